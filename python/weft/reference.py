@@ -1,0 +1,421 @@
+"""The specification of dispatch, combine, FP8 quantisation and their gradients, in plain torch.
+
+One process, all ranks at once: every list has one entry per rank. Nothing here is shared with an engine, nothing is
+fast, and every engine must give the same bits. Sums are explicit loops (over k, then over ranks) of a product, then an
+addition, on separate fp32 tensors, because ``sum``, ``index_add_`` and ``addcmul`` may reorder or fuse.
+
+All functions run on the CPU, never synchronise with anything, and expect correct arguments (ids out of range excepted,
+they count as -1): this module explains results, ``weft.ExpertParallel`` explains mistakes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.quantized import Quantized
+
+__all__ = [
+    "CombineGradients",
+    "Dispatched",
+    "Routing",
+    "combine",
+    "combine_backward",
+    "dequantize_fp8",
+    "dispatch",
+    "dispatch_backward",
+    "quantize_fp8",
+    "repeat_dispatch",
+]
+
+GROUP = 128  # elements of a row that share one FP8 scale
+FP8_MAX = 448.0  # largest finite value of e4m3
+FP8_MIN_AMAX = 1e-4  # a group of zeros gets the scale of this amax, not 0
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where every pick of every rank went; what ``combine`` and ``repeat_dispatch`` need.
+
+    Tokens of all ranks are numbered in one sequence: by rank, then as given. ``rows[d]`` is int64 [sum of T, K]: the
+    row of pick (token, k) on rank d, -1 where the pick is not there (another rank's, -1, out of range, rank lost, or
+    dropped). ``row_shape[d]`` is the shape of d's x without its last dimension: (N,), masked (L, C).
+    """
+
+    layout: str
+    num_tokens: tuple[int, ...]  # per rank
+    active_ranks: tuple[int, ...]
+    rows: tuple[Tensor, ...]
+    row_shape: tuple[tuple[int, ...], ...]
+    weights: tuple[Tensor, ...]  # fp32, as received on each rank
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What one rank receives; fields as in ``weft.Dispatched``.
+
+    Where an engine leaves rows undefined (behind ``num_rows`` under capacity, tails of masked) they are zero here.
+    """
+
+    x: Tensor | Quantized  # [N, H], masked [L, C, H]
+    topk_idx: Tensor | None  # rank_major only: [N, K] local ids, -1 elsewhere
+    topk_weights: Tensor  # fp32: rank_major [N, K], expert_major [N], masked [L, C]
+    num_tokens_per_expert: Tensor  # int32 [L]: picks kept
+    offsets: Tensor  # int32: rank_major [R+1], else [L+1]
+    num_rows: Tensor  # int32 []
+    overflow: Tensor  # int64 []: picks dropped here by this call
+    routing: Routing  # the same object on every rank
+
+
+@dataclass(frozen=True)
+class CombineGradients:
+    """Gradients of ``combine``'s inputs, one entry per rank."""
+
+    outputs: list[Tensor]  # like the expert outputs, zero where no pick is
+    weights: list[Tensor]  # like the weights received, fp32; zeros in rank_major or with weighted=False
+    sides: list[Tensor] | None  # like the weights received; None if no gradient of side was given
+
+
+def dispatch(
+    xs: Sequence[Tensor | Quantized],
+    topk_idxs: Sequence[Tensor],
+    topk_weights: Sequence[Tensor] | None = None,
+    *,
+    num_experts: int,
+    layout: str = "rank_major",
+    alignment: int = 1,
+    quantize: str | None = None,
+    capacity: int | None = None,
+    active_ranks: Iterable[int] | None = None,
+) -> list[Dispatched]:
+    """Send every token to the ranks that hold its experts.
+
+    xs: per rank [T, H] bf16, fp16 or fp32, or ``Quantized`` with data [T, B] and scales [T, S] or None. topk_idxs: [T,
+    K] int32 or int64; topk_weights: [T, K] fp32 (None: ones). Expert e lives on rank ``e // L`` with L = num_experts /
+    number of ranks. quantize: None, "fp8" or "fp8_ue8m0". Ranks not in ``active_ranks`` (None: all) send and receive
+    nothing: the entries given for them are ignored but their K, and picks of their experts are absent. Capacity: rows
+    in all, masked: rows an expert.
+    """
+    num_ranks = len(xs)
+    num_local = num_experts // num_ranks
+    active = tuple(range(num_ranks)) if active_ranks is None else tuple(sorted(active_ranks))
+    if topk_weights is None:
+        topk_weights = [torch.ones(idx.shape, dtype=torch.float32) for idx in topk_idxs]
+    num_tokens = tuple(len(idx) if rank in active else 0 for rank, idx in enumerate(topk_idxs))
+    source = torch.repeat_interleave(torch.arange(num_ranks), torch.tensor(num_tokens))
+    picks = torch.cat([idx[:n].to(torch.int64) for idx, n in zip(topk_idxs, num_tokens, strict=True)])
+    pick_weights = torch.cat([w[:n].detach() for w, n in zip(topk_weights, num_tokens, strict=True)])
+
+    places = []
+    for rank in range(num_ranks):
+        local = picks - rank * num_local
+        here = (local >= 0) & (local < num_local) & (rank in active)
+        places.append(_place(torch.where(here, local, -1), source, num_ranks, num_local, layout, alignment, capacity))
+    received = [_received_weights(place, pick_weights, layout) for place in places]
+    routing = Routing(
+        layout=layout,
+        num_tokens=num_tokens,
+        active_ranks=active,
+        rows=tuple(place.rows for place in places),
+        row_shape=tuple(place.row_shape for place in places),
+        weights=tuple(received),
+    )
+    tensors = repeat_dispatch(xs, routing, quantize=quantize)
+    return [
+        Dispatched(
+            x=tensors[rank],
+            topk_idx=_received_ids(places[rank]).to(topk_idxs[rank].dtype) if layout == "rank_major" else None,
+            topk_weights=received[rank],
+            num_tokens_per_expert=places[rank].counts.to(torch.int32),
+            offsets=places[rank].offsets.to(torch.int32),
+            num_rows=torch.tensor(places[rank].num_rows, dtype=torch.int32),
+            overflow=torch.tensor(places[rank].num_dropped, dtype=torch.int64),
+            routing=routing,
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One rank's rows: ``local`` ids [tokens, K] (-1: not here or dropped) and the ``rows`` these picks have."""
+
+    local: Tensor
+    rows: Tensor
+    row_shape: tuple[int, ...]
+    counts: Tensor
+    offsets: Tensor
+    num_rows: int
+    num_dropped: int
+
+
+def _place(
+    local: Tensor, source: Tensor, num_ranks: int, num_local: int, layout: str, alignment: int, capacity: int | None
+) -> _Place:
+    """Number one rank's rows; local: int64 [tokens, K] ids here, -1 elsewhere; source: int64 [tokens] rank of each
+    token.
+    """
+    here = local >= 0
+    if layout == "rank_major":  # one row per token that has a pick here, by source rank, then token
+        present = here.any(dim=1)
+        rows = torch.where(here, (present.cumsum(0) - 1)[:, None], -1)
+        offsets = _starts(torch.bincount(source[present], minlength=num_ranks))
+        limit = int(offsets[-1]) if capacity is None else capacity
+        row_shape: tuple[int, ...] = (limit,)
+        kept = here & (rows < limit)
+    else:  # one row per pick, by expert, then source rank, token, k: nonzero() lists (token, k) in that order
+        index = torch.full_like(local, -1)  # of the pick within its expert
+        counts = torch.zeros(num_local, dtype=torch.int64)
+        for expert in range(num_local):
+            chosen = (local == expert).nonzero(as_tuple=True)
+            counts[expert] = len(chosen[0])
+            index[chosen] = torch.arange(len(chosen[0]))
+        if layout == "expert_major":
+            offsets = _starts((counts + alignment - 1) // alignment * alignment)
+            limit = int(offsets[-1]) if capacity is None else capacity
+            row_shape = (limit,)
+            rows = torch.where(here, offsets[local.clamp(min=0)] + index, -1)
+            kept = here & (rows < limit)
+        elif layout == "masked" and capacity is not None:
+            offsets = torch.arange(num_local + 1) * capacity
+            limit = num_local * capacity
+            row_shape = (num_local, capacity)
+            rows = torch.where(here, local * capacity + index, -1)
+            kept = here & (index < capacity)
+        else:
+            raise ValueError(f"layout={layout!r}, capacity={capacity}: no such layout")
+    offsets = offsets.clamp(max=limit)
+    return _Place(
+        local=torch.where(kept, local, -1),
+        rows=torch.where(kept, rows, -1),
+        row_shape=row_shape,
+        counts=torch.bincount(local[kept], minlength=num_local),
+        offsets=offsets,
+        num_rows=int(kept.sum()) if layout == "masked" else int(offsets[-1]),
+        num_dropped=int(here.sum() - kept.sum()),
+    )
+
+
+def _starts(sizes: Tensor) -> Tensor:
+    """[n] sizes -> [n + 1] starts, the last is the end."""
+    return torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+
+
+def _received_ids(place: _Place) -> Tensor:
+    """rank_major: [N, K] local ids of the rows, -1 elsewhere."""
+    ids = torch.full((*place.row_shape, place.local.shape[1]), -1, dtype=torch.int64)
+    token, k = (place.rows >= 0).nonzero(as_tuple=True)
+    ids[place.rows[token, k], k] = place.local[token, k]
+    return ids
+
+
+def _received_weights(place: _Place, pick_weights: Tensor, layout: str) -> Tensor:
+    """Weights as they arrive on one rank: rank_major [N, K], expert_major [N], masked [L, C]; 0 where no pick is."""
+    return _scatter_picks(pick_weights, place.rows, place.row_shape, layout)
+
+
+def _scatter_picks(values: Tensor, rows: Tensor, row_shape: tuple[int, ...], layout: str) -> Tensor:
+    """A value per pick [tokens, K] -> its place beside the rows: rank_major [N, K], else one per row."""
+    token, k = (rows >= 0).nonzero(as_tuple=True)
+    if layout == "rank_major":
+        received = values.new_zeros((*row_shape, values.shape[1]))
+        received[rows[token, k], k] = values[token, k]
+        return received
+    received = values.new_zeros(row_shape)
+    received.view(-1)[rows[token, k]] = values[token, k]
+    return received
+
+
+def repeat_dispatch(
+    xs: Sequence[Tensor | Quantized], routing: Routing, *, quantize: str | None = None
+) -> list[Tensor | Quantized]:
+    """Send other rows the same way (``dispatch(x, handle=h)``): per rank [T, ...] -> rows in the routing's layout."""
+    if quantize is not None:
+        xs = [Quantized(*quantize_fp8(x, ue8m0=quantize == "fp8_ue8m0")) for x in xs if isinstance(x, Tensor)]
+
+    def moved(part: Callable[[Tensor | Quantized], Tensor]) -> list[Tensor]:
+        tokens = torch.cat([_as_bytes(part(x)[:n]) for x, n in zip(xs, routing.num_tokens, strict=True)])
+        received = []
+        for rank, x in enumerate(xs):
+            out = torch.zeros((*routing.row_shape[rank], tokens.shape[1]), dtype=torch.uint8)
+            token, k = (routing.rows[rank] >= 0).nonzero(as_tuple=True)
+            out.view(-1, tokens.shape[1])[routing.rows[rank][token, k]] = tokens[token]
+            received.append(out.view(part(x).dtype))
+        return received
+
+    if all(isinstance(x, Tensor) for x in xs):
+        return list(moved(_data))
+    data = moved(_data)
+    no_scales = all(isinstance(x, Quantized) and x.scales is None for x in xs)
+    scales = [None] * len(xs) if no_scales else moved(_scales)
+    return [Quantized(d, s) for d, s in zip(data, scales, strict=True)]
+
+
+def _data(x: Tensor | Quantized) -> Tensor:
+    return x.data if isinstance(x, Quantized) else x
+
+
+def _scales(x: Tensor | Quantized) -> Tensor:
+    if isinstance(x, Tensor) or x.scales is None:
+        raise ValueError("scales given on some ranks only")
+    return x.scales
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    return rows.detach().contiguous().view(torch.uint8)
+
+
+def combine(
+    outputs: Sequence[Tensor],
+    routing: Routing | Sequence[Dispatched],
+    *,
+    weighted: bool = True,
+    sides: Sequence[Tensor] | None = None,
+    biases: Sequence[Tensor | None] | None = None,
+) -> list[Tensor] | list[tuple[Tensor, Tensor]]:
+    """Bring expert outputs back to the tokens' owners and sum them.
+
+    outputs: per rank [N, H] (masked [L, C, H]), one dtype of bf16, fp16, fp32: it is the wire type and y's. sides:
+    fp32, rank_major [N, K] or [N] (the same for every pick), expert_major [N], masked [L, C]. biases: [T, H] or [H].
+    Returns per rank y [T, H], with sides (y, side [T, K] fp32). ``weighted`` is ignored in rank_major, whose rows are a
+    rank's partial sums already.
+    """
+    routing = _routing(routing)
+    hidden, wire = outputs[0].shape[-1], outputs[0].dtype
+    num_tokens, top_k = routing.rows[0].shape
+    total = torch.zeros((num_tokens, hidden))
+    side_total = torch.zeros((num_tokens, top_k))
+    for rank in routing.active_ranks:
+        rows = routing.rows[rank]
+        y = outputs[rank].detach().reshape(-1, hidden).to(torch.float32)
+        weights = routing.weights[rank].detach().reshape(-1)
+        partial = torch.zeros((num_tokens, hidden))
+        for k in range(top_k):
+            (token,) = (rows[:, k] >= 0).nonzero(as_tuple=True)
+            row = rows[token, k]
+            if routing.layout == "rank_major":
+                partial[token] = y[row]
+            else:
+                product = weights[row, None] * y[row] if weighted else y[row]
+                partial[token] = partial[token] + product
+            if sides is not None:
+                side_total[token, k] = side_total[token, k] + _side(sides[rank].detach(), row, k, routing.layout)
+        (present,) = (rows >= 0).any(dim=1).nonzero(as_tuple=True)
+        total[present] = total[present] + partial[present].to(wire).to(torch.float32)
+
+    ys = list(torch.split(total, list(routing.num_tokens)))
+    if biases is not None:
+        ys = [y if bias is None else y + bias.detach().to(torch.float32) for y, bias in zip(ys, biases, strict=True)]
+    ys = [y.to(wire) for y in ys]
+    if sides is None:
+        return ys
+    return list(zip(ys, torch.split(side_total, list(routing.num_tokens)), strict=True))
+
+
+def _routing(routing: Routing | Sequence[Dispatched]) -> Routing:
+    return routing if isinstance(routing, Routing) else routing[0].routing
+
+
+def _side(side: Tensor, row: Tensor, k: int, layout: str) -> Tensor:
+    """The side values of pick k of the given rows."""
+    if layout == "rank_major" and side.ndim == 2:
+        return side[row, k]
+    return side.reshape(-1)[row]
+
+
+def dispatch_backward(
+    grad_xs: Sequence[Tensor], routing: Routing | Sequence[Dispatched], grad_weights: Sequence[Tensor] | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of dispatch: those of the rows and of the weights received -> per rank grad x [T, H] and grad
+    topk_weights [T, K].
+
+    A combine without weights, whose side carries the weight gradients (zeros if None). Bit for bit what an engine
+    gives.
+    """
+    routing = _routing(routing)
+    sides = [torch.zeros_like(w) for w in routing.weights] if grad_weights is None else grad_weights
+    back = combine(grad_xs, routing, weighted=False, sides=sides)
+    return [pair[0] for pair in back], [pair[1] for pair in back]
+
+
+def combine_backward(
+    grad_ys: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    routing: Routing | Sequence[Dispatched],
+    *,
+    weighted: bool = True,
+    grad_sides: Sequence[Tensor] | None = None,
+) -> CombineGradients:
+    """Gradients of combine: that of y per rank [T, H], and of the side returned [T, K] -> those of the expert outputs,
+    weights, sides.
+
+    A dispatch of grad y along the same routing. Where weights are applied: grad output = w * grad y, rounded once; grad
+    w = the dot product of grad y and output (here in fp64; engines to 1e-5 relative). bias's gradient is grad y ([H]:
+    its sum over tokens).
+    """
+    routing = _routing(routing)
+    arrived = [_data(x) for x in repeat_dispatch(grad_ys, routing)]
+    grad_weights = [torch.zeros_like(w) for w in routing.weights]
+    if weighted and routing.layout != "rank_major":
+        grad_weights = [
+            torch.where(holds_pick, (g.double() * y.detach().double()).sum(-1), 0.0).to(torch.float32)
+            for g, y, holds_pick in zip(arrived, outputs, _holds_pick(routing), strict=True)
+        ]
+        arrived = [
+            (w[..., None] * g.to(torch.float32)).to(g.dtype) for w, g in zip(routing.weights, arrived, strict=True)
+        ]
+    side_gradients = None
+    if grad_sides is not None:
+        values = torch.cat(list(grad_sides))
+        side_gradients = [
+            _scatter_picks(values, rows, shape, routing.layout)
+            for rows, shape in zip(routing.rows, routing.row_shape, strict=True)
+        ]
+    return CombineGradients(outputs=arrived, weights=grad_weights, sides=side_gradients)
+
+
+def _holds_pick(routing: Routing) -> list[Tensor]:
+    """Per rank a mask over its rows: True where a pick lies."""
+    masks = []
+    for rows, shape in zip(routing.rows, routing.row_shape, strict=True):
+        mask = torch.zeros(shape, dtype=torch.bool)
+        mask.view(-1)[rows[rows >= 0]] = True
+        masks.append(mask)
+    return masks
+
+
+def quantize_fp8(x: Tensor, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
+    """[..., H] bf16, fp16 or fp32 -> (data [..., H] float8_e4m3fn, scales [..., ceil(H / 128)]).
+
+    a = max(amax |x| over a group of 128, 1e-4). scale = a / 448 (fp32), q = x * (448 / a); ue8m0: scale = 2^e >= a /
+    448, stored as the biased exponent (float8_e8m0fnu), q = x * 2^-e. q is rounded to nearest even and saturates at
+    448. A NaN in a group makes its scale and every q NaN; an infinity gives scale inf and q = x * 0, ue8m0: scale and
+    every q NaN. OCP MX and FP8 formats.
+    """
+    hidden = x.shape[-1]
+    num_groups = (hidden + GROUP - 1) // GROUP
+    groups = torch.nn.functional.pad(x.detach().to(torch.float32), (0, num_groups * GROUP - hidden))
+    groups = groups.reshape(*x.shape[:-1], num_groups, GROUP)
+    amax = groups.abs().amax(dim=-1, keepdim=True).clamp(min=FP8_MIN_AMAX)
+    scales = amax / torch.tensor(FP8_MAX)
+    if ue8m0:
+        bits = scales.view(torch.int32)
+        exponent = ((bits >> 23) & 255) + (bits & 0x7FFFFF != 0)
+        exponent = torch.where(scales.isfinite(), exponent, 255)  # 255 is UE8M0's NaN
+        inverse = torch.where(scales.isfinite(), ((254 - exponent) << 23).view(torch.float32), torch.nan)
+        scales = exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
+    else:
+        inverse = torch.tensor(FP8_MAX) / amax
+    data = (groups * inverse).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return data.reshape(*x.shape[:-1], -1)[..., :hidden].contiguous(), scales.squeeze(-1)
+
+
+def dequantize_fp8(data: Tensor, scales: Tensor) -> Tensor:
+    """(data [..., H] float8_e4m3fn, scales [..., ceil(H / 128)] fp32 or float8_e8m0fnu) -> fp32 [..., H]: q * scale,
+    rounded once.
+    """
+    wide = scales.to(torch.float32).repeat_interleave(GROUP, dim=-1)[..., : data.shape[-1]]
+    return data.to(torch.float32) * wide
