@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -155,9 +156,7 @@ class _Place:
 def _place(
     local: Tensor, source: Tensor, num_ranks: int, num_local: int, layout: str, alignment: int, capacity: int | None
 ) -> _Place:
-    """Number one rank's rows; local: int64 [tokens, K] ids here, -1 elsewhere; source: int64 [tokens] rank of each
-    token.
-    """
+    """Number one rank's rows; local: int64 [tokens, K] ids here, -1 elsewhere; source: int64 [tokens] owning rank."""
     here = local >= 0
     if layout == "rank_major":  # one row per token that has a pick here, by source rank, then token
         present = here.any(dim=1)
@@ -268,6 +267,24 @@ def _as_bytes(rows: Tensor) -> Tensor:
     return rows.detach().contiguous().view(torch.uint8)
 
 
+@overload
+def combine(
+    outputs: Sequence[Tensor],
+    routing: Routing | Sequence[Dispatched],
+    *,
+    weighted: bool = ...,
+    sides: None = ...,
+    biases: Sequence[Tensor | None] | None = ...,
+) -> list[Tensor]: ...
+@overload
+def combine(
+    outputs: Sequence[Tensor],
+    routing: Routing | Sequence[Dispatched],
+    *,
+    weighted: bool = ...,
+    sides: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = ...,
+) -> list[tuple[Tensor, Tensor]]: ...
 def combine(
     outputs: Sequence[Tensor],
     routing: Routing | Sequence[Dispatched],
@@ -329,11 +346,10 @@ def _side(side: Tensor, row: Tensor, k: int, layout: str) -> Tensor:
 def dispatch_backward(
     grad_xs: Sequence[Tensor], routing: Routing | Sequence[Dispatched], grad_weights: Sequence[Tensor] | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of dispatch: those of the rows and of the weights received -> per rank grad x [T, H] and grad
-    topk_weights [T, K].
+    """Gradients of dispatch: from those of its rows and of the weights received.
 
-    A combine without weights, whose side carries the weight gradients (zeros if None). Bit for bit what an engine
-    gives.
+    A combine without weights, whose side carries the weight gradients (None: zeros). Returns per rank grad x [T, H] and
+    grad topk_weights [T, K] fp32. Same bits on every engine.
     """
     routing = _routing(routing)
     sides = [torch.zeros_like(w) for w in routing.weights] if grad_weights is None else grad_weights
@@ -349,11 +365,10 @@ def combine_backward(
     weighted: bool = True,
     grad_sides: Sequence[Tensor] | None = None,
 ) -> CombineGradients:
-    """Gradients of combine: that of y per rank [T, H], and of the side returned [T, K] -> those of the expert outputs,
-    weights, sides.
+    """Gradients of combine: from those of y, per rank [T, H], and of the side returned, [T, K] (None: not asked for).
 
     A dispatch of grad y along the same routing. Where weights are applied: grad output = w * grad y, rounded once; grad
-    w = the dot product of grad y and output (here in fp64; engines to 1e-5 relative). bias's gradient is grad y ([H]:
+    w = the dot product of grad y and output (here in fp64; engines to 1e-5 relative). Bias's gradient is grad y ([H]:
     its sum over tokens).
     """
     routing = _routing(routing)
@@ -410,12 +425,10 @@ def quantize_fp8(x: Tensor, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
     else:
         inverse = torch.tensor(FP8_MAX) / amax
     data = (groups * inverse).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    return data.reshape(*x.shape[:-1], -1)[..., :hidden].contiguous(), scales.squeeze(-1)
+    return data.reshape(*x.shape[:-1], num_groups * GROUP)[..., :hidden].contiguous(), scales.squeeze(-1)
 
 
 def dequantize_fp8(data: Tensor, scales: Tensor) -> Tensor:
-    """(data [..., H] float8_e4m3fn, scales [..., ceil(H / 128)] fp32 or float8_e8m0fnu) -> fp32 [..., H]: q * scale,
-    rounded once.
-    """
+    """Data [..., H] float8_e4m3fn, scales [..., ceil(H / 128)] fp32 or float8_e8m0fnu -> fp32 [..., H]: q * scale."""
     wide = scales.to(torch.float32).repeat_interleave(GROUP, dim=-1)[..., : data.shape[-1]]
     return data.to(torch.float32) * wide
