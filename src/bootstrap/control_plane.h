@@ -1,0 +1,130 @@
+// The control plane: how ranks exchange small messages and file descriptors, and how they learn that one is gone.
+// Two kinds behind one interface: processes (unix sockets) and threads of one process (LocalHub).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "base/fd.h"
+#include "bootstrap/endpoint.h"
+
+namespace weft {
+
+enum class AbortCode : uint32_t { kNone, kPeerLost, kPeerClosed, kPeerTimeout, kInterrupted, kRefused, kInternal };
+
+// Why the ranks of a communicator leave their operations. Plain bytes: it travels as it is.
+struct AbortReason {
+  AbortCode code = AbortCode::kNone;
+  int rank = -1;          // culprit: who was lost, closed, was late or gave up
+  int reporter = -1;      // who says so
+  uint32_t epoch = 0;     // of the reporter; 0 in what the control plane itself reports (it knows no epochs)
+  uint64_t sequence = 0;  // of the broken operation; 0 outside operations
+  uint32_t phase = 0;
+  uint32_t op_kind = 0;
+  uint64_t peers = 0;  // bit r: rank r was late too
+};
+
+struct Parcel {
+  std::vector<std::byte> bytes;
+  std::vector<OwnedFd> fds;
+};
+
+enum class DetectionChannel : uint32_t {
+  kOwnerDeath,  // the robust mutex of the peer lost its owner
+  kSocketEnd,   // its socket closed without a goodbye
+  kPidfd,       // its process ended
+  kGoodbye,     // it closed its control plane
+  kRefused,     // it sent something that is no message of ours and was cut off
+};
+const char* detection_channel_name(DetectionChannel channel) noexcept;
+
+// The first entry of a rank is the one that counted (and called the abort handler); later ones tell when the
+// other channels would have told.
+struct Detection {
+  int rank;
+  DetectionChannel channel;
+  uint64_t time_ns;  // clock of now_ns()
+};
+
+// Limits of one exchange, per rank. Above: Error kInvalidArgument.
+inline constexpr size_t kMaxMessageBytes = size_t{16} << 20;
+inline constexpr size_t kMaxMessageFds = 64;
+inline constexpr int kMaxRanks = 64;  // AbortReason::peers is a mask
+
+// One thread at a time calls exchange and close; everything else may be called from any thread.
+// In a child forked from a rank the object must not be used; destroying it there is harmless and tells nobody anything.
+class ControlPlane {
+ public:
+  using Poll = std::function<void()>;
+  using AbortHandler = std::function<void(const AbortReason&)>;
+
+  virtual ~ControlPlane() = default;
+
+  virtual int rank() const noexcept = 0;
+  virtual int num_ranks() const noexcept = 0;
+
+  // Collective among `members` (which hold this rank, and are the same list on each of them): every member gives bytes
+  // and fds and gets those of all, indexed by rank (ranks outside `members` have empty parcels). fds stay the caller's;
+  // the received ones are the receiver's. Parcels of other tags are kept for their own exchange; exchanges of one tag
+  // match in the order of the calls. `poll` (may be empty) is called at least every 100 ms and may throw to leave.
+  // Returns when everything is received and everything of this rank is on its way.
+  // Errors: kPeerLost naming members that are gone (died, closed or refused) and gave nothing; kPeerTimeout naming the
+  // silent ones, never before `deadline_ns` (of now_ns()); kInvalidArgument; kInvalidState after close().
+  // A tag whose exchange did not end well is spent: what still arrives for it is dropped, using it again is kInvalidArgument.
+  virtual std::vector<Parcel> exchange(const std::vector<int>& members, uint64_t tag,
+                                       const std::vector<std::byte>& bytes, const std::vector<int>& fds,
+                                       uint64_t deadline_ns, const Poll& poll) = 0;
+
+  // Tells every rank that is not gone. Best effort, never blocks, never throws. `reporter` is filled in.
+  // It is not delivered to this rank's own handler.
+  virtual void publish_abort(const AbortReason& reason) noexcept = 0;
+
+  // The handler hears of each peer once: kPeerLost, kPeerClosed or kRefused (reporter: this rank), and of every reason
+  // that a peer published, of whatever epoch. It is called from threads of the control plane (or of the publishing
+  // rank, for threads), never two at a time; it must be quick and must not call close() or wait for a rank.
+  // What happened before is delivered inside this call. An empty handler: none; after return the old one is not running
+  // (unless this is called from inside of it).
+  virtual void set_abort_handler(AbortHandler handler) = 0;
+
+  // Ascending ranks that are gone, in whichever way.
+  virtual std::vector<int> dead_ranks() const = 0;
+  virtual std::vector<Detection> detections() const = 0;
+
+  // Says goodbye, best effort, and stops. Never waits for a peer, works with all of them dead, safe to repeat; the
+  // destructor calls it. After return the abort handler is not called any more.
+  virtual void close() noexcept = 0;
+};
+
+// Full mesh among the processes of `endpoints` (index = rank) over unix sockets: pid, uid, start time and boot id of
+// each peer are checked before a byte of it is believed. Collective; `listener` is the one whose endpoint is
+// endpoints[rank]. From here on a death of a peer is noticed by: owner death of its robust mutex, its socket, its pidfd.
+// Errors: kInvalidArgument (a bad rank or endpoint, ranks that were given different lists), kUnsupported (ranks on
+// several machines or of several users), kPeerLost (a peer ended meanwhile), kPeerTimeout (a peer did not come by
+// `deadline_ns`). `poll`: as in exchange.
+std::unique_ptr<ControlPlane> connect_processes(int rank, const std::vector<Endpoint>& endpoints, Listener&& listener,
+                                                uint64_t deadline_ns, const ControlPlane::Poll& poll);
+
+// Where the threads of one process meet.
+class LocalHub {
+ public:
+  explicit LocalHub(int num_ranks);  // 1..kMaxRanks, else Error kInvalidArgument
+  ~LocalHub();
+  LocalHub(const LocalHub&) = delete;
+  LocalHub& operator=(const LocalHub&) = delete;
+
+  int num_ranks() const noexcept;
+
+  struct State;
+  const std::shared_ptr<State>& state() const noexcept { return state_; }
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
+// Takes slot `rank` of the hub. Does not wait. Error kInvalidArgument if the slot is out of range or was taken before.
+std::unique_ptr<ControlPlane> connect_threads(std::shared_ptr<LocalHub> hub, int rank);
+
+}  // namespace weft

@@ -1,0 +1,55 @@
+// How a rank is found and recognised: the only thing that travels through the user's process group.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <type_traits>
+
+#include "base/fd.h"
+
+namespace weft {
+
+inline constexpr size_t kEndpointBytes = 128;
+inline constexpr uint32_t kEndpointMagic = 0x54464557;  // "WEFT"
+inline constexpr uint16_t kEndpointVersion = 1;
+
+// One incarnation of a rank. Plain bytes: it may be copied as kEndpointBytes bytes through any transport.
+struct Endpoint {
+  uint32_t magic = 0;
+  uint16_t version = 0;
+  uint16_t name_bytes = 0;             // length of name
+  std::array<uint8_t, 16> boot_id{};   // of this boot of the machine: equal on all ranks of one machine
+  int32_t pid = 0;
+  uint32_t uid = 0;
+  uint64_t start_time = 0;             // of the process in clock ticks since boot; tells a reused pid
+  std::array<char, 64> name{};         // abstract unix socket name without its leading zero byte
+  std::array<uint8_t, 24> reserved{};  // zero
+
+  bool operator==(const Endpoint&) const = default;
+};
+static_assert(sizeof(Endpoint) == kEndpointBytes && std::is_trivially_copyable_v<Endpoint>);
+
+// Error kInvalidArgument if the bytes are no endpoint of this version; `what` names them in the text ("endpoints[2]").
+Endpoint parse_endpoint(std::span<const std::byte> bytes, const std::string& what);
+
+// Start time of a live process (field 22 of /proc/PID/stat), 0 if there is no such process.
+uint64_t process_start_time(int pid);
+
+// The listening socket of this rank: abstract, so nothing appears in the file system and nothing is left behind.
+// Made before the endpoints are exchanged, so that a peer that knows an endpoint can always connect.
+class Listener {
+ public:
+  Listener();  // Error kInternalError if there is no socket to be had, kUnsupported without /proc
+
+  const Endpoint& endpoint() const noexcept { return endpoint_; }
+  int fd() const noexcept { return fd_.get(); }
+
+ private:
+  Endpoint endpoint_;
+  OwnedFd fd_;
+};
+
+}  // namespace weft
