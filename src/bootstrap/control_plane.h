@@ -10,6 +10,7 @@
 
 #include "base/fd.h"
 #include "bootstrap/endpoint.h"
+#include "weft/config/base.h"
 
 namespace weft {
 
@@ -52,7 +53,6 @@ struct Detection {
 // Limits of one exchange, per rank. Above: Error kInvalidArgument.
 inline constexpr size_t kMaxMessageBytes = size_t{16} << 20;
 inline constexpr size_t kMaxMessageFds = 64;
-inline constexpr int kMaxRanks = 64;  // AbortReason::peers is a mask
 
 // One thread at a time calls exchange and close; everything else may be called from any thread.
 // In a child forked from a rank the object must not be used; destroying it there is harmless and tells nobody anything.

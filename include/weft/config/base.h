@@ -24,5 +24,6 @@ using i64 = __INT64_TYPE__;
 static_assert(sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof(u64) == 8);
 
 constexpr i32 kCacheLine = 64;
+constexpr i32 kMaxRanks = 64;  // width of the rank masks in abort reasons
 
 }  // namespace weft

@@ -19,7 +19,6 @@ enum class Channel : u32 { kLanded = 0, kConsumed = 1 };  // progress words of a
 constexpr i32 kNumChannels = 2;
 
 constexpr i32 kNumParities = 2;
-constexpr i32 kMaxRanks = 64;       // width of the rank masks in abort reasons
 constexpr i32 kMaxTopk = 128;
 constexpr i64 kMaxRowsPerPair = (1 << 24) - 1;  // width of n in a progress word
 
