@@ -1,0 +1,109 @@
+"""Weft: dispatch and combine of Mixture-of-Experts tokens between ranks.
+
+`import weft` imports neither torch nor the native module: names are loaded when first used (PEP 562).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft import reference as reference
+    from weft import routing as routing
+    from weft.communicator import Communicator, Topology
+    from weft.errors import (
+        CapacityExceeded,
+        CompileError,
+        CudaError,
+        Error,
+        InternalError,
+        InvalidArgument,
+        InvalidState,
+        PeerLost,
+        PeerTimeout,
+        Unsupported,
+    )
+    from weft.expert_parallel import ExpertParallel
+    from weft.handle import Dispatched, Event, Handle
+    from weft.limits import limits, supports
+    from weft.quantized import Quantized
+    from weft.spawn import spawn
+
+    __version__: str
+
+_HOME = {
+    "CapacityExceeded": "errors",
+    "Communicator": "communicator",
+    "CompileError": "errors",
+    "CudaError": "errors",
+    "Dispatched": "handle",
+    "Error": "errors",
+    "Event": "handle",
+    "ExpertParallel": "expert_parallel",
+    "Handle": "handle",
+    "InternalError": "errors",
+    "InvalidArgument": "errors",
+    "InvalidState": "errors",
+    "PeerLost": "errors",
+    "PeerTimeout": "errors",
+    "Quantized": "quantized",
+    "Topology": "communicator",
+    "Unsupported": "errors",
+    "limits": "limits",
+    "spawn": "spawn",
+    "supports": "limits",
+}
+_MODULES = ("autograd", "errors", "reference", "routing")
+_SOURCE_VERSION = "0.1.0"
+
+__all__ = [
+    "CapacityExceeded",
+    "Communicator",
+    "CompileError",
+    "CudaError",
+    "Dispatched",
+    "Error",
+    "Event",
+    "ExpertParallel",
+    "Handle",
+    "InternalError",
+    "InvalidArgument",
+    "InvalidState",
+    "PeerLost",
+    "PeerTimeout",
+    "Quantized",
+    "Topology",
+    "Unsupported",
+    "__version__",
+    "limits",
+    "reference",
+    "routing",
+    "spawn",
+    "supports",
+]
+
+
+def _version() -> str:
+    import importlib.metadata  # 20 ms: only when asked for
+
+    try:
+        return importlib.metadata.version("weft")
+    except importlib.metadata.PackageNotFoundError:
+        return _SOURCE_VERSION
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"weft.{name}")
+    if name == "__version__":
+        return _version()
+    if name not in _HOME:
+        raise AttributeError(f"module 'weft' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"weft.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

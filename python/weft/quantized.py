@@ -1,0 +1,31 @@
+"""Rows that are already quantised, or any opaque bytes with side data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Quantized"]
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """Data and the scales that belong to it. Given to `dispatch` it passes through unchanged; `dispatch(quantize=...)` returns one.
+
+    Args:
+        data: [T, B], any dtype of one byte; B a multiple of 16. FP8 data is `torch.float8_e4m3fn`.
+        scales: [T, S] of any dtype, or None. FP8: one per 128 values along the row (the last group may be shorter), fp32, or
+            `torch.float8_e8m0fnu` for UE8M0.
+
+    As a result the leading dimension is N (rank_major, expert_major) or [L, C] (masked).
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor | None = None
+
+    def __repr__(self) -> str:
+        scales = "None" if self.scales is None else f"{list(self.scales.shape)} {self.scales.dtype}"
+        return f"weft.Quantized(data={list(self.data.shape)} {self.data.dtype}, scales={scales})"
