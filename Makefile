@@ -1,44 +1,104 @@
-# Weft's commands. `make help` lists them. Everything goes into .venv/ and build/, which `make clean` removes
-# (.venv stays). `make VENV= test` uses the current interpreter instead of a virtual environment.
+# Weft's commands; `make help` lists them. Everything is made in .venv/ and build/.
+# `make VENV= test` uses the interpreter named by PYTHON (python3) as it is, and installs only what it lacks.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
 
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= $(shell nproc)
 
 ifeq ($(strip $(VENV)),)
-bin :=
 python := $(PYTHON)
 environment := build/environment.stamp
+installed := build/installed.stamp
 else
-bin := $(VENV)/bin/
-python := $(VENV)/bin/python
+python := $(abspath $(VENV))/bin/python
 environment := $(VENV)/environment.stamp
+installed := $(VENV)/installed.stamp
 endif
+scripts = $(shell $(python) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 
-pip := $(python) -m pip
+# Pins hold for every pip below, those that it starts to build something included.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-ifneq ($(strip $(VENV)),)
-export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
-endif
+install := $(python) -m pip install --quiet
 
 .PHONY: help
 help: ## list the commands
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | sort | while IFS=$$'\t' read -r name text; do \
-	  printf '  make %-8s %s\n' "$$name" "$$text"; done
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | while IFS=$$'\t' read -r name text; do
+	  printf '  make %-12s %s\n' "$$name" "$$text"; done
+
+.PHONY: demo
+demo: $(installed) ## train a small MoE language model over four ranks (DEMO="--kill-rank 2" for options)
+	$(python) -m weft.cli demo $(DEMO)
+
+.PHONY: test
+test: native-test $(installed) ## run every test (TESTS="tests/python -k capacity" for some)
+	$(python) -m pytest $(TESTS)
+
+.PHONY: native-test
+native-test: $(environment) ## build and run the C++ tests alone
+	@export PATH="$(scripts):$$PATH"
+	cmake -S . -B build/native -G Ninja -DWEFT_BUILD_TESTS=ON -DWEFT_BUILD_MODULE=OFF >/dev/null
+	cmake --build build/native -j $(JOBS)
+	ctest --test-dir build/native --output-on-failure --no-tests=ignore --timeout 600
+
+.PHONY: lint
+lint: $(environment) ## run all linters and format checks
+	@PATH="$(scripts):$$PATH" pre-commit run --all-files --show-diff-on-failure
+
+.PHONY: format
+format: $(environment) ## format the sources in place (FILES="a.cc b.py" for some)
+	@export PATH="$(scripts):$$PATH"
+	files=($(if $(FILES),$(FILES),$$(git ls-files '*.py' '*.pyi' '*.h' '*.cuh' '*.cc' '*.cu')))
+	for file in "$${files[@]}"; do
+	  case $$file in *.py|*.pyi) ruff check --quiet --fix "$$file" || true; ruff format --quiet "$$file";; *) clang-format -i "$$file";; esac
+	done
+
+.PHONY: wheel
+wheel: $(environment) ## build the wheel into dist/ and look it over
+	@rm -rf dist
+	PATH="$(scripts):$$PATH" $(python) -m pip wheel --quiet --no-build-isolation --no-deps -w dist .
+	$(python) tools/check_wheel.py dist/*.whl
 
 .PHONY: dev
-dev: $(environment) ## fast rebuild of the native module next to the sources; use with PYTHONPATH=python
+dev: $(environment) ## rebuild the native module next to the sources, for use with PYTHONPATH=python
 	@mkdir -p build/dev
-	@flock build/dev.lock bash -euo pipefail -c '\
-	  [ -f build/dev/build.ninja ] || cmake -S . -B build/dev -G Ninja -DPython_EXECUTABLE="$$(command -v $(python))" \
-	      -DWEFT_MODULE_DIR="$(CURDIR)/python/weft" >/dev/null; \
-	  cmake --build build/dev -j $(JOBS)'
+	export PATH="$(scripts):$$PATH"
+	exec 9>build/dev.lock; flock 9
+	[ -f build/dev/build.ninja ] || cmake -S . -B build/dev -G Ninja -DPython_EXECUTABLE="$$(command -v $(python))" \
+	    -DWEFT_MODULE_DIR="$(CURDIR)/python/weft" >/dev/null
+	cmake --build build/dev -j $(JOBS)
 
-$(environment): pyproject.toml constraints.txt
-	@if [ -n "$(strip $(VENV))" ] && [ ! -x "$(python)" ]; then $(PYTHON) -m venv $(VENV); fi
-	$(pip) install --quiet $$($(PYTHON) tools/requirements.py)
-	@mkdir -p $(@D) && touch $@
+.PHONY: docs
+docs: $(environment) ## write docs/api.md from the docstrings
+	PYTHONPATH=python $(python) tools/generate_api_docs.py
+
+.PHONY: clean
+clean: ## remove what was built (the virtual environment stays)
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f python/weft/_native*.so
+
+# One shell per recipe, so that PATH and locks hold for all its lines.
+.ONESHELL:
+
+$(environment): pyproject.toml constraints.txt tools/requirements.py
+	@if [ -n "$(strip $(VENV))" ]; then
+	  [ -x "$(python)" ] || $(PYTHON) -m venv "$(VENV)"
+	  echo "Installing what development needs into $(VENV)"
+	  $(install) $$($(python) tools/requirements.py)
+	else
+	  missing=$$($(python) tools/requirements.py --missing)
+	  [ -z "$$missing" ] || $(install) $$missing
+	fi
+	mkdir -p $(@D) && touch $@
+
+# The package as a user would have it: not editable, built anew whenever one of its files is newer.
+package_files := $(shell find python include src -type f ! -name '*.so' ! -path '*/__pycache__/*' 2>/dev/null)
+$(installed): $(environment) CMakeLists.txt pyproject.toml $(package_files)
+	@echo "Building and installing weft"
+	export PATH="$(scripts):$$PATH"
+	$(install) --no-build-isolation --no-deps --force-reinstall .
+	mkdir -p $(@D) && touch $@

@@ -1,9 +1,10 @@
-"""Prints every requirement of a development environment, one a line, for pip: dependencies, build tools and extras.
+"""Prints the requirements of a development environment for pip, one a line; with --missing only those not met here.
 
-Reads pyproject.toml, so that they are named there only. Needs no package, and no Python newer than 3.10: without
-tomllib it reads the few quoted strings it needs by itself.
+They are read from pyproject.toml, so that they are named there only. Needs nothing but Python 3.10 (which has no
+tomllib): pyproject.toml keeps each list of requirements in the plain form that `read_requirements` knows.
 """
 
+import importlib.metadata
 import re
 import sys
 from pathlib import Path
@@ -17,17 +18,32 @@ def read_requirements(text: str) -> list[str]:
     for line in text.splitlines():
         if line.startswith("["):
             section = line.strip("[] ")
-        starts = re.match(r"(\w+) = \[", line)
-        if starts and section in ("project", "project.optional-dependencies"):
-            inside = section != "project" or starts[1] == "dependencies"
+        starts = re.match(r"([\w-]+) = \[", line)
+        if starts:
+            inside = section == "project.optional-dependencies" or (section, starts[1]) == ("project", "dependencies")
         if inside:
             found += re.findall(r'"([^"]+)"', line.split("#")[0])
         if line.rstrip().endswith("]"):
             inside = False
-    return [name for name in found if not name.startswith("weft[")]
+    return [name for name in dict.fromkeys(found) if not name.startswith("weft[")]
+
+
+def is_met(requirement: str) -> bool:
+    """Tell whether a requirement of the form `name` or `name>=version` is met by what is installed."""
+    name, _, least = requirement.partition(">=")
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in re.match(r"[\d.]*", text)[0].split(".") if part]  # type: ignore[index]
+
+    return not least or numbers(version) >= numbers(least)
 
 
 if __name__ == "__main__":
-    path = Path(__file__).resolve().parent.parent / "pyproject.toml"
-    print("\n".join(dict.fromkeys(read_requirements(path.read_text()))))
-    sys.exit(0)
+    requirements = read_requirements((Path(__file__).resolve().parent.parent / "pyproject.toml").read_text())
+    if "--missing" in sys.argv[1:]:
+        requirements = [requirement for requirement in requirements if not is_met(requirement)]
+    print("\n".join(requirements))

@@ -1,0 +1,114 @@
+"""Guards against a source check that has gone blind: a rule must find its bad snippet and leave the good one."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+spec = importlib.util.spec_from_file_location("checks", TOOLS / "checks.py")
+assert spec is not None
+assert spec.loader is not None
+checks = importlib.util.module_from_spec(spec)
+sys.modules["checks"] = checks
+spec.loader.exec_module(checks)
+
+BAD = [
+    ("inline-asm", "include/weft/sync/wait.h", 'asm volatile("nop");'),
+    ("inline-asm", "src/base/clock.cc", '__asm__ __volatile__ ("rdtsc");'),
+    ("spin-loop", "src/engine/cpu/window.cc", "while (true) { step(); }"),
+    ("spin-loop", "src/engine/cpu/window.cc", "for (;;) step();"),
+    ("spin-loop", "include/weft/kernels/dispatch.h", "while (flag.load(std::memory_order_acquire) != 1) {}"),
+    ("spin-loop", "include/weft/kernels/dispatch.h", "do { step(); } while (ld_acquire_sys(header) != expected);"),
+    ("torch-include", "src/bindings/module.cc", "#include <torch/extension.h>"),
+    ("torch-include", "include/weft/config/shape.h", "#include <ATen/ATen.h>"),
+    ("toolkit-include", "src/base/driver.h", "#include <cuda.h>"),
+    ("toolkit-include", "include/weft/ptx/load.cuh", "#include <cuda_fp8.h>"),
+    ("python-include", "src/engine/cpu/window.cc", "#include <nanobind/nanobind.h>"),
+    ("environment", "src/engine/cpu/window.cc", 'auto* text = std::getenv("WEFT_LOG_LEVEL");'),
+    ("environment", "python/weft/communicator.py", 'rank = os.environ["RANK"]'),
+    ("environment", "python/weft/cli/app.py", "from os import getenv"),
+    ("sleeping", "include/weft/sync/wait.h", "std::this_thread::sleep_for(pause);"),
+    ("sleeping", "include/weft/sync/wait.h", "usleep(10);"),
+    ("named-memory", "src/memory/shared_memory.cc", 'int fd = shm_open("/weft", O_RDWR, 0600);'),
+    ("trap", "include/weft/ptx/misc.cuh", 'asm volatile("trap;");'),
+    ("trap", "src/engine/cpu/window.cc", "std::abort();"),
+    ("non-coherent-load", "include/weft/ptx/load.cuh", 'asm("ld.global.nc.b32 %0, [%1];");'),
+    ("pickling", "python/weft/routing.py", "import pickle"),
+    ("pickling", "python/weft/routing.py", "numpy.load(path, allow_pickle=True)"),
+    ("include-direction", "include/weft/ptx/load.h", '#include "weft/sync/wait.h"'),
+    ("include-direction", "include/weft/layout/rows.h", '#include "weft/ptx/load.h"'),
+    ("include-direction", "include/weft/config/shape.h", '#include "weft/layout/rows.h"'),
+    ("include-direction", "include/weft/kernels/send.h", '#include "base/status.h"'),
+    ("include-direction", "src/base/status.cc", '#include "engine/window.h"'),
+    ("include-direction", "src/memory/heap.cc", '#include "bootstrap/endpoint.h"'),
+    ("include-direction", "include/weft/utils/all.h", "#pragma once"),
+    ("file-size", "src/engine/cpu/window.cc", "int a;\n" * 401),
+    ("file-size", "include/weft/kernels/dispatch.cuh", "int a;\n" * 501),
+    ("file-size", "python/weft/communicator.py", "a = 1\n" * 401),
+    ("function-size", "python/weft/spawn.py", "def f():\n" + "    a = 1\n" * 71),
+    ("function-size", "python/weft/spawn.py", "def f(a, b, c, d, e, f, g): pass"),
+    ("unfinished", "python/weft/spawn.py", "# TODO: more"),
+    ("private-words", "README.md", "see /" + "work/main"),
+]
+
+GOOD = [
+    ("include/weft/ptx/load.h", 'asm volatile("ld.acquire.sys.global.b64 %0, [%1];");'),
+    ("include/weft/sync/wait.h", "while (true) { if (now > deadline) break; }"),
+    ("src/base/clock.cc", "// never: while (true)\nint basm(int);"),
+    ("src/base/clock.cc", 'const char* text = "while (true) asm(";'),
+    ("src/bootstrap/mesh.cc", "// check: allow spin-loop: blocks in poll(), ends with the socket\nfor (;;) {"),
+    ("src/bootstrap/mesh.cc", "for (;;) {  // check: allow spin-loop: blocks in poll()"),
+    ("src/base/env.cc", 'std::getenv("WEFT_LOG_LEVEL");'),
+    ("python/weft/env.py", 'os.environ.get("WEFT_LOG_LEVEL")'),
+    ("python/weft/errors.py", '"""Never reads os.environ."""'),
+    ("tests/python/test_env.py", 'os.environ["WEFT_LOG_LEVEL"] = "debug"'),
+    ("include/weft/kernels/send.h", '#include "weft/transport/put.h"\n#include "weft/layout/rows.h"'),
+    ("include/weft/layout/rows.h", '#include "weft/config/shape.h"\n#include <stdint.h>'),
+    (
+        "src/engine/cpu/window.cc",
+        '#include "engine/cpu/window.h"\n#include "weft/kernels/send.h"\n#include "base/fd.h"',
+    ),
+    ("src/engine/cpu/window.cc", "int a;\n" * 400),
+    ("src/engine/cpu/table.cc", "// check: allow file-size: one table, generated\n" + "int a;\n" * 500),
+    ("python/weft/spawn.py", "def f(a, *, b, c, d, e, f, g, h): pass"),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), BAD)
+def test_bad_snippet_is_found(rule: str, path: str, text: str) -> None:
+    assert rule in {finding.rule for finding in checks.check_text(path, text)}
+
+
+@pytest.mark.parametrize(("path", "text"), GOOD)
+def test_good_snippet_is_left_alone(path: str, text: str) -> None:
+    assert checks.check_text(path, text) == []
+
+
+def test_every_rule_has_a_bad_snippet() -> None:
+    names = {name for name, _, _ in BAD}
+    source = (TOOLS / "checks.py").read_text()
+    used = set(checks.re.findall(r'(?:find\(source, |, number, |, 1, |, node\.lineno, )"([a-z-]+)"', source))
+    assert used
+    assert used <= names
+
+
+def test_allowance_needs_a_reason_and_the_right_rule() -> None:
+    for comment in ("// check: allow spin-loop:", "// check: allow inline-asm: because"):
+        assert checks.check_text("src/base/a.cc", f"{comment}\nfor (;;) {{"), comment
+
+
+def test_line_numbers_survive_blanking() -> None:
+    text = '/* a\n b */\nauto a = "x";\nfor (;;) {}\n'
+    assert [finding.line for finding in checks.check_text("src/base/a.cc", text)] == [4]
+
+
+def test_main_reports_and_fails(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(checks, "ROOT", tmp_path)
+    (tmp_path / "src/base").mkdir(parents=True)
+    (tmp_path / "src/base/a.cc").write_text("int main() {\n  for (;;) {}\n}\n")
+    assert checks.main(["src/base/a.cc"]) == 1
+    assert "src/base/a.cc:2: spin-loop" in capsys.readouterr().out
+    (tmp_path / "src/base/a.cc").write_text("int main() {}\n")
+    assert checks.main(["src/base/a.cc"]) == 0

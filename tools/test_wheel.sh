@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Installs a wheel into a clean environment and runs `weft verify` there, with nothing but that environment on PATH:
+# no compiler, no CMake, no checkout. Usage: test_wheel.sh PYTHON WHEEL
+set -euo pipefail
+python=$1
+wheel=$(realpath "$2")
+home=$(mktemp -d)
+trap 'rm -rf "$home"' EXIT
+
+"$python" -m venv "$home/venv"
+"$home/venv/bin/python" -m pip install --quiet "$wheel"
+cd "$home"
+run() { env -i HOME="$home" PATH="$home/venv/bin" LANG=C.UTF-8 "$@"; }
+for tool in cc gcc g++ clang cmake ninja nvcc; do
+  if run python -c "import shutil, sys; sys.exit(shutil.which('$tool') is None)"; then
+    echo "test_wheel.sh: $tool is on PATH, so this would prove nothing" >&2
+    exit 1
+  fi
+done
+run weft --version
+run weft verify --trials 3
