@@ -1,4 +1,4 @@
-"""Writes docs/api.md from the docstrings of the public names, weft.__all__. With --check: only says whether it is current.
+"""Writes docs/api.md from the docstrings of the public names, weft.__all__. --check only says whether it is current.
 
 Signatures keep the annotations as they are written in the sources, so the page does not depend on the Python version.
 """
