@@ -264,7 +264,7 @@ def _scales(x: Tensor | Quantized) -> Tensor:
 
 
 def _as_bytes(rows: Tensor) -> Tensor:
-    return rows.detach().contiguous().view(torch.uint8)
+    return rows.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 @overload
