@@ -104,7 +104,7 @@ struct WindowLayout {
                                    CheckedSize(static_cast<u64>(shape.top_k) * 8);
         CheckedSize ring = record * CheckedSize(4);
         if (ring.ok && ring.value < kMinRingBytes) ring = CheckedSize(kMinRingBytes);
-        if (shape.staging_bytes > ring.value) ring = CheckedSize(shape.staging_bytes);
+        if (ring.ok && shape.staging_bytes > ring.value) ring = CheckedSize(shape.staging_bytes);
         ring = ring.aligned(4096);
 
         const CheckedSize headers = CheckedSize(sizeof(ControlWords));
