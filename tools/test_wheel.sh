@@ -4,6 +4,8 @@
 set -euo pipefail
 python=$1
 wheel=$(realpath "$2")
+export PIP_CONSTRAINT=${BASH_SOURCE[0]%/*}/../constraints.txt
+PIP_CONSTRAINT=$(realpath "$PIP_CONSTRAINT")
 home=$(mktemp -d)
 trap 'rm -rf "$home"' EXIT
 
