@@ -98,9 +98,10 @@ def load_trace(file: str | os.PathLike[str]) -> Trace:
 
 def _read(file: Path) -> tuple[int, tuple[TracedDispatch, ...]]:
     """One rank's file -> rank, dispatches; raises ValueError or what numpy raises."""
-    with np.load(file, allow_pickle=False) as stored:
-        if not isinstance(stored, np.lib.npyio.NpzFile):
-            raise ValueError("not an npz file")
+    stored = np.load(file, allow_pickle=False)
+    if not isinstance(stored, np.lib.npyio.NpzFile):
+        raise ValueError("not an npz file")
+    with stored:
         version, rank = _array(stored, "version", np.int64, 0), _array(stored, "rank", np.int64, 0)
         if version != _VERSION:
             raise ValueError(f"version {version}, this Weft reads {_VERSION}")
