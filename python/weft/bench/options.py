@@ -1,0 +1,52 @@
+"""What a benchmark runs: a shape and how often. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from weft.errors import InvalidArgument
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """One shape and how to time it. `capacity`: as in dispatch; masked takes twice the mean load if it is None."""
+
+    ranks: int = 4
+    tokens: int = 1024
+    hidden: int = 2048
+    experts: int = 64
+    top_k: int = 8
+    dtype: str = "bf16"
+    layout: str = "rank_major"
+    alignment: int = 1
+    quantize: str = "none"
+    capacity: int | None = None
+    routing: str = "uniform"
+    trace: str | None = None
+    seed: int = 0
+    device: str = "auto"
+    iters: int = 50
+    warmup: int = 5
+    num_sms: int | None = None
+    mode: str = "auto"
+    baseline: bool = True
+
+    def complete(self) -> Options:
+        """The same with a trace's experts, top_k and routing, and a capacity for masked. Raises InvalidArgument."""
+        options = self
+        if self.trace is not None:
+            from weft.verify.cases import loaded_trace
+
+            dispatches = loaded_trace(self.trace).dispatches
+            first = dispatches[min(dispatches)][0]
+            top_k = first.topk_idx.shape[1]
+            options = dataclasses.replace(self, routing="trace", experts=first.num_experts, top_k=top_k)
+        if options.experts % options.ranks:
+            raise InvalidArgument(f"experts={options.experts}: must be a multiple of ranks={options.ranks}")
+        if options.layout == "masked" and options.capacity is None:
+            mean = options.ranks * options.tokens * options.top_k / options.experts
+            options = dataclasses.replace(options, capacity=max(1, int(2 * mean)))
+        if options.layout != "masked" and options.capacity is not None and options.baseline:
+            raise InvalidArgument(f"capacity={options.capacity}: the baseline has it only in masked; add --no-baseline")
+        return options

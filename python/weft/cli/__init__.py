@@ -1,0 +1,52 @@
+"""The `weft` command. Parses flags and prints; weft.verify, weft.bench, weft.size and weft.demo do the work.
+
+Exit codes: 0 ok, 1 a check failed, 2 wrong usage, 3 unsupported here, 130 interrupted. Nothing here imports torch
+before a command needs it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from weft.cli.bench_command import bench
+from weft.cli.demo_command import demo
+from weft.cli.size_command import size
+from weft.cli.verify_command import verify
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="weft",
+    help="Dispatch the tokens of Mixture-of-Experts models to the ranks of their experts, and combine the results.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(demo)
+app.command()(verify)
+app.command()(bench)
+app.command()(size)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import weft
+
+        typer.echo(f"weft {weft.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the `weft` command with the arguments of this process; does not return."""
+    app(prog_name="weft")

@@ -1,0 +1,123 @@
+"""`weft bench`: flags in, weft.bench, rows out."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import typer
+
+from weft.bench.options import Options
+from weft.cli import options
+from weft.cli.output import EXIT_FAILED, Output, command_output
+
+_CAPACITY_HELP = "As in dispatch; masked takes twice the mean load if it is not given."
+_COLUMNS = (
+    "operation",
+    "median us",
+    "p99 us",
+    "host us",
+    "wire MB",
+    "wire GB/s",
+    "logical GB/s",
+    "result MB",
+    "x all_to_all",
+    "x memory copy",
+)
+
+
+def bench(
+    ranks: options.Ranks = 4,
+    tokens: options.Tokens = 1024,
+    hidden: options.Hidden = 2048,
+    experts: options.Experts = 64,
+    top_k: options.TopK = 8,
+    dtype: options.Dtype = "bf16",
+    layout: options.Layout = "rank_major",
+    alignment: Annotated[int, typer.Option("--alignment", min=1, help="Of expert_major groups, in rows.")] = 1,
+    quantize: options.Quantize = "none",
+    capacity: Annotated[int | None, typer.Option("--capacity", min=1, help=_CAPACITY_HELP)] = None,
+    routing: options.Routing = "uniform",
+    trace: options.Trace = None,
+    seed: options.Seed = 0,
+    device: options.Device = "auto",
+    iters: Annotated[int, typer.Option("--iters", min=1, help="Calls timed of each operation.")] = 50,
+    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Calls before them that are not.")] = 5,
+    num_sms: Annotated[int | None, typer.Option("--num-sms", min=1, help="SMs a kernel may use (GPU engines).")] = None,
+    mode: Annotated[Literal["auto", "throughput", "latency"], typer.Option("--mode", help="As in dispatch.")] = "auto",
+    baseline: Annotated[bool, typer.Option(help="Time all_to_all_single doing the same job too.")] = True,
+    json: options.Json = False,
+) -> None:
+    """Time dispatch, combine and both; results are checked first."""
+    with command_output(json_lines=json) as output:
+        _bench(
+            output,
+            Options(
+                ranks=ranks,
+                tokens=tokens,
+                hidden=hidden,
+                experts=experts,
+                top_k=top_k,
+                dtype=dtype,
+                layout=layout,
+                alignment=alignment,
+                quantize=quantize,
+                capacity=capacity,
+                routing=routing,
+                trace=None if trace is None else str(trace),
+                seed=seed,
+                device=device,
+                iters=iters,
+                warmup=warmup,
+                num_sms=num_sms,
+                mode=mode,
+                baseline=baseline,
+            ),
+        )
+
+
+def _bench(output: Output, chosen: Options) -> None:
+    from weft.bench import run
+    from weft.verify.check import Mismatch
+
+    try:
+        with output.progress(1, "bench"):
+            report = run(chosen)
+    except Mismatch as mismatch:
+        output.error(mismatch)
+        raise typer.Exit(EXIT_FAILED) from mismatch
+    for row in report.all_rows():
+        output.row(row)
+    machine, startup, shape = report.machine, report.startup, report.rows[0]
+    built = f"{machine['weft']} ({machine['commit'] or 'no commit'})"
+    output.text(f"weft {built}, torch {machine['torch']}, {machine['engine']} engine")
+    output.text(f"{machine['device_name'] or machine['cpu']}, {machine['cpus']} CPUs, {machine['os']}")
+    output.text(
+        f"{shape['ranks']} ranks, T={shape['tokens']} H={shape['hidden']} K={shape['top_k']} E={shape['experts']} "
+        f"{shape['dtype']} {shape['layout']} quantize={shape['quantize']} routing={shape['routing']}, "
+        f"{shape['iters']} calls"
+    )
+    cells = [_cells(row) for row in report.rows]
+    output.table("slowest rank; results were compared with the reference first", _COLUMNS, cells)
+    output.text(
+        f"memory copy, all ranks at once: {machine['memory_copy_gb_per_s']:.2f} GB/s; "
+        f"start-up: import {startup['import_s']:.2f} s, ranks {startup['start_s']:.2f} s, "
+        f"first call {startup['first_call_s']:.2f} s"
+    )
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    source = f", {row['source']} tensor" if row["op"] == "combine" and row["source"] else ""
+    name = f"{row['library']} {row['op']}{source}"
+    against_copy, against_baseline = row["ratio_vs_memory_copy"], row["ratio_vs_all_to_all"]
+    return (
+        name,
+        f"{row['time_us']:.0f}",
+        f"{row['time_p99_us']:.0f}",
+        f"{row['host_us']:.0f}",
+        f"{row['wire_bytes'] / 1e6:.2f}",
+        f"{row['wire_gb_per_s']:.2f}",
+        f"{row['logical_gb_per_s']:.2f}",
+        f"{row['result_bytes'] / 1e6:.2f}",
+        "" if against_baseline is None else f"{against_baseline:.2f}",
+        "" if against_copy is None else f"{against_copy:.2f}",
+    )

@@ -1,0 +1,158 @@
+"""What every command prints through: tables for people, JSON lines for programs, and the exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, TextIO
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_UNSUPPORTED = 3
+EXIT_INTERRUPTED = 130
+
+_PIPE_WIDTH = 160  # a file or a pipe has no width: wide enough that no table is cut
+
+
+class Advance(Protocol):
+    """What a running progress bar offers: `advance(text)` counts one step done."""
+
+    def __call__(self, text: str, /) -> None: ...
+
+
+class Output:
+    """One command's output.
+
+    With `json_lines` stdout holds JSON objects only, one a line: whatever else writes to file descriptor 1 in the
+    meantime (a library, a forked rank) is sent to stderr. Without it, tables go to stdout, in colour only on a
+    terminal and only when NO_COLOR is not set. Progress bars go to stderr and only to a terminal.
+    """
+
+    def __init__(self, *, json_lines: bool) -> None:
+        self.json_lines = json_lines
+        self.console = _console(sys.stdout)
+        self._stderr = _console(sys.stderr)
+        self._json_stream: TextIO = sys.stdout
+        self._saved_fd: int | None = None
+        if json_lines:
+            self._claim_stdout()
+
+    def _claim_stdout(self) -> None:
+        try:
+            is_stdout = sys.stdout.fileno() == 1
+        except (OSError, io.UnsupportedOperation):
+            return  # a test's stand-in for stdout: nothing to protect
+        if not is_stdout:
+            return
+        sys.stdout.flush()
+        self._saved_fd = os.dup(1)
+        os.dup2(2, 1)
+        self._json_stream = os.fdopen(os.dup(self._saved_fd), "w", encoding="utf-8")
+
+    def close(self) -> None:
+        """Give stdout back. Safe to call twice."""
+        if self._saved_fd is None:
+            return
+        sys.stdout.flush()
+        self._json_stream.close()
+        os.dup2(self._saved_fd, 1)
+        os.close(self._saved_fd)
+        self._saved_fd = None
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Write one JSON object (only with `json_lines`; else nothing)."""
+        if self.json_lines:
+            self._json_stream.write(json.dumps(row, allow_nan=False) + "\n")
+            self._json_stream.flush()  # before any fork, or the rank would write it again
+
+    def text(self, text: str, style: str | None = None) -> None:
+        """Write a line for people (nothing with `json_lines`)."""
+        if not self.json_lines:
+            self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Write a table for people (nothing with `json_lines`); columns after the first are right-aligned."""
+        if self.json_lines:
+            return
+        table = Table(title=title, title_justify="left")
+        for i, column in enumerate(columns):
+            table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        self.console.print(table)
+
+    def error(self, error: BaseException, *, text: str | None = None) -> None:
+        """Report a failure: a line on stderr, and with `json_lines` an object of kind "error" on stdout."""
+        text = text if text is not None else str(error) or type(error).__name__
+        self.row({"kind": "error", "type": type(error).__name__, "text": text})
+        self._stderr.print(f"error: {text}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+
+    @contextlib.contextmanager
+    def progress(self, total: int, what: str) -> Iterator[Advance]:
+        """A progress bar of `total` steps on stderr, shown only if stderr is a terminal."""
+        with Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._stderr,
+            transient=True,
+            auto_refresh=False,  # no thread of its own: ranks are forked while the bar is there
+            disable=not self._stderr.is_terminal,
+        ) as progress:
+            task = progress.add_task(what, total=total)
+
+            def advance(text: str, /) -> None:
+                progress.update(task, advance=1, description=text, refresh=True)
+
+            yield advance
+
+
+def _console(stream: TextIO) -> Console:
+    is_terminal = bool(getattr(stream, "isatty", lambda: False)())
+    return Console(file=stream, width=None if is_terminal else _PIPE_WIDTH)
+
+
+@contextlib.contextmanager
+def command_output(*, json_lines: bool) -> Iterator[Output]:
+    """The frame of every command: yields the Output, turns errors into the exit codes, gives stdout back.
+
+    A refused argument ends with 2, `weft.Unsupported` with 3, any other `weft.Error` with 1, Ctrl-C with 130.
+    """
+    output = Output(json_lines=json_lines)
+    try:
+        yield output
+    except KeyboardInterrupt as error:
+        output.error(error, text="interrupted")
+        raise typer.Exit(EXIT_INTERRUPTED) from error
+    except Exception as error:
+        code = _exit_code(error)
+        if code is None:
+            raise
+        output.error(error)
+        raise typer.Exit(code) from error
+    finally:
+        output.close()
+
+
+def _exit_code(error: Exception) -> int | None:
+    """The exit code for an error that needs no traceback; None for one that does (typer's own are passed on too)."""
+    from weft import errors
+
+    if isinstance(error, errors.Unsupported):
+        return EXIT_UNSUPPORTED
+    if isinstance(error, (errors.InvalidArgument, FileNotFoundError)):
+        return EXIT_USAGE
+    if isinstance(error, errors.Error):
+        return EXIT_FAILED
+    return None

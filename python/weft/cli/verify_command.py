@@ -1,0 +1,121 @@
+"""`weft verify`: flags in, weft.verify, results out."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from weft.cli import options
+from weft.cli.output import EXIT_FAILED, Output, command_output
+from weft.verify import Fixed, repeat_command
+
+_KILL_HELP = "Kill a random rank at a random moment in each trial; report what survivors see and how soon."
+
+
+def verify(
+    ranks: options.AnyRanks = None,
+    tokens: options.AnyTokens = None,
+    hidden: options.AnyHidden = None,
+    experts: options.AnyExperts = None,
+    top_k: options.AnyTopK = None,
+    layout: options.AnyLayout = None,
+    quantize: options.AnyQuantize = None,
+    dtype: options.AnyDtype = None,
+    routing: options.AnyRouting = None,
+    trace: options.Trace = None,
+    trials: Annotated[int, typer.Option("--trials", min=1, help="How many cases to try.")] = 40,
+    seed: options.Seed = 0,
+    device: options.Device = "auto",
+    kill: Annotated[bool, typer.Option("--kill", help=_KILL_HELP)] = False,
+    json: options.Json = False,
+) -> None:
+    """Compare random cases with the reference, bit for bit; exit 1 if one differs."""
+    fixed = Fixed(
+        ranks=ranks,
+        tokens=tokens,
+        hidden=hidden,
+        experts=experts,
+        top_k=top_k,
+        layout=layout,
+        quantize=quantize,
+        dtype=dtype,
+        routing=routing,
+        trace=None if trace is None else str(trace),
+    )
+    with command_output(json_lines=json) as output:
+        run = _run_kills if kill else _run_trials
+        if not run(output, fixed, trials, seed, device):
+            raise typer.Exit(EXIT_FAILED)
+
+
+def _run_trials(output: Output, fixed: Fixed, trials: int, seed: int, device: str) -> bool:
+    import dataclasses
+
+    from weft.verify import run_trials
+
+    failed, num_words = 0, 0
+    with output.progress(trials, "verify") as advance:
+        for result in run_trials(trials=trials, seed=seed, fixed=fixed, device=device):
+            case = result.case
+            advance(f"verify: {case.ranks} ranks, {case.layout}, {case.dtype}, {case.quantize}")
+            num_words += result.num_words
+            failed += not result.ok
+            repeat = repeat_command(case, fixed, device)
+            output.row(
+                {
+                    "kind": "trial",
+                    "ok": result.ok,
+                    "num_words": result.num_words,
+                    "problems": list(result.problems),
+                    "repeat": repeat,
+                    "case": dataclasses.asdict(case),
+                }
+            )
+            if not result.ok:
+                output.text(f"FAILED {case.summary()}", style="bold red")
+                for problem in result.problems:
+                    output.text(f"  {problem}")
+                output.text(f"  repeat: {repeat}")
+    output.row({"kind": "summary", "ok": not failed, "trials": trials, "failed": failed, "num_words": num_words})
+    verdict = f"{failed} of {trials} cases FAILED" if failed else f"{trials} cases ok"
+    output.text(f"verify: {verdict}, {num_words} words compared bit for bit", style="bold red" if failed else "green")
+    return not failed
+
+
+def _run_kills(output: Output, fixed: Fixed, trials: int, seed: int, device: str) -> bool:
+    import dataclasses
+
+    from weft.verify.kill import percentile, run_kills
+
+    results = []
+    with output.progress(trials, "verify --kill") as advance:
+        for result in run_kills(trials=trials, seed=seed, fixed=fixed, device=device):
+            advance(f"verify --kill: rank {result.victim} of {result.ranks}")
+            results.append(result)
+            output.row({"kind": "kill", "ok": result.ok, **dataclasses.asdict(result)})
+            for problem in result.problems:
+                output.text(f"FAILED trial {result.trial} (seed {result.seed}): {problem}", style="bold red")
+    failed = sum(not result.ok for result in results)
+    times: dict[str, list[float]] = {"detection": [], "rebuild": []}
+    for result in results:
+        times["detection"] += result.detection_us
+        times["rebuild"] += result.rebuild_us
+        if len(result.channels) == len(result.detection_us):
+            for channel, detection_us in zip(result.channels, result.detection_us, strict=True):
+                times.setdefault(f"detection by {channel}", []).append(detection_us)
+    rows = []
+    for what, values in times.items():
+        p50, p99, worst = percentile(values, 0.5), percentile(values, 0.99), max(values, default=0.0)
+        rows.append((what, str(len(values)), f"{p50:.0f}", f"{p99:.0f}", f"{worst:.0f}"))
+        output.row({"kind": "times", "what": what, "count": len(values), "p50_us": p50, "p99_us": p99, "max_us": worst})
+    output.row({"kind": "summary", "ok": not failed, "trials": trials, "failed": failed})
+    output.table("kill -9, as the survivors saw it", ("time from the kill, us", "count", "p50", "p99", "max"), rows)
+    verdict = f"{failed} of {trials} trials FAILED" if failed else f"{trials} trials ok"
+    output.text(
+        f"verify --kill: {verdict}: PeerLost named the victim everywhere, rebuild worked, bits right"
+        if not failed
+        else f"verify --kill: {verdict}",
+        style="bold red" if failed else "green",
+    )
+    return not failed

@@ -1,0 +1,1 @@
+"""Memory that Weft takes on a rank. Needs neither torch nor a GPU nor ranks."""
