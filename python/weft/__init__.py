@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from weft._version import __version__
+
 if TYPE_CHECKING:
     from weft import reference as reference
     from weft import routing as routing
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
     from weft.limits import limits, supports
     from weft.quantized import Quantized
     from weft.spawn import spawn
-
-    __version__: str
 
 _HOME = {
     "CapacityExceeded": "errors",
@@ -55,7 +55,6 @@ _HOME = {
     "supports": "limits",
 }
 _MODULES = ("autograd", "errors", "reference", "routing")
-_SOURCE_VERSION = "0.1.0"
 
 __all__ = [
     "CapacityExceeded",
@@ -84,20 +83,9 @@ __all__ = [
 ]
 
 
-def _version() -> str:
-    import importlib.metadata  # 20 ms: only when asked for
-
-    try:
-        return importlib.metadata.version("weft")
-    except importlib.metadata.PackageNotFoundError:
-        return _SOURCE_VERSION
-
-
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"weft.{name}")
-    if name == "__version__":
-        return _version()
     if name not in _HOME:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"weft.{_HOME[name]}"), name)

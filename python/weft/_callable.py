@@ -1,6 +1,7 @@
 """`weft.spawn` and `weft.limits` are functions that live in modules of their own name: make such a module callable.
 
-Python binds a submodule to its package under its name, whoever imports it first; without this `weft.spawn(...)` would work or fail with import order.
+Python binds a submodule to its package under its name, whoever imports it first; without this `weft.spawn(...)` would
+work or fail with import order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Every error Weft raises, and how codes of the native module become them.
 
-All of them derive from `Error` (a RuntimeError), name what was asked for, what was found and the way out, and can be pickled, so that `weft.spawn`
-can bring them from a rank to its parent. This module imports neither torch nor the native module.
+All of them derive from `Error` (a RuntimeError), name what was asked for, what was found and the way out, and can be
+pickled, so that `weft.spawn` can bring them from a rank to its parent. This module imports neither torch nor the
+native module.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class InvalidArgument(Error, ValueError):
 
 
 class InvalidState(Error):
-    """The object can't do this now: it is closed, busy in another thread, used in a forked child, or the handle is another one's."""
+    """The object can't do this now: it is closed, busy in another thread, used in a forked child, or the handle is
+    another one's."""
 
 
 class Unsupported(Error):
@@ -72,7 +74,8 @@ class CapacityExceeded(Error):
 
 
 class PeerTimeout(Error):
-    """Peers did not take part before the deadline; they may only be late. The communicator is broken on every rank until `rebuild`.
+    """Peers did not take part before the deadline; they may only be late. The communicator is broken on every rank
+    until `rebuild`.
 
     Attributes: `op` the operation, `seq` its sequence on the window, `peers` the late ranks.
     """
@@ -90,11 +93,15 @@ class PeerTimeout(Error):
 
 
 class PeerLost(Error):
-    """Ranks died or left. The communicator is broken on every rank until `comm.rebuild(ranks left)`. Attribute: `ranks` lost."""
+    """Ranks died or left. The communicator is broken on every rank until `comm.rebuild(ranks left)`. Attribute:
+    `ranks` lost."""
 
     def __init__(self, ranks: Sequence[int], text: str = "") -> None:
         self.ranks = tuple(ranks)
-        self.text = text or f"lost {rank_list(self.ranks)}; comm.rebuild(ranks left) goes on without {'it' if len(self.ranks) == 1 else 'them'}"
+        self.text = (
+            text
+            or f"lost {rank_list(self.ranks)}; comm.rebuild(ranks left) goes on without {'it' if len(self.ranks) == 1 else 'them'}"
+        )
         super().__init__(self.text)
 
     def __reduce__(self) -> tuple[type[PeerLost], tuple[tuple[int, ...], str]]:
@@ -128,7 +135,13 @@ def from_native(code: int, text: str, op: str = "", seq: int = 0, peers: Sequenc
         return PeerTimeout(op, seq, peers, text)
     if code == 6:
         return PeerLost(peers, text)
-    plain: dict[int, type[Error]] = {1: InvalidArgument, 2: InvalidState, 7: CompileError, 8: CudaError, 9: InternalError}
+    plain: dict[int, type[Error]] = {
+        1: InvalidArgument,
+        2: InvalidState,
+        7: CompileError,
+        8: CudaError,
+        9: InternalError,
+    }
     return plain.get(code, InternalError)(text)
 
 

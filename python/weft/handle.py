@@ -14,7 +14,8 @@ __all__ = ["Dispatched", "Event", "Handle"]
 
 
 class Event:
-    """Completion of an `async_op=True` call. On the cpu engine a call is complete when it returns, so nothing here ever waits."""
+    """Completion of an `async_op=True` call. On the cpu engine a call is complete when it returns, so nothing here
+    ever waits."""
 
     __slots__ = ()
 
@@ -39,8 +40,8 @@ COMPLETE = Event()
 class Handle:
     """The routing of one dispatch. It owns what it needs, survives later calls and serves any number of times.
 
-    Fields meant for users: `layout`, `alignment`, `capacity` (None if exact), `num_tokens` (T of this rank) and `topk_weights`, the weights
-    received (tracked by autograd). The plans are int32 tensors of the engine and opaque.
+    Fields meant for users: `layout`, `alignment`, `capacity` (None if exact), `num_tokens` (T of this rank) and
+    `topk_weights`, the weights received (tracked by autograd). The plans are int32 tensors of the engine and opaque.
     """
 
     send_plan: torch.Tensor
@@ -64,7 +65,9 @@ class Handle:
 
     def __repr__(self) -> str:
         capacity = "exact" if self.capacity is None else self.capacity
-        return f"weft.Handle({self.layout}, num_tokens={self.num_tokens}, alignment={self.alignment}, capacity={capacity})"
+        return (
+            f"weft.Handle({self.layout}, num_tokens={self.num_tokens}, alignment={self.alignment}, capacity={capacity})"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,14 +76,16 @@ class Dispatched:
 
     Attributes:
         x: rank_major and expert_major [N, H], masked [L, C, H]; a `weft.Quantized` if the rows are quantised.
-        topk_idx: rank_major: [N, K] local expert ids, -1 where the pick is another rank's, in the integer dtype given; else None.
+        topk_idx: rank_major: [N, K] local expert ids, -1 where the pick is another rank's, in the integer dtype given;
+            else None.
         topk_weights: fp32 [N, K], [N] or [L, C]; 0 where there is no pick.
         num_tokens_per_expert: int32 [L], picks kept.
         offsets: int32: rank_major [R + 1] by source rank; expert_major and masked [L + 1] by expert.
         num_rows: int32 [], rows that hold data (holes of expert_major included; masked: the sum of kept picks).
         handle: for `combine` and for `dispatch(handle=...)`.
         event: complete once the call is.
-        overflow: int64 [], picks dropped on this rank because of capacity, accumulated over the calls of the ExpertParallel.
+        overflow: int64 [], picks dropped on this rank because of capacity, accumulated over the calls of the
+            ExpertParallel.
 
     With `capacity`, rows at and beyond `num_rows` are undefined.
     """

@@ -13,12 +13,13 @@ __all__ = ["Quantized"]
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """Data and the scales that belong to it. Given to `dispatch` it passes through unchanged; `dispatch(quantize=...)` returns one.
+    """Data and the scales that belong to it. Given to `dispatch` it passes through unchanged; `dispatch(quantize=...)`
+    returns one.
 
     Args:
         data: [T, B], any dtype of one byte; B a multiple of 16. FP8 data is `torch.float8_e4m3fn`.
-        scales: [T, S] of any dtype, or None. FP8: one per 128 values along the row (the last group may be shorter), fp32, or
-            `torch.float8_e8m0fnu` for UE8M0.
+        scales: [T, S] of any dtype, or None. FP8: one per 128 values along the row (the last group may be shorter),
+            fp32, or `torch.float8_e8m0fnu` for UE8M0.
 
     As a result the leading dimension is N (rank_major, expert_major) or [L, C] (masked).
     """

@@ -1,0 +1,133 @@
+"""The native module (src/bindings): raw pointers and plain values only, no torch."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+def set_error_factory(factory: Callable[[int, str, str, int, list[int]], BaseException]) -> None: ...
+def set_log_sink(sink: Callable[[int, str], None] | None) -> None: ...
+def version() -> str: ...
+def build_info() -> dict[str, Any]: ...
+def send_plan_len(num_tokens: int, top_k: int, num_ranks: int, num_local_experts: int) -> int: ...
+
+class Listener:
+    def __init__(self) -> None: ...
+    def endpoint(self) -> bytes: ...
+
+class LocalHub:
+    def __init__(self, num_ranks: int) -> None: ...
+
+class Communicator:
+    @staticmethod
+    def connect(rank: int, endpoints: Sequence[bytes], listener: Listener, timeout_s: float) -> Communicator: ...
+    @staticmethod
+    def local(hub: LocalHub, rank: int) -> Communicator: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def active_ranks(self) -> list[int]: ...
+    def broken(self) -> bool: ...
+    def raise_if_broken(self) -> None: ...
+    def exchange(self, tag: int, payload: bytes, timeout_s: float) -> list[bytes]: ...
+    def rebuild(self, ranks: Sequence[int], timeout_s: float) -> None: ...
+    def close(self) -> None: ...
+
+class DispatchResult:
+    @property
+    def x(self) -> Any: ...
+    @property
+    def scales(self) -> Any | None: ...
+    @property
+    def topk_idx(self) -> Any | None: ...
+    @property
+    def topk_weights(self) -> Any: ...
+    @property
+    def recv_plan(self) -> Any | None: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def num_bad_ids(self) -> int: ...
+    @property
+    def first_bad_id(self) -> int: ...
+    @property
+    def first_bad_at(self) -> int: ...
+    @property
+    def in_heap(self) -> bool: ...
+    @property
+    def rows_sent(self) -> int: ...
+    @property
+    def bytes_sent(self) -> int: ...
+
+class Window:
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        num_experts: int,
+        top_k: int,
+        max_tokens: int,
+        max_row_bytes: int,
+        heap_bytes: int,
+        staging_bytes: int = 0,
+    ) -> None: ...
+    def dispatch(
+        self,
+        *,
+        x_ptr: int,
+        scales_ptr: int,
+        num_tokens: int,
+        topk_ptr: int,
+        topk_is_int64: bool,
+        weights_ptr: int,
+        send_plan_ptr: int,
+        recv_plan_ptr: int,
+        recv_plan_len: int,
+        cached: bool,
+        dtype: int,
+        layout: int,
+        quantize: int,
+        row_bytes: int,
+        scale_row_bytes: int,
+        hidden: int,
+        alignment: int,
+        capacity: int,
+        max_tokens: int,
+        deadline_s: float,
+        counts_ptr: int,
+        offsets_ptr: int,
+        num_rows_ptr: int,
+        overflow_ptr: int,
+    ) -> DispatchResult: ...
+    def combine(
+        self,
+        *,
+        y_ptr: int,
+        num_rows: int,
+        weights_ptr: int,
+        side_ptr: int,
+        bias_ptr: int,
+        bias_is_2d: bool,
+        bias_is_fp32: bool,
+        out_ptr: int,
+        side_out_ptr: int,
+        num_tokens: int,
+        send_plan_ptr: int,
+        recv_plan_ptr: int,
+        recv_plan_len: int,
+        dtype: int,
+        layout: int,
+        capacity: int,
+        hidden: int,
+        alignment: int,
+        max_tokens: int,
+        weighted: bool,
+        deadline_s: float,
+    ) -> None: ...
+    def empty(self, num_rows: int, cols: int, dtype: int) -> Any | None: ...
+    def owns(self, ptr: int) -> bool: ...
+    def stats(self) -> dict[str, Any]: ...
+    def barrier(self, deadline_s: float) -> None: ...
+    def close(self) -> None: ...

@@ -1,0 +1,421 @@
+"""`Communicator`: the ranks that exchange tokens, how they found each other, and the windows they share."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft import _load, env
+from weft.errors import InvalidArgument, InvalidState, Unsupported, rank_list
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from weft import _native
+
+__all__ = ["Communicator", "Topology", "Window", "WindowSpec"]
+
+CONNECT_TIMEOUT_S = 300.0
+_ENDPOINT_BYTES = 128
+_COMPARE_TAG = 1 << 32  # exchange tags of constructors: this plus their number
+_from_env_calls = itertools.count()
+
+
+@dataclass(frozen=True)
+class Topology:
+    """What is known about where the ranks are.
+
+    Attributes: `host` name of this machine, `num_cpus` this process may use, `scaleup` ranks reached by load and store
+    (this one included), `scaleout` ranks reached over a network (none yet).
+    """
+
+    host: str
+    num_cpus: int
+    scaleup: tuple[int, ...]
+    scaleout: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class WindowSpec:
+    """The shape of a window; equal specs share one."""
+
+    num_experts: int
+    top_k: int
+    max_tokens: int
+    max_row_bytes: int
+    heap_bytes: int
+    idx: int = 0
+
+
+class Window:
+    """A native window and how many ExpertParallel objects of this rank use it. `serial` is equal on all ranks."""
+
+    def __init__(self, native: _native.Window, serial: int) -> None:
+        self.native, self.serial = native, serial
+        self.num_users = 0
+        self.closed = False
+
+    def release(self) -> None:
+        """The last user gives its memory back. Local: peers keep their own mapping."""
+        self.num_users -= 1
+        if self.num_users <= 0:
+            self.close()
+
+    def close(self) -> None:
+        """Free the memory. Local, may be called twice."""
+        if not self.closed:
+            self.closed = True
+            self.native.close()
+
+
+class Communicator:
+    """A fixed group of ranks. Make one with `from_process_group`, `from_env` or inside `weft.spawn`; use it as a
+    context manager.
+
+    The engine is chosen here: `repr(comm)` says which and why. Constructing is collective, so is `rebuild`; `close`
+    never waits for a peer. One thread at a time: a call while another thread is inside one raises `InvalidState`.
+    After a fork only the parent may use it.
+    """
+
+    def __init__(self, native: _native.Communicator, device: torch.device | str | int | None, origin: str) -> None:
+        self._native = native
+        self.device = _device(device)
+        self._origin = origin
+        self._why = _why_cpu()
+        self._pid = os.getpid()
+        self._busy = threading.Lock()
+        self._closed = False
+        self._rank, self._num_ranks = native.rank, native.num_ranks
+        self._active = tuple(native.active_ranks)
+        self._windows: dict[WindowSpec, Window] = {}
+        self._all_windows: weakref.WeakSet[Window] = weakref.WeakSet()
+        self._num_windows = 0
+        self._num_compared = 0
+
+    # ---- constructors
+
+    @classmethod
+    def from_process_group(
+        cls, group: torch.distributed.ProcessGroup | None = None, *, device: torch.device | str | int | None = None
+    ) -> Communicator:
+        """Ranks of a torch.distributed group (default: the whole world). Collective over it.
+
+        Any backend serves, gloo included: only one fixed-size tensor of bytes a rank is gathered, nothing is pickled,
+        and the group is not used afterwards. `device`: where x lives; default: the CPU.
+
+        Raises:
+            InvalidState: torch.distributed is not initialised, or this process is not in `group`.
+            Unsupported: the ranks are not on one machine.
+            PeerTimeout, PeerLost: a rank did not connect.
+        """
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            raise InvalidState(
+                "torch.distributed is not initialised: call torch.distributed.init_process_group first, or use weft.Communicator.from_env() "
+                "under torchrun, or weft.spawn"
+            )
+        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        if rank < 0:
+            raise InvalidState("this process is not a member of the group: call from_process_group only on its members")
+        where = (
+            torch.device("cuda", torch.cuda.current_device())
+            if "nccl" in dist.get_backend(group)
+            else torch.device("cpu")
+        )
+
+        def share(endpoint: bytes) -> list[bytes]:
+            mine = torch.tensor(list(endpoint), dtype=torch.uint8, device=where)
+            gathered = [torch.empty_like(mine) for _ in range(num_ranks)]
+            dist.all_gather(gathered, mine, group=group)
+            return [bytes(each.cpu().tolist()) for each in gathered]
+
+        return cls._connect(rank, num_ranks, share, device, "torch.distributed group")
+
+    @classmethod
+    def from_env(cls, device: torch.device | str | int | None = None) -> Communicator:
+        """Ranks started by torchrun, through torch's `env://` rendezvous; without its variables a group of one rank.
+        Collective.
+
+        Needs no `init_process_group` and does not disturb one.
+
+        Raises:
+            InvalidArgument: only one of RANK and WORLD_SIZE is set.
+            Unsupported: the ranks are not on one machine.
+            PeerTimeout, PeerLost: a rank did not connect.
+        """
+        place = env.torchrun()
+        if place is None:
+            return cls._connect(0, 1, lambda endpoint: [endpoint], device, "one rank, torchrun's variables are not set")
+        import torch.distributed as dist
+
+        number = next(_from_env_calls)  # equal on all ranks, since construction is collective
+
+        def share(endpoint: bytes) -> list[bytes]:
+            store, rank, num_ranks = next(iter(dist.rendezvous("env://")))
+            store = dist.PrefixStore(f"weft/{number}", store)
+            store.set(f"endpoint/{rank}", endpoint)
+            keep_alive.append(store)  # rank 0 may host the store: it must live until every rank has connected
+            return [bytes(store.get(f"endpoint/{peer}")) for peer in range(num_ranks)]
+
+        keep_alive: list[Any] = []
+        return cls._connect(place.rank, place.num_ranks, share, device, "torchrun")
+
+    @classmethod
+    def _connect(
+        cls,
+        rank: int,
+        num_ranks: int,
+        share: Callable[[bytes], list[bytes]],
+        device: torch.device | str | int | None,
+        origin: str,
+        timeout_s: float = CONNECT_TIMEOUT_S,
+    ) -> Communicator:
+        """Connect processes: `share` is given this rank's endpoint and returns those of all ranks."""
+        native = _load.native()
+        device = _device(device)  # refuse it before anything is sent
+        listener = native.Listener()
+        endpoints = share(listener.endpoint())
+        if len(endpoints) != num_ranks or any(len(endpoint) != _ENDPOINT_BYTES for endpoint in endpoints):
+            raise InvalidArgument(
+                f"the endpoints of {num_ranks} ranks were expected, {_ENDPOINT_BYTES} bytes each; got lengths "
+                f"{[len(endpoint) for endpoint in endpoints]}: do all ranks run the same version of Weft?"
+            )
+        return cls(native.Communicator.connect(rank, endpoints, listener, timeout_s), device, origin)
+
+    @classmethod
+    def _local(cls, hub: _native.LocalHub, rank: int, device: torch.device | str | int | None = None) -> Communicator:
+        """A rank that is a thread of this process."""
+        return cls(_load.native().Communicator.local(hub, rank), device, "threads of one process")
+
+    # ---- what it is
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0 to num_ranks - 1; a rebuild does not change it."""
+        return self._rank
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks at the start; a rebuild does not change it, see `active_ranks`."""
+        return self._num_ranks
+
+    @property
+    def active_ranks(self) -> tuple[int, ...]:
+        """Ranks that belong to the group now, ascending."""
+        return self._active
+
+    @property
+    def engine(self) -> str:
+        """The engine chosen: "cpu"."""
+        return "cpu"
+
+    @property
+    def epoch(self) -> int:
+        """Number of the membership: grows with every rebuild."""
+        return self._native.epoch
+
+    @property
+    def broken(self) -> bool:
+        """True after `PeerLost` or `PeerTimeout`, until `rebuild`. Never waits."""
+        return not self._closed and self._native.broken()
+
+    @property
+    def topology(self) -> Topology:
+        """Where the ranks are: on the cpu engine all on this machine."""
+        return Topology(socket.gethostname(), len(os.sched_getaffinity(0)), self._active)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "broken" if self.broken else f"epoch {self.epoch}"
+        lost = "" if len(self._active) == self._num_ranks else f", active {rank_list(self._active)}"
+        return (
+            f"weft.Communicator(rank {self._rank} of {self._num_ranks}{lost}, engine=cpu ({self._why}), device={self.device}, "
+            f"from {self._origin}, {state})"
+        )
+
+    # ---- life
+
+    def rebuild(self, ranks: Iterable[int], *, deadline_s: float = 100.0) -> None:
+        """Go on with `ranks`, those left after `PeerLost` or `PeerTimeout`, in a new epoch. Collective among them, and
+        it waits for them.
+
+        `rank` and `num_ranks` stay as they were; picks of experts on lost ranks count as absent. ExpertParallel
+        objects go on working; handles of an older epoch do not.
+
+        Raises:
+            InvalidArgument: `ranks` are not active ranks, or lack this one.
+            PeerTimeout, PeerLost: one of them did not take part; rebuild may be called again.
+        """
+        wanted = _rebuild_ranks(ranks, self._active, self._rank)
+        with self.using("rebuild"):
+            self._native.rebuild(wanted, _positive_seconds("deadline_s", deadline_s))
+            self._active = tuple(self._native.active_ranks)
+
+    def close(self) -> None:
+        """Give everything back. Never waits for a peer, works when all are dead, may be called twice; peers that still
+        use the group get `PeerLost`.
+
+        Raises:
+            InvalidState: another thread is inside a call.
+        """
+        if self._closed or self._pid != os.getpid():
+            return
+        if not self._busy.acquire(blocking=False):
+            raise InvalidState(
+                "close() while another thread is inside a call of this communicator: wait for it to return"
+            )
+        try:
+            self._closed = True
+            for window in list(self._all_windows):
+                window.close()
+            self._windows.clear()
+            self._native.close()
+        finally:
+            self._busy.release()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- for ExpertParallel
+
+    def enter(self, what: str) -> None:
+        """Begin a call: refuse it when closed, forked or busy. Pair with `leave`."""
+        if self._closed:
+            raise InvalidState(f"{what}: the communicator is closed; make a new one")
+        if self._pid != os.getpid():
+            raise InvalidState(
+                f"{what}: this is a forked child (pid {os.getpid()}) of the process that made the communicator (pid {self._pid}); "
+                "make a communicator of its own in the child"
+            )
+        if not self._busy.acquire(blocking=False):
+            raise InvalidState(
+                f"{what}: another thread is inside a call of this communicator; one thread at a time may use it"
+            )
+
+    def leave(self) -> None:
+        """End of a call that `enter` began."""
+        self._busy.release()
+
+    @contextlib.contextmanager
+    def using(self, what: str) -> Iterator[None]:
+        """`enter` and `leave` around a block."""
+        self.enter(what)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def open_windows(
+        self, what: str, arguments: dict[str, Any], specs: Sequence[WindowSpec], deadline_s: float
+    ) -> list[Window]:
+        """Compare the arguments of a constructor over all ranks, then share or make its windows. Collective.
+
+        A window is shared only if every rank still has it: closing is local, so ranks may differ in what they have.
+
+        Raises:
+            InvalidArgument: on every rank, naming the first argument that differs, its values and their ranks.
+        """
+        with self.using(what):
+            kept = [self._windows.get(spec) for spec in specs]
+            serials = [-1 if window is None or window.closed else window.serial for window in kept]
+            answers = self._exchange_json({"what": what, "arguments": arguments, "serials": serials}, deadline_s)
+            _compare(answers)
+            shared = [list({answer["serials"][idx] for answer in answers.values()}) for idx in range(len(specs))]
+            windows = []
+            for spec, mine, found in zip(specs, kept, shared, strict=True):
+                window = mine if mine is not None and len(found) == 1 and found[0] >= 0 else self._new_window(spec)
+                window.num_users += 1
+                windows.append(window)
+            return windows
+
+    def _exchange_json(self, message: dict[str, Any], deadline_s: float) -> dict[int, dict[str, Any]]:
+        self._native.raise_if_broken()
+        payloads = self._native.exchange(_COMPARE_TAG + self._num_compared, json.dumps(message).encode(), deadline_s)
+        self._num_compared += 1
+        return {rank: json.loads(payloads[rank]) for rank in self._active}
+
+    def _new_window(self, spec: WindowSpec) -> Window:
+        native = _load.native().Window(
+            self._native,
+            num_experts=spec.num_experts,
+            top_k=spec.top_k,
+            max_tokens=spec.max_tokens,
+            max_row_bytes=spec.max_row_bytes,
+            heap_bytes=spec.heap_bytes,
+        )
+        window = Window(native, self._num_windows)
+        self._num_windows += 1
+        self._windows[spec] = window
+        self._all_windows.add(window)
+        return window
+
+
+def _compare(answers: dict[int, dict[str, Any]]) -> None:
+    """All ranks see the same answers, so all raise the same error."""
+    _compare_field("constructor called", {rank: answer["what"] for rank, answer in answers.items()})
+    names = next(iter(answers.values()))["arguments"]
+    for name in names:
+        _compare_field(name, {rank: answer["arguments"].get(name) for rank, answer in answers.items()})
+
+
+def _compare_field(name: str, values: dict[int, Any]) -> None:
+    by_value: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        by_value.setdefault(str(value), []).append(rank)
+    if len(by_value) > 1:
+        found = "; ".join(f"{value} on {rank_list(ranks)}" for value, ranks in by_value.items())
+        raise InvalidArgument(f"{name} differs between ranks: {found}. It must be equal on all ranks")
+
+
+def _rebuild_ranks(ranks: Iterable[int], active: tuple[int, ...], mine: int) -> list[int]:
+    wanted = sorted({int(rank) for rank in ranks})
+    if not set(wanted) <= set(active):
+        raise InvalidArgument(f"ranks is {wanted}; allowed are active ranks: {list(active)}")
+    if mine not in wanted:
+        raise InvalidArgument(
+            f"ranks is {wanted} and lacks this rank, {mine}; a rank that is to leave calls close() instead"
+        )
+    return wanted
+
+
+def _positive_seconds(name: str, value: float) -> float:
+    if not 0 < value < float("inf"):
+        raise InvalidArgument(f"{name} is {value}; allowed are seconds above 0")
+    return float(value)
+
+
+def _device(device: torch.device | str | int | None) -> torch.device:
+    if device is None or device == "auto":
+        return torch.device("cpu")
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(f'device is {device!r}; allowed are "cpu", "cuda", "cuda:N" and None') from error
+    if wanted.type == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device() if wanted.index is None else wanted.index)
+    if wanted.type != "cpu":
+        raise Unsupported(
+            f"device {wanted}", "no such device in torch here", '"cpu", or a CUDA device that torch can see'
+        )
+    return wanted
+
+
+def _why_cpu() -> str:
+    if torch.cuda.is_available():
+        return "the GPU engines are not built yet: CUDA tensors are copied through host memory"
+    return "torch sees no GPU"

@@ -1,0 +1,280 @@
+"""What Weft can do here: `weft.limits()`, `weft.supports()`, and the memory formulas of `weft size`. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from weft import _callable
+from weft.errors import InvalidArgument
+
+__all__ = ["Limits", "limits", "memory", "supports"]
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+LAYOUTS = ("rank_major", "expert_major", "masked")
+QUANTIZE = ("fp8", "fp8_ue8m0")
+MODES = ("auto", "throughput", "latency")
+ROW_MULTIPLE_BYTES = 16
+FP8_HIDDEN_MULTIPLE = 16
+QUANTIZE_GROUP = 128
+MAX_RANKS = 64  # kMaxRanks of include/weft/config/base.h
+MAX_TOP_K = 128  # kMaxTopk of include/weft/layout/window.h
+MAX_TOKENS_PER_RANK = (1 << 24) - 1  # kMaxRowsPerPair of include/weft/layout/window.h
+_MIN_HEAP_BYTES = 1 << 20
+_PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of this build; what is beyond them raises `InvalidArgument` or `Unsupported`.
+
+    Attributes: `engines` there are; `max_ranks`, `max_top_k`, `max_tokens_per_rank`; `dtypes` of x and expert outputs;
+    `layouts`; `quantize` formats in a call; `row_multiple_bytes`: an unquantised row is a multiple of it;
+    `fp8_hidden_multiple`: hidden is a multiple of it with FP8; `quantize_group` values share one FP8 scale.
+    """
+
+    engines: tuple[str, ...] = ("cpu",)
+    max_ranks: int = MAX_RANKS
+    max_top_k: int = MAX_TOP_K
+    max_tokens_per_rank: int = MAX_TOKENS_PER_RANK
+    dtypes: tuple[str, ...] = tuple(DTYPE_BYTES)
+    layouts: tuple[str, ...] = LAYOUTS
+    quantize: tuple[str, ...] = QUANTIZE
+    modes: tuple[str, ...] = MODES
+    row_multiple_bytes: int = ROW_MULTIPLE_BYTES
+    fp8_hidden_multiple: int = FP8_HIDDEN_MULTIPLE
+    quantize_group: int = QUANTIZE_GROUP
+
+
+def limits() -> Limits:
+    """The bounds of this build. Local, no device is touched."""
+    return Limits()
+
+
+def supports(**options: Any) -> bool:
+    """Whether the given options would be accepted together.
+
+    Names are those of `ExpertParallel`, `dispatch` and `combine`, and `engine` and `num_ranks`. A dtype is a torch.dtype
+    or its name. Local, no device is touched.
+
+        weft.supports(layout="masked", quantize="fp8", hidden=7168)  # True
+        weft.supports(wire="fp8")                                    # False on the cpu engine
+
+    Raises:
+        InvalidArgument: a name that is no option.
+    """
+    unknown = sorted(set(options) - set(_ACCEPTS))
+    if unknown:
+        raise InvalidArgument(f"unknown options {', '.join(unknown)}; allowed are {', '.join(sorted(_ACCEPTS))}")
+    if not all(_ACCEPTS[name](value) for name, value in options.items()):
+        return False
+    return _agree(options)
+
+
+def dtype_name(dtype: Any) -> str:
+    """`bfloat16` for torch.bfloat16 or "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_int(least: int, most: int | None = None) -> Callable[[Any], bool]:
+    def accepts(value: Any) -> bool:
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        return is_int and value >= least and (most is None or value <= most)
+
+    return accepts
+
+
+def _or_none(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or accepts(value)
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < float("inf")
+
+
+_ACCEPTS: dict[str, Callable[[Any], bool]] = {
+    "engine": lambda value: value in Limits().engines,
+    "num_ranks": _is_int(1, MAX_RANKS),
+    "num_experts": _is_int(1),
+    "top_k": _is_int(1, MAX_TOP_K),
+    "hidden": _is_int(1),
+    "max_tokens_per_rank": _is_int(0, MAX_TOKENS_PER_RANK),
+    "max_tokens": _or_none(_is_int(0, MAX_TOKENS_PER_RANK)),
+    "dtype": lambda value: dtype_name(value) in DTYPE_BYTES,
+    "num_sms": _or_none(_is_int(1)),
+    "deadline_s": _or_none(_is_seconds),
+    "heap_bytes": _or_none(_is_int(0)),
+    "num_windows": _is_int(1),
+    "layout": lambda value: value in LAYOUTS,
+    "alignment": _is_int(1),
+    "quantize": lambda value: value is None or value in QUANTIZE,
+    "capacity": _or_none(_is_int(0)),
+    "mode": lambda value: value in MODES,
+    "staged": _is_bool,
+    "async_op": _is_bool,
+    "window": _is_int(0),
+    "weighted": _is_bool,
+    "wire": lambda value: value is None,
+}
+
+
+def _agree(options: dict[str, Any]) -> bool:
+    """What several options must satisfy together."""
+    hidden, quantize = options.get("hidden"), options.get("quantize")
+    row_bytes = DTYPE_BYTES[dtype_name(options.get("dtype", "bfloat16"))] * (hidden or ROW_MULTIPLE_BYTES)
+    if row_bytes % ROW_MULTIPLE_BYTES or (quantize and (hidden or FP8_HIDDEN_MULTIPLE) % FP8_HIDDEN_MULTIPLE):
+        return False
+    if options.get("num_experts", 0) % options.get("num_ranks", 1):
+        return False
+    if "max_tokens_per_rank" in options and (options.get("max_tokens") or 0) > options["max_tokens_per_rank"]:
+        return False
+    if options.get("window", 0) >= options.get("num_windows", options.get("window", 0) + 1):
+        return False
+    return not (options.get("layout") == "masked" and "capacity" in options and options["capacity"] is None)
+
+
+# ---- memory
+
+
+def default_heap_bytes(num_ranks: int, top_k: int, hidden: int, max_tokens_per_rank: int, dtype: Any) -> int:
+    """Four results for the worst of rank_major, or of balanced expert_major, whichever is more; at least 1 MiB.
+
+    4 * max_tokens_per_rank * max(num_ranks, top_k) * (row bytes + 8 * top_k), rounded up to pages. Pages never touched
+    take no memory. What finds no room is copied to an ordinary tensor, which is slower and never an error.
+    """
+    row_bytes = DTYPE_BYTES[dtype_name(dtype)] * hidden + 8 * top_k
+    return max(_MIN_HEAP_BYTES, _up(4 * max_tokens_per_rank * max(num_ranks, top_k) * row_bytes, _PAGE))
+
+
+def memory(
+    num_ranks: int,
+    num_experts: int,
+    top_k: int,
+    hidden: int,
+    max_tokens_per_rank: int,
+    dtype: Any = "bfloat16",
+    *,
+    heap_bytes: int | None = None,
+    num_windows: int = 1,
+    num_layers: int = 1,
+    training: bool = False,
+) -> dict[str, int]:
+    """Bytes on each rank. Local, no device is touched, no torch is imported.
+
+    Returns:
+        control_bytes: headers, progress words and payload slots of one window.
+        staging_bytes: staging rings of one window, one a rank; also the landing area of rows that find no heap.
+        heap_bytes: receive memory of one window.
+        windows_bytes: all of these times num_windows; layers of equal shape share their windows.
+        rows_bytes: received rows of one layer with balanced routing (each token reaches min(top_k, num_ranks) ranks).
+        rows_worst_bytes: the same if every rank sends all its tokens here.
+        handle_bytes: what a layer's handle keeps besides: plans, weights and ids.
+        layers_bytes: rows and handles that num_layers keep for backward if training, else those of one layer.
+        total_bytes: windows_bytes + layers_bytes, less what of layers_bytes lies in the heap.
+
+    Raises:
+        InvalidArgument: a value that ExpertParallel would refuse.
+    """
+    shape = {
+        "num_ranks": num_ranks,
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "hidden": hidden,
+        "max_tokens_per_rank": max_tokens_per_rank,
+        "dtype": dtype,
+        "heap_bytes": heap_bytes,
+        "num_windows": num_windows,
+    }
+    check_shape(shape)
+    control, staging = _window_bytes(num_ranks, num_experts, top_k, hidden)
+    heap = heap_bytes
+    if heap is None:
+        heap = default_heap_bytes(num_ranks, top_k, hidden, max_tokens_per_rank, dtype)
+    windows = (control + staging + heap) * num_windows
+    row = DTYPE_BYTES[dtype_name(dtype)] * hidden + 8 * top_k
+    rows = max_tokens_per_rank * min(top_k, num_ranks) * row
+    worst = max_tokens_per_rank * num_ranks * row
+    handle = 4 * max_tokens_per_rank * (num_ranks + top_k) + 8 * max_tokens_per_rank * min(top_k, num_ranks)
+    layers = (rows + handle) * (num_layers if training else 1)
+    return {
+        "control_bytes": control,
+        "staging_bytes": staging,
+        "heap_bytes": heap,
+        "windows_bytes": windows,
+        "rows_bytes": rows,
+        "rows_worst_bytes": worst,
+        "handle_bytes": handle,
+        "layers_bytes": layers,
+        "total_bytes": windows + max(0, layers - heap * num_windows),
+    }
+
+
+def check_shape(shape: dict[str, Any]) -> None:
+    """Raise `InvalidArgument` for the first argument of a constructor that is not allowed, `Unsupported` never."""
+    for name, value in shape.items():
+        if not _ACCEPTS[name](value):
+            raise InvalidArgument(f"{name} is {value!r}; allowed: {_ALLOWED[name]}")
+    num_experts, num_ranks = shape["num_experts"], shape["num_ranks"]
+    if num_experts % num_ranks:
+        raise InvalidArgument(
+            f"num_experts is {num_experts}; allowed are multiples of the number of ranks, {num_ranks}"
+        )
+    item = DTYPE_BYTES[dtype_name(shape["dtype"])]
+    if shape["hidden"] * item % ROW_MULTIPLE_BYTES:
+        raise InvalidArgument(
+            f"hidden is {shape['hidden']}; allowed with {dtype_name(shape['dtype'])} are multiples of "
+            f"{ROW_MULTIPLE_BYTES // item}, so that a row is a multiple of {ROW_MULTIPLE_BYTES} bytes"
+        )
+
+
+_ALLOWED = {
+    "num_ranks": f"1 to {MAX_RANKS}",
+    "num_experts": "integers from 1",
+    "top_k": f"1 to {MAX_TOP_K}",
+    "hidden": "integers from 1",
+    "max_tokens_per_rank": f"0 to {MAX_TOKENS_PER_RANK}",
+    "dtype": ", ".join(DTYPE_BYTES),
+    "num_sms": "None, or an integer from 1",
+    "deadline_s": "seconds above 0",
+    "heap_bytes": "None, or an integer from 0",
+    "num_windows": "integers from 1",
+    "max_tokens": "None, or 0 to max_tokens_per_rank",
+    "layout": ", ".join(LAYOUTS),
+    "alignment": "integers from 1",
+    "quantize": "None, " + ", ".join(QUANTIZE),
+    "capacity": "None, or an integer from 0",
+    "mode": ", ".join(MODES),
+    "staged": "True, False",
+    "async_op": "True, False",
+    "weighted": "True, False",
+    "window": "0 to num_windows - 1",
+}
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _window_bytes(num_ranks: int, num_experts: int, top_k: int, hidden: int) -> tuple[int, int]:
+    """(control, staging) of `WindowLayout::make` in include/weft/layout/window.h; a test compares the two."""
+    cache_line, parities, phases, channels = 64, 2, 4, 2
+    control_words, payload_fixed, min_ring = 3 * cache_line, 192, 256 * 1024
+    headers = phases * parities * num_ranks * cache_line
+    progress = channels * num_ranks * cache_line
+    payload = _up(payload_fixed + 4 * (num_experts // num_ranks), cache_line) * 2 * parities * num_ranks
+    control = _up(control_words + headers + progress + payload, _PAGE)
+    ring = _up(max(min_ring, 4 * (max_row_bytes(hidden) + 64 + 8 * top_k)), _PAGE)
+    return control, ring * num_ranks
+
+
+def max_row_bytes(hidden: int) -> int:
+    """Widest row a window takes: fp32, for gradients; also data and scales of opaque rows."""
+    return 4 * hidden
+
+
+_callable.make_callable(__name__, limits)

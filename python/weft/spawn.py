@@ -1,0 +1,419 @@
+"""`weft.spawn`: ranks on this machine, as processes or threads, without torchrun.
+
+Process ranks are forked, so that torch is imported once. What a fork can't copy is the reason for the rules in the
+docstring of `spawn`: threads of the parent do not exist in the child, the locks they held stay locked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import pickle
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from weft import _callable
+from weft.errors import Error, InvalidArgument, PeerLost, PeerTimeout, rank_list
+
+if TYPE_CHECKING:
+    from weft.communicator import Communicator
+
+__all__ = ["spawn"]
+
+GRACE_S = 10.0  # after the first failure the other ranks have this long to come to an end by themselves
+_LENGTH_BYTES = 8
+
+
+def spawn(
+    fn: Callable[..., Any],
+    num_ranks: int = 4,
+    args: Sequence[Any] = (),
+    device: str = "auto",
+    isolation: str = "process",
+    *,
+    on_failure: str = "raise",
+) -> list[Any]:
+    """Run `fn(comm, *args)` on `num_ranks` ranks of this machine and return their results in rank order.
+
+    Args:
+        fn: any callable, closures and lambdas too; its result must be picklable with isolation="process".
+        num_ranks: 1 to `weft.limits().max_ranks`.
+        args: handed to every rank as they are.
+        device: "auto", "cpu" or "cuda": where the tokens live.
+        isolation: "process" forks one process a rank; "thread" runs ranks as threads of this process (for tests).
+        on_failure: "raise" the root cause with the other errors as notes, after at most ten seconds of grace for the
+            ranks that have not failed; "return": the errors stand in the list in place of results.
+
+    Call it from the main thread of a program that is not inside a parallel operation: other threads of the parent do
+    not exist in the ranks. Each rank runs torch with one thread. No CUDA may have been used by the parent. Nothing
+    is left over, also after Ctrl-C or when this process dies.
+
+    Raises:
+        InvalidArgument: an argument is not allowed.
+        PeerLost: a rank was killed by a signal or left without a result.
+        Whatever `fn` raised on a rank, with its traceback as a note.
+    """
+    _check(fn, num_ranks, device, isolation, on_failure)
+    run = _run_processes if isolation == "process" else _run_threads
+    outcomes = run(functools.partial(_call, fn, tuple(args)), num_ranks, device, on_failure == "raise")
+    errors = [outcome for outcome in outcomes if outcome.error is not None]
+    if errors and on_failure == "raise":
+        raise _root_cause(errors)
+    return [outcome.result if outcome.error is None else outcome.error for outcome in outcomes]
+
+
+@dataclass
+class _Outcome:
+    """How a rank ended; `when` orders the failures."""
+
+    rank: int
+    result: Any = None
+    error: BaseException | None = None
+    when: float = 0.0
+    was_killed: bool = False
+
+
+def _check(fn: Any, num_ranks: Any, device: Any, isolation: Any, on_failure: Any) -> None:
+    from weft.limits import limits
+
+    most = limits().max_ranks
+    if not callable(fn):
+        raise InvalidArgument(f"fn is {fn!r}; a callable fn(comm, *args) is expected")
+    if not isinstance(num_ranks, int) or not 1 <= num_ranks <= most:
+        raise InvalidArgument(f"num_ranks is {num_ranks!r}; allowed are 1 to {most}")
+    for name, value, allowed in (
+        ("device", str(device).split(":")[0], ("auto", "cpu", "cuda")),
+        ("isolation", isolation, ("process", "thread")),
+        ("on_failure", on_failure, ("raise", "return")),
+    ):
+        if value not in allowed:
+            raise InvalidArgument(f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
+
+
+def _call(fn: Callable[..., Any], args: tuple[Any, ...], comm: Communicator) -> Any:
+    with comm:
+        return fn(comm, *args)
+
+
+def _root_cause(failed: list[_Outcome]) -> BaseException:
+    """The first error that is not about peers, else the rank that was killed, else the first of all; others as notes."""
+
+    def order(outcome: _Outcome) -> tuple[int, float]:
+        is_about_peers = isinstance(outcome.error, PeerLost | PeerTimeout)
+        return (1 if outcome.was_killed else 2 if is_about_peers else 0), outcome.when
+
+    first, *others = sorted(failed, key=order)
+    killed = tuple(outcome.rank for outcome in failed if outcome.was_killed)
+    if first.was_killed and len(killed) > 1:
+        first.error = PeerLost(sorted(killed), f"{rank_list(sorted(killed))} were killed or left without a result")
+    cause = first.error
+    assert cause is not None  # noqa: S101  for mypy: only failures are in the list
+    _add_note(cause, f"raised by rank {first.rank} of weft.spawn")
+    for outcome in sorted(others, key=lambda outcome: outcome.rank):
+        _add_note(cause, f"rank {outcome.rank} ended with {type(outcome.error).__name__}: {outcome.error}")
+    return cause
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    """`add_note` of Python 3.11, also for 3.10, which keeps the notes but does not print them."""
+    error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
+
+
+# ---- ranks as threads
+
+
+def _run_threads(
+    call: Callable[[Communicator], Any], num_ranks: int, device: str, stop_on_failure: bool
+) -> list[_Outcome]:
+    from weft import _load
+    from weft.communicator import Communicator
+
+    hub = _load.native().LocalHub(num_ranks)
+    outcomes = [_Outcome(rank) for rank in range(num_ranks)]
+
+    def run(rank: int) -> None:
+        try:
+            outcomes[rank].result = call(Communicator._local(hub, rank, _rank_device(device, rank)))
+        except BaseException as error:  # noqa: BLE001  brought to the caller of spawn
+            outcomes[rank].error, outcomes[rank].when = error, time.monotonic()
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"weft-rank-{rank}") for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(0.1)  # in pieces, so that Ctrl-C is seen
+    return outcomes
+
+
+def _rank_device(device: str, rank: int) -> str:
+    if device != "cuda":
+        return device
+    import torch
+
+    return f"cuda:{rank % max(torch.cuda.device_count(), 1)}"
+
+
+# ---- ranks as processes
+
+
+@dataclass
+class _Child:
+    """A forked rank as its parent sees it. Messages are a length and a pickle: first the endpoint, then the outcome."""
+
+    rank: int
+    pid: int
+    channel: socket.socket
+    received: bytearray = field(default_factory=bytearray)
+    endpoint: bytes | None = None
+    outcome: _Outcome | None = None
+
+    def take_message(self) -> Any | None:
+        """The next whole message, else None. Pickle: the sender is our own child."""
+        if len(self.received) < _LENGTH_BYTES:
+            return None
+        length = int.from_bytes(self.received[:_LENGTH_BYTES], "little")
+        if len(self.received) < _LENGTH_BYTES + length:
+            return None
+        message = pickle.loads(self.received[_LENGTH_BYTES : _LENGTH_BYTES + length])
+        del self.received[: _LENGTH_BYTES + length]
+        return message
+
+
+def _run_processes(
+    call: Callable[[Communicator], Any], num_ranks: int, device: str, stop_on_failure: bool
+) -> list[_Outcome]:
+    import weft.expert_parallel  # noqa: F401  with torch: imported once, before the fork
+    from weft import _load
+
+    _load.native()
+    _flush()
+    children: list[_Child] = []
+    try:
+        for rank in range(num_ranks):
+            children.append(_fork(call, rank, num_ranks, device, children))
+        _supervise(children, stop_on_failure)
+    finally:
+        _kill(children)
+    return [child.outcome or _Outcome(child.rank) for child in children]
+
+
+def _fork(call: Callable[[Communicator], Any], rank: int, num_ranks: int, device: str, earlier: list[_Child]) -> _Child:
+    ours, theirs = socket.socketpair()
+    parent_pid = os.getpid()
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return _Child(rank, pid, ours)
+    # From here on the child: it never returns into the caller's frames.
+    try:
+        _die_with_parent(parent_pid)
+        ours.close()
+        for other in earlier:
+            other.channel.close()
+        _run_child(call, rank, num_ranks, device, theirs)
+    finally:
+        os._exit(1)
+
+
+def _run_child(
+    call: Callable[[Communicator], Any], rank: int, num_ranks: int, device: str, channel: socket.socket
+) -> NoReturn:
+    import torch
+
+    from weft.communicator import Communicator
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)  # the parent's OpenMP pool does not exist here
+    outcome = _Outcome(rank)
+
+    def share(endpoint: bytes) -> list[bytes]:
+        _send(channel, endpoint)
+        endpoints: list[bytes] = _receive(channel)
+        return endpoints
+
+    try:
+        origin = f"weft.spawn, pid {os.getpid()}"
+        outcome.result = call(Communicator._connect(rank, num_ranks, share, _rank_device(device, rank), origin))
+    except BaseException as error:  # noqa: BLE001  brought to the parent
+        outcome.error = error
+    _flush()
+    with contextlib.suppress(OSError):  # the parent is gone: nobody wants to know
+        _send_outcome(channel, outcome)
+    os._exit(0)
+
+
+def _send_outcome(channel: socket.socket, outcome: _Outcome) -> None:
+    outcome.when = time.monotonic()
+    error = outcome.error
+    if error is not None:
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        outcome.error = _picklable(error)
+        _add_note(outcome.error, f"traceback of rank {outcome.rank}:\n{text}")
+        notes = getattr(outcome.error, "__notes__", [])
+    else:
+        notes = []
+    try:
+        message = pickle.dumps((outcome, notes), protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as why:  # noqa: BLE001  whatever a foreign __reduce__ raises
+        failure = Error(
+            f"the result of rank {outcome.rank}, a {type(outcome.result).__name__}, can't be sent to the parent: {why}"
+        )
+        message = pickle.dumps((_Outcome(outcome.rank, None, failure, outcome.when), []))
+    channel.sendall(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
+
+
+def _picklable(error: BaseException) -> BaseException:
+    """The error itself if it survives a round trip, else a `weft.Error` with its text."""
+    try:
+        if type(pickle.loads(pickle.dumps(error))) is type(error):
+            return error
+    except Exception:  # noqa: BLE001  whatever a foreign __reduce__ raises
+        pass
+    return Error(f"{type(error).__name__}: {error}")
+
+
+def _send(channel: socket.socket, message: Any) -> None:
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    channel.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+
+
+def _receive(channel: socket.socket) -> Any:
+    data = bytearray()
+    while len(data) < _LENGTH_BYTES or len(data) < _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little"):
+        piece = channel.recv(1 << 20)
+        if not piece:
+            raise Error("the parent of this rank, or a rank that had not connected yet, is gone")
+        data += piece
+    return pickle.loads(data[_LENGTH_BYTES:])
+
+
+def _supervise(children: list[_Child], stop_on_failure: bool) -> None:
+    """Hand the endpoints round, collect the outcomes, and end what hangs after a failure."""
+    give_up = float("inf")
+    with selectors.DefaultSelector() as selector:
+        for child in children:
+            selector.register(child.channel, selectors.EVENT_READ, child)
+        while selector.get_map():
+            if time.monotonic() > give_up:
+                _stop_late(children)
+                return
+            for key, _ in selector.select(timeout=0.5):
+                child = key.data
+                if not _read(child):
+                    selector.unregister(child.channel)
+            _share_endpoints(children)
+            if stop_on_failure and give_up == float("inf") and _has_failed(children):
+                give_up = time.monotonic() + GRACE_S
+
+
+def _read(child: _Child) -> bool:
+    """Read what is there; False once nothing more will come."""
+    try:
+        piece = child.channel.recv(1 << 20)
+    except ConnectionResetError:
+        piece = b""
+    child.received += piece
+    while (message := child.take_message()) is not None:
+        if child.endpoint is None and isinstance(message, bytes):
+            child.endpoint = message
+        else:
+            child.outcome, notes = message
+            if child.outcome.error is not None:
+                child.outcome.error.__notes__ = notes
+    if piece:
+        return True
+    if child.outcome is None:
+        child.outcome = _death(child)
+    return False
+
+
+def _death(child: _Child) -> _Outcome:
+    """The rank's end of the channel closed without an outcome."""
+    status = _reap(child)
+    if status is not None and os.WIFSIGNALED(status):
+        how = f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    else:
+        how = "left without a result" + (
+            "" if status is None else f" (exit status {os.waitstatus_to_exitcode(status)})"
+        )
+    error = PeerLost((child.rank,), f"rank {child.rank} (pid {child.pid}) {how}")
+    return _Outcome(child.rank, None, error, time.monotonic(), was_killed=True)
+
+
+def _share_endpoints(children: list[_Child]) -> None:
+    """Once, when all are there. A rank that fails before it has an endpoint ends the wait of the others."""
+    waiting = [child for child in children if child.endpoint]
+    if len(waiting) == len(children):
+        endpoints = [child.endpoint for child in children]
+        for child in children:
+            with contextlib.suppress(OSError):  # killed meanwhile: the others find out
+                _send(child.channel, endpoints)
+            child.endpoint = b""
+    elif any(child.endpoint is None and child.outcome is not None for child in children):
+        for child in waiting:
+            with contextlib.suppress(OSError):
+                child.channel.shutdown(socket.SHUT_WR)
+
+
+def _has_failed(children: list[_Child]) -> bool:
+    return any(child.outcome is not None and child.outcome.error is not None for child in children)
+
+
+def _stop_late(children: list[_Child]) -> None:
+    for child in children:
+        if child.outcome is None:
+            text = (
+                f"rank {child.rank} was stopped by weft.spawn: it went on for {GRACE_S:g} s after another rank failed"
+            )
+            child.outcome = _Outcome(child.rank, None, PeerLost((child.rank,), text), time.monotonic())
+
+
+def _kill(children: list[_Child]) -> None:
+    """Leave no process: those that have an outcome are at their end, the others are killed."""
+    for child in children:
+        if child.outcome is None or (child.outcome.error is not None and not child.outcome.was_killed):
+            with contextlib.suppress(ProcessLookupError):
+                if child.pid > 0:
+                    os.kill(child.pid, signal.SIGKILL)
+    for child in children:
+        _reap(child)
+        child.channel.close()
+
+
+def _reap(child: _Child) -> int | None:
+    """Wait for the process to end; its status, or None if that is known no more."""
+    if child.pid <= 0:
+        return None
+    pid, child.pid = child.pid, -child.pid
+    try:
+        return os.waitpid(pid, 0)[1]
+    except ChildProcessError:  # somebody else reaped it, or SIGCHLD is ignored
+        return None
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+_callable.make_callable(__name__, spawn)
