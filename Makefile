@@ -41,6 +41,8 @@ test: native-test $(installed) ## run every test (TESTS="tests/python -k capacit
 .PHONY: native-test
 native-test: $(environment) ## build and run the C++ tests alone
 	@export PATH="$(scripts):$$PATH"
+	mkdir -p build/native
+	exec 9>build/native.lock; flock 9
 	cmake -S . -B build/native -G Ninja -DWEFT_BUILD_TESTS=ON -DWEFT_BUILD_MODULE=OFF >/dev/null
 	cmake --build build/native -j $(JOBS)
 	ctest --test-dir build/native --output-on-failure --no-tests=ignore --timeout 600
@@ -85,7 +87,8 @@ clean: ## remove what was built (the virtual environment stays)
 .ONESHELL:
 
 $(environment): pyproject.toml constraints.txt tools/requirements.py
-	@if [ -n "$(strip $(VENV))" ]; then
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Weft needs Python 3.10 or newer: make PYTHON=...")'
+	if [ -n "$(strip $(VENV))" ]; then
 	  [ -x "$(python)" ] || $(PYTHON) -m venv "$(VENV)"
 	  echo "Installing what development needs into $(VENV)"
 	  $(install) $$($(python) tools/requirements.py)

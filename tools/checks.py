@@ -189,7 +189,7 @@ def pickling(source: Source) -> Iterator[Finding]:
 HEADER_LAYERS = {
     "config": set(),
     "layout": {"config"},
-    "ptx": set(),
+    "ptx": {"config"},
     "sync": {"ptx", "config", "layout"},
     "transport": {"sync", "ptx", "config", "layout"},
     "kernels": {"transport", "sync", "ptx", "config", "layout"},
