@@ -9,7 +9,7 @@ struct CheckedSize {
     u64 value = 0;
     bool ok = true;
 
-    WEFT_HD constexpr CheckedSize() = default;
+    constexpr CheckedSize() = default;
     WEFT_HD constexpr CheckedSize(u64 initial) : value(initial) {}  // NOLINT(google-explicit-constructor)
 
     WEFT_HD constexpr CheckedSize operator+(CheckedSize other) const {
