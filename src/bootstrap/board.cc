@@ -1,0 +1,195 @@
+#include "bootstrap/board.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "base/clock.h"
+#include "base/status.h"
+
+namespace weft {
+namespace {
+
+constexpr uint64_t kPollIntervalNs = 50'000'000;
+
+AbortCode abort_code(DetectionChannel channel) {
+  if (channel == DetectionChannel::kGoodbye) return AbortCode::kPeerClosed;
+  return channel == DetectionChannel::kRefused ? AbortCode::kRefused : AbortCode::kPeerLost;
+}
+
+}  // namespace
+
+const char* detection_channel_name(DetectionChannel channel) noexcept {
+  switch (channel) {
+    case DetectionChannel::kOwnerDeath: return "owner_death";
+    case DetectionChannel::kSocketEnd: return "socket_end";
+    case DetectionChannel::kPidfd: return "pidfd";
+    case DetectionChannel::kGoodbye: return "goodbye";
+    case DetectionChannel::kRefused: return "refused";
+  }
+  return "unknown";
+}
+
+Board::Board(int rank, int num_ranks)
+    : rank_(rank), num_ranks_(num_ranks), gone_how_(static_cast<size_t>(num_ranks)) {}
+
+void Board::put(int source, uint64_t tag, Parcel&& parcel) {
+  const std::lock_guard lock(mutex_);
+  if (closed() || spent_tags_.contains(tag)) return;
+  parcels_[{tag, source}].push_back(std::move(parcel));
+  changed_.notify_all();
+}
+
+void Board::gone(int peer, DetectionChannel channel, const std::string& how) {
+  const uint64_t time_ns = now_ns();
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed()) return;
+    const bool known = std::any_of(detections_.begin(), detections_.end(), [&](const Detection& seen) {
+      return seen.rank == peer && (seen.channel == channel || seen.channel == DetectionChannel::kGoodbye);
+    });
+    if (known) return;
+    detections_.push_back({peer, channel, time_ns});
+    std::string& known_how = gone_how_[static_cast<size_t>(peer)];
+    if (!known_how.empty()) return;
+    known_how = how;
+    changed_.notify_all();
+  }
+  AbortReason reason;
+  reason.code = abort_code(channel);
+  reason.rank = peer;
+  reason.reporter = rank_;
+  relay_.post(reason);
+}
+
+void Board::wake() {
+  const std::lock_guard lock(mutex_);
+  changed_.notify_all();
+}
+
+bool Board::is_gone(int peer) const {
+  const std::lock_guard lock(mutex_);
+  return !gone_how_[static_cast<size_t>(peer)].empty();
+}
+
+std::vector<int> Board::dead_ranks() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<int> ranks;
+  for (int peer = 0; peer < num_ranks_; ++peer) {
+    if (!gone_how_[static_cast<size_t>(peer)].empty()) ranks.push_back(peer);
+  }
+  return ranks;
+}
+
+std::vector<Detection> Board::detections() const {
+  const std::lock_guard lock(mutex_);
+  return detections_;
+}
+
+void Board::check(const std::vector<int>& members, uint64_t tag, size_t num_bytes, size_t num_fds) const {
+  if (closed()) throw_invalid_state("exchange() on a closed control plane");
+  std::set<int> seen;
+  for (const int member : members) {
+    if (member < 0 || member >= num_ranks_ || !seen.insert(member).second) {
+      throw_invalid_argument("members of an exchange hold rank " + std::to_string(member) +
+                             "; allowed: each of 0.." + std::to_string(num_ranks_ - 1) + " at most once");
+    }
+  }
+  if (!seen.contains(rank_)) {
+    throw_invalid_argument("members of an exchange lack this rank (" + std::to_string(rank_) + ")");
+  }
+  if (num_bytes > kMaxMessageBytes || num_fds > kMaxMessageFds) {
+    throw_invalid_argument("an exchange of " + std::to_string(num_bytes) + " bytes and " + std::to_string(num_fds) +
+                           " file descriptors; allowed: 0.." + std::to_string(kMaxMessageBytes) + " and 0.." +
+                           std::to_string(kMaxMessageFds));
+  }
+  const std::lock_guard lock(mutex_);
+  if (spent_tags_.contains(tag)) {
+    throw_invalid_argument("tag " + std::to_string(tag) + " belongs to an exchange that failed before; use a fresh one");
+  }
+}
+
+std::vector<Parcel> Board::collect(const Request& request) {
+  try {
+    return wait_for_parcels(request);
+  } catch (...) {
+    spend(request.tag);
+    throw;
+  }
+}
+
+std::vector<Parcel> Board::wait_for_parcels(const Request& request) {
+  uint64_t next_poll_ns = 0;
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    const uint64_t time_ns = now_ns();
+    if (request.poll && time_ns >= next_poll_ns) {
+      next_poll_ns = time_ns + kPollIntervalNs;
+      lock.unlock();
+      request.poll();
+      lock.lock();
+    }
+    if (closed()) throw_invalid_state("the control plane was closed during an exchange");
+    std::vector<int> silent = missing(request);
+    if (silent.empty()) {
+      silent = request.unsent();
+      if (silent.empty()) return take(request);
+    } else {
+      throw_if_lost(silent);
+    }
+    if (time_ns >= request.deadline_ns) {
+      throw_peer_timeout("exchange", 0, silent, ranks_text(silent) + " did not answer by the deadline");
+    }
+    const uint64_t wait_ns = std::min(request.deadline_ns - time_ns, kPollIntervalNs);
+    changed_.wait_for(lock, std::chrono::nanoseconds(wait_ns));
+  }
+}
+
+std::vector<int> Board::missing(const Request& request) const {
+  std::vector<int> ranks;
+  for (const int member : request.members) {
+    if (member != rank_ && !parcels_.contains({request.tag, member})) ranks.push_back(member);
+  }
+  return ranks;
+}
+
+std::vector<Parcel> Board::take(const Request& request) {
+  std::vector<Parcel> result(static_cast<size_t>(num_ranks_));
+  for (const int member : request.members) {
+    const auto queue = parcels_.find({request.tag, member});
+    if (member == rank_ || queue == parcels_.end()) continue;
+    result[static_cast<size_t>(member)] = std::move(queue->second.front());
+    queue->second.pop_front();
+    if (queue->second.empty()) parcels_.erase(queue);
+  }
+  return result;
+}
+
+void Board::throw_if_lost(const std::vector<int>& silent) const {
+  std::vector<int> lost;
+  std::string text;
+  for (const int peer : silent) {
+    const std::string& how = gone_how_[static_cast<size_t>(peer)];
+    if (how.empty()) continue;
+    lost.push_back(peer);
+    text += (text.empty() ? "rank " : "; rank ") + std::to_string(peer) + " " + how;
+  }
+  if (!lost.empty()) throw_peer_lost("exchange", lost, text);
+}
+
+void Board::spend(uint64_t tag) noexcept {
+  const std::lock_guard lock(mutex_);
+  spent_tags_.insert(tag);
+  parcels_.erase(parcels_.lower_bound({tag, 0}), parcels_.upper_bound({tag, num_ranks_}));
+}
+
+void Board::close() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_.store(true, std::memory_order_release);
+    parcels_.clear();
+    changed_.notify_all();
+  }
+  relay_.close();
+}
+
+}  // namespace weft

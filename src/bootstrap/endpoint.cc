@@ -1,0 +1,105 @@
+#include "bootstrap/endpoint.h"
+
+#include <fcntl.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cstring>
+#include <string_view>
+
+#include "base/status.h"
+#include "bootstrap/socket.h"
+
+namespace weft {
+namespace {
+
+// The whole of a small file of /proc, or nothing.
+std::string read_small_file(const char* path) {
+  const OwnedFd fd(open(path, O_RDONLY | O_CLOEXEC));
+  if (!fd.valid()) return {};
+  std::array<char, 4096> buffer{};
+  const ssize_t num_bytes = read(fd.get(), buffer.data(), buffer.size());
+  return num_bytes > 0 ? std::string(buffer.data(), static_cast<size_t>(num_bytes)) : std::string();
+}
+
+std::array<uint8_t, 16> this_boot_id() {
+  std::array<uint8_t, 16> id{};
+  size_t num_digits = 0;
+  for (const char c : read_small_file("/proc/sys/kernel/random/boot_id")) {
+    uint8_t digit = 0;
+    if (std::from_chars(&c, &c + 1, digit, 16).ec != std::errc{} || num_digits == 32) continue;
+    id[num_digits / 2] = static_cast<uint8_t>(id[num_digits / 2] << 4 | digit);
+    ++num_digits;
+  }
+  if (num_digits != 32) throw_unsupported("this machine has no /proc/sys/kernel/random/boot_id, which Weft needs");
+  return id;
+}
+
+std::string random_name() {
+  std::array<uint8_t, 16> random{};
+  if (getrandom(random.data(), random.size(), 0) != static_cast<ssize_t>(random.size())) {
+    throw_system_error("getrandom", errno);
+  }
+  constexpr std::string_view kDigits = "0123456789abcdef";
+  std::string name = "weft-";
+  for (const uint8_t byte : random) {
+    name += kDigits[byte >> 4];
+    name += kDigits[byte & 15];
+  }
+  return name;
+}
+
+}  // namespace
+
+uint64_t process_start_time(int pid) {
+  const std::string stat = read_small_file(("/proc/" + std::to_string(pid) + "/stat").c_str());
+  // The name of the program stands in parentheses and may hold anything, so count from the last one: field 3 follows.
+  size_t at = stat.rfind(')');
+  for (int field = 3; field <= 22 && at != std::string::npos; ++field) at = stat.find(' ', at + 1);
+  uint64_t start_time = 0;
+  if (at != std::string::npos) std::from_chars(stat.data() + at + 1, stat.data() + stat.size(), start_time);
+  return start_time;
+}
+
+Endpoint parse_endpoint(std::span<const std::byte> bytes, const std::string& what) {
+  if (bytes.size() != kEndpointBytes) {
+    throw_invalid_argument(what + " has " + std::to_string(bytes.size()) + " bytes; an endpoint has " +
+                           std::to_string(kEndpointBytes));
+  }
+  Endpoint endpoint;
+  std::memcpy(&endpoint, bytes.data(), kEndpointBytes);
+  if (endpoint.magic != kEndpointMagic) throw_invalid_argument(what + " is no endpoint of Weft (wrong magic number)");
+  if (endpoint.version != kEndpointVersion) {
+    throw_invalid_argument(what + " is of version " + std::to_string(endpoint.version) + ", this Weft speaks version " +
+                           std::to_string(kEndpointVersion) + "; all ranks need the same Weft");
+  }
+  if (endpoint.name_bytes == 0 || endpoint.name_bytes > endpoint.name.size() || endpoint.pid <= 0) {
+    throw_invalid_argument(what + " is damaged (name of " + std::to_string(endpoint.name_bytes) + " bytes, pid " +
+                           std::to_string(endpoint.pid) + ")");
+  }
+  return endpoint;
+}
+
+Listener::Listener() {
+  endpoint_.magic = kEndpointMagic;
+  endpoint_.version = kEndpointVersion;
+  endpoint_.boot_id = this_boot_id();
+  endpoint_.pid = getpid();
+  endpoint_.uid = geteuid();
+  endpoint_.start_time = process_start_time(endpoint_.pid);
+  if (endpoint_.start_time == 0) throw_unsupported("this machine has no /proc/PID/stat, which Weft needs");
+  const std::string name = random_name();
+  endpoint_.name_bytes = static_cast<uint16_t>(name.size());
+  std::copy(name.begin(), name.end(), endpoint_.name.begin());
+
+  fd_ = make_socket();
+  const SocketAddress address(name);
+  if (bind(fd_.get(), address.get(), address.bytes()) != 0) throw_system_error("binding a unix socket", errno);
+  if (listen(fd_.get(), SOMAXCONN) != 0) throw_system_error("listening on a unix socket", errno);
+}
+
+}  // namespace weft

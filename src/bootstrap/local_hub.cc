@@ -1,0 +1,104 @@
+// Threads of one process as ranks: the same interface and rules, without sockets.
+#include <atomic>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+#include "bootstrap/board.h"
+#include "bootstrap/control_plane.h"
+
+namespace weft {
+
+struct LocalHub::State {
+  std::vector<std::unique_ptr<Board>> boards;  // by rank, there from the start
+  std::vector<std::atomic<bool>> taken;
+
+  explicit State(int num_ranks) : taken(static_cast<size_t>(num_ranks)) {
+    for (int rank = 0; rank < num_ranks; ++rank) boards.push_back(std::make_unique<Board>(rank, num_ranks));
+  }
+};
+
+namespace {
+
+Parcel copy_parcel(const std::vector<std::byte>& bytes, const std::vector<int>& fds) {
+  Parcel parcel{bytes, {}};
+  for (const int fd : fds) parcel.fds.push_back(OwnedFd::duplicate(fd));
+  return parcel;
+}
+
+class LocalControlPlane final : public ControlPlane {
+ public:
+  LocalControlPlane(std::shared_ptr<LocalHub::State> hub, int rank) : hub_(std::move(hub)), rank_(rank) {}
+  ~LocalControlPlane() override { close_once(); }
+
+  int rank() const noexcept override { return rank_; }
+  int num_ranks() const noexcept override { return static_cast<int>(hub_->boards.size()); }
+
+  std::vector<Parcel> exchange(const std::vector<int>& members, uint64_t tag, const std::vector<std::byte>& bytes,
+                               const std::vector<int>& fds, uint64_t deadline_ns, const Poll& poll) override {
+    own().check(members, tag, bytes.size(), fds.size());
+    Parcel mine = copy_parcel(bytes, fds);
+    for (const int member : members) {
+      if (member != rank_) board(member).put(rank_, tag, copy_parcel(bytes, fds));
+    }
+    auto parcels = own().collect({members, tag, deadline_ns, poll, [] { return std::vector<int>(); }});
+    parcels[static_cast<size_t>(rank_)] = std::move(mine);
+    return parcels;
+  }
+
+  void publish_abort(const AbortReason& reason) noexcept override {
+    AbortReason told = reason;
+    told.reporter = rank_;
+    for (int peer = 0; peer < num_ranks(); ++peer) {
+      if (peer != rank_) board(peer).published(told);
+    }
+  }
+
+  void set_abort_handler(AbortHandler handler) override { own().relay().set_handler(std::move(handler)); }
+  std::vector<int> dead_ranks() const override { return own().dead_ranks(); }
+  std::vector<Detection> detections() const override { return own().detections(); }
+  void close() noexcept override { close_once(); }
+
+ private:
+  Board& board(int rank) const { return *hub_->boards[static_cast<size_t>(rank)]; }
+  Board& own() const { return board(rank_); }
+
+  void close_once() noexcept {
+    if (own().closed()) return;
+    own().close();
+    for (int peer = 0; peer < num_ranks(); ++peer) {
+      if (peer != rank_) board(peer).gone(rank_, DetectionChannel::kGoodbye, "closed its communicator");
+    }
+  }
+
+  std::shared_ptr<LocalHub::State> hub_;
+  const int rank_;
+};
+
+}  // namespace
+
+LocalHub::LocalHub(int num_ranks) {
+  if (num_ranks < 1 || num_ranks > kMaxRanks) {
+    throw_invalid_argument("num_ranks is " + std::to_string(num_ranks) + "; allowed: 1.." + std::to_string(kMaxRanks));
+  }
+  state_ = std::make_shared<State>(num_ranks);
+}
+
+LocalHub::~LocalHub() = default;
+
+int LocalHub::num_ranks() const noexcept { return static_cast<int>(state_->boards.size()); }
+
+std::unique_ptr<ControlPlane> connect_threads(std::shared_ptr<LocalHub> hub, int rank) {
+  if (!hub) throw_invalid_argument("the hub is empty");
+  if (rank < 0 || rank >= hub->num_ranks()) {
+    throw_invalid_argument("rank is " + std::to_string(rank) + "; allowed: 0.." + std::to_string(hub->num_ranks() - 1));
+  }
+  if (hub->state()->taken[static_cast<size_t>(rank)].exchange(true)) {
+    throw_invalid_argument("rank " + std::to_string(rank) + " of this hub was taken before; each is taken once");
+  }
+  return std::make_unique<LocalControlPlane>(hub->state(), rank);
+}
+
+}  // namespace weft

@@ -1,0 +1,100 @@
+#include "memory/shared_memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "base/status.h"
+
+namespace weft {
+namespace {
+
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+uint64_t whole_pages(uint64_t bytes) {
+  const auto page_bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  constexpr auto kLargest = static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
+  if (bytes == 0 || bytes > kLargest - page_bytes) {
+    throw_invalid_argument("shared memory of " + std::to_string(bytes) + " bytes; allowed: 1.." +
+                           std::to_string(kLargest - page_bytes));
+  }
+  return (bytes + page_bytes - 1) / page_bytes * page_bytes;
+}
+
+std::byte* map_shared(int fd, uint64_t bytes, std::byte* fixed_address) {
+  const int flags = MAP_SHARED | (fixed_address != nullptr ? MAP_FIXED : 0);
+  void* address = mmap(fixed_address, bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
+  if (address == MAP_FAILED) throw_system_error("mapping " + std::to_string(bytes) + " bytes of shared memory", errno);
+  return static_cast<std::byte*>(address);
+}
+
+}  // namespace
+
+SharedMemory::SharedMemory(OwnedFd fd, uint64_t bytes)
+    : fd_(std::move(fd)), data_(map_shared(fd_.get(), bytes, nullptr)), bytes_(bytes) {}
+
+SharedMemory::SharedMemory(SharedMemory&& other) noexcept
+    : fd_(std::move(other.fd_)), data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+
+SharedMemory& SharedMemory::operator=(SharedMemory&& other) noexcept {
+  if (this != &other) {
+    unmap();
+    fd_ = std::move(other.fd_);
+    data_ = std::exchange(other.data_, nullptr);
+    bytes_ = std::exchange(other.bytes_, 0);
+  }
+  return *this;
+}
+
+SharedMemory::~SharedMemory() { unmap(); }
+
+void SharedMemory::unmap() noexcept {
+  if (data_ != nullptr) munmap(data_, bytes_);
+  data_ = nullptr;
+}
+
+SharedMemory SharedMemory::create(uint64_t bytes) {
+  const uint64_t mapped_bytes = whole_pages(bytes);
+  OwnedFd fd(memfd_create("weft", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd.valid()) throw_system_error("memfd_create", errno);
+  if (ftruncate(fd.get(), static_cast<off_t>(mapped_bytes)) != 0) {
+    throw_system_error("giving shared memory " + std::to_string(mapped_bytes) + " bytes", errno);
+  }
+  if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) throw_system_error("sealing shared memory", errno);
+  return SharedMemory(std::move(fd), mapped_bytes);
+}
+
+SharedMemory SharedMemory::attach(OwnedFd fd, uint64_t bytes) {
+  const uint64_t mapped_bytes = whole_pages(bytes);
+  struct stat facts {};
+  if (fstat(fd.get(), &facts) != 0) throw_system_error("fstat of a peer's shared memory", errno);
+  if (!S_ISREG(facts.st_mode) || static_cast<uint64_t>(facts.st_size) != mapped_bytes) {
+    throw_invalid_argument("a peer's shared memory has " + std::to_string(facts.st_size) + " bytes, expected " +
+                           std::to_string(mapped_bytes));
+  }
+  const int seals = fcntl(fd.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & kSeals) != kSeals) {
+    throw_invalid_argument("a peer's shared memory is not sealed against shrinking and growing");
+  }
+  return SharedMemory(std::move(fd), mapped_bytes);
+}
+
+void SharedMemory::replace(SharedMemory&& fresh) {
+  if (!valid() || !fresh.valid() || bytes_ != fresh.bytes_) {
+    throw_invalid_argument("replacing " + std::to_string(bytes_) + " bytes of shared memory by " +
+                           std::to_string(fresh.bytes_) + "; the sizes must be equal and not 0");
+  }
+  if (!fresh.fd_.valid()) throw_invalid_argument("replacing shared memory by one whose descriptor was dropped");
+  map_shared(fresh.fd_.get(), bytes_, data_);
+  fd_ = std::move(fresh.fd_);
+  fresh.unmap();
+  fresh.bytes_ = 0;
+}
+
+}  // namespace weft
