@@ -28,7 +28,11 @@ _OPERATIONS = (
     ("combine", "ordinary", "combine_ordinary", "combine"),
     ("both", "heap", "both", "both"),
 )
-_IMPORT_CODE = "import time; t = time.perf_counter(); import torch, weft; print(time.perf_counter() - t)"
+_IMPORT_CODE = """import sys, time
+sys.path.insert(0, sys.argv[1])
+start = time.perf_counter()
+import torch, weft
+print(time.perf_counter() - start)"""
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,8 @@ def _machine(rank: RankReport, copy_rate: float, ranks: Sequence[RankReport]) ->
 
 def _import_seconds() -> float:
     """Seconds to import torch and weft in a fresh interpreter."""
-    done = subprocess.run([sys.executable, "-c", _IMPORT_CODE], capture_output=True, text=True, check=True, timeout=120)
+    command = [sys.executable, "-c", _IMPORT_CODE, str(Path(__file__).parents[2])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     return float(done.stdout)
 
 

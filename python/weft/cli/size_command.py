@@ -2,6 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Annotated
 
-def size() -> None:
-    """Print the memory that Weft takes on each rank."""
+import typer
+
+from weft.cli import options
+from weft.cli.output import command_output
+from weft.size import Shape, parts
+
+_HEAP_HELP = "Heap of a window in bytes; without it what ExpertParallel takes by itself."
+
+
+def size(
+    ranks: options.Ranks = 4,
+    tokens: options.Tokens = 1024,
+    hidden: options.Hidden = 2048,
+    experts: options.Experts = 64,
+    top_k: options.TopK = 8,
+    dtype: options.Dtype = "bf16",
+    heap_bytes: Annotated[int | None, typer.Option("--heap-bytes", min=0, help=_HEAP_HELP)] = None,
+    windows: Annotated[int, typer.Option("--windows", min=1, help="Windows (num_windows).")] = 1,
+    layers: Annotated[int, typer.Option("--layers", min=1, help="MoE layers of this shape.")] = 1,
+    training: Annotated[bool, typer.Option("--training", help="Layers keep their rows for backward.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Print the memory that Weft takes on each rank; --tokens is the most a rank ever sends."""
+    with command_output(json_lines=json) as output:
+        shape = Shape(
+            ranks=ranks,
+            tokens=tokens,
+            hidden=hidden,
+            experts=experts,
+            top_k=top_k,
+            dtype=dtype,
+            heap_bytes=heap_bytes,
+            windows=windows,
+            layers=layers,
+            training=training,
+        )
+        memory = parts(shape)
+        figures = {part.name: part.num_bytes for part in memory}
+        output.row({"kind": "size", **dataclasses.asdict(shape), **figures})
+        rows = [(part.meaning, f"{part.num_bytes:,}", f"{part.num_bytes / 2**20:,.1f}") for part in memory]
+        output.table("memory of each rank", ("part", "bytes", "MiB"), rows)

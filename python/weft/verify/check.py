@@ -74,6 +74,7 @@ def _rows(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
     if special_values and rows.numel():
         values = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-41, 3e38])
         where = torch.randint(0, rows.numel(), (max(1, rows.numel() // 97),), generator=generator)
+        where = where.unique()  # which of two values for one place wins is not defined
         which = torch.randint(0, len(values), where.shape, generator=generator)
         rows.view(-1)[where] = values[which]
     return rows.to(dtype)
