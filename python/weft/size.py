@@ -27,7 +27,7 @@ _MEANING = {
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What the memory depends on. `layers`: MoE layers of this shape; `training` keeps the rows of each for backward."""
+    """What the memory depends on. `layers`: MoE layers of this shape; `training` keeps their rows for backward."""
 
     ranks: int = 4
     tokens: int = 1024

@@ -56,7 +56,7 @@ def demo(
             device=device,
         )
         report = run_demo(config, console=None if json else output.console)
-        output.row({"kind": "demo", **report.as_dict()})
+        output.row(report.as_dict())
         if not json:
             report.show(output.console)
         if not report.ok:

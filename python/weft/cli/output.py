@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,7 +73,7 @@ class Output:
     def row(self, row: Mapping[str, Any]) -> None:
         """Write one JSON object (only with `json_lines`; else nothing)."""
         if self.json_lines:
-            self._json_stream.write(json.dumps(row, allow_nan=False) + "\n")
+            self._json_stream.write(json.dumps(_finite(row), allow_nan=False) + "\n")
             self._json_stream.flush()  # before any fork, or the rank would write it again
 
     def text(self, text: str, style: str | None = None) -> None:
@@ -116,6 +117,17 @@ class Output:
                 progress.update(task, advance=1, description=text, refresh=True)
 
             yield advance
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for NaN and infinities, which JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    return value
 
 
 def _console(stream: TextIO) -> Console:
