@@ -45,7 +45,8 @@ void Board::gone(int peer, DetectionChannel channel, const std::string& how) {
     const std::lock_guard lock(mutex_);
     if (closed()) return;
     const bool known = std::any_of(detections_.begin(), detections_.end(), [&](const Detection& seen) {
-      return seen.rank == peer && (seen.channel == channel || seen.channel == DetectionChannel::kGoodbye);
+      return seen.rank == peer && (seen.channel == channel || seen.channel == DetectionChannel::kGoodbye ||
+                                   seen.channel == DetectionChannel::kRefused);
     });
     if (known) return;
     detections_.push_back({peer, channel, time_ns});
@@ -132,6 +133,7 @@ std::vector<Parcel> Board::wait_for_parcels(const Request& request) {
     std::vector<int> silent = missing(request);
     if (silent.empty()) {
       silent = request.unsent();
+      std::erase_if(silent, [this](int peer) { return !gone_how_[static_cast<size_t>(peer)].empty(); });
       if (silent.empty()) return take(request);
     } else {
       throw_if_lost(silent);

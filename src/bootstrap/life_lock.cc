@@ -47,6 +47,8 @@ void LifeLock::hold() {
 
 void LifeLock::release() noexcept {
   if (!holder_.joinable()) return;
+  say_goodbye();
+  memory_.drop_fd();
   {
     const std::lock_guard lock(mutex_);
     let_go_ = true;

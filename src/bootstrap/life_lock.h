@@ -33,7 +33,7 @@ class LifeLock {
 
   int fd() const noexcept { return memory_.fd(); }
   void say_goodbye() noexcept { page_->goodbye.store(1, std::memory_order_release); }
-  void release() noexcept;  // returns at once; may be repeated
+  void release() noexcept;  // says goodbye, returns at once; may be repeated
 
  private:
   void hold();

@@ -1,0 +1,348 @@
+#include "bootstrap/handshake.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "base/clock.h"
+#include "base/log.h"
+#include "base/status.h"
+#include "bootstrap/socket.h"
+
+namespace weft {
+namespace {
+
+constexpr int kSliceMs = 50;
+constexpr int kRetryMs = 2;  // while a peer's backlog is full
+constexpr size_t kMaxRefusalText = 2000;
+
+struct Hello {
+  int32_t source;
+  int32_t target;
+  int32_t num_ranks;
+  uint32_t reserved;
+  uint64_t group;  // hash of the list of endpoints
+  Endpoint endpoint;
+};
+
+struct RefusalHead {
+  int32_t code;
+  int32_t culprit;  // -1: nobody in particular
+};
+
+uint64_t hash_of(const std::vector<Endpoint>& endpoints) {  // FNV-1a
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (const std::byte byte : std::as_bytes(std::span(endpoints))) {
+    hash = (hash ^ static_cast<uint64_t>(byte)) * 0x100000001b3u;
+  }
+  return hash;
+}
+
+std::string name_of(int rank) { return "rank " + std::to_string(rank); }
+
+OwnedFd open_pidfd(int pid) { return OwnedFd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0))); }
+
+class Mesh {
+ public:
+  explicit Mesh(const MeshRequest& request)
+      : request_(request),
+        num_ranks_(static_cast<int>(request.endpoints.size())),
+        group_(hash_of(request.endpoints)),
+        connections_(request.endpoints.size()) {}
+
+  std::vector<Connection> run() {
+    try {
+      open_pidfds();
+      while (!complete()) step();
+    } catch (const Error& error) {
+      tell_all(error);
+      throw;
+    } catch (...) {
+      tell_all(Error(ErrorCode::kPeerLost, "it was interrupted", "connect", 0, {request_.rank}));
+      throw;
+    }
+    return std::move(connections_);
+  }
+
+ private:
+  const Endpoint& endpoint(int peer) const { return request_.endpoints[static_cast<size_t>(peer)]; }
+  Connection& connection(int peer) { return connections_[static_cast<size_t>(peer)]; }
+  bool done(int peer) { return connection(peer).life != nullptr; }
+
+  std::vector<int> not_done() {
+    std::vector<int> peers;
+    for (int peer = 0; peer < num_ranks_; ++peer) {
+      if (peer != request_.rank && !done(peer)) peers.push_back(peer);
+    }
+    return peers;
+  }
+  bool complete() { return not_done().empty(); }
+
+  [[noreturn]] void throw_lost(int peer, const std::string& how) {
+    throw_peer_lost("connect", {peer}, name_of(peer) + " (pid " + std::to_string(endpoint(peer).pid) + ") " + how);
+  }
+
+  void check_alive(int peer) {
+    if (process_start_time(endpoint(peer).pid) != endpoint(peer).start_time) {
+      throw_lost(peer, "has ended, or runs in another container whose processes this rank can't see");
+    }
+  }
+
+  // Opened before the start time is compared: from then on the descriptor stands for the right incarnation.
+  void open_pidfds() {
+    for (const int peer : not_done()) {
+      connection(peer).pidfd = open_pidfd(endpoint(peer).pid);
+      if (!connection(peer).pidfd.valid() && errno != ESRCH) {
+        log_line(kLogInfo, "no pidfd for " + name_of(peer) + ": its death is noticed in the two other ways");
+      }
+      check_alive(peer);
+    }
+  }
+
+  void step() {
+    bool retry = false;
+    for (const int peer : not_done()) {
+      if (peer < request_.rank && !connection(peer).socket.valid()) retry |= !start(peer);
+    }
+    if (request_.poll) request_.poll();
+    wait_for_news(retry ? kRetryMs : kSliceMs);
+    accept_all();
+    for (const int peer : not_done()) {
+      if (peer < request_.rank && connection(peer).socket.valid()) finish(peer);
+    }
+    greet_callers();
+    const std::vector<int> late = not_done();
+    for (const int peer : late) check_pidfd(peer);
+    if (!late.empty() && now_ns() >= request_.deadline_ns) {
+      throw_peer_timeout("connect", 0, late, ranks_text(late) + " did not connect by the deadline");
+    }
+  }
+
+  void wait_for_news(int longest_ms) {
+    std::vector<pollfd> waited{{request_.listener, POLLIN, 0}};
+    for (const int peer : not_done()) {
+      if (connection(peer).socket.valid()) waited.push_back({connection(peer).socket.get(), POLLIN, 0});
+      if (connection(peer).pidfd.valid()) waited.push_back({connection(peer).pidfd.get(), POLLIN, 0});
+    }
+    for (const OwnedFd& caller : callers_) waited.push_back({caller.get(), POLLIN, 0});
+    ::poll(waited.data(), waited.size(), longest_ms);
+  }
+
+  void check_pidfd(int peer) {
+    if (!connection(peer).pidfd.valid()) return check_alive(peer);
+    pollfd ended{connection(peer).pidfd.get(), POLLIN, 0};
+    if (::poll(&ended, 1, 0) == 1) throw_lost(peer, "ended while the ranks connected");
+  }
+
+  // --- the connecting side -------------------------------------------------------------------------------------------
+
+  // False if the peer's backlog is full: try again soon.
+  bool start(int peer) {
+    OwnedFd socket = make_socket();
+    const SocketAddress address(std::string_view(endpoint(peer).name.data(), endpoint(peer).name_bytes));
+    if (::connect(socket.get(), address.get(), address.bytes()) != 0) {
+      if (errno == EAGAIN || errno == EINTR) return false;
+      if (errno == ECONNREFUSED) {
+        throw_lost(peer, "does not listen at its socket: it gave up, ended, or runs in another network namespace");
+      }
+      throw_system_error("connecting to " + name_of(peer), errno);
+    }
+    const std::string problem = stranger(socket.get(), peer);
+    if (!problem.empty()) throw_invalid_argument("the endpoint of " + name_of(peer) + " is not its own: " + problem);
+    check_alive(peer);
+    say_hello(socket.get(), peer);
+    connection(peer).socket = std::move(socket);
+    return true;
+  }
+
+  void finish(int peer) {
+    switch (reader_.receive(connection(peer).socket.get())) {
+      case ReceiveResult::kNothing: return;
+      case ReceiveResult::kEnd: throw_lost(peer, "closed the connection while the ranks connected");
+      case ReceiveResult::kBad: throw_invalid_argument(name_of(peer) + " sent " + reader_.problem);
+      case ReceiveResult::kPacket: break;
+    }
+    if (reader_.header.type == PacketType::kRefusal) throw_refusal(name_of(peer));
+    const std::string problem = wrong_hello(peer);
+    if (!problem.empty()) throw_invalid_argument(name_of(peer) + " sent " + problem);
+    connection(peer).life = std::make_shared<PeerLife>(std::move(reader_.fds.front()));
+  }
+
+  // --- the accepting side --------------------------------------------------------------------------------------------
+
+  void accept_all() {
+    for (;;) {
+      OwnedFd caller(accept4(request_.listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      if (!caller.valid()) {
+        if (errno == EINTR || errno == ECONNABORTED) continue;
+        if (errno == EAGAIN || errno == EWOULDBLOCK) return;
+        throw_system_error("accepting a connection", errno);
+      }
+      // Anybody may call an abstract socket: strangers are turned away unread and change nothing.
+      if (may_be_peer(caller.get())) callers_.push_back(std::move(caller));
+    }
+  }
+
+  bool may_be_peer(int socket) {
+    std::string problem = "no rank is waited for";
+    for (const int peer : not_done()) {
+      if (peer < request_.rank) continue;
+      problem = stranger(socket, peer);
+      if (problem.empty()) return true;
+    }
+    log_line(kLogWarning, "turned a connection away: " + problem);
+    return false;
+  }
+
+  void greet_callers() {
+    std::vector<OwnedFd> waiting;
+    waiting.swap(callers_);
+    for (OwnedFd& caller : waiting) {
+      switch (reader_.receive(caller.get())) {
+        case ReceiveResult::kNothing: callers_.push_back(std::move(caller)); break;
+        case ReceiveResult::kEnd: break;  // if it was a rank, its pidfd tells
+        case ReceiveResult::kBad: refuse_caller(std::move(caller), reader_.problem);
+        case ReceiveResult::kPacket: greet(std::move(caller)); break;
+      }
+    }
+  }
+
+  void greet(OwnedFd caller) {
+    if (reader_.header.type == PacketType::kRefusal) throw_refusal("a rank");
+    Hello hello{};
+    if (reader_.payload.size() == sizeof(hello)) std::memcpy(&hello, reader_.payload.data(), sizeof(hello));
+    const bool awaited = hello.source > request_.rank && hello.source < num_ranks_ && !done(hello.source);
+    if (!awaited) refuse_caller(std::move(caller), "a greeting of a rank that is not waited for");
+    std::string problem = stranger(caller.get(), hello.source);
+    if (problem.empty()) problem = wrong_hello(hello.source);
+    if (!problem.empty()) refuse_caller(std::move(caller), problem);
+    check_alive(hello.source);
+    std::shared_ptr<PeerLife> life = std::make_shared<PeerLife>(std::move(reader_.fds.front()));
+    say_hello(caller.get(), hello.source);
+    connection(hello.source).socket = std::move(caller);
+    connection(hello.source).life = std::move(life);
+  }
+
+  // The caller has the pid and uid of a rank, so this is no passer-by but a group that can't work.
+  [[noreturn]] void refuse_caller(OwnedFd caller, const std::string& problem) {
+    callers_.push_back(std::move(caller));  // so that tell_all() reaches it
+    throw_invalid_argument("a rank that connected to " + name_of(request_.rank) + " sent " + problem);
+  }
+
+  // --- both ----------------------------------------------------------------------------------------------------------
+
+  // What speaks against the other end being the process of `peer`; empty: nothing.
+  std::string stranger(int socket, int peer) {
+    ucred found{};
+    socklen_t bytes = sizeof(found);
+    if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &found, &bytes) != 0) throw_system_error("SO_PEERCRED", errno);
+    if (found.pid == endpoint(peer).pid && found.uid == endpoint(peer).uid) return {};
+    return "it comes from pid " + std::to_string(found.pid) + " of user " + std::to_string(found.uid) + ", " +
+           name_of(peer) + " is pid " + std::to_string(endpoint(peer).pid) + " of user " +
+           std::to_string(endpoint(peer).uid);
+  }
+
+  void say_hello(int socket, int peer) {
+    const Hello hello{request_.rank, peer, num_ranks_, 0, group_, endpoint(request_.rank)};
+    std::vector<OwnedFd> fds;
+    fds.push_back(OwnedFd::duplicate(request_.life_fd));
+    PacketHeader header;
+    header.type = PacketType::kHello;
+    header.message_bytes = header.payload_bytes = sizeof(hello);
+    header.num_fds = 1;
+    // A fresh socket has room; a peer that is gone already is noticed by its pidfd or by the end of the connection.
+    send_packet(socket, header, std::as_bytes(std::span<const Hello, 1>(&hello, 1)), fds);
+  }
+
+  // What is wrong with the packet in reader_ as the greeting of `peer`; empty: nothing.
+  std::string wrong_hello(int peer) {
+    Hello hello{};
+    if (reader_.header.type != PacketType::kHello || reader_.payload.size() != sizeof(hello)) {
+      return "something else than a greeting";
+    }
+    std::memcpy(&hello, reader_.payload.data(), sizeof(hello));
+    if (hello.group != group_ || hello.num_ranks != num_ranks_) {
+      return "a greeting for another group: the ranks were given different lists of endpoints";
+    }
+    if (hello.source != peer || hello.target != request_.rank || hello.endpoint != endpoint(peer)) {
+      return "a greeting from rank " + std::to_string(hello.source) + " to rank " + std::to_string(hello.target);
+    }
+    return reader_.fds.size() == 1 ? "" : "a greeting without its life lock";
+  }
+
+  [[noreturn]] void throw_refusal(const std::string& from) {
+    RefusalHead head{};
+    if (reader_.payload.size() < sizeof(head)) throw_invalid_argument(from + " sent a damaged refusal");
+    std::memcpy(&head, reader_.payload.data(), sizeof(head));
+    const auto text = reader_.payload.subspan(sizeof(head));
+    const bool known = head.code >= static_cast<int>(ErrorCode::kInvalidArgument) &&
+                       head.code <= static_cast<int>(ErrorCode::kInternalError);
+    const bool names_peer = head.culprit >= 0 && head.culprit < num_ranks_ && head.culprit != request_.rank;
+    throw Error(known ? static_cast<ErrorCode>(head.code) : ErrorCode::kInternalError,
+                from + " gave up connecting: " + std::string(reinterpret_cast<const char*>(text.data()), text.size()),
+                "connect", 0, names_peer ? std::vector<int>{head.culprit} : std::vector<int>{});
+  }
+
+  void tell_all(const Error& error) noexcept {
+    const RefusalHead head{static_cast<int32_t>(error.code), error.peers.empty() ? -1 : error.peers.front()};
+    std::vector<std::byte> bytes(sizeof(head) + std::min(error.text.size(), kMaxRefusalText));
+    std::memcpy(bytes.data(), &head, sizeof(head));
+    std::memcpy(bytes.data() + sizeof(head), error.text.data(), bytes.size() - sizeof(head));
+    for (const Connection& known : connections_) {
+      if (known.socket.valid()) send_small(known.socket.get(), PacketType::kRefusal, bytes);
+    }
+    for (const OwnedFd& caller : callers_) send_small(caller.get(), PacketType::kRefusal, bytes);
+  }
+
+  const MeshRequest& request_;
+  const int num_ranks_;
+  const uint64_t group_;
+  std::vector<Connection> connections_;
+  std::vector<OwnedFd> callers_;  // accepted, of the right process, greeting still to come
+  PacketReader reader_;
+};
+
+}  // namespace
+
+void check_endpoints(int rank, const std::vector<Endpoint>& endpoints, const Endpoint& own) {
+  const auto num_ranks = static_cast<int>(endpoints.size());
+  if (num_ranks < 1 || num_ranks > kMaxRanks) {
+    throw_invalid_argument(std::to_string(num_ranks) + " endpoints; allowed: 1.." + std::to_string(kMaxRanks));
+  }
+  if (rank < 0 || rank >= num_ranks) {
+    throw_invalid_argument("rank is " + std::to_string(rank) + "; allowed: 0.." + std::to_string(num_ranks - 1));
+  }
+  for (int peer = 0; peer < num_ranks; ++peer) {
+    const Endpoint& other = endpoints[static_cast<size_t>(peer)];
+    const std::string what = "endpoints[" + std::to_string(peer) + "]";
+    parse_endpoint(std::as_bytes(std::span<const Endpoint, 1>(&other, 1)), what);
+    if (other.boot_id != own.boot_id) {
+      throw_unsupported(name_of(peer) + " runs on another machine than " + name_of(rank) +
+                        " (their boot ids differ); this engine needs all ranks on one machine");
+    }
+    if (other.uid != own.uid) {
+      throw_unsupported(name_of(peer) + " runs as user " + std::to_string(other.uid) + ", " + name_of(rank) +
+                        " as user " + std::to_string(own.uid) + "; all ranks need the same user");
+    }
+    for (int before = 0; before < peer; ++before) {
+      if (endpoints[static_cast<size_t>(before)].name != other.name) continue;
+      throw_invalid_argument(what + " is the same as endpoints[" + std::to_string(before) + "]");
+    }
+  }
+  if (endpoints[static_cast<size_t>(rank)] != own) {
+    throw_invalid_argument("endpoints[" + std::to_string(rank) + "] is not the endpoint of this rank's listener");
+  }
+}
+
+std::vector<Connection> connect_mesh(const MeshRequest& request) { return Mesh(request).run(); }
+
+}  // namespace weft

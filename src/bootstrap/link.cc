@@ -1,0 +1,154 @@
+#include "bootstrap/link.h"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cstring>
+#include <span>
+#include <utility>
+
+#include "base/status.h"
+
+namespace weft {
+namespace {
+
+std::span<const std::byte> bytes_of(const AbortReason& reason) {
+  return std::as_bytes(std::span<const AbortReason, 1>(&reason, 1));
+}
+
+}  // namespace
+
+void Link::queue(std::shared_ptr<const OutgoingMessage> message) {
+  const std::lock_guard lock(mutex_);
+  if (!broken_) outgoing_.push_back({std::move(message), 0});
+}
+
+void Link::send_abort(const AbortReason& reason) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (broken_ || waiting_abort_) return;
+  waiting_abort_ = reason;
+  flush_abort();
+}
+
+void Link::flush() noexcept {
+  const std::lock_guard lock(mutex_);
+  if (!flush_abort()) return;
+  while (!outgoing_.empty()) {
+    Outgoing& first = outgoing_.front();
+    if (!flush_packet(first)) return;
+    if (first.offset == first.message->bytes.size()) outgoing_.pop_front();
+  }
+}
+
+bool Link::waits_for_room() const noexcept {
+  const std::lock_guard lock(mutex_);
+  return !outgoing_.empty() || waiting_abort_.has_value();
+}
+
+bool Link::unsent() const noexcept {
+  const std::lock_guard lock(mutex_);
+  return !outgoing_.empty();
+}
+
+bool Link::flush_abort() noexcept {
+  if (!waiting_abort_) return !broken_;
+  const SendResult result = send_small(socket_.get(), PacketType::kAbort, bytes_of(*waiting_abort_));
+  if (result == SendResult::kGone) drop_outgoing();
+  if (result == SendResult::kSent) waiting_abort_.reset();
+  return result == SendResult::kSent;
+}
+
+bool Link::flush_packet(Outgoing& outgoing) noexcept {
+  const OutgoingMessage& message = *outgoing.message;
+  const auto payload = std::span(message.bytes).subspan(outgoing.offset);
+  const auto part = payload.first(std::min(payload.size(), kMaxPayloadBytes));
+  const auto fds = outgoing.offset == 0 ? std::span(message.fds) : std::span<const OwnedFd>();
+  PacketHeader header;
+  header.type = PacketType::kMessage;
+  header.tag = message.tag;
+  header.message_bytes = static_cast<uint32_t>(message.bytes.size());
+  header.offset = static_cast<uint32_t>(outgoing.offset);
+  header.payload_bytes = static_cast<uint32_t>(part.size());
+  header.num_fds = static_cast<uint32_t>(fds.size());
+  const SendResult result = send_packet(socket_.get(), header, part, fds);
+  if (result == SendResult::kSent) outgoing.offset += part.size();
+  if (result == SendResult::kGone) drop_outgoing();
+  return result == SendResult::kSent;
+}
+
+void Link::drop_outgoing() noexcept {
+  broken_ = true;
+  outgoing_.clear();
+  waiting_abort_.reset();
+}
+
+void Link::shut(bool with_goodbye) noexcept {
+  flush();
+  const std::lock_guard lock(mutex_);
+  if (with_goodbye && !broken_) send_small(socket_.get(), PacketType::kGoodbye, {});
+  drop_outgoing();
+  ::shutdown(socket_.get(), SHUT_RDWR);
+}
+
+void Link::close() noexcept {
+  const std::lock_guard lock(mutex_);
+  socket_.reset();
+}
+
+bool Link::receive(PacketReader& reader, const Events& events) {
+  for (;;) {
+    std::string problem;
+    switch (reader.receive(socket_.get())) {
+      case ReceiveResult::kNothing: return false;
+      case ReceiveResult::kEnd: return true;
+      case ReceiveResult::kBad: problem = reader.problem; break;
+      case ReceiveResult::kPacket: problem = take(reader, events); break;
+    }
+    if (!problem.empty()) {
+      events.refused("sent " + problem + " and was cut off");
+      shut(false);
+      return true;
+    }
+  }
+}
+
+std::string Link::take(PacketReader& reader, const Events& events) {
+  const std::span<const std::byte> payload = reader.payload;
+  switch (reader.header.type) {
+    case PacketType::kMessage: return take_message(reader, events);
+    case PacketType::kAbort: {
+      AbortReason reason;
+      if (payload.size() != sizeof(reason)) return "an abort reason of " + std::to_string(payload.size()) + " bytes";
+      std::memcpy(&reason, payload.data(), sizeof(reason));
+      if (reason.code == AbortCode::kNone || reason.code > AbortCode::kInternal) return "an unknown abort code";
+      events.abort(reason);
+      return {};
+    }
+    case PacketType::kGoodbye: events.goodbye(); return {};
+    case PacketType::kRefusal: events.goodbye(); return {};  // it gave up while it connected to others
+    case PacketType::kHello: return "a second greeting";
+  }
+  return "a packet of unknown type";
+}
+
+std::string Link::take_message(PacketReader& reader, const Events& events) {
+  const PacketHeader& header = reader.header;
+  const bool fits = in_message_ ? header.tag == incoming_tag_ && header.message_bytes == incoming_bytes_ &&
+                                      header.offset == incoming_.bytes.size()
+                                : header.offset == 0;
+  if (!fits) return "a packet that does not continue its message";
+  if (!in_message_) {
+    in_message_ = true;
+    incoming_tag_ = header.tag;
+    incoming_bytes_ = header.message_bytes;
+    incoming_.bytes.reserve(incoming_bytes_);
+    incoming_.fds = std::move(reader.fds);
+  }
+  incoming_.bytes.insert(incoming_.bytes.end(), reader.payload.begin(), reader.payload.end());
+  if (incoming_.bytes.size() < incoming_bytes_) return {};
+  in_message_ = false;
+  events.message(incoming_tag_, std::exchange(incoming_, {}));
+  return {};
+}
+
+}  // namespace weft

@@ -1,0 +1,81 @@
+// One connection to a peer: what waits to be sent (any thread) and the message that is being received (monitor thread).
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/fd.h"
+#include "bootstrap/control_plane.h"
+#include "bootstrap/socket.h"
+
+namespace weft {
+
+// A message to one or several peers; shared by their queues.
+struct OutgoingMessage {
+  uint64_t tag;
+  std::vector<std::byte> bytes;
+  std::vector<OwnedFd> fds;
+};
+
+class Link {
+ public:
+  explicit Link(OwnedFd socket) : socket_(std::move(socket)) {}
+
+  int fd() const noexcept { return socket_.get(); }
+
+  // --- sending: any thread, never blocks -----------------------------------------------------------------------------
+  void queue(std::shared_ptr<const OutgoingMessage> message);
+  void send_abort(const AbortReason& reason) noexcept;  // overtakes messages; one may wait for room, more are dropped
+  void flush() noexcept;                                // sends what there is room for
+  bool waits_for_room() const noexcept;
+  bool unsent() const noexcept;  // a message is not sent in full, and the peer is not known to be gone
+
+  // Goodbye, best effort, and the end of the connection, also for processes that inherited the socket by fork.
+  void shut(bool with_goodbye) noexcept;
+  void close() noexcept;  // after shut(), when no thread receives any more
+
+  // --- receiving: monitor thread only --------------------------------------------------------------------------------
+  // What a packet may turn into.
+  struct Events {
+    std::function<void(uint64_t tag, Parcel&&)> message;
+    std::function<void(const AbortReason&)> abort;
+    std::function<void()> goodbye;
+    std::function<void(const std::string& why)> refused;
+  };
+
+  // Reads all there is; true when the connection has ended (refused ones included).
+  bool receive(PacketReader& reader, const Events& events);
+
+ private:
+  struct Outgoing {
+    std::shared_ptr<const OutgoingMessage> message;
+    size_t offset;
+  };
+
+  bool flush_abort() noexcept;
+  bool flush_packet(Outgoing& outgoing) noexcept;
+  void drop_outgoing() noexcept;
+  std::string take(PacketReader& reader, const Events& events);  // what is wrong, empty if nothing
+  std::string take_message(PacketReader& reader, const Events& events);
+
+  OwnedFd socket_;  // closed only when broken_
+
+  mutable std::mutex mutex_;  // of the three below
+  std::deque<Outgoing> outgoing_;
+  std::optional<AbortReason> waiting_abort_;
+  bool broken_ = false;  // nothing can be sent any more
+
+  bool in_message_ = false;
+  uint64_t incoming_tag_ = 0;
+  size_t incoming_bytes_ = 0;
+  Parcel incoming_;
+};
+
+}  // namespace weft

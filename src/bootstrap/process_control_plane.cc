@@ -1,0 +1,261 @@
+// Processes as ranks. Threads: one monitor (all sockets and pidfds), one watcher a peer (its life lock), one holder of our own
+// life lock. The monitor always reads, so two ranks that send much to each other never wait for each other.
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+#include "base/thread.h"
+#include "bootstrap/board.h"
+#include "bootstrap/control_plane.h"
+#include "bootstrap/handshake.h"
+#include "bootstrap/life_lock.h"
+#include "bootstrap/link.h"
+
+namespace weft {
+namespace {
+
+constexpr uint64_t kWatchSliceNs = 200'000'000;  // how long a watcher may outlive close()
+
+// Runs detached and touches only what it shares: close() need not wait for it.
+void watch(const std::shared_ptr<PeerLife>& life, const std::shared_ptr<Board>& board, int peer) {
+  while (!board->closed()) {
+    switch (life->wait(kWatchSliceNs)) {
+      case PeerLife::State::kHeld: continue;
+      case PeerLife::State::kReleased: return;  // an orderly end: its goodbye comes behind its last messages
+      case PeerLife::State::kUnknown: return;   // the two other channels remain
+      case PeerLife::State::kOwnerDied:
+        // After a goodbye the owner may also be another watcher that died while it looked.
+        if (!life->said_goodbye()) board->gone(peer, DetectionChannel::kOwnerDeath, "died");
+        return;
+    }
+  }
+}
+
+struct Peer {
+  Peer(int rank_in, Connection&& connection)
+      : rank(rank_in), link(std::move(connection.socket)), pidfd(std::move(connection.pidfd)), life(connection.life) {}
+
+  const int rank;
+  Link link;
+  OwnedFd pidfd;  // monitor only, while it runs
+  const std::shared_ptr<PeerLife> life;
+  bool connected = true;  // monitor only: its socket has not ended
+  bool running = true;    // monitor only: its pidfd has not fired
+};
+
+class ProcessControlPlane final : public ControlPlane {
+ public:
+  ProcessControlPlane(int rank, int num_ranks, std::unique_ptr<LifeLock> own_life, std::vector<Connection>&& connections)
+      : rank_(rank),
+        num_ranks_(num_ranks),
+        board_(std::make_shared<Board>(rank, num_ranks)),
+        own_life_(std::move(own_life)),
+        wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    if (!wake_.valid()) throw_system_error("eventfd", errno);
+    peers_.resize(static_cast<size_t>(num_ranks));
+    for (int peer = 0; peer < num_ranks; ++peer) {
+      if (peer == rank) continue;
+      peers_[static_cast<size_t>(peer)] = std::make_unique<Peer>(peer, std::move(connections[static_cast<size_t>(peer)]));
+    }
+    try {
+      for (const auto& peer : peers_) {
+        if (!peer) continue;
+        start_thread("weft-watch", [life = peer->life, board = board_, rank = peer->rank] { watch(life, board, rank); })
+            .detach();
+      }
+      monitor_ = start_thread("weft-monitor", [this] { run_monitor(); });
+    } catch (...) {
+      close_once();
+      throw;
+    }
+  }
+
+  ~ProcessControlPlane() override {
+    close_once();
+    if (getpid() != owner_pid_) leak();
+  }
+
+  int rank() const noexcept override { return rank_; }
+  int num_ranks() const noexcept override { return num_ranks_; }
+
+  std::vector<Parcel> exchange(const std::vector<int>& members, uint64_t tag, const std::vector<std::byte>& bytes,
+                               const std::vector<int>& fds, uint64_t deadline_ns, const Poll& poll) override;
+
+  void publish_abort(const AbortReason& reason) noexcept override {
+    AbortReason told = reason;
+    told.reporter = rank_;
+    bool waiting = false;
+    for (const auto& peer : peers_) {
+      if (!peer) continue;
+      peer->link.send_abort(told);
+      waiting |= peer->link.waits_for_room();
+    }
+    if (waiting) wake_monitor();
+  }
+
+  void set_abort_handler(AbortHandler handler) override { board_->relay().set_handler(std::move(handler)); }
+  std::vector<int> dead_ranks() const override { return board_->dead_ranks(); }
+  std::vector<Detection> detections() const override { return board_->detections(); }
+  void close() noexcept override { close_once(); }
+
+ private:
+  void run_monitor();
+  std::vector<pollfd> watched_fds();
+  void read_from(Peer& peer, PacketReader& reader);
+  void wake_monitor() noexcept;
+  void close_once() noexcept;
+  void leak() noexcept;
+
+  const int rank_;
+  const int num_ranks_;
+  const int owner_pid_ = getpid();
+  std::shared_ptr<Board> board_;  // shared with the watchers
+  std::unique_ptr<LifeLock> own_life_;
+  std::vector<std::unique_ptr<Peer>> peers_;  // by rank, empty at our own
+  OwnedFd wake_;
+  std::thread monitor_;
+};
+
+std::vector<Parcel> ProcessControlPlane::exchange(const std::vector<int>& members, uint64_t tag,
+                                                  const std::vector<std::byte>& bytes, const std::vector<int>& fds,
+                                                  uint64_t deadline_ns, const Poll& poll) {
+  board_->check(members, tag, bytes.size(), fds.size());
+  auto message = std::make_shared<OutgoingMessage>(OutgoingMessage{tag, bytes, {}});
+  Parcel mine{bytes, {}};
+  for (const int fd : fds) {
+    message->fds.push_back(OwnedFd::duplicate(fd));
+    mine.fds.push_back(OwnedFd::duplicate(fd));
+  }
+  const auto unsent = [&] {
+    std::vector<int> ranks;
+    for (const int member : members) {
+      if (member != rank_ && peers_[static_cast<size_t>(member)]->link.unsent()) ranks.push_back(member);
+    }
+    return ranks;
+  };
+  for (const int member : members) {
+    if (member == rank_) continue;
+    Link& link = peers_[static_cast<size_t>(member)]->link;
+    link.queue(message);
+    link.flush();
+  }
+  if (!unsent().empty()) wake_monitor();
+  auto parcels = board_->collect({members, tag, deadline_ns, poll, unsent});
+  parcels[static_cast<size_t>(rank_)] = std::move(mine);
+  return parcels;
+}
+
+void ProcessControlPlane::run_monitor() {
+  PacketReader reader;
+  while (!board_->closed()) {
+    std::vector<pollfd> fds = watched_fds();
+    if (::poll(fds.data(), fds.size(), -1) < 0) continue;
+    if (fds[0].revents != 0) {
+      uint64_t count = 0;
+      while (read(wake_.get(), &count, sizeof(count)) > 0) {
+      }
+    }
+    for (size_t idx = 0; idx < peers_.size(); ++idx) {
+      if (!peers_[idx]) continue;
+      Peer& peer = *peers_[idx];
+      const pollfd& socket = fds[1 + 2 * idx];
+      const bool ended = fds[2 + 2 * idx].revents != 0;
+      if ((socket.revents & POLLOUT) != 0) {
+        peer.link.flush();
+        if (!peer.link.unsent()) board_->wake();
+      }
+      // Before the end of the process is told: what it still said counts, a goodbye above all.
+      if (peer.connected && ((socket.revents & ~POLLOUT) != 0 || ended)) read_from(peer, reader);
+      if (ended) {
+        peer.running = false;
+        if (!peer.life->said_goodbye()) board_->gone(peer.rank, DetectionChannel::kPidfd, "died");
+      }
+    }
+  }
+}
+
+// Entry 0: wake_; then for each rank its socket and its pidfd (-1, which poll skips, where there is nothing to see).
+std::vector<pollfd> ProcessControlPlane::watched_fds() {
+  std::vector<pollfd> fds{{wake_.get(), POLLIN, 0}};
+  for (const auto& peer : peers_) {
+    const bool connected = peer && peer->connected;
+    const bool full = connected && peer->link.waits_for_room();
+    fds.push_back({connected ? peer->link.fd() : -1, static_cast<short>(full ? POLLIN | POLLOUT : POLLIN), 0});
+    fds.push_back({peer && peer->running ? peer->pidfd.get() : -1, POLLIN, 0});
+  }
+  return fds;
+}
+
+void ProcessControlPlane::read_from(Peer& peer, PacketReader& reader) {
+  const int rank = peer.rank;
+  const Link::Events events{
+      [&](uint64_t tag, Parcel&& parcel) { board_->put(rank, tag, std::move(parcel)); },
+      [&](const AbortReason& reason) {
+        AbortReason heard = reason;
+        heard.reporter = rank;
+        if (heard.rank < 0 || heard.rank >= num_ranks_) heard.rank = -1;
+        board_->published(heard);
+      },
+      [&] { board_->gone(rank, DetectionChannel::kGoodbye, "closed its communicator"); },
+      [&](const std::string& why) { board_->gone(rank, DetectionChannel::kRefused, why); },
+  };
+  if (!peer.link.receive(reader, events)) return;
+  peer.connected = false;
+  peer.link.shut(false);
+  if (peer.life->said_goodbye()) {
+    board_->gone(rank, DetectionChannel::kGoodbye, "closed its communicator");
+  } else {
+    board_->gone(rank, DetectionChannel::kSocketEnd, "died (its connection ended)");
+  }
+}
+
+void ProcessControlPlane::wake_monitor() noexcept {
+  const uint64_t one = 1;
+  // Fails only when the counter is full, and then the monitor wakes anyway.
+  [[maybe_unused]] const ssize_t written = write(wake_.get(), &one, sizeof(one));
+}
+
+void ProcessControlPlane::close_once() noexcept {
+  if (getpid() != owner_pid_ || board_->closed()) return;
+  own_life_->say_goodbye();  // first: whatever the peers see from now on is no death
+  board_->close();
+  wake_monitor();
+  if (monitor_.joinable()) monitor_.join();
+  for (const auto& peer : peers_) {
+    if (!peer) continue;
+    peer->link.shut(true);
+    peer->link.close();
+    peer->pidfd.reset();
+  }
+  own_life_->release();
+}
+
+// In a forked child: the threads are not here, locks may be held for ever, and the peers are none of its business.
+void ProcessControlPlane::leak() noexcept {
+  new std::thread(std::move(monitor_));
+  new std::vector<std::unique_ptr<Peer>>(std::move(peers_));
+  new std::shared_ptr<Board>(std::move(board_));
+  own_life_.release();  // NOLINT(bugprone-unused-return-value): leaked on purpose
+}
+
+}  // namespace
+
+std::unique_ptr<ControlPlane> connect_processes(int rank, const std::vector<Endpoint>& endpoints, Listener&& listener,
+                                                uint64_t deadline_ns, const ControlPlane::Poll& poll) {
+  const Listener own_listener(std::move(listener));  // closed on return, whatever happens
+  check_endpoints(rank, endpoints, own_listener.endpoint());
+  auto life = std::make_unique<LifeLock>();
+  auto connections = connect_mesh({rank, endpoints, own_listener.fd(), life->fd(), deadline_ns, poll});
+  return std::make_unique<ProcessControlPlane>(rank, static_cast<int>(endpoints.size()), std::move(life),
+                                               std::move(connections));
+}
+
+}  // namespace weft
