@@ -1,0 +1,139 @@
+"""Runs the demo: prepares, starts the ranks, runs the baseline, puts the report together."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+import weft
+from weft.demo.baseline import train_baseline
+from weft.demo.config import DemoConfig
+from weft.demo.events import EventPipe
+from weft.demo.live import LiveView
+from weft.demo.plot import require_matplotlib, write_plots
+from weft.demo.report import DemoReport
+from weft.demo.text import load_text
+from weft.demo.train import RankResult, train_rank
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the ranks run, and why, for people."""
+
+    device: Literal["cpu", "cuda"]
+    isolation: Literal["process", "thread"]
+    why: str
+
+
+def run(config: DemoConfig, console: Console | None) -> DemoReport:
+    """See `weft.demo.run_demo`."""
+    start = time.perf_counter()
+    if config.plot is not None:
+        require_matplotlib()
+        _prepare_folder(config.plot)
+    if config.record is not None:
+        _require_folder(config.record)
+    text = load_text(config.text, min_bytes=config.context + 2)
+    placement = place(config, torch.cuda.device_count() if config.device != "cpu" else 0)
+    view = LiveView(console, config)
+    view.begin(text.source, placement.why)
+    with view.progress("Weft", config.steps), EventPipe(view.listen) as events:
+        outcomes = weft.spawn(
+            train_rank,
+            num_ranks=config.num_ranks,
+            args=(config, text, events),
+            device=placement.device,
+            isolation=placement.isolation,
+            on_failure="return",
+        )
+    results = survivors(config, outcomes)
+    baseline = None
+    if config.baseline:
+        lost = {rank: loss.step for loss in results[0].lost for rank in loss.ranks}
+        with view.progress("baseline", config.steps), all_cores():
+            baseline = train_baseline(config, text, lost=lost, device=placement.device, on_step=view.baseline_step)
+    report = DemoReport(
+        config=config,
+        text_source=text.source,
+        text_bytes=len(text.data),
+        why_here=placement.why,
+        ranks=results,
+        baseline=baseline,
+        killed_ns=view.killed_ns,
+        total_s=time.perf_counter() - start,
+        plots=(),
+    )
+    return report if config.plot is None else report.with_plots(write_plots(report, config.plot))
+
+
+def place(config: DemoConfig, num_gpus: int) -> Placement:
+    """GPUs if there are any: one rank each, or all ranks as threads on a single one. Raises `weft.Unsupported`."""
+    ranks = f"{config.num_ranks} ranks as processes"
+    if num_gpus == 0:
+        if config.device == "cuda":
+            raise weft.Unsupported("device='cuda'", have="no GPU that torch can use", need="at least one")
+        asked = "as asked" if config.device == "cpu" else "torch finds no GPU here"
+        return Placement("cpu", "process", f"{ranks} on the CPU ({asked})")
+    if num_gpus == 1:
+        if config.kill_rank is None:
+            return Placement("cuda", "thread", f"{config.num_ranks} ranks as threads on the one GPU of this machine")
+        if config.device == "cuda":
+            raise weft.Unsupported(
+                f"kill_rank={config.kill_rank} with device='cuda'",
+                have="one GPU, which the ranks share as threads of one process",
+                need="two GPUs, or device='cpu'",
+            )
+        return Placement(
+            "cpu", "process", f"{ranks} on the CPU (on one GPU they would be threads, which can't be killed)"
+        )
+    return Placement("cuda", "process", f"{ranks} on {min(num_gpus, config.num_ranks)} GPUs")
+
+
+def survivors(config: DemoConfig, outcomes: list[RankResult | BaseException]) -> tuple[RankResult, ...]:
+    """The results of the ranks that lived; raises what ended one that was not meant to die."""
+    results = []
+    for rank, outcome in enumerate(outcomes):
+        if isinstance(outcome, RankResult):
+            results.append(outcome)
+        elif rank != config.kill_rank:
+            raise outcome
+    return tuple(results)
+
+
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """The baseline may use every core for its one rank; afterwards torch is as it was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before, len(os.sched_getaffinity(0))))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _require_folder(file: Path) -> None:
+    folder = file.absolute().parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise weft.InvalidArgument(f"record={str(file)!r}: the folder {str(folder)!r} must exist and be writable")
+
+
+def _prepare_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise weft.InvalidArgument(
+            f"plot={str(folder)!r}: must be a folder that can be written ({error.strerror})"
+        ) from error
