@@ -1,0 +1,159 @@
+"""A pool of rank processes, forked once from the test process (which has imported torch), for tests of many small
+cases.
+
+``Pool.run(num_ranks, function, args)`` calls ``function(state, args[rank])`` on the first ``num_ranks`` processes and
+returns their results. Functions travel by name, so they live in modules imported before the pool starts. A communicator
+of each size is made when first asked for, and kept. A rank that raises, dies or is silent ends the pool; the next
+``run`` starts a fresh one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+from weft import Communicator
+
+MAX_RANKS = 8
+ANSWER_TIMEOUT_S = 120.0
+
+
+class RankFailed(AssertionError):
+    """A rank of the pool raised, died or did not answer; the text says which and how."""
+
+
+@dataclass
+class RankState:
+    """What a rank process keeps between cases; ``comm`` is the communicator of the current case."""
+
+    rank: int
+    communicators: dict[int, Communicator] = field(default_factory=dict)
+    num_ranks: int = 0
+
+    @property
+    def comm(self) -> Communicator:
+        return self.communicators[self.num_ranks]
+
+
+class Pool:
+    """The parent's side. Use as a context manager, or call ``stop``."""
+
+    def __init__(self) -> None:
+        self._processes: list[BaseProcess] = []
+        self._connections: list[Connection] = []
+        self._sizes: set[int] = set()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def run(self, num_ranks: int, function: Callable[[RankState, Any], Any], args: Sequence[Any]) -> list[Any]:
+        """Call ``function`` on the first ``num_ranks`` ranks; ``RankFailed`` holds every failed rank's traceback."""
+        if not self._processes:
+            self._start()
+        try:
+            if num_ranks not in self._sizes:
+                self._connect(num_ranks)
+            for rank in range(num_ranks):
+                _send(self._connections[rank], ("run", num_ranks, function, args[rank]))
+            return self._answers(num_ranks)
+        except BaseException:
+            self.stop()  # ranks may be anywhere inside a collective call
+            raise
+
+    def stop(self) -> None:
+        """End the processes; they hold nothing that outlives them."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._connections, self._sizes = [], [], set()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("fork")
+        for rank in range(MAX_RANKS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_rank_main, args=(rank, theirs, [*self._connections, ours]), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def _connect(self, num_ranks: int) -> None:
+        for connection in self._connections[:num_ranks]:
+            _send(connection, ("connect", num_ranks, None, None))
+        endpoints = self._answers(num_ranks)
+        for connection in self._connections[:num_ranks]:
+            _send(connection, endpoints)
+        self._answers(num_ranks)
+        self._sizes.add(num_ranks)
+
+    def _answers(self, num_ranks: int) -> list[Any]:
+        results: list[Any] = []
+        failures: list[str] = []
+        for rank, connection in enumerate(self._connections[:num_ranks]):
+            try:
+                # Once a rank has failed the others only get time to say what they saw.
+                if not connection.poll(10.0 if failures else ANSWER_TIMEOUT_S):
+                    failures.append(f"rank {rank}: no answer")
+                    continue
+                kind, value = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                self._processes[rank].join(5)
+                failures.append(f"rank {rank}: died, exit code {self._processes[rank].exitcode}")
+                continue
+            if kind == "failed":
+                failures.append(f"rank {rank}: {value}")
+            results.append(value)
+        if failures:
+            raise RankFailed("\n".join(failures))
+        return results
+
+
+def _send(connection: Connection, message: object) -> None:
+    connection.send_bytes(pickle.dumps(message))  # plain pickle: torch's own would pass file descriptors
+
+
+def _rank_main(rank: int, connection: Connection, of_parent: Sequence[Connection]) -> None:
+    for inherited in of_parent:  # else no rank would see the parent's end
+        inherited.close()
+    torch.set_num_threads(1)
+    state = RankState(rank)
+    while True:
+        try:
+            kind, num_ranks, function, argument = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)  # the parent is gone or done; nothing of ours needs a clean end (PROTOCOL.md R18)
+        try:
+            if kind == "connect":
+                state.communicators[num_ranks] = _connect(rank, num_ranks, connection)
+                answer: tuple[str, object] = ("done", None)
+            else:
+                state.num_ranks = num_ranks
+                answer = ("done", function(state, argument))
+        except BaseException:
+            answer = ("failed", traceback.format_exc())
+        with contextlib.suppress(BrokenPipeError):
+            _send(connection, answer)
+
+
+def _connect(rank: int, num_ranks: int, connection: Connection) -> Communicator:
+    def share(endpoint: bytes) -> list[bytes]:
+        _send(connection, ("done", endpoint))
+        endpoints: list[bytes] = pickle.loads(connection.recv_bytes())
+        return endpoints
+
+    return Communicator._connect(rank, num_ranks, share, None, "pool of test ranks", timeout_s=60.0)

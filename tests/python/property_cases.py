@@ -1,0 +1,437 @@
+"""Random cases for test_property: what hypothesis draws, the tensors made from it, what a rank does, and the
+comparison.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import weft
+from pool import RankState
+from weft import Quantized, reference
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ROWS = ("plain", "fp8", "fp8_ue8m0", "quantized_fp8", "quantized_ue8m0", "bytes", "bytes_with_side")
+IDS = ("mixed", "distinct", "duplicates", "one_expert", "one_rank", "absent")
+BYTE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One dispatch, perhaps its repetition with other rows, and one or two combines."""
+
+    seed: int
+    tokens: tuple[int, ...]
+    ids: str
+    ids_are_int64: bool
+    has_weights: bool
+    layout: str
+    alignment: int
+    capacity: str | None  # None (exact sizes), "met", "exceeded" by one, "ample", "zero"
+    rows: str
+    repeat: str | None  # None, "plain", "float32", "fp8"
+    weighted: bool
+    side: str | None  # None, "pick", "row" (rank_major only)
+    biases: tuple[str, ...]  # per rank: "none", "row", "full"
+    bias_is_float32: bool
+    output_dtype: str
+    heap_output: bool  # combine once more from a heap tensor
+    check_late: bool  # let combine find the ids that are out of range
+
+
+@dataclass(frozen=True)
+class Case:
+    """One ExpertParallel and the calls on it; all results are looked at again after the last call."""
+
+    num_ranks: int
+    num_local: int
+    top_k: int
+    hidden: int
+    dtype: str
+    heap: str  # "plenty", "none", "full_on_one"
+    calls: tuple[Call, ...]
+
+    @property
+    def num_experts(self) -> int:
+        return self.num_ranks * self.num_local
+
+
+@dataclass
+class RankCall:
+    """The tensors and arguments one rank gives to a call."""
+
+    x: Tensor | Quantized
+    topk_idx: Tensor
+    topk_weights: Tensor | None
+    dispatch: dict[str, Any]
+    repeat_x: Tensor | None
+    repeat: dict[str, Any]
+    output: Tensor
+    side: Tensor | None
+    bias: Tensor | None
+    weighted: bool
+    heap_output: bool
+    check_late: bool
+    has_bad_ids: bool
+
+
+@dataclass
+class RankPlan:
+    """All that one rank needs for a case."""
+
+    expert_parallel: dict[str, Any]
+    hog_heap: bool
+    calls: list[RankCall]
+
+
+@dataclass
+class Expected:
+    """What the reference says of one call."""
+
+    dispatched: list[reference.Dispatched]
+    repeated: list[Tensor | Quantized] | None
+    combined: list[tuple[Tensor, Tensor | None]]
+
+
+@dataclass
+class Seen:
+    """What one rank saw in one call."""
+
+    result: dict[str, Any]
+    errors: list[str]
+    repeated: Any = None
+    combined: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+
+
+# ---- inputs and expectation, in the test process ----
+
+
+def build(case: Case) -> tuple[list[RankPlan], list[Expected]]:
+    """The plans of all ranks and the reference's results."""
+    plans = [
+        RankPlan(
+            expert_parallel={
+                "num_experts": case.num_experts,
+                "top_k": case.top_k,
+                "hidden": case.hidden,
+                "max_tokens_per_rank": max(max(call.tokens) for call in case.calls),
+                "dtype": DTYPES[case.dtype],
+                "deadline_s": 60.0,
+                "heap_bytes": 0 if case.heap == "none" else None,
+            },
+            hog_heap=case.heap == "full_on_one" and rank == case.calls[0].seed % case.num_ranks,
+            calls=[],
+        )
+        for rank in range(case.num_ranks)
+    ]
+    expected = []
+    for call in case.calls:
+        rank_calls, expectation = _build_call(case, call)
+        expected.append(expectation)
+        for plan, rank_call in zip(plans, rank_calls, strict=True):
+            plan.calls.append(rank_call)
+    return plans, expected
+
+
+def _build_call(case: Case, call: Call) -> tuple[list[RankCall], Expected]:
+    generator = torch.Generator().manual_seed(call.seed)
+    ids = [_ids(case, call, num_tokens, generator) for num_tokens in call.tokens]
+    weights = [torch.randn(i.shape, generator=generator) for i in ids] if call.has_weights else None
+    xs = [_input_rows(case, call, num_tokens, generator) for num_tokens in call.tokens]
+    options: dict[str, Any] = {"layout": call.layout}
+    if call.layout == "expert_major":
+        options["alignment"] = call.alignment
+    if call.capacity is not None or call.layout == "masked":
+        options["capacity"] = _capacity(case, call, ids, options)
+    if call.rows in ("fp8", "fp8_ue8m0"):
+        options["quantize"] = call.rows
+    dispatched = reference.dispatch(xs, ids, weights, num_experts=case.num_experts, **options)
+    routing = dispatched[0].routing
+
+    repeat_xs = None
+    repeat_options = {"quantize": "fp8"} if call.repeat == "fp8" else {}
+    if call.repeat is not None:
+        dtype = torch.float32 if call.repeat == "float32" else DTYPES[case.dtype]
+        repeat_xs = [_floats((n, case.hidden), dtype, generator) for n in call.tokens]
+
+    outputs = [_outputs(case, call, routing, rank, generator) for rank in range(case.num_ranks)]
+    sides = None
+    if call.side is not None:
+        sides = [
+            torch.randn(w.shape[:1] if call.side == "row" else w.shape, generator=generator) for w in routing.weights
+        ]
+    biases = [_bias(case, call, rank, generator) for rank in range(case.num_ranks)]
+    if sides is None:
+        ys = reference.combine(outputs, routing, weighted=call.weighted, biases=biases)
+        combined: list[tuple[Tensor, Tensor | None]] = [(y, None) for y in ys]
+    else:
+        combined = [
+            (y, side)
+            for y, side in reference.combine(outputs, routing, weighted=call.weighted, sides=sides, biases=biases)
+        ]
+    rank_calls = [
+        RankCall(
+            x=xs[rank],
+            topk_idx=ids[rank],
+            topk_weights=None if weights is None else weights[rank],
+            dispatch=options,
+            repeat_x=None if repeat_xs is None else repeat_xs[rank],
+            repeat=repeat_options,
+            output=outputs[rank],
+            side=None if sides is None else sides[rank],
+            bias=biases[rank],
+            weighted=call.weighted,
+            heap_output=call.heap_output and call.output_dtype == case.dtype,
+            check_late=call.check_late,
+            has_bad_ids=bool(((ids[rank] < -1) | (ids[rank] >= case.num_experts)).any()),
+        )
+        for rank in range(case.num_ranks)
+    ]
+    repeated = None if repeat_xs is None else reference.repeat_dispatch(repeat_xs, routing, **repeat_options)
+    return rank_calls, Expected(dispatched, repeated, combined)
+
+
+def _ids(case: Case, call: Call, num_tokens: int, generator: torch.Generator) -> Tensor:
+    shape = (num_tokens, case.top_k)
+    if call.ids == "absent":
+        ids = torch.full(shape, -1)
+    elif call.ids == "one_expert":
+        ids = torch.full(shape, call.seed % case.num_experts)
+    elif call.ids == "one_rank":
+        first = call.seed % case.num_ranks * case.num_local
+        ids = torch.randint(first, first + case.num_local, shape, generator=generator)
+    elif call.ids == "distinct":
+        order = torch.rand((num_tokens, max(case.num_experts, case.top_k)), generator=generator).argsort(1)
+        ids = order[:, : case.top_k]
+        ids = torch.where(ids < case.num_experts, ids, -1)
+    elif call.ids == "duplicates":
+        ids = torch.randint(0, case.num_experts, shape, generator=generator)
+    else:  # some -1, some out of range, among them the largest numbers there are
+        ids = torch.randint(-3, case.num_experts + 2, shape, generator=generator)
+        largest = torch.iinfo(torch.int64 if call.ids_are_int64 else torch.int32)
+        ids[torch.rand(shape, generator=generator) < 0.02] = largest.max
+        ids[torch.rand(shape, generator=generator) < 0.02] = largest.min
+    return ids.to(torch.int64 if call.ids_are_int64 else torch.int32).contiguous()
+
+
+def _floats(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Numbers of many magnitudes; in some tensors NaN, infinities, -0 and subnormals."""
+    x = torch.randn(shape, generator=generator) * 2.0 ** torch.randint(-4, 5, shape[:-1] + (1,), generator=generator)
+    if int(torch.randint(0, 2, (), generator=generator)):
+        special = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 1e-40, -6e-8, 3e38, -65504.0])
+        chosen = torch.rand(shape, generator=generator) < 0.01
+        x = torch.where(chosen, special[torch.randint(0, len(special), shape, generator=generator)], x)
+    return x.to(dtype)
+
+
+def _input_rows(case: Case, call: Call, num_tokens: int, generator: torch.Generator) -> Tensor | Quantized:
+    if call.rows in ("bytes", "bytes_with_side"):
+        shape = (num_tokens, (case.hidden + 15) // 16 * 16)
+        data = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        data = data.view(BYTE_DTYPES[call.seed % len(BYTE_DTYPES)])
+        if call.rows == "bytes":
+            return Quantized(data)
+        return Quantized(data, torch.randint(-(2**15), 2**15, (num_tokens, 3), generator=generator, dtype=torch.int16))
+    x = _floats((num_tokens, case.hidden), DTYPES[case.dtype], generator)
+    if call.rows.startswith("quantized"):
+        return Quantized(*reference.quantize_fp8(x, ue8m0=call.rows == "quantized_ue8m0"))
+    return x
+
+
+def _capacity(case: Case, call: Call, ids: list[Tensor], options: dict[str, Any]) -> int:
+    """Capacity relative to what the fullest rank (masked: expert) needs."""
+    if call.layout == "masked":
+        picks = torch.cat([i.flatten() for i in ids])
+        picks = picks[(picks >= 0) & (picks < case.num_experts)].long()
+        needed = int(torch.bincount(picks, minlength=1).max())
+    else:
+        probe = [torch.zeros((len(i), 1)) for i in ids]
+        exact = reference.dispatch(probe, ids, num_experts=case.num_experts, **options)
+        needed = max(int(d.num_rows) for d in exact)
+    return {"exceeded": max(0, needed - 1), "ample": needed + 5, "zero": 0}.get(call.capacity or "met", needed)
+
+
+def _outputs(case: Case, call: Call, routing: reference.Routing, rank: int, generator: torch.Generator) -> Tensor:
+    """Expert outputs; NaN in every row that holds no pick, since none of them may be read."""
+    shape = routing.row_shape[rank]
+    rows = _floats((*shape, case.hidden), DTYPES[call.output_dtype], generator)
+    unused = torch.ones(shape, dtype=torch.bool)
+    unused.view(-1)[routing.rows[rank][routing.rows[rank] >= 0]] = False
+    rows[unused] = torch.nan
+    return rows
+
+
+def _bias(case: Case, call: Call, rank: int, generator: torch.Generator) -> Tensor | None:
+    kind = call.biases[rank]
+    if kind == "none":
+        return None
+    shape = (case.hidden,) if kind == "row" else (call.tokens[rank], case.hidden)
+    dtype = torch.float32 if call.bias_is_float32 else DTYPES[call.output_dtype]
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+# ---- on a rank ----
+
+
+def run_plan(state: RankState, plan: RankPlan) -> list[Seen]:
+    """All calls of the case; results stay alive until the last one and are sent back then."""
+    ep = weft.ExpertParallel(state.comm, **plan.expert_parallel)
+    hogs = fill_heap(ep) if plan.hog_heap else []
+    try:
+        return [_run_call(ep, call) for call in plan.calls]
+    finally:
+        del hogs
+        ep.close()
+
+
+def fill_heap(ep: weft.ExpertParallel) -> list[Any]:
+    """Take all of this rank's heap, down to the smallest block."""
+    hogs = []
+    window = ep._windows[0].native
+    for num_rows in (1 << 16, 1 << 8, 1):
+        while (block := window.empty(num_rows, 256, 0)) is not None:
+            hogs.append(block)
+    return hogs
+
+
+def _run_call(ep: weft.ExpertParallel, call: RankCall) -> Seen:
+    r = ep.dispatch(call.x, call.topk_idx, call.topk_weights, **call.dispatch)
+    _spoil(call.x, call.topk_idx, call.topk_weights)
+    result = {
+        name: getattr(r, name)
+        for name in ("x", "topk_idx", "topk_weights", "num_tokens_per_expert", "offsets", "num_rows")
+    }
+    result["overflow"] = r.overflow.clone()
+    seen = Seen(result, errors=[])
+    late = call.check_late and call.has_bad_ids
+    if not late:
+        seen.errors += _errors(ep)
+    if call.repeat_x is not None and not late:
+        repeated = ep.dispatch(call.repeat_x, handle=r.handle, **call.repeat)
+        _spoil(call.repeat_x)
+        seen.repeated = repeated.x
+    output = call.output.clone()
+    options: dict[str, Any] = {"weighted": call.weighted, "side": call.side, "bias": call.bias}
+    if late:
+        try:
+            ep.combine(output, r.handle, **options)
+        except weft.Error as error:
+            seen.errors.append(type(error).__name__)
+    seen.combined.append(_pair(ep.combine(output, r.handle, **options)))
+    output.fill_(77)  # no peer may still read it
+    if late:
+        seen.errors += _errors(ep)
+        if call.repeat_x is not None:
+            seen.repeated = ep.dispatch(call.repeat_x, handle=r.handle, **call.repeat).x
+    if call.heap_output:
+        heap_output = ep.empty_output(r)
+        heap_output.copy_(call.output)
+        seen.combined.append(_pair(ep.combine(heap_output, r.handle, **options)))
+        heap_output.fill_(77)
+    return seen
+
+
+def _pair(result: Any) -> tuple[Tensor, Tensor | None]:
+    return result if isinstance(result, tuple) else (result, None)
+
+
+def _spoil(*tensors: Tensor | Quantized | None) -> None:
+    """Overwrite inputs of a complete call: it must not matter."""
+    for tensor in tensors:
+        if isinstance(tensor, Quantized):
+            _spoil(tensor.data, tensor.scales)
+        elif tensor is not None:
+            tensor.view(torch.uint8).fill_(85)
+
+
+def _errors(ep: weft.ExpertParallel) -> list[str]:
+    """What ``check`` raises until it is content."""
+    errors = []
+    for _ in range(3):
+        try:
+            ep.check()
+        except weft.CapacityExceeded as error:
+            errors.append(f"CapacityExceeded {error.num_dropped}")
+        except weft.Error as error:
+            errors.append(type(error).__name__)
+        else:
+            return errors
+    return [*errors, "check() never ends"]
+
+
+# ---- comparison, in the test process ----
+
+
+def compare(case: Case, plans: list[RankPlan], expected: list[Expected], seen: list[list[Seen]]) -> list[str]:
+    """Every word of every result against the reference; returns what differs."""
+    problems: list[str] = []
+    for rank in range(case.num_ranks):
+        dropped = 0
+        for number, call in enumerate(case.calls):
+            at = f"rank {rank}, call {number}"
+            d, got = expected[number].dispatched[rank], seen[rank][number]
+            dropped += int(d.overflow)
+            problems += _compare_dispatched(at, call, d, got.result, dropped)
+            repeated = expected[number].repeated
+            if repeated is not None:
+                problems += _compare_rows(f"{at}: repeated", call, d, repeated[rank], got.repeated)
+            errors = ["InvalidArgument"] if plans[rank].calls[number].has_bad_ids else []
+            errors += [f"CapacityExceeded {int(d.overflow)}"] if int(d.overflow) else []
+            if got.errors != errors:
+                problems.append(f"{at}: check() gave {got.errors}, expected {errors}")
+            y, side = expected[number].combined[rank]
+            for which, (got_y, got_side) in zip(("ordinary", "heap"), got.combined, strict=False):
+                problems += _compare_tensor(f"{at}: y from {which} tensor", y, got_y)
+                if side is not None or got_side is not None:
+                    problems += _compare_tensor(f"{at}: side from {which} tensor", side, got_side)
+    return problems
+
+
+def _compare_dispatched(at: str, call: Call, d: reference.Dispatched, got: dict[str, Any], dropped: int) -> list[str]:
+    problems = _compare_tensor(f"{at}: overflow", torch.tensor(dropped), got["overflow"])
+    for name in ("num_tokens_per_expert", "offsets", "num_rows"):
+        problems += _compare_tensor(f"{at}: {name}", getattr(d, name), got[name])
+    problems += _compare_rows(f"{at}: x", call, d, d.x, got["x"])
+    for name in ("topk_idx", "topk_weights"):
+        problems += _compare_rows(f"{at}: {name}", call, d, getattr(d, name), got[name])
+    return problems
+
+
+def _compare_rows(at: str, call: Call, d: reference.Dispatched, expected: Any, got: Any) -> list[str]:
+    """Compare where rows are defined: below num_rows; masked: the first of each expert."""
+    if isinstance(expected, Quantized):
+        if not isinstance(got, Quantized):
+            return [f"{at}: {type(got).__name__} in place of Quantized"]
+        return _compare_rows(f"{at}.data", call, d, expected.data, got.data) + _compare_rows(
+            f"{at}.scales", call, d, expected.scales, got.scales
+        )
+    if expected is None or got is None or expected.shape != got.shape or expected.dtype != got.dtype:
+        return _compare_tensor(at, expected, got)
+    if call.layout == "masked":
+        defined = torch.arange(expected.shape[1]) < d.num_tokens_per_expert[:, None]
+        return _compare_tensor(at, expected[defined], got[defined])
+    return _compare_tensor(at, expected[: int(d.num_rows)], got[: int(d.num_rows)])
+
+
+def _compare_tensor(at: str, expected: Tensor | None, got: Tensor | None) -> list[str]:
+    if expected is None or got is None:
+        return [] if expected is got else [f"{at}: expected {expected}, got {got}"]
+    if expected.shape != got.shape or expected.dtype != got.dtype:
+        return [f"{at}: expected {list(expected.shape)} {expected.dtype}, got {list(got.shape)} {got.dtype}"]
+    differs = _bits(expected) != _bits(got)
+    if expected.dtype.is_floating_point:
+        differs &= ~(expected.float().isnan() & got.float().isnan())
+    if not bool(differs.any()):
+        return []
+    first = tuple(int(i) for i in differs.nonzero()[0])
+    pair = f"expected {expected[first].float().item()!r}, got {got[first].float().item()!r}"
+    return [f"{at}: {int(differs.sum())} of {differs.numel()} differ, the first at {list(first)}: {pair}"]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().clone(memory_format=torch.contiguous_format).view(integer)

@@ -1,0 +1,175 @@
+"""Guards against any wrong word: random cases on a pool of rank processes, compared bit for bit with weft.reference."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import property_cases
+from property_cases import Call, Case, build, compare, run_plan
+
+from pool import MAX_RANKS, Pool
+
+NUM_EXAMPLES = int(os.environ.get("WEFT_TEST_EXAMPLES", "100"))
+MAX_ELEMENTS = 400_000  # of expert outputs of a call over all ranks: larger cases get a smaller hidden
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool() as ranks:
+        yield ranks
+
+
+def checked(pool: Pool, case: Case) -> None:
+    """Run a case on its ranks; fail with every word that differs."""
+    plans, expected = build(case)
+    seen = pool.run(case.num_ranks, run_plan, plans)
+    problems = compare(case, plans, expected, seen)
+    assert not problems, "\n".join(problems)
+
+
+@st.composite
+def calls(draw: st.DrawFn, num_ranks: int, case_dtype: str, opaque: bool = True) -> Call:
+    layout = draw(st.sampled_from(["rank_major", "expert_major", "masked"]))
+    sizes = st.one_of(st.just(0), st.integers(0, 16), st.integers(0, 300))
+    capacities = [None, "met", "exceeded", "ample", "zero"]
+    return Call(
+        seed=draw(st.integers(0, 2**31)),
+        tokens=tuple(draw(st.lists(sizes, min_size=num_ranks, max_size=num_ranks))),
+        ids=draw(st.sampled_from(property_cases.IDS)),
+        ids_are_int64=draw(st.booleans()),
+        has_weights=draw(st.booleans()),
+        layout=layout,
+        alignment=draw(st.sampled_from([1, 1, 2, 5, 16, 128])),
+        capacity=draw(st.sampled_from(capacities)),
+        rows=draw(st.sampled_from(property_cases.ROWS if opaque else ["plain"])),
+        repeat=draw(st.sampled_from([None, "plain", "float32", "fp8"] if opaque else [None, "plain", "float32"])),
+        weighted=draw(st.booleans()),
+        side=draw(st.sampled_from([None, "pick", "row"] if layout == "rank_major" else [None, "pick"])),
+        biases=tuple(draw(st.sampled_from(["none", "row", "full"])) for _ in range(num_ranks)),
+        bias_is_float32=draw(st.booleans()),
+        output_dtype=draw(st.sampled_from([case_dtype, case_dtype, "float32"])),
+        heap_output=draw(st.booleans()),
+        check_late=draw(st.booleans()),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_ranks = draw(st.integers(1, MAX_RANKS))
+    dtype = draw(st.sampled_from(list(property_cases.DTYPES)))
+    with_fp8 = draw(st.booleans())
+    top_k = draw(st.one_of(st.integers(1, 8), st.integers(1, 40)))
+    some_calls = tuple(draw(st.lists(calls(num_ranks, dtype, with_fp8), min_size=1, max_size=3)))
+    num_picks = max(sum(call.tokens) for call in some_calls) * top_k
+    multiple = 16 if with_fp8 else 8
+    widest = max(0, MAX_ELEMENTS // max(1, num_picks) // multiple // 2)
+    return Case(
+        num_ranks=num_ranks,
+        num_local=draw(st.integers(1, 8)),
+        top_k=top_k,
+        hidden=multiple * (2 * draw(st.integers(0, min(widest, 20))) + 1),
+        dtype=dtype,
+        heap=draw(st.sampled_from(["plenty", "plenty", "none", "full_on_one"])),
+        calls=some_calls,
+    )
+
+
+COMMON = settings(
+    deadline=None,
+    derandomize="CI" in os.environ or "WEFT_TEST_EXAMPLES" not in os.environ,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+    print_blob=True,
+)
+
+
+@settings(COMMON, max_examples=NUM_EXAMPLES)
+@given(case=cases())
+def test_every_word_is_the_references(pool: Pool, case: Case) -> None:
+    checked(pool, case)
+
+
+CALL = Call(
+    seed=1,
+    tokens=(5, 0, 17, 9),
+    ids="mixed",
+    ids_are_int64=True,
+    has_weights=True,
+    layout="rank_major",
+    alignment=1,
+    capacity=None,
+    rows="plain",
+    repeat="plain",
+    weighted=True,
+    side="pick",
+    biases=("row", "none", "full", "none"),
+    bias_is_float32=True,
+    output_dtype="bfloat16",
+    heap_output=True,
+    check_late=False,
+)
+CASE = Case(num_ranks=4, num_local=3, top_k=4, hidden=48, dtype="bfloat16", heap="plenty", calls=(CALL,))
+
+
+def with_call(**changed: object) -> Case:
+    call = replace(CALL, **changed)  # type: ignore[arg-type]
+    return replace(CASE, calls=(replace(call, capacity=call.capacity or "met") if call.layout == "masked" else call,))
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+@pytest.mark.parametrize("rows", property_cases.ROWS)
+def test_layouts_and_rows(pool: Pool, layout: str, rows: str) -> None:
+    checked(pool, with_call(layout=layout, rows=rows))
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+@pytest.mark.parametrize("capacity", ["met", "exceeded", "ample", "zero"])
+def test_capacity_to_the_row(pool: Pool, layout: str, capacity: str) -> None:
+    checked(pool, with_call(layout=layout, capacity=capacity, alignment=4, side=None))
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+@pytest.mark.parametrize("ids", property_cases.IDS)
+def test_ids(pool: Pool, layout: str, ids: str) -> None:
+    checked(pool, with_call(layout=layout, ids=ids, ids_are_int64=False))
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+@pytest.mark.parametrize("heap", ["none", "full_on_one"])
+def test_heap_without_room(pool: Pool, layout: str, heap: str) -> None:
+    checked(pool, replace(with_call(layout=layout, tokens=(300, 2, 0, 100)), heap=heap))
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+def test_ranks_without_tokens(pool: Pool, layout: str) -> None:
+    checked(pool, with_call(layout=layout, tokens=(0, 0, 0, 0)))
+    checked(pool, with_call(layout=layout, tokens=(0, 0, 1, 0), ids="one_expert"))
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+def test_ids_out_of_range_are_told_once_by_the_next_call(pool: Pool, layout: str) -> None:
+    checked(pool, with_call(layout=layout, check_late=True))
+
+
+def test_one_rank_alone(pool: Pool) -> None:
+    for layout in ("rank_major", "expert_major", "masked"):
+        case = with_call(layout=layout, tokens=(300,), biases=("full",))
+        checked(pool, replace(case, num_ranks=1))
+
+
+def test_old_results_survive_later_calls(pool: Pool) -> None:
+    layouts = ("rank_major", "expert_major", "masked")
+    several = tuple(
+        replace(CALL, seed=n, layout=layouts[n % 3], capacity="met" if n % 3 == 2 else None, tokens=(n, 40, 0, 7))
+        for n in range(12)
+    )
+    checked(pool, replace(CASE, calls=several))
