@@ -71,6 +71,7 @@ class RankCall:
     repeat_x: Tensor | None
     repeat: dict[str, Any]
     output: Tensor
+    used_rows: Tensor  # bool like the rows of output: where a pick is
     side: Tensor | None
     bias: Tensor | None
     weighted: bool
@@ -182,6 +183,7 @@ def _build_call(case: Case, call: Call) -> tuple[list[RankCall], Expected]:
             repeat_x=None if repeat_xs is None else repeat_xs[rank],
             repeat=repeat_options,
             output=outputs[rank],
+            used_rows=_used_rows(routing, rank),
             side=None if sides is None else sides[rank],
             bias=biases[rank],
             weighted=call.weighted,
@@ -257,12 +259,15 @@ def _capacity(case: Case, call: Call, ids: list[Tensor], options: dict[str, Any]
 
 def _outputs(case: Case, call: Call, routing: reference.Routing, rank: int, generator: torch.Generator) -> Tensor:
     """Expert outputs; NaN in every row that holds no pick, since none of them may be read."""
-    shape = routing.row_shape[rank]
-    rows = _floats((*shape, case.hidden), DTYPES[call.output_dtype], generator)
-    unused = torch.ones(shape, dtype=torch.bool)
-    unused.view(-1)[routing.rows[rank][routing.rows[rank] >= 0]] = False
-    rows[unused] = torch.nan
+    rows = _floats((*routing.row_shape[rank], case.hidden), DTYPES[call.output_dtype], generator)
+    rows[~_used_rows(routing, rank)] = torch.nan
     return rows
+
+
+def _used_rows(routing: reference.Routing, rank: int) -> Tensor:
+    used = torch.zeros(routing.row_shape[rank], dtype=torch.bool)
+    used.view(-1)[routing.rows[rank][routing.rows[rank] >= 0]] = True
+    return used
 
 
 def _bias(case: Case, call: Call, rank: int, generator: torch.Generator) -> Tensor | None:
@@ -321,7 +326,7 @@ def _run_call(ep: weft.ExpertParallel, call: RankCall) -> Seen:
             ep.combine(output, r.handle, **options)
         except weft.Error as error:
             seen.errors.append(type(error).__name__)
-    seen.combined.append(_pair(ep.combine(output, r.handle, **options)))
+    seen.combined.append(pair(ep.combine(output, r.handle, **options)))
     output.fill_(77)  # no peer may still read it
     if late:
         seen.errors += _errors(ep)
@@ -330,12 +335,12 @@ def _run_call(ep: weft.ExpertParallel, call: RankCall) -> Seen:
     if call.heap_output:
         heap_output = ep.empty_output(r)
         heap_output.copy_(call.output)
-        seen.combined.append(_pair(ep.combine(heap_output, r.handle, **options)))
+        seen.combined.append(pair(ep.combine(heap_output, r.handle, **options)))
         heap_output.fill_(77)
     return seen
 
 
-def _pair(result: Any) -> tuple[Tensor, Tensor | None]:
+def pair(result: Any) -> tuple[Tensor, Tensor | None]:
     return result if isinstance(result, tuple) else (result, None)
 
 
@@ -385,16 +390,16 @@ def compare(case: Case, plans: list[RankPlan], expected: list[Expected], seen: l
                 problems.append(f"{at}: check() gave {got.errors}, expected {errors}")
             y, side = expected[number].combined[rank]
             for which, (got_y, got_side) in zip(("ordinary", "heap"), got.combined, strict=False):
-                problems += _compare_tensor(f"{at}: y from {which} tensor", y, got_y)
+                problems += compare_tensor(f"{at}: y from {which} tensor", y, got_y)
                 if side is not None or got_side is not None:
-                    problems += _compare_tensor(f"{at}: side from {which} tensor", side, got_side)
+                    problems += compare_tensor(f"{at}: side from {which} tensor", side, got_side)
     return problems
 
 
 def _compare_dispatched(at: str, call: Call, d: reference.Dispatched, got: dict[str, Any], dropped: int) -> list[str]:
-    problems = _compare_tensor(f"{at}: overflow", torch.tensor(dropped), got["overflow"])
+    problems = compare_tensor(f"{at}: overflow", torch.tensor(dropped), got["overflow"])
     for name in ("num_tokens_per_expert", "offsets", "num_rows"):
-        problems += _compare_tensor(f"{at}: {name}", getattr(d, name), got[name])
+        problems += compare_tensor(f"{at}: {name}", getattr(d, name), got[name])
     problems += _compare_rows(f"{at}: x", call, d, d.x, got["x"])
     for name in ("topk_idx", "topk_weights"):
         problems += _compare_rows(f"{at}: {name}", call, d, getattr(d, name), got[name])
@@ -410,14 +415,14 @@ def _compare_rows(at: str, call: Call, d: reference.Dispatched, expected: Any, g
             f"{at}.scales", call, d, expected.scales, got.scales
         )
     if expected is None or got is None or expected.shape != got.shape or expected.dtype != got.dtype:
-        return _compare_tensor(at, expected, got)
+        return compare_tensor(at, expected, got)
     if call.layout == "masked":
         defined = torch.arange(expected.shape[1]) < d.num_tokens_per_expert[:, None]
-        return _compare_tensor(at, expected[defined], got[defined])
-    return _compare_tensor(at, expected[: int(d.num_rows)], got[: int(d.num_rows)])
+        return compare_tensor(at, expected[defined], got[defined])
+    return compare_tensor(at, expected[: int(d.num_rows)], got[: int(d.num_rows)])
 
 
-def _compare_tensor(at: str, expected: Tensor | None, got: Tensor | None) -> list[str]:
+def compare_tensor(at: str, expected: Tensor | None, got: Tensor | None) -> list[str]:
     if expected is None or got is None:
         return [] if expected is got else [f"{at}: expected {expected}, got {got}"]
     if expected.shape != got.shape or expected.dtype != got.dtype:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent))
 
 import property_cases
+from gradient_cases import build_gradients, compare_gradients, run_gradients
 from property_cases import Call, Case, build, compare, run_plan
 
 from pool import MAX_RANKS, Pool
@@ -98,6 +99,22 @@ def test_every_word_is_the_references(pool: Pool, case: Case) -> None:
     checked(pool, case)
 
 
+@settings(COMMON, max_examples=NUM_EXAMPLES // 4)
+@given(case=cases())
+def test_gradients_are_the_references(pool: Pool, case: Case) -> None:
+    checked_gradients(pool, case)
+
+
+def checked_gradients(pool: Pool, case: Case) -> None:
+    """The first call of a case, made differentiable."""
+    first = replace(case.calls[0], rows="plain", has_weights=True, output_dtype=case.dtype, repeat=None)
+    biases = ("none",) * case.num_ranks
+    case = replace(case, calls=(replace(first, biases=biases, side="pick" if first.side else None),))
+    given, expected = build_gradients(case)
+    problems = compare_gradients(case, given, expected, pool.run(case.num_ranks, run_gradients, given))
+    assert not problems, "\n".join(problems)
+
+
 CALL = Call(
     seed=1,
     tokens=(5, 0, 17, 9),
@@ -158,6 +175,12 @@ def test_ranks_without_tokens(pool: Pool, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
 def test_ids_out_of_range_are_told_once_by_the_next_call(pool: Pool, layout: str) -> None:
     checked(pool, with_call(layout=layout, check_late=True))
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_gradients_of_each_layout(pool: Pool, layout: str, weighted: bool) -> None:
+    checked_gradients(pool, with_call(layout=layout, weighted=weighted, alignment=4))
 
 
 def test_one_rank_alone(pool: Pool) -> None:
