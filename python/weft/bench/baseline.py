@@ -15,6 +15,8 @@ from torch import Tensor
 
 from weft import reference
 
+_PIECE_ROWS = 256
+
 
 @dataclass(frozen=True)
 class Received:
@@ -62,8 +64,8 @@ class AllToAll:
         record = torch.empty((len(token), 2 * top_k), dtype=torch.int32, device=x.device)
         record[:, :top_k] = local_ids
         record[:, top_k:] = torch.where(here, topk_weights[token], 0.0).view(torch.int32)
-        rows = self._exchange(x[token], sent, received)
-        row_scales = None if scales is None else self._exchange(scales[token], sent, received)
+        rows = self._exchange(x.index_select(0, token), sent, received)
+        row_scales = None if scales is None else self._exchange(scales.index_select(0, token), sent, received)
         record = self._exchange(record, sent, received)
         ids, weights = record[:, :top_k], record[:, top_k:].view(torch.float32)
         counts = torch.bincount(ids[ids >= 0], minlength=self.num_local)
@@ -106,8 +108,8 @@ class AllToAll:
             place = (padded.cumsum(0) - padded)[expert] + index
             shape = (int(padded.sum()),)
         return Received(
-            x=_scatter(rows[row], place, shape),
-            scales=None if row_scales is None else _scatter(row_scales[row], place, shape),
+            x=_scatter(rows.index_select(0, row), place, shape),
+            scales=None if row_scales is None else _scatter(row_scales.index_select(0, row), place, shape),
             topk_idx=None,
             topk_weights=_scatter(weights[row, k], place, shape),
             num_tokens_per_expert=counts,
@@ -122,10 +124,7 @@ class AllToAll:
         """Bring expert outputs (in x's layout) back and sum them: y [T, H]."""
         hidden, dtype = outputs.shape[-1], outputs.dtype
         if to.pick_row is not None and to.pick_place is not None:
-            weights = to.topk_weights.view(-1)[to.pick_place]
-            products = outputs.view(-1, hidden)[to.pick_place].to(torch.float32) * weights[:, None]
-            partial = torch.zeros((sum(to.received), hidden), dtype=torch.float32, device=outputs.device)
-            outputs = partial.index_add_(0, to.pick_row, products).to(dtype)  # a row's picks come in k order
+            outputs = self._partial_sums(outputs.view(-1, hidden), to, to.pick_row, to.pick_place)
         back = self._exchange(outputs, to.received, to.sent)
         y = torch.zeros((num_tokens, hidden), dtype=torch.float32, device=outputs.device)
         start = 0
@@ -134,11 +133,21 @@ class AllToAll:
             start += count
         return y.to(dtype)
 
+    def _partial_sums(self, outputs: Tensor, to: Received, pick_row: Tensor, pick_place: Tensor) -> Tensor:
+        """Weighted outputs of the picks, summed per row in k order; in pieces that stay in the cache."""
+        weights = to.topk_weights.view(-1)[pick_place]
+        partial = torch.zeros((sum(to.received), outputs.shape[1]), dtype=torch.float32, device=outputs.device)
+        pieces = zip(*(part.split(_PIECE_ROWS) for part in (pick_row, pick_place, weights)), strict=True)
+        for row, place, weight in pieces:
+            products = outputs.index_select(0, place).to(torch.float32).mul_(weight[:, None])
+            partial.index_add_(0, row, products)
+        return partial.to(outputs.dtype)
+
 
 def _scatter(values: Tensor, place: Tensor, shape: tuple[int, ...]) -> Tensor:
     """values [picks, ...] -> [*shape, ...], zero where no pick is."""
     out = torch.zeros((*shape, *values.shape[1:]), dtype=values.dtype, device=values.device)
-    out.view(-1, *values.shape[1:])[place] = values
+    out.view(-1, *values.shape[1:]).index_copy_(0, place, values)
     return out
 
 

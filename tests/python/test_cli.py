@@ -1,0 +1,174 @@
+"""Guards against a command that lies to scripts: wrong exit codes, stray words among JSON, keys and flags unexplained."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+from cli_lines import DOC, assert_documented, rows_of, weft_command
+from typer.testing import CliRunner
+
+import weft
+from weft import errors
+from weft.cli import app
+from weft.cli.output import Output
+
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from weft.cli import main; main()"
+
+
+def test_version_and_help_need_no_torch() -> None:
+    version = weft_command("--version", code=WITHOUT_TORCH)
+    assert (version.returncode, version.stdout) == (0, f"weft {weft.__version__}\n")
+    for args in (["--help"], ["bench", "--help"], ["verify", "--help"], ["size", "--help"], ["demo", "--help"]):
+        done = weft_command(*args, code=WITHOUT_TORCH)
+        assert done.returncode == 0, done.stderr
+        assert "Usage" in done.stdout
+
+
+def test_size_needs_no_torch() -> None:
+    done = weft_command("size", "--json", "--layers", "3", "--training", code=WITHOUT_TORCH)
+    assert done.returncode == 0, done.stderr
+    (row,) = rows_of(done.stdout)
+    assert_documented(row)
+    assert row["kind"] == "size"
+    assert row["layers"] == 3
+    assert row["total_bytes"] >= row["windows_bytes"] >= row["heap_bytes"]
+
+
+def test_size_prints_a_table_that_fits_a_pipe() -> None:
+    done = weft_command("size")
+    assert done.returncode == 0
+    assert "…" not in done.stdout
+    assert "\x1b" not in done.stdout
+    assert re.search(r"heap of one window.*\d", done.stdout)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["size", "--experts", "0"],
+        ["size", "--experts", "63"],
+        ["size", "--hidden", "2047"],
+        ["size", "--no-such-flag"],
+        ["no-such-command"],
+        ["bench", "--layout", "sorted"],
+        ["bench", "--experts", "63"],
+        ["bench", "--capacity", "5"],
+        ["bench", "--trace", "/nowhere/trace.npz"],
+        ["verify", "--trials", "0"],
+        ["verify", "--experts", "7", "--ranks", "2"],
+        ["verify", "--hidden", "24", "--quantize", "fp8"],
+        ["verify", "--trace", "/nowhere/trace.npz"],
+        ["demo", "--kill-rank", "9"],
+    ],
+)
+def test_wrong_usage_exits_2(args: list[str]) -> None:
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr != ""
+
+
+def test_a_refused_argument_is_an_object_with_json() -> None:
+    result = CliRunner().invoke(app, ["size", "--json", "--experts", "63"])
+    assert result.exit_code == 2
+    (row,) = rows_of(result.stdout)
+    assert_documented(row)
+    assert row["kind"] == "error"
+    assert row["type"] == "InvalidArgument"
+    assert "63" in row["text"]
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        (errors.Unsupported("device cuda", "no GPU", "a GPU"), 3),
+        (errors.InvalidArgument("x=1: must be 2"), 2),
+        (errors.PeerTimeout("dispatch", 3, [1]), 1),
+        (errors.PeerLost([1]), 1),
+        (errors.InternalError("broken"), 1),
+    ],
+)
+@pytest.mark.parametrize("command", ["verify", "bench"])
+def test_errors_of_ranks_have_exit_codes(
+    command: str, error: errors.Error, exit_code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spawn(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(weft, "spawn", spawn)
+    result = CliRunner().invoke(app, [command, "--json"])
+    assert result.exit_code == exit_code
+    row = rows_of(result.stdout)[-1]
+    assert row["type"] == type(error).__name__
+    assert row["text"] == str(error)
+
+
+def test_json_keeps_strangers_off_stdout() -> None:
+    code = """
+import os
+from weft.cli.output import command_output
+with command_output(json_lines=True) as output:
+    print("a print")
+    os.write(1, b"a write\\n")
+    output.text("for people")
+    output.table("for people", ["a"], [["b"]])
+    output.row({"kind": "x", "nan": float("nan"), "inside": [float("inf"), 1.5]})
+    if os.fork() == 0:
+        os.write(1, b"a rank\\n")
+        os._exit(0)
+    os.wait()
+print("after")
+"""
+    done = weft_command(code=code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == '{"kind": "x", "nan": null, "inside": [null, 1.5]}\nafter\n'
+    for stranger in ("a print", "a write", "a rank"):
+        assert stranger in done.stderr
+
+
+class Terminal(io.StringIO):
+    """Says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_colours_only_on_terminals_without_no_color(
+    is_terminal: bool, no_color: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    stream, bars = (Terminal() if is_terminal else io.StringIO() for _ in range(2))
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", bars)
+    output = Output(json_lines=False)
+    output.text("ok", style="green")
+    with output.progress(2, "work") as advance:
+        advance("working")
+    assert ("\x1b[32m" in stream.getvalue()) == (is_terminal and not no_color)
+    assert (bars.getvalue().strip() != "") == is_terminal
+
+
+def options_of(command: str) -> Iterator[str]:
+    group: Any = typer.main.get_command(app)
+    for parameter in group.commands[command].params:
+        yield from (*parameter.opts, *parameter.secondary_opts)
+
+
+@pytest.mark.parametrize("command", ["demo", "verify", "bench", "size"])
+def test_every_flag_is_documented(command: str) -> None:
+    section = DOC.split(f"\n## `weft {command}`", 1)[1].split("\n## ", 1)[0]
+    for flag in options_of(command):
+        if flag != "--help":
+            assert f"`{flag}`" in section, f"docs/benchmarking.md, `weft {command}`: {flag} is missing"

@@ -1,0 +1,113 @@
+"""Guards against a benchmark that times wrong results, or figures whose meaning nobody wrote down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_lines import assert_documented, rows_of, weft_command
+from typer.testing import CliRunner
+
+import weft
+from weft.cli import app
+
+SMALL = [
+    "--tokens",
+    "40",
+    "--hidden",
+    "64",
+    "--experts",
+    "8",
+    "--top-k",
+    "3",
+    "--iters",
+    "3",
+    "--warmup",
+    "1",
+    "--json",
+]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["--layout", "expert_major", "--alignment", "16", "--routing", "zipf"],
+        ["--layout", "masked", "--quantize", "fp8", "--dtype", "fp32"],
+        ["--quantize", "fp8_ue8m0", "--routing", "empty_rank", "--ranks", "2"],
+    ],
+)
+def test_rows_are_complete_and_documented(more: list[str]) -> None:
+    done = weft_command("bench", *SMALL, *more)
+    assert done.returncode == 0, done.stderr
+    machine, startup, *rows = rows_of(done.stdout)
+    assert_documented([machine, startup, *rows])
+    assert (machine["kind"], startup["kind"]) == ("machine", "startup")
+    assert machine["memory_copy_gb_per_s"] > 0
+    assert [(row["library"], row["op"], row["source"]) for row in rows] == [
+        ("weft", "dispatch", None),
+        ("all_to_all_single", "dispatch", None),
+        ("weft", "combine", "heap"),
+        ("all_to_all_single", "combine", None),
+        ("weft", "combine", "ordinary"),
+        ("weft", "both", "heap"),
+        ("all_to_all_single", "both", None),
+    ]
+    for row in rows:
+        assert row["time_us"] > 0
+        assert row["time_p99_us"] >= row["time_us"]
+        assert row["ratio_vs_all_to_all"] > 0
+        assert row["ratio_vs_memory_copy"] == pytest.approx(row["memory_copy_bound_us"] / row["time_us"])
+
+
+def test_bytes_follow_the_counting_rules() -> None:
+    """One rank sends nothing over a wire; with all tokens to rank 0 the others send every row once."""
+    alone = rows_of(weft_command("bench", *SMALL, "--ranks", "1", "--no-baseline").stdout)[2:]
+    assert all(row["wire_bytes"] == 0 for row in alone)
+    assert all(row["ratio_vs_all_to_all"] is None for row in alone)
+    flags = ["--ranks", "2", "--routing", "all_to_one", "--no-baseline"]
+    rows = rows_of(weft_command("bench", *SMALL, *flags).stdout)[2:]
+    row_bytes = 64 * 2
+    for row in rows:
+        calls = 2 if row["op"] == "both" else 1
+        assert row["wire_bytes"] == row["logical_bytes"] == 40 * row_bytes * calls
+    rate = rows_of(weft_command("bench", *SMALL, *flags).stdout)
+    copy_rate = rate[0]["memory_copy_gb_per_s"] * 1e9
+    bound = {row["op"]: row["memory_copy_bound_us"] for row in rate[2:]}
+    assert bound["dispatch"] == pytest.approx(80 * row_bytes / copy_rate * 1e6)
+    assert bound["combine"] == pytest.approx((80 + 80) / 2 * row_bytes / copy_rate * 1e6)
+    assert bound["both"] == pytest.approx(bound["dispatch"] + bound["combine"])
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    combine = weft.ExpertParallel.combine
+
+    def wrong(self: Any, *args: Any, **options: Any) -> Any:
+        y = combine(self, *args, **options)
+        y.view(torch.int16).view(-1)[0] ^= 1
+        return y
+
+    monkeypatch.setattr(weft.ExpertParallel, "combine", wrong)
+    result = CliRunner().invoke(app, ["bench", *SMALL, "--ranks", "1", "--no-baseline"])
+    assert result.exit_code == 1
+    (row,) = rows_of(result.stdout)
+    assert row["type"] == "Mismatch"
+    assert "combine" in row["text"]
+
+
+def test_a_trace_sets_the_shape(tmp_path: Path) -> None:
+    file = tmp_path / "trace.npz"
+    with weft.routing.record(file):
+        weft.spawn(dispatch_once, num_ranks=2)
+    done = weft_command("bench", *SMALL, "--ranks", "2", "--trace", str(file))
+    assert done.returncode == 0, done.stderr
+    row = rows_of(done.stdout)[-1]
+    assert (row["experts"], row["top_k"], row["routing"]) == (6, 3, "trace")
+
+
+def dispatch_once(comm: weft.Communicator) -> None:
+    topk_idx, topk_weights = weft.routing.uniform(5 + comm.rank, 6, 3, rank=comm.rank, num_ranks=2)
+    with weft.ExpertParallel(comm, num_experts=6, top_k=3, hidden=16, max_tokens_per_rank=8) as ep:
+        ep.dispatch(torch.zeros((5 + comm.rank, 16), dtype=torch.bfloat16), topk_idx, topk_weights)

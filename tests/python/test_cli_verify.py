@@ -1,0 +1,173 @@
+"""Guards against a `weft verify` that is blind, or whose failures can't be repeated."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from cli_lines import assert_documented, rows_of
+from typer.testing import CliRunner
+
+import weft
+from weft.cli import app
+from weft.verify import Fixed, TrialResult, draw_case, repeat_command, run_trials
+from weft.verify.check import Mismatch, expect_equal
+
+
+def test_right_results_pass() -> None:
+    result = CliRunner().invoke(app, ["verify", "--trials", "12", "--seed", "100", "--json"])
+    assert result.exit_code == 0, result.output
+    *trials, summary = rows_of(result.stdout)
+    assert_documented([*trials, summary])
+    assert [trial["kind"] for trial in trials] == ["trial"] * 12
+    assert all(trial["ok"] and trial["num_words"] > 0 for trial in trials)
+    assert summary["kind"] == "summary"
+    assert summary["num_words"] == sum(trial["num_words"] for trial in trials)
+
+
+FLAGS = ["--ranks", "2", "--tokens", "9", "--hidden", "64", "--experts", "4", "--top-k", "2", "--trials", "1", "--json"]
+
+
+def flip_a_bit(tensor: torch.Tensor) -> None:
+    tensor.view(torch.uint8).view(-1)[-1] ^= 1
+
+
+@pytest.mark.parametrize("part", ["y", "x", "topk_weights", "num_tokens_per_expert"])
+def test_one_wrong_bit_on_one_rank_is_found(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatch, combine = weft.ExpertParallel.dispatch, weft.ExpertParallel.combine
+
+    def wrong_dispatch(self: Any, *args: Any, **options: Any) -> weft.Dispatched:
+        result = dispatch(self, *args, **options)
+        if self.comm.rank == 1 and part != "y":
+            flip_a_bit(getattr(result, part))
+        return result
+
+    def wrong_combine(self: Any, *args: Any, **options: Any) -> Any:
+        result = combine(self, *args, **options)
+        if self.comm.rank == 1 and part == "y":
+            flip_a_bit(result[0] if isinstance(result, tuple) else result)
+        return result
+
+    monkeypatch.setattr(weft.ExpertParallel, "dispatch", wrong_dispatch)
+    monkeypatch.setattr(weft.ExpertParallel, "combine", wrong_combine)
+    args = [*FLAGS, "--layout", "expert_major", "--quantize", "none", "--routing", "uniform", "--seed", "3"]
+    result = CliRunner().invoke(app, ["verify", *args])
+    assert result.exit_code == 1, result.output
+    trial, summary = rows_of(result.stdout)
+    assert not trial["ok"]
+    assert summary["failed"] == 1
+    assert any(problem.startswith("rank 1: ") and part in problem for problem in trial["problems"])
+    assert not any(problem.startswith("rank 0: ") for problem in trial["problems"])
+
+
+def test_an_error_on_a_rank_is_a_failed_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, *args: object, **options: object) -> None:
+        raise weft.InternalError("made up")
+
+    monkeypatch.setattr(weft.ExpertParallel, "combine", refuse)
+    results = list(run_trials(trials=3, seed=0, fixed=Fixed(ranks=2)))
+    assert len(results) == 3
+    assert all("InternalError: made up" in result.problems[0] for result in results)
+
+
+def test_a_failure_tells_how_to_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command printed must draw the same case, whatever was fixed."""
+    fixed = Fixed(ranks=4, hidden=64, layout="masked")
+    case = draw_case(17, fixed)
+    words = shlex.split(repeat_command(case, fixed, "cpu"))[1:]
+    seen: list[Any] = []
+
+    def run(*, trials: int, seed: int, fixed: Fixed, device: str) -> list[TrialResult]:
+        seen.append(draw_case(seed, fixed))
+        assert (trials, device) == (1, "cpu")
+        return []
+
+    monkeypatch.setattr("weft.verify.run_trials", run)
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert seen == [case]
+
+
+def test_cases_are_possible_and_obey_what_is_fixed() -> None:
+    for seed in range(200):
+        check_case_of(seed)
+
+
+def check_case_of(seed: int) -> None:
+    case = draw_case(seed, Fixed())
+    assert case == draw_case(seed, Fixed())
+    assert case.experts % case.ranks == 0
+    assert len(case.tokens) == case.ranks
+    options = dataclasses.asdict(case)
+    quantize = None if case.quantize == "none" else case.quantize
+    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[case.dtype]
+    assert weft.supports(
+        **{name: options[name] for name in ("hidden", "top_k", "layout", "capacity", "alignment")},
+        num_experts=case.experts,
+        num_ranks=case.ranks,
+        quantize=quantize,
+        dtype=dtype,
+    )
+    fixed = Fixed(experts=12, hidden=24, layout="rank_major", dtype="fp16")
+    case = draw_case(seed, fixed)
+    assert (case.experts, case.hidden, case.layout, case.dtype, case.quantize) == (12, 24, "rank_major", "fp16", "none")
+    assert 12 % case.ranks == 0
+
+
+def test_words_are_compared_bit_by_bit() -> None:
+    nan, other_nan = torch.tensor([0x7FC0, 0x7FC1], dtype=torch.int16).view(torch.bfloat16)
+    assert expect_equal("x", nan, other_nan) == 1
+    with pytest.raises(Mismatch, match="x"):
+        expect_equal("x", torch.tensor([0.0]), torch.tensor([-0.0]))
+    with pytest.raises(Mismatch, match="float32"):
+        expect_equal("x", torch.zeros(2), torch.zeros(2, dtype=torch.float64))
+    with pytest.raises(Mismatch, match=r"\[2\]"):
+        expect_equal("x", torch.zeros(2), torch.zeros(3))
+
+
+def test_a_trace_is_replayed(tmp_path: Path) -> None:
+    file = tmp_path / "trace.npz"
+    with weft.routing.record(file):
+        weft.spawn(dispatch_once, num_ranks=2)
+    result = CliRunner().invoke(app, ["verify", "--trace", str(file), "--trials", "3", "--json"])
+    assert result.exit_code == 0, result.output
+    case = json.loads(result.stdout.splitlines()[0])["case"]
+    assert (case["ranks"], case["experts"], case["top_k"], case["tokens"]) == (2, 6, 3, [5, 6])
+
+
+def dispatch_once(comm: weft.Communicator) -> None:
+    topk_idx, topk_weights = weft.routing.uniform(5 + comm.rank, 6, 3, rank=comm.rank, num_ranks=2)
+    with weft.ExpertParallel(comm, num_experts=6, top_k=3, hidden=16, max_tokens_per_rank=8) as ep:
+        ep.dispatch(torch.zeros((5 + comm.rank, 16), dtype=torch.bfloat16), topk_idx, topk_weights)
+
+
+def test_kills_are_seen_and_survived() -> None:
+    result = CliRunner().invoke(app, ["verify", "--kill", "--trials", "3", "--ranks", "3", "--json"])
+    assert result.exit_code == 0, result.output
+    rows = rows_of(result.stdout)
+    assert_documented(rows)
+    kills = [row for row in rows if row["kind"] == "kill"]
+    assert len(kills) == 3
+    for kill in kills:
+        assert kill["ok"], kill["problems"]
+        assert len(kill["detection_us"]) == 2
+        assert all(detection_us > 0 for detection_us in kill["detection_us"])
+    assert {row["what"] for row in rows if row["kind"] == "times"} >= {"detection", "rebuild"}
+
+
+def test_cuda_without_a_gpu_exits_3() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    result = CliRunner().invoke(app, ["verify", "--device", "cuda", "--trials", "1", "--json"])
+    assert result.exit_code == 3, result.output
+    assert json.loads(result.stdout.splitlines()[-1])["type"] == "Unsupported"
+
+
+def test_commands_are_registered() -> None:
+    group: Any = typer.main.get_command(app)
+    assert set(group.commands) >= {"demo", "verify", "bench", "size"}
