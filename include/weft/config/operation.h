@@ -35,9 +35,10 @@ struct OperationConfig {
     i64 max_tokens = 0;
     i64 row_bytes = 0;        // data bytes of one row on the wire
     i64 scale_row_bytes = 0;  // scale or side-data bytes of one row on the wire
-    u64 window_hash = 0;      // of the WindowShape
+    u64 window_hash = 0;      // of the WindowShape and the window's number
+    u64 handle = 0;           // combine, cached dispatch: sequence of the dispatch whose routing is used
 };
-static_assert(sizeof(OperationConfig) == 56);
+static_assert(sizeof(OperationConfig) == 64);
 
 constexpr u16 kRefusalFingerprint = 0xffff;  // "I cannot take part"; the reason is in the payload (R3)
 

@@ -1,0 +1,13 @@
+// Results as DLPack arrays (nanobind's ndarray): torch takes them with torch.from_dlpack, without a copy.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "engine/cpu/types.h"
+
+namespace weft::bindings {
+
+// None for an array that the call did not make.
+nanobind::object to_ndarray(const cpu::Array& array);
+
+}  // namespace weft::bindings

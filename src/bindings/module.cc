@@ -1,0 +1,313 @@
+// The Python module weft._native: raw pointers and plain numbers in, arrays out. Python's side is python/weft/_native.pyi.
+// Every call that may wait releases the GIL and looks for Ctrl-C at least every 100 ms.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+
+#include "base/clock.h"
+#include "base/log.h"
+#include "base/status.h"
+#include "bindings/arrays.h"
+#include "bootstrap/control_plane.h"
+#include "engine/cpu/communicator.h"
+#include "engine/cpu/plan.h"
+#include "engine/cpu/window.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace weft::bindings {
+namespace {
+
+constexpr u64 kArgumentsTag = u64{1} << 60;  // exchange() of Python; the other bits are the caller's
+
+void check_signals() {
+  const nb::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+const cpu::Poll& poll() {
+  static const cpu::Poll kPoll = check_signals;
+  return kPoll;
+}
+
+u64 timeout_ns(double seconds) {
+  constexpr double kLongestS = 1e9;
+  return static_cast<u64>(std::min(std::max(seconds, 0.0), kLongestS) * 1e9);
+}
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+std::vector<std::byte> to_bytes(const nb::bytes& bytes) {
+  const auto* data = reinterpret_cast<const std::byte*>(bytes.c_str());
+  return {data, data + bytes.size()};
+}
+
+// Exceptions: Python gives a function that makes them, so that this module knows none of its classes.
+nb::object& error_factory() {
+  static auto* factory = new nb::object();  // outlives the interpreter on purpose: no Python call at exit
+  return *factory;
+}
+
+void translate(const std::exception_ptr& pointer, void*) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const Error& error) {
+    if (!error_factory().is_valid()) {
+      PyErr_SetString(PyExc_RuntimeError, error.text.c_str());
+      return;
+    }
+    nb::object made = error_factory()(static_cast<int>(error.code), error.text, error.op, error.sequence, error.peers);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+  }
+}
+
+void bind_bootstrap(nb::module_& m) {
+  nb::class_<Listener>(m, "Listener")
+      .def(nb::init<>())
+      .def("endpoint", [](const Listener& listener) {
+        return nb::bytes(reinterpret_cast<const char*>(&listener.endpoint()), sizeof(Endpoint));
+      });
+  nb::class_<LocalHub>(m, "LocalHub").def(nb::init<int>(), "num_ranks"_a).def_prop_ro("num_ranks", &LocalHub::num_ranks);
+}
+
+std::shared_ptr<cpu::Communicator> connect(int rank, const std::vector<nb::bytes>& endpoints, Listener& listener,
+                                           double timeout_s) {
+  std::vector<Endpoint> parsed;
+  for (size_t idx = 0; idx < endpoints.size(); ++idx) {
+    parsed.push_back(parse_endpoint(to_bytes(endpoints[idx]), "endpoints[" + std::to_string(idx) + "]"));
+  }
+  const nb::gil_scoped_release release;
+  return cpu::Communicator::create(connect_processes(rank, parsed, std::move(listener), deadline_after_s(timeout_s), poll()));
+}
+
+std::vector<nb::bytes> exchange(cpu::Communicator& comm, u64 tag, const nb::bytes& payload, double timeout_s) {
+  const std::vector<std::byte> mine = to_bytes(payload);
+  std::vector<Parcel> parcels;
+  {
+    const nb::gil_scoped_release release;
+    parcels = comm.exchange(kArgumentsTag | tag, mine, {}, deadline_after_s(timeout_s), poll());
+  }
+  std::vector<nb::bytes> all;
+  for (const Parcel& parcel : parcels) all.emplace_back(reinterpret_cast<const char*>(parcel.bytes.data()), parcel.bytes.size());
+  return all;
+}
+
+void bind_communicator(nb::module_& m) {
+  using cpu::Communicator;
+  nb::class_<Communicator>(m, "Communicator")
+      .def_static("connect", &connect, "rank"_a, "endpoints"_a, "listener"_a, "timeout_s"_a)
+      .def_static("local", [](std::shared_ptr<LocalHub> hub, int rank) {
+        return Communicator::create(connect_threads(std::move(hub), rank));
+      }, "hub"_a, "rank"_a)
+      .def_prop_ro("rank", &Communicator::rank)
+      .def_prop_ro("num_ranks", &Communicator::num_ranks)
+      .def_prop_ro("epoch", &Communicator::epoch)
+      .def_prop_ro("active_ranks", [](const Communicator& comm) { return comm.active_ranks(); })
+      .def("broken", &Communicator::is_broken)
+      .def("raise_if_broken", &Communicator::raise_if_unusable)
+      .def("exchange", &exchange, "tag"_a, "payload"_a, "timeout_s"_a)
+      .def("rebuild", [](Communicator& comm, std::vector<int> ranks, double timeout_s) {
+        comm.rebuild(std::move(ranks), deadline_after_s(timeout_s), poll());
+      }, "ranks"_a, "timeout_s"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("detections", [](const Communicator& comm) {
+        nb::list all;
+        for (const Detection& seen : comm.detections()) {
+          all.append(nb::make_tuple(seen.rank, detection_channel_name(seen.channel), seen.time_ns));
+        }
+        return all;
+      })
+      .def("close", &Communicator::close, nb::call_guard<nb::gil_scoped_release>());
+}
+
+void bind_results(nb::module_& m) {
+  using cpu::DispatchResult;
+  nb::class_<DispatchResult>(m, "DispatchResult")
+      .def_prop_ro("x", [](const DispatchResult& result) { return to_ndarray(result.x); })
+      .def_prop_ro("scales", [](const DispatchResult& result) { return to_ndarray(result.scales); })
+      .def_prop_ro("topk_idx", [](const DispatchResult& result) { return to_ndarray(result.topk_idx); })
+      .def_prop_ro("topk_weights", [](const DispatchResult& result) { return to_ndarray(result.topk_weights); })
+      .def_prop_ro("recv_plan", [](const DispatchResult& result) { return to_ndarray(result.recv_plan); })
+      .def_ro("num_rows", &DispatchResult::num_rows)
+      .def_ro("num_bad_ids", &DispatchResult::num_bad_ids)
+      .def_ro("first_bad_id", &DispatchResult::first_bad_id)
+      .def_ro("first_bad_at", &DispatchResult::first_bad_at)
+      .def_ro("in_heap", &DispatchResult::in_heap)
+      .def_ro("rows_sent", &DispatchResult::rows_sent)
+      .def_ro("bytes_sent", &DispatchResult::bytes_sent);
+}
+
+cpu::DispatchResult dispatch(cpu::Window& window, uintptr_t x_ptr, uintptr_t scales_ptr, i64 num_tokens, uintptr_t topk_ptr,
+                             bool topk_is_int64, uintptr_t weights_ptr, uintptr_t send_plan_ptr, uintptr_t recv_plan_ptr,
+                             i64 recv_plan_len, bool cached, int dtype, int layout, int quantize, i64 row_bytes,
+                             i64 scale_row_bytes, i64 hidden, i64 alignment, i64 capacity, i64 max_tokens, double deadline_s,
+                             uintptr_t counts_ptr, uintptr_t offsets_ptr, uintptr_t num_rows_ptr, uintptr_t overflow_ptr) {
+  cpu::DispatchArgs args;
+  args.x = pointer<void>(x_ptr);
+  args.scales = pointer<void>(scales_ptr);
+  args.num_tokens = num_tokens;
+  args.topk_idx = pointer<void>(topk_ptr);
+  args.topk_is_int64 = topk_is_int64;
+  args.topk_weights = pointer<float>(weights_ptr);
+  args.send_plan = pointer<i32>(send_plan_ptr);
+  args.recv_plan = pointer<i32>(recv_plan_ptr);
+  args.recv_plan_len = recv_plan_len;
+  args.cached = cached;
+  args.dtype = static_cast<Dtype>(dtype);
+  args.layout = static_cast<Layout>(layout);
+  args.quantize = static_cast<Quantize>(quantize);
+  args.row_bytes = row_bytes;
+  args.scale_row_bytes = scale_row_bytes;
+  args.hidden = hidden;
+  args.alignment = alignment;
+  args.capacity = capacity;
+  args.max_tokens = max_tokens;
+  args.timeout_ns = timeout_ns(deadline_s);
+  args.counts = pointer<i32>(counts_ptr);
+  args.offsets = pointer<i32>(offsets_ptr);
+  args.num_rows = pointer<i32>(num_rows_ptr);
+  args.overflow = pointer<i64>(overflow_ptr);
+  return window.dispatch(args, poll());
+}
+
+void combine(cpu::Window& window, uintptr_t y_ptr, i64 num_rows, uintptr_t weights_ptr, uintptr_t side_ptr, uintptr_t bias_ptr,
+             bool bias_is_2d, bool bias_is_fp32, uintptr_t out_ptr, uintptr_t side_out_ptr, i64 num_tokens,
+             uintptr_t send_plan_ptr, uintptr_t recv_plan_ptr, i64 recv_plan_len, int dtype, int layout, i64 capacity,
+             i64 hidden, i64 alignment, i64 max_tokens, bool weighted, double deadline_s) {
+  cpu::CombineArgs args;
+  args.y = pointer<void>(y_ptr);
+  args.num_rows = num_rows;
+  args.weights = weighted ? pointer<float>(weights_ptr) : nullptr;
+  args.side = pointer<float>(side_ptr);
+  args.bias = pointer<void>(bias_ptr);
+  args.bias_is_2d = bias_is_2d;
+  args.bias_is_fp32 = bias_is_fp32;
+  args.out = pointer<void>(out_ptr);
+  args.side_out = pointer<float>(side_out_ptr);
+  args.num_tokens = num_tokens;
+  args.send_plan = pointer<i32>(send_plan_ptr);
+  args.recv_plan = pointer<i32>(recv_plan_ptr);
+  args.recv_plan_len = recv_plan_len;
+  args.dtype = static_cast<Dtype>(dtype);
+  args.layout = static_cast<Layout>(layout);
+  args.capacity = capacity;
+  args.hidden = hidden;
+  args.alignment = alignment;
+  args.max_tokens = max_tokens;
+  args.timeout_ns = timeout_ns(deadline_s);
+  window.combine(args, poll());
+}
+
+nb::object empty(cpu::Window& window, i64 num_rows, i64 columns, int dtype) {
+  cpu::Array array;
+  array.dtype = static_cast<Dtype>(dtype);
+  array.shape = {num_rows, columns};
+  const CheckedSize num_bytes = CheckedSize(static_cast<u64>(num_rows)) * static_cast<u64>(columns) *
+                                static_cast<u64>(dtype_bytes(array.dtype));
+  if (num_rows < 0 || columns < 0 || !num_bytes.ok) throw_invalid_argument("rows and columns must be 0 or more");
+  std::optional<cpu::Block> block = window.reserve(num_bytes.value);
+  if (!block) return nb::none();
+  array.block = std::move(*block);
+  return to_ndarray(array);
+}
+
+nb::dict stats(const cpu::Window& window) {
+  const cpu::WindowStats& seen = window.stats();
+  nb::dict all;
+  all["num_dispatches"] = seen.num_dispatches;
+  all["num_combines"] = seen.num_combines;
+  all["rows_sent"] = seen.rows_sent;
+  all["bytes_sent"] = seen.bytes_sent;
+  all["rows_received"] = seen.rows_received;
+  all["num_staged"] = seen.num_staged;
+  all["dispatch_s"] = static_cast<double>(seen.dispatch_ns) * 1e-9;
+  all["combine_s"] = static_cast<double>(seen.combine_ns) * 1e-9;
+  std::vector<double> waited_s;
+  for (u64 waited_ns : seen.waited_ns) waited_s.push_back(static_cast<double>(waited_ns) * 1e-9);
+  all["waited_s"] = waited_s;
+  all["heap_bytes"] = window.heap_bytes();
+  all["heap_used"] = window.heap_used();
+  all["heap_peak"] = window.heap_peak();
+  all["control_bytes"] = window.layout().total_bytes;
+  return all;
+}
+
+std::unique_ptr<cpu::Window> make_window(std::shared_ptr<cpu::Communicator> comm, i32 num_experts, i32 top_k, i64 max_tokens,
+                                         i64 max_row_bytes, u64 heap_bytes, u64 staging_bytes, double timeout_s) {
+  WindowShape shape;
+  shape.num_ranks = comm->num_ranks();
+  shape.num_experts = num_experts;
+  shape.top_k = top_k;
+  shape.max_tokens = max_tokens;
+  shape.max_row_bytes = max_row_bytes;
+  shape.staging_bytes = staging_bytes;
+  const nb::gil_scoped_release release;
+  return std::make_unique<cpu::Window>(std::move(comm), shape, heap_bytes, deadline_after_s(timeout_s), poll());
+}
+
+void bind_window(nb::module_& m) {
+  using cpu::Window;
+  using Guard = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<Window>(m, "Window")
+      .def(nb::new_(&make_window), "comm"_a, nb::kw_only(), "num_experts"_a, "top_k"_a, "max_tokens"_a, "max_row_bytes"_a,
+           "heap_bytes"_a, "staging_bytes"_a = 0, "timeout_s"_a = 100.0)
+      .def("dispatch", &dispatch, Guard(), nb::kw_only(), "x_ptr"_a, "scales_ptr"_a, "num_tokens"_a, "topk_ptr"_a,
+           "topk_is_int64"_a, "weights_ptr"_a, "send_plan_ptr"_a, "recv_plan_ptr"_a, "recv_plan_len"_a, "cached"_a, "dtype"_a,
+           "layout"_a, "quantize"_a, "row_bytes"_a, "scale_row_bytes"_a, "hidden"_a, "alignment"_a, "capacity"_a,
+           "max_tokens"_a, "deadline_s"_a, "counts_ptr"_a, "offsets_ptr"_a, "num_rows_ptr"_a, "overflow_ptr"_a)
+      .def("combine", &combine, Guard(), nb::kw_only(), "y_ptr"_a, "num_rows"_a, "weights_ptr"_a, "side_ptr"_a, "bias_ptr"_a,
+           "bias_is_2d"_a, "bias_is_fp32"_a, "out_ptr"_a, "side_out_ptr"_a, "num_tokens"_a, "send_plan_ptr"_a,
+           "recv_plan_ptr"_a, "recv_plan_len"_a, "dtype"_a, "layout"_a, "capacity"_a, "hidden"_a, "alignment"_a,
+           "max_tokens"_a, "weighted"_a, "deadline_s"_a)
+      .def("barrier", [](Window& window, double deadline_s) { window.barrier(timeout_ns(deadline_s), poll()); },
+           "deadline_s"_a, Guard())
+      .def("empty", &empty, "num_rows"_a, "cols"_a, "dtype"_a)
+      .def("owns", [](const Window& window, uintptr_t ptr) { return window.owns(pointer<void>(ptr)); }, "ptr"_a)
+      .def("stats", &stats)
+      .def("close", &Window::close);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  nb::register_exception_translator(translate);
+  m.def("version", [] { return WEFT_VERSION; });
+  m.def("build_info", [] {
+    nb::dict info;
+    info["compiler"] = __VERSION__;
+    info["cplusplus"] = static_cast<i64>(__cplusplus);
+    return info;
+  });
+  m.def("set_error_factory", [](nb::object factory) { error_factory() = std::move(factory); }, "factory"_a.none());
+  m.def("set_log_sink", [](nb::object sink) {
+    if (sink.is_none()) return set_log_sink({});
+    auto* held = new nb::object(std::move(sink));  // as error_factory: outlives the interpreter
+    set_log_sink([held](int level, const std::string& text) {
+      const nb::gil_scoped_acquire gil;
+      (*held)(level, text);
+    });
+  }, "sink"_a.none());
+  m.def("send_plan_len", [](i64 num_tokens, i64 top_k, i64 num_ranks, i64) {
+    return cpu::send_plan_len(num_tokens, top_k, num_ranks);
+  }, "num_tokens"_a, "top_k"_a, "num_ranks"_a, "num_local_experts"_a);
+  m.def("window_bytes", [](i32 num_ranks, i32 num_experts, i32 top_k, i64 max_tokens, i64 max_row_bytes, u64 staging_bytes) {
+    const WindowLayout layout = WindowLayout::make({num_ranks, num_experts, top_k, 1, max_tokens, max_row_bytes, staging_bytes});
+    if (!layout.ok) throw_invalid_argument("no window has this shape");
+    return layout.total_bytes;
+  }, "num_ranks"_a, "num_experts"_a, "top_k"_a, "max_tokens"_a, "max_row_bytes"_a, "staging_bytes"_a = 0);
+  bind_bootstrap(m);
+  bind_communicator(m);
+  bind_results(m);
+  bind_window(m);
+}
+
+}  // namespace weft::bindings

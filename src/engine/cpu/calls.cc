@@ -1,0 +1,87 @@
+// The calls of a window: what can be checked here is checked before anything is sent; then the operation runs.
+#include <string>
+
+#include "engine/cpu/combine.h"
+#include "engine/cpu/dispatch.h"
+
+namespace weft::cpu {
+namespace {
+
+std::string range_text(const std::string& name, i64 value, const std::string& allowed) {
+  return name + ": " + std::to_string(value) + "; allowed: " + allowed;
+}
+
+void check_tokens(i64 num_tokens, i64 max_tokens, const WindowShape& shape) {
+  if (max_tokens < 0 || max_tokens > shape.max_tokens) {
+    throw_invalid_argument(range_text("max_tokens", max_tokens, "0 to " + std::to_string(shape.max_tokens)));
+  }
+  if (num_tokens < 0 || num_tokens > max_tokens) {
+    throw_invalid_argument(range_text("num_tokens", num_tokens, "0 to max_tokens = " + std::to_string(max_tokens)));
+  }
+}
+
+void check_capacity(Layout layout, i64 capacity, i64 alignment) {
+  if (capacity < kNoCapacity) throw_invalid_argument(range_text("capacity", capacity, "0 or more, or none"));
+  if (layout == Layout::kMasked && capacity < 0) throw_invalid_argument("capacity: none; layout 'masked' needs one");
+  if (alignment < 1 || alignment > (i64{1} << 20)) throw_invalid_argument(range_text("alignment", alignment, "1 to 1048576"));
+}
+
+// `max_row_bytes` of a window counts data and scales together.
+void check_row(i64 row_bytes, i64 scale_bytes, const WindowShape& shape) {
+  if (row_bytes < 0 || row_bytes % 16 != 0) throw_invalid_argument(range_text("row bytes", row_bytes, "a multiple of 16"));
+  if (scale_bytes < 0 || row_bytes + scale_bytes > shape.max_row_bytes) {
+    throw_invalid_argument(range_text("bytes of a row with its scales", row_bytes + scale_bytes,
+                                      "up to " + std::to_string(shape.max_row_bytes)));
+  }
+}
+
+}  // namespace
+
+DispatchResult Window::dispatch(const DispatchArgs& args, const Poll& poll) {
+  check_tokens(args.num_tokens, args.max_tokens, shape_);
+  check_capacity(args.layout, args.capacity, args.alignment);
+  if (args.quantize != Quantize::kNone) {
+    if (args.dtype == Dtype::kBytes) throw_invalid_argument("dtype: bytes; only bf16, fp16 and fp32 rows can be quantised");
+    if (args.row_bytes != args.hidden * dtype_bytes(args.dtype)) throw_invalid_argument("row bytes do not fit hidden and dtype");
+    check_row(args.hidden, scale_bytes(args.hidden, args.quantize), shape_);
+  } else {
+    check_row(args.row_bytes, args.scale_row_bytes, shape_);
+  }
+  if (args.cached) {
+    check_plans(args.send_plan, args.recv_plan, args.recv_plan_len, args.num_tokens, args.layout, args.capacity,
+                {hash_, comm_->epoch(), comm_->rank()});
+  }
+  return DispatchCall(*this, args, poll).run();
+}
+
+void Window::combine(const CombineArgs& args, const Poll& poll) {
+  check_tokens(args.num_tokens, args.max_tokens, shape_);
+  check_capacity(args.layout, args.capacity, args.alignment);
+  if (args.dtype == Dtype::kBytes) throw_invalid_argument("dtype: bytes; combine sums bf16, fp16 and fp32 rows");
+  check_row(args.hidden * dtype_bytes(args.dtype), 0, shape_);
+  check_plans(args.send_plan, args.recv_plan, args.recv_plan_len, args.num_tokens, args.layout, args.capacity,
+              {hash_, comm_->epoch(), comm_->rank()});
+  const i64 num_rows = result_rows(*reinterpret_cast<const PlanHeader*>(args.recv_plan));
+  if (args.num_rows != num_rows) {
+    throw_invalid_argument(range_text("rows of expert_output", args.num_rows, std::to_string(num_rows) + ", as dispatch gave them"));
+  }
+  CombineCall(*this, args, poll).run();
+}
+
+void Window::barrier(u64 timeout_ns, const Poll& poll) {
+  OperationConfig config;
+  config.kind = OpKind::kBarrier;
+  config.window_hash = hash_;
+  Operation op(*this, config, timeout_ns, poll);
+  for (int peer : op.peers()) {
+    op.send(Phase::kCount, peer, [&] {
+      auto* payload = op.payload_to<CountPayload>(Phase::kCount, peer);
+      *payload = CountPayload{};
+      payload->config = config;
+    });
+  }
+  op.wait_all(Phase::kCount);
+  op.finish();
+}
+
+}  // namespace weft::cpu

@@ -1,0 +1,341 @@
+#include "engine/cpu/combine.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/clock.h"
+
+namespace weft::cpu {
+namespace {
+
+constexpr u32 kPushBatch = 64;  // records between two signals
+
+OperationConfig config_of(const CombineArgs& args, u64 window_hash) {
+  OperationConfig config;
+  config.kind = OpKind::kCombine;
+  config.layout = args.layout;
+  config.dtype = args.dtype;
+  config.has_side = args.side != nullptr ? 1 : 0;
+  config.mode = args.mode;
+  config.alignment = static_cast<u32>(args.alignment);
+  config.hidden = static_cast<u32>(args.hidden);
+  config.capacity = args.capacity;
+  config.max_tokens = args.max_tokens;
+  config.row_bytes = args.hidden * dtype_bytes(args.dtype);
+  config.window_hash = window_hash;
+  config.handle = static_cast<u64>(reinterpret_cast<const PlanHeader*>(args.send_plan)->sequence);
+  return config;
+}
+
+}  // namespace
+
+CombineCall::CombineCall(Window& window, const CombineArgs& args, const Poll& poll)
+    : w_(window),
+      a_(args),
+      experts_{window.shape_.num_ranks, window.shape_.num_local_experts()},
+      rank_(window.comm_->rank()),
+      num_ranks_(window.shape_.num_ranks),
+      top_k_(window.shape_.top_k),
+      row_bytes_(args.hidden * dtype_bytes(args.dtype)),
+      op_(window, config_of(args, window.hash_), args.timeout_ns, poll),
+      send_{args.send_plan, args.num_tokens, top_k_, num_ranks_},
+      recv_{args.recv_plan, reinterpret_cast<const PlanHeader*>(args.recv_plan)->num_meta_rows, top_k_, num_ranks_},
+      contributors_(static_cast<size_t>(num_ranks_)),
+      owners_(static_cast<size_t>(num_ranks_)) {
+  const u64 side_bytes = args.side != nullptr ? static_cast<u64>(top_k_) * sizeof(float) : 0;
+  record_ = RecordLayout::make(static_cast<u64>(row_bytes_), 0, side_bytes);
+  side_record_ = RecordLayout::make(0, 0, side_bytes);
+  if (args.layout != Layout::kRankMajor) return;
+  const auto offset = window.heap_offset(args.y);
+  pull_ = offset.has_value();
+  pull_offset_ = offset.value_or(0);
+}
+
+void CombineCall::run() {
+  const u64 start_ns = now_ns();
+  WEFT_FAIL_POINT("combine.before_count");
+  prepare_landing();
+  send_counts();
+  WEFT_FAIL_POINT("combine.after_count");
+  op_.wait_all(Phase::kCount);
+  read_counts();
+  w_.scratch_.row.resize(static_cast<size_t>(record_.bytes));
+  if (a_.side_out != nullptr) std::fill_n(a_.side_out, a_.num_tokens * top_k_, 0.0f);
+  const auto all_pushed = [&] {
+    return std::all_of(op_.peers().begin(), op_.peers().end(),
+                       [&](int peer) { return owners_[peer].num_pushed == owners_[peer].num_records; });
+  };
+  while (next_token_ < a_.num_tokens || !all_pushed()) {
+    bool moved = false;
+    for (int peer : op_.peers()) moved = push_records(peer) || moved;
+    moved = sum_tokens() || moved;
+    if (moved) continue;
+    const auto any_can_move = [&] {
+      return can_sum() || std::any_of(op_.peers().begin(), op_.peers().end(), [&](int peer) { return can_push(peer); });
+    };
+    op_.wait(Phase::kReduce, any_can_move, [&](int peer) {
+      const Contributor& from = contributors_[peer];
+      return owners_[peer].num_pushed < owners_[peer].num_records || from.num_consumed < from.num_records;
+    });
+  }
+  WEFT_FAIL_POINT("combine.before_reduce");
+  for (int peer : op_.peers()) op_.send(Phase::kReduce, peer, [] {});
+  op_.wait_all(Phase::kReduce);
+  op_.finish();
+  WEFT_FAIL_POINT("combine.after_finish");
+  ++w_.stats_.num_combines;
+  w_.stats_.combine_ns += now_ns() - start_ns;
+}
+
+// Landing areas for whoever may push: room for everything in the heap, else the staging rings.
+void CombineCall::prepare_landing() {
+  u64 num_bytes = 0;
+  for (int peer : op_.peers()) num_bytes += static_cast<u64>(send_.num_rows_to()[peer]) * record_.bytes;
+  if (num_bytes > 0) {
+    if (std::optional<Block> block = w_.reserve(num_bytes)) landing_block_ = std::move(*block);
+  }
+  u8* next = landing_block_.data;
+  for (int peer : op_.peers()) {
+    Contributor& from = contributors_[peer];
+    const u32 num_rows = static_cast<u32>(send_.num_rows_to()[peer]);
+    from.landing_records = num_rows;
+    from.landing = next;
+    if (next == nullptr) {
+      from.landing = w_.control_of(rank_) + w_.layout_.ring(peer);
+      from.landing_records = static_cast<u32>(std::min<u64>(w_.layout_.ring_bytes / record_.bytes, kMaxRowsPerPair));
+    } else {
+      next += static_cast<u64>(num_rows) * record_.bytes;
+    }
+  }
+}
+
+void CombineCall::send_counts() {
+  for (int peer : op_.peers()) {
+    op_.send(Phase::kCount, peer, [&] {
+      const bool in_heap = landing_block_.data != nullptr;
+      auto* payload = op_.payload_to<CountPayload>(Phase::kCount, peer);
+      *payload = CountPayload{};
+      payload->config = op_.config();
+      payload->num_rows = recv_.source_offset()[peer + 1] - recv_.source_offset()[peer];
+      payload->rows_in_heap = pull_ ? 1 : 0;
+      payload->rows_offset = pull_offset_;
+      payload->landing_in_heap = in_heap ? 1 : 0;
+      payload->landing_offset =
+          in_heap ? landing_block_.offset + static_cast<u64>(contributors_[peer].landing - landing_block_.data) : 0;
+      payload->landing_rows = contributors_[peer].landing_records;
+    });
+  }
+}
+
+void CombineCall::read_counts() {
+  for (int peer : op_.peers()) {
+    const auto* payload = op_.payload_from<CountPayload>(Phase::kCount, peer);
+    if (payload->num_rows != send_.num_rows_to()[peer]) op_.fail_internal(Phase::kCount, peer);
+    check_pull(peer, *payload);
+    check_landing(peer, *payload);
+  }
+}
+
+// R19: this rank reads only inside the peer's heap.
+void CombineCall::check_pull(int peer, const CountPayload& payload) {
+  Contributor& from = contributors_[peer];
+  from.pulls = payload.rows_in_heap != 0;
+  from.num_records = needs_records(peer) ? static_cast<u32>(send_.num_rows_to()[peer]) : 0;
+  if (!from.pulls) return;
+  i64 last_row = send_.row_start()[peer] + send_.num_rows_to()[peer];
+  if (a_.capacity >= 0) last_row = std::min(last_row, a_.capacity);
+  const CheckedSize end = CheckedSize(payload.rows_offset) + CheckedSize(static_cast<u64>(last_row)) * static_cast<u64>(row_bytes_);
+  const bool reads_nothing = send_.num_rows_to()[peer] == 0;
+  if (!reads_nothing && (!end.ok || end.value > w_.peers_[peer].heap.bytes())) op_.fail_internal(Phase::kCount, peer);
+  from.rows = w_.heap_of(peer) + payload.rows_offset;
+}
+
+// R19: this rank writes only inside the peer's heap or its own staging ring there.
+void CombineCall::check_landing(int peer, const CountPayload& payload) {
+  Owner& owner = owners_[peer];
+  const i64 num_rows = recv_.source_offset()[peer + 1] - recv_.source_offset()[peer];
+  owner.num_records = pushes_records() ? static_cast<u32>(num_rows) : 0;
+  const bool in_heap = payload.landing_in_heap != 0;
+  const CheckedSize end = CheckedSize(payload.landing_offset) + CheckedSize(payload.landing_rows) * record_.bytes;
+  const u64 limit = in_heap ? w_.peers_[peer].heap.bytes() : w_.layout_.ring_bytes;
+  const bool has_room = num_rows == 0 || payload.landing_rows > 0;
+  if (!end.ok || end.value > limit || !has_room) op_.fail_internal(Phase::kCount, peer);
+  owner.landing = in_heap ? w_.heap_of(peer) + payload.landing_offset : w_.control_of(peer) + w_.layout_.ring(rank_);
+  owner.landing_records = static_cast<u32>(payload.landing_rows);
+}
+
+// ---- contributor ----------------------------------------------------------------------------------------------------
+
+bool CombineCall::can_push(int owner_rank) const {
+  const Owner& owner = owners_[owner_rank];
+  if (owner.num_pushed == owner.num_records) return false;
+  const u32 consumed = sync::load_progress(op_.progress_from(owner_rank, Channel::kConsumed), op_.turn());
+  return owner.num_pushed - consumed < owner.landing_records;
+}
+
+bool CombineCall::push_records(int owner_rank) {
+  if (!can_push(owner_rank)) return false;
+  Owner& owner = owners_[owner_rank];
+  const RecordLayout& record = pull_ ? side_record_ : record_;
+  const u32 consumed = sync::load_progress(op_.progress_from(owner_rank, Channel::kConsumed), op_.turn());
+  if (consumed > owner.num_pushed) op_.fail_internal(Phase::kReduce, owner_rank);
+  const i64 first = recv_.source_offset()[owner_rank];
+  while (owner.num_pushed < owner.num_records && owner.num_pushed - consumed < owner.landing_records) {
+    write_record(first + owner.num_pushed, owner.landing + (owner.num_pushed % owner.landing_records) * record.bytes);
+    ++owner.num_pushed;
+    if (owner.num_pushed % kPushBatch == 0) op_.post(owner_rank, Channel::kLanded, owner.num_pushed);
+    WEFT_FAIL_POINT("combine.mid_push");
+  }
+  op_.post(owner_rank, Channel::kLanded, owner.num_pushed);
+  return true;
+}
+
+void CombineCall::write_record(i64 meta_row, u8* record) {
+  if (!pull_) partial_sum(meta_row, record);
+  if (a_.side != nullptr) write_side(meta_row, reinterpret_cast<float*>(record + (pull_ ? side_record_ : record_).meta));
+}
+
+// What this rank adds to the token behind a rank-major row, in the wire type.
+bool CombineCall::partial_sum(i64 meta_row, void* place) {
+  const u8* y = static_cast<const u8*>(a_.y);
+  if (a_.layout == Layout::kRankMajor) {
+    if (a_.capacity >= 0 && meta_row >= a_.capacity) return false;
+    std::memcpy(place, y + meta_row * row_bytes_, static_cast<u64>(row_bytes_));
+    return true;
+  }
+  const void* rows[kMaxTopk];
+  float weights[kMaxTopk];
+  RowSum sum;
+  for (i64 k = 0; k < top_k_; ++k) {
+    const i32 row = recv_.row()[meta_row * top_k_ + k];
+    if (row < 0) continue;
+    weights[sum.num_rows] = a_.weights != nullptr ? a_.weights[row] : 0.0f;
+    rows[sum.num_rows++] = y + static_cast<i64>(row) * row_bytes_;
+  }
+  if (sum.num_rows == 0) return false;
+  sum.rows = rows;
+  sum.weights = a_.weights != nullptr ? weights : nullptr;
+  sum.hidden = a_.hidden;
+  sum.dtype = a_.dtype;
+  sum_rows(sum, place);
+  return true;
+}
+
+void CombineCall::write_side(i64 meta_row, float* values) const {
+  for (i64 k = 0; k < top_k_; ++k) {
+    const i64 at = meta_row * top_k_ + k;
+    const bool is_rank_major = a_.layout == Layout::kRankMajor;
+    const i64 row = is_rank_major ? (a_.capacity >= 0 && meta_row >= a_.capacity ? -1 : at) : recv_.row()[at];
+    values[k] = recv_.expert()[at] >= 0 && row >= 0 ? a_.side[row] : 0.0f;
+  }
+}
+
+// ---- owner ----------------------------------------------------------------------------------------------------------
+
+// Whether any pick of the token was kept on that rank.
+bool CombineCall::has_row(i64 token, int contributor) const {
+  const i32 slot = send_.slot()[token * num_ranks_ + contributor];
+  if (slot < 0) return false;
+  if (a_.layout == Layout::kRankMajor) return a_.capacity < 0 || send_.row_start()[contributor] + slot < a_.capacity;
+  for (i64 k = 0; k < top_k_; ++k) {
+    const i32 expert = send_.expert()[token * top_k_ + k];
+    if (expert >= 0 && experts_.rank_of(expert) == contributor && send_.pick_row()[token * top_k_ + k] >= 0) return true;
+  }
+  return false;
+}
+
+bool CombineCall::token_is_here(i64 token) const {
+  for (int peer : op_.peers()) {
+    const i32 slot = send_.slot()[token * num_ranks_ + peer];
+    const Contributor& from = contributors_[peer];
+    if (slot < 0 || from.num_records == 0 || static_cast<u32>(slot) < from.num_landed) continue;
+    if (static_cast<u32>(slot) >= sync::load_progress(op_.progress_from(peer, Channel::kLanded), op_.turn())) return false;
+  }
+  return true;
+}
+
+bool CombineCall::can_sum() const { return next_token_ < a_.num_tokens && token_is_here(next_token_); }
+
+bool CombineCall::sum_tokens() {
+  for (int peer : op_.peers()) {
+    Contributor& from = contributors_[peer];
+    from.num_landed = sync::load_progress(op_.progress_from(peer, Channel::kLanded), op_.turn());
+    if (from.num_landed > from.num_records) op_.fail_internal(Phase::kReduce, peer);
+  }
+  const i64 before = next_token_;
+  while (next_token_ < a_.num_tokens && sum_token(next_token_)) {
+    ++next_token_;
+    WEFT_FAIL_POINT("combine.mid_sum");
+  }
+  for (int peer : op_.peers()) post_consumed(peer, next_token_ == a_.num_tokens);
+  return next_token_ > before;
+}
+
+// Tells the contributor of the room in its landing area; not needed where everything fits at once.
+void CombineCall::post_consumed(int peer, bool at_end) {
+  Contributor& from = contributors_[peer];
+  if (from.num_records <= from.landing_records || from.num_consumed == from.num_posted) return;
+  const bool is_due = from.num_consumed - from.num_posted >= std::max(1u, from.landing_records / 4);
+  const bool runs_dry = from.num_consumed == from.num_landed;
+  if (!is_due && !runs_dry && !at_end) return;
+  from.num_posted = from.num_consumed;
+  op_.post(peer, Channel::kConsumed, from.num_posted);
+}
+
+// This rank's own rows need no wire, but the same rounding.
+const void* CombineCall::own_row(i64 meta_row) {
+  if (a_.layout == Layout::kRankMajor) return static_cast<const u8*>(a_.y) + meta_row * row_bytes_;
+  partial_sum(meta_row, w_.scratch_.row.data());
+  return w_.scratch_.row.data();
+}
+
+void CombineCall::read_side(i64 token, int contributor, const float* values) {
+  for (i64 k = 0; k < top_k_; ++k) {
+    const i32 expert = send_.expert()[token * top_k_ + k];
+    if (expert >= 0 && experts_.rank_of(expert) == contributor) a_.side_out[token * top_k_ + k] = values[k];
+  }
+}
+
+// False: something of the token has not landed yet.
+bool CombineCall::sum_token(i64 token) {
+  for (int peer : op_.peers()) {
+    const i32 slot = send_.slot()[token * num_ranks_ + peer];
+    if (slot >= 0 && contributors_[peer].num_records != 0 && static_cast<u32>(slot) >= contributors_[peer].num_landed) return false;
+  }
+  const void* rows[kMaxRanks];
+  RowSum sum;
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    const i32 slot = send_.slot()[token * num_ranks_ + rank];
+    if (slot < 0) continue;
+    Contributor& from = contributors_[rank];
+    const i64 row = send_.row_start()[rank] + slot;
+    const bool counts = has_row(token, rank);
+    if (rank == rank_) {
+      float side[kMaxTopk];
+      const i64 meta_row = recv_.source_offset()[rank_] + slot;
+      if (counts) rows[sum.num_rows++] = own_row(meta_row);
+      if (a_.side != nullptr) {
+        write_side(meta_row, side);
+        read_side(token, rank, side);
+      }
+      continue;
+    }
+    const RecordLayout& record = from.pulls ? side_record_ : record_;
+    const u8* landed = from.landing + (static_cast<u32>(slot) % std::max(1u, from.landing_records)) * record.bytes;
+    if (counts) rows[sum.num_rows++] = from.pulls ? from.rows + row * row_bytes_ : landed;
+    if (a_.side != nullptr) read_side(token, rank, reinterpret_cast<const float*>(landed + record.meta));
+    if (from.num_records != 0) from.num_consumed = static_cast<u32>(slot) + 1;
+  }
+  sum.rows = rows;
+  sum.hidden = a_.hidden;
+  sum.dtype = a_.dtype;
+  sum.bias_is_fp32 = a_.bias_is_fp32;
+  if (a_.bias != nullptr) {
+    const i64 bias_row_bytes = a_.hidden * (a_.bias_is_fp32 ? 4 : dtype_bytes(a_.dtype));
+    sum.bias = static_cast<const u8*>(a_.bias) + (a_.bias_is_2d ? token * bias_row_bytes : 0);
+  }
+  sum_rows(sum, static_cast<u8*>(a_.out) + token * row_bytes_);
+  return true;
+}
+
+}  // namespace weft::cpu

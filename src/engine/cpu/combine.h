@@ -1,0 +1,85 @@
+// One combine of the CPU engine. The protocol is docs/protocols/cpu-combine.md; in short:
+//   count   to every peer: my rows lie in my heap (pull them), or I push partial sums; and where pushed rows may land here
+//   (data)  owners walk their tokens in order and add the ranks' rows ascending: pulled from the peer's heap, or landed
+//   reduce  to every peer: I have read everything of yours
+// The call ends with the `reduce` header of every peer: nobody reads the caller's rows any more (R20).
+#pragma once
+
+#include "engine/cpu/operation.h"
+#include "engine/cpu/plan.h"
+#include "engine/cpu/rows.h"
+
+namespace weft::cpu {
+
+class CombineCall {
+ public:
+  CombineCall(Window& window, const CombineArgs& args, const Poll& poll);
+  void run();
+
+ private:
+  // A rank as contributor to the tokens of this rank.
+  struct Contributor {
+    bool pulls = false;         // its rows are read from its heap
+    const u8* rows = nullptr;   // row 0 there
+    i64 rows_limit = 0;         // bytes of its heap from there
+    u8* landing = nullptr;      // its records arrive here
+    u32 landing_records = 0;
+    u32 num_records = 0;   // that it will send
+    u32 num_landed = 0;    // seen
+    u32 num_consumed = 0;  // read
+    u32 num_posted = 0;    // told to the contributor
+  };
+  // A rank as owner of tokens to which this rank contributes.
+  struct Owner {
+    u8* landing = nullptr;
+    u32 landing_records = 0;
+    u32 num_records = 0;
+    u32 num_pushed = 0;
+  };
+
+  bool pushes_records() const { return !pull_ || a_.side != nullptr; }
+  bool needs_records(int contributor) const { return !contributors_[contributor].pulls || a_.side != nullptr; }
+
+  void prepare_landing();
+  void send_counts();
+  void read_counts();
+  void check_pull(int peer, const CountPayload& payload);
+  void check_landing(int peer, const CountPayload& payload);
+
+  // As contributor.
+  bool can_push(int owner) const;
+  bool push_records(int owner);
+  void write_record(i64 meta_row, u8* record);
+  bool partial_sum(i64 meta_row, void* place);  // false: no pick of this row was kept
+  void write_side(i64 meta_row, float* values) const;
+
+  // As owner.
+  bool can_sum() const;
+  bool sum_tokens();
+  bool token_is_here(i64 token) const;
+  bool sum_token(i64 token);
+  bool has_row(i64 token, int contributor) const;
+  const void* own_row(i64 meta_row);
+  void read_side(i64 token, int contributor, const float* values);
+  void post_consumed(int contributor, bool at_end);
+
+  Window& w_;
+  const CombineArgs& a_;
+  const ExpertMap experts_;
+  const int rank_;
+  const i64 num_ranks_, top_k_;
+  const i64 row_bytes_;
+  Operation op_;
+  const SendPlanView<const i32> send_;
+  const RecvPlanView<const i32> recv_;
+  bool pull_ = false;     // this rank's rows lie in its heap in the right order
+  u64 pull_offset_ = 0;
+  RecordLayout record_;   // with data; a pulled row's record has only the side values
+  RecordLayout side_record_;
+  std::vector<Contributor> contributors_;
+  std::vector<Owner> owners_;
+  Block landing_block_;
+  i64 next_token_ = 0;
+};
+
+}  // namespace weft::cpu

@@ -1,0 +1,505 @@
+#include "engine/cpu/dispatch.h"
+
+#include <algorithm>
+#include <climits>
+#include <cstring>
+#include <new>
+
+#include "base/clock.h"
+#include "engine/cpu/rows.h"
+
+namespace weft::cpu {
+namespace {
+
+OperationConfig config_of(const DispatchArgs& args, u64 window_hash) {
+  OperationConfig config;
+  config.kind = OpKind::kDispatch;
+  config.layout = args.layout;
+  config.quantize = args.quantize;
+  config.dtype = args.quantize == Quantize::kNone ? args.dtype : Dtype::kBytes;
+  config.is_cached = args.cached ? 1 : 0;
+  config.mode = args.mode;
+  config.alignment = static_cast<u32>(args.alignment);
+  config.hidden = static_cast<u32>(args.hidden);
+  config.capacity = args.capacity;
+  config.max_tokens = args.max_tokens;
+  config.row_bytes = args.quantize == Quantize::kNone ? args.row_bytes : args.hidden;
+  config.scale_row_bytes =
+      args.quantize == Quantize::kNone ? args.scale_row_bytes : scale_bytes(args.hidden, args.quantize);
+  config.window_hash = window_hash;
+  if (args.cached) config.handle = static_cast<u64>(reinterpret_cast<const PlanHeader*>(args.send_plan)->sequence);
+  return config;
+}
+
+i32* local_counts(void* payload) {
+  return reinterpret_cast<i32*>(static_cast<u8*>(payload) + WindowLayout::kPayloadFixedBytes);
+}
+const i32* local_counts(const void* payload) {
+  return reinterpret_cast<const i32*>(static_cast<const u8*>(payload) + WindowLayout::kPayloadFixedBytes);
+}
+
+}  // namespace
+
+DispatchCall::DispatchCall(Window& window, const DispatchArgs& args, const Poll& poll)
+    : w_(window),
+      a_(args),
+      shape_(window.shape_),
+      experts_{window.shape_.num_ranks, window.shape_.num_local_experts()},
+      rank_(window.comm_->rank()),
+      num_ranks_(window.shape_.num_ranks),
+      num_local_(window.shape_.num_local_experts()),
+      top_k_(window.shape_.top_k),
+      wire_row_bytes_(config_of(args, 0).row_bytes),
+      wire_scale_bytes_(config_of(args, 0).scale_row_bytes),
+      op_(window, config_of(args, window.hash_), args.timeout_ns, poll),
+      record_(RecordLayout::make(static_cast<u64>(wire_row_bytes_), static_cast<u64>(wire_scale_bytes_),
+                                 args.cached ? 0 : static_cast<u64>(top_k_) * (sizeof(i32) + sizeof(float)))),
+      ring_records_(static_cast<u32>(std::min<u64>(window.layout_.ring_bytes / std::max<u64>(record_.bytes, 1), kMaxRowsPerPair))),
+      send_{args.send_plan, args.num_tokens, top_k_, num_ranks_},
+      targets_(static_cast<size_t>(num_ranks_)),
+      sources_(static_cast<size_t>(num_ranks_)) {}
+
+DispatchResult DispatchCall::run() {
+  const u64 start_ns = now_ns();
+  if (a_.cached) {
+    read_handle();
+  } else {
+    build_send_plan();
+  }
+  WEFT_FAIL_POINT("dispatch.before_count");
+  if (a_.cached) {
+    try {
+      reserve_result();
+    } catch (const std::bad_alloc&) {
+      op_.refuse(Phase::kCount, ErrorCode::kCapacityExceeded, "no memory for the result of dispatch");
+    }
+  }
+  send_counts();
+  WEFT_FAIL_POINT("dispatch.after_count");
+  op_.wait_all(Phase::kCount);
+  if (!a_.cached) {
+    read_counts();
+    size_result();
+    try {
+      reserve_result();
+    } catch (const std::bad_alloc&) {
+      op_.refuse(Phase::kNotify, ErrorCode::kCapacityExceeded, "no memory for the result of dispatch");
+    }
+    send_placements();
+    WEFT_FAIL_POINT("dispatch.after_notify");
+    zero_holes();
+    op_.wait_all(Phase::kNotify);
+  } else {
+    zero_holes();
+  }
+  read_placements();
+  if (!a_.cached) fill_pick_rows();
+  send_rows();
+  run_staging();
+  WEFT_FAIL_POINT("dispatch.after_send");
+  op_.wait_all(Phase::kSend);
+  finish_result();
+  op_.finish();
+  WEFT_FAIL_POINT("dispatch.after_finish");
+  ++w_.stats_.num_dispatches;
+  w_.stats_.dispatch_ns += now_ns() - start_ns;
+  w_.stats_.num_staged += staged_ ? 1 : 0;
+  return std::move(result_);
+}
+
+// ---- what goes where ------------------------------------------------------------------------------------------------
+
+void DispatchCall::read_handle() {
+  recv_ = {const_cast<i32*>(a_.recv_plan), 0, top_k_, num_ranks_};
+  const auto& header = *reinterpret_cast<const PlanHeader*>(a_.recv_plan);
+  recv_.num_meta_rows = num_meta_rows_ = header.num_meta_rows;
+  num_rows_ = header.num_rows;
+  result_rows_ = result_rows(header);
+  for (i64 source = 0; source < num_ranks_; ++source) {
+    sources_[source].first_meta_row = recv_.source_offset()[source];
+    sources_[source].num_meta_rows = recv_.source_offset()[source + 1] - recv_.source_offset()[source];
+    targets_[source].num_rows = send_.num_rows_to()[source];
+  }
+  if (a_.layout == Layout::kRankMajor) return;
+  // Group sizes again, for the holes between the groups.
+  w_.scratch_.counts_from.assign(static_cast<size_t>(num_ranks_ * num_local_), 0);
+  w_.scratch_.starts.resize(static_cast<size_t>(num_ranks_ * num_local_));
+  w_.scratch_.offsets.resize(static_cast<size_t>(num_local_ + 1));
+  for (i64 pick = 0; pick < num_meta_rows_ * top_k_; ++pick) {
+    if (recv_.expert()[pick] >= 0) ++w_.scratch_.counts_from[recv_.expert()[pick]];
+  }
+  place_by_expert(w_.scratch_.counts_from.data(), static_cast<i32>(num_ranks_), static_cast<i32>(num_local_), a_.layout,
+                  a_.alignment, a_.capacity, w_.scratch_.starts.data(), w_.scratch_.offsets.data());
+}
+
+void DispatchCall::build_send_plan() {
+  w_.scratch_.counts_to.assign(static_cast<size_t>(num_ranks_ * num_local_), 0);
+  std::fill_n(send_.row_start(), 2 * num_ranks_, 0);
+  i64 experts[kMaxTopk];
+  for (i64 token = 0; token < a_.num_tokens; ++token) {
+    for (i64 k = 0; k < top_k_; ++k) {
+      const i64 at = token * top_k_ + k;
+      experts[k] = a_.topk_is_int64 ? static_cast<const i64*>(a_.topk_idx)[at] : static_cast<const i32*>(a_.topk_idx)[at];
+    }
+    count_token(experts, token);
+  }
+  PlanHeader header;
+  header.magic = kSendPlanMagic;
+  header.epoch = op_.turn().epoch;
+  header.layout = static_cast<i32>(a_.layout);
+  header.num_ranks = static_cast<i32>(num_ranks_);
+  header.num_local_experts = static_cast<i32>(num_local_);
+  header.top_k = static_cast<i32>(top_k_);
+  header.num_tokens = static_cast<i32>(a_.num_tokens);
+  header.alignment = static_cast<i32>(a_.alignment);
+  header.capacity = a_.capacity;
+  header.window_hash = w_.hash_;
+  header.sequence = static_cast<i32>(op_.turn().sequence);
+  header.rank = rank_;
+  std::memcpy(a_.send_plan, &header, sizeof(header));
+  for (i64 rank = 0; rank < num_ranks_; ++rank) targets_[rank].num_rows = send_.num_rows_to()[rank];
+}
+
+void DispatchCall::count_token(const i64* experts, i64 token) {
+  i32* slot = send_.slot() + token * num_ranks_;
+  i32* expert = send_.expert() + token * top_k_;
+  std::fill_n(slot, num_ranks_, -1);
+  for (i64 k = 0; k < top_k_; ++k) {
+    expert[k] = -1;
+    if (!experts_.contains(experts[k])) {
+      if (experts[k] != -1 && result_.num_bad_ids++ == 0) {
+        result_.first_bad_id = experts[k];
+        result_.first_bad_at = token * top_k_ + k;
+      }
+      continue;
+    }
+    const i32 id = static_cast<i32>(experts[k]);
+    const i32 destination = experts_.rank_of(id);
+    if (!w_.comm_->is_active(destination)) continue;
+    expert[k] = id;
+    if (slot[destination] < 0) slot[destination] = send_.num_rows_to()[destination]++;
+    ++w_.scratch_.counts_to[id];
+  }
+}
+
+void DispatchCall::send_counts() {
+  for (int peer : op_.peers()) {
+    op_.send(Phase::kCount, peer, [&] {
+      auto* payload = op_.payload_to<CountPayload>(Phase::kCount, peer);
+      *payload = CountPayload{};
+      payload->config = op_.config();
+      payload->num_rows = targets_[peer].num_rows;
+      if (a_.cached) {
+        payload->placement = placement_for(peer);
+      } else {
+        std::copy_n(&w_.scratch_.counts_to[peer * num_local_], num_local_, local_counts(payload));
+      }
+    });
+  }
+}
+
+void DispatchCall::read_counts() {
+  w_.scratch_.counts_from.assign(static_cast<size_t>(num_ranks_ * num_local_), 0);
+  i32* counts = w_.scratch_.counts_from.data();
+  std::copy_n(&w_.scratch_.counts_to[rank_ * num_local_], num_local_, counts + rank_ * num_local_);
+  sources_[rank_].num_meta_rows = targets_[rank_].num_rows;
+  for (int peer : op_.peers()) {
+    const auto* payload = op_.payload_from<CountPayload>(Phase::kCount, peer);
+    const i64 num_rows = clamp_count(payload->num_rows, a_.max_tokens);
+    i64 num_picks = 0;
+    for (i64 expert = 0; expert < num_local_; ++expert) {
+      const i32 count = local_counts(payload)[expert];
+      counts[peer * num_local_ + expert] = static_cast<i32>(clamp_count(count, num_rows * top_k_));
+      num_picks += count;
+    }
+    const bool makes_sense = num_rows == payload->num_rows && num_picks >= num_rows && num_picks <= num_rows * top_k_;
+    if (!makes_sense) op_.fail_internal(Phase::kCount, peer);
+    sources_[peer].num_meta_rows = num_rows;
+  }
+}
+
+void DispatchCall::size_result() {
+  auto& scratch = w_.scratch_;
+  scratch.rows_from.resize(static_cast<size_t>(num_ranks_));
+  for (i64 source = 0; source < num_ranks_; ++source) {
+    scratch.rows_from[source] = sources_[source].num_meta_rows;
+    sources_[source].first_meta_row = num_meta_rows_;
+    num_meta_rows_ += sources_[source].num_meta_rows;
+  }
+  scratch.offsets.assign(static_cast<size_t>(std::max(num_ranks_, num_local_) + 1), 0);
+  scratch.starts.assign(static_cast<size_t>(num_ranks_ * num_local_), 0);
+  i64 total = 0;
+  if (a_.layout == Layout::kRankMajor) {
+    total = place_by_rank(scratch.rows_from.data(), static_cast<i32>(num_ranks_), scratch.offsets.data());
+  } else {
+    total = place_by_expert(scratch.counts_from.data(), static_cast<i32>(num_ranks_), static_cast<i32>(num_local_),
+                            a_.layout, a_.alignment, a_.capacity, scratch.starts.data(), scratch.offsets.data());
+  }
+  num_rows_ = total;
+  if (a_.capacity >= 0 && a_.layout != Layout::kMasked) num_rows_ = std::min(total, a_.capacity);
+  result_rows_ = a_.capacity >= 0 && a_.layout != Layout::kMasked ? a_.capacity : total;
+
+  const i64 num_offsets = (a_.layout == Layout::kRankMajor ? num_ranks_ : num_local_) + 1;
+  for (i64 idx = 0; idx < num_offsets; ++idx) a_.offsets[idx] = static_cast<i32>(std::min(scratch.offsets[idx], result_rows_));
+  i64 num_picks = 0, num_kept = 0;
+  for (i64 expert = 0; expert < num_local_; ++expert) {
+    i64 count = 0;
+    for (i64 source = 0; source < num_ranks_; ++source) count += scratch.counts_from[source * num_local_ + expert];
+    i64 kept = count;
+    if (a_.layout == Layout::kMasked) kept = std::min(count, a_.capacity);
+    if (a_.layout == Layout::kExpertMajor) kept = clamp_count(result_rows_ - scratch.offsets[expert], count);
+    a_.counts[expert] = static_cast<i32>(kept);
+    num_picks += count;
+    num_kept += kept;
+  }
+  num_dropped_ = num_picks - num_kept;
+  if (a_.layout == Layout::kMasked) num_rows_ = num_kept;
+  scratch.next_row = scratch.starts;
+}
+
+void DispatchCall::reserve_result() {
+  // Row counts are int32 in every output; more than that is no result that can be described.
+  if (std::max(result_rows_, num_meta_rows_) > INT_MAX) throw std::bad_alloc();
+  const u64 rows = static_cast<u64>(result_rows_), meta = static_cast<u64>(num_meta_rows_), top_k = static_cast<u64>(top_k_);
+  const CheckedSize scales_at = (CheckedSize(rows) * static_cast<u64>(wire_row_bytes_)).aligned(Heap::kAlignment);
+  const CheckedSize x_bytes = scales_at + CheckedSize(rows) * static_cast<u64>(wire_scale_bytes_);
+  const CheckedSize plan_at = CheckedSize(static_cast<u64>(recv_plan_len(num_meta_rows_, top_k_, num_ranks_, a_.layout)) * 4);
+  const CheckedSize weights_at = plan_at.aligned(Heap::kAlignment);
+  const CheckedSize outputs_at = (weights_at + CheckedSize(std::max(meta, rows)) * top_k * 4).aligned(Heap::kAlignment);
+  const CheckedSize plan_bytes =
+      outputs_at + (a_.layout == Layout::kRankMajor ? CheckedSize(rows) * top_k * (a_.topk_is_int64 ? 8 : 4) : CheckedSize(rows) * 4);
+  if (!x_bytes.ok || !plan_bytes.ok) throw std::bad_alloc();
+
+  scales_offset_ = scales_at.value;
+  x_block_ = w_.reserve_or_allocate(x_bytes.value);
+  staged_ = !x_block_.in_heap;
+  if (!a_.cached) {
+    plan_block_ = w_.reserve_or_allocate(plan_bytes.value);
+    staged_ = staged_ || !plan_block_.in_heap;
+    recv_ = {reinterpret_cast<i32*>(plan_block_.data), num_meta_rows_, top_k_, num_ranks_};
+    meta_weights_ = reinterpret_cast<float*>(plan_block_.data + weights_at.value);
+    result_.topk_idx.block = plan_block_;
+    result_.topk_idx.block.data = plan_block_.data + outputs_at.value;
+  }
+  streaming_ = x_bytes.value > (u64{1} << 20);
+}
+
+Placement DispatchCall::placement_for(int source) const {
+  Placement placement;
+  placement.num_rows = result_rows_;
+  placement.meta_start = sources_[source].first_meta_row;
+  placement.num_meta_rows = num_meta_rows_;
+  if (staged_) return placement;
+  placement.in_heap = 1;
+  placement.x = x_block_.offset;
+  placement.scales = x_block_.offset + scales_offset_;
+  if (a_.cached) return placement;
+  placement.meta_idx = plan_block_.offset + static_cast<u64>(reinterpret_cast<u8*>(recv_.expert()) - plan_block_.data);
+  placement.meta_weights = plan_block_.offset + static_cast<u64>(reinterpret_cast<u8*>(meta_weights_) - plan_block_.data);
+  return placement;
+}
+
+void DispatchCall::send_placements() {
+  for (int peer : op_.peers()) {
+    op_.send(Phase::kNotify, peer, [&] {
+      auto* payload = op_.payload_to<NotifyPayload>(Phase::kNotify, peer);
+      payload->placement = placement_for(peer);
+      const i64* starts = &w_.scratch_.starts[peer * num_local_];
+      for (i64 expert = 0; expert < num_local_; ++expert) local_counts(payload)[expert] = static_cast<i32>(starts[expert]);
+    });
+  }
+}
+
+void DispatchCall::read_placements() {
+  Target& own = targets_[rank_];
+  own.placement = placement_for(rank_);
+  own.x = x_block_.data;
+  own.scales = x_block_.data + scales_offset_;
+  own.meta_idx = a_.cached ? nullptr : recv_.expert();
+  own.meta_weights = meta_weights_;
+  for (int peer : op_.peers()) {
+    Target& target = targets_[peer];
+    target.placement = a_.cached ? op_.payload_from<CountPayload>(Phase::kCount, peer)->placement
+                                 : op_.payload_from<NotifyPayload>(Phase::kNotify, peer)->placement;
+    check_placement(peer, target.placement);
+    target.staged = target.placement.in_heap == 0;
+    if (target.staged) continue;
+    u8* heap = w_.heap_of(peer);
+    target.x = heap + target.placement.x;
+    target.scales = heap + target.placement.scales;
+    if (a_.cached) continue;
+    target.meta_idx = reinterpret_cast<i32*>(heap + target.placement.meta_idx);
+    target.meta_weights = reinterpret_cast<float*>(heap + target.placement.meta_weights);
+  }
+  if (a_.cached) return;
+  for (i64 rank = 0; rank < num_ranks_; ++rank) send_.row_start()[rank] = static_cast<i32>(targets_[rank].placement.meta_start);
+}
+
+// R19: nothing that a peer says makes this rank write outside the peer's heap.
+void DispatchCall::check_placement(int rank, const Placement& placement) const {
+  const auto fits = [&](u64 offset, i64 rows, i64 row_bytes) {
+    const CheckedSize end = CheckedSize(offset) + CheckedSize(static_cast<u64>(rows)) * static_cast<u64>(row_bytes);
+    return rows >= 0 && end.ok && end.value <= w_.peers_[rank].heap.bytes();
+  };
+  const bool rows_fit = placement.meta_start >= 0 && placement.num_meta_rows >= 0 &&
+                        placement.meta_start <= placement.num_meta_rows - targets_[rank].num_rows;
+  const bool memory_fits = placement.in_heap == 0 ||
+                           (fits(placement.x, placement.num_rows, wire_row_bytes_) &&
+                            fits(placement.scales, placement.num_rows, wire_scale_bytes_) &&
+                            fits(placement.meta_idx, placement.num_meta_rows, top_k_ * 4) &&
+                            fits(placement.meta_weights, placement.num_meta_rows, top_k_ * 4));
+  if (!rows_fit || !memory_fits) const_cast<Operation&>(op_).fail_internal(Phase::kNotify, rank);
+}
+
+// The row of every pick on its destination: tokens in order, then k, as the receiver counts them too.
+void DispatchCall::fill_pick_rows() {
+  if (a_.layout == Layout::kRankMajor) return;
+  std::vector<i64>& next = w_.scratch_.rows_from;
+  next.assign(static_cast<size_t>(num_ranks_ * num_local_), 0);
+  std::copy_n(&w_.scratch_.starts[rank_ * num_local_], num_local_, &next[rank_ * num_local_]);
+  for (int peer : op_.peers()) {
+    const i32* starts = local_counts(op_.payload_from<NotifyPayload>(Phase::kNotify, peer));
+    for (i64 expert = 0; expert < num_local_; ++expert) next[peer * num_local_ + expert] = std::max(starts[expert], 0);
+  }
+  for (i64 pick = 0; pick < a_.num_tokens * top_k_; ++pick) {
+    const i32 expert = send_.expert()[pick];
+    send_.pick_row()[pick] = -1;
+    if (expert < 0) continue;
+    const i64 row = next[expert]++;
+    const bool is_masked = a_.layout == Layout::kMasked;
+    const i64 limit = is_masked ? a_.capacity : targets_[experts_.rank_of(expert)].placement.num_rows;
+    if (row < limit) send_.pick_row()[pick] = static_cast<i32>(is_masked ? experts_.local_id(expert) * a_.capacity + row : row);
+  }
+}
+
+// expert_major: the rows between the end of a group and the start of the next. No peer writes them.
+void DispatchCall::zero_holes() {
+  if (a_.layout != Layout::kExpertMajor) return;
+  const auto& scratch = w_.scratch_;
+  for (i64 expert = 0; expert < num_local_; ++expert) {
+    i64 first = scratch.offsets[expert];
+    for (i64 source = 0; source < num_ranks_; ++source) first += scratch.counts_from[source * num_local_ + expert];
+    if (a_.cached) first = scratch.offsets[expert] + scratch.counts_from[expert];
+    const i64 end = std::min(scratch.offsets[expert + 1], result_rows_);
+    if (first >= end) continue;
+    std::memset(x_block_.data + first * wire_row_bytes_, 0, static_cast<u64>((end - first) * wire_row_bytes_));
+    std::memset(x_block_.data + scales_offset_ + first * wire_scale_bytes_, 0, static_cast<u64>((end - first) * wire_scale_bytes_));
+  }
+}
+
+// ---- the result -----------------------------------------------------------------------------------------------------
+
+// Gives the picks of a source's next rows their places: the same count, in the same order, as the source makes.
+void DispatchCall::place_meta_rows(int source, i64 end) {
+  Source& from = sources_[source];
+  const bool is_masked = a_.layout == Layout::kMasked;
+  for (; from.num_placed < end; ++from.num_placed) {
+    const i64 first = (from.first_meta_row + from.num_placed) * top_k_;
+    for (i64 k = 0; k < top_k_; ++k) {
+      const i32 expert = recv_.expert()[first + k];
+      if (expert < -1 || expert >= num_local_) op_.fail_internal(Phase::kSend, source);
+      if (a_.layout == Layout::kRankMajor) continue;
+      recv_.row()[first + k] = -1;
+      if (expert < 0) continue;
+      const i64 cell = source * num_local_ + expert;
+      const i64 row = w_.scratch_.next_row[cell]++;
+      if (row >= w_.scratch_.starts[cell] + w_.scratch_.counts_from[cell]) op_.fail_internal(Phase::kSend, source);
+      if (row >= (is_masked ? a_.capacity : result_rows_)) continue;
+      recv_.row()[first + k] = static_cast<i32>(is_masked ? expert * a_.capacity + row : row);
+    }
+  }
+}
+
+void DispatchCall::finish_result() {
+  if (!a_.cached) {
+    for (int source = 0; source < num_ranks_; ++source) place_meta_rows(source, sources_[source].num_meta_rows);
+    PlanHeader header = *reinterpret_cast<const PlanHeader*>(a_.send_plan);
+    header.magic = kRecvPlanMagic;
+    header.num_meta_rows = static_cast<i32>(num_meta_rows_);
+    header.num_rows = static_cast<i32>(num_rows_);
+    std::memcpy(recv_.base, &header, sizeof(header));
+    for (i64 source = 0; source <= num_ranks_; ++source) {
+      recv_.source_offset()[source] =
+          static_cast<i32>(source < num_ranks_ ? sources_[source].first_meta_row : num_meta_rows_);
+    }
+    write_outputs();
+  }
+  result_.num_rows = num_rows_;
+  result_.in_heap = !staged_;
+  const bool is_masked = a_.layout == Layout::kMasked;
+  const auto shaped = [&](Array& array, Dtype dtype, i64 columns) {
+    array.dtype = dtype;
+    array.shape = is_masked ? std::vector<i64>{num_local_, a_.capacity} : std::vector<i64>{result_rows_};
+    if (columns >= 0) array.shape.push_back(columns);
+  };
+  result_.x.block = x_block_;
+  shaped(result_.x, op_.config().dtype, wire_row_bytes_ / dtype_bytes(op_.config().dtype));
+  if (wire_scale_bytes_ > 0) {
+    result_.scales.block = x_block_;
+    result_.scales.block.data = x_block_.data + scales_offset_;
+    const bool is_float = a_.quantize == Quantize::kFp8;
+    shaped(result_.scales, is_float ? Dtype::kFp32 : Dtype::kBytes, is_float ? wire_scale_bytes_ / 4 : wire_scale_bytes_);
+  }
+  if (!a_.cached) shaped(result_.topk_weights, Dtype::kFp32, a_.layout == Layout::kRankMajor ? top_k_ : -1);
+  for (int peer : op_.peers()) {
+    result_.rows_sent += targets_[peer].num_rows;
+    result_.bytes_sent += targets_[peer].num_rows * static_cast<i64>(wire_row_bytes_ + wire_scale_bytes_ + (a_.cached ? 0 : top_k_ * 8));
+  }
+  w_.stats_.rows_sent += static_cast<u64>(result_.rows_sent);
+  w_.stats_.bytes_sent += static_cast<u64>(result_.bytes_sent);
+  w_.stats_.rows_received += static_cast<u64>(num_meta_rows_);
+}
+
+void DispatchCall::write_outputs() {
+  if (a_.layout == Layout::kRankMajor) {
+    write_topk();
+  } else {
+    write_weights();
+  }
+  result_.recv_plan.block = plan_block_;
+  result_.recv_plan.shape = {recv_plan_len(num_meta_rows_, top_k_, num_ranks_, a_.layout)};
+  result_.recv_plan.is_integer = true;
+  *a_.num_rows = static_cast<i32>(num_rows_);
+  *a_.overflow += num_dropped_;
+}
+
+void DispatchCall::write_topk() {
+  const i64 num_kept = num_rows_ * top_k_;
+  void* ids = result_.topk_idx.block.data;
+  if (a_.topk_is_int64) {
+    std::copy_n(recv_.expert(), num_kept, static_cast<i64*>(ids));
+    std::fill(static_cast<i64*>(ids) + num_kept, static_cast<i64*>(ids) + result_rows_ * top_k_, -1);
+  } else {
+    std::copy_n(recv_.expert(), num_kept, static_cast<i32*>(ids));
+    std::fill(static_cast<i32*>(ids) + num_kept, static_cast<i32*>(ids) + result_rows_ * top_k_, -1);
+  }
+  result_.topk_idx.shape = {result_rows_, top_k_};
+  result_.topk_idx.is_integer = true;
+  result_.topk_idx.is_int64 = a_.topk_is_int64;
+  if (num_rows_ < num_meta_rows_) {  // rows were dropped: count what was kept
+    std::fill_n(a_.counts, num_local_, 0);
+    i64 num_picks = 0;
+    for (i64 pick = 0; pick < num_meta_rows_ * top_k_; ++pick) {
+      if (recv_.expert()[pick] < 0) continue;
+      ++num_picks;
+      if (pick < num_kept) ++a_.counts[recv_.expert()[pick]];
+    }
+    num_dropped_ = num_picks;
+    for (i64 expert = 0; expert < num_local_; ++expert) num_dropped_ -= a_.counts[expert];
+  }
+  std::fill(meta_weights_ + num_kept, meta_weights_ + std::max(num_meta_rows_, result_rows_) * top_k_, 0.0f);
+  result_.topk_weights.block = plan_block_;
+  result_.topk_weights.block.data = reinterpret_cast<u8*>(meta_weights_);
+}
+
+void DispatchCall::write_weights() {
+  float* weights = reinterpret_cast<float*>(result_.topk_idx.block.data);
+  std::fill_n(weights, result_rows_, 0.0f);
+  for (i64 pick = 0; pick < num_meta_rows_ * top_k_; ++pick) {
+    if (recv_.row()[pick] >= 0) weights[recv_.row()[pick]] = meta_weights_[pick];
+  }
+  result_.topk_weights.block = result_.topk_idx.block;
+  result_.topk_idx.block = Block{};
+}
+
+}  // namespace weft::cpu

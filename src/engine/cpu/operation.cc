@@ -1,0 +1,170 @@
+#include "engine/cpu/operation.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/clock.h"
+#include "base/log.h"
+
+namespace weft::cpu {
+namespace {
+
+u64 deadline_of(u64 timeout_ns) {
+  const u64 now = now_ns();
+  return timeout_ns > ~u64{0} - now ? ~u64{0} : now + timeout_ns;
+}
+
+std::string describe(const OperationConfig& config) {
+  constexpr const char* kLayouts[] = {"rank_major", "expert_major", "masked"};
+  constexpr const char* kDtypes[] = {"bytes", "bfloat16", "float16", "float32"};
+  constexpr const char* kQuantize[] = {"None", "'fp8'", "'fp8_ue8m0'"};
+  std::string text = std::string(op_name(static_cast<u32>(config.kind)));
+  if (config.kind == OpKind::kBarrier) return text;
+  text += std::string("(layout='") + kLayouts[static_cast<int>(config.layout)] + "', dtype=" +
+          kDtypes[static_cast<int>(config.dtype)] + ", hidden=" + std::to_string(config.hidden) +
+          ", row_bytes=" + std::to_string(config.row_bytes) + ", alignment=" + std::to_string(config.alignment) +
+          ", capacity=" + (config.capacity < 0 ? "None" : std::to_string(config.capacity)) +
+          ", max_tokens=" + std::to_string(config.max_tokens);
+  if (config.kind == OpKind::kDispatch) {
+    text += std::string(", quantize=") + kQuantize[static_cast<int>(config.quantize)];
+  }
+  if (config.handle != 0) text += ", handle of sequence " + std::to_string(config.handle);
+  if (config.has_side != 0) text += ", with side";
+  return text + ")";
+}
+
+}  // namespace
+
+Operation::Operation(Window& window, const OperationConfig& config, u64 timeout_ns, const Poll& poll)
+    : window_(window), config_(config), fingerprint_(fingerprint(config)), poll_(poll), rank_(window.comm_->rank()) {
+  Communicator& comm = *window.comm_;
+  if (window.closed_) throw_invalid_state("the window is closed");
+  comm.raise_if_unusable();
+  ControlWords* words = window.words();
+  const sync::BeginResult begun = sync::begin_operation(words, 1);
+  if (begun == sync::BeginResult::kBusy) {
+    throw_invalid_state("an operation is in flight on this window; use one thread at a time, or two windows (num_windows=2)");
+  }
+  if (begun == sync::BeginResult::kBroken) comm.leave_broken();
+  turn_ = {comm.epoch(), static_cast<u32>(words->sequence + 1)};
+  deadline_ns_ = deadline_of(timeout_ns);
+  ptx::st_relaxed_sys(&words->deadline_ns, deadline_ns_);
+  peers_.reserve(comm.active_ranks().size());
+  for (int step = 1; step < comm.num_ranks(); ++step) {
+    const int peer = (rank_ + step) % comm.num_ranks();
+    if (comm.is_active(peer)) peers_.push_back(peer);
+  }
+}
+
+Operation::~Operation() {
+  if (!ended_) sync::end_operation(window_.words(), false);
+}
+
+void Operation::finish() {
+  sync::end_operation(window_.words(), true);
+  ended_ = true;
+}
+
+u64 Operation::header_from(Phase phase, int peer) const {
+  return sync::load_header(reinterpret_cast<const u64*>(window_.control_of(rank_) +
+                                                        window_.layout_.header(phase, turn_.sequence, peer)));
+}
+
+bool Operation::has_header(Phase phase, int peer) const {
+  return sync::classify_header(header_from(phase, peer), turn_, fingerprint_) != sync::HeaderState::kNotYet;
+}
+
+void Operation::post(int peer, Channel channel, u32 n) {
+  sync::post_progress(progress_at(peer, channel), turn_, n);
+  ring_doorbell(reinterpret_cast<ControlWords*>(window_.control_of(peer)));
+}
+
+void Operation::wait_header(Phase phase, int peer) {
+  const u64 start_ns = has_header(phase, peer) ? 0 : now_ns();
+  wait(phase, [&] { return has_header(phase, peer); }, [&](int other) { return !has_header(phase, other); });
+  if (start_ns != 0) window_.stats_.waited_ns[peer] += now_ns() - start_ns;
+}
+
+void Operation::wait_all(Phase phase) {
+  for (int peer : peers_) wait_header(phase, peer);
+  // Everybody has everybody's header now, so all ranks come to the same verdict.
+  int refusing = -1, differing = -1;
+  for (int peer : peers_) {
+    const sync::HeaderState state = sync::classify_header(header_from(phase, peer), turn_, fingerprint_);
+    if (state == sync::HeaderState::kRefusal && (refusing < 0 || peer < refusing)) refusing = peer;
+    if (state == sync::HeaderState::kMismatch && (differing < 0 || peer < differing)) differing = peer;
+  }
+  if (refusing >= 0) raise_refusal(phase, refusing);
+  if (differing >= 0) raise_mismatch(differing);
+}
+
+void Operation::raise_mismatch(int peer) {
+  const OperationConfig other = payload_from<CountPayload>(Phase::kCount, peer)->config;
+  finish();
+  throw Error(ErrorCode::kInvalidArgument,
+              "ranks called different things: rank " + std::to_string(rank_) + " " + describe(config_) + ", rank " +
+                  std::to_string(peer) + " " + describe(other) + "; the call was given up on every rank, nothing was sent",
+              op_name(static_cast<u32>(config_.kind)), turn_.sequence, {peer});
+}
+
+void Operation::raise_refusal(Phase phase, int peer) {
+  RefusalPayload refusal = *payload_from<RefusalPayload>(phase, peer);
+  refusal.text[sizeof(refusal.text) - 1] = '\0';
+  const bool is_known = refusal.error_code >= 1 && refusal.error_code <= static_cast<u32>(ErrorCode::kInternalError);
+  finish();
+  throw Error(is_known ? static_cast<ErrorCode>(refusal.error_code) : ErrorCode::kInternalError,
+              "rank " + std::to_string(peer) + " could not take part: " + refusal.text +
+                  "; the call was given up on every rank",
+              op_name(static_cast<u32>(config_.kind)), turn_.sequence, {peer});
+}
+
+void Operation::refuse(Phase phase, ErrorCode code, const std::string& text) {
+  for (int peer : peers_) {
+    send_header(phase, peer, kRefusalFingerprint, [&] {
+      auto* refusal = payload_to<RefusalPayload>(phase, peer);
+      refusal->error_code = static_cast<u32>(code);
+      const size_t length = std::min(text.size(), sizeof(refusal->text) - 1);
+      std::memcpy(refusal->text, text.data(), length);
+      refusal->text[length] = '\0';
+    });
+  }
+  for (int peer : peers_) wait_header(phase, peer);
+  finish();
+  throw Error(code, "rank " + std::to_string(rank_) + " could not take part: " + text + "; the call was given up on every rank",
+              op_name(static_cast<u32>(config_.kind)), turn_.sequence, {rank_});
+}
+
+AbortReason Operation::reason(AbortCode code, Phase phase, int culprit) const {
+  AbortReason reason;
+  reason.code = code;
+  reason.rank = culprit;
+  reason.reporter = rank_;
+  reason.epoch = turn_.epoch;
+  reason.sequence = turn_.sequence;
+  reason.phase = static_cast<u32>(phase);
+  reason.op_kind = static_cast<u32>(config_.kind);
+  return reason;
+}
+
+void Operation::fail_internal(Phase phase, int culprit) { window_.comm_->fail(reason(AbortCode::kInternal, phase, culprit)); }
+
+void Operation::give_up(Phase phase) { window_.comm_->give_up(reason(AbortCode::kInterrupted, phase, rank_)); }
+
+void Operation::break_off(sync::WaitResult result, Phase phase, u64 late_peers) {
+  std::string cells;
+  for (int peer : peers_) {
+    cells += " rank " + std::to_string(peer) + ":" + std::to_string(header_from(phase, peer) >> 16 & 0xffffffffu);
+  }
+  log_line(kLogWarning, "rank " + std::to_string(rank_) + " left " + op_name(static_cast<u32>(config_.kind)) + ", epoch " +
+                            std::to_string(turn_.epoch) + ", sequence " + std::to_string(turn_.sequence) + ", phase " +
+                            phase_name(static_cast<u32>(phase)) + "; sequences seen:" + cells);
+  if (result == sync::WaitResult::kAborted) window_.comm_->leave_broken();
+  AbortReason timeout = reason(AbortCode::kPeerTimeout, phase, -1);
+  timeout.peers = late_peers;
+  for (int peer = kMaxRanks - 1; peer >= 0; --peer) {
+    if ((late_peers >> peer & 1) != 0) timeout.rank = peer;
+  }
+  window_.comm_->fail(timeout);
+}
+
+}  // namespace weft::cpu

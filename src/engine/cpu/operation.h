@@ -1,0 +1,105 @@
+// One operation in flight: its turn, its headers to and from every active peer, and every way it can end.
+#pragma once
+
+#include <string>
+
+#include "engine/cpu/window.h"
+#include "weft/config/fail_point.h"
+#include "weft/sync/header.h"
+#include "weft/sync/operation.h"
+
+namespace weft::cpu {
+
+class Operation {
+ public:
+  // Takes the window. Errors: kInvalidState (closed, busy), or what the communicator broke with. Nothing is sent yet.
+  Operation(Window& window, const OperationConfig& config, u64 timeout_ns, const Poll& poll);
+  ~Operation();
+  Operation(const Operation&) = delete;
+  Operation& operator=(const Operation&) = delete;
+
+  sync::Turn turn() const { return turn_; }
+  int rank() const { return rank_; }
+  const OperationConfig& config() const { return config_; }
+  // Active peers, beginning with the next higher rank, so that not everyone aims at the same one.
+  const std::vector<int>& peers() const { return peers_; }
+
+  template <class Payload>
+  Payload* payload_to(Phase phase, int peer) const {
+    return reinterpret_cast<Payload*>(window_.control_of(peer) + window_.layout_.payload(phase, turn_.sequence, rank_));
+  }
+  template <class Payload>
+  const Payload* payload_from(Phase phase, int peer) const {
+    return reinterpret_cast<const Payload*>(window_.control_of(rank_) + window_.layout_.payload(phase, turn_.sequence, peer));
+  }
+  u64* progress_at(int peer, Channel channel) const {  // written by this rank, waited for by the peer
+    return reinterpret_cast<u64*>(window_.control_of(peer) + window_.layout_.progress_word(channel, rank_));
+  }
+  u64* progress_from(int peer, Channel channel) const {  // written by the peer
+    return reinterpret_cast<u64*>(window_.control_of(rank_) + window_.layout_.progress_word(channel, peer));
+  }
+
+  // The header of `phase` to one peer, after its payload.
+  template <class WritePayload>
+  void send(Phase phase, int peer, const WritePayload& write_payload) {
+    send_header(phase, peer, fingerprint_, write_payload);
+  }
+  void post(int peer, Channel channel, u32 n);
+
+  // The headers of `phase` from every active peer. Errors: kInvalidArgument on every rank alike if fingerprints differ,
+  // the reason of a refusal (both advance the sequence and leave the communicator whole); kPeerLost, kPeerTimeout.
+  void wait_all(Phase phase);
+  bool has_header(Phase phase, int peer) const;
+
+  // Waits until ready(); late(peer) tells who is to blame if the deadline comes first.
+  template <class Ready, class Late>
+  void wait(Phase phase, const Ready& ready, const Late& late) {
+    SleepingPause pause(window_.words(), deadline_ns_, poll_);
+    sync::WaitResult result;
+    try {
+      result = sync::wait_until(ready, pause);
+    } catch (...) {
+      give_up(phase);
+      throw;
+    }
+    if (result == sync::WaitResult::kReady) return;
+    u64 late_peers = 0;
+    for (int peer : peers_) late_peers |= late(peer) ? u64{1} << peer : 0;
+    break_off(result, phase, late_peers);
+  }
+
+  // Says to everyone that this rank cannot take part, and leaves as they do (R3). Every rank raises the error.
+  [[noreturn]] void refuse(Phase phase, ErrorCode code, const std::string& text);
+  // A peer's words make no sense (R19): everyone leaves, the communicator is broken.
+  [[noreturn]] void fail_internal(Phase phase, int culprit);
+
+  void finish();  // ended well: the sequence advances
+
+ private:
+  template <class WritePayload>
+  void send_header(Phase phase, int peer, u16 print, const WritePayload& write_payload) {
+    u8* control = window_.control_of(peer);
+    auto* cell = reinterpret_cast<u64*>(control + window_.layout_.header(phase, turn_.sequence, rank_));
+    sync::send_header(cell, sync::pack_header(turn_, print), write_payload);
+    ring_doorbell(reinterpret_cast<ControlWords*>(control));
+  }
+  u64 header_from(Phase phase, int peer) const;
+  void wait_header(Phase phase, int peer);
+  [[noreturn]] void raise_refusal(Phase phase, int peer);
+  [[noreturn]] void raise_mismatch(int peer);
+  [[noreturn]] void break_off(sync::WaitResult result, Phase phase, u64 late_peers);
+  void give_up(Phase phase);
+  AbortReason reason(AbortCode code, Phase phase, int culprit) const;
+
+  Window& window_;
+  const OperationConfig config_;
+  const u16 fingerprint_;
+  const Poll& poll_;
+  const int rank_;
+  u64 deadline_ns_ = 0;
+  sync::Turn turn_;
+  std::vector<int> peers_;
+  bool ended_ = false;
+};
+
+}  // namespace weft::cpu

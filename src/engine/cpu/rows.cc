@@ -1,0 +1,173 @@
+#include "engine/cpu/rows.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "weft/ptx/convert.h"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+// One binary for every x86-64, faster where AVX2 is there; no fused multiply-add in either (-ffp-contract=off).
+// Sanitisers run before the resolver of a clone could, so their builds have one version.
+#if defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define WEFT_CLONES __attribute__((target_clones("avx2", "default")))
+#else
+#define WEFT_CLONES
+#endif
+
+namespace weft::cpu {
+namespace {
+
+constexpr i64 kChunk = 512;  // elements summed at a time: the accumulators stay in the first-level cache
+
+#if defined(__SSE2__)
+void stream_bytes(u8* place, const u8* source, u64 num_bytes) {
+  u64 offset = 0;
+  for (; offset + 64 <= num_bytes; offset += 64) {
+    const __m128i* from = reinterpret_cast<const __m128i*>(source + offset);
+    __m128i* to = reinterpret_cast<__m128i*>(place + offset);
+    const __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
+    const __m128i c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
+    _mm_stream_si128(to, a), _mm_stream_si128(to + 1, b);
+    _mm_stream_si128(to + 2, c), _mm_stream_si128(to + 3, d);
+  }
+  std::memcpy(place + offset, source + offset, num_bytes - offset);
+}
+#endif
+
+struct Bf16 {
+  using Storage = u16;
+  static float load(u16 value) { return ptx::bf16_to_float(value); }
+  static u16 store(float value) { return ptx::float_to_bf16(value); }
+};
+struct Fp16 {
+  using Storage = u16;
+  static float load(u16 value) { return ptx::fp16_to_float(value); }
+  static u16 store(float value) { return ptx::float_to_fp16(value); }
+};
+struct Fp32 {
+  using Storage = float;
+  static float load(float value) { return value; }
+  static float store(float value) { return value; }
+};
+
+template <class Format>
+inline __attribute__((always_inline)) void load_chunk(const void* row, i64 first, i64 count, float* values) {
+  const auto* elements = static_cast<const typename Format::Storage*>(row) + first;
+  for (i64 idx = 0; idx < count; ++idx) values[idx] = Format::load(elements[idx]);
+}
+
+template <class Format>
+inline __attribute__((always_inline)) void sum_rows_of(const RowSum& sum, void* result) {
+  using Storage = typename Format::Storage;
+  alignas(64) float total[kChunk];
+  for (i64 first = 0; first < sum.hidden; first += kChunk) {
+    const i64 count = std::min(kChunk, sum.hidden - first);
+    for (i64 idx = 0; idx < count; ++idx) total[idx] = 0.0f;
+    for (i32 row = 0; row < sum.num_rows; ++row) {
+      const Storage* elements = static_cast<const Storage*>(sum.rows[row]) + first;
+      if (sum.weights != nullptr) {
+        const float weight = sum.weights[row];
+        for (i64 idx = 0; idx < count; ++idx) total[idx] += weight * Format::load(elements[idx]);
+      } else {
+        for (i64 idx = 0; idx < count; ++idx) total[idx] += Format::load(elements[idx]);
+      }
+    }
+    if (sum.bias != nullptr && sum.bias_is_fp32) {
+      const float* bias = static_cast<const float*>(sum.bias) + first;
+      for (i64 idx = 0; idx < count; ++idx) total[idx] += bias[idx];
+    } else if (sum.bias != nullptr) {
+      const Storage* bias = static_cast<const Storage*>(sum.bias) + first;
+      for (i64 idx = 0; idx < count; ++idx) total[idx] += Format::load(bias[idx]);
+    }
+    Storage* place = static_cast<Storage*>(result) + first;
+    for (i64 idx = 0; idx < count; ++idx) place[idx] = Format::store(total[idx]);
+  }
+}
+
+WEFT_CLONES void sum_rows_bf16(const RowSum& sum, void* result) { sum_rows_of<Bf16>(sum, result); }
+WEFT_CLONES void sum_rows_fp16(const RowSum& sum, void* result) { sum_rows_of<Fp16>(sum, result); }
+WEFT_CLONES void sum_rows_fp32(const RowSum& sum, void* result) { sum_rows_of<Fp32>(sum, result); }
+
+WEFT_CLONES void load_group(Dtype dtype, const void* row, i64 first, i64 count, float* values) {
+  if (dtype == Dtype::kBf16) return load_chunk<Bf16>(row, first, count, values);
+  if (dtype == Dtype::kFp16) return load_chunk<Fp16>(row, first, count, values);
+  load_chunk<Fp32>(row, first, count, values);
+}
+
+// Largest magnitude as bits: for non-negative floats the order of the bits is the order of the values, and a NaN is above
+// infinity, so it wins as it must.
+WEFT_CLONES u32 largest_magnitude_bits(const float* values, i64 count) {
+  u32 largest = 0;
+  for (i64 idx = 0; idx < count; ++idx) largest = std::max(largest, ptx::float_bits(values[idx]) & 0x7fffffffu);
+  return largest;
+}
+
+WEFT_CLONES void scale_to_e4m3(const float* values, i64 count, float factor, u8* data) {
+  for (i64 idx = 0; idx < count; ++idx) data[idx] = ptx::float_to_e4m3(values[idx] * factor);
+}
+
+constexpr float kLargestE4m3 = 448.0f;
+constexpr u32 kNanBits = 0x7fc00000u;
+constexpr u8 kE8m0Nan = 255;
+
+// The multiplier of one group; its scale is stored.
+float choose_scale(u32 amax_bits, Quantize format, void* scales, i64 group) {
+  const bool is_nan = amax_bits > 0x7f800000u;
+  const float amax = is_nan ? ptx::bits_float(kNanBits) : std::max(ptx::bits_float(amax_bits), 1e-4f);
+  const float scale = amax / kLargestE4m3;
+  if (format == Quantize::kFp8) {
+    static_cast<float*>(scales)[group] = scale;
+    return kLargestE4m3 / amax;
+  }
+  // 2^ceil(log2(scale)) from the bits; amax >= 1e-4 keeps the scale a normal number.
+  const u32 bits = ptx::float_bits(scale);
+  const u32 biased = is_nan ? kE8m0Nan : (bits >> 23) + ((bits & 0x7fffffu) != 0 ? 1u : 0u);
+  static_cast<u8*>(scales)[group] = static_cast<u8>(biased);
+  return biased >= kE8m0Nan ? ptx::bits_float(kNanBits) : ptx::bits_float((254u - biased) << 23);
+}
+
+}  // namespace
+
+void copy_row(const void* source, u64 num_bytes, u8* const* places, i32 num_places, bool streaming) {
+  const u8* bytes = static_cast<const u8*>(source);
+  for (i32 idx = 0; idx < num_places; ++idx) {
+#if defined(__SSE2__)
+    if (streaming) {
+      stream_bytes(places[idx], bytes, num_bytes);
+      continue;
+    }
+#endif
+    std::memcpy(places[idx], bytes, num_bytes);
+  }
+  static_cast<void>(streaming);
+}
+
+void finish_streaming() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+void quantize_row(Dtype dtype, const void* row, i64 hidden, Quantize format, u8* data, void* scales) {
+  alignas(64) float values[kQuantizeGroup];
+  for (i64 group = 0; group < num_scales(hidden); ++group) {
+    const i64 first = group * kQuantizeGroup;
+    const i64 count = std::min<i64>(kQuantizeGroup, hidden - first);
+    load_group(dtype, row, first, count, values);
+    const float factor = choose_scale(largest_magnitude_bits(values, count), format, scales, group);
+    scale_to_e4m3(values, count, factor, data + first);
+  }
+}
+
+void sum_rows(const RowSum& sum, void* result) {
+  switch (sum.dtype) {
+    case Dtype::kBf16: return sum_rows_bf16(sum, result);
+    case Dtype::kFp16: return sum_rows_fp16(sum, result);
+    default: return sum_rows_fp32(sum, result);
+  }
+}
+
+}  // namespace weft::cpu

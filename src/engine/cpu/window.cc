@@ -1,0 +1,189 @@
+#include "engine/cpu/window.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "base/clock.h"
+#include "weft/sync/operation.h"
+
+namespace weft::cpu {
+namespace {
+
+constexpr u64 kWindowTag = u64{1} << 61;
+
+struct MemoryOffer {
+  WindowShape shape;
+  u64 control_bytes;
+  u64 heap_bytes;  // may differ from rank to rank
+};
+
+WindowLayout checked_layout(const WindowShape& shape) {
+  const WindowLayout layout = WindowLayout::make(shape);
+  if (!layout.ok) {
+    throw_invalid_argument("window shape: " + std::to_string(shape.num_ranks) + " ranks, " +
+                           std::to_string(shape.num_experts) + " experts, top_k " + std::to_string(shape.top_k) + ", " +
+                           std::to_string(shape.max_tokens) + " tokens a rank of " + std::to_string(shape.max_row_bytes) +
+                           " bytes; allowed: up to " + std::to_string(kMaxRanks) + " ranks, experts divisible by the ranks, " +
+                           "top_k up to " + std::to_string(kMaxTopk) + ", up to " + std::to_string(kMaxRowsPerPair) +
+                           " tokens, sizes within 64 bits");
+  }
+  return layout;
+}
+
+// Rows at offset 0 would make "no offset" ambiguous in messages, and a heap of no bytes cannot be mapped.
+constexpr u64 kSmallestHeap = 4096;
+
+}  // namespace
+
+Window::Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64 heap_bytes, u64 deadline_ns, const Poll& poll)
+    : comm_(std::move(comm)),
+      shape_(shape),
+      layout_(checked_layout(shape)),
+      heap_bytes_(std::max(heap_bytes, kSmallestHeap)),
+      id_(comm_->next_window_id()),
+      control_(SharedMemory::create(layout_.total_bytes)),
+      heap_(std::make_shared<ReceiveHeap>(heap_bytes_)),
+      peers_(static_cast<size_t>(shape.num_ranks)) {
+  hash_ = hash_bytes(&shape_, sizeof(shape_), hash_bytes(&id_, sizeof(id_)));
+  stats_.waited_ns.resize(static_cast<size_t>(shape.num_ranks));
+  new (control_.data()) ControlWords();
+  std::vector<Parcel> parcels =
+      exchange_memory(nullptr, comm_->active_ranks(), kWindowTag | id_, control_, *heap_, deadline_ns, poll);
+  for (int rank : comm_->active_ranks()) {
+    MemoryOffer offer;
+    std::memcpy(&offer, parcels[rank].bytes.data(), sizeof(offer));
+    if (rank == comm_->rank()) continue;
+    peers_[rank].control = SharedMemory::attach(std::move(parcels[rank].fds[0]), offer.control_bytes);
+    peers_[rank].heap = SharedMemory::attach(std::move(parcels[rank].fds[1]), offer.heap_bytes);
+    peers_[rank].control.drop_fd();
+    peers_[rank].heap.drop_fd();
+  }
+  control_.drop_fd();
+  heap_->memory.drop_fd();
+  comm_->add_window(this);
+}
+
+Window::~Window() { close(); }
+
+void Window::close() {
+  if (std::exchange(closed_, true)) return;
+  comm_->remove_window(this);
+  peers_.clear();
+}
+
+std::vector<Parcel> Window::exchange_memory(ControlPlane* plane, const std::vector<int>& ranks, u64 tag,
+                                            const SharedMemory& control, const ReceiveHeap& heap, u64 deadline_ns,
+                                            const Poll& poll) {
+  const MemoryOffer mine{shape_, control.bytes(), heap.memory.bytes()};
+  std::vector<std::byte> bytes(sizeof(mine));
+  std::memcpy(bytes.data(), &mine, sizeof(mine));
+  const std::vector<int> fds = {control.fd(), heap.memory.fd()};
+  std::vector<Parcel> parcels = plane == nullptr ? comm_->exchange(tag, bytes, fds, deadline_ns, poll)
+                                                 : plane->exchange(ranks, tag, bytes, fds, deadline_ns, poll);
+  for (int rank : ranks) {
+    MemoryOffer offer{};
+    if (parcels[rank].bytes.size() != sizeof(offer) || parcels[rank].fds.size() != 2) {
+      throw_internal("rank " + std::to_string(rank) + " sent a malformed window");
+    }
+    std::memcpy(&offer, parcels[rank].bytes.data(), sizeof(offer));
+    if (std::memcmp(&offer.shape, &shape_, sizeof(shape_)) != 0) {
+      throw_invalid_argument("the window of rank " + std::to_string(rank) + " has another shape (" +
+                             std::to_string(offer.shape.num_experts) + " experts, top_k " +
+                             std::to_string(offer.shape.top_k) + ", " + std::to_string(offer.shape.max_tokens) +
+                             " tokens, rows of " + std::to_string(offer.shape.max_row_bytes) + " bytes); shapes must be equal");
+    }
+  }
+  return parcels;
+}
+
+// R13: the control memory keeps its addresses and gets fresh pages; the heap is new, and the old one lives as long as a
+// tensor holds it. R14: what is mapped of the ranks that left is let go.
+void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u64 deadline_ns, const Poll& poll) {
+  SharedMemory control = SharedMemory::create(layout_.total_bytes);
+  new (control.data()) ControlWords();
+  auto heap = std::make_shared<ReceiveHeap>(heap_bytes_);
+  std::vector<Parcel> parcels = exchange_memory(&plane, ranks, tag, control, *heap, deadline_ns, poll);
+  std::vector<Peer> peers(static_cast<size_t>(shape_.num_ranks));
+  for (int rank : ranks) {
+    if (rank == comm_->rank()) continue;
+    MemoryOffer offer;
+    std::memcpy(&offer, parcels[rank].bytes.data(), sizeof(offer));
+    SharedMemory fresh = SharedMemory::attach(std::move(parcels[rank].fds[0]), offer.control_bytes);
+    peers[rank].heap = SharedMemory::attach(std::move(parcels[rank].fds[1]), offer.heap_bytes);
+    peers[rank].heap.drop_fd();
+    peers[rank].control = std::move(peers_[rank].control);
+    if (peers[rank].control.valid()) {
+      peers[rank].control.replace(std::move(fresh));
+    } else {
+      peers[rank].control = std::move(fresh);
+    }
+    peers[rank].control.drop_fd();
+  }
+  control_.replace(std::move(control));
+  control_.drop_fd();
+  heap->memory.drop_fd();
+  heap_ = std::move(heap);
+  peers_ = std::move(peers);
+}
+
+u8* Window::control_of(int rank) const {
+  return reinterpret_cast<u8*>(rank == comm_->rank() ? control_.data() : peers_[rank].control.data());
+}
+
+u8* Window::heap_of(int rank) const {
+  return reinterpret_cast<u8*>(rank == comm_->rank() ? heap_->memory.data() : peers_[rank].heap.data());
+}
+
+std::optional<u64> Window::heap_offset(const void* pointer) const {
+  const u8* base = reinterpret_cast<const u8*>(heap_->memory.data());
+  const u8* place = static_cast<const u8*>(pointer);
+  if (place < base || place >= base + heap_bytes_) return std::nullopt;
+  return static_cast<u64>(place - base);
+}
+
+std::optional<Block> Window::reserve(u64 num_bytes) {
+  const std::optional<u64> offset = heap_->heap.reserve(num_bytes);
+  if (!offset) return std::nullopt;
+  Block block;
+  block.data = reinterpret_cast<u8*>(heap_->memory.data()) + *offset;
+  block.num_bytes = num_bytes;
+  block.in_heap = true;
+  block.offset = *offset;
+  block.owner = std::shared_ptr<void>(block.data, [heap = heap_, start = *offset](void*) { heap->heap.release(start); });
+  return block;
+}
+
+Block Window::reserve_or_allocate(u64 num_bytes) {
+  if (std::optional<Block> block = reserve(num_bytes)) return std::move(*block);
+  constexpr std::align_val_t kAlignment{64};
+  Block block;
+  block.num_bytes = num_bytes;
+  block.data = static_cast<u8*>(::operator new(std::max<u64>(num_bytes, 1), kAlignment));
+  block.owner = std::shared_ptr<void>(block.data, [](void* data) { ::operator delete(data, kAlignment); });
+  return block;
+}
+
+void Window::abort() {
+  ptx::st_release_sys(&words()->abort, 1);
+  ring_doorbell(words());
+}
+
+void Window::record_error(const AbortReason& reason) {
+  ErrorRecord record;
+  record.code = static_cast<u32>(reason.code);
+  record.phase = reason.phase;
+  record.op_kind = reason.op_kind;
+  record.culprit = reason.rank;
+  record.reporter = reason.reporter;
+  record.epoch = reason.epoch;
+  record.sequence = reason.sequence;
+  record.late_peers = reason.peers;
+  sync::record_error(words(), record);
+  heap_->heap.quarantine();
+}
+
+bool Window::is_busy() const { return ptx::ld_acquire_sys(&words()->owner) != 0; }
+
+}  // namespace weft::cpu

@@ -1,0 +1,111 @@
+// A window: the control memory and the heap of this rank, the mappings of those of its peers, and what one operation
+// after the other needs. docs/protocols/headers.md says who writes which word.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "engine/cpu/communicator.h"
+#include "engine/cpu/types.h"
+#include "memory/heap.h"
+#include "memory/shared_memory.h"
+#include "weft/layout/payload.h"
+#include "weft/layout/routing.h"
+#include "weft/layout/window.h"
+
+namespace weft::cpu {
+
+// Receive memory of one epoch. Tensors hold it, so it outlives a rebuild and the window itself (R13).
+struct ReceiveHeap {
+  explicit ReceiveHeap(u64 bytes) : memory(SharedMemory::create(bytes)), heap(bytes) {}
+  SharedMemory memory;
+  Heap heap;
+};
+
+struct WindowStats {
+  u64 num_dispatches = 0;
+  u64 num_combines = 0;
+  u64 rows_sent = 0;   // to other ranks
+  u64 bytes_sent = 0;  // to other ranks: rows, scales, ids and weights
+  u64 rows_received = 0;
+  u64 num_staged = 0;  // results that found no room in the heap
+  u64 dispatch_ns = 0;
+  u64 combine_ns = 0;
+  std::vector<u64> waited_ns;  // by peer
+};
+
+class Window {
+ public:
+  // Collective among the active ranks. Errors: kInvalidArgument (sizes beyond 64 bits, shapes that differ), kPeerLost,
+  // kPeerTimeout.
+  Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64 heap_bytes, u64 deadline_ns, const Poll& poll);
+  ~Window();
+  Window(const Window&) = delete;
+  Window& operator=(const Window&) = delete;
+
+  DispatchResult dispatch(const DispatchArgs& args, const Poll& poll);
+  void combine(const CombineArgs& args, const Poll& poll);
+  void barrier(u64 timeout_ns, const Poll& poll);
+
+  // A block of the heap for expert outputs, or nothing if there is no room.
+  std::optional<Block> reserve(u64 num_bytes);
+  bool owns(const void* pointer) const { return heap_offset(pointer).has_value(); }
+
+  void close();
+  const WindowStats& stats() const { return stats_; }
+  u64 heap_used() const { return heap_->heap.used(); }
+  u64 heap_peak() const { return heap_->heap.peak(); }
+  u64 heap_bytes() const { return heap_bytes_; }
+  const WindowLayout& layout() const { return layout_; }
+  const WindowShape& shape() const { return shape_; }
+
+  // For the communicator.
+  void abort();                                   // any thread
+  void record_error(const AbortReason& reason);   // R9
+  bool is_busy() const;
+  void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u64 deadline_ns, const Poll& poll);
+
+ private:
+  friend class Operation;
+  friend class DispatchCall;
+  friend class CombineCall;
+
+  struct Peer {
+    SharedMemory control;
+    SharedMemory heap;
+  };
+
+  ControlWords* words() const { return reinterpret_cast<ControlWords*>(control_.data()); }
+  u8* control_of(int rank) const;
+  u8* heap_of(int rank) const;
+  std::optional<u64> heap_offset(const void* pointer) const;
+  // A block of the heap, or of ordinary memory if there is no room. Throws std::bad_alloc.
+  Block reserve_or_allocate(u64 num_bytes);
+  // What every rank says of its memory, and its descriptors (control, heap), by rank.
+  std::vector<Parcel> exchange_memory(ControlPlane* plane, const std::vector<int>& ranks, u64 tag,
+                                      const SharedMemory& control, const ReceiveHeap& heap, u64 deadline_ns,
+                                      const Poll& poll);
+
+  std::shared_ptr<Communicator> comm_;
+  const WindowShape shape_;
+  const WindowLayout layout_;
+  const u64 heap_bytes_;
+  const u64 id_;
+  u64 hash_ = 0;
+  SharedMemory control_;
+  std::shared_ptr<ReceiveHeap> heap_;
+  std::vector<Peer> peers_;
+  WindowStats stats_;
+  bool closed_ = false;
+
+  // Kept between calls so that a call allocates nothing but its result.
+  struct Scratch {
+    std::vector<i32> counts_to, counts_from;
+    std::vector<i64> starts, next_row, offsets, rows_from;
+    std::vector<u8> row, scales;
+  } scratch_;
+};
+
+}  // namespace weft::cpu
