@@ -241,7 +241,7 @@ nb::dict stats(const cpu::Window& window) {
   return all;
 }
 
-std::unique_ptr<cpu::Window> make_window(std::shared_ptr<cpu::Communicator> comm, i32 num_experts, i32 top_k, i64 max_tokens,
+std::shared_ptr<cpu::Window> make_window(std::shared_ptr<cpu::Communicator> comm, i32 num_experts, i32 top_k, i64 max_tokens,
                                          i64 max_row_bytes, u64 heap_bytes, u64 staging_bytes, double timeout_s) {
   WindowShape shape;
   shape.num_ranks = comm->num_ranks();
@@ -251,7 +251,7 @@ std::unique_ptr<cpu::Window> make_window(std::shared_ptr<cpu::Communicator> comm
   shape.max_row_bytes = max_row_bytes;
   shape.staging_bytes = staging_bytes;
   const nb::gil_scoped_release release;
-  return std::make_unique<cpu::Window>(std::move(comm), shape, heap_bytes, deadline_after_s(timeout_s), poll());
+  return std::make_shared<cpu::Window>(std::move(comm), shape, heap_bytes, deadline_after_s(timeout_s), poll());
 }
 
 void bind_window(nb::module_& m) {
