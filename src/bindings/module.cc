@@ -72,12 +72,12 @@ void translate(const std::exception_ptr& pointer, void*) {
 }
 
 void bind_bootstrap(nb::module_& m) {
-  nb::class_<Listener>(m, "Listener")
-      .def(nb::init<>())
-      .def("endpoint", [](const Listener& listener) {
-        return nb::bytes(reinterpret_cast<const char*>(&listener.endpoint()), sizeof(Endpoint));
-      });
-  nb::class_<LocalHub>(m, "LocalHub").def(nb::init<int>(), "num_ranks"_a).def_prop_ro("num_ranks", &LocalHub::num_ranks);
+  nb::class_<Listener>(m, "Listener").def(nb::init<>()).def("endpoint", [](const Listener& listener) {
+    return nb::bytes(reinterpret_cast<const char*>(&listener.endpoint()), sizeof(Endpoint));
+  });
+  nb::class_<LocalHub>(m, "LocalHub")
+      .def(nb::init<int>(), "num_ranks"_a)
+      .def_prop_ro("num_ranks", &LocalHub::num_ranks);
 }
 
 std::shared_ptr<cpu::Communicator> connect(int rank, const std::vector<nb::bytes>& endpoints, Listener& listener,
@@ -87,7 +87,8 @@ std::shared_ptr<cpu::Communicator> connect(int rank, const std::vector<nb::bytes
     parsed.push_back(parse_endpoint(to_bytes(endpoints[idx]), "endpoints[" + std::to_string(idx) + "]"));
   }
   const nb::gil_scoped_release release;
-  return cpu::Communicator::create(connect_processes(rank, parsed, std::move(listener), deadline_after_s(timeout_s), poll()));
+  return cpu::Communicator::create(
+      connect_processes(rank, parsed, std::move(listener), deadline_after_s(timeout_s), poll()));
 }
 
 std::vector<nb::bytes> exchange(cpu::Communicator& comm, u64 tag, const nb::bytes& payload, double timeout_s) {
@@ -98,7 +99,8 @@ std::vector<nb::bytes> exchange(cpu::Communicator& comm, u64 tag, const nb::byte
     parcels = comm.exchange(kArgumentsTag | tag, mine, {}, deadline_after_s(timeout_s), poll());
   }
   std::vector<nb::bytes> all;
-  for (const Parcel& parcel : parcels) all.emplace_back(reinterpret_cast<const char*>(parcel.bytes.data()), parcel.bytes.size());
+  for (const Parcel& parcel : parcels)
+    all.emplace_back(reinterpret_cast<const char*>(parcel.bytes.data()), parcel.bytes.size());
   return all;
 }
 
@@ -106,9 +108,12 @@ void bind_communicator(nb::module_& m) {
   using cpu::Communicator;
   nb::class_<Communicator>(m, "Communicator")
       .def_static("connect", &connect, "rank"_a, "endpoints"_a, "listener"_a, "timeout_s"_a)
-      .def_static("local", [](std::shared_ptr<LocalHub> hub, int rank) {
-        return Communicator::create(connect_threads(std::move(hub), rank));
-      }, "hub"_a, "rank"_a)
+      .def_static(
+          "local",
+          [](std::shared_ptr<LocalHub> hub, int rank) {
+            return Communicator::create(connect_threads(std::move(hub), rank));
+          },
+          "hub"_a, "rank"_a)
       .def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("num_ranks", &Communicator::num_ranks)
       .def_prop_ro("epoch", &Communicator::epoch)
@@ -116,16 +121,20 @@ void bind_communicator(nb::module_& m) {
       .def("broken", &Communicator::is_broken)
       .def("raise_if_broken", &Communicator::raise_if_unusable)
       .def("exchange", &exchange, "tag"_a, "payload"_a, "timeout_s"_a)
-      .def("rebuild", [](Communicator& comm, std::vector<int> ranks, double timeout_s) {
-        comm.rebuild(std::move(ranks), deadline_after_s(timeout_s), poll());
-      }, "ranks"_a, "timeout_s"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("detections", [](const Communicator& comm) {
-        nb::list all;
-        for (const Detection& seen : comm.detections()) {
-          all.append(nb::make_tuple(seen.rank, detection_channel_name(seen.channel), seen.time_ns));
-        }
-        return all;
-      })
+      .def(
+          "rebuild",
+          [](Communicator& comm, std::vector<int> ranks, double timeout_s) {
+            comm.rebuild(std::move(ranks), deadline_after_s(timeout_s), poll());
+          },
+          "ranks"_a, "timeout_s"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("detections",
+           [](const Communicator& comm) {
+             nb::list all;
+             for (const Detection& seen : comm.detections()) {
+               all.append(nb::make_tuple(seen.rank, detection_channel_name(seen.channel), seen.time_ns));
+             }
+             return all;
+           })
       .def("close", &Communicator::close, nb::call_guard<nb::gil_scoped_release>());
 }
 
@@ -146,11 +155,12 @@ void bind_results(nb::module_& m) {
       .def_ro("bytes_sent", &DispatchResult::bytes_sent);
 }
 
-cpu::DispatchResult dispatch(cpu::Window& window, uintptr_t x_ptr, uintptr_t scales_ptr, i64 num_tokens, uintptr_t topk_ptr,
-                             bool topk_is_int64, uintptr_t weights_ptr, uintptr_t send_plan_ptr, uintptr_t recv_plan_ptr,
-                             i64 recv_plan_len, bool cached, int dtype, int layout, int quantize, i64 row_bytes,
-                             i64 scale_row_bytes, i64 hidden, i64 alignment, i64 capacity, i64 max_tokens, double deadline_s,
-                             uintptr_t counts_ptr, uintptr_t offsets_ptr, uintptr_t num_rows_ptr, uintptr_t overflow_ptr) {
+cpu::DispatchResult dispatch(cpu::Window& window, uintptr_t x_ptr, uintptr_t scales_ptr, i64 num_tokens,
+                             uintptr_t topk_ptr, bool topk_is_int64, uintptr_t weights_ptr, uintptr_t send_plan_ptr,
+                             uintptr_t recv_plan_ptr, i64 recv_plan_len, bool cached, int dtype, int layout,
+                             int quantize, i64 row_bytes, i64 scale_row_bytes, i64 hidden, i64 alignment, i64 capacity,
+                             i64 max_tokens, double deadline_s, uintptr_t counts_ptr, uintptr_t offsets_ptr,
+                             uintptr_t num_rows_ptr, uintptr_t overflow_ptr) {
   cpu::DispatchArgs args;
   args.x = pointer<void>(x_ptr);
   args.scales = pointer<void>(scales_ptr);
@@ -179,10 +189,10 @@ cpu::DispatchResult dispatch(cpu::Window& window, uintptr_t x_ptr, uintptr_t sca
   return window.dispatch(args, poll());
 }
 
-void combine(cpu::Window& window, uintptr_t y_ptr, i64 num_rows, uintptr_t weights_ptr, uintptr_t side_ptr, uintptr_t bias_ptr,
-             bool bias_is_2d, bool bias_is_fp32, uintptr_t out_ptr, uintptr_t side_out_ptr, i64 num_tokens,
-             uintptr_t send_plan_ptr, uintptr_t recv_plan_ptr, i64 recv_plan_len, int dtype, int layout, i64 capacity,
-             i64 hidden, i64 alignment, i64 max_tokens, bool weighted, double deadline_s) {
+void combine(cpu::Window& window, uintptr_t y_ptr, i64 num_rows, uintptr_t weights_ptr, uintptr_t side_ptr,
+             uintptr_t bias_ptr, bool bias_is_2d, bool bias_is_fp32, uintptr_t out_ptr, uintptr_t side_out_ptr,
+             i64 num_tokens, uintptr_t send_plan_ptr, uintptr_t recv_plan_ptr, i64 recv_plan_len, int dtype, int layout,
+             i64 capacity, i64 hidden, i64 alignment, i64 max_tokens, bool weighted, double deadline_s) {
   cpu::CombineArgs args;
   args.y = pointer<void>(y_ptr);
   args.num_rows = num_rows;
@@ -211,8 +221,8 @@ nb::object empty(cpu::Window& window, i64 num_rows, i64 columns, int dtype) {
   cpu::Array array;
   array.dtype = static_cast<Dtype>(dtype);
   array.shape = {num_rows, columns};
-  const CheckedSize num_bytes = CheckedSize(static_cast<u64>(num_rows)) * static_cast<u64>(columns) *
-                                static_cast<u64>(dtype_bytes(array.dtype));
+  const CheckedSize num_bytes =
+      CheckedSize(static_cast<u64>(num_rows)) * static_cast<u64>(columns) * static_cast<u64>(dtype_bytes(array.dtype));
   if (num_rows < 0 || columns < 0 || !num_bytes.ok) throw_invalid_argument("rows and columns must be 0 or more");
   std::optional<cpu::Block> block = window.reserve(num_bytes.value);
   if (!block) return nb::none();
@@ -241,8 +251,9 @@ nb::dict stats(const cpu::Window& window) {
   return all;
 }
 
-std::shared_ptr<cpu::Window> make_window(std::shared_ptr<cpu::Communicator> comm, i32 num_experts, i32 top_k, i64 max_tokens,
-                                         i64 max_row_bytes, u64 heap_bytes, u64 staging_bytes, double timeout_s) {
+std::shared_ptr<cpu::Window> make_window(std::shared_ptr<cpu::Communicator> comm, i32 num_experts, i32 top_k,
+                                         i64 max_tokens, i64 max_row_bytes, u64 heap_bytes, u64 staging_bytes,
+                                         double timeout_s) {
   WindowShape shape;
   shape.num_ranks = comm->num_ranks();
   shape.num_experts = num_experts;
@@ -258,20 +269,23 @@ void bind_window(nb::module_& m) {
   using cpu::Window;
   using Guard = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Window>(m, "Window")
-      .def(nb::new_(&make_window), "comm"_a, nb::kw_only(), "num_experts"_a, "top_k"_a, "max_tokens"_a, "max_row_bytes"_a,
-           "heap_bytes"_a, "staging_bytes"_a = 0, "timeout_s"_a = 100.0)
+      .def(nb::new_(&make_window), "comm"_a, nb::kw_only(), "num_experts"_a, "top_k"_a, "max_tokens"_a,
+           "max_row_bytes"_a, "heap_bytes"_a, "staging_bytes"_a = 0, "timeout_s"_a = 100.0)
       .def("dispatch", &dispatch, Guard(), nb::kw_only(), "x_ptr"_a, "scales_ptr"_a, "num_tokens"_a, "topk_ptr"_a,
-           "topk_is_int64"_a, "weights_ptr"_a, "send_plan_ptr"_a, "recv_plan_ptr"_a, "recv_plan_len"_a, "cached"_a, "dtype"_a,
-           "layout"_a, "quantize"_a, "row_bytes"_a, "scale_row_bytes"_a, "hidden"_a, "alignment"_a, "capacity"_a,
-           "max_tokens"_a, "deadline_s"_a, "counts_ptr"_a, "offsets_ptr"_a, "num_rows_ptr"_a, "overflow_ptr"_a)
-      .def("combine", &combine, Guard(), nb::kw_only(), "y_ptr"_a, "num_rows"_a, "weights_ptr"_a, "side_ptr"_a, "bias_ptr"_a,
-           "bias_is_2d"_a, "bias_is_fp32"_a, "out_ptr"_a, "side_out_ptr"_a, "num_tokens"_a, "send_plan_ptr"_a,
-           "recv_plan_ptr"_a, "recv_plan_len"_a, "dtype"_a, "layout"_a, "capacity"_a, "hidden"_a, "alignment"_a,
-           "max_tokens"_a, "weighted"_a, "deadline_s"_a)
-      .def("barrier", [](Window& window, double deadline_s) { window.barrier(timeout_ns(deadline_s), poll()); },
-           "deadline_s"_a, Guard())
+           "topk_is_int64"_a, "weights_ptr"_a, "send_plan_ptr"_a, "recv_plan_ptr"_a, "recv_plan_len"_a, "cached"_a,
+           "dtype"_a, "layout"_a, "quantize"_a, "row_bytes"_a, "scale_row_bytes"_a, "hidden"_a, "alignment"_a,
+           "capacity"_a, "max_tokens"_a, "deadline_s"_a, "counts_ptr"_a, "offsets_ptr"_a, "num_rows_ptr"_a,
+           "overflow_ptr"_a)
+      .def("combine", &combine, Guard(), nb::kw_only(), "y_ptr"_a, "num_rows"_a, "weights_ptr"_a, "side_ptr"_a,
+           "bias_ptr"_a, "bias_is_2d"_a, "bias_is_fp32"_a, "out_ptr"_a, "side_out_ptr"_a, "num_tokens"_a,
+           "send_plan_ptr"_a, "recv_plan_ptr"_a, "recv_plan_len"_a, "dtype"_a, "layout"_a, "capacity"_a, "hidden"_a,
+           "alignment"_a, "max_tokens"_a, "weighted"_a, "deadline_s"_a)
+      .def(
+          "barrier", [](Window& window, double deadline_s) { window.barrier(timeout_ns(deadline_s), poll()); },
+          "deadline_s"_a, Guard())
       .def("empty", &empty, "num_rows"_a, "cols"_a, "dtype"_a)
-      .def("owns", [](const Window& window, uintptr_t ptr) { return window.owns(pointer<void>(ptr)); }, "ptr"_a)
+      .def(
+          "owns", [](const Window& window, uintptr_t ptr) { return window.owns(pointer<void>(ptr)); }, "ptr"_a)
       .def("stats", &stats)
       .def("close", &Window::close);
 }
@@ -288,22 +302,30 @@ NB_MODULE(_native, m) {
     return info;
   });
   m.def("set_error_factory", [](nb::object factory) { error_factory() = std::move(factory); }, "factory"_a.none());
-  m.def("set_log_sink", [](nb::object sink) {
-    if (sink.is_none()) return set_log_sink({});
-    auto* held = new nb::object(std::move(sink));  // as error_factory: outlives the interpreter
-    set_log_sink([held](int level, const std::string& text) {
-      const nb::gil_scoped_acquire gil;
-      (*held)(level, text);
-    });
-  }, "sink"_a.none());
-  m.def("send_plan_len", [](i64 num_tokens, i64 top_k, i64 num_ranks, i64) {
-    return cpu::send_plan_len(num_tokens, top_k, num_ranks);
-  }, "num_tokens"_a, "top_k"_a, "num_ranks"_a, "num_local_experts"_a);
-  m.def("window_bytes", [](i32 num_ranks, i32 num_experts, i32 top_k, i64 max_tokens, i64 max_row_bytes, u64 staging_bytes) {
-    const WindowLayout layout = WindowLayout::make({num_ranks, num_experts, top_k, 1, max_tokens, max_row_bytes, staging_bytes});
-    if (!layout.ok) throw_invalid_argument("no window has this shape");
-    return layout.total_bytes;
-  }, "num_ranks"_a, "num_experts"_a, "top_k"_a, "max_tokens"_a, "max_row_bytes"_a, "staging_bytes"_a = 0);
+  m.def(
+      "set_log_sink",
+      [](nb::object sink) {
+        if (sink.is_none()) return set_log_sink({});
+        auto* held = new nb::object(std::move(sink));  // as error_factory: outlives the interpreter
+        set_log_sink([held](int level, const std::string& text) {
+          const nb::gil_scoped_acquire gil;
+          (*held)(level, text);
+        });
+      },
+      "sink"_a.none());
+  m.def(
+      "send_plan_len",
+      [](i64 num_tokens, i64 top_k, i64 num_ranks, i64) { return cpu::send_plan_len(num_tokens, top_k, num_ranks); },
+      "num_tokens"_a, "top_k"_a, "num_ranks"_a, "num_local_experts"_a);
+  m.def(
+      "window_bytes",
+      [](i32 num_ranks, i32 num_experts, i32 top_k, i64 max_tokens, i64 max_row_bytes, u64 staging_bytes) {
+        const WindowLayout layout =
+            WindowLayout::make({num_ranks, num_experts, top_k, 1, max_tokens, max_row_bytes, staging_bytes});
+        if (!layout.ok) throw_invalid_argument("no window has this shape");
+        return layout.total_bytes;
+      },
+      "num_ranks"_a, "num_experts"_a, "top_k"_a, "max_tokens"_a, "max_row_bytes"_a, "staging_bytes"_a = 0);
   bind_bootstrap(m);
   bind_communicator(m);
   bind_results(m);

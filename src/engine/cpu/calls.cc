@@ -23,12 +23,14 @@ void check_tokens(i64 num_tokens, i64 max_tokens, const WindowShape& shape) {
 void check_capacity(Layout layout, i64 capacity, i64 alignment) {
   if (capacity < kNoCapacity) throw_invalid_argument(range_text("capacity", capacity, "0 or more, or none"));
   if (layout == Layout::kMasked && capacity < 0) throw_invalid_argument("capacity: none; layout 'masked' needs one");
-  if (alignment < 1 || alignment > (i64{1} << 20)) throw_invalid_argument(range_text("alignment", alignment, "1 to 1048576"));
+  if (alignment < 1 || alignment > (i64{1} << 20))
+    throw_invalid_argument(range_text("alignment", alignment, "1 to 1048576"));
 }
 
 // `max_row_bytes` of a window counts data and scales together.
 void check_row(i64 row_bytes, i64 scale_bytes, const WindowShape& shape) {
-  if (row_bytes < 0 || row_bytes % 16 != 0) throw_invalid_argument(range_text("row bytes", row_bytes, "a multiple of 16"));
+  if (row_bytes < 0 || row_bytes % 16 != 0)
+    throw_invalid_argument(range_text("row bytes", row_bytes, "a multiple of 16"));
   if (scale_bytes < 0 || row_bytes + scale_bytes > shape.max_row_bytes) {
     throw_invalid_argument(range_text("bytes of a row with its scales", row_bytes + scale_bytes,
                                       "up to " + std::to_string(shape.max_row_bytes)));
@@ -41,8 +43,10 @@ DispatchResult Window::dispatch(const DispatchArgs& args, const Poll& poll) {
   check_tokens(args.num_tokens, args.max_tokens, shape_);
   check_capacity(args.layout, args.capacity, args.alignment);
   if (args.quantize != Quantize::kNone) {
-    if (args.dtype == Dtype::kBytes) throw_invalid_argument("dtype: bytes; only bf16, fp16 and fp32 rows can be quantised");
-    if (args.row_bytes != args.hidden * dtype_bytes(args.dtype)) throw_invalid_argument("row bytes do not fit hidden and dtype");
+    if (args.dtype == Dtype::kBytes)
+      throw_invalid_argument("dtype: bytes; only bf16, fp16 and fp32 rows can be quantised");
+    if (args.row_bytes != args.hidden * dtype_bytes(args.dtype))
+      throw_invalid_argument("row bytes do not fit hidden and dtype");
     check_row(args.hidden, scale_bytes(args.hidden, args.quantize), shape_);
   } else {
     check_row(args.row_bytes, args.scale_row_bytes, shape_);
@@ -63,7 +67,8 @@ void Window::combine(const CombineArgs& args, const Poll& poll) {
               {hash_, comm_->epoch(), comm_->rank()});
   const i64 num_rows = result_rows(*reinterpret_cast<const PlanHeader*>(args.recv_plan));
   if (args.num_rows != num_rows) {
-    throw_invalid_argument(range_text("rows of expert_output", args.num_rows, std::to_string(num_rows) + ", as dispatch gave them"));
+    throw_invalid_argument(
+        range_text("rows of expert_output", args.num_rows, std::to_string(num_rows) + ", as dispatch gave them"));
   }
   CombineCall(*this, args, poll).run();
 }

@@ -144,7 +144,8 @@ void CombineCall::check_pull(int peer, const CountPayload& payload) {
   if (!from.pulls) return;
   i64 last_row = send_.row_start()[peer] + send_.num_rows_to()[peer];
   if (a_.capacity >= 0) last_row = std::min(last_row, a_.capacity);
-  const CheckedSize end = CheckedSize(payload.rows_offset) + CheckedSize(static_cast<u64>(last_row)) * static_cast<u64>(row_bytes_);
+  const CheckedSize end =
+      CheckedSize(payload.rows_offset) + CheckedSize(static_cast<u64>(last_row)) * static_cast<u64>(row_bytes_);
   const bool reads_nothing = send_.num_rows_to()[peer] == 0;
   if (!reads_nothing && (!end.ok || end.value > w_.peers_[peer].heap.bytes())) op_.fail_internal(Phase::kCount, peer);
   from.rows = w_.heap_of(peer) + payload.rows_offset;
@@ -192,7 +193,8 @@ bool CombineCall::push_records(int owner_rank) {
 
 void CombineCall::write_record(i64 meta_row, u8* record) {
   if (!pull_) partial_sum(meta_row, record);
-  if (a_.side != nullptr) write_side(meta_row, reinterpret_cast<float*>(record + (pull_ ? side_record_ : record_).meta));
+  if (a_.side != nullptr)
+    write_side(meta_row, reinterpret_cast<float*>(record + (pull_ ? side_record_ : record_).meta));
 }
 
 // What this rank adds to the token behind a rank-major row, in the wire type.
@@ -239,7 +241,8 @@ bool CombineCall::has_row(i64 token, int contributor) const {
   if (a_.layout == Layout::kRankMajor) return a_.capacity < 0 || send_.row_start()[contributor] + slot < a_.capacity;
   for (i64 k = 0; k < top_k_; ++k) {
     const i32 expert = send_.expert()[token * top_k_ + k];
-    if (expert >= 0 && experts_.rank_of(expert) == contributor && send_.pick_row()[token * top_k_ + k] >= 0) return true;
+    if (expert >= 0 && experts_.rank_of(expert) == contributor && send_.pick_row()[token * top_k_ + k] >= 0)
+      return true;
   }
   return false;
 }
@@ -249,7 +252,8 @@ bool CombineCall::token_is_here(i64 token) const {
     const i32 slot = send_.slot()[token * num_ranks_ + peer];
     const Contributor& from = contributors_[peer];
     if (slot < 0 || from.num_records == 0 || static_cast<u32>(slot) < from.num_landed) continue;
-    if (static_cast<u32>(slot) >= sync::load_progress(op_.progress_from(peer, Channel::kLanded), op_.turn())) return false;
+    if (static_cast<u32>(slot) >= sync::load_progress(op_.progress_from(peer, Channel::kLanded), op_.turn()))
+      return false;
   }
   return true;
 }
@@ -300,7 +304,8 @@ void CombineCall::read_side(i64 token, int contributor, const float* values) {
 bool CombineCall::sum_token(i64 token) {
   for (int peer : op_.peers()) {
     const i32 slot = send_.slot()[token * num_ranks_ + peer];
-    if (slot >= 0 && contributors_[peer].num_records != 0 && static_cast<u32>(slot) >= contributors_[peer].num_landed) return false;
+    if (slot >= 0 && contributors_[peer].num_records != 0 && static_cast<u32>(slot) >= contributors_[peer].num_landed)
+      return false;
   }
   const void* rows[kMaxRanks];
   RowSum sum;

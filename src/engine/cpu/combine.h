@@ -19,10 +19,10 @@ class CombineCall {
  private:
   // A rank as contributor to the tokens of this rank.
   struct Contributor {
-    bool pulls = false;         // its rows are read from its heap
-    const u8* rows = nullptr;   // row 0 there
-    i64 rows_limit = 0;         // bytes of its heap from there
-    u8* landing = nullptr;      // its records arrive here
+    bool pulls = false;        // its rows are read from its heap
+    const u8* rows = nullptr;  // row 0 there
+    i64 rows_limit = 0;        // bytes of its heap from there
+    u8* landing = nullptr;     // its records arrive here
     u32 landing_records = 0;
     u32 num_records = 0;   // that it will send
     u32 num_landed = 0;    // seen
@@ -72,9 +72,9 @@ class CombineCall {
   Operation op_;
   const SendPlanView<const i32> send_;
   const RecvPlanView<const i32> recv_;
-  bool pull_ = false;     // this rank's rows lie in its heap in the right order
+  bool pull_ = false;  // this rank's rows lie in its heap in the right order
   u64 pull_offset_ = 0;
-  RecordLayout record_;   // with data; a pulled row's record has only the side values
+  RecordLayout record_;  // with data; a pulled row's record has only the side values
   RecordLayout side_record_;
   std::vector<Contributor> contributors_;
   std::vector<Owner> owners_;

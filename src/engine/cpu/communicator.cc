@@ -98,17 +98,20 @@ Error Communicator::error_of(const AbortReason& reason) const {
       return Error(ErrorCode::kPeerLost, me + culprit + " has closed its communicator" + way_out, op, reason.sequence,
                    {reason.rank});
     case AbortCode::kInterrupted:
-      return Error(ErrorCode::kPeerTimeout, me + culprit + " was interrupted in " + op + " (sequence " +
-                       std::to_string(reason.sequence) + ")" + way_out, op, reason.sequence, {reason.rank});
+      return Error(
+          ErrorCode::kPeerTimeout,
+          me + culprit + " was interrupted in " + op + " (sequence " + std::to_string(reason.sequence) + ")" + way_out,
+          op, reason.sequence, {reason.rank});
     case AbortCode::kPeerTimeout:
       return Error(ErrorCode::kPeerTimeout,
                    me + ranks_text(ranks_of(reason.peers)) + " did not answer rank " + std::to_string(reason.reporter) +
                        " in " + op + " (sequence " + std::to_string(reason.sequence) + ", phase " +
-                       phase_name(reason.phase) + ") before its deadline" + way_out, op, reason.sequence,
-                   ranks_of(reason.peers));
+                       phase_name(reason.phase) + ") before its deadline" + way_out,
+                   op, reason.sequence, ranks_of(reason.peers));
     case AbortCode::kRefused:
-      return Error(ErrorCode::kPeerLost, me + culprit + " was cut off: it sent what is no message of this library" + way_out,
-                   op, reason.sequence, {reason.rank});
+      return Error(ErrorCode::kPeerLost,
+                   me + culprit + " was cut off: it sent what is no message of this library" + way_out, op,
+                   reason.sequence, {reason.rank});
     default:
       return Error(ErrorCode::kInternalError, me + culprit + " reported an internal error in " + op + way_out, op,
                    reason.sequence, {reason.rank});

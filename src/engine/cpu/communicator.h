@@ -32,8 +32,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::vector<Detection> detections() const { return plane_->detections(); }
 
   // Collective among the active ranks, in the same order: every rank's bytes (and descriptors), by rank.
-  std::vector<Parcel> exchange(u64 tag, const std::vector<std::byte>& bytes, const std::vector<int>& fds, u64 deadline_ns,
-                               const Poll& poll);
+  std::vector<Parcel> exchange(u64 tag, const std::vector<std::byte>& bytes, const std::vector<int>& fds,
+                               u64 deadline_ns, const Poll& poll);
 
   // Collective among `ranks`, a subset of the active ones that holds this rank: a new epoch on fresh memory (R10, R13).
   // Works on a broken communicator and on a whole one. Errors: kInvalidArgument (a bad list, or lists that differ),
@@ -83,8 +83,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   mutable std::mutex mutex_;  // guards what follows; never held while calling the control plane
   std::vector<Window*> windows_;
-  AbortReason reason_;                 // code kNone: not broken
-  std::vector<AbortReason> early_;     // of an epoch this rank has not entered yet
+  AbortReason reason_;              // code kNone: not broken
+  std::vector<AbortReason> early_;  // of an epoch this rank has not entered yet
   bool closed_ = false;
 };
 

@@ -54,7 +54,8 @@ DispatchCall::DispatchCall(Window& window, const DispatchArgs& args, const Poll&
       op_(window, config_of(args, window.hash_), args.timeout_ns, poll),
       record_(RecordLayout::make(static_cast<u64>(wire_row_bytes_), static_cast<u64>(wire_scale_bytes_),
                                  args.cached ? 0 : static_cast<u64>(top_k_) * (sizeof(i32) + sizeof(float)))),
-      ring_records_(static_cast<u32>(std::min<u64>(window.layout_.ring_bytes / std::max<u64>(record_.bytes, 1), kMaxRowsPerPair))),
+      ring_records_(static_cast<u32>(
+          std::min<u64>(window.layout_.ring_bytes / std::max<u64>(record_.bytes, 1), kMaxRowsPerPair))),
       send_{args.send_plan, args.num_tokens, top_k_, num_ranks_},
       targets_(static_cast<size_t>(num_ranks_)),
       sources_(static_cast<size_t>(num_ranks_)) {}
@@ -139,7 +140,8 @@ void DispatchCall::build_send_plan() {
   for (i64 token = 0; token < a_.num_tokens; ++token) {
     for (i64 k = 0; k < top_k_; ++k) {
       const i64 at = token * top_k_ + k;
-      experts[k] = a_.topk_is_int64 ? static_cast<const i64*>(a_.topk_idx)[at] : static_cast<const i32*>(a_.topk_idx)[at];
+      experts[k] =
+          a_.topk_is_int64 ? static_cast<const i64*>(a_.topk_idx)[at] : static_cast<const i32*>(a_.topk_idx)[at];
     }
     count_token(experts, token);
   }
@@ -240,7 +242,8 @@ void DispatchCall::size_result() {
   result_rows_ = a_.capacity >= 0 && a_.layout != Layout::kMasked ? a_.capacity : total;
 
   const i64 num_offsets = (a_.layout == Layout::kRankMajor ? num_ranks_ : num_local_) + 1;
-  for (i64 idx = 0; idx < num_offsets; ++idx) a_.offsets[idx] = static_cast<i32>(std::min(scratch.offsets[idx], result_rows_));
+  for (i64 idx = 0; idx < num_offsets; ++idx)
+    a_.offsets[idx] = static_cast<i32>(std::min(scratch.offsets[idx], result_rows_));
   i64 num_picks = 0, num_kept = 0;
   for (i64 expert = 0; expert < num_local_; ++expert) {
     i64 count = 0;
@@ -260,14 +263,17 @@ void DispatchCall::size_result() {
 void DispatchCall::reserve_result() {
   // Row counts are int32 in every output; more than that is no result that can be described.
   if (std::max(result_rows_, num_meta_rows_) > INT_MAX) throw std::bad_alloc();
-  const u64 rows = static_cast<u64>(result_rows_), meta = static_cast<u64>(num_meta_rows_), top_k = static_cast<u64>(top_k_);
+  const u64 rows = static_cast<u64>(result_rows_), meta = static_cast<u64>(num_meta_rows_),
+            top_k = static_cast<u64>(top_k_);
   const CheckedSize scales_at = (CheckedSize(rows) * static_cast<u64>(wire_row_bytes_)).aligned(Heap::kAlignment);
   const CheckedSize x_bytes = scales_at + CheckedSize(rows) * static_cast<u64>(wire_scale_bytes_);
-  const CheckedSize plan_at = CheckedSize(static_cast<u64>(recv_plan_len(num_meta_rows_, top_k_, num_ranks_, a_.layout)) * 4);
+  const CheckedSize plan_at =
+      CheckedSize(static_cast<u64>(recv_plan_len(num_meta_rows_, top_k_, num_ranks_, a_.layout)) * 4);
   const CheckedSize weights_at = plan_at.aligned(Heap::kAlignment);
   const CheckedSize outputs_at = (weights_at + CheckedSize(std::max(meta, rows)) * top_k * 4).aligned(Heap::kAlignment);
   const CheckedSize plan_bytes =
-      outputs_at + (a_.layout == Layout::kRankMajor ? CheckedSize(rows) * top_k * (a_.topk_is_int64 ? 8 : 4) : CheckedSize(rows) * 4);
+      outputs_at + (a_.layout == Layout::kRankMajor ? CheckedSize(rows) * top_k * (a_.topk_is_int64 ? 8 : 4)
+                                                    : CheckedSize(rows) * 4);
   if (!x_bytes.ok || !plan_bytes.ok) throw std::bad_alloc();
 
   scales_offset_ = scales_at.value;
@@ -295,7 +301,8 @@ Placement DispatchCall::placement_for(int source) const {
   placement.scales = x_block_.offset + scales_offset_;
   if (a_.cached) return placement;
   placement.meta_idx = plan_block_.offset + static_cast<u64>(reinterpret_cast<u8*>(recv_.expert()) - plan_block_.data);
-  placement.meta_weights = plan_block_.offset + static_cast<u64>(reinterpret_cast<u8*>(meta_weights_) - plan_block_.data);
+  placement.meta_weights =
+      plan_block_.offset + static_cast<u64>(reinterpret_cast<u8*>(meta_weights_) - plan_block_.data);
   return placement;
 }
 
@@ -305,7 +312,8 @@ void DispatchCall::send_placements() {
       auto* payload = op_.payload_to<NotifyPayload>(Phase::kNotify, peer);
       payload->placement = placement_for(peer);
       const i64* starts = &w_.scratch_.starts[peer * num_local_];
-      for (i64 expert = 0; expert < num_local_; ++expert) local_counts(payload)[expert] = static_cast<i32>(starts[expert]);
+      for (i64 expert = 0; expert < num_local_; ++expert)
+        local_counts(payload)[expert] = static_cast<i32>(starts[expert]);
     });
   }
 }
@@ -332,7 +340,8 @@ void DispatchCall::read_placements() {
     target.meta_weights = reinterpret_cast<float*>(heap + target.placement.meta_weights);
   }
   if (a_.cached) return;
-  for (i64 rank = 0; rank < num_ranks_; ++rank) send_.row_start()[rank] = static_cast<i32>(targets_[rank].placement.meta_start);
+  for (i64 rank = 0; rank < num_ranks_; ++rank)
+    send_.row_start()[rank] = static_cast<i32>(targets_[rank].placement.meta_start);
 }
 
 // R19: nothing that a peer says makes this rank write outside the peer's heap.
@@ -343,11 +352,11 @@ void DispatchCall::check_placement(int rank, const Placement& placement) const {
   };
   const bool rows_fit = placement.meta_start >= 0 && placement.num_meta_rows >= 0 &&
                         placement.meta_start <= placement.num_meta_rows - targets_[rank].num_rows;
-  const bool memory_fits = placement.in_heap == 0 ||
-                           (fits(placement.x, placement.num_rows, wire_row_bytes_) &&
-                            fits(placement.scales, placement.num_rows, wire_scale_bytes_) &&
-                            fits(placement.meta_idx, placement.num_meta_rows, top_k_ * 4) &&
-                            fits(placement.meta_weights, placement.num_meta_rows, top_k_ * 4));
+  const bool meta_fits = a_.cached || (fits(placement.meta_idx, placement.num_meta_rows, top_k_ * 4) &&
+                                       fits(placement.meta_weights, placement.num_meta_rows, top_k_ * 4));
+  const bool memory_fits =
+      placement.in_heap == 0 || (fits(placement.x, placement.num_rows, wire_row_bytes_) &&
+                                 fits(placement.scales, placement.num_rows, wire_scale_bytes_) && meta_fits);
   if (!rows_fit || !memory_fits) const_cast<Operation&>(op_).fail_internal(Phase::kNotify, rank);
 }
 
@@ -368,7 +377,8 @@ void DispatchCall::fill_pick_rows() {
     const i64 row = next[expert]++;
     const bool is_masked = a_.layout == Layout::kMasked;
     const i64 limit = is_masked ? a_.capacity : targets_[experts_.rank_of(expert)].placement.num_rows;
-    if (row < limit) send_.pick_row()[pick] = static_cast<i32>(is_masked ? experts_.local_id(expert) * a_.capacity + row : row);
+    if (row < limit)
+      send_.pick_row()[pick] = static_cast<i32>(is_masked ? experts_.local_id(expert) * a_.capacity + row : row);
   }
 }
 
@@ -383,7 +393,8 @@ void DispatchCall::zero_holes() {
     const i64 end = std::min(scratch.offsets[expert + 1], result_rows_);
     if (first >= end) continue;
     std::memset(x_block_.data + first * wire_row_bytes_, 0, static_cast<u64>((end - first) * wire_row_bytes_));
-    std::memset(x_block_.data + scales_offset_ + first * wire_scale_bytes_, 0, static_cast<u64>((end - first) * wire_scale_bytes_));
+    std::memset(x_block_.data + scales_offset_ + first * wire_scale_bytes_, 0,
+                static_cast<u64>((end - first) * wire_scale_bytes_));
   }
 }
 
@@ -438,12 +449,14 @@ void DispatchCall::finish_result() {
     result_.scales.block = x_block_;
     result_.scales.block.data = x_block_.data + scales_offset_;
     const bool is_float = a_.quantize == Quantize::kFp8;
-    shaped(result_.scales, is_float ? Dtype::kFp32 : Dtype::kBytes, is_float ? wire_scale_bytes_ / 4 : wire_scale_bytes_);
+    shaped(result_.scales, is_float ? Dtype::kFp32 : Dtype::kBytes,
+           is_float ? wire_scale_bytes_ / 4 : wire_scale_bytes_);
   }
   if (!a_.cached) shaped(result_.topk_weights, Dtype::kFp32, a_.layout == Layout::kRankMajor ? top_k_ : -1);
   for (int peer : op_.peers()) {
     result_.rows_sent += targets_[peer].num_rows;
-    result_.bytes_sent += targets_[peer].num_rows * static_cast<i64>(wire_row_bytes_ + wire_scale_bytes_ + (a_.cached ? 0 : top_k_ * 8));
+    result_.bytes_sent +=
+        targets_[peer].num_rows * static_cast<i64>(wire_row_bytes_ + wire_scale_bytes_ + (a_.cached ? 0 : top_k_ * 8));
   }
   w_.stats_.rows_sent += static_cast<u64>(result_.rows_sent);
   w_.stats_.bytes_sent += static_cast<u64>(result_.bytes_sent);

@@ -24,9 +24,9 @@ class DispatchCall {
     i32* meta_idx = nullptr;
     float* meta_weights = nullptr;
     bool staged = false;
-    i64 num_rows = 0;      // (token, destination) pairs to send
-    i64 next_token = 0;    // staged: first token not looked at yet
-    u32 num_landed = 0;    // staged: records in the ring so far
+    i64 num_rows = 0;    // (token, destination) pairs to send
+    i64 next_token = 0;  // staged: first token not looked at yet
+    u32 num_landed = 0;  // staged: records in the ring so far
   };
   // What comes from one source.
   struct Source {
@@ -89,8 +89,8 @@ class DispatchCall {
   float* meta_weights_ = nullptr;
   bool staged_ = false;  // the result is in ordinary memory
   bool streaming_ = false;
-  i64 num_rows_ = 0;       // rows of the result that hold data
-  i64 result_rows_ = 0;    // rows of the result tensor
+  i64 num_rows_ = 0;     // rows of the result that hold data
+  i64 result_rows_ = 0;  // rows of the result tensor
   i64 num_meta_rows_ = 0;
   i64 num_dropped_ = 0;
   DispatchResult result_;

@@ -148,7 +148,8 @@ bool DispatchCall::drain_staged(int source) {
       const i64 row = a_.layout == Layout::kRankMajor ? meta_row : recv_.row()[meta_row * top_k_ + k];
       if (row < 0 || row >= result_rows_) continue;
       std::memcpy(x_block_.data + row * wire_row_bytes_, record, static_cast<u64>(wire_row_bytes_));
-      std::memcpy(x_block_.data + scales_offset_ + row * wire_scale_bytes_, record + record_.scales, static_cast<u64>(wire_scale_bytes_));
+      std::memcpy(x_block_.data + scales_offset_ + row * wire_scale_bytes_, record + record_.scales,
+                  static_cast<u64>(wire_scale_bytes_));
     }
   }
   op_.post(source, Channel::kConsumed, from.num_consumed);
@@ -178,7 +179,8 @@ void DispatchCall::run_staging() {
     }
     if (moved) continue;
     const auto any_can_move = [&] {
-      return std::any_of(op_.peers().begin(), op_.peers().end(), [&](int peer) { return can_push(peer) || can_drain(peer); });
+      return std::any_of(op_.peers().begin(), op_.peers().end(),
+                         [&](int peer) { return can_push(peer) || can_drain(peer); });
     };
     op_.wait(Phase::kSend, any_can_move, [&](int peer) {
       const bool owes_room = targets_[peer].staged && targets_[peer].next_token < a_.num_tokens;

@@ -20,8 +20,8 @@ std::string describe(const OperationConfig& config) {
   constexpr const char* kQuantize[] = {"None", "'fp8'", "'fp8_ue8m0'"};
   std::string text = std::string(op_name(static_cast<u32>(config.kind)));
   if (config.kind == OpKind::kBarrier) return text;
-  text += std::string("(layout='") + kLayouts[static_cast<int>(config.layout)] + "', dtype=" +
-          kDtypes[static_cast<int>(config.dtype)] + ", hidden=" + std::to_string(config.hidden) +
+  text += std::string("(layout='") + kLayouts[static_cast<int>(config.layout)] +
+          "', dtype=" + kDtypes[static_cast<int>(config.dtype)] + ", hidden=" + std::to_string(config.hidden) +
           ", row_bytes=" + std::to_string(config.row_bytes) + ", alignment=" + std::to_string(config.alignment) +
           ", capacity=" + (config.capacity < 0 ? "None" : std::to_string(config.capacity)) +
           ", max_tokens=" + std::to_string(config.max_tokens);
@@ -43,7 +43,8 @@ Operation::Operation(Window& window, const OperationConfig& config, u64 timeout_
   ControlWords* words = window.words();
   const sync::BeginResult begun = sync::begin_operation(words, 1);
   if (begun == sync::BeginResult::kBusy) {
-    throw_invalid_state("an operation is in flight on this window; use one thread at a time, or two windows (num_windows=2)");
+    throw_invalid_state(
+        "an operation is in flight on this window; use one thread at a time, or two windows (num_windows=2)");
   }
   if (begun == sync::BeginResult::kBroken) comm.leave_broken();
   turn_ = {comm.epoch(), static_cast<u32>(words->sequence + 1)};
@@ -66,8 +67,8 @@ void Operation::finish() {
 }
 
 u64 Operation::header_from(Phase phase, int peer) const {
-  return sync::load_header(reinterpret_cast<const u64*>(window_.control_of(rank_) +
-                                                        window_.layout_.header(phase, turn_.sequence, peer)));
+  return sync::load_header(
+      reinterpret_cast<const u64*>(window_.control_of(rank_) + window_.layout_.header(phase, turn_.sequence, peer)));
 }
 
 bool Operation::has_header(Phase phase, int peer) const {
@@ -103,7 +104,8 @@ void Operation::raise_mismatch(int peer) {
   finish();
   throw Error(ErrorCode::kInvalidArgument,
               "ranks called different things: rank " + std::to_string(rank_) + " " + describe(config_) + ", rank " +
-                  std::to_string(peer) + " " + describe(other) + "; the call was given up on every rank, nothing was sent",
+                  std::to_string(peer) + " " + describe(other) +
+                  "; the call was given up on every rank, nothing was sent",
               op_name(static_cast<u32>(config_.kind)), turn_.sequence, {peer});
 }
 
@@ -130,8 +132,9 @@ void Operation::refuse(Phase phase, ErrorCode code, const std::string& text) {
   }
   for (int peer : peers_) wait_header(phase, peer);
   finish();
-  throw Error(code, "rank " + std::to_string(rank_) + " could not take part: " + text + "; the call was given up on every rank",
-              op_name(static_cast<u32>(config_.kind)), turn_.sequence, {rank_});
+  throw Error(
+      code, "rank " + std::to_string(rank_) + " could not take part: " + text + "; the call was given up on every rank",
+      op_name(static_cast<u32>(config_.kind)), turn_.sequence, {rank_});
 }
 
 AbortReason Operation::reason(AbortCode code, Phase phase, int culprit) const {
@@ -146,7 +149,9 @@ AbortReason Operation::reason(AbortCode code, Phase phase, int culprit) const {
   return reason;
 }
 
-void Operation::fail_internal(Phase phase, int culprit) { window_.comm_->fail(reason(AbortCode::kInternal, phase, culprit)); }
+void Operation::fail_internal(Phase phase, int culprit) {
+  window_.comm_->fail(reason(AbortCode::kInternal, phase, culprit));
+}
 
 void Operation::give_up(Phase phase) { window_.comm_->give_up(reason(AbortCode::kInterrupted, phase, rank_)); }
 
@@ -155,9 +160,9 @@ void Operation::break_off(sync::WaitResult result, Phase phase, u64 late_peers) 
   for (int peer : peers_) {
     cells += " rank " + std::to_string(peer) + ":" + std::to_string(header_from(phase, peer) >> 16 & 0xffffffffu);
   }
-  log_line(kLogWarning, "rank " + std::to_string(rank_) + " left " + op_name(static_cast<u32>(config_.kind)) + ", epoch " +
-                            std::to_string(turn_.epoch) + ", sequence " + std::to_string(turn_.sequence) + ", phase " +
-                            phase_name(static_cast<u32>(phase)) + "; sequences seen:" + cells);
+  log_line(kLogWarning, "rank " + std::to_string(rank_) + " left " + op_name(static_cast<u32>(config_.kind)) +
+                            ", epoch " + std::to_string(turn_.epoch) + ", sequence " + std::to_string(turn_.sequence) +
+                            ", phase " + phase_name(static_cast<u32>(phase)) + "; sequences seen:" + cells);
   if (result == sync::WaitResult::kAborted) window_.comm_->leave_broken();
   AbortReason timeout = reason(AbortCode::kPeerTimeout, phase, -1);
   timeout.peers = late_peers;

@@ -30,7 +30,8 @@ class Operation {
   }
   template <class Payload>
   const Payload* payload_from(Phase phase, int peer) const {
-    return reinterpret_cast<const Payload*>(window_.control_of(rank_) + window_.layout_.payload(phase, turn_.sequence, peer));
+    return reinterpret_cast<const Payload*>(window_.control_of(rank_) +
+                                            window_.layout_.payload(phase, turn_.sequence, peer));
   }
   u64* progress_at(int peer, Channel channel) const {  // written by this rank, waited for by the peer
     return reinterpret_cast<u64*>(window_.control_of(peer) + window_.layout_.progress_word(channel, rank_));

@@ -18,7 +18,8 @@ namespace {
 constexpr u64 kLongestSleepNs = 50'000'000;  // also how late Ctrl-C can be noticed
 
 void futex_wait(u32* word, u32 expected, u64 timeout_ns) {
-  const timespec timeout{static_cast<time_t>(timeout_ns / 1'000'000'000), static_cast<long>(timeout_ns % 1'000'000'000)};
+  const timespec timeout{static_cast<time_t>(timeout_ns / 1'000'000'000),
+                         static_cast<long>(timeout_ns % 1'000'000'000)};
   syscall(SYS_futex, word, FUTEX_WAIT, expected, &timeout, nullptr, 0);
 }
 

@@ -8,11 +8,13 @@ namespace weft::cpu {
 
 void check_plans(const i32* send_plan, const i32* recv_plan, i64 recv_len, i64 num_tokens, Layout layout, i64 capacity,
                  const PlanIdentity& identity) {
-  if (send_plan == nullptr || recv_plan == nullptr || recv_len < kPlanHeaderInts) throw_invalid_state("handle: it is empty");
+  if (send_plan == nullptr || recv_plan == nullptr || recv_len < kPlanHeaderInts)
+    throw_invalid_state("handle: it is empty");
   const auto& send = *reinterpret_cast<const PlanHeader*>(send_plan);
   const auto& recv = *reinterpret_cast<const PlanHeader*>(recv_plan);
   if (send.magic != kSendPlanMagic || recv.magic != kRecvPlanMagic) throw_invalid_state("handle: not made by dispatch");
-  if (send.window_hash != identity.window_hash || recv.window_hash != identity.window_hash || send.rank != identity.rank) {
+  if (send.window_hash != identity.window_hash || recv.window_hash != identity.window_hash ||
+      send.rank != identity.rank) {
     throw_invalid_state("handle: made by another ExpertParallel shape, window or rank");
   }
   if (send.epoch != identity.epoch || recv.epoch != identity.epoch) {

@@ -57,9 +57,7 @@ struct RecvPlanView {
   i64 num_meta_rows, top_k, num_ranks;
 
   Int* source_offset() const { return base + kPlanHeaderInts; }
-  Int* expert() const {
-    return source_offset() + static_cast<i64>(align_up(static_cast<u64>(num_ranks) + 1, 4));
-  }
+  Int* expert() const { return source_offset() + static_cast<i64>(align_up(static_cast<u64>(num_ranks) + 1, 4)); }
   Int* row() const { return expert() + num_meta_rows * top_k; }
 };
 
@@ -80,7 +78,7 @@ struct PlanIdentity {
   i32 epoch;
   i32 rank;
 };
-void check_plans(const i32* send_plan, const i32* recv_plan, i64 recv_plan_len, i64 num_tokens, Layout layout, i64 capacity,
-                 const PlanIdentity& identity);
+void check_plans(const i32* send_plan, const i32* recv_plan, i64 recv_plan_len, i64 num_tokens, Layout layout,
+                 i64 capacity, const PlanIdentity& identity);
 
 }  // namespace weft::cpu

@@ -24,10 +24,10 @@ WindowLayout checked_layout(const WindowShape& shape) {
   if (!layout.ok) {
     throw_invalid_argument("window shape: " + std::to_string(shape.num_ranks) + " ranks, " +
                            std::to_string(shape.num_experts) + " experts, top_k " + std::to_string(shape.top_k) + ", " +
-                           std::to_string(shape.max_tokens) + " tokens a rank of " + std::to_string(shape.max_row_bytes) +
-                           " bytes; allowed: up to " + std::to_string(kMaxRanks) + " ranks, experts divisible by the ranks, " +
-                           "top_k up to " + std::to_string(kMaxTopk) + ", up to " + std::to_string(kMaxRowsPerPair) +
-                           " tokens, sizes within 64 bits");
+                           std::to_string(shape.max_tokens) + " tokens a rank of " +
+                           std::to_string(shape.max_row_bytes) + " bytes; allowed: up to " + std::to_string(kMaxRanks) +
+                           " ranks, experts divisible by the ranks, " + "top_k up to " + std::to_string(kMaxTopk) +
+                           ", up to " + std::to_string(kMaxRowsPerPair) + " tokens, sizes within 64 bits");
   }
   return layout;
 }
@@ -37,7 +37,8 @@ constexpr u64 kSmallestHeap = 4096;
 
 }  // namespace
 
-Window::Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64 heap_bytes, u64 deadline_ns, const Poll& poll)
+Window::Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64 heap_bytes, u64 deadline_ns,
+               const Poll& poll)
     : comm_(std::move(comm)),
       shape_(shape),
       layout_(checked_layout(shape)),
@@ -92,7 +93,8 @@ std::vector<Parcel> Window::exchange_memory(ControlPlane* plane, const std::vect
       throw_invalid_argument("the window of rank " + std::to_string(rank) + " has another shape (" +
                              std::to_string(offer.shape.num_experts) + " experts, top_k " +
                              std::to_string(offer.shape.top_k) + ", " + std::to_string(offer.shape.max_tokens) +
-                             " tokens, rows of " + std::to_string(offer.shape.max_row_bytes) + " bytes); shapes must be equal");
+                             " tokens, rows of " + std::to_string(offer.shape.max_row_bytes) +
+                             " bytes); shapes must be equal");
     }
   }
   return parcels;
@@ -151,7 +153,8 @@ std::optional<Block> Window::reserve(u64 num_bytes) {
   block.num_bytes = num_bytes;
   block.in_heap = true;
   block.offset = *offset;
-  block.owner = std::shared_ptr<void>(block.data, [heap = heap_, start = *offset](void*) { heap->heap.release(start); });
+  block.owner =
+      std::shared_ptr<void>(block.data, [heap = heap_, start = *offset](void*) { heap->heap.release(start); });
   return block;
 }
 

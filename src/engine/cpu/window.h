@@ -40,7 +40,8 @@ class Window {
  public:
   // Collective among the active ranks. Errors: kInvalidArgument (sizes beyond 64 bits, shapes that differ), kPeerLost,
   // kPeerTimeout.
-  Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64 heap_bytes, u64 deadline_ns, const Poll& poll);
+  Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64 heap_bytes, u64 deadline_ns,
+         const Poll& poll);
   ~Window();
   Window(const Window&) = delete;
   Window& operator=(const Window&) = delete;
@@ -62,8 +63,8 @@ class Window {
   const WindowShape& shape() const { return shape_; }
 
   // For the communicator.
-  void abort();                                   // any thread
-  void record_error(const AbortReason& reason);   // R9
+  void abort();                                  // any thread
+  void record_error(const AbortReason& reason);  // R9
   bool is_busy() const;
   void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u64 deadline_ns, const Poll& poll);
 
