@@ -6,7 +6,7 @@ import weft
 
 
 class MoE(torch.nn.Module):
-    """Every rank holds `num_experts / num_ranks` experts and a copy of the gate. x [T, hidden] bf16 -> the same."""
+    """Every rank holds `num_experts / num_ranks` experts and a copy of the gate."""
 
     def __init__(self, comm, *, hidden, num_experts, top_k, max_tokens):
         super().__init__()
@@ -19,6 +19,7 @@ class MoE(torch.nn.Module):
         )
 
     def forward(self, x):
+        """x [T, hidden] bf16, T may differ per rank -> [T, hidden]."""
         weights, idx = self.gate(x).float().softmax(-1).topk(self.ep.top_k)
         r = self.ep.dispatch(x, idx, weights, layout="expert_major")
         rows = r.x.split(r.num_tokens_per_expert.tolist())

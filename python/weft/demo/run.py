@@ -61,7 +61,7 @@ def run(config: DemoConfig, console: Console | None) -> DemoReport:
     baseline = None
     if config.baseline:
         lost = {rank: loss.step for loss in results[0].lost for rank in loss.ranks}
-        with view.progress("baseline", config.steps), all_cores():
+        with view.progress("baseline", config.steps), one_thread():
             baseline = train_baseline(config, text, lost=lost, device=placement.device, on_step=view.baseline_step)
     report = DemoReport(
         config=config,
@@ -112,10 +112,10 @@ def survivors(config: DemoConfig, outcomes: list[RankResult | BaseException]) ->
 
 
 @contextmanager
-def all_cores() -> Iterator[None]:
-    """The baseline may use every core for its one rank; afterwards torch is as it was."""
+def one_thread() -> Iterator[None]:
+    """The baseline is one rank with one thread, as each rank is: torch's threads spin, and harm where cores are busy."""
     before = torch.get_num_threads()
-    torch.set_num_threads(max(before, len(os.sched_getaffinity(0))))
+    torch.set_num_threads(1)
     try:
         yield
     finally:
