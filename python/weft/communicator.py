@@ -230,6 +230,12 @@ class Communicator:
         """True after `PeerLost` or `PeerTimeout`, until `rebuild`. Never waits."""
         return not self._closed and self._native.broken()
 
+    def raise_if_broken(self) -> None:
+        """Raise the `PeerLost` or `PeerTimeout` that broke it, or `InvalidState` if closed. Local, never waits."""
+        if self._closed:
+            raise InvalidState("the communicator is closed; make a new one")
+        self._native.raise_if_broken()
+
     @property
     def topology(self) -> Topology:
         """Where the ranks are: on the cpu engine all on this machine."""

@@ -1,21 +1,52 @@
-"""`ExpertParallel`: dispatch and combine for one shape of MoE layer."""
+"""`ExpertParallel`: dispatch and combine for one shape of MoE layer. Checks of arguments are in weft/arguments.py."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from weft.handle import Dispatched, Handle
+from weft import arguments, autograd, ops
+from weft.communicator import Communicator, WindowSpec
+from weft.handle import COMPLETE, Dispatched, Event, Handle
+from weft.limits import LAYOUTS, default_heap_bytes, dtype_name, max_row_bytes
+from weft.native_calls import DTYPE_CODES, RANK_MAJOR, Call, NativeCalls, Received
+from weft.quantized import Quantized
 
 if TYPE_CHECKING:
-    from weft.communicator import Communicator
-    from weft.quantized import Quantized
+    from types import TracebackType
 
 __all__ = ["ExpertParallel"]
 
 
 class ExpertParallel:
+    """Sends tokens to the ranks of their experts and brings the experts' outputs back.
+
+    E experts, R ranks: expert e lives on rank e // (E / R). Constructing is collective: every rank passes equal
+    arguments. Objects of equal shape on one communicator share their windows, so layers cost nothing. Use it as a
+    context manager, or call `close`.
+
+    Args:
+        comm: the ranks.
+        num_experts: E, a multiple of the number of ranks.
+        top_k: K, picks a token, 1 to 128; duplicates count each.
+        hidden: H, values a row; a row is a multiple of 16 bytes (with FP8: H a multiple of 16).
+        max_tokens_per_rank: most tokens a rank may dispatch in a call; memory and the order of ranks depend on it.
+        dtype: of x: torch.bfloat16, float16 or float32. Expert outputs may have any of these.
+        num_sms: SMs that a call may use on a GPU; the cpu engine takes no notice.
+        deadline_s: a call in which a peer does not take part ends after this many seconds with `PeerTimeout`.
+        heap_bytes: receive memory; None: 4 * max_tokens_per_rank * max(R, K) * (row bytes + 8 K). Results that find
+            no room are copied to an ordinary tensor.
+        num_windows: calls that may be in flight at once, each on its own `window`.
+
+    Raises:
+        InvalidArgument: an argument is not allowed (on this rank), or differs between ranks (on every rank).
+        InvalidState: the communicator is closed, forked or busy.
+        PeerTimeout, PeerLost: a rank did not take part.
+    """
+
     def __init__(
         self,
         comm: Communicator,
@@ -30,13 +61,42 @@ class ExpertParallel:
         heap_bytes: int | None = None,
         num_windows: int = 1,
     ) -> None:
-        raise NotImplementedError
+        shape = {
+            "num_experts": num_experts,
+            "top_k": top_k,
+            "hidden": hidden,
+            "max_tokens_per_rank": max_tokens_per_rank,
+            "dtype": dtype_name(dtype),
+            "num_sms": num_sms,
+            "deadline_s": deadline_s,
+            "heap_bytes": heap_bytes,
+            "num_windows": num_windows,
+        }
+        arguments.check_constructor(comm, shape)
+        heap = heap_bytes
+        if heap is None:
+            heap = default_heap_bytes(comm.num_ranks, top_k, hidden, max_tokens_per_rank, dtype)
+        specs = [
+            WindowSpec(num_experts, top_k, max_tokens_per_rank, max_row_bytes(hidden), heap, idx)
+            for idx in range(num_windows)
+        ]
+        windows = comm.open_windows("ExpertParallel", shape, specs, deadline_s)
+        self.comm, self.dtype, self.device = comm, dtype, comm.device
+        self.num_experts, self.top_k, self.hidden = num_experts, top_k, hidden
+        self.num_local_experts = num_experts // comm.num_ranks
+        self.max_tokens_per_rank, self.num_windows, self.deadline_s = max_tokens_per_rank, num_windows, deadline_s
+        self.num_ranks = comm.num_ranks
+        self.calls = NativeCalls(comm, windows, num_experts, top_k, hidden, self.device)
+        self._token = self.calls.token
+        self._overflow = self.calls.overflow
+
+    # ---- the two calls
 
     def dispatch(
         self,
-        x: torch.Tensor | Quantized,
-        topk_idx: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None,
+        x: Tensor | Quantized,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
         *,
         handle: Handle | None = None,
         layout: str = "rank_major",
@@ -51,17 +111,85 @@ class ExpertParallel:
         async_op: bool = False,
         window: int = 0,
     ) -> Dispatched:
-        raise NotImplementedError
+        """Send every token to the ranks that hold its experts. Collective; the host waits for the counts of the peers.
+
+        Args:
+            x: [T, H] of the object's dtype, or a `weft.Quantized` with data [T, B]. T from 0 to max_tokens; it may
+                differ between ranks.
+            topk_idx: [T, K] int32 or int64; -1: no expert. Ids out of range count as -1, and the next call raises.
+            topk_weights: [T, K] fp32; None: 1. Given on every rank or on none if gradients are wanted.
+            handle: repeat its routing with this x (any of the three dtypes) in place of topk_idx and topk_weights.
+            layout: "rank_major" (one row a token and rank), "expert_major" (one row a pick, groups by expert) or
+                "masked" ([L, C, H]). With a handle: its own, or the default.
+            alignment: expert_major: groups start at multiples of it.
+            quantize: "fp8" or "fp8_ue8m0": quantise rows on the way; None: don't.
+            capacity: most rows (masked: rows an expert), equal on all ranks; exact sizes if None. Picks beyond it are
+                dropped and counted in `overflow`; rows beyond `num_rows` are undefined, zero if gradients are tracked.
+            max_tokens: most tokens of any rank in this call, equal on all ranks; None: max_tokens_per_rank.
+            num_sms, mode: for GPU engines; the cpu engine checks them and takes no notice.
+            deadline_s: of this call; None: that of the object.
+            staged: receive with `r.wait()`. async_op: run on a stream of the communicator, see `r.event`. On the cpu
+                engine a call is complete when it returns.
+            window: 0 to num_windows - 1, equal on all ranks.
+
+        Returns:
+            Dispatched. Its tensors are this caller's; x lies in the heap if there was room.
+
+        Raises:
+            InvalidArgument: refused before anything was sent; also the bad ids of an earlier dispatch.
+            InvalidState: closed, busy in another thread, forked, or a handle of another object or epoch.
+            Unsupported: FP8 with H not a multiple of 16, or gradients through FP8 rows.
+            PeerTimeout, PeerLost: the communicator is broken until `comm.rebuild`.
+        """
+        call, data, scales = arguments.check_dispatch(
+            self, x, topk_idx, topk_weights, handle, layout, alignment, quantize, capacity, max_tokens, num_sms,
+            deadline_s, mode, staged, async_op, window,
+        )  # fmt: skip
+        if handle is not None:
+            return self._dispatch_again(call, data, scales, handle, x)
+        assert topk_idx is not None  # noqa: S101  for mypy: checked above
+        code = arguments.QUANTIZE_CODES[quantize]
+        is_tracked = torch.is_grad_enabled() and (
+            (data.requires_grad and not code) or (topk_weights is not None and topk_weights.requires_grad)
+        )
+        sent = None
+        if torch.compiler.is_compiling() or type(data) not in _PLAIN:
+            received = Received(*ops.dispatch(
+                data, scales, topk_idx, topk_weights, self._token, self.num_ranks, self.num_local_experts,
+                call.layout, call.alignment, call.capacity, call.max_tokens, call.deadline_s, call.window, code,
+                is_tracked and call.capacity >= 0,
+            ))  # fmt: skip
+        elif is_tracked:
+            received, sent = autograd.dispatch(self.calls, call, data, scales, topk_idx, topk_weights, code)
+        else:
+            received = self.calls.dispatch(call, data, scales, topk_idx, topk_weights, code, False)
+        handle = Handle(
+            send_plan=received.send_plan,
+            recv_plan=received.recv_plan,
+            topk_weights=received.topk_weights,
+            topk_idx=received.topk_idx if call.layout == RANK_MAJOR else None,
+            num_tokens_per_expert=received.num_tokens_per_expert,
+            offsets=received.offsets,
+            num_rows=received.num_rows,
+            tie=received.tie,
+            layout=LAYOUTS[call.layout],
+            alignment=call.alignment,
+            capacity=None if call.capacity < 0 else call.capacity,
+            num_tokens=topk_idx.shape[0],
+            max_tokens=call.max_tokens,
+            sent=sent,
+        )
+        return self._dispatched(_typed(received.x, received.scales, x, code), handle)
 
     def combine(
         self,
-        expert_output: torch.Tensor,
+        expert_output: Tensor,
         handle: Handle,
         *,
         weighted: bool = True,
-        side: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
+        side: Tensor | None = None,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
         wire: str | None = None,
         num_sms: int | None = None,
         deadline_s: float | None = None,
@@ -70,19 +198,194 @@ class ExpertParallel:
         async_op: bool = False,
         window: int = 0,
     ) -> Any:
-        raise NotImplementedError
+        """Bring the experts' outputs back and sum them for each token. Collective.
 
-    def empty_output(self, dispatched: Dispatched) -> torch.Tensor:
-        raise NotImplementedError
+        rank_major: the plain sum of a token's rows; the caller has applied the weights. expert_major and masked:
+        sum over k of w[t, k] * y[t, k]. fp32 sums in a fixed order: the same bits every time (docs/semantics.md).
+
+        Args:
+            expert_output: rows in the layout of the dispatch, [N, H] or [L, C, H]; bf16, fp16 or fp32, equal on all
+                ranks. A tensor of `empty_output` saves a copy.
+            handle: of the dispatch; it may serve again.
+            weighted: False: the plain sum in every layout.
+            side: fp32, a float a row ([N], [L, C]; rank_major [N] or [N, K]), summed per (t, k); given on all ranks or
+                none. No gradients flow through it.
+            bias: [T, H] or [H], in the dtype of the output or fp32; added last.
+            out: [T, H] contiguous, to be filled and returned; not with gradients.
+            wire: None; narrower formats come with the GPU engines.
+            num_sms, deadline_s, mode, staged, async_op, window: as in dispatch.
+
+        Returns:
+            y [T, H] in the dtype of expert_output; with side (y, side [T, K] fp32). With async_op an `Event` follows.
+            A token without experts gives bias, else 0.
+
+        Raises:
+            As dispatch; Unsupported: a wire format.
+        """
+        call = arguments.check_combine(
+            self, expert_output, handle, weighted, side, bias, out, wire, num_sms, deadline_s, mode, staged, async_op,
+            window,
+        )  # fmt: skip
+        if side is not None and call.layout == RANK_MAJOR and side.dim() == 1:
+            side = side.unsqueeze(1).expand(-1, self.top_k)
+        weights = handle.topk_weights if weighted and call.layout != RANK_MAJOR else None
+        is_tracked = torch.is_grad_enabled() and (
+            expert_output.requires_grad or handle.tie.requires_grad or (bias is not None and bias.requires_grad)
+        )
+        if torch.compiler.is_compiling() or type(expert_output) not in _PLAIN:
+            y, side_out = ops.combine(
+                expert_output, handle.topk_weights, handle.send_plan, handle.recv_plan, handle.tie, handle.filled, bias,
+                side, self.top_k, handle.num_tokens, call.layout, call.alignment, call.capacity, call.max_tokens,
+                call.deadline_s, call.window, weighted, is_tracked and call.capacity >= 0,
+            )  # fmt: skip
+            y = y if out is None else out.copy_(y)
+        elif is_tracked:
+            plans = autograd.Plans(handle.send_plan, handle.recv_plan, handle.tie, handle.filled)
+            y, side_out = autograd.combine(
+                self.calls, call, expert_output, weights, plans, handle.sent, bias, side, handle.num_tokens
+            )
+        else:
+            y, side_out = self.calls.combine(
+                call, expert_output, weights, handle.send_plan, handle.recv_plan, handle.tie, bias, side,
+                handle.num_tokens, out,
+            )  # fmt: skip
+        parts: list[Tensor | Event] = [y]
+        if side is not None:
+            parts.append(side_out)
+        if async_op:
+            parts.append(COMPLETE)
+        return parts[0] if len(parts) == 1 else tuple(parts)
+
+    def _dispatch_again(
+        self, call: Call, data: Tensor, scales: Tensor | None, handle: Handle, x: Tensor | Quantized
+    ) -> Dispatched:
+        is_tracked = torch.is_grad_enabled() and data.requires_grad
+        clear_tail = is_tracked and call.capacity >= 0
+        sent, tie = None, handle.tie
+        if torch.compiler.is_compiling() or type(data) not in _PLAIN:
+            rows, out_scales = ops.dispatch_again(
+                data, scales, handle.topk_weights, handle.send_plan, handle.recv_plan, handle.tie, handle.filled,
+                call.layout, call.alignment, call.capacity, call.max_tokens, call.deadline_s, call.window, clear_tail,
+            )  # fmt: skip
+        elif is_tracked:
+            plans = autograd.Plans(handle.send_plan, handle.recv_plan, handle.tie.detach(), handle.filled)
+            rows, tie, sent = autograd.dispatch_again(self.calls, call, data, plans, handle.topk_weights)
+            out_scales = rows.new_empty(0)
+        else:
+            rows, out_scales = self.calls.dispatch_again(
+                call,
+                data,
+                scales,
+                handle.send_plan,
+                handle.recv_plan,
+                handle.tie,
+                handle.filled,
+                handle.num_tokens,
+                False,
+            )
+        return self._dispatched(_typed(rows, out_scales, x, 0), handle.repeated(tie, sent))
+
+    def _dispatched(self, x: Tensor | Quantized, handle: Handle) -> Dispatched:
+        return Dispatched(
+            x=x,
+            topk_idx=handle.topk_idx,
+            topk_weights=handle.topk_weights,
+            num_tokens_per_expert=handle.num_tokens_per_expert,
+            offsets=handle.offsets,
+            num_rows=handle.num_rows,
+            handle=handle,
+            overflow=self._overflow,
+        )
+
+    # ---- the rest
+
+    def empty_output(self, dispatched: Dispatched) -> Tensor:
+        """An uninitialised tensor for the expert outputs of `dispatched`: [N, H] or [L, C, H].
+
+        In the heap if there is room, else an ordinary tensor; combine takes both. Its dtype is that of the object.
+        Local.
+        """
+        self.calls.raise_if_closed("empty_output")
+        handle = dispatched.handle
+        lead = handle.topk_weights.shape[: 2 if handle.layout == "masked" else 1]
+        found = self.calls.windows[0].native.empty(math.prod(lead), self.hidden, DTYPE_CODES[self.dtype])
+        if found is None or self.device.type != "cpu":
+            return torch.empty((*lead, self.hidden), dtype=self.dtype, device=self.device)
+        return torch.from_dlpack(found).view((*lead, self.hidden))
 
     def warmup(self) -> None:
-        raise NotImplementedError
+        """Prepare what the first call would prepare, and wait for all ranks. Collective.
+
+        Raises:
+            InvalidState, PeerTimeout, PeerLost: as dispatch.
+        """
+        self.calls.raise_if_closed("warmup")
+        with self.comm.using("warmup"):
+            for window in self.calls.windows:
+                window.native.barrier(self.deadline_s)
 
     def check(self) -> None:
-        raise NotImplementedError
+        """Raise what calls on this rank could not raise themselves. Local; on a GPU it waits for the device.
+
+        Raises:
+            InvalidArgument: a dispatch had ids out of range. CapacityExceeded: picks were dropped on this rank since
+            the last check; ranks may differ. PeerLost, PeerTimeout: the communicator is broken.
+        """
+        self.calls.raise_if_closed("check")
+        self.comm.raise_if_broken()
+        self.calls.raise_bad_ids()
+        self.calls.raise_dropped()
 
     def stats(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """Counts of this object on this rank, forward and backward together. Local.
+
+        Returns:
+            num_dispatches, num_combines; rows_sent and bytes_sent to other ranks by dispatch; dispatch_s and combine_s,
+            seconds inside these calls; num_dropped picks; windows: a list with what each native window counts, over
+            all objects that share it (heap_used, heap_peak in bytes, num_staged results that found no room).
+        """
+        return {
+            **vars(self.calls.counters),
+            "num_dropped": int(self._overflow),
+            "windows": [dict(window.native.stats()) for window in self.calls.windows if not window.closed],
+        }
 
     def close(self) -> None:
-        raise NotImplementedError
+        """Give the windows back once no other object uses them. Local, never waits, may be called twice.
+
+        Tensors that calls returned stay valid.
+        """
+        self.calls.close()
+
+    def __enter__(self) -> ExpertParallel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "calls"):  # the constructor came to its end
+            self.calls.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.calls.closed else ""
+        return (
+            f"weft.ExpertParallel({self.num_experts} experts, {self.num_local_experts} on each of "
+            f"{self.num_ranks} ranks, top_k={self.top_k}, hidden={self.hidden}, max_tokens_per_rank={self.max_tokens_per_rank}, "
+            f"{dtype_name(self.dtype)}, engine={self.comm.engine}{state})"
+        )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _typed(rows: Tensor, scales: Tensor, x: Tensor | Quantized, quantize: int) -> Tensor | Quantized:
+    """Bytes of the native module back in the dtypes that the caller knows."""
+    if isinstance(x, Quantized):
+        typed = None if x.scales is None else scales.view(x.scales.dtype)
+        return Quantized(rows.view(x.data.dtype), typed)
+    if quantize:
+        return Quantized(rows.view(torch.float8_e4m3fn), scales if quantize == 1 else scales.view(torch.float8_e8m0fnu))
+    return rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -57,11 +57,16 @@ class Handle:
     capacity: int | None
     num_tokens: int
     max_tokens: int
-    window: int
-    has_weights: bool
-    ep_key: int
-    epoch: int
-    pending: Any = None
+    sent: Any = None  # the record that weft.autograd keeps of the dispatch, eager mode with gradients only
+
+    @property
+    def filled(self) -> torch.Tensor:
+        """How many rows hold data: [L] for masked, else []."""
+        return self.num_tokens_per_expert if self.layout == "masked" else self.num_rows
+
+    def repeated(self, tie: torch.Tensor, sent: Any) -> Handle:
+        """The handle of a dispatch that repeats this routing."""
+        return replace(self, tie=tie, sent=sent)
 
     def __repr__(self) -> str:
         capacity = "exact" if self.capacity is None else self.capacity
@@ -105,6 +110,4 @@ class Dispatched:
         return self
 
     def __repr__(self) -> str:
-        data = getattr(self.x, "data", self.x)
-        shape = list(self.x.shape) if hasattr(self.x, "shape") else list(data.shape)
-        return f"weft.Dispatched({self.handle.layout}, x={shape} {data.dtype})"
+        return f"weft.Dispatched({self.handle.layout}, x={list(self.x.data.shape)} {self.x.data.dtype})"

@@ -1,4 +1,4 @@
-"""What Weft can do here: `weft.limits()`, `weft.supports()`, and the memory formulas of `weft size`. Imports no torch."""
+"""What Weft can do here: `weft.limits()`, `weft.supports()`, and the memory formulas of `weft size`. Needs no torch."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def limits() -> Limits:
 def supports(**options: Any) -> bool:
     """Whether the given options would be accepted together.
 
-    Names are those of `ExpertParallel`, `dispatch` and `combine`, and `engine` and `num_ranks`. A dtype is a torch.dtype
-    or its name. Local, no device is touched.
+    Names are those of `ExpertParallel`, `dispatch` and `combine`, and `engine` and `num_ranks`. A dtype is a
+    torch.dtype or its name. Local, no device is touched.
 
-        weft.supports(layout="masked", quantize="fp8", hidden=7168)  # True
-        weft.supports(wire="fp8")                                    # False on the cpu engine
+        weft.supports(layout="masked", quantize="fp8")  # True
+        weft.supports(wire="fp8")                       # False on the cpu engine
 
     Raises:
         InvalidArgument: a name that is no option.
@@ -277,4 +277,5 @@ def max_row_bytes(hidden: int) -> int:
     return 4 * hidden
 
 
+limits.memory = memory  # type: ignore[attr-defined]  weft.limits may be this function or this module
 _callable.make_callable(__name__, limits)

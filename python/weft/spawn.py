@@ -106,7 +106,7 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], comm: Communicator) -> 
 
 
 def _root_cause(failed: list[_Outcome]) -> BaseException:
-    """The first error that is not about peers, else the rank that was killed, else the first of all; others as notes."""
+    """The first error that is not about peers, else the killed rank, else the first of all; the others as notes."""
 
     def order(outcome: _Outcome) -> tuple[int, float]:
         is_about_peers = isinstance(outcome.error, PeerLost | PeerTimeout)
@@ -248,6 +248,8 @@ def _run_child(
         outcome.result = call(Communicator._connect(rank, num_ranks, share, _rank_device(device, rank), origin))
     except BaseException as error:  # noqa: BLE001  brought to the parent
         outcome.error = error
+    if "weft.traces" in sys.modules:
+        sys.modules["weft.traces"]._finish()  # a trace that the parent began to record
     _flush()
     with contextlib.suppress(OSError):  # the parent is gone: nobody wants to know
         _send_outcome(channel, outcome)

@@ -1,0 +1,299 @@
+"""Checks of what users pass to ExpertParallel, before anything is sent. Pure functions; torch.compile traces them.
+
+Every refusal names the argument, the value given and what is allowed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from weft.communicator import Communicator
+from weft.errors import InvalidArgument, Unsupported
+from weft.handle import Handle
+from weft.limits import _ACCEPTS, _ALLOWED, FP8_HIDDEN_MULTIPLE, LAYOUTS, ROW_MULTIPLE_BYTES, check_shape, max_row_bytes
+from weft.native_calls import DTYPE_CODES, MASKED, RANK_MAJOR, Call
+from weft.quantized import Quantized
+
+if TYPE_CHECKING:
+    from weft.expert_parallel import ExpertParallel
+
+__all__ = ["QUANTIZE_CODES", "check_combine", "check_constructor", "check_dispatch"]
+
+QUANTIZE_CODES = {None: 0, "fp8": 1, "fp8_ue8m0": 2}
+_MAX_ALIGNMENT = 1 << 20
+
+
+def check_constructor(comm: Any, shape: dict[str, Any]) -> None:
+    """Arguments of ExpertParallel on this rank alone; the comparison between ranks comes after."""
+    if not isinstance(comm, Communicator):
+        raise InvalidArgument(f"comm is {comm!r}; a weft.Communicator is expected")
+    check_shape({"num_ranks": comm.num_ranks, **shape})
+
+
+def check_dispatch(
+    ep: ExpertParallel,
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    handle: Any,
+    layout: Any,
+    alignment: Any,
+    quantize: Any,
+    capacity: Any,
+    max_tokens: Any,
+    num_sms: Any,
+    deadline_s: Any,
+    mode: Any,
+    staged: Any,
+    async_op: Any,
+    window: Any,
+) -> tuple[Call, Tensor, Tensor | None]:
+    """The call as native codes, the rows and their scales."""
+    _check_options(ep, num_sms, deadline_s, mode, staged, async_op, window)
+    _check_option("quantize", quantize)
+    deadline = ep.deadline_s if deadline_s is None else float(deadline_s)
+    if handle is not None:
+        call = _call_of_handle(handle, layout, alignment, capacity, max_tokens, deadline, window)
+        if topk_idx is not None or topk_weights is not None:
+            raise InvalidArgument(
+                "topk_idx and topk_weights are given beside handle; allowed is one of the two: a handle has its routing"
+            )
+        if quantize is not None:
+            raise InvalidArgument(
+                f"quantize is {quantize!r} beside handle; allowed is None: pass a weft.Quantized instead"
+            )
+        num_tokens, most = handle.num_tokens, handle.num_tokens
+    else:
+        call = _call(ep, layout, alignment, capacity, max_tokens, deadline, window)
+        num_tokens, most = -1, call.max_tokens
+    data, scales = _check_x(ep, x, quantize, handle is not None)
+    if data.shape[0] > most or (num_tokens >= 0 and data.shape[0] != num_tokens):
+        allowed = f"0 to max_tokens = {most}" if num_tokens < 0 else f"{num_tokens}, the tokens of the handle"
+        raise InvalidArgument(f"x has {data.shape[0]} tokens; allowed are {allowed}")
+    if handle is None:
+        _check_topk(ep, topk_idx, topk_weights, data)
+    return call, data, scales
+
+
+def _call(
+    ep: ExpertParallel, layout: Any, alignment: Any, capacity: Any, max_tokens: Any, deadline_s: float, window: int
+) -> Call:
+    for name, value in (
+        ("layout", layout),
+        ("alignment", alignment),
+        ("capacity", capacity),
+        ("max_tokens", max_tokens),
+    ):
+        _check_option(name, value)
+    if alignment > _MAX_ALIGNMENT or (alignment != 1 and layout != "expert_major"):
+        raise InvalidArgument(
+            f"alignment is {alignment} with layout {layout!r}; allowed are 1 to {_MAX_ALIGNMENT} with 'expert_major', else 1"
+        )
+    if layout == "masked" and capacity is None:
+        raise InvalidArgument("capacity is None; layout 'masked' needs the number of rows an expert may receive")
+    if max_tokens is None:
+        max_tokens = ep.max_tokens_per_rank
+    if max_tokens > ep.max_tokens_per_rank:
+        raise InvalidArgument(
+            f"max_tokens is {max_tokens}; allowed are 0 to max_tokens_per_rank = {ep.max_tokens_per_rank}"
+        )
+    return Call(LAYOUTS.index(layout), alignment, -1 if capacity is None else capacity, max_tokens, deadline_s, window)
+
+
+def _call_of_handle(
+    handle: Any, layout: Any, alignment: Any, capacity: Any, max_tokens: Any, deadline_s: float, window: int
+) -> Call:
+    if not isinstance(handle, Handle):
+        raise InvalidArgument(f"handle is {handle!r}; the handle of a dispatch is expected")
+    for name, value, default in (
+        ("layout", layout, "rank_major"),
+        ("alignment", alignment, 1),
+        ("capacity", capacity, None),
+        ("max_tokens", max_tokens, None),
+    ):
+        own = getattr(handle, name)
+        if value not in (default, own):
+            raise InvalidArgument(f"{name} is {value!r} beside handle; allowed is that of the handle, {own!r}, or none")
+    capacity = -1 if handle.capacity is None else handle.capacity
+    return Call(LAYOUTS.index(handle.layout), handle.alignment, capacity, handle.max_tokens, deadline_s, window)
+
+
+def _check_x(ep: ExpertParallel, x: Any, quantize: Any, is_repeated: bool) -> tuple[Tensor, Tensor | None]:
+    if isinstance(x, Quantized):
+        return _check_quantized(ep, x, quantize)
+    if not isinstance(x, Tensor):
+        raise InvalidArgument(f"x is a {type(x).__name__}; a tensor [T, {ep.hidden}] or a weft.Quantized is expected")
+    if x.dim() != 2 or x.shape[1] != ep.hidden:
+        raise InvalidArgument(f"x has shape {list(x.shape)}; allowed is [T, {ep.hidden}]")
+    if x.dtype != ep.dtype and not (is_repeated and x.dtype in DTYPE_CODES):
+        raise InvalidArgument(f"x has dtype {x.dtype}; allowed is that of this ExpertParallel, {ep.dtype}")
+    _check_device("x", x, ep)
+    if quantize is not None:
+        if ep.hidden % FP8_HIDDEN_MULTIPLE:
+            raise Unsupported(
+                f"quantize={quantize!r} with hidden={ep.hidden}",
+                f"hidden {ep.hidden}",
+                f"a multiple of {FP8_HIDDEN_MULTIPLE}",
+            )
+        if x.requires_grad and torch.is_grad_enabled():
+            raise Unsupported(
+                f"quantize={quantize!r} of an x that requires grad",
+                "no gradient of FP8 rows",
+                "x.detach(), or quantize=None",
+            )
+    return x, None
+
+
+def _check_quantized(ep: ExpertParallel, x: Quantized, quantize: Any) -> tuple[Tensor, Tensor | None]:
+    data, scales = x.data, x.scales
+    if quantize is not None:
+        raise InvalidArgument(f"quantize is {quantize!r} with an x that is quantised already; allowed is None")
+    if not isinstance(data, Tensor) or data.dim() != 2 or data.element_size() != 1:
+        raise InvalidArgument(f"x.data is {_shown(data)}; allowed is a tensor [T, B] of a dtype of one byte")
+    if scales is not None and (not isinstance(scales, Tensor) or scales.dim() != 2 or len(scales) != len(data)):
+        raise InvalidArgument(f"x.scales is {_shown(scales)}; allowed is None or a tensor [{len(data)}, S]")
+    if data.shape[1] == 0 or data.shape[1] % ROW_MULTIPLE_BYTES:
+        raise InvalidArgument(
+            f"x.data has rows of {data.shape[1]} bytes; allowed are multiples of {ROW_MULTIPLE_BYTES}"
+        )
+    row_bytes = data.shape[1] + (0 if scales is None else scales.shape[1] * scales.element_size())
+    if row_bytes > max_row_bytes(ep.hidden):
+        raise InvalidArgument(
+            f"x has rows of {row_bytes} bytes, scales included; allowed are 4 * hidden = {max_row_bytes(ep.hidden)}"
+        )
+    _check_device("x.data", data, ep)
+    if scales is not None:
+        _check_device("x.scales", scales, ep)
+        scales = None if scales.shape[1] == 0 else scales.contiguous().view(torch.uint8)
+    return data.contiguous().view(torch.uint8), scales
+
+
+def _check_topk(ep: ExpertParallel, topk_idx: Any, topk_weights: Any, data: Tensor) -> None:
+    allowed = f"[{data.shape[0]}, {ep.top_k}]"
+    if not isinstance(topk_idx, Tensor):
+        raise InvalidArgument(f"topk_idx is {_shown(topk_idx)}; a tensor {allowed}, or a handle, is expected")
+    if topk_idx.dim() != 2 or topk_idx.shape[0] != data.shape[0] or topk_idx.shape[1] != ep.top_k:
+        raise InvalidArgument(f"topk_idx has shape {list(topk_idx.shape)}; allowed is [T, top_k] = {allowed}")
+    if topk_idx.dtype not in (torch.int32, torch.int64):
+        raise InvalidArgument(f"topk_idx has dtype {topk_idx.dtype}; allowed are torch.int32 and torch.int64")
+    _check_device("topk_idx", topk_idx, ep)
+    if topk_weights is None:
+        return
+    if not isinstance(topk_weights, Tensor):
+        raise InvalidArgument(f"topk_weights is {_shown(topk_weights)}; a tensor {allowed} or None is expected")
+    if topk_weights.shape != topk_idx.shape:
+        raise InvalidArgument(
+            f"topk_weights has shape {list(topk_weights.shape)}; allowed is that of topk_idx, {allowed}"
+        )
+    if topk_weights.dtype != torch.float32:
+        raise InvalidArgument(f"topk_weights has dtype {topk_weights.dtype}; allowed is torch.float32")
+    _check_device("topk_weights", topk_weights, ep)
+
+
+def check_combine(
+    ep: ExpertParallel,
+    y: Any,
+    handle: Any,
+    weighted: Any,
+    side: Any,
+    bias: Any,
+    out: Any,
+    wire: Any,
+    num_sms: Any,
+    deadline_s: Any,
+    mode: Any,
+    staged: Any,
+    async_op: Any,
+    window: Any,
+) -> Call:
+    """The call as native codes."""
+    _check_options(ep, num_sms, deadline_s, mode, staged, async_op, window)
+    _check_option("weighted", weighted)
+    if wire is not None:
+        raise Unsupported(f"wire={wire!r}", "the cpu engine", "a GPU engine, or wire=None")
+    deadline = ep.deadline_s if deadline_s is None else float(deadline_s)
+    call = _call_of_handle(handle, "rank_major", 1, None, None, deadline, window)
+    weights = handle.topk_weights
+    lead = list(weights.shape[: 2 if call.layout == MASKED else 1])
+    if not isinstance(y, Tensor):
+        raise InvalidArgument(f"expert_output is {_shown(y)}; a tensor {[*lead, ep.hidden]} is expected")
+    if list(y.shape) != [*lead, ep.hidden]:
+        raise InvalidArgument(
+            f"expert_output has shape {list(y.shape)}; allowed is that of the handle's rows, {[*lead, ep.hidden]}"
+        )
+    if y.dtype not in DTYPE_CODES:
+        raise InvalidArgument(f"expert_output has dtype {y.dtype}; allowed are {', '.join(map(str, DTYPE_CODES))}")
+    if ep.hidden * y.element_size() % ROW_MULTIPLE_BYTES:
+        raise InvalidArgument(
+            f"expert_output has rows of {ep.hidden * y.element_size()} bytes; allowed are multiples of {ROW_MULTIPLE_BYTES}"
+        )
+    _check_device("expert_output", y, ep)
+    if side is not None:
+        _check_side(ep, side, call, lead)
+    if bias is not None:
+        _check_like("bias", bias, ([handle.num_tokens, ep.hidden], [ep.hidden]), (y.dtype, torch.float32), ep)
+    if out is not None:
+        _check_like("out", out, ([handle.num_tokens, ep.hidden],), (y.dtype,), ep)
+        _check_out(y, handle, bias, out)
+    return call
+
+
+def _check_side(ep: ExpertParallel, side: Any, call: Call, lead: list[int]) -> None:
+    shapes = (lead, [*lead, ep.top_k]) if call.layout == RANK_MAJOR else (lead,)
+    _check_like("side", side, shapes, (torch.float32,), ep)
+    if side.requires_grad and torch.is_grad_enabled():
+        raise Unsupported("gradients of side", "a side that requires grad", "side.detach()")
+
+
+def _check_out(y: Tensor, handle: Handle, bias: Tensor | None, out: Tensor) -> None:
+    if not out.is_contiguous():
+        raise InvalidArgument(f"out has strides {list(out.stride())}; allowed is a contiguous tensor")
+    needs_grad = y.requires_grad or handle.tie.requires_grad or out.requires_grad
+    if torch.is_grad_enabled() and (needs_grad or (bias is not None and bias.requires_grad)):
+        raise InvalidArgument("out is given while gradients are tracked; allowed under torch.no_grad() only")
+
+
+def _check_like(
+    name: str, tensor: Any, shapes: tuple[list[int], ...], dtypes: tuple[torch.dtype, ...], ep: ExpertParallel
+) -> None:
+    if not isinstance(tensor, Tensor):
+        raise InvalidArgument(f"{name} is {_shown(tensor)}; a tensor or None is expected")
+    if list(tensor.shape) not in shapes:
+        raise InvalidArgument(f"{name} has shape {list(tensor.shape)}; allowed: {' or '.join(map(str, shapes))}")
+    if tensor.dtype not in dtypes:
+        raise InvalidArgument(
+            f"{name} has dtype {tensor.dtype}; allowed: {' or '.join(map(str, dict.fromkeys(dtypes)))}"
+        )
+    _check_device(name, tensor, ep)
+
+
+def _check_options(
+    ep: ExpertParallel, num_sms: Any, deadline_s: Any, mode: Any, staged: Any, async_op: Any, window: Any
+) -> None:
+    for name, value in (
+        ("num_sms", num_sms),
+        ("deadline_s", deadline_s),
+        ("mode", mode),
+        ("staged", staged),
+        ("async_op", async_op),
+    ):
+        _check_option(name, value)
+    if not isinstance(window, int) or not 0 <= window < ep.num_windows:
+        raise InvalidArgument(f"window is {window!r}; allowed are 0 to num_windows - 1 = {ep.num_windows - 1}")
+
+
+def _check_option(name: str, value: Any) -> None:
+    if not _ACCEPTS[name](value):
+        raise InvalidArgument(f"{name} is {value!r}; allowed: {_ALLOWED[name]}")
+
+
+def _check_device(name: str, tensor: Tensor, ep: ExpertParallel) -> None:
+    if tensor.device != ep.device:
+        raise InvalidArgument(f"{name} is on {tensor.device}; allowed is the device of the communicator, {ep.device}")
+
+
+def _shown(value: Any) -> str:
+    return f"a tensor {list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else repr(value)

@@ -1,0 +1,411 @@
+"""Gradients of the eager path.
+
+The backward of combine is a dispatch of its handle, the backward of dispatch a combine. Both are collective, so both
+must run on every rank, in the same order, whatever the user's code does with the results there:
+
+- *A rank's experts are skipped* (no rows, or an `if`): the handle carries a `tie`, an output of dispatch that combine
+  takes as an input, so the graph leads from one to the other without the experts.
+- *A result is not used on a rank* (a dropped layer, `h = x` in place of `h = x + y`): autograd never visits these
+  nodes. Hooks notice: the hook on the expert output runs the missing backward of combine; the hook on x, called when
+  the gradient of x is otherwise complete, runs whatever is missing of the pair, with a zero gradient for y. The
+  experts of this rank so get their gradients from the tokens of other ranks.
+
+Who owns what: a node owns its record (`_Sent` of a dispatch, `_Summed` of a combine), hooks hold records weakly, so no
+cycle runs through torch's C++ nodes, which no collector could free. When a node dies before its backward, the case of
+the unused result, its record moves to `NativeCalls.unused`, which holds at most MAX_UNUSED: what forwards without a
+backward leave behind is bounded by that.
+
+Limits (docs/semantics.md): x, or else topk_weights, requires grad on every rank or on none; a result unused on one rank
+is not noticed inside torch.compile, nor where x gets no gradient at all; under torch.utils.checkpoint it is noticed,
+but its weights get no gradient; no double backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from weft.errors import InvalidState
+from weft.log import logger
+from weft.native_calls import LEAST_COLUMNS, MASKED, Call, NativeCalls, Received
+from weft.ops import bias_gradient, combine_gradients
+
+__all__ = ["Plans", "combine", "dispatch"]
+
+
+class Plans(NamedTuple):
+    """What a collective call of a backward needs of a handle; nothing of it is tracked by autograd."""
+
+    send_plan: Tensor
+    recv_plan: Tensor
+    tie: Tensor
+    filled: Tensor
+
+
+class _Sent:
+    """One recorded dispatch, first or repeated: what its backward needs, and whether it has run."""
+
+    def __init__(self, calls: NativeCalls, call: Call, x: Tensor, x_is_tracked: bool, has_weights: bool) -> None:
+        self.calls, self.call = calls, call
+        self.num_tokens, self.hidden, self.dtype = x.shape[0], x.shape[1], x.dtype
+        self.x_is_tracked, self.has_weights = x_is_tracked, has_weights
+        self.received: Received | None = None
+        self.plans: Plans | None = None
+        self.weights: Tensor | None = None
+        self.combines: list[weakref.ref[_Summed]] = []
+        self.gradients: list[Tensor | None] = [None, None]  # of x and of the weights, as far as they are known
+        self.collects = False  # a nested backward is to end at our node and leave its gradients here
+        self.is_done = self.was_done = False  # in this backward; in any
+        self.hook: RemovableHandle | None = None
+
+    def __del__(self) -> None:
+        if self.hook is not None:
+            self.hook.remove()
+
+    def add(self, grad_x: Tensor | None, grad_weights: Tensor | None) -> None:
+        """Add to the gradients at the received rows and weights."""
+        for idx, grad in enumerate((grad_x, grad_weights)):
+            if grad is not None:
+                mine = self.gradients[idx]
+                self.gradients[idx] = grad if mine is None else mine + grad
+
+    def run_backward(self) -> tuple[Tensor | None, Tensor | None]:
+        """Combines that autograd did not visit, newest first, then our own call: gradients of x and topk_weights."""
+        for record in [reference() for reference in reversed(self.combines)]:
+            if record is not None and not record.is_done:
+                record.run_unvisited()
+        (grad_x, grad_weights), self.gradients = self.gradients, [None, None]
+        self.is_done = self.was_done = True
+        self.calls.unused[:] = [record for record in self.calls.unused if _dispatch_of(record) is not self]
+        if not (self.x_is_tracked or self.has_weights):
+            return None, None
+        grad, side = self.calls.combine(
+            self.call,
+            self._rows(grad_x),
+            None,
+            *_known(self.plans)[:3],
+            None,
+            self._side(grad_weights) if self.has_weights else None,
+            self.num_tokens,
+        )
+        return grad if self.x_is_tracked else None, side if self.has_weights else None
+
+    def finish(self) -> None:
+        """The gradient of x is complete; with retain_graph there may be another backward."""
+        self.is_done = False
+        for reference in self.combines:
+            record = reference()
+            if record is not None:
+                record.is_done = False
+
+    def _rows(self, grad: Tensor | None) -> Tensor:
+        if grad is not None and self.x_is_tracked:
+            return grad.contiguous()
+        lead = _known(self.weights).shape[: 2 if self.call.layout == MASKED else 1]
+        if self.x_is_tracked:
+            return torch.zeros((*lead, self.hidden), dtype=self.dtype)
+        return torch.zeros((*lead, LEAST_COLUMNS), dtype=torch.float32)
+
+    def _side(self, grad: Tensor | None) -> Tensor:
+        return torch.zeros_like(_known(self.weights)) if grad is None else grad.contiguous()
+
+
+class _Summed:
+    """One recorded combine: what its backward needs, and whether it has run."""
+
+    def __init__(self, sent: _Sent | None, calls: NativeCalls, call: Call, clear_tail: bool, plans: Plans) -> None:
+        self.sent, self.calls, self.call, self.clear_tail, self.plans = sent, calls, call, clear_tail, plans
+        self.shape: tuple[int, int] = (0, 0)
+        self.dtype = torch.float32
+        self.y: Tensor | None = None
+        self.y_version = 0
+        self.weights: Tensor | None = None
+        self.edge: GradientEdge | None = None  # of the expert output
+        self.is_done = self.was_done = False
+        self.hook: RemovableHandle | None = None
+
+    def __del__(self) -> None:
+        if self.hook is not None:
+            self.hook.remove()
+
+    def run_backward(self, grad: Tensor | None, y: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Our call: gradients of the expert output and of the received weights."""
+        self.is_done = self.was_done = True
+        if grad is None:
+            grad = torch.zeros(self.shape, dtype=self.dtype)
+        rows, _ = self.calls.dispatch_again(
+            self.call, grad.contiguous(), None, *self.plans, self.shape[0], self.clear_tail
+        )
+        return combine_gradients(rows, y, self.weights)
+
+    def run_for_unused(self) -> Tensor:
+        """Zero gradient for the result. The gradient of the weights goes to the dispatch, that of y is returned."""
+        if self.y is not None and self.y._version != self.y_version:
+            raise InvalidState(
+                "expert_output was changed in place after combine, and its gradient needs the old values"
+            )
+        grad_y, grad_weights = self.run_backward(None, self.y)
+        if self.sent is not None:
+            self.sent.add(None, grad_weights)
+        return grad_y
+
+    def run_unvisited(self) -> None:
+        """Neither the result nor the expert output was used: run the experts' backward too, down to the dispatch."""
+        grad_y = self.run_for_unused()
+        if self.edge is None or self.sent is None:
+            return
+        ends = _ends_between(self.edge.node, self.sent)
+        if ends:
+            self.sent.collects = True
+            try:
+                torch.autograd.backward([self.edge], [grad_y.to(self.dtype)], retain_graph=True, inputs=ends)
+            finally:
+                self.sent.collects = False
+
+
+class _Keeper:
+    """Lives in a node. If the node dies before its backward, what it stands for was not used here: keep the record."""
+
+    def __init__(self, record: _Sent | _Summed) -> None:
+        self.record = record
+
+    def __del__(self) -> None:
+        record, calls = self.record, self.record.calls
+        is_recomputation = torch._C._current_graph_task_id() != -1  # torch.utils.checkpoint, inside a backward
+        if record.was_done or is_recomputation or calls.closed or calls.comm.broken:
+            return
+        calls.unused.append(record)
+        del calls.unused[: -calls.MAX_UNUSED]
+
+
+def _dispatch_of(record: Any) -> Any:
+    return record if isinstance(record, _Sent) else record.sent
+
+
+def _known(value: Any) -> Any:
+    """A field that the forward has filled."""
+    return value
+
+
+# ---- forward
+
+
+def dispatch(
+    calls: NativeCalls,
+    call: Call,
+    x: Tensor,
+    scales: Tensor | None,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    quantize: int,
+) -> tuple[Received, _Sent]:
+    """A first dispatch with gradients for x or topk_weights."""
+    x_is_tracked = x.requires_grad and not quantize
+    sent = _Sent(calls, call, x, x_is_tracked, topk_weights is not None)
+    rows, weights, tie = _Dispatch.apply(x, scales, topk_idx, topk_weights, None, quantize, sent)
+    received = _known(sent.received)._replace(x=rows, topk_weights=weights, tie=tie)
+    sent.received = None
+    _watch(sent, x if x_is_tracked else _known(topk_weights))
+    return received, sent
+
+
+def dispatch_again(
+    calls: NativeCalls, call: Call, x: Tensor, plans: Plans, weights: Tensor
+) -> tuple[Tensor, Tensor, _Sent]:
+    """A repeated dispatch with gradients for x: its rows, the tie of its own handle, its record."""
+    sent = _Sent(calls, call, x, True, False)
+    sent.plans, sent.weights = plans, weights.detach()
+    rows, _, tie = _Dispatch.apply(x, None, None, None, plans, 0, sent)
+    _watch(sent, x)
+    return rows, tie, sent
+
+
+def combine(
+    calls: NativeCalls,
+    call: Call,
+    y: Tensor,
+    weights: Tensor | None,
+    plans: Plans,
+    sent: _Sent | None,
+    bias: Tensor | None,
+    side: Tensor | None,
+    num_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    """Combine with gradients for y, the received weights and bias, or only to lead on to those of the dispatch."""
+    detached = plans._replace(tie=plans.tie.detach())
+    record = _Summed(sent, calls, call, call.capacity >= 0, detached)
+    record.shape, record.dtype = (num_tokens, y.shape[-1]), y.dtype
+    out: tuple[Tensor, Tensor] = _Combine.apply(y, weights, plans.tie, bias, side, record)
+    if sent is not None:
+        sent.combines.append(weakref.ref(record))
+    if y.requires_grad:
+        record.edge = get_gradient_edge(y)
+        weak = weakref.ref(record)
+        record.hook = y.register_hook(lambda grad: _expert_output_is_complete(weak, grad))
+    return out
+
+
+def _watch(sent: _Sent, tensor: Tensor) -> None:
+    weak = weakref.ref(sent)
+    sent.hook = tensor.register_hook(lambda grad: _input_is_complete(weak, grad))
+
+
+# ---- nodes and hooks
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        scales: Tensor | None,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        plans: Plans | None,
+        quantize: int,
+        sent: _Sent,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        clear_tail = sent.call.capacity >= 0
+        calls = sent.calls
+        if plans is None:
+            received = calls.dispatch(sent.call, x, scales, _known(topk_idx), topk_weights, quantize, clear_tail)
+            rows, weights, tie = received.x, received.topk_weights, received.tie
+            sent.received = received
+            filled = received.num_tokens_per_expert if sent.call.layout == MASKED else received.num_rows
+            sent.plans = Plans(received.send_plan, received.recv_plan, tie.detach(), filled)
+            sent.weights = weights.detach()
+        else:
+            rows, _ = calls.dispatch_again(sent.call, x, None, *plans, x.shape[0], clear_tail)
+            weights, tie = rows.new_empty(0, dtype=torch.float32), plans.tie.clone()
+        ctx.mark_non_differentiable(*([] if sent.x_is_tracked else [rows]), *([] if sent.has_weights else [weights]))
+        ctx.set_materialize_grads(False)
+        ctx.sent, ctx.keeper = sent, _Keeper(sent)
+        return rows, weights, tie
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_x: Tensor | None, grad_weights: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+        sent: _Sent = ctx.sent
+        sent.add(grad_x, grad_weights)
+        if sent.collects:
+            return (None,) * 7
+        grad, side = sent.run_backward()
+        return grad, None, None, side, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        weights: Tensor | None,
+        tie: Tensor,
+        bias: Tensor | None,
+        side: Tensor | None,
+        record: _Summed,
+    ) -> tuple[Tensor, Tensor]:
+        out, side_out = record.calls.combine(record.call, y, weights, *record.plans[:3], bias, side, record.shape[0])
+        if weights is not None:
+            record.weights = weights.detach()
+            if ctx.needs_input_grad[1]:
+                ctx.save_for_backward(y)
+                if not _has_saved_tensor_hooks():
+                    record.y, record.y_version = y.detach(), y._version
+        ctx.mark_non_differentiable(side_out)
+        ctx.set_materialize_grads(False)
+        ctx.bias = None if bias is None else (bias.dim(), bias.dtype)
+        ctx.record, ctx.keeper = record, _Keeper(record)
+        return out, side_out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+        record: _Summed = ctx.record
+        y = ctx.saved_tensors[0] if ctx.saved_tensors else None
+        grad_y, grad_weights = record.run_backward(grad, y)
+        grad_bias = None if ctx.bias is None or grad is None else bias_gradient(grad, *ctx.bias)
+        return grad_y, grad_weights, torch.zeros_like(record.plans.tie), grad_bias, None, None
+
+
+def _expert_output_is_complete(weak: weakref.ref[_Summed], grad: Tensor) -> Tensor | None:
+    """Hook on an expert output: its other users are through. If combine is not among those visited, run it now."""
+    record = weak()
+    if record is None or record.is_done:
+        return None
+    return grad + record.run_for_unused()
+
+
+def _input_is_complete(weak: weakref.ref[_Sent], grad: Tensor) -> Tensor | None:
+    """Hook on x (or topk_weights): the rest of the backward has come to it. If dispatch has not run, run it now."""
+    sent = weak()
+    if sent is None:
+        return None
+    missing: tuple[Tensor | None, Tensor | None] = (None, None)
+    if not sent.is_done:
+        missing = sent.run_backward()
+    sent.finish()
+    grad_x, grad_weights = missing
+    if not sent.x_is_tracked:
+        return None if grad_weights is None else grad + grad_weights
+    if grad_weights is not None and bool(grad_weights.any()):
+        logger.warning(
+            "a gradient of topk_weights is lost on rank %d: the results of this dispatch are not used here, but another "
+            "rank has a loss on the weights it received",
+            sent.calls.comm.rank,
+        )
+    return None if grad_x is None else grad + grad_x
+
+
+def _has_saved_tensor_hooks() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+# ---- the graph of the experts
+
+
+def _ends_between(start: Any, sent: _Sent) -> list[Any]:
+    """Where a backward from the expert output is to end: parameters on the way, and the dispatch that `sent` records.
+
+    Ways that lead past the dispatch to what x was computed from are left out: they belong to earlier layers, whose
+    backward is still to come.
+    """
+    nodes, end = _walk(start, sent, set())
+    if end is not None and any(node._sequence_nr() < end._sequence_nr() for node in nodes if not _leaf(node)):
+        earlier: set[Any] = set()
+        for above, _ in end.next_functions:
+            if above is not None and not _leaf(above):
+                earlier |= _walk(above, None, set())[0]
+        if any(node in earlier for node in nodes if not _leaf(node)):
+            nodes, end = _walk(start, sent, {node for node in earlier if not _leaf(node)})
+            logger.warning(
+                "experts of an unused result read activations of earlier layers: those get no gradient of it"
+            )
+    ends: list[Any] = [node.variable for node in nodes if _leaf(node)]
+    return ends + ([GradientEdge(end, 0)] if end is not None else [])
+
+
+def _leaf(node: Any) -> bool:
+    return hasattr(node, "variable")
+
+
+def _walk(start: Any, sent: _Sent | None, closed: set[Any]) -> tuple[set[Any], Any | None]:
+    """All nodes from `start` on, not beyond the one of `sent`, which comes second, nor into `closed`."""
+    seen: set[Any] = set()
+    end = None
+    stack = [start]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen or node in closed:
+            continue
+        if sent is not None and getattr(node, "sent", None) is sent:
+            end = node
+            continue
+        seen.add(node)
+        stack.extend(above for above, _ in node.next_functions)
+    return seen, end

@@ -1,0 +1,314 @@
+"""Weft's calls as operators of torch.library: what torch.compile sees.
+
+Three operators: `weft::dispatch`, `weft::dispatch_again` (the routing of a handle, so its result has a known shape, as
+torch.compile needs in a backward graph) and `weft::combine`. Their effects are ordered: the compiler may neither drop
+nor swap them, because every rank must take part in each, in the same order, even if it does not use the result.
+The eager path does not come through here; `weft.autograd` does the same with an object that torch.compile can't trace.
+
+Arguments are tensors and numbers: the ExpertParallel is found by its token (weft/native_calls.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.native_calls import LEAST_COLUMNS, MASKED, RANK_MAJOR, Call, Received, by_token
+
+__all__ = ["combine", "combine_gradients", "dispatch", "dispatch_again"]
+
+
+# ---- dispatch
+
+
+@torch.library.custom_op("weft::dispatch", mutates_args=())
+def dispatch(
+    x: Tensor,
+    scales: Tensor | None,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    token: Tensor,
+    num_ranks: int,
+    num_local_experts: int,
+    layout: int,
+    alignment: int,
+    capacity: int,
+    max_tokens: int,
+    deadline_s: float,
+    window: int,
+    quantize: int,
+    clear_tail: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `weft.native_calls.Received`."""
+    call = Call(layout, alignment, capacity, max_tokens, deadline_s, window)
+    return tuple(by_token(token).dispatch(call, x, scales, topk_idx, topk_weights, quantize, clear_tail))
+
+
+@dispatch.register_fake
+def _dispatch_fake(
+    x: Tensor,
+    scales: Tensor | None,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    token: Tensor,
+    num_ranks: int,
+    num_local_experts: int,
+    layout: int,
+    alignment: int,
+    capacity: int,
+    max_tokens: int,
+    deadline_s: float,
+    window: int,
+    quantize: int,
+    clear_tail: bool,
+) -> tuple[Tensor, ...]:
+    rows: tuple[Any, ...] = (torch.library.get_ctx().new_dynamic_size() if capacity < 0 else capacity,)
+    if layout == MASKED:
+        rows = (num_local_experts, capacity)
+    top_k, num_columns = topk_idx.shape[1], x.shape[1]
+    num_groups = num_ranks if layout == RANK_MAJOR else num_local_experts
+    int32 = torch.int32
+    out_scales = x.new_empty(0, dtype=torch.float32)
+    if quantize:
+        out_scales = x.new_empty((*rows, (num_columns + 127) // 128), dtype=_SCALE_DTYPES[quantize])
+    elif scales is not None:
+        out_scales = x.new_empty((*rows, scales.shape[1] * scales.element_size()), dtype=torch.uint8)
+    is_bytes = bool(quantize) or x.element_size() == 1
+    return (
+        x.new_empty((*rows, num_columns), dtype=torch.uint8 if is_bytes else x.dtype),
+        out_scales,
+        topk_idx.new_empty((*rows, top_k) if layout == RANK_MAJOR else (0,)),
+        x.new_empty((*rows, top_k) if layout == RANK_MAJOR else rows, dtype=torch.float32),
+        x.new_empty(num_local_experts, dtype=int32),
+        x.new_empty(num_groups + 1, dtype=int32),
+        x.new_empty((), dtype=int32),
+        token.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=int32),
+        token.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=int32),
+        token.new_empty(2),
+    )
+
+
+_SCALE_DTYPES = {1: torch.float32, 2: torch.uint8}
+
+
+def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    received = Received(*output)
+    ctx.mark_non_differentiable(
+        *(part for part in output if part is not received.tie and not part.is_floating_point()),
+        *([received.scales] if received.scales.is_floating_point() else []),
+    )
+    x, _, topk_idx, topk_weights, *_ = inputs
+    filled = received.num_tokens_per_expert if inputs[7] == MASKED else received.num_rows
+    ctx.save_for_backward(received.send_plan, received.recv_plan, received.tie, received.topk_weights, filled)
+    ctx.num_tokens, ctx.top_k = topk_idx.shape[0], topk_idx.shape[1]
+    ctx.x_is_differentiable = x.is_floating_point() and received.x.is_floating_point()
+    ctx.has_weights = topk_weights is not None
+    ctx.hidden = x.shape[1]
+    ctx.call = tuple(inputs[7:13])
+
+
+def _dispatch_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+    received = Received(*gradients)  # type: ignore[arg-type]
+    send_plan, recv_plan, tie, weights, filled = ctx.saved_tensors
+    layout = ctx.call[0]
+    rows = received.x
+    if not ctx.x_is_differentiable:
+        lead = weights.shape[:1] if layout != MASKED else weights.shape[:2]
+        rows = weights.new_zeros((*lead, LEAST_COLUMNS))
+    side = received.topk_weights if ctx.has_weights else None
+    grad_x, grad_weights = combine(
+        rows, weights, send_plan, recv_plan, tie, filled, None, side, ctx.top_k, ctx.num_tokens, *ctx.call, False, False
+    )
+    return (
+        grad_x if ctx.x_is_differentiable else None,
+        None,
+        None,
+        grad_weights if ctx.has_weights else None,
+        *[None] * 11,
+    )
+
+
+# ---- dispatch_again
+
+
+@torch.library.custom_op("weft::dispatch_again", mutates_args=())
+def dispatch_again(
+    x: Tensor,
+    scales: Tensor | None,
+    weights: Tensor,
+    send_plan: Tensor,
+    recv_plan: Tensor,
+    tie: Tensor,
+    filled: Tensor,
+    layout: int,
+    alignment: int,
+    capacity: int,
+    max_tokens: int,
+    deadline_s: float,
+    window: int,
+    clear_tail: bool,
+) -> tuple[Tensor, Tensor]:
+    """(x, scales). `weights` received before are read for their shape alone: it gives the number of rows."""
+    call = Call(layout, alignment, capacity, max_tokens, deadline_s, window)
+    return by_token(tie).dispatch_again(call, x, scales, send_plan, recv_plan, tie, filled, x.shape[0], clear_tail)
+
+
+@dispatch_again.register_fake
+def _dispatch_again_fake(
+    x: Tensor,
+    scales: Tensor | None,
+    weights: Tensor,
+    send_plan: Tensor,
+    recv_plan: Tensor,
+    tie: Tensor,
+    filled: Tensor,
+    layout: int,
+    alignment: int,
+    capacity: int,
+    max_tokens: int,
+    deadline_s: float,
+    window: int,
+    clear_tail: bool,
+) -> tuple[Tensor, Tensor]:
+    rows = weights.shape if layout != RANK_MAJOR else weights.shape[:1]
+    out_scales = x.new_empty(0, dtype=torch.float32)
+    if scales is not None:
+        out_scales = x.new_empty((*rows, scales.shape[1] * scales.element_size()), dtype=torch.uint8)
+    dtype = torch.uint8 if x.element_size() == 1 else x.dtype
+    return x.new_empty((*rows, x.shape[1]), dtype=dtype), out_scales
+
+
+def _dispatch_again_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    x, _, weights, send_plan, recv_plan, tie, filled, *call, _ = inputs
+    ctx.save_for_backward(weights, send_plan, recv_plan, tie, filled)
+    ctx.num_tokens, ctx.call = x.shape[0], tuple(call)
+
+
+def _dispatch_again_backward(ctx: Any, grad_x: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+    weights, send_plan, recv_plan, tie, filled = ctx.saved_tensors
+    grad, _ = combine(
+        grad_x, weights, send_plan, recv_plan, tie, filled, None, None, 1, ctx.num_tokens, *ctx.call, False, False
+    )
+    return (grad, *[None] * 13)
+
+
+# ---- combine
+
+
+@torch.library.custom_op("weft::combine", mutates_args=())
+def combine(
+    y: Tensor,
+    weights: Tensor,
+    send_plan: Tensor,
+    recv_plan: Tensor,
+    tie: Tensor,
+    filled: Tensor,
+    bias: Tensor | None,
+    side: Tensor | None,
+    top_k: int,
+    num_tokens: int,
+    layout: int,
+    alignment: int,
+    capacity: int,
+    max_tokens: int,
+    deadline_s: float,
+    window: int,
+    weighted: bool,
+    clear_tail: bool,
+) -> tuple[Tensor, Tensor]:
+    """(y [T, H], side [T, K] or empty). `clear_tail` is for the backward: gradients of rows without data are zero."""
+    call = Call(layout, alignment, capacity, max_tokens, deadline_s, window)
+    used = weights if weighted and layout != RANK_MAJOR else None
+    return by_token(tie).combine(call, y, used, send_plan, recv_plan, tie, bias, side, num_tokens)
+
+
+@combine.register_fake
+def _combine_fake(
+    y: Tensor,
+    weights: Tensor,
+    send_plan: Tensor,
+    recv_plan: Tensor,
+    tie: Tensor,
+    filled: Tensor,
+    bias: Tensor | None,
+    side: Tensor | None,
+    top_k: int,
+    num_tokens: int,
+    layout: int,
+    alignment: int,
+    capacity: int,
+    max_tokens: int,
+    deadline_s: float,
+    window: int,
+    weighted: bool,
+    clear_tail: bool,
+) -> tuple[Tensor, Tensor]:
+    side_shape = (0,) if side is None else (num_tokens, top_k)
+    return y.new_empty((num_tokens, y.shape[-1])), y.new_empty(side_shape, dtype=torch.float32)
+
+
+def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    y, weights, send_plan, recv_plan, tie, filled, bias, _, _, _, *call, weighted, clear_tail = inputs
+    ctx.uses_weights = weighted and call[0] != RANK_MAJOR
+    ctx.save_for_backward(y if ctx.uses_weights else None, weights, send_plan, recv_plan, tie, filled)
+    ctx.bias = None if bias is None else (bias.dim(), bias.dtype)
+    ctx.call, ctx.clear_tail = tuple(call), clear_tail
+
+
+def _combine_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+    y, weights, send_plan, recv_plan, tie, filled = ctx.saved_tensors
+    rows, _ = dispatch_again(
+        grad.contiguous(), None, weights, send_plan, recv_plan, tie, filled, *ctx.call, ctx.clear_tail
+    )
+    grad_y, grad_weights = combine_gradients(rows, y, weights if ctx.uses_weights else None)
+    grad_bias = None if ctx.bias is None else bias_gradient(grad, *ctx.bias)
+    # The tie's gradient, zero as it is, makes the backward of dispatch wait for this one and run on every rank.
+    return grad_y, grad_weights, None, None, torch.zeros_like(tie), None, grad_bias, *[None] * 11
+
+
+def combine_gradients(rows: Tensor, y: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """From the gradients of a combine's result at this rank's rows to those of its inputs; nothing is sent.
+
+    Args:
+        rows: [N, H] or [L, C, H], gradient of the token that each row belongs to.
+        y: the expert outputs, None if weights need no gradient.
+        weights: fp32 [N] or [L, C], None: plain sums.
+
+    Returns:
+        Gradients of y (product in fp32, rounded once) and of weights (dot product in fp32).
+    """
+    if weights is None:
+        return rows, None
+    wide = rows.float()
+    grad_weights = None if y is None else (wide * y.float()).sum(-1)
+    return (wide * weights.unsqueeze(-1)).to(rows.dtype), grad_weights
+
+
+def bias_gradient(grad: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """A bias [H] is added to every token of this rank: its gradient is the sum in fp32."""
+    return grad.to(dtype) if dim == 2 else grad.float().sum(0).to(dtype)
+
+
+# ---- registration
+
+
+def _order_effects() -> None:
+    """Declare the three operators' effects ordered, by the name the installed torch has for it."""
+    from torch._higher_order_ops import effects
+
+    ordered = effects._EffectType.ORDERED
+    for op in (dispatch, dispatch_again, combine):
+        if hasattr(op, "register_effect"):
+            op.register_effect(ordered)
+        else:
+            effects._register_effectful_op(op._opoverload, ordered)
+
+
+dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
+dispatch_again.register_autograd(_dispatch_again_backward, setup_context=_dispatch_again_setup)
+combine.register_autograd(_combine_backward, setup_context=_combine_setup)
+_order_effects()
