@@ -62,7 +62,7 @@ std::vector<Parcel> Communicator::exchange(u64 tag, const std::vector<std::byte>
 void Communicator::add_window(Window* window) {
   const std::lock_guard lock(mutex_);
   windows_.push_back(window);
-  if (reason_.code != AbortCode::kNone) window->abort();
+  if (reason_.code != AbortCode::kNone) window->leave_waits();
 }
 
 void Communicator::remove_window(Window* window) {
@@ -127,7 +127,7 @@ void Communicator::adopt(const AbortReason& reason) {
   const std::lock_guard lock(mutex_);
   if (reason_.code != AbortCode::kNone || closed_) return;
   reason_ = reason;
-  for (Window* window : windows_) window->abort();
+  for (Window* window : windows_) window->leave_waits();
 }
 
 void Communicator::on_abort(const AbortReason& reason) {
@@ -259,7 +259,7 @@ void Communicator::close() {
     const std::lock_guard lock(mutex_);
     if (closed_) return;
     closed_ = true;
-    for (Window* window : windows_) window->abort();
+    for (Window* window : windows_) window->leave_waits();
   }
   plane_->close();
 }

@@ -168,7 +168,7 @@ Block Window::reserve_or_allocate(u64 num_bytes) {
   return block;
 }
 
-void Window::abort() {
+void Window::leave_waits() {
   ptx::st_release_sys(&words()->abort, 1);
   ring_doorbell(words());
 }

@@ -63,7 +63,7 @@ class Window {
   const WindowShape& shape() const { return shape_; }
 
   // For the communicator.
-  void abort();                                  // any thread
+  void leave_waits();                            // any thread
   void record_error(const AbortReason& reason);  // R9
   bool is_busy() const;
   void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u64 deadline_ns, const Poll& poll);
