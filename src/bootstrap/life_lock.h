@@ -15,10 +15,10 @@
 
 namespace weft {
 
-// Written by its owner (and by the kernel on its behalf) only.
 struct LifePage {
   uint64_t magic;
-  std::atomic<uint32_t> goodbye;  // 1: what follows is an orderly end, not a death
+  std::atomic<uint32_t> goodbye;     // written by the owner. 1: what follows is an orderly end, not a death
+  std::atomic<uint32_t> owner_died;  // written by the first watcher that the kernel told, for the other ones
   pthread_mutex_t mutex;
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free);

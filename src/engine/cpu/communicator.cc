@@ -72,7 +72,7 @@ void Communicator::remove_window(Window* window) {
 
 bool Communicator::is_broken() const {
   const std::lock_guard lock(mutex_);
-  return reason_.code != AbortCode::kNone;
+  return reason_.code != AbortCode::kNone && reason_.code != AbortCode::kPeerClosed;
 }
 
 bool Communicator::is_closed() const {
@@ -82,7 +82,8 @@ bool Communicator::is_closed() const {
 
 void Communicator::raise_if_unusable() const {
   if (is_closed()) throw_invalid_state("the communicator is closed");
-  if (is_broken()) throw error_of(reason());
+  const AbortReason first = reason();
+  if (first.code != AbortCode::kNone) throw error_of(first);
 }
 
 Error Communicator::error_of(const AbortReason& reason) const {

@@ -44,7 +44,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Never communicates beyond a best-effort goodbye (R18). Result memory stays valid as long as it is held.
   void close();
 
-  bool is_broken() const;
+  bool is_broken() const;  // not: a peer has closed, which ends no call that has all it needs
   bool is_closed() const;
   void raise_if_unusable() const;  // kInvalidState if closed; the error it broke with if broken
 
