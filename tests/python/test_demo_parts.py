@@ -372,7 +372,8 @@ def test_report_tells_the_story_of_a_lost_rank():
     printed = shown(report)
     for part in (
         "rank 2 lost",
-        "weft.PeerLost after 1.0 ms",
+        "rank 0 after 1.0 ms",
+        "weft.PeerLost: lost rank 2",
         "comm.rebuild([0, 1, 3])",
         "4 of the 16",
         "repeated step 20",

@@ -7,10 +7,11 @@ Lines of JSON through a pipe that the ranks inherit. Only the display lives on t
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -35,6 +36,33 @@ class Sender:
         if len(line) <= _MAX_BYTES:
             with suppress(OSError):
                 os.write(self._fd, line)
+
+
+class LogToEvents(logging.Handler):
+    """Sends what Weft logs the way of the other events, so that it does not write across the progress bar."""
+
+    def __init__(self, sender: Sender) -> None:
+        super().__init__()
+        self._sender = sender
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        self._sender.send("log", text=record.getMessage())
+
+
+@contextmanager
+def weft_log_to(sender: Sender) -> Iterator[None]:
+    """Inside the block, in ranks forked there too, Weft's log becomes events; not where the program has handlers."""
+    logger = logging.getLogger("weft")
+    if logger.hasHandlers():
+        yield
+        return
+    handler = LogToEvents(sender)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 class EventPipe:

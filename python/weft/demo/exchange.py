@@ -68,8 +68,8 @@ class WeftExchange:
             num_tokens=self._num_tokens,
             rows_sent=stats["rows_sent"],
             bytes_sent=stats["bytes_sent"],
-            dispatch_s=stats["dispatch_ns"] / 1e9,
-            combine_s=stats["combine_ns"] / 1e9,
+            dispatch_s=stats["dispatch_s"],
+            combine_s=stats["combine_s"],
         )
 
 

@@ -70,6 +70,8 @@ class LiveView:
         elif kind == "lost":
             after = "" if self.killed_ns is None else f" {(event['at_ns'] - self.killed_ns) / 1e6:.1f} ms later"
             self._say(f"  rank {event['rank']} sees it{after}: [yellow]{_plain(event['error'])}[/]")
+        elif kind == "log":
+            self._say(f"  [dim]log: {_plain(event['text'])}[/]")
         elif kind == "rebuilt":
             ranks = ", ".join(str(rank) for rank in event["left"])
             self._say(f"  rank {event['rank']} goes on with ranks {ranks}: rebuild took {event['ms']:.1f} ms")

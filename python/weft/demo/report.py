@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 LOAD_STEPS = 20
 """Expert load is given for the last steps of the training: one step alone is noisy."""
 
+FALL_STEPS = 40
+"""In fewer steps a loss that falls can't be told from one that wavers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DemoReport:
@@ -64,7 +67,7 @@ class DemoReport:
                 )
         for name, losses in self._phases().items():
             first, last = mean_of_ends(losses)
-            if len(losses) >= 10 and not last < first:
+            if len(losses) >= FALL_STEPS and not last < first:
                 found.append(f"the loss did not fall {name}: {first:.3f} at first, {last:.3f} in the end")
         if self.config.kill_rank is not None and self.config.kill_rank not in self.lost_ranks:
             found.append(f"rank {self.config.kill_rank} was to be killed, but no rank saw it die")

@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -16,7 +16,7 @@ import torch
 import weft
 from weft.demo.baseline import train_baseline
 from weft.demo.config import DemoConfig
-from weft.demo.events import EventPipe
+from weft.demo.events import EventPipe, weft_log_to
 from weft.demo.live import LiveView
 from weft.demo.plot import require_matplotlib, write_plots
 from weft.demo.report import DemoReport
@@ -48,7 +48,8 @@ def run(config: DemoConfig, console: Console | None) -> DemoReport:
     placement = place(config, torch.cuda.device_count() if config.device != "cpu" else 0)
     view = LiveView(console, config)
     view.begin(text.source, placement.why)
-    with view.progress("Weft", config.steps), EventPipe(view.listen) as events:
+    quiet = nullcontext if console is None else weft_log_to
+    with view.progress("Weft", config.steps), EventPipe(view.listen) as events, quiet(events):
         outcomes = weft.spawn(
             train_rank,
             num_ranks=config.num_ranks,
@@ -113,7 +114,7 @@ def survivors(config: DemoConfig, outcomes: list[RankResult | BaseException]) ->
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """The baseline is one rank with one thread, as each rank is: torch's threads spin, and harm where cores are busy."""
+    """The baseline has one thread, as each rank has: torch's threads spin, which harms where cores are busy."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -20,6 +20,7 @@ _CHART_HEIGHT = 7
 
 def show_report(report: DemoReport, console: Console) -> None:
     """Prints all parts of the report that apply."""
+    _engine(report, console)
     _losses(report, console)
     if report.lost_ranks:
         _story(report, console)
@@ -31,6 +32,12 @@ def show_report(report: DemoReport, console: Console) -> None:
 
 def _head(console: Console, title: str, remark: str = "") -> None:
     console.print(f"\n[bold]{title}[/]" + (f"  [dim]{escape(remark)}[/]" if remark else ""), highlight=False)
+
+
+def _engine(report: DemoReport, console: Console) -> None:
+    _head(console, "Engine")
+    console.print(report.ranks[0].engine, highlight=False, markup=False)
+    console.print(f"{report.why_here}.", highlight=False, markup=False)
 
 
 def _losses(report: DemoReport, console: Console) -> None:
@@ -82,10 +89,10 @@ def _story_of(loss: Loss, names: str, report: DemoReport) -> list[str]:
     config, survivors = report.config, [rank.rank for rank in report.ranks]
     seen_by = {rank.rank: seen for rank in report.ranks for seen in rank.lost if seen.ranks == loss.ranks}
     lines = [f"In step {loss.step} of {config.steps}, rank {names} was killed (SIGKILL) inside a call of Weft."]
-    for rank, seen in seen_by.items():
-        after_ms = report.seen_after_ms(seen.seen_ns)
-        when = "" if after_ms is None else f" after {after_ms:.1f} ms"
-        lines.append(f"Rank {rank} got a weft.PeerLost{when} instead of waiting for ever: {escape(seen.error)}")
+    times = [(rank, report.seen_after_ms(seen.seen_ns)) for rank, seen in seen_by.items()]
+    when = ", ".join(f"rank {rank}" + ("" if ms is None else f" after {ms:.1f} ms") for rank, ms in times)
+    lines.append(f"Instead of waiting for ever, the others got an exception: {when}.")
+    lines.append(f"It says: [yellow]weft.PeerLost: {escape(loss.error)}[/]")
     rebuild_ms = max(seen.rebuild_ms for seen in seen_by.values())
     lines.append(f"They called comm.rebuild({escape(str(survivors))}), which took {rebuild_ms:.1f} ms.")
     gone = len(loss.ranks) * config.experts_per_rank
@@ -128,13 +135,12 @@ def _load(report: DemoReport, console: Console) -> None:
     everything = [layer[expert] for layer in layers for expert in alive]
     table.add_row("all", str(len(alive)), "100%", "", *_spread(everything), style="bold")
     console.print(table)
-    window = min(LOAD_STEPS, report.config.steps)
-    first = [layer[expert] for layer in report.load(0, window) for expert in range(report.config.experts)]
-    console.print(
-        f"The busiest expert has {_imbalance(everything):.1f} times the mean; in the first {window} steps it had "
-        f"{_imbalance(first):.1f}. The gate's bias evens the load out.",
-        highlight=False,
-    )
+    now, before = _imbalance(everything), _imbalance([picks for layer in report.load(0, LOAD_STEPS) for picks in layer])
+    text = f"The busiest expert has {now:.1f} times the mean"
+    if report.config.steps >= 2 * LOAD_STEPS:
+        text += f", in the first {LOAD_STEPS} steps it had {before:.1f}"
+    text += ": after every step the gate's bias moves a little towards an even load."
+    console.print(text, highlight=False)
 
 
 def _of_rank(layers: list[list[int]], rank: int, per_rank: int) -> list[int]:
@@ -150,7 +156,11 @@ def _imbalance(picks: list[int]) -> float:
 
 
 def _traffic(report: DemoReport, console: Console) -> None:
-    _head(console, "What Weft moved and how long it took", "the whole training, forward and backward")
+    _head(
+        console,
+        "What Weft moved and how long it took",
+        "the whole training, forward and backward; rows and bytes: what dispatch sent to others",
+    )
     table = Table()
     for column in ("rank", "tokens", "rows sent", "bytes sent", "dispatch", "combine", "training", "in Weft"):
         table.add_column(column, justify="right")
@@ -171,9 +181,6 @@ def _traffic(report: DemoReport, console: Console) -> None:
 
 
 def _end(report: DemoReport, console: Console) -> None:
-    _head(console, "Engine")
-    console.print(report.ranks[0].engine, highlight=False, markup=False)
-    console.print(f"{report.why_here}.", highlight=False, markup=False)
     for plot in report.plots:
         console.print(f"Picture: {plot}", highlight=False, markup=False)
     if report.config.record is not None:
