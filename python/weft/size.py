@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft import limits
+from weft.limits import memory
 
 __all__ = ["Part", "Shape", "parts"]
 
@@ -52,7 +52,7 @@ class Part:
 
 def parts(shape: Shape) -> tuple[Part, ...]:
     """The memory of one rank, part by part, the total last. Raises InvalidArgument for a shape Weft would refuse."""
-    memory = limits.memory(
+    figures = memory(
         shape.ranks,
         shape.experts,
         shape.top_k,
@@ -64,4 +64,4 @@ def parts(shape: Shape) -> tuple[Part, ...]:
         num_layers=shape.layers,
         training=shape.training,
     )
-    return tuple(Part(name, num_bytes, _MEANING.get(name, name)) for name, num_bytes in memory.items())
+    return tuple(Part(name, num_bytes, _MEANING.get(name, name)) for name, num_bytes in figures.items())

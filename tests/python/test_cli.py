@@ -1,4 +1,4 @@
-"""Guards against a command that lies to scripts: wrong exit codes, stray words among JSON, keys and flags unexplained."""
+"""Guards against a command that lies to scripts: wrong exit codes, stray words among JSON, keys and flags left open."""
 
 from __future__ import annotations
 

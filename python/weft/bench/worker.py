@@ -107,7 +107,7 @@ def run_rank(comm: weft.Communicator, options: Options, barrier: Barrier, store_
             report.timed["weft", name] = _time_calls(call, options, comm.device, barrier)
         if options.baseline:
             _run_baseline(report, comm, options, job, barrier, store_port)
-        _measure_copies(report, comm.device, barrier)
+        _measure_copies(report, options, comm.device, barrier)
         report.stats = dict(ep.stats())
         weft_calls.drop()
     barrier.wait(_BARRIER_S)
@@ -353,16 +353,17 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)
 
 
-def _measure_copies(report: RankReport, device: torch.device, barrier: Barrier) -> None:
+def _measure_copies(report: RankReport, options: Options, device: torch.device, barrier: Barrier) -> None:
     """Copy 64 MiB again and again, all ranks at once; the parent sees when the first starts and the last ends."""
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     target.copy_(source)
     barrier.wait(_BARRIER_S)
     report.copy_from_ns = time.monotonic_ns()
-    for _ in range(_COPY_ITERS):
+    num_copies = min(_COPY_ITERS, options.iters)
+    for _ in range(num_copies):
         target.copy_(source)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     report.copy_to_ns = time.monotonic_ns()
-    report.copied_bytes = _COPY_ITERS * _COPY_BYTES
+    report.copied_bytes = num_copies * _COPY_BYTES

@@ -57,6 +57,9 @@ def _run_group(cases: Sequence[Case], ranks: int, device: str) -> list[TrialResu
     import weft
 
     per_rank = weft.spawn(_run_rank, num_ranks=ranks, args=(tuple(cases),), device=device, on_failure="return")
+    for outcome in per_rank:
+        if isinstance(outcome, weft.Unsupported):
+            raise outcome
     crashed = tuple(f"rank {r}: {_text(part)}" for r, part in enumerate(per_rank) if isinstance(part, BaseException))
     results = []
     for case_idx, case in enumerate(cases):

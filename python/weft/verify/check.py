@@ -70,11 +70,11 @@ def _with_odd_ids(topk_idx: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _rows(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, *, special_values: bool) -> Tensor:
-    rows = torch.randn(shape, generator=generator) * 2.0 ** float(torch.randint(-4, 5, (), generator=generator))
+    rows: Tensor = torch.randn(shape, generator=generator) * 2.0 ** float(torch.randint(-4, 5, (), generator=generator))
     if special_values and rows.numel():
         values = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-41, 3e38])
-        where = torch.randint(0, rows.numel(), (max(1, rows.numel() // 97),), generator=generator)
-        where = where.unique()  # which of two values for one place wins is not defined
+        drawn = torch.randint(0, rows.numel(), (max(1, rows.numel() // 97),), generator=generator)
+        where: Tensor = drawn.unique()  # which of two values for one place wins is not defined
         which = torch.randint(0, len(values), where.shape, generator=generator)
         rows.view(-1)[where] = values[which]
     return rows.to(dtype)
@@ -217,6 +217,7 @@ class _Trial:
     ) -> None:
         self.ep, self.case, self.inputs = ep, case, inputs
         self.rank, self.device = comm.rank, comm.device
+        self.active_ranks = tuple(range(case.ranks)) if active_ranks is None else active_ranks
         self.quantize = None if case.quantize == "none" else case.quantize
         self.tally = Tally()
         self.expected = reference.dispatch(
@@ -228,7 +229,7 @@ class _Trial:
             alignment=case.alignment,
             quantize=self.quantize,
             capacity=case.capacity,
-            active_ranks=active_ranks,
+            active_ranks=self.active_ranks,
         )
 
     def run(self) -> None:
@@ -275,7 +276,7 @@ class _Trial:
             self.expected,
             weighted=case.weighted,
             sides=sides if case.side else None,
-            biases=[part.bias for part in self.inputs],
+            biases=[part.bias if r in self.active_ranks else None for r, part in enumerate(self.inputs)],
         )[rank]
         output = self.ep.empty_output(got) if case.heap_output else torch.empty_like(outputs[rank], device=self.device)
         output.copy_(outputs[rank])

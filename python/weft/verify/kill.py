@@ -103,6 +103,9 @@ def _run_kill(trial: int, case: Case, device: str) -> KillResult:
         )
     finally:
         killer.join()
+    for outcome in outcomes:
+        if isinstance(outcome, weft.Unsupported):
+            raise outcome
     problems = []
     survivors = []
     for rank, outcome in enumerate(outcomes):
