@@ -33,6 +33,7 @@ LifePage* new_page(SharedMemory& memory) {
 // GCC's ThreadSanitizer does not know pthread_mutex_clocklock.
 void note_locked([[maybe_unused]] pthread_mutex_t& mutex) {
 #ifdef __SANITIZE_THREAD__
+  __tsan_mutex_pre_lock(&mutex, __tsan_mutex_try_lock);
   __tsan_mutex_post_lock(&mutex, __tsan_mutex_try_lock, 0);
 #endif
 }
