@@ -10,13 +10,14 @@ of each size is made when first asked for, and kept. A rank that raises, dies or
 from __future__ import annotations
 
 import contextlib
+import io
 import multiprocessing
 import os
 import pickle
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -26,6 +27,7 @@ from weft import Communicator
 
 MAX_RANKS = 8
 ANSWER_TIMEOUT_S = 120.0
+AFTER_FAILURE_S = 3.0
 
 
 class RankFailed(AssertionError):
@@ -102,29 +104,51 @@ class Pool:
         self._sizes.add(num_ranks)
 
     def _answers(self, num_ranks: int) -> list[Any]:
-        results: list[Any] = []
+        """One answer of each rank; once a rank has failed the others only get time to say what they saw."""
+        results: list[Any] = [None] * num_ranks
         failures: list[str] = []
-        for rank, connection in enumerate(self._connections[:num_ranks]):
-            try:
-                # Once a rank has failed the others only get time to say what they saw.
-                if not connection.poll(10.0 if failures else ANSWER_TIMEOUT_S):
-                    failures.append(f"rank {rank}: no answer")
-                    continue
-                kind, value = pickle.loads(connection.recv_bytes())
-            except EOFError:
-                self._processes[rank].join(5)
-                failures.append(f"rank {rank}: died, exit code {self._processes[rank].exitcode}")
-                continue
-            if kind == "failed":
-                failures.append(f"rank {rank}: {value}")
-            results.append(value)
+        waiting = {connection: rank for rank, connection in enumerate(self._connections[:num_ranks])}
+        while waiting:
+            ready = wait(list(waiting), AFTER_FAILURE_S if failures else ANSWER_TIMEOUT_S)
+            if not ready:
+                failures += [f"rank {rank}: no answer" for rank in waiting.values()]
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    kind, results[rank] = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    self._processes[rank].join(5)
+                    kind, results[rank] = "failed", f"died, exit code {self._processes[rank].exitcode}"
+                if kind == "failed":
+                    failures.append(f"rank {rank}: {results[rank]}")
         if failures:
             raise RankFailed("\n".join(failures))
         return results
 
 
+class _Pickler(pickle.Pickler):
+    """Tensors as bytes: torch's way between processes passes descriptors, its way in files lacks 8-bit floats."""
+
+    def reducer_override(self, value: object) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        fresh = value.detach().clone(memory_format=torch.contiguous_format)
+        data = fresh.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor, (data, tuple(value.shape), value.dtype)
+
+
+def _tensor(data: bytes, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
 def _send(connection: Connection, message: object) -> None:
-    connection.send_bytes(pickle.dumps(message))  # plain pickle: torch's own would pass file descriptors
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(message)
+    connection.send_bytes(buffer.getvalue())
 
 
 def _rank_main(rank: int, connection: Connection, of_parent: Sequence[Connection]) -> None:

@@ -33,7 +33,7 @@ class Call:
     alignment: int
     capacity: str | None  # None (exact sizes), "met", "exceeded" by one, "ample", "zero"
     rows: str
-    repeat: str | None  # None, "plain", "float32", "fp8"
+    repeat: str | None  # None, "plain", "float32", "quantized"
     weighted: bool
     side: str | None  # None, "pick", "row" (rank_major only)
     biases: tuple[str, ...]  # per rank: "none", "row", "full"
@@ -68,8 +68,7 @@ class RankCall:
     topk_idx: Tensor
     topk_weights: Tensor | None
     dispatch: dict[str, Any]
-    repeat_x: Tensor | None
-    repeat: dict[str, Any]
+    repeat_x: Tensor | Quantized | None
     output: Tensor
     used_rows: Tensor  # bool like the rows of output: where a pick is
     side: Tensor | None
@@ -153,11 +152,11 @@ def _build_call(case: Case, call: Call) -> tuple[list[RankCall], Expected]:
     dispatched = reference.dispatch(xs, ids, weights, num_experts=case.num_experts, **options)
     routing = dispatched[0].routing
 
-    repeat_xs = None
-    repeat_options = {"quantize": "fp8"} if call.repeat == "fp8" else {}
+    repeat_xs: list[Tensor | Quantized] | None = None
     if call.repeat is not None:
         dtype = torch.float32 if call.repeat == "float32" else DTYPES[case.dtype]
-        repeat_xs = [_floats((n, case.hidden), dtype, generator) for n in call.tokens]
+        floats = [_floats((n, case.hidden), dtype, generator) for n in call.tokens]
+        repeat_xs = [Quantized(*reference.quantize_fp8(x)) if call.repeat == "quantized" else x for x in floats]
 
     outputs = [_outputs(case, call, routing, rank, generator) for rank in range(case.num_ranks)]
     sides = None
@@ -181,7 +180,6 @@ def _build_call(case: Case, call: Call) -> tuple[list[RankCall], Expected]:
             topk_weights=None if weights is None else weights[rank],
             dispatch=options,
             repeat_x=None if repeat_xs is None else repeat_xs[rank],
-            repeat=repeat_options,
             output=outputs[rank],
             used_rows=_used_rows(routing, rank),
             side=None if sides is None else sides[rank],
@@ -193,7 +191,7 @@ def _build_call(case: Case, call: Call) -> tuple[list[RankCall], Expected]:
         )
         for rank in range(case.num_ranks)
     ]
-    repeated = None if repeat_xs is None else reference.repeat_dispatch(repeat_xs, routing, **repeat_options)
+    repeated = None if repeat_xs is None else reference.repeat_dispatch(repeat_xs, routing)
     return rank_calls, Expected(dispatched, repeated, combined)
 
 
@@ -296,7 +294,7 @@ def run_plan(state: RankState, plan: RankPlan) -> list[Seen]:
 def fill_heap(ep: weft.ExpertParallel) -> list[Any]:
     """Take all of this rank's heap, down to the smallest block."""
     hogs = []
-    window = ep._windows[0].native
+    window = ep.calls.windows[0].native
     for num_rows in (1 << 16, 1 << 8, 1):
         while (block := window.empty(num_rows, 256, 0)) is not None:
             hogs.append(block)
@@ -312,16 +310,16 @@ def _run_call(ep: weft.ExpertParallel, call: RankCall) -> Seen:
     }
     result["overflow"] = r.overflow.clone()
     seen = Seen(result, errors=[])
-    late = call.check_late and call.has_bad_ids
+    late = call.check_late  # the same on all ranks, whether they have such ids or not
     if not late:
         seen.errors += _errors(ep)
     if call.repeat_x is not None and not late:
-        repeated = ep.dispatch(call.repeat_x, handle=r.handle, **call.repeat)
+        repeated = ep.dispatch(call.repeat_x, handle=r.handle)
         _spoil(call.repeat_x)
         seen.repeated = repeated.x
     output = call.output.clone()
     options: dict[str, Any] = {"weighted": call.weighted, "side": call.side, "bias": call.bias}
-    if late:
+    if late and call.has_bad_ids:
         try:
             ep.combine(output, r.handle, **options)
         except weft.Error as error:
@@ -331,7 +329,7 @@ def _run_call(ep: weft.ExpertParallel, call: RankCall) -> Seen:
     if late:
         seen.errors += _errors(ep)
         if call.repeat_x is not None:
-            seen.repeated = ep.dispatch(call.repeat_x, handle=r.handle, **call.repeat).x
+            seen.repeated = ep.dispatch(call.repeat_x, handle=r.handle).x
     if call.heap_output:
         heap_output = ep.empty_output(r)
         heap_output.copy_(call.output)

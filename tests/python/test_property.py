@@ -53,7 +53,7 @@ def calls(draw: st.DrawFn, num_ranks: int, case_dtype: str, opaque: bool = True)
         alignment=draw(st.sampled_from([1, 1, 2, 5, 16, 128])),
         capacity=draw(st.sampled_from(capacities)),
         rows=draw(st.sampled_from(property_cases.ROWS if opaque else ["plain"])),
-        repeat=draw(st.sampled_from([None, "plain", "float32", "fp8"] if opaque else [None, "plain", "float32"])),
+        repeat=draw(st.sampled_from([None, "plain", "float32", "quantized"] if opaque else [None, "plain", "float32"])),
         weighted=draw(st.booleans()),
         side=draw(st.sampled_from([None, "pick", "row"] if layout == "rank_major" else [None, "pick"])),
         biases=tuple(draw(st.sampled_from(["none", "row", "full"])) for _ in range(num_ranks)),
