@@ -107,6 +107,7 @@ class Window:
         y_ptr: int,
         num_rows: int,
         weights_ptr: int,
+        has_side: bool,
         side_ptr: int,
         bias_ptr: int,
         bias_is_2d: bool,

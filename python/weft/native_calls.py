@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weft import traces
-from weft.errors import CapacityExceeded, Error, InvalidArgument, InvalidState
+from weft.errors import CapacityExceeded, Error, InternalError, InvalidArgument, InvalidState
 from weft.limits import LAYOUTS
 
 if TYPE_CHECKING:
@@ -72,6 +72,39 @@ class Counters:
     combine_s: float = 0.0
 
 
+class Results:
+    """What dispatches have given and nobody has fetched yet, by ticket; compiled graphs only.
+
+    A graph fetches every ticket unless it has no use for the results: of those a few are kept, then they go.
+    """
+
+    MAX = 16
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._waiting: dict[int, Received] = {}
+        self.keep = False  # for torch.library.opcheck, which runs an operator several times with the same arguments
+
+    def put(self, received: Received) -> int:
+        """Store a result; returns its ticket."""
+        self._next += 1
+        self._waiting[self._next] = received
+        while len(self._waiting) > self.MAX:
+            del self._waiting[next(iter(self._waiting))]
+        return self._next
+
+    def take(self, ticket: int) -> Received:
+        """The result of a ticket, which is then forgotten.
+
+        Raises:
+            InternalError: no such ticket.
+        """
+        received = self._waiting.get(ticket) if self.keep else self._waiting.pop(ticket, None)
+        if received is None:
+            raise InternalError(f"the result of dispatch {ticket} was fetched before, or {self.MAX} others since")
+        return Received(*(part.clone() for part in received)) if self.keep else received
+
+
 class NativeCalls:
     """State of one ExpertParallel on the native side: windows, counters, what is to be raised later.
 
@@ -95,6 +128,7 @@ class NativeCalls:
         self.bad_ids: str | None = None
         self.counters = Counters()
         self.unused: list[Any] = []
+        self.results = Results()
         self.closed = False
         self.key = next(_keys)
         self.token = torch.tensor([self.key, comm.epoch], dtype=torch.float64)
@@ -222,6 +256,7 @@ class NativeCalls:
                 y_ptr=y.data_ptr(),
                 num_rows=y.numel() // hidden,
                 weights_ptr=_ptr(weights),
+                has_side=side is not None,
                 side_ptr=_ptr(side),
                 bias_ptr=_ptr(bias),
                 bias_is_2d=bias is not None and bias.dim() == 2,

@@ -189,14 +189,16 @@ cpu::DispatchResult dispatch(cpu::Window& window, uintptr_t x_ptr, uintptr_t sca
   return window.dispatch(args, poll());
 }
 
-void combine(cpu::Window& window, uintptr_t y_ptr, i64 num_rows, uintptr_t weights_ptr, uintptr_t side_ptr,
-             uintptr_t bias_ptr, bool bias_is_2d, bool bias_is_fp32, uintptr_t out_ptr, uintptr_t side_out_ptr,
-             i64 num_tokens, uintptr_t send_plan_ptr, uintptr_t recv_plan_ptr, i64 recv_plan_len, int dtype, int layout,
-             i64 capacity, i64 hidden, i64 alignment, i64 max_tokens, bool weighted, double deadline_s) {
+void combine(cpu::Window& window, uintptr_t y_ptr, i64 num_rows, uintptr_t weights_ptr, bool has_side,
+             uintptr_t side_ptr, uintptr_t bias_ptr, bool bias_is_2d, bool bias_is_fp32, uintptr_t out_ptr,
+             uintptr_t side_out_ptr, i64 num_tokens, uintptr_t send_plan_ptr, uintptr_t recv_plan_ptr,
+             i64 recv_plan_len, int dtype, int layout, i64 capacity, i64 hidden, i64 alignment, i64 max_tokens,
+             bool weighted, double deadline_s) {
   cpu::CombineArgs args;
   args.y = pointer<void>(y_ptr);
   args.num_rows = num_rows;
   args.weights = weighted ? pointer<float>(weights_ptr) : nullptr;
+  args.has_side = has_side;
   args.side = pointer<float>(side_ptr);
   args.bias = pointer<void>(bias_ptr);
   args.bias_is_2d = bias_is_2d;
@@ -276,8 +278,8 @@ void bind_window(nb::module_& m) {
            "dtype"_a, "layout"_a, "quantize"_a, "row_bytes"_a, "scale_row_bytes"_a, "hidden"_a, "alignment"_a,
            "capacity"_a, "max_tokens"_a, "deadline_s"_a, "counts_ptr"_a, "offsets_ptr"_a, "num_rows_ptr"_a,
            "overflow_ptr"_a)
-      .def("combine", &combine, Guard(), nb::kw_only(), "y_ptr"_a, "num_rows"_a, "weights_ptr"_a, "side_ptr"_a,
-           "bias_ptr"_a, "bias_is_2d"_a, "bias_is_fp32"_a, "out_ptr"_a, "side_out_ptr"_a, "num_tokens"_a,
+      .def("combine", &combine, Guard(), nb::kw_only(), "y_ptr"_a, "num_rows"_a, "weights_ptr"_a, "has_side"_a,
+           "side_ptr"_a, "bias_ptr"_a, "bias_is_2d"_a, "bias_is_fp32"_a, "out_ptr"_a, "side_out_ptr"_a, "num_tokens"_a,
            "send_plan_ptr"_a, "recv_plan_ptr"_a, "recv_plan_len"_a, "dtype"_a, "layout"_a, "capacity"_a, "hidden"_a,
            "alignment"_a, "max_tokens"_a, "weighted"_a, "deadline_s"_a)
       .def(

@@ -14,29 +14,27 @@ constexpr i32 kNumOpKinds = 4;
 constexpr i32 kQuantizeGroup = 128;  // elements that share one FP8 scale
 constexpr i64 kNoCapacity = -1;
 
-WEFT_HD constexpr i32 dtype_bytes(Dtype dtype) {
-    return dtype == Dtype::kBytes ? 1 : dtype == Dtype::kFp32 ? 4 : 2;
-}
+WEFT_HD constexpr i32 dtype_bytes(Dtype dtype) { return dtype == Dtype::kBytes ? 1 : dtype == Dtype::kFp32 ? 4 : 2; }
 
 // The structural identity of an operation. It travels in the payload of the first header, so that a mismatch can be
 // told in words. Plain data of fixed size: compared and hashed byte by byte, so `reserved` stays zero.
 struct OperationConfig {
-    OpKind kind = OpKind::kNone;
-    Layout layout = Layout::kRankMajor;
-    Quantize quantize = Quantize::kNone;
-    Dtype dtype = Dtype::kBytes;  // of the rows on the wire
-    u8 has_side = 0;              // combine: each row carries top_k floats
-    u8 is_cached = 0;             // dispatch: the routing comes from a handle
-    u8 mode = 0;
-    u8 reserved = 0;
-    u32 alignment = 1;
-    u32 hidden = 0;
-    i64 capacity = kNoCapacity;
-    i64 max_tokens = 0;
-    i64 row_bytes = 0;        // data bytes of one row on the wire
-    i64 scale_row_bytes = 0;  // scale or side-data bytes of one row on the wire
-    u64 window_hash = 0;      // of the WindowShape and the window's number
-    u64 handle = 0;           // combine, cached dispatch: sequence of the dispatch whose routing is used
+  OpKind kind = OpKind::kNone;
+  Layout layout = Layout::kRankMajor;
+  Quantize quantize = Quantize::kNone;
+  Dtype dtype = Dtype::kBytes;  // of the rows on the wire
+  u8 has_side = 0;              // combine: each row carries top_k floats
+  u8 is_cached = 0;             // dispatch: the routing comes from a handle
+  u8 mode = 0;
+  u8 reserved = 0;
+  u32 alignment = 1;
+  u32 hidden = 0;
+  i64 capacity = kNoCapacity;
+  i64 max_tokens = 0;
+  i64 row_bytes = 0;        // data bytes of one row on the wire
+  i64 scale_row_bytes = 0;  // scale or side-data bytes of one row on the wire
+  u64 window_hash = 0;      // of the WindowShape and the window's number
+  u64 handle = 0;           // combine, cached dispatch: sequence of the dispatch whose routing is used
 };
 static_assert(sizeof(OperationConfig) == 64);
 
@@ -44,17 +42,17 @@ constexpr u16 kRefusalFingerprint = 0xffff;  // "I cannot take part"; the reason
 
 // FNV-1a (http://www.isthe.com/chongo/tech/comp/fnv/), 64 bits.
 WEFT_HD inline u64 hash_bytes(const void* data, u64 num_bytes, u64 seed = 0xcbf29ce484222325ull) {
-    const u8* bytes = static_cast<const u8*>(data);
-    u64 hash = seed;
-    for (u64 idx = 0; idx < num_bytes; ++idx) hash = (hash ^ bytes[idx]) * 0x100000001b3ull;
-    return hash;
+  const u8* bytes = static_cast<const u8*>(data);
+  u64 hash = seed;
+  for (u64 idx = 0; idx < num_bytes; ++idx) hash = (hash ^ bytes[idx]) * 0x100000001b3ull;
+  return hash;
 }
 
 // 1 .. 0xfffe: zero is "nothing written yet", 0xffff a refusal.
 WEFT_HD inline u16 fingerprint(const OperationConfig& config) {
-    const u64 hash = hash_bytes(&config, sizeof(config));
-    const u64 folded = hash ^ (hash >> 32);
-    return static_cast<u16>(1 + ((folded ^ (folded >> 16)) & 0xffffffffull) % 0xfffe);
+  const u64 hash = hash_bytes(&config, sizeof(config));
+  const u64 folded = hash ^ (hash >> 32);
+  return static_cast<u16>(1 + ((folded ^ (folded >> 16)) & 0xffffffffull) % 0xfffe);
 }
 
 }  // namespace weft

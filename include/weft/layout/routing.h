@@ -8,13 +8,13 @@ namespace weft {
 
 // Experts are dealt out in equal consecutive runs.
 struct ExpertMap {
-    i32 num_ranks = 1;
-    i32 num_local_experts = 1;
+  i32 num_ranks = 1;
+  i32 num_local_experts = 1;
 
-    WEFT_HD constexpr i32 num_experts() const { return num_ranks * num_local_experts; }
-    WEFT_HD constexpr bool contains(i64 expert) const { return expert >= 0 && expert < num_experts(); }
-    WEFT_HD constexpr i32 rank_of(i32 expert) const { return expert / num_local_experts; }
-    WEFT_HD constexpr i32 local_id(i32 expert) const { return expert % num_local_experts; }
+  WEFT_HD constexpr i32 num_experts() const { return num_ranks * num_local_experts; }
+  WEFT_HD constexpr bool contains(i64 expert) const { return expert >= 0 && expert < num_experts(); }
+  WEFT_HD constexpr i32 rank_of(i32 expert) const { return expert / num_local_experts; }
+  WEFT_HD constexpr i32 local_id(i32 expert) const { return expert % num_local_experts; }
 };
 
 WEFT_HD constexpr i64 clamp_count(i64 value, i64 limit) { return value < 0 ? 0 : value > limit ? limit : value; }
@@ -27,27 +27,27 @@ WEFT_HD constexpr i64 align_rows(i64 rows, i64 alignment) { return (rows + align
 //   offsets [num_local_experts + 1]        written: first row of each group, before any clipping to the capacity
 // expert_major: groups start at multiples of `alignment`, the last is padded too. masked: group l starts at l * capacity
 // and starts count from the group's own first row. Returns the rows of the result, without capacity.
-WEFT_HD inline i64 place_by_expert(const i32* counts, i32 num_ranks, i32 num_local_experts, Layout layout, i64 alignment,
-                                   i64 capacity, i64* starts, i64* offsets) {
-    i64 next = 0;
-    for (i32 expert = 0; expert < num_local_experts; ++expert) {
-        offsets[expert] = layout == Layout::kMasked ? expert * capacity : next;
-        i64 row = layout == Layout::kMasked ? 0 : next;
-        for (i32 source = 0; source < num_ranks; ++source) {
-            starts[source * num_local_experts + expert] = row;
-            row += counts[source * num_local_experts + expert];
-        }
-        next = layout == Layout::kMasked ? (expert + 1) * capacity : align_rows(row, alignment);
+WEFT_HD inline i64 place_by_expert(const i32* counts, i32 num_ranks, i32 num_local_experts, Layout layout,
+                                   i64 alignment, i64 capacity, i64* starts, i64* offsets) {
+  i64 next = 0;
+  for (i32 expert = 0; expert < num_local_experts; ++expert) {
+    offsets[expert] = layout == Layout::kMasked ? expert * capacity : next;
+    i64 row = layout == Layout::kMasked ? 0 : next;
+    for (i32 source = 0; source < num_ranks; ++source) {
+      starts[source * num_local_experts + expert] = row;
+      row += counts[source * num_local_experts + expert];
     }
-    offsets[num_local_experts] = next;
-    return next;
+    next = layout == Layout::kMasked ? (expert + 1) * capacity : align_rows(row, alignment);
+  }
+  offsets[num_local_experts] = next;
+  return next;
 }
 
 // rank_major: rows by source rank. offsets [num_ranks + 1] written. Returns their number.
 WEFT_HD inline i64 place_by_rank(const i64* num_rows, i32 num_ranks, i64* offsets) {
-    offsets[0] = 0;
-    for (i32 source = 0; source < num_ranks; ++source) offsets[source + 1] = offsets[source] + num_rows[source];
-    return offsets[num_ranks];
+  offsets[0] = 0;
+  for (i32 source = 0; source < num_ranks; ++source) offsets[source + 1] = offsets[source] + num_rows[source];
+  return offsets[num_ranks];
 }
 
 }  // namespace weft

@@ -24,125 +24,128 @@ constexpr i64 kMaxRowsPerPair = (1 << 24) - 1;  // width of n in a progress word
 
 // The first reason why an operation of this window broke (R9). Written once by the rank that owns the window.
 struct ErrorRecord {
-    u32 code = 0;
-    u32 phase = 0;
-    u32 op_kind = 0;
-    i32 culprit = -1;
-    i32 reporter = -1;
-    u32 epoch = 0;
-    u64 sequence = 0;
-    u64 late_peers = 0;
-    u64 expected = 0;
-    u64 seen = 0;
+  u32 code = 0;
+  u32 phase = 0;
+  u32 op_kind = 0;
+  i32 culprit = -1;
+  i32 reporter = -1;
+  u32 epoch = 0;
+  u64 sequence = 0;
+  u64 late_peers = 0;
+  u64 expected = 0;
+  u64 seen = 0;
 };
 static_assert(sizeof(ErrorRecord) == 56);
 
 // Words of the rank that owns the window. Peers only ring the doorbell.
 struct alignas(kCacheLine) ControlWords {
-    u64 sequence = 0;     // of the last operation that ended well or was refused (R4)
-    u64 owner = 0;        // non-zero while an operation is in flight (R5)
-    u64 abort = 0;        // non-zero: leave every wait that is not satisfied (R7)
-    u64 deadline_ns = 0;  // of the operation in flight, on the clock of ptx/clock.h (R4)
-    alignas(kCacheLine) u32 doorbell = 0;  // grows whenever a peer has written a signal
-    u32 num_sleepers = 0;
-    alignas(kCacheLine) ErrorRecord error = {};
+  u64 sequence = 0;                      // of the last operation that ended well or was refused (R4)
+  u64 owner = 0;                         // non-zero while an operation is in flight (R5)
+  u64 abort = 0;                         // non-zero: leave every wait that is not satisfied (R7)
+  u64 deadline_ns = 0;                   // of the operation in flight, on the clock of ptx/clock.h (R4)
+  alignas(kCacheLine) u32 doorbell = 0;  // grows whenever a peer has written a signal
+  u32 num_sleepers = 0;
+  alignas(kCacheLine) ErrorRecord error = {};
 };
 
 // Largest shape that a window serves. Equal on every rank; its hash is part of every fingerprint.
 struct WindowShape {
-    i32 num_ranks = 0;
-    i32 num_experts = 0;
-    i32 top_k = 0;
-    i32 num_blocks = 1;
-    i64 max_tokens = 0;     // a rank, a call
-    i64 max_row_bytes = 0;  // data and scales of one row
-    u64 staging_bytes = 0;  // one ring; 0: chosen here
+  i32 num_ranks = 0;
+  i32 num_experts = 0;
+  i32 top_k = 0;
+  i32 num_blocks = 1;
+  i64 max_tokens = 0;     // a rank, a call
+  i64 max_row_bytes = 0;  // data and scales of one row
+  u64 staging_bytes = 0;  // one ring; 0: chosen here
 
-    WEFT_HD constexpr i32 num_local_experts() const { return num_experts / num_ranks; }
+  WEFT_HD constexpr i32 num_local_experts() const { return num_experts / num_ranks; }
 };
 
 // One row in transit: data, scales, then top_k local ids and top_k floats. Each part starts at a multiple of 16 bytes.
 struct RecordLayout {
-    u64 scales = 0;
-    u64 meta = 0;
-    u64 bytes = 0;
+  u64 scales = 0;
+  u64 meta = 0;
+  u64 bytes = 0;
 
-    WEFT_HD static constexpr RecordLayout make(u64 data_bytes, u64 scale_bytes, u64 meta_bytes) {
-        RecordLayout record;
-        record.scales = align_up(data_bytes, 16);
-        record.meta = record.scales + align_up(scale_bytes, 16);
-        record.bytes = record.meta + align_up(meta_bytes, 16);
-        return record;
-    }
+  WEFT_HD static constexpr RecordLayout make(u64 data_bytes, u64 scale_bytes, u64 meta_bytes) {
+    RecordLayout record;
+    record.scales = align_up(data_bytes, 16);
+    record.meta = record.scales + align_up(scale_bytes, 16);
+    record.bytes = record.meta + align_up(meta_bytes, 16);
+    return record;
+  }
 };
 
 struct WindowLayout {
-    i32 num_ranks = 0;
-    i32 num_blocks = 1;
-    u64 headers = 0;
-    u64 progress = 0;
-    u64 payloads = 0;
-    u64 payload_bytes = 0;  // one slot
-    u64 staging = 0;
-    u64 ring_bytes = 0;  // one ring
-    u64 total_bytes = 0;
-    bool ok = false;  // false: the sizes do not fit 64 bits, or the shape is not sensible
+  i32 num_ranks = 0;
+  i32 num_blocks = 1;
+  u64 headers = 0;
+  u64 progress = 0;
+  u64 payloads = 0;
+  u64 payload_bytes = 0;  // one slot
+  u64 staging = 0;
+  u64 ring_bytes = 0;  // one ring
+  u64 total_bytes = 0;
+  bool ok = false;  // false: the sizes do not fit 64 bits, or the shape is not sensible
 
-    WEFT_HD static WindowLayout make(const WindowShape& shape) {
-        constexpr u64 kMinRingBytes = 256 * 1024;
-        WindowLayout layout;
-        if (shape.num_ranks < 1 || shape.num_ranks > kMaxRanks || shape.top_k < 1 || shape.top_k > kMaxTopk) return layout;
-        if (shape.num_experts < 1 || shape.num_experts % shape.num_ranks != 0 || shape.num_blocks < 1) return layout;
-        if (shape.max_tokens < 0 || shape.max_tokens > kMaxRowsPerPair || shape.max_row_bytes < 0) return layout;
-        const u64 ranks = static_cast<u64>(shape.num_ranks);
-        const u64 blocks = static_cast<u64>(shape.num_blocks);
-        const CheckedSize header_cells = CheckedSize(kNumPhases * kNumParities) * ranks * blocks;
-        const CheckedSize payload = (CheckedSize(kPayloadFixedBytes) +
-                                     CheckedSize(sizeof(i32)) * CheckedSize(static_cast<u64>(shape.num_local_experts())))
-                                        .aligned(kCacheLine);
-        const CheckedSize record = CheckedSize(static_cast<u64>(shape.max_row_bytes)) + CheckedSize(64) +
-                                   CheckedSize(static_cast<u64>(shape.top_k) * 8);
-        CheckedSize ring = record * CheckedSize(4);
-        if (ring.ok && ring.value < kMinRingBytes) ring = CheckedSize(kMinRingBytes);
-        if (ring.ok && shape.staging_bytes > ring.value) ring = CheckedSize(shape.staging_bytes);
-        ring = ring.aligned(4096);
+  WEFT_HD static WindowLayout make(const WindowShape& shape) {
+    constexpr u64 kMinRingBytes = 256 * 1024;
+    WindowLayout layout;
+    if (shape.num_ranks < 1 || shape.num_ranks > kMaxRanks || shape.top_k < 1 || shape.top_k > kMaxTopk) return layout;
+    if (shape.num_experts < 1 || shape.num_experts % shape.num_ranks != 0 || shape.num_blocks < 1) return layout;
+    if (shape.max_tokens < 0 || shape.max_tokens > kMaxRowsPerPair || shape.max_row_bytes < 0) return layout;
+    const u64 ranks = static_cast<u64>(shape.num_ranks);
+    const u64 blocks = static_cast<u64>(shape.num_blocks);
+    const CheckedSize header_cells = CheckedSize(kNumPhases * kNumParities) * ranks * blocks;
+    const CheckedSize payload =
+        (CheckedSize(kPayloadFixedBytes) +
+         CheckedSize(sizeof(i32)) * CheckedSize(static_cast<u64>(shape.num_local_experts()) + ranks))
+            .aligned(kCacheLine);
+    const CheckedSize record = CheckedSize(static_cast<u64>(shape.max_row_bytes)) + CheckedSize(64) +
+                               CheckedSize(static_cast<u64>(shape.top_k) * 8);
+    CheckedSize ring = record * CheckedSize(4);
+    if (ring.ok && ring.value < kMinRingBytes) ring = CheckedSize(kMinRingBytes);
+    if (ring.ok && shape.staging_bytes > ring.value) ring = CheckedSize(shape.staging_bytes);
+    ring = ring.aligned(4096);
 
-        const CheckedSize headers = CheckedSize(sizeof(ControlWords));
-        const CheckedSize progress = headers + header_cells * kCacheLine;
-        const CheckedSize payloads = progress + CheckedSize(kNumChannels) * ranks * kCacheLine;
-        const CheckedSize staging = (payloads + payload * CheckedSize(2 * kNumParities) * ranks).aligned(4096);
-        const CheckedSize total = staging + ring * ranks;
-        layout.num_ranks = shape.num_ranks;
-        layout.num_blocks = shape.num_blocks;
-        layout.headers = headers.value;
-        layout.progress = progress.value;
-        layout.payloads = payloads.value;
-        layout.payload_bytes = payload.value;
-        layout.staging = staging.value;
-        layout.ring_bytes = ring.value;
-        layout.total_bytes = total.value;
-        layout.ok = total.ok;
-        return layout;
-    }
+    const CheckedSize headers = CheckedSize(sizeof(ControlWords));
+    const CheckedSize progress = headers + header_cells * kCacheLine;
+    const CheckedSize payloads = progress + CheckedSize(kNumChannels) * ranks * kCacheLine;
+    const CheckedSize staging = (payloads + payload * CheckedSize(2 * kNumParities) * ranks).aligned(4096);
+    const CheckedSize total = staging + ring * ranks;
+    layout.num_ranks = shape.num_ranks;
+    layout.num_blocks = shape.num_blocks;
+    layout.headers = headers.value;
+    layout.progress = progress.value;
+    layout.payloads = payloads.value;
+    layout.payload_bytes = payload.value;
+    layout.staging = staging.value;
+    layout.ring_bytes = ring.value;
+    layout.total_bytes = total.value;
+    layout.ok = total.ok;
+    return layout;
+  }
 
-    WEFT_HD static constexpr u64 parity(u64 sequence) { return mutants::kOneBuffer ? 0 : sequence & 1; }
+  WEFT_HD static constexpr u64 parity(u64 sequence) { return mutants::kOneBuffer ? 0 : sequence & 1; }
 
-    // The cell that `source` writes and the owner of the window waits for.
-    WEFT_HD constexpr u64 header(Phase phase, u64 sequence, i32 source, i32 block = 0) const {
-        const u64 row = (static_cast<u64>(phase) * kNumParities + parity(sequence)) * static_cast<u64>(num_ranks);
-        return headers + ((row + static_cast<u64>(source)) * static_cast<u64>(num_blocks) + static_cast<u64>(block)) * kCacheLine;
-    }
-    WEFT_HD constexpr u64 progress_word(Channel channel, i32 source) const {
-        return progress + (static_cast<u64>(channel) * static_cast<u64>(num_ranks) + static_cast<u64>(source)) * kCacheLine;
-    }
-    // Payload slots exist for the phases `count` and `notify`.
-    WEFT_HD constexpr u64 payload(Phase phase, u64 sequence, i32 source) const {
-        const u64 row = (static_cast<u64>(phase) * kNumParities + parity(sequence)) * static_cast<u64>(num_ranks);
-        return payloads + (row + static_cast<u64>(source)) * payload_bytes;
-    }
-    WEFT_HD constexpr u64 ring(i32 source) const { return staging + static_cast<u64>(source) * ring_bytes; }
+  // The cell that `source` writes and the owner of the window waits for.
+  WEFT_HD constexpr u64 header(Phase phase, u64 sequence, i32 source, i32 block = 0) const {
+    const u64 row = (static_cast<u64>(phase) * kNumParities + parity(sequence)) * static_cast<u64>(num_ranks);
+    return headers +
+           ((row + static_cast<u64>(source)) * static_cast<u64>(num_blocks) + static_cast<u64>(block)) * kCacheLine;
+  }
+  WEFT_HD constexpr u64 progress_word(Channel channel, i32 source) const {
+    return progress + (static_cast<u64>(channel) * static_cast<u64>(num_ranks) + static_cast<u64>(source)) * kCacheLine;
+  }
+  // Payload slots exist for the phases `count` and `notify`.
+  WEFT_HD constexpr u64 payload(Phase phase, u64 sequence, i32 source) const {
+    const u64 row = (static_cast<u64>(phase) * kNumParities + parity(sequence)) * static_cast<u64>(num_ranks);
+    return payloads + (row + static_cast<u64>(source)) * payload_bytes;
+  }
+  WEFT_HD constexpr u64 ring(i32 source) const { return staging + static_cast<u64>(source) * ring_bytes; }
 
-    static constexpr u64 kPayloadFixedBytes = 192;  // CountPayload or NotifyPayload before their arrays (layout/payload.h)
+  static constexpr u64 kPayloadFixedBytes =
+      192;  // CountPayload or NotifyPayload before their arrays (layout/payload.h)
 };
 
 }  // namespace weft

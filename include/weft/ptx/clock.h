@@ -11,13 +11,13 @@ namespace weft::ptx {
 
 WEFT_HD inline u64 globaltimer_ns() {
 #if defined(__CUDA_ARCH__)
-    u64 now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
-    return now;
+  u64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+  return now;
 #else
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return static_cast<u64>(now.tv_sec) * 1000000000ull + static_cast<u64>(now.tv_nsec);
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<u64>(now.tv_sec) * 1000000000ull + static_cast<u64>(now.tv_nsec);
 #endif
 }
 

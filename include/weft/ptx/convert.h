@@ -10,63 +10,63 @@ namespace weft::ptx {
 
 WEFT_HD inline u32 float_bits(float value) {
 #if defined(__CUDA_ARCH__)
-    return __float_as_uint(value);
+  return __float_as_uint(value);
 #else
-    return __builtin_bit_cast(u32, value);
+  return __builtin_bit_cast(u32, value);
 #endif
 }
 
 WEFT_HD inline float bits_float(u32 bits) {
 #if defined(__CUDA_ARCH__)
-    return __uint_as_float(bits);
+  return __uint_as_float(bits);
 #else
-    return __builtin_bit_cast(float, bits);
+  return __builtin_bit_cast(float, bits);
 #endif
 }
 
 WEFT_HD inline float bf16_to_float(u16 value) { return bits_float(static_cast<u32>(value) << 16); }
 
 WEFT_HD inline u16 float_to_bf16(float value) {
-    const u32 bits = float_bits(value);
-    const u32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const u32 quiet = (bits >> 16) | 0x40u;
-    return static_cast<u16>((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+  const u32 bits = float_bits(value);
+  const u32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const u32 quiet = (bits >> 16) | 0x40u;
+  return static_cast<u16>((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
 }
 
 WEFT_HD inline float fp16_to_float(u16 value) {
-    const u32 magnitude = static_cast<u32>(value & 0x7fffu) << 13;
-    const u32 sign = static_cast<u32>(value & 0x8000u) << 16;
-    // Exponent re-biased by an exact multiplication, which also normalises subnormals.
-    const u32 scaled = float_bits(bits_float(magnitude) * 0x1p112f);
-    const u32 special = magnitude | 0x7f800000u;  // infinity and NaN
-    return bits_float((magnitude >= 0x0f800000u ? special : scaled) | sign);
+  const u32 magnitude = static_cast<u32>(value & 0x7fffu) << 13;
+  const u32 sign = static_cast<u32>(value & 0x8000u) << 16;
+  // Exponent re-biased by an exact multiplication, which also normalises subnormals.
+  const u32 scaled = float_bits(bits_float(magnitude) * 0x1p112f);
+  const u32 special = magnitude | 0x7f800000u;  // infinity and NaN
+  return bits_float((magnitude >= 0x0f800000u ? special : scaled) | sign);
 }
 
 WEFT_HD inline u16 float_to_fp16(float value) {
-    const u32 bits = float_bits(value);
-    const u32 sign = (bits >> 16) & 0x8000u;
-    const u32 magnitude = bits & 0x7fffffffu;
-    // Normal results: re-bias and round to even in integers; a carry runs into the exponent, up to infinity.
-    const u32 normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    // Subnormal results: adding 0.5 leaves value / 2^-24 in the low mantissa bits, rounded to even by the addition.
-    const u32 subnormal = float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000u;
-    u32 result = magnitude < 0x38800000u ? subnormal : normal;
-    result = magnitude >= 0x47800000u ? 0x7c00u : result;                           // 65536 and above, infinity
-    result = magnitude > 0x7f800000u ? 0x7e00u | ((magnitude >> 13) & 0x3ffu) : result;  // NaN
-    return static_cast<u16>(result | sign);
+  const u32 bits = float_bits(value);
+  const u32 sign = (bits >> 16) & 0x8000u;
+  const u32 magnitude = bits & 0x7fffffffu;
+  // Normal results: re-bias and round to even in integers; a carry runs into the exponent, up to infinity.
+  const u32 normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  // Subnormal results: adding 0.5 leaves value / 2^-24 in the low mantissa bits, rounded to even by the addition.
+  const u32 subnormal = float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000u;
+  u32 result = magnitude < 0x38800000u ? subnormal : normal;
+  result = magnitude >= 0x47800000u ? 0x7c00u : result;                                // 65536 and above, infinity
+  result = magnitude > 0x7f800000u ? 0x7e00u | ((magnitude >> 13) & 0x3ffu) : result;  // NaN
+  return static_cast<u16>(result | sign);
 }
 
 WEFT_HD inline u8 float_to_e4m3(float value) {
-    const u32 bits = float_bits(value);
-    const u32 sign = (bits >> 24) & 0x80u;
-    const u32 magnitude = bits & 0x7fffffffu;
-    const u32 normal = (magnitude - 0x3c000000u + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
-    // Below 2^-6: adding 2^14 leaves value / 2^-9 in the low mantissa bits, rounded to even by the addition.
-    const u32 subnormal = float_bits(bits_float(magnitude) + 0x1p14f) - 0x46800000u;
-    u32 result = magnitude < 0x3c800000u ? subnormal : normal;
-    result = magnitude >= 0x43e00000u ? 0x7eu : result;  // 448 and above
-    result = magnitude > 0x7f800000u ? 0x7fu : result;   // NaN
-    return static_cast<u8>(result | sign);
+  const u32 bits = float_bits(value);
+  const u32 sign = (bits >> 24) & 0x80u;
+  const u32 magnitude = bits & 0x7fffffffu;
+  const u32 normal = (magnitude - 0x3c000000u + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
+  // Below 2^-6: adding 2^14 leaves value / 2^-9 in the low mantissa bits, rounded to even by the addition.
+  const u32 subnormal = float_bits(bits_float(magnitude) + 0x1p14f) - 0x46800000u;
+  u32 result = magnitude < 0x3c800000u ? subnormal : normal;
+  result = magnitude >= 0x43e00000u ? 0x7eu : result;  // 448 and above
+  result = magnitude > 0x7f800000u ? 0x7fu : result;   // NaN
+  return static_cast<u8>(result | sign);
 }
 
 }  // namespace weft::ptx

@@ -8,52 +8,52 @@ namespace weft::ptx {
 
 WEFT_HD inline u64 ld_acquire_sys(const u64* word) {
 #if defined(__CUDA_ARCH__)
-    u64 value;
-    asm volatile("ld.acquire.sys.global.b64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-    return value;
+  u64 value;
+  asm volatile("ld.acquire.sys.global.b64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
 #else
-    return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+  return __atomic_load_n(word, __ATOMIC_ACQUIRE);
 #endif
 }
 
 WEFT_HD inline u64 ld_relaxed_sys(const u64* word) {
 #if defined(__CUDA_ARCH__)
-    u64 value;
-    asm volatile("ld.relaxed.sys.global.b64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-    return value;
+  u64 value;
+  asm volatile("ld.relaxed.sys.global.b64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
 #else
-    return __atomic_load_n(word, __ATOMIC_RELAXED);
+  return __atomic_load_n(word, __ATOMIC_RELAXED);
 #endif
 }
 
 WEFT_HD inline void st_release_sys(u64* word, u64 value) {
 #if defined(__CUDA_ARCH__)
-    asm volatile("st.release.sys.global.b64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+  asm volatile("st.release.sys.global.b64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 #else
-    __atomic_store_n(word, value, __ATOMIC_RELEASE);
+  __atomic_store_n(word, value, __ATOMIC_RELEASE);
 #endif
 }
 
 WEFT_HD inline void st_relaxed_sys(u64* word, u64 value) {
 #if defined(__CUDA_ARCH__)
-    asm volatile("st.relaxed.sys.global.b64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+  asm volatile("st.relaxed.sys.global.b64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 #else
-    __atomic_store_n(word, value, __ATOMIC_RELAXED);
+  __atomic_store_n(word, value, __ATOMIC_RELAXED);
 #endif
 }
 
 // Stores `value` if the word is `expected`; returns what it was.
 WEFT_HD inline u64 atom_cas_acquire_sys(u64* word, u64 expected, u64 value) {
 #if defined(__CUDA_ARCH__)
-    u64 seen;
-    asm volatile("atom.acquire.sys.global.cas.b64 %0, [%1], %2, %3;"
-                 : "=l"(seen)
-                 : "l"(word), "l"(expected), "l"(value)
-                 : "memory");
-    return seen;
+  u64 seen;
+  asm volatile("atom.acquire.sys.global.cas.b64 %0, [%1], %2, %3;"
+               : "=l"(seen)
+               : "l"(word), "l"(expected), "l"(value)
+               : "memory");
+  return seen;
 #else
-    __atomic_compare_exchange_n(word, &expected, value, false, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
-    return expected;
+  __atomic_compare_exchange_n(word, &expected, value, false, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
+  return expected;
 #endif
 }
 

@@ -14,13 +14,13 @@ enum class PauseResult : u32 { kLookAgain = 0, kAbort = 1, kDeadline = 2 };
 // arrived ends well even if a peer died or closed right after it had sent them.
 template <class Ready, class Pause>
 WEFT_HD WaitResult wait_until(const Ready& ready, Pause& pause) {
-    while (!ready()) {
-        const PauseResult verdict = pause.turn();
-        if (verdict == PauseResult::kLookAgain) continue;
-        if (ready()) break;
-        return verdict == PauseResult::kAbort ? WaitResult::kAborted : WaitResult::kDeadline;
-    }
-    return WaitResult::kReady;
+  while (!ready()) {
+    const PauseResult verdict = pause.turn();
+    if (verdict == PauseResult::kLookAgain) continue;
+    if (ready()) break;
+    return verdict == PauseResult::kAbort ? WaitResult::kAborted : WaitResult::kDeadline;
+  }
+  return WaitResult::kReady;
 }
 
 }  // namespace weft::sync

@@ -15,7 +15,7 @@ OperationConfig config_of(const CombineArgs& args, u64 window_hash) {
   config.kind = OpKind::kCombine;
   config.layout = args.layout;
   config.dtype = args.dtype;
-  config.has_side = args.side != nullptr ? 1 : 0;
+  config.has_side = args.has_side ? 1 : 0;
   config.mode = args.mode;
   config.alignment = static_cast<u32>(args.alignment);
   config.hidden = static_cast<u32>(args.hidden);
@@ -42,7 +42,7 @@ CombineCall::CombineCall(Window& window, const CombineArgs& args, const Poll& po
       recv_{args.recv_plan, reinterpret_cast<const PlanHeader*>(args.recv_plan)->num_meta_rows, top_k_, num_ranks_},
       contributors_(static_cast<size_t>(num_ranks_)),
       owners_(static_cast<size_t>(num_ranks_)) {
-  const u64 side_bytes = args.side != nullptr ? static_cast<u64>(top_k_) * sizeof(float) : 0;
+  const u64 side_bytes = args.has_side ? static_cast<u64>(top_k_) * sizeof(float) : 0;
   record_ = RecordLayout::make(static_cast<u64>(row_bytes_), 0, side_bytes);
   side_record_ = RecordLayout::make(0, 0, side_bytes);
   if (args.layout != Layout::kRankMajor) return;
@@ -60,7 +60,7 @@ void CombineCall::run() {
   op_.wait_all(Phase::kCount);
   read_counts();
   w_.scratch_.row.resize(static_cast<size_t>(record_.bytes));
-  if (a_.side_out != nullptr) std::fill_n(a_.side_out, a_.num_tokens * top_k_, 0.0f);
+  if (a_.has_side) std::fill_n(a_.side_out, a_.num_tokens * top_k_, 0.0f);
   const auto all_pushed = [&] {
     return std::all_of(op_.peers().begin(), op_.peers().end(),
                        [&](int peer) { return owners_[peer].num_pushed == owners_[peer].num_records; });
@@ -193,8 +193,7 @@ bool CombineCall::push_records(int owner_rank) {
 
 void CombineCall::write_record(i64 meta_row, u8* record) {
   if (!pull_) partial_sum(meta_row, record);
-  if (a_.side != nullptr)
-    write_side(meta_row, reinterpret_cast<float*>(record + (pull_ ? side_record_ : record_).meta));
+  if (a_.has_side) write_side(meta_row, reinterpret_cast<float*>(record + (pull_ ? side_record_ : record_).meta));
 }
 
 // What this rank adds to the token behind a rank-major row, in the wire type.
@@ -319,7 +318,7 @@ bool CombineCall::sum_token(i64 token) {
       float side[kMaxTopk];
       const i64 meta_row = recv_.source_offset()[rank_] + slot;
       if (counts) rows[sum.num_rows++] = own_row(meta_row);
-      if (a_.side != nullptr) {
+      if (a_.has_side) {
         write_side(meta_row, side);
         read_side(token, rank, side);
       }
@@ -328,7 +327,7 @@ bool CombineCall::sum_token(i64 token) {
     const RecordLayout& record = from.pulls ? side_record_ : record_;
     const u8* landed = from.landing + (static_cast<u32>(slot) % std::max(1u, from.landing_records)) * record.bytes;
     if (counts) rows[sum.num_rows++] = from.pulls ? from.rows + row * row_bytes_ : landed;
-    if (a_.side != nullptr) read_side(token, rank, reinterpret_cast<const float*>(landed + record.meta));
+    if (a_.has_side) read_side(token, rank, reinterpret_cast<const float*>(landed + record.meta));
     if (from.num_records != 0) from.num_consumed = static_cast<u32>(slot) + 1;
   }
   sum.rows = rows;

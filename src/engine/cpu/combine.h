@@ -37,8 +37,8 @@ class CombineCall {
     u32 num_pushed = 0;
   };
 
-  bool pushes_records() const { return !pull_ || a_.side != nullptr; }
-  bool needs_records(int contributor) const { return !contributors_[contributor].pulls || a_.side != nullptr; }
+  bool pushes_records() const { return !pull_ || a_.has_side; }
+  bool needs_records(int contributor) const { return !contributors_[contributor].pulls || a_.has_side; }
 
   void prepare_landing();
   void send_counts();

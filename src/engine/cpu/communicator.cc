@@ -4,7 +4,7 @@
 #include <cstring>
 #include <utility>
 
-#include "base/log.h"
+#include "base/env.h"
 #include "engine/cpu/window.h"
 #include "weft/layout/window.h"
 
@@ -40,6 +40,7 @@ const char* phase_name(u32 phase) {
 }
 
 std::shared_ptr<Communicator> Communicator::create(std::unique_ptr<ControlPlane> plane) {
+  static_cast<void>(env());  // a bad variable is refused here, not in the first wait
   std::shared_ptr<Communicator> comm(new Communicator(std::move(plane)));
   comm->plane_->set_abort_handler([raw = comm.get()](const AbortReason& reason) { raw->on_abort(reason); });
   return comm;
@@ -227,11 +228,27 @@ void Communicator::rebuild(std::vector<int> ranks, u64 deadline_ns, const Poll& 
   }
   const u64 mask = mask_of(ranks);
   const u64 tag = kRebuildTag | (hash_bytes(&mask, sizeof(mask)) & 0xffffffffu) << 30 | u64{epoch_ & 0xffu} << 22 |
-                  (num_attempts_++ & 0xffu) << 14;
+                  (num_attempts_[mask]++ & 0xffu) << 14;
   const u16 next_epoch = agree_on_epoch(ranks, tag, deadline_ns, poll);
-  u64 step = tag;
-  for (Window* window : windows) window->renew(*plane_, ranks, ++step, deadline_ns, poll);
+  renew_windows(windows, ranks, tag, deadline_ns, poll);
   enter_epoch(ranks, next_epoch);
+}
+
+// A failure between the windows leaves some on fresh memory and some not: the communicator is broken then, if it was not.
+void Communicator::renew_windows(const std::vector<Window*>& windows, const std::vector<int>& ranks, u64 tag,
+                                 u64 deadline_ns, const Poll& poll) {
+  try {
+    for (Window* window : windows) window->renew(*plane_, ranks, ++tag, deadline_ns, poll);
+  } catch (const Error& error) {
+    AbortReason half_done;
+    half_done.code = error.code == ErrorCode::kPeerLost ? AbortCode::kPeerLost : AbortCode::kPeerTimeout;
+    half_done.rank = error.peers.empty() ? rank_ : error.peers.front();
+    half_done.reporter = rank_;
+    half_done.epoch = epoch_;
+    half_done.peers = mask_of(error.peers);
+    adopt(half_done);
+    throw;
+  }
 }
 
 void Communicator::enter_epoch(const std::vector<int>& ranks, u16 epoch) {
@@ -242,7 +259,7 @@ void Communicator::enter_epoch(const std::vector<int>& ranks, u16 epoch) {
     active_ = ranks;
     active_mask_ = mask_of(ranks);
     reason_ = AbortReason{};
-    num_attempts_ = 0;
+    num_attempts_.clear();
     early = std::exchange(early_, {});
   }
   for (const AbortReason& reason : early) on_abort(reason);

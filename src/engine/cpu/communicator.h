@@ -1,6 +1,7 @@
 // A rank's membership: who takes part, in which epoch, and the one reason why it is broken if it is.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -68,6 +69,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void adopt(const AbortReason& reason);     // the first reason of this epoch wins; sets every window's abort word
   void check_rebuild(const std::vector<int>& ranks) const;
   u16 agree_on_epoch(const std::vector<int>& ranks, u64 tag, u64 deadline_ns, const Poll& poll);
+  void renew_windows(const std::vector<Window*>& windows, const std::vector<int>& ranks, u64 tag, u64 deadline_ns,
+                     const Poll& poll);
   void enter_epoch(const std::vector<int>& ranks, u16 epoch);
   Error error_of(const AbortReason& reason) const;
   AbortReason reason() const;
@@ -79,7 +82,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   u64 active_mask_ = 0;
   std::vector<int> active_;
   u64 next_window_id_ = 1;
-  u64 num_attempts_ = 0;  // of rebuild, in this epoch
+  std::map<u64, u32> num_attempts_;  // of rebuild in this epoch, by mask of members: all of them count alike
 
   mutable std::mutex mutex_;  // guards what follows; never held while calling the control plane
   std::vector<Window*> windows_;

@@ -156,8 +156,11 @@ void Operation::fail_internal(Phase phase, int culprit) {
 void Operation::give_up(Phase phase) { window_.comm_->give_up(reason(AbortCode::kInterrupted, phase, rank_)); }
 
 void Operation::break_off(sync::WaitResult result, Phase phase, u64 late_peers) {
+  ErrorRecord& record = window_.words()->error;
+  record.expected = sync::pack_header(turn_, fingerprint_);
   std::string cells;
   for (int peer : peers_) {
+    if ((late_peers >> peer & 1) != 0) record.seen = header_from(phase, peer);
     cells += " rank " + std::to_string(peer) + ":" + std::to_string(header_from(phase, peer) >> 16 & 0xffffffffu);
   }
   log_line(kLogWarning, "rank " + std::to_string(rank_) + " left " + op_name(static_cast<u32>(config_.kind)) +

@@ -69,8 +69,9 @@ struct CombineArgs {
   const void* y = nullptr;         // rows of hidden elements in the layout of the dispatch
   i64 num_rows = 0;                // of y, all of them
   const float* weights = nullptr;  // per row of y ([N] or [L, C]), or null: plain sum
-  const float* side = nullptr;     // rank_major [N, top_k], expert_major [N], masked [L, C], or null
-  const void* bias = nullptr;      // [hidden] or [num_tokens, hidden], or null
+  bool has_side = false;
+  const float* side = nullptr;  // rank_major [N, top_k], expert_major [N], masked [L, C]; may be null if empty
+  const void* bias = nullptr;   // [hidden] or [num_tokens, hidden], or null
   bool bias_is_2d = false;
   bool bias_is_fp32 = false;
   void* out = nullptr;        // [num_tokens, hidden] written

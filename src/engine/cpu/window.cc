@@ -174,7 +174,7 @@ void Window::leave_waits() {
 }
 
 void Window::record_error(const AbortReason& reason) {
-  ErrorRecord record;
+  ErrorRecord record = words()->error;  // expected and seen are there already if a wait of this window broke
   record.code = static_cast<u32>(reason.code);
   record.phase = reason.phase;
   record.op_kind = reason.op_kind;
