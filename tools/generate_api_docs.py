@@ -82,7 +82,9 @@ def format_docstring(item: object) -> str:
             in_section = True
         elif in_section and re.match(r" {4}\S", line):
             name, colon, rest = line.strip().partition(": ")
-            lines.append(f"- `{name}`: {rest}" if colon and " " not in name.split("(")[0] else f"- {line.strip()}")
+            names = name.split(", ")
+            is_list = colon and all(re.fullmatch(r"[*\w.]+( \(.*\))?", part) for part in names)
+            lines.append(f"- {', '.join(f'`{part}`' for part in names)}: {rest}" if is_list else f"- {line.strip()}")
         elif in_section and line.startswith("      "):
             lines.append("  " + line.strip())
         else:
