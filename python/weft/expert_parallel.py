@@ -154,11 +154,10 @@ class ExpertParallel:
         )
         sent = None
         if torch.compiler.is_compiling() or type(data) not in _PLAIN:
-            received = Received(*ops.dispatch(
-                data, scales, topk_idx, topk_weights, self._token, self.num_ranks, self.num_local_experts,
-                call.layout, call.alignment, call.capacity, call.max_tokens, call.deadline_s, call.window, code,
-                is_tracked and call.capacity >= 0,
-            ))  # fmt: skip
+            numbers = (call.layout, call.alignment, call.capacity, call.max_tokens, call.deadline_s, call.window, code)
+            inputs = (data, scales, topk_idx, topk_weights, self._token)
+            ticket = ops.dispatch(*inputs, *numbers, is_tracked and call.capacity >= 0)
+            received = Received(*ops.receive(ticket, *inputs, self.num_ranks, self.num_local_experts, *numbers))
         elif is_tracked:
             received, sent = autograd.dispatch(self.calls, call, data, scales, topk_idx, topk_weights, code)
         else:

@@ -88,7 +88,6 @@ class Dispatched:
         offsets: int32: rank_major [R + 1] by source rank; expert_major and masked [L + 1] by expert.
         num_rows: int32 [], rows that hold data (holes of expert_major included; masked: the sum of kept picks).
         handle: for `combine` and for `dispatch(handle=...)`.
-        event: complete once the call is.
         overflow: int64 [], picks dropped on this rank because of capacity, accumulated over the calls of the
             ExpertParallel.
 
@@ -103,7 +102,11 @@ class Dispatched:
     num_rows: torch.Tensor
     handle: Handle
     overflow: torch.Tensor
-    event: Event = COMPLETE
+
+    @property
+    def event(self) -> Event:
+        """Completion of the call; on the cpu engine that is when it returns."""
+        return COMPLETE
 
     def wait(self) -> Dispatched:
         """Receive the rows of a `staged=True` dispatch. On the cpu engine they are there already."""

@@ -1,9 +1,14 @@
 """Weft's calls as operators of torch.library: what torch.compile sees.
 
-Three operators: `weft::dispatch`, `weft::dispatch_again` (the routing of a handle, so its result has a known shape, as
-torch.compile needs in a backward graph) and `weft::combine`. Their effects are ordered: the compiler may neither drop
-nor swap them, because every rank must take part in each, in the same order, even if it does not use the result.
-The eager path does not come through here; `weft.autograd` does the same with an object that torch.compile can't trace.
+- `weft::dispatch` sends and gives a ticket; `weft::receive` gives the results of the ticket. Two operators, because
+  Inductor (torch 2.13) can't place an operator that has both an ordered effect and several results of unknown size.
+- `weft::dispatch_again` sends other rows with the routing of a handle: its result has a known shape, as torch.compile
+  needs in a backward graph.
+- `weft::combine`.
+
+The effects of all but receive are ordered: the compiler may neither drop nor swap them, because every rank must take
+part in each, in the same order, even if it does not use the result. The eager path does not come through here;
+`weft.autograd` does the same with objects that torch.compile can't trace.
 
 Arguments are tensors and numbers: the ExpertParallel is found by its token (weft/native_calls.py).
 """
@@ -17,7 +22,7 @@ from torch import Tensor
 
 from weft.native_calls import LEAST_COLUMNS, MASKED, RANK_MAJOR, Call, Received, by_token
 
-__all__ = ["combine", "combine_gradients", "dispatch", "dispatch_again"]
+__all__ = ["combine", "combine_gradients", "dispatch", "dispatch_again", "receive"]
 
 
 # ---- dispatch
@@ -30,8 +35,6 @@ def dispatch(
     topk_idx: Tensor,
     topk_weights: Tensor | None,
     token: Tensor,
-    num_ranks: int,
-    num_local_experts: int,
     layout: int,
     alignment: int,
     capacity: int,
@@ -40,14 +43,36 @@ def dispatch(
     window: int,
     quantize: int,
     clear_tail: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `weft.native_calls.Received`."""
+) -> Tensor:
+    """A ticket (int64 [1]) for `receive`."""
     call = Call(layout, alignment, capacity, max_tokens, deadline_s, window)
-    return tuple(by_token(token).dispatch(call, x, scales, topk_idx, topk_weights, quantize, clear_tail))
+    calls = by_token(token)
+    received = calls.dispatch(call, x, scales, topk_idx, topk_weights, quantize, clear_tail)
+    return torch.tensor([calls.results.put(received)])
 
 
 @dispatch.register_fake
 def _dispatch_fake(
+    x: Tensor,
+    scales: Tensor | None,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    token: Tensor,
+    layout: int,
+    alignment: int,
+    capacity: int,
+    max_tokens: int,
+    deadline_s: float,
+    window: int,
+    quantize: int,
+    clear_tail: bool,
+) -> Tensor:
+    return token.new_empty(1, dtype=torch.int64)
+
+
+@torch.library.custom_op("weft::receive", mutates_args=())
+def receive(
+    ticket: Tensor,
     x: Tensor,
     scales: Tensor | None,
     topk_idx: Tensor,
@@ -62,9 +87,31 @@ def _dispatch_fake(
     deadline_s: float,
     window: int,
     quantize: int,
-    clear_tail: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `weft.native_calls.Received`, once a ticket. The inputs of dispatch are here for their gradients."""
+    return by_token(token).results.take(int(ticket))
+
+
+@receive.register_fake
+def _receive_fake(
+    ticket: Tensor,
+    x: Tensor,
+    scales: Tensor | None,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    token: Tensor,
+    num_ranks: int,
+    num_local_experts: int,
+    layout: int,
+    alignment: int,
+    capacity: int,
+    max_tokens: int,
+    deadline_s: float,
+    window: int,
+    quantize: int,
 ) -> tuple[Tensor, ...]:
-    rows: tuple[Any, ...] = (torch.library.get_ctx().new_dynamic_size() if capacity < 0 else capacity,)
+    new_size = torch.library.get_ctx().new_dynamic_size
+    rows: tuple[Any, ...] = (new_size() if capacity < 0 else capacity,)
     if layout == MASKED:
         rows = (num_local_experts, capacity)
     top_k, num_columns = topk_idx.shape[1], x.shape[1]
@@ -84,8 +131,8 @@ def _dispatch_fake(
         x.new_empty(num_local_experts, dtype=int32),
         x.new_empty(num_groups + 1, dtype=int32),
         x.new_empty((), dtype=int32),
-        token.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=int32),
-        token.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=int32),
+        token.new_empty(new_size(), dtype=int32),
+        token.new_empty(new_size(), dtype=int32),
         token.new_empty(2),
     )
 
@@ -93,23 +140,23 @@ def _dispatch_fake(
 _SCALE_DTYPES = {1: torch.float32, 2: torch.uint8}
 
 
-def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _receive_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     received = Received(*output)
     ctx.mark_non_differentiable(
         *(part for part in output if part is not received.tie and not part.is_floating_point()),
         *([received.scales] if received.scales.is_floating_point() else []),
     )
-    x, _, topk_idx, topk_weights, *_ = inputs
-    filled = received.num_tokens_per_expert if inputs[7] == MASKED else received.num_rows
+    _, x, _, topk_idx, topk_weights, *_ = inputs
+    filled = received.num_tokens_per_expert if inputs[8] == MASKED else received.num_rows
     ctx.save_for_backward(received.send_plan, received.recv_plan, received.tie, received.topk_weights, filled)
     ctx.num_tokens, ctx.top_k = topk_idx.shape[0], topk_idx.shape[1]
     ctx.x_is_differentiable = x.is_floating_point() and received.x.is_floating_point()
     ctx.has_weights = topk_weights is not None
     ctx.hidden = x.shape[1]
-    ctx.call = tuple(inputs[7:13])
+    ctx.call = tuple(inputs[8:14])
 
 
-def _dispatch_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+def _receive_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
     received = Received(*gradients)  # type: ignore[arg-type]
     send_plan, recv_plan, tie, weights, filled = ctx.saved_tensors
     layout = ctx.call[0]
@@ -122,11 +169,12 @@ def _dispatch_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         rows, weights, send_plan, recv_plan, tie, filled, None, side, ctx.top_k, ctx.num_tokens, *ctx.call, False, False
     )
     return (
+        None,
         grad_x if ctx.x_is_differentiable else None,
         None,
         None,
         grad_weights if ctx.has_weights else None,
-        *[None] * 11,
+        *[None] * 10,
     )
 
 
@@ -308,7 +356,7 @@ def _order_effects() -> None:
             effects._register_effectful_op(op._opoverload, ordered)
 
 
-dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
+receive.register_autograd(_receive_backward, setup_context=_receive_setup)
 dispatch_again.register_autograd(_dispatch_again_backward, setup_context=_dispatch_again_setup)
 combine.register_autograd(_combine_backward, setup_context=_combine_setup)
 _order_effects()
