@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "base/env.h"
-#include "engine/cpu/window.h"
 #include "weft/layout/window.h"
 
 namespace weft::cpu {
@@ -60,13 +59,13 @@ std::vector<Parcel> Communicator::exchange(u64 tag, const std::vector<std::byte>
   return plane_->exchange(active_, tag, bytes, fds, deadline_ns, poll);
 }
 
-void Communicator::add_window(Window* window) {
+void Communicator::add_window(MemberWindow* window) {
   const std::lock_guard lock(mutex_);
   windows_.push_back(window);
   if (reason_.code != AbortCode::kNone) window->leave_waits();
 }
 
-void Communicator::remove_window(Window* window) {
+void Communicator::remove_window(MemberWindow* window) {
   const std::lock_guard lock(mutex_);
   std::erase(windows_, window);
 }
@@ -129,7 +128,7 @@ void Communicator::adopt(const AbortReason& reason) {
   const std::lock_guard lock(mutex_);
   if (reason_.code != AbortCode::kNone || closed_) return;
   reason_ = reason;
-  for (Window* window : windows_) window->leave_waits();
+  for (MemberWindow* window : windows_) window->leave_waits();
 }
 
 void Communicator::on_abort(const AbortReason& reason) {
@@ -150,7 +149,7 @@ void Communicator::give_up(const AbortReason& reason) {
   adopt(reason);
   {
     const std::lock_guard lock(mutex_);
-    for (Window* window : windows_) window->record_error(reason_);
+    for (MemberWindow* window : windows_) window->record_error(reason_);
   }
   plane_->publish_abort(reason);
 }
@@ -218,12 +217,12 @@ u16 Communicator::agree_on_epoch(const std::vector<int>& ranks, u64 tag, u64 dea
 void Communicator::rebuild(std::vector<int> ranks, u64 deadline_ns, const Poll& poll) {
   std::sort(ranks.begin(), ranks.end());
   check_rebuild(ranks);
-  std::vector<Window*> windows;
+  std::vector<MemberWindow*> windows;
   {
     const std::lock_guard lock(mutex_);
     windows = windows_;
   }
-  for (Window* window : windows) {
+  for (MemberWindow* window : windows) {
     if (window->is_busy()) throw_invalid_state("an operation is in flight on this communicator");
   }
   const u64 mask = mask_of(ranks);
@@ -235,10 +234,10 @@ void Communicator::rebuild(std::vector<int> ranks, u64 deadline_ns, const Poll& 
 }
 
 // A failure between the windows leaves some on fresh memory and some not: the communicator is broken then, if it was not.
-void Communicator::renew_windows(const std::vector<Window*>& windows, const std::vector<int>& ranks, u64 tag,
+void Communicator::renew_windows(const std::vector<MemberWindow*>& windows, const std::vector<int>& ranks, u64 tag,
                                  u64 deadline_ns, const Poll& poll) {
   try {
-    for (Window* window : windows) window->renew(*plane_, ranks, ++tag, deadline_ns, poll);
+    for (MemberWindow* window : windows) window->renew(*plane_, ranks, ++tag, deadline_ns, poll);
   } catch (const Error& error) {
     AbortReason half_done;
     half_done.code = error.code == ErrorCode::kPeerLost ? AbortCode::kPeerLost : AbortCode::kPeerTimeout;
@@ -277,7 +276,7 @@ void Communicator::close() {
     const std::lock_guard lock(mutex_);
     if (closed_) return;
     closed_ = true;
-    for (Window* window : windows_) window->leave_waits();
+    for (MemberWindow* window : windows_) window->leave_waits();
   }
   plane_->close();
 }

@@ -13,7 +13,16 @@
 
 namespace weft::cpu {
 
-class Window;
+// What a communicator asks of the windows on it, whatever they are made of.
+class MemberWindow {
+ public:
+  virtual ~MemberWindow() = default;
+  virtual void leave_waits() = 0;                          // any thread: every wait that is not satisfied ends
+  virtual void record_error(const AbortReason& reason) = 0;  // R9
+  virtual bool is_busy() const = 0;                        // an operation is in flight
+  // Fresh memory for the members of a new epoch, collective (R13, R14).
+  virtual void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u64 deadline_ns, const Poll& poll) = 0;
+};
 
 // "dispatch", "combine", "barrier"
 const char* op_name(u32 op_kind);
@@ -51,8 +60,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // The calls below are for windows.
 
-  void add_window(Window* window);
-  void remove_window(Window* window);
+  void add_window(MemberWindow* window);
+  void remove_window(MemberWindow* window);
   u64 next_window_id() { return next_window_id_++; }
 
   // Ends an operation for everyone: the first reason is kept, published and thrown as a typed error (R9).
@@ -69,7 +78,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void adopt(const AbortReason& reason);     // the first reason of this epoch wins; sets every window's abort word
   void check_rebuild(const std::vector<int>& ranks) const;
   u16 agree_on_epoch(const std::vector<int>& ranks, u64 tag, u64 deadline_ns, const Poll& poll);
-  void renew_windows(const std::vector<Window*>& windows, const std::vector<int>& ranks, u64 tag, u64 deadline_ns,
+  void renew_windows(const std::vector<MemberWindow*>& windows, const std::vector<int>& ranks, u64 tag, u64 deadline_ns,
                      const Poll& poll);
   void enter_epoch(const std::vector<int>& ranks, u16 epoch);
   Error error_of(const AbortReason& reason) const;
@@ -85,7 +94,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::map<u64, u32> num_attempts_;  // of rebuild in this epoch, by mask of members: all of them count alike
 
   mutable std::mutex mutex_;  // guards what follows; never held while calling the control plane
-  std::vector<Window*> windows_;
+  std::vector<MemberWindow*> windows_;
   AbortReason reason_;              // code kNone: not broken
   std::vector<AbortReason> early_;  // of an epoch this rank has not entered yet
   bool closed_ = false;

@@ -36,13 +36,13 @@ struct WindowStats {
   std::vector<u64> waited_ns;  // by peer
 };
 
-class Window {
+class Window : public MemberWindow {
  public:
   // Collective among the active ranks. Errors: kInvalidArgument (sizes beyond 64 bits, shapes that differ), kPeerLost,
   // kPeerTimeout.
   Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64 heap_bytes, u64 deadline_ns,
          const Poll& poll);
-  ~Window();
+  ~Window() override;
   Window(const Window&) = delete;
   Window& operator=(const Window&) = delete;
 
@@ -62,11 +62,10 @@ class Window {
   const WindowLayout& layout() const { return layout_; }
   const WindowShape& shape() const { return shape_; }
 
-  // For the communicator.
-  void leave_waits();                            // any thread
-  void record_error(const AbortReason& reason);  // R9
-  bool is_busy() const;
-  void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u64 deadline_ns, const Poll& poll);
+  void leave_waits() override;
+  void record_error(const AbortReason& reason) override;
+  bool is_busy() const override;
+  void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u64 deadline_ns, const Poll& poll) override;
 
  private:
   friend class Operation;
