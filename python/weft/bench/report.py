@@ -54,6 +54,7 @@ def run(options: Options) -> Report:
     Raises InvalidArgument, Unsupported, or weft.verify.check.Mismatch naming the library whose result is wrong.
     """
     options = options.complete()
+    load_average = os.getloadavg()[0]
     import_s = _import_seconds()
     from torch._C._distributed_c10d import TCPStore
 
@@ -91,7 +92,7 @@ def run(options: Options) -> Report:
         if baseline is not None and source != "ordinary":
             row = {**common, "library": "all_to_all_single", "source": None, **baseline}
             rows.append({**row, **_rates(options, op, ranks, baseline, copy_rate), "ratio_vs_all_to_all": 1.0})
-    return Report(_machine(ranks[0], copy_rate, ranks), startup, tuple(rows))
+    return Report(_machine(ranks, copy_rate, load_average), startup, tuple(rows))
 
 
 def _shape(options: Options) -> Row:
@@ -145,11 +146,12 @@ def _copy_rate(ranks: Sequence[RankReport]) -> float:
     return sum(rank.copied_bytes for rank in ranks) / ((to_ns - from_ns) / 1e9)
 
 
-def _machine(rank: RankReport, copy_rate: float, ranks: Sequence[RankReport]) -> Row:
+def _machine(ranks: Sequence[RankReport], copy_rate: float, load_average: float) -> Row:
     import torch
 
     import weft
 
+    rank = ranks[0]
     return {
         "kind": "machine",
         "weft": weft.__version__,
@@ -159,13 +161,23 @@ def _machine(rank: RankReport, copy_rate: float, ranks: Sequence[RankReport]) ->
         "os": platform.platform(),
         "cpu": _cpu_name(),
         "cpus": len(os.sched_getaffinity(0)),
+        "load_average": load_average,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "device": rank.device,
         "device_name": torch.cuda.get_device_name() if rank.device.startswith("cuda") else None,
         "engine": rank.engine,
         "memory_copy_gb_per_s": copy_rate / 1e9,
-        "window_bytes": max(int(part.stats.get("window_bytes", 0)) for part in ranks) or None,
+        "window_bytes": _largest(ranks, "control_bytes", "heap_bytes"),
+        "heap_peak_bytes": _largest(ranks, "heap_peak"),
     }
+
+
+def _largest(ranks: Sequence[RankReport], *names: str) -> int | None:
+    """The sum of these figures of all windows of a rank, of the rank that has most; None if they are not told."""
+    sums = [
+        sum(int(window.get(name, 0)) for window in rank.stats.get("windows", ()) for name in names) for rank in ranks
+    ]
+    return max(sums) or None
 
 
 def _import_seconds() -> float:

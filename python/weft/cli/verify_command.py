@@ -101,9 +101,9 @@ def _run_kills(output: Output, fixed: Fixed, trials: int, seed: int, device: str
     for result in results:
         times["detection"] += result.detection_us
         times["rebuild"] += result.rebuild_us
-        if len(result.channels) == len(result.detection_us):
-            for channel, detection_us in zip(result.channels, result.detection_us, strict=True):
-                times.setdefault(f"detection by {channel}", []).append(detection_us)
+        for channels in result.channels:
+            for channel, reported_us in channels.items():
+                times.setdefault(f"channel: {channel}", []).append(reported_us)
     rows = []
     for what, values in times.items():
         p50, p99, worst = percentile(values, 0.5), percentile(values, 0.99), max(values, default=0.0)

@@ -15,12 +15,15 @@ import random
 import signal
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.verify.cases import Case, Fixed, check_fixed, draw_case
+
+if TYPE_CHECKING:
+    import weft
 
 __all__ = ["KillResult", "percentile", "run_kills"]
 
@@ -39,7 +42,7 @@ class KillResult:
     victim: int
     calls_before: int  # calls the victim's peers had completed, the largest of them
     detection_us: tuple[float, ...]  # per survivor
-    channels: tuple[str, ...]  # per survivor that can tell: what reported the death
+    channels: tuple[dict[str, float], ...]  # per survivor: us from the kill to the report of each channel that saw it
     rebuild_us: tuple[float, ...]  # per survivor: comm.rebuild
     problems: tuple[str, ...]
 
@@ -53,7 +56,7 @@ class KillResult:
 class _Survivor:
     calls: int
     lost_at_ns: int
-    channel: str | None
+    channels_ns: dict[str, int]
     rebuild_ns: int
     problem: str | None
 
@@ -128,7 +131,9 @@ def _run_kill(trial: int, case: Case, device: str) -> KillResult:
         victim=victim,
         calls_before=max((part.calls for part in survivors), default=0),
         detection_us=tuple((part.lost_at_ns - board.killed_at_ns()) / 1e3 for part in saw),
-        channels=tuple(part.channel for part in saw if part.channel is not None),
+        channels=tuple(
+            {name: (at_ns - board.killed_at_ns()) / 1e3 for name, at_ns in part.channels_ns.items()} for part in saw
+        ),
         rebuild_us=tuple(part.rebuild_ns / 1e3 for part in survivors if part.rebuild_ns),
         problems=tuple(problems),
     )
@@ -188,24 +193,23 @@ def _run_rank(comm: object, case: Case, board: _Board, victim: int) -> _Survivor
             lost_at_ns = time.monotonic_ns()
             named = tuple(lost.ranks)
         else:
-            return _Survivor(calls, 0, None, 0, "saw no PeerLost within 60 s")
+            return _Survivor(calls, 0, {}, 0, "saw no PeerLost within 60 s")
         if named != (victim,):
-            return _Survivor(calls, lost_at_ns, None, 0, f"PeerLost names {list(named)}, killed was {victim}")
-        channel = _channel(comm, victim)
+            return _Survivor(calls, lost_at_ns, {}, 0, f"PeerLost names {list(named)}, killed was {victim}")
     left = tuple(rank for rank in range(case.ranks) if rank != victim)
     rebuild_from_ns = time.monotonic_ns()
     comm.rebuild(left)
     rebuild_ns = time.monotonic_ns() - rebuild_from_ns
     tally = check_case(comm, case, active_ranks=left)
     problem = f"after rebuild: {tally.problems[0]}" if tally.problems else None
-    return _Survivor(calls, lost_at_ns, channel, rebuild_ns, problem)
+    return _Survivor(calls, lost_at_ns, _channels(comm, victim), rebuild_ns, problem)
 
 
-def _channel(comm: object, victim: int) -> str | None:
-    """What reported the victim's death first, if the engine tells (it need not)."""
-    stats = getattr(comm, "stats", None)
-    detections = stats().get("detections") if callable(stats) else None
-    return str(detections[victim]) if isinstance(detections, Mapping) and victim in detections else None
+def _channels(comm: weft.Communicator, victim: int) -> dict[str, int]:
+    """When each channel of the control plane reported the victim's death (ns), if the engine tells."""
+    detections = getattr(comm._native, "detections", None)
+    seen = detections() if callable(detections) else []
+    return {str(name): int(time_ns) for rank, name, time_ns in seen if rank == victim}
 
 
 def percentile(values: list[float], share: float) -> float:
