@@ -59,7 +59,7 @@ def check_dispatch(
         call = _call_of_handle(handle, layout, alignment, capacity, max_tokens, deadline, window)
         if topk_idx is not None or topk_weights is not None:
             raise InvalidArgument(
-                "topk_idx and topk_weights are given beside handle; allowed is one of the two: a handle has its routing"
+                "topk_idx or topk_weights is given beside handle; allowed is one of the two: a handle has its routing"
             )
         if quantize is not None:
             raise InvalidArgument(
@@ -90,7 +90,8 @@ def _call(
         _check_option(name, value)
     if alignment > _MAX_ALIGNMENT or (alignment != 1 and layout != "expert_major"):
         raise InvalidArgument(
-            f"alignment is {alignment} with layout {layout!r}; allowed are 1 to {_MAX_ALIGNMENT} with 'expert_major', else 1"
+            f"alignment is {alignment} with layout {layout!r}; allowed are 1 to {_MAX_ALIGNMENT} with 'expert_major', "
+            "else 1"
         )
     if layout == "masked" and capacity is None:
         raise InvalidArgument("capacity is None; layout 'masked' needs the number of rows an expert may receive")
@@ -172,10 +173,11 @@ def _check_quantized(ep: ExpertParallel, x: Quantized, quantize: Any) -> tuple[T
 
 
 def _check_topk(ep: ExpertParallel, topk_idx: Any, topk_weights: Any, data: Tensor) -> None:
-    allowed = f"[{data.shape[0]}, {ep.top_k}]"
+    # No text is made before it is needed: torch.compile would take its numbers for constants.
     if not isinstance(topk_idx, Tensor):
-        raise InvalidArgument(f"topk_idx is {_shown(topk_idx)}; a tensor {allowed}, or a handle, is expected")
+        raise InvalidArgument(f"topk_idx is {_shown(topk_idx)}; a tensor [T, {ep.top_k}], or a handle, is expected")
     if topk_idx.dim() != 2 or topk_idx.shape[0] != data.shape[0] or topk_idx.shape[1] != ep.top_k:
+        allowed = f"[{data.shape[0]}, {ep.top_k}]"
         raise InvalidArgument(f"topk_idx has shape {list(topk_idx.shape)}; allowed is [T, top_k] = {allowed}")
     if topk_idx.dtype not in (torch.int32, torch.int64):
         raise InvalidArgument(f"topk_idx has dtype {topk_idx.dtype}; allowed are torch.int32 and torch.int64")
@@ -183,8 +185,9 @@ def _check_topk(ep: ExpertParallel, topk_idx: Any, topk_weights: Any, data: Tens
     if topk_weights is None:
         return
     if not isinstance(topk_weights, Tensor):
-        raise InvalidArgument(f"topk_weights is {_shown(topk_weights)}; a tensor {allowed} or None is expected")
+        raise InvalidArgument(f"topk_weights is {_shown(topk_weights)}; a tensor [T, {ep.top_k}] or None is expected")
     if topk_weights.shape != topk_idx.shape:
+        allowed = str(list(topk_idx.shape))
         raise InvalidArgument(
             f"topk_weights has shape {list(topk_weights.shape)}; allowed is that of topk_idx, {allowed}"
         )
@@ -228,7 +231,8 @@ def check_combine(
         raise InvalidArgument(f"expert_output has dtype {y.dtype}; allowed are {', '.join(map(str, DTYPE_CODES))}")
     if ep.hidden * y.element_size() % ROW_MULTIPLE_BYTES:
         raise InvalidArgument(
-            f"expert_output has rows of {ep.hidden * y.element_size()} bytes; allowed are multiples of {ROW_MULTIPLE_BYTES}"
+            f"expert_output has rows of {ep.hidden * y.element_size()} bytes; allowed are multiples of "
+            f"{ROW_MULTIPLE_BYTES}"
         )
     _check_device("expert_output", y, ep)
     if side is not None:

@@ -55,9 +55,9 @@ class _Sent:
         self.calls, self.call = calls, call
         self.num_tokens, self.hidden, self.dtype = x.shape[0], x.shape[1], x.dtype
         self.x_is_tracked, self.has_weights = x_is_tracked, has_weights
-        self.received: Received | None = None
-        self.plans: Plans | None = None
-        self.weights: Tensor | None = None
+        self.received: Received | None = None  # from the node to `dispatch`, which takes it out
+        self.plans: Plans  # set by the node, like the next
+        self.weights: Tensor
         self.combines: list[weakref.ref[_Summed]] = []
         self.gradients: list[Tensor | None] = [None, None]  # of x and of the weights, as far as they are known
         self.collects = False  # a nested backward is to end at our node and leave its gradients here
@@ -89,10 +89,10 @@ class _Sent:
             self.call,
             self._rows(grad_x),
             None,
-            *_known(self.plans)[:3],
-            None,
-            self._side(grad_weights) if self.has_weights else None,
-            self.num_tokens,
+            *self.plans[:3],
+            bias=None,
+            side=self._side(grad_weights) if self.has_weights else None,
+            num_tokens=self.num_tokens,
         )
         return grad if self.x_is_tracked else None, side if self.has_weights else None
 
@@ -107,13 +107,13 @@ class _Sent:
     def _rows(self, grad: Tensor | None) -> Tensor:
         if grad is not None and self.x_is_tracked:
             return grad.contiguous()
-        lead = _known(self.weights).shape[: 2 if self.call.layout == MASKED else 1]
+        lead = self.weights.shape[: 2 if self.call.layout == MASKED else 1]
         if self.x_is_tracked:
             return torch.zeros((*lead, self.hidden), dtype=self.dtype)
         return torch.zeros((*lead, LEAST_COLUMNS), dtype=torch.float32)
 
     def _side(self, grad: Tensor | None) -> Tensor:
-        return torch.zeros_like(_known(self.weights)) if grad is None else grad.contiguous()
+        return torch.zeros_like(self.weights) if grad is None else grad.contiguous()
 
 
 class _Summed:
@@ -147,9 +147,7 @@ class _Summed:
     def run_for_unused(self) -> Tensor:
         """Zero gradient for the result. The gradient of the weights goes to the dispatch, that of y is returned."""
         if self.y is not None and self.y._version != self.y_version:
-            raise InvalidState(
-                "expert_output was changed in place after combine, and its gradient needs the old values"
-            )
+            raise InvalidState("expert_output was changed in place after combine; gradients need its old values")
         grad_y, grad_weights = self.run_backward(None, self.y)
         if self.sent is not None:
             self.sent.add(None, grad_weights)
@@ -289,7 +287,7 @@ class _Dispatch(torch.autograd.Function):
         return rows, weights, tie
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_x: Tensor | None, grad_weights: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
         sent: _Sent = ctx.sent
         sent.add(grad_x, grad_weights)
@@ -324,7 +322,7 @@ class _Combine(torch.autograd.Function):
         return out, side_out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
         record: _Summed = ctx.record
         y = ctx.saved_tensors[0] if ctx.saved_tensors else None
@@ -355,8 +353,8 @@ def _input_is_complete(weak: weakref.ref[_Sent], grad: Tensor) -> Tensor | None:
         return None if grad_weights is None else grad + grad_weights
     if grad_weights is not None and bool(grad_weights.any()):
         logger.warning(
-            "a gradient of topk_weights is lost on rank %d: the results of this dispatch are not used here, but another "
-            "rank has a loss on the weights it received",
+            "a gradient of topk_weights is lost on rank %d: the results of this dispatch are not used here, but "
+            "another rank has a loss on the weights it received",
             sent.calls.comm.rank,
         )
     return None if grad_x is None else grad + grad_x
@@ -383,9 +381,7 @@ def _ends_between(start: Any, sent: _Sent) -> list[Any]:
                 earlier |= _walk(above, None, set())[0]
         if any(node in earlier for node in nodes if not _leaf(node)):
             nodes, end = _walk(start, sent, {node for node in earlier if not _leaf(node)})
-            logger.warning(
-                "experts of an unused result read activations of earlier layers: those get no gradient of it"
-            )
+            logger.warning("experts of an unused result read earlier activations, which get no gradient of it")
     ends: list[Any] = [node.variable for node in nodes if _leaf(node)]
     return ends + ([GradientEdge(end, 0)] if end is not None else [])
 

@@ -122,8 +122,8 @@ class Communicator:
 
         if not (dist.is_available() and dist.is_initialized()):
             raise InvalidState(
-                "torch.distributed is not initialised: call torch.distributed.init_process_group first, or use weft.Communicator.from_env() "
-                "under torchrun, or weft.spawn"
+                "torch.distributed is not initialised: call torch.distributed.init_process_group first, or use "
+                "weft.Communicator.from_env() under torchrun, or weft.spawn"
             )
         rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
@@ -164,7 +164,7 @@ class Communicator:
         def share(endpoint: bytes) -> list[bytes]:
             store, rank, num_ranks = next(iter(dist.rendezvous("env://")))
             store = dist.PrefixStore(f"weft/{number}", store)
-            store.set(f"endpoint/{rank}", endpoint)
+            store.set(f"endpoint/{rank}", endpoint)  # type: ignore[arg-type]  # bytes are fine
             keep_alive.append(store)  # rank 0 may host the store: it must live until every rank has connected
             return [bytes(store.get(f"endpoint/{peer}")) for peer in range(num_ranks)]
 
@@ -245,8 +245,8 @@ class Communicator:
         state = "closed" if self._closed else "broken" if self.broken else f"epoch {self.epoch}"
         lost = "" if len(self._active) == self._num_ranks else f", active {rank_list(self._active)}"
         return (
-            f"weft.Communicator(rank {self._rank} of {self._num_ranks}{lost}, engine=cpu ({self._why}), device={self.device}, "
-            f"from {self._origin}, {state})"
+            f"weft.Communicator(rank {self._rank} of {self._num_ranks}{lost}, engine=cpu ({self._why}), "
+            f"device={self.device}, from {self._origin}, {state})"
         )
 
     # ---- life
@@ -305,8 +305,8 @@ class Communicator:
             raise InvalidState(f"{what}: the communicator is closed; make a new one")
         if self._pid != os.getpid():
             raise InvalidState(
-                f"{what}: this is a forked child (pid {os.getpid()}) of the process that made the communicator (pid {self._pid}); "
-                "make a communicator of its own in the child"
+                f"{what}: this is a forked child (pid {os.getpid()}) of the process that made the communicator "
+                f"(pid {self._pid}); make one of its own in the child"
             )
         if not self._busy.acquire(blocking=False):
             raise InvalidState(

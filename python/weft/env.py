@@ -2,8 +2,8 @@
 
 | variable | meaning |
 | --- | --- |
-| `WEFT_LOG_LEVEL` | `debug`, `info`, `warning`, `error`, `off`: level of the logger `weft`, with lines on stderr; read when the native module is loaded |
-| `RANK`, `WORLD_SIZE` | set by torchrun: this rank and their number, for `Communicator.from_env`; neither set: one rank |
+| `WEFT_LOG_LEVEL` | `debug`, `info`, `warning`, `error`, `off`: level of the logger `weft`, with lines on stderr |
+| `RANK`, `WORLD_SIZE` | set by torchrun: this rank and their number, for `Communicator.from_env`; none: one rank |
 | `LOCAL_RANK` | set by torchrun: the GPU of this rank where ranks have one each |
 | `MASTER_ADDR`, `MASTER_PORT` | set by torchrun, read by torch's `env://` rendezvous, not by Weft |
 

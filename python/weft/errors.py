@@ -64,8 +64,8 @@ class CapacityExceeded(Error):
     def __init__(self, num_dropped: int, text: str = "") -> None:
         self.num_dropped = num_dropped
         self.text = text or (
-            f"{num_dropped} picks were dropped on this rank because their rows lay beyond capacity; combine treated them as absent. "
-            "Raise capacity, or leave it out for exact sizes"
+            f"{num_dropped} picks were dropped on this rank because their rows lay beyond capacity; combine treated "
+            "them as absent. Raise capacity, or leave it out for exact sizes"
         )
         super().__init__(self.text)
 
@@ -83,8 +83,8 @@ class PeerTimeout(Error):
     def __init__(self, op: str, seq: int, peers: Sequence[int], text: str = "") -> None:
         self.op, self.seq, self.peers = op, seq, tuple(peers)
         self.text = text or (
-            f"{op or 'operation'} {seq}: no answer from {rank_list(self.peers)} before the deadline. They are late or call something else; "
-            "raise deadline_s if this is expected, else comm.rebuild(ranks) goes on without them"
+            f"{op or 'operation'} {seq}: no answer from {rank_list(self.peers)} before the deadline. They are late or "
+            "call something else; raise deadline_s if this is expected, else comm.rebuild(ranks) goes on without them"
         )
         super().__init__(self.text)
 
@@ -100,7 +100,8 @@ class PeerLost(Error):
         self.ranks = tuple(ranks)
         self.text = (
             text
-            or f"lost {rank_list(self.ranks)}; comm.rebuild(ranks left) goes on without {'it' if len(self.ranks) == 1 else 'them'}"
+            or f"lost {rank_list(self.ranks)}; comm.rebuild(ranks left) goes on without "
+            f"{'it' if len(self.ranks) == 1 else 'them'}"
         )
         super().__init__(self.text)
 

@@ -372,8 +372,9 @@ class ExpertParallel:
         state = ", closed" if self.calls.closed else ""
         return (
             f"weft.ExpertParallel({self.num_experts} experts, {self.num_local_experts} on each of "
-            f"{self.num_ranks} ranks, top_k={self.top_k}, hidden={self.hidden}, max_tokens_per_rank={self.max_tokens_per_rank}, "
-            f"{dtype_name(self.dtype)}, engine={self.comm.engine}{state})"
+            f"{self.num_ranks} ranks, top_k={self.top_k}, hidden={self.hidden}, "
+            f"max_tokens_per_rank={self.max_tokens_per_rank}, {dtype_name(self.dtype)}, "
+            f"engine={self.comm.engine}{state})"
         )
 
 

@@ -277,5 +277,5 @@ def max_row_bytes(hidden: int) -> int:
     return 4 * hidden
 
 
-limits.memory = memory  # type: ignore[attr-defined]  weft.limits may be this function or this module
+limits.memory = memory  # type: ignore[attr-defined]  # weft.limits may be this function or this module
 _callable.make_callable(__name__, limits)

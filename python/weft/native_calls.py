@@ -188,8 +188,12 @@ class NativeCalls:
             clear_tails(call.layout, out_weights, filled)
             if call.layout == RANK_MAJOR:
                 out_idx[result.num_rows :] = -1
-        parts = (rows, out_scales, out_idx, out_weights, counts, offsets, num_rows)
-        return Received(*(part.to(self.device) for part in parts), send_plan, recv_plan, tie)
+        received = Received(
+            rows, out_scales, out_idx, out_weights, counts, offsets, num_rows, send_plan, recv_plan, tie
+        )
+        if self.device.type == "cpu":
+            return received
+        return Received._make([*(part.to(self.device) for part in received[:7]), send_plan, recv_plan, tie])
 
     def dispatch_again(
         self,
@@ -311,14 +315,15 @@ class NativeCalls:
             raise InvalidState(f"{what}: the handle is of another ExpertParallel; use the one that made it")
         if epoch != self.comm.epoch:
             raise InvalidState(
-                f"{what}: the handle is of epoch {int(epoch)}, now it is {self.comm.epoch} after a rebuild; dispatch anew"
+                f"{what}: the handle is of epoch {int(epoch)}, a rebuild began epoch {self.comm.epoch}; dispatch anew"
             )
 
     def _note_bad_ids(self, result: Any) -> None:
         token, pick = divmod(result.first_bad_at, self.top_k)
         self.bad_ids = (
-            f"topk_idx of an earlier dispatch had {result.num_bad_ids} ids out of range, the first {result.first_bad_id} "
-            f"at token {token}, pick {pick}; allowed are -1 to {self.num_experts - 1}. They counted as -1"
+            f"topk_idx of an earlier dispatch had {result.num_bad_ids} ids out of range, the first "
+            f"{result.first_bad_id} at token {token}, pick {pick}; allowed are "
+            f"-1 to {self.num_experts - 1}. They counted as -1"
         )
 
     def _count_sent(self, result: Any) -> None:

@@ -88,7 +88,8 @@ def receive(
     window: int,
     quantize: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `weft.native_calls.Received`, once a ticket. The inputs of dispatch are here for their gradients."""
+    """The fields of `weft.native_calls.Received`, once a ticket. The inputs of dispatch are here for their
+    gradients."""
     return by_token(token).results.take(int(ticket))
 
 

@@ -126,7 +126,7 @@ def _root_cause(failed: list[_Outcome]) -> BaseException:
 
 def _add_note(error: BaseException, note: str) -> None:
     """`add_note` of Python 3.11, also for 3.10, which keeps the notes but does not print them."""
-    error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
+    error.__notes__ = [*getattr(error, "__notes__", []), note]
 
 
 # ---- ranks as threads
