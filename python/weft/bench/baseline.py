@@ -7,6 +7,7 @@ sums being made in the same order, Weft's bits: `weft bench` compares them befor
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -69,28 +70,18 @@ class AllToAll:
         record = self._exchange(record, sent, received)
         ids, weights = record[:, :top_k], record[:, top_k:].view(torch.float32)
         counts = torch.bincount(ids[ids >= 0], minlength=self.num_local)
-        if self.layout == "rank_major":
-            ids = ids.to(topk_idx.dtype)
-            return Received(rows, row_scales, ids, weights, counts, token, sent, received, None, None)
-        return self._permute(rows, row_scales, ids, weights, counts, token, sent, received)
+        ids = ids.to(topk_idx.dtype)
+        arrived = Received(rows, row_scales, ids, weights, counts, token, sent, received, None, None)
+        return arrived if self.layout == "rank_major" else self._permute(arrived, ids)
 
     def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         arrived = torch.empty((sum(received), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
         dist.all_to_all_single(arrived, rows, received, sent)
         return arrived
 
-    def _permute(
-        self,
-        rows: Tensor,
-        row_scales: Tensor | None,
-        ids: Tensor,
-        weights: Tensor,
-        counts: Tensor,
-        token: Tensor,
-        sent: list[int],
-        received: list[int],
-    ) -> Received:
-        """Rows as they arrived -> one row per pick, by expert. (Eight arguments: the second half of one function.)"""
+    def _permute(self, arrived: Received, ids: Tensor) -> Received:
+        """Rows as they arrived -> one row per pick, by expert."""
+        counts = arrived.num_tokens_per_expert
         row, k = (ids >= 0).nonzero(as_tuple=True)
         expert = ids[row, k].to(torch.int64)
         by_expert, order = expert.sort(stable=True)
@@ -107,15 +98,14 @@ class AllToAll:
             padded = (counts + self.alignment - 1) // self.alignment * self.alignment
             place = (padded.cumsum(0) - padded)[expert] + index
             shape = (int(padded.sum()),)
-        return Received(
-            x=_scatter(rows.index_select(0, row), place, shape),
-            scales=None if row_scales is None else _scatter(row_scales.index_select(0, row), place, shape),
+        scales = arrived.scales
+        return dataclasses.replace(
+            arrived,
+            x=_scatter(arrived.x.index_select(0, row), place, shape),
+            scales=None if scales is None else _scatter(scales.index_select(0, row), place, shape),
             topk_idx=None,
-            topk_weights=_scatter(weights[row, k], place, shape),
+            topk_weights=_scatter(arrived.topk_weights[row, k], place, shape),
             num_tokens_per_expert=counts,
-            token=token,
-            sent=sent,
-            received=received,
             pick_row=row,
             pick_place=place,
         )
