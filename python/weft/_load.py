@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 from typing import TYPE_CHECKING
 
@@ -30,4 +31,5 @@ def native() -> ModuleType:
     log.configure()
     _native.set_error_factory(from_native)
     _native.set_log_sink(log.native_line)
+    atexit.register(_native.set_log_sink, None)  # its threads may log while the interpreter is being taken down
     return _native

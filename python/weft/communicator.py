@@ -344,7 +344,7 @@ class Communicator:
             shared = [list({answer["serials"][idx] for answer in answers.values()}) for idx in range(len(specs))]
             windows = []
             for spec, mine, found in zip(specs, kept, shared, strict=True):
-                window = mine if mine is not None and len(found) == 1 and found[0] >= 0 else self._new_window(spec)
+                window = mine if mine is not None and len(found) == 1 and found[0] >= 0 else self._new_window(spec, deadline_s)
                 window.num_users += 1
                 windows.append(window)
             return windows
@@ -355,7 +355,7 @@ class Communicator:
         self._num_compared += 1
         return {rank: json.loads(payloads[rank]) for rank in self._active}
 
-    def _new_window(self, spec: WindowSpec) -> Window:
+    def _new_window(self, spec: WindowSpec, deadline_s: float) -> Window:
         native = _load.native().Window(
             self._native,
             num_experts=spec.num_experts,
@@ -363,6 +363,7 @@ class Communicator:
             max_tokens=spec.max_tokens,
             max_row_bytes=spec.max_row_bytes,
             heap_bytes=spec.heap_bytes,
+            timeout_s=deadline_s,
         )
         window = Window(native, self._num_windows)
         self._num_windows += 1
