@@ -33,7 +33,7 @@ class DemoConfig:
     top_groups: int = 2
     expert_hidden: int = 128
     learning_rate: float = 6e-3
-    bias_rate: float = 1e-2
+    bias_rate: float = 2e-2
     """Step by which the gate's selection bias moves towards an even load."""
     seed: int = 0
     device: str = "auto"

@@ -45,13 +45,11 @@ def _losses(report: DemoReport, console: Console) -> None:
     width = max(20, min(console.width - 10, 84, report.config.steps))
     for line in area(report.losses, width=width, height=_CHART_HEIGHT):
         console.print(line, style="cyan", highlight=False, markup=False)
-    marks = [" "] * width
-    for rank, step in report.lost_ranks.items():
-        marks[min(width - 1, step * width // report.config.steps)] = "▲"
-        marks[(at := min(width - 8, step * width // report.config.steps)) + 1 : at + 8] = f" rank {rank}"
     axis = f"step 0{' ' * (width - 6 - len(str(report.config.steps)))}{report.config.steps}"
-    if report.lost_ranks:
-        console.print(" " * 8 + "".join(marks) + " lost", style="red", highlight=False)
+    for rank, step in report.lost_ranks.items():
+        at = step * width // report.config.steps
+        mark = f"▲ rank {rank} lost" if at < width // 2 else f"rank {rank} lost ▲"
+        console.print(" " * (8 + at - (0 if at < width // 2 else len(mark) - 1)) + mark, style="red", highlight=False)
     console.print(" " * 8 + axis, style="dim", highlight=False)
     if report.baseline is not None:
         _comparison(report, console)
@@ -156,11 +154,7 @@ def _imbalance(picks: list[int]) -> float:
 
 
 def _traffic(report: DemoReport, console: Console) -> None:
-    _head(
-        console,
-        "What Weft moved and how long it took",
-        "the whole training, forward and backward; rows and bytes: what dispatch sent to others",
-    )
+    _head(console, "What Weft moved and how long it took", "in the whole training; rows and bytes are dispatch's")
     table = Table()
     for column in ("rank", "tokens", "rows sent", "bytes sent", "dispatch", "combine", "training", "in Weft"):
         table.add_column(column, justify="right")
@@ -184,7 +178,11 @@ def _end(report: DemoReport, console: Console) -> None:
     for plot in report.plots:
         console.print(f"Picture: {plot}", highlight=False, markup=False)
     if report.config.record is not None:
-        console.print(f"Routing trace: {report.config.record} (weft bench --trace)", highlight=False, markup=False)
+        console.print(
+            f"Routing trace, a file a rank; replay it with: weft bench --trace {report.config.record}",
+            highlight=False,
+            markup=False,
+        )
     baseline = "" if report.baseline is None else f", the one-rank baseline {report.baseline.train_s:.1f} s"
     train_s = max(rank.train_s for rank in report.ranks)
     first, last = mean_of_ends(report.losses)
