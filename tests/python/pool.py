@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import pickle
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -61,8 +61,18 @@ class Pool:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    def run(self, num_ranks: int, function: Callable[[RankState, Any], Any], args: Sequence[Any]) -> list[Any]:
-        """Call ``function`` on the first ``num_ranks`` ranks; ``RankFailed`` holds every failed rank's traceback."""
+    def run(
+        self,
+        num_ranks: int,
+        function: Callable[[RankState, Any], Any],
+        args: Sequence[Any],
+        *,
+        may_die: Collection[int] = (),
+    ) -> list[Any]:
+        """Call ``function`` on the first ``num_ranks`` ranks; ``RankFailed`` holds every failed rank's traceback.
+
+        Ranks in ``may_die`` give None if they die; the pool is of no use then.
+        """
         if not self._processes:
             self._start()
         try:
@@ -70,7 +80,7 @@ class Pool:
                 self._connect(num_ranks)
             for rank in range(num_ranks):
                 _send(self._connections[rank], ("run", num_ranks, function, args[rank]))
-            return self._answers(num_ranks)
+            return self._answers(num_ranks, may_die)
         except BaseException:
             self.stop()  # ranks may be anywhere inside a collective call
             raise
@@ -103,7 +113,7 @@ class Pool:
         self._answers(num_ranks)
         self._sizes.add(num_ranks)
 
-    def _answers(self, num_ranks: int) -> list[Any]:
+    def _answers(self, num_ranks: int, may_die: Collection[int] = ()) -> list[Any]:
         """One answer of each rank; once a rank has failed the others only get time to say what they saw."""
         results: list[Any] = [None] * num_ranks
         failures: list[str] = []
@@ -119,6 +129,8 @@ class Pool:
                 try:
                     kind, results[rank] = pickle.loads(connection.recv_bytes())
                 except EOFError:
+                    if rank in may_die:
+                        continue
                     self._processes[rank].join(5)
                     kind, results[rank] = "failed", f"died, exit code {self._processes[rank].exitcode}"
                 if kind == "failed":

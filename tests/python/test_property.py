@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import property_cases
 from gradient_cases import build_gradients, compare_gradients, run_gradients
 from property_cases import Call, Case, build, compare, run_plan
+from rebuild_cases import LossPlan, run_after_loss
 
 from pool import MAX_RANKS, Pool
 
@@ -93,12 +94,16 @@ COMMON = settings(
 )
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @settings(COMMON, max_examples=NUM_EXAMPLES)
 @given(case=cases())
 def test_every_word_is_the_references(pool: Pool, case: Case) -> None:
     checked(pool, case)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @settings(COMMON, max_examples=NUM_EXAMPLES // 4)
 @given(case=cases())
 def test_gradients_are_the_references(pool: Pool, case: Case) -> None:
@@ -196,3 +201,16 @@ def test_old_results_survive_later_calls(pool: Pool) -> None:
         for n in range(12)
     )
     checked(pool, replace(CASE, calls=several))
+
+
+@pytest.mark.parametrize("by", ["close", "kill"])
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+def test_after_a_rebuild_picks_of_lost_ranks_are_absent(layout: str, by: str) -> None:
+    lost, left = 1, (0, 2, 3)
+    case = replace(with_call(layout=layout, tokens=(30, 0, 17, 9)), active_ranks=left)
+    plans, expected = build(case)
+    with Pool() as pool:  # of its own: it loses a rank
+        losses = [LossPlan(lost, by, left, plan) for plan in plans]
+        seen = pool.run(4, run_after_loss, losses, may_die=[lost] if by == "kill" else [])
+    problems = compare(case, plans, expected, seen)
+    assert not problems, "\n".join(problems)

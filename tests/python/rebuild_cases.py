@@ -1,0 +1,45 @@
+"""A rank is lost and the others go on, for test_property: what each rank does."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+
+import pytest
+import torch
+from property_cases import RankPlan, Seen, run_plan
+
+import weft
+from pool import RankState
+
+
+@dataclass
+class LossPlan:
+    """How a rank is lost before the plan of those left."""
+
+    lost: int
+    by: str  # "close", "kill"
+    ranks_left: tuple[int, ...]
+    plan: RankPlan
+
+
+def run_after_loss(state: RankState, loss: LossPlan) -> list[Seen] | None:
+    """A call of all ranks, the loss of one, ``PeerLost`` on the others, a rebuild, and the plan."""
+    options = loss.plan.expert_parallel
+    ep = weft.ExpertParallel(state.comm, **options)
+    x, ids = (
+        torch.zeros((1, options["hidden"]), dtype=options["dtype"]),
+        torch.zeros((1, options["top_k"]), dtype=torch.int64),
+    )
+    ep.dispatch(x, ids)
+    if state.rank == loss.lost:
+        if loss.by == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.comm.close()
+        return None
+    with pytest.raises(weft.PeerLost) as caught:
+        ep.dispatch(x, ids)
+    assert caught.value.ranks == (loss.lost,)
+    state.comm.rebuild(loss.ranks_left)
+    return run_plan(state, loss.plan)
