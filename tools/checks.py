@@ -1,9 +1,10 @@
 """Weft's own source checks: what a general linter does not know. Usage: checks.py [FILE...], default all tracked files.
 
 Each rule is a function of a path (relative to the repository) and a text that yields findings. A line that must break
-a rule says so and why, on the line itself or the one above it (for the size of a file: anywhere in it):
+a rule says so and why, on the line itself or the one above it; a file in which many lines must says so once:
 
     // check: allow spin-loop: the accept loop blocks in poll()
+    // check: allow-in-file function-size: operator schemas are flat
 
 Exit status 1 if anything was found.
 """
@@ -19,7 +20,7 @@ from pathlib import Path, PurePosixPath
 ROOT = Path(__file__).resolve().parent.parent
 CPP_SUFFIXES = (".h", ".cuh", ".cc", ".cu", ".cpp", ".hpp")
 PYTHON_SUFFIXES = (".py", ".pyi")
-ALLOW = re.compile(r"check: allow (?P<rule>[a-z-]+): *(?P<reason>\S.*)")
+ALLOW = re.compile(r"check: allow(?P<in_file>-in-file)? (?P<rule>[a-z-]+): *(?P<reason>\S.*)")
 
 
 @dataclass(frozen=True)
@@ -250,8 +251,7 @@ def file_size(source: Source) -> Iterator[Finding]:
     limit = MAX_DEVICE_LINES if source.path.endswith((".cuh", ".cu")) else MAX_LINES
     limit = MAX_TEST_LINES if source.under("tests") else limit
     num_lines = source.text.count("\n")
-    allowed = any(match["rule"] == "file-size" for match in ALLOW.finditer(source.text))
-    if num_lines > limit and not allowed:
+    if num_lines > limit:
         yield Finding(source.path, 1, "file-size", f"{num_lines} lines, allowed are {limit}")
 
 
@@ -293,8 +293,11 @@ def check_text(path: str, text: str) -> list[Finding]:
     """Return the findings in one file, without those that a line allows with a reason."""
     source = read_source(path, text)
     lines = text.split("\n")
+    in_file = {match["rule"] for match in ALLOW.finditer(text) if match["in_file"] or match["rule"] == "file-size"}
 
     def is_allowed(finding: Finding) -> bool:
+        if finding.rule in in_file:
+            return True
         near = lines[max(finding.line - 2, 0) : finding.line]
         return any((match := ALLOW.search(line)) and match["rule"] == finding.rule for line in near)
 

@@ -65,6 +65,10 @@ GOOD = [
     ),
     ("src/engine/cpu/window.cc", "int a;\n" * 400),
     ("src/engine/cpu/table.cc", "// check: allow file-size: one table, generated\n" + "int a;\n" * 500),
+    (
+        "python/weft/ops.py",
+        "# check: allow-in-file function-size: schemas are flat\n\n\ndef f(a, b, c, d, e, f, g): pass",
+    ),
     ("python/weft/spawn.py", "def f(a, *, b, c, d, e, f, g, h): pass"),
 ]
 
@@ -88,7 +92,11 @@ def test_every_rule_has_a_bad_snippet() -> None:
 
 
 def test_allowance_needs_a_reason_and_the_right_rule() -> None:
-    for comment in ("// check: allow spin-loop:", "// check: allow inline-asm: because"):
+    for comment in (
+        "// check: allow spin-loop:",
+        "// check: allow inline-asm: because",
+        "// check: allow-in-file spin-loop: ",
+    ):
         assert checks.check_text("src/base/a.cc", f"{comment}\nfor (;;) {{"), comment
 
 
