@@ -97,7 +97,7 @@ def test_allowance_needs_a_reason_and_the_right_rule() -> None:
         "// check: allow inline-asm: because",
         "// check: allow-in-file spin-loop: ",
     ):
-        assert checks.check_text("src/base/a.cc", f"{comment}\nfor (;;) {{"), comment
+        assert checks.check_text("src/base/a.cc", f"// check: {allowance}\nfor (;;) {{"), allowance
 
 
 def test_line_numbers_survive_blanking() -> None:
