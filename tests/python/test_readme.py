@@ -90,7 +90,7 @@ def test_there_is_something_to_run() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("torchrun ")])
 def test_torchrun_line_runs(command: str, scripts: Path) -> None:
-    arguments = [sys.executable, "-m", "torch.distributed.run", *shlex.split(command)[1:]]
+    arguments = [sys.executable, "-m", "torch.distributed.run", *shlex.split(command, comments=True)[1:]]
     result = run(arguments, scripts)
     assert result.returncode == 0, result.stdout + result.stderr
     assert sum(line[:2] in {"0 ", "1 ", "2 ", "3 "} for line in result.stdout.splitlines()) == 4
@@ -117,7 +117,7 @@ def test_command_exists(command: str, scripts: Path) -> None:
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("weft size")])
 def test_size_line_runs(command: str, scripts: Path) -> None:
-    result = run([sys.executable, "-m", "weft.cli", *shlex.split(command)[1:]], scripts)
+    result = run([sys.executable, "-m", "weft.cli", *shlex.split(command, comments=True)[1:]], scripts)
     assert result.returncode == 0, result.stderr
 
 
