@@ -2,6 +2,8 @@
 
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
+
 namespace nb = nanobind;
 
 namespace weft::bindings {
@@ -28,7 +30,10 @@ nb::object to_ndarray(const cpu::Array& array) {
   nb::capsule owner(held, [](void* pointer) noexcept { delete static_cast<std::shared_ptr<void>*>(pointer); });
   size_t shape[3] = {};
   for (size_t axis = 0; axis < array.shape.size(); ++axis) shape[axis] = static_cast<size_t>(array.shape[axis]);
-  return nb::ndarray<>(array.block.data, array.shape.size(), shape, owner, nullptr, dlpack_dtype(array)).cast();
+  const int device_type = array.gpu < 0 ? nb::device::cpu::value : nb::device::cuda::value;
+  return nb::ndarray<>(array.block.data, array.shape.size(), shape, owner, nullptr, dlpack_dtype(array), device_type,
+                       std::max(array.gpu, 0))
+      .cast();
 }
 
 }  // namespace weft::bindings

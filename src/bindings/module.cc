@@ -14,6 +14,7 @@
 #include "base/log.h"
 #include "base/status.h"
 #include "bindings/arrays.h"
+#include "bindings/nvlink.h"
 #include "bootstrap/control_plane.h"
 #include "engine/cpu/communicator.h"
 #include "engine/cpu/plan.h"
@@ -30,11 +31,6 @@ constexpr u64 kArgumentsTag = u64{1} << 60;  // exchange() of Python; the other 
 void check_signals() {
   const nb::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw nb::python_error();
-}
-
-const cpu::Poll& poll() {
-  static const cpu::Poll kPoll = check_signals;
-  return kPoll;
 }
 
 u64 timeout_ns(double seconds) {
@@ -88,7 +84,7 @@ std::shared_ptr<cpu::Communicator> connect(int rank, const std::vector<nb::bytes
   }
   const nb::gil_scoped_release release;
   return cpu::Communicator::create(
-      connect_processes(rank, parsed, std::move(listener), deadline_after_s(timeout_s), poll()));
+      connect_processes(rank, parsed, std::move(listener), deadline_after_s(timeout_s), signal_poll()));
 }
 
 std::vector<nb::bytes> exchange(cpu::Communicator& comm, u64 tag, const nb::bytes& payload, double timeout_s) {
@@ -96,7 +92,7 @@ std::vector<nb::bytes> exchange(cpu::Communicator& comm, u64 tag, const nb::byte
   std::vector<Parcel> parcels;
   {
     const nb::gil_scoped_release release;
-    parcels = comm.exchange(kArgumentsTag | tag, mine, {}, deadline_after_s(timeout_s), poll());
+    parcels = comm.exchange(kArgumentsTag | tag, mine, {}, deadline_after_s(timeout_s), signal_poll());
   }
   std::vector<nb::bytes> all;
   for (const Parcel& parcel : parcels)
@@ -124,7 +120,7 @@ void bind_communicator(nb::module_& m) {
       .def(
           "rebuild",
           [](Communicator& comm, std::vector<int> ranks, double timeout_s) {
-            comm.rebuild(std::move(ranks), deadline_after_s(timeout_s), poll());
+            comm.rebuild(std::move(ranks), deadline_after_s(timeout_s), signal_poll());
           },
           "ranks"_a, "timeout_s"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("detections",
@@ -186,7 +182,7 @@ cpu::DispatchResult dispatch(cpu::Window& window, uintptr_t x_ptr, uintptr_t sca
   args.offsets = pointer<i32>(offsets_ptr);
   args.num_rows = pointer<i32>(num_rows_ptr);
   args.overflow = pointer<i64>(overflow_ptr);
-  return window.dispatch(args, poll());
+  return window.dispatch(args, signal_poll());
 }
 
 void combine(cpu::Window& window, uintptr_t y_ptr, i64 num_rows, uintptr_t weights_ptr, bool has_side,
@@ -216,7 +212,7 @@ void combine(cpu::Window& window, uintptr_t y_ptr, i64 num_rows, uintptr_t weigh
   args.alignment = alignment;
   args.max_tokens = max_tokens;
   args.timeout_ns = timeout_ns(deadline_s);
-  window.combine(args, poll());
+  window.combine(args, signal_poll());
 }
 
 nb::object empty(cpu::Window& window, i64 num_rows, i64 columns, int dtype) {
@@ -264,7 +260,7 @@ std::shared_ptr<cpu::Window> make_window(std::shared_ptr<cpu::Communicator> comm
   shape.max_row_bytes = max_row_bytes;
   shape.staging_bytes = staging_bytes;
   const nb::gil_scoped_release release;
-  return std::make_shared<cpu::Window>(std::move(comm), shape, heap_bytes, deadline_after_s(timeout_s), poll());
+  return std::make_shared<cpu::Window>(std::move(comm), shape, heap_bytes, deadline_after_s(timeout_s), signal_poll());
 }
 
 void bind_window(nb::module_& m) {
@@ -283,7 +279,7 @@ void bind_window(nb::module_& m) {
            "send_plan_ptr"_a, "recv_plan_ptr"_a, "recv_plan_len"_a, "dtype"_a, "layout"_a, "capacity"_a, "hidden"_a,
            "alignment"_a, "max_tokens"_a, "weighted"_a, "deadline_s"_a)
       .def(
-          "barrier", [](Window& window, double deadline_s) { window.barrier(timeout_ns(deadline_s), poll()); },
+          "barrier", [](Window& window, double deadline_s) { window.barrier(timeout_ns(deadline_s), signal_poll()); },
           "deadline_s"_a, Guard())
       .def("empty", &empty, "num_rows"_a, "cols"_a, "dtype"_a)
       .def(
@@ -293,6 +289,11 @@ void bind_window(nb::module_& m) {
 }
 
 }  // namespace
+
+const cpu::Poll& signal_poll() {
+  static const cpu::Poll kPoll = check_signals;
+  return kPoll;
+}
 
 NB_MODULE(_native, m) {
   nb::register_exception_translator(translate);
@@ -332,6 +333,7 @@ NB_MODULE(_native, m) {
   bind_communicator(m);
   bind_results(m);
   bind_window(m);
+  bind_nvlink(m);
 }
 
 }  // namespace weft::bindings

@@ -30,7 +30,7 @@ const char* detection_channel_name(DetectionChannel channel) noexcept {
 }
 
 Board::Board(int rank, int num_ranks)
-    : rank_(rank), num_ranks_(num_ranks), gone_how_(static_cast<size_t>(num_ranks)) {}
+    : rank_(rank), num_ranks_(num_ranks), fates_(static_cast<size_t>(num_ranks)) {}
 
 void Board::put(int source, uint64_t tag, Parcel&& parcel) {
   const std::lock_guard lock(mutex_);
@@ -50,9 +50,9 @@ void Board::gone(int peer, DetectionChannel channel, const std::string& how) {
     });
     if (known) return;
     detections_.push_back({peer, channel, time_ns});
-    std::string& known_how = gone_how_[static_cast<size_t>(peer)];
-    if (!known_how.empty()) return;
-    known_how = how;
+    Fate& known_fate = fates_[static_cast<size_t>(peer)];
+    if (known_fate.gone) return;
+    known_fate = {true, channel == DetectionChannel::kGoodbye, how};
     changed_.notify_all();
   }
   AbortReason reason;
@@ -67,16 +67,11 @@ void Board::wake() {
   changed_.notify_all();
 }
 
-bool Board::is_gone(int peer) const {
-  const std::lock_guard lock(mutex_);
-  return !gone_how_[static_cast<size_t>(peer)].empty();
-}
-
 std::vector<int> Board::dead_ranks() const {
   const std::lock_guard lock(mutex_);
   std::vector<int> ranks;
   for (int peer = 0; peer < num_ranks_; ++peer) {
-    if (!gone_how_[static_cast<size_t>(peer)].empty()) ranks.push_back(peer);
+    if (fate(peer).gone) ranks.push_back(peer);
   }
   return ranks;
 }
@@ -133,10 +128,10 @@ std::vector<Parcel> Board::wait_for_parcels(const Request& request) {
     std::vector<int> silent = missing(request);
     if (silent.empty()) {
       silent = request.unsent();
-      std::erase_if(silent, [this](int peer) { return !gone_how_[static_cast<size_t>(peer)].empty(); });
+      std::erase_if(silent, [this](int peer) { return fate(peer).gone; });
       if (silent.empty()) return take(request);
     } else {
-      throw_if_lost(silent);
+      throw_if_lost(request, silent);
     }
     if (time_ns >= request.deadline_ns) {
       throw_peer_timeout("exchange", 0, silent, ranks_text(silent) + " did not answer by the deadline");
@@ -166,14 +161,16 @@ std::vector<Parcel> Board::take(const Request& request) {
   return result;
 }
 
-void Board::throw_if_lost(const std::vector<int>& silent) const {
+// A member that died ends the exchange even if its own parcel came: others may have seen the death before its parcel, given
+// up, and will send nothing more. One that said goodbye matters only if its parcel is missing: it had sent them all.
+void Board::throw_if_lost(const Request& request, const std::vector<int>& silent) const {
   std::vector<int> lost;
   std::string text;
-  for (const int peer : silent) {
-    const std::string& how = gone_how_[static_cast<size_t>(peer)];
-    if (how.empty()) continue;
-    lost.push_back(peer);
-    text += (text.empty() ? "rank " : "; rank ") + std::to_string(peer) + " " + how;
+  for (const int member : request.members) {
+    const bool is_silent = std::find(silent.begin(), silent.end(), member) != silent.end();
+    if (!fate(member).gone || (fate(member).orderly && !is_silent)) continue;
+    lost.push_back(member);
+    text += (text.empty() ? "rank " : "; rank ") + std::to_string(member) + " " + fate(member).how;
   }
   if (!lost.empty()) throw_peer_lost("exchange", lost, text);
 }

@@ -32,7 +32,6 @@ class Board {
   void wake();  // lets collect() look again
 
   // --- reading -------------------------------------------------------------------------------------------------------
-  bool is_gone(int peer) const;
   std::vector<int> dead_ranks() const;
   std::vector<Detection> detections() const;
   AbortRelay& relay() noexcept { return relay_; }
@@ -57,10 +56,17 @@ class Board {
  private:
   using Key = std::pair<uint64_t, int>;  // (tag, source)
 
+  struct Fate {
+    bool gone = false;
+    bool orderly = false;  // it said goodbye, so it had sent all that it owed
+    std::string how;       // "died", "closed its communicator", ...
+  };
+  const Fate& fate(int peer) const { return fates_[static_cast<size_t>(peer)]; }
+
   std::vector<Parcel> wait_for_parcels(const Request& request);
   std::vector<int> missing(const Request& request) const;
   std::vector<Parcel> take(const Request& request);
-  void throw_if_lost(const std::vector<int>& silent) const;
+  void throw_if_lost(const Request& request, const std::vector<int>& silent) const;
   void spend(uint64_t tag) noexcept;
 
   const int rank_;
@@ -72,7 +78,7 @@ class Board {
   std::condition_variable changed_;
   std::map<Key, std::deque<Parcel>> parcels_;  // never an empty queue
   std::set<uint64_t> spent_tags_;
-  std::vector<std::string> gone_how_;  // by rank, empty: not gone
+  std::vector<Fate> fates_;  // by rank
   std::vector<Detection> detections_;
 };
 

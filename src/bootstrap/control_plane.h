@@ -71,9 +71,10 @@ class ControlPlane {
   // the received ones are the receiver's. Parcels of other tags are kept for their own exchange; exchanges of one tag
   // match in the order of the calls. `poll` (may be empty) is called at least every 100 ms and may throw to leave.
   // Returns when everything is received and everything of this rank is on its way.
-  // Errors: kPeerLost naming members that are gone (died, closed or refused) and gave nothing; kPeerTimeout naming the
-  // silent ones, never before `deadline_ns` (of now_ns()); kInvalidArgument; kInvalidState after close().
-  // A tag whose exchange did not end well is spent: what still arrives for it is dropped, using it again is kInvalidArgument.
+  // Errors: kPeerLost naming the members that are gone (died, were refused, or closed before they gave anything) unless
+  // all parcels had arrived; kPeerTimeout naming the silent ones, never before `deadline_ns` (of now_ns());
+  // kInvalidArgument; kInvalidState after close(). A tag whose exchange did not end well is spent: what still arrives for
+  // it is dropped, using it again is kInvalidArgument.
   virtual std::vector<Parcel> exchange(const std::vector<int>& members, uint64_t tag,
                                        const std::vector<std::byte>& bytes, const std::vector<int>& fds,
                                        uint64_t deadline_ns, const Poll& poll) = 0;

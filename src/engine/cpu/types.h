@@ -24,6 +24,7 @@ struct Array {
   Dtype dtype = Dtype::kBytes;
   bool is_integer = false;  // of dtype's width, or int64 if is_int64
   bool is_int64 = false;
+  int gpu = -1;  // index of the GPU whose memory it is, -1: the host's
 };
 
 struct DispatchArgs {

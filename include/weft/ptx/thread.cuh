@@ -1,0 +1,25 @@
+// Who and where this thread is, and small things that have no better place. Device only.
+#pragma once
+
+#include "weft/config/base.h"
+
+namespace weft::ptx {
+
+constexpr u32 kWarpLanes = 32;
+
+__device__ inline u32 lanes_below() {
+  u32 mask;
+  asm("mov.u32 %0, %%lanemask_lt;" : "=r"(mask));
+  return mask;
+}
+
+__device__ inline void nanosleep(u32 num_ns) { asm volatile("nanosleep.u32 %0;" ::"r"(num_ns)); }
+
+// Counts 0 .. last and starts again; returns what was there. Within the GPU, acquire and release.
+__device__ inline u32 atom_inc_wrap_gpu(u32* word, u32 last) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(last) : "memory");
+  return before;
+}
+
+}  // namespace weft::ptx

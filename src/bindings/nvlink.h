@@ -1,0 +1,12 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "engine/cpu/pause.h"
+
+namespace weft::bindings {
+
+const cpu::Poll& signal_poll();  // raises what Python's signal handlers raise (Ctrl-C)
+void bind_nvlink(nanobind::module_& m);
+
+}  // namespace weft::bindings

@@ -1,0 +1,103 @@
+#include "engine/nvlink/kernels.h"
+
+#include <algorithm>
+
+#include "base/status.h"
+#include "weft/kernels/arguments.h"
+
+namespace weft::nvlink {
+namespace {
+
+constexpr int kStaticSharedBytes = 12 * 1024;  // left for a kernel's own variables
+constexpr int kMaxStages = 32;
+
+std::string arch_of(cuda::Device device) {
+  int major = 0, minor = 0;
+  cuda::check(cuda::driver().device_get_attribute(&major, cuda::kComputeMajor, device), "cuDeviceGetAttribute");
+  cuda::check(cuda::driver().device_get_attribute(&minor, cuda::kComputeMinor, device), "cuDeviceGetAttribute");
+  if (major < 9) {
+    throw_unsupported("a GPU of compute capability " + std::to_string(major) + "." + std::to_string(minor) +
+                      "; need: 9.0 or later (bulk copies)");
+  }
+  return "sm_" + std::to_string(major) + std::to_string(minor);
+}
+
+int attribute(cuda::Device device, int which) {
+  int value = 0;
+  cuda::check(cuda::driver().device_get_attribute(&value, which, device), "cuDeviceGetAttribute");
+  return value;
+}
+
+std::string field(const char* name, i64 value) { return std::string(".") + name + " = " + std::to_string(value) + ", "; }
+
+std::string entry(const char* kernel, const char* config_type, const std::string& fields, const char* args_type,
+                  const char* num_threads) {
+  return std::string("#include \"weft/kernels/") + kernel + ".cuh\"\n" + "constexpr weft::" + config_type + " kConfig{" +
+         fields + "};\n" + "extern \"C\" __global__ void __launch_bounds__(weft::kernels::" + num_threads +
+         ", 1) weft_kernel(const __grid_constant__ weft::kernels::" + args_type + " args) {\n  weft::kernels::" + kernel +
+         "<kConfig>(args);\n}\n";
+}
+
+}  // namespace
+
+std::string render(const DispatchKernelConfig& config) {
+  return entry("dispatch", "DispatchKernelConfig",
+               field("num_ranks", config.num_ranks) + field("num_experts", config.num_experts) + field("top_k", config.top_k) +
+                   field("num_blocks", config.num_blocks) + field("row_bytes", config.row_bytes) +
+                   field("scale_row_bytes", config.scale_row_bytes) + field("num_stages", config.num_stages) +
+                   field("topk_is_int64", config.topk_is_int64 ? 1 : 0) + field("is_cached", config.is_cached ? 1 : 0),
+               "DispatchKernelArgs", "kDispatchThreads");
+}
+
+std::string render(const CombineKernelConfig& config) {
+  return entry("combine", "CombineKernelConfig",
+               field("num_ranks", config.num_ranks) + field("num_blocks", config.num_blocks) + field("hidden", config.hidden) +
+                   field("chunk", config.chunk) + field("num_stages", config.num_stages) +
+                   ".dtype = static_cast<weft::Dtype>(" + std::to_string(static_cast<int>(config.dtype)) + ")",
+               "CombineKernelArgs", "kCombineThreads");
+}
+
+DispatchKernelConfig with_stages(DispatchKernelConfig config, int shared_bytes) {
+  config.num_stages = std::clamp((shared_bytes - kStaticSharedBytes) / config.stage_bytes(), 1, kMaxStages);
+  return config;
+}
+
+CombineKernelConfig with_stages(CombineKernelConfig config, int shared_bytes) {
+  config.num_stages = std::clamp((shared_bytes - kStaticSharedBytes) / config.stage_bytes(), 1, kMaxStages);
+  return config;
+}
+
+Kernels::Kernels(cuda::Device device, const jit::CompilerPaths& paths)
+    : shared_bytes_(attribute(device, cuda::kMaxSharedPerBlock)),
+      num_multiprocessors_(attribute(device, cuda::kMultiprocessors)),
+      compiler_(paths, arch_of(device)) {}
+
+Kernels::~Kernels() {
+  for (cuda::Module module : modules_) cuda::driver().module_unload(module);
+}
+
+const Kernel& Kernels::prepare(const DispatchKernelConfig& config) {
+  return prepare(render(config), kernels::kDispatchThreads, static_cast<unsigned>(config.num_stages * config.stage_bytes()));
+}
+
+const Kernel& Kernels::prepare(const CombineKernelConfig& config) {
+  return prepare(render(config), kernels::kCombineThreads, static_cast<unsigned>(config.num_stages * config.stage_bytes()));
+}
+
+const Kernel& Kernels::prepare(const std::string& source, unsigned num_threads, unsigned shared_bytes) {
+  const auto found = loaded_.find(source);
+  if (found != loaded_.end()) return found->second;
+  const std::string cubin = compiler_.cubin(source);
+  cuda::Module module = nullptr;
+  cuda::check(cuda::driver().module_load(&module, cubin.data()), "cuModuleLoadData");
+  modules_.push_back(module);
+  Kernel kernel;
+  kernel.num_threads = num_threads;
+  kernel.shared_bytes = shared_bytes;
+  cuda::check(cuda::driver().module_get_function(&kernel.function, module, "weft_kernel"), "cuModuleGetFunction");
+  cuda::check(cuda::driver().function_set_attribute(kernel.function, cuda::kMaxDynamicShared, static_cast<int>(shared_bytes)),
+              "cuFuncSetAttribute");
+  return loaded_.emplace(source, kernel).first->second;
+}
+
+}  // namespace weft::nvlink

@@ -1,0 +1,49 @@
+// The kernels of one GPU: rendered from their configuration, compiled once, kept loaded.
+#pragma once
+
+#include <map>
+#include <string>
+
+#include "base/cuda_driver.h"
+#include "jit/compiler.h"
+#include "weft/config/kernel.h"
+
+namespace weft::nvlink {
+
+struct Kernel {
+  cuda::Function function = nullptr;
+  unsigned num_threads = 0;
+  unsigned shared_bytes = 0;  // dynamic
+};
+
+std::string render(const DispatchKernelConfig& config);
+std::string render(const CombineKernelConfig& config);
+
+// As many stages as shared memory holds.
+DispatchKernelConfig with_stages(DispatchKernelConfig config, int shared_bytes);
+CombineKernelConfig with_stages(CombineKernelConfig config, int shared_bytes);
+
+class Kernels {
+ public:
+  Kernels(cuda::Device device, const jit::CompilerPaths& paths);
+  ~Kernels();
+  Kernels(const Kernels&) = delete;
+  Kernels& operator=(const Kernels&) = delete;
+
+  // Compiles or loads at the first call of a configuration. Errors: kCompileError, kCudaError.
+  const Kernel& prepare(const DispatchKernelConfig& config);
+  const Kernel& prepare(const CombineKernelConfig& config);
+  int shared_bytes() const { return shared_bytes_; }  // a block may have
+  int num_multiprocessors() const { return num_multiprocessors_; }
+
+ private:
+  const Kernel& prepare(const std::string& source, unsigned num_threads, unsigned shared_bytes);
+
+  int shared_bytes_ = 0;
+  int num_multiprocessors_ = 0;
+  jit::Compiler compiler_;
+  std::map<std::string, Kernel> loaded_;  // by source
+  std::vector<cuda::Module> modules_;
+};
+
+}  // namespace weft::nvlink
