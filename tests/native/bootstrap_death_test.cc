@@ -74,7 +74,7 @@ std::vector<std::vector<double>> kill_trial(const Trial& trial, useconds_t delay
         if (!trial.exchanging) pause();
       }
     } catch (const Error& error) {
-      CHECK(error.code == ErrorCode::kPeerLost && error.peers == std::vector<int>{kVictim});
+      CHECK_ERROR(kPeerLost, {kVictim}, throw error);
     }
     const Times times = wait_for_death(self, ear, handler_ns, kVictim);
     CHECK_ERROR(kPeerLost, {kVictim}, self.exchange({0, 1, 2, 3}, 1'000'000));
@@ -143,6 +143,26 @@ TEST(several_killed_at_once) {
   for (const int victim : {1, 2, 4}) ranks.signal(victim, SIGKILL);
   for (const int victim : {1, 2, 4}) ranks.join(victim, SIGKILL);
   ranks.join_all({1, 2, 4});
+}
+
+// Rank 1 may have given up when it saw the death, and will never send: waiting for it would end with the wrong name.
+TEST(a_death_ends_an_exchange_for_which_the_dead_had_sent) {
+  ForkedRanks ranks(3, [](Rank& self) {
+    self.connect();
+    self.exchange({0, 1, 2}, 1);
+    self.parent.tell(1);
+    if (self.rank != 1) {
+      const auto leave = [&] { self.exchange({0, 1, 2}, 2); };
+      if (self.rank == 0) CHECK_ERROR(kPeerLost, {2}, leave());
+      if (self.rank == 2) leave();
+    }
+    self.exchange({0, 1}, 3);
+  });
+  for (int rank = 0; rank < 3; ++rank) CHECK_EQ(ranks.pipe(rank).hear(), 1u);
+  usleep(300'000);
+  ranks.signal(2, SIGKILL);
+  ranks.join(2, SIGKILL);
+  ranks.join_all({2});
 }
 
 TEST(leaving_without_goodbye_is_a_death) {

@@ -46,23 +46,35 @@ void run_both(int num_ranks, const std::function<void(Rank&)>& body) {
   run_threads(num_ranks, body);
 }
 
-std::vector<std::string> weft_sockets() {
-  std::vector<std::string> names;
+bool socket_exists(const std::string& name) {
   std::ifstream file("/proc/net/unix");
   for (std::string line; std::getline(file, line);) {
-    const size_t at = line.find("@weft-");
-    if (at != std::string::npos) names.push_back(line.substr(at));
+    if (line.find("@" + name) != std::string::npos) return true;
   }
-  return names;
+  return false;
 }
 
-std::vector<std::string> files_in(const char* path) {
+// Files of ours in a folder that others use at the same time.
+std::vector<std::string> weft_files_in(const char* path) {
   std::vector<std::string> names;
   DIR* folder = opendir(path);
-  while (const dirent* entry = folder != nullptr ? readdir(folder) : nullptr) names.emplace_back(entry->d_name);
+  while (const dirent* entry = folder != nullptr ? readdir(folder) : nullptr) {
+    if (std::string(entry->d_name).find("weft-") == 0) names.emplace_back(entry->d_name);
+  }
   if (folder != nullptr) closedir(folder);
   std::sort(names.begin(), names.end());
   return names;
+}
+
+// What the descriptors of this process stand for that have a path in the file system.
+std::vector<std::string> files_held() {
+  std::vector<std::string> paths;
+  for (int fd = 0; fd < 256; ++fd) {
+    char target[256] = {};
+    if (readlink(("/proc/self/fd/" + std::to_string(fd)).c_str(), target, sizeof(target) - 1) <= 0) continue;
+    if (target[0] == '/' && std::string(target) != "/memfd:weft (deleted)") paths.emplace_back(target);
+  }
+  return paths;
 }
 
 OwnedFd memory_with(uint64_t word) {
@@ -138,26 +150,32 @@ TEST(file_descriptors_arrive_once_and_are_closed) {
 }
 
 TEST(nothing_is_left_behind) {
-  const auto sockets = weft_sockets();
-  const auto shm = files_in("/dev/shm");
-  const auto tmp = files_in("/tmp");
-  {
-    ForkedRanks ranks(3, [&](Rank& self) {
-      const int before = num_open_fds() - 1;  // its listener is still open
-      self.connect();
-      self.exchange({0, 1, 2}, 1);
-      self.plane->close();
-      self.plane->close();
-      CHECK_ERROR(kInvalidState, {}, self.exchange({0, 1, 2}, 2));
-      self.plane->publish_abort({});
-      self.plane.reset();
-      CHECK_EQ(num_open_fds(), before);
-    });
-    ranks.join_all();
-  }
-  CHECK(weft_sockets() == sockets);
-  CHECK(files_in("/dev/shm") == shm);
-  CHECK(files_in("/tmp") == tmp);
+  const auto shm = weft_files_in("/dev/shm");
+  const auto tmp = weft_files_in("/tmp");
+  ForkedRanks ranks(3, [&](Rank& self) {
+    const int before = num_open_fds() - 1;  // its listener is still open
+    const auto held_before = files_held();
+    const Endpoint own = self.listener.endpoint();
+    const std::string name(own.name.data(), own.name_bytes);
+    CHECK(socket_exists(name));
+    self.connect();
+    CHECK(files_held() == held_before);
+    CHECK(weft_files_in("/dev/shm") == shm);
+    CHECK(weft_files_in("/tmp") == tmp);
+    self.exchange({0, 1, 2}, 1);
+    self.plane->close();
+    self.plane->close();
+    CHECK_ERROR(kInvalidState, {}, self.exchange({0, 1, 2}, 2));
+    self.plane->publish_abort({});
+    self.plane.reset();
+    CHECK_EQ(num_open_fds(), before);
+    self.parent.tell(1);
+    CHECK_EQ(self.parent.hear(), 2u);  // accepted connections bear the name of the listener: until all are closed
+    CHECK(!socket_exists(name));
+  });
+  for (int rank = 0; rank < 3; ++rank) CHECK_EQ(ranks.pipe(rank).hear(), 1u);
+  for (int rank = 0; rank < 3; ++rank) ranks.pipe(rank).tell(2);
+  ranks.join_all();
 }
 
 TEST(wrong_arguments_are_refused_and_change_nothing) {
