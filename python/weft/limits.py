@@ -266,7 +266,7 @@ def _window_bytes(num_ranks: int, num_experts: int, top_k: int, hidden: int) -> 
     control_words, payload_fixed, min_ring = 3 * cache_line, 192, 256 * 1024
     headers = phases * parities * num_ranks * cache_line
     progress = channels * num_ranks * cache_line
-    payload = _up(payload_fixed + 4 * (num_experts // num_ranks), cache_line) * 2 * parities * num_ranks
+    payload = _up(payload_fixed + 4 * (num_experts // num_ranks + num_ranks), cache_line) * 2 * parities * num_ranks
     control = _up(control_words + headers + progress + payload, _PAGE)
     ring = _up(max(min_ring, 4 * (max_row_bytes(hidden) + 64 + 8 * top_k)), _PAGE)
     return control, ring * num_ranks
