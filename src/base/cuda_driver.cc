@@ -68,7 +68,8 @@ Driver load_driver() {
   loader.load(driver.function_set_attribute, "cuFuncSetAttribute");
   loader.load(driver.launch, "cuLaunchKernel");
   const Result started = driver.init(0);
-  if (started != kSuccess) throw_unsupported("the CUDA driver found no usable GPU (cuInit: " + std::to_string(started) + ")");
+  if (started != kSuccess)
+    throw_unsupported("the CUDA driver found no usable GPU (cuInit: " + std::to_string(started) + ")");
   return driver;
 }
 

@@ -17,17 +17,17 @@ using Function = struct FunctionObject*;
 using AllocationHandle = uint64_t;
 
 constexpr Result kSuccess = 0;
-constexpr int kLocationDevice = 1;         // CU_MEM_LOCATION_TYPE_DEVICE
-constexpr int kAllocationPinned = 1;       // CU_MEM_ALLOCATION_TYPE_PINNED
-constexpr int kHandlePosixFd = 1;          // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-constexpr int kAccessReadWrite = 3;        // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-constexpr int kGranularityRecommended = 1; // CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-constexpr unsigned kHostAllocMapped = 3;   // CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP
-constexpr int kMaxDynamicShared = 8;       // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-constexpr int kComputeMajor = 75;          // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+constexpr int kLocationDevice = 1;          // CU_MEM_LOCATION_TYPE_DEVICE
+constexpr int kAllocationPinned = 1;        // CU_MEM_ALLOCATION_TYPE_PINNED
+constexpr int kHandlePosixFd = 1;           // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+constexpr int kAccessReadWrite = 3;         // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+constexpr int kGranularityRecommended = 1;  // CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+constexpr unsigned kHostAllocMapped = 3;    // CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP
+constexpr int kMaxDynamicShared = 8;        // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kComputeMajor = 75;           // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 constexpr int kComputeMinor = 76;
-constexpr int kMultiprocessors = 16;       // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-constexpr int kMaxSharedPerBlock = 97;     // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+constexpr int kMultiprocessors = 16;    // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+constexpr int kMaxSharedPerBlock = 97;  // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 
 struct Location {
   int type;
@@ -83,7 +83,8 @@ struct Driver {
   Result (*module_unload)(Module);
   Result (*module_get_function)(Function*, Module, const char*);
   Result (*function_set_attribute)(Function, int, int);
-  Result (*launch)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**, void**);
+  Result (*launch)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**,
+                   void**);
 };
 
 // Loaded and initialised at the first call. Error kUnsupported: no driver, too old, or no GPU.

@@ -29,8 +29,7 @@ const char* detection_channel_name(DetectionChannel channel) noexcept {
   return "unknown";
 }
 
-Board::Board(int rank, int num_ranks)
-    : rank_(rank), num_ranks_(num_ranks), fates_(static_cast<size_t>(num_ranks)) {}
+Board::Board(int rank, int num_ranks) : rank_(rank), num_ranks_(num_ranks), fates_(static_cast<size_t>(num_ranks)) {}
 
 void Board::put(int source, uint64_t tag, Parcel&& parcel) {
   const std::lock_guard lock(mutex_);
@@ -86,8 +85,8 @@ void Board::check(const std::vector<int>& members, uint64_t tag, size_t num_byte
   std::set<int> seen;
   for (const int member : members) {
     if (member < 0 || member >= num_ranks_ || !seen.insert(member).second) {
-      throw_invalid_argument("members of an exchange hold rank " + std::to_string(member) +
-                             "; allowed: each of 0.." + std::to_string(num_ranks_ - 1) + " at most once");
+      throw_invalid_argument("members of an exchange hold rank " + std::to_string(member) + "; allowed: each of 0.." +
+                             std::to_string(num_ranks_ - 1) + " at most once");
     }
   }
   if (!seen.contains(rank_)) {
@@ -100,7 +99,8 @@ void Board::check(const std::vector<int>& members, uint64_t tag, size_t num_byte
   }
   const std::lock_guard lock(mutex_);
   if (spent_tags_.contains(tag)) {
-    throw_invalid_argument("tag " + std::to_string(tag) + " belongs to an exchange that failed before; use a fresh one");
+    throw_invalid_argument("tag " + std::to_string(tag) +
+                           " belongs to an exchange that failed before; use a fresh one");
   }
 }
 

@@ -20,8 +20,8 @@ inline constexpr uint16_t kEndpointVersion = 1;
 struct Endpoint {
   uint32_t magic = 0;
   uint16_t version = 0;
-  uint16_t name_bytes = 0;             // length of name
-  std::array<uint8_t, 16> boot_id{};   // of this boot of the machine: equal on all ranks of one machine
+  uint16_t name_bytes = 0;            // length of name
+  std::array<uint8_t, 16> boot_id{};  // of this boot of the machine: equal on all ranks of one machine
   int32_t pid = 0;
   uint32_t uid = 0;
   uint64_t start_time = 0;             // of the process in clock ticks since boot; tells a reused pid

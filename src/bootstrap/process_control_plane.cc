@@ -53,7 +53,8 @@ struct Peer {
 
 class ProcessControlPlane final : public ControlPlane {
  public:
-  ProcessControlPlane(int rank, int num_ranks, std::unique_ptr<LifeLock> own_life, std::vector<Connection>&& connections)
+  ProcessControlPlane(int rank, int num_ranks, std::unique_ptr<LifeLock> own_life,
+                      std::vector<Connection>&& connections)
       : rank_(rank),
         num_ranks_(num_ranks),
         board_(std::make_shared<Board>(rank, num_ranks)),
@@ -63,13 +64,15 @@ class ProcessControlPlane final : public ControlPlane {
     peers_.resize(static_cast<size_t>(num_ranks));
     for (int peer = 0; peer < num_ranks; ++peer) {
       if (peer == rank) continue;
-      peers_[static_cast<size_t>(peer)] = std::make_unique<Peer>(peer, std::move(connections[static_cast<size_t>(peer)]));
+      peers_[static_cast<size_t>(peer)] =
+          std::make_unique<Peer>(peer, std::move(connections[static_cast<size_t>(peer)]));
     }
     try {
       for (const auto& peer : peers_) {
         if (!peer) continue;
-        start_thread("weft-watch", [life = peer->life, board = board_, rank = peer->rank] { watch(life, board, rank); })
-            .detach();
+        start_thread("weft-watch", [life = peer->life, board = board_, rank = peer->rank] {
+          watch(life, board, rank);
+        }).detach();
       }
       monitor_ = start_thread("weft-monitor", [this] { run_monitor(); });
     } catch (...) {

@@ -45,10 +45,10 @@ class Heap {
 
   const uint64_t bytes_;
   mutable std::mutex mutex_;
-  std::map<uint64_t, uint64_t> live_;                        // offset -> bytes
-  std::map<uint64_t, uint64_t> free_;                        // offset -> bytes, never two adjacent
-  std::set<std::pair<uint64_t, uint64_t>> free_by_bytes_;    // (bytes, offset) of free_
-  std::map<uint64_t, uint64_t> held_back_;                   // offset -> bytes, of the quarantine
+  std::map<uint64_t, uint64_t> live_;                      // offset -> bytes
+  std::map<uint64_t, uint64_t> free_;                      // offset -> bytes, never two adjacent
+  std::set<std::pair<uint64_t, uint64_t>> free_by_bytes_;  // (bytes, offset) of free_
+  std::map<uint64_t, uint64_t> held_back_;                 // offset -> bytes, of the quarantine
   uint64_t used_ = 0;
   uint64_t quarantined_ = 0;
   uint64_t peak_ = 0;

@@ -72,7 +72,7 @@ SharedMemory SharedMemory::create(uint64_t bytes) {
 
 SharedMemory SharedMemory::attach(OwnedFd fd, uint64_t bytes) {
   const uint64_t mapped_bytes = whole_pages(bytes);
-  struct stat facts {};
+  struct stat facts{};
   if (fstat(fd.get(), &facts) != 0) throw_system_error("fstat of a peer's shared memory", errno);
   if (!S_ISREG(facts.st_mode) || static_cast<uint64_t>(facts.st_size) != mapped_bytes) {
     throw_invalid_argument("a peer's shared memory has " + std::to_string(facts.st_size) + " bytes, expected " +

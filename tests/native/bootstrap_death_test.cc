@@ -44,8 +44,8 @@ void print_times(const char* name, std::vector<double> times_ms) {
 }
 
 struct Trial {
-  bool exchanging;           // the victim is killed amid exchanges, else while it sleeps
-  bool victim_has_child;     // which holds its sockets on
+  bool exchanging;            // the victim is killed amid exchanges, else while it sleeps
+  bool victim_has_child;      // which holds its sockets on
   size_t resident_bytes = 0;  // memory of the victim
 };
 

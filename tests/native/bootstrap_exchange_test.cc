@@ -185,8 +185,9 @@ TEST(wrong_arguments_are_refused_and_change_nothing) {
     CHECK_ERROR(kInvalidArgument, {}, self.exchange({0, 0, 1}, 1));
     CHECK_ERROR(kInvalidArgument, {}, self.exchange({1 - self.rank}, 1));
     CHECK_ERROR(kInvalidArgument, {}, self.exchange({0, 1}, 1, kLongS, kMaxMessageBytes + 1));
-    CHECK_ERROR(kInvalidArgument, {}, self.plane->exchange({0, 1}, 1, {}, std::vector<int>(kMaxMessageFds + 1, 0),
-                                                          deadline_after_s(kLongS), {}));
+    CHECK_ERROR(
+        kInvalidArgument, {},
+        self.plane->exchange({0, 1}, 1, {}, std::vector<int>(kMaxMessageFds + 1, 0), deadline_after_s(kLongS), {}));
     CHECK_ERROR(kInternalError, {}, self.plane->exchange({0, 1}, 1, {}, {-1}, deadline_after_s(kLongS), {}));
     self.exchange({0, 1}, 1);
   });

@@ -115,7 +115,8 @@ struct Rank {
   // An exchange among `members` in which every parcel is checked.
   void exchange(const std::vector<int>& members, uint64_t tag, double timeout_s = kLongS, size_t num_bytes = 24) {
     const auto word = [&](int member) { return tag * 1000003 + static_cast<uint64_t>(member) * 77; };
-    const auto parcels = plane->exchange(members, tag, bytes_of(word(rank), num_bytes), {}, deadline_after_s(timeout_s), {});
+    const auto parcels =
+        plane->exchange(members, tag, bytes_of(word(rank), num_bytes), {}, deadline_after_s(timeout_s), {});
     CHECK_EQ(parcels.size(), static_cast<size_t>(num_ranks));
     for (const int member : members) {
       CHECK(parcels[static_cast<size_t>(member)].bytes == bytes_of(word(member), num_bytes));
@@ -216,8 +217,9 @@ void check_error(ErrorCode expected_code, const std::vector<int>& expected_peers
     report_failure(file, line, std::string("nothing thrown, expected ") + error_code_name(expected_code));
   } catch (const Error& error) {
     if (error.code != expected_code || error.peers != expected_peers || error.text.empty()) {
-      report_failure(file, line, std::string(error_code_name(error.code)) + " naming " + ranks_text(error.peers) + ": " +
-                                     error.text);
+      report_failure(
+          file, line,
+          std::string(error_code_name(error.code)) + " naming " + ranks_text(error.peers) + ": " + error.text);
     }
   }
 }
