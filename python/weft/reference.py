@@ -7,6 +7,7 @@ addition, on separate fp32 tensors, because ``sum``, ``index_add_`` and ``addcmu
 All functions run on the CPU, never synchronise with anything, and expect correct arguments (ids out of range excepted,
 they count as -1): this module explains results, ``weft.ExpertParallel`` explains mistakes.
 """
+# check: allow file-size: the specification in one place
 
 from __future__ import annotations
 
@@ -110,11 +111,12 @@ def dispatch(
     picks = torch.cat([idx[:n].to(torch.int64) for idx, n in zip(topk_idxs, num_tokens, strict=True)])
     pick_weights = torch.cat([w[:n].detach() for w, n in zip(topk_weights, num_tokens, strict=True)])
 
+    shape = _Shape(layout, num_ranks, num_local, alignment, capacity)
     places = []
     for rank in range(num_ranks):
         local = picks - rank * num_local
         here = (local >= 0) & (local < num_local) & (rank in active)
-        places.append(_place(torch.where(here, local, -1), source, num_ranks, num_local, layout, alignment, capacity))
+        places.append(_place(torch.where(here, local, -1), source, shape))
     received = [_received_weights(place, pick_weights, layout) for place in places]
     routing = Routing(
         layout=layout,
@@ -153,15 +155,25 @@ class _Place:
     num_dropped: int
 
 
-def _place(
-    local: Tensor, source: Tensor, num_ranks: int, num_local: int, layout: str, alignment: int, capacity: int | None
-) -> _Place:
+@dataclass(frozen=True)
+class _Shape:
+    """What is equal on all ranks."""
+
+    layout: str
+    num_ranks: int
+    num_local: int
+    alignment: int
+    capacity: int | None
+
+
+def _place(local: Tensor, source: Tensor, shape: _Shape) -> _Place:
     """Number one rank's rows; local: int64 [tokens, K] ids here, -1 elsewhere; source: int64 [tokens] owning rank."""
+    layout, num_local, capacity = shape.layout, shape.num_local, shape.capacity
     here = local >= 0
     if layout == "rank_major":  # one row per token that has a pick here, by source rank, then token
         present = here.any(dim=1)
         rows = torch.where(here, (present.cumsum(0) - 1)[:, None], -1)
-        offsets = _starts(torch.bincount(source[present], minlength=num_ranks))
+        offsets = _starts(torch.bincount(source[present], minlength=shape.num_ranks))
         limit = int(offsets[-1]) if capacity is None else capacity
         row_shape: tuple[int, ...] = (limit,)
         kept = here & (rows < limit)
@@ -173,7 +185,7 @@ def _place(
             counts[expert] = len(chosen[0])
             index[chosen] = torch.arange(len(chosen[0]))
         if layout == "expert_major":
-            offsets = _starts((counts + alignment - 1) // alignment * alignment)
+            offsets = _starts((counts + shape.alignment - 1) // shape.alignment * shape.alignment)
             limit = int(offsets[-1]) if capacity is None else capacity
             row_shape = (limit,)
             rows = torch.where(here, offsets[local.clamp(min=0)] + index, -1)

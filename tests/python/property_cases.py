@@ -31,7 +31,7 @@ class Call:
     has_weights: bool
     layout: str
     alignment: int
-    capacity: str | None  # None (exact sizes), "met", "exceeded" by one, "ample", "zero"
+    capacity: str | None  # None (exact sizes), "met", "exceeded" by one, "ample", "zero", "eight"
     rows: str
     repeat: str | None  # None, "plain", "float32", "quantized"
     weighted: bool
@@ -52,7 +52,7 @@ class Case:
     top_k: int
     hidden: int
     dtype: str
-    heap: str  # "plenty", "none", "full_on_one"
+    heap: str  # "plenty", "none", "small" (room for some results), "full_on_one"
     calls: tuple[Call, ...]
     active_ranks: tuple[int, ...] | None = None  # those left after a rebuild
 
@@ -122,7 +122,7 @@ def build(case: Case) -> tuple[list[RankPlan], list[Expected]]:
                 "max_tokens_per_rank": max(max(call.tokens) for call in case.calls),
                 "dtype": DTYPES[case.dtype],
                 "deadline_s": 60.0,
-                "heap_bytes": 0 if case.heap == "none" else None,
+                "heap_bytes": {"none": 0, "small": 1 << 16}.get(case.heap),
             },
             hog_heap=case.heap == "full_on_one" and rank == case.calls[0].seed % case.num_ranks,
             calls=[],
@@ -254,7 +254,9 @@ def _capacity(case: Case, call: Call, ids: list[Tensor], options: dict[str, Any]
         probe = [torch.zeros((len(i), 1)) for i in ids]
         exact = reference.dispatch(probe, ids, num_experts=case.num_experts, **options)
         needed = max(int(d.num_rows) for d in exact)
-    return {"exceeded": max(0, needed - 1), "ample": needed + 5, "zero": 0}.get(call.capacity or "met", needed)
+    return {"exceeded": max(0, needed - 1), "ample": needed + 5, "zero": 0, "eight": 8}.get(
+        call.capacity or "met", needed
+    )
 
 
 def _outputs(case: Case, call: Call, routing: reference.Routing, rank: int, generator: torch.Generator) -> Tensor:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-
-import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 import property_cases
+import pytest
 from gradient_cases import build_gradients, compare_gradients, run_gradients
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from property_cases import Call, Case, build, compare, run_plan
 from rebuild_cases import LossPlan, run_after_loss
 
@@ -43,7 +38,7 @@ def checked(pool: Pool, case: Case) -> None:
 def calls(draw: st.DrawFn, num_ranks: int, case_dtype: str, opaque: bool = True) -> Call:
     layout = draw(st.sampled_from(["rank_major", "expert_major", "masked"]))
     sizes = st.one_of(st.just(0), st.integers(0, 16), st.integers(0, 300))
-    capacities = [None, "met", "exceeded", "ample", "zero"]
+    capacities = [None, "met", "exceeded", "ample", "zero", "eight"]
     return Call(
         seed=draw(st.integers(0, 2**31)),
         tokens=tuple(draw(st.lists(sizes, min_size=num_ranks, max_size=num_ranks))),
@@ -81,7 +76,7 @@ def cases(draw: st.DrawFn) -> Case:
         top_k=top_k,
         hidden=multiple * (2 * draw(st.integers(0, min(widest, 20))) + 1),
         dtype=dtype,
-        heap=draw(st.sampled_from(["plenty", "plenty", "none", "full_on_one"])),
+        heap=draw(st.sampled_from(["plenty", "plenty", "none", "small", "full_on_one"])),
         calls=some_calls,
     )
 
@@ -169,6 +164,12 @@ def test_ids(pool: Pool, layout: str, ids: str) -> None:
 @pytest.mark.parametrize("heap", ["none", "full_on_one"])
 def test_heap_without_room(pool: Pool, layout: str, heap: str) -> None:
     checked(pool, replace(with_call(layout=layout, tokens=(300, 2, 0, 100)), heap=heap))
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+def test_rows_fit_the_heap_and_their_plan_does_not(pool: Pool, layout: str) -> None:
+    case = with_call(layout=layout, tokens=(300, 2, 0, 300), capacity="eight")
+    checked(pool, replace(case, heap="small", top_k=40, hidden=16))
 
 
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
