@@ -92,11 +92,7 @@ def test_every_rule_has_a_bad_snippet() -> None:
 
 
 def test_allowance_needs_a_reason_and_the_right_rule() -> None:
-    for comment in (
-        "// check: allow spin-loop:",
-        "// check: allow inline-asm: because",
-        "// check: allow-in-file spin-loop: ",
-    ):
+    for allowance in ("allow spin-loop:", "allow inline-asm: because", "allow-in-file spin-loop: "):
         assert checks.check_text("src/base/a.cc", f"// check: {allowance}\nfor (;;) {{"), allowance
 
 
