@@ -27,11 +27,11 @@ class MoE(torch.nn.Module):
         return self.ep.combine(torch.cat(y), r.handle)
 
 
-def train(comm, steps=20):
+def train(comm, steps=50):
     """Teaches the experts to return what they are given; -> losses. Each rank brings tokens of its own."""
     torch.manual_seed(0)  # the same gate on every rank
     layer = MoE(comm, hidden=256, num_experts=16, top_k=2, max_tokens=128)
-    optimizer = torch.optim.SGD(layer.experts.parameters(), lr=2.0)
+    optimizer = torch.optim.Adam(layer.experts.parameters(), lr=3e-3)
     x = torch.randn(128, 256, generator=torch.Generator().manual_seed(comm.rank)).bfloat16()
     losses = []
     for _ in range(steps):

@@ -3,6 +3,7 @@ leave nothing behind.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from rich.console import Console
 import weft
 from weft.demo import DemoConfig, run_demo
 from weft.demo.exchange import SumOverRanks
+from weft.demo.run import Placement
 
 TINY = DemoConfig(
     steps=12,
@@ -74,17 +76,18 @@ def test_other_numbers_of_ranks(num_ranks):
     assert max(report.differences) < 1e-4
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_killed_rank_is_survived(victim, tmp_path):
+@pytest.mark.parametrize(("num_ranks", "victim"), [(4, 0), (4, 2), (2, 1)])
+def test_a_killed_rank_is_survived(num_ranks, victim, tmp_path):
     with (tmp_path / "out").open("w") as out:
-        report = run_demo(changed(kill_rank=victim), console=Console(file=out, width=200))
+        report = run_demo(changed(num_ranks=num_ranks, kill_rank=victim), console=Console(file=out, width=200))
         report.show(Console(file=out, width=100))
-    left = [rank for rank in range(4) if rank != victim]
+    left = [rank for rank in range(num_ranks) if rank != victim]
     assert report.problems == []
     assert [rank.rank for rank in report.ranks] == left
     assert report.lost_ranks == {victim: 6}
     assert max(report.differences) < 1e-4  # the baseline does without these experts from the same step on
-    gone = range(4 * victim, 4 * victim + 4)
+    size = 16 // num_ranks
+    gone = range(size * victim, size * (victim + 1))
     for layer_before, layer_after in zip(report.load(0, 6), report.load(6, 12), strict=True):
         assert any(layer_before[expert] for expert in gone)
         assert not any(layer_after[expert] for expert in gone)
@@ -95,6 +98,15 @@ def test_a_killed_rank_is_survived(victim, tmp_path):
         assert f"rank {rank} goes on with ranks {', '.join(map(str, left))}" in told
     assert report.killed_ns is not None
     assert all(rank.lost[0].seen_ns > report.killed_ns for rank in report.ranks)
+
+
+def test_ranks_as_threads(monkeypatch):
+    """As on a machine with one GPU."""
+    monkeypatch.setattr("weft.demo.run.place", lambda *_: Placement("cpu", "thread", "threads, for a test"))
+    report = run_demo(changed(steps=4))
+    assert report.problems == []
+    assert max(report.differences) < 1e-4
+    assert "threads of one process" in report.ranks[0].engine
 
 
 def test_same_losses_every_time():
@@ -145,6 +157,21 @@ def test_sum_over_ranks(num_values):
     for once, twice in weft.spawn(sum_twice, num_ranks=3, device="cpu"):
         assert torch.equal(once, expected)
         assert torch.equal(twice, 2 * expected)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["moe_layer.py"], ["-m", "torch.distributed.run", "--nproc-per-node", "2", "train_torchrun.py"]],
+    ids=["spawn", "torchrun"],
+)
+def test_examples(command):
+    examples = Path(__file__).parents[2] / "examples"
+    command = [str(examples / word) if word.endswith(".py") else word for word in command]
+    env = {**os.environ, "PYTHONPATH": str(Path(weft.__file__).parents[1])}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=240, env=env, check=True)
+    losses = re.findall(r"rank \d.*: loss ([0-9.]+) -> ([0-9.]+)", done.stdout)
+    assert len(losses) in (2, 4)
+    assert all(float(last) < 0.2 < float(first) for first, last in losses)
 
 
 def test_ctrl_c_leaves_nothing():
