@@ -210,7 +210,7 @@ class EngineRank {
     std::memset(y, 0xff, num_bytes);  // NaN: what must not be read shows
     const bool by_rank = call.layout == Layout::kRankMajor;
     const i64 sides_a_row = by_rank ? shape_.top_k : 1;
-    std::vector<float> side(static_cast<size_t>(num_rows * sides_a_row) + 1, -12345.0f);
+    std::vector<float> side(static_cast<size_t>(num_rows * sides_a_row), -12345.0f);
     for (i64 row = 0; row < num_rows; ++row) {
       const Pick& pick = received.rows[static_cast<size_t>(row)];
       if (pick.source < 0) continue;
@@ -224,11 +224,12 @@ class EngineRank {
     }
     std::vector<u8> bias = make_bias(call, t.num_tokens);
     std::vector<u8> out(static_cast<size_t>(t.num_tokens * call.hidden * element), 0xee);
-    std::vector<float> side_out(static_cast<size_t>(t.num_tokens * shape_.top_k) + 1, -1.0f);
+    std::vector<float> side_out(static_cast<size_t>(t.num_tokens * shape_.top_k), -1.0f);
     cpu::CombineArgs args;
     args.y = y;
     args.num_rows = num_rows;
     args.weights = call.weighted && !by_rank ? reinterpret_cast<const float*>(result.topk_weights.block.data) : nullptr;
+    args.has_side = call.has_side;
     args.side = call.has_side ? side.data() : nullptr;
     args.bias = call.has_bias ? bias.data() : nullptr;
     args.bias_is_2d = call.bias_is_2d;
