@@ -173,6 +173,15 @@ def test_rows_fit_the_heap_and_their_plan_does_not(pool: Pool, layout: str) -> N
 
 
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+@pytest.mark.parametrize("heap", ["plenty", "none", "full_on_one"])
+def test_megabytes(pool: Pool, layout: str, heap: str) -> None:
+    """Stores past the caches, and staging rings that go round several times."""
+    for rows in ("plain", "fp8"):
+        case = with_call(layout=layout, tokens=(300, 290, 3, 250), ids="distinct", rows=rows)
+        checked(pool, replace(case, heap=heap, num_local=2, hidden=2064))
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
 def test_ranks_without_tokens(pool: Pool, layout: str) -> None:
     checked(pool, with_call(layout=layout, tokens=(0, 0, 0, 0)))
     checked(pool, with_call(layout=layout, tokens=(0, 0, 1, 0), ids="one_expert"))
