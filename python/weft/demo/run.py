@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
 import time
@@ -45,6 +46,7 @@ def run(config: DemoConfig, console: Console | None) -> DemoReport:
     if config.record is not None:
         _require_folder(config.record)
     text = load_text(config.text, min_bytes=config.context + 2)
+    importlib.import_module("torch._dynamo")  # torch's optimizers want it: once here, not in every rank
     placement = place(config, torch.cuda.device_count() if config.device != "cpu" else 0)
     view = LiveView(console, config)
     view.begin(text.source, placement.why)
