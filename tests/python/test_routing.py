@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import weft
 from weft import routing
 from weft.errors import InvalidArgument
 
@@ -334,3 +335,33 @@ def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
         np.savez(tmp_path / f"twice.rank{rank}.npz", **GOOD)
     with pytest.raises(InvalidArgument, match="rank 0 is in another file too"):
         routing.load_trace(tmp_path / "twice.npz")
+
+
+# ---- with the engine ----
+
+
+def three_dispatches(comm: weft.Communicator, file: Path | None) -> None:
+    ids, weights = routing.uniform(10, 8, 2, rank=comm.rank, num_ranks=comm.num_ranks)
+    with (
+        nullcontext() if file is None else routing.record(file),
+        weft.ExpertParallel(comm, num_experts=8, top_k=2, hidden=16, max_tokens_per_rank=10) as ep,
+    ):
+        x = torch.zeros((10, 16), dtype=torch.bfloat16)
+        for _ in range(3):
+            r = ep.dispatch(x, ids, weights)
+            ep.dispatch(x, handle=r.handle)  # has no ids of its own
+            ep.combine(x.new_zeros(r.topk_weights.shape[0], 16), r.handle)
+
+
+@pytest.mark.parametrize("isolation", ["process", "thread"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_ranks_record_what_they_dispatch(tmp_path: Path, isolation: str, inside: bool) -> None:
+    file = tmp_path / "t.npz"
+    with nullcontext() if inside else routing.record(file):
+        weft.spawn(three_dispatches, 2, args=(file if inside else None,), isolation=isolation)
+    trace = routing.load_trace(file)
+    assert {rank: len(dispatches) for rank, dispatches in trace.dispatches.items()} == {0: 3, 1: 3}
+    for rank in range(2):
+        recorded = trace.replay(num_experts=8, top_k=2, rank=rank, step=2)
+        expected = routing.uniform(10, 8, 2, rank=rank, num_ranks=2)
+        assert all(torch.equal(a, b) for a, b in zip(recorded, expected, strict=True))
