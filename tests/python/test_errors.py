@@ -203,11 +203,11 @@ def test_combine_refuses(ep: weft.ExpertParallel, change: dict[str, Any], kind: 
 
 
 def test_fp8_needs_a_multiple_of_16(solo: weft.Communicator) -> None:
-    with weft.ExpertParallel(solo, **{**SHAPE, "hidden": 24}) as ep:
-        with pytest.raises(
-            weft.Unsupported, match=r"hidden=24 is not supported: have hidden 24, need a multiple of 16"
-        ):
-            ep.dispatch(torch.zeros(5, 24), IDX, quantize="fp8")
+    with (
+        weft.ExpertParallel(solo, **{**SHAPE, "hidden": 24}) as ep,
+        pytest.raises(weft.Unsupported, match=r"hidden=24 is not supported: have hidden 24, need a multiple of 16"),
+    ):
+        ep.dispatch(torch.zeros(5, 24), IDX, quantize="fp8")
 
 
 def test_device_texts(solo: weft.Communicator) -> None:
