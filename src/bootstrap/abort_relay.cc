@@ -1,7 +1,5 @@
 #include "bootstrap/abort_relay.h"
 
-#include <exception>
-#include <string>
 #include <utility>
 
 #include "base/log.h"
@@ -44,8 +42,8 @@ void AbortRelay::deliver(std::unique_lock<std::mutex>& lock) {
     lock.unlock();
     try {
       handler(reason);
-    } catch (const std::exception& error) {
-      log_line(kLogError, std::string("an abort handler threw: ") + error.what());
+    } catch (...) {
+      log_line(kLogError, "an abort handler threw");
     }
     lock.lock();
   }

@@ -1,4 +1,5 @@
-// Hands abort reasons to the handler: one at a time, in order, with no lock held, so a handler may publish or replace itself.
+// Hands abort reasons to the handler: one at a time, in order, with no lock held, so a handler may publish or replace
+// itself.
 #pragma once
 
 #include <condition_variable>
@@ -12,7 +13,8 @@ namespace weft {
 
 class AbortRelay {
  public:
-  // Delivers on the calling thread, or leaves it to the thread that is delivering just now. Kept while there is no handler.
+  // Delivers on the calling thread, or leaves it to the thread that is delivering just now. Kept while there is no
+  // handler.
   void post(const AbortReason& reason);
 
   // Waits until a running handler has returned (unless called from inside of it), then delivers what is kept.

@@ -161,8 +161,8 @@ std::vector<Parcel> Board::take(const Request& request) {
   return result;
 }
 
-// A member that died ends the exchange even if its own parcel came: others may have seen the death before its parcel, given
-// up, and will send nothing more. One that said goodbye matters only if its parcel is missing: it had sent them all.
+// A member that died ends the exchange even if its own parcel came: others may have seen the death before its parcel,
+// given up, and will send nothing more. One that said goodbye matters only if its parcel is missing: it had sent all.
 void Board::throw_if_lost(const Request& request, const std::vector<int>& silent) const {
   std::vector<int> lost;
   std::string text;

@@ -1,5 +1,6 @@
 // What one rank knows: parcels that arrived, who is gone and how that was noticed. Filled by the threads that listen
-// (monitor and watchers, or the other ranks of a LocalHub), read by exchange(). Owns no socket, so it may outlive close().
+// (monitor and watchers, or the other ranks of a LocalHub), read by exchange(). Owns no socket, so it may outlive
+// close().
 #pragma once
 
 #include <atomic>

@@ -73,8 +73,8 @@ class ControlPlane {
   // Returns when everything is received and everything of this rank is on its way.
   // Errors: kPeerLost naming the members that are gone (died, were refused, or closed before they gave anything) unless
   // all parcels had arrived; kPeerTimeout naming the silent ones, never before `deadline_ns` (of now_ns());
-  // kInvalidArgument; kInvalidState after close(). A tag whose exchange did not end well is spent: what still arrives for
-  // it is dropped, using it again is kInvalidArgument.
+  // kInvalidArgument; kInvalidState after close(). A tag whose exchange did not end well is spent: what still arrives
+  // for it is dropped, using it again is kInvalidArgument.
   virtual std::vector<Parcel> exchange(const std::vector<int>& members, uint64_t tag,
                                        const std::vector<std::byte>& bytes, const std::vector<int>& fds,
                                        uint64_t deadline_ns, const Poll& poll) = 0;
@@ -101,7 +101,7 @@ class ControlPlane {
 
 // Full mesh among the processes of `endpoints` (index = rank) over unix sockets: pid, uid, start time and boot id of
 // each peer are checked before a byte of it is believed. Collective; `listener` is the one whose endpoint is
-// endpoints[rank]. From here on a death of a peer is noticed by: owner death of its robust mutex, its socket, its pidfd.
+// endpoints[rank]. From here on a death of a peer is noticed by owner death of its robust mutex, its socket, its pidfd.
 // Errors: kInvalidArgument (a bad rank or endpoint, ranks that were given different lists), kUnsupported (ranks on
 // several machines or of several users), kPeerLost (a peer ended meanwhile), kPeerTimeout (a peer did not come by
 // `deadline_ns`). `poll`: as in exchange.
@@ -126,6 +126,6 @@ class LocalHub {
 };
 
 // Takes slot `rank` of the hub. Does not wait. Error kInvalidArgument if the slot is out of range or was taken before.
-std::unique_ptr<ControlPlane> connect_threads(std::shared_ptr<LocalHub> hub, int rank);
+std::unique_ptr<ControlPlane> connect_threads(const std::shared_ptr<LocalHub>& hub, int rank);
 
 }  // namespace weft

@@ -27,7 +27,7 @@ struct MeshRequest {
   const ControlPlane::Poll& poll;
 };
 
-// Throws kInvalidArgument or kUnsupported unless these can be the endpoints of a group in which `own` is that of `rank`.
+// Throws kInvalidArgument or kUnsupported unless these can be the endpoints of a group in which `own` is `rank`'s.
 void check_endpoints(int rank, const std::vector<Endpoint>& endpoints, const Endpoint& own);
 
 // Rank i connects to all j < i and is connected to by the others. Result by rank, this rank's entry is empty.

@@ -1,6 +1,6 @@
-// How a death is noticed within a fraction of a millisecond: every rank holds a robust process-shared mutex in a page that
-// its peers map. The kernel hands the mutex on when its owner dies, before it tears down the process (PROTOCOL.md, "Late is
-// not dead"), however large the process is and whoever else still holds its sockets.
+// How a death is noticed within a fraction of a millisecond: every rank holds a robust process-shared mutex in a page
+// that its peers map. The kernel hands the mutex on when its owner dies, before it tears the process down, however big
+// that is and whoever else still holds its sockets.
 #pragma once
 
 #include <pthread.h>

@@ -106,6 +106,7 @@ bool Link::receive(PacketReader& reader, const Events& events) {
     }
     if (!problem.empty()) {
       events.refused("sent " + problem + " and was cut off");
+      reader.fds.clear();
       shut(false);
       return true;
     }

@@ -90,7 +90,7 @@ LocalHub::~LocalHub() = default;
 
 int LocalHub::num_ranks() const noexcept { return static_cast<int>(state_->boards.size()); }
 
-std::unique_ptr<ControlPlane> connect_threads(std::shared_ptr<LocalHub> hub, int rank) {
+std::unique_ptr<ControlPlane> connect_threads(const std::shared_ptr<LocalHub>& hub, int rank) {
   if (!hub) throw_invalid_argument("the hub is empty");
   if (rank < 0 || rank >= hub->num_ranks()) {
     throw_invalid_argument("rank is " + std::to_string(rank) + "; allowed: 0.." + std::to_string(hub->num_ranks() - 1));

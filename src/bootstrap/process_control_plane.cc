@@ -1,5 +1,5 @@
-// Processes as ranks. Threads: one monitor (all sockets and pidfds), one watcher a peer (its life lock), one holder of our own
-// life lock. The monitor always reads, so two ranks that send much to each other never wait for each other.
+// Processes as ranks. Threads: one monitor (all sockets and pidfds), one watcher a peer (its life lock), one holder of
+// our own life lock. The monitor always reads, so two ranks that send much to each other never wait for each other.
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -22,6 +22,7 @@
 namespace weft {
 namespace {
 
+constexpr const char* kClosedText = "closed its communicator";
 constexpr uint64_t kWatchSliceNs = 200'000'000;  // how long a watcher may outlive close()
 
 // Runs detached and touches only what it shares: close() need not wait for it.
@@ -179,7 +180,11 @@ void ProcessControlPlane::run_monitor() {
       if (peer.connected && ((socket.revents & ~POLLOUT) != 0 || ended)) read_from(peer, reader);
       if (ended) {
         peer.running = false;
-        if (!peer.life->said_goodbye()) board_->gone(peer.rank, DetectionChannel::kPidfd, "died");
+        if (peer.life->said_goodbye()) {
+          board_->gone(peer.rank, DetectionChannel::kGoodbye, kClosedText);
+        } else {
+          board_->gone(peer.rank, DetectionChannel::kPidfd, "died");
+        }
       }
     }
   }
@@ -207,14 +212,14 @@ void ProcessControlPlane::read_from(Peer& peer, PacketReader& reader) {
         if (heard.rank < 0 || heard.rank >= num_ranks_) heard.rank = -1;
         board_->published(heard);
       },
-      [&] { board_->gone(rank, DetectionChannel::kGoodbye, "closed its communicator"); },
+      [&] { board_->gone(rank, DetectionChannel::kGoodbye, kClosedText); },
       [&](const std::string& why) { board_->gone(rank, DetectionChannel::kRefused, why); },
   };
   if (!peer.link.receive(reader, events)) return;
   peer.connected = false;
   peer.link.shut(false);
   if (peer.life->said_goodbye()) {
-    board_->gone(rank, DetectionChannel::kGoodbye, "closed its communicator");
+    board_->gone(rank, DetectionChannel::kGoodbye, kClosedText);
   } else {
     board_->gone(rank, DetectionChannel::kSocketEnd, "died (its connection ended)");
   }

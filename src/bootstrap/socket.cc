@@ -104,7 +104,9 @@ ReceiveResult PacketReader::receive(int socket) {
   if (num_bytes < 0) return errno == EAGAIN || errno == EWOULDBLOCK ? ReceiveResult::kNothing : ReceiveResult::kEnd;
   append_fds(message, fds);  // first of all, so that nothing that follows can leak them
   if (num_bytes == 0) return ReceiveResult::kEnd;
-  return well_formed(static_cast<size_t>(num_bytes), message.msg_flags) ? ReceiveResult::kPacket : ReceiveResult::kBad;
+  if (well_formed(static_cast<size_t>(num_bytes), message.msg_flags)) return ReceiveResult::kPacket;
+  fds.clear();
+  return ReceiveResult::kBad;
 }
 
 bool PacketReader::well_formed(size_t num_bytes, int flags) {
@@ -131,7 +133,10 @@ bool PacketReader::well_formed(size_t num_bytes, int flags) {
                   " bytes, offset " + std::to_string(header.offset) + ", payload " +
                   std::to_string(header.payload_bytes) + ", received " + std::to_string(num_bytes) + ")");
   }
-  if ((flags & MSG_CTRUNC) != 0 || header.num_fds != fds.size() || (header.num_fds > 0 && header.offset > 0)) {
+  const bool may_hold_fds =
+      header.offset == 0 && (header.type == PacketType::kMessage || header.type == PacketType::kHello);
+  if (header.num_fds > 0 && !may_hold_fds) return refuse("file descriptors with a packet that should have none");
+  if ((flags & MSG_CTRUNC) != 0 || header.num_fds != fds.size()) {
     return refuse("a packet with " + std::to_string(header.num_fds) + " file descriptors of which " +
                   std::to_string(fds.size()) + " came (has this process too many open files?)");
   }

@@ -22,7 +22,7 @@ class SharedMemory {
   // inside it can fault. Errors: kInvalidArgument (0 bytes), kInternalError.
   static SharedMemory create(uint64_t bytes);
 
-  // Maps what another process created with the same `bytes`. kInvalidArgument if size or seals are not those of create().
+  // Maps what another process created with the same `bytes`. kInvalidArgument if size or seals are not create()'s.
   static SharedMemory attach(OwnedFd fd, uint64_t bytes);
 
   // Puts `fresh` (of equal size) under this address, in one step; what was there is let go (PROTOCOL.md R13).

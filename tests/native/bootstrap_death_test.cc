@@ -1,5 +1,5 @@
-// Guards against deaths that are missed, blamed on the wrong rank, told twice or invented, and against survivors that can't go
-// on or can't close. Ranks are real processes that are killed.
+// Guards against deaths that are missed, blamed on the wrong rank, told twice or invented, and against survivors that
+// can't go on or can't close. Ranks are real processes that are killed.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -281,8 +281,8 @@ TEST(a_rank_that_never_connects_is_late) {
   ranks.join_all();
 }
 
-// Whatever the moment: survivors either connect and then hear of the death, or fail to connect naming the victim or a rank
-// that gave up because of it.
+// Whatever the moment: survivors either connect and then hear of the death, or fail to connect naming the victim or a
+// rank that gave up because of it.
 TEST(killed_at_random_while_connecting) {
   std::mt19937 random(3);
   for (int turn = 0; turn < 20; ++turn) {

@@ -1,4 +1,4 @@
-// Real processes as ranks for the tests of the control plane: forked, connected, told what to do by the test through a socket.
+// Real processes as ranks for the tests of the control plane: forked, connected, told what to do by the test.
 #pragma once
 
 #include <dirent.h>

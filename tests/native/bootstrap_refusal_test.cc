@@ -1,5 +1,5 @@
-// Guards against believing a process that is not the right incarnation of the right rank, and bytes that are no message of ours.
-// The attackers are real processes that speak the raw protocol; ranks must refuse them with a typed error and never hang.
+// Guards against believing a process that is not the right incarnation of the right rank, and bytes that are no message
+// of ours. The attackers are real processes that speak the raw protocol; ranks must refuse them with a typed error.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/un.h>
@@ -55,6 +55,7 @@ void check_cut_off(const std::function<void(int socket)>& send_bad) {
   ForkedRanks ranks(3, [&](Rank& self) {
     if (self.rank == 1) {
       const RawPeer raw(self);
+      CHECK_EQ(self.parent.hear(), 1u);
       send_bad(raw.socket(0));
       CHECK_EQ(self.parent.hear(), 1u);
       return;
@@ -64,6 +65,7 @@ void check_cut_off(const std::function<void(int socket)>& send_bad) {
     self.plane->set_abort_handler(ear.handler());
     if (self.rank == 0) {
       const int before = num_open_fds();
+      self.parent.tell(3);
       CHECK_ERROR(kPeerLost, {1}, self.exchange({0, 1}, 1));
       CHECK_EQ(ear.count(1, AbortCode::kRefused), 1);
       CHECK_EQ(ear.heard().size(), 1u);
@@ -75,6 +77,8 @@ void check_cut_off(const std::function<void(int socket)>& send_bad) {
     CHECK_EQ(self.parent.hear(), 1u);
     self.plane->set_abort_handler({});
   });
+  CHECK_EQ(ranks.pipe(0).hear(), 3u);
+  ranks.pipe(1).tell(1);
   for (const int rank : {0, 2}) CHECK_EQ(ranks.pipe(rank).hear(), 2u);
   for (const int rank : {0, 1, 2}) ranks.pipe(rank).tell(1);
   ranks.join_all();
@@ -289,6 +293,14 @@ TEST(unwanted_descriptors_are_closed) {
     PacketHeader header = header_of(1, 8, 0, 8);
     header.num_fds = 4;
     CHECK(send_packet(socket, header, std::vector<std::byte>(8), fds) == SendResult::kSent);
+  });
+  check_cut_off([](int socket) {
+    std::vector<OwnedFd> fds;
+    fds.push_back(OwnedFd(memfd_create("test", MFD_CLOEXEC)));
+    PacketHeader header;
+    header.type = PacketType::kGoodbye;
+    header.num_fds = 1;
+    CHECK(send_packet(socket, header, {}, fds) == SendResult::kSent);
   });
 }
 

@@ -1,5 +1,5 @@
-// Guards against heap blocks that overlap, get lost or come back while peers may still write there, and against shared memory
-// that can fault, move or be of another size than both sides think.
+// Guards against heap blocks that overlap, get lost or come back while peers may still write there, and against shared
+// memory that can fault, move or be of another size than both sides think.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
