@@ -1,0 +1,259 @@
+// Guards against wrong use that hangs or harms: ranks that call different things, bad arguments, calls in the wrong state,
+// handles of another time, two threads in one window, a wait that can't be interrupted.
+#include <functional>
+#include <thread>
+
+#include "bootstrap_ranks.h"
+#include "engine/engine_rank.h"
+
+using namespace weft;
+using namespace weft::test;
+
+namespace {
+
+constexpr int kNumRanks = 3;
+constexpr u64 kRoom = 8u << 20;
+
+JobShape job_shape(u64 seed) {
+  JobShape shape;
+  shape.num_ranks = kNumRanks;
+  shape.seed = seed;
+  return shape;
+}
+
+// Ranks as threads: nothing here depends on processes. All stay until the last one is done.
+void with_ranks(u64 seed, const std::function<void(EngineRank&)>& body) {
+  auto hub = std::make_shared<LocalHub>(kNumRanks);
+  std::atomic<int> num_done{0};
+  std::vector<std::thread> threads;
+  for (int me = 0; me < kNumRanks; ++me) {
+    threads.emplace_back([&, me] {
+      try {
+        EngineRank rank(connect_threads(hub, me), job_shape(seed), kRoom);
+        try {
+          body(rank);
+        } catch (const std::exception& error) {
+          report_failure("thread rank", me, std::string("unexpected exception: ") + error.what());
+        }
+        ++num_done;
+        while (num_done < kNumRanks) usleep(500);
+      } catch (const std::exception& error) {
+        report_failure("thread rank", me, std::string("unexpected exception: ") + error.what());
+        ++num_done;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+Call plain_call(u64 id) {
+  Call call;
+  call.id = id;
+  call.hidden = 64;
+  call.routing = 5;
+  return call;
+}
+
+// Dispatch as `change` says; the result is thrown away.
+void dispatch_with(EngineRank& rank, const std::function<void(Call&, cpu::DispatchArgs&)>& change) {
+  Call call = plain_call(7);
+  EngineRank::Tensors tensors = rank.make_inputs(call);
+  cpu::DispatchArgs args = rank.dispatch_args(call, tensors, call.dtype, false, 0);
+  change(call, args);
+  rank.window().dispatch(args, {});
+}
+
+// One rank differs: everyone raises, names a rank that differs from itself, and the next call works.
+TEST(ranks_that_call_different_things) {
+  using Change = std::function<void(Call&, cpu::DispatchArgs&)>;
+  const Change changes[] = {
+      [](Call&, cpu::DispatchArgs& args) { args.layout = Layout::kExpertMajor; },
+      [](Call&, cpu::DispatchArgs& args) { args.capacity = 17; },
+      [](Call&, cpu::DispatchArgs& args) { args.dtype = Dtype::kFp16; },
+      [](Call&, cpu::DispatchArgs& args) { args.hidden = 32, args.row_bytes = 64; },
+      [](Call&, cpu::DispatchArgs& args) { args.quantize = Quantize::kFp8; },
+      [](Call&, cpu::DispatchArgs& args) { args.max_tokens -= 1; },
+      [](Call&, cpu::DispatchArgs& args) { args.layout = Layout::kExpertMajor, args.alignment = 8; },
+  };
+  with_ranks(1, [&](EngineRank& rank) {
+    const int odd_one = 1;
+    u64 id = 0;
+    for (const Change& change : changes) {
+      const bool is_odd = rank.rank() == odd_one;
+      const std::vector<int> named = {is_odd ? 0 : odd_one};
+      CHECK_ERROR(kInvalidArgument, (named), dispatch_with(rank, is_odd ? change : [](Call&, cpu::DispatchArgs&) {}));
+      rank.run(id++);
+    }
+  });
+}
+
+TEST(dispatch_against_barrier_against_combine) {
+  with_ranks(2, [](EngineRank& rank) {
+    Call call = plain_call(3);
+    EngineRank::Tensors tensors = rank.make_inputs(call);
+    const cpu::DispatchResult result = rank.dispatch(call, tensors, call.dtype, false, 0);
+    const auto combine = [&] {
+      cpu::CombineArgs args;
+      args.y = result.x.block.data;
+      args.num_rows = result.x.shape[0];
+      args.num_tokens = tensors.num_tokens;
+      args.send_plan = tensors.send_plan.data();
+      args.recv_plan = tensors.recv_plan.data();
+      args.recv_plan_len = static_cast<i64>(tensors.recv_plan.size());
+      args.dtype = call.dtype;
+      args.layout = call.layout;
+      args.hidden = call.hidden;
+      args.max_tokens = rank.shape().max_tokens;
+      args.timeout_ns = 30'000'000'000;
+      std::vector<u8> out(static_cast<size_t>(tensors.num_tokens * call.hidden * 2));
+      args.out = out.data();
+      rank.window().combine(args, {});
+    };
+    const std::vector<int> named = {rank.rank() == 0 ? 1 : 0};
+    if (rank.rank() == 0) CHECK_ERROR(kInvalidArgument, (named), rank.barrier());
+    if (rank.rank() == 1) CHECK_ERROR(kInvalidArgument, (named), combine());
+    if (rank.rank() == 2) CHECK_ERROR(kInvalidArgument, (named), dispatch_with(rank, [](Call&, cpu::DispatchArgs&) {}));
+    combine();  // the handle is still good
+    rank.run(11);
+  });
+}
+
+// Refused before anything is sent: the others wait meanwhile, and the call may be repeated.
+TEST(bad_arguments_are_refused_locally_and_may_be_corrected) {
+  using Change = std::function<void(Call&, cpu::DispatchArgs&)>;
+  const Change changes[] = {
+      [](Call&, cpu::DispatchArgs& args) { args.num_tokens = args.max_tokens + 1; },
+      [](Call&, cpu::DispatchArgs& args) { args.num_tokens = -1; },
+      [](Call&, cpu::DispatchArgs& args) { args.max_tokens = 1 << 20; },
+      [](Call&, cpu::DispatchArgs& args) { args.capacity = -2; },
+      [](Call&, cpu::DispatchArgs& args) { args.layout = Layout::kMasked; },  // without a capacity
+      [](Call&, cpu::DispatchArgs& args) { args.alignment = 0; },
+      [](Call&, cpu::DispatchArgs& args) { args.row_bytes = 24; },
+      [](Call&, cpu::DispatchArgs& args) { args.row_bytes = 1 << 20; },
+      [](Call&, cpu::DispatchArgs& args) { args.scale_row_bytes = -4; },
+      [](Call&, cpu::DispatchArgs& args) { args.quantize = Quantize::kFp8, args.dtype = Dtype::kBytes; },
+  };
+  with_ranks(3, [&](EngineRank& rank) {
+    for (const Change& change : changes) {
+      if (rank.rank() == 0) CHECK_ERROR(kInvalidArgument, {}, dispatch_with(rank, change));
+      dispatch_with(rank, [](Call&, cpu::DispatchArgs&) {});
+    }
+    rank.run(5);
+  });
+}
+
+TEST(handles_of_another_shape_time_or_content) {
+  with_ranks(4, [](EngineRank& rank) {
+    Call call = plain_call(3);
+    EngineRank::Tensors tensors = rank.make_inputs(call);
+    rank.dispatch(call, tensors, call.dtype, false, 0);
+    EngineRank::Tensors other = rank.make_inputs(call);
+    rank.dispatch(call, other, call.dtype, false, 0);
+    const auto cached_with = [&](const std::function<void(EngineRank::Tensors&)>& damage) {
+      EngineRank::Tensors copy = tensors;
+      damage(copy);
+      rank.dispatch(call, copy, call.dtype, true, 0);
+    };
+    CHECK_ERROR(kInvalidState, {}, cached_with([](auto& t) { t.send_plan[0] ^= 1; }));
+    CHECK_ERROR(kInvalidState, {}, cached_with([](auto& t) { t.recv_plan[0] ^= 1; }));
+    CHECK_ERROR(kInvalidState, {}, cached_with([&](auto& t) { t.recv_plan = other.recv_plan; }));
+    CHECK_ERROR(kInvalidState, {}, cached_with([](auto& t) { t.recv_plan.pop_back(); }));
+    CHECK_ERROR(kInvalidState, {}, cached_with([](auto& t) { t.recv_plan.clear(); }));
+    CHECK_ERROR(kInvalidArgument, {}, cached_with([](auto& t) { t.num_tokens += t.num_tokens > 0 ? -1 : 1; }));
+    rank.dispatch(call, tensors, call.dtype, true, 0);
+    rank.rebuild(all_but(kNumRanks));
+    CHECK_ERROR(kInvalidState, {}, cached_with([](auto&) {}));  // of the epoch before
+    rank.run(8);
+  });
+}
+
+TEST(closed_windows_and_communicators) {
+  with_ranks(5, [](EngineRank& rank) {
+    rank.run(0);
+    rank.window().close();
+    CHECK_ERROR(kInvalidState, {}, rank.barrier());
+    rank.window().close();
+    rank.comm().close();
+    rank.comm().close();
+    CHECK_ERROR(kInvalidState, {}, rank.barrier());
+    CHECK_ERROR(kInvalidState, {}, rank.rebuild({rank.rank()}));
+  });
+}
+
+TEST(a_second_thread_is_turned_away) {
+  with_ranks(6, [](EngineRank& rank) {
+    rank.run(0);
+    if (rank.rank() != 0) {
+      usleep(200000);
+      return rank.barrier();
+    }
+    std::thread waiting([&] { rank.barrier(); });
+    usleep(50000);
+    CHECK_ERROR(kInvalidState, {}, rank.barrier());
+    CHECK_ERROR(kInvalidState, {}, rank.rebuild(all_but(kNumRanks)));
+    waiting.join();
+  });
+}
+
+// Ctrl-C: the poll throws. Its rank gets its own exception within 0.2 s, the others an error that names it.
+TEST(an_interrupted_wait_ends_everyone) {
+  struct Interrupt {};
+  with_ranks(7, [](EngineRank& rank) {
+    rank.run(0);
+    if (rank.rank() == 2) {
+      usleep(300000);
+      CHECK_ERROR(kPeerTimeout, {0}, rank.barrier());
+    } else if (rank.rank() == 1) {
+      CHECK_ERROR(kPeerTimeout, {0}, rank.barrier());
+    } else {
+      const uint64_t start_ns = now_ns();
+      bool has_thrown = false;
+      try {
+        rank.window().barrier(30'000'000'000, [] { throw Interrupt{}; });
+      } catch (const Interrupt&) {
+        has_thrown = true;
+      }
+      CHECK(has_thrown);
+      CHECK(now_ns() - start_ns < 5'000'000'000);
+    }
+    rank.rebuild(all_but(kNumRanks));
+    rank.run(1);
+  });
+}
+
+TEST(rebuild_refuses_senseless_lists) {
+  with_ranks(8, [](EngineRank& rank) {
+    const int me = rank.rank();
+    CHECK_ERROR(kInvalidArgument, {}, rank.rebuild({}));
+    CHECK_ERROR(kInvalidArgument, {}, rank.rebuild({me, me}));
+    CHECK_ERROR(kInvalidArgument, {}, rank.rebuild({me, 7}));
+    CHECK_ERROR(kInvalidArgument, {}, rank.rebuild({-1, me}));
+    CHECK_ERROR(kInvalidArgument, {}, rank.rebuild({(me + 1) % kNumRanks}));  // without itself
+    rank.run(0);
+    rank.rebuild(all_but(kNumRanks));  // a whole communicator may be rebuilt too
+    rank.run(1);
+    if (me == 2) return;
+    rank.rebuild({0, 1});
+    rank.run(2);
+    CHECK_ERROR(kInvalidArgument, {}, rank.rebuild({0, 1, 2}));  // who was left out does not come back
+  });
+}
+
+TEST(windows_of_different_shapes_are_refused) {
+  auto hub = std::make_shared<LocalHub>(2);
+  std::vector<std::thread> threads;
+  for (int me = 0; me < 2; ++me) {
+    threads.emplace_back([&, me] {
+      JobShape shape = job_shape(9);
+      shape.num_ranks = 2;
+      shape.top_k = 2 + me;
+      CHECK_THROWS(EngineRank(connect_threads(hub, me), shape, kRoom), Error,
+                   [](const Error& error) { CHECK_EQ(error.code, ErrorCode::kInvalidArgument); });
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) { return run_tests(argc, argv); }
