@@ -27,7 +27,7 @@ class Call:
     seed: int
     tokens: tuple[int, ...]
     ids: str
-    ids_are_int64: bool
+    ids_are_int64: tuple[bool, ...]  # per rank: each may have its own integer type
     has_weights: bool
     layout: str
     alignment: int
@@ -140,7 +140,7 @@ def build(case: Case) -> tuple[list[RankPlan], list[Expected]]:
 
 def _build_call(case: Case, call: Call) -> tuple[list[RankCall], Expected]:
     generator = torch.Generator().manual_seed(call.seed)
-    ids = [_ids(case, call, num_tokens, generator) for num_tokens in call.tokens]
+    ids = [_ids(case, call, rank, generator) for rank in range(case.num_ranks)]
     weights = [torch.randn(i.shape, generator=generator) for i in ids] if call.has_weights else None
     xs = [_input_rows(case, call, num_tokens, generator) for num_tokens in call.tokens]
     options: dict[str, Any] = {"layout": call.layout}
@@ -197,8 +197,10 @@ def _build_call(case: Case, call: Call) -> tuple[list[RankCall], Expected]:
     return rank_calls, Expected(dispatched, repeated, combined)
 
 
-def _ids(case: Case, call: Call, num_tokens: int, generator: torch.Generator) -> Tensor:
+def _ids(case: Case, call: Call, rank: int, generator: torch.Generator) -> Tensor:
+    num_tokens = call.tokens[rank]
     shape = (num_tokens, case.top_k)
+    dtype = torch.int64 if call.ids_are_int64[rank] else torch.int32
     if call.ids == "absent":
         ids = torch.full(shape, -1)
     elif call.ids == "one_expert":
@@ -214,10 +216,10 @@ def _ids(case: Case, call: Call, num_tokens: int, generator: torch.Generator) ->
         ids = torch.randint(0, case.num_experts, shape, generator=generator)
     else:  # some -1, some out of range, among them the largest numbers there are
         ids = torch.randint(-3, case.num_experts + 2, shape, generator=generator)
-        largest = torch.iinfo(torch.int64 if call.ids_are_int64 else torch.int32)
+        largest = torch.iinfo(dtype)
         ids[torch.rand(shape, generator=generator) < 0.02] = largest.max
         ids[torch.rand(shape, generator=generator) < 0.02] = largest.min
-    return ids.to(torch.int64 if call.ids_are_int64 else torch.int32).contiguous()
+    return ids.to(dtype).contiguous()
 
 
 def _floats(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -337,7 +339,9 @@ def _run_call(ep: weft.ExpertParallel, call: RankCall) -> Seen:
     if call.heap_output:
         heap_output = ep.empty_output(r)
         heap_output.copy_(call.output)
-        seen.combined.append(pair(ep.combine(heap_output, r.handle, **options)))
+        out = torch.full(seen.combined[0][0].shape, torch.nan, dtype=heap_output.dtype)
+        seen.combined.append(pair(ep.combine(heap_output, r.handle, out=out, **options)))
+        assert seen.combined[-1][0] is out
         heap_output.fill_(77)
     return seen
 

@@ -16,7 +16,7 @@ from rebuild_cases import LossPlan, run_after_loss
 
 from pool import MAX_RANKS, Pool
 
-NUM_EXAMPLES = int(os.environ.get("WEFT_TEST_EXAMPLES", "100"))
+NUM_EXAMPLES = int(os.environ.get("WEFT_TEST_EXAMPLES", "200"))
 MAX_ELEMENTS = 400_000  # of expert outputs of a call over all ranks: larger cases get a smaller hidden
 
 
@@ -43,7 +43,7 @@ def calls(draw: st.DrawFn, num_ranks: int, case_dtype: str, opaque: bool = True)
         seed=draw(st.integers(0, 2**31)),
         tokens=tuple(draw(st.lists(sizes, min_size=num_ranks, max_size=num_ranks))),
         ids=draw(st.sampled_from(property_cases.IDS)),
-        ids_are_int64=draw(st.booleans()),
+        ids_are_int64=tuple(draw(st.booleans()) for _ in range(num_ranks)),
         has_weights=draw(st.booleans()),
         layout=layout,
         alignment=draw(st.sampled_from([1, 1, 2, 5, 16, 128])),
@@ -119,7 +119,7 @@ CALL = Call(
     seed=1,
     tokens=(5, 0, 17, 9),
     ids="mixed",
-    ids_are_int64=True,
+    ids_are_int64=(True, True, True, True),
     has_weights=True,
     layout="rank_major",
     alignment=1,
@@ -157,7 +157,7 @@ def test_capacity_to_the_row(pool: Pool, layout: str, capacity: str) -> None:
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
 @pytest.mark.parametrize("ids", property_cases.IDS)
 def test_ids(pool: Pool, layout: str, ids: str) -> None:
-    checked(pool, with_call(layout=layout, ids=ids, ids_are_int64=False))
+    checked(pool, with_call(layout=layout, ids=ids, ids_are_int64=(False, True, False, True)))
 
 
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
