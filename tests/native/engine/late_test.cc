@@ -35,7 +35,7 @@ TEST(a_stop_within_the_deadline_changes_nothing) {
     EngineRank rank(std::move(self.plane), shape, self.rank == 2 ? 0 : kRoom);
     rank.barrier();
     self.parent.tell(0);
-    for (u64 id = 0; id < 400; ++id) rank.run(id);
+    for (u64 id = 0; id < 150; ++id) rank.run(id);
     rank.barrier();
     self.parent.tell(1);
     self.parent.hear();
@@ -65,21 +65,19 @@ void outlast(Rank& self, const JobShape& shape, int late, double deadline_s) {
     rank.run_many(0, 2);
     rank.set_timeout_s(deadline_s);
     self.parent.tell(0);
-    uint64_t start_ns = 0;
+    uint64_t start_ns = 0, taken_ns = 0;
     try {
       for (u64 id = 2;; ++id) {
         start_ns = now_ns();
         rank.run(id);
       }
     } catch (const Error& error) {
+      taken_ns = now_ns() - start_ns;
       CHECK_EQ(error.code, ErrorCode::kPeerTimeout);
       CHECK(error.sequence > 0);
       CHECK(!error.op.empty());
       if (self.rank != late) {
         CHECK(std::find(error.peers.begin(), error.peers.end(), late) != error.peers.end());
-        // Calls of a job are short, so the one that failed began after the others' last common one: never before the
-        // deadline, counted from the start of this rank's call. Another rank may have begun a little earlier.
-        CHECK(now_ns() - start_ns > static_cast<uint64_t>(deadline_s * 0.8e9));
       }
     }
     CHECK_ERROR(
@@ -87,7 +85,7 @@ void outlast(Rank& self, const JobShape& shape, int late, double deadline_s) {
           error.peers = {late};  // which ranks are named was looked at above
           throw;
         });
-    self.parent.tell(1);
+    self.parent.tell(taken_ns);
     self.parent.hear();  // the late one is awake
     rank.set_timeout_s(30);
     rank.rebuild(all_but(kNumRanks));
@@ -102,7 +100,7 @@ void outlast(Rank& self, const JobShape& shape, int late, double deadline_s) {
 }
 
 TEST(a_stop_beyond_the_deadline_is_a_timeout_for_all) {
-  for (u64 trial = 0; trial < 6; ++trial) {
+  for (u64 trial = 0; trial < 4; ++trial) {
     const JobShape shape = job_shape(10 + trial);
     const int late = static_cast<int>(trial % kNumRanks);
     constexpr double kDeadlineS = 0.5;
@@ -110,9 +108,13 @@ TEST(a_stop_beyond_the_deadline_is_a_timeout_for_all) {
     for (int rank : all_but(kNumRanks)) CHECK_EQ(ranks.pipe(rank).hear(), uint64_t{0});
     usleep(static_cast<useconds_t>(trial * 1700));
     ranks.signal(late, SIGSTOP);
-    for (int rank : all_but(kNumRanks, {late})) CHECK_EQ(ranks.pipe(rank).hear(), uint64_t{1});
+    // Ranks begin a call at slightly different times, and the first whose deadline passes ends it for all.
+    uint64_t longest_ns = 0;
+    for (int rank : all_but(kNumRanks, {late})) longest_ns = std::max(longest_ns, ranks.pipe(rank).hear());
+    CHECK(longest_ns >= static_cast<uint64_t>(kDeadlineS * 1e9));
+    CHECK(longest_ns < 20'000'000'000);
     ranks.signal(late, SIGCONT);
-    CHECK_EQ(ranks.pipe(late).hear(), uint64_t{1});
+    ranks.pipe(late).hear();
     for (int rank : all_but(kNumRanks)) ranks.pipe(rank).tell(0);
     for (int rank : all_but(kNumRanks)) CHECK_EQ(ranks.pipe(rank).hear(), uint64_t{2});
     for (int rank : all_but(kNumRanks)) ranks.pipe(rank).tell(0);
@@ -122,7 +124,7 @@ TEST(a_stop_beyond_the_deadline_is_a_timeout_for_all) {
 
 // The others leave a stopped rank behind; when it wakes up it writes into memory that nobody else has mapped any more (R13).
 TEST(a_rank_left_behind_harms_nobody_when_it_wakes_up) {
-  for (u64 trial = 0; trial < 6; ++trial) {
+  for (u64 trial = 0; trial < 4; ++trial) {
     const JobShape shape = job_shape(30 + trial);
     const int late = static_cast<int>(trial % kNumRanks);
     ForkedRanks ranks(kNumRanks, [&](Rank& self) {
@@ -139,7 +141,7 @@ TEST(a_rank_left_behind_harms_nobody_when_it_wakes_up) {
       rank.rebuild(all_but(kNumRanks, {late}));
       rank.run_many(1000, 3);
       self.parent.tell(1);
-      rank.run_many(2000, 150);  // the late one wakes up meanwhile
+      rank.run_many(2000, 60);  // the late one wakes up meanwhile
       rank.barrier();
       self.parent.tell(2);
       self.parent.hear();
@@ -169,16 +171,17 @@ TEST(a_rank_that_does_not_call_is_named_after_the_deadline) {
     if (self.rank == 3) usleep(900000);
     CHECK_ERROR(kPeerTimeout, {3}, rank.barrier());
     const uint64_t taken_ns = now_ns() - start_ns;
-    CHECK(taken_ns >= 390'000'000);  // another rank may have begun a moment earlier
-    CHECK(taken_ns < 20'000'000'000);
     rank.set_timeout_s(30);
     rank.rebuild(all_but(kNumRanks));
     rank.run_many(1000, 3);
     rank.barrier();
-    self.parent.tell(0);
+    self.parent.tell(taken_ns);
     self.parent.hear();
   });
-  for (int rank : all_but(kNumRanks)) ranks.pipe(rank).hear();
+  uint64_t longest_ns = 0;
+  for (int rank : all_but(kNumRanks, {3})) longest_ns = std::max(longest_ns, ranks.pipe(rank).hear());
+  CHECK(longest_ns >= 400'000'000 && longest_ns < 20'000'000'000);
+  ranks.pipe(3).hear();
   for (int rank : all_but(kNumRanks)) ranks.pipe(rank).tell(0);
   ranks.join_all();
 }
