@@ -148,9 +148,9 @@ def environment(source: Source) -> Iterator[Finding]:
 def sleeping(source: Source) -> Iterator[Finding]:
     """Headers never sleep: a wait takes its pause as a policy, and the sleeping ones live in src/."""
     if source.is_cpp and source.under("include"):
-        names = (
-            "u?sleep|nanosleep|clock_nanosleep|sleep_for|sleep_until|sched_yield|futex|syscall|poll|select|pthread_\\w+"
-        )
+        names = r"u?sleep|clock_nanosleep|sleep_for|sleep_until|sched_yield|futex|syscall|poll|select|pthread_\w+"
+        if not source.under("include/weft/ptx"):  # where it is also the name of an instruction
+            names += "|nanosleep"
         pattern = rf"\b({names})\s*\(|\bthis_thread\s*::"
         yield from find(source, "sleeping", pattern, "a call that can sleep in include/")
 

@@ -1,5 +1,7 @@
 """`Communicator`: the ranks that exchange tokens, how they found each other, and the windows they share."""
 
+# check: allow file-size: one class and the ways to construct it
+
 from __future__ import annotations
 
 import contextlib
@@ -344,7 +346,11 @@ class Communicator:
             shared = [list({answer["serials"][idx] for answer in answers.values()}) for idx in range(len(specs))]
             windows = []
             for spec, mine, found in zip(specs, kept, shared, strict=True):
-                window = mine if mine is not None and len(found) == 1 and found[0] >= 0 else self._new_window(spec, deadline_s)
+                window = (
+                    mine
+                    if mine is not None and len(found) == 1 and found[0] >= 0
+                    else self._new_window(spec, deadline_s)
+                )
                 window.num_users += 1
                 windows.append(window)
             return windows

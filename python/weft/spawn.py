@@ -4,6 +4,8 @@ Process ranks are forked, so that torch is imported once. What a fork can't copy
 docstring of `spawn`: threads of the parent do not exist in the child, the locks they held stay locked.
 """
 
+# check: allow file-size: parent and child of one protocol
+
 from __future__ import annotations
 
 import contextlib

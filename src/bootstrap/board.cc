@@ -116,6 +116,7 @@ std::vector<Parcel> Board::collect(const Request& request) {
 std::vector<Parcel> Board::wait_for_parcels(const Request& request) {
   uint64_t next_poll_ns = 0;
   std::unique_lock lock(mutex_);
+  // check: allow spin-loop: sleeps on a condition variable and ends at the deadline of the request
   for (;;) {
     const uint64_t time_ns = now_ns();
     if (request.poll && time_ns >= next_poll_ns) {

@@ -180,6 +180,7 @@ class Mesh {
   // --- the accepting side --------------------------------------------------------------------------------------------
 
   void accept_all() {
+    // check: allow spin-loop: ends when nobody is left in the queue
     for (;;) {
       OwnedFd caller(accept4(request_.listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       if (!caller.valid()) {

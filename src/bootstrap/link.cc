@@ -96,6 +96,7 @@ void Link::close() noexcept {
 }
 
 bool Link::receive(PacketReader& reader, const Events& events) {
+  // check: allow spin-loop: ends when the socket holds no more packets
   for (;;) {
     std::string problem;
     switch (reader.receive(socket_.get())) {

@@ -68,6 +68,7 @@ SendResult send_packet(int socket, const PacketHeader& header, std::span<const s
   message.msg_iov = parts;
   message.msg_iovlen = payload.empty() ? 1 : 2;
   attach_fds(message, control, fds);
+  // check: allow spin-loop: repeats only when a signal interrupted it
   for (;;) {
     if (sendmsg(socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0) return SendResult::kSent;
     if (errno == EINTR) continue;
