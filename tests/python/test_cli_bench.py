@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cli_lines import assert_documented, rows_of, weft_command
+from cli_lines import DOC, ROOT, assert_documented, rows_of, weft_command
 from typer.testing import CliRunner
 
 import weft
@@ -30,18 +31,41 @@ SMALL = [
 ]
 
 
+@pytest.fixture
+def quick_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing torch anew, to time it, takes a second or more; one test does it."""
+    monkeypatch.setattr("weft.bench.report._import_seconds", lambda: 1.0)
+
+
+def bench(*args: str) -> list[dict[str, Any]]:
+    """In this process: torch need not be imported again."""
+    result = CliRunner().invoke(app, ["bench", *SMALL, *args])
+    assert result.exit_code == 0, result.output
+    return rows_of(result.stdout)
+
+
+def test_a_process_prints_rows_that_are_complete() -> None:
+    done = weft_command("bench", *SMALL)
+    assert done.returncode == 0, done.stderr
+    check_rows(rows_of(done.stdout))
+
+
+@pytest.mark.usefixtures("quick_import")
 @pytest.mark.parametrize(
     "more",
     [
-        [],
         ["--layout", "expert_major", "--alignment", "16", "--routing", "zipf"],
         ["--layout", "masked", "--quantize", "fp8", "--dtype", "fp32"],
+        ["--quantize", "fp8_ue8m0", "--routing", "empty_rank", "--ranks", "2"],
     ],
 )
-def test_rows_are_complete_and_documented(more: list[str]) -> None:
-    done = weft_command("bench", *SMALL, *more)
-    assert done.returncode == 0, done.stderr
-    machine, startup, *rows = rows_of(done.stdout)
+def test_layouts_and_formats_have_the_same_rows(more: list[str]) -> None:
+    check_rows(bench(*more))
+
+
+def check_rows(all_rows: list[dict[str, Any]]) -> None:
+    """Complete, documented, and consistent."""
+    machine, startup, *rows = all_rows
     assert_documented([machine, startup, *rows])
     assert (machine["kind"], startup["kind"]) == ("machine", "startup")
     assert machine["memory_copy_gb_per_s"] > 0
@@ -61,13 +85,7 @@ def test_rows_are_complete_and_documented(more: list[str]) -> None:
         assert row["ratio_vs_memory_copy"] == pytest.approx(row["memory_copy_bound_us"] / row["time_us"])
 
 
-def bench(*args: str) -> list[dict[str, Any]]:
-    """In this process: torch need not be imported again."""
-    result = CliRunner().invoke(app, ["bench", *SMALL, *args])
-    assert result.exit_code == 0, result.output
-    return rows_of(result.stdout)
-
-
+@pytest.mark.usefixtures("quick_import")
 def test_bytes_follow_the_counting_rules() -> None:
     """One rank sends nothing over a wire; with all tokens to rank 0 rank 1 sends every row once."""
     alone = bench("--ranks", "1", "--no-baseline")[2:]
@@ -85,6 +103,7 @@ def test_bytes_follow_the_counting_rules() -> None:
     assert bound["both"] == pytest.approx(bound["dispatch"] + bound["combine"])
 
 
+@pytest.mark.usefixtures("quick_import")
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     combine = weft.ExpertParallel.combine
 
@@ -101,6 +120,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "combine" in row["text"]
 
 
+@pytest.mark.usefixtures("quick_import")
 def test_a_trace_sets_the_shape(tmp_path: Path) -> None:
     file = tmp_path / "trace.npz"
     with weft.routing.record(file):
@@ -113,3 +133,15 @@ def dispatch_once(comm: weft.Communicator) -> None:
     topk_idx, topk_weights = weft.routing.uniform(5 + comm.rank, 6, 3, rank=comm.rank, num_ranks=2)
     with weft.ExpertParallel(comm, num_experts=6, top_k=3, hidden=16, max_tokens_per_rank=8) as ep:
         ep.dispatch(torch.zeros((5 + comm.rank, 16), dtype=torch.bfloat16), topk_idx, topk_weights)
+
+
+def test_tables_of_the_docs_are_those_of_the_result_files() -> None:
+    """Figures that nobody measured would be easy to write."""
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    assert tables.updated(DOC) == DOC
+    for file in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")):
+        assert_documented(tables.read_rows(file))
