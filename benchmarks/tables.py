@@ -45,8 +45,8 @@ def machine_lines() -> Iterator[str]:
             f"- {file.stem}: {row['ranks']} ranks, T = {row['tokens']}, H = {row['hidden']}, K = {row['top_k']}, "
             f"E = {row['experts']}, {row['dtype']}, {row['layout']}, quantize {row['quantize']}; "
             f"{machine['cpus']} CPUs ({machine['cpu']}), torch {machine['torch']}, commit {machine['commit']}, "
-            f"load average {machine['load_average']:.1f}, memory copies {machine['memory_copy_gb_per_s']:.1f} GB/s; import "
-            f"{startup['import_s']:.2f} s, ranks {startup['start_s']:.2f} s, "
+            f"load average {machine['load_average']:.1f}, memory copies {machine['memory_copy_gb_per_s']:.1f} GB/s; "
+            f"import {startup['import_s']:.2f} s, ranks {startup['start_s']:.2f} s, "
             f"first call {startup['first_call_s']:.2f} s\n"
         )
 
