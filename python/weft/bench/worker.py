@@ -294,7 +294,11 @@ def _run_baseline(
     report: RankReport, comm: weft.Communicator, options: Options, job: Job, barrier: Barrier, store_port: int
 ) -> None:
     """Check the baseline's results, then time it. Its process group lives only here."""
-    backend = "nccl" if comm.device.type == "cuda" else "gloo"
+    on_gpu = comm.device.type == "cuda"
+    if on_gpu and torch.cuda.device_count() < options.ranks:
+        have, need = f"{torch.cuda.device_count()} GPUs", f"{options.ranks}, one a rank for NCCL; or --no-baseline"
+        raise weft.Unsupported("the all_to_all_single baseline", have, need)
+    backend = "nccl" if on_gpu else "gloo"
     store = TCPStore("127.0.0.1", store_port, is_master=False)
     dist.init_process_group(backend, store=store, rank=comm.rank, world_size=options.ranks)
     try:
