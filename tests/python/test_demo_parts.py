@@ -388,8 +388,8 @@ def test_report_finds_problems():
     late = BaselineResult((*losses[:30], *(loss * 1.2 for loss in losses[30:])), 1.0)
     early = BaselineResult((losses[0] * 1.002, *losses[1:]), 1.0)
     not_a_number = BaselineResult((float("nan"), *losses[1:]), 1.0)
-    assert "first 40 steps" in made_up_report(baseline=late).problems[0]
-    assert "first 20 steps" in made_up_report(baseline=early).problems[0]
+    assert "of every 10 steps" in made_up_report(baseline=late).problems[0]
+    assert "first 5 steps" in made_up_report(baseline=early).problems[0]
     assert not made_up_report(baseline=not_a_number).ok
     assert "no rank saw it die" in made_up_report(config={"kill_rank": 1}).problems[0]
     rising = tuple(1.0 + 0.1 * step for step in range(40))

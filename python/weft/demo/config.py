@@ -46,11 +46,13 @@ class DemoConfig:
     baseline: bool = True
     """Also train the same model on one rank in plain torch, and compare the losses."""
     tolerance: float = 0.05
-    """Largest accepted difference of a step's loss from the baseline's, relative to the latter. Sums in another order
-    round differently; sooner or later that turns a close choice of experts the other way, and the runs drift apart."""
+    """Largest accepted difference of the loss from the baseline's, relative to the latter, between means of `window`
+    steps. Sums in another order round differently; in time that turns a close choice of experts the other way, and the
+    runs drift apart."""
+    window: int = 10
     early_tolerance: float = 1e-3
-    """The same for the first `early_steps` steps, in which nothing has drifted yet."""
-    early_steps: int = 20
+    """The same for each of the first `early_steps` steps alone, in which nothing has drifted yet."""
+    early_steps: int = 5
     kill_rank: int | None = None
     """Rank to kill with SIGKILL in the middle of the training, None for none."""
     plot: Path | None = None
@@ -131,6 +133,8 @@ _AT_LEAST = {
     "top_groups": 1,
     "expert_hidden": 1,
     "generate": 0,
+    "window": 1,
+    "early_steps": 1,
 }
 
 

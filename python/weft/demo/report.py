@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -49,21 +51,34 @@ class DemoReport:
     @property
     def differences(self) -> list[float]:
         """Difference of every step's loss from the baseline's, relative to the latter; empty without a baseline."""
-        if self.baseline is None:
-            return []
-        return [abs(a - b) / b for a, b in zip(self.losses, self.baseline.losses, strict=True)]
+        return [] if self.baseline is None else relative(self.losses, self.baseline.losses)
+
+    @property
+    def early_difference(self) -> float:
+        """The largest of the first `early_steps` steps; 0 without a baseline."""
+        return largest(self.differences[: self.config.early_steps])
+
+    @property
+    def overall_difference(self) -> float:
+        """The largest, where means of `window` steps are compared; 0 without a baseline."""
+        window = self.config.window
+        return (
+            0.0
+            if self.baseline is None
+            else largest(relative(*(means(losses, window) for losses in (self.losses, self.baseline.losses))))
+        )
 
     @property
     def problems(self) -> list[str]:
         """What is not as it should be; empty when all is well."""
-        found = []
-        config, differences = self.config, self.differences
-        for steps, allowed in ((config.early_steps, config.early_tolerance), (config.steps, config.tolerance)):
-            worst = max(differences[:steps], default=0.0)
+        found, config = [], self.config
+        for what, worst, allowed in (
+            (f"of each of the first {config.early_steps} steps", self.early_difference, config.early_tolerance),
+            (f"of every {config.window} steps", self.overall_difference, config.tolerance),
+        ):
             if not worst <= allowed:
                 found.append(
-                    f"in the first {min(steps, config.steps)} steps the loss differs from the baseline's by up to "
-                    f"{worst:.3%}, allowed is {allowed:.3%}"
+                    f"the loss {what} differs from the baseline's by up to {worst:.3%}, allowed is {allowed:.1%}"
                 )
         for name, losses in self._phases().items():
             first, last = mean_of_ends(losses)
@@ -116,8 +131,8 @@ class DemoReport:
             "placement": self.why_here,
             "losses": list(self.losses),
             "baseline_losses": None if self.baseline is None else list(self.baseline.losses),
-            "largest_difference": max(self.differences, default=None),
-            "largest_early_difference": max(self.differences[: self.config.early_steps], default=None),
+            "early_difference": self.early_difference,
+            "overall_difference": self.overall_difference,
             "expert_load": self.final_load(),
             "ranks": [self._rank_dict(rank) for rank in self.ranks],
             "train_s": max(rank.train_s for rank in self.ranks),
@@ -159,3 +174,18 @@ def mean_of_ends(losses: tuple[float, ...]) -> tuple[float, float]:
     """Means of the first and of the last fifth."""
     part = max(1, len(losses) // 5)
     return fmean(losses[:part]), fmean(losses[-part:])
+
+
+def means(losses: tuple[float, ...], window: int) -> list[float]:
+    """Means of `window` steps each; the last may have fewer."""
+    return [fmean(losses[start : start + window]) for start in range(0, len(losses), window)]
+
+
+def relative(values: Sequence[float], expected: Sequence[float]) -> list[float]:
+    """|value - expected| / expected, one by one."""
+    return [abs(a - b) / b for a, b in zip(values, expected, strict=True)]
+
+
+def largest(values: Sequence[float]) -> float:
+    """The largest, 0 if there is none; not a number if any is not."""
+    return max(values, key=lambda value: (math.isnan(value), value), default=0.0)

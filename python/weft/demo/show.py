@@ -66,10 +66,10 @@ def _comparison(report: DemoReport, console: Console) -> None:
     differences, config = report.differences, report.config
     table.add_row("difference", *(f"{differences[step]:.4%}" for step in shown))
     console.print(table)
-    early = min(config.early_steps, steps)
     console.print(
-        f"Largest difference: {max(differences[:early]):.4%} in the first {early} steps (allowed: "
-        f"{config.early_tolerance:.1%}), {max(differences):.2%} in all of them (allowed: {config.tolerance:.0%}). "
+        f"Largest difference: {report.early_difference:.4%} in the first {config.early_steps} steps (allowed: "
+        f"{config.early_tolerance:.1%}), {report.overall_difference:.2%} between means of {config.window} steps "
+        f"(allowed: {config.tolerance:.0%}). "
         "Sums in another order round differently; in time that turns a close choice of experts the other way.",
         highlight=False,
     )

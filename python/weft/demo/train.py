@@ -100,7 +100,8 @@ class Trainer:
         self.set_rate(step)
         self.optimizer.zero_grad()
         loss = self.model.loss(self.batch(step))
-        loss.backward()
+        with torch.autograd.set_multithreading_enabled(False):
+            loss.backward()  # in this thread: ranks that are threads would wait for each other in torch's one per GPU
         loads, mean_loss = self.share(loss.detach())
         self.optimizer.step()
         for layer, load in zip(self.model.moe_layers(), loads, strict=True):
