@@ -121,7 +121,11 @@ def speed(rank: Rank, num_tokens: int, hidden: int, num_blocks: int, dtype: torc
     remote = int(owner.sum()) - int(owner[:, rank.comm.rank].sum())
     row: dict[str, Any] = {"num_tokens": num_tokens, "dtype": str(dtype), "num_sms": num_blocks, "remote_rows": remote}
     capacity = ranks * num_tokens
+    if rank.comm.rank == 0:
+        print(json.dumps({"starting": row}), file=sys.stderr, flush=True)
     row["dispatch_us"] = sorted(timed(lambda: rank.dispatch(x, ids, weights, num_blocks, capacity), 10) for _ in range(5))[2]
+    if rank.comm.rank == 0:
+        print(json.dumps({"so far": row}), file=sys.stderr, flush=True)
     row["dispatch_exact_us"] = sorted(timed(lambda: rank.dispatch(x, ids, weights, num_blocks), 10) for _ in range(5))[2]
     if dtype in (torch.bfloat16, torch.float16):
         got = rank.dispatch(x, ids, weights, num_blocks)
@@ -147,6 +151,8 @@ def run_rank(index: int, num_ranks: int, pipe: Any, options: argparse.Namespace)
         for trial in range(options.trials):
             check_case(small, trial, (1, 4, 8, 16)[trial % 4])
         lines = [{"rank": index, "trials": options.trials, "ok": True}]
+        if index == 0:
+            print("trials done", file=sys.stderr, flush=True)
         if options.speed:
             big = Rank(comm, gpu, torch.cuda.current_device(), {"num_experts": 256, "top_k": 8, "max_tokens": 4096, "max_row_bytes": 28672, "num_blocks": 64, "heap_bytes": 2 << 30})
             for dtype, hidden in ((torch.bfloat16, 7168), (torch.uint8, 7168)):

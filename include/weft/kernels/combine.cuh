@@ -31,13 +31,12 @@ class Combine {
 
   __device__ Combine(const CombineKernelArgs& args, Shared& shared, u8* stages)
       : a_(args), s_(shared), stages_(stages), lane_(static_cast<i32>(threadIdx.x % ptx::kWarpLanes)) {
-    const i32 per_block = (args.num_tokens + static_cast<i32>(gridDim.x) - 1) / static_cast<i32>(gridDim.x);
-    first_token_ = min(static_cast<i32>(blockIdx.x) * per_block, args.num_tokens);
-    num_items_ = (min(first_token_ + per_block, args.num_tokens) - first_token_) * kConfig.num_chunks();
+    num_items_ = (args.num_tokens - static_cast<i32>(blockIdx.x) + kConfig.num_blocks - 1) / kConfig.num_blocks * kConfig.num_chunks();
   }
 
   __device__ void run() {
     const transport::Flight flight = transport::begin_flight(a_.view);
+    begin_ns_ = ptx::globaltimer_ns();
     if (threadIdx.x == 0) {
       for (i32 stage = 0; stage < kConfig.num_stages; ++stage) {
         ptx::mbarrier_init(&s_.full[stage], 1);
@@ -96,15 +95,28 @@ class Combine {
   __device__ static i32 chunk_elements(i32 chunk) { return min(kConfig.chunk, kConfig.hidden - chunk * kConfig.chunk); }
   __device__ u8* stage(i32 idx) const { return stages_ + static_cast<i64>(idx) * kConfig.stage_bytes(); }
 
+  __device__ i32 token_of(i32 item) const {
+    return static_cast<i32>(blockIdx.x) + item / kConfig.num_chunks() * kConfig.num_blocks;
+  }
+
+  // A token ahead of its use: the loads are on their way while the rows of the one before are.
+  __device__ void read_slots(i32 item, i32* slot) const {
+    if (item >= num_items_) return;
+    const i32* slots = a_.slot + static_cast<i64>(token_of(item)) * kRanks;
+#pragma unroll
+    for (i32 rank = 0; rank < kRanks; ++rank) slot[rank] = slots[rank];
+  }
+
   __device__ void load_rows() {
     if (lane_ != 0) return;
-    i32 slot[kRanks] = {};
+    i32 slot[kRanks] = {}, next_slot[kRanks] = {};
+    read_slots(0, next_slot);
     for (i32 item = 0; item < num_items_; ++item) {
       const i32 chunk = item % kConfig.num_chunks();
       if (chunk == 0) {
-        const i32* slots = a_.slot + static_cast<i64>(first_token_ + item / kConfig.num_chunks()) * kRanks;
 #pragma unroll
-        for (i32 rank = 0; rank < kRanks; ++rank) slot[rank] = slots[rank] < s_.room[rank] ? slots[rank] : -1;
+        for (i32 rank = 0; rank < kRanks; ++rank) slot[rank] = next_slot[rank] < s_.room[rank] ? next_slot[rank] : -1;
+        read_slots(item + kConfig.num_chunks(), next_slot);
       }
       const i32 idx = item % kConfig.num_stages;
       if (item >= kConfig.num_stages) wait_local(&s_.empty[idx], (item / kConfig.num_stages - 1) & 1);
@@ -115,8 +127,7 @@ class Combine {
       s_.present[idx] = present;
       ptx::mbarrier_arrive_expect(&s_.full[idx], static_cast<u32>(__popc(present)) * num_bytes);
 #pragma unroll
-      for (i32 step = 0; step < kRanks; ++step) {
-        const i32 rank = step;
+      for (i32 rank = 0; rank < kRanks; ++rank) {
         if (slot[rank] < 0) continue;
         ptx::bulk_load(
             stage(idx) + rank * kConfig.chunk_bytes(),
@@ -130,7 +141,7 @@ class Combine {
     for (i32 item = 0; item < num_items_; ++item) {
       const i32 idx = item % kConfig.num_stages;
       const i32 chunk = item % kConfig.num_chunks();
-      const i32 token = first_token_ + item / kConfig.num_chunks();
+      const i32 token = token_of(item);
       wait_local(&s_.full[idx], (item / kConfig.num_stages) & 1);
       const u32 present = s_.present[idx];
       for (i32 first = static_cast<i32>(threadIdx.x) * kVector; first < chunk_elements(chunk);
@@ -205,7 +216,7 @@ class Combine {
 
   __device__ void wait_local(u64* barrier, u32 parity) {
     constexpr u64 kLocalTimeoutNs = 20000000000ull;  // a copy that takes so long means a broken GPU, not a late peer
-    sync::LanePause pause(&a_.view.host->abort, ptx::globaltimer_ns() + kLocalTimeoutNs);
+    sync::LanePause pause(&a_.view.host->abort, begin_ns_ + kLocalTimeoutNs);
     sync::wait_barrier(barrier, parity, pause);
   }
 
@@ -213,8 +224,8 @@ class Combine {
   Shared& s_;
   u8* stages_;
   const i32 lane_;
-  i32 first_token_;
-  i32 num_items_;
+  i32 num_items_;  // chunks of this block's tokens
+  u64 begin_ns_ = 0;
 };
 
 template <CombineKernelConfig kConfig>

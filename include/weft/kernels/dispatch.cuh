@@ -1,7 +1,8 @@
 // Dispatch between GPUs that reach each other by load and store, rank-major, one launch a call.
 // docs/protocols/nvlink-dispatch.md is the page to this file; in short:
 //   count   each block counts the picks of all tokens; block 0 sends counts and the place of the result to every peer
-//   send    each block stores its slice's rows, ids and weights straight to their final places, then one header a peer
+//   send    each block stores its tokens' rows, ids and weights straight to their final places, then one header a peer
+// Tokens are dealt out to blocks one by one: blocks then write near each other, and few pages are in use at a time.
 // A block waits for the peers' blocks of its own number, so the call ends with every peer's last row (R20).
 #pragma once
 
@@ -13,7 +14,6 @@
 namespace weft::kernels {
 
 constexpr i32 kWarps = kDispatchThreads / 32;
-constexpr i32 kStoreWarps = 2;
 
 template <bool kIs64>
 struct IdType {
@@ -26,11 +26,9 @@ struct IdType<true> {
 
 template <DispatchKernelConfig kConfig>
 struct DispatchShared {
-  static constexpr i32 kSegments = kConfig.num_blocks * kWarps;
   u64 full[kConfig.num_stages];
   u64 empty[kConfig.num_stages];
-  i32 before[kSegments][kConfig.num_ranks];  // rows of earlier segments to each rank
-  i32 histogram[kConfig.num_experts];        // block 0 only
+  i32 histogram[kConfig.num_experts];  // block 0 only
   i32 total[kConfig.num_ranks];
   u8* x[kConfig.num_ranks];  // this rank's first row there
   u8* scales[kConfig.num_ranks];
@@ -39,28 +37,37 @@ struct DispatchShared {
   i32 room[kConfig.num_ranks];  // rows from there that may be written
 };
 
+// A group is 32 consecutive tokens. In dynamic shared memory, before the stages.
+template <DispatchKernelConfig kConfig>
+struct DispatchGroups {
+  u32 goers[kConfig.num_ranks][kConfig.num_groups];   // bit l: token l of the group has a pick on the rank
+  i32 before[kConfig.num_ranks][kConfig.num_groups];  // rows of earlier groups to the rank
+};
+
 template <DispatchKernelConfig kConfig>
 class Dispatch {
  public:
   static constexpr i32 kRanks = kConfig.num_ranks;
   static constexpr i32 kTopk = kConfig.top_k;
   static constexpr i32 kLocal = kConfig.num_local_experts();
+  static_assert(kConfig.num_stages % kStoreWarps == 0);
   using Shared = DispatchShared<kConfig>;
 
-  __device__ Dispatch(const DispatchKernelArgs& args, Shared& shared, u8* stages)
+  __device__ Dispatch(const DispatchKernelArgs& args, Shared& shared, u8* dynamic)
       : a_(args),
         s_(shared),
-        stages_(stages),
+        g_(*reinterpret_cast<DispatchGroups<kConfig>*>(dynamic)),
+        stages_(dynamic + kConfig.group_bytes()),
         warp_(static_cast<i32>(threadIdx.x / ptx::kWarpLanes)),
         lane_(static_cast<i32>(threadIdx.x % ptx::kWarpLanes)),
-        segment_tokens_((args.num_tokens + Shared::kSegments * 32 - 1) / (Shared::kSegments * 32) * 32) {}
+        num_items_((args.num_tokens - static_cast<i32>(blockIdx.x) + kConfig.num_blocks - 1) / kConfig.num_blocks) {}
 
   __device__ void run() {
     const transport::Flight flight = transport::begin_flight(a_.view);
+    begin_ns_ = ptx::globaltimer_ns();
     init_shared();
     count_rows();
     if (blockIdx.x == 0) send_counts(flight);
-    write_slots();
     const transport::Verdict verdict = transport::wait_all(a_.view, Phase::kCount, flight, 0);
     if (verdict == transport::Verdict::kMismatch) transport::end_flight(a_.view, flight, a_.num_ended);
     if (verdict != transport::Verdict::kOk) return;
@@ -93,9 +100,6 @@ class Dispatch {
       }
       ptx::fence_mbarrier_init();
     }
-    for (i32 idx = threadIdx.x; idx < Shared::kSegments * kRanks; idx += kDispatchThreads) {
-      s_.before[idx / kRanks][idx % kRanks] = 0;
-    }
     for (i32 idx = threadIdx.x; idx < kConfig.num_experts; idx += kDispatchThreads) s_.histogram[idx] = 0;
     __syncthreads();
   }
@@ -124,55 +128,46 @@ class Dispatch {
 
   // Every block counts every token, so that no block waits for another; block 0 counts experts too.
   __device__ void count_rows() {
-    for (i32 first = warp_ * 32; first < a_.num_tokens; first += kDispatchThreads) {
-      const u32 mask = ranks_of(first + lane_, blockIdx.x == 0);
+    const i32 num_groups = (a_.num_tokens + 31) / 32;
+    for (i32 group = warp_; group < num_groups; group += kWarps) {
+      const u32 mask = ranks_of(group * 32 + lane_, blockIdx.x == 0);
 #pragma unroll
       for (i32 rank = 0; rank < kRanks; ++rank) {
-        const i32 num_rows = __popc(__ballot_sync(0xffffffffu, mask >> rank & 1u));
-        if (lane_ == 0 && num_rows > 0) atomicAdd(&s_.before[first / segment_tokens_][rank], num_rows);
+        const u32 goers = __ballot_sync(0xffffffffu, (mask >> rank & 1u) != 0);
+        if (lane_ == 0) g_.goers[rank][group] = goers;
       }
     }
     __syncthreads();
-    if (threadIdx.x < kRanks) {
-      i32 sum = 0;
-      for (i32 segment = 0; segment < Shared::kSegments; ++segment) {
-        const i32 here = s_.before[segment][threadIdx.x];
-        s_.before[segment][threadIdx.x] = sum;
-        sum += here;
-      }
-      s_.total[threadIdx.x] = sum;
-    }
+    for (i32 rank = warp_; rank < kRanks; rank += kWarps) sum_groups(rank, num_groups);
     __syncthreads();
   }
 
-  __device__ i32 segment() const { return static_cast<i32>(blockIdx.x) * kWarps + warp_; }
-  __device__ i32 first_token() const {
-    return min(static_cast<i32>(blockIdx.x) * kWarps * segment_tokens_, a_.num_tokens);
-  }
-  __device__ i32 end_token() const {
-    return min((static_cast<i32>(blockIdx.x) + 1) * kWarps * segment_tokens_, a_.num_tokens);
+  // One warp: prefix sums over the groups.
+  __device__ void sum_groups(i32 rank, i32 num_groups) {
+    i32 carry = 0;
+    for (i32 first = 0; first < num_groups; first += 32) {
+      const i32 group = first + lane_;
+      const i32 mine = group < num_groups ? __popc(g_.goers[rank][group]) : 0;
+      i32 sum = mine;
+#pragma unroll
+      for (i32 step = 1; step < 32; step *= 2) {
+        const i32 other = __shfl_up_sync(0xffffffffu, sum, step);
+        if (lane_ >= step) sum += other;
+      }
+      if (group < num_groups) g_.before[rank][group] = carry + sum - mine;
+      carry += __shfl_sync(0xffffffffu, sum, 31);
+    }
+    if (lane_ == 0) s_.total[rank] = carry;
   }
 
-  // The send plan of this block's slice; the other roles read their rows from it.
-  __device__ void write_slots() {
-    const i32 begin = segment() * segment_tokens_;
-    i32 next[kRanks];
-#pragma unroll
-    for (i32 rank = 0; rank < kRanks; ++rank) next[rank] = s_.before[segment()][rank];
-    for (i32 first = begin; first < min(begin + segment_tokens_, a_.num_tokens); first += 32) {
-      const u32 mask = ranks_of(first + lane_, false);
-#pragma unroll
-      for (i32 rank = 0; rank < kRanks; ++rank) {
-        const bool goes = (mask >> rank & 1u) != 0;
-        const u32 goers = __ballot_sync(0xffffffffu, goes);
-        if (first + lane_ < a_.num_tokens) {
-          a_.slot[static_cast<i64>(first + lane_) * kRanks + rank] =
-              goes ? next[rank] + __popc(goers & ptx::lanes_below()) : -1;
-        }
-        next[rank] += __popc(goers);
-      }
-    }
-    __syncthreads();
+  // Tokens of this block, one by one.
+  __device__ i32 token_of(i32 item) const { return static_cast<i32>(blockIdx.x) + item * kConfig.num_blocks; }
+
+  // How many earlier tokens went to the rank; -1: this one does not.
+  __device__ i32 slot_of(i32 token, i32 rank) const {
+    const u32 goers = g_.goers[rank][token / 32];
+    const u32 bit = 1u << (token % 32);
+    return (goers & bit) != 0 ? g_.before[rank][token / 32] + __popc(goers & (bit - 1)) : -1;
   }
 
   // ---- counts and places
@@ -267,14 +262,15 @@ class Dispatch {
 
   __device__ void load_rows() {
     if (lane_ != 0) return;
-    for (i32 token = first_token(), item = 0; token < end_token(); ++token, ++item) {
+    for (i32 item = 0; item < num_items_; ++item) {
       const i32 idx = item % kConfig.num_stages;
+      const i64 token = token_of(item);
       if (item >= kConfig.num_stages) wait_local(&s_.empty[idx], (item / kConfig.num_stages - 1) & 1);
       ptx::mbarrier_arrive_expect(&s_.full[idx], kConfig.row_bytes + kConfig.scale_row_bytes);
-      ptx::bulk_load(stage(idx), a_.x + static_cast<i64>(token) * kConfig.row_bytes, kConfig.row_bytes, &s_.full[idx]);
+      ptx::bulk_load(stage(idx), a_.x + token * kConfig.row_bytes, kConfig.row_bytes, &s_.full[idx]);
       if constexpr (kConfig.scale_row_bytes > 0) {
-        ptx::bulk_load(stage(idx) + kConfig.row_bytes, a_.scales + static_cast<i64>(token) * kConfig.scale_row_bytes,
-                       kConfig.scale_row_bytes, &s_.full[idx]);
+        ptx::bulk_load(stage(idx) + kConfig.row_bytes, a_.scales + token * kConfig.scale_row_bytes, kConfig.scale_row_bytes,
+                       &s_.full[idx]);
       }
     }
   }
@@ -283,20 +279,17 @@ class Dispatch {
   __device__ void store_rows(i32 store_warp) {
     if (lane_ != 0) return;
     i32 previous = -1;
-    for (i32 item = store_warp; first_token() + item < end_token(); item += kStoreWarps) {
+    for (i32 item = store_warp; item < num_items_; item += kStoreWarps) {
       const i32 idx = item % kConfig.num_stages;
-      const i32* slots = a_.slot + static_cast<i64>(first_token() + item) * kRanks;
-      i32 slot[kRanks];
-#pragma unroll
-      for (i32 rank = 0; rank < kRanks; ++rank) slot[rank] = slots[rank];
       wait_local(&s_.full[idx], (item / kConfig.num_stages) & 1);
 #pragma unroll
       for (i32 rank = 0; rank < kRanks; ++rank) {
-        if (slot[rank] < 0 || slot[rank] >= s_.room[rank]) continue;
-        ptx::bulk_store(s_.x[rank] + static_cast<i64>(slot[rank]) * kConfig.row_bytes, stage(idx), kConfig.row_bytes);
+        const i32 slot = slot_of(token_of(item), rank);
+        if (slot < 0 || slot >= s_.room[rank]) continue;
+        ptx::bulk_store(s_.x[rank] + static_cast<i64>(slot) * kConfig.row_bytes, stage(idx), kConfig.row_bytes);
         if constexpr (kConfig.scale_row_bytes > 0) {
-          ptx::bulk_store(s_.scales[rank] + static_cast<i64>(slot[rank]) * kConfig.scale_row_bytes,
-                          stage(idx) + kConfig.row_bytes, kConfig.scale_row_bytes);
+          ptx::bulk_store(s_.scales[rank] + static_cast<i64>(slot) * kConfig.scale_row_bytes, stage(idx) + kConfig.row_bytes,
+                          kConfig.scale_row_bytes);
         }
       }
       ptx::bulk_commit();
@@ -312,16 +305,15 @@ class Dispatch {
     ptx::fence_proxy_async();
   }
 
-  // Local ids and weights of each row: one thread a row, 16 bytes at a time where they divide.
+  // Local ids and weights of each row, and the send plan: one thread a row, 16 bytes at a time where they divide.
   __device__ void store_ids(i32 id_warp) {
     constexpr i32 kThreads = (kWarps - 1 - kStoreWarps) * 32;
-    const i32 num_pairs = (end_token() - first_token()) * kRanks;
-    for (i32 pair = id_warp * 32 + lane_; pair < num_pairs; pair += kThreads) {
-      const i32 token = first_token() + pair / kRanks;
+    for (i32 pair = id_warp * 32 + lane_; pair < num_items_ * kRanks; pair += kThreads) {
+      const i32 token = token_of(pair / kRanks);
       const i32 rank = pair % kRanks;
-      const i32 slot = a_.slot[static_cast<i64>(token) * kRanks + rank];
-      if (slot < 0 || slot >= s_.room[rank]) continue;
-      store_ids_of(token, rank, slot);
+      const i32 slot = slot_of(token, rank);
+      a_.slot[static_cast<i64>(token) * kRanks + rank] = slot;
+      if (slot >= 0 && slot < s_.room[rank]) store_ids_of(token, rank, slot);
     }
   }
 
@@ -369,22 +361,24 @@ class Dispatch {
   __device__ void wait_local(u64* barrier, u32 parity) {
     // A deadline of its own: a local copy that takes seconds means a broken GPU, not a late peer.
     constexpr u64 kLocalTimeoutNs = 20000000000ull;
-    sync::LanePause pause(&a_.view.host->abort, ptx::globaltimer_ns() + kLocalTimeoutNs);
+    sync::LanePause pause(&a_.view.host->abort, begin_ns_ + kLocalTimeoutNs);
     sync::wait_barrier(barrier, parity, pause);
   }
 
   const DispatchKernelArgs& a_;
   Shared& s_;
+  DispatchGroups<kConfig>& g_;
   u8* stages_;
   const i32 warp_, lane_;
-  const i32 segment_tokens_;
+  const i32 num_items_;  // tokens of this block
+  u64 begin_ns_ = 0;
 };
 
 template <DispatchKernelConfig kConfig>
 __device__ void dispatch(const DispatchKernelArgs& args) {
-  extern __shared__ __align__(128) u8 stages[];
+  extern __shared__ __align__(128) u8 dynamic[];
   __shared__ DispatchShared<kConfig> shared;
-  Dispatch<kConfig>(args, shared, stages).run();
+  Dispatch<kConfig>(args, shared, dynamic).run();
 }
 
 }  // namespace weft::kernels

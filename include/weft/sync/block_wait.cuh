@@ -10,12 +10,15 @@
 
 namespace weft::sync {
 
-// A Pause for one lane. The abort word lies in host memory, so it is looked at only after 10 us, and then once a turn.
+// A Pause for one lane. Reading the clock costs more than a look, and the abort word lies in host memory: the clock is
+// read at the first unsuccessful look and then every kLooks, the abort word only after 10 us.
 class LanePause {
  public:
+  // `deadline_ns`: of globaltimer.
   __device__ LanePause(const u64* abort, u64 deadline_ns) : abort_(abort), deadline_ns_(deadline_ns) {}
 
   __device__ PauseResult turn() {
+    if (num_turns_++ % kLooks != 0) return PauseResult::kLookAgain;
     const u64 now = ptx::globaltimer_ns();
     if (start_ns_ == 0) start_ns_ = now;
     if (now - start_ns_ < kQuietNs) return PauseResult::kLookAgain;
@@ -25,9 +28,11 @@ class LanePause {
 
  private:
   static constexpr u64 kQuietNs = 10000;
+  static constexpr u32 kLooks = 16;
   const u64* abort_;
   u64 deadline_ns_;
   u64 start_ns_ = 0;
+  u32 num_turns_ = 0;
 };
 
 // Waits for the phase of a local barrier. The copies behind it are this block's own, so they end; the bound is for a

@@ -44,7 +44,7 @@ std::string render(const DispatchKernelConfig& config) {
   return entry("dispatch", "DispatchKernelConfig",
                field("num_ranks", config.num_ranks) + field("num_experts", config.num_experts) + field("top_k", config.top_k) +
                    field("num_blocks", config.num_blocks) + field("row_bytes", config.row_bytes) +
-                   field("scale_row_bytes", config.scale_row_bytes) + field("num_stages", config.num_stages) +
+                   field("scale_row_bytes", config.scale_row_bytes) + field("num_stages", config.num_stages) + field("num_groups", config.num_groups) +
                    field("topk_is_int64", config.topk_is_int64 ? 1 : 0) + field("is_cached", config.is_cached ? 1 : 0),
                "DispatchKernelArgs", "kDispatchThreads");
 }
@@ -58,7 +58,12 @@ std::string render(const CombineKernelConfig& config) {
 }
 
 DispatchKernelConfig with_stages(DispatchKernelConfig config, int shared_bytes) {
-  config.num_stages = std::clamp((shared_bytes - kStaticSharedBytes) / config.stage_bytes(), 1, kMaxStages);
+  const int room = shared_bytes - kStaticSharedBytes - config.group_bytes();
+  if (room < 2 * config.stage_bytes()) {
+    throw_unsupported("dispatch of " + std::to_string(32 * config.num_groups) + " tokens to " + std::to_string(config.num_ranks) +
+                      " ranks at once does not fit the shared memory of an SM; need: fewer tokens a call");
+  }
+  config.num_stages = std::min(room / config.stage_bytes(), kMaxStages) / kStoreWarps * kStoreWarps;
   return config;
 }
 
@@ -77,7 +82,8 @@ Kernels::~Kernels() {
 }
 
 const Kernel& Kernels::prepare(const DispatchKernelConfig& config) {
-  return prepare(render(config), kernels::kDispatchThreads, static_cast<unsigned>(config.num_stages * config.stage_bytes()));
+  return prepare(render(config), kernels::kDispatchThreads,
+                 static_cast<unsigned>(config.group_bytes() + config.num_stages * config.stage_bytes()));
 }
 
 const Kernel& Kernels::prepare(const CombineKernelConfig& config) {

@@ -168,6 +168,7 @@ DispatchResult Window::dispatch(const DispatchArgs& args, const Poll& poll) {
   config.row_bytes = static_cast<i32>(args.row_bytes);
   config.scale_row_bytes = static_cast<i32>(args.scale_row_bytes);
   config.topk_is_int64 = args.topk_is_int64;
+  config.num_groups = static_cast<i32>((shape_.max_tokens + 31) / 32);
   const Kernel& kernel = gpu_->kernels->prepare(with_stages(config, gpu_->kernels->shared_bytes()));
 
   OperationConfig operation;
