@@ -15,13 +15,18 @@ cycle runs through torch's C++ nodes, which no collector could free. When a node
 the unused result, its record moves to `NativeCalls.unused`, which holds at most MAX_UNUSED: what forwards without a
 backward leave behind is bounded by that.
 
-Limits (docs/semantics.md): x, or else topk_weights, requires grad on every rank or on none; a result unused on one rank
-is not noticed inside torch.compile, nor where x gets no gradient at all; under torch.utils.checkpoint it is noticed,
-but its weights get no gradient; no double backward.
+Limits (docs/semantics.md): x, or else topk_weights, requires grad on every rank or on none; a backward that leads to x
+but not through the results, before their own, counts as one that does not use them, so it is run on every rank or on
+none; a result unused on one rank is not noticed inside torch.compile, nor where x gets no gradient at all; under
+torch.utils.checkpoint it is noticed, but its weights get no gradient; no double backward.
 """
+
+# check: allow-in-file function-size: forward of an autograd.Function takes a flat list
+# check: allow file-size: the two backwards depend on each other and are read together
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any, NamedTuple
 
@@ -36,7 +41,9 @@ from weft.log import logger
 from weft.native_calls import LEAST_COLUMNS, MASKED, Call, NativeCalls, Received
 from weft.ops import bias_gradient, combine_gradients
 
-__all__ = ["Plans", "combine", "dispatch"]
+__all__ = ["Plans", "combine", "dispatch", "dispatch_again"]
+
+_numbers = itertools.count()
 
 
 class Plans(NamedTuple):
@@ -61,8 +68,10 @@ class _Sent:
         self.combines: list[weakref.ref[_Summed]] = []
         self.gradients: list[Tensor | None] = [None, None]  # of x and of the weights, as far as they are known
         self.collects = False  # a nested backward is to end at our node and leave its gradients here
-        self.is_done = self.was_done = False  # in this backward; in any
+        self.is_done = False  # a backward has run
         self.hook: RemovableHandle | None = None
+        self.number = next(_numbers)
+        self.source: GradientEdge | None = None  # of the tensor that has the hook
 
     def __del__(self) -> None:
         if self.hook is not None:
@@ -81,7 +90,7 @@ class _Sent:
             if record is not None and not record.is_done:
                 record.run_unvisited()
         (grad_x, grad_weights), self.gradients = self.gradients, [None, None]
-        self.is_done = self.was_done = True
+        self.is_done = True
         self.calls.unused[:] = [record for record in self.calls.unused if _dispatch_of(record) is not self]
         if not (self.x_is_tracked or self.has_weights):
             return None, None
@@ -95,14 +104,6 @@ class _Sent:
             num_tokens=self.num_tokens,
         )
         return grad if self.x_is_tracked else None, side if self.has_weights else None
-
-    def finish(self) -> None:
-        """The gradient of x is complete; with retain_graph there may be another backward."""
-        self.is_done = False
-        for reference in self.combines:
-            record = reference()
-            if record is not None:
-                record.is_done = False
 
     def _rows(self, grad: Tensor | None) -> Tensor:
         if grad is not None and self.x_is_tracked:
@@ -127,7 +128,7 @@ class _Summed:
         self.y_version = 0
         self.weights: Tensor | None = None
         self.edge: GradientEdge | None = None  # of the expert output
-        self.is_done = self.was_done = False
+        self.is_done = False
         self.hook: RemovableHandle | None = None
 
     def __del__(self) -> None:
@@ -136,7 +137,7 @@ class _Summed:
 
     def run_backward(self, grad: Tensor | None, y: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Our call: gradients of the expert output and of the received weights."""
-        self.is_done = self.was_done = True
+        self.is_done = True
         if grad is None:
             grad = torch.zeros(self.shape, dtype=self.dtype)
         rows, _ = self.calls.dispatch_again(
@@ -176,7 +177,7 @@ class _Keeper:
     def __del__(self) -> None:
         record, calls = self.record, self.record.calls
         is_recomputation = torch._C._current_graph_task_id() != -1  # torch.utils.checkpoint, inside a backward
-        if record.was_done or is_recomputation or calls.closed or calls.comm.broken:
+        if record.is_done or is_recomputation or calls.closed or calls.comm.broken:
             return
         calls.unused.append(record)
         del calls.unused[: -calls.MAX_UNUSED]
@@ -251,6 +252,8 @@ def combine(
 
 def _watch(sent: _Sent, tensor: Tensor) -> None:
     weak = weakref.ref(sent)
+    sent.source = get_gradient_edge(tensor)
+    sent.calls.comm.recorded[sent.number] = sent
     sent.hook = tensor.register_hook(lambda grad: _input_is_complete(weak, grad))
 
 
@@ -325,7 +328,8 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
         record: _Summed = ctx.record
-        y = ctx.saved_tensors[0] if ctx.saved_tensors else None
+        saved = ctx.saved_tensors  # asked for once only: torch.utils.checkpoint recomputes the layer for it
+        y = saved[0] if saved else None
         grad_y, grad_weights = record.run_backward(grad, y)
         grad_bias = None if ctx.bias is None or grad is None else bias_gradient(grad, *ctx.bias)
         return grad_y, grad_weights, torch.zeros_like(record.plans.tie), grad_bias, None, None
@@ -342,22 +346,30 @@ def _expert_output_is_complete(weak: weakref.ref[_Summed], grad: Tensor) -> Tens
 def _input_is_complete(weak: weakref.ref[_Sent], grad: Tensor) -> Tensor | None:
     """Hook on x (or topk_weights): the rest of the backward has come to it. If dispatch has not run, run it now."""
     sent = weak()
-    if sent is None:
+    if sent is None or sent.is_done:
         return None
-    missing: tuple[Tensor | None, Tensor | None] = (None, None)
-    if not sent.is_done:
-        missing = sent.run_backward()
-    sent.finish()
-    grad_x, grad_weights = missing
+    # Several dispatches of one tensor may be missing; the first of their hooks runs them all, newest first, as the
+    # backward of the other ranks comes to them.
+    alike = [
+        each for each in list(sent.calls.comm.recorded.values()) if not each.is_done and each.source == sent.source
+    ]
+    for each in sorted(alike, key=lambda each: each.number, reverse=True):
+        missing = _missing_gradient(each)
+        grad = grad if missing is None else grad + missing
+    return grad
+
+
+def _missing_gradient(sent: _Sent) -> Tensor | None:
+    grad_x, grad_weights = sent.run_backward()
     if not sent.x_is_tracked:
-        return None if grad_weights is None else grad + grad_weights
+        return grad_weights
     if grad_weights is not None and bool(grad_weights.any()):
         logger.warning(
             "a gradient of topk_weights is lost on rank %d: the results of this dispatch are not used here, but "
             "another rank has a loss on the weights it received",
             sent.calls.comm.rank,
         )
-    return None if grad_x is None else grad + grad_x
+    return grad_x
 
 
 def _has_saved_tensor_hooks() -> bool:

@@ -103,6 +103,7 @@ class Communicator:
         self._all_windows: weakref.WeakSet[Window] = weakref.WeakSet()
         self._num_windows = 0
         self._num_compared = 0
+        self.recorded: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by weft.autograd
 
     # ---- constructors
 
