@@ -106,8 +106,8 @@ bool Link::receive(PacketReader& reader, const Events& events) {
       case ReceiveResult::kPacket: problem = take(reader, events); break;
     }
     if (!problem.empty()) {
-      events.refused("sent " + problem + " and was cut off");
       reader.fds.clear();
+      events.refused("sent " + problem + " and was cut off");
       shut(false);
       return true;
     }

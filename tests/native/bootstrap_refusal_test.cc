@@ -67,6 +67,7 @@ void check_cut_off(const std::function<void(int socket)>& send_bad) {
       const int before = num_open_fds();
       self.parent.tell(3);
       CHECK_ERROR(kPeerLost, {1}, self.exchange({0, 1}, 1));
+      CHECK(ear.wait_for(1));  // exchange() may end a moment earlier
       CHECK_EQ(ear.count(1, AbortCode::kRefused), 1);
       CHECK_EQ(ear.heard().size(), 1u);
       CHECK(self.plane->detections().at(0).channel == DetectionChannel::kRefused);
