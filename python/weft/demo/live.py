@@ -13,12 +13,15 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
+_LINES = 5  # of progress, where there is no bar
+
 
 class LiveView:
     """Shows events on a console (None: nowhere) and keeps the time of the kill, which only an event tells."""
 
     def __init__(self, console: Console | None, config: DemoConfig) -> None:
         self._console, self._config = console, config
+        self._name = ""
         self._bar: tuple[Progress, TaskID] | None = None
         self.killed_ns: int | None = None
 
@@ -34,10 +37,15 @@ class LiveView:
             "Weft takes each token to its experts and back."
         )
         self._say(f"The text is {text_source}.")
+        if config.baseline:
+            self._say(
+                "Then the same model learns the same on one rank in plain torch without Weft, to compare the losses."
+            )
 
     @contextmanager
     def progress(self, name: str, total: int) -> Iterator[None]:
-        """A bar for `total` steps while the block runs; on a terminal only."""
+        """A bar for `total` steps while the block runs; a few lines instead where the console is no terminal."""
+        self._name = name
         if self._console is None or not self._console.is_terminal:
             yield
             return
@@ -63,7 +71,7 @@ class LiveView:
         """Takes an event from a rank."""
         kind = event["kind"]
         if kind == "step":
-            self.baseline_step(event["step"], event["loss"])
+            self.step(event["step"], event["loss"])
         elif kind == "kill":
             self.killed_ns = event["at_ns"]
             self._say(f"[bold red]Step {event['step']}: rank {event['rank']} dies[/] (SIGKILL, inside a combine).")
@@ -76,11 +84,14 @@ class LiveView:
             ranks = ", ".join(str(rank) for rank in event["left"])
             self._say(f"  rank {event['rank']} goes on with ranks {ranks}: rebuild took {event['ms']:.1f} ms")
 
-    def baseline_step(self, step: int, loss: float) -> None:
+    def step(self, step: int, loss: float) -> None:
         """A step is done."""
+        done, total = step + 1, self._config.steps
         if self._bar is not None:
             progress, task = self._bar
-            progress.update(task, completed=step + 1, loss=f"{loss:.3f}", refresh=True)
+            progress.update(task, completed=done, loss=f"{loss:.3f}", refresh=True)
+        elif done * _LINES // total > step * _LINES // total:
+            self._say(f"  {self._name}: step {done} of {total}, loss {loss:.3f}")
 
     def _say(self, text: str) -> None:
         if self._console is not None:

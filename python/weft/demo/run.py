@@ -65,7 +65,7 @@ def run(config: DemoConfig, console: Console | None) -> DemoReport:
     if config.baseline:
         lost = {rank: loss.step for loss in results[0].lost for rank in loss.ranks}
         with view.progress("baseline", config.steps), one_thread():
-            baseline = train_baseline(config, text, lost=lost, device=placement.device, on_step=view.baseline_step)
+            baseline = train_baseline(config, text, lost=lost, device=placement.device, on_step=view.step)
     report = DemoReport(
         config=config,
         text_source=text.source,
