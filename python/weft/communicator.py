@@ -150,7 +150,7 @@ class Communicator:
         """Ranks started by torchrun, through torch's `env://` rendezvous; without its variables a group of one rank.
         Collective.
 
-        Needs no `init_process_group` and does not disturb one.
+        Needs no `init_process_group` and does not disturb one. device="cuda" is the GPU of LOCAL_RANK.
 
         Raises:
             InvalidArgument: only one of RANK and WORLD_SIZE is set.
@@ -162,6 +162,8 @@ class Communicator:
             return cls._connect(0, 1, lambda endpoint: [endpoint], device, "one rank, torchrun's variables are not set")
         import torch.distributed as dist
 
+        if device == "cuda" and torch.cuda.is_available():
+            device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
         number = next(_from_env_calls)  # equal on all ranks, since construction is collective
 
         def share(endpoint: bytes) -> list[bytes]:

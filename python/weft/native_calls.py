@@ -182,7 +182,8 @@ class NativeCalls:
             self._count_sent(result)
             if result.num_bad_ids:
                 self._note_bad_ids(result)
-            tie = torch.tensor([self.key, self.comm.epoch], dtype=torch.float64)
+            self.token[1] = self.comm.epoch
+            tie = self.token.clone()
         rows, out_scales, out_weights = _tensor(result.x), _tensor(result.scales), _tensor(result.topk_weights)
         out_idx = _tensor(result.topk_idx) if call.layout == RANK_MAJOR else topk_idx.new_empty(0)
         recv_plan = _tensor(result.recv_plan)

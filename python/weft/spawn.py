@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import pickle
 import selectors
@@ -25,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from weft import _callable
-from weft.errors import Error, InvalidArgument, PeerLost, PeerTimeout, rank_list
+from weft.errors import Error, InvalidArgument, PeerLost, PeerTimeout
 
 if TYPE_CHECKING:
     from weft.communicator import Communicator
@@ -67,7 +66,7 @@ def spawn(
     """
     _check(fn, num_ranks, device, isolation, on_failure)
     run = _run_processes if isolation == "process" else _run_threads
-    outcomes = run(functools.partial(_call, fn, tuple(args)), num_ranks, device, on_failure == "raise")
+    outcomes = run(lambda comm: fn(comm, *args), num_ranks, device, on_failure == "raise")
     errors = [outcome for outcome in outcomes if outcome.error is not None]
     if errors and on_failure == "raise":
         raise _root_cause(errors)
@@ -76,7 +75,7 @@ def spawn(
 
 @dataclass
 class _Outcome:
-    """How a rank ended; `when` orders the failures."""
+    """How a rank ended. `when` orders the failures; 0: not sent yet."""
 
     rank: int
     result: Any = None
@@ -102,11 +101,6 @@ def _check(fn: Any, num_ranks: Any, device: Any, isolation: Any, on_failure: Any
             raise InvalidArgument(f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
 
 
-def _call(fn: Callable[..., Any], args: tuple[Any, ...], comm: Communicator) -> Any:
-    with comm:
-        return fn(comm, *args)
-
-
 def _root_cause(failed: list[_Outcome]) -> BaseException:
     """The first error that is not about peers, else the killed rank, else the first of all; the others as notes."""
 
@@ -117,7 +111,7 @@ def _root_cause(failed: list[_Outcome]) -> BaseException:
     first, *others = sorted(failed, key=order)
     killed = tuple(outcome.rank for outcome in failed if outcome.was_killed)
     if first.was_killed and len(killed) > 1:
-        first.error = PeerLost(sorted(killed), f"{rank_list(sorted(killed))} were killed or left without a result")
+        first.error = PeerLost(sorted(killed), "; ".join(str(each.error) for each in failed if each.was_killed))
     cause = first.error
     assert cause is not None  # noqa: S101  for mypy: only failures are in the list
     _add_note(cause, f"raised by rank {first.rank} of weft.spawn")
@@ -142,12 +136,17 @@ def _run_threads(
 
     hub = _load.native().LocalHub(num_ranks)
     outcomes = [_Outcome(rank) for rank in range(num_ranks)]
+    at_end = threading.Barrier(num_ranks)  # broken by the first failure
 
     def run(rank: int) -> None:
         try:
-            outcomes[rank].result = call(Communicator._local(hub, rank, _rank_device(device, rank)))
+            with Communicator._local(hub, rank, _rank_device(device, rank)) as comm:
+                outcomes[rank].result = call(comm)
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    at_end.wait()
         except BaseException as error:  # noqa: BLE001  brought to the caller of spawn
             outcomes[rank].error, outcomes[rank].when = error, time.monotonic()
+            at_end.abort()
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"weft-rank-{rank}") for rank in range(num_ranks)]
     for thread in threads:
@@ -179,6 +178,7 @@ class _Child:
     received: bytearray = field(default_factory=bytearray)
     endpoint: bytes | None = None
     outcome: _Outcome | None = None
+    has_sent: bool = False
 
     def take_message(self) -> Any | None:
         """The next whole message, else None. Pickle: the sender is our own child."""
@@ -247,14 +247,18 @@ def _run_child(
 
     try:
         origin = f"weft.spawn, pid {os.getpid()}"
-        outcome.result = call(Communicator._connect(rank, num_ranks, share, _rank_device(device, rank), origin))
+        with Communicator._connect(rank, num_ranks, share, _rank_device(device, rank), origin) as comm:
+            outcome.result = call(comm)
+            _send_outcome(channel, outcome)
+            channel.recv(1)  # the communicator stays open until every rank has come to its end
     except BaseException as error:  # noqa: BLE001  brought to the parent
-        outcome.error = error
+        if not outcome.when:
+            outcome.error = error
+            with contextlib.suppress(OSError):  # the parent is gone: nobody wants to know
+                _send_outcome(channel, outcome)
     if "weft.traces" in sys.modules:
         sys.modules["weft.traces"]._finish()  # a trace that the parent began to record
     _flush()
-    with contextlib.suppress(OSError):  # the parent is gone: nobody wants to know
-        _send_outcome(channel, outcome)
     os._exit(0)
 
 
@@ -309,7 +313,7 @@ def _supervise(children: list[_Child], stop_on_failure: bool) -> None:
     with selectors.DefaultSelector() as selector:
         for child in children:
             selector.register(child.channel, selectors.EVENT_READ, child)
-        while selector.get_map():
+        while any(child.outcome is None for child in children):
             if time.monotonic() > give_up:
                 _stop_late(children)
                 return
@@ -334,6 +338,7 @@ def _read(child: _Child) -> bool:
             child.endpoint = message
         else:
             child.outcome, notes = message
+            child.has_sent = True
             if child.outcome.error is not None:
                 child.outcome.error.__notes__ = notes
     if piece:
@@ -385,12 +390,14 @@ def _stop_late(children: list[_Child]) -> None:
 
 
 def _kill(children: list[_Child]) -> None:
-    """Leave no process: those that have an outcome are at their end, the others are killed."""
+    """Leave no process: those that have sent an outcome leave by themselves, the others are killed."""
     for child in children:
-        if child.outcome is None or (child.outcome.error is not None and not child.outcome.was_killed):
+        if child.has_sent:
+            with contextlib.suppress(OSError):  # it is gone already
+                child.channel.shutdown(socket.SHUT_WR)
+        elif child.pid > 0:
             with contextlib.suppress(ProcessLookupError):
-                if child.pid > 0:
-                    os.kill(child.pid, signal.SIGKILL)
+                os.kill(child.pid, signal.SIGKILL)
     for child in children:
         _reap(child)
         child.channel.close()

@@ -321,18 +321,20 @@ def test_ranks_that_call_different_things() -> None:
 
 def test_late_peer_is_a_timeout_and_never_before_the_deadline() -> None:
     deadline_s = 0.4
+    reader, writer = os.pipe()  # rank 1 stays away until rank 0 has given up
 
     def rank(comm: weft.Communicator) -> tuple[float, tuple[int, ...], str, str]:
         with weft.ExpertParallel(comm, **SHAPE) as ep:
             ep.warmup()
             if comm.rank == 1:
-                time.sleep(3 * deadline_s)
+                os.read(reader, 1)
                 error = raised(lambda: ep.dispatch(X, IDX))
                 assert isinstance(error, weft.PeerTimeout)
                 return deadline_s, error.peers, str(error), error.op
             begin = time.monotonic()
             error = raised(lambda: ep.dispatch(X, IDX, deadline_s=deadline_s))
             seconds = time.monotonic() - begin
+            os.write(writer, b".")
             assert isinstance(error, weft.PeerTimeout)
             assert comm.broken
             assert str(raised(lambda: ep.dispatch(X, IDX))) == str(error), "the same error until a rebuild"
