@@ -55,9 +55,11 @@ def main(arguments: list[str]) -> int:
     configure()
     shared = hash_shared()
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        found = [text for text in pool.map(lambda path: tidy(path, shared), paths) if text]
-    print("\n".join(found), end="")
-    return bool(found)
+        num_bad = 0
+        for text in pool.map(lambda path: tidy(path, shared), paths):
+            num_bad += bool(text)
+            print(text, end="", flush=True)
+    return bool(num_bad)
 
 
 if __name__ == "__main__":
