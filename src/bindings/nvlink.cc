@@ -15,8 +15,8 @@ namespace weft::bindings {
 namespace {
 
 std::shared_ptr<nvlink::Window> make_window(std::shared_ptr<cpu::Communicator> comm, std::shared_ptr<nvlink::Gpu> gpu,
-                                            i32 num_experts, i32 top_k, i64 max_tokens, i64 max_row_bytes, i32 num_blocks,
-                                            u64 heap_bytes, double timeout_s) {
+                                            i32 num_experts, i32 top_k, i64 max_tokens, i64 max_row_bytes,
+                                            i32 num_blocks, u64 heap_bytes, double timeout_s) {
   WindowShape shape;
   shape.num_ranks = comm->num_ranks();
   shape.num_experts = num_experts;
@@ -25,8 +25,8 @@ std::shared_ptr<nvlink::Window> make_window(std::shared_ptr<cpu::Communicator> c
   shape.max_tokens = max_tokens;
   shape.max_row_bytes = max_row_bytes;
   const nb::gil_scoped_release release;
-  return std::make_shared<nvlink::Window>(std::move(comm), std::move(gpu), shape, heap_bytes, deadline_after_s(timeout_s),
-                                          signal_poll());
+  return std::make_shared<nvlink::Window>(std::move(comm), std::move(gpu), shape, heap_bytes,
+                                          deadline_after_s(timeout_s), signal_poll());
 }
 
 nb::object empty(nvlink::Window& window, const nvlink::Gpu& gpu, i64 num_rows, i64 columns, int dtype) {
@@ -52,8 +52,9 @@ void bind_dispatch_args(Args& args) {
       .def_rw("num_tokens", &DispatchArgs::num_tokens)
       .def_rw("row_bytes", &DispatchArgs::row_bytes)
       .def_rw("scale_row_bytes", &DispatchArgs::scale_row_bytes)
-      .def_prop_rw("dtype", [](const DispatchArgs& self) { return static_cast<int>(self.dtype); },
-                   [](DispatchArgs& self, int dtype) { self.dtype = static_cast<Dtype>(dtype); })
+      .def_prop_rw(
+          "dtype", [](const DispatchArgs& self) { return static_cast<int>(self.dtype); },
+          [](DispatchArgs& self, int dtype) { self.dtype = static_cast<Dtype>(dtype); })
       .def_rw("max_tokens", &DispatchArgs::max_tokens)
       .def_rw("capacity", &DispatchArgs::capacity)
       .def_rw("num_blocks", &DispatchArgs::num_blocks)
@@ -74,8 +75,9 @@ void bind_combine_args(Args& args) {
   args.def(nb::init<>())
       .def_rw("y", &CombineArgs::y)
       .def_rw("num_rows", &CombineArgs::num_rows)
-      .def_prop_rw("dtype", [](const CombineArgs& self) { return static_cast<int>(self.dtype); },
-                   [](CombineArgs& self, int dtype) { self.dtype = static_cast<Dtype>(dtype); })
+      .def_prop_rw(
+          "dtype", [](const CombineArgs& self) { return static_cast<int>(self.dtype); },
+          [](CombineArgs& self, int dtype) { self.dtype = static_cast<Dtype>(dtype); })
       .def_rw("hidden", &CombineArgs::hidden)
       .def_rw("num_tokens", &CombineArgs::num_tokens)
       .def_rw("slot", &CombineArgs::slot)
@@ -94,12 +96,12 @@ void bind_combine_args(Args& args) {
 void bind_nvlink(nb::module_& m) {
   using Guard = nb::call_guard<nb::gil_scoped_release>;
   using nvlink::DispatchResult;
-  nb::class_<nvlink::Gpu>(m, "Gpu")
-      .def(nb::new_([](int index, std::string nvrtc, std::string include, std::string cache) {
-             const nb::gil_scoped_release release;
-             return std::make_shared<nvlink::Gpu>(index, jit::CompilerPaths{nvrtc, include, cache});
-           }),
-           "index"_a, nb::kw_only(), "nvrtc"_a, "include"_a, "cache"_a);
+  nb::class_<nvlink::Gpu>(m, "Gpu").def(
+      nb::new_([](int index, std::string nvrtc, std::string include, std::string cache) {
+        const nb::gil_scoped_release release;
+        return std::make_shared<nvlink::Gpu>(index, jit::CompilerPaths{nvrtc, include, cache});
+      }),
+      "index"_a, nb::kw_only(), "nvrtc"_a, "include"_a, "cache"_a);
   nb::class_<nvlink::DispatchArgs> dispatch_args(m, "GpuDispatchArgs");
   bind_dispatch_args(dispatch_args);
   nb::class_<nvlink::CombineArgs> combine_args(m, "GpuCombineArgs");
@@ -113,12 +115,14 @@ void bind_nvlink(nb::module_& m) {
   nb::class_<nvlink::Window>(m, "GpuWindow")
       .def(nb::new_(&make_window), "comm"_a, "gpu"_a, nb::kw_only(), "num_experts"_a, "top_k"_a, "max_tokens"_a,
            "max_row_bytes"_a, "num_blocks"_a, "heap_bytes"_a, "timeout_s"_a = 100.0)
-      .def("dispatch", [](nvlink::Window& window, const nvlink::DispatchArgs& args) {
-        return window.dispatch(args, signal_poll());
-      }, "args"_a, Guard())
-      .def("combine", [](nvlink::Window& window, const nvlink::CombineArgs& args) {
-        window.combine(args, signal_poll());
-      }, "args"_a, Guard())
+      .def(
+          "dispatch",
+          [](nvlink::Window& window, const nvlink::DispatchArgs& args) { return window.dispatch(args, signal_poll()); },
+          "args"_a, Guard())
+      .def(
+          "combine",
+          [](nvlink::Window& window, const nvlink::CombineArgs& args) { window.combine(args, signal_poll()); },
+          "args"_a, Guard())
       .def("empty", &empty, "gpu"_a, "num_rows"_a, "cols"_a, "dtype"_a)
       .def("check", &nvlink::Window::check, Guard())
       .def("close", &nvlink::Window::close, Guard());

@@ -17,7 +17,7 @@ namespace weft::jit {
 Cache::Cache(std::string folder) : folder_(std::move(folder)) {
   if (folder_.empty()) return;
   mkdir(folder_.c_str(), 0700);
-  struct stat status {};
+  struct stat status{};
   if (lstat(folder_.c_str(), &status) != 0) return;
   usable_ = S_ISDIR(status.st_mode) && status.st_uid == geteuid() && (status.st_mode & 022) == 0;
 }
@@ -25,8 +25,9 @@ Cache::Cache(std::string folder) : folder_(std::move(folder)) {
 std::optional<std::string> Cache::read(const std::string& key) const {
   if (!usable_) return std::nullopt;
   const OwnedFd fd(open(path_of(key).c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
-  struct stat status {};
-  if (!fd.valid() || fstat(fd.get(), &status) != 0 || !S_ISREG(status.st_mode) || status.st_uid != geteuid()) return std::nullopt;
+  struct stat status{};
+  if (!fd.valid() || fstat(fd.get(), &status) != 0 || !S_ISREG(status.st_mode) || status.st_uid != geteuid())
+    return std::nullopt;
   std::string cubin(static_cast<size_t>(status.st_size), '\0');
   if (::read(fd.get(), cubin.data(), cubin.size()) != static_cast<ssize_t>(cubin.size())) return std::nullopt;
   return cubin;
@@ -45,7 +46,8 @@ std::string content_key(const std::string& content) {
   const u64 first = hash_bytes(content.data(), content.size());
   const u64 second = hash_bytes(content.data(), content.size(), first ^ 0x9e3779b97f4a7c15ull);
   char text[33];
-  std::snprintf(text, sizeof(text), "%016llx%016llx", static_cast<unsigned long long>(first), static_cast<unsigned long long>(second));
+  std::snprintf(text, sizeof(text), "%016llx%016llx", static_cast<unsigned long long>(first),
+                static_cast<unsigned long long>(second));
   return text;
 }
 

@@ -37,7 +37,8 @@ Compiler::Compiler(const CompilerPaths& paths, const std::string& arch)
     : nvrtc_(paths.nvrtc),
       cache_(paths.cache),
       // No fused multiply-add: the bits are those of the CPU. Machine code only: no PTX that a driver would compile again.
-      options_{"--gpu-architecture=" + arch, "--include-path=" + paths.include, "--std=c++20", "--fmad=false", "-default-device"},
+      options_{"--gpu-architecture=" + arch, "--include-path=" + paths.include, "--std=c++20", "--fmad=false",
+               "-default-device"},
       headers_key_(key_of_headers(paths.include)) {}
 
 std::string Compiler::cubin(const std::string& source) const {

@@ -48,7 +48,8 @@ Compiled Nvrtc::compile(const std::string& source, const std::vector<std::string
   compiled.log.resize(num_bytes);
   check(log_(guard.program, compiled.log.data()), "nvrtcGetProgramLog");
   if (status != 0) {
-    throw Error(ErrorCode::kCompileError, std::string("a kernel did not compile: ") + error_string_(status) + "\n" + compiled.log);
+    throw Error(ErrorCode::kCompileError,
+                std::string("a kernel did not compile: ") + error_string_(status) + "\n" + compiled.log);
   }
   check(cubin_size_(guard.program, &num_bytes), "nvrtcGetCUBINSize");
   compiled.cubin.resize(num_bytes);

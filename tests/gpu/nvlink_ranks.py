@@ -29,7 +29,7 @@ def nvrtc_paths() -> dict[str, str]:
 
     found = pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path
     include = Path(__file__).parents[2] / "include"
-    return {"nvrtc": str(found), "include": str(include), "cache": "/tmp/weft-kernels"}  # noqa: S108
+    return {"nvrtc": str(found), "include": str(include), "cache": "/tmp/weft-kernels"}
 
 
 class Rank:
@@ -39,13 +39,20 @@ class Rank:
         self.comm, self.gpu, self.device, self.shape = comm, gpu, torch.device("cuda", index), shape
         self.window = _native.GpuWindow(comm, gpu, **shape)
 
-    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_blocks: int, capacity: int = -1) -> dict[str, Any]:
+    def dispatch(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_blocks: int, capacity: int = -1
+    ) -> dict[str, Any]:
         ranks, experts = self.comm.num_ranks, self.shape["num_experts"]
-        new = lambda *size: torch.empty(size, dtype=torch.int32, device=self.device)  # noqa: E731
-        out = {
-            "slot": new(max(x.shape[0], 1), ranks), "row_start": new(ranks), "num_rows_to": new(ranks), "source_offset": new(ranks + 1),
-            "counts": new(experts // ranks), "offsets": new(ranks + 1), "num_rows": new(1),
-        }  # fmt: skip
+        sizes = {
+            "slot": (max(x.shape[0], 1), ranks),
+            "row_start": (ranks,),
+            "num_rows_to": (ranks,),
+            "source_offset": (ranks + 1,),
+            "counts": (experts // ranks,),
+            "offsets": (ranks + 1,),
+            "num_rows": (1,),
+        }
+        out = {name: torch.empty(size, dtype=torch.int32, device=self.device) for name, size in sizes.items()}
         args = _native.GpuDispatchArgs()
         args.x, args.topk_idx, args.topk_weights = x.data_ptr(), ids.data_ptr(), weights.data_ptr()
         args.num_tokens, args.row_bytes, args.dtype = x.shape[0], x.shape[1] * x.element_size(), DTYPES.get(x.dtype, 0)
@@ -54,12 +61,15 @@ class Rank:
         for name, tensor in out.items():
             setattr(args, name, tensor.data_ptr())
         result = self.window.dispatch(args)
-        out["x"], out["topk_idx"], out["topk_weights"] = (
+        received: dict[str, Any] = dict(out)
+        received["x"], received["topk_idx"], received["topk_weights"] = (
             torch.from_dlpack(part) for part in (result.x, result.topk_idx, result.topk_weights)
         )
-        return out
+        return received
 
-    def combine(self, y: torch.Tensor, sent: dict[str, Any], num_tokens: int, out: torch.Tensor, num_blocks: int) -> None:
+    def combine(
+        self, y: torch.Tensor, sent: dict[str, Any], num_tokens: int, out: torch.Tensor, num_blocks: int
+    ) -> None:
         args = _native.GpuCombineArgs()
         args.y, args.num_rows, args.dtype, args.hidden = y.data_ptr(), y.shape[0], DTYPES[y.dtype], y.shape[1]
         args.num_tokens, args.slot, args.row_start = num_tokens, sent["slot"].data_ptr(), sent["row_start"].data_ptr()
@@ -86,7 +96,9 @@ def check_case(rank: Rank, seed: int, num_blocks: int) -> None:
         same = torch.equal(got[name].cpu().view(torch.uint8), getattr(want[me], name).contiguous().view(torch.uint8))
         if not same:
             raise AssertionError(f"seed {seed}: rank {me}: {name} differs")
-    if not torch.equal(got["counts"].cpu(), want[me].num_tokens_per_expert) or not torch.equal(got["offsets"].cpu(), want[me].offsets):
+    if not torch.equal(got["counts"].cpu(), want[me].num_tokens_per_expert) or not torch.equal(
+        got["offsets"].cpu(), want[me].offsets
+    ):
         raise AssertionError(f"seed {seed}: rank {me}: counts differ")
     ys = [(part.x.float() * 1.5 + 0.1).to(dtype) for part in want]
     sums = reference.combine(ys, want)
@@ -98,17 +110,42 @@ def check_case(rank: Rank, seed: int, num_blocks: int) -> None:
     rank.window.check()
 
 
-def timed(call: Any, num_calls: int) -> float:
-    """Microseconds a call, back to back, best of three medians is left to the reader: this is one mean."""
+REFERENCE_SHAPE = {
+    "num_experts": 256,
+    "top_k": 8,
+    "max_tokens": 4096,
+    "max_row_bytes": 28672,
+    "num_blocks": 64,
+    "heap_bytes": 2 << 30,
+}
+
+
+def small_shape(num_ranks: int) -> dict[str, int]:
+    """Odd sizes, many calls: for the comparison with the reference."""
+    return {
+        "num_experts": 8 * num_ranks,
+        "top_k": 6,
+        "max_tokens": 200,
+        "max_row_bytes": 16384,
+        "num_blocks": 64,
+        "heap_bytes": 256 << 20,
+    }
+
+
+def timed(call: Any, num_calls: int = 10, num_rounds: int = 5) -> float:
+    """Microseconds a call: the median over rounds of calls back to back."""
     call()
     torch.cuda.synchronize()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(num_calls):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / num_calls * 1000
+    rounds = []
+    for _ in range(num_rounds):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(num_calls):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        rounds.append(begin.elapsed_time(end) / num_calls * 1000)
+    return sorted(rounds)[num_rounds // 2]
 
 
 def speed(rank: Rank, num_tokens: int, hidden: int, num_blocks: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -121,16 +158,18 @@ def speed(rank: Rank, num_tokens: int, hidden: int, num_blocks: int, dtype: torc
     remote = int(owner.sum()) - int(owner[:, rank.comm.rank].sum())
     row: dict[str, Any] = {"num_tokens": num_tokens, "dtype": str(dtype), "num_sms": num_blocks, "remote_rows": remote}
     capacity = ranks * num_tokens
-    if rank.comm.rank == 0:
-        print(json.dumps({"starting": row}), file=sys.stderr, flush=True)
-    row["dispatch_us"] = sorted(timed(lambda: rank.dispatch(x, ids, weights, num_blocks, capacity), 10) for _ in range(5))[2]
-    if rank.comm.rank == 0:
-        print(json.dumps({"so far": row}), file=sys.stderr, flush=True)
-    row["dispatch_exact_us"] = sorted(timed(lambda: rank.dispatch(x, ids, weights, num_blocks), 10) for _ in range(5))[2]
+    row["dispatch_us"] = sorted(
+        timed(lambda: rank.dispatch(x, ids, weights, num_blocks, capacity), 10) for _ in range(5)
+    )[2]
+    row["dispatch_exact_us"] = sorted(timed(lambda: rank.dispatch(x, ids, weights, num_blocks), 10) for _ in range(5))[
+        2
+    ]
     if dtype in (torch.bfloat16, torch.float16):
         got = rank.dispatch(x, ids, weights, num_blocks)
         out = torch.empty(num_tokens, hidden, dtype=dtype, device="cuda")
-        row["combine_us"] = sorted(timed(lambda: rank.combine(got["x"], got, num_tokens, out, num_blocks), 10) for _ in range(5))[2]
+        row["combine_us"] = sorted(
+            timed(lambda: rank.combine(got["x"], got, num_tokens, out, num_blocks), 10) for _ in range(5)
+        )[2]
         row["combine_wire_gbs"] = remote * hidden * 2 / row["combine_us"] / 1e3
     row["dispatch_wire_gbs"] = remote * hidden * x.element_size() / row["dispatch_us"] / 1e3
     rank.window.check()
@@ -147,14 +186,12 @@ def run_rank(index: int, num_ranks: int, pipe: Any, options: argparse.Namespace)
         pipe.send(listener.endpoint())
         comm = _native.Communicator.connect(index, pipe.recv(), listener, 60.0)
         gpu = _native.Gpu(torch.cuda.current_device(), **nvrtc_paths())
-        small = Rank(comm, gpu, torch.cuda.current_device(), {"num_experts": 8 * num_ranks, "top_k": 6, "max_tokens": 200, "max_row_bytes": 16384, "num_blocks": 64, "heap_bytes": 256 << 20})
+        small = Rank(comm, gpu, torch.cuda.current_device(), small_shape(num_ranks))
         for trial in range(options.trials):
             check_case(small, trial, (1, 4, 8, 16)[trial % 4])
         lines = [{"rank": index, "trials": options.trials, "ok": True}]
-        if index == 0:
-            print("trials done", file=sys.stderr, flush=True)
         if options.speed:
-            big = Rank(comm, gpu, torch.cuda.current_device(), {"num_experts": 256, "top_k": 8, "max_tokens": 4096, "max_row_bytes": 28672, "num_blocks": 64, "heap_bytes": 2 << 30})
+            big = Rank(comm, gpu, torch.cuda.current_device(), REFERENCE_SHAPE)
             for dtype, hidden in ((torch.bfloat16, 7168), (torch.uint8, 7168)):
                 for num_blocks in (8, 12, 16, 20, 24):
                     lines.append({"rank": index, **speed(big, 4096, hidden, num_blocks, dtype)})

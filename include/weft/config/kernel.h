@@ -30,7 +30,7 @@ struct CombineKernelConfig {
   i32 num_blocks = 1;
   i32 hidden = 8;
   i32 chunk = 8;  // elements of a row that a stage holds of every rank
-  i32 num_stages = 2;
+  i32 num_stages = 2;  // a multiple of kSumGroups
   Dtype dtype = Dtype::kBf16;
 
   WEFT_HD constexpr i32 chunk_bytes() const { return chunk * dtype_bytes(dtype); }
@@ -38,9 +38,10 @@ struct CombineKernelConfig {
   WEFT_HD constexpr i32 num_chunks() const { return (hidden + chunk - 1) / chunk; }
 };
 
-// Warps that store rows. A stage belongs to one of them for good: a warp that waits for phase n of a barrier has then seen
-// phase n - 1 end, without which a wait by parity could pass a phase too early.
+// Warps that store rows, groups of warps that sum them. A stage belongs to one of them for good: who waits for phase n of
+// a barrier has then seen phase n - 1 end, without which a wait by parity could pass a phase too early.
 constexpr i32 kStoreWarps = 2;
+constexpr i32 kSumGroups = 2;
 
 constexpr i32 kMaxGpuRanks = 16;  // ranks of one scale-up domain that a kernel addresses directly
 

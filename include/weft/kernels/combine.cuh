@@ -27,11 +27,14 @@ class Combine {
   static constexpr i32 kRanks = kConfig.num_ranks;
   static constexpr i32 kRowBytes = kConfig.hidden * dtype_bytes(kConfig.dtype);
   static constexpr i32 kVector = 16 / dtype_bytes(kConfig.dtype);  // elements of a 16-byte access
+  static constexpr i32 kGroupThreads = kSumThreads / kSumGroups;
+  static_assert(kConfig.num_stages % kSumGroups == 0);
   using Shared = CombineShared<kConfig>;
 
   __device__ Combine(const CombineKernelArgs& args, Shared& shared, u8* stages)
       : a_(args), s_(shared), stages_(stages), lane_(static_cast<i32>(threadIdx.x % ptx::kWarpLanes)) {
-    num_items_ = (args.num_tokens - static_cast<i32>(blockIdx.x) + kConfig.num_blocks - 1) / kConfig.num_blocks * kConfig.num_chunks();
+    num_items_ = (args.num_tokens - static_cast<i32>(blockIdx.x) + kConfig.num_blocks - 1) / kConfig.num_blocks *
+                 kConfig.num_chunks();
   }
 
   __device__ void run() {
@@ -40,7 +43,7 @@ class Combine {
     if (threadIdx.x == 0) {
       for (i32 stage = 0; stage < kConfig.num_stages; ++stage) {
         ptx::mbarrier_init(&s_.full[stage], 1);
-        ptx::mbarrier_init(&s_.empty[stage], kSumThreads / 32);
+        ptx::mbarrier_init(&s_.empty[stage], kGroupThreads / 32);
       }
       ptx::fence_mbarrier_init();
     }
@@ -138,14 +141,14 @@ class Combine {
   }
 
   __device__ void sum_rows() {
-    for (i32 item = 0; item < num_items_; ++item) {
+    const i32 thread = static_cast<i32>(threadIdx.x) % kGroupThreads;
+    for (i32 item = static_cast<i32>(threadIdx.x) / kGroupThreads; item < num_items_; item += kSumGroups) {
       const i32 idx = item % kConfig.num_stages;
       const i32 chunk = item % kConfig.num_chunks();
       const i32 token = token_of(item);
       wait_local(&s_.full[idx], (item / kConfig.num_stages) & 1);
       const u32 present = s_.present[idx];
-      for (i32 first = static_cast<i32>(threadIdx.x) * kVector; first < chunk_elements(chunk);
-           first += kSumThreads * kVector) {
+      for (i32 first = thread * kVector; first < chunk_elements(chunk); first += kGroupThreads * kVector) {
         sum_vector(stage(idx), present, token, chunk * kConfig.chunk + first, first);
       }
       __syncwarp();

@@ -52,6 +52,7 @@ class Dispatch {
   static constexpr i32 kLocal = kConfig.num_local_experts();
   static_assert(kConfig.num_stages % kStoreWarps == 0);
   using Shared = DispatchShared<kConfig>;
+  using Id = typename IdType<kConfig.topk_is_int64>::Type;
 
   __device__ Dispatch(const DispatchKernelArgs& args, Shared& shared, u8* dynamic)
       : a_(args),
@@ -112,14 +113,37 @@ class Dispatch {
     return is_valid && a_.view.is_active(static_cast<i32>(id) / kLocal) ? static_cast<i32>(id) : -1;
   }
 
+  // Ids of a token as they are, by 16-byte loads where rows divide so; -1 beyond the last token.
+  __device__ void read_ids(i32 token, Id (&ids)[kTopk]) const {
+    constexpr i32 kPer = 16 / static_cast<i32>(sizeof(Id));
+    struct alignas(16) Packed {
+      Id value[kPer];
+    };
+#pragma unroll
+    for (i32 k = 0; k < kTopk; ++k) ids[k] = -1;
+    if (token >= a_.num_tokens) return;
+    const Id* row = static_cast<const Id*>(a_.topk_idx) + static_cast<i64>(token) * kTopk;
+    if constexpr (kTopk % kPer == 0) {
+#pragma unroll
+      for (i32 k = 0; k < kTopk; k += kPer) {
+        const Packed packed = *reinterpret_cast<const Packed*>(row + k);
+#pragma unroll
+        for (i32 idx = 0; idx < kPer; ++idx) ids[k + idx] = packed.value[idx];
+      }
+    } else {
+#pragma unroll
+      for (i32 k = 0; k < kTopk; ++k) ids[k] = row[k];
+    }
+  }
+
   // Bit r: the token has a pick on rank r.
-  __device__ u32 ranks_of(i32 token, bool counts_experts) {
+  __device__ u32 ranks_of(const Id (&ids)[kTopk], bool counts_experts) {
     u32 mask = 0;
-    if (token >= a_.num_tokens) return mask;
 #pragma unroll
     for (i32 k = 0; k < kTopk; ++k) {
-      const i32 expert = expert_at(token, k);
-      if (expert < 0) continue;
+      if (ids[k] < 0 || ids[k] >= kConfig.num_experts) continue;
+      const i32 expert = static_cast<i32>(ids[k]);
+      if (!a_.view.is_active(expert / kLocal)) continue;
       mask |= 1u << (expert / kLocal);
       if (counts_experts) atomicAdd(&s_.histogram[expert], 1);
     }
@@ -129,17 +153,27 @@ class Dispatch {
   // Every block counts every token, so that no block waits for another; block 0 counts experts too.
   __device__ void count_rows() {
     const i32 num_groups = (a_.num_tokens + 31) / 32;
-    for (i32 group = warp_; group < num_groups; group += kWarps) {
-      const u32 mask = ranks_of(group * 32 + lane_, blockIdx.x == 0);
+    constexpr i32 kAhead = kTopk <= 8 ? 4 : kTopk <= 16 ? 2 : 1;  // groups whose ids are on their way together
+    for (i32 first = warp_; first < num_groups; first += kWarps * kAhead) {
+      Id ids[kAhead][kTopk];
 #pragma unroll
-      for (i32 rank = 0; rank < kRanks; ++rank) {
-        const u32 goers = __ballot_sync(0xffffffffu, (mask >> rank & 1u) != 0);
-        if (lane_ == 0) g_.goers[rank][group] = goers;
-      }
+      for (i32 step = 0; step < kAhead; ++step) read_ids((first + step * kWarps) * 32 + lane_, ids[step]);
+#pragma unroll
+      for (i32 step = 0; step < kAhead; ++step) count_group(first + step * kWarps, num_groups, ids[step]);
     }
     __syncthreads();
     for (i32 rank = warp_; rank < kRanks; rank += kWarps) sum_groups(rank, num_groups);
     __syncthreads();
+  }
+
+  __device__ void count_group(i32 group, i32 num_groups, const Id (&ids)[kTopk]) {
+    const u32 mask = ranks_of(ids, blockIdx.x == 0);
+    if (group >= num_groups) return;
+#pragma unroll
+    for (i32 rank = 0; rank < kRanks; ++rank) {
+      const u32 goers = __ballot_sync(0xffffffffu, (mask >> rank & 1u) != 0);
+      if (lane_ == 0) g_.goers[rank][group] = goers;
+    }
   }
 
   // One warp: prefix sums over the groups.
@@ -269,8 +303,8 @@ class Dispatch {
       ptx::mbarrier_arrive_expect(&s_.full[idx], kConfig.row_bytes + kConfig.scale_row_bytes);
       ptx::bulk_load(stage(idx), a_.x + token * kConfig.row_bytes, kConfig.row_bytes, &s_.full[idx]);
       if constexpr (kConfig.scale_row_bytes > 0) {
-        ptx::bulk_load(stage(idx) + kConfig.row_bytes, a_.scales + token * kConfig.scale_row_bytes, kConfig.scale_row_bytes,
-                       &s_.full[idx]);
+        ptx::bulk_load(stage(idx) + kConfig.row_bytes, a_.scales + token * kConfig.scale_row_bytes,
+                       kConfig.scale_row_bytes, &s_.full[idx]);
       }
     }
   }
@@ -288,8 +322,8 @@ class Dispatch {
         if (slot < 0 || slot >= s_.room[rank]) continue;
         ptx::bulk_store(s_.x[rank] + static_cast<i64>(slot) * kConfig.row_bytes, stage(idx), kConfig.row_bytes);
         if constexpr (kConfig.scale_row_bytes > 0) {
-          ptx::bulk_store(s_.scales[rank] + static_cast<i64>(slot) * kConfig.scale_row_bytes, stage(idx) + kConfig.row_bytes,
-                          kConfig.scale_row_bytes);
+          ptx::bulk_store(s_.scales[rank] + static_cast<i64>(slot) * kConfig.scale_row_bytes,
+                          stage(idx) + kConfig.row_bytes, kConfig.scale_row_bytes);
         }
       }
       ptx::bulk_commit();
@@ -318,7 +352,6 @@ class Dispatch {
   }
 
   __device__ void store_ids_of(i32 token, i32 rank, i32 slot) {
-    using Id = typename IdType<kConfig.topk_is_int64>::Type;
     struct alignas(16) Quad {
       float value[4];
     };

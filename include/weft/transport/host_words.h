@@ -13,7 +13,7 @@ struct HostWords {
   u64 finished_sequence = 0;  // kernel: last operation that ended
   u64 counted_sequence = 0;   // kernel: num_rows below belongs to this operation
   i64 num_rows = 0;
-  ErrorRecord error = {};     // kernel: first reason (R9); its code is an ErrorCause
+  ErrorRecord error = {};  // kernel: first reason (R9); its code is an ErrorCause
 };
 
 enum class ErrorCause : u32 { kNone = 0, kDeadline = 1, kAborted = 2, kMismatch = 3, kBadPeerWord = 4 };

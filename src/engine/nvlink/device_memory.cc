@@ -16,7 +16,8 @@ cuda::AllocationProp properties(cuda::Device device) {
 uint64_t rounded(cuda::Device device, uint64_t bytes) {
   const cuda::AllocationProp prop = properties(device);
   size_t granularity = 0;
-  cuda::check(cuda::driver().granularity(&granularity, &prop, cuda::kGranularityRecommended), "cuMemGetAllocationGranularity");
+  cuda::check(cuda::driver().granularity(&granularity, &prop, cuda::kGranularityRecommended),
+              "cuMemGetAllocationGranularity");
   return align_up(bytes, granularity);
 }
 
@@ -62,8 +63,9 @@ DeviceMemory DeviceMemory::create(cuda::Device device, uint64_t bytes, OwnedFd* 
 DeviceMemory DeviceMemory::attach(cuda::Device device, const OwnedFd& fd, uint64_t bytes) {
   const cuda::Driver& driver = cuda::driver();
   cuda::AllocationHandle handle = 0;
-  cuda::check(driver.import_handle(&handle, reinterpret_cast<void*>(static_cast<intptr_t>(fd.get())), cuda::kHandlePosixFd),
-              "cuMemImportFromShareableHandle");
+  cuda::check(
+      driver.import_handle(&handle, reinterpret_cast<void*>(static_cast<intptr_t>(fd.get())), cuda::kHandlePosixFd),
+      "cuMemImportFromShareableHandle");
   DeviceMemory memory;
   memory.map(device, handle, bytes);
   driver.mem_release(handle);

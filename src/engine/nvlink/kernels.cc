@@ -4,6 +4,7 @@
 
 #include "base/status.h"
 #include "weft/kernels/arguments.h"
+#include "weft/layout/checked.h"
 
 namespace weft::nvlink {
 namespace {
@@ -28,39 +29,45 @@ int attribute(cuda::Device device, int which) {
   return value;
 }
 
-std::string field(const char* name, i64 value) { return std::string(".") + name + " = " + std::to_string(value) + ", "; }
+std::string field(const char* name, i64 value) {
+  return std::string(".") + name + " = " + std::to_string(value) + ", ";
+}
 
 std::string entry(const char* kernel, const char* config_type, const std::string& fields, const char* args_type,
                   const char* num_threads) {
-  return std::string("#include \"weft/kernels/") + kernel + ".cuh\"\n" + "constexpr weft::" + config_type + " kConfig{" +
-         fields + "};\n" + "extern \"C\" __global__ void __launch_bounds__(weft::kernels::" + num_threads +
-         ", 1) weft_kernel(const __grid_constant__ weft::kernels::" + args_type + " args) {\n  weft::kernels::" + kernel +
-         "<kConfig>(args);\n}\n";
+  return std::string("#include \"weft/kernels/") + kernel + ".cuh\"\n" + "constexpr weft::" + config_type +
+         " kConfig{" + fields + "};\n" +
+         "extern \"C\" __global__ void __launch_bounds__(weft::kernels::" + num_threads +
+         ", 1) weft_kernel(const __grid_constant__ weft::kernels::" + args_type +
+         " args) {\n  weft::kernels::" + kernel + "<kConfig>(args);\n}\n";
 }
 
 }  // namespace
 
 std::string render(const DispatchKernelConfig& config) {
   return entry("dispatch", "DispatchKernelConfig",
-               field("num_ranks", config.num_ranks) + field("num_experts", config.num_experts) + field("top_k", config.top_k) +
-                   field("num_blocks", config.num_blocks) + field("row_bytes", config.row_bytes) +
-                   field("scale_row_bytes", config.scale_row_bytes) + field("num_stages", config.num_stages) + field("num_groups", config.num_groups) +
+               field("num_ranks", config.num_ranks) + field("num_experts", config.num_experts) +
+                   field("top_k", config.top_k) + field("num_blocks", config.num_blocks) +
+                   field("row_bytes", config.row_bytes) + field("scale_row_bytes", config.scale_row_bytes) +
+                   field("num_stages", config.num_stages) + field("num_groups", config.num_groups) +
                    field("topk_is_int64", config.topk_is_int64 ? 1 : 0) + field("is_cached", config.is_cached ? 1 : 0),
                "DispatchKernelArgs", "kDispatchThreads");
 }
 
 std::string render(const CombineKernelConfig& config) {
   return entry("combine", "CombineKernelConfig",
-               field("num_ranks", config.num_ranks) + field("num_blocks", config.num_blocks) + field("hidden", config.hidden) +
-                   field("chunk", config.chunk) + field("num_stages", config.num_stages) +
-                   ".dtype = static_cast<weft::Dtype>(" + std::to_string(static_cast<int>(config.dtype)) + ")",
+               field("num_ranks", config.num_ranks) + field("num_blocks", config.num_blocks) +
+                   field("hidden", config.hidden) + field("chunk", config.chunk) +
+                   field("num_stages", config.num_stages) + ".dtype = static_cast<weft::Dtype>(" +
+                   std::to_string(static_cast<int>(config.dtype)) + ")",
                "CombineKernelArgs", "kCombineThreads");
 }
 
 DispatchKernelConfig with_stages(DispatchKernelConfig config, int shared_bytes) {
   const int room = shared_bytes - kStaticSharedBytes - config.group_bytes();
   if (room < 2 * config.stage_bytes()) {
-    throw_unsupported("dispatch of " + std::to_string(32 * config.num_groups) + " tokens to " + std::to_string(config.num_ranks) +
+    throw_unsupported("dispatch of " + std::to_string(32 * config.num_groups) + " tokens to " +
+                      std::to_string(config.num_ranks) +
                       " ranks at once does not fit the shared memory of an SM; need: fewer tokens a call");
   }
   config.num_stages = std::min(room / config.stage_bytes(), kMaxStages) / kStoreWarps * kStoreWarps;
@@ -68,7 +75,13 @@ DispatchKernelConfig with_stages(DispatchKernelConfig config, int shared_bytes) 
 }
 
 CombineKernelConfig with_stages(CombineKernelConfig config, int shared_bytes) {
-  config.num_stages = std::clamp((shared_bytes - kStaticSharedBytes) / config.stage_bytes(), 1, kMaxStages);
+  constexpr int kEnoughStages = 4;
+  constexpr i32 kSmallestChunk = 64;
+  const auto room = [&] { return std::min((shared_bytes - kStaticSharedBytes) / config.stage_bytes(), kMaxStages); };
+  while (room() < kEnoughStages && config.chunk > kSmallestChunk) {
+    config.chunk = static_cast<i32>(align_up(static_cast<u64>(config.chunk) / 2, 8));
+  }
+  config.num_stages = room() / kSumGroups * kSumGroups;
   return config;
 }
 
@@ -87,7 +100,8 @@ const Kernel& Kernels::prepare(const DispatchKernelConfig& config) {
 }
 
 const Kernel& Kernels::prepare(const CombineKernelConfig& config) {
-  return prepare(render(config), kernels::kCombineThreads, static_cast<unsigned>(config.num_stages * config.stage_bytes()));
+  return prepare(render(config), kernels::kCombineThreads,
+                 static_cast<unsigned>(config.num_stages * config.stage_bytes()));
 }
 
 const Kernel& Kernels::prepare(const std::string& source, unsigned num_threads, unsigned shared_bytes) {
@@ -101,8 +115,9 @@ const Kernel& Kernels::prepare(const std::string& source, unsigned num_threads, 
   kernel.num_threads = num_threads;
   kernel.shared_bytes = shared_bytes;
   cuda::check(cuda::driver().module_get_function(&kernel.function, module, "weft_kernel"), "cuModuleGetFunction");
-  cuda::check(cuda::driver().function_set_attribute(kernel.function, cuda::kMaxDynamicShared, static_cast<int>(shared_bytes)),
-              "cuFuncSetAttribute");
+  cuda::check(
+      cuda::driver().function_set_attribute(kernel.function, cuda::kMaxDynamicShared, static_cast<int>(shared_bytes)),
+      "cuFuncSetAttribute");
   return loaded_.emplace(source, kernel).first->second;
 }
 

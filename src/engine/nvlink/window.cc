@@ -6,6 +6,7 @@
 #include "base/clock.h"
 #include "engine/cpu/rows.h"
 #include "weft/ptx/memory.h"
+#include "weft/sync/wait.h"
 
 namespace weft::nvlink {
 namespace {
@@ -73,14 +74,17 @@ void Window::close() {
   peers_.clear();
 }
 
-u32* Window::num_ended() const { return reinterpret_cast<u32*>(control_.data() + align_up(layout_.total_bytes, kCacheLine)); }
+u32* Window::num_ended() const {
+  return reinterpret_cast<u32*>(control_.data() + align_up(layout_.total_bytes, kCacheLine));
+}
 
 Window::Memory Window::allocate() const {
   Memory memory;
   memory.control = DeviceMemory::create(gpu_->device, layout_.total_bytes + 2 * kCacheLine, &memory.control_fd);
   memory.heap = std::make_shared<ReceiveHeap>(gpu_->device, heap_bytes_, &memory.heap_fd);
   // New memory is zeroed: no word of another life is ever read.
-  cuda::check(cuda::driver().memset_async(memory.control.address(), 0, memory.control.bytes(), nullptr), "cuMemsetD8Async");
+  cuda::check(cuda::driver().memset_async(memory.control.address(), 0, memory.control.bytes(), nullptr),
+              "cuMemsetD8Async");
   cuda::check(cuda::driver().stream_synchronize(nullptr), "cuStreamSynchronize");
   return memory;
 }
@@ -102,7 +106,8 @@ void Window::connect(ControlPlane* plane, const std::vector<int>& ranks, u64 tag
   for (int rank : ranks) {
     view.active_mask |= 1u << rank;
     MemoryOffer offer{};
-    if (parcels[rank].bytes.size() != sizeof(offer) || parcels[rank].fds.size() != 2) throw_internal("a malformed window");
+    if (parcels[rank].bytes.size() != sizeof(offer) || parcels[rank].fds.size() != 2)
+      throw_internal("a malformed window");
     std::memcpy(&offer, parcels[rank].bytes.data(), sizeof(offer));
     if (std::memcmp(&offer.shape, &shape_, sizeof(shape_)) != 0) {
       throw_invalid_argument("the window of rank " + std::to_string(rank) + " has another shape; shapes must be equal");
@@ -137,7 +142,8 @@ std::optional<Block> Window::reserve(u64 num_bytes) {
   block.num_bytes = num_bytes;
   block.in_heap = true;
   block.offset = *offset;
-  block.owner = std::shared_ptr<void>(block.data, [heap = heap_, start = *offset](void*) { heap->heap.release(start); });
+  block.owner =
+      std::shared_ptr<void>(block.data, [heap = heap_, start = *offset](void*) { heap->heap.release(start); });
   return block;
 }
 
@@ -185,7 +191,8 @@ DispatchResult Window::dispatch(const DispatchArgs& args, const Poll& poll) {
   const i64 max_rows = args.capacity >= 0 ? args.capacity : shape_.num_ranks * args.max_tokens;
   const auto reserve_rows = [&](i64 row_bytes) {
     std::optional<Block> block = reserve(static_cast<u64>(max_rows * row_bytes));
-    if (!block) throw Error(ErrorCode::kCapacityExceeded, "heap_bytes: no room for " + std::to_string(max_rows) + " rows");
+    if (!block)
+      throw Error(ErrorCode::kCapacityExceeded, "heap_bytes: no room for " + std::to_string(max_rows) + " rows");
     return std::move(*block);
   };
   const i64 id_bytes = shape_.top_k * (args.topk_is_int64 ? 8 : 4);
@@ -252,7 +259,7 @@ void Window::combine(const CombineArgs& args, const Poll&) {
   config.hidden = static_cast<i32>(args.hidden);
   config.dtype = args.dtype;
   // Small enough chunks for several tokens in flight, large enough for the wire (docs/protocols/nvlink-combine.md).
-  constexpr i32 kChunkBytes = 3584;
+  constexpr i32 kChunkBytes = 7168;
   const i32 vector = 16 / dtype_bytes(args.dtype);
   config.chunk = std::min(config.hidden, kChunkBytes / dtype_bytes(args.dtype) / vector * vector);
   const Kernel& kernel = gpu_->kernels->prepare(with_stages(config, gpu_->kernels->shared_bytes()));
@@ -294,17 +301,43 @@ void Window::combine(const CombineArgs& args, const Poll&) {
 
 // ---- failure
 
-void Window::wait_for_counts(u64 stream, const Poll& poll) {
-  constexpr u64 kLookNs = 20'000'000;
-  u64 next_look_ns = now_ns() + kLookNs;
-  while (ptx::ld_acquire_sys(&host_->counted_sequence) < sequence_) {
-    if (host_->error.code != 0) raise_error();
-    if (now_ns() < next_look_ns) continue;
-    next_look_ns = now_ns() + kLookNs;
-    if (poll) poll();
-    const cuda::Result state = cuda::driver().stream_query(reinterpret_cast<cuda::Stream>(stream));
-    if (state != cuda::kSuccess && state != kNotReady) cuda::check(state, "a kernel before or in dispatch");
+namespace {
+
+// The host's wait for a kernel: the kernel has the deadline, the host looks for Ctrl-C and for a GPU that has failed.
+class StreamPause {
+ public:
+  StreamPause(u64 stream, const Poll& poll) : stream_(stream), poll_(poll) {}
+
+  sync::PauseResult turn() {
+    constexpr u64 kLookNs = 20'000'000;
+    const u64 now = now_ns();
+    if (next_look_ns_ == 0) next_look_ns_ = now + kLookNs;
+    if (now < next_look_ns_) return sync::PauseResult::kLookAgain;
+    next_look_ns_ = now + kLookNs;
+    if (poll_) poll_();
+    const cuda::Result state = cuda::driver().stream_query(reinterpret_cast<cuda::Stream>(stream_));
+    if (state == kNotReady) return sync::PauseResult::kLookAgain;
+    cuda::check(state, "a kernel before or in dispatch");
+    return sync::PauseResult::kAbort;  // the stream has run dry
   }
+
+ private:
+  u64 stream_;
+  const Poll& poll_;
+  u64 next_look_ns_ = 0;
+};
+
+}  // namespace
+
+void Window::wait_for_counts(u64 stream, const Poll& poll) {
+  StreamPause pause(stream, poll);
+  const auto is_told = [&] {
+    return ptx::ld_acquire_sys(&host_->counted_sequence) >= sequence_ ||
+           __atomic_load_n(&host_->error.code, __ATOMIC_ACQUIRE) != 0;
+  };
+  const sync::WaitResult result = sync::wait_until(is_told, pause);
+  check();
+  if (result != sync::WaitResult::kReady) throw_internal("dispatch ended without counts");
 }
 
 void Window::check() {
@@ -340,6 +373,8 @@ void Window::leave_waits() { ptx::st_release_sys(&host_->abort, 1); }
 
 void Window::record_error(const AbortReason&) { heap_->heap.quarantine(); }
 
-bool Window::is_busy() const { return ptx::ld_acquire_sys(&host_->finished_sequence) < sequence_ && host_->error.code == 0; }
+bool Window::is_busy() const {
+  return ptx::ld_acquire_sys(&host_->finished_sequence) < sequence_ && host_->error.code == 0;
+}
 
 }  // namespace weft::nvlink

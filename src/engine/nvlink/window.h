@@ -35,7 +35,8 @@ class Gpu {
 };
 
 struct ReceiveHeap {
-  ReceiveHeap(cuda::Device device, u64 bytes, OwnedFd* fd) : memory(DeviceMemory::create(device, bytes, fd)), heap(bytes) {}
+  ReceiveHeap(cuda::Device device, u64 bytes, OwnedFd* fd)
+      : memory(DeviceMemory::create(device, bytes, fd)), heap(bytes) {}
   DeviceMemory memory;
   Heap heap;
 };
@@ -107,7 +108,8 @@ class Window : public cpu::MemberWindow {
   };
 
   Memory allocate() const;
-  void connect(ControlPlane* plane, const std::vector<int>& ranks, u64 tag, Memory memory, u64 deadline_ns, const Poll& poll);
+  void connect(ControlPlane* plane, const std::vector<int>& ranks, u64 tag, Memory memory, u64 deadline_ns,
+               const Poll& poll);
   void begin(const OperationConfig& config, u64 timeout_ns);
   void launch(const Kernel& kernel, i32 num_blocks, u64 stream, void* args);
   void wait_for_counts(u64 stream, const Poll& poll);
