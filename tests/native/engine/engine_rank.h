@@ -207,7 +207,7 @@ class EngineRank {
     if (call.output_in_heap) block = window_->reserve(num_bytes);
     if (!block) ordinary.resize(num_bytes);
     u8* y = block ? block->data : ordinary.data();
-    std::memset(y, 0xff, num_bytes);  // NaN: what must not be read shows
+    std::fill_n(y, num_bytes, u8{0xff});  // NaN: what must not be read shows
     const bool by_rank = call.layout == Layout::kRankMajor;
     const i64 sides_a_row = by_rank ? shape_.top_k : 1;
     std::vector<float> side(static_cast<size_t>(num_rows * sides_a_row), -12345.0f);

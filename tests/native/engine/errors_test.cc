@@ -180,6 +180,30 @@ TEST(closed_windows_and_communicators) {
   });
 }
 
+// Ranks leave their last call one by one: who is done may close while others still wait for a third.
+TEST(a_goodbye_ends_only_what_needs_its_sender) {
+  for (int trial = 0; trial < 20; ++trial) {
+    with_ranks(20, [&](EngineRank& rank) {
+      rank.run(0);
+      if (rank.rank() == trial % kNumRanks) usleep(4000);
+      rank.barrier();
+      if (trial % 2 != 0) rank.run(static_cast<u64>(trial));
+      rank.comm().close();
+    });
+  }
+}
+
+TEST(a_rank_that_closes_instead_of_calling_is_named) {
+  with_ranks(21, [](EngineRank& rank) {
+    rank.run(0);
+    if (rank.rank() == 1) return rank.comm().close();
+    CHECK_ERROR(kPeerLost, {1}, rank.run(1));
+    CHECK_ERROR(kPeerLost, {1}, rank.run(2));
+    rank.rebuild({0, 2});
+    rank.run(3);
+  });
+}
+
 TEST(a_second_thread_is_turned_away) {
   with_ranks(6, [](EngineRank& rank) {
     rank.run(0);
