@@ -27,6 +27,7 @@ torch.utils.checkpoint it is noticed, but its weights get no gradient; no double
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from typing import Any, NamedTuple
 
@@ -175,6 +176,8 @@ class _Keeper:
         self.record = record
 
     def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
         record, calls = self.record, self.record.calls
         is_recomputation = torch._C._current_graph_task_id() != -1  # torch.utils.checkpoint, inside a backward
         if record.is_done or is_recomputation or calls.closed or calls.comm.broken:

@@ -295,7 +295,8 @@ const void* CombineCall::own_row(i64 meta_row) {
 void CombineCall::read_side(i64 token, int contributor, const float* values) {
   for (i64 k = 0; k < top_k_; ++k) {
     const i32 expert = send_.expert()[token * top_k_ + k];
-    if (expert >= 0 && experts_.rank_of(expert) == contributor) a_.side_out[token * top_k_ + k] = 0.0f + values[k];  // a sum from +0: -0 becomes +0
+    if (expert >= 0 && experts_.rank_of(expert) == contributor)
+      a_.side_out[token * top_k_ + k] = 0.0f + values[k];  // a sum from +0: -0 becomes +0
   }
 }
 

@@ -17,11 +17,12 @@ namespace weft::cpu {
 class MemberWindow {
  public:
   virtual ~MemberWindow() = default;
-  virtual void leave_waits() = 0;                          // any thread: every wait that is not satisfied ends
+  virtual void leave_waits() = 0;                            // any thread: every wait that is not satisfied ends
   virtual void record_error(const AbortReason& reason) = 0;  // R9
-  virtual bool is_busy() const = 0;                        // an operation is in flight
+  virtual bool is_busy() const = 0;                          // an operation is in flight
   // Fresh memory for the members of a new epoch, collective (R13, R14).
-  virtual void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u64 deadline_ns, const Poll& poll) = 0;
+  virtual void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u64 deadline_ns,
+                     const Poll& poll) = 0;
 };
 
 // "dispatch", "combine", "barrier"

@@ -6,6 +6,7 @@
 
 namespace weft::cpu {
 
+// NOLINTNEXTLINE(readability-function-size): a parameter for each thing that the call and its handle must agree on
 void check_plans(const i32* send_plan, const i32* recv_plan, i64 recv_len, i64 num_tokens, Layout layout, i64 capacity,
                  const PlanIdentity& identity) {
   if (send_plan == nullptr || recv_plan == nullptr || recv_len < kPlanHeaderInts)
