@@ -34,7 +34,7 @@ std::map<ino_t, Mapping>& mappings() {
 }  // namespace
 
 void* __wrap_mmap(void* address, size_t bytes, int protection, int flags, int fd, off_t offset) {
-  struct stat file {};
+  struct stat file{};
   if (fd < 0 || (flags & MAP_FIXED) != 0 || fstat(fd, &file) != 0) {
     return __real_mmap(address, bytes, protection, flags, fd, offset);
   }
