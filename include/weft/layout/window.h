@@ -43,6 +43,7 @@ struct alignas(kCacheLine) ControlWords {
   u64 owner = 0;                         // non-zero while an operation is in flight (R5)
   u64 abort = 0;                         // non-zero: leave every wait that is not satisfied (R7)
   u64 deadline_ns = 0;                   // of the operation in flight, on the clock of ptx/clock.h (R4)
+  u64 closed_peers = 0;                  // bit r: rank r has closed and sends nothing any more
   alignas(kCacheLine) u32 doorbell = 0;  // grows whenever a peer has written a signal
   u32 num_sleepers = 0;
   alignas(kCacheLine) ErrorRecord error = {};

@@ -62,6 +62,7 @@ std::vector<Parcel> Communicator::exchange(u64 tag, const std::vector<std::byte>
 void Communicator::add_window(MemberWindow* window) {
   const std::lock_guard lock(mutex_);
   windows_.push_back(window);
+  if (closed_ranks_ != 0) window->notice_closed(closed_ranks_);
   if (reason_.code != AbortCode::kNone) window->leave_waits();
 }
 
@@ -72,7 +73,7 @@ void Communicator::remove_window(MemberWindow* window) {
 
 bool Communicator::is_broken() const {
   const std::lock_guard lock(mutex_);
-  return reason_.code != AbortCode::kNone && reason_.code != AbortCode::kPeerClosed;
+  return reason_.code != AbortCode::kNone;
 }
 
 bool Communicator::is_closed() const {
@@ -121,7 +122,12 @@ Error Communicator::error_of(const AbortReason& reason) const {
 
 AbortReason Communicator::reason() const {
   const std::lock_guard lock(mutex_);
-  return reason_;
+  if (reason_.code != AbortCode::kNone || (closed_ranks_ & active_mask_) == 0) return reason_;
+  AbortReason closed;
+  closed.code = AbortCode::kPeerClosed;
+  closed.rank = __builtin_ctzll(closed_ranks_ & active_mask_);
+  closed.reporter = rank_;
+  return closed;
 }
 
 void Communicator::adopt(const AbortReason& reason) {
@@ -136,6 +142,12 @@ void Communicator::on_abort(const AbortReason& reason) {
     const std::lock_guard lock(mutex_);
     const bool from_plane = reason.epoch == 0;
     if (from_plane && !is_active(reason.rank)) return;
+    if (from_plane && reason.code == AbortCode::kPeerClosed) {
+      // It had sent all it owed before: only what still waits for it ends.
+      closed_ranks_ |= u64{1} << reason.rank;
+      for (MemberWindow* window : windows_) window->notice_closed(closed_ranks_);
+      return;
+    }
     if (!from_plane && reason.epoch < epoch_) return;
     if (!from_plane && reason.epoch > epoch_) {
       early_.push_back(reason);
@@ -258,6 +270,7 @@ void Communicator::enter_epoch(const std::vector<int>& ranks, u16 epoch) {
     active_ = ranks;
     active_mask_ = mask_of(ranks);
     reason_ = AbortReason{};
+    closed_ranks_ &= active_mask_;
     num_attempts_.clear();
     early = std::exchange(early_, {});
   }

@@ -17,6 +17,7 @@ namespace weft::cpu {
 class MemberWindow {
  public:
   virtual ~MemberWindow() = default;
+  virtual void notice_closed(u64 ranks) = 0;                 // any thread: what waits for one of them ends
   virtual void leave_waits() = 0;                            // any thread: every wait that is not satisfied ends
   virtual void record_error(const AbortReason& reason) = 0;  // R9
   virtual bool is_busy() const = 0;                          // an operation is in flight
@@ -67,7 +68,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // Ends an operation for everyone: the first reason is kept, published and thrown as a typed error (R9).
   [[noreturn]] void fail(const AbortReason& reason);
-  // Throws the reason that is there already, and lets the others know of it.
+  // Throws the reason that is there already (a peer that closed, if there is no other), and lets the others know of it.
   [[noreturn]] void leave_broken();
   // As fail(), for a caller that has an exception of its own to throw (Ctrl-C).
   void give_up(const AbortReason& reason);
@@ -96,6 +97,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   mutable std::mutex mutex_;  // guards what follows; never held while calling the control plane
   std::vector<MemberWindow*> windows_;
+  u64 closed_ranks_ = 0;            // said goodbye; the next operation with them breaks
   AbortReason reason_;              // code kNone: not broken
   std::vector<AbortReason> early_;  // of an epoch this rank has not entered yet
   bool closed_ = false;

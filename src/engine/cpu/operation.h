@@ -52,18 +52,23 @@ class Operation {
   void wait_all(Phase phase);
   bool has_header(Phase phase, int peer) const;
 
-  // Waits until ready(); late(peer) tells who is to blame if the deadline comes first.
+  // Waits until ready(); late(peer) tells who is to blame if the deadline comes first, or that peer has closed.
   template <class Ready, class Late>
   void wait(Phase phase, const Ready& ready, const Late& late) {
     SleepingPause pause(window_.words(), deadline_ns_, poll_);
+    const auto ready_or_hopeless = [&] { return ready() || late_and_closed(late) >= 0; };
     sync::WaitResult result;
     try {
-      result = sync::wait_until(ready, pause);
+      result = sync::wait_until(ready_or_hopeless, pause);
     } catch (...) {
       give_up(phase);
       throw;
     }
-    if (result == sync::WaitResult::kReady) return;
+    if (result == sync::WaitResult::kReady) {
+      const int closed = ready() ? -1 : late_and_closed(late);
+      if (closed < 0) return;
+      window_.comm_->fail(reason(AbortCode::kPeerClosed, phase, closed));
+    }
     u64 late_peers = 0;
     for (int peer : peers_) late_peers |= late(peer) ? u64{1} << peer : 0;
     break_off(result, phase, late_peers);
@@ -83,6 +88,16 @@ class Operation {
     auto* cell = reinterpret_cast<u64*>(control + window_.layout_.header(phase, turn_.sequence, rank_));
     sync::send_header(cell, sync::pack_header(turn_, print), write_payload);
     ring_doorbell(reinterpret_cast<ControlWords*>(control));
+  }
+  // A peer that owes something and will not send it. The word is read first: what the peer had sent is visible then.
+  template <class Late>
+  int late_and_closed(const Late& late) const {
+    const u64 closed = ptx::ld_acquire_sys(&window_.words()->closed_peers);
+    if (closed == 0) return -1;
+    for (int peer : peers_) {
+      if ((closed >> peer & 1) != 0 && late(peer)) return peer;
+    }
+    return -1;
   }
   u64 header_from(Phase phase, int peer) const;
   void wait_header(Phase phase, int peer);

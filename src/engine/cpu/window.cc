@@ -169,6 +169,11 @@ Block Window::reserve_or_allocate(u64 num_bytes) {
   return block;
 }
 
+void Window::notice_closed(u64 ranks) {
+  ptx::st_release_sys(&words()->closed_peers, ranks);
+  ring_doorbell(words());
+}
+
 void Window::leave_waits() {
   ptx::st_release_sys(&words()->abort, 1);
   ring_doorbell(words());

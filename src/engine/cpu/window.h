@@ -62,6 +62,7 @@ class Window : public MemberWindow {
   const WindowLayout& layout() const { return layout_; }
   const WindowShape& shape() const { return shape_; }
 
+  void notice_closed(u64 ranks) override;
   void leave_waits() override;
   void record_error(const AbortReason& reason) override;
   bool is_busy() const override;

@@ -91,6 +91,7 @@ class Window : public cpu::MemberWindow {
   void check();
   void close();
 
+  void notice_closed(u64) override { leave_waits(); }  // a kernel that needs nothing more looks at the word no more
   void leave_waits() override;
   void record_error(const AbortReason& reason) override;
   bool is_busy() const override;
