@@ -28,7 +28,7 @@ namespace weft::test {
 
 struct Options {
   i32 num_ranks = 3;
-  u64 num_operations = 3000;
+  u64 num_operations = 1500;
   u64 first_sequence = 0;
   u64 deadline_ms = 20000;
   u64 seed = 1;
