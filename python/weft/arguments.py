@@ -63,10 +63,6 @@ def check_dispatch(
             raise InvalidArgument(
                 "topk_idx or topk_weights is given beside handle; allowed is one of the two: a handle has its routing"
             )
-        if quantize is not None:
-            raise InvalidArgument(
-                f"quantize is {quantize!r} beside handle; allowed is None: pass a weft.Quantized instead"
-            )
         num_tokens, most = handle.num_tokens, handle.num_tokens
     else:
         call = _call(ep, layout, alignment, capacity, max_tokens, deadline, window)

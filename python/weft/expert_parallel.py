@@ -145,10 +145,10 @@ class ExpertParallel:
             self, x, topk_idx, topk_weights, handle, layout, alignment, quantize, capacity, max_tokens, num_sms,
             deadline_s, mode, staged, async_op, window,
         )  # fmt: skip
-        if handle is not None:
-            return self._dispatch_again(call, data, scales, handle, x)
-        assert topk_idx is not None  # noqa: S101  for mypy: checked above
         code = arguments.QUANTIZE_CODES[quantize]
+        if handle is not None:
+            return self._dispatch_again(call, data, scales, handle, x, code)
+        assert topk_idx is not None  # noqa: S101  for mypy: checked above
         is_tracked = torch.is_grad_enabled() and (
             (data.requires_grad and not code) or (topk_weights is not None and topk_weights.requires_grad)
         )
@@ -256,15 +256,16 @@ class ExpertParallel:
         return parts[0] if len(parts) == 1 else tuple(parts)
 
     def _dispatch_again(
-        self, call: Call, data: Tensor, scales: Tensor | None, handle: Handle, x: Tensor | Quantized
+        self, call: Call, data: Tensor, scales: Tensor | None, handle: Handle, x: Tensor | Quantized, code: int
     ) -> Dispatched:
-        is_tracked = torch.is_grad_enabled() and data.requires_grad
+        is_tracked = torch.is_grad_enabled() and data.requires_grad and not code
         clear_tail = is_tracked and call.capacity >= 0
         sent, tie = None, handle.tie
         if torch.compiler.is_compiling() or type(data) not in _PLAIN:
             rows, out_scales = ops.dispatch_again(
                 data, scales, handle.topk_weights, handle.send_plan, handle.recv_plan, handle.tie, handle.filled,
                 call.layout, call.alignment, call.capacity, call.max_tokens, call.deadline_s, call.window, clear_tail,
+                code,
             )  # fmt: skip
         elif is_tracked:
             plans = autograd.Plans(handle.send_plan, handle.recv_plan, handle.tie.detach(), handle.filled)
@@ -281,8 +282,9 @@ class ExpertParallel:
                 handle.filled,
                 handle.num_tokens,
                 False,
+                code,
             )
-        return self._dispatched(_typed(rows, out_scales, x, 0), handle.repeated(tie, sent))
+        return self._dispatched(_typed(rows, out_scales, x, code), handle.repeated(tie, sent))
 
     def _dispatched(self, x: Tensor | Quantized, handle: Handle) -> Dispatched:
         return Dispatched(

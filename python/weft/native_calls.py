@@ -211,6 +211,7 @@ class NativeCalls:
         filled: Tensor,
         num_tokens: int,
         clear_tail: bool,
+        quantize: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """The routing of a handle with other rows: (x, scales). `filled` as in `clear_tails`."""
         x, scales = _host(x), None if scales is None else _host(scales)
@@ -220,7 +221,7 @@ class NativeCalls:
         overflow = torch.zeros((), dtype=torch.int64)  # the first dispatch counted them
         with _Calling(self, "dispatch", call, tie):
             result = self.windows[call.window].native.dispatch(
-                **_rows(x, scales, 0, self.hidden),
+                **_rows(x, scales, quantize, self.hidden),
                 num_tokens=num_tokens,
                 topk_ptr=0,
                 topk_is_int64=False,

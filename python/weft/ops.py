@@ -200,10 +200,13 @@ def dispatch_again(
     deadline_s: float,
     window: int,
     clear_tail: bool,
+    quantize: int,
 ) -> tuple[Tensor, Tensor]:
     """(x, scales). `weights` received before are read for their shape alone: it gives the number of rows."""
     call = Call(layout, alignment, capacity, max_tokens, deadline_s, window)
-    return by_token(tie).dispatch_again(call, x, scales, send_plan, recv_plan, tie, filled, x.shape[0], clear_tail)
+    return by_token(tie).dispatch_again(
+        call, x, scales, send_plan, recv_plan, tie, filled, x.shape[0], clear_tail, quantize
+    )
 
 
 @dispatch_again.register_fake
@@ -222,18 +225,22 @@ def _dispatch_again_fake(
     deadline_s: float,
     window: int,
     clear_tail: bool,
+    quantize: int,
 ) -> tuple[Tensor, Tensor]:
     rows = weights.shape if layout != RANK_MAJOR else weights.shape[:1]
     out_scales = x.new_empty(0, dtype=torch.float32)
-    if scales is not None:
+    if quantize:
+        out_scales = x.new_empty((*rows, (x.shape[1] + 127) // 128), dtype=_SCALE_DTYPES[quantize])
+    elif scales is not None:
         out_scales = x.new_empty((*rows, scales.shape[1] * scales.element_size()), dtype=torch.uint8)
-    dtype = torch.uint8 if x.element_size() == 1 else x.dtype
+    dtype = torch.uint8 if quantize or x.element_size() == 1 else x.dtype
     return x.new_empty((*rows, x.shape[1]), dtype=dtype), out_scales
 
 
 def _dispatch_again_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(output[1])
-    x, _, weights, send_plan, recv_plan, tie, filled, *call, _ = inputs
+    rows, scales = output
+    ctx.mark_non_differentiable(scales, *([] if rows.is_floating_point() else [rows]))
+    x, _, weights, send_plan, recv_plan, tie, filled, *call, _, _ = inputs
     ctx.save_for_backward(weights, send_plan, recv_plan, tie, filled)
     ctx.num_tokens, ctx.call = x.shape[0], tuple(call)
 
@@ -243,7 +250,7 @@ def _dispatch_again_backward(ctx: Any, grad_x: Tensor, _: Tensor | None) -> tupl
     grad, _ = combine(
         grad_x, weights, send_plan, recv_plan, tie, filled, None, None, 1, ctx.num_tokens, *ctx.call, False, False
     )
-    return (grad, *[None] * 13)
+    return (grad, *[None] * 14)
 
 
 # ---- combine
@@ -313,7 +320,7 @@ def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _combine_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     y, weights, send_plan, recv_plan, tie, filled = ctx.saved_tensors
     rows, _ = dispatch_again(
-        grad.contiguous(), None, weights, send_plan, recv_plan, tie, filled, *ctx.call, ctx.clear_tail
+        grad.contiguous(), None, weights, send_plan, recv_plan, tie, filled, *ctx.call, ctx.clear_tail, 0
     )
     grad_y, grad_weights = combine_gradients(rows, y, weights if ctx.uses_weights else None)
     grad_bias = None if ctx.bias is None else bias_gradient(grad, *ctx.bias)

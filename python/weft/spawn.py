@@ -131,6 +131,8 @@ def _add_note(error: BaseException, note: str) -> None:
 def _run_threads(
     call: Callable[[Communicator], Any], num_ranks: int, device: str, stop_on_failure: bool
 ) -> list[_Outcome]:
+    import torch
+
     from weft import _load
     from weft.communicator import Communicator
 
@@ -139,6 +141,9 @@ def _run_threads(
     at_end = threading.Barrier(num_ranks)  # broken by the first failure
 
     def run(rank: int) -> None:
+        # Backwards run in the thread that asks for them: torch has one thread a GPU for the backwards of all others,
+        # and there the first rank to wait would keep every other from coming.
+        torch.autograd.set_multithreading_enabled(False)
         try:
             with Communicator._local(hub, rank, _rank_device(device, rank)) as comm:
                 outcomes[rank].result = call(comm)

@@ -79,7 +79,8 @@ def test_opcheck(ep: weft.ExpertParallel, layout: str) -> None:
     filled = r.num_tokens_per_expert if layout == "masked" else r.num_rows
     plans = {"send_plan": r.send_plan, "recv_plan": r.recv_plan, "tie": r.tie, "filled": filled}
     again = {"x": sent["x"], "scales": None, "weights": r.topk_weights, **plans, **call, "clear_tail": True}
-    torch.library.opcheck(ops.dispatch_again, (), again)
+    torch.library.opcheck(ops.dispatch_again, (), {**again, "quantize": 0})
+    torch.library.opcheck(ops.dispatch_again, (), {**again, "x": sent["x"].detach(), "quantize": 2})
     combined = {
         "y": r.x.clone().requires_grad_(), "weights": r.topk_weights.clone().requires_grad_(), **plans,
         "bias": torch.ones(HIDDEN).requires_grad_(), "side": r.topk_weights, "top_k": TOP_K, "num_tokens": 5, **call,

@@ -161,7 +161,6 @@ HANDLE: list[tuple[dict[str, Any], str]] = [
     ({"layout": "masked"}, r"layout is 'masked' beside handle; allowed is that of the handle, 'expert_major', or none"),
     ({"alignment": 8}, r"alignment is 8 beside handle; allowed is that of the handle, 4, or none"),
     ({"capacity": 5}, r"capacity is 5 beside handle; allowed is that of the handle, None, or none"),
-    ({"quantize": "fp8"}, r"quantize is 'fp8' beside handle; allowed is None"),
     ({"x": X[:4]}, r"x has 4 tokens; allowed are 5, the tokens of the handle"),
 ]  # fmt: skip
 
