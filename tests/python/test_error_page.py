@@ -1,0 +1,102 @@
+"""Guards against an errors page whose texts are no longer those of the code: makes each error and compares."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import weft
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "errors.md"
+
+
+def make(comm: weft.Communicator, **changes: object) -> weft.ExpertParallel:
+    arguments = {"num_experts": 8, "top_k": 2, "hidden": 64, "max_tokens_per_rank": 4, "deadline_s": 20.0}
+    return weft.ExpertParallel(comm, **(arguments | changes))  # type: ignore[arg-type]
+
+
+def rows() -> torch.Tensor:
+    return torch.ones(4, 64, dtype=torch.bfloat16)
+
+
+def picks() -> torch.Tensor:
+    return torch.arange(8).view(4, 2)
+
+
+def text_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except weft.Error as error:
+        return str(error)
+    return "no error"
+
+
+def wrong_calls(comm: weft.Communicator) -> list[str]:
+    """Every error after which the communicator stays usable, on rank 0 or on both."""
+    ep = make(comm)
+    texts = [
+        text_of(lambda: ep.dispatch(rows(), picks().float())),
+        text_of(lambda: ep.dispatch(rows(), picks(), layout="masked")),
+        text_of(lambda: make(comm, num_experts=7)),
+        text_of(lambda: make(comm, top_k=2 + comm.rank)),
+        text_of(lambda: ep.dispatch(rows(), picks(), layout="rank_major" if comm.rank else "expert_major")),
+        text_of(lambda: ep.dispatch(rows().requires_grad_(), picks(), quantize="fp8")),
+    ]
+    ids = picks()
+    ids[1, 1] = 99
+    r = ep.dispatch(rows(), ids)
+    texts.append(text_of(lambda: ep.combine(r.x, r.handle)))
+    texts.append(text_of(lambda: ep.combine(r.x, r.handle, wire="fp8")))
+    ep.combine(r.x, r.handle)
+    r = ep.dispatch(rows(), picks() * 0, layout="masked", capacity=3)
+    ep.combine(r.x, r.handle)
+    texts.append(text_of(ep.check))
+    other = make(comm)
+    texts.append(text_of(lambda: other.combine(r.x, r.handle)))
+    other.close()
+    texts.append(text_of(lambda: other.dispatch(rows(), picks())))
+    comm.rebuild(range(comm.num_ranks))
+    texts.append(text_of(lambda: ep.combine(r.x, r.handle)))
+    return texts
+
+
+def late_peer(comm: weft.Communicator) -> str:
+    ep = make(comm, deadline_s=1.0)
+    if comm.rank == 1:
+        while not comm.broken:
+            time.sleep(0.01)
+    return text_of(lambda: ep.dispatch(rows(), picks()))
+
+
+def dead_peer(comm: weft.Communicator) -> str:
+    ep = make(comm)
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return text_of(lambda: ep.dispatch(rows(), picks()))
+
+
+def closed_peer(comm: weft.Communicator) -> str:
+    ep = make(comm)
+    if comm.rank == 1:
+        comm.close()
+        return ""
+    return text_of(lambda: ep.dispatch(rows(), picks()))
+
+
+def documented() -> set[str]:
+    """The texts on the page, without the log line of a timeout."""
+    blocks = re.findall(r"^```text\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    return {line for block in blocks for line in block.splitlines() if " left dispatch, " not in line}
+
+
+def test_texts_are_those_of_the_code() -> None:
+    seen = set(weft.spawn(wrong_calls, num_ranks=2)[0])
+    for work in (late_peer, dead_peer, closed_peer):
+        seen.add(weft.spawn(work, num_ranks=2, on_failure="return")[0])
+    assert documented() == seen
