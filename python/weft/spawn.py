@@ -355,6 +355,7 @@ def _read(child: _Child) -> bool:
 
 def _death(child: _Child) -> _Outcome:
     """The rank's end of the channel closed without an outcome."""
+    pid = abs(child.pid)
     status = _reap(child)
     if status is not None and os.WIFSIGNALED(status):
         how = f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
@@ -362,7 +363,7 @@ def _death(child: _Child) -> _Outcome:
         how = "left without a result" + (
             "" if status is None else f" (exit status {os.waitstatus_to_exitcode(status)})"
         )
-    error = PeerLost((child.rank,), f"rank {child.rank} (pid {child.pid}) {how}")
+    error = PeerLost((child.rank,), f"rank {child.rank} (pid {pid}) {how}")
     return _Outcome(child.rank, None, error, time.monotonic(), was_killed=True)
 
 

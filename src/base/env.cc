@@ -1,6 +1,8 @@
 #include "base/env.h"
 
+#include <algorithm>
 #include <array>
+#include <cctype>
 #include <charconv>
 #include <cstdlib>
 #include <string>
@@ -15,8 +17,9 @@ namespace {
 int parse_log_level(std::string_view value) {
   constexpr std::array<std::pair<std::string_view, int>, 5> kLevels{
       {{"debug", kLogDebug}, {"info", kLogInfo}, {"warning", kLogWarning}, {"error", kLogError}, {"off", kLogOff}}};
+  const auto same = [](char a, char b) { return std::tolower(static_cast<unsigned char>(a)) == b; };
   for (const auto& [name, level] : kLevels) {
-    if (value == name) return level;
+    if (std::equal(value.begin(), value.end(), name.begin(), name.end(), same)) return level;
   }
   throw_invalid_argument("WEFT_LOG_LEVEL is '" + std::string(value) + "'; allowed: debug, info, warning, error, off");
 }

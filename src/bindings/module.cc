@@ -115,7 +115,7 @@ void bind_communicator(nb::module_& m) {
       .def_prop_ro("epoch", &Communicator::epoch)
       .def_prop_ro("active_ranks", [](const Communicator& comm) { return comm.active_ranks(); })
       .def("broken", &Communicator::is_broken)
-      .def("raise_if_broken", &Communicator::raise_if_unusable)
+      .def("raise_if_broken", &Communicator::raise_if_broken)
       .def("exchange", &exchange, "tag"_a, "payload"_a, "timeout_s"_a)
       .def(
           "rebuild",

@@ -28,7 +28,7 @@ class Heap {
   void release(uint64_t offset);
 
   // From now on what is released (or split off) makes no room: a broken operation's peers may still write there
-  // (PROTOCOL.md R20).
+  // (R20).
   void quarantine();
 
   // Every peer acknowledged a later epoch or is gone: what was held back makes room again.

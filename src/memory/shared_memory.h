@@ -25,7 +25,7 @@ class SharedMemory {
   // Maps what another process created with the same `bytes`. kInvalidArgument if size or seals are not create()'s.
   static SharedMemory attach(OwnedFd fd, uint64_t bytes);
 
-  // Puts `fresh` (of equal size) under this address, in one step; what was there is let go (PROTOCOL.md R13).
+  // Puts `fresh` (of equal size) under this address, in one step; what was there is let go (R13).
   // Error kInvalidArgument if the sizes differ.
   void replace(SharedMemory&& fresh);
 

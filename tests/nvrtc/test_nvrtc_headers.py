@@ -1,6 +1,6 @@
 """Guards against headers that g++ takes and the GPU compilers refuse, and against lost orders in the compiled code.
 
-Running on x86 can't see a missing release or acquire, so the code itself is read (PROTOCOL.md, "What a test must do").
+Running on x86 can't see a missing release or acquire, so the code itself is read (docs/protocols/mutants.md).
 """
 
 import importlib.util

@@ -172,7 +172,7 @@ def _rank_main(rank: int, connection: Connection, of_parent: Sequence[Connection
         try:
             kind, num_ranks, function, argument = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
-            os._exit(0)  # the parent is gone or done; nothing of ours needs a clean end (PROTOCOL.md R18)
+            os._exit(0)  # the parent is gone or done; nothing of ours needs a clean end (R18)
         try:
             if kind == "connect":
                 state.communicators[num_ranks] = _connect(rank, num_ranks, connection)

@@ -16,6 +16,7 @@ template <CombineKernelConfig kConfig>
 struct CombineShared {
   u64 full[kConfig.num_stages];
   u64 empty[kConfig.num_stages];
+  u32 has_failed;                     // set by any thread: the block leaves without another header
   const u8* rows[kConfig.num_ranks];  // this rank's first row there
   i32 room[kConfig.num_ranks];        // rows from there that may be read
   u32 present[kConfig.num_stages];    // bit r: the stage holds a row of rank r
@@ -41,6 +42,7 @@ class Combine {
     const transport::Flight flight = transport::begin_flight(a_.view);
     begin_ns_ = ptx::globaltimer_ns();
     if (threadIdx.x == 0) {
+      s_.has_failed = 0;
       for (i32 stage = 0; stage < kConfig.num_stages; ++stage) {
         ptx::mbarrier_init(&s_.full[stage], 1);
         ptx::mbarrier_init(&s_.empty[stage], kGroupThreads / 32);
@@ -63,12 +65,14 @@ class Combine {
     // The rows were written by other kernels and acquired by generic loads; bulk loads read them next.
     ptx::fence_proxy_async();
     __syncthreads();
+    if (s_.has_failed != 0) return;
     if (threadIdx.x >= kSumThreads) {
       load_rows();
     } else {
       sum_rows();
     }
     __syncthreads();
+    if (s_.has_failed != 0) return;
     if (has_peer) transport::notify(a_.view, Phase::kReduce, flight, peer, static_cast<i32>(blockIdx.x));
     if (transport::wait_all(a_.view, Phase::kReduce, flight, static_cast<i32>(blockIdx.x)) != transport::Verdict::kOk)
       return;
@@ -89,6 +93,7 @@ class Combine {
     const u64 heap_bytes = a_.view.heap_bytes[rank];
     const bool is_sound =
         num_rows >= 0 && offset <= heap_bytes && static_cast<u64>(num_rows) <= (heap_bytes - offset) / kRowBytes;
+    if (!is_sound) s_.has_failed = 1;
     if (!is_sound) transport::record(a_.view, flight, transport::ErrorCause::kBadPeerWord, Phase::kCount, rank, 0);
     const i32 start = a_.row_start[rank];
     s_.room[rank] = is_sound ? static_cast<i32>(num_rows) - start : 0;
@@ -122,7 +127,7 @@ class Combine {
         read_slots(item + kConfig.num_chunks(), next_slot);
       }
       const i32 idx = item % kConfig.num_stages;
-      if (item >= kConfig.num_stages) wait_local(&s_.empty[idx], (item / kConfig.num_stages - 1) & 1);
+      if (item >= kConfig.num_stages && !wait_local(&s_.empty[idx], (item / kConfig.num_stages - 1) & 1)) return;
       const u32 num_bytes = static_cast<u32>(chunk_elements(chunk) * dtype_bytes(kConfig.dtype));
       u32 present = 0;
 #pragma unroll
@@ -146,7 +151,7 @@ class Combine {
       const i32 idx = item % kConfig.num_stages;
       const i32 chunk = item % kConfig.num_chunks();
       const i32 token = token_of(item);
-      wait_local(&s_.full[idx], (item / kConfig.num_stages) & 1);
+      if (!wait_local(&s_.full[idx], (item / kConfig.num_stages) & 1)) return;
       const u32 present = s_.present[idx];
       for (i32 first = thread * kVector; first < chunk_elements(chunk); first += kGroupThreads * kVector) {
         sum_vector(stage(idx), present, token, chunk * kConfig.chunk + first, first);
@@ -217,10 +222,14 @@ class Combine {
     *reinterpret_cast<Vector*>(out) = pack(total);
   }
 
-  __device__ void wait_local(u64* barrier, u32 parity) {
-    constexpr u64 kLocalTimeoutNs = 20000000000ull;  // a copy that takes so long means a broken GPU, not a late peer
-    sync::LanePause pause(&a_.view.host->abort, begin_ns_ + kLocalTimeoutNs);
-    sync::wait_barrier(barrier, parity, pause);
+  // The copies behind a local barrier are this block's own and end by themselves, so an abort does not cut them short: what
+  // is in flight is drained. One that takes seconds means a broken GPU: the block then says nothing more to anyone (R9).
+  __device__ bool wait_local(u64* barrier, u32 parity) {
+    constexpr u64 kLocalTimeoutNs = 20000000000ull;
+    sync::LanePause pause(nullptr, begin_ns_ + kLocalTimeoutNs);
+    if (sync::wait_barrier(barrier, parity, pause) == sync::WaitResult::kReady) return true;
+    s_.has_failed = 1;
+    return false;
   }
 
   const CombineKernelArgs& a_;

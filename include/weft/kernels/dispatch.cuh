@@ -28,6 +28,7 @@ template <DispatchKernelConfig kConfig>
 struct DispatchShared {
   u64 full[kConfig.num_stages];
   u64 empty[kConfig.num_stages];
+  u32 has_failed;                      // set by any thread: the block leaves without another header
   i32 histogram[kConfig.num_experts];  // block 0 only
   i32 total[kConfig.num_ranks];
   u8* x[kConfig.num_ranks];  // this rank's first row there
@@ -73,6 +74,7 @@ class Dispatch {
     if (verdict == transport::Verdict::kMismatch) transport::end_flight(a_.view, flight, a_.num_ended);
     if (verdict != transport::Verdict::kOk) return;
     read_counts(flight);
+    if (s_.has_failed != 0) return;
     if (warp_ == 0) {
       load_rows();
     } else if (warp_ <= kStoreWarps) {
@@ -81,6 +83,7 @@ class Dispatch {
       store_ids(warp_ - 1 - kStoreWarps);
     }
     __syncthreads();
+    if (s_.has_failed != 0) return;
     const i32 peer = static_cast<i32>(threadIdx.x);
     if (peer < kRanks && peer != a_.view.rank && a_.view.is_active(peer)) {
       transport::notify(a_.view, Phase::kSend, flight, peer, static_cast<i32>(blockIdx.x));
@@ -95,6 +98,7 @@ class Dispatch {
 
   __device__ void init_shared() {
     if (threadIdx.x == 0) {
+      s_.has_failed = 0;
       for (i32 stage = 0; stage < kConfig.num_stages; ++stage) {
         ptx::mbarrier_init(&s_.full[stage], 1);
         ptx::mbarrier_init(&s_.empty[stage], 1);
@@ -257,6 +261,7 @@ class Dispatch {
       s_.scales[rank] = a_.view.heap[rank] + place.scales + static_cast<i64>(start) * kConfig.scale_row_bytes;
       s_.ids[rank] = a_.view.heap[rank] + place.meta_idx + start * kIdBytes;
       s_.weights[rank] = a_.view.heap[rank] + place.meta_weights + static_cast<i64>(start) * kTopk * 4;
+      if (!is_sound) s_.has_failed = 1;
       if (!is_sound) transport::record(a_.view, flight, transport::ErrorCause::kBadPeerWord, Phase::kCount, rank, 0);
       if (blockIdx.x == 0) {
         a_.row_start[rank] = start;
@@ -299,7 +304,7 @@ class Dispatch {
     for (i32 item = 0; item < num_items_; ++item) {
       const i32 idx = item % kConfig.num_stages;
       const i64 token = token_of(item);
-      if (item >= kConfig.num_stages) wait_local(&s_.empty[idx], (item / kConfig.num_stages - 1) & 1);
+      if (item >= kConfig.num_stages && !wait_local(&s_.empty[idx], (item / kConfig.num_stages - 1) & 1)) return;
       ptx::mbarrier_arrive_expect(&s_.full[idx], kConfig.row_bytes + kConfig.scale_row_bytes);
       ptx::bulk_load(stage(idx), a_.x + token * kConfig.row_bytes, kConfig.row_bytes, &s_.full[idx]);
       if constexpr (kConfig.scale_row_bytes > 0) {
@@ -315,7 +320,7 @@ class Dispatch {
     i32 previous = -1;
     for (i32 item = store_warp; item < num_items_; item += kStoreWarps) {
       const i32 idx = item % kConfig.num_stages;
-      wait_local(&s_.full[idx], (item / kConfig.num_stages) & 1);
+      if (!wait_local(&s_.full[idx], (item / kConfig.num_stages) & 1)) return;
 #pragma unroll
       for (i32 rank = 0; rank < kRanks; ++rank) {
         const i32 slot = slot_of(token_of(item), rank);
@@ -391,11 +396,14 @@ class Dispatch {
     }
   }
 
-  __device__ void wait_local(u64* barrier, u32 parity) {
-    // A deadline of its own: a local copy that takes seconds means a broken GPU, not a late peer.
+  // The copies behind a local barrier are this block's own and end by themselves, so an abort does not cut them short: what
+  // is in flight is drained. One that takes seconds means a broken GPU: the block then says nothing more to anyone (R9).
+  __device__ bool wait_local(u64* barrier, u32 parity) {
     constexpr u64 kLocalTimeoutNs = 20000000000ull;
-    sync::LanePause pause(&a_.view.host->abort, begin_ns_ + kLocalTimeoutNs);
-    sync::wait_barrier(barrier, parity, pause);
+    sync::LanePause pause(nullptr, begin_ns_ + kLocalTimeoutNs);
+    if (sync::wait_barrier(barrier, parity, pause) == sync::WaitResult::kReady) return true;
+    s_.has_failed = 1;
+    return false;
   }
 
   const DispatchKernelArgs& a_;

@@ -14,7 +14,7 @@ namespace weft::sync {
 // read at the first unsuccessful look and then every kLooks, the abort word only after 10 us.
 class LanePause {
  public:
-  // `deadline_ns`: of globaltimer.
+  // `deadline_ns`: of globaltimer. `abort` may be null: then only the deadline ends the wait.
   __device__ LanePause(const u64* abort, u64 deadline_ns) : abort_(abort), deadline_ns_(deadline_ns) {}
 
   __device__ PauseResult turn() {
@@ -22,7 +22,7 @@ class LanePause {
     const u64 now = ptx::globaltimer_ns();
     if (start_ns_ == 0) start_ns_ = now;
     if (now - start_ns_ < kQuietNs) return PauseResult::kLookAgain;
-    if (ptx::ld_relaxed_sys(abort_) != 0) return PauseResult::kAbort;
+    if (abort_ != nullptr && ptx::ld_relaxed_sys(abort_) != 0) return PauseResult::kAbort;
     return now >= deadline_ns_ ? PauseResult::kDeadline : PauseResult::kLookAgain;
   }
 

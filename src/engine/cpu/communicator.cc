@@ -81,6 +81,10 @@ bool Communicator::is_closed() const {
   return closed_;
 }
 
+void Communicator::raise_if_broken() const {
+  if (is_closed() || is_broken()) raise_if_unusable();
+}
+
 void Communicator::raise_if_unusable() const {
   if (is_closed()) throw_invalid_state("the communicator is closed");
   const AbortReason first = reason();
@@ -197,8 +201,9 @@ void Communicator::check_rebuild(const std::vector<int>& ranks) const {
   }
 }
 
-// Everyone proposes the same step or nobody takes it. A list that differs on another rank makes another tag, so the two
-// never meet: the ranks then time out naming each other.
+// The next epoch is one above the highest that any member is in: a member may have entered one that others did not reach,
+// if a rank died between its last two messages. A list that differs on another rank makes another tag, so the two never
+// meet: the ranks then time out naming each other.
 u16 Communicator::agree_on_epoch(const std::vector<int>& ranks, u64 tag, u64 deadline_ns, const Poll& poll) {
   struct Proposal {
     u64 mask;
@@ -213,17 +218,18 @@ u16 Communicator::agree_on_epoch(const std::vector<int>& ranks, u64 tag, u64 dea
   std::vector<std::byte> bytes(sizeof(mine));
   std::memcpy(bytes.data(), &mine, sizeof(mine));
   const auto parcels = plane_->exchange(ranks, tag, bytes, {}, deadline_ns, poll);
+  u32 highest = epoch_;
   for (int rank : ranks) {
     Proposal other{};
     if (parcels[rank].bytes.size() != sizeof(other)) throw_internal("a malformed rebuild message");
     std::memcpy(&other, parcels[rank].bytes.data(), sizeof(other));
-    if (other.mask != mine.mask || other.epoch != mine.epoch || other.num_windows != mine.num_windows) {
-      throw_invalid_argument("rebuild: rank " + std::to_string(rank) + " is at epoch " + std::to_string(other.epoch) +
-                             " with " + std::to_string(other.num_windows) + " windows, rank " + std::to_string(rank_) +
-                             " at epoch " + std::to_string(mine.epoch) + " with " + std::to_string(mine.num_windows));
+    if (other.mask != mine.mask || other.num_windows != mine.num_windows) {
+      throw_invalid_argument("rebuild: rank " + std::to_string(rank) + " has " + std::to_string(other.num_windows) +
+                             " windows, rank " + std::to_string(rank_) + " has " + std::to_string(mine.num_windows));
     }
+    highest = std::max(highest, other.epoch);
   }
-  return static_cast<u16>(mine.epoch + 1);
+  return static_cast<u16>(highest + 1);
 }
 
 void Communicator::rebuild(std::vector<int> ranks, u64 deadline_ns, const Poll& poll) {
@@ -238,8 +244,8 @@ void Communicator::rebuild(std::vector<int> ranks, u64 deadline_ns, const Poll& 
     if (window->is_busy()) throw_invalid_state("an operation is in flight on this communicator");
   }
   const u64 mask = mask_of(ranks);
-  const u64 tag = kRebuildTag | (hash_bytes(&mask, sizeof(mask)) & 0xffffffffu) << 30 | u64{epoch_ & 0xffu} << 22 |
-                  (num_attempts_[mask]++ & 0xffu) << 14;
+  const u64 tag =
+      kRebuildTag | (hash_bytes(&mask, sizeof(mask)) & 0xffffffffu) << 28 | (num_attempts_[mask]++ & 0x3fffu) << 14;
   const u16 next_epoch = agree_on_epoch(ranks, tag, deadline_ns, poll);
   renew_windows(windows, ranks, tag, deadline_ns, poll);
   enter_epoch(ranks, next_epoch);
@@ -271,7 +277,6 @@ void Communicator::enter_epoch(const std::vector<int>& ranks, u16 epoch) {
     active_mask_ = mask_of(ranks);
     reason_ = AbortReason{};
     closed_ranks_ &= active_mask_;
-    num_attempts_.clear();
     early = std::exchange(early_, {});
   }
   for (const AbortReason& reason : early) on_abort(reason);

@@ -58,6 +58,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   bool is_broken() const;  // not: a peer has closed, which ends no call that has all it needs
   bool is_closed() const;
+  void raise_if_broken() const;    // not if a peer has merely closed
   void raise_if_unusable() const;  // kInvalidState if closed; the error it broke with if broken
 
   // The calls below are for windows.
@@ -93,7 +94,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   u64 active_mask_ = 0;
   std::vector<int> active_;
   u64 next_window_id_ = 1;
-  std::map<u64, u32> num_attempts_;  // of rebuild in this epoch, by mask of members: all of them count alike
+  std::map<u64, u32> num_attempts_;  // of rebuild, by mask of members: all of them count alike
 
   mutable std::mutex mutex_;  // guards what follows; never held while calling the control plane
   std::vector<MemberWindow*> windows_;
