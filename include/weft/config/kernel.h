@@ -29,7 +29,7 @@ struct CombineKernelConfig {
   i32 num_ranks = 1;
   i32 num_blocks = 1;
   i32 hidden = 8;
-  i32 chunk = 8;  // elements of a row that a stage holds of every rank
+  i32 chunk = 8;       // elements of a row that a stage holds of every rank
   i32 num_stages = 2;  // a multiple of kSumGroups
   Dtype dtype = Dtype::kBf16;
 
