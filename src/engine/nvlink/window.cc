@@ -164,6 +164,7 @@ void Window::launch(const Kernel& kernel, i32 num_blocks, u64 stream, void* args
   ++sequence_;
 }
 
+// NOLINTNEXTLINE(readability-function-size): half of it names, field by field, what the kernel is given
 DispatchResult Window::dispatch(const DispatchArgs& args, const Poll& poll) {
   const cuda::ContextScope scope(gpu_->context);
   DispatchKernelConfig config;
