@@ -1,5 +1,6 @@
 // Guards against a peer whose words make no sense (R19): whatever it says, this rank writes and reads inside the memory
 // it was given, raises InternalError naming the peer, and is broken afterwards. Run it with AddressSanitizer too.
+#include <atomic>
 #include <cstring>
 #include <functional>
 #include <thread>
@@ -39,8 +40,10 @@ struct Words {
 // Rank 1: it makes a window as the engine does, and then writes what it is told to.
 class FakeRank {
  public:
-  explicit FakeRank(ControlPlane& plane)
-      : control_(SharedMemory::create(where().total_bytes)), heap_(SharedMemory::create(kRoom)) {
+  FakeRank(ControlPlane& plane, const std::atomic<bool>& peer_has_left)
+      : peer_has_left_(peer_has_left),
+        control_(SharedMemory::create(where().total_bytes)),
+        heap_(SharedMemory::create(kRoom)) {
     struct Offer {
       WindowShape shape;
       u64 control_bytes, heap_bytes;
@@ -92,15 +95,11 @@ class FakeRank {
     return reinterpret_cast<T*>(reinterpret_cast<u8*>(memory.data()) + offset);
   }
 
-  // The header of sequence 1, or 0 if it does not come: the real rank has left.
+  // The header of sequence 1, or 0 if the real rank has left without one.
   u64 wait_for(Phase phase) const {
     const u64* cell = at<u64>(control_, where().header(phase, 1, kReal));
-    for (int waited_ms = 0; waited_ms < 300; ++waited_ms) {
-      const u64 header = ptx::ld_acquire_sys(cell);
-      if (header != 0) return header;
-      usleep(1000);
-    }
-    return 0;
+    while (ptx::ld_acquire_sys(cell) == 0 && !peer_has_left_) usleep(100);
+    return ptx::ld_acquire_sys(cell);
   }
 
   void put(Phase phase, u64 header, const void* payload, size_t num_bytes, const i32* counts) {
@@ -113,6 +112,7 @@ class FakeRank {
     cpu::ring_doorbell(at<ControlWords>(peer_control_, 0));
   }
 
+  const std::atomic<bool>& peer_has_left_;
   SharedMemory control_, heap_, peer_control_, peer_heap_;
 };
 
@@ -120,7 +120,8 @@ class FakeRank {
 void against(Layout layout, const Words& words, const std::function<void(const std::function<void()>&)>& verify) {
   auto hub = std::make_shared<LocalHub>(2);
   auto fake_plane = connect_threads(hub, kFake);
-  std::thread fake([&] { FakeRank(*fake_plane).dispatch(words); });
+  std::atomic<bool> has_left{false};
+  std::thread fake([&] { FakeRank(*fake_plane, has_left).dispatch(words); });
   {
     EngineRank rank(connect_threads(hub, kReal), job_shape(), kRoom);
     rank.set_timeout_s(20);
@@ -132,6 +133,7 @@ void against(Layout layout, const Words& words, const std::function<void(const s
     EngineRank::Tensors tensors = rank.make_inputs(call);
     CHECK(tensors.num_tokens > 4);
     verify([&] { rank.dispatch(call, tensors, call.dtype, false, 0); });
+    has_left = true;
   }
   fake.join();
 }
