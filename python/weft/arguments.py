@@ -26,6 +26,7 @@ __all__ = ["QUANTIZE_CODES", "check_combine", "check_constructor", "check_dispat
 
 QUANTIZE_CODES = {None: 0, "fp8": 1, "fp8_ue8m0": 2}
 _MAX_ALIGNMENT = 1 << 20
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def check_constructor(comm: Any, shape: dict[str, Any]) -> None:
@@ -240,6 +241,8 @@ def check_combine(
     if out is not None:
         _check_like("out", out, ([handle.num_tokens, ep.hidden],), (y.dtype,), ep)
         _check_out(y, handle, bias, out)
+        for name, read in (("expert_output", y), ("side", side), ("bias", bias)):
+            _check_apart(name, read, out)
     return call
 
 
@@ -256,6 +259,19 @@ def _check_out(y: Tensor, handle: Handle, bias: Tensor | None, out: Tensor) -> N
     needs_grad = y.requires_grad or handle.tie.requires_grad or out.requires_grad
     if torch.is_grad_enabled() and (needs_grad or (bias is not None and bias.requires_grad)):
         raise InvalidArgument("out is given while gradients are tracked; allowed under torch.no_grad() only")
+
+
+def _check_apart(name: str, read: Tensor | None, out: Tensor) -> None:
+    """Peers read the inputs while `out` is written. Compiled code and tensor subclasses fill a tensor of their own."""
+    if read is None or torch.compiler.is_compiling() or type(out) is not Tensor or type(read) not in _PLAIN:
+        return
+    begin, out_begin = read.data_ptr(), out.data_ptr()
+    end, out_end = begin + read.nbytes, out_begin + out.nbytes
+    if begin < out_end and out_begin < end and read.nbytes and out.nbytes:
+        raise InvalidArgument(
+            f"out lies at {out_begin:#x} to {out_end:#x} and overlaps {name} at {begin:#x} to {end:#x}; allowed is "
+            f"memory that {name} does not use"
+        )
 
 
 def _check_like(

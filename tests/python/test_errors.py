@@ -201,6 +201,27 @@ def test_combine_refuses(ep: weft.ExpertParallel, change: dict[str, Any], kind: 
     assert torch.equal(ep.combine(**right), X)
 
 
+@pytest.mark.parametrize("name", ["expert_output", "side", "bias"])
+def test_out_must_not_overlap_what_is_read(ep: weft.ExpertParallel, name: str) -> None:
+    handle = ep.dispatch(X, IDX).handle
+    memory = torch.zeros(6 * 16)
+    out = memory[16:].view(5, 16)
+    inputs = {"expert_output": memory[:80].view(5, 16), "side": memory[12:22].view(5, 2), "bias": memory[10:26]}
+    given = {"expert_output": X, name: inputs[name]}
+    with pytest.raises(weft.InvalidArgument, match=rf"out lies at 0x\w+ to 0x\w+ and overlaps {name} at 0x.*; allowed"):
+        ep.combine(**given, handle=handle, out=out)
+    assert not memory.any(), "nothing was written"
+    ep.combine(memory[:80].view(5, 16).copy_(X), handle, out=torch.empty(5, 16))
+
+
+def test_out_may_lie_beside_what_is_read(ep: weft.ExpertParallel) -> None:
+    memory = torch.cat([X, X])
+    out = ep.combine(memory[:5], ep.dispatch(X, IDX).handle, out=memory[5:].zero_())
+    assert torch.equal(out, X), "ranges count, not storages"
+    empty = torch.empty(0, 16)
+    assert ep.combine(empty, ep.dispatch(empty, IDX[:0]).handle, out=empty) is empty
+
+
 def test_fp8_needs_a_multiple_of_16(solo: weft.Communicator) -> None:
     with (
         weft.ExpertParallel(solo, **{**SHAPE, "hidden": 24}) as ep,
