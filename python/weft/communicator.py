@@ -101,7 +101,6 @@ class Communicator:
         self._active = tuple(native.active_ranks)
         self._windows: dict[WindowSpec, Window] = {}
         self._all_windows: weakref.WeakSet[Window] = weakref.WeakSet()
-        self._num_windows = 0
         self._num_compared = 0
         self.recorded: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by weft.autograd
 
@@ -271,6 +270,7 @@ class Communicator:
         with self.using("rebuild"):
             self._native.rebuild(wanted, _positive_seconds("deadline_s", deadline_s))
             self._active = tuple(self._native.active_ranks)
+            self._num_compared = 0  # the native module adds the epoch to the tag: ranks count alike again
 
     def close(self) -> None:
         """Give everything back. Never waits for a peer, works when all are dead, may be called twice; peers that still
@@ -360,8 +360,9 @@ class Communicator:
 
     def _exchange_json(self, message: dict[str, Any], deadline_s: float) -> dict[int, dict[str, Any]]:
         self._native.raise_if_broken()
-        payloads = self._native.exchange(_COMPARE_TAG + self._num_compared, json.dumps(message).encode(), deadline_s)
+        tag = _COMPARE_TAG + self._num_compared
         self._num_compared += 1
+        payloads = self._native.exchange(tag, json.dumps(message).encode(), deadline_s)
         return {rank: json.loads(payloads[rank]) for rank in self._active}
 
     def _new_window(self, spec: WindowSpec, deadline_s: float) -> Window:
@@ -374,8 +375,7 @@ class Communicator:
             heap_bytes=spec.heap_bytes,
             timeout_s=deadline_s,
         )
-        window = Window(native, self._num_windows)
-        self._num_windows += 1
+        window = Window(native, native.id)
         self._windows[spec] = window
         self._all_windows.add(window)
         return window
@@ -399,7 +399,10 @@ def _compare_field(name: str, values: dict[int, Any]) -> None:
 
 
 def _rebuild_ranks(ranks: Iterable[int], active: tuple[int, ...], mine: int) -> list[int]:
-    wanted = sorted({int(rank) for rank in ranks})
+    listed = list(ranks) if isinstance(ranks, Iterable) else []
+    if not listed or any(type(rank) is not int for rank in listed):
+        raise InvalidArgument(f"ranks is {ranks!r}; allowed is a list of active ranks: {list(active)}")
+    wanted = sorted(set(listed))
     if not set(wanted) <= set(active):
         raise InvalidArgument(f"ranks is {wanted}; allowed are active ranks: {list(active)}")
     if mine not in wanted:
@@ -410,8 +413,8 @@ def _rebuild_ranks(ranks: Iterable[int], active: tuple[int, ...], mine: int) -> 
 
 
 def _positive_seconds(name: str, value: float) -> float:
-    if not 0 < value < float("inf"):
-        raise InvalidArgument(f"{name} is {value}; allowed are seconds above 0")
+    if not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise InvalidArgument(f"{name} is {value!r}; allowed are seconds above 0")
     return float(value)
 
 

@@ -284,6 +284,7 @@ void bind_window(nb::module_& m) {
       .def("empty", &empty, "num_rows"_a, "cols"_a, "dtype"_a)
       .def(
           "owns", [](const Window& window, uintptr_t ptr) { return window.owns(pointer<void>(ptr)); }, "ptr"_a)
+      .def_prop_ro("id", &Window::id)
       .def("stats", &stats)
       .def("close", &Window::close);
 }

@@ -66,6 +66,23 @@ void Board::wake() {
   changed_.notify_all();
 }
 
+uint64_t Board::newest_tag(uint64_t prefix, uint64_t mask) const {
+  const std::lock_guard lock(mutex_);
+  uint64_t newest = 0;
+  for (const auto& [key, parcels] : parcels_) {
+    if ((key.first & mask) == prefix && key.first > newest) newest = key.first;
+  }
+  return newest;
+}
+
+void Board::forget_tags(uint64_t prefix, uint64_t mask, uint64_t below) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(parcels_, [&](const auto& entry) {
+    const uint64_t tag = entry.first.first;
+    return (tag & mask) == prefix && tag < below;
+  });
+}
+
 std::vector<int> Board::dead_ranks() const {
   const std::lock_guard lock(mutex_);
   std::vector<int> ranks;

@@ -35,6 +35,8 @@ class Board {
   // --- reading -------------------------------------------------------------------------------------------------------
   std::vector<int> dead_ranks() const;
   std::vector<Detection> detections() const;
+  uint64_t newest_tag(uint64_t prefix, uint64_t mask) const;
+  void forget_tags(uint64_t prefix, uint64_t mask, uint64_t below);
   AbortRelay& relay() noexcept { return relay_; }
 
   struct Request {

@@ -79,6 +79,11 @@ class ControlPlane {
                                        const std::vector<std::byte>& bytes, const std::vector<int>& fds,
                                        uint64_t deadline_ns, const Poll& poll) = 0;
 
+  // The highest tag with (tag & mask) == prefix among the parcels of others that nobody has collected yet; 0: none.
+  virtual uint64_t newest_tag(uint64_t prefix, uint64_t mask) const = 0;
+  // Drops such parcels with a tag below `below`.
+  virtual void forget_tags(uint64_t prefix, uint64_t mask, uint64_t below) = 0;
+
   // Tells every rank that is not gone. Best effort, never blocks, never throws. `reporter` is filled in.
   // It is not delivered to this rank's own handler.
   virtual void publish_abort(const AbortReason& reason) noexcept = 0;

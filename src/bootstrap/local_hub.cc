@@ -58,6 +58,8 @@ class LocalControlPlane final : public ControlPlane {
 
   void set_abort_handler(AbortHandler handler) override { own().relay().set_handler(std::move(handler)); }
   std::vector<int> dead_ranks() const override { return own().dead_ranks(); }
+  uint64_t newest_tag(uint64_t prefix, uint64_t mask) const override { return own().newest_tag(prefix, mask); }
+  void forget_tags(uint64_t prefix, uint64_t mask, uint64_t below) override { own().forget_tags(prefix, mask, below); }
   std::vector<Detection> detections() const override { return own().detections(); }
   void close() noexcept override { close_once(); }
 

@@ -107,6 +107,10 @@ class ProcessControlPlane final : public ControlPlane {
 
   void set_abort_handler(AbortHandler handler) override { board_->relay().set_handler(std::move(handler)); }
   std::vector<int> dead_ranks() const override { return board_->dead_ranks(); }
+  uint64_t newest_tag(uint64_t prefix, uint64_t mask) const override { return board_->newest_tag(prefix, mask); }
+  void forget_tags(uint64_t prefix, uint64_t mask, uint64_t below) override {
+    board_->forget_tags(prefix, mask, below);
+  }
   std::vector<Detection> detections() const override { return board_->detections(); }
   void close() noexcept override { close_once(); }
 

@@ -10,14 +10,6 @@
 namespace weft::cpu {
 namespace {
 
-constexpr u64 kRebuildTag = u64{1} << 62;
-
-u64 mask_of(const std::vector<int>& ranks) {
-  u64 mask = 0;
-  for (int rank : ranks) mask |= u64{1} << rank;
-  return mask;
-}
-
 std::vector<int> ranks_of(u64 mask) {
   std::vector<int> ranks;
   for (int rank = 0; rank < kMaxRanks; ++rank) {
@@ -27,6 +19,12 @@ std::vector<int> ranks_of(u64 mask) {
 }
 
 }  // namespace
+
+u64 mask_of(const std::vector<int>& ranks) {
+  u64 mask = 0;
+  for (int rank : ranks) mask |= u64{1} << rank;
+  return mask;
+}
 
 const char* op_name(u32 op_kind) {
   constexpr const char* kNames[kNumOpKinds] = {"communicator", "dispatch", "combine", "barrier"};
@@ -53,10 +51,31 @@ Communicator::Communicator(std::unique_ptr<ControlPlane> plane)
 
 Communicator::~Communicator() { close(); }
 
+// Ranks that leave it at different points would never meet again, so an exchange that did not end well breaks the
+// communicator on every rank, as an operation does; the epoch in the tag and rebuild() bring them together again.
 std::vector<Parcel> Communicator::exchange(u64 tag, const std::vector<std::byte>& bytes, const std::vector<int>& fds,
                                            u64 deadline_ns, const Poll& poll) {
   raise_if_unusable();
-  return plane_->exchange(active_, tag, bytes, fds, deadline_ns, poll);
+  const Poll watch = [&] {
+    if (poll) poll();
+    if (is_broken()) throw error_of(reason());
+  };
+  AbortReason failure;
+  failure.rank = failure.reporter = rank_;
+  failure.epoch = epoch_;
+  try {
+    return plane_->exchange(active_, tag | u64{epoch_} << 40, bytes, fds, deadline_ns, watch);
+  } catch (const Error& error) {
+    if (error.code != ErrorCode::kPeerTimeout) throw;
+    failure.code = AbortCode::kPeerTimeout;
+    failure.rank = error.peers.empty() ? rank_ : error.peers.front();
+    failure.peers = mask_of(error.peers);
+    fail(failure);
+  } catch (...) {
+    failure.code = AbortCode::kInterrupted;
+    give_up(failure);
+    throw;
+  }
 }
 
 void Communicator::add_window(MemberWindow* window) {
@@ -96,6 +115,9 @@ Error Communicator::error_of(const AbortReason& reason) const {
   const std::string me = "rank " + std::to_string(rank_) + ": ";
   const std::string way_out = "; call rebuild(ranks) with the ranks that are left, or close()";
   const std::string culprit = "rank " + std::to_string(reason.rank);
+  const std::string place = reason.op_kind == 0 ? "a constructor or rebuild"
+                                                : op + " (sequence " + std::to_string(reason.sequence) + ", phase " +
+                                                      phase_name(reason.phase) + ")";
   switch (reason.code) {
     case AbortCode::kPeerLost:
       return Error(ErrorCode::kPeerLost, me + culprit + " is gone: its process ended" + way_out, op, reason.sequence,
@@ -104,15 +126,12 @@ Error Communicator::error_of(const AbortReason& reason) const {
       return Error(ErrorCode::kPeerLost, me + culprit + " has closed its communicator" + way_out, op, reason.sequence,
                    {reason.rank});
     case AbortCode::kInterrupted:
-      return Error(
-          ErrorCode::kPeerTimeout,
-          me + culprit + " was interrupted in " + op + " (sequence " + std::to_string(reason.sequence) + ")" + way_out,
-          op, reason.sequence, {reason.rank});
+      return Error(ErrorCode::kPeerTimeout, me + culprit + " was interrupted in " + place + way_out, op,
+                   reason.sequence, {reason.rank});
     case AbortCode::kPeerTimeout:
       return Error(ErrorCode::kPeerTimeout,
                    me + ranks_text(ranks_of(reason.peers)) + " did not answer rank " + std::to_string(reason.reporter) +
-                       " in " + op + " (sequence " + std::to_string(reason.sequence) + ", phase " +
-                       phase_name(reason.phase) + ") before its deadline" + way_out,
+                       " in " + place + " before its deadline" + way_out,
                    op, reason.sequence, ranks_of(reason.peers));
     case AbortCode::kRefused:
       return Error(ErrorCode::kPeerLost,
@@ -180,113 +199,6 @@ void Communicator::leave_broken() {
   AbortReason first = reason();
   if (first.epoch == 0) first.epoch = epoch_;
   fail(first);
-}
-
-void Communicator::check_rebuild(const std::vector<int>& ranks) const {
-  if (is_closed()) throw_invalid_state("the communicator is closed");
-  const bool has_twins = std::adjacent_find(ranks.begin(), ranks.end()) != ranks.end();
-  const bool has_strangers = std::any_of(ranks.begin(), ranks.end(),
-                                         [&](int rank) { return rank < 0 || rank >= num_ranks_ || !is_active(rank); });
-  if (has_twins || has_strangers || std::find(ranks.begin(), ranks.end(), rank_) == ranks.end()) {
-    throw_invalid_argument("ranks: " + ranks_text(ranks) + "; allowed: distinct active ranks (" + ranks_text(active_) +
-                           "), this rank (" + std::to_string(rank_) + ") among them");
-  }
-  std::vector<int> gone;
-  for (int dead : plane_->dead_ranks()) {
-    if (std::find(ranks.begin(), ranks.end(), dead) != ranks.end()) gone.push_back(dead);
-  }
-  if (!gone.empty()) {
-    throw_peer_lost("rebuild", gone,
-                    "rank " + std::to_string(rank_) + ": " + ranks_text(gone) + " is gone too; rebuild without it");
-  }
-}
-
-// The next epoch is one above the highest that any member is in: a member may have entered one that others did not reach,
-// if a rank died between its last two messages. A list that differs on another rank makes another tag, so the two never
-// meet: the ranks then time out naming each other.
-u16 Communicator::agree_on_epoch(const std::vector<int>& ranks, u64 tag, u64 deadline_ns, const Poll& poll) {
-  struct Proposal {
-    u64 mask;
-    u32 epoch;
-    u32 num_windows;
-  };
-  Proposal mine{mask_of(ranks), epoch_, 0};
-  {
-    const std::lock_guard lock(mutex_);
-    mine.num_windows = static_cast<u32>(windows_.size());
-  }
-  std::vector<std::byte> bytes(sizeof(mine));
-  std::memcpy(bytes.data(), &mine, sizeof(mine));
-  const auto parcels = plane_->exchange(ranks, tag, bytes, {}, deadline_ns, poll);
-  u32 highest = epoch_;
-  for (int rank : ranks) {
-    Proposal other{};
-    if (parcels[rank].bytes.size() != sizeof(other)) throw_internal("a malformed rebuild message");
-    std::memcpy(&other, parcels[rank].bytes.data(), sizeof(other));
-    if (other.mask != mine.mask || other.num_windows != mine.num_windows) {
-      throw_invalid_argument("rebuild: rank " + std::to_string(rank) + " has " + std::to_string(other.num_windows) +
-                             " windows, rank " + std::to_string(rank_) + " has " + std::to_string(mine.num_windows));
-    }
-    highest = std::max(highest, other.epoch);
-  }
-  return static_cast<u16>(highest + 1);
-}
-
-void Communicator::rebuild(std::vector<int> ranks, u64 deadline_ns, const Poll& poll) {
-  std::sort(ranks.begin(), ranks.end());
-  check_rebuild(ranks);
-  std::vector<MemberWindow*> windows;
-  {
-    const std::lock_guard lock(mutex_);
-    windows = windows_;
-  }
-  for (MemberWindow* window : windows) {
-    if (window->is_busy()) throw_invalid_state("an operation is in flight on this communicator");
-  }
-  const u64 mask = mask_of(ranks);
-  const u64 tag =
-      kRebuildTag | (hash_bytes(&mask, sizeof(mask)) & 0xffffffffu) << 28 | (num_attempts_[mask]++ & 0x3fffu) << 14;
-  const u16 next_epoch = agree_on_epoch(ranks, tag, deadline_ns, poll);
-  renew_windows(windows, ranks, tag, deadline_ns, poll);
-  enter_epoch(ranks, next_epoch);
-}
-
-// A failure between the windows leaves some on fresh memory and some not: the communicator is broken then, if it was not.
-void Communicator::renew_windows(const std::vector<MemberWindow*>& windows, const std::vector<int>& ranks, u64 tag,
-                                 u64 deadline_ns, const Poll& poll) {
-  try {
-    for (MemberWindow* window : windows) window->renew(*plane_, ranks, ++tag, deadline_ns, poll);
-  } catch (const Error& error) {
-    AbortReason half_done;
-    half_done.code = error.code == ErrorCode::kPeerLost ? AbortCode::kPeerLost : AbortCode::kPeerTimeout;
-    half_done.rank = error.peers.empty() ? rank_ : error.peers.front();
-    half_done.reporter = rank_;
-    half_done.epoch = epoch_;
-    half_done.peers = mask_of(error.peers);
-    adopt(half_done);
-    throw;
-  }
-}
-
-void Communicator::enter_epoch(const std::vector<int>& ranks, u16 epoch) {
-  std::vector<AbortReason> early;
-  {
-    const std::lock_guard lock(mutex_);
-    epoch_ = epoch;
-    active_ = ranks;
-    active_mask_ = mask_of(ranks);
-    reason_ = AbortReason{};
-    closed_ranks_ &= active_mask_;
-    early = std::exchange(early_, {});
-  }
-  for (const AbortReason& reason : early) on_abort(reason);
-  for (int dead : plane_->dead_ranks()) {  // lost while the new epoch was made
-    AbortReason lost;
-    lost.code = AbortCode::kPeerLost;
-    lost.rank = dead;
-    lost.reporter = rank_;
-    if (is_active(dead)) adopt(lost);
-  }
 }
 
 void Communicator::close() {

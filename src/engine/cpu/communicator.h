@@ -20,6 +20,8 @@ class MemberWindow {
   virtual void notice_closed(u64 ranks) = 0;                 // any thread: what waits for one of them ends
   virtual void leave_waits() = 0;                            // any thread: every wait that is not satisfied ends
   virtual void record_error(const AbortReason& reason) = 0;  // R9
+  virtual u64 id() const = 0;                                // equal on all ranks that have it
+  virtual void retire() = 0;                                 // another rank has it no more: it is of no use
   virtual bool is_busy() const = 0;                          // an operation is in flight
   // Fresh memory for the members of a new epoch, collective (R13, R14).
   virtual void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u64 deadline_ns,
@@ -29,6 +31,7 @@ class MemberWindow {
 // "dispatch", "combine", "barrier"
 const char* op_name(u32 op_kind);
 const char* phase_name(u32 phase);
+u64 mask_of(const std::vector<int>& ranks);
 
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
@@ -79,10 +82,14 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   void on_abort(const AbortReason& reason);  // monitor thread
   void adopt(const AbortReason& reason);     // the first reason of this epoch wins; sets every window's abort word
+  struct Agreement {
+    u16 epoch;
+    u64 next_window_id;
+    std::vector<MemberWindow*> windows;  // that every member has, by id
+  };
   void check_rebuild(const std::vector<int>& ranks) const;
-  u16 agree_on_epoch(const std::vector<int>& ranks, u64 tag, u64 deadline_ns, const Poll& poll);
-  void renew_windows(const std::vector<MemberWindow*>& windows, const std::vector<int>& ranks, u64 tag, u64 deadline_ns,
-                     const Poll& poll);
+  void attempt_rebuild(const std::vector<int>& ranks, u64 deadline_ns, const Poll& poll);
+  Agreement agree(const std::vector<int>& ranks, u64 tag, u64 deadline_ns, const Poll& poll);
   void enter_epoch(const std::vector<int>& ranks, u16 epoch);
   Error error_of(const AbortReason& reason) const;
   AbortReason reason() const;
@@ -94,7 +101,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   u64 active_mask_ = 0;
   std::vector<int> active_;
   u64 next_window_id_ = 1;
-  std::map<u64, u32> num_attempts_;  // of rebuild, by mask of members: all of them count alike
+  std::map<u64, u64> num_attempts_;  // of rebuild, by mask of members
 
   mutable std::mutex mutex_;  // guards what follows; never held while calling the control plane
   std::vector<MemberWindow*> windows_;

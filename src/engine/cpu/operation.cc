@@ -39,6 +39,10 @@ Operation::Operation(Window& window, const OperationConfig& config, u64 timeout_
     : window_(window), config_(config), fingerprint_(fingerprint(config)), poll_(poll), rank_(window.comm_->rank()) {
   Communicator& comm = *window.comm_;
   if (window.closed_) throw_invalid_state("the window is closed");
+  if (window.is_retired_) {
+    throw_invalid_state(
+        "another rank closed this window before the last rebuild; make a new ExpertParallel on every rank");
+  }
   comm.raise_if_unusable();
   ControlWords* words = window.words();
   const sync::BeginResult begun = sync::begin_operation(words, 1);

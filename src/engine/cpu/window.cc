@@ -70,8 +70,10 @@ Window::~Window() { close(); }
 
 void Window::close() {
   if (std::exchange(closed_, true)) return;
-  comm_->remove_window(this);
+  comm_->remove_window(this);  // from here on no other thread knows it
   peers_.clear();
+  control_ = SharedMemory();
+  heap_.reset();  // results that are still held keep it
 }
 
 // NOLINTNEXTLINE(readability-function-size): the constructor has no plane, rebuild has one; the rest is common
@@ -140,6 +142,7 @@ u8* Window::heap_of(int rank) const {
 }
 
 std::optional<u64> Window::heap_offset(const void* pointer) const {
+  if (closed_) return std::nullopt;
   const u8* base = reinterpret_cast<const u8*>(heap_->memory.data());
   const u8* place = static_cast<const u8*>(pointer);
   if (place < base || place >= base + heap_bytes_) return std::nullopt;
@@ -147,6 +150,7 @@ std::optional<u64> Window::heap_offset(const void* pointer) const {
 }
 
 std::optional<Block> Window::reserve(u64 num_bytes) {
+  if (closed_) throw_invalid_state("the window is closed");
   const std::optional<u64> offset = heap_->heap.reserve(num_bytes);
   if (!offset) return std::nullopt;
   Block block;

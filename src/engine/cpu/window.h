@@ -56,8 +56,8 @@ class Window : public MemberWindow {
 
   void close();
   const WindowStats& stats() const { return stats_; }
-  u64 heap_used() const { return heap_->heap.used(); }
-  u64 heap_peak() const { return heap_->heap.peak(); }
+  u64 heap_used() const { return closed_ ? 0 : heap_->heap.used(); }
+  u64 heap_peak() const { return closed_ ? 0 : heap_->heap.peak(); }
   u64 heap_bytes() const { return heap_bytes_; }
   const WindowLayout& layout() const { return layout_; }
   const WindowShape& shape() const { return shape_; }
@@ -65,6 +65,8 @@ class Window : public MemberWindow {
   void notice_closed(u64 ranks) override;
   void leave_waits() override;
   void record_error(const AbortReason& reason) override;
+  u64 id() const override { return id_; }
+  void retire() override { is_retired_ = true; }
   bool is_busy() const override;
   void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u64 deadline_ns, const Poll& poll) override;
 
@@ -100,6 +102,7 @@ class Window : public MemberWindow {
   std::vector<Peer> peers_;
   WindowStats stats_;
   bool closed_ = false;
+  bool is_retired_ = false;
 
   // Kept between calls so that a call allocates nothing but its result.
   struct Scratch {

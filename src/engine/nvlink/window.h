@@ -94,6 +94,8 @@ class Window : public cpu::MemberWindow {
   void notice_closed(u64) override { leave_waits(); }  // a kernel that needs nothing more looks at the word no more
   void leave_waits() override;
   void record_error(const AbortReason& reason) override;
+  u64 id() const override { return id_; }
+  void retire() override { close(); }
   bool is_busy() const override;
   void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u64 deadline_ns, const Poll& poll) override;
 
