@@ -24,14 +24,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from weft import _callable
-from weft.errors import Error, InvalidArgument, PeerLost, PeerTimeout
+from weft.errors import Error, InvalidArgument, InvalidState, PeerLost, PeerTimeout
 
 if TYPE_CHECKING:
+    from weft import _native
     from weft.communicator import Communicator
 
 __all__ = ["spawn"]
 
 GRACE_S = 10.0  # after the first failure the other ranks have this long to come to an end by themselves
+THREAD_GRACE_S = 0.5  # the same for ranks that are threads, and then their communicators are closed
 _LENGTH_BYTES = 8
 
 
@@ -53,7 +55,8 @@ def spawn(
         device: "auto", "cpu" or "cuda": where the tokens live.
         isolation: "process" forks one process a rank; "thread" runs ranks as threads of this process (for tests).
         on_failure: "raise" the root cause with the other errors as notes, after at most ten seconds of grace for the
-            ranks that have not failed; "return": the errors stand in the list in place of results.
+            ranks that have not failed (threads: half a second, then their calls fail); "return": the errors stand in
+            the list in place of results.
 
     Call it from the main thread of a program that is not inside a parallel operation: other threads of the parent do
     not exist in the ranks. Each rank runs torch with one thread. No CUDA may have been used by the parent. Nothing
@@ -128,38 +131,92 @@ def _add_note(error: BaseException, note: str) -> None:
 # ---- ranks as threads
 
 
-def _run_threads(
-    call: Callable[[Communicator], Any], num_ranks: int, device: str, stop_on_failure: bool
-) -> list[_Outcome]:
-    import torch
+class _ThreadRanks:
+    """Ranks as threads. Threads can't be ended, so closing the native communicators makes the ranks leave their waits:
+    after Ctrl-C, or soon after a rank has failed.
+    """
 
-    from weft import _load
-    from weft.communicator import Communicator
+    def __init__(self, call: Callable[[Communicator], Any], num_ranks: int, device: str) -> None:
+        from weft import _load
 
-    hub = _load.native().LocalHub(num_ranks)
-    outcomes = [_Outcome(rank) for rank in range(num_ranks)]
-    at_end = threading.Barrier(num_ranks)  # broken by the first failure
+        self.call, self.device = call, device
+        self.hub = _load.native().LocalHub(num_ranks)
+        self.outcomes = [_Outcome(rank) for rank in range(num_ranks)]
+        self.at_end = threading.Barrier(num_ranks)  # broken by the first failure
+        self.ended = [threading.Event() for _ in range(num_ranks)]
+        self.lock = threading.Lock()
+        self.natives: list[_native.Communicator] = []
+        self.stopped_at = float("inf")
 
-    def run(rank: int) -> None:
+    def run(self, rank: int) -> None:
+        """One rank, in its thread."""
+        import torch
+
+        from weft.communicator import Communicator
+
         # Backwards run in the thread that asks for them: torch has one thread a GPU for the backwards of all others,
         # and there the first rank to wait would keep every other from coming.
         torch.autograd.set_multithreading_enabled(False)
+        outcome = self.outcomes[rank]
         try:
-            with Communicator._local(hub, rank, _rank_device(device, rank)) as comm:
-                outcomes[rank].result = call(comm)
+            with Communicator._local(self.hub, rank, _rank_device(self.device, rank)) as comm:
+                self._started(comm)
+                outcome.result = self.call(comm)
                 with contextlib.suppress(threading.BrokenBarrierError):
-                    at_end.wait()
+                    self.at_end.wait()
         except BaseException as error:  # noqa: BLE001  brought to the caller of spawn
-            outcomes[rank].error, outcomes[rank].when = error, time.monotonic()
-            at_end.abort()
+            outcome.error, outcome.when = error, time.monotonic()
+            if outcome.when >= self.stopped_at and isinstance(error, InvalidState):
+                text = f"rank {rank} was stopped by weft.spawn, because another rank had failed"
+                outcome.error = PeerLost((rank,), text)
+            self.at_end.abort()
+        finally:
+            self.ended[rank].set()
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"weft-rank-{rank}") for rank in range(num_ranks)]
+    def _started(self, comm: Communicator) -> None:
+        with self.lock:
+            self.natives.append(comm._native)
+            is_late = self.stopped_at < float("inf")
+        if is_late:
+            comm._native.close()
+
+    def stop(self) -> None:
+        """Let every wait of a rank end, and every later call."""
+        with self.lock:
+            self.stopped_at = min(self.stopped_at, time.monotonic())
+            natives = list(self.natives)
+        self.at_end.abort()
+        for native in natives:
+            native.close()
+
+    def stop_after_failure(self) -> None:
+        """Stop, once what a failed rank's peers see by themselves, PeerLost, has had its time."""
+        whens = [outcome.when for outcome in self.outcomes if outcome.when]
+        if whens and self.stopped_at == float("inf") and time.monotonic() > min(whens) + THREAD_GRACE_S:
+            self.stop()
+
+
+def _run_threads(
+    call: Callable[[Communicator], Any], num_ranks: int, device: str, stop_on_failure: bool
+) -> list[_Outcome]:
+    ranks = _ThreadRanks(call, num_ranks, device)
+    threads = [threading.Thread(target=ranks.run, args=(rank,), name=f"weft-rank-{rank}") for rank in range(num_ranks)]
+    try:
+        for thread in threads:
+            thread.start()
+        for ended in ranks.ended:  # no join: Python 3.11 takes a thread for ended if Ctrl-C comes inside one
+            while not ended.wait(0.1):
+                if stop_on_failure:
+                    ranks.stop_after_failure()
+    except BaseException:
+        ranks.stop()
+        for thread, ended in zip(threads, ranks.ended, strict=True):
+            if thread.ident is not None:
+                ended.wait()
+        raise
     for thread in threads:
-        thread.start()
-    for thread in threads:
-        while thread.is_alive():
-            thread.join(0.1)  # in pieces, so that Ctrl-C is seen
-    return outcomes
+        thread.join()
+    return ranks.outcomes
 
 
 def _rank_device(device: str, rank: int) -> str:

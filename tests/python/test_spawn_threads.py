@@ -1,0 +1,77 @@
+"""Guards against ranks that are threads and go on waiting when nobody wants their results any more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+from test_errors import SHAPE
+
+import weft
+
+LEAVES_WITHIN_S = 30.0  # the deadline of the calls is 100 s
+
+
+def rank_threads() -> list[str]:
+    """Those left, but for the last moment of a thread."""
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("weft-rank-")]
+    for thread in threads:
+        thread.join(5)
+    return [thread.name for thread in threads if thread.is_alive()]
+
+
+def test_ctrl_c_ends_waits() -> None:
+    inside = threading.Event()
+
+    def rank(comm: weft.Communicator) -> None:
+        with weft.ExpertParallel(comm, **SHAPE) as ep:
+            if comm.rank:
+                inside.wait(LEAVES_WITHIN_S)
+                return
+            threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,)).start()
+            try:
+                ep.warmup()  # rank 1 does not come
+            finally:
+                inside.set()
+
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        weft.spawn(rank, 2, isolation="thread")
+    assert time.monotonic() - begin < LEAVES_WITHIN_S
+    assert inside.is_set()
+    assert not rank_threads()
+
+
+def test_failure_of_one_rank_ends_the_waits_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["weft.spawn"], "THREAD_GRACE_S", 0.1)
+    reader, writer = os.pipe()
+
+    def rank(comm: weft.Communicator) -> None:
+        with weft.ExpertParallel(comm, **{**SHAPE, "num_experts": 6}) as ep:
+            if comm.rank == 2:
+                raise KeyError("the reason")
+            try:
+                ep.warmup()
+            except weft.PeerLost:
+                if comm.rank == 1:
+                    os.read(reader, 1)  # does not take part in the rebuild until rank 0 has left it
+                    return
+                try:
+                    comm.rebuild([0, 1])
+                finally:
+                    os.write(writer, b".")
+
+    begin = time.monotonic()
+    with pytest.raises(KeyError, match="the reason") as caught:
+        weft.spawn(rank, 3, isolation="thread")
+    assert time.monotonic() - begin < LEAVES_WITHIN_S
+    notes = "\n".join(caught.value.__notes__)
+    assert "raised by rank 2 of weft.spawn" in notes
+    assert "rank 0 ended with PeerLost: rank 0 was stopped by weft.spawn, because another rank had failed" in notes
+    assert not rank_threads()
+    os.close(reader)
+    os.close(writer)
