@@ -14,25 +14,39 @@ from torch import Tensor
 
 from weft.communicator import Communicator
 from weft.errors import InvalidArgument, Unsupported
-from weft.handle import Handle
-from weft.limits import _ACCEPTS, _ALLOWED, FP8_HIDDEN_MULTIPLE, LAYOUTS, ROW_MULTIPLE_BYTES, check_shape, max_row_bytes
+from weft.handle import Dispatched, Handle
+from weft.limits import (
+    _ACCEPTS,
+    _ALLOWED,
+    DTYPE_BYTES,
+    FP8_HIDDEN_MULTIPLE,
+    LAYOUTS,
+    MAX_ALIGNMENT,
+    ROW_MULTIPLE_BYTES,
+    check_shape,
+    max_row_bytes,
+)
 from weft.native_calls import DTYPE_CODES, MASKED, RANK_MAJOR, Call
 from weft.quantized import Quantized
 
 if TYPE_CHECKING:
     from weft.expert_parallel import ExpertParallel
 
-__all__ = ["QUANTIZE_CODES", "check_combine", "check_constructor", "check_dispatch"]
+__all__ = ["QUANTIZE_CODES", "check_combine", "check_constructor", "check_dispatch", "check_dispatched"]
 
 QUANTIZE_CODES = {None: 0, "fp8": 1, "fp8_ue8m0": 2}
-_MAX_ALIGNMENT = 1 << 20
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def check_constructor(comm: Any, shape: dict[str, Any]) -> None:
-    """Arguments of ExpertParallel on this rank alone; the comparison between ranks comes after."""
+def check_constructor(comm: Any, dtype: Any, shape: dict[str, Any]) -> None:
+    """Arguments of ExpertParallel on this rank alone; the comparison between ranks comes after. `shape` has the name of
+    the dtype."""
     if not isinstance(comm, Communicator):
         raise InvalidArgument(f"comm is {comm!r}; a weft.Communicator is expected")
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidArgument(f"dtype is {dtype!r}; allowed: {', '.join(f'torch.{name}' for name in DTYPE_BYTES)}")
+    if shape["deadline_s"] is None:
+        raise InvalidArgument(f"deadline_s is None; allowed: {_ALLOWED['deadline_s']}")
     check_shape({"num_ranks": comm.num_ranks, **shape})
 
 
@@ -87,9 +101,9 @@ def _call(
         ("max_tokens", max_tokens),
     ):
         _check_option(name, value)
-    if alignment > _MAX_ALIGNMENT or (alignment != 1 and layout != "expert_major"):
+    if alignment != 1 and layout != "expert_major":
         raise InvalidArgument(
-            f"alignment is {alignment} with layout {layout!r}; allowed are 1 to {_MAX_ALIGNMENT} with 'expert_major', "
+            f"alignment is {alignment} with layout {layout!r}; allowed are 1 to {MAX_ALIGNMENT} with 'expert_major', "
             "else 1"
         )
     if layout == "masked" and capacity is None:
@@ -130,7 +144,7 @@ def _check_x(ep: ExpertParallel, x: Any, quantize: Any, is_repeated: bool) -> tu
         raise InvalidArgument(f"x has shape {list(x.shape)}; allowed is [T, {ep.hidden}]")
     if x.dtype != ep.dtype and not (is_repeated and x.dtype in DTYPE_CODES):
         raise InvalidArgument(f"x has dtype {x.dtype}; allowed is that of this ExpertParallel, {ep.dtype}")
-    _check_device("x", x, ep)
+    _check_place("x", x, ep)
     if quantize is not None:
         if ep.hidden % FP8_HIDDEN_MULTIPLE:
             raise Unsupported(
@@ -164,9 +178,9 @@ def _check_quantized(ep: ExpertParallel, x: Quantized, quantize: Any) -> tuple[T
         raise InvalidArgument(
             f"x has rows of {row_bytes} bytes, scales included; allowed are 4 * hidden = {max_row_bytes(ep.hidden)}"
         )
-    _check_device("x.data", data, ep)
+    _check_place("x.data", data, ep)
     if scales is not None:
-        _check_device("x.scales", scales, ep)
+        _check_place("x.scales", scales, ep)
         scales = None if scales.shape[1] == 0 else scales.contiguous().view(torch.uint8)
     return data.contiguous().view(torch.uint8), scales
 
@@ -180,7 +194,7 @@ def _check_topk(ep: ExpertParallel, topk_idx: Any, topk_weights: Any, data: Tens
         raise InvalidArgument(f"topk_idx has shape {list(topk_idx.shape)}; allowed is [T, top_k] = {allowed}")
     if topk_idx.dtype not in (torch.int32, torch.int64):
         raise InvalidArgument(f"topk_idx has dtype {topk_idx.dtype}; allowed are torch.int32 and torch.int64")
-    _check_device("topk_idx", topk_idx, ep)
+    _check_place("topk_idx", topk_idx, ep)
     if topk_weights is None:
         return
     if not isinstance(topk_weights, Tensor):
@@ -192,7 +206,7 @@ def _check_topk(ep: ExpertParallel, topk_idx: Any, topk_weights: Any, data: Tens
         )
     if topk_weights.dtype != torch.float32:
         raise InvalidArgument(f"topk_weights has dtype {topk_weights.dtype}; allowed is torch.float32")
-    _check_device("topk_weights", topk_weights, ep)
+    _check_place("topk_weights", topk_weights, ep)
 
 
 def check_combine(
@@ -233,7 +247,7 @@ def check_combine(
             f"expert_output has rows of {ep.hidden * y.element_size()} bytes; allowed are multiples of "
             f"{ROW_MULTIPLE_BYTES}"
         )
-    _check_device("expert_output", y, ep)
+    _check_place("expert_output", y, ep)
     if side is not None:
         _check_side(ep, side, call, lead)
     if bias is not None:
@@ -285,7 +299,7 @@ def _check_like(
         raise InvalidArgument(
             f"{name} has dtype {tensor.dtype}; allowed: {' or '.join(map(str, dict.fromkeys(dtypes)))}"
         )
-    _check_device(name, tensor, ep)
+    _check_place(name, tensor, ep)
 
 
 def _check_options(
@@ -299,7 +313,7 @@ def _check_options(
         ("async_op", async_op),
     ):
         _check_option(name, value)
-    if not isinstance(window, int) or not 0 <= window < ep.num_windows:
+    if not isinstance(window, int) or isinstance(window, bool) or not 0 <= window < ep.num_windows:
         raise InvalidArgument(f"window is {window!r}; allowed are 0 to num_windows - 1 = {ep.num_windows - 1}")
 
 
@@ -308,7 +322,15 @@ def _check_option(name: str, value: Any) -> None:
         raise InvalidArgument(f"{name} is {value!r}; allowed: {_ALLOWED[name]}")
 
 
-def _check_device(name: str, tensor: Tensor, ep: ExpertParallel) -> None:
+def check_dispatched(dispatched: Any) -> None:
+    """The argument of empty_output."""
+    if not isinstance(dispatched, Dispatched):
+        raise InvalidArgument(f"dispatched is {_shown(dispatched)}; the result of a dispatch is expected")
+
+
+def _check_place(name: str, tensor: Tensor, ep: ExpertParallel) -> None:
+    if tensor.layout != torch.strided:
+        raise InvalidArgument(f"{name} has layout {tensor.layout}; allowed is a dense tensor, torch.strided")
     if tensor.device != ep.device:
         raise InvalidArgument(f"{name} is on {tensor.device}; allowed is the device of the communicator, {ep.device}")
 

@@ -72,7 +72,7 @@ class ExpertParallel:
             "heap_bytes": heap_bytes,
             "num_windows": num_windows,
         }
-        arguments.check_constructor(comm, shape)
+        arguments.check_constructor(comm, dtype, shape)
         heap = heap_bytes
         if heap is None:
             heap = default_heap_bytes(comm.num_ranks, top_k, hidden, max_tokens_per_rank, dtype)
@@ -306,6 +306,7 @@ class ExpertParallel:
         In the heap if there is room, else an ordinary tensor; combine takes both. Its dtype is that of the object.
         Local.
         """
+        arguments.check_dispatched(dispatched)
         self.calls.raise_if_closed("empty_output")
         handle = dispatched.handle
         lead = handle.topk_weights.shape[: 2 if handle.layout == "masked" else 1]

@@ -21,6 +21,13 @@ QUANTIZE_GROUP = 128
 MAX_RANKS = 64  # kMaxRanks of include/weft/config/base.h
 MAX_TOP_K = 128  # kMaxTopk of include/weft/layout/window.h
 MAX_TOKENS_PER_RANK = (1 << 24) - 1  # kMaxRowsPerPair of include/weft/layout/window.h
+MAX_EXPERTS = 1 << 20
+MAX_HIDDEN = 1 << 20
+MAX_ALIGNMENT = 1 << 20
+MAX_CAPACITY = (1 << 31) - 1  # rows are counted in int32
+MAX_HEAP_BYTES = 1 << 46
+MAX_WINDOWS = 1024
+MAX_SECONDS = 1e9  # in ns it fits 64 bits
 _MIN_HEAP_BYTES = 1 << 20
 _PAGE = 4096
 
@@ -94,26 +101,27 @@ def _is_bool(value: Any) -> bool:
 
 
 def _is_seconds(value: Any) -> bool:
-    return isinstance(value, (int, float)) and 0 < value < float("inf")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 < value <= MAX_SECONDS
 
 
 _ACCEPTS: dict[str, Callable[[Any], bool]] = {
     "engine": lambda value: value in Limits().engines,
     "num_ranks": _is_int(1, MAX_RANKS),
-    "num_experts": _is_int(1),
+    "num_experts": _is_int(1, MAX_EXPERTS),
     "top_k": _is_int(1, MAX_TOP_K),
-    "hidden": _is_int(1),
+    "hidden": _is_int(1, MAX_HIDDEN),
     "max_tokens_per_rank": _is_int(0, MAX_TOKENS_PER_RANK),
     "max_tokens": _or_none(_is_int(0, MAX_TOKENS_PER_RANK)),
     "dtype": lambda value: dtype_name(value) in DTYPE_BYTES,
     "num_sms": _or_none(_is_int(1)),
     "deadline_s": _or_none(_is_seconds),
-    "heap_bytes": _or_none(_is_int(0)),
-    "num_windows": _is_int(1),
+    "heap_bytes": _or_none(_is_int(0, MAX_HEAP_BYTES)),
+    "num_windows": _is_int(1, MAX_WINDOWS),
     "layout": lambda value: value in LAYOUTS,
-    "alignment": _is_int(1),
+    "alignment": _is_int(1, MAX_ALIGNMENT),
     "quantize": lambda value: value is None or value in QUANTIZE,
-    "capacity": _or_none(_is_int(0)),
+    "capacity": _or_none(_is_int(0, MAX_CAPACITY)),
     "mode": lambda value: value in MODES,
     "staged": _is_bool,
     "async_op": _is_bool,
@@ -135,7 +143,10 @@ def _agree(options: dict[str, Any]) -> bool:
         return False
     if options.get("window", 0) >= options.get("num_windows", options.get("window", 0) + 1):
         return False
-    return not (options.get("layout") == "masked" and "capacity" in options and options["capacity"] is None)
+    layout = options.get("layout", "expert_major")  # any that allows the rest
+    if options.get("alignment", 1) != 1 and layout != "expert_major":
+        return False
+    return not (layout == "masked" and "capacity" in options and options["capacity"] is None)
 
 
 # ---- memory
@@ -234,20 +245,20 @@ def check_shape(shape: dict[str, Any]) -> None:
 
 _ALLOWED = {
     "num_ranks": f"1 to {MAX_RANKS}",
-    "num_experts": "integers from 1",
+    "num_experts": f"1 to {MAX_EXPERTS}",
     "top_k": f"1 to {MAX_TOP_K}",
-    "hidden": "integers from 1",
+    "hidden": f"1 to {MAX_HIDDEN}",
     "max_tokens_per_rank": f"0 to {MAX_TOKENS_PER_RANK}",
     "dtype": ", ".join(DTYPE_BYTES),
     "num_sms": "None, or an integer from 1",
-    "deadline_s": "seconds above 0",
-    "heap_bytes": "None, or an integer from 0",
-    "num_windows": "integers from 1",
+    "deadline_s": "seconds above 0, at most 1e9",
+    "heap_bytes": f"None, or 0 to {MAX_HEAP_BYTES}",
+    "num_windows": f"1 to {MAX_WINDOWS}",
     "max_tokens": "None, or 0 to max_tokens_per_rank",
     "layout": ", ".join(LAYOUTS),
-    "alignment": "integers from 1",
+    "alignment": f"1 to {MAX_ALIGNMENT}",
     "quantize": "None, " + ", ".join(QUANTIZE),
-    "capacity": "None, or an integer from 0",
+    "capacity": f"None, or 0 to {MAX_CAPACITY}",
     "mode": ", ".join(MODES),
     "staged": "True, False",
     "async_op": "True, False",

@@ -67,7 +67,7 @@ def spawn(
         PeerLost: a rank was killed by a signal or left without a result.
         Whatever `fn` raised on a rank, with its traceback as a note.
     """
-    _check(fn, num_ranks, device, isolation, on_failure)
+    _check(fn, num_ranks, args, device, isolation, on_failure)
     run = _run_processes if isolation == "process" else _run_threads
     outcomes = run(lambda comm: fn(comm, *args), num_ranks, device, on_failure == "raise")
     errors = [outcome for outcome in outcomes if outcome.error is not None]
@@ -87,14 +87,16 @@ class _Outcome:
     was_killed: bool = False
 
 
-def _check(fn: Any, num_ranks: Any, device: Any, isolation: Any, on_failure: Any) -> None:
+def _check(fn: Any, num_ranks: Any, args: Any, device: Any, isolation: Any, on_failure: Any) -> None:
     from weft.limits import limits
 
     most = limits().max_ranks
     if not callable(fn):
         raise InvalidArgument(f"fn is {fn!r}; a callable fn(comm, *args) is expected")
-    if not isinstance(num_ranks, int) or not 1 <= num_ranks <= most:
+    if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or not 1 <= num_ranks <= most:
         raise InvalidArgument(f"num_ranks is {num_ranks!r}; allowed are 1 to {most}")
+    if not isinstance(args, Sequence):
+        raise InvalidArgument(f"args is {args!r}; a tuple or another sequence is expected, of what fn takes after comm")
     for name, value, allowed in (
         ("device", str(device).split(":")[0], ("auto", "cpu", "cuda")),
         ("isolation", isolation, ("process", "thread")),

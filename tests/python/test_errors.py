@@ -80,20 +80,27 @@ def test_unknown_native_code_is_internal() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"num_experts": 0}, r"num_experts is 0; allowed: integers from 1"),
+        ({"num_experts": 0}, r"num_experts is 0; allowed: 1 to 1048576"),
+        ({"num_experts": 1 << 31}, r"num_experts is 2147483648; allowed: 1 to 1048576"),
+        ({"hidden": 1 << 62}, r"hidden is \d+; allowed: 1 to 1048576"),
         ({"top_k": 129}, r"top_k is 129; allowed: 1 to 128"),
         ({"top_k": 0}, r"top_k is 0; allowed: 1 to 128"),
         (
             {"hidden": 6},
             r"hidden is 6; allowed with float32 are multiples of 4, so that a row is",
         ),
-        ({"hidden": "16"}, r"hidden is '16'; allowed: integers from 1"),
+        ({"hidden": "16"}, r"hidden is '16'; allowed: 1 to 1048576"),
         ({"max_tokens_per_rank": -1}, r"max_tokens_per_rank is -1; allowed: 0 to 16777215"),
         ({"dtype": torch.float64}, r"dtype is 'float64'; allowed: bfloat16, float16, float32"),
         ({"num_sms": 0}, r"num_sms is 0; allowed: None, or an integer from 1"),
         ({"deadline_s": 0}, r"deadline_s is 0; allowed: seconds above 0"),
-        ({"heap_bytes": -1}, r"heap_bytes is -1; allowed: None, or an integer from 0"),
-        ({"num_windows": 0}, r"num_windows is 0; allowed: integers from 1"),
+        ({"heap_bytes": -1}, r"heap_bytes is -1; allowed: None, or 0 to 70368744177664"),
+        ({"heap_bytes": 1 << 70}, r"heap_bytes is \d+; allowed: None, or 0 to 70368744177664"),
+        ({"num_windows": 0}, r"num_windows is 0; allowed: 1 to 1024"),
+        ({"num_windows": 1 << 40}, r"num_windows is 1099511627776; allowed: 1 to 1024"),
+        ({"deadline_s": None}, r"deadline_s is None; allowed: seconds above 0, at most 1e9"),
+        ({"deadline_s": 10**400}, r"deadline_s is 10+; allowed: seconds above 0, at most 1e9"),
+        ({"dtype": "bfloat16"}, r"dtype is 'bfloat16'; allowed: torch.bfloat16, torch.float16, torch.float32"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -126,10 +133,12 @@ DISPATCH: list[tuple[dict[str, Any], type[weft.Error], str]] = [
     ({"topk_weights": WEIGHTS[:, :1]}, weft.InvalidArgument, r"topk_weights has shape \[5, 1\]; allowed .* \[5, 2\]"),
     ({"topk_weights": WEIGHTS.double()}, weft.InvalidArgument, r"topk_weights has dtype torch.float64; allowed is"),
     ({"layout": "flat"}, weft.InvalidArgument, r"layout is 'flat'; allowed: rank_major, expert_major, masked"),
-    ({"alignment": 0}, weft.InvalidArgument, r"alignment is 0; allowed: integers from 1"),
+    ({"alignment": 0}, weft.InvalidArgument, r"alignment is 0; allowed: 1 to 1048576"),
+    ({"alignment": 1 << 70, "layout": "expert_major"}, weft.InvalidArgument, r"alignment is \d+; allowed: 1 to 104"),
     ({"alignment": 8}, weft.InvalidArgument, r"alignment is 8 with layout 'rank_major'; allowed are"),
     ({"layout": "masked"}, weft.InvalidArgument, r"capacity is None; layout 'masked' needs the number of rows"),
-    ({"capacity": -2}, weft.InvalidArgument, r"capacity is -2; allowed: None, or an integer from 0"),
+    ({"capacity": -2}, weft.InvalidArgument, r"capacity is -2; allowed: None, or 0 to 2147483647"),
+    ({"capacity": 1 << 70}, weft.InvalidArgument, r"capacity is \d+; allowed: None, or 0 to 2147483647"),
     ({"quantize": "int8"}, weft.InvalidArgument, r"quantize is 'int8'; allowed: None, fp8, fp8_ue8m0"),
     ({"quantize": "fp8", "x": X.clone().requires_grad_()}, weft.Unsupported, r"an x that requires grad"),
     ({"mode": "fast"}, weft.InvalidArgument, r"mode is 'fast'; allowed: auto, throughput, latency"),
@@ -137,6 +146,9 @@ DISPATCH: list[tuple[dict[str, Any], type[weft.Error], str]] = [
     ({"deadline_s": -1.0}, weft.InvalidArgument, r"deadline_s is -1.0; allowed: seconds above 0"),
     ({"staged": 1}, weft.InvalidArgument, r"staged is 1; allowed: True, False"),
     ({"async_op": None}, weft.InvalidArgument, r"async_op is None; allowed: True, False"),
+    ({"window": True}, weft.InvalidArgument, r"window is True; allowed are 0 to num_windows - 1 = 0"),
+    ({"x": X.to_sparse()}, weft.InvalidArgument, r"x has layout torch.sparse_coo; allowed is a dense tensor"),
+    ({"topk_idx": IDX.to_sparse()}, weft.InvalidArgument, r"topk_idx has layout torch.sparse_coo; allowed is a dense"),
     ({"window": 1}, weft.InvalidArgument, r"window is 1; allowed are 0 to num_windows - 1 = 0"),
     ({"x": weft.Quantized(BYTES), "quantize": "fp8"}, weft.InvalidArgument, r"an x that is quantised already"),
     ({"x": weft.Quantized(BYTES.int())}, weft.InvalidArgument, r"x.data is a tensor \[5, 32\] torch.int32; allowed is"),
@@ -177,6 +189,8 @@ COMBINE: list[tuple[dict[str, Any], type[weft.Error], str]] = [
     ({"expert_output": None}, weft.InvalidArgument, r"expert_output is None; a tensor \[5, 16\] is expected"),
     ({"expert_output": X[:4]}, weft.InvalidArgument, r"expert_output has shape \[4, 16\]; allowed is that of"),
     ({"expert_output": X.double()}, weft.InvalidArgument, r"expert_output has dtype torch.float64; allowed are"),
+    ({"expert_output": X.to_sparse()}, weft.InvalidArgument, r"expert_output has layout torch.sparse_coo; allowed"),
+    ({"out": X.to_sparse()}, weft.InvalidArgument, r"out has layout torch.sparse_coo; allowed is a dense tensor"),
     ({"handle": None}, weft.InvalidArgument, r"handle is None; the handle of a dispatch is expected"),
     ({"weighted": 1}, weft.InvalidArgument, r"weighted is 1; allowed: True, False"),
     ({"side": X}, weft.InvalidArgument, r"side has shape \[5, 16\]; allowed: \[5\] or \[5, 2\]"),
@@ -220,6 +234,24 @@ def test_out_may_lie_beside_what_is_read(ep: weft.ExpertParallel) -> None:
     assert torch.equal(out, X), "ranges count, not storages"
     empty = torch.empty(0, 16)
     assert ep.combine(empty, ep.dispatch(empty, IDX[:0]).handle, out=empty) is empty
+
+
+def test_empty_output_refuses(ep: weft.ExpertParallel) -> None:
+    r = ep.dispatch(X, IDX)
+    for wrong, text in ((None, "dispatched is None"), (r.handle, r"dispatched is weft.Handle\(rank_major")):
+        with pytest.raises(weft.InvalidArgument, match=rf"{text}.*; the result of a dispatch is expected"):
+            ep.empty_output(wrong)  # type: ignore[arg-type]
+
+
+def test_supports_agrees_with_dispatch(ep: weft.ExpertParallel) -> None:
+    for layout in ("rank_major", "expert_major", "masked"):
+        for alignment in (1, 16, 1 << 20, 1 << 21):
+            options: dict[str, Any] = {"layout": layout, "alignment": alignment, "capacity": 8}
+            if weft.supports(**options):
+                ep.dispatch(X, IDX, **options)
+            else:
+                assert isinstance(raised(lambda: ep.dispatch(X, IDX, **options)), weft.InvalidArgument)  # noqa: B023
+    assert weft.supports(alignment=16)
 
 
 def test_fp8_needs_a_multiple_of_16(solo: weft.Communicator) -> None:

@@ -122,6 +122,8 @@ def assert_no_children() -> None:
         ({"fn": 3}, r"fn is 3; a callable fn\(comm, \*args\) is expected"),
         ({"num_ranks": 0}, "num_ranks is 0; allowed are 1 to 64"),
         ({"num_ranks": 65}, "num_ranks is 65; allowed are 1 to 64"),
+        ({"num_ranks": True}, "num_ranks is True; allowed are 1 to 64"),
+        ({"args": 5}, "args is 5; a tuple or another sequence is expected, of what fn takes after comm"),
         ({"device": "tpu"}, "device is 'tpu'; allowed are 'auto', 'cpu', 'cuda'"),
         ({"isolation": "fibre"}, "isolation is 'fibre'; allowed are 'process', 'thread'"),
         ({"on_failure": "cry"}, "on_failure is 'cry'; allowed are 'raise', 'return'"),
