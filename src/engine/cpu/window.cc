@@ -32,6 +32,12 @@ WindowLayout checked_layout(const WindowShape& shape) {
   return layout;
 }
 
+std::string too_much(int rank, u64 heap_bytes, u64 window_bytes) {
+  return "heap_bytes: " + std::to_string(heap_bytes) + " (and " + std::to_string(window_bytes) +
+         " of the window) of rank " + std::to_string(rank) +
+         " can't be mapped; allowed: what every rank can map of all ranks";
+}
+
 // Rows at offset 0 would make "no offset" ambiguous in messages, and a heap of no bytes cannot be mapped.
 constexpr u64 kSmallestHeap = 4096;
 
@@ -44,26 +50,41 @@ Window::Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64
       layout_(checked_layout(shape)),
       heap_bytes_(std::max(heap_bytes, kSmallestHeap)),
       id_(comm_->next_window_id()),
-      control_(SharedMemory::create(layout_.total_bytes)),
-      heap_(std::make_shared<ReceiveHeap>(heap_bytes_)),
       peers_(static_cast<size_t>(shape.num_ranks)) {
   hash_ = hash_bytes(&shape_, sizeof(shape_), hash_bytes(&id_, sizeof(id_)));
   stats_.waited_ns.resize(static_cast<size_t>(shape.num_ranks));
-  new (control_.data()) ControlWords();
+  allocate();
   std::vector<Parcel> parcels =
-      exchange_memory(nullptr, comm_->active_ranks(), kWindowTag | id_, control_, *heap_, deadline_ns, poll);
+      exchange_memory(nullptr, comm_->active_ranks(), kWindowTag | id_, control_, heap_.get(), deadline_ns, poll);
   for (int rank : comm_->active_ranks()) {
     MemoryOffer offer;
     std::memcpy(&offer, parcels[rank].bytes.data(), sizeof(offer));
     if (rank == comm_->rank()) continue;
-    peers_[rank].control = SharedMemory::attach(std::move(parcels[rank].fds[0]), offer.control_bytes);
-    peers_[rank].heap = SharedMemory::attach(std::move(parcels[rank].fds[1]), offer.heap_bytes);
+    try {
+      peers_[rank].control = SharedMemory::attach(std::move(parcels[rank].fds[0]), offer.control_bytes);
+      peers_[rank].heap = SharedMemory::attach(std::move(parcels[rank].fds[1]), offer.heap_bytes);
+    } catch (const Error& error) {
+      if (error.code != ErrorCode::kInternalError) throw;
+      throw_invalid_argument(too_much(rank, offer.heap_bytes, layout_.total_bytes));
+    }
     peers_[rank].control.drop_fd();
     peers_[rank].heap.drop_fd();
   }
   control_.drop_fd();
   heap_->memory.drop_fd();
   comm_->add_window(this);
+}
+
+// Too much for this machine: left empty, and the exchange tells every rank.
+void Window::allocate() {
+  try {
+    auto heap = std::make_shared<ReceiveHeap>(heap_bytes_);
+    control_ = SharedMemory::create(layout_.total_bytes);
+    new (control_.data()) ControlWords();
+    heap_ = std::move(heap);
+  } catch (const Error& error) {
+    if (error.code != ErrorCode::kInternalError) throw;
+  }
 }
 
 Window::~Window() { close(); }
@@ -78,20 +99,24 @@ void Window::close() {
 
 // NOLINTNEXTLINE(readability-function-size): the constructor has no plane, rebuild has one; the rest is common
 std::vector<Parcel> Window::exchange_memory(ControlPlane* plane, const std::vector<int>& ranks, u64 tag,
-                                            const SharedMemory& control, const ReceiveHeap& heap, u64 deadline_ns,
+                                            const SharedMemory& control, const ReceiveHeap* heap, u64 deadline_ns,
                                             const Poll& poll) {
-  const MemoryOffer mine{shape_, control.bytes(), heap.memory.bytes()};
+  const bool has_memory = heap != nullptr;
+  const MemoryOffer mine{shape_, has_memory ? control.bytes() : 0, has_memory ? heap->memory.bytes() : heap_bytes_};
   std::vector<std::byte> bytes(sizeof(mine));
   std::memcpy(bytes.data(), &mine, sizeof(mine));
-  const std::vector<int> fds = {control.fd(), heap.memory.fd()};
+  const std::vector<int> fds = has_memory ? std::vector<int>{control.fd(), heap->memory.fd()} : std::vector<int>{};
   std::vector<Parcel> parcels = plane == nullptr ? comm_->exchange(tag, bytes, fds, deadline_ns, poll)
                                                  : plane->exchange(ranks, tag, bytes, fds, deadline_ns, poll);
   for (int rank : ranks) {
     MemoryOffer offer{};
-    if (parcels[rank].bytes.size() != sizeof(offer) || parcels[rank].fds.size() != 2) {
+    if (parcels[rank].bytes.size() != sizeof(offer))
       throw_internal("rank " + std::to_string(rank) + " sent a malformed window");
-    }
     std::memcpy(&offer, parcels[rank].bytes.data(), sizeof(offer));
+    if (offer.control_bytes == 0) {
+      throw_invalid_argument(too_much(rank, offer.heap_bytes, layout_.total_bytes));
+    }
+    if (parcels[rank].fds.size() != 2) throw_internal("rank " + std::to_string(rank) + " sent a malformed window");
     if (std::memcmp(&offer.shape, &shape_, sizeof(shape_)) != 0) {
       throw_invalid_argument("the window of rank " + std::to_string(rank) + " has another shape (" +
                              std::to_string(offer.shape.num_experts) + " experts, top_k " +
@@ -109,7 +134,7 @@ void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, 
   SharedMemory control = SharedMemory::create(layout_.total_bytes);
   new (control.data()) ControlWords();
   auto heap = std::make_shared<ReceiveHeap>(heap_bytes_);
-  std::vector<Parcel> parcels = exchange_memory(&plane, ranks, tag, control, *heap, deadline_ns, poll);
+  std::vector<Parcel> parcels = exchange_memory(&plane, ranks, tag, control, heap.get(), deadline_ns, poll);
   std::vector<Peer> peers(static_cast<size_t>(shape_.num_ranks));
   for (int rank : ranks) {
     if (rank == comm_->rank()) continue;

@@ -86,9 +86,10 @@ class Window : public MemberWindow {
   std::optional<u64> heap_offset(const void* pointer) const;
   // A block of the heap, or of ordinary memory if there is no room. Throws std::bad_alloc.
   Block reserve_or_allocate(u64 num_bytes);
+  void allocate();
   // What every rank says of its memory, and its descriptors (control, heap), by rank.
   std::vector<Parcel> exchange_memory(ControlPlane* plane, const std::vector<int>& ranks, u64 tag,
-                                      const SharedMemory& control, const ReceiveHeap& heap, u64 deadline_ns,
+                                      const SharedMemory& control, const ReceiveHeap* heap, u64 deadline_ns,
                                       const Poll& poll);
 
   std::shared_ptr<Communicator> comm_;
