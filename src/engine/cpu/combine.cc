@@ -39,9 +39,7 @@ CombineCall::CombineCall(Window& window, const CombineArgs& args, const Poll& po
       row_bytes_(args.hidden * dtype_bytes(args.dtype)),
       op_(window, config_of(args, window.hash_), args.timeout_ns, poll),
       send_{args.send_plan, args.num_tokens, top_k_, num_ranks_},
-      recv_{args.recv_plan, reinterpret_cast<const PlanHeader*>(args.recv_plan)->num_meta_rows, top_k_, num_ranks_},
-      contributors_(static_cast<size_t>(num_ranks_)),
-      owners_(static_cast<size_t>(num_ranks_)) {
+      recv_{args.recv_plan, reinterpret_cast<const PlanHeader*>(args.recv_plan)->num_meta_rows, top_k_, num_ranks_} {
   const u64 side_bytes = args.has_side ? static_cast<u64>(top_k_) * sizeof(float) : 0;
   record_ = RecordLayout::make(static_cast<u64>(row_bytes_), 0, side_bytes);
   side_record_ = RecordLayout::make(0, 0, side_bytes);

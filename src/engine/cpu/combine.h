@@ -76,8 +76,8 @@ class CombineCall {
   u64 pull_offset_ = 0;
   RecordLayout record_;  // with data; a pulled row's record has only the side values
   RecordLayout side_record_;
-  std::vector<Contributor> contributors_;
-  std::vector<Owner> owners_;
+  std::array<Contributor, kMaxRanks> contributors_{};  // on the stack: a call allocates nothing
+  std::array<Owner, kMaxRanks> owners_{};
   Block landing_block_;
   i64 next_token_ = 0;
 };

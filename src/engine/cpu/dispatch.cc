@@ -55,9 +55,7 @@ DispatchCall::DispatchCall(Window& window, const DispatchArgs& args, const Poll&
                                  args.cached ? 0 : static_cast<u64>(top_k_) * (sizeof(i32) + sizeof(float)))),
       ring_records_(static_cast<u32>(
           std::min<u64>(window.layout_.ring_bytes / std::max<u64>(record_.bytes, 1), kMaxRowsPerPair))),
-      send_{args.send_plan, args.num_tokens, top_k_, num_ranks_},
-      targets_(static_cast<size_t>(num_ranks_)),
-      sources_(static_cast<size_t>(num_ranks_)) {}
+      send_{args.send_plan, args.num_tokens, top_k_, num_ranks_} {}
 
 DispatchResult DispatchCall::run() {
   const u64 start_ns = now_ns();

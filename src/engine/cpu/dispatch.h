@@ -82,8 +82,8 @@ class DispatchCall {
   SendPlanView<i32> send_;
   RecvPlanView<i32> recv_{};
 
-  std::vector<Target> targets_;
-  std::vector<Source> sources_;
+  std::array<Target, kMaxRanks> targets_{};  // on the stack: a call allocates nothing but its result
+  std::array<Source, kMaxRanks> sources_{};
   Block x_block_, plan_block_;
   u64 scales_offset_ = 0;
   float* meta_weights_ = nullptr;

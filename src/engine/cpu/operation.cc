@@ -54,10 +54,9 @@ Operation::Operation(Window& window, const OperationConfig& config, u64 timeout_
   turn_ = {comm.epoch(), static_cast<u32>(words->sequence + 1)};
   deadline_ns_ = deadline_of(timeout_ns);
   ptx::st_relaxed_sys(&words->deadline_ns, deadline_ns_);
-  peers_.reserve(comm.active_ranks().size());
   for (int step = 1; step < comm.num_ranks(); ++step) {
     const int peer = (rank_ + step) % comm.num_ranks();
-    if (comm.is_active(peer)) peers_.push_back(peer);
+    if (comm.is_active(peer)) peers_[num_peers_++] = peer;
   }
 }
 
@@ -91,10 +90,10 @@ void Operation::wait_header(Phase phase, int peer) {
 }
 
 void Operation::wait_all(Phase phase) {
-  for (int peer : peers_) wait_header(phase, peer);
+  for (int peer : peers()) wait_header(phase, peer);
   // Everybody has everybody's header now, so all ranks come to the same verdict.
   int refusing = -1, differing = -1;
-  for (int peer : peers_) {
+  for (int peer : peers()) {
     const sync::HeaderState state = sync::classify_header(header_from(phase, peer), turn_, fingerprint_);
     if (state == sync::HeaderState::kRefusal && (refusing < 0 || peer < refusing)) refusing = peer;
     if (state == sync::HeaderState::kMismatch && (differing < 0 || peer < differing)) differing = peer;
@@ -125,7 +124,7 @@ void Operation::raise_refusal(Phase phase, int peer) {
 }
 
 void Operation::refuse(Phase phase, ErrorCode code, const std::string& text) {
-  for (int peer : peers_) {
+  for (int peer : peers()) {
     send_header(phase, peer, kRefusalFingerprint, [&] {
       auto* refusal = payload_to<RefusalPayload>(phase, peer);
       refusal->error_code = static_cast<u32>(code);
@@ -134,7 +133,7 @@ void Operation::refuse(Phase phase, ErrorCode code, const std::string& text) {
       refusal->text[length] = '\0';
     });
   }
-  for (int peer : peers_) wait_header(phase, peer);
+  for (int peer : peers()) wait_header(phase, peer);
   finish();
   throw Error(
       code, "rank " + std::to_string(rank_) + " could not take part: " + text + "; the call was given up on every rank",
@@ -163,7 +162,7 @@ void Operation::break_off(sync::WaitResult result, Phase phase, u64 late_peers) 
   ErrorRecord& record = window_.words()->error;
   record.expected = sync::pack_header(turn_, fingerprint_);
   std::string cells;
-  for (int peer : peers_) {
+  for (int peer : peers()) {
     if ((late_peers >> peer & 1) != 0) record.seen = header_from(phase, peer);
     cells += " rank " + std::to_string(peer) + ":" + std::to_string(header_from(phase, peer) >> 16 & 0xffffffffu);
   }

@@ -1,6 +1,8 @@
 // One operation in flight: its turn, its headers to and from every active peer, and every way it can end.
 #pragma once
 
+#include <array>
+#include <span>
 #include <string>
 
 #include "engine/cpu/window.h"
@@ -22,7 +24,7 @@ class Operation {
   int rank() const { return rank_; }
   const OperationConfig& config() const { return config_; }
   // Active peers, beginning with the next higher rank, so that not everyone aims at the same one.
-  const std::vector<int>& peers() const { return peers_; }
+  std::span<const int> peers() const { return {peers_.data(), num_peers_}; }
 
   template <class Payload>
   Payload* payload_to(Phase phase, int peer) const {
@@ -70,7 +72,7 @@ class Operation {
       window_.comm_->fail(reason(AbortCode::kPeerClosed, phase, closed));
     }
     u64 late_peers = 0;
-    for (int peer : peers_) late_peers |= late(peer) ? u64{1} << peer : 0;
+    for (int peer : peers()) late_peers |= late(peer) ? u64{1} << peer : 0;
     break_off(result, phase, late_peers);
   }
 
@@ -94,7 +96,7 @@ class Operation {
   int late_and_closed(const Late& late) const {
     const u64 closed = ptx::ld_acquire_sys(&window_.words()->closed_peers);
     if (closed == 0) return -1;
-    for (int peer : peers_) {
+    for (int peer : peers()) {
       if ((closed >> peer & 1) != 0 && late(peer)) return peer;
     }
     return -1;
@@ -114,7 +116,8 @@ class Operation {
   const int rank_;
   u64 deadline_ns_ = 0;
   sync::Turn turn_;
-  std::vector<int> peers_;
+  std::array<int, kMaxRanks> peers_{};
+  size_t num_peers_ = 0;
   bool ended_ = false;
 };
 
