@@ -32,10 +32,10 @@ from weft.quantized import Quantized
 if TYPE_CHECKING:
     from weft.expert_parallel import ExpertParallel
 
-__all__ = ["QUANTIZE_CODES", "check_combine", "check_constructor", "check_dispatch", "check_dispatched"]
+__all__ = ["PLAIN", "QUANTIZE_CODES", "check_combine", "check_constructor", "check_dispatch", "check_dispatched"]
 
 QUANTIZE_CODES = {None: 0, "fp8": 1, "fp8_ue8m0": 2}
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)  # other classes may have no memory
 
 
 def check_constructor(comm: Any, dtype: Any, shape: dict[str, Any]) -> None:
@@ -92,7 +92,13 @@ def check_dispatch(
 
 
 def _call(
-    ep: ExpertParallel, layout: Any, alignment: Any, capacity: Any, max_tokens: Any, deadline_s: float, window: int
+    ep: ExpertParallel,
+    layout: Any,
+    alignment: Any,
+    capacity: Any,
+    max_tokens: Any,
+    deadline_s: float,
+    window: int | None,
 ) -> Call:
     for name, value in (
         ("layout", layout),
@@ -114,11 +120,12 @@ def _call(
         raise InvalidArgument(
             f"max_tokens is {max_tokens}; allowed are 0 to max_tokens_per_rank = {ep.max_tokens_per_rank}"
         )
-    return Call(LAYOUTS.index(layout), alignment, -1 if capacity is None else capacity, max_tokens, deadline_s, window)
+    rows = -1 if capacity is None else capacity
+    return Call(LAYOUTS.index(layout), alignment, rows, max_tokens, deadline_s, window or 0)
 
 
 def _call_of_handle(
-    handle: Any, layout: Any, alignment: Any, capacity: Any, max_tokens: Any, deadline_s: float, window: int
+    handle: Any, layout: Any, alignment: Any, capacity: Any, max_tokens: Any, deadline_s: float, window: int | None
 ) -> Call:
     if not isinstance(handle, Handle):
         raise InvalidArgument(f"handle is {handle!r}; the handle of a dispatch is expected")
@@ -131,8 +138,12 @@ def _call_of_handle(
         own = getattr(handle, name)
         if value not in (default, own):
             raise InvalidArgument(f"{name} is {value!r} beside handle; allowed is that of the handle, {own!r}, or none")
+    if window is not None and window != handle.window:
+        raise InvalidArgument(
+            f"window is {window} with a handle of window {handle.window}; allowed is that of the handle, or None"
+        )
     capacity = -1 if handle.capacity is None else handle.capacity
-    return Call(LAYOUTS.index(handle.layout), handle.alignment, capacity, handle.max_tokens, deadline_s, window)
+    return Call(LAYOUTS.index(handle.layout), handle.alignment, capacity, handle.max_tokens, deadline_s, handle.window)
 
 
 def _check_x(ep: ExpertParallel, x: Any, quantize: Any, is_repeated: bool) -> tuple[Tensor, Tensor | None]:
@@ -277,7 +288,7 @@ def _check_out(y: Tensor, handle: Handle, bias: Tensor | None, out: Tensor) -> N
 
 def _check_apart(name: str, read: Tensor | None, out: Tensor) -> None:
     """Peers read the inputs while `out` is written. Compiled code and tensor subclasses fill a tensor of their own."""
-    if read is None or torch.compiler.is_compiling() or type(out) is not Tensor or type(read) not in _PLAIN:
+    if read is None or torch.compiler.is_compiling() or type(out) is not Tensor or type(read) not in PLAIN:
         return
     begin, out_begin = read.data_ptr(), out.data_ptr()
     end, out_end = begin + read.nbytes, out_begin + out.nbytes
@@ -313,7 +324,8 @@ def _check_options(
         ("async_op", async_op),
     ):
         _check_option(name, value)
-    if not isinstance(window, int) or isinstance(window, bool) or not 0 <= window < ep.num_windows:
+    is_int = isinstance(window, int) and not isinstance(window, bool)
+    if window is not None and not (is_int and 0 <= window < ep.num_windows):
         raise InvalidArgument(f"window is {window!r}; allowed are 0 to num_windows - 1 = {ep.num_windows - 1}")
 
 

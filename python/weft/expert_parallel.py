@@ -109,7 +109,7 @@ class ExpertParallel:
         mode: str = "auto",
         staged: bool = False,
         async_op: bool = False,
-        window: int = 0,
+        window: int | None = None,
     ) -> Dispatched:
         """Send every token to the ranks that hold its experts. Collective; the host waits for the counts of the peers.
 
@@ -130,7 +130,8 @@ class ExpertParallel:
             deadline_s: of this call; None: that of the object.
             staged: receive with `r.wait()`. async_op: run on a stream of the communicator, see `r.event`. On the cpu
                 engine a call is complete when it returns.
-            window: 0 to num_windows - 1, equal on all ranks.
+            window: 0 to num_windows - 1, equal on all ranks; None: that of the handle, or 0. A handle's calls need its
+                window.
 
         Returns:
             Dispatched. Its tensors are this caller's; x lies in the heap if there was room.
@@ -153,7 +154,7 @@ class ExpertParallel:
             (data.requires_grad and not code) or (topk_weights is not None and topk_weights.requires_grad)
         )
         sent = None
-        if torch.compiler.is_compiling() or type(data) not in _PLAIN:
+        if torch.compiler.is_compiling() or type(data) not in arguments.PLAIN:
             numbers = (call.layout, call.alignment, call.capacity, call.max_tokens, call.deadline_s, call.window, code)
             inputs = (data, scales, topk_idx, topk_weights, self._token)
             ticket = ops.dispatch(*inputs, *numbers, is_tracked and call.capacity >= 0)
@@ -176,6 +177,7 @@ class ExpertParallel:
             capacity=None if call.capacity < 0 else call.capacity,
             num_tokens=topk_idx.shape[0],
             max_tokens=call.max_tokens,
+            window=call.window,
             sent=sent,
         )
         return self._dispatched(_typed(received.x, received.scales, x, code), handle)
@@ -195,7 +197,7 @@ class ExpertParallel:
         mode: str = "auto",
         staged: bool = False,
         async_op: bool = False,
-        window: int = 0,
+        window: int | None = None,
     ) -> Any:
         """Bring the experts' outputs back and sum them for each token. Collective.
 
@@ -231,7 +233,7 @@ class ExpertParallel:
         is_tracked = torch.is_grad_enabled() and (
             expert_output.requires_grad or handle.tie.requires_grad or (bias is not None and bias.requires_grad)
         )
-        if torch.compiler.is_compiling() or type(expert_output) not in _PLAIN:
+        if torch.compiler.is_compiling() or type(expert_output) not in arguments.PLAIN:
             y, side_out = ops.combine(
                 expert_output, handle.topk_weights, handle.send_plan, handle.recv_plan, handle.tie, handle.filled, bias,
                 side, self.top_k, handle.num_tokens, call.layout, call.alignment, call.capacity, call.max_tokens,
@@ -261,7 +263,7 @@ class ExpertParallel:
         is_tracked = torch.is_grad_enabled() and data.requires_grad and not code
         clear_tail = is_tracked and call.capacity >= 0
         sent, tie = None, handle.tie
-        if torch.compiler.is_compiling() or type(data) not in _PLAIN:
+        if torch.compiler.is_compiling() or type(data) not in arguments.PLAIN:
             rows, out_scales = ops.dispatch_again(
                 data, scales, handle.topk_weights, handle.send_plan, handle.recv_plan, handle.tie, handle.filled,
                 call.layout, call.alignment, call.capacity, call.max_tokens, call.deadline_s, call.window, clear_tail,
@@ -303,14 +305,20 @@ class ExpertParallel:
     def empty_output(self, dispatched: Dispatched) -> Tensor:
         """An uninitialised tensor for the expert outputs of `dispatched`: [N, H] or [L, C, H].
 
-        In the heap if there is room, else an ordinary tensor; combine takes both. Its dtype is that of the object.
-        Local.
+        In the heap of its window if there is room, else an ordinary tensor; combine takes both. Its dtype is that of
+        the object. Local.
+
+        Raises:
+            InvalidState: closed, busy in another thread, forked, or the result of another object or epoch.
         """
         arguments.check_dispatched(dispatched)
         self.calls.raise_if_closed("empty_output")
         handle = dispatched.handle
         lead = handle.topk_weights.shape[: 2 if handle.layout == "masked" else 1]
-        found = self.calls.windows[0].native.empty(math.prod(lead), self.hidden, DTYPE_CODES[self.dtype])
+        with self.comm.using("empty_output"):
+            self.calls.check_tie("empty_output", handle.tie)
+            window = self.calls.windows[handle.window]
+            found = window.native.empty(math.prod(lead), self.hidden, DTYPE_CODES[self.dtype])
         if found is None or self.device.type != "cpu":
             return torch.empty((*lead, self.hidden), dtype=self.dtype, device=self.device)
         return torch.from_dlpack(found).view((*lead, self.hidden))
@@ -379,9 +387,6 @@ class ExpertParallel:
             f"max_tokens_per_rank={self.max_tokens_per_rank}, {dtype_name(self.dtype)}, "
             f"engine={self.comm.engine}{state})"
         )
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _typed(rows: Tensor, scales: Tensor, x: Tensor | Quantized, quantize: int) -> Tensor | Quantized:

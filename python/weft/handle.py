@@ -40,8 +40,9 @@ COMPLETE = Event()
 class Handle:
     """The routing of one dispatch. It owns what it needs, survives later calls and serves any number of times.
 
-    Fields meant for users: `layout`, `alignment`, `capacity` (None if exact), `num_tokens` (T of this rank) and
-    `topk_weights`, the weights received (tracked by autograd). The plans are int32 tensors of the engine and opaque.
+    Fields meant for users: `layout`, `alignment`, `capacity` (None if exact), `num_tokens` (T of this rank),
+    `window` and `topk_weights`, the weights received (tracked by autograd). The plans are int32 tensors of the engine
+    and opaque.
     """
 
     send_plan: torch.Tensor
@@ -57,6 +58,7 @@ class Handle:
     capacity: int | None
     num_tokens: int
     max_tokens: int
+    window: int
     sent: Any = None  # the record that weft.autograd keeps of the dispatch, eager mode with gradients only
 
     @property

@@ -125,7 +125,7 @@ _ACCEPTS: dict[str, Callable[[Any], bool]] = {
     "mode": lambda value: value in MODES,
     "staged": _is_bool,
     "async_op": _is_bool,
-    "window": _is_int(0),
+    "window": _or_none(_is_int(0)),
     "weighted": _is_bool,
     "wire": lambda value: value is None,
 }
@@ -141,7 +141,8 @@ def _agree(options: dict[str, Any]) -> bool:
         return False
     if "max_tokens_per_rank" in options and (options.get("max_tokens") or 0) > options["max_tokens_per_rank"]:
         return False
-    if options.get("window", 0) >= options.get("num_windows", options.get("window", 0) + 1):
+    window = options.get("window") or 0
+    if window >= options.get("num_windows", window + 1):
         return False
     layout = options.get("layout", "expert_major")  # any that allows the rest
     if options.get("alignment", 1) != 1 and layout != "expert_major":
@@ -263,7 +264,7 @@ _ALLOWED = {
     "staged": "True, False",
     "async_op": "True, False",
     "weighted": "True, False",
-    "window": "0 to num_windows - 1",
+    "window": "None, or 0 to num_windows - 1",
 }
 
 

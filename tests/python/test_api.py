@@ -56,7 +56,7 @@ def test_signatures() -> None:
         "dtype": torch.bfloat16, "num_sms": None, "deadline_s": 100.0, "heap_bytes": None, "num_windows": 1,
     }  # fmt: skip
     common = {
-        "num_sms": None, "deadline_s": None, "mode": "auto", "staged": False, "async_op": False, "window": 0
+        "num_sms": None, "deadline_s": None, "mode": "auto", "staged": False, "async_op": False, "window": None
     }  # fmt: skip
     assert defaults(weft.ExpertParallel.dispatch) == {
         "x": empty, "topk_idx": None, "topk_weights": None, "handle": None, "layout": "rank_major", "alignment": 1,
@@ -242,7 +242,18 @@ def test_second_window(solo: weft.Communicator) -> None:
         solo, num_experts=8, top_k=2, hidden=16, max_tokens_per_rank=8, dtype=torch.float32, num_windows=2
     ) as ep:
         first, second = (ep.dispatch(x, topk_idx, window=window) for window in range(2))
-        assert torch.equal(ep.combine(second.x, second.handle, window=1), ep.combine(first.x, first.handle, window=0))
+        assert (first.handle.window, second.handle.window) == (0, 1)
+        output = ep.empty_output(second).copy_(second.x)
+        assert ep.calls.windows[1].native.owns(output.data_ptr())
+        y = ep.combine(first.x, first.handle, window=0)
+        assert torch.equal(ep.combine(output, second.handle, window=1), y)
+        assert torch.equal(ep.combine(output, second.handle), y), "the window of the handle is the default"
+        assert ep.dispatch(x, handle=second.handle).handle.window == 1
+        text = "window is 0 with a handle of window 1; allowed is that of the handle, or None"
+        with pytest.raises(weft.InvalidArgument, match=text):
+            ep.combine(output, second.handle, window=0)
+        with pytest.raises(weft.InvalidArgument, match=text):
+            ep.dispatch(x, handle=second.handle, window=0)
 
 
 def test_warmup_and_reprs(ep: weft.ExpertParallel) -> None:

@@ -311,7 +311,13 @@ def test_closed(solo: weft.Communicator, ep: weft.ExpertParallel) -> None:
             call()
     assert torch.equal(r.x, X), "results outlive what made them"
     assert "closed" in repr(ep)
-    solo.close()
+    with weft.ExpertParallel(solo, **SHAPE) as open_ep:
+        last = open_ep.dispatch(X, IDX)
+        with pytest.raises(weft.InvalidState, match="empty_output: the handle is of another ExpertParallel"):
+            open_ep.empty_output(r)
+        solo.close()
+        with pytest.raises(weft.InvalidState, match="empty_output: the communicator is closed; make a new one"):
+            open_ep.empty_output(last)
     solo.close()
     with pytest.raises(weft.InvalidState, match="the communicator is closed; make a new one"):
         weft.ExpertParallel(solo, **SHAPE)
