@@ -215,10 +215,6 @@ class NativeCalls:
     ) -> tuple[Tensor, Tensor]:
         """The routing of a handle with other rows: (x, scales). `filled` as in `clear_tails`."""
         x, scales = _host(x), None if scales is None else _host(scales)
-        counts = torch.empty(self.num_local_experts, dtype=torch.int32)
-        offsets = torch.empty(max(self.num_ranks, self.num_local_experts) + 1, dtype=torch.int32)
-        num_rows = torch.empty((), dtype=torch.int32)
-        overflow = torch.zeros((), dtype=torch.int64)  # the first dispatch counted them
         with _Calling(self, "dispatch", call, tie):
             result = self.windows[call.window].native.dispatch(
                 **_rows(x, scales, quantize, self.hidden),
@@ -231,10 +227,10 @@ class NativeCalls:
                 recv_plan_len=recv_plan.numel(),
                 cached=True,
                 **_shared(call),
-                counts_ptr=counts.data_ptr(),
-                offsets_ptr=offsets.data_ptr(),
-                num_rows_ptr=num_rows.data_ptr(),
-                overflow_ptr=overflow.data_ptr(),
+                counts_ptr=0,  # the first dispatch has counted
+                offsets_ptr=0,
+                num_rows_ptr=0,
+                overflow_ptr=0,
             )
             self._count_sent(result)
         rows = _tensor(result.x)
@@ -366,7 +362,9 @@ class _Calling:
     def __exit__(self, *error: object) -> None:
         seconds = time.perf_counter() - self._begin
         counters = self._calls.counters
-        if self._what == "dispatch":
+        if error[0] is not None:
+            pass  # calls that failed do not count
+        elif self._what == "dispatch":
             counters.num_dispatches += 1
             counters.dispatch_s += seconds
         else:
