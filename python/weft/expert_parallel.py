@@ -275,17 +275,9 @@ class ExpertParallel:
             out_scales = rows.new_empty(0)
         else:
             rows, out_scales = self.calls.dispatch_again(
-                call,
-                data,
-                scales,
-                handle.send_plan,
-                handle.recv_plan,
-                handle.tie,
-                handle.filled,
-                handle.num_tokens,
-                False,
-                code,
-            )
+                call, data, scales, handle.send_plan, handle.recv_plan, handle.tie, handle.filled, handle.num_tokens,
+                False, code,
+            )  # fmt: skip
         return self._dispatched(_typed(rows, out_scales, x, code), handle.repeated(tie, sent))
 
     def _dispatched(self, x: Tensor | Quantized, handle: Handle) -> Dispatched:
@@ -393,6 +385,8 @@ def _typed(rows: Tensor, scales: Tensor, x: Tensor | Quantized, quantize: int) -
     """Bytes of the native module back in the dtypes that the caller knows."""
     if isinstance(x, Quantized):
         typed = None if x.scales is None else scales.view(x.scales.dtype)
+        if x.scales is not None and x.scales.shape[1] == 0:  # nothing was sent
+            typed = x.scales.new_empty((*rows.shape[:-1], 0))
         return Quantized(rows.view(x.data.dtype), typed)
     if quantize:
         return Quantized(rows.view(torch.float8_e4m3fn), scales if quantize == 1 else scales.view(torch.float8_e8m0fnu))

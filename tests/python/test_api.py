@@ -256,6 +256,18 @@ def test_second_window(solo: weft.Communicator) -> None:
             ep.dispatch(x, handle=second.handle, window=0)
 
 
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+def test_scales_of_no_columns(ep: weft.ExpertParallel, layout: str) -> None:
+    x, topk_idx, _ = tokens()
+    given = weft.Quantized(torch.zeros(len(x), 32, dtype=torch.uint8), torch.empty(len(x), 0, dtype=torch.float16))
+    first = ep.dispatch(given, topk_idx, layout=layout, capacity=9 if layout == "masked" else None)
+    for rows in (first.x, ep.dispatch(given, handle=first.handle).x):
+        assert isinstance(rows, weft.Quantized)
+        assert rows.scales is not None
+        assert rows.scales.shape == (*rows.data.shape[:-1], 0)
+        assert rows.scales.dtype == torch.float16
+
+
 def test_warmup_and_reprs(ep: weft.ExpertParallel) -> None:
     ep.warmup()
     x, topk_idx, _ = tokens()
