@@ -395,6 +395,7 @@ def test_late_peer_is_a_timeout_and_never_before_the_deadline() -> None:
             os.write(writer, b".")
             assert isinstance(error, weft.PeerTimeout)
             assert comm.broken
+            assert ep.stats()["num_dispatches"] == 0, "a call that failed does not count"
             assert str(raised(lambda: ep.dispatch(X, IDX))) == str(error), "the same error until a rebuild"
             assert type(raised(ep.check)) is weft.PeerTimeout
             assert "broken" in repr(comm)
