@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -147,17 +150,29 @@ def dispatch_once(comm: weft.Communicator) -> None:
 
 
 def test_kills_are_seen_and_survived() -> None:
-    result = CliRunner().invoke(app, ["verify", "--kill", "--trials", "3", "--ranks", "3", "--json"])
+    result = CliRunner().invoke(app, ["verify", "--kill", "--trials", "10", "--ranks", "3", "--json"])
     assert result.exit_code == 0, result.output
     rows = rows_of(result.stdout)
     assert_documented(rows)
     kills = [row for row in rows if row["kind"] == "kill"]
-    assert len(kills) == 3
+    assert len(kills) == 10
     for kill in kills:
         assert kill["ok"], kill["problems"]
         assert len(kill["detection_us"]) == 2
         assert all(detection_us > 0 for detection_us in kill["detection_us"])
     assert {row["what"] for row in rows if row["kind"] == "times"} >= {"detection", "rebuild"}
+
+
+@pytest.mark.parametrize("flags", [[], ["--kill"]])
+def test_a_bad_variable_is_a_usage_error_before_any_trial(flags: list[str]) -> None:
+    command = [sys.executable, "-m", "weft.cli", "verify", *flags, "--trials", "2", "--json"]
+    done = subprocess.run(
+        command, env={**os.environ, "WEFT_SPIN_US": "abc"}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2, done.stderr
+    (row,) = rows_of(done.stdout)
+    assert (row["kind"], row["type"]) == ("error", "InvalidArgument")
+    assert "WEFT_SPIN_US is 'abc'; allowed: 0..1000000" in row["text"]
 
 
 def test_cuda_without_a_gpu_exits_3() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from weft.verify.cases import Case, Fixed, check_fixed, draw_case, repeat_command
+from weft.verify.cases import Case, Fixed, check_environment, check_fixed, draw_case, repeat_command
 
 __all__ = ["Case", "Fixed", "TrialResult", "draw_case", "repeat_command", "run_trials"]
 
@@ -40,6 +40,7 @@ def run_trials(*, trials: int, seed: int, fixed: Fixed, device: str = "auto") ->
     remaining cases run in a new one. Raises InvalidArgument or Unsupported where the fixed values can't be run at all.
     """
     check_fixed(fixed)
+    check_environment()
     cases = [draw_case(seed + i, fixed) for i in range(trials)]
     for ranks in sorted({case.ranks for case in cases}):
         waiting = [case for case in cases if case.ranks == ranks]

@@ -86,6 +86,14 @@ def check_fixed(fixed: Fixed) -> None:
             )
 
 
+def check_environment() -> None:
+    """Raise InvalidArgument if the native module refuses a variable: ranks would report that as a failed case."""
+    from weft import _load
+
+    native = _load.native()
+    native.Communicator.local(native.LocalHub(1), 0).close()
+
+
 def _with_trace(seed: int, fixed: Fixed) -> tuple[Fixed, tuple[int, ...] | None]:
     """Lay experts, top_k, ranks and tokens of a recorded trace under `fixed`; the seed chooses the dispatch."""
     if fixed.trace is None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.verify.cases import Case, Fixed, check_fixed, draw_case
+from weft.verify.cases import Case, Fixed, check_environment, check_fixed, draw_case
 
 if TYPE_CHECKING:
     import weft
@@ -84,6 +84,7 @@ class _Board:
 def run_kills(*, trials: int, seed: int, fixed: Fixed, device: str = "auto") -> Iterator[KillResult]:
     """Run `trials` kills and yield each result. Not fixed: 4 ranks, 128 tokens, H = 512, the rest drawn by the seed."""
     check_fixed(fixed)
+    check_environment()
     defaults = Fixed(ranks=4, tokens=128, hidden=512)
     given = {name: value for name, value in dataclasses.asdict(fixed).items() if value is not None}
     fixed = dataclasses.replace(defaults, **given)
