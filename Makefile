@@ -45,7 +45,7 @@ native-test: $(environment) ## build and run the C++ tests alone
 	exec 9>build/native.lock; flock 9
 	cmake -S . -B build/native -G Ninja -DWEFT_BUILD_TESTS=ON -DWEFT_BUILD_MODULE=OFF >/dev/null
 	cmake --build build/native -j $(JOBS)
-	ctest --test-dir build/native --output-on-failure --no-tests=ignore --timeout 600
+	ctest --test-dir build/native --output-on-failure --no-tests=error --timeout 600
 
 .PHONY: lint
 lint: $(environment) ## run all linters and format checks
