@@ -173,3 +173,10 @@ def test_every_flag_is_documented(command: str) -> None:
     for flag in options_of(command):
         if flag != "--help":
             assert f"`{flag}`" in section, f"docs/benchmarking.md, `weft {command}`: {flag} is missing"
+
+
+def test_a_refused_choice_says_what_is_allowed_and_no_more() -> None:
+    result = CliRunner().invoke(app, ["verify", "--layout", "flat"])
+    assert result.exit_code == 2
+    assert "'flat' is not one of" in result.output
+    assert "Value error" not in result.output

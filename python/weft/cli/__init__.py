@@ -6,9 +6,10 @@ before a command needs it.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from weft.cli.bench_command import bench
 from weft.cli.demo_command import demo
@@ -24,10 +25,21 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(demo)
-app.command()(verify)
-app.command()(bench)
-app.command()(size)
+
+
+class _Command(TyperCommand):
+    """Refused choices without the words that pydantic, which some versions of typer use, puts before the text."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
+
+for _function in (demo, verify, bench, size):
+    app.command(cls=_Command)(_function)
 
 
 def _print_version(wanted: bool) -> None:
