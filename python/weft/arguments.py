@@ -98,7 +98,7 @@ def _call(
     capacity: Any,
     max_tokens: Any,
     deadline_s: float,
-    window: int | None,
+    window: int,
 ) -> Call:
     for name, value in (
         ("layout", layout),
@@ -121,11 +121,11 @@ def _call(
             f"max_tokens is {max_tokens}; allowed are 0 to max_tokens_per_rank = {ep.max_tokens_per_rank}"
         )
     rows = -1 if capacity is None else capacity
-    return Call(LAYOUTS.index(layout), alignment, rows, max_tokens, deadline_s, window or 0)
+    return Call(LAYOUTS.index(layout), alignment, rows, max_tokens, deadline_s, window)
 
 
 def _call_of_handle(
-    handle: Any, layout: Any, alignment: Any, capacity: Any, max_tokens: Any, deadline_s: float, window: int | None
+    handle: Any, layout: Any, alignment: Any, capacity: Any, max_tokens: Any, deadline_s: float, window: int
 ) -> Call:
     if not isinstance(handle, Handle):
         raise InvalidArgument(f"handle is {handle!r}; the handle of a dispatch is expected")
@@ -138,9 +138,9 @@ def _call_of_handle(
         own = getattr(handle, name)
         if value not in (default, own):
             raise InvalidArgument(f"{name} is {value!r} beside handle; allowed is that of the handle, {own!r}, or none")
-    if window is not None and window != handle.window:
+    if window != handle.window:
         raise InvalidArgument(
-            f"window is {window} with a handle of window {handle.window}; allowed is that of the handle, or None"
+            f"window is {window} with a handle of window {handle.window}; allowed is that of the handle"
         )
     capacity = -1 if handle.capacity is None else handle.capacity
     return Call(LAYOUTS.index(handle.layout), handle.alignment, capacity, handle.max_tokens, deadline_s, handle.window)
@@ -325,7 +325,7 @@ def _check_options(
     ):
         _check_option(name, value)
     is_int = isinstance(window, int) and not isinstance(window, bool)
-    if window is not None and not (is_int and 0 <= window < ep.num_windows):
+    if not (is_int and 0 <= window < ep.num_windows):
         raise InvalidArgument(f"window is {window!r}; allowed are 0 to num_windows - 1 = {ep.num_windows - 1}")
 
 

@@ -109,7 +109,7 @@ class ExpertParallel:
         mode: str = "auto",
         staged: bool = False,
         async_op: bool = False,
-        window: int | None = None,
+        window: int = 0,
     ) -> Dispatched:
         """Send every token to the ranks that hold its experts. Collective; the host waits for the counts of the peers.
 
@@ -130,8 +130,7 @@ class ExpertParallel:
             deadline_s: of this call; None: that of the object.
             staged: receive with `r.wait()`. async_op: run on a stream of the communicator, see `r.event`. On the cpu
                 engine a call is complete when it returns.
-            window: 0 to num_windows - 1, equal on all ranks; None: that of the handle, or 0. A handle's calls need its
-                window.
+            window: 0 to num_windows - 1, equal on all ranks. A handle's calls need the window of the dispatch that made it.
 
         Returns:
             Dispatched. Its tensors are this caller's; x lies in the heap if there was room.
@@ -197,7 +196,7 @@ class ExpertParallel:
         mode: str = "auto",
         staged: bool = False,
         async_op: bool = False,
-        window: int | None = None,
+        window: int = 0,
     ) -> Any:
         """Bring the experts' outputs back and sum them for each token. Collective.
 

@@ -56,7 +56,7 @@ def test_signatures() -> None:
         "dtype": torch.bfloat16, "num_sms": None, "deadline_s": 100.0, "heap_bytes": None, "num_windows": 1,
     }  # fmt: skip
     common = {
-        "num_sms": None, "deadline_s": None, "mode": "auto", "staged": False, "async_op": False, "window": None
+        "num_sms": None, "deadline_s": None, "mode": "auto", "staged": False, "async_op": False, "window": 0
     }  # fmt: skip
     assert defaults(weft.ExpertParallel.dispatch) == {
         "x": empty, "topk_idx": None, "topk_weights": None, "handle": None, "layout": "rank_major", "alignment": 1,
@@ -247,9 +247,8 @@ def test_second_window(solo: weft.Communicator) -> None:
         assert ep.calls.windows[1].native.owns(output.data_ptr())
         y = ep.combine(first.x, first.handle, window=0)
         assert torch.equal(ep.combine(output, second.handle, window=1), y)
-        assert torch.equal(ep.combine(output, second.handle), y), "the window of the handle is the default"
-        assert ep.dispatch(x, handle=second.handle).handle.window == 1
-        text = "window is 0 with a handle of window 1; allowed is that of the handle, or None"
+        assert ep.dispatch(x, handle=second.handle, window=1).handle.window == 1
+        text = "window is 0 with a handle of window 1; allowed is that of the handle"
         with pytest.raises(weft.InvalidArgument, match=text):
             ep.combine(output, second.handle, window=0)
         with pytest.raises(weft.InvalidArgument, match=text):
