@@ -130,7 +130,8 @@ class ExpertParallel:
             deadline_s: of this call; None: that of the object.
             staged: receive with `r.wait()`. async_op: run on a stream of the communicator, see `r.event`. On the cpu
                 engine a call is complete when it returns.
-            window: 0 to num_windows - 1, equal on all ranks. A handle's calls need the window of the dispatch that made it.
+            window: 0 to num_windows - 1, equal on all ranks. Calls with a handle need the window of the dispatch that
+                made it.
 
         Returns:
             Dispatched. Its tensors are this caller's; x lies in the heap if there was room.
