@@ -88,7 +88,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     std::vector<MemberWindow*> windows;  // that every member has, by id
   };
   void check_rebuild(const std::vector<int>& ranks) const;
-  void attempt_rebuild(const std::vector<int>& ranks, u64 deadline_ns, const Poll& poll);
+  // False: a member has begun a later attempt.
+  bool attempt_rebuild(const std::vector<int>& ranks, u64 deadline_ns, const Poll& poll);
   Agreement agree(const std::vector<int>& ranks, u64 tag, u64 deadline_ns, const Poll& poll);
   void enter_epoch(const std::vector<int>& ranks, u16 epoch);
   Error error_of(const AbortReason& reason) const;

@@ -71,17 +71,11 @@ void Communicator::check_rebuild(const std::vector<int>& ranks) const {
 void Communicator::rebuild(std::vector<int> ranks, u64 deadline_ns, const Poll& poll) {
   std::sort(ranks.begin(), ranks.end());
   check_rebuild(ranks);
-  bool is_done = false;
-  while (!is_done) {  // bounded: every exchange in it ends at the deadline
-    try {
-      attempt_rebuild(ranks, deadline_ns, poll);
-      is_done = true;
-    } catch (const Superseded&) {
-    }
+  while (!attempt_rebuild(ranks, deadline_ns, poll)) {  // bounded: every exchange in it ends at the deadline
   }
 }
 
-void Communicator::attempt_rebuild(const std::vector<int>& ranks, u64 deadline_ns, const Poll& poll) {
+bool Communicator::attempt_rebuild(const std::vector<int>& ranks, u64 deadline_ns, const Poll& poll) try {
   const u64 mask = mask_of(ranks);
   const u64 prefix = kRebuildTag | (hash_bytes(&mask, sizeof(mask)) & 0xffffffffu) << 28;
   const auto newest_attempt = [&] {
@@ -108,6 +102,9 @@ void Communicator::attempt_rebuild(const std::vector<int>& ranks, u64 deadline_n
   for (MemberWindow* window : agreed.windows) window->renew(*plane_, ranks, ++step, deadline_ns, watch);
   next_window_id_ = agreed.next_window_id;
   enter_epoch(ranks, agreed.epoch);
+  return true;
+} catch (const Superseded&) {
+  return false;
 }
 
 // The next epoch is one above the highest that any member is in: a member may have entered one that others did not reach,
