@@ -13,11 +13,12 @@ docs/environment.md holds the table of both.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from weft.errors import InvalidArgument
 
-__all__ = ["Torchrun", "log_level", "torchrun"]
+__all__ = ["Torchrun", "log_level", "set_among", "torchrun"]
 
 _LEVELS = ("debug", "info", "warning", "error", "off")
 
@@ -66,6 +67,11 @@ def log_level() -> str | None:
     if level and level not in _LEVELS:
         raise InvalidArgument(f"WEFT_LOG_LEVEL is {level!r} in the environment; allowed are {', '.join(_LEVELS)}")
     return level or None
+
+
+def set_among(names: Iterable[str]) -> dict[str, str]:
+    """Those of the named variables that are set, as they are: for reports, not for settings."""
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def _number(name: str, text: str) -> int:

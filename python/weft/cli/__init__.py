@@ -1,4 +1,4 @@
-"""The `weft` command. Parses flags and prints; weft.verify, weft.bench, weft.size and weft.demo do the work.
+"""The `weft` command. Parses flags and prints; weft.verify, weft.bench, weft.size, weft.demo and so on do the work.
 
 Exit codes: 0 ok, 1 a check failed, 2 wrong usage, 3 unsupported here, 130 interrupted. Nothing here imports torch
 before a command needs it.
@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from weft.cli.bench_command import bench
+from weft.cli.collect_env_command import collect_env
 from weft.cli.demo_command import demo
 from weft.cli.size_command import size
 from weft.cli.verify_command import verify
@@ -38,7 +39,7 @@ class _Command(TyperCommand):
             raise
 
 
-for _function in (demo, verify, bench, size):
+for _function in (demo, verify, bench, size, collect_env):
     app.command(cls=_Command)(_function)
 
 
