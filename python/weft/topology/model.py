@@ -200,7 +200,7 @@ class GpuDirect:
 @dataclass(frozen=True)
 class System:
     """Kernel, driver, IOMMU. `iommu` "off", "passthrough", "translating"; `imex_channel` whether one is there;
-    `modules` loaded or built in, None: unknown."""
+    `modules` of GPU and RDMA that are loaded or built in, None: unknown."""
 
     kernel: str | None = None
     driver: str | None = None
@@ -209,7 +209,6 @@ class System:
     iommu: str | None = None
     modules: tuple[str, ...] | None = None
     imex_channel: bool | None = None
-    fabric_manager: str | None = None
     why: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -250,7 +249,7 @@ class Machine:
 
 
 def to_json(value: Any) -> Any:
-    """A dataclass of this package, or a tuple or mapping of them, as lists, dicts, texts, numbers; distances by name."""
+    """A dataclass, or a tuple or mapping of them, as lists, dicts, texts and numbers; distances by name."""
     if isinstance(value, Distance):
         return value.name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

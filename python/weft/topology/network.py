@@ -45,8 +45,8 @@ class NicPort:
 class Nic:
     """An RDMA device.
 
-    Attributes: `kind` "infiniband", "roce", "efa", "nvlink-controller" or "unknown"; `card` equal for the devices of
-    one card (its system image GUID, else its slot); `atomics_path` None: unknown, else whether atomics of the card's
+    Attributes: `kind` "infiniband", "roce", "efa" or "unknown"; `card` equal for the devices of one card (its
+    system image GUID); `atomics_path` None: unknown, else whether atomics of the card's
     sizes get from it to the root; `bond` slaves if this is one device over both ports (RoCE LAG); `has_verbs_node`
     whether /dev/infiniband/uverbsN of it is there.
     """
