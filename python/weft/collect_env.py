@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weft.child import NATIVE, ask
 from weft.redact import VARIABLES, redact, redact_names, redact_variable
 
 __all__ = ["collect", "lines", "main"]
@@ -49,14 +50,10 @@ _KERNEL_MODULES = (
     *("nvidia", "nvidia_uvm", "nvidia_modeset", "nvidia_peermem", "nv_peer_mem", "gdrdrv", "ib_core", "ib_uverbs"),
     *("mlx5_core", "mlx5_ib", "efa", "bnxt_re", "irdma", "rdma_rxe", "siw", "knem", "xpmem"),
 )
-_CHILD_SECONDS = 10.0
+_COMMAND_SECONDS = 10.0
 _TORCH_SECONDS = 60.0
 
 # Run in a child process: a library that crashes on loading ends the child only.
-_NATIVE_PROBE = """
-import json, weft._native as native
-print(json.dumps({"version": native.version(), **native.build_info()}))
-"""
 _DRIVER_PROBE = """
 import ctypes, json
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -134,7 +131,7 @@ def _weft() -> dict[str, Any]:
         "version": __version__,
         "source_tree": (folder.parents[1] / "pyproject.toml").is_file(),
         "native_files": sorted(entry.name for entry in folder.glob("_native*.so")),
-        "native": _child(_NATIVE_PROBE),
+        "native": ask(NATIVE),
     }
 
 
@@ -166,7 +163,7 @@ def _torch(*, import_torch: bool) -> dict[str, Any]:
         match = re.search(rf"^{name}\b[^=\n]*=\s*(.+)$", text, re.MULTILINE)
         if match:
             report[name.strip("_")] = match[1].strip().strip("'\"")
-    report["imported"] = _child(_TORCH_PROBE, seconds=_TORCH_SECONDS) if import_torch else "not tried: --import-torch"
+    report["imported"] = ask(_TORCH_PROBE, seconds=_TORCH_SECONDS) if import_torch else "not tried: --import-torch"
     return report
 
 
@@ -241,7 +238,7 @@ def _gpu(base: Path) -> dict[str, Any]:
     version = _read(base / "proc/driver/nvidia/version")
     report: dict[str, Any] = {"driver": version.splitlines()[0] if version else None}
     if base == Path("/"):
-        report["cuda"] = _child(_DRIVER_PROBE)
+        report["cuda"] = ask(_DRIVER_PROBE)
     if base != Path("/") or not shutil.which("nvidia-smi"):
         return report | {"nvidia_smi": None}
     fields = "index,name,driver_version,memory.total,pci.bus_id,compute_mode,mig.mode.current,ecc.mode.current"
@@ -282,21 +279,10 @@ def _environment() -> dict[str, Any]:
     return {name: redact_variable(name, value) for name, value in sorted(set_among(VARIABLES).items())}
 
 
-def _child(code: str, *, seconds: float = _CHILD_SECONDS) -> Any:
-    """The JSON that the code prints in a Python of its own, or `{"error": text}` with its last words."""
-    words = [sys.executable, "-c", code]
-    try:
-        ended = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"no answer in {seconds:.0f} s"}
-    if ended.returncode == 0:
-        return json.loads(ended.stdout.strip().splitlines()[-1])
-    said = [line for line in ended.stderr.splitlines() if line.strip()]
-    return {"error": redact(said[-1] if said else "no output")[:500], "exit_code": ended.returncode}
-
-
 def _command(words: list[str]) -> str:
-    ended = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=_CHILD_SECONDS, check=False)
+    ended = subprocess.run(
+        words, capture_output=True, text=True, errors="replace", timeout=_COMMAND_SECONDS, check=False
+    )
     return ended.stdout if ended.returncode == 0 else f"failed ({ended.returncode}): {ended.stdout or ended.stderr}"
 
 

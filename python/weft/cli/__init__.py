@@ -14,7 +14,9 @@ from typer.core import TyperCommand
 from weft.cli.bench_command import bench
 from weft.cli.collect_env_command import collect_env
 from weft.cli.demo_command import demo
+from weft.cli.doctor_command import doctor
 from weft.cli.size_command import size
+from weft.cli.topo_command import topo
 from weft.cli.verify_command import verify
 
 __all__ = ["app", "main"]
@@ -39,7 +41,7 @@ class _Command(TyperCommand):
             raise
 
 
-for _function in (demo, verify, bench, size, collect_env):
+for _function in (demo, verify, bench, size, doctor, topo, collect_env):
     app.command(cls=_Command)(_function)
 
 

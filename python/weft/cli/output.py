@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
 import typer
@@ -81,13 +81,15 @@ class Output:
         if not self.json_lines:
             self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Write a table for people (nothing with `json_lines`); columns after the first are right-aligned."""
+    def table(
+        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)
+    ) -> None:
+        """Write a table for people (nothing with `json_lines`); columns not in `left` are right-aligned."""
         if self.json_lines:
             return
         table = Table(title=title, title_justify="left")
         for i, column in enumerate(columns):
-            table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+            table.add_column(column, justify="left" if i in left else "right", overflow="fold")
         for row in rows:
             table.add_row(*row)
         self.console.print(table)

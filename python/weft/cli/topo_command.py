@@ -1,0 +1,80 @@
+"""`weft topo`: what weft.topology read, as a matrix, JSON, a picture or a recording."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from weft import topology
+from weft.cli import options
+from weft.cli.output import Output, command_output
+from weft.topology import Machine
+from weft.topology.matrix import LEGEND, Matrix, matrix
+from weft.topology.parse import format_cpus
+from weft.topology.picture import draw
+
+_ROOT_HELP = "Look at a recording (weft topo --record) in place of this machine."
+_SVG_HELP = "Write a picture of the machine into this file."
+_RECORD_HELP = "Save what was read, without secrets, into this folder, for --root and for tests."
+
+
+def topo(
+    root: Annotated[Path, typer.Option("--root", exists=True, help=_ROOT_HELP)] = Path("/"),
+    svg: Annotated[Path | None, typer.Option("--svg", help=_SVG_HELP)] = None,
+    record: Annotated[Path | None, typer.Option("--record", help=_RECORD_HELP)] = None,
+    json: options.Json = False,
+) -> None:
+    """Print how far GPUs and NICs are apart, and where their NUMA nodes are."""
+    with command_output(json_lines=json) as output:
+        machine = topology.read(root)
+        distances = matrix(machine)
+        output.row({"kind": "topology", **dataclasses.asdict(distances), "machine": topology.to_json(machine)})
+        _show(output, machine, distances)
+        if svg is not None:
+            svg.write_text(draw(machine), encoding="utf-8")
+            output.text(f"picture: {svg}")
+        if record is not None:
+            output.text(f"recording: {topology.record(root, record)}")
+
+
+def _show(output: Output, machine: Machine, distances: Matrix) -> None:
+    cpus = machine.cpus
+    for node in cpus.cpu_nodes:
+        output.text(f"node {node.idx}: CPUs {format_cpus(node.cpus)}")
+    if cpus.allowed and set(cpus.allowed) != set(cpus.online):
+        output.text(f"allowed to this process: CPUs {format_cpus(cpus.allowed)}")
+    if not machine.gpus:
+        output.text(f"no GPU{f' ({machine.nvml})' if machine.nvml else ''}")
+    else:
+        rows = [
+            (name, *row, _unknown(gpu.numa_node), format_cpus(gpu.cpus or ()) or "?", gpu.pci.address)
+            for name, row, gpu in zip(distances.gpus, distances.gpu_gpu, machine.gpus, strict=True)
+        ]
+        output.table("GPU x GPU", ("", *distances.gpus, "node", "CPUs", "PCI address"), rows)
+    if not machine.nics:
+        output.text("no RDMA device")
+    else:
+        rows = []
+        for idx, nic in enumerate(machine.nics):
+            state = ", ".join(port.state or "?" for port in nic.ports) or "?"
+            rate = f"{nic.rate_gbps:g}" if nic.rate_gbps else "?"
+            facts = (nic.kind, state, rate, _unknown(nic.numa_node), nic.pci.address if nic.pci else "?")
+            rows.append((escape(nic.name), *(row[idx] for row in distances.gpu_nic), *map(escape, facts)))
+        columns = ("", *distances.gpus, "kind", "port", "Gb/s", "node", "PCI address")
+        output.table("NIC x GPU", columns, rows)
+    words = {
+        word.rstrip("0123456789") for rows in (distances.gpu_gpu, distances.gpu_nic) for row in rows for word in row
+    }
+    for word, meaning in LEGEND.items():
+        if word.rstrip("#") in words:
+            output.text(f"{word}: {meaning}")
+    for problem in machine.problems:
+        output.text(f"problem: {problem}")
+
+
+def _unknown(number: int | None) -> str:
+    return "?" if number is None else str(number)

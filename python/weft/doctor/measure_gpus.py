@@ -1,0 +1,174 @@
+"""The measurements of `weft doctor`, in a process of their own: imports torch and starts CUDA.
+
+`main` prints one JSON object. Everything is bounded: sizes and repetitions are fixed, kernels give up after a number
+of cycles, and the parent ends the process after a minute.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["main"]
+
+_COPY_BYTES = 256 << 20
+_COPIES = 4
+_SMALL_COPIES = 50
+_PINNED_BYTES = 64 << 20
+_ROUNDS = 2000
+_LAUNCHES = 100
+
+# Two of them play ping-pong with a flag in each other's memory. A partner that never answers costs about a second.
+_PING_PONG = """
+extern "C" __global__ void weft_ping_pong(volatile int* mine, volatile int* theirs, int rounds, int first) {
+  const long long limit = clock64() + 2000000000LL;
+  for (int round = 1; round <= rounds; ++round) {
+    if (first) { *theirs = round; __threadfence_system(); }
+    while (*mine < round) { if (clock64() > limit) { mine[1] = 1; return; } }
+    if (!first) { *theirs = round; __threadfence_system(); }
+  }
+}
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print. The argument is a JSON object: NUMA node to the CPUs to measure from."""
+    nodes = json.loads((arguments or sys.argv[1:])[0])
+    try:
+        import torch
+    except Exception as error:  # noqa: BLE001  a torch that is missing or broken in any way
+        result: dict[str, Any] = {"error": f"torch can't be imported: {type(error).__name__}: {error}"}
+    else:
+        result = _measure(torch, nodes)
+    sys.stdout.write(json.dumps(result) + "\n")
+
+
+def _measure(torch: Any, nodes: dict[str, list[int]]) -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {"error": "torch sees no GPU (a build without CUDA, or CUDA does not start)"}
+    count = torch.cuda.device_count()
+    start = time.monotonic()
+    result: dict[str, Any] = {"devices": [_address(torch, idx) for idx in range(count)]}
+    parts: dict[str, Callable[[], Any]] = {
+        "copy_gb_per_s": lambda: _pairs(torch, count, _copy_rate),
+        "copy_us": lambda: _pairs(torch, count, _small_copy),
+        "flag_us": lambda: _pairs(torch, count, _flag),
+        "from_nodes": lambda: {node: _from_node(torch, count, cpus) for node, cpus in nodes.items()},
+    }
+    for name, measure in parts.items():
+        try:
+            result[name] = measure()
+        except Exception as error:  # noqa: BLE001  whatever CUDA says: the other parts may still work
+            result[name] = None
+            result.setdefault("problems", {})[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    result["seconds"] = time.monotonic() - start
+    return result
+
+
+def _address(torch: Any, idx: int) -> str:
+    facts = torch.cuda.get_device_properties(idx)
+    return f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+
+
+def _pairs(torch: Any, count: int, measure: Callable[[Any, int, int], float | None]) -> list[list[float | None]]:
+    """[from][to]; None of a GPU and itself, and where it was not measured."""
+    return [[None if one == other else measure(torch, one, other) for other in range(count)] for one in range(count)]
+
+
+def _timed(torch: Any, device: int, work: Callable[[], Any]) -> float:
+    """Microseconds of GPU time that the work takes on the current stream of a device."""
+    with torch.cuda.device(device):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1000
+
+
+def _copy_rate(torch: Any, one: int, other: int) -> float:
+    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=one)
+    target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=other)
+
+    def work() -> None:
+        for _ in range(_COPIES):
+            target.copy_(source, non_blocking=True)
+
+    _timed(torch, one, work)
+    return _COPIES * _COPY_BYTES / min(_timed(torch, one, work) for _ in range(2)) / 1000
+
+
+def _small_copy(torch: Any, one: int, other: int) -> float:
+    source = torch.zeros(4, dtype=torch.int32, device=one)
+    target = torch.zeros(4, dtype=torch.int32, device=other)
+
+    def work() -> None:
+        for _ in range(_SMALL_COPIES):
+            target.copy_(source, non_blocking=True)
+
+    _timed(torch, one, work)
+    return min(_timed(torch, one, work) for _ in range(2)) / _SMALL_COPIES
+
+
+def _flag(torch: Any, one: int, other: int) -> float | None:
+    """Microseconds of a round trip, measured once a pair, by kernels compiled here. Peer access is on since the copies.
+
+    torch's own runtime compiler is not public yet: where it is not there, nothing is measured.
+    """
+    if one > other:
+        return None
+    compile_kernel = torch.cuda._compile_kernel
+    flags, kernels = {}, {}
+    for device in (one, other):
+        with torch.cuda.device(device):
+            flags[device] = torch.zeros(2, dtype=torch.int32, device=device)
+            kernels[device] = compile_kernel(_PING_PONG, "weft_ping_pong")
+            torch.cuda.synchronize()
+
+    def play(rounds: int) -> float:
+        for device in (one, other):
+            flags[device].zero_()
+            torch.cuda.synchronize(device)
+        with torch.cuda.device(other):
+            kernels[other]((1, 1, 1), (1, 1, 1), [flags[other], flags[one], rounds, 0])
+        with torch.cuda.device(one):
+            took = _timed(torch, one, lambda: kernels[one]((1, 1, 1), (1, 1, 1), [flags[one], flags[other], rounds, 1]))
+        torch.cuda.synchronize(other)
+        return took
+
+    play(1)
+    few, many = play(_ROUNDS // 10), play(_ROUNDS)
+    if any(int(flags[device][1]) for device in (one, other)):
+        raise RuntimeError(f"GPU {one} and GPU {other} don't see each other's flags")
+    return (many - few) / (_ROUNDS - _ROUNDS // 10)
+
+
+def _from_node(torch: Any, count: int, cpus: list[int]) -> dict[str, list[float]]:
+    """What a process on these CPUs sees of each GPU: a launch and its end, and the rate from pinned memory near it."""
+    os.sched_setaffinity(0, cpus)
+    pinned = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True).fill_(1)
+    _KEPT.append(pinned)  # or the allocator would hand the same pages out for the next node
+    launches, rates = [], []
+    for device in range(count):
+        x = torch.zeros(1, device=device)
+        target = torch.empty(_PINNED_BYTES, dtype=torch.uint8, device=device)
+        times = []
+        for _ in range(_LAUNCHES):
+            begin = time.perf_counter_ns()
+            x.add_(1)
+            torch.cuda.synchronize(device)
+            times.append((time.perf_counter_ns() - begin) / 1000)
+        launches.append(statistics.median(times))
+        copy = functools.partial(target.copy_, pinned, non_blocking=True)
+        took = [_timed(torch, device, copy) for _ in range(4)]
+        rates.append(_PINNED_BYTES / min(took) / 1000)
+    return {"launch_us": launches, "pinned_gb_per_s": rates}
+
+
+_KEPT: list[Any] = []
