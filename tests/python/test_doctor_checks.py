@@ -1,0 +1,202 @@
+"""Guards against checks that pass what is broken, or complain about a healthy machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from doctor_machines import REDIRECT, findings_of, gpu, machine, nic, port, replaced
+
+from weft.doctor import CHECKS, Check, Facts, Finding, diagnose
+from weft.topology import Core, Fabric, GpuDirect, Limits, Machine, NetDevice, PciDevice, PcieLink, System
+
+BASE = machine()
+CPUS = BASE.cpus
+
+
+def changed(**changes: Any) -> Machine:
+    return dataclasses.replace(BASE, **changes)
+
+
+def cpus(**changes: Any) -> dict[str, Any]:
+    return {"cpus": dataclasses.replace(CPUS, **changes)}
+
+
+def limits(**changes: Any) -> dict[str, Any]:
+    return {"limits": dataclasses.replace(BASE.limits, **changes)}
+
+
+def gpus(idx: int, **changes: Any) -> dict[str, Any]:
+    return {"gpus": replaced(BASE.gpus, idx, **changes)}
+
+
+def nics(idx: int, **changes: Any) -> dict[str, Any]:
+    return {"nics": replaced(BASE.nics, idx, **changes)}
+
+
+def fabric(**changes: Any) -> Fabric:
+    return dataclasses.replace(BASE.gpus[0].fabric, **changes)
+
+
+def link(speed: float, width: int, **changes: Any) -> PciDevice:
+    pci = BASE.nics[0].pci
+    assert pci is not None
+    return dataclasses.replace(pci, link=PcieLink(speed, width, 32.0, 16), **changes)
+
+
+DOWN = tuple(dataclasses.replace(entry, active=entry.idx != 3) for entry in BASE.gpus[0].nvlinks or ())
+TWO_PORTS = tuple(dataclasses.replace(BASE.nics[idx], card="one card") for idx in (0, 1))
+BOND = {"bond": ("eth0", "eth9"), "bond_mode": "802.3ad 4"}
+VF = dataclasses.replace(link(32.0, 16), address="0000:04:00.1", physical_function="0000:04:00.0")
+C2C = tuple(dataclasses.replace(entry, is_c2c=True) for entry in BASE.gpus)
+EFA = tuple(nic(idx, kind="efa") for idx in range(4))
+
+# check, status, words of what was found, changes to the healthy machine
+BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("driver", "fail", "no NVIDIA driver", {"system": System(modules=())}),
+    ("open-files", "warn", "256 open files", limits(max_files=256)),
+    ("gpus", "fail", "does not answer: NVML", {"nvml": "NVML: version mismatch"}),
+    ("gpus", "warn", "1 x NVIDIA H200", gpus(3, name="NVIDIA H200")),
+    ("gpus", "warn", "no GPU is seen", {"gpus": (), "pairs": (), "nvml": "not found"}),
+    ("mig", "fail", "GPU 2", gpus(2, is_mig=True)),
+    ("nvlink", "fail", "GPU 1: 17 of 18 NVLinks active, down: 3", gpus(1, nvlinks=DOWN)),
+    ("nvlink", "warn", "no active NVLink", {"gpus": tuple(gpu(idx, nvlinks=()) for idx in range(4))}),
+    ("pairs", "warn", "not joined: 0-1", {"pairs": replaced(BASE.pairs, 0, num_nvlinks=0)}),
+    (
+        "p2p",
+        "fail",
+        "0-2 (write chipset not supported)",
+        {"pairs": replaced(BASE.pairs, 1, p2p_write="chipset not supported")},
+    ),
+    ("fabric", "fail", "GPU 0: fabric state in progress", gpus(0, fabric=fabric(state="in progress"))),
+    ("fabric", "fail", "with status Insufficient", gpus(0, fabric=fabric(status="Insufficient Resources"))),
+    ("fabric", "fail", "2 NVLink domains", gpus(0, fabric=fabric(clique_id=7))),
+    ("fabric", "warn", "degraded bandwidth", gpus(0, fabric=fabric(health_mask=0b10101001))),
+    ("fabric", "warn", "clique 0", {"gpus": C2C}),
+    ("imex", "warn", "no IMEX channel", {"gpus": C2C, "system": dataclasses.replace(BASE.system, imex_channel=False)}),
+    ("gpu-numa", "warn", "GPU 2", gpus(2, numa_node=None)),
+    ("gpu-cores", "warn", "no allowed CPU on node 1: GPU 2, 3", cpus(allowed=(0, 1, 2, 3))),
+    ("gpu-cores", "warn", "1 cores allowed on node 0 for 2 ranks", cpus(allowed=(0, 4, 5, 6, 7))),
+    ("launcher-mask", "warn", "one core (5)", cpus(allowed=(5,))),
+    ("quota", "warn", "a quota of 2.5 CPUs", cpus(quota=2.5)),
+    ("memory-nodes", "warn", "on node 1", cpus(memory_nodes=(0,))),
+    ("locked-memory", "fail", "8.00 MiB", limits(memlock_unlimited=False, memlock_bytes=8 << 20)),
+    ("locked-memory", "warn", "4,096.00 MiB", limits(memlock_unlimited=False, memlock_bytes=4 << 30)),
+    ("dev-shm", "warn", "64 MiB", limits(shm_bytes=64 << 20)),
+    (
+        "acs",
+        "warn",
+        "0000:02:01.0",
+        {"bridges": {**BASE.bridges, "0000:02:01.0": PciDevice("0000:02:01.0", port_type="downstream", acs=REDIRECT)}},
+    ),
+    ("iommu", "warn", "translates", {"system": dataclasses.replace(BASE.system, iommu="translating")}),
+    ("gpudirect", "fail", "neither", {"gpu_direct": GpuDirect(peermem=False, dma_buf=False)}),
+    ("ports", "fail", "mlx5_0 port 1 is INIT", nics(0, ports=port(state="INIT"))),
+    ("ports", "warn", "beside GPU 1 is down (mlx5_1)", nics(1, ports=port(state="DOWN"))),
+    ("slots", "fail", "400 Gb/s in a slot of 16 GT/s x16 (252 Gb/s)", nics(0, pci=link(16.0, 16))),
+    ("slots", "fail", "32 GT/s x8", nics(0, pci=link(32.0, 8))),
+    ("slots", "warn", "800 Gb/s together", {"nics": (*TWO_PORTS, *BASE.nics[2:])}),
+    ("mtu", "warn", "mlx5_0 1500", nics(0, ports=port(mtu=1500))),
+    (
+        "gids",
+        "fail",
+        "mlx5_0 has no RoCE v2 GID",
+        nics(0, ports=port(gids=(dataclasses.replace(BASE.nics[0].ports[0].gids[0], type="IB/RoCE v1"),))),
+    ),
+    (
+        "gids",
+        "fail",
+        "mlx5_0",
+        nics(0, ports=port(gids=(dataclasses.replace(BASE.nics[0].ports[0].gids[0], kind="link-local"),))),
+    ),
+    ("atomics", "fail", "mlx5_0, mlx5_1", {"nics": tuple(nic(idx, atomics=False) for idx in range(4))}),
+    ("atomics", "warn", "from mlx5_2 to the root", nics(2, atomics_path=False)),
+    ("distance", "warn", "GPU 2 reaches its NIC mlx5_0 across sockets", {"nics": BASE.nics[:2]}),
+    ("nic-numa", "warn", "mlx5_3", nics(3, numa_node=None)),
+    ("device-nodes", "fail", "mlx5_0", {"nics": tuple(nic(idx, has_verbs_node=False) for idx in range(4))}),
+    ("bonds", "fail", "balance-rr", nics(0, **BOND | {"bond_mode": "balance-rr 0"})),
+    ("bonds", "warn", "eth9 of its bond is down", nics(0, **BOND) | {"netdevs": (NetDevice("eth9", state="down"),)}),
+    (
+        "functions",
+        "warn",
+        "mlx5_9 of mlx5_0",
+        {"nics": (*BASE.nics, dataclasses.replace(nic(0), name="mlx5_9", pci=VF))},
+    ),
+    ("efa", "warn", "3 EFA devices for 4 GPUs", {"nics": EFA[:3]}),
+]
+
+
+def of_check(findings: list[Finding], check: str) -> list[Finding]:
+    return [finding for finding in findings if finding.check == check]
+
+
+def test_a_healthy_machine_has_nothing_to_mend() -> None:
+    findings = findings_of(BASE)
+    assert not [finding for finding in findings if finding.status in ("warn", "fail")]
+    assert {"nvlink", "p2p", "gpu-cores", "acs", "gpudirect", "atomics", "distance", "slots", "gids"} <= {
+        finding.check for finding in findings if finding.status == "ok"
+    }
+
+
+@pytest.mark.parametrize(("check", "status", "words", "changes"), BROKEN, ids=lambda value: str(value)[:24])
+def test_what_is_broken_is_found(check: str, status: str, words: str, changes: dict[str, Any]) -> None:
+    found = of_check(findings_of(changed(**changes)), check)
+    matching = [finding for finding in found if finding.status == status and words in finding.found]
+    assert matching, found
+    assert all(finding.why for finding in matching)
+    assert all(finding.cost or finding.fix for finding in matching)
+    fine = {finding.status for finding in of_check(findings_of(BASE), check)}
+    assert not fine & {"warn", "fail"}
+
+
+def test_every_check_that_can_complain_of_a_recording_was_seen_complaining() -> None:
+    of_this_process = {"python", "torch", "nvrtc", "native-module", "memfd", "unix-socket", "pidfd", "ptrace"}
+    of_this_process |= {"kernel-cache", "left-over", "conflicts"}
+    never = {"allowed-cpus", "smt", "huge-pages", "multicast", "nics", "left-out"}  # they only tell
+    assert {check.name for check in CHECKS} - of_this_process - never == {name for name, *_ in BROKEN}
+
+
+def test_smt_siblings_left_out_are_told() -> None:
+    pairs = tuple(Core((cpu, cpu + 4), 0, 0) for cpu in range(4))
+    (told,) = of_check(findings_of(changed(**cpus(cores=pairs, allowed=(0, 1, 4)))), "smt")
+    assert (told.status, told.found.split(" are ")[0]) == ("ok", "SMT siblings of 1 of 2 cores")
+
+
+def test_unknown_is_not_broken() -> None:
+    assert not [found for found in findings_of(Machine()) if found.status in ("warn", "fail")]
+    blank = Machine(gpus=tuple(dataclasses.replace(gpu(idx), nvlinks=None, name=None) for idx in range(2)), nics=())
+    complaints = {found.check for found in findings_of(blank) if found.status in ("warn", "fail")}
+    assert complaints == {"driver"}
+
+
+def test_an_upstream_port_or_a_root_port_may_redirect() -> None:
+    for kind in ("upstream", "root port"):
+        bridges = {"0000:02:00.0": PciDevice("0000:02:00.0", port_type=kind, acs=REDIRECT)}
+        assert of_check(findings_of(changed(bridges=bridges)), "acs")[0].status == "ok"
+
+
+def test_unreadable_configuration_space_is_not_called_fine() -> None:
+    bridges = {"0000:02:00.0": PciDevice("0000:02:00.0", port_type="downstream", why={"acs": "64 bytes only"})}
+    (told,) = of_check(findings_of(changed(bridges=bridges)), "acs")
+    assert (told.status, "64 bytes only" in told.found) == ("n/a", True)
+    (told,) = of_check(findings_of(changed(nics=tuple(nic(idx, atomics=None) for idx in range(4)))), "atomics")
+    assert told.status == "n/a"
+
+
+def test_settings_left_over_from_debugging() -> None:
+    found = of_check(findings_of(BASE, CUDA_LAUNCH_BLOCKING="1", NCCL_P2P_DISABLE="0"), "left-over")
+    assert [(one.status, one.fix) for one in found] == [("warn", "unset CUDA_LAUNCH_BLOCKING")]
+
+
+def test_a_check_that_raises_is_not_applicable() -> None:
+    def look(facts: Facts) -> Any:
+        raise KeyError("x")
+
+    (finding,) = diagnose(Facts(BASE), [Check("group", "name", "why", look)])
+    assert (finding.status, finding.found) == ("n/a", "could not be checked: KeyError: 'x'")
+
+
+def test_limits_do_not_matter_without_rdma() -> None:
+    small = Limits(memlock_bytes=8 << 20, memlock_unlimited=False)
+    assert of_check(findings_of(changed(nics=(), limits=small)), "locked-memory")[0].status == "n/a"

@@ -1,0 +1,96 @@
+"""Guards against measured figures that are judged wrongly, or that are missing and judged all the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from doctor_machines import NUM_GPUS, machine
+
+from weft.doctor import Facts, Finding, diagnose, measure
+
+ADDRESSES = [entry.pci.address for entry in machine().gpus]
+NOMINAL = 18 * 26.562
+
+
+def square(value: float, **odd: float) -> list[list[float | None]]:
+    """The same figure for all pairs but those named like p01=3.0."""
+    return [
+        [None if one == other else odd.get(f"p{one}{other}", value) for other in range(NUM_GPUS)]
+        for one in range(NUM_GPUS)
+    ]
+
+
+def figures(**changes: Any) -> dict[str, Any]:
+    near_first = {"launch_us": [6.0, 6.0, 9.0, 9.0], "pinned_gb_per_s": [55.0, 55.0, 40.0, 40.0]}
+    near_second = {name: values[::-1] for name, values in near_first.items()}
+    whole = {"devices": ADDRESSES, "copy_gb_per_s": square(396.0), "copy_us": square(7.0), "flag_us": square(1.2)}
+    return {**whole, "from_nodes": {"0": near_first, "1": near_second}, **changes}
+
+
+def found(measured: dict[str, Any] | None) -> dict[str, list[Finding]]:
+    answers: dict[str, list[Finding]] = {}
+    for finding in diagnose(Facts(machine(), live=True, measured=measured), measure.CHECKS):
+        answers.setdefault(finding.check, []).append(finding)
+    return answers
+
+
+def test_good_figures_are_told() -> None:
+    texts = {check: [(one.status, one.found) for one in answers] for check, answers in found(figures()).items()}
+    assert texts == {
+        "copy-rate": [("ok", f"396 to 396 GB/s over 12 directions, 83 % of {NOMINAL:.0f} nominal")],
+        "copy-latency": [("ok", "7.0 to 7.0 us a copy of 16 bytes, back to back")],
+        "flag-latency": [("ok", "1.20 to 1.20 us a round trip of a flag")],
+        "wrong-node": [
+            ("ok", "own node: launch and wait 6.0 us, from pinned memory 55 GB/s; wrong node: 9.0 us, 40 GB/s")
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("rate", "status", "words"),
+    [
+        (350.0, "warn", "GPU 0 to GPU 1: 350 GB/s, other pairs 396"),
+        (300.0, "warn", "GPU 0 to GPU 1: 300 GB/s of 478 nominal"),
+        (50.0, "fail", "GPU 0 to GPU 1: 50 GB/s of 478 nominal"),
+    ],
+)
+def test_a_slow_pair_is_named(rate: float, status: str, words: str) -> None:
+    (only,) = found(figures(copy_gb_per_s=square(396.0, p01=rate)))["copy-rate"]
+    assert (only.status, only.found) == (status, words)
+    assert only.cost
+    assert only.fix
+
+
+def test_all_pairs_slow() -> None:
+    answers = found(figures(copy_gb_per_s=square(200.0)))["copy-rate"]
+    assert [answer.status for answer in answers] == ["warn"] * 12
+
+
+def test_devices_are_matched_by_address_not_by_number() -> None:
+    from_one_node = {"0": {"launch_us": [9.0, 6.0], "pinned_gb_per_s": [40.0, 55.0]}}
+    measured = figures(devices=[ADDRESSES[3], ADDRESSES[0]], from_nodes=from_one_node)
+    measured["from_nodes"]["1"] = {"launch_us": [6.0, 9.0], "pinned_gb_per_s": [55.0, 40.0]}
+    assert found(measured)["wrong-node"][0].found.startswith("own node: launch and wait 6.0 us")
+
+
+def test_a_slow_flag_is_a_warning() -> None:
+    assert found(figures(flag_us=square(1.2, p23=9.0)))["flag-latency"][0].status == "warn"
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [
+        None,
+        {"error": "torch sees no GPU"},
+        {},
+        {"devices": ["0000:03:00.0"]},
+        figures(copy_gb_per_s=None, flag_us=None),
+    ],
+)
+def test_what_was_not_measured_is_not_judged(measured: dict[str, Any] | None) -> None:
+    answers = found(measured)
+    assert answers["copy-rate"][0].status == "n/a"
+    assert answers["flag-latency"][0].status == "n/a"
+    if measured and "error" in measured:
+        assert "torch sees no GPU" in answers["copy-rate"][0].found
