@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from doctor_machines import REDIRECT, findings_of, gpu, machine, nic, port, replaced
 
-from weft.doctor import CHECKS, Check, Facts, Finding, diagnose
+from weft.doctor import CHECKS, Check, Facts, Finding, diagnose, measure
 from weft.topology import Core, Fabric, GpuDirect, Limits, Machine, NetDevice, PciDevice, PcieLink, System
 
 BASE = machine()
@@ -200,3 +202,10 @@ def test_a_check_that_raises_is_not_applicable() -> None:
 def test_limits_do_not_matter_without_rdma() -> None:
     small = Limits(memlock_bytes=8 << 20, memlock_unlimited=False)
     assert of_check(findings_of(changed(nics=(), limits=small)), "locked-memory")[0].status == "n/a"
+
+
+def test_the_page_names_every_check() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    table = page.split("## The checks")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)
+    assert listed == [check.name for check in (*CHECKS, *measure.CHECKS)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from rich.markup import escape
 from weft import topology
 from weft.cli import options
 from weft.cli.output import Output, command_output
+from weft.placement import Placement, place
 from weft.topology import Machine
 from weft.topology.matrix import LEGEND, Matrix, matrix
 from weft.topology.parse import format_cpus
@@ -32,10 +34,15 @@ def topo(
     with command_output(json_lines=json) as output:
         machine = topology.read(root)
         distances = matrix(machine)
-        output.row({"kind": "topology", **dataclasses.asdict(distances), "machine": topology.to_json(machine)})
+        placements = place(machine)
+        placed = [topology.to_json(placement) for placement in placements]
+        found = {"machine": topology.to_json(machine), "placements": placed}
+        output.row({"kind": "topology", **dataclasses.asdict(distances), **found})
         _show(output, machine, distances)
+        _show_placements(output, placements)
         if svg is not None:
-            svg.write_text(draw(machine), encoding="utf-8")
+            nics = {entry.gpu: [choice.name for choice in entry.nics] for entry in placements if entry.gpu is not None}
+            svg.write_text(draw(machine, nics), encoding="utf-8")
             output.text(f"picture: {svg}")
         if record is not None:
             output.text(f"recording: {topology.record(root, record)}")
@@ -74,6 +81,25 @@ def _show(output: Output, machine: Machine, distances: Matrix) -> None:
             output.text(f"{word}: {meaning}")
     for problem in machine.problems:
         output.text(f"problem: {problem}")
+
+
+def _show_placements(output: Output, placements: Sequence[Placement]) -> None:
+    rows = [
+        (
+            f"rank {entry.local_rank}",
+            "-" if entry.gpu is None else f"GPU{entry.gpu}",
+            format_cpus(entry.cpus) or "-",
+            str(entry.num_cores),
+            "-" if entry.memory_node is None else str(entry.memory_node),
+            escape(", ".join(map(str, entry.nics))) or "-",
+        )
+        for entry in placements
+    ]
+    columns = ("placement", "GPU", "CPUs", "cores", "memory node", "NICs")
+    output.table("where the ranks run, one a GPU", columns, rows, left=range(6))
+    left_out = {entry.name: entry.reason for placement in placements for entry in placement.left_out}
+    for name, reason in left_out.items():
+        output.text(f"not used: {name}: {reason}")
 
 
 def _unknown(number: int | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape, quoteattr
 
@@ -51,9 +52,12 @@ class _Column:
         return self.slots * (_BOX_WIDTH + _GAP) + _GAP
 
 
-def draw(machine: Machine) -> str:
-    """The picture, SVG text. Distances are written on the lines; a box that is grey is down or of unknown state."""
-    columns = _columns(machine)
+def draw(machine: Machine, nics: Mapping[int, Sequence[str]] | None = None) -> str:
+    """The picture, SVG text. `nics`: names of the NICs of each GPU, which are drawn under it; default: those on its
+    PCIe root. Distances are written on the lines, dashed where they cross it; a grey box is a port that is not active.
+    """
+    chosen = nics if nics is not None else {gpu.idx: _on_its_root(machine, gpu) for gpu in machine.gpus}
+    columns = _columns(machine, chosen)
     depth = max((column.depth for column in columns), default=0)
     height = _NIC_TOP + depth * (_BOX_HEIGHT + _GAP) + 56
     width = sum(column.width + _MARGIN for column in columns) + _MARGIN
@@ -72,27 +76,38 @@ def draw(machine: Machine) -> str:
         left += column.width + _MARGIN
     parts += body
     parts += _draw_nvlink(machine, centres)
+    parts += _draw_shared(columns, chosen, centres)
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _columns(machine: Machine) -> list[_Column]:
-    """Devices by NUMA node; a NIC is drawn under the GPU nearest to it if they share a switch."""
+def _on_its_root(machine: Machine, gpu: Gpu) -> list[str]:
+    """The NICs nearer to this GPU than to those before it, if they are below the same PCIe root."""
+    found = []
+    for nic in machine.nics:
+        near = min((machine.nic_distance(other, nic), other.idx) for other in machine.gpus)
+        if near[0] <= Distance.PHB and near[1] == gpu.idx:
+            found.append(nic.name)
+    return found
+
+
+def _columns(machine: Machine, chosen: Mapping[int, Sequence[str]]) -> list[_Column]:
+    """Devices by NUMA node; a NIC of several GPUs is drawn under the first."""
     only = machine.cpus.cpu_nodes[0].idx if len(machine.cpus.cpu_nodes) == 1 else None
     columns: dict[int | None, _Column] = {node.idx: _Column(node.idx) for node in machine.cpus.cpu_nodes}
 
     def column(node: int | None) -> _Column:
         return columns.setdefault(only if node is None else node, _Column(node))
 
+    drawn: set[str] = set()
     for gpu in machine.gpus:
-        column(gpu.numa_node).gpus.append(gpu)
+        place = column(gpu.numa_node)
+        place.gpus.append(gpu)
+        own = [nic for nic in machine.nics if nic.name in chosen.get(gpu.idx, ()) and nic.name not in drawn]
+        place.beside[gpu.idx] = own
+        drawn |= {nic.name for nic in own}
     for nic in machine.nics:
-        near = sorted((machine.nic_distance(gpu, nic), gpu.idx) for gpu in machine.gpus)
-        place = column(nic.numa_node)
-        own = [gpu for distance, idx in near[:1] if distance <= Distance.PHB for gpu in place.gpus if gpu.idx == idx]
-        if own:
-            place.beside.setdefault(own[0].idx, []).append(nic)
-        else:
-            place.others.append(nic)
+        if nic.name not in drawn:
+            column(nic.numa_node).others.append(nic)
     return list(columns.values()) or [_Column(None)]
 
 
@@ -111,9 +126,11 @@ def _draw_column(machine: Machine, column: _Column, left: int, bottom: int) -> l
             y = _NIC_TOP + level * (_BOX_HEIGHT + _GAP)
             above = _GPU_TOP + _BOX_HEIGHT if level == 0 else y - _GAP
             middle = x + _BOX_WIDTH // 2
-            parts.append(f'<line x1="{middle}" y1="{above}" x2="{middle}" y2="{y}"/>')
+            distance = machine.nic_distance(gpu, nic)
+            kind = "far" if distance > Distance.PHB else "near"
+            parts.append(f'<line class="{kind}" x1="{middle}" y1="{above}" x2="{middle}" y2="{y}"/>')
             if level == 0:
-                parts.append(_text(middle + 5, above + 26, machine.nic_distance(gpu, nic).name, "small"))
+                parts.append(_text(middle + 5, above + 26, distance.name, "small"))
             parts += _draw_nic(nic, x, y)
     for idx, nic in enumerate(column.others):
         x = left + _GAP + (len(column.gpus) + idx // 4) * (_BOX_WIDTH + _GAP)
@@ -155,6 +172,22 @@ def _draw_nvlink(machine: Machine, centres: dict[int, int]) -> list[str]:
             arcs.append(f'<path d="M {x} {_GPU_TOP} Q {(x + y) // 2} {_NVLINK_TOP - 20} {y} {_GPU_TOP}">')
             arcs[-1] += f"<title>GPU {pair.first} - GPU {pair.second}: NV{pair.num_nvlinks}</title></path>"
     return arcs
+
+
+def _draw_shared(columns: list[_Column], chosen: Mapping[int, Sequence[str]], centres: dict[int, int]) -> list[str]:
+    """Lines from the other GPUs of a NIC that is drawn under the first."""
+    first = {nic.name: idx for column in columns for idx, nics in column.beside.items() for nic in nics[:1]}
+    lines = []
+    for idx, names in chosen.items():
+        for name in names:
+            owner = first.get(name)
+            if owner not in (None, idx) and owner in centres and idx in centres:
+                start, end = centres[idx], centres[owner]
+                end += (_BOX_WIDTH // 4) * (1 if start > end else -1)
+                lines.append(
+                    f'<line class="far" x1="{start}" y1="{_GPU_TOP + _BOX_HEIGHT}" x2="{end}" y2="{_NIC_TOP}"/>'
+                )
+    return lines
 
 
 def _headline(machine: Machine) -> str:
