@@ -103,7 +103,7 @@ class Binding:
 
 
 def bind(placement: Placement, *, own_thread_only: bool = False) -> Binding:
-    """Bind this process by a placement: mode "process" all threads and memory, "auto" Weft's own threads, "off" nothing.
+    """Bind by a placement: mode "process" all threads and memory, "auto" Weft's own threads, "off" nothing.
 
     own_thread_only: ranks are threads of one process: "process" then binds the calling thread alone.
     """

@@ -22,6 +22,7 @@ NVML_FILE = "/weft/nvml.json"
 _NVIDIA = 0x10DE
 _GPU_CLASSES = (0x0300, 0x0302)
 _SWITCH_CLASS = 0x0680
+_MAX_LINKS = 64
 _ANCESTORS = {
     0: Distance.SELF,
     10: Distance.PIX,
@@ -100,6 +101,9 @@ def _node(pci: PciDevice, cpus: Cpus, affinity: tuple[int, ...] | None) -> tuple
 
 
 def _links(value: Any) -> tuple[NvLink, ...] | None:
+    """A list of links; {"count": n, ...} stands for n equal ones."""
+    if isinstance(value, dict):
+        value = [{**value, "idx": idx} for idx in range(min(_natural(value.get("count")) or 0, _MAX_LINKS))]
     return tuple(_link(entry, idx) for idx, entry in enumerate(_objects(value))) if isinstance(value, list) else None
 
 

@@ -21,7 +21,7 @@ from weft.topology.config_space import minimal_config
 from weft.topology.live import LiveTree
 from weft.topology.reader import RECORDING_FILE, read_tree
 from weft.topology.system import MODULES
-from weft.topology.tree import ARCHIVE_NAME, Tree, open_tree
+from weft.topology.tree import ARCHIVE_NAME, Tree, open_tree, to_hex
 
 __all__ = ["compact_json", "record"]
 
@@ -115,13 +115,11 @@ def _as_node(path: str, data: bytes) -> Any:
         except ValueError:
             pass
     if path.endswith("/config"):
-        data = minimal_config(data)
-        short = data.rstrip(b"\0")
-        return {"@hex": short.hex(), "@size": len(data)}
+        return to_hex(minimal_config(data))
     try:
         text = data.decode()
     except UnicodeDecodeError:
-        return {"@hex": data.hex()}
+        return to_hex(data)
     return _cut(path, text)
 
 
@@ -251,10 +249,15 @@ def _quads(nth: int) -> str:
 
 
 def compact_json(node: Any, depth: int = 0) -> str:
-    """JSON with short objects on one line each."""
+    """JSON in lines of bearable length: short entries share a line."""
     text = json.dumps(node, ensure_ascii=False)
     if len(text) + depth <= _LINE or not isinstance(node, dict) or not node:
         return text
     indent = " " * (depth + 1)
-    entries = [f"{indent}{json.dumps(key)}: {compact_json(entry, depth + 1)}" for key, entry in node.items()]
-    return "{\n" + ",\n".join(entries) + "\n" + " " * depth + "}"
+    lines = [indent]
+    for key, entry in node.items():
+        piece = f"{json.dumps(key)}: {compact_json(entry, depth + 1)},"
+        if lines[-1] != indent and (len(lines[-1]) + len(piece) > _LINE or "\n" in piece or "\n" in lines[-1]):
+            lines.append(indent)
+        lines[-1] += piece if lines[-1] == indent else f" {piece}"
+    return "{\n" + "\n".join(lines).removesuffix(",") + "\n" + " " * depth + "}"

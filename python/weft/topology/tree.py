@@ -1,7 +1,7 @@
 """The files a machine is read from: a directory, or one file that holds a recorded tree. Reads never raise.
 
 An archive is a JSON object of objects: a directory is an object, a file its text, and an object with one key that
-begins with "@" something else: {"@link": target}, {"@hex": bytes, "@size": length with zeros},
+begins with "@" something else: {"@link": target}, {"@hex": {offset: digits}, "@size": length},
 {"@error": "EACCES"}, {"@json": value}.
 At the top, "@base" names another archive, relative to this one, whose tree lies underneath; null takes a name away.
 Links are followed inside the tree, as after a chroot.
@@ -13,13 +13,14 @@ import contextlib
 import errno
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
 
 from weft.topology.natural import natural_key
 
-__all__ = ["ARCHIVE_NAME", "ArchiveTree", "DirectoryTree", "Tree", "open_tree"]
+__all__ = ["ARCHIVE_NAME", "ArchiveTree", "DirectoryTree", "Tree", "open_tree", "to_hex"]
 
 ARCHIVE_NAME = "tree.json"
 MAX_FILE_BYTES = 1 << 20
@@ -82,7 +83,7 @@ class Tree:
         """The first MiB of a file, or None."""
         try:
             return self._read(self.real(path))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:
             self._note(path, error)
             return None
 
@@ -200,10 +201,8 @@ class ArchiveTree(Tree):
         node = self._find(path)
         if isinstance(node, str):
             return node.encode()
-        if isinstance(node, dict) and isinstance(node.get("@hex"), str):
-            data = bytes.fromhex(node["@hex"])
-            size = node.get("@size", 0)
-            return data.ljust(min(size, MAX_FILE_BYTES), b"\0") if isinstance(size, int) else data
+        if isinstance(node, dict) and "@hex" in node:
+            return _from_hex(node["@hex"], node.get("@size"))
         if isinstance(node, dict) and "@json" in node:
             return json.dumps(node["@json"]).encode()
         raise IsADirectoryError(errno.EINVAL, os.strerror(errno.EINVAL))
@@ -227,6 +226,24 @@ class ArchiveTree(Tree):
         except OSError as error:
             return error.errno not in (errno.ENOENT, errno.ENOTDIR)
         return True
+
+
+def to_hex(data: bytes) -> dict[str, Any]:
+    """Bytes as an archive has them: runs without long stretches of zeros, by their offset."""
+    runs = {f"{match.start():x}": match[0].hex() for match in re.finditer(rb"[^\0](?:\0{0,7}[^\0])*", data, re.DOTALL)}
+    return {"@hex": runs, "@size": len(data)}
+
+
+def _from_hex(runs: Any, size: Any) -> bytes:
+    if not isinstance(runs, dict) or not isinstance(size, int) or not 0 <= size <= MAX_FILE_BYTES:
+        raise ValueError('"@hex" is offset -> hexadecimal digits, beside it "@size"')
+    data = bytearray(size)
+    for at, digits in runs.items():
+        piece, start = bytes.fromhex(digits), int(at, 16)
+        if not 0 <= start <= size - len(piece):
+            raise ValueError(f'"@hex": {len(piece)} bytes at {at} are outside of {size} bytes')
+        data[start : start + len(piece)] = piece
+    return bytes(data)
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
