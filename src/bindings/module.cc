@@ -14,6 +14,7 @@
 #include "base/log.h"
 #include "base/status.h"
 #include "bindings/arrays.h"
+#include "bindings/jit.h"
 #include "bindings/nvlink.h"
 #include "bootstrap/control_plane.h"
 #include "engine/cpu/communicator.h"
@@ -335,6 +336,7 @@ NB_MODULE(_native, m) {
   bind_results(m);
   bind_window(m);
   bind_nvlink(m);
+  bind_jit(m);
 }
 
 }  // namespace weft::bindings
