@@ -1,8 +1,8 @@
 // The part of weft._native that compiles kernels without a window: `weft cache prebuild` and the link limits of `weft bench`.
 #include "bindings/jit.h"
 
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>

@@ -11,9 +11,8 @@ LoadedKernel::LoadedKernel(int gpu_index, const std::string& cubin, unsigned num
     const cuda::ContextScope scope(context_);
     cuda::check(driver.module_load(&module_, cubin.data()), "cuModuleLoadData");
     cuda::check(driver.module_get_function(&function_, module_, "weft_kernel"), "cuModuleGetFunction");
-    cuda::check(
-        driver.function_set_attribute(function_, cuda::kMaxDynamicShared, static_cast<int>(shared_bytes)),
-        "cuFuncSetAttribute");
+    cuda::check(driver.function_set_attribute(function_, cuda::kMaxDynamicShared, static_cast<int>(shared_bytes)),
+                "cuFuncSetAttribute");
   } catch (...) {
     driver.primary_context_release(device_);
     throw;
@@ -31,9 +30,9 @@ LoadedKernel::~LoadedKernel() {
 void LoadedKernel::launch(unsigned num_blocks, cuda::Stream stream, void* args) const {
   const cuda::ContextScope scope(context_);
   void* params[] = {args};
-  cuda::check(cuda::driver().launch(function_, num_blocks, 1, 1, num_threads_, 1, 1, shared_bytes_, stream, params,
-                                    nullptr),
-              "cuLaunchKernel");
+  cuda::check(
+      cuda::driver().launch(function_, num_blocks, 1, 1, num_threads_, 1, 1, shared_bytes_, stream, params, nullptr),
+      "cuLaunchKernel");
 }
 
 }  // namespace weft::jit

@@ -44,12 +44,13 @@ class AllToAll:
         self.layout, self.alignment = layout, alignment
         self.quantize, self.capacity = quantize, capacity
 
-    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Received:
-        """Send rows to the ranks of their experts; host waits for the counts."""
-        scales = None
+    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, scales: Tensor | None = None) -> Received:
+        """Send rows, and their scales if they come quantised, to the ranks of their experts; the host waits for the
+        counts.
+        """
         if self.quantize is not None:
             x, scales = reference.quantize_fp8(x, ue8m0=self.quantize == "fp8_ue8m0")
-            x, scales = _movable(x), _movable(scales)
+        x, scales = _movable(x), None if scales is None else _movable(scales)
         num_tokens, top_k = topk_idx.shape
         owner = torch.where(topk_idx >= 0, topk_idx // self.num_local, self.num_ranks)
         goes_to = torch.zeros((self.num_ranks + 1, num_tokens), dtype=torch.bool, device=x.device)
@@ -124,10 +125,13 @@ class AllToAll:
         return y.to(dtype)
 
     def _partial_sums(self, outputs: Tensor, to: Received, pick_row: Tensor, pick_place: Tensor) -> Tensor:
-        """Weighted outputs of the picks, summed per row in k order; in pieces that stay in the cache."""
+        """Weighted outputs of the picks, summed per row in fp32: in k order, in pieces that stay in a CPU's cache; on a
+        GPU all at once, by atomic additions in any order.
+        """
         weights = to.topk_weights.view(-1)[pick_place]
         partial = torch.zeros((sum(to.received), outputs.shape[1]), dtype=torch.float32, device=outputs.device)
-        pieces = zip(*(part.split(_PIECE_ROWS) for part in (pick_row, pick_place, weights)), strict=True)
+        piece_rows = max(1, len(pick_row)) if outputs.is_cuda else _PIECE_ROWS
+        pieces = zip(*(part.split(piece_rows) for part in (pick_row, pick_place, weights)), strict=True)
         for row, place, weight in pieces:
             products = outputs.index_select(0, place).to(torch.float32).mul_(weight[:, None])
             partial.index_add_(0, row, products)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from weft.bench.cases import EXPERTS, HIDDEN, SUITES, TOKENS
 from weft.errors import InvalidArgument
 
 
@@ -50,3 +51,28 @@ class Options:
         if options.layout != "masked" and options.capacity is not None and options.baseline:
             raise InvalidArgument(f"capacity={options.capacity}: the baseline has it only in masked; add --no-baseline")
         return options
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteOptions:
+    """Which suites to run, and how often. Their shape is that of the targets; fewer tokens or columns: a quick run."""
+
+    suites: tuple[str, ...] = SUITES
+    ranks: int = 4
+    tokens: int = TOKENS
+    hidden: int = HIDDEN
+    trace: str | None = None
+    seed: int = 0
+    device: str = "auto"
+    iters: int = 100
+    warmup: int = 5
+    baseline: bool = True
+
+    def __post_init__(self) -> None:
+        for suite in self.suites:
+            if suite not in SUITES:
+                raise InvalidArgument(f"suite={suite!r}: allowed are {', '.join(SUITES)}, with commas between")
+        if self.hidden % 128:
+            raise InvalidArgument(f"hidden={self.hidden}: the suites need a multiple of 128")
+        if EXPERTS % self.ranks:
+            raise InvalidArgument(f"ranks={self.ranks}: the suites have {EXPERTS} experts, a multiple is needed")

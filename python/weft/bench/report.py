@@ -155,11 +155,11 @@ def _machine(ranks: Sequence[RankReport], copy_rate: float, load_average: float)
     return {
         "kind": "machine",
         "weft": weft.__version__,
-        "commit": _commit(),
+        "commit": commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "os": platform.platform(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cpus": len(os.sched_getaffinity(0)),
         "load_average": load_average,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -187,7 +187,7 @@ def _import_seconds() -> float:
     return float(done.stdout)
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit of the source tree this package lies in, "+" if it has changes; None if it lies in none."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
@@ -204,7 +204,8 @@ def _commit() -> str | None:
     return head.stdout.strip() + ("+" if dirty.returncode else "")
 
 
-def _cpu_name() -> str | None:
+def cpu_name() -> str | None:
+    """Of the processor, as Linux gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from weft.bench.options import Options
+from weft.bench.cases import SUITES
+from weft.bench.options import Options, SuiteOptions
 from weft.cli import options
+from weft.cli.bench_suite import run_suite
 from weft.cli.output import EXIT_FAILED, Output, command_output
+from weft.errors import InvalidArgument
 
 _CAPACITY_HELP = "As in dispatch; masked takes twice the mean load if it is not given."
 _COLUMNS = (
@@ -25,7 +29,28 @@ _COLUMNS = (
 )
 
 
+_SUITE_HELP = f"""Run cases with targets at their own shapes: {", ".join(SUITES)}, with commas between, or all. What
+--device cuda does when no shape is given."""
+_PLOT_HELP = "Draw the suite's bandwidth against SMs and T (png, pdf, svg; needs matplotlib)."
+# Flags that make `weft bench --device cuda` time this one shape.
+_SHAPE_FLAGS = [
+    "tokens",
+    "hidden",
+    "experts",
+    "top_k",
+    "dtype",
+    "layout",
+    "alignment",
+    "quantize",
+    "capacity",
+    "routing",
+    "num_sms",
+    "mode",
+]
+
+
 def bench(
+    ctx: typer.Context,
     ranks: options.Ranks = 4,
     tokens: options.Tokens = 1024,
     hidden: options.Hidden = 2048,
@@ -45,10 +70,25 @@ def bench(
     num_sms: Annotated[int | None, typer.Option("--num-sms", min=1, help="SMs a kernel may use (GPU engines).")] = None,
     mode: Annotated[Literal["auto", "throughput", "latency"], typer.Option("--mode", help="As in dispatch.")] = "auto",
     baseline: Annotated[bool, typer.Option(help="Time all_to_all_single doing the same job too.")] = True,
+    suite: Annotated[str | None, typer.Option("--suite", help=_SUITE_HELP)] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help=_PLOT_HELP)] = None,
     json: options.Json = False,
 ) -> None:
     """Time dispatch, combine and both; results are checked first."""
     with command_output(json_lines=json) as output:
+        given = {name for name in ctx.params if _is_given(ctx, name)}
+        if suite is None and device == "cuda" and not given.intersection(_SHAPE_FLAGS):
+            suite = "all"
+        if suite is not None:
+            common: dict[str, Any] = {"ranks": ranks, "seed": seed, "device": device, "baseline": baseline}
+            numbers = {"tokens": tokens, "hidden": hidden, "iters": iters, "warmup": warmup}
+            chosen: dict[str, Any] = {name: value for name, value in numbers.items() if name in given}
+            names = SUITES if suite == "all" else tuple(suite.split(","))
+            trace_file = None if trace is None else str(trace)
+            run_suite(output, SuiteOptions(suites=names, trace=trace_file, **common, **chosen), plot)
+            return
+        if plot is not None:
+            raise InvalidArgument(f"--plot {plot}: only with --suite, which has the curves")
         _bench(
             output,
             Options(
@@ -73,6 +113,11 @@ def bench(
                 baseline=baseline,
             ),
         )
+
+
+def _is_given(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _bench(output: Output, chosen: Options) -> None:

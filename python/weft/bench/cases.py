@@ -1,0 +1,150 @@
+"""The cases of `weft bench --suite`: which calls, at which shape, and what they are to reach. No torch here.
+
+The reference shape is H = 7168, K = 8, E = 256, 4 ranks. Targets are microseconds at T = 4096 with uniform routing on
+4 x H200, everything inside the boundary (docs/benchmarking.md, "How Weft counts").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+HIDDEN, EXPERTS, TOP_K, TOKENS = 7168, 256, 8, 4096
+SUITES = ("targets", "routings", "tokens", "sms", "step")
+ALIGNMENT = 128  # of expert_major groups: what grouped GEMMs in FP8 ask for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What a case is to reach, in microseconds."""
+
+    must_us: float
+    stretch_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One measured call. Equal on all ranks."""
+
+    suite: str
+    op: str  # "dispatch", "combine", "step"
+    rows: str = "bf16"  # dispatch: "bf16", or "fp8": rows that come quantised, with a scale per 128
+    layout: str = "rank_major"
+    alignment: int = 1
+    quantize: str = "none"
+    sizes: str = "exact"  # dispatch: "exact" (the host waits for counts) or "capacity" (it does not)
+    is_cached: bool = False  # dispatch with a handle
+    source: str | None = None  # combine: where the expert outputs lie, "heap" or "ordinary"
+    wire: str | None = None  # combine: "fp8"
+    num_sms: int = 16
+    tokens: int = TOKENS
+    routing: str = "uniform"
+    routing_options: Mapping[str, Any] = field(default_factory=dict)
+    goal: Goal | None = None
+
+    @property
+    def link_kind(self) -> str:
+        """How rows cross: "pull" (bulk loads by the owner) or "push" (bulk stores)."""
+        is_pulled = self.op == "combine" and self.source == "heap" and self.layout == "rank_major" and self.wire is None
+        return "pull" if is_pulled else "push"
+
+    @property
+    def name(self) -> str:
+        """Words for tables, without T, routing and SMs."""
+        if self.op == "dispatch":
+            form = "FP8" if self.rows == "fp8" else "BF16 to FP8" if self.quantize != "none" else "BF16"
+            words = [form, self.layout, f"aligned {self.alignment}" if self.alignment > 1 else ""]
+            words += ["cached handle" if self.is_cached else "", "capacity" if self.sizes == "capacity" else ""]
+        else:
+            words = ["BF16", self.layout, f"{self.source} tensor" if self.source else ""]
+            words += [f"{self.wire} on the wire" if self.wire else ""]
+            words += ["weighted" if self.layout != "rank_major" else ""]
+        return f"{self.op} {', '.join(word for word in words if word)}"
+
+
+def _dispatch(**options: Any) -> Case:
+    return Case(**{"suite": "targets", "op": "dispatch", **options})
+
+
+def _combine(**options: Any) -> Case:
+    return Case(**{"suite": "targets", "op": "combine", "source": "heap", **options})
+
+
+def _goal(must_us: float, stretch_us: float) -> Goal:
+    return Goal(must_us=must_us, stretch_us=stretch_us)
+
+
+def _targets() -> Iterator[Case]:
+    """Every row of the targets for T = 4096; with a capacity too, where the host does not wait."""
+    expert_major = {"layout": "expert_major", "num_sms": 20}
+    for case in (
+        _dispatch(rows="fp8", goal=_goal(264, 252)),
+        _dispatch(rows="fp8", num_sms=8, goal=_goal(292, 282)),
+        _dispatch(goal=_goal(497, 475)),
+        _dispatch(num_sms=8, goal=_goal(552, 536)),
+        _dispatch(quantize="fp8", goal=_goal(278, 260)),
+        _dispatch(rows="fp8", alignment=ALIGNMENT, goal=_goal(315, 285), **expert_major),
+    ):
+        yield case
+        yield dataclasses.replace(case, sizes="capacity")
+    yield _dispatch(is_cached=True)
+    yield _combine(goal=_goal(510, 495))
+    yield _combine(num_sms=8, goal=_goal(610, 550))
+    yield _combine(source="ordinary", goal=_goal(535, 495))
+    yield _combine(source="ordinary", goal=_goal(570, 515), alignment=ALIGNMENT, **expert_major)
+    yield _combine(wire="fp8", goal=_goal(300, 270))
+
+
+def _with_routing(name: str, **options: Any) -> Callable[[Case], Case]:
+    def change(case: Case) -> Case:
+        return dataclasses.replace(case, suite="routings", routing=name, routing_options=options)
+
+    return change
+
+
+_THREE = (_dispatch(rows="fp8"), _dispatch(), _combine())
+
+
+def _routings(trace: str | None) -> Iterator[Case]:
+    changes = [_with_routing("zipf", alpha=1.2), _with_routing("all_to_one"), _with_routing("group_limited")]
+    if trace is not None:
+        changes.append(_with_routing("trace", trace=trace))
+    for change in changes:
+        yield from map(change, _THREE)
+
+
+def _tokens() -> Iterator[Case]:
+    for tokens in (256, 512, 1024, 2048, 8192):
+        for case in _THREE:
+            yield dataclasses.replace(case, suite="tokens", tokens=tokens)
+
+
+def _sms() -> Iterator[Case]:
+    for num_sms in (4, 6, 12, 20, 24, 32):
+        for case in _THREE:
+            yield dataclasses.replace(case, suite="sms", num_sms=num_sms)
+
+
+def _step() -> Iterator[Case]:
+    yield Case(suite="step", op="step", layout="expert_major", source="ordinary", num_sms=20)
+
+
+def cases(suites: tuple[str, ...], *, tokens: int = TOKENS, trace: str | None = None) -> tuple[Case, ...]:
+    """The cases of these suites in order. Fewer `tokens` than 4096 scale every T, for a quick run; then nothing has a
+    goal.
+    """
+    makers: dict[str, Callable[[], Iterator[Case]]] = {
+        "targets": _targets,
+        "routings": lambda: _routings(trace),
+        "tokens": _tokens,
+        "sms": _sms,
+        "step": _step,
+    }
+    chosen = [case for suite in suites for case in makers[suite]()]
+    if tokens != TOKENS:
+        chosen = [
+            dataclasses.replace(case, tokens=max(1, case.tokens * tokens // TOKENS), goal=None) for case in chosen
+        ]
+    return tuple(chosen)

@@ -1,0 +1,317 @@
+"""Runs the suite in ranks started for it and makes rows of what they measured (docs/benchmarking.md)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import multiprocessing
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.bench.cases import EXPERTS, TOP_K, Case, cases
+from weft.bench.link import LinkPoint, measure
+from weft.bench.options import SuiteOptions
+from weft.bench.report import commit, cpu_name
+
+Row = dict[str, Any]
+
+_SWEEP = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32)  # SMs of the link's curve
+_MUST_RATIO, _STRETCH_RATIO = 0.90, 0.96  # of the link's limit, 16 SMs
+_MUST_CALL, _STRETCH_CALL = 1.03, 1.01  # call time / kernel time
+_MUST_HOST_US, _STRETCH_HOST_US = 15.0, 8.0
+_MUST_GB, _STRETCH_GB = 0.35, 0.1  # registered memory beside the heap
+
+
+def run_suite(options: SuiteOptions) -> Iterator[Row]:
+    """Yield the machine's row, then the links', the cases', the memory's and the targets' rows.
+
+    If a rank fails, the rows of the cases that were complete come first, then its error is raised. A wrong result is a
+    row with `problems` and no times.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    import weft
+    from weft.bench.suite_worker import run_rank
+
+    chosen = cases(options.suites, tokens=options.tokens, trace=options.trace)
+    machine = _machine(options)
+    yield {"kind": "machine", **machine}
+    stamp = {name: machine[name] for name in ("commit", "machine", "driver", "torch")}
+    on_gpu = machine["device_name"] is not None
+    limits = _limits(chosen, options) if on_gpu else {}
+    yield from _link_rows(limits, stamp)
+
+    barrier = multiprocessing.get_context("fork").Barrier(options.ranks)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    error: BaseException | None = None
+    with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
+        try:
+            weft.spawn(
+                run_rank,
+                num_ranks=options.ranks,
+                args=(chosen, options, barrier, store.port, Path(folder)),
+                device=options.device,
+            )
+        except BaseException as caught:  # noqa: BLE001  raised again below
+            error = caught
+        notes = _notes(Path(folder), options.ranks)
+    baselines = {note[0]["key"]: _baseline(note) for note in notes if note[0]["kind"] == "baseline"}
+    rows = [
+        {**_case_row(chosen[note[0]["number"]], note, options, limits, baselines), **stamp}
+        for note in notes
+        if note[0]["kind"] == "case"
+    ]
+    yield from rows
+    memory = [{**_memory_row(note), **stamp} for note in notes if note[0]["kind"] == "memory"]
+    yield from memory
+    yield from ({**row, **stamp} for row in _target_rows(rows, memory) if on_gpu)
+    if error is not None:
+        raise error
+
+
+def has_problems(rows: Sequence[Row]) -> bool:
+    """Whether a result was wrong."""
+    return any(row.get("problems") for row in rows)
+
+
+# ---- what the ranks wrote
+
+
+def _notes(folder: Path, num_ranks: int) -> list[list[Row]]:
+    """For each step that every rank completed, the ranks' objects."""
+    files = [folder / f"rank{rank}.jsonl" for rank in range(num_ranks)]
+    lines = [file.read_text(encoding="utf-8").splitlines() if file.exists() else [] for file in files]
+    return [[json.loads(line) for line in step] for step in zip(*lines, strict=False)]
+
+
+def _slowest(per_rank: Sequence[Sequence[float]]) -> list[float]:
+    """Of each call the slowest rank."""
+    return [max(calls) for calls in zip(*per_rank, strict=True)]
+
+
+def _baseline(note: list[Row]) -> Row:
+    medians: Row = {
+        name: statistics.median(_slowest([rank[name] for rank in note]))
+        for name in ("gpu_us", "packed_us", "gemm_us")
+        if name in note[0]
+    }
+    return {**medians, "key": note[0]["key"]}
+
+
+def _case_row(case: Case, note: list[Row], options: SuiteOptions, limits: Any, baselines: dict[str, Row]) -> Row:
+    from weft.bench.suite_baseline import baseline_key
+
+    row: Row = {
+        "kind": "case",
+        "suite": case.suite,
+        "name": case.name,
+        "op": case.op,
+        "rows": case.rows,
+        "layout": case.layout,
+        "alignment": case.alignment,
+        "quantize": case.quantize,
+        "sizes": case.sizes,
+        "is_cached": case.is_cached,
+        "source": case.source,
+        "wire": case.wire,
+        "num_sms": case.num_sms,
+        "tokens": case.tokens,
+        "routing": case.routing,
+        "routing_options": {name: str(value) for name, value in case.routing_options.items()},
+        "hidden": options.hidden,
+        "experts": EXPERTS,
+        "top_k": TOP_K,
+        "ranks": options.ranks,
+        "problems": note[0].get("problems", []),
+        "unsupported": note[0].get("unsupported"),
+    }
+    if "gpu_us" not in note[0]:
+        return row
+    slowest = sorted(_slowest([rank["gpu_us"] for rank in note]))
+    row["iters"] = len(slowest)
+    row["time_us"] = statistics.median(slowest)
+    row["time_p99_us"] = slowest[min(len(slowest) - 1, int(0.99 * len(slowest)))]
+    row["host_us"] = statistics.median(_slowest([rank["host_us"] for rank in note]))
+    row |= _work(note)
+    row |= _traffic(case, note[0], options, limits, row["time_us"])
+    baseline = baselines.get(baseline_key(case), {})
+    row["all_to_all_us"], row["packed_us"] = baseline.get("gpu_us"), baseline.get("packed_us")
+    row["ratio_vs_all_to_all"] = row["all_to_all_us"] / row["time_us"] if row["all_to_all_us"] else None
+    if case.op == "step":
+        row["gemm_us"] = baseline.get("gemm_us")
+        row["ratio_vs_gemm"] = row["time_us"] / row["gemm_us"] if row["gemm_us"] else None
+    row["must_us"], row["stretch_us"] = (case.goal.must_us, case.goal.stretch_us) if case.goal else (None, None)
+    return row
+
+
+def _work(note: list[Row]) -> Row:
+    works = [rank["work"] for rank in note]
+    if any(work is None for work in works):
+        return {"kernel_us": None, "call_over_kernel": None, "sms": None, "num_kernels": None}
+    return {
+        "kernel_us": max(work["kernel_us"] for work in works),
+        "call_over_kernel": max(work["span_us"] / work["kernel_us"] for work in works),
+        "sms": max(work["num_blocks"] for work in works),
+        "num_kernels": max(work["num_kernels"] for work in works),
+    }
+
+
+def row_bytes(case: Case, hidden: int) -> int:
+    """Bytes of a row on the wire, scales included; of a step both ways together."""
+    narrow, wide = hidden + 4 * (hidden // 128), 2 * hidden
+    dispatched = narrow if case.rows == "fp8" or case.quantize != "none" else wide
+    combined = narrow if case.wire == "fp8" else wide
+    return {"dispatch": dispatched, "combine": combined, "step": dispatched + combined}[case.op]
+
+
+def _traffic(case: Case, note: Row, options: SuiteOptions, limits: Any, time_us: float) -> Row:
+    """Bytes and rates. Wire: of the rank that sends most. Link: of the busiest direction of any rank."""
+    num_bytes = row_bytes(case, options.hidden)
+    wire, logical = max(note["out_rows"]) * num_bytes, max(note["logical_rows"]) * num_bytes
+    busiest = max(*note["out_rows"], *note["in_rows"]) * num_bytes
+    limit = None if case.op == "step" else limits.get(_point(case, options.hidden))
+    return {
+        "row_bytes": num_bytes,
+        "wire_bytes": wire,
+        "wire_gb_per_s": wire / time_us / 1e3,
+        "logical_gb_per_s": logical / time_us / 1e3,
+        "link_bytes": busiest,
+        "link_kind": case.link_kind,
+        "link_gb_per_s": None if limit is None else limit / 1e9,
+        "link_us": None if limit is None else busiest / limit * 1e6,
+        "ratio_vs_link": None if limit is None else busiest / limit * 1e6 / time_us,
+    }
+
+
+def _memory_row(note: list[Row]) -> Row:
+    largest = max(note, key=lambda rank: rank.get("registered_bytes", 0))
+    return {**largest, "start_s": max(rank["start_s"] for rank in note)}
+
+
+# ---- links, machine, targets
+
+
+def _point(case: Case, hidden: int) -> LinkPoint:
+    """The limit that a case is set against; rows with scales count as rows, since scales travel beside them."""
+    data = row_bytes(case, hidden) if case.op == "step" else _data_bytes(case, hidden)
+    return LinkPoint(case.link_kind, data, case.num_sms)
+
+
+def _data_bytes(case: Case, hidden: int) -> int:
+    is_narrow = row_bytes(case, hidden) != 2 * hidden
+    return hidden if is_narrow else 2 * hidden
+
+
+def _limits(chosen: Sequence[Case], options: SuiteOptions) -> dict[LinkPoint, float]:
+    points = {_point(case, options.hidden) for case in chosen if case.op != "step"}
+    for kind, num_bytes in (("push", 2 * options.hidden), ("push", options.hidden), ("pull", 2 * options.hidden)):
+        points |= {LinkPoint(kind, num_bytes, num_sms) for num_sms in _SWEEP}
+    return measure(points, options.ranks)
+
+
+def _link_rows(limits: dict[LinkPoint, float], stamp: Row) -> Iterator[Row]:
+    for point, rate in sorted(limits.items()):
+        yield {
+            "kind": "link",
+            "link_kind": point.kind,
+            "row_bytes": point.row_bytes,
+            "num_sms": point.num_sms,
+            "link_gb_per_s": rate / 1e9,
+            **stamp,
+        }
+
+
+def _machine(options: SuiteOptions) -> Row:
+    """What it ran on. The GPU's facts come from NVML: no CUDA before the ranks are forked."""
+    import torch
+
+    import weft
+
+    gpu = _gpu_facts() if options.device != "cpu" else {}
+    num_gpus = gpu.pop("num_gpus", 0)
+    return {
+        "commit": commit(),
+        "machine": f"{num_gpus} x {gpu['device_name']}" if gpu else cpu_name(),
+        "driver": gpu.get("driver"),
+        "cuda_driver": gpu.get("cuda_driver"),
+        "device_name": gpu.get("device_name"),
+        "torch": torch.__version__,
+        "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()) if gpu else None,
+        "nvrtc": _version_of("nvidia-cuda-nvrtc"),
+        "weft": weft.__version__,
+        "ranks": options.ranks,
+        "seed": options.seed,
+    }
+
+
+def _gpu_facts() -> Row:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return {}
+    try:
+        num_gpus = pynvml.nvmlDeviceGetCount()
+        if num_gpus == 0:
+            return {}
+        version = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        return {
+            "num_gpus": num_gpus,
+            "device_name": pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)),
+            "driver": pynvml.nvmlSystemGetDriverVersion(),
+            "cuda_driver": f"{version // 1000}.{version % 1000 // 10}",
+        }
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _target_rows(rows: Sequence[Row], memory: Sequence[Row]) -> Iterator[Row]:
+    """Each target beside what was measured: `met` is "stretch", "must" or "no"."""
+    timed = [row for row in rows if row["suite"] == "targets" and "time_us" in row]
+    for row in timed:
+        if row["must_us"] is not None:
+            what = f"{row['name']}, {row['num_sms']} SMs"
+            yield _target(what, "us", row["time_us"], row["must_us"], row["stretch_us"])
+    for row in timed:
+        if row["ratio_vs_link"] is not None and row["num_sms"] == 16 and row["must_us"] is not None:
+            what = f"rate / link limit: {row['name']}, {row['num_sms']} SMs"
+            yield _target(what, "ratio", row["ratio_vs_link"], _MUST_RATIO, _STRETCH_RATIO, more_is_better=True)
+    for row in timed:
+        if row["call_over_kernel"] is not None and row["must_us"] is not None:
+            what = f"call time / kernel time: {row['name']}, {row['num_sms']} SMs"
+            yield _target(what, "ratio", row["call_over_kernel"], _MUST_CALL, _STRETCH_CALL)
+    for row in timed:
+        if row["op"] == "combine" or row["sizes"] == "capacity":
+            what = f"host time: {row['name']}, {row['num_sms']} SMs"
+            yield _target(what, "us", row["host_us"], _MUST_HOST_US, _STRETCH_HOST_US)
+    for row in memory:
+        if "registered_bytes" in row:
+            what = f"registered memory beside the heap, T = {row['tokens']}"
+            yield _target(what, "GB", row["registered_bytes"] / 1e9, _MUST_GB, _STRETCH_GB)
+
+
+def _target(what: str, unit: str, value: float, must: float, stretch: float, *, more_is_better: bool = False) -> Row:
+    def reaches(goal: float) -> bool:
+        return value >= goal if more_is_better else value <= goal
+
+    met = "stretch" if reaches(stretch) else "must" if reaches(must) else "no"
+    return {
+        "kind": "target",
+        "target": what,
+        "unit": unit,
+        "value": value,
+        "must": must,
+        "stretch": stretch,
+        "met": met,
+    }

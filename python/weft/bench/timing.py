@@ -1,0 +1,99 @@
+"""Times of calls that follow each other, and what the GPU ran in them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Times:
+    """Calls of one kind on one rank, back to back, in microseconds."""
+
+    gpu_us: list[float]  # from the end of the call before to the end of this one, on the stream; on a CPU: host_us
+    host_us: list[float]  # until the call returned
+
+
+@dataclass(frozen=True)
+class GpuWork:
+    """What the GPU ran in one call, from the profiler's records."""
+
+    kernel_us: float  # all kernels and copies
+    span_us: float  # from the first start to the last end of some calls / these calls
+    num_kernels: float
+    num_blocks: float  # SMs: blocks of all kernels, of each as many as the GPU has SMs at most
+
+
+def time_calls(
+    call: Callable[[], None], *, iters: int, warmup: int, device: torch.device, meet: Callable[[], None]
+) -> Times:
+    """Meet the other ranks, then make `warmup` + `iters` calls without a pause; the last `iters` are counted.
+
+    The boundaries lie between calls, so that the time in which a GPU waits for its host is in the figures too.
+    """
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    meet()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(iters + 1 if on_gpu else 0)]
+    for _ in range(warmup):
+        call()
+    stamps = [time.perf_counter_ns()]
+    if on_gpu:
+        events[0].record()
+    for idx in range(iters):
+        call()
+        if on_gpu:
+            events[idx + 1].record()
+        stamps.append(time.perf_counter_ns())
+    host_us = [(end - start) / 1e3 for start, end in itertools.pairwise(stamps)]
+    if not on_gpu:
+        return Times(host_us, host_us)
+    torch.cuda.synchronize(device)
+    return Times([a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)], host_us)
+
+
+def profile_calls(call: Callable[[], None], *, iters: int, meet: Callable[[], None]) -> GpuWork | None:
+    """Record `iters` calls with torch's profiler. None where the driver gives no records. Collective."""
+    torch.cuda.synchronize()
+    meet()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(iters):
+            call()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        trace: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return gpu_work(trace["traceEvents"], iters, torch.cuda.get_device_properties().multi_processor_count)
+
+
+def gpu_work(events: list[dict[str, Any]], num_calls: int, num_sms: int) -> GpuWork | None:
+    """What a profiler's records (the Chrome trace format, times in microseconds) say of `num_calls` calls."""
+    work = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    if not work:
+        return None
+    kernels = [event for event in work if event["cat"] == "kernel"]
+    blocks = sum(min(num_sms, _product(event["args"].get("grid", (num_sms,)))) for event in kernels)
+    starts, ends = [event["ts"] for event in work], [event["ts"] + event["dur"] for event in work]
+    return GpuWork(
+        kernel_us=sum(event["dur"] for event in work) / num_calls,
+        span_us=(max(ends) - min(starts)) / num_calls,
+        num_kernels=len(kernels) / num_calls,
+        num_blocks=blocks / num_calls,
+    )
+
+
+def _product(sizes: Any) -> int:
+    product = 1
+    for size in sizes:
+        product *= int(size)
+    return product

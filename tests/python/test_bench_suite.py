@@ -1,0 +1,150 @@
+"""Guards against a suite that times wrong results, counts bytes or kernels wrongly, or loses rows when a rank fails."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_lines import assert_documented, rows_of
+from typer.testing import CliRunner
+
+import weft
+from weft.bench import suite
+from weft.bench.cases import SUITES, Case, Goal, cases
+from weft.bench.link import LinkPoint
+from weft.bench.options import SuiteOptions
+from weft.bench.timing import gpu_work
+from weft.cli import app
+
+SMALL = ["--device", "cpu", "--tokens", "16", "--hidden", "256", "--iters", "2", "--warmup", "1", "--json"]
+
+
+def run(*args: str, code: int = 0) -> list[dict[str, Any]]:
+    result = CliRunner().invoke(app, ["bench", *SMALL, *args])
+    assert result.exit_code == code, result.output
+    return rows_of(result.stdout)
+
+
+def of_kind(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [row for row in rows if row["kind"] == kind]
+
+
+def test_every_suite_runs_checks_and_is_documented(tmp_path: Path) -> None:
+    picture = tmp_path / "bandwidth.png"
+    rows = run("--suite", "all", "--ranks", "2", "--plot", str(picture))
+    assert_documented(rows)
+    found = of_kind(rows, "case")
+    assert len(found) == len(cases(SUITES))
+    assert [row for row in found if row["problems"]] == []
+    refused = [row for row in found if row["unsupported"]]
+    assert {row["wire"] for row in refused} == {"fp8"}  # needs a GPU engine
+    for row in found:
+        if row not in refused:
+            assert row["time_p99_us"] >= row["time_us"] > 0
+            if row["suite"] != "sms":
+                assert row["ratio_vs_all_to_all"] > 0
+    (step,) = (row for row in found if row["op"] == "step")
+    assert step["ratio_vs_gemm"] == pytest.approx(step["time_us"] / step["gemm_us"])
+    assert picture.stat().st_size > 10_000
+
+
+def test_a_wrong_result_is_a_row_without_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    combine = weft.ExpertParallel.combine
+
+    def wrong(self: Any, *args: Any, **options: Any) -> Any:
+        y = combine(self, *args, **options)
+        if self.comm.rank == 1:
+            y.view(torch.int16)[-1, 0] ^= 1
+        return y
+
+    monkeypatch.setattr(weft.ExpertParallel, "combine", wrong)
+    rows = run("--suite", "sms", "--ranks", "2", "--no-baseline", code=1)
+    for row in of_kind(rows, "case"):
+        assert ("time_us" in row) == (row["op"] == "dispatch")
+        assert len(row["problems"]) == (row["op"] == "combine")
+        assert not row["problems"] or row["problems"][0].startswith("rank 1: y")
+
+
+def test_rows_that_were_complete_come_before_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    combine = weft.ExpertParallel.combine
+
+    def fails(self: Any, *args: Any, **options: Any) -> Any:
+        if options["num_sms"] == 12 and self.comm.rank == 1:
+            raise weft.InternalError("told to")
+        return combine(self, *args, **options)
+
+    monkeypatch.setattr(weft.ExpertParallel, "combine", fails)
+    rows = run("--suite", "sms", "--ranks", "2", "--no-baseline", code=1)
+    assert [(row["op"], row["num_sms"]) for row in of_kind(rows, "case")] == [
+        ("dispatch", 4),
+        ("dispatch", 4),
+        ("combine", 4),
+        ("dispatch", 6),
+        ("dispatch", 6),
+        ("combine", 6),
+        ("dispatch", 12),
+        ("dispatch", 12),
+    ]
+    assert rows[-1]["type"] == "InternalError"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"), [(["--suite", "targets,nothing"], "nothing"), (["--plot", "x.png"], "--plot")]
+)
+def test_refused_flags(flags: list[str], named: str) -> None:
+    (row,) = run(*flags, code=2)
+    assert row["type"] == "InvalidArgument"
+    assert named in row["text"]
+
+
+def test_every_target_for_4096_tokens_is_a_case() -> None:
+    goals = [(case.goal.must_us, case.goal.stretch_us) for case in cases(("targets",)) if case.goal is not None]
+    assert set(goals) == {
+        (264, 252), (292, 282), (497, 475), (552, 536), (278, 260), (315, 285),
+        (510, 495), (610, 550), (535, 495), (570, 515), (300, 270),
+    }  # fmt: skip
+    assert all(case.goal is None for case in cases(SUITES, tokens=64))
+
+
+def test_the_busiest_direction_of_a_link_counts() -> None:
+    """All tokens of two ranks to rank 0: rank 1 sends 10 rows, rank 0 receives them, and nothing else crosses."""
+    case = Case(suite="routings", op="dispatch", rows="fp8", routing="all_to_one", num_sms=16)
+    options = SuiteOptions(ranks=2)
+    limits = {LinkPoint("push", 7168, 16): 300e9}
+    note = {"out_rows": [0, 10], "in_rows": [30, 0], "logical_rows": [10, 10]}
+    row = suite._traffic(case, note, options, limits, 2.0)
+    row_bytes = 7168 + 7168 // 128 * 4
+    assert (row["row_bytes"], row["wire_bytes"], row["link_bytes"]) == (row_bytes, 10 * row_bytes, 30 * row_bytes)
+    assert row["ratio_vs_link"] == pytest.approx(30 * row_bytes / 300e9 / 2e-6)
+
+
+def test_kernels_are_counted_from_the_profilers_records() -> None:
+    def event(cat: str, ts: float, dur: float, **args: Any) -> dict[str, Any]:
+        return {"cat": cat, "ts": ts, "dur": dur, "args": args}
+
+    events = [
+        event("cpu_op", 0, 1000),
+        event("kernel", 10, 4, grid=[16, 1, 1]),
+        event("gpu_memset", 14, 1),
+        event("kernel", 20, 5, grid=[64, 64, 1]),
+    ]
+    work = gpu_work(events, num_calls=2, num_sms=132)
+    assert work is not None
+    assert (work.kernel_us, work.span_us, work.num_kernels, work.num_blocks) == (5, 7.5, 1, 74)
+    assert gpu_work(events[:1], num_calls=2, num_sms=132) is None
+
+
+@pytest.mark.parametrize(("time_us", "met"), [(470.0, "stretch"), (490.0, "must"), (500.0, "no")])
+def test_targets_say_whether_they_are_met(time_us: float, met: str) -> None:
+    case = Case(suite="targets", op="dispatch", goal=Goal(must_us=497, stretch_us=475))
+    note = {"gpu_us": [time_us], "host_us": [20.0], "work": None, "out_rows": [1, 1], "in_rows": [1, 1]}
+    note["logical_rows"] = [2, 2]
+    row = suite._case_row(case, [note, note], SuiteOptions(ranks=2), {}, {})
+    (target,) = suite._target_rows([row], [])
+    assert (target["value"], target["must"], target["stretch"], target["met"]) == (time_us, 497, 475, met)
+    (memory,) = suite._target_rows([], [{"registered_bytes": 2e8, "tokens": 4096}])
+    assert re.search("memory", memory["target"])
+    assert memory["met"] == "must"
