@@ -161,7 +161,10 @@ def test_sum_over_ranks(num_values):
 
 @pytest.mark.parametrize(
     "command",
-    [["moe_layer.py"], ["-m", "torch.distributed.run", "--nproc-per-node", "2", "train_torchrun.py"]],
+    [
+        ["moe_layer.py", "--device", "cpu"],
+        ["-m", "torch.distributed.run", "--nproc-per-node", "2", "train_torchrun.py"],
+    ],
     ids=["spawn", "torchrun"],
 )
 def test_examples(command):
@@ -172,6 +175,34 @@ def test_examples(command):
     losses = re.findall(r"rank \d[^:]*: loss ([0-9.]+) -> (\d\.\d+)", done.stdout)  # lines may run into each other
     assert len(losses) in (2, 4), done.stdout
     assert all(float(last) < 0.2 < float(first) for first, last in losses)
+
+
+def test_overlap_example():
+    """Times of both ways, and the same bits (the example compares them and ends with 1 if not)."""
+    example = Path(__file__).parents[2] / "examples" / "overlap_gemm.py"
+    shape = [
+        "--device",
+        "cpu",
+        "--ranks",
+        "2",
+        "--tokens",
+        "32",
+        "--hidden",
+        "128",
+        "--width",
+        "64",
+        "--experts",
+        "8",
+        "--top-k",
+        "2",
+    ]
+    env = {**os.environ, "PYTHONPATH": str(Path(weft.__file__).parents[1])}
+    command = [sys.executable, str(example), *shape]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=True)
+    times = re.findall(r"^(dispatch|gemm|one after the other|at once) +([0-9.]+) ms$", done.stdout, re.MULTILINE)
+    assert [name for name, _ in times] == ["dispatch", "gemm", "one after the other", "at once"]
+    assert all(float(time_ms) > 0 for _, time_ms in times)
+    assert "overlap saves" in done.stdout
 
 
 def test_ctrl_c_leaves_nothing():
