@@ -35,7 +35,7 @@ def _siblings(facts: Facts) -> Iterable[Answer]:
         return [
             ok(f"SMT siblings of {len(split)} of {len(wide)} cores are not allowed: threads of others may run there")
         ]
-    return [ok(f"SMT siblings are allowed together on {len(wide)} cores")]
+    return [ok("SMT siblings are allowed together")]
 
 
 def _gpu_nodes(facts: Facts) -> Iterable[Answer]:
@@ -59,38 +59,43 @@ def _gpu_cores(facts: Facts) -> Iterable[Answer]:
         return [skip("no GPU")]
     if not cpus.allowed or not cpus.nodes:
         return [skip("the allowed CPUs or their nodes are not known")]
-    allowed = set(cpus.allowed)
+    if _is_launchers_mask(facts):
+        return [skip("a launcher's mask: it says nothing of the cores that other ranks have")]
     answers, parts = [], []
     for node, gpus in _by_node(facts).items():
-        near = allowed & set(next((entry.cpus for entry in cpus.nodes if entry.idx == node), cpus.allowed))
-        cores = [core for core in cpus.cores if near & set(core.cpus)]
+        all_near = set(next((entry.cpus for entry in cpus.nodes if entry.idx == node), cpus.allowed))
+        near = all_near & set(cpus.allowed)
+        num_cores = sum(bool(near & set(core.cpus)) for core in cpus.cores) or len(near)
         name = f"GPU {_list(gpu.idx for gpu in gpus)}"
-        num_cores = len(cores) or len(near)
+        fix = f"docker run --cpuset-cpus={format_cpus(all_near | set(cpus.allowed))} ...  # or the launcher's mask"
         if not near:
             found = f"no allowed CPU on node {node}: {name} is driven across the socket link"
-            fix = f"docker run --cpuset-cpus={format_cpus(_node_cpus(facts, node))},... ...  # or the launcher's mask"
             answers.append(warn(found, cost=_WRONG_NODE, fix=fix))
         elif num_cores < len(gpus):
-            found = f"{num_cores} cores allowed on node {node} for {len(gpus)} ranks ({name}): they share CPUs"
-            cost = "a thread that spins starves the others"
-            fix = f"widen the mask: docker run --cpuset-cpus={format_cpus(_node_cpus(facts, node))} ...  # or taskset"
-            answers.append(warn(found, cost=cost, fix=fix))
+            found = f"on node {node} {num_cores} allowed core{'s' * (num_cores > 1)} for {len(gpus)} ranks ({name})"
+            answers.append(warn(found, cost="they share CPUs: a thread that spins starves the others", fix=fix))
         parts.append(f"{num_cores // len(gpus)} cores a rank on node {node}")
     return answers or [ok("; ".join(parts))]
 
 
-def _single_core(facts: Facts) -> Iterable[Answer]:
+def _is_launchers_mask(facts: Facts) -> bool:
+    """Whether this process is bound to one core of several that its container, or the machine, has."""
     cpus = facts.machine.cpus
     allowed = set(cpus.allowed)
     cores = [core for core in cpus.cores if allowed & set(core.cpus)]
-    if len(facts.gpus) < 2 or not cores:
-        return [skip("no launcher's mask to look at")]
-    if len(cores) == 1 and len(cpus.cores) > 1:
-        found = f"the mask of this process is one core ({format_cpus(allowed)})"
+    return len(facts.gpus) > 1 and len(cores) == 1 and allowed < set(cpus.cgroup or cpus.online)
+
+
+def _single_core(facts: Facts) -> Iterable[Answer]:
+    cpus = facts.machine.cpus
+    if not cpus.cores or not cpus.allowed:
+        return [skip("the mask or the cores are not known")]
+    if _is_launchers_mask(facts):
+        found = f"the mask of this process is one core ({format_cpus(cpus.allowed)})"
         cost = "Weft's and NCCL's threads share it; NCCL intersects its own mask with it"
-        fix = "mpirun --bind-to numa ... (or none); export NCCL_IGNORE_CPU_AFFINITY=1"
+        fix = "mpirun --bind-to numa ...  # or --bind-to none; for NCCL alone: export NCCL_IGNORE_CPU_AFFINITY=1"
         return [warn(found, cost=cost, fix=fix)]
-    return [ok("the mask is wider than a core")]
+    return [ok("this process is not bound to a single core")]
 
 
 def _quota(facts: Facts) -> Iterable[Answer]:

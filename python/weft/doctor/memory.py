@@ -21,7 +21,7 @@ def _locked(facts: Facts) -> Iterable[Answer]:
         return [ok("unlimited")]
     if limits.memlock_bytes is None:
         return [skip("the limit is not known")]
-    text = f"{limits.memlock_bytes / _MIB:,.2f} MiB of locked memory at most"
+    text = f"{limits.memlock_bytes >> 10:,} KiB of locked memory at most"
     fix = "docker run --ulimit memlock=-1 ...  # without a container: memlock unlimited in /etc/security/limits.conf"
     if limits.memlock_bytes < _MIN_LOCKED:
         return [fail(text, cost="registering memory with a NIC fails: no scale-out", fix=fix)]

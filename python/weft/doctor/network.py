@@ -72,7 +72,7 @@ def _slots(facts: Facts) -> Iterable[Answer]:
     if not facts.rdma:
         return [skip(_NONE)]
     cards: defaultdict[str, list[Nic]] = defaultdict(list)
-    for nic in facts.rdma:
+    for nic in _in_use(facts):
         cards[nic.card or nic.name].append(nic)
     judged = [answer for nics in cards.values() if (answer := _slot(nics))]
     if not judged:
@@ -142,7 +142,9 @@ def _gids(facts: Facts) -> Iterable[Answer]:
 def _atomics(facts: Facts) -> Iterable[Answer]:
     if not facts.rdma:
         return [skip(_NONE)]
-    used = facts.used_nics
+    used = [nic for nic in facts.used_nics if nic.kind != "efa"]  # EFA's signals are no PCIe atomics
+    if not used:
+        return [skip("no device that signals by PCIe atomics is used")]
     without = [nic.name for nic in used if nic.atomics is False]
     if without:
         cost = "NVSHMEM's signals over it fail when queue pairs are made"
@@ -161,8 +163,8 @@ def _atomics(facts: Facts) -> Iterable[Answer]:
     unknown = [nic.name for nic in used if nic.atomics is None]
     if unknown:
         why = next((nic.why["atomics"] for nic in used if "atomics" in nic.why), "configuration space was not readable")
-        return [skip(f"not known for {', '.join(unknown)}: {why} (sudo weft doctor)")]
-    return [ok(f"{len(used)} devices complete PCIe atomics")] if used else [skip("no device is used")]
+        return [skip(f"not known for {len(unknown)} of {len(used)} devices: {why} (sudo weft doctor)")]
+    return [ok(f"{len(used)} devices complete PCIe atomics")]
 
 
 def _left_out(facts: Facts) -> Iterable[Answer]:
@@ -171,7 +173,10 @@ def _left_out(facts: Facts) -> Iterable[Answer]:
     left = {entry.name: entry.reason for placement in facts.placements for entry in placement.left_out}
     if not left:
         return [ok("every device is used")]
-    return [ok("; ".join(f"{name} is not used: {reason}" for name, reason in left.items()))]
+    names: defaultdict[str, list[str]] = defaultdict(list)
+    for name, reason in left.items():
+        names[reason].append(name)
+    return [ok("; ".join(f"not used: {', '.join(those)}: {reason}" for reason, those in names.items()))]
 
 
 def _distance(facts: Facts) -> Iterable[Answer]:
