@@ -78,8 +78,8 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
     ("fabric", "warn", "clique 0", {"gpus": C2C}),
     ("imex", "warn", "no IMEX channel", {"gpus": C2C, "system": dataclasses.replace(BASE.system, imex_channel=False)}),
     ("gpu-numa", "warn", "GPU 2", gpus(2, numa_node=None)),
-    ("gpu-cores", "warn", "no allowed CPU on node 1: GPU 2, 3", cpus(allowed=(0, 1, 2, 3))),
-    ("gpu-cores", "warn", "on node 0 1 allowed core for 2 ranks (GPU 0, 1)", cpus(allowed=(0, 4, 5, 6, 7))),
+    ("gpu-cores", "warn", "no allowed CPU on node 1: ranks of GPUs 2-3", cpus(allowed=(0, 1, 2, 3))),
+    ("gpu-cores", "warn", "on node 0 1 allowed core for 2 ranks (GPUs 0-1)", cpus(allowed=(0, 4, 5, 6, 7))),
     ("launcher-mask", "warn", "one core (5)", cpus(allowed=(5,))),
     ("quota", "warn", "a quota of 2.5 CPUs", cpus(quota=2.5)),
     ("memory-nodes", "warn", "on node 1", cpus(memory_nodes=(0,))),
@@ -179,7 +179,7 @@ def test_an_upstream_port_or_a_root_port_may_redirect() -> None:
 
 
 def test_unreadable_configuration_space_is_not_called_fine() -> None:
-    bridges = {"0000:02:00.0": PciDevice("0000:02:00.0", port_type="downstream", why={"acs": "64 bytes only"})}
+    bridges = {"0000:02:00.0": PciDevice("0000:02:00.0", why={"acs": "64 bytes only"})}
     (told,) = of_check(findings_of(changed(bridges=bridges)), "acs")
     assert (told.status, "64 bytes only" in told.found) == ("n/a", True)
     (told,) = of_check(findings_of(changed(nics=tuple(nic(idx, atomics=None) for idx in range(4)))), "atomics")

@@ -11,6 +11,7 @@ from weft.topology.parse import format_cpus
 
 __all__ = ["CHECKS"]
 
+_MAX_LIST = 60  # characters
 _WRONG_NODE = "users lost up to a third of their bandwidth to a process on the wrong socket"
 
 
@@ -20,7 +21,8 @@ def _allowed(facts: Facts) -> Iterable[Answer]:
         return [skip("the CPUs of this machine are not known")]
     text = f"{len(cpus.allowed)} of {len(cpus.online)} CPUs allowed"
     if len(cpus.allowed) < len(cpus.online):
-        text += f": {format_cpus(cpus.allowed)}"
+        listed = format_cpus(cpus.allowed)
+        text += f": {listed}" if len(listed) <= _MAX_LIST else f": {listed[:_MAX_LIST]}..."
     return [ok(text)]
 
 
@@ -48,8 +50,8 @@ def _gpu_nodes(facts: Facts) -> Iterable[Answer]:
     if unknown:
         cost = f"all CPUs are used for them; {_WRONG_NODE}"
         fix = "nvidia-smi topo -m  # then give the nodes yourself: weft.Placement(cpus=..., memory_node=...)"
-        return [warn(f"the NUMA node of GPU {_list(unknown)} is not known", cost=cost, fix=fix)]
-    text = "; ".join(f"GPU {_list(gpu.idx for gpu in gpus)} on node {node}" for node, gpus in _by_node(facts).items())
+        return [warn(f"the NUMA node of {_gpus(unknown)} is not known", cost=cost, fix=fix)]
+    text = "; ".join(f"{_gpus(gpu.idx for gpu in gpus)} on node {node}" for node, gpus in _by_node(facts).items())
     return [ok(text)]
 
 
@@ -66,15 +68,16 @@ def _gpu_cores(facts: Facts) -> Iterable[Answer]:
         all_near = set(next((entry.cpus for entry in cpus.nodes if entry.idx == node), cpus.allowed))
         near = all_near & set(cpus.allowed)
         num_cores = sum(bool(near & set(core.cpus)) for core in cpus.cores) or len(near)
-        name = f"GPU {_list(gpu.idx for gpu in gpus)}"
+        name = _gpus(gpu.idx for gpu in gpus)
         fix = f"docker run --cpuset-cpus={format_cpus(all_near | set(cpus.allowed))} ...  # or the launcher's mask"
         if not near:
-            found = f"no allowed CPU on node {node}: {name} is driven across the socket link"
+            found = f"no allowed CPU on node {node}: ranks of {name} run across the socket link"
             answers.append(warn(found, cost=_WRONG_NODE, fix=fix))
         elif num_cores < len(gpus):
             found = f"on node {node} {num_cores} allowed core{'s' * (num_cores > 1)} for {len(gpus)} ranks ({name})"
             answers.append(warn(found, cost="they share CPUs: a thread that spins starves the others", fix=fix))
-        parts.append(f"{num_cores // len(gpus)} cores a rank on node {node}")
+        each = num_cores // len(gpus)
+        parts.append(f"{each} core{'s' * (each != 1)} a rank on node {node}")
     return answers or [ok("; ".join(parts))]
 
 
@@ -139,6 +142,11 @@ def _by_node(facts: Facts) -> dict[int, list[Gpu]]:
 
 def _node_cpus(facts: Facts, node: int) -> tuple[int, ...]:
     return next((entry.cpus for entry in facts.machine.cpus.nodes if entry.idx == node), ())
+
+
+def _gpus(numbers: Iterable[int]) -> str:
+    listed = format_cpus(numbers)
+    return f"GPU {listed}" if listed.isdecimal() else f"GPUs {listed}"
 
 
 def _list(numbers: Iterable[int]) -> str:

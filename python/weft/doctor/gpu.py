@@ -173,7 +173,7 @@ def _multicast(facts: Facts) -> Iterable[Answer]:
     if facts.environment.get("NCCL_NVLS_ENABLE") == "0":
         return [ok("switched off by NCCL_NVLS_ENABLE=0; Weft does not use it")]
     if all(gpu.fabric.state == "completed" for gpu in facts.gpus):
-        return [ok("the fabric manager answers, it decides; Weft does not use it")]
+        return [ok("up to the fabric manager, which answers; Weft does not use it")]
     return [ok("off (no fabric registration): export NCCL_NVLS_ENABLE=0 if NCCL does not start; Weft does not use it")]
 
 

@@ -1,0 +1,192 @@
+"""Guards against findings about recorded machines other than those expected, and against machines that make it raise.
+
+`doctor.json` beside each tree holds them: `complaints` are all of status warn or fail, `told` texts of checks that are
+ok, `not_applicable` the checks that are n/a. Checks of the running process say nothing of a recording.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_lines import rows_of, weft_command
+from machines import MACHINES, NAMES, machine
+
+from weft.doctor import Finding, diagnose, facts_of
+from weft.placement import place
+from weft.topology.matrix import LEGEND, matrix
+from weft.topology.picture import draw
+
+RECORDED = "a recording"
+
+
+def diagnosed(root: Path) -> list[Finding]:
+    return [finding for finding in diagnose(facts_of(root)) if not finding.found.startswith(RECORDED)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_expected_findings(name: str) -> None:
+    findings = diagnosed(MACHINES / name)
+    expected = json.loads((MACHINES / name / "doctor.json").read_text(encoding="utf-8"))
+    complaints = [[one.check, one.status, one.found] for one in findings if one.status in ("warn", "fail")]
+    assert complaints == expected["complaints"]
+    assert [one.check for one in findings if one.status == "n/a"] == expected["not_applicable"]
+    told = {one.check: one.found for one in findings if one.status == "ok"}
+    assert {check: told.get(check) for check in expected["told"]} == expected["told"]
+    assert len(expected["told"]) >= 5
+
+
+@pytest.mark.parametrize(("name", "code"), [("dgx-h100", 0), ("launcher-one-core", 0), ("container-one-socket", 1)])
+def test_exit_code_and_json_of_the_command(name: str, code: int) -> None:
+    done = weft_command("doctor", "--root", str(MACHINES / name), "--json")
+    assert done.returncode == code, done.stderr
+    *checks, summary = rows_of(done.stdout)
+    complaints = json.loads((MACHINES / name / "doctor.json").read_text(encoding="utf-8"))["complaints"]
+    assert [
+        [row["check"], row["status"], row["found"]] for row in checks if row["status"] in ("warn", "fail")
+    ] == complaints
+    assert all(row["fix"] or row["cost"] for row in checks if row["status"] in ("warn", "fail"))
+    assert (summary["ok"], summary["failed"] + summary["warned"]) == (code == 0, len(complaints))
+    shown = weft_command("doctor", "--root", str(MACHINES / name))
+    assert shown.returncode == code
+    assert all(f"{status}: {check}: {found}\n" in shown.stdout for check, status, found in complaints)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_picture_and_matrix(name: str) -> None:
+    drawn = machine(name)
+    nics = {entry.gpu: [choice.name for choice in entry.nics] for entry in place(drawn) if entry.gpu is not None}
+    for picture in (draw(drawn), draw(drawn, nics)):
+        texts = [element.text for element in ElementTree.fromstring(picture).iter() if element.tag.endswith("text")]
+        for nic in drawn.nics:
+            assert texts.count(nic.name[:15]) == 1
+        assert all(texts.count(f"GPU {gpu.idx}") == 1 for gpu in drawn.gpus)
+        assert all(texts.count(f"NUMA node {node.idx}") == 1 for node in drawn.cpus.cpu_nodes)
+    words = {
+        word.rstrip("0123456789")
+        for rows in (matrix(drawn).gpu_gpu, matrix(drawn).gpu_nic)
+        for row in rows
+        for word in row
+    }
+    assert words <= {word.rstrip("#") for word in LEGEND} | {"X"}
+
+
+def test_topo_prints_the_matrix_of_the_azure_machine() -> None:
+    (row,) = rows_of(weft_command("topo", "--root", str(MACHINES / "azure-nd-h100-v5"), "--json").stdout)
+    assert row["gpu_gpu"][0] == ["X", *["NV18"] * 7]
+    distances = dict(zip(row["nics"], row["gpu_nic"][4], strict=True))
+    assert (distances["mlx5_ib3"], distances["mlx5_ib4"]) == ("SYS", "NODE")
+    assert [placement["nics"][0]["name"] for placement in row["placements"]] == [f"mlx5_ib{idx}" for idx in range(8)]
+    shown = weft_command("topo", "--root", str(MACHINES / "azure-nd-h100-v5")).stdout
+    assert "not used: mlx5_an0: it can't do PCIe atomics" in shown
+    assert shown.count("NV18") == 56
+
+
+def tree(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((MACHINES / name / "tree.json").read_text(encoding="utf-8"))
+    return loaded
+
+
+def entries(node: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Paths of all files and directories."""
+    for key, value in node.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from entries(value, (*path, key))
+
+
+def set_at(node: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+
+
+def found_after(name: str, changes: dict[str, Any], folder: Path) -> set[tuple[str, str]]:
+    """Complaints about a machine in whose tree every path that ends so was changed."""
+    changed = tree(name)
+    for ending, value in changes.items():
+        paths = [path for path in entries(tree(name)) if "/".join(path).endswith(ending)]
+        assert paths, ending
+        for path in paths:
+            set_at(changed, path, value)
+    (folder / "tree.json").write_text(json.dumps(changed), encoding="utf-8")
+    return {(one.check, one.status) for one in diagnosed(folder) if one.status in ("warn", "fail")}
+
+
+DOWNSTREAM = {"@hex": {"6": "10", "34": "60", "60": "100062", "84": "40", "100": "0d0001001f000c00"}, "@size": 4096}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "complaints"),
+    [
+        ("dgx-h100", {"0000:1a:00.0/config": DOWNSTREAM}, {("acs", "warn")}),
+        ("dgx-h100", {"0000:18:00.0/current_link_width": "8"}, {("slots", "fail")}),
+        ("dgx-h100", {"0000:18:00.0/current_link_speed": "16.0 GT/s PCIe"}, {("slots", "fail")}),
+        (
+            "dgx-h100",
+            {"proc/modules": "nvidia\nmlx5_ib", "nvidia/version": "NVRM version: x 580.1"},
+            {("gpudirect", "fail")},
+        ),
+        ("dgx-h100", {"infiniband_verbs": {}}, {("device-nodes", "fail")}),
+        ("dgx-h100", {"ports/1/state": "2: INIT"}, {("ports", "fail")}),
+        ("dgx-h100", {"mlx5_0/ports/1/state": "1: DOWN"}, {("ports", "warn")}),
+        ("dgx-h100", {"weft/nvml.json": {"@json": {"error": "driver mismatch"}}}, {("gpus", "fail")}),
+        ("gcp-a3-ultra", {"/mtu": "1500"}, {("mtu", "warn")}),
+        ("gcp-a3-ultra", {"gid_attrs/types/3": "IB/RoCE v1"}, {("gids", "fail")}),
+        ("dual-port-roce-bond", {"bonding/mode": "balance-rr 0"}, {("bonds", "fail")}),
+        ("dual-port-roce-bond", {"ens24f0np0/operstate": "down"}, {("bonds", "warn")}),
+        ("gb200-nvl72-tray", {"nvidia-caps-imex-channels": {}}, {("imex", "warn")}),
+    ],
+    ids=lambda value: next(iter(value)).rsplit("/", 1)[-1] if isinstance(value, dict) else None,
+)
+def test_a_broken_part_is_found_in_the_files(
+    name: str, changes: dict[str, Any], complaints: set[tuple[str, str]], tmp_path: Path
+) -> None:
+    assert complaints <= found_after(name, changes, tmp_path)
+
+
+GARBAGE = [
+    "",
+    "\x00\xff",
+    "-1",
+    "99999999999999999999",
+    "a" * 300,
+    "0-4294967295",
+    {"@error": "EACCES"},
+    {},
+    {"@link": "/"},
+]
+
+
+@pytest.mark.parametrize("name", ["dgx-h100", "dual-port-roce-bond", "gb200-nvl72-tray", "aws-p5"])
+def test_broken_trees_never_raise(name: str, tmp_path: Path) -> None:
+    """Random parts of a machine gone or nonsense: every check still answers, and the picture is still XML."""
+    whole, draws = tree(name), random.Random(name)
+    paths = list(entries(whole))
+    for trial in range(12):
+        changed = copy.deepcopy(whole)
+        for path in draws.sample(paths, 1 + trial * 8):
+            try:
+                set_at(changed, path, draws.choice(GARBAGE))
+            except (KeyError, TypeError):
+                continue  # a part of something that is already gone
+        (tmp_path / "tree.json").write_text(json.dumps(changed), encoding="utf-8")
+        facts = facts_of(tmp_path)
+        findings = list(diagnose(facts))
+        assert not [one for one in findings if "could not be checked" in one.found], f"trial {trial}"
+        ElementTree.fromstring(draw(facts.machine))
+        matrix(facts.machine)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"sys": 3}', b"\xff\xfe", b'{"@base": "tree.json"}'])
+def test_a_tree_that_is_no_tree(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "tree.json").write_bytes(content)
+    done = weft_command("doctor", "--root", str(tmp_path), "--json")
+    assert done.returncode in (0, 1), done.stderr
+    assert rows_of(done.stdout)[-1]["kind"] == "summary"
