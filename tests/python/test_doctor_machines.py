@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,6 +76,21 @@ def test_picture_and_matrix(name: str) -> None:
         for word in row
     }
     assert words <= {word.rstrip("#") for word in LEGEND} | {"X"}
+
+
+def test_the_example_of_the_readme_is_what_is_printed() -> None:
+    readme = (MACHINES.parents[2] / "README.md").read_text(encoding="utf-8")
+    name, example = re.findall(r"doctor --root tests/data/machines/([\w-]+)`\):\n```text\n(.*?)```", readme, re.DOTALL)[
+        0
+    ]
+    assert weft_command("doctor", "--root", str(MACHINES / name)).stdout.endswith(example)
+
+
+def test_a_shared_nic_is_drawn_under_the_nearest_gpu() -> None:
+    drawn = machine("two-gpus-per-nic-port-down")
+    nics = {entry.gpu: [choice.name for choice in entry.nics] for entry in place(drawn) if entry.gpu is not None}
+    picture = draw(drawn, nics)
+    assert (picture.count('<line class="near"'), picture.count('<line class="far"')) == (4, 4)
 
 
 def test_topo_prints_the_matrix_of_the_azure_machine() -> None:

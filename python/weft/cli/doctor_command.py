@@ -61,5 +61,6 @@ def _show(output: Output, findings: Sequence[Finding]) -> None:
         if finding.fix:
             output.text(f"  mend:  {finding.fix}")
     failed, warned = (sum(finding.status == status for finding in findings) for status in ("fail", "warn"))
-    verdict = f"{failed} checks failed, {warned} warnings" if failed or warned else "nothing to mend"
+    complaints = f"failed: {failed}, warnings: {warned}"
+    verdict = complaints if failed or warned else "nothing to mend"
     output.text(f"doctor: {verdict}", style="bold red" if failed else "yellow" if warned else "green")

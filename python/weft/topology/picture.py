@@ -76,7 +76,7 @@ def draw(machine: Machine, nics: Mapping[int, Sequence[str]] | None = None) -> s
         left += column.width + _MARGIN
     parts += body
     parts += _draw_nvlink(machine, centres)
-    parts += _draw_shared(columns, chosen, centres)
+    parts += _draw_shared(machine, columns, chosen, centres)
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -91,22 +91,22 @@ def _on_its_root(machine: Machine, gpu: Gpu) -> list[str]:
 
 
 def _columns(machine: Machine, chosen: Mapping[int, Sequence[str]]) -> list[_Column]:
-    """Devices by NUMA node; a NIC of several GPUs is drawn under the first."""
+    """Devices by NUMA node; a NIC of several GPUs is drawn under the nearest."""
     only = machine.cpus.cpu_nodes[0].idx if len(machine.cpus.cpu_nodes) == 1 else None
     columns: dict[int | None, _Column] = {node.idx: _Column(node.idx) for node in machine.cpus.cpu_nodes}
 
     def column(node: int | None) -> _Column:
         return columns.setdefault(only if node is None else node, _Column(node))
 
-    drawn: set[str] = set()
     for gpu in machine.gpus:
-        place = column(gpu.numa_node)
-        place.gpus.append(gpu)
-        own = [nic for nic in machine.nics if nic.name in chosen.get(gpu.idx, ()) and nic.name not in drawn]
-        place.beside[gpu.idx] = own
-        drawn |= {nic.name for nic in own}
+        column(gpu.numa_node).gpus.append(gpu)
     for nic in machine.nics:
-        if nic.name not in drawn:
+        owners = [gpu for gpu in machine.gpus if nic.name in chosen.get(gpu.idx, ())]
+        if owners:
+            distances = [machine.nic_distance(gpu, nic) for gpu in owners]
+            nearest = owners[distances.index(min(distances))]
+            column(nearest.numa_node).beside.setdefault(nearest.idx, []).append(nic)
+        else:
             column(nic.numa_node).others.append(nic)
     return list(columns.values()) or [_Column(None)]
 
@@ -174,19 +174,23 @@ def _draw_nvlink(machine: Machine, centres: dict[int, int]) -> list[str]:
     return arcs
 
 
-def _draw_shared(columns: list[_Column], chosen: Mapping[int, Sequence[str]], centres: dict[int, int]) -> list[str]:
-    """Lines from the other GPUs of a NIC that is drawn under the first."""
-    first = {nic.name: idx for column in columns for idx, nics in column.beside.items() for nic in nics[:1]}
+def _draw_shared(
+    machine: Machine, columns: list[_Column], chosen: Mapping[int, Sequence[str]], centres: dict[int, int]
+) -> list[str]:
+    """Lines from the other GPUs of a NIC that is drawn under the nearest."""
+    first = {nics[0].name: (idx, nics[0]) for column in columns for idx, nics in column.beside.items()}
     lines = []
-    for idx, names in chosen.items():
-        for name in names:
-            owner = first.get(name)
-            if owner not in (None, idx) and owner in centres and idx in centres:
-                start, end = centres[idx], centres[owner]
-                end += (_BOX_WIDTH // 4) * (1 if start > end else -1)
-                lines.append(
-                    f'<line class="far" x1="{start}" y1="{_GPU_TOP + _BOX_HEIGHT}" x2="{end}" y2="{_NIC_TOP}"/>'
-                )
+    for gpu in machine.gpus:
+        for name in chosen.get(gpu.idx, ()):
+            owner, nic = first.get(name, (gpu.idx, None))
+            if nic is None or owner == gpu.idx:
+                continue
+            start, end = centres[gpu.idx], centres[owner]
+            end += (_BOX_WIDTH // 4) * (1 if start > end else -1)
+            kind = "far" if machine.nic_distance(gpu, nic) > Distance.PHB else "near"
+            lines.append(
+                f'<line class="{kind}" x1="{start}" y1="{_GPU_TOP + _BOX_HEIGHT}" x2="{end}" y2="{_NIC_TOP}"/>'
+            )
     return lines
 
 
