@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from weft.expert_parallel import ExpertParallel
     from weft.handle import Dispatched, Event, Handle
     from weft.limits import limits, supports
+    from weft.placement.model import Placement
     from weft.quantized import Quantized
     from weft.spawn import spawn
 
@@ -47,6 +48,7 @@ _HOME = {
     "InvalidState": "errors",
     "PeerLost": "errors",
     "PeerTimeout": "errors",
+    "Placement": "placement",
     "Quantized": "quantized",
     "Topology": "communicator",
     "Unsupported": "errors",
@@ -71,6 +73,7 @@ __all__ = [
     "InvalidState",
     "PeerLost",
     "PeerTimeout",
+    "Placement",
     "Quantized",
     "Topology",
     "Unsupported",

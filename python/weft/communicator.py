@@ -19,16 +19,22 @@ import torch
 
 from weft import _load, env
 from weft.errors import InvalidArgument, InvalidState, Unsupported, rank_list
+from weft.log import logger
+from weft.placement import local
+from weft.placement.binding import Binding
+from weft.placement.model import Placement
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from weft import _native
+    from weft.topology import Machine
 
 __all__ = ["Communicator", "Topology", "Window", "WindowSpec"]
 
 CONNECT_TIMEOUT_S = 300.0
 _ENDPOINT_BYTES = 128
+_THREADS = "threads of one process"
 _COMPARE_TAG = 1 << 32  # exchange tags of constructors: this plus their number
 _from_env_calls = itertools.count()
 
@@ -38,13 +44,18 @@ class Topology:
     """What is known about where the ranks are.
 
     Attributes: `host` name of this machine, `num_cpus` this process may use, `scaleup` ranks reached by load and store
-    (this one included), `scaleout` ranks reached over a network (none yet).
+    (this one included), `scaleout` ranks reached over a network (none yet), `machine` all about this machine.
     """
 
     host: str
     num_cpus: int
     scaleup: tuple[int, ...]
     scaleout: tuple[int, ...] = ()
+
+    @property
+    def machine(self) -> Machine:
+        """GPUs, processors, NICs and PCIe of this machine, read once in a process; see `weft.topology`."""
+        return local.machine_here()
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,14 @@ class Communicator:
     After a fork only the parent may use it.
     """
 
-    def __init__(self, native: _native.Communicator, device: torch.device | str | int | None, origin: str) -> None:
+    def __init__(
+        self,
+        native: _native.Communicator,
+        device: torch.device | str | int | None,
+        origin: str,
+        *,
+        placement: Placement | None = None,
+    ) -> None:
         self._native = native
         self.device = _device(device)
         self._origin = origin
@@ -102,20 +120,31 @@ class Communicator:
         self._windows: dict[WindowSpec, Window] = {}
         self._all_windows: weakref.WeakSet[Window] = weakref.WeakSet()
         self._num_compared = 0
+        self._binding = Binding(placement or Placement(mode="off"), own_thread_only=origin == _THREADS)
+        self._binding.apply()
+        if placement is not None and placement.mode != "off":
+            logger.info("rank %d: %s", native.rank, self._binding.placement)
         self.recorded: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by weft.autograd
 
     # ---- constructors
 
     @classmethod
     def from_process_group(
-        cls, group: torch.distributed.ProcessGroup | None = None, *, device: torch.device | str | int | None = None
+        cls,
+        group: torch.distributed.ProcessGroup | None = None,
+        *,
+        device: torch.device | str | int | None = None,
+        placement: str | Placement = "auto",
     ) -> Communicator:
         """Ranks of a torch.distributed group (default: the whole world). Collective over it.
 
         Any backend serves, gloo included: only one fixed-size tensor of bytes a rank is gathered, nothing is pickled,
-        and the group is not used afterwards. `device`: where x lives; default: the CPU.
+        and the group is not used afterwards. `device`: where x lives; default: the CPU. `placement`: "auto" binds
+        Weft's own threads to cores near this rank's GPU, "process" the whole process and its memory, "off" nothing,
+        a `weft.Placement` what it says; docs/placement.md. Taken back by `close`.
 
         Raises:
+            InvalidArgument: `device` or `placement` is not allowed.
             InvalidState: torch.distributed is not initialised, or this process is not in `group`.
             Unsupported: the ranks are not on one machine.
             PeerTimeout, PeerLost: a rank did not connect.
@@ -142,23 +171,27 @@ class Communicator:
             dist.all_gather(gathered, mine, group=group)
             return [bytes(each.cpu().tolist()) for each in gathered]
 
-        return cls._connect(rank, num_ranks, share, device, "torch.distributed group")
+        return cls._connect(rank, num_ranks, share, device, "torch.distributed group", placement=placement)
 
     @classmethod
-    def from_env(cls, device: torch.device | str | int | None = None) -> Communicator:
+    def from_env(
+        cls, device: torch.device | str | int | None = None, *, placement: str | Placement = "auto"
+    ) -> Communicator:
         """Ranks started by torchrun, through torch's `env://` rendezvous; without its variables a group of one rank.
         Collective.
 
-        Needs no `init_process_group` and does not disturb one. device="cuda" is the GPU of LOCAL_RANK.
+        Needs no `init_process_group` and does not disturb one. device="cuda" is the GPU of LOCAL_RANK. `placement` as
+        in `from_process_group`.
 
         Raises:
-            InvalidArgument: only one of RANK and WORLD_SIZE is set.
+            InvalidArgument: only one of RANK and WORLD_SIZE is set, or `device` or `placement` is not allowed.
             Unsupported: the ranks are not on one machine.
             PeerTimeout, PeerLost: a rank did not connect.
         """
         place = env.torchrun()
         if place is None:
-            return cls._connect(0, 1, lambda endpoint: [endpoint], device, "one rank, torchrun's variables are not set")
+            origin = "one rank, torchrun's variables are not set"
+            return cls._connect(0, 1, lambda endpoint: [endpoint], device, origin, placement=placement)
         import torch.distributed as dist
 
         if device == "cuda" and torch.cuda.is_available():
@@ -173,7 +206,7 @@ class Communicator:
             return [bytes(store.get(f"endpoint/{peer}")) for peer in range(num_ranks)]
 
         keep_alive: list[Any] = []
-        return cls._connect(place.rank, place.num_ranks, share, device, "torchrun")
+        return cls._connect(place.rank, place.num_ranks, share, device, "torchrun", placement=placement)
 
     @classmethod
     def _connect(
@@ -184,10 +217,14 @@ class Communicator:
         device: torch.device | str | int | None,
         origin: str,
         timeout_s: float = CONNECT_TIMEOUT_S,
+        *,
+        placement: str | Placement = "auto",
     ) -> Communicator:
         """Connect processes: `share` is given this rank's endpoint and returns those of all ranks."""
+        wanted = local.check_placement(placement)
         native = _load.native()
         device = _device(device)  # refuse it before anything is sent
+        mine = local.resolve(wanted, local_rank=rank, num_local_ranks=num_ranks, device=device)
         listener = native.Listener()
         endpoints = share(listener.endpoint())
         if len(endpoints) != num_ranks or any(len(endpoint) != _ENDPOINT_BYTES for endpoint in endpoints):
@@ -195,12 +232,20 @@ class Communicator:
                 f"the endpoints of {num_ranks} ranks were expected, {_ENDPOINT_BYTES} bytes each; got lengths "
                 f"{[len(endpoint) for endpoint in endpoints]}: do all ranks run the same version of Weft?"
             )
-        return cls(native.Communicator.connect(rank, endpoints, listener, timeout_s), device, origin)
+        connected = native.Communicator.connect(rank, endpoints, listener, timeout_s)
+        return cls(connected, device, origin, placement=mine)
 
     @classmethod
-    def _local(cls, hub: _native.LocalHub, rank: int, device: torch.device | str | int | None = None) -> Communicator:
-        """A rank that is a thread of this process."""
-        return cls(_load.native().Communicator.local(hub, rank), device, "threads of one process")
+    def _local(
+        cls,
+        hub: _native.LocalHub,
+        rank: int,
+        device: torch.device | str | int | None = None,
+        *,
+        placement: Placement | None = None,
+    ) -> Communicator:
+        """A rank that is a thread of this process; `placement` (resolved) binds this thread alone."""
+        return cls(_load.native().Communicator.local(hub, rank), device, _THREADS, placement=placement)
 
     # ---- what it is
 
@@ -245,6 +290,11 @@ class Communicator:
         """Where the ranks are: on the cpu engine all on this machine."""
         return Topology(socket.gethostname(), len(os.sched_getaffinity(0)), self._active)
 
+    @property
+    def placement(self) -> Placement:
+        """Cores, memory node and NICs of this rank, and what was bound; local."""
+        return self._binding.placement
+
     def __repr__(self) -> str:
         state = "closed" if self._closed else "broken" if self.broken else f"epoch {self.epoch}"
         lost = "" if len(self._active) == self._num_ranks else f", active {rank_list(self._active)}"
@@ -270,6 +320,7 @@ class Communicator:
         with self.using("rebuild"):
             self._native.rebuild(wanted, _positive_seconds("deadline_s", deadline_s))
             self._active = tuple(self._native.active_ranks)
+            self._binding.apply()  # to threads that the rebuild has started
             self._num_compared = 0  # the native module adds the epoch to the tag: ranks count alike again
 
     def close(self) -> None:
@@ -291,6 +342,7 @@ class Communicator:
                 window.close()
             self._windows.clear()
             self._native.close()
+            self._binding.restore()
         finally:
             self._busy.release()
 

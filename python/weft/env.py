@@ -5,6 +5,7 @@
 | `WEFT_LOG_LEVEL` | `debug`, `info`, `warning`, `error`, `off`: level of the logger `weft`, with lines on stderr |
 | `RANK`, `WORLD_SIZE` | set by torchrun: this rank and their number, for `Communicator.from_env`; none: one rank |
 | `LOCAL_RANK` | set by torchrun: the GPU of this rank where ranks have one each |
+| `CUDA_VISIBLE_DEVICES` | read, not set: which GPU a device number means, for placement |
 | `MASTER_ADDR`, `MASTER_PORT` | set by torchrun, read by torch's `env://` rendezvous, not by Weft |
 
 docs/environment.md holds the table of both.

@@ -25,10 +25,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from weft import _callable
 from weft.errors import Error, InvalidArgument, InvalidState, PeerLost, PeerTimeout
+from weft.placement import local
 
 if TYPE_CHECKING:
     from weft import _native
     from weft.communicator import Communicator
+    from weft.placement.model import Placement
 
 __all__ = ["spawn"]
 
@@ -45,6 +47,7 @@ def spawn(
     isolation: str = "process",
     *,
     on_failure: str = "raise",
+    placement: str | Placement = "auto",
 ) -> list[Any]:
     """Run `fn(comm, *args)` on `num_ranks` ranks of this machine and return their results in rank order.
 
@@ -57,6 +60,9 @@ def spawn(
         on_failure: "raise" the root cause with the other errors as notes, after at most ten seconds of grace for the
             ranks that have not failed (threads: half a second, then their calls fail); "return": the errors stand in
             the list in place of results.
+        placement: "auto" binds Weft's own threads to each rank's share of the cores, "process" the ranks themselves
+            (each process with its memory; each thread), "off" nothing; a `weft.Placement` is bound on every rank as it
+            stands. docs/placement.md.
 
     Call it from the main thread of a program that is not inside a parallel operation: other threads of the parent do
     not exist in the ranks. Each rank runs torch with one thread. No CUDA may have been used by the parent. Nothing
@@ -69,11 +75,23 @@ def spawn(
     """
     _check(fn, num_ranks, args, device, isolation, on_failure)
     run = _run_processes if isolation == "process" else _run_threads
-    outcomes = run(lambda comm: fn(comm, *args), num_ranks, device, on_failure == "raise")
+    job = _Job(lambda comm: fn(comm, *args), num_ranks, device, on_failure == "raise", local.check_placement(placement))
+    outcomes = run(job)
     errors = [outcome for outcome in outcomes if outcome.error is not None]
     if errors and on_failure == "raise":
         raise _root_cause(errors)
     return [outcome.result if outcome.error is None else outcome.error for outcome in outcomes]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What spawn was asked for."""
+
+    call: Callable[[Communicator], Any]
+    num_ranks: int
+    device: str
+    stop_on_failure: bool
+    placement: str | Placement
 
 
 @dataclass
@@ -138,10 +156,10 @@ class _ThreadRanks:
     after Ctrl-C, or soon after a rank has failed.
     """
 
-    def __init__(self, call: Callable[[Communicator], Any], num_ranks: int, device: str) -> None:
+    def __init__(self, job: _Job) -> None:
         from weft import _load
 
-        self.call, self.device = call, device
+        self.job, num_ranks = job, job.num_ranks
         self.hub = _load.native().LocalHub(num_ranks)
         self.outcomes = [_Outcome(rank) for rank in range(num_ranks)]
         self.at_end = threading.Barrier(num_ranks)  # broken by the first failure
@@ -154,16 +172,20 @@ class _ThreadRanks:
         """One rank, in its thread."""
         import torch
 
-        from weft.communicator import Communicator
+        from weft.communicator import Communicator, _device
 
         # Backwards run in the thread that asks for them: torch has one thread a GPU for the backwards of all others,
         # and there the first rank to wait would keep every other from coming.
         torch.autograd.set_multithreading_enabled(False)
         outcome = self.outcomes[rank]
         try:
-            with Communicator._local(self.hub, rank, _rank_device(self.device, rank)) as comm:
+            device = _rank_device(self.job.device, rank)
+            mine = local.resolve(
+                self.job.placement, local_rank=rank, num_local_ranks=self.job.num_ranks, device=_device(device)
+            )
+            with Communicator._local(self.hub, rank, device, placement=mine) as comm:
                 self._started(comm)
-                outcome.result = self.call(comm)
+                outcome.result = self.job.call(comm)
                 with contextlib.suppress(threading.BrokenBarrierError):
                     self.at_end.wait()
         except BaseException as error:  # noqa: BLE001  brought to the caller of spawn
@@ -198,17 +220,16 @@ class _ThreadRanks:
             self.stop()
 
 
-def _run_threads(
-    call: Callable[[Communicator], Any], num_ranks: int, device: str, stop_on_failure: bool
-) -> list[_Outcome]:
-    ranks = _ThreadRanks(call, num_ranks, device)
-    threads = [threading.Thread(target=ranks.run, args=(rank,), name=f"weft-rank-{rank}") for rank in range(num_ranks)]
+def _run_threads(job: _Job) -> list[_Outcome]:
+    ranks = _ThreadRanks(job)
+    numbers = range(job.num_ranks)
+    threads = [threading.Thread(target=ranks.run, args=(rank,), name=f"weft-rank-{rank}") for rank in numbers]
     try:
         for thread in threads:
             thread.start()
         for ended in ranks.ended:  # no join: Python 3.11 takes a thread for ended if Ctrl-C comes inside one
             while not ended.wait(0.1):
-                if stop_on_failure:
+                if job.stop_on_failure:
                     ranks.stop_after_failure()
     except BaseException:
         ranks.stop()
@@ -256,25 +277,25 @@ class _Child:
         return message
 
 
-def _run_processes(
-    call: Callable[[Communicator], Any], num_ranks: int, device: str, stop_on_failure: bool
-) -> list[_Outcome]:
+def _run_processes(job: _Job) -> list[_Outcome]:
     import weft.expert_parallel  # noqa: F401  with torch: imported once, before the fork
     from weft import _load
 
     _load.native()
+    if job.placement in ("auto", "process"):
+        local.machine_here(with_gpus=job.device == "cuda")  # read once, before the fork
     _flush()
     children: list[_Child] = []
     try:
-        for rank in range(num_ranks):
-            children.append(_fork(call, rank, num_ranks, device, children))
-        _supervise(children, stop_on_failure)
+        for rank in range(job.num_ranks):
+            children.append(_fork(job, rank, children))
+        _supervise(children, job.stop_on_failure)
     finally:
         _kill(children)
     return [child.outcome or _Outcome(child.rank) for child in children]
 
 
-def _fork(call: Callable[[Communicator], Any], rank: int, num_ranks: int, device: str, earlier: list[_Child]) -> _Child:
+def _fork(job: _Job, rank: int, earlier: list[_Child]) -> _Child:
     ours, theirs = socket.socketpair()
     parent_pid = os.getpid()
     pid = os.fork()
@@ -287,14 +308,12 @@ def _fork(call: Callable[[Communicator], Any], rank: int, num_ranks: int, device
         ours.close()
         for other in earlier:
             other.channel.close()
-        _run_child(call, rank, num_ranks, device, theirs)
+        _run_child(job, rank, theirs)
     finally:
         os._exit(1)
 
 
-def _run_child(
-    call: Callable[[Communicator], Any], rank: int, num_ranks: int, device: str, channel: socket.socket
-) -> NoReturn:
+def _run_child(job: _Job, rank: int, channel: socket.socket) -> NoReturn:
     import torch
 
     from weft.communicator import Communicator
@@ -311,8 +330,9 @@ def _run_child(
 
     try:
         origin = f"weft.spawn, pid {os.getpid()}"
-        with Communicator._connect(rank, num_ranks, share, _rank_device(device, rank), origin) as comm:
-            outcome.result = call(comm)
+        device = _rank_device(job.device, rank)
+        with Communicator._connect(rank, job.num_ranks, share, device, origin, placement=job.placement) as comm:
+            outcome.result = job.call(comm)
             _send_outcome(channel, outcome)
             channel.recv(1)  # the communicator stays open until every rank has come to its end
     except BaseException as error:  # noqa: BLE001  brought to the parent

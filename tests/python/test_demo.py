@@ -17,7 +17,7 @@ from rich.console import Console
 import weft
 from weft.demo import DemoConfig, run_demo
 from weft.demo.exchange import SumOverRanks
-from weft.demo.run import Placement
+from weft.demo.run import Start
 
 TINY = DemoConfig(
     steps=12,
@@ -102,7 +102,7 @@ def test_a_killed_rank_is_survived(num_ranks, victim, tmp_path):
 
 def test_ranks_as_threads(monkeypatch):
     """As on a machine with one GPU."""
-    monkeypatch.setattr("weft.demo.run.place", lambda *_: Placement("cpu", "thread", "threads, for a test"))
+    monkeypatch.setattr("weft.demo.run.choose_start", lambda *_: Start("cpu", "thread", "threads, for a test"))
     report = run_demo(changed(steps=4))
     assert report.problems == []
     assert max(report.differences[:5]) < 1e-4

@@ -22,7 +22,7 @@ from weft.demo.events import EventPipe
 from weft.demo.exchange import Traffic
 from weft.demo.model import Experts, Gate, LanguageModel, generate
 from weft.demo.report import DemoReport
-from weft.demo.run import place
+from weft.demo.run import choose_start
 from weft.demo.train import Loss, RankResult
 
 TINY = {
@@ -261,16 +261,16 @@ def test_config_refuses(wrong, message):
 
 
 def test_placement():
-    assert place(DemoConfig(), 0).device == "cpu"
-    assert place(DemoConfig(), 1).isolation == "thread"
-    assert (place(DemoConfig(), 4).device, place(DemoConfig(), 4).isolation) == ("cuda", "process")
-    alone = place(DemoConfig(kill_rank=2), 1)
+    assert choose_start(DemoConfig(), 0).device == "cpu"
+    assert choose_start(DemoConfig(), 1).isolation == "thread"
+    assert (choose_start(DemoConfig(), 4).device, choose_start(DemoConfig(), 4).isolation) == ("cuda", "process")
+    alone = choose_start(DemoConfig(kill_rank=2), 1)
     assert (alone.device, alone.isolation) == ("cpu", "process")
     assert "can't be killed" in alone.why
     with pytest.raises(weft.Unsupported, match="no GPU"):
-        place(DemoConfig(device="cuda"), 0)
+        choose_start(DemoConfig(device="cuda"), 0)
     with pytest.raises(weft.Unsupported, match="two GPUs"):
-        place(DemoConfig(device="cuda", kill_rank=2), 1)
+        choose_start(DemoConfig(device="cuda", kill_rank=2), 1)
 
 
 def test_events_arrive_in_order_and_never_block():
@@ -309,6 +309,7 @@ def made_up_report(*, killed: bool = False, **changes) -> DemoReport:
             rank=rank,
             engine="Communicator(engine=cpu, because [this machine] has no GPU)",
             device="cpu",
+            placement=f"CPUs {rank} of node 0",
             losses=losses,
             loads=((load, load),) * 40,
             train_s=2.0,

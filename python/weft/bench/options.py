@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Literal
 
 from weft.bench.cases import EXPERTS, HIDDEN, SUITES, TOKENS
 from weft.errors import InvalidArgument
@@ -27,6 +28,7 @@ class Options:
     trace: str | None = None
     seed: int = 0
     device: str = "auto"
+    placement: Literal["auto", "process", "off"] = "process"
     iters: int = 50
     warmup: int = 5
     num_sms: int | None = None

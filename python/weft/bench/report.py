@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.bench.options import Options
+from weft.topology.parse import format_cpus
 
 if TYPE_CHECKING:
     from weft.bench.worker import RankReport
@@ -69,6 +70,7 @@ def run(options: Options) -> Report:
         num_ranks=options.ranks,
         args=(options, barrier, 0 if store is None else store.port),
         device=options.device,
+        placement=options.placement,
     )
     copy_rate = _copy_rate(ranks)
     start_s = (max(rank.started_at_ns for rank in ranks) - spawned_at_ns) / 1e9
@@ -166,6 +168,9 @@ def _machine(ranks: Sequence[RankReport], copy_rate: float, load_average: float)
         "device": rank.device,
         "device_name": torch.cuda.get_device_name() if rank.device.startswith("cuda") else None,
         "engine": rank.engine,
+        "placement": rank.placement.mode,
+        "rank_cpus": [format_cpus(each.placement.cpus) for each in ranks],
+        "rank_nics": [[str(nic) for nic in each.placement.nics] for each in ranks],
         "memory_copy_gb_per_s": copy_rate / 1e9,
         "window_bytes": _largest(ranks, "control_bytes", "heap_bytes"),
         "heap_peak_bytes": _largest(ranks, "heap_peak"),

@@ -47,6 +47,7 @@ class RankReport:
     started_at_ns: int
     engine: str
     device: str
+    placement: weft.Placement
     first_call_s: float = 0.0
     timed: dict[tuple[str, str], Timed] = field(default_factory=dict)
     copy_from_ns: int = 0
@@ -77,7 +78,7 @@ class Job:
 
 def run_rank(comm: weft.Communicator, options: Options, barrier: Barrier, store_port: int) -> RankReport:
     """Everything one rank does. Collective. Raises Mismatch if a result is wrong."""
-    report = RankReport(time.monotonic_ns(), str(comm.engine), str(comm.device))
+    report = RankReport(time.monotonic_ns(), str(comm.engine), str(comm.device), comm.placement)
     job = _make_job(comm, options)
     report.num_tokens = len(job.x)
     barrier.wait(_BARRIER_S)

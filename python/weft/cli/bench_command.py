@@ -65,6 +65,7 @@ def bench(
     trace: options.Trace = None,
     seed: options.Seed = 0,
     device: options.Device = "auto",
+    placement: options.Placement = Options.placement,
     iters: Annotated[int, typer.Option("--iters", min=1, help="Calls timed of each operation.")] = 50,
     warmup: Annotated[int, typer.Option("--warmup", min=0, help="Calls before them that are not.")] = 5,
     num_sms: Annotated[int | None, typer.Option("--num-sms", min=1, help="SMs a kernel may use (GPU engines).")] = None,
@@ -106,6 +107,7 @@ def bench(
                 trace=None if trace is None else str(trace),
                 seed=seed,
                 device=device,
+                placement=placement,
                 iters=iters,
                 warmup=warmup,
                 num_sms=num_sms,
@@ -141,6 +143,7 @@ def _bench(output: Output, chosen: Options) -> None:
         f"{shape['dtype']} {shape['layout']} quantize={shape['quantize']} routing={shape['routing']}, "
         f"{shape['iters']} calls"
     )
+    output.text(f"placement {machine['placement']}: CPUs {'; '.join(machine['rank_cpus'])}")
     cells = [_cells(row) for row in report.rows]
     output.table("slowest rank; results were compared with the reference first", _COLUMNS, cells)
     output.text(

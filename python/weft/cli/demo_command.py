@@ -32,6 +32,7 @@ def demo(
     record: Annotated[Path | None, typer.Option("--record", help=_RECORD_HELP)] = None,
     seed: options.Seed = 0,
     device: options.Device = "auto",
+    placement: options.Placement = DemoConfig.placement,
     json: options.Json = False,
 ) -> None:
     """Train a small mixture-of-experts language model across ranks; exit 1 if its losses are not as they should be."""
@@ -54,6 +55,7 @@ def demo(
             text=text,
             seed=seed,
             device=device,
+            placement=placement,
         )
         report = run_demo(config, console=None if json else output.console)
         output.row(report.as_dict())

@@ -12,12 +12,15 @@ QuantizeName = Literal["none", "fp8", "fp8_ue8m0"]
 DtypeName = Literal["bf16", "fp16", "fp32"]
 RoutingName = Literal["uniform", "zipf", "all_to_one", "empty_rank", "group_limited"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+PlacementName = Literal["auto", "process", "off"]
 
 _TRACE_HELP = "Replay ids and weights recorded with weft.routing.record (npz)."
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON objects only, one a line.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of all random data.")]
 Device = Annotated[DeviceName, typer.Option("--device", help="Where the tensors lie.")]
+_PLACEMENT_HELP = "Bind the ranks to cores and memory near their GPUs: all of each process, Weft's threads, or not."
+Placement = Annotated[PlacementName, typer.Option("--placement", help=_PLACEMENT_HELP)]
 Trace = Annotated[Path | None, typer.Option("--trace", help=_TRACE_HELP)]
 
 Ranks = Annotated[int, typer.Option("--ranks", min=1, max=64, help="Ranks, one process each.")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from weft.errors import InvalidArgument
 
@@ -38,6 +39,8 @@ class DemoConfig:
     seed: int = 0
     device: str = "auto"
     """"auto" takes GPUs if there are any, else the CPU; "cpu" and "cuda" insist."""
+    placement: Literal["auto", "process", "off"] = "process"
+    """Binding of the ranks to cores and memory: all of each process, Weft's own threads, or nothing."""
     text: Path | None = None
     """File to learn from; None takes a text found on this machine."""
     prompt: str = "The "
@@ -89,6 +92,7 @@ class DemoConfig:
             f"1 to {room}, the experts of top_groups = {self.top_groups} groups",
         )
         _require(self.device in ("auto", "cpu", "cuda"), "device", self.device, "auto, cpu or cuda")
+        _require(self.placement in ("auto", "process", "off"), "placement", self.placement, "auto, process or off")
         _require(self.prompt != "", "prompt", self.prompt, "at least one character")
         _require(self.tolerance > 0, "tolerance", self.tolerance, "more than 0")
         _require(self.early_tolerance > 0, "early_tolerance", self.early_tolerance, "more than 0")

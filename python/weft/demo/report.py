@@ -145,6 +145,7 @@ class DemoReport:
         return {
             "rank": rank.rank,
             "device": rank.device,
+            "placement": rank.placement,
             **asdict(rank.traffic),
             "generated": rank.generated.decode("utf-8", "replace"),
             "lost": [

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where the ranks run, and why, for people."""
+class Start:
+    """How the ranks are started, and why, for people."""
 
     device: Literal["cpu", "cuda"]
     isolation: Literal["process", "thread"]
@@ -47,30 +47,31 @@ def run(config: DemoConfig, console: Console | None) -> DemoReport:
         _require_folder(config.record)
     text = load_text(config.text, min_bytes=config.context + 2)
     importlib.import_module("torch._dynamo")  # torch's optimizers want it: once here, not in every rank
-    placement = place(config, torch.cuda.device_count() if config.device != "cpu" else 0)
+    start_as = choose_start(config, torch.cuda.device_count() if config.device != "cpu" else 0)
     view = LiveView(console, config)
-    view.begin(text.source, placement.why)
+    view.begin(text.source, start_as.why)
     quiet = nullcontext if console is None else weft_log_to
     with view.progress("Weft", config.steps), EventPipe(view.listen) as events, quiet(events):
         outcomes = weft.spawn(
             train_rank,
             num_ranks=config.num_ranks,
             args=(config, text, events),
-            device=placement.device,
-            isolation=placement.isolation,
+            device=start_as.device,
+            isolation=start_as.isolation,
             on_failure="return",
+            placement=config.placement,
         )
     results = survivors(config, outcomes)
     baseline = None
     if config.baseline:
         lost = {rank: loss.step for loss in results[0].lost for rank in loss.ranks}
         with view.progress("baseline", config.steps), one_thread():
-            baseline = train_baseline(config, text, lost=lost, device=placement.device, on_step=view.step)
+            baseline = train_baseline(config, text, lost=lost, device=start_as.device, on_step=view.step)
     report = DemoReport(
         config=config,
         text_source=text.source,
         text_bytes=len(text.data),
-        why_here=placement.why,
+        why_here=start_as.why,
         ranks=results,
         baseline=baseline,
         killed_ns=view.killed_ns,
@@ -80,27 +81,25 @@ def run(config: DemoConfig, console: Console | None) -> DemoReport:
     return report if config.plot is None else report.with_plots(write_plots(report, config.plot))
 
 
-def place(config: DemoConfig, num_gpus: int) -> Placement:
+def choose_start(config: DemoConfig, num_gpus: int) -> Start:
     """GPUs if there are any: one rank each, or all ranks as threads on a single one. Raises `weft.Unsupported`."""
     ranks = f"{config.num_ranks} ranks as processes"
     if num_gpus == 0:
         if config.device == "cuda":
             raise weft.Unsupported("device='cuda'", have="no GPU that torch can use", need="at least one")
         asked = "as asked" if config.device == "cpu" else "torch finds no GPU here"
-        return Placement("cpu", "process", f"{ranks} on the CPU ({asked})")
+        return Start("cpu", "process", f"{ranks} on the CPU ({asked})")
     if num_gpus == 1:
         if config.kill_rank is None:
-            return Placement("cuda", "thread", f"{config.num_ranks} ranks as threads on the one GPU of this machine")
+            return Start("cuda", "thread", f"{config.num_ranks} ranks as threads on the one GPU of this machine")
         if config.device == "cuda":
             raise weft.Unsupported(
                 f"kill_rank={config.kill_rank} with device='cuda'",
                 have="one GPU, which the ranks share as threads of one process",
                 need="two GPUs, or device='cpu'",
             )
-        return Placement(
-            "cpu", "process", f"{ranks} on the CPU (on one GPU they would be threads, which can't be killed)"
-        )
-    return Placement("cuda", "process", f"{ranks} on {min(num_gpus, config.num_ranks)} GPUs")
+        return Start("cpu", "process", f"{ranks} on the CPU (on one GPU they would be threads, which can't be killed)")
+    return Start("cuda", "process", f"{ranks} on {min(num_gpus, config.num_ranks)} GPUs")
 
 
 def survivors(config: DemoConfig, outcomes: list[RankResult | BaseException]) -> tuple[RankResult, ...]:

@@ -38,6 +38,9 @@ def _engine(report: DemoReport, console: Console) -> None:
     _head(console, "Engine")
     console.print(report.ranks[0].engine, highlight=False, markup=False)
     console.print(f"{report.why_here}.", highlight=False, markup=False)
+    _head(console, "Placement", f"placement={report.config.placement!r}; docs/placement.md says why")
+    for rank in report.ranks:
+        console.print(f"rank {rank.rank}: {rank.placement}", highlight=False, markup=False)
 
 
 def _losses(report: DemoReport, console: Console) -> None:

@@ -47,6 +47,8 @@ class RankResult:
     rank: int
     engine: str
     device: str
+    placement: str
+    """Cores, memory and NICs, in a line."""
     losses: tuple[float, ...]
     loads: tuple[tuple[tuple[int, ...], ...], ...]
     """Picks per expert of each step and layer, [steps][layers][experts]."""
@@ -184,6 +186,7 @@ class Trainer:
             rank=self.comm.rank,
             engine=repr(self.comm),
             device=str(self.comm.device),
+            placement=self.comm.placement.describe(),
             losses=tuple(self.losses),
             loads=tuple(self.loads),
             train_s=train_s,

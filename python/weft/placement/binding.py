@@ -17,9 +17,19 @@ from weft.placement.model import Placement
 from weft.topology import policy
 from weft.topology.parse import cpu_list, format_cpus
 
-__all__ = ["WEFT_THREADS", "Binding", "bind"]
+__all__ = ["WEFT_THREADS", "Binding", "bind", "unbound_mask"]
 
 WEFT_THREADS = frozenset({"weft-life", "weft-monitor", "weft-watch"})  # as the native module names them
+
+
+# What this process could use before its first binding, as long as one lasts: the next communicator starts from there.
+_unbound: dict[int, frozenset[int]] = {}
+_bindings: set[Binding] = set()
+
+
+def unbound_mask() -> frozenset[int]:
+    """The CPUs that the calling thread may use, but for what Weft has bound itself."""
+    return _unbound.get(os.getpid()) or frozenset(os.sched_getaffinity(0))
 
 
 class Binding:
@@ -43,6 +53,9 @@ class Binding:
         threads = [threading.get_native_id()] if self._own_thread_only else _threads(mode == "auto")
         if self._own_thread_only and mode == "auto":
             threads = []  # the thread is the user's
+        if cpus and mode == "process" and not self._own_thread_only:
+            _unbound.setdefault(self._pid, frozenset(os.sched_getaffinity(0)))
+            _bindings.add(self)
         notes = [self._bind_threads(threads, cpus)] if cpus else []
         if mode == "process" and self.placement.memory_node is not None:
             notes.append(self._prefer(self.placement.memory_node))
@@ -52,6 +65,9 @@ class Binding:
         """Give the threads that are left their masks back, and to those started since the mask of the first. The
         memory policy comes back where it was set, in the thread that bound. May be called twice, never raises."""
         before, self._before = self._before, {}
+        _bindings.discard(self)
+        if not _bindings:
+            _unbound.clear()
         if self._pid != os.getpid() or (not before and self._policy is None):
             return
         for thread in _threads(False) if before else []:

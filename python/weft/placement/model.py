@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from weft.topology.parse import format_cpus
+
 __all__ = ["LeftOut", "NicChoice", "Placement"]
 
 
@@ -57,3 +59,18 @@ class Placement:
     reasons: tuple[str, ...] = field(default=())
     warnings: tuple[str, ...] = field(default=())
     applied: tuple[str, ...] = field(default=())
+
+    def describe(self) -> str:
+        """Cores, memory and NICs in one line."""
+        if self.mode == "off":
+            return "not placed"
+        parts = [f"CPUs {format_cpus(self.cpus)}" if self.cpus else "CPUs as they were"]
+        if self.cpus and self.node is not None:
+            parts[0] += f" of node {self.node}"
+        if self.memory_node is not None:
+            parts.append(f"memory of node {self.memory_node}")
+        if self.gpu is not None:
+            parts.append(f"GPU {self.gpu} ({self.gpu_address})")
+        if self.nics:
+            parts.append("NIC " + " ".join(str(nic) for nic in self.nics))
+        return ", ".join(parts)

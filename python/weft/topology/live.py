@@ -22,9 +22,11 @@ __all__ = ["LiveTree", "process_facts"]
 class LiveTree(DirectoryTree):
     """The files of this machine. /weft/process.json and /weft/nvml.json are made by asking kernel and NVML, once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_nvml: bool = True) -> None:
         super().__init__("/")
         self._made: dict[str, bytes] = {}
+        if not with_nvml:
+            self._made[NVML_FILE] = json.dumps({"error": "not asked"}).encode()
 
     def _read(self, path: str) -> bytes:
         makers = {PROCESS_FILE: process_facts, NVML_FILE: live_nvml.collect}

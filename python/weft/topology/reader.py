@@ -10,7 +10,7 @@ from weft.topology.model import Machine
 from weft.topology.pci import read_bridges
 from weft.topology.tree import Tree, open_tree
 
-__all__ = ["RECORDING_FILE", "read", "read_tree"]
+__all__ = ["RECORDING_FILE", "read", "read_here", "read_tree"]
 
 RECORDING_FILE = "/weft/recording.json"  # in a recording: {"description": text}
 
@@ -24,6 +24,11 @@ def read(root: str | os.PathLike[str] = "/") -> Machine:
     """
     where = os.fspath(root)
     return read_tree(LiveTree() if where == "/" else open_tree(where), where)
+
+
+def read_here(*, with_nvml: bool = True) -> Machine:
+    """This machine. Without NVML what it alone knows about GPUs is unknown."""
+    return read_tree(LiveTree(with_nvml=with_nvml), "/")
 
 
 def read_tree(tree: Tree, root: str) -> Machine:

@@ -1,0 +1,94 @@
+"""The placement of a rank in this process: from the `placement=` argument to bound threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+from weft import env
+from weft.errors import InvalidArgument
+from weft.placement import binding
+from weft.placement.model import Placement
+from weft.placement.plan import place, visible_gpus
+from weft.topology.model import Machine
+from weft.topology.parse import format_cpus
+from weft.topology.reader import read_here
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["MODES", "check_placement", "machine_here", "resolve"]
+
+MODES = ("auto", "process", "off")
+_MAX_CPU = 1 << 16
+
+
+@functools.lru_cache(maxsize=2)
+def machine_here(*, with_gpus: bool = True) -> Machine:
+    """This machine, read once in a process. Without GPUs NVML is not asked, which may take seconds."""
+    return read_here(with_nvml=with_gpus)
+
+
+def check_placement(placement: object) -> str | Placement:
+    """The argument if it is allowed.
+
+    Raises:
+        InvalidArgument: it is neither a mode nor a `weft.Placement`, or one with CPUs that this process may not use.
+    """
+    if isinstance(placement, str) and placement in MODES:
+        return placement
+    if not isinstance(placement, Placement):
+        allowed = ", ".join(f'"{mode}"' for mode in MODES)
+        raise InvalidArgument(f"placement is {placement!r}; allowed are {allowed} and a weft.Placement")
+    if placement.mode not in MODES:
+        raise InvalidArgument(f"placement.mode is {placement.mode!r}; allowed are {', '.join(map(repr, MODES))}")
+    cpus = placement.cpus
+    if not isinstance(cpus, tuple) or any(type(cpu) is not int or not 0 <= cpu < _MAX_CPU for cpu in cpus):
+        raise InvalidArgument(f"placement.cpus is {cpus!r}; allowed is a tuple of CPU numbers from 0")
+    usable = binding.unbound_mask()
+    if placement.mode != "off" and not set(cpus) <= usable:
+        raise InvalidArgument(
+            f"placement.cpus is {format_cpus(cpus)}; this process may use CPUs {format_cpus(usable)} only"
+        )
+    node = placement.memory_node
+    if node is not None and (type(node) is not int or node < 0):
+        raise InvalidArgument(f"placement.memory_node is {node!r}; allowed are None and node numbers from 0")
+    return placement
+
+
+def resolve(
+    placement: str | Placement, *, local_rank: int, num_local_ranks: int, device: torch.device | None = None
+) -> Placement:
+    """The placement of this rank. Reads the machine for "auto" and "process"; binds nothing.
+
+    device: where the tokens live: of a GPU the cores, memory and NICs near it are taken; of the CPU a share of all.
+    """
+    if isinstance(placement, Placement):
+        return dataclasses.replace(placement, local_rank=local_rank, num_local_ranks=num_local_ranks, applied=())
+    if placement == "off":
+        return Placement(mode="off", local_rank=local_rank, num_local_ranks=num_local_ranks)
+    on_gpu = device is not None and device.type == "cuda"
+    machine = machine_here(with_gpus=on_gpu)
+    machine = dataclasses.replace(
+        machine, cpus=dataclasses.replace(machine.cpus, allowed=tuple(sorted(binding.unbound_mask())))
+    )
+    gpus = _gpus(machine, device.index, local_rank, num_local_ranks) if on_gpu and device is not None else ()
+    found = place(machine, num_local_ranks=num_local_ranks, gpus=gpus)[local_rank]
+    return dataclasses.replace(found, mode=placement)
+
+
+def _gpus(machine: Machine, index: int | None, local_rank: int, num_local_ranks: int) -> tuple[int, ...]:
+    """NVML index of the GPU of each local rank, of this one by its device. What the others use is not asked: they are
+    taken to use theirs in the same order."""
+    visible, _ = visible_gpus(machine, env.set_among(["CUDA_VISIBLE_DEVICES"]))
+    if index is None or index >= len(visible):
+        return ()
+    mine = visible[index].idx
+    in_turn = [visible[rank % len(visible)].idx for rank in range(num_local_ranks)]
+    if len(visible) < num_local_ranks <= len(machine.gpus):  # each rank sees its own GPU only
+        first = mine - local_rank
+        if first >= 0 and first + num_local_ranks <= len(machine.gpus):
+            in_turn = [first + rank for rank in range(num_local_ranks)]
+    in_turn[local_rank] = mine
+    return tuple(in_turn)
