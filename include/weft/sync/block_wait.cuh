@@ -10,12 +10,12 @@
 
 namespace weft::sync {
 
-// A Pause for one lane. Reading the clock costs more than a look, and the abort word lies in host memory: the clock is
-// read at the first unsuccessful look and then every kLooks, the abort word only after 10 us.
+// A Pause for one lane. Reading the clock costs more than a look, and both words lie in host memory: the clock is read at
+// the first unsuccessful look and then every kLooks, the words only after 10 us. The deadline counts from that first look.
 class LanePause {
  public:
-  // `deadline_ns`: of globaltimer. `abort` may be null: then only the deadline ends the wait.
-  __device__ LanePause(const u64* abort, u64 deadline_ns) : abort_(abort), deadline_ns_(deadline_ns) {}
+  // `abort` may be null: then only the deadline ends the wait.
+  __device__ LanePause(const u64* abort, const u64* timeout_ns) : abort_(abort), timeout_ns_(timeout_ns) {}
 
   __device__ PauseResult turn() {
     if (num_turns_++ % kLooks != 0) return PauseResult::kLookAgain;
@@ -23,23 +23,40 @@ class LanePause {
     if (start_ns_ == 0) start_ns_ = now;
     if (now - start_ns_ < kQuietNs) return PauseResult::kLookAgain;
     if (abort_ != nullptr && ptx::ld_relaxed_sys(abort_) != 0) return PauseResult::kAbort;
-    return now >= deadline_ns_ ? PauseResult::kDeadline : PauseResult::kLookAgain;
+    return now - start_ns_ >= ptx::ld_relaxed_sys(timeout_ns_) ? PauseResult::kDeadline : PauseResult::kLookAgain;
   }
 
  private:
   static constexpr u64 kQuietNs = 10000;
   static constexpr u32 kLooks = 16;
   const u64* abort_;
-  u64 deadline_ns_;
+  const u64* timeout_ns_;
   u64 start_ns_ = 0;
   u32 num_turns_ = 0;
 };
 
-// Waits for the phase of a local barrier. The copies behind it are this block's own, so they end; the bound is for a
-// GPU that has gone wrong.
-template <class Pause>
-__device__ inline WaitResult wait_barrier(u64* barrier, u32 parity, Pause& pause) {
-  return wait_until([&] { return ptx::mbarrier_try_wait(barrier, parity); }, pause);
+// A Pause for a barrier behind which are only this block's own copies. They end by themselves, so an abort does not cut them
+// short: what is in flight is drained. One that takes seconds means a broken GPU.
+class CopyPause {
+ public:
+  __device__ PauseResult turn() {
+    if (num_turns_++ % kLooks != 0) return PauseResult::kLookAgain;
+    const u64 now = ptx::globaltimer_ns();
+    if (start_ns_ == 0) start_ns_ = now;
+    return now - start_ns_ >= kTimeoutNs ? PauseResult::kDeadline : PauseResult::kLookAgain;
+  }
+
+ private:
+  static constexpr u64 kTimeoutNs = 20000000000ull;
+  static constexpr u32 kLooks = 256;
+  u64 start_ns_ = 0;
+  u32 num_turns_ = 0;
+};
+
+// Waits for the phase of a local barrier. False: the GPU has gone wrong, the block must say nothing more to anyone (R9).
+__device__ inline bool wait_barrier(u64* barrier, u32 parity) {
+  CopyPause pause;
+  return wait_until([&] { return ptx::mbarrier_try_wait(barrier, parity); }, pause) == WaitResult::kReady;
 }
 
 }  // namespace weft::sync

@@ -3,36 +3,44 @@
 
 #include "weft/config/base.h"
 #include "weft/config/kernel.h"
-#include "weft/layout/window.h"
+#include "weft/layout/gpu_window.h"
 
 namespace weft::transport {
 
+enum class ErrorCause : u32 {
+  kNone = 0,
+  kDeadline = 1,     // a peer is late
+  kAborted = 2,      // the host said so
+  kMismatch = 3,     // a peer called something else; all give up this call and go on
+  kBadPeerWord = 4,  // a count or a place that makes no sense (R19)
+  kNoRoom = 5,       // a rank has neither heap nor landing for its rows; all give up this call and go on
+  kBusy = 6          // two operations of one window at once (R5)
+};
+
 struct HostWords {
   u64 abort = 0;              // host: leave every wait
-  u64 timeout_ns = 0;         // host: of the next operation, counted from its start
+  u64 timeout_ns = 0;         // host: most that a wait of the next operation may take
   u64 finished_sequence = 0;  // kernel: last operation that ended
-  u64 counted_sequence = 0;   // kernel: num_rows below belongs to this operation
-  i64 num_rows = 0;
+  u64 counted_ticket = 0;     // kernel: num_rows below belongs to the call with this ticket
+  i64 num_rows = 0;           // kernel: rows of the result, before any clipping
+  i64 num_bad_ids = 0;        // kernel: of the last call that had any
+  i64 first_bad_at = 0;       // kernel: flat position in topk_idx
+  i64 first_bad_id = 0;
   ErrorRecord error = {};  // kernel: first reason (R9); its code is an ErrorCause
 };
 
-enum class ErrorCause : u32 { kNone = 0, kDeadline = 1, kAborted = 2, kMismatch = 3, kBadPeerWord = 4 };
-
-// A window as a kernel sees it: plain pointers, by value. The owner is engine/nvlink/window.h.
+// A window as a kernel sees it: plain pointers, by value. The owner is engine/nvlink/window.h. Addresses never change in the
+// life of a window, not by a rebuild either (R16), so captured graphs may hold them; who is a member is in the control words.
 struct WindowView {
-  WindowLayout layout;
+  GpuWindowLayout layout;
   i32 rank = 0;
   i32 num_ranks = 1;
-  u32 active_mask = 0;
-  u16 epoch = 0;
-  u16 print = 0;                   // fingerprint of the operation
   u8* control[kMaxGpuRanks] = {};  // [rank] is this rank's own
   u8* heap[kMaxGpuRanks] = {};
   u64 heap_bytes[kMaxGpuRanks] = {};
   HostWords* host = nullptr;
 
-  WEFT_HD ControlWords* words() const { return reinterpret_cast<ControlWords*>(control[rank]); }
-  WEFT_HD bool is_active(i32 peer) const { return (active_mask >> peer & 1u) != 0; }
+  WEFT_HD GpuControlWords* words() const { return reinterpret_cast<GpuControlWords*>(control[rank]); }
 };
 
 }  // namespace weft::transport

@@ -1,7 +1,7 @@
-// Peers that are reached by load and store: where their windows are mapped, and the two sides of every signal.
+// Peers that are reached by load and store: the begin and end of an operation, and the two sides of every signal.
 #pragma once
 
-#include "weft/layout/window.h"
+#include "weft/layout/gpu_window.h"
 #include "weft/sync/block_wait.cuh"
 #include "weft/sync/header.h"
 #include "weft/transport/host_words.h"
@@ -11,27 +11,12 @@ namespace weft::transport {
 // One operation in flight, the same for all blocks.
 struct Flight {
   sync::Turn turn;
-  u64 deadline_ns;
+  u16 print = 0;        // fingerprint of the operation
+  bool is_dead = true;  // an earlier operation broke: do nothing
+  u32 active_mask = 0;
+
+  __device__ bool is_active(i32 rank) const { return (active_mask >> rank & 1u) != 0; }
 };
-
-// For the whole block. One thread reads: the host words are behind PCIe, where 256 reads a block cost 12 us (measured).
-__device__ inline Flight begin_flight(const WindowView& view) {
-  __shared__ Flight flight;
-  if (threadIdx.x == 0) {
-    const u32 sequence = static_cast<u32>(ptx::ld_relaxed_sys(&view.words()->sequence) + 1);
-    flight = {{view.epoch, sequence}, ptx::globaltimer_ns() + ptx::ld_relaxed_sys(&view.host->timeout_ns)};
-  }
-  __syncthreads();
-  return flight;
-}
-
-// Everything that the block has stored before its last barrier, and every completed bulk store of a thread that fenced
-// before that barrier, is visible to the peer that waits for this header. One thread calls it for each peer.
-__device__ inline void notify(const WindowView& view, Phase phase, const Flight& flight, i32 peer, i32 block) {
-  u64* cell =
-      reinterpret_cast<u64*>(view.control[peer] + view.layout.header(phase, flight.turn.sequence, view.rank, block));
-  sync::send_header(cell, sync::pack_header(flight.turn, view.print), [] {});
-}
 
 __device__ inline void record(const WindowView& view, const Flight& flight, ErrorCause cause, Phase phase, i32 peer,
                               u64 seen) {
@@ -42,47 +27,99 @@ __device__ inline void record(const WindowView& view, const Flight& flight, Erro
   error->culprit = peer;
   error->epoch = flight.turn.epoch;
   error->sequence = flight.turn.sequence;
-  error->expected = sync::pack_header(flight.turn, view.print);
+  error->expected = sync::pack_header(flight.turn, flight.print);
   error->seen = seen;
 }
 
-enum class Verdict : u32 { kOk = 0, kMismatch = 1, kBroken = 2 };
+// For the whole block; one thread reads. Words in host memory are not touched: 256 reads of them cost 12 us (measured).
+__device__ inline Flight begin_flight(const WindowView& view, u16 print) {
+  __shared__ Flight flight;
+  if (threadIdx.x == 0) {
+    GpuControlWords* words = view.words();
+    const u64 sequence = ptx::ld_relaxed_sys(&words->sequence);
+    const u64 membership = ptx::ld_relaxed_sys(&words->membership);
+    const u64 broken = ptx::ld_relaxed_sys(&words->broken);
+    flight.turn = {static_cast<u16>(membership >> 32), static_cast<u32>(sequence + 1)};
+    flight.print = print;
+    flight.is_dead = broken != 0;
+    flight.active_mask = static_cast<u32>(membership);
+    if (blockIdx.x == 0 && broken == 0 && ptx::atom_cas_acquire_sys(&words->owner, 0, 1) != 0) {
+      record(view, flight, ErrorCause::kBusy, Phase::kCount, view.rank, 0);
+    }
+  }
+  __syncthreads();
+  return flight;
+}
 
-// Waits for one peer's header. Anything but kOk has left its reason in the host words.
+// Everything that the block has stored before its last barrier, and every completed bulk store of a thread that fenced
+// before that barrier, is visible to the peer that waits for this header. One thread calls it for each peer.
+__device__ inline void notify(const WindowView& view, Phase phase, const Flight& flight, i32 peer, i32 block) {
+  u64* cell =
+      reinterpret_cast<u64*>(view.control[peer] + view.layout.header(phase, flight.turn.sequence, view.rank, block));
+  sync::send_header(cell, sync::pack_header(flight.turn, flight.print), [] {});
+}
+
+// Everything that this thread has stored before (bulk stores: that have completed and were fenced) is visible to the peer
+// that waits for progress n of this channel.
+__device__ inline void post(const WindowView& view, const Flight& flight, i32 peer, i32 block, i32 channel, u32 n) {
+  sync::post_progress(reinterpret_cast<u64*>(view.control[peer] + view.layout.progress_word(view.rank, block, channel)),
+                      flight.turn, n);
+}
+
+enum class Verdict : u32 { kOk = 0, kGivenUp = 1, kBroken = 2 };
+
+// One thread. Anything but kReady has left its reason in the host words.
+__device__ inline bool settle(const WindowView& view, const Flight& flight, sync::WaitResult result, Phase phase, i32 peer,
+                              u64 seen) {
+  if (result == sync::WaitResult::kReady) return true;
+  const ErrorCause cause = result == sync::WaitResult::kAborted ? ErrorCause::kAborted : ErrorCause::kDeadline;
+  record(view, flight, cause, phase, peer, seen);
+  ptx::st_relaxed_sys(&view.words()->broken, static_cast<u64>(cause));
+  return false;
+}
+
+// Waits for n >= target of the peer's channel. One thread; false: leave, the reason is recorded.
+__device__ inline bool wait_progress(const WindowView& view, const Flight& flight, i32 peer, i32 block, i32 channel,
+                                     u32 target) {
+  u64* word = reinterpret_cast<u64*>(view.control[view.rank] + view.layout.progress_word(peer, block, channel));
+  sync::LanePause pause(&view.host->abort, &view.host->timeout_ns);
+  const sync::WaitResult result = sync::wait_progress(word, flight.turn, target, pause);
+  return settle(view, flight, result, Phase::kSend, peer, 0);
+}
+
+// Waits for one peer's header.
 __device__ inline Verdict wait(const WindowView& view, Phase phase, const Flight& flight, i32 peer, i32 block) {
   const u64* cell = reinterpret_cast<const u64*>(view.control[view.rank] +
                                                  view.layout.header(phase, flight.turn.sequence, peer, block));
-  sync::LanePause pause(&view.host->abort, flight.deadline_ns);
+  sync::LanePause pause(&view.host->abort, &view.host->timeout_ns);
   const sync::WaitResult result = sync::wait_header(cell, flight.turn, pause);
   const u64 seen = sync::load_header(cell);
-  if (result != sync::WaitResult::kReady) {
-    record(view, flight, result == sync::WaitResult::kAborted ? ErrorCause::kAborted : ErrorCause::kDeadline, phase,
-           peer, seen);
-    return Verdict::kBroken;
-  }
-  if (sync::classify_header(seen, flight.turn, view.print) == sync::HeaderState::kMatch) return Verdict::kOk;
+  if (!settle(view, flight, result, phase, peer, seen)) return Verdict::kBroken;
+  if (sync::classify_header(seen, flight.turn, flight.print) == sync::HeaderState::kMatch) return Verdict::kOk;
   record(view, flight, ErrorCause::kMismatch, phase, peer, seen);
-  return Verdict::kMismatch;
+  return Verdict::kGivenUp;
 }
 
 // The headers of `phase` and `block` from every active peer: one thread a peer, the worst verdict for the whole block.
 __device__ inline Verdict wait_all(const WindowView& view, Phase phase, const Flight& flight, i32 block) {
   u32 verdict = 0;
   const i32 peer = static_cast<i32>(threadIdx.x);
-  if (peer < view.num_ranks && peer != view.rank && view.is_active(peer)) {
+  if (peer < view.num_ranks && peer != view.rank && flight.is_active(peer)) {
     verdict = static_cast<u32>(wait(view, phase, flight, peer, block));
   }
   const bool is_broken = __syncthreads_or(verdict == static_cast<u32>(Verdict::kBroken)) != 0;
-  const bool differs = __syncthreads_or(verdict == static_cast<u32>(Verdict::kMismatch)) != 0;
-  return is_broken ? Verdict::kBroken : differs ? Verdict::kMismatch : Verdict::kOk;
+  const bool is_given_up = __syncthreads_or(verdict == static_cast<u32>(Verdict::kGivenUp)) != 0;
+  return is_broken ? Verdict::kBroken : is_given_up ? Verdict::kGivenUp : Verdict::kOk;
 }
 
 // The last block to come here ends the operation. No block waits for another.
-__device__ inline void end_flight(const WindowView& view, const Flight& flight, u32* num_ended) {
+__device__ inline void end_flight(const WindowView& view, const Flight& flight) {
   __syncthreads();
   if (threadIdx.x != 0) return;
-  if (ptx::atom_inc_wrap_gpu(num_ended, gridDim.x - 1) != gridDim.x - 1) return;
-  ptx::st_relaxed_sys(&view.words()->sequence, static_cast<u64>(flight.turn.sequence));
+  GpuControlWords* words = view.words();
+  if (ptx::atom_inc_wrap_gpu(&words->num_ended, gridDim.x - 1) != gridDim.x - 1) return;
+  ptx::st_relaxed_sys(&words->sequence, static_cast<u64>(flight.turn.sequence));
+  ptx::st_release_sys(&words->owner, 0);
   ptx::st_release_sys(&view.host->finished_sequence, static_cast<u64>(flight.turn.sequence));
 }
 

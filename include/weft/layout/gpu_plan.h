@@ -1,0 +1,49 @@
+// The two halves of a handle of a GPU dispatch, int32 arrays in device memory. Self-contained: they survive later calls.
+#pragma once
+
+#include "weft/config/base.h"
+#include "weft/config/operation.h"
+
+namespace weft {
+
+// Where this rank's tokens went: mask [T] | row | destination
+//   mask: bit r: rank r holds a row of the token
+//   rank_major:   row [T, R]: row on rank r, -1 = none; no destination
+//   the others:   row [T, K]: row on the destination (masked: local expert * capacity + row), -1 = none; destination [T, K]
+template <class Int>
+struct GpuSendPlan {
+  Int* base;
+  i64 num_tokens;
+  i32 width;  // R or K
+
+  WEFT_HD constexpr Int* mask() const { return base; }
+  WEFT_HD constexpr Int* row() const { return base + num_tokens; }
+  WEFT_HD constexpr Int* destination() const { return base + num_tokens * (1 + width); }
+};
+
+WEFT_HD constexpr i64 gpu_send_plan_len(i64 num_tokens, i32 top_k, i32 num_ranks, Layout layout) {
+  return num_tokens * (layout == Layout::kRankMajor ? 1 + num_ranks : 1 + 2 * top_k);
+}
+
+// What came from whom: num_tokens [16] of each source | row [R, max_tokens, W], W = 1 (rank_major) or K
+//   row: where the token's row, or pick k, of the source lies in this rank's result; -1 = nowhere
+//   Entries of tokens that the source does not have are undefined.
+constexpr i32 kGpuPlanHeader = 16;  // int32s; at least kMaxGpuRanks
+
+template <class Int>
+struct GpuRecvPlan {
+  Int* base;
+  i64 max_tokens;
+  i32 width;
+
+  WEFT_HD constexpr Int* num_tokens() const { return base; }
+  WEFT_HD constexpr Int* row(i32 source, i64 token) const {
+    return base + kGpuPlanHeader + (source * max_tokens + token) * width;
+  }
+};
+
+WEFT_HD constexpr i64 gpu_recv_plan_len(i64 max_tokens, i32 top_k, i32 num_ranks, Layout layout) {
+  return kGpuPlanHeader + num_ranks * max_tokens * (layout == Layout::kRankMajor ? 1 : top_k);
+}
+
+}  // namespace weft

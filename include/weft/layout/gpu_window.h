@@ -1,0 +1,121 @@
+// Where everything lies in the window of a GPU. Formulas only; docs/protocols/nvlink-window.md explains the words.
+//
+//   control memory   GpuControlWords | headers (phase, parity, source, block) | progress (source, block, channel) | payloads
+//   heap memory      landing (rows, ids, weights, table) | receive tensors
+//
+// Every cell has one writer, but for the landing, whose rows are dealt out by each operation anew.
+#pragma once
+
+#include "weft/config/base.h"
+#include "weft/layout/checked.h"
+#include "weft/layout/payload.h"
+#include "weft/layout/window.h"
+
+namespace weft {
+
+constexpr i32 kMaxGpuRanks = 16;  // ranks of one scale-up domain that a kernel addresses directly
+constexpr i32 kNumProgress = 8;   // progress words of a block: one for each warp that sends
+
+// Words of the rank that owns the window, all in one cache line. Written by its own kernels and its host.
+struct alignas(kCacheLine) GpuControlWords {
+  u64 sequence = 0;    // of the last operation that ended well (R4)
+  u64 membership = 0;  // epoch:16 << 32 | mask of active ranks:32 (R10); the host writes it between operations
+  u64 owner = 0;       // 1 while an operation is in flight (R5)
+  u64 broken = 0;      // an ErrorCause: later launches see it and do nothing (R9)
+  u32 num_ended = 0;   // blocks of the operation in flight that have ended; wraps around
+};
+
+// First words of a payload slot of phase `count`, followed by int32 [num_experts] picks for each expert and
+// int32 [num_ranks] rows for each rank (dispatch without a handle).
+struct GpuCountPayload {
+  Placement placement;   // dispatch: where the rows for the writer of this payload go
+  i64 num_tokens = 0;    // of the writer
+  u64 rows_in_heap = 0;  // combine: 1: the writer's rows lie in its heap, pull them; 0: it pushes sums to the landing
+  u64 rows_offset = 0;   // combine: heap offset of row 0
+  i64 num_rows = 0;      // combine
+};
+static_assert(sizeof(GpuCountPayload) == 96);
+
+struct GpuWindowShape {
+  i32 num_ranks = 0;
+  i32 num_experts = 0;
+  i32 top_k = 0;
+  i32 num_blocks = 1;         // most blocks that a call may have
+  i64 max_tokens = 0;         // a rank, a call
+  i64 landing_row_bytes = 0;  // room for one row in the landing
+
+  WEFT_HD constexpr i32 num_local_experts() const { return num_experts / num_ranks; }
+};
+
+struct GpuWindowLayout {
+  i32 num_ranks = 0;
+  i32 num_blocks = 1;
+  i64 max_tokens = 0;
+  u64 headers = 0;
+  u64 progress = 0;
+  u64 payloads = 0;
+  u64 payload_bytes = 0;  // one slot
+  u64 control_bytes = 0;
+  // Offsets from the start of the heap memory.
+  u64 landing_rows = 0;     // [num_ranks * max_tokens] rows
+  u64 landing_ids = 0;      // [num_ranks * max_tokens, top_k] int32 or int64
+  u64 landing_weights = 0;  // [num_ranks, max_tokens, top_k] float
+  u64 landing_table = 0;    // as a receive plan (layout/gpu_plan.h)
+  u64 landing_bytes = 0;    // receive tensors begin here
+  bool ok = false;          // false: the sizes do not fit 64 bits, or the shape is not sensible
+
+  WEFT_HD static GpuWindowLayout make(const GpuWindowShape& shape) {
+    GpuWindowLayout layout;
+    if (shape.num_ranks < 1 || shape.num_ranks > kMaxGpuRanks || shape.top_k < 1 || shape.top_k > kMaxTopk) return layout;
+    if (shape.num_experts < 1 || shape.num_experts % shape.num_ranks != 0 || shape.num_blocks < 1) return layout;
+    if (shape.max_tokens < 0 || shape.max_tokens > kMaxRowsPerPair || shape.landing_row_bytes < 0) return layout;
+    constexpr u64 kAlign = 256;
+    const u64 ranks = static_cast<u64>(shape.num_ranks);
+    const CheckedSize cells = CheckedSize(ranks) * static_cast<u64>(shape.num_blocks);
+    const CheckedSize headers = CheckedSize(sizeof(GpuControlWords));
+    const CheckedSize progress = headers + cells * static_cast<u64>(kNumPhases * kNumParities * kCacheLine);
+    const CheckedSize payloads = progress + cells * static_cast<u64>(kNumProgress) * static_cast<u64>(kCacheLine);
+    const CheckedSize payload =
+        (CheckedSize(sizeof(GpuCountPayload)) + CheckedSize(static_cast<u64>(shape.num_experts) + ranks) * u64{4})
+            .aligned(kCacheLine);
+    const CheckedSize control = payloads + payload * (ranks * static_cast<u64>(kNumParities));
+    const CheckedSize rows = CheckedSize(ranks) * static_cast<u64>(shape.max_tokens);
+    const CheckedSize picks = rows * static_cast<u64>(shape.top_k);
+    const CheckedSize ids = (rows * static_cast<u64>(shape.landing_row_bytes)).aligned(kAlign);
+    const CheckedSize weights = (ids + picks * u64{8}).aligned(kAlign);
+    const CheckedSize table = (weights + picks * u64{4}).aligned(kAlign);
+    const CheckedSize total = (table + CheckedSize(u64{64}) + picks * u64{4}).aligned(4096);
+    layout.num_ranks = shape.num_ranks;
+    layout.num_blocks = shape.num_blocks;
+    layout.max_tokens = shape.max_tokens;
+    layout.headers = headers.value;
+    layout.progress = progress.value;
+    layout.payloads = payloads.value;
+    layout.payload_bytes = payload.value;
+    layout.control_bytes = control.value;
+    layout.landing_ids = ids.value;
+    layout.landing_weights = weights.value;
+    layout.landing_table = table.value;
+    layout.landing_bytes = total.value;
+    layout.ok = control.ok && total.ok;
+    return layout;
+  }
+
+  // The cell that `source` writes and the owner of the window waits for.
+  WEFT_HD constexpr u64 header(Phase phase, u64 sequence, i32 source, i32 block) const {
+    const u64 row = (static_cast<u64>(phase) * kNumParities + WindowLayout::parity(sequence)) * static_cast<u64>(num_ranks);
+    return headers +
+           ((row + static_cast<u64>(source)) * static_cast<u64>(num_blocks) + static_cast<u64>(block)) * kCacheLine;
+  }
+  // How far warp `channel` of the source's block has come (sync/header.h, progress words).
+  WEFT_HD constexpr u64 progress_word(i32 source, i32 block, i32 channel) const {
+    const u64 cell = static_cast<u64>(source) * static_cast<u64>(num_blocks) + static_cast<u64>(block);
+    return progress + (cell * kNumProgress + static_cast<u64>(channel)) * kCacheLine;
+  }
+  WEFT_HD constexpr u64 payload(u64 sequence, i32 source) const {
+    const u64 row = WindowLayout::parity(sequence) * static_cast<u64>(num_ranks) + static_cast<u64>(source);
+    return payloads + row * payload_bytes;
+  }
+};
+
+}  // namespace weft
