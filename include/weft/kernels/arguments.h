@@ -1,32 +1,36 @@
 // Run-time arguments of the kernels: plain structs that the host fills and passes by value.
 #pragma once
 
-#include "weft/layout/payload.h"
+#include "weft/layout/gpu_plan.h"
+#include "weft/layout/gpu_window.h"
 #include "weft/transport/host_words.h"
 
 namespace weft::kernels {
 
-constexpr i32 kDispatchThreads = 256;
 constexpr i32 kSumThreads = 256;
 constexpr i32 kCombineThreads = kSumThreads + 32;  // and one warp that loads
 
 struct DispatchKernelArgs {
   transport::WindowView view;
+  u16 print = 0;           // fingerprint of the operation
+  bool fits_landing = true;  // a row and its scales fit a row of the landing
+  u64 ticket = 0;          // more than 0: the host waits for the number of rows under this name
   const u8* x = nullptr;
   const u8* scales = nullptr;
   const void* topk_idx = nullptr;
   const float* topk_weights = nullptr;  // null: 1
   i32 num_tokens = 0;
-  Placement placement;  // of this rank's result: x, scales, ids (meta_idx), weights (meta_weights), room in rows
+  i32 chunk_tokens = 1;  // expert_major, masked: tokens that a block takes at a time
+  i32 alignment = 1;
+  i64 capacity = kNoCapacity;
+  GpuPlacement placement;  // of this rank's result
+  i32* send_plan = nullptr;
+  i32* recv_plan = nullptr;  // where the placement or the landing has it; read if cached
   // Written for this rank.
-  i32* slot = nullptr;           // [T, R] send plan
-  i32* row_start = nullptr;      // [R] send plan
-  i32* num_rows_to = nullptr;    // [R] send plan
-  i32* source_offset = nullptr;  // [R + 1] receive plan
-  i32* counts = nullptr;         // [L]
-  i32* offsets = nullptr;        // [R + 1]
+  i32* counts = nullptr;   // [L]
+  i32* offsets = nullptr;  // [R + 1] or [L + 1]
   i32* num_rows = nullptr;
-  u32* num_ended = nullptr;
+  i64* overflow = nullptr;  // added to
 };
 
 struct CombineKernelArgs {

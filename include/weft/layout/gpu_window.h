@@ -8,7 +8,6 @@
 
 #include "weft/config/base.h"
 #include "weft/layout/checked.h"
-#include "weft/layout/payload.h"
 #include "weft/layout/window.h"
 
 namespace weft {
@@ -25,16 +24,27 @@ struct alignas(kCacheLine) GpuControlWords {
   u32 num_ended = 0;   // blocks of the operation in flight that have ended; wraps around
 };
 
+// Where the rows of a dispatch go in the receiver's heap memory; byte offsets from its start. Every value is checked by the
+// writer of the rows before it is used (R19).
+struct GpuPlacement {
+  u64 x = 0;         // row 0 of the result
+  u64 scales = 0;    // row 0 of its scales
+  u64 ids = 0;       // rank_major: ids [num_rows, top_k]
+  u64 weights = 0;   // rank_major: float [num_rows, top_k]; the others: float [num_rows], the receiver's own business
+  u64 table = 0;     // receive plan (layout/gpu_plan.h)
+  i64 num_rows = 0;  // rows that there is room for; fewer than the result needs: everything goes to the landing
+};
+
 // First words of a payload slot of phase `count`, followed by int32 [num_experts] picks for each expert and
 // int32 [num_ranks] rows for each rank (dispatch without a handle).
 struct GpuCountPayload {
-  Placement placement;   // dispatch: where the rows for the writer of this payload go
+  GpuPlacement placement;  // dispatch: where the rows for the writer of this payload go
   i64 num_tokens = 0;    // of the writer
   u64 rows_in_heap = 0;  // combine: 1: the writer's rows lie in its heap, pull them; 0: it pushes sums to the landing
   u64 rows_offset = 0;   // combine: heap offset of row 0
   i64 num_rows = 0;      // combine
 };
-static_assert(sizeof(GpuCountPayload) == 96);
+static_assert(sizeof(GpuCountPayload) == 80);
 
 struct GpuWindowShape {
   i32 num_ranks = 0;

@@ -69,4 +69,15 @@ WEFT_HD inline u8 float_to_e4m3(float value) {
   return static_cast<u8>(result | sign);
 }
 
+// Two at once, the first in the low byte. A NaN may differ in its sign from float_to_e4m3.
+WEFT_HD inline u16 floats_to_e4m3(float first, float second) {
+#if defined(__CUDA_ARCH__)
+  u16 packed;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(packed) : "f"(first), "f"(second));
+  return packed;
+#else
+  return static_cast<u16>(float_to_e4m3(first) | float_to_e4m3(second) << 8);
+#endif
+}
+
 }  // namespace weft::ptx

@@ -13,6 +13,9 @@ __device__ inline u32 lanes_below() {
   return mask;
 }
 
+// The lanes that have the same key as this one. All lanes call it.
+__device__ inline u32 match_any(i32 key) { return __match_any_sync(0xffffffffu, key); }
+
 __device__ inline void nanosleep(u32 num_ns) { asm volatile("nanosleep.u32 %0;" ::"r"(num_ns)); }
 
 // Counts 0 .. last and starts again; returns what was there. Within the GPU, acquire and release.

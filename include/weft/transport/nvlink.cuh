@@ -112,12 +112,22 @@ __device__ inline Verdict wait_all(const WindowView& view, Phase phase, const Fl
   return is_broken ? Verdict::kBroken : is_given_up ? Verdict::kGivenUp : Verdict::kOk;
 }
 
-// The last block to come here ends the operation. No block waits for another.
+// For the whole block: whether all others have ended. No block waits for another.
+__device__ inline bool is_last_block(const WindowView& view) {
+  __shared__ bool is_last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    is_last = ptx::atom_inc_wrap_gpu(&view.words()->num_ended, gridDim.x - 1) == gridDim.x - 1;
+  }
+  __syncthreads();
+  return is_last;
+}
+
+// By the last block: the operation has ended, well or given up by all.
 __device__ inline void end_flight(const WindowView& view, const Flight& flight) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   GpuControlWords* words = view.words();
-  if (ptx::atom_inc_wrap_gpu(&words->num_ended, gridDim.x - 1) != gridDim.x - 1) return;
   ptx::st_relaxed_sys(&words->sequence, static_cast<u64>(flight.turn.sequence));
   ptx::st_release_sys(&words->owner, 0);
   ptx::st_release_sys(&view.host->finished_sequence, static_cast<u64>(flight.turn.sequence));

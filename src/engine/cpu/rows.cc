@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "weft/layout/fp8_scale.h"
 #include "weft/ptx/convert.h"
 
 #if defined(__SSE2__)
@@ -109,24 +110,15 @@ WEFT_CLONES void scale_to_e4m3(const float* values, i64 count, float factor, u8*
   for (i64 idx = 0; idx < count; ++idx) data[idx] = ptx::float_to_e4m3(values[idx] * factor);
 }
 
-constexpr float kLargestE4m3 = 448.0f;
-constexpr u32 kNanBits = 0x7fc00000u;
-constexpr u8 kE8m0Nan = 255;
-
 // The multiplier of one group; its scale is stored.
-float choose_scale(u32 amax_bits, Quantize format, void* scales, i64 group) {
-  const bool is_nan = amax_bits > 0x7f800000u;
-  const float amax = is_nan ? ptx::bits_float(kNanBits) : std::max(ptx::bits_float(amax_bits), 1e-4f);
-  const float scale = amax / kLargestE4m3;
+float store_scale(u32 amax_bits, Quantize format, void* scales, i64 group) {
+  const Fp8Scale scale = fp8_scale(amax_bits, format);
   if (format == Quantize::kFp8) {
-    static_cast<float*>(scales)[group] = scale;
-    return kLargestE4m3 / amax;
+    static_cast<float*>(scales)[group] = ptx::bits_float(scale.bits);
+  } else {
+    static_cast<u8*>(scales)[group] = static_cast<u8>(scale.bits);
   }
-  // 2^ceil(log2(scale)) from the bits; amax >= 1e-4 keeps the scale a normal number.
-  const u32 bits = ptx::float_bits(scale);
-  const u32 biased = is_nan ? kE8m0Nan : (bits >> 23) + ((bits & 0x7fffffu) != 0 ? 1u : 0u);
-  static_cast<u8*>(scales)[group] = static_cast<u8>(biased);
-  return biased >= kE8m0Nan ? ptx::bits_float(kNanBits) : ptx::bits_float((254u - biased) << 23);
+  return scale.factor;
 }
 
 }  // namespace
@@ -157,7 +149,7 @@ void quantize_row(Dtype dtype, const void* row, i64 hidden, Quantize format, u8*
     const i64 first = group * kQuantizeGroup;
     const i64 count = std::min<i64>(kQuantizeGroup, hidden - first);
     load_group(dtype, row, first, count, values);
-    const float factor = choose_scale(largest_magnitude_bits(values, count), format, scales, group);
+    const float factor = store_scale(largest_magnitude_bits(values, count), format, scales, group);
     scale_to_e4m3(values, count, factor, data + first);
   }
 }

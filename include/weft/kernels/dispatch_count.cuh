@@ -1,0 +1,415 @@
+// Dispatch, first part: who goes where, the exchange of counts, and from them the place of every row (docs/protocols/
+// nvlink-dispatch.md, steps 2 and 3). All warps take part.
+#pragma once
+
+#include "weft/kernels/dispatch_state.cuh"
+#include "weft/layout/routing.h"
+
+namespace weft::kernels {
+
+template <bool kIs64>
+struct IdType {
+  using Type = i32;
+};
+template <>
+struct IdType<true> {
+  using Type = i64;
+};
+
+template <DispatchKernelConfig kConfig>
+class DispatchCount : public DispatchState<kConfig> {
+ public:
+  using Base = DispatchState<kConfig>;
+  using Base::a, Base::s, Base::flight, Base::warp, Base::lane, Base::rank;
+  using Base::kRanks, Base::kTopk, Base::kExperts, Base::kLocal, Base::kPeriods;
+  using Id = typename IdType<kConfig.topk_is_int64>::Type;
+  static constexpr i32 kThreads = kConfig.num_threads();
+  static constexpr i32 kWarps = kConfig.num_warps();
+
+  __device__ explicit DispatchCount(const Base& base) : Base(base) {}
+
+  // ---- own tokens
+
+  __device__ void clear() {
+    if constexpr (kConfig.is_cached) return;
+    const i32 num_words = (kConfig.is_by_expert() ? 2 * kPeriods + 1 : 1) * kExperts;
+    i32* words = kConfig.is_by_expert() ? this->index() : this->mine();
+    for (i32 idx = static_cast<i32>(threadIdx.x); idx < num_words; idx += kThreads) words[idx] = 0;
+  }
+
+  __device__ void count_tokens() {
+    if constexpr (kConfig.is_cached) return;
+    const i32 num_groups = (a.num_tokens + 31) / 32;
+    for (i32 first = warp; first < num_groups; first += kWarps * kAhead) {
+      Id ids[kAhead][kBatch];
+      for (i32 k = 0; k < kTopk; k += kBatch) {
+#pragma unroll
+        for (i32 step = 0; step < kAhead; ++step) read_ids((first + step * kWarps) * 32 + lane, k, ids[step]);
+#pragma unroll
+        for (i32 step = 0; step < kAhead; ++step) count_ids(first + step * kWarps, num_groups, k, ids[step]);
+      }
+    }
+    __syncthreads();
+    if constexpr (kConfig.is_by_expert()) {
+      for (i32 expert = static_cast<i32>(threadIdx.x); expert < kExperts; expert += kThreads) sum_periods(expert);
+    } else {
+      for (i32 to = warp; to < kRanks; to += kWarps) sum_groups(to, num_groups);
+    }
+    __syncthreads();
+  }
+
+  // ---- exchange
+
+  // By block 0 alone.
+  __device__ void send_counts() {
+    for (i32 peer = 0; peer < kRanks; ++peer) {
+      if (!this->is_peer(peer)) continue;
+      u8* slot = a.view.control[peer] + a.view.layout.payload(flight.turn.sequence, rank());
+      i32* words = reinterpret_cast<i32*>(slot + sizeof(GpuCountPayload));
+      if constexpr (!kConfig.is_cached) {
+        for (i32 idx = static_cast<i32>(threadIdx.x); idx < kExperts + kRanks; idx += kThreads) {
+          words[idx] = idx < kExperts ? this->mine()[idx] : kConfig.is_by_expert() ? 0 : s.total[idx - kExperts];
+        }
+      }
+      if (threadIdx.x == 0) {
+        auto* payload = reinterpret_cast<GpuCountPayload*>(slot);
+        payload->placement = a.placement;
+        payload->num_tokens = a.num_tokens;
+      }
+    }
+    __syncthreads();
+    const i32 peer = static_cast<i32>(threadIdx.x);
+    if (this->is_peer(peer)) transport::notify(a.view, Phase::kCount, flight, peer, 0);
+  }
+
+  // Where every row goes, from what all ranks have said. Every block computes it for itself.
+  __device__ void find_places() {
+    if constexpr (kConfig.is_cached) {
+      if (threadIdx.x < kRanks) s.needed[threadIdx.x] = 0;
+    } else if constexpr (kConfig.is_by_expert()) {
+      for (i32 expert = static_cast<i32>(threadIdx.x); expert < kExperts; expert += kThreads) sum_sources(expert);
+      __syncthreads();
+      for (i32 to = warp; to < kRanks; to += kWarps) place_experts(to);
+    } else {
+      const i32 to = static_cast<i32>(threadIdx.x);
+      if (to < kRanks) place_ranks(to);
+    }
+    __syncthreads();
+    const i32 to = static_cast<i32>(threadIdx.x);
+    if (to < kRanks) s.num_tokens[to] = tokens_of(to);
+    if (to < kRanks && flight.is_active(to)) find_base(to);
+    if constexpr (kConfig.is_by_expert() && kConfig.is_cached) read_holes();
+    __syncthreads();
+  }
+
+  // ---- what the caller gets besides rows: by some warps of block 0, the first being `first_warp`
+
+  __device__ void write_counts(i32 first_warp) {
+    if constexpr (kConfig.is_cached) return;
+    const i32 thread = (warp - first_warp) * 32 + lane;
+    if constexpr (kConfig.is_by_expert()) {
+      if (warp == first_warp) write_groups();
+    } else {
+      for (i32 expert = thread; expert < kLocal; expert += (kWarps - first_warp) * 32) {
+        i32 sum = 0;
+        for (i32 source = 0; source < kRanks; ++source) sum += picks_of(source, rank() * kLocal + expert);
+        a.counts[expert] = sum;
+      }
+      if (thread == 0) write_rank_offsets();
+    }
+    if (thread < kRanks) recv_plan()[thread] = s.num_tokens[thread];
+  }
+
+  // The caller's result holds fewer rows than came: count again what was kept. By the last block, when all rows are here.
+  __device__ void recount_kept() {
+    if constexpr (kConfig.is_cached || kConfig.is_by_expert()) return;
+    if (a.capacity < 0 || s.own_rows <= a.capacity) return;
+    i32* kept = this->mine();
+    for (i32 expert = static_cast<i32>(threadIdx.x); expert < kLocal; expert += kThreads) kept[expert] = 0;
+    __syncthreads();
+    const Id* ids = reinterpret_cast<const Id*>(s.ids[rank()]);
+    for (i64 pick = threadIdx.x; pick < a.capacity * kTopk; pick += kThreads) {
+      const i64 id = ids[pick];
+      if (id >= 0 && id < kLocal) atomicAdd(&kept[id], 1);
+    }
+    __syncthreads();
+    i64 num_dropped = 0;
+    for (i32 expert = static_cast<i32>(threadIdx.x); expert < kLocal; expert += kThreads) {
+      num_dropped += a.counts[expert] - kept[expert];
+      a.counts[expert] = kept[expert];
+    }
+    if (num_dropped > 0) atomicAdd(reinterpret_cast<u64*>(a.overflow), static_cast<u64>(num_dropped));
+  }
+
+  // Where this rank's receive plan lies.
+  __device__ i32* recv_plan() const {
+    const u64 offset = this->is_staged(rank()) ? a.view.layout.landing_table : a.placement.table;
+    return reinterpret_cast<i32*>(a.view.heap[rank()] + offset);
+  }
+
+ private:
+  static constexpr i32 kBatch = kTopk <= 16 ? kTopk : kTopk % 16 == 0 ? 16 : kTopk % 8 == 0 ? 8 : 1;  // ids at once
+  static constexpr i32 kAhead = kBatch <= 8 ? 4 : 2;  // groups whose ids are on their way together
+
+  // Ids k .. k + kBatch - 1 of a token as they are, by 16-byte loads where rows divide so; -1 beyond the last token.
+  __device__ void read_ids(i32 token, i32 k, Id (&ids)[kBatch]) const {
+    constexpr i32 kPer = 16 / static_cast<i32>(sizeof(Id));
+    struct alignas(16) Packed {
+      Id value[kPer];
+    };
+#pragma unroll
+    for (i32 idx = 0; idx < kBatch; ++idx) ids[idx] = -1;
+    if (token >= a.num_tokens) return;
+    const Id* row = static_cast<const Id*>(a.topk_idx) + static_cast<i64>(token) * kTopk + k;
+    if constexpr (kTopk % kPer == 0 && kBatch % kPer == 0) {
+#pragma unroll
+      for (i32 idx = 0; idx < kBatch; idx += kPer) {
+        const Packed packed = *reinterpret_cast<const Packed*>(row + idx);
+#pragma unroll
+        for (i32 part = 0; part < kPer; ++part) ids[idx + part] = packed.value[part];
+      }
+    } else {
+#pragma unroll
+      for (i32 idx = 0; idx < kBatch; ++idx) ids[idx] = row[idx];
+    }
+  }
+
+  __device__ bool is_sent(i64 id) const {
+    return id >= 0 && id < kExperts && flight.is_active(static_cast<i32>(id) / kLocal);
+  }
+
+  __device__ void count_ids(i32 group, i32 num_groups, i32 first_k, const Id (&ids)[kBatch]) {
+    const i32 token = group * 32 + lane;
+    u32 mask = 0;
+    i32* counts = nullptr;
+    if constexpr (kConfig.is_by_expert()) {
+      const i32 chunk = token / a.chunk_tokens;
+      const i32 period = min(chunk / kConfig.num_blocks, kPeriods - 1);
+      counts = chunk % kConfig.num_blocks < static_cast<i32>(blockIdx.x) ? this->before(period) : this->rest(period);
+    } else {
+      counts = this->mine();
+    }
+#pragma unroll
+    for (i32 idx = 0; idx < kBatch; ++idx) {
+      const i64 id = ids[idx];
+      if (blockIdx.x == 0 && (id < -1 || id >= kExperts)) note_bad_id(token * kTopk + first_k + idx);
+      if (!is_sent(id)) continue;
+      mask |= 1u << (static_cast<i32>(id) / kLocal);
+      if (kConfig.is_by_expert() || blockIdx.x == 0) atomicAdd(&counts[id], 1);
+    }
+    if constexpr (!kConfig.is_by_expert()) {
+      if (group >= num_groups) return;
+#pragma unroll
+      for (i32 to = 0; to < kRanks; ++to) {
+        const u32 ballot = __ballot_sync(0xffffffffu, (mask >> to & 1u) != 0);
+        if (lane == 0) this->goers(to, group) = first_k == 0 ? ballot : this->goers(to, group) | ballot;
+      }
+    }
+  }
+
+  __device__ void note_bad_id(i32 at) {
+    atomicAdd(&s.num_bad_ids, 1);
+    atomicMin(&s.first_bad_at, at);
+  }
+
+  // One warp: prefix sums over the groups.
+  __device__ void sum_groups(i32 to, i32 num_groups) {
+    i32 carry = 0;
+    for (i32 first = 0; first < num_groups; first += 32) {
+      const i32 group = first + lane;
+      const i32 mine = group < num_groups ? __popc(this->goers(to, group)) : 0;
+      const i32 sum = inclusive_sum(mine);
+      if (group < num_groups) this->rows_before(to, group) = carry + sum - mine;
+      carry += __shfl_sync(0xffffffffu, sum, 31);
+    }
+    if (lane == 0) s.total[to] = carry;
+  }
+
+  __device__ i32 inclusive_sum(i32 sum) const {
+#pragma unroll
+    for (i32 step = 1; step < 32; step *= 2) {
+      const i32 other = __shfl_up_sync(0xffffffffu, sum, step);
+      if (lane >= step) sum += other;
+    }
+    return sum;
+  }
+
+  // How many picks of the expert come before each of this block's chunks.
+  __device__ void sum_periods(i32 expert) {
+    i32 sum = 0;
+    for (i32 period = 0; period < kPeriods; ++period) {
+      const i32 in_period = this->before(period)[expert] + this->rest(period)[expert];
+      this->before(period)[expert] += sum;
+      sum += in_period;
+    }
+    this->mine()[expert] = sum;
+  }
+
+  __device__ const GpuCountPayload* payload_from(i32 source) const {
+    return reinterpret_cast<const GpuCountPayload*>(a.view.control[rank()] +
+                                                    a.view.layout.payload(flight.turn.sequence, source));
+  }
+
+  // How many tokens the source has (R19: at most what the window is made for).
+  __device__ i32 tokens_of(i32 source) const {
+    if (!flight.is_active(source)) return 0;
+    if (source == rank()) return a.num_tokens;
+    return static_cast<i32>(clamp_count(payload_from(source)->num_tokens, a.view.layout.max_tokens));
+  }
+
+  // Picks of the source for a global expert (R19: at most all of its picks).
+  __device__ i32 picks_of(i32 source, i32 expert) const {
+    if (!flight.is_active(source)) return 0;
+    if (source == rank()) return this->mine()[expert];
+    const i32* words = reinterpret_cast<const i32*>(payload_from(source) + 1);
+    return static_cast<i32>(clamp_count(words[expert], a.view.layout.max_tokens * kTopk));
+  }
+
+  __device__ i32 rows_between(i32 source, i32 to) const {
+    if (!flight.is_active(source)) return 0;
+    if (source == rank()) return s.total[to];
+    const i32* words = reinterpret_cast<const i32*>(payload_from(source) + 1);
+    return static_cast<i32>(clamp_count(words[kExperts + to], a.view.layout.max_tokens));
+  }
+
+  __device__ void place_ranks(i32 to) {
+    i32 sum = 0;
+    for (i32 source = 0; source < kRanks; ++source) {
+      if (source == rank()) s.start[to] = sum;
+      sum += rows_between(source, to);
+    }
+    s.needed[to] = a.capacity >= 0 ? a.capacity : sum;
+    if (to == rank()) s.own_rows = sum;
+  }
+
+  __device__ void sum_sources(i32 expert) {
+    i32 sum = 0;
+    for (i32 source = 0; source < kRanks; ++source) {
+      if (source == rank()) this->place()[expert] = sum;
+      sum += picks_of(source, expert);
+    }
+    this->total_of()[expert] = sum;
+  }
+
+  // One warp: where the groups of a rank begin.
+  __device__ void place_experts(i32 to) {
+    i32 carry = 0;
+    const bool is_masked = kConfig.layout == Layout::kMasked;
+    const i32 limit = a.capacity >= 0 ? static_cast<i32>(a.capacity) : 0x7fffffff;
+    for (i32 first = 0; first < kLocal; first += 32) {
+      const i32 local = first + lane;
+      const i32 total = local < kLocal ? this->total_of()[to * kLocal + local] : 0;
+      const i32 padded = static_cast<i32>(align_rows(total, a.alignment));
+      const i32 sum = inclusive_sum(padded);
+      const i32 begin = is_masked ? 0 : carry + sum - padded;
+      if (local < kLocal) {
+        this->place()[to * kLocal + local] += begin;
+        if (to == rank()) {
+          this->hole_begin()[local] = min(begin + total, limit);
+          this->hole_end()[local] = min(is_masked ? limit : begin + padded, limit);
+        }
+      }
+      carry += __shfl_sync(0xffffffffu, sum, 31);
+    }
+    if (lane == 0) s.needed[to] = is_masked ? a.capacity * kLocal : a.capacity >= 0 ? a.capacity : carry;
+  }
+
+  __device__ void read_holes() {
+    const bool is_masked = kConfig.layout == Layout::kMasked;
+    for (i32 local = static_cast<i32>(threadIdx.x); local < kLocal; local += kThreads) {
+      this->hole_begin()[local] = (is_masked ? 0 : a.offsets[local]) + a.counts[local];
+      this->hole_end()[local] = is_masked ? static_cast<i32>(a.capacity) : a.offsets[local + 1];
+    }
+  }
+
+  // Where rows for a rank go: its heap, or its landing if they don't fit (R19: nothing outside either).
+  __device__ void find_base(i32 to) {
+    const GpuPlacement place = to == rank() ? a.placement : payload_from(to)->placement;
+    const GpuWindowLayout& layout = a.view.layout;
+    const i64 num_slots = kRanks * layout.max_tokens;
+    const bool is_staged = kConfig.is_cached ? place.num_rows == 0 : s.needed[to] > place.num_rows;
+    const u64 scales_landing = align_up(layout.landing_rows + static_cast<u64>(num_slots) * kConfig.wire_row_bytes(), 256);
+    const auto fits = [&](u64 offset, u64 row_bytes) {
+      return place.num_rows >= 0 && offset <= a.view.heap_bytes[to] &&
+             static_cast<u64>(place.num_rows) <= (a.view.heap_bytes[to] - offset) / max(row_bytes, u64{1});
+    };
+    constexpr u64 kIdBytes = kTopk * (kConfig.topk_is_int64 ? 8 : 4);
+    const u64 table_bytes = static_cast<u64>(gpu_recv_plan_len(layout.max_tokens, kTopk, kRanks, kConfig.layout)) * 4;
+    const bool has_ids = !kConfig.is_cached && !kConfig.is_by_expert();
+    const bool is_sound = is_staged || (fits(place.x, kConfig.wire_row_bytes()) && fits(place.scales, kConfig.scale_row_bytes) &&
+                                        (!has_ids || (fits(place.ids, kIdBytes) && fits(place.weights, kTopk * 4))) &&
+                                        place.table <= a.view.heap_bytes[to] &&
+                                        (kConfig.is_cached || table_bytes <= a.view.heap_bytes[to] - place.table));
+    if (!is_sound) this->fail(transport::ErrorCause::kBadPeerWord, Phase::kCount, to);
+    if (is_staged && !a.fits_landing) give_up(to);
+    if (is_staged) atomicOr(&s.staged_mask, 1u << to);
+    u8* heap = a.view.heap[to];
+    s.x[to] = heap + (is_staged ? layout.landing_rows : place.x);
+    s.scales[to] = heap + (is_staged ? scales_landing : place.scales);
+    s.ids[to] = heap + (is_staged ? layout.landing_ids : place.ids);
+    s.weights[to] = heap + (is_staged || kConfig.is_by_expert() ? layout.landing_weights : place.weights);
+    i32* table = reinterpret_cast<i32*>(heap + (is_staged ? layout.landing_table : place.table));
+    s.table[to] = table + kGpuPlanHeader + rank() * layout.max_tokens * Base::kTableWidth;
+    const i64 room = !is_staged ? place.num_rows : kConfig.is_by_expert() ? 0x7fffffff : num_slots;
+    s.limit[to] = static_cast<i32>(min(a.capacity >= 0 ? a.capacity : room, static_cast<i64>(0x7fffffff)));
+  }
+
+  __device__ void give_up(i32 to) {
+    transport::record(a.view, flight, transport::ErrorCause::kNoRoom, Phase::kCount, to, 0);
+    s.is_given_up = 1;
+  }
+
+  __device__ void tell_host(i64 num_rows) {
+    transport::HostWords* host = a.view.host;
+    if (s.num_bad_ids > 0) {
+      host->first_bad_at = s.first_bad_at;
+      host->first_bad_id = static_cast<const Id*>(a.topk_idx)[s.first_bad_at];
+      ptx::st_release_sys(reinterpret_cast<u64*>(&host->num_bad_ids), static_cast<u64>(s.num_bad_ids));
+    }
+    if (a.ticket == 0) return;
+    host->num_rows = num_rows;
+    ptx::st_release_sys(&host->counted_ticket, a.ticket);
+  }
+
+  // One thread.
+  __device__ void write_rank_offsets() {
+    const i64 limit = a.capacity >= 0 ? a.capacity : 0x7fffffff;
+    i64 offset = 0;
+    for (i32 source = 0; source < kRanks; ++source) {
+      a.offsets[source] = static_cast<i32>(min(offset, limit));
+      offset += rows_between(source, rank());
+    }
+    a.offsets[kRanks] = *a.num_rows = static_cast<i32>(min(offset, limit));
+    tell_host(offset);
+  }
+
+  // One warp: offsets and counts by expert.
+  __device__ void write_groups() {
+    i64 num_kept = 0, num_dropped = 0;
+    const bool is_masked = kConfig.layout == Layout::kMasked;
+    const i32 limit = a.capacity >= 0 ? static_cast<i32>(a.capacity) : 0x7fffffff;
+    for (i32 local = lane; local < kLocal; local += 32) {
+      const i32 total = this->total_of()[rank() * kLocal + local];
+      const i32 end = this->hole_begin()[local];
+      // The group begins where the one before it ends, holes included.
+      const i32 begin = is_masked || local == 0 ? 0 : this->hole_end()[local - 1];
+      a.offsets[local] = is_masked ? local * static_cast<i32>(a.capacity) : begin;
+      a.counts[local] = end - begin;
+      num_kept += end - begin;
+      num_dropped += total - (end - begin);
+    }
+#pragma unroll
+    for (i32 step = 16; step > 0; step /= 2) {
+      num_kept += __shfl_xor_sync(0xffffffffu, num_kept, step);
+      num_dropped += __shfl_xor_sync(0xffffffffu, num_dropped, step);
+    }
+    if (lane != 0) return;
+    const i32 last = is_masked ? kLocal * limit : this->hole_end()[kLocal - 1];
+    a.offsets[kLocal] = last;
+    *a.num_rows = is_masked ? static_cast<i32>(num_kept) : last;
+    if (num_dropped > 0) atomicAdd(reinterpret_cast<u64*>(a.overflow), static_cast<u64>(num_dropped));
+    tell_host(is_masked ? num_kept : last);
+  }
+};
+
+}  // namespace weft::kernels

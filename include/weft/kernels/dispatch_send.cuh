@@ -1,0 +1,417 @@
+// Dispatch, second part: rows on their way, each loaded once, quantised if asked for, and stored to every rank that wants it
+// (docs/protocols/nvlink-dispatch.md, steps 4 and 5). One warp loads, kStoreWarps store, num_quantize_warps quantise.
+#pragma once
+
+#include "weft/kernels/dispatch_count.cuh"
+#include "weft/layout/fp8_scale.h"
+
+namespace weft::kernels {
+
+// An integer of `kBytes`: what threads copy at a time.
+template <i32 kBytes>
+struct alignas(kBytes) Piece {
+  u8 byte[kBytes];
+};
+WEFT_HD constexpr i32 piece_bytes(i32 num_bytes) {
+  return num_bytes % 16 == 0 ? 16 : num_bytes % 8 == 0 ? 8 : num_bytes % 4 == 0 ? 4 : num_bytes % 2 == 0 ? 2 : 1;
+}
+
+// One warp copies a short row whose length suits no bulk copy.
+template <i32 kBytes>
+__device__ inline void copy_short(u8* to, const u8* from, i32 lane) {
+  constexpr i32 kPiece = piece_bytes(kBytes);
+  using Unit = Piece<kPiece>;
+  for (i32 idx = lane; idx < kBytes / kPiece; idx += 32) {
+    reinterpret_cast<Unit*>(to)[idx] = reinterpret_cast<const Unit*>(from)[idx];
+  }
+}
+
+template <DispatchKernelConfig kConfig>
+class DispatchSend : public DispatchState<kConfig> {
+ public:
+  using Base = DispatchState<kConfig>;
+  using Base::a, Base::s, Base::flight, Base::warp, Base::lane, Base::rank;
+  using Base::kRanks, Base::kTopk, Base::kExperts, Base::kLocal, Base::kRowBytes, Base::kScaleBytes;
+  using Id = typename IdType<kConfig.topk_is_int64>::Type;
+  static constexpr bool kByExpert = kConfig.is_by_expert();
+  static constexpr bool kQuantized = kConfig.is_quantized();
+  static constexpr bool kBulkScales = kScaleBytes % 16 == 0;
+  static constexpr i32 kSteps = (kTopk + 31) / 32;  // picks of a lane
+  static constexpr i32 kPostEvery = 8;              // items between two progress words
+
+  __device__ explicit DispatchSend(const Base& base) : Base(base) {}
+
+  // ---- load: one lane, item after item, as stages become free. The first need nothing but x: they go before the counts.
+
+  __device__ i32 load_rows(i32 first, bool is_early) {
+    const i32 end = is_early ? min(this->num_slots(), kConfig.num_stages) : this->num_slots();
+    for (i32 n = first; n < end; ++n) {
+      if (!this->has_item(n)) continue;
+      const i32 idx = n % kConfig.num_stages;
+      if (n >= kConfig.num_stages && !this->wait_local(&s.empty[idx], (n / kConfig.num_stages - 1) & 1)) return n;
+      const i64 token = this->token_of(n % kStoreWarps, n / kStoreWarps);
+      constexpr i32 kScalesHere = kQuantized || !kBulkScales ? 0 : kScaleBytes;
+      ptx::mbarrier_arrive_expect(&s.full[idx], kConfig.row_bytes + kScalesHere);
+      ptx::bulk_load(this->stage(idx), a.x + token * kConfig.row_bytes, kConfig.row_bytes, &s.full[idx]);
+      if constexpr (kScalesHere > 0) {
+        ptx::bulk_load(this->stage(idx) + kConfig.scales_at(), a.scales + token * kScaleBytes, kScaleBytes, &s.full[idx]);
+      }
+    }
+    return end;
+  }
+
+  // ---- quantise: a row in its stage, in place, by one warp
+
+  __device__ void quantize_rows(i32 quantizer) {
+    const i32 end = this->num_slots();
+    for (i32 n = quantizer; n < end; n += kConfig.num_quantize_warps) {
+      if (!this->has_item(n)) continue;
+      const i32 idx = n % kConfig.num_stages;
+      if (!this->wait_local(&s.full[idx], (n / kConfig.num_stages) & 1)) return;
+      quantize_row(this->stage(idx));
+      ptx::fence_proxy_async();  // bulk stores read what was written here
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(&s.ready[idx]);
+    }
+  }
+
+  // ---- store
+
+  __device__ void store_rows(i32 store_warp) {
+    const i32 num_items = this->num_items(store_warp, a.num_tokens);
+    Item next = fetch(store_warp, 0, num_items);
+    i32 previous = -1;
+    for (i32 j = 0; j < num_items; ++j) {
+      const Item item = next;
+      next = fetch(store_warp, j + 1, num_items);
+      const i32 idx = this->stage_of(store_warp, j);
+      const Places places = resolve(item, store_warp, j);
+      if (!this->wait_local(kQuantized ? &s.ready[idx] : &s.full[idx], this->parity_of(store_warp, j))) break;
+      store_row(item.token, places, this->stage(idx));
+      if (lane == 0) ptx::bulk_commit();
+      if constexpr (kByExpert) store_table(item, places);
+      __syncwarp();  // all lanes have read the stage
+      if (lane == 0 && previous >= 0) {
+        ptx::bulk_wait_read<1>();
+        ptx::mbarrier_arrive(&s.empty[previous]);
+      }
+      previous = idx;
+      if constexpr (kByExpert) {
+        if ((j + 1) % kPostEvery == 0 && j + 1 > kPostEvery) post<kPostEvery>(store_warp, j + 1 - kPostEvery);
+      }
+    }
+    if (lane == 0) {
+      ptx::bulk_wait_read<0>();
+      if (previous >= 0) ptx::mbarrier_arrive(&s.empty[previous]);
+    }
+    if constexpr (kByExpert) {
+      if (s.has_failed == 0) post<0>(store_warp, num_items);
+    }
+    if (lane == 0) {
+      ptx::bulk_wait_all();
+      ptx::fence_proxy_async();
+    }
+  }
+
+  // ---- ids, weights and plans of rank_major: one thread a (token, rank), 16 bytes at a time where they divide
+
+  __device__ void store_ids(i32 first_warp) {
+    constexpr i32 kPerItem = kRanks;
+    const i32 thread = (warp - first_warp) * 32 + lane;
+    const i32 num_threads = (kConfig.num_warps() - first_warp) * 32;
+    const i32 mine = (a.num_tokens - static_cast<i32>(blockIdx.x) + kConfig.num_blocks - 1) / kConfig.num_blocks;
+    GpuSendPlan<i32> plan{a.send_plan, a.num_tokens, kRanks};
+    for (i32 pair = thread; pair < mine * kPerItem; pair += num_threads) {
+      const i32 token = static_cast<i32>(blockIdx.x) + pair / kPerItem * kConfig.num_blocks;
+      const i32 to = pair % kPerItem;
+      const i32 row = row_of(token, to);
+      plan.row()[static_cast<i64>(token) * kRanks + to] = row;
+      if (flight.is_active(to)) s.table[to][token] = row;
+      if (to == 0) plan.mask()[token] = static_cast<i32>(mask_of(token));
+      if (row >= 0) store_ids_of(token, to, row);
+    }
+    clear_tail(thread, num_threads);
+  }
+
+ private:
+  struct Item {
+    i32 token = 0;
+    i32 row = -1;                // rank_major: of the rank of this lane's number
+    i32 expert[kSteps] = {};     // by expert: of pick `step * 32 + lane`, -1: none; cached: its rank
+    i32 pick_row[kSteps] = {};   // cached
+    float weight[kSteps] = {};
+  };
+  struct Places {
+    i32 row = -1;
+    i32 pick_row[kSteps];     // -1: not sent
+    i32 destination[kSteps];  // -1: none
+  };
+
+  // How many earlier tokens went to the rank, as a row there; -1: this one does not.
+  __device__ i32 row_of(i32 token, i32 to) const {
+    const u32 goers = this->goers(to, token / 32);
+    const u32 bit = 1u << (token % 32);
+    if ((goers & bit) == 0) return -1;
+    const i32 row = s.start[to] + this->rows_before(to, token / 32) + __popc(goers & (bit - 1));
+    return row < s.limit[to] ? row : -1;
+  }
+
+  __device__ u32 mask_of(i32 token) const {
+    u32 mask = 0;
+#pragma unroll
+    for (i32 to = 0; to < kRanks; ++to) mask |= row_of(token, to) >= 0 ? 1u << to : 0u;
+    return mask;
+  }
+
+  // What is needed to know of an item, asked for while the one before it is stored.
+  __device__ Item fetch(i32 store_warp, i32 j, i32 num_items) const {
+    Item item;
+    if (j >= num_items) return item;
+    item.token = this->token_of(store_warp, j);
+    if constexpr (kByExpert) {
+#pragma unroll
+      for (i32 step = 0; step < kSteps; ++step) fetch_pick(item, step);
+    } else if (lane < kRanks) {
+      const GpuSendPlan<i32> plan{a.send_plan, a.num_tokens, kRanks};
+      item.row = kConfig.is_cached ? plan.row()[static_cast<i64>(item.token) * kRanks + lane] : row_of(item.token, lane);
+    }
+    return item;
+  }
+
+  __device__ void fetch_pick(Item& item, i32 step) const {
+    const i32 k = step * 32 + lane;
+    item.expert[step] = item.pick_row[step] = -1;
+    if (k >= kTopk) return;
+    const i64 pick = static_cast<i64>(item.token) * kTopk + k;
+    if constexpr (kConfig.is_cached) {
+      const GpuSendPlan<i32> plan{a.send_plan, a.num_tokens, kTopk};
+      item.pick_row[step] = plan.row()[pick];
+      item.expert[step] = plan.destination()[pick];
+    } else {
+      const i64 id = static_cast<const Id*>(a.topk_idx)[pick];
+      const bool is_sent = id >= 0 && id < kExperts && flight.is_active(static_cast<i32>(id) / kLocal);
+      item.expert[step] = is_sent ? static_cast<i32>(id) : -1;
+      item.weight[step] = a.topk_weights == nullptr ? 1.0f : a.topk_weights[pick];
+    }
+  }
+
+  // The rows of an item. By expert: items of a chunk come one after the other through one warp, so `before` counts on.
+  __device__ Places resolve(const Item& item, i32 store_warp, i32 j) {
+    Places places;
+    places.row = item.row;
+#pragma unroll
+    for (i32 step = 0; step < (kByExpert ? kSteps : 0); ++step) {
+      if constexpr (kConfig.is_cached) {
+        places.pick_row[step] = item.pick_row[step];
+        places.destination[step] = item.pick_row[step] >= 0 ? item.expert[step] : -1;
+      } else {
+        place_pick(places, step, item.expert[step], this->before(this->period_of(store_warp, j)));
+      }
+    }
+    return places;
+  }
+
+  __device__ void place_pick(Places& places, i32 step, i32 expert, i32* before) {
+    const u32 same = ptx::match_any(expert);
+    const i32 nth = (expert >= 0 ? before[expert] : 0) + __popc(same & ptx::lanes_below());
+    __syncwarp();
+    if (expert >= 0 && (same >> lane) == 1u) before[expert] = nth + 1;  // the last of its kind
+    __syncwarp();
+    const i32 to = expert >= 0 ? expert / kLocal : -1;
+    const i32 row = expert >= 0 ? this->place()[expert] + nth : 0;
+    const bool is_kept = expert >= 0 && row < s.limit[to];
+    const i32 shift = kConfig.layout == Layout::kMasked ? (expert % kLocal) * static_cast<i32>(a.capacity) : 0;
+    places.pick_row[step] = is_kept ? row + shift : -1;
+    places.destination[step] = is_kept ? to : -1;
+  }
+
+  // The row goes to every rank that holds it, by expert to the place of its first pick there.
+  __device__ void store_row(i32 token, const Places& places, const u8* stage) {
+#pragma unroll
+    for (i32 to = 0; to < kRanks; ++to) {
+      const i32 row = row_at(token, places, to);
+      if (row < 0) continue;
+      if (lane == 0) ptx::bulk_store(s.x[to] + static_cast<i64>(row) * kRowBytes, stage, kRowBytes);
+      if constexpr (kScaleBytes > 0) {
+        u8* scales = s.scales[to] + static_cast<i64>(row) * kScaleBytes;
+        const u8* staged = stage + kConfig.scales_at();
+        if constexpr (kBulkScales) {
+          if (lane == 0) ptx::bulk_store(scales, staged, kScaleBytes);
+        } else {
+          copy_short<kScaleBytes>(scales, kQuantized ? staged : a.scales + static_cast<i64>(token) * kScaleBytes, lane);
+        }
+      }
+    }
+  }
+
+  // For the whole warp: the row there, -1: none.
+  __device__ i32 row_at(i32 token, const Places& places, i32 to) const {
+    if constexpr (kByExpert) {
+#pragma unroll
+      for (i32 step = 0; step < kSteps; ++step) {
+        const u32 picks = __ballot_sync(0xffffffffu, places.destination[step] == to);
+        if (picks == 0) continue;
+        const i32 row = __shfl_sync(0xffffffffu, places.pick_row[step], __ffs(static_cast<i32>(picks)) - 1);
+        return this->is_staged(to) ? rank() * static_cast<i32>(a.view.layout.max_tokens) + token : row;
+      }
+      return -1;
+    } else {
+      return __shfl_sync(0xffffffffu, places.row, to);
+    }
+  }
+
+  // By expert: what the receiver must know of a token's picks, and the send plan.
+  __device__ void store_table(const Item& item, const Places& places) {
+    if constexpr (kConfig.is_cached) return;
+    const GpuSendPlan<i32> plan{a.send_plan, a.num_tokens, kTopk};
+    const i64 first = static_cast<i64>(item.token) * kTopk;
+    const i64 slot = (static_cast<i64>(rank()) * a.view.layout.max_tokens + item.token) * kTopk;
+    u32 mask = 0;
+#pragma unroll
+    for (i32 step = 0; step < kSteps; ++step) {
+      const i32 k = step * 32 + lane;
+      const i32 destination = places.destination[step];
+#pragma unroll
+      for (i32 to = 0; to < kRanks; ++to) {
+        if (__ballot_sync(0xffffffffu, destination == to) != 0) mask |= 1u << to;
+        if (k >= kTopk || !flight.is_active(to)) continue;
+        s.table[to][first + k] = destination == to ? places.pick_row[step] : -1;
+        if (destination == to) reinterpret_cast<float*>(s.weights[to])[slot + k] = item.weight[step];
+      }
+      if (k >= kTopk) continue;
+      plan.row()[first + k] = places.pick_row[step];
+      plan.destination()[first + k] = destination;
+    }
+    if (lane == 0) plan.mask()[item.token] = static_cast<i32>(mask);
+  }
+
+  // Tells every rank how many items of this warp have arrived: all but the last kPending.
+  template <i32 kPending>
+  __device__ void post(i32 store_warp, i32 num_arrived) {
+    if (lane == 0) {
+      ptx::bulk_wait<kPending>();
+      ptx::fence_proxy_async();
+    }
+    __syncwarp();
+    if (lane < kRanks && flight.is_active(lane)) {
+      transport::post(a.view, flight, lane, static_cast<i32>(blockIdx.x), store_warp, static_cast<u32>(num_arrived));
+    }
+  }
+
+  // ---- quantise
+
+  // Reads run ahead of writes: a step reads bytes [i * kStep * width, ...) and writes [i * kStep, ...).
+  __device__ void quantize_row(u8* stage) {
+    constexpr i32 kElements = 8;                  // of a lane at a time
+    constexpr i32 kStep = 32 * kElements;         // of the warp
+    constexpr i32 kGroupLanes = kQuantizeGroup / kElements;
+    constexpr i32 kBytes = dtype_bytes(kConfig.dtype);
+    u8* scales = stage + kConfig.scales_at();
+    for (i32 first = 0; first < kConfig.hidden; first += kStep) {
+      const i32 column = first + lane * kElements;
+      const bool is_here = column < kConfig.hidden;
+      float values[kElements];
+      if (is_here) read_values(stage + column * kBytes, values);
+      u32 largest = 0;
+#pragma unroll
+      for (i32 idx = 0; idx < kElements; ++idx) {
+        if (is_here) largest = max(largest, ptx::float_bits(values[idx]) & 0x7fffffffu);
+      }
+#pragma unroll
+      for (i32 step = 1; step < kGroupLanes; step *= 2) {
+        largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+      }
+      const Fp8Scale scale = fp8_scale(largest, kConfig.quantize);
+      if (!is_here) continue;
+      struct alignas(8) Packed {
+        u16 pair[kElements / 2];
+      } packed;
+#pragma unroll
+      for (i32 idx = 0; idx < kElements / 2; ++idx) {
+        packed.pair[idx] = ptx::floats_to_e4m3(values[2 * idx] * scale.factor, values[2 * idx + 1] * scale.factor);
+      }
+      *reinterpret_cast<Packed*>(stage + column) = packed;
+      if (lane % kGroupLanes != 0) continue;
+      if constexpr (kConfig.quantize == Quantize::kFp8) {
+        reinterpret_cast<u32*>(scales)[column / kQuantizeGroup] = scale.bits;
+      } else {
+        scales[column / kQuantizeGroup] = static_cast<u8>(scale.bits);
+      }
+    }
+  }
+
+  __device__ static void read_values(const u8* from, float (&values)[8]) {
+    struct alignas(16) Vector {
+      u32 word[4];
+    };
+    if constexpr (kConfig.dtype == Dtype::kFp32) {
+#pragma unroll
+      for (i32 part = 0; part < 2; ++part) {
+        const Vector vector = reinterpret_cast<const Vector*>(from)[part];
+#pragma unroll
+        for (i32 idx = 0; idx < 4; ++idx) values[part * 4 + idx] = ptx::bits_float(vector.word[idx]);
+      }
+    } else {
+      const Vector vector = *reinterpret_cast<const Vector*>(from);
+#pragma unroll
+      for (i32 idx = 0; idx < 8; ++idx) {
+        const u16 half = static_cast<u16>(vector.word[idx / 2] >> (idx % 2 * 16));
+        values[idx] = kConfig.dtype == Dtype::kBf16 ? ptx::bf16_to_float(half) : ptx::fp16_to_float(half);
+      }
+    }
+  }
+
+  // ---- ids of rank_major
+
+  __device__ void store_ids_of(i32 token, i32 to, i32 row) {
+    struct alignas(16) Quad {
+      float value[4];
+    };
+    struct alignas(16) Ids {
+      Id value[16 / sizeof(Id)];
+    };
+    constexpr i32 kStep = kTopk % 4 == 0 ? 4 : 1;
+    Id* ids = reinterpret_cast<Id*>(s.ids[to]) + static_cast<i64>(row) * kTopk;
+    float* weights = reinterpret_cast<float*>(s.weights[to]) + static_cast<i64>(row) * kTopk;
+    const i64 first = static_cast<i64>(token) * kTopk;
+    for (i32 k = 0; k < kTopk; k += kStep) {
+      Quad quad;
+      Id local[kStep];
+#pragma unroll
+      for (i32 idx = 0; idx < kStep; ++idx) {
+        const i64 id = static_cast<const Id*>(a.topk_idx)[first + k + idx];
+        const bool is_here = id >= 0 && id < kExperts && static_cast<i32>(id) / kLocal == to;
+        local[idx] = is_here ? static_cast<Id>(static_cast<i32>(id) % kLocal) : -1;
+        quad.value[idx] = !is_here ? 0.0f : a.topk_weights == nullptr ? 1.0f : a.topk_weights[first + k + idx];
+      }
+      if constexpr (kStep == 4) {
+        *reinterpret_cast<Quad*>(weights + k) = quad;
+        constexpr i32 kPer = 16 / static_cast<i32>(sizeof(Id));
+#pragma unroll
+        for (i32 part = 0; part < kStep; part += kPer) {
+          Ids packed;
+#pragma unroll
+          for (i32 idx = 0; idx < kPer; ++idx) packed.value[idx] = local[part + idx];
+          *reinterpret_cast<Ids*>(ids + k + part) = packed;
+        }
+      } else {
+        weights[k] = quad.value[0];
+        ids[k] = local[0];
+      }
+    }
+  }
+
+  // With a capacity: rows that hold nothing have no ids and no weights.
+  __device__ void clear_tail(i32 thread, i32 num_threads) {
+    if (a.capacity < 0) return;
+    const i64 num_rows = min(static_cast<i64>(this->is_staged(rank()) ? kRanks * a.view.layout.max_tokens : a.capacity), a.capacity);
+    const i64 stride = static_cast<i64>(num_threads) * kConfig.num_blocks;
+    const i64 first = s.own_rows * static_cast<i64>(kTopk) + static_cast<i64>(blockIdx.x) * num_threads + thread;
+    for (i64 pick = first; pick < num_rows * kTopk; pick += stride) {
+      reinterpret_cast<Id*>(s.ids[rank()])[pick] = -1;
+      reinterpret_cast<float*>(s.weights[rank()])[pick] = 0.0f;
+    }
+  }
+};
+
+}  // namespace weft::kernels

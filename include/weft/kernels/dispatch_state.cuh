@@ -1,0 +1,141 @@
+// What all warps of a dispatch block share: its shared memory, and who takes which token.
+#pragma once
+
+#include "weft/config/kernel.h"
+#include "weft/kernels/arguments.h"
+#include "weft/transport/nvlink.cuh"
+
+namespace weft::kernels {
+
+template <DispatchKernelConfig kConfig>
+struct DispatchShared {
+  u64 full[kConfig.num_stages];   // loaded
+  u64 ready[kConfig.num_stages];  // quantised
+  u64 empty[kConfig.num_stages];
+  u64 fan_full[kStoreWarps * kConfig.num_fan_stages + 1];
+  u32 has_failed;                 // set by any thread: the block leaves without another header
+  u32 is_given_up;                // a rank has no room: all ranks see it and go on to the next call
+  u32 staged_mask;                // bit r: the result of rank r does not fit its heap
+  i32 total[kConfig.num_ranks];   // rank_major: rows from here to each rank
+  i32 start[kConfig.num_ranks];   // rank_major: the first of them there
+  i32 limit[kConfig.num_ranks];   // rows there; masked: rows of an expert there
+  u8* x[kConfig.num_ranks];       // row 0 there, in the heap or in the landing
+  u8* scales[kConfig.num_ranks];
+  u8* ids[kConfig.num_ranks];
+  u8* weights[kConfig.num_ranks];
+  i32* table[kConfig.num_ranks];  // entries there for this rank's tokens
+  i64 needed[kConfig.num_ranks];  // rows of the result there
+  i32 num_tokens[kConfig.num_ranks];
+  i32 own_rows;                   // rank_major: rows that this rank receives
+  i32 num_bad_ids;
+  i32 first_bad_at;
+};
+
+template <DispatchKernelConfig kConfig>
+struct DispatchState {
+  static constexpr i32 kRanks = kConfig.num_ranks;
+  static constexpr i32 kTopk = kConfig.top_k;
+  static constexpr i32 kExperts = kConfig.num_experts;
+  static constexpr i32 kLocal = kConfig.num_local_experts();
+  static constexpr i32 kRowBytes = kConfig.wire_row_bytes();
+  static constexpr i32 kScaleBytes = kConfig.scale_row_bytes;
+  static constexpr i32 kTableWidth = kConfig.is_by_expert() ? kTopk : 1;
+  static constexpr i32 kPeriods = DispatchKernelConfig::kPeriods;
+
+  const DispatchKernelArgs& a;
+  DispatchShared<kConfig>& s;
+  u8* dynamic;
+  transport::Flight flight;
+  i32 warp, lane;
+
+  __device__ i32 rank() const { return a.view.rank; }
+  __device__ bool is_peer(i32 other) const { return other < kRanks && other != rank() && flight.is_active(other); }
+  __device__ bool is_staged(i32 other) const { return (s.staged_mask >> other & 1u) != 0; }
+
+  // ---- dynamic shared memory: holes | groups or periods | counts | stages | stages of received rows
+
+  __device__ i32* hole_begin() const { return reinterpret_cast<i32*>(dynamic); }  // [kLocal]
+  __device__ i32* hole_end() const { return hole_begin() + kLocal; }
+  __device__ i32* index() const { return hole_begin() + (kConfig.is_by_expert() ? 2 * kLocal : 0); }
+  // A group is 32 consecutive tokens. Bit l of goers: token l of the group has a pick on the rank.
+  __device__ u32& goers(i32 to, i32 group) const {
+    return reinterpret_cast<u32*>(index())[to * kConfig.num_groups + group];
+  }
+  __device__ i32& rows_before(i32 to, i32 group) const { return index()[(kRanks + to) * kConfig.num_groups + group]; }
+  // Picks of the expert in a period: in the chunks before this block's, and in the others. Then `before` counts on.
+  __device__ i32* before(i32 period) const { return index() + period * kExperts; }
+  __device__ i32* rest(i32 period) const { return index() + (kPeriods + period) * kExperts; }
+  // Picks of this rank's tokens for each expert.
+  __device__ i32* mine() const {
+    return index() + (kConfig.is_by_expert() ? 2 * kPeriods * kExperts : 2 * kRanks * kConfig.num_groups);
+  }
+  __device__ i32* place() const { return mine() + kExperts; }  // row of this rank's first pick of the expert
+  __device__ i32* total_of() const { return place() + kExperts; }  // picks of all ranks for the expert
+
+  __device__ u8* stage(i32 idx) const { return dynamic + kConfig.index_bytes() + idx * kConfig.stage_bytes(); }
+  __device__ u8* fan_stage(i32 idx) const {
+    return dynamic + kConfig.index_bytes() + kConfig.num_stages * kConfig.stage_bytes() + idx * kConfig.fan_stage_bytes();
+  }
+
+  // ---- tokens. Item j of store warp w of a block is one token. rank_major deals tokens out one by one, so that blocks write
+  // near each other; by expert a block takes kPeriods chunks, since it must count what comes before each.
+
+  __device__ i32 num_chunk_tokens(i32 period, i32 num_tokens) const {
+    const i32 first = (period * kConfig.num_blocks + static_cast<i32>(blockIdx.x)) * a.chunk_tokens;
+    return min(max(num_tokens - first, 0), a.chunk_tokens);
+  }
+
+  __device__ i32 num_items(i32 store_warp, i32 num_tokens) const {
+    if constexpr (kConfig.is_by_expert()) {
+      i32 sum = 0;
+      for (i32 period = store_warp; period < kPeriods; period += kStoreWarps) sum += num_chunk_tokens(period, num_tokens);
+      return sum;
+    } else {
+      const i32 mine = (num_tokens - static_cast<i32>(blockIdx.x) + kConfig.num_blocks - 1) / kConfig.num_blocks;
+      return max(mine - store_warp + kStoreWarps - 1, 0) / kStoreWarps;
+    }
+  }
+
+  // Items of all store warps in the order of their rows in the stages, n = item * kStoreWarps + store warp; not all are there.
+  __device__ i32 num_slots() const {
+    i32 most = 0;
+#pragma unroll
+    for (i32 store_warp = 0; store_warp < kStoreWarps; ++store_warp) most = max(most, num_items(store_warp, a.num_tokens));
+    return kStoreWarps * most;
+  }
+  __device__ bool has_item(i32 n) const { return n / kStoreWarps < num_items(n % kStoreWarps, a.num_tokens); }
+
+  __device__ i32 period_of(i32 store_warp, i32 item) const { return store_warp + kStoreWarps * (item / a.chunk_tokens); }
+
+  __device__ i32 token_of(i32 store_warp, i32 item) const {
+    if constexpr (kConfig.is_by_expert()) {
+      const i32 chunk = period_of(store_warp, item) * kConfig.num_blocks + static_cast<i32>(blockIdx.x);
+      return chunk * a.chunk_tokens + item % a.chunk_tokens;
+    } else {
+      return static_cast<i32>(blockIdx.x) + (item * kStoreWarps + store_warp) * kConfig.num_blocks;
+    }
+  }
+
+  // Stages of a store warp are its own for good, and so are those of a warp that quantises.
+  __device__ static i32 stage_of(i32 store_warp, i32 item) { return (item * kStoreWarps + store_warp) % kConfig.num_stages; }
+  __device__ static u32 parity_of(i32 store_warp, i32 item) {
+    return static_cast<u32>((item * kStoreWarps + store_warp) / kConfig.num_stages) & 1u;
+  }
+
+  // ---- failure
+
+  __device__ void fail(transport::ErrorCause cause, Phase phase, i32 peer) {
+    transport::record(a.view, flight, cause, phase, peer, 0);
+    ptx::st_relaxed_sys(&a.view.words()->broken, static_cast<u64>(cause));
+    s.has_failed = 1;
+  }
+
+  // A copy of our own that does not end: the GPU has gone wrong, and this block says nothing more to anyone.
+  __device__ bool wait_local(u64* barrier, u32 parity) {
+    if (sync::wait_barrier(barrier, parity)) return true;
+    fail(transport::ErrorCause::kDeadline, Phase::kSend, rank());
+    return false;
+  }
+};
+
+}  // namespace weft::kernels

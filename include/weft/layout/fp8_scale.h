@@ -1,0 +1,36 @@
+// The scale of a group of values that become e4m3. One text for every engine, since its bits are part of the contract:
+//   a = max(largest magnitude, 1e-4), scale = a / 448, q = e4m3(x * (448 / a)); UE8M0: scale = 2^ceil(log2(a / 448)) from the
+//   exponent bits, q = e4m3(x * 2^-e). A NaN in a group makes its scale and all its values NaN.
+#pragma once
+
+#include "weft/config/base.h"
+#include "weft/config/operation.h"
+#include "weft/ptx/convert.h"
+
+namespace weft {
+
+struct Fp8Scale {
+  float factor = 1.0f;  // what values are multiplied by
+  u32 bits = 0;         // of the fp32 scale, or the UE8M0 byte
+};
+
+WEFT_HD constexpr i32 fp8_scale_bytes(Quantize format) { return format == Quantize::kFp8 ? 4 : 1; }
+
+// `amax_bits`: bits of the largest magnitude; for non-negative floats the order of the bits is that of the values, and a
+// NaN is above infinity.
+WEFT_HD inline Fp8Scale fp8_scale(u32 amax_bits, Quantize format) {
+  constexpr float kLargestE4m3 = 448.0f;
+  constexpr u32 kNanBits = 0x7fc00000u;
+  constexpr u32 kE8m0Nan = 255;
+  const bool is_nan = amax_bits > 0x7f800000u;
+  const float largest = ptx::bits_float(amax_bits);
+  const float amax = is_nan ? ptx::bits_float(kNanBits) : largest < 1e-4f ? 1e-4f : largest;
+  const float scale = amax / kLargestE4m3;
+  if (format == Quantize::kFp8) return {kLargestE4m3 / amax, ptx::float_bits(scale)};
+  // 2^ceil(log2(scale)) from the bits; amax >= 1e-4 keeps the scale a normal number.
+  const u32 bits = ptx::float_bits(scale);
+  const u32 biased = is_nan ? kE8m0Nan : (bits >> 23) + ((bits & 0x7fffffu) != 0 ? 1u : 0u);
+  return {biased >= kE8m0Nan ? ptx::bits_float(kNanBits) : ptx::bits_float((254u - biased) << 23), biased};
+}
+
+}  // namespace weft
