@@ -9,7 +9,7 @@
 namespace weft::nvlink {
 namespace {
 
-constexpr int kStaticSharedBytes = 12 * 1024;  // left for a kernel's own variables
+constexpr int kStaticSharedBytes = 6 * 1024;  // left for a kernel's own variables
 constexpr int kMaxStages = 32;
 
 std::string arch_of(cuda::Device device) {
@@ -33,11 +33,15 @@ std::string field(const char* name, i64 value) {
   return std::string(".") + name + " = " + std::to_string(value) + ", ";
 }
 
+template <class Enum>
+std::string field(const char* name, const char* type, Enum value) {
+  return std::string(".") + name + " = static_cast<weft::" + type + ">(" + std::to_string(static_cast<int>(value)) + "), ";
+}
+
 std::string entry(const char* kernel, const char* config_type, const std::string& fields, const char* args_type,
                   const char* num_threads) {
   return std::string("#include \"weft/kernels/") + kernel + ".cuh\"\n" + "constexpr weft::" + config_type +
-         " kConfig{" + fields + "};\n" +
-         "extern \"C\" __global__ void __launch_bounds__(weft::kernels::" + num_threads +
+         " kConfig{" + fields + "};\n" + "extern \"C\" __global__ void __launch_bounds__(" + num_threads +
          ", 1) weft_kernel(const __grid_constant__ weft::kernels::" + args_type +
          " args) {\n  weft::kernels::" + kernel + "<kConfig>(args);\n}\n";
 }
@@ -45,13 +49,17 @@ std::string entry(const char* kernel, const char* config_type, const std::string
 }  // namespace
 
 std::string render(const DispatchKernelConfig& config) {
-  return entry("dispatch", "DispatchKernelConfig",
-               field("num_ranks", config.num_ranks) + field("num_experts", config.num_experts) +
-                   field("top_k", config.top_k) + field("num_blocks", config.num_blocks) +
-                   field("row_bytes", config.row_bytes) + field("scale_row_bytes", config.scale_row_bytes) +
-                   field("num_stages", config.num_stages) + field("num_groups", config.num_groups) +
-                   field("topk_is_int64", config.topk_is_int64 ? 1 : 0) + field("is_cached", config.is_cached ? 1 : 0),
-               "DispatchKernelArgs", "kDispatchThreads");
+  return entry(
+      "dispatch", "DispatchKernelConfig",
+      field("num_ranks", config.num_ranks) + field("num_experts", config.num_experts) + field("top_k", config.top_k) +
+          field("num_blocks", config.num_blocks) + field("row_bytes", config.row_bytes) +
+          field("scale_row_bytes", config.scale_row_bytes) + field("hidden", config.hidden) +
+          field("num_stages", config.num_stages) + field("num_fan_stages", config.num_fan_stages) +
+          field("num_groups", config.num_groups) + field("num_quantize_warps", config.num_quantize_warps) +
+          field("dtype", "Dtype", config.dtype) + field("quantize", "Quantize", config.quantize) +
+          field("layout", "Layout", config.layout) + field("topk_is_int64", config.topk_is_int64 ? 1 : 0) +
+          field("is_cached", config.is_cached ? 1 : 0),
+      "DispatchKernelArgs", "kConfig.num_threads()");
 }
 
 std::string render(const CombineKernelConfig& config) {
@@ -60,18 +68,28 @@ std::string render(const CombineKernelConfig& config) {
                    field("hidden", config.hidden) + field("chunk", config.chunk) +
                    field("num_stages", config.num_stages) + ".dtype = static_cast<weft::Dtype>(" +
                    std::to_string(static_cast<int>(config.dtype)) + ")",
-               "CombineKernelArgs", "kCombineThreads");
+               "CombineKernelArgs", "weft::kernels::kCombineThreads");
 }
 
 DispatchKernelConfig with_stages(DispatchKernelConfig config, int shared_bytes) {
-  const int room = shared_bytes - kStaticSharedBytes - config.group_bytes();
-  if (room < 2 * config.stage_bytes()) {
-    throw_unsupported("dispatch of " + std::to_string(32 * config.num_groups) + " tokens to " +
-                      std::to_string(config.num_ranks) +
-                      " ranks at once does not fit the shared memory of an SM; need: fewer tokens a call");
+  const int room = shared_bytes - kStaticSharedBytes - config.index_bytes();
+  if (config.is_by_expert()) {
+    // Copies of received rows must keep up with the wire; what is sent needs depth to fill it.
+    constexpr int kShare = 3;
+    const bool has_four = room / kShare >= kStoreWarps * 4 * config.fan_stage_bytes();
+    config.num_fan_stages = has_four ? 4 : 2;
   }
-  config.num_stages = std::min(room / config.stage_bytes(), kMaxStages) / kStoreWarps * kStoreWarps;
-  return config;
+  const int stages = (room - kStoreWarps * config.num_fan_stages * config.fan_stage_bytes()) / config.stage_bytes();
+  constexpr int kMostQuantizers = 6;
+  for (int multiple = config.is_quantized() ? kMostQuantizers : kStoreWarps; multiple >= kStoreWarps; multiple -= 2) {
+    config.num_stages = std::min(stages, kMaxStages) / multiple * multiple;
+    config.num_quantize_warps = config.is_quantized() ? multiple : 0;
+    if (config.num_stages > 0) return config;
+  }
+  throw_unsupported("dispatch of rows of " + std::to_string(config.row_bytes) + " bytes, " +
+                    std::to_string(config.num_experts) + " experts, " + std::to_string(32 * config.num_groups) +
+                    " tokens a call on " + std::to_string(config.num_ranks) +
+                    " ranks does not fit the shared memory of an SM; need: smaller rows or fewer tokens a call");
 }
 
 CombineKernelConfig with_stages(CombineKernelConfig config, int shared_bytes) {
@@ -95,8 +113,8 @@ Kernels::~Kernels() {
 }
 
 const Kernel& Kernels::prepare(const DispatchKernelConfig& config) {
-  return prepare(render(config), kernels::kDispatchThreads,
-                 static_cast<unsigned>(config.group_bytes() + config.num_stages * config.stage_bytes()));
+  return prepare(render(config), static_cast<unsigned>(config.num_threads()),
+                 static_cast<unsigned>(config.shared_bytes()));
 }
 
 const Kernel& Kernels::prepare(const CombineKernelConfig& config) {

@@ -38,7 +38,7 @@ struct DispatchArgs : CallArgs {
   u64 send_plan = 0;     // int32 [send_plan_len], written, or read when cached
   u64 recv_plan = 0;     // int32, read when cached
   i64 num_rows = 0;      // cached without capacity: rows of the result (N)
-  // Written, not when cached.
+  // Written; when cached and not rank_major read, as the first dispatch wrote them.
   u64 counts = 0;        // int32 [L]
   u64 offsets = 0;       // int32 [R + 1] or [L + 1]
   u64 num_rows_out = 0;  // int32 []

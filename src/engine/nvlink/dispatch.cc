@@ -1,0 +1,242 @@
+// One dispatch on GPUs: memory for what may come, one kernel, and without a capacity the host's wait for the counts.
+#include "engine/nvlink/dispatch.h"
+
+#include <algorithm>
+#include <climits>
+#include <string>
+
+#include "base/status.h"
+#include "weft/layout/checked.h"
+#include "weft/layout/fp8_scale.h"
+
+namespace weft::nvlink {
+namespace {
+
+i64 wire_row_bytes(const DispatchArgs& args) { return args.quantize == Quantize::kNone ? args.row_bytes : args.hidden; }
+
+i64 wire_scale_bytes(const DispatchArgs& args) {
+  if (args.quantize == Quantize::kNone) return args.scale_row_bytes;
+  return (args.hidden + kQuantizeGroup - 1) / kQuantizeGroup * fp8_scale_bytes(args.quantize);
+}
+
+}  // namespace
+
+DispatchCall::DispatchCall(Window& window, const DispatchArgs& args, const Poll& poll)
+    : w_(window),
+      a_(args),
+      poll_(poll),
+      row_bytes_(wire_row_bytes(args)),
+      scale_bytes_(wire_scale_bytes(args)),
+      id_bytes_(args.topk_is_int64 ? 8 : 4),
+      is_by_expert_(args.layout != Layout::kRankMajor),
+      is_exact_(args.capacity < 0 && !args.cached) {}
+
+DispatchResult DispatchCall::run() {
+  check_sizes();
+  const DispatchKernelConfig config = with_stages(kernel_config(), w_.gpu_->kernels->shared_bytes());
+  const Kernel& kernel = w_.prepare(config, a_.timeout_ns, poll_);
+  const Window::Turn turn = w_.begin(operation_config(), a_.timeout_ns, a_.stream);
+  reserve();
+  kernels::DispatchKernelArgs kernel_args = kernel_arguments(turn);
+  w_.launch(kernel, a_.num_blocks, a_.stream, &kernel_args);
+  num_rows_ = is_exact_ ? w_.wait_for_counts(turn.ticket, a_.stream, poll_) : most_rows_;
+  ++w_.stats_.num_dispatches;
+  return is_staged() ? staged_result() : heap_result();
+}
+
+// Row numbers are int32 on the device (R17).
+void DispatchCall::check_sizes() {
+  const i64 num_local = w_.shape_.num_local_experts();
+  const CheckedSize tokens = CheckedSize(static_cast<u64>(w_.shape_.num_ranks)) * static_cast<u64>(a_.max_tokens);
+  CheckedSize rows = tokens;
+  if (is_by_expert_) {
+    rows = tokens * static_cast<u64>(w_.shape_.top_k) +
+           CheckedSize(static_cast<u64>(num_local)) * static_cast<u64>(std::max<i64>(a_.alignment - 1, 0));
+  }
+  if (a_.capacity >= 0) {
+    rows = CheckedSize(static_cast<u64>(a_.capacity)) * static_cast<u64>(a_.layout == Layout::kMasked ? num_local : 1);
+  }
+  if (!rows.ok || rows.value > INT_MAX) {
+    throw_invalid_argument("a result could have more than 2147483647 rows; allowed are fewer tokens, a smaller alignment or "
+                           "a capacity");
+  }
+  most_rows_ = a_.cached && a_.capacity < 0 ? a_.num_rows : static_cast<i64>(rows.value);
+}
+
+DispatchKernelConfig DispatchCall::kernel_config() const {
+  DispatchKernelConfig config;
+  config.num_ranks = w_.shape_.num_ranks;
+  config.num_experts = w_.shape_.num_experts;
+  config.top_k = w_.shape_.top_k;
+  config.num_blocks = a_.num_blocks;
+  config.row_bytes = static_cast<i32>(a_.row_bytes);
+  config.scale_row_bytes = static_cast<i32>(scale_bytes_);
+  config.num_groups = static_cast<i32>((w_.shape_.max_tokens + 31) / 32);
+  config.quantize = a_.quantize;
+  if (a_.quantize != Quantize::kNone) {
+    config.hidden = static_cast<i32>(a_.hidden);
+    config.dtype = a_.dtype;
+  }
+  config.layout = a_.layout;
+  config.topk_is_int64 = a_.topk_is_int64;
+  config.is_cached = a_.cached;
+  return config;
+}
+
+OperationConfig DispatchCall::operation_config() const {
+  OperationConfig operation;
+  operation.kind = OpKind::kDispatch;
+  operation.layout = a_.layout;
+  operation.quantize = a_.quantize;
+  operation.dtype = a_.quantize == Quantize::kNone ? a_.dtype : Dtype::kBytes;
+  operation.is_cached = a_.cached ? 1 : 0;
+  operation.mode = static_cast<u8>(a_.num_blocks);  // blocks of the same number meet, so there must be as many
+  operation.alignment = static_cast<u32>(a_.alignment);
+  operation.hidden = static_cast<u32>(a_.hidden);
+  operation.capacity = a_.capacity;
+  operation.max_tokens = a_.max_tokens;
+  operation.row_bytes = row_bytes_;
+  operation.scale_row_bytes = scale_bytes_;
+  return operation;
+}
+
+// Room for what may come. Without a capacity that is not known yet: as much as there is, and the rest is given back later.
+// Whatever finds no room, the rows go to the landing, and nothing of this block is used.
+void DispatchCall::reserve() {
+  const auto fixed = [&](std::optional<Block>& block, i64 num_bytes) {
+    block = w_.reserve(static_cast<u64>(std::max<i64>(num_bytes, 1)), a_.stream);
+    return block.has_value();
+  };
+  const i64 top_k = w_.shape_.top_k;
+  bool has_room = true;
+  if (!a_.cached) {
+    has_room = fixed(table_, 4 * gpu_recv_plan_len(w_.shape_.max_tokens, w_.shape_.top_k, w_.shape_.num_ranks, a_.layout)) &&
+               fixed(weights_, most_rows_ * 4 * (is_by_expert_ ? 1 : top_k)) &&
+               (is_by_expert_ || fixed(ids_, most_rows_ * top_k * id_bytes_));
+  }
+  has_room = has_room && (scale_bytes_ == 0 || fixed(scales_, most_rows_ * scale_bytes_));
+  if (has_room && is_exact_) {
+    x_ = w_.reserve_up_to(static_cast<u64>(std::max<i64>(most_rows_ * row_bytes_, 1)), a_.stream);
+    has_room = x_ && x_->num_bytes >= static_cast<u64>(row_bytes_);
+  } else {
+    has_room = has_room && fixed(x_, most_rows_ * row_bytes_);
+  }
+  if (!has_room) {
+    x_ = scales_ = ids_ = weights_ = table_ = std::nullopt;
+    room_ = 0;
+    return;
+  }
+  room_ = is_exact_ ? std::min(most_rows_, static_cast<i64>(x_->num_bytes / static_cast<u64>(row_bytes_))) : most_rows_;
+  room_ = std::max<i64>(room_, 1);
+}
+
+kernels::DispatchKernelArgs DispatchCall::kernel_arguments(const Window::Turn& turn) const {
+  const auto offset = [&](const std::optional<Block>& block) { return block ? w_.heap_offset(reinterpret_cast<u64>(block->data)) : 0; };
+  kernels::DispatchKernelArgs args;
+  args.view = w_.view_;
+  args.print = turn.print;
+  args.fits_landing = fits_landing();
+  args.ticket = is_exact_ ? turn.ticket : 0;
+  args.x = reinterpret_cast<const u8*>(a_.x);
+  args.scales = reinterpret_cast<const u8*>(a_.scales);
+  args.topk_idx = reinterpret_cast<const void*>(a_.topk_idx);
+  args.topk_weights = reinterpret_cast<const float*>(a_.topk_weights);
+  args.num_tokens = static_cast<i32>(a_.num_tokens);
+  const i64 num_chunks = i64{DispatchKernelConfig::kPeriods} * a_.num_blocks;
+  args.chunk_tokens = static_cast<i32>(std::max<i64>((a_.max_tokens + num_chunks - 1) / num_chunks, 1));
+  args.alignment = static_cast<i32>(a_.alignment);
+  args.capacity = a_.capacity;
+  args.placement = {offset(x_), offset(scales_), offset(ids_), offset(weights_), offset(table_), room_};
+  args.send_plan = reinterpret_cast<i32*>(a_.send_plan);
+  args.recv_plan = reinterpret_cast<i32*>(a_.recv_plan);
+  args.counts = reinterpret_cast<i32*>(a_.counts);
+  args.offsets = reinterpret_cast<i32*>(a_.offsets);
+  args.num_rows = reinterpret_cast<i32*>(a_.num_rows_out);
+  args.overflow = reinterpret_cast<i64*>(a_.overflow);
+  return args;
+}
+
+u64 DispatchCall::landing_scales() const {
+  const u64 slots = static_cast<u64>(w_.shape_.num_ranks * w_.shape_.max_tokens);
+  return align_up(w_.layout_.landing_rows + slots * static_cast<u64>(row_bytes_), 256);
+}
+
+bool DispatchCall::fits_landing() const {
+  const u64 slots = static_cast<u64>(w_.shape_.num_ranks * w_.shape_.max_tokens);
+  return landing_scales() + slots * static_cast<u64>(scale_bytes_) <= w_.layout_.landing_ids;
+}
+
+// The same decision as the kernels of all ranks make (dispatch_count.cuh).
+bool DispatchCall::is_staged() const {
+  if (a_.cached) return room_ == 0;
+  return num_rows_ > room_;
+}
+
+DispatchResult DispatchCall::staged_result() {
+  DispatchResult result;
+  result.in_heap = false;
+  result.result_rows = num_rows_;
+  StagedRows& staged = w_.staged_;
+  staged = StagedRows{};
+  staged.is_there = true;
+  staged.is_cached = a_.cached;
+  staged.layout = a_.layout;
+  staged.stream = a_.stream;
+  staged.max_tokens = w_.shape_.max_tokens;
+  staged.num_rows = num_rows_;
+  staged.row_bytes = row_bytes_;
+  staged.scale_row_bytes = scale_bytes_;
+  staged.id_bytes = id_bytes_;
+  staged.rows = w_.layout_.landing_rows;
+  staged.row_stride = static_cast<u64>(row_bytes_);
+  staged.scales = landing_scales();
+  staged.scale_stride = static_cast<u64>(scale_bytes_);
+  ++w_.stats_.num_staged;
+  return result;
+}
+
+// `columns`: -1: one value a row, without an axis of its own.
+Array DispatchCall::array(std::optional<Block>& block, Dtype dtype, i64 columns, i64 element_bytes) {
+  Array made;
+  w_.shrink(*block, static_cast<u64>(std::max<i64>(num_rows_ * std::max<i64>(columns, 1) * element_bytes, 1)));
+  made.block = std::move(*block);
+  made.dtype = dtype;
+  made.gpu = w_.gpu_->index;
+  made.shape = {num_rows_};
+  if (a_.layout == Layout::kMasked) made.shape = {w_.shape_.num_local_experts(), a_.capacity};
+  if (columns >= 0) made.shape.push_back(columns);
+  return made;
+}
+
+DispatchResult DispatchCall::heap_result() {
+  const i64 top_k = w_.shape_.top_k;
+  const auto typed = [&](std::optional<Block>& block, Dtype dtype, i64 row_bytes) {
+    return array(block, dtype, row_bytes / dtype_bytes(dtype), dtype_bytes(dtype));
+  };
+  DispatchResult result;
+  result.result_rows = num_rows_;
+  result.x = typed(x_, a_.quantize == Quantize::kNone ? a_.dtype : Dtype::kBytes, row_bytes_);
+  if (scale_bytes_ > 0) {
+    result.scales = typed(scales_, a_.quantize == Quantize::kFp8 ? Dtype::kFp32 : Dtype::kBytes, scale_bytes_);
+  }
+  if (a_.cached) return result;
+  result.topk_weights = array(weights_, Dtype::kFp32, is_by_expert_ ? -1 : top_k, 4);
+  if (!is_by_expert_) {
+    result.topk_idx = array(ids_, Dtype::kBytes, top_k, id_bytes_);
+    result.topk_idx.is_integer = true;
+    result.topk_idx.is_int64 = a_.topk_is_int64;
+  }
+  result.recv_plan.block = std::move(*table_);
+  result.recv_plan.gpu = w_.gpu_->index;
+  result.recv_plan.is_integer = true;
+  result.recv_plan.shape = {
+      gpu_recv_plan_len(w_.shape_.max_tokens, w_.shape_.top_k, w_.shape_.num_ranks, a_.layout)};
+  return result;
+}
+
+DispatchResult Window::dispatch(const DispatchArgs& args, const Poll& poll) {
+  const cuda::ContextScope scope(gpu_->context);
+  return DispatchCall(*this, args, poll).run();
+}
+
+}  // namespace weft::nvlink

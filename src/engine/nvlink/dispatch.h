@@ -1,0 +1,42 @@
+// One dispatch call on GPUs.
+#pragma once
+
+#include <optional>
+
+#include "engine/nvlink/window.h"
+#include "weft/layout/gpu_plan.h"
+
+namespace weft::nvlink {
+
+class DispatchCall {
+ public:
+  DispatchCall(Window& window, const DispatchArgs& args, const Poll& poll);
+  DispatchResult run();
+
+ private:
+  void check_sizes();
+  DispatchKernelConfig kernel_config() const;
+  OperationConfig operation_config() const;
+  void reserve();
+  kernels::DispatchKernelArgs kernel_arguments(const Window::Turn& turn) const;
+  u64 landing_scales() const;
+  bool fits_landing() const;
+  bool is_staged() const;
+  DispatchResult staged_result();
+  DispatchResult heap_result();
+  Array array(std::optional<Block>& block, Dtype dtype, i64 columns, i64 element_bytes);
+
+  Window& w_;
+  const DispatchArgs& a_;
+  const Poll& poll_;
+  const i64 row_bytes_, scale_bytes_;  // on the wire
+  const i64 id_bytes_;
+  const bool is_by_expert_;
+  const bool is_exact_;  // the number of rows is not known before the peers have counted
+  i64 most_rows_ = 0;    // that the result can have
+  i64 room_ = 0;         // rows that there is room for; 0: all goes to the landing
+  i64 num_rows_ = 0;     // of the result
+  std::optional<Block> x_, scales_, ids_, weights_, table_;
+};
+
+}  // namespace weft::nvlink
