@@ -52,18 +52,19 @@ class Dispatch {
  private:
   __device__ void init_shared() {
     DispatchShared<kConfig>& s = state_.s;
-    if (threadIdx.x == 0) {
+    const i32 thread = static_cast<i32>(threadIdx.x);
+    if (thread == 0) {
       s.has_failed = s.is_given_up = s.staged_mask = 0;
       s.num_bad_ids = 0;
       s.first_bad_at = 0x7fffffff;
-      for (i32 stage = 0; stage < kConfig.num_stages; ++stage) {
-        ptx::mbarrier_init(&s.full[stage], 1);
-        ptx::mbarrier_init(&s.ready[stage], 1);
-        ptx::mbarrier_init(&s.empty[stage], 1);
-      }
-      for (i32 stage = 0; stage < kStoreWarps * kConfig.num_fan_stages; ++stage) ptx::mbarrier_init(&s.fan_full[stage], 1);
-      ptx::fence_mbarrier_init();
     }
+    if (thread < kConfig.num_stages) {
+      ptx::mbarrier_init(&s.full[thread], 1);
+      ptx::mbarrier_init(&s.ready[thread], 1);
+      ptx::mbarrier_init(&s.empty[thread], 1);
+    }
+    if (thread < kStoreWarps * kConfig.num_fan_stages) ptx::mbarrier_init(&s.fan_full[thread], 1);
+    if (thread < 32) ptx::fence_mbarrier_init();
     count_.clear();
     __syncthreads();
   }
