@@ -42,7 +42,22 @@ void load_memory(const Loader& loader, Driver& driver) {
   loader.load(driver.host_free, "cuMemFreeHost");
   loader.load(driver.memset_async, "cuMemsetD8Async");
   loader.load(driver.copy_async, "cuMemcpyDtoDAsync");
-  loader.load(driver.copy_from_host, "cuMemcpyHtoD");
+  loader.load(driver.copy_from_host_async, "cuMemcpyHtoDAsync");
+}
+
+void load_streams(const Loader& loader, Driver& driver) {
+  loader.load(driver.context_synchronize, "cuCtxSynchronize");
+  loader.load(driver.stream_create, "cuStreamCreate");
+  loader.load(driver.stream_destroy, "cuStreamDestroy");
+  loader.load(driver.stream_synchronize, "cuStreamSynchronize");
+  loader.load(driver.stream_query, "cuStreamQuery");
+  loader.load(driver.stream_wait_event, "cuStreamWaitEvent");
+  loader.load(driver.stream_capture_info, "cuStreamGetCaptureInfo");
+  loader.load(driver.exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
+  loader.load(driver.event_create, "cuEventCreate");
+  loader.load(driver.event_destroy, "cuEventDestroy");
+  loader.load(driver.event_record, "cuEventRecord");
+  loader.load(driver.event_query, "cuEventQuery");
 }
 
 Driver load_driver() {
@@ -60,8 +75,7 @@ Driver load_driver() {
   loader.load(driver.context_push, "cuCtxPushCurrent");
   loader.load(driver.context_pop, "cuCtxPopCurrent");
   load_memory(loader, driver);
-  loader.load(driver.stream_synchronize, "cuStreamSynchronize");
-  loader.load(driver.stream_query, "cuStreamQuery");
+  load_streams(loader, driver);
   loader.load(driver.module_load, "cuModuleLoadData");
   loader.load(driver.module_unload, "cuModuleUnload");
   loader.load(driver.module_get_function, "cuModuleGetFunction");
@@ -80,11 +94,14 @@ const Driver& driver() {
   return kDriver;
 }
 
-void check(Result result, const char* call) {
-  if (result == kSuccess) return;
+std::string error_name(Result result) {
   const char* name = nullptr;
   driver().get_error_name(result, &name);
-  throw Error(ErrorCode::kCudaError, std::string(call) + ": " + (name != nullptr ? name : std::to_string(result)));
+  return name != nullptr ? name : "CUDA error " + std::to_string(result);
+}
+
+void check(Result result, const char* call) {
+  if (result != kSuccess) throw Error(ErrorCode::kCudaError, std::string(call) + ": " + error_name(result));
 }
 
 }  // namespace weft::cuda

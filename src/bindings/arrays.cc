@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 
 #include <algorithm>
+#include <vector>
 
 namespace nb = nanobind;
 
@@ -28,10 +29,9 @@ nb::object to_ndarray(const cpu::Array& array) {
   if (array.block.owner == nullptr) return nb::none();
   auto* held = new std::shared_ptr<void>(array.block.owner);
   nb::capsule owner(held, [](void* pointer) noexcept { delete static_cast<std::shared_ptr<void>*>(pointer); });
-  size_t shape[3] = {};
-  for (size_t axis = 0; axis < array.shape.size(); ++axis) shape[axis] = static_cast<size_t>(array.shape[axis]);
+  const std::vector<size_t> shape(array.shape.begin(), array.shape.end());
   const int device_type = array.gpu < 0 ? nb::device::cpu::value : nb::device::cuda::value;
-  return nb::ndarray<>(array.block.data, array.shape.size(), shape, owner, nullptr, dlpack_dtype(array), device_type,
+  return nb::ndarray<>(array.block.data, shape.size(), shape.data(), owner, nullptr, dlpack_dtype(array), device_type,
                        std::max(array.gpu, 0))
       .cast();
 }

@@ -1,12 +1,16 @@
 // The part of weft._native for GPUs. Addresses and streams are plain numbers.
 #include "bindings/nvlink.h"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include "base/clock.h"
 #include "bindings/arrays.h"
 #include "engine/nvlink/window.h"
+#include "weft/layout/gpu_plan.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -14,118 +18,209 @@ using namespace nb::literals;
 namespace weft::bindings {
 namespace {
 
-std::shared_ptr<nvlink::Window> make_window(std::shared_ptr<cpu::Communicator> comm, std::shared_ptr<nvlink::Gpu> gpu,
-                                            i32 num_experts, i32 top_k, i64 max_tokens, i64 max_row_bytes,
-                                            i32 num_blocks, u64 heap_bytes, double timeout_s) {
-  WindowShape shape;
+using nvlink::Window;
+using Guard = nb::call_guard<nb::gil_scoped_release>;
+
+std::shared_ptr<Window> make_window(std::shared_ptr<cpu::Communicator> comm, std::shared_ptr<nvlink::Gpu> gpu,
+                                    i32 num_experts, i32 top_k, i64 max_tokens, i64 landing_row_bytes, i32 num_blocks,
+                                    u64 heap_bytes, double timeout_s) {
+  GpuWindowShape shape;
   shape.num_ranks = comm->num_ranks();
   shape.num_experts = num_experts;
   shape.top_k = top_k;
   shape.num_blocks = num_blocks;
   shape.max_tokens = max_tokens;
-  shape.max_row_bytes = max_row_bytes;
+  shape.landing_row_bytes = landing_row_bytes;
   const nb::gil_scoped_release release;
-  return std::make_shared<nvlink::Window>(std::move(comm), std::move(gpu), shape, heap_bytes,
-                                          deadline_after_s(timeout_s), signal_poll());
+  return std::make_shared<Window>(std::move(comm), std::move(gpu), shape, heap_bytes, deadline_after_s(timeout_s),
+                                  signal_poll());
 }
 
-nb::object empty(nvlink::Window& window, const nvlink::Gpu& gpu, i64 num_rows, i64 columns, int dtype) {
-  cpu::Array array;
-  array.dtype = static_cast<Dtype>(dtype);
-  array.shape = {num_rows, columns};
-  array.gpu = gpu.index;
-  std::optional<cpu::Block> block = window.reserve(static_cast<u64>(num_rows * columns * dtype_bytes(array.dtype)));
-  if (!block) return nb::none();
-  array.block = std::move(*block);
-  return to_ndarray(array);
+// An enum as the plain number that Python's side has.
+template <class Args, class Base, class Enum>
+void def_number(nb::class_<Args>& args, const char* name, Enum Base::* field) {
+  args.def_prop_rw(
+      name, [field](const Args& self) { return static_cast<int>(self.*field); },
+      [field](Args& self, int value) { self.*field = static_cast<Enum>(value); });
 }
 
 template <class Args>
-void bind_dispatch_args(Args& args) {
-  using nvlink::DispatchArgs;
+void bind_call_args(nb::class_<Args>& args) {
+  using nvlink::CallArgs;
+  def_number<Args, CallArgs>(args, "layout", &CallArgs::layout);
   args.def(nb::init<>())
-      .def_rw("x", &DispatchArgs::x)
-      .def_rw("scales", &DispatchArgs::scales)
-      .def_rw("topk_idx", &DispatchArgs::topk_idx)
-      .def_rw("topk_weights", &DispatchArgs::topk_weights)
-      .def_rw("topk_is_int64", &DispatchArgs::topk_is_int64)
-      .def_rw("num_tokens", &DispatchArgs::num_tokens)
-      .def_rw("row_bytes", &DispatchArgs::row_bytes)
-      .def_rw("scale_row_bytes", &DispatchArgs::scale_row_bytes)
-      .def_prop_rw(
-          "dtype", [](const DispatchArgs& self) { return static_cast<int>(self.dtype); },
-          [](DispatchArgs& self, int dtype) { self.dtype = static_cast<Dtype>(dtype); })
-      .def_rw("max_tokens", &DispatchArgs::max_tokens)
-      .def_rw("capacity", &DispatchArgs::capacity)
-      .def_rw("num_blocks", &DispatchArgs::num_blocks)
-      .def_rw("timeout_ns", &DispatchArgs::timeout_ns)
-      .def_rw("stream", &DispatchArgs::stream)
-      .def_rw("slot", &DispatchArgs::slot)
-      .def_rw("row_start", &DispatchArgs::row_start)
-      .def_rw("num_rows_to", &DispatchArgs::num_rows_to)
-      .def_rw("source_offset", &DispatchArgs::source_offset)
-      .def_rw("counts", &DispatchArgs::counts)
-      .def_rw("offsets", &DispatchArgs::offsets)
-      .def_rw("num_rows", &DispatchArgs::num_rows);
+      .def_rw("alignment", &Args::alignment)
+      .def_rw("capacity", &Args::capacity)
+      .def_rw("max_tokens", &Args::max_tokens)
+      .def_rw("hidden", &Args::hidden)
+      .def_rw("num_tokens", &Args::num_tokens)
+      .def_rw("num_blocks", &Args::num_blocks)
+      .def_rw("timeout_ns", &Args::timeout_ns)
+      .def_rw("stream", &Args::stream)
+      .def_rw("is_capturing", &Args::is_capturing);
 }
 
-template <class Args>
-void bind_combine_args(Args& args) {
-  using nvlink::CombineArgs;
-  args.def(nb::init<>())
-      .def_rw("y", &CombineArgs::y)
-      .def_rw("num_rows", &CombineArgs::num_rows)
-      .def_prop_rw(
-          "dtype", [](const CombineArgs& self) { return static_cast<int>(self.dtype); },
-          [](CombineArgs& self, int dtype) { self.dtype = static_cast<Dtype>(dtype); })
-      .def_rw("hidden", &CombineArgs::hidden)
-      .def_rw("num_tokens", &CombineArgs::num_tokens)
-      .def_rw("slot", &CombineArgs::slot)
-      .def_rw("row_start", &CombineArgs::row_start)
-      .def_rw("out", &CombineArgs::out)
-      .def_rw("bias", &CombineArgs::bias)
-      .def_rw("bias_is_2d", &CombineArgs::bias_is_2d)
-      .def_rw("bias_is_fp32", &CombineArgs::bias_is_fp32)
-      .def_rw("num_blocks", &CombineArgs::num_blocks)
-      .def_rw("timeout_ns", &CombineArgs::timeout_ns)
-      .def_rw("stream", &CombineArgs::stream);
+void bind_dispatch_args(nb::module_& m) {
+  using Args = nvlink::DispatchArgs;
+  nb::class_<Args> args(m, "GpuDispatchArgs");
+  bind_call_args(args);
+  def_number<Args, Args>(args, "dtype", &Args::dtype);
+  def_number<Args, Args>(args, "quantize", &Args::quantize);
+  args.def_rw("x", &Args::x)
+      .def_rw("row_bytes", &Args::row_bytes)
+      .def_rw("scales", &Args::scales)
+      .def_rw("scale_row_bytes", &Args::scale_row_bytes)
+      .def_rw("topk_idx", &Args::topk_idx)
+      .def_rw("topk_is_int64", &Args::topk_is_int64)
+      .def_rw("topk_weights", &Args::topk_weights)
+      .def_rw("cached", &Args::cached)
+      .def_rw("send_plan", &Args::send_plan)
+      .def_rw("recv_plan", &Args::recv_plan)
+      .def_rw("num_rows", &Args::num_rows)
+      .def_rw("counts", &Args::counts)
+      .def_rw("offsets", &Args::offsets)
+      .def_rw("num_rows_out", &Args::num_rows_out)
+      .def_rw("overflow", &Args::overflow);
 }
 
-}  // namespace
+void bind_combine_args(nb::module_& m) {
+  using Args = nvlink::CombineArgs;
+  nb::class_<Args> args(m, "GpuCombineArgs");
+  bind_call_args(args);
+  def_number<Args, Args>(args, "dtype", &Args::dtype);
+  args.def_rw("y", &Args::y)
+      .def_rw("num_rows", &Args::num_rows)
+      .def_rw("weights", &Args::weights)
+      .def_rw("side", &Args::side)
+      .def_rw("has_side", &Args::has_side)
+      .def_rw("bias", &Args::bias)
+      .def_rw("bias_is_2d", &Args::bias_is_2d)
+      .def_rw("bias_is_fp32", &Args::bias_is_fp32)
+      .def_rw("out", &Args::out)
+      .def_rw("side_out", &Args::side_out)
+      .def_rw("send_plan", &Args::send_plan)
+      .def_rw("recv_plan", &Args::recv_plan)
+      .def_rw("wire_is_fp8", &Args::wire_is_fp8);
+}
 
-void bind_nvlink(nb::module_& m) {
-  using Guard = nb::call_guard<nb::gil_scoped_release>;
+void bind_results(nb::module_& m) {
   using nvlink::DispatchResult;
-  nb::class_<nvlink::Gpu>(m, "Gpu").def(
-      nb::new_([](int index, std::string nvrtc, std::string include, std::string cache) {
-        const nb::gil_scoped_release release;
-        return std::make_shared<nvlink::Gpu>(index, jit::CompilerPaths{nvrtc, include, cache});
-      }),
-      "index"_a, nb::kw_only(), "nvrtc"_a, "include"_a, "cache"_a);
-  nb::class_<nvlink::DispatchArgs> dispatch_args(m, "GpuDispatchArgs");
-  bind_dispatch_args(dispatch_args);
-  nb::class_<nvlink::CombineArgs> combine_args(m, "GpuCombineArgs");
-  bind_combine_args(combine_args);
+  using nvlink::UnloadArgs;
   nb::class_<DispatchResult>(m, "GpuDispatchResult")
       .def_prop_ro("x", [](const DispatchResult& result) { return to_ndarray(result.x); })
       .def_prop_ro("scales", [](const DispatchResult& result) { return to_ndarray(result.scales); })
       .def_prop_ro("topk_idx", [](const DispatchResult& result) { return to_ndarray(result.topk_idx); })
       .def_prop_ro("topk_weights", [](const DispatchResult& result) { return to_ndarray(result.topk_weights); })
-      .def_ro("num_rows", &DispatchResult::num_rows);
-  nb::class_<nvlink::Window>(m, "GpuWindow")
+      .def_prop_ro("recv_plan", [](const DispatchResult& result) { return to_ndarray(result.recv_plan); })
+      .def_ro("in_heap", &DispatchResult::in_heap)
+      .def_ro("result_rows", &DispatchResult::result_rows);
+  nb::class_<UnloadArgs>(m, "GpuUnloadArgs")
+      .def(nb::init<>())
+      .def_rw("x", &UnloadArgs::x)
+      .def_rw("scales", &UnloadArgs::scales)
+      .def_rw("topk_idx", &UnloadArgs::topk_idx)
+      .def_rw("topk_weights", &UnloadArgs::topk_weights)
+      .def_rw("recv_plan", &UnloadArgs::recv_plan);
+}
+
+nb::object empty(Window& window, const std::vector<i64>& shape, int dtype, u64 stream) {
+  cpu::Array array;
+  array.dtype = static_cast<Dtype>(dtype);
+  array.shape = shape;
+  array.gpu = window.gpu_index();
+  CheckedSize num_bytes(static_cast<u64>(dtype_bytes(array.dtype)));
+  bool is_sound = true;
+  for (i64 length : shape) {
+    is_sound = is_sound && length >= 0;
+    num_bytes = num_bytes * static_cast<u64>(length);
+  }
+  if (!is_sound || !num_bytes.ok) throw_invalid_argument("shape: lengths must be 0 or more, their product within 64 bits");
+  std::optional<nvlink::Block> block = window.reserve(num_bytes.value, stream);
+  if (!block) return nb::none();
+  array.block = std::move(*block);
+  return to_ndarray(array);
+}
+
+nb::dict stats(const Window& window) {
+  const nvlink::WindowStats& seen = window.stats();
+  nb::dict all;
+  all["num_dispatches"] = seen.num_dispatches;
+  all["num_combines"] = seen.num_combines;
+  all["num_staged"] = seen.num_staged;
+  all["heap_bytes"] = window.heap_bytes();
+  all["heap_used"] = window.heap_used();
+  all["heap_peak"] = window.heap_peak();
+  all["control_bytes"] = window.layout().control_bytes;
+  all["landing_bytes"] = window.layout().landing_bytes;
+  return all;
+}
+
+void bind_window(nb::module_& m) {
+  nb::class_<Window>(m, "GpuWindow")
       .def(nb::new_(&make_window), "comm"_a, "gpu"_a, nb::kw_only(), "num_experts"_a, "top_k"_a, "max_tokens"_a,
-           "max_row_bytes"_a, "num_blocks"_a, "heap_bytes"_a, "timeout_s"_a = 100.0)
+           "landing_row_bytes"_a, "num_blocks"_a, "heap_bytes"_a, "timeout_s"_a = 100.0)
       .def(
           "dispatch",
-          [](nvlink::Window& window, const nvlink::DispatchArgs& args) { return window.dispatch(args, signal_poll()); },
+          [](Window& window, const nvlink::DispatchArgs& args) { return window.dispatch(args, signal_poll()); },
           "args"_a, Guard())
+      .def("unload", &Window::unload, "args"_a, Guard())
       .def(
-          "combine",
-          [](nvlink::Window& window, const nvlink::CombineArgs& args) { window.combine(args, signal_poll()); },
+          "combine", [](Window& window, const nvlink::CombineArgs& args) { window.combine(args, signal_poll()); },
           "args"_a, Guard())
-      .def("empty", &empty, "gpu"_a, "num_rows"_a, "cols"_a, "dtype"_a)
-      .def("check", &nvlink::Window::check, Guard())
-      .def("close", &nvlink::Window::close, Guard());
+      .def("empty", &empty, "shape"_a, "dtype"_a, "stream"_a)
+      .def("owns", &Window::owns, "ptr"_a)
+      .def("record_stream", &Window::record_stream, "ptr"_a, "stream"_a)
+      .def("check", &Window::check, Guard())
+      .def("take_bad_ids",
+           [](Window& window) -> std::optional<std::tuple<i64, i64, i64>> {
+             const std::optional<nvlink::BadIds> seen = window.take_bad_ids();
+             if (!seen) return std::nullopt;
+             return std::make_tuple(seen->count, seen->first_id, seen->first_at);
+           })
+      .def("stats", &stats)
+      .def_prop_ro("heap_used", &Window::heap_used)
+      .def_prop_ro("heap_peak", &Window::heap_peak)
+      .def_prop_ro("id", &Window::id)
+      .def("close", &Window::close, Guard());
+}
+
+std::tuple<u64, u64> window_bytes(i32 num_ranks, i32 num_experts, i32 top_k, i64 max_tokens, i64 landing_row_bytes,
+                                  i32 num_blocks) {
+  const GpuWindowLayout layout =
+      GpuWindowLayout::make({num_ranks, num_experts, top_k, num_blocks, max_tokens, landing_row_bytes});
+  if (!layout.ok) throw_invalid_argument("no window between GPUs has this shape");
+  return {layout.control_bytes, layout.landing_bytes};
+}
+
+}  // namespace
+
+void bind_nvlink(nb::module_& m) {
+  nb::class_<nvlink::Gpu>(m, "Gpu")
+      .def(nb::new_([](int index, std::string nvrtc, std::string include, std::string cache) {
+             const nb::gil_scoped_release release;
+             return std::make_shared<nvlink::Gpu>(index, jit::CompilerPaths{nvrtc, include, cache});
+           }),
+           "index"_a, nb::kw_only(), "nvrtc"_a, "include"_a, "cache"_a)
+      .def_ro("index", &nvlink::Gpu::index)
+      .def_prop_ro("num_sms", [](const nvlink::Gpu& gpu) { return gpu.kernels->num_multiprocessors(); });
+  bind_dispatch_args(m);
+  bind_combine_args(m);
+  bind_results(m);
+  bind_window(m);
+  m.def(
+      "gpu_send_plan_len",
+      [](i64 num_tokens, i32 top_k, i32 num_ranks, int layout) {
+        return gpu_send_plan_len(num_tokens, top_k, num_ranks, static_cast<Layout>(layout));
+      },
+      "num_tokens"_a, "top_k"_a, "num_ranks"_a, "layout"_a);
+  m.def(
+      "gpu_recv_plan_len",
+      [](i64 max_tokens, i32 top_k, i32 num_ranks, int layout) {
+        return gpu_recv_plan_len(max_tokens, top_k, num_ranks, static_cast<Layout>(layout));
+      },
+      "max_tokens"_a, "top_k"_a, "num_ranks"_a, "layout"_a);
+  m.def("gpu_window_bytes", &window_bytes, nb::kw_only(), "num_ranks"_a, "num_experts"_a, "top_k"_a, "max_tokens"_a,
+        "landing_row_bytes"_a, "num_blocks"_a);
 }
 
 }  // namespace weft::bindings

@@ -65,6 +65,7 @@ class ControlPlane {
 
   virtual int rank() const noexcept = 0;
   virtual int num_ranks() const noexcept = 0;
+  virtual bool is_local() const noexcept { return false; }  // ranks are threads of this process
 
   // Collective among `members` (which hold this rank, and are the same list on each of them): every member gives bytes
   // and fds and gets those of all, indexed by rank (ranks outside `members` have empty parcels). fds stay the caller's;

@@ -35,6 +35,7 @@ class LocalControlPlane final : public ControlPlane {
 
   int rank() const noexcept override { return rank_; }
   int num_ranks() const noexcept override { return static_cast<int>(hub_->boards.size()); }
+  bool is_local() const noexcept override { return true; }
 
   std::vector<Parcel> exchange(const std::vector<int>& members, uint64_t tag, const std::vector<std::byte>& bytes,
                                const std::vector<int>& fds, uint64_t deadline_ns, const Poll& poll) override {

@@ -86,6 +86,11 @@ uint64_t Heap::used() const {
   return used_;
 }
 
+uint64_t Heap::largest_free() const {
+  const std::lock_guard lock(mutex_);
+  return free_by_bytes_.empty() ? 0 : free_by_bytes_.rbegin()->first;
+}
+
 uint64_t Heap::quarantined() const {
   const std::lock_guard lock(mutex_);
   return quarantined_;

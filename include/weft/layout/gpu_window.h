@@ -22,6 +22,7 @@ struct alignas(kCacheLine) GpuControlWords {
   u64 owner = 0;       // 1 while an operation is in flight (R5)
   u64 broken = 0;      // an ErrorCause: later launches see it and do nothing (R9)
   u32 num_ended = 0;   // blocks of the operation in flight that have ended; wraps around
+  u32 heap_generation = 0;  // host: grows when a rebuild had to give the own heap other addresses
 };
 
 // Where the rows of a dispatch go in the receiver's heap memory; byte offsets from its start. Every value is checked by the

@@ -14,15 +14,16 @@ namespace weft::sync {
 // the first unsuccessful look and then every kLooks, the words only after 10 us. The deadline counts from that first look.
 class LanePause {
  public:
-  // `abort` may be null: then only the deadline ends the wait.
-  __device__ LanePause(const u64* abort, const u64* timeout_ns) : abort_(abort), timeout_ns_(timeout_ns) {}
+  // A bit of `abort_mask` in the word `abort` ends the wait.
+  __device__ LanePause(const u64* abort, u64 abort_mask, const u64* timeout_ns)
+      : abort_(abort), abort_mask_(abort_mask), timeout_ns_(timeout_ns) {}
 
   __device__ PauseResult turn() {
     if (num_turns_++ % kLooks != 0) return PauseResult::kLookAgain;
     const u64 now = ptx::globaltimer_ns();
     if (start_ns_ == 0) start_ns_ = now;
     if (now - start_ns_ < kQuietNs) return PauseResult::kLookAgain;
-    if (abort_ != nullptr && ptx::ld_relaxed_sys(abort_) != 0) return PauseResult::kAbort;
+    if ((ptx::ld_relaxed_sys(abort_) & abort_mask_) != 0) return PauseResult::kAbort;
     return now - start_ns_ >= ptx::ld_relaxed_sys(timeout_ns_) ? PauseResult::kDeadline : PauseResult::kLookAgain;
   }
 
@@ -30,6 +31,7 @@ class LanePause {
   static constexpr u64 kQuietNs = 10000;
   static constexpr u32 kLooks = 16;
   const u64* abort_;
+  u64 abort_mask_;
   const u64* timeout_ns_;
   u64 start_ns_ = 0;
   u32 num_turns_ = 0;

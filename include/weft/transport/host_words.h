@@ -14,11 +14,14 @@ enum class ErrorCause : u32 {
   kMismatch = 3,     // a peer called something else; all give up this call and go on
   kBadPeerWord = 4,  // a count or a place that makes no sense (R19)
   kNoRoom = 5,       // a rank has neither heap nor landing for its rows; all give up this call and go on
-  kBusy = 6          // two operations of one window at once (R5)
+  kBusy = 6,         // two operations of one window at once (R5)
+  kMoved = 7         // the kernel was captured before a rebuild that moved the heap
 };
 
+constexpr u32 kErrorClaimed = 0xffffffffu;  // ErrorRecord.code while the rest of the record is being written
+
 struct HostWords {
-  u64 abort = 0;              // host: leave every wait
+  u64 abort = 0;              // host: bit r: leave waits for rank r
   u64 timeout_ns = 0;         // host: most that a wait of the next operation may take
   u64 finished_sequence = 0;  // kernel: last operation that ended
   u64 counted_ticket = 0;     // kernel: num_rows below belongs to the call with this ticket
@@ -30,7 +33,8 @@ struct HostWords {
 };
 
 // A window as a kernel sees it: plain pointers, by value. The owner is engine/nvlink/window.h. Addresses never change in the
-// life of a window, not by a rebuild either (R16), so captured graphs may hold them; who is a member is in the control words.
+// life of a window, nor by a rebuild (R16), so captured graphs may hold them; who is a member is in the control words. The
+// exception is the own heap while tensors of an old epoch are alive (docs/decisions/0015).
 struct WindowView {
   GpuWindowLayout layout;
   i32 rank = 0;
@@ -38,6 +42,7 @@ struct WindowView {
   u8* control[kMaxGpuRanks] = {};  // [rank] is this rank's own
   u8* heap[kMaxGpuRanks] = {};
   u64 heap_bytes[kMaxGpuRanks] = {};
+  u32 heap_generation = 0;  // of heap[rank]; the one address that a rebuild may change
   HostWords* host = nullptr;
 
   WEFT_HD GpuControlWords* words() const { return reinterpret_cast<GpuControlWords*>(control[rank]); }

@@ -22,13 +22,14 @@ __device__ inline void record(const WindowView& view, const Flight& flight, Erro
                               u64 seen) {
   ErrorRecord* error = &view.host->error;
   // First come first served within the GPU; the host reads it after the kernel has ended.
-  if (atomicCAS_system(&error->code, 0u, static_cast<u32>(cause)) != 0) return;
-  error->phase = static_cast<u32>(phase);
+  if (atomicCAS_system(&error->code, 0u, kErrorClaimed) != 0) return;
   error->culprit = peer;
   error->epoch = flight.turn.epoch;
   error->sequence = flight.turn.sequence;
   error->expected = sync::pack_header(flight.turn, flight.print);
   error->seen = seen;
+  // code and phase are one aligned word; with them the record is complete.
+  ptx::st_release_sys(reinterpret_cast<u64*>(&error->code), static_cast<u64>(cause) | static_cast<u64>(phase) << 32);
 }
 
 // For the whole block; one thread reads. Words in host memory are not touched: 256 reads of them cost 12 us (measured).
@@ -41,9 +42,11 @@ __device__ inline Flight begin_flight(const WindowView& view, u16 print) {
     const u64 broken = ptx::ld_relaxed_sys(&words->broken);
     flight.turn = {static_cast<u16>(membership >> 32), static_cast<u32>(sequence + 1)};
     flight.print = print;
-    flight.is_dead = broken != 0;
+    const bool has_moved = words->heap_generation != view.heap_generation;
+    flight.is_dead = broken != 0 || has_moved;
     flight.active_mask = static_cast<u32>(membership);
-    if (blockIdx.x == 0 && broken == 0 && ptx::atom_cas_acquire_sys(&words->owner, 0, 1) != 0) {
+    if (blockIdx.x == 0 && has_moved) record(view, flight, ErrorCause::kMoved, Phase::kCount, view.rank, 0);
+    if (blockIdx.x == 0 && !flight.is_dead && ptx::atom_cas_acquire_sys(&words->owner, 0, 1) != 0) {
       record(view, flight, ErrorCause::kBusy, Phase::kCount, view.rank, 0);
     }
   }
@@ -82,7 +85,7 @@ __device__ inline bool settle(const WindowView& view, const Flight& flight, sync
 __device__ inline bool wait_progress(const WindowView& view, const Flight& flight, i32 peer, i32 block, i32 channel,
                                      u32 target) {
   u64* word = reinterpret_cast<u64*>(view.control[view.rank] + view.layout.progress_word(peer, block, channel));
-  sync::LanePause pause(&view.host->abort, &view.host->timeout_ns);
+  sync::LanePause pause(&view.host->abort, u64{1} << peer, &view.host->timeout_ns);
   const sync::WaitResult result = sync::wait_progress(word, flight.turn, target, pause);
   return settle(view, flight, result, Phase::kSend, peer, 0);
 }
@@ -91,7 +94,7 @@ __device__ inline bool wait_progress(const WindowView& view, const Flight& fligh
 __device__ inline Verdict wait(const WindowView& view, Phase phase, const Flight& flight, i32 peer, i32 block) {
   const u64* cell = reinterpret_cast<const u64*>(view.control[view.rank] +
                                                  view.layout.header(phase, flight.turn.sequence, peer, block));
-  sync::LanePause pause(&view.host->abort, &view.host->timeout_ns);
+  sync::LanePause pause(&view.host->abort, u64{1} << peer, &view.host->timeout_ns);
   const sync::WaitResult result = sync::wait_header(cell, flight.turn, pause);
   const u64 seen = sync::load_header(cell);
   if (!settle(view, flight, result, phase, peer, seen)) return Verdict::kBroken;

@@ -23,8 +23,8 @@ class MemberWindow {
   virtual u64 id() const = 0;                                // equal on all ranks that have it
   virtual void retire() = 0;                                 // another rank has it no more: it is of no use
   virtual bool is_busy() const = 0;                          // an operation is in flight
-  // Fresh memory for the members of a new epoch, collective (R13, R14).
-  virtual void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u64 deadline_ns,
+  // Fresh memory for the members of `epoch`, collective (R13, R14). The tags `tag` and `tag` + 1 are free for it.
+  virtual void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u16 epoch, u64 deadline_ns,
                      const Poll& poll) = 0;
 };
 
@@ -43,6 +43,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   int num_ranks() const { return num_ranks_; }
   u16 epoch() const { return epoch_; }
   const std::vector<int>& active_ranks() const { return active_; }
+  bool is_local() const { return plane_->is_local(); }  // ranks are threads of one process
   bool is_active(int rank) const { return (active_mask_ >> rank & 1) != 0; }
   std::vector<Detection> detections() const { return plane_->detections(); }
 

@@ -14,6 +14,8 @@ u64 deadline_of(u64 timeout_ns) {
   return timeout_ns > ~u64{0} - now ? ~u64{0} : now + timeout_ns;
 }
 
+}  // namespace
+
 std::string describe(const OperationConfig& config) {
   constexpr const char* kLayouts[] = {"rank_major", "expert_major", "masked"};
   constexpr const char* kDtypes[] = {"bytes", "bfloat16", "float16", "float32"};
@@ -32,8 +34,6 @@ std::string describe(const OperationConfig& config) {
   if (config.has_side != 0) text += ", with side";
   return text + ")";
 }
-
-}  // namespace
 
 Operation::Operation(Window& window, const OperationConfig& config, u64 timeout_ns, const Poll& poll)
     : window_(window), config_(config), fingerprint_(fingerprint(config)), poll_(poll), rank_(window.comm_->rank()) {

@@ -12,6 +12,9 @@
 
 namespace weft::cpu {
 
+// "dispatch(layout='rank_major', ...)": a call in words.
+std::string describe(const OperationConfig& config);
+
 class Operation {
  public:
   // Takes the window. Errors: kInvalidState (closed, busy), or what the communicator broke with. Nothing is sent yet.

@@ -98,8 +98,11 @@ bool Communicator::attempt_rebuild(const std::vector<int>& ranks, u64 deadline_n
   half_done.epoch = epoch_;
   half_done.peers = mask & ~(u64{1} << rank_);
   adopt(half_done);
-  u64 step = tag + 1;
-  for (MemberWindow* window : agreed.windows) window->renew(*plane_, ranks, ++step, deadline_ns, watch);
+  u64 step = tag + 2;
+  for (MemberWindow* window : agreed.windows) {
+    window->renew(*plane_, ranks, step, agreed.epoch, deadline_ns, watch);
+    step += 2;
+  }
   next_window_id_ = agreed.next_window_id;
   enter_epoch(ranks, agreed.epoch);
   return true;

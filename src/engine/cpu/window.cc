@@ -130,7 +130,8 @@ std::vector<Parcel> Window::exchange_memory(ControlPlane* plane, const std::vect
 
 // R13: the control memory keeps its addresses and gets fresh pages; the heap is new, and the old one lives as long as a
 // tensor holds it. R14: what is mapped of the ranks that left is let go.
-void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u64 deadline_ns, const Poll& poll) {
+void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u16, u64 deadline_ns,
+                   const Poll& poll) {
   SharedMemory control = SharedMemory::create(layout_.total_bytes);
   new (control.data()) ControlWords();
   auto heap = std::make_shared<ReceiveHeap>(heap_bytes_);

@@ -123,6 +123,7 @@ const Kernel& Kernels::prepare(const CombineKernelConfig& config) {
 }
 
 const Kernel& Kernels::prepare(const std::string& source, unsigned num_threads, unsigned shared_bytes) {
+  const std::lock_guard lock(mutex_);
   const auto found = loaded_.find(source);
   if (found != loaded_.end()) return found->second;
   const std::string cubin = compiler_.cubin(source);

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <map>
+#include <mutex>
+#include <mutex>
 #include <string>
 
 #include "base/cuda_driver.h"
@@ -33,15 +35,16 @@ class Kernels {
   // Compiles or loads at the first call of a configuration. Errors: kCompileError, kCudaError.
   const Kernel& prepare(const DispatchKernelConfig& config);
   const Kernel& prepare(const CombineKernelConfig& config);
+  // `shared_bytes`: dynamic. Any thread.
+  const Kernel& prepare(const std::string& source, unsigned num_threads, unsigned shared_bytes);
   int shared_bytes() const { return shared_bytes_; }  // a block may have
   int num_multiprocessors() const { return num_multiprocessors_; }
 
  private:
-  const Kernel& prepare(const std::string& source, unsigned num_threads, unsigned shared_bytes);
-
   int shared_bytes_ = 0;
   int num_multiprocessors_ = 0;
   jit::Compiler compiler_;
+  std::mutex mutex_;
   std::map<std::string, Kernel> loaded_;  // by source
   std::vector<cuda::Module> modules_;
 };

@@ -54,7 +54,7 @@ struct DispatchResult {
 };
 
 // Where the rows of a dispatch that found no room go from the landing. Sizes as in DispatchResult.
-struct UnloadArgs {
+struct UnloadArgs {  // a repeated dispatch: x and scales are written, recv_plan is the handle's and is read
   u64 x = 0, scales = 0, topk_idx = 0, topk_weights = 0, recv_plan = 0;
 };
 

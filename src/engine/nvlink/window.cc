@@ -1,381 +1,285 @@
+// Making, renewing and closing a window: its memory and that of its peers.
 #include "engine/nvlink/window.h"
 
 #include <cstring>
 #include <new>
 
-#include "base/clock.h"
-#include "engine/cpu/rows.h"
+#include "base/log.h"
+#include "engine/nvlink/host_wait.h"
 #include "weft/ptx/memory.h"
-#include "weft/sync/wait.h"
 
 namespace weft::nvlink {
 namespace {
 
 constexpr u64 kWindowTag = u64{1} << 59;
-constexpr cuda::Result kNotReady = 600;  // CUDA_ERROR_NOT_READY
+constexpr u64 kAttachedTag = kWindowTag | u64{1} << 58;
+constexpr u64 kGraceNs = 1'000'000'000;   // close(): for calls that are about to end
+constexpr u64 kLeaveNs = 10'000'000'000;  // close(): for kernels that were told to leave
 
+// What a rank says of its memory. Plain bytes.
 struct MemoryOffer {
-  WindowShape shape;
-  u64 control_bytes;
-  u64 heap_bytes;
+  GpuWindowShape shape;
+  u64 control_bytes = 0;  // 0: it could not be made
+  u64 heap_bytes = 0;
+  i32 gpu_index = 0;
+  i32 reserved = 0;
 };
 
-WindowLayout checked_layout(const WindowShape& shape) {
-  const WindowLayout layout = WindowLayout::make(shape);
-  if (!layout.ok || shape.num_ranks > kMaxGpuRanks) throw_invalid_argument("no window between GPUs has this shape");
-  return layout;
+template <class Plain>
+std::vector<std::byte> to_bytes(const Plain& plain) {
+  std::vector<std::byte> bytes(sizeof(plain));
+  std::memcpy(bytes.data(), &plain, sizeof(plain));
+  return bytes;
+}
+
+template <class Plain>
+Plain from_bytes(const std::vector<std::byte>& bytes, int rank) {
+  Plain plain;
+  if (bytes.size() != sizeof(plain)) throw_internal("rank " + std::to_string(rank) + " sent a malformed window");
+  std::memcpy(&plain, bytes.data(), sizeof(plain));
+  return plain;
+}
+
+GpuWindowLayout checked_layout(const GpuWindowShape& shape) {
+  const GpuWindowLayout layout = GpuWindowLayout::make(shape);
+  if (layout.ok) return layout;
+  throw_invalid_argument("window shape: " + std::to_string(shape.num_ranks) + " ranks, " +
+                         std::to_string(shape.num_experts) + " experts, top_k " + std::to_string(shape.top_k) + ", " +
+                         std::to_string(shape.max_tokens) + " tokens a rank of " +
+                         std::to_string(shape.landing_row_bytes) + " bytes, " + std::to_string(shape.num_blocks) +
+                         " blocks; allowed between GPUs: up to " + std::to_string(kMaxGpuRanks) +
+                         " ranks, experts divisible by the ranks, top_k up to " + std::to_string(kMaxTopk) +
+                         ", up to " + std::to_string(kMaxRowsPerPair) + " tokens, sizes within 64 bits");
+}
+
+std::string shape_text(const GpuWindowShape& shape) {
+  return std::to_string(shape.num_experts) + " experts, top_k " + std::to_string(shape.top_k) + ", " +
+         std::to_string(shape.max_tokens) + " tokens, landing rows of " + std::to_string(shape.landing_row_bytes) +
+         " bytes, " + std::to_string(shape.num_blocks) + " blocks";
 }
 
 }  // namespace
 
-Gpu::Gpu(int gpu_index, const jit::CompilerPaths& paths) : index(gpu_index) {
-  cuda::check(cuda::driver().device_get(&device, index), "cuDeviceGet");
-  cuda::check(cuda::driver().primary_context_retain(&context, device), "cuDevicePrimaryCtxRetain");
-  const cuda::ContextScope scope(context);
-  kernels.emplace(device, paths);
-}
+struct Window::Memory {
+  DeviceMemory control;
+  DeviceMemory heap;
+};
 
-Gpu::~Gpu() {
-  {
-    const cuda::ContextScope scope(context);
-    kernels.reset();
-  }
-  cuda::driver().primary_context_release(device);
-}
-
-Window::Window(std::shared_ptr<Communicator> comm, std::shared_ptr<Gpu> gpu, const WindowShape& shape, u64 heap_bytes,
-               u64 deadline_ns, const Poll& poll)
+Window::Window(std::shared_ptr<Communicator> comm, std::shared_ptr<Gpu> gpu, const GpuWindowShape& shape,
+               u64 heap_bytes, u64 deadline_ns, const Poll& poll)
     : comm_(std::move(comm)),
       gpu_(std::move(gpu)),
       shape_(shape),
       layout_(checked_layout(shape)),
-      heap_bytes_(heap_bytes),
+      heap_bytes_(align_up(heap_bytes, Heap::kAlignment)),
       id_(comm_->next_window_id()),
       peers_(static_cast<size_t>(shape.num_ranks)) {
   hash_ = hash_bytes(&shape_, sizeof(shape_), hash_bytes(&id_, sizeof(id_)));
   const cuda::ContextScope scope(gpu_->context);
+  // Threads on one GPU: what follows may wait for kernels, so all that was launched must be able to end.
+  if (comm_->is_local()) meet(deadline_ns, poll);
   void* host = nullptr;
   cuda::check(cuda::driver().host_alloc(&host, sizeof(transport::HostWords), cuda::kHostAllocMapped), "cuMemHostAlloc");
   host_ = new (host) transport::HostWords();
-  connect(nullptr, comm_->active_ranks(), kWindowTag | id_, allocate(), deadline_ns, poll);
+  try {
+    connect(nullptr, comm_->active_ranks(), comm_->epoch(), kWindowTag | id_, deadline_ns, poll);
+    prepare_unload();
+    if (comm_->is_local()) meet(deadline_ns, poll);
+  } catch (...) {
+    cuda::driver().host_free(host_);
+    throw;
+  }
   comm_->add_window(this);
 }
 
-Window::~Window() {
-  close();
-  const cuda::ContextScope scope(gpu_->context);
-  if (host_ != nullptr) cuda::driver().host_free(host_);
-}
+Window::~Window() { close(); }
 
+// R18: nothing here waits for a peer. This rank's own kernels are given the time to end, for nothing that they use may be
+// unmapped under them; if they don't, the memory is left to the end of the process.
 void Window::close() {
   if (std::exchange(closed_, true)) return;
-  comm_->remove_window(this);
-  const cuda::ContextScope scope(gpu_->context);
+  comm_->remove_window(this);  // from here on no other thread knows it
+  const cuda::QuietContextScope scope(gpu_->context);
+  if (scope.ok() && !has_left()) {
+    log_line(kLogWarning, "rank " + std::to_string(comm_->rank()) +
+                              ": a kernel did not end when its window was closed; its memory is not given back");
+    static_cast<void>(new std::vector<Peer>(std::move(peers_)));
+    static_cast<void>(new DeviceMemory(std::move(control_)));
+    static_cast<void>(new std::shared_ptr<ReceiveHeap>(std::move(heap_)));
+    static_cast<void>(new std::vector<std::shared_ptr<ReceiveHeap>>(std::move(old_heaps_)));
+    return;
+  }
   peers_.clear();
+  control_ = DeviceMemory();
+  heap_.reset();  // results that are still held keep it
+  old_heaps_.clear();
+  last_event_.reset();
+  last_captured_.reset();
+  cuda::driver().host_free(std::exchange(host_, nullptr));
 }
 
-u32* Window::num_ended() const {
-  return reinterpret_cast<u32*>(control_.data() + align_up(layout_.total_bytes, kCacheLine));
+bool Window::has_left() noexcept try {
+  if (!wait_for_kernels(now_ns() + kGraceNs, {})) leave_waits();
+  return wait_for_kernels(now_ns() + kLeaveNs, {}) && (!has_captured_ || gpu_->wait_until_idle(now_ns() + kLeaveNs, {}));
+} catch (const std::exception&) {
+  return true;  // a GPU that has failed runs no kernel any more
 }
 
+// Not zeroed memory of another life is ever read: control words and heap are zero before anyone else can see them. Left
+// empty if there is too little: the exchange tells every rank.
 Window::Memory Window::allocate() const {
   Memory memory;
-  memory.control = DeviceMemory::create(gpu_->device, layout_.total_bytes + 2 * kCacheLine, &memory.control_fd);
-  memory.heap = std::make_shared<ReceiveHeap>(gpu_->device, heap_bytes_, &memory.heap_fd);
-  // New memory is zeroed: no word of another life is ever read.
-  cuda::check(cuda::driver().memset_async(memory.control.address(), 0, memory.control.bytes(), nullptr),
-              "cuMemsetD8Async");
-  cuda::check(cuda::driver().stream_synchronize(nullptr), "cuStreamSynchronize");
+  try {
+    memory.control = DeviceMemory::create(gpu_->device, layout_.control_bytes);
+    memory.heap = DeviceMemory::create(gpu_->device, layout_.landing_bytes + heap_bytes_);
+  } catch (const Error& error) {
+    log_line(kLogWarning, "rank " + std::to_string(comm_->rank()) + ": " + error.text);
+    return {};
+  }
+  for (const DeviceMemory* each : {&memory.control, &memory.heap}) {
+    cuda::check(cuda::driver().memset_async(each->address(), 0, each->bytes(), gpu_->house_keeping),
+                "cuMemsetD8Async");
+  }
+  gpu_->settle();
   return memory;
 }
 
-void Window::connect(ControlPlane* plane, const std::vector<int>& ranks, u64 tag, Memory memory, u64 deadline_ns,
+void Window::connect(ControlPlane* plane, const std::vector<int>& ranks, u16 epoch, u64 tag, u64 deadline_ns,
                      const Poll& poll) {
-  const MemoryOffer mine{shape_, memory.control.bytes(), memory.heap->memory.bytes()};
-  std::vector<std::byte> bytes(sizeof(mine));
-  std::memcpy(bytes.data(), &mine, sizeof(mine));
-  const std::vector<int> fds = {memory.control_fd.get(), memory.heap_fd.get()};
-  const std::vector<Parcel> parcels = plane == nullptr ? comm_->exchange(tag, bytes, fds, deadline_ns, poll)
-                                                       : plane->exchange(ranks, tag, bytes, fds, deadline_ns, poll);
+  Memory memory = allocate();
+  const bool has_memory = memory.heap.is_mapped();
+  const MemoryOffer mine{shape_, has_memory ? memory.control.bytes() : 0, layout_.landing_bytes + heap_bytes_,
+                         gpu_->index};
+  const auto exchange = [&](u64 step_tag, const std::vector<std::byte>& bytes, const std::vector<int>& fds) {
+    return plane == nullptr ? comm_->exchange(step_tag, bytes, fds, deadline_ns, poll)
+                            : plane->exchange(ranks, step_tag, bytes, fds, deadline_ns, poll);
+  };
+  std::vector<Parcel> parcels;
+  if (has_memory) {
+    const OwnedFd control_fd = memory.control.share(), heap_fd = memory.heap.share();
+    parcels = exchange(tag, to_bytes(mine), {control_fd.get(), heap_fd.get()});
+  } else {
+    parcels = exchange(tag, to_bytes(mine), {});
+  }
   std::vector<Peer> peers(static_cast<size_t>(shape_.num_ranks));
-  transport::WindowView view;
-  view.layout = layout_;
-  view.rank = comm_->rank();
-  view.num_ranks = shape_.num_ranks;
-  view.host = host_;
+  std::string failure = attach(ranks, parcels, peers);
+  // Until everyone has attached everything, nobody sends.
+  const std::vector<std::byte> verdict(1, std::byte{failure.empty() ? u8{0} : u8{1}});
+  const std::vector<Parcel> verdicts = exchange(plane == nullptr ? kAttachedTag | id_ : tag + 1, verdict, {});
   for (int rank : ranks) {
-    view.active_mask |= 1u << rank;
-    MemoryOffer offer{};
-    if (parcels[rank].bytes.size() != sizeof(offer) || parcels[rank].fds.size() != 2)
-      throw_internal("a malformed window");
-    std::memcpy(&offer, parcels[rank].bytes.data(), sizeof(offer));
-    if (std::memcmp(&offer.shape, &shape_, sizeof(shape_)) != 0) {
-      throw_invalid_argument("the window of rank " + std::to_string(rank) + " has another shape; shapes must be equal");
+    if (failure.empty() && verdicts[rank].bytes != std::vector<std::byte>(1)) {
+      failure = "rank " + std::to_string(rank) + " could not make or map the memory of the window; its log says why";
     }
-    view.heap_bytes[rank] = offer.heap_bytes;
+  }
+  if (!failure.empty()) throw_invalid_argument(failure);
+  install(ranks, epoch, std::move(memory), std::move(peers));
+}
+
+// Maps what the peers offer. Returns why not, or nothing.
+std::string Window::attach(const std::vector<int>& ranks, const std::vector<Parcel>& parcels,
+                           std::vector<Peer>& peers) {
+  num_sharing_ = 0;
+  for (int rank : ranks) {
+    const auto offer = from_bytes<MemoryOffer>(parcels[rank].bytes, rank);
+    const std::string name = "rank " + std::to_string(rank);
+    if (std::memcmp(&offer.shape, &shape_, sizeof(shape_)) != 0) {
+      return "the window of " + name + " has another shape (" + shape_text(offer.shape) + "), this rank's has " +
+             shape_text(shape_) + "; shapes must be equal";
+    }
+    if (offer.control_bytes == 0 || parcels[rank].fds.size() != 2) {
+      return "heap_bytes: " + name + " has no room for " + std::to_string(offer.heap_bytes) + " bytes (" +
+             std::to_string(layout_.landing_bytes) + " of them the landing) on its GPU; allowed: what is free there";
+    }
+    num_sharing_ += comm_->is_local() && offer.gpu_index == gpu_->index ? 1 : 0;
+    peers[rank].heap_bytes = offer.heap_bytes;
     if (rank == comm_->rank()) continue;
-    peers[rank].control = DeviceMemory::attach(gpu_->device, parcels[rank].fds[0], offer.control_bytes);
-    peers[rank].heap = DeviceMemory::attach(gpu_->device, parcels[rank].fds[1], offer.heap_bytes);
-    view.control[rank] = peers[rank].control.data();
-    view.heap[rank] = peers[rank].heap.data();
+    try {
+      peers[rank].control = DeviceMemory::attach(gpu_->device, parcels[rank].fds[0], offer.control_bytes);
+      peers[rank].heap = DeviceMemory::attach(gpu_->device, parcels[rank].fds[1], offer.heap_bytes);
+    } catch (const Error& error) {
+      log_line(kLogWarning, "rank " + std::to_string(comm_->rank()) + ": memory of " + name + ": " + error.text);
+      return "the GPU memory of " + name + " can't be mapped here (" + error.text +
+             "): are these GPUs joined by NVLink, and is heap_bytes (" + std::to_string(offer.heap_bytes) +
+             " with the landing) within what can be mapped?";
+    }
   }
-  view.control[comm_->rank()] = memory.control.data();
-  view.heap[comm_->rank()] = memory.heap->memory.data();
-  control_ = std::move(memory.control);
-  heap_ = std::move(memory.heap);
-  peers_ = std::move(peers);
-  view_ = view;
-  sequence_ = 0;
+  return {};
 }
 
-void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u64 deadline_ns, const Poll& poll) {
+// R13, R16: fresh physical memory behind the same addresses. R14: that of ranks that left is let go; our own kernels have
+// ended. The own heap alone gets other addresses, if tensors of the old epoch are alive in it.
+void Window::install(const std::vector<int>& ranks, u16 epoch, Memory memory, std::vector<Peer> peers) {
+  const int me = comm_->rank();
+  GpuControlWords words;
+  words.membership = u64{epoch} << 32 | cpu::mask_of(ranks);
+  for (int rank = 0; rank < shape_.num_ranks; ++rank) {
+    if (rank == me) continue;
+    if (peers[rank].control.is_mapped()) {
+      peers_[rank].control.replace(std::move(peers[rank].control));
+      peers_[rank].heap.replace(std::move(peers[rank].heap));
+    } else {
+      peers_[rank].control.drop();
+      peers_[rank].heap.drop();
+    }
+    view_.control[rank] = peers_[rank].control.data();
+    view_.heap[rank] = peers_[rank].heap.data();
+    view_.heap_bytes[rank] = peers[rank].heap_bytes;
+  }
+  control_.replace(std::move(memory.control));
+  if (heap_ == nullptr || !heap_->renew(memory.heap)) {
+    if (heap_ != nullptr && heap_->has_captured()) old_heaps_.push_back(heap_);
+    if (heap_ != nullptr) ++view_.heap_generation;
+    heap_ = std::make_shared<ReceiveHeap>(gpu_, std::move(memory.heap), layout_.landing_bytes);
+  }
+  words.heap_generation = view_.heap_generation;
+  view_.layout = layout_;
+  view_.rank = me;
+  view_.num_ranks = shape_.num_ranks;
+  view_.host = host_;
+  view_.control[me] = control_.data();
+  view_.heap[me] = heap_->memory().data();
+  view_.heap_bytes[me] = heap_->memory().bytes();
+  cuda::check(cuda::driver().copy_from_host_async(control_.address(), &words, sizeof(words), gpu_->house_keeping),
+              "cuMemcpyHtoDAsync");
+  gpu_->settle();
+}
+
+void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u16 epoch, u64 deadline_ns,
+                   const Poll& poll) {
   const cuda::ContextScope scope(gpu_->context);
-  connect(&plane, ranks, tag, allocate(), deadline_ns, poll);
+  if (!wait_for_kernels(deadline_ns, poll) || (has_captured_ && !gpu_->wait_until_idle(deadline_ns, poll))) {
+    throw Error(ErrorCode::kCudaError,
+                "rebuild: a kernel of the old epoch has not ended; its memory can't be replaced under it", "rebuild");
+  }
+  // Work that still reads tensors which were let go: as long as there is time, wait, so that the heap can keep its place.
+  constexpr u64 kPatienceNs = 200'000'000;
+  wait_on_host([&] { return heap_->is_settled(); }, std::min(deadline_ns, now_ns() + kPatienceNs), poll);
+  connect(&plane, ranks, epoch, tag, deadline_ns, poll);
   *host_ = transport::HostWords();
+  timeout_ns_ = 0;
+  last_event_.reset();
+  staged_ = StagedRows();
 }
 
-std::optional<Block> Window::reserve(u64 num_bytes) {
-  const std::optional<u64> offset = heap_->heap.reserve(num_bytes);
-  if (!offset) return std::nullopt;
-  Block block;
-  block.data = heap_->memory.data() + *offset;
-  block.num_bytes = num_bytes;
-  block.in_heap = true;
-  block.offset = *offset;
-  block.owner =
-      std::shared_ptr<void>(block.data, [heap = heap_, start = *offset](void*) { heap->heap.release(start); });
-  return block;
-}
+// ---- the heap
 
-void Window::begin(const OperationConfig& config, u64 timeout_ns) {
+std::optional<Block> Window::reserve(u64 num_bytes, u64 stream) {
   if (closed_) throw_invalid_state("the window is closed");
-  comm_->raise_if_unusable();
-  check();
-  view_.epoch = comm_->epoch();
-  view_.print = fingerprint(config);
-  ptx::st_relaxed_sys(&host_->timeout_ns, timeout_ns);
-}
-
-void Window::launch(const Kernel& kernel, i32 num_blocks, u64 stream, void* args) {
-  void* params[] = {args};
-  cuda::check(cuda::driver().launch(kernel.function, static_cast<unsigned>(num_blocks), 1, 1, kernel.num_threads, 1, 1,
-                                    kernel.shared_bytes, reinterpret_cast<cuda::Stream>(stream), params, nullptr),
-              "cuLaunchKernel");
-  ++sequence_;
-}
-
-// NOLINTNEXTLINE(readability-function-size): half of it names, field by field, what the kernel is given
-DispatchResult Window::dispatch(const DispatchArgs& args, const Poll& poll) {
   const cuda::ContextScope scope(gpu_->context);
-  DispatchKernelConfig config;
-  config.num_ranks = shape_.num_ranks;
-  config.num_experts = shape_.num_experts;
-  config.top_k = shape_.top_k;
-  config.num_blocks = args.num_blocks;
-  config.row_bytes = static_cast<i32>(args.row_bytes);
-  config.scale_row_bytes = static_cast<i32>(args.scale_row_bytes);
-  config.topk_is_int64 = args.topk_is_int64;
-  config.num_groups = static_cast<i32>((shape_.max_tokens + 31) / 32);
-  const Kernel& kernel = gpu_->kernels->prepare(with_stages(config, gpu_->kernels->shared_bytes()));
-
-  OperationConfig operation;
-  operation.kind = OpKind::kDispatch;
-  operation.dtype = args.dtype;
-  operation.row_bytes = args.row_bytes;
-  operation.scale_row_bytes = args.scale_row_bytes;
-  operation.max_tokens = args.max_tokens;
-  operation.capacity = args.capacity;
-  operation.hidden = static_cast<u32>(args.num_blocks);
-  operation.window_hash = hash_;
-  begin(operation, args.timeout_ns);
-
-  const i64 max_rows = args.capacity >= 0 ? args.capacity : shape_.num_ranks * args.max_tokens;
-  const auto reserve_rows = [&](i64 row_bytes) {
-    std::optional<Block> block = reserve(static_cast<u64>(max_rows * row_bytes));
-    if (!block)
-      throw Error(ErrorCode::kCapacityExceeded, "heap_bytes: no room for " + std::to_string(max_rows) + " rows");
-    return std::move(*block);
-  };
-  const i64 id_bytes = shape_.top_k * (args.topk_is_int64 ? 8 : 4);
-  Block x = reserve_rows(args.row_bytes), ids = reserve_rows(id_bytes), weights = reserve_rows(shape_.top_k * 4);
-  Block scales;
-  if (args.scale_row_bytes > 0) scales = reserve_rows(args.scale_row_bytes);
-
-  kernels::DispatchKernelArgs kernel_args;
-  kernel_args.view = view_;
-  kernel_args.x = reinterpret_cast<const u8*>(args.x);
-  kernel_args.scales = reinterpret_cast<const u8*>(args.scales);
-  kernel_args.topk_idx = reinterpret_cast<const void*>(args.topk_idx);
-  kernel_args.topk_weights = reinterpret_cast<const float*>(args.topk_weights);
-  kernel_args.num_tokens = static_cast<i32>(args.num_tokens);
-  kernel_args.placement.in_heap = 1;
-  kernel_args.placement.x = x.offset;
-  kernel_args.placement.scales = scales.offset;
-  kernel_args.placement.meta_idx = ids.offset;
-  kernel_args.placement.meta_weights = weights.offset;
-  kernel_args.placement.num_rows = max_rows;
-  kernel_args.slot = reinterpret_cast<i32*>(args.slot);
-  kernel_args.row_start = reinterpret_cast<i32*>(args.row_start);
-  kernel_args.num_rows_to = reinterpret_cast<i32*>(args.num_rows_to);
-  kernel_args.source_offset = reinterpret_cast<i32*>(args.source_offset);
-  kernel_args.counts = reinterpret_cast<i32*>(args.counts);
-  kernel_args.offsets = reinterpret_cast<i32*>(args.offsets);
-  kernel_args.num_rows = reinterpret_cast<i32*>(args.num_rows);
-  kernel_args.num_ended = num_ended();
-  launch(kernel, args.num_blocks, args.stream, &kernel_args);
-
-  DispatchResult result;
-  i64 num_rows = max_rows;
-  result.num_rows = -1;
-  if (args.capacity < 0) {
-    wait_for_counts(args.stream, poll);
-    num_rows = result.num_rows = host_->num_rows;
-    heap_->heap.split(x.offset, static_cast<u64>(num_rows * args.row_bytes));
-    heap_->heap.split(ids.offset, static_cast<u64>(num_rows * id_bytes));
-    heap_->heap.split(weights.offset, static_cast<u64>(num_rows * shape_.top_k * 4));
-    if (scales.data != nullptr) heap_->heap.split(scales.offset, static_cast<u64>(num_rows * args.scale_row_bytes));
-  }
-  const auto array = [&](Block block, Dtype dtype, i64 row_bytes) {
-    Array made;
-    made.block = std::move(block);
-    made.dtype = dtype;
-    made.gpu = gpu_->index;
-    made.shape = {num_rows, row_bytes / dtype_bytes(dtype)};
-    return made;
-  };
-  result.x = array(std::move(x), args.dtype, args.row_bytes);
-  result.topk_weights = array(std::move(weights), Dtype::kFp32, shape_.top_k * 4);
-  result.topk_idx = array(std::move(ids), Dtype::kBytes, shape_.top_k);
-  result.topk_idx.is_integer = true;
-  result.topk_idx.is_int64 = args.topk_is_int64;
-  if (scales.data != nullptr) result.scales = array(std::move(scales), Dtype::kBytes, args.scale_row_bytes);
-  return result;
+  return heap_->reserve(num_bytes, stream, capture_of(stream).is_active);
 }
 
-void Window::combine(const CombineArgs& args, const Poll&) {
+std::optional<Block> Window::reserve_up_to(u64 num_bytes, u64 stream) {
+  if (closed_) throw_invalid_state("the window is closed");
   const cuda::ContextScope scope(gpu_->context);
-  CombineKernelConfig config;
-  config.num_ranks = shape_.num_ranks;
-  config.num_blocks = args.num_blocks;
-  config.hidden = static_cast<i32>(args.hidden);
-  config.dtype = args.dtype;
-  // Small enough chunks for several tokens in flight, large enough for the wire (docs/protocols/nvlink-combine.md).
-  constexpr i32 kChunkBytes = 7168;
-  const i32 vector = 16 / dtype_bytes(args.dtype);
-  config.chunk = std::min(config.hidden, kChunkBytes / dtype_bytes(args.dtype) / vector * vector);
-  const Kernel& kernel = gpu_->kernels->prepare(with_stages(config, gpu_->kernels->shared_bytes()));
-
-  OperationConfig operation;
-  operation.kind = OpKind::kCombine;
-  operation.dtype = args.dtype;
-  operation.row_bytes = args.hidden * dtype_bytes(args.dtype);
-  operation.hidden = static_cast<u32>(args.num_blocks);
-  operation.window_hash = hash_;
-  begin(operation, args.timeout_ns);
-
-  const u64 heap_begin = heap_->memory.address();
-  u64 rows = args.y;
-  Block copy;
-  const u64 num_bytes = static_cast<u64>(args.num_rows * operation.row_bytes);
-  if (args.num_rows > 0 && (rows < heap_begin || rows >= heap_begin + heap_bytes_)) {
-    std::optional<Block> block = reserve(num_bytes);
-    if (!block) throw Error(ErrorCode::kCapacityExceeded, "heap_bytes: no room for the rows of an ordinary tensor");
-    copy = std::move(*block);
-    rows = reinterpret_cast<u64>(copy.data);
-    cuda::check(cuda::driver().copy_async(rows, args.y, num_bytes, reinterpret_cast<cuda::Stream>(args.stream)),
-                "cuMemcpyDtoDAsync");
-  }
-  kernels::CombineKernelArgs kernel_args;
-  kernel_args.view = view_;
-  kernel_args.rows_offset = args.num_rows > 0 ? rows - heap_begin : 0;
-  kernel_args.num_rows = args.num_rows;
-  kernel_args.slot = reinterpret_cast<const i32*>(args.slot);
-  kernel_args.row_start = reinterpret_cast<const i32*>(args.row_start);
-  kernel_args.num_tokens = static_cast<i32>(args.num_tokens);
-  kernel_args.bias = reinterpret_cast<const u8*>(args.bias);
-  kernel_args.bias_is_fp32 = args.bias_is_fp32;
-  kernel_args.bias_row_bytes = args.bias_is_2d ? args.hidden * (args.bias_is_fp32 ? 4 : dtype_bytes(args.dtype)) : 0;
-  kernel_args.out = reinterpret_cast<u8*>(args.out);
-  kernel_args.num_ended = num_ended();
-  launch(kernel, args.num_blocks, args.stream, &kernel_args);
+  return heap_->reserve_up_to(num_bytes, stream, capture_of(stream).is_active);
 }
 
-// ---- failure
+bool Window::owns(u64 address) const { return !closed_ && heap_->owns(address); }
 
-namespace {
-
-// The host's wait for a kernel: the kernel has the deadline, the host looks for Ctrl-C and for a GPU that has failed.
-class StreamPause {
- public:
-  StreamPause(u64 stream, const Poll& poll) : stream_(stream), poll_(poll) {}
-
-  sync::PauseResult turn() {
-    constexpr u64 kLookNs = 20'000'000;
-    const u64 now = now_ns();
-    if (next_look_ns_ == 0) next_look_ns_ = now + kLookNs;
-    if (now < next_look_ns_) return sync::PauseResult::kLookAgain;
-    next_look_ns_ = now + kLookNs;
-    if (poll_) poll_();
-    const cuda::Result state = cuda::driver().stream_query(reinterpret_cast<cuda::Stream>(stream_));
-    if (state == kNotReady) return sync::PauseResult::kLookAgain;
-    cuda::check(state, "a kernel before or in dispatch");
-    return sync::PauseResult::kAbort;  // the stream has run dry
-  }
-
- private:
-  u64 stream_;
-  const Poll& poll_;
-  u64 next_look_ns_ = 0;
-};
-
-}  // namespace
-
-void Window::wait_for_counts(u64 stream, const Poll& poll) {
-  StreamPause pause(stream, poll);
-  const auto is_told = [&] {
-    return ptx::ld_acquire_sys(&host_->counted_sequence) >= sequence_ ||
-           __atomic_load_n(&host_->error.code, __ATOMIC_ACQUIRE) != 0;
-  };
-  const sync::WaitResult result = sync::wait_until(is_told, pause);
-  check();
-  if (result != sync::WaitResult::kReady) throw_internal("dispatch ended without counts");
-}
-
-void Window::check() {
-  if (__atomic_load_n(&host_->error.code, __ATOMIC_ACQUIRE) != 0) raise_error();
-}
-
-void Window::raise_error() {
-  cuda::driver().stream_synchronize(nullptr);
-  const ErrorRecord record = host_->error;
-  AbortReason reason;
-  reason.rank = record.culprit;
-  reason.reporter = comm_->rank();
-  reason.epoch = comm_->epoch();
-  reason.sequence = record.sequence;
-  reason.phase = record.phase;
-  reason.peers = record.culprit >= 0 ? u64{1} << record.culprit : 0;
-  switch (static_cast<transport::ErrorCause>(record.code)) {
-    case transport::ErrorCause::kMismatch:
-      host_->error = ErrorRecord{};
-      throw Error(ErrorCode::kInvalidArgument,
-                  "ranks called different things: rank " + std::to_string(record.culprit) + " has fingerprint " +
-                      std::to_string(record.seen & 0xffff) + ", rank " + std::to_string(comm_->rank()) + " " +
-                      std::to_string(record.expected & 0xffff) + "; the call was given up on every rank",
-                  "", record.sequence, {record.culprit});
-    case transport::ErrorCause::kAborted: comm_->leave_broken();
-    case transport::ErrorCause::kDeadline: reason.code = AbortCode::kPeerTimeout; break;
-    default: reason.code = AbortCode::kInternal; break;
-  }
-  comm_->fail(reason);
-}
-
-void Window::leave_waits() { ptx::st_release_sys(&host_->abort, 1); }
-
-void Window::record_error(const AbortReason&) { heap_->heap.quarantine(); }
-
-bool Window::is_busy() const {
-  return ptx::ld_acquire_sys(&host_->finished_sequence) < sequence_ && host_->error.code == 0;
+void Window::record_stream(u64 address, u64 stream) {
+  if (closed_) throw_invalid_state("the window is closed");
+  heap_->record_stream(address, stream);
 }
 
 }  // namespace weft::nvlink

@@ -2,43 +2,31 @@
 // docs/protocols/nvlink-window.md says what lies where; nvlink-dispatch.md and nvlink-combine.md what the kernels do with it.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
 #include "engine/cpu/communicator.h"
-#include "engine/nvlink/device_memory.h"
-#include "engine/nvlink/kernels.h"
+#include "engine/nvlink/gpu.h"
+#include "engine/nvlink/receive_heap.h"
 #include "engine/nvlink/types.h"
-#include "memory/heap.h"
+#include "engine/nvlink/unload.h"
 #include "weft/kernels/arguments.h"
+#include "weft/layout/gpu_window.h"
 
 namespace weft::nvlink {
 
 using cpu::Communicator;
 using cpu::Poll;
 
-// One GPU of this process.
-class Gpu {
- public:
-  Gpu(int index, const jit::CompilerPaths& paths);
-  ~Gpu();
-  Gpu(const Gpu&) = delete;
-  Gpu& operator=(const Gpu&) = delete;
-
-  const int index;
-  cuda::Device device = 0;
-  cuda::Context context = nullptr;
-  std::optional<Kernels> kernels;
-};
-
-struct ReceiveHeap {
-  ReceiveHeap(cuda::Device device, u64 bytes, OwnedFd* fd)
-      : memory(DeviceMemory::create(device, bytes, fd)), heap(bytes) {}
-  DeviceMemory memory;
-  Heap heap;
+struct BadIds {
+  i64 count = 0;
+  i64 first_id = 0;
+  i64 first_at = 0;  // flat position in topk_idx
 };
 
 class Window : public cpu::MemberWindow {
@@ -52,29 +40,144 @@ class Window : public cpu::MemberWindow {
 
   // On the caller's stream. Without a capacity the host waits for the counts while the rows are on their way (dispatch.cc).
   DispatchResult dispatch(const DispatchArgs& args, const Poll& poll);
+  // Out of the landing, on the stream of the dispatch before; no other call may come between (unload.cc).
   void unload(const UnloadArgs& args);
   // On the caller's stream (combine.cc).
   void combine(const CombineArgs& args, const Poll& poll);
 
-  // A block of the heap that kernels on `stream` may use from now on, or nothing if there is no room.
+  // A block of the heap that kernels on `stream` may use from now on, or nothing if there is no room. Under capture the
+  // block belongs to the window for good.
   std::optional<Block> reserve(u64 num_bytes, u64 stream);
   // The largest block there is, at most `num_bytes`.
   std::optional<Block> reserve_up_to(u64 num_bytes, u64 stream);
-  // Raises what a kernel has found since.
+  // Whether an address lies in the heap of the present epoch.
+  bool owns(u64 address) const;
+  void record_stream(u64 address, u64 stream);
+
+  // Raises what a kernel has found since. Never waits for a peer.
   void check();
+  // Ids out of range that kernels have seen since the last call.
+  std::optional<BadIds> take_bad_ids();
+  // Local. Waits, bounded, for this rank's own kernels; nothing of the window may be used any more, graphs included.
   void close();
 
-  void notice_closed(u64) override { leave_waits(); }
+  const WindowStats& stats() const { return stats_; }
+  u64 heap_bytes() const { return heap_bytes_; }
+  u64 heap_used() const { return closed_ ? 0 : heap_->used(); }
+  u64 heap_peak() const { return closed_ ? 0 : heap_->peak(); }
+  const GpuWindowLayout& layout() const { return layout_; }
+  int gpu_index() const { return gpu_->index; }
+
+  void notice_closed(u64 ranks) override;
   void leave_waits() override;
   void record_error(const AbortReason& reason) override;
   u64 id() const override { return id_; }
-  void retire() override { close(); }
+  void retire() override { is_retired_ = true; }
   bool is_busy() const override;
-  void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u64 deadline_ns, const Poll& poll) override;
+  void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u16 epoch, u64 deadline_ns,
+             const Poll& poll) override;
 
  private:
   friend class DispatchCall;
   friend class CombineCall;
+
+  struct Peer {
+    DeviceMemory control;
+    DeviceMemory heap;
+    u64 heap_bytes = 0;  // of any rank, this one too: with the landing
+  };
+  struct Memory;  // of a new epoch, not in use yet
+
+  // ---- A call is: prepare, begin, reserve what it needs, launch; without a capacity also wait_for_counts, shrink
+  // (window_calls.cc). The context of gpu_ must be current.
+
+  struct Turn {
+    u16 print = 0;   // fingerprint of the config, for the kernel's arguments
+    u64 ticket = 0;  // name of the call, more than 0, for the kernel's arguments and wait_for_counts
+    bool is_capturing = false;
+  };
+  // Refuses the call if the window is closed, broken, or a kernel has found something; then makes `stream` wait for the
+  // calls before. `config.window_hash` is filled in here. Nothing is sent yet, an exception leaves the window as it was.
+  Turn begin(OperationConfig config, u64 timeout_ns, u64 stream);
+
+  // The kernel of a configuration, compiled and loaded at its first use. Where ranks are threads of one process they meet
+  // at the first use: loading may wait for a kernel that waits for a rank that loads.
+  template <class Config>
+  const Kernel& prepare(const Config& config, u64 timeout_ns, const Poll& poll) {
+    const cuda::RelaxedCaptureScope relaxed;
+    const bool meets = comm_->is_local() && loaded_.count(render(config)) == 0;
+    if (meets) meet(deadline_after_s(static_cast<double>(timeout_ns) * 1e-9), poll);
+    const Kernel& kernel = gpu_->kernels->prepare(config);
+    if (meets) {
+      meet(deadline_after_s(static_cast<double>(timeout_ns) * 1e-9), poll);
+      loaded_.insert(render(config));
+    }
+    return kernel;
+  }
+
+  // Once for each begin(). Errors: kInvalidArgument (more blocks than there is room for), kCudaError.
+  void launch(const Kernel& kernel, i32 num_blocks, u64 stream, void* args);
+  // Returns the number of rows of the result. Errors: what the kernel found, kPeerLost, kPeerTimeout, kCudaError.
+  i64 wait_for_counts(u64 ticket, u64 stream, const Poll& poll);
+  // After launch(): gives back what follows the first bytes of a block.
+  void shrink(Block& block, u64 keep_bytes);
+  // Offset from the start of the heap memory, as placements have it.
+  u64 heap_offset(u64 address) const { return address - heap_->memory().address(); }
+
+  void meet(u64 deadline_ns, const Poll& poll);
+  void check_num_blocks(i32 num_blocks) const;
+  void order_after_calls(u64 stream, const Capture& capture);
+
+  // ---- Failure (window_failure.cc)
+
+  u64* error_word() const;
+  [[noreturn]] void raise_error();
+  [[noreturn]] void raise_given_up(const ErrorRecord& record, OpKind kind);
+  [[noreturn]] void throw_gpu_failure(const std::string& what);
+  void log_left(const ErrorRecord& record, OpKind kind) const;
+  // Waits for this rank's own kernels, those of graphs aside; false: still at work at `deadline_ns`.
+  bool wait_for_kernels(u64 deadline_ns, const Poll& poll);
+
+  // ---- Memory (window.cc)
+
+  Memory allocate() const;
+  void connect(ControlPlane* plane, const std::vector<int>& ranks, u16 epoch, u64 tag, u64 deadline_ns,
+               const Poll& poll);
+  std::string attach(const std::vector<int>& ranks, const std::vector<Parcel>& parcels, std::vector<Peer>& peers);
+  void install(const std::vector<int>& ranks, u16 epoch, Memory memory, std::vector<Peer> peers);
+  bool has_left() noexcept;
+  void prepare_unload();
+
+  const std::shared_ptr<Communicator> comm_;
+  const std::shared_ptr<Gpu> gpu_;
+  const GpuWindowShape shape_;
+  const GpuWindowLayout layout_;
+  const u64 heap_bytes_;  // without the landing
+  const u64 id_;
+  u64 hash_ = 0;
+  transport::HostWords* host_ = nullptr;
+  transport::WindowView view_;  // for the kernel's arguments
+  DeviceMemory control_;
+  std::shared_ptr<ReceiveHeap> heap_;
+  std::vector<std::shared_ptr<ReceiveHeap>> old_heaps_;  // that captured graphs point to
+  std::vector<Peer> peers_;
+  i32 num_sharing_ = 0;  // ranks of this process on this GPU, if ranks are threads
+  std::set<std::string> loaded_;  // kernels that all of them have loaded
+  WindowStats stats_;
+
+  u64 ticket_ = 0;
+  u64 timeout_ns_ = 0;
+  std::map<u16, OperationConfig> calls_;  // by fingerprint, to tell in words what a header says
+  u64 last_stream_ = 0;
+  std::shared_ptr<Event> last_event_;  // behind the last call outside of captures
+  Capture capture_;                    // of the call that began last
+  u64 last_capture_id_ = 0;
+  u64 last_captured_stream_ = 0;
+  std::shared_ptr<Event> last_captured_;  // behind the last call of that capture
+  StagedRows staged_;                     // what unload() has to do; dispatch.cc sets it after launch()
+  bool has_captured_ = false;
+  bool is_retired_ = false;
+  bool closed_ = false;
 };
 
 }  // namespace weft::nvlink

@@ -1,0 +1,91 @@
+#include "engine/nvlink/gpu.h"
+
+#include <future>
+#include <thread>
+
+#include "base/thread.h"
+#include "engine/nvlink/host_wait.h"
+
+namespace weft::nvlink {
+namespace {
+
+constexpr cuda::Result kCaptureImplicit = 906;  // CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+
+cuda::Stream stream_of(u64 stream) { return reinterpret_cast<cuda::Stream>(stream); }
+
+}  // namespace
+
+Event::~Event() {
+  const std::lock_guard lock(gpu_.mutex_);
+  gpu_.idle_events_.push_back(handle_);
+}
+
+cuda::Result Event::state() const noexcept {
+  const cuda::RelaxedCaptureScope relaxed;
+  return cuda::driver().event_query(handle_);
+}
+
+Capture capture_of(u64 stream) {
+  int status = cuda::kNotCapturing;
+  Capture capture;
+  const cuda::Result result =
+      cuda::driver().stream_capture_info(stream_of(stream), &status, &capture.id, nullptr, nullptr, nullptr, nullptr);
+  if (result == kCaptureImplicit) return {true, 0};
+  cuda::check(result, "cuStreamGetCaptureInfo");
+  capture.is_active = status != cuda::kNotCapturing;
+  return capture;
+}
+
+Gpu::Gpu(int gpu_index, const jit::CompilerPaths& paths) : index(gpu_index) {
+  cuda::check(cuda::driver().device_get(&device, index), "cuDeviceGet");
+  cuda::check(cuda::driver().primary_context_retain(&context, device), "cuDevicePrimaryCtxRetain");
+  const cuda::ContextScope scope(context);
+  cuda::check(cuda::driver().stream_create(&house_keeping, cuda::kNonBlocking), "cuStreamCreate");
+  kernels.emplace(device, paths);
+}
+
+Gpu::~Gpu() {
+  {
+    const cuda::QuietContextScope scope(context);
+    if (scope.ok()) {
+      kernels.reset();
+      for (cuda::Event event : idle_events_) cuda::driver().event_destroy(event);
+      if (house_keeping != nullptr) cuda::driver().stream_destroy(house_keeping);
+    }
+  }
+  cuda::driver().primary_context_release(device);
+}
+
+std::shared_ptr<Event> Gpu::record(u64 stream) {
+  const cuda::RelaxedCaptureScope relaxed;
+  cuda::Event handle = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!idle_events_.empty()) {
+      handle = idle_events_.back();
+      idle_events_.pop_back();
+    }
+  }
+  if (handle == nullptr) cuda::check(cuda::driver().event_create(&handle, cuda::kDisableTiming), "cuEventCreate");
+  auto event = std::make_shared<Event>(*this, handle);
+  cuda::check(cuda::driver().event_record(handle, stream_of(stream)), "cuEventRecord");
+  return event;
+}
+
+void Gpu::settle() { cuda::check(cuda::driver().stream_synchronize(house_keeping), "cuStreamSynchronize"); }
+
+// The driver has no call that asks a whole context and returns; a thread asks, and is left alone if the answer is late.
+bool Gpu::wait_until_idle(u64 deadline_ns, const cpu::Poll& poll) {
+  auto answer = std::make_shared<std::promise<cuda::Result>>();
+  std::future<cuda::Result> result = answer->get_future();
+  start_thread("weft-idle", [answer, current = context] {
+    const cuda::QuietContextScope scope(current);
+    answer->set_value(scope.ok() ? cuda::driver().context_synchronize() : cuda::kSuccess);
+  }).detach();
+  const auto is_there = [&] { return result.wait_for(std::chrono::seconds(0)) == std::future_status::ready; };
+  if (!wait_on_host(is_there, deadline_ns, poll)) return false;
+  cuda::check(result.get(), "cuCtxSynchronize");
+  return true;
+}
+
+}  // namespace weft::nvlink

@@ -1,0 +1,74 @@
+// One GPU of this process: its context, kernels, events. Shared by all windows on it.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "base/cuda_driver.h"
+#include "engine/cpu/pause.h"
+#include "engine/nvlink/kernels.h"
+
+namespace weft::nvlink {
+
+class Gpu;
+
+// A recorded event; goes back to its GPU for another use.
+class Event {
+ public:
+  Event(Gpu& gpu, cuda::Event handle) : gpu_(gpu), handle_(handle) {}
+  ~Event();
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  // kSuccess: all work recorded before has ended; kNotReady; else the GPU has failed.
+  cuda::Result state() const noexcept;
+  // A GPU that has failed, or a driver that can't be asked any more (interpreter exit), has no work left either.
+  bool is_done() const noexcept { return state() != cuda::kNotReady; }
+  cuda::Event handle() const noexcept { return handle_; }
+
+ private:
+  Gpu& gpu_;
+  cuda::Event handle_;
+};
+
+// Whether a stream records a graph, and which one.
+struct Capture {
+  bool is_active = false;
+  u64 id = 0;
+};
+// Error kCudaError, unless the stream merely can't be asked because another one records: then active, id 0.
+Capture capture_of(u64 stream);
+
+// The context is the primary one, which torch uses too. Everything that has memory or events of a GPU holds it.
+class Gpu {
+ public:
+  // Errors: kUnsupported (no driver, no such GPU, too old a GPU, no NVRTC), kCudaError.
+  Gpu(int gpu_index, const jit::CompilerPaths& paths);
+  ~Gpu();
+  Gpu(const Gpu&) = delete;
+  Gpu& operator=(const Gpu&) = delete;
+
+  // The context must be current. Never for a stream that records a graph.
+  std::shared_ptr<Event> record(u64 stream);
+  // Waits until the stream of the library's own house-keeping has run dry.
+  void settle();
+  // False: still at work at `deadline_ns`. Waits for everything on this GPU, also for what is not ours.
+  bool wait_until_idle(u64 deadline_ns, const cpu::Poll& poll);
+
+  const int index;
+  cuda::Device device = 0;
+  cuda::Context context = nullptr;
+  cuda::Stream house_keeping = nullptr;  // zeroing and filling of windows
+  std::optional<Kernels> kernels;
+
+ private:
+  friend class Event;
+
+  std::mutex mutex_;
+  std::vector<cuda::Event> idle_events_;
+};
+
+}  // namespace weft::nvlink

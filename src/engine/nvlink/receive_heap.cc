@@ -1,0 +1,181 @@
+#include "engine/nvlink/receive_heap.h"
+
+#include <algorithm>
+
+#include "base/log.h"
+#include "base/status.h"
+#include "engine/nvlink/host_wait.h"
+#include "weft/layout/checked.h"
+
+namespace weft::nvlink {
+namespace {
+
+constexpr u64 kSettleNs = 10'000'000'000;  // longest wait of a destructor for the GPU
+
+constexpr size_t kManyPending = 64;             // asking the driver costs more than a few entries
+
+u64 in_units(u64 num_bytes) { return std::max(Heap::kAlignment, align_up(num_bytes, Heap::kAlignment)); }
+
+}  // namespace
+
+ReceiveHeap::ReceiveHeap(std::shared_ptr<Gpu> gpu, DeviceMemory memory, u64 first)
+    : gpu_(std::move(gpu)), memory_(std::move(memory)), first_(first), heap_(memory_.bytes() - first) {}
+
+ReceiveHeap::~ReceiveHeap() {
+  const cuda::QuietContextScope scope(gpu_->context);
+  if (!scope.ok() || wait_on_host([&] { return is_settled(); }, now_ns() + kSettleNs, {})) return;
+  log_line(kLogWarning, "a GPU is still at work in the heap of a closed window; its memory is not given back");
+  static_cast<void>(new DeviceMemory(std::move(memory_)));  // on purpose: unmapping it would end every kernel
+}
+
+std::optional<Block> ReceiveHeap::reserve(u64 num_bytes, u64 stream, bool is_capturing) {
+  const std::lock_guard lock(mutex_);
+  const std::optional<u64> offset = take(num_bytes, stream, is_capturing);
+  if (!offset) return std::nullopt;
+  return block_at(*offset, num_bytes);
+}
+
+std::optional<Block> ReceiveHeap::reserve_up_to(u64 num_bytes, u64 stream, bool is_capturing) {
+  const std::lock_guard lock(mutex_);
+  const u64 largest = std::min(num_bytes, heap_.largest_free());
+  if (largest == 0 && num_bytes > 0) return std::nullopt;
+  const std::optional<u64> offset = take(largest, stream, is_capturing);
+  if (!offset) return std::nullopt;
+  return block_at(*offset, largest);
+}
+
+Block ReceiveHeap::block_at(u64 offset, u64 num_bytes) {
+  Block block;
+  block.offset = first_ + offset;
+  block.data = memory_.data() + block.offset;
+  block.num_bytes = num_bytes;
+  block.in_heap = true;
+  block.owner = std::shared_ptr<void>(block.data, [heap = shared_from_this(), offset](void*) { heap->release(offset); });
+  return block;
+}
+
+// Places that will not do are held while another is looked for.
+std::optional<u64> ReceiveHeap::take(u64 num_bytes, u64 stream, bool is_capturing) {
+  const bool has_unrecorded =
+      std::any_of(pending_.begin(), pending_.end(), [](const Pending& pending) { return pending.event == nullptr; });
+  if (is_capturing || has_unrecorded || pending_.size() > kManyPending) forget_done();
+  const u64 whole_bytes = in_units(num_bytes);
+  const auto will_do = [&](u64 begin) {
+    return std::none_of(pending_.begin(), pending_.end(), [&](const Pending& pending) {
+      const bool is_here = pending.begin < begin + whole_bytes && begin < pending.end;
+      return is_here && (is_capturing || pending.event == nullptr);
+    });
+  };
+  std::vector<u64> refused;
+  std::optional<u64> offset = heap_.reserve(num_bytes);
+  for (; offset && !will_do(*offset); offset = heap_.reserve(num_bytes)) refused.push_back(*offset);
+  for (u64 other : refused) heap_.release(other);
+  if (!offset) return std::nullopt;
+  wait_for_place(*offset, *offset + whole_bytes, stream);
+  live_.emplace(*offset, Live{whole_bytes, stream, {}, is_capturing});
+  return offset;
+}
+
+// From here on whoever waits for the block's stream waits for all this, so it is forgotten.
+void ReceiveHeap::wait_for_place(u64 begin, u64 end, u64 stream) {
+  std::vector<Pending> rest;
+  for (const Pending& pending : pending_) {
+    if (pending.end <= begin || end <= pending.begin) {
+      rest.push_back(pending);
+      continue;
+    }
+    if (pending.stream != stream) {
+      cuda::check(cuda::driver().stream_wait_event(reinterpret_cast<cuda::Stream>(stream), pending.event->handle(), 0),
+                  "cuStreamWaitEvent");
+    }
+    if (pending.begin < begin) rest.push_back({pending.begin, begin, pending.stream, pending.event});
+    if (end < pending.end) rest.push_back({end, pending.end, pending.stream, pending.event});
+  }
+  pending_ = std::move(rest);
+}
+
+void ReceiveHeap::forget_done() {
+  for (Pending& pending : pending_) {
+    if (pending.event == nullptr) pending.event = event_on(pending.stream);
+  }
+  // Releases share events in runs: each is asked once.
+  const Event* asked = nullptr;
+  bool was_done = false;
+  std::erase_if(pending_, [&](const Pending& pending) {
+    if (pending.event == nullptr) return false;
+    if (pending.event.get() != asked) was_done = pending.event->is_done();
+    asked = pending.event.get();
+    return was_done;
+  });
+}
+
+// Null: the stream records a graph, or can't be asked.
+std::shared_ptr<Event> ReceiveHeap::event_on(u64 stream) noexcept try {
+  return capture_of(stream).is_active ? nullptr : gpu_->record(stream);
+} catch (const std::exception&) {
+  return nullptr;
+}
+
+void ReceiveHeap::shrink(Block& block, u64 keep_bytes, const std::shared_ptr<Event>& event) {
+  const std::lock_guard lock(mutex_);
+  const u64 offset = block.offset - first_;
+  Live& live = live_.at(offset);
+  const u64 kept_bytes = in_units(keep_bytes);
+  block.num_bytes = keep_bytes;
+  if (live.is_captured || kept_bytes >= live.num_bytes) return;
+  heap_.split(offset, keep_bytes);
+  pending_.push_back({offset + kept_bytes, offset + live.num_bytes, live.stream, event});
+  live.num_bytes = kept_bytes;
+}
+
+void ReceiveHeap::record_stream(u64 address, u64 stream) {
+  const std::lock_guard lock(mutex_);
+  const u64 place = address - memory_.address() - first_;
+  auto block = live_.upper_bound(place);
+  if (block == live_.begin() || place >= std::prev(block)->first + std::prev(block)->second.num_bytes) {
+    throw_invalid_argument("record_stream: no tensor of this window's heap lies at this address");
+  }
+  --block;
+  if (stream != block->second.stream) block->second.other_streams.insert(stream);
+}
+
+// From any thread, from destructors, at interpreter exit. A graph's blocks stay taken.
+void ReceiveHeap::release(u64 offset) noexcept try {
+  const cuda::QuietContextScope scope(gpu_->context);
+  const std::lock_guard lock(mutex_);
+  const auto found = live_.find(offset);
+  if (found == live_.end() || found->second.is_captured) return;
+  const Live live = std::move(found->second);
+  live_.erase(found);
+  if (scope.ok()) {
+    const u64 end = offset + live.num_bytes;
+    pending_.push_back({offset, end, live.stream, event_on(live.stream)});
+    for (u64 stream : live.other_streams) pending_.push_back({offset, end, stream, event_on(stream)});
+  }
+  heap_.release(offset);
+} catch (const std::exception&) {
+  return;  // out of memory: the place is lost
+}
+
+bool ReceiveHeap::renew(DeviceMemory& fresh) {
+  const std::lock_guard lock(mutex_);
+  forget_done();
+  const bool is_held = std::any_of(live_.begin(), live_.end(), [](const auto& block) { return !block.second.is_captured; });
+  if (is_held || !pending_.empty()) return false;
+  memory_.replace(std::move(fresh));
+  heap_.end_quarantine();
+  return true;
+}
+
+bool ReceiveHeap::is_settled() {
+  const std::lock_guard lock(mutex_);
+  forget_done();
+  return pending_.empty();
+}
+
+bool ReceiveHeap::has_captured() const {
+  const std::lock_guard lock(mutex_);
+  return std::any_of(live_.begin(), live_.end(), [](const auto& block) { return block.second.is_captured; });
+}
+
+}  // namespace weft::nvlink

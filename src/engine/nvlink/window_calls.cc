@@ -1,0 +1,104 @@
+// What dispatch and combine share: order among streams, the kernel's start, the counts that the host waits for.
+#include "engine/nvlink/host_wait.h"
+#include "engine/nvlink/window.h"
+#include "weft/ptx/memory.h"
+
+namespace weft::nvlink {
+namespace {
+
+constexpr u64 kMeetTag = u64{1} << 57;
+constexpr u64 kQueueNs = 600'000'000'000;  // longest that a call may wait in its stream for work before it
+
+constexpr size_t kMostCalls = 256;         // remembered for error texts
+
+cuda::Stream stream_of(u64 stream) { return reinterpret_cast<cuda::Stream>(stream); }
+
+}  // namespace
+
+// Ranks that are threads of one process wait for each other.
+void Window::meet(u64 deadline_ns, const Poll& poll) { comm_->exchange(kMeetTag | id_, {}, {}, deadline_ns, poll); }
+
+Window::Turn Window::begin(OperationConfig config, u64 timeout_ns, u64 stream) {
+  if (closed_) throw_invalid_state("the window is closed");
+  if (is_retired_) {
+    throw_invalid_state(
+        "another rank closed this window before the last rebuild; make a new ExpertParallel on every rank");
+  }
+  check();
+  comm_->raise_if_unusable();
+  config.window_hash = hash_;
+  Turn turn;
+  turn.print = fingerprint(config);
+  const Capture capture = capture_of(stream);
+  turn.is_capturing = capture.is_active;
+  order_after_calls(stream, capture);
+  turn.ticket = ++ticket_;
+  if (calls_.size() >= kMostCalls) calls_.clear();
+  calls_.insert_or_assign(turn.print, config);
+  staged_ = StagedRows();
+  if (timeout_ns != timeout_ns_) ptx::st_relaxed_sys(&host_->timeout_ns, timeout_ns_ = timeout_ns);
+  return turn;
+}
+
+// Within a capture only what was recorded in it may be waited for; a graph is ordered by the stream that it is launched on.
+void Window::order_after_calls(u64 stream, const Capture& capture) {
+  capture_ = capture;
+  const bool is_same_capture = capture.is_active && last_captured_ != nullptr && capture.id == last_capture_id_;
+  if (capture.is_active && (!is_same_capture || stream == last_captured_stream_)) return;
+  if (!capture.is_active && (last_event_ == nullptr || stream == last_stream_)) return;
+  const std::shared_ptr<Event>& event = capture.is_active ? last_captured_ : last_event_;
+  cuda::check(cuda::driver().stream_wait_event(stream_of(stream), event->handle(), 0), "cuStreamWaitEvent");
+}
+
+void Window::check_num_blocks(i32 num_blocks) const {
+  const i32 num_sms = gpu_->kernels->num_multiprocessors();
+  const i32 most = std::min(shape_.num_blocks, num_sms / std::max(num_sharing_, 1));
+  if (num_blocks >= 1 && num_blocks <= most) return;
+  throw_invalid_argument("num_sms is " + std::to_string(num_blocks) + "; allowed: 1.." + std::to_string(most) + " (" +
+                         std::to_string(num_sms) + " SMs for the " + std::to_string(std::max(num_sharing_, 1)) +
+                         " ranks of this process on this GPU, and at most " + std::to_string(shape_.num_blocks) +
+                         " in this window): all blocks of all ranks must run at once");
+}
+
+void Window::launch(const Kernel& kernel, i32 num_blocks, u64 stream, void* args) {
+  void* params[] = {args};
+  cuda::check(cuda::driver().launch(kernel.function, static_cast<unsigned>(num_blocks), 1, 1, kernel.num_threads, 1, 1,
+                                    kernel.shared_bytes, stream_of(stream), params, nullptr),
+              "cuLaunchKernel");
+  if (capture_.is_active) {
+    has_captured_ = true;
+    last_captured_ = gpu_->record(stream);
+    last_captured_stream_ = stream;
+    last_capture_id_ = capture_.id;
+  } else {
+    last_event_ = gpu_->record(stream);
+    last_stream_ = stream;
+  }
+}
+
+void Window::shrink(Block& block, u64 keep_bytes) { heap_->shrink(block, keep_bytes, last_event_); }
+
+i64 Window::wait_for_counts(u64 ticket, u64, const Poll& poll) {
+  const auto is_told = [&] {
+    return ptx::ld_acquire_sys(&host_->counted_ticket) == ticket || ptx::ld_acquire_sys(error_word()) != 0;
+  };
+  const auto is_told_or_over = [&] { return is_told() || last_event_->is_done(); };
+  bool is_in_time = false;
+  try {
+    is_in_time = wait_on_host(is_told_or_over, now_ns() + std::min(timeout_ns_, kQueueNs) + kQueueNs, poll);
+  } catch (...) {  // Ctrl-C: nobody may wait for this rank
+    AbortReason reason;
+    reason.code = AbortCode::kInterrupted;
+    reason.rank = reason.reporter = comm_->rank();
+    reason.epoch = comm_->epoch();
+    reason.op_kind = static_cast<u32>(OpKind::kDispatch);
+    comm_->give_up(reason);
+    throw;
+  }
+  check();
+  if (ptx::ld_acquire_sys(&host_->counted_ticket) == ticket) return host_->num_rows;
+  if (is_in_time) throw_gpu_failure("dispatch ended without counts");
+  throw_gpu_failure("dispatch has not begun: work before it on its stream does not end");
+}
+
+}  // namespace weft::nvlink

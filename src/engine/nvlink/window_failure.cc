@@ -1,0 +1,144 @@
+// Every way in which a call between GPUs can end badly, and what this rank tells the others (R9).
+#include "base/log.h"
+#include "engine/cpu/operation.h"
+#include "engine/nvlink/host_wait.h"
+#include "engine/nvlink/window.h"
+#include "weft/ptx/memory.h"
+#include "weft/sync/header.h"
+
+namespace weft::nvlink {
+namespace {
+
+using transport::ErrorCause;
+
+constexpr u64 kRecordNs = 1'000'000'000;  // a record is complete long before
+
+std::string rank_text(i32 rank) { return "rank " + std::to_string(rank); }
+
+}  // namespace
+
+// Code and phase of the record are one word; zero: no error.
+u64* Window::error_word() const { return reinterpret_cast<u64*>(&host_->error.code); }
+
+void Window::check() {
+  if (closed_) throw_invalid_state("the window is closed");
+  if (ptx::ld_acquire_sys(error_word()) != 0) raise_error();
+  if (last_event_ == nullptr) return;
+  const cuda::ContextScope scope(gpu_->context);
+  const cuda::Result state = last_event_->state();
+  if (state != cuda::kSuccess && state != cuda::kNotReady) throw_gpu_failure(cuda::error_name(state));
+}
+
+std::optional<BadIds> Window::take_bad_ids() {
+  if (closed_) return std::nullopt;
+  const i64 count = __atomic_load_n(&host_->num_bad_ids, __ATOMIC_ACQUIRE);
+  if (count == 0) return std::nullopt;
+  const BadIds seen{count, host_->first_bad_id, host_->first_bad_at};
+  __atomic_store_n(&host_->num_bad_ids, 0, __ATOMIC_RELEASE);
+  return seen;
+}
+
+void Window::raise_error() {
+  const Poll no_poll;
+  wait_on_host([&] { return static_cast<u32>(ptx::ld_acquire_sys(error_word())) != transport::kErrorClaimed; },
+               now_ns() + kRecordNs, no_poll);
+  const ErrorRecord record = host_->error;
+  AbortReason reason;
+  reason.rank = record.culprit;
+  reason.reporter = comm_->rank();
+  reason.epoch = record.epoch;
+  reason.sequence = record.sequence;
+  reason.phase = record.phase;
+  reason.peers = record.culprit >= 0 ? u64{1} << record.culprit : 0;
+  const auto call = calls_.find(static_cast<u16>(record.expected));
+  const OpKind kind = call == calls_.end() ? OpKind::kNone : call->second.kind;
+  reason.op_kind = static_cast<u32>(kind);
+  switch (static_cast<ErrorCause>(record.code)) {
+    case ErrorCause::kMismatch:
+    case ErrorCause::kNoRoom:
+    case ErrorCause::kBusy:
+    case ErrorCause::kMoved: raise_given_up(record, kind);
+    case ErrorCause::kDeadline: reason.code = AbortCode::kPeerTimeout; break;
+    case ErrorCause::kAborted:
+      log_left(record, kind);
+      comm_->leave_broken();
+    default: reason.code = AbortCode::kInternal; break;
+  }
+  log_left(record, kind);
+  comm_->fail(reason);
+}
+
+void Window::log_left(const ErrorRecord& record, OpKind kind) const {
+  const auto sequence_of = [](u64 header) { return std::to_string(header >> 16 & 0xffffffffu); };
+  log_line(kLogWarning, rank_text(comm_->rank()) + " left " + cpu::op_name(static_cast<u32>(kind)) + ", epoch " +
+                            std::to_string(record.epoch) + ", sequence " + std::to_string(record.sequence) +
+                            ", phase " + cpu::phase_name(record.phase) + "; waited for " + rank_text(record.culprit) +
+                            ", sequence seen: " + sequence_of(record.seen));
+}
+
+// The window goes on: every rank has given up this call. A kernel may leave several reasons, the first counts; so it must
+// have ended before the record is emptied for the next call.
+void Window::raise_given_up(const ErrorRecord& record, OpKind kind) {
+  const Poll no_poll;
+  wait_for_kernels(now_ns() + kRecordNs, no_poll);
+  host_->error = ErrorRecord{};
+  const std::string me = rank_text(comm_->rank()), culprit = rank_text(record.culprit);
+  const std::string op = cpu::op_name(static_cast<u32>(kind));
+  const auto call_text = [&](u64 header) {
+    const auto call = calls_.find(static_cast<u16>(header));
+    return call == calls_.end() ? "a call that this rank has not made (fingerprint " + std::to_string(header & 0xffff) + ")"
+                                : cpu::describe(call->second);
+  };
+  switch (static_cast<ErrorCause>(record.code)) {
+    case ErrorCause::kMismatch:
+      throw Error(ErrorCode::kInvalidArgument,
+                  "ranks called different things: " + me + " " + call_text(record.expected) + ", " + culprit + " " +
+                      call_text(record.seen) + "; the call was given up on every rank, nothing was sent",
+                  op, record.sequence, {record.culprit});
+    case ErrorCause::kNoRoom:
+      throw Error(ErrorCode::kCapacityExceeded,
+                  culprit + " has no room for the rows of " + op + " (sequence " + std::to_string(record.sequence) +
+                      "): neither in its heap nor in its landing, whose rows hold " +
+                      std::to_string(shape_.landing_row_bytes) + " bytes; raise heap_bytes (here " +
+                      std::to_string(heap_bytes_) + "). The call was given up on every rank",
+                  op, record.sequence, {record.culprit});
+    case ErrorCause::kBusy:
+      throw Error(ErrorCode::kInvalidState,
+                  "two operations were in flight on this window: a captured graph ran beside " + op +
+                      " on another stream; order them by events, or use two windows (num_windows=2)",
+                  op, record.sequence, {});
+    default:
+      throw Error(ErrorCode::kInvalidState,
+                  "a graph that was captured before comm.rebuild() ran, but tensors that were alive then made the heap "
+                  "move; capture it again",
+                  op, record.sequence, {});
+  }
+}
+
+// Ours, not a peer's: the others are told, so that they don't wait.
+void Window::throw_gpu_failure(const std::string& what) {
+  AbortReason reason;
+  reason.code = AbortCode::kInternal;
+  reason.rank = reason.reporter = comm_->rank();
+  reason.epoch = comm_->epoch();
+  comm_->give_up(reason);
+  throw Error(ErrorCode::kCudaError, rank_text(comm_->rank()) + ": " + what);
+}
+
+bool Window::wait_for_kernels(u64 deadline_ns, const Poll& poll) {
+  return last_event_ == nullptr || wait_on_host([&] { return last_event_->is_done(); }, deadline_ns, poll);
+}
+
+void Window::notice_closed(u64 ranks) {
+  __atomic_fetch_or(&host_->abort, ranks, __ATOMIC_RELEASE);
+}
+
+void Window::leave_waits() { ptx::st_release_sys(&host_->abort, ~u64{0}); }
+
+void Window::record_error(const AbortReason&) { heap_->quarantine(); }
+
+bool Window::is_busy() const {
+  return last_event_ != nullptr && ptx::ld_acquire_sys(&host_->abort) != ~u64{0} && !last_event_->is_done();
+}
+
+}  // namespace weft::nvlink
