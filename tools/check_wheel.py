@@ -1,6 +1,6 @@
 """Looks a wheel over before it leaves: what is in it, what it links, which C library it needs.
 
-A wheel must hold the typed package and one native module and nothing else native; the module may need only the C
+A wheel must hold the typed package, the kernels' sources and one native module and nothing else native; the module may need only the C
 library and the compiler's support library (no libstdc++, no CUDA, no torch), found with readelf of binutils.
 """
 
@@ -18,7 +18,8 @@ MAX_BYTES = 8 << 20
 
 def check_names(names: list[str]) -> list[str]:
     """Return what is wrong with the list of files in a wheel."""
-    problems = [f"the wheel lacks {name}" for name in ("weft/__init__.py", "weft/py.typed") if name not in names]
+    needed = ("weft/__init__.py", "weft/py.typed", "weft/include/weft/kernels/dispatch.cuh")
+    problems = [f"the wheel lacks {name}" for name in needed if name not in names]
     native = [name for name in names if re.search(r"\.so(\.|$)", name)]
     if len(native) != 1 or not native[0].startswith("weft/_native"):
         problems.append(f"the wheel must hold one native module weft/_native*.so, it holds {native}")

@@ -146,3 +146,117 @@ class Window:
     def stats(self) -> dict[str, Any]: ...
     def barrier(self, deadline_s: float) -> None: ...
     def close(self) -> None: ...
+
+def gpu_send_plan_len(num_tokens: int, top_k: int, num_ranks: int, layout: int) -> int: ...
+def gpu_recv_plan_len(max_tokens: int, top_k: int, num_ranks: int, layout: int) -> int: ...
+def gpu_window_bytes(
+    *, num_ranks: int, num_experts: int, top_k: int, max_tokens: int, landing_row_bytes: int, num_blocks: int
+) -> tuple[int, int]: ...
+
+class Gpu:
+    def __init__(self, index: int, *, nvrtc: str, include: str, cache: str) -> None: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def num_sms(self) -> int: ...
+
+class _GpuCallArgs:
+    layout: int
+    alignment: int
+    capacity: int
+    max_tokens: int
+    hidden: int
+    num_tokens: int
+    num_blocks: int
+    timeout_ns: int
+    stream: int
+    is_capturing: bool
+
+class GpuDispatchArgs(_GpuCallArgs):
+    dtype: int
+    quantize: int
+    x: int
+    row_bytes: int
+    scales: int
+    scale_row_bytes: int
+    topk_idx: int
+    topk_is_int64: bool
+    topk_weights: int
+    cached: bool
+    send_plan: int
+    recv_plan: int
+    num_rows: int
+    counts: int
+    offsets: int
+    num_rows_out: int
+    overflow: int
+
+class GpuCombineArgs(_GpuCallArgs):
+    dtype: int
+    y: int
+    num_rows: int
+    weights: int
+    side: int
+    has_side: bool
+    bias: int
+    bias_is_2d: bool
+    bias_is_fp32: bool
+    out: int
+    side_out: int
+    send_plan: int
+    recv_plan: int
+    wire_is_fp8: bool
+
+class GpuUnloadArgs:
+    x: int
+    scales: int
+    topk_idx: int
+    topk_weights: int
+    recv_plan: int
+
+class GpuDispatchResult:
+    @property
+    def x(self) -> Any | None: ...
+    @property
+    def scales(self) -> Any | None: ...
+    @property
+    def topk_idx(self) -> Any | None: ...
+    @property
+    def topk_weights(self) -> Any | None: ...
+    @property
+    def recv_plan(self) -> Any | None: ...
+    @property
+    def in_heap(self) -> bool: ...
+    @property
+    def result_rows(self) -> int: ...
+
+class GpuWindow:
+    def __init__(
+        self,
+        comm: Communicator,
+        gpu: Gpu,
+        *,
+        num_experts: int,
+        top_k: int,
+        max_tokens: int,
+        landing_row_bytes: int,
+        num_blocks: int,
+        heap_bytes: int,
+        timeout_s: float = 100.0,
+    ) -> None: ...
+    def dispatch(self, args: GpuDispatchArgs) -> GpuDispatchResult: ...
+    def unload(self, args: GpuUnloadArgs) -> None: ...
+    def combine(self, args: GpuCombineArgs) -> None: ...
+    def empty(self, shape: Sequence[int], dtype: int, stream: int) -> Any | None: ...
+    def owns(self, ptr: int) -> bool: ...
+    def record_stream(self, ptr: int, stream: int) -> None: ...
+    def check(self) -> None: ...
+    def take_bad_ids(self) -> tuple[int, int, int] | None: ...
+    def stats(self) -> dict[str, Any]: ...
+    @property
+    def heap_used(self) -> int: ...
+    @property
+    def heap_peak(self) -> int: ...
+    @property
+    def id(self) -> int: ...
+    def close(self) -> None: ...

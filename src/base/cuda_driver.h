@@ -20,6 +20,7 @@ using AllocationHandle = uint64_t;
 
 constexpr Result kSuccess = 0;
 constexpr Result kNotReady = 600;           // CUDA_ERROR_NOT_READY
+constexpr Result kCaptureImplicit = 906;    // CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
 constexpr int kLocationDevice = 1;          // CU_MEM_LOCATION_TYPE_DEVICE
 constexpr int kAllocationPinned = 1;        // CU_MEM_ALLOCATION_TYPE_PINNED
 constexpr int kHandlePosixFd = 1;           // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR

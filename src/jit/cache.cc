@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <utility>
@@ -16,6 +17,8 @@ namespace weft::jit {
 
 Cache::Cache(std::string folder) : folder_(std::move(folder)) {
   if (folder_.empty()) return;
+  std::error_code error;  // of the parents: a folder that can't be made is not usable below
+  std::filesystem::create_directories(std::filesystem::path(folder_).parent_path(), error);
   mkdir(folder_.c_str(), 0700);
   struct stat status{};
   if (lstat(folder_.c_str(), &status) != 0) return;

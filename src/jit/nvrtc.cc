@@ -2,9 +2,13 @@
 
 #include <dlfcn.h>
 
+#include <filesystem>
+
 #include "base/status.h"
 
 namespace weft::jit {
+
+namespace fs = std::filesystem;
 
 template <class Symbol>
 void Nvrtc::load(Symbol& symbol, const char* name) {
@@ -12,8 +16,23 @@ void Nvrtc::load(Symbol& symbol, const char* name) {
   if (symbol == nullptr) throw_unsupported(std::string("NVRTC has no ") + name);
 }
 
+namespace {
+
+// NVRTC opens this library by its bare name, and only when it compiles: found if it is loaded already.
+void load_builtins(const std::string& library_path) {
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator(fs::path(library_path).parent_path(), error)) {
+    if (entry.path().filename().string().rfind("libnvrtc-builtins.so", 0) == 0) {
+      dlopen(entry.path().c_str(), RTLD_NOW | RTLD_GLOBAL);
+    }
+  }
+}
+
+}  // namespace
+
 Nvrtc::Nvrtc(const std::string& library_path) : library_(dlopen(library_path.c_str(), RTLD_NOW | RTLD_LOCAL)) {
   if (library_ == nullptr) throw_unsupported("NVRTC can't be loaded from " + library_path + ": " + dlerror());
+  load_builtins(library_path);
   load(get_version_, "nvrtcVersion");
   load(create_, "nvrtcCreateProgram");
   load(compile_, "nvrtcCompileProgram");

@@ -11,7 +11,13 @@ import requirements
 tomllib = pytest.importorskip("tomllib")  # Python 3.11
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ["weft/__init__.py", "weft/py.typed", "weft/_native.abi3.so", "weft-0.1.0.dist-info/licenses/LICENSE"]
+NAMES = [
+    "weft/__init__.py",
+    "weft/py.typed",
+    "weft/_native.abi3.so",
+    "weft/include/weft/kernels/dispatch.cuh",
+    "weft-0.1.0.dist-info/licenses/LICENSE",
+]
 
 
 def test_a_good_wheel_passes() -> None:

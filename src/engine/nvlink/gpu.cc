@@ -9,8 +9,6 @@
 namespace weft::nvlink {
 namespace {
 
-constexpr cuda::Result kCaptureImplicit = 906;  // CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
-
 cuda::Stream stream_of(u64 stream) { return reinterpret_cast<cuda::Stream>(stream); }
 
 }  // namespace
@@ -30,7 +28,7 @@ Capture capture_of(u64 stream) {
   Capture capture;
   const cuda::Result result =
       cuda::driver().stream_capture_info(stream_of(stream), &status, &capture.id, nullptr, nullptr, nullptr, nullptr);
-  if (result == kCaptureImplicit) return {true, 0};
+  if (result == cuda::kCaptureImplicit) return {true, 0};
   cuda::check(result, "cuStreamGetCaptureInfo");
   capture.is_active = status != cuda::kNotCapturing;
   return capture;

@@ -11,7 +11,7 @@ namespace {
 // One kernel for all shapes: what differs is in its arguments.
 const char* const kSource =
     "#include \"weft/kernels/unload.cuh\"\n"
-    "extern \"C\" __global__ void __launch_bounds__(weft::kernels::kUnloadThreads) weft_kernel(\n"
+    "extern \"C\" __global__ void __launch_bounds__(weft::kernels::kUnloadThreads, 2) weft_kernel(\n"
     "    const __grid_constant__ weft::kernels::UnloadKernelArgs args) {\n"
     "  weft::kernels::unload(args);\n"
     "}\n";
