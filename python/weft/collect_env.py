@@ -95,6 +95,7 @@ def collect(*, import_torch: bool = False, root: str = "/") -> dict[str, Any]:
         "network": lambda: _network(base),
         "kernel_modules": lambda: _kernel_modules(base),
         "environment": _environment,
+        "doctor": lambda: _doctor(root),
     }
     return {name: _clean(_guarded(read)) for name, read in sections.items()}
 
@@ -279,6 +280,14 @@ def _environment() -> dict[str, Any]:
     return {name: redact_variable(name, value) for name, value in sorted(set_among(VARIABLES).items())}
 
 
+def _doctor(root: str) -> list[str]:
+    """What `weft doctor` complains of, unmeasured."""
+    from weft.doctor import diagnose, facts_of
+
+    findings = [one for one in diagnose(facts_of(root)) if one.status in ("warn", "fail")]
+    return [redact(f"{one.status}: {one.check}: {one.found}") for one in findings] or ["nothing to mend"]
+
+
 def _command(words: list[str]) -> str:
     ended = subprocess.run(
         words, capture_output=True, text=True, errors="replace", timeout=_COMMAND_SECONDS, check=False
@@ -316,7 +325,7 @@ def _clean(value: Any) -> Any:
 
 def _pairs(content: Any, indent: str) -> list[str]:
     if not isinstance(content, Mapping):
-        return [f"{indent}{content}"]
+        return [f"{indent}{part}" for part in (content if isinstance(content, list) else [content])]
     out = []
     for key, value in content.items():
         if isinstance(value, Mapping) and value:

@@ -22,7 +22,7 @@ from weft.redact import VARIABLES, redact, redact_variable
 PACKAGE = Path(weft.__file__).parent
 SECTIONS = [
     *("weft", "python", "packages", "torch", "system", "cpu", "memory", "limits", "gpu", "network"),
-    *("kernel_modules", "environment"),
+    *("kernel_modules", "environment", "doctor"),
 ]
 
 
@@ -62,6 +62,7 @@ def test_a_healthy_installation() -> None:
     assert report["torch"]["installed"]
     assert report["packages"]["torch"] == report["torch"]["version"]
     assert report["cpu"]["logical"] == os.cpu_count()
+    assert isinstance(report["doctor"], list)
 
 
 @pytest.mark.parametrize("text", ["raise ImportError('undefined symbol: x')", "import os; os.abort()", "syntax error!"])
@@ -86,6 +87,7 @@ def test_the_native_module_missing_or_broken(tmp_path: Path, garbage: bytes | No
     report = report_of(run_module(tmp_path))
     error = report["weft"]["native"]["error"]
     assert error.startswith("ModuleNotFoundError" if garbage is None else "ImportError")
+    assert any("native-module" in line for line in report["doctor"])
     assert report["weft"]["native_files"] == ([] if garbage is None else ["_native.abi3.so"])
     assert str(tmp_path) not in json.dumps(report)
 
