@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from doctor_machines import NUM_GPUS, machine
 
-from weft.doctor import Facts, Finding, diagnose, measure
+from weft.doctor import Facts, Finding, diagnose, measure, measure_gpus
 
 ADDRESSES = [entry.pci.address for entry in machine().gpus]
 NOMINAL = 18 * 26.562
@@ -94,3 +98,105 @@ def test_what_was_not_measured_is_not_judged(measured: dict[str, Any] | None) ->
     assert answers["flag-latency"][0].status == "n/a"
     if measured and "error" in measured:
         assert "torch sees no GPU" in answers["copy-rate"][0].found
+
+
+class FakeTensor:
+    """Enough of a tensor for the measurements: where it is, how large, and a clock that copies move on."""
+
+    def __init__(self, torch: FakeTorch, size: int, device: int | None) -> None:
+        self.torch, self.size, self.device, self.values = torch, size, device, [0, 0]
+
+    def copy_(self, other: FakeTensor, non_blocking: bool = False) -> FakeTensor:
+        assert non_blocking
+        self.torch.now_ms += other.size / 400e6 if other.device is not None else other.size / 50e6
+        return self
+
+    def fill_(self, value: int) -> FakeTensor:
+        return self
+
+    def zero_(self) -> FakeTensor:
+        self.values = [0, 0]
+        return self
+
+    def add_(self, value: int) -> FakeTensor:
+        return self
+
+    def __getitem__(self, idx: int) -> int:
+        return self.values[idx]
+
+
+class FakeTorch:
+    """Two GPUs: 400 GB/s between them, 50 from the host, flags that take 1.5 us (or never arrive)."""
+
+    uint8 = int32 = None
+
+    def __init__(self, *, deaf: bool = False, has_compiler: bool = True) -> None:
+        self.now_ms, self.deaf, self.cuda = 0.0, deaf, self
+        if has_compiler:
+            self._compile_kernel = lambda source, name: self.kernel
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 2
+
+    def get_device_properties(self, idx: int) -> SimpleNamespace:
+        return SimpleNamespace(pci_domain_id=0, pci_bus_id=0x13 + 16 * idx, pci_device_id=0)
+
+    def device(self, idx: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def synchronize(self, device: int | None = None) -> None:
+        pass
+
+    def Event(self, enable_timing: bool) -> SimpleNamespace:
+        event = SimpleNamespace(at=0.0, synchronize=lambda: None)
+        event.record = lambda: setattr(event, "at", self.now_ms)
+        event.elapsed_time = lambda end: end.at - event.at
+        return event
+
+    def empty(self, size: int, dtype: Any = None, device: int | None = None, pin_memory: bool = False) -> FakeTensor:
+        assert (device is None) == pin_memory
+        return FakeTensor(self, size, device)
+
+    def zeros(self, size: int, dtype: Any = None, device: int | None = None) -> FakeTensor:
+        return FakeTensor(self, size * 4, device)
+
+    def kernel(self, grid: Any, block: Any, args: list[Any]) -> None:
+        mine, theirs, rounds, first = args
+        assert (mine.device == theirs.device) == (rounds == 0)
+        mine.values[1] = int(self.deaf)
+        self.now_ms += rounds * 1.5e-3 * first
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    seen: list[list[int]] = []
+    monkeypatch.setattr(measure_gpus.os, "sched_setaffinity", lambda pid, cpus: seen.append(cpus))
+    return seen
+
+
+def test_what_the_child_measures(bound: list[list[int]]) -> None:
+    result = measure_gpus._measure(FakeTorch(), {"0": [0, 1], "1": [2]})
+    assert result["devices"] == ["0000:13:00.0", "0000:23:00.0"]
+    assert result["copy_gb_per_s"] == [[None, pytest.approx(400)], [pytest.approx(400), None]]
+    assert result["flag_us"] == [[None, pytest.approx(1.5)], [None, None]]
+    assert result["from_nodes"]["1"]["pinned_gb_per_s"] == [pytest.approx(50)] * 2
+    assert bound == [[0, 1], [2]]
+    assert "problems" not in result
+
+
+def test_what_can_not_be_measured_leaves_the_rest(bound: list[list[int]]) -> None:
+    for torch, words in ((FakeTorch(deaf=True), "don't see"), (FakeTorch(has_compiler=False), "_compile_kernel")):
+        result = measure_gpus._measure(torch, {"0": [0]})
+        assert result["flag_us"] is None
+        assert words in result["problems"]["flag_us"]
+        assert result["copy_us"]
+        assert result["from_nodes"]
+
+
+def test_a_torch_that_does_not_import(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    measure_gpus.main(["{}"])
+    assert "torch can't be imported" in json.loads(capsys.readouterr().out)["error"]

@@ -129,6 +129,7 @@ def _flag(torch: Any, one: int, other: int) -> float | None:
         with torch.cuda.device(device):
             flags[device] = torch.zeros(2, dtype=torch.int32, device=device)
             kernels[device] = compile_kernel(_PING_PONG, "weft_ping_pong")
+            kernels[device]((1, 1, 1), (1, 1, 1), [flags[device], flags[device], 0, 1])  # loads it: that may wait
             torch.cuda.synchronize()
 
     def play(rounds: int) -> float:
