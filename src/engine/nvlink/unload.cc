@@ -41,10 +41,11 @@ void Window::unload(const UnloadArgs& args) {
     if (to == 0 || num_bytes == 0) return;
     cuda::check(driver.copy_async(to, heap + from, static_cast<u64>(num_bytes), stream), "cuMemcpyDtoDAsync");
   };
-  const auto zero = [&](u64 place, i64 num_bytes) {
+  const auto fill = [&](u64 place, u8 byte, i64 num_bytes) {
     if (place == 0 || num_bytes == 0) return;
-    cuda::check(driver.memset_async(place, 0, static_cast<u64>(num_bytes), stream), "cuMemsetD8Async");
+    cuda::check(driver.memset_async(place, byte, static_cast<u64>(num_bytes), stream), "cuMemsetD8Async");
   };
+  const auto zero = [&](u64 place, i64 num_bytes) { fill(place, 0, num_bytes); };
   const i64 landing_rows = shape_.num_ranks * shape_.max_tokens;
   const i64 num_rows = is_by_expert ? staged.num_rows : std::min(staged.num_rows, landing_rows);
   if (is_by_expert) {
@@ -56,6 +57,10 @@ void Window::unload(const UnloadArgs& args) {
   } else if (!staged.is_cached) {
     copy(args.topk_idx, layout_.landing_ids, num_rows * shape_.top_k * staged.id_bytes);
     copy(args.topk_weights, layout_.landing_weights, num_rows * shape_.top_k * 4);
+    // A capacity beyond what all ranks can send: ids -1, weights 0.
+    const i64 num_kept = num_rows * shape_.top_k, num_rest = (staged.num_rows - num_rows) * shape_.top_k;
+    fill(args.topk_idx + static_cast<u64>(num_kept * staged.id_bytes), 0xff, num_rest * staged.id_bytes);
+    zero(args.topk_weights + static_cast<u64>(num_kept * 4), num_rest * 4);
   }
   if (!staged.is_cached) {
     copy(args.recv_plan, layout_.landing_table,
