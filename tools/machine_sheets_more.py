@@ -200,15 +200,16 @@ def no_nic() -> Sheet:
     tree.system(modules=("nvidia", "nvidia_uvm", "nvidia_modeset"), kernel="6.18.44")
     for idx in range(4):
         function = Pci(f"0000:00:{5 + idx:02x}.0", ["pci0000:00"], NVIDIA, 0x2335, 0x030200, -1, "nvidia", UNKNOWN_LINK)
-        facts = {"name": "NVIDIA H200", "memory_bytes": 150_754_820_096, "memory_nodes": None}
+        facts: dict[str, Any] = {"name": "NVIDIA H200", "memory_bytes": 150_754_820_096, "memory_nodes": None}
+        facts["fabric"] = {"state": "not supported"}
         tree.gpu(replace(function, config=to_hex(bytes.fromhex("de103523").ljust(64, b"\0"))), cpus="0-63", **facts)
     tree.nvml(driver="580.159.04")
     return Sheet(
         tree,
         "Four H200 in a microVM: one NUMA node of 64 cores, no NIC",
         "GPUs, 18 NVLinks each, one node with all 64 cores, no NIC, driver: measured on such a machine.",
-        "PCI addresses, NUMA node -1, 64 bytes of configuration space, no visible threads, modules: no file of such a "
-        "machine had been recorded when this was written.",
+        "PCI addresses, NUMA node -1, 64 bytes of configuration space, no visible threads, no fabric registration, "
+        "modules: no file of such a machine had been recorded when this was written.",
     )
 
 

@@ -1,19 +1,12 @@
-"""Settings of the libraries underneath (NCCL, NVSHMEM) that follow from machine and placement, each with its reason.
-
-Nothing is set by computing them. `apply` sets what is missing; a value that the user set stays, and is warned about
-where it conflicts.
-"""
+"""`Setting`, `Settings`: variables for the libraries underneath, each with its reason."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
-from weft.placement.model import Placement
-from weft.topology.model import Machine
-
-__all__ = ["Setting", "Settings", "settings"]
+__all__ = ["Setting", "Settings"]
 
 
 @dataclass(frozen=True)
@@ -30,10 +23,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one rank, and warnings about variables of the user that no setting of ours answers."""
+    """The settings of the ranks of one machine; `warnings` about variables of the user that no item answers; `notes`:
+    what Weft can't know and somebody should."""
 
     items: tuple[Setting, ...] = ()
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, str]:
         """Variable to value, the user's own value where there is one."""
@@ -42,7 +37,7 @@ class Settings:
     def export_lines(self) -> list[str]:
         """`export NAME=value  # reason` for what the user has not set."""
         return [
-            f"export {item.name}={shlex.quote(item.value)}  # {item.reason}"
+            f"export {item.name}={_quote(item.value)}  # {item.reason}"
             for item in self.items
             if item.user_value is None
         ]
@@ -63,6 +58,6 @@ class Settings:
         return added
 
 
-def settings(machine: Machine, placements: Sequence[Placement], environment: Mapping[str, str]) -> Settings:
-    """The settings for the ranks of one machine. `environment`: what the user has set, read, not written."""
-    return Settings()
+def _quote(value: str) -> str:
+    """For a shell; zsh takes a "=" at the beginning for the name of a command."""
+    return f"'{value}'" if value.startswith("=") and "'" not in value else shlex.quote(value)
