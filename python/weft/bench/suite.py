@@ -37,7 +37,7 @@ def run_suite(options: SuiteOptions) -> Iterator[Row]:
     from weft.bench.suite_worker import run_rank
 
     chosen = cases(options.suites, tokens=options.tokens, trace=options.trace)
-    machine = _machine(options)
+    machine = {**machine_facts(options.device), "ranks": options.ranks, "seed": options.seed}
     yield {"kind": "machine", **machine}
     stamp = {name: machine[name] for name in ("commit", "machine", "driver", "torch")}
     on_gpu = machine["device_name"] is not None
@@ -224,13 +224,13 @@ def _link_rows(limits: dict[LinkPoint, float], stamp: Row) -> Iterator[Row]:
         }
 
 
-def _machine(options: SuiteOptions) -> Row:
-    """What it ran on. The GPU's facts come from NVML: no CUDA before the ranks are forked."""
+def machine_facts(device: str) -> Row:
+    """What it runs on. The GPU's facts come from NVML: no CUDA before the ranks are forked."""
     import torch
 
     import weft
 
-    gpu = _gpu_facts() if options.device != "cpu" else {}
+    gpu = _gpu_facts() if device != "cpu" else {}
     num_gpus = gpu.pop("num_gpus", 0)
     return {
         "commit": commit(),
@@ -242,8 +242,6 @@ def _machine(options: SuiteOptions) -> Row:
         "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()) if gpu else None,
         "nvrtc": _version_of("nvidia-cuda-nvrtc"),
         "weft": weft.__version__,
-        "ranks": options.ranks,
-        "seed": options.seed,
     }
 
 

@@ -1,0 +1,193 @@
+"""Writes docs/performance.md from benchmarks/results/gpu_*.jsonl: `python benchmarks/performance.py`.
+
+Every figure of the page is one of these files', the output of `weft bench --suite`, `weft verify --kill` (both with
+`--json`) and tools/soak.py; a test compares the page with what this writes. Missed targets come first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DOC = ROOT / "docs" / "performance.md"
+RESULTS = ROOT / "benchmarks" / "results"
+PEERS = ROOT / "benchmarks" / "peers.md"
+
+Row = dict[str, Any]
+
+_INTRO = """# Performance between GPUs
+
+Written by [benchmarks/performance.py](../benchmarks/performance.py) from the files under
+[benchmarks/results/](../benchmarks/results/), the output of real runs; [benchmarking](benchmarking.md) says how
+everything is counted and what each figure means. Times are medians of the slowest rank in us, everything inside the
+boundary of the public call; results were compared with the reference before they were timed.
+
+"""
+
+
+def read_rows(file: Path) -> list[Row]:
+    """The objects of a file of JSON lines."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; empty without rows."""
+    if not rows:
+        return ""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines) + "\n"
+
+
+def number(value: float | None, form: str) -> str:
+    """A figure, or nothing where there is none."""
+    return "" if value is None else format(value, form)
+
+
+def targets(rows: Sequence[Row]) -> str:
+    """Missed ones first, by how much; then the others."""
+    found = [row for row in rows if row["kind"] == "target"]
+    if not found:
+        return ""
+    missed = [row for row in found if row["met"] == "no"]
+    text = f"### Targets\n\n{len(found) - len(missed)} of {len(found)} targets are met. "
+    text += "Missed:\n\n" if missed else "None is missed.\n\n"
+    columns = ("what", "measured", "must", "stretch", "off by")
+    cells = [(*_target_cells(row), f"{abs(row['value'] / row['must'] - 1):.1%}") for row in missed]
+    text += table(columns, cells)
+    kept = [(*_target_cells(row), row["met"]) for row in found if row not in missed]
+    return text + (("Met:\n\n" + table(("what", "measured", "must", "stretch", "reaches"), kept)) if kept else "")
+
+
+def _target_cells(row: Row) -> tuple[str, ...]:
+    unit = "" if row["unit"] == "ratio" else f" {row['unit']}"
+    return (row["target"], f"{row['value']:.3g}{unit}", f"{row['must']:g}{unit}", f"{row['stretch']:g}{unit}")
+
+
+_CASE_COLUMNS = (
+    "call",
+    "SMs",
+    "median",
+    "p99",
+    "wire GB/s",
+    "logical GB/s",
+    "of the link's limit",
+    "kernels, their SMs",
+)
+_CASE_COLUMNS += ("host", "all_to_all_single", "x faster", "packed exchange alone")
+
+
+def _case_cells(row: Row, name: str) -> tuple[str, ...]:
+    if "time_us" not in row:
+        why = "wrong result" if row["problems"] else "not supported"
+        return (name, str(row["num_sms"]), why, *[""] * (len(_CASE_COLUMNS) - 3))
+    kernels = "" if row["num_kernels"] is None else f"{row['num_kernels']:.0f}, {row['sms']:.0f}"
+    return (
+        name,
+        str(row["num_sms"]),
+        f"{row['time_us']:.0f}",
+        f"{row['time_p99_us']:.0f}",
+        f"{row['wire_gb_per_s']:.0f}",
+        f"{row['logical_gb_per_s']:.0f}",
+        number(row["ratio_vs_link"], ".1%"),
+        kernels,
+        number(row["host_us"], ".1f"),
+        number(row["all_to_all_us"], ".0f"),
+        number(row["ratio_vs_all_to_all"], ".2f"),
+        number(row["packed_us"], ".0f"),
+    )
+
+
+def case_table(rows: Sequence[Row], suite: str, title: str, name: Callable[[Row], str]) -> str:
+    """The cases of a suite under a heading; empty if it was not run."""
+    cells = [_case_cells(row, name(row)) for row in rows if row["kind"] == "case" and row["suite"] == suite]
+    return f"### {title}\n\n{table(_CASE_COLUMNS, cells)}" if cells else ""
+
+
+def steps(rows: Sequence[Row]) -> str:
+    """Dispatch, experts, combine against the experts alone."""
+    cells = [
+        (row["name"], *(number(row.get(key), ".0f") for key in ("time_us", "gemm_us")))
+        + tuple(number(row.get(key), ".2f") for key in ("ratio_vs_gemm", "ratio_vs_all_to_all"))
+        for row in rows
+        if row["kind"] == "case" and row["suite"] == "step" and "time_us" in row
+    ]
+    columns = ("step", "median", "grouped GEMMs alone", "step / GEMMs", "x faster than the same over all_to_all_single")
+    return f"### A step: dispatch, experts, combine\n\n{table(columns, cells)}" if cells else ""
+
+
+def links(rows: Sequence[Row]) -> str:
+    """GB/s by kind and row, a column per number of SMs."""
+    found = [row for row in rows if row["kind"] == "link"]
+    sms = sorted({row["num_sms"] for row in found})
+    cells = []
+    for kind, row_bytes in sorted({(row["link_kind"], row["row_bytes"]) for row in found}):
+        rates = {row["num_sms"]: row["link_gb_per_s"] for row in found if _is_link(row, kind, row_bytes)}
+        cells.append((kind, str(row_bytes), *(number(rates.get(count), ".0f") for count in sms)))
+    heading = "### The links, all GPUs at once, GB/s of each GPU and direction, by SMs\n\n"
+    return heading + table(("kind", "bytes of a row", *map(str, sms)), cells) if cells else ""
+
+
+def _is_link(row: Row, kind: str, row_bytes: int) -> bool:
+    return (row["link_kind"], row["row_bytes"]) == (kind, row_bytes)
+
+
+def benches() -> Iterator[str]:
+    """A section per file of `weft bench --suite`."""
+    for file in sorted(RESULTS.glob("gpu_bench*.jsonl")):
+        rows = read_rows(file)
+        machine = rows[0]
+        yield (
+            f"## {file.stem}\n\n{machine['machine']}, driver {machine['driver']} (CUDA {machine['cuda_driver']}), "
+            f"torch {machine['torch']}, NCCL {machine['nccl']}, commit {machine['commit']}.\n\n"
+        )
+        yield targets(rows)
+        yield case_table(rows, "targets", "Calls at T = 4096, uniform routing", lambda row: row["name"])
+        yield case_table(rows, "routings", "Other routings", lambda row: f"{row['name']}, {row['routing']}")
+        yield case_table(rows, "tokens", "By number of tokens", lambda row: f"{row['name']}, T = {row['tokens']}")
+        yield case_table(rows, "sms", "By number of SMs, T = 4096", lambda row: row["name"])
+        yield steps(rows)
+        yield links(rows)
+
+
+def soaks() -> str:
+    """Calls checked under background traffic, run by run."""
+    cells = []
+    for file in sorted(RESULTS.glob("gpu_soak*.jsonl")):
+        for row in read_rows(file):
+            if row["kind"] == "soak":
+                figures = (f"{row['calls']:,}", f"{row['words']:,}", str(len(row["problems"])))
+                cells.append((f"{row['machine']}, {row['ranks']} ranks", str(row["commit"]), *figures, row["traffic"]))
+    if not cells:
+        return ""
+    total = sum(int(cell[2].replace(",", "")) for cell in cells)
+    columns = ("where", "commit", "calls", "words compared", "wrong", "traffic besides")
+    return f"## Random calls under background traffic\n\n{total:,} calls in all.\n\n{table(columns, cells)}"
+
+
+def kills() -> str:
+    """Times from the kill, run by run."""
+    cells = []
+    for file in sorted(RESULTS.glob("gpu_kill*.jsonl")):
+        rows = read_rows(file)
+        failed = sum(not row["ok"] for row in rows if row["kind"] == "kill")
+        num_kills = sum(row["kind"] == "kill" for row in rows)
+        for row in rows:
+            if row["kind"] == "times" and row["count"]:
+                figures = (f"{row[key] / 1e3:.2f}" for key in ("p50_us", "p99_us", "max_us"))
+                cells.append((file.stem, f"{num_kills}, {failed} failed", row["what"], str(row["count"]), *figures))
+    columns = ("file", "kills", "time from the kill", "count", "p50 ms", "p99 ms", "max ms")
+    return f"## Ranks killed under load\n\n{table(columns, cells)}" if cells else ""
+
+
+def page() -> str:
+    """The whole page."""
+    peers = "## Other libraries\n\n" + PEERS.read_text(encoding="utf-8")
+    text = "".join((_INTRO, *benches(), soaks(), kills(), peers))
+    return text.rstrip("\n") + "\n"
+
+
+if __name__ == "__main__":
+    DOC.write_text(page(), encoding="utf-8")

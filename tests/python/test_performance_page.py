@@ -1,0 +1,70 @@
+"""Guards against figures in docs/performance.md that no result file has, and a page that hides what is missed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from cli_lines import ROOT
+from typer.testing import CliRunner
+
+from weft.cli import app
+
+
+@pytest.fixture
+def performance() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("performance", ROOT / "benchmarks" / "performance.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_that_of_the_result_files(performance: ModuleType) -> None:
+    assert performance.DOC.read_text(encoding="utf-8") == performance.page(), "run python benchmarks/performance.py"
+
+
+def test_a_run_becomes_tables_and_missed_targets_come_first(
+    performance: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = "--device cpu --tokens 16 --hidden 256 --iters 2 --warmup 1 --ranks 2 --suite targets,step --json"
+    done = CliRunner().invoke(app, ["bench", *flags.split()])
+    assert done.exit_code == 0, done.output
+    common = {"kind": "target", "unit": "us", "must": 100, "stretch": 90}
+    targets = [
+        {**common, "target": "kept", "value": 80.0, "met": "stretch"},
+        {**common, "target": "late", "value": 125.0, "met": "no"},
+    ]
+    link = {"kind": "link", "link_kind": "push", "row_bytes": 7168, "num_sms": 16, "link_gb_per_s": 344.4}
+    lines = [*done.stdout.splitlines(), *(json.dumps(row) for row in (*targets, link))]
+    (tmp_path / "gpu_bench_small.jsonl").write_text("\n".join(lines) + "\n")
+    soak = {
+        "machine": "2 x GPU",
+        "ranks": 2,
+        "commit": "abc",
+        "calls": 1200,
+        "words": 5,
+        "problems": [],
+        "traffic": "-",
+    }
+    (tmp_path / "gpu_soak_1.jsonl").write_text(json.dumps({"kind": "soak", **soak}) + "\n")
+    kills = [{"kind": "kill", "ok": True}, {"kind": "kill", "ok": False}]
+    kills.append({"kind": "times", "what": "detection", "count": 6, "p50_us": 4000, "p99_us": 5500, "max_us": 5600})
+    (tmp_path / "gpu_kill_1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kills))
+    monkeypatch.setattr(performance, "RESULTS", tmp_path)
+    page = performance.page()
+    assert "1 of 2 targets are met." in page
+    assert page.index("| late | 125 us | 100 us | 90 us | 25.0% |") < page.index("| kept | 80 us |")
+    assert "| dispatch FP8, rank_major | 16 |" in page
+    assert "| step BF16, expert_major" in page
+    assert "| push | 7168 | 344 |" in page
+    assert "| not supported |" in page  # FP8 on the wire of the cpu engine
+    assert "1,200 calls in all" in page
+    assert "| gpu_kill_1 | 2, 1 failed | detection | 6 | 4.00 | 5.50 | 5.60 |" in page
+    for line in page.splitlines():
+        if line.startswith("|"):
+            assert line.endswith("|"), line

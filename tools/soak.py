@@ -1,0 +1,343 @@
+"""Random calls between GPUs, with copies hammering the same links, every word checked: python tools/soak.py
+
+Each round draws a shape and a layout from its seed and makes some dozens of calls through the public interface:
+dispatch (new and with a handle) and combine, with exact sizes or a capacity, on the caller's stream or their own, in
+every dtype, FP8 too, from heap tensors and ordinary ones. All results are compared where they lie with what
+tools/soak_check.py works out from hashes; every call has data of its own. At the end it prints one JSON object;
+`next_seed` continues where this run stopped. A run begins by making sure that the comparison sees a single wrong word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from soak_check import Places, Shape, places, sums, values
+from soak_rounds import MAX_TOKENS, POOLS, Pool, Round, draw
+from torch import Tensor
+
+import weft
+from weft import reference
+from weft.bench.suite import machine_facts
+
+POISON = 0xFB
+
+
+class Traffic:
+    """Copies to the GPUs of all peers on a stream of their own, kept going from call to call."""
+
+    def __init__(self, device: torch.device, num_bytes: int = 16 << 20) -> None:
+        self.stream = torch.cuda.Stream(device)
+        others = [idx for idx in range(torch.cuda.device_count()) if idx != device.index]
+        self.source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+        self.targets = [torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", idx)) for idx in others]
+        self.done = torch.cuda.Event()
+        self.num_copies = 0
+
+    def go_on(self) -> None:
+        """Start the next copies if the last are through."""
+        if not self.done.query():
+            return
+        with torch.cuda.stream(self.stream):
+            for target in self.targets:
+                target.copy_(self.source, non_blocking=True)
+            self.done.record(self.stream)
+        self.num_copies += len(self.targets)
+
+
+class Soak:
+    """One rank's rounds."""
+
+    def __init__(self, comm: weft.Communicator, options: argparse.Namespace) -> None:
+        self.comm, self.options, self.device = comm, options, comm.device
+        on_gpu = comm.device.type == "cuda"
+        self.traffic = Traffic(comm.device) if on_gpu and options.traffic else None
+        self.objects = [
+            weft.ExpertParallel(
+                comm,
+                num_experts=pool.experts * comm.num_ranks,
+                top_k=pool.top_k,
+                hidden=pool.hidden,
+                max_tokens_per_rank=MAX_TOKENS,
+                heap_bytes=pool.heap_bytes,
+                num_sms=pool.num_sms,
+                dtype=pool.dtype,
+            )
+            for pool in POOLS
+        ]
+        self.wrong = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.num_calls = self.num_words = 0
+
+    # ---- comparing
+
+    def compare(self, got: Tensor, want: Tensor) -> None:
+        """Count words that differ; nothing waits."""
+        if got.shape != want.shape or got.element_size() != want.element_size():
+            raise AssertionError(f"{list(got.shape)} {got.dtype}, expected {list(want.shape)} {want.dtype}")
+        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+        self.wrong += (got.contiguous().view(words) != want.contiguous().view(words)).sum()
+        self.num_words += got.numel()
+
+    def check_the_check(self) -> None:
+        """A flipped bit must be counted, or a run would prove nothing."""
+        before = int(self.wrong)
+        rows = values(torch.arange(5, device=self.device), 64, 1, torch.bfloat16)
+        other = rows.clone()
+        other.view(torch.int16)[3, 17] ^= 1
+        self.compare(rows, other)
+        self.compare(rows, rows.clone())
+        if int(self.wrong) != before + 1:
+            raise AssertionError("the comparison does not see a wrong word")
+        self.wrong.zero_()
+        self.num_words = 0
+
+    # ---- one round
+
+    def run(self, chosen: Round) -> None:
+        """All calls of a round; collective."""
+        pool, ep = POOLS[chosen.pool], self.objects[chosen.pool]
+        ids, weights = self.routing(chosen, pool)
+        start = [sum(chosen.tokens[:rank]) for rank in range(self.comm.num_ranks + 1)]
+        mine = slice(start[self.comm.rank], start[self.comm.rank + 1])
+        shape = Shape(self.comm.num_ranks, pool.experts, chosen.layout, chosen.alignment, chosen.capacity)
+        everywhere = [places(ids, weights, rank, shape, chosen.tokens) for rank in range(self.comm.num_ranks)]
+        case = Case(chosen, pool, ep, mine, ids, weights, everywhere)
+        received = self.dispatches(case)
+        self.combines(case, received)
+
+    def routing(self, chosen: Round, pool: Pool) -> tuple[Tensor, Tensor]:
+        """Ids and weights of all ranks' tokens: the same random numbers on every rank."""
+        generator = torch.Generator(self.device).manual_seed(chosen.seed)
+        size = (sum(chosen.tokens), pool.top_k)
+        experts = pool.experts * self.comm.num_ranks
+        skew = torch.rand(size, generator=generator, device=self.device) ** (1 + chosen.seed % 3)
+        ids = (skew * experts).to(torch.int64).clamp(max=experts - 1)
+        chance = torch.rand(size, generator=generator, device=self.device)
+        ids = torch.where(chance < chosen.absent, -1, ids)
+        weights = 0.25 + 0.75 * torch.rand(size, generator=generator, device=self.device)
+        return ids, weights
+
+    def dispatches(self, case: Case) -> weft.Dispatched:
+        """Dispatch again and again, every time with other data: `scale` changes every row by a power of two."""
+        here = case.everywhere[self.comm.rank]
+        dtype, chosen = case.pool.dtype, case.chosen
+        x = values(
+            torch.arange(case.mine.start, case.mine.stop, device=self.device), case.pool.hidden, chosen.seed, dtype
+        )
+        named = here.row_token.clamp(min=0)
+        want = values(named, case.pool.hidden, chosen.seed, dtype)
+        holes = (here.row_token < 0)[:, None]
+        handle: weft.Handle | None = None
+        first: weft.Dispatched | None = None
+        for number in range(self.options.repeats):
+            scale = 2.0 ** (number % 5 - 2)
+            received = self.dispatch(case, x * scale, handle if number % 3 == 2 else None)
+            if number % 3 != 2:
+                handle = received.handle
+                self.check_routing(case, received, here)
+            self.check_rows(case, received, torch.where(holes, 0, want * scale), here)
+            if first is None and chosen.quantize is None:
+                first = received
+            else:
+                poison(received.x)
+        if first is None:
+            first = self.dispatch(case, x, None, quantize=None)
+        return first
+
+    def dispatch(
+        self, case: Case, x: Tensor, handle: weft.Handle | None, quantize: str | None = "as chosen"
+    ) -> weft.Dispatched:
+        """One call; copies go on beside it."""
+        if self.traffic is not None:
+            self.traffic.go_on()
+        chosen = case.chosen
+        quantize = chosen.quantize if quantize == "as chosen" else quantize
+        if handle is not None:
+            received = case.ep.dispatch(x, handle=handle, quantize=quantize, async_op=chosen.async_op)
+        else:
+            ids = case.ids[case.mine].to(getattr(torch, chosen.id_dtype))
+            received = case.ep.dispatch(
+                x,
+                ids,
+                case.weights[case.mine],
+                layout=chosen.layout,
+                alignment=chosen.alignment,
+                capacity=chosen.capacity,
+                quantize=quantize,
+                async_op=chosen.async_op,
+            )
+        received.event.wait()
+        self.num_calls += 1
+        return received
+
+    def check_routing(self, case: Case, received: weft.Dispatched, here: Places) -> None:
+        """Counts, ids and weights."""
+        self.compare(received.num_tokens_per_expert, here.counts.to(torch.int32))
+        self.compare(received.offsets, here.offsets.to(torch.int32))
+        self.compare(received.num_rows, torch.tensor(here.num_rows, dtype=torch.int32, device=self.device))
+        filled = self.filled(case, here)
+        self.compare(filled(received.topk_weights), filled(here.row_weight.view(received.topk_weights.shape)))
+        if received.topk_idx is not None and here.row_ids is not None:
+            self.compare(filled(received.topk_idx), filled(here.row_ids.to(received.topk_idx.dtype)))
+
+    def check_rows(self, case: Case, received: weft.Dispatched, want: Tensor, here: Places) -> None:
+        """Rows that hold data, holes between groups included."""
+        filled = self.filled(case, here)
+        if isinstance(received.x, Tensor):
+            self.compare(filled(received.x), filled(want.view(received.x.shape)))
+            return
+        data, scales = reference.quantize_fp8(want, ue8m0=case.chosen.quantize == "fp8_ue8m0")
+        mask = here.row_token >= 0  # what data and scales say in holes is not promised
+        for got, expected in ((received.x.data, data), (received.x.scales, scales)):
+            if got is None:
+                raise AssertionError("no scales")
+            got, expected = (part.view(-1, part.shape[-1]) for part in (got, expected))
+            if got.element_size() == 1:
+                got, expected = got.view(torch.uint8), expected.view(torch.uint8)
+            self.compare(got[mask], expected[mask])
+
+    def filled(self, case: Case, here: Places) -> Any:
+        """Takes the rows whose content is promised: up to num_rows, in masked where picks lie."""
+        if case.chosen.layout != "masked":
+            return lambda part: part[: here.num_rows]
+        mask = here.row_token >= 0
+        return lambda part: part.reshape(len(mask), *part.shape[2:])[mask]
+
+    def combines(self, case: Case, received: weft.Dispatched) -> None:
+        """Combine again and again, every time with other data."""
+        chosen, hidden = case.chosen, case.pool.hidden
+        is_rank_major = chosen.layout == "rank_major"
+        ys = [
+            values(
+                torch.arange(len(there.row_token), device=self.device) + 7919 * rank,
+                hidden,
+                chosen.seed + 1,
+                case.pool.dtype,
+            )
+            for rank, there in enumerate(case.everywhere)
+        ]
+        want = sums(case.mine, case.everywhere, ys, is_rank_major=is_rank_major, weighted=chosen.weighted)
+        own = ys[self.comm.rank]
+        row_shape = received.x.shape if isinstance(received.x, Tensor) else received.x.data.shape
+        output = (
+            case.ep.empty_output(received)
+            if chosen.in_heap
+            else torch.empty(row_shape, dtype=own.dtype, device=self.device)
+        )
+        out = torch.empty_like(want)
+        for number in range(self.options.repeats):
+            if self.traffic is not None:
+                self.traffic.go_on()
+            scale = 2.0 ** (number % 5 - 2)
+            output.copy_((own * scale).view(output.shape))
+            poison(out)
+            result = case.ep.combine(
+                output, received.handle, weighted=chosen.weighted, out=out, async_op=chosen.async_op
+            )
+            if chosen.async_op:
+                result[-1].wait()
+            self.num_calls += 1
+            self.compare(out, want * scale)
+
+    def close(self) -> None:
+        """Give everything back."""
+        for ep in self.objects:
+            ep.close()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A round with what was worked out for it."""
+
+    chosen: Round
+    pool: Pool
+    ep: weft.ExpertParallel
+    mine: slice  # this rank's tokens among all
+    ids: Tensor
+    weights: Tensor
+    everywhere: list[Places]
+
+
+def poison(rows: Tensor | weft.Quantized | None) -> None:
+    """Overwrite every byte, so that a word nobody writes is seen."""
+    parts = (rows.data, rows.scales) if isinstance(rows, weft.Quantized) else (rows,)
+    for part in parts:
+        if part is not None and part.numel():
+            part.detach().view(torch.uint8).fill_(POISON)
+
+
+def run_rank(comm: weft.Communicator, options: argparse.Namespace) -> dict[str, Any]:
+    """Rounds until the time is up or a word is wrong. Every rank makes the same rounds: they agree after each batch."""
+    if comm.device.type == "cuda":
+        torch.cuda.set_device(comm.device)
+    soak = Soak(comm, options)
+    soak.check_the_check()
+    problems: list[str] = []
+    start, seed = time.monotonic(), options.seed
+    while not problems and seed - options.seed < options.rounds:
+        for chosen in batch(seed, comm.num_ranks, options):
+            before = int(soak.wrong)
+            soak.run(chosen)
+            seed += 1
+            if int(soak.wrong) != before:  # goes on with the others until they agree to stop
+                problems.append(f"rank {comm.rank}: {int(soak.wrong) - before} words: {dataclasses.asdict(chosen)}")
+        elapsed = time.monotonic() - start
+        if agree(soak.objects[0], stop=bool(problems) or elapsed > options.seconds):
+            break
+    result = {"calls": soak.num_calls, "words": soak.num_words, "problems": problems, "next_seed": seed}
+    result |= {"seconds": time.monotonic() - start, "engine": str(comm.engine)}
+    result["copies"] = 0 if soak.traffic is None else soak.traffic.num_copies
+    soak.close()
+    return result
+
+
+def batch(seed: int, num_ranks: int, options: argparse.Namespace) -> Iterator[Round]:
+    """The next rounds between two agreements."""
+    for number in range(seed, min(seed + 16, options.seed + options.rounds)):
+        yield draw(number, num_ranks)
+
+
+def agree(ep: weft.ExpertParallel, *, stop: bool) -> bool:
+    """Whether any rank wants to stop: each sends a token to everyone, with its wish in it."""
+    num_ranks, per_rank = ep.num_ranks, ep.num_experts // ep.num_ranks
+    wish = torch.full((num_ranks, ep.hidden), float(stop), dtype=ep.dtype, device=ep.device)
+    idx = torch.full((num_ranks, ep.top_k), -1, device=ep.device)
+    idx[:, 0] = torch.arange(num_ranks, device=ep.device) * per_rank
+    received = ep.dispatch(wish, idx)
+    return bool((received.x != 0).any())
+
+
+def main() -> int:
+    """Start the ranks, add up what they counted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--rounds", type=int, default=1 << 40, help="at most so many")
+    parser.add_argument("--repeats", type=int, default=20, help="dispatches, and combines, of a round")
+    parser.add_argument("--seed", type=int, default=0, help="of the first round")
+    parser.add_argument("--no-traffic", dest="traffic", action="store_false", help="no copies beside the calls")
+    options = parser.parse_args()
+    ranks = weft.spawn(run_rank, num_ranks=options.ranks, args=(options,), device=options.device)
+    facts = machine_facts(options.device)
+    row: dict[str, Any] = {"kind": "soak", **{name: facts[name] for name in ("commit", "machine", "driver", "torch")}}
+    row |= {"ranks": options.ranks, "engine": ranks[0]["engine"], "seed": options.seed}
+    row |= {"next_seed": max(rank["next_seed"] for rank in ranks), "repeats": options.repeats}
+    row |= {"calls": min(rank["calls"] for rank in ranks), "words": sum(rank["words"] for rank in ranks)}
+    row["problems"] = [problem for rank in ranks for problem in rank["problems"]]
+    row["seconds"] = max(rank["seconds"] for rank in ranks)
+    num_copies = sum(rank["copies"] for rank in ranks)
+    row["traffic"] = f"{num_copies} copies of 16 MiB between the GPUs" if num_copies else "none"
+    print(json.dumps(row))
+    return 1 if row["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
