@@ -180,6 +180,7 @@ DispatchResult DispatchCall::staged_result() {
   staged = StagedRows{};
   staged.is_there = true;
   staged.is_cached = a_.cached;
+  staged.recv_plan = a_.recv_plan;
   staged.layout = a_.layout;
   staged.stream = a_.stream;
   staged.max_tokens = w_.shape_.max_tokens;

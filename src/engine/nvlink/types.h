@@ -53,8 +53,9 @@ struct DispatchResult {
   i64 result_rows = 0;  // N (masked: L * C): rows that x has
 };
 
-// Where the rows of a dispatch that found no room go from the landing. Sizes as in DispatchResult.
-struct UnloadArgs {  // a repeated dispatch: x and scales are written, recv_plan is the handle's and is read
+// Where the rows of a dispatch that found no room go from the landing. Sizes as in DispatchResult; recv_plan:
+// gpu_recv_plan_len of the window's max_tokens. A repeated dispatch has x and scales only.
+struct UnloadArgs {
   u64 x = 0, scales = 0, topk_idx = 0, topk_weights = 0, recv_plan = 0;
 };
 

@@ -13,7 +13,8 @@ namespace weft::nvlink {
 //   expert_major and masked  the row of (source, token) is row source * max_tokens + token; the table says where it goes
 struct StagedRows {
   bool is_there = false;
-  bool is_cached = false;  // no ids and weights have come; the table is the caller's receive plan
+  bool is_cached = false;  // no ids and weights have come
+  u64 recv_plan = 0;       // is_cached: the caller's receive plan, which says what the table says else
   Layout layout = Layout::kRankMajor;
   u64 stream = 0;
   i64 max_tokens = 0;       // tokens a source that the table has room for
