@@ -134,7 +134,8 @@ nb::object empty(Window& window, const std::vector<i64>& shape, int dtype, u64 s
     is_sound = is_sound && length >= 0;
     num_bytes = num_bytes * static_cast<u64>(length);
   }
-  if (!is_sound || !num_bytes.ok) throw_invalid_argument("shape: lengths must be 0 or more, their product within 64 bits");
+  if (!is_sound || !num_bytes.ok)
+    throw_invalid_argument("shape: lengths must be 0 or more, their product within 64 bits");
   std::optional<nvlink::Block> block = window.reserve(num_bytes.value, stream);
   if (!block) return nb::none();
   array.block = std::move(*block);

@@ -35,7 +35,7 @@ class Heap {
   void end_quarantine();
 
   uint64_t bytes() const noexcept { return bytes_; }
-  uint64_t used() const;         // bytes of live blocks
+  uint64_t used() const;  // bytes of live blocks
   uint64_t largest_free() const;
   uint64_t quarantined() const;  // bytes released that make no room yet
   uint64_t peak() const;         // the most that used() + quarantined() ever was

@@ -18,7 +18,8 @@ template <class Word>
 __device__ void copy_words(u8* to, const u8* from, i64 num_bytes, i32 lane) {
   const Word* source = reinterpret_cast<const Word*>(from);
   Word* target = reinterpret_cast<Word*>(to);
-  for (i64 idx = lane; idx < num_bytes / static_cast<i64>(sizeof(Word)); idx += ptx::kWarpLanes) target[idx] = source[idx];
+  for (i64 idx = lane; idx < num_bytes / static_cast<i64>(sizeof(Word)); idx += ptx::kWarpLanes)
+    target[idx] = source[idx];
 }
 
 __device__ inline void copy_bytes(u8* to, const u8* from, i64 num_bytes, i32 lane) {

@@ -13,7 +13,7 @@ struct UnloadKernelArgs {
   const u8* scales = nullptr;
   u64 scale_stride = 0;
   const float* weights = nullptr;  // [num_sources * max_tokens, top_k]; rank_major: not used
-  const i32* table = nullptr;      // receive plan (layout/gpu_plan.h); null: row n of the landing is row n of the result
+  const i32* table = nullptr;  // receive plan (layout/gpu_plan.h); null: row n of the landing is row n of the result
   i64 max_tokens = 0;
   i32 num_sources = 1;
   i32 top_k = 1;

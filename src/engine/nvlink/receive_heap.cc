@@ -12,7 +12,7 @@ namespace {
 
 constexpr u64 kSettleNs = 10'000'000'000;  // longest wait of a destructor for the GPU
 
-constexpr size_t kManyPending = 64;             // asking the driver costs more than a few entries
+constexpr size_t kManyPending = 64;  // asking the driver costs more than a few entries
 
 u64 in_units(u64 num_bytes) { return std::max(Heap::kAlignment, align_up(num_bytes, Heap::kAlignment)); }
 
@@ -50,7 +50,8 @@ Block ReceiveHeap::block_at(u64 offset, u64 num_bytes) {
   block.data = memory_.data() + block.offset;
   block.num_bytes = num_bytes;
   block.in_heap = true;
-  block.owner = std::shared_ptr<void>(block.data, [heap = shared_from_this(), offset](void*) { heap->release(offset); });
+  block.owner =
+      std::shared_ptr<void>(block.data, [heap = shared_from_this(), offset](void*) { heap->release(offset); });
   return block;
 }
 
@@ -160,7 +161,8 @@ void ReceiveHeap::release(u64 offset) noexcept try {
 bool ReceiveHeap::renew(DeviceMemory& fresh) {
   const std::lock_guard lock(mutex_);
   forget_done();
-  const bool is_held = std::any_of(live_.begin(), live_.end(), [](const auto& block) { return !block.second.is_captured; });
+  const bool is_held =
+      std::any_of(live_.begin(), live_.end(), [](const auto& block) { return !block.second.is_captured; });
   if (is_held || !pending_.empty()) return false;
   memory_.replace(std::move(fresh));
   heap_.end_quarantine();

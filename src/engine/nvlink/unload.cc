@@ -74,7 +74,8 @@ void Window::unload(const UnloadArgs& args) {
   kernel_args.scale_stride = staged.scale_stride;
   kernel_args.weights = reinterpret_cast<const float*>(heap + layout_.landing_weights);
   if (is_by_expert) {
-    kernel_args.table = reinterpret_cast<const i32*>(staged.is_cached ? staged.recv_plan : heap + layout_.landing_table);
+    kernel_args.table =
+        reinterpret_cast<const i32*>(staged.is_cached ? staged.recv_plan : heap + layout_.landing_table);
   }
   kernel_args.max_tokens = staged.max_tokens;
   kernel_args.num_sources = shape_.num_ranks;

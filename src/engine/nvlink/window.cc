@@ -120,7 +120,8 @@ void Window::close() {
 
 bool Window::has_left() noexcept try {
   if (!wait_for_kernels(now_ns() + kGraceNs, {})) leave_waits();
-  return wait_for_kernels(now_ns() + kLeaveNs, {}) && (!has_captured_ || gpu_->wait_until_idle(now_ns() + kLeaveNs, {}));
+  return wait_for_kernels(now_ns() + kLeaveNs, {}) &&
+         (!has_captured_ || gpu_->wait_until_idle(now_ns() + kLeaveNs, {}));
 } catch (const std::exception&) {
   return true;  // a GPU that has failed runs no kernel any more
 }
@@ -137,8 +138,7 @@ Window::Memory Window::allocate() const {
     return {};
   }
   for (const DeviceMemory* each : {&memory.control, &memory.heap}) {
-    cuda::check(cuda::driver().memset_async(each->address(), 0, each->bytes(), gpu_->house_keeping),
-                "cuMemsetD8Async");
+    cuda::check(cuda::driver().memset_async(each->address(), 0, each->bytes(), gpu_->house_keeping), "cuMemsetD8Async");
   }
   gpu_->settle();
   return memory;

@@ -161,7 +161,7 @@ class Window : public cpu::MemberWindow {
   std::shared_ptr<ReceiveHeap> heap_;
   std::vector<std::shared_ptr<ReceiveHeap>> old_heaps_;  // that captured graphs point to
   std::vector<Peer> peers_;
-  i32 num_sharing_ = 0;  // ranks of this process on this GPU, if ranks are threads
+  i32 num_sharing_ = 0;           // ranks of this process on this GPU, if ranks are threads
   std::set<std::string> loaded_;  // kernels that all of them have loaded
   WindowStats stats_;
 

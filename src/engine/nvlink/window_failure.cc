@@ -59,9 +59,7 @@ void Window::raise_error() {
     case ErrorCause::kBusy:
     case ErrorCause::kMoved: raise_given_up(record, kind);
     case ErrorCause::kDeadline: reason.code = AbortCode::kPeerTimeout; break;
-    case ErrorCause::kAborted:
-      log_left(record, kind);
-      comm_->leave_broken();
+    case ErrorCause::kAborted: log_left(record, kind); comm_->leave_broken();
     default: reason.code = AbortCode::kInternal; break;
   }
   log_left(record, kind);
@@ -86,8 +84,9 @@ void Window::raise_given_up(const ErrorRecord& record, OpKind kind) {
   const std::string op = cpu::op_name(static_cast<u32>(kind));
   const auto call_text = [&](u64 header) {
     const auto call = calls_.find(static_cast<u16>(header));
-    return call == calls_.end() ? "a call that this rank has not made (fingerprint " + std::to_string(header & 0xffff) + ")"
-                                : cpu::describe(call->second);
+    return call == calls_.end()
+               ? "a call that this rank has not made (fingerprint " + std::to_string(header & 0xffff) + ")"
+               : cpu::describe(call->second);
   };
   switch (static_cast<ErrorCause>(record.code)) {
     case ErrorCause::kMismatch:
@@ -129,9 +128,7 @@ bool Window::wait_for_kernels(u64 deadline_ns, const Poll& poll) {
   return last_event_ == nullptr || wait_on_host([&] { return last_event_->is_done(); }, deadline_ns, poll);
 }
 
-void Window::notice_closed(u64 ranks) {
-  __atomic_fetch_or(&host_->abort, ranks, __ATOMIC_RELEASE);
-}
+void Window::notice_closed(u64 ranks) { __atomic_fetch_or(&host_->abort, ranks, __ATOMIC_RELEASE); }
 
 void Window::leave_waits() { ptx::st_release_sys(&host_->abort, ~u64{0}); }
 
