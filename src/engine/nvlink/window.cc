@@ -148,8 +148,8 @@ void Window::connect(ControlPlane* plane, const std::vector<int>& ranks, u16 epo
                      const Poll& poll) {
   Memory memory = allocate();
   const bool has_memory = memory.heap.is_mapped();
-  const MemoryOffer mine{shape_, has_memory ? memory.control.bytes() : 0, has_memory ? memory.heap.bytes() : layout_.landing_bytes + heap_bytes_,
-                         gpu_->index};
+  const MemoryOffer mine{shape_, has_memory ? memory.control.bytes() : 0,
+                         has_memory ? memory.heap.bytes() : layout_.landing_bytes + heap_bytes_, gpu_->index};
   const auto exchange = [&](u64 step_tag, const std::vector<std::byte>& bytes, const std::vector<int>& fds) {
     return plane == nullptr ? comm_->exchange(step_tag, bytes, fds, deadline_ns, poll)
                             : plane->exchange(ranks, step_tag, bytes, fds, deadline_ns, poll);
