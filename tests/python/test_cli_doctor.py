@@ -63,6 +63,14 @@ def test_an_empty_root_is_no_error(tmp_path: Path, command: str) -> None:
     assert weft_command(command, "--root", str(tmp_path)).returncode == 0
 
 
+@pytest.mark.parametrize("flag", ["--svg", "--record"])
+def test_what_can_not_be_written_is_wrong_usage(tmp_path: Path, flag: str) -> None:
+    (tmp_path / "file").write_text("")
+    done = weft_command("topo", flag, str(tmp_path / "file" / "inside"))
+    assert done.returncode == 2
+    assert f"error: {flag} can't be written" in done.stderr
+
+
 def test_topo_of_this_machine(tmp_path: Path) -> None:
     picture, recording = tmp_path / "picture.svg", tmp_path / "recording"
     done = weft_command("topo", "--json", "--svg", str(picture), "--record", str(recording), code=WITHOUT_TORCH)

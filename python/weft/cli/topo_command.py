@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from rich.markup import escape
 from weft import topology
 from weft.cli import options
 from weft.cli.output import Output, command_output
+from weft.errors import InvalidArgument
 from weft.placement import Placement, place
 from weft.topology import Machine
 from weft.topology.matrix import LEGEND, Matrix, matrix
@@ -42,10 +44,20 @@ def topo(
         _show_placements(output, placements)
         if svg is not None:
             nics = {entry.gpu: [choice.name for choice in entry.nics] for entry in placements if entry.gpu is not None}
-            svg.write_text(draw(machine, nics), encoding="utf-8")
+            with _writing("--svg"):
+                svg.write_text(draw(machine, nics), encoding="utf-8")
             output.text(f"picture: {svg}")
         if record is not None:
-            output.text(f"recording: {topology.record(root, record)}")
+            with _writing("--record"):
+                output.text(f"recording: {topology.record(root, record)}")
+
+
+@contextlib.contextmanager
+def _writing(flag: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InvalidArgument(f"{flag} can't be written: {error.strerror}: {error.filename}") from error
 
 
 def _show(output: Output, machine: Machine, distances: Matrix) -> None:

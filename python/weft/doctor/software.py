@@ -17,6 +17,7 @@ __all__ = ["CHECKS"]
 _RECORDED = "a recording: says nothing of this process"
 _MIN_PYTHON = (3, 10)
 _MIN_TORCH = (2, 10)
+_TORCH_WHEELS = ((13, 0), (12, 8), (12, 6))  # CUDA versions that torch's wheels are built for
 
 # In a child: a library that does not load must not take the table down. nvrtcVersion says what it compiles for.
 _NVRTC = """
@@ -93,8 +94,12 @@ def _driver(facts: Facts) -> Iterable[Answer]:
     built_for = _version(_torch_cuda()) if facts.live else ()
     supported = _version(system.cuda_driver)
     if built_for and supported and built_for[0] > supported[0]:
-        fix = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu{supported[0]}x"
-        return [fail(f"{found}; torch is built for CUDA {_text(built_for)}", fix=fix.replace("13x", "130"))]
+        wheel = next((version for version in _TORCH_WHEELS if version <= supported), None)
+        fix = "update the driver"
+        if wheel:
+            tag = "".join(map(str, wheel))
+            fix = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu{tag}"
+        return [fail(f"{found}; torch is built for CUDA {_text(built_for)}", cost="no GPU can be used", fix=fix)]
     return [ok(found)]
 
 
