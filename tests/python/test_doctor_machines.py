@@ -93,6 +93,34 @@ def test_a_shared_nic_is_drawn_under_the_nearest_gpu() -> None:
     assert (picture.count('<line class="near"'), picture.count('<line class="far"')) == (4, 4)
 
 
+@pytest.mark.parametrize(
+    ("name", "environment", "words", "mends"),
+    [
+        ("azure-nd-h100-v5", {"NVSHMEM_HCA_LIST": "mlx5_ib0:1"}, "is set, but ignored", "weft topo --settings"),
+        ("azure-nd-h100-v5", {"NCCL_IB_HCA": "mlx5"}, "NCCL_IB_HCA=mlx5 is set", "export NCCL_IB_HCA='=mlx5_ib0:1,"),
+        ("dgx-h100", {"NCCL_IB_HCA": "mlx5_1"}, "NCCL_IB_HCA=mlx5_1 is set", "export NCCL_IB_HCA='=mlx5_0:1,"),
+        ("gcp-a3-ultra", {"NCCL_RUNTIME_CONNECT": "1"}, "NCCL_RUNTIME_CONNECT=1", "export NCCL_RUNTIME_CONNECT=0"),
+        ("aws-p5", {"NCCL_IB_HCA": "rdmap"}, "EFA devices, which it has no effect on", "weft topo --settings"),
+    ],
+)
+def test_settings_that_disagree(name: str, environment: dict[str, str], words: str, mends: str) -> None:
+    findings = [one for one in diagnose(facts_of(MACHINES / name, environment=environment)) if one.check == "conflicts"]
+    assert [one.status for one in findings if words in one.found and one.fix.startswith(mends)] == ["warn"], findings
+
+
+def test_settings_that_agree() -> None:
+    environment = {"NCCL_IB_HCA": "=" + ",".join(f"mlx5_ib{idx}:1" for idx in range(8)), "NCCL_DEBUG": "INFO"}
+    facts = facts_of(MACHINES / "azure-nd-h100-v5", environment=environment)
+    assert [one.status for one in diagnose(facts) if one.check in ("conflicts", "left-over")] == ["ok", "ok"]
+
+
+def test_topo_prints_settings_for_a_shell() -> None:
+    shown = weft_command("topo", "--root", str(MACHINES / "gcp-a3-ultra"), "--settings").stdout
+    assert "\nexport NCCL_RUNTIME_CONNECT=0  # " in shown
+    (row,) = rows_of(weft_command("topo", "--root", str(MACHINES / "gcp-a3-ultra"), "--json").stdout)
+    assert "NCCL_RUNTIME_CONNECT" in [item["name"] for item in row["settings"]["items"]]
+
+
 def test_topo_prints_the_matrix_of_the_azure_machine() -> None:
     (row,) = rows_of(weft_command("topo", "--root", str(MACHINES / "azure-nd-h100-v5"), "--json").stdout)
     assert row["gpu_gpu"][0] == ["X", *["NV18"] * 7]

@@ -1,4 +1,4 @@
-"""Guards against checks of the running process that pass what does not work: versions, system calls, the cache folder."""
+"""Guards against checks of the running process that pass what does not work: versions, system calls, the cache."""
 
 from __future__ import annotations
 
@@ -94,9 +94,7 @@ def test_native_module(monkeypatch: pytest.MonkeyPatch, answer: Any, words: str)
         ("pidfd", process.os, "pidfd_open", "warn"),
     ],
 )
-def test_refused_system_calls(
-    monkeypatch: pytest.MonkeyPatch, check: str, owner: Any, call: str, status: str
-) -> None:
+def test_refused_system_calls(monkeypatch: pytest.MonkeyPatch, check: str, owner: Any, call: str, status: str) -> None:
     assert finding(check).status == "ok"
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(owner, call, refused)
@@ -132,5 +130,15 @@ def test_kernel_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_recording_says_nothing_of_the_process() -> None:
     recorded = Facts(machine())
-    for name in ("python", "torch", "nvrtc", "native-module", "memfd", "unix-socket", "pidfd", "ptrace", "kernel-cache"):
+    for name in (
+        "python",
+        "torch",
+        "nvrtc",
+        "native-module",
+        "memfd",
+        "unix-socket",
+        "pidfd",
+        "ptrace",
+        "kernel-cache",
+    ):
         assert finding(name, recorded).status == "n/a"

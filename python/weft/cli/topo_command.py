@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -14,8 +15,11 @@ from rich.markup import escape
 from weft import topology
 from weft.cli import options
 from weft.cli.output import Output, command_output
+from weft.env import set_among
 from weft.errors import InvalidArgument
 from weft.placement import Placement, place
+from weft.redact import VARIABLES
+from weft.settings import settings
 from weft.topology import Machine
 from weft.topology.matrix import LEGEND, Matrix, matrix
 from weft.topology.parse import format_cpus
@@ -23,6 +27,7 @@ from weft.topology.picture import draw
 
 _ROOT_HELP = "Look at a recording (weft topo --record) in place of this machine."
 _SVG_HELP = "Write a picture of the machine into this file."
+_SETTINGS_HELP = "Print what NCCL and NVSHMEM should be told here, as lines for a shell, each with its reason."
 _RECORD_HELP = "Save what was read, without secrets, into this folder, for --root and for tests."
 
 
@@ -30,6 +35,7 @@ def topo(
     root: Annotated[Path, typer.Option("--root", exists=True, help=_ROOT_HELP)] = Path("/"),
     svg: Annotated[Path | None, typer.Option("--svg", help=_SVG_HELP)] = None,
     record: Annotated[Path | None, typer.Option("--record", help=_RECORD_HELP)] = None,
+    show_settings: Annotated[bool, typer.Option("--settings", help=_SETTINGS_HELP)] = False,
     json: options.Json = False,
 ) -> None:
     """Print how far GPUs and NICs are apart, and where their NUMA nodes are."""
@@ -37,11 +43,15 @@ def topo(
         machine = topology.read(root)
         distances = matrix(machine)
         placements = place(machine)
-        placed = [topology.to_json(placement) for placement in placements]
-        found = {"machine": topology.to_json(machine), "placements": placed}
-        output.row({"kind": "topology", **dataclasses.asdict(distances), **found})
+        live = os.path.realpath(root) == "/"
+        chosen = settings(machine, placements, set_among(VARIABLES) if live else {})
+        found = {"machine": machine, "placements": placements, "settings": chosen}
+        output.row({"kind": "topology", **dataclasses.asdict(distances), **topology.to_json(found)})
         _show(output, machine, distances)
         _show_placements(output, placements)
+        if show_settings:
+            for line in [*chosen.export_lines(), *(f"# {text}" for text in (*chosen.all_warnings(), *chosen.notes))]:
+                output.text(line)
         if svg is not None:
             nics = {entry.gpu: [choice.name for choice in entry.nics] for entry in placements if entry.gpu is not None}
             with _writing("--svg"):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 from weft.doctor.model import Answer, Check, Facts, ok, skip, warn
-from weft.settings import settings
+from weft.settings import Setting, Settings, settings
 
 __all__ = ["CHECKS"]
 
@@ -37,16 +38,17 @@ def _conflicts(facts: Facts) -> Iterable[Answer]:
         return [skip("a recording has no environment")]
     chosen = settings(facts.machine, facts.placements, facts.environment)
     answers = [
-        warn(
-            f"{item.name}={item.user_value} is set, {item.value} would be right",
-            cost=item.conflict,
-            fix=f"export {item.name}={item.value}",
-        )
+        warn(f"{item.name}={item.user_value} is set", cost=item.conflict, fix=_export(item))
         for item in chosen.items
         if item.conflict
     ]
-    answers += [warn(text) for text in chosen.warnings]
-    return answers or [ok("what is set agrees with this machine")]
+    answers += [warn(text, fix="weft topo --settings  # what this machine asks for") for text in chosen.warnings]
+    return answers or [ok("; ".join(["what is set agrees with this machine", *chosen.notes]))]
+
+
+def _export(item: Setting) -> str:
+    """The line that sets what would be right."""
+    return Settings((dataclasses.replace(item, user_value=None),)).export_lines()[0].partition("  #")[0]
 
 
 CHECKS = (
