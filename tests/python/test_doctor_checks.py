@@ -159,6 +159,12 @@ def test_every_check_that_can_complain_of_a_recording_was_seen_complaining() -> 
     assert {check.name for check in CHECKS} - of_this_process - never == {name for name, *_ in BROKEN}
 
 
+def test_links_that_are_off_on_all_gpus_are_how_the_model_is_made() -> None:
+    of_all = tuple(dataclasses.replace(entry, nvlinks=DOWN) for entry in BASE.gpus)
+    (told,) = of_check(findings_of(changed(gpus=of_all)), "nvlink")
+    assert (told.status, told.found.startswith("17 NVLinks active on each of 4 GPUs")) == ("ok", True)
+
+
 def test_smt_siblings_left_out_are_told() -> None:
     pairs = tuple(Core((cpu, cpu + 4), 0, 0) for cpu in range(4))
     (told,) = of_check(findings_of(changed(**cpus(cores=pairs, allowed=(0, 1, 4)))), "smt")
