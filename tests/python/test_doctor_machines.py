@@ -86,6 +86,12 @@ def test_the_example_of_the_readme_is_what_is_printed() -> None:
     assert weft_command("doctor", "--root", str(MACHINES / name)).stdout.endswith(example)
 
 
+def test_the_picture_of_the_page_is_what_is_drawn(tmp_path: Path) -> None:
+    weft_command("topo", "--root", str(MACHINES / "dgx-h100"), "--svg", str(tmp_path / "drawn.svg"))
+    page = MACHINES.parents[2] / "docs" / "pictures" / "dgx-h100.svg"
+    assert (tmp_path / "drawn.svg").read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
+
+
 def test_a_shared_nic_is_drawn_under_the_nearest_gpu() -> None:
     drawn = machine("two-gpus-per-nic-port-down")
     nics = {entry.gpu: [choice.name for choice in entry.nics] for entry in place(drawn) if entry.gpu is not None}
