@@ -40,6 +40,7 @@ class Binding:
         self._own_thread_only = own_thread_only
         self._before: dict[int, frozenset[int]] = {}  # thread -> its mask
         self._bound: set[frozenset[int]] = set()  # what the kernel made of our mask: it cuts silently
+        self._own_mask = frozenset(os.sched_getaffinity(0))  # for threads started since
         self._policy: policy.MemoryPolicy | None = None
         self._policy_thread = 0
         self._pid = os.getpid()
@@ -62,7 +63,7 @@ class Binding:
         self.placement = dataclasses.replace(self.placement, applied=tuple(note for note in notes if note))
 
     def restore(self) -> None:
-        """Give the threads that are left their masks back, and to those started since the mask of the first. The
+        """Give the threads that are left their masks back, and to those started since this thread's. The
         memory policy comes back where it was set, in the thread that bound. May be called twice, never raises."""
         before, self._before = self._before, {}
         _bindings.discard(self)
@@ -73,7 +74,7 @@ class Binding:
         for thread in _threads(False) if before else []:
             mask = before.get(thread)
             if mask is None and self.placement.mode == "process" and not self._own_thread_only:
-                mask = next(iter(before.values()))
+                mask = self._own_mask
             with contextlib.suppress(OSError):
                 if (
                     mask is not None and frozenset(os.sched_getaffinity(thread)) in self._bound
@@ -92,8 +93,8 @@ class Binding:
                 mask = frozenset(os.sched_getaffinity(thread))
                 if mask != cpus:
                     os.sched_setaffinity(thread, cpus)
-                    self._before.setdefault(thread, mask)
                     self._bound.add(frozenset(os.sched_getaffinity(thread)))
+                self._before.setdefault(thread, mask)
                 num_bound += 1
             except ProcessLookupError:
                 continue  # it has ended

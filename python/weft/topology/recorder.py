@@ -18,6 +18,8 @@ from typing import Any
 
 from weft._version import __version__
 from weft.topology.config_space import minimal_config
+from weft.topology.cpus import PROCESS_FILE
+from weft.topology.gpus import NVML_FILE
 from weft.topology.live import LiveTree
 from weft.topology.reader import RECORDING_FILE, read_tree
 from weft.topology.system import MODULES
@@ -111,7 +113,7 @@ def _without_number(path: str) -> str:
 def _as_node(path: str, data: bytes) -> Any:
     if path.endswith(".json"):
         try:
-            return {"@json": json.loads(data)}
+            return {"@json": _known(path, json.loads(data))}
         except ValueError:
             pass
     if path.endswith("/config"):
@@ -149,6 +151,31 @@ _CUTS: tuple[tuple[str, Callable[[str], str]], ...] = (
     (r"/proc/devices", lambda text: "\n".join(line for line in text.splitlines() if "nvidia" in line)),
     (r".*/node\d+/meminfo", lambda text: "\n".join(line for line in text.splitlines() if "MemTotal" in line)),
 )
+
+
+# What `read` looks at in the JSON files; a driver may say more one day.
+_NVML_KEYS = ("error", "driver", "cuda_driver", "gpus", "pairs")
+_GPU_KEYS = (
+    *("name", "uuid", "pci", "memory_bytes", "compute_capability", "cpus", "memory_nodes", "own_node"),
+    *("is_mig", "is_c2c", "fabric", "nvlinks", "errors"),
+)
+_PROCESS_KEYS = (
+    *("allowed", "memory_nodes", "cgroup_cpus", "cgroup_quota", "memlock_bytes", "max_files", "architecture"),
+    *("shm_bytes", "shm_free_bytes", "can_bind_memory"),
+)
+
+
+def _known(path: str, value: Any) -> Any:
+    """A JSON file without keys that nobody reads."""
+    if not isinstance(value, dict):
+        return value
+    keys = {NVML_FILE: _NVML_KEYS, PROCESS_FILE: _PROCESS_KEYS}.get(path)
+    kept = value if keys is None else {key: value[key] for key in keys if key in value}
+    if path == NVML_FILE and isinstance(kept.get("gpus"), list):
+        kept["gpus"] = [
+            {key: gpu[key] for key in _GPU_KEYS if key in gpu} for gpu in kept["gpus"] if isinstance(gpu, dict)
+        ]
+    return kept
 
 
 def _cut(path: str, text: str) -> str:
