@@ -32,9 +32,18 @@ from weft.quantized import Quantized
 if TYPE_CHECKING:
     from weft.expert_parallel import ExpertParallel
 
-__all__ = ["PLAIN", "QUANTIZE_CODES", "check_combine", "check_constructor", "check_dispatch", "check_dispatched"]
+__all__ = [
+    "PLAIN",
+    "QUANTIZE_CODES",
+    "WIRE_CODES",
+    "check_combine",
+    "check_constructor",
+    "check_dispatch",
+    "check_dispatched",
+]
 
 QUANTIZE_CODES = {None: 0, "fp8": 1, "fp8_ue8m0": 2}
+WIRE_CODES = {None: 0, "fp8": 1}
 PLAIN = (Tensor, torch.nn.Parameter)  # other classes may have no memory
 
 
@@ -48,6 +57,7 @@ def check_constructor(comm: Any, dtype: Any, shape: dict[str, Any]) -> None:
     if shape["deadline_s"] is None:
         raise InvalidArgument(f"deadline_s is None; allowed: {_ALLOWED['deadline_s']}")
     check_shape({"num_ranks": comm.num_ranks, **shape})
+    _check_num_sms(comm, shape["num_sms"])
 
 
 def check_dispatch(
@@ -73,14 +83,14 @@ def check_dispatch(
     _check_option("quantize", quantize)
     deadline = ep.deadline_s if deadline_s is None else float(deadline_s)
     if handle is not None:
-        call = _call_of_handle(handle, layout, alignment, capacity, max_tokens, deadline, window)
+        call = _call_of_handle(ep, handle, layout, alignment, capacity, max_tokens, deadline, window, num_sms, async_op)
         if topk_idx is not None or topk_weights is not None:
             raise InvalidArgument(
                 "topk_idx or topk_weights is given beside handle; allowed is one of the two: a handle has its routing"
             )
         num_tokens, most = handle.num_tokens, handle.num_tokens
     else:
-        call = _call(ep, layout, alignment, capacity, max_tokens, deadline, window)
+        call = _call(ep, layout, alignment, capacity, max_tokens, deadline, window, num_sms, async_op)
         num_tokens, most = -1, call.max_tokens
     data, scales = _check_x(ep, x, quantize, handle is not None)
     if data.shape[0] > most or (num_tokens >= 0 and data.shape[0] != num_tokens):
@@ -99,6 +109,8 @@ def _call(
     max_tokens: Any,
     deadline_s: float,
     window: int,
+    num_sms: int | None,
+    is_async: bool,
 ) -> Call:
     for name, value in (
         ("layout", layout),
@@ -121,11 +133,22 @@ def _call(
             f"max_tokens is {max_tokens}; allowed are 0 to max_tokens_per_rank = {ep.max_tokens_per_rank}"
         )
     rows = -1 if capacity is None else capacity
-    return Call(LAYOUTS.index(layout), alignment, rows, max_tokens, deadline_s, window)
+    sms = ep.num_sms if num_sms is None else num_sms
+    return Call(LAYOUTS.index(layout), alignment, rows, max_tokens, deadline_s, window, sms, 0, is_async)
 
 
 def _call_of_handle(
-    handle: Any, layout: Any, alignment: Any, capacity: Any, max_tokens: Any, deadline_s: float, window: int
+    ep: ExpertParallel,
+    handle: Any,
+    layout: Any,
+    alignment: Any,
+    capacity: Any,
+    max_tokens: Any,
+    deadline_s: float,
+    window: int,
+    num_sms: int | None,
+    is_async: bool,
+    wire: int = 0,
 ) -> Call:
     if not isinstance(handle, Handle):
         raise InvalidArgument(f"handle is {handle!r}; the handle of a dispatch is expected")
@@ -143,7 +166,10 @@ def _call_of_handle(
             f"window is {window} with a handle of window {handle.window}; allowed is that of the handle"
         )
     capacity = -1 if handle.capacity is None else handle.capacity
-    return Call(LAYOUTS.index(handle.layout), handle.alignment, capacity, handle.max_tokens, deadline_s, handle.window)
+    sms = ep.num_sms if num_sms is None else num_sms
+    layout = LAYOUTS.index(handle.layout)
+    alignment, max_tokens = handle.alignment, handle.max_tokens
+    return Call(layout, alignment, capacity, max_tokens, deadline_s, handle.window, sms, wire, is_async)
 
 
 def _check_x(ep: ExpertParallel, x: Any, quantize: Any, is_repeated: bool) -> tuple[Tensor, Tensor | None]:
@@ -239,10 +265,15 @@ def check_combine(
     """The call as native codes."""
     _check_options(ep, num_sms, deadline_s, mode, staged, async_op, window)
     _check_option("weighted", weighted)
-    if wire is not None:
-        raise Unsupported(f"wire={wire!r}", "the cpu engine", "a GPU engine, or wire=None")
+    _check_option("wire", wire)
+    if wire is not None and ep.hidden % FP8_HIDDEN_MULTIPLE:
+        raise Unsupported(
+            f"wire={wire!r} with hidden={ep.hidden}", f"hidden {ep.hidden}", f"a multiple of {FP8_HIDDEN_MULTIPLE}"
+        )
     deadline = ep.deadline_s if deadline_s is None else float(deadline_s)
-    call = _call_of_handle(handle, "rank_major", 1, None, None, deadline, window)
+    call = _call_of_handle(
+        ep, handle, "rank_major", 1, None, None, deadline, window, num_sms, async_op, WIRE_CODES[wire]
+    )
     weights = handle.topk_weights
     lead = list(weights.shape[: 2 if call.layout == MASKED else 1])
     if not isinstance(y, Tensor):
@@ -324,6 +355,7 @@ def _check_options(
         ("async_op", async_op),
     ):
         _check_option(name, value)
+    _check_num_sms(ep.comm, num_sms)
     is_int = isinstance(window, int) and not isinstance(window, bool)
     if not (is_int and 0 <= window < ep.num_windows):
         raise InvalidArgument(f"window is {window!r}; allowed are 0 to num_windows - 1 = {ep.num_windows - 1}")
@@ -332,6 +364,13 @@ def _check_options(
 def _check_option(name: str, value: Any) -> None:
     if not _ACCEPTS[name](value):
         raise InvalidArgument(f"{name} is {value!r}; allowed: {_ALLOWED[name]}")
+
+
+def _check_num_sms(comm: Communicator, num_sms: int | None) -> None:
+    if num_sms is not None and comm.engine == "nvlink" and num_sms > comm.max_num_sms:
+        raise InvalidArgument(
+            f"num_sms is {num_sms}; allowed are 1 to {comm.max_num_sms} here: ranks that share a GPU share its SMs"
+        )
 
 
 def check_dispatched(dispatched: Any) -> None:

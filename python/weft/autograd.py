@@ -53,14 +53,15 @@ class Plans(NamedTuple):
     send_plan: Tensor
     recv_plan: Tensor
     tie: Tensor
-    filled: Tensor
+    sizes: Tensor
+    rows_shape: tuple[int, ...]
 
 
 class _Sent:
     """One recorded dispatch, first or repeated: what its backward needs, and whether it has run."""
 
     def __init__(self, calls: NativeCalls, call: Call, x: Tensor, x_is_tracked: bool, has_weights: bool) -> None:
-        self.calls, self.call = calls, call
+        self.calls, self.call = calls, call  # as called; backwards use call.in_backward()
         self.num_tokens, self.hidden, self.dtype = x.shape[0], x.shape[1], x.dtype
         self.x_is_tracked, self.has_weights = x_is_tracked, has_weights
         self.received: Received | None = None  # from the node to `dispatch`, which takes it out
@@ -96,7 +97,7 @@ class _Sent:
         if not (self.x_is_tracked or self.has_weights):
             return None, None
         grad, side = self.calls.combine(
-            self.call,
+            self.call.in_backward(),
             self._rows(grad_x),
             None,
             *self.plans[:3],
@@ -111,8 +112,8 @@ class _Sent:
             return grad.contiguous()
         lead = self.weights.shape[: 2 if self.call.layout == MASKED else 1]
         if self.x_is_tracked:
-            return torch.zeros((*lead, self.hidden), dtype=self.dtype)
-        return torch.zeros((*lead, LEAST_COLUMNS), dtype=torch.float32)
+            return torch.zeros((*lead, self.hidden), dtype=self.dtype, device=self.weights.device)
+        return torch.zeros((*lead, LEAST_COLUMNS), dtype=torch.float32, device=self.weights.device)
 
     def _side(self, grad: Tensor | None) -> Tensor:
         return torch.zeros_like(self.weights) if grad is None else grad.contiguous()
@@ -140,9 +141,9 @@ class _Summed:
         """Our call: gradients of the expert output and of the received weights."""
         self.is_done = True
         if grad is None:
-            grad = torch.zeros(self.shape, dtype=self.dtype)
+            grad = torch.zeros(self.shape, dtype=self.dtype, device=self.calls.device)
         rows, _ = self.calls.dispatch_again(
-            self.call, grad.contiguous(), None, *self.plans, self.shape[0], self.clear_tail
+            self.call.in_backward(), grad.contiguous(), None, *self.plans, self.shape[0], self.clear_tail
         )
         return combine_gradients(rows, y, self.weights)
 
@@ -281,9 +282,9 @@ class _Dispatch(torch.autograd.Function):
             received = calls.dispatch(sent.call, x, scales, _known(topk_idx), topk_weights, quantize, clear_tail)
             rows, weights, tie = received.x, received.topk_weights, received.tie
             sent.received = received
-            filled = received.num_tokens_per_expert if sent.call.layout == MASKED else received.num_rows
-            sent.plans = Plans(received.send_plan, received.recv_plan, tie.detach(), filled)
             sent.weights = weights.detach()
+            rows_shape = tuple(weights.shape[: 2 if sent.call.layout == MASKED else 1])
+            sent.plans = Plans(received.send_plan, received.recv_plan, tie.detach(), received.sizes, rows_shape)
         else:
             rows, _ = calls.dispatch_again(sent.call, x, None, *plans, x.shape[0], clear_tail)
             weights, tie = rows.new_empty(0, dtype=torch.float32), plans.tie.clone()

@@ -19,10 +19,12 @@ import torch
 
 from weft import _load, env
 from weft.errors import InvalidArgument, InvalidState, Unsupported, rank_list
+from weft.gpu import Choice, Facts, choose_engine, driver_gpu, look
 from weft.log import logger
 from weft.placement import local
 from weft.placement.binding import Binding
 from weft.placement.model import Placement
+from weft.streams import WindowStreams
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -36,6 +38,8 @@ CONNECT_TIMEOUT_S = 300.0
 _ENDPOINT_BYTES = 128
 _THREADS = "threads of one process"
 _COMPARE_TAG = 1 << 32  # exchange tags of constructors: this plus their number
+_ENGINE_TAG = 1 << 33  # of the choice of the engine
+_MEETING_TAG = 1 << 34  # of `meet`: this plus its number
 _from_env_calls = itertools.count()
 
 
@@ -68,13 +72,17 @@ class WindowSpec:
     max_row_bytes: int
     heap_bytes: int
     idx: int = 0
+    landing_row_bytes: int = 0  # nvlink engine: room for one row that finds none in the heap
 
 
 class Window:
-    """A native window and how many ExpertParallel objects of this rank use it. `serial` is equal on all ranks."""
+    """A native window and how many ExpertParallel objects of this rank use it. `serial` is equal on all ranks.
 
-    def __init__(self, native: _native.Window, serial: int) -> None:
-        self.native, self.serial = native, serial
+    `native` is a `_native.Window`, on the nvlink engine a `_native.GpuWindow`, which has `streams`.
+    """
+
+    def __init__(self, native: Any, serial: int, max_tokens: int, streams: WindowStreams | None = None) -> None:
+        self.native, self.serial, self.max_tokens, self.streams = native, serial, max_tokens, streams
         self.num_users = 0
         self.closed = False
 
@@ -89,6 +97,8 @@ class Window:
         if not self.closed:
             self.closed = True
             self.native.close()
+            if self.streams is not None:
+                self.streams.close()
 
 
 class Communicator:
@@ -105,13 +115,15 @@ class Communicator:
         native: _native.Communicator,
         device: torch.device | str | int | None,
         origin: str,
+        engine: str = "auto",
         *,
         placement: Placement | None = None,
     ) -> None:
         self._native = native
         self.device = _device(device)
         self._origin = origin
-        self._why = _why_cpu()
+        self._choice = self._choose(engine)
+        self._num_meetings = 0
         self._pid = os.getpid()
         self._busy = threading.Lock()
         self._closed = False
@@ -134,19 +146,21 @@ class Communicator:
         group: torch.distributed.ProcessGroup | None = None,
         *,
         device: torch.device | str | int | None = None,
+        engine: str = "auto",
         placement: str | Placement = "auto",
     ) -> Communicator:
         """Ranks of a torch.distributed group (default: the whole world). Collective over it.
 
         Any backend serves, gloo included: only one fixed-size tensor of bytes a rank is gathered, nothing is pickled,
-        and the group is not used afterwards. `device`: where x lives; default: the CPU. `placement`: "auto" binds
-        Weft's own threads to cores near this rank's GPU, "process" the whole process and its memory, "off" nothing,
-        a `weft.Placement` what it says; docs/placement.md. Taken back by `close`.
+        and the group is not used afterwards. `device`: where x lives; "auto": the current GPU where torch sees one;
+        default: the current GPU with a group of NCCL, else the CPU. `engine`: "auto", "cpu" or "nvlink". `placement`:
+        "auto" binds Weft's own threads to cores near this rank's GPU, "process" the whole process and its memory, "off"
+        nothing, a `weft.Placement` what it says; docs/placement.md. Taken back by `close`.
 
         Raises:
-            InvalidArgument: `device` or `placement` is not allowed.
+            InvalidArgument: `device` or `placement` is not allowed, or the ranks asked for different engines.
             InvalidState: torch.distributed is not initialised, or this process is not in `group`.
-            Unsupported: the ranks are not on one machine.
+            Unsupported: the ranks are not on one machine, or engine="nvlink" can't be.
             PeerTimeout, PeerLost: a rank did not connect.
         """
         import torch.distributed as dist
@@ -159,11 +173,10 @@ class Communicator:
         rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
             raise InvalidState("this process is not a member of the group: call from_process_group only on its members")
-        where = (
-            torch.device("cuda", torch.cuda.current_device())
-            if "nccl" in dist.get_backend(group)
-            else torch.device("cpu")
-        )
+        is_nccl = "nccl" in dist.get_backend(group)
+        where = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+        if device is None and is_nccl:
+            device = where
 
         def share(endpoint: bytes) -> list[bytes]:
             mine = torch.tensor(list(endpoint), dtype=torch.uint8, device=where)
@@ -171,30 +184,36 @@ class Communicator:
             dist.all_gather(gathered, mine, group=group)
             return [bytes(each.cpu().tolist()) for each in gathered]
 
-        return cls._connect(rank, num_ranks, share, device, "torch.distributed group", placement=placement)
+        origin = "torch.distributed group"
+        return cls._connect(rank, num_ranks, share, device, origin, engine=engine, placement=placement)
 
     @classmethod
     def from_env(
-        cls, device: torch.device | str | int | None = None, *, placement: str | Placement = "auto"
+        cls,
+        device: torch.device | str | int | None = None,
+        *,
+        engine: str = "auto",
+        placement: str | Placement = "auto",
     ) -> Communicator:
         """Ranks started by torchrun, through torch's `env://` rendezvous; without its variables a group of one rank.
         Collective.
 
-        Needs no `init_process_group` and does not disturb one. device="cuda" is the GPU of LOCAL_RANK. `placement` as
-        in `from_process_group`.
+        Needs no `init_process_group` and does not disturb one. device="cuda" is the GPU of LOCAL_RANK, "auto" the same
+        where torch sees a GPU; default: the CPU. `engine` and `placement` as in `from_process_group`.
 
         Raises:
-            InvalidArgument: only one of RANK and WORLD_SIZE is set, or `device` or `placement` is not allowed.
-            Unsupported: the ranks are not on one machine.
+            InvalidArgument: only one of RANK and WORLD_SIZE is set, `device` or `placement` is not allowed, or the
+                ranks asked for different engines.
+            Unsupported: the ranks are not on one machine, or engine="nvlink" can't be.
             PeerTimeout, PeerLost: a rank did not connect.
         """
         place = env.torchrun()
         if place is None:
             origin = "one rank, torchrun's variables are not set"
-            return cls._connect(0, 1, lambda endpoint: [endpoint], device, origin, placement=placement)
+            return cls._connect(0, 1, lambda endpoint: [endpoint], device, origin, engine=engine, placement=placement)
         import torch.distributed as dist
 
-        if device == "cuda" and torch.cuda.is_available():
+        if device in ("cuda", "auto") and torch.cuda.is_available():
             device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
         number = next(_from_env_calls)  # equal on all ranks, since construction is collective
 
@@ -206,7 +225,7 @@ class Communicator:
             return [bytes(store.get(f"endpoint/{peer}")) for peer in range(num_ranks)]
 
         keep_alive: list[Any] = []
-        return cls._connect(place.rank, place.num_ranks, share, device, "torchrun", placement=placement)
+        return cls._connect(place.rank, place.num_ranks, share, device, "torchrun", engine=engine, placement=placement)
 
     @classmethod
     def _connect(
@@ -218,6 +237,7 @@ class Communicator:
         origin: str,
         timeout_s: float = CONNECT_TIMEOUT_S,
         *,
+        engine: str = "auto",
         placement: str | Placement = "auto",
     ) -> Communicator:
         """Connect processes: `share` is given this rank's endpoint and returns those of all ranks."""
@@ -233,19 +253,29 @@ class Communicator:
                 f"{[len(endpoint) for endpoint in endpoints]}: do all ranks run the same version of Weft?"
             )
         connected = native.Communicator.connect(rank, endpoints, listener, timeout_s)
-        return cls(connected, device, origin, placement=mine)
+        return cls(connected, device, origin, engine, placement=mine)
 
     @classmethod
     def _local(
         cls,
-        hub: _native.LocalHub,
-        rank: int,
+        native: _native.Communicator,
         device: torch.device | str | int | None = None,
         *,
+        engine: str = "auto",
         placement: Placement | None = None,
     ) -> Communicator:
         """A rank that is a thread of this process; `placement` (resolved) binds this thread alone."""
-        return cls(_load.native().Communicator.local(hub, rank), device, _THREADS, placement=placement)
+        return cls(native, device, _THREADS, engine, placement=placement)
+
+    def _choose(self, engine: str) -> Choice:
+        """Tell the peers what is here and decide, as they do. A failure closes the native communicator."""
+        try:
+            mine = json.dumps(look(self.device, engine).to_json()).encode()
+            told = self._native.exchange(_ENGINE_TAG, mine, CONNECT_TIMEOUT_S)
+            return choose_engine({rank: Facts.from_json(json.loads(text)) for rank, text in enumerate(told)})
+        except BaseException:
+            self._native.close()
+            raise
 
     # ---- what it is
 
@@ -266,8 +296,13 @@ class Communicator:
 
     @property
     def engine(self) -> str:
-        """The engine chosen: "cpu"."""
-        return "cpu"
+        """The engine chosen, equal on all ranks: "nvlink", or "cpu" with the reason in the repr."""
+        return self._choice.engine
+
+    @property
+    def max_num_sms(self) -> int:
+        """Most SMs that a call may use on the nvlink engine, equal on all ranks; 0 on the cpu engine."""
+        return self._choice.max_num_sms
 
     @property
     def epoch(self) -> int:
@@ -287,7 +322,7 @@ class Communicator:
 
     @property
     def topology(self) -> Topology:
-        """Where the ranks are: on the cpu engine all on this machine."""
+        """Where the ranks are: all on this machine."""
         return Topology(socket.gethostname(), len(os.sched_getaffinity(0)), self._active)
 
     @property
@@ -299,7 +334,8 @@ class Communicator:
         state = "closed" if self._closed else "broken" if self.broken else f"epoch {self.epoch}"
         lost = "" if len(self._active) == self._num_ranks else f", active {rank_list(self._active)}"
         return (
-            f"weft.Communicator(rank {self._rank} of {self._num_ranks}{lost}, engine=cpu ({self._why}), "
+            f"weft.Communicator(rank {self._rank} of {self._num_ranks}{lost}, engine={self.engine} "
+            f"({self._choice.why}), "
             f"device={self.device}, from {self._origin}, {state})"
         )
 
@@ -322,6 +358,7 @@ class Communicator:
             self._active = tuple(self._native.active_ranks)
             self._binding.apply()  # to threads that the rebuild has started
             self._num_compared = 0  # the native module adds the epoch to the tag: ranks count alike again
+            self._num_meetings = 0
 
     def close(self) -> None:
         """Give everything back. Never waits for a peer, works when all are dead, may be called twice; peers that still
@@ -383,6 +420,12 @@ class Communicator:
         finally:
             self.leave()
 
+    def meet(self, deadline_s: float) -> None:
+        """Wait on the host until every active rank is here. Collective."""
+        self._native.raise_if_broken()
+        self._num_meetings += 1
+        self._native.exchange(_MEETING_TAG + self._num_meetings, b"", deadline_s)
+
     def open_windows(
         self, what: str, arguments: dict[str, Any], specs: Sequence[WindowSpec], deadline_s: float
     ) -> list[Window]:
@@ -418,16 +461,20 @@ class Communicator:
         return {rank: json.loads(payloads[rank]) for rank in self._active}
 
     def _new_window(self, spec: WindowSpec, deadline_s: float) -> Window:
-        native = _load.native().Window(
-            self._native,
-            num_experts=spec.num_experts,
-            top_k=spec.top_k,
-            max_tokens=spec.max_tokens,
-            max_row_bytes=spec.max_row_bytes,
-            heap_bytes=spec.heap_bytes,
-            timeout_s=deadline_s,
-        )
-        window = Window(native, native.id)
+        shape: dict[str, Any] = {
+            "num_experts": spec.num_experts,
+            "top_k": spec.top_k,
+            "max_tokens": spec.max_tokens,
+            "heap_bytes": spec.heap_bytes,
+            "timeout_s": deadline_s,
+        }
+        if self.engine == "nvlink":
+            shape |= {"landing_row_bytes": spec.landing_row_bytes, "num_blocks": self.max_num_sms}
+            native = _load.native().GpuWindow(self._native, driver_gpu(self.device.index), **shape)
+            window = Window(native, native.id, spec.max_tokens, WindowStreams(self.device))
+        else:
+            native = _load.native().Window(self._native, max_row_bytes=spec.max_row_bytes, **shape)
+            window = Window(native, native.id, spec.max_tokens)
         self._windows[spec] = window
         self._all_windows.add(window)
         return window
@@ -471,12 +518,15 @@ def _positive_seconds(name: str, value: float) -> float:
 
 
 def _device(device: torch.device | str | int | None) -> torch.device:
-    if device is None or device == "auto":
+    if device == "auto":
+        device = "cuda" if torch.cuda.device_count() else "cpu"
+    if device is None:
         return torch.device("cpu")
     try:
         wanted = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise InvalidArgument(f'device is {device!r}; allowed are "cpu", "cuda", "cuda:N" and None') from error
+        text = f'device is {device!r}; allowed are "auto", "cpu", "cuda", "cuda:N" and None'
+        raise InvalidArgument(text) from error
     if wanted.type == "cuda" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device() if wanted.index is None else wanted.index)
     if wanted.type != "cpu":
@@ -484,9 +534,3 @@ def _device(device: torch.device | str | int | None) -> torch.device:
             f"device {wanted}", "no such device in torch here", '"cpu", or a CUDA device that torch can see'
         )
     return wanted
-
-
-def _why_cpu() -> str:
-    if torch.cuda.is_available():
-        return "the GPU engines are not built yet: CUDA tensors are copied through host memory"
-    return "torch sees no GPU"

@@ -7,6 +7,8 @@
 | `LOCAL_RANK` | set by torchrun: the GPU of this rank where ranks have one each |
 | `CUDA_VISIBLE_DEVICES` | read, not set: which GPU a device number means, for placement |
 | `MASTER_ADDR`, `MASTER_PORT` | set by torchrun, read by torch's `env://` rendezvous, not by Weft |
+| `WEFT_CACHE_DIR` | folder of compiled kernels; empty: none. Not set: `weft` in `XDG_CACHE_HOME`, else in `~/.cache` |
+| `CUDA_DEVICE_MAX_CONNECTIONS` | read by CUDA; `weft.spawn(isolation="thread")` sets it, and `CUDA_MODULE_LOADING` |
 
 docs/environment.md holds the table of both.
 """
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 
 from weft.errors import InvalidArgument
 
-__all__ = ["Torchrun", "log_level", "set_among", "torchrun"]
+__all__ = ["Torchrun", "cache_folder", "cuda_queues", "log_level", "set_among", "set_cuda_queues", "torchrun"]
 
 _LEVELS = ("debug", "info", "warning", "error", "off")
 
@@ -73,6 +75,27 @@ def log_level() -> str | None:
 def set_among(names: Iterable[str]) -> dict[str, str]:
     """Those of the named variables that are set, as they are: for reports, not for settings."""
     return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def cache_folder() -> str:
+    """Where compiled kernels are kept between processes; "" for nowhere. The native module makes it, mode 0700."""
+    folder = os.environ.get("WEFT_CACHE_DIR")
+    if folder is not None:
+        return folder
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.path.join(base, "weft") if os.path.isabs(base) else ""
+
+
+def cuda_queues() -> int:
+    """Hardware queues that CUDA gives a context of this process."""
+    text = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return int(text) if text.isdecimal() else 8
+
+
+def set_cuda_queues(num_queues: int) -> None:
+    """For the CUDA that this process has yet to start: enough queues, and every kernel loaded at the start."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(num_queues))
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 
 def _number(name: str, text: str) -> int:

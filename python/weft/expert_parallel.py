@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,9 +9,12 @@ from torch import Tensor
 
 from weft import arguments, autograd, ops
 from weft.communicator import Communicator, WindowSpec
-from weft.handle import COMPLETE, Dispatched, Event, Handle
-from weft.limits import LAYOUTS, default_heap_bytes, dtype_name, max_row_bytes
-from weft.native_calls import DTYPE_CODES, RANK_MAJOR, Call, NativeCalls, Received
+from weft.cpu_calls import CpuCalls
+from weft.gpu import DEFAULT_NUM_SMS
+from weft.gpu_calls import GpuCalls
+from weft.handle import Dispatched, Event, Handle
+from weft.limits import LAYOUTS, default_heap_bytes, dtype_name, landing_row_bytes, max_row_bytes
+from weft.native_calls import RANK_MAJOR, Call, NativeCalls, Received
 from weft.quantized import Quantized
 
 if TYPE_CHECKING:
@@ -35,10 +37,10 @@ class ExpertParallel:
         hidden: H, values a row; a row is a multiple of 16 bytes (with FP8: H a multiple of 16).
         max_tokens_per_rank: most tokens a rank may dispatch in a call; memory and the order of ranks depend on it.
         dtype: of x: torch.bfloat16, float16 or float32. Expert outputs may have any of these.
-        num_sms: SMs that a call may use on a GPU; the cpu engine takes no notice.
+        num_sms: SMs that a call uses on a GPU; None: 16, fewer where ranks share a GPU. The cpu engine takes no notice.
         deadline_s: a call in which a peer does not take part ends after this many seconds with `PeerTimeout`.
-        heap_bytes: receive memory; None: 4 * max_tokens_per_rank * max(R, K) * (row bytes + 8 K). Results that find
-            no room are copied to an ordinary tensor.
+        heap_bytes: receive memory, on a GPU taken from its memory here; None: 4 * max_tokens_per_rank * max(R, K) *
+            (row bytes + 8 K). Results that find no room are copied to an ordinary tensor.
         num_windows: calls that may be in flight at once, each on its own `window`.
 
     Raises:
@@ -77,7 +79,15 @@ class ExpertParallel:
         if heap is None:
             heap = default_heap_bytes(comm.num_ranks, top_k, hidden, max_tokens_per_rank, dtype)
         specs = [
-            WindowSpec(num_experts, top_k, max_tokens_per_rank, max_row_bytes(hidden), heap, idx)
+            WindowSpec(
+                num_experts,
+                top_k,
+                max_tokens_per_rank,
+                max_row_bytes(hidden),
+                heap,
+                idx,
+                landing_row_bytes(hidden, dtype) if comm.engine == "nvlink" else 0,
+            )
             for idx in range(num_windows)
         ]
         windows = comm.open_windows("ExpertParallel", shape, specs, deadline_s)
@@ -86,7 +96,9 @@ class ExpertParallel:
         self.num_local_experts = num_experts // comm.num_ranks
         self.max_tokens_per_rank, self.num_windows, self.deadline_s = max_tokens_per_rank, num_windows, deadline_s
         self.num_ranks = comm.num_ranks
-        self.calls = NativeCalls(comm, windows, num_experts, top_k, hidden, self.device)
+        self.num_sms = min(DEFAULT_NUM_SMS, comm.max_num_sms) if num_sms is None else num_sms
+        engine_calls = GpuCalls if comm.engine == "nvlink" else CpuCalls
+        self.calls: NativeCalls = engine_calls(comm, windows, num_experts, top_k, hidden, dtype)
         self._token = self.calls.token
         self._overflow = self.calls.overflow
 
@@ -111,12 +123,17 @@ class ExpertParallel:
         async_op: bool = False,
         window: int = 0,
     ) -> Dispatched:
-        """Send every token to the ranks that hold its experts. Collective; the host waits for the counts of the peers.
+        """Send every token to the ranks that hold its experts. Collective. Without `capacity` or a handle the host
+        waits for the counts of the peers.
+
+        On a GPU it runs on the current stream. Under graph capture `capacity` is required, and the memory of the result
+        belongs to this object for good: each replay overwrites it.
 
         Args:
             x: [T, H] of the object's dtype, or a `weft.Quantized` with data [T, B]. T from 0 to max_tokens; it may
-                differ between ranks.
-            topk_idx: [T, K] int32 or int64; -1: no expert. Ids out of range count as -1, and the next call raises.
+                differ between ranks. What is not contiguous, column-major scales among it, is copied first.
+            topk_idx: [T, K] int32 or int64; -1: no expert. Ids out of range count as -1, and the next call raises (on a
+                GPU the next dispatch without capacity).
             topk_weights: [T, K] fp32; None: 1. Given on every rank or on none if gradients are wanted.
             handle: repeat its routing with this x (any of the three dtypes) in place of topk_idx and topk_weights.
             layout: "rank_major" (one row a token and rank), "expert_major" (one row a pick, groups by expert) or
@@ -126,10 +143,11 @@ class ExpertParallel:
             capacity: most rows (masked: rows an expert), equal on all ranks; exact sizes if None. Picks beyond it are
                 dropped and counted in `overflow`; rows beyond `num_rows` are undefined, zero if gradients are tracked.
             max_tokens: most tokens of any rank in this call, equal on all ranks; None: max_tokens_per_rank.
-            num_sms, mode: for GPU engines; the cpu engine checks them and takes no notice.
+            num_sms: SMs this call uses on a GPU, equal on all ranks; None: that of the object. mode: no effect yet.
             deadline_s: of this call; None: that of the object.
-            staged: receive with `r.wait()`. async_op: run on a stream of the communicator, see `r.event`. On the cpu
-                engine a call is complete when it returns.
+            staged: receive with `r.wait()`; engines so far receive in the call.
+            async_op: on a GPU run on a stream of the window, which waits for the current one first; `r.event.wait()`
+                before the result is used. On the cpu engine a call is complete when it returns.
             window: 0 to num_windows - 1, equal on all ranks. Calls with a handle need the window of the dispatch that
                 made it.
 
@@ -155,22 +173,25 @@ class ExpertParallel:
         )
         sent = None
         if torch.compiler.is_compiling() or type(data) not in arguments.PLAIN:
-            numbers = (call.layout, call.alignment, call.capacity, call.max_tokens, call.deadline_s, call.window, code)
+            numbers = (call.layout, call.alignment, call.capacity, call.max_tokens, call.deadline_s, call.window)
             inputs = (data, scales, topk_idx, topk_weights, self._token)
-            ticket = ops.dispatch(*inputs, *numbers, is_tracked and call.capacity >= 0)
-            received = Received(*ops.receive(ticket, *inputs, self.num_ranks, self.num_local_experts, *numbers))
+            ticket = ops.dispatch(*inputs, *numbers, call.num_sms, code, is_tracked and call.capacity >= 0)
+            shape = (self.num_ranks, self.num_local_experts, self.calls.plans_on_device)
+            received = Received(*ops.receive(ticket, *inputs, *shape, *numbers, call.num_sms, code))
         elif is_tracked:
             received, sent = autograd.dispatch(self.calls, call, data, scales, topk_idx, topk_weights, code)
         else:
             received = self.calls.dispatch(call, data, scales, topk_idx, topk_weights, code, False)
+        num_tokens_per_expert, offsets, num_rows = self.calls.split_sizes(received.sizes)
         handle = Handle(
             send_plan=received.send_plan,
             recv_plan=received.recv_plan,
             topk_weights=received.topk_weights,
             topk_idx=received.topk_idx if call.layout == RANK_MAJOR else None,
-            num_tokens_per_expert=received.num_tokens_per_expert,
-            offsets=received.offsets,
-            num_rows=received.num_rows,
+            num_tokens_per_expert=num_tokens_per_expert,
+            offsets=offsets,
+            num_rows=num_rows,
+            sizes=received.sizes,
             tie=received.tie,
             layout=LAYOUTS[call.layout],
             alignment=call.alignment,
@@ -213,7 +234,8 @@ class ExpertParallel:
                 none. No gradients flow through it.
             bias: [T, H] or [H], in the dtype of the output or fp32; added last.
             out: [T, H] contiguous, to be filled and returned; not with gradients.
-            wire: None; narrower formats come with the GPU engines.
+            wire: "fp8": what ranks contribute to a token travels as FP8 with a scale per 128 values; sums stay fp32
+                (docs/semantics.md has the error). None: in the dtype of expert_output.
             num_sms, deadline_s, mode, staged, async_op, window: as in dispatch.
 
         Returns:
@@ -221,7 +243,7 @@ class ExpertParallel:
             A token without experts gives bias, else 0.
 
         Raises:
-            As dispatch; Unsupported: a wire format.
+            As dispatch; Unsupported: wire="fp8" with H not a multiple of 16.
         """
         call = arguments.check_combine(
             self, expert_output, handle, weighted, side, bias, out, wire, num_sms, deadline_s, mode, staged, async_op,
@@ -235,13 +257,13 @@ class ExpertParallel:
         )
         if torch.compiler.is_compiling() or type(expert_output) not in arguments.PLAIN:
             y, side_out = ops.combine(
-                expert_output, handle.topk_weights, handle.send_plan, handle.recv_plan, handle.tie, handle.filled, bias,
+                expert_output, handle.topk_weights, handle.send_plan, handle.recv_plan, handle.tie, handle.sizes, bias,
                 side, self.top_k, handle.num_tokens, call.layout, call.alignment, call.capacity, call.max_tokens,
-                call.deadline_s, call.window, weighted, is_tracked and call.capacity >= 0,
+                call.deadline_s, call.window, call.num_sms, call.wire, weighted, is_tracked and call.capacity >= 0,
             )  # fmt: skip
             y = y if out is None else out.copy_(y)
         elif is_tracked:
-            plans = autograd.Plans(handle.send_plan, handle.recv_plan, handle.tie, handle.filled)
+            plans = autograd.Plans(handle.send_plan, handle.recv_plan, handle.tie, handle.sizes, handle.rows_shape)
             y, side_out = autograd.combine(
                 self.calls, call, expert_output, weights, plans, handle.sent, bias, side, handle.num_tokens
             )
@@ -254,7 +276,7 @@ class ExpertParallel:
         if side is not None:
             parts.append(side_out)
         if async_op:
-            parts.append(COMPLETE)
+            parts.append(self.calls.event())
         return parts[0] if len(parts) == 1 else tuple(parts)
 
     def _dispatch_again(
@@ -265,18 +287,19 @@ class ExpertParallel:
         sent, tie = None, handle.tie
         if torch.compiler.is_compiling() or type(data) not in arguments.PLAIN:
             rows, out_scales = ops.dispatch_again(
-                data, scales, handle.topk_weights, handle.send_plan, handle.recv_plan, handle.tie, handle.filled,
-                call.layout, call.alignment, call.capacity, call.max_tokens, call.deadline_s, call.window, clear_tail,
-                code,
+                data, scales, handle.topk_weights, handle.send_plan, handle.recv_plan, handle.tie, handle.sizes,
+                call.layout, call.alignment, call.capacity, call.max_tokens, call.deadline_s, call.window, call.num_sms,
+                clear_tail, code,
             )  # fmt: skip
         elif is_tracked:
-            plans = autograd.Plans(handle.send_plan, handle.recv_plan, handle.tie.detach(), handle.filled)
+            tie = handle.tie.detach()
+            plans = autograd.Plans(handle.send_plan, handle.recv_plan, tie, handle.sizes, handle.rows_shape)
             rows, tie, sent = autograd.dispatch_again(self.calls, call, data, plans, handle.topk_weights)
             out_scales = rows.new_empty(0)
         else:
             rows, out_scales = self.calls.dispatch_again(
-                call, data, scales, handle.send_plan, handle.recv_plan, handle.tie, handle.filled, handle.num_tokens,
-                False, code,
+                call, data, scales, handle.send_plan, handle.recv_plan, handle.tie, handle.sizes, handle.rows_shape,
+                handle.num_tokens, False, code,
             )  # fmt: skip
         return self._dispatched(_typed(rows, out_scales, x, code), handle.repeated(tie, sent))
 
@@ -290,6 +313,8 @@ class ExpertParallel:
             num_rows=handle.num_rows,
             handle=handle,
             overflow=self._overflow,
+            event=self.calls.event(),
+            calls=self.calls,
         )
 
     # ---- the rest
@@ -306,34 +331,44 @@ class ExpertParallel:
         arguments.check_dispatched(dispatched)
         self.calls.raise_if_closed("empty_output")
         handle = dispatched.handle
-        lead = handle.topk_weights.shape[: 2 if handle.layout == "masked" else 1]
         with self.comm.using("empty_output"):
             self.calls.check_tie("empty_output", handle.tie)
-            window = self.calls.windows[handle.window]
-            found = window.native.empty(math.prod(lead), self.hidden, DTYPE_CODES[self.dtype])
-        if found is None or self.device.type != "cpu":
-            return torch.empty((*lead, self.hidden), dtype=self.dtype, device=self.device)
-        return torch.from_dlpack(found).view((*lead, self.hidden))
+            return self.calls.empty(handle.window, (*handle.rows_shape, self.hidden), self.dtype)
 
-    def warmup(self) -> None:
-        """Prepare what the first call would prepare, and wait for all ranks. Collective.
+    def warmup(self, *, wire: str | None = None, weighted: bool = True, **options: Any) -> None:
+        """Prepare what the first calls would prepare, and wait for all ranks. Collective.
+
+        On a GPU: compiles and loads the kernels of a dispatch with `options` (those of `dispatch`: layout, alignment,
+        quantize, capacity, max_tokens, num_sms), its repetition and its combine, by running each without tokens.
 
         Raises:
-            InvalidState, PeerTimeout, PeerLost: as dispatch.
+            As dispatch and combine. CompileError: a kernel could not be compiled.
         """
         self.calls.raise_if_closed("warmup")
         with self.comm.using("warmup"):
             for window in self.calls.windows:
-                window.native.barrier(self.deadline_s)
+                self.calls.barrier(window, self.deadline_s)
+        if self.comm.engine == "cpu":
+            return
+        x = torch.empty((0, self.hidden), dtype=self.dtype, device=self.device)
+        ids = torch.empty((0, self.top_k), dtype=torch.int64, device=self.device)
+        for idx in range(self.num_windows):
+            with torch.no_grad():
+                r = self.dispatch(x, ids, window=idx, **options)
+                self.dispatch(x, handle=r.handle, window=idx, num_sms=options.get("num_sms"))
+                y = self.empty_output(r)
+                self.combine(y, r.handle, weighted=weighted, wire=wire, num_sms=options.get("num_sms"), window=idx)
+        self.calls.wait()
 
     def check(self) -> None:
-        """Raise what calls on this rank could not raise themselves. Local; on a GPU it waits for the device.
+        """Raise what calls on this rank could not raise themselves. Local; on a GPU it waits for the calls made so far.
 
         Raises:
             InvalidArgument: a dispatch had ids out of range. CapacityExceeded: picks were dropped on this rank since
             the last check; ranks may differ. PeerLost, PeerTimeout: the communicator is broken.
         """
         self.calls.raise_if_closed("check")
+        self.calls.wait()
         self.comm.raise_if_broken()
         self.calls.raise_bad_ids()
         self.calls.raise_dropped()
@@ -342,14 +377,15 @@ class ExpertParallel:
         """Counts of this object on this rank, forward and backward together. Local.
 
         Returns:
-            num_dispatches, num_combines; rows_sent and bytes_sent to other ranks by dispatch; dispatch_s and combine_s,
-            seconds inside these calls; num_dropped picks; windows: a list with what each native window counts, over
-            all objects that share it (heap_used, heap_peak in bytes, num_staged results that found no room).
+            num_dispatches, num_combines; rows_sent and bytes_sent to other ranks by dispatch (cpu engine; else 0);
+            dispatch_s and combine_s, seconds that the host spent in these calls; num_dropped picks (on a GPU this waits
+            for the calls made so far); windows: a list with what each native window counts, over all objects that share
+            it (heap_used, heap_peak in bytes, num_staged results that found no room).
         """
         return {
             **vars(self.calls.counters),
             "num_dropped": int(self._overflow),
-            "windows": [dict(window.native.stats()) for window in self.calls.windows if not window.closed],
+            "windows": [self.calls.window_stats(window) for window in self.calls.windows if not window.closed],
         }
 
     def close(self) -> None:

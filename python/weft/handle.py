@@ -14,23 +14,50 @@ __all__ = ["Dispatched", "Event", "Handle"]
 
 
 class Event:
-    """Completion of an `async_op=True` call. On the cpu engine a call is complete when it returns, so nothing here
-    ever waits."""
+    """Completion of a call. On the nvlink engine a point of a CUDA stream; on the cpu engine a call is complete when it
+    returns, so nothing here ever waits.
 
-    __slots__ = ()
+    An event says that the call is over, not that it went well: errors that only the GPU can see are raised by the next
+    synchronising call or by `ExpertParallel.check`.
+    """
+
+    __slots__ = ("_event", "_stream")
+
+    def __init__(self, stream: Any = None) -> None:
+        self._stream, self._event = stream, None
+
+    @classmethod
+    def recorded(cls, stream: Any) -> Event:
+        """At what is on `stream` now."""
+        event = cls(stream)
+        event._cuda_event()
+        return event
+
+    def _cuda_event(self) -> Any:
+        """Recorded when first asked for: calls that nobody waits for cost nothing."""
+        if self._event is None and self._stream is not None:
+            self._event = self._stream.record_event()
+        return self._event
 
     def query(self) -> bool:
-        """True once the call is complete."""
-        return True
+        """True once the call is complete. Never waits."""
+        event = self._cuda_event()
+        return event is None or bool(event.query())
 
     def wait(self, stream: Any = None) -> None:
         """Let `stream` (default: the current one) wait for the call. Does not block the host."""
+        event = self._cuda_event()
+        if event is not None:
+            event.wait(stream)
 
     def synchronize(self) -> None:
         """Block the host until the call is complete."""
+        event = self._cuda_event()
+        if event is not None:
+            event.synchronize()
 
     def __repr__(self) -> str:
-        return "weft.Event(complete)"
+        return "weft.Event(complete)" if self._stream is None else f"weft.Event(on {self._stream})"
 
 
 COMPLETE = Event()
@@ -52,6 +79,7 @@ class Handle:
     num_tokens_per_expert: torch.Tensor
     offsets: torch.Tensor
     num_rows: torch.Tensor
+    sizes: torch.Tensor  # the three above are parts of it
     tie: torch.Tensor
     layout: str
     alignment: int
@@ -62,9 +90,9 @@ class Handle:
     sent: Any = None  # the record that weft.autograd keeps of the dispatch, eager mode with gradients only
 
     @property
-    def filled(self) -> torch.Tensor:
-        """How many rows hold data: [L] for masked, else []."""
-        return self.num_tokens_per_expert if self.layout == "masked" else self.num_rows
+    def rows_shape(self) -> tuple[int, ...]:
+        """Shape of the rows without their last dimension: (N,), masked (L, C)."""
+        return tuple(self.topk_weights.shape[: 2 if self.layout == "masked" else 1])
 
     def repeated(self, tie: torch.Tensor, sent: Any) -> Handle:
         """The handle of a dispatch that repeats this routing."""
@@ -92,6 +120,7 @@ class Dispatched:
         handle: for `combine` and for `dispatch(handle=...)`.
         overflow: int64 [], picks dropped on this rank because of capacity, accumulated over the calls of the
             ExpertParallel.
+        event: completion of the call.
 
     With `capacity`, rows at and beyond `num_rows` are undefined.
     """
@@ -104,15 +133,23 @@ class Dispatched:
     num_rows: torch.Tensor
     handle: Handle
     overflow: torch.Tensor
-
-    @property
-    def event(self) -> Event:
-        """Completion of the call; on the cpu engine that is when it returns."""
-        return COMPLETE
+    event: Event = COMPLETE
+    calls: Any = None  # of the ExpertParallel
 
     def wait(self) -> Dispatched:
-        """Receive the rows of a `staged=True` dispatch. On the cpu engine they are there already."""
+        """Receive the rows of a `staged=True` dispatch. Engines so far receive them in the call itself."""
         return self
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """These tensors, the handle's too, are in use on `stream`: their memory is not given to anybody else before the
+        work that is on it when they are freed. As `torch.Tensor.record_stream`, which knows nothing of the heap.
+
+        Nothing happens where the tokens are in host memory.
+        """
+        handle = self.handle
+        data = [self.x] if not hasattr(self.x, "scales") else [self.x.data, self.x.scales]
+        tensors = [*data, self.topk_idx, self.topk_weights, handle.sizes, handle.send_plan, handle.recv_plan]
+        self.calls.record_stream(handle.window, [each for each in tensors if each is not None], stream)
 
     def __repr__(self) -> str:
         return f"weft.Dispatched({self.handle.layout}, x={list(self.x.data.shape)} {self.x.data.dtype})"

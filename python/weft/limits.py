@@ -18,6 +18,11 @@ MODES = ("auto", "throughput", "latency")
 ROW_MULTIPLE_BYTES = 16
 FP8_HIDDEN_MULTIPLE = 16
 QUANTIZE_GROUP = 128
+ENGINES = ("cpu", "nvlink")
+WIRES = ("fp8",)
+MAX_GPU_RANKS = 16  # kMaxGpuRanks of include/weft/layout/gpu_window.h
+LANDING_SLACK = 256  # alignment of what lies in the landing (include/weft/layout/gpu_window.h)
+MAX_NUM_SMS = 64  # blocks of a GPU kernel: windows are laid out for so many
 MAX_RANKS = 64  # kMaxRanks of include/weft/config/base.h
 MAX_TOP_K = 128  # kMaxTopk of include/weft/layout/window.h
 MAX_TOKENS_PER_RANK = (1 << 24) - 1  # kMaxRowsPerPair of include/weft/layout/window.h
@@ -36,18 +41,22 @@ _PAGE = 4096
 class Limits:
     """Bounds of this build; what is beyond them raises `InvalidArgument` or `Unsupported`.
 
-    Attributes: `engines` there are; `max_ranks`, `max_top_k`, `max_tokens_per_rank`; `dtypes` of x and expert outputs;
-    `layouts`; `quantize` formats in a call; `row_multiple_bytes`: an unquantised row is a multiple of it;
+    Attributes: `engines` there are; `max_ranks` of the cpu engine; `max_gpu_ranks` of the nvlink engine, `max_num_sms`
+    of a call there; `max_top_k`, `max_tokens_per_rank`; `dtypes` of x and expert outputs; `layouts`; `quantize`
+    formats in a call, `wires` of combine; `row_multiple_bytes`: an unquantised row is a multiple of it;
     `fp8_hidden_multiple`: hidden is a multiple of it with FP8; `quantize_group` values share one FP8 scale.
     """
 
-    engines: tuple[str, ...] = ("cpu",)
+    engines: tuple[str, ...] = ENGINES
     max_ranks: int = MAX_RANKS
+    max_gpu_ranks: int = MAX_GPU_RANKS
+    max_num_sms: int = MAX_NUM_SMS
     max_top_k: int = MAX_TOP_K
     max_tokens_per_rank: int = MAX_TOKENS_PER_RANK
     dtypes: tuple[str, ...] = tuple(DTYPE_BYTES)
     layouts: tuple[str, ...] = LAYOUTS
     quantize: tuple[str, ...] = QUANTIZE
+    wires: tuple[str, ...] = WIRES
     modes: tuple[str, ...] = MODES
     row_multiple_bytes: int = ROW_MULTIPLE_BYTES
     fp8_hidden_multiple: int = FP8_HIDDEN_MULTIPLE
@@ -65,8 +74,8 @@ def supports(**options: Any) -> bool:
     Names are those of `ExpertParallel`, `dispatch` and `combine`, and `engine` and `num_ranks`. A dtype is a
     torch.dtype or its name. Local, no device is touched.
 
-        weft.supports(layout="masked", quantize="fp8")  # True
-        weft.supports(wire="fp8")                       # False on the cpu engine
+        weft.supports(layout="masked", quantize="fp8")   # True
+        weft.supports(engine="nvlink", num_ranks=32)     # False
 
     Raises:
         InvalidArgument: a name that is no option.
@@ -114,7 +123,7 @@ _ACCEPTS: dict[str, Callable[[Any], bool]] = {
     "max_tokens_per_rank": _is_int(0, MAX_TOKENS_PER_RANK),
     "max_tokens": _or_none(_is_int(0, MAX_TOKENS_PER_RANK)),
     "dtype": lambda value: dtype_name(value) in DTYPE_BYTES,
-    "num_sms": _or_none(_is_int(1)),
+    "num_sms": _or_none(_is_int(1, MAX_NUM_SMS)),
     "deadline_s": _or_none(_is_seconds),
     "heap_bytes": _or_none(_is_int(0, MAX_HEAP_BYTES)),
     "num_windows": _is_int(1, MAX_WINDOWS),
@@ -127,13 +136,15 @@ _ACCEPTS: dict[str, Callable[[Any], bool]] = {
     "async_op": _is_bool,
     "window": _or_none(_is_int(0)),
     "weighted": _is_bool,
-    "wire": lambda value: value is None,
+    "wire": lambda value: value is None or value in WIRES,
 }
 
 
 def _agree(options: dict[str, Any]) -> bool:
     """What several options must satisfy together."""
-    hidden, quantize = options.get("hidden"), options.get("quantize")
+    hidden, quantize = options.get("hidden"), options.get("quantize") or options.get("wire")
+    if options.get("engine") == "nvlink" and options.get("num_ranks", 1) > MAX_GPU_RANKS:
+        return False
     row_bytes = DTYPE_BYTES[dtype_name(options.get("dtype", "bfloat16"))] * (hidden or ROW_MULTIPLE_BYTES)
     if row_bytes % ROW_MULTIPLE_BYTES or (quantize and (hidden or FP8_HIDDEN_MULTIPLE) % FP8_HIDDEN_MULTIPLE):
         return False
@@ -251,7 +262,7 @@ _ALLOWED = {
     "hidden": f"1 to {MAX_HIDDEN}",
     "max_tokens_per_rank": f"0 to {MAX_TOKENS_PER_RANK}",
     "dtype": ", ".join(DTYPE_BYTES),
-    "num_sms": "None, or an integer from 1",
+    "num_sms": f"None, or 1 to {MAX_NUM_SMS}",
     "deadline_s": "seconds above 0, at most 1e9",
     "heap_bytes": f"None, or 0 to {MAX_HEAP_BYTES}",
     "num_windows": f"1 to {MAX_WINDOWS}",
@@ -264,6 +275,7 @@ _ALLOWED = {
     "staged": "True, False",
     "async_op": "True, False",
     "weighted": "True, False",
+    "wire": "None, " + ", ".join(WIRES),
     "window": "None, or 0 to num_windows - 1",
 }
 
@@ -282,6 +294,12 @@ def _window_bytes(num_ranks: int, num_experts: int, top_k: int, hidden: int) -> 
     control = _up(control_words + headers + progress + payload, _PAGE)
     ring = _up(max(min_ring, 4 * (max_row_bytes(hidden) + 64 + 8 * top_k)), _PAGE)
     return control, ring * num_ranks
+
+
+def landing_row_bytes(hidden: int, dtype: Any) -> int:
+    """Room that the nvlink engine's windows have for a row that finds none in the heap: one of x, quantised or not.
+    Wider rows travel in pieces."""
+    return _up(DTYPE_BYTES[dtype_name(dtype)] * hidden, ROW_MULTIPLE_BYTES) + 2 * LANDING_SLACK
 
 
 def max_row_bytes(hidden: int) -> int:

@@ -43,11 +43,12 @@ def dispatch(
     max_tokens: int,
     deadline_s: float,
     window: int,
+    num_sms: int,
     quantize: int,
     clear_tail: bool,
 ) -> Tensor:
     """A ticket (int64 [1]) for `receive`."""
-    call = Call(layout, alignment, capacity, max_tokens, deadline_s, window)
+    call = Call(layout, alignment, capacity, max_tokens, deadline_s, window, num_sms)
     calls = by_token(token)
     received = calls.dispatch(call, x, scales, topk_idx, topk_weights, quantize, clear_tail)
     return torch.tensor([calls.results.put(received)])
@@ -66,6 +67,7 @@ def _dispatch_fake(
     max_tokens: int,
     deadline_s: float,
     window: int,
+    num_sms: int,
     quantize: int,
     clear_tail: bool,
 ) -> Tensor:
@@ -82,14 +84,16 @@ def receive(
     token: Tensor,
     num_ranks: int,
     num_local_experts: int,
+    plans_on_device: bool,
     layout: int,
     alignment: int,
     capacity: int,
     max_tokens: int,
     deadline_s: float,
     window: int,
+    num_sms: int,
     quantize: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fields of `weft.native_calls.Received`, once a ticket. The inputs of dispatch are here for their
     gradients."""
     return by_token(token).results.take(int(ticket))
@@ -105,12 +109,14 @@ def _receive_fake(
     token: Tensor,
     num_ranks: int,
     num_local_experts: int,
+    plans_on_device: bool,
     layout: int,
     alignment: int,
     capacity: int,
     max_tokens: int,
     deadline_s: float,
     window: int,
+    num_sms: int,
     quantize: int,
 ) -> tuple[Tensor, ...]:
     new_size = torch.library.get_ctx().new_dynamic_size
@@ -126,16 +132,15 @@ def _receive_fake(
     elif scales is not None:
         out_scales = x.new_empty((*rows, scales.shape[1] * scales.element_size()), dtype=torch.uint8)
     is_bytes = bool(quantize) or x.element_size() == 1
+    plans = x if plans_on_device else token
     return (
         x.new_empty((*rows, num_columns), dtype=torch.uint8 if is_bytes else x.dtype),
         out_scales,
         topk_idx.new_empty((*rows, top_k) if layout == RANK_MAJOR else (0,)),
         x.new_empty((*rows, top_k) if layout == RANK_MAJOR else rows, dtype=torch.float32),
-        x.new_empty(num_local_experts, dtype=int32),
-        x.new_empty(num_groups + 1, dtype=int32),
-        x.new_empty((), dtype=int32),
-        token.new_empty(new_size(), dtype=int32),
-        token.new_empty(new_size(), dtype=int32),
+        x.new_empty(num_local_experts + num_groups + 2, dtype=int32),
+        plans.new_empty(new_size(), dtype=int32),
+        plans.new_empty(new_size(), dtype=int32),
         token.new_empty(2),
     )
 
@@ -150,18 +155,18 @@ def _receive_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
         *([received.scales] if received.scales.is_floating_point() else []),
     )
     _, x, _, topk_idx, topk_weights, *_ = inputs
-    filled = received.num_tokens_per_expert if inputs[8] == MASKED else received.num_rows
-    ctx.save_for_backward(received.send_plan, received.recv_plan, received.tie, received.topk_weights, filled)
+    plans = (received.send_plan, received.recv_plan, received.tie)
+    ctx.save_for_backward(*plans, received.topk_weights, received.sizes)
     ctx.num_tokens, ctx.top_k = topk_idx.shape[0], topk_idx.shape[1]
     ctx.x_is_differentiable = x.is_floating_point() and received.x.is_floating_point()
     ctx.has_weights = topk_weights is not None
     ctx.hidden = x.shape[1]
-    ctx.call = tuple(inputs[8:14])
+    ctx.call = tuple(inputs[9:16])
 
 
 def _receive_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
     received = Received(*gradients)  # type: ignore[arg-type]
-    send_plan, recv_plan, tie, weights, filled = ctx.saved_tensors
+    send_plan, recv_plan, tie, weights, sizes = ctx.saved_tensors
     layout = ctx.call[0]
     rows = received.x
     if not ctx.x_is_differentiable:
@@ -169,7 +174,20 @@ def _receive_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         rows = weights.new_zeros((*lead, LEAST_COLUMNS))
     side = received.topk_weights if ctx.has_weights else None
     grad_x, grad_weights = combine(
-        rows, weights, send_plan, recv_plan, tie, filled, None, side, ctx.top_k, ctx.num_tokens, *ctx.call, False, False
+        rows,
+        weights,
+        send_plan,
+        recv_plan,
+        tie,
+        sizes,
+        None,
+        side,
+        ctx.top_k,
+        ctx.num_tokens,
+        *ctx.call,
+        0,
+        False,
+        False,
     )
     return (
         None,
@@ -177,7 +195,7 @@ def _receive_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         None,
         None,
         grad_weights if ctx.has_weights else None,
-        *[None] * 10,
+        *[None] * 12,
     )
 
 
@@ -192,20 +210,31 @@ def dispatch_again(
     send_plan: Tensor,
     recv_plan: Tensor,
     tie: Tensor,
-    filled: Tensor,
+    sizes: Tensor,
     layout: int,
     alignment: int,
     capacity: int,
     max_tokens: int,
     deadline_s: float,
     window: int,
+    num_sms: int,
     clear_tail: bool,
     quantize: int,
 ) -> tuple[Tensor, Tensor]:
     """(x, scales). `weights` received before are read for their shape alone: it gives the number of rows."""
-    call = Call(layout, alignment, capacity, max_tokens, deadline_s, window)
+    call = Call(layout, alignment, capacity, max_tokens, deadline_s, window, num_sms)
     return by_token(tie).dispatch_again(
-        call, x, scales, send_plan, recv_plan, tie, filled, x.shape[0], clear_tail, quantize
+        call,
+        x,
+        scales,
+        send_plan,
+        recv_plan,
+        tie,
+        sizes,
+        _rows_shape(weights, layout),
+        x.shape[0],
+        clear_tail,
+        quantize,
     )
 
 
@@ -217,17 +246,18 @@ def _dispatch_again_fake(
     send_plan: Tensor,
     recv_plan: Tensor,
     tie: Tensor,
-    filled: Tensor,
+    sizes: Tensor,
     layout: int,
     alignment: int,
     capacity: int,
     max_tokens: int,
     deadline_s: float,
     window: int,
+    num_sms: int,
     clear_tail: bool,
     quantize: int,
 ) -> tuple[Tensor, Tensor]:
-    rows = weights.shape if layout != RANK_MAJOR else weights.shape[:1]
+    rows = _rows_shape(weights, layout)
     out_scales = x.new_empty(0, dtype=torch.float32)
     if quantize:
         out_scales = x.new_empty((*rows, (x.shape[1] + 127) // 128), dtype=_SCALE_DTYPES[quantize])
@@ -237,20 +267,24 @@ def _dispatch_again_fake(
     return x.new_empty((*rows, x.shape[1]), dtype=dtype), out_scales
 
 
+def _rows_shape(weights: Tensor, layout: int) -> tuple[int, ...]:
+    return tuple(weights.shape[: 2 if layout == MASKED else 1])
+
+
 def _dispatch_again_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     rows, scales = output
     ctx.mark_non_differentiable(scales, *([] if rows.is_floating_point() else [rows]))
-    x, _, weights, send_plan, recv_plan, tie, filled, *call, _, _ = inputs
-    ctx.save_for_backward(weights, send_plan, recv_plan, tie, filled)
+    x, _, weights, send_plan, recv_plan, tie, sizes, *call, _, _ = inputs
+    ctx.save_for_backward(weights, send_plan, recv_plan, tie, sizes)
     ctx.num_tokens, ctx.call = x.shape[0], tuple(call)
 
 
 def _dispatch_again_backward(ctx: Any, grad_x: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    weights, send_plan, recv_plan, tie, filled = ctx.saved_tensors
+    weights, send_plan, recv_plan, tie, sizes = ctx.saved_tensors
     grad, _ = combine(
-        grad_x, weights, send_plan, recv_plan, tie, filled, None, None, 1, ctx.num_tokens, *ctx.call, False, False
+        grad_x, weights, send_plan, recv_plan, tie, sizes, None, None, 1, ctx.num_tokens, *ctx.call, 0, False, False
     )
-    return (grad, *[None] * 14)
+    return (grad, *[None] * 15)
 
 
 # ---- combine
@@ -263,7 +297,7 @@ def combine(
     send_plan: Tensor,
     recv_plan: Tensor,
     tie: Tensor,
-    filled: Tensor,
+    sizes: Tensor,
     bias: Tensor | None,
     side: Tensor | None,
     top_k: int,
@@ -274,11 +308,13 @@ def combine(
     max_tokens: int,
     deadline_s: float,
     window: int,
+    num_sms: int,
+    wire: int,
     weighted: bool,
     clear_tail: bool,
 ) -> tuple[Tensor, Tensor]:
     """(y [T, H], side [T, K] or empty). `clear_tail` is for the backward: gradients of rows without data are zero."""
-    call = Call(layout, alignment, capacity, max_tokens, deadline_s, window)
+    call = Call(layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, wire)
     used = weights if weighted and layout != RANK_MAJOR else None
     return by_token(tie).combine(call, y, used, send_plan, recv_plan, tie, bias, side, num_tokens)
 
@@ -290,7 +326,7 @@ def _combine_fake(
     send_plan: Tensor,
     recv_plan: Tensor,
     tie: Tensor,
-    filled: Tensor,
+    sizes: Tensor,
     bias: Tensor | None,
     side: Tensor | None,
     top_k: int,
@@ -301,6 +337,8 @@ def _combine_fake(
     max_tokens: int,
     deadline_s: float,
     window: int,
+    num_sms: int,
+    wire: int,
     weighted: bool,
     clear_tail: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -310,22 +348,22 @@ def _combine_fake(
 
 def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(output[1])
-    y, weights, send_plan, recv_plan, tie, filled, bias, _, _, _, *call, weighted, clear_tail = inputs
+    y, weights, send_plan, recv_plan, tie, sizes, bias, _, _, _, *call, _, weighted, clear_tail = inputs
     ctx.uses_weights = weighted and call[0] != RANK_MAJOR
-    ctx.save_for_backward(y if ctx.uses_weights else None, weights, send_plan, recv_plan, tie, filled)
+    ctx.save_for_backward(y if ctx.uses_weights else None, weights, send_plan, recv_plan, tie, sizes)
     ctx.bias = None if bias is None else (bias.dim(), bias.dtype)
     ctx.call, ctx.clear_tail = tuple(call), clear_tail
 
 
 def _combine_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    y, weights, send_plan, recv_plan, tie, filled = ctx.saved_tensors
+    y, weights, send_plan, recv_plan, tie, sizes = ctx.saved_tensors
     rows, _ = dispatch_again(
-        grad.contiguous(), None, weights, send_plan, recv_plan, tie, filled, *ctx.call, ctx.clear_tail, 0
+        grad.contiguous(), None, weights, send_plan, recv_plan, tie, sizes, *ctx.call, ctx.clear_tail, 0
     )
     grad_y, grad_weights = combine_gradients(rows, y, weights if ctx.uses_weights else None)
     grad_bias = None if ctx.bias is None else bias_gradient(grad, *ctx.bias)
     # The tie's gradient, zero as it is, makes the backward of dispatch wait for this one and run on every rank.
-    return grad_y, grad_weights, None, None, torch.zeros_like(tie), None, grad_bias, *[None] * 11
+    return grad_y, grad_weights, None, None, torch.zeros_like(tie), None, grad_bias, *[None] * 13
 
 
 def combine_gradients(rows: Tensor, y: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:

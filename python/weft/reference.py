@@ -287,6 +287,7 @@ def combine(
     weighted: bool = ...,
     sides: None = ...,
     biases: Sequence[Tensor | None] | None = ...,
+    wire: str | None = ...,
 ) -> list[Tensor]: ...
 @overload
 def combine(
@@ -296,6 +297,7 @@ def combine(
     weighted: bool = ...,
     sides: Sequence[Tensor],
     biases: Sequence[Tensor | None] | None = ...,
+    wire: str | None = ...,
 ) -> list[tuple[Tensor, Tensor]]: ...
 def combine(
     outputs: Sequence[Tensor],
@@ -304,16 +306,18 @@ def combine(
     weighted: bool = True,
     sides: Sequence[Tensor] | None = None,
     biases: Sequence[Tensor | None] | None = None,
+    wire: str | None = None,
 ) -> list[Tensor] | list[tuple[Tensor, Tensor]]:
     """Bring expert outputs back to the tokens' owners and sum them.
 
-    outputs: per rank [N, H] (masked [L, C, H]), one dtype of bf16, fp16, fp32: it is the wire type and y's. sides:
-    fp32, rank_major [N, K] or [N] (the same for every pick), expert_major [N], masked [L, C]. biases: [T, H] or [H].
+    outputs: per rank [N, H] (masked [L, C, H]), one dtype of bf16, fp16, fp32: it is y's, and the wire type. wire
+    "fp8": what a rank contributes to a token is quantised from its fp32 sum, as by ``quantize_fp8``. sides: fp32,
+    rank_major [N, K] or [N] (the same for every pick), expert_major [N], masked [L, C]. biases: [T, H] or [H].
     Returns per rank y [T, H], with sides (y, side [T, K] fp32). ``weighted`` is ignored in rank_major, whose rows are a
     rank's partial sums already.
     """
     routing = _routing(routing)
-    hidden, wire = outputs[0].shape[-1], outputs[0].dtype
+    hidden, dtype = outputs[0].shape[-1], outputs[0].dtype
     num_tokens, top_k = routing.rows[0].shape
     total = torch.zeros((num_tokens, hidden))
     side_total = torch.zeros((num_tokens, top_k))
@@ -333,12 +337,16 @@ def combine(
             if sides is not None:
                 side_total[token, k] = side_total[token, k] + _side(sides[rank].detach(), row, k, routing.layout)
         (present,) = (rows >= 0).any(dim=1).nonzero(as_tuple=True)
-        total[present] = total[present] + partial[present].to(wire).to(torch.float32)
+        if wire == "fp8":
+            contribution = dequantize_fp8(*quantize_fp8(partial[present]))
+        else:
+            contribution = partial[present].to(dtype).to(torch.float32)
+        total[present] = total[present] + contribution
 
     ys = list(torch.split(total, list(routing.num_tokens)))
     if biases is not None:
         ys = [y if bias is None else y + bias.detach().to(torch.float32) for y, bias in zip(ys, biases, strict=True)]
-    ys = [y.to(wire) for y in ys]
+    ys = [y.to(dtype) for y in ys]
     if sides is None:
         return ys
     return list(zip(ys, torch.split(side_total, list(routing.num_tokens)), strict=True))

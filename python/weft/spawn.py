@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -47,6 +47,7 @@ def spawn(
     isolation: str = "process",
     *,
     on_failure: str = "raise",
+    engine: str = "auto",
     placement: str | Placement = "auto",
 ) -> list[Any]:
     """Run `fn(comm, *args)` on `num_ranks` ranks of this machine and return their results in rank order.
@@ -55,28 +56,44 @@ def spawn(
         fn: any callable, closures and lambdas too; its result must be picklable with isolation="process".
         num_ranks: 1 to `weft.limits().max_ranks`.
         args: handed to every rank as they are.
-        device: "auto", "cpu" or "cuda": where the tokens live.
-        isolation: "process" forks one process a rank; "thread" runs ranks as threads of this process (for tests).
+        device: where the tokens live: "cpu", "cuda" (GPU rank % number of GPUs) or "auto" (cuda where torch sees a
+            GPU). It is the current device of the rank.
+        isolation: "process" forks one process a rank; "thread" runs ranks as threads of this process (for tests), on a
+            GPU each with a stream of its own as the current one; ranks that share a GPU share its SMs.
         on_failure: "raise" the root cause with the other errors as notes, after at most ten seconds of grace for the
             ranks that have not failed (threads: half a second, then their calls fail); "return": the errors stand in
             the list in place of results.
+        engine: "auto", "cpu" or "nvlink".
         placement: "auto" binds Weft's own threads to each rank's share of the cores, "process" the ranks themselves
             (each process with its memory; each thread), "off" nothing; a `weft.Placement` is bound on every rank as it
             stands. docs/placement.md.
 
     Call it from the main thread of a program that is not inside a parallel operation: other threads of the parent do
-    not exist in the ranks. Each rank runs torch with one thread. No CUDA may have been used by the parent. Nothing
-    is left over, also after Ctrl-C or when this process dies.
+    not exist in the ranks. Each rank runs torch with one thread. Nothing is left over, also after Ctrl-C or when this
+    process dies.
+
+    CUDA does not survive a fork: before ranks that are processes this program may not have used it. Before ranks that
+    are threads of one GPU it should not have, since they need settings that CUDA reads when it starts.
 
     Raises:
         InvalidArgument: an argument is not allowed.
+        InvalidState: CUDA was used before, see above.
+        Unsupported: engine="nvlink" can't be here.
         PeerLost: a rank was killed by a signal or left without a result.
         Whatever `fn` raised on a rank, with its traceback as a note.
     """
-    _check(fn, num_ranks, args, device, isolation, on_failure)
+    _check(fn, num_ranks, args, device, isolation, on_failure, engine)
     run = _run_processes if isolation == "process" else _run_threads
-    job = _Job(lambda comm: fn(comm, *args), num_ranks, device, on_failure == "raise", local.check_placement(placement))
-    outcomes = run(job)
+    outcomes = run(
+        _Job(
+            lambda comm: fn(comm, *args),
+            num_ranks,
+            device,
+            engine,
+            stop_on_failure=on_failure == "raise",
+            placement=local.check_placement(placement),
+        )
+    )
     errors = [outcome for outcome in outcomes if outcome.error is not None]
     if errors and on_failure == "raise":
         raise _root_cause(errors)
@@ -90,8 +107,27 @@ class _Job:
     call: Callable[[Communicator], Any]
     num_ranks: int
     device: str
+    engine: str
     stop_on_failure: bool
     placement: str | Placement
+
+    @property
+    def may_use_cuda(self) -> bool:
+        """The device that was asked for is not the CPU."""
+        return str(self.device).split(":")[0] != "cpu"
+
+    def device_of(self, rank: int) -> str:
+        """For this rank; a GPU becomes its current one."""
+        if not self.may_use_cuda:
+            return self.device
+        import torch
+
+        from weft.gpu import choose_gpu
+
+        device = choose_gpu(self.device, rank)
+        if device.startswith("cuda:") and torch.cuda.is_available():
+            torch.cuda.set_device(device)
+        return device
 
 
 @dataclass
@@ -105,7 +141,9 @@ class _Outcome:
     was_killed: bool = False
 
 
-def _check(fn: Any, num_ranks: Any, args: Any, device: Any, isolation: Any, on_failure: Any) -> None:
+def _check(
+    fn: Any, num_ranks: Any, args: Any, device: Any, isolation: Any, on_failure: Any, engine: Any
+) -> None:  # check: allow function-size: the arguments of spawn
     from weft.limits import limits
 
     most = limits().max_ranks
@@ -119,6 +157,7 @@ def _check(fn: Any, num_ranks: Any, args: Any, device: Any, isolation: Any, on_f
         ("device", str(device).split(":")[0], ("auto", "cpu", "cuda")),
         ("isolation", isolation, ("process", "thread")),
         ("on_failure", on_failure, ("raise", "return")),
+        ("engine", engine, ("auto", *limits().engines)),
     ):
         if value not in allowed:
             raise InvalidArgument(f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
@@ -172,6 +211,7 @@ class _ThreadRanks:
         """One rank, in its thread."""
         import torch
 
+        from weft import _load
         from weft.communicator import Communicator, _device
 
         # Backwards run in the thread that asks for them: torch has one thread a GPU for the backwards of all others,
@@ -179,12 +219,13 @@ class _ThreadRanks:
         torch.autograd.set_multithreading_enabled(False)
         outcome = self.outcomes[rank]
         try:
-            device = _rank_device(self.job.device, rank)
+            device = self.job.device_of(rank)
             mine = local.resolve(
                 self.job.placement, local_rank=rank, num_local_ranks=self.job.num_ranks, device=_device(device)
             )
-            with Communicator._local(self.hub, rank, device, placement=mine) as comm:
-                self._started(comm)
+            native = self._started(_load.native().Communicator.local(self.hub, rank))
+            comm = Communicator._local(native, device, engine=self.job.engine, placement=mine)
+            with comm, _own_stream(device):
                 outcome.result = self.job.call(comm)
                 with contextlib.suppress(threading.BrokenBarrierError):
                     self.at_end.wait()
@@ -197,12 +238,14 @@ class _ThreadRanks:
         finally:
             self.ended[rank].set()
 
-    def _started(self, comm: Communicator) -> None:
+    def _started(self, native: _native.Communicator) -> _native.Communicator:
+        """From now on `stop` ends its waits."""
         with self.lock:
-            self.natives.append(comm._native)
+            self.natives.append(native)
             is_late = self.stopped_at < float("inf")
         if is_late:
-            comm._native.close()
+            native.close()
+        return native
 
     def stop(self) -> None:
         """Let every wait of a rank end, and every later call."""
@@ -221,6 +264,10 @@ class _ThreadRanks:
 
 
 def _run_threads(job: _Job) -> list[_Outcome]:
+    if job.may_use_cuda:
+        from weft.gpu import prepare_threads
+
+        prepare_threads(job.num_ranks)
     ranks = _ThreadRanks(job)
     numbers = range(job.num_ranks)
     threads = [threading.Thread(target=ranks.run, args=(rank,), name=f"weft-rank-{rank}") for rank in numbers]
@@ -242,12 +289,22 @@ def _run_threads(job: _Job) -> list[_Outcome]:
     return ranks.outcomes
 
 
-def _rank_device(device: str, rank: int) -> str:
-    if device != "cuda":
-        return device
+@contextlib.contextmanager
+def _own_stream(device: str) -> Iterator[None]:
+    """A stream that no other rank has as the current one of this thread, on a GPU."""
+    if not device.startswith("cuda"):
+        yield
+        return
     import torch
 
-    return f"cuda:{rank % max(torch.cuda.device_count(), 1)}"
+    from weft.gpu import give_back_stream, own_stream
+
+    stream = own_stream(torch.device(device))
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        give_back_stream(stream)
 
 
 # ---- ranks as processes
@@ -330,8 +387,11 @@ def _run_child(job: _Job, rank: int, channel: socket.socket) -> NoReturn:
 
     try:
         origin = f"weft.spawn, pid {os.getpid()}"
-        device = _rank_device(job.device, rank)
-        with Communicator._connect(rank, job.num_ranks, share, device, origin, placement=job.placement) as comm:
+        device = job.device_of(rank)
+        comm = Communicator._connect(
+            rank, job.num_ranks, share, device, origin, engine=job.engine, placement=job.placement
+        )
+        with comm:
             outcome.result = job.call(comm)
             _send_outcome(channel, outcome)
             channel.recv(1)  # the communicator stays open until every rank has come to its end

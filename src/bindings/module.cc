@@ -190,7 +190,7 @@ void combine(cpu::Window& window, uintptr_t y_ptr, i64 num_rows, uintptr_t weigh
              uintptr_t side_ptr, uintptr_t bias_ptr, bool bias_is_2d, bool bias_is_fp32, uintptr_t out_ptr,
              uintptr_t side_out_ptr, i64 num_tokens, uintptr_t send_plan_ptr, uintptr_t recv_plan_ptr,
              i64 recv_plan_len, int dtype, int layout, i64 capacity, i64 hidden, i64 alignment, i64 max_tokens,
-             bool weighted, double deadline_s) {
+             bool weighted, bool wire_is_fp8, double deadline_s) {
   cpu::CombineArgs args;
   args.y = pointer<void>(y_ptr);
   args.num_rows = num_rows;
@@ -212,6 +212,7 @@ void combine(cpu::Window& window, uintptr_t y_ptr, i64 num_rows, uintptr_t weigh
   args.hidden = hidden;
   args.alignment = alignment;
   args.max_tokens = max_tokens;
+  args.wire_is_fp8 = wire_is_fp8;
   args.timeout_ns = timeout_ns(deadline_s);
   window.combine(args, signal_poll());
 }
@@ -278,7 +279,7 @@ void bind_window(nb::module_& m) {
       .def("combine", &combine, Guard(), nb::kw_only(), "y_ptr"_a, "num_rows"_a, "weights_ptr"_a, "has_side"_a,
            "side_ptr"_a, "bias_ptr"_a, "bias_is_2d"_a, "bias_is_fp32"_a, "out_ptr"_a, "side_out_ptr"_a, "num_tokens"_a,
            "send_plan_ptr"_a, "recv_plan_ptr"_a, "recv_plan_len"_a, "dtype"_a, "layout"_a, "capacity"_a, "hidden"_a,
-           "alignment"_a, "max_tokens"_a, "weighted"_a, "deadline_s"_a)
+           "alignment"_a, "max_tokens"_a, "weighted"_a, "wire_is_fp8"_a, "deadline_s"_a)
       .def(
           "barrier", [](Window& window, double deadline_s) { window.barrier(timeout_ns(deadline_s), signal_poll()); },
           "deadline_s"_a, Guard())

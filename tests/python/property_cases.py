@@ -39,6 +39,7 @@ class Call:
     biases: tuple[str, ...]  # per rank: "none", "row", "full"
     bias_is_float32: bool
     output_dtype: str
+    wire: str | None  # None, "fp8"
     heap_output: bool  # combine once more from a heap tensor
     check_late: bool  # let combine find the ids that are out of range
 
@@ -75,6 +76,7 @@ class RankCall:
     side: Tensor | None
     bias: Tensor | None
     weighted: bool
+    wire: str | None
     heap_output: bool
     check_late: bool
     has_bad_ids: bool
@@ -168,12 +170,14 @@ def _build_call(case: Case, call: Call) -> tuple[list[RankCall], Expected]:
         ]
     biases = [_bias(case, call, rank, generator) for rank in range(case.num_ranks)]
     if sides is None:
-        ys = reference.combine(outputs, routing, weighted=call.weighted, biases=biases)
+        ys = reference.combine(outputs, routing, weighted=call.weighted, biases=biases, wire=call.wire)
         combined: list[tuple[Tensor, Tensor | None]] = [(y, None) for y in ys]
     else:
         combined = [
             (y, side)
-            for y, side in reference.combine(outputs, routing, weighted=call.weighted, sides=sides, biases=biases)
+            for y, side in reference.combine(
+                outputs, routing, weighted=call.weighted, sides=sides, biases=biases, wire=call.wire
+            )
         ]
     rank_calls = [
         RankCall(
@@ -187,6 +191,7 @@ def _build_call(case: Case, call: Call) -> tuple[list[RankCall], Expected]:
             side=None if sides is None else sides[rank],
             bias=biases[rank],
             weighted=call.weighted,
+            wire=call.wire,
             heap_output=call.heap_output and call.output_dtype == case.dtype,
             check_late=call.check_late,
             has_bad_ids=bool(((ids[rank] < -1) | (ids[rank] >= case.num_experts)).any()),
@@ -324,7 +329,7 @@ def _run_call(ep: weft.ExpertParallel, call: RankCall) -> Seen:
         _spoil(call.repeat_x)
         seen.repeated = repeated.x
     output = call.output.clone()
-    options: dict[str, Any] = {"weighted": call.weighted, "side": call.side, "bias": call.bias}
+    options: dict[str, Any] = {"weighted": call.weighted, "side": call.side, "bias": call.bias, "wire": call.wire}
     if late and call.has_bad_ids:
         try:
             ep.combine(output, r.handle, **options)

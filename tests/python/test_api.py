@@ -68,8 +68,8 @@ def test_signatures() -> None:
     }  # fmt: skip
     spawn = {"fn": empty, "num_ranks": 4, "args": (), "device": "auto", "isolation": "process"}
     assert defaults(weft.spawn).items() >= spawn.items()
-    assert defaults(weft.Communicator.from_process_group) == {"group": None, "device": None}
-    assert defaults(weft.Communicator.from_env) == {"device": None}
+    assert defaults(weft.Communicator.from_process_group) == {"group": None, "device": None, "engine": "auto"}
+    assert defaults(weft.Communicator.from_env) == {"device": None, "engine": "auto"}
 
 
 def test_one_rank_communicator(solo: weft.Communicator) -> None:
@@ -292,7 +292,8 @@ def test_limits_and_supports() -> None:
     assert (limits.max_ranks, limits.max_top_k) == (64, 128)
     assert weft.supports(layout="masked", quantize="fp8", hidden=7168, dtype=torch.bfloat16, num_ranks=8)
     refused = [
-        {"wire": "fp8"}, {"engine": "nvlink"}, {"top_k": 129}, {"hidden": 12}, {"hidden": 24, "quantize": "fp8"},
+        {"wire": "fp4"}, {"engine": "nvlink", "num_ranks": 17}, {"wire": "fp8", "hidden": 24},
+        {"num_sms": 65}, {"top_k": 129}, {"hidden": 12}, {"hidden": 24, "quantize": "fp8"},
         {"num_experts": 10, "num_ranks": 4}, {"layout": "masked", "capacity": None}, {"dtype": torch.float64},
         {"max_tokens": 9, "max_tokens_per_rank": 8}, {"window": 1, "num_windows": 1}, {"mode": "fast"},
     ]  # fmt: skip

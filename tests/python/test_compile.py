@@ -60,7 +60,7 @@ def arguments(ep: weft.ExpertParallel, layout: str, **changes: Any) -> dict[str,
     call = {
         "layout": ("rank_major", "expert_major", "masked").index(options["layout"]),
         "alignment": options.get("alignment", 1), "capacity": options.get("capacity", -1),
-        "max_tokens": 64, "deadline_s": 10.0, "window": 0,
+        "max_tokens": 64, "deadline_s": 10.0, "window": 0, "num_sms": 0,
     }  # fmt: skip
     given = {"x": inputs.x, "scales": None, "topk_idx": inputs.topk_idx, "topk_weights": inputs.topk_weights}
     return {**given, "token": ep.calls.token, **call, **changes}
@@ -70,14 +70,14 @@ def arguments(ep: weft.ExpertParallel, layout: str, **changes: Any) -> dict[str,
 def test_opcheck(ep: weft.ExpertParallel, layout: str) -> None:
     ep.calls.results.keep = True  # opcheck runs receive several times with one ticket
     sent = {**arguments(ep, layout), "quantize": 0}
-    call = {name: sent[name] for name in ("layout", "alignment", "capacity", "max_tokens", "deadline_s", "window")}
+    names = ("layout", "alignment", "capacity", "max_tokens", "deadline_s", "window", "num_sms")
+    call = {name: sent[name] for name in names}
     torch.library.opcheck(ops.dispatch, (), {**sent, "x": sent["x"].detach(), "topk_weights": None, "clear_tail": True})
     ticket = ops.dispatch(**sent, clear_tail=True)
-    fetched = {"ticket": ticket, **sent, "num_ranks": 1, "num_local_experts": NUM_EXPERTS}
+    fetched = {"ticket": ticket, **sent, "num_ranks": 1, "num_local_experts": NUM_EXPERTS, "plans_on_device": False}
     torch.library.opcheck(ops.receive, (), fetched)
     r = weft.native_calls.Received(*(part.detach() for part in ops.receive(**fetched)))  # type: ignore[attr-defined]
-    filled = r.num_tokens_per_expert if layout == "masked" else r.num_rows
-    plans = {"send_plan": r.send_plan, "recv_plan": r.recv_plan, "tie": r.tie, "filled": filled}
+    plans = {"send_plan": r.send_plan, "recv_plan": r.recv_plan, "tie": r.tie, "sizes": r.sizes}
     again = {"x": sent["x"], "scales": None, "weights": r.topk_weights, **plans, **call, "clear_tail": True}
     torch.library.opcheck(ops.dispatch_again, (), {**again, "quantize": 0})
     if layout != "masked":  # there the scales beyond the last row are undefined, and opcheck compares them
@@ -85,14 +85,15 @@ def test_opcheck(ep: weft.ExpertParallel, layout: str) -> None:
     combined = {
         "y": r.x.clone().requires_grad_(), "weights": r.topk_weights.clone().requires_grad_(), **plans,
         "bias": torch.ones(HIDDEN).requires_grad_(), "side": r.topk_weights, "top_k": TOP_K, "num_tokens": 5, **call,
-        "weighted": True, "clear_tail": True,
+        "wire": 0, "weighted": True, "clear_tail": True,
     }  # fmt: skip
     torch.library.opcheck(ops.combine, (), combined)
 
 
 def test_results_are_fetched_once(ep: weft.ExpertParallel) -> None:
     ticket = ops.dispatch(**arguments(ep, "rank_major"), quantize=0, clear_tail=False)
-    given = {**arguments(ep, "rank_major"), "num_ranks": 1, "num_local_experts": NUM_EXPERTS, "quantize": 0}
+    given = {**arguments(ep, "rank_major"), "num_ranks": 1, "num_local_experts": NUM_EXPERTS}
+    given |= {"plans_on_device": False, "quantize": 0}
     ops.receive(ticket, **given)
     with pytest.raises(weft.InternalError, match="fetched before"):
         ops.receive(ticket, **given)

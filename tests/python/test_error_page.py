@@ -52,7 +52,6 @@ def wrong_calls(comm: weft.Communicator) -> list[str]:
     ids[1, 1] = 99
     r = ep.dispatch(rows(), ids)
     texts.append(text_of(lambda: ep.combine(r.x, r.handle)))
-    texts.append(text_of(lambda: ep.combine(r.x, r.handle, wire="fp8")))
     ep.combine(r.x, r.handle)
     r = ep.dispatch(rows(), picks() * 0, layout="masked", capacity=3)
     ep.combine(r.x, r.handle)

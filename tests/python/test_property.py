@@ -35,10 +35,11 @@ def checked(pool: Pool, case: Case) -> None:
 
 
 @st.composite
-def calls(draw: st.DrawFn, num_ranks: int, case_dtype: str, opaque: bool = True) -> Call:
+def calls(draw: st.DrawFn, num_ranks: int, case_dtype: str, with_fp8: bool = True) -> Call:
     layout = draw(st.sampled_from(["rank_major", "expert_major", "masked"]))
     sizes = st.one_of(st.just(0), st.integers(0, 16), st.integers(0, 300))
     capacities = [None, "met", "exceeded", "ample", "zero", "eight"]
+    repeats = [None, "plain", "float32", "quantized"] if with_fp8 else [None, "plain", "float32"]
     return Call(
         seed=draw(st.integers(0, 2**31)),
         tokens=tuple(draw(st.lists(sizes, min_size=num_ranks, max_size=num_ranks))),
@@ -48,13 +49,14 @@ def calls(draw: st.DrawFn, num_ranks: int, case_dtype: str, opaque: bool = True)
         layout=layout,
         alignment=draw(st.sampled_from([1, 1, 2, 5, 16, 128])),
         capacity=draw(st.sampled_from(capacities)),
-        rows=draw(st.sampled_from(property_cases.ROWS if opaque else ["plain"])),
-        repeat=draw(st.sampled_from([None, "plain", "float32", "quantized"] if opaque else [None, "plain", "float32"])),
+        rows=draw(st.sampled_from(property_cases.ROWS if with_fp8 else ["plain"])),
+        repeat=draw(st.sampled_from(repeats)),
         weighted=draw(st.booleans()),
         side=draw(st.sampled_from([None, "pick", "row"] if layout == "rank_major" else [None, "pick"])),
         biases=tuple(draw(st.sampled_from(["none", "row", "full"])) for _ in range(num_ranks)),
         bias_is_float32=draw(st.booleans()),
         output_dtype=draw(st.sampled_from([case_dtype, case_dtype, "float32"])),
+        wire=draw(st.sampled_from([None, None, "fp8"] if with_fp8 else [None])),
         heap_output=draw(st.booleans()),
         check_late=draw(st.booleans()),
     )
@@ -107,7 +109,7 @@ def test_gradients_are_the_references(pool: Pool, case: Case) -> None:
 
 def checked_gradients(pool: Pool, case: Case) -> None:
     """The first call of a case, made differentiable."""
-    first = replace(case.calls[0], rows="plain", has_weights=True, output_dtype=case.dtype, repeat=None)
+    first = replace(case.calls[0], rows="plain", has_weights=True, output_dtype=case.dtype, repeat=None, wire=None)
     biases = ("none",) * case.num_ranks
     case = replace(case, calls=(replace(first, biases=biases, side="pick" if first.side else None),))
     given, expected = build_gradients(case)
@@ -131,6 +133,7 @@ CALL = Call(
     biases=("row", "none", "full", "none"),
     bias_is_float32=True,
     output_dtype="bfloat16",
+    wire=None,
     heap_output=True,
     check_late=False,
 )
@@ -179,6 +182,17 @@ def test_megabytes(pool: Pool, layout: str, heap: str) -> None:
     for rows in ("plain", "fp8"):
         case = with_call(layout=layout, tokens=(300, 290, 3, 250), ids="distinct", rows=rows)
         checked(pool, replace(case, heap=heap, num_local=2, hidden=2064))
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+@pytest.mark.parametrize("heap", ["plenty", "none", "full_on_one"])
+@pytest.mark.parametrize("output_dtype", ["bfloat16", "float32"])
+def test_fp8_on_the_wire(pool: Pool, layout: str, heap: str, output_dtype: str) -> None:
+    """Rows of whole and of broken groups of 128; special values; rows in the heap, which are not pulled then."""
+    for hidden, seed, tokens in ((16, 1, (5, 0, 17, 9)), (144, 2, (300, 2, 0, 100)), (2064, 3, (3, 200, 250, 0))):
+        case = with_call(layout=layout, wire="fp8", output_dtype=output_dtype, seed=seed, tokens=tokens)
+        checked(pool, replace(case, hidden=hidden, heap=heap))
+    checked(pool, with_call(layout=layout, wire="fp8", capacity="exceeded", side=None, weighted=False))
 
 
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])

@@ -80,4 +80,12 @@ WEFT_HD inline u16 floats_to_e4m3(float first, float second) {
 #endif
 }
 
+WEFT_HD inline float e4m3_to_float(u8 value) {
+  // Exponent re-biased by an exact multiplication, which also normalises subnormals.
+  const u32 magnitude = static_cast<u32>(value & 0x7fu) << 20;
+  const u32 scaled = float_bits(bits_float(magnitude) * 0x1p120f);
+  const u32 result = (value & 0x7fu) == 0x7fu ? 0x7fc00000u : scaled;
+  return bits_float(result | static_cast<u32>(value & 0x80u) << 24);
+}
+
 }  // namespace weft::ptx

@@ -63,6 +63,8 @@ void Window::combine(const CombineArgs& args, const Poll& poll) {
   check_capacity(args.layout, args.capacity, args.alignment);
   if (args.dtype == Dtype::kBytes) throw_invalid_argument("dtype: bytes; combine sums bf16, fp16 and fp32 rows");
   check_row(args.hidden * dtype_bytes(args.dtype), 0, shape_);
+  if (args.wire_is_fp8 && args.hidden % 16 != 0)
+    throw_invalid_argument(range_text("hidden", args.hidden, "multiples of 16 with FP8 on the wire"));
   check_plans(args.send_plan, args.recv_plan, args.recv_plan_len, args.num_tokens, args.layout, args.capacity,
               {hash_, comm_->epoch(), comm_->rank()});
   const i64 num_rows = result_rows(*reinterpret_cast<const PlanHeader*>(args.recv_plan));

@@ -15,6 +15,7 @@ OperationConfig config_of(const CombineArgs& args, u64 window_hash) {
   config.kind = OpKind::kCombine;
   config.layout = args.layout;
   config.dtype = args.dtype;
+  config.quantize = args.wire_is_fp8 ? Quantize::kFp8 : Quantize::kNone;
   config.has_side = args.has_side ? 1 : 0;
   config.mode = args.mode;
   config.alignment = static_cast<u32>(args.alignment);
@@ -39,11 +40,14 @@ CombineCall::CombineCall(Window& window, const CombineArgs& args, const Poll& po
       row_bytes_(args.hidden * dtype_bytes(args.dtype)),
       op_(window, config_of(args, window.hash_), args.timeout_ns, poll),
       send_{args.send_plan, args.num_tokens, top_k_, num_ranks_},
-      recv_{args.recv_plan, reinterpret_cast<const PlanHeader*>(args.recv_plan)->num_meta_rows, top_k_, num_ranks_} {
+      recv_{args.recv_plan, reinterpret_cast<const PlanHeader*>(args.recv_plan)->num_meta_rows, top_k_, num_ranks_},
+      is_fp8_(args.wire_is_fp8) {
   const u64 side_bytes = args.has_side ? static_cast<u64>(top_k_) * sizeof(float) : 0;
-  record_ = RecordLayout::make(static_cast<u64>(row_bytes_), 0, side_bytes);
+  const i64 data_bytes = is_fp8_ ? args.hidden : row_bytes_;
+  const i64 scale_row_bytes = is_fp8_ ? scale_bytes(args.hidden, Quantize::kFp8) : 0;
+  record_ = RecordLayout::make(static_cast<u64>(data_bytes), static_cast<u64>(scale_row_bytes), side_bytes);
   side_record_ = RecordLayout::make(0, 0, side_bytes);
-  if (args.layout != Layout::kRankMajor) return;
+  if (args.layout != Layout::kRankMajor || is_fp8_) return;
   const auto offset = window.heap_offset(args.y);
   pull_ = offset.has_value();
   pull_offset_ = offset.value_or(0);
@@ -58,6 +62,7 @@ void CombineCall::run() {
   op_.wait_all(Phase::kCount);
   read_counts();
   w_.scratch_.row.resize(static_cast<size_t>(record_.bytes));
+  if (is_fp8_) w_.scratch_.sum.resize(static_cast<size_t>(a_.hidden));
   if (a_.has_side) std::fill_n(a_.side_out, a_.num_tokens * top_k_, 0.0f);
   const auto all_pushed = [&] {
     return std::all_of(op_.peers().begin(), op_.peers().end(),
@@ -190,22 +195,35 @@ bool CombineCall::push_records(int owner_rank) {
 }
 
 void CombineCall::write_record(i64 meta_row, u8* record) {
-  if (!pull_) partial_sum(meta_row, record);
+  if (!pull_) contribution(meta_row, record);
   if (a_.has_side) write_side(meta_row, reinterpret_cast<float*>(record + (pull_ ? side_record_ : record_).meta));
 }
 
 // What this rank adds to the token behind a rank-major row, in the wire type.
-bool CombineCall::partial_sum(i64 meta_row, void* place) {
-  const u8* y = static_cast<const u8*>(a_.y);
-  if (a_.layout == Layout::kRankMajor) {
-    if (a_.capacity >= 0 && meta_row >= a_.capacity) return false;
-    std::memcpy(place, y + meta_row * row_bytes_, static_cast<u64>(row_bytes_));
-    return true;
+void CombineCall::contribution(i64 meta_row, u8* data) {
+  if (!is_fp8_) {
+    partial_sum(meta_row, data, false);
+    return;
   }
+  if (partial_sum(meta_row, w_.scratch_.sum.data(), true))
+    quantize_row(Dtype::kFp32, w_.scratch_.sum.data(), a_.hidden, Quantize::kFp8, data, data + record_.scales);
+}
+
+bool CombineCall::partial_sum(i64 meta_row, void* place, bool as_fp32) {
+  const u8* y = static_cast<const u8*>(a_.y);
   const void* rows[kMaxTopk];
   float weights[kMaxTopk];
   RowSum sum;
-  for (i64 k = 0; k < top_k_; ++k) {
+  sum.result_is_fp32 = as_fp32;
+  if (a_.layout == Layout::kRankMajor) {
+    if (a_.capacity >= 0 && meta_row >= a_.capacity) return false;
+    rows[sum.num_rows++] = y + meta_row * row_bytes_;
+    if (!as_fp32) {
+      std::memcpy(place, rows[0], static_cast<u64>(row_bytes_));
+      return true;
+    }
+  }
+  for (i64 k = 0; a_.layout != Layout::kRankMajor && k < top_k_; ++k) {
     const i32 row = recv_.row()[meta_row * top_k_ + k];
     if (row < 0) continue;
     weights[sum.num_rows] = a_.weights != nullptr ? a_.weights[row] : 0.0f;
@@ -285,8 +303,8 @@ void CombineCall::post_consumed(int peer, bool at_end) {
 
 // This rank's own rows need no wire, but the same rounding.
 const void* CombineCall::own_row(i64 meta_row) {
-  if (a_.layout == Layout::kRankMajor) return static_cast<const u8*>(a_.y) + meta_row * row_bytes_;
-  partial_sum(meta_row, w_.scratch_.row.data());
+  if (a_.layout == Layout::kRankMajor && !is_fp8_) return static_cast<const u8*>(a_.y) + meta_row * row_bytes_;
+  contribution(meta_row, w_.scratch_.row.data());
   return w_.scratch_.row.data();
 }
 
@@ -306,6 +324,7 @@ bool CombineCall::sum_token(i64 token) {
       return false;
   }
   const void* rows[kMaxRanks];
+  const float* scales[kMaxRanks];
   RowSum sum;
   for (int rank = 0; rank < num_ranks_; ++rank) {
     const i32 slot = send_.slot()[token * num_ranks_ + rank];
@@ -329,6 +348,9 @@ bool CombineCall::sum_token(i64 token) {
     if (a_.has_side) read_side(token, rank, reinterpret_cast<const float*>(landed + record.meta));
     if (from.num_records != 0) from.num_consumed = static_cast<u32>(slot) + 1;
   }
+  for (i32 idx = 0; is_fp8_ && idx < sum.num_rows; ++idx)
+    scales[idx] = reinterpret_cast<const float*>(static_cast<const u8*>(rows[idx]) + record_.scales);
+  sum.scales = is_fp8_ ? scales : nullptr;
   sum.rows = rows;
   sum.hidden = a_.hidden;
   sum.dtype = a_.dtype;

@@ -1,5 +1,6 @@
 // One combine of the CPU engine. The protocol is docs/protocols/cpu-combine.md; in short:
 //   count   to every peer: my rows lie in my heap (pull them), or I push partial sums; and where pushed rows may land here
+//           (FP8 on the wire is always pushed)
 //   (data)  owners walk their tokens in order and add the ranks' rows ascending: pulled from the peer's heap, or landed
 //   reduce  to every peer: I have read everything of yours
 // The call ends with the `reduce` header of every peer: nobody reads the caller's rows any more (R20).
@@ -50,7 +51,8 @@ class CombineCall {
   bool can_push(int owner) const;
   bool push_records(int owner);
   void write_record(i64 meta_row, u8* record);
-  bool partial_sum(i64 meta_row, void* place);  // false: no pick of this row was kept
+  bool partial_sum(i64 meta_row, void* place, bool as_fp32);  // false: no pick of this row was kept
+  void contribution(i64 meta_row, u8* data);                  // as it travels: data, then scales, as in a record
   void write_side(i64 meta_row, float* values) const;
 
   // As owner.
@@ -72,7 +74,8 @@ class CombineCall {
   Operation op_;
   const SendPlanView<const i32> send_;
   const RecvPlanView<const i32> recv_;
-  bool pull_ = false;  // this rank's rows lie in its heap in the right order
+  const bool is_fp8_;
+  bool pull_ = false;  // this rank's rows lie in its heap in the right order, and travel as they are
   u64 pull_offset_ = 0;
   RecordLayout record_;  // with data; a pulled row's record has only the side values
   RecordLayout side_record_;

@@ -27,8 +27,9 @@ std::string describe(const OperationConfig& config) {
           ", row_bytes=" + std::to_string(config.row_bytes) + ", alignment=" + std::to_string(config.alignment) +
           ", capacity=" + (config.capacity < 0 ? "None" : std::to_string(config.capacity)) +
           ", max_tokens=" + std::to_string(config.max_tokens);
-  if (config.kind == OpKind::kDispatch) {
-    text += std::string(", quantize=") + kQuantize[static_cast<int>(config.quantize)];
+  const bool is_dispatch = config.kind == OpKind::kDispatch;
+  if (is_dispatch || config.quantize != Quantize::kNone) {
+    text += std::string(is_dispatch ? ", quantize=" : ", wire=") + kQuantize[static_cast<int>(config.quantize)];
   }
   if (config.handle != 0) text += ", handle of sequence " + std::to_string(config.handle);
   if (config.has_side != 0) text += ", with side";

@@ -60,6 +60,15 @@ inline __attribute__((always_inline)) void load_chunk(const void* row, i64 first
   for (i64 idx = 0; idx < count; ++idx) values[idx] = Format::load(elements[idx]);
 }
 
+inline __attribute__((always_inline)) void add_e4m3(const u8* row, const float* scales, i64 first, i64 count,
+                                                    float* total) {
+  for (i64 group = 0; group < count; group += kQuantizeGroup) {
+    const float scale = scales[(first + group) / kQuantizeGroup];
+    const i64 end = std::min<i64>(group + kQuantizeGroup, count);
+    for (i64 idx = group; idx < end; ++idx) total[idx] += scale * ptx::e4m3_to_float(row[first + idx]);
+  }
+}
+
 template <class Format>
 inline __attribute__((always_inline)) void sum_rows_of(const RowSum& sum, void* result) {
   using Storage = typename Format::Storage;
@@ -68,6 +77,10 @@ inline __attribute__((always_inline)) void sum_rows_of(const RowSum& sum, void* 
     const i64 count = std::min(kChunk, sum.hidden - first);
     for (i64 idx = 0; idx < count; ++idx) total[idx] = 0.0f;
     for (i32 row = 0; row < sum.num_rows; ++row) {
+      if (sum.scales != nullptr) {
+        add_e4m3(static_cast<const u8*>(sum.rows[row]), sum.scales[row], first, count, total);
+        continue;
+      }
       const Storage* elements = static_cast<const Storage*>(sum.rows[row]) + first;
       if (sum.weights != nullptr) {
         const float weight = sum.weights[row];
@@ -82,6 +95,10 @@ inline __attribute__((always_inline)) void sum_rows_of(const RowSum& sum, void* 
     } else if (sum.bias != nullptr) {
       const Storage* bias = static_cast<const Storage*>(sum.bias) + first;
       for (i64 idx = 0; idx < count; ++idx) total[idx] += Format::load(bias[idx]);
+    }
+    if (sum.result_is_fp32) {
+      std::copy_n(total, count, static_cast<float*>(result) + first);
+      continue;
     }
     Storage* place = static_cast<Storage*>(result) + first;
     for (i64 idx = 0; idx < count; ++idx) place[idx] = Format::store(total[idx]);

@@ -22,10 +22,12 @@ WEFT_HD constexpr i64 scale_bytes(i64 hidden, Quantize format) {
 }
 
 // sum = 0; sum += [weights[r] *] rows[r] in order; sum += bias; all in float, each product and sum rounded; one rounding
-// to `dtype` at the end. rows [num_rows] of [hidden] in `dtype`.
+// to `dtype` at the end. rows [num_rows] of [hidden] in `dtype`, with `scales` in e4m3.
 struct RowSum {
   const void* const* rows = nullptr;
-  const float* weights = nullptr;  // null: plain sum
+  const float* weights = nullptr;        // null: plain sum
+  const float* const* scales = nullptr;  // [num_rows] of [num_scales(hidden)]: a value is scale * e4m3. No weights then
+  bool result_is_fp32 = false;           // else in `dtype`
   i32 num_rows = 0;
   const void* bias = nullptr;  // [hidden] or null
   bool bias_is_fp32 = false;   // else in `dtype`

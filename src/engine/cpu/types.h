@@ -87,6 +87,7 @@ struct CombineArgs {
   i64 hidden = 0;
   i64 alignment = 1;
   i64 max_tokens = 0;
+  bool wire_is_fp8 = false;  // contributions travel as e4m3 with a float scale per kQuantizeGroup values
   u8 mode = 0;
   u64 timeout_ns = 0;
 };

@@ -1,0 +1,413 @@
+"""The nvlink engine's calls: device pointers, streams, and results in the heap of a GPU window or beside it."""
+
+# check: allow-in-file function-size: the flat arguments of the operators pass through
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft import _load, traces
+from weft.errors import InvalidArgument, Unsupported
+from weft.handle import COMPLETE, Event
+from weft.limits import LANDING_SLACK, LAYOUTS, QUANTIZE_GROUP, ROW_MULTIPLE_BYTES, landing_row_bytes
+from weft.native_calls import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, Calling, NativeCalls, Received, pointer
+from weft.streams import WindowStreams
+
+if TYPE_CHECKING:
+    from weft.communicator import Communicator, Window
+
+__all__ = ["GpuCalls"]
+
+_FP8 = 1  # code of quantize: scales are fp32, else bytes
+
+
+class _Routing(NamedTuple):
+    """What a repeated dispatch needs of a first one; `lead`: shape of its rows without the last dimension."""
+
+    send_plan: Tensor
+    recv_plan: Tensor
+    sizes: Tensor
+    lead: tuple[int, ...]
+
+
+class GpuCalls(NativeCalls):
+    """Calls are launched on a stream and complete there. The host waits in a dispatch of exact sizes alone."""
+
+    plans_on_device = True
+
+    def __init__(
+        self,
+        comm: Communicator,
+        windows: list[Window],
+        num_experts: int,
+        top_k: int,
+        hidden: int,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(comm, windows, num_experts, top_k, hidden, dtype)
+        self.overflow = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.max_tokens = windows[0].max_tokens
+        self.landing_row_bytes = landing_row_bytes(hidden, dtype)
+        self.last_event: Event = COMPLETE
+
+    # ---- the three calls
+
+    def dispatch(
+        self,
+        call: Call,
+        x: Tensor,
+        scales: Tensor | None,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None,
+        quantize: int,
+        clear_tail: bool,
+    ) -> Received:
+        """See NativeCalls."""
+        x, scales = _dense(x), None if scales is None else _dense(scales)
+        topk_idx = _dense(topk_idx)
+        weights = None if topk_weights is None else _dense(topk_weights)
+        if call.capacity < 0 and torch.cuda.is_current_stream_capturing():
+            raise InvalidArgument(
+                "capacity is None while a CUDA graph is captured; the number of rows is needed: the host can't wait "
+                "for the counts"
+            )
+        if traces._recorders:
+            traces._note(topk_idx, weights, self.comm.rank, self.num_experts)
+        pieces = self._pieces(x, scales, quantize)
+        with _Running(self, "dispatch", call, (*pieces, scales, topk_idx, weights)) as run:
+            received = self._first(call, pieces[0], scales, topk_idx, weights, quantize, run.stream)
+            if len(pieces) > 1:
+                routing = _Routing(received.send_plan, received.recv_plan, received.sizes, tuple(received.x.shape[:-1]))
+                rest = [self._again(call, piece, None, routing, 0, run.stream)[0] for piece in pieces[1:]]
+                received = received._replace(x=torch.cat([received.x, *rest], dim=-1))
+            if clear_tail:
+                tail = self._tail(call.layout, received.x, received.sizes)
+                _clear(received.x, tail)
+                _clear(received.topk_weights, tail)
+                if call.layout == RANK_MAJOR:
+                    received.topk_idx.masked_fill_(tail.unsqueeze(-1), -1)
+            self.token[1] = self.comm.epoch
+            run.results = received[:-1]
+            return received._replace(tie=self.token.clone())
+
+    def dispatch_again(
+        self,
+        call: Call,
+        x: Tensor,
+        scales: Tensor | None,
+        send_plan: Tensor,
+        recv_plan: Tensor,
+        tie: Tensor,
+        sizes: Tensor,
+        rows_shape: tuple[int, ...],
+        num_tokens: int,
+        clear_tail: bool,
+        quantize: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """See NativeCalls."""
+        x, scales = _dense(x), None if scales is None else _dense(scales)
+        pieces = self._pieces(x, scales, quantize)
+        routing = _Routing(send_plan, recv_plan, sizes, rows_shape)
+        with _Running(self, "dispatch", call, (*pieces, scales), tie) as run:
+            rows, out_scales = self._again(call, pieces[0], scales, routing, quantize, run.stream)
+            if len(pieces) > 1:
+                rest = [self._again(call, piece, None, routing, 0, run.stream)[0] for piece in pieces[1:]]
+                rows = torch.cat([rows, *rest], dim=-1)
+            if clear_tail:
+                _clear(rows, self._tail(call.layout, rows, sizes))
+            run.results = (rows, out_scales)
+            return rows, out_scales
+
+    def combine(
+        self,
+        call: Call,
+        y: Tensor,
+        weights: Tensor | None,
+        send_plan: Tensor,
+        recv_plan: Tensor,
+        tie: Tensor,
+        bias: Tensor | None,
+        side: Tensor | None,
+        num_tokens: int,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See NativeCalls."""
+        hidden = y.shape[-1]
+        y, bias = _dense(y), None if bias is None else _dense(bias)
+        weights, side = None if weights is None else _dense(weights), None if side is None else _dense(side)
+        with _Running(self, "combine", call, (y, weights, bias, side, out), tie) as run:
+            into = out if out is not None and out.data_ptr() % ROW_MULTIPLE_BYTES == 0 else None
+            if into is None:
+                into = torch.empty((num_tokens, hidden), dtype=y.dtype, device=self.device)
+            side_shape = (num_tokens, self.top_k) if side is not None else (0,)
+            side_out = torch.empty(side_shape, dtype=torch.float32, device=self.device)
+            args = self._args(_load.native().GpuCombineArgs(), call, run.stream, hidden, num_tokens)
+            args.y, args.num_rows, args.dtype = y.data_ptr(), y.numel() // hidden, DTYPE_CODES[y.dtype]
+            args.weights = pointer(weights)
+            args.has_side, args.side, args.side_out = side is not None, pointer(side), side_out.data_ptr()
+            args.bias, args.bias_is_2d = pointer(bias), bias is not None and bias.dim() == 2
+            args.bias_is_fp32 = bias is not None and bias.dtype == torch.float32
+            args.out, args.wire_is_fp8 = into.data_ptr(), call.wire != 0
+            args.send_plan, args.recv_plan = send_plan.data_ptr(), recv_plan.data_ptr()
+            self.windows[call.window].native.combine(args)
+            if out is not None and out is not into:
+                out.copy_(into)
+            run.results = (into, side_out)
+            return into if out is None else out, side_out
+
+    # ---- around them
+
+    def before_call(self, what: str, call: Call, tie: Tensor | None) -> None:
+        """Bad ids are raised where the host waits anyway: by a dispatch of exact sizes."""
+        if what == "dispatch" and tie is None and call.capacity < 0:
+            super().before_call(what, call, tie)
+
+    def raise_bad_ids(self, remark: str = "") -> None:
+        """Raise what an earlier dispatch found in topk_idx, once."""
+        self._take_bad_ids()
+        super().raise_bad_ids(remark)
+
+    def _take_bad_ids(self) -> None:
+        for window in self.windows:
+            found = None if window.closed or self.bad_ids else window.native.take_bad_ids()
+            if found is not None:
+                self.bad_ids = self.bad_ids_text(*found)
+
+    def wait(self) -> None:
+        """Block the host until the calls made so far have ended; raise what they ended with."""
+        for window in self.windows:
+            if window.streams is not None and not window.closed:
+                window.streams.wait()
+                window.native.check()
+
+    def window_stats(self, window: Window) -> dict[str, Any]:
+        """See NativeCalls."""
+        return {**window.native.stats(), "heap_used": window.native.heap_used, "heap_peak": window.native.heap_peak}
+
+    def empty(self, window: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """See NativeCalls."""
+        stream = torch.cuda.current_stream(self.device)
+        found = self.windows[window].native.empty(list(shape), DTYPE_CODES[dtype], stream.cuda_stream)
+        return torch.empty(shape, dtype=dtype, device=self.device) if found is None else _tensor(found).view(shape)
+
+    def event(self) -> Event:
+        """See NativeCalls."""
+        return self.last_event
+
+    def barrier(self, window: Window, deadline_s: float) -> None:
+        """See NativeCalls."""
+        self.comm.meet(deadline_s)
+
+    def record_stream(self, window: int, tensors: Sequence[Tensor], stream: Any) -> None:
+        """See NativeCalls."""
+        native = self.windows[window].native
+        for tensor in tensors:
+            if not tensor.is_cuda or tensor.numel() == 0:
+                continue
+            if native.owns(tensor.data_ptr()):
+                native.record_stream(tensor.data_ptr(), stream.cuda_stream)
+            else:
+                tensor.record_stream(stream)
+
+    # ---- one native call
+
+    def _first(
+        self,
+        call: Call,
+        x: Tensor,
+        scales: Tensor | None,
+        topk_idx: Tensor,
+        weights: Tensor | None,
+        quantize: int,
+        stream: torch.cuda.Stream,
+    ) -> Received:
+        num_tokens, layout = topk_idx.shape[0], call.layout
+        plan_len = _load.native().gpu_send_plan_len(num_tokens, self.top_k, self.num_ranks, layout)
+        send_plan = self._new((plan_len,), torch.int32)
+        num_groups = self.num_ranks if layout == RANK_MAJOR else self.num_local_experts
+        sizes = self._new((self.num_local_experts + num_groups + 2,), torch.int32)
+        args = self._dispatch_args(call, x, scales, quantize, num_tokens, sizes, stream)
+        args.topk_idx, args.topk_is_int64 = topk_idx.data_ptr(), topk_idx.dtype == torch.int64
+        args.topk_weights, args.send_plan = pointer(weights), send_plan.data_ptr()
+        args.overflow = self.overflow.data_ptr()
+        result = self.windows[call.window].native.dispatch(args)
+        lead = self._lead(call, result.result_rows)
+        if result.in_heap:
+            rows, out_scales, out_weights = _tensor(result.x), self._scales(result.scales), _tensor(result.topk_weights)
+            out_idx = _tensor(result.topk_idx) if layout == RANK_MAJOR else topk_idx.new_empty(0)
+            recv_plan = _tensor(result.recv_plan)
+        else:
+            rows, out_scales = self._staged(lead, x, scales, quantize)
+            is_by_rank = layout == RANK_MAJOR
+            out_weights = self._new((*lead, self.top_k) if is_by_rank else lead, torch.float32)
+            out_idx = self._new((*lead, self.top_k) if is_by_rank else (0,), topk_idx.dtype)
+            recv_plan = self._new((self._recv_plan_len(layout),), torch.int32)
+            self._unload(call, rows, out_scales, out_idx, out_weights, recv_plan)
+        return Received(rows, out_scales, out_idx, out_weights, sizes, send_plan, recv_plan, self.token)
+
+    def _again(
+        self, call: Call, x: Tensor, scales: Tensor | None, routing: _Routing, quantize: int, stream: torch.cuda.Stream
+    ) -> tuple[Tensor, Tensor]:
+        args = self._dispatch_args(call, x, scales, quantize, x.shape[0], routing.sizes, stream)
+        args.cached, args.num_rows = True, math.prod(routing.lead)
+        args.send_plan, args.recv_plan = routing.send_plan.data_ptr(), routing.recv_plan.data_ptr()
+        result = self.windows[call.window].native.dispatch(args)
+        if result.in_heap:
+            return _tensor(result.x), self._scales(result.scales)
+        rows, out_scales = self._staged(routing.lead, x, scales, quantize)
+        self._unload(call, rows, out_scales, recv_plan=routing.recv_plan)
+        return rows, out_scales
+
+    def _dispatch_args(
+        self,
+        call: Call,
+        x: Tensor,
+        scales: Tensor | None,
+        quantize: int,
+        num_tokens: int,
+        sizes: Tensor,
+        stream: torch.cuda.Stream,
+    ) -> Any:
+        code = DTYPE_CODES.get(x.dtype, BYTES)
+        hidden = x.shape[1] if code != BYTES else self.hidden
+        args = self._args(_load.native().GpuDispatchArgs(), call, stream, hidden, num_tokens)
+        args.x, args.row_bytes, args.dtype = x.data_ptr(), x.shape[1] * x.element_size(), code
+        args.quantize = quantize
+        args.counts = sizes.data_ptr()
+        args.offsets, args.num_rows_out = args.counts + 4 * self.num_local_experts, args.counts + 4 * (len(sizes) - 1)
+        if scales is not None:
+            args.scales, args.scale_row_bytes = scales.data_ptr(), scales.shape[1] * scales.element_size()
+        return args
+
+    def _args(self, args: Any, call: Call, stream: torch.cuda.Stream, hidden: int, num_tokens: int) -> Any:
+        args.layout, args.alignment, args.capacity = call.layout, call.alignment, call.capacity
+        args.max_tokens, args.hidden, args.num_tokens = call.max_tokens, hidden, num_tokens
+        args.num_blocks, args.timeout_ns = call.num_sms, int(call.deadline_s * 1e9)
+        args.stream, args.is_capturing = stream.cuda_stream, torch.cuda.is_current_stream_capturing()
+        return args
+
+    def _staged(self, lead: tuple[int, ...], x: Tensor, scales: Tensor | None, quantize: int) -> tuple[Tensor, Tensor]:
+        """Ordinary tensors for rows that found no room in the heap."""
+        columns = x.shape[1]
+        if quantize:
+            dtype = torch.float32 if quantize == _FP8 else torch.uint8
+            return self._new((*lead, columns), torch.uint8), self._new((*lead, -(-columns // QUANTIZE_GROUP)), dtype)
+        rows = self._new((*lead, columns), x.dtype if x.dtype in DTYPE_CODES else torch.uint8)
+        if scales is None:
+            return rows, self._new((0,), torch.float32)
+        return rows, self._new((*lead, scales.shape[1] * scales.element_size()), torch.uint8)
+
+    def _unload(
+        self,
+        call: Call,
+        rows: Tensor,
+        scales: Tensor,
+        topk_idx: Tensor | None = None,
+        weights: Tensor | None = None,
+        recv_plan: Tensor | None = None,
+    ) -> None:
+        args = _load.native().GpuUnloadArgs()
+        args.x, args.scales, args.topk_idx = rows.data_ptr(), scales.data_ptr(), pointer(topk_idx)
+        args.topk_weights, args.recv_plan = pointer(weights), pointer(recv_plan)
+        self.windows[call.window].native.unload(args)
+
+    def _recv_plan_len(self, layout: int) -> int:
+        length: int = _load.native().gpu_recv_plan_len(self.max_tokens, self.top_k, self.num_ranks, layout)
+        return length
+
+    def _lead(self, call: Call, num_rows: int) -> tuple[int, ...]:
+        return (self.num_local_experts, call.capacity) if call.layout == MASKED else (num_rows,)
+
+    def _tail(self, layout: int, rows: Tensor, sizes: Tensor) -> Tensor:
+        """Which rows hold no data, bool [N] or [L, C], without asking the device how many do."""
+        number = torch.arange(rows.shape[1 if layout == MASKED else 0], dtype=torch.int32, device=self.device)
+        return number >= (sizes[: self.num_local_experts].unsqueeze(-1) if layout == MASKED else sizes[-1])
+
+    def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _scales(self, array: Any) -> Tensor:
+        return self._new((0,), torch.float32) if array is None else _tensor(array)
+
+    def _pieces(self, x: Tensor, scales: Tensor | None, quantize: int) -> list[Tensor]:
+        """x, or its columns in parts that fit the landing, for rows wider than those that the window is laid out for
+        (fp32 rows of a bf16 object, opaque bytes). The same on all ranks, whether the heap has room or not."""
+        row_bytes = x.shape[1] * (1 if quantize else x.element_size())
+        scale_bytes = 0 if scales is None else scales.shape[1] * scales.element_size()
+        if quantize:
+            scale_bytes = -(-x.shape[1] // QUANTIZE_GROUP) * (4 if quantize == _FP8 else 1)
+        room = (self.landing_row_bytes - LANDING_SLACK - scale_bytes) // ROW_MULTIPLE_BYTES * ROW_MULTIPLE_BYTES
+        if row_bytes <= room or quantize:
+            return [x]
+        if room <= 0:
+            most = self.landing_row_bytes - LANDING_SLACK - ROW_MULTIPLE_BYTES
+            raise Unsupported("x.scales wider than a row of x", f"{scale_bytes} bytes", f"at most {most}")
+        columns = room // x.element_size()
+        return [part.contiguous() for part in x.split(columns, dim=1)]
+
+
+class _Running(Calling):
+    """Around a call of the nvlink engine: also its stream, and what is in use there. `stream` is the current one
+    inside; an async call's results are made there and used on the caller's."""
+
+    __slots__ = ("_caller", "_inputs", "_scope", "_streams", "results", "stream")
+
+    def __init__(
+        self, calls: GpuCalls, what: str, call: Call, inputs: Sequence[Tensor | None], tie: Tensor | None = None
+    ) -> None:
+        super().__init__(calls, what, call, tie)
+        self._inputs = inputs
+        self._streams: WindowStreams | None = None
+        self._scope: Any = None
+        self.results: Sequence[Tensor] = ()
+
+    def __enter__(self) -> _Running:
+        super().__enter__()
+        torch.cuda.nvtx.range_push(f"weft::{self._what} {LAYOUTS[self._call.layout]}")
+        try:
+            self._begin_on_stream()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def _begin_on_stream(self) -> None:
+        calls, call = self._calls, self._call
+        self._caller = torch.cuda.current_stream(calls.device)
+        streams = calls.windows[call.window].streams
+        assert streams is not None  # noqa: S101  for mypy: windows of this engine have them
+        self.stream = streams.begin(self._caller, call.is_async)
+        self._streams = streams
+        if call.is_async:
+            calls.record_stream(call.window, [each for each in self._inputs if each is not None], self.stream)
+            self._scope = torch.cuda.stream(self.stream)
+            self._scope.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._streams is not None:
+            self._calls.last_event = Event.recorded(self.stream) if self._call.is_async else Event(self.stream)
+        if self._scope is not None:
+            self._scope.__exit__(*error)
+            self._calls.record_stream(self._call.window, self.results, self._caller)
+        torch.cuda.nvtx.range_pop()
+        super().__exit__(*error)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Contiguous and aligned for bulk copies."""
+    tensor = tensor.detach().contiguous()
+    return tensor if tensor.data_ptr() % ROW_MULTIPLE_BYTES == 0 else tensor.clone()
+
+
+def _clear(rows: Tensor, tail: Tensor) -> None:
+    rows.masked_fill_(tail if rows.dim() == tail.dim() else tail.unsqueeze(-1), 0)
+
+
+def _tensor(array: Any) -> Tensor:
+    tensor: Tensor = torch.from_dlpack(array.__dlpack__())
+    return tensor

@@ -1,0 +1,46 @@
+"""The CUDA streams of a window, whose calls the native module keeps in order: one is in flight at a time."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from weft.gpu import give_back_stream, own_stream
+
+__all__ = ["WindowStreams"]
+
+
+class WindowStreams:
+    """The stream of a window's async calls, and where the last call outside of graph captures ran."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._last: torch.cuda.Stream | None = None
+        self._own: torch.cuda.Stream | None = None
+
+    def begin(self, caller: torch.cuda.Stream, is_async: bool) -> torch.cuda.Stream:
+        """The stream of the next call: `caller`, for an async call the own stream, which waits for `caller` first."""
+        stream = caller
+        if is_async:
+            if self._own is None:
+                self._own = own_stream(self.device)
+            stream = self._own
+            stream.wait_stream(caller)
+        if not torch.cuda.is_current_stream_capturing():
+            self._last = stream
+        return stream
+
+    def wait(self) -> None:
+        """Block the host until the calls made so far have ended; kernels that wait for a peer may take until their
+        deadline. Ctrl-C leaves the wait."""
+        pause_s = 20e-6
+        while self._last is not None and not self._last.query():
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 1e-3)
+
+    def close(self) -> None:
+        """Give the own stream back."""
+        own, self._own, self._last = self._own, None, None
+        if own is not None:
+            give_back_stream(own)
