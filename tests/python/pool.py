@@ -48,9 +48,10 @@ class RankState:
 
 
 class Pool:
-    """The parent's side. Use as a context manager, or call ``stop``."""
+    """The parent's side. Use as a context manager, or call ``stop``. `device`: None, or "cuda", GPU rank % number."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str | None = None) -> None:
+        self._device = device
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         self._sizes: set[int] = set()
@@ -106,7 +107,7 @@ class Pool:
 
     def _connect(self, num_ranks: int) -> None:
         for connection in self._connections[:num_ranks]:
-            _send(connection, ("connect", num_ranks, None, None))
+            _send(connection, ("connect", num_ranks, None, self._device))
         endpoints = self._answers(num_ranks)
         for connection in self._connections[:num_ranks]:
             _send(connection, endpoints)
@@ -175,7 +176,7 @@ def _rank_main(rank: int, connection: Connection, of_parent: Sequence[Connection
             os._exit(0)  # the parent is gone or done; nothing of ours needs a clean end (R18)
         try:
             if kind == "connect":
-                state.communicators[num_ranks] = _connect(rank, num_ranks, connection)
+                state.communicators[num_ranks] = _connect(rank, num_ranks, connection, argument)
                 answer: tuple[str, object] = ("done", None)
             else:
                 state.num_ranks = num_ranks
@@ -186,10 +187,14 @@ def _rank_main(rank: int, connection: Connection, of_parent: Sequence[Connection
             _send(connection, answer)
 
 
-def _connect(rank: int, num_ranks: int, connection: Connection) -> Communicator:
+def _connect(rank: int, num_ranks: int, connection: Connection, device: str | None) -> Communicator:
+    if device == "cuda":
+        device = f"cuda:{rank % torch.cuda.device_count()}"
+        torch.cuda.set_device(device)
+
     def share(endpoint: bytes) -> list[bytes]:
         _send(connection, ("done", endpoint))
         endpoints: list[bytes] = pickle.loads(connection.recv_bytes())
         return endpoints
 
-    return Communicator._connect(rank, num_ranks, share, None, "pool of test ranks", timeout_s=60.0)
+    return Communicator._connect(rank, num_ranks, share, device, "pool of test ranks", timeout_s=60.0)

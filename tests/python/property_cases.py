@@ -294,6 +294,8 @@ def _bias(case: Case, call: Call, rank: int, generator: torch.Generator) -> Tens
 def run_plan(state: RankState, plan: RankPlan) -> list[Seen]:
     """All calls of the case; results stay alive until the last one and are sent back then."""
     ep = weft.ExpertParallel(state.comm, **plan.expert_parallel)
+    if ep.comm.engine != "cpu":
+        poison_heap(ep)
     hogs = fill_heap(ep) if plan.hog_heap else []
     try:
         return [_run_call(ep, call) for call in plan.calls]
@@ -306,10 +308,22 @@ def fill_heap(ep: weft.ExpertParallel) -> list[Any]:
     """Take all of this rank's heap, down to the smallest block."""
     hogs = []
     window = ep.calls.windows[0].native
+    on_gpu = ep.comm.engine != "cpu"
+    stream = torch.cuda.current_stream().cuda_stream if on_gpu else 0
+
+    def block(num_rows: int) -> Any:
+        return window.empty([num_rows, 256], 0, stream) if on_gpu else window.empty(num_rows, 256, 0)
+
     for num_rows in (1 << 16, 1 << 8, 1):
-        while (block := window.empty(num_rows, 256, 0)) is not None:
-            hogs.append(block)
+        while (found := block(num_rows)) is not None:
+            hogs.append(found)
     return hogs
+
+
+def poison_heap(ep: weft.ExpertParallel) -> None:
+    """Overwrite what the heap holds of earlier cases: a word that nobody writes is seen then."""
+    for block in fill_heap(ep):
+        torch.from_dlpack(block).fill_(0xFB)
 
 
 def _run_call(ep: weft.ExpertParallel, call: RankCall) -> Seen:
@@ -330,7 +344,7 @@ def _run_call(ep: weft.ExpertParallel, call: RankCall) -> Seen:
         seen.repeated = repeated.x
     output = call.output.clone()
     options: dict[str, Any] = {"weighted": call.weighted, "side": call.side, "bias": call.bias, "wire": call.wire}
-    if late and call.has_bad_ids:
+    if late and call.has_bad_ids and ep.comm.engine == "cpu":  # on a GPU combine does not wait, so does not know
         try:
             ep.combine(output, r.handle, **options)
         except weft.Error as error:
@@ -344,7 +358,7 @@ def _run_call(ep: weft.ExpertParallel, call: RankCall) -> Seen:
     if call.heap_output:
         heap_output = ep.empty_output(r)
         heap_output.copy_(call.output)
-        out = torch.full(seen.combined[0][0].shape, torch.nan, dtype=heap_output.dtype)
+        out = torch.full_like(seen.combined[0][0], torch.nan, dtype=heap_output.dtype)
         seen.combined.append(pair(ep.combine(heap_output, r.handle, out=out, **options)))
         assert seen.combined[-1][0] is out
         heap_output.fill_(77)

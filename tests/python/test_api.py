@@ -68,8 +68,9 @@ def test_signatures() -> None:
     }  # fmt: skip
     spawn = {"fn": empty, "num_ranks": 4, "args": (), "device": "auto", "isolation": "process"}
     assert defaults(weft.spawn).items() >= spawn.items()
-    assert defaults(weft.Communicator.from_process_group) == {"group": None, "device": None, "engine": "auto"}
-    assert defaults(weft.Communicator.from_env) == {"device": None, "engine": "auto"}
+    connect = {"device": None, "engine": "auto", "placement": "auto"}
+    assert defaults(weft.Communicator.from_process_group) == {"group": None, **connect}
+    assert defaults(weft.Communicator.from_env) == connect
 
 
 def test_one_rank_communicator(solo: weft.Communicator) -> None:

@@ -55,9 +55,16 @@ _GROUP_SIZE = 16  # cases between two progress reports
 
 def _run_group(cases: Sequence[Case], ranks: int, device: str) -> list[TrialResult]:
     """Run cases in one set of ranks up to the end or the first error; at least one result."""
+    import torch
+
     import weft
 
-    per_rank = weft.spawn(_run_rank, num_ranks=ranks, args=(tuple(cases),), device=device, on_failure="return")
+    # On one GPU processes would take turns.
+    isolation = "thread" if device != "cpu" and torch.cuda.device_count() == 1 else "process"
+    args = (tuple(cases),)
+    per_rank = weft.spawn(
+        _run_rank, num_ranks=ranks, args=args, device=device, isolation=isolation, on_failure="return"
+    )
     for outcome in per_rank:
         if isinstance(outcome, weft.Unsupported):
             raise outcome

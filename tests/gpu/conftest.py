@@ -1,0 +1,49 @@
+"""Fixtures for the tests on GPUs, which are skipped where there is none.
+
+Ranks that are processes are forked, which CUDA in this process would spoil: their tests run first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_ranks import ProcessRanks, ThreadRanks
+
+NUM_GPUS = torch.cuda.device_count()  # by NVML: CUDA is not started
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = str(Path(__file__).parent)
+    mine = [item for item in items if str(item.path).startswith(here)]
+    if NUM_GPUS == 0:
+        for item in mine:
+            item.add_marker(pytest.mark.skip(reason="no GPU"))
+    items.sort(key=lambda item: item in mine and "processes" not in item.nodeid)
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[ProcessRanks]:
+    """A pool of processes; it is forked by its first use."""
+    if torch.cuda.is_initialized():
+        pytest.skip("CUDA is in use in this process: run the tests of processes alone")
+    ranks = ProcessRanks()
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def threads() -> ThreadRanks:
+    """Ranks as threads of this process."""
+    return ThreadRanks()
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty gives memory full of NaN: a word that nobody writes is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,80 @@
+"""Ranks on GPUs for the tests: the pool of tests/python with device tensors, and ranks that are threads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import weft
+from pool import Pool, RankFailed, RankState
+
+
+def moved(value: Any, device: torch.device | str) -> Any:
+    """The same value with every tensor inside on `device`; leaves keep requires_grad."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, copy=True).requires_grad_(value.requires_grad)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: moved(getattr(value, f.name), device) for f in dataclasses.fields(value)}
+        return type(value)(**fields)
+    if isinstance(value, dict):
+        return {name: moved(each, device) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(moved(each, device) for each in value)
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class OnDevice:
+    """A function of the tests for the CPU, run with tensors on the rank's GPU."""
+
+    function: Callable[[RankState, Any], Any]
+
+    def __call__(self, state: RankState, argument: Any) -> Any:
+        assert state.comm.engine == "nvlink", state.comm
+        result = self.function(state, moved(argument, state.comm.device))
+        return moved(result, "cpu")
+
+
+class ThreadRanks:
+    """`run` as that of `Pool`, on ranks that are threads; they share one GPU if there is only one."""
+
+    def run(
+        self,
+        num_ranks: int,
+        function: Callable[[RankState, Any], Any],
+        args: Sequence[Any],
+        *,
+        may_die: Collection[int] = (),
+    ) -> list[Any]:
+        def work(comm: weft.Communicator) -> Any:
+            return OnDevice(function)(RankState(comm.rank, {num_ranks: comm}, num_ranks), args[comm.rank])
+
+        outcomes = weft.spawn(work, num_ranks, device="cuda", isolation="thread", on_failure="return")
+        failed = [f"rank {rank}: {each!r}" for rank, each in enumerate(outcomes) if isinstance(each, BaseException)]
+        if failed:
+            raise RankFailed("\n".join(failed))
+        return outcomes
+
+
+class ProcessRanks:
+    """Ranks that are processes, each on a GPU of its own if there are enough."""
+
+    def __init__(self) -> None:
+        self._pool = Pool(device="cuda")
+
+    def run(
+        self,
+        num_ranks: int,
+        function: Callable[[RankState, Any], Any],
+        args: Sequence[Any],
+        *,
+        may_die: Collection[int] = (),
+    ) -> list[Any]:
+        return self._pool.run(num_ranks, OnDevice(function), args, may_die=may_die)
+
+    def stop(self) -> None:
+        self._pool.stop()

@@ -1,0 +1,78 @@
+"""Guards against captured graphs that replay an old sequence, old routing or memory that is gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_streams import EXPERTS, HIDDEN, NUM_RANKS, TOKENS, TOP_K, expected, inputs, make, run
+
+import weft
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+@pytest.mark.parametrize("heap_bytes", [None, 4096])
+def test_replays_with_changing_routing(layout: str, heap_bytes: int | None) -> None:
+    """Captured once; each replay reads new rows, ids and weights from the same places. With and without a heap."""
+    capacity = NUM_RANKS * TOKENS * (1 if layout == "rank_major" else TOP_K)
+    options: dict[str, Any] = {"layout": layout, "capacity": TOKENS * NUM_RANKS if layout == "masked" else capacity}
+
+    def work(comm: weft.Communicator) -> None:
+        ep = make(comm, heap_bytes=heap_bytes)
+        ep.warmup(**options)
+        num_tokens = TOKENS - 7 * comm.rank
+        x = torch.zeros(num_tokens, HIDDEN, dtype=torch.bfloat16, device=comm.device)
+        ids = torch.zeros(num_tokens, TOP_K, dtype=torch.int64, device=comm.device)
+        weights = torch.zeros(num_tokens, TOP_K, device=comm.device)
+        torch.cuda.current_stream(comm.device).synchronize()
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(comm.device)
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            r = ep.dispatch(x, ids, weights, **options)
+            y = ep.combine(r.x, r.handle)
+            graph.capture_end()
+        with torch.cuda.stream(stream):
+            for seed in range(5):
+                given, sums = expected(seed, **options)
+                for place, values in zip((x, ids, weights), inputs(seed), strict=True):
+                    place.copy_(values[comm.rank])
+                y.fill_(float("nan"))
+                graph.replay()
+                stream.synchronize()
+                mine = given[comm.rank]
+                assert int(r.num_rows) == int(mine.num_rows)
+                assert torch.equal(r.num_tokens_per_expert.cpu(), mine.num_tokens_per_expert)
+                assert torch.equal(y.cpu(), sums[comm.rank]), f"replay {seed}"
+                if seed == 2:  # an ordinary call between replays takes its own turn
+                    parts = [part[comm.rank].to(comm.device) for part in inputs(9)]
+                    between = ep.dispatch(*parts)
+                    assert torch.equal(between.x.cpu(), expected(9)[0][comm.rank].x)
+            stream.synchronize()
+        ep.check()
+        graph.reset()
+        ep.close()
+
+    run(work)
+
+
+def test_capture_needs_a_capacity() -> None:
+    def work(comm: weft.Communicator) -> None:
+        ep = make(comm)
+        ep.warmup()
+        x = torch.zeros(8, HIDDEN, dtype=torch.bfloat16, device=comm.device)
+        ids = torch.zeros(8, TOP_K, dtype=torch.int64, device=comm.device)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(comm.device)
+        with torch.cuda.stream(stream):
+            x.add_(0)
+            stream.synchronize()
+            graph.capture_begin(capture_error_mode="thread_local")
+            x.add_(0)
+            with pytest.raises(weft.InvalidArgument, match="capacity is None while a CUDA graph is captured"):
+                ep.dispatch(x, ids)
+            graph.capture_end()
+        assert torch.equal(ep.dispatch(x, ids).x, torch.zeros_like(ep.dispatch(x, ids).x))
+        assert EXPERTS % comm.num_ranks == 0
+
+    run(work, 2)
