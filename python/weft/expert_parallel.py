@@ -1,5 +1,7 @@
 """`ExpertParallel`: dispatch and combine for one shape of MoE layer. Checks of arguments are in weft/arguments.py."""
 
+# check: allow file-size: the public methods of one class, most of it their docstrings
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any

@@ -137,7 +137,7 @@ def _missing() -> str | None:
     """What this machine lacks for compiling kernels."""
     try:
         _nvrtc()
-        include_folder()
+        _include()
     except (Unsupported, OSError) as error:
         return str(error)
     return None
@@ -272,9 +272,17 @@ def driver_gpu(index: int) -> _native.Gpu:
     """The native module's GPU `index` of this process, with its loaded kernels; shared by all communicators."""
     with _gpus_lock:
         if index not in _gpus:
-            folder = env.cache_folder()
-            _gpus[index] = _load.native().Gpu(index, nvrtc=_nvrtc(), include=include_folder(), cache=folder)
+            _gpus[index] = _load.native().Gpu(index, **compiler_paths())
         return _gpus[index]
+
+
+def compiler_paths() -> dict[str, str]:
+    """What the native module's compiler wants: `nvrtc`, `include` and `cache`.
+
+    Raises:
+        Unsupported: no NVRTC, or no kernel sources.
+    """
+    return {"nvrtc": _nvrtc(), "include": _include(), "cache": env.cache_folder()}
 
 
 @functools.cache
@@ -288,7 +296,7 @@ def _nvrtc() -> str:
         raise Unsupported("compiling kernels", f"no NVRTC ({error})", "nvidia-cuda-nvrtc") from error
 
 
-def include_folder() -> str:
+def _include() -> str:
     """The folder of the kernels' headers: beside this file in a wheel, at the top of a source tree."""
     here = Path(__file__).parent
     for folder in (here / "include", here.parents[1] / "include"):

@@ -5,6 +5,7 @@ docstring of `spawn`: threads of the parent do not exist in the child, the locks
 """
 
 # check: allow file-size: parent and child of one protocol
+# check: allow-in-file function-size: one parameter for each argument of spawn
 
 from __future__ import annotations
 
@@ -141,9 +142,7 @@ class _Outcome:
     was_killed: bool = False
 
 
-def _check(
-    fn: Any, num_ranks: Any, args: Any, device: Any, isolation: Any, on_failure: Any, engine: Any
-) -> None:  # check: allow function-size: the arguments of spawn
+def _check(fn: Any, num_ranks: Any, args: Any, device: Any, isolation: Any, on_failure: Any, engine: Any) -> None:
     from weft.limits import limits
 
     most = limits().max_ranks

@@ -201,7 +201,7 @@ COMBINE: list[tuple[dict[str, Any], type[weft.Error], str]] = [
     ({"out": X[:3]}, weft.InvalidArgument, r"out has shape \[3, 16\]; allowed: \[5, 16\]"),
     ({"out": torch.zeros(16, 5).t()}, weft.InvalidArgument, r"out has strides \[1, 5\]; allowed is a contiguous"),
     ({"out": X.clone(), "expert_output": X.clone().requires_grad_()}, weft.InvalidArgument, r"out is given while"),
-    ({"wire": "fp8"}, weft.Unsupported, r"wire='fp8' is not supported: have the cpu engine, need a GPU engine"),
+    ({"wire": "fp4"}, weft.InvalidArgument, r"wire is 'fp4'; allowed: None, fp8"),
     ({"window": -1}, weft.InvalidArgument, r"window is -1; allowed are 0 to num_windows - 1 = 0"),
 ]  # fmt: skip
 
