@@ -410,5 +410,5 @@ def _clear(rows: Tensor, tail: Tensor) -> None:
 
 
 def _tensor(array: Any) -> Tensor:
-    tensor: Tensor = torch.from_dlpack(array.__dlpack__())
+    tensor: Tensor = torch.from_dlpack(array)
     return tensor
