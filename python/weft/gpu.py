@@ -5,17 +5,15 @@ where the kernel compiler is, and streams.
 from __future__ import annotations
 
 import ctypes
-import functools
 import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft import _load, env
+from weft import _load, env, kernel_paths
 from weft.errors import CudaError, InvalidArgument, InvalidState, Unsupported, rank_list
 from weft.limits import ENGINES, MAX_GPU_RANKS, MAX_NUM_SMS
 
@@ -136,8 +134,7 @@ def _problem(facts: Mapping[int, Facts]) -> str:
 def _missing() -> str | None:
     """What this machine lacks for compiling kernels."""
     try:
-        _nvrtc()
-        _include()
+        kernel_paths.compiler_paths()
     except (Unsupported, OSError) as error:
         return str(error)
     return None
@@ -272,34 +269,5 @@ def driver_gpu(index: int) -> _native.Gpu:
     """The native module's GPU `index` of this process, with its loaded kernels; shared by all communicators."""
     with _gpus_lock:
         if index not in _gpus:
-            _gpus[index] = _load.native().Gpu(index, **compiler_paths())
+            _gpus[index] = _load.native().Gpu(index, **kernel_paths.compiler_paths())
         return _gpus[index]
-
-
-def compiler_paths() -> dict[str, str]:
-    """What the native module's compiler wants: `nvrtc`, `include` and `cache`.
-
-    Raises:
-        Unsupported: no NVRTC, or no kernel sources.
-    """
-    return {"nvrtc": _nvrtc(), "include": _include(), "cache": env.cache_folder()}
-
-
-@functools.cache
-def _nvrtc() -> str:
-    """Path of the compiler library that torch brings."""
-    try:
-        from cuda import pathfinder
-
-        return str(pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path)
-    except Exception as error:
-        raise Unsupported("compiling kernels", f"no NVRTC ({error})", "nvidia-cuda-nvrtc") from error
-
-
-def _include() -> str:
-    """The folder of the kernels' headers: beside this file in a wheel, at the top of a source tree."""
-    here = Path(__file__).parent
-    for folder in (here / "include", here.parents[1] / "include"):
-        if (folder / "weft" / "kernels").is_dir():
-            return str(folder)
-    raise Unsupported("compiling kernels", f"no headers beside {here}", "an installed wheel, or a source tree")

@@ -8,6 +8,8 @@
 #include <algorithm>
 
 #include "base/status.h"
+#include "engine/nvlink/dispatch.h"
+#include "engine/nvlink/unload.h"
 #include "jit/compiler.h"
 #include "jit/loaded_kernel.h"
 #include "weft/config/base.h"
@@ -46,6 +48,15 @@ void launch_link_limit(const jit::LoadedKernel& kernel, const std::vector<u64>& 
   kernel.launch(num_blocks, reinterpret_cast<cuda::Stream>(stream), &args);
 }
 
+GpuWindowShape shape_of(i32 num_ranks, i32 num_experts, i32 top_k, i64 max_tokens) {
+  GpuWindowShape shape;
+  shape.num_ranks = num_ranks;
+  shape.num_experts = num_experts;
+  shape.top_k = top_k;
+  shape.max_tokens = max_tokens;
+  return shape;
+}
+
 }  // namespace
 
 void bind_jit(nb::module_& m) {
@@ -62,6 +73,15 @@ void bind_jit(nb::module_& m) {
         return nb::bytes(cubin.data(), cubin.size());
       },
       "source"_a, nb::kw_only(), "arch"_a, "nvrtc"_a, "include"_a, "cache"_a);
+  m.def(
+      "render_dispatch",
+      [](const nvlink::DispatchArgs& args, i32 num_ranks, i32 num_experts, i32 top_k, i64 max_tokens,
+         int shared_bytes) {
+        const GpuWindowShape shape = shape_of(num_ranks, num_experts, top_k, max_tokens);
+        return nvlink::render(nvlink::kernel_config(shape, args, shared_bytes));
+      },
+      "args"_a, nb::kw_only(), "num_ranks"_a, "num_experts"_a, "top_k"_a, "max_tokens"_a, "shared_bytes"_a);
+  m.def("render_unload", &nvlink::render_unload);
   m.def("render_link_limit", &render_link_limit, nb::kw_only(), "row_bytes"_a, "is_pull"_a);
   nb::class_<jit::LoadedKernel>(m, "LinkLimitKernel")
       .def(nb::new_([](int gpu, const nb::bytes& cubin) {

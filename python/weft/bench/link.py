@@ -81,25 +81,24 @@ def _measure(points: list[LinkPoint], num_gpus: int) -> dict[LinkPoint, float]:
         for other in buffers:
             if other.device != device:
                 other[:1].copy_(buffer[:1])  # torch lets the two GPUs reach each other's memory at the first copy
-    kernels: dict[tuple[str, int], list[Any]] = {}
-    for point in points:
-        key = (point.kind, point.row_bytes)
-        if key not in kernels:
-            kernels[key] = [_kernel(device, *key) for device in devices]
+    kernels = {key: _kernels(devices, *key) for key in {(point.kind, point.row_bytes) for point in points}}
     return {point: _rate(kernels[point.kind, point.row_bytes], buffers, point) for point in points}
 
 
-def _kernel(device: torch.device, kind: str, row_bytes: int) -> Any:
+def _kernels(devices: list[torch.device], kind: str, row_bytes: int) -> list[Any]:
+    """The kernel on every GPU; they are alike, so it is compiled once."""
     import torch
 
-    from weft import _load
-    from weft.bench import kernel_paths
+    from weft import _load, kernel_paths
 
     native = _load.native()
-    source = native.render_link_limit(row_bytes=row_bytes, is_pull=kind == "pull")
-    major, minor = torch.cuda.get_device_capability(device)
-    cubin = native.compile_kernel(source, arch=f"sm_{major}{minor}", **kernel_paths.paths())
-    return native.LinkLimitKernel(device.index, cubin)
+    major, minor = torch.cuda.get_device_capability(devices[0])
+    cubin = native.compile_kernel(
+        native.render_link_limit(row_bytes=row_bytes, is_pull=kind == "pull"),
+        arch=f"sm_{major}{minor}",
+        **kernel_paths.compiler_paths(cache=""),
+    )
+    return [native.LinkLimitKernel(device.index, cubin) for device in devices]
 
 
 def _rate(kernels: list[Any], buffers: list[torch.Tensor], point: LinkPoint) -> float:

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from weft.cli.bench_command import bench
+from weft.cli.cache_command import cache
 from weft.cli.collect_env_command import collect_env
 from weft.cli.demo_command import demo
 from weft.cli.doctor_command import doctor
@@ -43,6 +44,7 @@ class _Command(TyperCommand):
 
 for _function in (demo, verify, bench, size, doctor, topo, collect_env):
     app.command(cls=_Command)(_function)
+app.add_typer(cache, name="cache")
 
 
 def _print_version(wanted: bool) -> None:

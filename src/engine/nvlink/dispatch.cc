@@ -21,6 +21,26 @@ i64 wire_scale_bytes(const DispatchArgs& args) {
 
 }  // namespace
 
+DispatchKernelConfig kernel_config(const GpuWindowShape& shape, const DispatchArgs& args, int shared_bytes) {
+  DispatchKernelConfig config;
+  config.num_ranks = shape.num_ranks;
+  config.num_experts = shape.num_experts;
+  config.top_k = shape.top_k;
+  config.num_blocks = args.num_blocks;
+  config.row_bytes = static_cast<i32>(args.row_bytes);
+  config.scale_row_bytes = static_cast<i32>(wire_scale_bytes(args));
+  config.num_groups = static_cast<i32>((shape.max_tokens + 31) / 32);
+  config.quantize = args.quantize;
+  if (args.quantize != Quantize::kNone) {
+    config.hidden = static_cast<i32>(args.hidden);
+    config.dtype = args.dtype;
+  }
+  config.layout = args.layout;
+  config.topk_is_int64 = args.topk_is_int64;
+  config.is_cached = args.cached;
+  return with_stages(config, shared_bytes);
+}
+
 DispatchCall::DispatchCall(Window& window, const DispatchArgs& args, const Poll& poll)
     : w_(window),
       a_(args),
@@ -33,7 +53,7 @@ DispatchCall::DispatchCall(Window& window, const DispatchArgs& args, const Poll&
 
 DispatchResult DispatchCall::run() {
   check_sizes();
-  const DispatchKernelConfig config = with_stages(kernel_config(), w_.gpu_->kernels->shared_bytes());
+  const DispatchKernelConfig config = kernel_config(w_.shape_, a_, w_.gpu_->kernels->shared_bytes());
   const Kernel& kernel = w_.prepare(config, a_.timeout_ns, poll_);
   const Window::Turn turn = w_.begin(operation_config(), a_.timeout_ns, a_.stream);
   reserve();
@@ -57,30 +77,11 @@ void DispatchCall::check_sizes() {
     rows = CheckedSize(static_cast<u64>(a_.capacity)) * static_cast<u64>(a_.layout == Layout::kMasked ? num_local : 1);
   }
   if (!rows.ok || rows.value > INT_MAX) {
-    throw_invalid_argument("a result could have more than 2147483647 rows; allowed are fewer tokens, a smaller alignment or "
-                           "a capacity");
+    throw_invalid_argument(
+        "a result could have more than 2147483647 rows; allowed are fewer tokens, a smaller alignment or "
+        "a capacity");
   }
   most_rows_ = a_.cached && a_.capacity < 0 ? a_.num_rows : static_cast<i64>(rows.value);
-}
-
-DispatchKernelConfig DispatchCall::kernel_config() const {
-  DispatchKernelConfig config;
-  config.num_ranks = w_.shape_.num_ranks;
-  config.num_experts = w_.shape_.num_experts;
-  config.top_k = w_.shape_.top_k;
-  config.num_blocks = a_.num_blocks;
-  config.row_bytes = static_cast<i32>(a_.row_bytes);
-  config.scale_row_bytes = static_cast<i32>(scale_bytes_);
-  config.num_groups = static_cast<i32>((w_.shape_.max_tokens + 31) / 32);
-  config.quantize = a_.quantize;
-  if (a_.quantize != Quantize::kNone) {
-    config.hidden = static_cast<i32>(a_.hidden);
-    config.dtype = a_.dtype;
-  }
-  config.layout = a_.layout;
-  config.topk_is_int64 = a_.topk_is_int64;
-  config.is_cached = a_.cached;
-  return config;
 }
 
 OperationConfig DispatchCall::operation_config() const {
@@ -110,9 +111,10 @@ void DispatchCall::reserve() {
   const i64 top_k = w_.shape_.top_k;
   bool has_room = true;
   if (!a_.cached) {
-    has_room = fixed(table_, 4 * gpu_recv_plan_len(w_.shape_.max_tokens, w_.shape_.top_k, w_.shape_.num_ranks, a_.layout)) &&
-               fixed(weights_, most_rows_ * 4 * (is_by_expert_ ? 1 : top_k)) &&
-               (is_by_expert_ || fixed(ids_, most_rows_ * top_k * id_bytes_));
+    has_room =
+        fixed(table_, 4 * gpu_recv_plan_len(w_.shape_.max_tokens, w_.shape_.top_k, w_.shape_.num_ranks, a_.layout)) &&
+        fixed(weights_, most_rows_ * 4 * (is_by_expert_ ? 1 : top_k)) &&
+        (is_by_expert_ || fixed(ids_, most_rows_ * top_k * id_bytes_));
   }
   has_room = has_room && (scale_bytes_ == 0 || fixed(scales_, most_rows_ * scale_bytes_));
   if (has_room && is_exact_) {
@@ -131,7 +133,9 @@ void DispatchCall::reserve() {
 }
 
 kernels::DispatchKernelArgs DispatchCall::kernel_arguments(const Window::Turn& turn) const {
-  const auto offset = [&](const std::optional<Block>& block) { return block ? w_.heap_offset(reinterpret_cast<u64>(block->data)) : 0; };
+  const auto offset = [&](const std::optional<Block>& block) {
+    return block ? w_.heap_offset(reinterpret_cast<u64>(block->data)) : 0;
+  };
   kernels::DispatchKernelArgs args;
   args.view = w_.view_;
   args.print = turn.print;
@@ -230,8 +234,7 @@ DispatchResult DispatchCall::heap_result() {
   result.recv_plan.block = std::move(*table_);
   result.recv_plan.gpu = w_.gpu_->index;
   result.recv_plan.is_integer = true;
-  result.recv_plan.shape = {
-      gpu_recv_plan_len(w_.shape_.max_tokens, w_.shape_.top_k, w_.shape_.num_ranks, a_.layout)};
+  result.recv_plan.shape = {gpu_recv_plan_len(w_.shape_.max_tokens, w_.shape_.top_k, w_.shape_.num_ranks, a_.layout)};
   return result;
 }
 

@@ -8,6 +8,9 @@
 
 namespace weft::nvlink {
 
+// The kernel of this call, for blocks of `shared_bytes`. Error kUnsupported: it does not fit.
+DispatchKernelConfig kernel_config(const GpuWindowShape& shape, const DispatchArgs& args, int shared_bytes);
+
 class DispatchCall {
  public:
   DispatchCall(Window& window, const DispatchArgs& args, const Poll& poll);
@@ -15,7 +18,6 @@ class DispatchCall {
 
  private:
   void check_sizes();
-  DispatchKernelConfig kernel_config() const;
   OperationConfig operation_config() const;
   void reserve();
   kernels::DispatchKernelArgs kernel_arguments(const Window::Turn& turn) const;

@@ -1,0 +1,99 @@
+"""`weft cache list|clear|prebuild`: the folder of compiled kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import time
+from typing import Annotated
+
+import typer
+
+from weft import env, kernel_cache
+from weft.cli import options
+from weft.cli.output import command_output
+from weft.errors import InvalidArgument
+from weft.limits import LAYOUTS
+from weft.prebuild import ARCHITECTURES, KernelShape, prebuild
+
+cache = typer.Typer(help="The folder of compiled kernels.", no_args_is_help=True, add_completion=False)
+
+_FOLDER_HELP = "Another folder than the one that WEFT_CACHE_DIR or ~/.cache gives."
+Folder = Annotated[str | None, typer.Option("--folder", help=_FOLDER_HELP)]
+
+
+@cache.command("list")
+def list_kernels(folder: Folder = None, json: options.Json = False) -> None:
+    """Show the kernels in the cache."""
+    with command_output(json_lines=json) as output:
+        where = env.cache_folder() if folder is None else folder
+        found = kernel_cache.entries(where)
+        rows = []
+        for kernel in found:
+            written_at = datetime.datetime.fromtimestamp(kernel.written_at, datetime.timezone.utc)
+            values = {"key": kernel.key, "arch": kernel.arch, "bytes": kernel.num_bytes}
+            output.row({"kind": "kernel", **values, "written_at": written_at.isoformat(timespec="seconds")})
+            rows.append((kernel.key, kernel.arch, f"{kernel.num_bytes:,}", f"{written_at:%Y-%m-%d %H:%M:%S}"))
+        total = sum(kernel.num_bytes for kernel in found)
+        output.row({"kind": "cache", "folder": where, "kernels": len(found), "bytes": total})
+        if rows:
+            output.table(where, ("kernel", "arch", "bytes", "written, UTC"), rows)
+        output.text(f"{len(found)} kernels, {total:,} bytes in {where or 'no folder: WEFT_CACHE_DIR is empty'}")
+
+
+@cache.command("clear")
+def clear(folder: Folder = None, json: options.Json = False) -> None:
+    """Remove them; what is needed again is compiled again."""
+    with command_output(json_lines=json) as output:
+        where = env.cache_folder() if folder is None else folder
+        num_files, num_bytes = kernel_cache.clear(where)
+        output.row({"kind": "cleared", "folder": where, "files": num_files, "bytes": num_bytes})
+        output.text(f"removed {num_files} files, {num_bytes:,} bytes from {where}")
+
+
+_ARCH_HELP = f"Architecture, may be given several times: {', '.join(ARCHITECTURES)}. Without it sm_90 and sm_100."
+_LAYOUT_HELP = "Layout, may be given several times. Without it all."
+_SMS_HELP = "SMs that the calls may use (num_sms)."
+
+
+@cache.command("prebuild")
+def prebuild_kernels(
+    ranks: options.Ranks = 4,
+    tokens: options.Tokens = 4096,
+    hidden: options.Hidden = 7168,
+    experts: options.Experts = 256,
+    top_k: options.TopK = 8,
+    dtype: options.Dtype = "bf16",
+    num_sms: Annotated[int, typer.Option("--num-sms", min=1, help=_SMS_HELP)] = 16,
+    layout: Annotated[list[str] | None, typer.Option("--layout", help=_LAYOUT_HELP)] = None,
+    arch: Annotated[list[str] | None, typer.Option("--arch", help=_ARCH_HELP)] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Compilations at once; without it a CPU each.")
+    ] = None,
+    folder: Folder = None,
+    json: options.Json = False,
+) -> None:
+    """Compile the kernels of a shape; needs no GPU. --tokens is max_tokens_per_rank."""
+    with command_output(json_lines=json) as output:
+        where = env.cache_folder() if folder is None else folder
+        if not where:
+            raise InvalidArgument("--folder is not given and WEFT_CACHE_DIR is empty: there is no cache to fill")
+        shape = KernelShape(
+            ranks=ranks,
+            experts=experts,
+            top_k=top_k,
+            hidden=hidden,
+            tokens=tokens,
+            dtype=dtype,
+            num_sms=num_sms,
+            layouts=tuple(layout) if layout else LAYOUTS,
+        )
+        started = time.perf_counter()
+        built, num_found = prebuild(shape, arch or ("sm_90", "sm_100"), where, jobs)
+        for kernel in built:
+            output.row({"kind": "built", **dataclasses.asdict(kernel)})
+        seconds = time.perf_counter() - started
+        output.row({"kind": "prebuilt", "folder": where, "kernels": len(built), "found": num_found, "seconds": seconds})
+        rows = [(each.name, each.arch, f"{each.seconds:.2f}", f"{each.num_bytes:,}") for each in built]
+        output.table(f"compiled into {where}", ("kernel", "arch", "seconds", "bytes"), rows)
+        output.text(f"{len(built)} kernels, {num_found} of them there already, {seconds:.1f} s")

@@ -1,0 +1,111 @@
+"""Compiles the kernels of a shape ahead of time, for any architecture, without a GPU: `weft cache prebuild`.
+
+The native module derives a kernel's configuration from a call's arguments, here as in a real call, so what is compiled
+here is found there by its content.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from weft import _load, kernel_cache, kernel_paths
+from weft.errors import InvalidArgument
+from weft.limits import LAYOUTS, QUANTIZE_GROUP
+
+__all__ = ["ARCHITECTURES", "Built", "KernelShape", "kernels", "prebuild"]
+
+# Shared memory that a block may have (CUDA programming guide, technical specifications per compute capability).
+ARCHITECTURES = {"sm_90": 227 << 10, "sm_100": 227 << 10, "sm_103": 227 << 10, "sm_120": 99 << 10}
+_CODES = {"bf16": (1, 2), "fp16": (2, 2), "fp32": (3, 4)}  # code of the native module, bytes
+_BYTES = 0
+_ROWS = ("plain", "fp8", "fp8_ue8m0", "fp8 rows")  # as they are, quantised in the call (two ways), quantised before
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelShape:
+    """What is compiled into kernels: the arguments of ExpertParallel, `num_sms` of the calls, and the layouts used."""
+
+    ranks: int = 4
+    experts: int = 256
+    top_k: int = 8
+    hidden: int = 7168
+    tokens: int = 4096  # max_tokens_per_rank
+    dtype: str = "bf16"
+    num_sms: int = 16
+    layouts: tuple[str, ...] = LAYOUTS
+
+    def __post_init__(self) -> None:
+        for layout in self.layouts:
+            if layout not in LAYOUTS:
+                raise InvalidArgument(f"layout={layout!r}: allowed are {', '.join(LAYOUTS)}")
+        if self.experts % self.ranks:
+            raise InvalidArgument(f"experts={self.experts}: must be a multiple of ranks={self.ranks}")
+
+
+@dataclass(frozen=True)
+class Built:
+    """One kernel: its name in words, the architecture, seconds it took (next to none if it was in the cache), bytes."""
+
+    name: str
+    arch: str
+    seconds: float
+    num_bytes: int
+
+
+def kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:
+    """Name and source of every kernel that calls of this shape may need."""
+    yield from _dispatch_kernels(shape, shared_bytes)
+    yield "unload", _load.native().render_unload()
+
+
+def _dispatch_kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:
+    native, (code, item) = _load.native(), _CODES[shape.dtype]
+    for layout, rows, routing in itertools.product(shape.layouts, _ROWS, ("int64 ids", "int32 ids", "handle")):
+        args: Any = native.GpuDispatchArgs()
+        args.layout, args.num_blocks, args.hidden = LAYOUTS.index(layout), shape.num_sms, shape.hidden
+        args.dtype, args.row_bytes = code, shape.hidden * item
+        args.quantize = {"fp8": 1, "fp8_ue8m0": 2}.get(rows, 0)
+        if rows == "fp8 rows":
+            args.dtype, args.row_bytes = _BYTES, shape.hidden
+            args.scale_row_bytes = -(-shape.hidden // QUANTIZE_GROUP) * 4
+        args.topk_is_int64, args.cached = routing != "int32 ids", routing == "handle"
+        source = native.render_dispatch(
+            args,
+            num_ranks=shape.ranks,
+            num_experts=shape.experts,
+            top_k=shape.top_k,
+            max_tokens=shape.tokens,
+            shared_bytes=shared_bytes,
+        )
+        yield f"dispatch {layout}, {rows}, {routing}", source
+
+
+def prebuild(shape: KernelShape, archs: Sequence[str], folder: str, jobs: int | None = None) -> tuple[list[Built], int]:
+    """Compile into `folder`; returns the kernels and how many of them were there already.
+
+    Raises:
+        InvalidArgument: an architecture that Weft does not know.
+        Unsupported: no NVRTC, or the shape fits no SM.
+        CompileError: NVRTC refused a kernel.
+    """
+    for arch in archs:
+        if arch not in ARCHITECTURES:
+            raise InvalidArgument(f"arch={arch!r}: allowed are {', '.join(ARCHITECTURES)}")
+    wanted = [(arch, *kernel) for arch in archs for kernel in kernels(shape, ARCHITECTURES[arch])]
+    paths = kernel_paths.compiler_paths(cache=folder)
+    before = len(kernel_cache.entries(folder))
+
+    def compiled(arch: str, name: str, source: str) -> Built:
+        start = time.perf_counter()
+        cubin = _load.native().compile_kernel(source, arch=arch, **paths)
+        return Built(name, arch, time.perf_counter() - start, len(cubin))
+
+    with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
+        built = list(pool.map(lambda job: compiled(*job), wanted))
+    return built, len(built) - (len(kernel_cache.entries(folder)) - before)
