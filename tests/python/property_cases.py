@@ -126,7 +126,9 @@ def build(case: Case) -> tuple[list[RankPlan], list[Expected]]:
                 "deadline_s": 60.0,
                 "heap_bytes": {"none": 0, "small": 1 << 16}.get(case.heap),
             },
-            hog_heap=case.heap == "full_on_one" and rank == case.calls[0].seed % case.num_ranks,
+            # "none": a GPU's heap is rounded up to whole pages of 2 MiB
+            hog_heap=case.heap == "none"
+            or (case.heap == "full_on_one" and rank == case.calls[0].seed % case.num_ranks),
             calls=[],
         )
         for rank in range(case.num_ranks)
