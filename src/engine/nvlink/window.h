@@ -131,6 +131,7 @@ class Window : public cpu::MemberWindow {
   // ---- Failure (window_failure.cc)
 
   u64* error_word() const;
+  bool is_broken() const;
   [[noreturn]] void raise_error();
   [[noreturn]] void raise_given_up(const ErrorRecord& record, OpKind kind);
   [[noreturn]] void throw_gpu_failure(const std::string& what);

@@ -134,8 +134,6 @@ void Window::leave_waits() { ptx::st_release_sys(&host_->abort, ~u64{0}); }
 
 void Window::record_error(const AbortReason&) { heap_->quarantine(); }
 
-bool Window::is_busy() const {
-  return last_event_ != nullptr && ptx::ld_acquire_sys(&host_->abort) != ~u64{0} && !last_event_->is_done();
-}
+bool Window::is_busy() const { return last_event_ != nullptr && !is_broken() && !last_event_->is_done(); }
 
 }  // namespace weft::nvlink
