@@ -92,7 +92,7 @@ def staged(gpu: Any) -> dict[str, Any]:
     def body(comm: Any, gpu: Any) -> list[str]:
         rank = ranks.Rank(comm, gpu, gpu.index)
         stream = torch.cuda.current_stream().cuda_stream
-        taken = rank.window.empty([(32 << 20) - 1024], 0, stream) if comm.rank == 1 else None
+        taken = rank.window.empty([32 << 20], 0, stream) if comm.rank == 1 else None
         bad = []
         for seed, (layout, capacity) in enumerate(
             [("rank_major", -1), ("expert_major", -1), ("masked", 30), ("rank_major", 90), ("expert_major", 400)]

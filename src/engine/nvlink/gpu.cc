@@ -48,6 +48,7 @@ Gpu::~Gpu() {
     if (scope.ok()) {
       kernels.reset();
       for (cuda::Event event : idle_events_) cuda::driver().event_destroy(event);
+      for (void* page : idle_pages_) cuda::driver().host_free(page);
       if (house_keeping != nullptr) cuda::driver().stream_destroy(house_keeping);
     }
   }
@@ -71,6 +72,39 @@ std::shared_ptr<Event> Gpu::record(u64 stream) {
 }
 
 void Gpu::settle() { cuda::check(cuda::driver().stream_synchronize(house_keeping), "cuStreamSynchronize"); }
+
+void* Gpu::take_host_page() {
+  constexpr size_t kPageBytes = 4096;
+  const std::lock_guard lock(mutex_);
+  void* page = nullptr;
+  if (idle_pages_.empty()) {
+    cuda::check(cuda::driver().host_alloc(&page, kPageBytes, cuda::kHostAllocMapped), "cuMemHostAlloc");
+  } else {
+    page = idle_pages_.back();
+    idle_pages_.pop_back();
+  }
+  return page;
+}
+
+void Gpu::give_back_host_page(void* page) noexcept {
+  const std::lock_guard lock(mutex_);
+  idle_pages_.push_back(page);
+}
+
+void Gpu::clean_up(std::shared_ptr<void> remains) noexcept try {
+  if (!has_thread_ranks) return remains.reset();
+  constexpr std::chrono::milliseconds kPatience{100};
+  auto end = std::make_shared<std::promise<void>>();
+  std::future<void> is_over = end->get_future();
+  start_thread("weft-clean-up", [end, rest = std::move(remains), current = context]() mutable {
+    const cuda::QuietContextScope scope(current);
+    rest.reset();
+    end->set_value();
+  }).detach();
+  is_over.wait_for(kPatience);
+} catch (const std::exception&) {
+  return;  // no thread to be had: done here, by the end of `remains`
+}
 
 // The driver has no call that asks a whole context and returns; a thread asks, and is left alone if the answer is late.
 bool Gpu::wait_until_idle(u64 deadline_ns, const cpu::Poll& poll) {

@@ -1,7 +1,7 @@
 // One GPU of this process: its context, kernels, events. Shared by all windows on it.
 #pragma once
 
-#include <functional>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -58,17 +58,28 @@ class Gpu {
   // False: still at work at `deadline_ns`. Waits for everything on this GPU, also for what is not ours.
   bool wait_until_idle(u64 deadline_ns, const cpu::Poll& poll);
 
+  // 4096 bytes of host memory that the GPU maps. Kept for the next one: giving them back to the driver would wait for every
+  // kernel of the process.
+  void* take_host_page();
+  void give_back_host_page(void* page) noexcept;
+
+  // Destroys what has memory of this GPU. Unmapping may wait for kernels; where ranks are threads those may wait for the
+  // rank that cleans up, so there a thread of its own does it, and only for a moment is it waited for.
+  void clean_up(std::shared_ptr<void> remains) noexcept;
+
   const int index;
   cuda::Device device = 0;
   cuda::Context context = nullptr;
   cuda::Stream house_keeping = nullptr;  // zeroing and filling of windows
   std::optional<Kernels> kernels;
+  std::atomic<bool> has_thread_ranks{false};
 
  private:
   friend class Event;
 
   std::mutex mutex_;
   std::vector<cuda::Event> idle_events_;
+  std::vector<void*> idle_pages_;
 };
 
 }  // namespace weft::nvlink

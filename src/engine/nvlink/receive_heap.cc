@@ -18,14 +18,30 @@ u64 in_units(u64 num_bytes) { return std::max(Heap::kAlignment, align_up(num_byt
 
 }  // namespace
 
-ReceiveHeap::ReceiveHeap(std::shared_ptr<Gpu> gpu, DeviceMemory memory, u64 first)
-    : gpu_(std::move(gpu)), memory_(std::move(memory)), first_(first), heap_(memory_.bytes() - first) {}
+ReceiveHeap::ReceiveHeap(std::shared_ptr<Gpu> gpu, DeviceMemory memory, u64 first, u64 num_bytes)
+    : gpu_(std::move(gpu)), memory_(std::move(memory)), first_(first), heap_(num_bytes) {}
+
+// Nothing is unmapped while the GPU is at work in it.
+struct ReceiveHeap::Remains {
+  std::shared_ptr<Gpu> gpu;
+  DeviceMemory memory;
+  std::vector<Pending> pending;
+
+  ~Remains() {
+    const cuda::QuietContextScope scope(gpu->context);
+    const auto is_done = [&] {
+      return std::all_of(pending.begin(), pending.end(),
+                         [](const Pending& each) { return each.event != nullptr && each.event->is_done(); });
+    };
+    if (!scope.ok() || wait_on_host(is_done, now_ns() + kSettleNs, {})) return;
+    log_line(kLogWarning, "a GPU is still at work in the heap of a closed window; its memory is not given back");
+    static_cast<void>(new DeviceMemory(std::move(memory)));  // on purpose
+  }
+};
 
 ReceiveHeap::~ReceiveHeap() {
-  const cuda::QuietContextScope scope(gpu_->context);
-  if (!scope.ok() || wait_on_host([&] { return is_settled(); }, now_ns() + kSettleNs, {})) return;
-  log_line(kLogWarning, "a GPU is still at work in the heap of a closed window; its memory is not given back");
-  static_cast<void>(new DeviceMemory(std::move(memory_)));  // on purpose: unmapping it would end every kernel
+  forget_done();
+  gpu_->clean_up(std::shared_ptr<Remains>(new Remains{gpu_, std::move(memory_), std::move(pending_)}));
 }
 
 std::optional<Block> ReceiveHeap::reserve(u64 num_bytes, u64 stream, bool is_capturing) {

@@ -22,8 +22,8 @@ namespace weft::nvlink {
 // Blocks hold it, so it outlives a rebuild and its window (R13). Thread-safe.
 class ReceiveHeap : public std::enable_shared_from_this<ReceiveHeap> {
  public:
-  // `first`: bytes at the start that are no heap (the landing).
-  ReceiveHeap(std::shared_ptr<Gpu> gpu, DeviceMemory memory, u64 first);
+  // `first`: bytes at the start that are no heap (the landing), followed by `num_bytes` of heap.
+  ReceiveHeap(std::shared_ptr<Gpu> gpu, DeviceMemory memory, u64 first, u64 num_bytes);
   ~ReceiveHeap();
   ReceiveHeap(const ReceiveHeap&) = delete;
   ReceiveHeap& operator=(const ReceiveHeap&) = delete;
@@ -64,6 +64,8 @@ class ReceiveHeap : public std::enable_shared_from_this<ReceiveHeap> {
     u64 begin, end, stream;
     std::shared_ptr<Event> event;
   };
+
+  struct Remains;
 
   std::optional<u64> take(u64 num_bytes, u64 stream, bool is_capturing);
   void wait_for_place(u64 begin, u64 end, u64 stream);

@@ -87,7 +87,7 @@ void Window::unload(const UnloadArgs& args) {
   kernel_args.row_bytes = staged.row_bytes;
   kernel_args.scale_row_bytes = staged.scale_row_bytes;
   if (num_rows == 0) return;
-  launch(unload_kernel(*gpu_), gpu_->kernels->num_multiprocessors(), staged.stream, &kernel_args);
+  start(unload_kernel(*gpu_), gpu_->kernels->num_multiprocessors(), staged.stream, &kernel_args);
 }
 
 }  // namespace weft::nvlink

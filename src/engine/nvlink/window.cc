@@ -77,16 +77,15 @@ Window::Window(std::shared_ptr<Communicator> comm, std::shared_ptr<Gpu> gpu, con
   hash_ = hash_bytes(&shape_, sizeof(shape_), hash_bytes(&id_, sizeof(id_)));
   const cuda::ContextScope scope(gpu_->context);
   // Threads on one GPU: what follows may wait for kernels, so all that was launched must be able to end.
+  if (comm_->is_local()) gpu_->has_thread_ranks = true;
   if (comm_->is_local()) meet(deadline_ns, poll);
-  void* host = nullptr;
-  cuda::check(cuda::driver().host_alloc(&host, sizeof(transport::HostWords), cuda::kHostAllocMapped), "cuMemHostAlloc");
-  host_ = new (host) transport::HostWords();
+  host_ = new (gpu_->take_host_page()) transport::HostWords();
   try {
     connect(nullptr, comm_->active_ranks(), comm_->epoch(), kWindowTag | id_, deadline_ns, poll);
     prepare_unload();
     if (comm_->is_local()) meet(deadline_ns, poll);
   } catch (...) {
-    cuda::driver().host_free(host_);
+    gpu_->give_back_host_page(host_);
     throw;
   }
   comm_->add_window(this);
@@ -109,13 +108,18 @@ void Window::close() {
     static_cast<void>(new std::vector<std::shared_ptr<ReceiveHeap>>(std::move(old_heaps_)));
     return;
   }
-  peers_.clear();
-  control_ = DeviceMemory();
-  heap_.reset();  // results that are still held keep it
-  old_heaps_.clear();
+  gpu_->give_back_host_page(std::exchange(host_, nullptr));
   last_event_.reset();
   last_captured_.reset();
-  cuda::driver().host_free(std::exchange(host_, nullptr));
+  // Results that are still held keep the heap.
+  struct Rest {
+    std::vector<Peer> peers;
+    DeviceMemory control;
+    std::shared_ptr<ReceiveHeap> heap;
+    std::vector<std::shared_ptr<ReceiveHeap>> old_heaps;
+  };
+  gpu_->clean_up(
+      std::make_shared<Rest>(Rest{std::move(peers_), std::move(control_), std::move(heap_), std::move(old_heaps_)}));
 }
 
 bool Window::has_left() noexcept try {
@@ -229,7 +233,7 @@ void Window::install(const std::vector<int>& ranks, u16 epoch, Memory memory, st
   if (heap_ == nullptr || !heap_->renew(memory.heap)) {
     if (heap_ != nullptr && heap_->has_captured()) old_heaps_.push_back(heap_);
     if (heap_ != nullptr) ++view_.heap_generation;
-    heap_ = std::make_shared<ReceiveHeap>(gpu_, std::move(memory.heap), layout_.landing_bytes);
+    heap_ = std::make_shared<ReceiveHeap>(gpu_, std::move(memory.heap), layout_.landing_bytes, heap_bytes_);
   }
   words.heap_generation = view_.heap_generation;
   view_.layout = layout_;
@@ -256,7 +260,7 @@ void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, 
   wait_on_host([&] { return heap_->is_settled(); }, std::min(deadline_ns, now_ns() + kPatienceNs), poll);
   connect(&plane, ranks, epoch, tag, deadline_ns, poll);
   *host_ = transport::HostWords();
-  timeout_ns_ = 0;
+  host_->timeout_ns = timeout_ns_;  // a graph may be the first to run
   last_event_.reset();
   staged_ = StagedRows();
 }

@@ -117,6 +117,8 @@ class Window : public cpu::MemberWindow {
 
   // Once for each begin(). Errors: kInvalidArgument (more blocks than there is room for), kCudaError.
   void launch(const Kernel& kernel, i32 num_blocks, u64 stream, void* args);
+  // The same for a kernel that waits for no peer.
+  void start(const Kernel& kernel, i32 num_blocks, u64 stream, void* args);
   // Returns the number of rows of the result. Errors: what the kernel found, kPeerLost, kPeerTimeout, kCudaError.
   i64 wait_for_counts(u64 ticket, u64 stream, const Poll& poll);
   // After launch(): gives back what follows the first bytes of a block.

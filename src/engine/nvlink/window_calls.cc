@@ -61,6 +61,11 @@ void Window::check_num_blocks(i32 num_blocks) const {
 }
 
 void Window::launch(const Kernel& kernel, i32 num_blocks, u64 stream, void* args) {
+  check_num_blocks(num_blocks);
+  start(kernel, num_blocks, stream, args);
+}
+
+void Window::start(const Kernel& kernel, i32 num_blocks, u64 stream, void* args) {
   void* params[] = {args};
   cuda::check(cuda::driver().launch(kernel.function, static_cast<unsigned>(num_blocks), 1, 1, kernel.num_threads, 1, 1,
                                     kernel.shared_bytes, stream_of(stream), params, nullptr),
