@@ -1,7 +1,7 @@
 """Guards against survivors that hang, get a CUDA error, name the wrong rank or lose memory when a rank is killed.
 
-python tests/gpu/window_kills.py [--ranks 4] [--kills 5] starts a process a rank (GPU rank % number of GPUs) for each kill;
-one JSON object a line, exit 1 if one failed. Also: Ctrl-C in a wait, and processes that end with windows open.
+python tests/gpu/window_kills.py [--ranks 4] [--kills 5] starts a process a rank (GPU rank % number of GPUs) for each
+kill; one JSON object a line, exit 1 if one failed. Also: Ctrl-C in a wait, and processes that end with windows open.
 """
 
 from __future__ import annotations
