@@ -45,7 +45,7 @@ class NicPort:
 class Nic:
     """An RDMA device.
 
-    Attributes: `kind` "infiniband", "roce", "efa" or "unknown"; `card` equal for the devices of one card (its
+    Attributes: `kind` "infiniband", "roce", "efa", "iwarp" or "unknown"; `card` equal for the devices of one card (its
     system image GUID); `atomics_path` None: unknown, else whether atomics of the card's
     sizes get from it to the root; `bond` slaves if this is one device over both ports (RoCE LAG); `has_verbs_node`
     whether /dev/infiniband/uverbsN of it is there.

@@ -72,16 +72,17 @@ def _nic(tree: Tree, cpus: Cpus, name: str, verbs: dict[str, str] | None) -> Nic
     atomics = pci.atomics.completer_64 if pci else None
     if atomics is None:
         why["atomics"] = pci.why.get("atomics", "unknown") if pci else "no PCI function"
+    node_type = tree.text(f"{where}/node_type")
     guid = _guid(tree.text(f"{where}/sys_image_guid"))
     return Nic(
         name=name,
         pci=pci,
-        kind=_kind(pci, ports),
+        kind=_kind(pci, ports, node_type),
         ports=ports,
         numa_node=node,
         node_guid=_guid(tree.text(f"{where}/node_guid")),
         card=guid,
-        node_type=tree.text(f"{where}/node_type"),
+        node_type=node_type,
         firmware=tree.text(f"{where}/fw_ver") or None,
         model=MODELS.get(pci.device) if pci and pci.vendor == _MELLANOX and pci.device else None,
         netdevs=netdevs,
@@ -103,9 +104,11 @@ def _is_virtual_function(pci: PciDevice | None) -> bool | None:
     return False if pci.max_vfs is not None else None
 
 
-def _kind(pci: PciDevice | None, ports: tuple[NicPort, ...]) -> str:
+def _kind(pci: PciDevice | None, ports: tuple[NicPort, ...], node_type: str | None) -> str:
     if pci is not None and (pci.driver == "efa" or (pci.vendor == _AMAZON and pci.driver is None)):
         return "efa"
+    if (node_type or "").startswith("4:"):
+        return "iwarp"
     layers = {port.link_layer for port in ports}
     return "infiniband" if "InfiniBand" in layers else "roce" if "Ethernet" in layers else "unknown"
 
