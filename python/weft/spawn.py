@@ -339,7 +339,7 @@ def _run_processes(job: _Job) -> list[_Outcome]:
 
     _load.native()
     if job.placement in ("auto", "process"):
-        local.machine_here(with_gpus=job.device == "cuda")  # read once, before the fork
+        local.machine_here(with_gpus=job.may_use_cuda)  # read once, before the fork
     _flush()
     children: list[_Child] = []
     try:

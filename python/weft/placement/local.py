@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import TYPE_CHECKING
 
 from weft import env
@@ -24,10 +23,16 @@ MODES = ("auto", "process", "off")
 _MAX_CPU = 1 << 16
 
 
-@functools.lru_cache(maxsize=2)
+_machines: dict[bool, Machine] = {}  # by whether NVML was asked; a forked rank has its parent's
+
+
 def machine_here(*, with_gpus: bool = True) -> Machine:
     """This machine, read once in a process. Without GPUs NVML is not asked, which may take seconds."""
-    return read_here(with_nvml=with_gpus)
+    if True in _machines:
+        return _machines[True]
+    if with_gpus not in _machines:
+        _machines[with_gpus] = read_here(with_nvml=with_gpus)
+    return _machines[with_gpus]
 
 
 def check_placement(placement: object) -> str | Placement:

@@ -51,7 +51,7 @@ def _collect(nvml: Any) -> dict[str, Any]:
     found["gpus"] = []
     for idx in range(nvml.nvmlDeviceGetCount()):
         errors: dict[str, str] = {}
-        handle = _ask(errors, "handle", functools.partial(nvml.nvmlDeviceGetHandleByIndex, idx))
+        handle = _ask(errors, "handle", functools.partial(_handle, nvml, idx))
         handles.append(handle)
         found["gpus"].append(_gpu(nvml, handle) if handle is not None else {"errors": errors})
     found["pairs"] = [
@@ -61,6 +61,10 @@ def _collect(nvml: Any) -> dict[str, Any]:
         if handles[first] is not None and handles[second] is not None
     ]
     return found
+
+
+def _handle(nvml: Any, idx: int) -> Any:
+    return nvml.nvmlDeviceGetHandleByIndex(idx)
 
 
 def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
@@ -87,11 +91,11 @@ def _links(nvml: Any, handle: Any, gpu: dict[str, Any]) -> list[dict[str, Any]] 
             active = bool(nvml.nvmlDeviceGetNvLinkState(handle, idx))
         except nvml.NVMLError_InvalidArgument:  # there is no such link
             break
-        except nvml.NVMLError as error:
-            if not links:
-                gpu.setdefault("errors", {})["nvlinks"] = str(error)
-                return [] if isinstance(error, nvml.NVMLError_NotSupported) else None
-            break
+        except Exception as error:  # noqa: BLE001  also a function that is missing
+            if links:
+                break
+            gpu.setdefault("errors", {})["nvlinks"] = str(error)
+            return [] if isinstance(error, nvml.NVMLError_NotSupported) else None
         link: dict[str, Any] = {"idx": idx, "active": active}
         links.append(link)
         if active:
