@@ -10,6 +10,7 @@ namespace weft {
 // Warps that store rows, groups of warps that sum them. A stage belongs to one of them for good: who waits for phase n of
 // a barrier has then seen phase n - 1 end, without which a wait by parity could pass a phase too early.
 constexpr i32 kStoreWarps = 2;
+constexpr i32 kFanWarps = 7;  // that copy received rows to the places of their other picks
 constexpr i32 kSumGroups = 2;
 
 struct DispatchKernelConfig {
@@ -21,7 +22,6 @@ struct DispatchKernelConfig {
   i32 scale_row_bytes = 0;  // on the wire, of any size; 0: none
   i32 hidden = 16;          // elements of a row, when quantised
   i32 num_stages = 2;       // rows that a block holds to send, a multiple of kStoreWarps and of num_quantize_warps
-  i32 num_fan_stages = 0;   // expert_major, masked: rows that each warp which copies received rows holds
   i32 num_groups = 1;       // rank_major: of 32 tokens, as many as the largest call has
   i32 num_quantize_warps = 0;
   Dtype dtype = Dtype::kBytes;  // of x, when quantised
@@ -40,7 +40,6 @@ struct DispatchKernelConfig {
   // A row as it comes in, or as it goes out: quantised in place, with its scales behind the wider of the two.
   WEFT_HD constexpr i32 scales_at() const { return (row_bytes + 15) / 16 * 16; }
   WEFT_HD constexpr i32 stage_bytes() const { return (scales_at() + scale_row_bytes + 127) / 128 * 128; }
-  WEFT_HD constexpr i32 fan_stage_bytes() const { return (wire_row_bytes() + scale_row_bytes + 127) / 128 * 128; }
   // Who goes where. rank_major: a ballot and a prefix sum for each group and rank; else counts for each period and expert.
   WEFT_HD constexpr i32 index_bytes() const {
     const i32 holes = is_by_expert() ? 2 * num_local_experts() * 4 : 0;
@@ -48,13 +47,11 @@ struct DispatchKernelConfig {
     const i32 counts = (is_by_expert() ? 3 : 1) * num_experts * 4;
     return (holes + (is_cached ? 0 : groups + counts) + 127) / 128 * 128;
   }
-  WEFT_HD constexpr i32 shared_bytes() const {
-    return index_bytes() + num_stages * stage_bytes() + kStoreWarps * num_fan_stages * fan_stage_bytes();
-  }
-  // Load, store, quantise, and those that write ids (rank_major) or copy what arrives; at least 8 in all, to count.
+  WEFT_HD constexpr i32 shared_bytes() const { return index_bytes() + num_stages * stage_bytes(); }
+  // Load, store, quantise, and those that write ids (rank_major) or copy what arrives; many in all, since all count.
   WEFT_HD constexpr i32 num_warps() const {
-    const i32 busy = 1 + kStoreWarps + num_quantize_warps + kStoreWarps;
-    return busy < 8 ? 8 : busy;
+    const i32 busy = 1 + kStoreWarps + num_quantize_warps + (is_by_expert() ? kFanWarps : 2);
+    return busy < 16 ? 16 : busy;
   }
   WEFT_HD constexpr i32 num_threads() const { return num_warps() * 32; }
 };

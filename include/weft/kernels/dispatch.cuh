@@ -63,7 +63,6 @@ class Dispatch {
       ptx::mbarrier_init(&s.ready[thread], 1);
       ptx::mbarrier_init(&s.empty[thread], 1);
     }
-    if (thread < kStoreWarps * kConfig.num_fan_stages) ptx::mbarrier_init(&s.fan_full[thread], 1);
     if (thread < 32) ptx::fence_mbarrier_init();
     count_.clear();
     __syncthreads();
@@ -80,7 +79,7 @@ class Dispatch {
       if (blockIdx.x == 0) count_.write_counts(kFirstOther);
       if constexpr (kConfig.is_by_expert()) {
         i32* plan = kConfig.is_cached ? state_.a.recv_plan : count_.recv_plan();
-        if (warp_ - kFirstOther >= kStoreWarps) return;
+        if (warp_ - kFirstOther >= kFanWarps) return;
         DispatchFan<kConfig>(state_, plan, warp_ - kFirstOther).run();
       } else if constexpr (!kConfig.is_cached) {
         send_.store_ids(kFirstOther);

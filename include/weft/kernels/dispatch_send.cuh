@@ -7,10 +7,18 @@
 
 namespace weft::kernels {
 
-// An integer of `kBytes`: what threads copy at a time.
+// What a thread copies at a time.
 template <i32 kBytes>
 struct alignas(kBytes) Piece {
-  u8 byte[kBytes];
+  u32 word[kBytes / 4];
+};
+template <>
+struct Piece<2> {
+  u16 word;
+};
+template <>
+struct Piece<1> {
+  u8 word;
 };
 WEFT_HD constexpr i32 piece_bytes(i32 num_bytes) {
   return num_bytes % 16 == 0 ? 16 : num_bytes % 8 == 0 ? 8 : num_bytes % 4 == 0 ? 4 : num_bytes % 2 == 0 ? 2 : 1;
@@ -113,22 +121,29 @@ class DispatchSend : public DispatchState<kConfig> {
     }
   }
 
-  // ---- ids, weights and plans of rank_major: one thread a (token, rank), 16 bytes at a time where they divide
+  // ---- ids, weights, table and plan of rank_major. A block takes tokens one after the other, so that neighbouring threads
+  // write to neighbouring places: over the wire each 16 bytes alone would cost as much as 64.
 
   __device__ void store_ids(i32 first_warp) {
-    constexpr i32 kPerItem = kRanks;
     const i32 thread = (warp - first_warp) * 32 + lane;
     const i32 num_threads = (kConfig.num_warps() - first_warp) * 32;
-    const i32 mine = (a.num_tokens - static_cast<i32>(blockIdx.x) + kConfig.num_blocks - 1) / kConfig.num_blocks;
+    const i32 share = (a.num_tokens + kConfig.num_blocks - 1) / kConfig.num_blocks;
+    const i32 begin = min(static_cast<i32>(blockIdx.x) * share, a.num_tokens);
+    const i32 num_mine = min(share, a.num_tokens - begin);
     GpuSendPlan<i32> plan{a.send_plan, a.num_tokens, kRanks};
-    for (i32 pair = thread; pair < mine * kPerItem; pair += num_threads) {
-      const i32 token = static_cast<i32>(blockIdx.x) + pair / kPerItem * kConfig.num_blocks;
-      const i32 to = pair % kPerItem;
-      const i32 row = row_of(token, to);
-      plan.row()[static_cast<i64>(token) * kRanks + to] = row;
-      if (flight.is_active(to)) s.table[to][token] = row;
-      if (to == 0) plan.mask()[token] = static_cast<i32>(mask_of(token));
-      if (row >= 0) store_ids_of(token, to, row);
+    for (i32 idx = thread; idx < num_mine; idx += num_threads) {
+      const i32 token = begin + idx;
+      u32 mask = 0;
+      for (i32 to = 0; to < kRanks; ++to) {
+        const i32 row = row_of(token, to);
+        plan.row()[static_cast<i64>(token) * kRanks + to] = row;
+        if (flight.is_active(to)) s.table[to][token] = row;
+        mask |= row >= 0 ? 1u << to : 0u;
+      }
+      plan.mask()[token] = static_cast<i32>(mask);
+    }
+    for (i32 idx = thread; idx < num_mine * kIdPieces; idx += num_threads) {
+      store_id_piece(begin + idx / kIdPieces, idx % kIdPieces * kIdStep);
     }
     clear_tail(thread, num_threads);
   }
@@ -154,13 +169,6 @@ class DispatchSend : public DispatchState<kConfig> {
     if ((goers & bit) == 0) return -1;
     const i32 row = s.start[to] + this->rows_before(to, token / 32) + __popc(goers & (bit - 1));
     return row < s.limit[to] ? row : -1;
-  }
-
-  __device__ u32 mask_of(i32 token) const {
-    u32 mask = 0;
-#pragma unroll
-    for (i32 to = 0; to < kRanks; ++to) mask |= row_of(token, to) >= 0 ? 1u << to : 0u;
-    return mask;
   }
 
   // What is needed to know of an item, asked for while the one before it is stored.
@@ -363,41 +371,41 @@ class DispatchSend : public DispatchState<kConfig> {
 
   // ---- ids of rank_major
 
-  __device__ void store_ids_of(i32 token, i32 to, i32 row) {
-    struct alignas(16) Quad {
-      float value[4];
+  static constexpr i32 kIdStep = kTopk % 4 == 0 ? 4 : 1;  // picks of a thread
+  static constexpr i32 kIdPieces = kTopk / kIdStep;
+
+  __device__ void store_id_piece(i32 token, i32 k) {
+    struct alignas(kIdStep == 4 ? 16 : 4) Weights {
+      float value[kIdStep];
     };
-    struct alignas(16) Ids {
-      Id value[16 / sizeof(Id)];
+    struct alignas(kIdStep == 4 ? 16 : sizeof(Id)) Ids {
+      Id value[kIdStep];
     };
-    constexpr i32 kStep = kTopk % 4 == 0 ? 4 : 1;
-    Id* ids = reinterpret_cast<Id*>(s.ids[to]) + static_cast<i64>(row) * kTopk;
-    float* weights = reinterpret_cast<float*>(s.weights[to]) + static_cast<i64>(row) * kTopk;
-    const i64 first = static_cast<i64>(token) * kTopk;
-    for (i32 k = 0; k < kTopk; k += kStep) {
-      Quad quad;
-      Id local[kStep];
+    const i64 first = static_cast<i64>(token) * kTopk + k;
+    i32 id[kIdStep];
+    float weight[kIdStep];
 #pragma unroll
-      for (i32 idx = 0; idx < kStep; ++idx) {
-        const i64 id = static_cast<const Id*>(a.topk_idx)[first + k + idx];
-        const bool is_here = id >= 0 && id < kExperts && static_cast<i32>(id) / kLocal == to;
-        local[idx] = is_here ? static_cast<Id>(static_cast<i32>(id) % kLocal) : -1;
-        quad.value[idx] = !is_here ? 0.0f : a.topk_weights == nullptr ? 1.0f : a.topk_weights[first + k + idx];
+    for (i32 idx = 0; idx < kIdStep; ++idx) {
+      const i64 given = static_cast<const Id*>(a.topk_idx)[first + idx];
+      id[idx] = given >= 0 && given < kExperts ? static_cast<i32>(given) : -1;
+      weight[idx] = a.topk_weights == nullptr ? 1.0f : a.topk_weights[first + idx];
+    }
+#pragma unroll 1
+    for (i32 to = 0; to < kRanks; ++to) {
+      const i32 row = row_of(token, to);
+      if (row < 0) continue;
+      Ids ids;
+      Weights weights;
+#pragma unroll
+      for (i32 idx = 0; idx < kIdStep; ++idx) {
+        const i32 local = id[idx] - to * kLocal;
+        const bool is_here = id[idx] >= 0 && local >= 0 && local < kLocal;
+        ids.value[idx] = is_here ? local : -1;
+        weights.value[idx] = is_here ? weight[idx] : 0.0f;
       }
-      if constexpr (kStep == 4) {
-        *reinterpret_cast<Quad*>(weights + k) = quad;
-        constexpr i32 kPer = 16 / static_cast<i32>(sizeof(Id));
-#pragma unroll
-        for (i32 part = 0; part < kStep; part += kPer) {
-          Ids packed;
-#pragma unroll
-          for (i32 idx = 0; idx < kPer; ++idx) packed.value[idx] = local[part + idx];
-          *reinterpret_cast<Ids*>(ids + k + part) = packed;
-        }
-      } else {
-        weights[k] = quad.value[0];
-        ids[k] = local[0];
-      }
+      const i64 place = static_cast<i64>(row) * kTopk + k;
+      *reinterpret_cast<Ids*>(reinterpret_cast<Id*>(s.ids[to]) + place) = ids;
+      *reinterpret_cast<Weights*>(reinterpret_cast<float*>(s.weights[to]) + place) = weights;
     }
   }
 

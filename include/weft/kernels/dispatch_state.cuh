@@ -12,7 +12,6 @@ struct DispatchShared {
   u64 full[kConfig.num_stages];   // loaded
   u64 ready[kConfig.num_stages];  // quantised
   u64 empty[kConfig.num_stages];
-  u64 fan_full[kStoreWarps * kConfig.num_fan_stages + 1];
   u32 has_failed;                 // set by any thread: the block leaves without another header
   u32 is_given_up;                // a rank has no room: all ranks see it and go on to the next call
   u32 staged_mask;                // bit r: the result of rank r does not fit its heap
@@ -52,7 +51,7 @@ struct DispatchState {
   __device__ bool is_peer(i32 other) const { return other < kRanks && other != rank() && flight.is_active(other); }
   __device__ bool is_staged(i32 other) const { return (s.staged_mask >> other & 1u) != 0; }
 
-  // ---- dynamic shared memory: holes | groups or periods | counts | stages | stages of received rows
+  // ---- dynamic shared memory: holes | groups or periods | counts | stages
 
   __device__ i32* hole_begin() const { return reinterpret_cast<i32*>(dynamic); }  // [kLocal]
   __device__ i32* hole_end() const { return hole_begin() + kLocal; }
@@ -73,10 +72,6 @@ struct DispatchState {
   __device__ i32* total_of() const { return place() + kExperts; }  // picks of all ranks for the expert
 
   __device__ u8* stage(i32 idx) const { return dynamic + kConfig.index_bytes() + idx * kConfig.stage_bytes(); }
-  __device__ u8* fan_stage(i32 idx) const {
-    return dynamic + kConfig.index_bytes() + kConfig.num_stages * kConfig.stage_bytes() + idx * kConfig.fan_stage_bytes();
-  }
-
   // ---- tokens. Item j of store warp w of a block is one token. rank_major deals tokens out one by one, so that blocks write
   // near each other; by expert a block takes kPeriods chunks, since it must count what comes before each.
 

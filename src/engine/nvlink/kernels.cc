@@ -54,7 +54,7 @@ std::string render(const DispatchKernelConfig& config) {
       field("num_ranks", config.num_ranks) + field("num_experts", config.num_experts) + field("top_k", config.top_k) +
           field("num_blocks", config.num_blocks) + field("row_bytes", config.row_bytes) +
           field("scale_row_bytes", config.scale_row_bytes) + field("hidden", config.hidden) +
-          field("num_stages", config.num_stages) + field("num_fan_stages", config.num_fan_stages) +
+          field("num_stages", config.num_stages) +
           field("num_groups", config.num_groups) + field("num_quantize_warps", config.num_quantize_warps) +
           field("dtype", "Dtype", config.dtype) + field("quantize", "Quantize", config.quantize) +
           field("layout", "Layout", config.layout) + field("topk_is_int64", config.topk_is_int64 ? 1 : 0) +
@@ -73,13 +73,7 @@ std::string render(const CombineKernelConfig& config) {
 
 DispatchKernelConfig with_stages(DispatchKernelConfig config, int shared_bytes) {
   const int room = shared_bytes - kStaticSharedBytes - config.index_bytes();
-  if (config.is_by_expert()) {
-    // Copies of received rows must keep up with the wire; what is sent needs depth to fill it.
-    constexpr int kShare = 3;
-    const bool has_four = room / kShare >= kStoreWarps * 4 * config.fan_stage_bytes();
-    config.num_fan_stages = has_four ? 4 : 2;
-  }
-  const int stages = (room - kStoreWarps * config.num_fan_stages * config.fan_stage_bytes()) / config.stage_bytes();
+  const int stages = room / config.stage_bytes();
   constexpr int kMostQuantizers = 6;
   for (int multiple = config.is_quantized() ? kMostQuantizers : kStoreWarps; multiple >= kStoreWarps; multiple -= 2) {
     config.num_stages = std::min(stages, kMaxStages) / multiple * multiple;
