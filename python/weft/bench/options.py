@@ -66,6 +66,7 @@ class SuiteOptions:
     trace: str | None = None
     seed: int = 0
     device: str = "auto"
+    placement: Literal["auto", "process", "off"] = "process"
     iters: int = 100
     warmup: int = 5
     baseline: bool = True

@@ -38,6 +38,7 @@ def run_suite(options: SuiteOptions) -> Iterator[Row]:
 
     chosen = cases(options.suites, tokens=options.tokens, trace=options.trace)
     machine = {**machine_facts(options.device), "ranks": options.ranks, "seed": options.seed}
+    machine["placement"] = options.placement
     yield {"kind": "machine", **machine}
     stamp = {name: machine[name] for name in ("commit", "machine", "driver", "torch")}
     on_gpu = machine["device_name"] is not None
@@ -54,6 +55,7 @@ def run_suite(options: SuiteOptions) -> Iterator[Row]:
                 num_ranks=options.ranks,
                 args=(chosen, options, barrier, store.port, Path(folder)),
                 device=options.device,
+                placement=options.placement,
             )
         except BaseException as caught:  # noqa: BLE001  raised again below
             error = caught

@@ -82,6 +82,7 @@ def bench(
             suite = "all"
         if suite is not None:
             common: dict[str, Any] = {"ranks": ranks, "seed": seed, "device": device, "baseline": baseline}
+            common["placement"] = placement
             numbers = {"tokens": tokens, "hidden": hidden, "iters": iters, "warmup": warmup}
             chosen: dict[str, Any] = {name: value for name, value in numbers.items() if name in given}
             names = SUITES if suite == "all" else tuple(suite.split(","))
