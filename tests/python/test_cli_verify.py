@@ -163,6 +163,24 @@ def test_kills_are_seen_and_survived() -> None:
     assert {row["what"] for row in rows if row["kind"] == "times"} >= {"detection", "rebuild"}
 
 
+def test_ranks_die_one_after_the_other() -> None:
+    """Each death is seen by those that are left, who rebuild and meet the next one."""
+    flags = ["verify", "--kill", "--trials", "2", "--ranks", "4", "--deaths", "3", "--json"]
+    result = CliRunner().invoke(app, flags)
+    assert result.exit_code == 0, result.output
+    kills = [row for row in rows_of(result.stdout) if row["kind"] == "kill"]
+    assert [(kill["trial"], kill["death"], kill["ranks"]) for kill in kills] == [
+        (trial, death, 4 - death) for trial in range(2) for death in range(3)
+    ]
+    for trial in range(2):
+        assert len({kill["victim"] for kill in kills if kill["trial"] == trial}) == 3
+    for kill in kills:
+        assert len(kill["detection_us"]) == len(kill["rebuild_us"]) == kill["ranks"] - 1
+    refused = CliRunner().invoke(app, ["verify", "--kill", "--ranks", "3", "--deaths", "3", "--json"])
+    assert refused.exit_code == 2
+    assert "deaths=3" in refused.output
+
+
 @pytest.mark.parametrize("flags", [[], ["--kill"]])
 def test_a_bad_variable_is_a_usage_error_before_any_trial(flags: list[str]) -> None:
     command = [sys.executable, "-m", "weft.cli", "verify", *flags, "--trials", "2", "--json"]

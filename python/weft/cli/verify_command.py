@@ -10,6 +10,7 @@ from weft.cli import options
 from weft.cli.output import EXIT_FAILED, Output, command_output
 from weft.verify import Fixed, repeat_command
 
+_DEATHS_HELP = "With --kill: ranks killed one after the other in each trial, fewer than there are."
 _KILL_HELP = "Kill a random rank at a random moment in each trial; report what survivors see and how soon."
 
 
@@ -28,6 +29,7 @@ def verify(
     seed: options.Seed = 0,
     device: options.Device = "auto",
     kill: Annotated[bool, typer.Option("--kill", help=_KILL_HELP)] = False,
+    deaths: Annotated[int, typer.Option("--deaths", min=1, help=_DEATHS_HELP)] = 1,
     json: options.Json = False,
 ) -> None:
     """Compare random cases with the reference, bit for bit; exit 1 if one differs."""
@@ -44,8 +46,11 @@ def verify(
         trace=None if trace is None else str(trace),
     )
     with command_output(json_lines=json) as output:
-        run = _run_kills if kill else _run_trials
-        if not run(output, fixed, trials, seed, device):
+        if kill:
+            ok = _run_kills(output, fixed, trials, seed, device, deaths)
+        else:
+            ok = _run_trials(output, fixed, trials, seed, device)
+        if not ok:
             raise typer.Exit(EXIT_FAILED)
 
 
@@ -83,14 +88,14 @@ def _run_trials(output: Output, fixed: Fixed, trials: int, seed: int, device: st
     return not failed
 
 
-def _run_kills(output: Output, fixed: Fixed, trials: int, seed: int, device: str) -> bool:
+def _run_kills(output: Output, fixed: Fixed, trials: int, seed: int, device: str, deaths: int) -> bool:
     import dataclasses
 
     from weft.verify.kill import percentile, run_kills
 
     results = []
-    with output.progress(trials, "verify --kill") as advance:
-        for result in run_kills(trials=trials, seed=seed, fixed=fixed, device=device):
+    with output.progress(trials * deaths, "verify --kill") as advance:
+        for result in run_kills(trials=trials, seed=seed, fixed=fixed, device=device, deaths=deaths):
             advance(f"verify --kill: rank {result.victim} of {result.ranks}")
             results.append(result)
             output.row({"kind": "kill", "ok": result.ok, **dataclasses.asdict(result)})
@@ -111,7 +116,7 @@ def _run_kills(output: Output, fixed: Fixed, trials: int, seed: int, device: str
         output.row({"kind": "times", "what": what, "count": len(values), "p50_us": p50, "p99_us": p99, "max_us": worst})
     output.row({"kind": "summary", "ok": not failed, "trials": trials, "failed": failed})
     output.table("kill -9, as the survivors saw it", ("time from the kill, us", "count", "p50", "p99", "max"), rows)
-    verdict = f"{failed} of {trials} trials FAILED" if failed else f"{trials} trials ok"
+    verdict = f"{failed} of {len(results)} kills FAILED" if failed else f"{len(results)} kills ok"
     output.text(
         f"verify --kill: {verdict}: PeerLost named the victim everywhere, rebuild worked, bits right"
         if not failed

@@ -1,5 +1,6 @@
 """`weft verify --kill`: SIGKILL a random rank at a random moment; survivors must see it, rebuild, get the right bits.
 
+With more deaths a trial the next rank is killed once the survivors run again, until as many have died.
 The killer is a process of its own, so the moment has nothing to do with what the victim is doing. Times are
 CLOCK_MONOTONIC, which all processes of a machine share: from just before kill(2) to the moment PeerLost arrives in each
 survivor's Python.
@@ -8,27 +9,35 @@ survivor's Python.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import mmap
 import multiprocessing
 import os
 import random
 import signal
 import struct
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.errors import InvalidArgument
 from weft.verify.cases import Case, Fixed, check_environment, check_fixed, draw_case
 
 if TYPE_CHECKING:
+    import torch
+
     import weft
 
 __all__ = ["KillResult", "percentile", "run_kills"]
 
-_KILL_WITHIN_S = 0.2  # the victim dies at a uniformly random moment of this time, counted from when all ranks run
+_KILL_WITHIN_S = 0.2  # a victim dies at a uniformly random moment of this time, counted from when all ranks run
 _DEADLINE_S = 30.0
+_GIVE_UP_S = 60.0
+_MOST_LEFT_BYTES = 256 << 20  # of GPU memory, after a death: other users of the GPU and the driver take some
 _WORD = struct.Struct("q")
 
 
@@ -37,13 +46,15 @@ class KillResult:
     """What became of one kill."""
 
     trial: int
+    death: int  # how many ranks had died in this trial before
     seed: int
     ranks: int
     victim: int
-    calls_before: int  # calls the victim's peers had completed, the largest of them
+    calls_before: int  # calls the victim's peers had completed since the last death, the largest of them
     detection_us: tuple[float, ...]  # per survivor
     channels: tuple[dict[str, float], ...]  # per survivor: us from the kill to the report of each channel that saw it
     rebuild_us: tuple[float, ...]  # per survivor: comm.rebuild
+    memory_left_bytes: int | None  # on the victim's GPU after the rebuild, more than before the ranks started
     problems: tuple[str, ...]
 
     @property
@@ -61,82 +72,156 @@ class _Survivor:
     problem: str | None
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """Who dies in a trial, one after the other, and how long after all that are left run."""
+
+    victims: tuple[int, ...]
+    delays_s: tuple[float, ...]
+
+    def left(self, num_ranks: int, death: int) -> tuple[int, ...]:
+        """Ranks that live when `death` others have died."""
+        return tuple(rank for rank in range(num_ranks) if rank not in self.victims[:death])
+
+
 class _Board:
-    """A page shared by the ranks and the killer: a pid per rank, then the time of the kill."""
+    """A page shared by the ranks and the killer. Words of each rank: its pid, how many deaths it has run up to, and has
+    come through; words of each death: when it was, and what memory was left.
+    """
+
+    _PID, _RUNS, _THROUGH, _KILLED_AT, _MEMORY = range(5)
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._page = mmap.mmap(-1, mmap.PAGESIZE)
 
-    def set_pid(self, rank: int) -> None:
-        _WORD.pack_into(self._page, rank * _WORD.size, os.getpid())
+    def _get(self, kind: int, idx: int) -> int:
+        return int(_WORD.unpack_from(self._page, (kind * self._ranks + idx) * _WORD.size)[0])
 
-    def pids(self) -> list[int]:
-        return [_WORD.unpack_from(self._page, rank * _WORD.size)[0] for rank in range(self._ranks)]
+    def _set(self, kind: int, idx: int, value: int) -> None:
+        _WORD.pack_into(self._page, (kind * self._ranks + idx) * _WORD.size, value)
 
-    def stamp(self) -> None:
-        _WORD.pack_into(self._page, self._ranks * _WORD.size, time.monotonic_ns())
+    def note_running(self, rank: int, death: int) -> None:
+        """This rank makes calls and waits for death number `death`."""
+        self._set(self._PID, rank, os.getpid())
+        self._set(self._RUNS, rank, death + 1)
 
-    def killed_at_ns(self) -> int:
-        return int(_WORD.unpack_from(self._page, self._ranks * _WORD.size)[0])
+    def note_through(self, rank: int, death: int) -> None:
+        """This rank has rebuilt after it, or given up."""
+        self._set(self._THROUGH, rank, death + 1)
+
+    def are_running(self, ranks: Iterable[int], death: int) -> bool:
+        return all(self._get(self._RUNS, rank) > death for rank in ranks)
+
+    def are_through(self, ranks: Iterable[int], death: int) -> bool:
+        return all(self._get(self._THROUGH, rank) > death for rank in ranks)
+
+    def kill(self, victim: int, death: int) -> None:
+        """Note the time, then kill."""
+        pid = self._get(self._PID, victim)
+        self._set(self._KILLED_AT, death, time.monotonic_ns())
+        os.kill(pid, signal.SIGKILL)
+
+    def killed_at_ns(self, death: int) -> int:
+        return self._get(self._KILLED_AT, death)
+
+    def set_memory_left(self, death: int, num_bytes: int) -> None:
+        self._set(self._MEMORY, death, num_bytes + 1)  # 0: not measured
+
+    def memory_left(self, death: int) -> int | None:
+        found = self._get(self._MEMORY, death)
+        return found - 1 if found else None
 
 
-def run_kills(*, trials: int, seed: int, fixed: Fixed, device: str = "auto") -> Iterator[KillResult]:
-    """Run `trials` kills and yield each result. Not fixed: 4 ranks, 128 tokens, H = 512, the rest drawn by the seed."""
+def run_kills(*, trials: int, seed: int, fixed: Fixed, device: str = "auto", deaths: int = 1) -> Iterator[KillResult]:
+    """Run `trials` trials with `deaths` kills each, one after the other, and yield each kill's result. Not fixed: 4
+    ranks, 128 tokens, H = 512, the rest drawn by the seed.
+    """
     check_fixed(fixed)
     check_environment()
     defaults = Fixed(ranks=4, tokens=128, hidden=512)
     given = {name: value for name, value in dataclasses.asdict(fixed).items() if value is not None}
     fixed = dataclasses.replace(defaults, **given)
+    if not 1 <= deaths < (fixed.ranks or 0):
+        raise InvalidArgument(f"deaths={deaths}: allowed is 1 to one less than ranks={fixed.ranks}")
     for trial in range(trials):
-        yield _run_kill(trial, draw_case(seed + trial, fixed), device)
+        yield from _run_trial(trial, draw_case(seed + trial, fixed), device, deaths)
 
 
-def _run_kill(trial: int, case: Case, device: str) -> KillResult:
+def _run_trial(trial: int, case: Case, device: str, deaths: int) -> Iterator[KillResult]:
     import weft
 
     rng = random.Random(f"weft verify kill {case.seed}")
-    victim, delay_s = rng.randrange(case.ranks), rng.uniform(0.0, _KILL_WITHIN_S)
+    victims = tuple(rng.sample(range(case.ranks), deaths))
+    plan = _Plan(victims, tuple(rng.uniform(0.0, _KILL_WITHIN_S) for _ in victims))
     board = _Board(case.ranks)
     shared_memory_before = _shared_memory_files()
-    killer = multiprocessing.get_context("fork").Process(target=_kill, args=(board, victim, delay_s), daemon=True)
+    gpu_memory_before = {} if device == "cpu" else _gpu_memory()
+    args = (board, plan, case.ranks, gpu_memory_before)
+    killer = multiprocessing.get_context("fork").Process(target=_kill, args=args, daemon=True)
     killer.start()
-    try:
-        outcomes = weft.spawn(
-            _run_rank, num_ranks=case.ranks, args=(case, board, victim), device=device, on_failure="return"
-        )
-    finally:
-        killer.join()
-    for outcome in outcomes:
-        if isinstance(outcome, weft.Unsupported):
-            raise outcome
-    problems = []
-    survivors = []
-    for rank, outcome in enumerate(outcomes):
-        if rank == victim:
-            continue
-        if not isinstance(outcome, _Survivor):
-            problems.append(f"rank {rank}: {type(outcome).__name__}: {outcome}")
-            continue
-        survivors.append(outcome)
-        if outcome.problem is not None:
-            problems.append(f"rank {rank}: {outcome.problem}")
+    with tempfile.TemporaryDirectory(prefix="weft-kill-") as folder:
+        diaries = [Path(folder) / f"rank{rank}.jsonl" for rank in range(case.ranks)]
+        try:
+            outcomes = weft.spawn(
+                _run_rank, num_ranks=case.ranks, args=(case, board, plan, diaries), device=device, on_failure="return"
+            )
+        finally:
+            killer.join()
+        seen = [_read_diary(diary) for diary in diaries]
+    errors = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)}
+    for error in errors.values():
+        if isinstance(error, weft.Unsupported):
+            raise error
     left = sorted(_shared_memory_files() - shared_memory_before)
-    if left:
-        problems.append(f"left in /dev/shm: {', '.join(left)}")
-    saw = [part for part in survivors if part.lost_at_ns]
+    for death in range(deaths):
+        problems = [f"left in /dev/shm: {', '.join(left)}"] if left and death == deaths - 1 else []
+        for rank in plan.left(case.ranks, death + 1):
+            problems += _problems_of(rank, seen[rank], death, None if rank in plan.victims else errors.get(rank))
+        survivors = [seen[rank][death] for rank in plan.left(case.ranks, death + 1) if len(seen[rank]) > death]
+        yield _result(trial, case, plan, death, board, _Seen(survivors, problems))
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the survivors of a death saw, and what was wrong."""
+
+    survivors: list[_Survivor]
+    problems: list[str]
+
+
+def _read_diary(diary: Path) -> list[_Survivor]:
+    """A rank notes each death as it has come through it: it may die of the next."""
+    lines = diary.read_text(encoding="utf-8").splitlines() if diary.exists() else []
+    return [_Survivor(**json.loads(line)) for line in lines]
+
+
+def _problems_of(rank: int, survived: list[_Survivor], death: int, error: BaseException | None) -> list[str]:
+    if len(survived) > death:
+        problem = survived[death].problem
+        return [] if problem is None else [f"rank {rank}: {problem}"]
+    return [f"rank {rank}: gave up before" if error is None else f"rank {rank}: {type(error).__name__}: {error}"]
+
+
+def _result(trial: int, case: Case, plan: _Plan, death: int, board: _Board, seen: _Seen) -> KillResult:
+    victim, memory_left, killed_at_ns = plan.victims[death], board.memory_left(death), board.killed_at_ns(death)
+    if memory_left is not None and memory_left > _MOST_LEFT_BYTES:
+        seen.problems.append(f"{memory_left >> 20} MiB left on the GPU of rank {victim}")
+    saw = [part for part in seen.survivors if part.lost_at_ns]
     return KillResult(
         trial=trial,
+        death=death,
         seed=case.seed,
-        ranks=case.ranks,
+        ranks=case.ranks - death,
         victim=victim,
-        calls_before=max((part.calls for part in survivors), default=0),
-        detection_us=tuple((part.lost_at_ns - board.killed_at_ns()) / 1e3 for part in saw),
+        calls_before=max((part.calls for part in seen.survivors), default=0),
+        detection_us=tuple((part.lost_at_ns - killed_at_ns) / 1e3 for part in saw),
         channels=tuple(
-            {name: (at_ns - board.killed_at_ns()) / 1e3 for name, at_ns in part.channels_ns.items()} for part in saw
+            {name: (at_ns - killed_at_ns) / 1e3 for name, at_ns in part.channels_ns.items()} for part in saw
         ),
-        rebuild_us=tuple(part.rebuild_ns / 1e3 for part in survivors if part.rebuild_ns),
-        problems=tuple(problems),
+        rebuild_us=tuple(part.rebuild_ns / 1e3 for part in seen.survivors if part.rebuild_ns),
+        memory_left_bytes=memory_left,
+        problems=tuple(seen.problems),
     )
 
 
@@ -145,32 +230,53 @@ def _shared_memory_files() -> set[str]:
     return {entry.name for entry in directory.iterdir()} if directory.is_dir() else set()
 
 
-def _kill(board: _Board, victim: int, delay_s: float) -> None:
-    """The killer process: waits until all ranks run, then kills one."""
-    give_up_at = time.monotonic() + 60.0
-    while not all(board.pids()):
-        if time.monotonic() > give_up_at:
+def _gpu_memory() -> dict[int, int]:
+    """Bytes in use on each GPU by NVML's account; empty without NVML. Starts no CUDA."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return {}
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(idx) for idx in range(pynvml.nvmlDeviceGetCount())]
+        return {idx: int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for idx, handle in enumerate(handles)}
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _kill(board: _Board, plan: _Plan, num_ranks: int, gpu_memory_before: dict[int, int]) -> None:
+    """The killer process: again and again waits until all ranks run, kills one, waits until the others are through."""
+    for death, (victim, delay_s) in enumerate(zip(plan.victims, plan.delays_s, strict=True)):
+        alive = plan.left(num_ranks, death)
+        if not _comes_true(functools.partial(board.are_running, alive, death)):
             return
+        time.sleep(delay_s)
+        board.kill(victim, death)
+        survivors = plan.left(num_ranks, death + 1)
+        if not _comes_true(functools.partial(board.are_through, survivors, death)):
+            return
+        if gpu_memory_before:
+            idx = victim % len(gpu_memory_before)
+            board.set_memory_left(death, max(0, _gpu_memory()[idx] - gpu_memory_before[idx]))
+
+
+def _comes_true(condition: Callable[[], bool]) -> bool:
+    give_up_at = time.monotonic() + _GIVE_UP_S
+    while not condition():
+        if time.monotonic() > give_up_at:
+            return False
         time.sleep(0.001)
-    time.sleep(delay_s)
-    pid = board.pids()[victim]
-    board.stamp()
-    os.kill(pid, signal.SIGKILL)
+    return True
 
 
-def _run_rank(comm: object, case: Case, board: _Board, victim: int) -> _Survivor:
-    """Dispatch and combine until a peer is lost; then rebuild with those left and check a whole case."""
-    import torch
-
+def _run_rank(comm: object, case: Case, board: _Board, plan: _Plan, diaries: list[Path]) -> None:
+    """For each death: dispatch and combine until a peer is lost, rebuild with those left, check a whole case."""
     import weft
-    from weft.verify.check import DTYPES, check_case, make_inputs
+    from weft.verify.check import DTYPES
 
     if not isinstance(comm, weft.Communicator):
         raise TypeError(f"comm: {type(comm).__name__}, expected a Communicator")
-    mine = make_inputs(case, comm.rank)
-    quantize = None if case.quantize == "none" else case.quantize
-    options: dict[str, Any] = {"layout": case.layout, "alignment": case.alignment, "capacity": case.capacity}
-    calls = 0
     with weft.ExpertParallel(
         comm,
         num_experts=case.experts,
@@ -180,30 +286,86 @@ def _run_rank(comm: object, case: Case, board: _Board, victim: int) -> _Survivor
         dtype=DTYPES[case.dtype],
         deadline_s=_DEADLINE_S,
     ) as ep:
-        x, topk_idx, topk_weights = (part.to(comm.device) for part in (mine.x, mine.topk_idx, mine.topk_weights))
-        give_up_at = time.monotonic() + 60.0
-        try:
-            while time.monotonic() < give_up_at:
-                received = ep.dispatch(x, topk_idx, topk_weights, quantize=quantize, **options)
-                output = ep.empty_output(received)
-                ep.combine(torch.zeros_like(output), received.handle)
-                calls += 2
-                if calls == 2:
-                    board.set_pid(comm.rank)
-        except weft.PeerLost as lost:
-            lost_at_ns = time.monotonic_ns()
-            named = tuple(lost.ranks)
-        else:
-            return _Survivor(calls, 0, {}, 0, "saw no PeerLost within 60 s")
-        if named != (victim,):
-            return _Survivor(calls, lost_at_ns, {}, 0, f"PeerLost names {list(named)}, killed was {victim}")
-    left = tuple(rank for rank in range(case.ranks) if rank != victim)
+        for death in range(len(plan.victims)):
+            try:
+                survivor = _one_death(ep, case, board, plan, death)
+                with diaries[comm.rank].open("a", encoding="utf-8") as diary:
+                    diary.write(json.dumps(dataclasses.asdict(survivor)) + "\n")
+            finally:
+                board.note_through(comm.rank, death)
+            if survivor.problem is not None:
+                break
+
+
+def _one_death(ep: weft.ExpertParallel, case: Case, board: _Board, plan: _Plan, death: int) -> _Survivor:
+    import torch
+
+    import weft
+    from weft.verify.check import check_case, make_inputs
+
+    comm, victim = ep.comm, plan.victims[death]
+    mine = make_inputs(case, comm.rank)
+    x, topk_idx, topk_weights = (part.to(comm.device) for part in (mine.x, mine.topk_idx, mine.topk_weights))
+    quantize = None if case.quantize == "none" else case.quantize
+    options: dict[str, Any] = {"layout": case.layout, "alignment": case.alignment, "capacity": case.capacity}
+    beside = _Beside(comm.device)
+    calls = 0
+    give_up_at = time.monotonic() + _GIVE_UP_S
+    try:
+        while time.monotonic() < give_up_at:
+            received = ep.dispatch(x, topk_idx, topk_weights, quantize=quantize, **options)
+            output = ep.empty_output(received)
+            ep.combine(torch.zeros_like(output), received.handle)
+            beside.go_on()
+            calls += 2
+            if calls == 2:
+                board.note_running(comm.rank, death)
+    except weft.PeerLost as lost:
+        lost_at_ns = time.monotonic_ns()
+        named = tuple(lost.ranks)
+    else:
+        return _Survivor(calls, 0, {}, 0, f"saw no PeerLost within {_GIVE_UP_S:.0f} s")
+    if named != (victim,):
+        return _Survivor(calls, lost_at_ns, {}, 0, f"PeerLost names {list(named)}, killed was {victim}")
+    beside.check()
+    left = plan.left(case.ranks, death + 1)
     rebuild_from_ns = time.monotonic_ns()
     comm.rebuild(left)
     rebuild_ns = time.monotonic_ns() - rebuild_from_ns
     tally = check_case(comm, case, active_ranks=left)
     problem = f"after rebuild: {tally.problems[0]}" if tally.problems else None
     return _Survivor(calls, lost_at_ns, _channels(comm, victim), rebuild_ns, problem)
+
+
+class _Beside:
+    """Work of others on the same GPU: it must go on, whatever happens to Weft's calls. Nothing on a CPU."""
+
+    _SIZE = 512
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._torch, self._device = torch, device
+        self._is_gpu = device.type == "cuda"
+        if self._is_gpu:
+            self._stream = torch.cuda.Stream(device)
+            self._product = torch.ones((self._SIZE, self._SIZE), device=device)
+
+    def go_on(self) -> None:
+        """A product on a stream of its own."""
+        if self._is_gpu:
+            with self._torch.cuda.stream(self._stream):
+                self._product = self._product @ self._product / self._SIZE
+
+    def check(self) -> None:
+        """Raises what CUDA or the allocator has against going on."""
+        if not self._is_gpu:
+            return
+        self.go_on()
+        self._stream.synchronize()
+        fresh = self._torch.ones(1 << 20, device=self._device)
+        if float(self._product[0, 0]) != 1.0 or float(fresh.sum()) != 1 << 20:
+            raise RuntimeError("the GPU computes wrongly after a peer was lost")
 
 
 def _channels(comm: weft.Communicator, victim: int) -> dict[str, int]:
