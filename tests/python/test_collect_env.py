@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -140,6 +141,13 @@ def test_names_of_host_and_user_are_replaced(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_redact(text: str, shown: str) -> None:
     assert redact(text) == shown
+
+
+def test_weft_s_own_variables_are_all_listed() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "environment.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^\| `(WEFT_[A-Z_]+)` \|", page, re.MULTILINE))
+    assert documented
+    assert documented <= set(VARIABLES)
 
 
 def test_long_values_are_cut_and_no_variable_is_listed_twice() -> None:

@@ -112,7 +112,7 @@ def test_checks_leave_no_descriptor_behind() -> None:
 
 def test_kernel_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "weft"
-    monkeypatch.setattr(process, "cache_folder", lambda: folder)
+    monkeypatch.setattr(process, "cache_folder", lambda: str(folder))
     assert (finding("kernel-cache").status, finding("kernel-cache", NO_GPU).status) == ("ok", "n/a")
     folder.mkdir(parents=True, mode=0o700)
     assert finding("kernel-cache").status == "ok"
@@ -124,8 +124,10 @@ def test_kernel_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()
     link = tmp_path / "link"
     link.symlink_to(folder)
-    monkeypatch.setattr(process, "cache_folder", lambda: link)
+    monkeypatch.setattr(process, "cache_folder", lambda: str(link))
     assert finding("kernel-cache").status == "warn"
+    monkeypatch.setattr(process, "cache_folder", lambda: "")
+    assert "no folder is chosen" in finding("kernel-cache").found
 
 
 def test_a_recording_says_nothing_of_the_process() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import stat
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from weft.doctor.model import Answer, Check, Facts, fail, ok, skip, warn
+from weft.env import cache_folder
 
 __all__ = ["CHECKS"]
 
@@ -120,37 +122,34 @@ def _kernel_cache(facts: Facts) -> Iterable[Answer]:
         return [skip(_RECORDED)]
     if not facts.gpus:
         return [skip("no GPU: nothing is compiled")]
-    return [_judge_cache(cache_folder())]
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels are to lie: the user's cache folder."""
-    return Path(os.path.expanduser("~")) / ".cache" / "weft"
+    folder = cache_folder()
+    if not folder:
+        return [ok("no folder is chosen (WEFT_CACHE_DIR): kernels are compiled in every process")]
+    return [_judge_cache(Path(folder))]
 
 
 def _judge_cache(folder: Path) -> Answer:
     """The rules of src/jit/cache: a real folder of this user that nobody else can write."""
     cost = "kernels are compiled again in every process, 0.1 s each"
+    name = shlex.quote(str(folder))
     try:
         state = folder.lstat()
     except FileNotFoundError:
-        parent = next(place for place in folder.parents if place.is_dir())
+        parent = next(place for place in folder.absolute().parents if place.is_dir())
         if os.access(parent, os.W_OK):
             return ok("the kernel cache is not there yet and can be made")
-        return warn("the kernel cache can't be made: the home is read-only", cost=cost, fix="mount a writable home")
+        fix = "export WEFT_CACHE_DIR=/a/folder/of/yours"
+        return warn("the kernel cache can't be made: the folder above can't be written", cost=cost, fix=fix)
     except OSError as error:
-        return warn(f"the kernel cache can't be looked at: {error.strerror}", cost=cost)
-    if stat.S_ISLNK(state.st_mode) or not stat.S_ISDIR(state.st_mode):
-        return warn("the kernel cache is no real folder", cost=cost, fix="rm ~/.cache/weft")
+        return warn(f"the kernel cache can't be looked at: {error.strerror}", cost=cost, fix=f"ls -ld {name}")
+    if not stat.S_ISDIR(state.st_mode):
+        return warn("the kernel cache is no real folder", cost=cost, fix=f"rm {name}")
     if state.st_uid != os.geteuid():
-        return warn("the kernel cache belongs to another user", cost=cost, fix='sudo chown -R "$USER" ~/.cache/weft')
-    if state.st_mode & 0o022:
-        return warn(
-            f"others can write the kernel cache (mode {state.st_mode & 0o777:o})",
-            cost=cost,
-            fix="chmod 700 ~/.cache/weft",
-        )
-    return ok(f"the kernel cache is private (mode {state.st_mode & 0o777:o})")
+        return warn("the kernel cache belongs to another user", cost=cost, fix=f'sudo chown -R "$USER" {name}')
+    mode = state.st_mode & 0o777
+    if mode & 0o022:
+        return warn(f"others can write the kernel cache (mode {mode:o})", cost=cost, fix=f"chmod 700 {name}")
+    return ok(f"the kernel cache is private (mode {mode:o})")
 
 
 CHECKS = (
