@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from soak_check import Places, Shape, places, sums, values
+from soak_check import Places, Shape, Sum, places, sums, values
 from soak_rounds import MAX_TOKENS, POOLS, Pool, Round, draw
 from torch import Tensor
 
@@ -213,7 +213,6 @@ class Soak:
     def combines(self, case: Case, received: weft.Dispatched) -> None:
         """Combine again and again, every time with other data."""
         chosen, hidden = case.chosen, case.pool.hidden
-        is_rank_major = chosen.layout == "rank_major"
         ys = [
             values(
                 torch.arange(len(there.row_token), device=self.device) + 7919 * rank,
@@ -223,7 +222,8 @@ class Soak:
             )
             for rank, there in enumerate(case.everywhere)
         ]
-        want = sums(case.mine, case.everywhere, ys, is_rank_major=is_rank_major, weighted=chosen.weighted)
+        how = Sum(chosen.layout == "rank_major", chosen.weighted, chosen.wire)
+        want = sums(case.mine, case.everywhere, ys, how)
         own = ys[self.comm.rank]
         row_shape = received.x.shape if isinstance(received.x, Tensor) else received.x.data.shape
         output = (
@@ -239,7 +239,7 @@ class Soak:
             output.copy_((own * scale).view(output.shape))
             poison(out)
             result = case.ep.combine(
-                output, received.handle, weighted=chosen.weighted, out=out, async_op=chosen.async_op
+                output, received.handle, weighted=chosen.weighted, out=out, wire=chosen.wire, async_op=chosen.async_op
             )
             if chosen.async_op:
                 result[-1].wait()

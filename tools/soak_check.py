@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft import reference
+
 MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23}
 
 
@@ -118,25 +120,43 @@ def _offsets(sizes: Tensor, limit: int) -> Tensor:
     return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).clamp(max=limit)
 
 
-def sums(tokens: slice, everywhere: list[Places], ys: list[Tensor], *, is_rank_major: bool, weighted: bool) -> Tensor:
+@dataclass(frozen=True)
+class Sum:
+    """How combine adds."""
+
+    is_rank_major: bool
+    weighted: bool
+    wire: str | None = None
+
+
+def sums(tokens: slice, everywhere: list[Places], ys: list[Tensor], how: Sum) -> Tensor:
     """y of these tokens from the expert outputs of all ranks: products rounded, k in order, each rank's sum rounded to
     the wire, ranks ascending.
     """
     dtype = ys[0].dtype
-    num_tokens = tokens.stop - tokens.start
-    total = torch.zeros((num_tokens, ys[0].shape[1]), device=ys[0].device)
+    total = torch.zeros((tokens.stop - tokens.start, ys[0].shape[1]), device=ys[0].device)
     for there, y in zip(everywhere, ys, strict=True):
         rows = there.pick_row[tokens]
-        partial = torch.zeros_like(total)
-        for k in range(rows.shape[1]):
-            row = rows[:, k]
-            mine = (row >= 0)[:, None]
-            part = y[row.clamp(min=0)].to(torch.float32) if len(y) else torch.zeros_like(total)
-            if is_rank_major:
-                partial = torch.where(mine, part, partial)
-                continue
-            product = there.row_weight[row.clamp(min=0)][:, None] * part if weighted and len(y) else part
-            partial = torch.where(mine, partial + product, partial)
+        partial = _partial(rows, there, y, how, total)
         has = (rows >= 0).any(1)[:, None]
-        total = torch.where(has, total + partial.to(dtype).to(torch.float32), total)
+        if how.wire is None:
+            carried = partial.to(dtype).to(torch.float32)
+        else:
+            carried = reference.dequantize_fp8(*reference.quantize_fp8(partial))
+        total = torch.where(has, total + carried, total)
     return total.to(dtype)
+
+
+def _partial(rows: Tensor, there: Places, y: Tensor, how: Sum, zero: Tensor) -> Tensor:
+    """What one rank adds to each token, in fp32."""
+    partial = torch.zeros_like(zero)
+    for k in range(rows.shape[1] if len(y) else 0):
+        row = rows[:, k]
+        mine = (row >= 0)[:, None]
+        part = y[row.clamp(min=0)].to(torch.float32)
+        if how.is_rank_major:
+            partial = torch.where(mine, part, partial)
+            continue
+        product = there.row_weight[row.clamp(min=0)][:, None] * part if how.weighted else part
+        partial = torch.where(mine, partial + product, partial)
+    return partial

@@ -41,6 +41,7 @@ class Round:
     capacity: int | None
     quantize: str | None
     weighted: bool
+    wire: str | None
     in_heap: bool
     async_op: bool
     id_dtype: str
@@ -69,6 +70,7 @@ def draw(seed: int, num_ranks: int) -> Round:
         capacity=capacity,
         quantize=rng.choice((None, None, "fp8", "fp8_ue8m0")),
         weighted=rng.random() < 0.7,
+        wire=rng.choice((None, None, "fp8")),
         in_heap=rng.random() < 0.5,
         async_op=rng.random() < 0.3,
         id_dtype=rng.choice(("int32", "int64")),

@@ -60,14 +60,12 @@ def test_places_and_sums_are_those_of_the_reference(
         soak_check.values(torch.arange(len(got.row_token)), HIDDEN, 99 + rank, torch.bfloat16)
         for rank, got in enumerate(found)
     ]
-    for weighted in (True, False):
-        outputs = [y.view(part.x.shape) for y, part in zip(ys, want, strict=True)]
-        expected_ys = reference.combine(outputs, want, weighted=weighted)
+    outputs = [y.view(part.x.shape) for y, part in zip(ys, want, strict=True)]
+    for weighted, wire in ((True, None), (False, None), (True, "fp8")):
+        how = soak_check.Sum(layout == "rank_major", weighted, wire)
         start = 0
-        for y, size in zip(expected_ys, sizes, strict=True):
-            is_rank_major = layout == "rank_major"
-            mine = slice(start, start + size)
-            assert torch.equal(soak_check.sums(mine, found, ys, is_rank_major=is_rank_major, weighted=weighted), y)
+        for y, size in zip(reference.combine(outputs, want, weighted=weighted, wire=wire), sizes, strict=True):
+            assert torch.equal(soak_check.sums(slice(start, start + size), found, ys, how), y)
             start += size
 
 
