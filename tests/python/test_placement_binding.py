@@ -6,8 +6,11 @@ All of it on this machine, seen through /proc.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +100,27 @@ def test_threads_of_one_process_are_bound_each() -> None:
     assert all(set(cpus) == mask for cpus, mask in results)
     assert results[0][1] != results[1][1]
     assert len(os.sched_getaffinity(0)) == NUM_CPUS
+
+
+@needs_two_cpus
+def test_threads_are_still_bound_after_a_rebuild() -> None:
+    def run(comm: weft.Communicator) -> tuple[weft.Placement, set[tuple[int, ...]]]:
+        connected.wait(60)
+        if comm.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not comm.broken:
+            time.sleep(0.01)
+        comm.rebuild([0, 1])
+        return comm.placement, split(masks())[0]
+
+    connected = multiprocessing.get_context("fork").Barrier(3)
+    cpu = max(os.sched_getaffinity(0))
+    mine = weft.Placement(mode="auto", cpus=(cpu,))
+    results = weft.spawn(run, num_ranks=3, placement=mine, on_failure="return")
+    assert isinstance(results[2], weft.PeerLost)
+    for placement, ours in results[:2]:
+        assert ours == {(cpu,)}
+        assert placement.applied
 
 
 def in_own_process(function: Callable[[], Any]) -> Any:

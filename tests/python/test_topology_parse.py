@@ -99,7 +99,7 @@ def test_gids(gid: str, kind: str | None) -> None:
 
 
 def config(*, version: int = 2, devcap2: int = 0, devctl2: int = 0, acs: int | None = None, size: int = 4096) -> bytes:
-    """A space with a power-management capability before the PCIe one, AER before ACS, and a serial number."""
+    """A space with a power-management capability before the PCIe one, another one before ACS, and a serial number."""
     data = bytearray(4096)
     data[0x06], data[0x34] = 0x10, 0x40
     data[0x40:0x42] = bytes((0x01, 0x60))
