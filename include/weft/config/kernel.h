@@ -10,7 +10,7 @@ namespace weft {
 // Warps that store rows, groups of warps that sum them. A stage belongs to one of them for good: who waits for phase n of
 // a barrier has then seen phase n - 1 end, without which a wait by parity could pass a phase too early.
 constexpr i32 kStoreWarps = 2;
-constexpr i32 kFanWarps = 7;  // that copy received rows to the places of their other picks
+constexpr i32 kFanWarps = 6;  // that copy received rows to the places of their other picks
 constexpr i32 kSumGroups = 2;
 
 struct DispatchKernelConfig {
@@ -48,9 +48,10 @@ struct DispatchKernelConfig {
     return (holes + (is_cached ? 0 : groups + counts) + 127) / 128 * 128;
   }
   WEFT_HD constexpr i32 shared_bytes() const { return index_bytes() + num_stages * stage_bytes(); }
-  // Load, store, quantise, and those that write ids (rank_major) or copy what arrives; many in all, since all count.
+  // Load, store, quantise, and those that write ids (rank_major) or copy what arrives and tell what has gone; many in all,
+  // since all count.
   WEFT_HD constexpr i32 num_warps() const {
-    const i32 busy = 1 + kStoreWarps + num_quantize_warps + (is_by_expert() ? kFanWarps : 2);
+    const i32 busy = 1 + kStoreWarps + num_quantize_warps + (is_by_expert() ? kFanWarps + 1 : 2);
     return busy < 16 ? 16 : busy;
   }
   WEFT_HD constexpr i32 num_threads() const { return num_warps() * 32; }

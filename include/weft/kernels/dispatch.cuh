@@ -28,8 +28,10 @@ class Dispatch {
     const transport::Flight& flight = state_.flight;
     if (flight.is_dead) return;
     init_shared();
-    i32 num_loaded = 0;
-    if (warp_ == 0 && lane_ == 0) num_loaded = send_.load_rows(0, true);
+    if (warp_ == 0 && lane_ == 0) {
+      send_.begin_load();
+      send_.load_rows(true);
+    }
     __syncwarp();
     count_.count_tokens();
     if (blockIdx.x == 0) count_.send_counts();
@@ -37,11 +39,11 @@ class Dispatch {
     if (verdict == transport::Verdict::kOk) count_.find_places();
     const bool goes_on = verdict == transport::Verdict::kOk && state_.s.has_failed == 0 && state_.s.is_given_up == 0;
     if (!goes_on) {
-      drain(num_loaded);
+      if (warp_ == 0 && lane_ == 0) send_.drain();
       if (verdict != transport::Verdict::kBroken && state_.s.has_failed == 0) end();
       return;
     }
-    play_role(num_loaded);
+    play_role();
     __syncthreads();
     if (state_.s.has_failed != 0) return;
     const i32 peer = static_cast<i32>(threadIdx.x);
@@ -55,6 +57,7 @@ class Dispatch {
     const i32 thread = static_cast<i32>(threadIdx.x);
     if (thread == 0) {
       s.has_failed = s.is_given_up = s.staged_mask = 0;
+      for (i32 store_warp = 0; store_warp < kStoreWarps; ++store_warp) s.num_arrived[store_warp] = 0;
       s.num_bad_ids = 0;
       s.first_bad_at = 0x7fffffff;
     }
@@ -68,9 +71,9 @@ class Dispatch {
     __syncthreads();
   }
 
-  __device__ void play_role(i32 num_loaded) {
+  __device__ void play_role() {
     if (warp_ == 0) {
-      if (lane_ == 0) send_.load_rows(num_loaded, false);
+      if (lane_ == 0) send_.load_rows(false);
     } else if (warp_ < kFirstQuantizer) {
       send_.store_rows(warp_ - 1);
     } else if (warp_ < kFirstOther) {
@@ -79,19 +82,12 @@ class Dispatch {
       if (blockIdx.x == 0) count_.write_counts(kFirstOther);
       if constexpr (kConfig.is_by_expert()) {
         i32* plan = kConfig.is_cached ? state_.a.recv_plan : count_.recv_plan();
+        if (warp_ - kFirstOther == kFanWarps) send_.post_arrivals();
         if (warp_ - kFirstOther >= kFanWarps) return;
         DispatchFan<kConfig>(state_, plan, warp_ - kFirstOther).run();
       } else if constexpr (!kConfig.is_cached) {
         send_.store_ids(kFirstOther);
       }
-    }
-  }
-
-  // Loads in flight write into this block's memory: it must not end before them.
-  __device__ void drain(i32 num_loaded) {
-    if (warp_ != 0 || lane_ != 0) return;
-    for (i32 n = 0; n < num_loaded; ++n) {
-      if (state_.has_item(n)) sync::wait_barrier(&state_.s.full[n % kConfig.num_stages], 0);
     }
   }
 

@@ -149,7 +149,7 @@ class DispatchCount : public DispatchState<kConfig> {
 
  private:
   static constexpr i32 kBatch = kTopk <= 16 ? kTopk : kTopk % 16 == 0 ? 16 : kTopk % 8 == 0 ? 8 : 1;  // ids at once
-  static constexpr i32 kAhead = kBatch <= 8 ? 2 : 1;  // groups whose ids are on their way together
+  static constexpr i32 kAhead = kBatch <= 8 ? 4 : 1;  // groups whose ids are on their way together
 
   // Ids k .. k + kBatch - 1 of a token as they are, by 16-byte loads where rows divide so; -1 beyond the last token.
   __device__ void read_ids(i32 token, i32 k, Id (&ids)[kBatch]) const {

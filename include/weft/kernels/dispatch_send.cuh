@@ -45,79 +45,108 @@ class DispatchSend : public DispatchState<kConfig> {
   static constexpr bool kQuantized = kConfig.is_quantized();
   static constexpr bool kBulkScales = kScaleBytes % 16 == 0;
   static constexpr i32 kSteps = (kTopk + 31) / 32;  // picks of a lane
-  static constexpr i32 kPostEvery = 8;              // items between two progress words
 
   __device__ explicit DispatchSend(const Base& base) : Base(base) {}
 
   // ---- load: one lane, item after item, as stages become free. The first need nothing but x: they go before the counts.
+  // Item n is for store warp n % kStoreWarps and, when quantised, for warp n % num_quantize_warps; all get an end mark.
 
-  __device__ i32 load_rows(i32 first, bool is_early) {
-    const i32 end = is_early ? min(this->num_slots(), kConfig.num_stages) : this->num_slots();
-    for (i32 n = first; n < end; ++n) {
-      if (!this->has_item(n)) continue;
-      const i32 idx = n % kConfig.num_stages;
-      if (n >= kConfig.num_stages && !this->wait_local(&s.empty[idx], (n / kConfig.num_stages - 1) & 1)) return n;
-      const i64 token = this->token_of(n % kStoreWarps, n / kStoreWarps);
-      constexpr i32 kScalesHere = kQuantized || !kBulkScales ? 0 : kScaleBytes;
-      ptx::mbarrier_arrive_expect(&s.full[idx], kConfig.row_bytes + kScalesHere);
-      ptx::bulk_load(this->stage(idx), a.x + token * kConfig.row_bytes, kConfig.row_bytes, &s.full[idx]);
-      if constexpr (kScalesHere > 0) {
-        ptx::bulk_load(this->stage(idx) + kConfig.scales_at(), a.scales + token * kScaleBytes, kScaleBytes, &s.full[idx]);
+  __device__ void begin_load() {
+    if constexpr (!kByExpert) next_chunk_ = take_chunk();
+  }
+
+  __device__ void load_rows(bool is_early) {
+    while (min(num_even_ends_, num_odd_ends_) < kEnds) {
+      if (is_early && n_ == kConfig.num_stages) return;
+      const i32 token = take_token();
+      if (token < 0 && count_end() > kEnds) {
+        if (n_ < kConfig.num_stages) s.token[n_] = -1;
+        ++n_;  // nobody listens any more
+        continue;
       }
+      const i32 idx = n_ % kConfig.num_stages;
+      if (n_ >= kConfig.num_stages && !this->wait_local(&s.empty[idx], (n_ / kConfig.num_stages - 1) & 1)) return;
+      s.token[idx] = token;
+      if (token < 0) {
+        ptx::mbarrier_arrive(&s.full[idx]);
+      } else {
+        load_row(token, idx);
+      }
+      num_early_ = is_early ? n_ + 1 : num_early_;
+      ++n_;
     }
-    return end;
+  }
+  static_assert(kStoreWarps == 2);
+
+  // Loads in flight write into this block's memory: it must not end before them.
+  __device__ void drain() {
+    for (i32 idx = 0; idx < num_early_; ++idx) {
+      if (s.token[idx] >= 0) sync::wait_barrier(&s.full[idx], 0);
+    }
   }
 
   // ---- quantise: a row in its stage, in place, by one warp
 
   __device__ void quantize_rows(i32 quantizer) {
-    const i32 end = this->num_slots();
-    for (i32 n = quantizer; n < end; n += kConfig.num_quantize_warps) {
-      if (!this->has_item(n)) continue;
+    for (i32 n = quantizer;; n += kConfig.num_quantize_warps) {
       const i32 idx = n % kConfig.num_stages;
       if (!this->wait_local(&s.full[idx], (n / kConfig.num_stages) & 1)) return;
-      quantize_row(this->stage(idx));
+      const bool has_ended = s.token[idx] < 0;
+      if (!has_ended) quantize_row(this->stage(idx));
       ptx::fence_proxy_async();  // bulk stores read what was written here
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(&s.ready[idx]);
+      if (has_ended) return;
     }
   }
 
   // ---- store
 
   __device__ void store_rows(i32 store_warp) {
-    const i32 num_items = this->num_items(store_warp, a.num_tokens);
-    Item next = fetch(store_warp, 0, num_items);
+    const i32 num_items = kByExpert ? this->num_items(store_warp, a.num_tokens) : 0;
+    Item next;
+    if constexpr (kByExpert) next = fetch(store_warp, 0, num_items);
     i32 previous = -1;
-    for (i32 j = 0; j < num_items; ++j) {
-      const Item item = next;
-      next = fetch(store_warp, j + 1, num_items);
+    for (i32 j = 0;; ++j) {
       const i32 idx = this->stage_of(store_warp, j);
-      const Places places = resolve(item, store_warp, j);
+      const Item item = next;
+      Places places;
+      if constexpr (kByExpert) {
+        next = fetch(store_warp, j + 1, num_items);
+        if (j < num_items) places = resolve(item, store_warp, j);
+      }
       if (!this->wait_local(kQuantized ? &s.ready[idx] : &s.full[idx], this->parity_of(store_warp, j))) break;
-      store_row(item.token, places, this->stage(idx));
+      const i32 token = s.token[idx];
+      if (token < 0) break;
+      if constexpr (!kByExpert) places.row = lane < kRanks ? row_of(token, lane) : -1;
+      store_row(token, places, this->stage(idx));
       if (lane == 0) ptx::bulk_commit();
       if constexpr (kByExpert) store_table(item, places);
       __syncwarp();  // all lanes have read the stage
-      if (lane == 0 && previous >= 0) {
-        ptx::bulk_wait_read<1>();
-        ptx::mbarrier_arrive(&s.empty[previous]);
-      }
+      if (lane == 0) after_store(store_warp, j, idx, previous);
       previous = idx;
-      if constexpr (kByExpert) {
-        if ((j + 1) % kPostEvery == 0 && j + 1 > kPostEvery) post<kPostEvery>(store_warp, j + 1 - kPostEvery);
-      }
     }
-    if (lane == 0) {
-      ptx::bulk_wait_read<0>();
-      if (previous >= 0) ptx::mbarrier_arrive(&s.empty[previous]);
-    }
-    if constexpr (kByExpert) {
-      if (s.has_failed == 0) post<0>(store_warp, num_items);
-    }
-    if (lane == 0) {
-      ptx::bulk_wait_all();
-      ptx::fence_proxy_async();
+    if (lane != 0) return;
+    ptx::bulk_wait_read<0>();
+    if (kDepth > 1 && previous >= 0) ptx::mbarrier_arrive(&s.empty[previous]);
+    ptx::bulk_wait_all();
+    ptx::fence_proxy_async();
+    if (kByExpert && s.has_failed == 0) ptx::st_release_cta(&s.num_arrived[store_warp], static_cast<u32>(num_items));
+  }
+
+  // ---- progress by expert: a release waits for everything under way, so it is the business of a warp that has nothing else
+  // to do. Lanes 0 to 15 tell the ranks of store warp 0, the others of store warp 1.
+
+  __device__ void post_arrivals() {
+    constexpr i32 kLanes = 32 / kStoreWarps;
+    const i32 store_warp = lane / kLanes, to = lane % kLanes;
+    if (to >= kRanks || !flight.is_active(to)) return;
+    const u32 num_items = static_cast<u32>(this->num_items(store_warp, a.num_tokens));
+    for (u32 posted = 0; posted < num_items;) {
+      const u32 arrived = sync::wait_change(&s.num_arrived[store_warp], posted);
+      if (arrived == posted) return;  // the store warp has failed, which it says itself
+      posted = arrived;
+      transport::post(a.view, flight, to, static_cast<i32>(blockIdx.x), store_warp, posted);
     }
   }
 
@@ -149,9 +178,66 @@ class DispatchSend : public DispatchState<kConfig> {
   }
 
  private:
+  static constexpr i32 kDepth = kConfig.num_stages / kStoreWarps;  // stages of a store warp
+  static constexpr i32 kEnds = kQuantized ? kConfig.num_quantize_warps / kStoreWarps : 1;  // marks for each store warp
+
+  // rank_major: tokens are dealt out a few at a time, to the block that comes for them: who has the wire does the work.
+  static constexpr i32 kChunkTokens = 4;
+
+  __device__ i32 take_chunk() const {
+    return kConfig.num_blocks + static_cast<i32>(ptx::atom_inc_gpu(&a.view.words()->next_chunk));
+  }
+
+  // The token of item n_, -1: there is none any more.
+  __device__ i32 take_token() {
+    if constexpr (kByExpert) {
+      const i32 store_warp = n_ % kStoreWarps, item = n_ / kStoreWarps;
+      return item < this->num_items(store_warp, a.num_tokens) ? this->token_of(store_warp, item) : -1;
+    } else {
+      if (within_ == kChunkTokens) {
+        chunk_ = next_chunk_;
+        within_ = 0;
+        if (chunk_ * kChunkTokens < a.num_tokens) next_chunk_ = take_chunk();
+      }
+      const i32 token = chunk_ * kChunkTokens + within_;
+      if (token >= a.num_tokens) return -1;
+      ++within_;
+      return token;
+    }
+  }
+
+  // How many marks item n_'s warps have then. Two members, since an array indexed at run time would lie in local memory.
+  __device__ i32 count_end() { return n_ % kStoreWarps == 0 ? ++num_even_ends_ : ++num_odd_ends_; }
+
+  __device__ void load_row(i64 token, i32 idx) {
+    constexpr i32 kScalesHere = kQuantized || !kBulkScales ? 0 : kScaleBytes;
+    ptx::mbarrier_arrive_expect(&s.full[idx], kConfig.row_bytes + kScalesHere);
+    ptx::bulk_load(this->stage(idx), a.x + token * kConfig.row_bytes, kConfig.row_bytes, &s.full[idx]);
+    if constexpr (kScalesHere > 0) {
+      ptx::bulk_load(this->stage(idx) + kConfig.scales_at(), a.scales + token * kScaleBytes, kScaleBytes, &s.full[idx]);
+    }
+  }
+
+  // One lane, after item j was stored from stage idx: frees the stage before it, notes what has arrived.
+  __device__ void after_store(i32 store_warp, i32 j, i32 idx, i32 previous) {
+    if constexpr (kDepth == 1) {
+      ptx::bulk_wait_read<0>();
+      ptx::mbarrier_arrive(&s.empty[idx]);
+    } else if (previous >= 0) {
+      ptx::bulk_wait_read<1>();
+      ptx::mbarrier_arrive(&s.empty[previous]);
+    }
+    if constexpr (kByExpert) {
+      constexpr i32 kPending = 8, kEvery = 4;  // items under way, and between two notes
+      if (j + 1 <= kPending || (j + 1) % kEvery != 0) return;
+      ptx::bulk_wait<kPending>();
+      ptx::fence_proxy_async();
+      ptx::st_release_cta(&s.num_arrived[store_warp], static_cast<u32>(j + 1 - kPending));
+    }
+  }
+
   struct Item {
     i32 token = 0;
-    i32 row = -1;                // rank_major: of the rank of this lane's number
     i32 expert[kSteps] = {};     // by expert: of pick `step * 32 + lane`, -1: none; cached: its rank
     i32 pick_row[kSteps] = {};   // cached
     float weight[kSteps] = {};
@@ -162,8 +248,11 @@ class DispatchSend : public DispatchState<kConfig> {
     i32 destination[kSteps];  // -1: none
   };
 
-  // How many earlier tokens went to the rank, as a row there; -1: this one does not.
+  // The row of a token on a rank: how many came before it; -1: none.
   __device__ i32 row_of(i32 token, i32 to) const {
+    if constexpr (kConfig.is_cached) {
+      return GpuSendPlan<i32>{a.send_plan, a.num_tokens, kRanks}.row()[static_cast<i64>(token) * kRanks + to];
+    }
     const u32 goers = this->goers(to, token / 32);
     const u32 bit = 1u << (token % 32);
     if ((goers & bit) == 0) return -1;
@@ -171,18 +260,13 @@ class DispatchSend : public DispatchState<kConfig> {
     return row < s.limit[to] ? row : -1;
   }
 
-  // What is needed to know of an item, asked for while the one before it is stored.
+  // By expert: what is needed to know of an item, asked for while the one before it is stored.
   __device__ Item fetch(i32 store_warp, i32 j, i32 num_items) const {
     Item item;
     if (j >= num_items) return item;
     item.token = this->token_of(store_warp, j);
-    if constexpr (kByExpert) {
 #pragma unroll
-      for (i32 step = 0; step < kSteps; ++step) fetch_pick(item, step);
-    } else if (lane < kRanks) {
-      const GpuSendPlan<i32> plan{a.send_plan, a.num_tokens, kRanks};
-      item.row = kConfig.is_cached ? plan.row()[static_cast<i64>(item.token) * kRanks + lane] : row_of(item.token, lane);
-    }
+    for (i32 step = 0; step < kSteps; ++step) fetch_pick(item, step);
     return item;
   }
 
@@ -206,9 +290,8 @@ class DispatchSend : public DispatchState<kConfig> {
   // The rows of an item. By expert: items of a chunk come one after the other through one warp, so `before` counts on.
   __device__ Places resolve(const Item& item, i32 store_warp, i32 j) {
     Places places;
-    places.row = item.row;
 #pragma unroll
-    for (i32 step = 0; step < (kByExpert ? kSteps : 0); ++step) {
+    for (i32 step = 0; step < kSteps; ++step) {
       if constexpr (kConfig.is_cached) {
         places.pick_row[step] = item.pick_row[step];
         places.destination[step] = item.pick_row[step] >= 0 ? item.expert[step] : -1;
@@ -293,58 +376,56 @@ class DispatchSend : public DispatchState<kConfig> {
     if (lane == 0) plan.mask()[item.token] = static_cast<i32>(mask);
   }
 
-  // Tells every rank how many items of this warp have arrived: all but the last kPending.
-  template <i32 kPending>
-  __device__ void post(i32 store_warp, i32 num_arrived) {
-    if (lane == 0) {
-      ptx::bulk_wait<kPending>();
-      ptx::fence_proxy_async();
-    }
-    __syncwarp();
-    if (lane < kRanks && flight.is_active(lane)) {
-      transport::post(a.view, flight, lane, static_cast<i32>(blockIdx.x), store_warp, static_cast<u32>(num_arrived));
+  // ---- quantise
+
+  // Reads run ahead of writes: a step reads bytes [i * kStep * width, ...) and writes [i * kStep, ...). Several steps at a
+  // time, since each is a chain of dependent instructions.
+  __device__ void quantize_row(u8* stage) {
+    constexpr i32 kElements = 8;           // of a lane at a time
+    constexpr i32 kStep = 32 * kElements;  // of the warp
+    constexpr i32 kSteps = 4;
+    constexpr i32 kBytes = dtype_bytes(kConfig.dtype);
+#pragma unroll 1
+    for (i32 first = 0; first < kConfig.hidden; first += kSteps * kStep) {
+      float values[kSteps][kElements];
+#pragma unroll
+      for (i32 step = 0; step < kSteps; ++step) {
+        const i32 column = first + step * kStep + lane * kElements;
+#pragma unroll
+        for (i32 idx = 0; idx < kElements; ++idx) values[step][idx] = 0.0f;
+        if (column < kConfig.hidden) read_values(stage + column * kBytes, values[step]);
+      }
+      __syncwarp();
+#pragma unroll
+      for (i32 step = 0; step < kSteps; ++step) quantize_step(stage, first + step * kStep + lane * kElements, values[step]);
     }
   }
 
-  // ---- quantise
-
-  // Reads run ahead of writes: a step reads bytes [i * kStep * width, ...) and writes [i * kStep, ...).
-  __device__ void quantize_row(u8* stage) {
-    constexpr i32 kElements = 8;                  // of a lane at a time
-    constexpr i32 kStep = 32 * kElements;         // of the warp
-    constexpr i32 kGroupLanes = kQuantizeGroup / kElements;
-    constexpr i32 kBytes = dtype_bytes(kConfig.dtype);
+  __device__ void quantize_step(u8* stage, i32 column, const float (&values)[8]) {
+    constexpr i32 kGroupLanes = kQuantizeGroup / 8;
+    u32 largest = 0;
+#pragma unroll
+    for (i32 idx = 0; idx < 8; ++idx) largest = max(largest, ptx::float_bits(values[idx]) & 0x7fffffffu);
+#pragma unroll
+    for (i32 step = 1; step < kGroupLanes; step *= 2) {
+      largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+    }
+    const Fp8Scale scale = fp8_scale(largest, kConfig.quantize);
+    if (column >= kConfig.hidden) return;
+    struct alignas(8) Packed {
+      u16 pair[4];
+    } packed;
+#pragma unroll
+    for (i32 idx = 0; idx < 4; ++idx) {
+      packed.pair[idx] = ptx::floats_to_e4m3(values[2 * idx] * scale.factor, values[2 * idx + 1] * scale.factor);
+    }
+    *reinterpret_cast<Packed*>(stage + column) = packed;
+    if (lane % kGroupLanes != 0) return;
     u8* scales = stage + kConfig.scales_at();
-    for (i32 first = 0; first < kConfig.hidden; first += kStep) {
-      const i32 column = first + lane * kElements;
-      const bool is_here = column < kConfig.hidden;
-      float values[kElements];
-      if (is_here) read_values(stage + column * kBytes, values);
-      u32 largest = 0;
-#pragma unroll
-      for (i32 idx = 0; idx < kElements; ++idx) {
-        if (is_here) largest = max(largest, ptx::float_bits(values[idx]) & 0x7fffffffu);
-      }
-#pragma unroll
-      for (i32 step = 1; step < kGroupLanes; step *= 2) {
-        largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, step));
-      }
-      const Fp8Scale scale = fp8_scale(largest, kConfig.quantize);
-      if (!is_here) continue;
-      struct alignas(8) Packed {
-        u16 pair[kElements / 2];
-      } packed;
-#pragma unroll
-      for (i32 idx = 0; idx < kElements / 2; ++idx) {
-        packed.pair[idx] = ptx::floats_to_e4m3(values[2 * idx] * scale.factor, values[2 * idx + 1] * scale.factor);
-      }
-      *reinterpret_cast<Packed*>(stage + column) = packed;
-      if (lane % kGroupLanes != 0) continue;
-      if constexpr (kConfig.quantize == Quantize::kFp8) {
-        reinterpret_cast<u32*>(scales)[column / kQuantizeGroup] = scale.bits;
-      } else {
-        scales[column / kQuantizeGroup] = static_cast<u8>(scale.bits);
-      }
+    if constexpr (kConfig.quantize == Quantize::kFp8) {
+      reinterpret_cast<u32*>(scales)[column / kQuantizeGroup] = scale.bits;
+    } else {
+      scales[column / kQuantizeGroup] = static_cast<u8>(scale.bits);
     }
   }
 
@@ -420,6 +501,12 @@ class DispatchSend : public DispatchState<kConfig> {
       reinterpret_cast<float*>(s.weights[rank()])[pick] = 0.0f;
     }
   }
+
+  // Of the lane that loads.
+  i32 n_ = 0;  // next item
+  i32 num_early_ = 0;
+  i32 num_even_ends_ = 0, num_odd_ends_ = 0;
+  i32 chunk_ = static_cast<i32>(blockIdx.x), within_ = 0, next_chunk_ = 0;
 };
 
 }  // namespace weft::kernels

@@ -12,6 +12,8 @@ struct DispatchShared {
   u64 full[kConfig.num_stages];   // loaded
   u64 ready[kConfig.num_stages];  // quantised
   u64 empty[kConfig.num_stages];
+  i32 token[kConfig.num_stages];  // that the stage holds; -1: no more come to its warps
+  u32 num_arrived[kStoreWarps];   // items of a store warp whose rows are at their places
   u32 has_failed;                 // set by any thread: the block leaves without another header
   u32 is_given_up;                // a rank has no room: all ranks see it and go on to the next call
   u32 staged_mask;                // bit r: the result of rank r does not fit its heap
@@ -72,8 +74,7 @@ struct DispatchState {
   __device__ i32* total_of() const { return place() + kExperts; }  // picks of all ranks for the expert
 
   __device__ u8* stage(i32 idx) const { return dynamic + kConfig.index_bytes() + idx * kConfig.stage_bytes(); }
-  // ---- tokens. Item j of store warp w of a block is one token. rank_major deals tokens out one by one, so that blocks write
-  // near each other; by expert a block takes kPeriods chunks, since it must count what comes before each.
+  // ---- tokens by expert: a block takes kPeriods chunks, since it must count what comes before each. Item j of store warp w.
 
   __device__ i32 num_chunk_tokens(i32 period, i32 num_tokens) const {
     const i32 first = (period * kConfig.num_blocks + static_cast<i32>(blockIdx.x)) * a.chunk_tokens;
@@ -81,34 +82,16 @@ struct DispatchState {
   }
 
   __device__ i32 num_items(i32 store_warp, i32 num_tokens) const {
-    if constexpr (kConfig.is_by_expert()) {
-      i32 sum = 0;
-      for (i32 period = store_warp; period < kPeriods; period += kStoreWarps) sum += num_chunk_tokens(period, num_tokens);
-      return sum;
-    } else {
-      const i32 mine = (num_tokens - static_cast<i32>(blockIdx.x) + kConfig.num_blocks - 1) / kConfig.num_blocks;
-      return max(mine - store_warp + kStoreWarps - 1, 0) / kStoreWarps;
-    }
+    i32 sum = 0;
+    for (i32 period = store_warp; period < kPeriods; period += kStoreWarps) sum += num_chunk_tokens(period, num_tokens);
+    return sum;
   }
-
-  // Items of all store warps in the order of their rows in the stages, n = item * kStoreWarps + store warp; not all are there.
-  __device__ i32 num_slots() const {
-    i32 most = 0;
-#pragma unroll
-    for (i32 store_warp = 0; store_warp < kStoreWarps; ++store_warp) most = max(most, num_items(store_warp, a.num_tokens));
-    return kStoreWarps * most;
-  }
-  __device__ bool has_item(i32 n) const { return n / kStoreWarps < num_items(n % kStoreWarps, a.num_tokens); }
 
   __device__ i32 period_of(i32 store_warp, i32 item) const { return store_warp + kStoreWarps * (item / a.chunk_tokens); }
 
   __device__ i32 token_of(i32 store_warp, i32 item) const {
-    if constexpr (kConfig.is_by_expert()) {
-      const i32 chunk = period_of(store_warp, item) * kConfig.num_blocks + static_cast<i32>(blockIdx.x);
-      return chunk * a.chunk_tokens + item % a.chunk_tokens;
-    } else {
-      return static_cast<i32>(blockIdx.x) + (item * kStoreWarps + store_warp) * kConfig.num_blocks;
-    }
+    const i32 chunk = period_of(store_warp, item) * kConfig.num_blocks + static_cast<i32>(blockIdx.x);
+    return chunk * a.chunk_tokens + item % a.chunk_tokens;
   }
 
   // Stages of a store warp are its own for good, and so are those of a warp that quantises.

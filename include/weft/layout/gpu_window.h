@@ -22,6 +22,7 @@ struct alignas(kCacheLine) GpuControlWords {
   u64 owner = 0;       // 1 while an operation is in flight (R5)
   u64 broken = 0;      // an ErrorCause: later launches see it and do nothing (R9)
   u32 num_ended = 0;   // blocks of the operation in flight that have ended; wraps around
+  u32 next_chunk = 0;   // of tokens, for the block that comes for it; 0 between operations
   u32 heap_generation = 0;  // host: grows when a rebuild had to give the own heap other addresses
 };
 

@@ -18,6 +18,19 @@ __device__ inline u32 match_any(i32 key) { return __match_any_sync(0xffffffffu, 
 
 __device__ inline void nanosleep(u32 num_ns) { asm volatile("nanosleep.u32 %0;" ::"r"(num_ns)); }
 
+// Adds one; returns what was there. Within the GPU, no order.
+__device__ inline u32 atom_inc_gpu(u32* word) { return atomicAdd(word, 1u); }
+
+// A word that threads of a block hand to each other: everything stored before is visible to whoever reads it.
+__device__ inline void st_release_cta(u32* word, u32 value) {
+  asm volatile("st.release.cta.b32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+__device__ inline u32 ld_acquire_cta(const u32* word) {
+  u32 value;
+  asm volatile("ld.acquire.cta.b32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
 // Counts 0 .. last and starts again; returns what was there. Within the GPU, acquire and release.
 __device__ inline u32 atom_inc_wrap_gpu(u32* word, u32 last) {
   u32 before;

@@ -11,18 +11,21 @@
 namespace weft::sync {
 
 // A Pause for one lane. Reading the clock costs more than a look, and both words lie in host memory: the clock is read at
-// the first unsuccessful look and then every kLooks, the words only after 10 us. The deadline counts from that first look.
+// the first unsuccessful look and then every kLooks, the words every 10 us. The deadline counts from that first look.
 class LanePause {
  public:
-  // A bit of `abort_mask` in the word `abort` ends the wait.
-  __device__ LanePause(const u64* abort, u64 abort_mask, const u64* timeout_ns)
-      : abort_(abort), abort_mask_(abort_mask), timeout_ns_(timeout_ns) {}
+  // A bit of `abort_mask` in the word `abort` ends the wait. `sleep_ns`: between two looks, where many warps wait and a
+  // microsecond does not count.
+  __device__ LanePause(const u64* abort, u64 abort_mask, const u64* timeout_ns, u32 sleep_ns = 0)
+      : abort_(abort), abort_mask_(abort_mask), timeout_ns_(timeout_ns), sleep_ns_(sleep_ns) {}
 
   __device__ PauseResult turn() {
+    if (sleep_ns_ != 0) ptx::nanosleep(sleep_ns_);
     if (num_turns_++ % kLooks != 0) return PauseResult::kLookAgain;
     const u64 now = ptx::globaltimer_ns();
     if (start_ns_ == 0) start_ns_ = now;
-    if (now - start_ns_ < kQuietNs) return PauseResult::kLookAgain;
+    if (now - start_ns_ < quiet_ns_) return PauseResult::kLookAgain;
+    quiet_ns_ = now - start_ns_ + kQuietNs;
     if ((ptx::ld_relaxed_sys(abort_) & abort_mask_) != 0) return PauseResult::kAbort;
     return now - start_ns_ >= ptx::ld_relaxed_sys(timeout_ns_) ? PauseResult::kDeadline : PauseResult::kLookAgain;
   }
@@ -33,7 +36,9 @@ class LanePause {
   const u64* abort_;
   u64 abort_mask_;
   const u64* timeout_ns_;
+  u32 sleep_ns_;
   u64 start_ns_ = 0;
+  u64 quiet_ns_ = kQuietNs;
   u32 num_turns_ = 0;
 };
 
@@ -59,6 +64,14 @@ class CopyPause {
 __device__ inline bool wait_barrier(u64* barrier, u32 parity) {
   CopyPause pause;
   return wait_until([&] { return ptx::mbarrier_try_wait(barrier, parity); }, pause) == WaitResult::kReady;
+}
+
+// Waits until a word that another warp of the block writes differs from `seen`; returns it, or `seen` if it never does.
+__device__ inline u32 wait_change(const u32* word, u32 seen) {
+  CopyPause pause;
+  u32 now = seen;
+  wait_until([&] { return (now = ptx::ld_acquire_cta(word)) != seen; }, pause);
+  return now;
 }
 
 }  // namespace weft::sync

@@ -52,10 +52,14 @@ WEFT_HD inline u64 load_header(const u64* cell) {
   return mutants::kRelaxedWait ? ptx::ld_relaxed_sys(cell) : ptx::ld_acquire_sys(cell);
 }
 
-// Waits until the cell holds a header of `turn`, whatever its fingerprint.
+// Waits until the cell holds a header of `turn`, whatever its fingerprint. Looks are relaxed, since on a GPU each acquire
+// throws away the first-level cache of the whole SM; the acquire comes once, when the header is there.
 template <class Pause>
 WEFT_HD WaitResult wait_header(const u64* cell, Turn turn, Pause& pause) {
-  return wait_until([&] { return classify_header(load_header(cell), turn, 0) != HeaderState::kNotYet; }, pause);
+  const auto is_there = [&] { return classify_header(ptx::ld_relaxed_sys(cell), turn, 0) != HeaderState::kNotYet; };
+  const WaitResult result = wait_until(is_there, pause);
+  static_cast<void>(load_header(cell));
+  return result;
 }
 
 constexpr u32 kProgressBits = 24;
@@ -79,7 +83,9 @@ WEFT_HD inline u32 load_progress(const u64* word, Turn turn) { return progress_i
 // Waits for n >= target. Nothing is ever set back or subtracted (R6).
 template <class Pause>
 WEFT_HD WaitResult wait_progress(u64* word, Turn turn, u32 target, Pause& pause) {
-  const WaitResult result = wait_until([&] { return load_progress(word, turn) >= target; }, pause);
+  const WaitResult result =
+      wait_until([&] { return progress_in(ptx::ld_relaxed_sys(word), turn) >= target; }, pause);
+  static_cast<void>(ptx::ld_acquire_sys(word));  // as in wait_header
   if constexpr (mutants::kReset) ptx::st_relaxed_sys(word, pack_progress(turn, 0));
   return result;
 }

@@ -85,7 +85,8 @@ __device__ inline bool settle(const WindowView& view, const Flight& flight, sync
 __device__ inline bool wait_progress(const WindowView& view, const Flight& flight, i32 peer, i32 block, i32 channel,
                                      u32 target) {
   u64* word = reinterpret_cast<u64*>(view.control[view.rank] + view.layout.progress_word(peer, block, channel));
-  sync::LanePause pause(&view.host->abort, u64{1} << peer, &view.host->timeout_ns);
+  constexpr u32 kSleepNs = 200;
+  sync::LanePause pause(&view.host->abort, u64{1} << peer, &view.host->timeout_ns, kSleepNs);
   const sync::WaitResult result = sync::wait_progress(word, flight.turn, target, pause);
   return settle(view, flight, result, Phase::kSend, peer, 0);
 }
@@ -131,6 +132,7 @@ __device__ inline void end_flight(const WindowView& view, const Flight& flight) 
   __syncthreads();
   if (threadIdx.x != 0) return;
   GpuControlWords* words = view.words();
+  words->next_chunk = 0;
   ptx::st_relaxed_sys(&words->sequence, static_cast<u64>(flight.turn.sequence));
   ptx::st_release_sys(&words->owner, 0);
   ptx::st_release_sys(&view.host->finished_sequence, static_cast<u64>(flight.turn.sequence));
