@@ -18,13 +18,14 @@ from weft import _load, kernel_cache, kernel_paths
 from weft.errors import InvalidArgument
 from weft.limits import LAYOUTS, QUANTIZE_GROUP
 
-__all__ = ["ARCHITECTURES", "Built", "KernelShape", "kernels", "prebuild"]
+__all__ = ["ARCHITECTURES", "Built", "KernelShape", "compile_all", "dispatch_source", "kernels", "prebuild"]
 
 # Shared memory that a block may have (CUDA programming guide, technical specifications per compute capability).
 ARCHITECTURES = {"sm_90": 227 << 10, "sm_100": 227 << 10, "sm_103": 227 << 10, "sm_120": 99 << 10}
 _CODES = {"bf16": (1, 2), "fp16": (2, 2), "fp32": (3, 4)}  # code of the native module, bytes
 _BYTES = 0
-_ROWS = ("plain", "fp8", "fp8_ue8m0", "fp8 rows")  # as they are, quantised in the call (two ways), quantised before
+ROWS = ("plain", "fp8", "fp8_ue8m0", "fp8 rows")  # as they are, quantised in the call (two ways), quantised before
+ROUTINGS = ("int64 ids", "int32 ids", "handle")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,34 +61,38 @@ class Built:
 
 def kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:
     """Name and source of every kernel that calls of this shape may need."""
-    yield from _dispatch_kernels(shape, shared_bytes)
+    for layout, rows, routing in itertools.product(shape.layouts, ROWS, ROUTINGS):
+        name = f"dispatch {layout}, {rows}, {routing}"
+        yield name, dispatch_source(shape, layout, rows, routing, shared_bytes)
     yield "unload", _load.native().render_unload()
 
 
-def _dispatch_kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:
+def dispatch_source(shape: KernelShape, layout: str, rows: str, routing: str, shared_bytes: int) -> str:
+    """The kernel of a dispatch; `rows` is one of ROWS, `routing` one of ROUTINGS."""
     native, (code, item) = _load.native(), _CODES[shape.dtype]
-    for layout, rows, routing in itertools.product(shape.layouts, _ROWS, ("int64 ids", "int32 ids", "handle")):
-        args: Any = native.GpuDispatchArgs()
-        args.layout, args.num_blocks, args.hidden = LAYOUTS.index(layout), shape.num_sms, shape.hidden
-        args.dtype, args.row_bytes = code, shape.hidden * item
-        args.quantize = {"fp8": 1, "fp8_ue8m0": 2}.get(rows, 0)
-        if rows == "fp8 rows":
-            args.dtype, args.row_bytes = _BYTES, shape.hidden
-            args.scale_row_bytes = -(-shape.hidden // QUANTIZE_GROUP) * 4
-        args.topk_is_int64, args.cached = routing != "int32 ids", routing == "handle"
-        source = native.render_dispatch(
-            args,
-            num_ranks=shape.ranks,
-            num_experts=shape.experts,
-            top_k=shape.top_k,
-            max_tokens=shape.tokens,
-            shared_bytes=shared_bytes,
-        )
-        yield f"dispatch {layout}, {rows}, {routing}", source
+    args: Any = native.GpuDispatchArgs()
+    args.layout, args.num_blocks, args.hidden = LAYOUTS.index(layout), shape.num_sms, shape.hidden
+    args.dtype, args.row_bytes = code, shape.hidden * item
+    args.quantize = {"fp8": 1, "fp8_ue8m0": 2}.get(rows, 0)
+    if rows == "fp8 rows":
+        args.dtype, args.row_bytes = _BYTES, shape.hidden
+        args.scale_row_bytes = -(-shape.hidden // QUANTIZE_GROUP) * 4
+    args.topk_is_int64, args.cached = routing != "int32 ids", routing == "handle"
+    source: str = native.render_dispatch(args, **_window(shape), shared_bytes=shared_bytes)
+    return source
+
+
+def _window(shape: KernelShape) -> dict[str, int]:
+    return {
+        "num_ranks": shape.ranks,
+        "num_experts": shape.experts,
+        "top_k": shape.top_k,
+        "max_tokens": shape.tokens,
+    }
 
 
 def prebuild(shape: KernelShape, archs: Sequence[str], folder: str, jobs: int | None = None) -> tuple[list[Built], int]:
-    """Compile into `folder`; returns the kernels and how many of them were there already.
+    """Compile all kernels of a shape into `folder`; returns them and how many of them were there already.
 
     Raises:
         InvalidArgument: an architecture that Weft does not know.
@@ -98,8 +103,14 @@ def prebuild(shape: KernelShape, archs: Sequence[str], folder: str, jobs: int | 
         if arch not in ARCHITECTURES:
             raise InvalidArgument(f"arch={arch!r}: allowed are {', '.join(ARCHITECTURES)}")
     wanted = [(arch, *kernel) for arch in archs for kernel in kernels(shape, ARCHITECTURES[arch])]
-    paths = kernel_paths.compiler_paths(cache=folder)
     before = len(kernel_cache.entries(folder))
+    built = compile_all(wanted, folder, jobs)
+    return built, len(built) - (len(kernel_cache.entries(folder)) - before)
+
+
+def compile_all(wanted: Sequence[tuple[str, str, str]], folder: str, jobs: int | None = None) -> list[Built]:
+    """Compile (architecture, name, source) each into `folder`, `jobs` at once (None: a CPU each)."""
+    paths = kernel_paths.compiler_paths(cache=folder)
 
     def compiled(arch: str, name: str, source: str) -> Built:
         start = time.perf_counter()
@@ -107,5 +118,4 @@ def prebuild(shape: KernelShape, archs: Sequence[str], folder: str, jobs: int | 
         return Built(name, arch, time.perf_counter() - start, len(cubin))
 
     with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
-        built = list(pool.map(lambda job: compiled(*job), wanted))
-    return built, len(built) - (len(kernel_cache.entries(folder)) - before)
+        return list(pool.map(lambda job: compiled(*job), wanted))

@@ -43,6 +43,7 @@ class Case:
     routing: str = "uniform"
     routing_options: Mapping[str, Any] = field(default_factory=dict)
     goal: Goal | None = None
+    is_quarter: bool = False  # T is a quarter of that of the targets, where the rate is to be nearly the same
 
     @property
     def link_kind(self) -> str:
@@ -118,7 +119,7 @@ def _routings(trace: str | None) -> Iterator[Case]:
 def _tokens() -> Iterator[Case]:
     for tokens in (256, 512, 1024, 2048, 8192):
         for case in _THREE:
-            yield dataclasses.replace(case, suite="tokens", tokens=tokens)
+            yield dataclasses.replace(case, suite="tokens", tokens=tokens, is_quarter=4 * tokens == TOKENS)
 
 
 def _sms() -> Iterator[Case]:

@@ -44,6 +44,8 @@ def run_suite(options: SuiteOptions) -> Iterator[Row]:
     on_gpu = machine["device_name"] is not None
     limits = _limits(chosen, options) if on_gpu else {}
     yield from _link_rows(limits, stamp)
+    if machine["arch"] is not None:
+        _compile(chosen, options, machine["arch"])
 
     barrier = multiprocessing.get_context("fork").Barrier(options.ranks)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -72,6 +74,29 @@ def run_suite(options: SuiteOptions) -> Iterator[Row]:
     yield from ({**row, **stamp} for row in _target_rows(rows, memory) if on_gpu)
     if error is not None:
         raise error
+
+
+def _compile(chosen: Sequence[Case], options: SuiteOptions, arch: str) -> None:
+    """Compile the kernels of all cases at once: ranks would compile one after the other."""
+    from weft import env, prebuild
+
+    if arch not in prebuild.ARCHITECTURES or not env.cache_folder():
+        return
+    sources = {}
+    for case in chosen:
+        shape = prebuild.KernelShape(
+            ranks=options.ranks,
+            experts=EXPERTS,
+            top_k=TOP_K,
+            hidden=options.hidden,
+            tokens=case.tokens,
+            num_sms=case.num_sms,
+        )
+        shared_bytes = prebuild.ARCHITECTURES[arch]
+        rows = "fp8 rows" if case.rows == "fp8" else "plain" if case.quantize == "none" else case.quantize
+        for routing in ("int64 ids", "handle") if case.is_cached else ("int64 ids",):
+            sources[prebuild.dispatch_source(shape, case.layout, rows, routing, shared_bytes)] = case.name
+    prebuild.compile_all([(arch, name, source) for source, name in sources.items()], env.cache_folder())
 
 
 def has_problems(rows: Sequence[Row]) -> bool:
@@ -237,6 +262,7 @@ def machine_facts(device: str) -> Row:
     return {
         "commit": commit(),
         "machine": f"{num_gpus} x {gpu['device_name']}" if gpu else cpu_name(),
+        "arch": gpu.get("arch"),
         "driver": gpu.get("driver"),
         "cuda_driver": gpu.get("cuda_driver"),
         "device_name": gpu.get("device_name"),
@@ -262,6 +288,7 @@ def _gpu_facts() -> Row:
         return {
             "num_gpus": num_gpus,
             "device_name": pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)),
+            "arch": "sm_{}{}".format(*pynvml.nvmlDeviceGetCudaComputeCapability(pynvml.nvmlDeviceGetHandleByIndex(0))),
             "driver": pynvml.nvmlSystemGetDriverVersion(),
             "cuda_driver": f"{version // 1000}.{version % 1000 // 10}",
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,15 @@ def baseline_key(case: Case) -> str:
     return "/".join(
         (case.op, case.rows, case.layout, str(case.alignment), case.quantize, str(case.tokens), case.routing)
     )
+
+
+def with_baseline(cases: Iterable[Case]) -> dict[str, Case]:
+    """The cases whose baselines are timed, by key: of the sweeps only the quarter of the tokens of the targets."""
+    return {
+        baseline_key(case): case
+        for case in cases
+        if case.suite != "sms" and (case.suite != "tokens" or case.is_quarter)
+    }
 
 
 class Baselines:

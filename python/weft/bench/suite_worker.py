@@ -19,7 +19,7 @@ from weft.bench.cases import EXPERTS, TOP_K, Case
 from weft.bench.grouped_gemm import Experts
 from weft.bench.options import SuiteOptions
 from weft.bench.samples import Samples
-from weft.bench.suite_baseline import Baselines, baseline_key
+from weft.bench.suite_baseline import Baselines, with_baseline
 from weft.bench.timing import profile_calls, time_calls
 from weft.bench.worker import Barrier
 from weft.limits import default_heap_bytes
@@ -28,6 +28,7 @@ from weft.verify.check import Mismatch, poison
 EXPERT_WIDTH = 2048  # of the step's experts: H -> 2 x 2048 -> H, as in DeepSeek-V3
 _MEET_S = 300.0
 _PROFILED = 10
+_DEADLINE_S = 30.0
 
 
 class Meeting:
@@ -69,6 +70,7 @@ class Worker:
                 hidden=self.options.hidden,
                 max_tokens_per_rank=tokens,
                 heap_bytes=self.heap_bytes(tokens),
+                deadline_s=_DEADLINE_S,
             )
         return self.objects[tokens]
 
@@ -105,8 +107,8 @@ class Worker:
                 call = stack.enter_context(self._prepared(case))
             except weft.Unsupported as error:
                 refused = str(error)
-            except Mismatch as error:
-                wrong = f"rank {self.comm.rank}: {error}"
+            except (Mismatch, weft.InvalidArgument) as error:
+                wrong = f"rank {self.comm.rank}: {type(error).__name__}: {error}"
             notes = [json.loads(text) for text in self.meeting.gather(json.dumps([refused, wrong]))]
             refusals, problems = ([note[idx] for note in notes if note[idx]] for idx in (0, 1))
             if refusals or problems:
@@ -246,7 +248,7 @@ def run_rank(
             note(kind="case", number=number, **worker.run(case))
         if options.baseline:
             with Baselines(worker) as baselines:
-                for key, case in {baseline_key(case): case for case in cases if case.suite != "sms"}.items():
+                for key, case in with_baseline(cases).items():
                     note(kind="baseline", key=key, **baselines.run(case))
         worker.close()
     meeting.wait()

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+_LEFT_OUT = 3  # recorded calls that are not counted
+
 
 @dataclass(frozen=True)
 class Times:
@@ -62,25 +64,32 @@ def time_calls(
 
 
 def profile_calls(call: Callable[[], None], *, iters: int, meet: Callable[[], None]) -> GpuWork | None:
-    """Record `iters` calls with torch's profiler. None where the driver gives no records. Collective."""
-    torch.cuda.synchronize()
-    meet()
+    """Record calls with torch's profiler; the last `iters` are counted, when ranks no longer wait for a late start.
+    None where the driver gives no records. Collective.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(iters):
+        torch.cuda.synchronize()
+        meet()
+        for _ in range(_LEFT_OUT + iters):
             call()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
         trace: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return gpu_work(trace["traceEvents"], iters, torch.cuda.get_device_properties().multi_processor_count)
+    num_sms = torch.cuda.get_device_properties().multi_processor_count
+    return gpu_work(trace["traceEvents"], _LEFT_OUT + iters, num_sms, left_out=_LEFT_OUT)
 
 
-def gpu_work(events: list[dict[str, Any]], num_calls: int, num_sms: int) -> GpuWork | None:
-    """What a profiler's records (the Chrome trace format, times in microseconds) say of `num_calls` calls."""
+def gpu_work(events: list[dict[str, Any]], num_calls: int, num_sms: int, *, left_out: int = 0) -> GpuWork | None:
+    """What a profiler's records (the Chrome trace format, times in microseconds) say of `num_calls` equal calls, the
+    first `left_out` of them not counted.
+    """
     work = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not work:
         return None
+    work = sorted(work, key=lambda event: event["ts"])[len(work) * left_out // num_calls :]
+    num_calls -= left_out
     kernels = [event for event in work if event["cat"] == "kernel"]
     blocks = sum(min(num_sms, _product(event["args"].get("grid", (num_sms,)))) for event in kernels)
     starts, ends = [event["ts"] for event in work], [event["ts"] + event["dur"] for event in work]
