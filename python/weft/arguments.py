@@ -218,8 +218,15 @@ def _check_quantized(ep: ExpertParallel, x: Quantized, quantize: Any) -> tuple[T
     _check_place("x.data", data, ep)
     if scales is not None:
         _check_place("x.scales", scales, ep)
-        scales = None if scales.shape[1] == 0 else scales.contiguous().view(torch.uint8)
-    return data.contiguous().view(torch.uint8), scales
+        scales = None if scales.shape[1] == 0 else _bytes(scales)
+    return _bytes(data), scales
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    """[T, bytes of a row]; column-major ones are copied. Without rows the strides may be any."""
+    if rows.shape[0] == 0:
+        return rows.new_empty((0, rows.shape[1] * rows.element_size()), dtype=torch.uint8)
+    return rows.contiguous().view(torch.uint8)
 
 
 def _check_topk(ep: ExpertParallel, topk_idx: Any, topk_weights: Any, data: Tensor) -> None:

@@ -39,7 +39,7 @@ from torch.utils.hooks import RemovableHandle
 
 from weft.errors import InvalidState
 from weft.log import logger
-from weft.native_calls import LEAST_COLUMNS, MASKED, Call, NativeCalls, Received
+from weft.native_calls import LEAST_COLUMNS, MASKED, RANK_MAJOR, Call, NativeCalls, Received
 from weft.ops import bias_gradient, combine_gradients
 
 __all__ = ["Plans", "combine", "dispatch", "dispatch_again"]
@@ -67,6 +67,7 @@ class _Sent:
         self.received: Received | None = None  # from the node to `dispatch`, which takes it out
         self.plans: Plans  # set by the node, like the next
         self.weights: Tensor
+        self.topk_idx: Tensor | None = None  # rank_major, likewise
         self.combines: list[weakref.ref[_Summed]] = []
         self.gradients: list[Tensor | None] = [None, None]  # of x and of the weights, as far as they are known
         self.collects = False  # a nested backward is to end at our node and leave its gradients here
@@ -116,7 +117,9 @@ class _Sent:
         return torch.zeros((*lead, LEAST_COLUMNS), dtype=torch.float32, device=self.weights.device)
 
     def _side(self, grad: Tensor | None) -> Tensor:
-        return torch.zeros_like(self.weights) if grad is None else grad.contiguous()
+        if grad is None:
+            return torch.zeros_like(self.weights)
+        return self.calls.side_of_picks(grad.contiguous(), self.topk_idx)
 
 
 class _Summed:
@@ -283,6 +286,7 @@ class _Dispatch(torch.autograd.Function):
             rows, weights, tie = received.x, received.topk_weights, received.tie
             sent.received = received
             sent.weights = weights.detach()
+            sent.topk_idx = received.topk_idx if sent.call.layout == RANK_MAJOR else None
             rows_shape = tuple(weights.shape[: 2 if sent.call.layout == MASKED else 1])
             sent.plans = Plans(received.send_plan, received.recv_plan, tie.detach(), received.sizes, rows_shape)
         else:

@@ -84,7 +84,7 @@ class ExpertParallel:
             WindowSpec(
                 num_experts,
                 top_k,
-                max_tokens_per_rank,
+                max(1, max_tokens_per_rank),
                 max_row_bytes(hidden),
                 heap,
                 idx,
@@ -251,8 +251,9 @@ class ExpertParallel:
             self, expert_output, handle, weighted, side, bias, out, wire, num_sms, deadline_s, mode, staged, async_op,
             window,
         )  # fmt: skip
-        if side is not None and call.layout == RANK_MAJOR and side.dim() == 1:
-            side = side.unsqueeze(1).expand(-1, self.top_k)
+        if side is not None and call.layout == RANK_MAJOR:
+            side = side.unsqueeze(1).expand(-1, self.top_k) if side.dim() == 1 else side
+            side = self.calls.side_of_picks(side, handle.topk_idx)
         weights = handle.topk_weights if weighted and call.layout != RANK_MAJOR else None
         is_tracked = torch.is_grad_enabled() and (
             expert_output.requires_grad or handle.tie.requires_grad or (bias is not None and bias.requires_grad)

@@ -70,7 +70,8 @@ class GpuCalls(NativeCalls):
     ) -> Received:
         """See NativeCalls."""
         x, scales = _dense(x), None if scales is None else _dense(scales)
-        topk_idx = _dense(topk_idx)
+        idx_dtype = topk_idx.dtype
+        topk_idx = _dense(topk_idx.to(torch.int64))  # each rank may have its own type; one travels
         weights = None if topk_weights is None else _dense(topk_weights)
         if call.capacity < 0 and torch.cuda.is_current_stream_capturing():
             raise InvalidArgument(
@@ -92,6 +93,8 @@ class GpuCalls(NativeCalls):
                 _clear(received.topk_weights, tail)
                 if call.layout == RANK_MAJOR:
                     received.topk_idx.masked_fill_(tail.unsqueeze(-1), -1)
+            if idx_dtype != torch.int64:
+                received = received._replace(topk_idx=received.topk_idx.to(idx_dtype))
             self.token[1] = self.comm.epoch
             run.results = received[:-1]
             return received._replace(tie=self.token.clone())
@@ -233,7 +236,7 @@ class GpuCalls(NativeCalls):
         num_groups = self.num_ranks if layout == RANK_MAJOR else self.num_local_experts
         sizes = self._new((self.num_local_experts + num_groups + 2,), torch.int32)
         args = self._dispatch_args(call, x, scales, quantize, num_tokens, sizes, stream)
-        args.topk_idx, args.topk_is_int64 = topk_idx.data_ptr(), topk_idx.dtype == torch.int64
+        args.topk_idx, args.topk_is_int64 = topk_idx.data_ptr(), True
         args.topk_weights, args.send_plan = pointer(weights), send_plan.data_ptr()
         args.overflow = self.overflow.data_ptr()
         result = self.windows[call.window].native.dispatch(args)

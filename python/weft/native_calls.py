@@ -228,6 +228,13 @@ class NativeCalls(ABC):
     def record_stream(self, window: int, tensors: Sequence[Tensor], stream: Any) -> None:
         """The memory of these results is in use on `stream`."""
 
+    def side_of_picks(self, side: Tensor, topk_idx: Tensor | None) -> Tensor:
+        """rank_major: side values [N, K] as combine wants them. The nvlink engine adds those of all ranks, so what
+        belongs to no pick here becomes 0; the cpu engine looks for itself."""
+        if not self.plans_on_device or topk_idx is None:
+            return side
+        return side.masked_fill(topk_idx < 0, 0)
+
     def raise_if_closed(self, what: str) -> None:
         """InvalidState if this ExpertParallel is closed."""
         if self.closed:

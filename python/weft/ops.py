@@ -157,7 +157,9 @@ def _receive_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     )
     _, x, _, topk_idx, topk_weights, *_ = inputs
     plans = (received.send_plan, received.recv_plan, received.tie)
-    ctx.save_for_backward(*plans, received.topk_weights, received.sizes)
+    is_rank_major_on_gpu = inputs[8] and inputs[9] == RANK_MAJOR
+    topk_idx_here = received.topk_idx if is_rank_major_on_gpu else None
+    ctx.save_for_backward(*plans, received.topk_weights, received.sizes, topk_idx_here)
     ctx.num_tokens, ctx.top_k = topk_idx.shape[0], topk_idx.shape[1]
     ctx.x_is_differentiable = x.is_floating_point() and received.x.is_floating_point()
     ctx.has_weights = topk_weights is not None
@@ -167,13 +169,15 @@ def _receive_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _receive_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
     received = Received(*gradients)  # type: ignore[arg-type]
-    send_plan, recv_plan, tie, weights, sizes = ctx.saved_tensors
+    send_plan, recv_plan, tie, weights, sizes, topk_idx = ctx.saved_tensors
     layout = ctx.call[0]
     rows = received.x
     if not ctx.x_is_differentiable:
         lead = weights.shape[:1] if layout != MASKED else weights.shape[:2]
         rows = weights.new_zeros((*lead, LEAST_COLUMNS))
     side = received.topk_weights if ctx.has_weights else None
+    if side is not None and topk_idx is not None:
+        side = side.masked_fill(topk_idx < 0, 0)  # NativeCalls.side_of_picks
     grad_x, grad_weights = combine(
         rows,
         weights,

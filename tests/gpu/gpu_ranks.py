@@ -16,7 +16,8 @@ from pool import Pool, RankFailed, RankState
 def moved(value: Any, device: torch.device | str) -> Any:
     """The same value with every tensor inside on `device`; leaves keep requires_grad."""
     if isinstance(value, Tensor):
-        return value.detach().to(device, copy=True).requires_grad_(value.requires_grad)
+        copy = torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value.detach())  # plain strides
+        return copy.requires_grad_(value.requires_grad)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: moved(getattr(value, f.name), device) for f in dataclasses.fields(value)}
         return type(value)(**fields)

@@ -327,7 +327,7 @@ class DispatchCount : public DispatchState<kConfig> {
     const GpuPlacement place = to == rank() ? a.placement : payload_from(to)->placement;
     const GpuWindowLayout& layout = a.view.layout;
     const i64 num_slots = kRanks * layout.max_tokens;
-    const bool is_staged = kConfig.is_cached ? place.num_rows == 0 : s.needed[to] > place.num_rows;
+    const bool is_staged = place.num_rows == 0 || (!kConfig.is_cached && s.needed[to] > place.num_rows);
     const u64 scales_landing = align_up(layout.landing_rows + static_cast<u64>(num_slots) * kConfig.wire_row_bytes(), 256);
     const auto fits = [&](u64 offset, u64 row_bytes) {
       return place.num_rows >= 0 && offset <= a.view.heap_bytes[to] &&

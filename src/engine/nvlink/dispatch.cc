@@ -118,7 +118,7 @@ void DispatchCall::reserve() {
   }
   has_room = has_room && (scale_bytes_ == 0 || fixed(scales_, most_rows_ * scale_bytes_));
   if (has_room && is_exact_) {
-    x_ = w_.reserve_up_to(static_cast<u64>(std::max<i64>(most_rows_ * row_bytes_, 1)), a_.stream);
+    x_ = w_.reserve_up_to(static_cast<u64>(std::max<i64>(most_rows_, 1) * row_bytes_), a_.stream);
     has_room = x_ && x_->num_bytes >= static_cast<u64>(row_bytes_);
   } else {
     has_room = has_room && fixed(x_, most_rows_ * row_bytes_);
@@ -172,8 +172,7 @@ bool DispatchCall::fits_landing() const {
 
 // The same decision as the kernels of all ranks make (dispatch_count.cuh).
 bool DispatchCall::is_staged() const {
-  if (a_.cached) return room_ == 0;
-  return num_rows_ > room_;
+  return room_ == 0 || (!a_.cached && num_rows_ > room_);
 }
 
 DispatchResult DispatchCall::staged_result() {
