@@ -182,10 +182,31 @@ def kills() -> str:
     return f"## Ranks killed under load\n\n{table(columns, cells)}" if cells else ""
 
 
+def compile_times() -> str:
+    """Seconds a kernel, one after the other, by architecture."""
+    cells = []
+    for file in sorted(RESULTS.glob("gpu_compile*.jsonl")):
+        rows = read_rows(file)
+        built = [row for row in rows if row["kind"] == "built"]
+        for arch in sorted({row["arch"] for row in built}):
+            seconds = sorted(row["seconds"] for row in built if row["arch"] == arch)
+            slowest = max((row for row in built if row["arch"] == arch), key=lambda row: row["seconds"])
+            median = seconds[len(seconds) // 2]
+            figures = (
+                str(len(seconds)),
+                f"{median:.2f}",
+                f"{seconds[-1]:.2f} ({slowest['name']})",
+                f"{sum(seconds):.1f}",
+            )
+            cells.append((file.stem, arch, *figures))
+    columns = ("file", "architecture", "kernels", "median s", "slowest s", "all, one after the other, s")
+    return f"## Compile times\n\n{table(columns, cells)}" if cells else ""
+
+
 def page() -> str:
     """The whole page."""
     peers = "## Other libraries\n\n" + PEERS.read_text(encoding="utf-8")
-    text = "".join((_INTRO, *benches(), soaks(), kills(), peers))
+    text = "".join((_INTRO, *benches(), soaks(), kills(), compile_times(), peers))
     return text.rstrip("\n") + "\n"
 
 

@@ -24,10 +24,11 @@ from soak_rounds import MAX_TOKENS, POOLS, Pool, Round, draw
 from torch import Tensor
 
 import weft
-from weft import reference
+from weft import env, prebuild, reference
 from weft.bench.suite import machine_facts
 
 POISON = 0xFB
+DEADLINE_S = 20.0
 
 
 class Traffic:
@@ -68,6 +69,7 @@ class Soak:
                 max_tokens_per_rank=MAX_TOKENS,
                 heap_bytes=pool.heap_bytes,
                 num_sms=pool.num_sms,
+                deadline_s=DEADLINE_S,
                 dtype=pool.dtype,
             )
             for pool in POOLS
@@ -314,6 +316,23 @@ def agree(ep: weft.ExpertParallel, *, stop: bool) -> bool:
     return bool((received.x != 0).any())
 
 
+def compile_kernels(arch: str | None, num_ranks: int) -> None:
+    """What dispatch needs for all rounds, on all CPUs at once; ranks would compile one kernel after the other."""
+    if arch not in prebuild.ARCHITECTURES or not env.cache_folder():
+        return
+    for pool in POOLS:
+        shape = prebuild.KernelShape(
+            ranks=num_ranks,
+            experts=pool.experts * num_ranks,
+            top_k=pool.top_k,
+            hidden=pool.hidden,
+            tokens=MAX_TOKENS,
+            dtype={torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[pool.dtype],
+            num_sms=pool.num_sms,
+        )
+        prebuild.prebuild(shape, [arch], env.cache_folder())
+
+
 def main() -> int:
     """Start the ranks, add up what they counted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -325,8 +344,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first round")
     parser.add_argument("--no-traffic", dest="traffic", action="store_false", help="no copies beside the calls")
     options = parser.parse_args()
-    ranks = weft.spawn(run_rank, num_ranks=options.ranks, args=(options,), device=options.device)
     facts = machine_facts(options.device)
+    compile_kernels(facts["arch"], options.ranks)
+    ranks = weft.spawn(run_rank, num_ranks=options.ranks, args=(options,), device=options.device)
     row: dict[str, Any] = {"kind": "soak", **{name: facts[name] for name in ("commit", "machine", "driver", "torch")}}
     row |= {"ranks": options.ranks, "engine": ranks[0]["engine"], "seed": options.seed}
     row |= {"next_seed": max(rank["next_seed"] for rank in ranks), "repeats": options.repeats}

@@ -55,6 +55,10 @@ def test_a_run_becomes_tables_and_missed_targets_come_first(
     kills = [{"kind": "kill", "ok": True}, {"kind": "kill", "ok": False}]
     kills.append({"kind": "times", "what": "detection", "count": 6, "p50_us": 4000, "p99_us": 5500, "max_us": 5600})
     (tmp_path / "gpu_kill_1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kills))
+    built = [
+        {"kind": "built", "name": f"kernel {n}", "arch": "sm_90", "seconds": n / 10, "num_bytes": 9} for n in (1, 5, 2)
+    ]
+    (tmp_path / "gpu_compile_1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in built))
     monkeypatch.setattr(performance, "RESULTS", tmp_path)
     page = performance.page()
     assert "1 of 2 targets are met." in page
@@ -64,6 +68,7 @@ def test_a_run_becomes_tables_and_missed_targets_come_first(
     assert "| push | 7168 | 344 |" in page
     assert "1,200 calls in all" in page
     assert "| gpu_kill_1 | 2, 1 failed | detection | 6 | 4.00 | 5.50 | 5.60 |" in page
+    assert "| gpu_compile_1 | sm_90 | 3 | 0.20 | 0.50 (kernel 5) | 0.8 |" in page
     for line in page.splitlines():
         if line.startswith("|"):
             assert line.endswith("|"), line
