@@ -3,7 +3,6 @@
 
 #include <map>
 #include <mutex>
-#include <mutex>
 #include <string>
 
 #include "base/cuda_driver.h"

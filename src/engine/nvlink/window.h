@@ -2,11 +2,13 @@
 // docs/protocols/nvlink-window.md says what lies where; nvlink-dispatch.md and nvlink-combine.md what the kernels do with it.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
 #include <set>
 #include <string>
+#include <typeinfo>
 #include <vector>
 
 #include "base/clock.h"
@@ -104,14 +106,16 @@ class Window : public cpu::MemberWindow {
   // at the first use: loading may wait for a kernel that waits for a rank that loads.
   template <class Config>
   const Kernel& prepare(const Config& config, u64 timeout_ns, const Poll& poll) {
-    const cuda::RelaxedCaptureScope relaxed;
-    const bool meets = comm_->is_local() && loaded_.count(render(config)) == 0;
-    if (meets) meet(deadline_after_s(static_cast<double>(timeout_ns) * 1e-9), poll);
-    const Kernel& kernel = gpu_->kernels->prepare(config);
-    if (meets) {
-      meet(deadline_after_s(static_cast<double>(timeout_ns) * 1e-9), poll);
-      loaded_.insert(render(config));
-    }
+    // Rendering takes longer than a launch, so the last ones are found by their bytes. Bytes that belong to no field may make
+    // equal ones differ: then they are looked up anew.
+    std::string bytes(typeid(Config).name());
+    bytes.append(reinterpret_cast<const char*>(&config), sizeof(config));
+    const auto known = prepared_.find(bytes);
+    if (known != prepared_.end()) return *known->second;
+    const Kernel& kernel =
+        load(render(config), [&]() -> const Kernel& { return gpu_->kernels->prepare(config); }, timeout_ns, poll);
+    if (prepared_.size() >= kMostPrepared) prepared_.clear();
+    prepared_.emplace(std::move(bytes), &kernel);
     return kernel;
   }
 
@@ -126,6 +130,9 @@ class Window : public cpu::MemberWindow {
   // Offset from the start of the heap memory, as placements have it.
   u64 heap_offset(u64 address) const { return address - heap_->memory().address(); }
 
+  static constexpr size_t kMostPrepared = 64;
+  const Kernel& load(const std::string& source, const std::function<const Kernel&()>& prepare, u64 timeout_ns,
+                     const Poll& poll);
   void meet(u64 deadline_ns, const Poll& poll);
   void check_num_blocks(i32 num_blocks) const;
   void order_after_calls(u64 stream, const Capture& capture);
@@ -165,7 +172,8 @@ class Window : public cpu::MemberWindow {
   std::vector<std::shared_ptr<ReceiveHeap>> old_heaps_;  // that captured graphs point to
   std::vector<Peer> peers_;
   i32 num_sharing_ = 0;           // ranks of this process on this GPU, if ranks are threads
-  std::set<std::string> loaded_;  // kernels that all of them have loaded
+  std::set<std::string> loaded_;  // sources of kernels that all of them have loaded
+  std::map<std::string, const Kernel*> prepared_;
   WindowStats stats_;
 
   u64 ticket_ = 0;

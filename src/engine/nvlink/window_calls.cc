@@ -18,6 +18,18 @@ cuda::Stream stream_of(u64 stream) { return reinterpret_cast<cuda::Stream>(strea
 // Ranks that are threads of one process wait for each other.
 void Window::meet(u64 deadline_ns, const Poll& poll) { comm_->exchange(kMeetTag | id_, {}, {}, deadline_ns, poll); }
 
+const Kernel& Window::load(const std::string& source, const std::function<const Kernel&()>& prepare, u64 timeout_ns,
+                           const Poll& poll) {
+  const cuda::RelaxedCaptureScope relaxed;
+  if (!comm_->is_local() || loaded_.count(source) != 0) return prepare();
+  const u64 deadline_ns = deadline_after_s(static_cast<double>(timeout_ns) * 1e-9);
+  meet(deadline_ns, poll);
+  const Kernel& kernel = prepare();
+  meet(deadline_ns, poll);
+  loaded_.insert(source);
+  return kernel;
+}
+
 Window::Turn Window::begin(OperationConfig config, u64 timeout_ns, u64 stream) {
   if (closed_) throw_invalid_state("the window is closed");
   if (is_retired_) {

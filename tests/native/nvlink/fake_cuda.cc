@@ -1,0 +1,452 @@
+#include "nvlink/fake_cuda.h"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "base/cuda_driver.h"
+
+namespace fake_cuda {
+namespace {
+
+using namespace weft::cuda;
+
+constexpr Result kInvalidValue = 1, kOutOfMemory = 2, kCapturedEvent = 907;
+constexpr size_t kGranularity = size_t{2} << 20;
+
+struct StreamState {
+  bool is_held = false;
+  uint64_t submitted = 0;
+  uint64_t done = 0;
+  int capture = kNotCapturing;
+  uint64_t capture_id = 0;
+};
+
+struct EventState {
+  uint64_t stream = 0;
+  uint64_t mark = 0;
+  bool is_captured = false;
+};
+
+struct Physical {
+  int fd = -1;
+  size_t bytes = 0;
+  ~Physical() { close(fd); }
+};
+
+struct State {
+  std::mutex mutex;
+  std::map<uint64_t, StreamState> streams;
+  uint64_t next_stream = 0x1000;
+  std::map<AllocationHandle, std::shared_ptr<Physical>> handles;
+  std::map<DevicePtr, std::shared_ptr<Physical>> mappings;
+  AllocationHandle next_handle = 1;
+  std::map<ino_t, std::weak_ptr<Physical>> by_file;
+  std::vector<std::pair<uint64_t, uint64_t>> waits;
+  KernelBody kernel;
+  int num_launches = 0;
+  std::atomic<int> gpu_result{0};
+  std::string failing;
+  int fail_result = 0;
+  int fail_after = 0;
+};
+
+State& state() {
+  static auto* const kState = new State();
+  return *kState;
+}
+
+// The injected failure of a function, or success.
+Result injected(const char* symbol) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  if (s.failing != symbol || s.fail_after-- > 0) return kSuccess;
+  s.failing.clear();
+  return s.fail_result;
+}
+
+void submit(Stream stream) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  StreamState& at = s.streams[reinterpret_cast<uint64_t>(stream)];
+  ++at.submitted;
+  if (!at.is_held) at.done = at.submitted;
+}
+
+ino_t file_of(int fd) {
+  struct stat status{};
+  fstat(fd, &status);
+  return status.st_ino;
+}
+
+// ---- the driver's functions
+
+Result init(unsigned) { return kSuccess; }
+Result get_error_name(Result result, const char** name) {
+  static thread_local std::string text;
+  text = "CUDA_ERROR_" + std::to_string(result);
+  *name = text.c_str();
+  return kSuccess;
+}
+Result device_get(Device* device, int index) {
+  *device = index;
+  return index == 0 ? kSuccess : kInvalidValue;
+}
+Result device_get_attribute(int* value, int attribute, Device) {
+  const std::map<int, int> known = {{kComputeMajor, 9},
+                                    {kComputeMinor, 0},
+                                    {kMultiprocessors, 132},
+                                    {kMaxSharedPerBlock, 232448},
+                                    {kRdmaSupported, 1}};
+  const auto found = known.find(attribute);
+  *value = found == known.end() ? 0 : found->second;
+  return kSuccess;
+}
+Result context_retain(Context* context, Device) {
+  *context = reinterpret_cast<Context>(uintptr_t{16});
+  return kSuccess;
+}
+Result context_release(Device) { return kSuccess; }
+Result context_push(Context) { return injected("cuCtxPushCurrent"); }
+Result context_pop(Context*) { return kSuccess; }
+Result context_synchronize() {
+  State& s = state();
+  for (;;) {
+    {
+      const std::lock_guard lock(s.mutex);
+      const bool is_idle = std::all_of(s.streams.begin(), s.streams.end(),
+                                       [](const auto& each) { return each.second.done == each.second.submitted; });
+      if (is_idle) return kSuccess;
+    }
+    usleep(200);
+  }
+}
+
+Result granularity(size_t* bytes, const AllocationProp*, int) {
+  *bytes = kGranularity;
+  return kSuccess;
+}
+Result mem_create(AllocationHandle* handle, size_t bytes, const AllocationProp* prop, unsigned long long) {
+  if (const Result result = injected("cuMemCreate"); result != kSuccess) return result;
+  if (bytes % kGranularity != 0 || prop->flags.gpu_direct_rdma != 1) return kInvalidValue;
+  auto physical = std::make_shared<Physical>();
+  physical->fd = memfd_create("fake-gpu", MFD_CLOEXEC);
+  physical->bytes = bytes;
+  if (ftruncate(physical->fd, static_cast<off_t>(bytes)) != 0) return kOutOfMemory;
+  const ino_t file = file_of(physical->fd);
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  s.by_file[file] = physical;
+  *handle = s.next_handle++;
+  s.handles[*handle] = physical;
+  return kSuccess;
+}
+Result mem_release(AllocationHandle handle) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  return s.handles.erase(handle) == 1 ? kSuccess : kInvalidValue;
+}
+Result address_reserve(DevicePtr* address, size_t bytes, size_t, DevicePtr, unsigned long long) {
+  if (bytes % kGranularity != 0) return kInvalidValue;
+  void* place = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  *address = reinterpret_cast<DevicePtr>(place);
+  return place == MAP_FAILED ? kOutOfMemory : kSuccess;
+}
+Result address_free(DevicePtr address, size_t bytes) {
+  return munmap(reinterpret_cast<void*>(address), bytes) == 0 ? kSuccess : kInvalidValue;
+}
+Result mem_map(DevicePtr address, size_t bytes, size_t, AllocationHandle handle, unsigned long long) {
+  if (const Result result = injected("cuMemMap"); result != kSuccess) return result;
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const auto found = s.handles.find(handle);
+  if (found == s.handles.end() || found->second->bytes != bytes || s.mappings.count(address) != 0) return kInvalidValue;
+  void* place = mmap(reinterpret_cast<void*>(address), bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
+                     found->second->fd, 0);
+  if (place == MAP_FAILED) return kOutOfMemory;
+  s.mappings[address] = found->second;
+  return kSuccess;
+}
+Result mem_unmap(DevicePtr address, size_t bytes) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  if (s.mappings.erase(address) != 1) return kInvalidValue;
+  void* place = mmap(reinterpret_cast<void*>(address), bytes, PROT_NONE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  return place == MAP_FAILED ? kInvalidValue : kSuccess;
+}
+Result set_access(DevicePtr, size_t, const AccessDesc*, size_t) { return kSuccess; }
+Result export_handle(void* exported, AllocationHandle handle, int kind, unsigned long long) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  if (kind != kHandlePosixFd || s.handles.count(handle) == 0) return kInvalidValue;
+  *static_cast<int*>(exported) = dup(s.handles[handle]->fd);
+  return kSuccess;
+}
+Result import_handle(AllocationHandle* handle, void* shared, int) {
+  if (const Result result = injected("cuMemImportFromShareableHandle"); result != kSuccess) return result;
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const std::shared_ptr<Physical> physical =
+      s.by_file[file_of(static_cast<int>(reinterpret_cast<intptr_t>(shared)))].lock();
+  if (physical == nullptr) return kInvalidValue;
+  *handle = s.next_handle++;
+  s.handles[*handle] = physical;
+  return kSuccess;
+}
+Result host_alloc(void** place, size_t bytes, unsigned) {
+  *place = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  return kSuccess;
+}
+Result host_free(void* place) {
+  free(place);
+  return kSuccess;
+}
+Result memset_async(DevicePtr address, unsigned char value, size_t bytes, Stream stream) {
+  std::memset(reinterpret_cast<void*>(address), value, bytes);
+  submit(stream);
+  return kSuccess;
+}
+Result copy_async(DevicePtr to, DevicePtr from, size_t bytes, Stream stream) {
+  std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
+  submit(stream);
+  return kSuccess;
+}
+Result copy_from_host_async(DevicePtr to, const void* from, size_t bytes, Stream stream) {
+  std::memcpy(reinterpret_cast<void*>(to), from, bytes);
+  submit(stream);
+  return kSuccess;
+}
+
+Result stream_create(Stream* stream, unsigned) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  *stream = reinterpret_cast<Stream>(s.next_stream++);
+  return kSuccess;
+}
+Result stream_destroy(Stream) { return kSuccess; }
+Result stream_synchronize(Stream) { return kSuccess; }
+Result stream_query(Stream) { return kSuccess; }
+Result stream_wait_event(Stream stream, Event event, unsigned) {
+  const auto* from = reinterpret_cast<EventState*>(event);
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const bool is_capturing = s.streams[reinterpret_cast<uint64_t>(stream)].capture != kNotCapturing;
+  if (is_capturing != from->is_captured) return 905;  // CUDA_ERROR_STREAM_CAPTURE_ISOLATION
+  s.waits.emplace_back(reinterpret_cast<uint64_t>(stream), from->stream);
+  return kSuccess;
+}
+Result stream_capture_info(Stream stream, int* status, uint64_t* id, void*, void*, void*, size_t*) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const StreamState& at = s.streams[reinterpret_cast<uint64_t>(stream)];
+  *status = at.capture;
+  *id = at.capture_id;
+  return kSuccess;
+}
+Result exchange_capture_mode(int*) { return kSuccess; }
+Result event_create(Event* event, unsigned) {
+  *event = reinterpret_cast<Event>(new EventState());
+  return kSuccess;
+}
+Result event_destroy(Event event) {
+  delete reinterpret_cast<EventState*>(event);
+  return kSuccess;
+}
+Result event_record(Event event, Stream stream) {
+  auto* to = reinterpret_cast<EventState*>(event);
+  submit(stream);
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const StreamState& at = s.streams[reinterpret_cast<uint64_t>(stream)];
+  *to = {reinterpret_cast<uint64_t>(stream), at.submitted, at.capture != kNotCapturing};
+  return kSuccess;
+}
+Result event_query(Event event) {
+  const auto* of = reinterpret_cast<EventState*>(event);
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  if (s.gpu_result != 0) return s.gpu_result;
+  if (of->is_captured) return kCapturedEvent;
+  return s.streams[of->stream].done >= of->mark ? kSuccess : kNotReady;
+}
+Result module_load(Module* module, const void*) {
+  *module = reinterpret_cast<Module>(uintptr_t{32});
+  return injected("cuModuleLoadData");
+}
+Result module_unload(Module) { return kSuccess; }
+Result module_get_function(Function* function, Module, const char*) {
+  *function = reinterpret_cast<Function>(uintptr_t{48});
+  return kSuccess;
+}
+Result function_set_attribute(Function, int, int) { return kSuccess; }
+Result launch(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream stream,
+              void** params, void**) {
+  if (const Result result = injected("cuLaunchKernel"); result != kSuccess) return result;
+  submit(stream);
+  KernelBody body;
+  {
+    State& s = state();
+    const std::lock_guard lock(s.mutex);
+    ++s.num_launches;
+    body = s.kernel;
+  }
+  if (body) body(params[0]);
+  return kSuccess;
+}
+
+template <class Function>
+void* erased(Function* function) {
+  return reinterpret_cast<void*>(function);
+}
+
+const std::map<std::string, void*>& functions() {
+  static const std::map<std::string, void*> kFunctions = {
+      {"cuInit", erased(init)},
+      {"cuGetErrorName", erased(get_error_name)},
+      {"cuDeviceGet", erased(device_get)},
+      {"cuDeviceGetAttribute", erased(device_get_attribute)},
+      {"cuDevicePrimaryCtxRetain", erased(context_retain)},
+      {"cuDevicePrimaryCtxRelease", erased(context_release)},
+      {"cuCtxPushCurrent", erased(context_push)},
+      {"cuCtxPopCurrent", erased(context_pop)},
+      {"cuCtxSynchronize", erased(context_synchronize)},
+      {"cuMemGetAllocationGranularity", erased(granularity)},
+      {"cuMemCreate", erased(mem_create)},
+      {"cuMemRelease", erased(mem_release)},
+      {"cuMemAddressReserve", erased(address_reserve)},
+      {"cuMemAddressFree", erased(address_free)},
+      {"cuMemMap", erased(mem_map)},
+      {"cuMemUnmap", erased(mem_unmap)},
+      {"cuMemSetAccess", erased(set_access)},
+      {"cuMemExportToShareableHandle", erased(export_handle)},
+      {"cuMemImportFromShareableHandle", erased(import_handle)},
+      {"cuMemHostAlloc", erased(host_alloc)},
+      {"cuMemFreeHost", erased(host_free)},
+      {"cuMemsetD8Async", erased(memset_async)},
+      {"cuMemcpyDtoDAsync", erased(copy_async)},
+      {"cuMemcpyHtoDAsync", erased(copy_from_host_async)},
+      {"cuStreamCreate", erased(stream_create)},
+      {"cuStreamDestroy", erased(stream_destroy)},
+      {"cuStreamSynchronize", erased(stream_synchronize)},
+      {"cuStreamQuery", erased(stream_query)},
+      {"cuStreamWaitEvent", erased(stream_wait_event)},
+      {"cuStreamGetCaptureInfo", erased(stream_capture_info)},
+      {"cuThreadExchangeStreamCaptureMode", erased(exchange_capture_mode)},
+      {"cuEventCreate", erased(event_create)},
+      {"cuEventDestroy", erased(event_destroy)},
+      {"cuEventRecord", erased(event_record)},
+      {"cuEventQuery", erased(event_query)},
+      {"cuModuleLoadData", erased(module_load)},
+      {"cuModuleUnload", erased(module_unload)},
+      {"cuModuleGetFunction", erased(module_get_function)},
+      {"cuFuncSetAttribute", erased(function_set_attribute)},
+      {"cuLaunchKernel", erased(launch)},
+  };
+  return kFunctions;
+}
+
+}  // namespace
+
+void set_kernel(KernelBody body) {
+  const std::lock_guard lock(state().mutex);
+  state().kernel = std::move(body);
+}
+void hold(uint64_t stream) {
+  const std::lock_guard lock(state().mutex);
+  state().streams[stream].is_held = true;
+}
+void let_go(uint64_t stream) {
+  const std::lock_guard lock(state().mutex);
+  StreamState& at = state().streams[stream];
+  at.is_held = false;
+  at.done = at.submitted;
+}
+void begin_capture(uint64_t stream, uint64_t id) {
+  const std::lock_guard lock(state().mutex);
+  state().streams[stream].capture = 1;
+  state().streams[stream].capture_id = id;
+}
+void end_capture(uint64_t stream) {
+  const std::lock_guard lock(state().mutex);
+  state().streams[stream].capture = kNotCapturing;
+}
+void fail_gpu(int result) { state().gpu_result = result; }
+void fail_next(const char* symbol, int result, int after) {
+  const std::lock_guard lock(state().mutex);
+  state().failing = symbol;
+  state().fail_result = result;
+  state().fail_after = after;
+}
+std::vector<std::pair<uint64_t, uint64_t>> waits() {
+  const std::lock_guard lock(state().mutex);
+  return std::exchange(state().waits, {});
+}
+int num_mapped() {
+  const std::lock_guard lock(state().mutex);
+  return static_cast<int>(state().mappings.size());
+}
+int64_t physical_bytes() {
+  const std::lock_guard lock(state().mutex);
+  int64_t bytes = 0;
+  for (const auto& [file, physical] : state().by_file) {
+    if (const std::shared_ptr<Physical> held = physical.lock()) bytes += static_cast<int64_t>(held->bytes);
+  }
+  return bytes;
+}
+int num_launches() {
+  const std::lock_guard lock(state().mutex);
+  return state().num_launches;
+}
+
+}  // namespace fake_cuda
+
+// ---- what is found by name: the driver's one entry, and NVRTC
+
+extern "C" {
+
+int cuGetProcAddress_v2(const char* symbol, void** found, int, uint64_t, int*) {
+  const auto function = fake_cuda::functions().find(symbol);
+  if (function == fake_cuda::functions().end()) return 500;  // CUDA_ERROR_NOT_FOUND
+  *found = function->second;
+  return 0;
+}
+
+int nvrtcVersion(int* major, int* minor) {
+  *major = 13;
+  *minor = 0;
+  return 0;
+}
+int nvrtcCreateProgram(void** program, const char*, const char*, int, const char* const*, const char* const*) {
+  *program = program;
+  return 0;
+}
+int nvrtcCompileProgram(void*, int, const char* const*) { return 0; }
+int nvrtcDestroyProgram(void**) { return 0; }
+int nvrtcGetProgramLogSize(void*, size_t* num_bytes) {
+  *num_bytes = 1;
+  return 0;
+}
+int nvrtcGetProgramLog(void*, char* log) {
+  *log = '\0';
+  return 0;
+}
+int nvrtcGetCUBINSize(void*, size_t* num_bytes) {
+  *num_bytes = 4;
+  return 0;
+}
+int nvrtcGetCUBIN(void*, char* cubin) {
+  std::memcpy(cubin, "cube", 4);
+  return 0;
+}
+const char* nvrtcGetErrorString(int) { return "NVRTC_ERROR"; }
+
+}  // extern "C"

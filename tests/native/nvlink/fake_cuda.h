@@ -1,0 +1,29 @@
+// A CUDA driver without a GPU, for tests of the host side: libcuda.so.1 and NVRTC in one library. Memory is host memory
+// that can really be mapped, shared and unmapped. Streams run at once, unless a test holds one; kernels are what a test says.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <utility>
+#include <vector>
+
+namespace fake_cuda {
+
+// Called in place of a kernel, in the launching thread, with the launch's parameter.
+using KernelBody = std::function<void(void* args)>;
+
+void set_kernel(KernelBody body);  // empty: kernels do nothing
+void hold(uint64_t stream);        // work of this stream does not end ...
+void let_go(uint64_t stream);      // ... until here
+void begin_capture(uint64_t stream, uint64_t id);
+void end_capture(uint64_t stream);
+void fail_gpu(int result);  // event queries answer this; 0: the GPU works
+void fail_next(const char* symbol, int result,
+               int after = 0);  // one call of a driver function, after so many good ones
+
+std::vector<std::pair<uint64_t, uint64_t>> waits();  // (stream that waits, stream of the event), since the last call
+int num_mapped();                                    // mappings of physical memory
+int64_t physical_bytes();                            // that someone holds
+int num_launches();
+
+}  // namespace fake_cuda

@@ -1,0 +1,214 @@
+// Guards against heap memory that another stream gets too early, that is lost, or that is unmapped under a GPU at work.
+#include "engine/nvlink/receive_heap.h"
+
+#include <cstring>
+#include <string>
+
+#include "base/status.h"
+#include "check.h"
+#include "nvlink/fake_cuda.h"
+
+using namespace weft;
+using namespace weft::nvlink;
+
+namespace {
+
+constexpr u64 kFirst = 4096;
+constexpr u64 kBytes = 1 << 20;
+constexpr u64 kOne = 101, kTwo = 102, kThree = 103;  // streams
+
+std::shared_ptr<Gpu> make_gpu() {
+  return std::make_shared<Gpu>(0, jit::CompilerPaths{WEFT_FAKE_CUDA, WEFT_INCLUDE, ""});
+}
+
+std::shared_ptr<ReceiveHeap> make_heap(const std::shared_ptr<Gpu>& gpu) {
+  return std::make_shared<ReceiveHeap>(gpu, DeviceMemory::create(gpu->device, kFirst + kBytes), kFirst, kBytes);
+}
+
+bool has_waited(u64 stream, u64 for_stream) {
+  for (const auto& [waiting, other] : fake_cuda::waits()) {
+    if (waiting == stream && other == for_stream) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+TEST(the_same_stream_does_not_wait_and_another_does) {
+  const auto gpu = make_gpu();
+  const auto heap = make_heap(gpu);
+  fake_cuda::hold(kOne);
+  auto block = heap->reserve(kBytes, kOne, false);
+  CHECK(block.has_value());
+  CHECK_EQ(block->offset, kFirst);
+  CHECK(!heap->reserve(256, kOne, false).has_value());
+  std::memset(block->data, 7, kBytes);  // it is real memory
+  block.reset();
+  CHECK_EQ(heap->used(), u64{0});
+  fake_cuda::waits();
+  block = heap->reserve(kBytes, kOne, false);
+  CHECK(block.has_value());
+  CHECK(fake_cuda::waits().empty());
+  block.reset();
+  block = heap->reserve(kBytes, kTwo, false);
+  CHECK(has_waited(kTwo, kOne));
+  block.reset();
+  // What the second stream took over is behind it now: the third waits for that one alone.
+  block = heap->reserve(kBytes, kThree, false);
+  const auto waits = fake_cuda::waits();
+  CHECK_EQ(waits.size(), size_t{1});
+  CHECK(!waits.empty() && waits[0] == std::make_pair(kThree, kTwo));
+  block.reset();
+  fake_cuda::let_go(kOne);
+}
+
+TEST(only_the_places_taken_are_waited_for) {
+  const auto gpu = make_gpu();
+  const auto heap = make_heap(gpu);
+  fake_cuda::hold(kOne);
+  auto left = heap->reserve(kBytes / 2, kOne, false);
+  auto right = heap->reserve(kBytes / 2, kTwo, false);
+  left.reset();
+  right.reset();
+  fake_cuda::waits();
+  const auto first = heap->reserve(kBytes / 4, kThree, false);  // the lowest of equal holes: the first stream's
+  CHECK_EQ(first->offset, kFirst);
+  CHECK(has_waited(kThree, kOne));
+  const auto second = heap->reserve(kBytes / 4, kThree, false);
+  CHECK(has_waited(kThree, kOne));  // the rest of that place is still the first stream's
+  const auto third = heap->reserve(kBytes / 4, kTwo, false);
+  CHECK(fake_cuda::waits().empty());
+  fake_cuda::let_go(kOne);
+}
+
+TEST(a_recorded_stream_is_waited_for) {
+  const auto gpu = make_gpu();
+  const auto heap = make_heap(gpu);
+  auto block = heap->reserve(kBytes, kOne, false);
+  heap->record_stream(reinterpret_cast<u64>(block->data) + kBytes - 1, kThree);
+  CHECK_THROWS(heap->record_stream(reinterpret_cast<u64>(block->data) + kBytes, kThree), Error,
+               [](const Error& error) { CHECK_EQ(error.code, ErrorCode::kInvalidArgument); });
+  fake_cuda::hold(kThree);
+  block.reset();
+  fake_cuda::waits();
+  block = heap->reserve(kBytes, kOne, false);
+  CHECK(has_waited(kOne, kThree));
+  fake_cuda::let_go(kThree);
+}
+
+TEST(what_is_given_back_early_is_behind_its_event) {
+  const auto gpu = make_gpu();
+  const auto heap = make_heap(gpu);
+  fake_cuda::hold(kOne);
+  auto block = heap->reserve(kBytes, kOne, false);
+  heap->shrink(*block, 1000, gpu->record(kOne));
+  CHECK_EQ(heap->used(), u64{1024});
+  CHECK_EQ(block->num_bytes, u64{1000});
+  fake_cuda::waits();
+  auto rest = heap->reserve(kBytes - 1024, kTwo, false);
+  CHECK(rest.has_value());
+  CHECK(has_waited(kTwo, kOne));
+  rest.reset();
+  const auto most = heap->reserve_up_to(u64{1} << 40, kTwo, false);
+  CHECK(most.has_value());
+  CHECK_EQ(most->num_bytes, kBytes - 1024);
+  CHECK(!heap->reserve_up_to(16, kTwo, false).has_value());
+  fake_cuda::let_go(kOne);
+}
+
+TEST(a_graph_takes_only_what_nobody_waits_for_and_keeps_it) {
+  const auto gpu = make_gpu();
+  const auto heap = make_heap(gpu);
+  auto busy = heap->reserve(kBytes / 2, kOne, false);
+  const u64 busy_offset = busy->offset;
+  fake_cuda::hold(kOne);
+  busy.reset();
+  fake_cuda::begin_capture(kTwo, 5);
+  auto mine = heap->reserve(kBytes / 2, kTwo, true);
+  CHECK(mine.has_value());
+  CHECK(mine && mine->offset != busy_offset);
+  CHECK(!heap->reserve(kBytes / 2, kTwo, true).has_value());
+  CHECK(!heap->has_captured() == false);
+  mine.reset();
+  fake_cuda::end_capture(kTwo);
+  CHECK_EQ(heap->used(), kBytes / 2);
+  fake_cuda::let_go(kOne);
+  CHECK(heap->reserve(kBytes / 2, kThree, false).has_value());
+  CHECK(!heap->reserve(kBytes / 2 + 256, kThree, false).has_value());
+}
+
+TEST(a_place_let_go_on_a_stream_that_records_waits_for_its_end) {
+  const auto gpu = make_gpu();
+  const auto heap = make_heap(gpu);
+  auto block = heap->reserve(kBytes, kOne, false);
+  fake_cuda::begin_capture(kOne, 6);
+  block.reset();
+  CHECK(!heap->reserve(kBytes, kTwo, false).has_value());
+  CHECK(!heap->is_settled());
+  fake_cuda::end_capture(kOne);
+  fake_cuda::hold(kOne);
+  fake_cuda::waits();
+  CHECK(heap->reserve(kBytes, kTwo, false).has_value());
+  fake_cuda::let_go(kOne);
+}
+
+TEST(fresh_memory_comes_to_the_same_place_only_if_nobody_is_there) {
+  const auto gpu = make_gpu();
+  const auto heap = make_heap(gpu);
+  const u64 address = heap->memory().address();
+  auto block = heap->reserve(4096, kOne, false);
+  std::memset(block->data, 7, 4096);
+  DeviceMemory fresh = DeviceMemory::create(gpu->device, kFirst + kBytes);
+  CHECK(!heap->renew(fresh));  // a tensor
+  CHECK_EQ(block->data[0], u8{7});
+  fake_cuda::hold(kOne);
+  u8* const place = block->data;
+  block.reset();
+  CHECK(!heap->renew(fresh));  // work on it
+  fake_cuda::let_go(kOne);
+  heap->quarantine();
+  const i64 before = fake_cuda::physical_bytes();
+  CHECK(heap->renew(fresh));
+  CHECK_EQ(heap->memory().address(), address);
+  CHECK_EQ(*place, u8{0});
+  CHECK_EQ(fake_cuda::physical_bytes(), before - static_cast<i64>(heap->memory().bytes()));
+  CHECK(heap->reserve(kBytes, kOne, false).has_value());
+}
+
+TEST(nothing_is_unmapped_while_the_gpu_is_at_work) {
+  const auto gpu = make_gpu();
+  auto heap = make_heap(gpu);
+  auto block = heap->reserve(4096, kOne, false);
+  heap.reset();  // the tensor holds it
+  CHECK_EQ(fake_cuda::num_mapped(), 1);
+  fake_cuda::hold(kOne);
+  gpu->has_thread_ranks = true;  // then the clean-up waits elsewhere
+  block.reset();
+  CHECK_EQ(fake_cuda::num_mapped(), 1);
+  fake_cuda::let_go(kOne);
+  for (int tries = 0; tries < 2000 && fake_cuda::num_mapped() != 0; ++tries) usleep(1000);
+  CHECK_EQ(fake_cuda::num_mapped(), 0);
+  CHECK_EQ(fake_cuda::physical_bytes(), i64{0});
+}
+
+TEST(tensors_die_quietly_when_the_context_is_gone) {
+  const auto gpu = make_gpu();
+  auto heap = make_heap(gpu);
+  auto block = heap->reserve(4096, kOne, false);
+  fake_cuda::fail_next("cuCtxPushCurrent", 4);
+  block.reset();
+  CHECK_EQ(heap->used(), u64{0});
+  heap.reset();
+  CHECK_EQ(fake_cuda::num_mapped(), 0);
+}
+
+TEST(memory_that_cannot_be_mapped_is_not_lost) {
+  const auto gpu = make_gpu();
+  fake_cuda::fail_next("cuMemMap", 2);
+  CHECK_THROWS(DeviceMemory::create(gpu->device, kBytes), Error,
+               [](const Error& error) { CHECK_EQ(error.code, ErrorCode::kCudaError); });
+  CHECK_EQ(fake_cuda::physical_bytes(), i64{0});
+  CHECK_EQ(fake_cuda::num_mapped(), 0);
+}
+
+int main(int argc, char** argv) { return weft::test::run_tests(argc, argv); }

@@ -1,0 +1,482 @@
+// Guards against GPU windows that hang, lose memory, blame the wrong rank or go on after a failure. Ranks are threads; the
+// driver is a fake one, whose kernels do what a test says: what they do on GPUs is tested there (tests/gpu).
+#include "engine/nvlink/window.h"
+
+#include <barrier>
+#include <cstring>
+#include <functional>
+#include <thread>
+
+#include "base/clock.h"
+#include "base/status.h"
+#include "bootstrap/control_plane.h"
+#include "check.h"
+#include "nvlink/fake_cuda.h"
+
+using namespace weft;
+using namespace weft::nvlink;
+using namespace weft::test;
+
+namespace {
+
+constexpr int kNumRanks = 3;
+constexpr u64 kHeapBytes = u64{8} << 20;
+constexpr u64 kTimeoutNs = 20'000'000'000;
+const Poll kNoPoll;
+
+GpuWindowShape window_shape() {
+  GpuWindowShape shape;
+  shape.num_ranks = kNumRanks;
+  shape.num_experts = 6;
+  shape.top_k = 2;
+  shape.num_blocks = 40;
+  shape.max_tokens = 16;
+  shape.landing_row_bytes = 64;
+  return shape;
+}
+
+u64 stream_of(int rank) { return 1000 + static_cast<u64>(rank); }
+u64 in_seconds(double seconds) { return deadline_after_s(seconds); }
+
+struct Rank {
+  int me;
+  std::shared_ptr<cpu::Communicator> comm;
+  std::shared_ptr<Gpu> gpu;
+  std::barrier<>* barrier;
+  std::unique_ptr<Window> window;
+
+  // Beside the communicator, which may be broken.
+  void meet() const { barrier->arrive_and_wait(); }
+  void make_window(const GpuWindowShape& shape = window_shape()) {
+    window = std::make_unique<Window>(comm, gpu, shape, kHeapBytes, in_seconds(20), kNoPoll);
+  }
+  DispatchResult dispatch(i64 capacity = kNoCapacity, i64 alignment = 1, const Poll& poll = kNoPoll) {
+    DispatchArgs args;
+    args.capacity = capacity;
+    args.alignment = alignment;
+    args.max_tokens = args.num_tokens = 16;
+    args.hidden = 32;
+    args.row_bytes = 64;
+    args.dtype = Dtype::kBf16;
+    args.num_blocks = 4;
+    args.timeout_ns = kTimeoutNs;
+    args.stream = stream_of(me);
+    return window->dispatch(args, poll);
+  }
+};
+
+// Every rank in a thread; an exception of a body is a failure. All stay until the last one is done.
+void with_ranks(const std::function<void(Rank&)>& body, bool makes_window = true) {
+  fake_cuda::set_kernel({});
+  auto hub = std::make_shared<LocalHub>(kNumRanks);
+  auto gpu = std::make_shared<Gpu>(0, jit::CompilerPaths{WEFT_FAKE_CUDA, WEFT_INCLUDE, ""});
+  std::barrier barrier(kNumRanks);
+  std::vector<std::thread> threads;
+  for (int me = 0; me < kNumRanks; ++me) {
+    threads.emplace_back([&, me] {
+      Rank rank{me, cpu::Communicator::create(connect_threads(hub, me)), gpu, &barrier, nullptr};
+      try {
+        if (makes_window) rank.make_window();
+        body(rank);
+        rank.meet();
+      } catch (const std::exception& error) {
+        report_failure("thread rank", me, std::string("unexpected exception: ") + error.what());
+        barrier.arrive_and_drop();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  fake_cuda::set_kernel({});
+  for (int rank = 0; rank < kNumRanks; ++rank) fake_cuda::let_go(stream_of(rank));
+  for (int tries = 0; tries < 3000 && fake_cuda::num_mapped() != 0; ++tries) usleep(1000);
+  CHECK_EQ(fake_cuda::num_mapped(), 0);
+  CHECK_EQ(fake_cuda::physical_bytes(), i64{0});
+}
+
+// A kernel that ends well with some rows.
+void count_rows(void* args) {
+  auto* dispatch = static_cast<kernels::DispatchKernelArgs*>(args);
+  dispatch->view.host->num_rows = 3;
+  dispatch->view.host->counted_ticket = dispatch->ticket;
+}
+
+// A kernel that leaves with a reason.
+auto leave(transport::ErrorCause cause, int culprit, u64 seen = 0) {
+  return [=](void* args) {
+    auto* dispatch = static_cast<kernels::DispatchKernelArgs*>(args);
+    ErrorRecord& record = dispatch->view.host->error;
+    record.culprit = culprit;
+    record.epoch = 1;
+    record.sequence = 7;
+    record.expected = dispatch->print;
+    record.seen = seen;
+    record.phase = static_cast<u32>(Phase::kCount);
+    __atomic_store_n(&record.code, static_cast<u32>(cause), __ATOMIC_RELEASE);
+  };
+}
+
+template <class Call>
+Error error_of(const Call& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error;
+  }
+  return Error(ErrorCode::kInternalError, "nothing was raised");
+}
+
+bool says(const Error& error, const std::string& part) {
+  if (error.text.find(part) != std::string::npos) return true;
+  report_failure("text", 0, "'" + error.text + "' does not say '" + part + "'");
+  return false;
+}
+
+transport::WindowView view_of(Rank& rank) {
+  static thread_local transport::WindowView view;
+  fake_cuda::set_kernel([](void* args) { view = static_cast<kernels::DispatchKernelArgs*>(args)->view; });
+  rank.dispatch(4);
+  return view;
+}
+
+}  // namespace
+
+TEST(windows_are_mapped_by_all_and_say_who_is_a_member) {
+  with_ranks([](Rank& rank) {
+    const transport::WindowView view = view_of(rank);
+    const GpuControlWords* words = view.words();
+    CHECK_EQ(words->membership, u64{1} << 32 | 7);
+    CHECK_EQ(words->sequence, u64{0});
+    for (int peer = 0; peer < kNumRanks; ++peer) {
+      u64* cell = reinterpret_cast<u64*>(view.control[peer] + view.layout.header(Phase::kSend, 1, rank.me, 2));
+      *cell = 100 + static_cast<u64>(rank.me);
+      view.heap[peer][static_cast<u64>(rank.me)] = static_cast<u8>(rank.me + 1);
+      CHECK_EQ(view.heap_bytes[peer], align_up(rank.window->layout().landing_bytes + kHeapBytes, u64{2} << 20));
+    }
+    rank.meet();
+    for (int peer = 0; peer < kNumRanks; ++peer) {
+      CHECK_EQ(*reinterpret_cast<u64*>(view.control[rank.me] + view.layout.header(Phase::kSend, 1, peer, 2)),
+               100 + static_cast<u64>(peer));
+      CHECK_EQ(view.heap[rank.me][peer], static_cast<u8>(peer + 1));
+    }
+    rank.meet();
+  });
+}
+
+TEST(exact_sizes_give_back_what_is_not_needed) {
+  with_ranks([](Rank& rank) {
+    fake_cuda::set_kernel(count_rows);
+    const DispatchResult result = rank.dispatch();
+    CHECK(result.in_heap);
+    CHECK_EQ(result.result_rows, i64{3});
+    CHECK_EQ(result.x.shape[0], i64{3});
+    CHECK(rank.window->heap_used() < 4096);
+    CHECK(rank.window->owns(reinterpret_cast<u64>(result.x.block.data)));
+    CHECK_EQ(rank.window->stats().num_dispatches, u64{1});
+    rank.meet();
+  });
+}
+
+TEST(a_full_heap_goes_to_the_landing_and_is_unloaded) {
+  with_ranks([](Rank& rank) {
+    fake_cuda::set_kernel(count_rows);
+    const auto taken = rank.window->reserve(kHeapBytes, stream_of(rank.me));
+    CHECK(taken.has_value());
+    CHECK_EQ(error_of([&] { rank.window->unload({}); }).code, ErrorCode::kInvalidState);
+    const DispatchResult result = rank.dispatch();
+    CHECK(!result.in_heap);
+    CHECK_EQ(result.result_rows, i64{3});
+    CHECK_EQ(rank.window->stats().num_staged, u64{1});
+    rank.meet();
+    std::vector<i64> ids(6, -5);
+    std::vector<float> weights(6, -5.0f);
+    std::vector<i32> plan(static_cast<size_t>(gpu_recv_plan_len(16, 2, kNumRanks, Layout::kRankMajor)), -5);
+    fake_cuda::set_kernel({});
+    UnloadArgs args;
+    args.topk_idx = reinterpret_cast<u64>(ids.data());
+    args.topk_weights = reinterpret_cast<u64>(weights.data());
+    args.recv_plan = reinterpret_cast<u64>(plan.data());
+    rank.window->unload(args);
+    CHECK_EQ(ids[5], i64{0});  // the landing is zeroed
+    CHECK_EQ(weights[5], 0.0f);
+    CHECK_EQ(plan.back(), 0);
+    CHECK_EQ(error_of([&] { rank.window->unload(args); }).code, ErrorCode::kInvalidState);
+    rank.meet();
+  });
+}
+
+TEST(calls_from_several_streams_are_ordered) {
+  with_ranks([](Rank& rank) {
+    fake_cuda::set_kernel(count_rows);
+    rank.dispatch(4);
+    rank.meet();
+    if (rank.me == 0) {
+      fake_cuda::waits();
+      rank.dispatch(4);
+      CHECK(fake_cuda::waits().empty());
+      const int me = std::exchange(rank.me, 9);  // another stream
+      rank.dispatch(4);
+      const auto waits = fake_cuda::waits();
+      CHECK(!waits.empty() && waits.front() == std::make_pair(stream_of(9), stream_of(me)));
+      fake_cuda::begin_capture(stream_of(9), 77);
+      rank.dispatch(4);
+      CHECK(fake_cuda::waits().empty());
+      fake_cuda::end_capture(stream_of(9));
+      rank.me = me;
+    }
+    rank.meet();
+  });
+}
+
+TEST(a_call_given_up_by_all_leaves_the_window_whole) {
+  with_ranks([](Rank& rank) {
+    const int culprit = (rank.me + 1) % kNumRanks;
+    fake_cuda::set_kernel(count_rows);
+    rank.dispatch();
+    rank.meet();
+    fake_cuda::set_kernel(leave(transport::ErrorCause::kMismatch, culprit, 0x1234));
+    const Error mismatch = error_of([&] { rank.dispatch(); });
+    CHECK_EQ(mismatch.code, ErrorCode::kInvalidArgument);
+    says(mismatch, "rank " + std::to_string(rank.me) + " dispatch(layout='rank_major'");
+    says(mismatch, "rank " + std::to_string(culprit) + " a call that this rank has not made");
+    CHECK(mismatch.peers == std::vector<int>{culprit});
+    rank.meet();
+    fake_cuda::set_kernel(leave(transport::ErrorCause::kNoRoom, culprit));
+    const Error full = error_of([&] { rank.dispatch(); });
+    CHECK_EQ(full.code, ErrorCode::kCapacityExceeded);
+    says(full, "rank " + std::to_string(culprit) + " has no room");
+    says(full, "heap_bytes");
+    rank.meet();
+    fake_cuda::set_kernel(leave(transport::ErrorCause::kMoved, rank.me));
+    rank.dispatch(4);  // nobody waits: the next look tells
+    CHECK_EQ(error_of([&] { rank.window->check(); }).code, ErrorCode::kInvalidState);
+    rank.meet();
+    fake_cuda::set_kernel(leave(transport::ErrorCause::kBusy, rank.me));
+    CHECK_EQ(error_of([&] { rank.dispatch(); }).code, ErrorCode::kInvalidState);
+    rank.meet();
+    fake_cuda::set_kernel(count_rows);
+    CHECK_EQ(rank.dispatch().result_rows, i64{3});
+    CHECK(!rank.comm->is_broken());
+    rank.meet();
+  });
+}
+
+TEST(a_late_peer_breaks_all_and_rebuild_mends) {
+  with_ranks([](Rank& rank) {
+    const transport::WindowView before = view_of(rank);
+    rank.meet();
+    before.words()->sequence = 5;
+    fake_cuda::set_kernel(leave(transport::ErrorCause::kDeadline, 2));
+    if (rank.me == 0) {
+      const Error late = error_of([&] { rank.dispatch(); });
+      CHECK_EQ(late.code, ErrorCode::kPeerTimeout);
+      says(late, "rank 2 did not answer rank 0 in dispatch (sequence 7, phase count)");
+      CHECK(late.peers == std::vector<int>{2});
+    } else {
+      while (!rank.comm->is_broken()) usleep(500);
+      CHECK_EQ(before.host->abort, ~u64{0});
+      CHECK_EQ(error_of([&] { rank.dispatch(); }).code, ErrorCode::kPeerTimeout);
+    }
+    CHECK(!rank.window->reserve(256, stream_of(rank.me)).has_value());  // R20
+    rank.comm->rebuild({0, 1, 2}, in_seconds(20), kNoPoll);
+    const transport::WindowView after = view_of(rank);
+    CHECK(std::memcmp(before.control, after.control, sizeof(before.control)) == 0);
+    CHECK(std::memcmp(before.heap, after.heap, sizeof(before.heap)) == 0);
+    CHECK_EQ(after.heap_generation, u32{0});
+    CHECK_EQ(after.words()->membership, u64{2} << 32 | 7);
+    CHECK_EQ(after.words()->sequence, u64{0});
+    CHECK_EQ(after.host->abort, u64{0});
+    CHECK_EQ(after.host->timeout_ns, kTimeoutNs);
+    rank.meet();
+  });
+}
+
+TEST(who_is_left_releases_the_memory_of_who_is_gone) {
+  with_ranks([](Rank& rank) {
+    rank.dispatch(4);
+    rank.meet();
+    if (rank.me == 1) {
+      rank.window->close();
+      rank.comm->close();
+      rank.meet();
+      rank.meet();
+      rank.meet();
+      return;
+    }
+    Error lost = error_of([&] {
+      for (;;) rank.dispatch(4);
+    });
+    CHECK_EQ(lost.code, ErrorCode::kPeerLost);
+    CHECK(lost.peers == std::vector<int>{1});
+    rank.comm->rebuild({0, 2}, in_seconds(20), kNoPoll);
+    rank.meet();
+    const i64 one = static_cast<i64>(align_up(rank.window->layout().control_bytes, u64{2} << 20) +
+                                     align_up(rank.window->layout().landing_bytes + kHeapBytes, u64{2} << 20));
+    for (int tries = 0; tries < 2000 && fake_cuda::physical_bytes() != 2 * one; ++tries) usleep(1000);
+    CHECK_EQ(fake_cuda::physical_bytes(), 2 * one);
+    rank.meet();
+    const transport::WindowView view = view_of(rank);
+    CHECK_EQ(view.words()->membership, u64{2} << 32 | 5);
+    rank.meet();
+    rank.window->close();
+    rank.comm->close();
+  });
+}
+
+TEST(a_live_tensor_moves_the_heap_and_keeps_its_bytes) {
+  with_ranks([](Rank& rank) {
+    const transport::WindowView before = view_of(rank);
+    auto held = rank.window->reserve(4096, stream_of(rank.me));
+    std::memset(held->data, 9, 4096);
+    rank.comm->rebuild({0, 1, 2}, in_seconds(20), kNoPoll);
+    const transport::WindowView after = view_of(rank);
+    CHECK(after.heap[rank.me] != before.heap[rank.me]);
+    CHECK(after.heap[(rank.me + 1) % kNumRanks] == before.heap[(rank.me + 1) % kNumRanks]);
+    CHECK_EQ(after.heap_generation, u32{1});
+    CHECK_EQ(after.words()->heap_generation, u32{1});
+    CHECK_EQ(held->data[4095], u8{9});
+    CHECK(!rank.window->owns(reinterpret_cast<u64>(held->data)));
+    rank.meet();
+    held.reset();
+    rank.comm->rebuild({0, 1, 2}, in_seconds(20), kNoPoll);
+    CHECK(view_of(rank).heap[rank.me] == after.heap[rank.me]);
+    rank.meet();
+  });
+}
+
+TEST(rebuild_does_not_pull_memory_from_under_a_kernel) {
+  with_ranks([](Rank& rank) {
+    rank.dispatch(4);
+    rank.meet();
+    fake_cuda::hold(stream_of(1));
+    if (rank.me == 1) {
+      rank.dispatch(4);
+      rank.window->leave_waits();
+      const Error stuck = error_of([&] { rank.comm->rebuild({0, 1, 2}, in_seconds(0.3), kNoPoll); });
+      CHECK_EQ(stuck.code, ErrorCode::kCudaError);
+      fake_cuda::let_go(stream_of(1));
+      rank.comm->rebuild({0, 1, 2}, in_seconds(20), kNoPoll);
+    } else {
+      rank.comm->rebuild({0, 1, 2}, in_seconds(20), kNoPoll);
+    }
+    rank.meet();
+  });
+}
+
+TEST(an_interrupted_wait_ends_at_once_and_everywhere) {
+  with_ranks([](Rank& rank) {
+    rank.dispatch(4);
+    rank.meet();
+    if (rank.me != 0) {
+      while (!rank.comm->is_broken()) usleep(500);
+      const Error told = error_of([&] { rank.dispatch(); });
+      CHECK_EQ(told.code, ErrorCode::kPeerTimeout);
+      says(told, "rank 0 was interrupted in dispatch");
+      return;
+    }
+    struct Interrupt {};
+    fake_cuda::hold(stream_of(0));
+    const u64 begin = now_ns();
+    bool is_out = false;
+    try {
+      rank.dispatch(kNoCapacity, 1, [&] {
+        if (now_ns() - begin > 50'000'000) throw Interrupt{};
+      });
+    } catch (const Interrupt&) {
+      is_out = true;
+    }
+    CHECK(is_out);
+    CHECK(now_ns() - begin < 200'000'000);
+    fake_cuda::let_go(stream_of(0));
+  });
+}
+
+TEST(a_failed_gpu_is_a_cuda_error_here_and_told_to_the_others) {
+  with_ranks([](Rank& rank) {
+    fake_cuda::set_kernel(count_rows);
+    rank.dispatch(4);
+    rank.meet();
+    if (rank.me == 2) {
+      fake_cuda::fail_gpu(719);
+      const Error failed = error_of([&] { rank.dispatch(4); });
+      CHECK_EQ(failed.code, ErrorCode::kCudaError);
+      says(failed, "CUDA_ERROR_719");
+    } else {
+      while (!rank.comm->is_broken()) usleep(500);
+    }
+    rank.meet();
+    fake_cuda::fail_gpu(0);
+    rank.meet();
+    if (rank.me != 2) CHECK_EQ(error_of([&] { rank.dispatch(4); }).code, ErrorCode::kInternalError);
+  });
+}
+
+TEST(a_kernel_that_ends_without_counts_is_no_endless_wait) {
+  with_ranks([](Rank& rank) {
+    rank.dispatch(4);
+    rank.meet();
+    if (rank.me == 0) {
+      CHECK_EQ(error_of([&] { rank.dispatch(); }).code, ErrorCode::kCudaError);
+    } else {
+      while (!rank.comm->is_broken()) usleep(500);
+    }
+  });
+}
+
+TEST(a_window_that_one_rank_cannot_make_is_refused_everywhere) {
+  for (const char* call : {"cuMemCreate", "cuMemMap", "cuMemImportFromShareableHandle"}) {
+    with_ranks(
+        [&](Rank& rank) {
+          rank.meet();
+          if (rank.me == 0) fake_cuda::fail_next(call, 2, 1);
+          rank.meet();
+          const Error refused = error_of([&] { rank.make_window(); });
+          CHECK_EQ(refused.code, ErrorCode::kInvalidArgument);
+          says(refused, "rank ");
+          CHECK(!rank.comm->is_broken());
+          rank.make_window();
+          rank.meet();
+        },
+        false);
+  }
+  with_ranks(
+      [](Rank& rank) {
+        GpuWindowShape shape = window_shape();
+        shape.max_tokens += rank.me == 1 ? 1 : 0;
+        says(error_of([&] { rank.make_window(shape); }), rank.me == 1 ? "rank 0 has another shape" : "rank ");
+      },
+      false);
+}
+
+TEST(more_blocks_than_fit_are_refused) {
+  with_ranks([](Rank& rank) {
+    DispatchArgs args;
+    args.capacity = 4;
+    args.max_tokens = 16;
+    args.hidden = 32;
+    args.row_bytes = 64;
+    args.dtype = Dtype::kBf16;
+    args.num_blocks = 45;
+    args.timeout_ns = kTimeoutNs;
+    args.stream = stream_of(rank.me);
+    const Error refused = error_of([&] { rank.window->dispatch(args, kNoPoll); });
+    CHECK_EQ(refused.code, ErrorCode::kInvalidArgument);
+    says(refused, "num_sms is 45; allowed: 1..40");
+    CHECK_EQ(rank.window->heap_used(), u64{0});
+    rank.dispatch(4);
+    rank.meet();
+  });
+}
+
+TEST(closed_is_closed) {
+  with_ranks([](Rank& rank) {
+    rank.window->close();
+    rank.window->close();
+    CHECK_EQ(error_of([&] { rank.dispatch(4); }).code, ErrorCode::kInvalidState);
+    CHECK_EQ(error_of([&] { rank.window->reserve(1, 1); }).code, ErrorCode::kInvalidState);
+    CHECK(!rank.window->owns(4096));
+    CHECK_EQ(rank.window->heap_used(), u64{0});
+    CHECK(!rank.window->take_bad_ids().has_value());
+  });
+}
+
+int main(int argc, char** argv) { return run_tests(argc, argv); }
