@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Runs what docs/performance.md is made of on a machine with several GPUs: benchmarks/run_gpu.sh FOLDER [STEP...]
+# Steps: bench soak kill compile examples sanitize (without any: all). Each writes FOLDER/gpu_STEP.jsonl and FOLDER/STEP.log, and
+# goes on with the next if it fails. Builds the native module beside the sources if it is not there. PYTHON names the
+# interpreter; SECONDS_EACH bounds a step.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+folder=$1
+shift
+steps=("$@")
+[ ${#steps[@]} -gt 0 ] || steps=(bench soak kill compile examples sanitize)
+python=${PYTHON:-python3}
+limit=${SECONDS_EACH:-600}
+mkdir -p "$folder"
+export PYTHONPATH=python${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+weft=("$python" -m weft.cli)
+
+if ! "$python" -c 'import weft._native' 2>/dev/null; then
+  build=$(mktemp -d)
+  cmake -S . -B "$build" -G Ninja -DPython_EXECUTABLE="$(command -v "$python")" -DWEFT_MODULE_DIR="$PWD/python/weft" \
+    >"$folder/build.log" 2>&1 && cmake --build "$build" >>"$folder/build.log" 2>&1 || { tail -30 "$folder/build.log"; exit 1; }
+  rm -rf "$build"
+fi
+
+run() { # step, command...: INT first, so that what was measured is still written
+  local step=$1 begin=$SECONDS status=0
+  shift
+  timeout -s INT -k 20 "$limit" "$@" >"$folder/gpu_$step.jsonl" 2>"$folder/$step.log" || status=$?
+  echo "$step: status $status, $((SECONDS - begin)) s"
+  [ "$status" -eq 0 ] || tail -5 "$folder/$step.log"
+}
+
+for step in "${steps[@]}"; do
+  case $step in
+    bench) run bench "${weft[@]}" bench --device cuda --plot "$folder/bandwidth.png" --json ;;
+    soak) run soak "$python" tools/soak.py --device cuda --seconds 60 --repeats 40 ;;
+    kill) run kill "${weft[@]}" verify --kill --device cuda --trials 34 --deaths 3 --experts 64 --top-k 8 --dtype bf16 \
+      --quantize none --layout expert_major --json ;;
+    compile) run compile "${weft[@]}" cache prebuild --folder "$(mktemp -d)/kernels" --jobs 1 --json ;;
+    examples) run examples bash -c "$python examples/moe_layer.py --device cuda && $python examples/overlap_gemm.py --device cuda" ;;
+    sanitize) run sanitize tools/sanitize.sh ;;
+    *) echo "unknown step $step" && exit 2 ;;
+  esac
+done
