@@ -32,7 +32,8 @@ run() { # step, command...: INT first, so that what was measured is still writte
 
 for step in "${steps[@]}"; do
   case $step in
-    bench) run bench "${weft[@]}" bench --device cuda --plot "$folder/bandwidth.png" --json ;;
+    bench) run bench "${weft[@]}" bench --device cuda --trace benchmarks/traces/demo_e256_k8.npz \
+      --plot "$folder/bandwidth.png" --json ;;
     soak) run soak "$python" tools/soak.py --device cuda --seconds 60 --repeats 40 ;;
     kill) run kill "${weft[@]}" verify --kill --device cuda --trials 34 --deaths 3 --experts 64 --top-k 8 --dtype bf16 \
       --quantize none --layout expert_major --json ;;
