@@ -43,6 +43,7 @@ void load_memory(const Loader& loader, Driver& driver) {
   loader.load(driver.memset_async, "cuMemsetD8Async");
   loader.load(driver.copy_async, "cuMemcpyDtoDAsync");
   loader.load(driver.copy_from_host_async, "cuMemcpyHtoDAsync");
+  loader.load(driver.copy_to_host_async, "cuMemcpyDtoHAsync");
 }
 
 void load_streams(const Loader& loader, Driver& driver) {

@@ -92,6 +92,7 @@ struct Driver {
   Result (*memset_async)(DevicePtr, unsigned char, size_t, Stream);
   Result (*copy_async)(DevicePtr, DevicePtr, size_t, Stream);
   Result (*copy_from_host_async)(DevicePtr, const void*, size_t, Stream);
+  Result (*copy_to_host_async)(void*, DevicePtr, size_t, Stream);
   Result (*context_synchronize)();
   Result (*stream_create)(Stream*, unsigned);
   Result (*stream_destroy)(Stream);

@@ -68,6 +68,7 @@ WEFT_SAME_FUNCTION(host_free, PFN_cuMemFreeHost_v2000);
 WEFT_SAME_FUNCTION(memset_async, PFN_cuMemsetD8Async_v3020);
 WEFT_SAME_FUNCTION(copy_async, PFN_cuMemcpyDtoDAsync_v3020);
 WEFT_SAME_FUNCTION(copy_from_host_async, PFN_cuMemcpyHtoDAsync_v3020);
+WEFT_SAME_FUNCTION(copy_to_host_async, PFN_cuMemcpyDtoHAsync_v3020);
 WEFT_SAME_FUNCTION(stream_create, PFN_cuStreamCreate_v2000);
 WEFT_SAME_FUNCTION(stream_destroy, PFN_cuStreamDestroy_v4000);
 WEFT_SAME_FUNCTION(stream_synchronize, PFN_cuStreamSynchronize_v2000);

@@ -144,7 +144,8 @@ class Window : public cpu::MemberWindow {
   [[noreturn]] void raise_error();
   [[noreturn]] void raise_given_up(const ErrorRecord& record, OpKind kind);
   [[noreturn]] void throw_gpu_failure(const std::string& what);
-  void log_left(const ErrorRecord& record, OpKind kind) const;
+  std::vector<u64> sequences_seen(const ErrorRecord& record) noexcept;
+  u64 report_left(const ErrorRecord& record, OpKind kind);
   // Waits for this rank's own kernels, those of graphs aside; false: still at work at `deadline_ns`.
   bool wait_for_kernels(u64 deadline_ns, const Poll& poll);
 

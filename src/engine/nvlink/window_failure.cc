@@ -1,4 +1,7 @@
 // Every way in which a call between GPUs can end badly, and what this rank tells the others (R9).
+#include <algorithm>
+#include <cstring>
+
 #include "base/log.h"
 #include "engine/cpu/operation.h"
 #include "engine/nvlink/host_wait.h"
@@ -49,7 +52,6 @@ void Window::raise_error() {
   reason.epoch = record.epoch;
   reason.sequence = record.sequence;
   reason.phase = record.phase;
-  reason.peers = record.culprit >= 0 ? u64{1} << record.culprit : 0;
   const auto call = calls_.find(static_cast<u16>(record.expected));
   const OpKind kind = call == calls_.end() ? OpKind::kNone : call->second.kind;
   reason.op_kind = static_cast<u32>(kind);
@@ -59,19 +61,58 @@ void Window::raise_error() {
     case ErrorCause::kBusy:
     case ErrorCause::kMoved: raise_given_up(record, kind);
     case ErrorCause::kDeadline: reason.code = AbortCode::kPeerTimeout; break;
-    case ErrorCause::kAborted: log_left(record, kind); comm_->leave_broken();
+    case ErrorCause::kAborted: break;
     default: reason.code = AbortCode::kInternal; break;
   }
-  log_left(record, kind);
+  reason.peers = report_left(record, kind);
+  if (reason.code == AbortCode::kNone) comm_->leave_broken();
   comm_->fail(reason);
 }
 
-void Window::log_left(const ErrorRecord& record, OpKind kind) const {
-  const auto sequence_of = [](u64 header) { return std::to_string(header >> 16 & 0xffffffffu); };
+// The lowest sequence among the headers of each peer that this rank waited for in the phase; empty if the GPU can't be asked.
+std::vector<u64> Window::sequences_seen(const ErrorRecord& record) noexcept try {
+  const cuda::ContextScope scope(gpu_->context);
+  const cuda::RelaxedCaptureScope relaxed;
+  const auto phase = static_cast<Phase>(record.phase);
+  const auto call = calls_.find(static_cast<u16>(record.expected));
+  const i32 most = phase == Phase::kCount || call == calls_.end() ? 1 : std::max<i32>(call->second.mode, 1);
+  const i32 num_blocks = std::min(most, shape_.num_blocks);
+  const u64 first = layout_.header(phase, record.sequence, 0, 0);
+  std::vector<u8> cells(static_cast<size_t>(shape_.num_ranks * shape_.num_blocks * kCacheLine));
+  cuda::check(
+      cuda::driver().copy_to_host_async(cells.data(), control_.address() + first, cells.size(), gpu_->house_keeping),
+      "cuMemcpyDtoHAsync");
+  gpu_->settle();
+  std::vector<u64> seen(static_cast<size_t>(shape_.num_ranks), ~u64{0});
+  for (i32 rank = 0; rank < shape_.num_ranks; ++rank) {
+    for (i32 block = 0; block < num_blocks; ++block) {
+      u64 word = 0;
+      std::memcpy(&word, cells.data() + layout_.header(phase, record.sequence, rank, block) - first, sizeof(word));
+      const bool is_of_epoch = word >> 48 == record.epoch;
+      seen[static_cast<size_t>(rank)] =
+          std::min(seen[static_cast<size_t>(rank)], is_of_epoch ? word >> 16 & 0xffffffffu : 0);
+    }
+  }
+  return seen;
+} catch (const std::exception&) {
+  return {};
+}
+
+// One line for the log, and who is late: the rank that was waited for, and all whose headers are not there either.
+u64 Window::report_left(const ErrorRecord& record, OpKind kind) {
+  const std::vector<u64> seen = sequences_seen(record);
+  u64 late = record.culprit >= 0 ? u64{1} << record.culprit : 0;
+  std::string cells;
+  for (int peer : comm_->active_ranks()) {
+    if (seen.empty() || peer == comm_->rank()) continue;
+    const u64 sequence = seen[static_cast<size_t>(peer)];
+    cells += " rank " + std::to_string(peer) + ":" + std::to_string(sequence);
+    if (sequence != (record.sequence & 0xffffffffu)) late |= u64{1} << peer;
+  }
   log_line(kLogWarning, rank_text(comm_->rank()) + " left " + cpu::op_name(static_cast<u32>(kind)) + ", epoch " +
                             std::to_string(record.epoch) + ", sequence " + std::to_string(record.sequence) +
-                            ", phase " + cpu::phase_name(record.phase) + "; waited for " + rank_text(record.culprit) +
-                            ", sequence seen: " + sequence_of(record.seen));
+                            ", phase " + cpu::phase_name(record.phase) + "; sequences seen:" + cells);
+  return late;
 }
 
 // The window goes on: every rank has given up this call. A kernel may leave several reasons, the first counts; so it must

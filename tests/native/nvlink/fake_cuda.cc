@@ -28,12 +28,14 @@ struct StreamState {
   uint64_t done = 0;
   int capture = kNotCapturing;
   uint64_t capture_id = 0;
+  std::map<uint64_t, uint64_t> after;  // by other stream: its counter that this one waits for, directly or not
 };
 
 struct EventState {
   uint64_t stream = 0;
   uint64_t mark = 0;
   bool is_captured = false;
+  std::map<uint64_t, uint64_t> after;  // of the stream, when it was recorded
 };
 
 struct Physical {
@@ -226,6 +228,12 @@ Result copy_from_host_async(DevicePtr to, const void* from, size_t bytes, Stream
   return kSuccess;
 }
 
+Result copy_to_host_async(void* to, DevicePtr from, size_t bytes, Stream stream) {
+  std::memcpy(to, reinterpret_cast<void*>(from), bytes);
+  submit(stream);
+  return kSuccess;
+}
+
 Result stream_create(Stream* stream, unsigned) {
   State& s = state();
   const std::lock_guard lock(s.mutex);
@@ -242,6 +250,9 @@ Result stream_wait_event(Stream stream, Event event, unsigned) {
   const bool is_capturing = s.streams[reinterpret_cast<uint64_t>(stream)].capture != kNotCapturing;
   if (is_capturing != from->is_captured) return 905;  // CUDA_ERROR_STREAM_CAPTURE_ISOLATION
   s.waits.emplace_back(reinterpret_cast<uint64_t>(stream), from->stream);
+  auto& after = s.streams[reinterpret_cast<uint64_t>(stream)].after;
+  for (const auto& [other, mark] : from->after) after[other] = std::max(after[other], mark);
+  after[from->stream] = std::max(after[from->stream], from->mark);
   return kSuccess;
 }
 Result stream_capture_info(Stream stream, int* status, uint64_t* id, void*, void*, void*, size_t*) {
@@ -267,7 +278,7 @@ Result event_record(Event event, Stream stream) {
   State& s = state();
   const std::lock_guard lock(s.mutex);
   const StreamState& at = s.streams[reinterpret_cast<uint64_t>(stream)];
-  *to = {reinterpret_cast<uint64_t>(stream), at.submitted, at.capture != kNotCapturing};
+  *to = {reinterpret_cast<uint64_t>(stream), at.submitted, at.capture != kNotCapturing, at.after};
   return kSuccess;
 }
 Result event_query(Event event) {
@@ -334,6 +345,7 @@ const std::map<std::string, void*>& functions() {
       {"cuMemsetD8Async", erased(memset_async)},
       {"cuMemcpyDtoDAsync", erased(copy_async)},
       {"cuMemcpyHtoDAsync", erased(copy_from_host_async)},
+      {"cuMemcpyDtoHAsync", erased(copy_to_host_async)},
       {"cuStreamCreate", erased(stream_create)},
       {"cuStreamDestroy", erased(stream_destroy)},
       {"cuStreamSynchronize", erased(stream_synchronize)},
@@ -389,6 +401,15 @@ void fail_next(const char* symbol, int result, int after) {
 std::vector<std::pair<uint64_t, uint64_t>> waits() {
   const std::lock_guard lock(state().mutex);
   return std::exchange(state().waits, {});
+}
+bool runs_after(uint64_t stream, uint64_t other, uint64_t mark) {
+  const std::lock_guard lock(state().mutex);
+  return stream == other || state().streams[stream].after[other] >= mark || state().streams[other].done >= mark;
+}
+uint64_t give_work(uint64_t stream) {
+  submit(reinterpret_cast<Stream>(stream));
+  const std::lock_guard lock(state().mutex);
+  return state().streams[stream].submitted;
 }
 int num_mapped() {
   const std::lock_guard lock(state().mutex);

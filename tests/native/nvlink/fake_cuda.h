@@ -22,8 +22,11 @@ void fail_next(const char* symbol, int result,
                int after = 0);  // one call of a driver function, after so many good ones
 
 std::vector<std::pair<uint64_t, uint64_t>> waits();  // (stream that waits, stream of the event), since the last call
-int num_mapped();                                    // mappings of physical memory
-int64_t physical_bytes();                            // that someone holds
+// Whether all that `stream` is given from now on runs after what `other` had been given when its counter was `mark`.
+bool runs_after(uint64_t stream, uint64_t other, uint64_t mark);
+uint64_t give_work(uint64_t stream);  // returns the counter after it
+int num_mapped();                     // mappings of physical memory
+int64_t physical_bytes();             // that someone holds
 int num_launches();
 
 }  // namespace fake_cuda

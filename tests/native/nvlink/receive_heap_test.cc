@@ -2,7 +2,11 @@
 #include "engine/nvlink/receive_heap.h"
 
 #include <cstring>
+#include <map>
+#include <random>
+#include <set>
 #include <string>
+#include <vector>
 
 #include "base/status.h"
 #include "check.h"
@@ -10,6 +14,7 @@
 
 using namespace weft;
 using namespace weft::nvlink;
+using namespace weft::test;
 
 namespace {
 
@@ -114,6 +119,66 @@ TEST(what_is_given_back_early_is_behind_its_event) {
   CHECK_EQ(most->num_bytes, kBytes - 1024);
   CHECK(!heap->reserve_up_to(16, kTwo, false).has_value());
   fake_cuda::let_go(kOne);
+}
+
+// Every byte knows what was done to it last, by which stream; whoever gets it must run after all that.
+TEST(random_tensors_on_four_streams_never_meet) {
+  const auto gpu = make_gpu();
+  const auto heap = make_heap(gpu);
+  constexpr u64 kUnits = kBytes / 256;
+  struct Tensor {
+    Block block;
+    std::set<u64> streams;
+  };
+  std::vector<std::map<u64, u64>> uses(kUnits);  // by unit: counter of the last work, by stream
+  std::mt19937_64 random(7);
+  std::vector<Tensor> tensors;
+  i64 num_checked = 0;
+  for (u64 stream = 201; stream < 205; ++stream) fake_cuda::hold(stream);
+  for (int step = 0; step < 20000; ++step) {
+    const u64 stream = 201 + random() % 4;
+    if (step % 500 == 499) {
+      fake_cuda::let_go(stream);
+      fake_cuda::hold(stream);
+    }
+    const auto units_of = [&](const Block& block) { return (block.offset - kFirst) / 256; };
+    const auto use = [&](Tensor& tensor, u64 by) {
+      const u64 mark = fake_cuda::give_work(by);
+      for (u64 unit = units_of(tensor.block); unit < units_of(tensor.block) + (tensor.block.num_bytes + 255) / 256;
+           ++unit)
+        uses[unit][by] = mark;
+    };
+    if (tensors.size() < 40 && random() % 2 == 0) {
+      std::optional<Block> block = heap->reserve(random() % (kBytes / 16) + 1, stream, false);
+      if (!block) continue;
+      for (u64 unit = units_of(*block); unit < units_of(*block) + (block->num_bytes + 255) / 256; ++unit) {
+        for (const auto& [other, mark] : uses[unit]) {
+          ++num_checked;
+          if (!fake_cuda::runs_after(stream, other, mark))
+            report_failure(__FILE__, __LINE__, "memory of another stream");
+        }
+      }
+      tensors.push_back({std::move(*block), {stream}});
+      use(tensors.back(), stream);
+      if (random() % 3 == 0)
+        heap->shrink(tensors.back().block, tensors.back().block.num_bytes / 2, gpu->record(stream));
+    } else if (!tensors.empty()) {
+      Tensor& tensor = tensors[random() % tensors.size()];
+      if (random() % 3 != 0) {
+        const u64 by = random() % 2 == 0 ? stream : *tensor.streams.begin();
+        if (tensor.streams.insert(by).second) heap->record_stream(reinterpret_cast<u64>(tensor.block.data), by);
+        use(tensor, by);
+      } else {
+        std::swap(tensor, tensors.back());
+        tensors.pop_back();
+      }
+    }
+  }
+  CHECK(num_checked > 100000);
+  tensors.clear();
+  for (u64 stream = 201; stream < 205; ++stream) fake_cuda::let_go(stream);
+  CHECK_EQ(heap->used(), u64{0});
+  CHECK(heap->reserve(kBytes, kOne, false).has_value());
 }
 
 TEST(a_graph_takes_only_what_nobody_waits_for_and_keeps_it) {

@@ -12,6 +12,7 @@
 #include "bootstrap/control_plane.h"
 #include "check.h"
 #include "nvlink/fake_cuda.h"
+#include "weft/sync/header.h"
 
 using namespace weft;
 using namespace weft::nvlink;
@@ -265,6 +266,10 @@ TEST(a_late_peer_breaks_all_and_rebuild_mends) {
     const transport::WindowView before = view_of(rank);
     rank.meet();
     before.words()->sequence = 5;
+    // Rank 1 has come to operation 7, rank 2 has not.
+    const u64 header = sync::pack_header({1, 7}, 99);
+    std::memcpy(before.control[rank.me] + before.layout.header(Phase::kCount, 7, 1, 0), &header, sizeof(header));
+    rank.meet();
     fake_cuda::set_kernel(leave(transport::ErrorCause::kDeadline, 2));
     if (rank.me == 0) {
       const Error late = error_of([&] { rank.dispatch(); });
