@@ -37,9 +37,12 @@ def connect(index: int, pipe: Any) -> tuple[Any, Any]:
     return comm, native.Gpu(torch.cuda.current_device(), **ranks.paths())
 
 
-def free_mib() -> int:
-    """Free memory of this rank's GPU, of all processes."""
-    return int(torch.cuda.mem_get_info()[0]) >> 20
+def used_mib(gpu: int) -> int:
+    """Memory of a GPU that is in use, by whomever."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(gpu)).used) >> 20
 
 
 def survive(index: int, num_ranks: int, pipe: Any) -> dict[str, Any]:
@@ -48,8 +51,9 @@ def survive(index: int, num_ranks: int, pipe: Any) -> dict[str, Any]:
     rank = ranks.Rank(comm, gpu, gpu.index, heap_bytes=256 << 20)
     xs, ids, weights = ranks.inputs(11, num_ranks)
     mine = [part[index].cuda() for part in (xs, ids, weights)]
-    for _ in range(3):
-        rank.dispatch(*mine, "expert_major")
+    for layout in ("expert_major", "rank_major"):
+        rank.dispatch(*mine, layout)
+    torch.cuda.current_stream().synchronize()
     comm.exchange(1, b"", 60.0)
     pipe.send("running")
     aside, busy = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
@@ -71,7 +75,9 @@ def survive(index: int, num_ranks: int, pipe: Any) -> dict[str, Any]:
     if not isinstance(error, errors.PeerLost):
         raise AssertionError(f"instead of PeerLost: {error!r}")
     left = [peer for peer in range(num_ranks) if peer not in error.ranks]
-    before = free_mib()
+    grave = next(iter(error.ranks)) % torch.cuda.device_count()
+    time.sleep(0.5)  # for the system to take the dead process down
+    before = used_mib(grave)
     comm.rebuild(left, 60.0)
     want = reference.dispatch(xs, ids, weights, num_experts=rank.shape["num_experts"], active_ranks=left)[index]
     bad = ranks.differences(rank.dispatch(*mine), want, "rank_major")
@@ -79,7 +85,7 @@ def survive(index: int, num_ranks: int, pipe: Any) -> dict[str, Any]:
     finite = bool(torch.isfinite(busy).all())
     rank.window.check()
     comm.exchange(2, b"", 60.0)
-    after = free_mib()
+    after = used_mib(grave)
     rank.window.close()
     comm.close()
     return {
@@ -88,7 +94,7 @@ def survive(index: int, num_ranks: int, pipe: Any) -> dict[str, Any]:
         "calls": calls,
         "differs": bad,
         "finite": finite,
-        "free_mib": [before, after],
+        "grave_mib": [before, after],
     }
 
 
@@ -168,8 +174,10 @@ def receive(pipe: Any, timeout_s: float = 60.0) -> Any:
 def kill_one(num_ranks: int, seed: int) -> dict[str, Any]:
     """One SIGKILL at a random moment."""
     chance = random.Random(seed)
+    unused = [used_mib(gpu) for gpu in range(torch.cuda.device_count())]
     processes = start(survive, num_ranks)
     victim = chance.randrange(num_ranks)
+    grave = victim % torch.cuda.device_count()
     time.sleep(chance.uniform(0.01, 0.4))
     killed_ns = time.monotonic_ns()
     os.kill(processes[victim][0].pid, signal.SIGKILL)
@@ -181,6 +189,8 @@ def kill_one(num_ranks: int, seed: int) -> dict[str, Any]:
     good = [answer for answer in answers if "failed" not in answer]
     problems += [f"lost {answer['lost']}" for answer in good if answer["lost"] != [victim]]
     problems += [str(answer["differs"]) for answer in good if answer["differs"] or not answer["finite"]]
+    if num_ranks <= torch.cuda.device_count():  # the victim's GPU was its alone
+        problems += [str(answer["grave_mib"]) for answer in good if answer["grave_mib"][1] - unused[grave] > 64]
     problems += [f"exit codes {codes}" for _ in [0] if any(codes)]
     return {
         "victim": victim,
@@ -188,7 +198,7 @@ def kill_one(num_ranks: int, seed: int) -> dict[str, Any]:
         "problems": problems,
         "detection_ms": [round((answer["seen_ns"] - killed_ns) / 1e6, 1) for answer in good],
         "calls": [answer["calls"] for answer in good],
-        "free_mib": [answer["free_mib"] for answer in good],
+        "grave_mib": [unused[grave], *(good[0]["grave_mib"] if good else [])],
     }
 
 
