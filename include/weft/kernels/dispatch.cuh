@@ -28,14 +28,14 @@ class Dispatch {
     const transport::Flight& flight = state_.flight;
     if (flight.is_dead) return;
     init_shared();
-    if (warp_ == 0 && lane_ == 0) {
-      send_.begin_load();
+    if (warp_ > 0) {
+      count_.count_tokens();
+      if (blockIdx.x == 0) count_.send_counts();
+    } else if (lane_ == 0) {
       send_.load_rows(true);
     }
-    __syncwarp();
-    count_.count_tokens();
-    if (blockIdx.x == 0) count_.send_counts();
-    const transport::Verdict verdict = transport::wait_all(a.view, Phase::kCount, flight, 0);
+    constexpr i32 kFirstWaiting = 32;  // the first warp may still be loading
+    const transport::Verdict verdict = transport::wait_all(a.view, Phase::kCount, flight, 0, kFirstWaiting);
     if (verdict == transport::Verdict::kOk) count_.find_places();
     const bool goes_on = verdict == transport::Verdict::kOk && state_.s.has_failed == 0 && state_.s.is_given_up == 0;
     if (!goes_on) {

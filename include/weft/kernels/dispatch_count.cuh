@@ -1,5 +1,5 @@
 // Dispatch, first part: who goes where, the exchange of counts, and from them the place of every row (docs/protocols/
-// nvlink-dispatch.md, steps 2 and 3). All warps take part.
+// nvlink-dispatch.md, steps 2 and 3).
 #pragma once
 
 #include "weft/kernels/dispatch_state.cuh"
@@ -25,6 +25,9 @@ class DispatchCount : public DispatchState<kConfig> {
   using Id = typename IdType<kConfig.topk_is_int64>::Type;
   static constexpr i32 kThreads = kConfig.num_threads();
   static constexpr i32 kWarps = kConfig.num_warps();
+  // Until counts have been sent the first warp loads rows and takes no part.
+  static constexpr i32 kCountWarps = kWarps - 1;
+  static constexpr i32 kCountThreads = kCountWarps * 32;
 
   __device__ explicit DispatchCount(const Base& base) : Base(base) {}
 
@@ -40,22 +43,22 @@ class DispatchCount : public DispatchState<kConfig> {
   __device__ void count_tokens() {
     if constexpr (kConfig.is_cached) return;
     const i32 num_groups = (a.num_tokens + 31) / 32;
-    for (i32 first = warp; first < num_groups; first += kWarps * kAhead) {
+    for (i32 first = warp - 1; first < num_groups; first += kCountWarps * kAhead) {
       Id ids[kAhead][kBatch];
       for (i32 k = 0; k < kTopk; k += kBatch) {
 #pragma unroll
-        for (i32 step = 0; step < kAhead; ++step) read_ids((first + step * kWarps) * 32 + lane, k, ids[step]);
+        for (i32 step = 0; step < kAhead; ++step) read_ids((first + step * kCountWarps) * 32 + lane, k, ids[step]);
 #pragma unroll
-        for (i32 step = 0; step < kAhead; ++step) count_ids(first + step * kWarps, num_groups, k, ids[step]);
+        for (i32 step = 0; step < kAhead; ++step) count_ids(first + step * kCountWarps, num_groups, k, ids[step]);
       }
     }
-    __syncthreads();
+    meet();
     if constexpr (kConfig.is_by_expert()) {
-      for (i32 expert = static_cast<i32>(threadIdx.x); expert < kExperts; expert += kThreads) sum_periods(expert);
+      for (i32 expert = thread(); expert < kExperts; expert += kCountThreads) sum_periods(expert);
     } else {
-      for (i32 to = warp; to < kRanks; to += kWarps) sum_groups(to, num_groups);
+      for (i32 to = warp - 1; to < kRanks; to += kCountWarps) sum_groups(to, num_groups);
     }
-    __syncthreads();
+    meet();
   }
 
   // ---- exchange
@@ -67,18 +70,18 @@ class DispatchCount : public DispatchState<kConfig> {
       u8* slot = a.view.control[peer] + a.view.layout.payload(flight.turn.sequence, rank());
       i32* words = reinterpret_cast<i32*>(slot + sizeof(GpuCountPayload));
       if constexpr (!kConfig.is_cached) {
-        for (i32 idx = static_cast<i32>(threadIdx.x); idx < kExperts + kRanks; idx += kThreads) {
+        for (i32 idx = thread(); idx < kExperts + kRanks; idx += kCountThreads) {
           words[idx] = idx < kExperts ? this->mine()[idx] : kConfig.is_by_expert() ? 0 : s.total[idx - kExperts];
         }
       }
-      if (threadIdx.x == 0) {
+      if (thread() == 0) {
         auto* payload = reinterpret_cast<GpuCountPayload*>(slot);
         payload->placement = a.placement;
         payload->num_tokens = a.num_tokens;
       }
     }
-    __syncthreads();
-    const i32 peer = static_cast<i32>(threadIdx.x);
+    meet();
+    const i32 peer = thread();
     if (this->is_peer(peer)) transport::notify(a.view, Phase::kCount, flight, peer, 0);
   }
 
@@ -148,6 +151,9 @@ class DispatchCount : public DispatchState<kConfig> {
   }
 
  private:
+  __device__ i32 thread() const { return static_cast<i32>(threadIdx.x) - 32; }
+  __device__ static void meet() { ptx::bar_sync(1, kCountThreads); }
+
   static constexpr i32 kBatch = kTopk <= 16 ? kTopk : kTopk % 16 == 0 ? 16 : kTopk % 8 == 0 ? 8 : 1;  // ids at once
   static constexpr i32 kAhead = kBatch <= 8 ? 4 : 1;  // groups whose ids are on their way together
 

@@ -51,10 +51,6 @@ class DispatchSend : public DispatchState<kConfig> {
   // ---- load: one lane, item after item, as stages become free. The first need nothing but x: they go before the counts.
   // Item n is for store warp n % kStoreWarps and, when quantised, for warp n % num_quantize_warps; all get an end mark.
 
-  __device__ void begin_load() {
-    if constexpr (!kByExpert) next_chunk_ = take_chunk();
-  }
-
   __device__ void load_rows(bool is_early) {
     while (min(num_even_ends_, num_odd_ends_) < kEnds) {
       if (is_early && n_ == kConfig.num_stages) return;
@@ -181,11 +177,18 @@ class DispatchSend : public DispatchState<kConfig> {
   static constexpr i32 kDepth = kConfig.num_stages / kStoreWarps;  // stages of a store warp
   static constexpr i32 kEnds = kQuantized ? kConfig.num_quantize_warps / kStoreWarps : 1;  // marks for each store warp
 
-  // rank_major: tokens are dealt out a few at a time, to the block that comes for them: who has the wire does the work.
+  // rank_major: first each block has its share of what the stages of all hold; then tokens are dealt out a few at a time, to
+  // the block that comes for them: who gets more of the wire does more of the work.
   static constexpr i32 kChunkTokens = 4;
 
+  __device__ i32 num_first() const {
+    return min((a.num_tokens + kConfig.num_blocks - 1) / kConfig.num_blocks, kConfig.num_stages);
+  }
+
+  // The first token of a chunk that nobody has yet.
   __device__ i32 take_chunk() const {
-    return kConfig.num_blocks + static_cast<i32>(ptx::atom_inc_gpu(&a.view.words()->next_chunk));
+    const i32 chunk = static_cast<i32>(ptx::atom_inc_gpu(&a.view.words()->next_chunk));
+    return num_first() * kConfig.num_blocks + chunk * kChunkTokens;
   }
 
   // The token of item n_, -1: there is none any more.
@@ -194,15 +197,17 @@ class DispatchSend : public DispatchState<kConfig> {
       const i32 store_warp = n_ % kStoreWarps, item = n_ / kStoreWarps;
       return item < this->num_items(store_warp, a.num_tokens) ? this->token_of(store_warp, item) : -1;
     } else {
-      if (within_ == kChunkTokens) {
-        chunk_ = next_chunk_;
-        within_ = 0;
-        if (chunk_ * kChunkTokens < a.num_tokens) next_chunk_ = take_chunk();
+      if (n_ == 0) {
+        token_ = static_cast<i32>(blockIdx.x) * num_first();
+        end_ = token_ + num_first();
+        next_ = -1;
       }
-      const i32 token = chunk_ * kChunkTokens + within_;
-      if (token >= a.num_tokens) return -1;
-      ++within_;
-      return token;
+      if (token_ == end_ && token_ < a.num_tokens) {
+        token_ = next_ >= 0 ? next_ : take_chunk();
+        end_ = token_ + kChunkTokens;
+        next_ = take_chunk();  // known when it is needed
+      }
+      return token_ < a.num_tokens ? token_++ : -1;
     }
   }
 
@@ -506,7 +511,7 @@ class DispatchSend : public DispatchState<kConfig> {
   i32 n_ = 0;  // next item
   i32 num_early_ = 0;
   i32 num_even_ends_ = 0, num_odd_ends_ = 0;
-  i32 chunk_ = static_cast<i32>(blockIdx.x), within_ = 0, next_chunk_ = 0;
+  i32 token_ = 0, end_ = 0, next_ = -1;  // rank_major: of the chunk at hand, and the chunk after it
 };
 
 }  // namespace weft::kernels

@@ -105,10 +105,12 @@ __device__ inline Verdict wait(const WindowView& view, Phase phase, const Flight
 }
 
 // The headers of `phase` and `block` from every active peer: one thread a peer, the worst verdict for the whole block.
-__device__ inline Verdict wait_all(const WindowView& view, Phase phase, const Flight& flight, i32 block) {
+// `first_thread`: whose peer is rank 0, for a block whose first threads are busy.
+__device__ inline Verdict wait_all(const WindowView& view, Phase phase, const Flight& flight, i32 block,
+                                   i32 first_thread = 0) {
   u32 verdict = 0;
-  const i32 peer = static_cast<i32>(threadIdx.x);
-  if (peer < view.num_ranks && peer != view.rank && flight.is_active(peer)) {
+  const i32 peer = static_cast<i32>(threadIdx.x) - first_thread;
+  if (peer >= 0 && peer < view.num_ranks && peer != view.rank && flight.is_active(peer)) {
     verdict = static_cast<u32>(wait(view, phase, flight, peer, block));
   }
   const bool is_broken = __syncthreads_or(verdict == static_cast<u32>(Verdict::kBroken)) != 0;

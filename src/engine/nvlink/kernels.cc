@@ -74,8 +74,9 @@ std::string render(const CombineKernelConfig& config) {
 DispatchKernelConfig with_stages(DispatchKernelConfig config, int shared_bytes) {
   const int room = shared_bytes - kStaticSharedBytes - config.index_bytes();
   const int stages = room / config.stage_bytes();
-  constexpr int kMostQuantizers = 6;
-  for (int multiple = config.is_quantized() ? kMostQuantizers : kStoreWarps; multiple >= kStoreWarps; multiple -= 2) {
+  // Many quantise, or the wire waits for them; by expert other warps need registers too.
+  const int most_quantizers = config.is_by_expert() ? 6 : 12;
+  for (int multiple = config.is_quantized() ? most_quantizers : kStoreWarps; multiple >= kStoreWarps; multiple -= 2) {
     config.num_stages = std::min(stages, kMaxStages) / multiple * multiple;
     config.num_quantize_warps = config.is_quantized() ? multiple : 0;
     if (config.num_stages > 0) return config;
