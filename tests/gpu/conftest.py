@@ -5,6 +5,7 @@ Ranks that are processes are forked, which CUDA in this process would spoil: the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,10 @@ import pytest
 import torch
 
 from gpu_ranks import ProcessRanks, ThreadRanks
+
+worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+if worker and torch.cuda.device_count():  # each worker has one GPU, which its ranks share: contexts take time
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % torch.cuda.device_count())
 
 NUM_GPUS = torch.cuda.device_count()  # by NVML: CUDA is not started
 
