@@ -354,6 +354,14 @@ def _check_like(
 def _check_options(
     ep: ExpertParallel, num_sms: Any, deadline_s: Any, mode: Any, staged: Any, async_op: Any, window: Any
 ) -> None:
+    has_defaults = num_sms is None and deadline_s is None and mode == "auto" and staged is False
+    if not (has_defaults and async_op is False and window == 0 and type(window) is int):  # the common case is quick
+        _check_all_options(ep, num_sms, deadline_s, mode, staged, async_op, window)
+
+
+def _check_all_options(
+    ep: ExpertParallel, num_sms: Any, deadline_s: Any, mode: Any, staged: Any, async_op: Any, window: Any
+) -> None:
     for name, value in (
         ("num_sms", num_sms),
         ("deadline_s", deadline_s),

@@ -283,7 +283,7 @@ class _Dispatch(torch.autograd.Function):
         calls = sent.calls
         if plans is None:
             received = calls.dispatch(sent.call, x, scales, _known(topk_idx), topk_weights, quantize, clear_tail)
-            rows, weights, tie = received.x, received.topk_weights, received.tie
+            rows, weights, tie = received.x, received.topk_weights, received.tie.clone()
             sent.received = received
             sent.weights = weights.detach()
             sent.topk_idx = received.topk_idx if sent.call.layout == RANK_MAJOR else None

@@ -63,8 +63,7 @@ class CpuCalls(NativeCalls):
             self._count_sent(result)
             if result.num_bad_ids:
                 self.bad_ids = self.bad_ids_text(result.num_bad_ids, result.first_bad_id, result.first_bad_at)
-            self.token[1] = self.comm.epoch
-            tie = self.token.clone()
+            tie = self.tie()
         rows, out_scales, out_weights = _tensor(result.x), _tensor(result.scales), _tensor(result.topk_weights)
         out_idx = _tensor(result.topk_idx) if call.layout == RANK_MAJOR else topk_idx.new_empty(0)
         recv_plan = _tensor(result.recv_plan)

@@ -184,16 +184,13 @@ class ExpertParallel:
             received, sent = autograd.dispatch(self.calls, call, data, scales, topk_idx, topk_weights, code)
         else:
             received = self.calls.dispatch(call, data, scales, topk_idx, topk_weights, code, False)
-        num_tokens_per_expert, offsets, num_rows = self.calls.split_sizes(received.sizes)
         handle = Handle(
             send_plan=received.send_plan,
             recv_plan=received.recv_plan,
             topk_weights=received.topk_weights,
             topk_idx=received.topk_idx if call.layout == RANK_MAJOR else None,
-            num_tokens_per_expert=num_tokens_per_expert,
-            offsets=offsets,
-            num_rows=num_rows,
             sizes=received.sizes,
+            num_local_experts=self.num_local_experts,
             tie=received.tie,
             layout=LAYOUTS[call.layout],
             alignment=call.alignment,
@@ -311,9 +308,6 @@ class ExpertParallel:
             x=x,
             topk_idx=handle.topk_idx,
             topk_weights=handle.topk_weights,
-            num_tokens_per_expert=handle.num_tokens_per_expert,
-            offsets=handle.offsets,
-            num_rows=handle.num_rows,
             handle=handle,
             overflow=self._overflow,
             event=self.calls.event(),

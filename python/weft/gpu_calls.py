@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["GpuCalls"]
 
+_RANGES = {
+    (what, layout): f"weft::{what} {name}" for what in ("dispatch", "combine") for layout, name in enumerate(LAYOUTS)
+}
 _FP8 = 1  # code of quantize: scales are fp32, else bytes
 
 
@@ -71,7 +74,9 @@ class GpuCalls(NativeCalls):
         """See NativeCalls."""
         x, scales = _dense(x), None if scales is None else _dense(scales)
         idx_dtype = topk_idx.dtype
-        topk_idx = _dense(topk_idx.to(torch.int64))  # each rank may have its own type; one travels
+        if idx_dtype != torch.int64:  # each rank may have its own type; one travels
+            topk_idx = topk_idx.to(torch.int64)
+        topk_idx = _dense(topk_idx)
         weights = None if topk_weights is None else _dense(topk_weights)
         if call.capacity < 0 and torch.cuda.is_current_stream_capturing():
             raise InvalidArgument(
@@ -95,9 +100,8 @@ class GpuCalls(NativeCalls):
                     received.topk_idx.masked_fill_(tail.unsqueeze(-1), -1)
             if idx_dtype != torch.int64:
                 received = received._replace(topk_idx=received.topk_idx.to(idx_dtype))
-            self.token[1] = self.comm.epoch
             run.results = received[:-1]
-            return received._replace(tie=self.token.clone())
+            return received
 
     def dispatch_again(
         self,
@@ -252,7 +256,7 @@ class GpuCalls(NativeCalls):
             out_idx = self._new((*lead, self.top_k) if is_by_rank else (0,), topk_idx.dtype)
             recv_plan = self._new((self._recv_plan_len(layout),), torch.int32)
             self._unload(call, rows, out_scales, out_idx, out_weights, recv_plan)
-        return Received(rows, out_scales, out_idx, out_weights, sizes, send_plan, recv_plan, self.token)
+        return Received(rows, out_scales, out_idx, out_weights, sizes, send_plan, recv_plan, self.tie())
 
     def _again(
         self, call: Call, x: Tensor, scales: Tensor | None, routing: _Routing, quantize: int, stream: torch.cuda.Stream
@@ -292,7 +296,7 @@ class GpuCalls(NativeCalls):
         args.layout, args.alignment, args.capacity = call.layout, call.alignment, call.capacity
         args.max_tokens, args.hidden, args.num_tokens = call.max_tokens, hidden, num_tokens
         args.num_blocks, args.timeout_ns = call.num_sms, int(call.deadline_s * 1e9)
-        args.stream, args.is_capturing = stream.cuda_stream, torch.cuda.is_current_stream_capturing()
+        args.stream = stream.cuda_stream
         return args
 
     def _staged(self, lead: tuple[int, ...], x: Tensor, scales: Tensor | None, quantize: int) -> tuple[Tensor, Tensor]:
@@ -372,7 +376,7 @@ class _Running(Calling):
 
     def __enter__(self) -> _Running:
         super().__enter__()
-        torch.cuda.nvtx.range_push(f"weft::{self._what} {LAYOUTS[self._call.layout]}")
+        torch.cuda.nvtx.range_push(_RANGES[self._what, self._call.layout])
         try:
             self._begin_on_stream()
         except BaseException as error:
@@ -382,9 +386,9 @@ class _Running(Calling):
 
     def _begin_on_stream(self) -> None:
         calls, call = self._calls, self._call
-        self._caller = torch.cuda.current_stream(calls.device)
         streams = calls.windows[call.window].streams
         assert streams is not None  # noqa: S101  for mypy: windows of this engine have them
+        self._caller = streams.current()
         self.stream = streams.begin(self._caller, call.is_async)
         self._streams = streams
         if call.is_async:
@@ -404,6 +408,8 @@ class _Running(Calling):
 
 def _dense(tensor: Tensor) -> Tensor:
     """Contiguous and aligned for bulk copies."""
+    if tensor.is_contiguous() and tensor.data_ptr() % ROW_MULTIPLE_BYTES == 0:
+        return tensor
     tensor = tensor.detach().contiguous()
     return tensor if tensor.data_ptr() % ROW_MULTIPLE_BYTES == 0 else tensor.clone()
 

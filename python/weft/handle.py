@@ -76,10 +76,8 @@ class Handle:
     recv_plan: torch.Tensor
     topk_weights: torch.Tensor
     topk_idx: torch.Tensor | None
-    num_tokens_per_expert: torch.Tensor
-    offsets: torch.Tensor
-    num_rows: torch.Tensor
-    sizes: torch.Tensor  # the three above are parts of it
+    sizes: torch.Tensor  # int32: picks of each local expert | offsets | number of rows
+    num_local_experts: int
     tie: torch.Tensor
     layout: str
     alignment: int
@@ -114,9 +112,6 @@ class Dispatched:
         topk_idx: rank_major: [N, K] local expert ids, -1 where the pick is another rank's, in the integer dtype given;
             else None.
         topk_weights: fp32 [N, K], [N] or [L, C]; 0 where there is no pick.
-        num_tokens_per_expert: int32 [L], picks kept.
-        offsets: int32: rank_major [R + 1] by source rank; expert_major and masked [L + 1] by expert.
-        num_rows: int32 [], rows that hold data (holes of expert_major included; masked: the sum of kept picks).
         handle: for `combine` and for `dispatch(handle=...)`.
         overflow: int64 [], picks dropped on this rank because of capacity, accumulated over the calls of the
             ExpertParallel.
@@ -128,13 +123,25 @@ class Dispatched:
     x: torch.Tensor | Quantized
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor
-    num_tokens_per_expert: torch.Tensor
-    offsets: torch.Tensor
-    num_rows: torch.Tensor
     handle: Handle
     overflow: torch.Tensor
     event: Event = COMPLETE
     calls: Any = None  # of the ExpertParallel
+
+    @property
+    def num_tokens_per_expert(self) -> torch.Tensor:
+        """int32 [L], picks kept."""
+        return self.handle.sizes[: self.handle.num_local_experts]
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """int32: rank_major [R + 1] by source rank; expert_major and masked [L + 1] by expert."""
+        return self.handle.sizes[self.handle.num_local_experts : -1]
+
+    @property
+    def num_rows(self) -> torch.Tensor:
+        """int32 [], rows that hold data (holes of expert_major included; masked: the sum of kept picks)."""
+        return self.handle.sizes[-1]
 
     def wait(self) -> Dispatched:
         """Receive the rows of a `staged=True` dispatch. Engines so far receive them in the call itself."""

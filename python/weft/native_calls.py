@@ -98,7 +98,7 @@ class Results:
         """Store a result; returns its ticket."""
         if not self.keep:
             self._next += 1
-        self._waiting[self._next] = received
+        self._waiting[self._next] = received._replace(tie=received.tie.clone())  # an operator's own output
         while len(self._waiting) > self.MAX:
             del self._waiting[next(iter(self._waiting))]
         return self._next
@@ -148,7 +148,8 @@ class NativeCalls(ABC):
         self.results = Results()
         self.closed = False
         self.key = next(_keys)
-        self.token = torch.tensor([self.key, comm.epoch], dtype=torch.float64)
+        self._epoch = comm.epoch
+        self.token = torch.tensor([self.key, self._epoch], dtype=torch.float64)
         _by_key[self.key] = self
 
     # ---- the three calls
@@ -228,6 +229,13 @@ class NativeCalls(ABC):
     def record_stream(self, window: int, tensors: Sequence[Tensor], stream: Any) -> None:
         """The memory of these results is in use on `stream`."""
 
+    def tie(self) -> Tensor:
+        """For the handle of a dispatch. Handles of one epoch share it: nobody writes to it."""
+        if self._epoch != self.comm.epoch:
+            self._epoch = self.comm.epoch
+            self.token = torch.tensor([self.key, self._epoch], dtype=torch.float64)
+        return self.token
+
     def side_of_picks(self, side: Tensor, topk_idx: Tensor | None) -> Tensor:
         """rank_major: side values [N, K] as combine wants them. The nvlink engine adds those of all ranks, so what
         belongs to no pick here becomes 0; the cpu engine looks for itself."""
@@ -273,8 +281,8 @@ class NativeCalls(ABC):
 
     def split_sizes(self, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """num_tokens_per_expert [L], offsets, num_rows []: views."""
-        counts, offsets, num_rows = sizes.tensor_split((self.num_local_experts, sizes.shape[0] - 1))
-        return counts, offsets, num_rows.view(())
+        last = sizes.shape[0] - 1
+        return sizes[: self.num_local_experts], sizes[self.num_local_experts : last], sizes[last]
 
     def new_sizes(self, layout: int, device: torch.device | str) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Uninitialised, and its parts."""

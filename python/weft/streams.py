@@ -17,7 +17,16 @@ class WindowStreams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._last: torch.cuda.Stream | None = None
+        self._known: dict[int, torch.cuda.Stream] = {}  # by handle: asking torch for a Stream costs microseconds
         self._own: torch.cuda.Stream | None = None
+
+    def current(self) -> torch.cuda.Stream:
+        """The current stream of this thread."""
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        stream = self._known.get(handle)
+        if stream is None:
+            stream = self._known[handle] = torch.cuda.current_stream(self.device)
+        return stream
 
     def begin(self, caller: torch.cuda.Stream, is_async: bool) -> torch.cuda.Stream:
         """The stream of the next call: `caller`, for an async call the own stream, which waits for `caller` first."""
@@ -27,7 +36,7 @@ class WindowStreams:
                 self._own = own_stream(self.device)
             stream = self._own
             stream.wait_stream(caller)
-        if not torch.cuda.is_current_stream_capturing():
+        if stream is not self._last and not torch.cuda.is_current_stream_capturing():
             self._last = stream
         return stream
 
