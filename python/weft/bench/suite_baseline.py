@@ -75,6 +75,7 @@ class Baselines:
         x = samples.x(case.rows)
         data, scales = (x, None) if isinstance(x, Tensor) else (x.data, x.scales)
         received = library.dispatch(data, samples.topk_idx, samples.topk_weights, scales)
+        self._check_rows(case, received.x)
         packed = torch.zeros((sum(received.sent), _row_bytes(case, samples.hidden)), dtype=torch.uint8).to(self.device)
         arrived = packed.new_empty((sum(received.received), packed.shape[1]))
 
@@ -116,6 +117,13 @@ class Baselines:
         if self.worker.step_y is not None:
             _check_close("step: y", ys[0], self.worker.step_y)
         return {"gpu_us": self._time(step), "gemm_us": self._time(lambda: experts(first.x, offsets))}
+
+    def _check_rows(self, case: Case, rows: Tensor) -> None:
+        """What arrived, in the sampled columns; FP8 as bytes."""
+        samples = self.worker.samples
+        want = samples.expected(case)[samples.rank].x
+        data = want if isinstance(want, Tensor) else want.data.view(torch.uint8)
+        expect_equal("all_to_all dispatch: x", samples.cut(rows), data)
 
     def _check(self, case: Case, y: Tensor, want: Tensor) -> None:
         samples = self.worker.samples
