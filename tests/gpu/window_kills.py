@@ -191,6 +191,10 @@ def kill_one(num_ranks: int, seed: int) -> dict[str, Any]:
     problems += [str(answer["differs"]) for answer in good if answer["differs"] or not answer["finite"]]
     if num_ranks <= torch.cuda.device_count():  # the victim's GPU was its alone
         problems += [str(answer["grave_mib"]) for answer in good if answer["grave_mib"][1] - unused[grave] > 64]
+    else:  # its heap of 256 MiB goes when the others have rebuilt
+        problems += [
+            str(answer["grave_mib"]) for answer in good if answer["grave_mib"][0] - answer["grave_mib"][1] < 200
+        ]
     problems += [f"exit codes {codes}" for _ in [0] if any(codes)]
     return {
         "victim": victim,
