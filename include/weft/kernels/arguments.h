@@ -12,9 +12,9 @@ constexpr i32 kCombineThreads = kSumThreads + 32;  // and one warp that loads
 
 struct DispatchKernelArgs {
   transport::WindowView view;
-  u16 print = 0;           // fingerprint of the operation
+  u16 print = 0;             // fingerprint of the operation
   bool fits_landing = true;  // a row and its scales fit a row of the landing
-  u64 ticket = 0;          // more than 0: the host waits for the number of rows under this name
+  u64 ticket = 0;            // more than 0: the host waits for the number of rows under this name
   const u8* x = nullptr;
   const u8* scales = nullptr;
   const void* topk_idx = nullptr;

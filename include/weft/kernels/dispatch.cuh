@@ -8,6 +8,7 @@
 
 #include "weft/kernels/dispatch_count.cuh"
 #include "weft/kernels/dispatch_fan.cuh"
+#include "weft/kernels/dispatch_quantize.cuh"
 #include "weft/kernels/dispatch_send.cuh"
 
 namespace weft::kernels {
@@ -48,7 +49,8 @@ class Dispatch {
     if (state_.s.has_failed != 0) return;
     const i32 peer = static_cast<i32>(threadIdx.x);
     if (state_.is_peer(peer)) transport::notify(a.view, Phase::kSend, flight, peer, static_cast<i32>(blockIdx.x));
-    if (transport::wait_all(a.view, Phase::kSend, flight, static_cast<i32>(blockIdx.x)) == transport::Verdict::kOk) end();
+    if (transport::wait_all(a.view, Phase::kSend, flight, static_cast<i32>(blockIdx.x)) == transport::Verdict::kOk)
+      end();
   }
 
  private:
@@ -77,7 +79,7 @@ class Dispatch {
     } else if (warp_ < kFirstQuantizer) {
       send_.store_rows(warp_ - 1);
     } else if (warp_ < kFirstOther) {
-      if constexpr (kConfig.is_quantized()) send_.quantize_rows(warp_ - kFirstQuantizer);
+      if constexpr (kConfig.is_quantized()) DispatchQuantize<kConfig>(state_).run(warp_ - kFirstQuantizer);
     } else {
       if (blockIdx.x == 0) count_.write_counts(kFirstOther);
       if constexpr (kConfig.is_by_expert()) {

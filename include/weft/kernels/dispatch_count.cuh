@@ -334,7 +334,8 @@ class DispatchCount : public DispatchState<kConfig> {
     const GpuWindowLayout& layout = a.view.layout;
     const i64 num_slots = kRanks * layout.max_tokens;
     const bool is_staged = place.num_rows == 0 || (!kConfig.is_cached && s.needed[to] > place.num_rows);
-    const u64 scales_landing = align_up(layout.landing_rows + static_cast<u64>(num_slots) * kConfig.wire_row_bytes(), 256);
+    const u64 scales_landing =
+        align_up(layout.landing_rows + static_cast<u64>(num_slots) * kConfig.wire_row_bytes(), 256);
     const auto fits = [&](u64 offset, u64 row_bytes) {
       return place.num_rows >= 0 && offset <= a.view.heap_bytes[to] &&
              static_cast<u64>(place.num_rows) <= (a.view.heap_bytes[to] - offset) / max(row_bytes, u64{1});
@@ -342,10 +343,11 @@ class DispatchCount : public DispatchState<kConfig> {
     constexpr u64 kIdBytes = kTopk * (kConfig.topk_is_int64 ? 8 : 4);
     const u64 table_bytes = static_cast<u64>(gpu_recv_plan_len(layout.max_tokens, kTopk, kRanks, kConfig.layout)) * 4;
     const bool has_ids = !kConfig.is_cached && !kConfig.is_by_expert();
-    const bool is_sound = is_staged || (fits(place.x, kConfig.wire_row_bytes()) && fits(place.scales, kConfig.scale_row_bytes) &&
-                                        (!has_ids || (fits(place.ids, kIdBytes) && fits(place.weights, kTopk * 4))) &&
-                                        place.table <= a.view.heap_bytes[to] &&
-                                        (kConfig.is_cached || table_bytes <= a.view.heap_bytes[to] - place.table));
+    const bool is_sound =
+        is_staged || (fits(place.x, kConfig.wire_row_bytes()) && fits(place.scales, kConfig.scale_row_bytes) &&
+                      (!has_ids || (fits(place.ids, kIdBytes) && fits(place.weights, kTopk * 4))) &&
+                      place.table <= a.view.heap_bytes[to] &&
+                      (kConfig.is_cached || table_bytes <= a.view.heap_bytes[to] - place.table));
     if (!is_sound) this->fail(transport::ErrorCause::kBadPeerWord, Phase::kCount, to);
     if (is_staged && !a.fits_landing) give_up(to);
     if (is_staged) atomicOr(&s.staged_mask, 1u << to);

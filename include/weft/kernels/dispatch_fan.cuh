@@ -13,7 +13,7 @@ class DispatchFan : public DispatchState<kConfig> {
   using Base = DispatchState<kConfig>;
   using Base::a, Base::s, Base::flight, Base::lane, Base::rank;
   using Base::kRanks, Base::kTopk, Base::kLocal, Base::kRowBytes, Base::kScaleBytes;
-  static constexpr i32 kSteps = (kTopk + 31) / 32;  // picks of a lane
+  static constexpr i32 kSteps = (kTopk + 31) / 32;    // picks of a lane
   static constexpr i32 kBatch = kSteps == 1 ? 8 : 2;  // items whose entries are asked for together
 
   __device__ DispatchFan(const Base& base, const i32* recv_plan, i32 fan_warp)

@@ -1,9 +1,8 @@
-// Dispatch, second part: rows on their way, each loaded once, quantised if asked for, and stored to every rank that wants it
-// (docs/protocols/nvlink-dispatch.md, steps 4 and 5). One warp loads, kStoreWarps store, num_quantize_warps quantise.
+// Dispatch, second part: rows on their way, each loaded once and stored to every rank that wants it
+// (docs/protocols/nvlink-dispatch.md, steps 4 and 5). One warp loads, kStoreWarps store.
 #pragma once
 
 #include "weft/kernels/dispatch_count.cuh"
-#include "weft/layout/fp8_scale.h"
 
 namespace weft::kernels {
 
@@ -78,21 +77,6 @@ class DispatchSend : public DispatchState<kConfig> {
   __device__ void drain() {
     for (i32 idx = 0; idx < num_early_; ++idx) {
       if (s.token[idx] >= 0) sync::wait_barrier(&s.full[idx], 0);
-    }
-  }
-
-  // ---- quantise: a row in its stage, in place, by one warp
-
-  __device__ void quantize_rows(i32 quantizer) {
-    for (i32 n = quantizer;; n += kConfig.num_quantize_warps) {
-      const i32 idx = n % kConfig.num_stages;
-      if (!this->wait_local(&s.full[idx], (n / kConfig.num_stages) & 1)) return;
-      const bool has_ended = s.token[idx] < 0;
-      if (!has_ended) quantize_row(this->stage(idx));
-      ptx::fence_proxy_async();  // bulk stores read what was written here
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(&s.ready[idx]);
-      if (has_ended) return;
     }
   }
 
@@ -174,7 +158,7 @@ class DispatchSend : public DispatchState<kConfig> {
   }
 
  private:
-  static constexpr i32 kDepth = kConfig.num_stages / kStoreWarps;  // stages of a store warp
+  static constexpr i32 kDepth = kConfig.num_stages / kStoreWarps;                          // stages of a store warp
   static constexpr i32 kEnds = kQuantized ? kConfig.num_quantize_warps / kStoreWarps : 1;  // marks for each store warp
 
   // rank_major: first each block has its share of what the stages of all hold; then tokens are dealt out a few at a time, to
@@ -243,8 +227,8 @@ class DispatchSend : public DispatchState<kConfig> {
 
   struct Item {
     i32 token = 0;
-    i32 expert[kSteps] = {};     // by expert: of pick `step * 32 + lane`, -1: none; cached: its rank
-    i32 pick_row[kSteps] = {};   // cached
+    i32 expert[kSteps] = {};    // by expert: of pick `step * 32 + lane`, -1: none; cached: its rank
+    i32 pick_row[kSteps] = {};  // cached
     float weight[kSteps] = {};
   };
   struct Places {
@@ -381,80 +365,6 @@ class DispatchSend : public DispatchState<kConfig> {
     if (lane == 0) plan.mask()[item.token] = static_cast<i32>(mask);
   }
 
-  // ---- quantise
-
-  // Reads run ahead of writes: a step reads bytes [i * kStep * width, ...) and writes [i * kStep, ...). Several steps at a
-  // time, since each is a chain of dependent instructions.
-  __device__ void quantize_row(u8* stage) {
-    constexpr i32 kElements = 8;           // of a lane at a time
-    constexpr i32 kStep = 32 * kElements;  // of the warp
-    constexpr i32 kSteps = 4;
-    constexpr i32 kBytes = dtype_bytes(kConfig.dtype);
-#pragma unroll 1
-    for (i32 first = 0; first < kConfig.hidden; first += kSteps * kStep) {
-      float values[kSteps][kElements];
-#pragma unroll
-      for (i32 step = 0; step < kSteps; ++step) {
-        const i32 column = first + step * kStep + lane * kElements;
-#pragma unroll
-        for (i32 idx = 0; idx < kElements; ++idx) values[step][idx] = 0.0f;
-        if (column < kConfig.hidden) read_values(stage + column * kBytes, values[step]);
-      }
-      __syncwarp();
-#pragma unroll
-      for (i32 step = 0; step < kSteps; ++step) quantize_step(stage, first + step * kStep + lane * kElements, values[step]);
-    }
-  }
-
-  __device__ void quantize_step(u8* stage, i32 column, const float (&values)[8]) {
-    constexpr i32 kGroupLanes = kQuantizeGroup / 8;
-    u32 largest = 0;
-#pragma unroll
-    for (i32 idx = 0; idx < 8; ++idx) largest = max(largest, ptx::float_bits(values[idx]) & 0x7fffffffu);
-#pragma unroll
-    for (i32 step = 1; step < kGroupLanes; step *= 2) {
-      largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, step));
-    }
-    const Fp8Scale scale = fp8_scale(largest, kConfig.quantize);
-    if (column >= kConfig.hidden) return;
-    struct alignas(8) Packed {
-      u16 pair[4];
-    } packed;
-#pragma unroll
-    for (i32 idx = 0; idx < 4; ++idx) {
-      packed.pair[idx] = ptx::floats_to_e4m3(values[2 * idx] * scale.factor, values[2 * idx + 1] * scale.factor);
-    }
-    *reinterpret_cast<Packed*>(stage + column) = packed;
-    if (lane % kGroupLanes != 0) return;
-    u8* scales = stage + kConfig.scales_at();
-    if constexpr (kConfig.quantize == Quantize::kFp8) {
-      reinterpret_cast<u32*>(scales)[column / kQuantizeGroup] = scale.bits;
-    } else {
-      scales[column / kQuantizeGroup] = static_cast<u8>(scale.bits);
-    }
-  }
-
-  __device__ static void read_values(const u8* from, float (&values)[8]) {
-    struct alignas(16) Vector {
-      u32 word[4];
-    };
-    if constexpr (kConfig.dtype == Dtype::kFp32) {
-#pragma unroll
-      for (i32 part = 0; part < 2; ++part) {
-        const Vector vector = reinterpret_cast<const Vector*>(from)[part];
-#pragma unroll
-        for (i32 idx = 0; idx < 4; ++idx) values[part * 4 + idx] = ptx::bits_float(vector.word[idx]);
-      }
-    } else {
-      const Vector vector = *reinterpret_cast<const Vector*>(from);
-#pragma unroll
-      for (i32 idx = 0; idx < 8; ++idx) {
-        const u16 half = static_cast<u16>(vector.word[idx / 2] >> (idx % 2 * 16));
-        values[idx] = kConfig.dtype == Dtype::kBf16 ? ptx::bf16_to_float(half) : ptx::fp16_to_float(half);
-      }
-    }
-  }
-
   // ---- ids of rank_major
 
   static constexpr i32 kIdStep = kTopk % 4 == 0 ? 4 : 1;  // picks of a thread
@@ -498,7 +408,8 @@ class DispatchSend : public DispatchState<kConfig> {
   // With a capacity: rows that hold nothing have no ids and no weights.
   __device__ void clear_tail(i32 thread, i32 num_threads) {
     if (a.capacity < 0) return;
-    const i64 num_rows = min(static_cast<i64>(this->is_staged(rank()) ? kRanks * a.view.layout.max_tokens : a.capacity), a.capacity);
+    const i64 num_rows =
+        min(static_cast<i64>(this->is_staged(rank()) ? kRanks * a.view.layout.max_tokens : a.capacity), a.capacity);
     const i64 stride = static_cast<i64>(num_threads) * kConfig.num_blocks;
     const i64 first = s.own_rows * static_cast<i64>(kTopk) + static_cast<i64>(blockIdx.x) * num_threads + thread;
     for (i64 pick = first; pick < num_rows * kTopk; pick += stride) {

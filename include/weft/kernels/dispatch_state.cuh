@@ -27,7 +27,7 @@ struct DispatchShared {
   i32* table[kConfig.num_ranks];  // entries there for this rank's tokens
   i64 needed[kConfig.num_ranks];  // rows of the result there
   i32 num_tokens[kConfig.num_ranks];
-  i32 own_rows;                   // rank_major: rows that this rank receives
+  i32 own_rows;  // rank_major: rows that this rank receives
   i32 num_bad_ids;
   i32 first_bad_at;
 };
@@ -70,7 +70,7 @@ struct DispatchState {
   __device__ i32* mine() const {
     return index() + (kConfig.is_by_expert() ? 2 * kPeriods * kExperts : 2 * kRanks * kConfig.num_groups);
   }
-  __device__ i32* place() const { return mine() + kExperts; }  // row of this rank's first pick of the expert
+  __device__ i32* place() const { return mine() + kExperts; }      // row of this rank's first pick of the expert
   __device__ i32* total_of() const { return place() + kExperts; }  // picks of all ranks for the expert
 
   __device__ u8* stage(i32 idx) const { return dynamic + kConfig.index_bytes() + idx * kConfig.stage_bytes(); }
@@ -87,7 +87,9 @@ struct DispatchState {
     return sum;
   }
 
-  __device__ i32 period_of(i32 store_warp, i32 item) const { return store_warp + kStoreWarps * (item / a.chunk_tokens); }
+  __device__ i32 period_of(i32 store_warp, i32 item) const {
+    return store_warp + kStoreWarps * (item / a.chunk_tokens);
+  }
 
   __device__ i32 token_of(i32 store_warp, i32 item) const {
     const i32 chunk = period_of(store_warp, item) * kConfig.num_blocks + static_cast<i32>(blockIdx.x);
@@ -95,7 +97,9 @@ struct DispatchState {
   }
 
   // Stages of a store warp are its own for good, and so are those of a warp that quantises.
-  __device__ static i32 stage_of(i32 store_warp, i32 item) { return (item * kStoreWarps + store_warp) % kConfig.num_stages; }
+  __device__ static i32 stage_of(i32 store_warp, i32 item) {
+    return (item * kStoreWarps + store_warp) % kConfig.num_stages;
+  }
   __device__ static u32 parity_of(i32 store_warp, i32 item) {
     return static_cast<u32>((item * kStoreWarps + store_warp) / kConfig.num_stages) & 1u;
   }

@@ -17,12 +17,12 @@ constexpr i32 kNumProgress = 8;   // progress words of a block: one for each war
 
 // Words of the rank that owns the window, all in one cache line. Written by its own kernels and its host.
 struct alignas(kCacheLine) GpuControlWords {
-  u64 sequence = 0;    // of the last operation that ended well (R4)
-  u64 membership = 0;  // epoch:16 << 32 | mask of active ranks:32 (R10); the host writes it between operations
-  u64 owner = 0;       // 1 while an operation is in flight (R5)
-  u64 broken = 0;      // an ErrorCause: later launches see it and do nothing (R9)
-  u32 num_ended = 0;   // blocks of the operation in flight that have ended; wraps around
-  u32 next_chunk = 0;   // of tokens, for the block that comes for it; 0 between operations
+  u64 sequence = 0;         // of the last operation that ended well (R4)
+  u64 membership = 0;       // epoch:16 << 32 | mask of active ranks:32 (R10); the host writes it between operations
+  u64 owner = 0;            // 1 while an operation is in flight (R5)
+  u64 broken = 0;           // an ErrorCause: later launches see it and do nothing (R9)
+  u32 num_ended = 0;        // blocks of the operation in flight that have ended; wraps around
+  u32 next_chunk = 0;       // of tokens, for the block that comes for it; 0 between operations
   u32 heap_generation = 0;  // host: grows when a rebuild had to give the own heap other addresses
 };
 
@@ -41,10 +41,10 @@ struct GpuPlacement {
 // int32 [num_ranks] rows for each rank (dispatch without a handle).
 struct GpuCountPayload {
   GpuPlacement placement;  // dispatch: where the rows for the writer of this payload go
-  i64 num_tokens = 0;    // of the writer
-  u64 rows_in_heap = 0;  // combine: 1: the writer's rows lie in its heap, pull them; 0: it pushes sums to the landing
-  u64 rows_offset = 0;   // combine: heap offset of row 0
-  i64 num_rows = 0;      // combine
+  i64 num_tokens = 0;      // of the writer
+  u64 rows_in_heap = 0;    // combine: 1: the writer's rows lie in its heap, pull them; 0: it pushes sums to the landing
+  u64 rows_offset = 0;     // combine: heap offset of row 0
+  i64 num_rows = 0;        // combine
 };
 static_assert(sizeof(GpuCountPayload) == 80);
 
@@ -78,7 +78,8 @@ struct GpuWindowLayout {
 
   WEFT_HD static GpuWindowLayout make(const GpuWindowShape& shape) {
     GpuWindowLayout layout;
-    if (shape.num_ranks < 1 || shape.num_ranks > kMaxGpuRanks || shape.top_k < 1 || shape.top_k > kMaxTopk) return layout;
+    if (shape.num_ranks < 1 || shape.num_ranks > kMaxGpuRanks || shape.top_k < 1 || shape.top_k > kMaxTopk)
+      return layout;
     if (shape.num_experts < 1 || shape.num_experts % shape.num_ranks != 0 || shape.num_blocks < 1) return layout;
     if (shape.max_tokens < 0 || shape.max_tokens > kMaxRowsPerPair || shape.landing_row_bytes < 0) return layout;
     constexpr u64 kAlign = 256;
@@ -115,7 +116,8 @@ struct GpuWindowLayout {
 
   // The cell that `source` writes and the owner of the window waits for.
   WEFT_HD constexpr u64 header(Phase phase, u64 sequence, i32 source, i32 block) const {
-    const u64 row = (static_cast<u64>(phase) * kNumParities + WindowLayout::parity(sequence)) * static_cast<u64>(num_ranks);
+    const u64 row =
+        (static_cast<u64>(phase) * kNumParities + WindowLayout::parity(sequence)) * static_cast<u64>(num_ranks);
     return headers +
            ((row + static_cast<u64>(source)) * static_cast<u64>(num_blocks) + static_cast<u64>(block)) * kCacheLine;
   }

@@ -20,7 +20,8 @@ class LanePause {
       : abort_(abort), abort_mask_(abort_mask), timeout_ns_(timeout_ns), sleep_ns_(sleep_ns) {}
 
   __device__ PauseResult turn() {
-    if (sleep_ns_ != 0) ptx::nanosleep(sleep_ns_);
+    if (sleep_ns_ != 0)
+      ptx::nanosleep(sleep_ns_);  // check: allow sleeping: a lane among many, not a thread of the host
     if (num_turns_++ % kLooks != 0) return PauseResult::kLookAgain;
     const u64 now = ptx::globaltimer_ns();
     if (start_ns_ == 0) start_ns_ = now;

@@ -83,8 +83,7 @@ WEFT_HD inline u32 load_progress(const u64* word, Turn turn) { return progress_i
 // Waits for n >= target. Nothing is ever set back or subtracted (R6).
 template <class Pause>
 WEFT_HD WaitResult wait_progress(u64* word, Turn turn, u32 target, Pause& pause) {
-  const WaitResult result =
-      wait_until([&] { return progress_in(ptx::ld_relaxed_sys(word), turn) >= target; }, pause);
+  const WaitResult result = wait_until([&] { return progress_in(ptx::ld_relaxed_sys(word), turn) >= target; }, pause);
   static_cast<void>(ptx::ld_acquire_sys(word));  // as in wait_header
   if constexpr (mutants::kReset) ptx::st_relaxed_sys(word, pack_progress(turn, 0));
   return result;

@@ -72,8 +72,8 @@ __device__ inline void post(const WindowView& view, const Flight& flight, i32 pe
 enum class Verdict : u32 { kOk = 0, kGivenUp = 1, kBroken = 2 };
 
 // One thread. Anything but kReady has left its reason in the host words.
-__device__ inline bool settle(const WindowView& view, const Flight& flight, sync::WaitResult result, Phase phase, i32 peer,
-                              u64 seen) {
+__device__ inline bool settle(const WindowView& view, const Flight& flight, sync::WaitResult result, Phase phase,
+                              i32 peer, u64 seen) {
   if (result == sync::WaitResult::kReady) return true;
   const ErrorCause cause = result == sync::WaitResult::kAborted ? ErrorCause::kAborted : ErrorCause::kDeadline;
   record(view, flight, cause, phase, peer, seen);

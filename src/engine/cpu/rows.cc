@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "weft/layout/fp8_scale.h"
 #include "weft/ptx/convert.h"
+#include "weft/ptx/fp8_scale.h"
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -129,7 +129,7 @@ WEFT_CLONES void scale_to_e4m3(const float* values, i64 count, float factor, u8*
 
 // The multiplier of one group; its scale is stored.
 float store_scale(u32 amax_bits, Quantize format, void* scales, i64 group) {
-  const Fp8Scale scale = fp8_scale(amax_bits, format);
+  const ptx::Fp8Scale scale = ptx::fp8_scale(amax_bits, format);
   if (format == Quantize::kFp8) {
     static_cast<float*>(scales)[group] = ptx::bits_float(scale.bits);
   } else {

@@ -7,7 +7,7 @@
 
 #include "base/status.h"
 #include "weft/layout/checked.h"
-#include "weft/layout/fp8_scale.h"
+#include "weft/ptx/fp8_scale.h"
 
 namespace weft::nvlink {
 namespace {
@@ -16,7 +16,7 @@ i64 wire_row_bytes(const DispatchArgs& args) { return args.quantize == Quantize:
 
 i64 wire_scale_bytes(const DispatchArgs& args) {
   if (args.quantize == Quantize::kNone) return args.scale_row_bytes;
-  return (args.hidden + kQuantizeGroup - 1) / kQuantizeGroup * fp8_scale_bytes(args.quantize);
+  return (args.hidden + kQuantizeGroup - 1) / kQuantizeGroup * ptx::fp8_scale_bytes(args.quantize);
 }
 
 }  // namespace
@@ -171,9 +171,7 @@ bool DispatchCall::fits_landing() const {
 }
 
 // The same decision as the kernels of all ranks make (dispatch_count.cuh).
-bool DispatchCall::is_staged() const {
-  return room_ == 0 || (!a_.cached && num_rows_ > room_);
-}
+bool DispatchCall::is_staged() const { return room_ == 0 || (!a_.cached && num_rows_ > room_); }
 
 DispatchResult DispatchCall::staged_result() {
   DispatchResult result;

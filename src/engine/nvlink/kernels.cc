@@ -35,7 +35,8 @@ std::string field(const char* name, i64 value) {
 
 template <class Enum>
 std::string field(const char* name, const char* type, Enum value) {
-  return std::string(".") + name + " = static_cast<weft::" + type + ">(" + std::to_string(static_cast<int>(value)) + "), ";
+  return std::string(".") + name + " = static_cast<weft::" + type + ">(" + std::to_string(static_cast<int>(value)) +
+         "), ";
 }
 
 std::string entry(const char* kernel, const char* config_type, const std::string& fields, const char* args_type,
@@ -49,17 +50,16 @@ std::string entry(const char* kernel, const char* config_type, const std::string
 }  // namespace
 
 std::string render(const DispatchKernelConfig& config) {
-  return entry(
-      "dispatch", "DispatchKernelConfig",
-      field("num_ranks", config.num_ranks) + field("num_experts", config.num_experts) + field("top_k", config.top_k) +
-          field("num_blocks", config.num_blocks) + field("row_bytes", config.row_bytes) +
-          field("scale_row_bytes", config.scale_row_bytes) + field("hidden", config.hidden) +
-          field("num_stages", config.num_stages) +
-          field("num_groups", config.num_groups) + field("num_quantize_warps", config.num_quantize_warps) +
-          field("dtype", "Dtype", config.dtype) + field("quantize", "Quantize", config.quantize) +
-          field("layout", "Layout", config.layout) + field("topk_is_int64", config.topk_is_int64 ? 1 : 0) +
-          field("is_cached", config.is_cached ? 1 : 0),
-      "DispatchKernelArgs", "kConfig.num_threads()");
+  return entry("dispatch", "DispatchKernelConfig",
+               field("num_ranks", config.num_ranks) + field("num_experts", config.num_experts) +
+                   field("top_k", config.top_k) + field("num_blocks", config.num_blocks) +
+                   field("row_bytes", config.row_bytes) + field("scale_row_bytes", config.scale_row_bytes) +
+                   field("hidden", config.hidden) + field("num_stages", config.num_stages) +
+                   field("num_groups", config.num_groups) + field("num_quantize_warps", config.num_quantize_warps) +
+                   field("dtype", "Dtype", config.dtype) + field("quantize", "Quantize", config.quantize) +
+                   field("layout", "Layout", config.layout) + field("topk_is_int64", config.topk_is_int64 ? 1 : 0) +
+                   field("is_cached", config.is_cached ? 1 : 0),
+               "DispatchKernelArgs", "kConfig.num_threads()");
 }
 
 std::string render(const CombineKernelConfig& config) {

@@ -7,7 +7,7 @@
 #include "weft/config/operation.h"
 #include "weft/ptx/convert.h"
 
-namespace weft {
+namespace weft::ptx {
 
 struct Fp8Scale {
   float factor = 1.0f;  // what values are multiplied by
@@ -23,14 +23,14 @@ WEFT_HD inline Fp8Scale fp8_scale(u32 amax_bits, Quantize format) {
   constexpr u32 kNanBits = 0x7fc00000u;
   constexpr u32 kE8m0Nan = 255;
   const bool is_nan = amax_bits > 0x7f800000u;
-  const float largest = ptx::bits_float(amax_bits);
-  const float amax = is_nan ? ptx::bits_float(kNanBits) : largest < 1e-4f ? 1e-4f : largest;
+  const float largest = bits_float(amax_bits);
+  const float amax = is_nan ? bits_float(kNanBits) : largest < 1e-4f ? 1e-4f : largest;
   const float scale = amax / kLargestE4m3;
-  if (format == Quantize::kFp8) return {kLargestE4m3 / amax, ptx::float_bits(scale)};
+  if (format == Quantize::kFp8) return {kLargestE4m3 / amax, float_bits(scale)};
   // 2^ceil(log2(scale)) from the bits; amax >= 1e-4 keeps the scale a normal number.
-  const u32 bits = ptx::float_bits(scale);
+  const u32 bits = float_bits(scale);
   const u32 biased = is_nan ? kE8m0Nan : (bits >> 23) + ((bits & 0x7fffffu) != 0 ? 1u : 0u);
-  return {biased >= kE8m0Nan ? ptx::bits_float(kNanBits) : ptx::bits_float((254u - biased) << 23), biased};
+  return {biased >= kE8m0Nan ? bits_float(kNanBits) : bits_float((254u - biased) << 23), biased};
 }
 
-}  // namespace weft
+}  // namespace weft::ptx

@@ -1,0 +1,106 @@
+// Dispatch with quantisation: rows are rewritten in their stages between load and store (docs/protocols/nvlink-dispatch.md,
+// step 4). num_quantize_warps warps, a row each.
+#pragma once
+
+#include "weft/kernels/dispatch_state.cuh"
+#include "weft/ptx/fp8_scale.h"
+
+namespace weft::kernels {
+
+template <DispatchKernelConfig kConfig>
+class DispatchQuantize : public DispatchState<kConfig> {
+ public:
+  using Base = DispatchState<kConfig>;
+  using Base::s, Base::lane;
+
+  __device__ explicit DispatchQuantize(const Base& base) : Base(base) {}
+
+  __device__ void run(i32 quantizer) {
+    for (i32 n = quantizer;; n += kConfig.num_quantize_warps) {
+      const i32 idx = n % kConfig.num_stages;
+      if (!this->wait_local(&s.full[idx], (n / kConfig.num_stages) & 1)) return;
+      const bool has_ended = s.token[idx] < 0;
+      if (!has_ended) quantize_row(this->stage(idx));
+      ptx::fence_proxy_async();  // bulk stores read what was written here
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(&s.ready[idx]);
+      if (has_ended) return;
+    }
+  }
+
+ private:
+  // Reads run ahead of writes: a step reads bytes [i * kStep * width, ...) and writes [i * kStep, ...). Several steps at a
+  // time, since each is a chain of dependent instructions.
+  __device__ void quantize_row(u8* stage) {
+    constexpr i32 kElements = 8;           // of a lane at a time
+    constexpr i32 kStep = 32 * kElements;  // of the warp
+    constexpr i32 kSteps = 4;
+    constexpr i32 kBytes = dtype_bytes(kConfig.dtype);
+#pragma unroll 1
+    for (i32 first = 0; first < kConfig.hidden; first += kSteps * kStep) {
+      float values[kSteps][kElements];
+#pragma unroll
+      for (i32 step = 0; step < kSteps; ++step) {
+        const i32 column = first + step * kStep + lane * kElements;
+#pragma unroll
+        for (i32 idx = 0; idx < kElements; ++idx) values[step][idx] = 0.0f;
+        if (column < kConfig.hidden) read_values(stage + column * kBytes, values[step]);
+      }
+      __syncwarp();
+#pragma unroll
+      for (i32 step = 0; step < kSteps; ++step)
+        quantize_step(stage, first + step * kStep + lane * kElements, values[step]);
+    }
+  }
+
+  __device__ void quantize_step(u8* stage, i32 column, const float (&values)[8]) {
+    constexpr i32 kGroupLanes = kQuantizeGroup / 8;
+    u32 largest = 0;
+#pragma unroll
+    for (i32 idx = 0; idx < 8; ++idx) largest = max(largest, ptx::float_bits(values[idx]) & 0x7fffffffu);
+#pragma unroll
+    for (i32 step = 1; step < kGroupLanes; step *= 2) {
+      largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+    }
+    const ptx::Fp8Scale scale = ptx::fp8_scale(largest, kConfig.quantize);
+    if (column >= kConfig.hidden) return;
+    struct alignas(8) Packed {
+      u16 pair[4];
+    } packed;
+#pragma unroll
+    for (i32 idx = 0; idx < 4; ++idx) {
+      packed.pair[idx] = ptx::floats_to_e4m3(values[2 * idx] * scale.factor, values[2 * idx + 1] * scale.factor);
+    }
+    *reinterpret_cast<Packed*>(stage + column) = packed;
+    if (lane % kGroupLanes != 0) return;
+    u8* scales = stage + kConfig.scales_at();
+    if constexpr (kConfig.quantize == Quantize::kFp8) {
+      reinterpret_cast<u32*>(scales)[column / kQuantizeGroup] = scale.bits;
+    } else {
+      scales[column / kQuantizeGroup] = static_cast<u8>(scale.bits);
+    }
+  }
+
+  __device__ static void read_values(const u8* from, float (&values)[8]) {
+    struct alignas(16) Vector {
+      u32 word[4];
+    };
+    if constexpr (kConfig.dtype == Dtype::kFp32) {
+#pragma unroll
+      for (i32 part = 0; part < 2; ++part) {
+        const Vector vector = reinterpret_cast<const Vector*>(from)[part];
+#pragma unroll
+        for (i32 idx = 0; idx < 4; ++idx) values[part * 4 + idx] = ptx::bits_float(vector.word[idx]);
+      }
+    } else {
+      const Vector vector = *reinterpret_cast<const Vector*>(from);
+#pragma unroll
+      for (i32 idx = 0; idx < 8; ++idx) {
+        const u16 half = static_cast<u16>(vector.word[idx / 2] >> (idx % 2 * 16));
+        values[idx] = kConfig.dtype == Dtype::kBf16 ? ptx::bf16_to_float(half) : ptx::fp16_to_float(half);
+      }
+    }
+  }
+};
+
+}  // namespace weft::kernels
