@@ -41,6 +41,7 @@ struct EventState {
 struct Physical {
   int fd = -1;
   size_t bytes = 0;
+  int kinds = 0;  // of handles that it was made for
   ~Physical() { close(fd); }
 };
 
@@ -56,6 +57,7 @@ struct State {
   KernelBody kernel;
   int num_launches = 0;
   std::atomic<int> gpu_result{0};
+  std::atomic<bool> has_fabric{false};
   std::string failing;
   int fail_result = 0;
   int fail_after = 0;
@@ -103,11 +105,9 @@ Result device_get(Device* device, int index) {
   return index == 0 ? kSuccess : kInvalidValue;
 }
 Result device_get_attribute(int* value, int attribute, Device) {
-  const std::map<int, int> known = {{kComputeMajor, 9},
-                                    {kComputeMinor, 0},
-                                    {kMultiprocessors, 132},
-                                    {kMaxSharedPerBlock, 232448},
-                                    {kRdmaSupported, 1}};
+  const std::map<int, int> known = {{kComputeMajor, 9},      {kComputeMinor, 0},
+                                    {kMultiprocessors, 132}, {kMaxSharedPerBlock, 232448},
+                                    {kRdmaSupported, 1},     {kFabricSupported, state().has_fabric ? 1 : 0}};
   const auto found = known.find(attribute);
   *value = found == known.end() ? 0 : found->second;
   return kSuccess;
@@ -142,6 +142,7 @@ Result mem_create(AllocationHandle* handle, size_t bytes, const AllocationProp* 
   auto physical = std::make_shared<Physical>();
   physical->fd = memfd_create("fake-gpu", MFD_CLOEXEC);
   physical->bytes = bytes;
+  physical->kinds = prop->handle_types;
   if (ftruncate(physical->fd, static_cast<off_t>(bytes)) != 0) return kOutOfMemory;
   const ino_t file = file_of(physical->fd);
   State& s = state();
@@ -186,19 +187,23 @@ Result mem_unmap(DevicePtr address, size_t bytes) {
   return place == MAP_FAILED ? kInvalidValue : kSuccess;
 }
 Result set_access(DevicePtr, size_t, const AccessDesc*, size_t) { return kSuccess; }
+// A fabric handle is the number of the physical memory's descriptor in this process.
 Result export_handle(void* exported, AllocationHandle handle, int kind, unsigned long long) {
   State& s = state();
   const std::lock_guard lock(s.mutex);
-  if (kind != kHandlePosixFd || s.handles.count(handle) == 0) return kInvalidValue;
-  *static_cast<int*>(exported) = dup(s.handles[handle]->fd);
+  const auto found = s.handles.find(handle);
+  if (found == s.handles.end() || (found->second->kinds & kind) == 0) return kInvalidValue;
+  const int fd = kind == kHandlePosixFd ? dup(found->second->fd) : found->second->fd;
+  std::memcpy(exported, &fd, sizeof(fd));
   return kSuccess;
 }
-Result import_handle(AllocationHandle* handle, void* shared, int) {
+Result import_handle(AllocationHandle* handle, void* shared, int kind) {
   if (const Result result = injected("cuMemImportFromShareableHandle"); result != kSuccess) return result;
+  int fd = static_cast<int>(reinterpret_cast<intptr_t>(shared));
+  if (kind == kHandleFabric) std::memcpy(&fd, shared, sizeof(fd));
   State& s = state();
   const std::lock_guard lock(s.mutex);
-  const std::shared_ptr<Physical> physical =
-      s.by_file[file_of(static_cast<int>(reinterpret_cast<intptr_t>(shared)))].lock();
+  const std::shared_ptr<Physical> physical = s.by_file[file_of(fd)].lock();
   if (physical == nullptr) return kInvalidValue;
   *handle = s.next_handle++;
   s.handles[*handle] = physical;
@@ -391,6 +396,7 @@ void end_capture(uint64_t stream) {
   const std::lock_guard lock(state().mutex);
   state().streams[stream].capture = kNotCapturing;
 }
+void offer_fabric(bool is_there) { state().has_fabric = is_there; }
 void fail_gpu(int result) { state().gpu_result = result; }
 void fail_next(const char* symbol, int result, int after) {
   const std::lock_guard lock(state().mutex);

@@ -17,7 +17,8 @@ void hold(uint64_t stream);        // work of this stream does not end ...
 void let_go(uint64_t stream);      // ... until here
 void begin_capture(uint64_t stream, uint64_t id);
 void end_capture(uint64_t stream);
-void fail_gpu(int result);  // event queries answer this; 0: the GPU works
+void offer_fabric(bool is_there);  // handles for other machines
+void fail_gpu(int result);         // event queries answer this; 0: the GPU works
 void fail_next(const char* symbol, int result,
                int after = 0);  // one call of a driver function, after so many good ones
 

@@ -267,13 +267,4 @@ TEST(tensors_die_quietly_when_the_context_is_gone) {
   CHECK_EQ(fake_cuda::num_mapped(), 0);
 }
 
-TEST(memory_that_cannot_be_mapped_is_not_lost) {
-  const auto gpu = make_gpu();
-  fake_cuda::fail_next("cuMemMap", 2);
-  CHECK_THROWS(DeviceMemory::create(gpu->device, kBytes), Error,
-               [](const Error& error) { CHECK_EQ(error.code, ErrorCode::kCudaError); });
-  CHECK_EQ(fake_cuda::physical_bytes(), i64{0});
-  CHECK_EQ(fake_cuda::num_mapped(), 0);
-}
-
 int main(int argc, char** argv) { return weft::test::run_tests(argc, argv); }

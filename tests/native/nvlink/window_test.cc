@@ -101,12 +101,12 @@ void count_rows(void* args) {
   dispatch->view.host->counted_ticket = dispatch->ticket;
 }
 
-// A kernel that leaves with a reason.
-auto leave(transport::ErrorCause cause, int culprit, u64 seen = 0) {
+// A kernel that leaves with a reason, which is the rank so many steps from its own.
+auto leave(transport::ErrorCause cause, int steps, u64 seen = 0) {
   return [=](void* args) {
     auto* dispatch = static_cast<kernels::DispatchKernelArgs*>(args);
     ErrorRecord& record = dispatch->view.host->error;
-    record.culprit = culprit;
+    record.culprit = (dispatch->view.rank + steps) % kNumRanks;
     record.epoch = 1;
     record.sequence = 7;
     record.expected = dispatch->print;
@@ -234,24 +234,24 @@ TEST(a_call_given_up_by_all_leaves_the_window_whole) {
     fake_cuda::set_kernel(count_rows);
     rank.dispatch();
     rank.meet();
-    fake_cuda::set_kernel(leave(transport::ErrorCause::kMismatch, culprit, 0x1234));
+    fake_cuda::set_kernel(leave(transport::ErrorCause::kMismatch, 1, 0x1234));
     const Error mismatch = error_of([&] { rank.dispatch(); });
     CHECK_EQ(mismatch.code, ErrorCode::kInvalidArgument);
     says(mismatch, "rank " + std::to_string(rank.me) + " dispatch(layout='rank_major'");
     says(mismatch, "rank " + std::to_string(culprit) + " a call that this rank has not made");
     CHECK(mismatch.peers == std::vector<int>{culprit});
     rank.meet();
-    fake_cuda::set_kernel(leave(transport::ErrorCause::kNoRoom, culprit));
+    fake_cuda::set_kernel(leave(transport::ErrorCause::kNoRoom, 1));
     const Error full = error_of([&] { rank.dispatch(); });
     CHECK_EQ(full.code, ErrorCode::kCapacityExceeded);
     says(full, "rank " + std::to_string(culprit) + " has no room");
     says(full, "heap_bytes");
     rank.meet();
-    fake_cuda::set_kernel(leave(transport::ErrorCause::kMoved, rank.me));
+    fake_cuda::set_kernel(leave(transport::ErrorCause::kMoved, 0));
     rank.dispatch(4);  // nobody waits: the next look tells
     CHECK_EQ(error_of([&] { rank.window->check(); }).code, ErrorCode::kInvalidState);
     rank.meet();
-    fake_cuda::set_kernel(leave(transport::ErrorCause::kBusy, rank.me));
+    fake_cuda::set_kernel(leave(transport::ErrorCause::kBusy, 0));
     CHECK_EQ(error_of([&] { rank.dispatch(); }).code, ErrorCode::kInvalidState);
     rank.meet();
     fake_cuda::set_kernel(count_rows);
@@ -390,7 +390,7 @@ TEST(an_interrupted_wait_ends_at_once_and_everywhere) {
       is_out = true;
     }
     CHECK(is_out);
-    CHECK(now_ns() - begin < 200'000'000);
+    CHECK(now_ns() - begin < 1'000'000'000);  // on an idle machine 60 ms
     fake_cuda::let_go(stream_of(0));
   });
 }
