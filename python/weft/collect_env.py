@@ -237,7 +237,7 @@ def _limits() -> dict[str, Any]:
 
 def _gpu(base: Path) -> dict[str, Any]:
     version = _read(base / "proc/driver/nvidia/version")
-    report: dict[str, Any] = {"driver": version.splitlines()[0] if version else None}
+    report: dict[str, Any] = {"driver": redact(version.splitlines()[0]) if version else None}
     if base == Path("/"):
         report["cuda"] = ask(_DRIVER_PROBE)
     if base != Path("/") or not shutil.which("nvidia-smi"):

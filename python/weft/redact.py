@@ -77,6 +77,7 @@ _IPV6 = re.compile(r"(?<![\w:.])(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}(?![\w
 _PCI = re.compile(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.[0-7])?")
 _UUID = re.compile(r"\b(?:GPU-|MIG-)?[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", re.IGNORECASE)
 _URL = re.compile(r"\b[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE)
+_MAIL = re.compile(r"[\w.+-]+@[\w.-]*")  # of whoever built the driver, too
 _PATH = re.compile(r"(?<![\w.<>])~?(?:/[^\s/:;,'\"()<>]+)+/?")
 _HARMLESS_FILE = re.compile(r"[\w.+-]+\.(?:so(?:\.\d+)*|py|h|cuh)")
 _PUBLIC_NAMES = {"root", "user", "ubuntu", "admin", "nobody", "node", "host", "localhost", "runner", "linux", "none"}
@@ -85,6 +86,7 @@ _PUBLIC_NAMES = {"root", "user", "ubuntu", "admin", "nobody", "node", "host", "l
 def redact(text: str) -> str:
     """The text without paths, addresses, URLs, device UUIDs, and the names of this host and user."""
     text = _URL.sub("<url>", text)
+    text = _MAIL.sub("<user>", text)
     text = _UUID.sub("<uuid>", text)
     text = _IPV4.sub("<address>", text)
     text = _IPV6.sub(lambda match: match[0] if _PCI.fullmatch(match[0]) else "<address>", text)

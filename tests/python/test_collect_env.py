@@ -135,6 +135,7 @@ def test_names_of_host_and_user_are_replaced(monkeypatch: pytest.MonkeyPatch) ->
         ("GPU 00000000:1B:00.0, 0000:1b:00.0", "GPU 00000000:1B:00.0, 0000:1b:00.0"),
         ("0-55,112-167 N/A 400 Gb/sec", "0-55,112-167 N/A 400 Gb/sec"),
         ("see https://user:pass@host/x now", "see <url> now"),
+        ("x86_64  580.1  (root@gpu17)  Thu", "x86_64  580.1  (<user>)  Thu"),
         ("~/data/x and /data", "<path> and <path>"),
         ("mlx5_0:1,mlx5_1:1", "mlx5_0:1,mlx5_1:1"),
     ],

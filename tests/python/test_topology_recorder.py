@@ -92,6 +92,10 @@ def secret_tree() -> dict[str, Any]:
         "environ": f"HOST={SECRETS['host']}",
     }
     tree["proc"]["cmdline"] = f"ip={SECRETS['address']} root=UUID={SECRETS['uuid']}"
+    version = tree["proc"]["driver"]["nvidia"]["version"]
+    tree["proc"]["driver"]["nvidia"]["version"] = (
+        f"{version}  ({SECRETS['user']}@{SECRETS['host']})  Thu\nGCC version: 9"
+    )
     tree["proc"]["devices"] = f"1 mem\n240 {SECRETS['user']}\n234 nvidia-caps-imex-channels"
     tree["proc"]["modules"] += f"\n{SECRETS['user']} 1 0 - Live 0x0"
     tree["sys"]["module"] = {SECRETS["user"]: {}, "nvidia_peermem": {}}

@@ -53,12 +53,14 @@ def _measure(torch: Any, nodes: dict[str, list[int]]) -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {"error": "torch sees no GPU (a build without CUDA, or CUDA does not start)"}
     count = torch.cuda.device_count()
+    for device in range(count):
+        torch.zeros(1, device=device)  # starts CUDA on it, which is not what is measured
     start = time.monotonic()
     result: dict[str, Any] = {"devices": [_address(torch, idx) for idx in range(count)]}
     parts: dict[str, Callable[[], Any]] = {
         "copy_gb_per_s": lambda: _pairs(torch, count, _copy_rate),
         "copy_us": lambda: _pairs(torch, count, _small_copy),
-        "flag_us": lambda: _pairs(torch, count, _flag),
+        "flag_us": lambda: _flags(torch, count),
         "from_nodes": lambda: {node: _from_node(torch, count, cpus) for node, cpus in nodes.items()},
     }
     for name, measure in parts.items():
@@ -76,7 +78,7 @@ def _address(torch: Any, idx: int) -> str:
     return f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
 
 
-def _pairs(torch: Any, count: int, measure: Callable[[Any, int, int], float | None]) -> list[list[float | None]]:
+def _pairs(torch: Any, count: int, measure: Callable[[Any, int, int], float]) -> list[list[float | None]]:
     """[from][to]; None of a GPU and itself, and where it was not measured."""
     return [[None if one == other else measure(torch, one, other) for other in range(count)] for one in range(count)]
 
@@ -116,36 +118,41 @@ def _small_copy(torch: Any, one: int, other: int) -> float:
     return min(_timed(torch, one, work) for _ in range(2)) / _SMALL_COPIES
 
 
-def _flag(torch: Any, one: int, other: int) -> float | None:
-    """Microseconds of a round trip, measured once a pair, by kernels compiled here. Peer access is on since the copies.
+def _flags(torch: Any, count: int) -> list[list[float | None]]:
+    """Microseconds of a round trip, once a pair, by kernels compiled here. Peer access is on since the copies.
 
     torch's own runtime compiler is not public yet: where it is not there, nothing is measured.
     """
-    if one > other:
-        return None
-    compile_kernel = torch.cuda._compile_kernel
-    flags, kernels = {}, {}
-    for device in (one, other):
+    players = []
+    for device in range(count):
         with torch.cuda.device(device):
-            flags[device] = torch.zeros(2, dtype=torch.int32, device=device)
-            kernels[device] = compile_kernel(_PING_PONG, "weft_ping_pong")
-            kernels[device]((1, 1, 1), (1, 1, 1), [flags[device], flags[device], 0, 1])  # loads it: that may wait
+            flag = torch.zeros(2, dtype=torch.int32, device=device)
+            kernel = torch.cuda._compile_kernel(_PING_PONG, "weft_ping_pong")
+            kernel((1, 1, 1), (1, 1, 1), [flag, flag, 0, 1])  # loads it: that may wait, which it must not do later
             torch.cuda.synchronize()
+            players.append((flag, kernel))
+    return [
+        [_round_trip(torch, players, one, other) if one < other else None for other in range(count)]
+        for one in range(count)
+    ]
+
+
+def _round_trip(torch: Any, players: list[tuple[Any, Any]], one: int, other: int) -> float:
+    (flag, kernel), (other_flag, other_kernel) = players[one], players[other]
 
     def play(rounds: int) -> float:
         for device in (one, other):
-            flags[device].zero_()
+            players[device][0].zero_()
             torch.cuda.synchronize(device)
         with torch.cuda.device(other):
-            kernels[other]((1, 1, 1), (1, 1, 1), [flags[other], flags[one], rounds, 0])
-        with torch.cuda.device(one):
-            took = _timed(torch, one, lambda: kernels[one]((1, 1, 1), (1, 1, 1), [flags[one], flags[other], rounds, 1]))
+            other_kernel((1, 1, 1), (1, 1, 1), [other_flag, flag, rounds, 0])
+        took = _timed(torch, one, lambda: kernel((1, 1, 1), (1, 1, 1), [flag, other_flag, rounds, 1]))
         torch.cuda.synchronize(other)
         return took
 
     play(1)
     few, many = play(_ROUNDS // 10), play(_ROUNDS)
-    if any(int(flags[device][1]) for device in (one, other)):
+    if int(flag[1]) or int(other_flag[1]):
         raise RuntimeError(f"GPU {one} and GPU {other} don't see each other's flags")
     return (many - few) / (_ROUNDS - _ROUNDS // 10)
 

@@ -144,10 +144,16 @@ def _processor(text: str) -> str:
     return "\n".join([line for line in lines if not line.startswith("flags")] + flags)
 
 
+def _driver(text: str) -> str:
+    """The driver's version without who built it where: a module made on this machine says root@ and its name."""
+    return re.sub(r"\s*\([^()]*@[^()]*\)", "", _keep_lines("NVRM")(text)).rstrip()
+
+
 _CUTS: tuple[tuple[str, Callable[[str], str]], ...] = (
     (r"/proc/cpuinfo", _processor),
     (r"/proc/self/status", _keep_lines("Cpus_allowed_list", "Mems_allowed_list")),
     (r"/proc/modules", _first_words),
+    (r"/proc/driver/nvidia/version", _driver),
     (r"/proc/devices", lambda text: "\n".join(line for line in text.splitlines() if "nvidia" in line)),
     (r".*/node\d+/meminfo", lambda text: "\n".join(line for line in text.splitlines() if "MemTotal" in line)),
 )
