@@ -186,12 +186,14 @@ def memory(
     num_windows: int = 1,
     num_layers: int = 1,
     training: bool = False,
+    engine: str = "cpu",
 ) -> dict[str, int]:
     """Bytes on each rank. Local, no device is touched, no torch is imported.
 
     Returns:
         control_bytes: headers, progress words and payload slots of one window.
-        staging_bytes: staging rings of one window, one a rank; also the landing area of rows that find no heap.
+        staging_bytes: of one window; cpu: staging rings, one a rank; nvlink: the landing, a row for each token of each
+            rank with its ids and weights. Also where rows land that find no heap.
         heap_bytes: receive memory of one window.
         windows_bytes: all of these times num_windows; layers of equal shape share their windows.
         rows_bytes: received rows of one layer with balanced routing (each token reaches min(top_k, num_ranks) ranks).
@@ -214,7 +216,13 @@ def memory(
         "num_windows": num_windows,
     }
     check_shape(shape)
-    control, staging = _window_bytes(num_ranks, num_experts, top_k, hidden)
+    if engine not in ENGINES:
+        raise InvalidArgument(f"engine is {engine!r}; allowed: {', '.join(ENGINES)}")
+    if engine == "nvlink":
+        row_bytes = landing_row_bytes(hidden, dtype)
+        control, staging = _gpu_window_bytes(num_ranks, num_experts, top_k, max(1, max_tokens_per_rank), row_bytes)
+    else:
+        control, staging = _window_bytes(num_ranks, num_experts, top_k, hidden)
     heap = heap_bytes
     if heap is None:
         heap = default_heap_bytes(num_ranks, top_k, hidden, max_tokens_per_rank, dtype)
@@ -294,6 +302,19 @@ def _window_bytes(num_ranks: int, num_experts: int, top_k: int, hidden: int) -> 
     control = _up(control_words + headers + progress + payload, _PAGE)
     ring = _up(max(min_ring, 4 * (max_row_bytes(hidden) + 64 + 8 * top_k)), _PAGE)
     return control, ring * num_ranks
+
+
+def _gpu_window_bytes(
+    num_ranks: int, num_experts: int, top_k: int, max_tokens: int, row_bytes: int, num_blocks: int = MAX_NUM_SMS
+) -> tuple[int, int]:
+    """(control, landing) of `GpuWindowLayout::make` in include/weft/layout/gpu_window.h; a test compares the two."""
+    cache_line, parities, phases, channels, payload_fixed, plan_header, align = 64, 2, 4, 8, 80, 64, 256
+    cells = num_ranks * num_blocks * cache_line
+    payload = _up(payload_fixed + 4 * (num_experts + num_ranks), cache_line) * parities * num_ranks
+    control = cache_line + cells * (phases * parities + channels) + payload
+    picks = num_ranks * max_tokens * top_k
+    weights = _up(_up(num_ranks * max_tokens * row_bytes, align) + 8 * picks, align)
+    return control, _up(_up(weights + 4 * picks, align) + plan_header + 4 * picks, _PAGE)
 
 
 def landing_row_bytes(hidden: int, dtype: Any) -> int:

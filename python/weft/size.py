@@ -15,7 +15,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _MEANING = {
     "control_bytes": "headers, progress words and payload slots of one window",
     "staging_bytes": "staging of one window",
-    "heap_bytes": "heap of one window, for receive tensors; pages never touched take no memory",
+    "heap_bytes": "heap of one window, for receive tensors; in host memory pages never touched take none",
     "windows_bytes": "all windows; layers of equal shape share them",
     "rows_bytes": "rows a layer receives, balanced routing",
     "rows_worst_bytes": "the same if every rank sends all its tokens here",
@@ -27,7 +27,9 @@ _MEANING = {
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What the memory depends on. `layers`: MoE layers of this shape; `training` keeps their rows for backward."""
+    """What the memory depends on. `layers`: MoE layers of this shape; `training` keeps their rows for backward.
+    `engine`: "cpu" or "nvlink".
+    """
 
     ranks: int = 4
     tokens: int = 1024
@@ -39,6 +41,7 @@ class Shape:
     windows: int = 1
     layers: int = 1
     training: bool = False
+    engine: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -63,5 +66,6 @@ def parts(shape: Shape) -> tuple[Part, ...]:
         num_windows=shape.windows,
         num_layers=shape.layers,
         training=shape.training,
+        engine=shape.engine,
     )
     return tuple(Part(name, num_bytes, _MEANING.get(name, name)) for name, num_bytes in figures.items())

@@ -29,8 +29,8 @@ def run_after_loss(state: RankState, loss: LossPlan) -> list[Seen] | None:
     options = loss.plan.expert_parallel
     ep = weft.ExpertParallel(state.comm, **options)
     x, ids = (
-        torch.zeros((1, options["hidden"]), dtype=options["dtype"]),
-        torch.zeros((1, options["top_k"]), dtype=torch.int64),
+        torch.zeros((1, options["hidden"]), dtype=options["dtype"], device=state.comm.device),
+        torch.zeros((1, options["top_k"]), dtype=torch.int64, device=state.comm.device),
     )
     ep.dispatch(x, ids)
     if state.rank == loss.lost:

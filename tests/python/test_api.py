@@ -305,6 +305,27 @@ def test_limits_and_supports() -> None:
 
 
 @pytest.mark.parametrize(
+    "shape", [(1, 8, 2, 16, 64), (4, 64, 8, 2048, 1024), (16, 256, 128, 7168, 100), (3, 9, 1, 8, 1)]
+)
+def test_memory_formula_is_that_of_gpu_windows(shape: tuple[int, int, int, int, int]) -> None:
+    from weft import _native
+    from weft.limits import landing_row_bytes
+
+    num_ranks, num_experts, top_k, hidden, max_tokens = shape
+    figures = weft.limits.memory(*shape, engine="nvlink")  # type: ignore[attr-defined]
+    assert (figures["control_bytes"], figures["staging_bytes"]) == _native.gpu_window_bytes(
+        num_ranks=num_ranks,
+        num_experts=num_experts,
+        top_k=top_k,
+        max_tokens=max_tokens,
+        landing_row_bytes=landing_row_bytes(hidden, "bfloat16"),
+        num_blocks=weft.limits().max_num_sms,
+    )
+    with pytest.raises(weft.InvalidArgument, match="engine is 'gpu'; allowed: cpu, nvlink"):
+        weft.limits.memory(*shape, engine="gpu")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
     "shape", [(1, 8, 2, 16, 64), (4, 64, 8, 2048, 1024), (8, 256, 128, 7168, 4096), (64, 64, 1, 8, 0)]
 )
 def test_memory_formula_is_that_of_the_engine(shape: tuple[int, int, int, int, int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -11,6 +11,7 @@ from weft.cli import options
 from weft.cli.output import command_output
 from weft.size import Shape, parts
 
+EngineName = Literal["cpu", "nvlink"]
 _HEAP_HELP = "Heap of a window in bytes; without it what ExpertParallel takes by itself."
 
 
@@ -25,6 +26,7 @@ def size(
     windows: Annotated[int, typer.Option("--windows", min=1, help="Windows (num_windows).")] = 1,
     layers: Annotated[int, typer.Option("--layers", min=1, help="MoE layers of this shape.")] = 1,
     training: Annotated[bool, typer.Option("--training", help="Layers keep their rows for backward.")] = False,
+    engine: Annotated[EngineName, typer.Option("--engine", help="Whose windows: in host or in GPU memory.")] = "cpu",
     json: options.Json = False,
 ) -> None:
     """Print the memory that Weft takes on each rank; --tokens is the most a rank ever sends."""
@@ -40,6 +42,7 @@ def size(
             windows=windows,
             layers=layers,
             training=training,
+            engine=engine,
         )
         memory = parts(shape)
         figures = {part.name: part.num_bytes for part in memory}
