@@ -11,8 +11,7 @@ namespace weft::nvlink {
 namespace {
 
 constexpr u64 kSettleNs = 10'000'000'000;  // longest wait of a destructor for the GPU
-
-constexpr size_t kManyPending = 64;  // asking the driver costs more than a few entries
+constexpr size_t kManyPending = 64;        // asking the driver costs more than a few entries
 
 u64 in_units(u64 num_bytes) { return std::max(Heap::kAlignment, align_up(num_bytes, Heap::kAlignment)); }
 
@@ -40,7 +39,8 @@ struct ReceiveHeap::Remains {
 };
 
 ReceiveHeap::~ReceiveHeap() {
-  forget_done();
+  const cuda::QuietContextScope scope(gpu_->context);
+  if (scope.ok()) forget_done();
   gpu_->clean_up(std::shared_ptr<Remains>(new Remains{gpu_, std::move(memory_), std::move(pending_)}));
 }
 

@@ -25,9 +25,9 @@ u64* Window::error_word() const { return reinterpret_cast<u64*>(&host_->error.co
 
 void Window::check() {
   if (closed_) throw_invalid_state("the window is closed");
+  const cuda::ContextScope scope(gpu_->context);
   if (ptx::ld_acquire_sys(error_word()) != 0) raise_error();
   if (last_event_ == nullptr) return;
-  const cuda::ContextScope scope(gpu_->context);
   const cuda::Result state = last_event_->state();
   if (state != cuda::kSuccess && state != cuda::kNotReady) throw_gpu_failure(cuda::error_name(state));
 }
@@ -71,7 +71,6 @@ void Window::raise_error() {
 
 // The lowest sequence among the headers of each peer that this rank waited for in the phase; empty if the GPU can't be asked.
 std::vector<u64> Window::sequences_seen(const ErrorRecord& record) noexcept try {
-  const cuda::ContextScope scope(gpu_->context);
   const cuda::RelaxedCaptureScope relaxed;
   const auto phase = static_cast<Phase>(record.phase);
   const auto call = calls_.find(static_cast<u16>(record.expected));
@@ -175,6 +174,9 @@ void Window::leave_waits() { ptx::st_release_sys(&host_->abort, ~u64{0}); }
 
 void Window::record_error(const AbortReason&) { heap_->quarantine(); }
 
-bool Window::is_busy() const { return last_event_ != nullptr && !is_broken() && !last_event_->is_done(); }
+bool Window::is_busy() const {
+  const cuda::QuietContextScope scope(gpu_->context);
+  return last_event_ != nullptr && !is_broken() && !last_event_->is_done();
+}
 
 }  // namespace weft::nvlink
