@@ -1,7 +1,7 @@
 // Where everything lies in the window of a GPU. Formulas only; docs/protocols/nvlink-window.md explains the words.
 //
 //   control memory   GpuControlWords | headers (phase, parity, source, block) | progress (source, block, channel) | payloads
-//   heap memory      landing (rows, ids, weights, table) | receive tensors
+//   heap memory      landing (rows, ids, weights, table) | small slots (rows, ids, weights) | receive tensors
 //
 // Every cell has one writer, but for the landing, whose rows are dealt out by each operation anew.
 #pragma once
@@ -54,7 +54,8 @@ struct GpuWindowShape {
   i32 top_k = 0;
   i32 num_blocks = 1;         // most blocks that a call may have
   i64 max_tokens = 0;         // a rank, a call
-  i64 landing_row_bytes = 0;  // room for one row in the landing
+  i64 landing_row_bytes = 0;  // room for one row in the landing, and in a small slot
+  i64 small_tokens = 0;       // most tokens of a rank in a small-batch call
 
   WEFT_HD constexpr i32 num_local_experts() const { return num_experts / num_ranks; }
 };
@@ -73,7 +74,13 @@ struct GpuWindowLayout {
   u64 landing_ids = 0;      // [num_ranks * max_tokens, top_k] int32 or int64
   u64 landing_weights = 0;  // [num_ranks, max_tokens, top_k] float
   u64 landing_table = 0;    // as a receive plan (layout/gpu_plan.h)
-  u64 landing_bytes = 0;    // receive tensors begin here
+  i64 small_tokens = 0;
+  u64 small_row_bytes = 0;  // from row to row
+  u64 small_rows = 0;       // [2 parities, num_ranks, small_tokens] rows
+  u64 small_ids = 0;        // [2, num_ranks, small_tokens, top_k] int32
+  u64 small_weights = 0;    // [2, num_ranks, small_tokens, top_k] float
+  i32 top_k = 0;
+  u64 landing_bytes = 0;    // all of these; receive tensors begin here
   bool ok = false;          // false: the sizes do not fit 64 bits, or the shape is not sensible
 
   WEFT_HD static GpuWindowLayout make(const GpuWindowShape& shape) {
@@ -82,6 +89,7 @@ struct GpuWindowLayout {
       return layout;
     if (shape.num_experts < 1 || shape.num_experts % shape.num_ranks != 0 || shape.num_blocks < 1) return layout;
     if (shape.max_tokens < 0 || shape.max_tokens > kMaxRowsPerPair || shape.landing_row_bytes < 0) return layout;
+    if (shape.small_tokens < 0 || shape.small_tokens > shape.max_tokens) return layout;
     constexpr u64 kAlign = 256;
     const u64 ranks = static_cast<u64>(shape.num_ranks);
     const CheckedSize cells = CheckedSize(ranks) * static_cast<u64>(shape.num_blocks);
@@ -97,7 +105,12 @@ struct GpuWindowLayout {
     const CheckedSize ids = (rows * static_cast<u64>(shape.landing_row_bytes)).aligned(kAlign);
     const CheckedSize weights = (ids + picks * u64{8}).aligned(kAlign);
     const CheckedSize table = (weights + picks * u64{4}).aligned(kAlign);
-    const CheckedSize total = (table + CheckedSize(u64{64}) + picks * u64{4}).aligned(4096);
+    const CheckedSize small = (table + CheckedSize(u64{64}) + picks * u64{4}).aligned(kAlign);
+    const CheckedSize slots = CheckedSize(ranks * static_cast<u64>(kNumParities)) * static_cast<u64>(shape.small_tokens);
+    const CheckedSize small_row = CheckedSize(static_cast<u64>(shape.landing_row_bytes)).aligned(16);
+    const CheckedSize small_ids = (small + slots * small_row).aligned(kAlign);
+    const CheckedSize small_picks = (slots * static_cast<u64>(shape.top_k) * u64{4}).aligned(kAlign);
+    const CheckedSize total = (small_ids + small_picks + small_picks).aligned(4096);
     layout.num_ranks = shape.num_ranks;
     layout.num_blocks = shape.num_blocks;
     layout.max_tokens = shape.max_tokens;
@@ -109,6 +122,12 @@ struct GpuWindowLayout {
     layout.landing_ids = ids.value;
     layout.landing_weights = weights.value;
     layout.landing_table = table.value;
+    layout.small_tokens = shape.small_tokens;
+    layout.small_row_bytes = small_row.value;
+    layout.small_rows = small.value;
+    layout.small_ids = small_ids.value;
+    layout.small_weights = small_ids.value + small_picks.value;
+    layout.top_k = shape.top_k;
     layout.landing_bytes = total.value;
     layout.ok = control.ok && total.ok;
     return layout;
@@ -125,6 +144,18 @@ struct GpuWindowLayout {
   WEFT_HD constexpr u64 progress_word(i32 source, i32 block, i32 channel) const {
     const u64 cell = static_cast<u64>(source) * static_cast<u64>(num_blocks) + static_cast<u64>(block);
     return progress + (cell * kNumProgress + static_cast<u64>(channel)) * kCacheLine;
+  }
+  // Of token 0 of `source`; only this operation and those of its parity write there.
+  WEFT_HD constexpr u64 small_slot(u64 sequence, i32 source) const {
+    const u64 row = WindowLayout::parity(sequence) * static_cast<u64>(num_ranks) + static_cast<u64>(source);
+    return row * static_cast<u64>(small_tokens);
+  }
+  WEFT_HD constexpr u64 small_row(u64 sequence, i32 source, i64 token) const {
+    return small_rows + (small_slot(sequence, source) + static_cast<u64>(token)) * small_row_bytes;
+  }
+  // Offset of pick 0 of the token's ids, counted in int32s or floats from small_ids or small_weights.
+  WEFT_HD constexpr u64 small_pick(u64 sequence, i32 source, i64 token) const {
+    return (small_slot(sequence, source) + static_cast<u64>(token)) * static_cast<u64>(top_k);
   }
   WEFT_HD constexpr u64 payload(u64 sequence, i32 source) const {
     const u64 row = WindowLayout::parity(sequence) * static_cast<u64>(num_ranks) + static_cast<u64>(source);
