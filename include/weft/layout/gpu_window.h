@@ -80,8 +80,8 @@ struct GpuWindowLayout {
   u64 small_ids = 0;        // [2, num_ranks, small_tokens, top_k] int32
   u64 small_weights = 0;    // [2, num_ranks, small_tokens, top_k] float
   i32 top_k = 0;
-  u64 landing_bytes = 0;    // all of these; receive tensors begin here
-  bool ok = false;          // false: the sizes do not fit 64 bits, or the shape is not sensible
+  u64 landing_bytes = 0;  // all of these; receive tensors begin here
+  bool ok = false;        // false: the sizes do not fit 64 bits, or the shape is not sensible
 
   WEFT_HD static GpuWindowLayout make(const GpuWindowShape& shape) {
     GpuWindowLayout layout;
@@ -106,7 +106,8 @@ struct GpuWindowLayout {
     const CheckedSize weights = (ids + picks * u64{8}).aligned(kAlign);
     const CheckedSize table = (weights + picks * u64{4}).aligned(kAlign);
     const CheckedSize small = (table + CheckedSize(u64{64}) + picks * u64{4}).aligned(kAlign);
-    const CheckedSize slots = CheckedSize(ranks * static_cast<u64>(kNumParities)) * static_cast<u64>(shape.small_tokens);
+    const CheckedSize slots =
+        CheckedSize(ranks * static_cast<u64>(kNumParities)) * static_cast<u64>(shape.small_tokens);
     const CheckedSize small_row = CheckedSize(static_cast<u64>(shape.landing_row_bytes)).aligned(16);
     const CheckedSize small_ids = (small + slots * small_row).aligned(kAlign);
     const CheckedSize small_picks = (slots * static_cast<u64>(shape.top_k) * u64{4}).aligned(kAlign);
