@@ -171,6 +171,9 @@ class _GpuCallArgs:
     timeout_ns: int
     stream: int
     is_capturing: bool
+    is_small: bool
+    sends: bool
+    receives: bool
 
 class GpuDispatchArgs(_GpuCallArgs):
     dtype: int

@@ -57,7 +57,10 @@ void bind_call_args(nb::class_<Args>& args) {
       .def_rw("num_blocks", &Args::num_blocks)
       .def_rw("timeout_ns", &Args::timeout_ns)
       .def_rw("stream", &Args::stream)
-      .def_rw("is_capturing", &Args::is_capturing);
+      .def_rw("is_capturing", &Args::is_capturing)
+      .def_rw("is_small", &Args::is_small)
+      .def_rw("sends", &Args::sends)
+      .def_rw("receives", &Args::receives);
 }
 
 void bind_dispatch_args(nb::module_& m) {

@@ -17,7 +17,7 @@ constexpr i64 kNoCapacity = -1;
 WEFT_HD constexpr i32 dtype_bytes(Dtype dtype) { return dtype == Dtype::kBytes ? 1 : dtype == Dtype::kFp32 ? 4 : 2; }
 
 // The structural identity of an operation. It travels in the payload of the first header, so that a mismatch can be
-// told in words. Plain data of fixed size: compared and hashed byte by byte, so `reserved` stays zero.
+// told in words. Plain data of fixed size: compared and hashed byte by byte.
 struct OperationConfig {
   OpKind kind = OpKind::kNone;
   Layout layout = Layout::kRankMajor;
@@ -26,7 +26,7 @@ struct OperationConfig {
   u8 has_side = 0;              // combine: each row carries top_k floats
   u8 is_cached = 0;             // dispatch: the routing comes from a handle
   u8 mode = 0;
-  u8 reserved = 0;
+  u8 is_small = 0;  // by the kernels for small batches
   u32 alignment = 1;
   u32 hidden = 0;
   i64 capacity = kNoCapacity;

@@ -32,8 +32,12 @@ __device__ inline void record(const WindowView& view, const Flight& flight, Erro
   ptx::st_release_sys(reinterpret_cast<u64*>(&error->code), static_cast<u64>(cause) | static_cast<u64>(phase) << 32);
 }
 
+// An operation is one launch, or two: one that sends and one that receives, between which no kernel of the window runs.
+enum class FlightPart : u32 { kWhole = 0, kSend = 1, kReceive = 2 };
+
 // For the whole block; one thread reads. Words in host memory are not touched: 256 reads of them cost 12 us (measured).
-__device__ inline Flight begin_flight(const WindowView& view, u16 print) {
+// The owner word is taken by the launch that begins the operation and given back by end_flight in the one that ends it.
+__device__ inline Flight begin_flight(const WindowView& view, u16 print, FlightPart part = FlightPart::kWhole) {
   __shared__ Flight flight;
   if (threadIdx.x == 0) {
     GpuControlWords* words = view.words();
@@ -46,7 +50,14 @@ __device__ inline Flight begin_flight(const WindowView& view, u16 print) {
     flight.is_dead = broken != 0 || has_moved;
     flight.active_mask = static_cast<u32>(membership);
     if (blockIdx.x == 0 && has_moved) record(view, flight, ErrorCause::kMoved, Phase::kCount, view.rank, 0);
-    if (blockIdx.x == 0 && !flight.is_dead && ptx::atom_cas_acquire_sys(&words->owner, 0, 1) != 0) {
+    if (part == FlightPart::kReceive) {
+      // Nothing was sent, or it has been received: nobody would answer. Every block sees it alike.
+      const bool has_sent = ptx::ld_relaxed_sys(&words->owner) != 0;
+      if (blockIdx.x == 0 && !flight.is_dead && !has_sent) {
+        record(view, flight, ErrorCause::kBusy, Phase::kCount, view.rank, 0);
+      }
+      flight.is_dead = flight.is_dead || !has_sent;
+    } else if (blockIdx.x == 0 && !flight.is_dead && ptx::atom_cas_acquire_sys(&words->owner, 0, 1) != 0) {
       record(view, flight, ErrorCause::kBusy, Phase::kCount, view.rank, 0);
     }
   }
@@ -104,18 +115,23 @@ __device__ inline Verdict wait(const WindowView& view, Phase phase, const Flight
   return Verdict::kGivenUp;
 }
 
+// The worst of the block's threads, for all of them; a barrier.
+__device__ inline Verdict worst_of(Verdict verdict) {
+  const bool is_broken = __syncthreads_or(verdict == Verdict::kBroken) != 0;
+  const bool is_given_up = __syncthreads_or(verdict == Verdict::kGivenUp) != 0;
+  return is_broken ? Verdict::kBroken : is_given_up ? Verdict::kGivenUp : Verdict::kOk;
+}
+
 // The headers of `phase` and `block` from every active peer: one thread a peer, the worst verdict for the whole block.
 // `first_thread`: whose peer is rank 0, for a block whose first threads are busy.
 __device__ inline Verdict wait_all(const WindowView& view, Phase phase, const Flight& flight, i32 block,
                                    i32 first_thread = 0) {
-  u32 verdict = 0;
+  Verdict verdict = Verdict::kOk;
   const i32 peer = static_cast<i32>(threadIdx.x) - first_thread;
   if (peer >= 0 && peer < view.num_ranks && peer != view.rank && flight.is_active(peer)) {
-    verdict = static_cast<u32>(wait(view, phase, flight, peer, block));
+    verdict = wait(view, phase, flight, peer, block);
   }
-  const bool is_broken = __syncthreads_or(verdict == static_cast<u32>(Verdict::kBroken)) != 0;
-  const bool is_given_up = __syncthreads_or(verdict == static_cast<u32>(Verdict::kGivenUp)) != 0;
-  return is_broken ? Verdict::kBroken : is_given_up ? Verdict::kGivenUp : Verdict::kOk;
+  return worst_of(verdict);
 }
 
 // For the whole block: whether all others have ended. No block waits for another.

@@ -33,6 +33,7 @@ std::string describe(const OperationConfig& config) {
   }
   if (config.handle != 0) text += ", handle of sequence " + std::to_string(config.handle);
   if (config.has_side != 0) text += ", with side";
+  if (config.is_small != 0) text += ", small batches";
   return text + ")";
 }
 

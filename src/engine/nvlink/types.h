@@ -22,6 +22,9 @@ struct CallArgs {
   u64 timeout_ns = 0;
   u64 stream = 0;
   bool is_capturing = false;  // the stream records a graph: memory made now belongs to the window for good
+  bool is_small = false;      // by the kernels for small batches
+  bool sends = true;          // small batches: this launch is the half that sends, the half that receives, or both
+  bool receives = true;
 };
 
 struct DispatchArgs : CallArgs {

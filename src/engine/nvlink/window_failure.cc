@@ -142,10 +142,12 @@ void Window::raise_given_up(const ErrorRecord& record, OpKind kind) {
                       std::to_string(heap_bytes_) + "). The call was given up on every rank",
                   op, record.sequence, {record.culprit});
     case ErrorCause::kBusy:
-      throw Error(ErrorCode::kInvalidState,
-                  "two operations were in flight on this window: a captured graph ran beside " + op +
-                      " on another stream; order them by events, or use two windows (num_windows=2)",
-                  op, record.sequence, {});
+      throw Error(
+          ErrorCode::kInvalidState,
+          "two operations were in flight on this window: a captured graph ran beside " + op +
+              " on another stream, or a staged call and its wait() are not in turn; order them by events, or use "
+              "two windows (num_windows=2)",
+          op, record.sequence, {});
     default:
       throw Error(ErrorCode::kInvalidState,
                   "a graph that was captured before comm.rebuild() ran, but tensors that were alive then made the heap "

@@ -32,7 +32,7 @@ TEST(every_byte_of_the_config_counts) {
 }
 
 TEST(every_named_field_counts) {
-  std::vector<OperationConfig> variants(16);
+  std::vector<OperationConfig> variants(17);
   variants[1].kind = OpKind::kCombine;
   variants[2].layout = Layout::kMasked;
   variants[3].quantize = Quantize::kFp8;
@@ -48,6 +48,7 @@ TEST(every_named_field_counts) {
   variants[13].scale_row_bytes = 64;
   variants[14].window_hash = 1;
   variants[15].handle = 1;
+  variants[16].is_small = 1;
   std::set<u16> prints;
   for (const OperationConfig& config : variants) prints.insert(fingerprint(config));
   CHECK_EQ(prints.size(), variants.size());
