@@ -227,7 +227,8 @@ def _bytes(rows: Tensor) -> Tensor:
     """[T, bytes of a row]; column-major ones are copied. Without rows the strides may be any."""
     if rows.shape[0] == 0:
         return rows.new_empty((0, rows.shape[1] * rows.element_size()), dtype=torch.uint8)
-    return rows.contiguous().view(torch.uint8)
+    flat = rows.contiguous().view(-1)  # the stride of a single column may be any
+    return flat.view(torch.uint8).view(rows.shape[0], rows.shape[1] * rows.element_size())
 
 
 def _check_topk(ep: ExpertParallel, topk_idx: Any, topk_weights: Any, data: Tensor) -> None:

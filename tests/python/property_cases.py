@@ -377,7 +377,7 @@ def _spoil(*tensors: Tensor | Quantized | None) -> None:
         if isinstance(tensor, Quantized):
             _spoil(tensor.data, tensor.scales)
         elif tensor is not None:
-            tensor.view(torch.uint8).fill_(85)
+            tensor.view(-1).view(torch.uint8).fill_(85)
 
 
 def _errors(ep: weft.ExpertParallel) -> list[str]:

@@ -1,0 +1,333 @@
+"""GPU windows without GPUs, for tests of weft.gpu_calls: the contract of `_native.GpuWindow` acted out on host memory.
+
+What a window's kernels would do is taken from weft.reference; what the calls hand to it (addresses, sizes, plans) is
+read through the addresses. Ranks are threads that meet at a barrier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import weft
+import weft.streams
+from pool import RankFailed, RankState
+from weft import Quantized, reference
+from weft.communicator import Communicator, Window, WindowSpec
+from weft.gpu import Choice
+from weft.streams import WindowStreams
+
+DTYPES = {0: torch.uint8, 1: torch.bfloat16, 2: torch.float16, 3: torch.float32}
+LAYOUTS = ("rank_major", "expert_major", "masked")
+QUANTIZE = (None, "fp8", "fp8_ue8m0")
+POISON = 0xFB
+
+
+def at(address: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The tensor at an address; bulk copies want 16 bytes."""
+    num_bytes = int(torch.Size(shape).numel()) * dtype.itemsize
+    if num_bytes == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    assert address, "no address"
+    memory = (ctypes.c_uint8 * num_bytes).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(tuple(shape))
+
+
+def aligned(address: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    assert address % 16 == 0, "bulk copies want addresses that are multiples of 16"
+    return at(address, shape, dtype)
+
+
+@dataclass
+class Hub:
+    """What the ranks of one test share."""
+
+    num_ranks: int
+    barrier: threading.Barrier
+    told: dict[int, Any]
+    routings: dict[int, reference.Routing]
+    numbers: Iterator[int]
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        """Everybody's value, by rank."""
+        self.told[rank] = value
+        self.barrier.wait(30)
+        values = [self.told[each] for each in range(self.num_ranks)]
+        self.barrier.wait(30)
+        return values
+
+
+class SimulatedWindow:
+    """One rank's window. Every third result finds no room in the heap; with heap_bytes=0 none does."""
+
+    id = 1
+    heap_used = heap_peak = 0
+
+    def __init__(self, hub: Hub, comm: Communicator, spec: WindowSpec) -> None:
+        self.hub, self.rank, self.spec = hub, comm.rank, spec
+        self.num_calls = 0
+        self.staged: dict[str, Tensor] | None = None
+        self.bad_ids: tuple[int, int, int] | None = None
+
+    def _has_room(self) -> bool:
+        self.num_calls += 1
+        return self.spec.heap_bytes > 0 and (self.num_calls + self.rank) % 3 != 0
+
+    # ---- dispatch
+
+    def _rows(self, args: Any, told: Sequence[Any] = ()) -> Tensor | Quantized:
+        dtype = DTYPES[args.dtype]
+        columns = args.row_bytes // dtype.itemsize
+        wire_bytes = args.hidden if args.quantize else args.row_bytes
+        scale_bytes = -(-args.hidden // 128) * (4, 4, 1)[args.quantize] if args.quantize else args.scale_row_bytes
+        assert wire_bytes + scale_bytes + 256 <= self.spec.landing_row_bytes + 256 * (scale_bytes == 0), "too wide"
+        data = aligned(args.x, (args.num_tokens, columns), dtype).clone()
+        if args.dtype != 0:
+            return data
+        if not args.scale_row_bytes:
+            return Quantized(data)
+        return Quantized(data, at(args.scales, (args.num_tokens, args.scale_row_bytes), torch.uint8).clone())
+
+    def dispatch(self, args: Any) -> Any:
+        """As the kernel: rows of all ranks, and for a first dispatch plans, counts and ids."""
+        assert self.staged is None, "unload comes first"
+        rows = self._rows(args)
+        return self._again(args, rows) if args.cached else self._first(args, rows)
+
+    def _first(self, args: Any, rows: Tensor | Quantized) -> Any:
+        num_tokens, top_k = args.num_tokens, self.spec.top_k
+        assert args.topk_is_int64, "ranks may have different types: one travels"
+        ids = at(args.topk_idx, (num_tokens, top_k), torch.int64).clone()
+        self._look_for_bad_ids(ids)
+        weights = torch.ones(ids.shape)
+        if args.topk_weights:
+            weights = at(args.topk_weights, ids.shape, torch.float32).clone()
+        told = self.hub.exchange(self.rank, (rows, ids, weights))
+        layout = LAYOUTS[args.layout]
+        results = reference.dispatch(
+            [each[0] for each in told],
+            [each[1] for each in told],
+            [each[2] for each in told],
+            num_experts=self.spec.num_experts,
+            layout=layout,
+            alignment=args.alignment,
+            quantize=QUANTIZE[args.quantize],
+            capacity=None if args.capacity < 0 else args.capacity,
+        )
+        (number, *_) = self.hub.exchange(self.rank, next(self.hub.numbers) if self.rank == 0 else None)
+        self.hub.routings[number] = results[0].routing
+        mine = results[self.rank]
+        self._write_sizes(args, mine)
+        plan_len = weft._native.gpu_recv_plan_len(self.spec.max_tokens, top_k, self.hub.num_ranks, args.layout)
+        recv_plan = torch.full((plan_len,), number, dtype=torch.int32)
+        send_len = weft._native.gpu_send_plan_len(num_tokens, top_k, self.hub.num_ranks, args.layout)
+        at(args.send_plan, (send_len,), torch.int32).fill_(number)
+        parts = {**_parts(mine.x), "topk_weights": mine.topk_weights, "recv_plan": recv_plan}
+        if mine.topk_idx is not None:
+            parts["topk_idx"] = mine.topk_idx.to(torch.int64)
+        num_rows = int(torch.Size(mine.routing.row_shape[self.rank]).numel())
+        return self._result(parts, num_rows)
+
+    def _look_for_bad_ids(self, ids: Tensor) -> None:
+        flat = ids.flatten()
+        bad = ((flat < -1) | (flat >= self.spec.num_experts)).nonzero()
+        if len(bad):
+            self.bad_ids = (len(bad), int(flat[bad[0]]), int(bad[0]))
+
+    def _write_sizes(self, args: Any, mine: reference.Dispatched) -> None:
+        at(args.counts, mine.num_tokens_per_expert.shape, torch.int32).copy_(mine.num_tokens_per_expert)
+        at(args.offsets, mine.offsets.shape, torch.int32).copy_(mine.offsets)
+        at(args.num_rows_out, (), torch.int32).copy_(mine.num_rows)
+        at(args.overflow, (), torch.int64).add_(mine.overflow)
+
+    def _routing(self, args: Any) -> reference.Routing:
+        number = int(at(args.recv_plan, (1,), torch.int32))
+        if args.num_tokens:
+            assert int(at(args.send_plan, (1,), torch.int32)) == number, "plans of two handles"
+        return self.hub.routings[number]
+
+    def _again(self, args: Any, rows: Tensor | Quantized) -> Any:
+        routing = self._routing(args)
+        num_rows = int(torch.Size(routing.row_shape[self.rank]).numel())
+        assert args.num_rows == num_rows, "the host must know the rows of a handle"
+        if routing.layout != "rank_major":  # the kernel finds the holes by them
+            counts = at(args.counts, (self.spec.num_experts // self.hub.num_ranks,), torch.int32)
+            here = [(each >= 0).sum() for each in [routing.rows[self.rank]]]
+            assert int(counts.sum()) == int(here[0]), "counts are those of the first dispatch"
+        told = self.hub.exchange(self.rank, rows)
+        moved = reference.repeat_dispatch(told, routing, quantize=QUANTIZE[args.quantize])[self.rank]
+        return self._result(_parts(moved), num_rows)
+
+    def _result(self, parts: dict[str, Tensor], num_rows: int) -> Any:
+        names = ("x", "scales", "topk_idx", "topk_weights", "recv_plan")
+        arrays = dict.fromkeys(names)
+        has_room = self._has_room()
+        if has_room:
+            exported = {name: torch.utils.dlpack.to_dlpack(part.clone()) for name, part in parts.items()}
+            arrays |= exported  # type: ignore[arg-type]
+        else:
+            self.staged = parts
+        return SimpleNamespace(**arrays, in_heap=has_room, result_rows=num_rows)
+
+    def unload(self, args: Any) -> None:
+        """Copy what was staged to where the caller wants it."""
+        staged, self.staged = self.staged, None
+        assert staged is not None, "nothing to unload"
+        if "recv_plan" not in staged:
+            assert args.recv_plan, "a repeated dispatch unloads by its handle's plan"
+        for name, part in staged.items():
+            at(getattr(args, name), part.shape, part.dtype).copy_(part)
+
+    # ---- combine
+
+    def combine(self, args: Any) -> None:
+        """As the kernel; in rank_major side values of all rows of a token are added, whose picks they may be."""
+        assert self.staged is None, "unload comes first"
+        self.num_calls += 1
+        dtype, layout = DTYPES[args.dtype], LAYOUTS[args.layout]
+        routing = self._routing(args)
+        y = aligned(args.y, (args.num_rows, args.hidden), dtype).clone()
+        weights = at(args.weights, (args.num_rows,), torch.float32).clone() if args.weights else None
+        side = None
+        if args.has_side:
+            shape = (args.num_rows, self.spec.top_k) if layout == "rank_major" else (args.num_rows,)
+            side = at(args.side, shape, torch.float32).clone()
+        bias = None
+        if args.bias:
+            bias_shape = (args.num_tokens, args.hidden) if args.bias_is_2d else (args.hidden,)
+            bias = aligned(args.bias, bias_shape, torch.float32 if args.bias_is_fp32 else dtype).clone()
+        told = self.hub.exchange(self.rank, (y, weights, side, bias))
+        ys, all_weights, sides, biases = (list(each) for each in zip(*told, strict=True))
+        is_weighted = any(each is not None for each in all_weights)  # a rank without rows has no address to give
+        if is_weighted:
+            given = [torch.empty(0) if each is None else each for each in all_weights]
+            shaped = [each.view(w.shape) for each, w in zip(given, routing.weights, strict=True)]
+            routing = replace(routing, weights=tuple(shaped))
+        sums = reference.combine(
+            [each.view(*shape, args.hidden) for each, shape in zip(ys, routing.row_shape, strict=True)],
+            routing,
+            weighted=is_weighted,
+            biases=biases,
+            wire="fp8" if args.wire_is_fp8 else None,
+        )
+        aligned(args.out, (args.num_tokens, args.hidden), dtype).copy_(sums[self.rank])
+        if args.has_side:
+            out = at(args.side_out, (args.num_tokens, self.spec.top_k), torch.float32)
+            out.copy_(self._sides(routing, sides))
+
+    def _sides(self, routing: reference.Routing, sides: list[Tensor]) -> Tensor:
+        begin = sum(routing.num_tokens[: self.rank])
+        total = torch.zeros((routing.num_tokens[self.rank], self.spec.top_k))
+        for rank, side in enumerate(sides):
+            rows = routing.rows[rank][begin : begin + len(total)]
+            if routing.layout == "rank_major":
+                token = (rows >= 0).any(dim=1)
+                total[token] += side[rows[token].amax(dim=1)]
+            else:
+                token, k = (rows >= 0).nonzero(as_tuple=True)
+                total[token, k] += side[rows[token, k]]
+        return total
+
+    # ---- the rest
+
+    def empty(self, shape: list[int], dtype: int, stream: int) -> Any:
+        """Now and then."""
+        if not self._has_room():
+            return None
+        return torch.utils.dlpack.to_dlpack(torch.full(shape, 0, dtype=DTYPES[dtype]))
+
+    def owns(self, ptr: int) -> bool:
+        return False
+
+    def check(self) -> None:
+        assert self.staged is None
+
+    def take_bad_ids(self) -> tuple[int, int, int] | None:
+        found, self.bad_ids = self.bad_ids, None
+        return found
+
+    def stats(self) -> dict[str, Any]:
+        return {"num_staged": 0}
+
+    def close(self) -> None: ...
+
+
+def _parts(rows: Tensor | Quantized) -> dict[str, Tensor]:
+    if isinstance(rows, Tensor):
+        return {"x": rows}
+    scales = rows.scales
+    if scales is not None and scales.dtype != torch.float32:
+        scales = scales.view(torch.uint8)
+    parts = {"x": rows.data.view(torch.uint8)}
+    return parts if scales is None else {**parts, "scales": scales}
+
+
+class Stream:
+    """A stream on which everything has happened."""
+
+    cuda_stream = 0
+
+    def query(self) -> bool:
+        return True
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def record_event(self) -> Any:
+        return SimpleNamespace(query=lambda: True, wait=lambda stream: None, synchronize=lambda: None)
+
+
+class SimulatedRanks:
+    """`run` as that of `Pool`, on ranks whose windows are simulated."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        stream = Stream()
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        patch.setattr(torch.cuda.nvtx, "range_push", lambda name: None)
+        patch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+        patch.setattr(weft.streams, "own_stream", lambda device: Stream())
+        patch.setattr(weft.streams, "give_back_stream", lambda stream: None)
+
+    def run(
+        self,
+        num_ranks: int,
+        function: Callable[[RankState, Any], Any],
+        args: Sequence[Any],
+        *,
+        may_die: Collection[int] = (),
+    ) -> list[Any]:
+        hub = Hub(num_ranks, threading.Barrier(num_ranks), {}, {}, itertools.count(1))
+
+        def work(comm: weft.Communicator) -> Any:
+            try:
+                comm._choice = Choice("nvlink", "simulated", 64)
+                comm._new_window = lambda spec, deadline_s: _window(hub, comm, spec)  # type: ignore[method-assign]
+                return function(RankState(comm.rank, {num_ranks: comm}, num_ranks), args[comm.rank])
+            except BaseException:
+                hub.barrier.abort()
+                raise
+
+        outcomes = weft.spawn(work, num_ranks, device="cpu", isolation="thread", on_failure="return")
+        failed = [f"rank {rank}: {each!r}" for rank, each in enumerate(outcomes) if isinstance(each, BaseException)]
+        if failed:
+            raise RankFailed("\n".join(failed))
+        return outcomes
+
+
+def _window(hub: Hub, comm: Communicator, spec: WindowSpec) -> Window:
+    window = Window(SimulatedWindow(hub, comm, spec), 1, spec.max_tokens, WindowStreams(comm.device))
+    comm._windows[spec] = window
+    comm._all_windows.add(window)
+    return window

@@ -1,0 +1,106 @@
+"""Guards against wrong addresses, sizes and plans between the API and the windows of GPUs: the matrix of test_property
+through weft.gpu_calls, on simulated windows. tests/gpu has the same on real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from simulated_gpus import SimulatedRanks
+from test_property import (  # noqa: F401  collected here with this module's `pool`
+    checked,
+    checked_gradients,
+    test_capacity_to_the_row,
+    test_gradients_of_each_layout,
+    test_heap_without_room,
+    test_ids,
+    test_ids_out_of_range_are_told_once_by_the_next_call,
+    test_layouts_and_rows,
+    test_old_results_survive_later_calls,
+    test_one_rank_alone,
+    test_ranks_without_tokens,
+    with_call,
+)
+
+import weft
+from pool import RankState
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedRanks]:
+    return SimulatedRanks(monkeypatch)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+def test_fp8_on_the_wire_of_simulated_windows(pool: Any, layout: str) -> None:
+    checked(pool, with_call(layout=layout, wire="fp8"))
+
+
+def test_wide_rows_travel_in_pieces(pool: Any) -> None:
+    """fp32 rows of a bf16 object and opaque rows with side data are wider than a row of the landing."""
+    for layout in ("rank_major", "expert_major", "masked"):
+        case = with_call(layout=layout, repeat="float32", output_dtype="float32")
+        checked(pool, replace(case, hidden=2064))
+    for hidden in (8, 4096):
+        checked(pool, replace(with_call(rows="bytes_with_side"), hidden=hidden))
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+def test_rows_beyond_the_last_are_zero_for_gradients(pool: Any, layout: str) -> None:
+    for capacity in ("ample", "exceeded"):
+        checked_gradients(pool, with_call(layout=layout, capacity=capacity, alignment=4))
+
+
+def make(state: RankState) -> weft.ExpertParallel:
+    return weft.ExpertParallel(state.comm, num_experts=4, top_k=2, hidden=64, max_tokens_per_rank=8, num_windows=2)
+
+
+def call_asynchronously(state: RankState, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ep = make(state)
+    ep.warmup(layout="masked", capacity=4, wire="fp8")
+    x = torch.arange(4 * 64).view(4, 64).bfloat16() + state.rank
+    r = ep.dispatch(x, torch.tensor([[0, 1], [1, 2], [3, -1], [0, 0]]), async_op=True, window=1)
+    r.event.wait()
+    y, event = ep.combine(r.x, r.handle, async_op=True, window=1)
+    event.synchronize()
+    assert event.query()
+    r.record_stream(torch.cuda.current_stream())  # type: ignore[no-untyped-call]
+    assert "windows" in ep.stats()
+    assert ep.stats()["num_dispatches"] == 1 + 4, "two for each window in warmup"
+    ep.close()
+    return x, y
+
+
+def test_asynchronous_calls(pool: Any) -> None:
+    for x, y in pool.run(2, call_asynchronously, [0, 0]):
+        ranks = torch.tensor([1, 2, 1, 1]).view(4, 1)  # that each token reaches
+        assert torch.equal(y, (x.float() * ranks).bfloat16())
+
+
+def read_unaligned_and_strided(state: RankState, seed: int) -> torch.Tensor:
+    """Contiguous but not at a multiple of 16 bytes; columns of a wider tensor; column-major scales."""
+    ep = make(state)
+    ids = torch.tensor([[0, 1], [1, 2], [3, -1], [0, 0]])
+    base = torch.randn(4 * 64 + 3, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    odd = base[3:].view(4, 64)
+    wide = torch.cat([odd, odd], dim=1)[:, 64:]
+    first = ep.dispatch(odd, ids)
+    assert torch.equal(first.x, ep.dispatch(wide, handle=first.handle).x)
+    scales = torch.randn(1, 4).t()
+    quantised = weft.Quantized(odd.view(torch.uint8)[:, :64].contiguous(), scales)
+    received = ep.dispatch(quantised, handle=first.handle).x
+    assert isinstance(received, weft.Quantized)
+    assert received.scales is not None
+    assert received.scales.shape == (len(first.x), 1)
+    out = torch.empty(4 * 64 + 1, dtype=torch.bfloat16)[1:].view(4, 64)
+    assert ep.combine(first.x, first.handle, out=out) is out
+    return out - ep.combine(first.x, first.handle)
+
+
+def test_tensors_that_bulk_copies_can_not_read(pool: Any) -> None:
+    for difference in pool.run(2, read_unaligned_and_strided, [1, 2]):
+        assert not difference.any()
