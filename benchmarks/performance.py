@@ -188,6 +188,8 @@ def compile_times() -> str:
     for file in sorted(RESULTS.glob("gpu_compile*.jsonl")):
         rows = read_rows(file)
         built = [row for row in rows if row["kind"] == "built"]
+        how = next((row for row in rows if row["kind"] == "prebuilt"), {})
+        where = f"{file.stem} ({how.get('cpu')}, NVRTC {how.get('nvrtc')}, commit {how.get('commit')})"
         for arch in sorted({row["arch"] for row in built}):
             seconds = sorted(row["seconds"] for row in built if row["arch"] == arch)
             slowest = max((row for row in built if row["arch"] == arch), key=lambda row: row["seconds"])
@@ -198,15 +200,18 @@ def compile_times() -> str:
                 f"{seconds[-1]:.2f} ({slowest['name']})",
                 f"{sum(seconds):.1f}",
             )
-            cells.append((file.stem, arch, *figures))
+            cells.append((where, arch, *figures))
     columns = ("file", "architecture", "kernels", "median s", "slowest s", "all, one after the other, s")
     return f"## Compile times\n\n{table(columns, cells)}" if cells else ""
 
 
 def page() -> str:
     """The whole page."""
+    sections = [*benches(), soaks(), kills(), compile_times()]
+    if not any(sections):
+        sections = ["No run is in the result files yet: nothing here says how fast Weft is.\n\n"]
     peers = "## Other libraries\n\n" + PEERS.read_text(encoding="utf-8")
-    text = "".join((_INTRO, *benches(), soaks(), kills(), compile_times(), peers))
+    text = "".join((_INTRO, *sections, peers))
     return text.rstrip("\n") + "\n"
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 from pathlib import Path
 
 from weft import env
 from weft.errors import Unsupported
 
-__all__ = ["compiler_paths"]
+__all__ = ["compiler_paths", "nvrtc_version"]
 
 
 def compiler_paths(cache: str | None = None) -> dict[str, str]:
@@ -19,6 +20,14 @@ def compiler_paths(cache: str | None = None) -> dict[str, str]:
         Unsupported: no NVRTC, or no kernel sources.
     """
     return {"nvrtc": _nvrtc(), "include": _include(), "cache": env.cache_folder() if cache is None else cache}
+
+
+def nvrtc_version() -> str | None:
+    """Of the wheel that NVRTC came with; None if it came with none."""
+    try:
+        return importlib.metadata.version("nvidia-cuda-nvrtc")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 @functools.cache

@@ -28,6 +28,11 @@ def test_the_page_is_that_of_the_result_files(performance: ModuleType) -> None:
     assert performance.DOC.read_text(encoding="utf-8") == performance.page(), "run python benchmarks/performance.py"
 
 
+def test_a_page_without_runs_says_so(performance: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(performance, "RESULTS", tmp_path)
+    assert "No run is in the result files yet" in performance.page()
+
+
 def test_a_run_becomes_tables_and_missed_targets_come_first(
     performance: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,9 +63,11 @@ def test_a_run_becomes_tables_and_missed_targets_come_first(
     built = [
         {"kind": "built", "name": f"kernel {n}", "arch": "sm_90", "seconds": n / 10, "num_bytes": 9} for n in (1, 5, 2)
     ]
+    built.append({"kind": "prebuilt", "cpu": "A CPU", "nvrtc": "13", "commit": "abc"})
     (tmp_path / "gpu_compile_1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in built))
     monkeypatch.setattr(performance, "RESULTS", tmp_path)
     page = performance.page()
+    assert "No run is" not in page
     assert "1 of 2 targets are met." in page
     assert page.index("| late | 125 us | 100 us | 90 us | 25.0% |") < page.index("| kept | 80 us |")
     assert "| dispatch FP8, rank_major | 16 |" in page
@@ -68,7 +75,7 @@ def test_a_run_becomes_tables_and_missed_targets_come_first(
     assert "| push | 7168 | 344 |" in page
     assert "1,200 calls in all" in page
     assert "| gpu_kill_1 | 2, 1 failed | detection | 6 | 4.00 | 5.50 | 5.60 |" in page
-    assert "| gpu_compile_1 | sm_90 | 3 | 0.20 | 0.50 (kernel 5) | 0.8 |" in page
+    assert "| gpu_compile_1 (A CPU, NVRTC 13, commit abc) | sm_90 | 3 | 0.20 | 0.50 (kernel 5) | 0.8 |" in page
     for line in page.splitlines():
         if line.startswith("|"):
             assert line.endswith("|"), line

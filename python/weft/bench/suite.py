@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import multiprocessing
 import statistics
@@ -15,6 +14,7 @@ from weft.bench.cases import EXPERTS, TOP_K, Case, cases
 from weft.bench.link import LinkPoint, measure
 from weft.bench.options import SuiteOptions
 from weft.bench.report import commit, cpu_name
+from weft.kernel_paths import nvrtc_version
 
 Row = dict[str, Any]
 
@@ -268,7 +268,7 @@ def machine_facts(device: str) -> Row:
         "device_name": gpu.get("device_name"),
         "torch": torch.__version__,
         "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()) if gpu else None,
-        "nvrtc": _version_of("nvidia-cuda-nvrtc"),
+        "nvrtc": nvrtc_version(),
         "weft": weft.__version__,
     }
 
@@ -294,13 +294,6 @@ def _gpu_facts() -> Row:
         }
     finally:
         pynvml.nvmlShutdown()
-
-
-def _version_of(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _target_rows(rows: Sequence[Row], memory: Sequence[Row]) -> Iterator[Row]:

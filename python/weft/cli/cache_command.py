@@ -10,9 +10,11 @@ from typing import Annotated
 import typer
 
 from weft import env, kernel_cache
+from weft.bench.report import commit, cpu_name
 from weft.cli import options
 from weft.cli.output import command_output
 from weft.errors import InvalidArgument
+from weft.kernel_paths import nvrtc_version
 from weft.limits import LAYOUTS
 from weft.prebuild import ARCHITECTURES, KernelShape, prebuild
 
@@ -93,7 +95,9 @@ def prebuild_kernels(
         for kernel in built:
             output.row({"kind": "built", **dataclasses.asdict(kernel)})
         seconds = time.perf_counter() - started
-        output.row({"kind": "prebuilt", "folder": where, "kernels": len(built), "found": num_found, "seconds": seconds})
+        figures = {"kernels": len(built), "found": num_found, "seconds": seconds, "jobs": jobs}
+        made_with = {"cpu": cpu_name(), "nvrtc": nvrtc_version(), "commit": commit()}
+        output.row({"kind": "prebuilt", "folder": where, **figures, **made_with})
         rows = [(each.name, each.arch, f"{each.seconds:.2f}", f"{each.num_bytes:,}") for each in built]
         output.table(f"compiled into {where}", ("kernel", "arch", "seconds", "bytes"), rows)
         output.text(f"{len(built)} kernels, {num_found} of them there already, {seconds:.1f} s")
