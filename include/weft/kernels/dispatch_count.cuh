@@ -7,15 +7,6 @@
 
 namespace weft::kernels {
 
-template <bool kIs64>
-struct IdType {
-  using Type = i32;
-};
-template <>
-struct IdType<true> {
-  using Type = i64;
-};
-
 template <DispatchKernelConfig kConfig>
 class DispatchCount : public DispatchState<kConfig> {
  public:

@@ -44,7 +44,7 @@ class DispatchQuantize : public DispatchState<kConfig> {
         const i32 column = first + step * kStep + lane * kElements;
 #pragma unroll
         for (i32 idx = 0; idx < kElements; ++idx) values[step][idx] = 0.0f;
-        if (column < kConfig.hidden) read_values(stage + column * kBytes, values[step]);
+        if (column < kConfig.hidden) load_floats<kConfig.dtype>(stage + column * kBytes, values[step]);
       }
       __syncwarp();
 #pragma unroll
@@ -78,27 +78,6 @@ class DispatchQuantize : public DispatchState<kConfig> {
       reinterpret_cast<u32*>(scales)[column / kQuantizeGroup] = scale.bits;
     } else {
       scales[column / kQuantizeGroup] = static_cast<u8>(scale.bits);
-    }
-  }
-
-  __device__ static void read_values(const u8* from, float (&values)[8]) {
-    struct alignas(16) Vector {
-      u32 word[4];
-    };
-    if constexpr (kConfig.dtype == Dtype::kFp32) {
-#pragma unroll
-      for (i32 part = 0; part < 2; ++part) {
-        const Vector vector = reinterpret_cast<const Vector*>(from)[part];
-#pragma unroll
-        for (i32 idx = 0; idx < 4; ++idx) values[part * 4 + idx] = ptx::bits_float(vector.word[idx]);
-      }
-    } else {
-      const Vector vector = *reinterpret_cast<const Vector*>(from);
-#pragma unroll
-      for (i32 idx = 0; idx < 8; ++idx) {
-        const u16 half = static_cast<u16>(vector.word[idx / 2] >> (idx % 2 * 16));
-        values[idx] = kConfig.dtype == Dtype::kBf16 ? ptx::bf16_to_float(half) : ptx::fp16_to_float(half);
-      }
     }
   }
 };

@@ -6,33 +6,6 @@
 
 namespace weft::kernels {
 
-// What a thread copies at a time.
-template <i32 kBytes>
-struct alignas(kBytes) Piece {
-  u32 word[kBytes / 4];
-};
-template <>
-struct Piece<2> {
-  u16 word;
-};
-template <>
-struct Piece<1> {
-  u8 word;
-};
-WEFT_HD constexpr i32 piece_bytes(i32 num_bytes) {
-  return num_bytes % 16 == 0 ? 16 : num_bytes % 8 == 0 ? 8 : num_bytes % 4 == 0 ? 4 : num_bytes % 2 == 0 ? 2 : 1;
-}
-
-// One warp copies a short row whose length suits no bulk copy.
-template <i32 kBytes>
-__device__ inline void copy_short(u8* to, const u8* from, i32 lane) {
-  constexpr i32 kPiece = piece_bytes(kBytes);
-  using Unit = Piece<kPiece>;
-  for (i32 idx = lane; idx < kBytes / kPiece; idx += 32) {
-    reinterpret_cast<Unit*>(to)[idx] = reinterpret_cast<const Unit*>(from)[idx];
-  }
-}
-
 template <DispatchKernelConfig kConfig>
 class DispatchSend : public DispatchState<kConfig> {
  public:

@@ -3,6 +3,7 @@
 
 #include "weft/config/kernel.h"
 #include "weft/kernels/arguments.h"
+#include "weft/kernels/words.cuh"
 #include "weft/transport/nvlink.cuh"
 
 namespace weft::kernels {

@@ -28,6 +28,8 @@ WEFT_HD constexpr i64 gpu_send_plan_len(i64 num_tokens, i32 top_k, i32 num_ranks
 // What came from whom: num_tokens [16] of each source | row [R, max_tokens, W], W = 1 (rank_major) or K
 //   row: where the token's row, or pick k, of the source lies in this rank's result; -1 = nowhere
 //   Entries of tokens that the source does not have are undefined.
+constexpr i32 kGpuDroppedRow =
+    -2;  // small batches: this rank has the pick's expert, but its capacity had no room for it
 constexpr i32 kGpuPlanHeader = 16;  // int32s; at least kMaxGpuRanks
 
 template <class Int>

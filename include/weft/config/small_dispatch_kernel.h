@@ -1,0 +1,42 @@
+// Structural configuration of the small-batch dispatch: one value is one compiled kernel (config/kernel.h says more).
+#pragma once
+
+#include "weft/config/base.h"
+#include "weft/config/operation.h"
+
+namespace weft {
+
+struct SmallDispatchKernelConfig {
+  i32 num_ranks = 1;
+  i32 num_experts = 1;
+  i32 top_k = 1;
+  i32 num_blocks = 1;
+  i32 row_bytes = 16;           // of x
+  i32 scale_row_bytes = 0;      // on the wire, of any size; 0: none
+  i32 hidden = 16;              // elements of a row, when quantised
+  Dtype dtype = Dtype::kBytes;  // of x, when quantised
+  Quantize quantize = Quantize::kNone;
+  Layout layout = Layout::kRankMajor;
+  bool topk_is_int64 = true;  // type of the ids that come in and go out
+  bool sends = true;          // the halves of staged use; both in a plain call
+  bool receives = true;
+
+  static constexpr i32 kWarps = 16;
+
+  WEFT_HD constexpr i32 num_local_experts() const { return num_experts / num_ranks; }
+  WEFT_HD constexpr bool is_by_expert() const { return layout != Layout::kRankMajor; }
+  WEFT_HD constexpr bool is_quantized() const { return quantize != Quantize::kNone; }
+  WEFT_HD constexpr i32 wire_row_bytes() const { return is_quantized() ? hidden : row_bytes; }
+  WEFT_HD constexpr i32 scales_at() const { return (wire_row_bytes() + 15) / 16 * 16; }  // in a slot
+  // Groups that rows are counted in, and entries of a token in the receive plan.
+  WEFT_HD constexpr i32 num_groups() const { return is_by_expert() ? num_local_experts() : 1; }
+  WEFT_HD constexpr i32 width() const { return is_by_expert() ? top_k : 1; }
+  // A count for each warp and group; totals, begins, and picks kept for each expert.
+  WEFT_HD constexpr i32 count_bytes() const { return ((kWarps + 2) * num_groups() + num_local_experts()) * 4; }
+  // `num_places`: (source, token, entry) whose rows a block copies.
+  WEFT_HD constexpr i32 shared_bytes(i32 num_places) const {
+    return (count_bytes() + num_places * 4 + 127) / 128 * 128;
+  }
+};
+
+}  // namespace weft

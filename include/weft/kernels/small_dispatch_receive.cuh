@@ -1,0 +1,341 @@
+// Small-batch dispatch, the receiving half: places from all ids, computed while rows are on their way, then rows from the slots
+// to their places (docs/protocols/nvlink-small.md, "Dispatch", steps 3 and 4).
+#pragma once
+
+#include "weft/kernels/small_dispatch_state.cuh"
+#include "weft/layout/routing.h"
+
+namespace weft::kernels {
+
+template <SmallDispatchKernelConfig kConfig>
+class SmallDispatchReceive : public SmallDispatchState<kConfig> {
+ public:
+  using Base = SmallDispatchState<kConfig>;
+  using Base::a, Base::flight, Base::warp, Base::lane, Base::rank, Base::shared;
+  using Base::kRanks, Base::kTopk, Base::kExperts, Base::kLocal, Base::kRowBytes, Base::kScaleBytes, Base::kWarps,
+      Base::kAll;
+  using typename Base::Id;
+  static constexpr i32 kGroups = kConfig.num_groups();  // experts, or one for all rows of rank_major
+  static constexpr i32 kWidth = kConfig.width();
+  static constexpr bool kByExpert = kConfig.is_by_expert();
+  static constexpr bool kIsMasked = kConfig.layout == Layout::kMasked;
+
+  __device__ explicit SmallDispatchReceive(const Base& base) : Base(base) {}
+
+  // ---- places. An entry is (source, token, k), k < kWidth; entries are numbered in this order, and rows of a group follow it.
+  // Every block computes all places and keeps those of its own units.
+
+  __device__ void find_places() {
+    for (i32 idx = static_cast<i32>(threadIdx.x); idx < kConfig.count_bytes() / 4; idx += Base::kThreads)
+      shared[idx] = 0;
+    __syncthreads();
+    for_entries([&](i32, i32, i32, i32 group) {
+      if (group >= 0) atomicAdd(&counts(warp)[group], 1);
+    });
+    __syncthreads();
+    for (i32 group = static_cast<i32>(threadIdx.x); group < kGroups; group += Base::kThreads) sum_warps(group);
+    __syncthreads();
+    if (warp == 0) place_groups();
+    __syncthreads();
+    for_entries([&](i32 source, i32 token, i32 k, i32 group) { place_entry(source, token, k, group); });
+    __syncthreads();
+  }
+
+  // By block 0.
+  __device__ void write_counts() {
+    const i32 thread = static_cast<i32>(threadIdx.x);
+    if (thread < kRanks) a.recv_plan[thread] = tokens_of(thread);
+    if constexpr (kByExpert) {
+      for (i32 group = thread; group < kGroups; group += Base::kThreads) {
+        a.offsets[group] = kIsMasked ? group * static_cast<i32>(a.capacity) : min(begins()[group], limit());
+        a.counts[group] = kept_of(group);
+      }
+    } else {
+      for (i32 expert = thread; expert < kLocal; expert += Base::kThreads) a.counts[expert] = kept()[expert];
+    }
+    if (warp == 0) write_sums();
+  }
+
+  // ---- rows
+
+  __device__ void copy_rows() {
+    for (i32 source = 0; source < kRanks; ++source) {
+      const i32 num_tokens = tokens_of(source);
+      this->share([&](i32 nth, i32 first, i32 stride) {
+        const i32 token = this->token_of(this->unit(nth));
+        if (token >= num_tokens) return;
+        copy_row(source, token, &places()[(source * this->num_units() + nth) * kWidth], first, stride);
+      });
+    }
+    zero_holes();
+  }
+
+ private:
+  // Entries of the receive plan that are no rows. The owner of the token does not know what a capacity has dropped and waits for
+  // a sum: combine sends it zeros.
+  static constexpr i32 kNowhere = -1, kDropped = kGpuDroppedRow;
+
+  __device__ i32* counts(i32 of_warp) const { return shared + of_warp * kGroups; }  // then: entries of earlier warps
+  __device__ i32* totals() const { return shared + kWarps * kGroups; }
+  __device__ i32* begins() const { return totals() + kGroups; }
+  __device__ i32* kept() const { return begins() + kGroups; }  // [kLocal], rank_major: picks in rows that fit
+  __device__ i32* places() const { return kept() + kLocal; }   // [kRanks, units, kWidth]
+
+  __device__ i32 limit() const {
+    return a.capacity >= 0 ? static_cast<i32>(min(a.capacity, i64{0x7fffffff})) : 0x7fffffff;
+  }
+
+  __device__ i32 tokens_of(i32 source) const {
+    if (!flight.is_active(source)) return 0;
+    if (source == rank()) return a.num_tokens;
+    const u8* slot = a.view.control[rank()] + a.view.layout.payload(flight.turn.sequence, source);
+    return static_cast<i32>(clamp_count(reinterpret_cast<const GpuCountPayload*>(slot)->num_tokens, a.max_tokens));
+  }
+
+  // The local expert, -1: not here. Own ids come from the caller where this launch has them: other blocks wait for nobody.
+  __device__ i32 local_expert(i32 source, i32 token, i32 k) const {
+    i64 id;
+    if (kConfig.sends && source == rank()) {
+      id = static_cast<const Id*>(a.topk_idx)[static_cast<i64>(token) * kTopk + k];
+    } else {
+      id = this->slot_ids(rank(), source, token)[k];
+    }
+    const i64 local = id - static_cast<i64>(rank()) * kLocal;
+    return local >= 0 && local < kLocal ? static_cast<i32>(local) : -1;
+  }
+
+  __device__ float weight_of(i32 source, i32 token, i32 k) const {
+    if (kConfig.sends && source == rank()) {
+      return a.topk_weights == nullptr ? 1.0f : a.topk_weights[static_cast<i64>(token) * kTopk + k];
+    }
+    return this->slot_weights(rank(), source, token)[k];
+  }
+
+  __device__ i32 group_of(i32 source, i32 token, i32 k) const {
+    if constexpr (kByExpert) return local_expert(source, token, k);
+    i32 group = -1;
+    for (i32 pick = 0; pick < kTopk; ++pick) group = local_expert(source, token, pick) >= 0 ? 0 : group;
+    return group;
+  }
+
+  // A run of entries for each warp, 32 at a time, all lanes together; `work(source, token, k, group)`, group -1: no row.
+  template <class Work>
+  __device__ void for_entries(const Work& work) const {
+    const i32 num_entries = kRanks * a.max_tokens * kWidth;
+    const i32 run = (num_entries + kWarps * 32 - 1) / (kWarps * 32) * 32;
+    for (i32 first = warp * run; first < min((warp + 1) * run, num_entries); first += 32) {
+      const i32 entry = first + lane;
+      const i32 k = entry % kWidth, token = entry / kWidth % a.max_tokens, source = entry / (kWidth * a.max_tokens);
+      const bool is_there = entry < num_entries && token < tokens_of(min(source, kRanks - 1));
+      work(source, token, k, is_there ? group_of(source, token, k) : -1);
+    }
+  }
+
+  __device__ void sum_warps(i32 group) {
+    i32 sum = 0;
+    for (i32 each = 0; each < kWarps; ++each) {
+      const i32 mine = counts(each)[group];
+      counts(each)[group] = sum;
+      sum += mine;
+    }
+    totals()[group] = sum;
+  }
+
+  // One warp: where groups begin.
+  __device__ void place_groups() {
+    i32 carry = 0;
+    for (i32 first = 0; first < kGroups; first += 32) {
+      const i32 group = first + lane;
+      const i32 padded = group < kGroups ? static_cast<i32>(align_rows(totals()[group], a.alignment)) : 0;
+      i32 sum = padded;
+#pragma unroll
+      for (i32 step = 1; step < 32; step *= 2) {
+        const i32 other = __shfl_up_sync(kAll, sum, step);
+        if (lane >= step) sum += other;
+      }
+      if (group < kGroups) begins()[group] = kIsMasked ? 0 : carry + sum - padded;
+      carry += __shfl_sync(kAll, sum, 31);
+    }
+  }
+
+  __device__ i32 kept_of(i32 group) const {
+    return max(min(begins()[group] + totals()[group], limit()) - min(begins()[group], limit()), 0);
+  }
+
+  __device__ void place_entry(i32 source, i32 token, i32 k, i32 group) {
+    i32* before = counts(warp);
+    const u32 same = ptx::match_any(group);
+    const i32 nth = (group >= 0 ? before[group] : 0) + __popc(same & ptx::lanes_below());
+    __syncwarp();
+    if (group >= 0 && (same >> lane) == 1u) before[group] = nth + 1;  // the last of its kind
+    __syncwarp();
+    i32 row = kNowhere;
+    if (group >= 0) {
+      row = begins()[group] + nth;
+      row = row < limit() ? row + (kIsMasked ? group * static_cast<i32>(a.capacity) : 0) : kDropped;
+      if (row >= a.room) row = kDropped;
+    }
+    if (source >= kRanks || token >= a.max_tokens) return;
+    if constexpr (!kByExpert) {
+      if (row >= 0 && blockIdx.x == 0) count_kept(source, token);
+    }
+    const i32 first_unit = token * a.num_parts;
+    for (i32 part = 0; part < a.num_parts; ++part) {
+      const i32 unit = first_unit + part;
+      if (unit % kConfig.num_blocks != static_cast<i32>(blockIdx.x)) continue;
+      places()[(source * this->num_units() + unit / kConfig.num_blocks) * kWidth + k] = row;
+      if (part == 0) write_entry(source, token, k, row);
+    }
+  }
+
+  __device__ void count_kept(i32 source, i32 token) {
+    for (i32 k = 0; k < kTopk; ++k) {
+      const i32 expert = local_expert(source, token, k);
+      if (expert >= 0) atomicAdd(&kept()[expert], 1);
+    }
+  }
+
+  // The receive plan, ids and weights, by the block that has the token's first part.
+  __device__ void write_entry(i32 source, i32 token, i32 k, i32 row) {
+    const GpuRecvPlan<i32> plan{a.recv_plan, a.view.layout.max_tokens, kWidth};
+    plan.row(source, token)[k] = row;
+    if (row < 0) return;
+    if constexpr (kByExpert) {
+      a.out_weights[row] = weight_of(source, token, k);
+    } else {
+      for (i32 pick = 0; pick < kTopk; ++pick) {
+        const i32 expert = local_expert(source, token, pick);
+        static_cast<Id*>(a.out_ids)[static_cast<i64>(row) * kTopk + pick] = expert;
+        a.out_weights[static_cast<i64>(row) * kTopk + pick] = expert >= 0 ? weight_of(source, token, pick) : 0.0f;
+      }
+    }
+  }
+
+  // One warp of block 0: the last offset, num_rows, overflow, and the word for the host.
+  __device__ void write_sums() {
+    i32 num_kept = 0, num_picks = 0;
+    if constexpr (kByExpert) {
+      for (i32 group = lane; group < kGroups; group += 32) {
+        num_kept += kept_of(group);
+        num_picks += totals()[group];
+      }
+    } else {
+      for (i32 expert = lane; expert < kLocal; expert += 32) num_kept += kept()[expert];
+      num_picks = rank_picks();
+    }
+    num_kept = static_cast<i32>(__reduce_add_sync(kAll, num_kept));
+    num_picks = static_cast<i32>(__reduce_add_sync(kAll, num_picks));
+    if (lane != 0) return;
+    i64 end = 0;
+    if constexpr (kByExpert) {
+      end = kIsMasked ? kGroups * a.capacity : begins()[kGroups - 1] + align_rows(totals()[kGroups - 1], a.alignment);
+      a.offsets[kGroups] = kIsMasked ? static_cast<i32>(end) : static_cast<i32>(min(end, static_cast<i64>(limit())));
+    } else {
+      for (i32 source = 0; source < kRanks; ++source) {
+        a.offsets[source] = static_cast<i32>(min(end, static_cast<i64>(limit())));
+        end += rows_of(source);
+      }
+      a.offsets[kRanks] = static_cast<i32>(min(end, static_cast<i64>(limit())));
+    }
+    *a.num_rows = kIsMasked ? num_kept : static_cast<i32>(min(end, static_cast<i64>(limit())));
+    if (num_picks > num_kept) atomicAdd(reinterpret_cast<u64*>(a.overflow), static_cast<u64>(num_picks - num_kept));
+    if (a.ticket == 0) return;
+    a.view.host->num_rows = kIsMasked ? num_kept : end;
+    ptx::st_release_sys(&a.view.host->counted_ticket, a.ticket);
+  }
+
+  // rank_major: picks of all tokens for this rank; a share of a lane.
+  __device__ i32 rank_picks() const {
+    i32 sum = 0;
+    for (i32 source = 0; source < kRanks; ++source) {
+      for (i32 pick = lane; pick < tokens_of(source) * kTopk; pick += 32) {
+        sum += local_expert(source, pick / kTopk, pick % kTopk) >= 0 ? 1 : 0;
+      }
+    }
+    return sum;
+  }
+
+  // rank_major: rows of a source, by one lane.
+  __device__ i32 rows_of(i32 source) const {
+    i32 sum = 0;
+    for (i32 token = 0; token < tokens_of(source); ++token) sum += group_of(source, token, 0) >= 0 ? 1 : 0;
+    return sum;
+  }
+
+  // From the slot to the places of its picks, several steps at a time.
+  __device__ void copy_row(i32 source, i32 token, const i32* rows, i32 first, i32 stride) {
+    const u8* slot = this->slot_row(rank(), source, token);
+    constexpr i32 kUnits = kRowBytes / 16, kHeld = 4;
+    const auto* from = reinterpret_cast<const Piece<16>*>(slot);
+    bool is_wanted = false;
+    for (i32 k = 0; k < kWidth; ++k) is_wanted = is_wanted || rows[k] >= 0;
+    if (!is_wanted) return;
+    for (i32 step = first; step * 32 < kUnits; step += stride * kHeld) {
+      Piece<16> held[kHeld];
+#pragma unroll
+      for (i32 idx = 0; idx < kHeld; ++idx) {
+        const i32 unit = (step + idx * stride) * 32 + lane;
+        if (unit < kUnits) held[idx] = from[unit];
+      }
+      for (i32 k = 0; k < kWidth; ++k) {
+        if (rows[k] < 0) continue;
+        auto* to = reinterpret_cast<Piece<16>*>(a.out_x + static_cast<i64>(rows[k]) * kRowBytes);
+#pragma unroll
+        for (i32 idx = 0; idx < kHeld; ++idx) {
+          const i32 unit = (step + idx * stride) * 32 + lane;
+          if (unit < kUnits) to[unit] = held[idx];
+        }
+      }
+    }
+    if constexpr (kScaleBytes > 0) {
+      if (first != 0) return;
+      for (i32 k = 0; k < kWidth; ++k) {
+        if (rows[k] < 0) continue;
+        copy_short<kScaleBytes>(a.out_scales + static_cast<i64>(rows[k]) * kScaleBytes, slot + kConfig.scales_at(),
+                                lane);
+      }
+    }
+  }
+
+  // Rows that hold nothing: weights 0 (rank_major: ids -1 too); expert_major: zeros between the groups.
+  __device__ void zero_holes() {
+    const i32 all_warps = kWarps * kConfig.num_blocks, mine = static_cast<i32>(blockIdx.x) * kWarps + warp;
+    if constexpr (kByExpert) {
+      for (i32 group = mine; group < kGroups; group += all_warps) {
+        const i32 shift = kIsMasked ? group * static_cast<i32>(a.capacity) : 0;
+        const i32 padded = static_cast<i32>(align_rows(totals()[group], a.alignment));
+        const i64 begin = min(begins()[group] + totals()[group], limit()) + shift;
+        const i64 end = (kIsMasked ? limit() : min(begins()[group] + padded, limit())) + shift;
+        clear_weights(begin, end, lane, 32);
+        if constexpr (!kIsMasked) {
+          clear_rows<kRowBytes>(a.out_x, begin, end);
+          if constexpr (kScaleBytes > 0) clear_rows<kScaleBytes>(a.out_scales, begin, end);
+        }
+      }
+      if (kIsMasked || a.capacity < 0) return;
+      const i32 last = begins()[kGroups - 1] + static_cast<i32>(align_rows(totals()[kGroups - 1], a.alignment));
+      clear_weights(min(last, limit()), a.capacity, mine * 32 + lane, all_warps * 32);
+    } else {
+      if (a.capacity < 0) return;
+      const i64 first = static_cast<i64>(min(totals()[0], limit())) * kTopk;
+      for (i64 pick = first + mine * 32 + lane; pick < a.capacity * kTopk; pick += all_warps * 32) {
+        static_cast<Id*>(a.out_ids)[pick] = -1;
+        a.out_weights[pick] = 0.0f;
+      }
+    }
+  }
+
+  __device__ void clear_weights(i64 begin, i64 end, i32 thread, i32 num_threads) {
+    for (i64 row = begin + thread; row < min(end, a.room); row += num_threads) a.out_weights[row] = 0.0f;
+  }
+
+  template <i32 kBytes>
+  __device__ void clear_rows(u8* rows, i64 begin, i64 end) {
+    using Unit = Piece<piece_bytes(kBytes)>;
+    auto* units = reinterpret_cast<Unit*>(rows + begin * kBytes);
+    const i64 num_units = (min(end, a.room) - begin) * (kBytes / static_cast<i32>(sizeof(Unit)));
+    for (i64 idx = lane; idx < num_units; idx += 32) units[idx] = Unit{};
+  }
+};
+
+}  // namespace weft::kernels

@@ -1,0 +1,67 @@
+// What all warps of a small-batch dispatch share, and how rows are split among blocks and warps.
+#pragma once
+
+#include "weft/config/small_dispatch_kernel.h"
+#include "weft/kernels/small_dispatch_arguments.h"
+#include "weft/kernels/words.cuh"
+#include "weft/transport/nvlink.cuh"
+
+namespace weft::kernels {
+
+template <SmallDispatchKernelConfig kConfig>
+struct SmallDispatchState {
+  static constexpr i32 kRanks = kConfig.num_ranks;
+  static constexpr i32 kTopk = kConfig.top_k;
+  static constexpr i32 kExperts = kConfig.num_experts;
+  static constexpr i32 kLocal = kConfig.num_local_experts();
+  static constexpr i32 kRowBytes = kConfig.wire_row_bytes();
+  static constexpr i32 kScaleBytes = kConfig.scale_row_bytes;
+  static constexpr i32 kWarps = SmallDispatchKernelConfig::kWarps;
+  static constexpr i32 kThreads = kWarps * 32;
+  static constexpr i32 kSteps = (kTopk + 31) / 32;  // picks of a lane
+  static constexpr u32 kAll = 0xffffffffu;
+  using Id = typename IdType<kConfig.topk_is_int64>::Type;
+
+  const SmallDispatchKernelArgs& a;
+  i32* shared;
+  transport::Flight flight;
+  i32 warp, lane;
+
+  __device__ i32 rank() const { return a.view.rank; }
+  __device__ bool is_peer(i32 other) const { return other < kRanks && other != rank() && flight.is_active(other); }
+  __device__ u8* slot_row(i32 owner, i32 source, i32 token) const {
+    return a.view.heap[owner] + a.view.layout.small_row(flight.turn.sequence, source, token);
+  }
+  __device__ i32* slot_ids(i32 owner, i32 source, i32 token) const {
+    return reinterpret_cast<i32*>(a.view.heap[owner] + a.view.layout.small_ids) +
+           a.view.layout.small_pick(flight.turn.sequence, source, token);
+  }
+  __device__ float* slot_weights(i32 owner, i32 source, i32 token) const {
+    return reinterpret_cast<float*>(a.view.heap[owner] + a.view.layout.small_weights) +
+           a.view.layout.small_pick(flight.turn.sequence, source, token);
+  }
+
+  // ---- units. A unit is a part of a token's row; blocks take units in turn, the warps of a block share each of theirs. The
+  // same on sender and receiver, so that the blocks of a number meet.
+
+  __device__ i32 num_units() const {
+    const i32 all = a.max_tokens * a.num_parts;
+    return max((all - static_cast<i32>(blockIdx.x) + kConfig.num_blocks - 1) / kConfig.num_blocks, 0);
+  }
+  __device__ i32 unit(i32 nth) const { return static_cast<i32>(blockIdx.x) + nth * kConfig.num_blocks; }
+  __device__ i32 token_of(i32 unit) const { return unit / a.num_parts; }
+  __device__ i32 part_of(i32 unit) const { return unit % a.num_parts; }
+
+  // Calls `work(nth unit, first step, stride)` for the share of this warp; a row is cut into steps of one access a lane.
+  template <class Work>
+  __device__ void share(const Work& work) const {
+    const i32 units = num_units();
+    const i32 warps_each = max(kWarps / max(units, 1), 1);
+    for (i32 piece = warp; piece < units * warps_each; piece += kWarps) {
+      const i32 nth = piece / warps_each, slice = piece % warps_each;
+      work(nth, part_of(unit(nth)) + a.num_parts * slice, a.num_parts * warps_each);
+    }
+  }
+};
+
+}  // namespace weft::kernels

@@ -1,0 +1,67 @@
+// What a thread copies at a time, and types chosen at compile time.
+#pragma once
+
+#include "weft/config/base.h"
+#include "weft/config/operation.h"
+#include "weft/ptx/convert.h"
+
+namespace weft::kernels {
+
+template <bool kIs64>
+struct IdType {
+  using Type = i32;
+};
+template <>
+struct IdType<true> {
+  using Type = i64;
+};
+
+template <i32 kBytes>
+struct alignas(kBytes) Piece {
+  u32 word[kBytes / 4];
+};
+template <>
+struct Piece<2> {
+  u16 word;
+};
+template <>
+struct Piece<1> {
+  u8 word;
+};
+
+// The widest piece that rows of this length divide into.
+WEFT_HD constexpr i32 piece_bytes(i32 num_bytes) {
+  return num_bytes % 16 == 0 ? 16 : num_bytes % 8 == 0 ? 8 : num_bytes % 4 == 0 ? 4 : num_bytes % 2 == 0 ? 2 : 1;
+}
+
+// One warp copies a short row whose length suits no bulk copy.
+template <i32 kBytes>
+__device__ inline void copy_short(u8* to, const u8* from, i32 lane) {
+  constexpr i32 kPiece = piece_bytes(kBytes);
+  using Unit = Piece<kPiece>;
+  for (i32 idx = lane; idx < kBytes / kPiece; idx += 32) {
+    reinterpret_cast<Unit*>(to)[idx] = reinterpret_cast<const Unit*>(from)[idx];
+  }
+}
+
+// Eight elements of a row, as floats.
+template <Dtype kDtype>
+__device__ inline void load_floats(const u8* from, float (&values)[8]) {
+  if constexpr (kDtype == Dtype::kFp32) {
+#pragma unroll
+    for (i32 part = 0; part < 2; ++part) {
+      const Piece<16> piece = reinterpret_cast<const Piece<16>*>(from)[part];
+#pragma unroll
+      for (i32 idx = 0; idx < 4; ++idx) values[part * 4 + idx] = ptx::bits_float(piece.word[idx]);
+    }
+  } else {
+    const Piece<16> piece = *reinterpret_cast<const Piece<16>*>(from);
+#pragma unroll
+    for (i32 idx = 0; idx < 8; ++idx) {
+      const u16 half = static_cast<u16>(piece.word[idx / 2] >> (idx % 2 * 16));
+      values[idx] = kDtype == Dtype::kBf16 ? ptx::bf16_to_float(half) : ptx::fp16_to_float(half);
+    }
+  }
+}
+
+}  // namespace weft::kernels
