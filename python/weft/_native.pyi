@@ -193,6 +193,11 @@ class GpuDispatchArgs(_GpuCallArgs):
     offsets: int
     num_rows_out: int
     overflow: int
+    room: int
+    out_x: int
+    out_scales: int
+    out_ids: int
+    out_weights: int
 
 class GpuCombineArgs(_GpuCallArgs):
     dtype: int
@@ -245,6 +250,7 @@ class GpuWindow:
         landing_row_bytes: int,
         num_blocks: int,
         heap_bytes: int,
+        small_tokens: int = 0,
         timeout_s: float = 100.0,
     ) -> None: ...
     def dispatch(self, args: GpuDispatchArgs) -> GpuDispatchResult: ...

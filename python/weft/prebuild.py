@@ -25,6 +25,7 @@ ARCHITECTURES = {"sm_90": 227 << 10, "sm_100": 227 << 10, "sm_103": 227 << 10, "
 _CODES = {"bf16": (1, 2), "fp16": (2, 2), "fp32": (3, 4)}  # code of the native module, bytes
 _BYTES = 0
 ROWS = ("plain", "fp8", "fp8_ue8m0", "fp8 rows")  # as they are, quantised in the call (two ways), quantised before
+MOST_SMALL_TOKENS = 512  # of a rank in a small-batch call
 ROUTINGS = ("int64 ids", "int32 ids", "handle")
 
 
@@ -64,11 +65,31 @@ def kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:
     for layout, rows, routing in itertools.product(shape.layouts, ROWS, ROUTINGS):
         name = f"dispatch {layout}, {rows}, {routing}"
         yield name, dispatch_source(shape, layout, rows, routing, shared_bytes)
+    for layout, rows, routing in itertools.product(shape.layouts, ROWS, ROUTINGS[:2]):
+        name = f"small dispatch {layout}, {rows}, {routing}"
+        yield name, small_dispatch_source(shape, layout, rows, routing, shared_bytes)
     yield "unload", _load.native().render_unload()
 
 
 def dispatch_source(shape: KernelShape, layout: str, rows: str, routing: str, shared_bytes: int) -> str:
     """The kernel of a dispatch; `rows` is one of ROWS, `routing` one of ROUTINGS."""
+    source: str = _load.native().render_dispatch(
+        _dispatch_args(shape, layout, rows, routing), **_window(shape), shared_bytes=shared_bytes
+    )
+    return source
+
+
+def small_dispatch_source(shape: KernelShape, layout: str, rows: str, routing: str, shared_bytes: int) -> str:
+    """The kernel of a dispatch of at most MOST_SMALL_TOKENS tokens; as `dispatch_source`."""
+    window = _window(shape)
+    window["max_tokens"] = min(window["max_tokens"], MOST_SMALL_TOKENS)
+    source: str = _load.native().render_small_dispatch(
+        _dispatch_args(shape, layout, rows, routing), **window, shared_bytes=shared_bytes
+    )
+    return source
+
+
+def _dispatch_args(shape: KernelShape, layout: str, rows: str, routing: str) -> Any:
     native, (code, item) = _load.native(), _CODES[shape.dtype]
     args: Any = native.GpuDispatchArgs()
     args.layout, args.num_blocks, args.hidden = LAYOUTS.index(layout), shape.num_sms, shape.hidden
@@ -78,8 +99,7 @@ def dispatch_source(shape: KernelShape, layout: str, rows: str, routing: str, sh
         args.dtype, args.row_bytes = _BYTES, shape.hidden
         args.scale_row_bytes = -(-shape.hidden // QUANTIZE_GROUP) * 4
     args.topk_is_int64, args.cached = routing != "int32 ids", routing == "handle"
-    source: str = native.render_dispatch(args, **_window(shape), shared_bytes=shared_bytes)
-    return source
+    return args
 
 
 def _window(shape: KernelShape) -> dict[str, int]:

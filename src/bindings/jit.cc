@@ -9,6 +9,7 @@
 
 #include "base/status.h"
 #include "engine/nvlink/dispatch.h"
+#include "engine/nvlink/small_dispatch.h"
 #include "engine/nvlink/unload.h"
 #include "jit/compiler.h"
 #include "jit/loaded_kernel.h"
@@ -79,6 +80,15 @@ void bind_jit(nb::module_& m) {
          int shared_bytes) {
         const GpuWindowShape shape = shape_of(num_ranks, num_experts, top_k, max_tokens);
         return nvlink::render(nvlink::kernel_config(shape, args, shared_bytes));
+      },
+      "args"_a, nb::kw_only(), "num_ranks"_a, "num_experts"_a, "top_k"_a, "max_tokens"_a, "shared_bytes"_a);
+  m.def(
+      "render_small_dispatch",
+      [](const nvlink::DispatchArgs& args, i32 num_ranks, i32 num_experts, i32 top_k, i64 max_tokens,
+         int shared_bytes) {
+        GpuWindowShape shape = shape_of(num_ranks, num_experts, top_k, max_tokens);
+        shape.small_tokens = max_tokens;
+        return nvlink::render(nvlink::small_kernel(shape, args, shared_bytes));
       },
       "args"_a, nb::kw_only(), "num_ranks"_a, "num_experts"_a, "top_k"_a, "max_tokens"_a, "shared_bytes"_a);
   m.def("render_unload", &nvlink::render_unload);

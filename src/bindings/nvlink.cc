@@ -23,7 +23,7 @@ using Guard = nb::call_guard<nb::gil_scoped_release>;
 
 std::shared_ptr<Window> make_window(std::shared_ptr<cpu::Communicator> comm, std::shared_ptr<nvlink::Gpu> gpu,
                                     i32 num_experts, i32 top_k, i64 max_tokens, i64 landing_row_bytes, i32 num_blocks,
-                                    u64 heap_bytes, double timeout_s) {
+                                    u64 heap_bytes, i64 small_tokens, double timeout_s) {
   GpuWindowShape shape;
   shape.num_ranks = comm->num_ranks();
   shape.num_experts = num_experts;
@@ -31,6 +31,7 @@ std::shared_ptr<Window> make_window(std::shared_ptr<cpu::Communicator> comm, std
   shape.num_blocks = num_blocks;
   shape.max_tokens = max_tokens;
   shape.landing_row_bytes = landing_row_bytes;
+  shape.small_tokens = small_tokens;
   const nb::gil_scoped_release release;
   return std::make_shared<Window>(std::move(comm), std::move(gpu), shape, heap_bytes, deadline_after_s(timeout_s),
                                   signal_poll());
@@ -83,7 +84,12 @@ void bind_dispatch_args(nb::module_& m) {
       .def_rw("counts", &Args::counts)
       .def_rw("offsets", &Args::offsets)
       .def_rw("num_rows_out", &Args::num_rows_out)
-      .def_rw("overflow", &Args::overflow);
+      .def_rw("overflow", &Args::overflow)
+      .def_rw("room", &Args::room)
+      .def_rw("out_x", &Args::out_x)
+      .def_rw("out_scales", &Args::out_scales)
+      .def_rw("out_ids", &Args::out_ids)
+      .def_rw("out_weights", &Args::out_weights);
 }
 
 void bind_combine_args(nb::module_& m) {
@@ -162,7 +168,7 @@ nb::dict stats(const Window& window) {
 void bind_window(nb::module_& m) {
   nb::class_<Window>(m, "GpuWindow")
       .def(nb::new_(&make_window), "comm"_a, "gpu"_a, nb::kw_only(), "num_experts"_a, "top_k"_a, "max_tokens"_a,
-           "landing_row_bytes"_a, "num_blocks"_a, "heap_bytes"_a, "timeout_s"_a = 100.0)
+           "landing_row_bytes"_a, "num_blocks"_a, "heap_bytes"_a, "small_tokens"_a = 0, "timeout_s"_a = 100.0)
       .def(
           "dispatch",
           [](Window& window, const nvlink::DispatchArgs& args) { return window.dispatch(args, signal_poll()); },

@@ -6,11 +6,11 @@
 #include <string>
 
 #include "base/status.h"
+#include "engine/nvlink/small_dispatch.h"
 #include "weft/layout/checked.h"
 #include "weft/ptx/fp8_scale.h"
 
 namespace weft::nvlink {
-namespace {
 
 i64 wire_row_bytes(const DispatchArgs& args) { return args.quantize == Quantize::kNone ? args.row_bytes : args.hidden; }
 
@@ -18,8 +18,6 @@ i64 wire_scale_bytes(const DispatchArgs& args) {
   if (args.quantize == Quantize::kNone) return args.scale_row_bytes;
   return (args.hidden + kQuantizeGroup - 1) / kQuantizeGroup * ptx::fp8_scale_bytes(args.quantize);
 }
-
-}  // namespace
 
 DispatchKernelConfig kernel_config(const GpuWindowShape& shape, const DispatchArgs& args, int shared_bytes) {
   DispatchKernelConfig config;
@@ -41,6 +39,23 @@ DispatchKernelConfig kernel_config(const GpuWindowShape& shape, const DispatchAr
   return with_stages(config, shared_bytes);
 }
 
+OperationConfig dispatch_operation(const DispatchArgs& args) {
+  OperationConfig operation;
+  operation.kind = OpKind::kDispatch;
+  operation.layout = args.layout;
+  operation.quantize = args.quantize;
+  operation.dtype = args.quantize == Quantize::kNone ? args.dtype : Dtype::kBytes;
+  operation.is_cached = args.cached ? 1 : 0;
+  operation.mode = static_cast<u8>(args.num_blocks);  // blocks of the same number meet, so there must be as many
+  operation.alignment = static_cast<u32>(args.alignment);
+  operation.hidden = static_cast<u32>(args.hidden);
+  operation.capacity = args.capacity;
+  operation.max_tokens = args.max_tokens;
+  operation.row_bytes = wire_row_bytes(args);
+  operation.scale_row_bytes = wire_scale_bytes(args);
+  return operation;
+}
+
 DispatchCall::DispatchCall(Window& window, const DispatchArgs& args, const Poll& poll)
     : w_(window),
       a_(args),
@@ -55,7 +70,7 @@ DispatchResult DispatchCall::run() {
   check_sizes();
   const DispatchKernelConfig config = kernel_config(w_.shape_, a_, w_.gpu_->kernels->shared_bytes());
   const Kernel& kernel = w_.prepare(config, a_.timeout_ns, poll_);
-  const Window::Turn turn = w_.begin(operation_config(), a_.timeout_ns, a_.stream);
+  const Window::Turn turn = w_.begin(dispatch_operation(a_), a_.timeout_ns, a_.stream);
   reserve();
   kernels::DispatchKernelArgs kernel_args = kernel_arguments(turn);
   w_.launch(kernel, a_.num_blocks, a_.stream, &kernel_args);
@@ -82,23 +97,6 @@ void DispatchCall::check_sizes() {
         "a capacity");
   }
   most_rows_ = a_.cached && a_.capacity < 0 ? a_.num_rows : static_cast<i64>(rows.value);
-}
-
-OperationConfig DispatchCall::operation_config() const {
-  OperationConfig operation;
-  operation.kind = OpKind::kDispatch;
-  operation.layout = a_.layout;
-  operation.quantize = a_.quantize;
-  operation.dtype = a_.quantize == Quantize::kNone ? a_.dtype : Dtype::kBytes;
-  operation.is_cached = a_.cached ? 1 : 0;
-  operation.mode = static_cast<u8>(a_.num_blocks);  // blocks of the same number meet, so there must be as many
-  operation.alignment = static_cast<u32>(a_.alignment);
-  operation.hidden = static_cast<u32>(a_.hidden);
-  operation.capacity = a_.capacity;
-  operation.max_tokens = a_.max_tokens;
-  operation.row_bytes = row_bytes_;
-  operation.scale_row_bytes = scale_bytes_;
-  return operation;
 }
 
 // Room for what may come. Without a capacity that is not known yet: as much as there is, and the rest is given back later.
@@ -237,6 +235,7 @@ DispatchResult DispatchCall::heap_result() {
 
 DispatchResult Window::dispatch(const DispatchArgs& args, const Poll& poll) {
   const cuda::ContextScope scope(gpu_->context);
+  if (args.is_small) return SmallDispatchCall(*this, args, poll).run();
   return DispatchCall(*this, args, poll).run();
 }
 

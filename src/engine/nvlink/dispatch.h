@@ -11,6 +11,11 @@ namespace weft::nvlink {
 // The kernel of this call, for blocks of `shared_bytes`. Error kUnsupported: it does not fit.
 DispatchKernelConfig kernel_config(const GpuWindowShape& shape, const DispatchArgs& args, int shared_bytes);
 
+// Bytes of a row, and of its scales, as they travel.
+i64 wire_row_bytes(const DispatchArgs& args);
+i64 wire_scale_bytes(const DispatchArgs& args);
+OperationConfig dispatch_operation(const DispatchArgs& args);
+
 class DispatchCall {
  public:
   DispatchCall(Window& window, const DispatchArgs& args, const Poll& poll);
@@ -18,7 +23,6 @@ class DispatchCall {
 
  private:
   void check_sizes();
-  OperationConfig operation_config() const;
   void reserve();
   kernels::DispatchKernelArgs kernel_arguments(const Window::Turn& turn) const;
   u64 landing_scales() const;

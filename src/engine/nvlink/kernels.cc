@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/status.h"
+#include "engine/nvlink/small_dispatch.h"
 #include "weft/kernels/arguments.h"
 #include "weft/layout/checked.h"
 
@@ -71,6 +72,19 @@ std::string render(const CombineKernelConfig& config) {
                "CombineKernelArgs", "weft::kernels::kCombineThreads");
 }
 
+std::string render(const SmallDispatchKernel& kernel) {
+  const SmallDispatchKernelConfig& config = kernel.config;
+  return entry("small_dispatch", "SmallDispatchKernelConfig",
+               field("num_ranks", config.num_ranks) + field("num_experts", config.num_experts) +
+                   field("top_k", config.top_k) + field("num_blocks", config.num_blocks) +
+                   field("row_bytes", config.row_bytes) + field("scale_row_bytes", config.scale_row_bytes) +
+                   field("hidden", config.hidden) + field("dtype", "Dtype", config.dtype) +
+                   field("quantize", "Quantize", config.quantize) + field("layout", "Layout", config.layout) +
+                   field("topk_is_int64", config.topk_is_int64 ? 1 : 0) + field("sends", config.sends ? 1 : 0) +
+                   field("receives", config.receives ? 1 : 0),
+               "SmallDispatchKernelArgs", "32 * kConfig.kWarps");
+}
+
 DispatchKernelConfig with_stages(DispatchKernelConfig config, int shared_bytes) {
   const int room = shared_bytes - kStaticSharedBytes - config.index_bytes();
   const int stages = room / config.stage_bytes();
@@ -110,6 +124,11 @@ Kernels::~Kernels() {
 const Kernel& Kernels::prepare(const DispatchKernelConfig& config) {
   return prepare(render(config), static_cast<unsigned>(config.num_threads()),
                  static_cast<unsigned>(config.shared_bytes()));
+}
+
+const Kernel& Kernels::prepare(const SmallDispatchKernel& kernel) {
+  return prepare(render(kernel), 32 * SmallDispatchKernelConfig::kWarps,
+                 static_cast<unsigned>(kernel.config.shared_bytes(kernel.num_places)));
 }
 
 const Kernel& Kernels::prepare(const CombineKernelConfig& config) {

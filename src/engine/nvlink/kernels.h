@@ -11,6 +11,8 @@
 
 namespace weft::nvlink {
 
+struct SmallDispatchKernel;  // small_dispatch.h
+
 struct Kernel {
   cuda::Function function = nullptr;
   unsigned num_threads = 0;
@@ -19,6 +21,7 @@ struct Kernel {
 
 std::string render(const DispatchKernelConfig& config);
 std::string render(const CombineKernelConfig& config);
+std::string render(const SmallDispatchKernel& kernel);
 
 // As many stages as shared memory holds.
 DispatchKernelConfig with_stages(DispatchKernelConfig config, int shared_bytes);
@@ -34,6 +37,7 @@ class Kernels {
   // Compiles or loads at the first call of a configuration. Errors: kCompileError, kCudaError.
   const Kernel& prepare(const DispatchKernelConfig& config);
   const Kernel& prepare(const CombineKernelConfig& config);
+  const Kernel& prepare(const SmallDispatchKernel& kernel);
   // `shared_bytes`: dynamic. Any thread.
   const Kernel& prepare(const std::string& source, unsigned num_threads, unsigned shared_bytes);
   int shared_bytes() const { return shared_bytes_; }  // a block may have

@@ -46,6 +46,9 @@ struct DispatchArgs : CallArgs {
   u64 offsets = 0;       // int32 [R + 1] or [L + 1]
   u64 num_rows_out = 0;  // int32 []
   u64 overflow = 0;      // int64 [], added to
+  // Small batches: the caller's memory for `room` rows, written; recv_plan, of gpu_recv_plan_len, too.
+  i64 room = 0;
+  u64 out_x = 0, out_scales = 0, out_ids = 0, out_weights = 0;
 };
 
 struct DispatchResult {

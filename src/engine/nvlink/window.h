@@ -81,6 +81,7 @@ class Window : public cpu::MemberWindow {
 
  private:
   friend class DispatchCall;
+  friend class SmallDispatchCall;
   friend class CombineCall;
 
   struct Peer {

@@ -1,0 +1,110 @@
+#include "engine/nvlink/small_dispatch.h"
+
+#include <algorithm>
+#include <string>
+
+#include "base/status.h"
+#include "engine/nvlink/dispatch.h"
+
+namespace weft::nvlink {
+
+SmallDispatchKernel small_kernel(const GpuWindowShape& shape, const DispatchArgs& args, int shared_bytes) {
+  SmallDispatchKernel kernel;
+  SmallDispatchKernelConfig& config = kernel.config;
+  config.num_ranks = shape.num_ranks;
+  config.num_experts = shape.num_experts;
+  config.top_k = shape.top_k;
+  config.num_blocks = args.num_blocks;
+  config.row_bytes = static_cast<i32>(args.row_bytes);
+  config.scale_row_bytes = static_cast<i32>(wire_scale_bytes(args));
+  config.quantize = args.quantize;
+  if (args.quantize != Quantize::kNone) {
+    config.hidden = static_cast<i32>(args.hidden);
+    config.dtype = args.dtype;
+  }
+  config.layout = args.layout;
+  config.topk_is_int64 = args.topk_is_int64;
+  config.sends = args.sends;
+  config.receives = args.receives;
+  const i64 units = std::max<i64>(shape.small_tokens, args.num_blocks);
+  const i64 units_each = (units + args.num_blocks - 1) / args.num_blocks;
+  kernel.num_places = static_cast<i32>(shape.num_ranks * units_each * config.width());
+  if (config.shared_bytes(kernel.num_places) > shared_bytes) {
+    throw_unsupported("small batches of " + std::to_string(shape.small_tokens) + " tokens with " +
+                      std::to_string(shape.num_experts) + " experts on " + std::to_string(args.num_blocks) +
+                      " SMs; need: mode=\"throughput\", more SMs or fewer tokens");
+  }
+  return kernel;
+}
+
+SmallDispatchCall::SmallDispatchCall(Window& window, const DispatchArgs& args, const Poll& poll)
+    : w_(window), a_(args), poll_(poll) {}
+
+DispatchResult SmallDispatchCall::run() {
+  check();
+  const SmallDispatchKernel small = small_kernel(w_.shape_, a_, w_.gpu_->kernels->shared_bytes());
+  const Kernel& kernel = w_.prepare(small, a_.timeout_ns, poll_);
+  const Window::Turn turn = w_.begin(operation_config(), a_.timeout_ns, a_.stream);
+  kernels::SmallDispatchKernelArgs kernel_args = kernel_arguments(turn);
+  w_.launch(kernel, a_.num_blocks, a_.stream, &kernel_args);
+  if (a_.receives) ++w_.stats_.num_dispatches;
+  DispatchResult result;
+  result.in_heap = false;
+  result.result_rows = is_exact() ? w_.wait_for_counts(turn.ticket, a_.stream, poll_) : -1;
+  return result;
+}
+
+void SmallDispatchCall::check() const {
+  if (a_.max_tokens > w_.shape_.small_tokens) {
+    throw_invalid_argument("max_tokens is " + std::to_string(a_.max_tokens) + "; allowed in a small-batch call: 0.." +
+                           std::to_string(w_.shape_.small_tokens) + ", or mode=\"throughput\"");
+  }
+  const i64 slot_bytes = static_cast<i64>(align_up(static_cast<u64>(wire_row_bytes(a_)), 16)) + wire_scale_bytes(a_);
+  if (slot_bytes > static_cast<i64>(w_.layout_.small_row_bytes)) {
+    throw_invalid_argument("rows of " + std::to_string(slot_bytes) +
+                           " bytes with their scales; allowed in a small-batch " +
+                           "call of this window: " + std::to_string(w_.layout_.small_row_bytes));
+  }
+  if (a_.cached) throw_unsupported("repeating a routing in a small-batch call; need: mode=\"throughput\"");
+}
+
+OperationConfig SmallDispatchCall::operation_config() const {
+  OperationConfig operation = dispatch_operation(a_);
+  operation.is_small = 1;
+  return operation;
+}
+
+// Fewer tokens than blocks: each row is split among several.
+i32 SmallDispatchCall::num_parts() const {
+  return static_cast<i32>(std::max<i64>(a_.num_blocks / std::max<i64>(a_.max_tokens, 1), 1));
+}
+
+kernels::SmallDispatchKernelArgs SmallDispatchCall::kernel_arguments(const Window::Turn& turn) const {
+  kernels::SmallDispatchKernelArgs args;
+  args.view = w_.view_;
+  args.print = turn.print;
+  args.ticket = is_exact() ? turn.ticket : 0;
+  args.max_tokens = static_cast<i32>(a_.max_tokens);
+  args.num_parts = num_parts();
+  args.alignment = static_cast<i32>(a_.alignment);
+  args.capacity = a_.capacity;
+  args.num_tokens = static_cast<i32>(a_.num_tokens);
+  args.x = reinterpret_cast<const u8*>(a_.x);
+  args.scales = reinterpret_cast<const u8*>(a_.scales);
+  args.topk_idx = reinterpret_cast<const void*>(a_.topk_idx);
+  args.topk_weights = reinterpret_cast<const float*>(a_.topk_weights);
+  args.send_plan = reinterpret_cast<i32*>(a_.send_plan);
+  args.room = a_.room;
+  args.out_x = reinterpret_cast<u8*>(a_.out_x);
+  args.out_scales = reinterpret_cast<u8*>(a_.out_scales);
+  args.out_ids = reinterpret_cast<void*>(a_.out_ids);
+  args.out_weights = reinterpret_cast<float*>(a_.out_weights);
+  args.recv_plan = reinterpret_cast<i32*>(a_.recv_plan);
+  args.counts = reinterpret_cast<i32*>(a_.counts);
+  args.offsets = reinterpret_cast<i32*>(a_.offsets);
+  args.num_rows = reinterpret_cast<i32*>(a_.num_rows_out);
+  args.overflow = reinterpret_cast<i64*>(a_.overflow);
+  return args;
+}
+
+}  // namespace weft::nvlink
