@@ -232,7 +232,10 @@ class Tree:
         """A GPU in sysfs and NVML, with 18 NVLinks to a switch; `nvml`: values that differ."""
         self.pci(function)
         idx = len(self._gpus)
-        links = {"count": 18, "active": True, "version": 4, "speed_mbps": 26562, "remote_type": "switch"}
+        # NVLink 4 and 5, by NVML's numbers.
+        is_blackwell = nvml.get("compute_capability", [9, 0])[0] >= 10
+        version, speed = (7, 53125) if is_blackwell else (6, 26562)
+        links = {"count": 18, "active": True, "version": version, "speed_mbps": speed, "remote_type": "switch"}
         cpus = self.node_cpus.get(function.node, "")
         domain, rest = function.address.split(":", 1)
         entry: dict[str, Any] = {

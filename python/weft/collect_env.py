@@ -116,6 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     report = collect(import_torch=options.import_torch)
     text = json.dumps({"kind": "environment", **report}) if options.json else "\n".join(lines(report))
+    if sys.stdout is None:  # it was closed before the start
+        return 0
     try:
         sys.stdout.write(text.encode("ascii", "replace").decode() + "\n")
         sys.stdout.flush()

@@ -75,7 +75,11 @@ _MAX_VALUE = 200
 _IPV4 = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b(?:/\d+|:\d+)?")
 _IPV6 = re.compile(r"(?<![\w:.])(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}(?![\w:.])")
 _PCI = re.compile(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.[0-7])?")
-_UUID = re.compile(r"\b(?:GPU-|MIG-)?[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", re.IGNORECASE)
+# Of devices their beginnings, too: CUDA takes "GPU-1a2b".
+_UUID = re.compile(
+    r"\b(?:[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b|(?:GPU|MIG)-[0-9a-f]{4}[0-9a-f-]*)",
+    re.IGNORECASE,
+)
 _URL = re.compile(r"\b[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE)
 _MAIL = re.compile(r"[\w.+-]+@[\w.-]*")  # of whoever built the driver, too
 _PATH = re.compile(r"(?<![\w.<>])~?(?:/[^\s/:;,'\"()<>]+)+/?")

@@ -138,6 +138,7 @@ def test_names_of_host_and_user_are_replaced(monkeypatch: pytest.MonkeyPatch) ->
         ("x86_64  580.1  (root@gpu17)  Thu", "x86_64  580.1  (<user>)  Thu"),
         ("~/data/x and /data", "<path> and <path>"),
         ("mlx5_0:1,mlx5_1:1", "mlx5_0:1,mlx5_1:1"),
+        ("GPU-8932f937,MIG-c106 GPU-direct", "<uuid>,<uuid> GPU-direct"),
     ],
 )
 def test_redact(text: str, shown: str) -> None:
@@ -186,6 +187,13 @@ def test_a_closed_pipe_is_no_error() -> None:
     env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=env, timeout=60, check=False)
     os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_stdout_that_was_never_open_is_no_error() -> None:
+    code = f"import os, sys; os.close(1); os.execv(sys.executable, {[sys.executable, '-m', 'weft.collect_env']})"
+    env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, env=env, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from doctor_machines import REDIRECT, findings_of, gpu, machine, nic, port, replaced
+from machines import machine as topology_of
 
 from weft.doctor import CHECKS, Check, Facts, Finding, diagnose, measure
-from weft.topology import Core, Fabric, GpuDirect, Limits, Machine, NetDevice, PciDevice, PcieLink, System
+from weft.topology import Core, Fabric, GpuDirect, HugePages, Limits, Machine, NetDevice, PciDevice, PcieLink, System
 
 BASE = machine()
 CPUS = BASE.cpus
@@ -171,6 +172,53 @@ def test_smt_siblings_left_out_are_told() -> None:
     assert (told.status, told.found.split(" are ")[0]) == ("ok", "SMT siblings of 1 of 2 cores")
 
 
+def test_a_container_of_one_core_is_not_called_wide() -> None:
+    for changes in (cpus(allowed=(5,), cgroup=(5,)), {**cpus(allowed=(5,)), "gpus": BASE.gpus[:1]}):
+        (told,) = of_check(findings_of(changed(**changes)), "launcher-mask")
+        assert (told.status, told.found.split(":")[0]) == ("ok", "one core (5) is allowed")
+
+
+def test_gpus_of_unknown_nodes_have_no_verdict_on_their_cores() -> None:
+    lost = tuple(dataclasses.replace(entry, numa_node=None) for entry in BASE.gpus)
+    (told,) = of_check(findings_of(changed(gpus=lost)), "gpu-cores")
+    assert (told.status, told.found) == ("n/a", "the NUMA nodes of the GPUs are not known")
+
+
+def test_the_list_that_leaves_out_what_has_no_atomics_is_not_ignored_and_not_empty() -> None:
+    some = (nic(0, atomics=False), *(nic(idx, atomics=None) for idx in (1, 2, 3)))
+    (told,) = of_check(findings_of(changed(nics=some)), "atomics")
+    assert told.fix == "export NVSHMEM_ENABLE_NIC_PE_MAPPING=1 NVSHMEM_HCA_LIST=^mlx5_0"
+    (told,) = of_check(findings_of(changed(nics=tuple(nic(idx, atomics=False) for idx in range(4)))), "atomics")
+    assert told.fix.startswith("sudo mlxconfig -d 0000:04:00.0 query PCI_ATOMIC_MODE")
+
+
+def test_no_switch_is_not_called_a_switch_without_ports() -> None:
+    bridges = {address: PciDevice(address, port_type="root port") for address in BASE.bridges}
+    assert of_check(findings_of(changed(bridges=bridges)), "acs")[0].status == "n/a"
+
+
+def test_small_huge_pages_have_a_size() -> None:
+    pages = (HugePages(64, 3, 3), HugePages(2048, 0, 0), HugePages(1 << 20, 2, 2))
+    (told,) = of_check(findings_of(changed(**limits(huge_pages=pages))), "huge-pages")
+    assert told.found.startswith("reserved: 3 of 64 KiB, 2 of 1024 MiB; ")
+
+
+def test_gids_that_could_not_be_read_are_not_counted() -> None:
+    blind = nic(0, ports=port(gids=()))
+    (told,) = of_check(findings_of(changed(nics=(blind, *BASE.nics[1:]))), "gids")
+    assert told.found == "RoCE v2 GIDs with an address on 3 devices"
+    (told,) = of_check(findings_of(changed(nics=(blind,))), "gids")
+    assert told.status == "n/a"
+
+
+def test_an_instance_that_lacks_the_same_number_of_efa_devices_for_every_gpu() -> None:
+    whole = topology_of("aws-p5")
+    kept = tuple(entry for idx, entry in enumerate(whole.nics) if idx % 4)
+    (found, _) = of_check(findings_of(dataclasses.replace(whole, nics=kept)), "efa")
+    assert (found.status, found.cost) == ("warn", "25 % of the network's rate")
+    assert found.found == "24 EFA devices for 8 GPUs, 32 make it whole"
+
+
 def test_unknown_is_not_broken() -> None:
     assert not [found for found in findings_of(Machine()) if found.status in ("warn", "fail")]
     blank = Machine(gpus=tuple(dataclasses.replace(gpu(idx), nvlinks=None, name=None) for idx in range(2)), nics=())
@@ -180,7 +228,7 @@ def test_unknown_is_not_broken() -> None:
 
 def test_an_upstream_port_or_a_root_port_may_redirect() -> None:
     for kind in ("upstream", "root port"):
-        bridges = {"0000:02:00.0": PciDevice("0000:02:00.0", port_type=kind, acs=REDIRECT)}
+        bridges = {**BASE.bridges, "0000:02:00.0": PciDevice("0000:02:00.0", port_type=kind, acs=REDIRECT)}
         assert of_check(findings_of(changed(bridges=bridges)), "acs")[0].status == "ok"
 
 

@@ -21,6 +21,7 @@ from machines import MACHINES, NAMES, machine
 
 from weft.doctor import Finding, diagnose, facts_of
 from weft.placement import place
+from weft.topology import Machine
 from weft.topology.matrix import LEGEND, matrix
 from weft.topology.picture import draw
 
@@ -125,6 +126,30 @@ def test_topo_prints_settings_for_a_shell() -> None:
     assert "\nexport NCCL_RUNTIME_CONNECT=0  # " in shown
     (row,) = rows_of(weft_command("topo", "--root", str(MACHINES / "gcp-a3-ultra"), "--json").stdout)
     assert "NCCL_RUNTIME_CONNECT" in [item["name"] for item in row["settings"]["items"]]
+
+
+def test_topo_says_why_and_warns() -> None:
+    shown = weft_command("topo", "--root", str(MACHINES / "h200-x4")).stdout
+    assert "why: ranks 0-3: one NUMA node: a split, not affinity; every core is equally far from every GPU\n" in shown
+    assert "warning:" not in shown
+    shown = weft_command("topo", "--root", str(MACHINES / "container-one-socket")).stdout
+    assert "warning: ranks 4-7: no allowed CPU on node 1: the rank runs on another node's cores\n" in shown
+
+
+def test_topo_places_ranks_on_visible_gpus_only() -> None:
+    here = str(MACHINES / "dgx-h100")  # stands for the machine that the command runs on
+    code = f"from weft import topology\nread = topology.read\ntopology.read = lambda root: read({here!r})\n"
+    code += "from weft.cli import main; main()"
+    (row,) = rows_of(weft_command("topo", "--json", code=code, CUDA_VISIBLE_DEVICES="5,4").stdout)
+    assert [placement["gpu"] for placement in row["placements"]] == [5, 4]
+    assert {item["name"]: item["value"] for item in row["settings"]["items"]}["NCCL_IB_HCA"] == "=mlx5_9:1,mlx5_6:1"
+
+
+def test_the_headline_fits_into_the_picture() -> None:
+    for drawn in (Machine(), machine("gcp-a3-mega")):
+        picture = ElementTree.fromstring(draw(drawn))
+        title = next(element for element in picture.iter() if element.get("class") == "title")
+        assert float(title.get("x", 0)) + 7 * len(title.text or "") <= float(picture.get("width", 0))
 
 
 def test_topo_prints_the_matrix_of_the_azure_machine() -> None:

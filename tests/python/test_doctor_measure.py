@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 from types import SimpleNamespace
@@ -76,6 +77,13 @@ def test_devices_are_matched_by_address_not_by_number() -> None:
     measured = figures(devices=[ADDRESSES[3], ADDRESSES[0]], from_nodes=from_one_node)
     measured["from_nodes"]["1"] = {"launch_us": [6.0, 9.0], "pinned_gb_per_s": [55.0, 40.0]}
     assert found(measured)["wrong-node"][0].found.startswith("own node: launch and wait 6.0 us")
+
+
+def test_gpus_of_unknown_nodes_are_not_called_far() -> None:
+    whole = machine()
+    lost = dataclasses.replace(whole, gpus=tuple(dataclasses.replace(entry, numa_node=None) for entry in whole.gpus))
+    (told,) = [one for one in diagnose(Facts(lost, measured=figures()), measure.CHECKS) if one.check == "wrong-node"]
+    assert (told.status, told.found) == ("n/a", "the GPUs' nodes are not known")
 
 
 def test_a_slow_flag_is_a_warning() -> None:

@@ -115,6 +115,14 @@ def test_the_ethernet_function_is_warned_about_with_the_reason() -> None:
         assert "mlx5_an0:1 (it can't do PCIe atomics" in conflicts(found)[name]
 
 
+def test_a_pe_mapping_with_a_nic_that_is_left_out() -> None:
+    chosen = {"NVSHMEM_HCA_PE_MAPPING": "mlx5_3:1:4,mlx5_4:1:4", "NVSHMEM_ENABLE_NIC_PE_MAPPING": "1"}
+    conflict = conflicts(of("two-gpus-per-nic-uneven", **chosen))["NVSHMEM_HCA_PE_MAPPING"]
+    assert conflict.startswith("it also takes mlx5_3:1 (next to no GPU")
+    own = of("two-gpus-per-nic").as_dict()
+    assert not of("two-gpus-per-nic", **own).all_warnings()
+
+
 def test_a_list_that_nvshmem_ignores() -> None:
     assert "ignored" in of("dgx-h100", NVSHMEM_HCA_LIST=DGX).all_warnings()[0]
     found = of("dgx-h100", NVSHMEM_HCA_LIST=DGX, NVSHMEM_ENABLE_NIC_PE_MAPPING="0")
@@ -141,6 +149,10 @@ def test_class_of_traffic_is_carried_over_and_compared() -> None:
     assert "differ" in both.warnings[0]
     assert of("dual-port-roce").notes
     assert not of("dual-port-roce", NCCL_IB_TC="106").notes
+    back = of("dual-port-roce", NVSHMEM_IB_TRAFFIC_CLASS="106", NVSHMEM_IB_SL="3")
+    assert (back.as_dict()["NCCL_IB_TC"], back.as_dict()["NCCL_IB_SL"]) == ("106", "3")
+    assert not back.notes
+    assert not back.all_warnings()
 
 
 def test_a_gid_that_is_none() -> None:

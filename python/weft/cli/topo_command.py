@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -42,9 +42,9 @@ def topo(
     with command_output(json_lines=json) as output:
         machine = topology.read(root)
         distances = matrix(machine)
-        placements = place(machine)
-        live = os.path.realpath(root) == "/"
-        chosen = settings(machine, placements, set_among(VARIABLES) if live else {})
+        environment = set_among(VARIABLES) if os.path.realpath(root) == "/" else {}
+        placements = place(machine, environment=environment)
+        chosen = settings(machine, placements, environment)
         found = {"machine": machine, "placements": placements, "settings": chosen}
         output.row({"kind": "topology", **dataclasses.asdict(distances), **topology.to_json(found)})
         _show(output, machine, distances)
@@ -122,6 +122,20 @@ def _show_placements(output: Output, placements: Sequence[Placement]) -> None:
     left_out = {entry.name: entry.reason for placement in placements for entry in placement.left_out}
     for name, reason in left_out.items():
         output.text(f"not used: {name}: {reason}")
+    for text, ranks in _ranks_by_text(entry.reasons for entry in placements).items():
+        if len(ranks) > 1:  # what is said of one GPU is in its row
+            output.text(f"why: ranks {format_cpus(ranks)}: {text}")
+    for text, ranks in _ranks_by_text(entry.warnings for entry in placements).items():
+        output.text(f"warning: rank{'s' * (len(ranks) > 1)} {format_cpus(ranks)}: {text}")
+
+
+def _ranks_by_text(texts: Iterable[Sequence[str]]) -> dict[str, list[int]]:
+    """The ranks of which each sentence is said; `texts` by rank."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, each in enumerate(texts):
+        for text in each:
+            ranks_of.setdefault(text, []).append(rank)
+    return ranks_of
 
 
 def _unknown(number: int | None) -> str:

@@ -78,6 +78,8 @@ def _gpu_cores(facts: Facts) -> Iterable[Answer]:
             answers.append(warn(found, cost="they share CPUs: a thread that spins starves the others", fix=fix))
         each = num_cores // len(gpus)
         parts.append(f"{each} core{'s' * (each != 1)} a rank on node {node}")
+    if not parts:
+        return [skip("the NUMA nodes of the GPUs are not known")]
     return answers or [ok("; ".join(parts))]
 
 
@@ -85,8 +87,13 @@ def _is_launchers_mask(facts: Facts) -> bool:
     """Whether this process is bound to one core of several that its container, or the machine, has."""
     cpus = facts.machine.cpus
     allowed = set(cpus.allowed)
-    cores = [core for core in cpus.cores if allowed & set(core.cpus)]
-    return len(facts.gpus) > 1 and len(cores) == 1 and allowed < set(cpus.cgroup or cpus.online)
+    return len(facts.gpus) > 1 and _num_cores(facts) == 1 and allowed < set(cpus.cgroup or cpus.online)
+
+
+def _num_cores(facts: Facts) -> int:
+    """Cores of which this process may use a part."""
+    allowed = set(facts.machine.cpus.allowed)
+    return sum(bool(allowed & set(core.cpus)) for core in facts.machine.cpus.cores)
 
 
 def _single_core(facts: Facts) -> Iterable[Answer]:
@@ -98,6 +105,8 @@ def _single_core(facts: Facts) -> Iterable[Answer]:
         cost = "Weft's and NCCL's threads share it; NCCL intersects its own mask with it"
         fix = "mpirun --bind-to numa ...  # or --bind-to none; for NCCL alone: export NCCL_IGNORE_CPU_AFFINITY=1"
         return [warn(found, cost=cost, fix=fix)]
+    if _num_cores(facts) == 1:
+        return [ok(f"one core ({format_cpus(cpus.allowed)}) is allowed: all threads of this process share it")]
     return [ok("this process is not bound to a single core")]
 
 
@@ -138,10 +147,6 @@ def _by_node(facts: Facts) -> dict[int, list[Gpu]]:
         if node is not None:
             found[node].append(gpu)
     return dict(sorted(found.items()))
-
-
-def _node_cpus(facts: Facts, node: int) -> tuple[int, ...]:
-    return next((entry.cpus for entry in facts.machine.cpus.nodes if entry.idx == node), ())
 
 
 def _gpus(numbers: Iterable[int]) -> str:

@@ -125,7 +125,8 @@ def _wrong_node(facts: Facts) -> Iterable[Answer]:
             for name in side:
                 side[name].append(values[name][idx])
     if not near["launch_us"]:
-        return [skip("this process has no CPU on the node of any GPU")]
+        known = any(home.get(address) is not None for address in addresses)
+        return [skip("this process has no CPU on the node of any GPU" if known else "the GPUs' nodes are not known")]
     launch, rate = statistics.median(near["launch_us"]), statistics.median(near["pinned_gb_per_s"])
     text = f"launch and wait {launch:.1f} us, from pinned memory {rate:.0f} GB/s"
     if not far["launch_us"]:

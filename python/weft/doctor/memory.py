@@ -44,12 +44,17 @@ def _shm(facts: Facts) -> Iterable[Answer]:
 
 def _huge_pages(facts: Facts) -> Iterable[Answer]:
     limits = facts.machine.limits
-    reserved = [f"{pages.total} of {pages.size_kib // 1024} MiB" for pages in limits.huge_pages if pages.total]
+    reserved = [f"{pages.total} of {_size(pages.size_kib)}" for pages in limits.huge_pages if pages.total]
     mode = limits.transparent_huge_pages
     if mode is None and not limits.huge_pages:
         return [skip("not known")]
     text = f"reserved: {', '.join(reserved) or 'none'}; transparent: {mode or 'unknown'}"
     return [ok(f"{text}; Weft needs none")]
+
+
+def _size(kib: int) -> str:
+    """Kernels for Arm have pages of 64 KiB, too."""
+    return f"{kib >> 10} MiB" if kib >= 1024 else f"{kib} KiB"
 
 
 CHECKS = (

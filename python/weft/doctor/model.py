@@ -64,7 +64,7 @@ class Facts:
 
     Attributes: `machine`; `environment` the documented variables that are set; `live` whether `machine` is the one
     this process runs on (checks of the process itself say n/a for a recording); `measured` what
-        weft.doctor.measure.run measured, None: nothing was.
+    weft.doctor.measure.run measured, None: nothing was.
     """
 
     machine: Machine
@@ -82,10 +82,10 @@ class Facts:
         """The GPUs of the machine."""
         return self.machine.gpus
 
-    @functools.cached_property
+    @property
     def rdma(self) -> tuple[Nic, ...]:
-        """RDMA devices that could carry tokens: not the controllers of NVLink switches."""
-        return tuple(nic for nic in self.machine.nics if nic.kind != "nvlink-controller")
+        """The RDMA devices of the machine."""
+        return self.machine.nics
 
     @functools.cached_property
     def used_nics(self) -> tuple[Nic, ...]:

@@ -14,6 +14,7 @@ __all__ = ["CHECKS"]
 _NONE = "no RDMA device"
 _WRONG_NODE = "users lost up to a third of their bandwidth to a NIC behind the other root complex"
 _ROCE_MTU = 4200  # a 4096-byte RoCE packet with its headers
+_EFA_GBPS = 400  # of each GPU
 
 
 def _nics(facts: Facts) -> Iterable[Answer]:
@@ -127,16 +128,16 @@ def _gids(facts: Facts) -> Iterable[Answer]:
     roce = [nic for nic in _in_use(facts) if nic.kind == "roce"]
     if not roce:
         return [skip("no RoCE device")]
+    known = [(nic, gids) for nic in roce if (gids := [gid for port in nic.ports for gid in port.gids])]
+    if not known:
+        return [skip("the GIDs of the RoCE devices are not known")]
     answers = []
-    for nic in roce:
-        gids = [gid for port in nic.ports for gid in port.gids]
-        if not gids:
-            continue
+    for nic, gids in known:
         if not any(gid.type == "RoCE v2" and gid.kind != "link-local" for gid in gids):
             device = nic.netdevs[0] if nic.netdevs else "its interface"
             found = f"{nic.name} has no RoCE v2 GID with an IP address"
             answers.append(fail(found, cost="no routed RoCE", fix=f"sudo ip addr add ADDRESS/PREFIX dev {device}"))
-    return answers or [ok(f"RoCE v2 GIDs with an address on {len(roce)} devices")]
+    return answers or [ok(f"RoCE v2 GIDs with an address on {len(known)} devices")]
 
 
 def _atomics(facts: Facts) -> Iterable[Answer]:
@@ -148,11 +149,7 @@ def _atomics(facts: Facts) -> Iterable[Answer]:
     without = [nic.name for nic in used if nic.atomics is False]
     if without:
         cost = "NVSHMEM's signals over it fail when queue pairs are made"
-        return [
-            fail(
-                f"no PCIe atomics: {', '.join(without)}", cost=cost, fix="export NVSHMEM_HCA_LIST=^" + ",".join(without)
-            )
-        ]
+        return [fail(f"no PCIe atomics: {', '.join(without)}", cost=cost, fix=_fix_atomics(used))]
     blocked = [nic.name for nic in used if nic.atomics_path is False]
     if blocked:
         cost = "atomics of the NIC end in an error; signals have to go through a proxy"
@@ -165,6 +162,16 @@ def _atomics(facts: Facts) -> Iterable[Answer]:
         why = next((nic.why["atomics"] for nic in used if "atomics" in nic.why), "configuration space was not readable")
         return [skip(f"not known for {len(unknown)} of {len(used)} devices: {why} (sudo weft doctor)")]
     return [ok(f"{len(used)} devices complete PCIe atomics")]
+
+
+def _fix_atomics(used: list[Nic]) -> str:
+    """Leave those without out of NVSHMEM's list, which counts only with the mapping; where none is left, the firmware
+    may have them switched off."""
+    without = [nic for nic in used if nic.atomics is False]
+    if len(without) < len(used):
+        return f"export NVSHMEM_ENABLE_NIC_PE_MAPPING=1 NVSHMEM_HCA_LIST=^{','.join(nic.name for nic in without)}"
+    address = without[0].pci.address if without[0].pci else without[0].name
+    return f"sudo mlxconfig -d {address} query PCI_ATOMIC_MODE  # the firmware may have them switched off"
 
 
 def _left_out(facts: Facts) -> Iterable[Answer]:
@@ -272,14 +279,27 @@ def _efa(facts: Facts) -> Iterable[Answer]:
     if not efa:
         return [skip("no EFA device")]
     answers = []
-    if facts.gpus and len(efa) % len(facts.gpus):
-        cost = (
-            f"{100 - 100 * len(efa) / (len(facts.gpus) * -(-len(efa) // len(facts.gpus))):.0f} % of the network's rate"
-        )
+    full = _full_efa(facts, efa)
+    if len(efa) < full:
+        cost = f"{100 - 100 * len(efa) / full:.0f} % of the network's rate"
         fix = "attach the missing interfaces to the instance (InterfaceType=efa-only)"
-        answers.append(warn(f"{len(efa)} EFA devices for {len(facts.gpus)} GPUs", cost=cost, fix=fix))
+        answers.append(
+            warn(f"{len(efa)} EFA devices for {len(facts.gpus)} GPUs, {full} make it whole", cost=cost, fix=fix)
+        )
     answers.append(ok(f"{len(efa)} EFA devices: NCCL needs its libfabric plugin; verbs and IBGDA can't use them"))
     return answers
+
+
+def _full_efa(facts: Facts, efa: list[Nic]) -> int:
+    """Devices of a whole instance: equally many a GPU, and of eight GPUs from Hopper on 400 Gb/s each (p5: four of
+    100 Gb/s, p5en: two of 200, p6: one of 400)."""
+    num_gpus, rate = len(facts.gpus), efa[0].rate_gbps
+    if not num_gpus:
+        return len(efa)
+    each = -(-len(efa) // num_gpus)
+    if num_gpus == 8 and rate and all((gpu.compute_capability or (0, 0))[0] >= 9 for gpu in facts.gpus):
+        each = max(each, round(_EFA_GBPS / rate))
+    return num_gpus * each
 
 
 def _in_use(facts: Facts) -> tuple[Nic, ...]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from weft.log import logger
 from weft.placement.model import Placement
 from weft.topology import policy
-from weft.topology.parse import cpu_list, format_cpus
+from weft.topology.parse import format_cpus
 
 __all__ = ["WEFT_THREADS", "Binding", "bind", "unbound_mask"]
 
@@ -138,12 +138,3 @@ def _threads(only_weft: bool) -> list[int]:
             if not only_weft or name in WEFT_THREADS:
                 found.append(int(entry))
     return sorted(found)
-
-
-def current_mask(thread: int) -> tuple[int, ...]:
-    """The CPUs a thread of this process may use, as /proc says; () if it has ended."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/self/task/{thread}/status").read_text().splitlines():
-            if line.startswith("Cpus_allowed_list:"):
-                return cpu_list(line.split(":", 1)[1].strip()) or ()
-    return ()

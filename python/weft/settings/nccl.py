@@ -8,8 +8,10 @@ from weft.settings.hca_list import nccl_selects
 from weft.settings.model import Setting
 from weft.settings.network import Network
 
-__all__ = ["items", "notes", "warnings"]
+__all__ = ["CLASSES", "items", "notes", "warnings"]
 
+# Traffic class and service level, of NCCL and of NVSHMEM: they name one class of the fabric.
+CLASSES = (("NCCL_IB_TC", "NVSHMEM_IB_TRAFFIC_CLASS"), ("NCCL_IB_SL", "NVSHMEM_IB_SL"))
 _MAX_HCAS = 32
 _LAZY = "connecting at first use, the default since NCCL 2.22, took DeepEP on 32 ranks over RoCE from 59 to 37 GB/s"
 _SINGLE = "one port a GPU over RoCE: published for DeepEP with"
@@ -20,6 +22,9 @@ def items(network: Network, environment: Mapping[str, str]) -> Iterator[Setting]
     if network.is_verbs:
         yield from _hca(network, environment)
         yield from _roce(network, environment)
+        for ours, nvshmem in CLASSES:
+            if nvshmem in environment:
+                yield _setting(ours, environment[nvshmem], f"the same lossless class as {nvshmem}", environment)
     elif network.kind == "efa":
         reason = "the NICs are EFA devices, which NCCL reaches through its libfabric plugin only"
         yield _setting("FI_PROVIDER", "efa", reason, environment, "libfabric")
@@ -93,7 +98,7 @@ def warnings(network: Network, environment: Mapping[str, str]) -> Iterator[str]:
     index = environment.get("NCCL_IB_GID_INDEX")
     if index is not None and network.kind == "roce":
         yield from _gid_warning(network, index)
-    for nccl, nvshmem in (("NCCL_IB_TC", "NVSHMEM_IB_TRAFFIC_CLASS"), ("NCCL_IB_SL", "NVSHMEM_IB_SL")):
+    for nccl, nvshmem in CLASSES:
         one, other = environment.get(nccl), environment.get(nvshmem)
         if one is not None and other is not None and one != other:
             yield f"{nccl}={one} and {nvshmem}={other} differ: only one of them is the fabric's lossless class"
@@ -123,7 +128,7 @@ def _mixes_functions(network: Network) -> bool:
 
 def notes(network: Network, environment: Mapping[str, str]) -> Iterator[str]:
     """What the machine does not say."""
-    if network.kind == "roce" and "NCCL_IB_TC" not in environment:
+    if network.kind == "roce" and not any(name in environment for pair in CLASSES for name in pair):
         yield (
             "NCCL_IB_TC, NCCL_IB_SL, NVSHMEM_IB_TRAFFIC_CLASS and NVSHMEM_IB_SL are not set: 0. They must name the "
             "fabric's lossless class; whoever runs the switches knows it"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from weft.settings.hca_list import nvshmem_selects
 from weft.settings.model import Setting
+from weft.settings.nccl import CLASSES
 from weft.settings.network import Network
 
 __all__ = ["items", "warnings"]
@@ -39,14 +40,15 @@ def _mapping(network: Network, environment: Mapping[str, str]) -> Iterator[Setti
     counts = {port: network.firsts.count(port) for port in dict.fromkeys(network.firsts)}
     if max(counts.values()) > 1:
         text = ",".join(f"{port}:{len(list(run))}" for port, run in itertools.groupby(network.firsts))
-        yield _setting(_PE_LIST, text, "name:port:number of ranks, in rank order: ranks share NICs", environment)
+        reason = "name:port:number of ranks, in rank order: ranks share NICs"
+        yield _setting(_PE_LIST, text, reason, environment, _list_conflict(network, environment, _PE_LIST))
         return
     reason = "the NIC of each rank, in rank order" + ("; one port a rank" if network.num_per_rank > 1 else "")
-    yield _setting(_LIST, ",".join(counts), reason, environment, _list_conflict(network, environment))
+    yield _setting(_LIST, ",".join(counts), reason, environment, _list_conflict(network, environment, _LIST))
 
 
-def _list_conflict(network: Network, environment: Mapping[str, str]) -> str:
-    text = environment.get(_LIST)
+def _list_conflict(network: Network, environment: Mapping[str, str], name: str) -> str:
+    text = environment.get(name)
     if text is None or text.startswith("="):  # warned about elsewhere
         return ""
     selected = nvshmem_selects(text, network.machine)
@@ -57,7 +59,7 @@ def _list_conflict(network: Network, environment: Mapping[str, str]) -> str:
 
 def _classes(network: Network, environment: Mapping[str, str]) -> Iterator[Setting]:
     """Service level and traffic class as NCCL has them, and the GID that carries RoCE v2 over IPv4."""
-    for nccl, ours in (("NCCL_IB_TC", "NVSHMEM_IB_TRAFFIC_CLASS"), ("NCCL_IB_SL", "NVSHMEM_IB_SL")):
+    for nccl, ours in CLASSES:
         if nccl in environment:
             yield _setting(ours, environment[nccl], f"the same lossless class as {nccl}", environment)
     indices = {

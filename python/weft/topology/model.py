@@ -86,7 +86,7 @@ class Cpus:
 @dataclass(frozen=True)
 class NvLink:
     """One NVLink of a GPU. `remote` is the PCI address at the other end, `remote_type` "gpu", "switch" or another word;
-    `speed_mbps` in each direction, in 10^6 bytes a second."""
+    `speed_mbps` in each direction, in 10^6 bytes a second; `version` as NVML numbers them: 6 is NVLink 4."""
 
     idx: int
     active: bool | None = None

@@ -17,6 +17,7 @@ from weft.topology.pci_model import Distance
 __all__ = ["draw"]
 
 _BOX_WIDTH, _BOX_HEIGHT, _GAP, _MARGIN = 118, 44, 14, 18
+_TITLE_WIDTH = 8  # of a character of the headline, at most
 _NVLINK_TOP, _GPU_TOP, _NIC_TOP = 56, 118, 206
 _STYLE = """
 text { font: 12px sans-serif; fill: #1b1f24 } .small { font-size: 10px; fill: #57606a } .title { font-size: 14px }
@@ -60,12 +61,14 @@ def draw(machine: Machine, nics: Mapping[int, Sequence[str]] | None = None) -> s
     columns = _columns(machine, chosen)
     depth = max((column.depth for column in columns), default=0)
     height = _NIC_TOP + depth * (_BOX_HEIGHT + _GAP) + 56
-    width = sum(column.width + _MARGIN for column in columns) + _MARGIN
+    headline = _headline(machine)
+    of_columns = sum(column.width + _MARGIN for column in columns) + _MARGIN
+    width = max(of_columns, 2 * _MARGIN + _TITLE_WIDTH * len(headline))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
         f"<style>{_STYLE}</style>",
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        _text(_MARGIN, 26, _headline(machine), "title"),
+        _text(_MARGIN, 26, headline, "title"),
     ]
     left, centres = _MARGIN, {}
     body: list[str] = []
@@ -116,7 +119,8 @@ def _draw_column(machine: Machine, column: _Column, left: int, bottom: int) -> l
     cpus = next((node.cpus for node in machine.cpus.nodes if node.idx == column.node), ())
     name = f"NUMA node {column.node}" if column.node is not None else "NUMA node not known"
     parts.append(_text(left + _GAP, bottom - 26, name))
-    parts.append(_text(left + _GAP, bottom - 10, f"CPUs {format_cpus(cpus)}" if cpus else "", "small"))
+    if cpus:
+        parts.append(_text(left + _GAP, bottom - 10, f"CPUs {format_cpus(cpus)}", "small"))
     for idx, gpu in enumerate(column.gpus):
         x = left + _GAP + idx * (_BOX_WIDTH + _GAP)
         model = (gpu.name or "").removeprefix("NVIDIA ")
@@ -198,12 +202,13 @@ def _headline(machine: Machine) -> str:
     names = Counter(gpu.name or "GPU" for gpu in machine.gpus)
     gpus = ", ".join(f"{count} x {name}" for name, count in names.items()) or "no GPU"
     distances = sorted({word for row in matrix(machine).gpu_gpu for word in row} - {"X"})
-    return f"{gpus}, {len(machine.nics)} RDMA devices" + (f"; GPU to GPU {', '.join(distances)}" if distances else "")
+    nics = f"{len(machine.nics)} RDMA device{'s' * (len(machine.nics) > 1)}" if machine.nics else "no RDMA device"
+    return f"{gpus}, {nics}" + (f"; GPU to GPU {', '.join(distances)}" if distances else "")
 
 
 def _box(x: int, y: int, width: int, height: int, kind: str, title: str) -> str:
     shape = f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="5">'
-    return f"{shape}<title>{_clean(title)}</title></rect>"
+    return f"{shape}<title>{_clean(title)}</title></rect>" if title else f"{shape}</rect>"
 
 
 def _text(x: int, y: int, text: str, kind: str = "") -> str:
