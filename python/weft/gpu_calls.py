@@ -58,6 +58,10 @@ class GpuCalls(NativeCalls):
         self.max_tokens = windows[0].max_tokens
         self.landing_row_bytes = landing_row_bytes(hidden, dtype)
         self.last_event: Event = COMPLETE
+        self._ints = torch.empty(
+            0, dtype=torch.int32, device=self.device
+        )  # new_empty of these costs half of torch.empty
+        self._floats = torch.empty(0, dtype=torch.float32, device=self.device)
 
     # ---- the three calls
 
@@ -151,9 +155,8 @@ class GpuCalls(NativeCalls):
         with _Running(self, "combine", call, (y, weights, bias, side, out), tie) as run:
             into = out if out is not None and out.data_ptr() % ROW_MULTIPLE_BYTES == 0 else None
             if into is None:
-                into = torch.empty((num_tokens, hidden), dtype=y.dtype, device=self.device)
-            side_shape = (num_tokens, self.top_k) if side is not None else (0,)
-            side_out = torch.empty(side_shape, dtype=torch.float32, device=self.device)
+                into = y.new_empty((num_tokens, hidden))
+            side_out = self._floats.new_empty((num_tokens, self.top_k) if side is not None else 0)
             args = self._args(_load.native().GpuCombineArgs(), call, run.stream, hidden, num_tokens)
             args.y, args.num_rows, args.dtype = y.data_ptr(), y.numel() // hidden, DTYPE_CODES[y.dtype]
             args.weights = pointer(weights)
@@ -236,9 +239,9 @@ class GpuCalls(NativeCalls):
     ) -> Received:
         num_tokens, layout = topk_idx.shape[0], call.layout
         plan_len = _load.native().gpu_send_plan_len(num_tokens, self.top_k, self.num_ranks, layout)
-        send_plan = self._new((plan_len,), torch.int32)
+        send_plan = self._ints.new_empty(plan_len)
         num_groups = self.num_ranks if layout == RANK_MAJOR else self.num_local_experts
-        sizes = self._new((self.num_local_experts + num_groups + 2,), torch.int32)
+        sizes = self._ints.new_empty(self.num_local_experts + num_groups + 2)
         args = self._dispatch_args(call, x, scales, quantize, num_tokens, sizes, stream)
         args.topk_idx, args.topk_is_int64 = topk_idx.data_ptr(), True
         args.topk_weights, args.send_plan = pointer(weights), send_plan.data_ptr()
@@ -340,7 +343,7 @@ class GpuCalls(NativeCalls):
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _scales(self, array: Any) -> Tensor:
-        return self._new((0,), torch.float32) if array is None else _tensor(array)
+        return self._floats.new_empty(0) if array is None else _tensor(array)
 
     def _pieces(self, x: Tensor, scales: Tensor | None, quantize: int) -> list[Tensor]:
         """x, or its columns in parts that fit the landing, for rows wider than those that the window is laid out for
@@ -419,5 +422,7 @@ def _clear(rows: Tensor, tail: Tensor) -> None:
 
 
 def _tensor(array: Any) -> Tensor:
-    tensor: Tensor = torch.from_dlpack(array)
+    # Versions of nanobind give a capsule, or an object that makes one; torch.from_dlpack takes longer to see which.
+    is_capsule = type(array).__name__ == "PyCapsule"
+    tensor: Tensor = torch._C._from_dlpack(array if is_capsule else array.__dlpack__())
     return tensor
