@@ -68,6 +68,7 @@ def kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:
     for layout, rows, routing in itertools.product(shape.layouts, ROWS, ROUTINGS[:2]):
         name = f"small dispatch {layout}, {rows}, {routing}"
         yield name, small_dispatch_source(shape, layout, rows, routing, shared_bytes)
+    yield from _combine_kernels(shape, shared_bytes)
     yield "unload", _load.native().render_unload()
 
 
@@ -109,6 +110,29 @@ def _window(shape: KernelShape) -> dict[str, int]:
         "top_k": shape.top_k,
         "max_tokens": shape.tokens,
     }
+
+
+def _combine_kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:
+    """expert_major and masked share theirs; only rank_major rows in their own type may be pulled, from the heap."""
+    native, by_expert = _load.native(), [name for name in shape.layouts if name != "rank_major"]
+    layouts = [name for name in shape.layouts if name == "rank_major"] + by_expert[:1]
+    for layout, wire, side in itertools.product(layouts, ("plain", "fp8"), ("", ", side")):
+        if wire == "fp8" and shape.hidden % 16 != 0:
+            continue
+        args: Any = native.GpuCombineArgs()
+        args.layout, args.num_blocks, args.hidden = LAYOUTS.index(layout), shape.num_sms, shape.hidden
+        args.dtype, args.wire_is_fp8, args.has_side = _CODES[shape.dtype][0], wire == "fp8", bool(side)
+        for has_push in (False, True) if layout == "rank_major" and wire == "plain" else (True,):
+            source = native.render_combine(
+                args,
+                num_ranks=shape.ranks,
+                num_experts=shape.experts,
+                top_k=shape.top_k,
+                has_push=has_push,
+                shared_bytes=shared_bytes,
+            )
+            where = "" if has_push else " from the heap"
+            yield f"combine {layout if layout == 'rank_major' else 'by expert'}{where}, {wire}{side}", source
 
 
 def prebuild(shape: KernelShape, archs: Sequence[str], folder: str, jobs: int | None = None) -> tuple[list[Built], int]:

@@ -7,11 +7,10 @@
 
 namespace weft {
 
-// Warps that store rows, groups of warps that sum them. A stage belongs to one of them for good: who waits for phase n of
-// a barrier has then seen phase n - 1 end, without which a wait by parity could pass a phase too early.
+// Warps that store rows. A stage belongs to one of them for good: who waits for phase n of a barrier has then seen
+// phase n - 1 end, without which a wait by parity could pass a phase too early.
 constexpr i32 kStoreWarps = 2;
 constexpr i32 kFanWarps = 6;  // that copy received rows to the places of their other picks
-constexpr i32 kSumGroups = 2;
 
 struct DispatchKernelConfig {
   i32 num_ranks = 1;
@@ -57,17 +56,77 @@ struct DispatchKernelConfig {
   WEFT_HD constexpr i32 num_threads() const { return num_warps() * 32; }
 };
 
+// Combine: warps of a group that makes one partial sum, warps that store rows, and items (chunks of a token's rows) in
+// flight, a multiple of the groups and warps that share them.
+constexpr i32 kPartialWarps = 4;
+constexpr i32 kPushWarps = 2;
+constexpr i32 kRingCells = 24;
+
 struct CombineKernelConfig {
   i32 num_ranks = 1;
   i32 num_blocks = 1;
+  i32 top_k = 1;
   i32 hidden = 8;
-  i32 chunk = 8;       // elements of a row that a stage holds of every rank
-  i32 num_stages = 2;  // a multiple of kSumGroups
+  i32 chunk = 8;         // elements of a row that a slot holds; with FP8 on the wire a multiple of kQuantizeGroup
+  i32 reduce_slots = 2;  // contributions at a time that wait in a block to be added
+  i32 push_slots = 0;    // rows at a time that wait to be pushed; 0: this rank pushes nothing, its rows are pulled
+  i32 partial_slots = 0;  // partial sums at a time that wait to be pushed; 0: rows are pushed as they are
   Dtype dtype = Dtype::kBf16;
+  Layout layout = Layout::kRankMajor;
+  bool wire_is_fp8 = false;
+  bool has_side = false;
 
+  WEFT_HD constexpr bool is_by_expert() const { return layout != Layout::kRankMajor; }
+  WEFT_HD constexpr bool has_push() const { return push_slots > 0; }
+  // Contributions are computed before they are pushed; this rank's own goes to its own landing too.
+  WEFT_HD constexpr bool has_partials() const { return is_by_expert() || wire_is_fp8; }
+  WEFT_HD constexpr i32 plan_width() const { return is_by_expert() ? top_k : 1; }  // of the receive plan
+
+  WEFT_HD constexpr i32 row_bytes() const { return hidden * dtype_bytes(dtype); }
   WEFT_HD constexpr i32 chunk_bytes() const { return chunk * dtype_bytes(dtype); }
-  WEFT_HD constexpr i32 stage_bytes() const { return (num_ranks * chunk_bytes() + 127) / 128 * 128; }
   WEFT_HD constexpr i32 num_chunks() const { return (hidden + chunk - 1) / chunk; }
+  WEFT_HD constexpr i32 chunk_elements(i32 idx) const { return idx + 1 < num_chunks() ? chunk : hidden - idx * chunk; }
+
+  // On the wire a chunk is its elements, with FP8 then a float scale for each group of 128.
+  WEFT_HD constexpr i32 scales_at(i32 elements) const { return (elements + 15) / 16 * 16; }
+  WEFT_HD constexpr i32 wire_bytes(i32 elements) const {
+    const i32 scales = ((elements + kQuantizeGroup - 1) / kQuantizeGroup * 4 + 15) / 16 * 16;
+    return wire_is_fp8 ? scales_at(elements) + scales : elements * dtype_bytes(dtype);
+  }
+  WEFT_HD constexpr i32 wire_row_bytes() const {
+    return (num_chunks() - 1) * wire_bytes(chunk) + wire_bytes(chunk_elements(num_chunks() - 1));
+  }
+
+  // Shared memory of a block.
+  WEFT_HD constexpr i32 row_slot_bytes() const { return (chunk_bytes() + 127) / 128 * 128; }
+  WEFT_HD constexpr i32 wire_slot_bytes() const { return (wire_bytes(chunk) + 127) / 128 * 128; }
+  WEFT_HD constexpr i32 slots_bytes() const {
+    return (reduce_slots + partial_slots) * wire_slot_bytes() + push_slots * row_slot_bytes();
+  }
+  // Tokens whose entries of the receive plan are read at a time.
+  WEFT_HD constexpr i32 plan_tokens() const {
+    const i32 fitting = 512 / (num_ranks * plan_width());
+    return fitting < 1 ? 1 : fitting > 8 ? 8 : fitting;
+  }
+  WEFT_HD constexpr i32 weights_bytes() const { return is_by_expert() ? kRingCells * plan_width() * 4 : 0; }
+  // Two pieces of the receive plan, one in use and one being read.
+  WEFT_HD constexpr i32 plan_entries() const { return plan_tokens() * num_ranks * plan_width(); }
+  WEFT_HD constexpr i32 plan_bytes() const { return has_push() ? 2 * plan_entries() * (is_by_expert() ? 8 : 4) : 0; }
+  WEFT_HD constexpr i32 shared_bytes() const { return slots_bytes() + weights_bytes() + plan_bytes(); }
+
+  // Few and large groups: while a group adds, the slots of its item load nothing.
+  WEFT_HD constexpr i32 reduce_groups() const { return 2; }
+  WEFT_HD constexpr i32 reduce_warps() const { return partial_groups() > 0 ? 3 : 8; }  // of a group
+  WEFT_HD constexpr i32 partial_groups() const {
+    return !has_push() || !has_partials() ? 0 : has_side ? 2 : 3;  // 24 warps leave 80 registers
+  }
+  // One warp loads for the owners' sums; for the push one reads the plan, one loads, some store, one tells how far they
+  // are; one has the side values.
+  WEFT_HD constexpr i32 num_warps() const {
+    return 1 + reduce_groups() * reduce_warps() + partial_groups() * kPartialWarps + (has_push() ? 3 + kPushWarps : 0) +
+           (has_side ? 1 : 0);
+  }
+  WEFT_HD constexpr i32 num_threads() const { return num_warps() * 32; }
 };
 
 }  // namespace weft

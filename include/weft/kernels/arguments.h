@@ -7,9 +7,6 @@
 
 namespace weft::kernels {
 
-constexpr i32 kSumThreads = 256;
-constexpr i32 kCombineThreads = kSumThreads + 32;  // and one warp that loads
-
 struct DispatchKernelArgs {
   transport::WindowView view;
   u16 print = 0;             // fingerprint of the operation
@@ -31,20 +28,6 @@ struct DispatchKernelArgs {
   i32* offsets = nullptr;  // [R + 1] or [L + 1]
   i32* num_rows = nullptr;
   i64* overflow = nullptr;  // added to
-};
-
-struct CombineKernelArgs {
-  transport::WindowView view;
-  u64 rows_offset = 0;  // heap offset of row 0 of this rank's expert output
-  i64 num_rows = 0;
-  const i32* slot = nullptr;       // [T, R] send plan
-  const i32* row_start = nullptr;  // [R] send plan
-  i32 num_tokens = 0;
-  const u8* bias = nullptr;  // in the dtype of the rows or float, or null
-  i64 bias_row_bytes = 0;    // 0: one row for all tokens
-  bool bias_is_fp32 = false;
-  u8* out = nullptr;  // [T, hidden]
-  u32* num_ended = nullptr;
 };
 
 }  // namespace weft::kernels

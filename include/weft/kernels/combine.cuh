@@ -1,250 +1,145 @@
-// Combine between GPUs that reach each other by load and store: rank-major rows that lie in the heaps, pulled by the
-// owners of the tokens. docs/protocols/nvlink-combine.md is the page to this file; in short:
-//   count    block 0 tells every peer where its rows lie
-//   reduce   each block pulls its tokens' rows chunk by chunk, adds them in float in the order of the ranks, rounds once
-//   reduce   header: "I have read everything of yours"; the call ends with every peer's (R20)
+// Combine between GPUs that reach each other by load and store, one launch a call.
+// docs/protocols/nvlink-combine.md is the page to this file; in short:
+//   count    block 0 tells every peer where its rows lie, or that it pushes
+//   send     a rank that pushes stores rows or partial sums into the owners' landings   (combine_push.cuh)
+//   reduce   the owner of a token adds the contributions in the order of the ranks      (combine_reduce.cuh)
+//   reduce   header: "I have read everything of yours, and what I push has arrived"; the call ends with every peer's (R20)
+// Block b of every rank sees to the same tokens, so it waits only for the blocks b of its peers.
 #pragma once
 
-#include "weft/config/kernel.h"
-#include "weft/kernels/arguments.h"
-#include "weft/ptx/convert.h"
-#include "weft/transport/nvlink.cuh"
+#include "weft/kernels/combine_push.cuh"
+#include "weft/kernels/combine_reduce.cuh"
+#include "weft/kernels/combine_side.cuh"
 
 namespace weft::kernels {
 
 template <CombineKernelConfig kConfig>
-struct CombineShared {
-  u64 full[kConfig.num_stages];
-  u64 empty[kConfig.num_stages];
-  u32 has_failed;                     // set by any thread: the block leaves without another header
-  const u8* rows[kConfig.num_ranks];  // this rank's first row there
-  i32 room[kConfig.num_ranks];        // rows from there that may be read
-  u32 present[kConfig.num_stages];    // bit r: the stage holds a row of rank r
-};
-
-template <CombineKernelConfig kConfig>
 class Combine {
  public:
+  using Block = CombineBlock<kConfig>;
   static constexpr i32 kRanks = kConfig.num_ranks;
-  static constexpr i32 kRowBytes = kConfig.hidden * dtype_bytes(kConfig.dtype);
-  static constexpr i32 kVector = 16 / dtype_bytes(kConfig.dtype);  // elements of a 16-byte access
-  static constexpr i32 kGroupThreads = kSumThreads / kSumGroups;
-  static_assert(kConfig.num_stages % kSumGroups == 0);
-  using Shared = CombineShared<kConfig>;
 
-  __device__ Combine(const CombineKernelArgs& args, Shared& shared, u8* stages)
-      : a_(args), s_(shared), stages_(stages), lane_(static_cast<i32>(threadIdx.x % ptx::kWarpLanes)) {
-    num_items_ = (args.num_tokens - static_cast<i32>(blockIdx.x) + kConfig.num_blocks - 1) / kConfig.num_blocks *
-                 kConfig.num_chunks();
-  }
+  __device__ Combine(const CombineKernelArgs& args, CombineShared<kConfig>& shared, u8* dynamic)
+      : b_{args, shared, dynamic, transport::begin_flight(args.view, args.print),
+           static_cast<i32>(threadIdx.x % ptx::kWarpLanes)} {}
 
   __device__ void run() {
-    const transport::Flight flight = transport::begin_flight(a_.view);
-    begin_ns_ = ptx::globaltimer_ns();
-    if (threadIdx.x == 0) {
-      s_.has_failed = 0;
-      for (i32 stage = 0; stage < kConfig.num_stages; ++stage) {
-        ptx::mbarrier_init(&s_.full[stage], 1);
-        ptx::mbarrier_init(&s_.empty[stage], kGroupThreads / 32);
-      }
-      ptx::fence_mbarrier_init();
-    }
+    if (b_.flight.is_dead) return;
+    const transport::WindowView& view = b_.a.view;
+    init_shared();
     const i32 peer = static_cast<i32>(threadIdx.x);
-    const bool has_peer = peer < kRanks && peer != a_.view.rank && a_.view.is_active(peer);
-    if (blockIdx.x == 0 && has_peer) {
-      u8* slot = a_.view.control[peer] + a_.view.layout.payload(Phase::kCount, flight.turn.sequence, a_.view.rank);
-      auto* payload = reinterpret_cast<CountPayload*>(slot);
-      payload->rows_offset = a_.rows_offset;
-      payload->num_rows = a_.num_rows;
-      transport::notify(a_.view, Phase::kCount, flight, peer, 0);
-    }
-    const transport::Verdict verdict = transport::wait_all(a_.view, Phase::kCount, flight, 0);
-    if (verdict == transport::Verdict::kMismatch) transport::end_flight(a_.view, flight, a_.num_ended);
+    const bool has_peer = peer < kRanks && peer != view.rank && b_.flight.is_active(peer);
+    if (blockIdx.x == 0 && has_peer) send_place(peer);
+    const transport::Verdict verdict = transport::wait_all(view, Phase::kCount, b_.flight, 0);
+    if (verdict == transport::Verdict::kGivenUp) end();
     if (verdict != transport::Verdict::kOk) return;
-    if (peer < kRanks) read_place(peer, flight);
+    if (peer < kRanks) read_place(peer);
     // The rows were written by other kernels and acquired by generic loads; bulk loads read them next.
     ptx::fence_proxy_async();
     __syncthreads();
-    if (s_.has_failed != 0) return;
-    if (threadIdx.x >= kSumThreads) {
-      load_rows();
-    } else {
-      sum_rows();
-    }
+    if (b_.has_failed()) return;
+    take_role(static_cast<i32>(threadIdx.x / ptx::kWarpLanes));
     __syncthreads();
-    if (s_.has_failed != 0) return;
-    if (has_peer) transport::notify(a_.view, Phase::kReduce, flight, peer, static_cast<i32>(blockIdx.x));
-    if (transport::wait_all(a_.view, Phase::kReduce, flight, static_cast<i32>(blockIdx.x)) != transport::Verdict::kOk)
-      return;
-    transport::end_flight(a_.view, flight, a_.num_ended);
+    if (b_.has_failed()) return;
+    if (has_peer) transport::notify(view, Phase::kReduce, b_.flight, peer, static_cast<i32>(blockIdx.x));
+    if (transport::wait_all(view, Phase::kReduce, b_.flight, static_cast<i32>(blockIdx.x)) == transport::Verdict::kOk) end();
   }
 
  private:
-  // R19: only rows inside the peer's heap are read.
-  __device__ void read_place(i32 rank, const transport::Flight& flight) {
-    u64 offset = a_.rows_offset;
-    i64 num_rows = a_.num_rows;
-    if (rank != a_.view.rank && a_.view.is_active(rank)) {
-      const u8* slot =
-          a_.view.control[a_.view.rank] + a_.view.layout.payload(Phase::kCount, flight.turn.sequence, rank);
-      offset = reinterpret_cast<const CountPayload*>(slot)->rows_offset;
-      num_rows = reinterpret_cast<const CountPayload*>(slot)->num_rows;
-    }
-    const u64 heap_bytes = a_.view.heap_bytes[rank];
-    const bool is_sound =
-        num_rows >= 0 && offset <= heap_bytes && static_cast<u64>(num_rows) <= (heap_bytes - offset) / kRowBytes;
-    if (!is_sound) s_.has_failed = 1;
-    if (!is_sound) transport::record(a_.view, flight, transport::ErrorCause::kBadPeerWord, Phase::kCount, rank, 0);
-    const i32 start = a_.row_start[rank];
-    s_.room[rank] = is_sound ? static_cast<i32>(num_rows) - start : 0;
-    s_.rows[rank] = a_.view.heap[rank] + offset + static_cast<i64>(start) * kRowBytes;
+  __device__ void end() const {
+    if (transport::is_last_block(b_.a.view)) transport::end_flight(b_.a.view, b_.flight);
   }
 
-  __device__ static i32 chunk_elements(i32 chunk) { return min(kConfig.chunk, kConfig.hidden - chunk * kConfig.chunk); }
-  __device__ u8* stage(i32 idx) const { return stages_ + static_cast<i64>(idx) * kConfig.stage_bytes(); }
-
-  __device__ i32 token_of(i32 item) const {
-    return static_cast<i32>(blockIdx.x) + item / kConfig.num_chunks() * kConfig.num_blocks;
-  }
-
-  // A token ahead of its use: the loads are on their way while the rows of the one before are.
-  __device__ void read_slots(i32 item, i32* slot) const {
-    if (item >= num_items_) return;
-    const i32* slots = a_.slot + static_cast<i64>(token_of(item)) * kRanks;
-#pragma unroll
-    for (i32 rank = 0; rank < kRanks; ++rank) slot[rank] = slots[rank];
-  }
-
-  __device__ void load_rows() {
-    if (lane_ != 0) return;
-    i32 slot[kRanks] = {}, next_slot[kRanks] = {};
-    read_slots(0, next_slot);
-    for (i32 item = 0; item < num_items_; ++item) {
-      const i32 chunk = item % kConfig.num_chunks();
-      if (chunk == 0) {
-#pragma unroll
-        for (i32 rank = 0; rank < kRanks; ++rank) slot[rank] = next_slot[rank] < s_.room[rank] ? next_slot[rank] : -1;
-        read_slots(item + kConfig.num_chunks(), next_slot);
+  // Barriers side by side: one thread would take a microsecond for all.
+  __device__ void init_shared() const {
+    const i32 thread = static_cast<i32>(threadIdx.x);
+    if (thread == 0) b_.s.has_failed = 0;
+    b_.s.reduce.init(kConfig.reduce_warps());
+    if constexpr (kConfig.has_push()) {
+      b_.s.push.init(kConfig.has_partials() ? kPartialWarps : 1);
+      if (thread < kPushWarps) b_.s.num_pushed[thread] = 0;
+      if (thread < 2) {
+        ptx::mbarrier_init(&b_.s.plan_full[thread], 1);
+        ptx::mbarrier_init(&b_.s.plan_empty[thread], 1);
       }
-      const i32 idx = item % kConfig.num_stages;
-      if (item >= kConfig.num_stages && !wait_local(&s_.empty[idx], (item / kConfig.num_stages - 1) & 1)) return;
-      const u32 num_bytes = static_cast<u32>(chunk_elements(chunk) * dtype_bytes(kConfig.dtype));
-      u32 present = 0;
-#pragma unroll
-      for (i32 rank = 0; rank < kRanks; ++rank) present |= slot[rank] >= 0 ? 1u << rank : 0u;
-      s_.present[idx] = present;
-      ptx::mbarrier_arrive_expect(&s_.full[idx], static_cast<u32>(__popc(present)) * num_bytes);
-#pragma unroll
-      for (i32 rank = 0; rank < kRanks; ++rank) {
-        if (slot[rank] < 0) continue;
-        ptx::bulk_load(
-            stage(idx) + rank * kConfig.chunk_bytes(),
-            s_.rows[rank] + static_cast<i64>(slot[rank]) * kRowBytes + static_cast<i64>(chunk) * kConfig.chunk_bytes(),
-            num_bytes, &s_.full[idx]);
+      if (thread < kConfig.partial_slots) {
+        ptx::mbarrier_init(&b_.s.partial_full[thread], kPartialWarps);
+        ptx::mbarrier_init(&b_.s.partial_empty[thread], 1);
       }
     }
+    ptx::fence_mbarrier_init();
+    __syncthreads();
   }
 
-  __device__ void sum_rows() {
-    const i32 thread = static_cast<i32>(threadIdx.x) % kGroupThreads;
-    for (i32 item = static_cast<i32>(threadIdx.x) / kGroupThreads; item < num_items_; item += kSumGroups) {
-      const i32 idx = item % kConfig.num_stages;
-      const i32 chunk = item % kConfig.num_chunks();
-      const i32 token = token_of(item);
-      if (!wait_local(&s_.full[idx], (item / kConfig.num_stages) & 1)) return;
-      const u32 present = s_.present[idx];
-      for (i32 first = thread * kVector; first < chunk_elements(chunk); first += kGroupThreads * kVector) {
-        sum_vector(stage(idx), present, token, chunk * kConfig.chunk + first, first);
+  __device__ void send_place(i32 peer) const {
+    u8* slot = b_.a.view.control[peer] + b_.a.view.layout.payload(b_.flight.turn.sequence, b_.a.view.rank);
+    auto* payload = reinterpret_cast<GpuCountPayload*>(slot);
+    payload->rows_in_heap = kConfig.has_push() ? 0 : 1;
+    payload->rows_offset = b_.a.rows_offset;
+    payload->num_rows = b_.a.num_rows;
+    transport::notify(b_.a.view, Phase::kCount, b_.flight, peer, 0);
+  }
+
+  // Where the rows of `rank` are, and how many tokens it has. R19: only rows inside the peer's heap are read.
+  __device__ void read_place(i32 rank) const {
+    const transport::WindowView& view = b_.a.view;
+    Contributor from;
+    if (rank == view.rank) {
+      from = {b_.a.rows, static_cast<i32>(b_.a.num_rows), kConfig.has_partials() ? 0u : 1u};
+    } else if (b_.flight.is_active(rank)) {
+      const u8* slot = view.control[view.rank] + view.layout.payload(b_.flight.turn.sequence, rank);
+      const GpuCountPayload place = *reinterpret_cast<const GpuCountPayload*>(slot);
+      const bool is_pulled = place.rows_in_heap != 0 && !kConfig.has_partials();
+      const u64 room = place.rows_offset <= view.heap_bytes[rank] ? view.heap_bytes[rank] - place.rows_offset : 0;
+      if (is_pulled && (place.num_rows < 0 || static_cast<u64>(place.num_rows) > room / kConfig.row_bytes())) {
+        b_.fail(transport::ErrorCause::kBadPeerWord, Phase::kCount, rank);
       }
-      __syncwarp();
-      if (lane_ == 0) ptx::mbarrier_arrive(&s_.empty[idx]);
+      from = {view.heap[rank] + place.rows_offset, static_cast<i32>(place.num_rows), is_pulled ? 1u : 0u};
     }
-  }
-
-  struct alignas(16) Vector {
-    u32 word[4];
-  };
-
-  __device__ static void unpack(const Vector& packed, float* values) {
-#pragma unroll
-    for (i32 idx = 0; idx < kVector; ++idx) {
-      if constexpr (kConfig.dtype == Dtype::kFp32) {
-        values[idx] = ptx::bits_float(packed.word[idx]);
-      } else {
-        const u16 half = static_cast<u16>(packed.word[idx / 2] >> (idx % 2 * 16));
-        values[idx] = kConfig.dtype == Dtype::kBf16 ? ptx::bf16_to_float(half) : ptx::fp16_to_float(half);
-      }
-    }
-  }
-
-  __device__ static Vector pack(const float* values) {
-    Vector packed;
-#pragma unroll
-    for (i32 word = 0; word < 4; ++word) {
-      if constexpr (kConfig.dtype == Dtype::kFp32) {
-        packed.word[word] = ptx::float_bits(values[word]);
-      } else if constexpr (kConfig.dtype == Dtype::kBf16) {
-        packed.word[word] =
-            ptx::float_to_bf16(values[2 * word]) | static_cast<u32>(ptx::float_to_bf16(values[2 * word + 1])) << 16;
-      } else {
-        packed.word[word] =
-            ptx::float_to_fp16(values[2 * word]) | static_cast<u32>(ptx::float_to_fp16(values[2 * word + 1])) << 16;
+    b_.s.contributor[rank] = from;
+    i64 end_token = rank == view.rank ? b_.a.num_tokens : 0;
+    if constexpr (kConfig.has_push() || kConfig.has_side) {
+      if (rank != view.rank && b_.flight.is_active(rank)) {
+        end_token = clamp_count(GpuRecvPlan<const i32>{b_.a.recv_plan, 0, 0}.num_tokens()[rank], b_.a.recv_plan_tokens);
       }
     }
-    return packed;
+    b_.s.num_items[rank] = b_.num_items_below(min(static_cast<i32>(end_token), b_.a.end_token));
   }
 
-  // The order of additions is part of the contract: ranks ascending from +0, then bias; one rounding.
-  __device__ void sum_vector(const u8* rows, u32 present, i32 token, i32 column, i32 first) const {
-    float total[kVector] = {};
-    float values[kVector];
-#pragma unroll
-    for (i32 rank = 0; rank < kRanks; ++rank) {
-      if ((present >> rank & 1u) == 0) continue;
-      unpack(*reinterpret_cast<const Vector*>(rows + rank * kConfig.chunk_bytes() + first * dtype_bytes(kConfig.dtype)),
-             values);
-#pragma unroll
-      for (i32 idx = 0; idx < kVector; ++idx) total[idx] += values[idx];
+  __device__ void take_role(i32 warp) const {
+    constexpr i32 kReduceWarps = kConfig.reduce_groups() * kConfig.reduce_warps();
+    constexpr i32 kSumWarps = kConfig.partial_groups() * kPartialWarps;
+    if (warp == 0) return CombineReduce<kConfig>(b_).load();
+    warp -= 1;
+    if (warp < kReduceWarps) {
+      constexpr i32 kWarps = kConfig.reduce_warps();
+      return CombineReduce<kConfig>(b_).add(warp / kWarps, warp % kWarps * 32 + b_.lane);
     }
-    if (a_.bias != nullptr) {
-      const u8* bias = a_.bias + token * a_.bias_row_bytes;
-#pragma unroll
-      for (i32 idx = 0; idx < kVector; ++idx) {
-        if (a_.bias_is_fp32 || kConfig.dtype == Dtype::kFp32) {
-          total[idx] += reinterpret_cast<const float*>(bias)[column + idx];
-        } else {
-          const u16 half = reinterpret_cast<const u16*>(bias)[column + idx];
-          total[idx] += kConfig.dtype == Dtype::kBf16 ? ptx::bf16_to_float(half) : ptx::fp16_to_float(half);
-        }
+    warp -= kReduceWarps;
+    if constexpr (kConfig.has_push()) {
+      const CombinePush<kConfig> push(b_);
+      if constexpr (kSumWarps > 0) {
+        if (warp < kSumWarps) return push.sum(warp / kPartialWarps, warp % kPartialWarps * 32 + b_.lane);
+        warp -= kSumWarps;
       }
+      if (warp == 0) return push.load();
+      if (warp == 1) return push.plan();
+      warp -= 2;
+      if (warp < kPushWarps) return push.store(warp);
+      if (warp == kPushWarps) return push.post();
+      warp -= kPushWarps + 1;
     }
-    u8* out = a_.out + static_cast<i64>(token) * kRowBytes + static_cast<i64>(column) * dtype_bytes(kConfig.dtype);
-    *reinterpret_cast<Vector*>(out) = pack(total);
+    if constexpr (kConfig.has_side) CombineSide<kConfig>(b_).run();
   }
 
-  // The copies behind a local barrier are this block's own and end by themselves, so an abort does not cut them short: what
-  // is in flight is drained. One that takes seconds means a broken GPU: the block then says nothing more to anyone (R9).
-  __device__ bool wait_local(u64* barrier, u32 parity) {
-    constexpr u64 kLocalTimeoutNs = 20000000000ull;
-    sync::LanePause pause(nullptr, begin_ns_ + kLocalTimeoutNs);
-    if (sync::wait_barrier(barrier, parity, pause) == sync::WaitResult::kReady) return true;
-    s_.has_failed = 1;
-    return false;
-  }
-
-  const CombineKernelArgs& a_;
-  Shared& s_;
-  u8* stages_;
-  const i32 lane_;
-  i32 num_items_;  // chunks of this block's tokens
-  u64 begin_ns_ = 0;
+  const Block b_;
 };
 
 template <CombineKernelConfig kConfig>
 __device__ void combine(const CombineKernelArgs& args) {
-  extern __shared__ __align__(128) u8 stages[];
+  extern __shared__ __align__(128) u8 dynamic[];
   __shared__ CombineShared<kConfig> shared;
-  Combine<kConfig>(args, shared, stages).run();
+  Combine<kConfig>(args, shared, dynamic).run();
 }
 
 }  // namespace weft::kernels

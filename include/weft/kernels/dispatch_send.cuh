@@ -351,10 +351,11 @@ class DispatchSend : public DispatchState<kConfig> {
       Id value[kIdStep];
     };
     const i64 first = static_cast<i64>(token) * kTopk + k;
-    i32 id[kIdStep];
+    i32 id[kIdStep], destination[kIdStep];
     float weight[kIdStep];
 #pragma unroll
     for (i32 idx = 0; idx < kIdStep; ++idx) {
+      destination[idx] = -1;
       const i64 given = static_cast<const Id*>(a.topk_idx)[first + idx];
       id[idx] = given >= 0 && given < kExperts ? static_cast<i32>(given) : -1;
       weight[idx] = a.topk_weights == nullptr ? 1.0f : a.topk_weights[first + idx];
@@ -369,6 +370,7 @@ class DispatchSend : public DispatchState<kConfig> {
       for (i32 idx = 0; idx < kIdStep; ++idx) {
         const i32 local = id[idx] - to * kLocal;
         const bool is_here = id[idx] >= 0 && local >= 0 && local < kLocal;
+        if (is_here) destination[idx] = to;
         ids.value[idx] = is_here ? local : -1;
         weights.value[idx] = is_here ? weight[idx] : 0.0f;
       }
@@ -376,6 +378,9 @@ class DispatchSend : public DispatchState<kConfig> {
       *reinterpret_cast<Ids*>(reinterpret_cast<Id*>(s.ids[to]) + place) = ids;
       *reinterpret_cast<Weights*>(reinterpret_cast<float*>(s.weights[to]) + place) = weights;
     }
+    const GpuSendPlan<i32> plan{a.send_plan, a.num_tokens, kRanks};
+#pragma unroll
+    for (i32 idx = 0; idx < kIdStep; ++idx) plan.destination()[first + idx] = destination[idx];
   }
 
   // With a capacity: rows that hold nothing have no ids and no weights.

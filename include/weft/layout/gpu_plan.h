@@ -8,8 +8,8 @@ namespace weft {
 
 // Where this rank's tokens went: mask [T] | row | destination
 //   mask: bit r: rank r holds a row of the token
-//   rank_major:   row [T, R]: row on rank r, -1 = none; no destination
-//   the others:   row [T, K]: row on the destination (masked: local expert * capacity + row), -1 = none; destination [T, K]
+//   row:  rank_major [T, R]: row on rank r; the others [T, K]: row of the pick (masked: local expert * capacity + row); -1: none
+//   destination [T, K]: rank that holds the pick, -1: none
 template <class Int>
 struct GpuSendPlan {
   Int* base;
@@ -22,7 +22,7 @@ struct GpuSendPlan {
 };
 
 WEFT_HD constexpr i64 gpu_send_plan_len(i64 num_tokens, i32 top_k, i32 num_ranks, Layout layout) {
-  return num_tokens * (layout == Layout::kRankMajor ? 1 + num_ranks : 1 + 2 * top_k);
+  return num_tokens * (1 + (layout == Layout::kRankMajor ? num_ranks : top_k) + top_k);
 }
 
 // What came from whom: num_tokens [16] of each source | row [R, max_tokens, W], W = 1 (rank_major) or K

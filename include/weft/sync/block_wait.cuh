@@ -11,7 +11,9 @@
 namespace weft::sync {
 
 // A Pause for one lane. Reading the clock costs more than a look, and both words lie in host memory: the clock is read at
-// the first unsuccessful look and then every kLooks, the words every 10 us. The deadline counts from that first look.
+// the first unsuccessful look and then every kLooks, the words every 50 us: while such a load is under way, fences of the
+// whole SM wait for it (a combine that waits in some warps and adds in others took twice as long with 10 us). The deadline
+// counts from that first look.
 class LanePause {
  public:
   // A bit of `abort_mask` in the word `abort` ends the wait. `sleep_ns`: between two looks, where many warps wait and a
@@ -32,7 +34,7 @@ class LanePause {
   }
 
  private:
-  static constexpr u64 kQuietNs = 10000;
+  static constexpr u64 kQuietNs = 50000;
   static constexpr u32 kLooks = 16;
   const u64* abort_;
   u64 abort_mask_;

@@ -102,6 +102,12 @@ __device__ inline bool wait_progress(const WindowView& view, const Flight& fligh
   return settle(view, flight, result, Phase::kSend, peer, 0);
 }
 
+// How far the peer's channel has come by now.
+__device__ inline u32 progress(const WindowView& view, const Flight& flight, i32 peer, i32 block, i32 channel) {
+  const u8* word = view.control[view.rank] + view.layout.progress_word(peer, block, channel);
+  return sync::load_progress(reinterpret_cast<const u64*>(word), flight.turn);
+}
+
 // Waits for one peer's header.
 __device__ inline Verdict wait(const WindowView& view, Phase phase, const Flight& flight, i32 peer, i32 block) {
   const u64* cell = reinterpret_cast<const u64*>(view.control[view.rank] +

@@ -1,7 +1,107 @@
-#include "engine/nvlink/window.h"
+// One combine on GPUs: one kernel, or several over ranges of tokens where contributions are wider than the landing is.
+#include "engine/nvlink/combine.h"
+
+#include <algorithm>
+#include <string>
+
+#include "base/status.h"
+#include "engine/nvlink/combine_config.h"
 
 namespace weft::nvlink {
 
-void Window::combine(const CombineArgs&, const Poll&) { throw_unsupported("combine between GPUs"); }
+CombineKernelConfig kernel_config(const GpuWindowShape& shape, const CombineArgs& args, bool has_push, int shared_bytes) {
+  CombineKernelConfig config;
+  config.num_ranks = shape.num_ranks;
+  config.num_blocks = args.num_blocks;
+  config.top_k = shape.top_k;
+  config.hidden = static_cast<i32>(args.hidden);
+  config.dtype = args.dtype;
+  config.layout = args.layout == Layout::kRankMajor ? Layout::kRankMajor : Layout::kExpertMajor;  // one kernel for both
+  config.wire_is_fp8 = args.wire_is_fp8;
+  config.has_side = args.has_side;
+  return with_slots(config, has_push, shared_bytes);
+}
+
+CombineCall::CombineCall(Window& window, const CombineArgs& args, const Poll& poll)
+    : w_(window), a_(args), poll_(poll), may_be_pulled_(args.layout == Layout::kRankMajor && !args.wire_is_fp8) {}
+
+void CombineCall::run() {
+  if (a_.num_rows < 0 || a_.num_rows > INT32_MAX) {
+    throw_invalid_argument("expert_output has " + std::to_string(a_.num_rows) + " rows; allowed: at most 2147483647");
+  }
+  const CombineKernelConfig config = this->config(!is_pulled());
+  const Kernel& kernel = prepare(config);
+  const i64 pass_tokens = tokens_in_landing(config, w_.layout_);
+  if (pass_tokens < 1) {
+    throw_unsupported("combine of rows of " + std::to_string(config.wire_row_bytes()) + " bytes in a window for " +
+                      std::to_string(w_.shape_.max_tokens) + " tokens of " +
+                      std::to_string(w_.shape_.landing_row_bytes) + " bytes; need: a larger max_tokens_per_rank");
+  }
+  kernels::CombineKernelArgs args = kernel_arguments();
+  for (i64 first = 0; first == 0 || first < a_.max_tokens; first += pass_tokens) {
+    args.print = w_.begin(operation_config(config), a_.timeout_ns, a_.stream).print;
+    args.first_token = static_cast<i32>(first);
+    args.end_token = static_cast<i32>(std::min(first + pass_tokens, a_.max_tokens));
+    w_.launch(kernel, a_.num_blocks, a_.stream, &args);
+  }
+  ++w_.stats_.num_combines;
+}
+
+// A rank without rows has nothing to push.
+bool CombineCall::is_pulled() const { return may_be_pulled_ && (a_.num_rows == 0 || w_.owns(a_.y)); }
+
+CombineKernelConfig CombineCall::config(bool has_push) const {
+  return kernel_config(w_.shape_, a_, has_push, w_.gpu_->kernels->shared_bytes());
+}
+
+// Ranks that are threads meet for each kernel, so each prepares what any of them may need.
+const Kernel& CombineCall::prepare(const CombineKernelConfig& config) {
+  if (may_be_pulled_ && w_.comm_->is_local()) {
+    for (const bool has_push : {false, true}) w_.prepare(this->config(has_push), a_.timeout_ns, poll_);
+  }
+  return w_.prepare(config, a_.timeout_ns, poll_);
+}
+
+OperationConfig CombineCall::operation_config(const CombineKernelConfig& config) const {
+  OperationConfig operation;
+  operation.kind = OpKind::kCombine;
+  operation.layout = a_.layout;
+  operation.quantize = a_.wire_is_fp8 ? Quantize::kFp8 : Quantize::kNone;
+  operation.dtype = a_.dtype;
+  operation.has_side = a_.has_side ? 1 : 0;
+  operation.mode = static_cast<u8>(a_.num_blocks);  // blocks of the same number meet, so there must be as many
+  operation.alignment = static_cast<u32>(a_.alignment);
+  operation.hidden = static_cast<u32>(a_.hidden);
+  operation.capacity = a_.capacity;
+  operation.max_tokens = a_.max_tokens;
+  operation.row_bytes = config.wire_row_bytes();
+  return operation;
+}
+
+kernels::CombineKernelArgs CombineCall::kernel_arguments() const {
+  kernels::CombineKernelArgs args;
+  args.view = w_.view_;
+  args.rows = reinterpret_cast<const u8*>(a_.y);
+  args.rows_offset = is_pulled() && a_.num_rows > 0 ? w_.heap_offset(a_.y) : 0;
+  args.num_rows = a_.num_rows;
+  args.weights = reinterpret_cast<const float*>(a_.weights);
+  args.side = reinterpret_cast<const float*>(a_.side);
+  args.send_plan = reinterpret_cast<const i32*>(a_.send_plan);
+  args.send_plan_tokens = a_.num_tokens;
+  args.recv_plan = reinterpret_cast<const i32*>(a_.recv_plan);
+  args.recv_plan_tokens = w_.shape_.max_tokens;
+  args.num_tokens = static_cast<i32>(a_.num_tokens);
+  args.bias = reinterpret_cast<const u8*>(a_.bias);
+  args.bias_is_fp32 = a_.bias_is_fp32;
+  args.bias_row_bytes = a_.bias_is_2d ? a_.hidden * (a_.bias_is_fp32 ? 4 : dtype_bytes(a_.dtype)) : 0;
+  args.out = reinterpret_cast<u8*>(a_.out);
+  args.side_out = reinterpret_cast<float*>(a_.side_out);
+  return args;
+}
+
+void Window::combine(const CombineArgs& args, const Poll& poll) {
+  const cuda::ContextScope scope(gpu_->context);
+  CombineCall(*this, args, poll).run();
+}
 
 }  // namespace weft::nvlink

@@ -64,12 +64,14 @@ std::string render(const DispatchKernelConfig& config) {
 }
 
 std::string render(const CombineKernelConfig& config) {
-  return entry("combine", "CombineKernelConfig",
-               field("num_ranks", config.num_ranks) + field("num_blocks", config.num_blocks) +
-                   field("hidden", config.hidden) + field("chunk", config.chunk) +
-                   field("num_stages", config.num_stages) + ".dtype = static_cast<weft::Dtype>(" +
-                   std::to_string(static_cast<int>(config.dtype)) + ")",
-               "CombineKernelArgs", "weft::kernels::kCombineThreads");
+  return entry(
+      "combine", "CombineKernelConfig",
+      field("num_ranks", config.num_ranks) + field("num_blocks", config.num_blocks) + field("top_k", config.top_k) +
+          field("hidden", config.hidden) + field("chunk", config.chunk) + field("reduce_slots", config.reduce_slots) +
+          field("push_slots", config.push_slots) + field("partial_slots", config.partial_slots) +
+          field("dtype", "Dtype", config.dtype) + field("layout", "Layout", config.layout) +
+          field("wire_is_fp8", config.wire_is_fp8 ? 1 : 0) + field("has_side", config.has_side ? 1 : 0),
+      "CombineKernelArgs", "kConfig.num_threads()");
 }
 
 std::string render(const SmallDispatchKernel& kernel) {
@@ -101,17 +103,6 @@ DispatchKernelConfig with_stages(DispatchKernelConfig config, int shared_bytes) 
                     " ranks does not fit the shared memory of an SM; need: smaller rows or fewer tokens a call");
 }
 
-CombineKernelConfig with_stages(CombineKernelConfig config, int shared_bytes) {
-  constexpr int kEnoughStages = 4;
-  constexpr i32 kSmallestChunk = 64;
-  const auto room = [&] { return std::min((shared_bytes - kStaticSharedBytes) / config.stage_bytes(), kMaxStages); };
-  while (room() < kEnoughStages && config.chunk > kSmallestChunk) {
-    config.chunk = static_cast<i32>(align_up(static_cast<u64>(config.chunk) / 2, 8));
-  }
-  config.num_stages = room() / kSumGroups * kSumGroups;
-  return config;
-}
-
 Kernels::Kernels(cuda::Device device, const jit::CompilerPaths& paths)
     : shared_bytes_(attribute(device, cuda::kMaxSharedPerBlock)),
       num_multiprocessors_(attribute(device, cuda::kMultiprocessors)),
@@ -132,8 +123,8 @@ const Kernel& Kernels::prepare(const SmallDispatchKernel& kernel) {
 }
 
 const Kernel& Kernels::prepare(const CombineKernelConfig& config) {
-  return prepare(render(config), kernels::kCombineThreads,
-                 static_cast<unsigned>(config.num_stages * config.stage_bytes()));
+  return prepare(render(config), static_cast<unsigned>(config.num_threads()),
+                 static_cast<unsigned>(config.shared_bytes()));
 }
 
 const Kernel& Kernels::prepare(const std::string& source, unsigned num_threads, unsigned shared_bytes) {

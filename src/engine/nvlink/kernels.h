@@ -25,7 +25,6 @@ std::string render(const SmallDispatchKernel& kernel);
 
 // As many stages as shared memory holds.
 DispatchKernelConfig with_stages(DispatchKernelConfig config, int shared_bytes);
-CombineKernelConfig with_stages(CombineKernelConfig config, int shared_bytes);
 
 class Kernels {
  public:

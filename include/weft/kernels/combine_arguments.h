@@ -1,0 +1,32 @@
+// Run-time arguments of combine: a plain struct that the host fills and passes by value.
+#pragma once
+
+#include "weft/config/base.h"
+#include "weft/transport/host_words.h"
+
+namespace weft::kernels {
+
+struct CombineKernelArgs {
+  transport::WindowView view;
+  u16 print = 0;              // fingerprint of the operation
+  const u8* rows = nullptr;   // this rank's expert output
+  u64 rows_offset = 0;        // its place in the heap; not read if this rank pushes
+  i64 num_rows = 0;           // rows of it
+  const float* weights = nullptr;  // by expert: [num_rows], or null: 1
+  const float* side = nullptr;     // rank_major [num_rows, K], else [num_rows]
+  const i32* send_plan = nullptr;
+  i64 send_plan_tokens = 0;
+  const i32* recv_plan = nullptr;
+  i64 recv_plan_tokens = 0;  // most tokens of a source that the plan has room for
+  // This operation is about tokens [first_token, end_token) of every rank.
+  i32 first_token = 0;
+  i32 end_token = 0;
+  i32 num_tokens = 0;        // of this rank, in all
+  const u8* bias = nullptr;  // in the dtype of the rows or float, or null
+  i64 bias_row_bytes = 0;    // 0: one row for all tokens
+  bool bias_is_fp32 = false;
+  u8* out = nullptr;          // [num_tokens, hidden]
+  float* side_out = nullptr;  // [num_tokens, K]
+};
+
+}  // namespace weft::kernels

@@ -1,0 +1,103 @@
+// What the roles of a block of combine share: its arguments, its shared memory and the numbering of its tokens.
+#pragma once
+
+#include "weft/kernels/combine_arguments.h"
+#include "weft/kernels/combine_ring.cuh"
+#include "weft/layout/gpu_plan.h"
+#include "weft/layout/routing.h"
+#include "weft/transport/nvlink.cuh"
+
+namespace weft::kernels {
+
+// Progress words of (source, block).
+constexpr i32 kPushChannel = 0;  // the first of kPushWarps
+constexpr i32 kSideChannel = kPushChannel + kPushWarps;
+static_assert(kSideChannel < kNumProgress);
+// What the warp that posts reads from a store warp when there is nothing more to post.
+constexpr u32 kPushStops = ~0u;
+
+constexpr __device__ i32 min_of(i32 left, i32 right) { return left < right ? left : right; }
+constexpr __device__ i32 max_of(i32 left, i32 right) { return left > right ? left : right; }
+
+struct Contributor {
+  const u8* rows = nullptr;  // pulled: row 0 of its expert output
+  i32 num_rows = 0;
+  u32 is_pulled = 0;
+};
+
+template <CombineKernelConfig kConfig>
+struct CombineShared {
+  static constexpr i32 kPartials = kConfig.partial_slots > 0 ? kConfig.partial_slots : 1;
+  u32 has_failed;  // set by any thread: the block says nothing more to anyone
+  Contributor contributor[kConfig.num_ranks];
+  i32 num_items[kConfig.num_ranks];  // tokens of the source that this block sees to
+  Ring<kConfig.reduce_slots> reduce;
+  Ring<kConfig.push_slots> push;
+  u64 partial_full[kPartials];
+  u64 partial_empty[kPartials];
+  RingItem partial_item[kPartials];
+  u32 num_pushed[kPushWarps];  // tokens of the block whose pushed rows have arrived, but for those of the other warps
+  u64 plan_full[2];
+  u64 plan_empty[2];
+};
+
+template <CombineKernelConfig kConfig>
+struct CombineBlock {
+  static constexpr i32 kRanks = kConfig.num_ranks;
+  static constexpr i32 kWidth = kConfig.plan_width();
+  using Shared = CombineShared<kConfig>;
+
+  const CombineKernelArgs& a;
+  Shared& s;
+  u8* dynamic;
+  transport::Flight flight;
+  i32 lane;
+
+  __device__ u8* reduce_slot(i32 idx) const { return dynamic + idx * kConfig.wire_slot_bytes(); }
+  __device__ u8* partial_slot(i32 idx) const {
+    return dynamic + (kConfig.reduce_slots + idx) * kConfig.wire_slot_bytes();
+  }
+  __device__ u8* push_slot(i32 idx) const {
+    return dynamic + (kConfig.reduce_slots + kConfig.partial_slots) * kConfig.wire_slot_bytes() +
+           idx * kConfig.row_slot_bytes();
+  }
+  // Behind the slots: weights of the rows of each cell, then two pieces of the receive plan and the weights of their rows.
+  __device__ float* weights(i32 cell) const {
+    return reinterpret_cast<float*>(dynamic + kConfig.slots_bytes()) + cell * kWidth;
+  }
+  __device__ i32* plan_rows(i32 piece) const {
+    return reinterpret_cast<i32*>(dynamic + kConfig.slots_bytes() + kConfig.weights_bytes()) +
+           piece * kConfig.plan_entries();
+  }
+  __device__ float* plan_weights(i32 piece) const {
+    return reinterpret_cast<float*>(plan_rows(2)) + piece * kConfig.plan_entries();
+  }
+
+  // Tokens are dealt out to blocks one by one: blocks then work near each other, and few pages are in use at a time.
+  __device__ i32 token_of(i32 index) const {
+    return a.first_token + static_cast<i32>(blockIdx.x) + index * kConfig.num_blocks;
+  }
+  __device__ i32 num_items_below(i32 end_token) const {
+    const i32 left = end_token - token_of(0);
+    return left > 0 ? (left + kConfig.num_blocks - 1) / kConfig.num_blocks : 0;
+  }
+
+  // Where the contribution of `contributor` to a token of `owner` lands.
+  __device__ u8* landing(i32 owner, i32 token, i32 contributor) const {
+    const i64 row = static_cast<i64>(token - a.first_token) * kRanks + contributor;
+    return a.view.heap[owner] + a.view.layout.landing_rows + row * kConfig.wire_row_bytes();
+  }
+
+  // The block says nothing more to anyone; the reason has been recorded.
+  __device__ void leave() const { *static_cast<volatile u32*>(&s.has_failed) = 1; }
+  __device__ void fail(transport::ErrorCause cause, Phase phase, i32 peer) const {
+    transport::record(a.view, flight, cause, phase, peer, 0);
+    ptx::st_relaxed_sys(&a.view.words()->broken, static_cast<u64>(cause));
+    leave();
+  }
+  // A copy of our own that does not end: the GPU has gone wrong.
+  __device__ void fail_copy() const { fail(transport::ErrorCause::kDeadline, Phase::kReduce, a.view.rank); }
+  __device__ bool has_failed() const { return *static_cast<volatile u32*>(&s.has_failed) != 0; }
+};
+
+}  // namespace weft::kernels

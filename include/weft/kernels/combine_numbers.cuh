@@ -1,0 +1,122 @@
+// Rows as numbers: vectors of elements from shared memory to float and back, in the row's type or as scaled FP8.
+// Products are rounded before they are added (the kernels are compiled without fused multiply-add).
+#pragma once
+
+#include "weft/config/kernel.h"
+#include "weft/ptx/convert.h"
+#include "weft/ptx/pack.cuh"
+
+namespace weft::kernels {
+
+struct alignas(16) Packed {
+  u32 word[4];
+};
+
+template <Dtype kDtype>
+struct Numbers {
+  static constexpr i32 kBytes = dtype_bytes(kDtype);
+  static constexpr i32 kVector = 16 / kBytes;  // elements of a 16-byte access
+
+  __device__ static void unpack(const Packed& packed, float (&values)[kVector]) {
+#pragma unroll
+    for (i32 word = 0; word < 4; ++word) {
+      if constexpr (kDtype == Dtype::kFp32) {
+        values[word] = ptx::bits_float(packed.word[word]);
+      } else if constexpr (kDtype == Dtype::kBf16) {
+        values[2 * word] = ptx::bits_float(packed.word[word] << 16);
+        values[2 * word + 1] = ptx::bits_float(packed.word[word] & 0xffff0000u);
+      } else {
+        values[2 * word] = ptx::unpack_fp16(static_cast<u16>(packed.word[word]));
+        values[2 * word + 1] = ptx::unpack_fp16(static_cast<u16>(packed.word[word] >> 16));
+      }
+    }
+  }
+
+  __device__ static Packed pack(const float (&values)[kVector]) {
+    Packed packed;
+#pragma unroll
+    for (i32 word = 0; word < 4; ++word) {
+      if constexpr (kDtype == Dtype::kFp32) {
+        packed.word[word] = ptx::float_bits(values[word]);
+      } else if constexpr (kDtype == Dtype::kBf16) {
+        packed.word[word] = ptx::pack_bf16x2(values[2 * word], values[2 * word + 1]);
+      } else {
+        packed.word[word] = ptx::pack_fp16x2(values[2 * word], values[2 * word + 1]);
+      }
+    }
+    return packed;
+  }
+
+  // The largest; NaN if there is one.
+  __device__ static float magnitude(const float (&values)[kVector]) {
+    float largest = 0.0f;
+#pragma unroll
+    for (i32 at = 0; at < kVector; ++at) largest = ptx::max_nan(largest, ptx::magnitude(values[at]));
+    return largest;
+  }
+
+  template <i32 kCount>
+  __device__ static float magnitude(const Packed (&packed)[kCount]) {
+    if constexpr (kDtype == Dtype::kFp32) {
+      float largest = 0.0f;
+#pragma unroll
+      for (i32 idx = 0; idx < kCount; ++idx) {
+        float values[kVector];
+        unpack(packed[idx], values);
+        largest = ptx::max_nan(largest, magnitude(values));
+      }
+      return largest;
+    } else {
+      // Two at a time, in the narrow type: exact.
+      u32 pair = 0;
+#pragma unroll
+      for (i32 idx = 0; idx < kCount; ++idx) {
+#pragma unroll
+        for (i32 word = 0; word < 4; ++word) {
+          const u32 next = packed[idx].word[word] & 0x7fff7fffu;
+          pair = kDtype == Dtype::kBf16 ? ptx::max_nan_bf16x2(pair, next) : ptx::max_nan_fp16x2(pair, next);
+        }
+      }
+      const Packed last{{pair, 0, 0, 0}};
+      float values[kVector];
+      unpack(last, values);
+      return ptx::max_nan(values[0], values[1]);
+    }
+  }
+
+  __device__ static Packed load(const u8* row, i32 element) {
+    return *reinterpret_cast<const Packed*>(row + element * kBytes);
+  }
+};
+
+// As many e4m3 numbers as a vector of kDtype has, in the low words.
+template <i32 kCount>
+struct Fp8Numbers {
+  static_assert(kCount % 4 == 0);
+  struct alignas(kCount) Codes {
+    u32 word[kCount / 4];
+  };
+
+  __device__ static Codes load(const u8* row, i32 element) { return *reinterpret_cast<const Codes*>(row + element); }
+
+  __device__ static void unpack(const Codes& codes, float (&values)[kCount]) {
+#pragma unroll
+    for (i32 pair = 0; pair < kCount / 2; ++pair) {
+      const u32 halves = ptx::e4m3x2_to_fp16x2(static_cast<u16>(codes.word[pair / 2] >> (pair % 2 * 16)));
+      values[2 * pair] = ptx::unpack_fp16(static_cast<u16>(halves));
+      values[2 * pair + 1] = ptx::unpack_fp16(static_cast<u16>(halves >> 16));
+    }
+  }
+
+  __device__ static void store(u8* row, i32 element, const float* values) {
+    Codes codes;
+#pragma unroll
+    for (i32 word = 0; word < kCount / 4; ++word) {
+      codes.word[word] = ptx::floats_to_e4m3(values[4 * word], values[4 * word + 1]) |
+                         static_cast<u32>(ptx::floats_to_e4m3(values[4 * word + 2], values[4 * word + 3])) << 16;
+    }
+    *reinterpret_cast<Codes*>(row + element) = codes;
+  }
+};
+
+}  // namespace weft::kernels

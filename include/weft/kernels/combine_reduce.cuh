@@ -1,0 +1,202 @@
+// The owner's part of combine: contributions to this rank's tokens are loaded, added in the order of the ranks, written.
+// A contribution is a row in a peer's heap, or what the peer has pushed into this rank's landing.
+#pragma once
+
+#include "weft/kernels/combine_block.cuh"
+#include "weft/kernels/combine_numbers.cuh"
+
+namespace weft::kernels {
+
+template <CombineKernelConfig kConfig>
+class CombineReduce {
+ public:
+  using Block = CombineBlock<kConfig>;
+  static constexpr i32 kRanks = kConfig.num_ranks;
+  static constexpr i32 kGroupThreads = kConfig.reduce_warps() * 32;
+  using Row = Numbers<kConfig.dtype>;
+  static constexpr i32 kVector = Row::kVector;
+  using Codes = Fp8Numbers<kVector>;
+
+  __device__ explicit CombineReduce(const Block& block) : b_(block), num_items_(block.s.num_items[block.a.view.rank]) {}
+
+  // One warp; lane r has to do with contributor r.
+  __device__ void load() {
+    RingWriter writer(b_.s.reduce);
+    i32 now = -1, next = read_plan(0);
+    for (i32 index = 0; index < num_items_; ++index) {
+      if (index % kBatch == 0) {
+        now = next;
+        next = read_plan(index + kBatch);
+      }
+      const i32 row = __shfl_sync(0xffffffffu, now, index % kBatch * kPadded + b_.lane % kPadded);
+      if (!load_token(writer, index, b_.lane < kRanks ? row : -1)) break;
+    }
+    writer.end(kConfig.reduce_groups());
+  }
+
+  // One group of warps of several.
+  __device__ void add(i32 group, i32 thread) const {
+    RingReader reader(b_.s.reduce, group, kConfig.reduce_groups());
+    for (bool goes_on = true; goes_on;) {
+      if (!reader.wait()) return b_.fail_copy();
+      const RingItem item = reader.item();
+      goes_on = item.count != kRingEnd;
+      if (goes_on) add_item(item, thread);
+      reader.release();
+    }
+  }
+
+ private:
+  // Lanes of a token in read_plan: the next power of two.
+  static constexpr i32 kPadded = kRanks <= 1 ? 1 : kRanks <= 2 ? 2 : kRanks <= 4 ? 4 : kRanks <= 8 ? 8 : 16;
+  static constexpr i32 kBatch = 32 / kPadded;  // tokens whose entries are read at a time, while those before are used
+
+  // Row of contributor lane % kPadded, or -1: it has none.
+  __device__ i32 read_plan(i32 first) const {
+    const i32 index = first + b_.lane / kPadded;
+    const i32 rank = b_.lane % kPadded;
+    if (index >= num_items_ || rank >= kRanks || !b_.flight.is_active(rank)) return -1;
+    const GpuSendPlan<const i32> plan{b_.a.send_plan, b_.a.send_plan_tokens, kRanks};
+    const i64 token = b_.token_of(index);
+    if constexpr (kConfig.is_by_expert()) return (plan.mask()[token] >> rank & 1) - 1;
+    return plan.row()[token * kRanks + rank];
+  }
+
+  // Whether a row that is to be pulled lies in its tensor, and one that is pushed has arrived.
+  __device__ bool is_there(i32 index, i32 row) {
+    const Contributor& from = b_.s.contributor[b_.lane];
+    if (from.is_pulled != 0) {
+      if (row < from.num_rows) return true;
+      b_.fail(transport::ErrorCause::kBadPeerWord, Phase::kReduce, b_.lane);
+      return false;
+    }
+    const u32 target = static_cast<u32>(index + 1);
+    if (num_arrived_ >= target) return true;
+    num_arrived_ = sync::kMaxProgress;
+    for (i32 warp = 0; warp < kPushWarps; ++warp) {
+      const i32 block = static_cast<i32>(blockIdx.x);
+      if (!transport::wait_progress(b_.a.view, b_.flight, b_.lane, block, kPushChannel + warp, target)) return false;
+      num_arrived_ = min(num_arrived_, transport::progress(b_.a.view, b_.flight, b_.lane, block, kPushChannel + warp));
+    }
+    // What the peer's bulk stores have written is read by bulk loads of this thread.
+    ptx::fence_proxy_async();
+    return true;
+  }
+
+  template <class Writer>
+  __device__ bool load_token(Writer& writer, i32 index, i32 row) {
+    const bool is_lost = row >= 0 && !is_there(index, row);
+    if (is_lost) b_.leave();
+    if (__any_sync(0xffffffffu, is_lost) || b_.has_failed()) return false;
+    const u32 present = __ballot_sync(0xffffffffu, row >= 0);
+    const i32 count = __popc(present);
+    const u8* source = nullptr;
+    if (row >= 0) {
+      const Contributor& from = b_.s.contributor[b_.lane];
+      source = from.is_pulled != 0 ? from.rows + static_cast<i64>(row) * kConfig.row_bytes()
+                                   : b_.landing(b_.a.view.rank, b_.token_of(index), b_.lane);
+    }
+    for (i32 chunk = 0; chunk < kConfig.num_chunks(); ++chunk) {
+      if (!writer.reserve(count)) {
+        b_.fail_copy();
+        return false;
+      }
+      const u32 num_bytes = static_cast<u32>(kConfig.wire_bytes(kConfig.chunk_elements(chunk)));
+      writer.announce({.count = count, .index = index, .chunk = chunk}, static_cast<u32>(count) * num_bytes);
+      if (row >= 0) {
+        ptx::bulk_load(b_.reduce_slot(writer.slot(__popc(present & ptx::lanes_below()))),
+                       source + static_cast<i64>(chunk) * kConfig.wire_bytes(kConfig.chunk), num_bytes, writer.barrier());
+      }
+      writer.advance(count);
+    }
+    return true;
+  }
+
+  static constexpr i32 kAtOnce = 4;  // contributions whose vectors are loaded together
+
+  // Slots of the contributions first .. first + kAtOnce of an item.
+  __device__ void find_slots(const RingItem& item, i32 first, const u8* (&rows)[kAtOnce]) const {
+#pragma unroll
+    for (i32 idx = 0; idx < kAtOnce; ++idx) {
+      i32 slot = item.first + first + idx;
+      if (slot >= kConfig.reduce_slots) slot -= kConfig.reduce_slots;
+      rows[idx] = b_.reduce_slot(slot);
+    }
+  }
+
+  __device__ void add_item(const RingItem& item, i32 thread) const {
+    const i32 elements = kConfig.chunk_elements(item.chunk);
+    const i64 token = b_.token_of(item.index);
+    const i32 column = item.chunk * kConfig.chunk;
+    u8* out = b_.a.out + token * kConfig.row_bytes() + static_cast<i64>(column) * Row::kBytes;
+    const u8* rows[kAtOnce];
+    find_slots(item, 0, rows);
+    for (i32 element = thread * kVector; element < elements; element += kGroupThreads * kVector) {
+      // The order of additions is part of the contract: ranks ascending from +0, then bias; one rounding.
+      float total[kVector] = {};
+      add_rows(rows, item.count, element, elements, total);
+      for (i32 first = kAtOnce; first < item.count; first += kAtOnce) {
+        const u8* more[kAtOnce];
+        find_slots(item, first, more);
+        add_rows(more, item.count - first, element, elements, total);
+      }
+      if (b_.a.bias != nullptr) add_bias(token, column + element, total);
+      *reinterpret_cast<Packed*>(out + element * Row::kBytes) = Row::pack(total);
+    }
+  }
+
+  __device__ static void add_rows(const u8* const (&rows)[kAtOnce], i32 count, i32 element, i32 elements,
+                                  float (&total)[kVector]) {
+    if constexpr (kConfig.wire_is_fp8) {
+      const i32 scale_at = kConfig.scales_at(elements) + element / kQuantizeGroup * 4;
+      typename Codes::Codes codes[kAtOnce];
+      float scale[kAtOnce];
+#pragma unroll
+      for (i32 idx = 0; idx < kAtOnce; ++idx) {
+        if (idx < count) codes[idx] = Codes::load(rows[idx], element);
+        if (idx < count) scale[idx] = *reinterpret_cast<const float*>(rows[idx] + scale_at);
+      }
+#pragma unroll
+      for (i32 idx = 0; idx < kAtOnce; ++idx) {
+        if (idx >= count) break;
+        float values[kVector];
+        Codes::unpack(codes[idx], values);
+#pragma unroll
+        for (i32 at = 0; at < kVector; ++at) total[at] += values[at] * scale[idx];
+      }
+    } else {
+      Packed packed[kAtOnce];
+#pragma unroll
+      for (i32 idx = 0; idx < kAtOnce; ++idx) {
+        if (idx < count) packed[idx] = Row::load(rows[idx], element);
+      }
+#pragma unroll
+      for (i32 idx = 0; idx < kAtOnce; ++idx) {
+        if (idx >= count) break;
+        float values[kVector];
+        Row::unpack(packed[idx], values);
+#pragma unroll
+        for (i32 at = 0; at < kVector; ++at) total[at] += values[at];
+      }
+    }
+  }
+
+  __device__ void add_bias(i64 token, i32 column, float (&total)[kVector]) const {
+    const u8* bias = b_.a.bias + token * b_.a.bias_row_bytes;
+    float values[kVector];
+    if (b_.a.bias_is_fp32) {
+#pragma unroll
+      for (i32 at = 0; at < kVector; ++at) values[at] = reinterpret_cast<const float*>(bias)[column + at];
+    } else {
+      Row::unpack(Row::load(bias, column), values);
+    }
+#pragma unroll
+    for (i32 at = 0; at < kVector; ++at) total[at] += values[at];
+  }
+
+  const Block& b_;
+  const i32 num_items_;
+  u32 num_arrived_ = 0;  // tokens whose rows of contributor `lane` have arrived
+};
+
+}  // namespace weft::kernels

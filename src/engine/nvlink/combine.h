@@ -1,0 +1,31 @@
+// One combine call on GPUs.
+#pragma once
+
+#include "engine/nvlink/window.h"
+#include "weft/kernels/combine_arguments.h"
+
+namespace weft::nvlink {
+
+// The kernel of this call, for blocks of `shared_bytes`. `has_push`: this rank's rows are not pulled. Error kUnsupported: it
+// does not fit.
+CombineKernelConfig kernel_config(const GpuWindowShape& shape, const CombineArgs& args, bool has_push, int shared_bytes);
+
+class CombineCall {
+ public:
+  CombineCall(Window& window, const CombineArgs& args, const Poll& poll);
+  void run();
+
+ private:
+  CombineKernelConfig config(bool has_push) const;
+  OperationConfig operation_config(const CombineKernelConfig& config) const;
+  bool is_pulled() const;
+  const Kernel& prepare(const CombineKernelConfig& config);
+  kernels::CombineKernelArgs kernel_arguments() const;
+
+  Window& w_;
+  const CombineArgs& a_;
+  const Poll& poll_;
+  const bool may_be_pulled_;  // equal on all ranks
+};
+
+}  // namespace weft::nvlink
