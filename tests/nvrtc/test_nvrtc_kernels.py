@@ -25,6 +25,8 @@ SHAPES = {
 
 def is_wanted(shape: str, name: str) -> bool:
     """int32 ids differ from int64 ones in a load and a store, so one shape has them; the third has the rest."""
+    if name.startswith("combine"):
+        return shape == "bf16" or ("fp8" in name) == shape.startswith("fp32")
     if shape == "bf16":
         return "int32" not in name
     return ("int32" in name and "fp8" not in name) if shape.startswith("fp16") else "fp8," in name and "handle" in name
@@ -58,7 +60,8 @@ def test_kernel_compiles_without_spills_and_copies_in_bulk(arch: str, shape: str
     """Spilled registers or rows copied by threads cost a third of the bandwidth and fail no other test."""
     compiled = compilations()[arch, shape, name].result()
     moves_rows = not name.startswith(("unload", "small"))
-    assert sass.problems(compiled, loads_in_bulk=moves_rows, stores_in_bulk=moves_rows) == []
+    is_pulled = "from the heap" in name
+    assert sass.problems(compiled, loads_in_bulk=moves_rows, stores_in_bulk=moves_rows and not is_pulled) == []
     if moves_rows:
         assert "st.release.sys" in compiled.ptx
 
@@ -69,7 +72,7 @@ def test_every_kernel_is_looked_at() -> None:
     sources = [source for _, source in prebuild.kernels(KernelShape(), 227 << 10)]
     rendered = set(re.findall(r'#include "weft/kernels/(\w+)\.cuh"', " ".join(sources)))
     parts = {header for header in headers if any(header.startswith(f"{kernel}_") for kernel in rendered)}
-    assert headers - {"combine", "words"} == rendered | parts | {"link_limit"}
+    assert headers - {"words"} == rendered | parts | {"link_limit"}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -67,9 +67,9 @@ struct CombineKernelConfig {
   i32 num_blocks = 1;
   i32 top_k = 1;
   i32 hidden = 8;
-  i32 chunk = 8;         // elements of a row that a slot holds; with FP8 on the wire a multiple of kQuantizeGroup
-  i32 reduce_slots = 2;  // contributions at a time that wait in a block to be added
-  i32 push_slots = 0;    // rows at a time that wait to be pushed; 0: this rank pushes nothing, its rows are pulled
+  i32 chunk = 8;          // elements of a row that a slot holds; with FP8 on the wire a multiple of kQuantizeGroup
+  i32 reduce_slots = 2;   // contributions at a time that wait in a block to be added
+  i32 push_slots = 0;     // rows at a time that wait to be pushed; 0: this rank pushes nothing, its rows are pulled
   i32 partial_slots = 0;  // partial sums at a time that wait to be pushed; 0: rows are pushed as they are
   Dtype dtype = Dtype::kBf16;
   Layout layout = Layout::kRankMajor;

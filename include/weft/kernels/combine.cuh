@@ -42,7 +42,8 @@ class Combine {
     __syncthreads();
     if (b_.has_failed()) return;
     if (has_peer) transport::notify(view, Phase::kReduce, b_.flight, peer, static_cast<i32>(blockIdx.x));
-    if (transport::wait_all(view, Phase::kReduce, b_.flight, static_cast<i32>(blockIdx.x)) == transport::Verdict::kOk) end();
+    if (transport::wait_all(view, Phase::kReduce, b_.flight, static_cast<i32>(blockIdx.x)) == transport::Verdict::kOk)
+      end();
   }
 
  private:

@@ -8,10 +8,10 @@ namespace weft::kernels {
 
 struct CombineKernelArgs {
   transport::WindowView view;
-  u16 print = 0;              // fingerprint of the operation
-  const u8* rows = nullptr;   // this rank's expert output
-  u64 rows_offset = 0;        // its place in the heap; not read if this rank pushes
-  i64 num_rows = 0;           // rows of it
+  u16 print = 0;                   // fingerprint of the operation
+  const u8* rows = nullptr;        // this rank's expert output
+  u64 rows_offset = 0;             // its place in the heap; not read if this rank pushes
+  i64 num_rows = 0;                // rows of it
   const float* weights = nullptr;  // by expert: [num_rows], or null: 1
   const float* side = nullptr;     // rank_major [num_rows, K], else [num_rows]
   const i32* send_plan = nullptr;

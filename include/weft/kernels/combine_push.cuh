@@ -136,7 +136,8 @@ class CombinePush {
   // Stores of a warp that read shared memory at a time, at least one of its slots being left to the warps before it; and
   // stores that follow a token before it is told: by then it has arrived.
   static constexpr i32 kSlots = kHasPartials ? kConfig.partial_slots : kConfig.push_slots;
-  static constexpr i32 kInFlight = min_of(max_of(kHasPartials ? kSlots / kPushWarps - 1 : kSlots / kPushWarps / 2, 1), 6);
+  static constexpr i32 kInFlight =
+      min_of(max_of(kHasPartials ? kSlots / kPushWarps - 1 : kSlots / kPushWarps / 2, 1), 6);
   static constexpr i32 kLag = 4;
 
   // All but the last kPending stores of this thread have arrived.
@@ -157,7 +158,8 @@ class CombinePush {
   // Of the item that the warp has stored as its `stored`th.
   __device__ u64* empty_barrier(i32 warp, i32 stored) const {
     const i32 item = warp + stored * kPushWarps;
-    return kHasPartials ? &b_.s.partial_empty[item % CombineShared<kConfig>::kPartials] : &b_.s.push.empty[item % kRingCells];
+    return kHasPartials ? &b_.s.partial_empty[item % CombineShared<kConfig>::kPartials]
+                        : &b_.s.push.empty[item % kRingCells];
   }
 
   __device__ i32 num_pieces() const {
@@ -250,7 +252,7 @@ class CombinePush {
   }
 
   // Rows whose vectors are loaded together, and their weights.
-  static constexpr i32 kAtOnce = kConfig.wire_is_fp8 ? 2 : 4;
+  static constexpr i32 kAtOnce = !kConfig.wire_is_fp8 ? 4 : kConfig.dtype == Dtype::kFp32 ? 1 : 2;
   struct Rows {
     const u8* row[kAtOnce];
     float weight[kAtOnce];
@@ -322,7 +324,8 @@ class CombinePush {
     float sum[kConfig.is_by_expert() ? kVectors : 1][kVector];
   };
 
-  __device__ void quantize_sums(const RingItem& item, const float* weights, const Rows& rows, u8* out, i32 thread) const {
+  __device__ void quantize_sums(const RingItem& item, const float* weights, const Rows& rows, u8* out,
+                                i32 thread) const {
     const i32 elements = kConfig.chunk_elements(item.chunk);
     const i32 lane = thread % kLanes;
     for (i32 group = thread / kLanes; group * kQuantizeGroup < elements; group += kGroupThreads / kLanes) {
@@ -354,7 +357,7 @@ class CombinePush {
       for (i32 idx = 0; idx < kVectors; ++idx) {
         if (element_of(idx) >= elements) continue;
         if constexpr (!kConfig.is_by_expert()) Row::unpack(part.packed[idx], part.sum[0]);
-        float(&values)[kVector] = part.sum[kConfig.is_by_expert() ? idx : 0];
+        float (&values)[kVector] = part.sum[kConfig.is_by_expert() ? idx : 0];
 #pragma unroll
         for (i32 at = 0; at < kVector; ++at) values[at] *= scale.factor;
         Fp8Numbers<kVector>::store(out, element_of(idx), values);

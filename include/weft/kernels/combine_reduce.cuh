@@ -105,7 +105,8 @@ class CombineReduce {
       writer.announce({.count = count, .index = index, .chunk = chunk}, static_cast<u32>(count) * num_bytes);
       if (row >= 0) {
         ptx::bulk_load(b_.reduce_slot(writer.slot(__popc(present & ptx::lanes_below()))),
-                       source + static_cast<i64>(chunk) * kConfig.wire_bytes(kConfig.chunk), num_bytes, writer.barrier());
+                       source + static_cast<i64>(chunk) * kConfig.wire_bytes(kConfig.chunk), num_bytes,
+                       writer.barrier());
       }
       writer.advance(count);
     }

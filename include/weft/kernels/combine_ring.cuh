@@ -58,7 +58,9 @@ class RingWriter {
 
   __device__ i32 cell() const { return cell_; }
   __device__ u64* barrier() const { return &r_.full[cell_]; }
-  __device__ i32 slot(i32 idx) const { return head_ + idx < RingType::kSlots ? head_ + idx : head_ + idx - RingType::kSlots; }
+  __device__ i32 slot(i32 idx) const {
+    return head_ + idx < RingType::kSlots ? head_ + idx : head_ + idx - RingType::kSlots;
+  }
 
   // Announces the item; then its rows are loaded into slot(0 .. count), `num_bytes` in all, and advance() ends it.
   __device__ void announce(RingItem item, u32 num_bytes) {

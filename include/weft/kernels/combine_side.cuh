@@ -23,8 +23,7 @@ class CombineSide {
     const bool is_peer = b_.lane < kRanks && b_.flight.is_active(b_.lane);
     const i32 block = static_cast<i32>(blockIdx.x);
     if (is_peer) transport::post(b_.a.view, b_.flight, b_.lane, block, kSideChannel, 1);
-    const bool is_lost =
-        is_peer && !transport::wait_progress(b_.a.view, b_.flight, b_.lane, block, kSideChannel, 1);
+    const bool is_lost = is_peer && !transport::wait_progress(b_.a.view, b_.flight, b_.lane, block, kSideChannel, 1);
     if (is_lost) b_.leave();
     if (__any_sync(0xffffffffu, is_lost)) return;
     gather();

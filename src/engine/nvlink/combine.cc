@@ -9,7 +9,8 @@
 
 namespace weft::nvlink {
 
-CombineKernelConfig kernel_config(const GpuWindowShape& shape, const CombineArgs& args, bool has_push, int shared_bytes) {
+CombineKernelConfig kernel_config(const GpuWindowShape& shape, const CombineArgs& args, bool has_push,
+                                  int shared_bytes) {
   CombineKernelConfig config;
   config.num_ranks = shape.num_ranks;
   config.num_blocks = args.num_blocks;

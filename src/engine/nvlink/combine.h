@@ -8,7 +8,8 @@ namespace weft::nvlink {
 
 // The kernel of this call, for blocks of `shared_bytes`. `has_push`: this rank's rows are not pulled. Error kUnsupported: it
 // does not fit.
-CombineKernelConfig kernel_config(const GpuWindowShape& shape, const CombineArgs& args, bool has_push, int shared_bytes);
+CombineKernelConfig kernel_config(const GpuWindowShape& shape, const CombineArgs& args, bool has_push,
+                                  int shared_bytes);
 
 class CombineCall {
  public:

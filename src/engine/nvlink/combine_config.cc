@@ -34,9 +34,11 @@ void share_out(CombineKernelConfig& config, bool has_push, i32 room) {
     constexpr i32 kPushPercent = 55;
     config.push_slots = 1;
     config.partial_slots = 6;
-    const i32 rest = room - config.partial_slots * config.wire_slot_bytes() - config.weights_bytes() - config.plan_bytes();
+    const i32 rest =
+        room - config.partial_slots * config.wire_slot_bytes() - config.weights_bytes() - config.plan_bytes();
     config.push_slots = slots_in(rest / 100 * kPushPercent, config.row_slot_bytes(), config.plan_width());
-    config.reduce_slots = slots_in(rest - config.push_slots * config.row_slot_bytes(), config.wire_slot_bytes(), config.num_ranks);
+    config.reduce_slots =
+        slots_in(rest - config.push_slots * config.row_slot_bytes(), config.wire_slot_bytes(), config.num_ranks);
   } else if (has_push) {
     config.push_slots = 1;
     config.push_slots = slots_in((room - config.plan_bytes()) / 2, config.row_slot_bytes(), config.num_ranks);
@@ -61,8 +63,8 @@ CombineKernelConfig with_slots(CombineKernelConfig config, bool has_push, int sh
     if (chunks == most_chunks) break;
   }
   throw_unsupported("combine of " + std::to_string(config.plan_width()) + " rows a token on " +
-                    std::to_string(config.num_ranks) + " ranks does not fit the shared memory of an SM; need: " +
-                    "fewer experts a token");
+                    std::to_string(config.num_ranks) +
+                    " ranks does not fit the shared memory of an SM; need: " + "fewer experts a token");
 }
 
 i64 tokens_in_landing(const CombineKernelConfig& config, const GpuWindowLayout& layout) {
