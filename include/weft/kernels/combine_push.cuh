@@ -7,7 +7,7 @@
 
 #include "weft/kernels/combine_block.cuh"
 #include "weft/kernels/combine_numbers.cuh"
-#include "weft/layout/fp8_scale.h"
+#include "weft/ptx/fp8_scale.h"
 
 namespace weft::kernels {
 
@@ -352,7 +352,7 @@ class CombinePush {
       for (i32 step = 1; step < kLanes; step *= 2) {
         largest = ptx::max_nan(largest, __shfl_xor_sync(members, largest, step));
       }
-      const Fp8Scale scale = fp8_scale(ptx::float_bits(largest), Quantize::kFp8);
+      const ptx::Fp8Scale scale = ptx::fp8_scale(ptx::float_bits(largest), Quantize::kFp8);
 #pragma unroll
       for (i32 idx = 0; idx < kVectors; ++idx) {
         if (element_of(idx) >= elements) continue;
