@@ -26,7 +26,7 @@ SHAPES = {
 def is_wanted(shape: str, name: str) -> bool:
     """int32 ids differ from int64 ones in a load and a store, so one shape has them; the third has the rest."""
     if name.startswith("combine"):
-        return shape == "bf16" or ("fp8" in name) == shape.startswith("fp32")
+        return shape == "bf16" or ("side" not in name and ("fp8" in name) == shape.startswith("fp32"))
     if shape == "bf16":
         return "int32" not in name
     return ("int32" in name and "fp8" not in name) if shape.startswith("fp16") else "fp8," in name and "handle" in name
