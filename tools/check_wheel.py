@@ -1,7 +1,8 @@
 """Looks a wheel over before it leaves: what is in it, what it links, which C library it needs.
 
-A wheel must hold the typed package, the kernels' sources and one native module and nothing else native; the module may need only the C
-library and the compiler's support library (no libstdc++, no CUDA, no torch), found with readelf of binutils.
+A wheel must hold the typed package, the kernels' sources and one native module and nothing else native; the module may
+need only the C library and the compiler's support library (no libstdc++, no CUDA, no torch), found with readelf of
+binutils.
 """
 
 import re

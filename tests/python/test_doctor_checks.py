@@ -148,7 +148,7 @@ def test_what_is_broken_is_found(check: str, status: str, words: str, changes: d
     matching = [finding for finding in found if finding.status == status and words in finding.found]
     assert matching, found
     assert all(finding.why for finding in matching)
-    assert all(finding.cost or finding.fix for finding in matching)
+    assert all(finding.fix for finding in matching)
     fine = {finding.status for finding in of_check(findings_of(BASE), check)}
     assert not fine & {"warn", "fail"}
 

@@ -16,6 +16,8 @@ from weft.doctor import Facts, Finding, diagnose, measure, measure_gpus
 
 ADDRESSES = [entry.pci.address for entry in machine().gpus]
 NOMINAL = 18 * 26.562
+NEAR = "launch and wait 6.0 us, from pinned memory 55 GB/s"
+FAR = "launch and wait 9.0 us, from pinned memory 40 GB/s"
 
 
 def square(value: float, **odd: float) -> list[list[float | None]]:
@@ -47,7 +49,7 @@ def test_good_figures_are_told() -> None:
         "copy-latency": [("ok", "7.0 to 7.0 us a copy of 16 bytes, back to back")],
         "flag-latency": [("ok", "1.20 to 1.20 us a round trip of a flag")],
         "wrong-node": [
-            ("ok", "own node: launch and wait 6.0 us, from pinned memory 55 GB/s; wrong node: 9.0 us, 40 GB/s")
+            ("ok", f"own node: {NEAR}; wrong node: {FAR}"),
         ],
     }
 
@@ -77,6 +79,18 @@ def test_devices_are_matched_by_address_not_by_number() -> None:
     measured = figures(devices=[ADDRESSES[3], ADDRESSES[0]], from_nodes=from_one_node)
     measured["from_nodes"]["1"] = {"launch_us": [6.0, 9.0], "pinned_gb_per_s": [55.0, 40.0]}
     assert found(measured)["wrong-node"][0].found.startswith("own node: launch and wait 6.0 us")
+
+
+def test_all_figures_of_the_wrong_node_are_told() -> None:
+    links = {"copy_gb_per_s": [396.0] * 4, "copy_us": [7.0, 7.0, 9.0, 9.0], "flag_us": [1.2] * 4}
+    nodes = figures()["from_nodes"]
+    measured = figures(
+        from_nodes={"0": nodes["0"] | links, "1": nodes["1"] | {**links, "copy_us": [9.0, 9.0, 7.0, 7.0]}}
+    )
+    (told,) = found(measured)["wrong-node"]
+    own, wrong = told.found.split("; wrong node: ")
+    assert own.endswith(", from pinned memory 55 GB/s, to the next GPU 396 GB/s, 16 bytes 7.0 us, a flag 1.20 us")
+    assert wrong.endswith(", from pinned memory 40 GB/s, to the next GPU 396 GB/s, 16 bytes 9.0 us, a flag 1.20 us")
 
 
 def test_gpus_of_unknown_nodes_are_not_called_far() -> None:
@@ -191,8 +205,15 @@ def test_what_the_child_measures(bound: list[list[int]]) -> None:
     assert result["copy_gb_per_s"] == [[None, pytest.approx(400)], [pytest.approx(400), None]]
     assert result["flag_us"] == [[None, pytest.approx(1.5)], [None, None]]
     assert result["from_nodes"]["1"]["pinned_gb_per_s"] == [pytest.approx(50)] * 2
+    for name, value in (("copy_gb_per_s", 400), ("flag_us", 1.5)):
+        assert result["from_nodes"]["1"][name] == [pytest.approx(value)] * 2
+    assert len(result["from_nodes"]["0"]["copy_us"]) == 2
     assert bound == [[0, 1], [2]]
     assert "problems" not in result
+    assert set(measure_gpus._measure(FakeTorch(), {"0": [0]})["from_nodes"]["0"]) == {"launch_us", "pinned_gb_per_s"}
+    deaf = measure_gpus._measure(FakeTorch(deaf=True), {"0": [0], "1": [1]})["from_nodes"]["0"]
+    assert "copy_us" in deaf
+    assert "flag_us" not in deaf
 
 
 def test_what_can_not_be_measured_leaves_the_rest(bound: list[list[int]]) -> None:

@@ -29,7 +29,10 @@ def _gpus(facts: Facts) -> Iterable[Answer]:
     names = Counter(gpu.name or "unknown GPU" for gpu in facts.gpus)
     text = ", ".join(f"{count} x {name}" for name, count in names.items())
     if len(names) > 1:
-        return [warn(f"{text}: unlike GPUs", cost="the slowest sets the pace of every call")]
+        most = names.most_common(1)[0][0]
+        alike = ",".join(str(gpu.idx) for gpu in facts.gpus if (gpu.name or "unknown GPU") == most)
+        cost = "the slowest sets the pace of every call"
+        return [warn(f"{text}: unlike GPUs", cost=cost, fix=f"export CUDA_VISIBLE_DEVICES={alike}  # alike ones only")]
     return [ok(text)]
 
 

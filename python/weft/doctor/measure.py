@@ -19,6 +19,14 @@ _SECONDS = 90.0
 _MAIN = "from weft.doctor.measure_gpus import main; main()"
 _GOOD, _SLOW, _UNLIKE = 0.7, 0.4, 0.9  # of the nominal rate, of it again, of the median pair
 _FLAG_US = 4.0
+# What is measured from each NUMA node, a figure a GPU.
+_FROM_NODE = {
+    "launch_us": "launch and wait {:.1f} us",
+    "pinned_gb_per_s": "from pinned memory {:.0f} GB/s",
+    "copy_gb_per_s": "to the next GPU {:.0f} GB/s",
+    "copy_us": "16 bytes {:.1f} us",
+    "flag_us": "a flag {:.2f} us",
+}
 
 
 def run(facts: Facts) -> Mapping[str, Any]:
@@ -117,22 +125,23 @@ def _wrong_node(facts: Facts) -> Iterable[Answer]:
         return answers
     addresses = (facts.measured or {}).get("devices", ())
     home = {gpu.pci.address: gpu.numa_node for gpu in facts.gpus}
-    near: dict[str, list[float]] = {"launch_us": [], "pinned_gb_per_s": []}
-    far: dict[str, list[float]] = {"launch_us": [], "pinned_gb_per_s": []}
+    near: dict[str, list[float]] = {name: [] for name in _FROM_NODE}
+    far: dict[str, list[float]] = {name: [] for name in _FROM_NODE}
     for node, values in nodes.items():
         for idx, address in enumerate(addresses):
             side = near if len(nodes) == 1 or home.get(address) == int(node) else far
             for name in side:
-                side[name].append(values[name][idx])
+                side[name] += values.get(name, ())[idx : idx + 1]
     if not near["launch_us"]:
         known = any(home.get(address) is not None for address in addresses)
         return [skip("this process has no CPU on the node of any GPU" if known else "the GPUs' nodes are not known")]
-    launch, rate = statistics.median(near["launch_us"]), statistics.median(near["pinned_gb_per_s"])
-    text = f"launch and wait {launch:.1f} us, from pinned memory {rate:.0f} GB/s"
     if not far["launch_us"]:
-        return [ok(f"{text}; one NUMA node")]
-    far_launch, far_rate = statistics.median(far["launch_us"]), statistics.median(far["pinned_gb_per_s"])
-    return [ok(f"own node: {text}; wrong node: {far_launch:.1f} us, {far_rate:.0f} GB/s")]
+        return [ok(f"{_medians(near)}; one NUMA node")]
+    return [ok(f"own node: {_medians(near)}; wrong node: {_medians(far)}")]
+
+
+def _medians(figures: Mapping[str, list[float]]) -> str:
+    return ", ".join(_FROM_NODE[name].format(statistics.median(values)) for name, values in figures.items() if values)
 
 
 CHECKS = (

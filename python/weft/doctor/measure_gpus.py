@@ -57,11 +57,12 @@ def _measure(torch: Any, nodes: dict[str, list[int]]) -> dict[str, Any]:
         torch.zeros(1, device=device)  # starts CUDA on it, which is not what is measured
     start = time.monotonic()
     result: dict[str, Any] = {"devices": [_address(torch, idx) for idx in range(count)]}
+    players: list[tuple[Any, Any]] = []
     parts: dict[str, Callable[[], Any]] = {
         "copy_gb_per_s": lambda: _pairs(torch, count, _copy_rate),
         "copy_us": lambda: _pairs(torch, count, _small_copy),
-        "flag_us": lambda: _flags(torch, count),
-        "from_nodes": lambda: {node: _from_node(torch, count, cpus) for node, cpus in nodes.items()},
+        "flag_us": lambda: _flags(torch, count, players),
+        "from_nodes": lambda: _from_nodes(torch, count, nodes, players),
     }
     for name, measure in parts.items():
         try:
@@ -118,23 +119,26 @@ def _small_copy(torch: Any, one: int, other: int) -> float:
     return min(_timed(torch, one, work) for _ in range(2)) / _SMALL_COPIES
 
 
-def _flags(torch: Any, count: int) -> list[list[float | None]]:
+def _flags(torch: Any, count: int, players: list[tuple[Any, Any]]) -> list[list[float | None]]:
     """Microseconds of a round trip, once a pair, by kernels compiled here. Peer access is on since the copies.
 
-    torch's own runtime compiler is not public yet: where it is not there, nothing is measured.
+    `players` is filled once all see each other. torch's own runtime compiler is not public yet: where it is not there,
+    nothing is measured.
     """
-    players = []
+    compiled = []
     for device in range(count):
         with torch.cuda.device(device):
             flag = torch.zeros(2, dtype=torch.int32, device=device)
             kernel = torch.cuda._compile_kernel(_PING_PONG, "weft_ping_pong")
             kernel((1, 1, 1), (1, 1, 1), [flag, flag, 0, 1])  # loads it: that may wait, which it must not do later
             torch.cuda.synchronize()
-            players.append((flag, kernel))
-    return [
-        [_round_trip(torch, players, one, other) if one < other else None for other in range(count)]
+            compiled.append((flag, kernel))
+    found = [
+        [_round_trip(torch, compiled, one, other) if one < other else None for other in range(count)]
         for one in range(count)
     ]
+    players += compiled
+    return found
 
 
 def _round_trip(torch: Any, players: list[tuple[Any, Any]], one: int, other: int) -> float:
@@ -155,6 +159,27 @@ def _round_trip(torch: Any, players: list[tuple[Any, Any]], one: int, other: int
     if int(flag[1]) or int(other_flag[1]):
         raise RuntimeError(f"GPU {one} and GPU {other} don't see each other's flags")
     return (many - few) / (_ROUNDS - _ROUNDS // 10)
+
+
+def _from_nodes(
+    torch: Any, count: int, nodes: dict[str, list[int]], players: list[tuple[Any, Any]]
+) -> dict[str, dict[str, list[float]]]:
+    """By node; where there are two, also what is between each GPU and the next one, by number."""
+    found = {}
+    for node, cpus in nodes.items():
+        found[node] = _from_node(torch, count, cpus)
+        if len(nodes) > 1 and count > 1:
+            found[node] |= _to_next(torch, count, players)
+    return found
+
+
+def _to_next(torch: Any, count: int, players: list[tuple[Any, Any]]) -> dict[str, list[float]]:
+    pairs = [(one, (one + 1) % count) for one in range(count)]
+    found = {
+        "copy_gb_per_s": [_copy_rate(torch, *pair) for pair in pairs],
+        "copy_us": [_small_copy(torch, *pair) for pair in pairs],
+    }
+    return found | ({"flag_us": [_round_trip(torch, players, *pair) for pair in pairs]} if players else {})
 
 
 def _from_node(torch: Any, count: int, cpus: list[int]) -> dict[str, list[float]]:

@@ -192,10 +192,6 @@ def _distance(facts: Facts) -> Iterable[Answer]:
     answers, texts = [], []
     for placement in facts.placements:
         if not placement.nics:
-            if any(other.nics for other in facts.placements):
-                answers.append(
-                    warn(f"GPU {placement.gpu} has no NIC", cost="its traffic goes through other GPUs' NICs")
-                )
             continue
         best = placement.nics[0]
         texts.append(f"GPU {placement.gpu}: {', '.join(choice.name for choice in placement.nics)} ({best.distance})")
