@@ -52,6 +52,7 @@ _KERNEL_MODULES = (
 )
 _COMMAND_SECONDS = 10.0
 _TORCH_SECONDS = 60.0
+_DOCTOR_SECONDS = 30.0
 
 # Run in a child process: a library that crashes on loading ends the child only.
 _DRIVER_PROBE = """
@@ -72,6 +73,13 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "cud
     "devices": cuda.device_count(), "nccl": list(cuda.nccl.version()) if cuda.is_available() else None,
     "arch_list": cuda.get_arch_list(), "threads": torch.get_num_threads(),
     "distributed": torch.distributed.is_available()}))
+"""
+
+_DOCTOR_PROBE = """
+import json, sys
+from weft.doctor import diagnose, facts_of
+findings = [one for one in diagnose(facts_of(sys.argv[1])) if one.status in ("warn", "fail")]
+print(json.dumps([f"{one.status}: {one.check}: {one.found}" for one in findings]))
 """
 
 
@@ -282,12 +290,10 @@ def _environment() -> dict[str, Any]:
     return {name: redact_variable(name, value) for name, value in sorted(set_among(VARIABLES).items())}
 
 
-def _doctor(root: str) -> list[str]:
-    """What `weft doctor` complains of, unmeasured."""
-    from weft.doctor import diagnose, facts_of
-
-    findings = [one for one in diagnose(facts_of(root)) if one.status in ("warn", "fail")]
-    return [redact(f"{one.status}: {one.check}: {one.found}") for one in findings] or ["nothing to mend"]
+def _doctor(root: str) -> Any:
+    """What `weft doctor` complains of, unmeasured; it loads the driver's libraries, so in a child process."""
+    complaints = ask(_DOCTOR_PROBE, arguments=[root], seconds=_DOCTOR_SECONDS)
+    return [redact(text) for text in complaints] or ["nothing to mend"] if isinstance(complaints, list) else complaints
 
 
 def _command(words: list[str]) -> str:

@@ -74,6 +74,12 @@ def test_a_broken_torch(tmp_path: Path, text: str) -> None:
     assert report["torch"]["imported"]["exit_code"] != 0
 
 
+@pytest.mark.parametrize("text", ["import os; os.abort()", "raise RuntimeError('x')"])
+def test_a_broken_nvml(tmp_path: Path, text: str) -> None:
+    report = report_of(run_module(fake(tmp_path, pynvml=text)))
+    assert ("exit_code" in report["doctor"]) == ("abort" in text)
+
+
 def test_typer_rich_torch_and_numpy_are_not_needed(tmp_path: Path) -> None:
     gone = "raise ModuleNotFoundError(__name__)"
     done = run_module(fake(tmp_path, typer=gone, rich=gone, torch="raise SystemExit(7)", numpy=gone, pynvml=gone))
