@@ -114,25 +114,34 @@ def _window(shape: KernelShape) -> dict[str, int]:
 
 def _combine_kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:
     """expert_major and masked share theirs; only rank_major rows in their own type may be pulled, from the heap."""
-    native, by_expert = _load.native(), [name for name in shape.layouts if name != "rank_major"]
+    by_expert = [name for name in shape.layouts if name != "rank_major"]
     layouts = [name for name in shape.layouts if name == "rank_major"] + by_expert[:1]
-    for layout, wire, side in itertools.product(layouts, ("plain", "fp8"), ("", ", side")):
+    for layout, wire, side in itertools.product(layouts, (None, "fp8"), ("", ", side")):
         if wire == "fp8" and shape.hidden % 16 != 0:
             continue
-        args: Any = native.GpuCombineArgs()
-        args.layout, args.num_blocks, args.hidden = LAYOUTS.index(layout), shape.num_sms, shape.hidden
-        args.dtype, args.wire_is_fp8, args.has_side = _CODES[shape.dtype][0], wire == "fp8", bool(side)
-        for has_push in (False, True) if layout == "rank_major" and wire == "plain" else (True,):
-            source = native.render_combine(
-                args,
-                num_ranks=shape.ranks,
-                num_experts=shape.experts,
-                top_k=shape.top_k,
-                has_push=has_push,
-                shared_bytes=shared_bytes,
-            )
+        for has_push in (False, True) if layout == "rank_major" and wire is None else (True,):
             where = "" if has_push else " from the heap"
-            yield f"combine {layout if layout == 'rank_major' else 'by expert'}{where}, {wire}{side}", source
+            name = f"combine {layout if layout == 'rank_major' else 'by expert'}{where}, {wire or 'plain'}{side}"
+            yield name, combine_source(shape, layout, wire, shared_bytes, has_push=has_push, has_side=bool(side))
+
+
+def combine_source(
+    shape: KernelShape, layout: str, wire: str | None, shared_bytes: int, *, has_push: bool, has_side: bool = False
+) -> str:
+    """The kernel of a combine; `has_push`: of rows that the owners of the tokens do not pull."""
+    native = _load.native()
+    args: Any = native.GpuCombineArgs()
+    args.layout, args.num_blocks, args.hidden = LAYOUTS.index(layout), shape.num_sms, shape.hidden
+    args.dtype, args.wire_is_fp8, args.has_side = _CODES[shape.dtype][0], wire == "fp8", has_side
+    source: str = native.render_combine(
+        args,
+        num_ranks=shape.ranks,
+        num_experts=shape.experts,
+        top_k=shape.top_k,
+        has_push=has_push,
+        shared_bytes=shared_bytes,
+    )
+    return source
 
 
 def prebuild(shape: KernelShape, archs: Sequence[str], folder: str, jobs: int | None = None) -> tuple[list[Built], int]:

@@ -96,6 +96,10 @@ def _compile(chosen: Sequence[Case], options: SuiteOptions, arch: str) -> None:
         rows = "fp8 rows" if case.rows == "fp8" else "plain" if case.quantize == "none" else case.quantize
         for routing in ("int64 ids", "handle") if case.is_cached else ("int64 ids",):
             sources[prebuild.dispatch_source(shape, case.layout, rows, routing, shared_bytes)] = case.name
+        if case.source is not None:
+            has_push = case.link_kind == "push"
+            combine = prebuild.combine_source(shape, case.layout, case.wire, shared_bytes, has_push=has_push)
+            sources[combine] = case.name
     prebuild.compile_all([(arch, name, source) for source, name in sources.items()], env.cache_folder())
 
 
