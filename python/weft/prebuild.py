@@ -69,6 +69,7 @@ def kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:
         name = f"small dispatch {layout}, {rows}, {routing}"
         yield name, small_dispatch_source(shape, layout, rows, routing, shared_bytes)
     yield from _combine_kernels(shape, shared_bytes)
+    yield from _small_combine_kernels(shape)
     yield "unload", _load.native().render_unload()
 
 
@@ -113,28 +114,41 @@ def _window(shape: KernelShape) -> dict[str, int]:
 
 
 def _combine_kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:
-    """expert_major and masked share theirs; only rank_major rows in their own type may be pulled, from the heap."""
-    by_expert = [name for name in shape.layouts if name != "rank_major"]
-    layouts = [name for name in shape.layouts if name == "rank_major"] + by_expert[:1]
-    for layout, wire, side in itertools.product(layouts, (None, "fp8"), ("", ", side")):
-        if wire == "fp8" and shape.hidden % 16 != 0:
-            continue
+    """Only rank_major rows in their own type may be pulled, from the heap."""
+    for layout, wire, side in _combine_forms(shape):
         for has_push in (False, True) if layout == "rank_major" and wire is None else (True,):
             where = "" if has_push else " from the heap"
-            name = f"combine {layout if layout == 'rank_major' else 'by expert'}{where}, {wire or 'plain'}{side}"
-            yield name, combine_source(shape, layout, wire, shared_bytes, has_push=has_push, has_side=bool(side))
+            name = f"combine {_layout_name(layout)}{where}, {wire or 'plain'}{', side' if side else ''}"
+            yield name, combine_source(shape, layout, wire, shared_bytes, has_push=has_push, has_side=side)
+
+
+def _small_combine_kernels(shape: KernelShape) -> Iterator[tuple[str, str]]:
+    """Whole calls, and the two halves of staged ones."""
+    for layout, wire, side in _combine_forms(shape):
+        for half in ("", "sends", "receives"):
+            name = f"small combine {_layout_name(layout)}, {wire or 'plain'}{', side' if side else ''}"
+            yield f"{name}, {half}" if half else name, small_combine_source(shape, layout, wire, half, has_side=side)
+
+
+def _combine_forms(shape: KernelShape) -> Iterator[tuple[str, str | None, bool]]:
+    """Layout, wire and whether side values come along; expert_major and masked share their kernels."""
+    by_expert = [name for name in shape.layouts if name != "rank_major"]
+    layouts = [name for name in shape.layouts if name == "rank_major"] + by_expert[:1]
+    for layout, wire, side in itertools.product(layouts, (None, "fp8"), (False, True)):
+        if wire is None or shape.hidden % 16 == 0:
+            yield layout, wire, side
+
+
+def _layout_name(layout: str) -> str:
+    return layout if layout == "rank_major" else "by expert"
 
 
 def combine_source(
     shape: KernelShape, layout: str, wire: str | None, shared_bytes: int, *, has_push: bool, has_side: bool = False
 ) -> str:
     """The kernel of a combine; `has_push`: of rows that the owners of the tokens do not pull."""
-    native = _load.native()
-    args: Any = native.GpuCombineArgs()
-    args.layout, args.num_blocks, args.hidden = LAYOUTS.index(layout), shape.num_sms, shape.hidden
-    args.dtype, args.wire_is_fp8, args.has_side = _CODES[shape.dtype][0], wire == "fp8", has_side
-    source: str = native.render_combine(
-        args,
+    source: str = _load.native().render_combine(
+        _combine_args(shape, layout, wire, has_side=has_side),
         num_ranks=shape.ranks,
         num_experts=shape.experts,
         top_k=shape.top_k,
@@ -142,6 +156,25 @@ def combine_source(
         shared_bytes=shared_bytes,
     )
     return source
+
+
+def small_combine_source(
+    shape: KernelShape, layout: str, wire: str | None, half: str = "", *, has_side: bool = False
+) -> str:
+    """The kernel of a combine of a small batch; `half` of a staged one: sends, receives."""
+    args = _combine_args(shape, layout, wire, has_side=has_side)
+    args.sends, args.receives = half != "receives", half != "sends"
+    source: str = _load.native().render_small_combine(
+        args, num_ranks=shape.ranks, num_experts=shape.experts, top_k=shape.top_k
+    )
+    return source
+
+
+def _combine_args(shape: KernelShape, layout: str, wire: str | None, *, has_side: bool) -> Any:
+    args: Any = _load.native().GpuCombineArgs()
+    args.layout, args.num_blocks, args.hidden = LAYOUTS.index(layout), shape.num_sms, shape.hidden
+    args.dtype, args.wire_is_fp8, args.has_side = _CODES[shape.dtype][0], wire == "fp8", has_side
+    return args
 
 
 def prebuild(shape: KernelShape, archs: Sequence[str], folder: str, jobs: int | None = None) -> tuple[list[Built], int]:

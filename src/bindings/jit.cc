@@ -10,6 +10,7 @@
 #include "base/status.h"
 #include "engine/nvlink/combine.h"
 #include "engine/nvlink/dispatch.h"
+#include "engine/nvlink/small_combine.h"
 #include "engine/nvlink/small_dispatch.h"
 #include "engine/nvlink/unload.h"
 #include "jit/compiler.h"
@@ -99,6 +100,12 @@ void bind_jit(nb::module_& m) {
         return nvlink::render(nvlink::kernel_config(shape, args, has_push, shared_bytes));
       },
       "args"_a, nb::kw_only(), "num_ranks"_a, "num_experts"_a, "top_k"_a, "has_push"_a, "shared_bytes"_a);
+  m.def(
+      "render_small_combine",
+      [](const nvlink::CombineArgs& args, i32 num_ranks, i32 num_experts, i32 top_k) {
+        return nvlink::render(nvlink::small_kernel(shape_of(num_ranks, num_experts, top_k, 0), args));
+      },
+      "args"_a, nb::kw_only(), "num_ranks"_a, "num_experts"_a, "top_k"_a);
   m.def("render_unload", &nvlink::render_unload);
   m.def("render_link_limit", &render_link_limit, nb::kw_only(), "row_bytes"_a, "is_pull"_a);
   nb::class_<jit::LoadedKernel>(m, "LinkLimitKernel")

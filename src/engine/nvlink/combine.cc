@@ -6,6 +6,7 @@
 
 #include "base/status.h"
 #include "engine/nvlink/combine_config.h"
+#include "engine/nvlink/small_combine.h"
 
 namespace weft::nvlink {
 
@@ -102,6 +103,7 @@ kernels::CombineKernelArgs CombineCall::kernel_arguments() const {
 
 void Window::combine(const CombineArgs& args, const Poll& poll) {
   const cuda::ContextScope scope(gpu_->context);
+  if (args.is_small) return SmallCombineCall(*this, args, poll).run();
   CombineCall(*this, args, poll).run();
 }
 

@@ -87,6 +87,15 @@ std::string render(const SmallDispatchKernel& kernel) {
                "SmallDispatchKernelArgs", "32 * kConfig.kWarps");
 }
 
+std::string render(const SmallCombineKernelConfig& config) {
+  return entry("small_combine", "SmallCombineKernelConfig",
+               field("num_ranks", config.num_ranks) + field("top_k", config.top_k) + field("hidden", config.hidden) +
+                   field("dtype", "Dtype", config.dtype) + field("layout", "Layout", config.layout) +
+                   field("wire_is_fp8", config.wire_is_fp8 ? 1 : 0) + field("has_side", config.has_side ? 1 : 0) +
+                   field("sends", config.sends ? 1 : 0) + field("receives", config.receives ? 1 : 0),
+               "SmallCombineKernelArgs", "kConfig.num_threads()");
+}
+
 DispatchKernelConfig with_stages(DispatchKernelConfig config, int shared_bytes) {
   const int room = shared_bytes - kStaticSharedBytes - config.index_bytes();
   const int stages = room / config.stage_bytes();
@@ -120,6 +129,10 @@ const Kernel& Kernels::prepare(const DispatchKernelConfig& config) {
 const Kernel& Kernels::prepare(const SmallDispatchKernel& kernel) {
   return prepare(render(kernel), 32 * SmallDispatchKernelConfig::kWarps,
                  static_cast<unsigned>(kernel.config.shared_bytes(kernel.num_places)));
+}
+
+const Kernel& Kernels::prepare(const SmallCombineKernelConfig& config) {
+  return prepare(render(config), static_cast<unsigned>(config.num_threads()), 0);
 }
 
 const Kernel& Kernels::prepare(const CombineKernelConfig& config) {

@@ -8,6 +8,7 @@
 #include "base/cuda_driver.h"
 #include "jit/compiler.h"
 #include "weft/config/kernel.h"
+#include "weft/config/small_kernel.h"
 
 namespace weft::nvlink {
 
@@ -22,6 +23,7 @@ struct Kernel {
 std::string render(const DispatchKernelConfig& config);
 std::string render(const CombineKernelConfig& config);
 std::string render(const SmallDispatchKernel& kernel);
+std::string render(const SmallCombineKernelConfig& config);
 
 // As many stages as shared memory holds.
 DispatchKernelConfig with_stages(DispatchKernelConfig config, int shared_bytes);
@@ -37,6 +39,7 @@ class Kernels {
   const Kernel& prepare(const DispatchKernelConfig& config);
   const Kernel& prepare(const CombineKernelConfig& config);
   const Kernel& prepare(const SmallDispatchKernel& kernel);
+  const Kernel& prepare(const SmallCombineKernelConfig& config);
   // `shared_bytes`: dynamic. Any thread.
   const Kernel& prepare(const std::string& source, unsigned num_threads, unsigned shared_bytes);
   int shared_bytes() const { return shared_bytes_; }  // a block may have

@@ -83,6 +83,7 @@ class Window : public cpu::MemberWindow {
   friend class DispatchCall;
   friend class SmallDispatchCall;
   friend class CombineCall;
+  friend class SmallCombineCall;
 
   struct Peer {
     DeviceMemory control;

@@ -1,0 +1,41 @@
+// Structural configuration of combine for small batches. What depends on T or on the number of blocks is in the arguments,
+// so that calls of every size share a kernel.
+#pragma once
+
+#include "weft/config/base.h"
+#include "weft/config/operation.h"
+
+namespace weft {
+
+struct SmallCombineKernelConfig {
+  i32 num_ranks = 1;
+  i32 top_k = 1;
+  i32 hidden = 8;
+  Dtype dtype = Dtype::kBf16;
+  Layout layout = Layout::kRankMajor;
+  bool wire_is_fp8 = false;
+  bool has_side = false;
+  bool sends = true;  // which halves of the operation this kernel is
+  bool receives = true;
+
+  // Warps that move rows: with two more, as many as leave 128 registers to each thread.
+  static constexpr i32 kWorkers = 14;
+  static constexpr i32 kVectors = 4;     // most 16-byte accesses that a lane of them has under way for a row
+  static constexpr i32 kNarrowRows = 8;  // most rows that it has one such access for
+
+  WEFT_HD constexpr bool is_by_expert() const { return layout != Layout::kRankMajor; }
+  WEFT_HD constexpr i32 plan_width() const { return is_by_expert() ? top_k : 1; }  // of the receive plan
+  WEFT_HD constexpr i32 row_bytes() const { return hidden * dtype_bytes(dtype); }
+
+  // In a slot: the row, with FP8 its codes and behind them a float scale for each group of 128.
+  WEFT_HD constexpr i32 scales_at() const { return (hidden + 15) / 16 * 16; }
+  WEFT_HD constexpr i32 wire_row_bytes() const {
+    return wire_is_fp8 ? scales_at() + (hidden + kQuantizeGroup - 1) / kQuantizeGroup * 4 : row_bytes();
+  }
+
+  // Those that move rows, one for headers, one for side values.
+  WEFT_HD constexpr i32 num_warps() const { return kWorkers + 1 + (has_side ? 1 : 0); }
+  WEFT_HD constexpr i32 num_threads() const { return num_warps() * 32; }
+};
+
+}  // namespace weft

@@ -1,0 +1,51 @@
+// What the roles of a block of combine for small batches share: who does what, and where it lies.
+#pragma once
+
+#include "weft/config/small_kernel.h"
+#include "weft/kernels/small_combine_arguments.h"
+#include "weft/layout/gpu_plan.h"
+#include "weft/transport/nvlink.cuh"
+
+namespace weft::kernels {
+
+// Columns [column, end) of a token's row.
+struct SmallPlace {
+  i32 token;
+  i32 column;
+  i32 end;
+};
+
+template <SmallCombineKernelConfig kConfig>
+struct SmallCombineBlock {
+  const SmallCombineKernelArgs& a;
+  i32 lane;
+
+  __device__ i32 num_units(i32 num_tokens) const {
+    return a.split.num_units(num_tokens, static_cast<i32>(blockIdx.x), static_cast<i32>(gridDim.x));
+  }
+
+  // A lane has one vector of a job, so it can have those of many rows at once.
+  __device__ bool is_narrow() const { return a.split.part <= SmallSplit::granule(kConfig.dtype); }
+
+  // Of the block's unit with this index.
+  __device__ SmallPlace place(i32 index) const {
+    const i32 unit = static_cast<i32>(blockIdx.x) + index * static_cast<i32>(gridDim.x);
+    SmallPlace place;
+    place.token = unit / a.split.num_parts;
+    place.column = (unit - place.token * a.split.num_parts) * a.split.part;
+    place.end = min(place.column + a.split.part, kConfig.hidden);
+    return place;
+  }
+
+  // First element of the lane's vector `idx` of a place.
+  __device__ i32 element(const SmallPlace& place, i32 idx) const {
+    return place.column + (idx * 32 + lane) * (16 / dtype_bytes(kConfig.dtype));
+  }
+
+  // Where the contribution of `contributor` to a token of `owner` lies.
+  __device__ u8* slot(const transport::Flight& flight, i32 owner, i32 contributor, i32 token) const {
+    return a.view.heap[owner] + a.view.layout.small_row(flight.turn.sequence, contributor, token);
+  }
+};
+
+}  // namespace weft::kernels

@@ -1,0 +1,141 @@
+// The owner's part of combine for small batches: a warp adds one part of the contributions to a token, in the order of the
+// ranks, and writes it.
+#pragma once
+
+#include "weft/kernels/combine_numbers.cuh"
+#include "weft/kernels/small_combine_block.cuh"
+
+namespace weft::kernels {
+
+template <SmallCombineKernelConfig kConfig>
+class SmallCombineReduce {
+ public:
+  using Block = SmallCombineBlock<kConfig>;
+  using Row = Numbers<kConfig.dtype>;
+  static constexpr i32 kRanks = kConfig.num_ranks;
+  static constexpr i32 kWorkers = kConfig.kWorkers;
+  static constexpr i32 kVector = Row::kVector;
+  using Codes = Fp8Numbers<kVector>;
+
+  // Asks for what the first job needs; nothing of it comes from a peer.
+  __device__ SmallCombineReduce(const Block& block, i32 warp)
+      : b_(block), warp_(warp), num_jobs_(block.num_units(block.a.num_tokens)) {
+    read(warp);
+  }
+
+  __device__ void run(const transport::Flight& flight) {
+    if (b_.is_narrow()) return run_jobs<1>(flight);
+    run_jobs<kConfig.kVectors>(flight);
+  }
+
+ private:
+  static constexpr u32 kAllRanks = (1u << kRanks) - 1;
+
+  // Contributions whose vectors are loaded together.
+  static constexpr i32 at_once(i32 num_vectors) {
+    constexpr i32 kWideRows = 2;
+    const i32 most = num_vectors > 1 ? kWideRows : kConfig.kNarrowRows;
+    return kRanks < most ? kRanks : most;
+  }
+
+  // A vector of a contribution, as it lies in a slot.
+  struct Part {
+    Packed packed;
+    typename Codes::Codes codes;
+    float scale;
+  };
+
+  template <i32 kVectors>
+  __device__ void run_jobs(const transport::Flight& flight) {
+    for (i32 idx = warp_; idx < num_jobs_; idx += kWorkers) {
+      const u32 mask = next_mask_ & flight.active_mask & kAllRanks;
+      read(idx + kWorkers);
+      add<kVectors>(flight, b_.place(idx), mask);
+    }
+  }
+
+  __device__ void read(i32 idx) {
+    next_mask_ = idx < num_jobs_ ? static_cast<u32>(b_.a.send_plan[b_.place(idx).token]) : 0;
+  }
+
+  template <i32 kVectors>
+  __device__ void add(const transport::Flight& flight, const SmallPlace& place, u32 mask) const {
+    constexpr i32 kAtOnce = at_once(kVectors);
+    const u8* first = b_.slot(flight, b_.a.view.rank, 0, place.token);
+    const u64 stride = static_cast<u64>(b_.a.view.layout.small_tokens) * b_.a.view.layout.small_row_bytes;
+    // The order of additions is part of the contract: ranks ascending from +0, then bias; one rounding.
+    float total[kVectors][kVector] = {};
+    for (u32 left = mask; left != 0;) {
+      Part part[kAtOnce][kVectors];
+      bool is_there[kAtOnce];
+#pragma unroll
+      for (i32 idx = 0; idx < kAtOnce; ++idx) {
+        is_there[idx] = left != 0;
+        const u64 rank = static_cast<u64>(is_there[idx] ? __ffs(static_cast<i32>(left)) - 1 : 0);
+        left &= left - 1;
+        if (is_there[idx]) load(first + rank * stride, place, part[idx]);
+      }
+#pragma unroll
+      for (i32 idx = 0; idx < kAtOnce; ++idx) {
+        if (!is_there[idx]) break;
+#pragma unroll
+        for (i32 vector = 0; vector < kVectors; ++vector) add_part(part[idx][vector], total[vector]);
+      }
+    }
+#pragma unroll
+    for (i32 idx = 0; idx < kVectors; ++idx) write(place.token, b_.element(place, idx), place.end, total[idx]);
+  }
+
+  template <i32 kVectors>
+  __device__ void load(const u8* slot, const SmallPlace& place, Part (&part)[kVectors]) const {
+#pragma unroll
+    for (i32 idx = 0; idx < kVectors; ++idx) {
+      const i32 element = b_.element(place, idx);
+      if (element >= place.end) continue;
+      if constexpr (kConfig.wire_is_fp8) {
+        part[idx].codes = Codes::load(slot, element);
+        part[idx].scale = *reinterpret_cast<const float*>(slot + kConfig.scales_at() + element / kQuantizeGroup * 4);
+      } else {
+        part[idx].packed = Row::load(slot, element);
+      }
+    }
+  }
+
+  __device__ static void add_part(const Part& part, float (&total)[kVector]) {
+    float values[kVector];
+    if constexpr (kConfig.wire_is_fp8) {
+      Codes::unpack(part.codes, values);
+#pragma unroll
+      for (i32 at = 0; at < kVector; ++at) total[at] += values[at] * part.scale;
+    } else {
+      Row::unpack(part.packed, values);
+#pragma unroll
+      for (i32 at = 0; at < kVector; ++at) total[at] += values[at];
+    }
+  }
+
+  __device__ void write(i64 token, i32 element, i32 end, float (&total)[kVector]) const {
+    if (element >= end) return;
+    if (b_.a.bias != nullptr) add_bias(b_.a.bias + token * b_.a.bias_row_bytes, element, total);
+    *reinterpret_cast<Packed*>(b_.a.out + token * kConfig.row_bytes() + element * Row::kBytes) = Row::pack(total);
+  }
+
+  __device__ void add_bias(const u8* bias, i32 element, float (&total)[kVector]) const {
+    float values[kVector];
+    if (b_.a.bias_is_fp32) {
+#pragma unroll
+      for (i32 at = 0; at < kVector; ++at) values[at] = reinterpret_cast<const float*>(bias)[element + at];
+    } else {
+      Row::unpack(Row::load(bias, element), values);
+    }
+#pragma unroll
+    for (i32 at = 0; at < kVector; ++at) total[at] += values[at];
+  }
+
+  const Block& b_;
+  const i32 warp_;
+  const i32 num_jobs_;
+  u32 next_mask_;  // ranks that contribute to the next job
+};
+
+}  // namespace weft::kernels

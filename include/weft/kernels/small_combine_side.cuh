@@ -1,0 +1,64 @@
+// Side values of combine for small batches: a float for each pick goes back to the owner of its token. One warp of each block
+// has those of tokens block, block + num_blocks, ...
+#pragma once
+
+#include "weft/kernels/small_combine_block.cuh"
+
+namespace weft::kernels {
+
+template <SmallCombineKernelConfig kConfig>
+class SmallCombineSide {
+ public:
+  using Block = SmallCombineBlock<kConfig>;
+  static constexpr i32 kRanks = kConfig.num_ranks;
+  static constexpr i32 kTopk = kConfig.top_k;
+
+  __device__ explicit SmallCombineSide(const Block& block) : b_(block) {}
+
+  // Into this rank's slots at the owners. rank_major: all K values of a row; the owner takes those of its picks.
+  __device__ void send(const transport::Flight& flight) const {
+    const GpuRecvPlan<const i32> plan{b_.a.recv_plan, b_.a.recv_plan_tokens, kConfig.plan_width()};
+    for (i32 owner = 0; owner < kRanks; ++owner) {
+      if (!flight.is_active(owner)) continue;
+      const i32 num_values = num_items(min(plan.num_tokens()[owner], b_.a.max_tokens)) * kTopk;
+      for (i32 at = b_.lane; at < num_values; at += 32) {
+        const i32 k = at % kTopk;
+        const i32 token = token_of(at / kTopk);
+        const i32 row = plan.row(owner, token)[kConfig.is_by_expert() ? k : 0];
+        if (row < 0 || row >= b_.a.num_rows) continue;  // R19
+        const i64 place = kConfig.is_by_expert() ? row : static_cast<i64>(row) * kTopk + k;
+        *slot(flight, owner, b_.a.view.rank, token, k) = b_.a.side[place];
+      }
+    }
+  }
+
+  __device__ void gather(const transport::Flight& flight) const {
+    const i32 num_values = num_items(b_.a.num_tokens) * kTopk;
+    const GpuSendPlan<const i32> plan{b_.a.send_plan, b_.a.num_tokens, kConfig.is_by_expert() ? kTopk : kRanks};
+    for (i32 at = b_.lane; at < num_values; at += 32) {
+      const i32 k = at % kTopk;
+      const i32 token = token_of(at / kTopk);
+      const i64 pick = static_cast<i64>(token) * kTopk + k;
+      float total = 0.0f;
+      const i32 from = plan.destination()[pick];
+      if (from >= 0 && from < kRanks && flight.is_active(from)) total += *slot(flight, b_.a.view.rank, from, token, k);
+      b_.a.side_out[pick] = total;
+    }
+  }
+
+ private:
+  __device__ static i32 token_of(i32 item) { return static_cast<i32>(blockIdx.x) + item * static_cast<i32>(gridDim.x); }
+  __device__ static i32 num_items(i32 num_tokens) {
+    const i32 left = num_tokens - static_cast<i32>(blockIdx.x), num_blocks = static_cast<i32>(gridDim.x);
+    return left > 0 ? (left + num_blocks - 1) / num_blocks : 0;
+  }
+  __device__ float* slot(const transport::Flight& flight, i32 owner, i32 contributor, i32 token, i32 k) const {
+    const GpuWindowLayout& layout = b_.a.view.layout;
+    return reinterpret_cast<float*>(b_.a.view.heap[owner] + layout.small_weights) +
+           layout.small_pick(flight.turn.sequence, contributor, token) + k;
+  }
+
+  const Block& b_;
+};
+
+}  // namespace weft::kernels

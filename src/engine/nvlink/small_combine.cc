@@ -1,0 +1,107 @@
+#include "engine/nvlink/small_combine.h"
+
+#include <climits>
+#include <string>
+#include <utility>
+
+#include "base/status.h"
+
+namespace weft::nvlink {
+
+SmallCombineKernelConfig small_kernel(const GpuWindowShape& shape, const CombineArgs& args) {
+  SmallCombineKernelConfig config;
+  config.num_ranks = shape.num_ranks;
+  config.top_k = shape.top_k;
+  config.hidden = static_cast<i32>(args.hidden);
+  config.dtype = args.dtype;
+  config.layout = args.layout == Layout::kRankMajor ? Layout::kRankMajor : Layout::kExpertMajor;  // one kernel for both
+  config.wire_is_fp8 = args.wire_is_fp8;
+  config.has_side = args.has_side;
+  config.sends = args.sends;
+  config.receives = args.receives;
+  return config;
+}
+
+SmallCombineCall::SmallCombineCall(Window& window, const CombineArgs& args, const Poll& poll)
+    : w_(window), a_(args), poll_(poll), config_(small_kernel(window.shape_, args)) {}
+
+void SmallCombineCall::run() {
+  check();
+  const Kernel& kernel = prepare();
+  kernels::SmallCombineKernelArgs args = kernel_arguments();
+  args.print = w_.begin(operation_config(), a_.timeout_ns, a_.stream).print;
+  w_.launch(kernel, a_.num_blocks, a_.stream, &args);
+  if (a_.receives) ++w_.stats_.num_combines;
+}
+
+void SmallCombineCall::check() const {
+  if (a_.max_tokens > w_.shape_.small_tokens) {
+    throw_invalid_argument("max_tokens is " + std::to_string(a_.max_tokens) + "; allowed in a small-batch call: 0.." +
+                           std::to_string(w_.shape_.small_tokens) + ", or mode=\"throughput\"");
+  }
+  if (a_.num_rows < 0 || a_.num_rows > INT_MAX) {
+    throw_invalid_argument("expert_output has " + std::to_string(a_.num_rows) + " rows; allowed: 0.." +
+                           std::to_string(INT_MAX));
+  }
+  const u64 slot_bytes = static_cast<u64>(config_.wire_row_bytes());
+  if (slot_bytes > w_.layout_.small_row_bytes) {
+    throw_invalid_argument(
+        "contributions of " + std::to_string(slot_bytes) +
+        " bytes; allowed in a small-batch call of this window: " + std::to_string(w_.layout_.small_row_bytes));
+  }
+}
+
+// A kernel is loaded before the operation begins: loading may wait for kernels that run, such as a peer's that waits for this
+// rank. So both halves come together; and ranks that are threads, which meet for each kernel, prepare what any may need.
+const Kernel& SmallCombineCall::prepare() {
+  const bool is_staged = !a_.sends || !a_.receives;
+  SmallCombineKernelConfig part = config_;
+  for (const auto& [sends, receives] : {std::pair{true, true}, {true, false}, {false, true}}) {
+    part.sends = sends;
+    part.receives = receives;
+    const bool is_wanted = is_staged ? sends != receives : sends && receives;
+    if (is_wanted || w_.comm_->is_local()) w_.prepare(part, a_.timeout_ns, poll_);
+  }
+  return w_.prepare(config_, a_.timeout_ns, poll_);
+}
+
+// The same for a whole call and for both halves: ranks may differ in that.
+OperationConfig SmallCombineCall::operation_config() const {
+  OperationConfig operation;
+  operation.kind = OpKind::kCombine;
+  operation.layout = a_.layout;
+  operation.quantize = a_.wire_is_fp8 ? Quantize::kFp8 : Quantize::kNone;
+  operation.dtype = a_.dtype;
+  operation.has_side = a_.has_side ? 1 : 0;
+  operation.mode = static_cast<u8>(a_.num_blocks);  // blocks of the same number meet, so there must be as many
+  operation.is_small = 1;
+  operation.alignment = static_cast<u32>(a_.alignment);
+  operation.hidden = static_cast<u32>(a_.hidden);
+  operation.capacity = a_.capacity;
+  operation.max_tokens = a_.max_tokens;
+  operation.row_bytes = config_.wire_row_bytes();
+  return operation;
+}
+
+kernels::SmallCombineKernelArgs SmallCombineCall::kernel_arguments() const {
+  kernels::SmallCombineKernelArgs args;
+  args.view = w_.view_;
+  args.num_tokens = static_cast<i32>(a_.num_tokens);
+  args.max_tokens = static_cast<i32>(a_.max_tokens);
+  args.split = SmallSplit::make(config_, args.max_tokens, a_.num_blocks);
+  args.rows = reinterpret_cast<const u8*>(a_.y);
+  args.num_rows = a_.num_rows;
+  args.weights = reinterpret_cast<const float*>(a_.weights);
+  args.side = reinterpret_cast<const float*>(a_.side);
+  args.send_plan = reinterpret_cast<const i32*>(a_.send_plan);
+  args.recv_plan = reinterpret_cast<const i32*>(a_.recv_plan);
+  args.recv_plan_tokens = w_.shape_.max_tokens;
+  args.bias = reinterpret_cast<const u8*>(a_.bias);
+  args.bias_is_fp32 = a_.bias_is_fp32;
+  args.bias_row_bytes = a_.bias_is_2d ? a_.hidden * (a_.bias_is_fp32 ? 4 : dtype_bytes(a_.dtype)) : 0;
+  args.out = reinterpret_cast<u8*>(a_.out);
+  args.side_out = reinterpret_cast<float*>(a_.side_out);
+  return args;
+}
+
+}  // namespace weft::nvlink
