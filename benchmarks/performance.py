@@ -183,7 +183,7 @@ def kills() -> str:
 
 
 def compile_times() -> str:
-    """Seconds a kernel, one after the other, by architecture."""
+    """CPU seconds a kernel, by architecture."""
     cells = []
     for file in sorted(RESULTS.glob("gpu_compile*.jsonl")):
         rows = read_rows(file)
@@ -191,8 +191,8 @@ def compile_times() -> str:
         how = next((row for row in rows if row["kind"] == "prebuilt"), {})
         where = f"{file.stem} ({how.get('cpu')}, NVRTC {how.get('nvrtc')}, commit {how.get('commit')})"
         for arch in sorted({row["arch"] for row in built}):
-            seconds = sorted(row["seconds"] for row in built if row["arch"] == arch)
-            slowest = max((row for row in built if row["arch"] == arch), key=lambda row: row["seconds"])
+            seconds = sorted(row["cpu_seconds"] for row in built if row["arch"] == arch)
+            slowest = max((row for row in built if row["arch"] == arch), key=lambda row: row["cpu_seconds"])
             median = seconds[len(seconds) // 2]
             figures = (
                 str(len(seconds)),
@@ -201,7 +201,7 @@ def compile_times() -> str:
                 f"{sum(seconds):.1f}",
             )
             cells.append((where, arch, *figures))
-    columns = ("file", "architecture", "kernels", "median s", "slowest s", "all, one after the other, s")
+    columns = ("file", "architecture", "kernels", "median, CPU s", "slowest, CPU s", "all, CPU s")
     return f"## Compile times\n\n{table(columns, cells)}" if cells else ""
 
 

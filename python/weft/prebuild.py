@@ -52,11 +52,14 @@ class KernelShape:
 
 @dataclass(frozen=True)
 class Built:
-    """One kernel: its name in words, the architecture, seconds it took (next to none if it was in the cache), bytes."""
+    """One kernel: its name in words, the architecture, seconds it took (next to none if it was in the cache), those of
+    a CPU, which other load does not change, and bytes.
+    """
 
     name: str
     arch: str
     seconds: float
+    cpu_seconds: float
     num_bytes: int
 
 
@@ -199,9 +202,9 @@ def compile_all(wanted: Sequence[tuple[str, str, str]], folder: str, jobs: int |
     paths = kernel_paths.compiler_paths(cache=folder)
 
     def compiled(arch: str, name: str, source: str) -> Built:
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.thread_time()
         cubin = _load.native().compile_kernel(source, arch=arch, **paths)
-        return Built(name, arch, time.perf_counter() - start, len(cubin))
+        return Built(name, arch, time.perf_counter() - start, time.thread_time() - cpu_start, len(cubin))
 
     with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(lambda job: compiled(*job), wanted))

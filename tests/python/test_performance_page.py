@@ -61,7 +61,8 @@ def test_a_run_becomes_tables_and_missed_targets_come_first(
     kills.append({"kind": "times", "what": "detection", "count": 6, "p50_us": 4000, "p99_us": 5500, "max_us": 5600})
     (tmp_path / "gpu_kill_1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kills))
     built = [
-        {"kind": "built", "name": f"kernel {n}", "arch": "sm_90", "seconds": n / 10, "num_bytes": 9} for n in (1, 5, 2)
+        {"kind": "built", "name": f"kernel {n}", "arch": "sm_90", "cpu_seconds": n / 10, "num_bytes": 9}
+        for n in (1, 5, 2)
     ]
     built.append({"kind": "prebuilt", "cpu": "A CPU", "nvrtc": "13", "commit": "abc"})
     (tmp_path / "gpu_compile_1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in built))
