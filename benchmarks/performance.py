@@ -207,11 +207,9 @@ def compile_times() -> str:
 
 def page() -> str:
     """The whole page."""
-    sections = [*benches(), soaks(), kills(), compile_times()]
-    if not any(sections):
-        sections = ["No run is in the result files yet: nothing here says how fast Weft is.\n\n"]
+    runs = "".join(benches()) or "No run is in the result files yet: nothing here says how fast Weft is.\n\n"
     peers = "## Other libraries\n\n" + PEERS.read_text(encoding="utf-8")
-    text = "".join((_INTRO, *sections, peers))
+    text = "".join((_INTRO, runs, soaks(), kills(), compile_times(), peers))
     return text.rstrip("\n") + "\n"
 
 
