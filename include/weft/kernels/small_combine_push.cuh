@@ -23,7 +23,7 @@ class SmallCombinePush {
   __device__ SmallCombinePush(const Block& block, i32 warp)
       : b_(block), plan_{block.a.recv_plan, block.a.recv_plan_tokens, kWidth}, warp_(warp) {
     num_jobs_ = b_.num_units(b_.a.max_tokens) * kRanks;
-    num_tokens_ = b_.lane < kRanks ? min(plan_.num_tokens()[b_.lane], b_.a.max_tokens) : 0;
+    num_tokens_ = b_.lane < kRanks ? plan_.num_tokens()[b_.lane] : 0;
     read(warp);
   }
 
