@@ -79,9 +79,10 @@ class SmallCombinePush {
     u8* slot = b_.slot(flight, job.owner, b_.a.view.rank, job.place.token);
     if constexpr (!kConfig.is_by_expert()) {
       const i32 only = __shfl_sync(0xffffffffu, row[0], 0);
-      if (only < 0 || only >= b_.a.num_rows) return;  // R19
-      Packed packed[kVectors];
-      load(only, job.place, packed);
+      const bool is_row = only >= 0 && only < b_.a.num_rows;  // R19
+      if (!is_row && only != kGpuDroppedRow) return;
+      Packed packed[kVectors] = {};
+      if (is_row) load(only, job.place, packed);
       if constexpr (kConfig.wire_is_fp8) {
         float total[kVectors][kVector];
 #pragma unroll
@@ -92,10 +93,10 @@ class SmallCombinePush {
       }
     } else {
       float total[kVectors][kVector] = {};
-      bool has_row = false;
+      bool is_awaited = false;
 #pragma unroll
-      for (i32 word = 0; word < kWords; ++word) has_row |= add_picks(job.place, row[word], total);
-      if (!has_row) return;
+      for (i32 word = 0; word < kWords; ++word) is_awaited |= add_picks(job.place, row[word], total);
+      if (!is_awaited) return;
       if constexpr (kConfig.wire_is_fp8) {
         quantize(total, job.place, slot);
       } else {
@@ -107,14 +108,15 @@ class SmallCombinePush {
     }
   }
 
-  // Picks in the order of k, lane k has the row of pick k. Each product is rounded, then added.
+  // Picks in the order of k, lane k has the row of pick k. Each product is rounded, then added. Whether the owner waits for
+  // any of them: also for those that a capacity has dropped, of which it does not know.
   template <i32 kVectors>
   __device__ bool add_picks(const SmallPlace& place, i32 row, float (&total)[kVectors][kVector]) const {
     constexpr i32 kAtOnce = at_once(kVectors);
     const bool is_row = row >= 0 && row < b_.a.num_rows;  // R19
     const float weight = is_row && b_.a.weights != nullptr ? b_.a.weights[row] : 1.0f;
+    const bool is_awaited = __any_sync(0xffffffffu, is_row || row == kGpuDroppedRow) != 0;
     u32 left = __ballot_sync(0xffffffffu, is_row);
-    const bool has_row = left != 0;
     while (left != 0) {
       Packed packed[kAtOnce][kVectors];
       i32 source[kAtOnce];
@@ -138,7 +140,7 @@ class SmallCombinePush {
         }
       }
     }
-    return has_row;
+    return is_awaited;
   }
 
   template <i32 kVectors>

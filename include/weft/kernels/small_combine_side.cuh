@@ -25,9 +25,10 @@ class SmallCombineSide {
         const i32 k = at % kTopk;
         const i32 token = token_of(at / kTopk);
         const i32 row = plan.row(owner, token)[kConfig.is_by_expert() ? k : 0];
-        if (row < 0 || row >= b_.a.num_rows) continue;  // R19
+        const bool is_row = row >= 0 && row < b_.a.num_rows;  // R19
+        if (!is_row && row != kGpuDroppedRow) continue;       // the owner does not know what a capacity has dropped
         const i64 place = kConfig.is_by_expert() ? row : static_cast<i64>(row) * kTopk + k;
-        *slot(flight, owner, b_.a.view.rank, token, k) = b_.a.side[place];
+        *slot(flight, owner, b_.a.view.rank, token, k) = is_row ? b_.a.side[place] : 0.0f;
       }
     }
   }

@@ -48,7 +48,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
       const i32 token = this->token_of(unit);
       if (token >= a.num_tokens) return;
       const u32 ranks = ranks_of(token);
-      if (first == 0 && lane == 0 && a.send_plan != nullptr) note_mask(token, ranks);
+      if (first == 0 && a.send_plan != nullptr) note_token(token, ranks);
       if constexpr (kConfig.is_quantized()) {
         send_quantized(token, ranks, first, stride);
       } else {
@@ -87,9 +87,15 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
     return mask;
   }
 
-  __device__ void note_mask(i32 token, u32 ranks) {
-    // Which picks a capacity drops, the receiver alone knows: it sends zeros for them.
-    GpuSendPlan<i32>{a.send_plan, a.num_tokens, kTopk}.mask()[token] = static_cast<i32>(ranks);
+  // Mask and destinations in the send plan. Which picks a capacity drops, the receiver alone knows: it sends zeros for them.
+  __device__ void note_token(i32 token, u32 ranks) {
+    const GpuSendPlan<i32> plan{a.send_plan, a.num_tokens, kConfig.is_by_expert() ? kTopk : kRanks};
+    if (lane == 0) plan.mask()[token] = static_cast<i32>(ranks);
+    const i64 first = static_cast<i64>(token) * kTopk;
+    for (i32 k = lane; k < kTopk; k += 32) {
+      const i64 id = static_cast<const Id*>(a.topk_idx)[first + k];
+      plan.destination()[first + k] = is_sent(id) ? static_cast<i32>(id) / kLocal : -1;
+    }
   }
 
   __device__ void send_plain(i32 token, u32 ranks, i32 first, i32 stride) {
