@@ -91,6 +91,7 @@ class SmallCombineReduce {
 #pragma unroll
     for (i32 idx = 0; idx < kVectors; ++idx) {
       const i32 element = b_.element(place, idx);
+      part[idx] = {};
       if (element >= place.end) continue;
       if constexpr (kConfig.wire_is_fp8) {
         part[idx].codes = Codes::load(slot, element);
