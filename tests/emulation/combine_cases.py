@@ -1,0 +1,188 @@
+"""Combines behind dispatches on emulated GPUs, compared word by word with the specification in weft.reference."""
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+import torch
+from dispatch_cases import Case, Round, Runner, compare
+from kernels import Compiler, Mutant
+from machine import Launch, as_bytes
+from torch import Tensor
+from world import DTYPES, LAYOUTS, Received
+
+from weft import _load, reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class CombineCase:
+    """A dispatch, then a combine of other rows along its routing; as often as the dispatch has rounds."""
+
+    dispatch: Case
+    hidden: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    wire_is_fp8: bool = False
+    is_weighted: bool = True
+    has_side: bool = False
+    bias: str = ""  # "row": one for all tokens, "rows"
+    bias_is_fp32: bool = False
+    heap_ranks: tuple[int, ...] = ()  # whose rows lie in the heap, where peers may pull them
+    shared_bytes: int = 64 << 10
+
+
+@dataclass
+class Combined:
+    """What one combine is given, and where its results are."""
+
+    rows: list[Tensor]
+    sides: list[Tensor] | None
+    biases: list[Tensor] | None
+    out: list[int]
+    side_out: list[int]
+
+
+class CombineRunner(Runner):
+    """Runs one case."""
+
+    def __init__(self, compiler: Compiler, case: CombineCase, mutant: Mutant | None = None) -> None:
+        super().__init__(compiler, case.dispatch)
+        self.combine, self.combine_mutant = case, mutant
+        self.combined: list[Combined] = []
+
+    def add_round(self) -> Round:
+        """Append a dispatch and a combine to the streams."""
+        round_ = super().add_round()
+        combined = self._new_combine(round_)
+        for rank in self.ranks:
+            self._add_combine(rank, round_.received[rank], combined)
+        self.num_operations += len(self._passes())
+        self.combined.append(combined)
+        return round_
+
+    def _new_combine(self, round_: Round) -> Combined:
+        case, generator = self.combine, self.generator
+        routing = round_.wanted[0].routing
+        rows = [
+            (torch.randn(*shape, case.hidden, generator=generator) * 3).to(case.dtype) for shape in routing.row_shape
+        ]
+        for y in rows:
+            if case.dispatch.seed % 2 and y.numel() > 8:
+                y.view(-1)[0], y.view(-1)[-1], y.view(-1)[3] = float("inf"), float("nan"), -0.0
+        biases = None
+        if case.bias:
+            dtype = torch.float32 if case.bias_is_fp32 else case.dtype
+            shapes = [(num,) if case.bias == "rows" else () for num in case.dispatch.tokens]
+            biases = [torch.randn(*shape, case.hidden, generator=generator).to(dtype) for shape in shapes]
+        return Combined(
+            rows=rows,
+            sides=[torch.randn(w.shape, generator=generator) for w in routing.weights] if case.has_side else None,
+            biases=biases,
+            out=[self.memory.allocate(num * case.hidden * case.dtype.itemsize) for num in case.dispatch.tokens],
+            side_out=[self.memory.allocate(4 * num * case.dispatch.shape.top_k) for num in case.dispatch.tokens],
+        )
+
+    def _add_combine(self, rank: int, received: Received, combined: Combined) -> None:
+        case, call, memory = self.combine, self.call, self.memory
+        y, num_tokens = combined.rows[rank], case.dispatch.tokens[rank]
+        is_in_heap = rank in case.heap_ranks and received.num_rows > 0
+        offset, address = 0, 0
+        if is_in_heap:
+            data = as_bytes(y)
+            offset = self.world.reserve(rank, len(data))
+            address = self.world.heap[rank] + offset
+            memory.view(address, len(data))[:] = data
+        else:
+            address = memory.put(y)
+        may_be_pulled = not call.is_by_expert and not case.wire_is_fp8
+        is_pulled = may_be_pulled and (received.num_rows == 0 or is_in_heap)
+        fields = {
+            **self.world.view(rank, call.num_blocks),
+            "rows": address,
+            "rows_offset": offset if is_pulled else 0,
+            "num_rows": received.num_rows,
+            "weights": received.weights if call.is_by_expert and case.is_weighted else 0,
+            "side": memory.put(combined.sides[rank]) if combined.sides else 0,
+            "send_plan": received.send_plan,
+            "send_plan_tokens": num_tokens,
+            "recv_plan": received.recv_plan,
+            "recv_plan_tokens": case.dispatch.shape.max_tokens,
+            "num_tokens": num_tokens,
+            "bias": memory.put(combined.biases[rank]) if combined.biases else 0,
+            "bias_row_bytes": case.hidden * combined.biases[rank].element_size()
+            if combined.biases and case.bias == "rows"
+            else 0,
+            "bias_is_fp32": int(case.bias_is_fp32),
+            "out": combined.out[rank],
+            "side_out": combined.side_out[rank],
+        }
+        program = self.world.compiler.start(self._source(has_push=not is_pulled), self.combine_mutant)
+        for first, end in self._passes():
+            self.streams[rank].append(Launch(program, {**fields, "first_token": first, "end_token": end}))
+
+    def _source(self, *, has_push: bool) -> str:
+        case, shape = self.combine, self.case.shape
+        args = _load.native().GpuCombineArgs()
+        args.layout, args.num_blocks, args.hidden = LAYOUTS.index(self.case.layout), self.case.num_blocks, case.hidden
+        args.dtype, args.wire_is_fp8, args.has_side = DTYPES[case.dtype], case.wire_is_fp8, case.has_side
+        source: str = _load.native().render_combine(
+            args,
+            num_ranks=shape.num_ranks,
+            num_experts=shape.num_experts,
+            top_k=shape.top_k,
+            has_push=has_push,
+            shared_bytes=case.shared_bytes,
+        )
+        return source
+
+    def _passes(self) -> list[tuple[int, int]]:
+        """Tokens [first, end) of each launch: as many as the landing holds contributions for."""
+        layout, most = self.world.layout, self.call.max_tokens
+        room = layout["landing_ids"] - layout["landing_rows"]
+        each = room // (self.case.shape.num_ranks * self._wire_row_bytes())
+        if each < 1:
+            raise ValueError("the landing of this case is too small to combine")
+        return [(first, min(first + each, most)) for first in range(0, max(most, 1), each)]
+
+    def _wire_row_bytes(self) -> int:
+        """As CombineKernelConfig::wire_row_bytes."""
+        case = self.combine
+        if not case.wire_is_fp8:
+            return case.hidden * case.dtype.itemsize
+        found = re.search(r"\.chunk = (\d+)", self._source(has_push=True))
+        assert found is not None
+        chunk, num_bytes = int(found[1]), 0
+        for first in range(0, case.hidden, chunk):
+            elements = min(chunk, case.hidden - first)
+            scales = -(-elements // reference.GROUP) * 4
+            num_bytes += -(-elements // 16) * 16 + -(-scales // 16) * 16
+        return num_bytes
+
+    def differences(self, round_: Round) -> list[str]:
+        """What differs from the reference in one round, on any rank."""
+        case, memory = self.combine, self.memory
+        combined = self.combined[self.num_looked]
+        self.num_looked += 1
+        routing, wire = round_.wanted[0].routing, "fp8" if case.wire_is_fp8 else None
+        zeros = [torch.zeros(w.shape) for w in routing.weights]
+        pairs = reference.combine(
+            combined.rows,
+            routing,
+            weighted=case.is_weighted,
+            sides=zeros if combined.sides is None else combined.sides,
+            biases=combined.biases,
+            wire=wire,
+        )
+        found = super().differences(round_)
+        for rank, (y, side) in enumerate(pairs):
+            found += compare(f"rank {rank}: y", memory.tensor(combined.out[rank], y.shape, y.dtype), y)
+            if combined.sides is not None:
+                seen = memory.tensor(combined.side_out[rank], side.shape, side.dtype)
+                found += compare(f"rank {rank}: side", seen, side)
+        return found
+
+    num_looked = 0
+
+
+def run_combine(compiler: Compiler, case: CombineCase, mutant: Mutant | None = None) -> list[str]:
+    """What differs from the specification. Raises LaunchFailed."""
+    return CombineRunner(compiler, dataclasses.replace(case), mutant).run()

@@ -1,0 +1,29 @@
+// Stands in for include/weft/ptx/memory.h. After a signal was sent, and after one was seen, the block may sleep: what others do
+// meanwhile they do long before this block does what comes next.
+#pragma once
+
+#include "weft/config/base.h"
+
+namespace weft::ptx {
+
+inline u64 ld_acquire_sys(const u64* word) {
+  const u64 value = __atomic_load_n(word, __ATOMIC_ACQUIRE);
+  emulation::maybe_sleep();
+  return value;
+}
+
+inline u64 ld_relaxed_sys(const u64* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
+
+inline void st_release_sys(u64* word, u64 value) {
+  __atomic_store_n(word, value, __ATOMIC_RELEASE);
+  emulation::maybe_sleep();
+}
+
+inline void st_relaxed_sys(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELAXED); }
+
+inline u64 atom_cas_acquire_sys(u64* word, u64 expected, u64 value) {
+  __atomic_compare_exchange_n(word, &expected, value, false, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
+  return expected;
+}
+
+}  // namespace weft::ptx

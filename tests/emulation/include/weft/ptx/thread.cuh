@@ -1,0 +1,43 @@
+// Stands in for include/weft/ptx/thread.cuh.
+#pragma once
+
+#include "weft/config/base.h"
+
+namespace weft::ptx {
+
+constexpr u32 kWarpLanes = 32;
+
+inline u32 lanes_below() { return (1u << (threadIdx.x % kWarpLanes)) - 1; }
+
+inline u32 match_any(i32 key) { return __match_any_sync(0xffffffffu, key); }
+
+inline void nanosleep(u32) { emulation::block->poll("nanosleep", true); }
+
+inline void bar_sync(u32 barrier, u32 num_threads) {
+  if (num_threads % kWarpLanes != 0) emulation::fail("bar.sync of %u threads, which are no whole warps", num_threads);
+  emulation::meet_block(barrier, num_threads, barrier == 0 ? "__syncthreads" : "bar_sync");
+}
+
+inline u32 atom_inc_gpu(u32* word) { return atomicAdd(word, 1u); }
+
+inline void st_release_cta(u32* word, u32 value) {
+  *word = value;
+  emulation::block->note_change();
+  emulation::block->maybe_yield();
+}
+
+// Read in a loop, so that others must have their turn.
+inline u32 ld_acquire_cta(const u32* word) {
+  emulation::block->poll("ld_acquire_cta", false);
+  return *word;
+}
+
+inline u32 atom_inc_wrap_gpu(u32* word, u32 last) {
+  u32 seen = __atomic_load_n(word, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(word, &seen, seen >= last ? 0 : seen + 1, true, __ATOMIC_ACQ_REL,
+                                      __ATOMIC_RELAXED)) {
+  }
+  return seen;
+}
+
+}  // namespace weft::ptx

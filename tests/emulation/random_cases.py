@@ -1,0 +1,83 @@
+"""Random shapes, layouts, forms of rows and faults; the same seed is the same case."""
+
+from typing import TypeVar
+
+import torch
+from dispatch_cases import Case
+from world import LAYOUTS, NO_CAPACITY, Shape
+
+T = TypeVar("T")
+
+
+class Dice:
+    """Random choices."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def below(self, limit: int) -> int:
+        """0 .. limit - 1."""
+        return int(torch.randint(0, limit, (), generator=self._generator))
+
+    def one_of(self, *values: T) -> T:
+        """One of the values."""
+        return values[self.below(len(values))]
+
+    def chance(self, percent: int) -> bool:
+        """True so often."""
+        return self.below(100) < percent
+
+
+def random_dispatch(seed: int, *, is_small: bool) -> Case:
+    """A case of the throughput dispatch or of the one for small batches."""
+    dice = Dice(seed * 2 + is_small)
+    num_ranks = dice.one_of(1, 2, 2, 3, 4)
+    top_k = dice.one_of(1, 2, 3, 4, 8, 35) if num_ranks < 4 else dice.one_of(2, 4)
+    num_blocks = dice.one_of(1, 2, 2, 3) if num_ranks <= 2 else dice.one_of(1, 2)
+    small_tokens = dice.one_of(1, 3, 8, 20)
+    max_tokens = max(dice.one_of(8, 33, 70), small_tokens)
+    most = small_tokens if is_small else max_tokens
+    rows = dice.one_of("plain", "plain", "fp8", "fp8_ue8m0", "bytes")
+    dtype = dice.one_of(torch.bfloat16, torch.float16, torch.float32)
+    # Rows come in pieces of 16 bytes, on the wire too.
+    hidden = dice.one_of(16, 48, 144, 272, 400) if rows != "plain" else dice.one_of(8, 40, 264, 600)
+    layout = dice.one_of(*LAYOUTS)
+    tokens = tuple(0 if dice.chance(20) else dice.below(most + 1) for _ in range(num_ranks))
+    num_experts = num_ranks * dice.one_of(1, 3, 8, 40)
+    return Case(
+        seed=seed,
+        shape=Shape(
+            num_ranks=num_ranks,
+            num_experts=num_experts,
+            top_k=top_k,
+            num_blocks=num_blocks,
+            max_tokens=max_tokens,
+            landing_row_bytes=(hidden * 4 + 127) // 16 * 16,
+            small_tokens=small_tokens,
+        ),
+        num_blocks=num_blocks,
+        tokens=tokens,
+        hidden=hidden,
+        dtype=dtype,
+        rows=rows,
+        scale_bytes=dice.one_of(0, 3, 8, 16, 48) if rows == "bytes" else 0,
+        layout=layout,
+        capacity=_capacity(dice, layout, sum(tokens) * top_k, num_ranks, num_experts),
+        alignment=dice.one_of(1, 1, 4, 16) if layout == "expert_major" else 1,
+        ids_are_int64=dice.chance(60),
+        has_weights=dice.chance(80),
+        num_rounds=3,
+        is_repeated=not is_small and dice.chance(30),
+        staged_ranks=tuple(rank for rank in range(num_ranks) if not is_small and dice.chance(25)),
+        num_duplicates=dice.one_of(0, 0, 3),
+        num_bad_ids=dice.one_of(0, 0, 2),
+        is_small=is_small,
+        is_split=dice.chance(30),
+        shared_bytes=dice.one_of(24 << 10, 40 << 10, 64 << 10),
+    )
+
+
+def _capacity(dice: Dice, layout: str, num_picks: int, num_ranks: int, num_experts: int) -> int:
+    if layout == "masked":
+        return max(num_picks // num_experts + dice.below(4), 1)
+    return num_picks // num_ranks * dice.one_of(50, 90, 120) // 100 + 1 if dice.chance(40) else NO_CAPACITY

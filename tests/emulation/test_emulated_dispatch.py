@@ -1,0 +1,86 @@
+"""Guards against a dispatch kernel that puts a word in the wrong place, waits too little, or reuses a stage too early.
+
+The kernel is the library's, run on the CPU (README.md). Every word of every result is compared with weft.reference.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from dispatch_cases import Case, run_case
+from kernels import Compiler, Mutant
+from machine import LaunchFailed
+from world import Shape
+
+WINDOW = Shape(num_ranks=3, num_experts=12, top_k=3, max_tokens=40, landing_row_bytes=2048)
+# Few stages, so that each is used several times.
+PLAIN = Case(shape=WINDOW, tokens=(40, 23, 31), hidden=600, shared_bytes=24 << 10)
+CASES = {
+    "rank_major": dataclasses.replace(PLAIN, num_bad_ids=2, num_duplicates=3, is_repeated=True),
+    "rank_major, capacity, no tokens on a rank": dataclasses.replace(
+        PLAIN, seed=1, tokens=(33, 0, 20), capacity=40, ids_are_int64=False, has_weights=False
+    ),
+    "expert_major, ue8m0": dataclasses.replace(
+        PLAIN, seed=2, layout="expert_major", rows="fp8_ue8m0", hidden=272, alignment=8, shared_bytes=20 << 10
+    ),
+    "masked, bytes with scales, no room in a heap": dataclasses.replace(
+        PLAIN,
+        seed=3,
+        layout="masked",
+        rows="bytes",
+        hidden=592,
+        scale_bytes=3,
+        capacity=17,
+        num_duplicates=2,
+        staged_ranks=(1,),
+        is_repeated=True,
+    ),
+    "rank_major, fp8, no room in a heap": dataclasses.replace(
+        PLAIN, seed=4, rows="fp8", dtype=torch.float32, hidden=144, staged_ranks=(0, 2)
+    ),
+}
+
+SEND = "weft/kernels/dispatch_send.cuh"
+MUTANTS = (
+    Mutant(
+        "a stage is freed before its stores have read it",
+        SEND,
+        "ptx::bulk_wait_read<1>();\n      ptx::mbarrier_arrive(&s.empty[previous]);",
+        "ptx::mbarrier_arrive(&s.empty[previous]);",
+    ),
+    Mutant(
+        "the header is sent before the stores are complete",
+        SEND,
+        "ptx::bulk_wait_all();\n    ptx::fence_proxy_async();\n    if (kByExpert",
+        "if (kByExpert",
+    ),
+    Mutant(
+        "nobody waits for the header that says that rows are there",
+        "weft/kernels/dispatch.cuh",
+        "if (transport::wait_all(a.view, Phase::kSend, flight, static_cast<i32>(blockIdx.x)) =="
+        " transport::Verdict::kOk)",
+        "",
+    ),
+    Mutant(
+        "tokens of earlier groups are not counted",
+        SEND,
+        "s.start[to] + this->rows_before(to, token / 32) +",
+        "s.start[to] +",
+    ),
+)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_dispatch_is_the_reference(compiler: Compiler, name: str) -> None:
+    """Rows, ids, weights, counts, offsets, plans and the words of the window."""
+    assert run_case(compiler, CASES[name]) == []
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mistakes_are_found(compiler: Compiler, mutant: Mutant) -> None:
+    """An emulation that finds none of these proves nothing."""
+    try:
+        found = run_case(compiler, dataclasses.replace(PLAIN, shared_bytes=12 << 10), mutant)
+    except LaunchFailed as error:
+        found = [str(error)]
+    assert found != []

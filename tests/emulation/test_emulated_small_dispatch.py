@@ -1,0 +1,86 @@
+"""Guards against a small-batch dispatch that puts a word in the wrong place or waits too little.
+
+As test_emulated_dispatch.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from dispatch_cases import Case, run_case
+from kernels import Compiler, Mutant
+from machine import LaunchFailed
+from world import Shape
+
+WINDOW = Shape(num_ranks=3, num_experts=12, top_k=3, max_tokens=40, landing_row_bytes=2048, small_tokens=24)
+PLAIN = Case(shape=WINDOW, tokens=(24, 13, 21), hidden=600, is_small=True, num_rounds=4)
+CASES = {
+    "rank_major, more blocks than tokens": dataclasses.replace(
+        PLAIN, tokens=(2, 1, 2), num_blocks=4, shape=dataclasses.replace(WINDOW, num_blocks=4), num_bad_ids=1
+    ),
+    "rank_major, capacity, two launches": dataclasses.replace(
+        PLAIN, seed=1, tokens=(24, 0, 20), capacity=30, ids_are_int64=False, has_weights=False, is_split=True
+    ),
+    "expert_major, ue8m0": dataclasses.replace(
+        PLAIN, seed=2, layout="expert_major", rows="fp8_ue8m0", hidden=272, alignment=8, num_duplicates=3
+    ),
+    "masked, bytes with scales, two launches": dataclasses.replace(
+        PLAIN,
+        seed=3,
+        layout="masked",
+        rows="bytes",
+        hidden=592,
+        scale_bytes=3,
+        capacity=9,
+        num_duplicates=2,
+        is_split=True,
+    ),
+    "expert_major, fp8, capacity": dataclasses.replace(
+        PLAIN, seed=4, layout="expert_major", rows="fp8", dtype=torch.float32, hidden=144, capacity=40, alignment=4
+    ),
+}
+
+KERNEL, RECEIVE = "weft/kernels/small_dispatch.cuh", "weft/kernels/small_dispatch_receive.cuh"
+MUTANTS = (
+    Mutant(
+        "nobody waits for the header that says that rows are there",
+        KERNEL,
+        "verdict = transport::wait_all(a.view, Phase::kSend, state.flight, static_cast<i32>(blockIdx.x));",
+        "",
+    ),
+    Mutant(
+        "the header is sent while other warps store rows",
+        KERNEL,
+        "send.send_rows();\n    __syncthreads();",
+        "send.send_rows();",
+    ),
+    Mutant(
+        "both parities share their slots",
+        "weft/layout/gpu_window.h",
+        "const u64 row = WindowLayout::parity(sequence) * static_cast<u64>(num_ranks) + static_cast<u64>(source);\n"
+        "    return row * static_cast<u64>(small_tokens);",
+        "return static_cast<u64>(source) * static_cast<u64>(small_tokens);",
+    ),
+    Mutant(
+        "lanes count a pick while others still look",
+        RECEIVE,
+        "__syncwarp();\n    if (group >= 0 && (same >> lane) == 1u)",
+        "if (group >= 0 && (same >> lane) == 1u)",
+    ),
+)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_small_dispatch_is_the_reference(compiler: Compiler, name: str) -> None:
+    """Rows, ids, weights, counts, offsets, plans and the words of the window."""
+    assert run_case(compiler, CASES[name]) == []
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mistakes_are_found(compiler: Compiler, mutant: Mutant) -> None:
+    """An emulation that finds none of these proves nothing."""
+    try:
+        found = run_case(compiler, PLAIN, mutant)
+    except LaunchFailed as error:
+        found = [str(error)]
+    assert found != []

@@ -1,0 +1,424 @@
+"""Ranks with windows in emulated memory, and the launches of dispatch, combine and unload on them.
+
+What the host part of the library does around a kernel is done here again, in Python: places, plain numbers, and after
+the run the words of the window that must be as before.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from kernels import Compiler, Mutant
+from machine import Launch, Memory
+from torch import Tensor
+
+from weft import _load
+
+LAYOUTS = ("rank_major", "expert_major", "masked")
+DTYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+NO_CAPACITY = -1
+PERIODS = 8  # DispatchKernelConfig::kPeriods
+TIMEOUT_NS = 30_000_000_000
+FIRST_OVERFLOW = 1000  # what stands in the overflow counter before a call
+PRINT = 77
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A window, as GpuWindowShape."""
+
+    num_ranks: int = 2
+    num_experts: int = 8
+    top_k: int = 2
+    num_blocks: int = 2
+    max_tokens: int = 32
+    landing_row_bytes: int = 1024
+    small_tokens: int = 0
+
+    @property
+    def num_local(self) -> int:
+        """Experts of a rank."""
+        return self.num_experts // self.num_ranks
+
+    def fields(self) -> dict[str, int]:
+        """The names of driver.h."""
+        return {
+            "num_ranks": self.num_ranks,
+            "num_experts": self.num_experts,
+            "top_k": self.top_k,
+            "window_blocks": self.num_blocks,
+            "window_tokens": self.max_tokens,
+            "landing_row_bytes": self.landing_row_bytes,
+            "small_tokens": self.small_tokens,
+        }
+
+    def send_plan_len(self, num_tokens: int, layout: str) -> int:
+        """As gpu_send_plan_len."""
+        return num_tokens * (1 + (self.num_ranks if layout == "rank_major" else self.top_k) + self.top_k)
+
+    def width(self, layout: str) -> int:
+        """Entries of a token in a receive plan."""
+        return 1 if layout == "rank_major" else self.top_k
+
+    def recv_plan_len(self, layout: str, header: int) -> int:
+        """As gpu_recv_plan_len."""
+        return header + self.num_ranks * self.max_tokens * self.width(layout)
+
+
+class World:
+    """The windows of all ranks, in one memory."""
+
+    def __init__(self, compiler: Compiler, shape: Shape, *, poison: int, heap_bytes: int, more_bytes: int) -> None:
+        self.compiler, self.shape = compiler, shape
+        self.layout = compiler.layout(shape.fields())
+        self.heap_bytes = self.layout["landing_bytes"] + heap_bytes
+        ranks = range(shape.num_ranks)
+        each = self.layout["control_bytes"] + self.heap_bytes + self.layout["host_bytes"] + 4096
+        self.memory = Memory(len(ranks) * each + more_bytes, poison)
+        self.control = [self.memory.put(torch.zeros(self.layout["control_bytes"], dtype=torch.uint8)) for _ in ranks]
+        self.host = [self.memory.put(torch.zeros(self.layout["host_bytes"], dtype=torch.uint8)) for _ in ranks]
+        self.heap = [self.memory.allocate(self.heap_bytes) for _ in ranks]
+        self._next = [self.layout["landing_bytes"]] * len(ranks)
+        for rank in ranks:
+            self.memory.set_word(
+                self.control[rank] + self.layout["control.membership"], (1 << 32) | ((1 << len(ranks)) - 1)
+            )
+            self.memory.set_word(self.host[rank] + self.layout["host.timeout_ns"], TIMEOUT_NS)
+
+    def reserve(self, rank: int, num_bytes: int) -> int:
+        """An offset in the rank's heap, as a receive tensor has."""
+        offset = self._next[rank]
+        self._next[rank] = (offset + max(num_bytes, 1) + 511) // 256 * 256
+        if self._next[rank] > self.heap_bytes:
+            raise MemoryError(f"the heap of rank {rank} is too small for a test")
+        return offset
+
+    def view(self, rank: int, num_blocks: int) -> dict[str, int]:
+        """What every kernel of a window gets."""
+        fields = {**self.shape.fields(), "rank": rank, "host": self.host[rank]}
+        fields |= {"print": PRINT, "num_blocks": num_blocks}
+        for other in range(self.shape.num_ranks):
+            fields[f"control{other}"], fields[f"heap{other}"] = self.control[other], self.heap[other]
+            fields[f"heap_bytes{other}"] = self.heap_bytes
+        return fields
+
+    def problems(self, num_operations: int) -> list[str]:
+        """What is not as it should be in the words of the windows when all streams have ended."""
+        found = [f"somebody wrote behind the end of memory, at {at:#x}" for at in self.memory.written_red_zones()]
+        for rank in range(self.shape.num_ranks):
+            words = {
+                "control.sequence": (num_operations, "u8"),
+                "control.owner": (0, "u8"),
+                "control.broken": (0, "u8"),
+                "control.num_ended": (0, "u4"),
+                "control.next_chunk": (0, "u4"),
+            }
+            for name, (wanted, dtype) in words.items():
+                seen = self.memory.word(self.control[rank] + self.layout[name], dtype)
+                if seen != wanted:
+                    found.append(f"rank {rank}: {name} is {seen}, not {wanted}")
+            host = {"host.finished_sequence": (num_operations, "u8"), "host.error": (0, "u4")}
+            for name, (wanted, dtype) in host.items():
+                seen = self.memory.word(self.host[rank] + self.layout[name], dtype)
+                if seen != wanted:
+                    phase = self.memory.word(self.host[rank] + self.layout["host.error.phase"], "u4")
+                    found.append(f"rank {rank}: {name} is {seen}, not {wanted} (phase of an error: {phase})")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The rows of a dispatch on the wire."""
+
+    row_bytes: int  # of x
+    hidden: int
+    dtype_code: int  # 0: bytes
+    quantize: int  # 0: no, 1: fp8, 2: fp8_ue8m0
+    scale_bytes: int  # on the wire
+    out_dtype: torch.dtype
+    scale_dtype: torch.dtype
+
+    @property
+    def wire_bytes(self) -> int:
+        """Of a row that arrives."""
+        return self.hidden if self.quantize else self.row_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What a dispatch and a combine have in common on all ranks."""
+
+    layout: str
+    num_blocks: int
+    max_tokens: int  # of any rank in this call
+    capacity: int = NO_CAPACITY
+    alignment: int = 1
+    ids_are_int64: bool = True
+    shared_bytes: int = 48 << 10
+
+    @property
+    def is_by_expert(self) -> bool:
+        """Whether a row is a pick."""
+        return self.layout != "rank_major"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Addresses of what a rank gives to a dispatch."""
+
+    num_tokens: int
+    x: int
+    scales: int
+    ids: int
+    weights: int
+
+
+@dataclass(kw_only=True)
+class Received:
+    """Addresses of what a rank has after a dispatch; 0: not there."""
+
+    num_rows: int  # of the result
+    x: int = 0
+    scales: int = 0
+    ids: int = 0
+    weights: int = 0
+    send_plan: int = 0
+    recv_plan: int = 0
+    counts: int = 0
+    offsets: int = 0
+    num_rows_out: int = 0
+    overflow: int = 0
+    seen_x: int = 0  # a copy of x when the stream had come so far: what a peer stores later comes too late
+
+
+def dispatch_args(call: Call, rows: Rows, *, is_cached: bool = False, is_small: bool = False) -> object:
+    """What the native functions render a dispatch from."""
+    args = _load.native().GpuDispatchArgs()
+    args.layout, args.num_blocks, args.hidden = LAYOUTS.index(call.layout), call.num_blocks, rows.hidden
+    args.dtype, args.row_bytes, args.quantize = rows.dtype_code, rows.row_bytes, rows.quantize
+    args.scale_row_bytes = 0 if rows.quantize else rows.scale_bytes
+    args.topk_is_int64, args.cached, args.is_small = call.ids_are_int64, is_cached, is_small
+    return args
+
+
+def dispatch_source(shape: Shape, call: Call, rows: Rows, *, is_cached: bool) -> str:
+    """The kernel of a dispatch."""
+    source: str = _load.native().render_dispatch(
+        dispatch_args(call, rows, is_cached=is_cached),
+        **_window(shape, shape.max_tokens),
+        shared_bytes=call.shared_bytes,
+    )
+    return source
+
+
+def small_dispatch_source(shape: Shape, call: Call, rows: Rows, *, sends: bool, receives: bool) -> str:
+    """The kernel of a dispatch of a small batch, or a half of it."""
+    args = dispatch_args(call, rows, is_small=True)
+    args.sends, args.receives = sends, receives  # type: ignore[attr-defined]
+    source: str = _load.native().render_small_dispatch(
+        args, **_window(shape, shape.small_tokens), shared_bytes=call.shared_bytes
+    )
+    return source
+
+
+def _window(shape: Shape, max_tokens: int) -> dict[str, int]:
+    return {
+        "num_ranks": shape.num_ranks,
+        "num_experts": shape.num_experts,
+        "top_k": shape.top_k,
+        "max_tokens": max_tokens,
+    }
+
+
+class Dispatcher:
+    """Launches of dispatches that share a call and the form of their rows."""
+
+    def __init__(self, world: World, call: Call, rows: Rows, mutant: Mutant | None = None) -> None:
+        self.world, self.call, self.rows, self.mutant = world, call, rows, mutant
+        self.ticket = 0
+
+    def new_result(self, rank: int, num_tokens: int, num_rows: int) -> Received:
+        """Memory for what does not lie in the heap."""
+        world, shape = self.world, self.world.shape
+        memory = world.memory
+        num_offsets = shape.num_local if self.call.is_by_expert else shape.num_ranks
+        return Received(
+            num_rows=num_rows,
+            send_plan=memory.allocate(4 * max(shape.send_plan_len(num_tokens, self.call.layout), 1)),
+            counts=memory.allocate(4 * shape.num_local),
+            offsets=memory.allocate(4 * (num_offsets + 1)),
+            num_rows_out=memory.allocate(4),
+            overflow=memory.put(torch.tensor([FIRST_OVERFLOW])),
+        )
+
+    def launch(
+        self, rank: int, inputs: Inputs, result: Received, *, room: int, is_cached: bool = False
+    ) -> list[Launch]:
+        """A throughput dispatch; `room` 0: its rows go to the landing, and then to ordinary memory."""
+        world, call, rows = self.world, self.call, self.rows
+        shape, layout = world.shape, world.layout
+        place = self._place(rank, result, room, is_cached)
+        slots = shape.num_ranks * shape.max_tokens
+        scales_landing = (layout["landing_rows"] + slots * rows.wire_bytes + 255) // 256 * 256
+        self.ticket += 1
+        chunks = PERIODS * call.num_blocks
+        fields = {
+            **world.view(rank, call.num_blocks),
+            **place,
+            **_given(inputs),
+            **_written(result),
+            "fits_landing": int(scales_landing + slots * rows.scale_bytes <= layout["landing_ids"]),
+            "ticket": self.ticket if call.capacity < 0 and not is_cached else 0,
+            "chunk_tokens": max(-(-call.max_tokens // chunks), 1),
+            "alignment": call.alignment,
+            "capacity": call.capacity,
+            "recv_plan": result.recv_plan,
+        }
+        source = dispatch_source(shape, call, rows, is_cached=is_cached)
+        launches = [Launch(world.compiler.start(source, self.mutant), fields)]
+        if room == 0 or (not is_cached and result.num_rows > room):
+            launches = self._unload(launches[0], rank, result, scales_landing, is_cached)
+        return self._look(launches, result)
+
+    def _look(self, launches: list[Launch], result: Received) -> list[Launch]:
+        last, num_bytes = launches[-1], result.num_rows * self.rows.wire_bytes
+        result.seen_x = self.world.memory.allocate(num_bytes)
+        copies = (*last.copies, (result.seen_x, result.x, num_bytes))
+        return [*launches[:-1], dataclasses.replace(last, copies=copies)]
+
+    def _place(self, rank: int, result: Received, room: int, is_cached: bool) -> dict[str, int]:
+        world, rows, top_k = self.world, self.rows, self.world.shape.top_k
+        names = ("x", "scales", "ids", "weights", "table")
+        place = dict.fromkeys((f"place_{name}" for name in names), 0) | {"place_rows": room}
+        if room == 0:
+            return place
+        per_row = 1 if self.call.is_by_expert else top_k
+        sizes = {"x": room * rows.wire_bytes, "scales": room * rows.scale_bytes}
+        if not is_cached:
+            plan = 4 * world.shape.recv_plan_len(self.call.layout, world.layout["plan_header"])
+            sizes |= {"weights": 4 * room * per_row, "table": plan}
+            if not self.call.is_by_expert:
+                sizes["ids"] = room * top_k * (8 if self.call.ids_are_int64 else 4)
+        place |= {f"place_{name}": world.reserve(rank, size) for name, size in sizes.items()}
+        heap = world.heap[rank]
+        result.x, result.scales = heap + place["place_x"], heap + place["place_scales"]
+        if not is_cached:
+            result.ids, result.weights = heap + place["place_ids"], heap + place["place_weights"]
+            result.recv_plan = heap + place["place_table"]
+        return place
+
+    def _unload(
+        self, dispatch: Launch, rank: int, result: Received, scales_landing: int, is_cached: bool
+    ) -> list[Launch]:
+        """As Window::unload."""
+        world, rows, call, shape = self.world, self.rows, self.call, self.world.shape
+        memory, layout, heap = world.memory, world.layout, world.heap[rank]
+        num_rows, slots = result.num_rows, shape.num_ranks * shape.max_tokens
+        num_here = num_rows if call.is_by_expert else min(num_rows, slots)
+        plan_bytes = 4 * shape.recv_plan_len(call.layout, layout["plan_header"])
+        zeros = torch.zeros(max(num_rows * max(rows.wire_bytes, rows.scale_bytes, 4), 1), dtype=torch.uint8)
+        is_zeroed = call.layout == "expert_major"
+        result.x = memory.put(zeros) if is_zeroed else memory.allocate(num_rows * rows.wire_bytes)
+        result.scales = memory.put(zeros) if is_zeroed else memory.allocate(num_rows * rows.scale_bytes)
+        id_bytes = 8 if call.ids_are_int64 else 4
+        if not is_cached:
+            result.recv_plan = memory.allocate(plan_bytes)
+            per_row = 1 if call.is_by_expert else shape.top_k
+            result.weights = memory.put(torch.zeros(num_rows * per_row))
+            no_ids = torch.full((num_rows * shape.top_k * id_bytes,), 0xFF, dtype=torch.uint8)
+            result.ids = 0 if call.is_by_expert else memory.put(no_ids)
+
+        pieces = [(result.recv_plan, heap + layout["landing_table"], plan_bytes)]
+        if not call.is_by_expert:
+            pieces += [
+                (result.ids, heap + layout["landing_ids"], num_here * shape.top_k * id_bytes),
+                (result.weights, heap + layout["landing_weights"], num_here * shape.top_k * 4),
+            ]
+        if not is_cached:
+            dispatch = dataclasses.replace(dispatch, copies=tuple(pieces))
+        table = 0
+        if call.is_by_expert:
+            table = result.recv_plan if is_cached else heap + layout["landing_table"]
+        fields = {
+            "num_blocks": 2,
+            "rows": heap + layout["landing_rows"],
+            "row_stride": rows.wire_bytes,
+            "scales": heap + scales_landing,
+            "scale_stride": rows.scale_bytes,
+            "weights": heap + layout["landing_weights"],
+            "table": table,
+            "max_tokens": shape.max_tokens,
+            "num_sources": shape.num_ranks,
+            "top_k": shape.top_k,
+            "num_rows": num_here,
+            "x": result.x,
+            "x_scales": result.scales,
+            "x_weights": 0 if is_cached else result.weights,
+            "row_bytes": rows.wire_bytes,
+            "scale_row_bytes": rows.scale_bytes,
+        }
+        if not num_here:
+            return [dispatch]
+        return [dispatch, Launch(world.compiler.start(_load.native().render_unload()), fields)]
+
+    def small_launch(
+        self, rank: int, inputs: Inputs, result: Received, *, room: int, sends: bool = True, receives: bool = True
+    ) -> list[Launch]:
+        """A dispatch of a small batch, or a half of it, into ordinary memory for `room` rows."""
+        world, call, rows, shape = self.world, self.call, self.rows, self.world.shape
+        memory = world.memory
+        if receives:
+            per_row = 1 if call.is_by_expert else shape.top_k
+            result.x, result.scales = memory.allocate(room * rows.wire_bytes), memory.allocate(room * rows.scale_bytes)
+            result.weights = memory.allocate(4 * room * per_row)
+            if not call.is_by_expert:
+                result.ids = memory.allocate(room * shape.top_k * (8 if call.ids_are_int64 else 4))
+            result.recv_plan = memory.allocate(4 * shape.recv_plan_len(call.layout, world.layout["plan_header"]))
+            self.ticket += 1
+        fields = {
+            **world.view(rank, call.num_blocks),
+            **_given(inputs),
+            **_written(result),
+            "ticket": self.ticket if call.capacity < 0 else 0,
+            "max_tokens": call.max_tokens,
+            "num_parts": max(call.num_blocks // max(call.max_tokens, 1), 1),
+            "alignment": call.alignment,
+            "capacity": call.capacity,
+            "room": room,
+            "recv_plan": result.recv_plan,
+        }
+        fields |= {f"out_{name}": getattr(result, name) for name in ("x", "scales", "ids", "weights")}
+        source = small_dispatch_source(shape, call, rows, sends=sends, receives=receives)
+        launch = Launch(world.compiler.start(source, self.mutant), fields)
+        return self._look([launch], result) if receives else [launch]
+
+
+def _given(inputs: Inputs) -> dict[str, int]:
+    return {
+        "num_tokens": inputs.num_tokens,
+        "x": inputs.x,
+        "scales": inputs.scales,
+        "topk_idx": inputs.ids,
+        "topk_weights": inputs.weights,
+    }
+
+
+def _written(result: Received) -> dict[str, int]:
+    return {
+        "send_plan": result.send_plan,
+        "counts": result.counts,
+        "offsets": result.offsets,
+        "num_rows": result.num_rows_out,
+        "overflow": result.overflow,
+    }
+
+
+def put_inputs(memory: Memory, x: Tensor, scales: Tensor | None, ids: Tensor, weights: Tensor | None) -> Inputs:
+    """The input of a rank, in its memory."""
+    return Inputs(
+        num_tokens=len(ids),
+        x=memory.put(x),
+        scales=0 if scales is None else memory.put(scales),
+        ids=memory.put(ids),
+        weights=0 if weights is None else memory.put(weights),
+    )
