@@ -235,6 +235,7 @@ DispatchResult DispatchCall::heap_result() {
 
 DispatchResult Window::dispatch(const DispatchArgs& args, const Poll& poll) {
   const cuda::ContextScope scope(gpu_->context);
+  check_half(args);
   if (args.is_small) return SmallDispatchCall(*this, args, poll).run();
   return DispatchCall(*this, args, poll).run();
 }

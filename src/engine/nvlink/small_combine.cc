@@ -31,6 +31,7 @@ void SmallCombineCall::run() {
   kernels::SmallCombineKernelArgs args = kernel_arguments();
   args.print = w_.begin(operation_config(), a_.timeout_ns, a_.stream).print;
   w_.launch(kernel, a_.num_blocks, a_.stream, &args);
+  w_.note_half(a_);
   if (a_.receives) ++w_.stats_.num_combines;
 }
 

@@ -47,6 +47,7 @@ DispatchResult SmallDispatchCall::run() {
   const Window::Turn turn = w_.begin(operation_config(), a_.timeout_ns, a_.stream);
   kernels::SmallDispatchKernelArgs kernel_args = kernel_arguments(turn);
   w_.launch(kernel, a_.num_blocks, a_.stream, &kernel_args);
+  w_.note_half(a_);
   if (a_.receives) ++w_.stats_.num_dispatches;
   DispatchResult result;
   result.in_heap = false;

@@ -230,6 +230,7 @@ void Window::install(const std::vector<int>& ranks, u16 epoch, Memory memory, st
     view_.heap_bytes[rank] = peers[rank].heap_bytes;
   }
   control_.replace(std::move(memory.control));
+  is_half_done_ = false;
   if (heap_ == nullptr || !heap_->renew(memory.heap)) {
     if (heap_ != nullptr && heap_->has_captured()) old_heaps_.push_back(heap_);
     if (heap_ != nullptr) ++view_.heap_generation;

@@ -121,6 +121,11 @@ class Window : public cpu::MemberWindow {
     return kernel;
   }
 
+  // A staged call's half that receives follows the half that sends, with no other call in between (R5). Before anything else of
+  // a call; note_half() after launch(). Error: kInvalidState.
+  void check_half(const CallArgs& args) const;
+  void note_half(const CallArgs& args) { is_half_done_ = !args.receives; }
+
   // Once for each begin(). Errors: kInvalidArgument (more blocks than there is room for), kCudaError.
   void launch(const Kernel& kernel, i32 num_blocks, u64 stream, void* args);
   // The same for a kernel that waits for no peer.
@@ -189,6 +194,7 @@ class Window : public cpu::MemberWindow {
   u64 last_captured_stream_ = 0;
   std::shared_ptr<Event> last_captured_;  // behind the last call of that capture
   StagedRows staged_;                     // what unload() has to do; dispatch.cc sets it after launch()
+  bool is_half_done_ = false;             // of a staged call: sent, not received
   bool has_captured_ = false;
   bool is_retired_ = false;
   bool closed_ = false;

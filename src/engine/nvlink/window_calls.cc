@@ -62,6 +62,15 @@ void Window::order_after_calls(u64 stream, const Capture& capture) {
   cuda::check(cuda::driver().stream_wait_event(stream_of(stream), event->handle(), 0), "cuStreamWaitEvent");
 }
 
+void Window::check_half(const CallArgs& args) const {
+  if (is_half_done_ && args.sends) {
+    throw_invalid_state(
+        "a staged call of this window has not been received; call its wait() first, or use two windows "
+        "(num_windows=2)");
+  }
+  if (!is_half_done_ && !args.sends) throw_invalid_state("wait() of a staged call that this window has ended already");
+}
+
 void Window::check_num_blocks(i32 num_blocks) const {
   const i32 num_sms = gpu_->kernels->num_multiprocessors();
   const i32 most = std::min(shape_.num_blocks, num_sms / std::max(num_sharing_, 1));
