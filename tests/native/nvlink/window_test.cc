@@ -1,4 +1,5 @@
 // Guards against GPU windows that hang, lose memory, blame the wrong rank or go on after a failure. Ranks are threads; the
+// check: allow file-size: all cases use the same ranks on the same driver without a GPU
 // driver is a fake one, whose kernels do what a test says: what they do on GPUs is tested there (tests/gpu).
 #include "engine/nvlink/window.h"
 
@@ -448,6 +449,40 @@ TEST(a_window_that_one_rank_cannot_make_is_refused_everywhere) {
         GpuWindowShape shape = window_shape();
         shape.max_tokens += rank.me == 1 ? 1 : 0;
         says(error_of([&] { rank.make_window(shape); }), rank.me == 1 ? "rank 0 has another shape" : "rank ");
+      },
+      false);
+}
+
+TEST(a_staged_combine_is_two_launches_in_turn) {
+  with_ranks(
+      [](Rank& rank) {
+        GpuWindowShape shape = window_shape();
+        shape.small_tokens = 8;
+        rank.make_window(shape);
+        CombineArgs args;
+        args.is_small = true;
+        args.max_tokens = args.num_tokens = 8;
+        args.hidden = 32;
+        args.num_blocks = 4;
+        args.timeout_ns = kTimeoutNs;
+        args.stream = stream_of(rank.me);
+        const auto combine = [&](bool sends, bool receives) {
+          args.sends = sends;
+          args.receives = receives;
+          rank.window->combine(args, kNoPoll);
+        };
+        CHECK_EQ(error_of([&] { combine(false, true); }).code, ErrorCode::kInvalidState);
+        combine(true, false);
+        says(error_of([&] { combine(true, false); }), "has not been received");
+        says(error_of([&] { rank.dispatch(4); }), "has not been received");
+        combine(false, true);
+        combine(true, true);
+        CHECK_EQ(rank.window->stats().num_combines, u64{2});
+        args.max_tokens = 9;
+        says(error_of([&] { combine(true, true); }), "allowed in a small-batch call: 0..8");
+        args.max_tokens = 8;
+        args.hidden = 64;
+        says(error_of([&] { combine(true, true); }), "contributions of 128 bytes");
       },
       false);
 }
