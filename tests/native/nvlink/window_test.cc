@@ -1,6 +1,6 @@
 // Guards against GPU windows that hang, lose memory, blame the wrong rank or go on after a failure. Ranks are threads; the
-// check: allow file-size: all cases use the same ranks on the same driver without a GPU
 // driver is a fake one, whose kernels do what a test says: what they do on GPUs is tested there (tests/gpu).
+// check: allow file-size: all cases use the same ranks on the same driver without a GPU
 #include "engine/nvlink/window.h"
 
 #include <barrier>
