@@ -18,8 +18,10 @@
 
 #include "weft/config/kernel.h"
 #include "weft/config/small_dispatch_kernel.h"
+#include "weft/config/small_kernel.h"
 #include "weft/kernels/arguments.h"
 #include "weft/kernels/combine_arguments.h"
+#include "weft/kernels/small_combine_arguments.h"
 #include "weft/kernels/small_dispatch_arguments.h"
 #include "weft/kernels/unload_arguments.h"
 
@@ -164,6 +166,25 @@ inline void take(Fields& fields, weft::kernels::CombineKernelArgs& args) {
   fields.take("side_out", args.side_out);
 }
 
+inline void take(Fields& fields, weft::kernels::SmallCombineKernelArgs& args) {
+  take_view(fields, args.view);
+  fields.take("print", args.print);
+  fields.take("num_tokens", args.num_tokens);
+  fields.take("max_tokens", args.max_tokens);
+  fields.take("rows", args.rows);
+  fields.take("num_rows", args.num_rows);
+  fields.take("weights", args.weights);
+  fields.take("side", args.side);
+  fields.take("send_plan", args.send_plan);
+  fields.take("recv_plan", args.recv_plan);
+  fields.take("recv_plan_tokens", args.recv_plan_tokens);
+  fields.take("bias", args.bias);
+  fields.take("bias_row_bytes", args.bias_row_bytes);
+  fields.take("bias_is_fp32", args.bias_is_fp32);
+  fields.take("out", args.out);
+  fields.take("side_out", args.side_out);
+}
+
 inline void take(Fields& fields, weft::kernels::UnloadKernelArgs& args) {
   fields.take("rows", args.rows);
   fields.take("row_stride", args.row_stride);
@@ -287,15 +308,15 @@ inline int wait_for(const std::vector<pid_t>& blocks) {
 }
 
 template <class Args>
-int run_launch(Launch<Args> launch, const char* fields_path, u32 num_threads, u64 (*shared_bytes)(const Args&),
-               u64 seed, const char* shared_variables) {
+int run_launch(Launch<Args> launch, const char* fields_path, u32 num_threads, u64 (*complete)(Args&), u64 seed,
+               const char* shared_variables) {
   Fields fields(fields_path);
   fields.take("num_blocks", gridDim.x);
   fields.take("poison", poison);
   take(fields, launch.args);
   const std::vector<Copy> copies = take_copies(fields);
   fields.check_all_taken();
-  make_dynamic_shared(shared_bytes(launch.args));
+  make_dynamic_shared(complete(launch.args));
   std::vector<pid_t> blocks;
   for (u32 idx = 0; idx < gridDim.x; ++idx) {
     const pid_t process = fork();
@@ -309,27 +330,31 @@ int run_launch(Launch<Args> launch, const char* fields_path, u32 num_threads, u6
 }
 
 template <class Args>
-int run_launches(void (*kernel)(const Args), u32 num_threads, u64 (*shared_bytes)(const Args&), char** arguments) {
+int run_launches(void (*kernel)(const Args), u32 num_threads, u64 (*complete)(Args&), char** arguments) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   map_memory(atoi(arguments[1]), strtoull(arguments[2], nullptr, 10));
   u64 seed = strtoull(arguments[4], nullptr, 10) * 1000;
   for (char** path = arguments + 5; *path != nullptr; ++path) {
-    const int result = run_launch<Args>({kernel, {}}, *path, num_threads, shared_bytes, ++seed, arguments[3]);
+    const int result = run_launch<Args>({kernel, {}}, *path, num_threads, complete, ++seed, arguments[3]);
     if (result != 0) return result;
   }
   return 0;
 }
 
-// ---- dynamic shared memory of a launch
+// ---- what depends on the configuration too: dynamic shared memory, and arguments that the host computes from it
 
 template <class Config, class Args>
-u64 shared_bytes_of(const Config& config, const Args&) {
+u64 complete(const Config& config, Args&) {
   return static_cast<u64>(config.shared_bytes());
 }
 
+inline u64 complete(const weft::SmallCombineKernelConfig& config, weft::kernels::SmallCombineKernelArgs& args) {
+  args.split = weft::SmallSplit::make(config, args.max_tokens, static_cast<i32>(gridDim.x));
+  return 0;
+}
+
 // Places of a block's rows; as src/engine/nvlink/small_dispatch.cc.
-inline u64 shared_bytes_of(const weft::SmallDispatchKernelConfig& config,
-                           const weft::kernels::SmallDispatchKernelArgs& args) {
+inline u64 complete(const weft::SmallDispatchKernelConfig& config, weft::kernels::SmallDispatchKernelArgs& args) {
   const i64 blocks = config.num_blocks;
   const i64 units = max(args.view.layout.small_tokens, blocks);
   const i64 places = config.num_ranks * ((units + blocks - 1) / blocks) * config.width();

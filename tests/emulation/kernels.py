@@ -83,11 +83,11 @@ class Compiler:
         if bounds is None or args is None:
             raise ValueError(f"not the source of a kernel: {source}")
         has_config = "kConfig" in source
-        shared = "shared_bytes_of(kConfig, args)" if has_config else "u64{0}"
+        shared = "complete(kConfig, args)" if has_config else "u64{0}"
         return self._compile(
             f'#include "emulator.h"\n{source}#include "driver.h"\nusing namespace emulation;\n'
             f"int main(int, char** arguments) {{\n  using Args = weft::kernels::{args[1]};\n"
-            f"  return run_launches<Args>(weft_kernel, {bounds[1]}, [](const Args& args) {{ return {shared}; }},"
+            f"  return run_launches<Args>(weft_kernel, {bounds[1]}, [](Args& args) {{ return {shared}; }},"
             " arguments);\n}\n",
             include,
         )

@@ -1,0 +1,71 @@
+"""Guards against a small-batch combine that adds wrong rows, waits too little, or does not fit the dispatch before it.
+
+Each case runs a small-batch dispatch first, so that its plans are used as they are.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from combine_cases import CombineCase, run_combine
+from dispatch_cases import Case
+from kernels import Compiler, Mutant
+from machine import LaunchFailed
+from world import Shape
+
+WINDOW = Shape(num_ranks=3, num_experts=12, top_k=3, max_tokens=40, landing_row_bytes=2048, small_tokens=24)
+PLAIN = Case(shape=WINDOW, tokens=(24, 13, 21), hidden=64, is_small=True, num_rounds=3)
+CASES = {
+    "rank_major, bias": CombineCase(dispatch=PLAIN, hidden=600, bias="rows"),
+    "rank_major, side, capacity, two launches": CombineCase(
+        dispatch=dataclasses.replace(PLAIN, seed=1, tokens=(24, 0, 20), capacity=25, is_split=True),
+        hidden=304,
+        dtype=torch.float32,
+        has_side=True,
+    ),
+    "expert_major, fp8 on the wire": CombineCase(
+        dispatch=dataclasses.replace(PLAIN, seed=2, layout="expert_major", alignment=4, num_duplicates=2),
+        hidden=400,
+        wire_is_fp8=True,
+        bias="row",
+        bias_is_fp32=True,
+    ),
+    "masked, side, no weights": CombineCase(
+        dispatch=dataclasses.replace(PLAIN, seed=3, layout="masked", capacity=5),
+        hidden=264,
+        dtype=torch.float16,
+        is_weighted=False,
+        has_side=True,
+    ),
+}
+
+MUTANTS = (
+    Mutant(
+        "the header is sent while other warps store sums",
+        "weft/kernels/small_combine.cuh",
+        "ptx::bar_sync(kSendBarrier, kSenders);",
+        "",
+    ),
+    Mutant(
+        "nobody waits for the header that says that sums are there",
+        "weft/kernels/small_combine.cuh",
+        "return transport::wait(view, Phase::kReduce, flight, b_.lane, static_cast<i32>(blockIdx.x));",
+        "return transport::Verdict::kOk;",
+    ),
+)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_small_combine_is_the_reference(compiler: Compiler, name: str) -> None:
+    """y, side, and the words of the window."""
+    assert run_combine(compiler, CASES[name]) == []
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mistakes_are_found(compiler: Compiler, mutant: Mutant) -> None:
+    """An emulation that finds none of these proves nothing."""
+    try:
+        found = run_combine(compiler, CASES["rank_major, bias"], mutant)
+    except LaunchFailed as error:
+        found = [str(error)]
+    assert found != []
