@@ -56,7 +56,7 @@ format: $(environment) ## format the sources in place (FILES="a.cc b.py" for som
 	@export PATH="$(scripts):$$PATH"
 	files=($(if $(FILES),$(FILES),$$(git ls-files '*.py' '*.pyi' '*.h' '*.cuh' '*.cc' '*.cu')))
 	for file in "$${files[@]}"; do
-	  case $$file in *.py|*.pyi) ruff check --quiet --fix "$$file" || true; ruff format --quiet "$$file";; *) clang-format -i "$$file";; esac
+	  case $$file in *.py|*.pyi) ruff check --quiet --fix "$$file" || true; ruff format --quiet "$$file";; *.h|*.cuh|*.cc|*.cu) clang-format -i "$$file";; esac
 	done
 
 .PHONY: wheel
