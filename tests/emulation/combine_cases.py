@@ -54,7 +54,7 @@ class CombineRunner(Runner):
         """Append a dispatch and a combine to the streams."""
         round_ = super().add_round()
         combined = self._new_combine(round_)
-        for rank in self.ranks:
+        for rank in self.case.active_ranks:
             self._add_combine(rank, round_.received[rank], combined)
         self.num_operations += 1 if self.case.is_small else len(self._passes())
         self.combined.append(combined)
@@ -67,19 +67,19 @@ class CombineRunner(Runner):
             (torch.randn(*shape, case.hidden, generator=generator) * 3).to(case.dtype) for shape in routing.row_shape
         ]
         for y in rows:
-            if case.dispatch.seed % 2 and y.numel() > 8:
+            if self.case.seed % 2 and y.numel() > 8:
                 y.view(-1)[0], y.view(-1)[-1], y.view(-1)[3] = float("inf"), float("nan"), -0.0
         biases = None
         if case.bias:
             dtype = torch.float32 if case.bias_is_fp32 else case.dtype
-            shapes = [(num,) if case.bias == "rows" else () for num in case.dispatch.tokens]
+            shapes = [(num,) if case.bias == "rows" else () for num in self.case.tokens]
             biases = [torch.randn(*shape, case.hidden, generator=generator).to(dtype) for shape in shapes]
         return Combined(
             rows=rows,
             sides=[torch.randn(w.shape, generator=generator) for w in routing.weights] if case.has_side else None,
             biases=biases,
-            out=[self.memory.allocate(num * case.hidden * case.dtype.itemsize) for num in case.dispatch.tokens],
-            side_out=[self.memory.allocate(4 * num * case.dispatch.shape.top_k) for num in case.dispatch.tokens],
+            out=[self.memory.allocate(num * case.hidden * case.dtype.itemsize) for num in self.case.tokens],
+            side_out=[self.memory.allocate(4 * num * case.dispatch.shape.top_k) for num in self.case.tokens],
         )
 
     def _add_combine(self, rank: int, received: Received, combined: Combined) -> None:

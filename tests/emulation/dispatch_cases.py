@@ -51,9 +51,15 @@ class Case:
     staged_ranks: tuple[int, ...] = ()  # whose heap has no room
     num_duplicates: int = 0  # tokens with the same expert in all picks
     num_bad_ids: int = 0
+    lost_ranks: tuple[int, ...] = ()  # which are not members any more
     is_small: bool = False
     is_split: bool = False  # small: two launches
     shared_bytes: int = 48 << 10
+
+    @property
+    def active_ranks(self) -> tuple[int, ...]:
+        """The members."""
+        return tuple(rank for rank in range(self.shape.num_ranks) if rank not in self.lost_ranks)
 
     def call(self) -> Call:
         """What is equal on all ranks."""
@@ -152,6 +158,8 @@ class Runner:
     """Runs one case."""
 
     def __init__(self, compiler: Compiler, case: Case, mutant: Mutant | None = None) -> None:
+        tokens = tuple(0 if rank in case.lost_ranks else num for rank, num in enumerate(case.tokens))
+        case = dataclasses.replace(case, tokens=tokens)
         self.case, self.call, self.wire = case, case.call(), case.wire()
         self.generator = torch.Generator().manual_seed(case.seed)
         poison = (0x5B, 0xFF, 0x7E)[case.seed % 3]
@@ -161,11 +169,12 @@ class Runner:
             case.shape,
             poison=poison,
             heap_bytes=0 if case.is_small else 8 * most + (1 << 18),
-            more_bytes=32 << 20,
+            more_bytes=16 << 20,
         )
         self.memory = self.world.memory
         self.dispatcher = Dispatcher(self.world, self.call, self.wire, mutant)
         self.ranks = range(case.shape.num_ranks)
+        self.world.set_members(case.active_ranks)
         self.streams: list[list[Launch]] = [[] for _ in self.ranks]
         self.num_operations = 0
 
@@ -189,6 +198,11 @@ class Runner:
         finally:
             self.memory.close()
 
+    def start_compiling(self) -> None:
+        """Begin with what a run of this case needs, so that both cores have work; the case is not run."""
+        self.add_round()
+        self.memory.close()
+
     def add_round(self) -> Round:
         """Append a dispatch, and maybe its repetition, to the streams."""
         case, dispatcher = self.case, self.dispatcher
@@ -202,6 +216,7 @@ class Runner:
             alignment=case.alignment,
             quantize=case.rows if case.rows.startswith("fp8") else None,
             capacity=None if case.capacity < 0 else case.capacity,
+            active_ranks=case.active_ranks,
         )
         received = []
         self.num_operations += 1
@@ -209,7 +224,9 @@ class Runner:
             g, num_rows = given[rank], _num_rows(wanted[rank])
             inputs = put_inputs(self.memory, g.x, g.scales, g.ids, g.weights)
             result = dispatcher.new_result(rank, len(g.ids), num_rows)
-            if case.is_small:
+            if rank in case.lost_ranks:
+                pass
+            elif case.is_small:
                 self._add_small(rank, inputs, result)
             else:
                 room = 0 if rank in case.staged_ranks else max(self._most_rows(), 1)
@@ -244,7 +261,8 @@ class Runner:
             inputs = put_inputs(self.memory, g.x, g.scales, g.ids, None)
             result = dataclasses.replace(round_.received[rank])
             room = 0 if rank in case.staged_ranks else max(result.num_rows, 1)
-            self.streams[rank] += self.dispatcher.launch(rank, inputs, result, room=room, is_cached=True)
+            if rank not in case.lost_ranks:
+                self.streams[rank] += self.dispatcher.launch(rank, inputs, result, room=room, is_cached=True)
             round_.repeated.append(result)
 
     # ---- what came out
@@ -252,7 +270,7 @@ class Runner:
     def differences(self, round_: Round) -> list[str]:
         """What differs from the reference in one round, on any rank."""
         found = []
-        for rank in self.ranks:
+        for rank in self.case.active_ranks:
             wanted, received = round_.wanted[rank], round_.received[rank]
             found += [f"rank {rank}: {text}" for text in self._rows(wanted, received, wanted.x)]
             found += [f"rank {rank}: {text}" for text in self._sums(wanted, received)]
@@ -292,7 +310,7 @@ class Runner:
         return found
 
     def _plans(self, round_: Round, rank: int) -> list[str]:
-        """The receive plan of a rank, and the mask of its send plan."""
+        """Both plans of a rank."""
         case, shape, memory = self.case, self.case.shape, self.memory
         routing, received = round_.wanted[0].routing, round_.received[rank]
         header, width = self.world.layout["plan_header"], shape.width(case.layout)
@@ -310,24 +328,30 @@ class Runner:
             if case.is_small:
                 rows = torch.where(is_here & (rows < 0), DROPPED, rows)
             found += compare(f"plan of source {source}", entries[source, :num_tokens], rows.to(torch.int32))
-        return found + self._mask(round_, rank)
+        return found + self._send_plan(round_, rank)
 
-    def _mask(self, round_: Round, rank: int) -> list[str]:
+    def _send_plan(self, round_: Round, rank: int) -> list[str]:
+        """Mask and destinations. What a capacity drops, a small batch's sender does not know."""
         case, shape = self.case, self.case.shape
         begin, num_tokens = sum(case.tokens[:rank]), case.tokens[rank]
-        ids = round_.given[rank].ids.to(torch.int64)
-        mask = torch.zeros(num_tokens, dtype=torch.int64)
-        for to in range(shape.num_ranks):
-            kept = (round_.wanted[0].routing.rows[to][begin : begin + num_tokens] >= 0).any(dim=1)
-            wants = ((ids >= 0) & (ids < shape.num_experts) & (ids // shape.num_local == to)).any(dim=1)
-            mask |= (wants if case.is_small else kept).to(torch.int64) << to
-        seen = self.memory.tensor(round_.received[rank].send_plan, (num_tokens,), torch.int32)
-        return compare("mask", seen, mask.to(torch.int32))
+        ids = round_.given[rank].ids.to(torch.int64)[:num_tokens]
+        destination = torch.full(ids.shape, -1, dtype=torch.int32)
+        for to in case.active_ranks:
+            kept = round_.wanted[0].routing.rows[to][begin : begin + num_tokens] >= 0
+            wants = (ids >= 0) & (ids < shape.num_experts) & (ids // shape.num_local == to)
+            destination[wants if case.is_small else kept] = to
+        mask = torch.zeros(num_tokens, dtype=torch.int32)
+        for to in case.active_ranks:
+            mask |= (destination == to).any(dim=1).to(torch.int32) << to
+        length = shape.send_plan_len(num_tokens, case.layout)
+        plan = self.memory.tensor(round_.received[rank].send_plan, (length,), torch.int32)
+        seen = plan[length - destination.numel() :].reshape(destination.shape)
+        return compare("mask", plan[:num_tokens], mask) + compare("destination", seen, destination)
 
     def _bad_ids(self, rounds: Sequence[Round]) -> list[str]:
         """The host hears of ids out of range, and of none where there are none."""
         found = []
-        for rank in self.ranks:
+        for rank in self.case.active_ranks:
             num_bad = sum(int(_is_bad(r.given[rank].ids, self.case.shape).sum()) for r in rounds)
             told = self.memory.word(self.world.host[rank] + self.world.layout["host.num_bad_ids"])
             if (told > 0) != (num_bad > 0):

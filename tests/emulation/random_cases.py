@@ -1,10 +1,12 @@
 """Random shapes, layouts, forms of rows and faults; the same seed is the same case."""
 
+import dataclasses
 from typing import TypeVar
 
 import torch
+from combine_cases import CombineCase
 from dispatch_cases import Case
-from world import LAYOUTS, NO_CAPACITY, Shape
+from world import DTYPES, LAYOUTS, NO_CAPACITY, Shape
 
 T = TypeVar("T")
 
@@ -71,9 +73,39 @@ def random_dispatch(seed: int, *, is_small: bool) -> Case:
         staged_ranks=tuple(rank for rank in range(num_ranks) if not is_small and dice.chance(25)),
         num_duplicates=dice.one_of(0, 0, 3),
         num_bad_ids=dice.one_of(0, 0, 2),
+        lost_ranks=(dice.below(num_ranks),) if num_ranks > 1 and dice.chance(15) else (),
         is_small=is_small,
         is_split=dice.chance(30),
         shared_bytes=dice.one_of(24 << 10, 40 << 10, 64 << 10),
+    )
+
+
+def random_combine(seed: int, *, is_small: bool) -> CombineCase:
+    """A case of the throughput combine, or of the one for small batches, behind its dispatch."""
+    dispatch, dice = random_dispatch(seed, is_small=is_small), Dice(seed * 2 + is_small + 1000000)
+    dtype, wire_is_fp8 = dice.one_of(*DTYPES), dice.chance(35)
+    hidden = 16 * dice.one_of(1, 9, 17, 40) if wire_is_fp8 else 8 * dice.one_of(1, 7, 33, 90)
+    ranks = range(dispatch.shape.num_ranks)
+    wire_bytes = hidden * dtype.itemsize + 64
+    return CombineCase(
+        dispatch=dataclasses.replace(
+            dispatch,
+            is_repeated=False,
+            # Slots hold a row; the landing holds all contributions or, pass by pass, some.
+            shape=dataclasses.replace(
+                dispatch.shape,
+                landing_row_bytes=max(dispatch.shape.landing_row_bytes, wire_bytes if is_small else wire_bytes // 4),
+            ),
+        ),
+        hidden=hidden,
+        dtype=dtype,
+        wire_is_fp8=wire_is_fp8,
+        is_weighted=dice.chance(70),
+        has_side=dice.chance(40),
+        bias=dice.one_of("", "row", "rows"),
+        bias_is_fp32=dice.chance(50),
+        heap_ranks=tuple(rank for rank in ranks if dice.chance(50)),
+        shared_bytes=dice.one_of(32 << 10, 64 << 10, 160 << 10),
     )
 
 

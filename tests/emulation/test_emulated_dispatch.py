@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from dispatch_cases import Case, run_case
+from dispatch_cases import Case, Runner, run_case
 from kernels import Compiler, Mutant
 from machine import LaunchFailed
 from world import Shape
@@ -35,11 +35,15 @@ CASES = {
         staged_ranks=(1,),
         is_repeated=True,
     ),
+    "expert_major, a lost rank": dataclasses.replace(
+        PLAIN, seed=5, layout="expert_major", lost_ranks=(1,), num_bad_ids=1
+    ),
     "rank_major, fp8, no room in a heap": dataclasses.replace(
         PLAIN, seed=4, rows="fp8", dtype=torch.float32, hidden=144, staged_ranks=(0, 2)
     ),
 }
 
+FEW_STAGES = dataclasses.replace(PLAIN, shared_bytes=12 << 10)
 SEND = "weft/kernels/dispatch_send.cuh"
 MUTANTS = (
     Mutant(
@@ -70,6 +74,14 @@ MUTANTS = (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compile_ahead(compiler: Compiler) -> None:
+    for case in CASES.values():
+        Runner(compiler, case).start_compiling()
+    for mutant in MUTANTS:
+        Runner(compiler, FEW_STAGES, mutant).start_compiling()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_dispatch_is_the_reference(compiler: Compiler, name: str) -> None:
     """Rows, ids, weights, counts, offsets, plans and the words of the window."""
@@ -80,7 +92,7 @@ def test_dispatch_is_the_reference(compiler: Compiler, name: str) -> None:
 def test_mistakes_are_found(compiler: Compiler, mutant: Mutant) -> None:
     """An emulation that finds none of these proves nothing."""
     try:
-        found = run_case(compiler, dataclasses.replace(PLAIN, shared_bytes=12 << 10), mutant)
+        found = run_case(compiler, FEW_STAGES, mutant)
     except LaunchFailed as error:
         found = [str(error)]
     assert found != []

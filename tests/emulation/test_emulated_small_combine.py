@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from combine_cases import CombineCase, run_combine
+from combine_cases import CombineCase, CombineRunner, run_combine
 from dispatch_cases import Case
 from kernels import Compiler, Mutant
 from machine import LaunchFailed
@@ -53,6 +53,14 @@ MUTANTS = (
         "return transport::Verdict::kOk;",
     ),
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_ahead(compiler: Compiler) -> None:
+    for case in CASES.values():
+        CombineRunner(compiler, case).start_compiling()
+    for mutant in MUTANTS:
+        CombineRunner(compiler, CASES["rank_major, bias"], mutant).start_compiling()
 
 
 @pytest.mark.parametrize("name", CASES)

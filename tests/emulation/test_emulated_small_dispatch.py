@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from dispatch_cases import Case, run_case
+from dispatch_cases import Case, Runner, run_case
 from kernels import Compiler, Mutant
 from machine import LaunchFailed
 from world import Shape
@@ -35,6 +35,7 @@ CASES = {
         num_duplicates=2,
         is_split=True,
     ),
+    "rank_major, a lost rank": dataclasses.replace(PLAIN, seed=5, lost_ranks=(0,), num_bad_ids=1),
     "expert_major, fp8, capacity": dataclasses.replace(
         PLAIN, seed=4, layout="expert_major", rows="fp8", dtype=torch.float32, hidden=144, capacity=40, alignment=4
     ),
@@ -68,6 +69,14 @@ MUTANTS = (
         "if (group >= 0 && (same >> lane) == 1u)",
     ),
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_ahead(compiler: Compiler) -> None:
+    for case in CASES.values():
+        Runner(compiler, case).start_compiling()
+    for mutant in MUTANTS:
+        Runner(compiler, PLAIN, mutant).start_compiling()
 
 
 @pytest.mark.parametrize("name", CASES)

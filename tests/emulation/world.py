@@ -79,11 +79,21 @@ class World:
         self.host = [self.memory.put(torch.zeros(self.layout["host_bytes"], dtype=torch.uint8)) for _ in ranks]
         self.heap = [self.memory.allocate(self.heap_bytes) for _ in ranks]
         self._next = [self.layout["landing_bytes"]] * len(ranks)
-        for rank in ranks:
-            self.memory.set_word(
-                self.control[rank] + self.layout["control.membership"], (1 << 32) | ((1 << len(ranks)) - 1)
-            )
-            self.memory.set_word(self.host[rank] + self.layout["host.timeout_ns"], TIMEOUT_NS)
+        self.members: tuple[int, ...] = ()
+        self.set_members(tuple(ranks))
+        self.set_timeout(TIMEOUT_NS)
+
+    def set_members(self, ranks: tuple[int, ...]) -> None:
+        """Who takes part from now on, in epoch 1."""
+        self.members = ranks
+        for control in self.control:
+            words = (1 << 32) | sum(1 << rank for rank in ranks)
+            self.memory.set_word(control + self.layout["control.membership"], words)
+
+    def set_timeout(self, num_ns: int) -> None:
+        """Most that a kernel waits for a peer."""
+        for host in self.host:
+            self.memory.set_word(host + self.layout["host.timeout_ns"], num_ns)
 
     def reserve(self, rank: int, num_bytes: int) -> int:
         """An offset in the rank's heap, as a receive tensor has."""
@@ -105,7 +115,7 @@ class World:
     def problems(self, num_operations: int) -> list[str]:
         """What is not as it should be in the words of the windows when all streams have ended."""
         found = [f"somebody wrote behind the end of memory, at {at:#x}" for at in self.memory.written_red_zones()]
-        for rank in range(self.shape.num_ranks):
+        for rank in self.members:
             words = {
                 "control.sequence": (num_operations, "u8"),
                 "control.owner": (0, "u8"),

@@ -1,0 +1,73 @@
+"""Guards against kernels that hang, or break the window, when a peer does not come or calls something else."""
+
+import dataclasses
+
+import pytest
+from combine_cases import CombineCase, CombineRunner
+from dispatch_cases import Case, Round, Runner
+from kernels import Compiler
+from machine import Streams
+from world import PRINT, Shape
+
+KERNELS = ("dispatch", "small_dispatch", "combine", "small_combine")
+DEADLINE, MISMATCH = 1, 3  # transport::ErrorCause
+TIMEOUT_NS = 3_000_000_000  # long for a busy machine
+LATE, ODD = 2, 1  # ranks: that does not come, that calls something else
+
+
+def prepared(compiler: Compiler, kernel: str, num_rounds: int) -> tuple[Runner, list[Round]]:
+    """Streams of so many rounds; the last launch of each is that of the kernel."""
+    window = Shape(num_ranks=3, num_experts=6, top_k=2, max_tokens=16, small_tokens=16)
+    case = Case(shape=window, tokens=(16, 5, 9), is_small=kernel.startswith("small_"), num_rounds=num_rounds)
+    if kernel.endswith("combine"):
+        runner: Runner = CombineRunner(compiler, CombineCase(dispatch=case))
+    else:
+        runner = Runner(compiler, case)
+    return runner, [runner.add_round() for _ in range(num_rounds)]
+
+
+def words(runner: Runner, rank: int) -> dict[str, int]:
+    """What a rank's window says about an error."""
+    world, layout = runner.world, runner.world.layout
+    return {
+        "cause": world.memory.word(world.host[rank] + layout["host.error"], "u4"),
+        "culprit": world.memory.word(world.host[rank] + layout["host.error.culprit"], "i4"),
+        "broken": world.memory.word(world.control[rank] + layout["control.broken"]),
+        "owner": world.memory.word(world.control[rank] + layout["control.owner"]),
+        "sequence": world.memory.word(world.control[rank] + layout["control.sequence"]),
+    }
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_peer_that_does_not_come(compiler: Compiler, kernel: str) -> None:
+    """The kernels end at the deadline, say who was late, and leave the window broken."""
+    runner, _ = prepared(compiler, kernel, 1)
+    runner.streams[LATE].pop()
+    runner.world.set_timeout(TIMEOUT_NS)
+    try:
+        Streams(runner.memory, runner.streams, seed=1, timeout_s=60).run()
+        for rank in (0, ODD):
+            wanted = {"cause": DEADLINE, "culprit": LATE, "broken": DEADLINE, "owner": 1}
+            assert words(runner, rank) == wanted | {"sequence": runner.num_operations - 1}
+    finally:
+        runner.memory.close()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_peer_that_calls_something_else(compiler: Compiler, kernel: str) -> None:
+    """All ranks give up the call, and the next one is right."""
+    runner, rounds = prepared(compiler, kernel, 2)
+    at = len(runner.streams[ODD]) // 2 - 1
+    launch = runner.streams[ODD][at]
+    runner.streams[ODD][at] = dataclasses.replace(launch, fields={**launch.fields, "print": PRINT + 1})
+    try:
+        Streams(runner.memory, runner.streams, seed=1, timeout_s=60).run()
+        for rank in runner.ranks:
+            seen = words(runner, rank)
+            assert (seen.pop("culprit") == ODD) == (rank != ODD)
+            assert seen == {"cause": MISMATCH, "broken": 0, "owner": 0, "sequence": runner.num_operations}
+        if isinstance(runner, CombineRunner):
+            runner.num_looked = 1
+        assert runner.differences(rounds[1]) == []
+    finally:
+        runner.memory.close()
