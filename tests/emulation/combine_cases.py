@@ -1,5 +1,6 @@
 """Combines, of small batches too, behind dispatches on emulated GPUs, compared word by word with weft.reference."""
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -209,3 +210,8 @@ class CombineRunner(Runner):
 def run_combine(compiler: Compiler, case: CombineCase, mutant: Mutant | None = None) -> list[str]:
     """What differs from the specification. Raises LaunchFailed."""
     return CombineRunner(compiler, case, mutant).run()
+
+
+def reseeded(case: CombineCase, seed: int) -> CombineCase:
+    """The same case with other values."""
+    return dataclasses.replace(case, dispatch=dataclasses.replace(case.dispatch, seed=seed))

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,3 +173,17 @@ class Streams:
                 process.wait()
             del self._running[rank]
         return code == 0
+
+
+def is_found(run: Callable[[int], list[str]], tries: int = 12) -> bool:
+    """Whether `run`, given one of some seeds, finds a mistake.
+
+    Several, because who comes too early or too late is not the same each time.
+    """
+    for seed in range(tries):
+        try:
+            if run(seed):
+                return True
+        except LaunchFailed:
+            return True
+    return False
