@@ -171,12 +171,18 @@ TEST(leaving_without_goodbye_is_a_death) {
     self.connect();
     self.plane->set_abort_handler(ear.handler());
     self.exchange({0, 1, 2}, 1);
-    if (self.rank == 1) _exit(0);
+    self.parent.tell(1);
+    if (self.rank == 1) {
+      CHECK_EQ(self.parent.hear(), 2u);  // a death while others are inside the exchange would end that
+      _exit(0);
+    }
     CHECK(ear.wait_for(1));
     CHECK_EQ(ear.count(1, AbortCode::kPeerLost), 1);
     self.exchange({0, 2}, 2);
     self.plane->set_abort_handler({});
   });
+  for (int rank = 0; rank < 3; ++rank) CHECK_EQ(ranks.pipe(rank).hear(), 1u);
+  ranks.pipe(1).tell(2);
   ranks.join_all();
 }
 
@@ -243,11 +249,16 @@ TEST(killed_before_it_connects) {
     if (self.rank == 1) pause();
     CHECK_EQ(self.parent.hear(), 2u);
     CHECK_ERROR(kPeerLost, {1}, self.connect());
+    // Who is through first must not end before the others look: they would name it instead.
+    self.parent.tell(3);
+    CHECK_EQ(self.parent.hear(), 4u);
   });
   for (int rank = 0; rank < 4; ++rank) CHECK_EQ(ranks.pipe(rank).hear(), 1u);
   ranks.signal(1, SIGKILL);
   ranks.join(1, SIGKILL);
   for (const int other : {0, 2, 3}) ranks.pipe(other).tell(2);
+  for (const int other : {0, 2, 3}) CHECK_EQ(ranks.pipe(other).hear(), 3u);
+  for (const int other : {0, 2, 3}) ranks.pipe(other).tell(4);
   ranks.join_all({1});
 }
 
@@ -256,11 +267,15 @@ TEST(killed_while_the_others_wait_for_it_to_connect) {
     self.parent.tell(1);
     if (self.rank == 3) pause();
     CHECK_ERROR(kPeerLost, {3}, self.connect());
+    self.parent.tell(2);  // as in killed_before_it_connects
+    CHECK_EQ(self.parent.hear(), 3u);
   });
   for (int rank = 0; rank < 4; ++rank) CHECK_EQ(ranks.pipe(rank).hear(), 1u);
   usleep(200'000);
   ranks.signal(3, SIGKILL);
   ranks.join(3, SIGKILL);
+  for (const int other : {0, 1, 2}) CHECK_EQ(ranks.pipe(other).hear(), 2u);
+  for (const int other : {0, 1, 2}) ranks.pipe(other).tell(3);
   ranks.join_all({3});
 }
 
