@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import subprocess
@@ -93,7 +94,7 @@ def test_spawn_keeps_custom_errors_and_results_that_do_not_pickle_apart() -> Non
 
 
 def test_spawn_of_a_rank_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["weft.spawn"], "GRACE_S", 3.0)
+    monkeypatch.setattr(importlib.import_module("weft.spawn"), "GRACE_S", 3.0)
 
     def rank(comm: weft.Communicator) -> None:
         if comm.rank == 1:
