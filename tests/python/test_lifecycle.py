@@ -97,6 +97,7 @@ def test_spawn_of_a_rank_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("weft.spawn"), "GRACE_S", 3.0)
 
     def rank(comm: weft.Communicator) -> None:
+        time.sleep(1)  # a rank that is still connecting would raise PeerLost itself
         if comm.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if comm.rank == 2:
