@@ -41,7 +41,7 @@ void CombineCall::run() {
   }
   kernels::CombineKernelArgs args = kernel_arguments();
   for (i64 first = 0; first == 0 || first < a_.max_tokens; first += pass_tokens) {
-    args.print = w_.begin(operation_config(config), a_.timeout_ns, a_.stream).print;
+    args.print = w_.begin(combine_operation(a_, config.wire_row_bytes()), a_.timeout_ns, a_.stream).print;
     args.first_token = static_cast<i32>(first);
     args.end_token = static_cast<i32>(std::min(first + pass_tokens, a_.max_tokens));
     w_.launch(kernel, a_.num_blocks, a_.stream, &args);
@@ -64,19 +64,20 @@ const Kernel& CombineCall::prepare(const CombineKernelConfig& config) {
   return w_.prepare(config, a_.timeout_ns, poll_);
 }
 
-OperationConfig CombineCall::operation_config(const CombineKernelConfig& config) const {
+OperationConfig combine_operation(const CombineArgs& args, i64 wire_row_bytes) {
   OperationConfig operation;
   operation.kind = OpKind::kCombine;
-  operation.layout = a_.layout;
-  operation.quantize = a_.wire_is_fp8 ? Quantize::kFp8 : Quantize::kNone;
-  operation.dtype = a_.dtype;
-  operation.has_side = a_.has_side ? 1 : 0;
-  operation.mode = static_cast<u8>(a_.num_blocks);  // blocks of the same number meet, so there must be as many
-  operation.alignment = static_cast<u32>(a_.alignment);
-  operation.hidden = static_cast<u32>(a_.hidden);
-  operation.capacity = a_.capacity;
-  operation.max_tokens = a_.max_tokens;
-  operation.row_bytes = config.wire_row_bytes();
+  operation.layout = args.layout;
+  operation.quantize = args.wire_is_fp8 ? Quantize::kFp8 : Quantize::kNone;
+  operation.dtype = args.dtype;
+  operation.has_side = args.has_side ? 1 : 0;
+  operation.mode = static_cast<u8>(args.num_blocks);  // blocks of the same number meet, so there must be as many
+  operation.is_small = args.is_small ? 1 : 0;
+  operation.alignment = static_cast<u32>(args.alignment);
+  operation.hidden = static_cast<u32>(args.hidden);
+  operation.capacity = args.capacity;
+  operation.max_tokens = args.max_tokens;
+  operation.row_bytes = wire_row_bytes;
   return operation;
 }
 

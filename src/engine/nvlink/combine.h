@@ -11,6 +11,9 @@ namespace weft::nvlink {
 CombineKernelConfig kernel_config(const GpuWindowShape& shape, const CombineArgs& args, bool has_push,
                                   int shared_bytes);
 
+// `wire_row_bytes`: of a contribution on its way.
+OperationConfig combine_operation(const CombineArgs& args, i64 wire_row_bytes);
+
 class CombineCall {
  public:
   CombineCall(Window& window, const CombineArgs& args, const Poll& poll);
@@ -18,7 +21,6 @@ class CombineCall {
 
  private:
   CombineKernelConfig config(bool has_push) const;
-  OperationConfig operation_config(const CombineKernelConfig& config) const;
   bool is_pulled() const;
   const Kernel& prepare(const CombineKernelConfig& config);
   kernels::CombineKernelArgs kernel_arguments() const;

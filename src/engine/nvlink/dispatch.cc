@@ -21,20 +21,8 @@ i64 wire_scale_bytes(const DispatchArgs& args) {
 
 DispatchKernelConfig kernel_config(const GpuWindowShape& shape, const DispatchArgs& args, int shared_bytes) {
   DispatchKernelConfig config;
-  config.num_ranks = shape.num_ranks;
-  config.num_experts = shape.num_experts;
-  config.top_k = shape.top_k;
-  config.num_blocks = args.num_blocks;
-  config.row_bytes = static_cast<i32>(args.row_bytes);
-  config.scale_row_bytes = static_cast<i32>(wire_scale_bytes(args));
+  describe_rows(config, shape, args);
   config.num_groups = static_cast<i32>((shape.max_tokens + 31) / 32);
-  config.quantize = args.quantize;
-  if (args.quantize != Quantize::kNone) {
-    config.hidden = static_cast<i32>(args.hidden);
-    config.dtype = args.dtype;
-  }
-  config.layout = args.layout;
-  config.topk_is_int64 = args.topk_is_int64;
   config.is_cached = args.cached;
   return with_stages(config, shared_bytes);
 }
@@ -47,6 +35,7 @@ OperationConfig dispatch_operation(const DispatchArgs& args) {
   operation.dtype = args.quantize == Quantize::kNone ? args.dtype : Dtype::kBytes;
   operation.is_cached = args.cached ? 1 : 0;
   operation.mode = static_cast<u8>(args.num_blocks);  // blocks of the same number meet, so there must be as many
+  operation.is_small = args.is_small ? 1 : 0;
   operation.alignment = static_cast<u32>(args.alignment);
   operation.hidden = static_cast<u32>(args.hidden);
   operation.capacity = args.capacity;

@@ -16,6 +16,24 @@ i64 wire_row_bytes(const DispatchArgs& args);
 i64 wire_scale_bytes(const DispatchArgs& args);
 OperationConfig dispatch_operation(const DispatchArgs& args);
 
+// What the configurations of both dispatch kernels have in common.
+template <class Config>
+void describe_rows(Config& config, const GpuWindowShape& shape, const DispatchArgs& args) {
+  config.num_ranks = shape.num_ranks;
+  config.num_experts = shape.num_experts;
+  config.top_k = shape.top_k;
+  config.num_blocks = args.num_blocks;
+  config.row_bytes = static_cast<i32>(args.row_bytes);
+  config.scale_row_bytes = static_cast<i32>(wire_scale_bytes(args));
+  config.quantize = args.quantize;
+  if (args.quantize != Quantize::kNone) {
+    config.hidden = static_cast<i32>(args.hidden);
+    config.dtype = args.dtype;
+  }
+  config.layout = args.layout;
+  config.topk_is_int64 = args.topk_is_int64;
+}
+
 class DispatchCall {
  public:
   DispatchCall(Window& window, const DispatchArgs& args, const Poll& poll);

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/status.h"
+#include "engine/nvlink/combine.h"
 
 namespace weft::nvlink {
 
@@ -29,7 +30,7 @@ void SmallCombineCall::run() {
   check();
   const Kernel& kernel = prepare();
   kernels::SmallCombineKernelArgs args = kernel_arguments();
-  args.print = w_.begin(operation_config(), a_.timeout_ns, a_.stream).print;
+  args.print = w_.begin(combine_operation(a_, config_.wire_row_bytes()), a_.timeout_ns, a_.stream).print;
   w_.launch(kernel, a_.num_blocks, a_.stream, &args);
   w_.note_half(a_);
   if (a_.receives) ++w_.stats_.num_combines;
@@ -67,23 +68,6 @@ const Kernel& SmallCombineCall::prepare() {
 }
 
 // The same for a whole call and for both halves: ranks may differ in that.
-OperationConfig SmallCombineCall::operation_config() const {
-  OperationConfig operation;
-  operation.kind = OpKind::kCombine;
-  operation.layout = a_.layout;
-  operation.quantize = a_.wire_is_fp8 ? Quantize::kFp8 : Quantize::kNone;
-  operation.dtype = a_.dtype;
-  operation.has_side = a_.has_side ? 1 : 0;
-  operation.mode = static_cast<u8>(a_.num_blocks);  // blocks of the same number meet, so there must be as many
-  operation.is_small = 1;
-  operation.alignment = static_cast<u32>(a_.alignment);
-  operation.hidden = static_cast<u32>(a_.hidden);
-  operation.capacity = a_.capacity;
-  operation.max_tokens = a_.max_tokens;
-  operation.row_bytes = config_.wire_row_bytes();
-  return operation;
-}
-
 kernels::SmallCombineKernelArgs SmallCombineCall::kernel_arguments() const {
   kernels::SmallCombineKernelArgs args;
   args.view = w_.view_;

@@ -18,7 +18,6 @@ class SmallCombineCall {
  private:
   void check() const;
   const Kernel& prepare();
-  OperationConfig operation_config() const;
   kernels::SmallCombineKernelArgs kernel_arguments() const;
 
   Window& w_;

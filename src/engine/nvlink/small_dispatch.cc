@@ -11,19 +11,7 @@ namespace weft::nvlink {
 SmallDispatchKernel small_kernel(const GpuWindowShape& shape, const DispatchArgs& args, int shared_bytes) {
   SmallDispatchKernel kernel;
   SmallDispatchKernelConfig& config = kernel.config;
-  config.num_ranks = shape.num_ranks;
-  config.num_experts = shape.num_experts;
-  config.top_k = shape.top_k;
-  config.num_blocks = args.num_blocks;
-  config.row_bytes = static_cast<i32>(args.row_bytes);
-  config.scale_row_bytes = static_cast<i32>(wire_scale_bytes(args));
-  config.quantize = args.quantize;
-  if (args.quantize != Quantize::kNone) {
-    config.hidden = static_cast<i32>(args.hidden);
-    config.dtype = args.dtype;
-  }
-  config.layout = args.layout;
-  config.topk_is_int64 = args.topk_is_int64;
+  describe_rows(config, shape, args);
   config.sends = args.sends;
   config.receives = args.receives;
   const i64 units = std::max<i64>(shape.small_tokens, args.num_blocks);
@@ -44,7 +32,7 @@ DispatchResult SmallDispatchCall::run() {
   check();
   const SmallDispatchKernel small = small_kernel(w_.shape_, a_, w_.gpu_->kernels->shared_bytes());
   const Kernel& kernel = w_.prepare(small, a_.timeout_ns, poll_);
-  const Window::Turn turn = w_.begin(operation_config(), a_.timeout_ns, a_.stream);
+  const Window::Turn turn = w_.begin(dispatch_operation(a_), a_.timeout_ns, a_.stream);
   kernels::SmallDispatchKernelArgs kernel_args = kernel_arguments(turn);
   w_.launch(kernel, a_.num_blocks, a_.stream, &kernel_args);
   w_.note_half(a_);
@@ -67,12 +55,6 @@ void SmallDispatchCall::check() const {
                            "call of this window: " + std::to_string(w_.layout_.small_row_bytes));
   }
   if (a_.cached) throw_unsupported("repeating a routing in a small-batch call; need: mode=\"throughput\"");
-}
-
-OperationConfig SmallDispatchCall::operation_config() const {
-  OperationConfig operation = dispatch_operation(a_);
-  operation.is_small = 1;
-  return operation;
 }
 
 // Fewer tokens than blocks: each row is split among several.

@@ -22,7 +22,6 @@ class SmallDispatchCall {
 
  private:
   void check() const;
-  OperationConfig operation_config() const;
   i32 num_parts() const;
   kernels::SmallDispatchKernelArgs kernel_arguments(const Window::Turn& turn) const;
   bool is_exact() const { return a_.receives && a_.capacity < 0; }
