@@ -2,7 +2,7 @@
 # Runs what docs/performance.md is made of on a machine with several GPUs: benchmarks/run_gpu.sh FOLDER [STEP...]
 # Steps: bench soak kill compile examples sanitize (without any: all). Each writes FOLDER/gpu_STEP.jsonl and FOLDER/STEP.log, and
 # goes on with the next if it fails. Builds the native module beside the sources if it is not there. PYTHON names the
-# interpreter; SECONDS_EACH bounds a step.
+# interpreter; SECONDS_EACH bounds a step; COMMIT is written where a tree without git knows none.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=$1
@@ -28,6 +28,7 @@ run() { # step, command...: INT first, so that what was measured is still writte
   timeout -s INT -k 20 "$limit" "$@" >"$folder/gpu_$step.jsonl" 2>"$folder/$step.log" || status=$?
   echo "$step: status $status, $((SECONDS - begin)) s"
   [ "$status" -eq 0 ] || tail -5 "$folder/$step.log"
+  [ -z "${COMMIT:-}" ] || sed -i "s/\"commit\": null/\"commit\": \"$COMMIT\"/" "$folder/gpu_$step.jsonl"
 }
 
 for step in "${steps[@]}"; do

@@ -6,22 +6,18 @@ row size and SM count, measured in the same run.
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from weft.errors import Error
+from weft.bench.apart import apart
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
     import torch
 
 _PAIR_BYTES = 64 << 20  # that a GPU moves to or from each peer in a launch
 _LAUNCHES, _ROUNDS = 4, 5
-_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, order=True)
@@ -44,32 +40,8 @@ def measure(points: Iterable[LinkPoint], num_gpus: int) -> dict[LinkPoint, float
     wanted = sorted(set(points))
     if num_gpus < 2 or not wanted:
         return {}
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(theirs, wanted, num_gpus), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(_TIMEOUT_S):
-            raise Error(f"measuring the links took more than {_TIMEOUT_S:.0f} s")
-        answer = ours.recv()
-    except EOFError as error:
-        process.join()
-        raise Error(f"the process that measures the links ended with exit code {process.exitcode}") from error
-    finally:
-        process.kill()
-        process.join()
-    if isinstance(answer, BaseException):
-        raise answer
-    rates: dict[LinkPoint, float] = answer
+    rates: dict[LinkPoint, float] = apart(_measure, wanted, num_gpus)
     return rates
-
-
-def _answer(pipe: Connection, points: list[LinkPoint], num_gpus: int) -> None:
-    try:
-        pipe.send(_measure(points, num_gpus))
-    except Exception as error:  # noqa: BLE001  brought to the parent
-        pipe.send(error)
 
 
 def _measure(points: list[LinkPoint], num_gpus: int) -> dict[LinkPoint, float]:

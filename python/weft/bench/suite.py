@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from weft.bench.apart import apart
 from weft.bench.cases import EXPERTS, TOP_K, Case, cases
 from weft.bench.link import LinkPoint, measure
 from weft.bench.options import SuiteOptions
@@ -37,7 +38,7 @@ def run_suite(options: SuiteOptions) -> Iterator[Row]:
     from weft.bench.suite_worker import run_rank
 
     chosen = cases(options.suites, tokens=options.tokens, trace=options.trace)
-    machine = {**machine_facts(options.device), "ranks": options.ranks, "seed": options.seed}
+    machine = {**apart(machine_facts, options.device), "ranks": options.ranks, "seed": options.seed}
     machine["placement"] = options.placement
     yield {"kind": "machine", **machine}
     stamp = {name: machine[name] for name in ("commit", "machine", "driver", "torch")}
@@ -45,7 +46,7 @@ def run_suite(options: SuiteOptions) -> Iterator[Row]:
     limits = _limits(chosen, options) if on_gpu else {}
     yield from _link_rows(limits, stamp)
     if machine["arch"] is not None:
-        _compile(chosen, options, machine["arch"])
+        apart(_compile, chosen, options, machine["arch"])
 
     barrier = multiprocessing.get_context("fork").Barrier(options.ranks)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
