@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from weft import arguments, autograd, ops
+from weft import arguments, autograd, ops, tuning
 from weft.communicator import Communicator, WindowSpec
 from weft.cpu_calls import CpuCalls
 from weft.gpu import DEFAULT_NUM_SMS
@@ -101,6 +101,7 @@ class ExpertParallel:
         self.num_sms = min(DEFAULT_NUM_SMS, comm.max_num_sms) if num_sms is None else num_sms
         engine_calls = GpuCalls if comm.engine == "nvlink" else CpuCalls
         self.calls: NativeCalls = engine_calls(comm, windows, num_experts, top_k, hidden, dtype)
+        self._table = tuning.DEFAULT
         self._token = self.calls.token
         self._overflow = self.calls.overflow
 

@@ -29,6 +29,7 @@ MAX_TOKENS_PER_RANK = (1 << 24) - 1  # kMaxRowsPerPair of include/weft/layout/wi
 MAX_EXPERTS = 1 << 20
 MAX_HIDDEN = 1 << 20
 MAX_ALIGNMENT = 1 << 20
+MAX_SMALL_TOKENS = 512  # a rank: windows have slots for so many in a small-batch call
 MAX_CAPACITY = (1 << 31) - 1  # rows are counted in int32
 MAX_HEAP_BYTES = 1 << 46
 MAX_WINDOWS = 1024

@@ -16,7 +16,7 @@ from typing import Any
 
 from weft import _load, kernel_cache, kernel_paths
 from weft.errors import InvalidArgument
-from weft.limits import LAYOUTS, QUANTIZE_GROUP
+from weft.limits import LAYOUTS, MAX_SMALL_TOKENS, QUANTIZE_GROUP
 
 __all__ = ["ARCHITECTURES", "Built", "KernelShape", "compile_all", "dispatch_source", "kernels", "prebuild"]
 
@@ -25,7 +25,6 @@ ARCHITECTURES = {"sm_90": 227 << 10, "sm_100": 227 << 10, "sm_103": 227 << 10, "
 _CODES = {"bf16": (1, 2), "fp16": (2, 2), "fp32": (3, 4)}  # code of the native module, bytes
 _BYTES = 0
 ROWS = ("plain", "fp8", "fp8_ue8m0", "fp8 rows")  # as they are, quantised in the call (two ways), quantised before
-MOST_SMALL_TOKENS = 512  # of a rank in a small-batch call
 ROUTINGS = ("int64 ids", "int32 ids", "handle")
 
 
@@ -85,9 +84,9 @@ def dispatch_source(shape: KernelShape, layout: str, rows: str, routing: str, sh
 
 
 def small_dispatch_source(shape: KernelShape, layout: str, rows: str, routing: str, shared_bytes: int) -> str:
-    """The kernel of a dispatch of at most MOST_SMALL_TOKENS tokens; as `dispatch_source`."""
+    """The kernel of a dispatch of at most MAX_SMALL_TOKENS tokens; as `dispatch_source`."""
     window = _window(shape)
-    window["max_tokens"] = min(window["max_tokens"], MOST_SMALL_TOKENS)
+    window["max_tokens"] = min(window["max_tokens"], MAX_SMALL_TOKENS)
     source: str = _load.native().render_small_dispatch(
         _dispatch_args(shape, layout, rows, routing), **window, shared_bytes=shared_bytes
     )

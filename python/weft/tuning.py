@@ -1,0 +1,52 @@
+"""Which kernels a call runs: those for small batches (latency) or the others (throughput). From values equal on all ranks.
+
+`Table` holds what is measured, `choose` and `small_num_sms` are all that asks it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+__all__ = ["DEFAULT", "FORMS", "Table", "choose", "small_num_sms"]
+
+# How rows travel. plain: in their own type; quantized: made FP8 by the kernel (dispatch: quantize=, combine: wire=);
+# bytes: a weft.Quantized of the caller.
+FORMS = {"dispatch": ("plain", "quantized", "bytes"), "combine": ("plain", "quantized")}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Crossovers of one machine. Every rank of an ExpertParallel has the same, that of rank 0.
+
+    Attributes:
+        most_tokens: ((op, layout, form), T) pairs: up to T tokens a rank, the bound of the call, the kernels for small
+            batches are faster. `op` and `form` as in FORMS.
+        most_tokens_else: T of what is not among them.
+        num_sms: (T, SMs) pairs, T ascending: SMs of a small-batch call of at most T tokens a rank.
+        num_sms_else: beyond them.
+    """
+
+    most_tokens: tuple[tuple[tuple[str, str, str], int], ...] = ()
+    most_tokens_else: int = 256
+    num_sms: tuple[tuple[int, int], ...] = ()
+    num_sms_else: int = 32
+
+    @cached_property
+    def crossovers(self) -> dict[tuple[str, str, str], int]:
+        """`most_tokens` by key."""
+        return dict(self.most_tokens)
+
+
+DEFAULT = Table()
+
+
+def choose(table: Table, op: str, layout: str, form: str, max_tokens: int) -> str:
+    """The mode of an `op` whose ranks have at most `max_tokens` tokens: "latency" or "throughput"."""
+    most = table.crossovers.get((op, layout, form), table.most_tokens_else)
+    return "latency" if max_tokens <= most else "throughput"
+
+
+def small_num_sms(table: Table, max_tokens: int) -> int:
+    """SMs of a small-batch call for which nobody has said how many."""
+    return next((num_sms for most, num_sms in table.num_sms if max_tokens <= most), table.num_sms_else)
