@@ -378,12 +378,18 @@ class ExpertParallel:
             num_dispatches, num_combines; rows_sent and bytes_sent to other ranks by dispatch (cpu engine; else 0);
             dispatch_s and combine_s, seconds that the host spent in these calls; num_dropped picks (on a GPU this waits
             for the calls made so far); windows: a list with what each native window counts, over all objects that share
-            it (heap_used, heap_peak in bytes, num_staged results that found no room).
+            it (heap_used, heap_peak in bytes, num_staged results that found no room, wait_us); wait_us: the sum of
+            theirs, a list by rank: microseconds that this rank has waited for headers of that rank (own: 0). A call
+            waits for a peer's header before it can place rows and again before it returns; what was there at the
+            first look counts as 0, a wait that ended in an error not at all. On a GPU the first block of each kernel
+            measures it. A late rank has large numbers at all others, and small ones itself.
         """
+        windows = [self.calls.window_stats(window) for window in self.calls.windows if not window.closed]
         return {
             **vars(self.calls.counters),
             "num_dropped": int(self._overflow),
-            "windows": [self.calls.window_stats(window) for window in self.calls.windows if not window.closed],
+            "wait_us": [sum(window["wait_us"][rank] for window in windows) for rank in range(self.num_ranks)],
+            "windows": windows,
         }
 
     def close(self) -> None:

@@ -241,9 +241,7 @@ nb::dict stats(const cpu::Window& window) {
   all["num_staged"] = seen.num_staged;
   all["dispatch_s"] = static_cast<double>(seen.dispatch_ns) * 1e-9;
   all["combine_s"] = static_cast<double>(seen.combine_ns) * 1e-9;
-  std::vector<double> waited_s;
-  for (u64 waited_ns : seen.waited_ns) waited_s.push_back(static_cast<double>(waited_ns) * 1e-9);
-  all["waited_s"] = waited_s;
+  all["wait_us"] = microseconds(seen.waited_ns);
   all["heap_bytes"] = window.heap_bytes();
   all["heap_used"] = window.heap_used();
   all["heap_peak"] = window.heap_peak();
@@ -296,6 +294,12 @@ void bind_window(nb::module_& m) {
 const cpu::Poll& signal_poll() {
   static const cpu::Poll kPoll = check_signals;
   return kPoll;
+}
+
+std::vector<double> microseconds(const std::vector<u64>& nanoseconds) {
+  std::vector<double> numbers;
+  for (const u64 each : nanoseconds) numbers.push_back(static_cast<double>(each) * 1e-3);
+  return numbers;
 }
 
 NB_MODULE(_native, m) {

@@ -157,6 +157,7 @@ nb::dict stats(const Window& window) {
   all["num_dispatches"] = seen.num_dispatches;
   all["num_combines"] = seen.num_combines;
   all["num_staged"] = seen.num_staged;
+  all["wait_us"] = microseconds(window.waited_ns());
   all["heap_bytes"] = window.heap_bytes();
   all["heap_used"] = window.heap_used();
   all["heap_peak"] = window.heap_peak();

@@ -1,17 +1,20 @@
 """Guards against kernels that hang, or break the window, when a peer does not come or calls something else."""
 
 import dataclasses
+from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 from combine_cases import CombineCase, CombineRunner
 from dispatch_cases import Case, Round, Runner
-from kernels import Compiler
-from machine import Streams
+from kernels import Compiler, Program
+from machine import Launch, Streams
 from world import PRINT, Shape
 
 KERNELS = ("dispatch", "small_dispatch", "combine", "small_combine")
 DEADLINE, MISMATCH = 1, 3  # transport::ErrorCause
 TIMEOUT_NS = 3_000_000_000  # long for a busy machine
+LATE_NS = 2_000_000_000
 LATE, ODD = 2, 1  # ranks: that does not come, that calls something else
 
 
@@ -71,3 +74,25 @@ def test_a_peer_that_calls_something_else(compiler: Compiler, kernel: str) -> No
         assert runner.differences(rounds[1]) == []
     finally:
         runner.memory.close()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_late_peer_is_noted(compiler: Compiler, kernel: str, tmp_path: Path) -> None:
+    """The others have waited for its headers as long as it was late, in all launches together."""
+    runner, _ = prepared(compiler, kernel, 2)
+    sleep = tmp_path / "sleep"
+    sleep.write_text(f"#!/bin/sh\nexec sleep {LATE_NS / 1e9}\n")
+    sleep.chmod(0o700)
+    program: Future[Program] = Future()
+    program.set_result(Program(sleep, sleep))
+    runner.streams[LATE].insert(len(runner.streams[LATE]) // 2, Launch(program, {}))
+    memory, layout = runner.memory, runner.world.layout
+    try:
+        Streams(memory, runner.streams, seed=1, timeout_s=60).run()
+        for rank in runner.ranks:
+            words = runner.world.control[rank] + layout["control.waited_ns"]
+            waited = [memory.word(words + 8 * peer) for peer in runner.ranks]
+            assert waited[rank] == 0
+            assert rank == LATE or waited[LATE] == max(waited) > LATE_NS / 2
+    finally:
+        memory.close()

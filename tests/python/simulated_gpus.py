@@ -257,7 +257,7 @@ class SimulatedWindow:
         return found
 
     def stats(self) -> dict[str, Any]:
-        return {"num_staged": 0}
+        return {"num_staged": 0, "wait_us": [0.0] * self.hub.num_ranks}
 
     def close(self) -> None: ...
 

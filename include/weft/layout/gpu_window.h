@@ -15,7 +15,7 @@ namespace weft {
 constexpr i32 kMaxGpuRanks = 16;  // ranks of one scale-up domain that a kernel addresses directly
 constexpr i32 kNumProgress = 8;   // progress words of a block: one for each warp that sends
 
-// Words of the rank that owns the window, all in one cache line. Written by its own kernels and its host.
+// Words of the rank that owns the window; those of every call are in one cache line. Written by its own kernels and its host.
 struct alignas(kCacheLine) GpuControlWords {
   u64 sequence = 0;         // of the last operation that ended well (R4)
   u64 membership = 0;       // epoch:16 << 32 | mask of active ranks:32 (R10); the host writes it between operations
@@ -24,6 +24,8 @@ struct alignas(kCacheLine) GpuControlWords {
   u32 num_ended = 0;        // blocks of the operation in flight that have ended; wraps around
   u32 next_chunk = 0;       // of tokens, for the block that comes for it; 0 between operations
   u32 heap_generation = 0;  // host: grows when a rebuild had to give the own heap other addresses
+  // By peer: for how long block 0 of all operations has waited for headers that then came.
+  alignas(kCacheLine) u64 waited_ns[kMaxGpuRanks] = {};
 };
 
 // Where the rows of a dispatch go in the receiver's heap memory; byte offsets from its start. Every value is checked by the

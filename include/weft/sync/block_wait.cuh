@@ -17,9 +17,10 @@ namespace weft::sync {
 class LanePause {
  public:
   // A bit of `abort_mask` in the word `abort` ends the wait. `sleep_ns`: between two looks, where many warps wait and a
-  // microsecond does not count.
-  __device__ LanePause(const u64* abort, u64 abort_mask, const u64* timeout_ns, u32 sleep_ns = 0)
-      : abort_(abort), abort_mask_(abort_mask), timeout_ns_(timeout_ns), sleep_ns_(sleep_ns) {}
+  // microsecond does not count. `waited_ns`, unless null: what arrive() adds the length of the wait to.
+  __device__ LanePause(const u64* abort, u64 abort_mask, const u64* timeout_ns, u32 sleep_ns = 0,
+                       u64* waited_ns = nullptr)
+      : abort_(abort), abort_mask_(abort_mask), timeout_ns_(timeout_ns), waited_ns_(waited_ns), sleep_ns_(sleep_ns) {}
 
   __device__ PauseResult turn() {
     if (sleep_ns_ != 0)
@@ -33,12 +34,19 @@ class LanePause {
     return now - start_ns_ >= ptx::ld_relaxed_sys(timeout_ns_) ? PauseResult::kDeadline : PauseResult::kLookAgain;
   }
 
+  // At the look that finds it, within the loop: behind the loop a lane would read the clock when the last lane has left it.
+  // Nobody waits for the addition.
+  __device__ void arrive() {
+    if (waited_ns_ != nullptr && start_ns_ != 0) atomicAdd(waited_ns_, ptx::globaltimer_ns() - start_ns_);
+  }
+
  private:
   static constexpr u64 kQuietNs = 50000;
   static constexpr u32 kLooks = 16;
   const u64* abort_;
   u64 abort_mask_;
   const u64* timeout_ns_;
+  u64* waited_ns_;
   u32 sleep_ns_;
   u64 start_ns_ = 0;
   u64 quiet_ns_ = kQuietNs;

@@ -53,10 +53,17 @@ WEFT_HD inline u64 load_header(const u64* cell) {
 }
 
 // Waits until the cell holds a header of `turn`, whatever its fingerprint. Looks are relaxed, since on a GPU each acquire
-// throws away the first-level cache of the whole SM; the acquire comes once, when the header is there.
+// throws away the first-level cache of the whole SM; the acquire comes once, when the header is there. A pause that wants to
+// know when that is has `void arrive()`.
 template <class Pause>
 WEFT_HD WaitResult wait_header(const u64* cell, Turn turn, Pause& pause) {
-  const auto is_there = [&] { return classify_header(ptx::ld_relaxed_sys(cell), turn, 0) != HeaderState::kNotYet; };
+  const auto is_there = [&] {
+    const bool has_come = classify_header(ptx::ld_relaxed_sys(cell), turn, 0) != HeaderState::kNotYet;
+    if constexpr (requires { pause.arrive(); }) {
+      if (has_come) pause.arrive();
+    }
+    return has_come;
+  };
   const WaitResult result = wait_until(is_there, pause);
   static_cast<void>(load_header(cell));
   return result;

@@ -108,11 +108,12 @@ __device__ inline u32 progress(const WindowView& view, const Flight& flight, i32
   return sync::load_progress(reinterpret_cast<const u64*>(word), flight.turn);
 }
 
-// Waits for one peer's header.
+// Waits for one peer's header. Block 0 notes how long.
 __device__ inline Verdict wait(const WindowView& view, Phase phase, const Flight& flight, i32 peer, i32 block) {
   const u64* cell = reinterpret_cast<const u64*>(view.control[view.rank] +
                                                  view.layout.header(phase, flight.turn.sequence, peer, block));
-  sync::LanePause pause(&view.host->abort, u64{1} << peer, &view.host->timeout_ns);
+  u64* waited_ns = blockIdx.x == 0 ? &view.words()->waited_ns[peer] : nullptr;
+  sync::LanePause pause(&view.host->abort, u64{1} << peer, &view.host->timeout_ns, 0, waited_ns);
   const sync::WaitResult result = sync::wait_header(cell, flight.turn, pause);
   const u64 seen = sync::load_header(cell);
   if (!settle(view, flight, result, phase, peer, seen)) return Verdict::kBroken;

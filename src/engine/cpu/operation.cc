@@ -85,14 +85,25 @@ void Operation::post(int peer, Channel channel, u32 n) {
   ring_doorbell(reinterpret_cast<ControlWords*>(window_.control_of(peer)));
 }
 
-void Operation::wait_header(Phase phase, int peer) {
-  const u64 start_ns = has_header(phase, peer) ? 0 : now_ns();
-  wait(phase, [&] { return has_header(phase, peer); }, [&](int other) { return !has_header(phase, other); });
-  if (start_ns != 0) window_.stats_.waited_ns[peer] += now_ns() - start_ns;
+// The wait for each peer counts from here until a look first finds its header; for one that is there already it is nothing.
+void Operation::wait_headers(Phase phase) {
+  const auto is_late = [&](int peer) { return !has_header(phase, peer); };
+  u64 late_peers = 0;
+  for (int peer : peers()) late_peers |= is_late(peer) ? u64{1} << peer : 0;
+  const u64 start_ns = now_ns();
+  const auto note_arrivals = [&] {
+    for (int peer : peers()) {
+      if ((late_peers >> peer & 1) == 0 || is_late(peer)) continue;
+      window_.stats_.waited_ns[peer] += now_ns() - start_ns;
+      late_peers &= ~(u64{1} << peer);
+    }
+    return late_peers == 0;
+  };
+  wait(phase, note_arrivals, is_late);
 }
 
 void Operation::wait_all(Phase phase) {
-  for (int peer : peers()) wait_header(phase, peer);
+  wait_headers(phase);
   // Everybody has everybody's header now, so all ranks come to the same verdict.
   int refusing = -1, differing = -1;
   for (int peer : peers()) {
@@ -135,7 +146,7 @@ void Operation::refuse(Phase phase, ErrorCode code, const std::string& text) {
       refusal->text[length] = '\0';
     });
   }
-  for (int peer : peers()) wait_header(phase, peer);
+  wait_headers(phase);
   finish();
   throw Error(
       code, "rank " + std::to_string(rank_) + " could not take part: " + text + "; the call was given up on every rank",

@@ -105,7 +105,7 @@ class Operation {
     return -1;
   }
   u64 header_from(Phase phase, int peer) const;
-  void wait_header(Phase phase, int peer);
+  void wait_headers(Phase phase);
   [[noreturn]] void raise_refusal(Phase phase, int peer);
   [[noreturn]] void raise_mismatch(int peer);
   [[noreturn]] void break_off(sync::WaitResult result, Phase phase, u64 late_peers);

@@ -33,7 +33,7 @@ struct WindowStats {
   u64 num_staged = 0;  // results that found no room in the heap
   u64 dispatch_ns = 0;
   u64 combine_ns = 0;
-  std::vector<u64> waited_ns;  // by peer
+  std::vector<u64> waited_ns;  // for the headers of each peer
 };
 
 class Window : public MemberWindow {

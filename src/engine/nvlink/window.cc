@@ -1,6 +1,8 @@
 // Making, renewing and closing a window: its memory and that of its peers.
 #include "engine/nvlink/window.h"
 
+#include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <new>
 
@@ -229,6 +231,7 @@ void Window::install(const std::vector<int>& ranks, u16 epoch, Memory memory, st
     view_.heap[rank] = peers_[rank].heap.data();
     view_.heap_bytes[rank] = peers[rank].heap_bytes;
   }
+  std::ranges::copy(waited_ns(), words.waited_ns);
   control_.replace(std::move(memory.control));
   is_half_done_ = false;
   if (heap_ == nullptr || !heap_->renew(memory.heap)) {
@@ -283,6 +286,19 @@ std::optional<Block> Window::reserve_up_to(u64 num_bytes, u64 stream) {
   if (is_broken()) return std::nullopt;
   const cuda::ContextScope scope(gpu_->context);
   return heap_->reserve_up_to(num_bytes, stream, capture_of(stream).is_active);
+}
+
+std::vector<u64> Window::waited_ns() const {
+  std::vector<u64> waited(static_cast<size_t>(shape_.num_ranks));
+  if (!control_.is_mapped()) return waited;
+  const cuda::ContextScope scope(gpu_->context);
+  const cuda::RelaxedCaptureScope relaxed;
+  cuda::check(
+      cuda::driver().copy_to_host_async(waited.data(), control_.address() + offsetof(GpuControlWords, waited_ns),
+                                        waited.size() * sizeof(u64), gpu_->house_keeping),
+      "cuMemcpyDtoHAsync");
+  gpu_->settle();
+  return waited;
 }
 
 bool Window::owns(u64 address) const { return !closed_ && heap_->owns(address); }

@@ -64,6 +64,8 @@ class Window : public cpu::MemberWindow {
   void close();
 
   const WindowStats& stats() const { return stats_; }
+  // By peer, since this window was made: for how long this rank's kernels have waited for its headers. Zeros once closed.
+  std::vector<u64> waited_ns() const;
   u64 heap_bytes() const { return heap_bytes_; }
   u64 heap_used() const { return closed_ ? 0 : heap_->used(); }
   u64 heap_peak() const { return closed_ ? 0 : heap_->peak(); }

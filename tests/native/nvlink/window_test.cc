@@ -349,6 +349,20 @@ TEST(a_live_tensor_moves_the_heap_and_keeps_its_bytes) {
   });
 }
 
+TEST(a_rebuild_keeps_how_long_ranks_have_waited) {
+  with_ranks([](Rank& rank) {
+    GpuControlWords* words = view_of(rank).words();
+    for (int peer = 0; peer < kNumRanks; ++peer) words->waited_ns[peer] = static_cast<u64>(10 * rank.me + peer);
+    rank.meet();
+    rank.comm->rebuild({0, 1, 2}, in_seconds(20), kNoPoll);
+    const u64 first = static_cast<u64>(10 * rank.me);
+    CHECK((rank.window->waited_ns() == std::vector<u64>{first, first + 1, first + 2}));
+    rank.meet();
+    rank.window->close();
+    CHECK(rank.window->waited_ns() == std::vector<u64>(kNumRanks));
+  });
+}
+
 TEST(rebuild_does_not_pull_memory_from_under_a_kernel) {
   with_ranks([](Rank& rank) {
     rank.dispatch(4);
