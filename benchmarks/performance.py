@@ -76,7 +76,8 @@ _CASE_COLUMNS = (
     "of the link's limit",
     "kernels, their SMs",
 )
-_CASE_COLUMNS += ("host", "all_to_all_single", "x faster", "packed exchange alone")
+_PACKED = "packed exchange alone"
+_CASE_COLUMNS += ("host", "all_to_all_single", "x faster", _PACKED)
 
 
 def _case_cells(row: Row, name: str) -> tuple[str, ...]:
@@ -118,6 +119,47 @@ def steps(rows: Sequence[Row]) -> str:
     return f"### A step: dispatch, experts, combine\n\n{table(columns, cells)}" if cells else ""
 
 
+def small_batches(rows: Sequence[Row]) -> str:
+    """Calls of decoding steps in CUDA graphs, then both kinds of kernels over T beside all_to_all_single."""
+    cells = [
+        (
+            row["name"],
+            str(row["tokens"]),
+            *(number(row.get(key), ".1f") for key in ("time_us", "time_p99_us", "must_us", "stretch_us", "kernel_us")),
+            *(number(row.get(key), ".0f") for key in ("num_kernels", "sms")),
+            number(row.get("packed_us"), ".1f"),
+        )
+        for row in rows
+        if row["kind"] == "case" and row["suite"] == "small" and "time_us" in row
+    ]
+    columns = ("call", "T", "median", "p99", "must", "stretch", "kernel time", "kernels", "SMs", _PACKED)
+    heading = "### Small batches, in CUDA graphs\n\n"
+    return (heading + table(columns, cells) + _modes(rows) + _crossovers(rows)) if cells else ""
+
+
+def _modes(rows: Sequence[Row]) -> str:
+    found = [row for row in rows if row["kind"] == "case" and row["suite"] == "small_tokens" and "time_us" in row]
+    times = {(row["op"], row["tokens"], row["mode"]): row for row in found}
+    cells = []
+    for op in dict.fromkeys(row["op"] for row in found):
+        for tokens in sorted({row["tokens"] for row in found if row["op"] == op}):
+            both = [times.get((op, tokens, mode), {}) for mode in ("latency", "throughput")]
+            figures = [number(row.get(key), ".1f") for row in both for key in ("time_us", "time_p99_us")]
+            baselines = (number(both[0].get("all_to_all_us"), ".0f"), number(both[0].get("packed_us"), ".1f"))
+            cells.append((op, str(tokens), *figures, *baselines))
+    columns = ("operation", "T", "small-batch kernels", "p99", "throughput kernels", "p99", "all_to_all_single")
+    return table((*columns, _PACKED), cells)
+
+
+def _crossovers(rows: Sequence[Row]) -> str:
+    cells = [
+        (row["op"], row["layout"], row["rows"], f"{'more than ' if row['is_bound'] else ''}{row['most_tokens']}")
+        for row in rows
+        if row["kind"] == "crossover"
+    ]
+    return table(("operation", "layout", "rows", "small-batch kernels are faster up to T"), cells)
+
+
 def links(rows: Sequence[Row]) -> str:
     """GB/s by kind and row, a column per number of SMs."""
     found = [row for row in rows if row["kind"] == "link"]
@@ -148,6 +190,7 @@ def benches() -> Iterator[str]:
         yield case_table(rows, "routings", "Other routings", lambda row: f"{row['name']}, {row['routing']}")
         yield case_table(rows, "tokens", "By number of tokens", lambda row: f"{row['name']}, T = {row['tokens']}")
         yield case_table(rows, "sms", "By number of SMs, T = 4096", lambda row: row["name"])
+        yield small_batches(rows)
         yield steps(rows)
         yield links(rows)
 

@@ -42,7 +42,7 @@ def test_every_suite_runs_checks_and_is_documented(tmp_path: Path) -> None:
     assert [row for row in found if row["unsupported"]] == []
     for row in found:
         assert row["time_p99_us"] >= row["time_us"] > 0
-        if row["suite"] not in ("sms", "tokens") or row["tokens"] == 4:
+        if row["suite"] not in ("sms", "tokens", "small") or (row["suite"] == "tokens" and row["tokens"] == 4):
             assert row["ratio_vs_all_to_all"] > 0
     (step,) = (row for row in found if row["op"] == "step")
     assert step["ratio_vs_gemm"] == pytest.approx(step["time_us"] / step["gemm_us"])
@@ -105,6 +105,41 @@ def test_every_target_for_4096_tokens_is_a_case() -> None:
         (510, 495), (610, 550), (535, 495), (570, 515), (300, 270),
     }  # fmt: skip
     assert all(case.goal is None for case in cases(SUITES, tokens=64))
+
+
+def test_every_target_for_small_batches_is_a_case_of_both_layouts() -> None:
+    goals = {
+        (case.op, case.tokens, case.layout): (case.goal.must_us, case.goal.stretch_us)
+        for case in cases(("small",))
+        if case.goal is not None
+    }
+    wanted = {("dispatch", 128): (18, 15), ("combine", 128): (25, 20)}
+    wanted |= {("both", 128): (44, 35), ("both", 32): (28, 20), ("both", 8): (20, 13)}
+    assert goals == {(*key, layout): goal for key, goal in wanted.items() for layout in ("masked", "expert_major")}
+
+
+def test_results_of_small_batches_are_right_in_every_layout() -> None:
+    rows = run("--suite", "small", "--ranks", "2", "--tokens", "512", "--no-baseline")
+    found = of_kind(rows, "case")
+    assert {(row["op"], row["layout"]) for row in found if row["tokens"] == 16 and not row["problems"]} == {
+        (op, layout) for op in ("dispatch", "combine", "both") for layout in ("masked", "expert_major")
+    }
+    assert {(row["op"], row["layout"]) for row in of_kind(rows, "crossover")} == {
+        (op, "expert_major") for op in ("dispatch", "combine", "both")
+    }
+
+
+def test_a_crossover_is_where_the_kernels_for_small_batches_first_lose() -> None:
+    def row(tokens: int, mode: str, time_us: float) -> dict[str, Any]:
+        common = {"suite": "small_tokens", "op": "both", "layout": "expert_major", "rows": "fp8"}
+        return {**common, "tokens": tokens, "mode": mode, "time_us": time_us}
+
+    rows = [row(tokens, "latency", 10.0 * tokens) for tokens in (1, 2, 4, 8)]
+    rows += [row(tokens, "throughput", 25.0) for tokens in (1, 2, 4)]
+    (found,) = suite._crossover_rows(rows)
+    assert (found["most_tokens"], found["is_bound"]) == (2, False)
+    (found,) = suite._crossover_rows([each for each in rows if each["tokens"] < 4])
+    assert (found["most_tokens"], found["is_bound"]) == (2, True)
 
 
 def test_the_busiest_direction_of_a_link_counts() -> None:

@@ -36,7 +36,7 @@ def test_a_page_without_runs_says_so(performance: ModuleType, tmp_path: Path, mo
 def test_a_run_becomes_tables_and_missed_targets_come_first(
     performance: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = "--device cpu --tokens 16 --hidden 256 --iters 2 --warmup 1 --ranks 2 --suite targets,step --json"
+    flags = "--device cpu --tokens 16 --hidden 256 --iters 2 --warmup 1 --ranks 2 --suite targets,step,small --json"
     done = CliRunner().invoke(app, ["bench", *flags.split()])
     assert done.exit_code == 0, done.output
     common = {"kind": "target", "unit": "us", "must": 100, "stretch": 90}
@@ -73,6 +73,9 @@ def test_a_run_becomes_tables_and_missed_targets_come_first(
     assert page.index("| late | 125 us | 100 us | 90 us | 25.0% |") < page.index("| kept | 80 us |")
     assert "| dispatch FP8, rank_major | 16 |" in page
     assert "| step BF16, expert_major" in page
+    assert "| both FP8, BF16 back, masked, weighted | 1 |" in page
+    assert page.count("| both | 2 |") == 1
+    assert "| both | expert_major | fp8 |" in page
     assert "| push | 7168 | 344 |" in page
     assert "1,200 calls in all" in page
     assert "| gpu_kill_1 | 2, 1 failed | detection | 6 | 4.00 | 5.50 | 5.60 |" in page

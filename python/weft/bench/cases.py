@@ -1,7 +1,7 @@
 """The cases of `weft bench --suite`: which calls, at which shape, and what they are to reach. No torch here.
 
-The reference shape is H = 7168, K = 8, E = 256, 4 ranks. Targets are microseconds at T = 4096 with uniform routing on
-4 x H200, everything inside the boundary (docs/benchmarking.md, "How Weft counts").
+The reference shape is H = 7168, K = 8, E = 256, 4 ranks. Targets are microseconds with uniform routing on 4 x H200, at
+T = 4096 but for those of small batches, everything inside the boundary (docs/benchmarking.md, "How Weft counts").
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 HIDDEN, EXPERTS, TOP_K, TOKENS = 7168, 256, 8, 4096
-SUITES = ("targets", "routings", "tokens", "sms", "step")
+SUITES = ("targets", "routings", "tokens", "sms", "step", "small")
 ALIGNMENT = 128  # of expert_major groups: what grouped GEMMs in FP8 ask for
+SMALL_SWEEP = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # T at which both kinds of kernels are timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class Case:
     """One measured call. Equal on all ranks."""
 
     suite: str
-    op: str  # "dispatch", "combine", "step"
+    op: str  # "dispatch", "combine", "step"; "both": dispatch, then combine of tensors that are there
     rows: str = "bf16"  # dispatch: "bf16", or "fp8": rows that come quantised, with a scale per 128
     layout: str = "rank_major"
     alignment: int = 1
@@ -38,7 +40,9 @@ class Case:
     is_cached: bool = False  # dispatch with a handle
     source: str | None = None  # combine: where the expert outputs lie, "heap" or "ordinary"
     wire: str | None = None  # combine: "fp8"
-    num_sms: int = 16
+    num_sms: int = 16  # 0: as many as Weft takes by itself
+    mode: str = "auto"
+    is_graphed: bool = False  # on a GPU timed as replays of a CUDA graph
     tokens: int = TOKENS
     routing: str = "uniform"
     routing_options: Mapping[str, Any] = field(default_factory=dict)
@@ -54,14 +58,17 @@ class Case:
     @property
     def name(self) -> str:
         """Words for tables, without T, routing and SMs."""
-        if self.op == "dispatch":
-            form = "FP8" if self.rows == "fp8" else "BF16 to FP8" if self.quantize != "none" else "BF16"
+        form = "FP8" if self.rows == "fp8" else "BF16 to FP8" if self.quantize != "none" else "BF16"
+        if self.op == "both":
+            words = [form, "BF16 back", self.layout, "weighted"]
+        elif self.op == "dispatch":
             words = [form, self.layout, f"aligned {self.alignment}" if self.alignment > 1 else ""]
             words += ["cached handle" if self.is_cached else "", "capacity" if self.sizes == "capacity" else ""]
         else:
             words = ["BF16", self.layout, f"{self.source} tensor" if self.source else ""]
             words += [f"{self.wire} on the wire" if self.wire else ""]
             words += ["weighted" if self.layout != "rank_major" else ""]
+        words += [self.mode if self.mode != "auto" else ""]
         return f"{self.op} {', '.join(word for word in words if word)}"
 
 
@@ -132,6 +139,35 @@ def _step() -> Iterator[Case]:
     yield Case(suite="step", op="step", layout="expert_major", source="ordinary", num_sms=20)
 
 
+_SMALL_GOALS = {
+    ("dispatch", 128): _goal(18, 15),
+    ("combine", 128): _goal(25, 20),
+    ("both", 128): _goal(44, 35),
+    ("both", 32): _goal(28, 20),
+    ("both", 8): _goal(20, 13),
+}
+
+
+def _small() -> Iterator[Case]:
+    """Batches of decoding: the calls with targets, by what Weft chooses; then each kind of kernels over T."""
+    for tokens, layout in product((128, 32, 8), ("masked", "expert_major")):
+        for op, form in product(("dispatch", "combine", "both"), ({"quantize": "fp8"}, {"rows": "fp8"})):
+            if op == "combine" and "rows" in form:
+                continue  # the same as before
+            goal = _SMALL_GOALS.get((op, tokens))
+            yield _small_case("small", op, form, layout=layout, tokens=tokens, goal=goal)
+    for tokens, op, mode in product(SMALL_SWEEP, ("dispatch", "combine", "both"), ("latency", "throughput")):
+        yield _small_case("small_tokens", op, {"rows": "fp8"}, layout="expert_major", tokens=tokens, mode=mode)
+
+
+def _small_case(suite: str, op: str, form: dict[str, str], **options: Any) -> Case:
+    if op != "dispatch":
+        options["source"] = "ordinary"
+    if op != "combine":
+        options |= form
+    return Case(suite=suite, op=op, sizes="capacity", is_graphed=True, num_sms=0, **options)
+
+
 def cases(suites: tuple[str, ...], *, tokens: int = TOKENS, trace: str | None = None) -> tuple[Case, ...]:
     """The cases of these suites in order. Fewer `tokens` than 4096 scale every T, for a quick run; then nothing has a
     goal.
@@ -142,6 +178,7 @@ def cases(suites: tuple[str, ...], *, tokens: int = TOKENS, trace: str | None = 
         "tokens": _tokens,
         "sms": _sms,
         "step": _step,
+        "small": _small,
     }
     chosen = [case for suite in suites for case in makers[suite]()]
     if tokens != TOKENS:

@@ -110,6 +110,7 @@ class Samples:
     def expected(self, case: Case) -> list[reference.Dispatched]:
         """What every rank receives, in the sampled columns."""
         key = (case.rows, case.layout, case.alignment, case.quantize)
+        capacity = self.capacity(case) if case.layout == "masked" else None
         if key not in self._expected:
             self._expected[key] = reference.dispatch(
                 self._input(case.rows)[1],
@@ -119,22 +120,28 @@ class Samples:
                 layout=case.layout,
                 alignment=case.alignment,
                 quantize=None if case.quantize == "none" else case.quantize,
+                capacity=capacity,
             )
         return self._expected[key]
 
     def capacity(self, case: Case) -> int | None:
-        """A tenth more rows than the fullest rank gets, if the case has a capacity."""
+        """A tenth more rows than the fullest rank gets, if the case has a capacity; masked: what an expert can get."""
         if case.sizes != "capacity":
             return None
+        if case.layout == "masked":
+            return self.num_ranks * case.tokens
         fullest = max(int(part.num_rows) for part in self.expected(case))
         return (fullest * 11 // 10 + 127) // 128 * 128
 
     def outputs(self, case: Case) -> tuple[Tensor, Tensor]:
-        """What this rank's experts are said to have computed [N, H], and y [T, columns] that must come of it."""
+        """What this rank's experts are said to have computed [N, H] (masked [L, C, H]), and y [T, columns] that must
+        come of it.
+        """
         expected = self.expected(case)
         sampled, mine = [], torch.empty(0)
         for rank, part in enumerate(expected):
-            whole = self._random((int(part.num_rows), self.hidden), 500 + rank)
+            lead = part.topk_weights.shape if case.layout == "masked" else (int(part.num_rows),)
+            whole = self._random((*lead, self.hidden), 500 + rank)
             sampled.append(self.cut(whole).cpu())
             mine = whole if rank == self.rank else mine
         return mine, reference.combine(sampled, expected, wire=case.wire)[self.rank]
@@ -147,6 +154,9 @@ class Samples:
         num_rows = int(want.num_rows)
         expect_equal("num_tokens_per_expert", got.num_tokens_per_expert, want.num_tokens_per_expert)
         expect_equal("offsets", got.offsets, want.offsets)
+        if case.layout == "masked":
+            self._check_masked(got, want)
+            return
         expect_equal("topk_weights", got.topk_weights[:num_rows], want.topk_weights)
         if want.topk_idx is not None and got.topk_idx is not None:
             expect_equal("topk_idx", got.topk_idx[:num_rows], want.topk_idx)
@@ -163,6 +173,23 @@ class Samples:
         if got.scales is None or want.scales is None:
             raise Mismatch("x: no scales")
         expect_equal("x.scales", got.scales[:num_rows, self.groups.to(got.scales.device)], want.scales)
+
+    def _check_masked(self, got: weft.Dispatched, want: reference.Dispatched) -> None:
+        """Rows and weights of picks; the tails of the experts hold nothing."""
+        index = torch.arange(want.topk_weights.shape[1])
+        filled = index < want.num_tokens_per_expert[:, None]
+
+        def of_picks(part: Tensor) -> Tensor:
+            words = part.view(torch.uint8) if part.element_size() == 1 else part
+            return words[filled.to(part.device)].view(part.dtype)
+
+        def rows(x: _Rows) -> _Rows:
+            if isinstance(x, Tensor):
+                return of_picks(x)
+            return weft.Quantized(of_picks(x.data), None if x.scales is None else of_picks(x.scales))
+
+        expect_equal("topk_weights", of_picks(got.topk_weights), of_picks(want.topk_weights))
+        self.check_rows(rows(got.x), rows(want.x), int(filled.sum()))
 
     def check_y(self, y: Tensor, want: Tensor) -> None:
         """Sums."""

@@ -72,6 +72,7 @@ def run_suite(options: SuiteOptions) -> Iterator[Row]:
     yield from rows
     memory = [{**_memory_row(note), **stamp} for note in notes if note[0]["kind"] == "memory"]
     yield from memory
+    yield from ({**row, **stamp} for row in _crossover_rows(rows))
     yield from ({**row, **stamp} for row in _target_rows(rows, memory) if on_gpu)
     if error is not None:
         raise error
@@ -84,7 +85,7 @@ def _compile(chosen: Sequence[Case], options: SuiteOptions, arch: str) -> None:
     if arch not in prebuild.ARCHITECTURES or not env.cache_folder():
         return
     sources = {}
-    for case in chosen:
+    for case in (each for each in chosen if not each.is_graphed):
         shape = prebuild.KernelShape(
             ranks=options.ranks,
             experts=EXPERTS,
@@ -149,7 +150,9 @@ def _case_row(case: Case, note: list[Row], options: SuiteOptions, limits: Any, b
         "is_cached": case.is_cached,
         "source": case.source,
         "wire": case.wire,
-        "num_sms": case.num_sms,
+        "num_sms": case.num_sms or None,
+        "mode": case.mode,
+        "is_graphed": case.is_graphed,
         "tokens": case.tokens,
         "routing": case.routing,
         "routing_options": {name: str(value) for name, value in case.routing_options.items()},
@@ -196,7 +199,8 @@ def row_bytes(case: Case, hidden: int) -> int:
     narrow, wide = hidden + 4 * (hidden // 128), 2 * hidden
     dispatched = narrow if case.rows == "fp8" or case.quantize != "none" else wide
     combined = narrow if case.wire == "fp8" else wide
-    return {"dispatch": dispatched, "combine": combined, "step": dispatched + combined}[case.op]
+    both = dispatched + combined
+    return {"dispatch": dispatched, "combine": combined, "both": both, "step": both}[case.op]
 
 
 def _traffic(case: Case, note: Row, options: SuiteOptions, limits: Any, time_us: float) -> Row:
@@ -204,7 +208,7 @@ def _traffic(case: Case, note: Row, options: SuiteOptions, limits: Any, time_us:
     num_bytes = row_bytes(case, options.hidden)
     wire, logical = max(note["out_rows"]) * num_bytes, max(note["logical_rows"]) * num_bytes
     busiest = max(*note["out_rows"], *note["in_rows"]) * num_bytes
-    limit = None if case.op == "step" else limits.get(_point(case, options.hidden))
+    limit = limits.get(_point(case, options.hidden)) if _has_limit(case) else None
     return {
         "row_bytes": num_bytes,
         "wire_bytes": wire,
@@ -232,13 +236,17 @@ def _point(case: Case, hidden: int) -> LinkPoint:
     return LinkPoint(case.link_kind, data, case.num_sms)
 
 
+def _has_limit(case: Case) -> bool:
+    return case.op != "step" and not case.is_graphed
+
+
 def _data_bytes(case: Case, hidden: int) -> int:
     is_narrow = row_bytes(case, hidden) != 2 * hidden
     return hidden if is_narrow else 2 * hidden
 
 
 def _limits(chosen: Sequence[Case], options: SuiteOptions) -> dict[LinkPoint, float]:
-    points = {_point(case, options.hidden) for case in chosen if case.op != "step"}
+    points = {_point(case, options.hidden) for case in chosen if _has_limit(case)}
     for kind, num_bytes in (("push", 2 * options.hidden), ("push", options.hidden), ("pull", 2 * options.hidden)):
         points |= {LinkPoint(kind, num_bytes, num_sms) for num_sms in _SWEEP}
     return measure(points, options.ranks)
@@ -308,6 +316,10 @@ def _target_rows(rows: Sequence[Row], memory: Sequence[Row]) -> Iterator[Row]:
         if row["must_us"] is not None:
             what = f"{row['name']}, {row['num_sms']} SMs"
             yield _target(what, "us", row["time_us"], row["must_us"], row["stretch_us"])
+    for row in rows:
+        if row["suite"] == "small" and "time_us" in row and row["must_us"] is not None:
+            what = f"{row['name']}, T = {row['tokens']}, in a graph"
+            yield _target(what, "us", row["time_us"], row["must_us"], row["stretch_us"])
     for row in timed:
         if row["ratio_vs_link"] is not None and row["num_sms"] == 16 and row["must_us"] is not None:
             what = f"rate / link limit: {row['name']}, {row['num_sms']} SMs"
@@ -324,6 +336,21 @@ def _target_rows(rows: Sequence[Row], memory: Sequence[Row]) -> Iterator[Row]:
         if "registered_bytes" in row:
             what = f"registered memory beside the heap, T = {row['tokens']}"
             yield _target(what, "GB", row["registered_bytes"] / 1e9, _MUST_GB, _STRETCH_GB)
+
+
+def _crossover_rows(rows: Sequence[Row]) -> Iterator[Row]:
+    """Up to which of the T that were timed the kernels for small batches are as fast as the others, or faster."""
+    times: dict[tuple[str, str, str], dict[int, dict[str, float]]] = {}
+    for row in rows:
+        if row["suite"] == "small_tokens" and "time_us" in row:
+            of_tokens = times.setdefault((row["op"], row["layout"], row["rows"]), {})
+            of_tokens.setdefault(row["tokens"], {})[row["mode"]] = row["time_us"]
+    for (op, layout, kind), of_tokens in times.items():
+        compared = {tokens: us for tokens, us in of_tokens.items() if len(us) == 2}
+        slower = [tokens for tokens, us in compared.items() if us["latency"] > us["throughput"]]
+        most = max((tokens for tokens in compared if not slower or tokens < min(slower)), default=0)
+        found: Row = {"op": op, "layout": layout, "rows": kind, "most_tokens": most, "is_bound": not slower}
+        yield {"kind": "crossover", **found}
 
 
 def _target(what: str, unit: str, value: float, must: float, stretch: float, *, more_is_better: bool = False) -> Row:

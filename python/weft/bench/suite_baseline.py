@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,15 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from weft.bench.baseline import AllToAll
+from weft.bench.baseline import AllToAll, Received
 from weft.bench.cases import EXPERTS, Case
-from weft.bench.timing import time_calls
+from weft.bench.small_worker import CALLS_IN_GRAPH
+from weft.bench.timing import time_calls, time_replays
 from weft.verify.check import Mismatch, expect_equal
 
 if TYPE_CHECKING:
     from weft.bench.suite_worker import Worker
 
 _ITERS, _WARMUP = 20, 3
+_SAMPLES = 100  # of replays
 _MOST_RELATIVE_ERROR = 0.02  # of bf16 sums in another order, of the largest value
 
 
@@ -31,11 +33,13 @@ def baseline_key(case: Case) -> str:
 
 
 def with_baseline(cases: Iterable[Case]) -> dict[str, Case]:
-    """The cases whose baselines are timed, by key: of the sweeps only the quarter of the tokens of the targets."""
+    """The cases whose baselines are timed, by key: of the sweeps the quarter of the tokens of the targets, and those of
+    small batches, whose targets have the same keys.
+    """
     return {
         baseline_key(case): case
         for case in cases
-        if case.suite != "sms" and (case.suite != "tokens" or case.is_quarter)
+        if case.suite not in ("sms", "small") and (case.suite != "tokens" or case.is_quarter)
     }
 
 
@@ -76,11 +80,7 @@ class Baselines:
         data, scales = (x, None) if isinstance(x, Tensor) else (x.data, x.scales)
         received = library.dispatch(data, samples.topk_idx, samples.topk_weights, scales)
         self._check_rows(case, received.x)
-        packed = torch.zeros((sum(received.sent), _row_bytes(case, samples.hidden)), dtype=torch.uint8).to(self.device)
-        arrived = packed.new_empty((sum(received.received), packed.shape[1]))
-
-        def exchange() -> None:
-            dist.all_to_all_single(arrived, packed, received.received, received.sent)
+        exchange = self._packed_exchange(case, received)
 
         def dispatch() -> None:
             library.dispatch(data, samples.topk_idx, samples.topk_weights, scales)
@@ -88,15 +88,46 @@ class Baselines:
         result: dict[str, Any] = {}
         if case.op == "dispatch":
             result["gpu_us"] = self._time(dispatch)
-        elif case.op == "combine":
+        elif case.op in ("combine", "both"):
             outputs, want = samples.outputs(dataclasses.replace(case, wire=None))  # the baseline sends rows as they are
             y = library.combine(outputs, received, len(data))
             self._check(case, y, want)
-            result["gpu_us"] = self._time(lambda: library.combine(outputs, received, len(data)))
+
+            def combine() -> None:
+                library.combine(outputs, received, len(data))
+
+            def both() -> None:
+                again = library.dispatch(data, samples.topk_idx, samples.topk_weights, scales)
+                library.combine(outputs, again, len(data))
+
+            result["gpu_us"] = self._time(combine if case.op == "combine" else both)
         else:
             result |= self._step(library, data, samples.topk_idx, samples.topk_weights)
-        result["packed_us"] = self._time(exchange)
+        is_graphed = case.is_graphed and self.worker.on_gpu
+        result["packed_us"] = self._time_graph(exchange) if is_graphed else self._time(exchange)
         return result
+
+    def _packed_exchange(self, case: Case, received: Received) -> Callable[[], None]:
+        """all_to_all_single of rows that are packed already: there, back, or both."""
+        hidden = self.worker.options.hidden
+        is_narrow = case.rows == "fp8" or case.quantize != "none"
+        there = hidden + hidden // 128 * 4 if is_narrow and case.op != "combine" else 2 * hidden
+
+        def exchange(row_bytes: int, sent: list[int], arriving: list[int]) -> Callable[[], None]:
+            packed = torch.zeros((sum(sent), row_bytes), dtype=torch.uint8).to(self.device)
+            arrived = packed.new_empty((sum(arriving), row_bytes))
+            return lambda: dist.all_to_all_single(arrived, packed, arriving, sent)
+
+        first = exchange(there, received.sent, received.received)
+        if case.op != "both":
+            return first
+        second = exchange(2 * hidden, received.received, received.sent)
+
+        def both() -> None:
+            first()
+            second()
+
+        return both
 
     def _step(self, library: AllToAll, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> dict[str, Any]:
         experts = self.worker.step_experts()
@@ -137,13 +168,17 @@ class Baselines:
         meet = self.worker.meeting.wait
         return time_calls(call, iters=_ITERS, warmup=_WARMUP, device=self.device, meet=meet).gpu_us
 
+    def _time_graph(self, call: Callable[[], None]) -> list[float]:
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for _ in range(CALLS_IN_GRAPH):
+                call()
+        meet = self.worker.meeting.wait
+        return time_replays(graph.replay, num_calls=CALLS_IN_GRAPH, samples=_SAMPLES, meet=meet).gpu_us
+
 
 def _check_close(name: str, got: Tensor, want: Tensor) -> None:
     error, largest = (got.float() - want.float()).abs().max().item(), want.float().abs().max().item()
     if not error <= _MOST_RELATIVE_ERROR * largest:
         raise Mismatch(f"{name}: off by {error:.4f}, the largest value is {largest:.4f}")
-
-
-def _row_bytes(case: Case, hidden: int) -> int:
-    is_narrow = case.op == "dispatch" and (case.rows == "fp8" or case.quantize != "none")
-    return hidden + hidden // 128 * 4 if is_narrow else 2 * hidden

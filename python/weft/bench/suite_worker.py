@@ -19,8 +19,9 @@ from weft.bench.cases import EXPERTS, TOP_K, Case
 from weft.bench.grouped_gemm import Experts
 from weft.bench.options import SuiteOptions
 from weft.bench.samples import Samples
+from weft.bench.small_worker import CALLS_IN_GRAPH, small_calls
 from weft.bench.suite_baseline import Baselines, with_baseline
-from weft.bench.timing import profile_calls, time_calls
+from weft.bench.timing import profile_calls, time_calls, time_replays
 from weft.bench.worker import Barrier
 from weft.limits import default_heap_bytes
 from weft.verify.check import Mismatch, poison
@@ -28,6 +29,7 @@ from weft.verify.check import Mismatch, poison
 EXPERT_WIDTH = 2048  # of the step's experts: H -> 2 x 2048 -> H, as in DeepSeek-V3
 _MEET_S = 300.0
 _PROFILED = 10
+_SAMPLES = 200  # of replays
 _DEADLINE_S = 30.0
 
 
@@ -51,6 +53,8 @@ class Meeting:
 
 class Worker:
     """One rank with its ExpertParallel objects, one per T."""
+
+    deadline_s = _DEADLINE_S
 
     def __init__(self, comm: weft.Communicator, options: SuiteOptions, meeting: Meeting) -> None:
         self.comm, self.options, self.meeting = comm, options, meeting
@@ -118,10 +122,15 @@ class Worker:
     def _timed(self, case: Case, call: Callable[[], None]) -> dict[str, Any]:
         device = self.comm.device
         iters = self.options.iters if case.suite in ("targets", "step") else max(1, self.options.iters // 2)
-        times = time_calls(call, iters=iters, warmup=self.options.warmup, device=device, meet=self.meeting.wait)
+        is_replay = self.on_gpu and case.is_graphed
+        if is_replay:
+            times = time_replays(call, num_calls=CALLS_IN_GRAPH, samples=_SAMPLES, meet=self.meeting.wait)
+        else:
+            times = time_calls(call, iters=iters, warmup=self.options.warmup, device=device, meet=self.meeting.wait)
         work = None
-        if self.on_gpu and case.suite in ("targets", "step"):
-            work = profile_calls(call, iters=_PROFILED, meet=self.meeting.wait)
+        if self.on_gpu and case.suite in ("targets", "step", "small"):
+            num_calls = CALLS_IN_GRAPH if is_replay else 1
+            work = profile_calls(call, iters=_PROFILED, meet=self.meeting.wait, num_calls=num_calls)
         traffic = self.samples.traffic()
         return {
             "gpu_us": times.gpu_us,
@@ -133,6 +142,8 @@ class Worker:
         }
 
     def _prepared(self, case: Case) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        if case.is_graphed:
+            return small_calls(self, case)
         prepare = {"dispatch": self._dispatch, "combine": self._combine, "step": self._step}[case.op]
         return prepare(case)
 

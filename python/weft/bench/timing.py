@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-_LEFT_OUT = 3  # recorded calls that are not counted
+_LEFT_OUT = 3  # recorded calls, or samples, that are not counted
+_REPLAYS = 5  # in a sample
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,32 @@ def time_calls(
     return Times([a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)], host_us)
 
 
-def profile_calls(call: Callable[[], None], *, iters: int, meet: Callable[[], None]) -> GpuWork | None:
-    """Record calls with torch's profiler; the last `iters` are counted, when ranks no longer wait for a late start.
-    None where the driver gives no records. Collective.
+def time_replays(replay: Callable[[], None], *, num_calls: int, samples: int, meet: Callable[[], None]) -> Times:
+    """Times of a call that a captured graph makes `num_calls` times: the mean over some replays between two events, so
+    many times. The first samples, in which ranks wait for a late start, are not counted.
+    """
+    torch.cuda.synchronize()
+    meet()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(samples + _LEFT_OUT + 1)]
+    events[0].record()
+    stamps = [time.perf_counter_ns()]
+    for event in events[1:]:
+        for _ in range(_REPLAYS):
+            replay()
+        event.record()
+        stamps.append(time.perf_counter_ns())
+    torch.cuda.synchronize()
+    each = 1e3 / (_REPLAYS * num_calls)
+    gpu_us = [a.elapsed_time(b) * each for a, b in itertools.pairwise(events)]
+    host_us = [(end - start) / 1e6 * each for start, end in itertools.pairwise(stamps)]
+    return Times(gpu_us[_LEFT_OUT:], host_us[_LEFT_OUT:])
+
+
+def profile_calls(
+    call: Callable[[], None], *, iters: int, meet: Callable[[], None], num_calls: int = 1
+) -> GpuWork | None:
+    """Record `call`, which makes `num_calls` calls, with torch's profiler; the last `iters` times are counted, when
+    ranks no longer wait for a late start. None where the driver gives no records. Collective.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         torch.cuda.synchronize()
@@ -78,7 +102,8 @@ def profile_calls(call: Callable[[], None], *, iters: int, meet: Callable[[], No
         profiler.export_chrome_trace(str(file))
         trace: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     num_sms = torch.cuda.get_device_properties().multi_processor_count
-    return gpu_work(trace["traceEvents"], _LEFT_OUT + iters, num_sms, left_out=_LEFT_OUT)
+    all_calls = (_LEFT_OUT + iters) * num_calls
+    return gpu_work(trace["traceEvents"], all_calls, num_sms, left_out=_LEFT_OUT * num_calls)
 
 
 def gpu_work(events: list[dict[str, Any]], num_calls: int, num_sms: int, *, left_out: int = 0) -> GpuWork | None:

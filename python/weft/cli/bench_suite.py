@@ -69,6 +69,13 @@ def _print(output: Output, rows: list[dict[str, Any]]) -> None:
         output.table("links, all GPUs at once", ("kind", "bytes of a row", "SMs", "GB/s a GPU"), links)
     cases = [_cells(row) for row in by_kind.get("case", [])]
     output.table("slowest rank; results were compared with the reference first", _COLUMNS, cases)
+    crossovers = [
+        (row["op"], row["layout"], row["rows"], ("more than " if row["is_bound"] else "") + str(row["most_tokens"]))
+        for row in by_kind.get("crossover", [])
+    ]
+    if crossovers:
+        columns = ("operation", "layout", "rows", "small-batch kernels are faster up to T")
+        output.table("crossovers, by what was timed", columns, crossovers)
     targets = [
         (row["target"], row["unit"], f"{row['value']:.3g}", f"{row['must']:g}", f"{row['stretch']:g}", row["met"])
         for row in by_kind.get("target", [])
@@ -82,7 +89,7 @@ def _print(output: Output, rows: list[dict[str, Any]]) -> None:
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     routing = "" if row["routing"] == "uniform" else f", {row['routing']}"
-    head = (row["name"] + routing, str(row["tokens"]), str(row["num_sms"]))
+    head = (row["name"] + routing, str(row["tokens"]), str(row["num_sms"] or ""))
     if "time_us" not in row:
         return (*head, "wrong" if row["problems"] else "unsupported", *[""] * (len(_COLUMNS) - 4))
     numbers = (
