@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from weft.placement.model import Placement
     from weft.quantized import Quantized
     from weft.spawn import spawn
+    from weft.staged import Staged
 
 _HOME = {
     "CapacityExceeded": "errors",
@@ -50,6 +51,7 @@ _HOME = {
     "PeerTimeout": "errors",
     "Placement": "placement",
     "Quantized": "quantized",
+    "Staged": "staged",
     "Topology": "communicator",
     "Unsupported": "errors",
     "limits": "limits",
@@ -75,6 +77,7 @@ __all__ = [
     "PeerTimeout",
     "Placement",
     "Quantized",
+    "Staged",
     "Topology",
     "Unsupported",
     "__version__",

@@ -150,7 +150,14 @@ class Window:
 def gpu_send_plan_len(num_tokens: int, top_k: int, num_ranks: int, layout: int) -> int: ...
 def gpu_recv_plan_len(max_tokens: int, top_k: int, num_ranks: int, layout: int) -> int: ...
 def gpu_window_bytes(
-    *, num_ranks: int, num_experts: int, top_k: int, max_tokens: int, landing_row_bytes: int, num_blocks: int
+    *,
+    num_ranks: int,
+    num_experts: int,
+    top_k: int,
+    max_tokens: int,
+    landing_row_bytes: int,
+    num_blocks: int,
+    small_tokens: int,
 ) -> tuple[int, int]: ...
 
 class Gpu:

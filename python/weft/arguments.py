@@ -24,11 +24,14 @@ from weft.limits import (
     LAYOUTS,
     MAX_ALIGNMENT,
     ROW_MULTIPLE_BYTES,
+    SMALL_SHARED_BYTES,
     check_shape,
     max_row_bytes,
+    small_shared_bytes,
 )
 from weft.native_calls import DTYPE_CODES, MASKED, RANK_MAJOR, Call
 from weft.quantized import Quantized
+from weft.tuning import choose, small_num_sms
 
 if TYPE_CHECKING:
     from weft.expert_parallel import ExpertParallel
@@ -41,6 +44,7 @@ __all__ = [
     "check_constructor",
     "check_dispatch",
     "check_dispatched",
+    "check_staged",
 ]
 
 QUANTIZE_CODES = {None: 0, "fp8": 1, "fp8_ue8m0": 2}
@@ -83,15 +87,21 @@ def check_dispatch(
     _check_options(ep, num_sms, deadline_s, mode, staged, async_op, window)
     _check_option("quantize", quantize)
     deadline = ep.deadline_s if deadline_s is None else float(deadline_s)
+    form = "bytes" if isinstance(x, Quantized) else "plain" if quantize is None else "quantized"
     if handle is not None:
-        call = _call_of_handle(ep, handle, layout, alignment, capacity, max_tokens, deadline, window, num_sms, async_op)
+        call = _call_of_handle(
+            ep, handle, "dispatch", form, layout, alignment, capacity, max_tokens, deadline, window, num_sms, mode,
+            staged, async_op,
+        )  # fmt: skip
         if topk_idx is not None or topk_weights is not None:
             raise InvalidArgument(
                 "topk_idx or topk_weights is given beside handle; allowed is one of the two: a handle has its routing"
             )
         num_tokens, most = handle.num_tokens, handle.num_tokens
     else:
-        call = _call(ep, layout, alignment, capacity, max_tokens, deadline, window, num_sms, async_op)
+        call = _call(
+            ep, form, layout, alignment, capacity, max_tokens, deadline, window, num_sms, mode, staged, async_op
+        )
         num_tokens, most = -1, call.max_tokens
     data, scales = _check_x(ep, x, quantize, handle is not None)
     if data.shape[0] > most or (num_tokens >= 0 and data.shape[0] != num_tokens):
@@ -104,6 +114,7 @@ def check_dispatch(
 
 def _call(
     ep: ExpertParallel,
+    form: str,
     layout: Any,
     alignment: Any,
     capacity: Any,
@@ -111,8 +122,11 @@ def _call(
     deadline_s: float,
     window: int,
     num_sms: int | None,
+    mode: str,
+    staged: bool,
     is_async: bool,
 ) -> Call:
+    """Of a dispatch with a routing of its own."""
     for name, value in (
         ("layout", layout),
         ("alignment", alignment),
@@ -133,14 +147,73 @@ def _call(
         raise InvalidArgument(
             f"max_tokens is {max_tokens}; allowed are 0 to max_tokens_per_rank = {ep.max_tokens_per_rank}"
         )
+    if staged and capacity is None:
+        raise InvalidArgument("capacity is None with staged=True; the number of rows is needed: the host does not wait")
+    is_small = _is_small(ep, "dispatch", form, layout, max_tokens, mode, staged)
+    if mode == "auto" and not staged and is_small:
+        is_small = _is_auto_small(ep, layout, capacity, max_tokens, num_sms)
     rows = -1 if capacity is None else capacity
-    sms = ep.num_sms if num_sms is None else num_sms
-    return Call(LAYOUTS.index(layout), alignment, rows, max_tokens, deadline_s, window, sms, 0, is_async)
+    sms = _num_sms(ep, max_tokens, num_sms, is_small=is_small)
+    code = LAYOUTS.index(layout)
+    return Call(code, alignment, rows, max_tokens, deadline_s, window, sms, 0, is_async, is_small, staged)
+
+
+def _is_small(
+    ep: ExpertParallel,
+    op: str,
+    form: str,
+    layout: str,
+    max_tokens: int,
+    mode: str,
+    staged: bool,
+    of_small: bool = False,
+) -> bool:
+    """Whether the kernels for small batches do it. `of_small`: along a routing that only they understand."""
+    if staged and mode == "throughput":
+        raise InvalidArgument("mode is 'throughput' with staged=True; allowed are 'auto' and 'latency'")
+    if of_small:
+        if mode == "throughput":
+            raise InvalidArgument(
+                "mode is 'throughput' with the handle of a small-batch dispatch; allowed are 'auto' and 'latency', or "
+                "mode='throughput' in the dispatch too"
+            )
+        return True
+    if mode == "latency" or staged:
+        if max_tokens > ep.small_tokens:
+            name = "staged is True" if mode == "auto" else "mode is 'latency'"
+            raise InvalidArgument(
+                f"{name} with max_tokens = {max_tokens}; allowed in a small-batch call are 0 to {ep.small_tokens}"
+            )
+        return True
+    if mode == "throughput" or ep.comm.engine == "cpu" or max_tokens > ep.small_tokens:
+        return False
+    return choose(ep._table, op, layout, form, max_tokens) == "latency"
+
+
+def _is_auto_small(ep: ExpertParallel, layout: str, capacity: int | None, max_tokens: int, num_sms: int | None) -> bool:
+    """What the table does not know of: without capacity the others take the memory that expert_major needs and no more;
+    few SMs may have no room for all places."""
+    if layout == "expert_major" and capacity is None:
+        return False
+    sms = _num_sms(ep, max_tokens, num_sms, is_small=True)
+    width, groups = (1, 1) if layout == "rank_major" else (ep.top_k, ep.num_local_experts)
+    num_places = ep.num_ranks * -(-max(ep.small_tokens, sms) // sms) * width
+    return small_shared_bytes(num_places, groups, ep.num_local_experts) <= SMALL_SHARED_BYTES
+
+
+def _num_sms(ep: ExpertParallel, max_tokens: int, num_sms: int | None, *, is_small: bool) -> int:
+    if num_sms is not None:
+        return num_sms
+    if not is_small or ep.has_num_sms or ep.comm.engine == "cpu":
+        return ep.num_sms
+    return min(small_num_sms(ep._table, max_tokens), ep.comm.max_num_sms)
 
 
 def _call_of_handle(
     ep: ExpertParallel,
     handle: Any,
+    op: str,
+    form: str,
     layout: Any,
     alignment: Any,
     capacity: Any,
@@ -148,9 +221,12 @@ def _call_of_handle(
     deadline_s: float,
     window: int,
     num_sms: int | None,
+    mode: str,
+    staged: bool,
     is_async: bool,
     wire: int = 0,
 ) -> Call:
+    """Of a combine, or of a dispatch that repeats the handle's routing."""
     if not isinstance(handle, Handle):
         raise InvalidArgument(f"handle is {handle!r}; the handle of a dispatch is expected")
     for name, value, default in (
@@ -167,10 +243,13 @@ def _call_of_handle(
             f"window is {window} with a handle of window {handle.window}; allowed is that of the handle"
         )
     capacity = -1 if handle.capacity is None else handle.capacity
-    sms = ep.num_sms if num_sms is None else num_sms
     layout = LAYOUTS.index(handle.layout)
     alignment, max_tokens = handle.alignment, handle.max_tokens
-    return Call(layout, alignment, capacity, max_tokens, deadline_s, handle.window, sms, wire, is_async)
+    is_small = _is_small(ep, op, form, handle.layout, max_tokens, mode, staged, handle.is_small)
+    sms = _num_sms(ep, max_tokens, num_sms, is_small=is_small)
+    return Call(
+        layout, alignment, capacity, max_tokens, deadline_s, handle.window, sms, wire, is_async, is_small, staged
+    )
 
 
 def _check_x(ep: ExpertParallel, x: Any, quantize: Any, is_repeated: bool) -> tuple[Tensor, Tensor | None]:
@@ -280,9 +359,11 @@ def check_combine(
             f"wire={wire!r} with hidden={ep.hidden}", f"hidden {ep.hidden}", f"a multiple of {FP8_HIDDEN_MULTIPLE}"
         )
     deadline = ep.deadline_s if deadline_s is None else float(deadline_s)
+    form = "plain" if wire is None else "quantized"
     call = _call_of_handle(
-        ep, handle, "rank_major", 1, None, None, deadline, window, num_sms, async_op, WIRE_CODES[wire]
-    )
+        ep, handle, "combine", form, "rank_major", 1, None, None, deadline, window, num_sms, mode, staged, async_op,
+        WIRE_CODES[wire],
+    )  # fmt: skip
     weights = handle.topk_weights
     lead = list(weights.shape[: 2 if call.layout == MASKED else 1])
     if not isinstance(y, Tensor):
@@ -373,6 +454,8 @@ def _check_all_options(
     ):
         _check_option(name, value)
     _check_num_sms(ep.comm, num_sms)
+    if staged and async_op:
+        raise InvalidArgument("async_op is True with staged=True; allowed is one of the two")
     is_int = isinstance(window, int) and not isinstance(window, bool)
     if not (is_int and 0 <= window < ep.num_windows):
         raise InvalidArgument(f"window is {window!r}; allowed are 0 to num_windows - 1 = {ep.num_windows - 1}")
@@ -388,6 +471,14 @@ def _check_num_sms(comm: Communicator, num_sms: int | None) -> None:
         raise InvalidArgument(
             f"num_sms is {num_sms}; allowed are 1 to {comm.max_num_sms} here: ranks that share a GPU share its SMs"
         )
+
+
+def check_staged(call: Call, data: Tensor, is_tracked: bool) -> None:
+    """Nothing may come between the results and those who read them before they are there."""
+    if call.is_staged and is_tracked:
+        raise Unsupported("staged=True with gradients", "inputs that require grad", "torch.no_grad(), or staged=False")
+    if call.is_staged and (torch.compiler.is_compiling() or type(data) not in PLAIN):
+        raise Unsupported("staged=True in compiled code", "a traced call", "staged=False, or a call outside")
 
 
 def check_dispatched(dispatched: Any) -> None:

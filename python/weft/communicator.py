@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from weft import _native
+    from weft.staged import Half
     from weft.topology import Machine
 
 __all__ = ["Communicator", "Topology", "Window", "WindowSpec"]
@@ -72,7 +73,8 @@ class WindowSpec:
     max_row_bytes: int
     heap_bytes: int
     idx: int = 0
-    landing_row_bytes: int = 0  # nvlink engine: room for one row that finds none in the heap
+    landing_row_bytes: int = 0  # nvlink engine: room for one row that finds none in the heap, or in a small batch
+    small_tokens: int = 0  # nvlink engine: most tokens of a rank in a small-batch call
 
 
 class Window:
@@ -85,6 +87,7 @@ class Window:
         self.native, self.serial, self.max_tokens, self.streams = native, serial, max_tokens, streams
         self.num_users = 0
         self.closed = False
+        self.half: Half | None = None  # what a staged call has still to do
 
     def release(self) -> None:
         """The last user gives its memory back. Local: peers keep their own mapping."""
@@ -470,6 +473,7 @@ class Communicator:
         }
         if self.engine == "nvlink":
             shape |= {"landing_row_bytes": spec.landing_row_bytes, "num_blocks": self.max_num_sms}
+            shape["small_tokens"] = spec.small_tokens
             native = _load.native().GpuWindow(self._native, driver_gpu(self.device.index), **shape)
             window = Window(native, native.id, spec.max_tokens, WindowStreams(self.device))
         else:

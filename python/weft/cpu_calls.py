@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from weft import _load, traces
+from weft import _load, staged, traces
 from weft.handle import COMPLETE, Event
 from weft.native_calls import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, Calling, NativeCalls, Received, pointer
 
@@ -64,6 +64,7 @@ class CpuCalls(NativeCalls):
             if result.num_bad_ids:
                 self.bad_ids = self.bad_ids_text(result.num_bad_ids, result.first_bad_id, result.first_bad_at)
             tie = self.tie()
+        staged.note(self, "dispatch", call)
         rows, out_scales, out_weights = _tensor(result.x), _tensor(result.scales), _tensor(result.topk_weights)
         out_idx = _tensor(result.topk_idx) if call.layout == RANK_MAJOR else topk_idx.new_empty(0)
         recv_plan = _tensor(result.recv_plan)
@@ -112,6 +113,7 @@ class CpuCalls(NativeCalls):
                 overflow_ptr=0,
             )
             self._count_sent(result)
+        staged.note(self, "dispatch", call)
         rows = _tensor(result.x)
         if clear_tail:
             filled = sizes[: self.num_local_experts] if call.layout == MASKED else sizes[-1]
@@ -159,6 +161,7 @@ class CpuCalls(NativeCalls):
                 wire_is_fp8=call.wire != 0,
                 **_shared(call),
             )
+        staged.note(self, "combine", call)
         if out is not None and out is not into:
             out.copy_(into)
         return into.to(self.device) if out is None else out, side_out.to(self.device)

@@ -15,9 +15,10 @@ from weft.cpu_calls import CpuCalls
 from weft.gpu import DEFAULT_NUM_SMS
 from weft.gpu_calls import GpuCalls
 from weft.handle import Dispatched, Event, Handle
-from weft.limits import LAYOUTS, default_heap_bytes, dtype_name, landing_row_bytes, max_row_bytes
+from weft.limits import LAYOUTS, default_heap_bytes, dtype_name, landing_row_bytes, max_row_bytes, small_tokens
 from weft.native_calls import RANK_MAJOR, Call, NativeCalls, Received
 from weft.quantized import Quantized
+from weft.staged import Staged
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -39,7 +40,8 @@ class ExpertParallel:
         hidden: H, values a row; a row is a multiple of 16 bytes (with FP8: H a multiple of 16).
         max_tokens_per_rank: most tokens a rank may dispatch in a call; memory and the order of ranks depend on it.
         dtype: of x: torch.bfloat16, float16 or float32. Expert outputs may have any of these.
-        num_sms: SMs that a call uses on a GPU; None: 16, fewer where ranks share a GPU. The cpu engine takes no notice.
+        num_sms: SMs that a call uses on a GPU; None: 16, small batches more, both fewer where ranks share a GPU. The
+            cpu engine takes no notice.
         deadline_s: a call in which a peer does not take part ends after this many seconds with `PeerTimeout`.
         heap_bytes: receive memory, on a GPU taken from its memory here; None: 4 * max_tokens_per_rank * max(R, K) *
             (row bytes + 8 K). Results that find no room are copied to an ordinary tensor.
@@ -89,6 +91,7 @@ class ExpertParallel:
                 heap,
                 idx,
                 landing_row_bytes(hidden, dtype) if comm.engine == "nvlink" else 0,
+                small_tokens(max_tokens_per_rank) if comm.engine == "nvlink" else 0,
             )
             for idx in range(num_windows)
         ]
@@ -99,6 +102,7 @@ class ExpertParallel:
         self.max_tokens_per_rank, self.num_windows, self.deadline_s = max_tokens_per_rank, num_windows, deadline_s
         self.num_ranks = comm.num_ranks
         self.num_sms = min(DEFAULT_NUM_SMS, comm.max_num_sms) if num_sms is None else num_sms
+        self.has_num_sms, self.small_tokens = num_sms is not None, small_tokens(max_tokens_per_rank)
         engine_calls = GpuCalls if comm.engine == "nvlink" else CpuCalls
         self.calls: NativeCalls = engine_calls(comm, windows, num_experts, top_k, hidden, dtype)
         self._table = tuning.DEFAULT
@@ -146,9 +150,13 @@ class ExpertParallel:
             capacity: most rows (masked: rows an expert), equal on all ranks; exact sizes if None. Picks beyond it are
                 dropped and counted in `overflow`; rows beyond `num_rows` are undefined, zero if gradients are tracked.
             max_tokens: most tokens of any rank in this call, equal on all ranks; None: max_tokens_per_rank.
-            num_sms: SMs this call uses on a GPU, equal on all ranks; None: that of the object. mode: no effect yet.
+            num_sms: SMs this call uses on a GPU, equal on all ranks; None: that of the object.
             deadline_s: of this call; None: that of the object.
-            staged: receive with `r.wait()`; engines so far receive in the call.
+            mode: "latency": the kernels for small batches, "throughput": the others, "auto": by max_tokens, layout and
+                form of the rows; equal on all ranks, the bits are the same. Latency needs max_tokens of at most 512;
+                its results are ordinary tensors of `capacity` rows. The cpu engine has one way only.
+            staged: send, and return at once; `r.wait()` receives, on any stream, before the next call on this window.
+                Small-batch kernels only; needs `capacity`, and no gradients. The cpu engine receives in the call.
             async_op: on a GPU run on a stream of the window, which waits for the current one first; `r.event.wait()`
                 before the result is used. On the cpu engine a call is complete when it returns.
             window: 0 to num_windows - 1, equal on all ranks. Calls with a handle need the window of the dispatch that
@@ -174,13 +182,17 @@ class ExpertParallel:
         is_tracked = torch.is_grad_enabled() and (
             (data.requires_grad and not code) or (topk_weights is not None and topk_weights.requires_grad)
         )
+        arguments.check_staged(call, data, is_tracked)
         sent = None
         if torch.compiler.is_compiling() or type(data) not in arguments.PLAIN:
-            numbers = (call.layout, call.alignment, call.capacity, call.max_tokens, call.deadline_s, call.window)
+            numbers = (
+                call.layout, call.alignment, call.capacity, call.max_tokens, call.deadline_s, call.window, call.num_sms,
+                call.is_small,
+            )  # fmt: skip
             inputs = (data, scales, topk_idx, topk_weights, self._token)
-            ticket = ops.dispatch(*inputs, *numbers, call.num_sms, code, is_tracked and call.capacity >= 0)
+            ticket = ops.dispatch(*inputs, *numbers, code, is_tracked and call.capacity >= 0)
             shape = (self.num_ranks, self.num_local_experts, self.calls.plans_on_device)
-            received = Received(*ops.receive(ticket, *inputs, *shape, *numbers, call.num_sms, code))
+            received = Received(*ops.receive(ticket, *inputs, *shape, *numbers, code))
         elif is_tracked:
             received, sent = autograd.dispatch(self.calls, call, data, scales, topk_idx, topk_weights, code)
         else:
@@ -199,9 +211,10 @@ class ExpertParallel:
             num_tokens=topk_idx.shape[0],
             max_tokens=call.max_tokens,
             window=call.window,
+            is_small=call.is_small,
             sent=sent,
         )
-        return self._dispatched(_typed(received.x, received.scales, x, code), handle)
+        return self._dispatched(_typed(received.x, received.scales, x, code), handle, call)
 
     def combine(
         self,
@@ -236,7 +249,10 @@ class ExpertParallel:
             out: [T, H] contiguous, to be filled and returned; not with gradients.
             wire: "fp8": what ranks contribute to a token travels as FP8 with a scale per 128 values; sums stay fp32
                 (docs/semantics.md has the error). None: in the dtype of expert_output.
-            num_sms, deadline_s, mode, staged, async_op, window: as in dispatch.
+            mode: as in dispatch. The handle of a small-batch dispatch needs "auto" or "latency".
+            staged: send, and return a `weft.Staged` at once; its `wait()` receives, on any stream, before the next call
+                on this window, and returns y. As in dispatch.
+            num_sms, deadline_s, async_op, window: as in dispatch.
 
         Returns:
             y [T, H] in the dtype of expert_output; with side (y, side [T, K] fp32). With async_op an `Event` follows.
@@ -256,11 +272,13 @@ class ExpertParallel:
         is_tracked = torch.is_grad_enabled() and (
             expert_output.requires_grad or handle.tie.requires_grad or (bias is not None and bias.requires_grad)
         )
+        arguments.check_staged(call, expert_output, is_tracked)
         if torch.compiler.is_compiling() or type(expert_output) not in arguments.PLAIN:
             y, side_out = ops.combine(
                 expert_output, handle.topk_weights, handle.send_plan, handle.recv_plan, handle.tie, handle.sizes, bias,
                 side, self.top_k, handle.num_tokens, call.layout, call.alignment, call.capacity, call.max_tokens,
-                call.deadline_s, call.window, call.num_sms, call.wire, weighted, is_tracked and call.capacity >= 0,
+                call.deadline_s, call.window, call.num_sms, call.is_small, call.wire, weighted,
+                is_tracked and call.capacity >= 0,
             )  # fmt: skip
             y = y if out is None else out.copy_(y)
         elif is_tracked:
@@ -278,19 +296,21 @@ class ExpertParallel:
             parts.append(side_out)
         if async_op:
             parts.append(self.calls.event())
-        return parts[0] if len(parts) == 1 else tuple(parts)
+        result = parts[0] if len(parts) == 1 else tuple(parts)
+        return Staged(result, self.calls.windows[call.window].half) if staged else result
 
     def _dispatch_again(
         self, call: Call, data: Tensor, scales: Tensor | None, handle: Handle, x: Tensor | Quantized, code: int
     ) -> Dispatched:
         is_tracked = torch.is_grad_enabled() and data.requires_grad and not code
+        arguments.check_staged(call, data, is_tracked)
         clear_tail = is_tracked and call.capacity >= 0
         sent, tie = None, handle.tie
         if torch.compiler.is_compiling() or type(data) not in arguments.PLAIN:
             rows, out_scales = ops.dispatch_again(
                 data, scales, handle.topk_weights, handle.send_plan, handle.recv_plan, handle.tie, handle.sizes,
                 call.layout, call.alignment, call.capacity, call.max_tokens, call.deadline_s, call.window, call.num_sms,
-                clear_tail, code,
+                call.is_small, clear_tail, code,
             )  # fmt: skip
         elif is_tracked:
             tie = handle.tie.detach()
@@ -302,17 +322,19 @@ class ExpertParallel:
                 call, data, scales, handle.send_plan, handle.recv_plan, handle.tie, handle.sizes, handle.rows_shape,
                 handle.num_tokens, False, code,
             )  # fmt: skip
-        return self._dispatched(_typed(rows, out_scales, x, code), handle.repeated(tie, sent))
+        return self._dispatched(_typed(rows, out_scales, x, code), handle.repeated(tie, sent), call)
 
-    def _dispatched(self, x: Tensor | Quantized, handle: Handle) -> Dispatched:
+    def _dispatched(self, x: Tensor | Quantized, handle: Handle, call: Call) -> Dispatched:
+        half = self.calls.windows[call.window].half if call.is_staged else None
         return Dispatched(
             x=x,
             topk_idx=handle.topk_idx,
             topk_weights=handle.topk_weights,
             handle=handle,
             overflow=self._overflow,
-            event=self.calls.event(),
+            event=self.calls.event() if half is None else half.event,
             calls=self.calls,
+            half=half,
         )
 
     # ---- the rest
@@ -337,7 +359,8 @@ class ExpertParallel:
         """Prepare what the first calls would prepare, and wait for all ranks. Collective.
 
         On a GPU: compiles and loads the kernels of a dispatch with `options` (those of `dispatch`: layout, alignment,
-        quantize, capacity, max_tokens, num_sms), its repetition and its combine, by running each without tokens.
+        quantize, capacity, max_tokens, num_sms, mode, staged), its repetition and its combine, by running each without
+        tokens.
 
         Raises:
             As dispatch and combine. CompileError: a kernel could not be compiled.
@@ -348,14 +371,16 @@ class ExpertParallel:
                 self.calls.barrier(window, self.deadline_s)
         if self.comm.engine == "cpu":
             return
+        same = {name: options[name] for name in ("num_sms", "mode", "staged") if name in options}
         x = torch.empty((0, self.hidden), dtype=self.dtype, device=self.device)
         ids = torch.empty((0, self.top_k), dtype=torch.int64, device=self.device)
         for idx in range(self.num_windows):
             with torch.no_grad():
-                r = self.dispatch(x, ids, window=idx, **options)
-                self.dispatch(x, handle=r.handle, window=idx, num_sms=options.get("num_sms"))
-                y = self.empty_output(r)
-                self.combine(y, r.handle, weighted=weighted, wire=wire, num_sms=options.get("num_sms"), window=idx)
+                r = self.dispatch(x, ids, window=idx, **options).wait()
+                self.dispatch(x, handle=r.handle, window=idx, **same).wait()
+                y = self.combine(self.empty_output(r), r.handle, weighted=weighted, wire=wire, window=idx, **same)
+                if options.get("staged"):
+                    y.wait()
         self.calls.wait()
 
     def check(self) -> None:

@@ -5,17 +5,25 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from weft import _load, traces
+from weft import _load, staged, traces
 from weft.errors import InvalidArgument, Unsupported
 from weft.handle import COMPLETE, Event
-from weft.limits import LANDING_SLACK, LAYOUTS, QUANTIZE_GROUP, ROW_MULTIPLE_BYTES, landing_row_bytes
+from weft.limits import (
+    LANDING_SLACK,
+    LAYOUTS,
+    MAX_CAPACITY,
+    QUANTIZE_GROUP,
+    ROW_MULTIPLE_BYTES,
+    landing_row_bytes,
+)
 from weft.native_calls import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, Calling, NativeCalls, Received, pointer
 from weft.streams import WindowStreams
 
@@ -89,12 +97,12 @@ class GpuCalls(NativeCalls):
             )
         if traces._recorders:
             traces._note(topk_idx, weights, self.comm.rank, self.num_experts)
-        pieces = self._pieces(x, scales, quantize)
+        pieces = self._pieces(call, x, scales, quantize)
         with _Running(self, "dispatch", call, (*pieces, scales, topk_idx, weights)) as run:
-            received = self._first(call, pieces[0], scales, topk_idx, weights, quantize, run.stream)
+            received = self._first(call, pieces[0], scales, topk_idx, weights, quantize, run)
             if len(pieces) > 1:
                 routing = _Routing(received.send_plan, received.recv_plan, received.sizes, tuple(received.x.shape[:-1]))
-                rest = [self._again(call, piece, None, routing, 0, run.stream)[0] for piece in pieces[1:]]
+                rest = [self._again(call, piece, None, routing, 0, run)[0] for piece in pieces[1:]]
                 received = received._replace(x=torch.cat([received.x, *rest], dim=-1))
             if clear_tail:
                 tail = self._tail(call.layout, received.x, received.sizes)
@@ -103,9 +111,12 @@ class GpuCalls(NativeCalls):
                 if call.layout == RANK_MAJOR:
                     received.topk_idx.masked_fill_(tail.unsqueeze(-1), -1)
             if idx_dtype != torch.int64:
-                received = received._replace(topk_idx=received.topk_idx.to(idx_dtype))
+                wide = received.topk_idx
+                received = received._replace(topk_idx=wide.to(idx_dtype))
+                run.after = lambda: received.topk_idx.copy_(wide)
             run.results = received[:-1]
-            return received
+        staged.note(self, "dispatch", call, run.receive)
+        return received
 
     def dispatch_again(
         self,
@@ -123,17 +134,18 @@ class GpuCalls(NativeCalls):
     ) -> tuple[Tensor, Tensor]:
         """See NativeCalls."""
         x, scales = _dense(x), None if scales is None else _dense(scales)
-        pieces = self._pieces(x, scales, quantize)
+        pieces = self._pieces(call, x, scales, quantize)
         routing = _Routing(send_plan, recv_plan, sizes, rows_shape)
         with _Running(self, "dispatch", call, (*pieces, scales), tie) as run:
-            rows, out_scales = self._again(call, pieces[0], scales, routing, quantize, run.stream)
+            rows, out_scales = self._again(call, pieces[0], scales, routing, quantize, run)
             if len(pieces) > 1:
-                rest = [self._again(call, piece, None, routing, 0, run.stream)[0] for piece in pieces[1:]]
+                rest = [self._again(call, piece, None, routing, 0, run)[0] for piece in pieces[1:]]
                 rows = torch.cat([rows, *rest], dim=-1)
             if clear_tail:
                 _clear(rows, self._tail(call.layout, rows, sizes))
             run.results = (rows, out_scales)
-            return rows, out_scales
+        staged.note(self, "dispatch", call, run.receive)
+        return rows, out_scales
 
     def combine(
         self,
@@ -149,27 +161,35 @@ class GpuCalls(NativeCalls):
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See NativeCalls."""
-        hidden = y.shape[-1]
-        y, bias = _dense(y), None if bias is None else _dense(bias)
         weights, side = None if weights is None else _dense(weights), None if side is None else _dense(side)
-        with _Running(self, "combine", call, (y, weights, bias, side, out), tie) as run:
-            into = out if out is not None and out.data_ptr() % ROW_MULTIPLE_BYTES == 0 else None
-            if into is None:
-                into = y.new_empty((num_tokens, hidden))
+        parts = self._columns(call, y, bias)
+        with _Running(self, "combine", call, (*itertools.chain(*parts), weights, side, out), tie) as run:
+            into = out if out is not None and out.data_ptr() % ROW_MULTIPLE_BYTES == 0 and len(parts) == 1 else None
+            sums = []
             side_out = self._floats.new_empty((num_tokens, self.top_k) if side is not None else 0)
-            args = self._args(_load.native().GpuCombineArgs(), call, run.stream, hidden, num_tokens)
-            args.y, args.num_rows, args.dtype = y.data_ptr(), y.numel() // hidden, DTYPE_CODES[y.dtype]
-            args.weights = pointer(weights)
-            args.has_side, args.side, args.side_out = side is not None, pointer(side), side_out.data_ptr()
-            args.bias, args.bias_is_2d = pointer(bias), bias is not None and bias.dim() == 2
-            args.bias_is_fp32 = bias is not None and bias.dtype == torch.float32
-            args.out, args.wire_is_fp8 = into.data_ptr(), call.wire != 0
-            args.send_plan, args.recv_plan = send_plan.data_ptr(), recv_plan.data_ptr()
-            self.windows[call.window].native.combine(args)
-            if out is not None and out is not into:
-                out.copy_(into)
-            run.results = (into, side_out)
-            return into if out is None else out, side_out
+            for idx, (rows, row_bias) in enumerate(parts):
+                sum_into = rows.new_empty((num_tokens, rows.shape[-1])) if into is None else into
+                sums.append(sum_into)
+                has_side = side is not None and idx == 0
+                args = self._args(_load.native().GpuCombineArgs(), call, run.stream, rows.shape[-1], num_tokens)
+                args.y, args.num_rows = rows.data_ptr(), rows.numel() // rows.shape[-1]
+                args.dtype, args.weights = DTYPE_CODES[rows.dtype], pointer(weights)
+                args.has_side, args.side = has_side, pointer(side) if has_side else 0
+                args.side_out = side_out.data_ptr()
+                args.bias, args.bias_is_2d = pointer(row_bias), row_bias is not None and row_bias.dim() == 2
+                args.bias_is_fp32 = row_bias is not None and row_bias.dtype == torch.float32
+                args.out, args.wire_is_fp8 = sum_into.data_ptr(), call.wire != 0
+                args.send_plan, args.recv_plan = send_plan.data_ptr(), recv_plan.data_ptr()
+                run.launch(self.windows[call.window].native.combine, args, (sum_into, side_out, row_bias, send_plan))
+            total = sums[0] if len(sums) == 1 else torch.cat(sums, dim=-1)
+            if out is not None and out is not total:
+                result = out.copy_(total)
+                run.after = lambda: out.copy_(total)
+            else:
+                result = total
+            run.results = (total, side_out)
+        staged.note(self, "combine", call, run.receive)
+        return result, side_out
 
     # ---- around them
 
@@ -235,17 +255,19 @@ class GpuCalls(NativeCalls):
         topk_idx: Tensor,
         weights: Tensor | None,
         quantize: int,
-        stream: torch.cuda.Stream,
+        run: _Running,
     ) -> Received:
         num_tokens, layout = topk_idx.shape[0], call.layout
         plan_len = _load.native().gpu_send_plan_len(num_tokens, self.top_k, self.num_ranks, layout)
         send_plan = self._ints.new_empty(plan_len)
         num_groups = self.num_ranks if layout == RANK_MAJOR else self.num_local_experts
         sizes = self._ints.new_empty(self.num_local_experts + num_groups + 2)
-        args = self._dispatch_args(call, x, scales, quantize, num_tokens, sizes, stream)
+        args = self._dispatch_args(call, x, scales, quantize, num_tokens, sizes, run.stream)
         args.topk_idx, args.topk_is_int64 = topk_idx.data_ptr(), True
         args.topk_weights, args.send_plan = pointer(weights), send_plan.data_ptr()
         args.overflow = self.overflow.data_ptr()
+        if call.is_small:
+            return self._first_small(call, args, x, scales, quantize, (sizes, send_plan), run)
         result = self.windows[call.window].native.dispatch(args)
         lead = self._lead(call, result.result_rows)
         if result.in_heap:
@@ -253,24 +275,54 @@ class GpuCalls(NativeCalls):
             out_idx = _tensor(result.topk_idx) if layout == RANK_MAJOR else topk_idx.new_empty(0)
             recv_plan = _tensor(result.recv_plan)
         else:
-            rows, out_scales = self._staged(lead, x, scales, quantize)
-            is_by_rank = layout == RANK_MAJOR
-            out_weights = self._new((*lead, self.top_k) if is_by_rank else lead, torch.float32)
-            out_idx = self._new((*lead, self.top_k) if is_by_rank else (0,), topk_idx.dtype)
-            recv_plan = self._new((self._recv_plan_len(layout),), torch.int32)
+            rows, out_scales = self._ordinary(lead, x, scales, quantize)
+            out_idx, out_weights, recv_plan = self._ordinary_routing(layout, lead)
             self._unload(call, rows, out_scales, out_idx, out_weights, recv_plan)
         return Received(rows, out_scales, out_idx, out_weights, sizes, send_plan, recv_plan, self.tie())
 
+    def _first_small(
+        self,
+        call: Call,
+        args: Any,
+        x: Tensor,
+        scales: Tensor | None,
+        quantize: int,
+        made: tuple[Tensor, Tensor],
+        run: _Running,
+    ) -> Received:
+        """Into ordinary tensors for all that may come; without a capacity the host then learns how much has."""
+        sizes, send_plan = made
+        lead = self._lead(call, call.capacity if call.capacity >= 0 else self._most_rows(call))
+        args.room = math.prod(lead)
+        if args.room > MAX_CAPACITY:
+            raise InvalidArgument(f"a result could have {args.room} rows; allowed are {MAX_CAPACITY}: set a capacity")
+        rows, out_scales = self._ordinary(lead, x, scales, quantize)
+        out_idx, out_weights, recv_plan = self._ordinary_routing(call.layout, lead)
+        args.out_x, args.out_scales = rows.data_ptr(), out_scales.data_ptr()
+        args.out_ids, args.out_weights = out_idx.data_ptr(), out_weights.data_ptr()
+        args.recv_plan = recv_plan.data_ptr()
+        parts = (rows, out_scales, out_idx, out_weights)
+        result = run.launch(self.windows[call.window].native.dispatch, args, (*parts, sizes, send_plan, recv_plan))
+        if call.capacity < 0:
+            num_rows = result.result_rows
+            rows, out_scales, out_idx, out_weights = (_first_rows(part, num_rows, lead) for part in parts)
+        return Received(rows, out_scales, out_idx, out_weights, sizes, send_plan, recv_plan, self.tie())
+
     def _again(
-        self, call: Call, x: Tensor, scales: Tensor | None, routing: _Routing, quantize: int, stream: torch.cuda.Stream
+        self, call: Call, x: Tensor, scales: Tensor | None, routing: _Routing, quantize: int, run: _Running
     ) -> tuple[Tensor, Tensor]:
-        args = self._dispatch_args(call, x, scales, quantize, x.shape[0], routing.sizes, stream)
+        args = self._dispatch_args(call, x, scales, quantize, x.shape[0], routing.sizes, run.stream)
         args.cached, args.num_rows = True, math.prod(routing.lead)
         args.send_plan, args.recv_plan = routing.send_plan.data_ptr(), routing.recv_plan.data_ptr()
+        if call.is_small:
+            rows, out_scales = self._ordinary(routing.lead, x, scales, quantize)
+            args.room, args.out_x, args.out_scales = args.num_rows, rows.data_ptr(), out_scales.data_ptr()
+            run.launch(self.windows[call.window].native.dispatch, args, (rows, out_scales, *routing[:3]))
+            return rows, out_scales
         result = self.windows[call.window].native.dispatch(args)
         if result.in_heap:
             return _tensor(result.x), self._scales(result.scales)
-        rows, out_scales = self._staged(routing.lead, x, scales, quantize)
+        rows, out_scales = self._ordinary(routing.lead, x, scales, quantize)
         self._unload(call, rows, out_scales, recv_plan=routing.recv_plan)
         return rows, out_scales
 
@@ -299,11 +351,22 @@ class GpuCalls(NativeCalls):
         args.layout, args.alignment, args.capacity = call.layout, call.alignment, call.capacity
         args.max_tokens, args.hidden, args.num_tokens = call.max_tokens, hidden, num_tokens
         args.num_blocks, args.timeout_ns = call.num_sms, int(call.deadline_s * 1e9)
-        args.stream = stream.cuda_stream
+        args.stream, args.is_small = stream.cuda_stream, call.is_small
         return args
 
-    def _staged(self, lead: tuple[int, ...], x: Tensor, scales: Tensor | None, quantize: int) -> tuple[Tensor, Tensor]:
-        """Ordinary tensors for rows that found no room in the heap."""
+    def _ordinary_routing(self, layout: int, lead: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """Ordinary tensors for ids (int64), weights and the receive plan."""
+        per_row = (*lead, self.top_k) if layout == RANK_MAJOR else lead
+        return (
+            self._new(per_row if layout == RANK_MAJOR else (0,), torch.int64),
+            self._floats.new_empty(per_row),
+            self._ints.new_empty(self._recv_plan_len(layout)),
+        )
+
+    def _ordinary(
+        self, lead: tuple[int, ...], x: Tensor, scales: Tensor | None, quantize: int
+    ) -> tuple[Tensor, Tensor]:
+        """Ordinary tensors for rows and scales."""
         columns = x.shape[1]
         if quantize:
             dtype = torch.float32 if quantize == _FP8 else torch.uint8
@@ -345,7 +408,30 @@ class GpuCalls(NativeCalls):
     def _scales(self, array: Any) -> Tensor:
         return self._floats.new_empty(0) if array is None else _tensor(array)
 
-    def _pieces(self, x: Tensor, scales: Tensor | None, quantize: int) -> list[Tensor]:
+    def _most_rows(self, call: Call) -> int:
+        """Rows of a result without capacity if everything came here."""
+        tokens = self.num_ranks * call.max_tokens
+        if call.layout == RANK_MAJOR:
+            return tokens
+        return tokens * self.top_k + min(tokens * self.top_k, self.num_local_experts) * (call.alignment - 1)
+
+    def _columns(self, call: Call, y: Tensor, bias: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+        """y and bias, or their columns in parts whose contributions fit the slots of a small batch: as `_pieces`."""
+        room = self.landing_row_bytes // y.element_size()
+        if not call.is_small or call.wire or y.shape[-1] <= room:
+            return [(_dense(y), None if bias is None else _dense(bias))]
+        self._refuse_staged(call, y.shape[-1] * y.element_size(), self.landing_row_bytes)
+        biases = [None] * y.shape[-1] if bias is None else bias.split(room, dim=-1)
+        return [
+            (_dense(rows), None if part is None else _dense(part))
+            for rows, part in zip(y.split(room, dim=-1), biases, strict=False)
+        ]
+
+    def _refuse_staged(self, call: Call, row_bytes: int, room: int) -> None:
+        if call.is_staged:
+            raise Unsupported("staged=True with rows that travel in pieces", f"{row_bytes} bytes", f"at most {room}")
+
+    def _pieces(self, call: Call, x: Tensor, scales: Tensor | None, quantize: int) -> list[Tensor]:
         """x, or its columns in parts that fit the landing, for rows wider than those that the window is laid out for
         (fp32 rows of a bf16 object, opaque bytes). The same on all ranks, whether the heap has room or not."""
         row_bytes = x.shape[1] * (1 if quantize else x.element_size())
@@ -358,6 +444,7 @@ class GpuCalls(NativeCalls):
         if room <= 0:
             most = self.landing_row_bytes - LANDING_SLACK - ROW_MULTIPLE_BYTES
             raise Unsupported("x.scales wider than a row of x", f"{scale_bytes} bytes", f"at most {most}")
+        self._refuse_staged(call, row_bytes, room)
         columns = room // x.element_size()
         return [part.contiguous() for part in x.split(columns, dim=1)]
 
@@ -366,7 +453,7 @@ class _Running(Calling):
     """Around a call of the nvlink engine: also its stream, and what is in use there. `stream` is the current one
     inside; an async call's results are made there and used on the caller's."""
 
-    __slots__ = ("_caller", "_inputs", "_scope", "_streams", "results", "stream")
+    __slots__ = ("_caller", "_inputs", "_kept", "_native", "_scope", "_streams", "after", "results", "stream")
 
     def __init__(
         self, calls: GpuCalls, what: str, call: Call, inputs: Sequence[Tensor | None], tie: Tensor | None = None
@@ -375,7 +462,10 @@ class _Running(Calling):
         self._inputs = inputs
         self._streams: WindowStreams | None = None
         self._scope: Any = None
+        self._native: tuple[Callable[[Any], Any], Any] | None = None  # of a staged call: function and arguments
+        self._kept: list[Tensor] = []
         self.results: Sequence[Tensor] = ()
+        self.after: Callable[[], Any] | None = None  # to be done once more when a staged call has received
 
     def __enter__(self) -> _Running:
         super().__enter__()
@@ -386,6 +476,26 @@ class _Running(Calling):
             self.__exit__(type(error), error, None)
             raise
         return self
+
+    def launch(self, native: Callable[[Any], Any], args: Any, tensors: Sequence[Tensor | None]) -> Any:
+        """Call `native(args)`; of a staged call the half that sends. `tensors`: what the other half works on."""
+        if self._call.is_staged:
+            args.receives = False
+            self._native, self._kept = (native, args), [each for each in tensors if each is not None]
+        return native(args)
+
+    def receive(self) -> None:
+        """The other half of a staged call, on the current stream."""
+        assert self._native is not None and self._streams is not None  # noqa: S101, PT018  for mypy: launch() has been
+        native, args = self._native
+        stream = self._streams.begin(self._streams.current(), is_async=False)
+        if stream is not self.stream:
+            self._calls.record_stream(self._call.window, [*self._kept, *self.results], stream)
+        args.sends, args.receives, args.stream = False, True, stream.cuda_stream
+        native(args)
+        if self.after is not None:
+            self.after()
+        self._calls.last_event = Event(stream)
 
     def _begin_on_stream(self) -> None:
         calls, call = self._calls, self._call
@@ -407,6 +517,13 @@ class _Running(Calling):
             self._calls.record_stream(self._call.window, self.results, self._caller)
         torch.cuda.nvtx.range_pop()
         super().__exit__(*error)
+
+
+def _first_rows(tensor: Tensor, num_rows: int, lead: tuple[int, ...]) -> Tensor:
+    """Of a tensor with `lead` rows a view, or a copy where much more memory than that would be kept."""
+    if tensor.shape[:1] != lead:
+        return tensor  # scales or ids that there are none of
+    return tensor[:num_rows] if 2 * num_rows >= len(tensor) else tensor[:num_rows].clone()
 
 
 def _dense(tensor: Tensor) -> Tensor:

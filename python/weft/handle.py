@@ -33,6 +33,10 @@ class Event:
         event._cuda_event()
         return event
 
+    def follow(self, later: Event) -> None:
+        """Stand for the completion of a later part of the call."""
+        self._stream, self._event = later._stream, later._event
+
     def _cuda_event(self) -> Any:
         """Recorded when first asked for: calls that nobody waits for cost nothing."""
         if self._event is None and self._stream is not None:
@@ -85,6 +89,7 @@ class Handle:
     num_tokens: int
     max_tokens: int
     window: int
+    is_small: bool = False  # of a small-batch dispatch: only the small-batch kernels understand its plans
     sent: Any = None  # the record that weft.autograd keeps of the dispatch, eager mode with gradients only
 
     @property
@@ -115,7 +120,7 @@ class Dispatched:
         handle: for `combine` and for `dispatch(handle=...)`.
         overflow: int64 [], picks dropped on this rank because of capacity, accumulated over the calls of the
             ExpertParallel.
-        event: completion of the call.
+        event: completion of the call; of a staged one until `wait`: of its sending.
 
     With `capacity`, rows at and beyond `num_rows` are undefined.
     """
@@ -127,6 +132,7 @@ class Dispatched:
     overflow: torch.Tensor
     event: Event = COMPLETE
     calls: Any = None  # of the ExpertParallel
+    half: Any = None  # of a staged dispatch: the half that receives
 
     @property
     def num_tokens_per_expert(self) -> torch.Tensor:
@@ -144,7 +150,15 @@ class Dispatched:
         return self.handle.sizes[-1]
 
     def wait(self) -> Dispatched:
-        """Receive the rows of a `staged=True` dispatch. Engines so far receive them in the call itself."""
+        """Receive what a `staged=True` dispatch has sent, on the current stream of the GPU, where its results may then
+        be used; they are not there before. Every rank calls it, before any other call on the window. A second call, on
+        any stream, makes that stream wait. Nothing happens for a dispatch that was not staged.
+
+        Raises:
+            As dispatch, what the peers have not done among it. InvalidState: there was a `rebuild` in between.
+        """
+        if self.half is not None:
+            self.half.receive()
         return self
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:

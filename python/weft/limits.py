@@ -30,6 +30,7 @@ MAX_EXPERTS = 1 << 20
 MAX_HIDDEN = 1 << 20
 MAX_ALIGNMENT = 1 << 20
 MAX_SMALL_TOKENS = 512  # a rank: windows have slots for so many in a small-batch call
+SMALL_SHARED_BYTES = 224 << 10  # of a block on every GPU that Weft runs on, less the kernels' own variables
 MAX_CAPACITY = (1 << 31) - 1  # rows are counted in int32
 MAX_HEAP_BYTES = 1 << 46
 MAX_WINDOWS = 1024
@@ -156,6 +157,12 @@ def _agree(options: dict[str, Any]) -> bool:
     window = options.get("window") or 0
     if window >= options.get("num_windows", window + 1):
         return False
+    if options.get("staged") and (options.get("async_op") or options.get("mode") == "throughput"):
+        return False
+    if (options.get("staged") or options.get("mode") == "latency") and (options.get("max_tokens") or 0) > (
+        small_tokens(options.get("max_tokens_per_rank", MAX_TOKENS_PER_RANK))
+    ):
+        return False
     layout = options.get("layout", "expert_major")  # any that allows the rest
     if options.get("alignment", 1) != 1 and layout != "expert_major":
         return False
@@ -194,7 +201,8 @@ def memory(
     Returns:
         control_bytes: headers, progress words and payload slots of one window.
         staging_bytes: of one window; cpu: staging rings, one a rank; nvlink: the landing, a row for each token of each
-            rank with its ids and weights. Also where rows land that find no heap.
+            rank with its ids and weights, where rows land that find no heap; and the slots of small batches, two for
+            each of up to MAX_SMALL_TOKENS tokens of each rank.
         heap_bytes: receive memory of one window.
         windows_bytes: all of these times num_windows; layers of equal shape share their windows.
         rows_bytes: received rows of one layer with balanced routing (each token reaches min(top_k, num_ranks) ranks).
@@ -221,7 +229,9 @@ def memory(
         raise InvalidArgument(f"engine is {engine!r}; allowed: {', '.join(ENGINES)}")
     if engine == "nvlink":
         row_bytes = landing_row_bytes(hidden, dtype)
-        control, staging = _gpu_window_bytes(num_ranks, num_experts, top_k, max(1, max_tokens_per_rank), row_bytes)
+        control, staging = _gpu_window_bytes(
+            num_ranks, num_experts, top_k, max(1, max_tokens_per_rank), row_bytes, small_tokens(max_tokens_per_rank)
+        )
     else:
         control, staging = _window_bytes(num_ranks, num_experts, top_k, hidden)
     heap = heap_bytes
@@ -306,16 +316,38 @@ def _window_bytes(num_ranks: int, num_experts: int, top_k: int, hidden: int) -> 
 
 
 def _gpu_window_bytes(
-    num_ranks: int, num_experts: int, top_k: int, max_tokens: int, row_bytes: int, num_blocks: int = MAX_NUM_SMS
+    num_ranks: int,
+    num_experts: int,
+    top_k: int,
+    max_tokens: int,
+    row_bytes: int,
+    small_tokens: int,
+    *,
+    num_blocks: int = MAX_NUM_SMS,
 ) -> tuple[int, int]:
-    """(control, landing) of `GpuWindowLayout::make` in include/weft/layout/gpu_window.h; a test compares the two."""
+    """(control, landing and small slots) of `GpuWindowLayout::make` in include/weft/layout/gpu_window.h; a test
+    compares the two."""
     cache_line, parities, phases, channels, payload_fixed, plan_header, align = 64, 2, 4, 8, 80, 64, 256
     cells = num_ranks * num_blocks * cache_line
     payload = _up(payload_fixed + 4 * (num_experts + num_ranks), cache_line) * parities * num_ranks
     control = 3 * cache_line + cells * (phases * parities + channels) + payload
     picks = num_ranks * max_tokens * top_k
     weights = _up(_up(num_ranks * max_tokens * row_bytes, align) + 8 * picks, align)
-    return control, _up(_up(weights + 4 * picks, align) + plan_header + 4 * picks, _PAGE)
+    small = _up(_up(weights + 4 * picks, align) + plan_header + 4 * picks, align)
+    slots = parities * num_ranks * small_tokens
+    small_ids = _up(small + slots * _up(row_bytes, ROW_MULTIPLE_BYTES), align)
+    return control, _up(small_ids + 2 * _up(4 * slots * top_k, align), _PAGE)
+
+
+def small_shared_bytes(num_places: int, num_groups: int, num_local_experts: int) -> int:
+    """Shared memory of a block of a small-batch dispatch; SmallDispatchKernelConfig::shared_bytes."""
+    warps = 16
+    return _up(4 * ((warps + 2) * num_groups + num_local_experts + num_places), 128)
+
+
+def small_tokens(max_tokens_per_rank: int) -> int:
+    """Most tokens of a rank in a small-batch call of a window."""
+    return min(max(1, max_tokens_per_rank), MAX_SMALL_TOKENS)
 
 
 def landing_row_bytes(hidden: int, dtype: Any) -> int:

@@ -50,6 +50,8 @@ class Call:
     num_sms: int = 0  # 0: the engine's business
     wire: int = 0  # combine: code of the format on the wire, 0: that of the rows
     is_async: bool = False  # on a stream of the window
+    is_small: bool = False  # by the kernels for small batches
+    is_staged: bool = False  # small: send now, receive when `Half.receive` is called
 
     def in_backward(self) -> Call:
         """The same for a backward: there rows travel as they are, on the stream that autograd chose."""
@@ -248,6 +250,15 @@ class NativeCalls(ABC):
         if self.closed:
             raise InvalidState(f"{what}: the ExpertParallel is closed; make a new one")
 
+    def raise_if_staged(self, what: str, window: int) -> None:
+        """InvalidState if a staged call of the window has not been received."""
+        half = self.windows[window].half
+        if half is not None and half.blocks(self.comm.epoch) and not self.comm.broken:
+            raise InvalidState(
+                f"{what}: a staged call on window {window} has not been received; call its wait() first, or use "
+                "another window (num_windows=2)"
+            )
+
     def raise_bad_ids(self, remark: str = "") -> None:
         """Raise what an earlier dispatch found in topk_idx, once."""
         if self.bad_ids is not None:
@@ -300,12 +311,13 @@ class NativeCalls(ABC):
 
 
 class Calling:
-    """Around a native call: refuse what can't be done now, count, time, and name the range for profilers."""
+    """Around a native call: refuse what can't be done now, count, time, and name the range for profilers. `is_rest`:
+    the call has begun before, staged."""
 
-    __slots__ = ("_begin", "_call", "_calls", "_range", "_tie", "_what")
+    __slots__ = ("_begin", "_call", "_calls", "_is_rest", "_range", "_tie", "_what")
 
-    def __init__(self, calls: Any, what: str, call: Call, tie: Tensor | None = None) -> None:
-        self._calls, self._what, self._call, self._tie = calls, what, call, tie
+    def __init__(self, calls: Any, what: str, call: Call, tie: Tensor | None = None, *, is_rest: bool = False) -> None:
+        self._calls, self._what, self._call, self._tie, self._is_rest = calls, what, call, tie, is_rest
         self._range: Any = None
         if torch.autograd._profiler_enabled():
             self._range = torch.profiler.record_function(f"weft::{what} {LAYOUTS[call.layout]}")
@@ -317,7 +329,9 @@ class Calling:
         try:
             if self._tie is not None:
                 calls.check_tie(self._what, self._tie)
-            calls.before_call(self._what, self._call, self._tie)
+            if not self._is_rest:
+                calls.raise_if_staged(self._what, self._call.window)
+                calls.before_call(self._what, self._call, self._tie)
         except Error:
             calls.comm.leave()
             raise
@@ -331,10 +345,10 @@ class Calling:
         if error[0] is not None:
             pass  # calls that failed do not count
         elif self._what == "dispatch":
-            counters.num_dispatches += 1
+            counters.num_dispatches += not self._is_rest
             counters.dispatch_s += seconds
         else:
-            counters.num_combines += 1
+            counters.num_combines += not self._is_rest
             counters.combine_s += seconds
         if self._range is not None:
             self._range.__exit__(*error)

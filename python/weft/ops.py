@@ -45,11 +45,12 @@ def dispatch(
     deadline_s: float,
     window: int,
     num_sms: int,
+    is_small: bool,
     quantize: int,
     clear_tail: bool,
 ) -> Tensor:
     """A ticket (int64 [1]) for `receive`."""
-    call = Call(layout, alignment, capacity, max_tokens, deadline_s, window, num_sms)
+    call = Call(layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, is_small=is_small)
     calls = by_token(token)
     received = calls.dispatch(call, x, scales, topk_idx, topk_weights, quantize, clear_tail)
     return torch.tensor([calls.results.put(received)])
@@ -69,6 +70,7 @@ def _dispatch_fake(
     deadline_s: float,
     window: int,
     num_sms: int,
+    is_small: bool,
     quantize: int,
     clear_tail: bool,
 ) -> Tensor:
@@ -93,6 +95,7 @@ def receive(
     deadline_s: float,
     window: int,
     num_sms: int,
+    is_small: bool,
     quantize: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fields of `weft.native_calls.Received`, once a ticket. The inputs of dispatch are here for their
@@ -118,6 +121,7 @@ def _receive_fake(
     deadline_s: float,
     window: int,
     num_sms: int,
+    is_small: bool,
     quantize: int,
 ) -> tuple[Tensor, ...]:
     new_size = torch.library.get_ctx().new_dynamic_size
@@ -164,7 +168,7 @@ def _receive_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.x_is_differentiable = x.is_floating_point() and received.x.is_floating_point()
     ctx.has_weights = topk_weights is not None
     ctx.hidden = x.shape[1]
-    ctx.call = tuple(inputs[9:16])
+    ctx.call = tuple(inputs[9:17])
 
 
 def _receive_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
@@ -200,7 +204,7 @@ def _receive_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         None,
         None,
         grad_weights if ctx.has_weights else None,
-        *[None] * 12,
+        *[None] * 13,
     )
 
 
@@ -223,11 +227,12 @@ def dispatch_again(
     deadline_s: float,
     window: int,
     num_sms: int,
+    is_small: bool,
     clear_tail: bool,
     quantize: int,
 ) -> tuple[Tensor, Tensor]:
     """(x, scales). `weights` received before are read for their shape alone: it gives the number of rows."""
-    call = Call(layout, alignment, capacity, max_tokens, deadline_s, window, num_sms)
+    call = Call(layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, is_small=is_small)
     return by_token(tie).dispatch_again(
         call,
         x,
@@ -259,6 +264,7 @@ def _dispatch_again_fake(
     deadline_s: float,
     window: int,
     num_sms: int,
+    is_small: bool,
     clear_tail: bool,
     quantize: int,
 ) -> tuple[Tensor, Tensor]:
@@ -289,7 +295,7 @@ def _dispatch_again_backward(ctx: Any, grad_x: Tensor, _: Tensor | None) -> tupl
     grad, _ = combine(
         grad_x, weights, send_plan, recv_plan, tie, sizes, None, None, 1, ctx.num_tokens, *ctx.call, 0, False, False
     )
-    return (grad, *[None] * 15)
+    return (grad, *[None] * 16)
 
 
 # ---- combine
@@ -314,12 +320,13 @@ def combine(
     deadline_s: float,
     window: int,
     num_sms: int,
+    is_small: bool,
     wire: int,
     weighted: bool,
     clear_tail: bool,
 ) -> tuple[Tensor, Tensor]:
     """(y [T, H], side [T, K] or empty). `clear_tail` is for the backward: gradients of rows without data are zero."""
-    call = Call(layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, wire)
+    call = Call(layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, wire, is_small=is_small)
     used = weights if weighted and layout != RANK_MAJOR else None
     return by_token(tie).combine(call, y, used, send_plan, recv_plan, tie, bias, side, num_tokens)
 
@@ -343,6 +350,7 @@ def _combine_fake(
     deadline_s: float,
     window: int,
     num_sms: int,
+    is_small: bool,
     wire: int,
     weighted: bool,
     clear_tail: bool,
@@ -368,7 +376,7 @@ def _combine_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ..
     grad_y, grad_weights = combine_gradients(rows, y, weights if ctx.uses_weights else None)
     grad_bias = None if ctx.bias is None else bias_gradient(grad, *ctx.bias)
     # The tie's gradient, zero as it is, makes the backward of dispatch wait for this one and run on every rank.
-    return grad_y, grad_weights, None, None, torch.zeros_like(tie), None, grad_bias, *[None] * 13
+    return grad_y, grad_weights, None, None, torch.zeros_like(tie), None, grad_bias, *[None] * 14
 
 
 def combine_gradients(rows: Tensor, y: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -1,6 +1,6 @@
-"""Which kernels a call runs: those for small batches (latency) or the others (throughput). From values equal on all ranks.
+"""Which kernels a call runs: those for small batches (latency) or the others (throughput).
 
-`Table` holds what is measured, `choose` and `small_num_sms` are all that asks it.
+From values equal on all ranks. `Table` holds what is measured; `choose` and `small_num_sms` are all that ask it.
 """
 
 from __future__ import annotations

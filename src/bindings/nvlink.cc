@@ -196,9 +196,9 @@ void bind_window(nb::module_& m) {
 }
 
 std::tuple<u64, u64> window_bytes(i32 num_ranks, i32 num_experts, i32 top_k, i64 max_tokens, i64 landing_row_bytes,
-                                  i32 num_blocks) {
+                                  i32 num_blocks, i64 small_tokens) {
   const GpuWindowLayout layout =
-      GpuWindowLayout::make({num_ranks, num_experts, top_k, num_blocks, max_tokens, landing_row_bytes});
+      GpuWindowLayout::make({num_ranks, num_experts, top_k, num_blocks, max_tokens, landing_row_bytes, small_tokens});
   if (!layout.ok) throw_invalid_argument("no window between GPUs has this shape");
   return {layout.control_bytes, layout.landing_bytes};
 }
@@ -231,7 +231,7 @@ void bind_nvlink(nb::module_& m) {
       },
       "max_tokens"_a, "top_k"_a, "num_ranks"_a, "layout"_a);
   m.def("gpu_window_bytes", &window_bytes, nb::kw_only(), "num_ranks"_a, "num_experts"_a, "top_k"_a, "max_tokens"_a,
-        "landing_row_bytes"_a, "num_blocks"_a);
+        "landing_row_bytes"_a, "num_blocks"_a, "small_tokens"_a);
 }
 
 }  // namespace weft::bindings

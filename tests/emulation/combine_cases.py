@@ -57,7 +57,7 @@ class CombineRunner(Runner):
         combined = self._new_combine(round_)
         for rank in self.case.active_ranks:
             self._add_combine(rank, round_.received[rank], combined)
-        self.num_operations += 1 if self.case.is_small else len(self._passes())
+        self.num_operations += 1 if self.case.is_small_again else len(self._passes())
         self.combined.append(combined)
         return round_
 
@@ -85,7 +85,7 @@ class CombineRunner(Runner):
 
     def _add_combine(self, rank: int, received: Received, combined: Combined) -> None:
         fields = self._fields(rank, received, combined)
-        if self.case.is_small:
+        if self.case.is_small_again:
             fields |= {"rows": self.memory.put(combined.rows[rank]), "max_tokens": self.call.max_tokens}
             for sends, receives in ((True, False), (False, True)) if self.case.is_split else ((True, True),):
                 source = self._small_source(sends=sends, receives=receives)

@@ -1,6 +1,7 @@
 """Dispatches on emulated GPUs, compared word by word with the specification in weft.reference."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,6 +54,7 @@ class Case:
     num_bad_ids: int = 0
     lost_ranks: tuple[int, ...] = ()  # which are not members any more
     is_small: bool = False
+    is_small_behind: bool = False  # what repeats or combines the routing of a throughput dispatch is small
     is_split: bool = False  # small: two launches
     shared_bytes: int = 48 << 10
 
@@ -61,9 +63,14 @@ class Case:
         """The members."""
         return tuple(rank for rank in range(self.shape.num_ranks) if rank not in self.lost_ranks)
 
+    @property
+    def is_small_again(self) -> bool:
+        """Of what follows a dispatch."""
+        return self.is_small or self.is_small_behind
+
     def call(self) -> Call:
         """What is equal on all ranks."""
-        most = self.shape.small_tokens if self.is_small else self.shape.max_tokens
+        most = self.shape.small_tokens if self.is_small_again else self.shape.max_tokens
         return Call(
             layout=self.layout,
             num_blocks=self.num_blocks,
@@ -237,8 +244,11 @@ class Runner:
             self._add_repetition(round_)
         return round_
 
-    def _add_small(self, rank: int, inputs: Inputs, result: Received) -> None:
-        room, small_launch = self._most_rows(), self.dispatcher.small_launch
+    def _add_small(
+        self, rank: int, inputs: Inputs, result: Received, room: int = -1, *, is_cached: bool = False
+    ) -> None:
+        room = self._most_rows() if room < 0 else room
+        small_launch = functools.partial(self.dispatcher.small_launch, is_cached=is_cached)
         if not self.case.is_split:
             self.streams[rank] += small_launch(rank, inputs, result, room=room)
             return
@@ -261,7 +271,11 @@ class Runner:
             inputs = put_inputs(self.memory, g.x, g.scales, g.ids, None)
             result = dataclasses.replace(round_.received[rank])
             room = 0 if rank in case.staged_ranks else max(result.num_rows, 1)
-            if rank not in case.lost_ranks:
+            if rank in case.lost_ranks:
+                pass
+            elif case.is_small_again:
+                self._add_small(rank, inputs, result, result.num_rows, is_cached=True)
+            else:
                 self.streams[rank] += self.dispatcher.launch(rank, inputs, result, room=room, is_cached=True)
             round_.repeated.append(result)
 

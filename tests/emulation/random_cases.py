@@ -69,7 +69,7 @@ def random_dispatch(seed: int, *, is_small: bool) -> Case:
         ids_are_int64=dice.chance(60),
         has_weights=dice.chance(80),
         num_rounds=3,
-        is_repeated=not is_small and dice.chance(30),
+        is_repeated=dice.chance(30),
         staged_ranks=tuple(rank for rank in range(num_ranks) if not is_small and dice.chance(25)),
         num_duplicates=dice.one_of(0, 0, 3),
         num_bad_ids=dice.one_of(0, 0, 2),

@@ -39,6 +39,16 @@ CASES = {
     ),
 }
 
+CASES |= {
+    f"{layout} of a throughput dispatch": CombineCase(
+        dispatch=dataclasses.replace(
+            PLAIN, seed=4, layout=layout, is_small=False, is_small_behind=True, capacity=capacity, num_rounds=2
+        ),
+        has_side=True,
+    )
+    for layout, capacity in (("rank_major", 25), ("masked", 5))
+}
+
 MUTANTS = (
     Mutant(
         "the header is sent while other warps store sums",

@@ -18,8 +18,8 @@ CASES = {
     "rank_major, more blocks than tokens": dataclasses.replace(
         PLAIN, tokens=(2, 1, 2), num_blocks=4, shape=dataclasses.replace(WINDOW, num_blocks=4), num_bad_ids=1
     ),
-    "rank_major, capacity, two launches": dataclasses.replace(
-        PLAIN, seed=1, tokens=(24, 0, 20), capacity=30, ids_are_int64=False, has_weights=False, is_split=True
+    "rank_major, capacity, repeated": dataclasses.replace(
+        PLAIN, seed=1, tokens=(24, 0, 20), capacity=30, ids_are_int64=False, has_weights=False, is_repeated=True
     ),
     "expert_major, ue8m0": dataclasses.replace(
         PLAIN, seed=2, layout="expert_major", rows="fp8_ue8m0", hidden=272, alignment=8, num_duplicates=3
@@ -34,10 +34,22 @@ CASES = {
         capacity=9,
         num_duplicates=2,
         is_split=True,
+        is_repeated=True,
     ),
     "rank_major, a lost rank": dataclasses.replace(PLAIN, seed=5, lost_ranks=(0,), num_bad_ids=1),
     "expert_major, fp8, capacity": dataclasses.replace(
-        PLAIN, seed=4, layout="expert_major", rows="fp8", dtype=torch.float32, hidden=144, capacity=40, alignment=4
+        PLAIN,
+        seed=4,
+        layout="expert_major",
+        rows="fp8",
+        dtype=torch.float32,
+        hidden=144,
+        capacity=40,
+        alignment=4,
+        is_repeated=True,
+    ),
+    "expert_major of a throughput dispatch, repeated": dataclasses.replace(
+        PLAIN, seed=6, layout="expert_major", is_small=False, is_small_behind=True, is_repeated=True, alignment=8
     ),
 }
 

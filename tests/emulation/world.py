@@ -221,9 +221,11 @@ def dispatch_source(shape: Shape, call: Call, rows: Rows, *, is_cached: bool) ->
     return source
 
 
-def small_dispatch_source(shape: Shape, call: Call, rows: Rows, *, sends: bool, receives: bool) -> str:
+def small_dispatch_source(
+    shape: Shape, call: Call, rows: Rows, *, sends: bool, receives: bool, is_cached: bool = False
+) -> str:
     """The kernel of a dispatch of a small batch, or a half of it."""
-    args = dispatch_args(call, rows, is_small=True)
+    args = dispatch_args(call, rows, is_cached=is_cached, is_small=True)
     args.sends, args.receives = sends, receives  # type: ignore[attr-defined]
     source: str = _load.native().render_small_dispatch(
         args, **_window(shape, shape.small_tokens), shared_bytes=call.shared_bytes
@@ -372,7 +374,15 @@ class Dispatcher:
         return [dispatch, Launch(world.compiler.start(_load.native().render_unload()), fields)]
 
     def small_launch(
-        self, rank: int, inputs: Inputs, result: Received, *, room: int, sends: bool = True, receives: bool = True
+        self,
+        rank: int,
+        inputs: Inputs,
+        result: Received,
+        *,
+        room: int,
+        sends: bool = True,
+        receives: bool = True,
+        is_cached: bool = False,
     ) -> list[Launch]:
         """A dispatch of a small batch, or a half of it, into ordinary memory for `room` rows."""
         world, call, rows, shape = self.world, self.call, self.rows, self.world.shape
@@ -380,6 +390,7 @@ class Dispatcher:
         if receives:
             per_row = 1 if call.is_by_expert else shape.top_k
             result.x, result.scales = memory.allocate(room * rows.wire_bytes), memory.allocate(room * rows.scale_bytes)
+        if receives and not is_cached:
             result.weights = memory.allocate(4 * room * per_row)
             if not call.is_by_expert:
                 result.ids = memory.allocate(room * shape.top_k * (8 if call.ids_are_int64 else 4))
@@ -389,7 +400,7 @@ class Dispatcher:
             **world.view(rank, call.num_blocks),
             **_given(inputs),
             **_written(result),
-            "ticket": self.ticket if call.capacity < 0 else 0,
+            "ticket": self.ticket if call.capacity < 0 and not is_cached else 0,
             "max_tokens": call.max_tokens,
             "num_parts": max(call.num_blocks // max(call.max_tokens, 1), 1),
             "alignment": call.alignment,
@@ -398,7 +409,7 @@ class Dispatcher:
             "recv_plan": result.recv_plan,
         }
         fields |= {f"out_{name}": getattr(result, name) for name in ("x", "scales", "ids", "weights")}
-        source = small_dispatch_source(shape, call, rows, sends=sends, receives=receives)
+        source = small_dispatch_source(shape, call, rows, sends=sends, receives=receives, is_cached=is_cached)
         launch = Launch(world.compiler.start(source, self.mutant), fields)
         return self._look([launch], result) if receives else [launch]
 

@@ -57,6 +57,7 @@ class Hub:
     told: dict[int, Any]
     routings: dict[int, reference.Routing]
     numbers: Iterator[int]
+    small: set[int]  # routings of small batches
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
         """Everybody's value, by rank."""
@@ -77,6 +78,8 @@ class SimulatedWindow:
         self.hub, self.rank, self.spec = hub, comm.rank, spec
         self.num_calls = 0
         self.staged: dict[str, Tensor] | None = None
+        self.sent: Any = None  # by the first half of a call
+        self.num_small = 0
         self.bad_ids: tuple[int, int, int] | None = None
 
     def _has_room(self) -> bool:
@@ -101,10 +104,25 @@ class SimulatedWindow:
     def dispatch(self, args: Any) -> Any:
         """As the kernel: rows of all ranks, and for a first dispatch plans, counts and ids."""
         assert self.staged is None, "unload comes first"
-        rows = self._rows(args)
-        return self._again(args, rows) if args.cached else self._first(args, rows)
+        if self._begins(args):
+            rows = self._rows(args)
+            self.sent = (rows,) if args.cached else self._taken(args, rows)
+        if not args.receives:
+            return SimpleNamespace(in_heap=False, result_rows=-1)
+        sent, self.sent = self.sent, None
+        return self._again(args, *sent) if args.cached else self._first(args, *sent)
 
-    def _first(self, args: Any, rows: Tensor | Quantized) -> Any:
+    def _begins(self, args: Any) -> bool:
+        """As Window::check_half, and what a small batch may be."""
+        assert (self.sent is None) == args.sends, "halves of staged calls are not in turn"
+        if args.is_small:
+            assert args.max_tokens <= self.spec.small_tokens, "too many tokens for the slots"
+            self.num_small += args.sends
+        else:
+            assert args.sends == args.receives, "small batches alone have halves"
+        return bool(args.sends)
+
+    def _taken(self, args: Any, rows: Tensor | Quantized) -> tuple[Any, ...]:
         num_tokens, top_k = args.num_tokens, self.spec.top_k
         assert args.topk_is_int64, "ranks may have different types: one travels"
         ids = at(args.topk_idx, (num_tokens, top_k), torch.int64).clone()
@@ -112,6 +130,10 @@ class SimulatedWindow:
         weights = torch.ones(ids.shape)
         if args.topk_weights:
             weights = at(args.topk_weights, ids.shape, torch.float32).clone()
+        return rows, ids, weights
+
+    def _first(self, args: Any, rows: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Any:
+        num_tokens, top_k = args.num_tokens, self.spec.top_k
         told = self.hub.exchange(self.rank, (rows, ids, weights))
         layout = LAYOUTS[args.layout]
         results = reference.dispatch(
@@ -126,6 +148,8 @@ class SimulatedWindow:
         )
         (number, *_) = self.hub.exchange(self.rank, next(self.hub.numbers) if self.rank == 0 else None)
         self.hub.routings[number] = results[0].routing
+        if args.is_small:
+            self.hub.small.add(number)
         mine = results[self.rank]
         self._write_sizes(args, mine)
         plan_len = weft._native.gpu_recv_plan_len(self.spec.max_tokens, top_k, self.hub.num_ranks, args.layout)
@@ -136,7 +160,7 @@ class SimulatedWindow:
         if mine.topk_idx is not None:
             parts["topk_idx"] = mine.topk_idx.to(torch.int64)
         num_rows = int(torch.Size(mine.routing.row_shape[self.rank]).numel())
-        return self._result(parts, num_rows)
+        return self._result(args, parts, num_rows)
 
     def _look_for_bad_ids(self, ids: Tensor) -> None:
         flat = ids.flatten()
@@ -152,6 +176,8 @@ class SimulatedWindow:
 
     def _routing(self, args: Any) -> reference.Routing:
         number = int(at(args.recv_plan, (1,), torch.int32))
+        is_of_small = number in self.hub.small
+        assert args.is_small or not is_of_small, "plans that only small batches understand"
         if args.num_tokens:
             assert int(at(args.send_plan, (1,), torch.int32)) == number, "plans of two handles"
         return self.hub.routings[number]
@@ -166,9 +192,11 @@ class SimulatedWindow:
             assert int(counts.sum()) == int(here[0]), "counts are those of the first dispatch"
         told = self.hub.exchange(self.rank, rows)
         moved = reference.repeat_dispatch(told, routing, quantize=QUANTIZE[args.quantize])[self.rank]
-        return self._result(_parts(moved), num_rows)
+        return self._result(args, _parts(moved), num_rows)
 
-    def _result(self, parts: dict[str, Tensor], num_rows: int) -> Any:
+    def _result(self, args: Any, parts: dict[str, Tensor], num_rows: int) -> Any:
+        if args.is_small:
+            return self._small_result(args, parts, num_rows)
         names = ("x", "scales", "topk_idx", "topk_weights", "recv_plan")
         arrays = dict.fromkeys(names)
         has_room = self._has_room()
@@ -178,6 +206,15 @@ class SimulatedWindow:
         else:
             self.staged = parts
         return SimpleNamespace(**arrays, in_heap=has_room, result_rows=num_rows)
+
+    def _small_result(self, args: Any, parts: dict[str, Tensor], num_rows: int) -> Any:
+        """Into the caller's tensors, which may have more rows."""
+        assert num_rows <= args.room
+        names = {"x": "out_x", "scales": "out_scales", "topk_idx": "out_ids", "topk_weights": "out_weights"}
+        for name, part in parts.items():
+            address = getattr(args, names.get(name, name))
+            (aligned if name == "x" else at)(address, part.shape, part.dtype).copy_(part)
+        return SimpleNamespace(in_heap=False, result_rows=num_rows)
 
     def unload(self, args: Any) -> None:
         """Copy what was staged to where the caller wants it."""
@@ -194,7 +231,17 @@ class SimulatedWindow:
         """As the kernel; in rank_major side values of all rows of a token are added, whose picks they may be."""
         assert self.staged is None, "unload comes first"
         self.num_calls += 1
+        if self._begins(args):
+            self.sent = self._contributed(args)
+        if args.receives:
+            sent, self.sent = self.sent, None
+            self._sum(args, *sent)
+
+    def _contributed(self, args: Any) -> tuple[Any, ...]:
         dtype, layout = DTYPES[args.dtype], LAYOUTS[args.layout]
+        if args.is_small:
+            wire_bytes = args.hidden + -(-args.hidden // 128) * 4 if args.wire_is_fp8 else args.hidden * dtype.itemsize
+            assert wire_bytes <= self.spec.landing_row_bytes, "contributions do not fit the slots"
         routing = self._routing(args)
         y = aligned(args.y, (args.num_rows, args.hidden), dtype).clone()
         weights = at(args.weights, (args.num_rows,), torch.float32).clone() if args.weights else None
@@ -202,6 +249,12 @@ class SimulatedWindow:
         if args.has_side:
             shape = (args.num_rows, self.spec.top_k) if layout == "rank_major" else (args.num_rows,)
             side = at(args.side, shape, torch.float32).clone()
+        return routing, y, weights, side
+
+    def _sum(
+        self, args: Any, routing: reference.Routing, y: Tensor, weights: Tensor | None, side: Tensor | None
+    ) -> None:
+        dtype = DTYPES[args.dtype]
         bias = None
         if args.bias:
             bias_shape = (args.num_tokens, args.hidden) if args.bias_is_2d else (args.hidden,)
@@ -257,7 +310,7 @@ class SimulatedWindow:
         return found
 
     def stats(self) -> dict[str, Any]:
-        return {"num_staged": 0, "wait_us": [0.0] * self.hub.num_ranks}
+        return {"num_staged": 0, "num_small": self.num_small, "wait_us": [0.0] * self.hub.num_ranks}
 
     def close(self) -> None: ...
 
@@ -308,7 +361,7 @@ class SimulatedRanks:
         *,
         may_die: Collection[int] = (),
     ) -> list[Any]:
-        hub = Hub(num_ranks, threading.Barrier(num_ranks), {}, {}, itertools.count(1))
+        hub = Hub(num_ranks, threading.Barrier(num_ranks), {}, {}, itertools.count(1), set())
 
         def work(comm: weft.Communicator) -> Any:
             try:

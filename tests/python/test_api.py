@@ -320,6 +320,7 @@ def test_memory_formula_is_that_of_gpu_windows(shape: tuple[int, int, int, int, 
         max_tokens=max_tokens,
         landing_row_bytes=landing_row_bytes(hidden, "bfloat16"),
         num_blocks=weft.limits().max_num_sms,
+        small_tokens=min(max_tokens, 512),
     )
     with pytest.raises(weft.InvalidArgument, match="engine is 'gpu'; allowed: cpu, nvlink"):
         weft.limits.memory(*shape, engine="gpu")  # type: ignore[attr-defined]

@@ -60,7 +60,7 @@ def arguments(ep: weft.ExpertParallel, layout: str, **changes: Any) -> dict[str,
     call = {
         "layout": ("rank_major", "expert_major", "masked").index(options["layout"]),
         "alignment": options.get("alignment", 1), "capacity": options.get("capacity", -1),
-        "max_tokens": 64, "deadline_s": 10.0, "window": 0, "num_sms": 0,
+        "max_tokens": 64, "deadline_s": 10.0, "window": 0, "num_sms": 0, "is_small": False,
     }  # fmt: skip
     given = {"x": inputs.x, "scales": None, "topk_idx": inputs.topk_idx, "topk_weights": inputs.topk_weights}
     return {**given, "token": ep.calls.token, **call, **changes}
@@ -70,7 +70,7 @@ def arguments(ep: weft.ExpertParallel, layout: str, **changes: Any) -> dict[str,
 def test_opcheck(ep: weft.ExpertParallel, layout: str) -> None:
     ep.calls.results.keep = True  # opcheck runs receive several times with one ticket
     sent = {**arguments(ep, layout), "quantize": 0}
-    names = ("layout", "alignment", "capacity", "max_tokens", "deadline_s", "window", "num_sms")
+    names = ("layout", "alignment", "capacity", "max_tokens", "deadline_s", "window", "num_sms", "is_small")
     call = {name: sent[name] for name in names}
     torch.library.opcheck(ops.dispatch, (), {**sent, "x": sent["x"].detach(), "topk_weights": None, "clear_tail": True})
     ticket = ops.dispatch(**sent, clear_tail=True)

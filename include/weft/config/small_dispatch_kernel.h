@@ -18,6 +18,7 @@ struct SmallDispatchKernelConfig {
   Quantize quantize = Quantize::kNone;
   Layout layout = Layout::kRankMajor;
   bool topk_is_int64 = true;  // type of the ids that come in and go out
+  bool is_cached = false;     // the routing is that of a handle, of a dispatch of any kind
   bool sends = true;          // the halves of staged use; both in a plain call
   bool receives = true;
 

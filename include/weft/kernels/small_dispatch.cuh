@@ -2,6 +2,7 @@
 // to this file; in short:
 //   send     ids and weights to everyone, rows to slots that need no asking; one header a block and peer
 //   receive  places from all ids while rows are on their way; rows from the slots to their places
+// The routing of a handle is repeated by its plans: no ids, no places to find.
 // A plain call is one launch that does both; staged use launches each half by itself.
 #pragma once
 
@@ -17,8 +18,10 @@ __device__ bool receive_small(const SmallDispatchState<kConfig>& state, transpor
   SmallDispatchReceive<kConfig> receive(state);
   verdict = transport::wait_all(a.view, Phase::kCount, state.flight, 0);
   if (verdict != transport::Verdict::kOk) return false;
-  receive.find_places();
-  if (blockIdx.x == 0) receive.write_counts();
+  if constexpr (!kConfig.is_cached) {
+    receive.find_places();
+    if (blockIdx.x == 0) receive.write_counts();
+  }
   verdict = transport::wait_all(a.view, Phase::kSend, state.flight, static_cast<i32>(blockIdx.x));
   if (verdict != transport::Verdict::kOk) return false;
   receive.copy_rows();
@@ -37,7 +40,7 @@ __device__ void small_dispatch(const SmallDispatchKernelArgs& args) {
   if (state.flight.is_dead) return;
   if constexpr (kConfig.sends) {
     SmallDispatchSend<kConfig> send(state);
-    if (blockIdx.x == 0) send.send_ids();
+    if (blockIdx.x == 0) send.begin();
     send.send_rows();
     __syncthreads();
     const i32 peer = static_cast<i32>(threadIdx.x);

@@ -64,10 +64,18 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
       this->share([&](i32 nth, i32 first, i32 stride) {
         const i32 token = this->token_of(this->unit(nth));
         if (token >= num_tokens) return;
-        copy_row(source, token, &places()[(source * this->num_units() + nth) * kWidth], first, stride);
+        if constexpr (kConfig.is_cached) {
+          copy_row(source, token, plan().row(source, token), first, stride);
+        } else {
+          copy_row(source, token, &places()[(source * this->num_units() + nth) * kWidth], first, stride);
+        }
       });
     }
-    zero_holes();
+    if constexpr (kConfig.is_cached) {
+      zero_gaps();
+    } else {
+      zero_holes();
+    }
   }
 
  private:
@@ -85,9 +93,12 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
     return a.capacity >= 0 ? static_cast<i32>(min(a.capacity, i64{0x7fffffff})) : 0x7fffffff;
   }
 
+  __device__ GpuRecvPlan<i32> plan() const { return {a.recv_plan, a.view.layout.max_tokens, kWidth}; }
+
   __device__ i32 tokens_of(i32 source) const {
     if (!flight.is_active(source)) return 0;
     if (source == rank()) return a.num_tokens;
+    if constexpr (kConfig.is_cached) return static_cast<i32>(clamp_count(a.recv_plan[source], a.max_tokens));
     const u8* slot = a.view.control[rank()] + a.view.layout.payload(flight.turn.sequence, source);
     return static_cast<i32>(clamp_count(reinterpret_cast<const GpuCountPayload*>(slot)->num_tokens, a.max_tokens));
   }
@@ -197,8 +208,7 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
 
   // The receive plan, ids and weights, by the block that has the token's first part.
   __device__ void write_entry(i32 source, i32 token, i32 k, i32 row) {
-    const GpuRecvPlan<i32> plan{a.recv_plan, a.view.layout.max_tokens, kWidth};
-    plan.row(source, token)[k] = row;
+    plan().row(source, token)[k] = row;
     if (row < 0) return;
     if constexpr (kByExpert) {
       a.out_weights[row] = weight_of(source, token, k);
@@ -262,13 +272,16 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
     return sum;
   }
 
+  // What a handle says is not trusted with memory (R19).
+  __device__ bool is_place(i32 row) const { return row >= 0 && (!kConfig.is_cached || row < a.room); }
+
   // From the slot to the places of its picks, several steps at a time.
   __device__ void copy_row(i32 source, i32 token, const i32* rows, i32 first, i32 stride) {
     const u8* slot = this->slot_row(rank(), source, token);
     constexpr i32 kUnits = kRowBytes / 16, kHeld = 4;
     const auto* from = reinterpret_cast<const Piece<16>*>(slot);
     bool is_wanted = false;
-    for (i32 k = 0; k < kWidth; ++k) is_wanted = is_wanted || rows[k] >= 0;
+    for (i32 k = 0; k < kWidth; ++k) is_wanted = is_wanted || is_place(rows[k]);
     if (!is_wanted) return;
     for (i32 step = first; step * 32 < kUnits; step += stride * kHeld) {
       Piece<16> held[kHeld];
@@ -278,7 +291,7 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
         if (unit < kUnits) held[idx] = from[unit];
       }
       for (i32 k = 0; k < kWidth; ++k) {
-        if (rows[k] < 0) continue;
+        if (!is_place(rows[k])) continue;
         auto* to = reinterpret_cast<Piece<16>*>(a.out_x + static_cast<i64>(rows[k]) * kRowBytes);
 #pragma unroll
         for (i32 idx = 0; idx < kHeld; ++idx) {
@@ -290,7 +303,7 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
     if constexpr (kScaleBytes > 0) {
       if (first != 0) return;
       for (i32 k = 0; k < kWidth; ++k) {
-        if (rows[k] < 0) continue;
+        if (!is_place(rows[k])) continue;
         copy_short<kScaleBytes>(a.out_scales + static_cast<i64>(rows[k]) * kScaleBytes, slot + kConfig.scales_at(),
                                 lane);
       }
@@ -321,6 +334,18 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
       for (i64 pick = first + mine * 32 + lane; pick < a.capacity * kTopk; pick += all_warps * 32) {
         static_cast<Id*>(a.out_ids)[pick] = -1;
         a.out_weights[pick] = 0.0f;
+      }
+    }
+  }
+
+  // A repeated expert_major: zeros between the groups, which the first dispatch has counted.
+  __device__ void zero_gaps() {
+    if constexpr (kConfig.layout == Layout::kExpertMajor) {
+      const i32 all_warps = kWarps * kConfig.num_blocks;
+      for (i32 group = static_cast<i32>(blockIdx.x) * kWarps + warp; group < kGroups; group += all_warps) {
+        const i64 begin = i64{a.offsets[group]} + a.counts[group];
+        clear_rows<kRowBytes>(a.out_x, begin, a.offsets[group + 1]);
+        if constexpr (kScaleBytes > 0) clear_rows<kScaleBytes>(a.out_scales, begin, a.offsets[group + 1]);
       }
     }
   }

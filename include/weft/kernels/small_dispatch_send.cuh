@@ -18,7 +18,50 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
 
   __device__ explicit SmallDispatchSend(const Base& base) : Base(base) {}
 
-  // By block 0, all its threads.
+  // By block 0, all its threads: ids and weights, and the header that says what this rank calls.
+  __device__ void begin() {
+    const i32 peer = static_cast<i32>(threadIdx.x);
+    if constexpr (!kConfig.is_cached) {
+      send_ids();
+      if (peer < kRanks && flight.is_active(peer)) {
+        u8* slot = a.view.control[peer] + a.view.layout.payload(flight.turn.sequence, rank());
+        reinterpret_cast<GpuCountPayload*>(slot)->num_tokens = a.num_tokens;
+      }
+      __syncthreads();
+    }
+    if (this->is_peer(peer)) transport::notify(a.view, Phase::kCount, flight, peer, 0);
+  }
+
+  __device__ void send_rows() {
+    this->share([&](i32 nth, i32 first, i32 stride) {
+      const i32 unit = this->unit(nth);
+      const i32 token = this->token_of(unit);
+      if (token >= a.num_tokens) return;
+      u32 ranks;
+      if constexpr (kConfig.is_cached) {
+        ranks = static_cast<u32>(plan().mask()[token]) & flight.active_mask;
+      } else {
+        ranks = ranks_of(token);
+        if (first == 0 && a.send_plan != nullptr) note_token(token, ranks);
+      }
+      if constexpr (kConfig.is_quantized()) {
+        send_quantized(token, ranks, first, stride);
+      } else {
+        send_plain(token, ranks, first, stride);
+        if constexpr (kScaleBytes > 0) {
+          if (first == 0) send_scales(token, ranks);
+        }
+      }
+    });
+  }
+
+ private:
+  static constexpr i32 kHeld = 4;  // steps on their way together
+
+  __device__ GpuSendPlan<i32> plan() const {
+    return {a.send_plan, a.num_tokens, kConfig.is_by_expert() ? kTopk : kRanks};
+  }
+
   __device__ void send_ids() {
     const i32 num_picks = a.num_tokens * kTopk;
     for (i32 pick = static_cast<i32>(threadIdx.x); pick < num_picks; pick += Base::kThreads) {
@@ -33,35 +76,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
         this->slot_weights(to, rank(), 0)[pick] = weight;
       }
     }
-    const i32 peer = static_cast<i32>(threadIdx.x);
-    if (peer < kRanks && flight.is_active(peer)) {
-      u8* slot = a.view.control[peer] + a.view.layout.payload(flight.turn.sequence, rank());
-      reinterpret_cast<GpuCountPayload*>(slot)->num_tokens = a.num_tokens;
-    }
-    __syncthreads();
-    if (this->is_peer(peer)) transport::notify(a.view, Phase::kCount, flight, peer, 0);
   }
-
-  __device__ void send_rows() {
-    this->share([&](i32 nth, i32 first, i32 stride) {
-      const i32 unit = this->unit(nth);
-      const i32 token = this->token_of(unit);
-      if (token >= a.num_tokens) return;
-      const u32 ranks = ranks_of(token);
-      if (first == 0 && a.send_plan != nullptr) note_token(token, ranks);
-      if constexpr (kConfig.is_quantized()) {
-        send_quantized(token, ranks, first, stride);
-      } else {
-        send_plain(token, ranks, first, stride);
-        if constexpr (kScaleBytes > 0) {
-          if (first == 0) send_scales(token, ranks);
-        }
-      }
-    });
-  }
-
- private:
-  static constexpr i32 kHeld = 4;  // steps on their way together
 
   __device__ bool is_sent(i64 id) const {
     return id >= 0 && id < kExperts && flight.is_active(static_cast<i32>(id) / kLocal);
@@ -89,12 +104,11 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
 
   // Mask and destinations in the send plan. Which picks a capacity drops, the receiver alone knows: it sends zeros for them.
   __device__ void note_token(i32 token, u32 ranks) {
-    const GpuSendPlan<i32> plan{a.send_plan, a.num_tokens, kConfig.is_by_expert() ? kTopk : kRanks};
-    if (lane == 0) plan.mask()[token] = static_cast<i32>(ranks);
+    if (lane == 0) plan().mask()[token] = static_cast<i32>(ranks);
     const i64 first = static_cast<i64>(token) * kTopk;
     for (i32 k = lane; k < kTopk; k += 32) {
       const i64 id = static_cast<const Id*>(a.topk_idx)[first + k];
-      plan.destination()[first + k] = is_sent(id) ? static_cast<i32>(id) / kLocal : -1;
+      plan().destination()[first + k] = is_sent(id) ? static_cast<i32>(id) / kLocal : -1;
     }
   }
 

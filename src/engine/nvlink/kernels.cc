@@ -82,8 +82,8 @@ std::string render(const SmallDispatchKernel& kernel) {
                    field("row_bytes", config.row_bytes) + field("scale_row_bytes", config.scale_row_bytes) +
                    field("hidden", config.hidden) + field("dtype", "Dtype", config.dtype) +
                    field("quantize", "Quantize", config.quantize) + field("layout", "Layout", config.layout) +
-                   field("topk_is_int64", config.topk_is_int64 ? 1 : 0) + field("sends", config.sends ? 1 : 0) +
-                   field("receives", config.receives ? 1 : 0),
+                   field("topk_is_int64", config.topk_is_int64 ? 1 : 0) + field("is_cached", config.is_cached ? 1 : 0) +
+                   field("sends", config.sends ? 1 : 0) + field("receives", config.receives ? 1 : 0),
                "SmallDispatchKernelArgs", "32 * kConfig.kWarps");
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "base/status.h"
 #include "engine/nvlink/dispatch.h"
@@ -12,8 +13,10 @@ SmallDispatchKernel small_kernel(const GpuWindowShape& shape, const DispatchArgs
   SmallDispatchKernel kernel;
   SmallDispatchKernelConfig& config = kernel.config;
   describe_rows(config, shape, args);
+  config.is_cached = args.cached;
   config.sends = args.sends;
   config.receives = args.receives;
+  if (args.cached) return kernel;
   const i64 units = std::max<i64>(shape.small_tokens, args.num_blocks);
   const i64 units_each = (units + args.num_blocks - 1) / args.num_blocks;
   kernel.num_places = static_cast<i32>(shape.num_ranks * units_each * config.width());
@@ -30,8 +33,7 @@ SmallDispatchCall::SmallDispatchCall(Window& window, const DispatchArgs& args, c
 
 DispatchResult SmallDispatchCall::run() {
   check();
-  const SmallDispatchKernel small = small_kernel(w_.shape_, a_, w_.gpu_->kernels->shared_bytes());
-  const Kernel& kernel = w_.prepare(small, a_.timeout_ns, poll_);
+  const Kernel& kernel = prepare();
   const Window::Turn turn = w_.begin(dispatch_operation(a_), a_.timeout_ns, a_.stream);
   kernels::SmallDispatchKernelArgs kernel_args = kernel_arguments(turn);
   w_.launch(kernel, a_.num_blocks, a_.stream, &kernel_args);
@@ -41,6 +43,20 @@ DispatchResult SmallDispatchCall::run() {
   result.in_heap = false;
   result.result_rows = is_exact() ? w_.wait_for_counts(turn.ticket, a_.stream, poll_) : -1;
   return result;
+}
+
+// As SmallCombineCall::prepare.
+const Kernel& SmallDispatchCall::prepare() {
+  const bool is_staged = !a_.sends || !a_.receives;
+  SmallDispatchKernel part = small_kernel(w_.shape_, a_, w_.gpu_->kernels->shared_bytes());
+  const SmallDispatchKernel wanted = part;
+  for (const auto& [sends, receives] : {std::pair{true, true}, {true, false}, {false, true}}) {
+    part.config.sends = sends;
+    part.config.receives = receives;
+    const bool is_needed = is_staged ? sends != receives : sends && receives;
+    if (is_needed || w_.comm_->is_local()) w_.prepare(part, a_.timeout_ns, poll_);
+  }
+  return w_.prepare(wanted, a_.timeout_ns, poll_);
 }
 
 void SmallDispatchCall::check() const {
@@ -54,7 +70,6 @@ void SmallDispatchCall::check() const {
                            " bytes with their scales; allowed in a small-batch " +
                            "call of this window: " + std::to_string(w_.layout_.small_row_bytes));
   }
-  if (a_.cached) throw_unsupported("repeating a routing in a small-batch call; need: mode=\"throughput\"");
 }
 
 // Fewer tokens than blocks: each row is split among several.

@@ -22,9 +22,10 @@ class SmallDispatchCall {
 
  private:
   void check() const;
+  const Kernel& prepare();
   i32 num_parts() const;
   kernels::SmallDispatchKernelArgs kernel_arguments(const Window::Turn& turn) const;
-  bool is_exact() const { return a_.receives && a_.capacity < 0; }
+  bool is_exact() const { return a_.receives && a_.capacity < 0 && !a_.cached; }
 
   Window& w_;
   const DispatchArgs& a_;

@@ -125,7 +125,7 @@ class Window : public cpu::MemberWindow {
 
   // A staged call's half that receives follows the half that sends, with no other call in between (R5). Before anything else of
   // a call; note_half() after launch(). Error: kInvalidState.
-  void check_half(const CallArgs& args) const;
+  void check_half(const CallArgs& args);
   void note_half(const CallArgs& args) { is_half_done_ = !args.receives; }
 
   // Once for each begin(). Errors: kInvalidArgument (more blocks than there is room for), kCudaError.

@@ -62,13 +62,16 @@ void Window::order_after_calls(u64 stream, const Capture& capture) {
   cuda::check(cuda::driver().stream_wait_event(stream_of(stream), event->handle(), 0), "cuStreamWaitEvent");
 }
 
-void Window::check_half(const CallArgs& args) const {
-  if (is_half_done_ && args.sends) {
+void Window::check_half(const CallArgs& args) {
+  if (is_half_done_ != args.sends) return;
+  check();  // what broke the window comes first
+  comm_->raise_if_unusable();
+  if (args.sends) {
     throw_invalid_state(
         "a staged call of this window has not been received; call its wait() first, or use two windows "
         "(num_windows=2)");
   }
-  if (!is_half_done_ && !args.sends) throw_invalid_state("wait() of a staged call that this window has ended already");
+  throw_invalid_state("wait() of a staged call that this window has ended already");
 }
 
 void Window::check_num_blocks(i32 num_blocks) const {

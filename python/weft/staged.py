@@ -1,0 +1,71 @@
+"""Calls in two halves: one sends and returns, the other receives when it is asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from weft.handle import Event
+from weft.native_calls import Call, Calling, NativeCalls
+
+__all__ = ["Half", "Staged", "note"]
+
+
+class Half:
+    """What a staged call has still to do: to receive. Its window keeps it until then, and does nothing else (R5).
+
+    `run` launches it on the current stream; None: the call has done everything already. `stream`: where it sent.
+    """
+
+    def __init__(self, calls: NativeCalls, what: str, call: Call, run: Callable[[], None] | None = None) -> None:
+        self.event = calls.event()
+        self._calls, self._what, self._call, self._run = calls, what, call, run
+        self._tie = calls.tie()
+        self._is_over = False
+
+    def blocks(self, epoch: int) -> bool:
+        """Whether its window waits for it; a rebuild has made an end of it."""
+        return not self._is_over and self._tie[1].item() == epoch
+
+    def receive(self) -> None:
+        """On the current stream; once, later ones wait for the first."""
+        if self._is_over:
+            self.event.wait()
+            return
+        with Calling(self._calls, self._what, self._call, self._tie, is_rest=True):
+            if self._run is not None:
+                self._run()
+        self._is_over, self._run = True, None
+        self._calls.windows[self._call.window].half = None
+        self.event.follow(self._calls.event())
+
+
+def note(calls: NativeCalls, what: str, call: Call, run: Callable[[], None] | None = None) -> None:
+    """Behind the first half of a staged call: what `wait()` is to run."""
+    if call.is_staged:
+        calls.windows[call.window].half = Half(calls, what, call, run)
+
+
+class Staged:
+    """A combine that has sent and not received: what `combine(..., staged=True)` returns.
+
+    Attributes:
+        event: completion of what has been launched: of the sending, after `wait` of the whole call.
+    """
+
+    def __init__(self, result: Any, half: Any) -> None:
+        self._result, self._half = result, half
+
+    @property
+    def event(self) -> Event:
+        """See the class."""
+        event: Event = self._half.event
+        return event
+
+    def wait(self) -> Any:
+        """Receive, and return what `combine` without staged=True returns; as `Dispatched.wait`."""
+        self._half.receive()
+        return self._result
+
+    def __repr__(self) -> str:
+        return f"weft.Staged({self._half})"
