@@ -409,10 +409,11 @@ class ExpertParallel:
             first look counts as 0, a wait that ended in an error not at all. On a GPU the first block of each kernel
             measures it. A late rank has large numbers at all others, and small ones itself.
         """
+        num_dropped = int(self._overflow)  # first: on a GPU it waits
         windows = [self.calls.window_stats(window) for window in self.calls.windows if not window.closed]
         return {
             **vars(self.calls.counters),
-            "num_dropped": int(self._overflow),
+            "num_dropped": num_dropped,
             "wait_us": [sum(window["wait_us"][rank] for window in windows) for rank in range(self.num_ranks)],
             "windows": windows,
         }

@@ -50,6 +50,33 @@ def test_a_process_prints_rows_that_are_complete() -> None:
     check_rows(rows_of(done.stdout))
 
 
+def test_who_is_late_names_the_rank_that_was_delayed() -> None:
+    flags = ("--who-is-late", "--ranks", "4", "--late-rank", "1", "--late-us", "200000", "--device", "cpu")
+    rows = bench(*flags)
+    assert_documented(rows)
+    waits = [row["wait_us"] for row in rows[:4]]
+    assert [row["kind"] for row in rows] == ["waits"] * 4 + ["who_is_late"]
+    assert all(mine[rank] == 0 for rank, mine in enumerate(waits))
+    assert (rows[-1]["latest"], rows[-1]["late_rank"]) == (1, 1)
+    assert min(waits[0][1], waits[2][1], waits[3][1]) > 150_000 > max(waits[1])
+    table = CliRunner().invoke(app, ["bench", *SMALL[:-1], *flags])
+    assert "rank 1 came 200000 us late; rank 1 was waited for longest" in table.output
+
+
+def test_who_is_late_without_a_delay_names_nobody() -> None:
+    rows = bench("--who-is-late", "--ranks", "2", "--late-us", "0", "--layout", "masked")
+    assert rows[-1]["late_rank"] is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"), [(["--late-rank", "4"], "late_rank is 4"), (["--trace", "x.npz"], "trace")]
+)
+def test_who_is_late_refuses(flags: list[str], named: str) -> None:
+    result = CliRunner().invoke(app, ["bench", *SMALL, "--who-is-late", *flags])
+    assert result.exit_code == 2
+    assert named in rows_of(result.stdout)[0]["text"]
+
+
 @pytest.mark.usefixtures("quick_import")
 @pytest.mark.parametrize(
     "more",

@@ -10,6 +10,7 @@ import typer
 from weft.bench.cases import SUITES
 from weft.bench.options import Options, SuiteOptions
 from weft.cli import options
+from weft.cli.bench_late import run_who_is_late
 from weft.cli.bench_suite import run_suite
 from weft.cli.output import EXIT_FAILED, Output, command_output
 from weft.errors import InvalidArgument
@@ -31,6 +32,7 @@ _COLUMNS = (
 
 _SUITE_HELP = f"""Run cases with targets at their own shapes: {", ".join(SUITES)}, with commas between, or all. What
 --device cuda does when no shape is given."""
+_LATE_HELP = "Time nothing; show who waited how long for whom, with one rank delayed on purpose."
 _PLOT_HELP = "Draw the suite's bandwidth against SMs and T (png, pdf, svg; needs matplotlib)."
 # Flags that make `weft bench --device cuda` time this one shape.
 _SHAPE_FLAGS = [
@@ -73,12 +75,15 @@ def bench(
     baseline: Annotated[bool, typer.Option(help="Time all_to_all_single doing the same job too.")] = True,
     suite: Annotated[str | None, typer.Option("--suite", help=_SUITE_HELP)] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help=_PLOT_HELP)] = None,
+    who_is_late: Annotated[bool, typer.Option("--who-is-late", help=_LATE_HELP)] = False,
+    late_rank: Annotated[int | None, typer.Option("--late-rank", min=0, help="Whom to delay; the last rank.")] = None,
+    late_us: Annotated[float, typer.Option("--late-us", min=0, help="By how much, before each step.")] = 5000,
     json: options.Json = False,
 ) -> None:
     """Time dispatch, combine and both; results are checked first."""
     with command_output(json_lines=json) as output:
         given = {name for name in ctx.params if _is_given(ctx, name)}
-        if suite is None and device == "cuda" and not given.intersection(_SHAPE_FLAGS):
+        if suite is None and device == "cuda" and not given.intersection(_SHAPE_FLAGS) and not who_is_late:
             suite = "all"
         if suite is not None:
             common: dict[str, Any] = {"ranks": ranks, "seed": seed, "device": device, "baseline": baseline}
@@ -91,31 +96,32 @@ def bench(
             return
         if plot is not None:
             raise InvalidArgument(f"--plot {plot}: only with --suite, which has the curves")
-        _bench(
-            output,
-            Options(
-                ranks=ranks,
-                tokens=tokens,
-                hidden=hidden,
-                experts=experts,
-                top_k=top_k,
-                dtype=dtype,
-                layout=layout,
-                alignment=alignment,
-                quantize=quantize,
-                capacity=capacity,
-                routing=routing,
-                trace=None if trace is None else str(trace),
-                seed=seed,
-                device=device,
-                placement=placement,
-                iters=iters,
-                warmup=warmup,
-                num_sms=num_sms,
-                mode=mode,
-                baseline=baseline,
-            ),
+        one_shape = Options(
+            ranks=ranks,
+            tokens=tokens,
+            hidden=hidden,
+            experts=experts,
+            top_k=top_k,
+            dtype=dtype,
+            layout=layout,
+            alignment=alignment,
+            quantize=quantize,
+            capacity=capacity,
+            routing=routing,
+            trace=None if trace is None else str(trace),
+            seed=seed,
+            device=device,
+            placement=placement,
+            iters=iters,
+            warmup=warmup,
+            num_sms=num_sms,
+            mode=mode,
+            baseline=baseline and not who_is_late,
         )
+        if who_is_late:
+            run_who_is_late(output, one_shape, late_rank, late_us)
+        else:
+            _bench(output, one_shape)
 
 
 def _is_given(ctx: typer.Context, name: str) -> bool:
