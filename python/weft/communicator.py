@@ -430,11 +430,17 @@ class Communicator:
         self._native.exchange(_MEETING_TAG + self._num_meetings, b"", deadline_s)
 
     def open_windows(
-        self, what: str, arguments: dict[str, Any], specs: Sequence[WindowSpec], deadline_s: float
-    ) -> list[Window]:
+        self,
+        what: str,
+        arguments: dict[str, Any],
+        specs: Sequence[WindowSpec],
+        deadline_s: float,
+        tell: Callable[[], dict[str, Any]],
+    ) -> tuple[list[Window], dict[str, Any]]:
         """Compare the arguments of a constructor over all ranks, then share or make its windows. Collective.
 
         A window is shared only if every rank still has it: closing is local, so ranks may differ in what they have.
+        What the first active rank has to `tell` is handed to all.
 
         Raises:
             InvalidArgument: on every rank, naming the first argument that differs, its values and their ranks.
@@ -442,7 +448,9 @@ class Communicator:
         with self.using(what):
             kept = [self._windows.get(spec) for spec in specs]
             serials = [-1 if window is None or window.closed else window.serial for window in kept]
-            answers = self._exchange_json({"what": what, "arguments": arguments, "serials": serials}, deadline_s)
+            told = tell() if self.rank == self._active[0] else None
+            message = {"what": what, "arguments": arguments, "serials": serials, "told": told}
+            answers = self._exchange_json(message, deadline_s)
             _compare(answers)
             shared = [list({answer["serials"][idx] for answer in answers.values()}) for idx in range(len(specs))]
             windows = []
@@ -454,7 +462,7 @@ class Communicator:
                 )
                 window.num_users += 1
                 windows.append(window)
-            return windows
+            return windows, answers[self._active[0]]["told"]
 
     def _exchange_json(self, message: dict[str, Any], deadline_s: float) -> dict[int, dict[str, Any]]:
         self._native.raise_if_broken()

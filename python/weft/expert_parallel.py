@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from weft import arguments, autograd, ops, tuning
+from weft import arguments, autograd, ops, tuning_files
 from weft.communicator import Communicator, WindowSpec
 from weft.cpu_calls import CpuCalls
 from weft.gpu import DEFAULT_NUM_SMS
 from weft.gpu_calls import GpuCalls
 from weft.handle import Dispatched, Event, Handle
 from weft.limits import LAYOUTS, default_heap_bytes, dtype_name, landing_row_bytes, max_row_bytes, small_tokens
+from weft.log import logger
 from weft.native_calls import RANK_MAJOR, Call, NativeCalls, Received
 from weft.quantized import Quantized
 from weft.staged import Staged
@@ -95,7 +96,7 @@ class ExpertParallel:
             )
             for idx in range(num_windows)
         ]
-        windows = comm.open_windows("ExpertParallel", shape, specs, deadline_s)
+        windows, table = comm.open_windows("ExpertParallel", shape, specs, deadline_s, lambda: _measured_table(comm))
         self.comm, self.dtype, self.device = comm, dtype, comm.device
         self.num_experts, self.top_k, self.hidden = num_experts, top_k, hidden
         self.num_local_experts = num_experts // comm.num_ranks
@@ -105,7 +106,7 @@ class ExpertParallel:
         self.has_num_sms, self.small_tokens = num_sms is not None, small_tokens(max_tokens_per_rank)
         engine_calls = GpuCalls if comm.engine == "nvlink" else CpuCalls
         self.calls: NativeCalls = engine_calls(comm, windows, num_experts, top_k, hidden, dtype)
-        self._table = tuning.DEFAULT
+        self._table = tuning_files.from_json(table)
         self._token = self.calls.token
         self._overflow = self.calls.overflow
 
@@ -445,6 +446,14 @@ class ExpertParallel:
             f"max_tokens_per_rank={self.max_tokens_per_rank}, {dtype_name(self.dtype)}, "
             f"engine={self.comm.engine}{state})"
         )
+
+
+def _measured_table(comm: Communicator) -> dict[str, Any]:
+    """What rank 0 hands to all: its ranks alone may find another one, or none."""
+    name = torch.cuda.get_device_name(comm.device) if comm.device.type == "cuda" else comm.device.type
+    found = tuning_files.find(name, comm.num_ranks)
+    logger.debug("tuning table for %s, %d ranks: %s", name, comm.num_ranks, found.source)
+    return tuning_files.as_json(found.table)
 
 
 def _typed(rows: Tensor, scales: Tensor, x: Tensor | Quantized, quantize: int) -> Tensor | Quantized:

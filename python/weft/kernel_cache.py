@@ -15,7 +15,7 @@ from pathlib import Path
 
 from weft.errors import InvalidState
 
-__all__ = ["CachedKernel", "clear", "entries"]
+__all__ = ["CachedKernel", "clear", "entries", "is_private"]
 
 _KERNEL = re.compile(r"[0-9a-f]{32}\.cubin")
 _LEFT_OVER = re.compile(r"\.new-[A-Za-z0-9]{6}")  # a process died while it wrote
@@ -62,14 +62,18 @@ def clear(folder: str) -> tuple[int, int]:
     return num_files, num_bytes
 
 
+def is_private(folder: Path) -> bool:
+    """Whether it is a folder, not a link to one, that is this user's and that others cannot write."""
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
 def _files(folder: str) -> list[Path]:
     """Regular files of this user with names that the cache gives."""
     path = Path(folder)
     if not folder or not (path.exists() or path.is_symlink()):
         return []
-    status = path.lstat()
-    is_private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
-    if not is_private:
+    if not is_private(path):
         raise InvalidState(f"{folder} is not a private folder of this user (mode 0700), so Weft does not use it")
     return [
         file
