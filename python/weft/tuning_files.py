@@ -55,8 +55,8 @@ class Tuning:
 
 
 def find(device_name: str, num_ranks: int, folder: str | None = None) -> Tuning:
-    """The table of this machine: from the cache folder (None: what the environment says), else one that comes with Weft,
-    else the defaults. A file that cannot be trusted or read is passed over, with a warning.
+    """The table of this machine: from the cache folder (None: what the environment says), else one that comes with
+    Weft, else the defaults. A file that cannot be trusted or read is passed over, with a warning.
     """
     where = env.cache_folder() if folder is None else folder
     candidates = [path_in(where, device_name, num_ranks)] if where else []

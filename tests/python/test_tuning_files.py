@@ -1,4 +1,4 @@
-"""Guards against a tuning table that is read from a place that others write, holds nonsense, or differs between ranks."""
+"""Guards against tuning tables that others have written, that hold nonsense, or that differ between ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import weft
 from weft import tuning_files
 from weft.errors import InvalidState
-from weft.limits import MAX_SMALL_TOKENS
+from weft.limits import LAYOUTS, MAX_SMALL_TOKENS
 from weft.tuning import DEFAULT, FORMS, Table
 from weft.tuning_files import Tuning
 
@@ -23,6 +23,7 @@ TABLE = Table(
     num_sms=((8, 12), (128, 24)),
     num_sms_else=40,
 )
+ENTRY = {"op": "combine", "layout": "masked", "form": "plain", "most_tokens": 1}
 MEASURED = Tuning("cpu", 2, TABLE, "a test", {"hidden": 7168})
 
 
@@ -74,11 +75,8 @@ def test_the_tables_that_come_with_weft_are_sound_and_say_their_source() -> None
         ({"shape": []}, "an object"),
         ({"num_ranks": "2"}, "num_ranks is '2'"),
         ({"crossovers": {}}, "crossovers must be a list"),
-        (
-            {"crossovers": [{"op": "dispatch", "layout": "masked", "form": "wide", "most_tokens": 1}]},
-            "'wide' is unknown",
-        ),
-        ({"crossovers": 2 * [{"op": "combine", "layout": "masked", "form": "plain", "most_tokens": 1}]}, "there twice"),
+        ({"crossovers": [{**ENTRY, "form": "wide"}]}, "'wide' is unknown"),
+        ({"crossovers": [ENTRY, ENTRY]}, "there twice"),
         ({"most_tokens_else": MAX_SMALL_TOKENS + 1}, "allowed are 0 to 512"),
         ({"most_tokens_else": True}, "most_tokens_else is True"),
         ({"num_sms": [{"most_tokens": 8, "num_sms": 0}]}, "num_sms is 0"),
@@ -155,8 +153,6 @@ def test_ranks_with_other_tables_take_that_of_rank_0(tmp_path: Path) -> None:
 
 
 def test_every_form_has_a_place_in_a_file() -> None:
-    every = tuple(
-        ((op, layout, form), 5) for op, forms in FORMS.items() for layout in ("rank_major",) for form in forms
-    )
-    table = Table(most_tokens=every)
+    every = [(op, layout, form) for op, forms in FORMS.items() for layout in LAYOUTS for form in forms]
+    table = Table(most_tokens=tuple((key, most) for most, key in enumerate(every)))
     assert tuning_files.from_json(tuning_files.as_json(table)) == table
