@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import test_streams
 import torch
 
+import weft.tuning
 from gpu_ranks import ProcessRanks, ThreadRanks
 
 worker = os.environ.get("PYTEST_XDIST_WORKER", "")
@@ -44,6 +46,13 @@ def processes() -> Iterator[ProcessRanks]:
 def threads() -> ThreadRanks:
     """Ranks as threads of this process."""
     return ThreadRanks()
+
+
+@pytest.fixture(params=["throughput", "latency"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What "auto" is for the objects of test_streams.make, where it has a choice."""
+    most = {"throughput": 0, "latency": weft.tuning.DEFAULT.most_tokens_else}[request.param]
+    monkeypatch.setattr(test_streams, "TABLE", weft.tuning.Table(most_tokens_else=most))
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,8 @@ from test_streams import EXPERTS, HIDDEN, TOP_K, expected, inputs, make, on_devi
 
 import weft
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 
 def rows(comm: weft.Communicator, num_tokens: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.ones(num_tokens, HIDDEN, dtype=torch.bfloat16, device=comm.device)

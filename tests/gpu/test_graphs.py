@@ -10,6 +10,8 @@ from test_streams import EXPERTS, HIDDEN, NUM_RANKS, TOKENS, TOP_K, expected, in
 
 import weft
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
 @pytest.mark.parametrize("heap_bytes", [None, 4096])

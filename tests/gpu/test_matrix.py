@@ -19,6 +19,7 @@ from test_property import (  # noqa: F401  the cases of the cpu engine, collecte
     test_ids_out_of_range_are_told_once_by_the_next_call,
     test_layouts_and_rows,
     test_megabytes,
+    test_modes,
     test_old_results_survive_later_calls,
     test_one_rank_alone,
     test_ranks_without_tokens,

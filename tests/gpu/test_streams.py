@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import weft
-from weft import reference
+from weft import reference, tuning
 
+pytestmark = pytest.mark.usefixtures("kernels")
+TABLE = tuning.DEFAULT
 NUM_RANKS, EXPERTS, TOP_K, HIDDEN, TOKENS = 4, 8, 3, 256, 200
 
 
 def make(comm: weft.Communicator, **changes: Any) -> weft.ExpertParallel:
     shape = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "max_tokens_per_rank": TOKENS}
-    return weft.ExpertParallel(comm, **(shape | {"num_sms": 4, "deadline_s": 20.0} | changes))  # type: ignore[arg-type]
+    ep = weft.ExpertParallel(comm, **(shape | {"num_sms": 4, "deadline_s": 20.0} | changes))  # type: ignore[arg-type]
+    ep._table = TABLE
+    return ep
 
 
 def inputs(seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

@@ -80,7 +80,7 @@ def run_gradients(state: RankState, given: RankGradients) -> Gradients:
     r = ep.dispatch(call.x, call.topk_idx, call.topk_weights, **call.dispatch)
     with contextlib.suppress(weft.InvalidArgument, weft.CapacityExceeded):  # looked at by the other tests
         ep.check()
-    y, _ = pair(ep.combine(call.output, r.handle, weighted=call.weighted, side=call.side))
+    y, _ = pair(ep.combine(call.output, r.handle, weighted=call.weighted, side=call.side, **call.later))
     assert isinstance(r.x, Tensor)
     roots, gradients = [y, r.x, r.topk_weights], [given.grad_y, given.grad_rows, given.grad_weights]
     torch.autograd.backward(roots, gradients)

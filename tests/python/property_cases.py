@@ -16,6 +16,9 @@ from weft import Quantized, reference
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ROWS = ("plain", "fp8", "fp8_ue8m0", "quantized_fp8", "quantized_ue8m0", "bytes", "bytes_with_side")
+# How calls go. mixed: small batches repeat and combine what a throughput dispatch has sent; staged: in two halves, but
+# for a dispatch of exact sizes.
+MODES = ("auto", "throughput", "latency", "mixed", "staged")
 IDS = ("mixed", "distinct", "duplicates", "one_expert", "one_rank", "absent")
 BYTE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -42,6 +45,16 @@ class Call:
     wire: str | None  # None, "fp8"
     heap_output: bool  # combine once more from a heap tensor
     check_late: bool  # let combine find the ids that are out of range
+    mode: str = "throughput"  # one of MODES
+
+    @property
+    def dispatch_mode(self) -> str:
+        """Of the first dispatch."""
+        return {"mixed": "throughput", "staged": "latency"}.get(self.mode, self.mode)
+
+    def has_wide_rows(self, dtype: str) -> bool:
+        """Whether rows may travel in pieces, which have no halves."""
+        return self.rows.startswith("bytes") or (dtype != "float32" and "float32" in (self.repeat, self.output_dtype))
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,8 @@ class RankCall:
     heap_output: bool
     check_late: bool
     has_bad_ids: bool
+    later: dict[str, Any]  # options of what follows the dispatch
+    is_staged: bool
 
 
 @dataclass
@@ -186,7 +201,7 @@ def _build_call(case: Case, call: Call) -> tuple[list[RankCall], Expected]:
             x=xs[rank],
             topk_idx=ids[rank],
             topk_weights=None if weights is None else weights[rank],
-            dispatch=options,
+            dispatch={**options, "mode": call.dispatch_mode},
             repeat_x=None if repeat_xs is None else repeat_xs[rank],
             output=outputs[rank],
             used_rows=_used_rows(routing, rank),
@@ -197,6 +212,8 @@ def _build_call(case: Case, call: Call) -> tuple[list[RankCall], Expected]:
             heap_output=call.heap_output and call.output_dtype == case.dtype,
             check_late=call.check_late,
             has_bad_ids=bool(((ids[rank] < -1) | (ids[rank] >= case.num_experts)).any()),
+            later={"mode": "latency" if call.mode in ("mixed", "staged") else call.mode},
+            is_staged=call.mode == "staged" and not call.has_wide_rows(case.dtype),
         )
         for rank in range(case.num_ranks)
     ]
@@ -329,8 +346,11 @@ def poison_heap(ep: weft.ExpertParallel) -> None:
 
 
 def _run_call(ep: weft.ExpertParallel, call: RankCall) -> Seen:
-    r = ep.dispatch(call.x, call.topk_idx, call.topk_weights, **call.dispatch)
+    is_staged = call.is_staged and "capacity" in call.dispatch
+    r = ep.dispatch(call.x, call.topk_idx, call.topk_weights, **call.dispatch, staged=is_staged)
     _spoil(call.x, call.topk_idx, call.topk_weights)
+    later = {**call.later, "staged": call.is_staged}
+    r.wait()
     result = {
         name: getattr(r, name)
         for name in ("x", "topk_idx", "topk_weights", "num_tokens_per_expert", "offsets", "num_rows")
@@ -341,11 +361,12 @@ def _run_call(ep: weft.ExpertParallel, call: RankCall) -> Seen:
     if not late:
         seen.errors += _errors(ep)
     if call.repeat_x is not None and not late:
-        repeated = ep.dispatch(call.repeat_x, handle=r.handle)
+        repeated = ep.dispatch(call.repeat_x, handle=r.handle, **later)
         _spoil(call.repeat_x)
-        seen.repeated = repeated.x
+        seen.repeated = repeated.wait().x
     output = call.output.clone()
     options: dict[str, Any] = {"weighted": call.weighted, "side": call.side, "bias": call.bias, "wire": call.wire}
+    options |= later
     if late and call.has_bad_ids and ep.comm.engine == "cpu":  # on a GPU combine does not wait, so does not know
         try:
             ep.combine(output, r.handle, **options)
@@ -356,7 +377,7 @@ def _run_call(ep: weft.ExpertParallel, call: RankCall) -> Seen:
     if late:
         seen.errors += _errors(ep)
         if call.repeat_x is not None:
-            seen.repeated = ep.dispatch(call.repeat_x, handle=r.handle).x
+            seen.repeated = ep.dispatch(call.repeat_x, handle=r.handle, **later).wait().x
     if call.heap_output:
         heap_output = ep.empty_output(r)
         heap_output.copy_(call.output)
@@ -368,6 +389,7 @@ def _run_call(ep: weft.ExpertParallel, call: RankCall) -> Seen:
 
 
 def pair(result: Any) -> tuple[Tensor, Tensor | None]:
+    result = result.wait() if isinstance(result, weft.Staged) else result
     return result if isinstance(result, tuple) else (result, None)
 
 

@@ -59,6 +59,7 @@ def calls(draw: st.DrawFn, num_ranks: int, case_dtype: str, with_fp8: bool = Tru
         wire=draw(st.sampled_from([None, None, "fp8"] if with_fp8 else [None])),
         heap_output=draw(st.booleans()),
         check_late=draw(st.booleans()),
+        mode=draw(st.sampled_from(property_cases.MODES)),
     )
 
 
@@ -204,6 +205,19 @@ def test_ranks_without_tokens(pool: Pool, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
 def test_ids_out_of_range_are_told_once_by_the_next_call(pool: Pool, layout: str) -> None:
     checked(pool, with_call(layout=layout, check_late=True))
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+@pytest.mark.parametrize("mode", property_cases.MODES[1:])
+def test_modes(pool: Pool, layout: str, mode: str) -> None:
+    """Small batches, the others, both on one routing, and calls in two halves."""
+    for rows in property_cases.ROWS:
+        checked(pool, with_call(layout=layout, mode=mode, rows=rows, capacity="ample"))
+    for capacity in (None, "met", "exceeded", "zero"):
+        checked(pool, with_call(layout=layout, mode=mode, capacity=capacity, alignment=4, wire="fp8", check_late=True))
+    checked(pool, with_call(layout=layout, mode=mode, tokens=(300, 2, 0, 100), capacity="exceeded", repeat="quantized"))
+    checked(pool, with_call(layout=layout, mode=mode, tokens=(0, 1, 0, 0), capacity="ample"))
+    checked_gradients(pool, with_call(layout=layout, mode="latency" if mode == "staged" else mode, alignment=4))
 
 
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])

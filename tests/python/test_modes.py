@@ -1,0 +1,243 @@
+"""Guards against a choice of kernels that ranks could make differently, handles that meet the wrong kernels, and halves
+of staged calls that are lost or overtaken. On the cpu engine and on simulated windows of GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from simulated_gpus import SimulatedRanks
+
+import weft
+from pool import RankState
+from weft.limits import small_shared_bytes
+from weft.tuning import DEFAULT, Table, choose, small_num_sms
+
+
+def make(comm: weft.Communicator, **changes: Any) -> weft.ExpertParallel:
+    shape = {"num_experts": 8, "top_k": 2, "hidden": 64, "max_tokens_per_rank": 600, "num_windows": 2}
+    return weft.ExpertParallel(comm, **(shape | changes))  # type: ignore[arg-type]
+
+
+def rows(num_tokens: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(num_tokens, 64).bfloat16(), torch.arange(2 * num_tokens).view(-1, 2) % 8
+
+
+@pytest.fixture(params=["cpu", "simulated"])
+def on_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`on_ranks(work, num_ranks=1)`: work(comm) on ranks of either engine."""
+
+    def run(work: Callable[[weft.Communicator], Any], num_ranks: int = 1) -> list[Any]:
+        if request.param == "cpu":
+            return weft.spawn(work, num_ranks, device="cpu", isolation="thread")
+        ranks = SimulatedRanks(monkeypatch)
+
+        def on_state(state: RankState, argument: None) -> Any:
+            return work(state.comm)
+
+        return ranks.run(num_ranks, on_state, [None] * num_ranks)
+
+    return run
+
+
+def test_table() -> None:
+    table = Table(most_tokens=((("combine", "masked", "plain"), 40),), most_tokens_else=10, num_sms=((8, 12), (64, 24)))
+    assert choose(table, "combine", "masked", "plain", 40) == "latency"
+    assert choose(table, "combine", "masked", "plain", 41) == "throughput"
+    assert choose(table, "combine", "masked", "quantized", 11) == "throughput"
+    assert [small_num_sms(table, most) for most in (0, 8, 9, 65)] == [12, 12, 24, 32]
+    assert replace(table, most_tokens=()) != table
+    assert choose(DEFAULT, "dispatch", "rank_major", "bytes", 1) == "latency"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mode": "latency"}, "mode is 'latency' with max_tokens = 600; allowed in a small-batch call are 0 to 512"),
+        ({"staged": True, "capacity": 8}, "staged is True with max_tokens = 600; allowed in a small-batch call"),
+        ({"staged": True, "max_tokens": 8}, "capacity is None with staged=True"),
+        ({"staged": True, "capacity": 8, "mode": "throughput"}, "mode is 'throughput' with staged=True"),
+        ({"staged": True, "capacity": 8, "async_op": True}, "async_op is True with staged=True"),
+        ({"mode": "fast"}, "mode is 'fast'; allowed: auto, throughput, latency"),
+    ],
+)
+def test_refusals(on_ranks: Any, options: dict[str, Any], text: str) -> None:
+    def work(comm: weft.Communicator) -> None:
+        ep = make(comm)
+        with pytest.raises(weft.InvalidArgument, match=text):
+            ep.dispatch(*rows(), **options)
+        ep.close()
+
+    on_ranks(work)
+
+
+def test_supports() -> None:
+    assert weft.supports(mode="latency", max_tokens=512, staged=True)
+    for options in (
+        {"mode": "latency", "max_tokens": 513},
+        {"staged": True, "max_tokens": 9, "max_tokens_per_rank": 8},
+        {"staged": True, "mode": "throughput"},
+        {"staged": True, "async_op": True},
+    ):
+        assert not weft.supports(**options), options
+
+
+def test_the_handle_decides(on_ranks: Any) -> None:
+    """A small-batch dispatch is repeated and combined by small batches; any routing of few tokens may be."""
+
+    def work(comm: weft.Communicator) -> list[int]:
+        ep, (x, ids) = make(comm), rows()
+        seen = []
+
+        def num_small() -> int:
+            return int(ep.stats()["windows"][0].get("num_small", 0))
+
+        small = ep.dispatch(x, ids, mode="latency", max_tokens=8)
+        for refused in (ep.combine, lambda x, handle, **mode: ep.dispatch(x, handle=handle, **mode)):
+            with pytest.raises(weft.InvalidArgument, match="'throughput' with the handle of a small-batch dispatch"):
+                refused(small.x if refused == ep.combine else x, small.handle, mode="throughput")
+        y = ep.combine(small.x, small.handle)
+        seen.append(num_small())
+        large = ep.dispatch(x, ids, mode="throughput", max_tokens=8)
+        assert torch.equal(ep.combine(large.x, large.handle, mode="throughput"), y)
+        seen.append(num_small())
+        assert torch.equal(ep.combine(large.x, large.handle, mode="latency"), y)
+        assert torch.equal(ep.dispatch(x, handle=large.handle, mode="latency").x, large.x)
+        seen.append(num_small())
+        with pytest.raises(weft.InvalidArgument, match="mode is 'latency' with max_tokens = 600"):
+            ep.combine(large.x, ep.dispatch(x, ids).handle, mode="latency")
+        ep.close()
+        return seen
+
+    for seen in on_ranks(work, 2):
+        assert seen in ([0, 0, 0], [2, 2, 4])
+
+
+def test_automatic_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what all ranks know."""
+
+    def work(state: RankState, argument: None) -> None:
+        ep, (x, ids) = make(state.comm), rows()
+        ep._table = Table(most_tokens=((("dispatch", "masked", "quantized"), 0),), most_tokens_else=100)
+
+        def is_small(**options: Any) -> bool:
+            return ep.dispatch(x, ids, **{"max_tokens": 100, "capacity": 64, **options}).handle.is_small
+
+        assert is_small()
+        assert is_small(layout="masked")
+        assert is_small(layout="expert_major")
+        assert is_small(capacity=None)
+        assert not is_small(capacity=None, layout="expert_major"), "would take memory for the worst case"
+        assert is_small(capacity=None, layout="expert_major", mode="latency")
+        assert not is_small(max_tokens=101)
+        assert not is_small(max_tokens=None)
+        assert not is_small(layout="masked", quantize="fp8")
+        assert is_small(num_sms=1), "places of 1 block"
+        r = ep.dispatch(x, ids, mode="throughput", max_tokens=8)
+        before = ep.stats()["windows"][0]["num_small"]
+        ep.combine(r.x, r.handle)
+        assert ep.stats()["windows"][0]["num_small"] == before + 1
+        ep.close()
+        wide = make(state.comm, top_k=128, num_experts=128)
+        wide_ids = torch.arange(6 * 128).view(6, 128) % 128
+        for num_sms, expected in ((1, False), (32, True)):  # 512 * 128 * 4 bytes in one block
+            r = wide.dispatch(x, wide_ids, layout="masked", capacity=6, max_tokens=8, num_sms=num_sms)
+            assert r.handle.is_small == expected
+        wide.close()
+
+    SimulatedRanks(monkeypatch).run(1, work, [None])
+
+
+def test_shared_memory_formula() -> None:
+    """16 warps and two more rows of counts, one of kept picks, places."""
+    assert small_shared_bytes(100, 32, 32) == (18 * 32 + 32 + 100) * 4 // 128 * 128 + 128 * (((708 * 4) % 128) > 0)
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+def test_halves(on_ranks: Any, layout: str) -> None:
+    """Inputs may be overwritten between; a window does nothing else between; another one does."""
+
+    def work(comm: weft.Communicator) -> None:
+        ep, (x, ids) = make(comm), rows()
+        options: dict[str, Any] = {"layout": layout, "capacity": 32, "max_tokens": 8}
+        whole = ep.dispatch(x, ids.to(torch.int32), **options)
+        expected = ep.combine(whole.x, whole.handle, bias=torch.ones(64))
+        given = x.clone()
+        r = ep.dispatch(given, ids.to(torch.int32), staged=True, **options)
+        given.fill_(9)
+        with pytest.raises(weft.InvalidState, match=r"on window 0 .* call its wait\(\) first, or use another"):
+            ep.dispatch(x, ids)
+        with pytest.raises(weft.InvalidState, match="window 0"):
+            ep.combine(whole.x, whole.handle)
+        ep.dispatch(x, ids, window=1)
+        assert r.wait() is r
+        assert r.wait() is r
+        assert torch.equal(r.num_tokens_per_expert, whole.num_tokens_per_expert)
+        if layout == "rank_major":
+            assert r.topk_idx is not None
+            assert whole.topk_idx is not None
+            assert r.topk_idx.dtype == torch.int32
+            assert torch.equal(r.topk_idx[: int(r.num_rows)], whole.topk_idx[: int(r.num_rows)])
+        again = ep.dispatch(x, handle=r.handle, staged=True).wait()
+        out = torch.empty(6, 64, dtype=torch.bfloat16)
+        half = ep.combine(again.x, r.handle, bias=torch.ones(64), out=out, side=r.topk_weights, staged=True)
+        assert isinstance(half, weft.Staged)
+        with pytest.raises(weft.InvalidState, match="has not been received"):
+            ep.dispatch(x, handle=r.handle)
+        y, side = half.wait()
+        assert y is out
+        assert half.wait()[1] is side
+        assert half.event.query()
+        assert torch.equal(y, expected)
+        assert ep.stats()["num_dispatches"] == 4
+        assert ep.stats()["num_combines"] == 2
+        ep.close()
+
+    on_ranks(work, 2)
+
+
+def test_gradients_have_no_halves(on_ranks: Any) -> None:
+    def work(comm: weft.Communicator) -> None:
+        ep, (x, ids) = make(comm), rows()
+        options: dict[str, Any] = {"capacity": 32, "max_tokens": 8, "staged": True}
+        with pytest.raises(weft.Unsupported, match="staged=True with gradients"):
+            ep.dispatch(x.requires_grad_(), ids, **options)
+        with torch.no_grad():
+            ep.dispatch(x, ids, **options).wait()
+        ep.close()
+
+    on_ranks(work)
+
+
+def test_wide_rows_have_no_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(state: RankState, argument: None) -> None:
+        ep = make(state.comm, hidden=512)
+        x, ids = torch.randn(6, 512).bfloat16(), rows()[1]
+        r = ep.dispatch(x, ids, capacity=32, max_tokens=8)
+        for refused in (
+            lambda: ep.dispatch(x.float(), handle=r.handle, staged=True),
+            lambda: ep.combine(r.x.float(), r.handle, staged=True),
+        ):
+            with pytest.raises(weft.Unsupported, match="travel in pieces"):
+                refused()
+        ep.close()
+
+    SimulatedRanks(monkeypatch).run(1, work, [None])
+
+
+def test_rebuild_makes_an_end_of_halves() -> None:
+    def work(comm: weft.Communicator) -> None:
+        ep, (x, ids) = make(comm), rows()
+        options: dict[str, Any] = {"capacity": 32, "max_tokens": 8}
+        r = ep.dispatch(x, ids, staged=True, **options)
+        comm.rebuild(range(2))
+        with pytest.raises(weft.InvalidState, match="of epoch"):
+            r.wait()
+        assert int(ep.dispatch(x, ids, staged=True, **options).wait().num_rows) == (8, 4)[comm.rank]
+        ep.close()
+
+    weft.spawn(work, 2, device="cpu", isolation="thread")
