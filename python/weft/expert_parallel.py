@@ -12,7 +12,7 @@ from torch import Tensor
 from weft import arguments, autograd, ops, tuning_files
 from weft.communicator import Communicator, WindowSpec
 from weft.cpu_calls import CpuCalls
-from weft.gpu import DEFAULT_NUM_SMS
+from weft.gpu import DEFAULT_NUM_SMS, device_name
 from weft.gpu_calls import GpuCalls
 from weft.handle import Dispatched, Event, Handle
 from weft.limits import LAYOUTS, default_heap_bytes, dtype_name, landing_row_bytes, max_row_bytes, small_tokens
@@ -450,7 +450,7 @@ class ExpertParallel:
 
 def _measured_table(comm: Communicator) -> dict[str, Any]:
     """What rank 0 hands to all: its ranks alone may find another one, or none."""
-    name = torch.cuda.get_device_name(comm.device) if comm.device.type == "cuda" else comm.device.type
+    name = device_name(comm.device)
     found = tuning_files.find(name, comm.num_ranks)
     logger.debug("tuning table for %s, %d ranks: %s", name, comm.num_ranks, found.source)
     return tuning_files.as_json(found.table)

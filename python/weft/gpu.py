@@ -20,7 +20,10 @@ from weft.limits import ENGINES, MAX_GPU_RANKS, MAX_NUM_SMS
 if TYPE_CHECKING:
     from weft import _native
 
-__all__ = ["Choice", "Facts", "choose_engine", "choose_gpu", "driver_gpu", "look", "own_stream", "prepare_threads"]
+__all__ = [
+    "Choice", "Facts", "choose_engine", "choose_gpu", "device_name", "driver_gpu", "look", "own_stream",
+    "prepare_threads",
+]  # fmt: skip
 
 LEAST_CAPABILITY = (9, 0)  # bulk copies between shared memory and peers
 DEFAULT_NUM_SMS = 16
@@ -184,6 +187,11 @@ def _plain_uuid(text: str | bytes) -> str:
 
 
 # ---- which GPU a rank gets
+
+
+def device_name(device: torch.device) -> str:
+    """Of the kind of GPU; "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def choose_gpu(device: str, rank: int) -> str:

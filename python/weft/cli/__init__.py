@@ -18,6 +18,7 @@ from weft.cli.demo_command import demo
 from weft.cli.doctor_command import doctor
 from weft.cli.size_command import size
 from weft.cli.topo_command import topo
+from weft.cli.tune_command import tune
 from weft.cli.verify_command import verify
 
 __all__ = ["app", "main"]
@@ -42,7 +43,7 @@ class _Command(TyperCommand):
             raise
 
 
-for _function in (demo, verify, bench, size, doctor, topo, collect_env):
+for _function in (demo, verify, bench, tune, size, doctor, topo, collect_env):
     app.command(cls=_Command)(_function)
 app.add_typer(cache, name="cache")
 

@@ -1,0 +1,117 @@
+"""Guards against `weft tune` choosing what was not measured to be best, or storing it where nobody looks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_lines import assert_documented, rows_of
+from typer.testing import CliRunner
+
+import weft
+from weft import tuning_files
+from weft.bench.tune import MODES, Point, best_sms, crossovers
+from weft.cli import app
+from weft.limits import LAYOUTS
+from weft.tuning import FORMS, choose
+
+QUICK = [
+    "tune",
+    "--device",
+    "cpu",
+    "--ranks",
+    "2",
+    "--hidden",
+    "256",
+    "--tokens",
+    "1",
+    "--tokens",
+    "6",
+    "--samples",
+    "2",
+]
+
+
+def run(*args: str, code: int = 0) -> list[dict[str, Any]]:
+    result = CliRunner().invoke(app, [*QUICK, "--json", *args])
+    assert result.exit_code == code, result.output
+    return rows_of(result.stdout)
+
+
+def test_what_is_measured_is_stored_where_objects_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(folder))
+    rows = run()
+    assert_documented(rows)
+    by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in {row["kind"] for row in rows}}
+    calls = {(row["op"], row["layout"], row["form"], row["tokens"], row["mode"]) for row in by_kind["tuned"]}
+    forms = [(op, layout, form) for op, forms in FORMS.items() for layout in LAYOUTS for form in forms]
+    assert {(*key, tokens, mode) for key in forms for tokens in (1, 6) for mode in MODES} <= calls
+    assert all(row["time_p99_us"] >= row["time_us"] > 0 for row in by_kind["tuned"])
+    (stored,) = by_kind["table"]
+    assert stored["file"] == str(folder / "tuning-cpu-2.json")
+    found = tuning_files.find("cpu", 2)
+    assert found.source == stored["source"]
+    assert found.source.startswith("weft tune on ")
+    assert found.shape["hidden"] == 256
+    wanted = {(row["op"], row["layout"], row["form"]): row["most_tokens"] for row in by_kind["tuned_crossover"]}
+    assert found.table.crossovers == wanted
+    assert found.table.num_sms == tuple((row["most_tokens"], row["num_sms"]) for row in by_kind["tuned_sms"])
+
+    def table_of(comm: weft.Communicator) -> object:
+        with weft.ExpertParallel(comm, num_experts=4, top_k=2, hidden=64, max_tokens_per_rank=8) as ep:
+            return ep._table
+
+    assert weft.spawn(table_of, 2, device="cpu") == [found.table] * 2
+
+
+def test_a_file_of_its_own_and_a_table_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_CACHE_DIR", "")
+    file = tmp_path / "mine.json"
+    result = CliRunner().invoke(app, [*QUICK, "--output", str(file)])
+    assert result.exit_code == 0, result.output
+    assert f"wrote {file}" in result.output
+    assert tuning_files.read(file, is_shipped=True).device_name == "cpu"
+    (refused,) = run(code=2)
+    assert "WEFT_CACHE_DIR is empty" in refused["text"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [(["--tokens", "3"], "that ascend"), (["--tokens", "513"], "up to 512"), (["--experts", "3"], "multiple of ranks")],
+)
+def test_refused_flags(flags: list[str], named: str, tmp_path: Path) -> None:
+    (row,) = run("--output", str(tmp_path / "x.json"), *flags, code=2)
+    assert named in row["text"]
+
+
+def test_the_fewest_sms_that_are_nearly_the_best() -> None:
+    def point(tokens: int, num_sms: int) -> Point:
+        common = {"op": "both", "layout": "expert_major", "form": "plain", "mode": "latency"}
+        return Point(tokens=tokens, num_sms=num_sms, **common)
+
+    times = {point(1, 4): 10.1, point(1, 8): 10.0, point(1, 32): 10.5}
+    times |= {point(8, 4): 10.3, point(8, 8): 10.0, point(8, 32): 9.9}
+    times |= {point(64, 4): 30.0, point(64, 8): 20.0, point(64, 32): 19.7}
+    assert best_sms(times) == ((1, 4), (64, 8))
+    assert best_sms({}) == ()
+
+
+def test_a_crossover_loses_least_and_one_odd_time_does_not_decide() -> None:
+    def times(op: str, latency: list[float], throughput: list[float]) -> dict[Point, float]:
+        found = {}
+        for mode, us in (("latency", latency), ("throughput", throughput)):
+            for tokens, time_us in zip((1, 2, 4, 8), us, strict=True):
+                found[Point(op=op, layout="masked", form="plain", tokens=tokens, mode=mode)] = time_us
+        return found
+
+    slow = [30.0, 30.0, 30.0, 30.0]
+    assert crossovers(times("dispatch", [10, 40, 20, 50], slow)) == ((("dispatch", "masked", "plain"), 4),)
+    both = crossovers(times("dispatch", [40.0] * 4, slow) | times("combine", [10.0] * 4, slow))
+    assert dict(both) == {("dispatch", "masked", "plain"): 0, ("combine", "masked", "plain"): 8}
+    table = tuning_files.Table(most_tokens=both)
+    assert choose(table, "dispatch", "masked", "plain", 1) == "throughput"
+    assert choose(table, "combine", "masked", "plain", 8) == "latency"
+    only_one = {point: us for point, us in times("dispatch", [1.0] * 4, slow).items() if point.mode == "latency"}
+    assert crossovers(only_one) == ()
