@@ -7,7 +7,7 @@
 | `LOCAL_RANK` | set by torchrun: the GPU of this rank where ranks have one each |
 | `CUDA_VISIBLE_DEVICES` | read, not set: which GPU a device number means, for placement |
 | `MASTER_ADDR`, `MASTER_PORT` | set by torchrun, read by torch's `env://` rendezvous, not by Weft |
-| `WEFT_CACHE_DIR` | folder of compiled kernels and tuning tables; empty: none. Not set: `weft` in `XDG_CACHE_HOME` or `~/.cache` |
+| `WEFT_CACHE_DIR` | folder of kernels and tuning tables; empty: none. Not set: `weft` in `XDG_CACHE_HOME`, `~/.cache` |
 | `CUDA_DEVICE_MAX_CONNECTIONS` | read by CUDA; `weft.spawn(isolation="thread")` sets it, and `CUDA_MODULE_LOADING` |
 
 docs/environment.md holds the table of both.

@@ -16,21 +16,8 @@ from weft.cli import app
 from weft.limits import LAYOUTS
 from weft.tuning import FORMS, choose
 
-QUICK = [
-    "tune",
-    "--device",
-    "cpu",
-    "--ranks",
-    "2",
-    "--hidden",
-    "256",
-    "--tokens",
-    "1",
-    "--tokens",
-    "6",
-    "--samples",
-    "2",
-]
+QUICK = ["tune", "--device", "cpu", "--ranks", "2", "--hidden", "256", "--samples", "2"]
+QUICK += ["--tokens", "1", "--tokens", "6"]
 
 
 def run(*args: str, code: int = 0) -> list[dict[str, Any]]:
