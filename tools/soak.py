@@ -329,6 +329,7 @@ def compile_kernels(arch: str | None, num_ranks: int) -> None:
             tokens=MAX_TOKENS,
             dtype={torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[pool.dtype],
             num_sms=pool.num_sms,
+            small_num_sms=pool.num_sms,
         )
         prebuild.prebuild(shape, [arch], env.cache_folder())
 

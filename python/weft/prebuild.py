@@ -17,6 +17,7 @@ from typing import Any
 from weft import _load, kernel_cache, kernel_paths
 from weft.errors import InvalidArgument
 from weft.limits import LAYOUTS, MAX_SMALL_TOKENS, QUANTIZE_GROUP
+from weft.tuning import DEFAULT
 
 __all__ = ["ARCHITECTURES", "Built", "KernelShape", "compile_all", "dispatch_source", "kernels", "prebuild"]
 
@@ -26,11 +27,12 @@ _CODES = {"bf16": (1, 2), "fp16": (2, 2), "fp32": (3, 4)}  # code of the native 
 _BYTES = 0
 ROWS = ("plain", "fp8", "fp8_ue8m0", "fp8 rows")  # as they are, quantised in the call (two ways), quantised before
 ROUTINGS = ("int64 ids", "int32 ids", "handle")
+HALVES = ("", "sends", "receives")  # of a small batch: the whole, and what staged calls launch one after the other
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelShape:
-    """What is compiled into kernels: the arguments of ExpertParallel, `num_sms` of the calls, and the layouts used."""
+    """What is compiled into kernels: arguments of ExpertParallel, SMs of calls and of small batches, the layouts."""
 
     ranks: int = 4
     experts: int = 256
@@ -39,6 +41,7 @@ class KernelShape:
     tokens: int = 4096  # max_tokens_per_rank
     dtype: str = "bf16"
     num_sms: int = 16
+    small_num_sms: int = DEFAULT.num_sms_else
     layouts: tuple[str, ...] = LAYOUTS
 
     def __post_init__(self) -> None:
@@ -67,9 +70,11 @@ def kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:
     for layout, rows, routing in itertools.product(shape.layouts, ROWS, ROUTINGS):
         name = f"dispatch {layout}, {rows}, {routing}"
         yield name, dispatch_source(shape, layout, rows, routing, shared_bytes)
-    for layout, rows, routing in itertools.product(shape.layouts, ROWS, ROUTINGS[:2]):
+    for layout, rows, routing, half in itertools.product(shape.layouts, ROWS, ROUTINGS, HALVES):
         name = f"small dispatch {layout}, {rows}, {routing}"
-        yield name, small_dispatch_source(shape, layout, rows, routing, shared_bytes)
+        if not (half and routing == "int32 ids"):
+            source = small_dispatch_source(shape, layout, rows, routing, shared_bytes, half)
+            yield f"{name}, {half}" if half else name, source
     yield from _combine_kernels(shape, shared_bytes)
     yield from _small_combine_kernels(shape)
     yield "unload", _load.native().render_unload()
@@ -83,13 +88,15 @@ def dispatch_source(shape: KernelShape, layout: str, rows: str, routing: str, sh
     return source
 
 
-def small_dispatch_source(shape: KernelShape, layout: str, rows: str, routing: str, shared_bytes: int) -> str:
-    """The kernel of a dispatch of at most MAX_SMALL_TOKENS tokens; as `dispatch_source`."""
+def small_dispatch_source(
+    shape: KernelShape, layout: str, rows: str, routing: str, shared_bytes: int, half: str = ""
+) -> str:
+    """The kernel of a dispatch of at most MAX_SMALL_TOKENS tokens; as `dispatch_source`. `half`: one of HALVES."""
+    args = _dispatch_args(shape, layout, rows, routing)
+    args.num_blocks, args.sends, args.receives = shape.small_num_sms, half != "receives", half != "sends"
     window = _window(shape)
     window["max_tokens"] = min(window["max_tokens"], MAX_SMALL_TOKENS)
-    source: str = _load.native().render_small_dispatch(
-        _dispatch_args(shape, layout, rows, routing), **window, shared_bytes=shared_bytes
-    )
+    source: str = _load.native().render_small_dispatch(args, **window, shared_bytes=shared_bytes)
     return source
 
 
@@ -127,7 +134,7 @@ def _combine_kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[st
 def _small_combine_kernels(shape: KernelShape) -> Iterator[tuple[str, str]]:
     """Whole calls, and the two halves of staged ones."""
     for layout, wire, side in _combine_forms(shape):
-        for half in ("", "sends", "receives"):
+        for half in HALVES:
             name = f"small combine {_layout_name(layout)}, {wire or 'plain'}{', side' if side else ''}"
             yield f"{name}, {half}" if half else name, small_combine_source(shape, layout, wire, half, has_side=side)
 

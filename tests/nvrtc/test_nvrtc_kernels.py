@@ -30,6 +30,8 @@ def is_wanted(shape: str, name: str) -> bool:
         if shape == "bf16":
             return not is_half or "side" not in name
         return not is_half and "side" not in name and ("fp8" in name) == shape.startswith("fp32")
+    if name.endswith(("sends", "receives")):
+        return shape == "bf16" and "handle" not in name and ("plain" in name or "fp8," in name)
     if shape == "bf16":
         return "int32" not in name
     return ("int32" in name and "fp8" not in name) if shape.startswith("fp16") else "fp8," in name and "handle" in name

@@ -55,7 +55,7 @@ def clear(folder: Folder = None, json: options.Json = False) -> None:
 
 _ARCH_HELP = f"Architecture, may be given several times: {', '.join(ARCHITECTURES)}. Without it sm_90 and sm_100."
 _LAYOUT_HELP = "Layout, may be given several times. Without it all."
-_SMS_HELP = "SMs that the calls may use (num_sms)."
+_SMS_HELP = "SMs that the calls may use (num_sms). Without it what weft chooses."
 
 
 @cache.command("prebuild")
@@ -66,7 +66,7 @@ def prebuild_kernels(
     experts: options.Experts = 256,
     top_k: options.TopK = 8,
     dtype: options.Dtype = "bf16",
-    num_sms: Annotated[int, typer.Option("--num-sms", min=1, help=_SMS_HELP)] = 16,
+    num_sms: Annotated[int | None, typer.Option("--num-sms", min=1, help=_SMS_HELP)] = None,
     layout: Annotated[list[str] | None, typer.Option("--layout", help=_LAYOUT_HELP)] = None,
     arch: Annotated[list[str] | None, typer.Option("--arch", help=_ARCH_HELP)] = None,
     jobs: Annotated[
@@ -87,7 +87,7 @@ def prebuild_kernels(
             hidden=hidden,
             tokens=tokens,
             dtype=dtype,
-            num_sms=num_sms,
+            **({} if num_sms is None else {"num_sms": num_sms, "small_num_sms": num_sms}),
             layouts=tuple(layout) if layout else LAYOUTS,
         )
         started = time.perf_counter()
