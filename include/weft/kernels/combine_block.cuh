@@ -13,8 +13,6 @@ namespace weft::kernels {
 constexpr i32 kPushChannel = 0;  // the first of kPushWarps
 constexpr i32 kSideChannel = kPushChannel + kPushWarps;
 static_assert(kSideChannel < kNumProgress);
-// What the warp that posts reads from a store warp when there is nothing more to post.
-constexpr u32 kPushStops = ~0u;
 
 constexpr __device__ i32 min_of(i32 left, i32 right) { return left < right ? left : right; }
 constexpr __device__ i32 max_of(i32 left, i32 right) { return left > right ? left : right; }

@@ -7,6 +7,7 @@
 
 #include "weft/kernels/combine_block.cuh"
 #include "weft/kernels/combine_numbers.cuh"
+#include "weft/kernels/post.cuh"
 #include "weft/ptx/fp8_scale.h"
 
 namespace weft::kernels {
@@ -113,23 +114,13 @@ class CombinePush {
         parity ^= 1;
       }
     }
-    if (b_.lane == 0) tell<0>(warp, b_.has_failed() ? kPushStops : sync::kMaxProgress);
+    if (b_.lane == 0) tell<0>(warp, b_.has_failed() ? kPostStops : sync::kMaxProgress);
   }
 
-  // ---- post. A release waits for everything under way, so it is the business of a warp that has nothing else to do. Lanes
-  // 0 to 15 tell the owners of the first store warp, the others of the second.
+  // ---- post
 
   __device__ void post() const {
-    constexpr i32 kLanes = 32 / kPushWarps;
-    static_assert(kLanes >= kMaxGpuRanks);
-    const i32 warp = b_.lane / kLanes, owner = b_.lane % kLanes;
-    if (owner >= kRanks || !b_.flight.is_active(owner)) return;
-    for (u32 posted = 0; posted < sync::kMaxProgress;) {
-      const u32 pushed = sync::wait_change(&b_.s.num_pushed[warp], posted);
-      if (pushed == posted || pushed == kPushStops || b_.has_failed()) return;
-      posted = pushed;
-      transport::post(b_.a.view, b_.flight, owner, static_cast<i32>(blockIdx.x), kPushChannel + warp, posted);
-    }
+    post_arrivals(b_.a.view, b_.flight, kRanks, b_.s.num_pushed, sync::kMaxProgress, kPushChannel);
   }
 
  private:
@@ -144,7 +135,6 @@ class CombinePush {
   template <i32 kPending>
   __device__ void tell(i32 warp, u32 num_pushed) const {
     ptx::bulk_wait<kPending>();
-    ptx::fence_proxy_async();
     ptx::st_release_cta(&b_.s.num_pushed[warp], num_pushed);
   }
 

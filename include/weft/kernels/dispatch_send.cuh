@@ -3,6 +3,7 @@
 #pragma once
 
 #include "weft/kernels/dispatch_count.cuh"
+#include "weft/kernels/post.cuh"
 
 namespace weft::kernels {
 
@@ -59,7 +60,7 @@ class DispatchSend : public DispatchState<kConfig> {
     const i32 num_items = kByExpert ? this->num_items(store_warp, a.num_tokens) : 0;
     Item next;
     if constexpr (kByExpert) next = fetch(store_warp, 0, num_items);
-    i32 previous = -1;
+    i32 num_stored = 0;
     for (i32 j = 0;; ++j) {
       const i32 idx = this->stage_of(store_warp, j);
       const Item item = next;
@@ -76,31 +77,24 @@ class DispatchSend : public DispatchState<kConfig> {
       if (lane == 0) ptx::bulk_commit();
       if constexpr (kByExpert) store_table(item, places);
       __syncwarp();  // all lanes have read the stage
-      if (lane == 0) after_store(store_warp, j, idx, previous);
-      previous = idx;
+      if (lane == 0) after_store(store_warp, j);
+      num_stored = j + 1;
     }
     if (lane != 0) return;
     ptx::bulk_wait_read<0>();
-    if (kDepth > 1 && previous >= 0) ptx::mbarrier_arrive(&s.empty[previous]);
+    for (i32 j = max(num_stored - kReading, 0); j < num_stored; ++j) free_stage(store_warp, j);
     ptx::bulk_wait_all();
     ptx::fence_proxy_async();
-    if (kByExpert && s.has_failed == 0) ptx::st_release_cta(&s.num_arrived[store_warp], static_cast<u32>(num_items));
+    if constexpr (kByExpert) {
+      ptx::st_release_cta(&s.num_arrived[store_warp], s.has_failed == 0 ? static_cast<u32>(num_items) : kPostStops);
+    }
   }
 
-  // ---- progress by expert: a release waits for everything under way, so it is the business of a warp that has nothing else
-  // to do. Lanes 0 to 15 tell the ranks of store warp 0, the others of store warp 1.
+  // ---- progress, by expert
 
-  __device__ void post_arrivals() {
-    constexpr i32 kLanes = 32 / kStoreWarps;
-    const i32 store_warp = lane / kLanes, to = lane % kLanes;
-    if (to >= kRanks || !flight.is_active(to)) return;
-    const u32 num_items = static_cast<u32>(this->num_items(store_warp, a.num_tokens));
-    for (u32 posted = 0; posted < num_items;) {
-      const u32 arrived = sync::wait_change(&s.num_arrived[store_warp], posted);
-      if (arrived == posted) return;  // the store warp has failed, which it says itself
-      posted = arrived;
-      transport::post(a.view, flight, to, static_cast<i32>(blockIdx.x), store_warp, posted);
-    }
+  __device__ void post_progress() {
+    const auto last = static_cast<u32>(this->num_items(lane / kPostLanes, a.num_tokens));
+    post_arrivals(a.view, flight, kRanks, s.num_arrived, last, 0);
   }
 
   // ---- ids, weights, table and plan of rank_major. A block takes tokens one after the other, so that neighbouring threads
@@ -131,7 +125,10 @@ class DispatchSend : public DispatchState<kConfig> {
   }
 
  private:
-  static constexpr i32 kDepth = kConfig.num_stages / kStoreWarps;                          // stages of a store warp
+  // Stores of a warp that read shared memory at a time: at most half of its stages, the others are being filled.
+  static constexpr i32 kMostReading = 5;
+  static constexpr i32 kHalf = kConfig.num_stages / kStoreWarps / 2;
+  static constexpr i32 kReading = kHalf < kMostReading ? kHalf : kMostReading;
   static constexpr i32 kEnds = kQuantized ? kConfig.num_quantize_warps / kStoreWarps : 1;  // marks for each store warp
 
   // rank_major: first each block has its share of what the stages of all hold; then tokens are dealt out a few at a time, to
@@ -180,20 +177,18 @@ class DispatchSend : public DispatchState<kConfig> {
     }
   }
 
-  // One lane, after item j was stored from stage idx: frees the stage before it, notes what has arrived.
-  __device__ void after_store(i32 store_warp, i32 j, i32 idx, i32 previous) {
-    if constexpr (kDepth == 1) {
-      ptx::bulk_wait_read<0>();
-      ptx::mbarrier_arrive(&s.empty[idx]);
-    } else if (previous >= 0) {
-      ptx::bulk_wait_read<1>();
-      ptx::mbarrier_arrive(&s.empty[previous]);
-    }
+  __device__ void free_stage(i32 store_warp, i32 j) const {
+    ptx::mbarrier_arrive(&s.empty[this->stage_of(store_warp, j)]);
+  }
+
+  // One lane, after item j was stored: frees the stage of an earlier one, notes what has arrived.
+  __device__ void after_store(i32 store_warp, i32 j) {
+    ptx::bulk_wait_read<kReading>();
+    if (j >= kReading) free_stage(store_warp, j - kReading);
     if constexpr (kByExpert) {
       constexpr i32 kPending = 8, kEvery = 4;  // items under way, and between two notes
       if (j + 1 <= kPending || (j + 1) % kEvery != 0) return;
       ptx::bulk_wait<kPending>();
-      ptx::fence_proxy_async();
       ptx::st_release_cta(&s.num_arrived[store_warp], static_cast<u32>(j + 1 - kPending));
     }
   }

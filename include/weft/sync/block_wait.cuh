@@ -77,11 +77,23 @@ __device__ inline bool wait_barrier(u64* barrier, u32 parity) {
   return wait_until([&] { return ptx::mbarrier_try_wait(barrier, parity); }, pause) == WaitResult::kReady;
 }
 
-// Waits until a word that another warp of the block writes differs from `seen`; returns it, or `seen` if it never does.
-__device__ inline u32 wait_change(const u32* word, u32 seen) {
-  CopyPause pause;
+// By a whole warp, each lane with its word, which another warp of the block writes: until one of the words differs from what
+// its lane has seen. Returns this lane's; if none ever differs, all have what they had.
+__device__ inline u32 wait_any_change(const u32* word, u32 seen) {
+  struct WarpPause {  // all lanes give up together
+    CopyPause lane;
+    __device__ PauseResult turn() {
+      const bool is_over = lane.turn() == PauseResult::kDeadline;
+      return __any_sync(0xffffffffu, is_over) != 0 ? PauseResult::kDeadline : PauseResult::kLookAgain;
+    }
+  };
+  WarpPause pause;
   u32 now = seen;
-  wait_until([&] { return (now = ptx::ld_acquire_cta(word)) != seen; }, pause);
+  const auto has_changed = [&] {
+    now = ptx::ld_acquire_cta(word);
+    return __any_sync(0xffffffffu, now != seen) != 0;
+  };
+  wait_until(has_changed, pause);
   return now;
 }
 
