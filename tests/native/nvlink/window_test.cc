@@ -501,6 +501,46 @@ TEST(a_staged_combine_is_two_launches_in_turn) {
       false);
 }
 
+TEST(what_broke_a_window_is_told_before_a_half_that_was_not_received) {
+  with_ranks(
+      [](Rank& rank) {
+        GpuWindowShape shape = window_shape();
+        shape.small_tokens = 8;
+        rank.make_window(shape);
+        CombineArgs args;
+        args.is_small = true;
+        args.max_tokens = args.num_tokens = 8;
+        args.hidden = 32;
+        args.num_blocks = 4;
+        args.timeout_ns = kTimeoutNs;
+        args.stream = stream_of(rank.me);
+        args.receives = false;
+        rank.window->combine(args, kNoPoll);
+        rank.meet();
+        fake_cuda::set_kernel(leave(transport::ErrorCause::kDeadline, 2));
+        if (rank.me == 0) {
+          args.sends = false;
+          args.receives = true;
+          rank.window->combine(args, kNoPoll);
+          args.sends = true;
+        } else {
+          while (!rank.comm->is_broken()) usleep(500);
+        }
+        CHECK_EQ(error_of([&] {
+                   while (true) {
+                     rank.window->check();
+                     if (rank.me != 0) rank.window->combine(args, kNoPoll);
+                   }
+                 }).code,
+                 ErrorCode::kPeerTimeout);
+        rank.comm->rebuild({0, 1, 2}, in_seconds(20), kNoPoll);
+        fake_cuda::set_kernel({});
+        rank.meet();
+        rank.window->combine(args, kNoPoll);
+      },
+      false);
+}
+
 TEST(more_blocks_than_fit_are_refused) {
   with_ranks([](Rank& rank) {
     DispatchArgs args;
