@@ -46,6 +46,7 @@ def random_dispatch(seed: int, *, is_small: bool) -> Case:
     layout = dice.one_of(*LAYOUTS)
     tokens = tuple(0 if dice.chance(20) else dice.below(most + 1) for _ in range(num_ranks))
     num_experts = num_ranks * dice.one_of(1, 3, 8, 40)
+    is_crossed = is_small and dice.chance(20)  # small batches behind a throughput dispatch
     return Case(
         seed=seed,
         shape=Shape(
@@ -69,12 +70,13 @@ def random_dispatch(seed: int, *, is_small: bool) -> Case:
         ids_are_int64=dice.chance(60),
         has_weights=dice.chance(80),
         num_rounds=3,
-        is_repeated=dice.chance(30),
+        is_repeated=is_crossed or dice.chance(30),
         staged_ranks=tuple(rank for rank in range(num_ranks) if not is_small and dice.chance(25)),
         num_duplicates=dice.one_of(0, 0, 3),
         num_bad_ids=dice.one_of(0, 0, 2),
         lost_ranks=(dice.below(num_ranks),) if num_ranks > 1 and dice.chance(15) else (),
-        is_small=is_small,
+        is_small=is_small and not is_crossed,
+        is_small_behind=is_crossed,
         is_split=dice.chance(30),
         shared_bytes=dice.one_of(24 << 10, 40 << 10, 64 << 10),
     )

@@ -83,12 +83,22 @@ MUTANTS = (
 )
 
 
+REPEATED = dataclasses.replace(PLAIN, layout="expert_major", alignment=8, is_repeated=True, num_rounds=2)
+GAPS = Mutant(
+    "gaps between the groups of a repeated routing are left as they were",
+    RECEIVE,
+    "const i64 begin = i64{a.offsets[group]} + a.counts[group];",
+    "const i64 begin = a.offsets[group + 1];",
+)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _compile_ahead(compiler: Compiler) -> None:
     for case in CASES.values():
         Runner(compiler, case).start_compiling()
     for mutant in MUTANTS:
         Runner(compiler, PLAIN, mutant).start_compiling()
+    Runner(compiler, REPEATED, GAPS).start_compiling()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -101,3 +111,8 @@ def test_small_dispatch_is_the_reference(compiler: Compiler, name: str) -> None:
 def test_mistakes_are_found(compiler: Compiler, mutant: Mutant) -> None:
     """An emulation that finds none of these proves nothing."""
     assert is_found(lambda seed: run_case(compiler, dataclasses.replace(PLAIN, seed=seed), mutant))
+
+
+def test_mistakes_of_repetitions_are_found(compiler: Compiler) -> None:
+    """As above."""
+    assert is_found(lambda seed: run_case(compiler, dataclasses.replace(REPEATED, seed=seed), GAPS))
