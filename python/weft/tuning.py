@@ -6,7 +6,6 @@ From values equal on all ranks. `Table` holds what is measured; `choose` and `sm
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 __all__ = ["DEFAULT", "FORMS", "Table", "choose", "small_num_sms"]
 
@@ -32,21 +31,23 @@ class Table:
     num_sms: tuple[tuple[int, int], ...] = ()
     num_sms_else: int = 32
 
-    @cached_property
-    def crossovers(self) -> dict[tuple[str, str, str], int]:
-        """`most_tokens` by key."""
-        return dict(self.most_tokens)
-
 
 DEFAULT = Table()
 
 
 def choose(table: Table, op: str, layout: str, form: str, max_tokens: int) -> str:
     """The mode of an `op` whose ranks have at most `max_tokens` tokens: "latency" or "throughput"."""
-    most = table.crossovers.get((op, layout, form), table.most_tokens_else)
+    most = table.most_tokens_else
+    for key, tokens in table.most_tokens:  # no dict: torch.compile traces this
+        if key == (op, layout, form):
+            most = tokens
+            break
     return "latency" if max_tokens <= most else "throughput"
 
 
 def small_num_sms(table: Table, max_tokens: int) -> int:
     """SMs of a small-batch call for which nobody has said how many."""
-    return next((num_sms for most, num_sms in table.num_sms if max_tokens <= most), table.num_sms_else)
+    for most, num_sms in table.num_sms:
+        if max_tokens <= most:
+            return num_sms
+    return table.num_sms_else

@@ -241,3 +241,15 @@ def test_rebuild_makes_an_end_of_halves() -> None:
         ep.close()
 
     weft.spawn(work, 2, device="cpu", isolation="thread")
+
+
+def test_choice_is_traced() -> None:
+    """torch.compile sees the table's numbers, not a break in the graph."""
+    table = Table(most_tokens=((("dispatch", "masked", "plain"), 5),), num_sms=((8, 12),))
+
+    def step(x: torch.Tensor, max_tokens: int) -> torch.Tensor:
+        is_small = choose(table, "dispatch", "masked", "plain", max_tokens) == "latency"
+        return x + small_num_sms(table, max_tokens) if is_small else x
+
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    assert [float(compiled(torch.zeros(()), most)) for most in (5, 6)] == [12, 0]
