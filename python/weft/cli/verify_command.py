@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -10,6 +10,8 @@ from weft.cli import options
 from weft.cli.output import EXIT_FAILED, Output, command_output
 from weft.verify import Fixed, repeat_command
 
+ModeName = Literal["auto", "throughput", "latency", "mixed", "staged"]
+_MODE_HELP = "Kernels; mixed: small batches behind a throughput dispatch. Random in every trial unless given."
 _DEATHS_HELP = "With --kill: ranks killed one after the other in each trial, fewer than there are."
 _KILL_HELP = "Kill a random rank at a random moment in each trial; report what survivors see and how soon."
 
@@ -24,6 +26,7 @@ def verify(
     quantize: options.AnyQuantize = None,
     dtype: options.AnyDtype = None,
     routing: options.AnyRouting = None,
+    mode: Annotated[ModeName | None, typer.Option("--mode", help=_MODE_HELP)] = None,
     trace: options.Trace = None,
     trials: Annotated[int, typer.Option("--trials", min=1, help="How many cases to try.")] = 40,
     seed: options.Seed = 0,
@@ -43,6 +46,7 @@ def verify(
         quantize=quantize,
         dtype=dtype,
         routing=routing,
+        mode=mode,
         trace=None if trace is None else str(trace),
     )
     with command_output(json_lines=json) as output:

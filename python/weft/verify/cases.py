@@ -6,9 +6,10 @@ import dataclasses
 import functools
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weft.errors import InvalidArgument
+from weft.limits import MAX_SMALL_TOKENS
 
 if TYPE_CHECKING:
     from weft.traces import Trace
@@ -17,6 +18,8 @@ ROUTINGS = ("uniform", "zipf", "all_to_one", "empty_rank", "group_limited")
 LAYOUTS = ("rank_major", "expert_major", "masked")
 QUANTIZES = ("none", "fp8", "fp8_ue8m0")
 DTYPES = ("bf16", "fp16", "fp32")
+# mixed: small batches behind a throughput dispatch; staged: small batches in two halves.
+MODES = ("auto", "throughput", "latency", "mixed", "staged")
 
 _TINY_HEAP = 4096  # bytes: next to nothing fits, so rows take the way through staging
 
@@ -34,6 +37,7 @@ class Fixed:
     quantize: str | None = None
     dtype: str | None = None
     routing: str | None = None
+    mode: str | None = None
     trace: str | None = None
 
 
@@ -62,11 +66,24 @@ class Case:
     heap_output: bool  # the expert outputs lie in the heap (ep.empty_output) or in an ordinary tensor
     special_values: bool  # NaN, infinities, subnormals and -0 among the rows
     odd_ids: bool  # some ids -1, some twice in a row
+    mode: str  # one of MODES
 
     @property
     def num_local_experts(self) -> int:
         """Experts of one rank."""
         return self.experts // self.ranks
+
+    @property
+    def dispatch_mode(self) -> dict[str, Any]:
+        """`mode` and `staged` of a dispatch with a routing of its own."""
+        first = {"mixed": "throughput", "staged": "latency"}.get(self.mode, self.mode)
+        return {"mode": first, "staged": self.mode == "staged" and self.capacity is not None}
+
+    @property
+    def later_mode(self) -> dict[str, Any]:
+        """The same of what follows it."""
+        mode = "latency" if self.mode in ("mixed", "staged") else self.mode
+        return {"mode": mode, "staged": self.mode == "staged"}
 
     def summary(self) -> str:
         """One line with every value."""
@@ -77,6 +94,8 @@ def check_fixed(fixed: Fixed) -> None:
     """Raise InvalidArgument if no case can have these values."""
     if fixed.experts is not None and fixed.ranks is not None and fixed.experts % fixed.ranks != 0:
         raise InvalidArgument(f"experts={fixed.experts}: must be a multiple of ranks={fixed.ranks}")
+    if fixed.mode not in (None, "auto", "throughput") and (fixed.tokens or 0) > MAX_SMALL_TOKENS:
+        raise InvalidArgument(f"tokens={fixed.tokens}: at most {MAX_SMALL_TOKENS} with mode={fixed.mode}")
     if fixed.hidden is not None:
         unit = 16 if fixed.quantize in ("fp8", "fp8_ue8m0") else 8 if fixed.dtype in ("bf16", "fp16") else 4
         if fixed.hidden % unit != 0:
@@ -166,7 +185,14 @@ def draw_case(seed: int, fixed: Fixed) -> Case:
         heap_output=free.random() < 0.5,
         special_values=free.random() < 0.3,
         odd_ids=free.random() < 0.5 and fixed.trace is None,
+        mode=_draw_mode(free, fixed, tokens),
     )
+
+
+def _draw_mode(rng: random.Random, fixed: Fixed, tokens: tuple[int, ...]) -> str:
+    """More tokens than small batches have go to the others."""
+    mode = rng.choice(MODES)
+    return fixed.mode or (mode if max(tokens) <= MAX_SMALL_TOKENS else "throughput")
 
 
 def _draw_capacity(rng: random.Random, layout: str, tokens: tuple[int, ...], top_k: int, experts: int) -> int | None:

@@ -260,10 +260,11 @@ class _Trial:
             alignment=case.alignment,
             quantize=self.quantize,
             capacity=case.capacity,
+            **case.dispatch_mode,
         )
         for used in (x, topk_idx, topk_weights):
             poison(used)
-        return got
+        return got.wait()
 
     def _check_combine(self, got: weft.Dispatched) -> None:
         case, rank = self.case, self.rank
@@ -290,8 +291,10 @@ class _Trial:
             side=sides[rank].to(self.device) if case.side else None,
             bias=None if bias is None else bias.to(self.device),
             out=out,
+            **case.later_mode,
         )
         poison(output)
+        combined = combined.wait() if isinstance(combined, weft.Staged) else combined
         got_parts = combined if isinstance(combined, tuple) else (combined,)
         want_parts = want if isinstance(want, tuple) else (want,)
         if len(got_parts) != len(want_parts):
@@ -301,7 +304,8 @@ class _Trial:
 
     def _check_repeat(self, got: weft.Dispatched) -> None:
         """Send other rows with the handle of the first dispatch."""
-        again = self.ep.dispatch(self.inputs[self.rank].second_x.to(self.device), handle=got.handle)
+        second_x = self.inputs[self.rank].second_x.to(self.device)
+        again = self.ep.dispatch(second_x, handle=got.handle, **self.case.later_mode).wait()
         want = self.expected[self.rank]
         rows = reference.repeat_dispatch([part.second_x for part in self.inputs], want.routing)
         self.tally.num_words += check_rows("x", again.x, rows[self.rank], _filled_rows(self.case, want))

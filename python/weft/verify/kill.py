@@ -308,14 +308,17 @@ def _one_death(ep: weft.ExpertParallel, case: Case, board: _Board, plan: _Plan, 
     x, topk_idx, topk_weights = (part.to(comm.device) for part in (mine.x, mine.topk_idx, mine.topk_weights))
     quantize = None if case.quantize == "none" else case.quantize
     options: dict[str, Any] = {"layout": case.layout, "alignment": case.alignment, "capacity": case.capacity}
+    options |= case.dispatch_mode
     beside = _Beside(comm.device)
     calls = 0
     give_up_at = time.monotonic() + _GIVE_UP_S
     try:
         while time.monotonic() < give_up_at:
-            received = ep.dispatch(x, topk_idx, topk_weights, quantize=quantize, **options)
+            received = ep.dispatch(x, topk_idx, topk_weights, quantize=quantize, **options).wait()
             output = ep.empty_output(received)
-            ep.combine(torch.zeros_like(output), received.handle)
+            combined = ep.combine(torch.zeros_like(output), received.handle, **case.later_mode)
+            if isinstance(combined, weft.Staged):
+                combined.wait()
             beside.go_on()
             calls += 2
             if calls == 2:
