@@ -56,7 +56,7 @@ MUTANTS = (
     Mutant(
         "progress is told before the stores are complete",
         PUSH,
-        "ptx::bulk_wait<kPending>();\n    ptx::fence_proxy_async();",
+        "    ptx::bulk_wait<kPending>();\n",
         "",
     ),
 )

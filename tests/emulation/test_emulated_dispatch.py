@@ -49,14 +49,14 @@ MUTANTS = (
     Mutant(
         "a stage is freed before its stores have read it",
         SEND,
-        "ptx::bulk_wait_read<1>();\n      ptx::mbarrier_arrive(&s.empty[previous]);",
-        "ptx::mbarrier_arrive(&s.empty[previous]);",
+        "    ptx::bulk_wait_read<kReading>();\n",
+        "",
     ),
     Mutant(
         "the header is sent before the stores are complete",
         SEND,
-        "ptx::bulk_wait_all();\n    ptx::fence_proxy_async();\n    if (kByExpert",
-        "if (kByExpert",
+        "ptx::bulk_wait_all();\n    ptx::fence_proxy_async();\n    if constexpr (kByExpert",
+        "if constexpr (kByExpert",
     ),
     Mutant(
         "nobody waits for the header that says that rows are there",

@@ -3,6 +3,7 @@
 
 #include "weft/kernels/combine_arguments.h"
 #include "weft/kernels/combine_ring.cuh"
+#include "weft/kernels/words.cuh"
 #include "weft/layout/gpu_plan.h"
 #include "weft/layout/routing.h"
 #include "weft/transport/nvlink.cuh"
@@ -13,9 +14,6 @@ namespace weft::kernels {
 constexpr i32 kPushChannel = 0;  // the first of kPushWarps
 constexpr i32 kSideChannel = kPushChannel + kPushWarps;
 static_assert(kSideChannel < kNumProgress);
-
-constexpr __device__ i32 min_of(i32 left, i32 right) { return left < right ? left : right; }
-constexpr __device__ i32 max_of(i32 left, i32 right) { return left > right ? left : right; }
 
 struct Contributor {
   const u8* rows = nullptr;  // pulled: row 0 of its expert output

@@ -125,10 +125,8 @@ class DispatchSend : public DispatchState<kConfig> {
   }
 
  private:
-  // Stores of a warp that read shared memory at a time: at most half of its stages, the others are being filled.
-  static constexpr i32 kMostReading = 5;
-  static constexpr i32 kHalf = kConfig.num_stages / kStoreWarps / 2;
-  static constexpr i32 kReading = kHalf < kMostReading ? kHalf : kMostReading;
+  // Stores of a warp that read shared memory at a time: the stages of the others are being filled.
+  static constexpr i32 kReading = kConfig.num_stages > kStoreWarps ? 1 : 0;
   static constexpr i32 kEnds = kQuantized ? kConfig.num_quantize_warps / kStoreWarps : 1;  // marks for each store warp
 
   // rank_major: first each block has its share of what the stages of all hold; then tokens are dealt out a few at a time, to

@@ -29,6 +29,9 @@ struct Piece<1> {
   u8 word;
 };
 
+constexpr __device__ i32 min_of(i32 left, i32 right) { return left < right ? left : right; }
+constexpr __device__ i32 max_of(i32 left, i32 right) { return left > right ? left : right; }
+
 // The widest piece that rows of this length divide into.
 WEFT_HD constexpr i32 piece_bytes(i32 num_bytes) {
   return num_bytes % 16 == 0 ? 16 : num_bytes % 8 == 0 ? 8 : num_bytes % 4 == 0 ? 4 : num_bytes % 2 == 0 ? 2 : 1;
