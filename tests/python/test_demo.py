@@ -177,32 +177,49 @@ def test_examples(command):
     assert all(float(last) < 0.2 < float(first) for first, last in losses)
 
 
-def test_overlap_example():
-    """Times of both ways, and the same bits (the example compares them and ends with 1 if not)."""
-    example = Path(__file__).parents[2] / "examples" / "overlap_gemm.py"
-    shape = [
-        "--device",
-        "cpu",
-        "--ranks",
-        "2",
-        "--tokens",
-        "32",
-        "--hidden",
-        "128",
-        "--width",
-        "64",
-        "--experts",
-        "8",
-        "--top-k",
-        "2",
-    ]
+SMALL = ["--device", "cpu", "--ranks", "2", "--hidden", "128", "--width", "64", "--experts", "8", "--top-k", "2"]
+
+
+def output_of(example, *flags):
+    """What an example prints; those that compare two ways end with 1 if they differ."""
+    path = Path(__file__).parents[2] / "examples" / example
     env = {**os.environ, "PYTHONPATH": str(Path(weft.__file__).parents[1])}
-    command = [sys.executable, str(example), *shape]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=True)
-    times = re.findall(r"^(dispatch|gemm|one after the other|at once) +([0-9.]+) ms$", done.stdout, re.MULTILINE)
-    assert [name for name, _ in times] == ["dispatch", "gemm", "one after the other", "at once"]
+    command = [sys.executable, str(path), *SMALL, *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=True).stdout
+
+
+ATTENTION = ["--layers", "2", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--context", "32"]
+
+
+@pytest.mark.parametrize(
+    ("example", "flags", "ways"),
+    [
+        ("overlap_gemm.py", ["--tokens", "32"], ["dispatch", "gemm", "one after the other", "at once"]),
+        (
+            "decode_overlap.py",
+            ["--tokens", "12", *ATTENTION],
+            ["compute alone", "one after the other", "overlapped"],
+        ),
+    ],
+)
+def test_overlap_examples(example, flags, ways):
+    """Times of all ways; both with transfers gave the same bits."""
+    out = output_of(example, *flags)
+    times = re.findall(r"^(\w[\w ]*\w) +([0-9.]+) ms$", out, re.MULTILINE)
+    assert [name for name, _ in times] == ways
     assert all(float(time_ms) > 0 for _, time_ms in times)
-    assert "overlap saves" in done.stdout
+    assert "overlap saves" in out
+
+
+def test_decoding_example():
+    """A line for each batch size; every replay was compared."""
+    out = output_of("decode_graph.py", "--tokens", "1", "5", "12", "--replays", "6")
+    assert re.findall(r"^ *(\d+) tokens: replayed +[0-9.]+ us, eager +[0-9.]+ us$", out, re.MULTILINE) == [
+        "1",
+        "5",
+        "12",
+    ]
+    assert "6 replays with changing routing on each rank: 0 differ from the eager step" in out
 
 
 def test_ctrl_c_leaves_nothing():
