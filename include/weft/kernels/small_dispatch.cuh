@@ -21,7 +21,10 @@ __device__ bool receive_small(const SmallDispatchState<kConfig>& state, transpor
   if constexpr (!kConfig.is_cached) {
     receive.find_places();
     if (blockIdx.x == 0) receive.write_counts();
+  } else {
+    receive.read_tokens();
   }
+  receive.zero();
   verdict = transport::wait_all(a.view, Phase::kSend, state.flight, static_cast<i32>(blockIdx.x));
   if (verdict != transport::Verdict::kOk) return false;
   receive.copy_rows();

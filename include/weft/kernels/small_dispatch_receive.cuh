@@ -28,23 +28,34 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
   __device__ void find_places() {
     for (i32 idx = static_cast<i32>(threadIdx.x); idx < kConfig.count_bytes() / 4; idx += Base::kThreads)
       shared[idx] = 0;
-    __syncthreads();
-    for_entries([&](i32, i32, i32, i32 group) {
-      if (group >= 0) atomicAdd(&counts(warp)[group], 1);
+    if (threadIdx.x == 0) sums().num_picks = 0;
+    read_tokens();
+    for_entries([&](const Entry& entry, bool) {
+      if (entry.group >= 0) atomicAdd(&counts(warp)[entry.group], 1);
     });
     __syncthreads();
     for (i32 group = static_cast<i32>(threadIdx.x); group < kGroups; group += Base::kThreads) sum_warps(group);
     __syncthreads();
     if (warp == 0) place_groups();
     __syncthreads();
-    for_entries([&](i32 source, i32 token, i32 k, i32 group) { place_entry(source, token, k, group); });
+    for_entries([&](const Entry& entry, bool is_entry) { place_entry(entry, is_entry); });
+    __syncthreads();
+  }
+
+  // Tokens of each source, into shared memory. A barrier.
+  __device__ void read_tokens() {
+    const i32 source = static_cast<i32>(threadIdx.x);
+    if (source < kRanks) {
+      sums().num_tokens[source] = tokens_of(source);
+      sums().num_rows[source] = 0;
+    }
     __syncthreads();
   }
 
   // By block 0.
   __device__ void write_counts() {
     const i32 thread = static_cast<i32>(threadIdx.x);
-    if (thread < kRanks) a.recv_plan[thread] = tokens_of(thread);
+    if (thread < kRanks) a.recv_plan[thread] = sums().num_tokens[thread];
     if constexpr (kByExpert) {
       for (i32 group = thread; group < kGroups; group += Base::kThreads) {
         a.offsets[group] = kIsMasked ? group * static_cast<i32>(a.capacity) : min(begins()[group], limit());
@@ -59,18 +70,19 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
   // ---- rows
 
   __device__ void copy_rows() {
-    for (i32 source = 0; source < kRanks; ++source) {
-      const i32 num_tokens = tokens_of(source);
-      this->share([&](i32 nth, i32 first, i32 stride) {
-        const i32 token = this->token_of(this->unit(nth));
-        if (token >= num_tokens) return;
-        if constexpr (kConfig.is_cached) {
-          copy_row(source, token, plan().row(source, token), first, stride);
-        } else {
-          copy_row(source, token, &places()[(source * this->num_units() + nth) * kWidth], first, stride);
-        }
-      });
-    }
+    this->share(kRanks, [&](i32 source, i32 nth, i32 first, i32 stride) {
+      const i32 token = this->token_of(this->unit(nth));
+      if (token >= sums().num_tokens[source]) return;
+      if constexpr (kConfig.is_cached) {
+        copy_row(source, token, plan().row(source, token), first, stride);
+      } else {
+        copy_row(source, token, &places()[(source * this->num_units() + nth) * kWidth], first, stride);
+      }
+    });
+  }
+
+  // What holds no row, and needs none to be zeroed.
+  __device__ void zero() {
     if constexpr (kConfig.is_cached) {
       zero_gaps();
     } else {
@@ -82,6 +94,17 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
   // Entries of the receive plan that are no rows. The owner of the token does not know what a capacity has dropped and waits for
   // a sum: combine sends it zeros.
   static constexpr i32 kNowhere = -1, kDropped = kGpuDroppedRow;
+
+  // Of all entries.
+  struct Sums {
+    i32 num_tokens[kRanks];
+    i32 num_rows[kRanks];  // rank_major, block 0: rows of each source
+    i32 num_picks;         // rank_major, block 0
+  };
+  __device__ static Sums& sums() {
+    __shared__ Sums sums;
+    return sums;
+  }
 
   __device__ i32* counts(i32 of_warp) const { return shared + of_warp * kGroups; }  // then: entries of earlier warps
   __device__ i32* totals() const { return shared + kWarps * kGroups; }
@@ -129,16 +152,37 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
     return group;
   }
 
-  // A run of entries for each warp, 32 at a time, all lanes together; `work(source, token, k, group)`, group -1: no row.
+  struct Entry {
+    i32 source, token, k;
+    i32 group;  // -1: no row
+  };
+
+  __device__ Entry read_entry(i32 number) const {
+    const i32 all = kRanks * a.max_tokens * kWidth;
+    const i32 at = min(number, all - 1);
+    Entry entry{at / (kWidth * a.max_tokens), at / kWidth % a.max_tokens, at % kWidth, -1};
+    if (number < all && entry.token < sums().num_tokens[entry.source]) {
+      entry.group = group_of(entry.source, entry.token, entry.k);
+    }
+    return entry;
+  }
+
+  // A run of entries for each warp, 32 at a time, all lanes together. Several are read before the first is worked on: a load
+  // takes as long as all else here.
   template <class Work>
   __device__ void for_entries(const Work& work) const {
+    constexpr i32 kTogether = kByExpert ? 8 : 1;  // rank_major: an entry is a token, its ids are read together
     const i32 num_entries = kRanks * a.max_tokens * kWidth;
     const i32 run = (num_entries + kWarps * 32 - 1) / (kWarps * 32) * 32;
-    for (i32 first = warp * run; first < min((warp + 1) * run, num_entries); first += 32) {
-      const i32 entry = first + lane;
-      const i32 k = entry % kWidth, token = entry / kWidth % a.max_tokens, source = entry / (kWidth * a.max_tokens);
-      const bool is_there = entry < num_entries && token < tokens_of(min(source, kRanks - 1));
-      work(source, token, k, is_there ? group_of(source, token, k) : -1);
+    const i32 end = min((warp + 1) * run, num_entries);
+    for (i32 first = warp * run; first < end; first += 32 * kTogether) {
+      Entry entry[kTogether];
+#pragma unroll
+      for (i32 idx = 0; idx < kTogether; ++idx) entry[idx] = read_entry(first + idx * 32 + lane);
+#pragma unroll
+      for (i32 idx = 0; idx < kTogether; ++idx) {
+        if (first + idx * 32 < end) work(entry[idx], first + idx * 32 + lane < end);
+      }
     }
   }
 
@@ -173,7 +217,8 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
     return max(min(begins()[group] + totals()[group], limit()) - min(begins()[group], limit()), 0);
   }
 
-  __device__ void place_entry(i32 source, i32 token, i32 k, i32 group) {
+  __device__ void place_entry(const Entry& entry, bool is_entry) {
+    const i32 group = entry.group;
     i32* before = counts(warp);
     const u32 same = ptx::match_any(group);
     const i32 nth = (group >= 0 ? before[group] : 0) + __popc(same & ptx::lanes_below());
@@ -186,37 +231,69 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
       row = row < limit() ? row + (kIsMasked ? group * static_cast<i32>(a.capacity) : 0) : kDropped;
       if (row >= a.room) row = kDropped;
     }
-    if (source >= kRanks || token >= a.max_tokens) return;
+    if (!is_entry) return;
     if constexpr (!kByExpert) {
-      if (row >= 0 && blockIdx.x == 0) count_kept(source, token);
+      if (group >= 0 && blockIdx.x == 0) count_row(entry.source, entry.token, row >= 0);
     }
-    const i32 first_unit = token * a.num_parts;
+    const i32 first_unit = entry.token * a.num_parts;
     for (i32 part = 0; part < a.num_parts; ++part) {
       const i32 unit = first_unit + part;
       if (unit % kConfig.num_blocks != static_cast<i32>(blockIdx.x)) continue;
-      places()[(source * this->num_units() + unit / kConfig.num_blocks) * kWidth + k] = row;
-      if (part == 0) write_entry(source, token, k, row);
+      places()[(entry.source * this->num_units() + unit / kConfig.num_blocks) * kWidth + entry.k] = row;
     }
   }
 
-  __device__ void count_kept(i32 source, i32 token) {
+  // rank_major, block 0.
+  __device__ void count_row(i32 source, i32 token, bool is_kept) {
+    i32 num_picks = 0;
     for (i32 k = 0; k < kTopk; ++k) {
       const i32 expert = local_expert(source, token, k);
-      if (expert >= 0) atomicAdd(&kept()[expert], 1);
+      num_picks += expert >= 0 ? 1 : 0;
+      if (expert >= 0 && is_kept) atomicAdd(&kept()[expert], 1);
+    }
+    atomicAdd(&sums().num_picks, num_picks);
+    atomicAdd(&sums().num_rows[source], 1);
+  }
+
+  // Places of a token: lane k has entries k, k + 32, ...
+  static constexpr i32 kWords = (kWidth + 31) / 32;
+  struct Rows {
+    i32 row[kWords];
+  };
+
+  // Local experts and weights of a token's picks, in the lanes likewise.
+  struct Picks {
+    i32 expert[Base::kSteps];
+    float weight[Base::kSteps];
+  };
+
+  __device__ void read_picks(i32 source, i32 token, Picks& picks) const {
+#pragma unroll
+    for (i32 step = 0; step < Base::kSteps; ++step) {
+      const i32 k = step * 32 + lane;
+      if (k >= kTopk) continue;
+      picks.weight[step] = weight_of(source, token, k);
+      if constexpr (!kByExpert) picks.expert[step] = local_expert(source, token, k);
     }
   }
 
-  // The receive plan, ids and weights, by the block that has the token's first part.
-  __device__ void write_entry(i32 source, i32 token, i32 k, i32 row) {
-    plan().row(source, token)[k] = row;
-    if (row < 0) return;
-    if constexpr (kByExpert) {
-      a.out_weights[row] = weight_of(source, token, k);
-    } else {
-      for (i32 pick = 0; pick < kTopk; ++pick) {
-        const i32 expert = local_expert(source, token, pick);
-        static_cast<Id*>(a.out_ids)[static_cast<i64>(row) * kTopk + pick] = expert;
-        a.out_weights[static_cast<i64>(row) * kTopk + pick] = expert >= 0 ? weight_of(source, token, pick) : 0.0f;
+  // The receive plan, ids and weights: by the warp that has the first step of the row.
+  __device__ void write_picks(i32 source, i32 token, const Rows& to, const Picks& picks) {
+#pragma unroll
+    for (i32 word = 0; word < kWords; ++word) {
+      const i32 k = word * 32 + lane;
+      if (k < kWidth) plan().row(source, token)[k] = to.row[word];
+    }
+    const i64 only = __shfl_sync(kAll, to.row[0], 0);
+#pragma unroll
+    for (i32 step = 0; step < Base::kSteps; ++step) {
+      const i32 k = step * 32 + lane;
+      if (k >= kTopk) continue;
+      if constexpr (kByExpert) {
+        if (to.row[step] >= 0) a.out_weights[to.row[step]] = picks.weight[step];
+      } else if (only >= 0) {
+        static_cast<Id*>(a.out_ids)[only * kTopk + k] = picks.expert[step];
+        a.out_weights[only * kTopk + k] = picks.expert[step] >= 0 ? picks.weight[step] : 0.0f;
       }
     }
   }
@@ -231,7 +308,7 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
       }
     } else {
       for (i32 expert = lane; expert < kLocal; expert += 32) num_kept += kept()[expert];
-      num_picks = rank_picks();
+      num_picks = lane == 0 ? sums().num_picks : 0;
     }
     num_kept = static_cast<i32>(__reduce_add_sync(kAll, num_kept));
     num_picks = static_cast<i32>(__reduce_add_sync(kAll, num_picks));
@@ -243,7 +320,7 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
     } else {
       for (i32 source = 0; source < kRanks; ++source) {
         a.offsets[source] = static_cast<i32>(min(end, static_cast<i64>(limit())));
-        end += rows_of(source);
+        end += sums().num_rows[source];
       }
       a.offsets[kRanks] = static_cast<i32>(min(end, static_cast<i64>(limit())));
     }
@@ -254,58 +331,67 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
     ptx::st_release_sys(&a.view.host->counted_ticket, a.ticket);
   }
 
-  // rank_major: picks of all tokens for this rank; a share of a lane.
-  __device__ i32 rank_picks() const {
-    i32 sum = 0;
-    for (i32 source = 0; source < kRanks; ++source) {
-      for (i32 pick = lane; pick < tokens_of(source) * kTopk; pick += 32) {
-        sum += local_expert(source, pick / kTopk, pick % kTopk) >= 0 ? 1 : 0;
-      }
-    }
-    return sum;
-  }
-
-  // rank_major: rows of a source, by one lane.
-  __device__ i32 rows_of(i32 source) const {
-    i32 sum = 0;
-    for (i32 token = 0; token < tokens_of(source); ++token) sum += group_of(source, token, 0) >= 0 ? 1 : 0;
-    return sum;
-  }
-
   // What a handle says is not trusted with memory (R19).
   __device__ bool is_place(i32 row) const { return row >= 0 && (!kConfig.is_cached || row < a.room); }
 
-  // From the slot to the places of its picks, several steps at a time.
+  // From the slot to the places of its picks. `rows` [kWidth]. All that is loaded is under way together, as far as it fits.
   __device__ void copy_row(i32 source, i32 token, const i32* rows, i32 first, i32 stride) {
+    Rows to;
+#pragma unroll
+    for (i32 word = 0; word < kWords; ++word) {
+      const i32 k = word * 32 + lane;
+      to.row[word] = k < kWidth ? rows[k] : kNowhere;
+    }
+    Picks picks;
+    if (!kConfig.is_cached && first == 0) read_picks(source, token, picks);
     const u8* slot = this->slot_row(rank(), source, token);
-    constexpr i32 kUnits = kRowBytes / 16, kHeld = 4;
+    copy_steps(slot, to, first, stride);
+    if (first != 0) return;
+    if constexpr (kScaleBytes > 0) {
+      for_places(to, [&](i64 row) {
+        copy_short<kScaleBytes>(a.out_scales + row * kScaleBytes, slot + kConfig.scales_at(), lane);
+      });
+    }
+    if constexpr (!kConfig.is_cached) write_picks(source, token, to, picks);
+  }
+
+  __device__ void copy_steps(const u8* slot, const Rows& to, i32 first, i32 stride) {
+    constexpr i32 kUnits = kRowBytes / 16, kSteps = (kUnits + 31) / 32, kMost = 14;
+    constexpr i32 kHeld = kSteps < kMost ? kSteps : kMost;
+    if (!has_place(to)) return;
     const auto* from = reinterpret_cast<const Piece<16>*>(slot);
-    bool is_wanted = false;
-    for (i32 k = 0; k < kWidth; ++k) is_wanted = is_wanted || is_place(rows[k]);
-    if (!is_wanted) return;
-    for (i32 step = first; step * 32 < kUnits; step += stride * kHeld) {
+    for (i32 step = first; step < kSteps; step += stride * kHeld) {
       Piece<16> held[kHeld];
 #pragma unroll
       for (i32 idx = 0; idx < kHeld; ++idx) {
         const i32 unit = (step + idx * stride) * 32 + lane;
         if (unit < kUnits) held[idx] = from[unit];
       }
-      for (i32 k = 0; k < kWidth; ++k) {
-        if (!is_place(rows[k])) continue;
-        auto* to = reinterpret_cast<Piece<16>*>(a.out_x + static_cast<i64>(rows[k]) * kRowBytes);
+      for_places(to, [&](i64 row) {
+        auto* units = reinterpret_cast<Piece<16>*>(a.out_x + row * kRowBytes);
 #pragma unroll
         for (i32 idx = 0; idx < kHeld; ++idx) {
           const i32 unit = (step + idx * stride) * 32 + lane;
-          if (unit < kUnits) to[unit] = held[idx];
+          if (unit < kUnits) units[unit] = held[idx];
         }
-      }
+      });
     }
-    if constexpr (kScaleBytes > 0) {
-      if (first != 0) return;
-      for (i32 k = 0; k < kWidth; ++k) {
-        if (!is_place(rows[k])) continue;
-        copy_short<kScaleBytes>(a.out_scales + static_cast<i64>(rows[k]) * kScaleBytes, slot + kConfig.scales_at(),
-                                lane);
+  }
+
+  __device__ bool has_place(const Rows& to) const {
+    bool is_any = false;
+#pragma unroll
+    for (i32 word = 0; word < kWords; ++word) is_any = is_any || is_place(to.row[word]);
+    return __any_sync(kAll, is_any) != 0;
+  }
+
+  // `work(row)` by the whole warp, for each place.
+  template <class Work>
+  __device__ void for_places(const Rows& to, const Work& work) const {
+#pragma unroll
+    for (i32 word = 0; word < kWords; ++word) {
+      for (u32 left = __ballot_sync(kAll, is_place(to.row[word])); left != 0; left &= left - 1) {
+        work(i64{__shfl_sync(kAll, to.row[word], __ffs(static_cast<i32>(left)) - 1)});
       }
     }
   }

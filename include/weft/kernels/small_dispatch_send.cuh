@@ -33,30 +33,31 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
   }
 
   __device__ void send_rows() {
-    this->share([&](i32 nth, i32 first, i32 stride) {
-      const i32 unit = this->unit(nth);
-      const i32 token = this->token_of(unit);
+    this->share(1, [&](i32, i32 nth, i32 first, i32 stride) {
+      const i32 token = this->token_of(this->unit(nth));
       if (token >= a.num_tokens) return;
-      u32 ranks;
-      if constexpr (kConfig.is_cached) {
-        ranks = static_cast<u32>(plan().mask()[token]) & flight.active_mask;
-      } else {
-        ranks = ranks_of(token);
-        if (first == 0 && a.send_plan != nullptr) note_token(token, ranks);
-      }
+      const Picks picks = picks_of(token);
       if constexpr (kConfig.is_quantized()) {
-        send_quantized(token, ranks, first, stride);
+        send_quantized(token, picks, first, stride);
       } else {
-        send_plain(token, ranks, first, stride);
-        if constexpr (kScaleBytes > 0) {
-          if (first == 0) send_scales(token, ranks);
-        }
+        send_plain(token, picks, first, stride);
+      }
+      if (first != 0) return;
+      const u32 ranks = ranks_of(picks);
+      if constexpr (!kConfig.is_quantized() && kScaleBytes > 0) send_scales(token, ranks);
+      if constexpr (!kConfig.is_cached) {
+        if (a.send_plan != nullptr) note_token(token, picks, ranks);
       }
     });
   }
 
  private:
-  static constexpr i32 kHeld = 4;  // steps on their way together
+  static constexpr i32 kHeld = 8;  // steps on their way together
+
+  // What says where a token goes. Loaded before its row and looked at behind those loads, so that all are under way together.
+  struct Picks {
+    i64 id[kSteps];  // of picks lane, lane + 32, ..., -1: none; of a handle: the mask
+  };
 
   __device__ GpuSendPlan<i32> plan() const {
     return {a.send_plan, a.num_tokens, kConfig.is_by_expert() ? kTopk : kRanks};
@@ -90,29 +91,45 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
     host->first_bad_id = id;
   }
 
-  // Bit r: the token has a pick on rank r. For the whole warp.
-  __device__ u32 ranks_of(i32 token) const {
-    u32 mask = 0;
+  __device__ Picks picks_of(i32 token) const {
+    Picks picks;
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
       const i32 k = step * 32 + lane;
-      const i64 id = k < kTopk ? static_cast<const Id*>(a.topk_idx)[static_cast<i64>(token) * kTopk + k] : -1;
+      if constexpr (kConfig.is_cached) {
+        picks.id[step] = plan().mask()[token];
+      } else {
+        picks.id[step] = k < kTopk ? static_cast<const Id*>(a.topk_idx)[static_cast<i64>(token) * kTopk + k] : -1;
+      }
+    }
+    return picks;
+  }
+
+  // Bit r: the token has a pick on rank r. For the whole warp.
+  __device__ u32 ranks_of(const Picks& picks) const {
+    if constexpr (kConfig.is_cached) return static_cast<u32>(picks.id[0]) & flight.active_mask;
+    u32 mask = 0;
+#pragma unroll
+    for (i32 step = 0; step < kSteps; ++step) {
+      const i64 id = picks.id[step];
       mask |= __reduce_or_sync(kAll, is_sent(id) ? 1u << (static_cast<i32>(id) / kLocal) : 0u);
     }
     return mask;
   }
 
   // Mask and destinations in the send plan. Which picks a capacity drops, the receiver alone knows: it sends zeros for them.
-  __device__ void note_token(i32 token, u32 ranks) {
+  __device__ void note_token(i32 token, const Picks& picks, u32 ranks) {
     if (lane == 0) plan().mask()[token] = static_cast<i32>(ranks);
-    const i64 first = static_cast<i64>(token) * kTopk;
-    for (i32 k = lane; k < kTopk; k += 32) {
-      const i64 id = static_cast<const Id*>(a.topk_idx)[first + k];
-      plan().destination()[first + k] = is_sent(id) ? static_cast<i32>(id) / kLocal : -1;
+#pragma unroll
+    for (i32 step = 0; step < kSteps; ++step) {
+      const i32 k = step * 32 + lane;
+      const i64 id = picks.id[step];
+      if (k >= kTopk) continue;
+      plan().destination()[static_cast<i64>(token) * kTopk + k] = is_sent(id) ? static_cast<i32>(id) / kLocal : -1;
     }
   }
 
-  __device__ void send_plain(i32 token, u32 ranks, i32 first, i32 stride) {
+  __device__ void send_plain(i32 token, const Picks& picks, i32 first, i32 stride) {
     using Unit = Piece<16>;
     constexpr i32 kUnits = kConfig.row_bytes / 16;
     const Unit* from = reinterpret_cast<const Unit*>(a.x + static_cast<i64>(token) * kConfig.row_bytes);
@@ -123,7 +140,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
         const i32 unit = (step + idx * stride) * 32 + lane;
         if (unit < kUnits) held[idx] = from[unit];
       }
-      for (u32 rest = ranks; rest != 0; rest &= rest - 1) {
+      for (u32 rest = ranks_of(picks); rest != 0; rest &= rest - 1) {
         Unit* to = reinterpret_cast<Unit*>(this->slot_row(__ffs(static_cast<i32>(rest)) - 1, rank(), token));
 #pragma unroll
         for (i32 idx = 0; idx < kHeld; ++idx) {
@@ -142,9 +159,10 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
   }
 
   // A step is 8 elements a lane; 16 lanes share a scale.
-  __device__ void send_quantized(i32 token, u32 ranks, i32 first, i32 stride) {
-    constexpr i32 kElements = 8, kHere = 2;
+  __device__ void send_quantized(i32 token, const Picks& picks, i32 first, i32 stride) {
+    constexpr i32 kElements = 8;
     constexpr i32 kBytes = dtype_bytes(kConfig.dtype);
+    constexpr i32 kHere = kHeld * 2 / kBytes;
     const u8* from = a.x + static_cast<i64>(token) * kConfig.row_bytes;
     for (i32 step = first; step * 32 * kElements < kConfig.hidden; step += stride * kHere) {
       float values[kHere][kElements];
@@ -155,8 +173,10 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
         for (i32 element = 0; element < kElements; ++element) values[idx][element] = 0.0f;
         if (column < kConfig.hidden) load_floats<kConfig.dtype>(from + column * kBytes, values[idx]);
       }
+      const u32 ranks = ranks_of(picks);
 #pragma unroll
       for (i32 idx = 0; idx < kHere; ++idx) {
+        if ((step + idx * stride) * 32 * kElements >= kConfig.hidden) break;
         send_group(token, ranks, ((step + idx * stride) * 32 + lane) * kElements, values[idx]);
       }
     }

@@ -52,14 +52,17 @@ struct SmallDispatchState {
   __device__ i32 token_of(i32 unit) const { return unit / a.num_parts; }
   __device__ i32 part_of(i32 unit) const { return unit % a.num_parts; }
 
-  // Calls `work(nth unit, first step, stride)` for the share of this warp; a row is cut into steps of one access a lane.
+  // Calls `work(source, nth unit, first step, stride)` for the share of this warp in the rows of `num_sources` ranks; a row is
+  // cut into steps of one access a lane.
   template <class Work>
-  __device__ void share(const Work& work) const {
+  __device__ void share(i32 num_sources, const Work& work) const {
     const i32 units = num_units();
-    const i32 warps_each = max(kWarps / max(units, 1), 1);
-    for (i32 piece = warp; piece < units * warps_each; piece += kWarps) {
-      const i32 nth = piece / warps_each, slice = piece % warps_each;
-      work(nth, part_of(unit(nth)) + a.num_parts * slice, a.num_parts * warps_each);
+    const i32 rows = num_sources * units;
+    const i32 warps_each = max(kWarps / max(rows, 1), 1);
+    for (i32 piece = warp; piece < rows * warps_each; piece += kWarps) {
+      const i32 row = piece / warps_each, slice = piece % warps_each;
+      const i32 source = row / units, nth = row % units;
+      work(source, nth, part_of(unit(nth)) + a.num_parts * slice, a.num_parts * warps_each);
     }
   }
 };

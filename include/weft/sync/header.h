@@ -53,10 +53,10 @@ WEFT_HD inline u64 load_header(const u64* cell) {
 }
 
 // Waits until the cell holds a header of `turn`, whatever its fingerprint. Looks are relaxed, since on a GPU each acquire
-// throws away the first-level cache of the whole SM; the acquire comes once, when the header is there. A pause that wants to
-// know when that is has `void arrive()`.
+// throws away the first-level cache of the whole SM; the acquire comes once, when the header is there, and what it reads is
+// `seen`. A pause that wants to know when that is has `void arrive()`.
 template <class Pause>
-WEFT_HD WaitResult wait_header(const u64* cell, Turn turn, Pause& pause) {
+WEFT_HD WaitResult wait_header(const u64* cell, Turn turn, Pause& pause, u64& seen) {
   const auto is_there = [&] {
     const bool has_come = classify_header(ptx::ld_relaxed_sys(cell), turn, 0) != HeaderState::kNotYet;
     if constexpr (requires { pause.arrive(); }) {
@@ -65,8 +65,14 @@ WEFT_HD WaitResult wait_header(const u64* cell, Turn turn, Pause& pause) {
     return has_come;
   };
   const WaitResult result = wait_until(is_there, pause);
-  static_cast<void>(load_header(cell));
+  seen = load_header(cell);
   return result;
+}
+
+template <class Pause>
+WEFT_HD WaitResult wait_header(const u64* cell, Turn turn, Pause& pause) {
+  u64 seen;
+  return wait_header(cell, turn, pause, seen);
 }
 
 constexpr u32 kProgressBits = 24;

@@ -114,8 +114,8 @@ __device__ inline Verdict wait(const WindowView& view, Phase phase, const Flight
                                                  view.layout.header(phase, flight.turn.sequence, peer, block));
   u64* waited_ns = blockIdx.x == 0 ? &view.words()->waited_ns[peer] : nullptr;
   sync::LanePause pause(&view.host->abort, u64{1} << peer, &view.host->timeout_ns, 0, waited_ns);
-  const sync::WaitResult result = sync::wait_header(cell, flight.turn, pause);
-  const u64 seen = sync::load_header(cell);
+  u64 seen;
+  const sync::WaitResult result = sync::wait_header(cell, flight.turn, pause, seen);
   if (!settle(view, flight, result, phase, peer, seen)) return Verdict::kBroken;
   if (sync::classify_header(seen, flight.turn, flight.print) == sync::HeaderState::kMatch) return Verdict::kOk;
   record(view, flight, ErrorCause::kMismatch, phase, peer, seen);
@@ -124,9 +124,8 @@ __device__ inline Verdict wait(const WindowView& view, Phase phase, const Flight
 
 // The worst of the block's threads, for all of them; a barrier.
 __device__ inline Verdict worst_of(Verdict verdict) {
-  const bool is_broken = __syncthreads_or(verdict == Verdict::kBroken) != 0;
-  const bool is_given_up = __syncthreads_or(verdict == Verdict::kGivenUp) != 0;
-  return is_broken ? Verdict::kBroken : is_given_up ? Verdict::kGivenUp : Verdict::kOk;
+  if (__syncthreads_or(verdict != Verdict::kOk) == 0) return Verdict::kOk;
+  return __syncthreads_or(verdict == Verdict::kBroken) != 0 ? Verdict::kBroken : Verdict::kGivenUp;
 }
 
 // The headers of `phase` and `block` from every active peer: one thread a peer, the worst verdict for the whole block.
@@ -160,7 +159,8 @@ __device__ inline void end_flight(const WindowView& view, const Flight& flight) 
   words->next_chunk = 0;
   ptx::st_relaxed_sys(&words->sequence, static_cast<u64>(flight.turn.sequence));
   ptx::st_release_sys(&words->owner, 0);
-  ptx::st_release_sys(&view.host->finished_sequence, static_cast<u64>(flight.turn.sequence));
+  // For people to read: what it says is ordered by the release above, and another would wait for that store.
+  ptx::st_relaxed_sys(&view.host->finished_sequence, static_cast<u64>(flight.turn.sequence));
 }
 
 }  // namespace weft::transport
