@@ -8,6 +8,10 @@ Every refusal names the argument, the value given and what is allowed.
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,10 +49,12 @@ __all__ = [
     "check_dispatch",
     "check_dispatched",
     "check_staged",
+    "remember_calls",
 ]
 
 QUANTIZE_CODES = {None: 0, "fp8": 1, "fp8_ue8m0": 2}
 WIRE_CODES = {None: 0, "fp8": 1}
+_MOST_KNOWN = 256  # options of one ExpertParallel
 PLAIN = (Tensor, torch.nn.Parameter)  # other classes may have no memory
 
 
@@ -84,24 +90,18 @@ def check_dispatch(
     window: Any,
 ) -> tuple[Call, Tensor, Tensor | None]:
     """The call as native codes, the rows and their scales."""
-    _check_options(ep, num_sms, deadline_s, mode, staged, async_op, window)
-    _check_option("quantize", quantize)
-    deadline = ep.deadline_s if deadline_s is None else float(deadline_s)
     form = "bytes" if isinstance(x, Quantized) else "plain" if quantize is None else "quantized"
+    options = (layout, alignment, quantize, capacity, max_tokens, num_sms, deadline_s, mode, staged, async_op, window)
     if handle is not None:
-        call = _call_of_handle(
-            ep, handle, "dispatch", form, layout, alignment, capacity, max_tokens, deadline, window, num_sms, mode,
-            staged, async_op,
-        )  # fmt: skip
+        of = handle.call if isinstance(handle, Handle) else handle
+        call: Call = _known(ep, _repeated_call, form, of, *options)
         if topk_idx is not None or topk_weights is not None:
             raise InvalidArgument(
                 "topk_idx or topk_weights is given beside handle; allowed is one of the two: a handle has its routing"
             )
         num_tokens, most = handle.num_tokens, handle.num_tokens
     else:
-        call = _call(
-            ep, form, layout, alignment, capacity, max_tokens, deadline, window, num_sms, mode, staged, async_op
-        )
+        call = _known(ep, _first_call, form, *options)
         num_tokens, most = -1, call.max_tokens
     data, scales = _check_x(ep, x, quantize, handle is not None)
     if data.shape[0] > most or (num_tokens >= 0 and data.shape[0] != num_tokens):
@@ -112,22 +112,42 @@ def check_dispatch(
     return call, data, scales
 
 
-def _call(
+def remember_calls(ep: ExpertParallel) -> dict[Callable[..., Call], Callable[..., Call]]:
+    """For `_known`: options that were allowed once are not looked at again, by their values and types."""
+    weak = weakref.proxy(ep)
+    functions = (_first_call, _repeated_call, _combine_call)
+    return {each: functools.lru_cache(_MOST_KNOWN, typed=True)(functools.partial(each, weak)) for each in functions}
+
+
+def _known(ep: ExpertParallel, check: Callable[..., Call], *options: Any) -> Call:
+    """check(ep, *options)."""
+    if torch.compiler.is_compiling():
+        return check(ep, *options)
+    try:
+        return ep._known_calls[check](*options)
+    except TypeError:  # an option without a hash
+        return check(ep, *options)
+
+
+def _first_call(
     ep: ExpertParallel,
     form: str,
     layout: Any,
     alignment: Any,
+    quantize: Any,
     capacity: Any,
     max_tokens: Any,
-    deadline_s: float,
-    window: int,
-    num_sms: int | None,
-    mode: str,
-    staged: bool,
-    is_async: bool,
+    num_sms: Any,
+    deadline_s: Any,
+    mode: Any,
+    staged: Any,
+    async_op: Any,
+    window: Any,
 ) -> Call:
     """Of a dispatch with a routing of its own."""
+    _check_options(ep, num_sms, deadline_s, mode, staged, async_op, window)
     for name, value in (
+        ("quantize", quantize),
         ("layout", layout),
         ("alignment", alignment),
         ("capacity", capacity),
@@ -154,8 +174,58 @@ def _call(
         is_small = _is_auto_small(ep, layout, capacity, max_tokens, num_sms)
     rows = -1 if capacity is None else capacity
     sms = _num_sms(ep, max_tokens, num_sms, is_small=is_small)
+    deadline = ep.deadline_s if deadline_s is None else float(deadline_s)
     code = LAYOUTS.index(layout)
-    return Call(code, alignment, rows, max_tokens, deadline_s, window, sms, 0, is_async, is_small, staged)
+    return Call(code, alignment, rows, max_tokens, deadline, window, sms, 0, async_op, is_small, staged)
+
+
+def _repeated_call(
+    ep: ExpertParallel,
+    form: str,
+    of: Any,
+    layout: Any,
+    alignment: Any,
+    quantize: Any,
+    capacity: Any,
+    max_tokens: Any,
+    num_sms: Any,
+    deadline_s: Any,
+    mode: Any,
+    staged: Any,
+    async_op: Any,
+    window: Any,
+) -> Call:
+    """Of a dispatch that repeats the routing of a handle; `of`: the call of that."""
+    _check_options(ep, num_sms, deadline_s, mode, staged, async_op, window)
+    _check_option("quantize", quantize)
+    _check_of(of, layout, alignment, capacity, max_tokens, window)
+    return _call_of_handle(ep, of, "dispatch", form, num_sms, deadline_s, mode, staged, async_op)
+
+
+def _combine_call(
+    ep: ExpertParallel,
+    of: Any,
+    weighted: Any,
+    wire: Any,
+    num_sms: Any,
+    deadline_s: Any,
+    mode: Any,
+    staged: Any,
+    async_op: Any,
+    window: Any,
+) -> Call:
+    """`of`: the call that made the handle."""
+    _check_options(ep, num_sms, deadline_s, mode, staged, async_op, window)
+    _check_option("weighted", weighted)
+    _check_option("wire", wire)
+    if wire is not None and ep.hidden % FP8_HIDDEN_MULTIPLE:
+        raise Unsupported(
+            f"wire={wire!r} with hidden={ep.hidden}", f"hidden {ep.hidden}", f"a multiple of {FP8_HIDDEN_MULTIPLE}"
+        )
+    _check_of(of, "rank_major", 1, None, None, window)
+    form = "plain" if wire is None else "quantized"
+    call = _call_of_handle(ep, of, "combine", form, num_sms, deadline_s, mode, staged, async_op)
+    return replace(call, wire=WIRE_CODES[wire])
 
 
 def _is_small(
@@ -209,46 +279,39 @@ def _num_sms(ep: ExpertParallel, max_tokens: int, num_sms: int | None, *, is_sma
     return min(small_num_sms(ep._table, max_tokens), ep.comm.max_num_sms)
 
 
+def _check_of(of: Any, layout: Any, alignment: Any, capacity: Any, max_tokens: Any, window: Any) -> None:
+    """What is given beside a handle."""
+    if not isinstance(of, Call):
+        raise InvalidArgument(f"handle is {of!r}; the handle of a dispatch is expected")
+    for name, value, default, own in (
+        ("layout", layout, "rank_major", LAYOUTS[of.layout]),
+        ("alignment", alignment, 1, of.alignment),
+        ("capacity", capacity, None, None if of.capacity < 0 else of.capacity),
+        ("max_tokens", max_tokens, None, of.max_tokens),
+    ):
+        if value not in (default, own):
+            raise InvalidArgument(f"{name} is {value!r} beside handle; allowed is that of the handle, {own!r}, or none")
+    if window != of.window:
+        raise InvalidArgument(f"window is {window} with a handle of window {of.window}; allowed is that of the handle")
+
+
 def _call_of_handle(
     ep: ExpertParallel,
-    handle: Any,
+    of: Call,
     op: str,
     form: str,
-    layout: Any,
-    alignment: Any,
-    capacity: Any,
-    max_tokens: Any,
-    deadline_s: float,
-    window: int,
     num_sms: int | None,
+    deadline_s: float | None,
     mode: str,
     staged: bool,
     is_async: bool,
-    wire: int = 0,
 ) -> Call:
     """Of a combine, or of a dispatch that repeats the handle's routing."""
-    if not isinstance(handle, Handle):
-        raise InvalidArgument(f"handle is {handle!r}; the handle of a dispatch is expected")
-    for name, value, default in (
-        ("layout", layout, "rank_major"),
-        ("alignment", alignment, 1),
-        ("capacity", capacity, None),
-        ("max_tokens", max_tokens, None),
-    ):
-        own = getattr(handle, name)
-        if value not in (default, own):
-            raise InvalidArgument(f"{name} is {value!r} beside handle; allowed is that of the handle, {own!r}, or none")
-    if window != handle.window:
-        raise InvalidArgument(
-            f"window is {window} with a handle of window {handle.window}; allowed is that of the handle"
-        )
-    capacity = -1 if handle.capacity is None else handle.capacity
-    layout = LAYOUTS.index(handle.layout)
-    alignment, max_tokens = handle.alignment, handle.max_tokens
-    is_small = _is_small(ep, op, form, handle.layout, max_tokens, mode, staged, handle.is_small)
-    sms = _num_sms(ep, max_tokens, num_sms, is_small=is_small)
+    is_small = _is_small(ep, op, form, LAYOUTS[of.layout], of.max_tokens, mode, staged, of.is_small)
+    sms = _num_sms(ep, of.max_tokens, num_sms, is_small=is_small)
+    deadline = ep.deadline_s if deadline_s is None else float(deadline_s)
     return Call(
-        layout, alignment, capacity, max_tokens, deadline_s, handle.window, sms, wire, is_async, is_small, staged
+        of.layout, of.alignment, of.capacity, of.max_tokens, deadline, of.window, sms, 0, is_async, is_small, staged
     )
 
 
@@ -351,19 +414,8 @@ def check_combine(
     window: Any,
 ) -> Call:
     """The call as native codes."""
-    _check_options(ep, num_sms, deadline_s, mode, staged, async_op, window)
-    _check_option("weighted", weighted)
-    _check_option("wire", wire)
-    if wire is not None and ep.hidden % FP8_HIDDEN_MULTIPLE:
-        raise Unsupported(
-            f"wire={wire!r} with hidden={ep.hidden}", f"hidden {ep.hidden}", f"a multiple of {FP8_HIDDEN_MULTIPLE}"
-        )
-    deadline = ep.deadline_s if deadline_s is None else float(deadline_s)
-    form = "plain" if wire is None else "quantized"
-    call = _call_of_handle(
-        ep, handle, "combine", form, "rank_major", 1, None, None, deadline, window, num_sms, mode, staged, async_op,
-        WIRE_CODES[wire],
-    )  # fmt: skip
+    of = handle.call if isinstance(handle, Handle) else handle
+    call = _known(ep, _combine_call, of, weighted, wire, num_sms, deadline_s, mode, staged, async_op, window)
     weights = handle.topk_weights
     lead = list(weights.shape[: 2 if call.layout == MASKED else 1])
     if not isinstance(y, Tensor):

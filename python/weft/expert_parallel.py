@@ -15,7 +15,7 @@ from weft.cpu_calls import CpuCalls
 from weft.gpu import DEFAULT_NUM_SMS, device_name
 from weft.gpu_calls import GpuCalls
 from weft.handle import Dispatched, Event, Handle
-from weft.limits import LAYOUTS, default_heap_bytes, dtype_name, landing_row_bytes, max_row_bytes, small_tokens
+from weft.limits import default_heap_bytes, dtype_name, landing_row_bytes, max_row_bytes, small_tokens
 from weft.log import logger
 from weft.native_calls import RANK_MAJOR, Call, NativeCalls, Received
 from weft.quantized import Quantized
@@ -109,6 +109,7 @@ class ExpertParallel:
         self._table = tuning_files.from_json(table)
         self._token = self.calls.token
         self._overflow = self.calls.overflow
+        self._known_calls = arguments.remember_calls(self)
 
     # ---- the two calls
 
@@ -206,13 +207,8 @@ class ExpertParallel:
             sizes=received.sizes,
             num_local_experts=self.num_local_experts,
             tie=received.tie,
-            layout=LAYOUTS[call.layout],
-            alignment=call.alignment,
-            capacity=None if call.capacity < 0 else call.capacity,
             num_tokens=topk_idx.shape[0],
-            max_tokens=call.max_tokens,
-            window=call.window,
-            is_small=call.is_small,
+            call=call,
             sent=sent,
         )
         return self._dispatched(_typed(received.x, received.scales, x, code), handle, call)

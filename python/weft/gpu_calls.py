@@ -70,6 +70,7 @@ class GpuCalls(NativeCalls):
             0, dtype=torch.int32, device=self.device
         )  # new_empty of these costs half of torch.empty
         self._floats = torch.empty(0, dtype=torch.float32, device=self.device)
+        self.names_ranges = _has_nvtx_tool()
 
     # ---- the three calls
 
@@ -171,13 +172,14 @@ class GpuCalls(NativeCalls):
                 sum_into = rows.new_empty((num_tokens, rows.shape[-1])) if into is None else into
                 sums.append(sum_into)
                 has_side = side is not None and idx == 0
-                args = self._args(_load.native().GpuCombineArgs(), call, run.stream, rows.shape[-1], num_tokens)
+                args = self._args(_load.native().GpuCombineArgs, call, run.stream, rows.shape[-1], num_tokens)
                 args.y, args.num_rows = rows.data_ptr(), rows.numel() // rows.shape[-1]
                 args.dtype, args.weights = DTYPE_CODES[rows.dtype], pointer(weights)
-                args.has_side, args.side = has_side, pointer(side) if has_side else 0
-                args.side_out = side_out.data_ptr()
-                args.bias, args.bias_is_2d = pointer(row_bias), row_bias is not None and row_bias.dim() == 2
-                args.bias_is_fp32 = row_bias is not None and row_bias.dtype == torch.float32
+                if has_side:
+                    args.has_side, args.side, args.side_out = True, pointer(side), side_out.data_ptr()
+                if row_bias is not None:
+                    args.bias, args.bias_is_2d = row_bias.data_ptr(), row_bias.dim() == 2
+                    args.bias_is_fp32 = row_bias.dtype == torch.float32
                 args.out, args.wire_is_fp8 = sum_into.data_ptr(), call.wire != 0
                 args.send_plan, args.recv_plan = send_plan.data_ptr(), recv_plan.data_ptr()
                 run.launch(self.windows[call.window].native.combine, args, (sum_into, side_out, row_bias, send_plan))
@@ -338,7 +340,7 @@ class GpuCalls(NativeCalls):
     ) -> Any:
         code = DTYPE_CODES.get(x.dtype, BYTES)
         hidden = x.shape[1] if code != BYTES else self.hidden
-        args = self._args(_load.native().GpuDispatchArgs(), call, stream, hidden, num_tokens)
+        args = self._args(_load.native().GpuDispatchArgs, call, stream, hidden, num_tokens)
         args.x, args.row_bytes, args.dtype = x.data_ptr(), x.shape[1] * x.element_size(), code
         args.quantize = quantize
         args.counts = sizes.data_ptr()
@@ -347,12 +349,13 @@ class GpuCalls(NativeCalls):
             args.scales, args.scale_row_bytes = scales.data_ptr(), scales.shape[1] * scales.element_size()
         return args
 
-    def _args(self, args: Any, call: Call, stream: torch.cuda.Stream, hidden: int, num_tokens: int) -> Any:
-        args.layout, args.alignment, args.capacity = call.layout, call.alignment, call.capacity
-        args.max_tokens, args.hidden, args.num_tokens = call.max_tokens, hidden, num_tokens
-        args.num_blocks, args.timeout_ns = call.num_sms, int(call.deadline_s * 1e9)
-        args.stream, args.is_small = stream.cuda_stream, call.is_small
-        return args
+    def _args(
+        self, make: Callable[..., Any], call: Call, stream: torch.cuda.Stream, hidden: int, num_tokens: int
+    ) -> Any:
+        return make(
+            call.layout, call.alignment, call.capacity, call.max_tokens, hidden, num_tokens, call.num_sms,
+            int(call.deadline_s * 1e9), stream.cuda_stream, call.is_small,
+        )  # fmt: skip
 
     def _ordinary_routing(self, layout: int, lead: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Ordinary tensors for ids (int64), weights and the receive plan."""
@@ -469,7 +472,8 @@ class _Running(Calling):
 
     def __enter__(self) -> _Running:
         super().__enter__()
-        torch.cuda.nvtx.range_push(_RANGES[self._what, self._call.layout])
+        if self._calls.names_ranges:
+            torch.cuda.nvtx.range_push(_RANGES[self._what, self._call.layout])
         try:
             self._begin_on_stream()
         except BaseException as error:
@@ -515,8 +519,16 @@ class _Running(Calling):
         if self._scope is not None:
             self._scope.__exit__(*error)
             self._calls.record_stream(self._call.window, self.results, self._caller)
-        torch.cuda.nvtx.range_pop()
+        if self._calls.names_ranges:
+            torch.cuda.nvtx.range_pop()
         super().__exit__(*error)
+
+
+def _has_nvtx_tool() -> bool:
+    """Profilers load themselves at the first range of the process, or never; without one the depth is negative."""
+    depth = torch.cuda.nvtx.range_push("weft")
+    torch.cuda.nvtx.range_pop()
+    return bool(depth >= 0)
 
 
 def _first_rows(tensor: Tensor, num_rows: int, lead: tuple[int, ...]) -> Tensor:

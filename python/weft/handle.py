@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from weft.limits import LAYOUTS
+
 if TYPE_CHECKING:
     import torch
 
+    from weft.native_calls import Call
     from weft.quantized import Quantized
 
 __all__ = ["Dispatched", "Event", "Handle"]
@@ -83,14 +86,39 @@ class Handle:
     sizes: torch.Tensor  # int32: picks of each local expert | offsets | number of rows
     num_local_experts: int
     tie: torch.Tensor
-    layout: str
-    alignment: int
-    capacity: int | None
     num_tokens: int
-    max_tokens: int
-    window: int
-    is_small: bool = False  # of a small-batch dispatch: only the small-batch kernels understand its plans
+    call: Call  # that made it
     sent: Any = None  # the record that weft.autograd keeps of the dispatch, eager mode with gradients only
+
+    @property
+    def layout(self) -> str:
+        """As asked for."""
+        return LAYOUTS[self.call.layout]
+
+    @property
+    def alignment(self) -> int:
+        """As asked for."""
+        return self.call.alignment
+
+    @property
+    def capacity(self) -> int | None:
+        """As asked for; None: exact sizes."""
+        return None if self.call.capacity < 0 else self.call.capacity
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of any rank in the call."""
+        return self.call.max_tokens
+
+    @property
+    def window(self) -> int:
+        """Of the call, and of all that use this handle."""
+        return self.call.window
+
+    @property
+    def is_small(self) -> bool:
+        """Of a small-batch dispatch: only the small-batch kernels understand its plans."""
+        return self.call.is_small
 
     @property
     def rows_shape(self) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ _keys = itertools.count(1)
 _by_key: weakref.WeakValueDictionary[int, NativeCalls] = weakref.WeakValueDictionary()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
     """What is equal on all ranks in a call, as the native module wants it."""
 
@@ -282,6 +282,8 @@ class NativeCalls(ABC):
 
     def check_tie(self, what: str, tie: Tensor) -> None:
         """InvalidState if a handle is of another ExpertParallel or another epoch."""
+        if tie is self.token and self._epoch == self.comm.epoch:
+            return
         key, epoch = tie.tolist()
         if key != self.key:
             raise InvalidState(f"{what}: the handle is of another ExpertParallel; use the one that made it")
@@ -330,7 +332,8 @@ class Calling:
             if self._tie is not None:
                 calls.check_tie(self._what, self._tie)
             if not self._is_rest:
-                calls.raise_if_staged(self._what, self._call.window)
+                if calls.windows[self._call.window].half is not None:
+                    calls.raise_if_staged(self._what, self._call.window)
                 calls.before_call(self._what, self._call, self._tie)
         except Error:
             calls.comm.leave()

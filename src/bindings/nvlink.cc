@@ -50,6 +50,21 @@ void bind_call_args(nb::class_<Args>& args) {
   using nvlink::CallArgs;
   def_number<Args, CallArgs>(args, "layout", &CallArgs::layout);
   args.def(nb::init<>())
+      .def("__init__",
+           [](Args* args, int layout, i64 alignment, i64 capacity, i64 max_tokens, i64 hidden, i64 num_tokens,
+              i32 num_blocks, u64 timeout_ns, u64 stream, bool is_small) {
+             new (args) Args();
+             static_cast<CallArgs&>(*args) = {.layout = static_cast<Layout>(layout),
+                                              .alignment = alignment,
+                                              .capacity = capacity,
+                                              .max_tokens = max_tokens,
+                                              .hidden = hidden,
+                                              .num_tokens = num_tokens,
+                                              .num_blocks = num_blocks,
+                                              .timeout_ns = timeout_ns,
+                                              .stream = stream,
+                                              .is_small = is_small};
+           })
       .def_rw("alignment", &Args::alignment)
       .def_rw("capacity", &Args::capacity)
       .def_rw("max_tokens", &Args::max_tokens)

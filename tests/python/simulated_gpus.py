@@ -347,7 +347,7 @@ class SimulatedRanks:
         patch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-        patch.setattr(torch.cuda.nvtx, "range_push", lambda name: None)
+        patch.setattr(torch.cuda.nvtx, "range_push", lambda name: 0)
         patch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
         patch.setattr(weft.streams, "own_stream", lambda device: Stream())
