@@ -201,13 +201,14 @@ def soaks() -> str:
     for file in sorted(RESULTS.glob("gpu_soak*.jsonl")):
         for row in read_rows(file):
             if row["kind"] == "soak":
-                figures = (f"{row['calls']:,}", f"{row['words']:,}", str(len(row["problems"])))
+                figures = (*(f"{row[key]:,}" for key in ("calls", "words", "replays")), str(len(row["problems"])))
                 cells.append((f"{row['machine']}, {row['ranks']} ranks", str(row["commit"]), *figures, row["traffic"]))
     if not cells:
         return ""
-    total = sum(int(cell[2].replace(",", "")) for cell in cells)
-    columns = ("where", "commit", "calls", "words compared", "wrong", "traffic besides")
-    return f"## Random calls under background traffic\n\n{total:,} calls in all.\n\n{table(columns, cells)}"
+    calls, replays = (sum(int(cell[column].replace(",", "")) for cell in cells) for column in (2, 4))
+    columns = ("where", "commit", "calls", "words compared", "graph replays", "wrong", "traffic besides")
+    intro = f"{calls:,} calls, and {replays:,} replays of CUDA graphs with changing routing in all."
+    return f"## Random calls under background traffic\n\n{intro}\n\n{table(columns, cells)}"
 
 
 def kills() -> str:

@@ -39,7 +39,7 @@ for step in "${steps[@]}"; do
     late) run late "${weft[@]}" bench --device cuda --who-is-late --late-rank 1 --late-us 1000 --tokens 128 --hidden 7168 \
       --experts 256 --capacity 8192 --layout expert_major --json ;;
     tune) run tune "${weft[@]}" tune --device cuda --output "$folder/tuning.json" --json ;;
-    soak) run soak "$python" tools/soak.py --device cuda --seconds 60 --repeats 40 ;;
+    soak) run soak "$python" tools/soak.py --device cuda --seconds 60 --graph-seconds 90 --repeats 40 ;;
     kill) run kill "${weft[@]}" verify --kill --device cuda --trials 34 --deaths 3 --experts 64 --top-k 8 --dtype bf16 \
       --quantize none --layout expert_major --json ;;
     compile) run compile "${weft[@]}" cache prebuild --folder "$(mktemp -d)/kernels" --jobs 1 --json ;;

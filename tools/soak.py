@@ -2,9 +2,11 @@
 
 Each round draws a shape and a layout from its seed and makes some dozens of calls through the public interface:
 dispatch (new and with a handle) and combine, with exact sizes or a capacity, on the caller's stream or their own, in
-every dtype, FP8 too, from heap tensors and ordinary ones. All results are compared where they lie with what
-tools/soak_check.py works out from hashes; every call has data of its own. At the end it prints one JSON object;
-`next_seed` continues where this run stopped. A run begins by making sure that the comparison sees a single wrong word.
+every dtype, FP8 too, from heap tensors and ordinary ones, by the kernels for small batches and the others, in one
+launch or in two halves. All results are compared where they lie with what tools/soak_check.py works out from hashes;
+every call has data of its own. Then, for --graph-seconds, CUDA graphs are replayed (tools/soak_graphs.py). At the end
+it prints one JSON object; `next_seed` continues where this run stopped. A run begins by making sure that the comparison
+sees a single wrong word.
 """
 
 from __future__ import annotations
@@ -19,16 +21,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from soak_check import Places, Shape, Sum, places, sums, values
-from soak_rounds import MAX_TOKENS, POOLS, Pool, Round, draw
+from soak_check import Places, Shape, Sum, drawn_routing, num_different, places, sums, values
+from soak_graphs import run_graphs
+from soak_rounds import DEADLINE_S, MAX_TOKENS, POOLS, Pool, Round, agree, draw
 from torch import Tensor
 
 import weft
 from weft import env, prebuild, reference
 from weft.bench.suite import machine_facts
+from weft.verify.cases import dispatch_options, later_options
 
 POISON = 0xFB
-DEADLINE_S = 20.0
 
 
 class Traffic:
@@ -81,10 +84,7 @@ class Soak:
 
     def compare(self, got: Tensor, want: Tensor) -> None:
         """Count words that differ; nothing waits."""
-        if got.shape != want.shape or got.element_size() != want.element_size():
-            raise AssertionError(f"{list(got.shape)} {got.dtype}, expected {list(want.shape)} {want.dtype}")
-        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
-        self.wrong += (got.contiguous().view(words) != want.contiguous().view(words)).sum()
+        self.wrong += num_different(got, want)
         self.num_words += got.numel()
 
     def check_the_check(self) -> None:
@@ -100,12 +100,20 @@ class Soak:
         self.wrong.zero_()
         self.num_words = 0
 
+    def copy_beside(self) -> None:
+        """Keep copies going, if there are to be any."""
+        if self.traffic is not None:
+            self.traffic.go_on()
+
     # ---- one round
 
     def run(self, chosen: Round) -> None:
         """All calls of a round; collective."""
         pool, ep = POOLS[chosen.pool], self.objects[chosen.pool]
-        ids, weights = self.routing(chosen, pool)
+        num_experts = pool.experts * self.comm.num_ranks
+        ids, weights = drawn_routing(
+            sum(chosen.tokens), num_experts, pool.top_k, chosen.absent, chosen.seed, self.device
+        )
         start = [sum(chosen.tokens[:rank]) for rank in range(self.comm.num_ranks + 1)]
         mine = slice(start[self.comm.rank], start[self.comm.rank + 1])
         shape = Shape(self.comm.num_ranks, pool.experts, chosen.layout, chosen.alignment, chosen.capacity)
@@ -113,18 +121,6 @@ class Soak:
         case = Case(chosen, pool, ep, mine, ids, weights, everywhere)
         received = self.dispatches(case)
         self.combines(case, received)
-
-    def routing(self, chosen: Round, pool: Pool) -> tuple[Tensor, Tensor]:
-        """Ids and weights of all ranks' tokens: the same random numbers on every rank."""
-        generator = torch.Generator(self.device).manual_seed(chosen.seed)
-        size = (sum(chosen.tokens), pool.top_k)
-        experts = pool.experts * self.comm.num_ranks
-        skew = torch.rand(size, generator=generator, device=self.device) ** (1 + chosen.seed % 3)
-        ids = (skew * experts).to(torch.int64).clamp(max=experts - 1)
-        chance = torch.rand(size, generator=generator, device=self.device)
-        ids = torch.where(chance < chosen.absent, -1, ids)
-        weights = 0.25 + 0.75 * torch.rand(size, generator=generator, device=self.device)
-        return ids, weights
 
     def dispatches(self, case: Case) -> weft.Dispatched:
         """Dispatch again and again, every time with other data: `scale` changes every row by a power of two."""
@@ -157,12 +153,13 @@ class Soak:
         self, case: Case, x: Tensor, handle: weft.Handle | None, quantize: str | None = "as chosen"
     ) -> weft.Dispatched:
         """One call; copies go on beside it."""
-        if self.traffic is not None:
-            self.traffic.go_on()
+        self.copy_beside()
         chosen = case.chosen
         quantize = chosen.quantize if quantize == "as chosen" else quantize
         if handle is not None:
-            received = case.ep.dispatch(x, handle=handle, quantize=quantize, async_op=chosen.async_op)
+            received = case.ep.dispatch(
+                x, handle=handle, quantize=quantize, async_op=chosen.async_op, **later_options(chosen.mode)
+            )
         else:
             ids = case.ids[case.mine].to(getattr(torch, chosen.id_dtype))
             received = case.ep.dispatch(
@@ -174,8 +171,9 @@ class Soak:
                 capacity=chosen.capacity,
                 quantize=quantize,
                 async_op=chosen.async_op,
+                **dispatch_options(chosen.mode, has_capacity=chosen.capacity is not None),
             )
-        received.event.wait()
+        received.wait().event.wait()
         self.num_calls += 1
         return received
 
@@ -235,16 +233,23 @@ class Soak:
         )
         out = torch.empty_like(want)
         for number in range(self.options.repeats):
-            if self.traffic is not None:
-                self.traffic.go_on()
+            self.copy_beside()
             scale = 2.0 ** (number % 5 - 2)
             output.copy_((own * scale).view(output.shape))
             poison(out)
             result = case.ep.combine(
-                output, received.handle, weighted=chosen.weighted, out=out, wire=chosen.wire, async_op=chosen.async_op
+                output,
+                received.handle,
+                weighted=chosen.weighted,
+                out=out,
+                wire=chosen.wire,
+                async_op=chosen.async_op,
+                **later_options(chosen.mode),
             )
             if chosen.async_op:
                 result[-1].wait()
+            if isinstance(result, weft.Staged):
+                result.wait()
             self.num_calls += 1
             self.compare(out, want * scale)
 
@@ -276,44 +281,44 @@ def poison(rows: Tensor | weft.Quantized | None) -> None:
 
 
 def run_rank(comm: weft.Communicator, options: argparse.Namespace) -> dict[str, Any]:
-    """Rounds until the time is up or a word is wrong. Every rank makes the same rounds: they agree after each batch."""
+    """Rounds, and then graphs, until the time is up or a word is wrong. Every rank makes the same: they agree on it."""
     if comm.device.type == "cuda":
         torch.cuda.set_device(comm.device)
+    start = time.monotonic()
     soak = Soak(comm, options)
     soak.check_the_check()
+    problems, seed = run_rounds(soak)
+    result = {"calls": soak.num_calls, "words": soak.num_words, "next_seed": seed, "engine": str(comm.engine)}
+    soak.close()
+    result |= run_graphs(comm, options, soak.copy_beside)
+    result["problems"] = problems + result["problems"]
+    result["copies"] = 0 if soak.traffic is None else soak.traffic.num_copies
+    return result | {"seconds": time.monotonic() - start}
+
+
+def run_rounds(soak: Soak) -> tuple[list[str], int]:
+    """-> what was wrong on this rank, and the seed of the next round. Collective."""
     problems: list[str] = []
-    start, seed = time.monotonic(), options.seed
+    start, options, seed = time.monotonic(), soak.options, soak.options.seed
     while not problems and seed - options.seed < options.rounds:
-        for chosen in batch(seed, comm.num_ranks, options):
+        for chosen in batch(seed, soak.comm.num_ranks, options):
             before = int(soak.wrong)
             soak.run(chosen)
             seed += 1
             if int(soak.wrong) != before:  # goes on with the others until they agree to stop
-                problems.append(f"rank {comm.rank}: {int(soak.wrong) - before} words: {dataclasses.asdict(chosen)}")
+                problems.append(
+                    f"rank {soak.comm.rank}: {int(soak.wrong) - before} words: {dataclasses.asdict(chosen)}"
+                )
         elapsed = time.monotonic() - start
         if agree(soak.objects[0], stop=bool(problems) or elapsed > options.seconds):
             break
-    result = {"calls": soak.num_calls, "words": soak.num_words, "problems": problems, "next_seed": seed}
-    result |= {"seconds": time.monotonic() - start, "engine": str(comm.engine)}
-    result["copies"] = 0 if soak.traffic is None else soak.traffic.num_copies
-    soak.close()
-    return result
+    return problems, seed
 
 
 def batch(seed: int, num_ranks: int, options: argparse.Namespace) -> Iterator[Round]:
     """The next rounds between two agreements."""
     for number in range(seed, min(seed + 16, options.seed + options.rounds)):
         yield draw(number, num_ranks)
-
-
-def agree(ep: weft.ExpertParallel, *, stop: bool) -> bool:
-    """Whether any rank wants to stop: each sends a token to everyone, with its wish in it."""
-    num_ranks, per_rank = ep.num_ranks, ep.num_experts // ep.num_ranks
-    wish = torch.full((num_ranks, ep.hidden), float(stop), dtype=ep.dtype, device=ep.device)
-    idx = torch.full((num_ranks, ep.top_k), -1, device=ep.device)
-    idx[:, 0] = torch.arange(num_ranks, device=ep.device) * per_rank
-    received = ep.dispatch(wish, idx)
-    return bool((received.x != 0).any())
 
 
 def compile_kernels(arch: str | None, num_ranks: int) -> None:
@@ -342,6 +347,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--rounds", type=int, default=1 << 40, help="at most so many")
     parser.add_argument("--repeats", type=int, default=20, help="dispatches, and combines, of a round")
+    parser.add_argument("--graph-seconds", type=float, default=0.0, help="then replay CUDA graphs for so long")
+    parser.add_argument("--set-replays", type=int, default=100_000, help="of one set of graphs")
+    parser.add_argument("--graph-sets", type=int, default=1 << 40, help="at most so many")
+    parser.add_argument("--turns", type=int, default=32, help="routings of a graph, over and over")
     parser.add_argument("--seed", type=int, default=0, help="of the first round")
     parser.add_argument("--no-traffic", dest="traffic", action="store_false", help="no copies beside the calls")
     options = parser.parse_args()
@@ -352,6 +361,7 @@ def main() -> int:
     row |= {"ranks": options.ranks, "engine": ranks[0]["engine"], "seed": options.seed}
     row |= {"next_seed": max(rank["next_seed"] for rank in ranks), "repeats": options.repeats}
     row |= {"calls": min(rank["calls"] for rank in ranks), "words": sum(rank["words"] for rank in ranks)}
+    row |= {"replays": min(rank["replays"] for rank in ranks), "graph_sets": max(rank["graph_sets"] for rank in ranks)}
     row["problems"] = [problem for rank in ranks for problem in rank["problems"]]
     row["seconds"] = max(rank["seconds"] for rank in ranks)
     num_copies = sum(rank["copies"] for rank in ranks)

@@ -24,6 +24,28 @@ def mixed(first: Tensor, second: Tensor, seed: int) -> Tensor:
     return word ^ (word >> 15 & 0x1FFFF)
 
 
+def num_different(got: Tensor, want: Tensor) -> Tensor:
+    """int64 []: words that differ; nothing waits."""
+    if got.shape != want.shape or got.element_size() != want.element_size():
+        raise AssertionError(f"{list(got.shape)} {got.dtype}, expected {list(want.shape)} {want.dtype}")
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+    return (got.contiguous().view(words) != want.contiguous().view(words)).sum()
+
+
+def drawn_routing(
+    num_tokens: int, num_experts: int, top_k: int, absent: float, seed: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Ids int64 and weights [T, K] of all ranks' tokens: the same random numbers on every rank."""
+    generator = torch.Generator(device).manual_seed(seed)
+    size = (num_tokens, top_k)
+    skew = torch.rand(size, generator=generator, device=device) ** (1 + seed % 3)
+    ids = (skew * num_experts).to(torch.int64).clamp(max=num_experts - 1)
+    chance = torch.rand(size, generator=generator, device=device)
+    ids = torch.where(chance < absent, -1, ids)
+    weights = 0.25 + 0.75 * torch.rand(size, generator=generator, device=device)
+    return ids, weights
+
+
 def values(rows: Tensor, num_columns: int, seed: int, dtype: torch.dtype) -> Tensor:
     """[N] row names -> [N, columns] in [1, 2), exact in `dtype`: sums of them scale with powers of two, bit for bit."""
     columns = torch.arange(num_columns, device=rows.device)

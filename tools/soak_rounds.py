@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+import weft
+from weft.limits import LAYOUTS
+from weft.verify.cases import MODES
+
 MAX_TOKENS = 192
+DEADLINE_S = 20.0
+GRAPH_MODES = ("latency", "staged", "mixed", "throughput")
 
 
 @dataclass(frozen=True)
@@ -46,11 +52,13 @@ class Round:
     async_op: bool
     id_dtype: str
     absent: float  # share of ids that are -1
+    mode: str  # of weft.verify.cases.MODES
 
 
 def draw(seed: int, num_ranks: int) -> Round:
     """The round of a seed."""
     rng = random.Random(f"weft soak {seed}")
+    mode = rng.choice(MODES)
     pool = rng.randrange(len(POOLS))
     shape = POOLS[pool]
     layout = rng.choice(("rank_major", "expert_major", "masked"))
@@ -72,7 +80,59 @@ def draw(seed: int, num_ranks: int) -> Round:
         weighted=rng.random() < 0.7,
         wire=rng.choice((None, None, "fp8")),
         in_heap=rng.random() < 0.5,
-        async_op=rng.random() < 0.3,
+        async_op=rng.random() < 0.3 and mode != "staged",
         id_dtype=rng.choice(("int32", "int64")),
         absent=rng.choice((0.0, 0.0, 0.1, 0.9)),
+        mode=mode,
     )
+
+
+@dataclass(frozen=True)
+class GraphSet:
+    """Graphs of several sizes that share one ExpertParallel; equal on all ranks."""
+
+    seed: int
+    pool: int
+    tokens: tuple[tuple[int, ...], ...]  # of each graph: of each rank
+    layout: str
+    alignment: int
+    is_tight: bool  # the capacity drops picks
+    quantize: str | None
+    weighted: bool
+    wire: str | None
+    absent: float
+    mode: str  # of GRAPH_MODES
+
+
+def draw_graphs(seed: int, num_ranks: int) -> GraphSet:
+    """The graphs of a seed. Twelve in a row have each mode with each layout."""
+    rng = random.Random(f"weft soak graphs {seed}")
+    layout = LAYOUTS[seed % len(LAYOUTS)]
+    sizes = []
+    for most in rng.sample((1, 2, 7, 32, 64, 128), 3):
+        tokens = [rng.choice((0, most // 2, most, most)) for _ in range(num_ranks)]
+        tokens[rng.randrange(num_ranks)] = most
+        sizes.append(tuple(tokens))
+    return GraphSet(
+        seed=seed,
+        pool=rng.randrange(len(POOLS)),
+        tokens=tuple(sizes),
+        layout=layout,
+        alignment=rng.choice((1, 8)) if layout == "expert_major" else 1,
+        is_tight=rng.random() < 0.3,
+        quantize=rng.choice((None, None, None, "fp8", "fp8_ue8m0")),
+        weighted=rng.random() < 0.7,
+        wire=rng.choice((None, None, "fp8")),
+        absent=rng.choice((0.0, 0.0, 0.1)),
+        mode=GRAPH_MODES[seed % len(GRAPH_MODES)],
+    )
+
+
+def agree(ep: weft.ExpertParallel, *, stop: bool) -> bool:
+    """Whether any rank wants to stop: each sends a token to everyone, with its wish in it."""
+    num_ranks, per_rank = ep.num_ranks, ep.num_experts // ep.num_ranks
+    wish = torch.full((num_ranks, ep.hidden), float(stop), dtype=ep.dtype, device=ep.device)
+    idx = torch.full((num_ranks, ep.top_k), -1, device=ep.device)
+    idx[:, 0] = torch.arange(num_ranks, device=ep.device) * per_rank
+    received = ep.dispatch(wish, idx)
+    return bool((received.x != 0).any())

@@ -53,6 +53,7 @@ def test_a_run_becomes_tables_and_missed_targets_come_first(
         "commit": "abc",
         "calls": 1200,
         "words": 5,
+        "replays": 2300,
         "problems": [],
         "traffic": "-",
     }
@@ -77,7 +78,7 @@ def test_a_run_becomes_tables_and_missed_targets_come_first(
     assert page.count("| both | 2 |") == 1
     assert "| both | expert_major | fp8 |" in page
     assert "| push | 7168 | 344 |" in page
-    assert "1,200 calls in all" in page
+    assert "1,200 calls, and 2,300 replays" in page
     assert "| gpu_kill_1 | 2, 1 failed | detection | 6 | 4.00 | 5.50 | 5.60 |" in page
     assert "| gpu_compile_1 (A CPU, NVRTC 13, commit abc) | sm_90 | 3 | 0.20 | 0.50 (kernel 5) | 0.8 |" in page
     for line in page.splitlines():

@@ -92,7 +92,16 @@ def test_a_run_counts_its_calls_and_says_where_to_go_on() -> None:
     assert row["words"] > 100_000
 
 
-def test_a_wrong_word_ends_a_run() -> None:
+def test_graphs_of_every_mode_and_layout() -> None:
+    few = ("--graph-sets", "12", "--set-replays", "20", "--turns", "3")
+    done = run_soak("--rounds", "0", "--graph-seconds", "100", *few)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = (json.loads(line) for line in done.stdout.splitlines())
+    assert (row["graph_sets"], row["replays"], row["problems"]) == (12, 240, [])
+
+
+@pytest.mark.parametrize("part", ["rounds", "graphs"])
+def test_a_wrong_word_ends_a_run(part: str) -> None:
     spec = importlib.util.spec_from_file_location("soak", ROOT / "tools" / "soak.py")
     assert spec is not None
     assert spec.loader is not None
@@ -100,17 +109,23 @@ def test_a_wrong_word_ends_a_run() -> None:
     sys.modules["soak"] = soak
     spec.loader.exec_module(soak)
     combine = weft.ExpertParallel.combine
+    num_calls = 0
 
     def wrong(self, *args, **options):
+        nonlocal num_calls
+        num_calls += 1  # in this process: of this rank
         y = combine(self, *args, **options)
-        first = y[0] if isinstance(y, tuple) else y
-        if self.comm.rank == 1 and len(first):
+        first = y[0] if isinstance(y, tuple) else y.wait() if isinstance(y, weft.Staged) else y
+        if self.comm.rank == 1 and num_calls > 15 and len(first):
             first.view(torch.uint8)[-1, 0] ^= 1
         return y
 
     weft.ExpertParallel.combine = wrong
     try:
         options = soak.argparse.Namespace(seed=0, rounds=16, repeats=2, seconds=100.0, traffic=False)
+        options.graph_seconds, options.graph_sets, options.set_replays, options.turns = 0.0, 12, 20, 3
+        if part == "graphs":
+            options.rounds, options.graph_seconds = 0, 100.0
         results = weft.spawn(soak.run_rank, num_ranks=2, args=(options,), device="cpu")
     finally:
         weft.ExpertParallel.combine = combine

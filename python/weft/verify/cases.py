@@ -76,18 +76,27 @@ class Case:
     @property
     def dispatch_mode(self) -> dict[str, Any]:
         """`mode` and `staged` of a dispatch with a routing of its own."""
-        first = {"mixed": "throughput", "staged": "latency"}.get(self.mode, self.mode)
-        return {"mode": first, "staged": self.mode == "staged" and self.capacity is not None}
+        return dispatch_options(self.mode, has_capacity=self.capacity is not None)
 
     @property
     def later_mode(self) -> dict[str, Any]:
         """The same of what follows it."""
-        mode = "latency" if self.mode in ("mixed", "staged") else self.mode
-        return {"mode": mode, "staged": self.mode == "staged"}
+        return later_options(self.mode)
 
     def summary(self) -> str:
         """One line with every value."""
         return " ".join(f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self))
+
+
+def dispatch_options(mode: str, *, has_capacity: bool) -> dict[str, Any]:
+    """`mode` and `staged` of a dispatch with a routing of its own; `mode`: one of MODES."""
+    first = {"mixed": "throughput", "staged": "latency"}.get(mode, mode)
+    return {"mode": first, "staged": mode == "staged" and has_capacity}
+
+
+def later_options(mode: str) -> dict[str, Any]:
+    """The same of what follows it: repetitions and combines."""
+    return {"mode": "latency" if mode in ("mixed", "staged") else mode, "staged": mode == "staged"}
 
 
 def check_fixed(fixed: Fixed) -> None:
