@@ -35,6 +35,7 @@ __all__ = ["GpuCalls"]
 _RANGES = {
     (what, layout): f"weft::{what} {name}" for what in ("dispatch", "combine") for layout, name in enumerate(LAYOUTS)
 }
+_from_dlpack = torch._C._from_dlpack
 _FP8 = 1  # code of quantize: scales are fp32, else bytes
 
 
@@ -66,10 +67,11 @@ class GpuCalls(NativeCalls):
         self.max_tokens = windows[0].max_tokens
         self.landing_row_bytes = landing_row_bytes(hidden, dtype)
         self.last_event: Event = COMPLETE
-        self._ints = torch.empty(
-            0, dtype=torch.int32, device=self.device
-        )  # new_empty of these costs half of torch.empty
-        self._floats = torch.empty(0, dtype=torch.float32, device=self.device)
+        # Absent results; new_empty of these costs half of torch.empty.
+        self._ints = torch.empty(0, dtype=torch.int32, device=self.device)
+        self._no_floats = torch.empty(0, dtype=torch.float32, device=self.device)
+        self._no_ids = torch.empty(0, dtype=torch.int64, device=self.device)
+        self.overflow_ptr = self.overflow.data_ptr()
         self.names_ranges = _has_nvtx_tool()
 
     # ---- the three calls
@@ -167,7 +169,7 @@ class GpuCalls(NativeCalls):
         with _Running(self, "combine", call, (*itertools.chain(*parts), weights, side, out), tie) as run:
             into = out if out is not None and out.data_ptr() % ROW_MULTIPLE_BYTES == 0 and len(parts) == 1 else None
             sums = []
-            side_out = self._floats.new_empty((num_tokens, self.top_k) if side is not None else 0)
+            side_out = self._no_floats if side is None else self._no_floats.new_empty((num_tokens, self.top_k))
             for idx, (rows, row_bias) in enumerate(parts):
                 sum_into = rows.new_empty((num_tokens, rows.shape[-1])) if into is None else into
                 sums.append(sum_into)
@@ -259,27 +261,31 @@ class GpuCalls(NativeCalls):
         quantize: int,
         run: _Running,
     ) -> Received:
-        num_tokens, layout = topk_idx.shape[0], call.layout
-        plan_len = _load.native().gpu_send_plan_len(num_tokens, self.top_k, self.num_ranks, layout)
-        send_plan = self._ints.new_empty(plan_len)
-        num_groups = self.num_ranks if layout == RANK_MAJOR else self.num_local_experts
+        args = self._dispatch_args(call, x, scales, quantize, topk_idx.shape[0], run.stream)
+        args.topk_idx, args.topk_weights = topk_idx.data_ptr(), pointer(weights)
+        args.overflow = self.overflow_ptr
+        num_groups = self.num_ranks if call.layout == RANK_MAJOR else self.num_local_experts
         sizes = self._ints.new_empty(self.num_local_experts + num_groups + 2)
-        args = self._dispatch_args(call, x, scales, quantize, num_tokens, sizes, run.stream)
-        args.topk_idx, args.topk_is_int64 = topk_idx.data_ptr(), True
-        args.topk_weights, args.send_plan = pointer(weights), send_plan.data_ptr()
-        args.overflow = self.overflow.data_ptr()
+        self._give_sizes(args, sizes)
         if call.is_small:
-            return self._first_small(call, args, x, scales, quantize, (sizes, send_plan), run)
-        result = self.windows[call.window].native.dispatch(args)
-        lead = self._lead(call, result.result_rows)
-        if result.in_heap:
-            rows, out_scales, out_weights = _tensor(result.x), self._scales(result.scales), _tensor(result.topk_weights)
-            out_idx = _tensor(result.topk_idx) if layout == RANK_MAJOR else topk_idx.new_empty(0)
-            recv_plan = _tensor(result.recv_plan)
-        else:
+            return self._first_small(
+                call, args, x, scales, quantize, (sizes, self._ordinary_send_plan(call, args)), run
+            )
+        native = self.windows[call.window].native
+        args.makes_send_plan = True
+        result, ordinary = native.dispatch(args), None
+        if not result.has_begun:
+            args.makes_send_plan, ordinary = False, self._ordinary_send_plan(call, args)
+            result = native.dispatch(args)
+        rows, out_scales, out_idx, out_weights, send_plan, recv_plan = result.tensors(_from_dlpack)
+        send_plan = send_plan if ordinary is None else ordinary
+        if not result.in_heap:
+            lead = self._lead(call, result.result_rows)
             rows, out_scales = self._ordinary(lead, x, scales, quantize)
-            out_idx, out_weights, recv_plan = self._ordinary_routing(layout, lead)
+            out_idx, out_weights, recv_plan = self._ordinary_routing(call.layout, lead)
             self._unload(call, rows, out_scales, out_idx, out_weights, recv_plan)
+        out_scales = self._no_floats if out_scales is None else out_scales
+        out_idx = self._no_ids if out_idx is None else out_idx
         return Received(rows, out_scales, out_idx, out_weights, sizes, send_plan, recv_plan, self.tie())
 
     def _first_small(
@@ -313,7 +319,8 @@ class GpuCalls(NativeCalls):
     def _again(
         self, call: Call, x: Tensor, scales: Tensor | None, routing: _Routing, quantize: int, run: _Running
     ) -> tuple[Tensor, Tensor]:
-        args = self._dispatch_args(call, x, scales, quantize, x.shape[0], routing.sizes, run.stream)
+        args = self._dispatch_args(call, x, scales, quantize, x.shape[0], run.stream)
+        self._give_sizes(args, routing.sizes)
         args.cached, args.num_rows = True, math.prod(routing.lead)
         args.send_plan, args.recv_plan = routing.send_plan.data_ptr(), routing.recv_plan.data_ptr()
         if call.is_small:
@@ -323,7 +330,8 @@ class GpuCalls(NativeCalls):
             return rows, out_scales
         result = self.windows[call.window].native.dispatch(args)
         if result.in_heap:
-            return _tensor(result.x), self._scales(result.scales)
+            rows, out_scales, *_ = result.tensors(_from_dlpack)
+            return rows, self._no_floats if out_scales is None else out_scales
         rows, out_scales = self._ordinary(routing.lead, x, scales, quantize)
         self._unload(call, rows, out_scales, recv_plan=routing.recv_plan)
         return rows, out_scales
@@ -335,7 +343,6 @@ class GpuCalls(NativeCalls):
         scales: Tensor | None,
         quantize: int,
         num_tokens: int,
-        sizes: Tensor,
         stream: torch.cuda.Stream,
     ) -> Any:
         code = DTYPE_CODES.get(x.dtype, BYTES)
@@ -343,8 +350,6 @@ class GpuCalls(NativeCalls):
         args = self._args(_load.native().GpuDispatchArgs, call, stream, hidden, num_tokens)
         args.x, args.row_bytes, args.dtype = x.data_ptr(), x.shape[1] * x.element_size(), code
         args.quantize = quantize
-        args.counts = sizes.data_ptr()
-        args.offsets, args.num_rows_out = args.counts + 4 * self.num_local_experts, args.counts + 4 * (len(sizes) - 1)
         if scales is not None:
             args.scales, args.scale_row_bytes = scales.data_ptr(), scales.shape[1] * scales.element_size()
         return args
@@ -357,12 +362,22 @@ class GpuCalls(NativeCalls):
             int(call.deadline_s * 1e9), stream.cuda_stream, call.is_small,
         )  # fmt: skip
 
+    def _give_sizes(self, args: Any, sizes: Tensor) -> None:
+        counts = args.counts = sizes.data_ptr()
+        args.offsets, args.num_rows_out = counts + 4 * self.num_local_experts, counts + 4 * (len(sizes) - 1)
+
+    def _ordinary_send_plan(self, call: Call, args: Any) -> Tensor:
+        length = _load.native().gpu_send_plan_len(args.num_tokens, self.top_k, self.num_ranks, call.layout)
+        send_plan = self._ints.new_empty(length)
+        args.send_plan = send_plan.data_ptr()
+        return send_plan
+
     def _ordinary_routing(self, layout: int, lead: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Ordinary tensors for ids (int64), weights and the receive plan."""
         per_row = (*lead, self.top_k) if layout == RANK_MAJOR else lead
         return (
-            self._new(per_row if layout == RANK_MAJOR else (0,), torch.int64),
-            self._floats.new_empty(per_row),
+            self._new(per_row, torch.int64) if layout == RANK_MAJOR else self._no_ids,
+            self._no_floats.new_empty(per_row),
             self._ints.new_empty(self._recv_plan_len(layout)),
         )
 
@@ -376,7 +391,7 @@ class GpuCalls(NativeCalls):
             return self._new((*lead, columns), torch.uint8), self._new((*lead, -(-columns // QUANTIZE_GROUP)), dtype)
         rows = self._new((*lead, columns), x.dtype if x.dtype in DTYPE_CODES else torch.uint8)
         if scales is None:
-            return rows, self._new((0,), torch.float32)
+            return rows, self._no_floats
         return rows, self._new((*lead, scales.shape[1] * scales.element_size()), torch.uint8)
 
     def _unload(
@@ -407,9 +422,6 @@ class GpuCalls(NativeCalls):
 
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
-
-    def _scales(self, array: Any) -> Tensor:
-        return self._floats.new_empty(0) if array is None else _tensor(array)
 
     def _most_rows(self, call: Call) -> int:
         """Rows of a result without capacity if everything came here."""

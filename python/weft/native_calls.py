@@ -100,7 +100,9 @@ class Results:
         """Store a result; returns its ticket."""
         if not self.keep:
             self._next += 1
-        self._waiting[self._next] = received._replace(tie=received.tie.clone())  # an operator's own output
+        # An operator's own outputs: the tie and empty tensors are shared between calls.
+        own = (part.clone() if part.numel() == 0 else part for part in received._replace(tie=received.tie.clone()))
+        self._waiting[self._next] = Received(*own)
         while len(self._waiting) > self.MAX:
             del self._waiting[next(iter(self._waiting))]
         return self._next

@@ -233,18 +233,11 @@ def dispatch_again(
 ) -> tuple[Tensor, Tensor]:
     """(x, scales). `weights` received before are read for their shape alone: it gives the number of rows."""
     call = Call(layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, is_small=is_small)
-    return by_token(tie).dispatch_again(
-        call,
-        x,
-        scales,
-        send_plan,
-        recv_plan,
-        tie,
-        sizes,
-        _rows_shape(weights, layout),
-        x.shape[0],
-        clear_tail,
-        quantize,
+    rows_shape = _rows_shape(weights, layout)
+    return _own(
+        by_token(tie).dispatch_again(
+            call, x, scales, send_plan, recv_plan, tie, sizes, rows_shape, x.shape[0], clear_tail, quantize
+        )
     )
 
 
@@ -298,6 +291,12 @@ def _dispatch_again_backward(ctx: Any, grad_x: Tensor, _: Tensor | None) -> tupl
     return (grad, *[None] * 16)
 
 
+def _own(results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Of an operator: its outputs are new tensors, while calls share empty ones."""
+    rows, other = results
+    return rows, other.clone() if other.numel() == 0 else other
+
+
 # ---- combine
 
 
@@ -328,7 +327,7 @@ def combine(
     """(y [T, H], side [T, K] or empty). `clear_tail` is for the backward: gradients of rows without data are zero."""
     call = Call(layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, wire, is_small=is_small)
     used = weights if weighted and layout != RANK_MAJOR else None
-    return by_token(tie).combine(call, y, used, send_plan, recv_plan, tie, bias, side, num_tokens)
+    return _own(by_token(tie).combine(call, y, used, send_plan, recv_plan, tie, bias, side, num_tokens))
 
 
 @combine.register_fake

@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 namespace nb = nanobind;
@@ -23,7 +24,42 @@ nb::dlpack::dtype dlpack_dtype(const cpu::Array& array) {
   }
 }
 
+// DLManagedTensor of DLPack, with what it points to.
+struct ManagedTensor {
+  nb::dlpack::dltensor tensor;
+  void* context = nullptr;
+  void (*free)(ManagedTensor*) = nullptr;
+  std::vector<i64> shape;
+  std::shared_ptr<void> owner;
+};
+constexpr const char* kCapsuleName = "dltensor";  // torch changes it when it takes the tensor over
+
+void free_unused(PyObject* capsule) {
+  if (PyCapsule_IsValid(capsule, kCapsuleName) == 0) return;
+  auto* managed = static_cast<ManagedTensor*>(PyCapsule_GetPointer(capsule, kCapsuleName));
+  managed->free(managed);
+}
+
 }  // namespace
+
+nb::object to_tensor(const cpu::Array& array, nb::handle from_dlpack) {
+  if (array.block.owner == nullptr) return nb::none();
+  auto managed = std::make_unique<ManagedTensor>();
+  managed->shape = array.shape;
+  managed->owner = array.block.owner;
+  managed->free = [](ManagedTensor* self) { delete self; };
+  managed->tensor = {};
+  managed->tensor.data = array.block.data;
+  managed->tensor.device.device_type = array.gpu < 0 ? nb::device::cpu::value : nb::device::cuda::value;
+  managed->tensor.device.device_id = std::max(array.gpu, 0);
+  managed->tensor.ndim = static_cast<int32_t>(managed->shape.size());
+  managed->tensor.dtype = dlpack_dtype(array);
+  managed->tensor.shape = managed->shape.data();
+  PyObject* capsule = PyCapsule_New(managed.get(), kCapsuleName, free_unused);
+  if (capsule == nullptr) throw nb::python_error();
+  managed.release();
+  return from_dlpack(nb::steal(capsule));
+}
 
 nb::object to_ndarray(const cpu::Array& array) {
   if (array.block.owner == nullptr) return nb::none();

@@ -100,6 +100,7 @@ void bind_dispatch_args(nb::module_& m) {
       .def_rw("offsets", &Args::offsets)
       .def_rw("num_rows_out", &Args::num_rows_out)
       .def_rw("overflow", &Args::overflow)
+      .def_rw("makes_send_plan", &Args::makes_send_plan)
       .def_rw("room", &Args::room)
       .def_rw("out_x", &Args::out_x)
       .def_rw("out_scales", &Args::out_scales)
@@ -136,6 +137,13 @@ void bind_results(nb::module_& m) {
       .def_prop_ro("topk_idx", [](const DispatchResult& result) { return to_ndarray(result.topk_idx); })
       .def_prop_ro("topk_weights", [](const DispatchResult& result) { return to_ndarray(result.topk_weights); })
       .def_prop_ro("recv_plan", [](const DispatchResult& result) { return to_ndarray(result.recv_plan); })
+      .def("tensors",
+           [](const DispatchResult& result, nb::handle from_dlpack) {
+             const auto tensor = [&](const cpu::Array& array) { return to_tensor(array, from_dlpack); };
+             return nb::make_tuple(tensor(result.x), tensor(result.scales), tensor(result.topk_idx),
+                                   tensor(result.topk_weights), tensor(result.send_plan), tensor(result.recv_plan));
+           })
+      .def_ro("has_begun", &DispatchResult::has_begun)
       .def_ro("in_heap", &DispatchResult::in_heap)
       .def_ro("result_rows", &DispatchResult::result_rows);
   nb::class_<UnloadArgs>(m, "GpuUnloadArgs")

@@ -79,6 +79,7 @@ class SimulatedWindow:
         self.num_calls = 0
         self.staged: dict[str, Tensor] | None = None
         self.sent: Any = None  # by the first half of a call
+        self.made: dict[str, Tensor] = {}  # the send plan, in the heap
         self.num_small = 0
         self.bad_ids: tuple[int, int, int] | None = None
 
@@ -104,6 +105,11 @@ class SimulatedWindow:
     def dispatch(self, args: Any) -> Any:
         """As the kernel: rows of all ranks, and for a first dispatch plans, counts and ids."""
         assert self.staged is None, "unload comes first"
+        self.made = {}
+        if args.makes_send_plan and not self._has_room():
+            return SimpleNamespace(has_begun=False)
+        if args.makes_send_plan:
+            self._make_send_plan(args)
         if self._begins(args):
             rows = self._rows(args)
             self.sent = (rows,) if args.cached else self._taken(args, rows)
@@ -111,6 +117,12 @@ class SimulatedWindow:
             return SimpleNamespace(in_heap=False, result_rows=-1)
         sent, self.sent = self.sent, None
         return self._again(args, *sent) if args.cached else self._first(args, *sent)
+
+    def _make_send_plan(self, args: Any) -> None:
+        assert not (args.is_small or args.cached), "the caller has memory for it"
+        length = weft._native.gpu_send_plan_len(args.num_tokens, self.spec.top_k, self.hub.num_ranks, args.layout)
+        plan = self.made["send_plan"] = torch.full((length,), -7, dtype=torch.int32)
+        args.send_plan = plan.data_ptr()
 
     def _begins(self, args: Any) -> bool:
         """As Window::check_half, and what a small batch may be."""
@@ -197,15 +209,17 @@ class SimulatedWindow:
     def _result(self, args: Any, parts: dict[str, Tensor], num_rows: int) -> Any:
         if args.is_small:
             return self._small_result(args, parts, num_rows)
-        names = ("x", "scales", "topk_idx", "topk_weights", "recv_plan")
-        arrays = dict.fromkeys(names)
+        names = ("x", "scales", "topk_idx", "topk_weights", "send_plan", "recv_plan")
         has_room = self._has_room()
-        if has_room:
-            exported = {name: torch.utils.dlpack.to_dlpack(part.clone()) for name, part in parts.items()}
-            arrays |= exported  # type: ignore[arg-type]
-        else:
+        if not has_room:
             self.staged = parts
-        return SimpleNamespace(**arrays, in_heap=has_room, result_rows=num_rows)
+        made = self.made | ({name: part.clone() for name, part in parts.items()} if has_room else {})
+
+        def tensors(from_dlpack: Callable[[Any], Tensor]) -> tuple[Tensor | None, ...]:
+            exported = {name: torch.utils.dlpack.to_dlpack(part) for name, part in made.items()}
+            return tuple(from_dlpack(exported[name]) if name in exported else None for name in names)
+
+        return SimpleNamespace(tensors=tensors, has_begun=True, in_heap=has_room, result_rows=num_rows)
 
     def _small_result(self, args: Any, parts: dict[str, Tensor], num_rows: int) -> Any:
         """Into the caller's tensors, which may have more rows."""

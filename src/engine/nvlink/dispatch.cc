@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <climits>
 #include <string>
+#include <utility>
 
 #include "base/status.h"
 #include "engine/nvlink/small_dispatch.h"
@@ -59,8 +60,13 @@ DispatchResult DispatchCall::run() {
   check_sizes();
   const DispatchKernelConfig config = kernel_config(w_.shape_, a_, w_.gpu_->kernels->shared_bytes());
   const Kernel& kernel = w_.prepare(config, a_.timeout_ns, poll_);
-  const Window::Turn turn = w_.begin(dispatch_operation(a_), a_.timeout_ns, a_.stream);
   reserve();
+  if (a_.makes_send_plan && !routing_) {
+    DispatchResult result;
+    result.has_begun = result.in_heap = false;
+    return result;
+  }
+  const Window::Turn turn = w_.begin(dispatch_operation(a_), a_.timeout_ns, a_.stream);
   kernels::DispatchKernelArgs kernel_args = kernel_arguments(turn);
   w_.launch(kernel, a_.num_blocks, a_.stream, &kernel_args);
   num_rows_ = is_exact_ ? w_.wait_for_counts(turn.ticket, a_.stream, poll_) : most_rows_;
@@ -98,10 +104,14 @@ void DispatchCall::reserve() {
   const i64 top_k = w_.shape_.top_k;
   bool has_room = true;
   if (!a_.cached) {
-    has_room =
-        fixed(table_, 4 * gpu_recv_plan_len(w_.shape_.max_tokens, w_.shape_.top_k, w_.shape_.num_ranks, a_.layout)) &&
-        fixed(weights_, most_rows_ * 4 * (is_by_expert_ ? 1 : top_k)) &&
-        (is_by_expert_ || fixed(ids_, most_rows_ * top_k * id_bytes_));
+    const auto part = [this](i64 num_bytes) {
+      return std::exchange(at_.num_bytes, align_up(at_.num_bytes + static_cast<u64>(num_bytes), Heap::kAlignment));
+    };
+    at_.table = part(4 * recv_plan_len());
+    at_.send_plan = part(a_.makes_send_plan ? 4 * send_plan_len() : 0);
+    at_.weights = part(most_rows_ * 4 * (is_by_expert_ ? 1 : top_k));
+    at_.ids = part(is_by_expert_ ? 0 : most_rows_ * top_k * id_bytes_);
+    has_room = fixed(routing_, static_cast<i64>(at_.num_bytes));
   }
   has_room = has_room && (scale_bytes_ == 0 || fixed(scales_, most_rows_ * scale_bytes_));
   if (has_room && is_exact_) {
@@ -111,7 +121,7 @@ void DispatchCall::reserve() {
     has_room = has_room && fixed(x_, most_rows_ * row_bytes_);
   }
   if (!has_room) {
-    x_ = scales_ = ids_ = weights_ = table_ = std::nullopt;
+    x_ = scales_ = routing_ = std::nullopt;
     room_ = 0;
     return;
   }
@@ -123,6 +133,8 @@ kernels::DispatchKernelArgs DispatchCall::kernel_arguments(const Window::Turn& t
   const auto offset = [&](const std::optional<Block>& block) {
     return block ? w_.heap_offset(reinterpret_cast<u64>(block->data)) : 0;
   };
+  const u64 routing = offset(routing_);
+  const auto at = [&](u64 first) { return routing_ ? routing + first : 0; };
   kernels::DispatchKernelArgs args;
   args.view = w_.view_;
   args.print = turn.print;
@@ -137,8 +149,10 @@ kernels::DispatchKernelArgs DispatchCall::kernel_arguments(const Window::Turn& t
   args.chunk_tokens = static_cast<i32>(std::max<i64>((a_.max_tokens + num_chunks - 1) / num_chunks, 1));
   args.alignment = static_cast<i32>(a_.alignment);
   args.capacity = a_.capacity;
-  args.placement = {offset(x_), offset(scales_), offset(ids_), offset(weights_), offset(table_), room_};
-  args.send_plan = reinterpret_cast<i32*>(a_.send_plan);
+  args.placement = {offset(x_),      offset(scales_), is_by_expert_ ? 0 : at(at_.ids),
+                    at(at_.weights), at(at_.table),   room_};
+  args.send_plan =
+      reinterpret_cast<i32*>(a_.makes_send_plan ? routing_->data + at_.send_plan : reinterpret_cast<u8*>(a_.send_plan));
   args.recv_plan = reinterpret_cast<i32*>(a_.recv_plan);
   args.counts = reinterpret_cast<i32*>(a_.counts);
   args.offsets = reinterpret_cast<i32*>(a_.offsets);
@@ -181,44 +195,65 @@ DispatchResult DispatchCall::staged_result() {
   staged.scales = landing_scales();
   staged.scale_stride = static_cast<u64>(scale_bytes_);
   ++w_.stats_.num_staged;
+  if (a_.makes_send_plan) result.send_plan = part(at_.send_plan, {send_plan_len()});
   return result;
 }
 
-// `columns`: -1: one value a row, without an axis of its own.
-Array DispatchCall::array(std::optional<Block>& block, Dtype dtype, i64 columns, i64 element_bytes) {
+i64 DispatchCall::send_plan_len() const {
+  return gpu_send_plan_len(a_.num_tokens, w_.shape_.top_k, w_.shape_.num_ranks, a_.layout);
+}
+
+i64 DispatchCall::recv_plan_len() const {
+  return gpu_recv_plan_len(w_.shape_.max_tokens, w_.shape_.top_k, w_.shape_.num_ranks, a_.layout);
+}
+
+Array DispatchCall::rows(std::optional<Block>& block, Dtype dtype, i64 row_bytes) {
   Array made;
-  w_.shrink(*block, static_cast<u64>(std::max<i64>(num_rows_ * std::max<i64>(columns, 1) * element_bytes, 1)));
+  if (is_exact_) w_.shrink(*block, static_cast<u64>(std::max<i64>(num_rows_ * row_bytes, 1)));
   made.block = std::move(*block);
   made.dtype = dtype;
   made.gpu = w_.gpu_->index;
-  made.shape = {num_rows_};
-  if (a_.layout == Layout::kMasked) made.shape = {w_.shape_.num_local_experts(), a_.capacity};
-  if (columns >= 0) made.shape.push_back(columns);
+  made.shape = {num_rows_, row_bytes / dtype_bytes(dtype)};
+  if (a_.layout == Layout::kMasked) made.shape = {w_.shape_.num_local_experts(), a_.capacity, made.shape[1]};
+  return made;
+}
+
+// int32 in the block of the routing.
+Array DispatchCall::part(u64 first, std::vector<i64> shape) const {
+  Array made;
+  made.block = *routing_;
+  made.block.data += first;
+  made.gpu = w_.gpu_->index;
+  made.is_integer = true;
+  made.shape = std::move(shape);
   return made;
 }
 
 DispatchResult DispatchCall::heap_result() {
   const i64 top_k = w_.shape_.top_k;
-  const auto typed = [&](std::optional<Block>& block, Dtype dtype, i64 row_bytes) {
-    return array(block, dtype, row_bytes / dtype_bytes(dtype), dtype_bytes(dtype));
-  };
   DispatchResult result;
   result.result_rows = num_rows_;
-  result.x = typed(x_, a_.quantize == Quantize::kNone ? a_.dtype : Dtype::kBytes, row_bytes_);
+  result.x = rows(x_, a_.quantize == Quantize::kNone ? a_.dtype : Dtype::kBytes, row_bytes_);
   if (scale_bytes_ > 0) {
-    result.scales = typed(scales_, a_.quantize == Quantize::kFp8 ? Dtype::kFp32 : Dtype::kBytes, scale_bytes_);
+    result.scales = rows(scales_, a_.quantize == Quantize::kFp8 ? Dtype::kFp32 : Dtype::kBytes, scale_bytes_);
   }
   if (a_.cached) return result;
-  result.topk_weights = array(weights_, Dtype::kFp32, is_by_expert_ ? -1 : top_k, 4);
+  if (is_exact_) {  // the last part is as long as there are rows
+    w_.shrink(*routing_, is_by_expert_ ? at_.weights + static_cast<u64>(num_rows_ * 4)
+                                       : at_.ids + static_cast<u64>(num_rows_ * top_k * id_bytes_));
+  }
+  std::vector<i64> lead = {num_rows_};
+  if (a_.layout == Layout::kMasked) lead = {w_.shape_.num_local_experts(), a_.capacity};
+  if (!is_by_expert_) lead.push_back(top_k);
+  result.topk_weights = part(at_.weights, lead);
+  result.topk_weights.is_integer = false;
+  result.topk_weights.dtype = Dtype::kFp32;
   if (!is_by_expert_) {
-    result.topk_idx = array(ids_, Dtype::kBytes, top_k, id_bytes_);
-    result.topk_idx.is_integer = true;
+    result.topk_idx = part(at_.ids, lead);
     result.topk_idx.is_int64 = a_.topk_is_int64;
   }
-  result.recv_plan.block = std::move(*table_);
-  result.recv_plan.gpu = w_.gpu_->index;
-  result.recv_plan.is_integer = true;
-  result.recv_plan.shape = {gpu_recv_plan_len(w_.shape_.max_tokens, w_.shape_.top_k, w_.shape_.num_ranks, a_.layout)};
+  result.recv_plan = part(at_.table, {recv_plan_len()});
+  if (a_.makes_send_plan) result.send_plan = part(at_.send_plan, {send_plan_len()});
   return result;
 }
 

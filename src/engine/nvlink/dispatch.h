@@ -48,7 +48,15 @@ class DispatchCall {
   bool is_staged() const;
   DispatchResult staged_result();
   DispatchResult heap_result();
-  Array array(std::optional<Block>& block, Dtype dtype, i64 columns, i64 element_bytes);
+  Array rows(std::optional<Block>& block, Dtype dtype, i64 row_bytes);
+  Array part(u64 first, std::vector<i64> shape) const;
+  i64 send_plan_len() const;
+  i64 recv_plan_len() const;
+
+  // What a first dispatch makes beside the rows lies in one block: offsets there.
+  struct Routing {
+    u64 table = 0, send_plan = 0, weights = 0, ids = 0, num_bytes = 0;
+  };
 
   Window& w_;
   const DispatchArgs& a_;
@@ -60,7 +68,8 @@ class DispatchCall {
   i64 most_rows_ = 0;    // that the result can have
   i64 room_ = 0;         // rows that there is room for; 0: all goes to the landing
   i64 num_rows_ = 0;     // of the result
-  std::optional<Block> x_, scales_, ids_, weights_, table_;
+  std::optional<Block> x_, scales_, routing_;
+  Routing at_;
 };
 
 }  // namespace weft::nvlink

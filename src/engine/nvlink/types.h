@@ -42,10 +42,11 @@ struct DispatchArgs : CallArgs {
   u64 recv_plan = 0;     // int32, read when cached
   i64 num_rows = 0;      // cached without capacity: rows of the result (N)
   // Written; when cached and not rank_major read, as the first dispatch wrote them.
-  u64 counts = 0;        // int32 [L]
-  u64 offsets = 0;       // int32 [R + 1] or [L + 1]
-  u64 num_rows_out = 0;  // int32 []
-  u64 overflow = 0;      // int64 [], added to
+  u64 counts = 0;                // int32 [L]
+  u64 offsets = 0;               // int32 [R + 1] or [L + 1]
+  u64 num_rows_out = 0;          // int32 []
+  u64 overflow = 0;              // int64 [], added to
+  bool makes_send_plan = false;  // a first dispatch, not small: the send plan is made in the heap, too
   // Small batches: the caller's memory for `room` rows, written; recv_plan, of gpu_recv_plan_len, too.
   i64 room = 0;
   u64 out_x = 0, out_scales = 0, out_ids = 0, out_weights = 0;
@@ -55,6 +56,8 @@ struct DispatchResult {
   // In the heap, or empty if !in_heap: then the caller makes tensors and calls Window::unload on the same stream, before any
   // other call on the window. Shapes: x [rows, ...] or [L, C, ...]; scales bytes (float with Quantize::kFp8).
   Array x, scales, topk_idx, topk_weights, recv_plan;
+  Array send_plan;        // with makes_send_plan
+  bool has_begun = true;  // else there is no room for a send plan and nothing was done: call again with memory for it
   bool in_heap = true;
   i64 result_rows = 0;  // N (masked: L * C): rows that x has
 };

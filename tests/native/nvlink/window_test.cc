@@ -3,6 +3,7 @@
 // check: allow file-size: all cases use the same ranks on the same driver without a GPU
 #include "engine/nvlink/window.h"
 
+#include <algorithm>
 #include <barrier>
 #include <cstring>
 #include <functional>
@@ -52,8 +53,10 @@ struct Rank {
   void make_window(const GpuWindowShape& shape = window_shape()) {
     window = std::make_unique<Window>(comm, gpu, shape, kHeapBytes, in_seconds(20), kNoPoll);
   }
-  DispatchResult dispatch(i64 capacity = kNoCapacity, i64 alignment = 1, const Poll& poll = kNoPoll) {
+  DispatchResult dispatch(i64 capacity = kNoCapacity, i64 alignment = 1, const Poll& poll = kNoPoll,
+                          bool makes_send_plan = false) {
     DispatchArgs args;
+    args.makes_send_plan = makes_send_plan;
     args.capacity = capacity;
     args.alignment = alignment;
     args.max_tokens = args.num_tokens = 16;
@@ -173,6 +176,37 @@ TEST(exact_sizes_give_back_what_is_not_needed) {
     CHECK_EQ(result.x.shape[0], i64{3});
     CHECK(rank.window->heap_used() < 4096);
     CHECK(rank.window->owns(reinterpret_cast<u64>(result.x.block.data)));
+    CHECK_EQ(rank.window->stats().num_dispatches, u64{1});
+    rank.meet();
+  });
+}
+
+TEST(plans_lie_in_the_heap_or_nothing_has_begun) {
+  with_ranks([](Rank& rank) {
+    fake_cuda::set_kernel(count_rows);
+    const auto dispatch = [&] { return rank.dispatch(kNoCapacity, 1, kNoPoll, true); };
+    {
+      const DispatchResult result = dispatch();
+      CHECK(result.has_begun && result.in_heap);
+      CHECK_EQ(result.send_plan.shape[0], gpu_send_plan_len(16, 2, kNumRanks, Layout::kRankMajor));
+      CHECK_EQ(result.topk_idx.shape[1], i64{2});
+      std::vector<std::pair<u64, u64>> places;
+      for (const Array* each :
+           {&result.x, &result.topk_weights, &result.topk_idx, &result.send_plan, &result.recv_plan}) {
+        u64 bytes = each->is_int64 ? 8 : each == &result.x ? 2 : 4;
+        for (const i64 length : each->shape) bytes *= static_cast<u64>(length);
+        const u64 begin = reinterpret_cast<u64>(each->block.data);
+        CHECK(rank.window->owns(begin) && begin % 256 == 0);
+        places.emplace_back(begin, begin + bytes);
+      }
+      std::ranges::sort(places);
+      for (size_t i = 1; i < places.size(); ++i) CHECK(places[i - 1].second <= places[i].first);
+      CHECK(rank.window->heap_used() < 8192);
+    }
+    CHECK_EQ(rank.window->heap_used(), u64{0});
+    const auto taken = rank.window->reserve(kHeapBytes, stream_of(rank.me));
+    const DispatchResult refused = dispatch();
+    CHECK(!refused.has_begun && refused.send_plan.block.owner == nullptr);
     CHECK_EQ(rank.window->stats().num_dispatches, u64{1});
     rank.meet();
   });
