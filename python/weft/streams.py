@@ -41,10 +41,12 @@ class WindowStreams:
         return stream
 
     def wait(self) -> None:
-        """Block the host until the calls made so far have ended; kernels that wait for a peer may take until their
-        deadline. Ctrl-C leaves the wait."""
+        """Block the host until the calls made so far have ended, and what is on the current stream: replays of graphs.
+        Kernels that wait for a peer may take until their deadline. Ctrl-C leaves the wait."""
         pause_s = 20e-6
-        while self._last is not None and not self._last.query():
+        current = None if torch.cuda.is_current_stream_capturing() else self.current()
+        streams = [stream for stream in (self._last, current) if stream is not None]
+        while not all(stream.query() for stream in streams):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 1e-3)
 

@@ -33,6 +33,16 @@ class Mutant:
     new: str
 
 
+def _rule(flag: str, name: str) -> Mutant:
+    """A switch of include/weft/config/mutants.h."""
+    off = f"constexpr bool {flag} = false;"
+    return Mutant(name, "weft/config/mutants.h", off, off.replace("false", "true"))
+
+
+ONE_BUFFER = _rule("kOneBuffer", "both parities share headers, payloads and slots (R2)")
+NO_SEQUENCE = _rule("kNoSequence", "a header is a flag: its sequence is not compared (R1)")
+
+
 @dataclass(frozen=True)
 class Program:
     """A compiled kernel, and the file that lists its __shared__ variables."""

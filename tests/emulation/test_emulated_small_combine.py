@@ -9,7 +9,7 @@ import pytest
 import torch
 from combine_cases import CombineCase, CombineRunner, reseeded, run_combine
 from dispatch_cases import Case
-from kernels import Compiler, Mutant
+from kernels import NO_SEQUENCE, Compiler, Mutant
 from machine import is_found
 from world import Shape
 
@@ -62,6 +62,7 @@ MUTANTS = (
         "return transport::wait(view, Phase::kReduce, flight, b_.lane, static_cast<i32>(blockIdx.x));",
         "return transport::Verdict::kOk;",
     ),
+    NO_SEQUENCE,
 )
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 from dispatch_cases import Case, Runner, run_case
-from kernels import Compiler, Mutant
+from kernels import NO_SEQUENCE, ONE_BUFFER, Compiler, Mutant
 from machine import is_found
 from world import Shape
 
@@ -80,6 +80,8 @@ MUTANTS = (
         "__syncwarp();\n    if (group >= 0 && (same >> lane) == 1u)",
         "if (group >= 0 && (same >> lane) == 1u)",
     ),
+    ONE_BUFFER,
+    NO_SEQUENCE,
 )
 
 
@@ -92,6 +94,15 @@ GAPS = Mutant(
 )
 
 
+EMPTY = dataclasses.replace(PLAIN, tokens=(24, 0, 21), num_rounds=1)
+SILENT = Mutant(
+    "a rank without tokens sends no header (R3)",
+    KERNEL,
+    "if (state.is_peer(peer)) {",
+    "if (state.is_peer(peer) && args.num_tokens > 0) {",
+)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _compile_ahead(compiler: Compiler) -> None:
     for case in CASES.values():
@@ -99,6 +110,7 @@ def _compile_ahead(compiler: Compiler) -> None:
     for mutant in MUTANTS:
         Runner(compiler, PLAIN, mutant).start_compiling()
     Runner(compiler, REPEATED, GAPS).start_compiling()
+    Runner(compiler, EMPTY, SILENT).start_compiling()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -116,3 +128,14 @@ def test_mistakes_are_found(compiler: Compiler, mutant: Mutant) -> None:
 def test_mistakes_of_repetitions_are_found(compiler: Compiler) -> None:
     """As above."""
     assert is_found(lambda seed: run_case(compiler, dataclasses.replace(REPEATED, seed=seed), GAPS))
+
+
+def test_a_silent_rank_is_found(compiler: Compiler) -> None:
+    """The others wait for it until the deadline."""
+
+    def run(seed: int) -> list[str]:
+        runner = Runner(compiler, dataclasses.replace(EMPTY, seed=seed), SILENT)
+        runner.world.set_timeout(1_000_000_000)
+        return runner.run()
+
+    assert is_found(run, tries=1)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
-from test_streams import EXPERTS, HIDDEN, NUM_RANKS, TOKENS, TOP_K, expected, inputs, make, run
+from test_streams import EXPERTS, HIDDEN, NUM_RANKS, TOKENS, TOP_K, expected, inputs, make, on_device, run
 
 import weft
 
@@ -54,6 +55,45 @@ def test_replays_with_changing_routing(layout: str, heap_bytes: int | None) -> N
             stream.synchronize()
         ep.check()
         graph.reset()
+        ep.close()
+
+    run(work)
+
+
+@pytest.mark.parametrize("mode", ["latency", "throughput"])
+def test_a_peer_that_does_not_replay(mode: str) -> None:
+    """The replay of the others ends at the deadline, check() says so, and rebuild makes the window work again."""
+
+    def work(comm: weft.Communicator) -> None:
+        ep = make(comm, deadline_s=2.0)
+        options: dict[str, Any] = {"capacity": NUM_RANKS * TOKENS, "mode": mode}
+        ep.warmup(**options)
+        parts = on_device(comm, inputs(1))
+        stream, graph = torch.cuda.Stream(comm.device), torch.cuda.CUDAGraph()
+        torch.cuda.current_stream(comm.device).synchronize()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            r = ep.dispatch(*parts, **options)
+            y = ep.combine(r.x, r.handle, mode=mode)
+            graph.capture_end()
+        graph.replay()  # on another stream than any call before it
+        ep.check()
+        assert torch.equal(y.cpu(), expected(1)[1][comm.rank])
+        if comm.rank == 1:
+            while not comm.broken:
+                time.sleep(0.01)
+        else:
+            graph.replay()
+            with pytest.raises(weft.PeerTimeout) as caught:
+                ep.check()
+            assert caught.value.peers == (1,)
+        with pytest.raises(weft.PeerTimeout):
+            ep.dispatch(*parts, **options)
+        assert int(torch.ones(4, device=comm.device).sum()) == 4
+        graph.reset()
+        del r, y
+        comm.rebuild(range(comm.num_ranks))
+        assert torch.equal(ep.dispatch(*parts).x.cpu(), expected(1)[0][comm.rank].x)
         ep.close()
 
     run(work)

@@ -174,6 +174,47 @@ def test_a_peer_that_does_not_send() -> None:
     run(work)
 
 
+@pytest.mark.parametrize("is_graphed", [False, True])
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_rank_that_comes_seconds_late(is_graphed: bool, staged: bool) -> None:
+    """No false alarm before the deadline, and right results."""
+    options: dict[str, Any] = {**with_capacity("expert_major"), "mode": "latency", "staged": staged}
+
+    def work(comm: weft.Communicator) -> None:
+        ep = make(comm, deadline_s=10.0)
+        ep.warmup(**options)
+        parts = on_device(comm, inputs(3))
+        y = torch.zeros_like(parts[0])
+
+        def step() -> None:
+            r = ep.dispatch(*parts, **options).wait()
+            half = ep.combine(r.x, r.handle, mode="latency", staged=staged, out=y)
+            if staged:
+                half.wait()
+
+        call, graph, stream = step, torch.cuda.CUDAGraph(), torch.cuda.Stream(comm.device)
+        torch.cuda.current_stream(comm.device).synchronize()
+        with torch.cuda.stream(stream):
+            if is_graphed:
+                graph.capture_begin(capture_error_mode="thread_local")
+                step()
+                graph.capture_end()
+                call = graph.replay
+            call()
+            stream.synchronize()
+            y.zero_()
+            if comm.rank == 2:
+                time.sleep(3.0)
+            call()
+            ep.check()
+            assert torch.equal(y.cpu(), expected(3, layout="expert_major")[1][comm.rank])
+        if is_graphed:
+            graph.reset()
+        ep.close()
+
+    run(work)
+
+
 def part_of(seed: int, tokens: int) -> tuple[list[Tensor], ...]:
     return tuple([each[:tokens] for each in parts] for parts in inputs(seed))
 

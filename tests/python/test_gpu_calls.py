@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_gpus import SimulatedRanks
+from simulated_gpus import SimulatedRanks, Stream
 from test_property import (  # noqa: F401  collected here with this module's `pool`
     checked,
     checked_gradients,
@@ -29,6 +29,7 @@ from test_property import (  # noqa: F401  collected here with this module's `po
 
 import weft
 from pool import RankState
+from weft.streams import WindowStreams
 
 
 @pytest.fixture
@@ -105,3 +106,13 @@ def read_unaligned_and_strided(state: RankState, seed: int) -> torch.Tensor:
 def test_tensors_that_bulk_copies_can_not_read(pool: Any) -> None:
     for difference in pool.run(2, read_unaligned_and_strided, [1, 2]):
         assert not difference.any()
+
+
+def test_waiting_covers_the_current_stream(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs may have been launched there, of which a window knows nothing."""
+    busy = [True, True, True]
+    stream = Stream()
+    monkeypatch.setattr(stream, "query", lambda: not busy or not busy.pop(), raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    WindowStreams(torch.device("cuda", 0)).wait()
+    assert busy == []

@@ -58,6 +58,7 @@ def test_table() -> None:
     ("options", "text"),
     [
         ({"mode": "latency"}, "mode is 'latency' with max_tokens = 600; allowed in a small-batch call are 0 to 512"),
+        ({"mode": "latency", "max_tokens": 5}, "x has 6 tokens; allowed are 0 to max_tokens = 5"),
         ({"staged": True, "capacity": 8}, "staged is True with max_tokens = 600; allowed in a small-batch call"),
         ({"staged": True, "max_tokens": 8}, "capacity is None with staged=True"),
         ({"staged": True, "capacity": 8, "mode": "throughput"}, "mode is 'throughput' with staged=True"),
