@@ -119,7 +119,7 @@ class SimulatedWindow:
         return self._again(args, *sent) if args.cached else self._first(args, *sent)
 
     def _make_send_plan(self, args: Any) -> None:
-        assert not (args.is_small or args.cached), "the caller has memory for it"
+        assert not any((args.is_small, args.cached)), "the caller has memory for it"
         length = weft._native.gpu_send_plan_len(args.num_tokens, self.spec.top_k, self.hub.num_ranks, args.layout)
         plan = self.made["send_plan"] = torch.full((length,), -7, dtype=torch.int32)
         args.send_plan = plan.data_ptr()

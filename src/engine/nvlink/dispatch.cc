@@ -133,8 +133,7 @@ kernels::DispatchKernelArgs DispatchCall::kernel_arguments(const Window::Turn& t
   const auto offset = [&](const std::optional<Block>& block) {
     return block ? w_.heap_offset(reinterpret_cast<u64>(block->data)) : 0;
   };
-  const u64 routing = offset(routing_);
-  const auto at = [&](u64 first) { return routing_ ? routing + first : 0; };
+  const auto at = [&](u64 first) { return routing_ ? offset(routing_) + first : 0; };
   kernels::DispatchKernelArgs args;
   args.view = w_.view_;
   args.print = turn.print;
@@ -152,7 +151,7 @@ kernels::DispatchKernelArgs DispatchCall::kernel_arguments(const Window::Turn& t
   args.placement = {offset(x_),      offset(scales_), is_by_expert_ ? 0 : at(at_.ids),
                     at(at_.weights), at(at_.table),   room_};
   args.send_plan =
-      reinterpret_cast<i32*>(a_.makes_send_plan ? routing_->data + at_.send_plan : reinterpret_cast<u8*>(a_.send_plan));
+      reinterpret_cast<i32*>(a_.makes_send_plan ? reinterpret_cast<u64>(routing_->data) + at_.send_plan : a_.send_plan);
   args.recv_plan = reinterpret_cast<i32*>(a_.recv_plan);
   args.counts = reinterpret_cast<i32*>(a_.counts);
   args.offsets = reinterpret_cast<i32*>(a_.offsets);
@@ -195,7 +194,10 @@ DispatchResult DispatchCall::staged_result() {
   staged.scales = landing_scales();
   staged.scale_stride = static_cast<u64>(scale_bytes_);
   ++w_.stats_.num_staged;
-  if (a_.makes_send_plan) result.send_plan = part(at_.send_plan, {send_plan_len()});
+  if (a_.makes_send_plan) {
+    w_.shrink(*routing_, at_.weights);
+    result.send_plan = part(at_.send_plan, {send_plan_len()});
+  }
   return result;
 }
 
