@@ -381,8 +381,8 @@ class ExpertParallel:
         self.calls.wait()
 
     def check(self) -> None:
-        """Raise what calls on this rank, replayed ones too, could not raise themselves. Local; on a GPU it waits for the
-        calls made so far and for the current stream.
+        """Raise what calls on this rank, replayed ones too, could not raise themselves. Local; on a GPU it waits for
+        the calls made so far and for the current stream.
 
         Raises:
             InvalidArgument: a dispatch had ids out of range. CapacityExceeded: picks were dropped on this rank since
