@@ -141,17 +141,24 @@ class DispatchFan : public DispatchState<kConfig> {
     return reinterpret_cast<Unit*>(rows + static_cast<i64>(row) * row_bytes);
   }
 
-  // Rows between the end of a group and the begin of the next hold zeros (masked: only their weights do).
+  // Rows between the end of a group and the begin of the next hold zeros (masked: only their weights do). Hole rows are counted
+  // through all groups and dealt out to the warps of all blocks.
   __device__ void zero_holes() {
     constexpr i32 kAllWarps = kWarps * kConfig.num_blocks;
     const i32 first = static_cast<i32>(blockIdx.x) * kWarps + fan_warp_;
-    for (i32 local = first; local < kLocal; local += kAllWarps) {
+    i32 next = first;  // the next hole row of this warp, counted from the begin of the group's
+    for (i32 local = 0; local < kLocal; ++local) {
       const i32 shift = kConfig.layout == Layout::kMasked ? local * static_cast<i32>(a.capacity) : 0;
-      const i64 begin = this->hole_begin()[local] + shift, end = this->hole_end()[local] + shift;
-      if constexpr (!kConfig.is_cached) zero_weights(begin, end, 32, lane);
+      const i32 begin = this->hole_begin()[local] + shift, end = this->hole_end()[local] + shift;
+      if constexpr (!kConfig.is_cached) {
+        if (local % kAllWarps == first) zero_weights(begin, end, 32, lane);
+      }
       if constexpr (kConfig.layout == Layout::kExpertMajor) {
-        zero_rows<kRowBytes>(s.x[rank()], begin, end);
-        if constexpr (kScaleBytes > 0) zero_rows<kScaleBytes>(s.scales[rank()], begin, end);
+        for (; begin + next < end; next += kAllWarps) {
+          zero_row<kRowBytes>(s.x[rank()], begin + next);
+          if constexpr (kScaleBytes > 0) zero_row<kScaleBytes>(s.scales[rank()], begin + next);
+        }
+        next -= max(end - begin, 0);
       }
     }
     if (kConfig.layout != Layout::kExpertMajor || kConfig.is_cached || a.capacity < 0) return;
@@ -163,11 +170,11 @@ class DispatchFan : public DispatchState<kConfig> {
   }
 
   template <i32 kBytes>
-  __device__ void zero_rows(u8* rows, i64 begin, i64 end) {
+  __device__ void zero_row(u8* rows, i32 row) {
     using Unit = Piece<piece_bytes(kBytes)>;
-    auto* units = reinterpret_cast<Unit*>(rows + begin * kBytes);
-    const i64 num_units = (end - begin) * (kBytes / static_cast<i32>(sizeof(Unit)));
-    for (i64 idx = lane; idx < num_units; idx += 32) units[idx] = Unit{};
+    Unit* units = unit_of<Unit>(rows, row, kBytes);
+#pragma unroll 4
+    for (i32 idx = lane; idx < kBytes / static_cast<i32>(sizeof(Unit)); idx += 32) units[idx] = Unit{};
   }
 
   __device__ i32 num_places() const {
