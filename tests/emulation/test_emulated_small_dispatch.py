@@ -18,6 +18,17 @@ CASES = {
     "rank_major, more blocks than tokens": dataclasses.replace(
         PLAIN, tokens=(2, 1, 2), num_blocks=4, shape=dataclasses.replace(WINDOW, num_blocks=4), num_bad_ids=1
     ),
+    "masked, fp8, more blocks than tokens": dataclasses.replace(
+        PLAIN,
+        seed=7,
+        tokens=(2, 1, 2),
+        layout="masked",
+        rows="fp8",
+        hidden=1552,
+        capacity=6,
+        num_blocks=4,
+        shape=dataclasses.replace(WINDOW, num_blocks=4, small_tokens=2),
+    ),
     "rank_major, capacity, repeated": dataclasses.replace(
         PLAIN, seed=1, tokens=(24, 0, 20), capacity=30, ids_are_int64=False, has_weights=False, is_repeated=True
     ),

@@ -402,7 +402,7 @@ class Dispatcher:
             **_written(result),
             "ticket": self.ticket if call.capacity < 0 and not is_cached else 0,
             "max_tokens": call.max_tokens,
-            "num_parts": max(call.num_blocks // max(call.max_tokens, 1), 1),
+            "num_parts": 1 if rows.quantize else max(call.num_blocks // max(call.max_tokens, 1), 1),
             "alignment": call.alignment,
             "capacity": call.capacity,
             "room": room,

@@ -72,8 +72,10 @@ void SmallDispatchCall::check() const {
   }
 }
 
-// Fewer tokens than blocks: each row is split among several.
+// Fewer tokens than blocks: each row is split among several. One that is quantised is not: the steps in which it is quantised
+// and stored are not those in which bytes and scales are copied, and blocks wait for those of their own number only.
 i32 SmallDispatchCall::num_parts() const {
+  if (a_.quantize != Quantize::kNone) return 1;
   return static_cast<i32>(std::max<i64>(a_.num_blocks / std::max<i64>(a_.max_tokens, 1), 1));
 }
 
