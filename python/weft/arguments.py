@@ -320,7 +320,8 @@ def _check_x(ep: ExpertParallel, x: Any, quantize: Any, is_repeated: bool) -> tu
         return _check_quantized(ep, x, quantize)
     if not isinstance(x, Tensor):
         raise InvalidArgument(f"x is a {type(x).__name__}; a tensor [T, {ep.hidden}] or a weft.Quantized is expected")
-    if x.dim() != 2 or x.shape[1] != ep.hidden:
+    shape = x.shape
+    if len(shape) != 2 or shape[1] != ep.hidden:
         raise InvalidArgument(f"x has shape {list(x.shape)}; allowed is [T, {ep.hidden}]")
     if x.dtype != ep.dtype and not (is_repeated and x.dtype in DTYPE_CODES):
         raise InvalidArgument(f"x has dtype {x.dtype}; allowed is that of this ExpertParallel, {ep.dtype}")
@@ -377,7 +378,8 @@ def _check_topk(ep: ExpertParallel, topk_idx: Any, topk_weights: Any, data: Tens
     # No text is made before it is needed: torch.compile would take its numbers for constants.
     if not isinstance(topk_idx, Tensor):
         raise InvalidArgument(f"topk_idx is {_shown(topk_idx)}; a tensor [T, {ep.top_k}], or a handle, is expected")
-    if topk_idx.dim() != 2 or topk_idx.shape[0] != data.shape[0] or topk_idx.shape[1] != ep.top_k:
+    shape = topk_idx.shape
+    if len(shape) != 2 or shape[0] != data.shape[0] or shape[1] != ep.top_k:
         allowed = f"[{data.shape[0]}, {ep.top_k}]"
         raise InvalidArgument(f"topk_idx has shape {list(topk_idx.shape)}; allowed is [T, top_k] = {allowed}")
     if topk_idx.dtype not in (torch.int32, torch.int64):
@@ -387,7 +389,7 @@ def _check_topk(ep: ExpertParallel, topk_idx: Any, topk_weights: Any, data: Tens
         return
     if not isinstance(topk_weights, Tensor):
         raise InvalidArgument(f"topk_weights is {_shown(topk_weights)}; a tensor [T, {ep.top_k}] or None is expected")
-    if topk_weights.shape != topk_idx.shape:
+    if topk_weights.shape != shape:
         allowed = str(list(topk_idx.shape))
         raise InvalidArgument(
             f"topk_weights has shape {list(topk_weights.shape)}; allowed is that of topk_idx, {allowed}"

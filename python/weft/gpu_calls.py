@@ -168,7 +168,7 @@ class GpuCalls(NativeCalls):
         parts = self._columns(call, y, bias)
         with _Running(self, "combine", call, (*itertools.chain(*parts), weights, side, out), tie) as run:
             into = out if out is not None and out.data_ptr() % ROW_MULTIPLE_BYTES == 0 and len(parts) == 1 else None
-            sums = []
+            sums: list[Tensor] = []
             side_out = self._no_floats if side is None else self._no_floats.new_empty((num_tokens, self.top_k))
             for idx, (rows, row_bias) in enumerate(parts):
                 sum_into = rows.new_empty((num_tokens, rows.shape[-1])) if into is None else into
@@ -376,7 +376,7 @@ class GpuCalls(NativeCalls):
         """Ordinary tensors for ids (int64), weights and the receive plan."""
         per_row = (*lead, self.top_k) if layout == RANK_MAJOR else lead
         return (
-            self._new(per_row, torch.int64) if layout == RANK_MAJOR else self._no_ids,
+            self._no_ids.new_empty(per_row) if layout == RANK_MAJOR else self._no_ids,
             self._no_floats.new_empty(per_row),
             self._ints.new_empty(self._recv_plan_len(layout)),
         )
@@ -389,7 +389,7 @@ class GpuCalls(NativeCalls):
         if quantize:
             dtype = torch.float32 if quantize == _FP8 else torch.uint8
             return self._new((*lead, columns), torch.uint8), self._new((*lead, -(-columns // QUANTIZE_GROUP)), dtype)
-        rows = self._new((*lead, columns), x.dtype if x.dtype in DTYPE_CODES else torch.uint8)
+        rows = x.new_empty((*lead, columns)) if x.dtype in DTYPE_CODES else self._new((*lead, columns), torch.uint8)
         if scales is None:
             return rows, self._no_floats
         return rows, self._new((*lead, scales.shape[1] * scales.element_size()), torch.uint8)
@@ -468,19 +468,18 @@ class _Running(Calling):
     """Around a call of the nvlink engine: also its stream, and what is in use there. `stream` is the current one
     inside; an async call's results are made there and used on the caller's."""
 
-    __slots__ = ("_caller", "_inputs", "_kept", "_native", "_scope", "_streams", "after", "results", "stream")
+    _streams: WindowStreams | None = None
+    _scope: Any = None
+    _native: tuple[Callable[[Any], Any], Any] | None = None  # of a staged call: function and arguments
+    _kept: Sequence[Tensor] = ()
+    results: Sequence[Tensor] = ()
+    after: Callable[[], Any] | None = None  # to be done once more when a staged call has received
 
     def __init__(
         self, calls: GpuCalls, what: str, call: Call, inputs: Sequence[Tensor | None], tie: Tensor | None = None
     ) -> None:
         super().__init__(calls, what, call, tie)
         self._inputs = inputs
-        self._streams: WindowStreams | None = None
-        self._scope: Any = None
-        self._native: tuple[Callable[[Any], Any], Any] | None = None  # of a staged call: function and arguments
-        self._kept: list[Tensor] = []
-        self.results: Sequence[Tensor] = ()
-        self.after: Callable[[], Any] | None = None  # to be done once more when a staged call has received
 
     def __enter__(self) -> _Running:
         super().__enter__()

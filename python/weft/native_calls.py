@@ -318,17 +318,17 @@ class Calling:
     """Around a native call: refuse what can't be done now, count, time, and name the range for profilers. `is_rest`:
     the call has begun before, staged."""
 
-    __slots__ = ("_begin", "_call", "_calls", "_is_rest", "_range", "_tie", "_what")
+    _range: Any = None
 
     def __init__(self, calls: Any, what: str, call: Call, tie: Tensor | None = None, *, is_rest: bool = False) -> None:
         self._calls, self._what, self._call, self._tie, self._is_rest = calls, what, call, tie, is_rest
-        self._range: Any = None
         if torch.autograd._profiler_enabled():
             self._range = torch.profiler.record_function(f"weft::{what} {LAYOUTS[call.layout]}")
 
     def __enter__(self) -> Any:
         calls = self._calls
-        calls.raise_if_closed(self._what)
+        if calls.closed:
+            calls.raise_if_closed(self._what)
         calls.comm.enter(self._what)
         try:
             if self._tie is not None:
