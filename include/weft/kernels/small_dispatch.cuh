@@ -4,6 +4,7 @@
 //   receive  places from all ids while rows are on their way; rows from the slots to their places
 // The routing of a handle is repeated by its plans: no ids, no places to find.
 // A plain call is one launch that does both; staged use launches each half by itself.
+// Warps: kWarps work; one sends headers, which takes until all that was stored has arrived; one waits for those of others.
 #pragma once
 
 #include "weft/kernels/small_dispatch_receive.cuh"
@@ -11,25 +12,100 @@
 
 namespace weft::kernels {
 
-// False: a peer did not come, or called something else.
 template <SmallDispatchKernelConfig kConfig>
-__device__ bool receive_small(const SmallDispatchState<kConfig>& state, transport::Verdict& verdict) {
-  const SmallDispatchKernelArgs& a = state.a;
-  SmallDispatchReceive<kConfig> receive(state);
-  verdict = transport::wait_all(a.view, Phase::kCount, state.flight, 0);
-  if (verdict != transport::Verdict::kOk) return false;
-  if constexpr (!kConfig.is_cached) {
-    receive.find_places();
-    if (blockIdx.x == 0) receive.write_counts();
-  } else {
-    receive.read_tokens();
+class SmallDispatch {
+ public:
+  using State = SmallDispatchState<kConfig>;
+  using Verdict = transport::Verdict;
+  static constexpr i32 kNotifyWarp = kConfig.kWarps, kWaitWarp = kNotifyWarp + 1;
+
+  __device__ explicit SmallDispatch(const State& state) : s_(state) {}
+
+  __device__ void run() const {
+    if (s_.warp == kNotifyWarp) {
+      if constexpr (kConfig.sends) notify();
+    } else if (s_.warp == kWaitWarp) {
+      if constexpr (kConfig.receives) wait();
+    } else {
+      if constexpr (kConfig.sends) send();
+      if constexpr (kConfig.receives) receive();
+    }
+    if constexpr (kConfig.receives) {
+      __syncthreads();
+      if (verdict(Phase::kSend) == Verdict::kBroken || !transport::is_last_block(s_.a.view)) return;
+      transport::end_flight(s_.a.view, s_.flight);
+    }
   }
-  receive.zero();
-  verdict = transport::wait_all(a.view, Phase::kSend, state.flight, static_cast<i32>(blockIdx.x));
-  if (verdict != transport::Verdict::kOk) return false;
-  receive.copy_rows();
-  return true;
-}
+
+ private:
+  // With the warp that notifies: what is to be told has been stored. With the one that waits: its verdict is there.
+  static constexpr u32 kStored = 2, kHeard = 3;
+  static constexpr u32 kWithOne = static_cast<u32>(State::kThreads) + ptx::kWarpLanes;
+
+  // Of the waits for count headers and for send headers; each has its word, for warps that are slow to read the first.
+  __device__ static Verdict& verdict(Phase phase) {
+    __shared__ Verdict verdicts[2];
+    return verdicts[phase == Phase::kCount ? 0 : 1];
+  }
+
+  __device__ void send() const {
+    SmallDispatchSend<kConfig> send(s_);
+    if constexpr (!kConfig.is_cached) {
+      if (blockIdx.x == 0) {
+        send.send_routing();
+        ptx::bar_sync(kStored, kWithOne);
+      }
+    }
+    send.send_rows();
+    ptx::bar_sync(kStored, kWithOne);
+  }
+
+  __device__ void notify() const {
+    if (blockIdx.x == 0) {
+      if constexpr (!kConfig.is_cached) ptx::bar_sync(kStored, kWithOne);
+      if (s_.is_peer(s_.lane)) transport::notify(s_.a.view, Phase::kCount, s_.flight, s_.lane, 0);
+      __syncwarp();
+    }
+    ptx::bar_sync(kStored, kWithOne);
+    if (s_.is_peer(s_.lane)) {
+      transport::notify(s_.a.view, Phase::kSend, s_.flight, s_.lane, static_cast<i32>(blockIdx.x));
+    }
+  }
+
+  // A peer that called something else sends a count header and no other.
+  __device__ void wait() const {
+    if (wait(Phase::kCount, 0)) wait(Phase::kSend, static_cast<i32>(blockIdx.x));
+  }
+
+  __device__ bool wait(Phase phase, i32 block) const {
+    Verdict mine = Verdict::kOk;
+    if (s_.is_peer(s_.lane)) mine = transport::wait(s_.a.view, phase, s_.flight, s_.lane, block);
+    const bool is_broken = __any_sync(State::kAll, mine == Verdict::kBroken) != 0;
+    const bool is_bad = __any_sync(State::kAll, mine != Verdict::kOk) != 0;
+    const Verdict worst = is_broken ? Verdict::kBroken : is_bad ? Verdict::kGivenUp : Verdict::kOk;
+    if (s_.lane == 0) verdict(phase) = worst;
+    if (s_.lane == 0 && is_bad) verdict(Phase::kSend) = worst;
+    ptx::bar_sync(kHeard, kWithOne);
+    return !is_bad;
+  }
+
+  __device__ void receive() const {
+    SmallDispatchReceive<kConfig> receive(s_);
+    ptx::bar_sync(kHeard, kWithOne);
+    if (verdict(Phase::kCount) != Verdict::kOk) return;
+    if constexpr (!kConfig.is_cached) {
+      receive.find_places();
+      if (blockIdx.x == 0) receive.write_counts();
+    } else {
+      receive.read_tokens();
+    }
+    receive.zero();
+    ptx::bar_sync(kHeard, kWithOne);
+    if (verdict(Phase::kSend) == Verdict::kOk) receive.copy_rows();
+  }
+
+  const State& s_;
+};
 
 template <SmallDispatchKernelConfig kConfig>
 __device__ void small_dispatch(const SmallDispatchKernelArgs& args) {
@@ -40,23 +116,7 @@ __device__ void small_dispatch(const SmallDispatchKernelArgs& args) {
   const SmallDispatchState<kConfig> state{
       args, reinterpret_cast<i32*>(dynamic), transport::begin_flight(args.view, args.print, kPart),
       static_cast<i32>(threadIdx.x / ptx::kWarpLanes), static_cast<i32>(threadIdx.x % ptx::kWarpLanes)};
-  if (state.flight.is_dead) return;
-  if constexpr (kConfig.sends) {
-    SmallDispatchSend<kConfig> send(state);
-    if (blockIdx.x == 0) send.begin();
-    send.send_rows();
-    __syncthreads();
-    const i32 peer = static_cast<i32>(threadIdx.x);
-    if (state.is_peer(peer)) {
-      transport::notify(args.view, Phase::kSend, state.flight, peer, static_cast<i32>(blockIdx.x));
-    }
-  }
-  if constexpr (kConfig.receives) {
-    transport::Verdict verdict = transport::Verdict::kOk;
-    receive_small(state, verdict);
-    if (verdict == transport::Verdict::kBroken || !transport::is_last_block(args.view)) return;
-    transport::end_flight(args.view, state.flight);
-  }
+  if (!state.flight.is_dead) SmallDispatch<kConfig>(state).run();
 }
 
 }  // namespace weft::kernels

@@ -29,17 +29,19 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
     for (i32 idx = static_cast<i32>(threadIdx.x); idx < kConfig.count_bytes() / 4; idx += Base::kThreads)
       shared[idx] = 0;
     if (threadIdx.x == 0) sums().num_picks = 0;
+    Batch early;  // on its way together with the numbers of tokens, and kept
+    read_batch(first_of(warp), early);
     read_tokens();
-    for_entries([&](const Entry& entry, bool) {
+    for_entries(early, [&](const Entry& entry, bool) {
       if (entry.group >= 0) atomicAdd(&counts(warp)[entry.group], 1);
     });
-    __syncthreads();
+    Base::meet();
     for (i32 group = static_cast<i32>(threadIdx.x); group < kGroups; group += Base::kThreads) sum_warps(group);
-    __syncthreads();
+    Base::meet();
     if (warp == 0) place_groups();
-    __syncthreads();
-    for_entries([&](const Entry& entry, bool is_entry) { place_entry(entry, is_entry); });
-    __syncthreads();
+    Base::meet();
+    for_entries(early, [&](const Entry& entry, bool is_entry) { place_entry(entry, is_entry); });
+    Base::meet();
   }
 
   // Tokens of each source, into shared memory. A barrier.
@@ -49,7 +51,7 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
       sums().num_tokens[source] = tokens_of(source);
       sums().num_rows[source] = 0;
     }
-    __syncthreads();
+    Base::meet();
   }
 
   // By block 0.
@@ -157,31 +159,46 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
     i32 group;  // -1: no row
   };
 
-  __device__ Entry read_entry(i32 number) const {
-    const i32 all = kRanks * a.max_tokens * kWidth;
-    const i32 at = min(number, all - 1);
-    Entry entry{at / (kWidth * a.max_tokens), at / kWidth % a.max_tokens, at % kWidth, -1};
-    if (number < all && entry.token < sums().num_tokens[entry.source]) {
-      entry.group = group_of(entry.source, entry.token, entry.k);
-    }
-    return entry;
+  static constexpr i32 kTogether = kByExpert ? 4 : 1;  // rank_major: an entry is a token, its ids are read together
+  struct Batch {
+    Entry entry[kTogether];
+  };
+
+  __device__ i32 num_entries() const { return kRanks * a.max_tokens * kWidth; }
+
+  // A run of entries for each warp.
+  __device__ i32 first_of(i32 of_warp) const {
+    return min(of_warp * ((num_entries() + kWarps * 32 - 1) / (kWarps * 32) * 32), num_entries());
   }
 
-  // A run of entries for each warp, 32 at a time, all lanes together. Several are read before the first is worked on: a load
-  // takes as long as all else here.
-  template <class Work>
-  __device__ void for_entries(const Work& work) const {
-    constexpr i32 kTogether = kByExpert ? 8 : 1;  // rank_major: an entry is a token, its ids are read together
-    const i32 num_entries = kRanks * a.max_tokens * kWidth;
-    const i32 run = (num_entries + kWarps * 32 - 1) / (kWarps * 32) * 32;
-    const i32 end = min((warp + 1) * run, num_entries);
-    for (i32 first = warp * run; first < end; first += 32 * kTogether) {
-      Entry entry[kTogether];
+  // Groups as the ids say, also where a source has no such token.
+  __device__ void read_batch(i32 first, Batch& batch) const {
 #pragma unroll
-      for (i32 idx = 0; idx < kTogether; ++idx) entry[idx] = read_entry(first + idx * 32 + lane);
+    for (i32 idx = 0; idx < kTogether; ++idx) {
+      const i32 number = first + idx * 32 + lane, at = min(number, num_entries() - 1);
+      Entry entry{at / (kWidth * a.max_tokens), at / kWidth % a.max_tokens, at % kWidth, -1};
+      const bool is_mine = kConfig.sends && entry.source == rank();
+      if (number < num_entries() && (!is_mine || entry.token < a.num_tokens)) {
+        entry.group = group_of(entry.source, entry.token, entry.k);
+      }
+      batch.entry[idx] = entry;
+    }
+  }
+
+  // 32 entries at a time, all lanes together: `work(entry, whether there is one)`. Several are read before the first is worked
+  // on: a load takes as long as all else here.
+  template <class Work>
+  __device__ void for_entries(const Batch& early, const Work& work) const {
+    const i32 end = first_of(warp + 1);
+    Batch batch = early;
+    for (i32 first = first_of(warp); first < end; first += 32 * kTogether) {
+      if (first != first_of(warp)) read_batch(first, batch);
 #pragma unroll
       for (i32 idx = 0; idx < kTogether; ++idx) {
-        if (first + idx * 32 < end) work(entry[idx], first + idx * 32 + lane < end);
+        if (first + idx * 32 >= end) break;
+        Entry entry = batch.entry[idx];
+        if (entry.token >= sums().num_tokens[entry.source]) entry.group = -1;
+        work(entry, first + idx * 32 + lane < end);
       }
     }
   }
@@ -356,7 +373,7 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
   }
 
   __device__ void copy_steps(const u8* slot, const Rows& to, i32 first, i32 stride) {
-    constexpr i32 kUnits = kRowBytes / 16, kSteps = (kUnits + 31) / 32, kMost = 14;
+    constexpr i32 kUnits = kRowBytes / 16, kSteps = (kUnits + 31) / 32, kMost = 8;
     constexpr i32 kHeld = kSteps < kMost ? kSteps : kMost;
     if (!has_place(to)) return;
     const auto* from = reinterpret_cast<const Piece<16>*>(slot);

@@ -18,18 +18,13 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
 
   __device__ explicit SmallDispatchSend(const Base& base) : Base(base) {}
 
-  // By block 0, all its threads: ids and weights, and the header that says what this rank calls.
-  __device__ void begin() {
+  // By block 0: ids, weights and how many tokens, to everyone.
+  __device__ void send_routing() {
+    send_ids();
     const i32 peer = static_cast<i32>(threadIdx.x);
-    if constexpr (!kConfig.is_cached) {
-      send_ids();
-      if (peer < kRanks && flight.is_active(peer)) {
-        u8* slot = a.view.control[peer] + a.view.layout.payload(flight.turn.sequence, rank());
-        reinterpret_cast<GpuCountPayload*>(slot)->num_tokens = a.num_tokens;
-      }
-      __syncthreads();
-    }
-    if (this->is_peer(peer)) transport::notify(a.view, Phase::kCount, flight, peer, 0);
+    if (peer >= kRanks || !flight.is_active(peer)) return;
+    u8* slot = a.view.control[peer] + a.view.layout.payload(flight.turn.sequence, rank());
+    reinterpret_cast<GpuCountPayload*>(slot)->num_tokens = a.num_tokens;
   }
 
   __device__ void send_rows() {
@@ -162,7 +157,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
   __device__ void send_quantized(i32 token, const Picks& picks, i32 first, i32 stride) {
     constexpr i32 kElements = 8;
     constexpr i32 kBytes = dtype_bytes(kConfig.dtype);
-    constexpr i32 kHere = kHeld * 2 / kBytes;
+    constexpr i32 kHere = kHeld / kBytes;
     const u8* from = a.x + static_cast<i64>(token) * kConfig.row_bytes;
     for (i32 step = first; step * 32 * kElements < kConfig.hidden; step += stride * kHere) {
       float values[kHere][kElements];

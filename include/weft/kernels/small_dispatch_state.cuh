@@ -20,6 +20,7 @@ struct SmallDispatchState {
   static constexpr i32 kThreads = kWarps * 32;
   static constexpr i32 kSteps = (kTopk + 31) / 32;  // picks of a lane
   static constexpr u32 kAll = 0xffffffffu;
+  static constexpr u32 kMeeting = 1;  // a barrier
   using Id = typename IdType<kConfig.topk_is_int64>::Type;
 
   const SmallDispatchKernelArgs& a;
@@ -28,6 +29,7 @@ struct SmallDispatchState {
   i32 warp, lane;
 
   __device__ i32 rank() const { return a.view.rank; }
+  __device__ static void meet() { ptx::bar_sync(kMeeting, static_cast<u32>(kThreads)); }  // the warps that move rows
   __device__ bool is_peer(i32 other) const { return other < kRanks && other != rank() && flight.is_active(other); }
   __device__ u8* slot_row(i32 owner, i32 source, i32 token) const {
     return a.view.heap[owner] + a.view.layout.small_row(flight.turn.sequence, source, token);

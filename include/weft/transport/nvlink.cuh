@@ -57,11 +57,14 @@ __device__ inline Flight begin_flight(const WindowView& view, u16 print, FlightP
         record(view, flight, ErrorCause::kBusy, Phase::kCount, view.rank, 0);
       }
       flight.is_dead = flight.is_dead || !has_sent;
-    } else if (blockIdx.x == 0 && !flight.is_dead && ptx::atom_cas_acquire_sys(&words->owner, 0, 1) != 0) {
-      record(view, flight, ErrorCause::kBusy, Phase::kCount, view.rank, 0);
     }
   }
   __syncthreads();
+  // Nobody waits for the thread that takes the word.
+  const bool takes = part != FlightPart::kReceive && blockIdx.x == 0 && threadIdx.x == blockDim.x - 1;
+  if (takes && !flight.is_dead && ptx::atom_cas_acquire_sys(&view.words()->owner, 0, 1) != 0) {
+    record(view, flight, ErrorCause::kBusy, Phase::kCount, view.rank, 0);
+  }
   return flight;
 }
 

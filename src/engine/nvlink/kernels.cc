@@ -84,7 +84,7 @@ std::string render(const SmallDispatchKernel& kernel) {
                    field("quantize", "Quantize", config.quantize) + field("layout", "Layout", config.layout) +
                    field("topk_is_int64", config.topk_is_int64 ? 1 : 0) + field("is_cached", config.is_cached ? 1 : 0) +
                    field("sends", config.sends ? 1 : 0) + field("receives", config.receives ? 1 : 0),
-               "SmallDispatchKernelArgs", "32 * kConfig.kWarps");
+               "SmallDispatchKernelArgs", "kConfig.num_threads()");
 }
 
 std::string render(const SmallCombineKernelConfig& config) {
@@ -127,7 +127,7 @@ const Kernel& Kernels::prepare(const DispatchKernelConfig& config) {
 }
 
 const Kernel& Kernels::prepare(const SmallDispatchKernel& kernel) {
-  return prepare(render(kernel), 32 * SmallDispatchKernelConfig::kWarps,
+  return prepare(render(kernel), static_cast<unsigned>(SmallDispatchKernelConfig::num_threads()),
                  static_cast<unsigned>(kernel.config.shared_bytes(kernel.num_places)));
 }
 
