@@ -127,6 +127,8 @@ class Handle:
 
     def repeated(self, tie: torch.Tensor, sent: Any) -> Handle:
         """The handle of a dispatch that repeats this routing."""
+        if tie is self.tie and sent is self.sent:
+            return self
         return replace(self, tie=tie, sent=sent)
 
     def __repr__(self) -> str:
