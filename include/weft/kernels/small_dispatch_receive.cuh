@@ -128,16 +128,18 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
     return static_cast<i32>(clamp_count(reinterpret_cast<const GpuCountPayload*>(slot)->num_tokens, a.max_tokens));
   }
 
-  // The local expert, -1: not here. Own ids come from the caller where this launch has them: other blocks wait for nobody.
-  __device__ i32 local_expert(i32 source, i32 token, i32 k) const {
-    i64 id;
-    if (kConfig.sends && source == rank()) {
-      id = static_cast<const Id*>(a.topk_idx)[static_cast<i64>(token) * kTopk + k];
-    } else {
-      id = this->slot_ids(rank(), source, token)[k];
-    }
+  __device__ const Id* own_ids() const { return static_cast<const Id*>(a.topk_idx); }
+
+  // The local expert, -1: not here.
+  __device__ i32 local_of(i64 id) const {
     const i64 local = id - static_cast<i64>(rank()) * kLocal;
     return local >= 0 && local < kLocal ? static_cast<i32>(local) : -1;
+  }
+
+  // Own ids come from the caller where this launch has them: other blocks wait for nobody.
+  __device__ i32 local_expert(i32 source, i32 token, i32 k) const {
+    if (kConfig.sends && source == rank()) return local_of(own_ids()[token * kTopk + k]);
+    return local_of(this->slot_ids(rank(), source, token)[k]);
   }
 
   __device__ float weight_of(i32 source, i32 token, i32 k) const {
@@ -147,8 +149,8 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
     return this->slot_weights(rank(), source, token)[k];
   }
 
-  __device__ i32 group_of(i32 source, i32 token, i32 k) const {
-    if constexpr (kByExpert) return local_expert(source, token, k);
+  // rank_major.
+  __device__ i32 group_of_token(i32 source, i32 token) const {
     i32 group = -1;
     for (i32 pick = 0; pick < kTopk; ++pick) group = local_expert(source, token, pick) >= 0 ? 0 : group;
     return group;
@@ -159,9 +161,11 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
     i32 group;  // -1: no row
   };
 
-  static constexpr i32 kTogether = kByExpert ? 4 : 1;  // rank_major: an entry is a token, its ids are read together
+  // Groups of entries: those that are kept, and those that are read together. rank_major: an entry is a token, its ids are read
+  // together.
+  static constexpr i32 kTogether = kByExpert ? 8 : 1, kAtOnce = min_of(kTogether, 4);
   struct Batch {
-    Entry entry[kTogether];
+    i32 group[kTogether];
   };
 
   __device__ i32 num_entries() const { return kRanks * a.max_tokens * kWidth; }
@@ -171,17 +175,40 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
     return min(of_warp * ((num_entries() + kWarps * 32 - 1) / (kWarps * 32) * 32), num_entries());
   }
 
+  // The source is found by comparisons: a division by a variable takes longer.
+  __device__ Entry entry_at(i32 number) const {
+    const i32 row = number / kWidth;
+    i32 source = 0;
+#pragma unroll
+    for (i32 each = 1; each < kRanks; ++each) source += row >= each * a.max_tokens ? 1 : 0;
+    return {source, row - source * a.max_tokens, number % kWidth, -1};
+  }
+
   // Groups as the ids say, also where a source has no such token.
   __device__ void read_batch(i32 first, Batch& batch) const {
 #pragma unroll
-    for (i32 idx = 0; idx < kTogether; ++idx) {
-      const i32 number = first + idx * 32 + lane, at = min(number, num_entries() - 1);
-      Entry entry{at / (kWidth * a.max_tokens), at / kWidth % a.max_tokens, at % kWidth, -1};
-      const bool is_mine = kConfig.sends && entry.source == rank();
-      if (number < num_entries() && (!is_mine || entry.token < a.num_tokens)) {
-        entry.group = group_of(entry.source, entry.token, entry.k);
+    for (i32 half = 0; half < kTogether; half += kAtOnce) {
+      Id own[kAtOnce];
+      i32 other[kAtOnce];
+#pragma unroll
+      for (i32 idx = 0; idx < kAtOnce; ++idx) {
+        const i32 number = first + (half + idx) * 32 + lane;
+        const Entry entry = entry_at(min(number, num_entries() - 1));
+        const bool is_mine = kConfig.sends && entry.source == rank();
+        const bool is_there = number < num_entries() && (!is_mine || entry.token < a.num_tokens);
+        if constexpr (kByExpert) {
+          own[idx] = -1;
+          other[idx] = -1;
+          if (is_there && is_mine) own[idx] = own_ids()[entry.token * kTopk + entry.k];
+          if (is_there && !is_mine) other[idx] = this->slot_ids(rank(), entry.source, entry.token)[entry.k];
+        } else {
+          batch.group[half + idx] = is_there ? group_of_token(entry.source, entry.token) : -1;
+        }
       }
-      batch.entry[idx] = entry;
+      if constexpr (kByExpert) {  // nothing is looked at before all these loads are under way
+#pragma unroll
+        for (i32 idx = 0; idx < kAtOnce; ++idx) batch.group[half + idx] = max(local_of(own[idx]), local_of(other[idx]));
+      }
     }
   }
 
@@ -196,9 +223,10 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
 #pragma unroll
       for (i32 idx = 0; idx < kTogether; ++idx) {
         if (first + idx * 32 >= end) break;
-        Entry entry = batch.entry[idx];
-        if (entry.token >= sums().num_tokens[entry.source]) entry.group = -1;
-        work(entry, first + idx * 32 + lane < end);
+        const i32 number = first + idx * 32 + lane;
+        Entry entry = entry_at(min(number, end - 1));
+        if (number < end && entry.token < sums().num_tokens[entry.source]) entry.group = batch.group[idx];
+        work(entry, number < end);
       }
     }
   }
@@ -237,6 +265,16 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
   __device__ void place_entry(const Entry& entry, bool is_entry) {
     const i32 group = entry.group;
     i32* before = counts(warp);
+    // The first part of the token that this block copies.
+    const i32 first_unit = entry.token * a.num_parts;
+    const i32 behind = static_cast<i32>(blockIdx.x) - first_unit % kConfig.num_blocks;
+    const i32 first_part = behind < 0 ? behind + kConfig.num_blocks : behind;
+    const bool is_wanted = is_entry && (first_part < a.num_parts || (!kByExpert && blockIdx.x == 0));
+    if (__any_sync(kAll, is_wanted) == 0) {
+      if (group >= 0) atomicAdd(&before[group], 1);
+      __syncwarp();
+      return;
+    }
     const u32 same = ptx::match_any(group);
     const i32 nth = (group >= 0 ? before[group] : 0) + __popc(same & ptx::lanes_below());
     __syncwarp();
@@ -252,11 +290,9 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
     if constexpr (!kByExpert) {
       if (group >= 0 && blockIdx.x == 0) count_row(entry.source, entry.token, row >= 0);
     }
-    const i32 first_unit = entry.token * a.num_parts;
-    for (i32 part = 0; part < a.num_parts; ++part) {
-      const i32 unit = first_unit + part;
-      if (unit % kConfig.num_blocks != static_cast<i32>(blockIdx.x)) continue;
-      places()[(entry.source * this->num_units() + unit / kConfig.num_blocks) * kWidth + entry.k] = row;
+    for (i32 part = first_part; part < a.num_parts; part += kConfig.num_blocks) {
+      const i32 index = entry.source * this->num_units() + (first_unit + part) / kConfig.num_blocks;
+      places()[index * kWidth + entry.k] = row;
     }
   }
 

@@ -47,7 +47,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
   }
 
  private:
-  static constexpr i32 kHeld = 8;  // steps on their way together
+  static constexpr i32 kHeld = 6;  // steps on their way together: what registers allow
 
   // What says where a token goes. Loaded before its row and looked at behind those loads, so that all are under way together.
   struct Picks {
@@ -153,55 +153,74 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
     }
   }
 
-  // A step is 8 elements a lane; 16 lanes share a scale.
+  // A step is 16 elements a lane, so that a lane stores as much as an access can; 8 lanes share a scale.
+  static constexpr i32 kElements = 16, kGroupLanes = kQuantizeGroup / kElements;
+  struct alignas(16) Elements {
+    Piece<16> piece[kConfig.is_quantized() ? dtype_bytes(kConfig.dtype) : 1];
+  };
+  struct Codes {
+    Piece<16> packed;
+    u32 scale;
+  };
+
   __device__ void send_quantized(i32 token, const Picks& picks, i32 first, i32 stride) {
-    constexpr i32 kElements = 8;
-    constexpr i32 kBytes = dtype_bytes(kConfig.dtype);
-    constexpr i32 kHere = kHeld / kBytes;
+    constexpr i32 kBytes = dtype_bytes(kConfig.dtype) * kElements;
+    constexpr i32 kHere = 96 / kBytes;  // what registers allow
     const u8* from = a.x + static_cast<i64>(token) * kConfig.row_bytes;
     for (i32 step = first; step * 32 * kElements < kConfig.hidden; step += stride * kHere) {
-      float values[kHere][kElements];
+      Elements held[kHere];
 #pragma unroll
       for (i32 idx = 0; idx < kHere; ++idx) {
-        const i32 column = ((step + idx * stride) * 32 + lane) * kElements;
-#pragma unroll
-        for (i32 element = 0; element < kElements; ++element) values[idx][element] = 0.0f;
-        if (column < kConfig.hidden) load_floats<kConfig.dtype>(from + column * kBytes, values[idx]);
+        const i32 at = (step + idx * stride) * 32 + lane;
+        held[idx] = {};
+        if (at * kElements < kConfig.hidden) held[idx] = reinterpret_cast<const Elements*>(from)[at];
       }
       const u32 ranks = ranks_of(picks);
+      Codes codes[kHere];
 #pragma unroll
-      for (i32 idx = 0; idx < kHere; ++idx) {
-        if ((step + idx * stride) * 32 * kElements >= kConfig.hidden) break;
-        send_group(token, ranks, ((step + idx * stride) * 32 + lane) * kElements, values[idx]);
+      for (i32 idx = 0; idx < kHere; ++idx) codes[idx] = quantized(held[idx]);
+      for (u32 rest = ranks; rest != 0; rest &= rest - 1) {
+        u8* to = this->slot_row(__ffs(static_cast<i32>(rest)) - 1, rank(), token);
+#pragma unroll
+        for (i32 idx = 0; idx < kHere; ++idx) store_codes(to, (step + idx * stride) * 32 + lane, codes[idx]);
       }
     }
   }
 
-  __device__ void send_group(i32 token, u32 ranks, i32 column, const float (&values)[8]) {
-    constexpr i32 kGroupLanes = kQuantizeGroup / 8;
+  // Of 16 elements, as they lie in x; the lanes of a group together.
+  __device__ Codes quantized(const Elements& elements) const {
+    float values[2][8];
     u32 largest = 0;
 #pragma unroll
-    for (i32 idx = 0; idx < 8; ++idx) largest = max(largest, ptx::float_bits(values[idx]) & 0x7fffffffu);
+    for (i32 half = 0; half < 2; ++half) {
+      load_floats<kConfig.dtype>(reinterpret_cast<const u8*>(&elements) + half * (sizeof(Elements) / 2), values[half]);
+#pragma unroll
+      for (i32 idx = 0; idx < 8; ++idx) largest = max(largest, ptx::float_bits(values[half][idx]) & 0x7fffffffu);
+    }
 #pragma unroll
     for (i32 step = 1; step < kGroupLanes; step *= 2) largest = max(largest, __shfl_xor_sync(kAll, largest, step));
     const ptx::Fp8Scale scale = ptx::fp8_scale(largest, kConfig.quantize);
-    if (column >= kConfig.hidden) return;
-    struct alignas(8) Packed {
-      u16 pair[4];
-    } packed;
+    Codes codes;
+    codes.scale = scale.bits;
 #pragma unroll
-    for (i32 idx = 0; idx < 4; ++idx) {
-      packed.pair[idx] = ptx::floats_to_e4m3(values[2 * idx] * scale.factor, values[2 * idx + 1] * scale.factor);
+    for (i32 word = 0; word < 4; ++word) {
+      const float* four = values[word / 2] + word % 2 * 4;
+      const u32 low = ptx::floats_to_e4m3(four[0] * scale.factor, four[1] * scale.factor);
+      const u32 high = ptx::floats_to_e4m3(four[2] * scale.factor, four[3] * scale.factor);
+      codes.packed.word[word] = low | high << 16;
     }
-    for (u32 rest = ranks; rest != 0; rest &= rest - 1) {
-      u8* to = this->slot_row(__ffs(static_cast<i32>(rest)) - 1, rank(), token);
-      *reinterpret_cast<Packed*>(to + column) = packed;
-      if (lane % kGroupLanes != 0) continue;
-      if constexpr (kConfig.quantize == Quantize::kFp8) {
-        reinterpret_cast<u32*>(to + kConfig.scales_at())[column / kQuantizeGroup] = scale.bits;
-      } else {
-        to[kConfig.scales_at() + column / kQuantizeGroup] = static_cast<u8>(scale.bits);
-      }
+    return codes;
+  }
+
+  // `at`: which 16 elements of the row.
+  __device__ void store_codes(u8* to, i32 at, const Codes& codes) const {
+    if (at * kElements >= kConfig.hidden) return;
+    reinterpret_cast<Piece<16>*>(to)[at] = codes.packed;
+    if (lane % kGroupLanes != 0) return;
+    if constexpr (kConfig.quantize == Quantize::kFp8) {
+      reinterpret_cast<u32*>(to + kConfig.scales_at())[at / kGroupLanes] = codes.scale;
+    } else {
+      to[kConfig.scales_at() + at / kGroupLanes] = static_cast<u8>(codes.scale);
     }
   }
 };
