@@ -5,6 +5,7 @@
 // The routing of a handle is repeated by its plans: no ids, no places to find.
 // A plain call is one launch that does both; staged use launches each half by itself.
 // Warps: kWarps work; one sends headers, which takes until all that was stored has arrived; one waits for those of others.
+// Before that, these two send ids and weights.
 #pragma once
 
 #include "weft/kernels/small_dispatch_receive.cuh"
@@ -22,6 +23,12 @@ class SmallDispatch {
   __device__ explicit SmallDispatch(const State& state) : s_(state) {}
 
   __device__ void run() const {
+    if constexpr (kConfig.sends && !kConfig.is_cached) {
+      if (blockIdx.x == 0 && s_.warp >= kNotifyWarp) {  // the first has nothing to tell yet, the second nothing to hear
+        SmallDispatchSend<kConfig>(s_).send_routing();
+        ptx::bar_sync(kRouted, kOthers);
+      }
+    }
     if (s_.warp == kNotifyWarp) {
       if constexpr (kConfig.sends) notify();
     } else if (s_.warp == kWaitWarp) {
@@ -38,9 +45,11 @@ class SmallDispatch {
   }
 
  private:
-  // With the warp that notifies: what is to be told has been stored. With the one that waits: its verdict is there.
-  static constexpr u32 kStored = 2, kHeard = 3;
+  // With the warp that notifies: rows have been stored. With the one that waits: its verdict is there. Between the two: ids have
+  // been stored.
+  static constexpr u32 kStored = 2, kHeard = 3, kRouted = 4;
   static constexpr u32 kWithOne = static_cast<u32>(State::kThreads) + ptx::kWarpLanes;
+  static constexpr u32 kOthers = static_cast<u32>(kConfig.num_threads() - State::kThreads);
 
   // Of the waits for count headers and for send headers; each has its word, for warps that are slow to read the first.
   __device__ static Verdict& verdict(Phase phase) {
@@ -50,22 +59,13 @@ class SmallDispatch {
 
   __device__ void send() const {
     SmallDispatchSend<kConfig> send(s_);
-    if constexpr (!kConfig.is_cached) {
-      if (blockIdx.x == 0) {
-        send.send_routing();
-        ptx::bar_sync(kStored, kWithOne);
-      }
-    }
     send.send_rows();
     ptx::bar_sync(kStored, kWithOne);
   }
 
   __device__ void notify() const {
-    if (blockIdx.x == 0) {
-      if constexpr (!kConfig.is_cached) ptx::bar_sync(kStored, kWithOne);
-      if (s_.is_peer(s_.lane)) transport::notify(s_.a.view, Phase::kCount, s_.flight, s_.lane, 0);
-      __syncwarp();
-    }
+    if (blockIdx.x == 0 && s_.is_peer(s_.lane)) transport::notify(s_.a.view, Phase::kCount, s_.flight, s_.lane, 0);
+    __syncwarp();
     ptx::bar_sync(kStored, kWithOne);
     if (s_.is_peer(s_.lane)) {
       transport::notify(s_.a.view, Phase::kSend, s_.flight, s_.lane, static_cast<i32>(blockIdx.x));

@@ -11,7 +11,7 @@ template <SmallDispatchKernelConfig kConfig>
 class SmallDispatchReceive : public SmallDispatchState<kConfig> {
  public:
   using Base = SmallDispatchState<kConfig>;
-  using Base::a, Base::flight, Base::warp, Base::lane, Base::rank, Base::shared;
+  using Base::a, Base::flight, Base::warp, Base::lane, Base::rank, Base::shared, Base::own_ids, Base::local_of;
   using Base::kRanks, Base::kTopk, Base::kExperts, Base::kLocal, Base::kRowBytes, Base::kScaleBytes, Base::kWarps,
       Base::kAll;
   using typename Base::Id;
@@ -126,14 +126,6 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
     if constexpr (kConfig.is_cached) return static_cast<i32>(clamp_count(a.recv_plan[source], a.max_tokens));
     const u8* slot = a.view.control[rank()] + a.view.layout.payload(flight.turn.sequence, source);
     return static_cast<i32>(clamp_count(reinterpret_cast<const GpuCountPayload*>(slot)->num_tokens, a.max_tokens));
-  }
-
-  __device__ const Id* own_ids() const { return static_cast<const Id*>(a.topk_idx); }
-
-  // The local expert, -1: not here.
-  __device__ i32 local_of(i64 id) const {
-    const i64 local = id - static_cast<i64>(rank()) * kLocal;
-    return local >= 0 && local < kLocal ? static_cast<i32>(local) : -1;
   }
 
   // Own ids come from the caller where this launch has them: other blocks wait for nobody.

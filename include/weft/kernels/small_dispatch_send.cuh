@@ -18,12 +18,12 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
 
   __device__ explicit SmallDispatchSend(const Base& base) : Base(base) {}
 
-  // By block 0: ids, weights and how many tokens, to everyone.
+  // By those warps of block 0 that move no rows: ids, weights and how many tokens, to everyone.
   __device__ void send_routing() {
-    send_ids();
-    const i32 peer = static_cast<i32>(threadIdx.x);
-    if (peer >= kRanks || !flight.is_active(peer)) return;
-    u8* slot = a.view.control[peer] + a.view.layout.payload(flight.turn.sequence, rank());
+    const i32 thread = static_cast<i32>(threadIdx.x) - Base::kThreads;
+    send_ids(thread);
+    if (thread >= kRanks || !flight.is_active(thread)) return;
+    u8* slot = a.view.control[thread] + a.view.layout.payload(flight.turn.sequence, rank());
     reinterpret_cast<GpuCountPayload*>(slot)->num_tokens = a.num_tokens;
   }
 
@@ -58,18 +58,34 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
     return {a.send_plan, a.num_tokens, kConfig.is_by_expert() ? kTopk : kRanks};
   }
 
-  __device__ void send_ids() {
+  __device__ void send_ids(i32 thread) {
+    constexpr i32 kHere = 8, kThreads = kConfig.num_threads() - Base::kThreads;
     const i32 num_picks = a.num_tokens * kTopk;
-    for (i32 pick = static_cast<i32>(threadIdx.x); pick < num_picks; pick += Base::kThreads) {
-      const i64 given = static_cast<const Id*>(a.topk_idx)[pick];
-      if (given < -1 || given >= kExperts) note_bad_id(given, pick);
-      const i32 id = is_sent(given) ? static_cast<i32>(given) : -1;
-      const float weight = a.topk_weights == nullptr ? 1.0f : a.topk_weights[pick];
+    for (i32 first = thread; first < num_picks; first += kThreads * kHere) {
+      i64 given[kHere];
+      float weight[kHere];
+#pragma unroll
+      for (i32 idx = 0; idx < kHere; ++idx) {
+        const i32 pick = first + idx * kThreads;
+        given[idx] = pick < num_picks ? static_cast<const Id*>(a.topk_idx)[pick] : -1;
+        weight[idx] = pick < num_picks && a.topk_weights != nullptr ? a.topk_weights[pick] : 1.0f;
+      }
+#pragma unroll
+      for (i32 idx = 0; idx < kHere; ++idx) {
+        if (given[idx] < -1 || given[idx] >= kExperts) note_bad_id(given[idx], first + idx * kThreads);
+      }
 #pragma unroll 1
       for (i32 to = 0; to < kRanks; ++to) {
         if (!flight.is_active(to)) continue;
-        this->slot_ids(to, rank(), 0)[pick] = id;
-        this->slot_weights(to, rank(), 0)[pick] = weight;
+        i32* ids = this->slot_ids(to, rank(), 0);
+        float* weights = this->slot_weights(to, rank(), 0);
+#pragma unroll
+        for (i32 idx = 0; idx < kHere; ++idx) {
+          const i32 pick = first + idx * kThreads;
+          if (pick >= num_picks) continue;
+          ids[pick] = is_sent(given[idx]) ? static_cast<i32>(given[idx]) : -1;
+          weights[pick] = weight[idx];
+        }
       }
     }
   }

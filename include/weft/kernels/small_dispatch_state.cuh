@@ -43,6 +43,14 @@ struct SmallDispatchState {
            a.view.layout.small_pick(flight.turn.sequence, source, token);
   }
 
+  __device__ const Id* own_ids() const { return static_cast<const Id*>(a.topk_idx); }
+
+  // The local expert, -1: not here.
+  __device__ i32 local_of(i64 id) const {
+    const i64 local = id - static_cast<i64>(rank()) * kLocal;
+    return local >= 0 && local < kLocal ? static_cast<i32>(local) : -1;
+  }
+
   // ---- units. A unit is a part of a token's row; blocks take units in turn, the warps of a block share each of theirs. The
   // same on sender and receiver, so that the blocks of a number meet.
 
