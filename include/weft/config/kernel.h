@@ -57,9 +57,8 @@ struct DispatchKernelConfig {
   WEFT_HD constexpr i32 num_threads() const { return num_warps() * 32; }
 };
 
-// Combine: warps of a group that makes one partial sum, warps that store rows, and items (chunks of a token's rows) in
-// flight, a multiple of the groups and warps that share them.
-constexpr i32 kPartialWarps = 4;
+// Combine: warps that store rows, and items (chunks of a token's rows) in flight, a multiple of the groups and warps that
+// share them.
 constexpr i32 kPushWarps = 2;
 constexpr i32 kRingCells = 24;
 
@@ -70,23 +69,29 @@ struct CombineKernelConfig {
   i32 hidden = 8;
   i32 chunk = 8;          // elements of a row that a slot holds; with FP8 on the wire a multiple of kQuantizeGroup
   i32 reduce_slots = 2;   // contributions at a time that wait in a block to be added
-  i32 push_slots = 0;     // rows at a time that wait to be pushed; 0: this rank pushes nothing, its rows are pulled
-  i32 partial_slots = 0;  // partial sums at a time that wait to be pushed; 0: rows are pushed as they are
+  i32 push_chunks = 1;    // chunks of an item of the push
+  i32 push_slots = 0;     // rows at a time that wait to be pushed as they are
+  i32 partial_slots = 0;  // partial sums at a time that wait to be pushed; both 0: this rank's rows are pulled
   Dtype dtype = Dtype::kBf16;
   Layout layout = Layout::kRankMajor;
   bool wire_is_fp8 = false;
   bool has_side = false;
 
   WEFT_HD constexpr bool is_by_expert() const { return layout != Layout::kRankMajor; }
-  WEFT_HD constexpr bool has_push() const { return push_slots > 0; }
+  WEFT_HD constexpr bool has_push() const { return push_slots > 0 || partial_slots > 0; }
   // Contributions are computed before they are pushed; this rank's own goes to its own landing too.
   WEFT_HD constexpr bool has_partials() const { return is_by_expert() || wire_is_fp8; }
   WEFT_HD constexpr i32 plan_width() const { return is_by_expert() ? top_k : 1; }  // of the receive plan
 
   WEFT_HD constexpr i32 row_bytes() const { return hidden * dtype_bytes(dtype); }
-  WEFT_HD constexpr i32 chunk_bytes() const { return chunk * dtype_bytes(dtype); }
   WEFT_HD constexpr i32 num_chunks() const { return (hidden + chunk - 1) / chunk; }
   WEFT_HD constexpr i32 chunk_elements(i32 idx) const { return idx + 1 < num_chunks() ? chunk : hidden - idx * chunk; }
+
+  WEFT_HD constexpr i32 push_chunk() const { return chunk * push_chunks; }
+  WEFT_HD constexpr i32 num_push_chunks() const { return (hidden + push_chunk() - 1) / push_chunk(); }
+  WEFT_HD constexpr i32 push_elements(i32 idx) const {
+    return idx + 1 < num_push_chunks() ? push_chunk() : hidden - idx * push_chunk();
+  }
 
   // On the wire a chunk is its elements, with FP8 then a float scale for each group of 128.
   WEFT_HD constexpr i32 scales_at(i32 elements) const { return (elements + 15) / 16 * 16; }
@@ -94,38 +99,58 @@ struct CombineKernelConfig {
     const i32 scales = ((elements + kQuantizeGroup - 1) / kQuantizeGroup * 4 + 15) / 16 * 16;
     return wire_is_fp8 ? scales_at(elements) + scales : elements * dtype_bytes(dtype);
   }
-  WEFT_HD constexpr i32 wire_row_bytes() const {
-    return (num_chunks() - 1) * wire_bytes(chunk) + wire_bytes(chunk_elements(num_chunks() - 1));
+  // Of elements that begin with a chunk.
+  WEFT_HD constexpr i32 wire_bytes_of(i32 elements) const {
+    const i32 whole = elements / chunk;
+    return whole * wire_bytes(chunk) + (elements > whole * chunk ? wire_bytes(elements - whole * chunk) : 0);
   }
+  WEFT_HD constexpr i32 wire_row_bytes() const { return wire_bytes_of(hidden); }
 
   // Shared memory of a block.
-  WEFT_HD constexpr i32 row_slot_bytes() const { return (chunk_bytes() + 127) / 128 * 128; }
-  WEFT_HD constexpr i32 wire_slot_bytes() const { return (wire_bytes(chunk) + 127) / 128 * 128; }
+  WEFT_HD constexpr i32 reduce_slot_bytes() const { return (wire_bytes(chunk) + 127) / 128 * 128; }
+  WEFT_HD constexpr i32 partial_slot_bytes() const { return (wire_bytes_of(push_chunk()) + 127) / 128 * 128; }
+  WEFT_HD constexpr i32 push_slot_bytes() const { return (push_chunk() * dtype_bytes(dtype) + 127) / 128 * 128; }
   WEFT_HD constexpr i32 slots_bytes() const {
-    return (reduce_slots + partial_slots) * wire_slot_bytes() + push_slots * row_slot_bytes();
+    return reduce_slots * reduce_slot_bytes() + partial_slots * partial_slot_bytes() + push_slots * push_slot_bytes();
   }
   // Tokens whose entries of the receive plan are read at a time.
   WEFT_HD constexpr i32 plan_tokens() const {
     const i32 fitting = 512 / (num_ranks * plan_width());
     return fitting < 1 ? 1 : fitting > 8 ? 8 : fitting;
   }
-  WEFT_HD constexpr i32 weights_bytes() const { return is_by_expert() ? kRingCells * plan_width() * 4 : 0; }
-  // Two pieces of the receive plan, one in use and one being read.
+  // Two pieces of the receive plan, one in use and one being read: rows, weights, and items of 16 bytes.
   WEFT_HD constexpr i32 plan_entries() const { return plan_tokens() * num_ranks * plan_width(); }
-  WEFT_HD constexpr i32 plan_bytes() const { return has_push() ? 2 * plan_entries() * (is_by_expert() ? 8 : 4) : 0; }
-  WEFT_HD constexpr i32 shared_bytes() const { return slots_bytes() + weights_bytes() + plan_bytes(); }
-
-  // Few and large groups: while a group adds, the slots of its item load nothing.
-  WEFT_HD constexpr i32 reduce_groups() const { return 2; }
-  WEFT_HD constexpr i32 reduce_warps() const { return partial_groups() > 0 ? 3 : 8; }  // of a group
-  WEFT_HD constexpr i32 partial_groups() const {
-    return !has_push() || !has_partials() ? 0 : has_side ? 2 : 3;  // 24 warps leave 80 registers
+  WEFT_HD constexpr i32 plan_rows_bytes() const {
+    return (2 * plan_entries() * (is_by_expert() ? 8 : 4) + 15) / 16 * 16;
   }
-  // One warp loads for the owners' sums; for the push one reads the plan, one loads, some store, one tells how far they
-  // are; one has the side values.
+  WEFT_HD constexpr i32 plan_bytes() const {
+    if (!has_push()) return 0;
+    return plan_rows_bytes() + (has_partials() ? 2 * plan_tokens() * num_ranks * 16 : 0);
+  }
+  WEFT_HD constexpr i32 shared_bytes() const { return slots_bytes() + plan_bytes(); }
+
+  // Few and large groups to reduce, since each warp of a group pays for each of its items, and while a group adds, the slots of
+  // its item load nothing. For the sums as many as registers allow, since they wait for loads.
+  WEFT_HD constexpr bool makes_partials() const { return has_push() && has_partials(); }
+  WEFT_HD constexpr i32 partial_groups() const {
+    if (!has_partials()) return 0;
+    return !is_by_expert() ? 8 : wire_is_fp8 ? 4 : 6;
+  }
+  WEFT_HD constexpr i32 partial_warps() const { return is_by_expert() ? 2 : 1; }  // of a group
+  // 16-byte vectors that a lane of them has of a row at a time: with FP8 those of one group of 128 elements, which 8 lanes share,
+  // or of two where the row needs no sum. A unit is the elements of 32 lanes.
+  WEFT_HD constexpr i32 sum_vectors() const {
+    if (!wire_is_fp8) return 1;
+    return dtype == Dtype::kFp32 || !is_by_expert() ? 4 : 2;
+  }
+  WEFT_HD constexpr i32 sum_unit() const { return sum_vectors() * 32 * (16 / dtype_bytes(dtype)); }
+  WEFT_HD constexpr i32 reduce_groups() const { return 2; }
+  WEFT_HD constexpr i32 reduce_warps() const { return makes_partials() ? 3 : 8; }
+  // One warp loads for the owners' sums; for the push one reads the plan, one loads (rows without sums), some store, one tells
+  // how far they are; one has the side values.
   WEFT_HD constexpr i32 num_warps() const {
-    return 1 + reduce_groups() * reduce_warps() + partial_groups() * kPartialWarps + (has_push() ? 3 + kPushWarps : 0) +
-           (has_side ? 1 : 0);
+    return 1 + reduce_groups() * reduce_warps() + (makes_partials() ? partial_groups() * partial_warps() : 0) +
+           (has_push() ? (has_partials() ? 2 : 3) + kPushWarps : 0) + (has_side ? 1 : 0);
   }
   WEFT_HD constexpr i32 num_threads() const { return num_warps() * 32; }
 };

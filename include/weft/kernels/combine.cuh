@@ -1,7 +1,7 @@
 // Combine between GPUs that reach each other by load and store, one launch a call.
 // docs/protocols/nvlink-combine.md is the page to this file; in short:
 //   count    block 0 tells every peer where its rows lie, or that it pushes
-//   send     a rank that pushes stores rows or partial sums into the owners' landings   (combine_push.cuh)
+//   send     a rank that pushes stores rows, or partial sums (combine_sum.cuh), into the owners' landings (combine_push.cuh)
 //   reduce   the owner of a token adds the contributions in the order of the ranks      (combine_reduce.cuh)
 //   reduce   header: "I have read everything of yours, and what I push has arrived"; the call ends with every peer's (R20)
 // Block b of every rank sees to the same tokens, so it waits only for the blocks b of its peers.
@@ -10,6 +10,7 @@
 #include "weft/kernels/combine_push.cuh"
 #include "weft/kernels/combine_reduce.cuh"
 #include "weft/kernels/combine_side.cuh"
+#include "weft/kernels/combine_sum.cuh"
 
 namespace weft::kernels {
 
@@ -57,14 +58,15 @@ class Combine {
     if (thread == 0) b_.s.has_failed = 0;
     b_.s.reduce.init(kConfig.reduce_warps());
     if constexpr (kConfig.has_push()) {
-      b_.s.push.init(kConfig.has_partials() ? kPartialWarps : 1);
+      constexpr i32 kPlanReaders = kConfig.has_partials() ? kConfig.partial_groups() * kConfig.partial_warps() : 1;
+      b_.s.push.init(1);
       if (thread < kPushWarps) b_.s.num_pushed[thread] = 0;
       if (thread < 2) {
         ptx::mbarrier_init(&b_.s.plan_full[thread], 1);
-        ptx::mbarrier_init(&b_.s.plan_empty[thread], 1);
+        ptx::mbarrier_init(&b_.s.plan_empty[thread], kPlanReaders);
       }
       if (thread < kConfig.partial_slots) {
-        ptx::mbarrier_init(&b_.s.partial_full[thread], kPartialWarps);
+        ptx::mbarrier_init(&b_.s.partial_full[thread], kConfig.partial_warps());
         ptx::mbarrier_init(&b_.s.partial_empty[thread], 1);
       }
     }
@@ -109,23 +111,26 @@ class Combine {
 
   __device__ void take_role(i32 warp) const {
     constexpr i32 kReduceWarps = kConfig.reduce_groups() * kConfig.reduce_warps();
-    constexpr i32 kSumWarps = kConfig.partial_groups() * kPartialWarps;
     if (warp == 0) return CombineReduce<kConfig>(b_).load();
     warp -= 1;
     if (warp < kReduceWarps) {
       constexpr i32 kWarps = kConfig.reduce_warps();
-      return CombineReduce<kConfig>(b_).add(warp / kWarps, warp % kWarps * 32 + b_.lane);
+      return CombineReduce<kConfig>(b_).add(warp / kWarps, warp % kWarps);
     }
     warp -= kReduceWarps;
     if constexpr (kConfig.has_push()) {
       const CombinePush<kConfig> push(b_);
-      if constexpr (kSumWarps > 0) {
-        if (warp < kSumWarps) return push.sum(warp / kPartialWarps, warp % kPartialWarps * 32 + b_.lane);
+      if constexpr (kConfig.has_partials()) {
+        constexpr i32 kWarps = kConfig.partial_warps();
+        constexpr i32 kSumWarps = kConfig.partial_groups() * kWarps;
+        if (warp < kSumWarps) return CombineSum<kConfig>(b_, warp / kWarps, warp % kWarps).run(push.num_pieces());
         warp -= kSumWarps;
+      } else {
+        if (warp == 0) return push.load();
+        warp -= 1;
       }
-      if (warp == 0) return push.load();
-      if (warp == 1) return push.plan();
-      warp -= 2;
+      if (warp == 0) return push.plan();
+      warp -= 1;
       if (warp < kPushWarps) return push.store(warp);
       if (warp == kPushWarps) return push.post();
       warp -= kPushWarps + 1;

@@ -33,6 +33,7 @@ struct CombineShared {
   u64 partial_empty[kPartials];
   RingItem partial_item[kPartials];
   u32 num_pushed[kPushWarps];  // tokens of the block whose pushed rows have arrived, but for those of the other warps
+  i32 num_plan_items[2];
   u64 plan_full[2];
   u64 plan_empty[2];
 };
@@ -49,24 +50,23 @@ struct CombineBlock {
   transport::Flight flight;
   i32 lane;
 
-  __device__ u8* reduce_slot(i32 idx) const { return dynamic + idx * kConfig.wire_slot_bytes(); }
+  __device__ u8* reduce_slot(i32 idx) const { return dynamic + idx * kConfig.reduce_slot_bytes(); }
   __device__ u8* partial_slot(i32 idx) const {
-    return dynamic + (kConfig.reduce_slots + idx) * kConfig.wire_slot_bytes();
+    return dynamic + kConfig.reduce_slots * kConfig.reduce_slot_bytes() + idx * kConfig.partial_slot_bytes();
   }
   __device__ u8* push_slot(i32 idx) const {
-    return dynamic + (kConfig.reduce_slots + kConfig.partial_slots) * kConfig.wire_slot_bytes() +
-           idx * kConfig.row_slot_bytes();
+    return partial_slot(kConfig.partial_slots) + idx * kConfig.push_slot_bytes();
   }
-  // Behind the slots: weights of the rows of each cell, then two pieces of the receive plan and the weights of their rows.
-  __device__ float* weights(i32 cell) const {
-    return reinterpret_cast<float*>(dynamic + kConfig.slots_bytes()) + cell * kWidth;
-  }
+  // Behind the slots: two pieces of the receive plan, the weights of their rows, and the contributions that they make.
   __device__ i32* plan_rows(i32 piece) const {
-    return reinterpret_cast<i32*>(dynamic + kConfig.slots_bytes() + kConfig.weights_bytes()) +
-           piece * kConfig.plan_entries();
+    return reinterpret_cast<i32*>(dynamic + kConfig.slots_bytes()) + piece * kConfig.plan_entries();
   }
   __device__ float* plan_weights(i32 piece) const {
     return reinterpret_cast<float*>(plan_rows(2)) + piece * kConfig.plan_entries();
+  }
+  __device__ RingItem* plan_items(i32 piece) const {
+    u8* items = dynamic + kConfig.slots_bytes() + kConfig.plan_rows_bytes();
+    return reinterpret_cast<RingItem*>(items) + piece * kConfig.plan_tokens() * kRanks;
   }
 
   // Tokens are dealt out to blocks one by one: blocks then work near each other, and few pages are in use at a time.

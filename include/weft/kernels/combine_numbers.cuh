@@ -32,7 +32,7 @@ struct Numbers {
     }
   }
 
-  __device__ static Packed pack(const float (&values)[kVector]) {
+  __device__ static Packed pack(const float* values) {
     Packed packed;
 #pragma unroll
     for (i32 word = 0; word < 4; ++word) {
@@ -73,11 +73,11 @@ struct Numbers {
       for (i32 idx = 0; idx < kCount; ++idx) {
 #pragma unroll
         for (i32 word = 0; word < 4; ++word) {
-          const u32 next = packed[idx].word[word] & 0x7fff7fffu;
-          pair = kDtype == Dtype::kBf16 ? ptx::max_nan_bf16x2(pair, next) : ptx::max_nan_fp16x2(pair, next);
+          const u32 next = packed[idx].word[word];
+          pair = kDtype == Dtype::kBf16 ? ptx::max_magnitude_bf16x2(pair, next) : ptx::max_magnitude_fp16x2(pair, next);
         }
       }
-      const Packed last{{pair, 0, 0, 0}};
+      const Packed last{{pair & 0x7fff7fffu, 0, 0, 0}};
       float values[kVector];
       unpack(last, values);
       return ptx::max_nan(values[0], values[1]);

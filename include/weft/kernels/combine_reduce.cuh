@@ -12,9 +12,10 @@ class CombineReduce {
  public:
   using Block = CombineBlock<kConfig>;
   static constexpr i32 kRanks = kConfig.num_ranks;
-  static constexpr i32 kGroupThreads = kConfig.reduce_warps() * 32;
+  static constexpr i32 kWarps = kConfig.reduce_warps();
   using Row = Numbers<kConfig.dtype>;
-  static constexpr i32 kVector = Row::kVector;
+  // Elements that a lane adds at a time: 16 bytes of what is loaded.
+  static constexpr i32 kVector = kConfig.wire_is_fp8 ? 16 : Row::kVector;
   using Codes = Fp8Numbers<kVector>;
 
   __device__ explicit CombineReduce(const Block& block) : b_(block), num_items_(block.s.num_items[block.a.view.rank]) {}
@@ -34,15 +35,19 @@ class CombineReduce {
     writer.end(kConfig.reduce_groups());
   }
 
-  // One group of warps of several.
-  __device__ void add(i32 group, i32 thread) const {
+  // One group of warps of several. An item is dealt out to them in parts; the next item begins with the warp after the last
+  // that had one.
+  __device__ void add(i32 group, i32 warp) const {
+    constexpr i32 kPartElements = 32 * kVector;
+    constexpr i32 kTurn = kWarps - (kConfig.chunk + kPartElements - 1) / kPartElements % kWarps;
     RingReader reader(b_.s.reduce, group, kConfig.reduce_groups());
     for (bool goes_on = true; goes_on;) {
       if (!reader.wait()) return b_.fail_copy();
       const RingItem item = reader.item();
       goes_on = item.count != kRingEnd;
-      if (goes_on) add_item(item, thread);
+      if (goes_on) add_item(item, warp);
       reader.release();
+      warp = (warp + kTurn) % kWarps;
     }
   }
 
@@ -102,7 +107,8 @@ class CombineReduce {
         return false;
       }
       const u32 num_bytes = static_cast<u32>(kConfig.wire_bytes(kConfig.chunk_elements(chunk)));
-      writer.announce({.count = count, .index = index, .chunk = chunk}, static_cast<u32>(count) * num_bytes);
+      writer.announce({.count = count, .index = index, .chunk = static_cast<u16>(chunk)},
+                      static_cast<u32>(count) * num_bytes);
       if (row >= 0) {
         ptx::bulk_load(b_.reduce_slot(writer.slot(__popc(present & ptx::lanes_below()))),
                        source + static_cast<i64>(chunk) * kConfig.wire_bytes(kConfig.chunk), num_bytes,
@@ -125,55 +131,69 @@ class CombineReduce {
     }
   }
 
-  __device__ void add_item(const RingItem& item, i32 thread) const {
+  // By code that knows how many there are: nothing is asked between loads and additions. With a bias one by one, which saves
+  // registers.
+  __device__ void add_item(const RingItem& item, i32 warp) const {
+    if (b_.a.bias != nullptr) return add_rows<1, true>(item, warp);
+    if (item.count <= 1) return add_rows<1>(item, warp);
+    if (item.count == 2) return add_rows<2>(item, warp);
+    if (item.count == 3) return add_rows<3>(item, warp);
+    add_rows<4>(item, warp);
+  }
+
+  // The first kCount contributions, then any others.
+  template <i32 kCount, bool kHasBias = false>
+  __device__ void add_rows(const RingItem& item, i32 warp) const {
     const i32 elements = kConfig.chunk_elements(item.chunk);
-    const i64 token = b_.token_of(item.index);
     const i32 column = item.chunk * kConfig.chunk;
-    u8* out = b_.a.out + token * kConfig.row_bytes() + static_cast<i64>(column) * Row::kBytes;
+    u8* out = b_.a.out + b_.token_of(item.index) * static_cast<i64>(kConfig.row_bytes()) + column * Row::kBytes;
     const u8* rows[kAtOnce];
     find_slots(item, 0, rows);
-    for (i32 element = thread * kVector; element < elements; element += kGroupThreads * kVector) {
+    for (i32 first = warp * 32 * kVector; first < elements; first += kWarps * 32 * kVector) {
+      // Lanes beyond the end do the last vector too: the whole warp goes through the loop.
+      const i32 element = min(first + b_.lane * kVector, elements - kVector);
       // The order of additions is part of the contract: ranks ascending from +0, then bias; one rounding.
       float total[kVector] = {};
-      add_rows(rows, item.count, element, elements, total);
-      for (i32 first = kAtOnce; first < item.count; first += kAtOnce) {
-        const u8* more[kAtOnce];
-        find_slots(item, first, more);
-        add_rows(more, item.count - first, element, elements, total);
+      if (item.count > 0) add_vectors<kCount>(rows, element, elements, total);
+      if constexpr (kHasBias || (kCount == kAtOnce && kRanks > kAtOnce)) {
+#pragma unroll 1
+        for (i32 next = kCount; next < item.count; ++next) {
+          const u8* more[kAtOnce];
+          find_slots(item, next, more);
+          add_vectors<1>(more, element, elements, total);
+        }
       }
-      if (b_.a.bias != nullptr) add_bias(token, column + element, total);
-      *reinterpret_cast<Packed*>(out + element * Row::kBytes) = Row::pack(total);
+      if constexpr (kHasBias) add_bias(b_.token_of(item.index), column + element, total);
+#pragma unroll
+      for (i32 part = 0; part < kVector; part += Row::kVector) {
+        *reinterpret_cast<Packed*>(out + (element + part) * Row::kBytes) = Row::pack(&total[part]);
+      }
     }
   }
 
-  __device__ static void add_rows(const u8* const (&rows)[kAtOnce], i32 count, i32 element, i32 elements,
-                                  float (&total)[kVector]) {
+  template <i32 kCount>
+  __device__ static void add_vectors(const u8* const (&rows)[kAtOnce], i32 element, i32 elements,
+                                     float (&total)[kVector]) {
     if constexpr (kConfig.wire_is_fp8) {
-      const i32 scale_at = kConfig.scales_at(elements) + element / kQuantizeGroup * 4;
-      typename Codes::Codes codes[kAtOnce];
-      float scale[kAtOnce];
+      const i32 scale_at =
+          kConfig.scales_at(elements) + static_cast<i32>(static_cast<u32>(element) / kQuantizeGroup) * 4;
+      typename Codes::Codes codes[kCount];
 #pragma unroll
-      for (i32 idx = 0; idx < kAtOnce; ++idx) {
-        if (idx < count) codes[idx] = Codes::load(rows[idx], element);
-        if (idx < count) scale[idx] = *reinterpret_cast<const float*>(rows[idx] + scale_at);
-      }
+      for (i32 idx = 0; idx < kCount; ++idx) codes[idx] = Codes::load(rows[idx], element);
 #pragma unroll
-      for (i32 idx = 0; idx < kAtOnce; ++idx) {
-        if (idx >= count) break;
+      for (i32 idx = 0; idx < kCount; ++idx) {
+        const float scale = *reinterpret_cast<const float*>(rows[idx] + scale_at);
         float values[kVector];
         Codes::unpack(codes[idx], values);
 #pragma unroll
-        for (i32 at = 0; at < kVector; ++at) total[at] += values[at] * scale[idx];
+        for (i32 at = 0; at < kVector; ++at) total[at] += values[at] * scale;
       }
     } else {
-      Packed packed[kAtOnce];
+      Packed packed[kCount];
 #pragma unroll
-      for (i32 idx = 0; idx < kAtOnce; ++idx) {
-        if (idx < count) packed[idx] = Row::load(rows[idx], element);
-      }
+      for (i32 idx = 0; idx < kCount; ++idx) packed[idx] = Row::load(rows[idx], element);
 #pragma unroll
-      for (i32 idx = 0; idx < kAtOnce; ++idx) {
-        if (idx >= count) break;
+      for (i32 idx = 0; idx < kCount; ++idx) {
         float values[kVector];
         Row::unpack(packed[idx], values);
 #pragma unroll
@@ -184,15 +204,18 @@ class CombineReduce {
 
   __device__ void add_bias(i64 token, i32 column, float (&total)[kVector]) const {
     const u8* bias = b_.a.bias + token * b_.a.bias_row_bytes;
-    float values[kVector];
-    if (b_.a.bias_is_fp32) {
 #pragma unroll
-      for (i32 at = 0; at < kVector; ++at) values[at] = reinterpret_cast<const float*>(bias)[column + at];
-    } else {
-      Row::unpack(Row::load(bias, column), values);
+    for (i32 part = 0; part < kVector; part += Row::kVector) {
+      float values[Row::kVector];
+      if (b_.a.bias_is_fp32) {
+#pragma unroll
+        for (i32 at = 0; at < Row::kVector; ++at) values[at] = reinterpret_cast<const float*>(bias)[column + part + at];
+      } else {
+        Row::unpack(Row::load(bias, column + part), values);
+      }
+#pragma unroll
+      for (i32 at = 0; at < Row::kVector; ++at) total[part + at] += values[at];
     }
-#pragma unroll
-    for (i32 at = 0; at < kVector; ++at) total[at] += values[at];
   }
 
   const Block& b_;

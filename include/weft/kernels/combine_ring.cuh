@@ -12,12 +12,12 @@ namespace weft::kernels {
 
 constexpr i32 kRingEnd = -1;  // as the count of an item: nothing comes after it
 
-struct RingItem {
+struct alignas(16) RingItem {
   i32 first = 0;  // slot of its first row
   i32 count = 0;  // rows, in consecutive slots, or kRingEnd
   i32 index = 0;  // of the token among those of the block
-  i32 chunk = 0;
-  i32 owner = 0;  // push: rank whose token it is
+  u16 chunk = 0;
+  u16 owner = 0;  // push: rank whose token it is
 };
 
 template <i32 kSlotCount>

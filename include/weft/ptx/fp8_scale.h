@@ -16,15 +16,21 @@ struct Fp8Scale {
 
 WEFT_HD constexpr i32 fp8_scale_bytes(Quantize format) { return format == Quantize::kFp8 ? 4 : 1; }
 
-// `amax_bits`: bits of the largest magnitude; for non-negative floats the order of the bits is that of the values, and a
-// NaN is above infinity.
+constexpr float kLargestE4m3 = 448.0f;
+
+// a. `amax_bits`: bits of the largest magnitude; for non-negative floats the order of the bits is that of the values, and
+// a NaN is above infinity.
+WEFT_HD inline float fp8_amax(u32 amax_bits) {
+  constexpr u32 kNanBits = 0x7fc00000u;
+  const float largest = bits_float(amax_bits);
+  return amax_bits > 0x7f800000u ? bits_float(kNanBits) : largest < 1e-4f ? 1e-4f : largest;
+}
+
 WEFT_HD inline Fp8Scale fp8_scale(u32 amax_bits, Quantize format) {
-  constexpr float kLargestE4m3 = 448.0f;
   constexpr u32 kNanBits = 0x7fc00000u;
   constexpr u32 kE8m0Nan = 255;
   const bool is_nan = amax_bits > 0x7f800000u;
-  const float largest = bits_float(amax_bits);
-  const float amax = is_nan ? bits_float(kNanBits) : largest < 1e-4f ? 1e-4f : largest;
+  const float amax = fp8_amax(amax_bits);
   const float scale = amax / kLargestE4m3;
   if (format == Quantize::kFp8) return {kLargestE4m3 / amax, float_bits(scale)};
   // 2^ceil(log2(scale)) from the bits; amax >= 1e-4 keeps the scale a normal number.

@@ -44,15 +44,16 @@ __device__ inline float max_nan(float left, float right) {
   return larger;
 }
 
-__device__ inline u32 max_nan_bf16x2(u32 left, u32 right) {
+// Larger magnitudes, NaN if one of the two is; their signs mean nothing.
+__device__ inline u32 max_magnitude_bf16x2(u32 left, u32 right) {
   u32 larger;
-  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(left), "r"(right));
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(left), "r"(right));
   return larger;
 }
 
-__device__ inline u32 max_nan_fp16x2(u32 left, u32 right) {
+__device__ inline u32 max_magnitude_fp16x2(u32 left, u32 right) {
   u32 larger;
-  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(left), "r"(right));
+  asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(left), "r"(right));
   return larger;
 }
 

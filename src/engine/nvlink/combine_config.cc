@@ -12,7 +12,6 @@ namespace {
 constexpr i32 kStaticBytes = 4 * 1024;  // of the kernel's own variables and what the driver keeps
 // Bytes of a row that one slot holds: small enough for many in flight, large enough for few waits (nvlink-combine.md).
 constexpr i32 kSlotBytes = 7168;
-constexpr i32 kQuantizedSlotBytes = 14336;  // half as wide on the wire
 
 // `width`: most rows of an item.
 i32 slots_in(i32 num_bytes, i32 slot_bytes, i32 width) {
@@ -23,28 +22,22 @@ i32 slots_in(i32 num_bytes, i32 slot_bytes, i32 width) {
 // Whether every item fits with another behind it.
 bool is_enough(const CombineKernelConfig& config) {
   if (config.reduce_slots < config.num_ranks + (config.num_ranks + 1) / 2) return false;
-  if (!config.has_push()) return true;
-  return config.push_slots >= std::max(4, config.plan_width() + (config.plan_width() + 1) / 2);
+  return !config.has_push() || config.has_partials() || config.push_slots >= 4;
 }
 
 void share_out(CombineKernelConfig& config, bool has_push, i32 room) {
   config.push_slots = config.partial_slots = 0;
   if (has_push && config.has_partials()) {
     // A multiple of the groups that write them and of the warps that store them, so that a slot belongs to one of each.
-    constexpr i32 kPushPercent = 55;
-    config.push_slots = 1;
-    config.partial_slots = 6;
-    const i32 rest =
-        room - config.partial_slots * config.wire_slot_bytes() - config.weights_bytes() - config.plan_bytes();
-    config.push_slots = slots_in(rest / 100 * kPushPercent, config.row_slot_bytes(), config.plan_width());
-    config.reduce_slots =
-        slots_in(rest - config.push_slots * config.row_slot_bytes(), config.wire_slot_bytes(), config.num_ranks);
+    config.partial_slots = config.partial_groups() * (config.is_by_expert() ? 2 : 1);
+    const i32 rest = room - config.partial_slots * config.partial_slot_bytes() - config.plan_bytes();
+    config.reduce_slots = slots_in(rest, config.reduce_slot_bytes(), config.num_ranks);
   } else if (has_push) {
     config.push_slots = 1;
-    config.push_slots = slots_in((room - config.plan_bytes()) / 2, config.row_slot_bytes(), config.num_ranks);
+    config.push_slots = slots_in((room - config.plan_bytes()) / 2, config.push_slot_bytes(), config.num_ranks);
     config.reduce_slots = config.push_slots;
   } else {
-    config.reduce_slots = slots_in(room, config.wire_slot_bytes(), config.num_ranks);
+    config.reduce_slots = slots_in(room, config.reduce_slot_bytes(), config.num_ranks);
   }
 }
 
@@ -52,12 +45,13 @@ void share_out(CombineKernelConfig& config, bool has_push, i32 room) {
 
 CombineKernelConfig with_slots(CombineKernelConfig config, bool has_push, int shared_bytes) {
   const i32 unit = config.wire_is_fp8 ? kQuantizeGroup : 16 / dtype_bytes(config.dtype);
-  const i32 target = config.wire_is_fp8 ? kQuantizedSlotBytes : kSlotBytes;
   const i32 most_chunks = (config.hidden + unit - 1) / unit;
-  for (i32 num_chunks = std::max((config.row_bytes() + target - 1) / target, 1);; num_chunks *= 2) {
+  for (i32 num_chunks = std::max((config.row_bytes() + kSlotBytes - 1) / kSlotBytes, 1);; num_chunks *= 2) {
     const i32 chunks = std::min(num_chunks, most_chunks);
     const i32 elements = (config.hidden + chunks - 1) / chunks;
     config.chunk = (elements + unit - 1) / unit * unit;
+    // Half as wide on the wire: stored two at a time.
+    config.push_chunks = config.wire_is_fp8 && !config.is_by_expert() && chunks > 1 ? 2 : 1;
     share_out(config, has_push, shared_bytes - kStaticBytes);
     if (is_enough(config)) return config;
     if (chunks == most_chunks) break;

@@ -24,17 +24,20 @@ inline float max_nan(float left, float right) {
   return left > right ? left : right;
 }
 
-inline u32 max_nan_bf16x2(u32 left, u32 right) {
+// With the sign that PTX says, which nobody may rely on.
+inline u32 max_magnitude_bf16x2(u32 left, u32 right) {
   const auto larger = [&](u32 shift) {
-    return max_nan(bf16_to_float(static_cast<u16>(left >> shift)), bf16_to_float(static_cast<u16>(right >> shift)));
+    return max_nan(bf16_to_float(static_cast<u16>(left >> shift & 0x7fffu)),
+                   bf16_to_float(static_cast<u16>(right >> shift & 0x7fffu)));
   };
-  return pack_bf16x2(larger(0), larger(16));
+  return pack_bf16x2(larger(0), larger(16)) ^ ((left ^ right) & 0x80008000u);
 }
-inline u32 max_nan_fp16x2(u32 left, u32 right) {
+inline u32 max_magnitude_fp16x2(u32 left, u32 right) {
   const auto larger = [&](u32 shift) {
-    return max_nan(fp16_to_float(static_cast<u16>(left >> shift)), fp16_to_float(static_cast<u16>(right >> shift)));
+    return max_nan(fp16_to_float(static_cast<u16>(left >> shift & 0x7fffu)),
+                   fp16_to_float(static_cast<u16>(right >> shift & 0x7fffu)));
   };
-  return pack_fp16x2(larger(0), larger(16));
+  return pack_fp16x2(larger(0), larger(16)) ^ ((left ^ right) & 0x80008000u);
 }
 
 }  // namespace weft::ptx
