@@ -10,6 +10,7 @@ namespace weft {
 // Warps that store rows. A stage belongs to one of them for good: who waits for phase n of a barrier has then seen
 // phase n - 1 end, without which a wait by parity could pass a phase too early.
 constexpr i32 kStoreWarps = 2;
+constexpr i32 kFanWarps = 6;  // that copy received rows to the places of their other picks
 
 struct DispatchKernelConfig {
   i32 num_ranks = 1;
@@ -46,12 +47,10 @@ struct DispatchKernelConfig {
     return (holes + (is_cached ? 0 : groups + counts) + 127) / 128 * 128;
   }
   WEFT_HD constexpr i32 shared_bytes() const { return index_bytes() + num_stages * stage_bytes(); }
-  // By expert: that copy received rows to the places of their other picks; as many as registers allow.
-  WEFT_HD constexpr i32 num_fan_warps() const { return is_quantized() ? 6 : 12; }
   // Load, store, quantise, and those that write ids (rank_major) or copy what arrives and tell what has gone; many in all,
   // since all count.
   WEFT_HD constexpr i32 num_warps() const {
-    const i32 busy = 1 + kStoreWarps + num_quantize_warps + (is_by_expert() ? num_fan_warps() + 1 : 2);
+    const i32 busy = 1 + kStoreWarps + num_quantize_warps + (is_by_expert() ? kFanWarps + 1 : 2);
     return busy < 16 ? 16 : busy;
   }
   WEFT_HD constexpr i32 num_threads() const { return num_warps() * 32; }

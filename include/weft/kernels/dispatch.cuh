@@ -84,8 +84,8 @@ class Dispatch {
       if (blockIdx.x == 0) count_.write_counts(kFirstOther);
       if constexpr (kConfig.is_by_expert()) {
         i32* plan = kConfig.is_cached ? state_.a.recv_plan : count_.recv_plan();
-        if (warp_ - kFirstOther == kConfig.num_fan_warps()) send_.post_progress();
-        if (warp_ - kFirstOther >= kConfig.num_fan_warps()) return;
+        if (warp_ - kFirstOther == kFanWarps) send_.post_progress();
+        if (warp_ - kFirstOther >= kFanWarps) return;
         DispatchFan<kConfig>(state_, plan, warp_ - kFirstOther).run();
       } else if constexpr (!kConfig.is_cached) {
         send_.store_ids(kFirstOther);

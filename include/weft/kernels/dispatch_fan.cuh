@@ -1,6 +1,6 @@
 // Dispatch by expert, third part: a row crosses the wire once; here the receiver copies it to the places of its other picks,
-// while later rows are still on their way (docs/protocols/nvlink-dispatch.md, step 5). Plain loads and stores by many
-// warps, since a row takes some microseconds: they need no shared memory, which all goes to what is sent.
+// while later rows are still on their way (docs/protocols/nvlink-dispatch.md, step 5). Plain loads and stores by kFanWarps
+// warps: they need no shared memory, which all goes to what is sent, and are many, since a row takes a microsecond.
 #pragma once
 
 #include "weft/kernels/dispatch_send.cuh"
@@ -13,7 +13,6 @@ class DispatchFan : public DispatchState<kConfig> {
   using Base = DispatchState<kConfig>;
   using Base::a, Base::s, Base::flight, Base::lane, Base::rank;
   using Base::kRanks, Base::kTopk, Base::kLocal, Base::kRowBytes, Base::kScaleBytes;
-  static constexpr i32 kWarps = kConfig.num_fan_warps();
   static constexpr i32 kSteps = (kTopk + 31) / 32;    // picks of a lane
   static constexpr i32 kBatch = kSteps == 1 ? 8 : 2;  // items whose entries are asked for together
 
@@ -27,7 +26,7 @@ class DispatchFan : public DispatchState<kConfig> {
     i32 most = 0;
     for (i32 source = 0; source < kRanks; ++source) most = max(most, this->num_items(0, s.num_tokens[source]));
     const i32 num_batches = (most + kBatch - 1) / kBatch * kRanks * kStoreWarps;
-    for (i32 batch = fan_warp_; batch < num_batches; batch += kWarps) {
+    for (i32 batch = fan_warp_; batch < num_batches; batch += kFanWarps) {
       const i32 source = batch % kRanks, store_warp = batch / kRanks % kStoreWarps;
       const i32 first = batch / (kRanks * kStoreWarps) * kBatch;
       const i32 end = min(first + kBatch, this->num_items(store_warp, s.num_tokens[source]));
@@ -99,70 +98,55 @@ class DispatchFan : public DispatchState<kConfig> {
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) num_others += __popc(picks[step]);
     if (num_others == 0) return;
-    copy_row(primary, row, picks);
+    copy_row<kRowBytes>(s.x[rank()], primary, row, picks);
+    if constexpr (kScaleBytes > 0) copy_row<kScaleBytes>(s.scales[rank()], primary, row, picks);
   }
 
-  // As much as registers hold at a time; scales come with the first part of the row, since each load takes a microsecond.
-  __device__ void copy_row(i32 primary, const i32 (&row)[kSteps], const u32 (&picks)[kSteps]) {
-    using Unit = Piece<piece_bytes(kRowBytes)>;
-    using ScaleUnit = Piece<kScaleBytes == 0 ? 1 : piece_bytes(kScaleBytes)>;
-    constexpr i32 kUnits = kRowBytes / static_cast<i32>(sizeof(Unit));
+  // As much as registers hold at a time.
+  template <i32 kBytes>
+  __device__ void copy_row(u8* rows, i32 primary, const i32 (&row)[kSteps], const u32 (&picks)[kSteps]) {
+    using Unit = Piece<piece_bytes(kBytes)>;
+    constexpr i32 kUnits = kBytes / static_cast<i32>(sizeof(Unit));
     constexpr i32 kHeld = kUnits < 32 * 14 ? (kUnits + 31) / 32 : 14;
-    constexpr i32 kScaleUnits = kScaleBytes / static_cast<i32>(sizeof(ScaleUnit));
-    constexpr i32 kParts = max_of((kUnits + 32 * kHeld - 1) / (32 * kHeld), (kScaleUnits + 31) / 32);
+    const Unit* from = reinterpret_cast<const Unit*>(rows + static_cast<i64>(primary) * kBytes);
 #pragma unroll 1
-    for (i32 part = 0; part < kParts; ++part) {
-      const i32 first = part * 32 * kHeld + lane, scale = part * 32 + lane;
+    for (i32 first = 0; first < kUnits; first += 32 * kHeld) {
       Unit held[kHeld];
-      ScaleUnit held_scale{};
-      const Unit* from = unit_of<Unit>(s.x[rank()], primary, kRowBytes);
 #pragma unroll
       for (i32 idx = 0; idx < kHeld; ++idx) {
-        if (first + idx * 32 < kUnits) held[idx] = from[first + idx * 32];
+        const i32 unit = first + idx * 32 + lane;
+        if (unit < kUnits) held[idx] = from[unit];
       }
-      if (scale < kScaleUnits) held_scale = unit_of<ScaleUnit>(s.scales[rank()], primary, kScaleBytes)[scale];
 #pragma unroll
       for (i32 step = 0; step < kSteps; ++step) {
         for (u32 others = picks[step]; others != 0; others &= others - 1) {
           const i32 to = __shfl_sync(0xffffffffu, row[step], __ffs(static_cast<i32>(others)) - 1);
-          Unit* place = unit_of<Unit>(s.x[rank()], to, kRowBytes);
+          Unit* place = reinterpret_cast<Unit*>(rows + static_cast<i64>(to) * kBytes);
 #pragma unroll
           for (i32 idx = 0; idx < kHeld; ++idx) {
-            if (first + idx * 32 < kUnits) place[first + idx * 32] = held[idx];
+            const i32 unit = first + idx * 32 + lane;
+            if (unit < kUnits) place[unit] = held[idx];
           }
-          if (scale < kScaleUnits) unit_of<ScaleUnit>(s.scales[rank()], to, kScaleBytes)[scale] = held_scale;
         }
       }
     }
   }
 
-  template <class Unit>
-  __device__ static Unit* unit_of(u8* rows, i32 row, i32 row_bytes) {
-    return reinterpret_cast<Unit*>(rows + static_cast<i64>(row) * row_bytes);
-  }
-
-  // Rows between the end of a group and the begin of the next hold zeros (masked: only their weights do). Hole rows are counted
-  // through all groups and dealt out to the warps of all blocks.
+  // Rows between the end of a group and the begin of the next hold zeros (masked: only their weights do).
   __device__ void zero_holes() {
-    constexpr i32 kAllWarps = kWarps * kConfig.num_blocks;
-    const i32 first = static_cast<i32>(blockIdx.x) * kWarps + fan_warp_;
-    i32 next = first;  // the next hole row of this warp, counted from the begin of the group's
-    for (i32 local = 0; local < kLocal; ++local) {
+    constexpr i32 kWarps = kFanWarps * kConfig.num_blocks;
+    const i32 first = static_cast<i32>(blockIdx.x) * kFanWarps + fan_warp_;
+    for (i32 local = first; local < kLocal; local += kWarps) {
       const i32 shift = kConfig.layout == Layout::kMasked ? local * static_cast<i32>(a.capacity) : 0;
-      const i32 begin = this->hole_begin()[local] + shift, end = this->hole_end()[local] + shift;
-      if constexpr (!kConfig.is_cached) {
-        if (local % kAllWarps == first) zero_weights(begin, end, 32, lane);
-      }
+      const i64 begin = this->hole_begin()[local] + shift, end = this->hole_end()[local] + shift;
+      if constexpr (!kConfig.is_cached) zero_weights(begin, end, 32, lane);
       if constexpr (kConfig.layout == Layout::kExpertMajor) {
-        for (; begin + next < end; next += kAllWarps) {
-          zero_row<kRowBytes>(s.x[rank()], begin + next);
-          if constexpr (kScaleBytes > 0) zero_row<kScaleBytes>(s.scales[rank()], begin + next);
-        }
-        next -= max(end - begin, 0);
+        zero_rows<kRowBytes>(s.x[rank()], begin, end);
+        if constexpr (kScaleBytes > 0) zero_rows<kScaleBytes>(s.scales[rank()], begin, end);
       }
     }
     if (kConfig.layout != Layout::kExpertMajor || kConfig.is_cached || a.capacity < 0) return;
-    zero_weights(this->hole_end()[kLocal - 1], a.capacity, kAllWarps * 32, first * 32 + lane);
+    zero_weights(this->hole_end()[kLocal - 1], a.capacity, kWarps * 32, first * 32 + lane);
   }
 
   __device__ void zero_weights(i64 begin, i64 end, i32 num_threads, i32 thread) {
@@ -170,11 +154,11 @@ class DispatchFan : public DispatchState<kConfig> {
   }
 
   template <i32 kBytes>
-  __device__ void zero_row(u8* rows, i32 row) {
+  __device__ void zero_rows(u8* rows, i64 begin, i64 end) {
     using Unit = Piece<piece_bytes(kBytes)>;
-    Unit* units = unit_of<Unit>(rows, row, kBytes);
-#pragma unroll 4
-    for (i32 idx = lane; idx < kBytes / static_cast<i32>(sizeof(Unit)); idx += 32) units[idx] = Unit{};
+    auto* units = reinterpret_cast<Unit*>(rows + begin * kBytes);
+    const i64 num_units = (end - begin) * (kBytes / static_cast<i32>(sizeof(Unit)));
+    for (i64 idx = lane; idx < num_units; idx += 32) units[idx] = Unit{};
   }
 
   __device__ i32 num_places() const {

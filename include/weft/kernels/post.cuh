@@ -25,6 +25,8 @@ __device__ inline void post_arrivals(const transport::WindowView& view, const tr
     const u32 now = sync::wait_any_change(&arrived[mine], posted);
     const bool is_over = __any_sync(0xffffffffu, now != posted) == 0 || __any_sync(0xffffffffu, now == kPostStops) != 0;
     if (is_over) return;
+    // What bulk stores have written is released by another thread than the one that has seen them complete.
+    ptx::fence_proxy_async();
     if (has_peer && now != posted) {
       transport::post(view, flight, peer, static_cast<i32>(blockIdx.x), first_channel + mine, now);
     }

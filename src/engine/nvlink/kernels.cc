@@ -1,6 +1,7 @@
 #include "engine/nvlink/kernels.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/status.h"
 #include "engine/nvlink/small_dispatch.h"
@@ -142,7 +143,9 @@ const Kernel& Kernels::prepare(const CombineKernelConfig& config) {
 
 const Kernel& Kernels::prepare(const std::string& source, unsigned num_threads, unsigned shared_bytes) {
   const std::lock_guard lock(mutex_);
-  const auto found = loaded_.find(source);
+  // Windows of other sizes launch the same code with more or less shared memory.
+  const auto key = std::pair(source, shared_bytes);
+  const auto found = loaded_.find(key);
   if (found != loaded_.end()) return found->second;
   const std::string cubin = compiler_.cubin(source);
   cuda::Module module = nullptr;
@@ -155,7 +158,7 @@ const Kernel& Kernels::prepare(const std::string& source, unsigned num_threads, 
   cuda::check(
       cuda::driver().function_set_attribute(kernel.function, cuda::kMaxDynamicShared, static_cast<int>(shared_bytes)),
       "cuFuncSetAttribute");
-  return loaded_.emplace(source, kernel).first->second;
+  return loaded_.emplace(key, kernel).first->second;
 }
 
 }  // namespace weft::nvlink

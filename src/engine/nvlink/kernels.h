@@ -4,6 +4,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "base/cuda_driver.h"
 #include "jit/compiler.h"
@@ -50,7 +51,7 @@ class Kernels {
   int num_multiprocessors_ = 0;
   jit::Compiler compiler_;
   std::mutex mutex_;
-  std::map<std::string, Kernel> loaded_;  // by source
+  std::map<std::pair<std::string, unsigned>, Kernel> loaded_;  // by source and shared memory
   std::vector<cuda::Module> modules_;
 };
 

@@ -56,6 +56,7 @@ struct State {
   std::vector<std::pair<uint64_t, uint64_t>> waits;
   KernelBody kernel;
   int num_launches = 0;
+  unsigned shared_bytes = 0;
   std::atomic<int> gpu_result{0};
   std::atomic<bool> has_fabric{false};
   std::string failing;
@@ -304,8 +305,8 @@ Result module_get_function(Function* function, Module, const char*) {
   return kSuccess;
 }
 Result function_set_attribute(Function, int, int) { return kSuccess; }
-Result launch(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream stream,
-              void** params, void**) {
+Result launch(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned shared_bytes,
+              Stream stream, void** params, void**) {
   if (const Result result = injected("cuLaunchKernel"); result != kSuccess) return result;
   submit(stream);
   KernelBody body;
@@ -313,6 +314,7 @@ Result launch(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsign
     State& s = state();
     const std::lock_guard lock(s.mutex);
     ++s.num_launches;
+    s.shared_bytes = shared_bytes;
     body = s.kernel;
   }
   if (body) body(params[0]);
@@ -432,6 +434,10 @@ int64_t physical_bytes() {
 int num_launches() {
   const std::lock_guard lock(state().mutex);
   return state().num_launches;
+}
+unsigned last_shared_bytes() {
+  const std::lock_guard lock(state().mutex);
+  return state().shared_bytes;
 }
 
 }  // namespace fake_cuda

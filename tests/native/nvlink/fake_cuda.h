@@ -29,5 +29,6 @@ uint64_t give_work(uint64_t stream);  // returns the counter after it
 int num_mapped();                     // mappings of physical memory
 int64_t physical_bytes();             // that someone holds
 int num_launches();
+unsigned last_shared_bytes();  // of the last launch, dynamic
 
 }  // namespace fake_cuda

@@ -535,6 +535,35 @@ TEST(a_staged_combine_is_two_launches_in_turn) {
       false);
 }
 
+TEST(windows_of_other_sizes_launch_the_same_code_with_their_own_shared_memory) {
+  with_ranks(
+      [](Rank& rank) {
+        unsigned smaller = 0;
+        for (const int tokens : {2, 16}) {
+          GpuWindowShape shape = window_shape();
+          shape.small_tokens = tokens;
+          rank.make_window(shape);
+          DispatchArgs args;
+          args.is_small = true;
+          args.capacity = 64;
+          args.max_tokens = args.num_tokens = 2;
+          args.hidden = 32;
+          args.row_bytes = 64;
+          args.dtype = Dtype::kBf16;
+          args.num_blocks = 1;
+          args.timeout_ns = kTimeoutNs;
+          args.stream = stream_of(rank.me);
+          rank.window->dispatch(args, kNoPoll);
+          rank.meet();
+          CHECK(fake_cuda::last_shared_bytes() > smaller);
+          smaller = fake_cuda::last_shared_bytes();
+          rank.meet();
+          rank.window.reset();
+        }
+      },
+      false);
+}
+
 TEST(what_broke_a_window_is_told_before_a_half_that_was_not_received) {
   with_ranks(
       [](Rank& rank) {
