@@ -43,7 +43,7 @@ def test_what_is_measured_is_stored_where_objects_find_it(tmp_path: Path, monkey
     assert found.source.startswith("weft tune on ")
     assert found.shape["hidden"] == 256
     wanted = {(row["op"], row["layout"], row["form"]): row["most_tokens"] for row in by_kind["tuned_crossover"]}
-    assert found.table.crossovers == wanted
+    assert dict(found.table.most_tokens) == wanted
     assert found.table.num_sms == tuple((row["most_tokens"], row["num_sms"]) for row in by_kind["tuned_sms"])
 
     def table_of(comm: weft.Communicator) -> object:
