@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,11 @@ from cli_lines import assert_documented, rows_of
 from typer.testing import CliRunner
 
 import weft
+import weft.verify.kill as killing
 from weft.cli import app
 from weft.verify import Fixed, TrialResult, draw_case, repeat_command, run_trials
 from weft.verify.check import Mismatch, expect_equal
+from weft.verify.kill_board import Board
 
 
 def test_right_results_pass() -> None:
@@ -179,6 +184,41 @@ def test_ranks_die_one_after_the_other() -> None:
     refused = CliRunner().invoke(app, ["verify", "--kill", "--ranks", "3", "--deaths", "3", "--json"])
     assert refused.exit_code == 2
     assert "deaths=3" in refused.output
+
+
+@pytest.mark.parametrize("is_back", [True, False])
+def test_gpu_memory_of_the_dead_is_waited_for(is_back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver has it back some time after the survivors have rebuilt; memory that stays is a problem."""
+    before, left, lasting = 7 << 30, 3 << 20, 2 << 30
+    plan, board = killing._Plan(victims=(0,), delays_s=(0.0,)), Board(2)
+    victim = multiprocessing.get_context("fork").Process(target=run_until_killed, args=(board,))
+    victim.start()
+    board.note_running(1, 0)
+    board.note_through(1, 0)
+    looks = 0
+
+    def gpu_memory() -> dict[int, int]:
+        nonlocal looks
+        looks += 1
+        victim.join()
+        assert not board.is_over(0), "survivors must not go on before"
+        return {0: before + (left if is_back and looks > 3 else lasting)}
+
+    monkeypatch.setattr(killing, "_gpu_memory", gpu_memory)
+    monkeypatch.setattr(killing, "_MEMORY_BACK_S", 30.0 if is_back else 0.05)
+    killing._kill(board, plan, 2, {0: before})
+    assert victim.exitcode == -signal.SIGKILL
+    assert board.is_over(0)
+    result = killing._result(0, draw_case(0, Fixed(ranks=2)), plan, 0, board, killing._Seen([], []))
+    assert result.ok == is_back
+    assert result.memory_left_bytes == (left if is_back else lasting)
+    assert (result.memory_back_us is not None) == is_back
+    assert is_back or "2048 MiB left on the GPU of rank 0" in result.problems[0]
+
+
+def run_until_killed(board: Board) -> None:
+    board.note_running(0, 0)
+    time.sleep(60)
 
 
 @pytest.mark.parametrize("flags", [[], ["--kill"]])

@@ -11,21 +11,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import mmap
 import multiprocessing
-import os
 import random
-import signal
-import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import InvalidArgument
 from weft.verify.cases import Case, Fixed, check_environment, check_fixed, draw_case
+from weft.verify.kill_board import Board
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +35,7 @@ _KILL_WITHIN_S = 0.2  # a victim dies at a uniformly random moment of this time,
 _DEADLINE_S = 30.0
 _GIVE_UP_S = 60.0
 _MOST_LEFT_BYTES = 256 << 20  # of GPU memory, after a death: other users of the GPU and the driver take some
-_WORD = struct.Struct("q")
+_MEMORY_BACK_S = 10.0  # the driver gives back what a dead process had when the process ends, half a second or so later
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,12 @@ class KillResult:
     detection_us: tuple[float, ...]  # per survivor
     channels: tuple[dict[str, float], ...]  # per survivor: us from the kill to the report of each channel that saw it
     rebuild_us: tuple[float, ...]  # per survivor: comm.rebuild
-    memory_left_bytes: int | None  # on the victim's GPU after the rebuild, more than before the ranks started
+    memory_left_bytes: (
+        int | None
+    )  # on the victim's GPU after its end and the rebuild, more than before the ranks started
+    memory_back_us: (
+        float | None
+    )  # from the kill to the first look that found little left, after the rebuild; None: never
     problems: tuple[str, ...]
 
     @property
@@ -84,55 +86,6 @@ class _Plan:
         return tuple(rank for rank in range(num_ranks) if rank not in self.victims[:death])
 
 
-class _Board:
-    """A page shared by the ranks and the killer. Words of each rank: its pid, how many deaths it has run up to, and has
-    come through; words of each death: when it was, and what memory was left.
-    """
-
-    _PID, _RUNS, _THROUGH, _KILLED_AT, _MEMORY = range(5)
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-        self._page = mmap.mmap(-1, mmap.PAGESIZE)
-
-    def _get(self, kind: int, idx: int) -> int:
-        return int(_WORD.unpack_from(self._page, (kind * self._ranks + idx) * _WORD.size)[0])
-
-    def _set(self, kind: int, idx: int, value: int) -> None:
-        _WORD.pack_into(self._page, (kind * self._ranks + idx) * _WORD.size, value)
-
-    def note_running(self, rank: int, death: int) -> None:
-        """This rank makes calls and waits for death number `death`."""
-        self._set(self._PID, rank, os.getpid())
-        self._set(self._RUNS, rank, death + 1)
-
-    def note_through(self, rank: int, death: int) -> None:
-        """This rank has rebuilt after it, or given up."""
-        self._set(self._THROUGH, rank, death + 1)
-
-    def are_running(self, ranks: Iterable[int], death: int) -> bool:
-        return all(self._get(self._RUNS, rank) > death for rank in ranks)
-
-    def are_through(self, ranks: Iterable[int], death: int) -> bool:
-        return all(self._get(self._THROUGH, rank) > death for rank in ranks)
-
-    def kill(self, victim: int, death: int) -> None:
-        """Note the time, then kill."""
-        pid = self._get(self._PID, victim)
-        self._set(self._KILLED_AT, death, time.monotonic_ns())
-        os.kill(pid, signal.SIGKILL)
-
-    def killed_at_ns(self, death: int) -> int:
-        return self._get(self._KILLED_AT, death)
-
-    def set_memory_left(self, death: int, num_bytes: int) -> None:
-        self._set(self._MEMORY, death, num_bytes + 1)  # 0: not measured
-
-    def memory_left(self, death: int) -> int | None:
-        found = self._get(self._MEMORY, death)
-        return found - 1 if found else None
-
-
 def run_kills(*, trials: int, seed: int, fixed: Fixed, device: str = "auto", deaths: int = 1) -> Iterator[KillResult]:
     """Run `trials` trials with `deaths` kills each, one after the other, and yield each kill's result. Not fixed: 4
     ranks, 128 tokens, H = 512, the rest drawn by the seed.
@@ -154,7 +107,7 @@ def _run_trial(trial: int, case: Case, device: str, deaths: int) -> Iterator[Kil
     rng = random.Random(f"weft verify kill {case.seed}")
     victims = tuple(rng.sample(range(case.ranks), deaths))
     plan = _Plan(victims, tuple(rng.uniform(0.0, _KILL_WITHIN_S) for _ in victims))
-    board = _Board(case.ranks)
+    board = Board(case.ranks)
     shared_memory_before = _shared_memory_files()
     gpu_memory_before = {} if device == "cpu" else _gpu_memory()
     args = (board, plan, case.ranks, gpu_memory_before)
@@ -203,10 +156,15 @@ def _problems_of(rank: int, survived: list[_Survivor], death: int, error: BaseEx
     return [f"rank {rank}: gave up before" if error is None else f"rank {rank}: {type(error).__name__}: {error}"]
 
 
-def _result(trial: int, case: Case, plan: _Plan, death: int, board: _Board, seen: _Seen) -> KillResult:
-    victim, memory_left, killed_at_ns = plan.victims[death], board.memory_left(death), board.killed_at_ns(death)
-    if memory_left is not None and memory_left > _MOST_LEFT_BYTES:
-        seen.problems.append(f"{memory_left >> 20} MiB left on the GPU of rank {victim}")
+def _result(trial: int, case: Case, plan: _Plan, death: int, board: Board, seen: _Seen) -> KillResult:
+    victim, killed_at_ns = plan.victims[death], board.killed_at_ns(death)
+    memory_left, measured_at_ns = board.memory_left(death) or (None, 0)
+    is_memory_back = memory_left is not None and memory_left <= _MOST_LEFT_BYTES
+    if memory_left is not None and not is_memory_back:
+        after_s = (measured_at_ns - killed_at_ns) / 1e9
+        seen.problems.append(
+            f"{memory_left >> 20} MiB left on the GPU of rank {victim} {after_s:.1f} s after its death"
+        )
     saw = [part for part in seen.survivors if part.lost_at_ns]
     return KillResult(
         trial=trial,
@@ -221,6 +179,7 @@ def _result(trial: int, case: Case, plan: _Plan, death: int, board: _Board, seen
         ),
         rebuild_us=tuple(part.rebuild_ns / 1e3 for part in seen.survivors if part.rebuild_ns),
         memory_left_bytes=memory_left,
+        memory_back_us=(measured_at_ns - killed_at_ns) / 1e3 if is_memory_back else None,
         problems=tuple(seen.problems),
     )
 
@@ -245,7 +204,7 @@ def _gpu_memory() -> dict[int, int]:
         pynvml.nvmlShutdown()
 
 
-def _kill(board: _Board, plan: _Plan, num_ranks: int, gpu_memory_before: dict[int, int]) -> None:
+def _kill(board: Board, plan: _Plan, num_ranks: int, gpu_memory_before: dict[int, int]) -> None:
     """The killer process: again and again waits until all ranks run, kills one, waits until the others are through."""
     for death, (victim, delay_s) in enumerate(zip(plan.victims, plan.delays_s, strict=True)):
         alive = plan.left(num_ranks, death)
@@ -258,7 +217,21 @@ def _kill(board: _Board, plan: _Plan, num_ranks: int, gpu_memory_before: dict[in
             return
         if gpu_memory_before:
             idx = victim % len(gpu_memory_before)
-            board.set_memory_left(death, max(0, _gpu_memory()[idx] - gpu_memory_before[idx]))
+            _measure_memory_left(board, death, idx, gpu_memory_before[idx])
+        board.note_over(death)
+
+
+def _measure_memory_left(board: Board, death: int, gpu: int, bytes_before: int) -> None:
+    """Look until little is left, for some seconds at most: the victim's own memory comes back when its process has
+    ended, often later than the survivors have rebuilt. These keep what they have until this is over.
+    """
+    give_up_at = time.monotonic() + _MEMORY_BACK_S
+    while True:
+        left = max(0, _gpu_memory()[gpu] - bytes_before)
+        board.set_memory_left(death, left)
+        if left <= _MOST_LEFT_BYTES or time.monotonic() > give_up_at:
+            return
+        time.sleep(0.01)
 
 
 def _comes_true(condition: Callable[[], bool]) -> bool:
@@ -270,7 +243,7 @@ def _comes_true(condition: Callable[[], bool]) -> bool:
     return True
 
 
-def _run_rank(comm: object, case: Case, board: _Board, plan: _Plan, diaries: list[Path]) -> None:
+def _run_rank(comm: object, case: Case, board: Board, plan: _Plan, diaries: list[Path]) -> None:
     """For each death: dispatch and combine until a peer is lost, rebuild with those left, check a whole case."""
     import weft
     from weft.verify.check import DTYPES
@@ -293,11 +266,11 @@ def _run_rank(comm: object, case: Case, board: _Board, plan: _Plan, diaries: lis
                     diary.write(json.dumps(dataclasses.asdict(survivor)) + "\n")
             finally:
                 board.note_through(comm.rank, death)
-            if survivor.problem is not None:
+            if survivor.problem is not None or not _comes_true(functools.partial(board.is_over, death)):
                 break
 
 
-def _one_death(ep: weft.ExpertParallel, case: Case, board: _Board, plan: _Plan, death: int) -> _Survivor:
+def _one_death(ep: weft.ExpertParallel, case: Case, board: Board, plan: _Plan, death: int) -> _Survivor:
     import torch
 
     import weft
