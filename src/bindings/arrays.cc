@@ -57,7 +57,7 @@ nb::object to_tensor(const cpu::Array& array, nb::handle from_dlpack) {
   managed->tensor.shape = managed->shape.data();
   PyObject* capsule = PyCapsule_New(managed.get(), kCapsuleName, free_unused);
   if (capsule == nullptr) throw nb::python_error();
-  static_cast<void>(managed.release());
+  [[maybe_unused]] const ManagedTensor* owned = managed.release();  // by the capsule
   return from_dlpack(nb::steal(capsule));
 }
 
