@@ -23,8 +23,12 @@ SHAPES = {
 }
 
 
-# No machine runs these yet. ptxas spills some bytes there, whatever the number of warps leaves it.
-SPILL_ON_SM_100 = ("combine by expert, plain", "combine by expert, fp8")
+# Sums by expert: ptxas spills 4 to 12 bytes in them, however few the warps are (docs/protocols/nvlink-combine.md).
+KNOWN_SPILLS = (
+    ("sm_90", "fp16, 8 ranks", "combine by expert, plain"),
+    ("sm_100", "bf16", "combine by expert, plain"),
+    ("sm_100", "bf16", "combine by expert, fp8"),
+)
 
 
 def is_wanted(shape: str, name: str) -> bool:
@@ -71,7 +75,7 @@ def test_kernel_compiles_without_spills_and_copies_in_bulk(arch: str, shape: str
     moves_rows = not name.startswith(("unload", "small"))
     is_pulled = "from the heap" in name
     found = sass.problems(compiled, loads_in_bulk=moves_rows, stores_in_bulk=moves_rows and not is_pulled)
-    if arch == "sm_100" and name in SPILL_ON_SM_100:
+    if (arch, shape, name) in KNOWN_SPILLS:
         found = [each for each in found if not each.startswith(("spills", "local memory"))]
     assert found == []
     if name != "unload":

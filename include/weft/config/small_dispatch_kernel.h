@@ -25,7 +25,7 @@ struct SmallDispatchKernelConfig {
   static constexpr i32 kWarps = 16;  // that move rows
 
   // Two more have to do with headers.
-  static constexpr i32 num_threads() { return (kWarps + 2) * 32; }
+  WEFT_HD static constexpr i32 num_threads() { return (kWarps + 2) * 32; }
   WEFT_HD constexpr i32 num_local_experts() const { return num_experts / num_ranks; }
   WEFT_HD constexpr bool is_by_expert() const { return layout != Layout::kRankMajor; }
   WEFT_HD constexpr bool is_quantized() const { return quantize != Quantize::kNone; }
