@@ -28,6 +28,7 @@ from torch import Tensor
 
 import weft
 from weft import env, prebuild, reference
+from weft.bench.apart import apart
 from weft.bench.suite import machine_facts
 from weft.verify.cases import dispatch_options, later_options
 
@@ -354,8 +355,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first round")
     parser.add_argument("--no-traffic", dest="traffic", action="store_false", help="no copies beside the calls")
     options = parser.parse_args()
-    facts = machine_facts(options.device)
-    compile_kernels(facts["arch"], options.ranks)
+    facts = apart(machine_facts, options.device)
+    apart(compile_kernels, facts["arch"], options.ranks)
     ranks = weft.spawn(run_rank, num_ranks=options.ranks, args=(options,), device=options.device)
     row: dict[str, Any] = {"kind": "soak", **{name: facts[name] for name in ("commit", "machine", "driver", "torch")}}
     row |= {"ranks": options.ranks, "engine": ranks[0]["engine"], "seed": options.seed}
