@@ -50,6 +50,7 @@ class Graph:
             "layout": chosen.layout,
             "alignment": chosen.alignment,
             "quantize": chosen.quantize,
+            "scale_layout": chosen.scale_layout if chosen.quantize else "row_major",
             "capacity": self.capacity(),
             "max_tokens": max(self.tokens),
         }

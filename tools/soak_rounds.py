@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 import weft
-from weft.limits import LAYOUTS
+from weft.limits import LAYOUTS, SCALE_LAYOUTS
 from weft.verify.cases import MODES
 
 MAX_TOKENS = 192
@@ -53,6 +53,7 @@ class Round:
     id_dtype: str
     absent: float  # share of ids that are -1
     mode: str  # of weft.verify.cases.MODES
+    scale_layout: str  # where rows are quantised
 
 
 def draw(seed: int, num_ranks: int) -> Round:
@@ -84,6 +85,7 @@ def draw(seed: int, num_ranks: int) -> Round:
         id_dtype=rng.choice(("int32", "int64")),
         absent=rng.choice((0.0, 0.0, 0.1, 0.9)),
         mode=mode,
+        scale_layout=rng.choice(SCALE_LAYOUTS),
     )
 
 
@@ -102,6 +104,7 @@ class GraphSet:
     wire: str | None
     absent: float
     mode: str  # of GRAPH_MODES
+    scale_layout: str  # where rows are quantised
 
 
 def draw_graphs(seed: int, num_ranks: int) -> GraphSet:
@@ -125,6 +128,7 @@ def draw_graphs(seed: int, num_ranks: int) -> GraphSet:
         wire=rng.choice((None, None, "fp8")),
         absent=rng.choice((0.0, 0.0, 0.1)),
         mode=GRAPH_MODES[seed % len(GRAPH_MODES)],
+        scale_layout=rng.choice(SCALE_LAYOUTS),
     )
 
 

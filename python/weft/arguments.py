@@ -35,6 +35,7 @@ from weft.limits import (
 )
 from weft.native_calls import DTYPE_CODES, MASKED, RANK_MAJOR, Call
 from weft.quantized import Quantized
+from weft.scales import word_dtype
 from weft.tuning import choose, small_num_sms
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def check_dispatch(
     layout: Any,
     alignment: Any,
     quantize: Any,
+    scale_layout: Any,
     capacity: Any,
     max_tokens: Any,
     num_sms: Any,
@@ -109,7 +111,22 @@ def check_dispatch(
         raise InvalidArgument(f"x has {data.shape[0]} tokens; allowed are {allowed}")
     if handle is None:
         _check_topk(ep, topk_idx, topk_weights, data)
+    if scale_layout != "row_major":
+        _check_option("scale_layout", scale_layout)
+        call = replace(call, scale_dtype=_column_dtype(x, quantize, scales))
     return call, data, scales
+
+
+def _column_dtype(x: Tensor | Quantized, quantize: str | None, scales: Tensor | None) -> torch.dtype:
+    """Of the column-major scales that a dispatch gives."""
+    if quantize is not None:
+        return torch.float32 if quantize == "fp8" else torch.int32
+    if scales is None or isinstance(x, Tensor) or x.scales is None:
+        raise InvalidArgument(
+            "scale_layout is 'column_major' with rows that have no scales; allowed is 'row_major', or quantize= or a "
+            "weft.Quantized with scales"
+        )
+    return word_dtype(x.scales.dtype)
 
 
 def remember_calls(ep: ExpertParallel) -> dict[Callable[..., Call], Callable[..., Call]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from weft import _load, staged, traces
 from weft.handle import COMPLETE, Event
 from weft.native_calls import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, Calling, NativeCalls, Received, pointer
+from weft.scales import by_column
 
 if TYPE_CHECKING:
     from weft.communicator import Window
@@ -65,7 +66,8 @@ class CpuCalls(NativeCalls):
                 self.bad_ids = self.bad_ids_text(result.num_bad_ids, result.first_bad_id, result.first_bad_at)
             tie = self.tie()
         staged.note(self, "dispatch", call)
-        rows, out_scales, out_weights = _tensor(result.x), _tensor(result.scales), _tensor(result.topk_weights)
+        rows, out_weights = _tensor(result.x), _tensor(result.topk_weights)
+        out_scales = by_column(_tensor(result.scales), call.scale_dtype)
         out_idx = _tensor(result.topk_idx) if call.layout == RANK_MAJOR else topk_idx.new_empty(0)
         recv_plan = _tensor(result.recv_plan)
         if clear_tail:
@@ -118,7 +120,7 @@ class CpuCalls(NativeCalls):
         if clear_tail:
             filled = sizes[: self.num_local_experts] if call.layout == MASKED else sizes[-1]
             clear_tails(call.layout, rows, filled)
-        return rows.to(self.device), _tensor(result.scales).to(self.device)
+        return rows.to(self.device), by_column(_tensor(result.scales), call.scale_dtype).to(self.device)
 
     def combine(
         self,

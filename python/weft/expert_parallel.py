@@ -19,6 +19,7 @@ from weft.limits import default_heap_bytes, dtype_name, landing_row_bytes, max_r
 from weft.log import logger
 from weft.native_calls import RANK_MAJOR, Call, NativeCalls, Received
 from weft.quantized import Quantized
+from weft.scales import by_column
 from weft.staged import Staged
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ class ExpertParallel:
         layout: str = "rank_major",
         alignment: int = 1,
         quantize: str | None = None,
+        scale_layout: str = "row_major",
         capacity: int | None = None,
         max_tokens: int | None = None,
         num_sms: int | None = None,
@@ -149,6 +151,9 @@ class ExpertParallel:
                 "masked" ([L, C, H]). With a handle: its own, or the default.
             alignment: expert_major: groups start at multiples of it.
             quantize: "fp8" or "fp8_ue8m0": quantise rows on the way; None: don't.
+            scale_layout: of the scales of the result: "row_major", or "column_major" as grouped FP8 GEMMs read them
+                with TMA: strides (..., 1, ld), each column at a multiple of 16 bytes, UE8M0 packed four to an int32
+                [..., N, ceil(S / 4)]. It costs a small kernel, 4 N S bytes. Ranks may differ.
             capacity: most rows (masked: rows an expert), equal on all ranks; exact sizes if None. Picks beyond it are
                 dropped and counted in `overflow`; rows beyond `num_rows` are undefined, zero if gradients are tracked.
             max_tokens: most tokens of any rank in this call, equal on all ranks; None: max_tokens_per_rank.
@@ -174,8 +179,8 @@ class ExpertParallel:
             PeerTimeout, PeerLost: the communicator is broken until `comm.rebuild`.
         """
         call, data, scales = arguments.check_dispatch(
-            self, x, topk_idx, topk_weights, handle, layout, alignment, quantize, capacity, max_tokens, num_sms,
-            deadline_s, mode, staged, async_op, window,
+            self, x, topk_idx, topk_weights, handle, layout, alignment, quantize, scale_layout, capacity, max_tokens,
+            num_sms, deadline_s, mode, staged, async_op, window,
         )  # fmt: skip
         code = arguments.QUANTIZE_CODES[quantize]
         if handle is not None:
@@ -195,6 +200,7 @@ class ExpertParallel:
             ticket = ops.dispatch(*inputs, *numbers, code, is_tracked and call.capacity >= 0)
             shape = (self.num_ranks, self.num_local_experts, self.calls.plans_on_device)
             received = Received(*ops.receive(ticket, *inputs, *shape, *numbers, code))
+            received = received._replace(scales=by_column(received.scales, call.scale_dtype))
         elif is_tracked:
             received, sent = autograd.dispatch(self.calls, call, data, scales, topk_idx, topk_weights, code)
         else:
@@ -211,7 +217,7 @@ class ExpertParallel:
             call=call,
             sent=sent,
         )
-        return self._dispatched(_typed(received.x, received.scales, x, code), handle, call)
+        return self._dispatched(_typed(received.x, received.scales, x, code, call), handle, call)
 
     def combine(
         self,
@@ -309,6 +315,7 @@ class ExpertParallel:
                 call.layout, call.alignment, call.capacity, call.max_tokens, call.deadline_s, call.window, call.num_sms,
                 call.is_small, clear_tail, code,
             )  # fmt: skip
+            out_scales = by_column(out_scales, call.scale_dtype)
         elif is_tracked:
             tie = handle.tie.detach()
             plans = autograd.Plans(handle.send_plan, handle.recv_plan, tie, handle.sizes, handle.rows_shape)
@@ -319,7 +326,7 @@ class ExpertParallel:
                 call, data, scales, handle.send_plan, handle.recv_plan, handle.tie, handle.sizes, handle.rows_shape,
                 handle.num_tokens, False, code,
             )  # fmt: skip
-        return self._dispatched(_typed(rows, out_scales, x, code), handle.repeated(tie, sent), call)
+        return self._dispatched(_typed(rows, out_scales, x, code, call), handle.repeated(tie, sent), call)
 
     def _dispatched(self, x: Tensor | Quantized, handle: Handle, call: Call) -> Dispatched:
         half = self.calls.windows[call.window].half if call.is_staged else None
@@ -356,8 +363,8 @@ class ExpertParallel:
         """Prepare what the first calls would prepare, and wait for all ranks. Collective.
 
         On a GPU: compiles and loads the kernels of a dispatch with `options` (those of `dispatch`: layout, alignment,
-        quantize, capacity, max_tokens, num_sms, mode, staged), its repetition and its combine, by running each without
-        tokens.
+        quantize, scale_layout, capacity, max_tokens, num_sms, mode, staged), its repetition and its combine, by running
+        each without tokens.
 
         Raises:
             As dispatch and combine. CompileError: a kernel could not be compiled.
@@ -453,8 +460,10 @@ def _measured_table(comm: Communicator) -> dict[str, Any]:
     return tuning_files.as_json(found.table)
 
 
-def _typed(rows: Tensor, scales: Tensor, x: Tensor | Quantized, quantize: int) -> Tensor | Quantized:
+def _typed(rows: Tensor, scales: Tensor, x: Tensor | Quantized, quantize: int, call: Call) -> Tensor | Quantized:
     """Bytes of the native module back in the dtypes that the caller knows."""
+    if call.scale_dtype is not None:  # column-major scales have theirs
+        return Quantized(rows.view(x.data.dtype if isinstance(x, Quantized) else torch.float8_e4m3fn), scales)
     if isinstance(x, Quantized):
         typed = None if x.scales is None else scales.view(x.scales.dtype)
         if x.scales is not None and x.scales.shape[1] == 0:  # nothing was sent

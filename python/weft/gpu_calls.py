@@ -25,6 +25,7 @@ from weft.limits import (
     landing_row_bytes,
 )
 from weft.native_calls import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, Calling, NativeCalls, Received, pointer
+from weft.scales import empty_by_column, words
 from weft.streams import WindowStreams
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ class GpuCalls(NativeCalls):
             if idx_dtype != torch.int64:
                 wide = received.topk_idx
                 received = received._replace(topk_idx=wide.to(idx_dtype))
-                run.after = lambda: received.topk_idx.copy_(wide)
+                run.after.append(lambda: received.topk_idx.copy_(wide))
+            received = received._replace(scales=self._scales_of(call, received.scales, run))
             run.results = received[:-1]
         staged.note(self, "dispatch", call, run.receive)
         return received
@@ -146,6 +148,7 @@ class GpuCalls(NativeCalls):
                 rows = torch.cat([rows, *rest], dim=-1)
             if clear_tail:
                 _clear(rows, self._tail(call.layout, rows, sizes))
+            out_scales = self._scales_of(call, out_scales, run)
             run.results = (rows, out_scales)
         staged.note(self, "dispatch", call, run.receive)
         return rows, out_scales
@@ -188,7 +191,7 @@ class GpuCalls(NativeCalls):
             total = sums[0] if len(sums) == 1 else torch.cat(sums, dim=-1)
             if out is not None and out is not total:
                 result = out.copy_(total)
-                run.after = lambda: out.copy_(total)
+                run.after.append(lambda: out.copy_(total))
             else:
                 result = total
             run.results = (total, side_out)
@@ -394,6 +397,16 @@ class GpuCalls(NativeCalls):
             return rows, self._no_floats
         return rows, self._new((*lead, scales.shape[1] * scales.element_size()), torch.uint8)
 
+    def _scales_of(self, call: Call, scales: Tensor, run: _Running) -> Tensor:
+        """Received scales as the call wants them; column-major ones are a copy, made once they are there."""
+        if call.scale_dtype is None:
+            return scales
+        out = empty_by_column(scales, call.scale_dtype)
+        if call.is_staged:
+            run.after.append(lambda: out.copy_(words(scales, out.dtype)))
+            return out
+        return out.copy_(words(scales, out.dtype))
+
     def _unload(
         self,
         call: Call,
@@ -473,13 +486,13 @@ class _Running(Calling):
     _native: tuple[Callable[[Any], Any], Any] | None = None  # of a staged call: function and arguments
     _kept: Sequence[Tensor] = ()
     results: Sequence[Tensor] = ()
-    after: Callable[[], Any] | None = None  # to be done once more when a staged call has received
 
     def __init__(
         self, calls: GpuCalls, what: str, call: Call, inputs: Sequence[Tensor | None], tie: Tensor | None = None
     ) -> None:
         super().__init__(calls, what, call, tie)
         self._inputs = inputs
+        self.after: list[Callable[[], Any]] = []  # to be done when a staged call has received
 
     def __enter__(self) -> _Running:
         super().__enter__()
@@ -508,8 +521,8 @@ class _Running(Calling):
             self._calls.record_stream(self._call.window, [*self._kept, *self.results], stream)
         args.sends, args.receives, args.stream = False, True, stream.cuda_stream
         native(args)
-        if self.after is not None:
-            self.after()
+        for each in self.after:
+            each()
         self._calls.last_event = Event(stream)
 
     def _begin_on_stream(self) -> None:

@@ -14,6 +14,7 @@ __all__ = ["Limits", "limits", "memory", "supports"]
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 LAYOUTS = ("rank_major", "expert_major", "masked")
 QUANTIZE = ("fp8", "fp8_ue8m0")
+SCALE_LAYOUTS = ("row_major", "column_major")
 MODES = ("auto", "throughput", "latency")
 ROW_MULTIPLE_BYTES = 16
 FP8_HIDDEN_MULTIPLE = 16
@@ -45,8 +46,8 @@ class Limits:
 
     Attributes: `engines` there are; `max_ranks` of the cpu engine; `max_gpu_ranks` of the nvlink engine, `max_num_sms`
     of a call there; `max_top_k`, `max_tokens_per_rank`; `dtypes` of x and expert outputs; `layouts`; `quantize`
-    formats in a call, `wires` of combine; `row_multiple_bytes`: an unquantised row is a multiple of it;
-    `fp8_hidden_multiple`: hidden is a multiple of it with FP8; `quantize_group` values share one FP8 scale.
+    formats and `scale_layouts` in a call, `wires` of combine; `row_multiple_bytes`: an unquantised row is a multiple of
+    it; `fp8_hidden_multiple`: hidden is a multiple of it with FP8; `quantize_group` values share one FP8 scale.
     """
 
     engines: tuple[str, ...] = ENGINES
@@ -58,6 +59,7 @@ class Limits:
     dtypes: tuple[str, ...] = tuple(DTYPE_BYTES)
     layouts: tuple[str, ...] = LAYOUTS
     quantize: tuple[str, ...] = QUANTIZE
+    scale_layouts: tuple[str, ...] = SCALE_LAYOUTS
     wires: tuple[str, ...] = WIRES
     modes: tuple[str, ...] = MODES
     row_multiple_bytes: int = ROW_MULTIPLE_BYTES
@@ -132,6 +134,7 @@ _ACCEPTS: dict[str, Callable[[Any], bool]] = {
     "layout": lambda value: value in LAYOUTS,
     "alignment": _is_int(1, MAX_ALIGNMENT),
     "quantize": lambda value: value is None or value in QUANTIZE,
+    "scale_layout": lambda value: value in SCALE_LAYOUTS,
     "capacity": _or_none(_is_int(0, MAX_CAPACITY)),
     "mode": lambda value: value in MODES,
     "staged": _is_bool,
@@ -289,6 +292,7 @@ _ALLOWED = {
     "layout": ", ".join(LAYOUTS),
     "alignment": f"1 to {MAX_ALIGNMENT}",
     "quantize": "None, " + ", ".join(QUANTIZE),
+    "scale_layout": ", ".join(SCALE_LAYOUTS),
     "capacity": f"None, or 0 to {MAX_CAPACITY}",
     "mode": ", ".join(MODES),
     "staged": "True, False",

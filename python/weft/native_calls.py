@@ -39,7 +39,7 @@ _by_key: weakref.WeakValueDictionary[int, NativeCalls] = weakref.WeakValueDictio
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What is equal on all ranks in a call, as the native module wants it."""
+    """What is equal on all ranks in a call, as the native module wants it; `scale_dtype` is for this rank alone."""
 
     layout: int
     alignment: int
@@ -52,6 +52,7 @@ class Call:
     is_async: bool = False  # on a stream of the window
     is_small: bool = False  # by the kernels for small batches
     is_staged: bool = False  # small: send now, receive when `Half.receive` is called
+    scale_dtype: torch.dtype | None = None  # dispatch: of column-major scales (weft/scales.py); None: row-major
 
     def in_backward(self) -> Call:
         """The same for a backward: there rows travel as they are, on the stream that autograd chose."""
@@ -62,7 +63,7 @@ class Received(NamedTuple):
     """The tensors of a dispatch. Absent ones are empty, so that operators of torch.library can return them."""
 
     x: Tensor  # as the native module gives it: bytes if quantised
-    scales: Tensor  # fp32, or bytes
+    scales: Tensor  # row-major fp32 or bytes, or column-major words of `Call.scale_dtype`
     topk_idx: Tensor
     topk_weights: Tensor
     sizes: Tensor  # int32: num_tokens_per_expert | offsets | num_rows

@@ -90,6 +90,7 @@ def dispatch(
     layout: str = "rank_major",
     alignment: int = 1,
     quantize: str | None = None,
+    scale_layout: str = "row_major",
     capacity: int | None = None,
     active_ranks: Iterable[int] | None = None,
 ) -> list[Dispatched]:
@@ -97,9 +98,9 @@ def dispatch(
 
     xs: per rank [T, H] bf16, fp16 or fp32, or ``Quantized`` with data [T, B] and scales [T, S] or None. topk_idxs: [T,
     K] int32 or int64; topk_weights: [T, K] fp32 (None: ones). Expert e lives on rank ``e // L`` with L = num_experts /
-    number of ranks. quantize: None, "fp8" or "fp8_ue8m0". Ranks not in ``active_ranks`` (None: all) send and receive
-    nothing: the entries given for them are ignored but their K, and picks of their experts are absent. Capacity: rows
-    in all, masked: rows an expert.
+    number of ranks. quantize: None, "fp8" or "fp8_ue8m0". scale_layout: "row_major" or "column_major"
+    (``weft.Quantized``). Ranks not in ``active_ranks`` (None: all) send and receive nothing: the entries given for them
+    are ignored but their K, and picks of their experts are absent. Capacity: rows in all, masked: rows an expert.
     """
     num_ranks = len(xs)
     num_local = num_experts // num_ranks
@@ -126,7 +127,7 @@ def dispatch(
         row_shape=tuple(place.row_shape for place in places),
         weights=tuple(received),
     )
-    tensors = repeat_dispatch(xs, routing, quantize=quantize)
+    tensors = repeat_dispatch(xs, routing, quantize=quantize, scale_layout=scale_layout)
     return [
         Dispatched(
             x=tensors[rank],
@@ -241,7 +242,11 @@ def _scatter_picks(values: Tensor, rows: Tensor, row_shape: tuple[int, ...], lay
 
 
 def repeat_dispatch(
-    xs: Sequence[Tensor | Quantized], routing: Routing, *, quantize: str | None = None
+    xs: Sequence[Tensor | Quantized],
+    routing: Routing,
+    *,
+    quantize: str | None = None,
+    scale_layout: str = "row_major",
 ) -> list[Tensor | Quantized]:
     """Send other rows the same way (``dispatch(x, handle=h)``): per rank [T, ...] -> rows in the routing's layout."""
     if quantize is not None:
@@ -262,6 +267,8 @@ def repeat_dispatch(
     data = moved(_data)
     no_scales = all(isinstance(x, Quantized) and x.scales is None for x in xs)
     scales = [None] * len(xs) if no_scales else moved(_scales)
+    if scale_layout == "column_major":
+        scales = [_column_major(each) for each in moved(_scales)]
     return [Quantized(d, s) for d, s in zip(data, scales, strict=True)]
 
 
@@ -273,6 +280,18 @@ def _scales(x: Tensor | Quantized) -> Tensor:
     if isinstance(x, Tensor) or x.scales is None:
         raise ValueError("scales given on some ranks only")
     return x.scales
+
+
+def _column_major(scales: Tensor) -> Tensor:
+    """[..., N, S] -> the same in memory by columns of a multiple of 16 bytes; bytes as int32 words of four."""
+    if scales.element_size() == 1:
+        packed = torch.nn.functional.pad(scales.view(torch.uint8), (0, -scales.shape[-1] % 4))
+        scales = packed.view(torch.int32)
+    num_rows = scales.shape[-2]
+    padding = -num_rows % (16 // scales.element_size())
+    columns = scales.new_zeros((*scales.shape[:-2], scales.shape[-1], num_rows + padding))
+    columns[..., :num_rows] = scales.mT
+    return columns.mT[..., :num_rows, :]
 
 
 def _as_bytes(rows: Tensor) -> Tensor:
@@ -449,6 +468,9 @@ def quantize_fp8(x: Tensor, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_fp8(data: Tensor, scales: Tensor) -> Tensor:
-    """Data [..., H] float8_e4m3fn, scales [..., ceil(H / 128)] fp32 or float8_e8m0fnu -> fp32 [..., H]: q * scale."""
+    """Data [..., H] float8_e4m3fn, scales [..., ceil(H / 128)] fp32 or float8_e8m0fnu (four of these in an int32 too)
+    -> fp32 [..., H]: q * scale."""
+    if scales.dtype == torch.int32:
+        scales = _as_bytes(scales).view(torch.float8_e8m0fnu)
     wide = scales.to(torch.float32).repeat_interleave(GROUP, dim=-1)[..., : data.shape[-1]]
     return data.to(torch.float32) * wide

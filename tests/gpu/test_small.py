@@ -15,6 +15,7 @@ import torch
 from test_matrix import pool  # noqa: F401  a fixture
 from test_property import (  # noqa: F401  collected here with `pool`, as calls of small batches
     test_capacity_to_the_row,
+    test_column_major_scales,
     test_fp8_on_the_wire,
     test_gradients_of_each_layout,
     test_ids,
@@ -103,6 +104,54 @@ def test_halves_on_other_streams(layout: str) -> None:
             assert torch.equal(r.num_tokens_per_expert.cpu(), given[comm.rank].num_tokens_per_expert)
             assert torch.equal(y.cpu(), sums[comm.rank]), seed
         ep.check()
+
+    run(work)
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "fp8_ue8m0"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_column_major_scales_on_streams(layout: str, quantize: str) -> None:
+    """The copy is made before the event of an async call, by the half that receives, and in each replay of a graph."""
+    options = {**with_capacity(layout), "quantize": quantize, "scale_layout": "column_major"}
+
+    def check(comm: weft.Communicator, seed: int, scales: Tensor) -> None:
+        want = reference.dispatch(*inputs(seed), num_experts=EXPERTS, **options)[comm.rank]
+        assert scales.stride() == want.x.scales.stride()
+        filled = torch.arange(scales.shape[-2]) < (
+            want.num_tokens_per_expert[:, None] if layout == "masked" else want.num_rows
+        )
+        assert torch.equal(scales.cpu()[filled], want.x.scales[filled]), seed
+
+    def work(comm: weft.Communicator) -> None:
+        ep = make(comm)
+        other, graph = torch.cuda.Stream(comm.device), torch.cuda.CUDAGraph()
+        for mode in ("throughput", "latency"):
+            ep.warmup(**options, mode=mode)
+            parts = on_device(comm, inputs(1))
+            late = torch.zeros_like(parts[0])
+            busy(comm.device)
+            late.copy_(parts[0])
+            r = ep.dispatch(late, *parts[1:], **options, mode=mode, async_op=True)
+            r.event.wait()
+            check(comm, 1, r.x.scales)
+        r = ep.dispatch(*on_device(comm, inputs(2)), **options, staged=True)
+        busy(comm.device)
+        with torch.cuda.stream(other):
+            check(comm, 2, r.wait().x.scales)
+        places = on_device(comm, inputs(3))
+        other.wait_stream(torch.cuda.current_stream(comm.device))
+        with torch.cuda.stream(other):
+            graph.capture_begin(capture_error_mode="thread_local")
+            r = ep.dispatch(*places, **options)
+            graph.capture_end()
+            for seed in (3, 4):
+                for place, values in zip(places, on_device(comm, inputs(seed)), strict=True):
+                    place.copy_(values)
+                graph.replay()
+                check(comm, seed, r.x.scales)
+            ep.check()
+        graph.reset()
+        ep.close()
 
     run(work)
 

@@ -46,6 +46,7 @@ class Call:
     heap_output: bool  # combine once more from a heap tensor
     check_late: bool  # let combine find the ids that are out of range
     mode: str = "throughput"  # one of MODES
+    scale_layout: str = "row_major"  # "column_major" where rows have scales
 
     @property
     def dispatch_mode(self) -> str:
@@ -84,6 +85,7 @@ class RankCall:
     topk_weights: Tensor | None
     dispatch: dict[str, Any]
     repeat_x: Tensor | Quantized | None
+    repeat: dict[str, Any]
     output: Tensor
     used_rows: Tensor  # bool like the rows of output: where a pick is
     side: Tensor | None
@@ -169,6 +171,8 @@ def _build_call(case: Case, call: Call) -> tuple[list[RankCall], Expected]:
         options["capacity"] = _capacity(case, call, ids, options)
     if call.rows in ("fp8", "fp8_ue8m0"):
         options["quantize"] = call.rows
+    if call.rows not in ("plain", "bytes"):
+        options["scale_layout"] = call.scale_layout
     active = case.active_ranks
     dispatched = reference.dispatch(xs, ids, weights, num_experts=case.num_experts, active_ranks=active, **options)
     routing = dispatched[0].routing
@@ -178,6 +182,8 @@ def _build_call(case: Case, call: Call) -> tuple[list[RankCall], Expected]:
         dtype = torch.float32 if call.repeat == "float32" else DTYPES[case.dtype]
         floats = [_floats((n, case.hidden), dtype, generator) for n in call.tokens]
         repeat_xs = [Quantized(*reference.quantize_fp8(x)) if call.repeat == "quantized" else x for x in floats]
+
+    repeat = {"scale_layout": call.scale_layout} if call.repeat == "quantized" else {}
 
     outputs = [_outputs(case, call, routing, rank, generator) for rank in range(case.num_ranks)]
     sides = None
@@ -203,6 +209,7 @@ def _build_call(case: Case, call: Call) -> tuple[list[RankCall], Expected]:
             topk_weights=None if weights is None else weights[rank],
             dispatch={**options, "mode": call.dispatch_mode},
             repeat_x=None if repeat_xs is None else repeat_xs[rank],
+            repeat=repeat,
             output=outputs[rank],
             used_rows=_used_rows(routing, rank),
             side=None if sides is None else sides[rank],
@@ -217,7 +224,7 @@ def _build_call(case: Case, call: Call) -> tuple[list[RankCall], Expected]:
         )
         for rank in range(case.num_ranks)
     ]
-    repeated = None if repeat_xs is None else reference.repeat_dispatch(repeat_xs, routing)
+    repeated = None if repeat_xs is None else reference.repeat_dispatch(repeat_xs, routing, **repeat)
     return rank_calls, Expected(dispatched, repeated, combined)
 
 
@@ -361,7 +368,7 @@ def _run_call(ep: weft.ExpertParallel, call: RankCall) -> Seen:
     if not late:
         seen.errors += _errors(ep)
     if call.repeat_x is not None and not late:
-        repeated = ep.dispatch(call.repeat_x, handle=r.handle, **later)
+        repeated = ep.dispatch(call.repeat_x, handle=r.handle, **call.repeat, **later)
         _spoil(call.repeat_x)
         seen.repeated = repeated.wait().x
     output = call.output.clone()
@@ -377,7 +384,7 @@ def _run_call(ep: weft.ExpertParallel, call: RankCall) -> Seen:
     if late:
         seen.errors += _errors(ep)
         if call.repeat_x is not None:
-            seen.repeated = ep.dispatch(call.repeat_x, handle=r.handle, **later).wait().x
+            seen.repeated = ep.dispatch(call.repeat_x, handle=r.handle, **call.repeat, **later).wait().x
     if call.heap_output:
         heap_output = ep.empty_output(r)
         heap_output.copy_(call.output)

@@ -60,7 +60,7 @@ def test_signatures() -> None:
     }  # fmt: skip
     assert defaults(weft.ExpertParallel.dispatch) == {
         "x": empty, "topk_idx": None, "topk_weights": None, "handle": None, "layout": "rank_major", "alignment": 1,
-        "quantize": None, "capacity": None, "max_tokens": None, **common,
+        "quantize": None, "scale_layout": "row_major", "capacity": None, "max_tokens": None, **common,
     }  # fmt: skip
     assert defaults(weft.ExpertParallel.combine) == {
         "expert_output": empty, "handle": empty, "weighted": True, "side": None, "bias": None, "out": None,
@@ -165,6 +165,29 @@ def test_quantised_on_the_way(solo: weft.Communicator, quantize: str, dtype: tor
         assert again.data.shape == (8, 9, 144)
         assert again.scales is not None
         assert again.scales.shape == (8, 9, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float32, torch.float64])
+def test_column_major_scales(solo: weft.Communicator, dtype: torch.dtype) -> None:
+    """Strides for TMA; bytes in words of four; the values are compared in test_property."""
+    with weft.ExpertParallel(solo, num_experts=8, top_k=2, hidden=144, max_tokens_per_rank=8) as ep:
+        _, topk_idx, _ = tokens(5, 144)
+        scales = torch.arange(5 * 6).view(5, 6).to(dtype)
+        given = weft.Quantized(torch.zeros(5, 144, dtype=torch.uint8), scales)
+        first = ep.dispatch(given, topk_idx, scale_layout="column_major")
+        again = ep.dispatch(given, handle=first.handle, scale_layout="column_major")
+        masked = ep.dispatch(given, topk_idx, layout="masked", capacity=9, scale_layout="column_major")
+        word, num_words = (torch.int32, 2) if dtype == torch.uint8 else (dtype, 6)
+        for r, shape in ((first, (5, num_words)), (again, (5, num_words)), (masked, (8, 9, num_words))):
+            assert isinstance(r.x, weft.Quantized)
+            assert r.x.scales is not None
+            per_column = 16 // word.itemsize
+            stride = (shape[-2] + per_column - 1) // per_column * per_column
+            assert (r.x.scales.shape, r.x.scales.dtype) == (shape, word)
+            assert r.x.scales.stride() == (stride * num_words, 1, stride)[-len(shape) :]
+            whole = r.x.scales.untyped_storage().nbytes()
+            assert whole == word.itemsize * stride * num_words * (len(r.x.scales) if len(shape) == 3 else 1)
+        assert torch.equal(again.x.scales, first.x.scales)  # type: ignore[union-attr]
 
 
 def test_opaque_bytes(ep: weft.ExpertParallel) -> None:
@@ -297,6 +320,7 @@ def test_limits_and_supports() -> None:
         {"num_sms": 65}, {"top_k": 129}, {"hidden": 12}, {"hidden": 24, "quantize": "fp8"},
         {"num_experts": 10, "num_ranks": 4}, {"layout": "masked", "capacity": None}, {"dtype": torch.float64},
         {"max_tokens": 9, "max_tokens_per_rank": 8}, {"window": 1, "num_windows": 1}, {"mode": "fast"},
+        {"scale_layout": "flat"},
     ]  # fmt: skip
     for options in refused:
         assert not weft.supports(**options), options

@@ -138,6 +138,21 @@ def test_options_compile(ep: weft.ExpertParallel) -> None:
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_column_major_scales_compile(ep: weft.ExpertParallel, backend: str) -> None:
+    def step(x: Tensor, topk_idx: Tensor) -> list[Tensor]:
+        first = ep.dispatch(x, topk_idx, quantize="fp8", scale_layout="column_major")
+        again = ep.dispatch(x, handle=first.handle, quantize="fp8_ue8m0", scale_layout="column_major")
+        return [first.x.scales, again.x.scales]  # type: ignore[union-attr,list-item]
+
+    given = (Inputs(0).x.detach(), Inputs(0).topk_idx)
+    torch._dynamo.reset()
+    for got, want in zip(torch.compile(step, backend=backend, fullgraph=True)(*given), step(*given), strict=True):
+        assert torch.equal(got, want)
+        assert got.stride() == want.stride()
+        assert got.stride(0) == 1
+
+
 def test_refusals_inside_a_compiled_function(ep: weft.ExpertParallel) -> None:
     inputs = Inputs(0)
     compiled = torch.compile(lambda x: ep.dispatch(x, inputs.topk_idx, layout="flat").x, backend="aot_eager")

@@ -141,6 +141,9 @@ DISPATCH: list[tuple[dict[str, Any], type[weft.Error], str]] = [
     ({"capacity": 1 << 70}, weft.InvalidArgument, r"capacity is \d+; allowed: None, or 0 to 2147483647"),
     ({"quantize": "int8"}, weft.InvalidArgument, r"quantize is 'int8'; allowed: None, fp8, fp8_ue8m0"),
     ({"quantize": "fp8", "x": X.clone().requires_grad_()}, weft.Unsupported, r"an x that requires grad"),
+    ({"scale_layout": "flat"}, weft.InvalidArgument, r"scale_layout is 'flat'; allowed: row_major, column_major"),
+    ({"scale_layout": "column_major"}, weft.InvalidArgument, r"'column_major' with rows that have no scales; allowed"),
+    ({"scale_layout": "column_major", "x": weft.Quantized(BYTES)}, weft.InvalidArgument, r"rows that have no scales"),
     ({"mode": "fast"}, weft.InvalidArgument, r"mode is 'fast'; allowed: auto, throughput, latency"),
     ({"num_sms": 0}, weft.InvalidArgument, r"num_sms is 0; allowed: None, or 1 to 64"),
     ({"deadline_s": -1.0}, weft.InvalidArgument, r"deadline_s is -1.0; allowed: seconds above 0"),
@@ -172,6 +175,7 @@ HANDLE: list[tuple[dict[str, Any], str]] = [
     ({"topk_idx": IDX}, r"topk_idx or topk_weights is given beside handle"),
     ({"layout": "masked"}, r"layout is 'masked' beside handle; allowed is that of the handle, 'expert_major', or none"),
     ({"alignment": 8}, r"alignment is 8 beside handle; allowed is that of the handle, 4, or none"),
+    ({"scale_layout": "column_major"}, r"scale_layout is 'column_major' with rows that have no scales"),
     ({"capacity": 5}, r"capacity is 5 beside handle; allowed is that of the handle, None, or none"),
     ({"x": X[:4]}, r"x has 4 tokens; allowed are 5, the tokens of the handle"),
 ]  # fmt: skip

@@ -15,6 +15,7 @@ from test_property import (  # noqa: F401  collected here with this module's `po
     checked,
     checked_gradients,
     test_capacity_to_the_row,
+    test_column_major_scales,
     test_gradients_of_each_layout,
     test_heap_without_room,
     test_ids,

@@ -60,6 +60,7 @@ def calls(draw: st.DrawFn, num_ranks: int, case_dtype: str, with_fp8: bool = Tru
         heap_output=draw(st.booleans()),
         check_late=draw(st.booleans()),
         mode=draw(st.sampled_from(property_cases.MODES)),
+        scale_layout=draw(st.sampled_from(["row_major", "column_major"])),
     )
 
 
@@ -150,6 +151,22 @@ def with_call(**changed: object) -> Case:
 @pytest.mark.parametrize("rows", property_cases.ROWS)
 def test_layouts_and_rows(pool: Pool, layout: str, rows: str) -> None:
     checked(pool, with_call(layout=layout, rows=rows))
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+@pytest.mark.parametrize("rows", [rows for rows in property_cases.ROWS if rows not in ("plain", "bytes")])
+def test_column_major_scales(pool: Pool, layout: str, rows: str) -> None:
+    """656 values have six scales: one int32 of UE8M0 is full, one is not."""
+    for mode, capacity, heap in (
+        (CALL.mode, None, "plenty"),
+        (CALL.mode, "zero", "none"),
+        ("latency", "ample", "plenty"),
+        ("staged", "ample", "plenty"),
+    ):
+        case = with_call(
+            layout=layout, rows=rows, repeat="quantized", capacity=capacity, mode=mode, scale_layout="column_major"
+        )
+        checked(pool, replace(case, hidden=656, heap=heap))
 
 
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import InvalidArgument
-from weft.limits import MAX_SMALL_TOKENS
+from weft.limits import MAX_SMALL_TOKENS, SCALE_LAYOUTS
 
 if TYPE_CHECKING:
     from weft.traces import Trace
@@ -67,6 +67,7 @@ class Case:
     special_values: bool  # NaN, infinities, subnormals and -0 among the rows
     odd_ids: bool  # some ids -1, some twice in a row
     mode: str  # one of MODES
+    scale_layout: str  # of weft.limits.SCALE_LAYOUTS
 
     @property
     def num_local_experts(self) -> int:
@@ -195,6 +196,7 @@ def draw_case(seed: int, fixed: Fixed) -> Case:
         special_values=free.random() < 0.3,
         odd_ids=free.random() < 0.5 and fixed.trace is None,
         mode=_draw_mode(free, fixed, tokens),
+        scale_layout="row_major" if quantize == "none" else free.choice(SCALE_LAYOUTS),
     )
 
 

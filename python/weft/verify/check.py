@@ -120,7 +120,8 @@ def _number(value: Tensor) -> float:
 def poison(tensor: Tensor | None) -> None:
     """Overwrite every byte, so that a word nobody writes is seen."""
     if tensor is not None and tensor.numel():
-        tensor.detach().view(torch.uint8).fill_(_POISON_BYTE)
+        rows = tensor.detach()
+        (rows if rows.stride(-1) == 1 else rows.mT).view(torch.uint8).fill_(_POISON_BYTE)  # column-major scales
 
 
 def check_dispatched(case: Case, got: weft.Dispatched, want: reference.Dispatched, overflow_before: int) -> int:
@@ -228,6 +229,7 @@ class _Trial:
             layout=case.layout,
             alignment=case.alignment,
             quantize=self.quantize,
+            scale_layout=case.scale_layout,
             capacity=case.capacity,
             active_ranks=self.active_ranks,
         )
@@ -259,6 +261,7 @@ class _Trial:
             layout=case.layout,
             alignment=case.alignment,
             quantize=self.quantize,
+            scale_layout=case.scale_layout,
             capacity=case.capacity,
             **case.dispatch_mode,
         )
