@@ -177,7 +177,6 @@ class _GpuCallArgs:
     num_blocks: int
     timeout_ns: int
     stream: int
-    is_capturing: bool
     is_small: bool
     sends: bool
     receives: bool

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -169,24 +169,24 @@ class GpuCalls(NativeCalls):
         """See NativeCalls."""
         weights, side = None if weights is None else _dense(weights), None if side is None else _dense(side)
         parts = self._columns(call, y, bias)
-        with _Running(self, "combine", call, (*itertools.chain(*parts), weights, side, out), tie) as run:
+        with _Running(self, "combine", call, itertools.chain(*parts, (weights, side, out)), tie) as run:
             into = out if out is not None and out.data_ptr() % ROW_MULTIPLE_BYTES == 0 and len(parts) == 1 else None
             sums: list[Tensor] = []
             side_out = self._no_floats if side is None else self._no_floats.new_empty((num_tokens, self.top_k))
             for idx, (rows, row_bias) in enumerate(parts):
                 sum_into = rows.new_empty((num_tokens, rows.shape[-1])) if into is None else into
                 sums.append(sum_into)
-                has_side = side is not None and idx == 0
-                args = self._args(_load.native().GpuCombineArgs, call, run.stream, rows.shape[-1], num_tokens)
-                args.y, args.num_rows = rows.data_ptr(), rows.numel() // rows.shape[-1]
-                args.dtype, args.weights = DTYPE_CODES[rows.dtype], pointer(weights)
-                if has_side:
-                    args.has_side, args.side, args.side_out = True, pointer(side), side_out.data_ptr()
+                hidden = rows.shape[-1]
+                args = _load.native().GpuCombineArgs(
+                    *_common(call, hidden, num_tokens, run.stream), rows.data_ptr(), rows.numel() // hidden,
+                    DTYPE_CODES[rows.dtype], pointer(weights), send_plan.data_ptr(), recv_plan.data_ptr(),
+                    sum_into.data_ptr(), call.wire != 0,
+                )  # fmt: skip
+                if side is not None and idx == 0:
+                    args.has_side, args.side, args.side_out = True, side.data_ptr(), side_out.data_ptr()
                 if row_bias is not None:
                     args.bias, args.bias_is_2d = row_bias.data_ptr(), row_bias.dim() == 2
                     args.bias_is_fp32 = row_bias.dtype == torch.float32
-                args.out, args.wire_is_fp8 = sum_into.data_ptr(), call.wire != 0
-                args.send_plan, args.recv_plan = send_plan.data_ptr(), recv_plan.data_ptr()
                 run.launch(self.windows[call.window].native.combine, args, (sum_into, side_out, row_bias, send_plan))
             total = sums[0] if len(sums) == 1 else torch.cat(sums, dim=-1)
             if out is not None and out is not total:
@@ -267,21 +267,17 @@ class GpuCalls(NativeCalls):
         args = self._dispatch_args(call, x, scales, quantize, topk_idx.shape[0], run.stream)
         args.topk_idx, args.topk_weights = topk_idx.data_ptr(), pointer(weights)
         args.overflow = self.overflow_ptr
-        num_groups = self.num_ranks if call.layout == RANK_MAJOR else self.num_local_experts
-        sizes = self._ints.new_empty(self.num_local_experts + num_groups + 2)
-        self._give_sizes(args, sizes)
         if call.is_small:
-            return self._first_small(
-                call, args, x, scales, quantize, (sizes, self._ordinary_send_plan(call, args)), run
-            )
+            return self._first_small(call, args, x, scales, quantize, run)
         native = self.windows[call.window].native
         args.makes_send_plan = True
         result, ordinary = native.dispatch(args), None
         if not result.has_begun:
-            args.makes_send_plan, ordinary = False, self._ordinary_send_plan(call, args)
+            args.makes_send_plan, ordinary = False, self._ordinary_sizes(call, args)
             result = native.dispatch(args)
-        rows, out_scales, out_idx, out_weights, send_plan, recv_plan = result.tensors(_from_dlpack)
-        send_plan = send_plan if ordinary is None else ordinary
+        rows, out_scales, out_idx, out_weights, sizes, send_plan, recv_plan = result.tensors(_from_dlpack)
+        if ordinary is not None:
+            sizes, send_plan = ordinary
         if not result.in_heap:
             lead = self._lead(call, result.result_rows)
             rows, out_scales = self._ordinary(lead, x, scales, quantize)
@@ -298,11 +294,10 @@ class GpuCalls(NativeCalls):
         x: Tensor,
         scales: Tensor | None,
         quantize: int,
-        made: tuple[Tensor, Tensor],
         run: _Running,
     ) -> Received:
         """Into ordinary tensors for all that may come; without a capacity the host then learns how much has."""
-        sizes, send_plan = made
+        sizes, send_plan = self._ordinary_sizes(call, args)
         lead = self._lead(call, call.capacity if call.capacity >= 0 else self._most_rows(call))
         args.room = math.prod(lead)
         if args.room > MAX_CAPACITY:
@@ -350,30 +345,26 @@ class GpuCalls(NativeCalls):
     ) -> Any:
         code = DTYPE_CODES.get(x.dtype, BYTES)
         hidden = x.shape[1] if code != BYTES else self.hidden
-        args = self._args(_load.native().GpuDispatchArgs, call, stream, hidden, num_tokens)
-        args.x, args.row_bytes, args.dtype = x.data_ptr(), x.shape[1] * x.element_size(), code
-        args.quantize = quantize
+        args: Any = _load.native().GpuDispatchArgs(
+            *_common(call, hidden, num_tokens, stream), x.data_ptr(), x.shape[1] * x.element_size(), code, quantize
+        )
         if scales is not None:
             args.scales, args.scale_row_bytes = scales.data_ptr(), scales.shape[1] * scales.element_size()
         return args
-
-    def _args(
-        self, make: Callable[..., Any], call: Call, stream: torch.cuda.Stream, hidden: int, num_tokens: int
-    ) -> Any:
-        return make(
-            call.layout, call.alignment, call.capacity, call.max_tokens, hidden, num_tokens, call.num_sms,
-            int(call.deadline_s * 1e9), stream.cuda_stream, call.is_small,
-        )  # fmt: skip
 
     def _give_sizes(self, args: Any, sizes: Tensor) -> None:
         counts = args.counts = sizes.data_ptr()
         args.offsets, args.num_rows_out = counts + 4 * self.num_local_experts, counts + 4 * (len(sizes) - 1)
 
-    def _ordinary_send_plan(self, call: Call, args: Any) -> Tensor:
+    def _ordinary_sizes(self, call: Call, args: Any) -> tuple[Tensor, Tensor]:
+        """Ordinary tensors for the sizes and the send plan."""
+        num_groups = self.num_ranks if call.layout == RANK_MAJOR else self.num_local_experts
+        sizes = self._ints.new_empty(self.num_local_experts + num_groups + 2)
+        self._give_sizes(args, sizes)
         length = _load.native().gpu_send_plan_len(args.num_tokens, self.top_k, self.num_ranks, call.layout)
         send_plan = self._ints.new_empty(length)
         args.send_plan = send_plan.data_ptr()
-        return send_plan
+        return sizes, send_plan
 
     def _ordinary_routing(self, layout: int, lead: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Ordinary tensors for ids (int64), weights and the receive plan."""
@@ -488,7 +479,7 @@ class _Running(Calling):
     results: Sequence[Tensor] = ()
 
     def __init__(
-        self, calls: GpuCalls, what: str, call: Call, inputs: Sequence[Tensor | None], tie: Tensor | None = None
+        self, calls: GpuCalls, what: str, call: Call, inputs: Iterable[Tensor | None], tie: Tensor | None = None
     ) -> None:
         super().__init__(calls, what, call, tie)
         self._inputs = inputs
@@ -553,6 +544,14 @@ def _has_nvtx_tool() -> bool:
     depth = torch.cuda.nvtx.range_push("weft")
     torch.cuda.nvtx.range_pop()
     return bool(depth >= 0)
+
+
+def _common(call: Call, hidden: int, num_tokens: int, stream: torch.cuda.Stream) -> tuple[Any, ...]:
+    """The first arguments of each native call."""
+    return (
+        call.layout, call.alignment, call.capacity, call.max_tokens, hidden, num_tokens, call.num_sms,
+        int(call.deadline_s * 1e9), stream.cuda_stream, call.is_small,
+    )  # fmt: skip
 
 
 def _first_rows(tensor: Tensor, num_rows: int, lead: tuple[int, ...]) -> Tensor:

@@ -50,21 +50,6 @@ void bind_call_args(nb::class_<Args>& args) {
   using nvlink::CallArgs;
   def_number<Args, CallArgs>(args, "layout", &CallArgs::layout);
   args.def(nb::init<>())
-      .def("__init__",
-           [](Args* args, int layout, i64 alignment, i64 capacity, i64 max_tokens, i64 hidden, i64 num_tokens,
-              i32 num_blocks, u64 timeout_ns, u64 stream, bool is_small) {
-             new (args) Args();
-             static_cast<CallArgs&>(*args) = {.layout = static_cast<Layout>(layout),
-                                              .alignment = alignment,
-                                              .capacity = capacity,
-                                              .max_tokens = max_tokens,
-                                              .hidden = hidden,
-                                              .num_tokens = num_tokens,
-                                              .num_blocks = num_blocks,
-                                              .timeout_ns = timeout_ns,
-                                              .stream = stream,
-                                              .is_small = is_small};
-           })
       .def_rw("alignment", &Args::alignment)
       .def_rw("capacity", &Args::capacity)
       .def_rw("max_tokens", &Args::max_tokens)
@@ -73,16 +58,41 @@ void bind_call_args(nb::class_<Args>& args) {
       .def_rw("num_blocks", &Args::num_blocks)
       .def_rw("timeout_ns", &Args::timeout_ns)
       .def_rw("stream", &Args::stream)
-      .def_rw("is_capturing", &Args::is_capturing)
       .def_rw("is_small", &Args::is_small)
       .def_rw("sends", &Args::sends)
       .def_rw("receives", &Args::receives);
 }
 
+nvlink::CallArgs call_args(int layout, i64 alignment, i64 capacity, i64 max_tokens, i64 hidden, i64 num_tokens,
+                           i32 num_blocks, u64 timeout_ns, u64 stream, bool is_small) {
+  return {.layout = static_cast<Layout>(layout),
+          .alignment = alignment,
+          .capacity = capacity,
+          .max_tokens = max_tokens,
+          .hidden = hidden,
+          .num_tokens = num_tokens,
+          .num_blocks = num_blocks,
+          .timeout_ns = timeout_ns,
+          .stream = stream,
+          .is_small = is_small};
+}
+
+// What every call has comes in one go: to set a field from Python takes as long as to pass ten numbers.
 void bind_dispatch_args(nb::module_& m) {
   using Args = nvlink::DispatchArgs;
   nb::class_<Args> args(m, "GpuDispatchArgs");
   bind_call_args(args);
+  args.def("__init__", [](Args* args, int layout, i64 alignment, i64 capacity, i64 max_tokens, i64 hidden,
+                          i64 num_tokens, i32 num_blocks, u64 timeout_ns, u64 stream, bool is_small, u64 x,
+                          i64 row_bytes, int dtype, int quantize) {
+    new (args) Args();
+    static_cast<nvlink::CallArgs&>(*args) = call_args(layout, alignment, capacity, max_tokens, hidden, num_tokens,
+                                                      num_blocks, timeout_ns, stream, is_small);
+    args->x = x;
+    args->row_bytes = row_bytes;
+    args->dtype = static_cast<Dtype>(dtype);
+    args->quantize = static_cast<Quantize>(quantize);
+  });
   def_number<Args, Args>(args, "dtype", &Args::dtype);
   def_number<Args, Args>(args, "quantize", &Args::quantize);
   args.def_rw("x", &Args::x)
@@ -112,6 +122,22 @@ void bind_combine_args(nb::module_& m) {
   using Args = nvlink::CombineArgs;
   nb::class_<Args> args(m, "GpuCombineArgs");
   bind_call_args(args);
+  args.def("__init__",
+           [](Args* args, int layout, i64 alignment, i64 capacity, i64 max_tokens, i64 hidden, i64 num_tokens,
+              i32 num_blocks, u64 timeout_ns, u64 stream, bool is_small, u64 y, i64 num_rows, int dtype, u64 weights,
+              u64 send_plan, u64 recv_plan, u64 out, bool wire_is_fp8) {
+             new (args) Args();
+             static_cast<nvlink::CallArgs&>(*args) = call_args(layout, alignment, capacity, max_tokens, hidden,
+                                                               num_tokens, num_blocks, timeout_ns, stream, is_small);
+             args->y = y;
+             args->num_rows = num_rows;
+             args->dtype = static_cast<Dtype>(dtype);
+             args->weights = weights;
+             args->send_plan = send_plan;
+             args->recv_plan = recv_plan;
+             args->out = out;
+             args->wire_is_fp8 = wire_is_fp8;
+           });
   def_number<Args, Args>(args, "dtype", &Args::dtype);
   args.def_rw("y", &Args::y)
       .def_rw("num_rows", &Args::num_rows)
@@ -141,7 +167,8 @@ void bind_results(nb::module_& m) {
            [](const DispatchResult& result, nb::handle from_dlpack) {
              const auto tensor = [&](const cpu::Array& array) { return to_tensor(array, from_dlpack); };
              return nb::make_tuple(tensor(result.x), tensor(result.scales), tensor(result.topk_idx),
-                                   tensor(result.topk_weights), tensor(result.send_plan), tensor(result.recv_plan));
+                                   tensor(result.topk_weights), tensor(result.sizes), tensor(result.send_plan),
+                                   tensor(result.recv_plan));
            })
       .def_ro("has_begun", &DispatchResult::has_begun)
       .def_ro("in_heap", &DispatchResult::in_heap)

@@ -119,7 +119,13 @@ class SimulatedWindow:
         return self._again(args, *sent) if args.cached else self._first(args, *sent)
 
     def _make_send_plan(self, args: Any) -> None:
+        """And the sizes."""
         assert not any((args.is_small, args.cached)), "the caller has memory for it"
+        num_local = self.spec.num_experts // self.hub.num_ranks
+        sizes = torch.full((num_local + (num_local if args.layout else self.hub.num_ranks) + 2,), -7, dtype=torch.int32)
+        args.counts, args.offsets = sizes.data_ptr(), sizes[num_local:].data_ptr()
+        args.num_rows_out = sizes[-1:].data_ptr()
+        self.made["sizes"] = sizes
         length = weft._native.gpu_send_plan_len(args.num_tokens, self.spec.top_k, self.hub.num_ranks, args.layout)
         plan = self.made["send_plan"] = torch.full((length,), -7, dtype=torch.int32)
         args.send_plan = plan.data_ptr()
@@ -209,7 +215,7 @@ class SimulatedWindow:
     def _result(self, args: Any, parts: dict[str, Tensor], num_rows: int) -> Any:
         if args.is_small:
             return self._small_result(args, parts, num_rows)
-        names = ("x", "scales", "topk_idx", "topk_weights", "send_plan", "recv_plan")
+        names = ("x", "scales", "topk_idx", "topk_weights", "sizes", "send_plan", "recv_plan")
         has_room = self._has_room()
         if not has_room:
             self.staged = parts

@@ -97,25 +97,28 @@ void DispatchCall::check_sizes() {
 // Room for what may come. Without a capacity that is not known yet: as much as there is, and the rest is given back later.
 // Whatever finds no room, the rows go to the landing, and nothing of this block is used.
 void DispatchCall::reserve() {
+  bool has_room = w_.hands_out();
+  const bool is_capturing = has_room && capture_of(a_.stream).is_active;
   const auto fixed = [&](std::optional<Block>& block, i64 num_bytes) {
-    block = w_.reserve(static_cast<u64>(std::max<i64>(num_bytes, 1)), a_.stream);
+    block = w_.heap_->reserve(static_cast<u64>(std::max<i64>(num_bytes, 1)), a_.stream, is_capturing);
     return block.has_value();
   };
   const i64 top_k = w_.shape_.top_k;
-  bool has_room = true;
-  if (!a_.cached) {
+  if (has_room && !a_.cached) {
     const auto part = [this](i64 num_bytes) {
       return std::exchange(at_.num_bytes, align_up(at_.num_bytes + static_cast<u64>(num_bytes), Heap::kAlignment));
     };
     at_.table = part(4 * recv_plan_len());
     at_.send_plan = part(a_.makes_send_plan ? 4 * send_plan_len() : 0);
+    at_.sizes = part(a_.makes_send_plan ? 4 * sizes_len() : 0);
     at_.weights = part(most_rows_ * 4 * (is_by_expert_ ? 1 : top_k));
     at_.ids = part(is_by_expert_ ? 0 : most_rows_ * top_k * id_bytes_);
     has_room = fixed(routing_, static_cast<i64>(at_.num_bytes));
   }
   has_room = has_room && (scale_bytes_ == 0 || fixed(scales_, most_rows_ * scale_bytes_));
   if (has_room && is_exact_) {
-    x_ = w_.reserve_up_to(static_cast<u64>(std::max<i64>(most_rows_, 1) * row_bytes_), a_.stream);
+    const i64 num_bytes = std::max<i64>(most_rows_, 1) * row_bytes_;
+    x_ = w_.heap_->reserve_up_to(static_cast<u64>(num_bytes), a_.stream, is_capturing);
     has_room = x_ && x_->num_bytes >= static_cast<u64>(row_bytes_);
   } else {
     has_room = has_room && fixed(x_, most_rows_ * row_bytes_);
@@ -150,12 +153,17 @@ kernels::DispatchKernelArgs DispatchCall::kernel_arguments(const Window::Turn& t
   args.capacity = a_.capacity;
   args.placement = {offset(x_),      offset(scales_), is_by_expert_ ? 0 : at(at_.ids),
                     at(at_.weights), at(at_.table),   room_};
-  args.send_plan =
-      reinterpret_cast<i32*>(a_.makes_send_plan ? reinterpret_cast<u64>(routing_->data) + at_.send_plan : a_.send_plan);
+  args.send_plan = reinterpret_cast<i32*>(a_.send_plan);
   args.recv_plan = reinterpret_cast<i32*>(a_.recv_plan);
   args.counts = reinterpret_cast<i32*>(a_.counts);
   args.offsets = reinterpret_cast<i32*>(a_.offsets);
   args.num_rows = reinterpret_cast<i32*>(a_.num_rows_out);
+  if (a_.makes_send_plan) {
+    args.send_plan = reinterpret_cast<i32*>(routing_->data + at_.send_plan);
+    args.counts = reinterpret_cast<i32*>(routing_->data + at_.sizes);
+    args.offsets = args.counts + w_.shape_.num_local_experts();
+    args.num_rows = args.counts + sizes_len() - 1;
+  }
   args.overflow = reinterpret_cast<i64*>(a_.overflow);
   return args;
 }
@@ -197,6 +205,7 @@ DispatchResult DispatchCall::staged_result() {
   if (a_.makes_send_plan) {
     w_.shrink(*routing_, at_.weights);
     result.send_plan = part(at_.send_plan, {send_plan_len()});
+    result.sizes = part(at_.sizes, {sizes_len()});
   }
   return result;
 }
@@ -207,6 +216,10 @@ i64 DispatchCall::send_plan_len() const {
 
 i64 DispatchCall::recv_plan_len() const {
   return gpu_recv_plan_len(w_.shape_.max_tokens, w_.shape_.top_k, w_.shape_.num_ranks, a_.layout);
+}
+
+i64 DispatchCall::sizes_len() const {
+  return w_.shape_.num_local_experts() + (is_by_expert_ ? w_.shape_.num_local_experts() : w_.shape_.num_ranks) + 2;
 }
 
 Array DispatchCall::rows(std::optional<Block>& block, Dtype dtype, i64 row_bytes) {
@@ -255,7 +268,9 @@ DispatchResult DispatchCall::heap_result() {
     result.topk_idx.is_int64 = a_.topk_is_int64;
   }
   result.recv_plan = part(at_.table, {recv_plan_len()});
-  if (a_.makes_send_plan) result.send_plan = part(at_.send_plan, {send_plan_len()});
+  if (!a_.makes_send_plan) return result;
+  result.send_plan = part(at_.send_plan, {send_plan_len()});
+  result.sizes = part(at_.sizes, {sizes_len()});
   return result;
 }
 

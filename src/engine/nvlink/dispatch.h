@@ -52,10 +52,11 @@ class DispatchCall {
   Array part(u64 first, std::vector<i64> shape) const;
   i64 send_plan_len() const;
   i64 recv_plan_len() const;
+  i64 sizes_len() const;
 
   // What a first dispatch makes beside the rows lies in one block: offsets there.
   struct Routing {
-    u64 table = 0, send_plan = 0, weights = 0, ids = 0, num_bytes = 0;
+    u64 table = 0, send_plan = 0, sizes = 0, weights = 0, ids = 0, num_bytes = 0;
   };
 
   Window& w_;

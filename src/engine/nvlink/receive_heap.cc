@@ -40,7 +40,7 @@ struct ReceiveHeap::Remains {
 
 ReceiveHeap::~ReceiveHeap() {
   const cuda::QuietContextScope scope(gpu_->context);
-  if (scope.ok()) forget_done();
+  scope.ok() ? forget_done() : pending_.clear();  // without a context nothing is at work
   gpu_->clean_up(std::shared_ptr<Remains>(new Remains{gpu_, std::move(memory_), std::move(pending_)}));
 }
 
@@ -73,14 +73,17 @@ Block ReceiveHeap::block_at(u64 offset, u64 num_bytes) {
 
 // Places that will not do are held while another is looked for.
 std::optional<u64> ReceiveHeap::take(u64 num_bytes, u64 stream, bool is_capturing) {
-  const bool has_unrecorded =
-      std::any_of(pending_.begin(), pending_.end(), [](const Pending& pending) { return pending.event == nullptr; });
-  if (is_capturing || has_unrecorded || pending_.size() > kManyPending) forget_done();
+  // A place of the same stream needs no event.
+  const auto is_unrecorded = [&](const Pending& pending) {
+    return pending.event == nullptr && pending.stream != stream;
+  };
+  if (std::any_of(pending_.begin(), pending_.end(), is_unrecorded)) record_pending();
+  if (is_capturing || pending_.size() > kManyPending) forget_done();
   const u64 whole_bytes = in_units(num_bytes);
   const auto will_do = [&](u64 begin) {
     return std::none_of(pending_.begin(), pending_.end(), [&](const Pending& pending) {
       const bool is_here = pending.begin < begin + whole_bytes && begin < pending.end;
-      return is_here && (is_capturing || pending.event == nullptr);
+      return is_here && (is_capturing || is_unrecorded(pending));
     });
   };
   std::vector<u64> refused;
@@ -111,10 +114,14 @@ void ReceiveHeap::wait_for_place(u64 begin, u64 end, u64 stream) {
   pending_ = std::move(rest);
 }
 
-void ReceiveHeap::forget_done() {
+void ReceiveHeap::record_pending() {
   for (Pending& pending : pending_) {
     if (pending.event == nullptr) pending.event = event_on(pending.stream);
   }
+}
+
+void ReceiveHeap::forget_done() {
+  record_pending();
   // Releases share events in runs: each is asked once.
   const Event* asked = nullptr;
   bool was_done = false;
@@ -124,6 +131,15 @@ void ReceiveHeap::forget_done() {
     asked = pending.event.get();
     return was_done;
   });
+}
+
+std::shared_ptr<Event> ReceiveHeap::record(u64 stream) {
+  const std::lock_guard lock(mutex_);  // what is let go from here on may be behind the event
+  std::shared_ptr<Event> event = gpu_->record(stream);
+  for (Pending& pending : pending_) {
+    if (pending.event == nullptr && pending.stream == stream) pending.event = event;
+  }
+  return event;
 }
 
 // Null: the stream records a graph, or can't be asked.
@@ -158,16 +174,18 @@ void ReceiveHeap::record_stream(u64 address, u64 stream) {
 
 // From any thread, from destructors, at interpreter exit. A graph's blocks stay taken.
 void ReceiveHeap::release(u64 offset) noexcept try {
-  const cuda::QuietContextScope scope(gpu_->context);
   const std::lock_guard lock(mutex_);
   const auto found = live_.find(offset);
   if (found == live_.end() || found->second.is_captured) return;
   const Live live = std::move(found->second);
   live_.erase(found);
-  if (scope.ok()) {
-    const u64 end = offset + live.num_bytes;
-    pending_.push_back({offset, end, live.stream, event_on(live.stream)});
-    for (u64 stream : live.other_streams) pending_.push_back({offset, end, stream, event_on(stream)});
+  const u64 end = offset + live.num_bytes;
+  pending_.push_back({offset, end, live.stream, nullptr});
+  if (!live.other_streams.empty()) {
+    const cuda::QuietContextScope scope(gpu_->context);
+    for (u64 stream : live.other_streams) {
+      if (scope.ok()) pending_.push_back({offset, end, stream, event_on(stream)});
+    }
   }
   heap_.release(offset);
 } catch (const std::exception&) {

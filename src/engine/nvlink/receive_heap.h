@@ -1,8 +1,8 @@
 // The heap of a window: where receive tensors lie, and when a place that was let go may be used again.
 //
 // A block belongs to the stream that it was reserved on. The next block in its place may be used on that stream at once; on
-// another one only behind an event that was recorded when the first was let go, on its stream and on each that
-// record_stream() named. A stream that records a graph gets only places nobody waits for, and keeps them for good.
+// another one only behind events: one on the block's stream, recorded behind the next call there or when it is asked for, and
+// one on each stream that record_stream() named, recorded when the block was let go. A stream that records a graph gets only places nobody waits for, and keeps them for good.
 #pragma once
 
 #include <map>
@@ -36,6 +36,8 @@ class ReceiveHeap : public std::enable_shared_from_this<ReceiveHeap> {
   void shrink(Block& block, u64 keep_bytes, const std::shared_ptr<Event>& event);
   // The block that holds `address` is in use on this stream, too.
   void record_stream(u64 address, u64 stream);
+  // An event on `stream`, behind the use of all that was let go there. Never for a stream that records a graph.
+  std::shared_ptr<Event> record(u64 stream);
 
   void quarantine() { heap_.quarantine(); }
   // Fresh physical memory at the same addresses (R13), if nobody holds a block but graphs and nothing is under way in
@@ -58,8 +60,7 @@ class ReceiveHeap : public std::enable_shared_from_this<ReceiveHeap> {
     std::set<u64> other_streams;
     bool is_captured = false;
   };
-  // A place that was let go, but may be in use on `stream` until `event`. No event: not recorded yet, because the stream
-  // was recording a graph.
+  // A place that was let go, but may be in use on `stream` until `event`. No event: not recorded yet.
   struct Pending {
     u64 begin, end, stream;
     std::shared_ptr<Event> event;
@@ -69,6 +70,7 @@ class ReceiveHeap : public std::enable_shared_from_this<ReceiveHeap> {
 
   std::optional<u64> take(u64 num_bytes, u64 stream, bool is_capturing);
   void wait_for_place(u64 begin, u64 end, u64 stream);
+  void record_pending();
   void forget_done();
   std::shared_ptr<Event> event_on(u64 stream) noexcept;
   Block block_at(u64 offset, u64 num_bytes);

@@ -21,9 +21,8 @@ struct CallArgs {
   i32 num_blocks = 16;
   u64 timeout_ns = 0;
   u64 stream = 0;
-  bool is_capturing = false;  // the stream records a graph: memory made now belongs to the window for good
-  bool is_small = false;      // by the kernels for small batches
-  bool sends = true;          // small batches: this launch is the half that sends, the half that receives, or both
+  bool is_small = false;  // by the kernels for small batches
+  bool sends = true;      // small batches: this launch is the half that sends, the half that receives, or both
   bool receives = true;
 };
 
@@ -46,7 +45,7 @@ struct DispatchArgs : CallArgs {
   u64 offsets = 0;               // int32 [R + 1] or [L + 1]
   u64 num_rows_out = 0;          // int32 []
   u64 overflow = 0;              // int64 [], added to
-  bool makes_send_plan = false;  // a first dispatch, not small: the send plan is made in the heap, too
+  bool makes_send_plan = false;  // a first dispatch, not small: send plan and sizes are made in the heap, too
   // Small batches: the caller's memory for `room` rows, written; recv_plan, of gpu_recv_plan_len, too.
   i64 room = 0;
   u64 out_x = 0, out_scales = 0, out_ids = 0, out_weights = 0;
@@ -56,8 +55,8 @@ struct DispatchResult {
   // In the heap, or empty if !in_heap: then the caller makes tensors and calls Window::unload on the same stream, before any
   // other call on the window. Shapes: x [rows, ...] or [L, C, ...]; scales bytes (float with Quantize::kFp8).
   Array x, scales, topk_idx, topk_weights, recv_plan;
-  Array send_plan;        // with makes_send_plan
-  bool has_begun = true;  // else there is no room for a send plan and nothing was done: call again with memory for it
+  Array send_plan, sizes;  // with makes_send_plan; sizes: counts, offsets, number of rows
+  bool has_begun = true;   // else there is no room for a send plan and nothing was done: call again with memory for it
   bool in_heap = true;
   i64 result_rows = 0;  // N (masked: L * C): rows that x has
 };

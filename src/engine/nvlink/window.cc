@@ -274,18 +274,15 @@ void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, 
 // R20: after a broken operation peers may still write where they were told to; until the rebuild nothing is handed out.
 bool Window::is_broken() const { return ptx::ld_acquire_sys(&host_->abort) == ~u64{0}; }
 
-std::optional<Block> Window::reserve(u64 num_bytes, u64 stream) {
+bool Window::hands_out() const {
   if (closed_) throw_invalid_state("the window is closed");
-  if (is_broken()) return std::nullopt;
-  const cuda::ContextScope scope(gpu_->context);
-  return heap_->reserve(num_bytes, stream, capture_of(stream).is_active);
+  return !is_broken();
 }
 
-std::optional<Block> Window::reserve_up_to(u64 num_bytes, u64 stream) {
-  if (closed_) throw_invalid_state("the window is closed");
-  if (is_broken()) return std::nullopt;
+std::optional<Block> Window::reserve(u64 num_bytes, u64 stream) {
+  if (!hands_out()) return std::nullopt;
   const cuda::ContextScope scope(gpu_->context);
-  return heap_->reserve_up_to(num_bytes, stream, capture_of(stream).is_active);
+  return heap_->reserve(num_bytes, stream, capture_of(stream).is_active);
 }
 
 std::vector<u64> Window::waited_ns() const {

@@ -50,8 +50,6 @@ class Window : public cpu::MemberWindow {
   // A block of the heap that kernels on `stream` may use from now on, or nothing if there is no room. Under capture the
   // block belongs to the window for good.
   std::optional<Block> reserve(u64 num_bytes, u64 stream);
-  // The largest block there is, at most `num_bytes`.
-  std::optional<Block> reserve_up_to(u64 num_bytes, u64 stream);
   // Whether an address lies in the heap of the present epoch.
   bool owns(u64 address) const;
   void record_stream(u64 address, u64 stream);
@@ -100,7 +98,6 @@ class Window : public cpu::MemberWindow {
   struct Turn {
     u16 print = 0;   // fingerprint of the config, for the kernel's arguments
     u64 ticket = 0;  // name of the call, more than 0, for the kernel's arguments and wait_for_counts
-    bool is_capturing = false;
   };
   // Refuses the call if the window is closed, broken, or a kernel has found something; then makes `stream` wait for the
   // calls before. `config.window_hash` is filled in here. Nothing is sent yet, an exception leaves the window as it was.
@@ -150,6 +147,7 @@ class Window : public cpu::MemberWindow {
 
   u64* error_word() const;
   bool is_broken() const;
+  bool hands_out() const;  // memory of the heap; error kInvalidState: the window is closed
   [[noreturn]] void raise_error();
   [[noreturn]] void raise_given_up(const ErrorRecord& record, OpKind kind);
   [[noreturn]] void throw_gpu_failure(const std::string& what);

@@ -42,7 +42,6 @@ Window::Turn Window::begin(OperationConfig config, u64 timeout_ns, u64 stream) {
   Turn turn;
   turn.print = fingerprint(config);
   const Capture capture = capture_of(stream);
-  turn.is_capturing = capture.is_active;
   order_after_calls(stream, capture);
   turn.ticket = ++ticket_;
   if (calls_.size() >= kMostCalls) calls_.clear();
@@ -100,7 +99,7 @@ void Window::start(const Kernel& kernel, i32 num_blocks, u64 stream, void* args)
     last_captured_stream_ = stream;
     last_capture_id_ = capture_.id;
   } else {
-    last_event_ = gpu_->record(stream);
+    last_event_ = heap_->record(stream);
     last_stream_ = stream;
   }
 }

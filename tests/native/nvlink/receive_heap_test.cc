@@ -67,6 +67,25 @@ TEST(the_same_stream_does_not_wait_and_another_does) {
   fake_cuda::let_go(kOne);
 }
 
+TEST(what_was_let_go_is_behind_the_next_event_of_its_stream) {
+  const auto gpu = make_gpu();
+  const auto heap = make_heap(gpu);
+  auto left = heap->reserve(kBytes / 2, kOne, false);
+  auto right = heap->reserve(kBytes / 2, kTwo, false);
+  fake_cuda::hold(kOne);
+  left.reset();
+  right.reset();
+  const u64 marks[] = {fake_cuda::give_work(kOne), fake_cuda::give_work(kTwo)};
+  const auto event = heap->record(kOne);
+  const u64 later = fake_cuda::give_work(kOne);  // than the event
+  left = heap->reserve(kBytes, kThree, false);
+  CHECK(left.has_value());
+  CHECK(fake_cuda::runs_after(kThree, kOne, marks[0]));
+  CHECK(fake_cuda::runs_after(kThree, kTwo, marks[1]));
+  CHECK(!fake_cuda::runs_after(kThree, kOne, later));
+  fake_cuda::let_go(kOne);
+}
+
 TEST(only_the_places_taken_are_waited_for) {
   const auto gpu = make_gpu();
   const auto heap = make_heap(gpu);
