@@ -55,6 +55,7 @@ __all__ = [
 
 QUANTIZE_CODES = {None: 0, "fp8": 1, "fp8_ue8m0": 2}
 WIRE_CODES = {None: 0, "fp8": 1}
+_ID_DTYPES = (torch.int64, torch.int32)
 _MOST_KNOWN = 256  # options of one ExpertParallel
 PLAIN = (Tensor, torch.nn.Parameter)  # other classes may have no memory
 
@@ -365,13 +366,13 @@ def _check_quantized(ep: ExpertParallel, x: Quantized, quantize: Any) -> tuple[T
         raise InvalidArgument(f"quantize is {quantize!r} with an x that is quantised already; allowed is None")
     if not isinstance(data, Tensor) or data.dim() != 2 or data.element_size() != 1:
         raise InvalidArgument(f"x.data is {_shown(data)}; allowed is a tensor [T, B] of a dtype of one byte")
-    if scales is not None and (not isinstance(scales, Tensor) or scales.dim() != 2 or len(scales) != len(data)):
-        raise InvalidArgument(f"x.scales is {_shown(scales)}; allowed is None or a tensor [{len(data)}, S]")
-    if data.shape[1] == 0 or data.shape[1] % ROW_MULTIPLE_BYTES:
-        raise InvalidArgument(
-            f"x.data has rows of {data.shape[1]} bytes; allowed are multiples of {ROW_MULTIPLE_BYTES}"
-        )
-    row_bytes = data.shape[1] + (0 if scales is None else scales.shape[1] * scales.element_size())
+    num_tokens, row_bytes = data.shape
+    if scales is not None and (not isinstance(scales, Tensor) or scales.dim() != 2 or scales.shape[0] != num_tokens):
+        raise InvalidArgument(f"x.scales is {_shown(scales)}; allowed is None or a tensor [{num_tokens}, S]")
+    if row_bytes == 0 or row_bytes % ROW_MULTIPLE_BYTES:
+        raise InvalidArgument(f"x.data has rows of {row_bytes} bytes; allowed are multiples of {ROW_MULTIPLE_BYTES}")
+    if scales is not None:
+        row_bytes += scales.shape[1] * scales.element_size()
     if row_bytes > max_row_bytes(ep.hidden):
         raise InvalidArgument(
             f"x has rows of {row_bytes} bytes, scales included; allowed are 4 * hidden = {max_row_bytes(ep.hidden)}"
@@ -385,6 +386,8 @@ def _check_quantized(ep: ExpertParallel, x: Quantized, quantize: Any) -> tuple[T
 
 def _bytes(rows: Tensor) -> Tensor:
     """[T, bytes of a row]; column-major ones are copied. Without rows the strides may be any."""
+    if rows.is_contiguous() and rows.stride(1) == 1:
+        return rows if rows.dtype == torch.uint8 else rows.view(torch.uint8)
     if rows.shape[0] == 0:
         return rows.new_empty((0, rows.shape[1] * rows.element_size()), dtype=torch.uint8)
     flat = rows.contiguous().view(-1)  # the stride of a single column may be any
@@ -399,7 +402,7 @@ def _check_topk(ep: ExpertParallel, topk_idx: Any, topk_weights: Any, data: Tens
     if len(shape) != 2 or shape[0] != data.shape[0] or shape[1] != ep.top_k:
         allowed = f"[{data.shape[0]}, {ep.top_k}]"
         raise InvalidArgument(f"topk_idx has shape {list(topk_idx.shape)}; allowed is [T, top_k] = {allowed}")
-    if topk_idx.dtype not in (torch.int32, torch.int64):
+    if topk_idx.dtype not in _ID_DTYPES:
         raise InvalidArgument(f"topk_idx has dtype {topk_idx.dtype}; allowed are torch.int32 and torch.int64")
     _check_place("topk_idx", topk_idx, ep)
     if topk_weights is None:
