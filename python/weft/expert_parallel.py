@@ -355,9 +355,12 @@ class ExpertParallel:
         arguments.check_dispatched(dispatched)
         self.calls.raise_if_closed("empty_output")
         handle = dispatched.handle
-        with self.comm.using("empty_output"):
+        self.comm.enter("empty_output")
+        try:
             self.calls.check_tie("empty_output", handle.tie)
             return self.calls.empty(handle.window, (*handle.rows_shape, self.hidden), self.dtype)
+        finally:
+            self.comm.leave()
 
     def warmup(self, *, wire: str | None = None, weighted: bool = True, **options: Any) -> None:
         """Prepare what the first calls would prepare, and wait for all ranks. Collective.

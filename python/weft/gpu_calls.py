@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -102,7 +102,7 @@ class GpuCalls(NativeCalls):
         if traces._recorders:
             traces._note(topk_idx, weights, self.comm.rank, self.num_experts)
         pieces = self._pieces(call, x, scales, quantize)
-        with _Running(self, "dispatch", call, (*pieces, scales, topk_idx, weights)) as run:
+        with _Running(self, "dispatch", call, inputs=(*pieces, scales, topk_idx, weights)) as run:
             received = self._first(call, pieces[0], scales, topk_idx, weights, quantize, run)
             if len(pieces) > 1:
                 routing = _Routing(received.send_plan, received.recv_plan, received.sizes, tuple(received.x.shape[:-1]))
@@ -118,7 +118,8 @@ class GpuCalls(NativeCalls):
                 wide = received.topk_idx
                 received = received._replace(topk_idx=wide.to(idx_dtype))
                 run.after.append(lambda: received.topk_idx.copy_(wide))
-            received = received._replace(scales=self._scales_of(call, received.scales, run))
+            if call.scale_dtype is not None:
+                received = received._replace(scales=self._scales_of(call, received.scales, run))
             run.results = received[:-1]
         staged.note(self, "dispatch", call, run.receive)
         return received
@@ -141,7 +142,7 @@ class GpuCalls(NativeCalls):
         x, scales = _dense(x), None if scales is None else _dense(scales)
         pieces = self._pieces(call, x, scales, quantize)
         routing = _Routing(send_plan, recv_plan, sizes, rows_shape)
-        with _Running(self, "dispatch", call, (*pieces, scales), tie) as run:
+        with _Running(self, "dispatch", call, tie, (*pieces, scales)) as run:
             rows, out_scales = self._again(call, pieces[0], scales, routing, quantize, run)
             if len(pieces) > 1:
                 rest = [self._again(call, piece, None, routing, 0, run)[0] for piece in pieces[1:]]
@@ -169,7 +170,7 @@ class GpuCalls(NativeCalls):
         """See NativeCalls."""
         weights, side = None if weights is None else _dense(weights), None if side is None else _dense(side)
         parts = self._columns(call, y, bias)
-        with _Running(self, "combine", call, itertools.chain(*parts, (weights, side, out)), tie) as run:
+        with _Running(self, "combine", call, tie, itertools.chain(*parts, (weights, side, out))) as run:
             into = out if out is not None and out.data_ptr() % ROW_MULTIPLE_BYTES == 0 and len(parts) == 1 else None
             sums: list[Tensor] = []
             side_out = self._no_floats if side is None else self._no_floats.new_empty((num_tokens, self.top_k))
@@ -229,9 +230,9 @@ class GpuCalls(NativeCalls):
 
     def empty(self, window: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See NativeCalls."""
-        stream = torch.cuda.current_stream(self.device)
-        found = self.windows[window].native.empty(list(shape), DTYPE_CODES[dtype], stream.cuda_stream)
-        return torch.empty(shape, dtype=dtype, device=self.device) if found is None else _tensor(found).view(shape)
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        found = self.windows[window].native.empty(list(shape), DTYPE_CODES[dtype], stream)
+        return torch.empty(shape, dtype=dtype, device=self.device) if found is None else _tensor(found)
 
     def event(self) -> Event:
         """See NativeCalls."""
@@ -453,12 +454,12 @@ class GpuCalls(NativeCalls):
     def _pieces(self, call: Call, x: Tensor, scales: Tensor | None, quantize: int) -> list[Tensor]:
         """x, or its columns in parts that fit the landing, for rows wider than those that the window is laid out for
         (fp32 rows of a bf16 object, opaque bytes). The same on all ranks, whether the heap has room or not."""
-        row_bytes = x.shape[1] * (1 if quantize else x.element_size())
-        scale_bytes = 0 if scales is None else scales.shape[1] * scales.element_size()
         if quantize:
-            scale_bytes = -(-x.shape[1] // QUANTIZE_GROUP) * (4 if quantize == _FP8 else 1)
+            return [x]
+        row_bytes = x.shape[1] * x.element_size()
+        scale_bytes = 0 if scales is None else scales.shape[1] * scales.element_size()
         room = (self.landing_row_bytes - LANDING_SLACK - scale_bytes) // ROW_MULTIPLE_BYTES * ROW_MULTIPLE_BYTES
-        if row_bytes <= room or quantize:
+        if row_bytes <= room:
             return [x]
         if room <= 0:
             most = self.landing_row_bytes - LANDING_SLACK - ROW_MULTIPLE_BYTES
@@ -477,16 +478,11 @@ class _Running(Calling):
     _native: tuple[Callable[[Any], Any], Any] | None = None  # of a staged call: function and arguments
     _kept: Sequence[Tensor] = ()
     results: Sequence[Tensor] = ()
-
-    def __init__(
-        self, calls: GpuCalls, what: str, call: Call, inputs: Iterable[Tensor | None], tie: Tensor | None = None
-    ) -> None:
-        super().__init__(calls, what, call, tie)
-        self._inputs = inputs
-        self.after: list[Callable[[], Any]] = []  # to be done when a staged call has received
+    after: list[Callable[[], Any]]  # to be done when a staged call has received
 
     def __enter__(self) -> _Running:
         super().__enter__()
+        self.after = []
         if self._calls.names_ranges:
             torch.cuda.nvtx.range_push(_RANGES[self._what, self._call.layout])
         try:

@@ -70,7 +70,7 @@ class Event:
 COMPLETE = Event()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: every call makes one, and that costs a microsecond
 class Handle:
     """The routing of one dispatch. It owns what it needs, survives later calls and serves any number of times.
 
@@ -138,7 +138,7 @@ class Handle:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # as Handle
 class Dispatched:
     """The rows this rank's experts received. E experts, R ranks, L = E / R local experts, K = top_k.
 

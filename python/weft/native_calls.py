@@ -12,7 +12,7 @@ import itertools
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -316,13 +316,23 @@ class NativeCalls(ABC):
 
 
 class Calling:
-    """Around a native call: refuse what can't be done now, count, time, and name the range for profilers. `is_rest`:
-    the call has begun before, staged."""
+    """Around a native call: refuse what can't be done now, count, time, and name the range for profilers. `inputs`:
+    tensors that it reads or writes; `is_rest`: the call has begun before, staged."""
 
     _range: Any = None
 
-    def __init__(self, calls: Any, what: str, call: Call, tie: Tensor | None = None, *, is_rest: bool = False) -> None:
+    def __init__(
+        self,
+        calls: Any,
+        what: str,
+        call: Call,
+        tie: Tensor | None = None,
+        inputs: Iterable[Tensor | None] = (),
+        *,
+        is_rest: bool = False,
+    ) -> None:
         self._calls, self._what, self._call, self._tie, self._is_rest = calls, what, call, tie, is_rest
+        self._inputs = inputs
         if torch.autograd._profiler_enabled():
             self._range = torch.profiler.record_function(f"weft::{what} {LAYOUTS[call.layout]}")
 
