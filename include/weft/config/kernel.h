@@ -38,7 +38,8 @@ struct DispatchKernelConfig {
   WEFT_HD constexpr i32 wire_row_bytes() const { return is_quantized() ? hidden : row_bytes; }
   // A row as it comes in, or as it goes out: quantised in place, with its scales behind the wider of the two.
   WEFT_HD constexpr i32 scales_at() const { return (row_bytes + 15) / 16 * 16; }
-  WEFT_HD constexpr i32 stage_bytes() const { return (scales_at() + scale_row_bytes + 127) / 128 * 128; }
+  WEFT_HD constexpr i32 staged_scale_bytes() const { return is_by_expert() || is_quantized() ? scale_row_bytes : 0; }
+  WEFT_HD constexpr i32 stage_bytes() const { return (scales_at() + staged_scale_bytes() + 127) / 128 * 128; }
   // Who goes where. rank_major: a ballot and a prefix sum for each group and rank; else counts for each period and expert.
   WEFT_HD constexpr i32 index_bytes() const {
     const i32 holes = is_by_expert() ? 2 * num_local_experts() * 4 : 0;

@@ -87,8 +87,9 @@ class Dispatch {
         if (warp_ - kFirstOther == kFanWarps) send_.post_progress();
         if (warp_ - kFirstOther >= kFanWarps) return;
         DispatchFan<kConfig>(state_, plan, warp_ - kFirstOther).run();
-      } else if constexpr (!kConfig.is_cached) {
-        send_.store_ids(kFirstOther);
+      } else {
+        if constexpr (kConfig.scale_row_bytes > kConfig.staged_scale_bytes()) send_.store_scales(kFirstOther);
+        if constexpr (!kConfig.is_cached) send_.store_ids(kFirstOther);
       }
     }
   }

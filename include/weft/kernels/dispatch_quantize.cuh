@@ -21,7 +21,7 @@ class DispatchQuantize : public DispatchState<kConfig> {
       if (!this->wait_local(&s.full[idx], (n / kConfig.num_stages) & 1)) return;
       const bool has_ended = s.token[idx] < 0;
       if (!has_ended) quantize_row(this->stage(idx));
-      ptx::fence_proxy_async();  // bulk stores read what was written here
+      ptx::fence_proxy_async_shared();  // bulk stores read what was written here
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(&s.ready[idx]);
       if (has_ended) return;

@@ -17,6 +17,7 @@ class DispatchSend : public DispatchState<kConfig> {
   static constexpr bool kByExpert = kConfig.is_by_expert();
   static constexpr bool kQuantized = kConfig.is_quantized();
   static constexpr bool kBulkScales = kScaleBytes % 16 == 0;
+  static constexpr bool kStagedScales = kConfig.staged_scale_bytes() > 0;
   static constexpr i32 kSteps = (kTopk + 31) / 32;  // picks of a lane
 
   __device__ explicit DispatchSend(const Base& base) : Base(base) {}
@@ -124,6 +125,26 @@ class DispatchSend : public DispatchState<kConfig> {
     clear_tail(thread, num_threads);
   }
 
+  // Rows of scales of rank_major that were given: neighbouring threads have neighbouring pieces. In bulk
+  // they would take turns with the rows.
+  __device__ void store_scales(i32 first_warp) {
+    using Unit = Piece<piece_bytes(kScaleBytes)>;
+    constexpr i32 kPieces = kScaleBytes / static_cast<i32>(sizeof(Unit));
+    const i32 num_threads = (kConfig.num_warps() - first_warp) * 32;
+    const i32 share = (a.num_tokens + kConfig.num_blocks - 1) / kConfig.num_blocks;
+    const i32 begin = min(static_cast<i32>(blockIdx.x) * share, a.num_tokens);
+    const i32 num_mine = min(share, a.num_tokens - begin) * kPieces;
+    for (i32 idx = (warp - first_warp) * 32 + lane; idx < num_mine; idx += num_threads) {
+      const i32 token = begin + idx / kPieces, piece = idx % kPieces;
+      const Unit unit = reinterpret_cast<const Unit*>(a.scales + static_cast<i64>(token) * kScaleBytes)[piece];
+#pragma unroll
+      for (i32 to = 0; to < kRanks; ++to) {
+        const i32 row = row_of(token, to);
+        if (row >= 0) reinterpret_cast<Unit*>(s.scales[to] + static_cast<i64>(row) * kScaleBytes)[piece] = unit;
+      }
+    }
+  }
+
  private:
   // Stores of a warp that read shared memory at a time: the stages of the others are being filled.
   static constexpr i32 kReading = kConfig.num_stages > kStoreWarps ? 1 : 0;
@@ -167,7 +188,7 @@ class DispatchSend : public DispatchState<kConfig> {
   __device__ i32 count_end() { return n_ % kStoreWarps == 0 ? ++num_even_ends_ : ++num_odd_ends_; }
 
   __device__ void load_row(i64 token, i32 idx) {
-    constexpr i32 kScalesHere = kQuantized || !kBulkScales ? 0 : kScaleBytes;
+    constexpr i32 kScalesHere = kQuantized || !kBulkScales || !kStagedScales ? 0 : kScaleBytes;
     ptx::mbarrier_arrive_expect(&s.full[idx], kConfig.row_bytes + kScalesHere);
     ptx::bulk_load(this->stage(idx), a.x + token * kConfig.row_bytes, kConfig.row_bytes, &s.full[idx]);
     if constexpr (kScalesHere > 0) {
@@ -278,10 +299,10 @@ class DispatchSend : public DispatchState<kConfig> {
       const i32 row = row_at(token, places, to);
       if (row < 0) continue;
       if (lane == 0) ptx::bulk_store(s.x[to] + static_cast<i64>(row) * kRowBytes, stage, kRowBytes);
-      if constexpr (kScaleBytes > 0) {
+      if constexpr (kStagedScales) {
         u8* scales = s.scales[to] + static_cast<i64>(row) * kScaleBytes;
         const u8* staged = stage + kConfig.scales_at();
-        if constexpr (kBulkScales) {
+        if constexpr (kByExpert && kBulkScales) {
           if (lane == 0) ptx::bulk_store(scales, staged, kScaleBytes);
         } else {
           copy_short<kScaleBytes>(scales, kQuantized ? staged : a.scales + static_cast<i64>(token) * kScaleBytes, lane);
