@@ -90,6 +90,8 @@ def run_kills(*, trials: int, seed: int, fixed: Fixed, device: str = "auto", dea
     """Run `trials` trials with `deaths` kills each, one after the other, and yield each kill's result. Not fixed: 4
     ranks, 128 tokens, H = 512, the rest drawn by the seed.
     """
+    import torch  # noqa: F401  once, here: each trial's ranks are forked from this process
+
     check_fixed(fixed)
     check_environment()
     defaults = Fixed(ranks=4, tokens=128, hidden=512)
