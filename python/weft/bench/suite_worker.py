@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -147,12 +148,14 @@ class Worker:
         prepare = {"dispatch": self._dispatch, "combine": self._combine, "step": self._step}[case.op]
         return prepare(case)
 
-    def _dispatch_once(self, case: Case, handle: weft.Handle | None = None) -> weft.Dispatched:
+    def _dispatch_call(self, case: Case, handle: weft.Handle | None = None) -> Callable[[], weft.Dispatched]:
+        """The call with its arguments, which are not looked for while it is timed."""
         x = self.samples.x(case.rows)
         ep, quantize = self.ep(case.tokens), None if case.quantize == "none" else case.quantize
         if handle is not None:
-            return ep.dispatch(x, handle=handle, num_sms=case.num_sms, quantize=quantize)
-        return ep.dispatch(
+            return functools.partial(ep.dispatch, x, handle=handle, num_sms=case.num_sms, quantize=quantize)
+        return functools.partial(
+            ep.dispatch,
             x,
             self.samples.topk_idx,
             self.samples.topk_weights,
@@ -165,12 +168,13 @@ class Worker:
 
     @contextlib.contextmanager
     def _dispatch(self, case: Case) -> Iterator[Callable[[], None]]:
-        handle = self._dispatch_once(case).handle if case.is_cached else None
+        handle = self._dispatch_call(case)().handle if case.is_cached else None
+        dispatch = self._dispatch_call(case, handle)
         received: list[weft.Dispatched] = []
 
         def call() -> None:
             received.clear()  # one result is alive at a time
-            received.append(self._dispatch_once(case, handle))
+            received.append(dispatch())
 
         call()
         for part in _parts(received[0].x):
@@ -185,7 +189,7 @@ class Worker:
 
     @contextlib.contextmanager
     def _combine(self, case: Case) -> Iterator[Callable[[], None]]:
-        ep, received = self.ep(case.tokens), self._dispatch_once(case)
+        ep, received = self.ep(case.tokens), self._dispatch_call(case)()
         outputs, want = self.samples.outputs(case)
         if case.source == "heap":
             in_heap = ep.empty_output(received)
@@ -205,10 +209,10 @@ class Worker:
 
     @contextlib.contextmanager
     def _step(self, case: Case) -> Iterator[Callable[[], None]]:
-        ep = self.ep(case.tokens)
+        ep, dispatch = self.ep(case.tokens), self._dispatch_call(case)
 
         def call() -> None:
-            received = self._dispatch_once(case)
+            received = dispatch()
             assert isinstance(received.x, Tensor)  # noqa: S101  for mypy: BF16 rows
             output = self.step_experts()(received.x, received.offsets)
             self.step_y = ep.combine(output, received.handle, num_sms=case.num_sms)

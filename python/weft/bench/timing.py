@@ -49,15 +49,15 @@ def time_calls(
     events = [torch.cuda.Event(enable_timing=True) for _ in range(iters + 1 if on_gpu else 0)]
     for _ in range(warmup):
         call()
-    stamps = [time.perf_counter_ns()]
+    host_us = []
     if on_gpu:
         events[0].record()
     for idx in range(iters):
+        start = time.perf_counter_ns()
         call()
+        host_us.append((time.perf_counter_ns() - start) / 1e3)
         if on_gpu:
             events[idx + 1].record()
-        stamps.append(time.perf_counter_ns())
-    host_us = [(end - start) / 1e3 for start, end in itertools.pairwise(stamps)]
     if not on_gpu:
         return Times(host_us, host_us)
     torch.cuda.synchronize(device)
