@@ -161,7 +161,7 @@ class ExpertParallel:
             deadline_s: of this call; None: that of the object.
             mode: "latency": the kernels for small batches, "throughput": the others, "auto": by max_tokens, layout and
                 form of the rows; equal on all ranks, the bits are the same. Latency needs max_tokens of at most 512;
-                its results are ordinary tensors of `capacity` rows. The cpu engine has one way only.
+                its rows lie in ordinary tensors, `capacity` of them. The cpu engine has one way only.
             staged: send, and return at once; `r.wait()` receives, on any stream, before the next call on this window.
                 Small-batch kernels only; needs `capacity`, and no gradients. The cpu engine receives in the call.
             async_op: on a GPU run on a stream of the window, which waits for the current one first; `r.event.wait()`

@@ -37,6 +37,8 @@ _RANGES = {
     (what, layout): f"weft::{what} {name}" for what in ("dispatch", "combine") for layout, name in enumerate(LAYOUTS)
 }
 _from_dlpack = torch._C._from_dlpack
+_INT32, _INT64 = 4, 5  # of the native module, beside DTYPE_CODES
+_OF_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()} | {_INT32: torch.int32, _INT64: torch.int64}
 _FP8 = 1  # code of quantize: scales are fp32, else bytes
 
 
@@ -297,17 +299,17 @@ class GpuCalls(NativeCalls):
         quantize: int,
         run: _Running,
     ) -> Received:
-        """Into ordinary tensors for all that may come; without a capacity the host then learns how much has."""
-        sizes, send_plan = self._ordinary_sizes(call, args)
+        """Into tensors for all that may come, rows in ordinary ones; without a capacity the host learns how many."""
         lead = self._lead(call, call.capacity if call.capacity >= 0 else self._most_rows(call))
         args.room = math.prod(lead)
         if args.room > MAX_CAPACITY:
             raise InvalidArgument(f"a result could have {args.room} rows; allowed are {MAX_CAPACITY}: set a capacity")
         rows, out_scales = self._ordinary(lead, x, scales, quantize)
-        out_idx, out_weights, recv_plan = self._ordinary_routing(call.layout, lead)
+        sizes, send_plan, recv_plan, out_weights, out_idx = self._small_routing(call, args, lead)
+        self._give_sizes(args, sizes)
         args.out_x, args.out_scales = rows.data_ptr(), out_scales.data_ptr()
         args.out_ids, args.out_weights = out_idx.data_ptr(), out_weights.data_ptr()
-        args.recv_plan = recv_plan.data_ptr()
+        args.send_plan, args.recv_plan = send_plan.data_ptr(), recv_plan.data_ptr()
         parts = (rows, out_scales, out_idx, out_weights)
         result = run.launch(self.windows[call.window].native.dispatch, args, (*parts, sizes, send_plan, recv_plan))
         if call.capacity < 0:
@@ -355,17 +357,30 @@ class GpuCalls(NativeCalls):
 
     def _give_sizes(self, args: Any, sizes: Tensor) -> None:
         counts = args.counts = sizes.data_ptr()
-        args.offsets, args.num_rows_out = counts + 4 * self.num_local_experts, counts + 4 * (len(sizes) - 1)
+        args.offsets, args.num_rows_out = counts + 4 * self.num_local_experts, counts + 4 * (sizes.shape[0] - 1)
 
     def _ordinary_sizes(self, call: Call, args: Any) -> tuple[Tensor, Tensor]:
         """Ordinary tensors for the sizes and the send plan."""
-        num_groups = self.num_ranks if call.layout == RANK_MAJOR else self.num_local_experts
-        sizes = self._ints.new_empty(self.num_local_experts + num_groups + 2)
+        sizes = self._ints.new_empty(self._sizes_len(call.layout))
         self._give_sizes(args, sizes)
-        length = _load.native().gpu_send_plan_len(args.num_tokens, self.top_k, self.num_ranks, call.layout)
-        send_plan = self._ints.new_empty(length)
+        send_plan = self._ints.new_empty(self._send_plan_len(call.layout, args.num_tokens))
         args.send_plan = send_plan.data_ptr()
         return sizes, send_plan
+
+    def _small_routing(self, call: Call, args: Any, lead: tuple[int, ...]) -> list[Tensor]:
+        """Sizes, both plans, weights and ids (int64): in the heap if there is room, else ordinary tensors."""
+        per_row = (*lead, self.top_k) if call.layout == RANK_MAJOR else lead
+        wanted = [
+            ((self._sizes_len(call.layout),), _INT32),
+            ((self._send_plan_len(call.layout, args.num_tokens),), _INT32),
+            ((self._recv_plan_len(call.layout),), _INT32),
+            (per_row, DTYPE_CODES[torch.float32]),
+            (per_row if call.layout == RANK_MAJOR else (0,), _INT64),
+        ]
+        found = self.windows[call.window].native.empty_together(wanted, args.stream, _from_dlpack)
+        if found is not None:
+            return list(found)
+        return [self._new(shape, _OF_CODE[code]) for shape, code in wanted]
 
     def _ordinary_routing(self, layout: int, lead: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Ordinary tensors for ids (int64), weights and the receive plan."""
@@ -412,6 +427,13 @@ class GpuCalls(NativeCalls):
         args.x, args.scales, args.topk_idx = rows.data_ptr(), scales.data_ptr(), pointer(topk_idx)
         args.topk_weights, args.recv_plan = pointer(weights), pointer(recv_plan)
         self.windows[call.window].native.unload(args)
+
+    def _sizes_len(self, layout: int) -> int:
+        return self.num_local_experts + (self.num_ranks if layout == RANK_MAJOR else self.num_local_experts) + 2
+
+    def _send_plan_len(self, layout: int, num_tokens: int) -> int:
+        length: int = _load.native().gpu_send_plan_len(num_tokens, self.top_k, self.num_ranks, layout)
+        return length
 
     def _recv_plan_len(self, layout: int) -> int:
         length: int = _load.native().gpu_recv_plan_len(self.max_tokens, self.top_k, self.num_ranks, layout)

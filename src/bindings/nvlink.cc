@@ -2,6 +2,7 @@
 #include "bindings/nvlink.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -182,23 +183,62 @@ void bind_results(nb::module_& m) {
       .def_rw("recv_plan", &UnloadArgs::recv_plan);
 }
 
-nb::object empty(Window& window, const std::vector<i64>& shape, int dtype, u64 stream) {
+// Numbers of Python's side beyond those of Dtype.
+constexpr int kInt32 = 4, kInt64 = 5;
+
+cpu::Array array_of(const Window& window, const std::vector<i64>& shape, int dtype) {
   cpu::Array array;
-  array.dtype = static_cast<Dtype>(dtype);
+  array.is_integer = dtype >= kInt32;
+  array.is_int64 = dtype == kInt64;
+  if (!array.is_integer) array.dtype = static_cast<Dtype>(dtype);
   array.shape = shape;
   array.gpu = window.gpu_index();
-  CheckedSize num_bytes(static_cast<u64>(dtype_bytes(array.dtype)));
+  return array;
+}
+
+u64 bytes_of(const cpu::Array& array) {
+  const i64 item_bytes = array.is_integer ? (array.is_int64 ? 8 : 4) : dtype_bytes(array.dtype);
+  CheckedSize num_bytes(static_cast<u64>(item_bytes));
   bool is_sound = true;
-  for (i64 length : shape) {
+  for (i64 length : array.shape) {
     is_sound = is_sound && length >= 0;
     num_bytes = num_bytes * static_cast<u64>(length);
   }
   if (!is_sound || !num_bytes.ok)
     throw_invalid_argument("shape: lengths must be 0 or more, their product within 64 bits");
-  std::optional<nvlink::Block> block = window.reserve(num_bytes.value, stream);
+  return num_bytes.value;
+}
+
+nb::object empty(Window& window, const std::vector<i64>& shape, int dtype, u64 stream) {
+  cpu::Array array = array_of(window, shape, dtype);
+  std::optional<nvlink::Block> block = window.reserve(bytes_of(array), stream);
   if (!block) return nb::none();
   array.block = std::move(*block);
   return to_ndarray(array);
+}
+
+// Small tensors (shape, dtype) in one block: torch's own take longer to make. None without room, or while `stream` records a
+// graph, whose blocks would be taken for good.
+nb::object empty_together(Window& window, const std::vector<std::pair<std::vector<i64>, int>>& wanted, u64 stream,
+                          nb::handle from_dlpack) {
+  std::vector<cpu::Array> arrays;
+  std::vector<u64> begins;
+  CheckedSize end;
+  for (const auto& [shape, dtype] : wanted) {
+    arrays.push_back(array_of(window, shape, dtype));
+    begins.push_back(align_up(end.value, Heap::kAlignment));
+    end = CheckedSize(begins.back()) + CheckedSize(bytes_of(arrays.back()));
+    if (!end.ok) throw_invalid_argument("shapes: their bytes must be within 64 bits");
+  }
+  const std::optional<nvlink::Block> block = window.reserve(end.value, stream, Window::OnCapture::kNothing);
+  if (!block) return nb::none();
+  nb::list made;
+  for (size_t idx = 0; idx < arrays.size(); ++idx) {
+    arrays[idx].block = *block;
+    arrays[idx].block.data += begins[idx];
+    made.append(to_tensor(arrays[idx], from_dlpack));
+  }
+  return made;
 }
 
 nb::dict stats(const Window& window) {
@@ -229,6 +269,7 @@ void bind_window(nb::module_& m) {
           "combine", [](Window& window, const nvlink::CombineArgs& args) { window.combine(args, signal_poll()); },
           "args"_a, Guard())
       .def("empty", &empty, "shape"_a, "dtype"_a, "stream"_a)
+      .def("empty_together", &empty_together, "wanted"_a, "stream"_a, "from_dlpack"_a)
       .def("owns", &Window::owns, "ptr"_a)
       .def("record_stream", &Window::record_stream, "ptr"_a, "stream"_a)
       .def("check", &Window::check, Guard())

@@ -105,8 +105,7 @@ kernels::CombineKernelArgs CombineCall::kernel_arguments() const {
 void Window::combine(const CombineArgs& args, const Poll& poll) {
   const cuda::ContextScope scope(gpu_->context);
   check_half(args);
-  if (args.is_small) return SmallCombineCall(*this, args, poll).run();
-  CombineCall(*this, args, poll).run();
+  watched([&] { args.is_small ? SmallCombineCall(*this, args, poll).run() : CombineCall(*this, args, poll).run(); });
 }
 
 }  // namespace weft::nvlink

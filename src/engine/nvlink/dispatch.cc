@@ -277,8 +277,9 @@ DispatchResult DispatchCall::heap_result() {
 DispatchResult Window::dispatch(const DispatchArgs& args, const Poll& poll) {
   const cuda::ContextScope scope(gpu_->context);
   check_half(args);
-  if (args.is_small) return SmallDispatchCall(*this, args, poll).run();
-  return DispatchCall(*this, args, poll).run();
+  return watched([&] {
+    return args.is_small ? SmallDispatchCall(*this, args, poll).run() : DispatchCall(*this, args, poll).run();
+  });
 }
 
 }  // namespace weft::nvlink

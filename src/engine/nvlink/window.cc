@@ -279,10 +279,12 @@ bool Window::hands_out() const {
   return !is_broken();
 }
 
-std::optional<Block> Window::reserve(u64 num_bytes, u64 stream) {
+std::optional<Block> Window::reserve(u64 num_bytes, u64 stream, OnCapture on_capture) {
   if (!hands_out()) return std::nullopt;
   const cuda::ContextScope scope(gpu_->context);
-  return heap_->reserve(num_bytes, stream, capture_of(stream).is_active);
+  const bool is_capturing = capture_of(stream).is_active;
+  if (is_capturing && on_capture == OnCapture::kNothing) return std::nullopt;
+  return heap_->reserve(num_bytes, stream, is_capturing);
 }
 
 std::vector<u64> Window::waited_ns() const {

@@ -48,13 +48,14 @@ class Window : public cpu::MemberWindow {
   void combine(const CombineArgs& args, const Poll& poll);
 
   // A block of the heap that kernels on `stream` may use from now on, or nothing if there is no room. Under capture the
-  // block belongs to the window for good.
-  std::optional<Block> reserve(u64 num_bytes, u64 stream);
+  // block belongs to the window for good, or there is none.
+  enum class OnCapture { kForGood, kNothing };
+  std::optional<Block> reserve(u64 num_bytes, u64 stream, OnCapture on_capture = OnCapture::kForGood);
   // Whether an address lies in the heap of the present epoch.
   bool owns(u64 address) const;
   void record_stream(u64 address, u64 stream);
 
-  // Raises what a kernel has found since. Never waits for a peer.
+  // Raises what a kernel has found since, or that the GPU has failed. Never waits for a peer.
   void check();
   // Ids out of range that kernels have seen since the last call.
   std::optional<BadIds> take_bad_ids();
@@ -146,6 +147,18 @@ class Window : public cpu::MemberWindow {
   // ---- Failure (window_failure.cc)
 
   u64* error_word() const;
+  void raise_found();
+  // A driver's call that failed may be the first to see a failed GPU: then the others are told. To ask before each call would
+  // take as long as a launch.
+  template <class Call>
+  auto watched(const Call& call) {
+    try {
+      return call();
+    } catch (const Error& error) {
+      if (error.code == ErrorCode::kCudaError) check();
+      throw;
+    }
+  }
   bool is_broken() const;
   bool hands_out() const;  // memory of the heap; error kInvalidState: the window is closed
   [[noreturn]] void raise_error();

@@ -36,7 +36,7 @@ Window::Turn Window::begin(OperationConfig config, u64 timeout_ns, u64 stream) {
     throw_invalid_state(
         "another rank closed this window before the last rebuild; make a new ExpertParallel on every rank");
   }
-  check();
+  raise_found();
   comm_->raise_if_unusable();
   config.window_hash = hash_;
   Turn turn;
@@ -90,9 +90,10 @@ void Window::launch(const Kernel& kernel, i32 num_blocks, u64 stream, void* args
 
 void Window::start(const Kernel& kernel, i32 num_blocks, u64 stream, void* args) {
   void* params[] = {args};
-  cuda::check(cuda::driver().launch(kernel.function, static_cast<unsigned>(num_blocks), 1, 1, kernel.num_threads, 1, 1,
-                                    kernel.shared_bytes, stream_of(stream), params, nullptr),
-              "cuLaunchKernel");
+  const cuda::Result launched =
+      cuda::driver().launch(kernel.function, static_cast<unsigned>(num_blocks), 1, 1, kernel.num_threads, 1, 1,
+                            kernel.shared_bytes, stream_of(stream), params, nullptr);
+  if (launched != cuda::kSuccess) throw_gpu_failure("cuLaunchKernel: " + cuda::error_name(launched));
   if (capture_.is_active) {
     has_captured_ = true;
     last_captured_ = gpu_->record(stream);

@@ -23,10 +23,14 @@ std::string rank_text(i32 rank) { return "rank " + std::to_string(rank); }
 // Code and phase of the record are one word; zero: no error.
 u64* Window::error_word() const { return reinterpret_cast<u64*>(&host_->error.code); }
 
+void Window::raise_found() {
+  if (ptx::ld_acquire_sys(error_word()) != 0) raise_error();
+}
+
 void Window::check() {
   if (closed_) throw_invalid_state("the window is closed");
   const cuda::ContextScope scope(gpu_->context);
-  if (ptx::ld_acquire_sys(error_word()) != 0) raise_error();
+  raise_found();
   if (last_event_ == nullptr) return;
   const cuda::Result state = last_event_->state();
   if (state != cuda::kSuccess && state != cuda::kNotReady) throw_gpu_failure(cuda::error_name(state));

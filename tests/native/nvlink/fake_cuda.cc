@@ -308,6 +308,7 @@ Result function_set_attribute(Function, int, int) { return kSuccess; }
 Result launch(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned shared_bytes,
               Stream stream, void** params, void**) {
   if (const Result result = injected("cuLaunchKernel"); result != kSuccess) return result;
+  if (state().gpu_result != 0) return state().gpu_result;
   submit(stream);
   KernelBody body;
   {

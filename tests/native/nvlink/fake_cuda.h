@@ -18,7 +18,7 @@ void let_go(uint64_t stream);      // ... until here
 void begin_capture(uint64_t stream, uint64_t id);
 void end_capture(uint64_t stream);
 void offer_fabric(bool is_there);  // handles for other machines
-void fail_gpu(int result);         // event queries answer this; 0: the GPU works
+void fail_gpu(int result);         // event queries and launches answer this; 0: the GPU works
 void fail_next(const char* symbol, int result,
                int after = 0);  // one call of a driver function, after so many good ones
 

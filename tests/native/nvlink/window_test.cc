@@ -256,6 +256,8 @@ TEST(calls_from_several_streams_are_ordered) {
       fake_cuda::begin_capture(stream_of(9), 77);
       rank.dispatch(4);
       CHECK(fake_cuda::waits().empty());
+      CHECK(!rank.window->reserve(256, stream_of(9), Window::OnCapture::kNothing).has_value());
+      CHECK(rank.window->reserve(256, stream_of(9)).has_value());
       fake_cuda::end_capture(stream_of(9));
       rank.me = me;
     }
@@ -461,6 +463,24 @@ TEST(a_failed_gpu_is_a_cuda_error_here_and_told_to_the_others) {
     fake_cuda::fail_gpu(0);
     rank.meet();
     if (rank.me != 2) CHECK_EQ(error_of([&] { rank.dispatch(4); }).code, ErrorCode::kInternalError);
+  });
+}
+
+TEST(a_launch_that_fails_is_a_cuda_error_here_and_told_to_the_others) {
+  with_ranks([](Rank& rank) {
+    fake_cuda::set_kernel(count_rows);
+    rank.dispatch(4);
+    rank.meet();
+    if (rank.me == 1) {
+      fake_cuda::fail_next("cuLaunchKernel", 701);
+      const Error failed = error_of([&] { rank.dispatch(4); });
+      CHECK_EQ(failed.code, ErrorCode::kCudaError);
+      says(failed, "cuLaunchKernel: CUDA_ERROR_701");
+    } else {
+      while (!rank.comm->is_broken()) usleep(500);
+    }
+    rank.meet();
+    if (rank.me != 1) CHECK_EQ(error_of([&] { rank.dispatch(4); }).code, ErrorCode::kInternalError);
   });
 }
 
