@@ -11,7 +11,8 @@ namespace weft::nvlink {
 namespace {
 
 constexpr u64 kSettleNs = 10'000'000'000;  // longest wait of a destructor for the GPU
-constexpr size_t kManyPending = 64;        // asking the driver costs more than a few entries
+constexpr u64 kMomentNs = 100'000;
+constexpr size_t kManyPending = 64;  // asking the driver costs more than a few entries
 
 u64 in_units(u64 num_bytes) { return std::max(Heap::kAlignment, align_up(num_bytes, Heap::kAlignment)); }
 
@@ -77,7 +78,11 @@ std::optional<u64> ReceiveHeap::take(u64 num_bytes, u64 stream, bool is_capturin
   const auto is_unrecorded = [&](const Pending& pending) {
     return pending.event == nullptr && pending.stream != stream;
   };
-  if (std::any_of(pending_.begin(), pending_.end(), is_unrecorded)) record_pending();
+  if (is_capturing || std::any_of(pending_.begin(), pending_.end(), is_unrecorded)) record_pending();
+  if (is_capturing) {  // a graph can't wait for a place; what is at rest is seen to be so in a moment
+    const auto is_done = [](const Pending& pending) { return pending.event != nullptr && pending.event->is_done(); };
+    wait_on_host([&] { return std::all_of(pending_.begin(), pending_.end(), is_done); }, now_ns() + kMomentNs, {});
+  }
   if (is_capturing || pending_.size() > kManyPending) forget_done();
   const u64 whole_bytes = in_units(num_bytes);
   const auto will_do = [&](u64 begin) {
@@ -115,8 +120,11 @@ void ReceiveHeap::wait_for_place(u64 begin, u64 end, u64 stream) {
 }
 
 void ReceiveHeap::record_pending() {
+  const Pending* last = nullptr;  // that was recorded here
   for (Pending& pending : pending_) {
-    if (pending.event == nullptr) pending.event = event_on(pending.stream);
+    if (pending.event != nullptr) continue;
+    pending.event = last != nullptr && last->stream == pending.stream ? last->event : event_on(pending.stream);
+    last = &pending;
   }
 }
 
