@@ -26,6 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 LEAST_CAPABILITY = (9, 0)  # bulk copies between shared memory and peers
+LEAST_DRIVER = 12040  # of CUDA 12.4: what src/base/cuda_driver.cc asks the driver for
 DEFAULT_NUM_SMS = 16
 _QUEUES = 32  # hardware queues of a context at most: streams beyond share one, and then wait for each other
 
@@ -135,12 +136,24 @@ def _problem(facts: Mapping[int, Facts]) -> str:
 
 
 def _missing() -> str | None:
-    """What this machine lacks for compiling kernels."""
+    """What this machine lacks for compiling and loading kernels."""
     try:
         kernel_paths.compiler_paths()
+        version = _driver_version()
     except (Unsupported, OSError) as error:
         return str(error)
+    if version < LEAST_DRIVER:
+        return f"its driver is of CUDA {version // 1000}.{version % 1000 // 10}, older than 12.4"
     return None
+
+
+def _driver_version() -> int:
+    """12040 for CUDA 12.4; asked of the driver that is loaded, which may be newer than the kernel's."""
+    version = ctypes.c_int()
+    status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    if status:
+        raise Unsupported("the nvlink engine", f"cuDriverGetVersion failed with {status}", "a CUDA driver that answers")
+    return version.value
 
 
 def _reach(device: torch.device) -> tuple[str, ...]:

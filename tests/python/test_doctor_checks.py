@@ -53,11 +53,13 @@ TWO_PORTS = tuple(dataclasses.replace(BASE.nics[idx], card="one card") for idx i
 BOND = {"bond": ("eth0", "eth9"), "bond_mode": "802.3ad 4"}
 VF = dataclasses.replace(link(32.0, 16), address="0000:04:00.1", physical_function="0000:04:00.0")
 C2C = tuple(dataclasses.replace(entry, is_c2c=True) for entry in BASE.gpus)
+OLD_DRIVER = dataclasses.replace(BASE.system, driver="535.104.05", cuda_driver="12.2")
 EFA = tuple(nic(idx, kind="efa") for idx in range(4))
 
 # check, status, words of what was found, changes to the healthy machine
 BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
     ("driver", "fail", "no NVIDIA driver", {"system": System(modules=())}),
+    ("driver", "fail", "up to 12.2; the nvlink engine needs 12.4", {"system": OLD_DRIVER}),
     ("open-files", "warn", "256 open files", limits(max_files=256)),
     ("gpus", "fail", "does not answer: NVML", {"nvml": "NVML: version mismatch"}),
     ("gpus", "warn", "1 x NVIDIA H200", gpus(3, name="NVIDIA H200")),

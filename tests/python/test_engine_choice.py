@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import weft
+import weft.gpu
 from weft.gpu import Facts, choose_engine, choose_gpu, look
 
 H200 = Facts("auto", "", "gpu-0", "NVIDIA H200", (9, 0), 132, ("gpu-1", "gpu-2", "gpu-3"))
@@ -53,6 +54,15 @@ def test_one_rank_that_can_not(rank: int, changed: dict[str, object], why: str) 
     with pytest.raises(weft.Unsupported, match=r"engine 'nvlink' is not supported: have") as caught:
         choose_engine(asked)
     assert caught.value.have == why
+
+
+@pytest.mark.parametrize(
+    ("version", "why"), [(12020, "its driver is of CUDA 12.2, older than 12.4"), (12040, None), (13000, None)]
+)
+def test_a_driver_too_old_is_told(version: int, why: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weft.gpu.kernel_paths, "compiler_paths", dict)
+    monkeypatch.setattr(weft.gpu, "_driver_version", lambda: version)
+    assert weft.gpu._missing() == why
 
 
 def test_too_many_ranks() -> None:

@@ -17,6 +17,7 @@ __all__ = ["CHECKS"]
 _RECORDED = "a recording: says nothing of this process"
 _MIN_PYTHON = (3, 10)
 _MIN_TORCH = (2, 10)
+_MIN_DRIVER = (12, 4)  # of CUDA
 _TORCH_WHEELS = ((13, 0), (12, 8), (12, 6))  # CUDA versions that torch's wheels are built for
 
 # In a child: a library that does not load must not take the table down. nvrtcVersion says what it compiles for.
@@ -100,6 +101,11 @@ def _driver(facts: Facts) -> Iterable[Answer]:
             tag = "".join(map(str, wheel))
             fix = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu{tag}"
         return [fail(f"{found}; torch is built for CUDA {_text(built_for)}", cost="no GPU can be used", fix=fix)]
+    if supported and supported < _MIN_DRIVER:
+        cost = "tokens on GPUs are copied through host memory"
+        return [
+            fail(f"{found}; the nvlink engine needs {_text(_MIN_DRIVER)} or later", cost=cost, fix="update the driver")
+        ]
     return [ok(found)]
 
 
