@@ -63,6 +63,25 @@ def test_a_late_peer() -> None:
     assert all(0.9 < took < 5 for took in run(work))
 
 
+@pytest.mark.parametrize("late_s", [1.0, 5.0, pytest.param(30.0, marks=pytest.mark.slow)])
+def test_a_rank_that_comes_late_in_time(late_s: float) -> None:
+    """No false alarm before the deadline, in a dispatch and in a combine, and right results."""
+
+    def work(comm: weft.Communicator) -> None:
+        ep = make(comm, deadline_s=60.0)
+        ep.warmup()
+        parts = on_device(comm, inputs(1))
+        given, sums = expected(1)
+        time.sleep(late_s if comm.rank == 1 else 0)
+        r = ep.dispatch(*parts)
+        assert torch.equal(r.x.cpu(), given[comm.rank].x)
+        time.sleep(late_s if comm.rank == 2 else 0)
+        assert torch.equal(ep.combine(r.x, r.handle).cpu(), sums[comm.rank])
+        ep.check()
+
+    run(work)
+
+
 def test_bad_ids_are_told_once() -> None:
     def work(comm: weft.Communicator) -> None:
         ep = make(comm)
