@@ -17,7 +17,8 @@ class Quantized:
     returns one.
 
     Args:
-        data: [T, B], any dtype of one byte; B a multiple of 16. FP8 data is `torch.float8_e4m3fn`.
+        data: [T, B], any dtype of one byte; B a multiple of 16. FP8 data is `torch.float8_e4m3fn`. NVFP4 passes too:
+            `torch.float4_e2m1fn_x2` [T, H / 2] with `torch.float8_e4m3fn` scales [T, H / 16].
         scales: [T, S] of any dtype, or None. FP8: one per 128 values along the row (the last group may be shorter),
             fp32, or `torch.float8_e8m0fnu` for UE8M0.
 

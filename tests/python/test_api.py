@@ -206,6 +206,25 @@ def test_opaque_bytes(ep: weft.ExpertParallel) -> None:
 
 
 @pytest.mark.parametrize(("layout", "options"), LAYOUTS)
+def test_nvfp4_passes(solo: weft.Communicator, layout: str, options: dict[str, int]) -> None:
+    """Two values a byte, a scale of its own type per 16: they arrive in the types that they were given in."""
+    values, scales = torch.randint(0, 256, (5, 32), dtype=torch.uint8), torch.randint(0, 100, (5, 4), dtype=torch.uint8)
+    given = weft.Quantized(values.view(torch.float4_e2m1fn_x2), scales.view(torch.float8_e4m3fn))
+    topk_idx = torch.arange(5).view(5, 1)
+    with weft.ExpertParallel(solo, num_experts=5, top_k=1, hidden=64, max_tokens_per_rank=8) as ep:
+        r = ep.dispatch(given, topk_idx, layout=layout, **options)
+        for rows in (r.x, ep.dispatch(given, handle=r.handle).x):
+            assert isinstance(rows, weft.Quantized)
+            assert rows.scales is not None
+            assert (rows.data.dtype, rows.scales.dtype) == (torch.float4_e2m1fn_x2, torch.float8_e4m3fn)
+            used = (slice(None), 0) if layout == "masked" else r.offsets[:-1] if layout == "expert_major" else slice(5)
+            assert torch.equal(rows.data.view(torch.uint8)[used], values)
+            assert torch.equal(rows.scales.view(torch.uint8)[used], scales)
+        y = ep.combine(torch.zeros(*r.handle.rows_shape, 64), r.handle)
+        assert y.shape == (5, 64)
+
+
+@pytest.mark.parametrize(("layout", "options"), LAYOUTS)
 def test_handle_serves_again(ep: weft.ExpertParallel, layout: str, options: dict[str, int]) -> None:
     x, topk_idx, topk_weights = tokens()
     r = ep.dispatch(x, topk_idx, topk_weights, layout=layout, **options)
