@@ -10,10 +10,10 @@
 
 namespace weft::sync {
 
-// A Pause for one lane. Reading the clock costs more than a look, and both words lie in host memory: the clock is read at
-// the first unsuccessful look and then every kLooks, the words every 50 us: while such a load is under way, fences of the
-// whole SM wait for it (a combine that waits in some warps and adds in others took twice as long with 10 us). The deadline
-// counts from that first look.
+// A Pause for one lane. Reading the clock costs more than a look, and both words lie in host memory: the clock is read every
+// kLooks, the words every 50 us: while such a load is under way, fences of the whole SM wait for it (a combine that waits in
+// some warps and adds in others took twice as long with 10 us). The deadline counts from the first unsuccessful look, of which
+// the cycle is noted; so a short wait reads no clock.
 class LanePause {
  public:
   // A bit of `abort_mask` in the word `abort` ends the wait. `sleep_ns`: between two looks, where many warps wait and a
@@ -25,9 +25,10 @@ class LanePause {
   __device__ PauseResult turn() {
     if (sleep_ns_ != 0)
       ptx::nanosleep(sleep_ns_);  // check: allow sleeping: a lane among many, not a thread of the host
-    if (num_turns_++ % kLooks != 0) return PauseResult::kLookAgain;
+    if (num_turns_ == 0) start_cycle_ = ptx::cycles();
+    if (++num_turns_ % kLooks != 0) return PauseResult::kLookAgain;
     const u64 now = ptx::globaltimer_ns();
-    if (start_ns_ == 0) start_ns_ = now;
+    if (start_ns_ == 0) start_ns_ = now - ns_since_start();
     if (now - start_ns_ < quiet_ns_) return PauseResult::kLookAgain;
     quiet_ns_ = now - start_ns_ + kQuietNs;
     if ((ptx::ld_relaxed_sys(abort_) & abort_mask_) != 0) return PauseResult::kAbort;
@@ -37,10 +38,13 @@ class LanePause {
   // At the look that finds it, within the loop: behind the loop a lane would read the clock when the last lane has left it.
   // Nobody waits for the addition.
   __device__ void arrive() {
-    if (waited_ns_ != nullptr && start_ns_ != 0) atomicAdd(waited_ns_, ptx::globaltimer_ns() - start_ns_);
+    if (waited_ns_ == nullptr || num_turns_ == 0) return;
+    atomicAdd(waited_ns_, start_ns_ == 0 ? ns_since_start() : ptx::globaltimer_ns() - start_ns_);
   }
 
  private:
+  __device__ u64 ns_since_start() const { return (ptx::cycles() - start_cycle_) / ptx::kCyclesPerNs; }
+
   static constexpr u64 kQuietNs = 50000;
   static constexpr u32 kLooks = 16;
   const u64* abort_;
@@ -48,7 +52,7 @@ class LanePause {
   const u64* timeout_ns_;
   u64* waited_ns_;
   u32 sleep_ns_;
-  u64 start_ns_ = 0;
+  u64 start_cycle_ = 0, start_ns_ = 0;
   u64 quiet_ns_ = kQuietNs;
   u32 num_turns_ = 0;
 };

@@ -14,4 +14,7 @@ inline u64 globaltimer_ns() {
   return static_cast<u64>(now.tv_sec) * 1000000000ull + static_cast<u64>(now.tv_nsec);
 }
 
+constexpr u64 kCyclesPerNs = 2;
+inline u64 cycles() { return globaltimer_ns() * kCyclesPerNs; }
+
 }  // namespace weft::ptx
