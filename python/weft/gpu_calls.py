@@ -504,11 +504,17 @@ class _Running(Calling):
 
     def __enter__(self) -> _Running:
         super().__enter__()
+        calls, call = self._calls, self._call
         self.after = []
-        if self._calls.names_ranges:
-            torch.cuda.nvtx.range_push(_RANGES[self._what, self._call.layout])
+        if calls.names_ranges:
+            torch.cuda.nvtx.range_push(_RANGES[self._what, call.layout])
         try:
-            self._begin_on_stream()
+            streams = calls.windows[call.window].streams
+            self._caller = streams.current()
+            self.stream = streams.begin(self._caller, call.is_async)
+            self._streams = streams
+            if call.is_async:
+                self._change_streams()
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -534,17 +540,11 @@ class _Running(Calling):
             each()
         self._calls.last_event = Event(stream)
 
-    def _begin_on_stream(self) -> None:
-        calls, call = self._calls, self._call
-        streams = calls.windows[call.window].streams
-        assert streams is not None  # noqa: S101  for mypy: windows of this engine have them
-        self._caller = streams.current()
-        self.stream = streams.begin(self._caller, call.is_async)
-        self._streams = streams
-        if call.is_async:
-            calls.record_stream(call.window, [each for each in self._inputs if each is not None], self.stream)
-            self._scope = torch.cuda.stream(self.stream)
-            self._scope.__enter__()
+    def _change_streams(self) -> None:
+        inputs = [each for each in self._inputs if each is not None]
+        self._calls.record_stream(self._call.window, inputs, self.stream)
+        self._scope = torch.cuda.stream(self.stream)
+        self._scope.__enter__()
 
     def __exit__(self, *error: object) -> None:
         if self._streams is not None:
