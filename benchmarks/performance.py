@@ -1,7 +1,8 @@
 """Writes docs/performance.md from benchmarks/results/gpu_*.jsonl: `python benchmarks/performance.py`.
 
-Every figure of the page is one of these files', the output of `weft bench --suite`, `weft verify --kill` (both with
-`--json`) and tools/soak.py; a test compares the page with what this writes. Missed targets come first.
+Every figure of the page is one of these files', the output of `weft bench --suite`, `weft bench --who-is-late`, `weft
+verify --kill` (all with `--json`) and tools/soak.py; a test compares the page with what this writes. Missed targets come
+first.
 """
 
 from __future__ import annotations
@@ -214,18 +215,56 @@ def soaks() -> str:
 
 
 def kills() -> str:
-    """Times from the kill, run by run."""
-    cells = []
+    """Times from the kill, run by run, and what went wrong."""
+    cells, problems, num_all = [], [], 0
     for file in sorted(RESULTS.glob("gpu_kill*.jsonl")):
         rows = read_rows(file)
-        failed = sum(not row["ok"] for row in rows if row["kind"] == "kill")
-        num_kills = sum(row["kind"] == "kill" for row in rows)
-        for row in rows:
-            if row["kind"] == "times" and row["count"]:
+        found = [row for row in rows if row["kind"] == "kill"]
+        num_all += len(found)
+        problems += [f"{file.stem}: {problem}" for row in found for problem in row.get("problems", [])]
+        count = f"{len(found)}, {sum(not row['ok'] for row in found)} failed"
+        for row in [row for row in rows if row["kind"] == "times"] or _times(found):
+            if row["count"]:
                 figures = (f"{row[key] / 1e3:.2f}" for key in ("p50_us", "p99_us", "max_us"))
-                cells.append((file.stem, f"{num_kills}, {failed} failed", row["what"], str(row["count"]), *figures))
+                cells.append((file.stem, count, row["what"], str(row["count"]), *figures))
+    if not cells:
+        return ""
     columns = ("file", "kills", "time from the kill", "count", "p50 ms", "p99 ms", "max ms")
-    return f"## Ranks killed under load\n\n{table(columns, cells)}" if cells else ""
+    text = f"## Ranks killed under load\n\n{num_all} kills in all.\n\n{table(columns, cells)}"
+    return text + (f"What failed: {'; '.join(problems)}.\n\n" if problems else "")
+
+
+def _times(found: Sequence[Row]) -> Iterator[Row]:
+    """As `weft verify --kill` adds them up at its end: a run that was interrupted has none."""
+    times = {"detection": "detection_us", "rebuild": "rebuild_us"}
+    values = {what: sorted(us for row in found for us in row.get(key, [])) for what, key in times.items()}
+    for row in found:
+        for seen in row.get("channels", []):
+            for channel, us in seen.items():
+                values.setdefault(f"channel: {channel}", []).append(us)
+    for what, all_us in values.items():
+        ordered = sorted(all_us)
+        shares = {"p50_us": 0.5, "p99_us": 0.99, "max_us": 1.0}
+        at = {key: min(len(ordered) - 1, int(share * len(ordered))) for key, share in shares.items()}
+        yield {
+            "what": what,
+            "count": len(ordered),
+            **({key: ordered[idx] for key, idx in at.items()} if ordered else {}),
+        }
+
+
+def late_ranks() -> str:
+    """The matrices of `weft bench --who-is-late`."""
+    text = ""
+    for file in sorted(RESULTS.glob("gpu_late*.jsonl")):
+        rows = read_rows(file)
+        waits = [row for row in rows if row["kind"] == "waits"]
+        for row in (row for row in rows if row["kind"] == "who_is_late"):
+            columns = (file.stem, *(f"for rank {number}" for number in range(len(waits))))
+            cells = [(f"rank {row['rank']} waited", *(f"{us:.1f}" for us in row["wait_us"])) for row in waits]
+            delay = f"Rank {row['late_rank']} was delayed by {row['late_us']:g} us"
+            text += f"{delay} before each dispatch and combine; us of both.\n\n{table(columns, cells)}"
+    return f"## Who is late\n\n{text}" if text else ""
 
 
 def compile_times() -> str:
@@ -255,7 +294,7 @@ def page() -> str:
     """The whole page."""
     runs = "".join(benches()) or "No run is in the result files yet: nothing here says how fast Weft is.\n\n"
     peers = "## Other libraries\n\n" + PEERS.read_text(encoding="utf-8")
-    text = "".join((_INTRO, runs, soaks(), kills(), compile_times(), peers))
+    text = "".join((_INTRO, runs, soaks(), kills(), late_ranks(), compile_times(), peers))
     return text.rstrip("\n") + "\n"
 
 

@@ -61,6 +61,12 @@ def test_a_run_becomes_tables_and_missed_targets_come_first(
     kills = [{"kind": "kill", "ok": True}, {"kind": "kill", "ok": False}]
     kills.append({"kind": "times", "what": "detection", "count": 6, "p50_us": 4000, "p99_us": 5500, "max_us": 5600})
     (tmp_path / "gpu_kill_1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kills))
+    cut_off = {"ok": False, "detection_us": [900.0, 500.0], "rebuild_us": [7000.0], "channels": [{"pidfd": 2000.0}]}
+    rows = [{"kind": "kill", **cut_off, "problems": ["it hung"]}, {"kind": "error", "text": "interrupted"}]
+    (tmp_path / "gpu_kill_2.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [{"kind": "waits", "rank": rank, "wait_us": [0.0, 40.0 * rank]} for rank in range(2)]
+    rows.append({"kind": "who_is_late", "late_rank": 1, "late_us": 1000.0})
+    (tmp_path / "gpu_late.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     built = [
         {"kind": "built", "name": f"kernel {n}", "arch": "sm_90", "cpu_seconds": n / 10, "num_bytes": 9}
         for n in (1, 5, 2)
@@ -80,6 +86,12 @@ def test_a_run_becomes_tables_and_missed_targets_come_first(
     assert "| push | 7168 | 344 |" in page
     assert "1,200 calls, and 2,300 replays" in page
     assert "| gpu_kill_1 | 2, 1 failed | detection | 6 | 4.00 | 5.50 | 5.60 |" in page
+    assert "| gpu_kill_2 | 1, 1 failed | detection | 2 | 0.90 | 0.90 | 0.90 |" in page
+    assert "| gpu_kill_2 | 1, 1 failed | channel: pidfd | 1 | 2.00 | 2.00 | 2.00 |" in page
+    assert "3 kills in all." in page
+    assert "What failed: gpu_kill_2: it hung." in page
+    assert "Rank 1 was delayed by 1000 us" in page
+    assert "| rank 1 waited | 0.0 | 40.0 |" in page
     assert "| gpu_compile_1 (A CPU, NVRTC 13, commit abc) | sm_90 | 3 | 0.20 | 0.50 (kernel 5) | 0.8 |" in page
     for line in page.splitlines():
         if line.startswith("|"):
