@@ -54,8 +54,8 @@ def test_who_is_late_names_the_rank_that_was_delayed() -> None:
     flags = ("--who-is-late", "--ranks", "4", "--late-rank", "1", "--late-us", "200000", "--device", "cpu")
     rows = bench(*flags)
     assert_documented(rows)
-    waits = [row["wait_us"] for row in rows[:4]]
-    assert [row["kind"] for row in rows] == ["waits"] * 4 + ["who_is_late"]
+    waits = [row["wait_us"] for row in rows[1:5]]
+    assert [row["kind"] for row in rows] == ["machine"] + ["waits"] * 4 + ["who_is_late"]
     assert all(mine[rank] == 0 for rank, mine in enumerate(waits))
     assert (rows[-1]["latest"], rows[-1]["late_rank"]) == (1, 1)
     assert min(waits[0][1], waits[2][1], waits[3][1]) > 150_000 > max(waits[1])

@@ -95,8 +95,12 @@ def _run_trials(output: Output, fixed: Fixed, trials: int, seed: int, device: st
 def _run_kills(output: Output, fixed: Fixed, trials: int, seed: int, device: str, deaths: int) -> bool:
     import dataclasses
 
+    from weft.bench.apart import apart
+    from weft.bench.suite import machine_facts
     from weft.verify.kill import percentile, run_kills
 
+    if output.json_lines:
+        output.row({"kind": "machine", **apart(machine_facts, device)})
     results = []
     with output.progress(trials * deaths, "verify --kill") as advance:
         for result in run_kills(trials=trials, seed=seed, fixed=fixed, device=device, deaths=deaths):
