@@ -181,6 +181,13 @@ def test_targets_say_whether_they_are_met(time_us: float, met: str) -> None:
     row = suite._case_row(case, [note, note], SuiteOptions(ranks=2), {}, {})
     (target,) = suite._target_rows([row], [])
     assert (target["value"], target["must"], target["stretch"], target["met"]) == (time_us, 497, 475, met)
+    common = {"suite": "tokens", "num_sms": 16, "name": "a call", "must_us": None, "ratio_vs_link": None, "op": "step"}
+    common |= {"sizes": "exact", "call_over_kernel": None}
+    calls = [{**common, "tokens": n * 1024, "link_bytes": n * 10, "time_us": 20.0 + n * 100} for n in (1, 2, 4)]
+    (quarter,) = suite._target_rows([{**calls[0], "time_us": 145.0}, *calls[1:]], [])
+    assert "fixed 20 us taken off: a call" in quarter["target"]
+    assert (quarter["value"], quarter["met"]) == (pytest.approx(100 / 125), "no")
+    assert not [*suite._target_rows(calls[:2], [])]
     (memory,) = suite._target_rows([], [{"registered_bytes": 2e8, "tokens": 4096}])
     assert re.search("memory", memory["target"])
     assert memory["met"] == "must"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.bench.apart import apart
-from weft.bench.cases import EXPERTS, TOP_K, Case, cases
+from weft.bench.cases import EXPERTS, TOKENS, TOP_K, Case, cases
 from weft.bench.link import LinkPoint, measure
 from weft.bench.options import SuiteOptions
 from weft.bench.report import commit, cpu_name
@@ -24,6 +24,7 @@ _MUST_RATIO, _STRETCH_RATIO = 0.90, 0.96  # of the link's limit, 16 SMs
 _MUST_CALL, _STRETCH_CALL = 1.03, 1.01  # call time / kernel time
 _MUST_HOST_US, _STRETCH_HOST_US = 15.0, 8.0
 _MUST_GB, _STRETCH_GB = 0.35, 0.1  # registered memory beside the heap
+_MUST_QUARTER, _STRETCH_QUARTER = 0.9, 1.0  # rate at a quarter of the tokens / that of the targets
 
 
 def run_suite(options: SuiteOptions) -> Iterator[Row]:
@@ -332,10 +333,30 @@ def _target_rows(rows: Sequence[Row], memory: Sequence[Row]) -> Iterator[Row]:
         if row["op"] == "combine" or row["sizes"] == "capacity":
             what = f"host time: {row['name']}, {row['num_sms']} SMs"
             yield _target(what, "us", row["host_us"], _MUST_HOST_US, _STRETCH_HOST_US)
+    yield from _quarter_rows(rows)
     for row in memory:
         if "registered_bytes" in row:
             what = f"registered memory beside the heap, T = {row['tokens']}"
             yield _target(what, "GB", row["registered_bytes"] / 1e9, _MUST_GB, _STRETCH_GB)
+
+
+def _quarter_rows(rows: Sequence[Row]) -> Iterator[Row]:
+    """The rate at T = 1024 against that at 4096. Fixed costs are taken off: what a call without bytes would take, by
+    the line through its times at 2048 and 4096.
+    """
+    calls: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        if row["suite"] in ("targets", "tokens") and row["num_sms"] == 16 and "time_us" in row:
+            calls.setdefault(row["name"], {})[row["tokens"]] = row
+    for name, of_tokens in calls.items():
+        if not {TOKENS // 4, TOKENS // 2, TOKENS} <= of_tokens.keys():
+            continue
+        quarter, half, whole = (of_tokens[tokens] for tokens in (TOKENS // 4, TOKENS // 2, TOKENS))
+        us_a_byte = (whole["time_us"] - half["time_us"]) / (whole["link_bytes"] - half["link_bytes"])
+        fixed_us = whole["time_us"] - us_a_byte * whole["link_bytes"]
+        what = f"rate at T = 1024 / at 4096, fixed {fixed_us:.0f} us taken off: {name}, 16 SMs"
+        value = us_a_byte * quarter["link_bytes"] / max(quarter["time_us"] - fixed_us, 1e-3)
+        yield _target(what, "ratio", value, _MUST_QUARTER, _STRETCH_QUARTER, more_is_better=True)
 
 
 def _crossover_rows(rows: Sequence[Row]) -> Iterator[Row]:
