@@ -25,8 +25,8 @@ Written by [benchmarks/performance.py](../benchmarks/performance.py) from the fi
 [benchmarks/results/](../benchmarks/results/), the output of real runs; [benchmarking](benchmarking.md) says how
 everything is counted and what each figure means. Times are medians of the slowest rank in us, everything inside the
 boundary of the public call; results were compared with the reference before they were timed.
-A section is one run, at the commit it names; later commits may have taken a change back: dispatch by expert is again as
-at 2fe0566 ([0018](decisions/0018-one-warp-fences-and-posts.md)).
+A section is one run, at the commit it names; later commits have changed dispatch by expert
+([0020](decisions/0020-dispatch-by-expert-plans-first-and-copies-in-bulk.md)).
 
 """
 

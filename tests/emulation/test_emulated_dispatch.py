@@ -55,8 +55,8 @@ MUTANTS = (
     Mutant(
         "the header is sent before the stores are complete",
         SEND,
-        "ptx::bulk_wait_all();\n    ptx::fence_proxy_async();\n    if constexpr (kByExpert",
-        "if constexpr (kByExpert",
+        "ptx::bulk_wait_all();\n    ptx::fence_proxy_async();\n    __syncwarp();",
+        "__syncwarp();",
     ),
     Mutant(
         "nobody waits for the header that says that rows are there",

@@ -10,7 +10,10 @@ namespace weft {
 // Warps that store rows. A stage belongs to one of them for good: who waits for phase n of a barrier has then seen
 // phase n - 1 end, without which a wait by parity could pass a phase too early.
 constexpr i32 kStoreWarps = 2;
-constexpr i32 kFanWarps = 6;  // that copy received rows to the places of their other picks
+// By expert: warps that copy received rows to the places of their other picks, at most. Each has two rows of its own in shared
+// memory, one being loaded while another is stored; where that would leave fewer than three warps, one.
+constexpr i32 kMostFanWarps = 6;
+constexpr i32 kFewFanStages = 6;
 
 struct DispatchKernelConfig {
   i32 num_ranks = 1;
@@ -21,6 +24,7 @@ struct DispatchKernelConfig {
   i32 scale_row_bytes = 0;  // on the wire, of any size; 0: none
   i32 hidden = 16;          // elements of a row, when quantised
   i32 num_stages = 2;       // rows that a block holds to send, a multiple of kStoreWarps and of num_quantize_warps
+  i32 num_fan_stages = 0;   // by expert: received rows that a block holds to copy, even from kFewFanStages on
   i32 num_groups = 1;       // rank_major: of 32 tokens, as many as the largest call has
   i32 num_quantize_warps = 0;
   Dtype dtype = Dtype::kBytes;  // of x, when quantised
@@ -47,11 +51,17 @@ struct DispatchKernelConfig {
     const i32 counts = (is_by_expert() ? 3 : 1) * num_experts * 4;
     return (holes + (is_cached ? 0 : groups + counts) + 127) / 128 * 128;
   }
-  WEFT_HD constexpr i32 shared_bytes() const { return index_bytes() + num_stages * stage_bytes(); }
-  // Load, store, quantise, and those that write ids (rank_major) or copy what arrives and tell what has gone; many in all,
-  // since all count.
+  // A row as it has arrived.
+  WEFT_HD constexpr i32 fan_stage_bytes() const { return (wire_row_bytes() + scale_row_bytes + 127) / 128 * 128; }
+  WEFT_HD constexpr i32 fan_depth() const { return num_fan_stages < kFewFanStages ? 1 : 2; }
+  WEFT_HD constexpr i32 num_fan_warps() const { return num_fan_stages / fan_depth(); }
+  WEFT_HD constexpr i32 shared_bytes() const {
+    return index_bytes() + num_stages * stage_bytes() + num_fan_stages * fan_stage_bytes();
+  }
+  // Load, store, quantise, and those that write ids (rank_major) or tell what has gone, plan and copy what arrives; many in
+  // all, since all count.
   WEFT_HD constexpr i32 num_warps() const {
-    const i32 busy = 1 + kStoreWarps + num_quantize_warps + (is_by_expert() ? kFanWarps + 1 : 2);
+    const i32 busy = 1 + kStoreWarps + num_quantize_warps + (is_by_expert() ? kMostFanWarps + 1 : 2);
     return busy < 16 ? 16 : busy;
   }
   WEFT_HD constexpr i32 num_threads() const { return num_warps() * 32; }

@@ -8,6 +8,7 @@
 
 #include "weft/kernels/dispatch_count.cuh"
 #include "weft/kernels/dispatch_fan.cuh"
+#include "weft/kernels/dispatch_plan.cuh"
 #include "weft/kernels/dispatch_quantize.cuh"
 #include "weft/kernels/dispatch_send.cuh"
 
@@ -47,8 +48,10 @@ class Dispatch {
     play_role();
     __syncthreads();
     if (state_.s.has_failed != 0) return;
-    const i32 peer = static_cast<i32>(threadIdx.x);
-    if (state_.is_peer(peer)) transport::notify(a.view, Phase::kSend, flight, peer, static_cast<i32>(blockIdx.x));
+    if constexpr (!kConfig.is_by_expert()) {
+      const i32 peer = static_cast<i32>(threadIdx.x);
+      if (state_.is_peer(peer)) transport::notify(a.view, Phase::kSend, flight, peer, static_cast<i32>(blockIdx.x));
+    }
     if (transport::wait_all(a.view, Phase::kSend, flight, static_cast<i32>(blockIdx.x)) == transport::Verdict::kOk)
       end();
   }
@@ -68,6 +71,8 @@ class Dispatch {
       ptx::mbarrier_init(&s.ready[thread], 1);
       ptx::mbarrier_init(&s.empty[thread], 1);
     }
+    if (thread < DispatchKernelConfig::kPeriods) ptx::mbarrier_init(&s.planned[thread], 1);
+    if (thread < kConfig.num_fan_stages) ptx::mbarrier_init(&s.fan_full[thread], 1);
     if (thread < 32) ptx::fence_mbarrier_init();
     count_.clear();
     __syncthreads();
@@ -83,10 +88,17 @@ class Dispatch {
     } else {
       if (blockIdx.x == 0) count_.write_counts(kFirstOther);
       if constexpr (kConfig.is_by_expert()) {
+        constexpr i32 kFirstPlanner = kFirstOther + 1;
+        if (warp_ == kFirstOther) {
+          send_.post_progress();
+          return;
+        }
+        const i32 planner = warp_ - kFirstPlanner;
+        if constexpr (!kConfig.is_cached) {
+          DispatchPlan<kConfig>(state_).run(planner, kConfig.num_warps() - kFirstPlanner);
+        }
         i32* plan = kConfig.is_cached ? state_.a.recv_plan : count_.recv_plan();
-        if (warp_ - kFirstOther == kFanWarps) send_.post_progress();
-        if (warp_ - kFirstOther >= kFanWarps) return;
-        DispatchFan<kConfig>(state_, plan, warp_ - kFirstOther).run();
+        if (planner < kConfig.num_fan_warps()) DispatchFan<kConfig>(state_, plan, planner).run();
       } else {
         if constexpr (kConfig.scale_row_bytes > kConfig.staged_scale_bytes()) send_.store_scales(kFirstOther);
         if constexpr (!kConfig.is_cached) send_.store_ids(kFirstOther);

@@ -33,20 +33,22 @@ class DispatchCount : public DispatchState<kConfig> {
 
   __device__ void count_tokens() {
     if constexpr (kConfig.is_cached) return;
-    const i32 num_groups = (a.num_tokens + 31) / 32;
-    for (i32 first = warp - 1; first < num_groups; first += kCountWarps * kAhead) {
-      Id ids[kAhead][kBatch];
-      for (i32 k = 0; k < kTopk; k += kBatch) {
-#pragma unroll
-        for (i32 step = 0; step < kAhead; ++step) read_ids((first + step * kCountWarps) * 32 + lane, k, ids[step]);
-#pragma unroll
-        for (i32 step = 0; step < kAhead; ++step) count_ids(first + step * kCountWarps, num_groups, k, ids[step]);
-      }
-    }
-    meet();
     if constexpr (kConfig.is_by_expert()) {
+      count_picks();
+      meet();
       for (i32 expert = thread(); expert < kExperts; expert += kCountThreads) sum_periods(expert);
     } else {
+      const i32 num_groups = (a.num_tokens + 31) / 32;
+      for (i32 first = warp - 1; first < num_groups; first += kCountWarps * kAhead) {
+        Id ids[kAhead][kBatch];
+        for (i32 k = 0; k < kTopk; k += kBatch) {
+#pragma unroll
+          for (i32 step = 0; step < kAhead; ++step) read_ids((first + step * kCountWarps) * 32 + lane, k, ids[step]);
+#pragma unroll
+          for (i32 step = 0; step < kAhead; ++step) count_ids(first + step * kCountWarps, num_groups, k, ids[step]);
+        }
+      }
+      meet();
       for (i32 to = warp - 1; to < kRanks; to += kCountWarps) sum_groups(to, num_groups);
     }
     meet();
@@ -175,32 +177,58 @@ class DispatchCount : public DispatchState<kConfig> {
     return id >= 0 && id < kExperts && flight.is_active(static_cast<i32>(id) / kLocal);
   }
 
+  // By expert: ids as they lie, so that neighbouring threads read neighbouring words.
+  __device__ void count_picks() {
+    constexpr i32 kIds16 = 16 / static_cast<i32>(sizeof(Id));
+    constexpr i32 kPer = kTopk % kIds16 == 0 ? kIds16 : 1;  // ids of a token that a thread reads at once
+    constexpr i32 kAtOnce = 8;
+    struct alignas(kPer * sizeof(Id)) Packed {
+      Id value[kPer];
+    };
+    const auto* packed = static_cast<const Packed*>(a.topk_idx);
+    const i32 num_packed = a.num_tokens * (kTopk / kPer);
+    for (i32 first = thread(); first < num_packed; first += kAtOnce * kCountThreads) {
+      Packed ids[kAtOnce];
+#pragma unroll
+      for (i32 step = 0; step < kAtOnce; ++step) {
+        const i32 at = first + step * kCountThreads;
+        if (at < num_packed) ids[step] = packed[at];
+      }
+#pragma unroll
+      for (i32 step = 0; step < kAtOnce; ++step) {
+        const i32 at = first + step * kCountThreads;
+        if (at >= num_packed) continue;
+        const i32 chunk = at / (kTopk / kPer) / a.chunk_tokens;
+        const i32 period = min(chunk / kConfig.num_blocks, kPeriods - 1);
+        i32* counts =
+            chunk % kConfig.num_blocks < static_cast<i32>(blockIdx.x) ? this->before(period) : this->rest(period);
+#pragma unroll
+        for (i32 idx = 0; idx < kPer; ++idx) {
+          const i64 id = ids[step].value[idx];
+          if (blockIdx.x == 0 && (id < -1 || id >= kExperts)) note_bad_id(at * kPer + idx);
+          if (is_sent(id)) atomicAdd(&counts[id], 1);
+        }
+      }
+    }
+  }
+
+  // rank_major.
   __device__ void count_ids(i32 group, i32 num_groups, i32 first_k, const Id (&ids)[kBatch]) {
     const i32 token = group * 32 + lane;
     u32 mask = 0;
-    i32* counts = nullptr;
-    if constexpr (kConfig.is_by_expert()) {
-      const i32 chunk = token / a.chunk_tokens;
-      const i32 period = min(chunk / kConfig.num_blocks, kPeriods - 1);
-      counts = chunk % kConfig.num_blocks < static_cast<i32>(blockIdx.x) ? this->before(period) : this->rest(period);
-    } else {
-      counts = this->mine();
-    }
 #pragma unroll
     for (i32 idx = 0; idx < kBatch; ++idx) {
       const i64 id = ids[idx];
       if (blockIdx.x == 0 && (id < -1 || id >= kExperts)) note_bad_id(token * kTopk + first_k + idx);
       if (!is_sent(id)) continue;
       mask |= 1u << (static_cast<i32>(id) / kLocal);
-      if (kConfig.is_by_expert() || blockIdx.x == 0) atomicAdd(&counts[id], 1);
+      if (blockIdx.x == 0) atomicAdd(&this->mine()[id], 1);
     }
-    if constexpr (!kConfig.is_by_expert()) {
-      if (group >= num_groups) return;
+    if (group >= num_groups) return;
 #pragma unroll
-      for (i32 to = 0; to < kRanks; ++to) {
-        const u32 ballot = __ballot_sync(0xffffffffu, (mask >> to & 1u) != 0);
-        if (lane == 0) this->goers(to, group) = first_k == 0 ? ballot : this->goers(to, group) | ballot;
-      }
+    for (i32 to = 0; to < kRanks; ++to) {
+      const u32 ballot = __ballot_sync(0xffffffffu, (mask >> to & 1u) != 0);
+      if (lane == 0) this->goers(to, group) = first_k == 0 ? ballot : this->goers(to, group) | ballot;
     }
   }
 

@@ -1,6 +1,7 @@
 // Dispatch by expert, third part: a row crosses the wire once; here the receiver copies it to the places of its other picks,
-// while later rows are still on their way (docs/protocols/nvlink-dispatch.md, step 5). Plain loads and stores by kFanWarps
-// warps: they need no shared memory, which all goes to what is sent, and are many, since a row takes a microsecond.
+// while later rows are still on their way (docs/protocols/nvlink-dispatch.md, step 5). In bulk: loaded into shared memory once,
+// stored from there to every place. Plain stores would hold up every release of the SM. Rows of this rank itself are not
+// concerned: they go to all their places from the stage that they are sent from.
 #pragma once
 
 #include "weft/kernels/dispatch_send.cuh"
@@ -15,6 +16,9 @@ class DispatchFan : public DispatchState<kConfig> {
   using Base::kRanks, Base::kTopk, Base::kLocal, Base::kRowBytes, Base::kScaleBytes;
   static constexpr i32 kSteps = (kTopk + 31) / 32;    // picks of a lane
   static constexpr i32 kBatch = kSteps == 1 ? 8 : 2;  // items whose entries are asked for together
+  static constexpr i32 kFanWarps = kConfig.num_fan_warps();
+  static constexpr i32 kDepth = kConfig.fan_depth();
+  static constexpr bool kBulkScales = kScaleBytes % 16 == 0;
 
   __device__ DispatchFan(const Base& base, const i32* recv_plan, i32 fan_warp)
       : Base(base), plan_{recv_plan, base.a.view.layout.max_tokens, kTopk}, fan_warp_(fan_warp) {}
@@ -24,17 +28,25 @@ class DispatchFan : public DispatchState<kConfig> {
     if (this->is_staged(rank())) return;  // the host unloads the landing
     zero_holes();
     i32 most = 0;
-    for (i32 source = 0; source < kRanks; ++source) most = max(most, this->num_items(0, s.num_tokens[source]));
-    const i32 num_batches = (most + kBatch - 1) / kBatch * kRanks * kStoreWarps;
+    for (i32 source = 0; source < kRanks; ++source) {
+      if (source != rank()) most = max(most, this->num_items(0, s.num_tokens[source]));
+    }
+    constexpr i32 kChannels = (kRanks - 1) * kStoreWarps;
+    const i32 num_batches = (most + kBatch - 1) / kBatch * kChannels;
     for (i32 batch = fan_warp_; batch < num_batches; batch += kFanWarps) {
-      const i32 source = batch % kRanks, store_warp = batch / kRanks % kStoreWarps;
-      const i32 first = batch / (kRanks * kStoreWarps) * kBatch;
+      const i32 channel = batch % max_of(kChannels, 1);
+      const i32 source = (rank() + 1 + channel % max_of(kRanks - 1, 1)) % kRanks;
+      const i32 store_warp = channel / max_of(kRanks - 1, 1);
+      const i32 first = batch / max_of(kChannels, 1) * kBatch;
       const i32 end = min(first + kBatch, this->num_items(store_warp, s.num_tokens[source]));
       if (first < end && !fan_batch(source, store_warp, first, end)) {
         s.has_failed = 1;
-        return;
+        break;
       }
     }
+    if (num_begun_ > 0) finish_copy();
+    ptx::bulk_wait_all();
+    ptx::fence_proxy_async();
   }
 
  private:
@@ -44,6 +56,7 @@ class DispatchFan : public DispatchState<kConfig> {
     if (lane == 0) {
       has_come = transport::wait_progress(a.view, flight, source, static_cast<i32>(blockIdx.x), store_warp,
                                           static_cast<u32>(end));
+      ptx::fence_proxy_async();  // rows that bulk stores of another GPU have written are loaded in bulk by this lane
     }
     if (__shfl_sync(0xffffffffu, has_come ? 1 : 0, 0) == 0) return false;
     i32 row[kBatch][kSteps];
@@ -67,13 +80,13 @@ class DispatchFan : public DispatchState<kConfig> {
 #pragma unroll
       for (i32 step = 0; step < kSteps; ++step) {
         if (row[idx][step] >= num_places()) row[idx][step] = -1;  // R19
-        if (!kConfig.is_cached && row[idx][step] >= 0) own_weights()[row[idx][step]] = weight[idx][step];
+        if (!kConfig.is_cached && row[idx][step] >= 0) this->own_weights()[row[idx][step]] = weight[idx][step];
       }
     }
 #pragma unroll 1
     for (i32 idx = 0; idx < kBatch; ++idx) {
       // A register array can't be indexed at run time: the first entry moves out, the others move up.
-      copy_to_picks(row[0]);
+      begin_copy(row[0]);
 #pragma unroll
       for (i32 rest = 0; rest + 1 < kBatch; ++rest) {
 #pragma unroll
@@ -83,92 +96,128 @@ class DispatchFan : public DispatchState<kConfig> {
     return true;
   }
 
-  // The row is at the place of the first pick.
-  __device__ void copy_to_picks(const i32 (&row)[kSteps]) {
-    u32 picks[kSteps];
-    i32 primary = -1;
+  // The row is at the place of the first pick. If there are others, it is loaded, while the one before it is stored.
+  __device__ void begin_copy(const i32 (&row)[kSteps]) {
+    i32 other[kSteps];  // the places that it must still get to
+    i32 primary = -1, num_others = 0;
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
-      picks[step] = __ballot_sync(0xffffffffu, row[step] >= 0);
-      if (primary >= 0 || picks[step] == 0) continue;
-      primary = __shfl_sync(0xffffffffu, row[step], __ffs(static_cast<i32>(picks[step])) - 1);
-      picks[step] &= picks[step] - 1;
+      const u32 picks = __ballot_sync(0xffffffffu, row[step] >= 0);
+      other[step] = row[step];
+      num_others += __popc(picks);
+      if (primary >= 0 || picks == 0) continue;
+      const i32 first = __ffs(static_cast<i32>(picks)) - 1;
+      primary = __shfl_sync(0xffffffffu, row[step], first);
+      if (lane == first) other[step] = -1;
     }
-    u32 num_others = 0;
+    if (num_others < 2) return;
+    if (kDepth == 1 && num_begun_ > 0) finish_copy();
+    ptx::bulk_wait_read<0>();
+    __syncwarp();
+    const i32 idx = stage_index(num_begun_);
+    if (lane == 0) {
+      ptx::mbarrier_arrive_expect(&s.fan_full[idx], kRowBytes + (kBulkScales ? kScaleBytes : 0));
+      ptx::bulk_load(this->fan_stage(idx), place_of(primary), kRowBytes, &s.fan_full[idx]);
+      if constexpr (kScaleBytes > 0 && kBulkScales) {
+        ptx::bulk_load(this->fan_stage(idx) + kRowBytes, scales_of(primary), kScaleBytes, &s.fan_full[idx]);
+      }
+    }
+    if constexpr (kScaleBytes > 0 && !kBulkScales) copy_scales(primary, other);
+    if (kDepth > 1 && num_begun_ > 0) finish_copy();
+    ++num_begun_;
 #pragma unroll
-    for (i32 step = 0; step < kSteps; ++step) num_others += __popc(picks[step]);
-    if (num_others == 0) return;
-    copy_row<kRowBytes>(s.x[rank()], primary, row, picks);
-    if constexpr (kScaleBytes > 0) copy_row<kScaleBytes>(s.scales[rank()], primary, row, picks);
+    for (i32 step = 0; step < kSteps; ++step) other_[step] = other[step];
   }
 
-  // As much as registers hold at a time.
-  template <i32 kBytes>
-  __device__ void copy_row(u8* rows, i32 primary, const i32 (&row)[kSteps], const u32 (&picks)[kSteps]) {
-    using Unit = Piece<piece_bytes(kBytes)>;
-    constexpr i32 kUnits = kBytes / static_cast<i32>(sizeof(Unit));
-    constexpr i32 kHeld = kUnits < 32 * 14 ? (kUnits + 31) / 32 : 14;
-    const Unit* from = reinterpret_cast<const Unit*>(rows + static_cast<i64>(primary) * kBytes);
-#pragma unroll 1
-    for (i32 first = 0; first < kUnits; first += 32 * kHeld) {
-      Unit held[kHeld];
+  // The row begun last goes to its places.
+  __device__ void finish_copy() {
+    const i32 n = num_begun_ - 1;
+    const i32 idx = stage_index(n);
+    if (!this->wait_local(&s.fan_full[idx], static_cast<u32>(n / kDepth) & 1u)) return;
 #pragma unroll
-      for (i32 idx = 0; idx < kHeld; ++idx) {
-        const i32 unit = first + idx * 32 + lane;
-        if (unit < kUnits) held[idx] = from[unit];
+    for (i32 step = 0; step < kSteps; ++step) {
+      if (other_[step] < 0) continue;
+      ptx::bulk_store(place_of(other_[step]), this->fan_stage(idx), kRowBytes);
+      if constexpr (kScaleBytes > 0 && kBulkScales) {
+        ptx::bulk_store(scales_of(other_[step]), this->fan_stage(idx) + kRowBytes, kScaleBytes);
       }
+    }
+    __syncwarp();
+    ptx::bulk_commit();
+  }
+
+  // Scales whose length suits no bulk copy.
+  __device__ void copy_scales(i32 primary, const i32 (&other)[kSteps]) {
 #pragma unroll
-      for (i32 step = 0; step < kSteps; ++step) {
-        for (u32 others = picks[step]; others != 0; others &= others - 1) {
-          const i32 to = __shfl_sync(0xffffffffu, row[step], __ffs(static_cast<i32>(others)) - 1);
-          Unit* place = reinterpret_cast<Unit*>(rows + static_cast<i64>(to) * kBytes);
-#pragma unroll
-          for (i32 idx = 0; idx < kHeld; ++idx) {
-            const i32 unit = first + idx * 32 + lane;
-            if (unit < kUnits) place[unit] = held[idx];
-          }
-        }
+    for (i32 step = 0; step < kSteps; ++step) {
+      for (u32 rest = __ballot_sync(0xffffffffu, other[step] >= 0); rest != 0; rest &= rest - 1) {
+        const i32 to = __shfl_sync(0xffffffffu, other[step], __ffs(static_cast<i32>(rest)) - 1);
+        copy_short<kScaleBytes>(scales_of(to), scales_of(primary), lane);
       }
     }
   }
 
   // Rows between the end of a group and the begin of the next hold zeros (masked: only their weights do).
   __device__ void zero_holes() {
-    constexpr i32 kWarps = kFanWarps * kConfig.num_blocks;
-    const i32 first = static_cast<i32>(blockIdx.x) * kFanWarps + fan_warp_;
-    for (i32 local = first; local < kLocal; local += kWarps) {
-      const i32 shift = kConfig.layout == Layout::kMasked ? local * static_cast<i32>(a.capacity) : 0;
-      const i64 begin = this->hole_begin()[local] + shift, end = this->hole_end()[local] + shift;
-      if constexpr (!kConfig.is_cached) zero_weights(begin, end, 32, lane);
-      if constexpr (kConfig.layout == Layout::kExpertMajor) {
-        zero_rows<kRowBytes>(s.x[rank()], begin, end);
-        if constexpr (kScaleBytes > 0) zero_rows<kScaleBytes>(s.scales[rank()], begin, end);
+    if constexpr (!kConfig.is_cached) {
+      constexpr i32 kWarps = kFanWarps * kConfig.num_blocks;
+      const i32 first = static_cast<i32>(blockIdx.x) * kFanWarps + fan_warp_;
+      for (i32 local = first; local < kLocal; local += kWarps) {
+        const i32 shift = kConfig.layout == Layout::kMasked ? local * static_cast<i32>(a.capacity) : 0;
+        zero_weights(this->hole_begin()[local] + shift, this->hole_end()[local] + shift, 32, lane);
+      }
+      if (kConfig.layout == Layout::kExpertMajor && a.capacity >= 0) {
+        zero_weights(this->hole_end()[kLocal - 1], a.capacity, kWarps * 32, first * 32 + lane);
       }
     }
-    if (kConfig.layout != Layout::kExpertMajor || kConfig.is_cached || a.capacity < 0) return;
-    zero_weights(this->hole_end()[kLocal - 1], a.capacity, kWarps * 32, first * 32 + lane);
+    if constexpr (kConfig.layout == Layout::kExpertMajor) zero_rows();
   }
 
   __device__ void zero_weights(i64 begin, i64 end, i32 num_threads, i32 thread) {
-    for (i64 row = begin + thread; row < end; row += num_threads) own_weights()[row] = 0.0f;
+    for (i64 row = begin + thread; row < end; row += num_threads) this->own_weights()[row] = 0.0f;
   }
 
-  template <i32 kBytes>
-  __device__ void zero_rows(u8* rows, i64 begin, i64 end) {
-    using Unit = Piece<piece_bytes(kBytes)>;
-    auto* units = reinterpret_cast<Unit*>(rows + begin * kBytes);
-    const i64 num_units = (end - begin) * (kBytes / static_cast<i32>(sizeof(Unit)));
-    for (i64 idx = lane; idx < num_units; idx += 32) units[idx] = Unit{};
+  // Every block has a share of every hole. Few stores at a time: rows are on their way too.
+  __device__ void zero_rows() {
+    constexpr i32 kBlocks = kConfig.num_blocks;
+    u8* zeros = this->fan_stage(stage_index(0));
+    for (i32 at = lane * 16; at < kConfig.fan_stage_bytes(); at += 32 * 16) {
+      *reinterpret_cast<Piece<16>*>(zeros + at) = Piece<16>{};
+    }
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    for (i32 local = fan_warp_; local < kLocal; local += kFanWarps) {
+      const i32 begin = this->hole_begin()[local] + (static_cast<i32>(blockIdx.x) + local) % kBlocks;
+      for (i64 row = begin + lane * kBlocks; row < this->hole_end()[local]; row += 32 * kBlocks) {
+        ptx::bulk_store(place_of(row), zeros, kRowBytes);
+        if constexpr (kScaleBytes > 0 && kBulkScales) {
+          ptx::bulk_store(scales_of(row), zeros, kScaleBytes);
+        } else if constexpr (kScaleBytes > 0) {
+          using Unit = Piece<piece_bytes(kScaleBytes)>;
+          auto* units = reinterpret_cast<Unit*>(scales_of(row));
+          for (i32 idx = 0; idx < kScaleBytes / static_cast<i32>(sizeof(Unit)); ++idx) units[idx] = Unit{};
+        }
+      }
+      __syncwarp();
+      ptx::bulk_commit();
+      ptx::bulk_wait_read<1>();
+    }
+    ptx::bulk_wait_read<0>();
+    __syncwarp();
   }
 
+  __device__ i32 stage_index(i32 n) const { return fan_warp_ * kDepth + n % kDepth; }
+  __device__ u8* place_of(i64 row) const { return s.x[rank()] + row * kRowBytes; }
+  __device__ u8* scales_of(i64 row) const { return s.scales[rank()] + row * kScaleBytes; }
   __device__ i32 num_places() const {
     return kConfig.layout == Layout::kMasked ? s.limit[rank()] * kLocal : s.limit[rank()];
   }
-  __device__ float* own_weights() const { return reinterpret_cast<float*>(a.view.heap[rank()] + a.placement.weights); }
   __device__ const float* landed_weights() const { return reinterpret_cast<const float*>(s.weights[rank()]); }
 
   const GpuRecvPlan<const i32> plan_;
   const i32 fan_warp_;
+  i32 num_begun_ = 0;  // rows
+  i32 other_[kSteps];  // of the row begun last: places of this lane's picks that it must still get to, -1: none
 };
 
 }  // namespace weft::kernels

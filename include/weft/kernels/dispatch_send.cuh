@@ -60,42 +60,50 @@ class DispatchSend : public DispatchState<kConfig> {
   __device__ void store_rows(i32 store_warp) {
     const i32 num_items = kByExpert ? this->num_items(store_warp, a.num_tokens) : 0;
     Item next;
-    if constexpr (kByExpert) next = fetch(store_warp, 0, num_items);
+    bool is_sound = true;
+    if constexpr (kByExpert) is_sound = fetch(next, store_warp, 0, num_items);
     i32 num_stored = 0;
-    for (i32 j = 0;; ++j) {
+    for (i32 j = 0; is_sound; ++j) {
       const i32 idx = this->stage_of(store_warp, j);
       const Item item = next;
-      Places places;
-      if constexpr (kByExpert) {
-        next = fetch(store_warp, j + 1, num_items);
-        if (j < num_items) places = resolve(item, store_warp, j);
-      }
+      if constexpr (kByExpert) is_sound = fetch(next, store_warp, j + 1, num_items);
       if (!this->wait_local(kQuantized ? &s.ready[idx] : &s.full[idx], this->parity_of(store_warp, j))) break;
       const i32 token = s.token[idx];
       if (token < 0) break;
-      if constexpr (!kByExpert) places.row = lane < kRanks ? row_of(token, lane) : -1;
-      store_row(token, places, this->stage(idx));
-      if (lane == 0) ptx::bulk_commit();
-      if constexpr (kByExpert) store_table(item, places);
-      __syncwarp();  // all lanes have read the stage
-      if (lane == 0) after_store(store_warp, j);
+      if constexpr (kByExpert) {
+        store_picks(token, item, this->stage(idx));
+      } else {
+        store_to_ranks(lane < kRanks ? row_of(token, lane) : -1, this->stage(idx));
+      }
+      __syncwarp();
+      ptx::bulk_commit();
+      after_store(store_warp, j);
       num_stored = j + 1;
     }
-    if (lane != 0) return;
     ptx::bulk_wait_read<0>();
-    for (i32 j = max(num_stored - kReading, 0); j < num_stored; ++j) free_stage(store_warp, j);
+    __syncwarp();
+    if (lane == 0) {
+      for (i32 j = max(num_stored - kReading, 0); j < num_stored; ++j) free_stage(store_warp, j);
+    }
+    if constexpr (kByExpert) {
+      note_arrived<4>(store_warp, num_stored);
+      note_arrived<2>(store_warp, num_stored);
+    }
     ptx::bulk_wait_all();
     ptx::fence_proxy_async();
+    __syncwarp();
     if constexpr (kByExpert) {
-      ptx::st_release_cta(&s.num_arrived[store_warp], s.has_failed == 0 ? static_cast<u32>(num_items) : kPostStops);
+      const u32 arrived = s.has_failed == 0 ? static_cast<u32>(num_items) : kPostStops;
+      if (lane == 0) ptx::st_release_cta(&s.num_arrived[store_warp], arrived);
     }
   }
 
-  // ---- progress, by expert
+  // ---- progress, by expert, and when all has arrived the header: a peer need not wait for what is copied here
 
   __device__ void post_progress() {
     const auto last = static_cast<u32>(this->num_items(lane / kPostLanes, a.num_tokens));
-    post_arrivals(a.view, flight, kRanks, s.num_arrived, last, 0);
+    if (!post_arrivals(a.view, flight, kRanks, s.num_arrived, last, 0)) return;
+    if (this->is_peer(lane)) transport::notify(a.view, Phase::kSend, flight, lane, static_cast<i32>(blockIdx.x));
   }
 
   // ---- ids, weights, table and plan of rank_major. A block takes tokens one after the other, so that neighbouring threads
@@ -200,28 +208,31 @@ class DispatchSend : public DispatchState<kConfig> {
     ptx::mbarrier_arrive(&s.empty[this->stage_of(store_warp, j)]);
   }
 
-  // One lane, after item j was stored: frees the stage of an earlier one, notes what has arrived.
+  // After item j was stored, by lanes that each wait for what they have stored: frees the stage of an earlier one, notes what
+  // has arrived.
   __device__ void after_store(i32 store_warp, i32 j) {
     ptx::bulk_wait_read<kReading>();
-    if (j >= kReading) free_stage(store_warp, j - kReading);
+    __syncwarp();  // all lanes have read the stage
+    if (lane == 0 && j >= kReading) free_stage(store_warp, j - kReading);
     if constexpr (kByExpert) {
       constexpr i32 kPending = 8, kEvery = 4;  // items under way, and between two notes
-      if (j + 1 <= kPending || (j + 1) % kEvery != 0) return;
-      ptx::bulk_wait<kPending>();
-      ptx::st_release_cta(&s.num_arrived[store_warp], static_cast<u32>(j + 1 - kPending));
+      if ((j + 1) % kEvery == 0) note_arrived<kPending>(store_warp, j + 1);
     }
   }
 
+  // All but the last kPending of the items stored are there.
+  template <i32 kPending>
+  __device__ void note_arrived(i32 store_warp, i32 num_stored) {
+    if (num_stored <= kPending) return;
+    ptx::bulk_wait<kPending>();
+    __syncwarp();
+    if (lane == 0) ptx::st_release_cta(&s.num_arrived[store_warp], static_cast<u32>(num_stored - kPending));
+  }
+
+  // By expert, of pick `step * 32 + lane`: its row and the rank that holds it; -1: not sent.
   struct Item {
-    i32 token = 0;
-    i32 expert[kSteps] = {};    // by expert: of pick `step * 32 + lane`, -1: none; cached: its rank
-    i32 pick_row[kSteps] = {};  // cached
-    float weight[kSteps] = {};
-  };
-  struct Places {
-    i32 row = -1;
-    i32 pick_row[kSteps];     // -1: not sent
-    i32 destination[kSteps];  // -1: none
+    i32 row[kSteps];
+    i32 destination[kSteps];
   };
 
   // The row of a token on a rank: how many came before it; -1: none.
@@ -236,120 +247,70 @@ class DispatchSend : public DispatchState<kConfig> {
     return row < s.limit[to] ? row : -1;
   }
 
-  // By expert: what is needed to know of an item, asked for while the one before it is stored.
-  __device__ Item fetch(i32 store_warp, i32 j, i32 num_items) const {
-    Item item;
-    if (j >= num_items) return item;
-    item.token = this->token_of(store_warp, j);
-#pragma unroll
-    for (i32 step = 0; step < kSteps; ++step) fetch_pick(item, step);
-    return item;
-  }
-
-  __device__ void fetch_pick(Item& item, i32 step) const {
-    const i32 k = step * 32 + lane;
-    item.expert[step] = item.pick_row[step] = -1;
-    if (k >= kTopk) return;
-    const i64 pick = static_cast<i64>(item.token) * kTopk + k;
-    if constexpr (kConfig.is_cached) {
-      const GpuSendPlan<i32> plan{a.send_plan, a.num_tokens, kTopk};
-      item.pick_row[step] = plan.row()[pick];
-      item.expert[step] = plan.destination()[pick];
-    } else {
-      const i64 id = static_cast<const Id*>(a.topk_idx)[pick];
-      const bool is_sent = id >= 0 && id < kExperts && flight.is_active(static_cast<i32>(id) / kLocal);
-      item.expert[step] = is_sent ? static_cast<i32>(id) : -1;
-      item.weight[step] = a.topk_weights == nullptr ? 1.0f : a.topk_weights[pick];
-    }
-  }
-
-  // The rows of an item. By expert: items of a chunk come one after the other through one warp, so `before` counts on.
-  __device__ Places resolve(const Item& item, i32 store_warp, i32 j) {
-    Places places;
-#pragma unroll
-    for (i32 step = 0; step < kSteps; ++step) {
-      if constexpr (kConfig.is_cached) {
-        places.pick_row[step] = item.pick_row[step];
-        places.destination[step] = item.pick_row[step] >= 0 ? item.expert[step] : -1;
-      } else {
-        place_pick(places, step, item.expert[step], this->before(this->period_of(store_warp, j)));
-      }
-    }
-    return places;
-  }
-
-  __device__ void place_pick(Places& places, i32 step, i32 expert, i32* before) {
-    const u32 same = ptx::match_any(expert);
-    const i32 nth = (expert >= 0 ? before[expert] : 0) + __popc(same & ptx::lanes_below());
-    __syncwarp();
-    if (expert >= 0 && (same >> lane) == 1u) before[expert] = nth + 1;  // the last of its kind
-    __syncwarp();
-    const i32 to = expert >= 0 ? expert / kLocal : -1;
-    const i32 row = expert >= 0 ? this->place()[expert] + nth : 0;
-    const bool is_kept = expert >= 0 && row < s.limit[to];
-    const i32 shift = kConfig.layout == Layout::kMasked ? (expert % kLocal) * static_cast<i32>(a.capacity) : 0;
-    places.pick_row[step] = is_kept ? row + shift : -1;
-    places.destination[step] = is_kept ? to : -1;
-  }
-
-  // The row goes to every rank that holds it, by expert to the place of its first pick there.
-  __device__ void store_row(i32 token, const Places& places, const u8* stage) {
-#pragma unroll
-    for (i32 to = 0; to < kRanks; ++to) {
-      const i32 row = row_at(token, places, to);
-      if (row < 0) continue;
-      if (lane == 0) ptx::bulk_store(s.x[to] + static_cast<i64>(row) * kRowBytes, stage, kRowBytes);
-      if constexpr (kStagedScales) {
-        u8* scales = s.scales[to] + static_cast<i64>(row) * kScaleBytes;
-        const u8* staged = stage + kConfig.scales_at();
-        if constexpr (kByExpert && kBulkScales) {
-          if (lane == 0) ptx::bulk_store(scales, staged, kScaleBytes);
-        } else {
-          copy_short<kScaleBytes>(scales, kQuantized ? staged : a.scales + static_cast<i64>(token) * kScaleBytes, lane);
-        }
-      }
-    }
-  }
-
-  // For the whole warp: the row there, -1: none.
-  __device__ i32 row_at(i32 token, const Places& places, i32 to) const {
-    if constexpr (kByExpert) {
-#pragma unroll
-      for (i32 step = 0; step < kSteps; ++step) {
-        const u32 picks = __ballot_sync(0xffffffffu, places.destination[step] == to);
-        if (picks == 0) continue;
-        const i32 row = __shfl_sync(0xffffffffu, places.pick_row[step], __ffs(static_cast<i32>(picks)) - 1);
-        return this->is_staged(to) ? rank() * static_cast<i32>(a.view.layout.max_tokens) + token : row;
-      }
-      return -1;
-    } else {
-      return __shfl_sync(0xffffffffu, places.row, to);
-    }
-  }
-
-  // By expert: what the receiver must know of a token's picks, and the send plan.
-  __device__ void store_table(const Item& item, const Places& places) {
-    if constexpr (kConfig.is_cached) return;
+  // By expert: what is needed to know of an item, asked for while the one before it is stored. False: the GPU has gone wrong.
+  __device__ bool fetch(Item& item, i32 store_warp, i32 j, i32 num_items) {
+    if (j >= num_items) return true;
+    const i32 period = this->period_of(store_warp, j);
+    if (!kConfig.is_cached && j % a.chunk_tokens == 0 && !this->wait_local(&s.planned[period], 0)) return false;
     const GpuSendPlan<i32> plan{a.send_plan, a.num_tokens, kTopk};
-    const i64 first = static_cast<i64>(item.token) * kTopk;
-    const i64 slot = (static_cast<i64>(rank()) * a.view.layout.max_tokens + item.token) * kTopk;
-    u32 mask = 0;
+    const i64 first = static_cast<i64>(this->token_of(store_warp, j)) * kTopk;
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
       const i32 k = step * 32 + lane;
-      const i32 destination = places.destination[step];
-#pragma unroll
-      for (i32 to = 0; to < kRanks; ++to) {
-        if (__ballot_sync(0xffffffffu, destination == to) != 0) mask |= 1u << to;
-        if (k >= kTopk || !flight.is_active(to)) continue;
-        s.table[to][first + k] = destination == to ? places.pick_row[step] : -1;
-        if (destination == to) reinterpret_cast<float*>(s.weights[to])[slot + k] = item.weight[step];
-      }
-      if (k >= kTopk) continue;
-      plan.row()[first + k] = places.pick_row[step];
-      plan.destination()[first + k] = destination;
+      item.row[step] = k < kTopk ? plan.row()[first + k] : -1;
+      item.destination[step] = item.row[step] >= 0 ? plan.destination()[first + k] : -1;
     }
-    if (lane == 0) plan.mask()[item.token] = static_cast<i32>(mask);
+    return true;
+  }
+
+  // rank_major: the row goes to every rank that holds it. `row`: in lane r, that on rank r.
+  __device__ void store_to_ranks(i32 row, const u8* stage) {
+#pragma unroll
+    for (i32 to = 0; to < kRanks; ++to) {
+      const i64 row_there = __shfl_sync(0xffffffffu, row, to);
+      if (row_there < 0) continue;
+      if (lane == 0) ptx::bulk_store(s.x[to] + row_there * kRowBytes, stage, kRowBytes);
+      if constexpr (kStagedScales) {
+        copy_short<kScaleBytes>(s.scales[to] + row_there * kScaleBytes, stage + kConfig.scales_at(), lane);
+      }
+    }
+  }
+
+  // By expert: the row goes to the place of its first pick on each rank; on this rank, to those of all its picks.
+  __device__ void store_picks(i32 token, const Item& item, const u8* stage) {
+    u32 mask = 0;  // ranks that have it
+#pragma unroll
+    for (i32 step = 0; step < kSteps; ++step) {
+      const i32 to = item.destination[step];
+      const bool is_first = (ptx::match_any(to) & ptx::lanes_below()) == 0 && (mask >> (to & 31) & 1u) == 0;
+      const bool is_staged = to >= 0 && this->is_staged(to);
+      const bool is_stored = to >= 0 && (is_first || (to == rank() && !is_staged));
+      const i32 landing_row = rank() * static_cast<i32>(a.view.layout.max_tokens) + token;
+      store_row(token, !is_stored ? -1 : is_staged ? landing_row : item.row[step], to, stage);
+      mask |= __reduce_or_sync(0xffffffffu, to >= 0 ? 1u << to : 0u);
+    }
+    if (!kConfig.is_cached && lane == 0)
+      GpuSendPlan<i32>{a.send_plan, a.num_tokens, kTopk}.mask()[token] = static_cast<i32>(mask);
+  }
+
+  // By expert: each lane stores the row to its own place, -1: nowhere.
+  __device__ void store_row(i32 token, i32 row, i32 to, const u8* stage) {
+    const u8* staged_scales = stage + kConfig.scales_at();
+    if (row >= 0) {
+      ptx::bulk_store(s.x[to] + static_cast<i64>(row) * kRowBytes, stage, kRowBytes);
+      if constexpr (kScaleBytes > 0 && kBulkScales) {
+        ptx::bulk_store(s.scales[to] + static_cast<i64>(row) * kScaleBytes, staged_scales, kScaleBytes);
+      }
+    }
+    if constexpr (kScaleBytes > 0 && !kBulkScales) {
+      const u8* from = kQuantized ? staged_scales : a.scales + static_cast<i64>(token) * kScaleBytes;
+      for (u32 rest = __ballot_sync(0xffffffffu, row >= 0); rest != 0; rest &= rest - 1) {
+        const i32 other = __ffs(static_cast<i32>(rest)) - 1;
+        const i64 other_row = __shfl_sync(0xffffffffu, row, other);
+        u8* place = s.scales[__shfl_sync(0xffffffffu, to, other)] + other_row * kScaleBytes;
+        copy_short<kScaleBytes>(place, from, lane);
+      }
+    }
   }
 
   // ---- ids of rank_major

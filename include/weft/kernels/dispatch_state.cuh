@@ -13,15 +13,17 @@ struct DispatchShared {
   u64 full[kConfig.num_stages];   // loaded
   u64 ready[kConfig.num_stages];  // quantised
   u64 empty[kConfig.num_stages];
-  i32 token[kConfig.num_stages];  // that the stage holds; -1: no more come to its warps
-  u32 num_arrived[kStoreWarps];   // items of a store warp whose rows are at their places
-  u32 has_failed;                 // set by any thread: the block leaves without another header
-  u32 is_given_up;                // a rank has no room: all ranks see it and go on to the next call
-  u32 staged_mask;                // bit r: the result of rank r does not fit its heap
-  i32 total[kConfig.num_ranks];   // rank_major: rows from here to each rank
-  i32 start[kConfig.num_ranks];   // rank_major: the first of them there
-  i32 limit[kConfig.num_ranks];   // rows there; masked: rows of an expert there
-  u8* x[kConfig.num_ranks];       // row 0 there, in the heap or in the landing
+  i32 token[kConfig.num_stages];                // that the stage holds; -1: no more come to its warps
+  u64 planned[DispatchKernelConfig::kPeriods];  // by expert: the places of a chunk are known
+  u64 fan_full[kConfig.num_fan_stages > 0 ? kConfig.num_fan_stages : 1];  // by expert: a received row is loaded
+  u32 num_arrived[kStoreWarps];  // items of a store warp whose rows are at their places
+  u32 has_failed;                // set by any thread: the block leaves without another header
+  u32 is_given_up;               // a rank has no room: all ranks see it and go on to the next call
+  u32 staged_mask;               // bit r: the result of rank r does not fit its heap
+  i32 total[kConfig.num_ranks];  // rank_major: rows from here to each rank
+  i32 start[kConfig.num_ranks];  // rank_major: the first of them there
+  i32 limit[kConfig.num_ranks];  // rows there; masked: rows of an expert there
+  u8* x[kConfig.num_ranks];      // row 0 there, in the heap or in the landing
   u8* scales[kConfig.num_ranks];
   u8* ids[kConfig.num_ranks];
   u8* weights[kConfig.num_ranks];
@@ -54,7 +56,7 @@ struct DispatchState {
   __device__ bool is_peer(i32 other) const { return other < kRanks && other != rank() && flight.is_active(other); }
   __device__ bool is_staged(i32 other) const { return (s.staged_mask >> other & 1u) != 0; }
 
-  // ---- dynamic shared memory: holes | groups or periods | counts | stages
+  // ---- dynamic shared memory: holes | groups or periods | counts | stages | fan stages
 
   __device__ i32* hole_begin() const { return reinterpret_cast<i32*>(dynamic); }  // [kLocal]
   __device__ i32* hole_end() const { return hole_begin() + kLocal; }
@@ -75,11 +77,16 @@ struct DispatchState {
   __device__ i32* total_of() const { return place() + kExperts; }  // picks of all ranks for the expert
 
   __device__ u8* stage(i32 idx) const { return dynamic + kConfig.index_bytes() + idx * kConfig.stage_bytes(); }
+  __device__ u8* fan_stage(i32 idx) const { return stage(kConfig.num_stages) + idx * kConfig.fan_stage_bytes(); }
+
   // ---- tokens by expert: a block takes kPeriods chunks, since it must count what comes before each. Item j of store warp w.
 
+  __device__ i32 chunk_begin(i32 period) const {
+    return (period * kConfig.num_blocks + static_cast<i32>(blockIdx.x)) * a.chunk_tokens;
+  }
+
   __device__ i32 num_chunk_tokens(i32 period, i32 num_tokens) const {
-    const i32 first = (period * kConfig.num_blocks + static_cast<i32>(blockIdx.x)) * a.chunk_tokens;
-    return min(max(num_tokens - first, 0), a.chunk_tokens);
+    return min(max(num_tokens - chunk_begin(period), 0), a.chunk_tokens);
   }
 
   __device__ i32 num_items(i32 store_warp, i32 num_tokens) const {
@@ -93,8 +100,7 @@ struct DispatchState {
   }
 
   __device__ i32 token_of(i32 store_warp, i32 item) const {
-    const i32 chunk = period_of(store_warp, item) * kConfig.num_blocks + static_cast<i32>(blockIdx.x);
-    return chunk * a.chunk_tokens + item % a.chunk_tokens;
+    return chunk_begin(period_of(store_warp, item)) + item % a.chunk_tokens;
   }
 
   // Stages of a store warp are its own for good, and so are those of a warp that quantises.
@@ -104,6 +110,9 @@ struct DispatchState {
   __device__ static u32 parity_of(i32 store_warp, i32 item) {
     return static_cast<u32>((item * kStoreWarps + store_warp) / kConfig.num_stages) & 1u;
   }
+
+  // By expert: weights of this rank's result.
+  __device__ float* own_weights() const { return reinterpret_cast<float*>(a.view.heap[rank()] + a.placement.weights); }
 
   // ---- failure
 

@@ -57,10 +57,10 @@ std::string render(const DispatchKernelConfig& config) {
                    field("top_k", config.top_k) + field("num_blocks", config.num_blocks) +
                    field("row_bytes", config.row_bytes) + field("scale_row_bytes", config.scale_row_bytes) +
                    field("hidden", config.hidden) + field("num_stages", config.num_stages) +
-                   field("num_groups", config.num_groups) + field("num_quantize_warps", config.num_quantize_warps) +
-                   field("dtype", "Dtype", config.dtype) + field("quantize", "Quantize", config.quantize) +
-                   field("layout", "Layout", config.layout) + field("topk_is_int64", config.topk_is_int64 ? 1 : 0) +
-                   field("is_cached", config.is_cached ? 1 : 0),
+                   field("num_fan_stages", config.num_fan_stages) + field("num_groups", config.num_groups) +
+                   field("num_quantize_warps", config.num_quantize_warps) + field("dtype", "Dtype", config.dtype) +
+                   field("quantize", "Quantize", config.quantize) + field("layout", "Layout", config.layout) +
+                   field("topk_is_int64", config.topk_is_int64 ? 1 : 0) + field("is_cached", config.is_cached ? 1 : 0),
                "DispatchKernelArgs", "kConfig.num_threads()");
 }
 
@@ -98,10 +98,16 @@ std::string render(const SmallCombineKernelConfig& config) {
 }
 
 DispatchKernelConfig with_stages(DispatchKernelConfig config, int shared_bytes) {
-  const int room = shared_bytes - kStaticSharedBytes - config.index_bytes();
-  const int stages = room / config.stage_bytes();
+  int room = shared_bytes - kStaticSharedBytes - config.index_bytes();
   // Many quantise, or the wire waits for them; by expert other warps need registers too.
   const int most_quantizers = config.is_by_expert() ? 6 : 12;
+  if (config.is_by_expert()) {
+    const int fan_room = config.is_quantized() ? room - 2 * most_quantizers * config.stage_bytes() : room / 2;
+    const int fitting = std::clamp(fan_room / config.fan_stage_bytes(), 1, 2 * kMostFanWarps);
+    config.num_fan_stages = fitting < kFewFanStages ? fitting : fitting / 2 * 2;
+    room -= config.num_fan_stages * config.fan_stage_bytes();
+  }
+  const int stages = room / config.stage_bytes();
   for (int multiple = config.is_quantized() ? most_quantizers : kStoreWarps; multiple >= kStoreWarps; multiple -= 2) {
     config.num_stages = std::min(stages, kMaxStages) / multiple * multiple;
     config.num_quantize_warps = config.is_quantized() ? multiple : 0;

@@ -1,0 +1,88 @@
+// Dispatch by expert, between counting and sending: the place of every pick of this block's tokens, for the block itself (the
+// send plan) and for those that receive (table and weights). A warp takes a chunk, 32 picks at a time in the order (token, k),
+// and is done before most rows have gone: afterwards no plain store to another GPU is under way, for which a release would wait.
+#pragma once
+
+#include "weft/kernels/dispatch_state.cuh"
+#include "weft/layout/gpu_plan.h"
+
+namespace weft::kernels {
+
+template <DispatchKernelConfig kConfig>
+class DispatchPlan : public DispatchState<kConfig> {
+ public:
+  using Base = DispatchState<kConfig>;
+  using Base::a, Base::s, Base::flight, Base::lane, Base::rank;
+  using Base::kRanks, Base::kTopk, Base::kExperts, Base::kLocal, Base::kPeriods;
+  using Id = typename IdType<kConfig.topk_is_int64>::Type;
+
+  __device__ explicit DispatchPlan(const Base& base) : Base(base) {}
+
+  // The first `planner` of `num_planners` warps takes the first chunk.
+  __device__ void run(i32 planner, i32 num_planners) {
+    for (i32 period = planner; period < kPeriods; period += num_planners) {
+      plan_chunk(period);
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(&s.planned[period]);
+    }
+  }
+
+ private:
+  struct Pick {
+    i32 expert = -1;  // -1: not sent
+    float weight = 0.0f;
+  };
+
+  __device__ void plan_chunk(i32 period) {
+    const i64 begin = static_cast<i64>(this->chunk_begin(period)) * kTopk;
+    const i64 end = begin + this->num_chunk_tokens(period, a.num_tokens) * kTopk;
+    Pick next = fetch(begin + lane, end);
+    for (i64 first = begin; first < end; first += 32) {
+      const Pick pick = next;
+      next = fetch(first + 32 + lane, end);
+      place_pick(first + lane, end, pick, this->before(period));
+    }
+  }
+
+  __device__ Pick fetch(i64 at, i64 end) const {
+    Pick pick;
+    if (at >= end) return pick;
+    const i64 id = static_cast<const Id*>(a.topk_idx)[at];
+    const bool is_sent = id >= 0 && id < kExperts && flight.is_active(static_cast<i32>(id) / kLocal);
+    pick.expert = is_sent ? static_cast<i32>(id) : -1;
+    pick.weight = a.topk_weights == nullptr ? 1.0f : a.topk_weights[at];
+    return pick;
+  }
+
+  // The picks of a chunk come in order through one warp, so `before` counts on.
+  __device__ void place_pick(i64 at, i64 end, const Pick& pick, i32* before) {
+    const i32 expert = pick.expert;
+    const u32 same = ptx::match_any(expert);
+    const i32 nth = (expert >= 0 ? before[expert] : 0) + __popc(same & ptx::lanes_below());
+    __syncwarp();
+    if (expert >= 0 && (same >> lane) == 1u) before[expert] = nth + 1;  // the last of its kind
+    __syncwarp();
+    const i32 to = expert >= 0 ? expert / kLocal : -1;
+    const i32 in_group = expert >= 0 ? this->place()[expert] + nth : 0;
+    const bool is_kept = expert >= 0 && in_group < s.limit[to];
+    const i32 shift = kConfig.layout == Layout::kMasked ? (expert % kLocal) * static_cast<i32>(a.capacity) : 0;
+    if (at < end) tell(at, is_kept ? in_group + shift : -1, is_kept ? to : -1, pick.weight);
+  }
+
+  // Neighbouring lanes write neighbouring words.
+  __device__ void tell(i64 at, i32 row, i32 destination, float weight) {
+    const i64 slot = rank() * a.view.layout.max_tokens * kTopk + at;
+#pragma unroll
+    for (i32 to = 0; to < kRanks; ++to) {
+      if (!flight.is_active(to)) continue;
+      s.table[to][at] = destination == to ? row : -1;
+      reinterpret_cast<float*>(s.weights[to])[slot] = weight;
+    }
+    if (destination == rank() && !this->is_staged(rank())) this->own_weights()[row] = weight;
+    const GpuSendPlan<i32> plan{a.send_plan, a.num_tokens, kTopk};
+    plan.row()[at] = row;
+    plan.destination()[at] = destination;
+  }
+};
+
+}  // namespace weft::kernels
