@@ -1,8 +1,8 @@
 """Writes docs/performance.md from benchmarks/results/gpu_*.jsonl: `python benchmarks/performance.py`.
 
 Every figure of the page is one of these files', the output of `weft bench --suite`, `weft bench --who-is-late`, `weft
-verify --kill` (all with `--json`) and tools/soak.py; a test compares the page with what this writes. Missed targets
-come first.
+verify --kill` (all with `--json`), tools/soak.py and wait_cost.py; a test compares the page with what this writes. Missed
+targets come first.
 """
 
 from __future__ import annotations
@@ -267,6 +267,18 @@ def late_ranks() -> str:
     return f"## Who is late\n\n{text}" if text else ""
 
 
+def wait_costs() -> str:
+    """What tools/wait_cost.py measured: kernels without a part against the kernels as they are."""
+    cells = [
+        (file.stem, row["op"], str(row["tokens"]), row["kernels"], f"{row['time_us']:.2f}", f"{row['saved_us']:.2f}")
+        for file in sorted(RESULTS.glob("gpu_wait_cost*.jsonl"))
+        for row in read_rows(file)
+        if row["kind"] == "cost"
+    ]
+    columns = ("file", "call", "T", "kernels", "median", "less than as they are")
+    return f"## What bounded waits and wait statistics cost\n\n{table(columns, cells)}" if cells else ""
+
+
 def compile_times() -> str:
     """CPU seconds a kernel, by architecture."""
     cells = []
@@ -294,7 +306,7 @@ def page() -> str:
     """The whole page."""
     runs = "".join(benches()) or "No run is in the result files yet: nothing here says how fast Weft is.\n\n"
     peers = "## Other libraries\n\n" + PEERS.read_text(encoding="utf-8")
-    text = "".join((_INTRO, runs, soaks(), kills(), late_ranks(), compile_times(), peers))
+    text = "".join((_INTRO, runs, soaks(), kills(), late_ranks(), wait_costs(), compile_times(), peers))
     return text.rstrip("\n") + "\n"
 
 

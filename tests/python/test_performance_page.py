@@ -66,6 +66,8 @@ def test_a_run_becomes_tables_and_missed_targets_come_first(
     (tmp_path / "gpu_kill_2.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     rows = [{"kind": "waits", "rank": rank, "wait_us": [0.0, 40.0 * rank]} for rank in range(2)]
     rows.append({"kind": "who_is_late", "late_rank": 1, "late_us": 1000.0})
+    cost = {"kind": "cost", "op": "dispatch", "tokens": 8, "kernels": "no poll", "time_us": 14.2, "saved_us": 0.05}
+    (tmp_path / "gpu_wait_cost.jsonl").write_text(json.dumps(cost) + "\n")
     (tmp_path / "gpu_late.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     built = [
         {"kind": "built", "name": f"kernel {n}", "arch": "sm_90", "cpu_seconds": n / 10, "num_bytes": 9}
@@ -91,6 +93,7 @@ def test_a_run_becomes_tables_and_missed_targets_come_first(
     assert "3 kills in all." in page
     assert "What failed: gpu_kill_2: it hung." in page
     assert "Rank 1 was delayed by 1000 us" in page
+    assert "| gpu_wait_cost | dispatch | 8 | no poll | 14.20 | 0.05 |" in page
     assert "| rank 1 waited | 0.0 | 40.0 |" in page
     assert "| gpu_compile_1 (A CPU, NVRTC 13, commit abc) | sm_90 | 3 | 0.20 | 0.50 (kernel 5) | 0.8 |" in page
     for line in page.splitlines():
