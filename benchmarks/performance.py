@@ -1,8 +1,8 @@
 """Writes docs/performance.md from benchmarks/results/gpu_*.jsonl: `python benchmarks/performance.py`.
 
 Every figure of the page is one of these files', the output of `weft bench --suite`, `weft bench --who-is-late`, `weft
-verify --kill` (all with `--json`), tools/soak.py and wait_cost.py; a test compares the page with what this writes. Missed
-targets come first.
+verify --kill` (all with `--json`), tools/soak.py and wait_cost.py; a test compares the page with what this writes.
+Missed targets come first.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ CHANGES = {  # of the kernels: file, text, what takes its place
     "no abort poll, no deadline": (
         "weft/sync/block_wait.cuh",
         "    if (++num_turns_ % kLooks != 0) return PauseResult::kLookAgain;\n",
-        "    if (++num_turns_ != 0) return PauseResult::kLookAgain;\n",
+        "    ++num_turns_;\n    return PauseResult::kLookAgain;\n",
     ),
     "no wait statistics": (
         "weft/transport/nvlink.cuh",
