@@ -97,14 +97,14 @@ def _run_kills(output: Output, fixed: Fixed, trials: int, seed: int, device: str
 
     from weft.bench.apart import apart
     from weft.bench.suite import machine_facts
-    from weft.verify.kill import percentile, run_kills
+    from weft.verify.kill import KillResult, percentile, run_kills
 
-    if output.json_lines:
-        output.row({"kind": "machine", **apart(machine_facts, device)})
-    results = []
+    results: list[KillResult] = []
     with output.progress(trials * deaths, "verify --kill") as advance:
         for result in run_kills(trials=trials, seed=seed, fixed=fixed, device=device, deaths=deaths):
             advance(f"verify --kill: rank {result.victim} of {result.ranks}")
+            if output.json_lines and not results:
+                output.row({"kind": "machine", **apart(machine_facts, device)})
             results.append(result)
             output.row({"kind": "kill", "ok": result.ok, **dataclasses.asdict(result)})
             for problem in result.problems:
