@@ -59,7 +59,7 @@ MUTANTS = (
     Mutant(
         "nobody waits for the header that says that sums are there",
         "weft/kernels/small_combine.cuh",
-        "return transport::wait(view, Phase::kReduce, flight, b_.lane, static_cast<i32>(blockIdx.x));",
+        "return transport::wait<sync::Looks::kAcquire>(view, Phase::kReduce, flight, b_.lane, static_cast<i32>(blockIdx.x));",
         "return transport::Verdict::kOk;",
     ),
     NO_SEQUENCE,

@@ -71,13 +71,13 @@ class SmallCombine {
     const bool is_waiting = warp_ == kHeaderWarp && has_peer(flight);
     const transport::Verdict verdict = transport::worst_of(is_waiting ? wait(flight) : transport::Verdict::kOk);
     if (verdict == transport::Verdict::kBroken) return;
+    if (warp_ == kHeaderWarp && b_.lane == 0) transport::end_flight_early(b_.a.view, flight);
     if (verdict == transport::Verdict::kOk) {
       if (warp_ < kWorkers) reduce.run(flight);
       if constexpr (kConfig.has_side) {
         if (warp_ == kSideWarp) SmallCombineSide<kConfig>(b_).gather(flight);
       }
     }
-    if (transport::is_last_block(b_.a.view)) transport::end_flight(b_.a.view, flight);
   }
 
   // For the peer `lane`. A peer that called something else sends no reduce header, but a count header.
@@ -85,7 +85,7 @@ class SmallCombine {
     const transport::WindowView& view = b_.a.view;
     const transport::Verdict verdict = transport::wait(view, Phase::kCount, flight, b_.lane, 0);
     if (verdict != transport::Verdict::kOk) return verdict;
-    return transport::wait(view, Phase::kReduce, flight, b_.lane, static_cast<i32>(blockIdx.x));
+    return transport::wait<sync::Looks::kAcquire>(view, Phase::kReduce, flight, b_.lane, static_cast<i32>(blockIdx.x));
   }
 
   const Block b_;

@@ -37,11 +37,6 @@ class SmallDispatch {
       if constexpr (kConfig.sends) send();
       if constexpr (kConfig.receives) receive();
     }
-    if constexpr (kConfig.receives) {
-      __syncthreads();
-      if (verdict(Phase::kSend) == Verdict::kBroken || !transport::is_last_block(s_.a.view)) return;
-      transport::end_flight(s_.a.view, s_.flight);
-    }
   }
 
  private:
@@ -75,11 +70,12 @@ class SmallDispatch {
   // A peer that called something else sends a count header and no other.
   __device__ void wait() const {
     if (wait(Phase::kCount, 0)) wait(Phase::kSend, static_cast<i32>(blockIdx.x));
+    if (s_.lane == 0 && verdict(Phase::kSend) != Verdict::kBroken) transport::end_flight_early(s_.a.view, s_.flight);
   }
 
   __device__ bool wait(Phase phase, i32 block) const {
     Verdict mine = Verdict::kOk;
-    if (s_.is_peer(s_.lane)) mine = transport::wait(s_.a.view, phase, s_.flight, s_.lane, block);
+    if (s_.is_peer(s_.lane)) mine = transport::wait<sync::Looks::kAcquire>(s_.a.view, phase, s_.flight, s_.lane, block);
     const bool is_broken = __any_sync(State::kAll, mine == Verdict::kBroken) != 0;
     const bool is_bad = __any_sync(State::kAll, mine != Verdict::kOk) != 0;
     const Verdict worst = is_broken ? Verdict::kBroken : is_bad ? Verdict::kGivenUp : Verdict::kOk;
@@ -91,13 +87,14 @@ class SmallDispatch {
 
   __device__ void receive() const {
     SmallDispatchReceive<kConfig> receive(s_);
+    receive.clear_counts();
     ptx::bar_sync(kHeard, kWithOne);
     if (verdict(Phase::kCount) != Verdict::kOk) return;
     if constexpr (!kConfig.is_cached) {
       receive.find_places();
-      if (blockIdx.x == 0) receive.write_counts();
+      receive.write_counts();
     } else {
-      receive.read_tokens();
+      receive.note_tokens(receive.told_tokens());
     }
     receive.zero();
     ptx::bar_sync(kHeard, kWithOne);

@@ -25,37 +25,57 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
   // ---- places. An entry is (source, token, k), k < kWidth; entries are numbered in this order, and rows of a group follow it.
   // Every block computes all places and keeps those of its own units.
 
+  // Before anything has come. The caller's next barrier is the one behind it.
+  __device__ void clear_counts() {
+    if constexpr (!kConfig.is_cached) {
+      for (i32 idx = static_cast<i32>(threadIdx.x); idx < kConfig.count_bytes() / 4; idx += Base::kThreads)
+        shared[idx] = 0;
+      if (threadIdx.x == 0) sums().num_picks = 0;
+    }
+  }
+
   __device__ void find_places() {
-    for (i32 idx = static_cast<i32>(threadIdx.x); idx < kConfig.count_bytes() / 4; idx += Base::kThreads)
-      shared[idx] = 0;
-    if (threadIdx.x == 0) sums().num_picks = 0;
-    Batch early;  // on its way together with the numbers of tokens, and kept
+    const i64 num_tokens = told_tokens();  // looked at when ids are under way too
+    Batch early;                           // kept for the second pass
     read_batch(first_of(warp), early);
-    read_tokens();
+    note_tokens(num_tokens);
     for_entries(early, [&](const Entry& entry, bool) {
       if (entry.group >= 0) atomicAdd(&counts(warp)[entry.group], 1);
     });
     Base::meet();
     for (i32 group = static_cast<i32>(threadIdx.x); group < kGroups; group += Base::kThreads) sum_warps(group);
     Base::meet();
-    if (warp == 0) place_groups();
-    Base::meet();
+    if constexpr (!kIsMasked) {
+      if (warp == 0) place_groups();
+      Base::meet();
+    }
     for_entries(early, [&](const Entry& entry, bool is_entry) { place_entry(entry, is_entry); });
     Base::meet();
   }
 
+  // Tokens of the source that is this thread's, as it says.
+  __device__ i64 told_tokens() const {
+    const i32 source = static_cast<i32>(threadIdx.x);
+    if (source >= kRanks || !flight.is_active(source)) return 0;
+    if (source == rank()) return a.num_tokens;
+    if constexpr (kConfig.is_cached) return a.recv_plan[source];
+    const u8* slot = a.view.control[rank()] + a.view.layout.payload(flight.turn.sequence, source);
+    return reinterpret_cast<const GpuCountPayload*>(slot)->num_tokens;
+  }
+
   // Tokens of each source, into shared memory. A barrier.
-  __device__ void read_tokens() {
+  __device__ void note_tokens(i64 told) {
     const i32 source = static_cast<i32>(threadIdx.x);
     if (source < kRanks) {
-      sums().num_tokens[source] = tokens_of(source);
+      sums().num_tokens[source] = static_cast<i32>(clamp_count(told, a.max_tokens));  // R19
       sums().num_rows[source] = 0;
     }
     Base::meet();
   }
 
-  // By block 0.
+  // By the last block, which of few tokens has none.
   __device__ void write_counts() {
+    if (!is_counting()) return;
     const i32 thread = static_cast<i32>(threadIdx.x);
     if (thread < kRanks) a.recv_plan[thread] = sums().num_tokens[thread];
     if constexpr (kByExpert) {
@@ -100,8 +120,8 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
   // Of all entries.
   struct Sums {
     i32 num_tokens[kRanks];
-    i32 num_rows[kRanks];  // rank_major, block 0: rows of each source
-    i32 num_picks;         // rank_major, block 0
+    i32 num_rows[kRanks];  // rank_major, of the block that counts: rows of each source
+    i32 num_picks;         // rank_major, of the same
   };
   __device__ static Sums& sums() {
     __shared__ Sums sums;
@@ -114,19 +134,13 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
   __device__ i32* kept() const { return begins() + kGroups; }  // [kLocal], rank_major: picks in rows that fit
   __device__ i32* places() const { return kept() + kLocal; }   // [kRanks, units, kWidth]
 
+  __device__ static bool is_counting() { return blockIdx.x == kConfig.num_blocks - 1; }
+
   __device__ i32 limit() const {
     return a.capacity >= 0 ? static_cast<i32>(min(a.capacity, i64{0x7fffffff})) : 0x7fffffff;
   }
 
   __device__ GpuRecvPlan<i32> plan() const { return {a.recv_plan, a.view.layout.max_tokens, kWidth}; }
-
-  __device__ i32 tokens_of(i32 source) const {
-    if (!flight.is_active(source)) return 0;
-    if (source == rank()) return a.num_tokens;
-    if constexpr (kConfig.is_cached) return static_cast<i32>(clamp_count(a.recv_plan[source], a.max_tokens));
-    const u8* slot = a.view.control[rank()] + a.view.layout.payload(flight.turn.sequence, source);
-    return static_cast<i32>(clamp_count(reinterpret_cast<const GpuCountPayload*>(slot)->num_tokens, a.max_tokens));
-  }
 
   // Own ids come from the caller where this launch has them: other blocks wait for nobody.
   __device__ i32 local_expert(i32 source, i32 token, i32 k) const {
@@ -224,11 +238,13 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
   }
 
   __device__ void sum_warps(i32 group) {
-    i32 sum = 0;
+    i32 mine[kWarps], sum = 0;  // read together
+#pragma unroll
+    for (i32 each = 0; each < kWarps; ++each) mine[each] = counts(each)[group];
+#pragma unroll
     for (i32 each = 0; each < kWarps; ++each) {
-      const i32 mine = counts(each)[group];
       counts(each)[group] = sum;
-      sum += mine;
+      sum += mine[each];
     }
     totals()[group] = sum;
   }
@@ -245,7 +261,7 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
         const i32 other = __shfl_up_sync(kAll, sum, step);
         if (lane >= step) sum += other;
       }
-      if (group < kGroups) begins()[group] = kIsMasked ? 0 : carry + sum - padded;
+      if (group < kGroups) begins()[group] = carry + sum - padded;
       carry += __shfl_sync(kAll, sum, 31);
     }
   }
@@ -261,7 +277,7 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
     const i32 first_unit = entry.token * a.num_parts;
     const i32 behind = static_cast<i32>(blockIdx.x) - first_unit % kConfig.num_blocks;
     const i32 first_part = behind < 0 ? behind + kConfig.num_blocks : behind;
-    const bool is_wanted = is_entry && (first_part < a.num_parts || (!kByExpert && blockIdx.x == 0));
+    const bool is_wanted = is_entry && (first_part < a.num_parts || (!kByExpert && is_counting()));
     if (__any_sync(kAll, is_wanted) == 0) {
       if (group >= 0) atomicAdd(&before[group], 1);
       __syncwarp();
@@ -280,7 +296,7 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
     }
     if (!is_entry) return;
     if constexpr (!kByExpert) {
-      if (group >= 0 && blockIdx.x == 0) count_row(entry.source, entry.token, row >= 0);
+      if (group >= 0 && is_counting()) count_row(entry.source, entry.token, row >= 0);
     }
     for (i32 part = first_part; part < a.num_parts; part += kConfig.num_blocks) {
       const i32 index = entry.source * this->num_units() + (first_unit + part) / kConfig.num_blocks;
@@ -288,7 +304,7 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
     }
   }
 
-  // rank_major, block 0.
+  // rank_major, the block that counts.
   __device__ void count_row(i32 source, i32 token, bool is_kept) {
     i32 num_picks = 0;
     for (i32 k = 0; k < kTopk; ++k) {
@@ -343,7 +359,7 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
     }
   }
 
-  // One warp of block 0: the last offset, num_rows, overflow, and the word for the host.
+  // One warp: the last offset, num_rows, overflow, and the word for the host.
   __device__ void write_sums() {
     i32 num_kept = 0, num_picks = 0;
     if constexpr (kByExpert) {

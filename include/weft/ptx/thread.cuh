@@ -43,4 +43,11 @@ __device__ inline u32 atom_inc_wrap_gpu(u32* word, u32 last) {
   return before;
 }
 
+// The same without an order.
+__device__ inline u32 atom_inc_wrap_relaxed_gpu(u32* word, u32 last) {
+  u32 before;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(last) : "memory");
+  return before;
+}
+
 }  // namespace weft::ptx

@@ -112,13 +112,14 @@ __device__ inline u32 progress(const WindowView& view, const Flight& flight, i32
 }
 
 // Waits for one peer's header. Block 0 notes how long.
+template <sync::Looks kLooks = sync::Looks::kRelaxed>
 __device__ inline Verdict wait(const WindowView& view, Phase phase, const Flight& flight, i32 peer, i32 block) {
   const u64* cell = reinterpret_cast<const u64*>(view.control[view.rank] +
                                                  view.layout.header(phase, flight.turn.sequence, peer, block));
   u64* waited_ns = blockIdx.x == 0 ? &view.words()->waited_ns[peer] : nullptr;
   sync::LanePause pause(&view.host->abort, u64{1} << peer, &view.host->timeout_ns, 0, waited_ns);
   u64 seen;
-  const sync::WaitResult result = sync::wait_header(cell, flight.turn, pause, seen);
+  const sync::WaitResult result = sync::wait_header<kLooks>(cell, flight.turn, pause, seen);
   if (!settle(view, flight, result, phase, peer, seen)) return Verdict::kBroken;
   if (sync::classify_header(seen, flight.turn, flight.print) == sync::HeaderState::kMatch) return Verdict::kOk;
   record(view, flight, ErrorCause::kMismatch, phase, peer, seen);
@@ -163,6 +164,17 @@ __device__ inline void end_flight(const WindowView& view, const Flight& flight) 
   ptx::st_relaxed_sys(&words->sequence, static_cast<u64>(flight.turn.sequence));
   ptx::st_release_sys(&words->owner, 0);
   // For people to read: what it says is ordered by the release above, and another would wait for that store.
+  ptx::st_relaxed_sys(&view.host->finished_sequence, static_cast<u64>(flight.turn.sequence));
+}
+
+// In place of the two above: by one thread of each block when none of its waits is left, so that nothing can break any more;
+// the others of the block go on with what concerns this rank alone. The last to come ends the operation. The next kernel of
+// the window begins behind this one, so these words order nothing.
+__device__ inline void end_flight_early(const WindowView& view, const Flight& flight) {
+  GpuControlWords* words = view.words();
+  if (ptx::atom_inc_wrap_relaxed_gpu(&words->num_ended, gridDim.x - 1) != gridDim.x - 1) return;
+  ptx::st_relaxed_sys(&words->sequence, static_cast<u64>(flight.turn.sequence));
+  ptx::st_relaxed_sys(&words->owner, 0);
   ptx::st_relaxed_sys(&view.host->finished_sequence, static_cast<u64>(flight.turn.sequence));
 }
 

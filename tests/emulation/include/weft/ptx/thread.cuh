@@ -40,4 +40,6 @@ inline u32 atom_inc_wrap_gpu(u32* word, u32 last) {
   return seen;
 }
 
+inline u32 atom_inc_wrap_relaxed_gpu(u32* word, u32 last) { return atom_inc_wrap_gpu(word, last); }
+
 }  // namespace weft::ptx
