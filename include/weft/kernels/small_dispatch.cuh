@@ -87,7 +87,7 @@ class SmallDispatch {
 
   __device__ void receive() const {
     SmallDispatchReceive<kConfig> receive(s_);
-    receive.clear_counts();
+    if constexpr (!kConfig.is_cached) receive.begin_places();
     ptx::bar_sync(kHeard, kWithOne);
     if (verdict(Phase::kCount) != Verdict::kOk) return;
     if constexpr (!kConfig.is_cached) {

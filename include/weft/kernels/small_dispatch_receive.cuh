@@ -26,21 +26,21 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
   // Every block computes all places and keeps those of its own units.
 
   // Before anything has come. The caller's next barrier is the one behind it.
-  __device__ void clear_counts() {
-    if constexpr (!kConfig.is_cached) {
-      for (i32 idx = static_cast<i32>(threadIdx.x); idx < kConfig.count_bytes() / 4; idx += Base::kThreads)
-        shared[idx] = 0;
-      if (threadIdx.x == 0) sums().num_picks = 0;
-    }
+  __device__ void begin_places() {
+    for (i32 idx = static_cast<i32>(threadIdx.x); idx < kConfig.count_bytes() / 4; idx += Base::kThreads)
+      shared[idx] = 0;
+    if (threadIdx.x == 0) sums().num_picks = 0;
+    begin_batch(first_of(warp), batch_);
+    read_own(batch_);
   }
 
   __device__ void find_places() {
     const i64 num_tokens = told_tokens();  // looked at when ids are under way too
-    Batch early;                           // kept for the second pass
-    read_batch(first_of(warp), early);
+    read_batch(batch_);
     note_tokens(num_tokens);
-    for_entries(early, [&](const Entry& entry, bool) {
-      if (entry.group >= 0) atomicAdd(&counts(warp)[entry.group], 1);
+    check_batch(batch_);
+    for_batches(batch_, [&](const Batch& batch, i32 idx) {
+      if (batch.group[idx] >= 0) atomicAdd(&counts(warp)[batch.group[idx]], 1);
     });
     Base::meet();
     for (i32 group = static_cast<i32>(threadIdx.x); group < kGroups; group += Base::kThreads) sum_warps(group);
@@ -49,7 +49,7 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
       if (warp == 0) place_groups();
       Base::meet();
     }
-    for_entries(early, [&](const Entry& entry, bool is_entry) { place_entry(entry, is_entry); });
+    for_batches(batch_, [&](const Batch& batch, i32 idx) { place_entries(batch, idx); });
     Base::meet();
   }
 
@@ -162,17 +162,16 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
     return group;
   }
 
-  struct Entry {
-    i32 source, token, k;
-    i32 group;  // -1: no row
-  };
-
-  // Groups of entries: those that are kept, and those that are read together. rank_major: an entry is a token, its ids are read
+  // 32 entries at a time, all lanes together; a batch is several of those. rank_major: an entry is a token, its ids are read
   // together.
-  static constexpr i32 kTogether = kByExpert ? 8 : 1, kAtOnce = min_of(kTogether, 4);
+  static constexpr i32 kTogether = kByExpert ? 8 : 1;
   struct Batch {
-    i32 group[kTogether];
+    i32 first = -1;        // number of its first entry
+    i32 from[kTogether];   // source << 16 | token
+    i32 group[kTogether];  // -1: no row
+    u32 wanted;            // bit: what this block needs to know the place of
   };
+  static constexpr i32 kNoToken = 0xffff;
 
   __device__ i32 num_entries() const { return kRanks * a.max_tokens * kWidth; }
 
@@ -180,59 +179,81 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
   __device__ i32 first_of(i32 of_warp) const {
     return min(of_warp * ((num_entries() + kWarps * 32 - 1) / (kWarps * 32) * 32), num_entries());
   }
+  __device__ i32 number_of(const Batch& batch, i32 idx) const { return batch.first + idx * 32 + lane; }
 
-  // The source is found by comparisons: a division by a variable takes longer.
-  __device__ Entry entry_at(i32 number) const {
-    const i32 row = number / kWidth;
-    i32 source = 0;
+  // All that needs nothing from others. The source is found by comparisons: a division by a variable takes longer.
+  __device__ void begin_batch(i32 first, Batch& batch) const {
+    batch.first = first;
+    batch.wanted = 0;
 #pragma unroll
-    for (i32 each = 1; each < kRanks; ++each) source += row >= each * a.max_tokens ? 1 : 0;
-    return {source, row - source * a.max_tokens, number % kWidth, -1};
+    for (i32 idx = 0; idx < kTogether; ++idx) {
+      const i32 number = number_of(batch, idx), row = number / kWidth;
+      i32 source = 0;
+#pragma unroll
+      for (i32 each = 1; each < kRanks; ++each) source += row >= each * a.max_tokens ? 1 : 0;
+      const i32 token = row - source * a.max_tokens;
+      const bool is_entry = number < first_of(warp + 1);
+      batch.from[idx] = source << 16 | (is_entry ? token : kNoToken);
+      batch.group[idx] = -1;
+      const bool is_wanted = first_part_of(token) < a.num_parts || (!kByExpert && is_counting());
+      if (is_entry && is_wanted) batch.wanted |= 1u << idx;
+    }
   }
 
-  // Groups as the ids say, also where a source has no such token.
-  __device__ void read_batch(i32 first, Batch& batch) const {
+  // Ids, as their sources say, also where a source has no such token.
+  __device__ void read_batch(Batch& batch) const {
+    if constexpr (kByExpert) {
+      i32 id[kTogether];
 #pragma unroll
-    for (i32 half = 0; half < kTogether; half += kAtOnce) {
-      Id own[kAtOnce];
-      i32 other[kAtOnce];
-#pragma unroll
-      for (i32 idx = 0; idx < kAtOnce; ++idx) {
-        const i32 number = first + (half + idx) * 32 + lane;
-        const Entry entry = entry_at(min(number, num_entries() - 1));
-        const bool is_mine = kConfig.sends && entry.source == rank();
-        const bool is_there = number < num_entries() && (!is_mine || entry.token < a.num_tokens);
-        if constexpr (kByExpert) {
-          own[idx] = -1;
-          other[idx] = -1;
-          if (is_there && is_mine) own[idx] = own_ids()[entry.token * kTopk + entry.k];
-          if (is_there && !is_mine) other[idx] = this->slot_ids(rank(), entry.source, entry.token)[entry.k];
-        } else {
-          batch.group[half + idx] = is_there ? group_of_token(entry.source, entry.token) : -1;
-        }
+      for (i32 idx = 0; idx < kTogether; ++idx) {  // all these loads are under way together
+        const i32 source = batch.from[idx] >> 16, token = batch.from[idx] & kNoToken;
+        id[idx] = -1;
+        if (token == kNoToken || (kConfig.sends && source == rank())) continue;
+        id[idx] = this->slot_ids(rank(), source, token)[number_of(batch, idx) % kWidth];
       }
-      if constexpr (kByExpert) {  // nothing is looked at before all these loads are under way
 #pragma unroll
-        for (i32 idx = 0; idx < kAtOnce; ++idx) batch.group[half + idx] = max(local_of(own[idx]), local_of(other[idx]));
+      for (i32 idx = 0; idx < kTogether; ++idx) batch.group[idx] = max(batch.group[idx], local_of(id[idx]));
+    } else {
+      const i32 token = batch.from[0] & kNoToken, source = batch.from[0] >> 16;
+      const bool is_mine = kConfig.sends && source == rank();
+      if (token != kNoToken && (!is_mine || token < a.num_tokens)) batch.group[0] = group_of_token(source, token);
+    }
+  }
+
+  // Own ids come from the caller where this launch has them: they need not be waited for.
+  __device__ void read_own(Batch& batch) const {
+    if constexpr (kByExpert && kConfig.sends) {
+#pragma unroll
+      for (i32 idx = 0; idx < kTogether; ++idx) {
+        const i32 source = batch.from[idx] >> 16, token = batch.from[idx] & kNoToken;
+        if (source != rank() || token >= a.num_tokens) continue;
+        batch.group[idx] = local_of(own_ids()[token * kTopk + number_of(batch, idx) % kWidth]);
       }
     }
   }
 
-  // 32 entries at a time, all lanes together: `work(entry, whether there is one)`. Several are read before the first is worked
-  // on: a load takes as long as all else here.
+  // When the numbers of tokens are known.
+  __device__ void check_batch(Batch& batch) const {
+#pragma unroll
+    for (i32 idx = 0; idx < kTogether; ++idx) {
+      if ((batch.from[idx] & kNoToken) >= sums().num_tokens[batch.from[idx] >> 16]) batch.group[idx] = -1;
+    }
+  }
+
+  // Calls `work(batch, idx)` for the run of this warp. A run of one batch is read once for both passes.
   template <class Work>
-  __device__ void for_entries(const Batch& early, const Work& work) const {
+  __device__ void for_batches(Batch& batch, const Work& work) const {
     const i32 end = first_of(warp + 1);
-    Batch batch = early;
     for (i32 first = first_of(warp); first < end; first += 32 * kTogether) {
-      if (first != first_of(warp)) read_batch(first, batch);
+      if (first != batch.first) {
+        begin_batch(first, batch);
+        read_own(batch);
+        read_batch(batch);
+        check_batch(batch);
+      }
 #pragma unroll
       for (i32 idx = 0; idx < kTogether; ++idx) {
-        if (first + idx * 32 >= end) break;
-        const i32 number = first + idx * 32 + lane;
-        Entry entry = entry_at(min(number, end - 1));
-        if (number < end && entry.token < sums().num_tokens[entry.source]) entry.group = batch.group[idx];
-        work(entry, number < end);
+        if (first + idx * 32 < end) work(batch, idx);
       }
     }
   }
@@ -270,14 +291,16 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
     return max(min(begins()[group] + totals()[group], limit()) - min(begins()[group], limit()), 0);
   }
 
-  __device__ void place_entry(const Entry& entry, bool is_entry) {
-    const i32 group = entry.group;
+  // The first part of a token that this block copies; num_parts or more: none.
+  __device__ i32 first_part_of(i32 token) const {
+    const i32 behind = static_cast<i32>(blockIdx.x) - token * a.num_parts % kConfig.num_blocks;
+    return behind < 0 ? behind + kConfig.num_blocks : behind;
+  }
+
+  __device__ void place_entries(const Batch& batch, i32 idx) {
+    const i32 group = batch.group[idx];
     i32* before = counts(warp);
-    // The first part of the token that this block copies.
-    const i32 first_unit = entry.token * a.num_parts;
-    const i32 behind = static_cast<i32>(blockIdx.x) - first_unit % kConfig.num_blocks;
-    const i32 first_part = behind < 0 ? behind + kConfig.num_blocks : behind;
-    const bool is_wanted = is_entry && (first_part < a.num_parts || (!kByExpert && is_counting()));
+    const bool is_wanted = (batch.wanted >> idx & 1u) != 0;
     if (__any_sync(kAll, is_wanted) == 0) {
       if (group >= 0) atomicAdd(&before[group], 1);
       __syncwarp();
@@ -294,13 +317,14 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
       row = row < limit() ? row + (kIsMasked ? group * static_cast<i32>(a.capacity) : 0) : kDropped;
       if (row >= a.room) row = kDropped;
     }
-    if (!is_entry) return;
+    if (!is_wanted) return;
+    const i32 source = batch.from[idx] >> 16, token = batch.from[idx] & kNoToken;
     if constexpr (!kByExpert) {
-      if (group >= 0 && is_counting()) count_row(entry.source, entry.token, row >= 0);
+      if (group >= 0 && is_counting()) count_row(source, token, row >= 0);
     }
-    for (i32 part = first_part; part < a.num_parts; part += kConfig.num_blocks) {
-      const i32 index = entry.source * this->num_units() + (first_unit + part) / kConfig.num_blocks;
-      places()[index * kWidth + entry.k] = row;
+    for (i32 part = first_part_of(token); part < a.num_parts; part += kConfig.num_blocks) {
+      const i32 index = source * this->num_units() + (token * a.num_parts + part) / kConfig.num_blocks;
+      places()[index * kWidth + number_of(batch, idx) % kWidth] = row;
     }
   }
 
@@ -508,6 +532,8 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
     const i64 num_units = (min(end, a.room) - begin) * (kBytes / static_cast<i32>(sizeof(Unit)));
     for (i64 idx = lane; idx < num_units; idx += 32) units[idx] = Unit{};
   }
+
+  Batch batch_;
 };
 
 }  // namespace weft::kernels
