@@ -53,16 +53,30 @@ MUTANTS = (
     Mutant(
         "the header is sent while other warps store sums",
         "weft/kernels/small_combine.cuh",
-        "ptx::bar_sync(kSendBarrier, kSenders);",
+        "ptx::bar_sync(kStored, kWithOne);",
         "",
     ),
     Mutant(
         "nobody waits for the header that says that sums are there",
         "weft/kernels/small_combine.cuh",
-        "return transport::wait<sync::Looks::kAcquire>(view, Phase::kReduce, flight, b_.lane, static_cast<i32>(blockIdx.x));",
+        "return transport::wait<sync::Looks::kAcquire>(b_.a.view, Phase::kReduce, flight, b_.lane, block);",
         "return transport::Verdict::kOk;",
     ),
     NO_SEQUENCE,
+)
+
+
+# On one block, so that units are enough for two headers.
+MANY = dataclasses.replace(
+    CASES["rank_major, bias"],
+    dispatch=dataclasses.replace(PLAIN, num_blocks=1, shape=dataclasses.replace(WINDOW, num_blocks=1)),
+)
+CASES["rank_major, early units"] = MANY
+EARLY = Mutant(
+    "nobody waits for the header of the early units",
+    "weft/kernels/small_combine.cuh",
+    "return transport::wait<sync::Looks::kAcquire>(b_.a.view, Phase::kSend, flight, b_.lane, block);",
+    "return transport::Verdict::kOk;",
 )
 
 
@@ -72,6 +86,7 @@ def _compile_ahead(compiler: Compiler) -> None:
         CombineRunner(compiler, case).start_compiling()
     for mutant in MUTANTS:
         CombineRunner(compiler, CASES["rank_major, bias"], mutant).start_compiling()
+    CombineRunner(compiler, MANY, EARLY).start_compiling()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -84,3 +99,8 @@ def test_small_combine_is_the_reference(compiler: Compiler, name: str) -> None:
 def test_mistakes_are_found(compiler: Compiler, mutant: Mutant) -> None:
     """An emulation that finds none of these proves nothing."""
     assert is_found(lambda seed: run_combine(compiler, reseeded(CASES["rank_major, bias"], seed), mutant))
+
+
+def test_mistakes_of_early_units_are_found(compiler: Compiler) -> None:
+    """As above."""
+    assert is_found(lambda seed: run_combine(compiler, reseeded(MANY, seed), EARLY))

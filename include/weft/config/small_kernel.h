@@ -33,9 +33,8 @@ struct SmallCombineKernelConfig {
     return wire_is_fp8 ? scales_at() + (hidden + kQuantizeGroup - 1) / kQuantizeGroup * 4 : row_bytes();
   }
 
-  // Those that move rows, one for headers, one for side values.
-  WEFT_HD constexpr i32 num_warps() const { return kWorkers + 1 + (has_side ? 1 : 0); }
-  WEFT_HD constexpr i32 num_threads() const { return num_warps() * 32; }
+  // Two more have to do with headers and side values.
+  WEFT_HD static constexpr i32 num_threads() { return (kWorkers + 2) * 32; }
 };
 
 }  // namespace weft

@@ -3,7 +3,7 @@
 //   send     each warp makes contributions and stores them into slots that the owners know without asking
 //            block barrier; reduce header, "what block b sends is there", to block b of every peer
 //   receive  wait for the count headers (what the peers call, R1) and the reduce headers; add, write
-// Warps: kWorkers move rows, one has to do with headers, one has side values.
+// Warps: kWorkers move rows; one sends headers, one waits for those of others; these two have side values as well.
 #pragma once
 
 #include "weft/kernels/small_combine_push.cuh"
@@ -17,8 +17,8 @@ class SmallCombine {
  public:
   using Block = SmallCombineBlock<kConfig>;
   static constexpr i32 kWorkers = kConfig.kWorkers;
-  static constexpr i32 kHeaderWarp = kWorkers;
-  static constexpr i32 kSideWarp = kWorkers + 1;
+  static constexpr i32 kHearWarp = kWorkers;  // waits for the headers of others
+  static constexpr i32 kSayWarp = kWorkers + 1;
   static constexpr transport::FlightPart kPart = !kConfig.receives ? transport::FlightPart::kSend
                                                  : kConfig.sends   ? transport::FlightPart::kWhole
                                                                    : transport::FlightPart::kReceive;
@@ -29,63 +29,102 @@ class SmallCombine {
         warp_(static_cast<i32>(threadIdx.x / ptx::kWarpLanes)) {}
 
   __device__ void run() const {
-    const transport::WindowView& view = b_.a.view;
     if constexpr (kConfig.sends) {
       SmallCombinePush<kConfig> push(b_, warp_);
-      const transport::Flight flight = transport::begin_flight(view, b_.a.print, kPart);
+      const transport::Flight flight = transport::begin_flight(b_.a.view, b_.a.print, kPart);
       if (flight.is_dead) return;
-      send(flight, push);
+      if (warp_ < kWorkers) send(flight, push);
+      if (warp_ == kSayWarp) say(flight);
       if constexpr (kConfig.receives) receive(flight);
     } else {
-      const transport::Flight flight = transport::begin_flight(view, b_.a.print, kPart);
+      const transport::Flight flight = transport::begin_flight(b_.a.view, b_.a.print, kPart);
       if (!flight.is_dead) receive(flight);
     }
   }
 
  private:
-  static constexpr u32 kSendBarrier = 1;  // of all warps but that for headers
-  static constexpr u32 kSenders = static_cast<u32>(kConfig.num_threads()) - ptx::kWarpLanes;
+  using Verdict = transport::Verdict;
+  static constexpr u32 kStored = 1, kHeard = 2;  // barriers of the workers with one of the other two warps
+  static constexpr u32 kWithOne = static_cast<u32>(kWorkers + 1) * ptx::kWarpLanes;
+
+  // Of the waits for the early units and for all; each has its word, for warps that are slow to read the first.
+  __device__ static Verdict& verdict(bool is_early) {
+    __shared__ Verdict verdicts[2];
+    return verdicts[is_early ? 0 : 1];
+  }
 
   __device__ bool has_peer(const transport::Flight& flight) const {
     return b_.lane < kConfig.num_ranks && b_.lane != b_.a.view.rank && flight.is_active(b_.lane);
   }
 
-  // The warp for headers says what this rank calls, while the others work.
+  // Work and one of the others are done with what they have stored.
+  __device__ static void meet_stored() { ptx::bar_sync(kStored, kWithOne); }
+  __device__ static void meet_heard() { ptx::bar_sync(kHeard, kWithOne); }
+
   __device__ void send(const transport::Flight& flight, SmallCombinePush<kConfig>& push) const {
+    push.run(flight, [] { meet_stored(); });
+  }
+
+  // The headers of this rank, and side values. What it calls is said while the others work.
+  __device__ void say(const transport::Flight& flight) const {
     const transport::WindowView& view = b_.a.view;
-    if (warp_ == kHeaderWarp) {
-      if (blockIdx.x == 0 && has_peer(flight)) transport::notify(view, Phase::kCount, flight, b_.lane, 0);
-      return;
-    }
-    if (warp_ < kWorkers) push.run(flight);
-    if constexpr (kConfig.has_side) {
-      if (warp_ == kSideWarp) SmallCombineSide<kConfig>(b_).send(flight);
-    }
-    ptx::bar_sync(kSendBarrier, kSenders);
     const i32 block = static_cast<i32>(blockIdx.x);
-    if (warp_ == 0 && has_peer(flight)) transport::notify(view, Phase::kReduce, flight, b_.lane, block);
+    if (block == 0 && has_peer(flight)) transport::notify(view, Phase::kCount, flight, b_.lane, 0);
+    if constexpr (kConfig.has_side) SmallCombineSide<kConfig>(b_).send(flight);
+    if (b_.num_early() > 0) {
+      meet_stored();
+      if (has_peer(flight)) transport::notify(view, Phase::kSend, flight, b_.lane, block);
+      __syncwarp();
+    }
+    meet_stored();
+    if (has_peer(flight)) transport::notify(view, Phase::kReduce, flight, b_.lane, block);
   }
 
   __device__ void receive(const transport::Flight& flight) const {
+    if (warp_ == kHearWarp) return hear(flight);
+    if (warp_ >= kWorkers) return;
     SmallCombineReduce<kConfig> reduce(b_, warp_);
-    const bool is_waiting = warp_ == kHeaderWarp && has_peer(flight);
-    const transport::Verdict verdict = transport::worst_of(is_waiting ? wait(flight) : transport::Verdict::kOk);
-    if (verdict == transport::Verdict::kBroken) return;
-    if (warp_ == kHeaderWarp && b_.lane == 0) transport::end_flight_early(b_.a.view, flight);
-    if (verdict == transport::Verdict::kOk) {
-      if (warp_ < kWorkers) reduce.run(flight);
-      if constexpr (kConfig.has_side) {
-        if (warp_ == kSideWarp) SmallCombineSide<kConfig>(b_).gather(flight);
-      }
+#pragma unroll 1
+    for (i32 header = b_.first_header(); header < 2; ++header) {
+      meet_heard();
+      if (verdict(header == 0) != Verdict::kOk) return;
+      reduce.run(flight, header == 0);
     }
   }
 
-  // For the peer `lane`. A peer that called something else sends no reduce header, but a count header.
-  __device__ transport::Verdict wait(const transport::Flight& flight) const {
-    const transport::WindowView& view = b_.a.view;
-    const transport::Verdict verdict = transport::wait(view, Phase::kCount, flight, b_.lane, 0);
-    if (verdict != transport::Verdict::kOk) return verdict;
-    return transport::wait<sync::Looks::kAcquire>(view, Phase::kReduce, flight, b_.lane, static_cast<i32>(blockIdx.x));
+  // Waits, a lane a peer, and tells the workers. A peer that called something else sends a count header and no other of these.
+  __device__ void hear(const transport::Flight& flight) const {
+    Verdict mine = Verdict::kOk;
+    if (has_peer(flight)) mine = transport::wait(b_.a.view, Phase::kCount, flight, b_.lane, 0);
+    if (b_.num_early() > 0) {
+      if (has_peer(flight) && mine == Verdict::kOk) mine = wait_early(flight);
+      if (tell(flight, true, mine) != Verdict::kOk) return;
+    }
+    if (has_peer(flight) && mine == Verdict::kOk) mine = wait_all(flight);
+    if (tell(flight, false, mine) != Verdict::kOk) return;
+    if constexpr (kConfig.has_side) SmallCombineSide<kConfig>(b_).gather(flight);
+  }
+
+  // For the peer `lane`.
+  __device__ Verdict wait_early(const transport::Flight& flight) const {
+    const i32 block = static_cast<i32>(blockIdx.x);
+    return transport::wait<sync::Looks::kAcquire>(b_.a.view, Phase::kSend, flight, b_.lane, block);
+  }
+  __device__ Verdict wait_all(const transport::Flight& flight) const {
+    const i32 block = static_cast<i32>(blockIdx.x);
+    return transport::wait<sync::Looks::kAcquire>(b_.a.view, Phase::kReduce, flight, b_.lane, block);
+  }
+
+  // The worst of the lanes. If no wait is left, the operation ends here for this block.
+  __device__ Verdict tell(const transport::Flight& flight, bool is_early, Verdict mine) const {
+    const bool is_broken = __any_sync(0xffffffffu, mine == Verdict::kBroken) != 0;
+    const bool is_bad = __any_sync(0xffffffffu, mine != Verdict::kOk) != 0;
+    const Verdict worst = is_broken ? Verdict::kBroken : is_bad ? Verdict::kGivenUp : Verdict::kOk;
+    if (b_.lane == 0) verdict(is_early) = worst;
+    meet_heard();
+    const bool is_over = !is_early || is_bad;
+    if (b_.lane == 0 && is_over && !is_broken) transport::end_flight_early(b_.a.view, flight);
+    return worst;
   }
 
   const Block b_;

@@ -24,6 +24,16 @@ struct SmallCombineBlock {
     return a.split.num_units(num_tokens, static_cast<i32>(blockIdx.x), static_cast<i32>(gridDim.x));
   }
 
+  // Units of this block whose contributions are announced ahead of the others, so that adding them begins while those are on
+  // their way; the same on every rank. 0: too few for a header of their own.
+  __device__ i32 num_early() const {
+    const i32 units = num_units(a.max_tokens);
+    return units * kConfig.num_ranks < 4 * kConfig.kWorkers ? 0 : units / 2;
+  }
+
+  // 0: of the early units; 1: of all.
+  __device__ i32 first_header() const { return num_early() > 0 ? 0 : 1; }
+
   // A lane has one vector of a job, so it can have those of many rows at once.
   __device__ bool is_narrow() const { return a.split.part <= SmallSplit::granule(kConfig.dtype); }
 

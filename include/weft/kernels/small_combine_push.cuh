@@ -27,9 +27,11 @@ class SmallCombinePush {
     read(warp);
   }
 
-  __device__ void run(const transport::Flight& flight) {
-    if (b_.is_narrow()) return run_jobs<1>(flight);
-    run_jobs<kConfig.kVectors>(flight);
+  // `meet()` behind the jobs of the early units, and behind all.
+  template <class Meet>
+  __device__ void run(const transport::Flight& flight, const Meet& meet) {
+    if (b_.is_narrow()) return run_jobs<1>(flight, meet);
+    run_jobs<kConfig.kVectors>(flight, meet);
   }
 
  private:
@@ -43,9 +45,15 @@ class SmallCombinePush {
     return num_vectors > 1 ? 2 : kWidth < kConfig.kNarrowRows ? kWidth : kConfig.kNarrowRows;
   }
 
-  template <i32 kVectors>
-  __device__ void run_jobs(const transport::Flight& flight) {
-    for (i32 idx = warp_; idx < num_jobs_; idx += kWorkers) {
+  template <i32 kVectors, class Meet>
+  __device__ void run_jobs(const transport::Flight& flight, const Meet& meet) {
+    bool is_early = b_.num_early() > 0;
+    for (i32 idx = warp_;; idx += kWorkers) {
+      if (is_early && idx >= b_.num_early() * kRanks) {
+        meet();
+        is_early = false;
+      }
+      if (idx >= num_jobs_) break;
       const Job job = job_of(idx);
       i32 row[kWords];
 #pragma unroll
@@ -54,6 +62,7 @@ class SmallCombinePush {
       const bool is_there = job.place.token < __shfl_sync(0xffffffffu, num_tokens_, job.owner);
       if (is_there && flight.is_active(job.owner)) push<kVectors>(flight, job, row);
     }
+    meet();
   }
 
   // Owners take turns, each rank beginning with another, so that all links are busy; in the next round of the warps the turns

@@ -19,13 +19,15 @@ class SmallCombineReduce {
 
   // Asks for what the first job needs; nothing of it comes from a peer.
   __device__ SmallCombineReduce(const Block& block, i32 warp)
-      : b_(block), warp_(warp), num_jobs_(block.num_units(block.a.num_tokens)) {
+      : b_(block), num_jobs_(block.num_units(block.a.num_tokens)), next_(warp) {
     read(warp);
   }
 
-  __device__ void run(const transport::Flight& flight) {
-    if (b_.is_narrow()) return run_jobs<1>(flight);
-    run_jobs<kConfig.kVectors>(flight);
+  // As in SmallCombinePush; this rank's tokens.
+  __device__ void run(const transport::Flight& flight, bool is_early) {
+    const i32 end = is_early ? min(b_.num_early(), num_jobs_) : num_jobs_;
+    if (b_.is_narrow()) return run_jobs<1>(flight, end);
+    run_jobs<kConfig.kVectors>(flight, end);
   }
 
  private:
@@ -46,11 +48,11 @@ class SmallCombineReduce {
   };
 
   template <i32 kVectors>
-  __device__ void run_jobs(const transport::Flight& flight) {
-    for (i32 idx = warp_; idx < num_jobs_; idx += kWorkers) {
+  __device__ void run_jobs(const transport::Flight& flight, i32 end) {
+    for (; next_ < end; next_ += kWorkers) {
       const u32 mask = next_mask_ & flight.active_mask & kAllRanks;
-      read(idx + kWorkers);
-      add<kVectors>(flight, b_.place(idx), mask);
+      read(next_ + kWorkers);
+      add<kVectors>(flight, b_.place(next_), mask);
     }
   }
 
@@ -134,8 +136,8 @@ class SmallCombineReduce {
   }
 
   const Block& b_;
-  const i32 warp_;
   const i32 num_jobs_;
+  i32 next_;       // job of this warp
   u32 next_mask_;  // ranks that contribute to the next job
 };
 
