@@ -84,12 +84,10 @@ class SmallCombine {
     if (warp_ == kHearWarp) return hear(flight);
     if (warp_ >= kWorkers) return;
     SmallCombineReduce<kConfig> reduce(b_, warp_);
-#pragma unroll 1
-    for (i32 header = b_.first_header(); header < 2; ++header) {
+    reduce.run(flight, [](bool is_early) {
       meet_heard();
-      if (verdict(header == 0) != Verdict::kOk) return;
-      reduce.run(flight, header == 0);
-    }
+      return verdict(is_early) == Verdict::kOk;
+    });
   }
 
   // Waits, a lane a peer, and tells the workers. A peer that called something else sends a count header and no other of these.

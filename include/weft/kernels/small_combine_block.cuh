@@ -31,9 +31,6 @@ struct SmallCombineBlock {
     return units * kConfig.num_ranks < 4 * kConfig.kWorkers ? 0 : units / 2;
   }
 
-  // 0: of the early units; 1: of all.
-  __device__ i32 first_header() const { return num_early() > 0 ? 0 : 1; }
-
   // A lane has one vector of a job, so it can have those of many rows at once.
   __device__ bool is_narrow() const { return a.split.part <= SmallSplit::granule(kConfig.dtype); }
 

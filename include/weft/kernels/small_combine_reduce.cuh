@@ -19,15 +19,15 @@ class SmallCombineReduce {
 
   // Asks for what the first job needs; nothing of it comes from a peer.
   __device__ SmallCombineReduce(const Block& block, i32 warp)
-      : b_(block), num_jobs_(block.num_units(block.a.num_tokens)), next_(warp) {
+      : b_(block), warp_(warp), num_jobs_(block.num_units(block.a.num_tokens)) {
     read(warp);
   }
 
-  // As in SmallCombinePush; this rank's tokens.
-  __device__ void run(const transport::Flight& flight, bool is_early) {
-    const i32 end = is_early ? min(b_.num_early(), num_jobs_) : num_jobs_;
-    if (b_.is_narrow()) return run_jobs<1>(flight, end);
-    run_jobs<kConfig.kVectors>(flight, end);
+  // `hear(is_early)`: whether the contributions to the early units, or to all, are there; by every warp, before what it adds.
+  template <class Hear>
+  __device__ void run(const transport::Flight& flight, const Hear& hear) {
+    if (b_.is_narrow()) return run_jobs<1>(flight, hear);
+    run_jobs<kConfig.kVectors>(flight, hear);
   }
 
  private:
@@ -47,12 +47,19 @@ class SmallCombineReduce {
     float scale;
   };
 
-  template <i32 kVectors>
-  __device__ void run_jobs(const transport::Flight& flight, i32 end) {
-    for (; next_ < end; next_ += kWorkers) {
+  template <i32 kVectors, class Hear>
+  __device__ void run_jobs(const transport::Flight& flight, const Hear& hear) {
+    bool is_early = b_.num_early() > 0;
+    if (!hear(is_early)) return;
+    for (i32 idx = warp_;; idx += kWorkers) {
+      if (is_early && idx >= min(b_.num_early(), num_jobs_)) {
+        is_early = false;
+        if (!hear(is_early)) return;
+      }
+      if (idx >= num_jobs_) return;
       const u32 mask = next_mask_ & flight.active_mask & kAllRanks;
-      read(next_ + kWorkers);
-      add<kVectors>(flight, b_.place(next_), mask);
+      read(idx + kWorkers);
+      add<kVectors>(flight, b_.place(idx), mask);
     }
   }
 
@@ -136,8 +143,8 @@ class SmallCombineReduce {
   }
 
   const Block& b_;
+  const i32 warp_;
   const i32 num_jobs_;
-  i32 next_;       // job of this warp
   u32 next_mask_;  // ranks that contribute to the next job
 };
 

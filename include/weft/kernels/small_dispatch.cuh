@@ -5,7 +5,7 @@
 // The routing of a handle is repeated by its plans: no ids, no places to find.
 // A plain call is one launch that does both; staged use launches each half by itself.
 // Warps: kWarps work; one sends headers, which takes until all that was stored has arrived; one waits for those of others.
-// Before that, these two send ids and weights.
+// Before that, all of block 0 send ids and weights.
 #pragma once
 
 #include "weft/kernels/small_dispatch_receive.cuh"
@@ -24,9 +24,9 @@ class SmallDispatch {
 
   __device__ void run() const {
     if constexpr (kConfig.sends && !kConfig.is_cached) {
-      if (blockIdx.x == 0 && s_.warp >= kNotifyWarp) {  // the first has nothing to tell yet, the second nothing to hear
+      if (blockIdx.x == 0) {  // rows in front of it would hold up all blocks of all ranks
         SmallDispatchSend<kConfig>(s_).send_routing();
-        ptx::bar_sync(kRouted, kOthers);
+        __syncthreads();
       }
     }
     if (s_.warp == kNotifyWarp) {
@@ -40,11 +40,9 @@ class SmallDispatch {
   }
 
  private:
-  // With the warp that notifies: rows have been stored. With the one that waits: its verdict is there. Between the two: ids have
-  // been stored.
-  static constexpr u32 kStored = 2, kHeard = 3, kRouted = 4;
+  // With the warp that notifies: rows have been stored. With the one that waits: its verdict is there.
+  static constexpr u32 kStored = 2, kHeard = 3;
   static constexpr u32 kWithOne = static_cast<u32>(State::kThreads) + ptx::kWarpLanes;
-  static constexpr u32 kOthers = static_cast<u32>(kConfig.num_threads() - State::kThreads);
 
   // The phases whose headers say that rows are there: the early ones of a block, and the others.
   __device__ static Phase phase_of(i32 header) { return header == 0 ? Phase::kNotify : Phase::kSend; }

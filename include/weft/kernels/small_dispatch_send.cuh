@@ -18,9 +18,9 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
 
   __device__ explicit SmallDispatchSend(const Base& base) : Base(base) {}
 
-  // By those warps of block 0 that move no rows: ids, weights and how many tokens, to everyone.
+  // By block 0: ids, weights and how many tokens, to everyone.
   __device__ void send_routing() {
-    const i32 thread = static_cast<i32>(threadIdx.x) - Base::kThreads;
+    const i32 thread = static_cast<i32>(threadIdx.x);
     send_ids(thread);
     if (thread >= kRanks || !flight.is_active(thread)) return;
     u8* slot = a.view.control[thread] + a.view.layout.payload(flight.turn.sequence, rank());
@@ -59,7 +59,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
   }
 
   __device__ void send_ids(i32 thread) {
-    constexpr i32 kHere = 8, kThreads = kConfig.num_threads() - Base::kThreads;
+    constexpr i32 kHere = 4, kThreads = kConfig.num_threads();
     const i32 num_picks = a.num_tokens * kTopk;
     for (i32 first = thread; first < num_picks; first += kThreads * kHere) {
       i64 given[kHere];
@@ -74,9 +74,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
       for (i32 idx = 0; idx < kHere; ++idx) {
         if (given[idx] < -1 || given[idx] >= kExperts) note_bad_id(given[idx], first + idx * kThreads);
       }
-#pragma unroll 1
-      for (i32 to = 0; to < kRanks; ++to) {
-        if (!flight.is_active(to)) continue;
+      this->for_ranks(flight.active_mask, [&](i32 to) {
         i32* ids = this->slot_ids(to, rank(), 0);
         float* weights = this->slot_weights(to, rank(), 0);
 #pragma unroll
@@ -86,7 +84,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
           ids[pick] = is_sent(given[idx]) ? static_cast<i32>(given[idx]) : -1;
           weights[pick] = weight[idx];
         }
-      }
+      });
     }
   }
 
@@ -151,22 +149,22 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
         const i32 unit = (step + idx * stride) * 32 + lane;
         if (unit < kUnits) held[idx] = from[unit];
       }
-      for (u32 rest = ranks_of(picks); rest != 0; rest &= rest - 1) {
-        Unit* to = reinterpret_cast<Unit*>(this->slot_row(__ffs(static_cast<i32>(rest)) - 1, rank(), token));
+      this->for_ranks(ranks_of(picks), [&](i32 owner) {
+        Unit* to = reinterpret_cast<Unit*>(this->slot_row(owner, rank(), token));
 #pragma unroll
         for (i32 idx = 0; idx < kHeld; ++idx) {
           const i32 unit = (step + idx * stride) * 32 + lane;
           if (unit < kUnits) to[unit] = held[idx];
         }
-      }
+      });
     }
   }
 
   __device__ void send_scales(i32 token, u32 ranks) {
-    for (u32 rest = ranks; rest != 0; rest &= rest - 1) {
-      u8* to = this->slot_row(__ffs(static_cast<i32>(rest)) - 1, rank(), token) + kConfig.scales_at();
+    this->for_ranks(ranks, [&](i32 owner) {
+      u8* to = this->slot_row(owner, rank(), token) + kConfig.scales_at();
       copy_short<kScaleBytes>(to, a.scales + static_cast<i64>(token) * kScaleBytes, lane);
-    }
+    });
   }
 
   // A step is 16 elements a lane, so that a lane stores as much as an access can; 8 lanes share a scale.
@@ -195,11 +193,11 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
       Codes codes[kHere];
 #pragma unroll
       for (i32 idx = 0; idx < kHere; ++idx) codes[idx] = quantized(held[idx]);
-      for (u32 rest = ranks; rest != 0; rest &= rest - 1) {
-        u8* to = this->slot_row(__ffs(static_cast<i32>(rest)) - 1, rank(), token);
+      this->for_ranks(ranks, [&](i32 owner) {
+        u8* to = this->slot_row(owner, rank(), token);
 #pragma unroll
         for (i32 idx = 0; idx < kHere; ++idx) store_codes(to, (step + idx * stride) * 32 + lane, codes[idx]);
-      }
+      });
     }
   }
 

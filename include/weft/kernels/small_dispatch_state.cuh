@@ -45,6 +45,18 @@ struct SmallDispatchState {
 
   __device__ const Id* own_ids() const { return static_cast<const Id*>(a.topk_idx); }
 
+  // `work(rank)` for the ranks in a mask. Each rank and each warp begins with another, so that all links are busy: where all
+  // send to the same rank at a time, a quarter of the bandwidth is lost (measured with bulk stores).
+  template <class Work>
+  __device__ void for_ranks(u32 ranks, const Work& work) const {
+    i32 to = (rank() + 1 + warp) % kRanks;
+#pragma unroll 1
+    for (i32 turn = 0; turn < kRanks; ++turn) {
+      if ((ranks >> to & 1u) != 0) work(to);
+      to = to + 1 == kRanks ? 0 : to + 1;
+    }
+  }
+
   // The local expert, -1: not here.
   __device__ i32 local_of(i64 id) const {
     const i64 local = id - static_cast<i64>(rank()) * kLocal;
