@@ -15,6 +15,7 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
   using Base::kRanks, Base::kTopk, Base::kExperts, Base::kLocal, Base::kRowBytes, Base::kScaleBytes, Base::kWarps,
       Base::kAll;
   using typename Base::Id;
+  using typename Base::Scales;
   static constexpr i32 kGroups = kConfig.num_groups();  // experts, or one for all rows of rank_major
   static constexpr i32 kWidth = kConfig.width();
   static constexpr bool kByExpert = kConfig.is_by_expert();
@@ -430,12 +431,11 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
     Picks picks;
     if (!kConfig.is_cached && first == 0) read_picks(source, token, picks);
     const u8* slot = this->slot_row(rank(), source, token);
+    const Scales scales(slot + kConfig.scales_at(), lane, kScaleBytes > 0 && first == 0);
     copy_steps(slot, to, first, stride);
     if (first != 0) return;
     if constexpr (kScaleBytes > 0) {
-      for_places(to, [&](i64 row) {
-        copy_short<kScaleBytes>(a.out_scales + row * kScaleBytes, slot + kConfig.scales_at(), lane);
-      });
+      for_places(to, [&](i64 row) { scales.store(a.out_scales + row * kScaleBytes); });
     }
     if constexpr (!kConfig.is_cached) write_picks(source, token, to, picks);
   }

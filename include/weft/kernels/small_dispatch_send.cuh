@@ -15,6 +15,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
   using Base::kRanks, Base::kTopk, Base::kExperts, Base::kLocal, Base::kRowBytes, Base::kScaleBytes, Base::kSteps,
       Base::kAll;
   using typename Base::Id;
+  using typename Base::Scales;
 
   __device__ explicit SmallDispatchSend(const Base& base) : Base(base) {}
 
@@ -35,11 +36,12 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
       if constexpr (kConfig.is_quantized()) {
         send_quantized(token, picks, first, stride);
       } else {
+        const Scales scales(a.scales + static_cast<i64>(token) * kScaleBytes, lane, kScaleBytes > 0 && first == 0);
         send_plain(token, picks, first, stride);
+        if (kScaleBytes > 0 && first == 0) send_scales(token, ranks_of(picks), scales);
       }
       if (first != 0) return;
       const u32 ranks = ranks_of(picks);
-      if constexpr (!kConfig.is_quantized() && kScaleBytes > 0) send_scales(token, ranks);
       if constexpr (!kConfig.is_cached) {
         if (a.send_plan != nullptr) note_token(token, picks, ranks);
       }
@@ -160,11 +162,9 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
     }
   }
 
-  __device__ void send_scales(i32 token, u32 ranks) {
-    this->for_ranks(ranks, [&](i32 owner) {
-      u8* to = this->slot_row(owner, rank(), token) + kConfig.scales_at();
-      copy_short<kScaleBytes>(to, a.scales + static_cast<i64>(token) * kScaleBytes, lane);
-    });
+  __device__ void send_scales(i32 token, u32 ranks, const Scales& scales) {
+    this->for_ranks(ranks,
+                    [&](i32 owner) { scales.store(this->slot_row(owner, rank(), token) + kConfig.scales_at()); });
   }
 
   // A step is 16 elements a lane, so that a lane stores as much as an access can; 8 lanes share a scale.

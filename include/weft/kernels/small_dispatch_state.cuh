@@ -22,6 +22,7 @@ struct SmallDispatchState {
   static constexpr u32 kAll = 0xffffffffu;
   static constexpr u32 kMeeting = 1;  // a barrier
   using Id = typename IdType<kConfig.topk_is_int64>::Type;
+  using Scales = ShortRow<max_of(kScaleBytes, 1)>;  // of a row
 
   const SmallDispatchKernelArgs& a;
   i32* shared;

@@ -47,6 +47,29 @@ __device__ inline void copy_short(u8* to, const u8* from, i32 lane) {
   }
 }
 
+// A short row that one warp loads now and stores later, perhaps several times. Of one of more than 32 pieces the rest is copied.
+template <i32 kBytes>
+class ShortRow {
+ public:
+  __device__ ShortRow(const u8* from, i32 lane, bool is_wanted)
+      : from_(reinterpret_cast<const Unit*>(from)), lane_(lane) {
+    if (is_wanted && lane < kUnits) held_ = from_[lane];
+  }
+
+  __device__ void store(u8* to) const {
+    auto* units = reinterpret_cast<Unit*>(to);
+    if (lane_ < kUnits) units[lane_] = held_;
+    for (i32 idx = lane_ + 32; idx < kUnits; idx += 32) units[idx] = from_[idx];
+  }
+
+ private:
+  using Unit = Piece<piece_bytes(kBytes)>;
+  static constexpr i32 kUnits = kBytes / piece_bytes(kBytes);
+  const Unit* from_;
+  i32 lane_;
+  Unit held_;
+};
+
 // Eight elements of a row, as floats.
 template <Dtype kDtype>
 __device__ inline void load_floats(const u8* from, float (&values)[8]) {
