@@ -69,14 +69,14 @@ MUTANTS = (
     Mutant(
         "nobody waits for the header that says that rows are there",
         KERNEL,
-        "is_well = wait(phase_of(header), static_cast<i32>(blockIdx.x));",
-        "verdict(phase_of(header)) = Verdict::kOk;\n      ptx::bar_sync(kHeard, kWithOne);",
+        "if (wait(Phase::kCount, 0)) wait(Phase::kSend, static_cast<i32>(blockIdx.x));",
+        "wait(Phase::kCount, 0);\n    verdict(Phase::kSend) = Verdict::kOk;\n    ptx::bar_sync(kHeard, kWithOne);",
     ),
     Mutant(
         "the header is sent while other warps store rows",
         KERNEL,
-        "send.send_rows(header);\n      ptx::bar_sync(kStored, kWithOne);",
-        "ptx::bar_sync(kStored, kWithOne);\n      send.send_rows(header);",
+        "send.send_rows();\n    ptx::bar_sync(kStored, kWithOne);",
+        "ptx::bar_sync(kStored, kWithOne);\n    send.send_rows();",
     ),
     Mutant(
         "both parities share their slots",

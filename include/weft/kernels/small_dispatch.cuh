@@ -44,43 +44,30 @@ class SmallDispatch {
   static constexpr u32 kStored = 2, kHeard = 3;
   static constexpr u32 kWithOne = static_cast<u32>(State::kThreads) + ptx::kWarpLanes;
 
-  // The phases whose headers say that rows are there: the early ones of a block, and the others.
-  __device__ static Phase phase_of(i32 header) { return header == 0 ? Phase::kNotify : Phase::kSend; }
-
-  // Of the wait for headers of a phase; each has its word, for warps that are slow to read the one before.
+  // Of the waits for count headers and for send headers; each has its word, for warps that are slow to read the first.
   __device__ static Verdict& verdict(Phase phase) {
-    __shared__ Verdict verdicts[kNumPhases];
-    return verdicts[static_cast<i32>(phase)];
+    __shared__ Verdict verdicts[2];
+    return verdicts[phase == Phase::kCount ? 0 : 1];
   }
 
   __device__ void send() const {
     SmallDispatchSend<kConfig> send(s_);
-#pragma unroll 1
-    for (i32 header = s_.first_header(); header < State::kNumHeaders; ++header) {
-      send.send_rows(header);
-      ptx::bar_sync(kStored, kWithOne);
-    }
+    send.send_rows();
+    ptx::bar_sync(kStored, kWithOne);
   }
 
   __device__ void notify() const {
     if (blockIdx.x == 0 && s_.is_peer(s_.lane)) transport::notify(s_.a.view, Phase::kCount, s_.flight, s_.lane, 0);
-#pragma unroll 1
-    for (i32 header = s_.first_header(); header < State::kNumHeaders; ++header) {
-      __syncwarp();
-      ptx::bar_sync(kStored, kWithOne);
-      if (s_.is_peer(s_.lane)) {
-        transport::notify(s_.a.view, phase_of(header), s_.flight, s_.lane, static_cast<i32>(blockIdx.x));
-      }
+    __syncwarp();
+    ptx::bar_sync(kStored, kWithOne);
+    if (s_.is_peer(s_.lane)) {
+      transport::notify(s_.a.view, Phase::kSend, s_.flight, s_.lane, static_cast<i32>(blockIdx.x));
     }
   }
 
   // A peer that called something else sends a count header and no other.
   __device__ void wait() const {
-    bool is_well = wait(Phase::kCount, 0);
-#pragma unroll 1
-    for (i32 header = s_.first_header(); is_well && header < State::kNumHeaders; ++header) {
-      is_well = wait(phase_of(header), static_cast<i32>(blockIdx.x));
-    }
+    if (wait(Phase::kCount, 0)) wait(Phase::kSend, static_cast<i32>(blockIdx.x));
     if (s_.lane == 0 && verdict(Phase::kSend) != Verdict::kBroken) transport::end_flight_early(s_.a.view, s_.flight);
   }
 
@@ -91,7 +78,7 @@ class SmallDispatch {
     const bool is_bad = __any_sync(State::kAll, mine != Verdict::kOk) != 0;
     const Verdict worst = is_broken ? Verdict::kBroken : is_bad ? Verdict::kGivenUp : Verdict::kOk;
     if (s_.lane == 0) verdict(phase) = worst;
-    if (s_.lane == 0 && is_bad) verdict(Phase::kSend) = worst;  // what all have come to
+    if (s_.lane == 0 && is_bad) verdict(Phase::kSend) = worst;
     ptx::bar_sync(kHeard, kWithOne);
     return !is_bad;
   }
@@ -108,12 +95,8 @@ class SmallDispatch {
       receive.note_tokens(receive.told_tokens());
     }
     receive.zero();
-#pragma unroll 1
-    for (i32 header = s_.first_header(); header < State::kNumHeaders; ++header) {
-      ptx::bar_sync(kHeard, kWithOne);
-      if (verdict(phase_of(header)) != Verdict::kOk) return;
-      receive.copy_rows(header);
-    }
+    ptx::bar_sync(kHeard, kWithOne);
+    if (verdict(Phase::kSend) == Verdict::kOk) receive.copy_rows();
   }
 
   const State& s_;

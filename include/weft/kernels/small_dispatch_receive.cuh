@@ -92,8 +92,8 @@ class SmallDispatchReceive : public SmallDispatchState<kConfig> {
 
   // ---- rows
 
-  __device__ void copy_rows(i32 header) {
-    this->share(kRanks, header, [&](i32 source, i32 nth, i32 first, i32 stride) {
+  __device__ void copy_rows() {
+    this->share(kRanks, [&](i32 source, i32 nth, i32 first, i32 stride) {
       const i32 token = this->token_of(this->unit(nth));
       if (token >= sums().num_tokens[source]) return;
       if constexpr (kConfig.is_cached) {

@@ -28,8 +28,8 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
     reinterpret_cast<GpuCountPayload*>(slot)->num_tokens = a.num_tokens;
   }
 
-  __device__ void send_rows(i32 header) {
-    this->share(1, header, [&](i32, i32 nth, i32 first, i32 stride) {
+  __device__ void send_rows() {
+    this->share(1, [&](i32, i32 nth, i32 first, i32 stride) {
       const i32 token = this->token_of(this->unit(nth));
       if (token >= a.num_tokens) return;
       const Picks picks = picks_of(token);

@@ -75,23 +75,16 @@ struct SmallDispatchState {
   __device__ i32 token_of(i32 unit) const { return unit / a.num_parts; }
   __device__ i32 part_of(i32 unit) const { return unit % a.num_parts; }
 
-  // The first half of a block's units is announced by itself, so that they are copied while the others are on their way. Header 0
-  // has these, header 1 the others; a block of one unit has the second only.
-  static constexpr i32 kNumHeaders = 2;
-  __device__ i32 num_early() const { return num_units() / 2; }
-  __device__ i32 first_header() const { return num_early() > 0 ? 0 : 1; }
-
-  // Calls `work(source, nth unit, first step, stride)` for the share of this warp in the rows of `num_sources` ranks that a
-  // header has; a row is cut into steps of one access a lane.
+  // Calls `work(source, nth unit, first step, stride)` for the share of this warp in the rows of `num_sources` ranks; a row is
+  // cut into steps of one access a lane.
   template <class Work>
-  __device__ void share(i32 num_sources, i32 header, const Work& work) const {
-    const i32 begin = header == 0 ? 0 : num_early();
-    const i32 units = (header == 0 ? num_early() : num_units()) - begin;
+  __device__ void share(i32 num_sources, const Work& work) const {
+    const i32 units = num_units();
     const i32 rows = num_sources * units;
     const i32 warps_each = max(kWarps / max(rows, 1), 1);
     for (i32 piece = warp; piece < rows * warps_each; piece += kWarps) {
       const i32 row = piece / warps_each, slice = piece % warps_each;
-      const i32 source = row / units, nth = begin + row % units;
+      const i32 source = row / units, nth = row % units;
       work(source, nth, part_of(unit(nth)) + a.num_parts * slice, a.num_parts * warps_each);
     }
   }
