@@ -139,7 +139,7 @@ const Kernel& Kernels::prepare(const SmallDispatchKernel& kernel) {
 }
 
 const Kernel& Kernels::prepare(const SmallCombineKernelConfig& config) {
-  return prepare(render(config), static_cast<unsigned>(config.num_threads()), 0);
+  return prepare(render(config), static_cast<unsigned>(SmallCombineKernelConfig::num_threads()), 0);
 }
 
 const Kernel& Kernels::prepare(const CombineKernelConfig& config) {
