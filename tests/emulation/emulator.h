@@ -116,6 +116,8 @@ struct Fiber {
   const char* waits_for = "";
   std::list<Store> stores;
   u32 group = 0;  // of bulk stores, not committed yet
+  std::list<Store> fetches;
+  u32 fetch_group = 0;
 };
 
 // Threads that wait for each other: of a warp, or of a block.
@@ -305,6 +307,7 @@ inline void Block::enter() {
   block->body_(block->argument_);
   Fiber& self = block->self();
   if (!self.stores.empty()) fail("ended without waiting for %zu bulk stores", self.stores.size());
+  if (!self.fetches.empty()) fail("ended without waiting for %zu fetches", self.fetches.size());
   self.waits_for = "ended";
   ++block->num_ended_;
   block->note_change();

@@ -45,7 +45,11 @@ CASES = {
 }
 
 PUSHED = CombineCase(dispatch=PLAIN, hidden=600, shared_bytes=16 << 10)
+SUMMED = CombineCase(
+    dispatch=dataclasses.replace(PLAIN, seed=4, layout="expert_major"), hidden=1280, shared_bytes=32 << 10
+)
 PUSH = "weft/kernels/combine_push.cuh"
+SUM = "weft/kernels/combine_sum.cuh"
 MUTANTS = (
     Mutant(
         "a slot is freed before its store has read it",
@@ -60,6 +64,19 @@ MUTANTS = (
         "",
     ),
 )
+SUM_MUTANTS = (
+    Mutant(
+        "a stage is added before it is there", SUM, "ptx::fetch_wait<kStages - 1>();", "ptx::fetch_wait<kStages>();"
+    ),
+    Mutant("a slot of a sum is freed before its store has read it", PUSH, "ptx::bulk_wait_read<kRounds>();", ""),
+    Mutant("sums are told before their stores are complete", PUSH, "      ptx::bulk_wait<kLag>();\n", ""),
+    Mutant(
+        "a piece of the plan is left before its rows are fetched",
+        SUM,
+        "leave_pieces(next_.piece);",
+        "leave_pieces(piece_ + 1);",
+    ),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,6 +85,8 @@ def _compile_ahead(compiler: Compiler) -> None:
         CombineRunner(compiler, case).start_compiling()
     for mutant in MUTANTS:
         CombineRunner(compiler, PUSHED, mutant).start_compiling()
+    for mutant in SUM_MUTANTS:
+        CombineRunner(compiler, SUMMED, mutant).start_compiling()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -80,3 +99,10 @@ def test_combine_is_the_reference(compiler: Compiler, name: str) -> None:
 def test_mistakes_are_found(compiler: Compiler, mutant: Mutant) -> None:
     """An emulation that finds none of these proves nothing."""
     assert is_found(lambda seed: run_combine(compiler, reseeded(PUSHED, seed), mutant))
+
+
+@pytest.mark.parametrize("mutant", SUM_MUTANTS, ids=lambda mutant: mutant.name)
+def test_mistakes_in_sums_are_found(compiler: Compiler, mutant: Mutant) -> None:
+    """The same of rows that are fetched, added and pushed by warps that do not wait for each other."""
+    assert run_combine(compiler, SUMMED) == []
+    assert is_found(lambda seed: run_combine(compiler, reseeded(SUMMED, seed), mutant))

@@ -77,18 +77,17 @@ struct CombineKernelConfig {
   i32 num_blocks = 1;
   i32 top_k = 1;
   i32 hidden = 8;
-  i32 chunk = 8;          // elements of a row that a slot holds; with FP8 on the wire a multiple of kQuantizeGroup
-  i32 reduce_slots = 2;   // contributions at a time that wait in a block to be added
-  i32 push_chunks = 1;    // chunks of an item of the push
-  i32 push_slots = 0;     // rows at a time that wait to be pushed as they are
-  i32 partial_slots = 0;  // partial sums at a time that wait to be pushed; both 0: this rank's rows are pulled
+  i32 chunk = 8;         // elements of a row that a slot holds; with FP8 on the wire a multiple of kQuantizeGroup
+  i32 reduce_slots = 2;  // contributions at a time that wait in a block to be added
+  i32 push_slots = 0;    // rows at a time that wait to be pushed as they are
+  i32 sum_warps = 0;     // that make sums or FP8 rows and push them; both 0: this rank's rows are pulled
   Dtype dtype = Dtype::kBf16;
   Layout layout = Layout::kRankMajor;
   bool wire_is_fp8 = false;
   bool has_side = false;
 
   WEFT_HD constexpr bool is_by_expert() const { return layout != Layout::kRankMajor; }
-  WEFT_HD constexpr bool has_push() const { return push_slots > 0 || partial_slots > 0; }
+  WEFT_HD constexpr bool has_push() const { return push_slots > 0 || sum_warps > 0; }
   // Contributions are computed before they are pushed; this rank's own goes to its own landing too.
   WEFT_HD constexpr bool has_partials() const { return is_by_expert() || wire_is_fp8; }
   WEFT_HD constexpr i32 plan_width() const { return is_by_expert() ? top_k : 1; }  // of the receive plan
@@ -96,12 +95,6 @@ struct CombineKernelConfig {
   WEFT_HD constexpr i32 row_bytes() const { return hidden * dtype_bytes(dtype); }
   WEFT_HD constexpr i32 num_chunks() const { return (hidden + chunk - 1) / chunk; }
   WEFT_HD constexpr i32 chunk_elements(i32 idx) const { return idx + 1 < num_chunks() ? chunk : hidden - idx * chunk; }
-
-  WEFT_HD constexpr i32 push_chunk() const { return chunk * push_chunks; }
-  WEFT_HD constexpr i32 num_push_chunks() const { return (hidden + push_chunk() - 1) / push_chunk(); }
-  WEFT_HD constexpr i32 push_elements(i32 idx) const {
-    return idx + 1 < num_push_chunks() ? push_chunk() : hidden - idx * push_chunk();
-  }
 
   // On the wire a chunk is its elements, with FP8 then a float scale for each group of 128.
   WEFT_HD constexpr i32 scales_at(i32 elements) const { return (elements + 15) / 16 * 16; }
@@ -118,10 +111,18 @@ struct CombineKernelConfig {
 
   // Shared memory of a block.
   WEFT_HD constexpr i32 reduce_slot_bytes() const { return (wire_bytes(chunk) + 127) / 128 * 128; }
-  WEFT_HD constexpr i32 partial_slot_bytes() const { return (wire_bytes_of(push_chunk()) + 127) / 128 * 128; }
-  WEFT_HD constexpr i32 push_slot_bytes() const { return (push_chunk() * dtype_bytes(dtype) + 127) / 128 * 128; }
+  WEFT_HD constexpr i32 push_slot_bytes() const { return (chunk * dtype_bytes(dtype) + 127) / 128 * 128; }
+  // A warp that makes sums: a ring of stages, each a unit of one row that is being fetched, and slots that bulk stores read:
+  // sums go out unit by unit, FP8 chunk by chunk.
+  WEFT_HD constexpr i32 fetch_stages() const { return is_by_expert() ? 5 : 3; }
+  WEFT_HD constexpr i32 stage_bytes() const { return sum_vectors() * 32 * 16; }
+  WEFT_HD constexpr i32 out_slots() const { return wire_is_fp8 ? 2 : 3; }
+  WEFT_HD constexpr i32 out_slot_bytes() const { return wire_is_fp8 ? reduce_slot_bytes() : stage_bytes(); }
+  WEFT_HD constexpr i32 sum_warp_bytes() const {
+    return fetch_stages() * stage_bytes() + out_slots() * out_slot_bytes();
+  }
   WEFT_HD constexpr i32 slots_bytes() const {
-    return reduce_slots * reduce_slot_bytes() + partial_slots * partial_slot_bytes() + push_slots * push_slot_bytes();
+    return reduce_slots * reduce_slot_bytes() + sum_warps * sum_warp_bytes() + push_slots * push_slot_bytes();
   }
   // Tokens whose entries of the receive plan are read at a time.
   WEFT_HD constexpr i32 plan_tokens() const {
@@ -139,28 +140,21 @@ struct CombineKernelConfig {
   }
   WEFT_HD constexpr i32 shared_bytes() const { return slots_bytes() + plan_bytes(); }
 
-  // Few and large groups to reduce, since each warp of a group pays for each of its items, and while a group adds, the slots of
-  // its item load nothing. For the sums as many as registers allow, since they wait for loads.
   WEFT_HD constexpr bool makes_partials() const { return has_push() && has_partials(); }
-  WEFT_HD constexpr i32 partial_groups() const {
-    if (!has_partials()) return 0;
-    return !is_by_expert() ? 8 : wire_is_fp8 ? 4 : 6;
-  }
-  WEFT_HD constexpr i32 partial_warps() const { return is_by_expert() ? 2 : 1; }  // of a group
-  // 16-byte vectors that a lane of them has of a row at a time: with FP8 those of one group of 128 elements, which 8 lanes share,
-  // or of two where the row needs no sum. A unit is the elements of 32 lanes.
-  WEFT_HD constexpr i32 sum_vectors() const {
-    if (!wire_is_fp8) return 1;
-    return dtype == Dtype::kFp32 || !is_by_expert() ? 4 : 2;
-  }
+  // 16-byte vectors that a lane of a warp that makes sums has of a row at a time. A unit is the elements of 32 lanes.
+  WEFT_HD constexpr i32 sum_vectors() const { return 4; }
+  // Of a row that such a warp makes at a time: with FP8 what stands together on the wire.
+  WEFT_HD constexpr i32 sum_chunk() const { return wire_is_fp8 ? chunk : hidden; }
   WEFT_HD constexpr i32 sum_unit() const { return sum_vectors() * 32 * (16 / dtype_bytes(dtype)); }
+  // Few and large groups to reduce, since each warp of a group pays for each of its items, and while a group adds, the slots of
+  // its item load nothing.
   WEFT_HD constexpr i32 reduce_groups() const { return 2; }
-  WEFT_HD constexpr i32 reduce_warps() const { return makes_partials() ? 3 : 8; }
-  // One warp loads for the owners' sums; for the push one reads the plan, one loads (rows without sums), some store, one tells
-  // how far they are; one has the side values.
+  WEFT_HD constexpr i32 reduce_warps() const { return !makes_partials() ? 8 : is_by_expert() ? 3 : 4; }
+  // One warp loads for the owners' sums; for the push one reads the plan, some make sums and store them, or one loads rows and
+  // some store them, one tells how far they are; one has the side values.
   WEFT_HD constexpr i32 num_warps() const {
-    return 1 + reduce_groups() * reduce_warps() + (makes_partials() ? partial_groups() * partial_warps() : 0) +
-           (has_push() ? (has_partials() ? 2 : 3) + kPushWarps : 0) + (has_side ? 1 : 0);
+    const i32 push = (has_partials() ? sum_warps : 1) + kPushWarps + 2;
+    return 1 + reduce_groups() * reduce_warps() + (has_push() ? push : 0) + (has_side ? 1 : 0);
   }
   WEFT_HD constexpr i32 num_threads() const { return num_warps() * 32; }
 };

@@ -58,16 +58,16 @@ class Combine {
     if (thread == 0) b_.s.has_failed = 0;
     b_.s.reduce.init(kConfig.reduce_warps());
     if constexpr (kConfig.has_push()) {
-      constexpr i32 kPlanReaders = kConfig.has_partials() ? kConfig.partial_groups() * kConfig.partial_warps() : 1;
+      constexpr i32 kPlanReaders = kConfig.has_partials() ? kConfig.sum_warps : 1;
       b_.s.push.init(1);
-      if (thread < kPushWarps) b_.s.num_pushed[thread] = 0;
+      if (kConfig.has_partials() && thread < CombineShared<kConfig>::kSumSlots) {
+        ptx::mbarrier_init(&b_.s.sum_full[thread], 1);
+        ptx::mbarrier_init(&b_.s.sum_empty[thread], 1);
+      }
+      if (thread < CombineShared<kConfig>::kPushers) b_.s.num_pushed[thread] = 0;
       if (thread < 2) {
         ptx::mbarrier_init(&b_.s.plan_full[thread], 1);
         ptx::mbarrier_init(&b_.s.plan_empty[thread], kPlanReaders);
-      }
-      if (thread < kConfig.partial_slots) {
-        ptx::mbarrier_init(&b_.s.partial_full[thread], kConfig.partial_warps());
-        ptx::mbarrier_init(&b_.s.partial_empty[thread], 1);
       }
     }
     ptx::fence_mbarrier_init();
@@ -121,19 +121,22 @@ class Combine {
     if constexpr (kConfig.has_push()) {
       const CombinePush<kConfig> push(b_);
       if constexpr (kConfig.has_partials()) {
-        constexpr i32 kWarps = kConfig.partial_warps();
-        constexpr i32 kSumWarps = kConfig.partial_groups() * kWarps;
-        if (warp < kSumWarps) return CombineSum<kConfig>(b_, warp / kWarps, warp % kWarps).run(push.num_pieces());
-        warp -= kSumWarps;
+        if (warp < kConfig.sum_warps) return CombineSum<kConfig>(b_, warp, push.num_pieces()).run();
+        warp -= kConfig.sum_warps;
       } else {
         if (warp == 0) return push.load();
         warp -= 1;
       }
+      if (warp < kPushWarps) {
+        if constexpr (kConfig.has_partials())
+          return push.store_sums(warp);
+        else
+          return push.store(warp);
+      }
+      warp -= kPushWarps;
       if (warp == 0) return push.plan();
-      warp -= 1;
-      if (warp < kPushWarps) return push.store(warp);
-      if (warp == kPushWarps) return push.post();
-      warp -= kPushWarps + 1;
+      if (warp == 1) return push.post();
+      warp -= 2;
     }
     if constexpr (kConfig.has_side) CombineSide<kConfig>(b_).run();
   }

@@ -21,19 +21,29 @@ struct Contributor {
   u32 is_pulled = 0;
 };
 
+// What a warp that makes sums hands to the warp that stores them.
+struct alignas(16) PushItem {
+  i32 index = -1;  // of the token; -1: nothing comes after it
+  i32 owner = 0;
+  i32 offset = 0;  // in the row on the wire, in bytes
+  i32 num_bytes = 0;
+};
+
 template <CombineKernelConfig kConfig>
 struct CombineShared {
-  static constexpr i32 kPartials = kConfig.partial_slots > 0 ? kConfig.partial_slots : 1;
+  static constexpr i32 kPushers = kConfig.has_partials() ? max_of(kConfig.sum_warps, 1) : kPushWarps;
+  static constexpr i32 kSumSlots = max_of(kConfig.sum_warps * kConfig.out_slots(), 1);
   u32 has_failed;  // set by any thread: the block says nothing more to anyone
   Contributor contributor[kConfig.num_ranks];
   i32 num_items[kConfig.num_ranks];  // tokens of the source that this block sees to
   Ring<kConfig.reduce_slots> reduce;
   Ring<kConfig.push_slots> push;
-  u64 partial_full[kPartials];
-  u64 partial_empty[kPartials];
-  RingItem partial_item[kPartials];
-  u32 num_pushed[kPushWarps];  // tokens of the block whose pushed rows have arrived, but for those of the other warps
+  u64 sum_full[kSumSlots];
+  u64 sum_empty[kSumSlots];
+  PushItem sum_item[kSumSlots];
+  u32 num_pushed[kPushers];  // tokens of the block whose pushed rows have arrived, but for those of the other warps
   i32 num_plan_items[2];
+  u32 num_taken[2];  // chunks of them that warps have taken
   u64 plan_full[2];
   u64 plan_empty[2];
 };
@@ -47,16 +57,19 @@ struct CombineBlock {
   const CombineKernelArgs& a;
   Shared& s;
   u8* dynamic;
-  transport::Flight flight;
+  const transport::Flight& flight;
   i32 lane;
 
   __device__ u8* reduce_slot(i32 idx) const { return dynamic + idx * kConfig.reduce_slot_bytes(); }
-  __device__ u8* partial_slot(i32 idx) const {
-    return dynamic + kConfig.reduce_slots * kConfig.reduce_slot_bytes() + idx * kConfig.partial_slot_bytes();
+  __device__ u8* sum_stages(i32 warp) const {
+    return dynamic + kConfig.reduce_slots * kConfig.reduce_slot_bytes() + warp * kConfig.sum_warp_bytes();
   }
-  __device__ u8* push_slot(i32 idx) const {
-    return partial_slot(kConfig.partial_slots) + idx * kConfig.push_slot_bytes();
+  // Of the slots of all warps that make sums.
+  __device__ u8* sum_slot(i32 idx) const {
+    return sum_stages(idx / kConfig.out_slots()) + kConfig.fetch_stages() * kConfig.stage_bytes() +
+           idx % kConfig.out_slots() * kConfig.out_slot_bytes();
   }
+  __device__ u8* push_slot(i32 idx) const { return sum_stages(kConfig.sum_warps) + idx * kConfig.push_slot_bytes(); }
   // Behind the slots: two pieces of the receive plan, the weights of their rows, and the contributions that they make.
   __device__ i32* plan_rows(i32 piece) const {
     return reinterpret_cast<i32*>(dynamic + kConfig.slots_bytes()) + piece * kConfig.plan_entries();

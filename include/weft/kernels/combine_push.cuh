@@ -66,15 +66,13 @@ class CombinePush {
   __device__ void store(i32 warp) const {
     if (b_.lane != 0) return;
     RingReader reader(b_.s.push, warp, kPushWarps);
-    i32 slot = warp;
-    u32 parity = 0;
     i32 reached = -1, num_since = 0;  // a token before which all is stored, and stores since
     for (i32 num_stored = 0;; ++num_stored) {
-      if (kHasPartials ? !sync::wait_barrier(&b_.s.partial_full[slot], parity) : !reader.wait()) return b_.fail_copy();
-      const RingItem item = kHasPartials ? b_.s.partial_item[slot] : reader.item();
+      if (!reader.wait()) return b_.fail_copy();
+      const RingItem item = reader.item();
       if (item.count == kRingEnd) break;
       if (reached < 0) reached = item.index;
-      store_item(item, kHasPartials ? b_.partial_slot(slot) : b_.push_slot(item.first));
+      store_item(item, b_.push_slot(item.first));
       ptx::bulk_wait_read<kInFlight - 1>();
       if (num_stored >= kInFlight - 1) ptx::mbarrier_arrive(empty_barrier(warp, num_stored - (kInFlight - 1)));
       if (++num_since == kLag) {
@@ -83,25 +81,107 @@ class CombinePush {
         num_since = 0;
       }
       reader.advance();
-      slot += kPushWarps;
-      if (slot >= kConfig.partial_slots) {
-        slot -= kConfig.partial_slots;
+    }
+    tell<0>(warp, b_.has_failed() ? kPostStops : sync::kMaxProgress);
+  }
+
+  // Lane l stores for the warp that makes sums `warp` + l * kPushWarps, whatever is there of each, in rounds. A lane's barrier
+  // waits for it, and its groups of bulk stores are counted in rounds of all lanes.
+  __device__ void store_sums(i32 warp) const {
+    constexpr i32 kSlots = kConfig.out_slots(), kRounds = kSlots - 1;  // rounds that may still be reading
+    constexpr u32 kSleepNs = 32;
+    const i32 from = warp + b_.lane * kPushWarps;
+    const bool has_warp = from < kConfig.sum_warps;
+    bool is_open = has_warp, is_there = false;
+    i32 slot = has_warp ? from * kSlots : 0;
+    i32 held[kRounds];  // slots that they read; -1: none
+    for (i32& each : held) each = -1;
+    u32 parity = 0;
+    u32 told = 0;
+    u32 stored[kLag + 1] = {};  // a token of the lane before which all is stored, as of so many rounds ago
+    while (__any_sync(0xffffffffu, is_open)) {
+      const bool is_right = sync::wait_any_lane(
+          [&] {
+            is_there = is_open && ptx::mbarrier_test_wait(&b_.s.sum_full[slot], parity);
+            bool is_held = false;
+            for (const i32 each : held) is_held = is_held || each >= 0;
+            return is_there || is_held;
+          },
+          kSleepNs);
+      if (!is_right) return b_.fail_copy();
+      PushItem item;
+      if (is_there) item = b_.s.sum_item[slot];
+      if (is_there && item.index < 0) is_open = is_there = false;
+      if (__any_sync(0xffffffffu, is_there) == 0) {
+        ptx::bulk_wait_read<0>();
+        for (i32& each : held) {
+          if (each >= 0) ptx::mbarrier_arrive(&b_.s.sum_empty[each]);
+          each = -1;
+        }
+        continue;
+      }
+      ptx::fence_proxy_async_shared();
+      if (is_there) {
+        ptx::bulk_store(b_.landing(item.owner, b_.token_of(item.index), b_.a.view.rank) + item.offset,
+                        b_.sum_slot(slot), static_cast<u32>(item.num_bytes));
+      }
+      ptx::bulk_commit();
+      ptx::bulk_wait_read<kRounds>();
+      if (held[kRounds - 1] >= 0) ptx::mbarrier_arrive(&b_.s.sum_empty[held[kRounds - 1]]);
+#pragma unroll
+      for (i32 ago = kRounds - 1; ago > 0; --ago) held[ago] = held[ago - 1];
+      held[0] = is_there ? slot : -1;
+#pragma unroll
+      for (i32 ago = kLag; ago > 0; --ago) stored[ago] = stored[ago - 1];
+      if (is_there) stored[0] = static_cast<u32>(item.index);
+      ptx::bulk_wait<kLag>();
+      if (has_warp && told != stored[kLag]) ptx::st_release_cta(&b_.s.num_pushed[from], stored[kLag]);
+      told = stored[kLag];
+      if (is_there && ++slot == (from + 1) * kSlots) {
+        slot -= kSlots;
         parity ^= 1;
       }
     }
-    tell<0>(warp, b_.has_failed() ? kPostStops : sync::kMaxProgress);
+    ptx::bulk_wait<0>();
+    if (has_warp) ptx::st_release_cta(&b_.s.num_pushed[from], b_.has_failed() ? kPostStops : sync::kMaxProgress);
   }
 
   // ---- post
 
   __device__ void post() const {
-    post_arrivals(b_.a.view, b_.flight, kRanks, b_.s.num_pushed, sync::kMaxProgress, kPushChannel);
+    if constexpr (kHasPartials) {
+      post_least();
+    } else {
+      post_arrivals(b_.a.view, b_.flight, kRanks, b_.s.num_pushed, sync::kMaxProgress, kPushChannel);
+    }
   }
 
  private:
+  // As post_arrivals, of warps that store as they come: what all of them have done, in one word.
+  __device__ void post_least() const {
+    constexpr i32 kPushers = CombineShared<kConfig>::kPushers;
+    static_assert(kPushers <= 32);
+    const u32* word = &b_.s.num_pushed[b_.lane < kPushers ? b_.lane : 0];
+    const bool has_peer = b_.lane < kRanks && b_.flight.is_active(b_.lane);
+    u32 seen = 0, posted = 0;
+    while (posted < sync::kMaxProgress) {
+      const u32 now = sync::wait_any_change(word, seen);
+      if (__any_sync(0xffffffffu, now != seen) == 0 || __any_sync(0xffffffffu, now == kPostStops) != 0) return;
+      seen = now;
+      u32 least = now;
+#pragma unroll
+      for (i32 step = 1; step < 32; step *= 2) least = min(least, __shfl_xor_sync(0xffffffffu, least, step));
+      if (least == posted) continue;
+      ptx::fence_proxy_async();
+      if (has_peer) transport::post(b_.a.view, b_.flight, b_.lane, static_cast<i32>(blockIdx.x), kPushChannel, least);
+      posted = least;
+      __syncwarp();
+    }
+  }
+
   // Stores of a warp that read shared memory at a time, most slots being left to the warps before it; and
   // stores that follow a token before it is told: by then it has arrived.
-  static constexpr i32 kInFlight = kHasPartials ? 2 : min_of(max_of(kConfig.push_slots / kPushWarps / 2, 1), 6);
+  static constexpr i32 kInFlight = min_of(max_of(kConfig.push_slots / kPushWarps / 2, 1), 6);
   static constexpr i32 kLag = 4;
 
   // All but the last kPending stores of this thread have arrived.
@@ -113,16 +193,14 @@ class CombinePush {
 
   __device__ void store_item(const RingItem& item, const u8* slot) const {
     u8* place = b_.landing(item.owner, b_.token_of(item.index), b_.a.view.rank);
-    ptx::bulk_store(place + static_cast<i64>(item.chunk) * kConfig.wire_bytes_of(kConfig.push_chunk()), slot,
-                    static_cast<u32>(kConfig.wire_bytes_of(kConfig.push_elements(item.chunk))));
+    ptx::bulk_store(place + static_cast<i64>(item.chunk) * kConfig.wire_bytes(kConfig.chunk), slot,
+                    static_cast<u32>(kConfig.wire_bytes(kConfig.chunk_elements(item.chunk))));
     ptx::bulk_commit();
   }
 
   // Of the item that the warp has stored as its `stored`th.
   __device__ u64* empty_barrier(i32 warp, i32 stored) const {
-    const i32 item = warp + stored * kPushWarps;
-    return kHasPartials ? &b_.s.partial_empty[item % CombineShared<kConfig>::kPartials]
-                        : &b_.s.push.empty[item % kRingCells];
+    return &b_.s.push.empty[(warp + stored * kPushWarps) % kRingCells];
   }
 
   // Rows (-1: none) and their weights of plan_tokens() tokens of every source, to shared memory.
@@ -183,7 +261,10 @@ class CombinePush {
       if (item.count > 0) b_.plan_items(piece % 2)[num_items + __popc(present & ptx::lanes_below())] = item;
       num_items += __popc(present);
     }
-    if (b_.lane == 0) b_.s.num_plan_items[piece % 2] = num_items;
+    if (b_.lane == 0) {
+      b_.s.num_plan_items[piece % 2] = num_items;
+      b_.s.num_taken[piece % 2] = 0;
+    }
   }
 
   template <class Writer>
@@ -201,14 +282,14 @@ class CombinePush {
   // False: the GPU has gone wrong.
   template <class Writer>
   __device__ bool load_row(Writer& writer, RingItem item, i32 row) const {
-    for (item.chunk = 0; item.chunk < kConfig.num_push_chunks(); ++item.chunk) {
+    for (item.chunk = 0; item.chunk < kConfig.num_chunks(); ++item.chunk) {
       if (!writer.reserve(1)) return false;
-      const u32 num_bytes = static_cast<u32>(kConfig.push_elements(item.chunk) * dtype_bytes(kConfig.dtype));
+      const u32 num_bytes = static_cast<u32>(kConfig.chunk_elements(item.chunk) * dtype_bytes(kConfig.dtype));
       writer.announce(item, num_bytes);
       if (b_.lane == 0) {
         ptx::bulk_load(b_.push_slot(writer.slot(0)),
                        b_.a.rows + static_cast<i64>(row) * kConfig.row_bytes() +
-                           static_cast<i64>(item.chunk) * kConfig.push_chunk() * dtype_bytes(kConfig.dtype),
+                           static_cast<i64>(item.chunk) * kConfig.chunk * dtype_bytes(kConfig.dtype),
                        num_bytes, writer.barrier());
       }
       writer.advance(1);

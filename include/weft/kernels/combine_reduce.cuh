@@ -78,7 +78,7 @@ class CombineReduce {
     const u32 target = static_cast<u32>(index + 1);
     if (num_arrived_ >= target) return true;
     num_arrived_ = sync::kMaxProgress;
-    for (i32 warp = 0; warp < kPushWarps; ++warp) {
+    for (i32 warp = 0; warp < (kConfig.has_partials() ? 1 : kPushWarps); ++warp) {
       const i32 block = static_cast<i32>(blockIdx.x);
       if (!transport::wait_progress(b_.a.view, b_.flight, b_.lane, block, kPushChannel + warp, target)) return false;
       num_arrived_ = min(num_arrived_, transport::progress(b_.a.view, b_.flight, b_.lane, block, kPushChannel + warp));

@@ -1,13 +1,13 @@
-// What a contributor makes of its rows: the sum of a token's picks, or the FP8 form of it, chunk by chunk. Groups of warps take
-// items (a chunk of a token) in turn; the warps of a group take turns in its units: 32 lanes times some vectors. Each lane loads
-// the vectors of all rows into registers, some units ahead; the result goes into a slot, which a store warp sends
+// What a contributor makes of its rows and pushes: the sum of a token's picks, or the FP8 form of it, chunk by chunk. Warps take
+// contributions as they come. A warp fetches the rows through a ring of stages of its own, each a unit of one row (32 lanes times
+// some vectors), ahead of what it adds and on into its next contribution. The result goes into a slot, which a store warp sends
 // (combine_push.cuh).
 #pragma once
 
 #include "weft/kernels/combine_block.cuh"
 #include "weft/kernels/combine_numbers.cuh"
+#include "weft/ptx/fetch.cuh"
 #include "weft/ptx/fp8_scale.h"
-#include "weft/ptx/load_vector.cuh"
 
 namespace weft::kernels {
 
@@ -17,306 +17,343 @@ class CombineSum {
   using Block = CombineBlock<kConfig>;
   using Row = Numbers<kConfig.dtype>;
   static constexpr i32 kVector = Row::kVector;
-  static constexpr i32 kGroups = kConfig.partial_groups();
-  static constexpr i32 kWarps = kConfig.partial_warps();
   static constexpr i32 kVectors = kConfig.sum_vectors();  // of a lane in a unit
   static constexpr i32 kUnit = kConfig.sum_unit();        // elements
-  static_assert(kConfig.partial_slots % kGroups == 0 && kConfig.partial_slots % kPushWarps == 0);
-  static_assert(kGroups >= kPushWarps);
 
-  __device__ CombineSum(const Block& block, i32 group, i32 warp)
-      : b_(block), group_(group), warp_(warp), first_(lane_element(block.lane)), slot_(group) {}
+  __device__ CombineSum(const Block& block, i32 warp, i32 num_pieces)
+      : b_(block), warp_(warp), num_pieces_(static_cast<u32>(num_pieces)), stages_(block.sum_stages(warp)) {}
 
-  __device__ void run(i32 num_pieces) {
-    constexpr i32 kChunks = kConfig.num_push_chunks();
-    i32 at = group_;  // in chunks of items of the piece
-    for (i32 piece = 0; piece < num_pieces; ++piece) {
-      if (!sync::wait_barrier(&b_.s.plan_full[piece % 2], static_cast<u32>(piece / 2) & 1u)) return b_.fail_copy();
-      const i32 num_here = b_.s.num_plan_items[piece % 2] * kChunks;
-      for (; at < num_here; at += kGroups) {
-        RingItem item = b_.plan_items(piece % 2)[at / kChunks];
-        item.chunk = static_cast<u16>(at % kChunks);
-        if (!make_item(item, piece)) return b_.fail_copy();
+  __device__ void run() {
+    while (take(true)) {
+#pragma unroll 1
+      for (u32 ahead = 0; ahead < kStages; ++ahead) fetch(num_added_ + ahead);
+      while (is_ahead_) {
+        leave_pieces(next_.piece);
+        const Item item{num_left_, next_.at};
+        is_ahead_ = false;
+        make(item);
       }
-      at -= num_here;
-      __syncwarp();
-      if (b_.lane == 0) ptx::mbarrier_arrive(&b_.s.plan_empty[piece % 2]);
     }
-    if (at >= kPushWarps) return;
-    // Behind the last item: what each store warp sees last. It frees no slot after that, so nobody else may wait for one.
-    RingItem last;
-    last.count = kRingEnd;
-    if (!wait_slot()) return b_.fail_copy();
-    publish(last);
+    ptx::fetch_wait<0>();
+    wait_slot();
+    if (piece_ == kBroken) return;
+    publish({});
   }
 
  private:
-  static constexpr i32 kStep = kWarps * kUnit;  // from a unit of a warp to its next
-  // Vectors of a lane under way: as many as registers hold.
-  static constexpr i32 kLoads = kConfig.is_by_expert() && kConfig.wire_is_fp8 ? 4 : 8;
+  static constexpr u32 kStages = kConfig.fetch_stages();
+  static constexpr u32 kSlots = kConfig.out_slots();
+  static constexpr i32 kChunk = kConfig.sum_chunk();
 
-  // With FP8, lanes that share a group of 128 elements: their vectors lie kLanes vectors apart.
-  static constexpr i32 kLanes = 8;
-  static constexpr i32 kGroupVectors = kQuantizeGroup / kLanes / kVector;
-  static constexpr i32 kLaneGroups = kConfig.wire_is_fp8 ? kVectors / kGroupVectors : 1;
-  static_assert(kLaneGroups == 1 || kLaneGroups == 2);
-  static_assert(kLaneGroups == 1 || !kConfig.is_by_expert());
+  static constexpr u32 kBroken = ~0u;  // as a piece
 
-  // Of a unit: where the lane's first vector begins, and its idx-th after that.
-  __device__ static i32 lane_element(i32 lane) {
-    if constexpr (!kConfig.wire_is_fp8) return lane * kVector;
-    return lane / kLanes * kQuantizeGroup + lane % kLanes * kVector;
+  // Units of a row, none of which is in two chunks.
+  static constexpr i32 kChunkUnits = (kChunk + kUnit - 1) / kUnit;
+  static constexpr i32 kUnits = kConfig.hidden / kChunk * kChunkUnits + (kConfig.hidden % kChunk + kUnit - 1) / kUnit;
+  static constexpr i32 kDry = kUnits + 1;  // as the next unit: nothing is fetched until the ring is empty
+  static constexpr bool kHasWholeUnits = kConfig.hidden % kUnit == 0 && kChunk % kUnit == 0;
+  __device__ static i32 begin_of(i32 unit) {
+    return kHasWholeUnits ? unit * kUnit : unit / kChunkUnits * kChunk + unit % kChunkUnits * kUnit;
   }
-  __device__ static constexpr i32 offset_of(i32 idx) {
-    if constexpr (!kConfig.wire_is_fp8) return idx * 32 * kVector;
-    return idx / kGroupVectors * (32 / kLanes) * kQuantizeGroup + idx % kGroupVectors * kLanes * kVector;
+  __device__ static i32 length_of(i32 unit) {
+    if (kHasWholeUnits) return kUnit;
+    return min(kUnit, min((unit / kChunkUnits + 1) * kChunk, kConfig.hidden) - begin_of(unit));
   }
-  static constexpr bool kHasWholeUnits = kConfig.hidden % kUnit == 0 && kConfig.push_chunk() % kUnit == 0;
-  // Of a unit that is there.
-  __device__ static bool has(i32 element, i32 elements) { return kHasWholeUnits || element < elements; }
+  // Of a unit, the idx-th vector that the lane fetches, and adds; with FP8 it has neighbours instead, so that few lanes share a
+  // group of 128 elements.
+  __device__ i32 fetched(i32 idx) const { return (idx * 32 + b_.lane) * kVector; }
+  __device__ i32 element(i32 idx) const {
+    return kConfig.wire_is_fp8 ? (b_.lane * kVectors + idx) * kVector : fetched(idx);
+  }
+  __device__ static bool has(i32 element, i32 length) { return kHasWholeUnits || element < length; }
 
-  __device__ bool wait_slot() const { return sync::wait_barrier(&b_.s.partial_empty[slot_], parity_); }
-
-  // A bulk store reads the slot.
-  __device__ void publish(const RingItem& item) {
-    if (warp_ == 0 && b_.lane == 0) b_.s.partial_item[slot_] = item;
-    ptx::fence_proxy_async_shared();
-    __syncwarp();
-    if (b_.lane == 0) ptx::mbarrier_arrive(&b_.s.partial_full[slot_]);
-    slot_ += kGroups;
-    if (slot_ >= kConfig.partial_slots) {
-      slot_ -= kConfig.partial_slots;
-      parity_ ^= 1;
-    }
+  // Where they stand in a stage; with FP8 so that neither way has conflicts of banks.
+  static_assert(kVectors == 4);
+  __device__ i32 fetched_place() const {
+    return kConfig.wire_is_fp8 ? (b_.lane ^ (b_.lane / 8 & 3)) * 16 : b_.lane * 16;
+  }
+  __device__ i32 place(i32 idx) const {
+    return kConfig.wire_is_fp8 ? b_.lane * 64 + (idx ^ (b_.lane / 2 & 3)) * 16 : idx * 512 + b_.lane * 16;
+  }
+  // With FP8 a lane reads what other lanes have fetched, and the other way round.
+  __device__ static void meet() {
+    if (kConfig.wire_is_fp8) __syncwarp();
   }
 
-  // The rows of an item, and the lane's place in them.
-  struct Rows {
-    const i32* row;
-    const float* weight;
-    i32 count;
-    i32 elements;     // of the item
-    const u8* begin;  // of the lane's first vector: by expert in row 0 of the tensor, else in this row
+  // A contribution.
+  struct Item {
+    u32 piece = 0;  // of the plan
+    u32 at = 0;     // among the contributions of the piece
   };
+  __device__ const RingItem& contribution(const Item& item) const { return b_.plan_items(item.piece % 2)[item.at]; }
 
-  // By code that knows how many rows there are, or not if they are many. False: the GPU has gone wrong.
-  __device__ bool make_item(const RingItem& item, i32 piece) {
-    Rows rows;
-    rows.row = b_.plan_rows(piece % 2) + item.first;
-    rows.weight = b_.plan_weights(piece % 2) + item.first;
-    rows.count = item.count;
-    rows.elements = kConfig.push_elements(item.chunk);
-    rows.begin = b_.a.rows + static_cast<i64>(item.chunk * kConfig.push_chunk() + warp_ * kUnit + first_) * Row::kBytes;
-    bool is_right = true;
-    if constexpr (!kConfig.is_by_expert()) {
-      rows.begin += static_cast<i64>(rows.row[0]) * kConfig.row_bytes();
-      is_right = make<1>(rows);
-    } else {
-      if (rows.count == 1) {
-        is_right = make<1>(rows);
-      } else if (rows.count == 2 && kMany > 2) {
-        is_right = make<min_of(2, kMany)>(rows);
-      } else if (rows.count == 3 && kMany > 3) {
-        is_right = make<min_of(3, kMany)>(rows);
-      } else if (rows.count == 4 && kMany > 4) {
-        is_right = make<min_of(4, kMany)>(rows);
-      } else {
-        is_right = make<kMany>(rows);
-      }
-    }
-    if (!is_right) return false;
-    publish(item);
-    if constexpr (kWarps > 1) warp_ = (warp_ + kTurn) % kWarps;
-    return true;
+  // ---- items
+
+  // Of a wait by all lanes. False: the GPU has gone wrong; nothing more is taken or waited for.
+  __device__ bool expect(bool is_over) {
+    if (__all_sync(0xffffffffu, is_over) != 0) return true;
+    piece_ = kBroken;
+    is_open_ = false;
+    b_.fail_copy();
+    return false;
   }
-  // The next item begins with the warp after the last that had a unit of a whole one.
-  static constexpr i32 kTurn = kWarps - (kConfig.push_chunk() + kUnit - 1) / kUnit % kWarps;
 
-  // Rows that are under way together where there are as many or more.
-  static constexpr i32 kMany = kLoads / kVectors;
-
-  template <i32 kCount>
-  __device__ bool make(const Rows& rows) {
-    constexpr i32 kDepth = kLoads / (kCount * kVectors);  // units under way
-    const u8* source = rows.begin;
-    Packed packed[kDepth][kVectors][kCount] = {};  // else registers that are not loaded would count as in use before
-    const i32 begin = warp_ * kUnit;
-#pragma unroll
-    for (i32 step = 0; step < kDepth; ++step) load_unit<kCount>(source, rows, begin, step, packed[step]);
-    if (!wait_slot()) return false;
-    u8* out = b_.partial_slot(slot_);
-    for (i32 unit = begin; unit < rows.elements; unit += kDepth * kStep) {
-      source += kDepth * kStep * Row::kBytes;
-#pragma unroll
-      for (i32 step = 0; step < kDepth; ++step) {
-        if (unit + step * kStep >= rows.elements) break;
-        const i32 element = unit + step * kStep + first_;
-        float total[kVectors][kVector];
-        if constexpr (kConfig.is_by_expert()) {
-          add<kCount>(packed[step], rows, element, total);
-          load_unit<kCount>(source, rows, unit + kDepth * kStep, step, packed[step]);
-          if constexpr (kConfig.wire_is_fp8) {
-            quantize_sums(total, element, rows.elements, out);
-          } else {
-            write_sums(total, element, rows.elements, out);
-          }
-        } else {
-          quantize_rows(packed[step], element, rows.elements, out);
-          load_unit<kCount>(source, rows, unit + kDepth * kStep, step, packed[step]);
+  // Makes the next item next_. False: there is none, or none yet unless `waits`, or the GPU has gone wrong.
+  __device__ bool take(bool waits) {
+    while (piece_ < num_pieces_) {
+      if (!is_open_) {
+        u64* full = &b_.s.plan_full[piece_ % 2];
+        const u32 parity = piece_ / 2 & 1u;
+        if (waits) {
+          leave_pieces(piece_);
+          if (!expect(sync::wait_barrier(full, parity))) return false;
+        } else if (__any_sync(0xffffffffu, !ptx::mbarrier_test_wait(full, parity)) != 0) {
+          return false;
         }
+        is_open_ = true;
       }
+      if (take_here()) return true;
+      is_open_ = false;
+      ++piece_;
     }
+    return false;
+  }
+
+  __device__ bool take_here() {
+    u32 at = b_.lane == 0 ? atomicAdd(&b_.s.num_taken[piece_ % 2], 1u) : 0;
+    at = __shfl_sync(0xffffffffu, at, 0);
+    if (at >= static_cast<u32>(b_.s.num_plan_items[piece_ % 2])) return false;
+    next_ = {piece_, at};
+    is_ahead_ = true;
+    const RingItem& from = contribution(next_);
+    fetch_row_ = static_cast<i32>(piece_ % 2) * kConfig.plan_entries() + from.first;
+    fetch_left_ = from.count;
+    fetch_unit_ = 0;
+    if constexpr (!kConfig.is_by_expert()) fetch_source_ = row_at(b_.plan_rows(0)[fetch_row_]);
     return true;
   }
 
-  // The vectors of the warp's unit `step` after that at `begin`; `source`: of unit `begin` in row 0,
-  // or in the only row.
-  template <i32 kCount>
-  __device__ void load_unit(const u8* source, const Rows& rows, i32 begin, i32 step,
-                            Packed (&packed)[kVectors][kCount]) const {
-    const i32 unit = begin + step * kStep;
+  // The warp needs nothing more of the pieces before `piece`.
+  __device__ void leave_pieces(u32 piece) {
+    __syncwarp();
+    for (; num_left_ < piece; ++num_left_) {
+      if (b_.lane == 0) ptx::mbarrier_arrive(&b_.s.plan_empty[num_left_ % 2]);
+    }
+  }
+
+  // ---- stages
+
+  __device__ u8* stage(u32 number) const {
+    return stages_ + number % kStages * static_cast<u32>(kConfig.stage_bytes());
+  }
+
+  // What the lane fetches first of a row.
+  __device__ const u8* row_at(i32 row) const {
+    return b_.a.rows + static_cast<i64>(row) * kConfig.row_bytes() + fetched(0) * Row::kBytes;
+  }
+
+  // Stage `number`, of next_ or of an item behind it; nothing (an empty group) when there is none, until the ring is empty.
+  __device__ void fetch(u32 number) {
+    if (fetch_unit_ == kUnits && (is_ahead_ || !take(false))) fetch_unit_ = kDry;
+    meet();
+    if (fetch_unit_ < kUnits) {
+      const i32 length = length_of(fetch_unit_);
+      const u8* source = kConfig.is_by_expert() ? row_at(b_.plan_rows(0)[fetch_row_]) : fetch_source_;
+      source += begin_of(fetch_unit_) * Row::kBytes;
+      u8* to = stage(number) + fetched_place();
 #pragma unroll
-    for (i32 idx = 0; idx < kCount; ++idx) {
-      const bool is_row = kCount < kMany || !kConfig.is_by_expert() || idx < rows.count;
-      const u8* row = source;
-      if constexpr (kConfig.is_by_expert()) row += static_cast<i64>(rows.row[is_row ? idx : 0]) * kConfig.row_bytes();
-#pragma unroll
-      for (i32 vector = 0; vector < kVectors; ++vector) {
-        const bool is_there = (kHasWholeUnits ? unit : unit + first_ + offset_of(vector)) < rows.elements;
-        const u8* place = row + (step * kStep + offset_of(vector)) * Row::kBytes;
-        ptx::load_vector(packed[vector][idx].word, place, is_there && is_row);
+      for (i32 idx = 0; idx < kVectors; ++idx) {
+        if (has(fetched(idx), length)) ptx::fetch_vector(to + idx * 512, source + idx * 512);
+      }
+      if constexpr (kConfig.is_by_expert()) {
+        ++fetch_row_;
+        if (--fetch_left_ == 0) {
+          fetch_left_ = contribution(next_).count;
+          fetch_row_ -= fetch_left_;
+          ++fetch_unit_;
+        }
+      } else {
+        ++fetch_unit_;
       }
     }
+    ptx::fetch_commit();
+  }
+
+  // The stage that the warp comes to. What stands there is used before fetch() writes over it.
+  __device__ const u8* wait_stage() {
+    ptx::fetch_wait<kStages - 1>();
+    meet();
+    return stage(num_added_++);
+  }
+  __device__ Packed load(const u8* from, i32 idx) const { return *reinterpret_cast<const Packed*>(from + place(idx)); }
+
+  // ---- one item
+
+  __device__ void make(const Item& item) {
+    for (i32 unit = 0; unit < kUnits; ++unit) {
+      if constexpr (!kConfig.wire_is_fp8) {
+        float total[kVectors][kVector];
+        add_rows(item, total);
+        wait_slot();
+        write_sums(total, length_of(unit), slot());
+        store(item, begin_of(unit) * Row::kBytes, length_of(unit) * Row::kBytes);
+      } else {
+        if (unit % kChunkUnits == 0) wait_slot();
+        if constexpr (kConfig.is_by_expert()) {
+          float total[kVectors][kVector];
+          add_rows(item, total);
+          quantize_sums(total, unit, slot());
+        } else {
+          Packed packed[kVectors];
+          const u8* from = wait_stage();
+#pragma unroll
+          for (i32 idx = 0; idx < kVectors; ++idx) packed[idx] = load(from, idx);
+          fetch(num_added_ - 1);
+          quantize_rows(packed, unit, slot());
+        }
+        if ((unit + 1) % kChunkUnits != 0 && unit + 1 != kUnits) continue;
+        const i32 chunk = unit / kChunkUnits;
+        store(item, chunk * kConfig.wire_bytes(kChunk), kConfig.wire_bytes(kConfig.chunk_elements(chunk)));
+      }
+    }
+  }
+
+  __device__ i32 slot_number() const {
+    return warp_ * static_cast<i32>(kSlots) + static_cast<i32>(num_handed_ % kSlots);
+  }
+  __device__ u8* slot() const { return b_.sum_slot(slot_number()); }
+
+  // Until the slot's last store has read it.
+  __device__ void wait_slot() {
+    const u32 parity = (num_handed_ / kSlots + 1) & 1u;  // the first wait passes: every slot is empty
+    if (piece_ != kBroken) expect(sync::wait_barrier(&b_.s.sum_empty[slot_number()], parity));
+  }
+
+  // What stands in the slot goes to `offset` of the row on the wire.
+  __device__ void store(const Item& item, i32 offset, i32 num_bytes) {
+    const RingItem& to = contribution(item);
+    publish({to.index, to.owner, offset, num_bytes});
+  }
+
+  __device__ void publish(const PushItem& item) {
+    __syncwarp();
+    if (b_.lane == 0) {
+      b_.s.sum_item[slot_number()] = item;
+      ptx::mbarrier_arrive(&b_.s.sum_full[slot_number()]);
+    }
+    ++num_handed_;
   }
 
   // Picks in the order of k; each product is rounded, then added. A sum that begins with the first product instead of +0 may be
   // -0 where the contract has +0: the owner, who begins with +0, gets the same from both.
-  template <i32 kCount>
-  __device__ void add(const Packed (&packed)[kVectors][kCount], const Rows& rows, i32 element,
-                      float (&total)[kVectors][kVector]) const {
-#pragma unroll
-    for (i32 vector = 0; vector < kVectors; ++vector) {
-#pragma unroll
-      for (i32 idx = 0; idx < kCount; ++idx) {
-        if (kCount == kMany && kConfig.is_by_expert() && idx >= rows.count) break;
-        add_vector(packed[vector][idx], rows.weight[idx], idx == 0, total[vector]);
+  __device__ void add_rows(const Item& item, float (&total)[kVectors][kVector]) {
+    const RingItem& rows = contribution(item);
+    const float* weights = b_.plan_weights(item.piece % 2) + rows.first;
+    const i32 count = rows.count;
+    for (i32 row = 0; row < count; ++row) {
+      const u8* from = wait_stage();
+      const float weight = weights[row];
+      if (row == 0) {
+        add_stage<true>(from, weight, total);
+      } else {
+        add_stage<false>(from, weight, total);
       }
-      if constexpr (kCount == kMany && kConfig.plan_width() > kMany) {
-        const i32 at = element + offset_of(vector);
-        for (i32 idx = kMany; idx < rows.count && has(at, rows.elements); ++idx) {
-          const i64 offset = static_cast<i64>(rows.row[idx]) * kConfig.row_bytes();
-          const u8* place = rows.begin + offset + (at - first_ - warp_ * kUnit) * Row::kBytes;
-          add_vector(*reinterpret_cast<const Packed*>(place), rows.weight[idx], false, total[vector]);
-        }
-      }
+      fetch(num_added_ - 1);
     }
   }
 
-  __device__ static void add_vector(const Packed& packed, float weight, bool is_first, float (&total)[kVector]) {
-    float values[kVector];
-    Row::unpack(packed, values);
-#pragma unroll
-    for (i32 at = 0; at < kVector; ++at) {
-      const float product = weight * values[at];
-      total[at] = is_first ? product : total[at] + product;
-    }
-  }
-
-  __device__ static void write_sums(const float (&total)[kVectors][kVector], i32 element, i32 elements, u8* out) {
+  template <bool kIsFirst>
+  __device__ void add_stage(const u8* from, float weight, float (&total)[kVectors][kVector]) const {
 #pragma unroll
     for (i32 idx = 0; idx < kVectors; ++idx) {
-      const i32 at = element + offset_of(idx);
-      if (has(at, elements)) *reinterpret_cast<Packed*>(out + at * Row::kBytes) = Row::pack(total[idx]);
+      float values[kVector];
+      Row::unpack(load(from, idx), values);
+#pragma unroll
+      for (i32 at = 0; at < kVector; ++at) {
+        const float product = weight * values[at];
+        total[idx][at] = kIsFirst ? product : total[idx][at] + product;
+      }
     }
   }
 
-  __device__ void quantize_sums(float (&total)[kVectors][kVector], i32 element, i32 elements, u8* out) const {
-    float largest[kLaneGroups] = {};
+  __device__ void write_sums(const float (&total)[kVectors][kVector], i32 length, u8* out) const {
 #pragma unroll
     for (i32 idx = 0; idx < kVectors; ++idx) {
-      if (has(element + offset_of(idx), elements)) largest[0] = ptx::max_nan(largest[0], Row::magnitude(total[idx]));
+      if (has(element(idx), length))
+        *reinterpret_cast<Packed*>(out + element(idx) * Row::kBytes) = Row::pack(total[idx]);
     }
-    quantize(largest, element, elements, out, [&](i32 idx, float (&values)[kVector]) {
+  }
+
+  __device__ void quantize_sums(const float (&total)[kVectors][kVector], i32 unit, u8* out) const {
+    float largest = 0.0f;
+#pragma unroll
+    for (i32 idx = 0; idx < kVectors; ++idx) {
+      if (has(element(idx), length_of(unit))) largest = ptx::max_nan(largest, Row::magnitude(total[idx]));
+    }
+    quantize(largest, unit, out, [&](i32 idx, float* values) {
 #pragma unroll
       for (i32 at = 0; at < kVector; ++at) values[at] = total[idx][at];
     });
   }
 
-  __device__ void quantize_rows(Packed (&packed)[kVectors][1], i32 element, i32 elements, u8* out) const {
-    float largest[kLaneGroups];
+  __device__ void quantize_rows(Packed (&packed)[kVectors], i32 unit, u8* out) const {
 #pragma unroll
-    for (i32 group = 0; group < kLaneGroups; ++group) {
-      Packed vectors[kGroupVectors];
-#pragma unroll
-      for (i32 vector = 0; vector < kGroupVectors; ++vector) {
-        const i32 idx = group * kGroupVectors + vector;
-        vectors[vector] = has(element + offset_of(idx), elements) ? packed[idx][0] : Packed{};
-      }
-      largest[group] = Row::magnitude(vectors);
+    for (i32 idx = 0; idx < kVectors; ++idx) {
+      if (!has(element(idx), length_of(unit))) packed[idx] = {};
     }
-    quantize(largest, element, elements, out,
-             [&](i32 idx, float (&values)[kVector]) { Row::unpack(packed[idx][0], values); });
+    quantize(Row::magnitude(packed), unit, out, [&](i32 idx, float* values) {
+      float wide[kVector];
+      Row::unpack(packed[idx], wide);
+#pragma unroll
+      for (i32 at = 0; at < kVector; ++at) values[at] = wide[at];
+    });
   }
 
-  // get(idx, values): the lane's idx-th vector of the unit. `largest`: magnitudes in what the lane has of each group.
+  // get(idx, values): the lane's idx-th vector of the unit. `largest`: of their magnitudes. `out`: the chunk.
   template <class Get>
-  __device__ void quantize(const float (&largest)[kLaneGroups], i32 element, i32 elements, u8* out, Get get) const {
-    // Half of the lanes go on with the one group, half with the other.
-    constexpr i32 kHalf = kLanes / 2;
-    const i32 lane = b_.lane % kLanes;
-    const bool is_second = kLaneGroups == 2 && lane >= kHalf;
-    float amax = is_second ? largest[kLaneGroups - 1] : largest[0];
-    const float given = is_second || kLaneGroups == 1 ? largest[0] : largest[kLaneGroups - 1];
-    amax = ptx::max_nan(amax, __shfl_xor_sync(0xffffffffu, given, kHalf));
+  __device__ void quantize(float largest, i32 unit, u8* out, Get get) const {
+    constexpr i32 kLanes = kQuantizeGroup / (kVectors * kVector);  // that share a group
+    constexpr i32 kCodes = 16;                                     // written at a time
 #pragma unroll
-    for (i32 step = 1; step < kHalf; step *= 2) {
-      amax = ptx::max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, step));
+    for (i32 step = 1; step < kLanes; step *= 2) {
+      largest = ptx::max_nan(largest, __shfl_xor_sync(0xffffffffu, largest, step));
     }
     // ptx::fp8_scale, but that each lane divides once: for the scale (even lanes) or for the factor.
-    amax = ptx::fp8_amax(ptx::float_bits(amax));
-    const bool has_scale = lane % 2 == 0;
+    const float amax = ptx::fp8_amax(ptx::float_bits(largest));
+    const bool has_scale = b_.lane % 2 == 0;
     const float quotient = (has_scale ? amax : ptx::kLargestE4m3) / (has_scale ? ptx::kLargestE4m3 : amax);
+    const float factor = __shfl_sync(0xffffffffu, quotient, b_.lane | 1);
+    const i32 begin = unit % kChunkUnits * kUnit;  // in the chunk
 #pragma unroll
-    for (i32 group = 0; group < kLaneGroups; ++group) {
-      const i32 begin = element + offset_of(group * kGroupVectors) - lane * kVector;
-      const float factor = __shfl_sync(0xffffffffu, quotient, b_.lane - lane + group * kHalf + 1);
-      u8* place = out + shift_of(begin);
+    for (i32 first = 0; first < kVectors; first += kCodes / kVector) {
+      float values[kCodes];
 #pragma unroll
-      for (i32 vector = 0; vector < kGroupVectors; ++vector) {
-        const i32 idx = group * kGroupVectors + vector;
-        const i32 at = element + offset_of(idx);
-        float values[kVector];
-        get(idx, values);
+      for (i32 idx = 0; idx < kCodes / kVector; ++idx) get(first + idx, values + idx * kVector);
 #pragma unroll
-        for (i32 i = 0; i < kVector; ++i) values[i] *= factor;
-        if (has(at, elements)) Fp8Numbers<kVector>::store(place, at, values);
-      }
-      if (lane == group * kHalf && has(begin, elements)) {
-        *reinterpret_cast<float*>(out + scale_at(begin, elements)) = quotient;
-      }
+      for (i32 at = 0; at < kCodes; ++at) values[at] *= factor;
+      if (has(element(first), length_of(unit))) Fp8Numbers<kCodes>::store(out, begin + element(first), values);
     }
-  }
-
-  // An item has two chunks at most. What is added to the place of an element of the second: the scales of the first.
-  __device__ static i32 shift_of(i32 element) {
-    if (kConfig.push_chunks == 1 || element < kConfig.chunk) return 0;
-    return kConfig.wire_bytes(kConfig.chunk) - kConfig.chunk;
-  }
-  // Of the group that begins at `element`.
-  __device__ static i32 scale_at(i32 element, i32 elements) {
-    const bool is_second = kConfig.push_chunks == 2 && element >= kConfig.chunk;
-    const i32 before = is_second ? kConfig.chunk : 0;
-    const i32 length = kConfig.hidden % kConfig.chunk == 0 ? kConfig.chunk : min(kConfig.chunk, elements - before);
-    return (is_second ? kConfig.wire_bytes(kConfig.chunk) : 0) + kConfig.scales_at(length) +
-           static_cast<i32>(static_cast<u32>(element - before) / kQuantizeGroup) * 4;
+    if (b_.lane % kLanes == 0 && has(element(0), length_of(unit))) {
+      const i32 scale = static_cast<i32>(static_cast<u32>(begin + element(0)) / kQuantizeGroup) * 4;
+      const i32 scales = kConfig.scales_at(kConfig.chunk_elements(unit / kChunkUnits));
+      *reinterpret_cast<float*>(out + scales + scale) = quotient;
+    }
   }
 
   const Block& b_;
-  const i32 group_;
-  i32 warp_;  // in the item at hand: its first unit
-  const i32 first_;
-  i32 slot_;
-  u32 parity_ = 1;  // the first wait passes: every slot is empty
+  const i32 warp_;
+  const u32 num_pieces_;
+  u8* const stages_;
+  Item next_;                           // what is being fetched
+  i32 fetch_row_ = 0, fetch_left_ = 0;  // of it, in the plan: the row of the next stage; rows left in its unit
+  const u8* fetch_source_ = nullptr;    // rank_major: its only row
+  i32 fetch_unit_ = 0;                  // of the next stage
+  bool is_ahead_ = false;               // next_ is not yet being made
+  bool is_open_ = false;                // the piece is there
+  u32 piece_ = 0;                       // from which the next item is taken
+  u32 num_left_ = 0;                    // pieces that the warp has left
+  u32 num_added_ = 0;
+  u32 num_handed_ = 0;  // slots
 };
 
 }  // namespace weft::kernels

@@ -69,6 +69,19 @@ __device__ inline bool mbarrier_try_wait(u64* barrier, u32 parity) {
   return done != 0;
 }
 
+// The same look, but it never suspends.
+__device__ inline bool mbarrier_test_wait(u64* barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n\t.reg .pred p;\n\t"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+      "selp.u32 %0, 1, 0, p;\n\t}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // Makes initialised barriers visible to the async proxy.
 __device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 

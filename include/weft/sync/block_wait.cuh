@@ -81,23 +81,30 @@ __device__ inline bool wait_barrier(u64* barrier, u32 parity) {
   return wait_until([&] { return ptx::mbarrier_try_wait(barrier, parity); }, pause) == WaitResult::kReady;
 }
 
-// By a whole warp, each lane with its word, which another warp of the block writes: until one of the words differs from what
-// its lane has seen. Returns this lane's; if none ever differs, all have what they had.
-__device__ inline u32 wait_any_change(const u32* word, u32 seen) {
+// By a whole warp: until `look` is true in some lane. False: it never is. `sleep_ns`: between two looks.
+template <class Look>
+__device__ inline bool wait_any_lane(Look look, u32 sleep_ns = 0) {
   struct WarpPause {  // all lanes give up together
-    CopyPause lane;
+    u32 sleep_ns;
+    CopyPause lane = {};
     __device__ PauseResult turn() {
+      if (sleep_ns != 0) ptx::nanosleep(sleep_ns);  // check: allow sleeping: of a warp, so that others may issue
       const bool is_over = lane.turn() == PauseResult::kDeadline;
       return __any_sync(0xffffffffu, is_over) != 0 ? PauseResult::kDeadline : PauseResult::kLookAgain;
     }
   };
-  WarpPause pause;
+  WarpPause pause{sleep_ns};
+  return wait_until([&] { return __any_sync(0xffffffffu, look()) != 0; }, pause) == WaitResult::kReady;
+}
+
+// By a whole warp, each lane with its word, which another warp of the block writes: until one of the words differs from what
+// its lane has seen. Returns this lane's; if none ever differs, all have what they had.
+__device__ inline u32 wait_any_change(const u32* word, u32 seen) {
   u32 now = seen;
-  const auto has_changed = [&] {
+  wait_any_lane([&] {
     now = ptx::ld_acquire_cta(word);
-    return __any_sync(0xffffffffu, now != seen) != 0;
-  };
-  wait_until(has_changed, pause);
+    return now != seen;
+  });
   return now;
 }
 

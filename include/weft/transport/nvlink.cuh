@@ -37,7 +37,7 @@ enum class FlightPart : u32 { kWhole = 0, kSend = 1, kReceive = 2 };
 
 // For the whole block; one thread reads. Words in host memory are not touched: 256 reads of them cost 12 us (measured).
 // The owner word is taken by the launch that begins the operation and given back by end_flight in the one that ends it.
-__device__ inline Flight begin_flight(const WindowView& view, u16 print, FlightPart part = FlightPart::kWhole) {
+__device__ inline const Flight& begin_flight(const WindowView& view, u16 print, FlightPart part = FlightPart::kWhole) {
   __shared__ Flight flight;
   if (threadIdx.x == 0) {
     GpuControlWords* words = view.words();

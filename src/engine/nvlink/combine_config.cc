@@ -19,19 +19,27 @@ i32 slots_in(i32 num_bytes, i32 slot_bytes, i32 width) {
   return std::clamp(num_bytes / slot_bytes, 0, std::max(kMostSlots, 2 * width));
 }
 
-// Whether every item fits with another behind it.
-bool is_enough(const CombineKernelConfig& config) {
-  if (config.reduce_slots < config.num_ranks + (config.num_ranks + 1) / 2) return false;
-  return !config.has_push() || config.has_partials() || config.push_slots >= 4;
+// As many as the fetches of an SM need to be under way (nvlink-combine.md).
+i32 most_sum_warps(const CombineKernelConfig& config) { return config.is_by_expert() ? (config.has_side ? 8 : 9) : 12; }
+
+i32 fewest_reduce_slots(const CombineKernelConfig& config) { return config.num_ranks + (config.num_ranks + 1) / 2; }
+
+// Whether every item fits with another behind it, and there are warps enough, or any if `is_last`.
+bool is_enough(const CombineKernelConfig& config, bool is_last) {
+  if (config.reduce_slots < fewest_reduce_slots(config)) return false;
+  if (config.makes_partials()) return config.sum_warps >= (is_last ? 1 : most_sum_warps(config) / 2);
+  return !config.has_push() || config.push_slots >= 4;
 }
 
 void share_out(CombineKernelConfig& config, bool has_push, i32 room) {
-  config.push_slots = config.partial_slots = 0;
+  config.push_slots = config.sum_warps = 0;
   if (has_push && config.has_partials()) {
-    // A multiple of the groups that write them and of the warps that store them, so that a slot belongs to one of each.
-    config.partial_slots = config.partial_groups() * (config.is_by_expert() ? 2 : 1);
-    const i32 rest = room - config.partial_slots * config.partial_slot_bytes() - config.plan_bytes();
-    config.reduce_slots = slots_in(rest, config.reduce_slot_bytes(), config.num_ranks);
+    config.sum_warps = 1;
+    room -= config.plan_bytes();
+    const i32 most = (room - fewest_reduce_slots(config) * config.reduce_slot_bytes()) / config.sum_warp_bytes();
+    config.sum_warps = std::clamp(most, 1, most_sum_warps(config));
+    config.reduce_slots =
+        slots_in(room - config.sum_warps * config.sum_warp_bytes(), config.reduce_slot_bytes(), config.num_ranks);
   } else if (has_push) {
     config.push_slots = 1;
     config.push_slots = slots_in((room - config.plan_bytes()) / 2, config.push_slot_bytes(), config.num_ranks);
@@ -44,16 +52,16 @@ void share_out(CombineKernelConfig& config, bool has_push, i32 room) {
 }  // namespace
 
 CombineKernelConfig with_slots(CombineKernelConfig config, bool has_push, int shared_bytes) {
-  const i32 unit = config.wire_is_fp8 ? kQuantizeGroup : 16 / dtype_bytes(config.dtype);
+  i32 unit = config.wire_is_fp8 ? kQuantizeGroup : 16 / dtype_bytes(config.dtype);
+  // Nothing is asked where all units are whole.
+  if (config.wire_is_fp8 && config.hidden % config.sum_unit() == 0) unit = config.sum_unit();
   const i32 most_chunks = (config.hidden + unit - 1) / unit;
   for (i32 num_chunks = std::max((config.row_bytes() + kSlotBytes - 1) / kSlotBytes, 1);; num_chunks *= 2) {
     const i32 chunks = std::min(num_chunks, most_chunks);
     const i32 elements = (config.hidden + chunks - 1) / chunks;
     config.chunk = (elements + unit - 1) / unit * unit;
-    // Half as wide on the wire: stored two at a time.
-    config.push_chunks = config.wire_is_fp8 && !config.is_by_expert() && chunks > 1 ? 2 : 1;
     share_out(config, has_push, shared_bytes - kStaticBytes);
-    if (is_enough(config)) return config;
+    if (is_enough(config, chunks == most_chunks)) return config;
     if (chunks == most_chunks) break;
   }
   throw_unsupported("combine of " + std::to_string(config.plan_width()) + " rows a token on " +

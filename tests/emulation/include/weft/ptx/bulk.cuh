@@ -76,6 +76,8 @@ inline bool mbarrier_try_wait(u64* barrier, u32 parity) {
   return state->parity != parity;
 }
 
+inline bool mbarrier_test_wait(u64* barrier, u32 parity) { return mbarrier_try_wait(barrier, parity); }
+
 inline void fence_mbarrier_init() {}
 inline void fence_proxy_async() {}
 inline void fence_proxy_async_shared() {}
