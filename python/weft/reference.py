@@ -454,7 +454,8 @@ def quantize_fp8(x: Tensor, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
     groups = torch.nn.functional.pad(x.detach().to(torch.float32), (0, num_groups * GROUP - hidden))
     groups = groups.reshape(*x.shape[:-1], num_groups, GROUP)
     amax = groups.abs().amax(dim=-1, keepdim=True).clamp(min=FP8_MIN_AMAX)
-    scales = amax / torch.tensor(FP8_MAX)
+    most = torch.full_like(amax, FP8_MAX)  # torch on GPUs divides by one number through its rounded reciprocal
+    scales = amax / most
     if ue8m0:
         bits = scales.view(torch.int32)
         exponent = ((bits >> 23) & 255) + (bits & 0x7FFFFF != 0)
@@ -462,7 +463,7 @@ def quantize_fp8(x: Tensor, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
         inverse = torch.where(scales.isfinite(), ((254 - exponent) << 23).view(torch.float32), torch.nan)
         scales = exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
     else:
-        inverse = torch.tensor(FP8_MAX) / amax
+        inverse = most / amax
     data = (groups * inverse).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return data.reshape(*x.shape[:-1], num_groups * GROUP)[..., :hidden].contiguous(), scales.squeeze(-1)
 
