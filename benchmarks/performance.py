@@ -25,8 +25,8 @@ Written by [benchmarks/performance.py](../benchmarks/performance.py) from the fi
 [benchmarks/results/](../benchmarks/results/), the output of real runs; [benchmarking](benchmarking.md) says how
 everything is counted and what each figure means. Times are medians of the slowest rank in us, everything inside the
 boundary of the public call; results were compared with the reference before they were timed.
-A section is one run, at the commit it names. gpu_bench_small_6b993b9 is of the kernels for small batches before they were
-made faster; it is kept for the times of NCCL beside them.
+A section is one run, at the commit it names. gpu_bench_small_6b993b9 is of the kernels for small batches before they
+were made faster; it is kept for the times of NCCL beside them.
 
 """
 
