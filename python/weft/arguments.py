@@ -114,7 +114,7 @@ def check_dispatch(
         _check_topk(ep, topk_idx, topk_weights, data)
     if scale_layout != "row_major":
         _check_option("scale_layout", scale_layout)
-        call = replace(call, scale_dtype=_column_dtype(x, quantize, scales))
+        call = _known(ep, _column_call, call, _column_dtype(x, quantize, scales))
     return call, data, scales
 
 
@@ -130,10 +130,14 @@ def _column_dtype(x: Tensor | Quantized, quantize: str | None, scales: Tensor | 
     return word_dtype(x.scales.dtype)
 
 
+def _column_call(ep: ExpertParallel, call: Call, dtype: torch.dtype) -> Call:
+    return replace(call, scale_dtype=dtype)
+
+
 def remember_calls(ep: ExpertParallel) -> dict[Callable[..., Call], Callable[..., Call]]:
     """For `_known`: options that were allowed once are not looked at again, by their values and types."""
     weak = weakref.proxy(ep)
-    functions = (_first_call, _repeated_call, _combine_call)
+    functions = (_first_call, _repeated_call, _combine_call, _column_call)
     return {each: functools.lru_cache(_MOST_KNOWN, typed=True)(functools.partial(each, weak)) for each in functions}
 
 

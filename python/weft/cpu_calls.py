@@ -67,7 +67,7 @@ class CpuCalls(NativeCalls):
             tie = self.tie()
         staged.note(self, "dispatch", call)
         rows, out_weights = _tensor(result.x), _tensor(result.topk_weights)
-        out_scales = by_column(_tensor(result.scales), call.scale_dtype)
+        out_scales = by_column(_tensor(result.scales).to(self.device), call.scale_dtype)
         out_idx = _tensor(result.topk_idx) if call.layout == RANK_MAJOR else topk_idx.new_empty(0)
         recv_plan = _tensor(result.recv_plan)
         if clear_tail:
@@ -120,7 +120,7 @@ class CpuCalls(NativeCalls):
         if clear_tail:
             filled = sizes[: self.num_local_experts] if call.layout == MASKED else sizes[-1]
             clear_tails(call.layout, rows, filled)
-        return rows.to(self.device), by_column(_tensor(result.scales), call.scale_dtype).to(self.device)
+        return rows.to(self.device), by_column(_tensor(result.scales).to(self.device), call.scale_dtype)
 
     def combine(
         self,

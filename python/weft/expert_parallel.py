@@ -153,7 +153,8 @@ class ExpertParallel:
             quantize: "fp8" or "fp8_ue8m0": quantise rows on the way; None: don't.
             scale_layout: of the scales of the result: "row_major", or "column_major" as grouped FP8 GEMMs read them
                 with TMA: strides (..., 1, ld), each column at a multiple of 16 bytes, UE8M0 packed four to an int32
-                [..., N, ceil(S / 4)]. It costs a small kernel, 4 N S bytes. Ranks may differ.
+                [..., N, ceil(S / 4)]. It costs a small kernel. Rows without scales are
+                refused. Ranks may differ, and a handle does not keep it.
             capacity: most rows (masked: rows an expert), equal on all ranks; exact sizes if None. Picks beyond it are
                 dropped and counted in `overflow`; rows beyond `num_rows` are undefined, zero if gradients are tracked.
             max_tokens: most tokens of any rank in this call, equal on all ranks; None: max_tokens_per_rank.

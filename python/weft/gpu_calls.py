@@ -144,7 +144,8 @@ class GpuCalls(NativeCalls):
         x, scales = _dense(x), None if scales is None else _dense(scales)
         pieces = self._pieces(call, x, scales, quantize)
         routing = _Routing(send_plan, recv_plan, sizes, rows_shape)
-        with _Running(self, "dispatch", call, tie, (*pieces, scales)) as run:
+        inputs = (*pieces, scales, send_plan, recv_plan, sizes)
+        with _Running(self, "dispatch", call, tie, inputs) as run:
             rows, out_scales = self._again(call, pieces[0], scales, routing, quantize, run)
             if len(pieces) > 1:
                 rest = [self._again(call, piece, None, routing, 0, run)[0] for piece in pieces[1:]]
@@ -172,7 +173,8 @@ class GpuCalls(NativeCalls):
         """See NativeCalls."""
         weights, side = None if weights is None else _dense(weights), None if side is None else _dense(side)
         parts = self._columns(call, y, bias)
-        with _Running(self, "combine", call, tie, itertools.chain(*parts, (weights, side, out))) as run:
+        inputs = itertools.chain(*parts, (weights, side, out, send_plan, recv_plan))
+        with _Running(self, "combine", call, tie, inputs) as run:
             into = out if out is not None and out.data_ptr() % ROW_MULTIPLE_BYTES == 0 and len(parts) == 1 else None
             sums: list[Tensor] = []
             side_out = self._no_floats if side is None else self._no_floats.new_empty((num_tokens, self.top_k))

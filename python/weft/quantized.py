@@ -23,9 +23,10 @@ class Quantized:
             fp32, or `torch.float8_e8m0fnu` for UE8M0.
 
     As a result the leading dimension is N (rank_major, expert_major) or [L, C] (masked). With
-    `scale_layout="column_major"` scales have strides (1, ld), masked (ld * S, 1, ld), with ld = N or C rounded up to
-    16 bytes; what lies in a column beyond N is undefined. Scales of one byte (UE8M0) are int32 words there, [..., W]
-    with W = ceil(S / 4): four in a row, the first in the lowest byte, the last word filled up with 0.
+    `scale_layout="column_major"` scales have strides (1, ld), masked (ld * W, 1, ld), W columns, with ld = N or C
+    rounded up so that a column is a multiple of 16 bytes; what lies in a column beyond N is undefined. Scales of one
+    byte (UE8M0) are int32 words there, W = ceil(S / 4): four in a row, the first in the lowest byte, the last word
+    filled up with 0.
     """
 
     data: torch.Tensor

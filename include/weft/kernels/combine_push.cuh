@@ -172,6 +172,7 @@ class CombinePush {
 #pragma unroll
       for (i32 step = 1; step < 32; step *= 2) least = min(least, __shfl_xor_sync(0xffffffffu, least, step));
       if (least == posted) continue;
+      __syncwarp();  // each lane tells an owner what all lanes have acquired
       ptx::fence_proxy_async();
       if (has_peer) transport::post(b_.a.view, b_.flight, b_.lane, static_cast<i32>(blockIdx.x), kPushChannel, least);
       posted = least;

@@ -59,6 +59,7 @@ class DispatchFan : public DispatchState<kConfig> {
       ptx::fence_proxy_async();  // rows that bulk stores of another GPU have written are loaded in bulk by this lane
     }
     if (__shfl_sync(0xffffffffu, has_come ? 1 : 0, 0) == 0) return false;
+    __syncwarp();  // all lanes read what lane 0 has acquired
     i32 row[kBatch][kSteps];
     float weight[kBatch][kSteps];
 #pragma unroll

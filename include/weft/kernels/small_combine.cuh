@@ -106,11 +106,11 @@ class SmallCombine {
   // For the peer `lane`.
   __device__ Verdict wait_early(const transport::Flight& flight) const {
     const i32 block = static_cast<i32>(blockIdx.x);
-    return transport::wait<sync::Looks::kAcquire>(b_.a.view, Phase::kSend, flight, b_.lane, block);
+    return transport::wait(b_.a.view, Phase::kSend, flight, b_.lane, block);
   }
   __device__ Verdict wait_all(const transport::Flight& flight) const {
     const i32 block = static_cast<i32>(blockIdx.x);
-    return transport::wait<sync::Looks::kAcquire>(b_.a.view, Phase::kReduce, flight, b_.lane, block);
+    return transport::wait(b_.a.view, Phase::kReduce, flight, b_.lane, block);
   }
 
   // The worst of the lanes. If no wait is left, the operation ends here for this block.

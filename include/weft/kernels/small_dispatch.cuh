@@ -73,7 +73,7 @@ class SmallDispatch {
 
   __device__ bool wait(Phase phase, i32 block) const {
     Verdict mine = Verdict::kOk;
-    if (s_.is_peer(s_.lane)) mine = transport::wait<sync::Looks::kAcquire>(s_.a.view, phase, s_.flight, s_.lane, block);
+    if (s_.is_peer(s_.lane)) mine = transport::wait(s_.a.view, phase, s_.flight, s_.lane, block);
     const bool is_broken = __any_sync(State::kAll, mine == Verdict::kBroken) != 0;
     const bool is_bad = __any_sync(State::kAll, mine != Verdict::kOk) != 0;
     const Verdict worst = is_broken ? Verdict::kBroken : is_bad ? Verdict::kGivenUp : Verdict::kOk;

@@ -52,24 +52,20 @@ WEFT_HD inline u64 load_header(const u64* cell) {
   return mutants::kRelaxedWait ? ptx::ld_relaxed_sys(cell) : ptx::ld_acquire_sys(cell);
 }
 
-// How a wait looks at its cell. kRelaxed: on a GPU each acquire throws away the first-level cache of the whole SM, so it comes
-// once, when the header is there. kAcquire: each look is one, where nothing is read twice and a load more would be noticed.
-enum class Looks : u32 { kRelaxed, kAcquire };
-
-// Waits until the cell holds a header of `turn`, whatever its fingerprint. What has been acquired is `seen`. A pause that wants
-// to know when the header has come has `void arrive()`.
-template <Looks kLooks = Looks::kRelaxed, class Pause>
+// Waits until the cell holds a header of `turn`, whatever its fingerprint. Looks are relaxed, since on a GPU each acquire
+// throws away the first-level cache of the whole SM; the acquire comes once, when the header is there, and what it reads is
+// `seen`. A pause that wants to know when that is has `void arrive()`.
+template <class Pause>
 WEFT_HD WaitResult wait_header(const u64* cell, Turn turn, Pause& pause, u64& seen) {
   const auto is_there = [&] {
-    seen = kLooks == Looks::kAcquire ? load_header(cell) : ptx::ld_relaxed_sys(cell);
-    const bool has_come = classify_header(seen, turn, 0) != HeaderState::kNotYet;
+    const bool has_come = classify_header(ptx::ld_relaxed_sys(cell), turn, 0) != HeaderState::kNotYet;
     if constexpr (requires { pause.arrive(); }) {
       if (has_come) pause.arrive();
     }
     return has_come;
   };
   const WaitResult result = wait_until(is_there, pause);
-  if (kLooks == Looks::kRelaxed) seen = load_header(cell);
+  seen = load_header(cell);
   return result;
 }
 

@@ -112,14 +112,13 @@ __device__ inline u32 progress(const WindowView& view, const Flight& flight, i32
 }
 
 // Waits for one peer's header. Block 0 notes how long.
-template <sync::Looks kLooks = sync::Looks::kRelaxed>
 __device__ inline Verdict wait(const WindowView& view, Phase phase, const Flight& flight, i32 peer, i32 block) {
   const u64* cell = reinterpret_cast<const u64*>(view.control[view.rank] +
                                                  view.layout.header(phase, flight.turn.sequence, peer, block));
   u64* waited_ns = blockIdx.x == 0 ? &view.words()->waited_ns[peer] : nullptr;
   sync::LanePause pause(&view.host->abort, u64{1} << peer, &view.host->timeout_ns, 0, waited_ns);
   u64 seen;
-  const sync::WaitResult result = sync::wait_header<kLooks>(cell, flight.turn, pause, seen);
+  const sync::WaitResult result = sync::wait_header(cell, flight.turn, pause, seen);
   if (!settle(view, flight, result, phase, peer, seen)) return Verdict::kBroken;
   if (sync::classify_header(seen, flight.turn, flight.print) == sync::HeaderState::kMatch) return Verdict::kOk;
   record(view, flight, ErrorCause::kMismatch, phase, peer, seen);
