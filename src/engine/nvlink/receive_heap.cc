@@ -188,10 +188,12 @@ void ReceiveHeap::release(u64 offset) noexcept try {
   const Live live = std::move(found->second);
   live_.erase(found);
   const u64 end = offset + live.num_bytes;
-  const cuda::QuietContextScope scope(gpu_->context);
-  pending_.push_back({offset, end, live.stream, scope.ok() ? event_on(live.stream) : nullptr});
-  for (u64 stream : live.other_streams) {
-    if (scope.ok()) pending_.push_back({offset, end, stream, event_on(stream)});
+  pending_.push_back({offset, end, live.stream, nullptr});
+  if (!live.other_streams.empty()) {
+    const cuda::QuietContextScope scope(gpu_->context);
+    for (u64 stream : live.other_streams) {
+      if (scope.ok()) pending_.push_back({offset, end, stream, event_on(stream)});
+    }
   }
   heap_.release(offset);
 } catch (const std::exception&) {

@@ -1,9 +1,9 @@
 // The heap of a window: where receive tensors lie, and when a place that was let go may be used again.
 //
 // A block belongs to the stream that it was reserved on. The next block in its place may be used on that stream at once; on
-// another one only behind events on the block's stream and on each that record_stream() named, recorded when the block was let
-// go; on a stream that recorded a graph then, behind the next call there or when it is asked for. A stream that records a graph
-// gets only places nobody waits for, and keeps them for good.
+// another one only behind events: one on the block's stream, recorded behind the next call there or when it is asked for, and
+// one on each stream that record_stream() named, recorded when the block was let go. A stream that records a graph gets only
+// places nobody waits for, and keeps them for good.
 #pragma once
 
 #include <map>
