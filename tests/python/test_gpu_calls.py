@@ -4,7 +4,7 @@ through weft.gpu_calls, on simulated windows. tests/gpu has the same on real one
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from test_property import (  # noqa: F401  collected here with this module's `po
 
 import weft
 from pool import RankState
+from weft.gpu_calls import GpuCalls
 from weft.streams import WindowStreams
 
 
@@ -82,6 +83,28 @@ def test_asynchronous_calls(pool: Any) -> None:
     for x, y in pool.run(2, call_asynchronously, [0, 0]):
         ranks = torch.tensor([1, 2, 1, 1]).view(4, 1)  # that each token reaches
         assert torch.equal(y, (x.float() * ranks).bfloat16())
+
+
+def combine_and_repeat_asynchronously(state: RankState, seed: int) -> weft.Handle:
+    ep = make(state)
+    r = ep.dispatch(torch.zeros(4, 64).bfloat16(), torch.tensor([[0, 1], [1, 2], [3, -1], [0, 0]]))
+    ep.combine(r.x, r.handle, async_op=True)
+    ep.dispatch(torch.zeros(4, 64).bfloat16(), handle=r.handle, async_op=True).event.wait()
+    return r.handle
+
+
+def test_asynchronous_calls_keep_the_plans_they_read(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or whoever lets go of the handle gives their place to the next tensor of the caller's stream."""
+    kept: list[int] = []
+
+    def record(calls: GpuCalls, window: int, tensors: Sequence[torch.Tensor], stream: Any) -> None:
+        kept.extend(tensor.data_ptr() for tensor in tensors)
+
+    monkeypatch.setattr(GpuCalls, "record_stream", record)
+    for handle in pool.run(2, combine_and_repeat_asynchronously, [0, 0]):
+        for plan in (handle.send_plan, handle.recv_plan):
+            assert kept.count(plan.data_ptr()) >= 2, "by combine and by dispatch"
+        assert handle.sizes.data_ptr() in kept
 
 
 def read_unaligned_and_strided(state: RankState, seed: int) -> torch.Tensor:
