@@ -347,6 +347,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--isolation", choices=("process", "thread"), default="process", help="of the ranks")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--rounds", type=int, default=1 << 40, help="at most so many")
     parser.add_argument("--repeats", type=int, default=20, help="dispatches, and combines, of a round")
@@ -359,7 +360,9 @@ def main() -> int:
     options = parser.parse_args()
     facts = apart(machine_facts, options.device)
     apart(compile_kernels, facts["arch"], options.ranks)
-    ranks = weft.spawn(run_rank, num_ranks=options.ranks, args=(options,), device=options.device)
+    ranks = weft.spawn(
+        run_rank, num_ranks=options.ranks, args=(options,), device=options.device, isolation=options.isolation
+    )
     row: dict[str, Any] = {"kind": "soak", **{name: facts[name] for name in ("commit", "machine", "driver", "torch")}}
     row |= {"ranks": options.ranks, "engine": ranks[0]["engine"], "seed": options.seed}
     row |= {"next_seed": max(rank["next_seed"] for rank in ranks), "repeats": options.repeats}
