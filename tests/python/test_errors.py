@@ -3,6 +3,7 @@ ranks that learn of a failure late, wrongly or never."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import re
@@ -245,6 +246,17 @@ def test_empty_output_refuses(ep: weft.ExpertParallel) -> None:
     for wrong, text in ((None, "dispatched is None"), (r.handle, r"dispatched is weft.Handle\(rank_major")):
         with pytest.raises(weft.InvalidArgument, match=rf"{text}.*; the result of a dispatch is expected"):
             ep.empty_output(wrong)  # type: ignore[arg-type]
+
+
+def test_results_can_not_be_assigned(ep: weft.ExpertParallel) -> None:
+    """Checks look at what a dispatch has made: weights of another dtype would be read as fp32."""
+    r = ep.dispatch(X, IDX)
+    weights = r.topk_weights.double()
+    for made in (r, r.handle):
+        with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field 'topk_weights'"):
+            made.topk_weights = weights  # type: ignore[misc]
+    assert dataclasses.replace(r.handle, num_tokens=1).num_tokens == 1, "a copy may have others"
+    assert r.handle.num_tokens == 5
 
 
 def test_supports_agrees_with_dispatch(ep: weft.ExpertParallel) -> None:
