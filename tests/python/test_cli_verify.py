@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from weft.cli import app
 from weft.verify import Fixed, TrialResult, draw_case, repeat_command, run_trials
 from weft.verify.check import Mismatch, expect_equal
 from weft.verify.kill_board import Board
+from weft.verify.kill_calls import OPERATIONS, draw_kill_case
 
 
 def test_right_results_pass() -> None:
@@ -165,7 +167,54 @@ def test_kills_are_seen_and_survived() -> None:
         assert kill["ok"], kill["problems"]
         assert len(kill["detection_us"]) == 2
         assert all(detection_us > 0 for detection_us in kill["detection_us"])
+    check_counts(rows, {"throughput": 3, "small": 5, "small staged": 2})  # on CPUs graphs are plain calls
     assert {row["what"] for row in rows if row["kind"] == "times"} >= {"detection", "rebuild"}
+
+
+def check_counts(rows: list[dict[str, Any]], kills: dict[str, int]) -> None:
+    """Kills are counted by what the victim was doing."""
+    counts = [row for row in rows if row["kind"] == "count"]
+    by_mode: Counter[str] = Counter()
+    for count in counts:
+        of_kills = [(row["mode"], row["operation"]) for row in rows if row["kind"] == "kill"]
+        assert count["kills"] == of_kills.count((count["mode"], count["operation"]))
+        assert count["operation"] in ("dispatch", "combine")
+        by_mode[count["mode"]] += count["kills"]
+    assert by_mode == kills
+
+
+@pytest.mark.parametrize(
+    ("mode", "kinds"),
+    [
+        ("throughput", {("throughput", "dispatch"), ("throughput", "combine")}),
+        ("mixed", {("throughput", "dispatch"), ("small", "combine")}),
+        ("staged", {("small staged", "dispatch"), ("small staged", "combine")}),
+    ],
+)
+def test_a_kill_names_the_kernels_and_the_call(mode: str, kinds: set[tuple[str, str]]) -> None:
+    """What the victim noted last, in every mode that can be asked for."""
+    flags = ["verify", "--kill", "--trials", "2", "--ranks", "2", "--mode", mode, "--json"]
+    result = CliRunner().invoke(app, flags)
+    assert result.exit_code == 0, result.output
+    kills = [row for row in rows_of(result.stdout) if row["kind"] == "kill"]
+    assert {(kill["mode"], kill["operation"]) for kill in kills} <= kinds
+
+
+def test_what_a_victim_was_doing_survives_it() -> None:
+    """Each operation that is noted comes back, and the case of a trial fits its kernels."""
+    board = Board(2)
+    for number, (mode, operation) in enumerate(OPERATIONS):
+        board.note_doing(1, number)
+        plan = killing._Plan(victims=(1,), delays_s=(0.0,))
+        result = killing._result(0, draw_case(0, Fixed(ranks=2)), plan, 0, board, killing._Seen([], []))
+        assert (result.mode, result.operation) == (mode, operation)
+    cases = [draw_kill_case(seed, Fixed(ranks=4, tokens=16)) for seed in range(4)]
+    assert [(case.mode, in_graph) for case, in_graph in cases] == [
+        ("throughput", False), ("latency", False), ("staged", False), ("latency", True),
+    ]  # fmt: skip
+    assert all(case.capacity is not None for case, _ in cases[2:])
+    assert draw_kill_case(1, Fixed(ranks=4, tokens=4096))[0].mode == "throughput"
+    assert CliRunner().invoke(app, ["verify", "--mode", "graph", "--trials", "1"]).exit_code == 2
 
 
 def test_ranks_die_one_after_the_other() -> None:

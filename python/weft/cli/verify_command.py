@@ -8,10 +8,14 @@ import typer
 
 from weft.cli import options
 from weft.cli.output import EXIT_FAILED, Output, command_output
+from weft.errors import InvalidArgument
 from weft.verify import Fixed, repeat_command
 
-ModeName = Literal["auto", "throughput", "latency", "mixed", "staged"]
-_MODE_HELP = "Kernels; mixed: small batches behind a throughput dispatch. Random in every trial unless given."
+ModeName = Literal["auto", "throughput", "latency", "mixed", "staged", "graph"]
+_MODE_HELP = (
+    "Kernels; mixed: small batches behind a throughput dispatch; graph: only with --kill. Random in every trial unless "
+    "given, with --kill in turn."
+)
 _DEATHS_HELP = "With --kill: ranks killed one after the other in each trial, fewer than there are."
 _KILL_HELP = "Kill a random rank at a random moment in each trial; report what survivors see and how soon."
 
@@ -50,6 +54,8 @@ def verify(
         trace=None if trace is None else str(trace),
     )
     with command_output(json_lines=json) as output:
+        if mode == "graph" and not kill:
+            raise InvalidArgument("mode is 'graph'; allowed with --kill only")
         if kill:
             ok = _run_kills(output, fixed, trials, seed, device, deaths)
         else:
@@ -94,6 +100,7 @@ def _run_trials(output: Output, fixed: Fixed, trials: int, seed: int, device: st
 
 def _run_kills(output: Output, fixed: Fixed, trials: int, seed: int, device: str, deaths: int) -> bool:
     import dataclasses
+    from collections import Counter
 
     from weft.bench.apart import apart
     from weft.bench.suite import machine_facts
@@ -122,6 +129,12 @@ def _run_kills(output: Output, fixed: Fixed, trials: int, seed: int, device: str
         p50, p99, worst = percentile(values, 0.5), percentile(values, 0.99), max(values, default=0.0)
         rows.append((what, str(len(values)), f"{p50:.0f}", f"{p99:.0f}", f"{worst:.0f}"))
         output.row({"kind": "times", "what": what, "count": len(values), "p50_us": p50, "p99_us": p99, "max_us": worst})
+    counts = Counter((result.mode, result.operation, result.ok) for result in results)
+    for mode, operation in sorted({key[:2] for key in counts}):
+        wrong = counts[mode, operation, False]
+        kills = counts[mode, operation, True] + wrong
+        output.row({"kind": "count", "mode": mode, "operation": operation, "kills": kills, "failed": wrong})
+        output.text(f"{mode} {operation}: {kills} kills, {wrong} failed")
     output.row({"kind": "summary", "ok": not failed, "trials": trials, "failed": failed})
     output.table("kill -9, as the survivors saw it", ("time from the kill, us", "count", "p50", "p99", "max"), rows)
     verdict = f"{failed} of {len(results)} kills FAILED" if failed else f"{len(results)} kills ok"

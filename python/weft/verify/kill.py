@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from weft.errors import InvalidArgument
-from weft.verify.cases import Case, Fixed, check_environment, check_fixed, draw_case
+from weft.verify.cases import Case, Fixed, check_environment, check_fixed
 from weft.verify.kill_board import Board
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ class KillResult:
     seed: int
     ranks: int
     victim: int
+    mode: str  # with `operation` one of kill_calls.OPERATIONS: what the victim was doing
+    operation: str
     calls_before: int  # calls the victim's peers had completed since the last death, the largest of them
     detection_us: tuple[float, ...]  # per survivor
     channels: tuple[dict[str, float], ...]  # per survivor: us from the kill to the report of each channel that saw it
@@ -80,6 +82,7 @@ class _Plan:
 
     victims: tuple[int, ...]
     delays_s: tuple[float, ...]
+    in_graph: bool = False  # calls are replayed
 
     def left(self, num_ranks: int, death: int) -> tuple[int, ...]:
         """Ranks that live when `death` others have died."""
@@ -88,9 +91,9 @@ class _Plan:
 
 def run_kills(*, trials: int, seed: int, fixed: Fixed, device: str = "auto", deaths: int = 1) -> Iterator[KillResult]:
     """Run `trials` trials with `deaths` kills each, one after the other, and yield each kill's result. Not fixed: 4
-    ranks, 128 tokens, H = 512, the rest drawn by the seed.
+    ranks, 128 tokens, H = 512, kernels in turn (kill_calls.KILL_MODES), the rest drawn by the seed.
     """
-    import torch  # noqa: F401  once, here: each trial's ranks are forked from this process
+    from weft.verify.kill_calls import draw_kill_case  # torch too, once: each trial's ranks are forked from here
 
     check_fixed(fixed)
     check_environment()
@@ -100,15 +103,15 @@ def run_kills(*, trials: int, seed: int, fixed: Fixed, device: str = "auto", dea
     if not 1 <= deaths < (fixed.ranks or 0):
         raise InvalidArgument(f"deaths={deaths}: allowed is 1 to one less than ranks={fixed.ranks}")
     for trial in range(trials):
-        yield from _run_trial(trial, draw_case(seed + trial, fixed), device, deaths)
+        yield from _run_trial(trial, *draw_kill_case(seed + trial, fixed), device, deaths)
 
 
-def _run_trial(trial: int, case: Case, device: str, deaths: int) -> Iterator[KillResult]:
+def _run_trial(trial: int, case: Case, in_graph: bool, device: str, deaths: int) -> Iterator[KillResult]:
     import weft
 
     rng = random.Random(f"weft verify kill {case.seed}")
     victims = tuple(rng.sample(range(case.ranks), deaths))
-    plan = _Plan(victims, tuple(rng.uniform(0.0, _KILL_WITHIN_S) for _ in victims))
+    plan = _Plan(victims, tuple(rng.uniform(0.0, _KILL_WITHIN_S) for _ in victims), in_graph)
     board = Board(case.ranks)
     shared_memory_before = _shared_memory_files()
     gpu_memory_before = {} if device == "cpu" else _gpu_memory()
@@ -159,6 +162,8 @@ def _problems_of(rank: int, survived: list[_Survivor], death: int, error: BaseEx
 
 
 def _result(trial: int, case: Case, plan: _Plan, death: int, board: Board, seen: _Seen) -> KillResult:
+    from weft.verify.kill_calls import OPERATIONS
+
     victim, killed_at_ns = plan.victims[death], board.killed_at_ns(death)
     memory_left, measured_at_ns = board.memory_left(death) or (None, 0)
     is_memory_back = memory_left is not None and memory_left <= _MOST_LEFT_BYTES
@@ -168,12 +173,15 @@ def _result(trial: int, case: Case, plan: _Plan, death: int, board: Board, seen:
             f"{memory_left >> 20} MiB left on the GPU of rank {victim} {after_s:.1f} s after its death"
         )
     saw = [part for part in seen.survivors if part.lost_at_ns]
+    mode, operation = OPERATIONS[board.doing(victim)]
     return KillResult(
         trial=trial,
         death=death,
         seed=case.seed,
         ranks=case.ranks - death,
         victim=victim,
+        mode=mode,
+        operation=operation,
         calls_before=max((part.calls for part in seen.survivors), default=0),
         detection_us=tuple((part.lost_at_ns - killed_at_ns) / 1e3 for part in saw),
         channels=tuple(
@@ -273,38 +281,29 @@ def _run_rank(comm: object, case: Case, board: Board, plan: _Plan, diaries: list
 
 
 def _one_death(ep: weft.ExpertParallel, case: Case, board: Board, plan: _Plan, death: int) -> _Survivor:
-    import torch
-
     import weft
-    from weft.verify.check import check_case, make_inputs
+    from weft.verify.check import check_case
+    from weft.verify.kill_calls import Calls
 
     comm, victim = ep.comm, plan.victims[death]
-    mine = make_inputs(case, comm.rank)
-    x, topk_idx, topk_weights = (part.to(comm.device) for part in (mine.x, mine.topk_idx, mine.topk_weights))
-    quantize = None if case.quantize == "none" else case.quantize
-    options: dict[str, Any] = {"layout": case.layout, "alignment": case.alignment, "capacity": case.capacity}
-    options |= case.dispatch_mode
+    calls = Calls(ep, case, plan.in_graph, functools.partial(board.note_doing, comm.rank))
     beside = _Beside(comm.device)
-    calls = 0
+    num_calls = 2
     give_up_at = time.monotonic() + _GIVE_UP_S
     try:
+        calls.start()
+        board.note_running(comm.rank, death)
         while time.monotonic() < give_up_at:
-            received = ep.dispatch(x, topk_idx, topk_weights, quantize=quantize, **options).wait()
-            output = ep.empty_output(received)
-            combined = ep.combine(torch.zeros_like(output), received.handle, **case.later_mode)
-            if isinstance(combined, weft.Staged):
-                combined.wait()
+            calls.run()
             beside.go_on()
-            calls += 2
-            if calls == 2:
-                board.note_running(comm.rank, death)
+            num_calls += 2
     except weft.PeerLost as lost:
         lost_at_ns = time.monotonic_ns()
         named = tuple(lost.ranks)
     else:
-        return _Survivor(calls, 0, {}, 0, f"saw no PeerLost within {_GIVE_UP_S:.0f} s")
+        return _Survivor(num_calls, 0, {}, 0, f"saw no PeerLost within {_GIVE_UP_S:.0f} s")
     if named != (victim,):
-        return _Survivor(calls, lost_at_ns, {}, 0, f"PeerLost names {list(named)}, killed was {victim}")
+        return _Survivor(num_calls, lost_at_ns, {}, 0, f"PeerLost names {list(named)}, killed was {victim}")
     beside.check()
     left = plan.left(case.ranks, death + 1)
     rebuild_from_ns = time.monotonic_ns()
@@ -312,7 +311,7 @@ def _one_death(ep: weft.ExpertParallel, case: Case, board: Board, plan: _Plan, d
     rebuild_ns = time.monotonic_ns() - rebuild_from_ns
     tally = check_case(comm, case, active_ranks=left)
     problem = f"after rebuild: {tally.problems[0]}" if tally.problems else None
-    return _Survivor(calls, lost_at_ns, _channels(comm, victim), rebuild_ns, problem)
+    return _Survivor(num_calls, lost_at_ns, _channels(comm, victim), rebuild_ns, problem)
 
 
 class _Beside:

@@ -16,10 +16,11 @@ _WORD = struct.Struct("q")
 
 class Board:
     """A page shared by the ranks and the killer. Words of each rank: its pid, how many deaths it has run up to, and has
-    come through; words of each death: when it was, what memory was left and when that was, and whether it is over.
+    come through, and what it does; words of each death: when it was, what memory was left and when that was, and
+    whether it is over.
     """
 
-    _PID, _RUNS, _THROUGH, _KILLED_AT, _MEMORY, _MEASURED_AT, _OVER = range(7)
+    _PID, _RUNS, _THROUGH, _KILLED_AT, _MEMORY, _MEASURED_AT, _OVER, _DOING = range(8)
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -35,6 +36,14 @@ class Board:
         """This rank makes calls and waits for death number `death`."""
         self._set(self._PID, rank, os.getpid())
         self._set(self._RUNS, rank, death + 1)
+
+    def note_doing(self, rank: int, what: int) -> None:
+        """This rank begins an operation, by its number."""
+        self._set(self._DOING, rank, what)
+
+    def doing(self, rank: int) -> int:
+        """The operation that it began last."""
+        return self._get(self._DOING, rank)
 
     def note_through(self, rank: int, death: int) -> None:
         """This rank has rebuilt after it, or given up."""
