@@ -363,12 +363,19 @@ class ExpertParallel:
         finally:
             self.comm.leave()
 
-    def warmup(self, *, wire: str | None = None, weighted: bool = True, **options: Any) -> None:
+    def warmup(
+        self,
+        *,
+        wire: str | None = None,
+        weighted: bool = True,
+        topk_dtype: torch.dtype = torch.int64,
+        **options: Any,
+    ) -> None:
         """Prepare what the first calls would prepare, and wait for all ranks. Collective.
 
         On a GPU: compiles and loads the kernels of a dispatch with `options` (those of `dispatch`: layout, alignment,
-        quantize, scale_layout, capacity, max_tokens, num_sms, mode, staged), its repetition and its combine, by running
-        each without tokens.
+        quantize, scale_layout, capacity, max_tokens, num_sms, mode, staged) and ids of `topk_dtype`, its repetition and
+        its combine, by running each without tokens.
 
         Raises:
             As dispatch and combine. CompileError: a kernel could not be compiled.
@@ -381,7 +388,7 @@ class ExpertParallel:
             return
         same = {name: options[name] for name in ("num_sms", "mode", "staged") if name in options}
         x = torch.empty((0, self.hidden), dtype=self.dtype, device=self.device)
-        ids = torch.empty((0, self.top_k), dtype=torch.int64, device=self.device)
+        ids = torch.empty((0, self.top_k), dtype=topk_dtype, device=self.device)
         for idx in range(self.num_windows):
             with torch.no_grad():
                 r = self.dispatch(x, ids, window=idx, **options).wait()

@@ -91,9 +91,6 @@ class GpuCalls(NativeCalls):
     ) -> Received:
         """See NativeCalls."""
         x, scales = _dense(x), None if scales is None else _dense(scales)
-        idx_dtype = topk_idx.dtype
-        if idx_dtype != torch.int64:  # each rank may have its own type; one travels
-            topk_idx = topk_idx.to(torch.int64)
         topk_idx = _dense(topk_idx)
         weights = None if topk_weights is None else _dense(topk_weights)
         if call.capacity < 0 and torch.cuda.is_current_stream_capturing():
@@ -116,10 +113,6 @@ class GpuCalls(NativeCalls):
                 _clear(received.topk_weights, tail)
                 if call.layout == RANK_MAJOR:
                     received.topk_idx.masked_fill_(tail.unsqueeze(-1), -1)
-            if idx_dtype != torch.int64:
-                wide = received.topk_idx
-                received = received._replace(topk_idx=wide.to(idx_dtype))
-                run.after.append(lambda: received.topk_idx.copy_(wide))
             if call.scale_dtype is not None:
                 received = received._replace(scales=self._scales_of(call, received.scales, run))
             run.results = received[:-1]
@@ -272,6 +265,9 @@ class GpuCalls(NativeCalls):
         args = self._dispatch_args(call, x, scales, quantize, topk_idx.shape[0], run.stream)
         args.topk_idx, args.topk_weights = topk_idx.data_ptr(), pointer(weights)
         args.overflow = self.overflow_ptr
+        no_ids = self._no_ids
+        if topk_idx.dtype != torch.int64:
+            args.topk_is_int64, no_ids = False, self._ints
         if call.is_small:
             return self._first_small(call, args, x, scales, quantize, run)
         native = self.windows[call.window].native
@@ -286,10 +282,10 @@ class GpuCalls(NativeCalls):
         if not result.in_heap:
             lead = self._lead(call, result.result_rows)
             rows, out_scales = self._ordinary(lead, x, scales, quantize)
-            out_idx, out_weights, recv_plan = self._ordinary_routing(call.layout, lead)
+            out_idx, out_weights, recv_plan = self._ordinary_routing(call.layout, lead, no_ids)
             self._unload(call, rows, out_scales, out_idx, out_weights, recv_plan)
         out_scales = self._no_floats if out_scales is None else out_scales
-        out_idx = self._no_ids if out_idx is None else out_idx
+        out_idx = no_ids if out_idx is None else out_idx
         return Received(rows, out_scales, out_idx, out_weights, sizes, send_plan, recv_plan, self.tie())
 
     def _first_small(
@@ -370,25 +366,25 @@ class GpuCalls(NativeCalls):
         return sizes, send_plan
 
     def _small_routing(self, call: Call, args: Any, lead: tuple[int, ...]) -> list[Tensor]:
-        """Sizes, both plans, weights and ids (int64): in the heap if there is room, else ordinary tensors."""
+        """Sizes, both plans, weights and ids: in the heap if there is room, else ordinary tensors."""
         per_row = (*lead, self.top_k) if call.layout == RANK_MAJOR else lead
         wanted = [
             ((self._sizes_len(call.layout),), _INT32),
             ((self._send_plan_len(call.layout, args.num_tokens),), _INT32),
             ((self._recv_plan_len(call.layout),), _INT32),
             (per_row, DTYPE_CODES[torch.float32]),
-            (per_row if call.layout == RANK_MAJOR else (0,), _INT64),
+            (per_row if call.layout == RANK_MAJOR else (0,), _INT64 if args.topk_is_int64 else _INT32),
         ]
         found = self.windows[call.window].native.empty_together(wanted, args.stream, _from_dlpack)
         if found is not None:
             return list(found)
         return [self._new(shape, _OF_CODE[code]) for shape, code in wanted]
 
-    def _ordinary_routing(self, layout: int, lead: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Ordinary tensors for ids (int64), weights and the receive plan."""
+    def _ordinary_routing(self, layout: int, lead: tuple[int, ...], no_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Ordinary tensors for ids of the type of `no_ids`, weights and the receive plan."""
         per_row = (*lead, self.top_k) if layout == RANK_MAJOR else lead
         return (
-            self._no_ids.new_empty(per_row) if layout == RANK_MAJOR else self._no_ids,
+            no_ids.new_empty(per_row) if layout == RANK_MAJOR else no_ids,
             self._no_floats.new_empty(per_row),
             self._ints.new_empty(self._recv_plan_len(layout)),
         )

@@ -45,7 +45,7 @@ class Case:
     layout: str = "rank_major"
     capacity: int = NO_CAPACITY
     alignment: int = 1
-    ids_are_int64: bool = True
+    int32_ranks: tuple[int, ...] = ()  # whose ids are
     has_weights: bool = True
     num_rounds: int = 3  # new routings
     is_repeated: bool = False  # each is followed by a dispatch by its handle
@@ -77,7 +77,7 @@ class Case:
             max_tokens=min(max(*self.tokens, 1), most),
             capacity=self.capacity,
             alignment=self.alignment,
-            ids_are_int64=self.ids_are_int64,
+            int32_ranks=self.int32_ranks,
             shared_bytes=self.shared_bytes,
         )
 
@@ -158,7 +158,7 @@ def random_given(case: Case, rank: int, generator: torch.Generator) -> Given:
             ids.view(-1)[at] = (shape.num_experts, -2, shape.num_experts + 1000000)[idx % 3]
     weights = torch.rand(ids.shape, generator=generator) - 0.3 if case.has_weights else None
     x, scales = random_rows(case, num_tokens, generator)
-    return Given(x, scales, ids.to(torch.int64 if case.ids_are_int64 else torch.int32), weights)
+    return Given(x, scales, ids.to(torch.int32 if rank in case.int32_ranks else torch.int64), weights)
 
 
 class Runner:

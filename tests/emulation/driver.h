@@ -110,6 +110,7 @@ inline void take(Fields& fields, weft::kernels::DispatchKernelArgs& args) {
   fields.take("place_weights", args.placement.weights);
   fields.take("place_table", args.placement.table);
   fields.take("place_rows", args.placement.num_rows);
+  fields.take("place_id_bytes", args.placement.id_bytes);
   fields.take("send_plan", args.send_plan);
   fields.take("recv_plan", args.recv_plan);
   fields.take("counts", args.counts);

@@ -18,7 +18,7 @@ PLAIN = Case(shape=WINDOW, tokens=(40, 23, 31), hidden=600, shared_bytes=24 << 1
 CASES = {
     "rank_major": dataclasses.replace(PLAIN, num_bad_ids=2, num_duplicates=3, is_repeated=True),
     "rank_major, capacity, no tokens on a rank": dataclasses.replace(
-        PLAIN, seed=1, tokens=(33, 0, 20), capacity=40, ids_are_int64=False, has_weights=False
+        PLAIN, seed=1, tokens=(33, 0, 20), capacity=40, int32_ranks=(0, 2), has_weights=False
     ),
     "expert_major, ue8m0": dataclasses.replace(
         PLAIN, seed=2, layout="expert_major", rows="fp8_ue8m0", hidden=272, alignment=8, shared_bytes=20 << 10
@@ -73,6 +73,14 @@ MUTANTS = (
     ),
 )
 
+MIXED_IDS = dataclasses.replace(FEW_STAGES, int32_ranks=(1,), num_rounds=1)
+OWN_TYPE = Mutant(
+    "ids are written in the type that the sender has",
+    SEND,
+    "if ((s.int64_mask >> to & 1u) != 0) {",
+    "if (kConfig.topk_is_int64) {",
+)
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _compile_ahead(compiler: Compiler) -> None:
@@ -80,6 +88,7 @@ def _compile_ahead(compiler: Compiler) -> None:
         Runner(compiler, case).start_compiling()
     for mutant in MUTANTS:
         Runner(compiler, FEW_STAGES, mutant).start_compiling()
+    Runner(compiler, MIXED_IDS, OWN_TYPE).start_compiling()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -92,3 +101,8 @@ def test_dispatch_is_the_reference(compiler: Compiler, name: str) -> None:
 def test_mistakes_are_found(compiler: Compiler, mutant: Mutant) -> None:
     """An emulation that finds none of these proves nothing."""
     assert is_found(lambda seed: run_case(compiler, dataclasses.replace(FEW_STAGES, seed=seed), mutant))
+
+
+def test_mistakes_of_ids_are_found(compiler: Compiler) -> None:
+    """As above."""
+    assert is_found(lambda seed: run_case(compiler, dataclasses.replace(MIXED_IDS, seed=seed), OWN_TYPE))

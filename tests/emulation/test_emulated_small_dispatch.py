@@ -30,7 +30,7 @@ CASES = {
         shape=dataclasses.replace(WINDOW, num_blocks=4, small_tokens=2),
     ),
     "rank_major, capacity, repeated": dataclasses.replace(
-        PLAIN, seed=1, tokens=(24, 0, 20), capacity=30, ids_are_int64=False, has_weights=False, is_repeated=True
+        PLAIN, seed=1, tokens=(24, 0, 20), capacity=30, int32_ranks=(0, 2), has_weights=False, is_repeated=True
     ),
     "expert_major, ue8m0": dataclasses.replace(
         PLAIN, seed=2, layout="expert_major", rows="fp8_ue8m0", hidden=272, alignment=8, num_duplicates=3

@@ -163,13 +163,17 @@ class Call:
     max_tokens: int  # of any rank in this call
     capacity: int = NO_CAPACITY
     alignment: int = 1
-    ids_are_int64: bool = True
+    int32_ranks: tuple[int, ...] = ()  # whose ids are
     shared_bytes: int = 48 << 10
 
     @property
     def is_by_expert(self) -> bool:
         """Whether a row is a pick."""
         return self.layout != "rank_major"
+
+    def id_bytes(self, rank: int) -> int:
+        """Of an id that the rank gives and gets."""
+        return 4 if rank in self.int32_ranks else 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,20 +205,22 @@ class Received:
     seen_x: int = 0  # a copy of x when the stream had come so far: what a peer stores later comes too late
 
 
-def dispatch_args(call: Call, rows: Rows, *, is_cached: bool = False, is_small: bool = False) -> object:
+def dispatch_args(
+    call: Call, rows: Rows, *, is_int64: bool = True, is_cached: bool = False, is_small: bool = False
+) -> object:
     """What the native functions render a dispatch from."""
     args = _load.native().GpuDispatchArgs()
     args.layout, args.num_blocks, args.hidden = LAYOUTS.index(call.layout), call.num_blocks, rows.hidden
     args.dtype, args.row_bytes, args.quantize = rows.dtype_code, rows.row_bytes, rows.quantize
     args.scale_row_bytes = 0 if rows.quantize else rows.scale_bytes
-    args.topk_is_int64, args.cached, args.is_small = call.ids_are_int64, is_cached, is_small
+    args.topk_is_int64, args.cached, args.is_small = is_int64, is_cached, is_small
     return args
 
 
-def dispatch_source(shape: Shape, call: Call, rows: Rows, *, is_cached: bool) -> str:
+def dispatch_source(shape: Shape, call: Call, rows: Rows, *, is_int64: bool, is_cached: bool) -> str:
     """The kernel of a dispatch."""
     source: str = _load.native().render_dispatch(
-        dispatch_args(call, rows, is_cached=is_cached),
+        dispatch_args(call, rows, is_int64=is_int64, is_cached=is_cached),
         **_window(shape, shape.max_tokens),
         shared_bytes=call.shared_bytes,
     )
@@ -222,10 +228,10 @@ def dispatch_source(shape: Shape, call: Call, rows: Rows, *, is_cached: bool) ->
 
 
 def small_dispatch_source(
-    shape: Shape, call: Call, rows: Rows, *, sends: bool, receives: bool, is_cached: bool = False
+    shape: Shape, call: Call, rows: Rows, *, sends: bool, receives: bool, is_int64: bool = True, is_cached: bool = False
 ) -> str:
     """The kernel of a dispatch of a small batch, or a half of it."""
-    args = dispatch_args(call, rows, is_cached=is_cached, is_small=True)
+    args = dispatch_args(call, rows, is_int64=is_int64, is_cached=is_cached, is_small=True)
     args.sends, args.receives = sends, receives  # type: ignore[attr-defined]
     source: str = _load.native().render_small_dispatch(
         args, **_window(shape, shape.small_tokens), shared_bytes=call.shared_bytes
@@ -286,7 +292,7 @@ class Dispatcher:
             "capacity": call.capacity,
             "recv_plan": result.recv_plan,
         }
-        source = dispatch_source(shape, call, rows, is_cached=is_cached)
+        source = dispatch_source(shape, call, rows, is_int64=call.id_bytes(rank) == 8, is_cached=is_cached)
         launches = [Launch(world.compiler.start(source, self.mutant), fields)]
         if room == 0 or (not is_cached and result.num_rows > room):
             launches = self._unload(launches[0], rank, result, scales_landing, is_cached)
@@ -301,7 +307,8 @@ class Dispatcher:
     def _place(self, rank: int, result: Received, room: int, is_cached: bool) -> dict[str, int]:
         world, rows, top_k = self.world, self.rows, self.world.shape.top_k
         names = ("x", "scales", "ids", "weights", "table")
-        place = dict.fromkeys((f"place_{name}" for name in names), 0) | {"place_rows": room}
+        place = dict.fromkeys((f"place_{name}" for name in names), 0)
+        place |= {"place_rows": room, "place_id_bytes": self.call.id_bytes(rank)}
         if room == 0:
             return place
         per_row = 1 if self.call.is_by_expert else top_k
@@ -310,7 +317,7 @@ class Dispatcher:
             plan = 4 * world.shape.recv_plan_len(self.call.layout, world.layout["plan_header"])
             sizes |= {"weights": 4 * room * per_row, "table": plan}
             if not self.call.is_by_expert:
-                sizes["ids"] = room * top_k * (8 if self.call.ids_are_int64 else 4)
+                sizes["ids"] = room * top_k * self.call.id_bytes(rank)
         place |= {f"place_{name}": world.reserve(rank, size) for name, size in sizes.items()}
         heap = world.heap[rank]
         result.x, result.scales = heap + place["place_x"], heap + place["place_scales"]
@@ -332,7 +339,7 @@ class Dispatcher:
         is_zeroed = call.layout == "expert_major"
         result.x = memory.put(zeros) if is_zeroed else memory.allocate(num_rows * rows.wire_bytes)
         result.scales = memory.put(zeros) if is_zeroed else memory.allocate(num_rows * rows.scale_bytes)
-        id_bytes = 8 if call.ids_are_int64 else 4
+        id_bytes = call.id_bytes(rank)
         if not is_cached:
             result.recv_plan = memory.allocate(plan_bytes)
             per_row = 1 if call.is_by_expert else shape.top_k
@@ -393,7 +400,7 @@ class Dispatcher:
         if receives and not is_cached:
             result.weights = memory.allocate(4 * room * per_row)
             if not call.is_by_expert:
-                result.ids = memory.allocate(room * shape.top_k * (8 if call.ids_are_int64 else 4))
+                result.ids = memory.allocate(room * shape.top_k * call.id_bytes(rank))
             result.recv_plan = memory.allocate(4 * shape.recv_plan_len(call.layout, world.layout["plan_header"]))
             self.ticket += 1
         fields = {
@@ -409,7 +416,15 @@ class Dispatcher:
             "recv_plan": result.recv_plan,
         }
         fields |= {f"out_{name}": getattr(result, name) for name in ("x", "scales", "ids", "weights")}
-        source = small_dispatch_source(shape, call, rows, sends=sends, receives=receives, is_cached=is_cached)
+        source = small_dispatch_source(
+            shape,
+            call,
+            rows,
+            sends=sends,
+            receives=receives,
+            is_int64=call.id_bytes(rank) == 8,
+            is_cached=is_cached,
+        )
         launch = Launch(world.compiler.start(source, self.mutant), fields)
         return self._look([launch], result) if receives else [launch]
 

@@ -142,8 +142,7 @@ class SimulatedWindow:
 
     def _taken(self, args: Any, rows: Tensor | Quantized) -> tuple[Any, ...]:
         num_tokens, top_k = args.num_tokens, self.spec.top_k
-        assert args.topk_is_int64, "ranks may have different types: one travels"
-        ids = at(args.topk_idx, (num_tokens, top_k), torch.int64).clone()
+        ids = at(args.topk_idx, (num_tokens, top_k), _ids_dtype(args)).clone()
         self._look_for_bad_ids(ids)
         weights = torch.ones(ids.shape)
         if args.topk_weights:
@@ -176,7 +175,7 @@ class SimulatedWindow:
         at(args.send_plan, (send_len,), torch.int32).fill_(number)
         parts = {**_parts(mine.x), "topk_weights": mine.topk_weights, "recv_plan": recv_plan}
         if mine.topk_idx is not None:
-            parts["topk_idx"] = mine.topk_idx.to(torch.int64)
+            parts["topk_idx"] = mine.topk_idx.to(_ids_dtype(args))
         num_rows = int(torch.Size(mine.routing.row_shape[self.rank]).numel())
         return self._result(args, parts, num_rows)
 
@@ -343,6 +342,10 @@ class SimulatedWindow:
         return {"num_staged": 0, "num_small": self.num_small, "wait_us": [0.0] * self.hub.num_ranks}
 
     def close(self) -> None: ...
+
+
+def _ids_dtype(args: Any) -> torch.dtype:
+    return torch.int64 if args.topk_is_int64 else torch.int32
 
 
 def _parts(rows: Tensor | Quantized) -> dict[str, Tensor]:

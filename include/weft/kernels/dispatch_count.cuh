@@ -359,17 +359,18 @@ class DispatchCount : public DispatchState<kConfig> {
       return place.num_rows >= 0 && offset <= a.view.heap_bytes[to] &&
              static_cast<u64>(place.num_rows) <= (a.view.heap_bytes[to] - offset) / max(row_bytes, u64{1});
     };
-    constexpr u64 kIdBytes = kTopk * (kConfig.topk_is_int64 ? 8 : 4);
+    const bool is_int64 = place.id_bytes == 8;
     const u64 table_bytes = static_cast<u64>(gpu_recv_plan_len(layout.max_tokens, kTopk, kRanks, kConfig.layout)) * 4;
     const bool has_ids = !kConfig.is_cached && !kConfig.is_by_expert();
     const bool is_sound =
         is_staged || (fits(place.x, kConfig.wire_row_bytes()) && fits(place.scales, kConfig.scale_row_bytes) &&
-                      (!has_ids || (fits(place.ids, kIdBytes) && fits(place.weights, kTopk * 4))) &&
+                      (!has_ids || (fits(place.ids, kTopk * (is_int64 ? 8 : 4)) && fits(place.weights, kTopk * 4))) &&
                       place.table <= a.view.heap_bytes[to] &&
                       (kConfig.is_cached || table_bytes <= a.view.heap_bytes[to] - place.table));
     if (!is_sound) this->fail(transport::ErrorCause::kBadPeerWord, Phase::kCount, to);
     if (is_staged && !a.fits_landing) give_up(to);
     if (is_staged) atomicOr(&s.staged_mask, 1u << to);
+    if (has_ids && is_int64) atomicOr(&s.int64_mask, 1u << to);
     u8* heap = a.view.heap[to];
     s.x[to] = heap + (is_staged ? layout.landing_rows : place.x);
     s.scales[to] = heap + (is_staged ? scales_landing : place.scales);

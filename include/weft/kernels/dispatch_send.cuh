@@ -322,9 +322,6 @@ class DispatchSend : public DispatchState<kConfig> {
     struct alignas(kIdStep == 4 ? 16 : 4) Weights {
       float value[kIdStep];
     };
-    struct alignas(kIdStep == 4 ? 16 : sizeof(Id)) Ids {
-      Id value[kIdStep];
-    };
     const i64 first = static_cast<i64>(token) * kTopk + k;
     i32 id[kIdStep], destination[kIdStep];
     float weight[kIdStep];
@@ -339,23 +336,37 @@ class DispatchSend : public DispatchState<kConfig> {
     for (i32 to = 0; to < kRanks; ++to) {
       const i32 row = row_of(token, to);
       if (row < 0) continue;
-      Ids ids;
+      i32 ids[kIdStep];
       Weights weights;
 #pragma unroll
       for (i32 idx = 0; idx < kIdStep; ++idx) {
         const i32 local = id[idx] - to * kLocal;
         const bool is_here = id[idx] >= 0 && local >= 0 && local < kLocal;
         if (is_here) destination[idx] = to;
-        ids.value[idx] = is_here ? local : -1;
+        ids[idx] = is_here ? local : -1;
         weights.value[idx] = is_here ? weight[idx] : 0.0f;
       }
       const i64 place = static_cast<i64>(row) * kTopk + k;
-      *reinterpret_cast<Ids*>(reinterpret_cast<Id*>(s.ids[to]) + place) = ids;
+      if ((s.int64_mask >> to & 1u) != 0) {
+        write_ids<i64>(s.ids[to], place, ids);
+      } else {
+        write_ids<i32>(s.ids[to], place, ids);
+      }
       *reinterpret_cast<Weights*>(reinterpret_cast<float*>(s.weights[to]) + place) = weights;
     }
     const GpuSendPlan<i32> plan{a.send_plan, a.num_tokens, kRanks};
 #pragma unroll
     for (i32 idx = 0; idx < kIdStep; ++idx) plan.destination()[first + idx] = destination[idx];
+  }
+
+  template <class There>
+  __device__ static void write_ids(u8* to, i64 place, const i32 (&ids)[kIdStep]) {
+    struct alignas(kIdStep == 4 ? 16 : sizeof(There)) Ids {
+      There value[kIdStep];
+    } wanted;
+#pragma unroll
+    for (i32 idx = 0; idx < kIdStep; ++idx) wanted.value[idx] = ids[idx];
+    *reinterpret_cast<Ids*>(reinterpret_cast<There*>(to) + place) = wanted;
   }
 
   // With a capacity: rows that hold nothing have no ids and no weights.

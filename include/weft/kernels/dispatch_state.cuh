@@ -20,6 +20,7 @@ struct DispatchShared {
   u32 has_failed;                // set by any thread: the block leaves without another header
   u32 is_given_up;               // a rank has no room: all ranks see it and go on to the next call
   u32 staged_mask;               // bit r: the result of rank r does not fit its heap
+  u32 int64_mask;                // rank_major, bit r: rank r has ids of 8 bytes, else of 4
   i32 total[kConfig.num_ranks];  // rank_major: rows from here to each rank
   i32 start[kConfig.num_ranks];  // rank_major: the first of them there
   i32 limit[kConfig.num_ranks];  // rows there; masked: rows of an expert there

@@ -33,10 +33,11 @@ struct alignas(kCacheLine) GpuControlWords {
 struct GpuPlacement {
   u64 x = 0;         // row 0 of the result
   u64 scales = 0;    // row 0 of its scales
-  u64 ids = 0;       // rank_major: ids [num_rows, top_k]
+  u64 ids = 0;       // rank_major: ids [num_rows, top_k], of id_bytes each
   u64 weights = 0;   // rank_major: float [num_rows, top_k]; the others: float [num_rows], the receiver's own business
   u64 table = 0;     // receive plan (layout/gpu_plan.h)
   i64 num_rows = 0;  // rows that there is room for; fewer than the result needs: everything goes to the landing
+  i64 id_bytes = 8;  // 8, or else 4: each rank has ids of the type that it gave
 };
 
 // First words of a payload slot of phase `count`, followed by int32 [num_experts] picks for each expert and
@@ -48,7 +49,7 @@ struct GpuCountPayload {
   u64 rows_offset = 0;     // combine: heap offset of row 0
   i64 num_rows = 0;        // combine
 };
-static_assert(sizeof(GpuCountPayload) == 80);
+static_assert(sizeof(GpuCountPayload) == 88);
 
 struct GpuWindowShape {
   i32 num_ranks = 0;

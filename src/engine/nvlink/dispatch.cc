@@ -58,8 +58,7 @@ DispatchCall::DispatchCall(Window& window, const DispatchArgs& args, const Poll&
 
 DispatchResult DispatchCall::run() {
   check_sizes();
-  const DispatchKernelConfig config = kernel_config(w_.shape_, a_, w_.gpu_->kernels->shared_bytes());
-  const Kernel& kernel = w_.prepare(config, a_.timeout_ns, poll_);
+  const Kernel& kernel = prepare();
   reserve();
   if (a_.makes_send_plan && !routing_) {
     DispatchResult result;
@@ -72,6 +71,17 @@ DispatchResult DispatchCall::run() {
   num_rows_ = is_exact_ ? w_.wait_for_counts(turn.ticket, a_.stream, poll_) : most_rows_;
   ++w_.stats_.num_dispatches;
   return is_staged() ? staged_result() : heap_result();
+}
+
+// Ranks on one GPU must not load a kernel while others wait, and each may have ids of another type.
+const Kernel& DispatchCall::prepare() {
+  DispatchKernelConfig config = kernel_config(w_.shape_, a_, w_.gpu_->kernels->shared_bytes());
+  for (const bool is_int64 : {true, false}) {
+    config.topk_is_int64 = is_int64;
+    if (!a_.cached && w_.comm_->is_local()) w_.prepare(config, a_.timeout_ns, poll_);
+  }
+  config.topk_is_int64 = a_.topk_is_int64;
+  return w_.prepare(config, a_.timeout_ns, poll_);
 }
 
 // Row numbers are int32 on the device (R17).
@@ -151,8 +161,8 @@ kernels::DispatchKernelArgs DispatchCall::kernel_arguments(const Window::Turn& t
   args.chunk_tokens = static_cast<i32>(std::max<i64>((a_.max_tokens + num_chunks - 1) / num_chunks, 1));
   args.alignment = static_cast<i32>(a_.alignment);
   args.capacity = a_.capacity;
-  args.placement = {offset(x_),      offset(scales_), is_by_expert_ ? 0 : at(at_.ids),
-                    at(at_.weights), at(at_.table),   room_};
+  args.placement = {offset(x_), offset(scales_), is_by_expert_ ? 0 : at(at_.ids), at(at_.weights), at(at_.table),
+                    room_,      id_bytes_};
   args.send_plan = reinterpret_cast<i32*>(a_.send_plan);
   args.recv_plan = reinterpret_cast<i32*>(a_.recv_plan);
   args.counts = reinterpret_cast<i32*>(a_.counts);

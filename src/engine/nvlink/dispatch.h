@@ -40,6 +40,7 @@ class DispatchCall {
   DispatchResult run();
 
  private:
+  const Kernel& prepare();
   void check_sizes();
   void reserve();
   kernels::DispatchKernelArgs kernel_arguments(const Window::Turn& turn) const;

@@ -45,7 +45,7 @@ DispatchResult SmallDispatchCall::run() {
   return result;
 }
 
-// As SmallCombineCall::prepare.
+// As SmallCombineCall::prepare. Ranks on one GPU may have ids of different types, too.
 const Kernel& SmallDispatchCall::prepare() {
   const bool is_staged = !a_.sends || !a_.receives;
   SmallDispatchKernel part = small_kernel(w_.shape_, a_, w_.gpu_->kernels->shared_bytes());
@@ -54,7 +54,13 @@ const Kernel& SmallDispatchCall::prepare() {
     part.config.sends = sends;
     part.config.receives = receives;
     const bool is_needed = is_staged ? sends != receives : sends && receives;
-    if (is_needed || w_.comm_->is_local()) w_.prepare(part, a_.timeout_ns, poll_);
+    for (const bool is_int64 : {true, false}) {
+      part.config.topk_is_int64 = is_int64;
+      const bool is_own = is_int64 == a_.topk_is_int64;
+      if ((is_needed && is_own) || (w_.comm_->is_local() && (is_own || !a_.cached))) {
+        w_.prepare(part, a_.timeout_ns, poll_);
+      }
+    }
   }
   return w_.prepare(wanted, a_.timeout_ns, poll_);
 }
