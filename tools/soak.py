@@ -157,7 +157,11 @@ class Soak:
         self.copy_beside()
         chosen = case.chosen
         quantize = chosen.quantize if quantize == "as chosen" else quantize
-        form = {"quantize": quantize, "scale_layout": chosen.scale_layout if quantize else "row_major"}
+        form = {
+            "quantize": quantize,
+            "scale_layout": chosen.scale_layout if quantize else "row_major",
+            "zero_holes": chosen.zero_holes,
+        }
         if handle is not None:
             received = case.ep.dispatch(
                 x, handle=handle, **form, async_op=chosen.async_op, **later_options(chosen.mode)
@@ -191,8 +195,8 @@ class Soak:
 
     def check_rows(self, case: Case, received: weft.Dispatched, want: Tensor, here: Places) -> None:
         """Rows that hold data, holes between groups included."""
-        filled = self.filled(case, here)
         if isinstance(received.x, Tensor):
+            filled = self.filled(case, here, holes=case.chosen.zero_holes)
             self.compare(filled(received.x), filled(want.view(received.x.shape)))
             return
         data, scales = reference.quantize_fp8(want, ue8m0=case.chosen.quantize == "fp8_ue8m0")
@@ -206,12 +210,13 @@ class Soak:
             columns = expected.shape[-1]
             self.compare(got[..., :columns].reshape(-1, columns)[mask], expected.reshape(-1, columns)[mask])
 
-    def filled(self, case: Case, here: Places) -> Any:
-        """Takes the rows whose content is promised: up to num_rows, in masked where picks lie."""
-        if case.chosen.layout != "masked":
+    def filled(self, case: Case, here: Places, *, holes: bool = True) -> Any:
+        """Takes the rows whose content is promised: up to num_rows, in masked where picks lie; `holes`: those too."""
+        if case.chosen.layout != "masked" and (holes or case.chosen.layout == "rank_major"):
             return lambda part: part[: here.num_rows]
         mask = here.row_token >= 0
-        return lambda part: part.reshape(len(mask), *part.shape[2:])[mask]
+        is_masked = case.chosen.layout == "masked"
+        return lambda part: (part.reshape(len(mask), *part.shape[2:]) if is_masked else part)[mask]
 
     def combines(self, case: Case, received: weft.Dispatched) -> None:
         """Combine again and again, every time with other data."""

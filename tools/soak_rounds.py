@@ -54,6 +54,7 @@ class Round:
     absent: float  # share of ids that are -1
     mode: str  # of weft.verify.cases.MODES
     scale_layout: str  # where rows are quantised
+    zero_holes: bool
 
 
 def draw(seed: int, num_ranks: int) -> Round:
@@ -86,6 +87,7 @@ def draw(seed: int, num_ranks: int) -> Round:
         absent=rng.choice((0.0, 0.0, 0.1, 0.9)),
         mode=mode,
         scale_layout=rng.choice(SCALE_LAYOUTS),
+        zero_holes=rng.random() < 0.7,
     )
 
 

@@ -111,6 +111,7 @@ class Window:
         offsets_ptr: int,
         num_rows_ptr: int,
         overflow_ptr: int,
+        zeroes_holes: bool,
     ) -> DispatchResult: ...
     def combine(
         self,

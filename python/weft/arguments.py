@@ -83,6 +83,7 @@ def check_dispatch(
     alignment: Any,
     quantize: Any,
     scale_layout: Any,
+    zero_holes: Any,
     capacity: Any,
     max_tokens: Any,
     num_sms: Any,
@@ -115,6 +116,9 @@ def check_dispatch(
     if scale_layout != "row_major":
         _check_option("scale_layout", scale_layout)
         call = _known(ep, _column_call, call, _column_dtype(x, quantize, scales))
+    if zero_holes is not True:
+        _check_option("zero_holes", zero_holes)
+        call = _known(ep, _holes_call, call)
     return call, data, scales
 
 
@@ -134,10 +138,14 @@ def _column_call(ep: ExpertParallel, call: Call, dtype: torch.dtype) -> Call:
     return replace(call, scale_dtype=dtype)
 
 
+def _holes_call(ep: ExpertParallel, call: Call) -> Call:
+    return replace(call, zero_holes=False)
+
+
 def remember_calls(ep: ExpertParallel) -> dict[Callable[..., Call], Callable[..., Call]]:
     """For `_known`: options that were allowed once are not looked at again, by their values and types."""
     weak = weakref.proxy(ep)
-    functions = (_first_call, _repeated_call, _combine_call, _column_call)
+    functions = (_first_call, _repeated_call, _combine_call, _column_call, _holes_call)
     return {each: functools.lru_cache(_MOST_KNOWN, typed=True)(functools.partial(each, weak)) for each in functions}
 
 

@@ -60,6 +60,7 @@ class CpuCalls(NativeCalls):
                 offsets_ptr=offsets.data_ptr(),
                 num_rows_ptr=num_rows.data_ptr(),
                 overflow_ptr=self.overflow.data_ptr(),
+                zeroes_holes=call.zero_holes,
             )
             self._count_sent(result)
             if result.num_bad_ids:
@@ -113,6 +114,7 @@ class CpuCalls(NativeCalls):
                 offsets_ptr=0,
                 num_rows_ptr=0,
                 overflow_ptr=0,
+                zeroes_holes=call.zero_holes,
             )
             self._count_sent(result)
         staged.note(self, "dispatch", call)

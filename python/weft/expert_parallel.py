@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -125,6 +126,7 @@ class ExpertParallel:
         alignment: int = 1,
         quantize: str | None = None,
         scale_layout: str = "row_major",
+        zero_holes: bool = True,
         capacity: int | None = None,
         max_tokens: int | None = None,
         num_sms: int | None = None,
@@ -155,6 +157,9 @@ class ExpertParallel:
                 with TMA: strides (..., 1, ld), each column at a multiple of 16 bytes, UE8M0 packed four to an int32
                 [..., N, ceil(S / 4)]. It costs a small kernel. Rows without scales are
                 refused. Ranks may differ, and a handle does not keep it.
+            zero_holes: expert_major: rows between groups are zero; False: undefined, which saves the stores. Their
+                weights are 0 anyway, and where gradients are tracked or torch.compile traces the call so are the rows.
+                Ranks may differ, and a handle does not keep it.
             capacity: most rows (masked: rows an expert), equal on all ranks; exact sizes if None. Picks beyond it are
                 dropped and counted in `overflow`; rows beyond `num_rows` are undefined, zero if gradients are tracked.
             max_tokens: most tokens of any rank in this call, equal on all ranks; None: max_tokens_per_rank.
@@ -180,8 +185,8 @@ class ExpertParallel:
             PeerTimeout, PeerLost: the communicator is broken until `comm.rebuild`.
         """
         call, data, scales = arguments.check_dispatch(
-            self, x, topk_idx, topk_weights, handle, layout, alignment, quantize, scale_layout, capacity, max_tokens,
-            num_sms, deadline_s, mode, staged, async_op, window,
+            self, x, topk_idx, topk_weights, handle, layout, alignment, quantize, scale_layout, zero_holes, capacity,
+            max_tokens, num_sms, deadline_s, mode, staged, async_op, window,
         )  # fmt: skip
         code = arguments.QUANTIZE_CODES[quantize]
         if handle is not None:
@@ -203,6 +208,7 @@ class ExpertParallel:
             received = Received(*ops.receive(ticket, *inputs, *shape, *numbers, code))
             received = received._replace(scales=by_column(received.scales, call.scale_dtype))
         elif is_tracked:
+            call = call if call.zero_holes else replace(call, zero_holes=True)
             received, sent = autograd.dispatch(self.calls, call, data, scales, topk_idx, topk_weights, code)
         else:
             received = self.calls.dispatch(call, data, scales, topk_idx, topk_weights, code, False)
@@ -318,6 +324,7 @@ class ExpertParallel:
             )  # fmt: skip
             out_scales = by_column(out_scales, call.scale_dtype)
         elif is_tracked:
+            call = call if call.zero_holes else replace(call, zero_holes=True)
             tie = handle.tie.detach()
             plans = autograd.Plans(handle.send_plan, handle.recv_plan, tie, handle.sizes, handle.rows_shape)
             rows, tie, sent = autograd.dispatch_again(self.calls, call, data, plans, handle.topk_weights)

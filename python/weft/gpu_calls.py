@@ -351,6 +351,8 @@ class GpuCalls(NativeCalls):
         )
         if scales is not None:
             args.scales, args.scale_row_bytes = scales.data_ptr(), scales.shape[1] * scales.element_size()
+        if not call.zero_holes:
+            args.zeroes_holes = False
         return args
 
     def _give_sizes(self, args: Any, sizes: Tensor) -> None:

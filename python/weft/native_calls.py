@@ -39,7 +39,7 @@ _by_key: weakref.WeakValueDictionary[int, NativeCalls] = weakref.WeakValueDictio
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What is equal on all ranks in a call, as the native module wants it; `scale_dtype` is for this rank alone."""
+    """What is equal on all ranks in a call, as the native module wants it; the last two are for this rank alone."""
 
     layout: int
     alignment: int
@@ -53,6 +53,7 @@ class Call:
     is_small: bool = False  # by the kernels for small batches
     is_staged: bool = False  # small: send now, receive when `Half.receive` is called
     scale_dtype: torch.dtype | None = None  # dispatch: of column-major scales (weft/scales.py); None: row-major
+    zero_holes: bool = True  # dispatch, expert_major
 
     def in_backward(self) -> Call:
         """The same for a backward: there rows travel as they are, on the stream that autograd chose."""

@@ -157,7 +157,7 @@ cpu::DispatchResult dispatch(cpu::Window& window, uintptr_t x_ptr, uintptr_t sca
                              uintptr_t recv_plan_ptr, i64 recv_plan_len, bool cached, int dtype, int layout,
                              int quantize, i64 row_bytes, i64 scale_row_bytes, i64 hidden, i64 alignment, i64 capacity,
                              i64 max_tokens, double deadline_s, uintptr_t counts_ptr, uintptr_t offsets_ptr,
-                             uintptr_t num_rows_ptr, uintptr_t overflow_ptr) {
+                             uintptr_t num_rows_ptr, uintptr_t overflow_ptr, bool zeroes_holes) {
   cpu::DispatchArgs args;
   args.x = pointer<void>(x_ptr);
   args.scales = pointer<void>(scales_ptr);
@@ -183,6 +183,7 @@ cpu::DispatchResult dispatch(cpu::Window& window, uintptr_t x_ptr, uintptr_t sca
   args.offsets = pointer<i32>(offsets_ptr);
   args.num_rows = pointer<i32>(num_rows_ptr);
   args.overflow = pointer<i64>(overflow_ptr);
+  args.zeroes_holes = zeroes_holes;
   return window.dispatch(args, signal_poll());
 }
 
@@ -273,7 +274,7 @@ void bind_window(nb::module_& m) {
            "topk_is_int64"_a, "weights_ptr"_a, "send_plan_ptr"_a, "recv_plan_ptr"_a, "recv_plan_len"_a, "cached"_a,
            "dtype"_a, "layout"_a, "quantize"_a, "row_bytes"_a, "scale_row_bytes"_a, "hidden"_a, "alignment"_a,
            "capacity"_a, "max_tokens"_a, "deadline_s"_a, "counts_ptr"_a, "offsets_ptr"_a, "num_rows_ptr"_a,
-           "overflow_ptr"_a)
+           "overflow_ptr"_a, "zeroes_holes"_a)
       .def("combine", &combine, Guard(), nb::kw_only(), "y_ptr"_a, "num_rows"_a, "weights_ptr"_a, "has_side"_a,
            "side_ptr"_a, "bias_ptr"_a, "bias_is_2d"_a, "bias_is_fp32"_a, "out_ptr"_a, "side_out_ptr"_a, "num_tokens"_a,
            "send_plan_ptr"_a, "recv_plan_ptr"_a, "recv_plan_len"_a, "dtype"_a, "layout"_a, "capacity"_a, "hidden"_a,

@@ -111,6 +111,7 @@ void bind_dispatch_args(nb::module_& m) {
       .def_rw("offsets", &Args::offsets)
       .def_rw("num_rows_out", &Args::num_rows_out)
       .def_rw("overflow", &Args::overflow)
+      .def_rw("zeroes_holes", &Args::zeroes_holes)
       .def_rw("makes_send_plan", &Args::makes_send_plan)
       .def_rw("room", &Args::room)
       .def_rw("out_x", &Args::out_x)

@@ -45,6 +45,7 @@ class Case:
     layout: str = "rank_major"
     capacity: int = NO_CAPACITY
     alignment: int = 1
+    zeroes_holes: bool = True
     int32_ranks: tuple[int, ...] = ()  # whose ids are
     has_weights: bool = True
     num_rounds: int = 3  # new routings
@@ -77,6 +78,7 @@ class Case:
             max_tokens=min(max(*self.tokens, 1), most),
             capacity=self.capacity,
             alignment=self.alignment,
+            zeroes_holes=self.zeroes_holes,
             int32_ranks=self.int32_ranks,
             shared_bytes=self.shared_bytes,
         )
@@ -299,7 +301,13 @@ class Runner:
         data, scales = (x, None) if isinstance(x, Tensor) else (x.data, x.scales)
         is_defined = _defined_rows(self.case.layout, wanted)
         seen = memory.tensor(received.seen_x, (received.num_rows, data.shape[-1]), wire.out_dtype)
-        found = compare("x", seen[is_defined], data.reshape(seen.shape)[is_defined])
+        found = []
+        if self.case.layout == "expert_major" and not self.case.zeroes_holes:
+            is_hole = is_defined & ~_picked_rows(wanted)
+            is_defined &= ~is_hole
+            holes = seen[is_hole].contiguous().view(torch.uint8)
+            found = compare("holes", holes, torch.full_like(holes, memory.poison))
+        found += compare("x", seen[is_defined], data.reshape(seen.shape)[is_defined])
         if scales is not None:
             seen = memory.tensor(received.scales, (received.num_rows, scales.shape[-1]), wire.scale_dtype)
             found += compare("scales", seen[is_defined], scales.reshape(seen.shape)[is_defined])
@@ -395,6 +403,14 @@ def _defined_rows(layout: str, wanted: reference.Dispatched) -> Tensor:
         return torch.arange(_num_rows(wanted)) < wanted.num_rows
     num_local, capacity = wanted.routing.row_shape[_rank_of(wanted)]
     return (torch.arange(capacity)[None] < wanted.num_tokens_per_expert[:, None]).reshape(num_local * capacity)
+
+
+def _picked_rows(wanted: reference.Dispatched) -> Tensor:
+    """expert_major: which rows hold a pick."""
+    is_picked = torch.zeros(_num_rows(wanted), dtype=torch.bool)
+    for begin, count in zip(wanted.offsets.tolist(), wanted.num_tokens_per_expert.tolist(), strict=False):
+        is_picked[begin : begin + count] = True
+    return is_picked
 
 
 def compare(name: str, seen: Tensor, wanted: Tensor) -> list[str]:

@@ -103,6 +103,7 @@ inline void take(Fields& fields, weft::kernels::DispatchKernelArgs& args) {
   fields.take("num_tokens", args.num_tokens);
   fields.take("chunk_tokens", args.chunk_tokens);
   fields.take("alignment", args.alignment);
+  fields.take("zeroes_holes", args.zeroes_holes);
   fields.take("capacity", args.capacity);
   fields.take("place_x", args.placement.x);
   fields.take("place_scales", args.placement.scales);
@@ -126,6 +127,7 @@ inline void take(Fields& fields, weft::kernels::SmallDispatchKernelArgs& args) {
   fields.take("max_tokens", args.max_tokens);
   fields.take("num_parts", args.num_parts);
   fields.take("alignment", args.alignment);
+  fields.take("zeroes_holes", args.zeroes_holes);
   fields.take("capacity", args.capacity);
   fields.take("num_tokens", args.num_tokens);
   fields.take("x", args.x);

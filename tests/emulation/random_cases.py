@@ -67,6 +67,7 @@ def random_dispatch(seed: int, *, is_small: bool) -> Case:
         layout=layout,
         capacity=_capacity(dice, layout, sum(tokens) * top_k, num_ranks, num_experts),
         alignment=dice.one_of(1, 1, 4, 16) if layout == "expert_major" else 1,
+        zeroes_holes=dice.chance(60),
         int32_ranks=tuple(rank for rank in range(num_ranks) if dice.chance(40)),
         has_weights=dice.chance(80),
         num_rounds=3,

@@ -38,6 +38,17 @@ CASES = {
     "expert_major, a lost rank": dataclasses.replace(
         PLAIN, seed=5, layout="expert_major", lost_ranks=(1,), num_bad_ids=1
     ),
+    "expert_major, fp8, holes as they were": dataclasses.replace(
+        PLAIN,
+        seed=6,
+        layout="expert_major",
+        rows="fp8",
+        hidden=272,
+        alignment=8,
+        zeroes_holes=False,
+        staged_ranks=(2,),
+        is_repeated=True,
+    ),
     "rank_major, fp8, no room in a heap": dataclasses.replace(
         PLAIN, seed=4, rows="fp8", dtype=torch.float32, hidden=144, staged_ranks=(0, 2)
     ),

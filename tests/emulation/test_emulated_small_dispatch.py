@@ -59,6 +59,17 @@ CASES = {
         alignment=4,
         is_repeated=True,
     ),
+    "expert_major, ue8m0, holes as they were": dataclasses.replace(
+        PLAIN,
+        seed=8,
+        layout="expert_major",
+        rows="fp8_ue8m0",
+        hidden=272,
+        alignment=8,
+        zeroes_holes=False,
+        num_rounds=2,
+        is_repeated=True,
+    ),
     "expert_major of a throughput dispatch, repeated": dataclasses.replace(
         PLAIN, seed=6, layout="expert_major", is_small=False, is_small_behind=True, is_repeated=True, alignment=8
     ),

@@ -163,6 +163,7 @@ class Call:
     max_tokens: int  # of any rank in this call
     capacity: int = NO_CAPACITY
     alignment: int = 1
+    zeroes_holes: bool = True
     int32_ranks: tuple[int, ...] = ()  # whose ids are
     shared_bytes: int = 48 << 10
 
@@ -289,6 +290,7 @@ class Dispatcher:
             "ticket": self.ticket if call.capacity < 0 and not is_cached else 0,
             "chunk_tokens": max(-(-call.max_tokens // chunks), 1),
             "alignment": call.alignment,
+            "zeroes_holes": int(call.zeroes_holes),
             "capacity": call.capacity,
             "recv_plan": result.recv_plan,
         }
@@ -336,7 +338,7 @@ class Dispatcher:
         num_here = num_rows if call.is_by_expert else min(num_rows, slots)
         plan_bytes = 4 * shape.recv_plan_len(call.layout, layout["plan_header"])
         zeros = torch.zeros(max(num_rows * max(rows.wire_bytes, rows.scale_bytes, 4), 1), dtype=torch.uint8)
-        is_zeroed = call.layout == "expert_major"
+        is_zeroed = call.layout == "expert_major" and call.zeroes_holes
         result.x = memory.put(zeros) if is_zeroed else memory.allocate(num_rows * rows.wire_bytes)
         result.scales = memory.put(zeros) if is_zeroed else memory.allocate(num_rows * rows.scale_bytes)
         id_bytes = call.id_bytes(rank)
@@ -411,6 +413,7 @@ class Dispatcher:
             "max_tokens": call.max_tokens,
             "num_parts": 1 if rows.quantize else max(call.num_blocks // max(call.max_tokens, 1), 1),
             "alignment": call.alignment,
+            "zeroes_holes": int(call.zeroes_holes),
             "capacity": call.capacity,
             "room": room,
             "recv_plan": result.recv_plan,

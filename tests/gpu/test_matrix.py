@@ -16,6 +16,7 @@ from test_property import (  # noqa: F401  the cases of the cpu engine, collecte
     test_gradients_are_the_references,
     test_gradients_of_each_layout,
     test_heap_without_room,
+    test_holes_that_nobody_needs,
     test_ids,
     test_ids_out_of_range_are_told_once_by_the_next_call,
     test_layouts_and_rows,

@@ -18,6 +18,7 @@ from test_property import (  # noqa: F401  collected here with `pool`, as calls 
     test_column_major_scales,
     test_fp8_on_the_wire,
     test_gradients_of_each_layout,
+    test_holes_that_nobody_needs,
     test_ids,
     test_ids_out_of_range_are_told_once_by_the_next_call,
     test_layouts_and_rows,

@@ -1,6 +1,7 @@
 """Random cases for test_property: what hypothesis draws, the tensors made from it, what a rank does, and the
 comparison.
 """
+# check: allow file-size: what a case is and what is expected of it, read together
 
 from __future__ import annotations
 
@@ -47,6 +48,7 @@ class Call:
     check_late: bool  # let combine find the ids that are out of range
     mode: str = "throughput"  # one of MODES
     scale_layout: str = "row_major"  # "column_major" where rows have scales
+    zero_holes: bool = True
 
     @property
     def dispatch_mode(self) -> str:
@@ -184,6 +186,7 @@ def _build_call(case: Case, call: Call) -> tuple[list[RankCall], Expected]:
         repeat_xs = [Quantized(*reference.quantize_fp8(x)) if call.repeat == "quantized" else x for x in floats]
 
     repeat = {"scale_layout": call.scale_layout} if call.repeat == "quantized" else {}
+    holes = {} if call.zero_holes else {"zero_holes": False}
 
     outputs = [_outputs(case, call, routing, rank, generator) for rank in range(case.num_ranks)]
     sides = None
@@ -207,9 +210,9 @@ def _build_call(case: Case, call: Call) -> tuple[list[RankCall], Expected]:
             x=xs[rank],
             topk_idx=ids[rank],
             topk_weights=None if weights is None else weights[rank],
-            dispatch={**options, "mode": call.dispatch_mode},
+            dispatch={**options, **holes, "mode": call.dispatch_mode},
             repeat_x=None if repeat_xs is None else repeat_xs[rank],
-            repeat=repeat,
+            repeat={**repeat, **holes},
             output=outputs[rank],
             used_rows=_used_rows(routing, rank),
             side=None if sides is None else sides[rank],
@@ -439,7 +442,7 @@ def compare(case: Case, plans: list[RankPlan], expected: list[Expected], seen: l
             problems += _compare_dispatched(at, call, d, got.result, dropped)
             repeated = expected[number].repeated
             if repeated is not None:
-                problems += _compare_rows(f"{at}: repeated", call, d, repeated[rank], got.repeated)
+                problems += _compare_rows(f"{at}: repeated", call, d, repeated[rank], got.repeated, is_x=True)
             errors = ["InvalidArgument"] if plans[rank].calls[number].has_bad_ids else []
             errors += [f"CapacityExceeded {int(d.overflow)}"] if int(d.overflow) else []
             if got.errors != errors:
@@ -456,24 +459,30 @@ def _compare_dispatched(at: str, call: Call, d: reference.Dispatched, got: dict[
     problems = compare_tensor(f"{at}: overflow", torch.tensor(dropped), got["overflow"])
     for name in ("num_tokens_per_expert", "offsets", "num_rows"):
         problems += compare_tensor(f"{at}: {name}", getattr(d, name), got[name])
-    problems += _compare_rows(f"{at}: x", call, d, d.x, got["x"])
+    problems += _compare_rows(f"{at}: x", call, d, d.x, got["x"], is_x=True)
     for name in ("topk_idx", "topk_weights"):
         problems += _compare_rows(f"{at}: {name}", call, d, getattr(d, name), got[name])
     return problems
 
 
-def _compare_rows(at: str, call: Call, d: reference.Dispatched, expected: Any, got: Any) -> list[str]:
-    """Compare where rows are defined: below num_rows; masked: the first of each expert."""
+def _compare_rows(
+    at: str, call: Call, d: reference.Dispatched, expected: Any, got: Any, *, is_x: bool = False
+) -> list[str]:
+    """Compare where rows are defined: below num_rows; masked: the first of each expert; of x holes if they are zero."""
     if isinstance(expected, Quantized):
         if not isinstance(got, Quantized):
             return [f"{at}: {type(got).__name__} in place of Quantized"]
-        return _compare_rows(f"{at}.data", call, d, expected.data, got.data) + _compare_rows(
-            f"{at}.scales", call, d, expected.scales, got.scales
-        )
+        data = _compare_rows(f"{at}.data", call, d, expected.data, got.data, is_x=is_x)
+        return data + _compare_rows(f"{at}.scales", call, d, expected.scales, got.scales, is_x=is_x)
     if expected is None or got is None or expected.shape != got.shape or expected.dtype != got.dtype:
         return compare_tensor(at, expected, got)
     if call.layout == "masked":
         defined = torch.arange(expected.shape[1]) < d.num_tokens_per_expert[:, None]
+        return compare_tensor(at, expected[defined], got[defined])
+    if call.layout == "expert_major" and is_x and not call.zero_holes:
+        defined = torch.zeros(len(expected), dtype=torch.bool)
+        for begin, count in zip(d.offsets.tolist(), d.num_tokens_per_expert.tolist(), strict=False):
+            defined[begin : begin + count] = True
         return compare_tensor(at, expected[defined], got[defined])
     return compare_tensor(at, expected[: int(d.num_rows)], got[: int(d.num_rows)])
 

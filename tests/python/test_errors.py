@@ -143,6 +143,7 @@ DISPATCH: list[tuple[dict[str, Any], type[weft.Error], str]] = [
     ({"quantize": "int8"}, weft.InvalidArgument, r"quantize is 'int8'; allowed: None, fp8, fp8_ue8m0"),
     ({"quantize": "fp8", "x": X.clone().requires_grad_()}, weft.Unsupported, r"an x that requires grad"),
     ({"scale_layout": "flat"}, weft.InvalidArgument, r"scale_layout is 'flat'; allowed: row_major, column_major"),
+    ({"zero_holes": None}, weft.InvalidArgument, r"zero_holes is None; allowed: True, False"),
     ({"scale_layout": "column_major"}, weft.InvalidArgument, r"'column_major' with rows that have no scales; allowed"),
     ({"scale_layout": "column_major", "x": weft.Quantized(BYTES)}, weft.InvalidArgument, r"rows that have no scales"),
     ({"mode": "fast"}, weft.InvalidArgument, r"mode is 'fast'; allowed: auto, throughput, latency"),

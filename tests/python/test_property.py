@@ -61,6 +61,7 @@ def calls(draw: st.DrawFn, num_ranks: int, case_dtype: str, with_fp8: bool = Tru
         check_late=draw(st.booleans()),
         mode=draw(st.sampled_from(property_cases.MODES)),
         scale_layout=draw(st.sampled_from(["row_major", "column_major"])),
+        zero_holes=draw(st.booleans()),
     )
 
 
@@ -167,6 +168,12 @@ def test_column_major_scales(pool: Pool, layout: str, rows: str) -> None:
             layout=layout, rows=rows, repeat="quantized", capacity=capacity, mode=mode, scale_layout="column_major"
         )
         checked(pool, replace(case, hidden=656, heap=heap))
+
+
+def test_holes_that_nobody_needs(pool: Pool) -> None:
+    for rows, heap in (("plain", "plenty"), ("fp8", "none")):
+        case = with_call(layout="expert_major", alignment=16, rows=rows, repeat="quantized", zero_holes=False)
+        checked(pool, replace(case, heap=heap))
 
 
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])

@@ -19,6 +19,7 @@ struct DispatchKernelArgs {
   i32 num_tokens = 0;
   i32 chunk_tokens = 1;  // expert_major, masked: tokens that a block takes at a time
   i32 alignment = 1;
+  bool zeroes_holes = true;  // expert_major: rows between the groups; their weights always
   i64 capacity = kNoCapacity;
   GpuPlacement placement;  // of this rank's result
   i32* send_plan = nullptr;

@@ -171,7 +171,9 @@ class DispatchFan : public DispatchState<kConfig> {
         zero_weights(this->hole_end()[kLocal - 1], a.capacity, kWarps * 32, first * 32 + lane);
       }
     }
-    if constexpr (kConfig.layout == Layout::kExpertMajor) zero_rows();
+    if constexpr (kConfig.layout == Layout::kExpertMajor) {
+      if (a.zeroes_holes) zero_rows();
+    }
   }
 
   __device__ void zero_weights(i64 begin, i64 end, i32 num_threads, i32 thread) {

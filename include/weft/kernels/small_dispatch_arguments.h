@@ -14,6 +14,7 @@ struct SmallDispatchKernelArgs {
   i32 max_tokens = 0;  // of any rank in this call, at most the window's small_tokens
   i32 num_parts = 1;   // pieces that a row is split in, when there are fewer tokens than blocks
   i32 alignment = 1;
+  bool zeroes_holes = true;  // expert_major: rows between the groups; their weights always
   i64 capacity = kNoCapacity;
   i32 num_tokens = 0;
   const u8* x = nullptr;

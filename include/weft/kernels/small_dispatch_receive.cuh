@@ -391,10 +391,7 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
         const i64 begin = min(begins()[group] + totals()[group], limit()) + shift;
         const i64 end = (kIsMasked ? limit() : min(begins()[group] + padded, limit())) + shift;
         clear_weights(begin, end, lane, 32);
-        if constexpr (!kIsMasked) {
-          clear_rows<kRowBytes>(a.out_x, begin, end);
-          if constexpr (kScaleBytes > 0) clear_rows<kScaleBytes>(a.out_scales, begin, end);
-        }
+        if constexpr (!kIsMasked) clear_gap(begin, end);
       }
       if (kIsMasked || a.capacity < 0) return;
       const i32 last = begins()[kGroups - 1] + static_cast<i32>(align_rows(totals()[kGroups - 1], a.alignment));
@@ -415,14 +412,20 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
       const i32 all_warps = kWarps * kConfig.num_blocks;
       for (i32 group = static_cast<i32>(blockIdx.x) * kWarps + warp; group < kGroups; group += all_warps) {
         const i64 begin = i64{a.offsets[group]} + a.counts[group];
-        clear_rows<kRowBytes>(a.out_x, begin, a.offsets[group + 1]);
-        if constexpr (kScaleBytes > 0) clear_rows<kScaleBytes>(a.out_scales, begin, a.offsets[group + 1]);
+        clear_gap(begin, a.offsets[group + 1]);
       }
     }
   }
 
   __device__ void clear_weights(i64 begin, i64 end, i32 thread, i32 num_threads) {
     for (i64 row = begin + thread; row < min(end, a.room); row += num_threads) a.out_weights[row] = 0.0f;
+  }
+
+  // expert_major: rows between two groups.
+  __device__ void clear_gap(i64 begin, i64 end) {
+    if (!a.zeroes_holes) return;
+    clear_rows<kRowBytes>(a.out_x, begin, end);
+    if constexpr (kScaleBytes > 0) clear_rows<kScaleBytes>(a.out_scales, begin, end);
   }
 
   template <i32 kBytes>

@@ -80,7 +80,7 @@ void DispatchCall::reserve_result() {
 
 // expert_major: the rows between the end of a group and the start of the next. No peer writes them.
 void DispatchCall::zero_holes() {
-  if (a_.layout != Layout::kExpertMajor) return;
+  if (a_.layout != Layout::kExpertMajor || !a_.zeroes_holes) return;
   const auto& scratch = w_.scratch_;
   for (i64 expert = 0; expert < num_local_; ++expert) {
     i64 first = scratch.offsets[expert];

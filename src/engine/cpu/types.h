@@ -45,6 +45,7 @@ struct DispatchArgs {
   i64 scale_row_bytes = 0;
   i64 hidden = 0;
   i64 alignment = 1;
+  bool zeroes_holes = true;  // expert_major
   i64 capacity = kNoCapacity;
   i64 max_tokens = 0;
   u8 mode = 0;

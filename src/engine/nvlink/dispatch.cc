@@ -160,6 +160,7 @@ kernels::DispatchKernelArgs DispatchCall::kernel_arguments(const Window::Turn& t
   const i64 num_chunks = i64{DispatchKernelConfig::kPeriods} * a_.num_blocks;
   args.chunk_tokens = static_cast<i32>(std::max<i64>((a_.max_tokens + num_chunks - 1) / num_chunks, 1));
   args.alignment = static_cast<i32>(a_.alignment);
+  args.zeroes_holes = a_.zeroes_holes;
   args.capacity = a_.capacity;
   args.placement = {offset(x_), offset(scales_), is_by_expert_ ? 0 : at(at_.ids), at(at_.weights), at(at_.table),
                     room_,      id_bytes_};
@@ -201,6 +202,7 @@ DispatchResult DispatchCall::staged_result() {
   staged.is_cached = a_.cached;
   staged.recv_plan = a_.recv_plan;
   staged.layout = a_.layout;
+  staged.zeroes_holes = a_.zeroes_holes;
   staged.stream = a_.stream;
   staged.max_tokens = w_.shape_.max_tokens;
   staged.num_rows = num_rows_;

@@ -93,6 +93,7 @@ kernels::SmallDispatchKernelArgs SmallDispatchCall::kernel_arguments(const Windo
   args.max_tokens = static_cast<i32>(a_.max_tokens);
   args.num_parts = num_parts();
   args.alignment = static_cast<i32>(a_.alignment);
+  args.zeroes_holes = a_.zeroes_holes;
   args.capacity = a_.capacity;
   args.num_tokens = static_cast<i32>(a_.num_tokens);
   args.x = reinterpret_cast<const u8*>(a_.x);

@@ -45,6 +45,7 @@ struct DispatchArgs : CallArgs {
   u64 offsets = 0;               // int32 [R + 1] or [L + 1]
   u64 num_rows_out = 0;          // int32 []
   u64 overflow = 0;              // int64 [], added to
+  bool zeroes_holes = true;      // expert_major
   bool makes_send_plan = false;  // a first dispatch, not small: send plan and sizes are made in the heap, too
   // Small batches: the caller's memory for `room` rows, written; recv_plan, of gpu_recv_plan_len, too.
   i64 room = 0;

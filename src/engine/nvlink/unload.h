@@ -16,6 +16,7 @@ struct StagedRows {
   bool is_cached = false;  // no ids and weights have come
   u64 recv_plan = 0;       // is_cached: the caller's receive plan, which says what the table says else
   Layout layout = Layout::kRankMajor;
+  bool zeroes_holes = true;
   u64 stream = 0;
   i64 max_tokens = 0;       // tokens a source that the table has room for
   i64 num_rows = 0;         // rows that the result has (masked: L * C)
