@@ -191,3 +191,16 @@ def test_targets_say_whether_they_are_met(time_us: float, met: str) -> None:
     (memory,) = suite._target_rows([], [{"registered_bytes": 2e8, "tokens": 4096}])
     assert re.search("memory", memory["target"])
     assert memory["met"] == "must"
+
+
+def test_what_the_profiler_recorded_comes_after_the_times() -> None:
+    """It joins the case that it belongs to; a case that was profiled at once keeps what it has."""
+    notes: list[list[dict[str, Any]]] = [
+        [{"kind": "case", "number": 0, "host_us": [1.0]}] * 1,
+        [{"kind": "case", "number": 1, "work": "at once"}],
+        [{"kind": "case", "number": 2}],
+        [{"kind": "baseline", "key": "k"}],
+        [{"kind": "work", "number": 0, "work": "later"}],
+    ]
+    suite._add_work(notes)
+    assert [note[0]["work"] for note in notes[:3]] == ["later", "at once", None]

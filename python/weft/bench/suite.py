@@ -64,6 +64,7 @@ def run_suite(options: SuiteOptions) -> Iterator[Row]:
         except BaseException as caught:  # noqa: BLE001  raised again below
             error = caught
         notes = _notes(Path(folder), options.ranks)
+    _add_work(notes)
     baselines = {note[0]["key"]: _baseline(note) for note in notes if note[0]["kind"] == "baseline"}
     rows = [
         {**_case_row(chosen[note[0]["number"]], note, options, limits, baselines), **stamp}
@@ -119,6 +120,15 @@ def _notes(folder: Path, num_ranks: int) -> list[list[Row]]:
     files = [folder / f"rank{rank}.jsonl" for rank in range(num_ranks)]
     lines = [file.read_text(encoding="utf-8").splitlines() if file.exists() else [] for file in files]
     return [[json.loads(line) for line in step] for step in zip(*lines, strict=False)]
+
+
+def _add_work(notes: list[list[Row]]) -> None:
+    """To the cases what the profiler has recorded of them later, None without."""
+    works = {note[0]["number"]: [rank["work"] for rank in note] for note in notes if note[0]["kind"] == "work"}
+    for note in notes:
+        if note[0]["kind"] == "case":
+            for rank, work in zip(note, works.get(note[0]["number"], [None] * len(note)), strict=True):
+                rank.setdefault("work", work)
 
 
 def _slowest(per_rank: Sequence[Sequence[float]]) -> list[float]:
