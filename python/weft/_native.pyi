@@ -189,6 +189,7 @@ class GpuDispatchArgs(_GpuCallArgs):
     row_bytes: int
     scales: int
     scale_row_bytes: int
+    scales_are_fp32: bool
     topk_idx: int
     topk_is_int64: bool
     topk_weights: int
@@ -245,6 +246,13 @@ class GpuDispatchResult:
     @property
     def result_rows(self) -> int: ...
 
+class GpuPlans:
+    def tensors(self, from_dlpack: Callable[[Any], Any]) -> tuple[Any, Any, Any]: ...
+    @property
+    def send_plan(self) -> int: ...
+    @property
+    def recv_plan(self) -> int: ...
+
 class GpuWindow:
     def __init__(
         self,
@@ -261,6 +269,42 @@ class GpuWindow:
         timeout_s: float = 100.0,
     ) -> None: ...
     def dispatch(self, args: GpuDispatchArgs) -> GpuDispatchResult: ...
+    def dispatch_first(
+        self,
+        args: GpuDispatchArgs,
+        stream: int,
+        num_tokens: int,
+        x: int,
+        scales: int,
+        topk_idx: int,
+        topk_weights: int,
+        from_dlpack: Callable[[Any], Any],
+    ) -> tuple[Any, ...] | None: ...
+    def dispatch_again(
+        self,
+        args: GpuDispatchArgs,
+        stream: int,
+        num_tokens: int,
+        x: int,
+        scales: int,
+        counts: int,
+        send_plan: int,
+        recv_plan: int,
+        num_rows: int,
+        from_dlpack: Callable[[Any], Any],
+    ) -> tuple[Any, ...]: ...
+    def combine_rows(
+        self,
+        args: GpuCombineArgs,
+        stream: int,
+        num_tokens: int,
+        y: int,
+        num_rows: int,
+        weights: int,
+        send_plan: int,
+        recv_plan: int,
+        out: int,
+    ) -> None: ...
     def unload(self, args: GpuUnloadArgs) -> None: ...
     def combine(self, args: GpuCombineArgs) -> None: ...
     def empty(self, shape: Sequence[int], dtype: int, stream: int) -> Any | None: ...

@@ -56,6 +56,7 @@ __all__ = [
 QUANTIZE_CODES = {None: 0, "fp8": 1, "fp8_ue8m0": 2}
 WIRE_CODES = {None: 0, "fp8": 1}
 _ID_DTYPES = (torch.int64, torch.int32)
+_STRIDED = torch.strided
 _MOST_KNOWN = 256  # options of one ExpertParallel
 PLAIN = (Tensor, torch.nn.Parameter)  # other classes may have no memory
 
@@ -397,7 +398,13 @@ def _check_quantized(ep: ExpertParallel, x: Quantized, quantize: Any) -> tuple[T
 
 
 def _bytes(rows: Tensor) -> Tensor:
-    """[T, bytes of a row]; column-major ones are copied. Without rows the strides may be any."""
+    """[T, bytes of a row]; column-major ones are copied. Without rows the strides may be any.
+
+    What engines can read where it lies keeps its dtype: they ask for no more than its size, and a view takes time.
+    """
+    is_plain = type(rows) is Tensor and not rows.requires_grad and not torch.compiler.is_compiling()
+    if is_plain and rows.is_contiguous() and rows.data_ptr() % ROW_MULTIPLE_BYTES == 0 and rows.stride(1) == 1:
+        return rows
     if rows.is_contiguous() and rows.stride(1) == 1:
         return rows if rows.dtype == torch.uint8 else rows.view(torch.uint8)
     if rows.shape[0] == 0:
@@ -559,11 +566,11 @@ def _check_num_sms(comm: Communicator, num_sms: int | None) -> None:
         )
 
 
-def check_staged(call: Call, data: Tensor, is_tracked: bool) -> None:
-    """Nothing may come between the results and those who read them before they are there."""
-    if call.is_staged and is_tracked:
+def check_staged(data: Tensor, is_tracked: bool) -> None:
+    """Of a staged call: nothing may come between the results and those who read them before they are there."""
+    if is_tracked:
         raise Unsupported("staged=True with gradients", "inputs that require grad", "torch.no_grad(), or staged=False")
-    if call.is_staged and (torch.compiler.is_compiling() or type(data) not in PLAIN):
+    if torch.compiler.is_compiling() or type(data) not in PLAIN:
         raise Unsupported("staged=True in compiled code", "a traced call", "staged=False, or a call outside")
 
 
@@ -574,6 +581,8 @@ def check_dispatched(dispatched: Any) -> None:
 
 
 def _check_place(name: str, tensor: Tensor, ep: ExpertParallel) -> None:
+    if tensor.device == ep.device and tensor.layout is _STRIDED:
+        return
     if tensor.layout != torch.strided:
         raise InvalidArgument(f"{name} has layout {tensor.layout}; allowed is a dense tensor, torch.strided")
     if tensor.device != ep.device:

@@ -19,7 +19,8 @@ from weft.handle import Dispatched, Event, Handle
 from weft.limits import default_heap_bytes, dtype_name, landing_row_bytes, max_row_bytes, small_tokens
 from weft.log import logger
 from weft.native_calls import RANK_MAJOR, Call, NativeCalls, Received
-from weft.quantized import Quantized
+from weft.quantized import Quantized, typed
+from weft.quick import Quick
 from weft.scales import by_column
 from weft.staged import Staged
 
@@ -112,6 +113,7 @@ class ExpertParallel:
         self._token = self.calls.token
         self._overflow = self.calls.overflow
         self._known_calls = arguments.remember_calls(self)
+        self._quick = Quick(self.calls, self.num_local_experts) if isinstance(self.calls, GpuCalls) else None
 
     # ---- the two calls
 
@@ -184,6 +186,16 @@ class ExpertParallel:
             Unsupported: FP8 with H not a multiple of 16, or gradients through FP8 rows.
             PeerTimeout, PeerLost: the communicator is broken until `comm.rebuild`.
         """
+        plan = None
+        if self._quick is not None and handle is None and not torch.compiler.is_compiling():
+            plan = self._quick.dispatch_plan(
+                x, topk_idx, topk_weights, layout, alignment, quantize, scale_layout, zero_holes, capacity, max_tokens,
+                num_sms, deadline_s, mode, staged, async_op, window,
+            )  # fmt: skip
+            if plan is not None and plan.call is not None and topk_idx is not None:
+                dispatched = self._quick.dispatch(plan, x, topk_idx, topk_weights)
+                if dispatched is not None:
+                    return dispatched
         call, data, scales = arguments.check_dispatch(
             self, x, topk_idx, topk_weights, handle, layout, alignment, quantize, scale_layout, zero_holes, capacity,
             max_tokens, num_sms, deadline_s, mode, staged, async_op, window,
@@ -195,7 +207,8 @@ class ExpertParallel:
         is_tracked = torch.is_grad_enabled() and (
             (data.requires_grad and not code) or (topk_weights is not None and topk_weights.requires_grad)
         )
-        arguments.check_staged(call, data, is_tracked)
+        if call.is_staged:
+            arguments.check_staged(data, is_tracked)
         sent = None
         if torch.compiler.is_compiling() or type(data) not in arguments.PLAIN:
             numbers = (
@@ -209,22 +222,18 @@ class ExpertParallel:
             received = received._replace(scales=by_column(received.scales, call.scale_dtype))
         elif is_tracked:
             call = call if call.zero_holes else replace(call, zero_holes=True)
+            data = data.view(torch.uint8) if data.element_size() == 1 else data  # FP8 would be differentiable
             received, sent = autograd.dispatch(self.calls, call, data, scales, topk_idx, topk_weights, code)
         else:
             received = self.calls.dispatch(call, data, scales, topk_idx, topk_weights, code, False)
+            if plan is not None and self._quick is not None:
+                self._quick.learn_dispatch(plan, call, x, (data, scales), code, topk_idx)
+        rows, row_scales, out_idx, weights, sizes, send_plan, recv_plan, tie = received
         handle = Handle(
-            send_plan=received.send_plan,
-            recv_plan=received.recv_plan,
-            topk_weights=received.topk_weights,
-            topk_idx=received.topk_idx if call.layout == RANK_MAJOR else None,
-            sizes=received.sizes,
-            num_local_experts=self.num_local_experts,
-            tie=received.tie,
-            num_tokens=topk_idx.shape[0],
-            call=call,
-            sent=sent,
-        )
-        return self._dispatched(_typed(received.x, received.scales, x, code, call), handle, call)
+            send_plan, recv_plan, weights, out_idx if call.layout == RANK_MAJOR else None, sizes,
+            self.num_local_experts, tie, topk_idx.shape[0], call, sent,
+        )  # fmt: skip
+        return self._dispatched(typed(rows, row_scales, x, code, call.scale_dtype), handle, call)
 
     def combine(
         self,
@@ -271,6 +280,15 @@ class ExpertParallel:
         Raises:
             As dispatch; Unsupported: wire="fp8" with H not a multiple of 16.
         """
+        plan = None
+        if self._quick is not None and side is bias is out is None and not torch.compiler.is_compiling():
+            plan = self._quick.combine_plan(
+                expert_output, handle, weighted, wire, num_sms, deadline_s, mode, staged, async_op, window
+            )
+            if plan is not None and plan.call is not None:
+                combined = self._quick.combine(plan, expert_output, handle)
+                if combined is not None:
+                    return combined
         call = arguments.check_combine(
             self, expert_output, handle, weighted, side, bias, out, wire, num_sms, deadline_s, mode, staged, async_op,
             window,
@@ -282,7 +300,8 @@ class ExpertParallel:
         is_tracked = torch.is_grad_enabled() and (
             expert_output.requires_grad or handle.tie.requires_grad or (bias is not None and bias.requires_grad)
         )
-        arguments.check_staged(call, expert_output, is_tracked)
+        if call.is_staged:
+            arguments.check_staged(expert_output, is_tracked)
         if torch.compiler.is_compiling() or type(expert_output) not in arguments.PLAIN:
             y, side_out = ops.combine(
                 expert_output, handle.topk_weights, handle.send_plan, handle.recv_plan, handle.tie, handle.sizes, bias,
@@ -301,6 +320,8 @@ class ExpertParallel:
                 call, expert_output, weights, handle.send_plan, handle.recv_plan, handle.tie, bias, side,
                 handle.num_tokens, out,
             )  # fmt: skip
+            if plan is not None and self._quick is not None:
+                self._quick.learn_combine(plan, call, expert_output, handle, weighted=weighted)
         parts: list[Tensor | Event] = [y]
         if side is not None:
             parts.append(side_out)
@@ -313,7 +334,8 @@ class ExpertParallel:
         self, call: Call, data: Tensor, scales: Tensor | None, handle: Handle, x: Tensor | Quantized, code: int
     ) -> Dispatched:
         is_tracked = torch.is_grad_enabled() and data.requires_grad and not code
-        arguments.check_staged(call, data, is_tracked)
+        if call.is_staged:
+            arguments.check_staged(data, is_tracked)
         clear_tail = is_tracked and call.capacity >= 0
         sent, tie = None, handle.tie
         if torch.compiler.is_compiling() or type(data) not in arguments.PLAIN:
@@ -334,20 +356,12 @@ class ExpertParallel:
                 call, data, scales, handle.send_plan, handle.recv_plan, handle.tie, handle.sizes, handle.rows_shape,
                 handle.num_tokens, False, code,
             )  # fmt: skip
-        return self._dispatched(_typed(rows, out_scales, x, code, call), handle.repeated(tie, sent), call)
+        return self._dispatched(typed(rows, out_scales, x, code, call.scale_dtype), handle.repeated(tie, sent), call)
 
     def _dispatched(self, x: Tensor | Quantized, handle: Handle, call: Call) -> Dispatched:
         half = self.calls.windows[call.window].half if call.is_staged else None
-        return Dispatched(
-            x=x,
-            topk_idx=handle.topk_idx,
-            topk_weights=handle.topk_weights,
-            handle=handle,
-            overflow=self._overflow,
-            event=self.calls.event() if half is None else half.event,
-            calls=self.calls,
-            half=half,
-        )
+        event = self.calls.event() if half is None else half.event
+        return Dispatched(x, handle.topk_idx, handle.topk_weights, handle, self._overflow, event, self.calls, half)
 
     # ---- the rest
 
@@ -476,17 +490,3 @@ def _measured_table(comm: Communicator) -> dict[str, Any]:
     found = tuning_files.find(name, comm.num_ranks)
     logger.debug("tuning table for %s, %d ranks: %s", name, comm.num_ranks, found.source)
     return tuning_files.as_json(found.table)
-
-
-def _typed(rows: Tensor, scales: Tensor, x: Tensor | Quantized, quantize: int, call: Call) -> Tensor | Quantized:
-    """Bytes of the native module back in the dtypes that the caller knows."""
-    if call.scale_dtype is not None:  # column-major scales have theirs
-        return Quantized(rows.view(x.data.dtype if isinstance(x, Quantized) else torch.float8_e4m3fn), scales)
-    if isinstance(x, Quantized):
-        typed = None if x.scales is None else scales.view(x.scales.dtype)
-        if x.scales is not None and x.scales.shape[1] == 0:  # nothing was sent
-            typed = x.scales.new_empty((*rows.shape[:-1], 0))
-        return Quantized(rows.view(x.data.dtype), typed)
-    if quantize:
-        return Quantized(rows.view(torch.float8_e4m3fn), scales if quantize == 1 else scales.view(torch.float8_e8m0fnu))
-    return rows

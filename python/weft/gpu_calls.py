@@ -31,15 +31,16 @@ from weft.streams import WindowStreams
 if TYPE_CHECKING:
     from weft.communicator import Communicator, Window
 
-__all__ = ["GpuCalls"]
+__all__ = ["GpuCalls", "from_dlpack"]
 
 _RANGES = {
     (what, layout): f"weft::{what} {name}" for what in ("dispatch", "combine") for layout, name in enumerate(LAYOUTS)
 }
-_from_dlpack = torch._C._from_dlpack
+from_dlpack = torch._C._from_dlpack
 _INT32, _INT64 = 4, 5  # of the native module, beside DTYPE_CODES
 _OF_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()} | {_INT32: torch.int32, _INT64: torch.int64}
 _FP8 = 1  # code of quantize: scales are fp32, else bytes
+_MOST_KINDS = 256  # of calls, whose arguments are kept
 
 
 class _Routing(NamedTuple):
@@ -49,6 +50,15 @@ class _Routing(NamedTuple):
     recv_plan: Tensor
     sizes: Tensor
     lead: tuple[int, ...]
+
+
+class _Kind(NamedTuple):
+    """What throughput dispatches of equal options and row formats have in common: native arguments, in which the
+    native calls fill in what differs."""
+
+    is_whole: bool  # rows are not sent in pieces
+    first: Any
+    again: Any  # with the routing of a handle
 
 
 class GpuCalls(NativeCalls):
@@ -76,6 +86,7 @@ class GpuCalls(NativeCalls):
         self._no_ids = torch.empty(0, dtype=torch.int64, device=self.device)
         self.overflow_ptr = self.overflow.data_ptr()
         self.names_ranges = _has_nvtx_tool()
+        self._kinds: dict[tuple[Any, ...], Any] = {}  # _Kind of dispatches, native arguments of combines
 
     # ---- the three calls
 
@@ -100,12 +111,14 @@ class GpuCalls(NativeCalls):
             )
         if traces._recorders:
             traces._note(topk_idx, weights, self.comm.rank, self.num_experts)
-        pieces = self._pieces(call, x, scales, quantize)
-        with _Running(self, "dispatch", call, inputs=(*pieces, scales, topk_idx, weights)) as run:
-            received = self._first(call, pieces[0], scales, topk_idx, weights, quantize, run)
+        kind = self.kind(call, x, scales, quantize, topk_idx.dtype)
+        pieces = [x] if kind.is_whole else self._pieces(call, x, scales, quantize)
+        inputs = (*pieces, scales, topk_idx, weights) if call.is_async else ()
+        with _Running(self, "dispatch", call, inputs=inputs) as run:
+            received = self._first(call, kind, pieces[0], scales, topk_idx, weights, quantize, run)
             if len(pieces) > 1:
                 routing = _Routing(received.send_plan, received.recv_plan, received.sizes, tuple(received.x.shape[:-1]))
-                rest = [self._again(call, piece, None, routing, 0, run)[0] for piece in pieces[1:]]
+                rest = [self._again(call, kind, piece, None, routing, 0, run)[0] for piece in pieces[1:]]
                 received = received._replace(x=torch.cat([received.x, *rest], dim=-1))
             if clear_tail:
                 tail = self._tail(call.layout, received.x, received.sizes)
@@ -115,7 +128,8 @@ class GpuCalls(NativeCalls):
                     received.topk_idx.masked_fill_(tail.unsqueeze(-1), -1)
             if call.scale_dtype is not None:
                 received = received._replace(scales=self._scales_of(call, received.scales, run))
-            run.results = received[:-1]
+            if run.keeps_results:
+                run.results = received[:-1]
         staged.note(self, "dispatch", call, run.receive)
         return received
 
@@ -135,13 +149,14 @@ class GpuCalls(NativeCalls):
     ) -> tuple[Tensor, Tensor]:
         """See NativeCalls."""
         x, scales = _dense(x), None if scales is None else _dense(scales)
-        pieces = self._pieces(call, x, scales, quantize)
+        kind = self.kind(call, x, scales, quantize)
+        pieces = [x] if kind.is_whole else self._pieces(call, x, scales, quantize)
         routing = _Routing(send_plan, recv_plan, sizes, rows_shape)
-        inputs = (*pieces, scales, send_plan, recv_plan, sizes)
+        inputs = (*pieces, scales, send_plan, recv_plan, sizes) if call.is_async else ()
         with _Running(self, "dispatch", call, tie, inputs) as run:
-            rows, out_scales = self._again(call, pieces[0], scales, routing, quantize, run)
+            rows, out_scales = self._again(call, kind, pieces[0], scales, routing, quantize, run)
             if len(pieces) > 1:
-                rest = [self._again(call, piece, None, routing, 0, run)[0] for piece in pieces[1:]]
+                rest = [self._again(call, kind, piece, None, routing, 0, run)[0] for piece in pieces[1:]]
                 rows = torch.cat([rows, *rest], dim=-1)
             if clear_tail:
                 _clear(rows, self._tail(call.layout, rows, sizes))
@@ -166,7 +181,7 @@ class GpuCalls(NativeCalls):
         """See NativeCalls."""
         weights, side = None if weights is None else _dense(weights), None if side is None else _dense(side)
         parts = self._columns(call, y, bias)
-        inputs = itertools.chain(*parts, (weights, side, out, send_plan, recv_plan))
+        inputs = (*itertools.chain(*parts), weights, side, out, send_plan, recv_plan) if call.is_async else ()
         with _Running(self, "combine", call, tie, inputs) as run:
             into = out if out is not None and out.data_ptr() % ROW_MULTIPLE_BYTES == 0 and len(parts) == 1 else None
             sums: list[Tensor] = []
@@ -174,18 +189,21 @@ class GpuCalls(NativeCalls):
             for idx, (rows, row_bias) in enumerate(parts):
                 sum_into = rows.new_empty((num_tokens, rows.shape[-1])) if into is None else into
                 sums.append(sum_into)
-                hidden = rows.shape[-1]
-                args = _load.native().GpuCombineArgs(
-                    *_common(call, hidden, num_tokens, run.stream), rows.data_ptr(), rows.numel() // hidden,
-                    DTYPE_CODES[rows.dtype], pointer(weights), send_plan.data_ptr(), recv_plan.data_ptr(),
-                    sum_into.data_ptr(), call.wire != 0,
+                native, hidden = self.windows[call.window].native, rows.shape[-1]
+                addresses = (
+                    run.stream.cuda_stream, num_tokens, rows.data_ptr(), rows.numel() // hidden, pointer(weights),
+                    send_plan.data_ptr(), recv_plan.data_ptr(), sum_into.data_ptr(),
                 )  # fmt: skip
+                if side is None and row_bias is None and not call.is_staged:
+                    native.combine_rows(self.combine_kind(call, rows.dtype, hidden), *addresses)
+                    continue
+                args = self._combine_args(call, rows.dtype, hidden, *addresses)
                 if side is not None and idx == 0:
                     args.has_side, args.side, args.side_out = True, side.data_ptr(), side_out.data_ptr()
                 if row_bias is not None:
                     args.bias, args.bias_is_2d = row_bias.data_ptr(), row_bias.dim() == 2
                     args.bias_is_fp32 = row_bias.dtype == torch.float32
-                run.launch(self.windows[call.window].native.combine, args, (sum_into, side_out, row_bias, send_plan))
+                run.launch(native.combine, args, (sum_into, side_out, row_bias, send_plan))
             total = sums[0] if len(sums) == 1 else torch.cat(sums, dim=-1)
             if out is not None and out is not total:
                 result = out.copy_(total)
@@ -255,6 +273,7 @@ class GpuCalls(NativeCalls):
     def _first(
         self,
         call: Call,
+        kind: _Kind,
         x: Tensor,
         scales: Tensor | None,
         topk_idx: Tensor,
@@ -262,25 +281,47 @@ class GpuCalls(NativeCalls):
         quantize: int,
         run: _Running,
     ) -> Received:
-        args = self._dispatch_args(call, x, scales, quantize, topk_idx.shape[0], run.stream)
-        args.topk_idx, args.topk_weights = topk_idx.data_ptr(), pointer(weights)
-        args.overflow = self.overflow_ptr
-        no_ids = self._no_ids
-        if topk_idx.dtype != torch.int64:
-            args.topk_is_int64, no_ids = False, self._ints
         if call.is_small:
+            args = self._dispatch_args(call, x, scales, quantize, topk_idx.shape[0], run.stream.cuda_stream)
+            args.topk_idx, args.topk_weights = topk_idx.data_ptr(), pointer(weights)
+            args.overflow, args.topk_is_int64 = self.overflow_ptr, topk_idx.dtype == torch.int64
             return self._first_small(call, args, x, scales, quantize, run)
-        native = self.windows[call.window].native
-        args.makes_send_plan = True
-        result, ordinary = native.dispatch(args), None
-        if not result.has_begun:
-            args.makes_send_plan, ordinary = False, self._ordinary_sizes(call, args)
-            result = native.dispatch(args)
-        rows, out_scales, out_idx, out_weights, sizes, send_plan, recv_plan = result.tensors(_from_dlpack)
+        kind = kind if kind.is_whole else self.kind(call, x, scales, quantize, topk_idx.dtype)
+        native, args = self.windows[call.window].native, kind.first
+        addresses = (
+            run.stream.cuda_stream, topk_idx.shape[0], x.data_ptr(), pointer(scales), topk_idx.data_ptr(),
+            pointer(weights), from_dlpack,
+        )  # fmt: skip
+        made, ordinary = native.dispatch_first(args, *addresses), None
+        if made is None:
+            args.num_tokens = topk_idx.shape[0]
+            ordinary = self._ordinary_sizes(call, args)
+            args.makes_send_plan = False
+            try:
+                made = native.dispatch_first(args, *addresses)
+            finally:
+                args.makes_send_plan = True
+        return self.received(call, args, made, x, scales, quantize, ordinary)
+
+    def received(
+        self,
+        call: Call,
+        args: Any,
+        made: tuple[Any, ...],
+        x: Tensor,
+        scales: Tensor | None,
+        quantize: int,
+        ordinary: tuple[Tensor, Tensor] | None,
+    ) -> Received:
+        """What a native dispatch has made, with what found no room in the heap; `ordinary`: sizes and send plan that it
+        was given."""
+        in_heap, num_rows, rows, out_scales, out_idx, out_weights, plans = made
+        sizes, send_plan, recv_plan = plans.tensors(from_dlpack)
         if ordinary is not None:
             sizes, send_plan = ordinary
-        if not result.in_heap:
-            lead = self._lead(call, result.result_rows)
+        no_ids = self._no_ids if args.topk_is_int64 else self._ints
+        if not in_heap:
+            lead = self._lead(call, num_rows)
             rows, out_scales = self._ordinary(lead, x, scales, quantize)
             out_idx, out_weights, recv_plan = self._ordinary_routing(call.layout, lead, no_ids)
             self._unload(call, rows, out_scales, out_idx, out_weights, recv_plan)
@@ -304,7 +345,7 @@ class GpuCalls(NativeCalls):
             raise InvalidArgument(f"a result could have {args.room} rows; allowed are {MAX_CAPACITY}: set a capacity")
         rows, out_scales = self._ordinary(lead, x, scales, quantize)
         sizes, send_plan, recv_plan, out_weights, out_idx = self._small_routing(call, args, lead)
-        self._give_sizes(args, sizes)
+        self._give_sizes(args, sizes.data_ptr(), sizes.shape[0])
         args.out_x, args.out_scales = rows.data_ptr(), out_scales.data_ptr()
         args.out_ids, args.out_weights = out_idx.data_ptr(), out_weights.data_ptr()
         args.send_plan, args.recv_plan = send_plan.data_ptr(), recv_plan.data_ptr()
@@ -316,33 +357,95 @@ class GpuCalls(NativeCalls):
         return Received(rows, out_scales, out_idx, out_weights, sizes, send_plan, recv_plan, self.tie())
 
     def _again(
-        self, call: Call, x: Tensor, scales: Tensor | None, routing: _Routing, quantize: int, run: _Running
+        self,
+        call: Call,
+        kind: _Kind,
+        x: Tensor,
+        scales: Tensor | None,
+        routing: _Routing,
+        quantize: int,
+        run: _Running,
     ) -> tuple[Tensor, Tensor]:
-        args = self._dispatch_args(call, x, scales, quantize, x.shape[0], run.stream)
-        self._give_sizes(args, routing.sizes)
-        args.cached, args.num_rows = True, math.prod(routing.lead)
-        args.send_plan, args.recv_plan = routing.send_plan.data_ptr(), routing.recv_plan.data_ptr()
         if call.is_small:
+            args = self._dispatch_args(call, x, scales, quantize, x.shape[0], run.stream.cuda_stream)
+            self._give_sizes(args, routing.sizes.data_ptr(), routing.sizes.shape[0])
+            args.cached, args.num_rows = True, math.prod(routing.lead)
+            args.send_plan, args.recv_plan = routing.send_plan.data_ptr(), routing.recv_plan.data_ptr()
             rows, out_scales = self._ordinary(routing.lead, x, scales, quantize)
             args.room, args.out_x, args.out_scales = args.num_rows, rows.data_ptr(), out_scales.data_ptr()
             run.launch(self.windows[call.window].native.dispatch, args, (rows, out_scales, *routing[:3]))
             return rows, out_scales
-        result = self.windows[call.window].native.dispatch(args)
-        if result.in_heap:
-            rows, out_scales, *_ = result.tensors(_from_dlpack)
-            return rows, self._no_floats if out_scales is None else out_scales
+        kind = kind if kind.is_whole else self.kind(call, x, scales, quantize)
+        in_heap, in_rows, in_scales = self.windows[call.window].native.dispatch_again(
+            kind.again, run.stream.cuda_stream, x.shape[0], x.data_ptr(), pointer(scales), routing.sizes.data_ptr(),
+            routing.send_plan.data_ptr(), routing.recv_plan.data_ptr(), math.prod(routing.lead), from_dlpack,
+        )  # fmt: skip
+        if in_heap:
+            return in_rows, self._no_floats if in_scales is None else in_scales
         rows, out_scales = self._ordinary(routing.lead, x, scales, quantize)
         self._unload(call, rows, out_scales, recv_plan=routing.recv_plan)
         return rows, out_scales
 
-    def _dispatch_args(
+    def kind(
         self,
         call: Call,
         x: Tensor,
         scales: Tensor | None,
         quantize: int,
+        topk_dtype: torch.dtype = torch.int64,
+    ) -> _Kind:
+        """Of a throughput dispatch."""
+        of_scales = () if scales is None else (scales.dtype, scales.shape[1])
+        key = (call, x.dtype, x.shape[1], of_scales, quantize, topk_dtype)
+        kind: _Kind | None = self._kinds.get(key)
+        if kind is None:
+            first, again = (self._dispatch_args(call, x, scales, quantize, 0, 0) for _ in range(2))
+            first.makes_send_plan, first.overflow = True, self.overflow_ptr
+            first.topk_is_int64 = topk_dtype == torch.int64
+            again.cached = True
+            self._give_sizes(again, 0, self._sizes_len(call.layout))
+            is_whole = len(self._pieces(call, x, scales, quantize)) == 1
+            kind = _Kind(is_whole, first, again)
+            self._keep(key, kind)
+        return kind
+
+    def is_one_part(self, call: Call, y: Tensor) -> bool:
+        """Whether a combine sends whole rows."""
+        return not call.is_small or call.wire != 0 or y.shape[-1] * y.element_size() <= self.landing_row_bytes
+
+    def combine_kind(self, call: Call, dtype: torch.dtype, hidden: int) -> Any:
+        """Native arguments that combines have in common, without side and bias."""
+        key = (call, dtype, hidden)
+        args = self._kinds.get(key)
+        return args or self._keep(key, self._combine_args(call, dtype, hidden, *[0] * 8))
+
+    def _keep(self, key: tuple[Any, ...], made: Any) -> Any:
+        if len(self._kinds) >= _MOST_KINDS:
+            self._kinds.clear()
+        self._kinds[key] = made
+        return made
+
+    def _combine_args(
+        self,
+        call: Call,
+        dtype: torch.dtype,
+        hidden: int,
+        stream: int,
         num_tokens: int,
-        stream: torch.cuda.Stream,
+        y: int,
+        num_rows: int,
+        weights: int,
+        send_plan: int,
+        recv_plan: int,
+        out: int,
+    ) -> Any:
+        return _load.native().GpuCombineArgs(
+            *_common(call, hidden, num_tokens, stream), y, num_rows, DTYPE_CODES[dtype], weights, send_plan, recv_plan,
+            out, call.wire != 0,
+        )  # fmt: skip
+
+    def _dispatch_args(
+        self, call: Call, x: Tensor, scales: Tensor | None, quantize: int, num_tokens: int, stream: int
     ) -> Any:
         code = DTYPE_CODES.get(x.dtype, BYTES)
         hidden = x.shape[1] if code != BYTES else self.hidden
@@ -350,19 +453,20 @@ class GpuCalls(NativeCalls):
             *_common(call, hidden, num_tokens, stream), x.data_ptr(), x.shape[1] * x.element_size(), code, quantize
         )
         if scales is not None:
-            args.scales, args.scale_row_bytes = scales.data_ptr(), scales.shape[1] * scales.element_size()
+            args.scales, args.scale_row_bytes = scales.data_ptr(), _row_bytes(scales)
+            args.scales_are_fp32 = scales.dtype == torch.float32
         if not call.zero_holes:
             args.zeroes_holes = False
         return args
 
-    def _give_sizes(self, args: Any, sizes: Tensor) -> None:
-        counts = args.counts = sizes.data_ptr()
-        args.offsets, args.num_rows_out = counts + 4 * self.num_local_experts, counts + 4 * (sizes.shape[0] - 1)
+    def _give_sizes(self, args: Any, counts: int, sizes_len: int) -> None:
+        args.counts = counts
+        args.offsets, args.num_rows_out = counts + 4 * self.num_local_experts, counts + 4 * (sizes_len - 1)
 
     def _ordinary_sizes(self, call: Call, args: Any) -> tuple[Tensor, Tensor]:
         """Ordinary tensors for the sizes and the send plan."""
         sizes = self._ints.new_empty(self._sizes_len(call.layout))
-        self._give_sizes(args, sizes)
+        self._give_sizes(args, sizes.data_ptr(), sizes.shape[0])
         send_plan = self._ints.new_empty(self._send_plan_len(call.layout, args.num_tokens))
         args.send_plan = send_plan.data_ptr()
         return sizes, send_plan
@@ -377,7 +481,7 @@ class GpuCalls(NativeCalls):
             (per_row, DTYPE_CODES[torch.float32]),
             (per_row if call.layout == RANK_MAJOR else (0,), _INT64 if args.topk_is_int64 else _INT32),
         ]
-        found = self.windows[call.window].native.empty_together(wanted, args.stream, _from_dlpack)
+        found = self.windows[call.window].native.empty_together(wanted, args.stream, from_dlpack)
         if found is not None:
             return list(found)
         return [self._new(shape, _OF_CODE[code]) for shape, code in wanted]
@@ -487,6 +591,7 @@ class GpuCalls(NativeCalls):
             most = self.landing_row_bytes - LANDING_SLACK - ROW_MULTIPLE_BYTES
             raise Unsupported("x.scales wider than a row of x", f"{scale_bytes} bytes", f"at most {most}")
         self._refuse_staged(call, row_bytes, room)
+        x = x.view(torch.uint8) if x.element_size() == 1 else x  # some dtypes of one byte can't be copied
         columns = room // x.element_size()
         return [part.contiguous() for part in x.split(columns, dim=1)]
 
@@ -501,11 +606,12 @@ class _Running(Calling):
     _kept: Sequence[Tensor] = ()
     results: Sequence[Tensor] = ()
     after: list[Callable[[], Any]]  # to be done when a staged call has received
+    keeps_results = False  # `results` are wanted
 
     def __enter__(self) -> _Running:
         super().__enter__()
         calls, call = self._calls, self._call
-        self.after = []
+        self.after, self.keeps_results = [], call.is_async or call.is_staged
         if calls.names_ranges:
             torch.cuda.nvtx.range_push(_RANGES[self._what, call.layout])
         try:
@@ -564,11 +670,15 @@ def _has_nvtx_tool() -> bool:
     return bool(depth >= 0)
 
 
-def _common(call: Call, hidden: int, num_tokens: int, stream: torch.cuda.Stream) -> tuple[Any, ...]:
+def _row_bytes(rows: Tensor | None) -> int:
+    return 0 if rows is None else rows.shape[1] * rows.element_size()
+
+
+def _common(call: Call, hidden: int, num_tokens: int, stream: int) -> tuple[Any, ...]:
     """The first arguments of each native call."""
     return (
         call.layout, call.alignment, call.capacity, call.max_tokens, hidden, num_tokens, call.num_sms,
-        int(call.deadline_s * 1e9), stream.cuda_stream, call.is_small,
+        int(call.deadline_s * 1e9), stream, call.is_small,
     )  # fmt: skip
 
 

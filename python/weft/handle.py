@@ -7,11 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from weft.limits import LAYOUTS
 
 if TYPE_CHECKING:
-    import torch
-
     from weft.native_calls import Call
     from weft.quantized import Quantized
 
@@ -70,6 +70,7 @@ class Event:
 
 
 COMPLETE = Event()
+_LAZY = ("sizes", "send_plan", "recv_plan")
 
 
 @dataclass(frozen=True, eq=False, init=False)  # with the constructor that dataclass makes, 0.7 us more
@@ -110,6 +111,32 @@ class Handle:
             send_plan=send_plan, recv_plan=recv_plan, topk_weights=topk_weights, topk_idx=topk_idx, sizes=sizes,
             num_local_experts=num_local_experts, tie=tie, num_tokens=num_tokens, call=call, sent=sent,
         )  # fmt: skip
+
+    @classmethod
+    def lazily(
+        cls,
+        made: Any,
+        topk_weights: torch.Tensor,
+        topk_idx: torch.Tensor | None,
+        num_local_experts: int,
+        tie: torch.Tensor,
+        num_tokens: int,
+        call: Call,
+    ) -> Handle:
+        """With plans and sizes that become tensors when they are asked for; `made`: what has them."""
+        handle: Handle = object.__new__(cls)
+        handle.__dict__.update(
+            made=made, topk_weights=topk_weights, topk_idx=topk_idx, num_local_experts=num_local_experts, tie=tie,
+            num_tokens=num_tokens, call=call, sent=None,
+        )  # fmt: skip
+        return handle
+
+    def __getattr__(self, name: str) -> Any:
+        made = self.__dict__.get("made")
+        if made is None or name not in _LAZY:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        self.__dict__.update(zip(_LAZY, made.tensors(torch._C._from_dlpack), strict=True))
+        return self.__dict__[name]
 
     @property
     def layout(self) -> str:

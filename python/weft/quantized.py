@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from torch import Tensor
 
-__all__ = ["Quantized"]
+__all__ = ["Quantized", "typed"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,3 +34,24 @@ class Quantized:
     def __repr__(self) -> str:
         scales = "None" if self.scales is None else f"{list(self.scales.shape)} {self.scales.dtype}"
         return f"weft.Quantized(data={list(self.data.shape)} {self.data.dtype}, scales={scales})"
+
+
+def typed(
+    rows: Tensor, scales: Tensor, x: Tensor | Quantized, quantize: int, scale_dtype: torch.dtype | None
+) -> Tensor | Quantized:
+    """What the native module gave, in the dtypes that the caller of dispatch knows; `scale_dtype`: of column-major
+    scales, which have theirs."""
+    if scale_dtype is not None:
+        return Quantized(rows.view(x.data.dtype if isinstance(x, Quantized) else torch.float8_e4m3fn), scales)
+    if isinstance(x, Quantized):
+        out_scales = None if x.scales is None else _view(scales, x.scales.dtype)
+        if x.scales is not None and x.scales.shape[1] == 0:  # nothing was sent
+            out_scales = x.scales.new_empty((*rows.shape[:-1], 0))
+        return Quantized(_view(rows, x.data.dtype), out_scales)
+    if quantize:
+        return Quantized(rows.view(torch.float8_e4m3fn), scales if quantize == 1 else scales.view(torch.float8_e8m0fnu))
+    return rows
+
+
+def _view(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values if values.dtype == dtype else values.view(dtype)

@@ -16,7 +16,8 @@ class WindowStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._last: torch.cuda.Stream | None = None
+        self.last: torch.cuda.Stream | None = None
+        self.last_handle = -1  # its number
         self._known: dict[int, torch.cuda.Stream] = {}  # by handle: asking torch for a Stream costs microseconds
         self._own: torch.cuda.Stream | None = None
 
@@ -36,8 +37,8 @@ class WindowStreams:
                 self._own = own_stream(self.device)
             stream = self._own
             stream.wait_stream(caller)
-        if stream is not self._last and not torch.cuda.is_current_stream_capturing():
-            self._last = stream
+        if stream is not self.last and not torch.cuda.is_current_stream_capturing():
+            self.last, self.last_handle = stream, stream.cuda_stream
         return stream
 
     def wait(self) -> None:
@@ -45,13 +46,13 @@ class WindowStreams:
         Kernels that wait for a peer may take until their deadline. Ctrl-C leaves the wait."""
         pause_s = 20e-6
         current = None if torch.cuda.is_current_stream_capturing() else self.current()
-        streams = [stream for stream in (self._last, current) if stream is not None]
+        streams = [stream for stream in (self.last, current) if stream is not None]
         while not all(stream.query() for stream in streams):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 1e-3)
 
     def close(self) -> None:
         """Give the own stream back."""
-        own, self._own, self._last = self._own, None, None
+        own, self._own, self.last, self.last_handle = self._own, None, None, -1
         if own is not None:
             give_back_stream(own)

@@ -100,6 +100,7 @@ void bind_dispatch_args(nb::module_& m) {
       .def_rw("row_bytes", &Args::row_bytes)
       .def_rw("scales", &Args::scales)
       .def_rw("scale_row_bytes", &Args::scale_row_bytes)
+      .def_rw("scales_are_fp32", &Args::scales_are_fp32)
       .def_rw("topk_idx", &Args::topk_idx)
       .def_rw("topk_is_int64", &Args::topk_is_int64)
       .def_rw("topk_weights", &Args::topk_weights)
@@ -165,13 +166,6 @@ void bind_results(nb::module_& m) {
       .def_prop_ro("topk_idx", [](const DispatchResult& result) { return to_ndarray(result.topk_idx); })
       .def_prop_ro("topk_weights", [](const DispatchResult& result) { return to_ndarray(result.topk_weights); })
       .def_prop_ro("recv_plan", [](const DispatchResult& result) { return to_ndarray(result.recv_plan); })
-      .def("tensors",
-           [](const DispatchResult& result, nb::handle from_dlpack) {
-             const auto tensor = [&](const cpu::Array& array) { return to_tensor(array, from_dlpack); };
-             return nb::make_tuple(tensor(result.x), tensor(result.scales), tensor(result.topk_idx),
-                                   tensor(result.topk_weights), tensor(result.sizes), tensor(result.send_plan),
-                                   tensor(result.recv_plan));
-           })
       .def_ro("has_begun", &DispatchResult::has_begun)
       .def_ro("in_heap", &DispatchResult::in_heap)
       .def_ro("result_rows", &DispatchResult::result_rows);
@@ -242,6 +236,67 @@ nb::object empty_together(Window& window, const std::vector<std::pair<std::vecto
   return made;
 }
 
+// The calls that are made most often, in one go: `args` says what is equal in all calls of a kind, the rest differs from call to
+// call. To make the arguments anew, or to set one field from Python, takes a good part of a launch's time.
+
+// What later calls need of a dispatch: they take addresses, and seldom does anyone ask for the tensors.
+struct Plans {
+  cpu::Array sizes, send_plan, recv_plan;
+};
+
+u64 address_of(const cpu::Array& array) { return reinterpret_cast<u64>(array.block.data); }
+
+nvlink::DispatchResult dispatch_unlocked(Window& window, const nvlink::DispatchArgs& args) {
+  const nb::gil_scoped_release release;
+  return window.dispatch(args, signal_poll());
+}
+
+nb::object dispatch_first(Window& window, nvlink::DispatchArgs& args, u64 stream, i64 num_tokens, u64 x, u64 scales,
+                          u64 topk_idx, u64 topk_weights, nb::handle from_dlpack) {
+  args.stream = stream;
+  args.num_tokens = num_tokens;
+  args.x = x;
+  args.scales = scales;
+  args.topk_idx = topk_idx;
+  args.topk_weights = topk_weights;
+  nvlink::DispatchResult made = dispatch_unlocked(window, args);
+  if (!made.has_begun) return nb::none();
+  const auto tensor = [&](const cpu::Array& array) { return to_tensor(array, from_dlpack); };
+  return nb::make_tuple(made.in_heap, made.result_rows, tensor(made.x), tensor(made.scales), tensor(made.topk_idx),
+                        tensor(made.topk_weights),
+                        Plans{std::move(made.sizes), std::move(made.send_plan), std::move(made.recv_plan)});
+}
+
+nb::object dispatch_again(Window& window, nvlink::DispatchArgs& args, u64 stream, i64 num_tokens, u64 x, u64 scales,
+                          u64 counts, u64 send_plan, u64 recv_plan, i64 num_rows, nb::handle from_dlpack) {
+  args.stream = stream;
+  args.num_tokens = num_tokens;
+  args.num_rows = num_rows;
+  args.x = x;
+  args.scales = scales;
+  args.offsets += counts - args.counts;  // the sizes lie together
+  args.num_rows_out += counts - args.counts;
+  args.counts = counts;
+  args.send_plan = send_plan;
+  args.recv_plan = recv_plan;
+  const nvlink::DispatchResult result = dispatch_unlocked(window, args);
+  return nb::make_tuple(result.in_heap, to_tensor(result.x, from_dlpack), to_tensor(result.scales, from_dlpack));
+}
+
+void combine_rows(Window& window, nvlink::CombineArgs& args, u64 stream, i64 num_tokens, u64 y, i64 num_rows,
+                  u64 weights, u64 send_plan, u64 recv_plan, u64 out) {
+  args.stream = stream;
+  args.num_tokens = num_tokens;
+  args.y = y;
+  args.num_rows = num_rows;
+  args.weights = weights;
+  args.send_plan = send_plan;
+  args.recv_plan = recv_plan;
+  args.out = out;
+  const nb::gil_scoped_release release;
+  window.combine(args, signal_poll());
+}
+
 nb::dict stats(const Window& window) {
   const nvlink::WindowStats& seen = window.stats();
   nb::dict all;
@@ -258,6 +313,14 @@ nb::dict stats(const Window& window) {
 }
 
 void bind_window(nb::module_& m) {
+  nb::class_<Plans>(m, "GpuPlans")
+      .def("tensors",
+           [](const Plans& plans, nb::handle from_dlpack) {
+             return nb::make_tuple(to_tensor(plans.sizes, from_dlpack), to_tensor(plans.send_plan, from_dlpack),
+                                   to_tensor(plans.recv_plan, from_dlpack));
+           })
+      .def_prop_ro("send_plan", [](const Plans& plans) { return address_of(plans.send_plan); })
+      .def_prop_ro("recv_plan", [](const Plans& plans) { return address_of(plans.recv_plan); });
   nb::class_<Window>(m, "GpuWindow")
       .def(nb::new_(&make_window), "comm"_a, "gpu"_a, nb::kw_only(), "num_experts"_a, "top_k"_a, "max_tokens"_a,
            "landing_row_bytes"_a, "num_blocks"_a, "heap_bytes"_a, "small_tokens"_a = 0, "timeout_s"_a = 100.0)
@@ -265,6 +328,12 @@ void bind_window(nb::module_& m) {
           "dispatch",
           [](Window& window, const nvlink::DispatchArgs& args) { return window.dispatch(args, signal_poll()); },
           "args"_a, Guard())
+      .def("dispatch_first", &dispatch_first, "args"_a, "stream"_a, "num_tokens"_a, "x"_a, "scales"_a, "topk_idx"_a,
+           "topk_weights"_a, "from_dlpack"_a)
+      .def("dispatch_again", &dispatch_again, "args"_a, "stream"_a, "num_tokens"_a, "x"_a, "scales"_a, "counts"_a,
+           "send_plan"_a, "recv_plan"_a, "num_rows"_a, "from_dlpack"_a)
+      .def("combine_rows", &combine_rows, "args"_a, "stream"_a, "num_tokens"_a, "y"_a, "num_rows"_a, "weights"_a,
+           "send_plan"_a, "recv_plan"_a, "out"_a)
       .def("unload", &Window::unload, "args"_a, Guard())
       .def(
           "combine", [](Window& window, const nvlink::CombineArgs& args) { window.combine(args, signal_poll()); },

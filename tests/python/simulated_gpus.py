@@ -118,6 +118,50 @@ class SimulatedWindow:
         sent, self.sent = self.sent, None
         return self._again(args, *sent) if args.cached else self._first(args, *sent)
 
+    def dispatch_first(
+        self,
+        args: Any,
+        stream: int,
+        num_tokens: int,
+        x: int,
+        scales: int,
+        topk_idx: int,
+        topk_weights: int,
+        from_dlpack: Callable[[Any], Tensor],
+    ) -> tuple[Any, ...] | None:
+        """`dispatch`, with what differs between calls of equal arguments."""
+        args.stream, args.num_tokens, args.x, args.scales = stream, num_tokens, x, scales
+        args.topk_idx, args.topk_weights = topk_idx, topk_weights
+        result = self.dispatch(args)
+        if not result.has_begun:
+            return None
+        *parts, sizes, send_plan, recv_plan = result.tensors(from_dlpack)
+        plans = SimpleNamespace(
+            tensors=lambda from_dlpack: (sizes, send_plan, recv_plan),
+            send_plan=0 if send_plan is None else send_plan.data_ptr(),
+            recv_plan=0 if recv_plan is None else recv_plan.data_ptr(),
+        )
+        return (result.in_heap, result.result_rows, *parts, plans)
+
+    def dispatch_again(
+        self,
+        args: Any,
+        stream: int,
+        num_tokens: int,
+        x: int,
+        scales: int,
+        counts: int,
+        send_plan: int,
+        recv_plan: int,
+        num_rows: int,
+        from_dlpack: Callable[[Any], Tensor],
+    ) -> tuple[Any, ...]:
+        """The same with the routing of a handle."""
+        args.stream, args.num_tokens, args.num_rows, args.x, args.scales = stream, num_tokens, num_rows, x, scales
+        args.counts, args.send_plan, args.recv_plan = counts, send_plan, recv_plan
+        result = self.dispatch(args)
+        return (result.in_heap, *result.tensors(from_dlpack)[:2])
+
     def _make_send_plan(self, args: Any) -> None:
         """And the sizes."""
         assert not any((args.is_small, args.cached)), "the caller has memory for it"
@@ -255,6 +299,23 @@ class SimulatedWindow:
         if args.receives:
             sent, self.sent = self.sent, None
             self._sum(args, *sent)
+
+    def combine_rows(
+        self,
+        args: Any,
+        stream: int,
+        num_tokens: int,
+        y: int,
+        num_rows: int,
+        weights: int,
+        send_plan: int,
+        recv_plan: int,
+        out: int,
+    ) -> None:
+        """`combine`, with what differs between calls of equal arguments."""
+        args.stream, args.num_tokens, args.y, args.num_rows, args.weights = stream, num_tokens, y, num_rows, weights
+        args.send_plan, args.recv_plan, args.out = send_plan, recv_plan, out
+        self.combine(args)
 
     def _contributed(self, args: Any) -> tuple[Any, ...]:
         dtype, layout = DTYPES[args.dtype], LAYOUTS[args.layout]

@@ -56,7 +56,6 @@ Gpu::~Gpu() {
 }
 
 std::shared_ptr<Event> Gpu::record(u64 stream) {
-  const cuda::RelaxedCaptureScope relaxed;
   cuda::Event handle = nullptr;
   {
     const std::lock_guard lock(mutex_);
@@ -65,7 +64,10 @@ std::shared_ptr<Event> Gpu::record(u64 stream) {
       idle_events_.pop_back();
     }
   }
-  if (handle == nullptr) cuda::check(cuda::driver().event_create(&handle, cuda::kDisableTiming), "cuEventCreate");
+  if (handle == nullptr) {
+    const cuda::RelaxedCaptureScope relaxed;  // to record is always allowed
+    cuda::check(cuda::driver().event_create(&handle, cuda::kDisableTiming), "cuEventCreate");
+  }
   auto event = std::make_shared<Event>(*this, handle);
   cuda::check(cuda::driver().event_record(handle, stream_of(stream)), "cuEventRecord");
   return event;

@@ -33,7 +33,8 @@ struct DispatchArgs : CallArgs {
   Quantize quantize = Quantize::kNone;
   u64 scales = 0;  // [num_tokens] rows of scale_row_bytes that travel along, or 0
   i64 scale_row_bytes = 0;
-  u64 topk_idx = 0;  // [num_tokens, K]; not read when cached
+  bool scales_are_fp32 = false;  // those of the result are, too; else bytes
+  u64 topk_idx = 0;              // [num_tokens, K]; not read when cached
   bool topk_is_int64 = true;
   u64 topk_weights = 0;  // float [num_tokens, K], or 0: all 1
   bool cached = false;   // the routing is that of the plans
@@ -54,7 +55,8 @@ struct DispatchArgs : CallArgs {
 
 struct DispatchResult {
   // In the heap, or empty if !in_heap: then the caller makes tensors and calls Window::unload on the same stream, before any
-  // other call on the window. Shapes: x [rows, ...] or [L, C, ...]; scales bytes (float with Quantize::kFp8).
+  // other call on the window. Shapes: x [rows, ...] or [L, C, ...]; scales bytes (float with Quantize::kFp8, and
+  // if those given are).
   Array x, scales, topk_idx, topk_weights, recv_plan;
   Array send_plan, sizes;  // with makes_send_plan; sizes: counts, offsets, number of rows
   bool has_begun = true;   // else there is no room for a send plan and nothing was done: call again with memory for it

@@ -1,0 +1,216 @@
+"""Calls along a plan: what was checked for arguments of some types, shapes and options is not checked again.
+
+A plan serves eager calls of the nvlink engine that need no more than one kernel: dispatch with a capacity, throughput
+kernels, and combine; on the stream of the call before, without gradients, tools that record, async_op or
+staged. All that may differ between two calls of a plan is looked at in each. Whoever finds no way here goes the whole
+one (weft/expert_parallel.py), which makes the plans and knows every refusal.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from weft import traces
+from weft.gpu_calls import GpuCalls, from_dlpack
+from weft.handle import Dispatched, Event, Handle
+from weft.limits import ROW_MULTIPLE_BYTES
+from weft.native_calls import RANK_MAJOR, Call
+from weft.quantized import Quantized, typed
+
+if TYPE_CHECKING:
+    from weft.communicator import Window
+    from weft.streams import WindowStreams
+
+__all__ = ["Plan", "Quick"]
+
+_MOST_PLANS = 256
+_STRIDED = torch.strided
+
+
+class Plan:
+    """Of calls whose types, shapes and options are equal; not to be used before `call` is set."""
+
+    __slots__ = ("args", "call", "quantize", "shape", "streams", "weighted", "window")
+
+    def __init__(self) -> None:
+        self.call: Call | None = None
+        self.window: Window
+        self.streams: WindowStreams  # of the window
+        self.args: Any  # of the native call
+        self.quantize = 0
+        self.weighted = False  # combine: reads the weights received
+        self.shape: tuple[int, int] = (0, 0)  # combine: of the result
+
+
+def _new_plan(*_: Any) -> Plan:
+    return Plan()
+
+
+class Quick:
+    """The plans of one ExpertParallel."""
+
+    def __init__(self, calls: GpuCalls, num_local_experts: int) -> None:
+        self._calls, self._device, self._num_local_experts = calls, calls.device, num_local_experts
+        self._index = calls.device.index
+        self._dispatch_plans = functools.lru_cache(_MOST_PLANS, typed=True)(_new_plan)
+        self._combine_plans = functools.lru_cache(_MOST_PLANS, typed=True)(_new_plan)
+
+    # ---- dispatch
+
+    def dispatch_plan(self, x: Any, topk_idx: Any, topk_weights: Any, *options: Any) -> Plan | None:
+        """Of these arguments; None if there can't be one."""
+        try:
+            of_weights = None if topk_weights is None else (type(topk_weights), topk_weights.dtype, topk_weights.shape)
+            if type(x) is Tensor:
+                of_x: tuple[Any, ...] = (x.dtype, x.shape)
+            elif type(x) is Quantized and type(x.data) is Tensor:
+                scales = x.scales
+                of_scales = None if scales is None else (type(scales), scales.dtype, scales.shape)
+                of_x = (x.data.dtype, x.data.shape, of_scales)
+            else:
+                return None
+            of_idx = (type(topk_idx), topk_idx.dtype, topk_idx.shape)
+            return self._dispatch_plans(of_x, of_idx, of_weights, *options)
+        except (AttributeError, TypeError):  # not a tensor, or an option without a hash
+            return None
+
+    def learn_dispatch(
+        self, plan: Plan, call: Call, x: Any, sent: tuple[Tensor, Tensor | None], quantize: int, topk_idx: Tensor
+    ) -> None:
+        """The arguments of the plan were right; `sent`: data and scales of `x` as they travel."""
+        data, scales = sent
+        is_like_given = (scales is None) == (type(x) is Tensor or x.scales is None)
+        if call.capacity < 0 or call.is_small or call.is_async or call.scale_dtype is not None or not is_like_given:
+            return
+        kind = self._calls.kind(call, data, scales, quantize, topk_idx.dtype)
+        if kind.is_whole and type(topk_idx) is Tensor:
+            plan.args, plan.quantize = kind.first, quantize
+            self._finish(plan, call)
+
+    def dispatch(self, plan: Plan, x: Any, topk_idx: Tensor, weights: Tensor | None) -> Dispatched | None:
+        """None: nothing has been done."""
+        call, calls = plan.call, self._calls
+        data, scales = (x, None) if type(x) is Tensor else (x.data, x.scales)
+        addresses = [self._address(data), 0, self._address(topk_idx), 0]
+        if scales is not None:
+            addresses[1] = self._address(scales)
+        if weights is not None:
+            addresses[3] = self._address(weights)
+        if None in addresses or call is None:
+            return None
+        if torch.is_grad_enabled() and (data.requires_grad or (weights is not None and weights.requires_grad)):
+            return None
+        stream = self._stream(plan)
+        if stream is None:
+            return None
+        calls.comm.enter("dispatch")
+        try:
+            begin = time.perf_counter()
+            num_tokens = topk_idx.shape[0]
+            made = plan.window.native.dispatch_first(plan.args, stream, num_tokens, *addresses, from_dlpack)
+            if made is None:
+                return None  # no room for a send plan: the whole way makes an ordinary one
+            event = calls.last_event = Event(plan.streams.last)
+            if made[0]:
+                _, _, rows, row_scales, out_idx, out_weights, plans = made
+                whole, tie = None, calls.tie()
+            else:
+                whole = calls.received(call, plan.args, made, data, scales, plan.quantize, None)
+                rows, row_scales, out_idx, out_weights, *_, tie = whole
+            calls.counters.num_dispatches += 1
+            calls.counters.dispatch_s += time.perf_counter() - begin
+        finally:
+            calls.comm.leave()
+        out_idx = out_idx if call.layout == RANK_MAJOR else None
+        same = (self._num_local_experts, tie, num_tokens, call)
+        if whole is None:
+            handle = Handle.lazily(plans, out_weights, out_idx, *same)
+        else:
+            handle = Handle(whole.send_plan, whole.recv_plan, out_weights, out_idx, whole.sizes, *same)
+        if scales is not None or plan.quantize or data is not x:
+            rows = typed(rows, row_scales, x, plan.quantize, None)
+        return Dispatched(rows, out_idx, out_weights, handle, calls.overflow, event, calls)
+
+    # ---- combine
+
+    def combine_plan(self, y: Any, handle: Any, *options: Any) -> Plan | None:
+        """Of these arguments, without side, bias and out; None if there can't be one."""
+        if type(y) is not Tensor or type(handle) is not Handle:
+            return None
+        try:
+            return self._combine_plans(
+                handle.call, handle.topk_weights.shape, handle.num_tokens, y.dtype, y.shape, *options
+            )
+        except TypeError:  # an option without a hash
+            return None
+
+    def learn_combine(self, plan: Plan, call: Call, y: Tensor, handle: Handle, *, weighted: bool) -> None:
+        """The arguments of the plan were right."""
+        if call.is_async or call.is_staged or not self._calls.is_one_part(call, y):
+            return
+        plan.weighted = weighted and call.layout != RANK_MAJOR
+        plan.args = self._calls.combine_kind(call, y.dtype, y.shape[-1])
+        plan.shape = (handle.num_tokens, y.shape[-1])
+        self._finish(plan, call)
+
+    def combine(self, plan: Plan, y: Tensor, handle: Handle) -> Tensor | None:
+        """None: nothing has been done."""
+        calls, tie, weights = self._calls, handle.tie, handle.topk_weights
+        address = self._address(y)
+        weights_address = self._address(weights) if plan.weighted else 0
+        if address is None or weights_address is None or tie is not calls.token:
+            return None
+        if torch.is_grad_enabled() and (y.requires_grad or tie.requires_grad):
+            return None
+        stream = self._stream(plan)
+        if stream is None:
+            return None
+        calls.comm.enter("combine")
+        try:
+            calls.check_tie("combine", tie)
+            begin = time.perf_counter()
+            out = y.new_empty(plan.shape)
+            made = handle.__dict__.get("made")
+            if made is None:
+                send_plan, recv_plan = handle.send_plan.data_ptr(), handle.recv_plan.data_ptr()
+            else:
+                send_plan, recv_plan = made.send_plan, made.recv_plan
+            plan.window.native.combine_rows(
+                plan.args, stream, plan.shape[0], address, y.numel() // plan.shape[1], weights_address, send_plan,
+                recv_plan, out.data_ptr(),
+            )  # fmt: skip
+            calls.last_event = Event(plan.streams.last)
+            calls.counters.num_combines += 1
+            calls.counters.combine_s += time.perf_counter() - begin
+        finally:
+            calls.comm.leave()
+        return out
+
+    # ---- both
+
+    def _finish(self, plan: Plan, call: Call) -> None:
+        window = self._calls.windows[call.window]
+        if window.streams is not None:
+            plan.window, plan.streams, plan.call = window, window.streams, call
+
+    def _address(self, tensor: Tensor) -> int | None:
+        """None: it is not where the kernel could read it as it lies."""
+        if tensor.layout is not _STRIDED or tensor.device != self._device or not tensor.is_contiguous():
+            return None
+        address = tensor.data_ptr()
+        return None if address % ROW_MULTIPLE_BYTES else address
+
+    def _stream(self, plan: Plan) -> int | None:
+        """The current one, if the call before was on it too and nothing stands against a call there."""
+        calls = self._calls
+        if calls.closed or plan.window.half is not None or traces._recorders:
+            return None
+        if calls.names_ranges or torch.autograd._profiler_enabled():
+            return None
+        stream: int = torch._C._cuda_getCurrentRawStream(self._index)
+        return stream if stream == plan.streams.last_handle else None

@@ -1,0 +1,181 @@
+"""Guards against calls along a plan that give other bits than the whole way, or let pass what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from simulated_gpus import SimulatedRanks
+from torch import Tensor
+
+import weft
+from pool import RankState
+from weft.quick import Quick
+
+TOKENS, HIDDEN, EXPERTS, TOP_K = 4, 128, 4, 2
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedRanks]:
+    ranks = SimulatedRanks(monkeypatch)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: -1)  # no tool listens
+    return ranks  # type: ignore[return-value]
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the calls that went along a plan, of all ranks."""
+    seen: list[str] = []
+    for name in ("dispatch", "combine"):
+        real = getattr(Quick, name)
+
+        def spy(*args: Any, real: Any = real, name: str = name) -> Any:
+            result = real(*args)
+            if result is not None:
+                seen.append(name)
+            return result
+
+        monkeypatch.setattr(Quick, name, spy)
+    return seen
+
+
+def make(state: RankState, **options: Any) -> weft.ExpertParallel:
+    return weft.ExpertParallel(
+        state.comm, num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens_per_rank=8, num_windows=2, **options
+    )
+
+
+def inputs(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16()
+    ids = torch.randint(-1, EXPERTS, (TOKENS, TOP_K), generator=generator)
+    return x, ids, torch.rand(TOKENS, TOP_K, generator=generator)
+
+
+def fp8(x: Tensor) -> weft.Quantized:
+    return weft.Quantized(*weft.reference.quantize_fp8(x))
+
+
+ROWS = {
+    "bf16": (lambda x: x, {}),
+    "fp8": (fp8, {}),
+    "ue8m0": (lambda x: weft.Quantized(*weft.reference.quantize_fp8(x, ue8m0=True)), {}),
+    "bytes": (lambda x: weft.Quantized(x.view(torch.uint8)), {}),
+    "no scales": (lambda x: weft.Quantized(x.view(torch.uint8), torch.empty(len(x), 0)), {}),
+    "quantize": (lambda x: x, {"quantize": "fp8"}),
+}
+
+
+def parts_of(r: weft.Dispatched, y: Tensor) -> list[Tensor]:
+    num_rows = int(r.num_rows) if r.handle.layout != "masked" else None
+    rows = [r.x] if isinstance(r.x, Tensor) else [part for part in (r.x.data, r.x.scales) if part is not None]
+    if num_rows is not None:
+        rows = [part[:num_rows] for part in (*rows, r.topk_weights)]
+    else:
+        filled = torch.arange(r.topk_weights.shape[1]) < r.num_tokens_per_expert.unsqueeze(-1)
+        rows = [part[filled] for part in (*rows, r.topk_weights)]
+    return [*rows, r.handle.sizes.clone(), y]
+
+
+def call_again_and_again(state: RankState, rows: str, layout: str, heap_bytes: int | None) -> None:
+    make_rows, options = ROWS[rows]
+    x, ids, weights = inputs(state.rank)
+    capacity = 2 * TOKENS * TOP_K
+    with make(state, heap_bytes=heap_bytes) as ep:
+        results = []
+        for _ in range(6):
+            r = ep.dispatch(make_rows(x), ids, weights, layout=layout, capacity=capacity, mode="throughput", **options)
+            y = ep.combine(torch.ones(*r.handle.rows_shape, HIDDEN, dtype=torch.bfloat16), r.handle, mode="throughput")
+            results.append((r, [part.clone() for part in parts_of(r, y)]))
+        first, want = results[0]
+        for r, got in results[1:]:
+            for mine, theirs in zip(got, want, strict=True):
+                assert mine.dtype == theirs.dtype
+                assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+            assert (r.handle.num_tokens, r.handle.call) == (first.handle.num_tokens, first.handle.call)
+            assert (r.topk_idx is None) == (layout != "rank_major")
+        assert ep.stats()["num_dispatches"] == ep.stats()["num_combines"] == len(results)
+
+
+@pytest.mark.parametrize("heap_bytes", [None, 0])
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_plan_gives_the_same_bits(
+    pool: Any, taken: list[str], rows: str, layout: str, heap_bytes: int | None
+) -> None:
+    pool.run(2, lambda state, _: call_again_and_again(state, rows, layout, heap_bytes), [None] * 2)
+    assert "combine" in taken
+    assert ("dispatch" in taken) == (heap_bytes is None and rows != "no scales")
+
+
+def refuse(state: RankState) -> None:
+    """What a plan knows is right; then each argument in turn is not."""
+    x, ids, weights = inputs(state.rank)
+    options: dict[str, Any] = {"capacity": 16, "mode": "throughput"}
+    with make(state) as ep, make(state) as other:
+        for _ in range(3):
+            r = ep.dispatch(x, ids, weights, **options)
+            y = torch.ones(*r.handle.rows_shape, HIDDEN, dtype=torch.bfloat16)
+            ep.combine(y, r.handle)
+        wrong: list[tuple[Any, ...]] = [
+            (x[:, :64], ids, weights), (x.float(), ids, weights), (x, ids[:2], weights), (x, ids.short(), weights),
+            (x, ids, weights.double()), (x, ids, weights[:, :1]), (x, None, weights), (None, ids, weights),
+            (x.to_sparse(), ids, weights), (x.to("meta"), ids, weights), (x, ids.to("meta"), weights),
+        ]  # fmt: skip
+        for args in wrong:
+            with pytest.raises(weft.InvalidArgument):
+                ep.dispatch(*args, **options)
+        for name, value in {
+            "capacity": 16.0, "alignment": True, "layout": "other", "num_sms": 0, "deadline_s": -1.0, "window": 2,
+            "quantize": [], "max_tokens": 9, "mode": "slow", "scale_layout": "column_major", "async_op": 1,
+            "zero_holes": 1,
+        }.items():  # fmt: skip
+            with pytest.raises(weft.InvalidArgument):
+                ep.dispatch(x, ids, weights, **{**options, name: value})
+        for bad in (y[:-1], y.int(), y.to_sparse(), y.to("meta"), None):
+            with pytest.raises(weft.InvalidArgument):
+                ep.combine(bad, r.handle)
+        with pytest.raises(weft.InvalidState, match="another ExpertParallel"):
+            other.combine(y, r.handle)
+        with pytest.raises(weft.InvalidArgument):
+            ep.combine(y, r.handle, window=1)
+        ep.close()
+        for call in (lambda: ep.dispatch(x, ids, weights, **options), lambda: ep.combine(y, r.handle)):
+            with pytest.raises(weft.InvalidState, match="closed"):
+                call()
+
+
+def test_a_plan_lets_nothing_pass(pool: Any) -> None:
+    pool.run(2, lambda state, _: refuse(state), [None] * 2)
+
+
+def change_what_is_not_in_the_plan(state: RankState, taken: list[str]) -> None:
+    """Strides, alignment and gradients differ between calls of a plan."""
+    x, ids, weights = inputs(state.rank)
+    with make(state) as ep:
+
+        def call(x: Tensor, ids: Tensor = ids) -> Tensor:
+            r = ep.dispatch(x, ids, weights, capacity=16, mode="throughput")
+            rows = r.x
+            assert isinstance(rows, Tensor)
+            return ep.combine(rows, r.handle, mode="throughput")  # type: ignore[no-any-return]
+
+        want = call(x)
+        for _ in range(2):
+            assert torch.equal(call(x), want)
+        by_column = x.t().contiguous().t()
+        shifted = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+        for other in (by_column, shifted):
+            assert torch.equal(call(other), want)
+        assert torch.equal(call(x, ids.int()), want)
+        with torch.enable_grad():
+            tracked = call(x.clone().requires_grad_())
+        assert tracked.requires_grad
+        assert torch.equal(tracked, want)
+
+
+def test_what_differs_between_calls_of_a_plan(pool: Any, taken: list[str]) -> None:
+    pool.run(2, lambda state, _: change_what_is_not_in_the_plan(state, taken), [None] * 2)
+    assert "dispatch" in taken
