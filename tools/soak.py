@@ -204,11 +204,10 @@ class Soak:
         for got, expected in ((received.x.data, data), (received.x.scales, scales)):
             if got is None:
                 raise AssertionError("no scales")
-            if expected.element_size() == 1:  # column-major UE8M0 in words of four
-                got = got.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-                expected = expected.view(torch.uint8)
-            columns = expected.shape[-1]
-            self.compare(got[..., :columns].reshape(-1, columns)[mask], expected.reshape(-1, columns)[mask])
+            got, columns = got[mask.view(got.shape[:-1])].contiguous(), expected.shape[-1]
+            if expected.element_size() == 1:  # column-major UE8M0 comes in words of four
+                got, expected = got.view(torch.uint8), expected.view(torch.uint8)
+            self.compare(got[:, :columns], expected.reshape(-1, columns)[mask])
 
     def filled(self, case: Case, here: Places, *, holes: bool = True) -> Any:
         """Takes the rows whose content is promised: up to num_rows, in masked where picks lie; `holes`: those too."""

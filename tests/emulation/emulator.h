@@ -421,10 +421,6 @@ T atomicAdd(T* word, T value) {
   return __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
 }
 template <class T>
-T atomicAdd_system(T* word, T value) {
-  return atomicAdd(word, value);
-}
-template <class T>
 T atomicOr(T* word, T value) {
   return __atomic_fetch_or(word, value, __ATOMIC_RELAXED);
 }
@@ -443,7 +439,7 @@ T atomicMax(T* word, T value) {
   return seen;
 }
 template <class T>
-T atomicCAS_system(T* word, T expected, T value) {
+T atomicCAS(T* word, T expected, T value) {
   __atomic_compare_exchange_n(word, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
 }

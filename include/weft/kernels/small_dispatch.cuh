@@ -25,8 +25,10 @@ class SmallDispatch {
   __device__ void run() const {
     if constexpr (kConfig.sends && !kConfig.is_cached) {
       if (blockIdx.x == 0) {  // rows in front of it would hold up all blocks of all ranks
-        SmallDispatchSend<kConfig>(s_).send_routing();
+        SmallDispatchSend<kConfig> send(s_);
+        send.send_routing();
         __syncthreads();
+        if (threadIdx.x == 0) send.tell_bad_ids();
       }
     }
     if (s_.warp == kNotifyWarp) {
@@ -108,6 +110,9 @@ __device__ void small_dispatch(const SmallDispatchKernelArgs& args) {
   constexpr transport::FlightPart kPart = kConfig.sends && kConfig.receives ? transport::FlightPart::kWhole
                                           : kConfig.sends                   ? transport::FlightPart::kSend
                                                                             : transport::FlightPart::kReceive;
+  if constexpr (kConfig.sends && !kConfig.is_cached) {  // behind it there is a barrier in begin_flight
+    if (threadIdx.x == 0) SmallDispatchSend<kConfig>::bad_ids() = {0, 0x7fffffff};
+  }
   const SmallDispatchState<kConfig> state{
       args, reinterpret_cast<i32*>(dynamic), transport::begin_flight(args.view, args.print, kPart),
       static_cast<i32>(threadIdx.x / ptx::kWarpLanes), static_cast<i32>(threadIdx.x % ptx::kWarpLanes)};

@@ -19,13 +19,32 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
 
   __device__ explicit SmallDispatchSend(const Base& base) : Base(base) {}
 
-  // By block 0: ids, weights and how many tokens, to everyone.
+  // Ids that are neither an expert nor -1, in shared memory.
+  struct BadIds {
+    i32 count, first_at;
+  };
+  __device__ static BadIds& bad_ids() {
+    __shared__ BadIds bad;
+    return bad;
+  }
+
+  // By block 0, behind a barrier since bad_ids() was emptied: ids, weights and how many tokens, to everyone.
   __device__ void send_routing() {
     const i32 thread = static_cast<i32>(threadIdx.x);
     send_ids(thread);
     if (thread >= kRanks || !flight.is_active(thread)) return;
     u8* slot = a.view.control[thread] + a.view.layout.payload(flight.turn.sequence, rank());
     reinterpret_cast<GpuCountPayload*>(slot)->num_tokens = a.num_tokens;
+  }
+
+  // Behind a barrier of the block that sent the routing, by one thread.
+  __device__ void tell_bad_ids() const {
+    const BadIds& bad = bad_ids();
+    if (bad.count == 0) return;
+    transport::HostWords* host = a.view.host;
+    host->first_bad_at = bad.first_at;
+    host->first_bad_id = static_cast<const Id*>(a.topk_idx)[bad.first_at];
+    ptx::st_release_sys(reinterpret_cast<u64*>(&host->num_bad_ids), static_cast<u64>(bad.count));
   }
 
   __device__ void send_rows() {
@@ -74,7 +93,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
       }
 #pragma unroll
       for (i32 idx = 0; idx < kHere; ++idx) {
-        if (given[idx] < -1 || given[idx] >= kExperts) note_bad_id(given[idx], first + idx * kThreads);
+        if (given[idx] < -1 || given[idx] >= kExperts) note_bad_id(first + idx * kThreads);
       }
       this->for_ranks(flight.active_mask, [&](i32 to) {
         i32* ids = this->slot_ids(to, rank(), 0);
@@ -94,12 +113,9 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
     return id >= 0 && id < kExperts && flight.is_active(static_cast<i32>(id) / kLocal);
   }
 
-  __device__ void note_bad_id(i64 id, i32 pick) {
-    transport::HostWords* host = a.view.host;
-    // The one with the lowest position would need another round; any of them helps to find the mistake.
-    if (atomicAdd_system(reinterpret_cast<u64*>(&host->num_bad_ids), u64{1}) != 0) return;
-    host->first_bad_at = pick;
-    host->first_bad_id = id;
+  __device__ static void note_bad_id(i32 pick) {
+    atomicAdd(&bad_ids().count, 1);
+    atomicMin(&bad_ids().first_at, pick);
   }
 
   __device__ Picks picks_of(i32 token) const {

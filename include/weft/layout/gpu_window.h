@@ -24,6 +24,7 @@ struct alignas(kCacheLine) GpuControlWords {
   u32 num_ended = 0;        // blocks of the operation in flight that have ended; wraps around
   u32 next_chunk = 0;       // of tokens, for the block that comes for it; 0 between operations
   u32 heap_generation = 0;  // host: grows when a rebuild had to give the own heap other addresses
+  u32 num_errors = 0;       // records of errors that were begun: HostWords.num_errors_read, or one more
   // By peer: for how long block 0 of all operations has waited for headers that then came.
   alignas(kCacheLine) u64 waited_ns[kMaxGpuRanks] = {};
 };

@@ -1,4 +1,5 @@
-// What the host and a kernel say to each other, in host memory that the GPU maps. One writer a word.
+// What the host and a kernel say to each other, in host memory that the GPU maps. One writer a word; kernels load and store
+// only: atomics on host memory need a bus that has them.
 #pragma once
 
 #include "weft/config/base.h"
@@ -18,8 +19,6 @@ enum class ErrorCause : u32 {
   kMoved = 7         // the kernel was captured before a rebuild that moved the heap
 };
 
-constexpr u32 kErrorClaimed = 0xffffffffu;  // ErrorRecord.code while the rest of the record is being written
-
 struct HostWords {
   u64 abort = 0;              // host: bit r: leave waits for rank r
   u64 timeout_ns = 0;         // host: most that a wait of the next operation may take
@@ -29,7 +28,8 @@ struct HostWords {
   i64 num_bad_ids = 0;        // kernel: of the last call that had any
   i64 first_bad_at = 0;       // kernel: flat position in topk_idx
   i64 first_bad_id = 0;
-  ErrorRecord error = {};  // kernel: first reason (R9); its code is an ErrorCause
+  u64 num_errors_read = 0;  // host: records that it has emptied
+  ErrorRecord error = {};   // kernel: first reason (R9); its code is an ErrorCause
 };
 
 // A window as a kernel sees it: plain pointers, by value. The owner is engine/nvlink/window.h. Addresses never change in the

@@ -21,8 +21,9 @@ struct Flight {
 __device__ inline void record(const WindowView& view, const Flight& flight, ErrorCause cause, Phase phase, i32 peer,
                               u64 seen) {
   ErrorRecord* error = &view.host->error;
-  // First come first served within the GPU; the host reads it after the kernel has ended.
-  if (atomicCAS_system(&error->code, 0u, kErrorClaimed) != 0) return;
+  // First come first served, until the host has read it.
+  const u32 num_read = static_cast<u32>(ptx::ld_relaxed_sys(&view.host->num_errors_read));
+  if (atomicCAS(&view.words()->num_errors, num_read, num_read + 1) != num_read) return;
   error->culprit = peer;
   error->epoch = flight.turn.epoch;
   error->sequence = flight.turn.sequence;

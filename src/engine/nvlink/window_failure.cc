@@ -14,7 +14,7 @@ namespace {
 
 using transport::ErrorCause;
 
-constexpr u64 kRecordNs = 1'000'000'000;  // a record is complete long before
+constexpr u64 kLastBlocksNs = 1'000'000'000;  // a kernel that has left a record ends long before
 
 std::string rank_text(i32 rank) { return "rank " + std::to_string(rank); }
 
@@ -46,9 +46,6 @@ std::optional<BadIds> Window::take_bad_ids() {
 }
 
 void Window::raise_error() {
-  const Poll no_poll;
-  wait_on_host([&] { return static_cast<u32>(ptx::ld_acquire_sys(error_word())) != transport::kErrorClaimed; },
-               now_ns() + kRecordNs, no_poll);
   const ErrorRecord record = host_->error;
   AbortReason reason;
   reason.rank = record.culprit;
@@ -122,8 +119,9 @@ u64 Window::report_left(const ErrorRecord& record, OpKind kind) {
 // have ended before the record is emptied for the next call.
 void Window::raise_given_up(const ErrorRecord& record, OpKind kind) {
   const Poll no_poll;
-  wait_for_kernels(now_ns() + kRecordNs, no_poll);
+  wait_for_kernels(now_ns() + kLastBlocksNs, no_poll);
   host_->error = ErrorRecord{};
+  ptx::st_release_sys(&host_->num_errors_read, host_->num_errors_read + 1);
   const std::string me = rank_text(comm_->rank()), culprit = rank_text(record.culprit);
   const std::string op = cpu::op_name(static_cast<u32>(kind));
   const auto call_text = [&](u64 header) {
