@@ -157,8 +157,8 @@ class ExpertParallel:
             quantize: "fp8" or "fp8_ue8m0": quantise rows on the way; None: don't.
             scale_layout: of the scales of the result: "row_major", or "column_major" as grouped FP8 GEMMs read them
                 with TMA: strides (..., 1, ld), each column at a multiple of 16 bytes, UE8M0 packed four to an int32
-                [..., N, ceil(S / 4)]. It costs a small kernel. Rows without scales are
-                refused. Ranks may differ, and a handle does not keep it.
+                [..., N, ceil(S / 4)]. The kernels for small batches write them so; else it costs a small kernel. Rows
+                without scales are refused. Ranks may differ, but those that are threads; a handle does not keep it.
             zero_holes: expert_major: rows between groups are zero; False: undefined, which saves the stores. Their
                 weights are 0 anyway, and where gradients are tracked or torch.compile traces the call so are the rows.
                 Ranks may differ, and a handle does not keep it.

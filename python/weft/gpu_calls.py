@@ -25,7 +25,7 @@ from weft.limits import (
     landing_row_bytes,
 )
 from weft.native_calls import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, Calling, NativeCalls, Received, pointer
-from weft.scales import empty_by_column, words
+from weft.scales import by_column, empty_by_column, first_by_column
 from weft.streams import WindowStreams
 
 if TYPE_CHECKING:
@@ -126,8 +126,8 @@ class GpuCalls(NativeCalls):
                 _clear(received.topk_weights, tail)
                 if call.layout == RANK_MAJOR:
                     received.topk_idx.masked_fill_(tail.unsqueeze(-1), -1)
-            if call.scale_dtype is not None:
-                received = received._replace(scales=self._scales_of(call, received.scales, run))
+            if call.scale_dtype is not None and not call.is_small:
+                received = received._replace(scales=by_column(received.scales, call.scale_dtype))
             if run.keeps_results:
                 run.results = received[:-1]
         staged.note(self, "dispatch", call, run.receive)
@@ -160,7 +160,8 @@ class GpuCalls(NativeCalls):
                 rows = torch.cat([rows, *rest], dim=-1)
             if clear_tail:
                 _clear(rows, self._tail(call.layout, rows, sizes))
-            out_scales = self._scales_of(call, out_scales, run)
+            if not call.is_small:
+                out_scales = by_column(out_scales, call.scale_dtype)
             run.results = (rows, out_scales)
         staged.note(self, "dispatch", call, run.receive)
         return rows, out_scales
@@ -343,7 +344,7 @@ class GpuCalls(NativeCalls):
         args.room = math.prod(lead)
         if args.room > MAX_CAPACITY:
             raise InvalidArgument(f"a result could have {args.room} rows; allowed are {MAX_CAPACITY}: set a capacity")
-        rows, out_scales = self._ordinary(lead, x, scales, quantize)
+        rows, out_scales = self._ordinary(lead, x, scales, quantize, call.scale_dtype)
         sizes, send_plan, recv_plan, out_weights, out_idx = self._small_routing(call, args, lead)
         self._give_sizes(args, sizes.data_ptr(), sizes.shape[0])
         args.out_x, args.out_scales = rows.data_ptr(), out_scales.data_ptr()
@@ -353,7 +354,11 @@ class GpuCalls(NativeCalls):
         result = run.launch(self.windows[call.window].native.dispatch, args, (*parts, sizes, send_plan, recv_plan))
         if call.capacity < 0:
             num_rows = result.result_rows
-            rows, out_scales, out_idx, out_weights = (_first_rows(part, num_rows, lead) for part in parts)
+            rows, out_idx, out_weights = (_first_rows(part, num_rows, lead) for part in (rows, out_idx, out_weights))
+            if args.scale_word_bytes:
+                out_scales = first_by_column(out_scales, num_rows)
+            else:
+                out_scales = _first_rows(out_scales, num_rows, lead)
         return Received(rows, out_scales, out_idx, out_weights, sizes, send_plan, recv_plan, self.tie())
 
     def _again(
@@ -371,7 +376,7 @@ class GpuCalls(NativeCalls):
             self._give_sizes(args, routing.sizes.data_ptr(), routing.sizes.shape[0])
             args.cached, args.num_rows = True, math.prod(routing.lead)
             args.send_plan, args.recv_plan = routing.send_plan.data_ptr(), routing.recv_plan.data_ptr()
-            rows, out_scales = self._ordinary(routing.lead, x, scales, quantize)
+            rows, out_scales = self._ordinary(routing.lead, x, scales, quantize, call.scale_dtype)
             args.room, args.out_x, args.out_scales = args.num_rows, rows.data_ptr(), out_scales.data_ptr()
             run.launch(self.windows[call.window].native.dispatch, args, (rows, out_scales, *routing[:3]))
             return rows, out_scales
@@ -457,6 +462,8 @@ class GpuCalls(NativeCalls):
             args.scales_are_fp32 = scales.dtype == torch.float32
         if not call.zero_holes:
             args.zeroes_holes = False
+        if call.is_small and call.scale_dtype is not None and (quantize or scales is not None):
+            args.scale_word_bytes = call.scale_dtype.itemsize
         return args
 
     def _give_sizes(self, args: Any, counts: int, sizes_len: int) -> None:
@@ -496,27 +503,24 @@ class GpuCalls(NativeCalls):
         )
 
     def _ordinary(
-        self, lead: tuple[int, ...], x: Tensor, scales: Tensor | None, quantize: int
+        self,
+        lead: tuple[int, ...],
+        x: Tensor,
+        scales: Tensor | None,
+        quantize: int,
+        words: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Ordinary tensors for rows and scales."""
+        """Ordinary tensors for rows and scales; `words`: of column-major ones."""
         columns = x.shape[1]
-        if quantize:
-            dtype = torch.float32 if quantize == _FP8 else torch.uint8
-            return self._new((*lead, columns), torch.uint8), self._new((*lead, -(-columns // QUANTIZE_GROUP)), dtype)
-        rows = x.new_empty((*lead, columns)) if x.dtype in DTYPE_CODES else self._new((*lead, columns), torch.uint8)
-        if scales is None:
+        is_plain = x.dtype in DTYPE_CODES and not quantize
+        rows = x.new_empty((*lead, columns)) if is_plain else self._new((*lead, columns), torch.uint8)
+        if not quantize and scales is None:
             return rows, self._no_floats
-        return rows, self._new((*lead, scales.shape[1] * scales.element_size()), torch.uint8)
-
-    def _scales_of(self, call: Call, scales: Tensor, run: _Running) -> Tensor:
-        """Received scales as the call wants them; column-major ones are a copy, made once they are there."""
-        if call.scale_dtype is None:
-            return scales
-        out = empty_by_column(scales, call.scale_dtype)
-        if call.is_staged:
-            run.after.append(lambda: out.copy_(words(scales, out.dtype)))
-            return out
-        return out.copy_(words(scales, out.dtype))
+        dtype = torch.float32 if quantize == _FP8 else torch.uint8
+        width = -(-columns // QUANTIZE_GROUP) if scales is None else scales.shape[1] * scales.element_size()
+        if words is not None:
+            return rows, empty_by_column(lead, width * dtype.itemsize, words, self.device)
+        return rows, self._new((*lead, width), dtype)
 
     def _unload(
         self,

@@ -75,6 +75,10 @@ def kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:
         if not (half and routing == "int32 ids"):
             source = small_dispatch_source(shape, layout, rows, routing, shared_bytes, half)
             yield f"{name}, {half}" if half else name, source
+            if rows != "plain" and half != "sends":
+                name = f"small dispatch {layout}, {rows} by column, {routing}"
+                source = small_dispatch_source(shape, layout, rows, routing, shared_bytes, half, by_column=True)
+                yield f"{name}, {half}" if half else name, source
     yield from _combine_kernels(shape, shared_bytes)
     yield from _small_combine_kernels(shape)
     yield "unload", _load.native().render_unload()
@@ -89,10 +93,19 @@ def dispatch_source(shape: KernelShape, layout: str, rows: str, routing: str, sh
 
 
 def small_dispatch_source(
-    shape: KernelShape, layout: str, rows: str, routing: str, shared_bytes: int, half: str = ""
+    shape: KernelShape,
+    layout: str,
+    rows: str,
+    routing: str,
+    shared_bytes: int,
+    half: str = "",
+    *,
+    by_column: bool = False,
 ) -> str:
-    """The kernel of a dispatch of at most MAX_SMALL_TOKENS tokens; as `dispatch_source`. `half`: one of HALVES."""
+    """The kernel of a dispatch of at most MAX_SMALL_TOKENS tokens; as `dispatch_source`. `half`: one of HALVES;
+    `by_column`: scales of the result."""
     args = _dispatch_args(shape, layout, rows, routing)
+    args.scale_word_bytes = 4 if by_column else 0
     args.num_blocks, args.sends, args.receives = shape.small_num_sms, half != "receives", half != "sends"
     window = _window(shape)
     window["max_tokens"] = min(window["max_tokens"], MAX_SMALL_TOKENS)

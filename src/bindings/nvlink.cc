@@ -115,6 +115,7 @@ void bind_dispatch_args(nb::module_& m) {
       .def_rw("zeroes_holes", &Args::zeroes_holes)
       .def_rw("makes_send_plan", &Args::makes_send_plan)
       .def_rw("room", &Args::room)
+      .def_rw("scale_word_bytes", &Args::scale_word_bytes)
       .def_rw("out_x", &Args::out_x)
       .def_rw("out_scales", &Args::out_scales)
       .def_rw("out_ids", &Args::out_ids)

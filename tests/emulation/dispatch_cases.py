@@ -42,6 +42,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     rows: str = "plain"  # "fp8", "fp8_ue8m0", "bytes": with `scale_bytes` that travel along
     scale_bytes: int = 0
+    scale_word_bytes: int = 0  # small batches: of column-major scales; bytes in words of 4
     layout: str = "rank_major"
     capacity: int = NO_CAPACITY
     alignment: int = 1
@@ -94,6 +95,7 @@ class Case:
                 dtype_code=0,
                 quantize=0,
                 scale_bytes=self.scale_bytes,
+                scale_word_bytes=self.scale_word_bytes,
                 out_dtype=out,
                 scale_dtype=scale,
             )
@@ -104,6 +106,7 @@ class Case:
             dtype_code=DTYPES[self.dtype],
             quantize=quantize,
             scale_bytes=(0, groups * 4, groups)[quantize],
+            scale_word_bytes=self.scale_word_bytes,
             out_dtype=torch.float8_e4m3fn if quantize else self.dtype,
             scale_dtype=torch.float8_e8m0fnu if quantize == 2 else torch.float32,
         )
@@ -308,10 +311,21 @@ class Runner:
             holes = seen[is_hole].contiguous().view(torch.uint8)
             found = compare("holes", holes, torch.full_like(holes, memory.poison))
         found += compare("x", seen[is_defined], data.reshape(seen.shape)[is_defined])
-        if scales is not None:
+        if scales is not None and received.has_columns:
+            found += compare("scales", self._columns(received, scales)[is_defined], _words(scales, wire)[is_defined])
+        elif scales is not None:
             seen = memory.tensor(received.scales, (received.num_rows, scales.shape[-1]), wire.scale_dtype)
             found += compare("scales", seen[is_defined], scales.reshape(seen.shape)[is_defined])
         return found
+
+    def _columns(self, received: Received, scales: Tensor) -> Tensor:
+        """The column-major scales of a result: [rows, words]."""
+        num_groups = self.case.shape.num_local if self.case.layout == "masked" else 1
+        num_rows, words = received.num_rows // num_groups, _words(scales, self.wire)
+        step = 16 // words.element_size()
+        shape = (num_groups, words.shape[-1], -(-num_rows // step) * step)
+        seen = self.memory.tensor(received.scales, shape, words.dtype)
+        return seen.mT[:, :num_rows].reshape(words.shape)
 
     def _sums(self, wanted: reference.Dispatched, received: Received) -> list[str]:
         shape, memory, call = self.case.shape, self.memory, self.call
@@ -403,6 +417,13 @@ def _defined_rows(layout: str, wanted: reference.Dispatched) -> Tensor:
         return torch.arange(_num_rows(wanted)) < wanted.num_rows
     num_local, capacity = wanted.routing.row_shape[_rank_of(wanted)]
     return (torch.arange(capacity)[None] < wanted.num_tokens_per_expert[:, None]).reshape(num_local * capacity)
+
+
+def _words(scales: Tensor, wire: Rows) -> Tensor:
+    """Scales as words: [rows, words]."""
+    rows = scales.reshape(-1, scales.shape[-1]).contiguous().view(torch.uint8)
+    rows = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % wire.scale_word_bytes))
+    return rows.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[wire.scale_word_bytes])
 
 
 def _picked_rows(wanted: reference.Dispatched) -> Tensor:

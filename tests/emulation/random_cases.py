@@ -44,6 +44,8 @@ def random_dispatch(seed: int, *, is_small: bool) -> Case:
     # Rows come in pieces of 16 bytes, on the wire too.
     hidden = dice.one_of(16, 48, 144, 272, 400) if rows != "plain" else dice.one_of(8, 40, 264, 600)
     layout = dice.one_of(*LAYOUTS)
+    scale_bytes = dice.one_of(0, 3, 8, 16, 48) if rows == "bytes" else 0
+    has_columns = is_small and (rows.startswith("fp8") or scale_bytes > 0) and dice.chance(50)
     tokens = tuple(0 if dice.chance(20) else dice.below(most + 1) for _ in range(num_ranks))
     num_experts = num_ranks * dice.one_of(1, 3, 8, 40)
     is_crossed = is_small and dice.chance(20)  # small batches behind a throughput dispatch
@@ -63,7 +65,8 @@ def random_dispatch(seed: int, *, is_small: bool) -> Case:
         hidden=hidden,
         dtype=dtype,
         rows=rows,
-        scale_bytes=dice.one_of(0, 3, 8, 16, 48) if rows == "bytes" else 0,
+        scale_bytes=scale_bytes,
+        scale_word_bytes=(8 if scale_bytes in (8, 16) else 4) if has_columns else 0,
         layout=layout,
         capacity=_capacity(dice, layout, sum(tokens) * top_k, num_ranks, num_experts),
         alignment=dice.one_of(1, 1, 4, 16) if layout == "expert_major" else 1,

@@ -70,6 +70,23 @@ CASES = {
         num_rounds=2,
         is_repeated=True,
     ),
+    "expert_major, ue8m0, column-major scales": dataclasses.replace(
+        PLAIN, seed=9, layout="expert_major", rows="fp8_ue8m0", hidden=656, scale_word_bytes=4, alignment=8
+    ),
+    "masked, fp8, column-major scales": dataclasses.replace(
+        PLAIN,
+        seed=10,
+        layout="masked",
+        rows="fp8",
+        hidden=144,
+        scale_word_bytes=4,
+        capacity=9,
+        is_split=True,
+        is_repeated=True,
+    ),
+    "rank_major, bytes, column-major scales": dataclasses.replace(
+        PLAIN, seed=11, rows="bytes", hidden=592, scale_bytes=272, scale_word_bytes=8, is_repeated=True
+    ),
     "expert_major of a throughput dispatch, repeated": dataclasses.replace(
         PLAIN, seed=6, layout="expert_major", is_small=False, is_small_behind=True, is_repeated=True, alignment=8
     ),
@@ -116,6 +133,15 @@ GAPS = Mutant(
 )
 
 
+COLUMNS = dataclasses.replace(PLAIN, rows="fp8_ue8m0", hidden=656, scale_word_bytes=4, num_rounds=1)
+UNPADDED = Mutant(
+    "columns of scales follow each other without padding",
+    RECEIVE,
+    "return align_rows(num_rows, 16 / kWordBytes);",
+    "return num_rows;",
+)
+
+
 EMPTY = dataclasses.replace(PLAIN, tokens=(24, 0, 21), num_rounds=1)
 SILENT = Mutant(
     "a rank without tokens sends no header (R3)",
@@ -132,6 +158,7 @@ def _compile_ahead(compiler: Compiler) -> None:
     for mutant in MUTANTS:
         Runner(compiler, PLAIN, mutant).start_compiling()
     Runner(compiler, REPEATED, GAPS).start_compiling()
+    Runner(compiler, COLUMNS, UNPADDED).start_compiling()
     Runner(compiler, EMPTY, SILENT).start_compiling()
 
 
@@ -150,6 +177,11 @@ def test_mistakes_are_found(compiler: Compiler, mutant: Mutant) -> None:
 def test_mistakes_of_repetitions_are_found(compiler: Compiler) -> None:
     """As above."""
     assert is_found(lambda seed: run_case(compiler, dataclasses.replace(REPEATED, seed=seed), GAPS))
+
+
+def test_mistakes_of_columns_are_found(compiler: Compiler) -> None:
+    """As above."""
+    assert is_found(lambda seed: run_case(compiler, dataclasses.replace(COLUMNS, seed=seed), UNPADDED))
 
 
 def test_a_silent_rank_is_found(compiler: Compiler) -> None:

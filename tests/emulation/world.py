@@ -147,6 +147,7 @@ class Rows:
     scale_bytes: int  # on the wire
     out_dtype: torch.dtype
     scale_dtype: torch.dtype
+    scale_word_bytes: int = 0  # small batches: column-major scales come out
 
     @property
     def wire_bytes(self) -> int:
@@ -195,6 +196,7 @@ class Received:
     num_rows: int  # of the result
     x: int = 0
     scales: int = 0
+    has_columns: bool = False  # scales are column-major
     ids: int = 0
     weights: int = 0
     send_plan: int = 0
@@ -234,6 +236,7 @@ def small_dispatch_source(
     """The kernel of a dispatch of a small batch, or a half of it."""
     args = dispatch_args(call, rows, is_int64=is_int64, is_cached=is_cached, is_small=True)
     args.sends, args.receives = sends, receives  # type: ignore[attr-defined]
+    args.scale_word_bytes = rows.scale_word_bytes  # type: ignore[attr-defined]
     source: str = _load.native().render_small_dispatch(
         args, **_window(shape, shape.small_tokens), shared_bytes=call.shared_bytes
     )
@@ -276,7 +279,7 @@ class Dispatcher:
         """A throughput dispatch; `room` 0: its rows go to the landing, and then to ordinary memory."""
         world, call, rows = self.world, self.call, self.rows
         shape, layout = world.shape, world.layout
-        place = self._place(rank, result, room, is_cached)
+        place, result.has_columns = self._place(rank, result, room, is_cached), False
         slots = shape.num_ranks * shape.max_tokens
         scales_landing = (layout["landing_rows"] + slots * rows.wire_bytes + 255) // 256 * 256
         self.ticket += 1
@@ -382,6 +385,15 @@ class Dispatcher:
             return [dispatch]
         return [dispatch, Launch(world.compiler.start(_load.native().render_unload()), fields)]
 
+    def _scale_bytes(self, room: int) -> int:
+        """Of the result of a small batch."""
+        rows, call = self.rows, self.call
+        if rows.scale_word_bytes == 0:
+            return room * rows.scale_bytes
+        num_groups = self.world.shape.num_local if call.layout == "masked" else 1
+        column_bytes = (room // num_groups * rows.scale_word_bytes + 15) // 16 * 16
+        return num_groups * -(-rows.scale_bytes // rows.scale_word_bytes) * column_bytes
+
     def small_launch(
         self,
         rank: int,
@@ -398,7 +410,8 @@ class Dispatcher:
         memory = world.memory
         if receives:
             per_row = 1 if call.is_by_expert else shape.top_k
-            result.x, result.scales = memory.allocate(room * rows.wire_bytes), memory.allocate(room * rows.scale_bytes)
+            result.x, result.scales = memory.allocate(room * rows.wire_bytes), memory.allocate(self._scale_bytes(room))
+            result.has_columns = rows.scale_word_bytes > 0
         if receives and not is_cached:
             result.weights = memory.allocate(4 * room * per_row)
             if not call.is_by_expert:

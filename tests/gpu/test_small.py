@@ -112,7 +112,7 @@ def test_halves_on_other_streams(layout: str) -> None:
 @pytest.mark.parametrize("quantize", ["fp8", "fp8_ue8m0"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_column_major_scales_on_streams(layout: str, quantize: str) -> None:
-    """The copy is made before the event of an async call, by the half that receives, and in each replay of a graph."""
+    """They are there before the event of an async call, by the half that receives, and in each replay of a graph."""
     options = {**with_capacity(layout), "quantize": quantize, "scale_layout": "column_major"}
 
     def check(comm: weft.Communicator, seed: int, scales: Tensor) -> None:

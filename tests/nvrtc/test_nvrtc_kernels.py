@@ -30,6 +30,8 @@ def is_wanted(shape: str, name: str) -> bool:
         if shape == "bf16":
             return not is_half or "side" not in name
         return not is_half and "side" not in name and ("fp8" in name) == shape.startswith("fp32")
+    if "by column" in name:
+        return shape == "bf16" and "fp8_ue8m0" in name and "int32" not in name and "receives" not in name
     if name.endswith(("sends", "receives")):
         return shape == "bf16" and "handle" not in name and ("plain" in name or "fp8," in name)
     if shape == "bf16":

@@ -276,6 +276,8 @@ class SimulatedWindow:
         names = {"x": "out_x", "scales": "out_scales", "topk_idx": "out_ids", "topk_weights": "out_weights"}
         for name, part in parts.items():
             address = getattr(args, names.get(name, name))
+            if name == "scales" and args.scale_word_bytes:
+                part = _columns(part, args.scale_word_bytes)
             (aligned if name == "x" else at)(address, part.shape, part.dtype).copy_(part)
         return SimpleNamespace(in_heap=False, result_rows=num_rows)
 
@@ -407,6 +409,14 @@ class SimulatedWindow:
 
 def _ids_dtype(args: Any) -> torch.dtype:
     return torch.int64 if args.topk_is_int64 else torch.int32
+
+
+def _columns(scales: Tensor, word_bytes: int) -> Tensor:
+    """The memory of column-major scales, padding included."""
+    if scales.element_size() == 1 and word_bytes != 4:
+        scales = scales.contiguous().view({2: torch.int16, 8: torch.int64}[word_bytes])
+    columns = reference._column_major(scales)
+    return torch.empty(0, dtype=columns.dtype).set_(columns.untyped_storage())
 
 
 def _parts(rows: Tensor | Quantized) -> dict[str, Tensor]:

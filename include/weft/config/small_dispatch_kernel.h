@@ -13,6 +13,7 @@ struct SmallDispatchKernelConfig {
   i32 num_blocks = 1;
   i32 row_bytes = 16;           // of x
   i32 scale_row_bytes = 0;      // on the wire, of any size; 0: none
+  i32 scale_word_bytes = 0;     // of column-major scales of the result; 0: row by row
   i32 hidden = 16;              // elements of a row, when quantised
   Dtype dtype = Dtype::kBytes;  // of x, when quantised
   Quantize quantize = Quantize::kNone;

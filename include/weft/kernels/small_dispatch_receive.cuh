@@ -20,6 +20,9 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
   using typename Base::Id, typename Base::Scales, typename Picked::Batch;
   static constexpr i32 kGroups = kConfig.num_groups();  // experts, or one for all rows of rank_major
   static constexpr bool kIsMasked = kConfig.layout == Layout::kMasked;
+  static constexpr bool kByColumn = kConfig.scale_word_bytes > 0;
+  static constexpr i32 kWordBytes = kByColumn ? kConfig.scale_word_bytes : 4;
+  using Words = WordRow<kByColumn ? kScaleBytes : 4, kWordBytes>;  // scales of a row, for column-major ones
 
   __device__ explicit SmallDispatchReceive(const Base& base) : Picked(base) {}
 
@@ -331,13 +334,40 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
     Picks picks;
     if (!kConfig.is_cached && first == 0) read_picks(source, token, picks);
     const u8* slot = this->slot_row(rank(), source, token);
-    const Scales scales(slot + kConfig.scales_at(), lane, kScaleBytes > 0 && first == 0);
+    const auto scales = scales_of(slot, kScaleBytes > 0 && first == 0);
     copy_steps(slot, to, first, stride);
     if (first != 0) return;
-    if constexpr (kScaleBytes > 0) {
+    if constexpr (kByColumn) {
+      const i64 column_bytes = num_column_rows() * kWordBytes;
+      for_places(to, [&](i64 row) { scales.store(first_word(row), column_bytes); });
+    } else if constexpr (kScaleBytes > 0) {
       for_places(to, [&](i64 row) { scales.store(a.out_scales + row * kScaleBytes); });
     }
     if constexpr (!kConfig.is_cached) write_picks(source, token, to, picks);
+  }
+
+  __device__ auto scales_of(const u8* slot, bool is_wanted) const {
+    if constexpr (kByColumn) {
+      return Words(slot + kConfig.scales_at(), lane, is_wanted);
+    } else {
+      return Scales(slot + kConfig.scales_at(), lane, is_wanted);
+    }
+  }
+
+  // Column-major scales: rows from a column to the next, as many as there are, rounded up to 16 bytes.
+  __device__ i64 num_column_rows() const {
+    i64 num_rows = a.capacity >= 0 ? a.capacity : a.room;
+    if constexpr (!kConfig.is_cached && !kIsMasked) {
+      if (a.capacity < 0) num_rows = begins()[kGroups - 1] + align_rows(totals()[kGroups - 1], a.alignment);
+    }
+    return align_rows(num_rows, 16 / kWordBytes);
+  }
+
+  // Word 0 of a row; masked: each expert has columns of its own.
+  __device__ u8* first_word(i64 row) const {
+    const i64 group = kIsMasked ? static_cast<i32>(row) / static_cast<i32>(a.capacity) : 0;
+    const i64 in_group = kIsMasked ? row - group * a.capacity : row;
+    return a.out_scales + (group * Words::kWords * num_column_rows() + in_group) * kWordBytes;
   }
 
   __device__ void copy_steps(const u8* slot, const Rows& to, i32 first, i32 stride) {
@@ -425,7 +455,17 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
   __device__ void clear_gap(i64 begin, i64 end) {
     if (!a.zeroes_holes) return;
     clear_rows<kRowBytes>(a.out_x, begin, end);
-    if constexpr (kScaleBytes > 0) clear_rows<kScaleBytes>(a.out_scales, begin, end);
+    if constexpr (kByColumn) {
+      const i64 column_bytes = num_column_rows() * kWordBytes;
+      for (i64 row = begin + lane; row < min(end, a.room); row += 32) {
+        u8* to = first_word(row);
+        for (i32 word = 0; word < Words::kWords; ++word) {
+          *reinterpret_cast<Piece<kWordBytes>*>(to + word * column_bytes) = Piece<kWordBytes>{};
+        }
+      }
+    } else if constexpr (kScaleBytes > 0) {
+      clear_rows<kScaleBytes>(a.out_scales, begin, end);
+    }
   }
 
   template <i32 kBytes>

@@ -70,6 +70,41 @@ class ShortRow {
   Unit held_;
 };
 
+// A short row that one warp loads now and stores later, perhaps several times, each word to a column of its own. Of more than 32
+// words the rest is copied; the last is filled up with 0. All of it must be readable.
+template <i32 kBytes, i32 kWordBytes>
+class WordRow {
+ public:
+  static constexpr i32 kWords = (kBytes + kWordBytes - 1) / kWordBytes;
+
+  __device__ WordRow(const u8* from, i32 lane, bool is_wanted)
+      : from_(reinterpret_cast<const Word*>(from)), lane_(lane) {
+    if (is_wanted && lane < kWords) held_ = word(lane);
+  }
+
+  // `to`: of word 0; `stride`: bytes from a column to the next.
+  __device__ void store(u8* to, i64 stride) const {
+    if (lane_ < kWords) *reinterpret_cast<Word*>(to + lane_ * stride) = held_;
+    for (i32 idx = lane_ + 32; idx < kWords; idx += 32) *reinterpret_cast<Word*>(to + idx * stride) = word(idx);
+  }
+
+ private:
+  using Word = Piece<kWordBytes>;
+  static_assert(kBytes % kWordBytes == 0 || kWordBytes == 4);
+
+  __device__ Word word(i32 idx) const {
+    Word found = from_[idx];
+    if constexpr (kBytes % kWordBytes != 0) {
+      if (idx == kWords - 1) found.word[0] &= (1u << (kBytes % kWordBytes * 8)) - 1;
+    }
+    return found;
+  }
+
+  const Word* from_;
+  i32 lane_;
+  Word held_;
+};
+
 // Eight elements of a row, as floats.
 template <Dtype kDtype>
 __device__ inline void load_floats(const u8* from, float (&values)[8]) {

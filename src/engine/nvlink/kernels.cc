@@ -81,10 +81,11 @@ std::string render(const SmallDispatchKernel& kernel) {
                field("num_ranks", config.num_ranks) + field("num_experts", config.num_experts) +
                    field("top_k", config.top_k) + field("num_blocks", config.num_blocks) +
                    field("row_bytes", config.row_bytes) + field("scale_row_bytes", config.scale_row_bytes) +
-                   field("hidden", config.hidden) + field("dtype", "Dtype", config.dtype) +
-                   field("quantize", "Quantize", config.quantize) + field("layout", "Layout", config.layout) +
-                   field("topk_is_int64", config.topk_is_int64 ? 1 : 0) + field("is_cached", config.is_cached ? 1 : 0) +
-                   field("sends", config.sends ? 1 : 0) + field("receives", config.receives ? 1 : 0),
+                   field("scale_word_bytes", config.scale_word_bytes) + field("hidden", config.hidden) +
+                   field("dtype", "Dtype", config.dtype) + field("quantize", "Quantize", config.quantize) +
+                   field("layout", "Layout", config.layout) + field("topk_is_int64", config.topk_is_int64 ? 1 : 0) +
+                   field("is_cached", config.is_cached ? 1 : 0) + field("sends", config.sends ? 1 : 0) +
+                   field("receives", config.receives ? 1 : 0),
                "SmallDispatchKernelArgs", "kConfig.num_threads()");
 }
 

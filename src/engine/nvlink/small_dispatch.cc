@@ -16,6 +16,7 @@ SmallDispatchKernel small_kernel(const GpuWindowShape& shape, const DispatchArgs
   config.is_cached = args.cached;
   config.sends = args.sends;
   config.receives = args.receives;
+  config.scale_word_bytes = args.receives ? args.scale_word_bytes : 0;
   if (args.cached) return kernel;
   const i64 units = std::max<i64>(shape.small_tokens, args.num_blocks);
   const i64 units_each = (units + args.num_blocks - 1) / args.num_blocks;
@@ -53,6 +54,7 @@ const Kernel& SmallDispatchCall::prepare() {
   for (const auto& [sends, receives] : {std::pair{true, true}, {true, false}, {false, true}}) {
     part.config.sends = sends;
     part.config.receives = receives;
+    part.config.scale_word_bytes = receives ? a_.scale_word_bytes : 0;
     const bool is_needed = is_staged ? sends != receives : sends && receives;
     for (const bool is_int64 : {true, false}) {
       part.config.topk_is_int64 = is_int64;

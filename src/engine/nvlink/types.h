@@ -50,6 +50,7 @@ struct DispatchArgs : CallArgs {
   bool makes_send_plan = false;  // a first dispatch, not small: send plan and sizes are made in the heap, too
   // Small batches: the caller's memory for `room` rows, written; recv_plan, of gpu_recv_plan_len, too.
   i64 room = 0;
+  i32 scale_word_bytes = 0;  // out_scales are column-major, of such words; 0: row by row
   u64 out_x = 0, out_scales = 0, out_ids = 0, out_weights = 0;
 };
 
