@@ -246,6 +246,8 @@ class GpuDispatchResult:
     @property
     def result_rows(self) -> int: ...
 
+class GpuTogether: ...
+
 class GpuPlans:
     def tensors(self, from_dlpack: Callable[[Any], Any]) -> tuple[Any, Any, Any]: ...
     @property
@@ -278,6 +280,21 @@ class GpuWindow:
         scales: int,
         topk_idx: int,
         topk_weights: int,
+        from_dlpack: Callable[[Any], Any],
+    ) -> tuple[Any, ...] | None: ...
+    def together(self, wanted: Sequence[tuple[Sequence[int], int]]) -> GpuTogether: ...
+    def dispatch_small(
+        self,
+        args: GpuDispatchArgs,
+        wanted: GpuTogether,
+        stream: int,
+        num_tokens: int,
+        x: int,
+        scales: int,
+        topk_idx: int,
+        topk_weights: int,
+        out_x: int,
+        out_scales: int,
         from_dlpack: Callable[[Any], Any],
     ) -> tuple[Any, ...] | None: ...
     def dispatch_again(

@@ -478,16 +478,33 @@ class GpuCalls(NativeCalls):
         args.send_plan = send_plan.data_ptr()
         return sizes, send_plan
 
-    def _small_routing(self, call: Call, args: Any, lead: tuple[int, ...]) -> list[Tensor]:
-        """Sizes, both plans, weights and ids: in the heap if there is room, else ordinary tensors."""
+    def small_kind(
+        self, call: Call, x: Tensor, scales: Tensor | None, quantize: int, topk_idx: Tensor
+    ) -> tuple[Any, Any, tuple[int, ...]]:
+        """Of a small-batch dispatch with a capacity: native arguments and memory that such calls have in common, and
+        the shape of their rows without the last dimension."""
+        args, lead = (
+            self._dispatch_args(call, x, scales, quantize, topk_idx.shape[0], 0),
+            self._lead(call, call.capacity),
+        )
+        args.overflow, args.topk_is_int64 = self.overflow_ptr, topk_idx.dtype == torch.int64
+        args.room = math.prod(lead)
+        self._give_sizes(args, 0, self._sizes_len(call.layout))
+        return args, self.windows[call.window].native.together(self._small_wanted(call, args, lead)), lead
+
+    def _small_wanted(self, call: Call, args: Any, lead: tuple[int, ...]) -> list[tuple[tuple[int, ...], int]]:
         per_row = (*lead, self.top_k) if call.layout == RANK_MAJOR else lead
-        wanted = [
+        return [
             ((self._sizes_len(call.layout),), _INT32),
             ((self._send_plan_len(call.layout, args.num_tokens),), _INT32),
             ((self._recv_plan_len(call.layout),), _INT32),
             (per_row, DTYPE_CODES[torch.float32]),
             (per_row if call.layout == RANK_MAJOR else (0,), _INT64 if args.topk_is_int64 else _INT32),
         ]
+
+    def _small_routing(self, call: Call, args: Any, lead: tuple[int, ...]) -> list[Tensor]:
+        """Sizes, both plans, weights and ids: in the heap if there is room, else ordinary tensors."""
+        wanted = self._small_wanted(call, args, lead)
         found = self.windows[call.window].native.empty_together(wanted, args.stream, from_dlpack)
         if found is not None:
             return list(found)

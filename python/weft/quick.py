@@ -1,7 +1,7 @@
 """Calls along a plan: what was checked for arguments of some types, shapes and options is not checked again.
 
-A plan serves eager calls of the nvlink engine that need no more than one kernel: dispatch with a capacity, throughput
-kernels, and combine; on the stream of the call before, without gradients, tools that record, async_op or
+A plan serves eager calls of the nvlink engine that need no more than one kernel: dispatch with a capacity, and
+combine; on the stream of the call before, without gradients, tools that record, async_op or
 staged. All that may differ between two calls of a plan is looked at in each. Whoever finds no way here goes the whole
 one (weft/expert_parallel.py), which makes the plans and knows every refusal.
 """
@@ -18,8 +18,8 @@ from torch import Tensor
 from weft import traces
 from weft.gpu_calls import GpuCalls, from_dlpack
 from weft.handle import Dispatched, Event, Handle
-from weft.limits import ROW_MULTIPLE_BYTES
-from weft.native_calls import RANK_MAJOR, Call
+from weft.limits import QUANTIZE_GROUP, ROW_MULTIPLE_BYTES
+from weft.native_calls import DTYPE_CODES, RANK_MAJOR, Call
 from weft.quantized import Quantized, typed
 
 if TYPE_CHECKING:
@@ -35,13 +35,15 @@ _STRIDED = torch.strided
 class Plan:
     """Of calls whose types, shapes and options are equal; not to be used before `call` is set."""
 
-    __slots__ = ("args", "call", "quantize", "shape", "streams", "weighted", "window")
+    __slots__ = ("args", "call", "memory", "quantize", "rows", "shape", "streams", "weighted", "window")
 
     def __init__(self) -> None:
         self.call: Call | None = None
         self.window: Window
         self.streams: WindowStreams  # of the window
         self.args: Any  # of the native call
+        self.memory: Any = None  # small dispatch: what it takes from the heap; `rows` are ordinary tensors
+        self.rows: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = ()  # small dispatch: data, and scales if any
         self.quantize = 0
         self.weighted = False  # combine: reads the weights received
         self.shape: tuple[int, int] = (0, 0)  # combine: of the result
@@ -85,12 +87,35 @@ class Quick:
         """The arguments of the plan were right; `sent`: data and scales of `x` as they travel."""
         data, scales = sent
         is_like_given = (scales is None) == (type(x) is Tensor or x.scales is None)
-        if call.capacity < 0 or call.is_small or call.is_async or call.scale_dtype is not None or not is_like_given:
+        if call.capacity < 0 or call.is_async or call.is_staged or call.scale_dtype is not None or not is_like_given:
+            return
+        if call.is_small:
+            self._learn_small(plan, call, x, sent, quantize, topk_idx)
             return
         kind = self._calls.kind(call, data, scales, quantize, topk_idx.dtype)
         if kind.is_whole and type(topk_idx) is Tensor:
             plan.args, plan.quantize = kind.first, quantize
             self._finish(plan, call)
+
+    def _learn_small(
+        self, plan: Plan, call: Call, x: Any, sent: tuple[Tensor, Tensor | None], quantize: int, topk_idx: Tensor
+    ) -> None:
+        data, scales = sent
+        if type(topk_idx) is not Tensor or not self._calls.kind(call, data, scales, quantize).is_whole:
+            return
+        plan.args, plan.memory, lead = self._calls.small_kind(call, data, scales, quantize, topk_idx)
+        plan.quantize = quantize
+        columns = (*lead, data.shape[1])
+        if quantize:
+            scale_dtype = torch.float32 if quantize == 1 else torch.float8_e8m0fnu
+            groups = (*lead, -(-data.shape[1] // QUANTIZE_GROUP))
+            plan.rows = ((torch.float8_e4m3fn, columns), (scale_dtype, groups))
+        elif type(x) is Tensor:
+            plan.rows = ((x.dtype, columns),)
+        else:
+            of_scales = () if x.scales is None else ((x.scales.dtype, (*lead, x.scales.shape[1])),)
+            plan.rows = ((x.data.dtype, (*lead, x.data.shape[1])), *of_scales)
+        self._finish(plan, call)
 
     def dispatch(self, plan: Plan, x: Any, topk_idx: Tensor, weights: Tensor | None) -> Dispatched | None:
         """None: nothing has been done."""
@@ -112,6 +137,8 @@ class Quick:
         try:
             begin = time.perf_counter()
             num_tokens = topk_idx.shape[0]
+            if plan.memory is not None:
+                return self._small(plan, data, num_tokens, addresses, stream, begin)
             made = plan.window.native.dispatch_first(plan.args, stream, num_tokens, *addresses, from_dlpack)
             if made is None:
                 return None  # no room for a send plan: the whole way makes an ordinary one
@@ -135,6 +162,28 @@ class Quick:
         if scales is not None or plan.quantize or data is not x:
             rows = typed(rows, row_scales, x, plan.quantize, None)
         return Dispatched(rows, out_idx, out_weights, handle, calls.overflow, event, calls)
+
+    def _small(
+        self, plan: Plan, x: Tensor, num_tokens: int, addresses: list[int | None], stream: int, begin: float
+    ) -> Dispatched | None:
+        calls, call = self._calls, plan.call
+        assert call is not None  # noqa: S101  for mypy
+        rows = [x.new_empty(shape, dtype=dtype) for dtype, shape in plan.rows]
+        places = [each.data_ptr() for each in rows] if len(rows) == 2 else [rows[0].data_ptr(), 0]
+        made = plan.window.native.dispatch_small(
+            plan.args, plan.memory, stream, num_tokens, *addresses, *places, from_dlpack
+        )
+        if made is None:
+            return None
+        out_idx, out_weights, plans = made
+        event = calls.last_event = Event(plan.streams.last)
+        calls.counters.num_dispatches += 1
+        calls.counters.dispatch_s += time.perf_counter() - begin
+        out_idx = out_idx if call.layout == RANK_MAJOR else None
+        handle = Handle.lazily(plans, out_weights, out_idx, self._num_local_experts, calls.tie(), num_tokens, call)
+        is_plain = not plan.quantize and x.dtype in DTYPE_CODES
+        out = rows[0] if is_plain else Quantized(rows[0], rows[1] if len(rows) == 2 else None)
+        return Dispatched(out, out_idx, out_weights, handle, calls.overflow, event, calls)
 
     # ---- combine
 

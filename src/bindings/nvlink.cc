@@ -2,7 +2,6 @@
 #include "bindings/nvlink.h"
 
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -179,125 +178,6 @@ void bind_results(nb::module_& m) {
       .def_rw("recv_plan", &UnloadArgs::recv_plan);
 }
 
-// Numbers of Python's side beyond those of Dtype.
-constexpr int kInt32 = 4, kInt64 = 5;
-
-cpu::Array array_of(const Window& window, const std::vector<i64>& shape, int dtype) {
-  cpu::Array array;
-  array.is_integer = dtype >= kInt32;
-  array.is_int64 = dtype == kInt64;
-  if (!array.is_integer) array.dtype = static_cast<Dtype>(dtype);
-  array.shape = shape;
-  array.gpu = window.gpu_index();
-  return array;
-}
-
-u64 bytes_of(const cpu::Array& array) {
-  const i64 item_bytes = array.is_integer ? (array.is_int64 ? 8 : 4) : dtype_bytes(array.dtype);
-  CheckedSize num_bytes(static_cast<u64>(item_bytes));
-  bool is_sound = true;
-  for (i64 length : array.shape) {
-    is_sound = is_sound && length >= 0;
-    num_bytes = num_bytes * static_cast<u64>(length);
-  }
-  if (!is_sound || !num_bytes.ok)
-    throw_invalid_argument("shape: lengths must be 0 or more, their product within 64 bits");
-  return num_bytes.value;
-}
-
-nb::object empty(Window& window, const std::vector<i64>& shape, int dtype, u64 stream) {
-  cpu::Array array = array_of(window, shape, dtype);
-  std::optional<nvlink::Block> block = window.reserve(bytes_of(array), stream);
-  if (!block) return nb::none();
-  array.block = std::move(*block);
-  return to_ndarray(array);
-}
-
-// Small tensors (shape, dtype) in one block: torch's own take longer to make. None without room, or while `stream` records a
-// graph, whose blocks would be taken for good.
-nb::object empty_together(Window& window, const std::vector<std::pair<std::vector<i64>, int>>& wanted, u64 stream,
-                          nb::handle from_dlpack) {
-  std::vector<cpu::Array> arrays;
-  std::vector<u64> begins;
-  CheckedSize end;
-  for (const auto& [shape, dtype] : wanted) {
-    arrays.push_back(array_of(window, shape, dtype));
-    begins.push_back(align_up(end.value, Heap::kAlignment));
-    end = CheckedSize(begins.back()) + CheckedSize(bytes_of(arrays.back()));
-    if (!end.ok) throw_invalid_argument("shapes: their bytes must be within 64 bits");
-  }
-  const std::optional<nvlink::Block> block = window.reserve(end.value, stream, Window::OnCapture::kNothing);
-  if (!block) return nb::none();
-  nb::list made;
-  for (size_t idx = 0; idx < arrays.size(); ++idx) {
-    arrays[idx].block = *block;
-    arrays[idx].block.data += begins[idx];
-    made.append(to_tensor(arrays[idx], from_dlpack));
-  }
-  return made;
-}
-
-// The calls that are made most often, in one go: `args` says what is equal in all calls of a kind, the rest differs from call to
-// call. To make the arguments anew, or to set one field from Python, takes a good part of a launch's time.
-
-// What later calls need of a dispatch: they take addresses, and seldom does anyone ask for the tensors.
-struct Plans {
-  cpu::Array sizes, send_plan, recv_plan;
-};
-
-u64 address_of(const cpu::Array& array) { return reinterpret_cast<u64>(array.block.data); }
-
-nvlink::DispatchResult dispatch_unlocked(Window& window, const nvlink::DispatchArgs& args) {
-  const nb::gil_scoped_release release;
-  return window.dispatch(args, signal_poll());
-}
-
-nb::object dispatch_first(Window& window, nvlink::DispatchArgs& args, u64 stream, i64 num_tokens, u64 x, u64 scales,
-                          u64 topk_idx, u64 topk_weights, nb::handle from_dlpack) {
-  args.stream = stream;
-  args.num_tokens = num_tokens;
-  args.x = x;
-  args.scales = scales;
-  args.topk_idx = topk_idx;
-  args.topk_weights = topk_weights;
-  nvlink::DispatchResult made = dispatch_unlocked(window, args);
-  if (!made.has_begun) return nb::none();
-  const auto tensor = [&](const cpu::Array& array) { return to_tensor(array, from_dlpack); };
-  return nb::make_tuple(made.in_heap, made.result_rows, tensor(made.x), tensor(made.scales), tensor(made.topk_idx),
-                        tensor(made.topk_weights),
-                        Plans{std::move(made.sizes), std::move(made.send_plan), std::move(made.recv_plan)});
-}
-
-nb::object dispatch_again(Window& window, nvlink::DispatchArgs& args, u64 stream, i64 num_tokens, u64 x, u64 scales,
-                          u64 counts, u64 send_plan, u64 recv_plan, i64 num_rows, nb::handle from_dlpack) {
-  args.stream = stream;
-  args.num_tokens = num_tokens;
-  args.num_rows = num_rows;
-  args.x = x;
-  args.scales = scales;
-  args.offsets += counts - args.counts;  // the sizes lie together
-  args.num_rows_out += counts - args.counts;
-  args.counts = counts;
-  args.send_plan = send_plan;
-  args.recv_plan = recv_plan;
-  const nvlink::DispatchResult result = dispatch_unlocked(window, args);
-  return nb::make_tuple(result.in_heap, to_tensor(result.x, from_dlpack), to_tensor(result.scales, from_dlpack));
-}
-
-void combine_rows(Window& window, nvlink::CombineArgs& args, u64 stream, i64 num_tokens, u64 y, i64 num_rows,
-                  u64 weights, u64 send_plan, u64 recv_plan, u64 out) {
-  args.stream = stream;
-  args.num_tokens = num_tokens;
-  args.y = y;
-  args.num_rows = num_rows;
-  args.weights = weights;
-  args.send_plan = send_plan;
-  args.recv_plan = recv_plan;
-  args.out = out;
-  const nb::gil_scoped_release release;
-  window.combine(args, signal_poll());
-}
-
 nb::dict stats(const Window& window) {
   const nvlink::WindowStats& seen = window.stats();
   nb::dict all;
@@ -314,33 +194,19 @@ nb::dict stats(const Window& window) {
 }
 
 void bind_window(nb::module_& m) {
-  nb::class_<Plans>(m, "GpuPlans")
-      .def("tensors",
-           [](const Plans& plans, nb::handle from_dlpack) {
-             return nb::make_tuple(to_tensor(plans.sizes, from_dlpack), to_tensor(plans.send_plan, from_dlpack),
-                                   to_tensor(plans.recv_plan, from_dlpack));
-           })
-      .def_prop_ro("send_plan", [](const Plans& plans) { return address_of(plans.send_plan); })
-      .def_prop_ro("recv_plan", [](const Plans& plans) { return address_of(plans.recv_plan); });
-  nb::class_<Window>(m, "GpuWindow")
+  nb::class_<Window> window(m, "GpuWindow");
+  bind_nvlink_calls(m, window);
+  window
       .def(nb::new_(&make_window), "comm"_a, "gpu"_a, nb::kw_only(), "num_experts"_a, "top_k"_a, "max_tokens"_a,
            "landing_row_bytes"_a, "num_blocks"_a, "heap_bytes"_a, "small_tokens"_a = 0, "timeout_s"_a = 100.0)
       .def(
           "dispatch",
           [](Window& window, const nvlink::DispatchArgs& args) { return window.dispatch(args, signal_poll()); },
           "args"_a, Guard())
-      .def("dispatch_first", &dispatch_first, "args"_a, "stream"_a, "num_tokens"_a, "x"_a, "scales"_a, "topk_idx"_a,
-           "topk_weights"_a, "from_dlpack"_a)
-      .def("dispatch_again", &dispatch_again, "args"_a, "stream"_a, "num_tokens"_a, "x"_a, "scales"_a, "counts"_a,
-           "send_plan"_a, "recv_plan"_a, "num_rows"_a, "from_dlpack"_a)
-      .def("combine_rows", &combine_rows, "args"_a, "stream"_a, "num_tokens"_a, "y"_a, "num_rows"_a, "weights"_a,
-           "send_plan"_a, "recv_plan"_a, "out"_a)
       .def("unload", &Window::unload, "args"_a, Guard())
       .def(
           "combine", [](Window& window, const nvlink::CombineArgs& args) { window.combine(args, signal_poll()); },
           "args"_a, Guard())
-      .def("empty", &empty, "shape"_a, "dtype"_a, "stream"_a)
-      .def("empty_together", &empty_together, "wanted"_a, "stream"_a, "from_dlpack"_a)
       .def("owns", &Window::owns, "ptr"_a)
       .def("record_stream", &Window::record_stream, "ptr"_a, "stream"_a)
       .def("check", &Window::check, Guard())

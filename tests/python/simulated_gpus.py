@@ -4,6 +4,8 @@ What a window's kernels would do is taken from weft.reference; what the calls ha
 read through the addresses. Ranks are threads that meet at a barrier.
 """
 
+# check: allow file-size: one window, acted out
+
 from __future__ import annotations
 
 import contextlib
@@ -142,6 +144,41 @@ class SimulatedWindow:
             recv_plan=0 if recv_plan is None else recv_plan.data_ptr(),
         )
         return (result.in_heap, result.result_rows, *parts, plans)
+
+    def together(self, wanted: list[tuple[tuple[int, ...], int]]) -> list[tuple[tuple[int, ...], int]]:
+        """What dispatch_small takes from the heap."""
+        return wanted
+
+    def dispatch_small(
+        self,
+        args: Any,
+        wanted: list[tuple[tuple[int, ...], int]],
+        stream: int,
+        num_tokens: int,
+        x: int,
+        scales: int,
+        topk_idx: int,
+        topk_weights: int,
+        out_x: int,
+        out_scales: int,
+        from_dlpack: Callable[[Any], Tensor],
+    ) -> tuple[Any, ...] | None:
+        """A small batch, whose sizes, plans, weights and ids are made here."""
+        made = self.empty_together(wanted, stream, from_dlpack)
+        if made is None:
+            return None
+        args.stream, args.num_tokens, args.x, args.scales = stream, num_tokens, x, scales
+        args.topk_idx, args.topk_weights, args.out_x, args.out_scales = topk_idx, topk_weights, out_x, out_scales
+        num_local = self.spec.num_experts // self.hub.num_ranks
+        addresses = [each.data_ptr() for each in made]
+        args.counts, args.offsets = addresses[0], addresses[0] + 4 * num_local
+        args.num_rows_out = addresses[0] + 4 * (len(made[0]) - 1)
+        args.send_plan, args.recv_plan, args.out_weights, args.out_ids = addresses[1:]
+        self.dispatch(args)
+        plans = SimpleNamespace(
+            tensors=lambda from_dlpack: made[:3], send_plan=made[1].data_ptr(), recv_plan=made[2].data_ptr()
+        )
+        return made[4], made[3], plans
 
     def dispatch_again(
         self,

@@ -79,15 +79,15 @@ def parts_of(r: weft.Dispatched, y: Tensor) -> list[Tensor]:
     return [*rows, r.handle.sizes.clone(), y]
 
 
-def call_again_and_again(state: RankState, rows: str, layout: str, heap_bytes: int | None) -> None:
+def call_again_and_again(state: RankState, rows: str, layout: str, mode: str, heap_bytes: int | None) -> None:
     make_rows, options = ROWS[rows]
     x, ids, weights = inputs(state.rank)
     capacity = 2 * TOKENS * TOP_K
     with make(state, heap_bytes=heap_bytes) as ep:
         results = []
         for _ in range(6):
-            r = ep.dispatch(make_rows(x), ids, weights, layout=layout, capacity=capacity, mode="throughput", **options)
-            y = ep.combine(torch.ones(*r.handle.rows_shape, HIDDEN, dtype=torch.bfloat16), r.handle, mode="throughput")
+            r = ep.dispatch(make_rows(x), ids, weights, layout=layout, capacity=capacity, mode=mode, **options)
+            y = ep.combine(torch.ones(*r.handle.rows_shape, HIDDEN, dtype=torch.bfloat16), r.handle, mode=mode)
             results.append((r, [part.clone() for part in parts_of(r, y)]))
         first, want = results[0]
         for r, got in results[1:]:
@@ -100,12 +100,13 @@ def call_again_and_again(state: RankState, rows: str, layout: str, heap_bytes: i
 
 
 @pytest.mark.parametrize("heap_bytes", [None, 0])
+@pytest.mark.parametrize("mode", ["throughput", "latency"])
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_plan_gives_the_same_bits(
-    pool: Any, taken: list[str], rows: str, layout: str, heap_bytes: int | None
+    pool: Any, taken: list[str], rows: str, layout: str, mode: str, heap_bytes: int | None
 ) -> None:
-    pool.run(2, lambda state, _: call_again_and_again(state, rows, layout, heap_bytes), [None] * 2)
+    pool.run(2, lambda state, _: call_again_and_again(state, rows, layout, mode, heap_bytes), [None] * 2)
     assert "combine" in taken
     assert ("dispatch" in taken) == (heap_bytes is None and rows != "no scales")
 
