@@ -35,7 +35,19 @@ _STRIDED = torch.strided
 class Plan:
     """Of calls whose types, shapes and options are equal; not to be used before `call` is set."""
 
-    __slots__ = ("args", "call", "memory", "quantize", "rows", "shape", "streams", "weighted", "window")
+    __slots__ = (
+        "args",
+        "call",
+        "hidden",
+        "memory",
+        "num_rows",
+        "num_tokens",
+        "quantize",
+        "rows",
+        "streams",
+        "weighted",
+        "window",
+    )
 
     def __init__(self) -> None:
         self.call: Call | None = None
@@ -46,7 +58,9 @@ class Plan:
         self.rows: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = ()  # small dispatch: data, and scales if any
         self.quantize = 0
         self.weighted = False  # combine: reads the weights received
-        self.shape: tuple[int, int] = (0, 0)  # combine: of the result
+        self.num_tokens = 0  # of this rank
+        self.num_rows = 0  # combine: that are read
+        self.hidden = 0  # combine: of the result, [num_tokens, hidden]
 
 
 def _new_plan(*_: Any) -> Plan:
@@ -86,6 +100,7 @@ class Quick:
     ) -> None:
         """The arguments of the plan were right; `sent`: data and scales of `x` as they travel."""
         data, scales = sent
+        plan.num_tokens = topk_idx.shape[0]
         is_like_given = (scales is None) == (type(x) is Tensor or x.scales is None)
         if call.capacity < 0 or call.is_async or call.is_staged or call.scale_dtype is not None or not is_like_given:
             return
@@ -136,9 +151,9 @@ class Quick:
         calls.comm.enter("dispatch")
         try:
             begin = time.perf_counter()
-            num_tokens = topk_idx.shape[0]
+            num_tokens = plan.num_tokens
             if plan.memory is not None:
-                return self._small(plan, data, num_tokens, addresses, stream, begin)
+                return self._small(plan, data, addresses, stream, begin)
             made = plan.window.native.dispatch_first(plan.args, stream, num_tokens, *addresses, from_dlpack)
             if made is None:
                 return None  # no room for a send plan: the whole way makes an ordinary one
@@ -164,14 +179,14 @@ class Quick:
         return Dispatched(rows, out_idx, out_weights, handle, calls.overflow, event, calls)
 
     def _small(
-        self, plan: Plan, x: Tensor, num_tokens: int, addresses: list[int | None], stream: int, begin: float
+        self, plan: Plan, x: Tensor, addresses: list[int | None], stream: int, begin: float
     ) -> Dispatched | None:
         calls, call = self._calls, plan.call
         assert call is not None  # noqa: S101  for mypy
         rows = [x.new_empty(shape, dtype=dtype) for dtype, shape in plan.rows]
         places = [each.data_ptr() for each in rows] if len(rows) == 2 else [rows[0].data_ptr(), 0]
         made = plan.window.native.dispatch_small(
-            plan.args, plan.memory, stream, num_tokens, *addresses, *places, from_dlpack
+            plan.args, plan.memory, stream, plan.num_tokens, *addresses, *places, from_dlpack
         )
         if made is None:
             return None
@@ -180,7 +195,7 @@ class Quick:
         calls.counters.num_dispatches += 1
         calls.counters.dispatch_s += time.perf_counter() - begin
         out_idx = out_idx if call.layout == RANK_MAJOR else None
-        handle = Handle.lazily(plans, out_weights, out_idx, self._num_local_experts, calls.tie(), num_tokens, call)
+        handle = Handle.lazily(plans, out_weights, out_idx, self._num_local_experts, calls.tie(), plan.num_tokens, call)
         is_plain = not plan.quantize and x.dtype in DTYPE_CODES
         out = rows[0] if is_plain else Quantized(rows[0], rows[1] if len(rows) == 2 else None)
         return Dispatched(out, out_idx, out_weights, handle, calls.overflow, event, calls)
@@ -204,7 +219,8 @@ class Quick:
             return
         plan.weighted = weighted and call.layout != RANK_MAJOR
         plan.args = self._calls.combine_kind(call, y.dtype, y.shape[-1])
-        plan.shape = (handle.num_tokens, y.shape[-1])
+        plan.num_tokens, plan.hidden = handle.num_tokens, y.shape[-1]
+        plan.num_rows = y.numel() // plan.hidden
         self._finish(plan, call)
 
     def combine(self, plan: Plan, y: Tensor, handle: Handle) -> Tensor | None:
@@ -223,14 +239,14 @@ class Quick:
         try:
             calls.check_tie("combine", tie)
             begin = time.perf_counter()
-            out = y.new_empty(plan.shape)
+            out = y.new_empty((plan.num_tokens, plan.hidden))
             made = handle.__dict__.get("made")
             if made is None:
                 send_plan, recv_plan = handle.send_plan.data_ptr(), handle.recv_plan.data_ptr()
             else:
                 send_plan, recv_plan = made.send_plan, made.recv_plan
             plan.window.native.combine_rows(
-                plan.args, stream, plan.shape[0], address, y.numel() // plan.shape[1], weights_address, send_plan,
+                plan.args, stream, plan.num_tokens, address, plan.num_rows, weights_address, send_plan,
                 recv_plan, out.data_ptr(),
             )  # fmt: skip
             calls.last_event = Event(plan.streams.last)
