@@ -19,7 +19,7 @@ from weft import traces
 from weft.gpu_calls import GpuCalls, from_dlpack
 from weft.handle import Dispatched, Event, Handle
 from weft.limits import QUANTIZE_GROUP, ROW_MULTIPLE_BYTES
-from weft.native_calls import DTYPE_CODES, RANK_MAJOR, Call
+from weft.native_calls import RANK_MAJOR, Call
 from weft.quantized import Quantized, typed
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class Plan:
         "args",
         "call",
         "hidden",
+        "is_plain",
         "memory",
         "num_rows",
         "num_tokens",
@@ -57,6 +58,7 @@ class Plan:
         self.memory: Any = None  # small dispatch: what it takes from the heap; `rows` are ordinary tensors
         self.rows: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = ()  # small dispatch: data, and scales if any
         self.quantize = 0
+        self.is_plain = True  # dispatch: the rows are a tensor
         self.weighted = False  # combine: reads the weights received
         self.num_tokens = 0  # of this rank
         self.num_rows = 0  # combine: that are read
@@ -100,7 +102,7 @@ class Quick:
     ) -> None:
         """The arguments of the plan were right; `sent`: data and scales of `x` as they travel."""
         data, scales = sent
-        plan.num_tokens = topk_idx.shape[0]
+        plan.num_tokens, plan.is_plain = topk_idx.shape[0], type(x) is Tensor and not quantize
         is_like_given = (scales is None) == (type(x) is Tensor or x.scales is None)
         if call.capacity < 0 or call.is_async or call.is_staged or call.scale_dtype is not None or not is_like_given:
             return
@@ -174,9 +176,10 @@ class Quick:
             handle = Handle.lazily(plans, out_weights, out_idx, *same)
         else:
             handle = Handle(whole.send_plan, whole.recv_plan, out_weights, out_idx, whole.sizes, *same)
-        if scales is not None or plan.quantize or data is not x:
-            rows = typed(rows, row_scales, x, plan.quantize, None)
-        return Dispatched(rows, out_idx, out_weights, handle, calls.overflow, event, calls)
+        if plan.is_plain:
+            return Dispatched(rows, out_idx, out_weights, handle, calls.overflow, event, calls)
+        x = typed(rows, row_scales, x, plan.quantize, None)
+        return Dispatched(x, out_idx, out_weights, handle, calls.overflow, event, calls)
 
     def _small(
         self, plan: Plan, x: Tensor, addresses: list[int | None], stream: int, begin: float
@@ -196,8 +199,7 @@ class Quick:
         calls.counters.dispatch_s += time.perf_counter() - begin
         out_idx = out_idx if call.layout == RANK_MAJOR else None
         handle = Handle.lazily(plans, out_weights, out_idx, self._num_local_experts, calls.tie(), plan.num_tokens, call)
-        is_plain = not plan.quantize and x.dtype in DTYPE_CODES
-        out = rows[0] if is_plain else Quantized(rows[0], rows[1] if len(rows) == 2 else None)
+        out = rows[0] if plan.is_plain else Quantized(rows[0], rows[1] if len(rows) == 2 else None)
         return Dispatched(out, out_idx, out_weights, handle, calls.overflow, event, calls)
 
     # ---- combine
