@@ -77,7 +77,8 @@ struct CombineKernelConfig {
   i32 num_blocks = 1;
   i32 top_k = 1;
   i32 hidden = 8;
-  i32 chunk = 8;         // elements of a row that a slot holds; with FP8 on the wire a multiple of kQuantizeGroup
+  i32 chunk = 8;         // elements of a row that stand together on the wire; with FP8 a multiple of kQuantizeGroup
+  i32 slot_chunks = 1;   // of a contribution in a slot, to be added at a time; more than one only with FP8
   i32 reduce_slots = 2;  // contributions at a time that wait in a block to be added
   i32 push_slots = 0;    // rows at a time that wait to be pushed as they are
   i32 sum_warps = 0;     // that make sums or FP8 rows and push them; both 0: this rank's rows are pulled
@@ -94,7 +95,16 @@ struct CombineKernelConfig {
 
   WEFT_HD constexpr i32 row_bytes() const { return hidden * dtype_bytes(dtype); }
   WEFT_HD constexpr i32 num_chunks() const { return (hidden + chunk - 1) / chunk; }
-  WEFT_HD constexpr i32 chunk_elements(i32 idx) const { return idx + 1 < num_chunks() ? chunk : hidden - idx * chunk; }
+  WEFT_HD constexpr i32 chunk_elements(i32 idx) const {
+    return hidden % chunk == 0 || idx + 1 < num_chunks() ? chunk : hidden - idx * chunk;
+  }
+
+  // What a slot holds of a contribution.
+  WEFT_HD constexpr i32 part() const { return chunk * slot_chunks; }
+  WEFT_HD constexpr i32 num_parts() const { return (hidden + part() - 1) / part(); }
+  WEFT_HD constexpr i32 part_elements(i32 idx) const {
+    return hidden % part() == 0 || idx + 1 < num_parts() ? part() : hidden - idx * part();
+  }
 
   // On the wire a chunk is its elements, with FP8 then a float scale for each group of 128.
   WEFT_HD constexpr i32 scales_at(i32 elements) const { return (elements + 15) / 16 * 16; }
@@ -110,14 +120,16 @@ struct CombineKernelConfig {
   WEFT_HD constexpr i32 wire_row_bytes() const { return wire_bytes_of(hidden); }
 
   // Shared memory of a block.
-  WEFT_HD constexpr i32 reduce_slot_bytes() const { return (wire_bytes(chunk) + 127) / 128 * 128; }
+  WEFT_HD constexpr i32 reduce_slot_bytes() const { return (wire_bytes_of(part()) + 127) / 128 * 128; }
   WEFT_HD constexpr i32 push_slot_bytes() const { return (chunk * dtype_bytes(dtype) + 127) / 128 * 128; }
   // A warp that makes sums: a ring of stages, each a unit of one row that is being fetched, and slots that bulk stores read:
   // sums go out unit by unit, FP8 chunk by chunk.
   WEFT_HD constexpr i32 fetch_stages() const { return is_by_expert() ? 5 : 3; }
-  WEFT_HD constexpr i32 stage_bytes() const { return sum_vectors() * 32 * 16; }
+  WEFT_HD constexpr i32 stage_bytes() const { return sum_unit() * dtype_bytes(dtype); }
   WEFT_HD constexpr i32 out_slots() const { return wire_is_fp8 ? 2 : 3; }
-  WEFT_HD constexpr i32 out_slot_bytes() const { return wire_is_fp8 ? reduce_slot_bytes() : stage_bytes(); }
+  WEFT_HD constexpr i32 out_slot_bytes() const {
+    return wire_is_fp8 ? (wire_bytes(chunk) + 127) / 128 * 128 : stage_bytes();
+  }
   WEFT_HD constexpr i32 sum_warp_bytes() const {
     return fetch_stages() * stage_bytes() + out_slots() * out_slot_bytes();
   }
@@ -141,11 +153,17 @@ struct CombineKernelConfig {
   WEFT_HD constexpr i32 shared_bytes() const { return slots_bytes() + plan_bytes(); }
 
   WEFT_HD constexpr bool makes_partials() const { return has_push() && has_partials(); }
-  // 16-byte vectors that a lane of a warp that makes sums has of a row at a time. A unit is the elements of 32 lanes.
-  WEFT_HD constexpr i32 sum_vectors() const { return 4; }
+  // 16-byte vectors that a lane of a warp that makes sums has of a row at a time: more where each costs no sums.
+  WEFT_HD constexpr i32 sum_vectors() const { return wire_is_fp8 && !is_by_expert() ? 8 : 4; }
   // Of a row that such a warp makes at a time: with FP8 what stands together on the wire.
   WEFT_HD constexpr i32 sum_chunk() const { return wire_is_fp8 ? chunk : hidden; }
-  WEFT_HD constexpr i32 sum_unit() const { return sum_vectors() * 32 * (16 / dtype_bytes(dtype)); }
+  WEFT_HD constexpr i32 most_of_unit() const { return sum_vectors() * 32 * (16 / dtype_bytes(dtype)); }
+  // A unit: elements that a warp has of a row at a time. With FP8 chunks are cut into equal ones, of whole groups.
+  WEFT_HD constexpr i32 sum_unit() const {
+    if (!wire_is_fp8) return most_of_unit();
+    const i32 units = (chunk + most_of_unit() - 1) / most_of_unit();
+    return ((chunk + units - 1) / units + kQuantizeGroup - 1) / kQuantizeGroup * kQuantizeGroup;
+  }
   // Few and large groups to reduce, since each warp of a group pays for each of its items, and while a group adds, the slots of
   // its item load nothing.
   WEFT_HD constexpr i32 reduce_groups() const { return 2; }

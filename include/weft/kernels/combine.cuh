@@ -148,7 +148,7 @@ template <CombineKernelConfig kConfig>
 __device__ void combine(const CombineKernelArgs& args) {
   extern __shared__ __align__(128) u8 dynamic[];
   __shared__ CombineShared<kConfig> shared;
-  Combine<kConfig>(args, shared, dynamic).run();
+  Combine<kConfig>(args, *ptx::kept(&shared), ptx::kept(dynamic)).run();
 }
 
 }  // namespace weft::kernels

@@ -67,21 +67,24 @@ struct Numbers {
       }
       return largest;
     } else {
-      // Two at a time, in the narrow type: exact.
-      u32 pair = 0;
+      // Two at a time, in the narrow type: exact. In four chains: a warp waits for each step of one.
+      Packed most = packed[0];
 #pragma unroll
-      for (i32 idx = 0; idx < kCount; ++idx) {
+      for (i32 idx = 1; idx < kCount; ++idx) {
 #pragma unroll
-        for (i32 word = 0; word < 4; ++word) {
-          const u32 next = packed[idx].word[word];
-          pair = kDtype == Dtype::kBf16 ? ptx::max_magnitude_bf16x2(pair, next) : ptx::max_magnitude_fp16x2(pair, next);
-        }
+        for (i32 word = 0; word < 4; ++word) most.word[word] = larger(most.word[word], packed[idx].word[word]);
       }
+      const u32 pair = larger(larger(most.word[0], most.word[1]), larger(most.word[2], most.word[3]));
       const Packed last{{pair & 0x7fff7fffu, 0, 0, 0}};
       float values[kVector];
       unpack(last, values);
       return ptx::max_nan(values[0], values[1]);
     }
+  }
+
+  // Of pairs, signs apart.
+  __device__ static u32 larger(u32 left, u32 right) {
+    return kDtype == Dtype::kBf16 ? ptx::max_magnitude_bf16x2(left, right) : ptx::max_magnitude_fp16x2(left, right);
   }
 
   __device__ static Packed load(const u8* row, i32 element) {

@@ -39,7 +39,7 @@ class CombineReduce {
   // that had one.
   __device__ void add(i32 group, i32 warp) const {
     constexpr i32 kPartElements = 32 * kVector;
-    constexpr i32 kTurn = kWarps - (kConfig.chunk + kPartElements - 1) / kPartElements % kWarps;
+    constexpr i32 kTurn = kWarps - (kConfig.part() + kPartElements - 1) / kPartElements % kWarps;
     RingReader reader(b_.s.reduce, group, kConfig.reduce_groups());
     for (bool goes_on = true; goes_on;) {
       if (!reader.wait()) return b_.fail_copy();
@@ -101,17 +101,17 @@ class CombineReduce {
       source = from.is_pulled != 0 ? from.rows + static_cast<i64>(row) * kConfig.row_bytes()
                                    : b_.landing(b_.a.view.rank, b_.token_of(index), b_.lane);
     }
-    for (i32 chunk = 0; chunk < kConfig.num_chunks(); ++chunk) {
+    for (i32 part = 0; part < kConfig.num_parts(); ++part) {
       if (!writer.reserve(count)) {
         b_.fail_copy();
         return false;
       }
-      const u32 num_bytes = static_cast<u32>(kConfig.wire_bytes(kConfig.chunk_elements(chunk)));
-      writer.announce({.count = count, .index = index, .chunk = static_cast<u16>(chunk)},
+      const u32 num_bytes = static_cast<u32>(kConfig.wire_bytes_of(kConfig.part_elements(part)));
+      writer.announce({.count = count, .index = index, .chunk = static_cast<u16>(part)},
                       static_cast<u32>(count) * num_bytes);
       if (row >= 0) {
         ptx::bulk_load(b_.reduce_slot(writer.slot(__popc(present & ptx::lanes_below()))),
-                       source + static_cast<i64>(chunk) * kConfig.wire_bytes(kConfig.chunk), num_bytes,
+                       source + static_cast<i64>(part) * kConfig.wire_bytes_of(kConfig.part()), num_bytes,
                        writer.barrier());
       }
       writer.advance(count);
@@ -144,8 +144,8 @@ class CombineReduce {
   // The first kCount contributions, then any others.
   template <i32 kCount, bool kHasBias = false>
   __device__ void add_rows(const RingItem& item, i32 warp) const {
-    const i32 elements = kConfig.chunk_elements(item.chunk);
-    const i32 column = item.chunk * kConfig.chunk;
+    const i32 elements = kConfig.part_elements(item.chunk);
+    const i32 column = item.chunk * kConfig.part();
     u8* out = b_.a.out + b_.token_of(item.index) * static_cast<i64>(kConfig.row_bytes()) + column * Row::kBytes;
     const u8* rows[kAtOnce];
     find_slots(item, 0, rows);
@@ -154,13 +154,14 @@ class CombineReduce {
       const i32 element = min(first + b_.lane * kVector, elements - kVector);
       // The order of additions is part of the contract: ranks ascending from +0, then bias; one rounding.
       float total[kVector] = {};
-      if (item.count > 0) add_vectors<kCount>(rows, element, elements, total);
+      const Place place = place_of(element, elements);
+      if (item.count > 0) add_vectors<kCount>(rows, place, total);
       if constexpr (kHasBias || (kCount == kAtOnce && kRanks > kAtOnce)) {
 #pragma unroll 1
         for (i32 next = kCount; next < item.count; ++next) {
           const u8* more[kAtOnce];
           find_slots(item, next, more);
-          add_vectors<1>(more, element, elements, total);
+          add_vectors<1>(more, place, total);
         }
       }
       if constexpr (kHasBias) add_bias(b_.token_of(item.index), column + element, total);
@@ -171,18 +172,30 @@ class CombineReduce {
     }
   }
 
+  // Where an element stands in a slot.
+  struct Place {
+    i32 element = 0;
+    i32 scale = 0;  // in bytes
+  };
+  __device__ static Place place_of(i32 element, i32 elements) {
+    if constexpr (!kConfig.wire_is_fp8) return {element, 0};
+    const i32 chunk = kConfig.slot_chunks == 1 ? 0 : static_cast<i32>(static_cast<u32>(element) / kConfig.chunk);
+    const i32 before = chunk * kConfig.chunk;
+    const i32 length = kConfig.hidden % kConfig.chunk == 0 ? kConfig.chunk : min(elements - before, kConfig.chunk);
+    const i32 begin = chunk * kConfig.wire_bytes(kConfig.chunk);
+    const i32 group = static_cast<i32>(static_cast<u32>(element - before) / kQuantizeGroup);
+    return {begin + element - before, begin + kConfig.scales_at(length) + group * 4};
+  }
+
   template <i32 kCount>
-  __device__ static void add_vectors(const u8* const (&rows)[kAtOnce], i32 element, i32 elements,
-                                     float (&total)[kVector]) {
+  __device__ static void add_vectors(const u8* const (&rows)[kAtOnce], const Place& place, float (&total)[kVector]) {
     if constexpr (kConfig.wire_is_fp8) {
-      const i32 scale_at =
-          kConfig.scales_at(elements) + static_cast<i32>(static_cast<u32>(element) / kQuantizeGroup) * 4;
       typename Codes::Codes codes[kCount];
 #pragma unroll
-      for (i32 idx = 0; idx < kCount; ++idx) codes[idx] = Codes::load(rows[idx], element);
+      for (i32 idx = 0; idx < kCount; ++idx) codes[idx] = Codes::load(rows[idx], place.element);
 #pragma unroll
       for (i32 idx = 0; idx < kCount; ++idx) {
-        const float scale = *reinterpret_cast<const float*>(rows[idx] + scale_at);
+        const float scale = *reinterpret_cast<const float*>(rows[idx] + place.scale);
         float values[kVector];
         Codes::unpack(codes[idx], values);
 #pragma unroll
@@ -191,7 +204,7 @@ class CombineReduce {
     } else {
       Packed packed[kCount];
 #pragma unroll
-      for (i32 idx = 0; idx < kCount; ++idx) packed[idx] = Row::load(rows[idx], element);
+      for (i32 idx = 0; idx < kCount; ++idx) packed[idx] = Row::load(rows[idx], place.element);
 #pragma unroll
       for (i32 idx = 0; idx < kCount; ++idx) {
         float values[kVector];

@@ -21,12 +21,12 @@ class CombineSum {
   static constexpr i32 kUnit = kConfig.sum_unit();        // elements
 
   __device__ CombineSum(const Block& block, i32 warp, i32 num_pieces)
-      : b_(block), warp_(warp), num_pieces_(static_cast<u32>(num_pieces)), stages_(block.sum_stages(warp)) {}
+      : b_(block), warp_(warp), num_pieces_(static_cast<u32>(num_pieces)) {}
 
   __device__ void run() {
     while (take(true)) {
 #pragma unroll 1
-      for (u32 ahead = 0; ahead < kStages; ++ahead) fetch(num_added_ + ahead);
+      for (i32 ahead = 0; ahead < kStages; ++ahead) fetch(next_stage());
       while (is_ahead_) {
         leave_pieces(next_.piece);
         const Item item{num_left_, next_.at};
@@ -41,8 +41,8 @@ class CombineSum {
   }
 
  private:
-  static constexpr u32 kStages = kConfig.fetch_stages();
-  static constexpr u32 kSlots = kConfig.out_slots();
+  static constexpr i32 kStages = kConfig.fetch_stages();
+  static constexpr i32 kSlots = kConfig.out_slots();
   static constexpr i32 kChunk = kConfig.sum_chunk();
 
   static constexpr u32 kBroken = ~0u;  // as a piece
@@ -51,30 +51,40 @@ class CombineSum {
   static constexpr i32 kChunkUnits = (kChunk + kUnit - 1) / kUnit;
   static constexpr i32 kUnits = kConfig.hidden / kChunk * kChunkUnits + (kConfig.hidden % kChunk + kUnit - 1) / kUnit;
   static constexpr i32 kDry = kUnits + 1;  // as the next unit: nothing is fetched until the ring is empty
-  static constexpr bool kHasWholeUnits = kConfig.hidden % kUnit == 0 && kChunk % kUnit == 0;
+  static constexpr bool kHasEqualUnits = kConfig.hidden % kUnit == 0 && kChunk % kUnit == 0;
   __device__ static i32 begin_of(i32 unit) {
-    return kHasWholeUnits ? unit * kUnit : unit / kChunkUnits * kChunk + unit % kChunkUnits * kUnit;
+    return kHasEqualUnits ? unit * kUnit : unit / kChunkUnits * kChunk + unit % kChunkUnits * kUnit;
   }
   __device__ static i32 length_of(i32 unit) {
-    if (kHasWholeUnits) return kUnit;
+    if (kHasEqualUnits) return kUnit;
     return min(kUnit, min((unit / kChunkUnits + 1) * kChunk, kConfig.hidden) - begin_of(unit));
   }
   // Of a unit, the idx-th vector that the lane fetches, and adds; with FP8 it has neighbours instead, so that few lanes share a
-  // group of 128 elements.
+  // group of 128 elements. Where a unit is of fewer lanes, the others do what the first do too.
   __device__ i32 fetched(i32 idx) const { return (idx * 32 + b_.lane) * kVector; }
   __device__ i32 element(i32 idx) const {
-    return kConfig.wire_is_fp8 ? (b_.lane * kVectors + idx) * kVector : fetched(idx);
+    return kConfig.wire_is_fp8 ? (worker() * kVectors + order(idx)) * kVector : fetched(idx);
   }
-  __device__ static bool has(i32 element, i32 length) { return kHasWholeUnits || element < length; }
+  __device__ static bool has(i32 element, i32 length) { return kHasEqualUnits || element < length; }
+  __device__ bool fetches(i32 idx, i32 length) const {
+    return (kHasEqualUnits && (idx + 1) * 32 * kVector <= kUnit) || fetched(idx) < length;
+  }
+  __device__ i32 worker() const {
+    constexpr i32 kWorkers = kUnit / (kVectors * kVector);
+    return kWorkers < 32 ? b_.lane % kWorkers : b_.lane;
+  }
 
-  // Where they stand in a stage; with FP8 so that neither way has conflicts of banks.
-  static_assert(kVectors == 4);
+  // With FP8 lanes go through their vectors in turns of kTurn, 16 codes each, and begin with different ones; the vectors of a
+  // turn change places in the stage. So neither fetches nor loads nor the codes have conflicts of banks.
+  static constexpr i32 kCodes = 16;
+  static constexpr i32 kTurn = kCodes / kVector;
+  static constexpr i32 kSharers = 8 / kVectors;  // lanes whose vectors fill all banks once
+  static_assert(kVectors == 4 || kVectors == 8);
+  __device__ i32 order(i32 idx) const { return idx ^ (worker() / kSharers / kTurn * kTurn % kVectors); }
   __device__ i32 fetched_place() const {
-    return kConfig.wire_is_fp8 ? (b_.lane ^ (b_.lane / 8 & 3)) * 16 : b_.lane * 16;
+    return kConfig.wire_is_fp8 ? (b_.lane ^ (b_.lane / 8 % kTurn)) * 16 : b_.lane * 16;
   }
-  __device__ i32 place(i32 idx) const {
-    return kConfig.wire_is_fp8 ? b_.lane * 64 + (idx ^ (b_.lane / 2 & 3)) * 16 : idx * 512 + b_.lane * 16;
-  }
+  __device__ i32 place() const { return (worker() * kVectors + worker() / kSharers % kVectors) * 16; }
   // With FP8 a lane reads what other lanes have fetched, and the other way round.
   __device__ static void meet() {
     if (kConfig.wire_is_fp8) __syncwarp();
@@ -143,8 +153,11 @@ class CombineSum {
 
   // ---- stages
 
-  __device__ u8* stage(u32 number) const {
-    return stages_ + number % kStages * static_cast<u32>(kConfig.stage_bytes());
+  // The stage that the warp comes to; then it comes to the one behind it.
+  __device__ u8* next_stage() {
+    u8* const stage = b_.sum_stages(warp_) + stage_ * kConfig.stage_bytes();
+    if (++stage_ == kStages) stage_ = 0;
+    return stage;
   }
 
   // What the lane fetches first of a row.
@@ -152,19 +165,23 @@ class CombineSum {
     return b_.a.rows + static_cast<i64>(row) * kConfig.row_bytes() + fetched(0) * Row::kBytes;
   }
 
-  // Stage `number`, of next_ or of an item behind it; nothing (an empty group) when there is none, until the ring is empty.
-  __device__ void fetch(u32 number) {
+  template <i32 kIdx = 0>
+  __device__ void fetch_unit(u8* to, const u8* from, i32 length) const {
+    if constexpr (kIdx < kVectors) {
+      if (fetches(kIdx, length)) ptx::fetch_vector<kIdx * 512>(to, from);
+      fetch_unit<kIdx + 1>(to, from, length);
+    }
+  }
+
+  // To a stage, of next_ or of an item behind it; nothing (an empty group) when there is none, until the ring is empty.
+  __device__ void fetch(u8* stage) {
     if (fetch_unit_ == kUnits && (is_ahead_ || !take(false))) fetch_unit_ = kDry;
     meet();
     if (fetch_unit_ < kUnits) {
       const i32 length = length_of(fetch_unit_);
       const u8* source = kConfig.is_by_expert() ? row_at(b_.plan_rows(0)[fetch_row_]) : fetch_source_;
       source += begin_of(fetch_unit_) * Row::kBytes;
-      u8* to = stage(number) + fetched_place();
-#pragma unroll
-      for (i32 idx = 0; idx < kVectors; ++idx) {
-        if (has(fetched(idx), length)) ptx::fetch_vector(to + idx * 512, source + idx * 512);
-      }
+      fetch_unit(stage + fetched_place(), source, length);
       if constexpr (kConfig.is_by_expert()) {
         ++fetch_row_;
         if (--fetch_left_ == 0) {
@@ -179,21 +196,28 @@ class CombineSum {
     ptx::fetch_commit();
   }
 
-  // The stage that the warp comes to. What stands there is used before fetch() writes over it.
-  __device__ const u8* wait_stage() {
+  // What stands in the stage is used before fetch() writes over it.
+  __device__ u8* wait_stage() {
     ptx::fetch_wait<kStages - 1>();
     meet();
-    return stage(num_added_++);
+    return next_stage();
   }
-  __device__ Packed load(const u8* from, i32 idx) const { return *reinterpret_cast<const Packed*>(from + place(idx)); }
+  // What is changed in an address is within its alignment, so nothing but the sum need be kept.
+  __device__ Packed load(const u8* from, i32 idx) const {
+    if (!kConfig.wire_is_fp8) return *reinterpret_cast<const Packed*>(from + idx * 512 + b_.lane * 16);
+    const i32 at = static_cast<i32>(from - b_.dynamic) + place();
+    return *reinterpret_cast<const Packed*>(b_.dynamic + (at ^ idx * 16));
+  }
 
   // ---- one item
 
-  __device__ void make(const Item& item) {
+  __device__ void make(const Item& of) {
+    const RingItem item = contribution(of);
+    const float* weights = b_.plan_weights(of.piece % 2) + item.first;
     for (i32 unit = 0; unit < kUnits; ++unit) {
       if constexpr (!kConfig.wire_is_fp8) {
         float total[kVectors][kVector];
-        add_rows(item, total);
+        add_rows(item.count, weights, total);
         wait_slot();
         write_sums(total, length_of(unit), slot());
         store(item, begin_of(unit) * Row::kBytes, length_of(unit) * Row::kBytes);
@@ -201,14 +225,14 @@ class CombineSum {
         if (unit % kChunkUnits == 0) wait_slot();
         if constexpr (kConfig.is_by_expert()) {
           float total[kVectors][kVector];
-          add_rows(item, total);
+          add_rows(item.count, weights, total);
           quantize_sums(total, unit, slot());
         } else {
           Packed packed[kVectors];
-          const u8* from = wait_stage();
+          u8* from = wait_stage();
 #pragma unroll
           for (i32 idx = 0; idx < kVectors; ++idx) packed[idx] = load(from, idx);
-          fetch(num_added_ - 1);
+          fetch(from);
           quantize_rows(packed, unit, slot());
         }
         if ((unit + 1) % kChunkUnits != 0 && unit + 1 != kUnits) continue;
@@ -218,21 +242,19 @@ class CombineSum {
     }
   }
 
-  __device__ i32 slot_number() const {
-    return warp_ * static_cast<i32>(kSlots) + static_cast<i32>(num_handed_ % kSlots);
+  __device__ i32 slot_number() const { return warp_ * kSlots + slot_; }
+  __device__ u8* slot() const {
+    return b_.sum_stages(warp_) + kStages * kConfig.stage_bytes() + slot_ * kConfig.out_slot_bytes();
   }
-  __device__ u8* slot() const { return b_.sum_slot(slot_number()); }
 
   // Until the slot's last store has read it.
   __device__ void wait_slot() {
-    const u32 parity = (num_handed_ / kSlots + 1) & 1u;  // the first wait passes: every slot is empty
-    if (piece_ != kBroken) expect(sync::wait_barrier(&b_.s.sum_empty[slot_number()], parity));
+    if (piece_ != kBroken) expect(sync::wait_barrier(&b_.s.sum_empty[slot_number()], slot_parity_));
   }
 
   // What stands in the slot goes to `offset` of the row on the wire.
-  __device__ void store(const Item& item, i32 offset, i32 num_bytes) {
-    const RingItem& to = contribution(item);
-    publish({to.index, to.owner, offset, num_bytes});
+  __device__ void store(const RingItem& item, i32 offset, i32 num_bytes) {
+    publish({item.index, item.owner, offset, num_bytes});
   }
 
   __device__ void publish(const PushItem& item) {
@@ -241,24 +263,24 @@ class CombineSum {
       b_.s.sum_item[slot_number()] = item;
       ptx::mbarrier_arrive(&b_.s.sum_full[slot_number()]);
     }
-    ++num_handed_;
+    if (++slot_ == kSlots) {
+      slot_ = 0;
+      slot_parity_ ^= 1;
+    }
   }
 
   // Picks in the order of k; each product is rounded, then added. A sum that begins with the first product instead of +0 may be
   // -0 where the contract has +0: the owner, who begins with +0, gets the same from both.
-  __device__ void add_rows(const Item& item, float (&total)[kVectors][kVector]) {
-    const RingItem& rows = contribution(item);
-    const float* weights = b_.plan_weights(item.piece % 2) + rows.first;
-    const i32 count = rows.count;
+  __device__ void add_rows(i32 count, const float* weights, float (&total)[kVectors][kVector]) {
     for (i32 row = 0; row < count; ++row) {
-      const u8* from = wait_stage();
       const float weight = weights[row];
+      u8* from = wait_stage();
       if (row == 0) {
         add_stage<true>(from, weight, total);
       } else {
         add_stage<false>(from, weight, total);
       }
-      fetch(num_added_ - 1);
+      fetch(from);
     }
   }
 
@@ -313,7 +335,6 @@ class CombineSum {
   template <class Get>
   __device__ void quantize(float largest, i32 unit, u8* out, Get get) const {
     constexpr i32 kLanes = kQuantizeGroup / (kVectors * kVector);  // that share a group
-    constexpr i32 kCodes = 16;                                     // written at a time
 #pragma unroll
     for (i32 step = 1; step < kLanes; step *= 2) {
       largest = ptx::max_nan(largest, __shfl_xor_sync(0xffffffffu, largest, step));
@@ -325,16 +346,18 @@ class CombineSum {
     const float factor = __shfl_sync(0xffffffffu, quotient, b_.lane | 1);
     const i32 begin = unit % kChunkUnits * kUnit;  // in the chunk
 #pragma unroll
-    for (i32 first = 0; first < kVectors; first += kCodes / kVector) {
+    for (i32 first = 0; first < kVectors; first += kTurn) {
       float values[kCodes];
 #pragma unroll
-      for (i32 idx = 0; idx < kCodes / kVector; ++idx) get(first + idx, values + idx * kVector);
+      for (i32 idx = 0; idx < kTurn; ++idx) get(first + idx, values + idx * kVector);
 #pragma unroll
       for (i32 at = 0; at < kCodes; ++at) values[at] *= factor;
-      if (has(element(first), length_of(unit))) Fp8Numbers<kCodes>::store(out, begin + element(first), values);
+      const i32 at = static_cast<i32>(out - b_.dynamic) + begin + element(0);
+      if (has(element(first), length_of(unit))) Fp8Numbers<kCodes>::store(b_.dynamic, at ^ first * kVector, values);
     }
-    if (b_.lane % kLanes == 0 && has(element(0), length_of(unit))) {
-      const i32 scale = static_cast<i32>(static_cast<u32>(begin + element(0)) / kQuantizeGroup) * 4;
+    const i32 first = worker() * kVectors * kVector;
+    if (b_.lane % kLanes == 0 && has(first, length_of(unit))) {
+      const i32 scale = static_cast<i32>(static_cast<u32>(begin + first) / kQuantizeGroup) * 4;
       const i32 scales = kConfig.scales_at(kConfig.chunk_elements(unit / kChunkUnits));
       *reinterpret_cast<float*>(out + scales + scale) = quotient;
     }
@@ -343,7 +366,6 @@ class CombineSum {
   const Block& b_;
   const i32 warp_;
   const u32 num_pieces_;
-  u8* const stages_;
   Item next_;                           // what is being fetched
   i32 fetch_row_ = 0, fetch_left_ = 0;  // of it, in the plan: the row of the next stage; rows left in its unit
   const u8* fetch_source_ = nullptr;    // rank_major: its only row
@@ -352,8 +374,9 @@ class CombineSum {
   bool is_open_ = false;                // the piece is there
   u32 piece_ = 0;                       // from which the next item is taken
   u32 num_left_ = 0;                    // pieces that the warp has left
-  u32 num_added_ = 0;
-  u32 num_handed_ = 0;  // slots
+  i32 stage_ = 0;                       // that the warp comes to
+  i32 slot_ = 0;                        // that is filled next
+  u32 slot_parity_ = 1;                 // of the wait for it: the first one passes, every slot is empty
 };
 
 }  // namespace weft::kernels

@@ -11,6 +11,13 @@ __device__ inline u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
+// The same pointer to shared memory, from a register that is kept: the compiler makes that of a variable anew at every use, from a
+// special register that takes tens of cycles to read. By a whole warp.
+template <class T>
+__device__ inline T* kept(T* shared) {
+  return static_cast<T*>(__cvta_shared_to_generic(__shfl_sync(0xffffffffu, shared_address(shared), 0)));
+}
+
 // Completes on `barrier` (complete_tx of num_bytes).
 __device__ inline void bulk_load(void* shared, const void* global, u32 num_bytes, u64* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(

@@ -6,9 +6,12 @@
 
 namespace weft::ptx {
 
-// Not kept in the L1 cache. Belongs to the group that this thread commits next.
+// kOffset bytes behind both. Not kept in the L1 cache. Belongs to the group that this thread commits next.
+template <int kOffset>
 __device__ inline void fetch_vector(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %2], 16;" ::"r"(shared_address(shared)), "l"(global),
+               "n"(kOffset)
+               : "memory");
 }
 
 // A group may be empty.

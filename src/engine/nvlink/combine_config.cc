@@ -19,8 +19,10 @@ i32 slots_in(i32 num_bytes, i32 slot_bytes, i32 width) {
   return std::clamp(num_bytes / slot_bytes, 0, std::max(kMostSlots, 2 * width));
 }
 
-// As many as the fetches of an SM need to be under way (nvlink-combine.md).
-i32 most_sum_warps(const CombineKernelConfig& config) { return config.is_by_expert() ? (config.has_side ? 8 : 9) : 12; }
+// As many as the registers of an SM allow (nvlink-combine.md).
+i32 most_sum_warps(const CombineKernelConfig& config) {
+  return (config.is_by_expert() ? 9 : 11) - (config.has_side ? 1 : 0);
+}
 
 i32 fewest_reduce_slots(const CombineKernelConfig& config) { return config.num_ranks + (config.num_ranks + 1) / 2; }
 
@@ -54,12 +56,17 @@ void share_out(CombineKernelConfig& config, bool has_push, i32 room) {
 CombineKernelConfig with_slots(CombineKernelConfig config, bool has_push, int shared_bytes) {
   i32 unit = config.wire_is_fp8 ? kQuantizeGroup : 16 / dtype_bytes(config.dtype);
   // Nothing is asked where all units are whole.
-  if (config.wire_is_fp8 && config.hidden % config.sum_unit() == 0) unit = config.sum_unit();
+  if (config.wire_is_fp8 && config.hidden % config.most_of_unit() == 0) unit = config.most_of_unit();
   const i32 most_chunks = (config.hidden + unit - 1) / unit;
-  for (i32 num_chunks = std::max((config.row_bytes() + kSlotBytes - 1) / kSlotBytes, 1);; num_chunks *= 2) {
+  // A row that is quantised as it is goes out unit by unit.
+  const bool is_quantized_only = config.wire_is_fp8 && !config.is_by_expert();
+  const i32 fewest_chunks = is_quantized_only ? (config.hidden + config.most_of_unit() - 1) / config.most_of_unit()
+                                              : (config.row_bytes() + kSlotBytes - 1) / kSlotBytes;
+  for (i32 num_chunks = std::max(fewest_chunks, 1);; num_chunks *= 2) {
     const i32 chunks = std::min(num_chunks, most_chunks);
     const i32 elements = (config.hidden + chunks - 1) / chunks;
     config.chunk = (elements + unit - 1) / unit * unit;
+    config.slot_chunks = is_quantized_only ? 2 : 1;
     share_out(config, has_push, shared_bytes - kStaticBytes);
     if (is_enough(config, chunks == most_chunks)) return config;
     if (chunks == most_chunks) break;

@@ -17,6 +17,11 @@ inline void check_copy(const void* shared, const void* global, u32 num_bytes) {
   }
 }
 
+template <class T>
+inline T* kept(T* shared) {
+  return shared;
+}
+
 inline void bulk_load(void* shared, const void* global, u32 num_bytes, u64* barrier) {
   check_copy(shared, global, num_bytes);
   emulation::block->start_load({static_cast<u8*>(shared), static_cast<const u8*>(global), num_bytes,

@@ -5,11 +5,14 @@
 
 namespace weft::ptx {
 
-inline void fetch_vector(void* shared, const void* global) {
+template <int kOffset>
+void fetch_vector(void* shared_base, const void* global_base) {
+  u8* const shared = static_cast<u8*>(shared_base) + kOffset;
+  const u8* const global = static_cast<const u8*>(global_base) + kOffset;
   check_copy(shared, global, 16);
   emulation::Fiber& self = emulation::block->self();
   memset(shared, emulation::poison, 16);
-  self.fetches.push_back({static_cast<u8*>(shared), static_cast<const u8*>(global), 16, self.fetch_group});
+  self.fetches.push_back({shared, global, 16, self.fetch_group});
 }
 
 inline void fetch_commit() { ++emulation::block->self().fetch_group; }
