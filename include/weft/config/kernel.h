@@ -124,9 +124,9 @@ struct CombineKernelConfig {
   WEFT_HD constexpr i32 push_slot_bytes() const { return (chunk * dtype_bytes(dtype) + 127) / 128 * 128; }
   // A warp that makes sums: a ring of stages, each a unit of one row that is being fetched, and slots that bulk stores read:
   // sums go out unit by unit, FP8 chunk by chunk.
-  WEFT_HD constexpr i32 fetch_stages() const { return is_by_expert() ? 5 : 3; }
+  WEFT_HD constexpr i32 fetch_stages() const { return !is_by_expert() ? 2 : wire_is_fp8 ? 5 : 4; }
   WEFT_HD constexpr i32 stage_bytes() const { return sum_unit() * dtype_bytes(dtype); }
-  WEFT_HD constexpr i32 out_slots() const { return wire_is_fp8 ? 2 : 3; }
+  WEFT_HD constexpr i32 out_slots() const { return 2; }
   WEFT_HD constexpr i32 out_slot_bytes() const {
     return wire_is_fp8 ? (wire_bytes(chunk) + 127) / 128 * 128 : stage_bytes();
   }
@@ -167,7 +167,7 @@ struct CombineKernelConfig {
   // Few and large groups to reduce, since each warp of a group pays for each of its items, and while a group adds, the slots of
   // its item load nothing.
   WEFT_HD constexpr i32 reduce_groups() const { return 2; }
-  WEFT_HD constexpr i32 reduce_warps() const { return !makes_partials() ? 8 : is_by_expert() ? 3 : 4; }
+  WEFT_HD constexpr i32 reduce_warps() const { return !makes_partials() ? 8 : wire_is_fp8 ? 3 : 2; }
   // One warp loads for the owners' sums; for the push one reads the plan, some make sums and store them, or one loads rows and
   // some store them, one tells how far they are; one has the side values.
   WEFT_HD constexpr i32 num_warps() const {

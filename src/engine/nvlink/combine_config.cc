@@ -10,8 +10,10 @@ namespace weft::nvlink {
 namespace {
 
 constexpr i32 kStaticBytes = 4 * 1024;  // of the kernel's own variables and what the driver keeps
-// Bytes of a row that one slot holds: small enough for many in flight, large enough for few waits (nvlink-combine.md).
+// Bytes that one slot holds: small enough for many in flight, large enough for few waits; more where rows are pulled and nothing
+// else wants the memory (nvlink-combine.md).
 constexpr i32 kSlotBytes = 7168;
+constexpr i32 kPullSlotBytes = 14336;
 
 // `width`: most rows of an item.
 i32 slots_in(i32 num_bytes, i32 slot_bytes, i32 width) {
@@ -21,7 +23,8 @@ i32 slots_in(i32 num_bytes, i32 slot_bytes, i32 width) {
 
 // As many as the registers of an SM allow (nvlink-combine.md).
 i32 most_sum_warps(const CombineKernelConfig& config) {
-  return (config.is_by_expert() ? 9 : 11) - (config.has_side ? 1 : 0);
+  if (!config.is_by_expert()) return 12;
+  return (config.wire_is_fp8 ? 9 : 11) - (config.has_side ? 1 : 0);
 }
 
 i32 fewest_reduce_slots(const CombineKernelConfig& config) { return config.num_ranks + (config.num_ranks + 1) / 2; }
@@ -30,7 +33,7 @@ i32 fewest_reduce_slots(const CombineKernelConfig& config) { return config.num_r
 bool is_enough(const CombineKernelConfig& config, bool is_last) {
   if (config.reduce_slots < fewest_reduce_slots(config)) return false;
   if (config.makes_partials()) return config.sum_warps >= (is_last ? 1 : most_sum_warps(config) / 2);
-  return !config.has_push() || config.push_slots >= 4;
+  return config.has_push() ? config.push_slots >= 4 : is_last || config.reduce_slots >= 3 * config.num_ranks;
 }
 
 void share_out(CombineKernelConfig& config, bool has_push, i32 room) {
@@ -58,15 +61,16 @@ CombineKernelConfig with_slots(CombineKernelConfig config, bool has_push, int sh
   // Nothing is asked where all units are whole.
   if (config.wire_is_fp8 && config.hidden % config.most_of_unit() == 0) unit = config.most_of_unit();
   const i32 most_chunks = (config.hidden + unit - 1) / unit;
-  // A row that is quantised as it is goes out unit by unit.
-  const bool is_quantized_only = config.wire_is_fp8 && !config.is_by_expert();
-  const i32 fewest_chunks = is_quantized_only ? (config.hidden + config.most_of_unit() - 1) / config.most_of_unit()
-                                              : (config.row_bytes() + kSlotBytes - 1) / kSlotBytes;
+  const i32 slot_bytes = has_push ? kSlotBytes : kPullSlotBytes;
+  i32 fewest_chunks = (config.row_bytes() + slot_bytes - 1) / slot_bytes;
+  if (config.wire_is_fp8 && !config.is_by_expert()) {  // a row goes out unit by unit and is added in few parts
+    fewest_chunks = (config.hidden + config.most_of_unit() - 1) / config.most_of_unit();
+    config.slot_chunks = std::clamp(kSlotBytes * fewest_chunks / config.hidden, 1, fewest_chunks);
+  }
   for (i32 num_chunks = std::max(fewest_chunks, 1);; num_chunks *= 2) {
     const i32 chunks = std::min(num_chunks, most_chunks);
     const i32 elements = (config.hidden + chunks - 1) / chunks;
     config.chunk = (elements + unit - 1) / unit * unit;
-    config.slot_chunks = is_quantized_only ? 2 : 1;
     share_out(config, has_push, shared_bytes - kStaticBytes);
     if (is_enough(config, chunks == most_chunks)) return config;
     if (chunks == most_chunks) break;
