@@ -139,7 +139,6 @@ class CombineSum {
     fetch_row_ = static_cast<i32>(piece_ % 2) * kConfig.plan_entries() + from.first;
     fetch_left_ = from.count;
     fetch_unit_ = 0;
-    if constexpr (!kConfig.is_by_expert()) fetch_source_ = row_at(b_.plan_rows(0)[fetch_row_]);
     return true;
   }
 
@@ -179,8 +178,7 @@ class CombineSum {
     meet();
     if (fetch_unit_ < kUnits) {
       const i32 length = length_of(fetch_unit_);
-      const u8* source = kConfig.is_by_expert() ? row_at(b_.plan_rows(0)[fetch_row_]) : fetch_source_;
-      source += begin_of(fetch_unit_) * Row::kBytes;
+      const u8* source = row_at(b_.plan_rows(0)[fetch_row_]) + begin_of(fetch_unit_) * Row::kBytes;
       fetch_unit(stage + fetched_place(), source, length);
       if constexpr (kConfig.is_by_expert()) {
         ++fetch_row_;
@@ -368,7 +366,6 @@ class CombineSum {
   const u32 num_pieces_;
   Item next_;                           // what is being fetched
   i32 fetch_row_ = 0, fetch_left_ = 0;  // of it, in the plan: the row of the next stage; rows left in its unit
-  const u8* fetch_source_ = nullptr;    // rank_major: its only row
   i32 fetch_unit_ = 0;                  // of the next stage
   bool is_ahead_ = false;               // next_ is not yet being made
   bool is_open_ = false;                // the piece is there
