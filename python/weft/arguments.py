@@ -393,8 +393,17 @@ def _check_quantized(ep: ExpertParallel, x: Quantized, quantize: Any) -> tuple[T
     _check_place("x.data", data, ep)
     if scales is not None:
         _check_place("x.scales", scales, ep)
-        scales = None if scales.shape[1] == 0 else _bytes(scales)
+        scales = None if scales.shape[1] == 0 else scales if _is_read_by_column(ep, scales) else _bytes(scales)
     return _bytes(data), scales
+
+
+def _is_read_by_column(ep: ExpertParallel, scales: Tensor) -> bool:
+    """Whether column-major scales may reach the engine as they are."""
+    if type(scales) is not Tensor or scales.is_contiguous() or scales.requires_grad or torch.compiler.is_compiling():
+        return False
+    num_tokens = scales.shape[0]
+    lies_by_column = scales.stride(0) == 1 and scales.stride(1) >= num_tokens > 0
+    return ep.comm.engine == "nvlink" and scales.element_size() == 4 and lies_by_column
 
 
 def _bytes(rows: Tensor) -> Tensor:

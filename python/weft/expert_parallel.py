@@ -146,7 +146,8 @@ class ExpertParallel:
 
         Args:
             x: [T, H] of the object's dtype, or a `weft.Quantized` with data [T, B]. T from 0 to max_tokens; it may
-                differ between ranks. What is not contiguous, column-major scales among it, is copied first.
+                differ between ranks. Column-major scales of 4 bytes are read as they lie in rank_major and in small
+                batches on GPUs; what else is not contiguous is copied first.
             topk_idx: [T, K] int32 or int64; -1: no expert. Ids out of range count as -1, and the next call raises (on a
                 GPU the next dispatch without capacity).
             topk_weights: [T, K] fp32; None: 1. Given on every rank or on none if gradients are wanted.

@@ -101,7 +101,7 @@ class GpuCalls(NativeCalls):
         clear_tail: bool,
     ) -> Received:
         """See NativeCalls."""
-        x, scales = _dense(x), None if scales is None else _dense(scales)
+        x, scales = _dense(x), _readable(call, scales)
         topk_idx = _dense(topk_idx)
         weights = None if topk_weights is None else _dense(topk_weights)
         if call.capacity < 0 and torch.cuda.is_current_stream_capturing():
@@ -148,7 +148,7 @@ class GpuCalls(NativeCalls):
         quantize: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """See NativeCalls."""
-        x, scales = _dense(x), None if scales is None else _dense(scales)
+        x, scales = _dense(x), _readable(call, scales)
         kind = self.kind(call, x, scales, quantize)
         pieces = [x] if kind.is_whole else self._pieces(call, x, scales, quantize)
         routing = _Routing(send_plan, recv_plan, sizes, rows_shape)
@@ -400,7 +400,7 @@ class GpuCalls(NativeCalls):
         topk_dtype: torch.dtype = torch.int64,
     ) -> _Kind:
         """Of a throughput dispatch."""
-        of_scales = () if scales is None else (scales.dtype, scales.shape[1])
+        of_scales = () if scales is None else (scales.dtype, scales.shape[1], _column_bytes(scales))
         key = (call, x.dtype, x.shape[1], of_scales, quantize, topk_dtype)
         kind: _Kind | None = self._kinds.get(key)
         if kind is None:
@@ -459,6 +459,7 @@ class GpuCalls(NativeCalls):
         )
         if scales is not None:
             args.scales, args.scale_row_bytes = scales.data_ptr(), _row_bytes(scales)
+            args.scale_stride = _column_bytes(scales)
             args.scales_are_fp32 = scales.dtype == torch.float32
         if not call.zero_holes:
             args.zeroes_holes = False
@@ -708,6 +709,18 @@ def _first_rows(tensor: Tensor, num_rows: int, lead: tuple[int, ...]) -> Tensor:
     if tensor.shape[:1] != lead:
         return tensor  # scales or ids that there are none of
     return tensor[:num_rows] if 2 * num_rows >= len(tensor) else tensor[:num_rows].clone()
+
+
+def _readable(call: Call, scales: Tensor | None) -> Tensor | None:
+    """Column-major scales as they are where the kernel reads them word by word."""
+    if scales is None or (_column_bytes(scales) and (call.is_small or call.layout == RANK_MAJOR)):
+        return scales
+    return _dense(scales)
+
+
+def _column_bytes(scales: Tensor) -> int:
+    """From a column to the next, of column-major scales; 0: they lie row by row."""
+    return 0 if scales.is_contiguous() else scales.stride(1) * scales.element_size()
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -104,6 +104,7 @@ class Quick:
         data, scales = sent
         plan.num_tokens, plan.is_plain = topk_idx.shape[0], type(x) is Tensor and not quantize
         is_like_given = (scales is None) == (type(x) is Tensor or x.scales is None)
+        is_like_given = is_like_given and (scales is None or scales.is_contiguous())
         if call.capacity < 0 or call.is_async or call.is_staged or call.scale_dtype is not None or not is_like_given:
             return
         if call.is_small:

@@ -99,6 +99,7 @@ void bind_dispatch_args(nb::module_& m) {
       .def_rw("row_bytes", &Args::row_bytes)
       .def_rw("scales", &Args::scales)
       .def_rw("scale_row_bytes", &Args::scale_row_bytes)
+      .def_rw("scale_stride", &Args::scale_stride)
       .def_rw("scales_are_fp32", &Args::scales_are_fp32)
       .def_rw("topk_idx", &Args::topk_idx)
       .def_rw("topk_is_int64", &Args::topk_is_int64)

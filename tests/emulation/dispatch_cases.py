@@ -42,6 +42,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     rows: str = "plain"  # "fp8", "fp8_ue8m0", "bytes": with `scale_bytes` that travel along
     scale_bytes: int = 0
+    columns_given: bool = False  # rows of bytes: their scales are column-major; rank_major or small
     scale_word_bytes: int = 0  # small batches: of column-major scales; bytes in words of 4
     layout: str = "rank_major"
     capacity: int = NO_CAPACITY
@@ -234,7 +235,7 @@ class Runner:
         self.num_operations += 1
         for rank in self.ranks:
             g, num_rows = given[rank], _num_rows(wanted[rank])
-            inputs = put_inputs(self.memory, g.x, g.scales, g.ids, g.weights)
+            inputs = put_inputs(self.memory, g.x, g.scales, g.ids, g.weights, by_column=case.columns_given)
             result = dispatcher.new_result(rank, len(g.ids), num_rows)
             if rank in case.lost_ranks:
                 pass
@@ -273,7 +274,7 @@ class Runner:
         self.num_operations += 1
         for rank in self.ranks:
             g = given[rank]
-            inputs = put_inputs(self.memory, g.x, g.scales, g.ids, None)
+            inputs = put_inputs(self.memory, g.x, g.scales, g.ids, None, by_column=case.columns_given)
             result = dataclasses.replace(round_.received[rank])
             room = 0 if rank in case.staged_ranks else max(result.num_rows, 1)
             if rank in case.lost_ranks:

@@ -98,6 +98,7 @@ inline void take(Fields& fields, weft::kernels::DispatchKernelArgs& args) {
   fields.take("ticket", args.ticket);
   fields.take("x", args.x);
   fields.take("scales", args.scales);
+  fields.take("scale_stride", args.scale_stride);
   fields.take("topk_idx", args.topk_idx);
   fields.take("topk_weights", args.topk_weights);
   fields.take("num_tokens", args.num_tokens);
@@ -132,6 +133,7 @@ inline void take(Fields& fields, weft::kernels::SmallDispatchKernelArgs& args) {
   fields.take("num_tokens", args.num_tokens);
   fields.take("x", args.x);
   fields.take("scales", args.scales);
+  fields.take("scale_stride", args.scale_stride);
   fields.take("topk_idx", args.topk_idx);
   fields.take("topk_weights", args.topk_weights);
   fields.take("send_plan", args.send_plan);

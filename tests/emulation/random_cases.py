@@ -49,6 +49,7 @@ def random_dispatch(seed: int, *, is_small: bool) -> Case:
     tokens = tuple(0 if dice.chance(20) else dice.below(most + 1) for _ in range(num_ranks))
     num_experts = num_ranks * dice.one_of(1, 3, 8, 40)
     is_crossed = is_small and dice.chance(20)  # small batches behind a throughput dispatch
+    can_gather = scale_bytes % 4 == 0 and (layout == "rank_major" or (is_small and not is_crossed))
     return Case(
         seed=seed,
         shape=Shape(
@@ -66,6 +67,7 @@ def random_dispatch(seed: int, *, is_small: bool) -> Case:
         dtype=dtype,
         rows=rows,
         scale_bytes=scale_bytes,
+        columns_given=can_gather and dice.chance(50),
         scale_word_bytes=(8 if scale_bytes in (8, 16) else 4) if has_columns else 0,
         layout=layout,
         capacity=_capacity(dice, layout, sum(tokens) * top_k, num_ranks, num_experts),

@@ -49,6 +49,9 @@ CASES = {
         staged_ranks=(2,),
         is_repeated=True,
     ),
+    "rank_major, column-major scales": dataclasses.replace(
+        PLAIN, seed=7, rows="bytes", hidden=592, scale_bytes=20, columns_given=True, is_repeated=True
+    ),
     "rank_major, fp8, no room in a heap": dataclasses.replace(
         PLAIN, seed=4, rows="fp8", dtype=torch.float32, hidden=144, staged_ranks=(0, 2)
     ),

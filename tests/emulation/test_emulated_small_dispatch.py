@@ -87,6 +87,18 @@ CASES = {
     "rank_major, bytes, column-major scales": dataclasses.replace(
         PLAIN, seed=11, rows="bytes", hidden=592, scale_bytes=272, scale_word_bytes=8, is_repeated=True
     ),
+    "masked, bytes, column-major scales given": dataclasses.replace(
+        PLAIN,
+        seed=12,
+        layout="masked",
+        rows="bytes",
+        hidden=592,
+        scale_bytes=592,
+        columns_given=True,
+        capacity=9,
+        is_split=True,
+        is_repeated=True,
+    ),
     "expert_major of a throughput dispatch, repeated": dataclasses.replace(
         PLAIN, seed=6, layout="expert_major", is_small=False, is_small_behind=True, is_repeated=True, alignment=8
     ),

@@ -185,6 +185,7 @@ class Inputs:
     num_tokens: int
     x: int
     scales: int
+    scale_stride: int  # of column-major scales; 0: row by row
     ids: int
     weights: int
 
@@ -450,6 +451,7 @@ def _given(inputs: Inputs) -> dict[str, int]:
         "num_tokens": inputs.num_tokens,
         "x": inputs.x,
         "scales": inputs.scales,
+        "scale_stride": inputs.scale_stride,
         "topk_idx": inputs.ids,
         "topk_weights": inputs.weights,
     }
@@ -465,12 +467,18 @@ def _written(result: Received) -> dict[str, int]:
     }
 
 
-def put_inputs(memory: Memory, x: Tensor, scales: Tensor | None, ids: Tensor, weights: Tensor | None) -> Inputs:
-    """The input of a rank, in its memory."""
+def put_inputs(
+    memory: Memory, x: Tensor, scales: Tensor | None, ids: Tensor, weights: Tensor | None, *, by_column: bool = False
+) -> Inputs:
+    """The input of a rank, in its memory; `by_column`: scales, in words of 4 bytes."""
+    by_column = by_column and scales is not None and len(ids) > 0
+    if by_column and scales is not None:
+        scales = torch.nn.functional.pad(scales.view(torch.int32).t(), (0, 3)).contiguous()
     return Inputs(
         num_tokens=len(ids),
         x=memory.put(x),
         scales=0 if scales is None else memory.put(scales),
+        scale_stride=(len(ids) + 3) * 4 if by_column else 0,
         ids=memory.put(ids),
         weights=0 if weights is None else memory.put(weights),
     )

@@ -16,6 +16,7 @@ from test_matrix import pool  # noqa: F401  a fixture
 from test_property import (  # noqa: F401  collected here with `pool`, as calls of small batches
     test_capacity_to_the_row,
     test_column_major_scales,
+    test_column_major_scales_given,
     test_fp8_on_the_wire,
     test_gradients_of_each_layout,
     test_holes_that_nobody_needs,

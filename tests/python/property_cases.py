@@ -5,7 +5,7 @@ comparison.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class Call:
     mode: str = "throughput"  # one of MODES
     scale_layout: str = "row_major"  # "column_major" where rows have scales
     zero_holes: bool = True
+    columns_given: bool = False  # scales of 4 bytes that are given lie by column
 
     @property
     def dispatch_mode(self) -> str:
@@ -99,6 +100,7 @@ class RankCall:
     has_bad_ids: bool
     later: dict[str, Any]  # options of what follows the dispatch
     is_staged: bool
+    columns_given: bool
 
 
 @dataclass
@@ -224,6 +226,7 @@ def _build_call(case: Case, call: Call) -> tuple[list[RankCall], Expected]:
             has_bad_ids=bool(((ids[rank] < -1) | (ids[rank] >= case.num_experts)).any()),
             later={"mode": "latency" if call.mode in ("mixed", "staged") else call.mode},
             is_staged=call.mode == "staged" and not call.has_wide_rows(case.dtype),
+            columns_given=call.columns_given,
         )
         for rank in range(case.num_ranks)
     ]
@@ -357,6 +360,8 @@ def poison_heap(ep: weft.ExpertParallel) -> None:
 
 def _run_call(ep: weft.ExpertParallel, call: RankCall) -> Seen:
     is_staged = call.is_staged and "capacity" in call.dispatch
+    if call.columns_given:
+        call = replace(call, x=_by_column(call.x), repeat_x=_by_column(call.repeat_x))
     r = ep.dispatch(call.x, call.topk_idx, call.topk_weights, **call.dispatch, staged=is_staged)
     _spoil(call.x, call.topk_idx, call.topk_weights)
     later = {**call.later, "staged": call.is_staged}
@@ -409,7 +414,14 @@ def _spoil(*tensors: Tensor | Quantized | None) -> None:
         if isinstance(tensor, Quantized):
             _spoil(tensor.data, tensor.scales)
         elif tensor is not None:
-            tensor.view(-1).view(torch.uint8).fill_(85)
+            flat = (tensor if tensor.is_contiguous() else tensor.t()).view(-1)
+            flat.view(torch.uint8).fill_(85)
+
+
+def _by_column(x: Tensor | Quantized | None) -> Any:
+    if not isinstance(x, Quantized) or x.scales is None or x.scales.element_size() != 4:
+        return x
+    return Quantized(x.data, x.scales.t().contiguous().t())
 
 
 def _errors(ep: weft.ExpertParallel) -> list[str]:

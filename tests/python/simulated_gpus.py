@@ -102,7 +102,14 @@ class SimulatedWindow:
             return data
         if not args.scale_row_bytes:
             return Quantized(data)
-        return Quantized(data, at(args.scales, (args.num_tokens, args.scale_row_bytes), torch.uint8).clone())
+        shape = (args.num_tokens, args.scale_row_bytes)
+        if args.scale_stride == 0:
+            return Quantized(data, at(args.scales, shape, torch.uint8).clone())
+        assert args.is_small or args.layout == 0, "read in bulk, or row by row"
+        num_words, ld = args.scale_row_bytes // 4, args.scale_stride // 4
+        columns = at(args.scales, ((num_words - 1) * ld + args.num_tokens,), torch.int32)
+        words = columns.as_strided((args.num_tokens, num_words), (1, ld)).contiguous()
+        return Quantized(data, words.view(torch.uint8).view(shape))
 
     def dispatch(self, args: Any) -> Any:
         """As the kernel: rows of all ranks, and for a first dispatch plans, counts and ids."""

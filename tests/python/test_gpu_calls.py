@@ -16,6 +16,7 @@ from test_property import (  # noqa: F401  collected here with this module's `po
     checked_gradients,
     test_capacity_to_the_row,
     test_column_major_scales,
+    test_column_major_scales_given,
     test_gradients_of_each_layout,
     test_heap_without_room,
     test_holes_that_nobody_needs,
@@ -131,6 +132,25 @@ def read_unaligned_and_strided(state: RankState, seed: int) -> torch.Tensor:
 def test_tensors_that_bulk_copies_can_not_read(pool: Any) -> None:
     for difference in pool.run(2, read_unaligned_and_strided, [1, 2]):
         assert not difference.any()
+
+
+def take_turns(state: RankState, seed: int) -> list[weft.Quantized]:
+    """Equal calls but for the strides of scales."""
+    ep = make(state)
+    ids = torch.tensor([[0, 1], [1, 2], [3, -1], [0, 0]])
+    data = torch.arange(4 * 64).view(4, 64).to(torch.uint8) + seed
+    scales = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
+    column_major = scales.t().contiguous().t()
+    given = (column_major, scales, scales, column_major, scales)
+    modes = ("throughput", "latency")
+    found = [ep.dispatch(weft.Quantized(data, each), ids, capacity=9, mode=mode) for mode in modes for each in given]
+    return [each.x for each in found if isinstance(each.x, weft.Quantized)]
+
+
+def test_scales_by_row_and_by_column_in_turn(pool: Any) -> None:
+    for first, *others in pool.run(2, take_turns, [1, 2]):
+        assert len(others) == 9
+        assert all(torch.equal(each.scales[:4], first.scales[:4]) for each in others)
 
 
 def test_waiting_covers_the_current_stream(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:

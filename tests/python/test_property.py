@@ -62,6 +62,7 @@ def calls(draw: st.DrawFn, num_ranks: int, case_dtype: str, with_fp8: bool = Tru
         mode=draw(st.sampled_from(property_cases.MODES)),
         scale_layout=draw(st.sampled_from(["row_major", "column_major"])),
         zero_holes=draw(st.booleans()),
+        columns_given=draw(st.booleans()),
     )
 
 
@@ -168,6 +169,15 @@ def test_column_major_scales(pool: Pool, layout: str, rows: str) -> None:
             layout=layout, rows=rows, repeat="quantized", capacity=capacity, mode=mode, scale_layout="column_major"
         )
         checked(pool, replace(case, hidden=656, heap=heap))
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+def test_column_major_scales_given(pool: Pool, layout: str) -> None:
+    for mode, capacity in ((CALL.mode, None), ("staged", "ample")):
+        case = with_call(
+            layout=layout, rows="quantized_fp8", repeat="quantized", capacity=capacity, mode=mode, columns_given=True
+        )
+        checked(pool, replace(case, hidden=656))
 
 
 def test_holes_that_nobody_needs(pool: Pool) -> None:

@@ -144,7 +144,13 @@ class DispatchSend : public DispatchState<kConfig> {
     const i32 num_mine = min(share, a.num_tokens - begin) * kPieces;
     for (i32 idx = (warp - first_warp) * 32 + lane; idx < num_mine; idx += num_threads) {
       const i32 token = begin + idx / kPieces, piece = idx % kPieces;
-      const Unit unit = reinterpret_cast<const Unit*>(a.scales + static_cast<i64>(token) * kScaleBytes)[piece];
+      Unit unit;
+      if constexpr (kScaleBytes % 4 == 0) {
+        if (a.scale_stride > 0) unit = gather<Unit>(a.scales + i64{token} * 4, a.scale_stride, piece);
+      }
+      if (kScaleBytes % 4 != 0 || a.scale_stride == 0) {
+        unit = reinterpret_cast<const Unit*>(a.scales + static_cast<i64>(token) * kScaleBytes)[piece];
+      }
 #pragma unroll
       for (i32 to = 0; to < kRanks; ++to) {
         const i32 row = row_of(token, to);

@@ -19,6 +19,7 @@ struct SmallDispatchKernelArgs {
   i32 num_tokens = 0;
   const u8* x = nullptr;
   const u8* scales = nullptr;
+  i64 scale_stride = 0;  // bytes from a column of given scales to the next, words of 4; 0: they lie row by row
   const void* topk_idx = nullptr;
   const float* topk_weights = nullptr;  // null: 1
   i32* send_plan = nullptr;

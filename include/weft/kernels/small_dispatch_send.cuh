@@ -55,7 +55,8 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
       if constexpr (kConfig.is_quantized()) {
         send_quantized(token, picks, first, stride);
       } else {
-        const Scales scales(a.scales + static_cast<i64>(token) * kScaleBytes, lane, kScaleBytes > 0 && first == 0);
+        const i64 at = static_cast<i64>(token) * (a.scale_stride > 0 ? 4 : kScaleBytes);
+        const Scales scales(a.scales + at, lane, kScaleBytes > 0 && first == 0, a.scale_stride);
         send_plain(token, picks, first, stride);
         if (kScaleBytes > 0 && first == 0) send_scales(token, ranks_of(picks), scales);
       }

@@ -47,25 +47,47 @@ __device__ inline void copy_short(u8* to, const u8* from, i32 lane) {
   }
 }
 
+// A piece of a row of 4-byte words, of which each lies in a column of its own. `from`: the row's first word.
+template <class Unit>
+__device__ inline Unit gather(const u8* from, i64 stride, i32 piece) {
+  constexpr i32 kWords = static_cast<i32>(sizeof(Unit)) / 4;
+  Unit unit;
+#pragma unroll
+  for (i32 idx = 0; idx < kWords; ++idx) {
+    unit.word[idx] = *reinterpret_cast<const u32*>(from + (piece * kWords + idx) * stride);
+  }
+  return unit;
+}
+
 // A short row that one warp loads now and stores later, perhaps several times. Of one of more than 32 pieces the rest is copied.
+// `stride`: as `gather`; 0: the row lies in one piece.
 template <i32 kBytes>
 class ShortRow {
  public:
-  __device__ ShortRow(const u8* from, i32 lane, bool is_wanted)
-      : from_(reinterpret_cast<const Unit*>(from)), lane_(lane) {
-    if (is_wanted && lane < kUnits) held_ = from_[lane];
+  __device__ ShortRow(const u8* from, i32 lane, bool is_wanted, i64 stride = 0)
+      : from_(from), stride_(stride), lane_(lane) {
+    if (is_wanted && lane < kUnits) held_ = unit(lane);
   }
 
   __device__ void store(u8* to) const {
     auto* units = reinterpret_cast<Unit*>(to);
     if (lane_ < kUnits) units[lane_] = held_;
-    for (i32 idx = lane_ + 32; idx < kUnits; idx += 32) units[idx] = from_[idx];
+    for (i32 idx = lane_ + 32; idx < kUnits; idx += 32) units[idx] = unit(idx);
   }
 
  private:
   using Unit = Piece<piece_bytes(kBytes)>;
   static constexpr i32 kUnits = kBytes / piece_bytes(kBytes);
-  const Unit* from_;
+
+  __device__ Unit unit(i32 idx) const {
+    if constexpr (kBytes % 4 == 0) {
+      if (stride_ > 0) return gather<Unit>(from_, stride_, idx);
+    }
+    return reinterpret_cast<const Unit*>(from_)[idx];
+  }
+
+  const u8* from_;
+  i64 stride_;
   i32 lane_;
   Unit held_;
 };

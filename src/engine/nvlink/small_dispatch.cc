@@ -100,6 +100,7 @@ kernels::SmallDispatchKernelArgs SmallDispatchCall::kernel_arguments(const Windo
   args.num_tokens = static_cast<i32>(a_.num_tokens);
   args.x = reinterpret_cast<const u8*>(a_.x);
   args.scales = reinterpret_cast<const u8*>(a_.scales);
+  args.scale_stride = a_.scale_stride;
   args.topk_idx = reinterpret_cast<const void*>(a_.topk_idx);
   args.topk_weights = reinterpret_cast<const float*>(a_.topk_weights);
   args.send_plan = reinterpret_cast<i32*>(a_.send_plan);

@@ -33,6 +33,7 @@ struct DispatchArgs : CallArgs {
   Quantize quantize = Quantize::kNone;
   u64 scales = 0;  // [num_tokens] rows of scale_row_bytes that travel along, or 0
   i64 scale_row_bytes = 0;
+  i64 scale_stride = 0;          // bytes between columns of scales in words of 4 (rank_major, or small); 0: row by row
   bool scales_are_fp32 = false;  // those of the result are, too; else bytes
   u64 topk_idx = 0;              // [num_tokens, K]; not read when cached
   bool topk_is_int64 = true;
