@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs small random calls between ranks under compute-sanitizer: tools/sanitize.sh [rounds]. Needs a GPU.
-#   memcheck, synccheck   two ranks, threads of one process, on one GPU if there is only one: stray accesses in own and
-#                         peers' memory, barriers that not all reach
+#   memcheck, synccheck   two ranks, processes, which take turns if there is only one GPU: stray accesses in own and peers'
+#                         memory, barriers that not all reach (threads would not do: the tool lets one kernel run at a time)
 #   initcheck             one rank: what a peer writes from another process is unknown to the tool, so only a rank that
 #                         sends to itself has every write in sight
 # Prints one JSON object a tool: its name, exit status, the errors it counted. Exit status 1 if there is one.
@@ -21,7 +21,7 @@ check() { # tool, ranks, further options of the tool
   shift 2
   log=$(mktemp)
   "$sanitizer" --tool "$tool" --target-processes all --error-exitcode 99 --print-limit 20 "$@" \
-    "$python" tools/soak.py --device cuda --isolation thread --ranks "$ranks" --rounds "$rounds" --repeats 3 --no-traffic >"$log" 2>&1 || status=$?
+    "$python" tools/soak.py --device cuda --ranks "$ranks" --rounds "$rounds" --repeats 3 --no-traffic >"$log" 2>&1 || status=$?
   errors=$(sed -n 's/.*ERROR SUMMARY: \([0-9]*\) error.*/\1/p' "$log" | awk '{ sum += $1 } END { print sum + 0 }')
   echo "{\"kind\": \"sanitize\", \"tool\": \"$tool\", \"ranks\": $ranks, \"rounds\": $rounds, \"status\": $status, \"errors\": $errors}"
   if [ "$status" -ne 0 ] || [ "$errors" -ne 0 ] || ! grep -q '"problems": \[\]' "$log"; then

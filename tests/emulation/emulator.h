@@ -161,18 +161,21 @@ class Block {
 
   // All of `num_expected` threads call it before any returns.
   void meet(Meeting& meeting, const char* what, u32 num_expected) {
+    if (arrive(meeting, what, num_expected)) return;
+    meeting.waiting.push_back(self_);
+    self_->waits_for = what;
+    leave();
+  }
+
+  // Without waiting. True: this was the last of them.
+  bool arrive(Meeting& meeting, const char* what, u32 num_expected) {
     if (meeting.num_arrived == 0) {
       meeting.what = what;
       meeting.num_expected = num_expected;
     } else if (strcmp(meeting.what, what) != 0 || meeting.num_expected != num_expected) {
       fail("%s of %u threads, where others are in %s of %u", what, num_expected, meeting.what, meeting.num_expected);
     }
-    if (++meeting.num_arrived < num_expected) {
-      meeting.waiting.push_back(self_);
-      self_->waits_for = what;
-      leave();
-      return;
-    }
+    if (++meeting.num_arrived < num_expected) return false;
     meeting.num_arrived = 0;
     memcpy(meeting.result, meeting.value, sizeof(meeting.value));
     meeting.either_result = meeting.either;
@@ -181,6 +184,7 @@ class Block {
     ready_.insert(ready_.end(), meeting.waiting.begin(), meeting.waiting.end());
     meeting.waiting.clear();
     maybe_yield();
+    return true;
   }
 
   // The meeting of the lanes in `mask`, this thread among them.

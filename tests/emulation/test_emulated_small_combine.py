@@ -53,7 +53,7 @@ MUTANTS = (
     Mutant(
         "the header is sent while other warps store sums",
         "weft/kernels/small_combine.cuh",
-        "ptx::bar_sync(kStored, kWithOne);",
+        "ptx::bar_sync_apart(kStored, kWithOne);",
         "",
     ),
     Mutant(

@@ -110,13 +110,14 @@ MUTANTS = (
         "nobody waits for the header that says that rows are there",
         KERNEL,
         "if (wait(Phase::kCount, 0)) wait(Phase::kSend, static_cast<i32>(blockIdx.x));",
-        "wait(Phase::kCount, 0);\n    verdict(Phase::kSend) = Verdict::kOk;\n    ptx::bar_sync(kHeard, kWithOne);",
+        "wait(Phase::kCount, 0);\n    verdict(Phase::kSend) = Verdict::kOk;\n"
+        "    ptx::bar_arrive(kSendHeard, kWithOne);",
     ),
     Mutant(
         "the header is sent while other warps store rows",
         KERNEL,
-        "send.send_rows();\n    ptx::bar_sync(kStored, kWithOne);",
-        "ptx::bar_sync(kStored, kWithOne);\n    send.send_rows();",
+        "send.send_rows();\n    ptx::bar_arrive(kStored, kWithOne);",
+        "ptx::bar_arrive(kStored, kWithOne);\n    send.send_rows();",
     ),
     Mutant(
         "both parities share their slots",

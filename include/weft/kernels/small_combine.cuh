@@ -58,8 +58,8 @@ class SmallCombine {
   }
 
   // Work and one of the others are done with what they have stored.
-  __device__ static void meet_stored() { ptx::bar_sync(kStored, kWithOne); }
-  __device__ static void meet_heard() { ptx::bar_sync(kHeard, kWithOne); }
+  __device__ static void meet_stored() { ptx::bar_sync_apart(kStored, kWithOne); }
+  __device__ static void meet_heard() { ptx::bar_sync_apart(kHeard, kWithOne); }
 
   __device__ void send(const transport::Flight& flight, SmallCombinePush<kConfig>& push) const {
     push.run(flight, [] { meet_stored(); });

@@ -42,8 +42,8 @@ class SmallDispatch {
   }
 
  private:
-  // With the warp that notifies: rows have been stored. With the one that waits: its verdict is there.
-  static constexpr u32 kStored = 2, kHeard = 3;
+  // With the warp that notifies: rows have been stored. With the one that waits: its verdict on the phase is there.
+  static constexpr u32 kStored = 2, kCountHeard = 3, kSendHeard = 4;
   static constexpr u32 kWithOne = static_cast<u32>(State::kThreads) + ptx::kWarpLanes;
 
   // Of the waits for count headers and for send headers; each has its word, for warps that are slow to read the first.
@@ -55,7 +55,7 @@ class SmallDispatch {
   __device__ void send() const {
     SmallDispatchSend<kConfig> send(s_);
     send.send_rows();
-    ptx::bar_sync(kStored, kWithOne);
+    ptx::bar_arrive(kStored, kWithOne);
   }
 
   __device__ void notify() const {
@@ -81,14 +81,15 @@ class SmallDispatch {
     const Verdict worst = is_broken ? Verdict::kBroken : is_bad ? Verdict::kGivenUp : Verdict::kOk;
     if (s_.lane == 0) verdict(phase) = worst;
     if (s_.lane == 0 && is_bad) verdict(Phase::kSend) = worst;
-    ptx::bar_sync(kHeard, kWithOne);
+    __syncwarp();
+    ptx::bar_arrive(phase == Phase::kCount ? kCountHeard : kSendHeard, kWithOne);
     return !is_bad;
   }
 
   __device__ void receive() const {
     SmallDispatchReceive<kConfig> receive(s_);
     if constexpr (!kConfig.is_cached) receive.begin_places();
-    ptx::bar_sync(kHeard, kWithOne);
+    ptx::bar_sync(kCountHeard, kWithOne);
     if (verdict(Phase::kCount) != Verdict::kOk) return;
     if constexpr (!kConfig.is_cached) {
       receive.find_places();
@@ -97,7 +98,7 @@ class SmallDispatch {
       receive.note_tokens(receive.told_tokens());
     }
     receive.zero();
-    ptx::bar_sync(kHeard, kWithOne);
+    ptx::bar_sync(kSendHeard, kWithOne);
     if (verdict(Phase::kSend) == Verdict::kOk) receive.copy_rows();
   }
 

@@ -18,9 +18,18 @@ __device__ inline u32 match_any(i32 key) { return __match_any_sync(0xffffffffu, 
 
 __device__ inline void nanosleep(u32 num_ns) { asm volatile("nanosleep.u32 %0;" ::"r"(num_ns)); }
 
-// A barrier of some warps of a block, which may call it at different places (the aligned form is for one place, says synccheck);
-// 0 is that of __syncthreads.
+// A barrier of some warps of a block, all of which come to the same place; 0 is that of __syncthreads.
 __device__ inline void bar_sync(u32 barrier, u32 num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
+}
+
+// Comes to the barrier without waiting for the others; what was stored before is visible behind their bar_sync.
+__device__ inline void bar_arrive(u32 barrier, u32 num_threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
+}
+
+// bar_sync for warps that meet from different places: synccheck wants this form there.
+__device__ inline void bar_sync_apart(u32 barrier, u32 num_threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
 }
 

@@ -10,10 +10,9 @@
 
 namespace weft::sync {
 
-// A Pause for one lane. Reading the clock costs more than a look, and both words lie in host memory: the clock is read every
-// kLooks, the words every 50 us: while such a load is under way, fences of the whole SM wait for it (a combine that waits in
-// some warps and adds in others took twice as long with 10 us). The deadline counts from the first unsuccessful look, of which
-// the cycle is noted; so a short wait reads no clock.
+// A Pause for one lane. Cycles tell when to look at the words in host memory, every 50 us (docs/decisions/0019), and every 400 us
+// the GPU's timer, which SMs read one after the other, tells whether the deadline is over (0023). It counts from the first
+// unsuccessful look.
 class LanePause {
  public:
   // A bit of `abort_mask` in the word `abort` ends the wait. `sleep_ns`: between two looks, where many warps wait and a
@@ -26,12 +25,12 @@ class LanePause {
     if (sleep_ns_ != 0)
       ptx::nanosleep(sleep_ns_);  // check: allow sleeping: a lane among many, not a thread of the host
     if (num_turns_ == 0) start_cycle_ = ptx::cycles();
-    if (++num_turns_ % kLooks != 0) return PauseResult::kLookAgain;
+    if (++num_turns_ % kLooks != 0 || ns_since_start() < quiet_ns_) return PauseResult::kLookAgain;
+    quiet_ns_ = ns_since_start() + kQuietNs;
+    if ((ptx::ld_relaxed_sys(abort_) & abort_mask_) != 0) return PauseResult::kAbort;
+    if (++num_quiet_ % kQuietsOfTimer != 0) return PauseResult::kLookAgain;
     const u64 now = ptx::globaltimer_ns();
     if (start_ns_ == 0) start_ns_ = now - ns_since_start();
-    if (now - start_ns_ < quiet_ns_) return PauseResult::kLookAgain;
-    quiet_ns_ = now - start_ns_ + kQuietNs;
-    if ((ptx::ld_relaxed_sys(abort_) & abort_mask_) != 0) return PauseResult::kAbort;
     return now - start_ns_ >= ptx::ld_relaxed_sys(timeout_ns_) ? PauseResult::kDeadline : PauseResult::kLookAgain;
   }
 
@@ -46,6 +45,7 @@ class LanePause {
   __device__ u64 ns_since_start() const { return (ptx::cycles() - start_cycle_) / ptx::kCyclesPerNs; }
 
   static constexpr u64 kQuietNs = 50000;
+  static constexpr u32 kQuietsOfTimer = 8;
   static constexpr u32 kLooks = 16;
   const u64* abort_;
   u64 abort_mask_;
@@ -54,24 +54,25 @@ class LanePause {
   u32 sleep_ns_;
   u64 start_cycle_ = 0, start_ns_ = 0;
   u64 quiet_ns_ = kQuietNs;
-  u32 num_turns_ = 0;
+  u32 num_turns_ = 0, num_quiet_ = 0;
 };
 
 // A Pause for a barrier behind which are only this block's own copies. They end by themselves, so an abort does not cut them
-// short: what is in flight is drained. One that takes seconds means a broken GPU.
+// short: what is in flight is drained. One that takes seconds means a broken GPU; how many exactly does not matter, so the SM's
+// cycles count them.
 class CopyPause {
  public:
   __device__ PauseResult turn() {
     if (num_turns_++ % kLooks != 0) return PauseResult::kLookAgain;
-    const u64 now = ptx::globaltimer_ns();
-    if (start_ns_ == 0) start_ns_ = now;
-    return now - start_ns_ >= kTimeoutNs ? PauseResult::kDeadline : PauseResult::kLookAgain;
+    const u64 now = ptx::cycles();
+    if (start_cycle_ == 0) start_cycle_ = now;
+    return now - start_cycle_ >= kTimeoutNs * ptx::kCyclesPerNs ? PauseResult::kDeadline : PauseResult::kLookAgain;
   }
 
  private:
   static constexpr u64 kTimeoutNs = 20000000000ull;
   static constexpr u32 kLooks = 256;
-  u64 start_ns_ = 0;
+  u64 start_cycle_ = 0;
   u32 num_turns_ = 0;
 };
 

@@ -18,6 +18,12 @@ inline void bar_sync(u32 barrier, u32 num_threads) {
   emulation::meet_block(barrier, num_threads, barrier == 0 ? "__syncthreads" : "bar_sync");
 }
 
+inline void bar_sync_apart(u32 barrier, u32 num_threads) { bar_sync(barrier, num_threads); }
+
+inline void bar_arrive(u32 barrier, u32 num_threads) {
+  emulation::block->arrive(emulation::block->barrier(barrier), "bar_sync", num_threads);
+}
+
 inline u32 atom_inc_gpu(u32* word) { return atomicAdd(word, 1u); }
 
 inline void st_release_cta(u32* word, u32 value) {
