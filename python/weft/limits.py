@@ -336,7 +336,8 @@ def _gpu_window_bytes(
     cache_line, parities, phases, channels, payload_fixed, plan_header, align = 64, 2, 4, 8, 88, 64, 256
     cells = num_ranks * num_blocks * cache_line
     payload = _up(payload_fixed + 4 * (num_experts + num_ranks), cache_line) * parities * num_ranks
-    control = 3 * cache_line + cells * (phases * parities + channels) + payload
+    by_expert = num_blocks * cache_line + 8 * num_ranks * max_tokens
+    control = _up(3 * cache_line + cells * (phases * parities + channels) + payload + by_expert, cache_line)
     picks = num_ranks * max_tokens * top_k
     weights = _up(_up(num_ranks * max_tokens * row_bytes, align) + 8 * picks, align)
     small = _up(_up(weights + 4 * picks, align) + plan_header + 4 * picks, align)

@@ -24,6 +24,7 @@ int main(int, char** arguments) {
       {"control.broken", offsetof(weft::GpuControlWords, broken)},
       {"control.num_ended", offsetof(weft::GpuControlWords, num_ended)},
       {"control.next_chunk", offsetof(weft::GpuControlWords, next_chunk)},
+      {"control.queues", layout.queues},
       {"control.waited_ns", offsetof(weft::GpuControlWords, waited_ns)},
       {"host_bytes", sizeof(weft::transport::HostWords)},
       {"host.timeout_ns", offsetof(weft::transport::HostWords, timeout_ns)},

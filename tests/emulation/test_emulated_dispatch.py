@@ -52,6 +52,23 @@ CASES = {
     "rank_major, column-major scales": dataclasses.replace(
         PLAIN, seed=7, rows="bytes", hidden=592, scale_bytes=20, columns_given=True, is_repeated=True
     ),
+    "rank_major, lanes share tokens when they count": dataclasses.replace(
+        PLAIN, seed=7, shape=dataclasses.replace(WINDOW, top_k=4), num_bad_ids=3, num_rounds=2
+    ),
+    "expert_major, blocks take over from each other": dataclasses.replace(
+        PLAIN,
+        seed=6,
+        shape=dataclasses.replace(WINDOW, top_k=4, num_blocks=5),
+        num_blocks=5,
+        layout="expert_major",
+        tokens=(40, 40, 17),
+        rows="bytes",
+        hidden=1232,
+        scale_bytes=16,
+        alignment=16,
+        shared_bytes=20 << 10,
+        is_repeated=True,
+    ),
     "rank_major, fp8, no room in a heap": dataclasses.replace(
         PLAIN, seed=4, rows="fp8", dtype=torch.float32, hidden=144, staged_ranks=(0, 2)
     ),
@@ -94,6 +111,27 @@ OWN_TYPE = Mutant(
     "if ((s.int64_mask >> to & 1u) != 0) {",
     "if (kConfig.topk_is_int64) {",
 )
+TAKEN_OVER = CASES["expert_major, blocks take over from each other"]
+EXPERT_MUTANTS = (
+    Mutant(
+        "a row is sent before its place is known",
+        SEND,
+        "ptx::ld_acquire_cta(&s.num_planned[period]) >= num_picks",
+        "true",
+    ),
+    Mutant(
+        "rows are taken over before their places are known",
+        SEND,
+        "word / Base::kOnePlanned == kPeriods",
+        "true",
+    ),
+    Mutant(
+        "rows are copied to their other places before they have come",
+        "weft/kernels/dispatch_fan.cuh",
+        "if (lane < end - first) {",
+        "if (lane < 0) {",
+    ),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -103,6 +141,8 @@ def _compile_ahead(compiler: Compiler) -> None:
     for mutant in MUTANTS:
         Runner(compiler, FEW_STAGES, mutant).start_compiling()
     Runner(compiler, MIXED_IDS, OWN_TYPE).start_compiling()
+    for mutant in EXPERT_MUTANTS:
+        Runner(compiler, TAKEN_OVER, mutant).start_compiling()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -120,3 +160,9 @@ def test_mistakes_are_found(compiler: Compiler, mutant: Mutant) -> None:
 def test_mistakes_of_ids_are_found(compiler: Compiler) -> None:
     """As above."""
     assert is_found(lambda seed: run_case(compiler, dataclasses.replace(MIXED_IDS, seed=seed), OWN_TYPE))
+
+
+@pytest.mark.parametrize("mutant", EXPERT_MUTANTS, ids=lambda mutant: mutant.name)
+def test_mistakes_by_expert_are_found(compiler: Compiler, mutant: Mutant) -> None:
+    """The same of what rows placed by expert alone need."""
+    assert is_found(lambda seed: run_case(compiler, dataclasses.replace(TAKEN_OVER, seed=seed), mutant))

@@ -18,6 +18,7 @@ LAYOUTS = ("rank_major", "expert_major", "masked")
 DTYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 NO_CAPACITY = -1
 PERIODS = 8  # DispatchKernelConfig::kPeriods
+CACHE_LINE = 64
 TIMEOUT_NS = 30_000_000_000
 FIRST_OVERFLOW = 1000  # what stands in the overflow counter before a call
 PRINT = 77
@@ -127,6 +128,10 @@ class World:
                 seen = self.memory.word(self.control[rank] + self.layout[name], dtype)
                 if seen != wanted:
                     found.append(f"rank {rank}: {name} is {seen}, not {wanted}")
+            for block in range(self.shape.num_blocks):
+                seen = self.memory.word(self.control[rank] + self.layout["control.queues"] + CACHE_LINE * block)
+                if seen != 0:
+                    found.append(f"rank {rank}: the queue of block {block} is {seen:#x}, not 0")
             host = {"host.finished_sequence": (num_operations, "u8"), "host.error": (0, "u4")}
             for name, (wanted, dtype) in host.items():
                 seen = self.memory.word(self.host[rank] + self.layout[name], dtype)

@@ -62,7 +62,9 @@ class Dispatch {
     const i32 thread = static_cast<i32>(threadIdx.x);
     if (thread == 0) {
       s.has_failed = s.is_given_up = s.staged_mask = s.int64_mask = 0;
-      for (i32 store_warp = 0; store_warp < kStoreWarps; ++store_warp) s.num_arrived[store_warp] = 0;
+      for (i32 store_warp = 0; store_warp < kStoreWarps; ++store_warp) {
+        s.num_arrived[store_warp] = s.num_told[store_warp] = 0;
+      }
       s.num_bad_ids = 0;
       s.first_bad_at = 0x7fffffff;
     }
@@ -71,7 +73,7 @@ class Dispatch {
       ptx::mbarrier_init(&s.ready[thread], 1);
       ptx::mbarrier_init(&s.empty[thread], 1);
     }
-    if (thread < DispatchKernelConfig::kPeriods) ptx::mbarrier_init(&s.planned[thread], 1);
+    if (thread < DispatchKernelConfig::kPeriods) s.num_planned[thread] = 0;
     if (thread < kConfig.num_fan_stages) ptx::mbarrier_init(&s.fan_full[thread], 1);
     if (thread < 32) ptx::fence_mbarrier_init();
     count_.clear();
@@ -109,6 +111,8 @@ class Dispatch {
   __device__ void end() {
     if (!transport::is_last_block(state_.a.view)) return;
     if (state_.s.is_given_up == 0) count_.recount_kept();
+    const i32 block = static_cast<i32>(threadIdx.x);
+    if (kConfig.is_by_expert() && block < kConfig.num_blocks) *state_.queue_word(block) = 0;
     transport::end_flight(state_.a.view, state_.flight);
   }
 

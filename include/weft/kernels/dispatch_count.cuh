@@ -39,13 +39,17 @@ class DispatchCount : public DispatchState<kConfig> {
       for (i32 expert = thread(); expert < kExperts; expert += kCountThreads) sum_periods(expert);
     } else {
       const i32 num_groups = (a.num_tokens + 31) / 32;
-      for (i32 first = warp - 1; first < num_groups; first += kCountWarps * kAhead) {
-        Id ids[kAhead][kBatch];
-        for (i32 k = 0; k < kTopk; k += kBatch) {
+      if constexpr (kSharesTokens) {
+        count_groups(num_groups);
+      } else {
+        for (i32 first = warp - 1; first < num_groups; first += kCountWarps * kAhead) {
+          Id ids[kAhead][kBatch];
+          for (i32 k = 0; k < kTopk; k += kBatch) {
 #pragma unroll
-          for (i32 step = 0; step < kAhead; ++step) read_ids((first + step * kCountWarps) * 32 + lane, k, ids[step]);
+            for (i32 step = 0; step < kAhead; ++step) read_ids((first + step * kCountWarps) * 32 + lane, k, ids[step]);
 #pragma unroll
-          for (i32 step = 0; step < kAhead; ++step) count_ids(first + step * kCountWarps, num_groups, k, ids[step]);
+            for (i32 step = 0; step < kAhead; ++step) count_ids(first + step * kCountWarps, num_groups, k, ids[step]);
+          }
         }
       }
       meet();
@@ -80,20 +84,23 @@ class DispatchCount : public DispatchState<kConfig> {
 
   // Where every row goes, from what all ranks have said. Every block computes it for itself.
   __device__ void find_places() {
+    const i32 to = static_cast<i32>(threadIdx.x);
+    GpuPlacement placement;  // asked for here, since each load on its own takes a good part of a microsecond
+    i32 num_tokens = 0;
+    if (to < kRanks) num_tokens = tokens_of(to);
+    if (to < kRanks && flight.is_active(to)) placement = to == rank() ? a.placement : payload_from(to)->placement;
     if constexpr (kConfig.is_cached) {
       if (threadIdx.x < kRanks) s.needed[threadIdx.x] = 0;
     } else if constexpr (kConfig.is_by_expert()) {
       for (i32 expert = static_cast<i32>(threadIdx.x); expert < kExperts; expert += kThreads) sum_sources(expert);
       __syncthreads();
-      for (i32 to = warp; to < kRanks; to += kWarps) place_experts(to);
+      for (i32 other = warp; other < kRanks; other += kWarps) place_experts(other);
     } else {
-      const i32 to = static_cast<i32>(threadIdx.x);
       if (to < kRanks) place_ranks(to);
     }
     __syncthreads();
-    const i32 to = static_cast<i32>(threadIdx.x);
-    if (to < kRanks) s.num_tokens[to] = tokens_of(to);
-    if (to < kRanks && flight.is_active(to)) find_base(to);
+    if (to < kRanks) s.num_tokens[to] = num_tokens;
+    if (to < kRanks && flight.is_active(to)) find_base(to, placement);
     if constexpr (kConfig.is_by_expert() && kConfig.is_cached) read_holes();
     __syncthreads();
   }
@@ -150,6 +157,14 @@ class DispatchCount : public DispatchState<kConfig> {
   static constexpr i32 kBatch = kTopk <= 16 ? kTopk : kTopk % 16 == 0 ? 16 : kTopk % 8 == 0 ? 8 : 1;  // ids at once
   static constexpr i32 kAhead = kBatch <= 8 ? 4 : 1;  // groups whose ids are on their way together
 
+  // rank_major: some lanes share a token, each with 16 bytes of ids, if the ranks of all tokens that a lane has a part of fit a word.
+  static constexpr i32 kIds16 = 16 / static_cast<i32>(sizeof(Id));
+  static constexpr i32 kSharers = kTopk % kIds16 == 0 ? kTopk / kIds16 : 0;
+  static constexpr bool kSharesTokens = kSharers > 0 && (kSharers & (kSharers - 1)) == 0 && 32 / kRanks >= kSharers;
+  struct alignas(16) Ids16 {
+    Id value[kIds16];
+  };
+
   // Ids k .. k + kBatch - 1 of a token as they are, by 16-byte loads where rows divide so; -1 beyond the last token.
   __device__ void read_ids(i32 token, i32 k, Id (&ids)[kBatch]) const {
     constexpr i32 kPer = 16 / static_cast<i32>(sizeof(Id));
@@ -173,13 +188,12 @@ class DispatchCount : public DispatchState<kConfig> {
     }
   }
 
-  __device__ bool is_sent(i64 id) const {
-    return id >= 0 && id < kExperts && flight.is_active(static_cast<i32>(id) / kLocal);
-  }
+  __device__ static bool is_bad(i64 id) { return static_cast<u64>(id + 1) > static_cast<u64>(kExperts); }
+  __device__ static bool is_expert(i64 id) { return static_cast<u64>(id) < static_cast<u64>(kExperts); }
+  __device__ bool is_sent(i64 id) const { return is_expert(id) && flight.is_active(static_cast<i32>(id) / kLocal); }
 
   // By expert: ids as they lie, so that neighbouring threads read neighbouring words.
   __device__ void count_picks() {
-    constexpr i32 kIds16 = 16 / static_cast<i32>(sizeof(Id));
     constexpr i32 kPer = kTopk % kIds16 == 0 ? kIds16 : 1;  // ids of a token that a thread reads at once
     constexpr i32 kAtOnce = 8;
     struct alignas(kPer * sizeof(Id)) Packed {
@@ -187,6 +201,10 @@ class DispatchCount : public DispatchState<kConfig> {
     };
     const auto* packed = static_cast<const Packed*>(a.topk_idx);
     const i32 num_packed = a.num_tokens * (kTopk / kPer);
+    const i32 in_chunk = a.chunk_tokens * (kTopk / kPer);
+    const i32 step_chunks = kCountThreads / in_chunk, step_rest = kCountThreads % in_chunk;
+    i32 chunk = thread() / in_chunk, rest = thread() % in_chunk;  // counted on: a division for each would take longer
+    bool has_bad = false;  // noted afterwards: code that is hardly ever run takes time to be fetched
     for (i32 first = thread(); first < num_packed; first += kAtOnce * kCountThreads) {
       Packed ids[kAtOnce];
 #pragma unroll
@@ -198,21 +216,107 @@ class DispatchCount : public DispatchState<kConfig> {
       for (i32 step = 0; step < kAtOnce; ++step) {
         const i32 at = first + step * kCountThreads;
         if (at >= num_packed) continue;
-        const i32 chunk = at / (kTopk / kPer) / a.chunk_tokens;
         const i32 period = min(chunk / kConfig.num_blocks, kPeriods - 1);
         i32* counts =
             chunk % kConfig.num_blocks < static_cast<i32>(blockIdx.x) ? this->before(period) : this->rest(period);
+        chunk += step_chunks;
+        rest += step_rest;
+        if (rest >= in_chunk) {
+          rest -= in_chunk;
+          ++chunk;
+        }
 #pragma unroll
         for (i32 idx = 0; idx < kPer; ++idx) {
           const i64 id = ids[step].value[idx];
-          if (blockIdx.x == 0 && (id < -1 || id >= kExperts)) note_bad_id(at * kPer + idx);
           if (is_sent(id)) atomicAdd(&counts[id], 1);
+          has_bad = has_bad || is_bad(id);
         }
+      }
+    }
+    if (blockIdx.x != 0 || !has_bad) return;
+    for (i32 at = thread(); at < num_packed; at += kCountThreads) {
+#pragma unroll
+      for (i32 idx = 0; idx < kPer; ++idx) {
+        if (is_bad(packed[at].value[idx])) note_bad_id(at * kPer + idx);
       }
     }
   }
 
-  // rank_major.
+  // rank_major, ids as they lie: neighbouring lanes read neighbouring words. A group is kSharers loads of the warp.
+  __device__ void count_groups(i32 num_groups) {
+    constexpr i32 kGroupsAhead = kSharers <= 4 ? 4 : 1;
+    const auto* packed = static_cast<const Ids16*>(a.topk_idx);
+    const i32 num_packed = a.num_tokens * kSharers;
+    bool has_bad = false;
+    for (i32 first = warp - 1; first < num_groups; first += kCountWarps * kGroupsAhead) {
+      Ids16 ids[kGroupsAhead][kSharers];
+#pragma unroll
+      for (i32 step = 0; step < kGroupsAhead; ++step) {
+#pragma unroll
+        for (i32 part = 0; part < kSharers; ++part) {
+          const i32 at = ((first + step * kCountWarps) * kSharers + part) * 32 + lane;
+          if (at < num_packed) ids[step][part] = packed[at];
+        }
+      }
+#pragma unroll
+      for (i32 step = 0; step < kGroupsAhead; ++step) {
+        const i32 group = first + step * kCountWarps;
+        u32 masks = 0;
+#pragma unroll
+        for (i32 part = 0; part < kSharers; ++part) {
+          const i32 at = (group * kSharers + part) * 32 + lane;
+          if (at < num_packed) masks |= ranks_of(ids[step][part], has_bad) << (part * kRanks);
+        }
+        if (group < num_groups) note_goers(group, own_mask(masks));
+      }
+    }
+    if (blockIdx.x != 0 || !has_bad) return;
+    for (i32 at = thread(); at < num_packed; at += kCountThreads) {
+#pragma unroll
+      for (i32 idx = 0; idx < kIds16; ++idx) {
+        if (is_bad(packed[at].value[idx])) note_bad_id(at * kIds16 + idx);
+      }
+    }
+  }
+
+  // Bit r: rank r holds one of these ids.
+  __device__ u32 ranks_of(const Ids16& ids, bool& has_bad) {
+    u32 mask = 0;
+#pragma unroll
+    for (i32 idx = 0; idx < kIds16; ++idx) {
+      const i64 id = ids.value[idx];
+      if (is_expert(id)) mask |= 1u << (static_cast<u32>(id) / kLocal);
+    }
+    if (blockIdx.x == 0) {
+#pragma unroll
+      for (i32 idx = 0; idx < kIds16; ++idx) {
+        const i64 id = ids.value[idx];
+        if (is_sent(id)) atomicAdd(&this->mine()[id], 1);
+        has_bad = has_bad || is_bad(id);
+      }
+    }
+    return mask & flight.active_mask;
+  }
+
+  // Of `masks`, for each load of the group that of one token, whose lanes lie side by side: the mask of token `lane`.
+  __device__ u32 own_mask(u32 masks) const {
+    constexpr u32 kMask = kRanks < 32 ? (1u << kRanks) - 1 : ~0u;
+    constexpr i32 kTokens = 32 / max_of(kSharers, 1);  // of a load
+#pragma unroll
+    for (i32 step = 1; step < kSharers; step *= 2) masks |= __shfl_xor_sync(0xffffffffu, masks, step);
+    masks = __shfl_sync(0xffffffffu, masks, lane % kTokens * kSharers);
+    return masks >> (lane / kTokens * kRanks) & kMask;
+  }
+
+  __device__ void note_goers(i32 group, u32 mask) const {
+#pragma unroll
+    for (i32 to = 0; to < kRanks; ++to) {
+      const u32 ballot = __ballot_sync(0xffffffffu, (mask >> to & 1u) != 0);
+      if (lane == 0) this->goers(to, group) = ballot;
+    }
+  }
+
+  // rank_major, where tokens can't be shared so.
   __device__ void count_ids(i32 group, i32 num_groups, i32 first_k, const Id (&ids)[kBatch]) {
     const i32 token = group * 32 + lane;
     u32 mask = 0;
@@ -298,20 +402,26 @@ class DispatchCount : public DispatchState<kConfig> {
   }
 
   __device__ void place_ranks(i32 to) {
-    i32 sum = 0;
+    i32 rows[kRanks], sum = 0;
+#pragma unroll
+    for (i32 source = 0; source < kRanks; ++source) rows[source] = rows_between(source, to);
+#pragma unroll
     for (i32 source = 0; source < kRanks; ++source) {
       if (source == rank()) s.start[to] = sum;
-      sum += rows_between(source, to);
+      sum += rows[source];
     }
     s.needed[to] = a.capacity >= 0 ? a.capacity : sum;
     if (to == rank()) s.own_rows = sum;
   }
 
   __device__ void sum_sources(i32 expert) {
-    i32 sum = 0;
+    i32 picks[kRanks], sum = 0;
+#pragma unroll
+    for (i32 source = 0; source < kRanks; ++source) picks[source] = picks_of(source, expert);
+#pragma unroll
     for (i32 source = 0; source < kRanks; ++source) {
       if (source == rank()) this->place()[expert] = sum;
-      sum += picks_of(source, expert);
+      sum += picks[source];
     }
     this->total_of()[expert] = sum;
   }
@@ -348,8 +458,7 @@ class DispatchCount : public DispatchState<kConfig> {
   }
 
   // Where rows for a rank go: its heap, or its landing if they don't fit (R19: nothing outside either).
-  __device__ void find_base(i32 to) {
-    const GpuPlacement place = to == rank() ? a.placement : payload_from(to)->placement;
+  __device__ void find_base(i32 to, const GpuPlacement& place) {
     const GpuWindowLayout& layout = a.view.layout;
     const i64 num_slots = kRanks * layout.max_tokens;
     const bool is_staged = place.num_rows == 0 || (!kConfig.is_cached && s.needed[to] > place.num_rows);

@@ -15,7 +15,7 @@ class DispatchFan : public DispatchState<kConfig> {
   using Base::a, Base::s, Base::flight, Base::lane, Base::rank;
   using Base::kRanks, Base::kTopk, Base::kLocal, Base::kRowBytes, Base::kScaleBytes;
   static constexpr i32 kSteps = (kTopk + 31) / 32;    // picks of a lane
-  static constexpr i32 kBatch = kSteps == 1 ? 8 : 2;  // items whose entries are asked for together
+  static constexpr i32 kBatch = kSteps == 1 ? 4 : 2;  // tokens whose entries are asked for together
   static constexpr i32 kFanWarps = kConfig.num_fan_warps();
   static constexpr i32 kDepth = kConfig.fan_depth();
   static constexpr bool kBulkScales = kScaleBytes % 16 == 0;
@@ -23,23 +23,21 @@ class DispatchFan : public DispatchState<kConfig> {
   __device__ DispatchFan(const Base& base, const i32* recv_plan, i32 fan_warp)
       : Base(base), plan_{recv_plan, base.a.view.layout.max_tokens, kTopk}, fan_warp_(fan_warp) {}
 
-  // Batches of all channels (source, store warp) in the order in which they come, dealt out to the warps.
+  // Batches of the tokens of this block's queue on each source, in the order in which they come, dealt out to the warps.
   __device__ void run() {
     if (this->is_staged(rank())) return;  // the host unloads the landing
     zero_holes();
     i32 most = 0;
     for (i32 source = 0; source < kRanks; ++source) {
-      if (source != rank()) most = max(most, this->num_items(0, s.num_tokens[source]));
+      if (source != rank()) most = max(most, this->queue_len(block(), s.num_tokens[source]));
     }
-    constexpr i32 kChannels = (kRanks - 1) * kStoreWarps;
-    const i32 num_batches = (most + kBatch - 1) / kBatch * kChannels;
+    constexpr i32 kSources = max_of(kRanks - 1, 1);
+    const i32 num_batches = kRanks > 1 ? (most + kBatch - 1) / kBatch * kSources : 0;
     for (i32 batch = fan_warp_; batch < num_batches; batch += kFanWarps) {
-      const i32 channel = batch % max_of(kChannels, 1);
-      const i32 source = (rank() + 1 + channel % max_of(kRanks - 1, 1)) % kRanks;
-      const i32 store_warp = channel / max_of(kRanks - 1, 1);
-      const i32 first = batch / max_of(kChannels, 1) * kBatch;
-      const i32 end = min(first + kBatch, this->num_items(store_warp, s.num_tokens[source]));
-      if (first < end && !fan_batch(source, store_warp, first, end)) {
+      const i32 source = (rank() + 1 + batch % kSources) % kRanks;
+      const i32 first = batch / kSources * kBatch;
+      const i32 end = min(first + kBatch, this->queue_len(block(), s.num_tokens[source]));
+      if (first < end && !fan_batch(source, first, end)) {
         s.has_failed = 1;
         break;
       }
@@ -51,20 +49,20 @@ class DispatchFan : public DispatchState<kConfig> {
 
  private:
   // Waits for the items and does what they ask for.
-  __device__ bool fan_batch(i32 source, i32 store_warp, i32 first, i32 end) {
+  __device__ bool fan_batch(i32 source, i32 first, i32 end) {
     bool has_come = true;
-    if (lane == 0) {
-      has_come = transport::wait_progress(a.view, flight, source, static_cast<i32>(blockIdx.x), store_warp,
-                                          static_cast<u32>(end));
-      ptx::fence_proxy_async();  // rows that bulk stores of another GPU have written are loaded in bulk by this lane
+    if (lane < end - first) {
+      has_come = transport::wait_token(a.view, flight, source, this->token_at(block(), first + lane));
     }
-    if (__shfl_sync(0xffffffffu, has_come ? 1 : 0, 0) == 0) return false;
-    __syncwarp();  // all lanes read what lane 0 has acquired
+    if (__all_sync(0xffffffffu, has_come ? 1 : 0) == 0) return false;
+    __syncwarp();  // all lanes read what some have acquired
+    // Rows that bulk stores of another GPU have written are loaded in bulk by this lane.
+    if (lane == 0) ptx::fence_proxy_async();
     i32 row[kBatch][kSteps];
     float weight[kBatch][kSteps];
 #pragma unroll
     for (i32 idx = 0; idx < kBatch; ++idx) {
-      const i64 token = this->token_of(store_warp, first + idx);
+      const i64 token = this->token_at(block(), first + idx);
 #pragma unroll
       for (i32 step = 0; step < kSteps; ++step) {
         const i32 k = step * 32 + lane;
@@ -193,14 +191,13 @@ class DispatchFan : public DispatchState<kConfig> {
       const i32 begin = this->hole_begin()[local] + (static_cast<i32>(blockIdx.x) + local) % kBlocks;
       for (i64 row = begin + lane * kBlocks; row < this->hole_end()[local]; row += 32 * kBlocks) {
         ptx::bulk_store(place_of(row), zeros, kRowBytes);
-        if constexpr (kScaleBytes > 0 && kBulkScales) {
-          ptx::bulk_store(scales_of(row), zeros, kScaleBytes);
-        } else if constexpr (kScaleBytes > 0) {
+        if constexpr (kScaleBytes > 0 && !kBulkScales) {
           using Unit = Piece<piece_bytes(kScaleBytes)>;
           auto* units = reinterpret_cast<Unit*>(scales_of(row));
           for (i32 idx = 0; idx < kScaleBytes / static_cast<i32>(sizeof(Unit)); ++idx) units[idx] = Unit{};
         }
       }
+      if constexpr (kScaleBytes > 0 && kBulkScales) zero_scales(local, zeros);
       __syncwarp();
       ptx::bulk_commit();
       ptx::bulk_wait_read<1>();
@@ -209,6 +206,18 @@ class DispatchFan : public DispatchState<kConfig> {
     __syncwarp();
   }
 
+  // Scales of a hole lie side by side: one block zeroes them, as many at a time as a stage has zeros for.
+  __device__ void zero_scales(i32 local, const u8* zeros) {
+    constexpr i32 kPiece = kConfig.fan_stage_bytes();
+    if ((block() + local) % kConfig.num_blocks != 0) return;
+    const i64 end = static_cast<i64>(this->hole_end()[local]) * kScaleBytes;
+    i64 at = static_cast<i64>(this->hole_begin()[local]) * kScaleBytes + lane * kPiece;
+    for (; at < end; at += 32 * kPiece) {
+      ptx::bulk_store(s.scales[rank()] + at, zeros, static_cast<u32>(min(static_cast<i64>(kPiece), end - at)));
+    }
+  }
+
+  __device__ static i32 block() { return static_cast<i32>(blockIdx.x); }
   __device__ i32 stage_index(i32 n) const { return fan_warp_ * kDepth + n % kDepth; }
   __device__ u8* place_of(i64 row) const { return s.x[rank()] + row * kRowBytes; }
   __device__ u8* scales_of(i64 row) const { return s.scales[rank()] + row * kScaleBytes; }

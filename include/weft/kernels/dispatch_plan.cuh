@@ -1,6 +1,7 @@
 // Dispatch by expert, between counting and sending: the place of every pick of this block's tokens, for the block itself (the
 // send plan) and for those that receive (table and weights). A warp takes a chunk, 32 picks at a time in the order (token, k),
 // and is done before most rows have gone: afterwards no plain store to another GPU is under way, for which a release would wait.
+// When all its chunks are planned, other blocks may take tokens over.
 #pragma once
 
 #include "weft/kernels/dispatch_state.cuh"
@@ -13,7 +14,7 @@ class DispatchPlan : public DispatchState<kConfig> {
  public:
   using Base = DispatchState<kConfig>;
   using Base::a, Base::s, Base::flight, Base::lane, Base::rank;
-  using Base::kRanks, Base::kTopk, Base::kExperts, Base::kLocal, Base::kPeriods;
+  using Base::kRanks, Base::kTopk, Base::kExperts, Base::kLocal, Base::kPeriods, Base::kOnePlanned;
   using Id = typename IdType<kConfig.topk_is_int64>::Type;
 
   __device__ explicit DispatchPlan(const Base& base) : Base(base) {}
@@ -22,8 +23,7 @@ class DispatchPlan : public DispatchState<kConfig> {
   __device__ void run(i32 planner, i32 num_planners) {
     for (i32 period = planner; period < kPeriods; period += num_planners) {
       plan_chunk(period);
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(&s.planned[period]);
+      if (lane == 0) ptx::add_release_sys(this->queue_word(static_cast<i32>(blockIdx.x)), kOnePlanned);
     }
   }
 
@@ -41,6 +41,8 @@ class DispatchPlan : public DispatchState<kConfig> {
       const Pick pick = next;
       next = fetch(first + 32 + lane, end);
       place_pick(first + lane, end, pick, this->before(period));
+      __syncwarp();
+      if (lane == 0) ptx::st_release_cta(&s.num_planned[period], static_cast<u32>(min(first + 32, end) - begin));
     }
   }
 

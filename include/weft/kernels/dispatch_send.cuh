@@ -12,7 +12,7 @@ class DispatchSend : public DispatchState<kConfig> {
  public:
   using Base = DispatchState<kConfig>;
   using Base::a, Base::s, Base::flight, Base::warp, Base::lane, Base::rank;
-  using Base::kRanks, Base::kTopk, Base::kExperts, Base::kLocal, Base::kRowBytes, Base::kScaleBytes;
+  using Base::kRanks, Base::kTopk, Base::kExperts, Base::kLocal, Base::kPeriods, Base::kRowBytes, Base::kScaleBytes;
   using Id = typename IdType<kConfig.topk_is_int64>::Type;
   static constexpr bool kByExpert = kConfig.is_by_expert();
   static constexpr bool kQuantized = kConfig.is_quantized();
@@ -27,7 +27,7 @@ class DispatchSend : public DispatchState<kConfig> {
 
   __device__ void load_rows(bool is_early) {
     while (min(num_even_ends_, num_odd_ends_) < kEnds) {
-      if (is_early && n_ == kConfig.num_stages) return;
+      if (is_early && n_ == (kByExpert ? num_first(block()) : kConfig.num_stages)) return;
       const i32 token = take_token();
       if (token < 0 && count_end() > kEnds) {
         if (n_ < kConfig.num_stages) s.token[n_] = -1;
@@ -58,25 +58,25 @@ class DispatchSend : public DispatchState<kConfig> {
   // ---- store
 
   __device__ void store_rows(i32 store_warp) {
-    const i32 num_items = kByExpert ? this->num_items(store_warp, a.num_tokens) : 0;
     Item next;
-    bool is_sound = true;
-    if constexpr (kByExpert) is_sound = fetch(next, store_warp, 0, num_items);
+    bool has_next = false;
     i32 num_stored = 0;
-    for (i32 j = 0; is_sound; ++j) {
+    for (i32 j = 0;; ++j) {
       const i32 idx = this->stage_of(store_warp, j);
-      const Item item = next;
-      if constexpr (kByExpert) is_sound = fetch(next, store_warp, j + 1, num_items);
-      if (!this->wait_local(kQuantized ? &s.ready[idx] : &s.full[idx], this->parity_of(store_warp, j))) break;
+      if (!this->wait_local(loaded(idx), this->parity_of(store_warp, j))) break;
       const i32 token = s.token[idx];
       if (token < 0) break;
       if constexpr (kByExpert) {
+        if (!has_next && !fetch(next, token)) break;
+        const Item item = next;
+        if (!remember(store_warp, j, token)) break;
         store_picks(token, item, this->stage(idx));
       } else {
         store_to_ranks(lane < kRanks ? row_of(token, lane) : -1, this->stage(idx));
       }
       __syncwarp();
       ptx::bulk_commit();
+      if constexpr (kByExpert) has_next = fetch_early(next, store_warp, j + 1);
       after_store(store_warp, j);
       num_stored = j + 1;
     }
@@ -86,14 +86,13 @@ class DispatchSend : public DispatchState<kConfig> {
       for (i32 j = max(num_stored - kReading, 0); j < num_stored; ++j) free_stage(store_warp, j);
     }
     if constexpr (kByExpert) {
-      note_arrived<4>(store_warp, num_stored);
-      note_arrived<2>(store_warp, num_stored);
+      note_arrived<1>(store_warp, num_stored);
     }
     ptx::bulk_wait_all();
     ptx::fence_proxy_async();
     __syncwarp();
     if constexpr (kByExpert) {
-      const u32 arrived = s.has_failed == 0 ? static_cast<u32>(num_items) : kPostStops;
+      const u32 arrived = s.has_failed == 0 ? static_cast<u32>(num_stored) | kAllArrived : kPostStops;
       if (lane == 0) ptx::st_release_cta(&s.num_arrived[store_warp], arrived);
     }
   }
@@ -101,8 +100,10 @@ class DispatchSend : public DispatchState<kConfig> {
   // ---- progress, by expert, and when all has arrived the header: a peer need not wait for what is copied here
 
   __device__ void post_progress() {
-    const auto last = static_cast<u32>(this->num_items(lane / kPostLanes, a.num_tokens));
-    if (!post_arrivals(a.view, flight, kRanks, s.num_arrived, last, 0)) return;
+    if (!tell_arrived()) {
+      if (lane % kPostLanes == 0) ptx::st_release_cta(&s.num_told[lane / kPostLanes], kAllArrived);  // nobody waits
+      return;
+    }
     if (this->is_peer(lane)) transport::notify(a.view, Phase::kSend, flight, lane, static_cast<i32>(blockIdx.x));
   }
 
@@ -164,13 +165,17 @@ class DispatchSend : public DispatchState<kConfig> {
   static constexpr i32 kReading = kConfig.num_stages > kStoreWarps ? 1 : 0;
   static constexpr i32 kEnds = kQuantized ? kConfig.num_quantize_warps / kStoreWarps : 1;  // marks for each store warp
 
-  // rank_major: first each block has its share of what the stages of all hold; then tokens are dealt out a few at a time, to
-  // the block that comes for them: who gets more of the wire does more of the work.
+  // First each block has its share of what the stages of all hold; then tokens are dealt out a few at a time, to the block that
+  // comes for them: who gets more of the wire does more of the work. By expert a block comes for its own first.
   static constexpr i32 kChunkTokens = 4;
+
+  __device__ static i32 block() { return static_cast<i32>(blockIdx.x); }
 
   __device__ i32 num_first() const {
     return min((a.num_tokens + kConfig.num_blocks - 1) / kConfig.num_blocks, kConfig.num_stages);
   }
+  // By expert: of a block's queue.
+  __device__ i32 num_first(i32 of) const { return min(this->queue_len(of, a.num_tokens), kConfig.num_stages); }
 
   // The first token of a chunk that nobody has yet.
   __device__ i32 take_chunk() const {
@@ -181,8 +186,18 @@ class DispatchSend : public DispatchState<kConfig> {
   // The token of item n_, -1: there is none any more.
   __device__ i32 take_token() {
     if constexpr (kByExpert) {
-      const i32 store_warp = n_ % kStoreWarps, item = n_ / kStoreWarps;
-      return item < this->num_items(store_warp, a.num_tokens) ? this->token_of(store_warp, item) : -1;
+      if (n_ == 0) {
+        token_ = 0;
+        end_ = num_first(block());
+      }
+      if (token_ == end_ && owner_ >= 0) {
+        if (next_owner_ < 0) take_items();
+        owner_ = next_owner_;
+        token_ = next_;
+        end_ = owner_ >= 0 ? min(token_ + kChunkTokens, this->queue_len(owner_, a.num_tokens)) : 0;
+        if (owner_ >= 0) take_items();  // known when they are needed
+      }
+      return owner_ >= 0 ? this->token_at(owner_, token_++) : -1;
     } else {
       if (n_ == 0) {
         token_ = static_cast<i32>(blockIdx.x) * num_first();
@@ -196,6 +211,40 @@ class DispatchSend : public DispatchState<kConfig> {
       }
       return token_ < a.num_tokens ? token_++ : -1;
     }
+  }
+
+  // By expert: the next items of the queue at hand, or when it is empty of the one with most left; next_owner_ -1: all are empty.
+  __device__ void take_items() {
+    next_owner_ = -1;
+    while (queue_ >= 0) {
+      const i32 first = num_first(queue_), end = this->queue_len(queue_, a.num_tokens);
+      if (first < end) {
+        const u32 num_taken = static_cast<u32>(ptx::atom_add_gpu(this->queue_word(queue_), 1));
+        next_ = first + static_cast<i32>(num_taken) * kChunkTokens;
+        if (next_ < end) {
+          next_owner_ = queue_;
+          return;
+        }
+      }
+      queue_ = longest_queue();
+    }
+  }
+
+  // Of those whose chunks are all planned: no block waits for another. -1: none has anything left.
+  __device__ i32 longest_queue() const {
+    i32 longest = -1, most = 0;
+#pragma unroll 4
+    for (i32 other = 0; other < kConfig.num_blocks; ++other) {
+      const u64 word = ptx::ld_relaxed_sys(this->queue_word(other));
+      const i32 num_taken = static_cast<i32>(word & 0xffffffffu) * kChunkTokens;
+      const i32 num_left = this->queue_len(other, a.num_tokens) - num_first(other) - num_taken;
+      if (num_left > most && (kConfig.is_cached || word / Base::kOnePlanned == kPeriods)) {
+        longest = other;
+        most = num_left;
+      }
+    }
+    if (longest >= 0) static_cast<void>(ptx::ld_acquire_sys(this->queue_word(longest)));  // its plan can be read
+    return longest;
   }
 
   // How many marks item n_'s warps have then. Two members, since an array indexed at run time would lie in local memory.
@@ -221,7 +270,7 @@ class DispatchSend : public DispatchState<kConfig> {
     __syncwarp();  // all lanes have read the stage
     if (lane == 0 && j >= kReading) free_stage(store_warp, j - kReading);
     if constexpr (kByExpert) {
-      constexpr i32 kPending = 8, kEvery = 4;  // items under way, and between two notes
+      constexpr i32 kPending = 2, kEvery = 2;  // items under way, and between two notes
       if ((j + 1) % kEvery == 0) note_arrived<kPending>(store_warp, j + 1);
     }
   }
@@ -234,6 +283,8 @@ class DispatchSend : public DispatchState<kConfig> {
     __syncwarp();
     if (lane == 0) ptx::st_release_cta(&s.num_arrived[store_warp], static_cast<u32>(num_stored - kPending));
   }
+
+  __device__ u64* loaded(i32 idx) const { return kQuantized ? &s.ready[idx] : &s.full[idx]; }
 
   // By expert, of pick `step * 32 + lane`: its row and the rank that holds it; -1: not sent.
   struct Item {
@@ -253,18 +304,73 @@ class DispatchSend : public DispatchState<kConfig> {
     return row < s.limit[to] ? row : -1;
   }
 
-  // By expert: what is needed to know of an item, asked for while the one before it is stored. False: the GPU has gone wrong.
-  __device__ bool fetch(Item& item, i32 store_warp, i32 j, i32 num_items) {
-    if (j >= num_items) return true;
-    const i32 period = this->period_of(store_warp, j);
-    if (!kConfig.is_cached && j % a.chunk_tokens == 0 && !this->wait_local(&s.planned[period], 0)) return false;
+  // By expert: what is needed to know of a token. False: the GPU has gone wrong.
+  __device__ bool fetch(Item& item, i32 token) {
+    if constexpr (!kConfig.is_cached) {
+      const i32 chunk = token / a.chunk_tokens;
+      if (chunk % kConfig.num_blocks == block() && !wait_planned(chunk / kConfig.num_blocks, token % a.chunk_tokens))
+        return false;
+    }
     const GpuSendPlan<i32> plan{a.send_plan, a.num_tokens, kTopk};
-    const i64 first = static_cast<i64>(this->token_of(store_warp, j)) * kTopk;
+    const i64 first = static_cast<i64>(token) * kTopk;
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
       const i32 k = step * 32 + lane;
       item.row[step] = k < kTopk ? plan.row()[first + k] : -1;
-      item.destination[step] = item.row[step] >= 0 ? plan.destination()[first + k] : -1;
+      item.destination[step] = k < kTopk ? plan.destination()[first + k] : -1;
+    }
+    return true;
+  }
+
+  // Until the places of this token of a chunk of this block are known, and of those before it.
+  __device__ bool wait_planned(i32 period, i32 at) {
+    const u32 num_picks = static_cast<u32>((at + 1) * kTopk);
+    if (sync::wait_any_lane([&] { return ptx::ld_acquire_cta(&s.num_planned[period]) >= num_picks; })) return true;
+    this->fail(transport::ErrorCause::kDeadline, Phase::kSend, rank());
+    return false;
+  }
+
+  // The same of item j while the one before it is stored, if it is loaded by now.
+  __device__ bool fetch_early(Item& item, i32 store_warp, i32 j) {
+    const i32 idx = this->stage_of(store_warp, j);
+    const bool is_loaded = ptx::mbarrier_test_wait(loaded(idx), this->parity_of(store_warp, j));
+    if (__all_sync(0xffffffffu, is_loaded ? 1 : 0) == 0) return false;
+    return s.token[idx] >= 0 && fetch(item, s.token[idx]);
+  }
+
+  // By expert: the token of item j, for the warp that tells. False: the GPU has gone wrong.
+  __device__ bool remember(i32 store_warp, i32 j, i32 token) {
+    const u32* num_told = &s.num_told[store_warp];
+    const auto has_room = [&] { return ptx::ld_acquire_cta(num_told) + kRemembered > static_cast<u32>(j); };
+    if (!sync::wait_any_lane(has_room)) {
+      this->fail(transport::ErrorCause::kDeadline, Phase::kSend, rank());
+      return false;
+    }
+    if (lane == 0) s.sent[store_warp][j % kRemembered] = token;
+    return true;
+  }
+
+  // Tells the ranks what has arrived, one fence for all that is new: lanes 0 to 15 of store warp 0, the others of warp 1.
+  __device__ bool tell_arrived() {
+    const i32 mine = lane / kPostLanes;
+    u32 seen = 0, num_told = 0;
+    while (__any_sync(0xffffffffu, (seen & kAllArrived) == 0 ? 1 : 0) != 0) {
+      const u32 now = sync::wait_any_change(&s.num_arrived[mine], seen);
+      if (__any_sync(0xffffffffu, now != seen) == 0 || __any_sync(0xffffffffu, now == kPostStops) != 0) return false;
+      // What bulk stores have written is released by another thread than the one that has seen them complete.
+      ptx::fence_proxy_async();
+      ptx::fence_sys();
+      const u32 num_arrived = now & ~kAllArrived;
+      for (u32 item = num_told + static_cast<u32>(lane % kPostLanes); item < num_arrived; item += kPostLanes) {
+        const i32 token = s.sent[mine][item % kRemembered];
+        for (i32 to = 0; to < kRanks; ++to) {
+          if (this->is_peer(to)) transport::post_token(a.view, flight, to, token);
+        }
+      }
+      seen = now;
+      num_told = num_arrived;
+      __syncwarp();  // all lanes have read what they told
+      if (lane % kPostLanes == 0) ptx::st_release_cta(&s.num_told[mine], num_told);
     }
     return true;
   }
@@ -392,7 +498,9 @@ class DispatchSend : public DispatchState<kConfig> {
   i32 n_ = 0;  // next item
   i32 num_early_ = 0;
   i32 num_even_ends_ = 0, num_odd_ends_ = 0;
-  i32 token_ = 0, end_ = 0, next_ = -1;  // rank_major: of the chunk at hand, and the chunk after it
+  i32 token_ = 0, end_ = 0, next_ = -1;  // of the chunk at hand, and the chunk after it; by expert: items of a queue
+  i32 owner_ = static_cast<i32>(blockIdx.x), next_owner_ = -1;  // by expert: whose they are; -1: there are no more
+  i32 queue_ = static_cast<i32>(blockIdx.x);                    // by expert: that items are taken from
 };
 
 }  // namespace weft::kernels

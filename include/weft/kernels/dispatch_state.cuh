@@ -8,15 +8,22 @@
 
 namespace weft::kernels {
 
+constexpr i32 kRemembered = 64;        // items of a store warp that may wait for being told
+constexpr u32 kAllArrived = 1u << 31;  // in num_arrived: there are no more
+
 template <DispatchKernelConfig kConfig>
 struct DispatchShared {
   u64 full[kConfig.num_stages];   // loaded
   u64 ready[kConfig.num_stages];  // quantised
   u64 empty[kConfig.num_stages];
-  i32 token[kConfig.num_stages];                // that the stage holds; -1: no more come to its warps
-  u64 planned[DispatchKernelConfig::kPeriods];  // by expert: the places of a chunk are known
+  i32 token[kConfig.num_stages];  // that the stage holds; -1: no more come to its warps
   u64 fan_full[kConfig.num_fan_stages > 0 ? kConfig.num_fan_stages : 1];  // by expert: a received row is loaded
-  u32 num_arrived[kStoreWarps];  // items of a store warp whose rows are at their places
+  u32 num_planned[DispatchKernelConfig::kPeriods];  // by expert: picks of a chunk whose places are known
+  // By expert, of each store warp: the tokens of its last items, how many of its items are at their places, and how many the
+  // ranks have been told of.
+  i32 sent[kStoreWarps][kRemembered];
+  u32 num_arrived[kStoreWarps];
+  u32 num_told[kStoreWarps];
   u32 has_failed;                // set by any thread: the block leaves without another header
   u32 is_given_up;               // a rank has no room: all ranks see it and go on to the next call
   u32 staged_mask;               // bit r: the result of rank r does not fit its heap
@@ -46,6 +53,7 @@ struct DispatchState {
   static constexpr i32 kScaleBytes = kConfig.scale_row_bytes;
   static constexpr i32 kTableWidth = kConfig.is_by_expert() ? kTopk : 1;
   static constexpr i32 kPeriods = DispatchKernelConfig::kPeriods;
+  static constexpr u64 kOnePlanned = u64{1} << 32;  // in the word of a queue
 
   const DispatchKernelArgs& a;
   DispatchShared<kConfig>& s;
@@ -80,7 +88,7 @@ struct DispatchState {
   __device__ u8* stage(i32 idx) const { return dynamic + kConfig.index_bytes() + idx * kConfig.stage_bytes(); }
   __device__ u8* fan_stage(i32 idx) const { return stage(kConfig.num_stages) + idx * kConfig.fan_stage_bytes(); }
 
-  // ---- tokens by expert: a block takes kPeriods chunks, since it must count what comes before each. Item j of store warp w.
+  // ---- tokens by expert: a block has kPeriods chunks, since it must count what comes before each. They are its queue.
 
   __device__ i32 chunk_begin(i32 period) const {
     return (period * kConfig.num_blocks + static_cast<i32>(blockIdx.x)) * a.chunk_tokens;
@@ -90,18 +98,20 @@ struct DispatchState {
     return min(max(num_tokens - chunk_begin(period), 0), a.chunk_tokens);
   }
 
-  __device__ i32 num_items(i32 store_warp, i32 num_tokens) const {
-    i32 sum = 0;
-    for (i32 period = store_warp; period < kPeriods; period += kStoreWarps) sum += num_chunk_tokens(period, num_tokens);
-    return sum;
+  // Tokens in the queue of a block, of a rank with so many.
+  __device__ i32 queue_len(i32 block, i32 num_tokens) const {
+    const i32 round = kConfig.num_blocks * a.chunk_tokens;
+    const i32 rest = num_tokens % round - block * a.chunk_tokens;
+    return num_tokens / round * a.chunk_tokens + min(max(rest, 0), a.chunk_tokens);
   }
 
-  __device__ i32 period_of(i32 store_warp, i32 item) const {
-    return store_warp + kStoreWarps * (item / a.chunk_tokens);
+  __device__ i32 token_at(i32 block, i32 item) const {
+    return (item / a.chunk_tokens * kConfig.num_blocks + block) * a.chunk_tokens + item % a.chunk_tokens;
   }
 
-  __device__ i32 token_of(i32 store_warp, i32 item) const {
-    return chunk_begin(period_of(store_warp, item)) + item % a.chunk_tokens;
+  // Counts what this rank's blocks have taken of a queue, and what of it is planned.
+  __device__ u64* queue_word(i32 block) const {
+    return reinterpret_cast<u64*>(a.view.control[rank()] + a.view.layout.queue(block));
   }
 
   // Stages of a store warp are its own for good, and so are those of a warp that quantises.

@@ -1,9 +1,11 @@
 // Where everything lies in the window of a GPU. Formulas only; docs/protocols/nvlink-window.md explains the words.
 //
 //   control memory   GpuControlWords | headers (phase, parity, source, block) | progress (source, block, channel) | payloads
+//                    | queues (block) | arrived (source, token)
 //   heap memory      landing (rows, ids, weights, table) | small slots (rows, ids, weights) | receive tensors
 //
-// Every cell has one writer, but for the landing, whose rows are dealt out by each operation anew.
+// Every cell has one writer, but for the landing, whose rows are dealt out by each operation anew, and the queues, which the
+// owner's blocks share.
 #pragma once
 
 #include "weft/config/base.h"
@@ -72,6 +74,8 @@ struct GpuWindowLayout {
   u64 progress = 0;
   u64 payloads = 0;
   u64 payload_bytes = 0;  // one slot
+  u64 queues = 0;
+  u64 arrived = 0;
   u64 control_bytes = 0;
   // Offsets from the start of the heap memory.
   u64 landing_rows = 0;     // [num_ranks * max_tokens] rows
@@ -103,8 +107,10 @@ struct GpuWindowLayout {
     const CheckedSize payload =
         (CheckedSize(sizeof(GpuCountPayload)) + CheckedSize(static_cast<u64>(shape.num_experts) + ranks) * u64{4})
             .aligned(kCacheLine);
-    const CheckedSize control = payloads + payload * (ranks * static_cast<u64>(kNumParities));
+    const CheckedSize queues = payloads + payload * (ranks * static_cast<u64>(kNumParities));
+    const CheckedSize arrived = queues + CheckedSize(static_cast<u64>(shape.num_blocks)) * static_cast<u64>(kCacheLine);
     const CheckedSize rows = CheckedSize(ranks) * static_cast<u64>(shape.max_tokens);
+    const CheckedSize control = (arrived + rows * u64{8}).aligned(kCacheLine);
     const CheckedSize picks = rows * static_cast<u64>(shape.top_k);
     const CheckedSize ids = (rows * static_cast<u64>(shape.landing_row_bytes)).aligned(kAlign);
     const CheckedSize weights = (ids + picks * u64{8}).aligned(kAlign);
@@ -123,6 +129,8 @@ struct GpuWindowLayout {
     layout.progress = progress.value;
     layout.payloads = payloads.value;
     layout.payload_bytes = payload.value;
+    layout.queues = queues.value;
+    layout.arrived = arrived.value;
     layout.control_bytes = control.value;
     layout.landing_ids = ids.value;
     layout.landing_weights = weights.value;
@@ -149,6 +157,13 @@ struct GpuWindowLayout {
   WEFT_HD constexpr u64 progress_word(i32 source, i32 block, i32 channel) const {
     const u64 cell = static_cast<u64>(source) * static_cast<u64>(num_blocks) + static_cast<u64>(block);
     return progress + (cell * kNumProgress + static_cast<u64>(channel)) * kCacheLine;
+  }
+  // By expert, of the tokens that a block of the owner has to send: the number of runs that some block has taken, and, times
+  // 2^32, of chunks that are planned. 0 between operations.
+  WEFT_HD constexpr u64 queue(i32 block) const { return queues + static_cast<u64>(block) * kCacheLine; }
+  // A progress word: 1 when the source's row of this token is at its place (by expert).
+  WEFT_HD constexpr u64 arrived_word(i32 source, i64 token) const {
+    return arrived + (static_cast<u64>(source) * static_cast<u64>(max_tokens) + static_cast<u64>(token)) * sizeof(u64);
   }
   // Of token 0 of `source`; only this operation and those of its parity write there.
   WEFT_HD constexpr u64 small_slot(u64 sequence, i32 source) const {

@@ -42,6 +42,15 @@ WEFT_HD inline void st_relaxed_sys(u64* word, u64 value) {
 #endif
 }
 
+// What this thread has stored, and what it has seen by then, comes before what it stores relaxed from here on.
+WEFT_HD inline void fence_sys() {
+#if defined(__CUDA_ARCH__)
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+#else
+  __atomic_thread_fence(__ATOMIC_ACQ_REL);
+#endif
+}
+
 // Stores `value` if the word is `expected`; returns what it was.
 WEFT_HD inline u64 atom_cas_acquire_sys(u64* word, u64 expected, u64 value) {
 #if defined(__CUDA_ARCH__)

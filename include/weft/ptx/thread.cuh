@@ -36,6 +36,17 @@ __device__ inline void bar_sync_apart(u32 barrier, u32 num_threads) {
 // Adds one; returns what was there. Within the GPU, no order.
 __device__ inline u32 atom_inc_gpu(u32* word) { return atomicAdd(word, 1u); }
 
+// The same with 64 bits, of which a caller may use parts.
+__device__ inline u64 atom_add_gpu(u64* word, u64 value) {
+  u64 before;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(word), "l"(value) : "memory");
+  return before;
+}
+// Everything stored before is visible to whoever acquires the sum.
+__device__ inline void add_release_sys(u64* word, u64 value) {
+  asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
 // A word that threads of a block hand to each other: everything stored before is visible to whoever reads it.
 __device__ inline void st_release_cta(u32* word, u32 value) {
   asm volatile("st.release.cta.b32 [%0], %1;" ::"l"(word), "r"(value) : "memory");

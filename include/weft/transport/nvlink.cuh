@@ -106,6 +106,20 @@ __device__ inline bool wait_progress(const WindowView& view, const Flight& fligh
   return settle(view, flight, result, Phase::kSend, peer, 0);
 }
 
+// Everything that came before a fence of this thread is visible to the peer that waits for this token.
+__device__ inline void post_token(const WindowView& view, const Flight& flight, i32 peer, i32 token) {
+  u64* word = reinterpret_cast<u64*>(view.control[peer] + view.layout.arrived_word(view.rank, token));
+  ptx::st_relaxed_sys(word, sync::pack_progress(flight.turn, 1));
+}
+
+// Waits for a row of the peer. One thread a token; false: leave, the reason is recorded.
+__device__ inline bool wait_token(const WindowView& view, const Flight& flight, i32 peer, i32 token) {
+  u64* word = reinterpret_cast<u64*>(view.control[view.rank] + view.layout.arrived_word(peer, token));
+  constexpr u32 kSleepNs = 200;
+  sync::LanePause pause(&view.host->abort, u64{1} << peer, &view.host->timeout_ns, kSleepNs);
+  return settle(view, flight, sync::wait_progress(word, flight.turn, 1, pause), Phase::kSend, peer, 0);
+}
+
 // How far the peer's channel has come by now.
 __device__ inline u32 progress(const WindowView& view, const Flight& flight, i32 peer, i32 block, i32 channel) {
   const u8* word = view.control[view.rank] + view.layout.progress_word(peer, block, channel);

@@ -21,6 +21,8 @@ inline void st_release_sys(u64* word, u64 value) {
 
 inline void st_relaxed_sys(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELAXED); }
 
+inline void fence_sys() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
+
 inline u64 atom_cas_acquire_sys(u64* word, u64 expected, u64 value) {
   __atomic_compare_exchange_n(word, &expected, value, false, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
   return expected;
