@@ -11,6 +11,7 @@
 #include "weft/kernels/dispatch_plan.cuh"
 #include "weft/kernels/dispatch_quantize.cuh"
 #include "weft/kernels/dispatch_send.cuh"
+#include "weft/kernels/dispatch_tell.cuh"
 
 namespace weft::kernels {
 
@@ -92,7 +93,7 @@ class Dispatch {
       if constexpr (kConfig.is_by_expert()) {
         constexpr i32 kFirstPlanner = kFirstOther + 1;
         if (warp_ == kFirstOther) {
-          send_.post_progress();
+          DispatchTell<kConfig>(state_).run();
           return;
         }
         const i32 planner = warp_ - kFirstPlanner;

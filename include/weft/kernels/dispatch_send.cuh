@@ -97,16 +97,6 @@ class DispatchSend : public DispatchState<kConfig> {
     }
   }
 
-  // ---- progress, by expert, and when all has arrived the header: a peer need not wait for what is copied here
-
-  __device__ void post_progress() {
-    if (!tell_arrived()) {
-      if (lane % kPostLanes == 0) ptx::st_release_cta(&s.num_told[lane / kPostLanes], kAllArrived);  // nobody waits
-      return;
-    }
-    if (this->is_peer(lane)) transport::notify(a.view, Phase::kSend, flight, lane, static_cast<i32>(blockIdx.x));
-  }
-
   // ---- ids, weights, table and plan of rank_major. A block takes tokens one after the other, so that neighbouring threads
   // write to neighbouring places: over the wire each 16 bytes alone would cost as much as 64.
 
@@ -347,31 +337,6 @@ class DispatchSend : public DispatchState<kConfig> {
       return false;
     }
     if (lane == 0) s.sent[store_warp][j % kRemembered] = token;
-    return true;
-  }
-
-  // Tells the ranks what has arrived, one fence for all that is new: lanes 0 to 15 of store warp 0, the others of warp 1.
-  __device__ bool tell_arrived() {
-    const i32 mine = lane / kPostLanes;
-    u32 seen = 0, num_told = 0;
-    while (__any_sync(0xffffffffu, (seen & kAllArrived) == 0 ? 1 : 0) != 0) {
-      const u32 now = sync::wait_any_change(&s.num_arrived[mine], seen);
-      if (__any_sync(0xffffffffu, now != seen) == 0 || __any_sync(0xffffffffu, now == kPostStops) != 0) return false;
-      // What bulk stores have written is released by another thread than the one that has seen them complete.
-      ptx::fence_proxy_async();
-      ptx::fence_sys();
-      const u32 num_arrived = now & ~kAllArrived;
-      for (u32 item = num_told + static_cast<u32>(lane % kPostLanes); item < num_arrived; item += kPostLanes) {
-        const i32 token = s.sent[mine][item % kRemembered];
-        for (i32 to = 0; to < kRanks; ++to) {
-          if (this->is_peer(to)) transport::post_token(a.view, flight, to, token);
-        }
-      }
-      seen = now;
-      num_told = num_arrived;
-      __syncwarp();  // all lanes have read what they told
-      if (lane % kPostLanes == 0) ptx::st_release_cta(&s.num_told[mine], num_told);
-    }
     return true;
   }
 

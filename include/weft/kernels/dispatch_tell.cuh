@@ -1,0 +1,54 @@
+// Dispatch by expert: one warp of a block tells the ranks which of its rows have arrived, and when all have, sends the header: a peer
+// need not wait for what is copied here (docs/protocols/nvlink-dispatch.md, step 4).
+#pragma once
+
+#include "weft/kernels/dispatch_state.cuh"
+#include "weft/kernels/post.cuh"
+
+namespace weft::kernels {
+
+template <DispatchKernelConfig kConfig>
+class DispatchTell : public DispatchState<kConfig> {
+ public:
+  using Base = DispatchState<kConfig>;
+  using Base::a, Base::s, Base::flight, Base::lane;
+  using Base::kRanks;
+
+  __device__ explicit DispatchTell(const Base& base) : Base(base) {}
+
+  __device__ void run() {
+    if (!tell_arrived()) {
+      if (lane % kPostLanes == 0) ptx::st_release_cta(&s.num_told[lane / kPostLanes], kAllArrived);  // nobody waits
+      return;
+    }
+    if (this->is_peer(lane)) transport::notify(a.view, Phase::kSend, flight, lane, static_cast<i32>(blockIdx.x));
+  }
+
+ private:
+  // Tells the ranks what has arrived, one fence for all that is new: lanes 0 to 15 of store warp 0, the others of warp 1.
+  __device__ bool tell_arrived() {
+    const i32 mine = lane / kPostLanes;
+    u32 seen = 0, num_told = 0;
+    while (__any_sync(0xffffffffu, (seen & kAllArrived) == 0 ? 1 : 0) != 0) {
+      const u32 now = sync::wait_any_change(&s.num_arrived[mine], seen);
+      if (__any_sync(0xffffffffu, now != seen) == 0 || __any_sync(0xffffffffu, now == kPostStops) != 0) return false;
+      // What bulk stores have written is released by another thread than the one that has seen them complete.
+      ptx::fence_proxy_async();
+      ptx::fence_sys();
+      const u32 num_arrived = now & ~kAllArrived;
+      for (u32 item = num_told + static_cast<u32>(lane % kPostLanes); item < num_arrived; item += kPostLanes) {
+        const i32 token = s.sent[mine][item % kRemembered];
+        for (i32 to = 0; to < kRanks; ++to) {
+          if (this->is_peer(to)) transport::post_token(a.view, flight, to, token);
+        }
+      }
+      seen = now;
+      num_told = num_arrived;
+      __syncwarp();  // all lanes have read what they told
+      if (lane % kPostLanes == 0) ptx::st_release_cta(&s.num_told[mine], num_told);
+    }
+    return true;
+  }
+};
+
+}  // namespace weft::kernels
