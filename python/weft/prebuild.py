@@ -6,6 +6,7 @@ here is found there by its content.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import time
@@ -41,7 +42,7 @@ class KernelShape:
     tokens: int = 4096  # max_tokens_per_rank
     dtype: str = "bf16"
     num_sms: int = 16
-    small_num_sms: int = DEFAULT.num_sms_else
+    small_num_sms: tuple[int, ...] = (DEFAULT.num_sms_else, *(num_sms for _, num_sms in DEFAULT.num_sms))
     layouts: tuple[str, ...] = LAYOUTS
 
     def __post_init__(self) -> None:
@@ -70,6 +71,16 @@ def kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:
     for layout, rows, routing in itertools.product(shape.layouts, ROWS, ROUTINGS):
         name = f"dispatch {layout}, {rows}, {routing}"
         yield name, dispatch_source(shape, layout, rows, routing, shared_bytes)
+    for num_sms in shape.small_num_sms:
+        of_few = dataclasses.replace(shape, small_num_sms=(num_sms,))
+        for name, source in _small_dispatch_kernels(of_few, shared_bytes):
+            yield name if num_sms == shape.small_num_sms[0] else f"{name}, {num_sms} SMs", source
+    yield from _combine_kernels(shape, shared_bytes)
+    yield from _small_combine_kernels(shape)
+    yield "unload", _load.native().render_unload()
+
+
+def _small_dispatch_kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:
     for layout, rows, routing, half in itertools.product(shape.layouts, ROWS, ROUTINGS, HALVES):
         name = f"small dispatch {layout}, {rows}, {routing}"
         if not (half and routing == "int32 ids"):
@@ -79,9 +90,6 @@ def kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:
                 name = f"small dispatch {layout}, {rows} by column, {routing}"
                 source = small_dispatch_source(shape, layout, rows, routing, shared_bytes, half, by_column=True)
                 yield f"{name}, {half}" if half else name, source
-    yield from _combine_kernels(shape, shared_bytes)
-    yield from _small_combine_kernels(shape)
-    yield "unload", _load.native().render_unload()
 
 
 def dispatch_source(shape: KernelShape, layout: str, rows: str, routing: str, shared_bytes: int) -> str:
@@ -106,7 +114,7 @@ def small_dispatch_source(
     `by_column`: scales of the result."""
     args = _dispatch_args(shape, layout, rows, routing)
     args.scale_word_bytes = 4 if by_column else 0
-    args.num_blocks, args.sends, args.receives = shape.small_num_sms, half != "receives", half != "sends"
+    args.num_blocks, args.sends, args.receives = shape.small_num_sms[0], half != "receives", half != "sends"
     window = _window(shape)
     window["max_tokens"] = min(window["max_tokens"], MAX_SMALL_TOKENS)
     source: str = _load.native().render_small_dispatch(args, **window, shared_bytes=shared_bytes)

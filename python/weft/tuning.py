@@ -28,8 +28,8 @@ class Table:
 
     most_tokens: tuple[tuple[tuple[str, str, str], int], ...] = ()
     most_tokens_else: int = 256
-    num_sms: tuple[tuple[int, int], ...] = ()
-    num_sms_else: int = 32
+    num_sms: tuple[tuple[int, int], ...] = ((32, 32),)
+    num_sms_else: int = 64
 
 
 DEFAULT = Table()

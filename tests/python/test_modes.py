@@ -49,7 +49,7 @@ def test_table() -> None:
     assert choose(table, "combine", "masked", "plain", 40) == "latency"
     assert choose(table, "combine", "masked", "plain", 41) == "throughput"
     assert choose(table, "combine", "masked", "quantized", 11) == "throughput"
-    assert [small_num_sms(table, most) for most in (0, 8, 9, 65)] == [12, 12, 24, 32]
+    assert [small_num_sms(table, most) for most in (0, 8, 9, 65)] == [12, 12, 24, 64]
     assert replace(table, most_tokens=()) != table
     assert choose(DEFAULT, "dispatch", "rank_major", "bytes", 1) == "latency"
 

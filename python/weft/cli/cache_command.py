@@ -87,9 +87,10 @@ def prebuild_kernels(
             hidden=hidden,
             tokens=tokens,
             dtype=dtype,
-            **({} if num_sms is None else {"num_sms": num_sms, "small_num_sms": num_sms}),
             layouts=tuple(layout) if layout else LAYOUTS,
         )
+        if num_sms is not None:
+            shape = dataclasses.replace(shape, num_sms=num_sms, small_num_sms=(num_sms,))
         started = time.perf_counter()
         built, num_found = prebuild(shape, arch or ("sm_90", "sm_100"), where, jobs)
         for kernel in built:
