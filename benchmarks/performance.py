@@ -8,6 +8,7 @@ Missed targets come first.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ Written by [benchmarks/performance.py](../benchmarks/performance.py) from the fi
 [benchmarks/results/](../benchmarks/results/), the output of real runs; [benchmarking](benchmarking.md) says how
 everything is counted and what each figure means. Times are medians of the slowest rank in us, everything inside the
 boundary of the public call; results were compared with the reference before they were timed.
-A section is one run, at the commit it names. gpu_bench_small_6b993b9 is of the kernels for small batches before they
-were made faster; it is kept for the times of NCCL beside them. gpu_bench_small_3cc9406 was cut off by time: combine and
-both end at T = 256. The words that the soak found different are those of its expectation (README, what works).
+A section is one run, at the commit it names: gpu_bench_3b27649 and gpu_bench_small_3b27649 are the latest. gpu_bench_3cc9406 has
+the other routings, numbers of tokens and SMs, and the step; gpu_bench_small_6b993b9 the times of NCCL beside small batches.
+The words that the soak found different at 3cc9406 are those of its expectation, which was mended since (README, what works).
 
 """
 
@@ -254,6 +255,27 @@ def _times(found: Sequence[Row]) -> Iterator[Row]:
         }
 
 
+def kills_by_operation() -> str:
+    """How many, by what the victim was doing, where a run has noted it."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for file in sorted(RESULTS.glob("gpu_kill*.jsonl")):
+        counts.update(
+            (row["mode"], row["operation"]) for row in read_rows(file) if "operation" in row and "victim" in row
+        )
+    cells = [(mode, operation, str(count)) for (mode, operation), count in sorted(counts.items())]
+    return table(("kernels", "the victim was in", "kills"), cells)
+
+
+def sanitizers() -> str:
+    """What compute-sanitizer counted in small random calls (tools/sanitize.sh)."""
+    cells = [
+        (file.stem, row["tool"], str(row["ranks"]), str(row["calls"]), str(row["errors"]))
+        for file in sorted(RESULTS.glob("gpu_sanitize*.jsonl"))
+        for row in read_rows(file)
+    ]
+    return f"## Sanitizers\n\n{table(('file', 'tool', 'ranks', 'calls', 'errors'), cells)}" if cells else ""
+
+
 def late_ranks() -> str:
     """The matrices of `weft bench --who-is-late`."""
     text = ""
@@ -307,7 +329,20 @@ def page() -> str:
     """The whole page."""
     runs = "".join(benches()) or "No run is in the result files yet: nothing here says how fast Weft is.\n\n"
     peers = "## Other libraries\n\n" + PEERS.read_text(encoding="utf-8")
-    text = "".join((_INTRO, runs, soaks(), kills(), late_ranks(), wait_costs(), compile_times(), peers))
+    text = "".join(
+        (
+            _INTRO,
+            runs,
+            soaks(),
+            kills(),
+            kills_by_operation(),
+            sanitizers(),
+            late_ranks(),
+            wait_costs(),
+            compile_times(),
+            peers,
+        )
+    )
     return text.rstrip("\n") + "\n"
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
 import time
@@ -297,7 +298,7 @@ def run_rank(comm: weft.Communicator, options: argparse.Namespace) -> dict[str, 
     problems, seed = run_rounds(soak)
     result = {"calls": soak.num_calls, "words": soak.num_words, "next_seed": seed, "engine": str(comm.engine)}
     soak.close()
-    result |= run_graphs(comm, options, soak.copy_beside)
+    result |= run_graphs(comm, options, soak.copy_beside, functools.partial(note, comm, options))
     result["problems"] = problems + result["problems"]
     result["copies"] = 0 if soak.traffic is None else soak.traffic.num_copies
     return result | {"seconds": time.monotonic() - start}
@@ -317,9 +318,19 @@ def run_rounds(soak: Soak) -> tuple[list[str], int]:
                     f"rank {soak.comm.rank}: {int(soak.wrong) - before} words: {dataclasses.asdict(chosen)}"
                 )
         elapsed = time.monotonic() - start
+        note(soak.comm, options, calls=soak.num_calls, next_seed=seed, problems=problems)
         if agree(soak.objects[0], stop=bool(problems) or elapsed > options.seconds):
             break
     return problems, seed
+
+
+def note(comm: weft.Communicator, options: argparse.Namespace, **figures: Any) -> None:
+    """Add a line about what rank 0 has done so far to --progress, so that a run that is cut off has not been in vain."""
+    if options.progress and comm.rank == 0:
+        with open(options.progress, "a", encoding="utf-8") as file:
+            file.write(
+                json.dumps({"kind": "soak_so_far", "ranks": comm.num_ranks, "seed": options.seed, **figures}) + "\n"
+            )
 
 
 def batch(seed: int, num_ranks: int, options: argparse.Namespace) -> Iterator[Round]:
@@ -328,22 +339,26 @@ def batch(seed: int, num_ranks: int, options: argparse.Namespace) -> Iterator[Ro
         yield draw(number, num_ranks)
 
 
+def kernel_shape(pool: Pool, num_ranks: int) -> prebuild.KernelShape:
+    """What the kernels of a pool are compiled for."""
+    return prebuild.KernelShape(
+        ranks=num_ranks,
+        experts=pool.experts * num_ranks,
+        top_k=pool.top_k,
+        hidden=pool.hidden,
+        tokens=MAX_TOKENS,
+        dtype={torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[pool.dtype],
+        num_sms=pool.num_sms,
+        small_num_sms=(pool.num_sms,),
+    )
+
+
 def compile_kernels(arch: str | None, num_ranks: int) -> None:
     """What dispatch needs for all rounds, on all CPUs at once; ranks would compile one kernel after the other."""
     if arch not in prebuild.ARCHITECTURES or not env.cache_folder():
         return
     for pool in POOLS:
-        shape = prebuild.KernelShape(
-            ranks=num_ranks,
-            experts=pool.experts * num_ranks,
-            top_k=pool.top_k,
-            hidden=pool.hidden,
-            tokens=MAX_TOKENS,
-            dtype={torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[pool.dtype],
-            num_sms=pool.num_sms,
-            small_num_sms=pool.num_sms,
-        )
-        prebuild.prebuild(shape, [arch], env.cache_folder())
+        prebuild.prebuild(kernel_shape(pool, num_ranks), [arch], env.cache_folder())
 
 
 def main() -> int:
@@ -360,6 +375,7 @@ def main() -> int:
     parser.add_argument("--graph-sets", type=int, default=1 << 40, help="at most so many")
     parser.add_argument("--turns", type=int, default=32, help="routings of a graph, over and over")
     parser.add_argument("--seed", type=int, default=0, help="of the first round")
+    parser.add_argument("--progress", metavar="FILE", help="add a JSON line every second or so")
     parser.add_argument("--no-traffic", dest="traffic", action="store_false", help="no copies beside the calls")
     options = parser.parse_args()
     facts = apart(machine_facts, options.device)

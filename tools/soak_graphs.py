@@ -192,8 +192,10 @@ def run_set(
     return num_replays, num_wrong, stop
 
 
-def run_graphs(comm: weft.Communicator, options: argparse.Namespace, beside: Callable[[], None]) -> dict[str, Any]:
-    """Sets of graphs for --graph-seconds; `beside` is called before each replay. Collective."""
+def run_graphs(
+    comm: weft.Communicator, options: argparse.Namespace, beside: Callable[[], None], note: Callable[..., None]
+) -> dict[str, Any]:
+    """Sets of graphs for --graph-seconds; `beside` is called before each replay, `note` after each set. Collective."""
     ends = time.monotonic() + options.graph_seconds
     seed, num_replays = options.seed, 0
     problems: list[str] = []
@@ -204,4 +206,5 @@ def run_graphs(comm: weft.Communicator, options: argparse.Namespace, beside: Cal
         seed, num_replays = seed + 1, num_replays + replays
         if num_wrong:
             problems.append(f"rank {comm.rank}: {num_wrong} words in graphs: {dataclasses.asdict(chosen)}")
+        note(replays=num_replays, graph_sets=seed - options.seed, problems=problems)
     return {"replays": num_replays, "graph_sets": seed - options.seed, "problems": problems}

@@ -7,13 +7,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import soak_check
 import torch
 
 import weft
-from weft import reference
+from weft import prebuild, reference
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS, LOCAL, TOP_K, HIDDEN = 3, 4, 3, 16
@@ -100,14 +101,20 @@ def test_graphs_of_every_mode_and_layout() -> None:
     assert (row["graph_sets"], row["replays"], row["problems"]) == (12, 240, [])
 
 
-@pytest.mark.parametrize("part", ["rounds", "graphs"])
-def test_a_wrong_word_ends_a_run(part: str) -> None:
+def loaded_soak() -> Any:
+    """tools/soak.py as a module."""
     spec = importlib.util.spec_from_file_location("soak", ROOT / "tools" / "soak.py")
     assert spec is not None
     assert spec.loader is not None
     soak = importlib.util.module_from_spec(spec)
     sys.modules["soak"] = soak
     spec.loader.exec_module(soak)
+    return soak
+
+
+@pytest.mark.parametrize("part", ["rounds", "graphs"])
+def test_a_wrong_word_ends_a_run(part: str) -> None:
+    soak = loaded_soak()
     combine = weft.ExpertParallel.combine
     num_calls = 0
 
@@ -122,7 +129,7 @@ def test_a_wrong_word_ends_a_run(part: str) -> None:
 
     weft.ExpertParallel.combine = wrong
     try:
-        options = soak.argparse.Namespace(seed=0, rounds=16, repeats=2, seconds=100.0, traffic=False)
+        options = soak.argparse.Namespace(seed=0, rounds=16, repeats=2, seconds=100.0, traffic=False, progress=None)
         options.graph_seconds, options.graph_sets, options.set_replays, options.turns = 0.0, 12, 20, 3
         if part == "graphs":
             options.rounds, options.graph_seconds = 0, 100.0
@@ -131,3 +138,21 @@ def test_a_wrong_word_ends_a_run(part: str) -> None:
         weft.ExpertParallel.combine = combine
     assert results[0]["problems"] == []
     assert results[1]["problems"]
+
+
+def test_what_the_soak_compiles_ahead_can_be_rendered() -> None:
+    soak = loaded_soak()
+    for pool in soak.POOLS:
+        shape = soak.kernel_shape(pool, 4)
+        named = dict(prebuild.kernels(shape, prebuild.ARCHITECTURES["sm_90"]))
+        assert any(f".num_blocks = {pool.num_sms}" in source for source in named.values()), list(named.values())[0][
+            :600
+        ]
+
+
+def test_a_soak_that_is_cut_off_leaves_what_it_had_done(tmp_path: Path) -> None:
+    file = tmp_path / "progress.jsonl"
+    assert run_soak("--rounds", "20", "--repeats", "1", "--progress", str(file)).returncode == 0
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["next_seed"] for row in rows if "calls" in row] == [16, 20]
+    assert all(row["problems"] == [] for row in rows)

@@ -10,10 +10,11 @@ namespace weft::nvlink {
 namespace {
 
 constexpr i32 kStaticBytes = 4 * 1024;  // of the kernel's own variables and what the driver keeps
-// Bytes that one slot holds: small enough for many in flight, large enough for few waits; more where rows are pulled and nothing
-// else wants the memory (nvlink-combine.md).
+// Bytes that one slot holds: small enough for many in flight, large enough for few waits; more where few blocks pull rows and
+// nothing else wants the memory (nvlink-combine.md).
 constexpr i32 kSlotBytes = 7168;
 constexpr i32 kPullSlotBytes = 14336;
+constexpr i32 kFewBlocks = 8;
 
 // `width`: most rows of an item.
 i32 slots_in(i32 num_bytes, i32 slot_bytes, i32 width) {
@@ -61,7 +62,7 @@ CombineKernelConfig with_slots(CombineKernelConfig config, bool has_push, int sh
   // Nothing is asked where all units are whole.
   if (config.wire_is_fp8 && config.hidden % config.most_of_unit() == 0) unit = config.most_of_unit();
   const i32 most_chunks = (config.hidden + unit - 1) / unit;
-  const i32 slot_bytes = has_push ? kSlotBytes : kPullSlotBytes;
+  const i32 slot_bytes = has_push || config.num_blocks > kFewBlocks ? kSlotBytes : kPullSlotBytes;
   i32 fewest_chunks = (config.row_bytes() + slot_bytes - 1) / slot_bytes;
   if (config.wire_is_fp8 && !config.is_by_expert()) {  // a row goes out unit by unit and is added in few parts
     fewest_chunks = (config.hidden + config.most_of_unit() - 1) / config.most_of_unit();
