@@ -25,7 +25,7 @@ CHANGES = {  # of the kernels: file, text, what takes its place
     AS_THEY_ARE: None,
     "no abort poll, no deadline": (
         "weft/sync/block_wait.cuh",
-        "    if (++num_turns_ % kLooks != 0) return PauseResult::kLookAgain;\n",
+        "    if (++num_turns_ % kLooks != 0 || ns_since_start() < quiet_ns_) return PauseResult::kLookAgain;\n",
         "    ++num_turns_;\n    return PauseResult::kLookAgain;\n",
     ),
     "no wait statistics": (
