@@ -26,9 +26,10 @@ Written by [benchmarks/performance.py](../benchmarks/performance.py) from the fi
 [benchmarks/results/](../benchmarks/results/), the output of real runs; [benchmarking](benchmarking.md) says how
 everything is counted and what each figure means. Times are medians of the slowest rank in us, everything inside the
 boundary of the public call; results were compared with the reference before they were timed.
-A section is one run, at the commit it names: gpu_bench_3b27649 and gpu_bench_small_3b27649 are the latest. gpu_bench_3cc9406 has
-the other routings, numbers of tokens and SMs, and the step; gpu_bench_small_6b993b9 the times of NCCL beside small batches.
-The words that the soak found different at 3cc9406 are those of its expectation, which was mended since (README, what works).
+A section is one run, at the commit it names: gpu_bench_3b27649 and gpu_bench_small_3b27649 are the latest.
+gpu_bench_3cc9406 has the other routings, numbers of tokens and SMs, and the step; gpu_bench_small_6b993b9 the times of
+NCCL beside small batches. The words that the soak found different at 3cc9406 are those of its expectation, which was
+mended since (README, what works).
 
 """
 

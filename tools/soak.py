@@ -325,7 +325,7 @@ def run_rounds(soak: Soak) -> tuple[list[str], int]:
 
 
 def note(comm: weft.Communicator, options: argparse.Namespace, **figures: Any) -> None:
-    """Add a line about what rank 0 has done so far to --progress, so that a run that is cut off has not been in vain."""
+    """Add a line about what rank 0 has done to --progress, so that a run that is cut off has not been in vain."""
     if options.progress and comm.rank == 0:
         with open(options.progress, "a", encoding="utf-8") as file:
             file.write(

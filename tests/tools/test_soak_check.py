@@ -145,9 +145,7 @@ def test_what_the_soak_compiles_ahead_can_be_rendered() -> None:
     for pool in soak.POOLS:
         shape = soak.kernel_shape(pool, 4)
         named = dict(prebuild.kernels(shape, prebuild.ARCHITECTURES["sm_90"]))
-        assert any(f".num_blocks = {pool.num_sms}" in source for source in named.values()), list(named.values())[0][
-            :600
-        ]
+        assert any(f".num_blocks = {pool.num_sms}" in source for source in named.values())
 
 
 def test_a_soak_that_is_cut_off_leaves_what_it_had_done(tmp_path: Path) -> None:
