@@ -396,8 +396,8 @@ class ExpertParallel:
         """Prepare what the first calls would prepare, and wait for all ranks. Collective.
 
         On a GPU: compiles and loads the kernels of a dispatch with `options` (those of `dispatch`: layout, alignment,
-        quantize, scale_layout, capacity, max_tokens, num_sms, mode, staged) and ids of `topk_dtype`, its repetition and
-        its combine, by running each without tokens.
+        quantize, scale_layout, zero_holes, capacity, max_tokens, num_sms, mode, staged) and ids of `topk_dtype`, its
+        repetition and its combine, by running each without tokens.
 
         Raises:
             As dispatch and combine. CompileError: a kernel could not be compiled.

@@ -712,8 +712,11 @@ def _first_rows(tensor: Tensor, num_rows: int, lead: tuple[int, ...]) -> Tensor:
 
 
 def _readable(call: Call, scales: Tensor | None) -> Tensor | None:
-    """Column-major scales as they are where the kernel reads them word by word."""
-    if scales is None or (_column_bytes(scales) and (call.is_small or call.layout == RANK_MAJOR)):
+    """Column-major scales as they are where the kernel reads them word by word, words of four bytes."""
+    if scales is None:
+        return None
+    is_by_column = not scales.is_contiguous() and scales.element_size() == 4 and scales.stride(0) == 1
+    if is_by_column and (call.is_small or call.layout == RANK_MAJOR):
         return scales
     return _dense(scales)
 

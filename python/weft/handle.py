@@ -113,7 +113,7 @@ class Handle:
         )  # fmt: skip
 
     @classmethod
-    def lazily(
+    def _lazily(
         cls,
         made: Any,
         topk_weights: torch.Tensor,

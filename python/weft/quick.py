@@ -174,7 +174,7 @@ class Quick:
         out_idx = out_idx if call.layout == RANK_MAJOR else None
         same = (self._num_local_experts, tie, num_tokens, call)
         if whole is None:
-            handle = Handle.lazily(plans, out_weights, out_idx, *same)
+            handle = Handle._lazily(plans, out_weights, out_idx, *same)
         else:
             handle = Handle(whole.send_plan, whole.recv_plan, out_weights, out_idx, whole.sizes, *same)
         if plan.is_plain:
@@ -199,7 +199,9 @@ class Quick:
         calls.counters.num_dispatches += 1
         calls.counters.dispatch_s += time.perf_counter() - begin
         out_idx = out_idx if call.layout == RANK_MAJOR else None
-        handle = Handle.lazily(plans, out_weights, out_idx, self._num_local_experts, calls.tie(), plan.num_tokens, call)
+        handle = Handle._lazily(
+            plans, out_weights, out_idx, self._num_local_experts, calls.tie(), plan.num_tokens, call
+        )
         out = rows[0] if plan.is_plain else Quantized(rows[0], rows[1] if len(rows) == 2 else None)
         return Dispatched(out, out_idx, out_weights, handle, calls.overflow, event, calls)
 

@@ -50,8 +50,7 @@ nb::object empty(Window& window, const std::vector<i64>& shape, int dtype, u64 s
   return to_ndarray(array);
 }
 
-// Small tensors (shape, dtype) in one block: torch's own take longer to make. None without room, or while `stream` records a
-// graph, whose blocks would be taken for good.
+// Small tensors (shape, dtype) in one block: torch's own take longer to make.
 struct Together {
   std::vector<cpu::Array> arrays;  // without memory
   std::vector<u64> begins;
@@ -71,7 +70,7 @@ Together together(const Window& window, const std::vector<std::pair<std::vector<
   return all;
 }
 
-// The arrays in memory of the heap; none if there is none.
+// The arrays in memory of the heap; none without room, or while `stream` records a graph, whose blocks would be taken for good.
 std::vector<cpu::Array> reserve_together(Window& window, const Together& wanted, u64 stream) {
   const std::optional<nvlink::Block> block = window.reserve(wanted.num_bytes, stream, Window::OnCapture::kNothing);
   if (!block) return {};

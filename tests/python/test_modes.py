@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from simulated_gpus import SimulatedRanks
 
 import weft
 from pool import RankState
+from weft import arguments
 from weft.limits import small_shared_bytes
 from weft.tuning import DEFAULT, Table, choose, small_num_sms
 
@@ -52,6 +54,15 @@ def test_table() -> None:
     assert [small_num_sms(table, most) for most in (0, 8, 9, 65)] == [12, 12, 24, 64]
     assert replace(table, most_tokens=()) != table
     assert choose(DEFAULT, "dispatch", "rank_major", "bytes", 1) == "latency"
+
+
+@pytest.mark.parametrize(("num_windows", "num_sms"), [(1, 64), (2, 64), (4, 33), (200, 1)])
+def test_small_batches_in_flight_share_the_sms(num_windows: int, num_sms: int) -> None:
+    comm = SimpleNamespace(engine="nvlink", max_num_sms=132)
+    ep: Any = SimpleNamespace(has_num_sms=False, num_sms=16, num_windows=num_windows, _table=DEFAULT, comm=comm)
+    assert arguments._num_sms(ep, 128, None, is_small=True) == num_sms
+    assert arguments._num_sms(ep, 128, 80, is_small=True) == 80
+    assert arguments._num_sms(ep, 128, None, is_small=False) == 16
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,6 @@ class DispatchIds : public DispatchState<kConfig> {
     return sum;
   }
 
-  // How many picks of the expert come before each of this block's chunks.
-
  private:
   static constexpr i32 kBatch = kTopk <= 16 ? kTopk : kTopk % 16 == 0 ? 16 : kTopk % 8 == 0 ? 8 : 1;  // ids at once
   static constexpr i32 kAhead = kBatch <= 8 ? 4 : 1;  // groups whose ids are on their way together

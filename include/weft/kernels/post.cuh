@@ -1,4 +1,5 @@
-// Tells ranks how far a block's stores to them have come (docs/protocols/nvlink-dispatch.md, nvlink-combine.md).
+// Tells ranks how far a block's stores to them have come (docs/protocols/nvlink-combine.md), and what that has in common with
+// dispatch_tell.cuh.
 #pragma once
 
 #include "weft/sync/block_wait.cuh"

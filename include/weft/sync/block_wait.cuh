@@ -24,7 +24,7 @@ class LanePause {
   __device__ PauseResult turn() {
     if (sleep_ns_ != 0)
       ptx::nanosleep(sleep_ns_);  // check: allow sleeping: a lane among many, not a thread of the host
-    if (num_turns_ == 0) start_cycle_ = ptx::cycles();
+    if (start_cycle_ == 0) start_cycle_ = ptx::cycles();
     if (++num_turns_ % kLooks != 0 || ns_since_start() < quiet_ns_) return PauseResult::kLookAgain;
     quiet_ns_ = ns_since_start() + kQuietNs;
     if ((ptx::ld_relaxed_sys(abort_) & abort_mask_) != 0) return PauseResult::kAbort;
@@ -37,7 +37,7 @@ class LanePause {
   // At the look that finds it, within the loop: behind the loop a lane would read the clock when the last lane has left it.
   // Nobody waits for the addition.
   __device__ void arrive() {
-    if (waited_ns_ == nullptr || num_turns_ == 0) return;
+    if (waited_ns_ == nullptr || start_cycle_ == 0) return;
     atomicAdd(waited_ns_, start_ns_ == 0 ? ns_since_start() : ptx::globaltimer_ns() - start_ns_);
   }
 

@@ -49,8 +49,8 @@ void Window::unload(const UnloadArgs& args) {
   const i64 landing_rows = shape_.num_ranks * shape_.max_tokens;
   const i64 num_rows = is_by_expert ? staged.num_rows : std::min(staged.num_rows, landing_rows);
   if (is_by_expert) {
-    if (staged.layout == Layout::kExpertMajor &&
-        staged.zeroes_holes) {  // holes; the tails of masked groups are undefined
+    // Holes; the tails of masked groups are undefined.
+    if (staged.layout == Layout::kExpertMajor && staged.zeroes_holes) {
       zero(args.x, staged.num_rows * staged.row_bytes);
       zero(args.scales, staged.num_rows * staged.scale_row_bytes);
     }

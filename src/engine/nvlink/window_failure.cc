@@ -115,8 +115,9 @@ u64 Window::report_left(const ErrorRecord& record, OpKind kind) {
   return late;
 }
 
-// The window goes on: every rank has given up this call. A kernel may leave several reasons, the first counts; so it must
-// have ended before the record is emptied for the next call.
+// The window goes on: every rank has given up this call. A kernel may leave several reasons, the first counts; so it should
+// have ended before the record is emptied for the next call. Nobody notes when a replayed graph ends: a reason that its blocks
+// still leave then is raised by a later call.
 void Window::raise_given_up(const ErrorRecord& record, OpKind kind) {
   const Poll no_poll;
   wait_for_kernels(now_ns() + kLastBlocksNs, no_poll);
