@@ -308,7 +308,8 @@ def _num_sms(ep: ExpertParallel, max_tokens: int, num_sms: int | None, *, is_sma
     if not is_small or ep.has_num_sms or ep.comm.engine == "cpu":
         return ep.num_sms
     # All blocks of the calls in flight must find an SM (R15), and one block of these kernels may fill it.
-    return min(small_num_sms(ep._table, max_tokens), max(1, ep.comm.max_num_sms // ep.num_windows))
+    most = max(1, ep.comm._choice.rank_sms // ep.num_windows)
+    return min(small_num_sms(ep._table, max_tokens), ep.comm.max_num_sms, most)
 
 
 def _check_of(of: Any, layout: Any, alignment: Any, capacity: Any, max_tokens: Any, window: Any) -> None:

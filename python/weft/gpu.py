@@ -60,11 +60,14 @@ class Facts:
 
 @dataclass(frozen=True)
 class Choice:
-    """The engine of a communicator, equal on all ranks; `max_num_sms`: SMs that a rank's kernels may take together."""
+    """The engine of a communicator, equal on all ranks. SMs of a GPU: `max_num_sms` that a call may take, `rank_sms`
+    that there are for a rank.
+    """
 
     engine: str
     why: str
     max_num_sms: int = 0
+    rank_sms: int = 0
 
 
 def look(device: torch.device, engine: str) -> Facts:
@@ -110,7 +113,8 @@ def choose_engine(facts: Mapping[int, Facts]) -> Choice:
     sharing = Counter(each.uuid for each in facts.values())
     most = min(each.num_sms // sharing[each.uuid] for each in facts.values())
     gpus = f"{len(sharing)} GPU{'s that access each other' if len(sharing) > 1 else ''}"
-    return Choice("nvlink", f"{len(facts)} rank{'s' if len(facts) > 1 else ''} on {gpus}", min(most, MAX_NUM_SMS))
+    why = f"{len(facts)} rank{'s' if len(facts) > 1 else ''} on {gpus}"
+    return Choice("nvlink", why, min(most, MAX_NUM_SMS), most)
 
 
 def _problem(facts: Mapping[int, Facts]) -> str:

@@ -513,7 +513,7 @@ class SimulatedRanks:
 
         def work(comm: weft.Communicator) -> Any:
             try:
-                comm._choice = Choice("nvlink", "simulated", 64)
+                comm._choice = Choice("nvlink", "simulated", 64, 132)
                 comm._new_window = lambda spec, deadline_s: _window(hub, comm, spec)  # type: ignore[method-assign]
                 return function(RankState(comm.rank, {num_ranks: comm}, num_ranks), args[comm.rank])
             except BaseException:

@@ -33,7 +33,7 @@ def test_gpus_that_access_each_other() -> None:
 
 def test_ranks_that_share_a_gpu_share_its_sms() -> None:
     choice = choose_engine({rank: replace(H200, reach=()) for rank in range(16)})
-    assert (choice.engine, choice.max_num_sms, choice.why) == ("nvlink", 8, "16 ranks on 1 GPU")
+    assert (choice.engine, choice.max_num_sms, choice.rank_sms, choice.why) == ("nvlink", 8, 8, "16 ranks on 1 GPU")
 
 
 @pytest.mark.parametrize(
