@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from weft.gpu_calls import GpuCalls
 from weft.handle import Dispatched, Event, Handle
 from weft.limits import default_heap_bytes, dtype_name, landing_row_bytes, max_row_bytes, small_tokens
 from weft.log import logger
-from weft.native_calls import RANK_MAJOR, Call, NativeCalls, Received
+from weft.native_calls import RANK_MAJOR, Call, NativeCalls, Received, changed
 from weft.quantized import Quantized, typed
 from weft.quick import Quick
 from weft.scales import by_column
@@ -222,7 +221,7 @@ class ExpertParallel:
             received = Received(*ops.receive(ticket, *inputs, *shape, *numbers, code))
             received = received._replace(scales=by_column(received.scales, call.scale_dtype))
         elif is_tracked:
-            call = call if call.zero_holes else replace(call, zero_holes=True)
+            call = call if call.zero_holes else changed(call, zero_holes=True)
             data = data.view(torch.uint8) if data.element_size() == 1 else data  # FP8 would be differentiable
             received, sent = autograd.dispatch(self.calls, call, data, scales, topk_idx, topk_weights, code)
         else:
@@ -347,7 +346,7 @@ class ExpertParallel:
             )  # fmt: skip
             out_scales = by_column(out_scales, call.scale_dtype)
         elif is_tracked:
-            call = call if call.zero_holes else replace(call, zero_holes=True)
+            call = call if call.zero_holes else changed(call, zero_holes=True)
             tie = handle.tie.detach()
             plans = autograd.Plans(handle.send_plan, handle.recv_plan, tie, handle.sizes, handle.rows_shape)
             rows, tie, sent = autograd.dispatch_again(self.calls, call, data, plans, handle.topk_weights)

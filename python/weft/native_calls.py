@@ -8,6 +8,7 @@ Nothing here knows autograd or torch.library.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 import weakref
@@ -26,7 +27,7 @@ from weft.limits import LAYOUTS
 if TYPE_CHECKING:
     from weft.communicator import Communicator, Window
 
-__all__ = ["BYTES", "Call", "Calling", "NativeCalls", "Received", "by_token", "pointer"]
+__all__ = ["BYTES", "Call", "Calling", "NativeCalls", "Received", "by_token", "call_of", "changed", "pointer"]
 
 DTYPE_CODES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 BYTES = 0
@@ -57,7 +58,19 @@ class Call:
 
     def in_backward(self) -> Call:
         """The same for a backward: there rows travel as they are, on the stream that autograd chose."""
-        return replace(self, wire=0, is_async=False) if self.wire or self.is_async else self
+        return changed(self, wire=0, is_async=False) if self.wire or self.is_async else self
+
+
+@functools.lru_cache(maxsize=256)
+def call_of(*values: Any, **more: Any) -> Call:
+    """`Call(...)`, the same object for the same values: what is kept for a call goes by it (GpuCalls.kind)."""
+    return Call(*values, **more)
+
+
+@functools.lru_cache(maxsize=256)
+def changed(call: Call, **changes: Any) -> Call:
+    """`call` with other values, the same object each time."""
+    return replace(call, **changes)
 
 
 class Received(NamedTuple):

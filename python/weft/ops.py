@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.native_calls import LEAST_COLUMNS, MASKED, RANK_MAJOR, Call, Received, by_token
+from weft.native_calls import LEAST_COLUMNS, MASKED, RANK_MAJOR, Received, by_token, call_of
 
 __all__ = ["combine", "combine_gradients", "dispatch", "dispatch_again", "receive"]
 
@@ -50,7 +50,7 @@ def dispatch(
     clear_tail: bool,
 ) -> Tensor:
     """A ticket (int64 [1]) for `receive`."""
-    call = Call(layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, is_small=is_small)
+    call = call_of(layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, is_small=is_small)
     calls = by_token(token)
     received = calls.dispatch(call, x, scales, topk_idx, topk_weights, quantize, clear_tail)
     return torch.tensor([calls.results.put(received)])
@@ -232,7 +232,7 @@ def dispatch_again(
     quantize: int,
 ) -> tuple[Tensor, Tensor]:
     """(x, scales). `weights` received before are read for their shape alone: it gives the number of rows."""
-    call = Call(layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, is_small=is_small)
+    call = call_of(layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, is_small=is_small)
     rows_shape = _rows_shape(weights, layout)
     return _own(
         by_token(tie).dispatch_again(
@@ -325,7 +325,7 @@ def combine(
     clear_tail: bool,
 ) -> tuple[Tensor, Tensor]:
     """(y [T, H], side [T, K] or empty). `clear_tail` is for the backward: gradients of rows without data are zero."""
-    call = Call(layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, wire, is_small=is_small)
+    call = call_of(layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, wire, is_small=is_small)
     used = weights if weighted and layout != RANK_MAJOR else None
     return _own(by_token(tie).combine(call, y, used, send_plan, recv_plan, tie, bias, side, num_tokens))
 
