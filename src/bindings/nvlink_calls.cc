@@ -183,7 +183,7 @@ void combine_rows(Window& window, nvlink::CombineArgs& args, u64 stream, i64 num
 }  // namespace
 
 void bind_nvlink_calls(nb::module_& m, nb::class_<Window>& window) {
-  nb::class_<Together>(m, "GpuTogether");
+  const nb::class_<Together> opaque(m, "GpuTogether");  // Python hands it back as it is
   nb::class_<Plans>(m, "GpuPlans")
       .def("tensors",
            [](const Plans& plans, nb::handle from_dlpack) {
