@@ -61,10 +61,8 @@ class Call:
         return changed(self, wire=0, is_async=False) if self.wire or self.is_async else self
 
 
-@functools.lru_cache(maxsize=256)
-def call_of(*values: Any, **more: Any) -> Call:
-    """`Call(...)`, the same object for the same values: what is kept for a call goes by it (GpuCalls.kind)."""
-    return Call(*values, **more)
+# `Call(...)`, the same object for the same values: what is kept for a call goes by it (GpuCalls.kind).
+call_of = functools.lru_cache(maxsize=256)(Call)
 
 
 @functools.lru_cache(maxsize=256)
