@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,28 +15,24 @@ from torch import Tensor
 
 from weft import _load, staged, traces
 from weft.errors import InvalidArgument, Unsupported
+from weft.gpu_running import Running, has_nvtx_tool
+from weft.gpu_tensors import as_tensor, clear, column_bytes, dense, first_rows, from_dlpack, readable, row_bytes
 from weft.handle import COMPLETE, Event
 from weft.limits import (
     LANDING_SLACK,
-    LAYOUTS,
     MAX_CAPACITY,
     QUANTIZE_GROUP,
     ROW_MULTIPLE_BYTES,
     landing_row_bytes,
 )
-from weft.native_calls import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, Calling, NativeCalls, Received, pointer
+from weft.native_calls import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, NativeCalls, Received, pointer
 from weft.scales import by_column, empty_by_column, first_by_column
-from weft.streams import WindowStreams
 
 if TYPE_CHECKING:
     from weft.communicator import Communicator, Window
 
-__all__ = ["GpuCalls", "from_dlpack"]
+__all__ = ["GpuCalls"]
 
-_RANGES = {
-    (what, layout): f"weft::{what} {name}" for what in ("dispatch", "combine") for layout, name in enumerate(LAYOUTS)
-}
-from_dlpack = torch._C._from_dlpack
 _INT32, _INT64 = 4, 5  # of the native module, beside DTYPE_CODES
 _OF_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()} | {_INT32: torch.int32, _INT64: torch.int64}
 _FP8 = 1  # code of quantize: scales are fp32, else bytes
@@ -85,7 +81,7 @@ class GpuCalls(NativeCalls):
         self._no_floats = torch.empty(0, dtype=torch.float32, device=self.device)
         self._no_ids = torch.empty(0, dtype=torch.int64, device=self.device)
         self.overflow_ptr = self.overflow.data_ptr()
-        self.names_ranges = _has_nvtx_tool()
+        self.names_ranges = has_nvtx_tool()
         self._kinds: dict[tuple[Any, ...], Any] = {}  # _Kind of dispatches, native arguments of combines
 
     # ---- the three calls
@@ -101,9 +97,9 @@ class GpuCalls(NativeCalls):
         clear_tail: bool,
     ) -> Received:
         """See NativeCalls."""
-        x, scales = _dense(x), _readable(call, scales)
-        topk_idx = _dense(topk_idx)
-        weights = None if topk_weights is None else _dense(topk_weights)
+        x, scales = dense(x), readable(call, scales)
+        topk_idx = dense(topk_idx)
+        weights = None if topk_weights is None else dense(topk_weights)
         if call.capacity < 0 and torch.cuda.is_current_stream_capturing():
             raise InvalidArgument(
                 "capacity is None while a CUDA graph is captured; the number of rows is needed: the host can't wait "
@@ -114,7 +110,7 @@ class GpuCalls(NativeCalls):
         kind = self.kind(call, x, scales, quantize, topk_idx.dtype)
         pieces = [x] if kind.is_whole else self._pieces(call, x, scales, quantize)
         inputs = (*pieces, scales, topk_idx, weights) if call.is_async else ()
-        with _Running(self, "dispatch", call, inputs=inputs) as run:
+        with Running(self, "dispatch", call, inputs=inputs) as run:
             received = self._first(call, kind, pieces[0], scales, topk_idx, weights, quantize, run)
             if len(pieces) > 1:
                 routing = _Routing(received.send_plan, received.recv_plan, received.sizes, tuple(received.x.shape[:-1]))
@@ -122,8 +118,8 @@ class GpuCalls(NativeCalls):
                 received = received._replace(x=torch.cat([received.x, *rest], dim=-1))
             if clear_tail:
                 tail = self._tail(call.layout, received.x, received.sizes)
-                _clear(received.x, tail)
-                _clear(received.topk_weights, tail)
+                clear(received.x, tail)
+                clear(received.topk_weights, tail)
                 if call.layout == RANK_MAJOR:
                     received.topk_idx.masked_fill_(tail.unsqueeze(-1), -1)
             if call.scale_dtype is not None and not call.is_small:
@@ -148,18 +144,18 @@ class GpuCalls(NativeCalls):
         quantize: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """See NativeCalls."""
-        x, scales = _dense(x), _readable(call, scales)
+        x, scales = dense(x), readable(call, scales)
         kind = self.kind(call, x, scales, quantize)
         pieces = [x] if kind.is_whole else self._pieces(call, x, scales, quantize)
         routing = _Routing(send_plan, recv_plan, sizes, rows_shape)
         inputs = (*pieces, scales, send_plan, recv_plan, sizes) if call.is_async else ()
-        with _Running(self, "dispatch", call, tie, inputs) as run:
+        with Running(self, "dispatch", call, tie, inputs) as run:
             rows, out_scales = self._again(call, kind, pieces[0], scales, routing, quantize, run)
             if len(pieces) > 1:
                 rest = [self._again(call, kind, piece, None, routing, 0, run)[0] for piece in pieces[1:]]
                 rows = torch.cat([rows, *rest], dim=-1)
             if clear_tail:
-                _clear(rows, self._tail(call.layout, rows, sizes))
+                clear(rows, self._tail(call.layout, rows, sizes))
             if not call.is_small:
                 out_scales = by_column(out_scales, call.scale_dtype)
             run.results = (rows, out_scales)
@@ -180,10 +176,10 @@ class GpuCalls(NativeCalls):
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See NativeCalls."""
-        weights, side = None if weights is None else _dense(weights), None if side is None else _dense(side)
+        weights, side = None if weights is None else dense(weights), None if side is None else dense(side)
         parts = self._columns(call, y, bias)
         inputs = (*itertools.chain(*parts), weights, side, out, send_plan, recv_plan) if call.is_async else ()
-        with _Running(self, "combine", call, tie, inputs) as run:
+        with Running(self, "combine", call, tie, inputs) as run:
             into = out if out is not None and out.data_ptr() % ROW_MULTIPLE_BYTES == 0 and len(parts) == 1 else None
             sums: list[Tensor] = []
             side_out = self._no_floats if side is None else self._no_floats.new_empty((num_tokens, self.top_k))
@@ -248,7 +244,7 @@ class GpuCalls(NativeCalls):
         """See NativeCalls."""
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         found = self.windows[window].native.empty(list(shape), DTYPE_CODES[dtype], stream)
-        return torch.empty(shape, dtype=dtype, device=self.device) if found is None else _tensor(found)
+        return torch.empty(shape, dtype=dtype, device=self.device) if found is None else as_tensor(found)
 
     def event(self) -> Event:
         """See NativeCalls."""
@@ -280,7 +276,7 @@ class GpuCalls(NativeCalls):
         topk_idx: Tensor,
         weights: Tensor | None,
         quantize: int,
-        run: _Running,
+        run: Running,
     ) -> Received:
         if call.is_small:
             args = self._dispatch_args(call, x, scales, quantize, topk_idx.shape[0], run.stream.cuda_stream)
@@ -337,7 +333,7 @@ class GpuCalls(NativeCalls):
         x: Tensor,
         scales: Tensor | None,
         quantize: int,
-        run: _Running,
+        run: Running,
     ) -> Received:
         """Into tensors for all that may come, rows in ordinary ones; without a capacity the host learns how many."""
         lead = self._lead(call, call.capacity if call.capacity >= 0 else self._most_rows(call))
@@ -354,11 +350,11 @@ class GpuCalls(NativeCalls):
         result = run.launch(self.windows[call.window].native.dispatch, args, (*parts, sizes, send_plan, recv_plan))
         if call.capacity < 0:
             num_rows = result.result_rows
-            rows, out_idx, out_weights = (_first_rows(part, num_rows, lead) for part in (rows, out_idx, out_weights))
+            rows, out_idx, out_weights = (first_rows(part, num_rows, lead) for part in (rows, out_idx, out_weights))
             if args.scale_word_bytes:
                 out_scales = first_by_column(out_scales, num_rows)
             else:
-                out_scales = _first_rows(out_scales, num_rows, lead)
+                out_scales = first_rows(out_scales, num_rows, lead)
         return Received(rows, out_scales, out_idx, out_weights, sizes, send_plan, recv_plan, self.tie())
 
     def _again(
@@ -369,7 +365,7 @@ class GpuCalls(NativeCalls):
         scales: Tensor | None,
         routing: _Routing,
         quantize: int,
-        run: _Running,
+        run: Running,
     ) -> tuple[Tensor, Tensor]:
         if call.is_small:
             args = self._dispatch_args(call, x, scales, quantize, x.shape[0], run.stream.cuda_stream)
@@ -400,7 +396,7 @@ class GpuCalls(NativeCalls):
         topk_dtype: torch.dtype = torch.int64,
     ) -> _Kind:
         """Of a throughput dispatch."""
-        of_scales = () if scales is None else (scales.dtype, scales.shape[1], _column_bytes(scales))
+        of_scales = () if scales is None else (scales.dtype, scales.shape[1], column_bytes(scales))
         key = (call, x.dtype, x.shape[1], of_scales, quantize, topk_dtype)
         kind: _Kind | None = self._kinds.get(key)
         if kind is None:
@@ -458,8 +454,8 @@ class GpuCalls(NativeCalls):
             *_common(call, hidden, num_tokens, stream), x.data_ptr(), x.shape[1] * x.element_size(), code, quantize
         )
         if scales is not None:
-            args.scales, args.scale_row_bytes = scales.data_ptr(), _row_bytes(scales)
-            args.scale_stride = _column_bytes(scales)
+            args.scales, args.scale_row_bytes = scales.data_ptr(), row_bytes(scales)
+            args.scale_stride = column_bytes(scales)
             args.scales_are_fp32 = scales.dtype == torch.float32
         if not call.zero_holes:
             args.zeroes_holes = False
@@ -587,11 +583,11 @@ class GpuCalls(NativeCalls):
         """y and bias, or their columns in parts whose contributions fit the slots of a small batch: as `_pieces`."""
         room = self.landing_row_bytes // y.element_size()
         if not call.is_small or call.wire or y.shape[-1] <= room:
-            return [(_dense(y), None if bias is None else _dense(bias))]
+            return [(dense(y), None if bias is None else dense(bias))]
         self._refuse_staged(call, y.shape[-1] * y.element_size(), self.landing_row_bytes)
         biases = [None] * y.shape[-1] if bias is None else bias.split(room, dim=-1)
         return [
-            (_dense(rows), None if part is None else _dense(part))
+            (dense(rows), None if part is None else dense(part))
             for rows, part in zip(y.split(room, dim=-1), biases, strict=False)
         ]
 
@@ -618,128 +614,9 @@ class GpuCalls(NativeCalls):
         return [part.contiguous() for part in x.split(columns, dim=1)]
 
 
-class _Running(Calling):
-    """Around a call of the nvlink engine: also its stream, and what is in use there. `stream` is the current one
-    inside; an async call's results are made there and used on the caller's."""
-
-    _streams: WindowStreams | None = None
-    _scope: Any = None
-    _native: tuple[Callable[[Any], Any], Any] | None = None  # of a staged call: function and arguments
-    _kept: Sequence[Tensor] = ()
-    results: Sequence[Tensor] = ()
-    after: list[Callable[[], Any]]  # to be done when a staged call has received
-    keeps_results = False  # `results` are wanted
-
-    def __enter__(self) -> _Running:
-        super().__enter__()
-        calls, call = self._calls, self._call
-        self.after, self.keeps_results = [], call.is_async or call.is_staged
-        if calls.names_ranges:
-            torch.cuda.nvtx.range_push(_RANGES[self._what, call.layout])
-        try:
-            streams = calls.windows[call.window].streams
-            self._caller = streams.current()
-            self.stream = streams.begin(self._caller, call.is_async)
-            self._streams = streams
-            if call.is_async:
-                self._change_streams()
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
-        return self
-
-    def launch(self, native: Callable[[Any], Any], args: Any, tensors: Sequence[Tensor | None]) -> Any:
-        """Call `native(args)`; of a staged call the half that sends. `tensors`: what the other half works on."""
-        if self._call.is_staged:
-            args.receives = False
-            self._native, self._kept = (native, args), [each for each in tensors if each is not None]
-        return native(args)
-
-    def receive(self) -> None:
-        """The other half of a staged call, on the current stream."""
-        assert self._native is not None and self._streams is not None  # noqa: S101, PT018  for mypy: launch() has been
-        native, args = self._native
-        stream = self._streams.begin(self._streams.current(), is_async=False)
-        if stream is not self.stream:
-            self._calls.record_stream(self._call.window, [*self._kept, *self.results], stream)
-        args.sends, args.receives, args.stream = False, True, stream.cuda_stream
-        native(args)
-        for each in self.after:
-            each()
-        self._calls.last_event = Event(stream)
-
-    def _change_streams(self) -> None:
-        inputs = [each for each in self._inputs if each is not None]
-        self._calls.record_stream(self._call.window, inputs, self.stream)
-        self._scope = torch.cuda.stream(self.stream)
-        self._scope.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        if self._streams is not None:
-            self._calls.last_event = Event.recorded(self.stream) if self._call.is_async else Event(self.stream)
-        if self._scope is not None:
-            self._scope.__exit__(*error)
-            self._calls.record_stream(self._call.window, self.results, self._caller)
-        if self._calls.names_ranges:
-            torch.cuda.nvtx.range_pop()
-        super().__exit__(*error)
-
-
-def _has_nvtx_tool() -> bool:
-    """Profilers load themselves at the first range of the process, or never; without one the depth is negative."""
-    depth = torch.cuda.nvtx.range_push("weft")
-    torch.cuda.nvtx.range_pop()
-    return bool(depth >= 0)
-
-
-def _row_bytes(rows: Tensor | None) -> int:
-    return 0 if rows is None else rows.shape[1] * rows.element_size()
-
-
 def _common(call: Call, hidden: int, num_tokens: int, stream: int) -> tuple[Any, ...]:
     """The first arguments of each native call."""
     return (
         call.layout, call.alignment, call.capacity, call.max_tokens, hidden, num_tokens, call.num_sms,
         int(call.deadline_s * 1e9), stream, call.is_small,
     )  # fmt: skip
-
-
-def _first_rows(tensor: Tensor, num_rows: int, lead: tuple[int, ...]) -> Tensor:
-    """Of a tensor with `lead` rows a view, or a copy where much more memory than that would be kept."""
-    if tensor.shape[:1] != lead:
-        return tensor  # scales or ids that there are none of
-    return tensor[:num_rows] if 2 * num_rows >= len(tensor) else tensor[:num_rows].clone()
-
-
-def _readable(call: Call, scales: Tensor | None) -> Tensor | None:
-    """Column-major scales as they are where the kernel reads them word by word, words of four bytes."""
-    if scales is None:
-        return None
-    is_by_column = not scales.is_contiguous() and scales.element_size() == 4 and scales.stride(0) == 1
-    if is_by_column and (call.is_small or call.layout == RANK_MAJOR):
-        return scales
-    return _dense(scales)
-
-
-def _column_bytes(scales: Tensor) -> int:
-    """From a column to the next, of column-major scales; 0: they lie row by row."""
-    return 0 if scales.is_contiguous() else scales.stride(1) * scales.element_size()
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """Contiguous and aligned for bulk copies."""
-    if tensor.is_contiguous() and tensor.data_ptr() % ROW_MULTIPLE_BYTES == 0:
-        return tensor
-    tensor = tensor.detach().contiguous()
-    return tensor if tensor.data_ptr() % ROW_MULTIPLE_BYTES == 0 else tensor.clone()
-
-
-def _clear(rows: Tensor, tail: Tensor) -> None:
-    rows.masked_fill_(tail if rows.dim() == tail.dim() else tail.unsqueeze(-1), 0)
-
-
-def _tensor(array: Any) -> Tensor:
-    # Versions of nanobind give a capsule, or an object that makes one; torch.from_dlpack takes longer to see which.
-    is_capsule = type(array).__name__ == "PyCapsule"
-    tensor: Tensor = torch._C._from_dlpack(array if is_capsule else array.__dlpack__())
-    return tensor

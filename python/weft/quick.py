@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from weft import traces
-from weft.gpu_calls import GpuCalls, from_dlpack
+from weft.gpu_calls import GpuCalls
+from weft.gpu_tensors import from_dlpack
 from weft.handle import Dispatched, Event, Handle
 from weft.limits import QUANTIZE_GROUP, ROW_MULTIPLE_BYTES
 from weft.native_calls import RANK_MAJOR, Call

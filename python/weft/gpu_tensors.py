@@ -1,0 +1,63 @@
+"""Tensors as the nvlink engine reads them and gives them back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.limits import ROW_MULTIPLE_BYTES
+from weft.native_calls import RANK_MAJOR, Call
+
+__all__ = ["as_tensor", "clear", "column_bytes", "dense", "first_rows", "from_dlpack", "readable", "row_bytes"]
+
+from_dlpack = torch._C._from_dlpack
+
+
+def row_bytes(rows: Tensor | None) -> int:
+    """Of [N, columns]; 0 if there are none."""
+    return 0 if rows is None else rows.shape[1] * rows.element_size()
+
+
+def first_rows(tensor: Tensor, num_rows: int, lead: tuple[int, ...]) -> Tensor:
+    """Of a tensor with `lead` rows a view, or a copy where much more memory than that would be kept."""
+    if tensor.shape[:1] != lead:
+        return tensor  # scales or ids that there are none of
+    return tensor[:num_rows] if 2 * num_rows >= len(tensor) else tensor[:num_rows].clone()
+
+
+def readable(call: Call, scales: Tensor | None) -> Tensor | None:
+    """Column-major scales as they are where the kernel reads them word by word, words of four bytes."""
+    if scales is None:
+        return None
+    is_by_column = not scales.is_contiguous() and scales.element_size() == 4 and scales.stride(0) == 1
+    if is_by_column and (call.is_small or call.layout == RANK_MAJOR):
+        return scales
+    return dense(scales)
+
+
+def column_bytes(scales: Tensor) -> int:
+    """From a column to the next, of column-major scales; 0: they lie row by row."""
+    return 0 if scales.is_contiguous() else scales.stride(1) * scales.element_size()
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Contiguous and aligned for bulk copies."""
+    if tensor.is_contiguous() and tensor.data_ptr() % ROW_MULTIPLE_BYTES == 0:
+        return tensor
+    tensor = tensor.detach().contiguous()
+    return tensor if tensor.data_ptr() % ROW_MULTIPLE_BYTES == 0 else tensor.clone()
+
+
+def clear(rows: Tensor, tail: Tensor) -> None:
+    """Zero the rows that `tail`, bool [N], marks."""
+    rows.masked_fill_(tail if rows.dim() == tail.dim() else tail.unsqueeze(-1), 0)
+
+
+def as_tensor(array: Any) -> Tensor:
+    """What the native module has made, without a copy."""
+    # Versions of nanobind give a capsule, or an object that makes one; torch.from_dlpack takes longer to see which.
+    is_capsule = type(array).__name__ == "PyCapsule"
+    tensor: Tensor = torch._C._from_dlpack(array if is_capsule else array.__dlpack__())
+    return tensor
