@@ -337,13 +337,14 @@ def _gpu_window_bytes(
     cells = num_ranks * num_blocks * cache_line
     payload = _up(payload_fixed + 4 * (num_experts + num_ranks), cache_line) * parities * num_ranks
     by_expert = num_blocks * cache_line + 8 * num_ranks * max_tokens
-    control = _up(3 * cache_line + cells * (phases * parities + channels) + payload + by_expert, cache_line)
+    slots = parities * num_ranks * small_tokens
+    words = payload + by_expert + 8 * slots * top_k
+    control = _up(3 * cache_line + cells * (phases * parities + channels) + words, cache_line)
     picks = num_ranks * max_tokens * top_k
     weights = _up(_up(num_ranks * max_tokens * row_bytes, align) + 8 * picks, align)
     small = _up(_up(weights + 4 * picks, align) + plan_header + 4 * picks, align)
-    slots = parities * num_ranks * small_tokens
-    small_ids = _up(small + slots * _up(row_bytes, ROW_MULTIPLE_BYTES), align)
-    return control, _up(small_ids + 2 * _up(4 * slots * top_k, align), _PAGE)
+    small_weights = _up(small + slots * _up(row_bytes, ROW_MULTIPLE_BYTES), align)
+    return control, _up(small_weights + 4 * slots * top_k, _PAGE)
 
 
 def small_shared_bytes(num_places: int, num_groups: int, num_local_experts: int) -> int:

@@ -127,6 +127,12 @@ MUTANTS = (
         "return static_cast<u64>(source) * static_cast<u64>(small_tokens);",
     ),
     Mutant(
+        "picks of another operation are taken for this one's",
+        "weft/kernels/small_dispatch_state.cuh",
+        "return sync::progress_in(pick, flight.turn) != 0;",
+        "return pick != 0;",
+    ),
+    Mutant(
         "lanes count a pick while others still look",
         RECEIVE,
         "__syncwarp();\n    if (group >= 0 && (same >> lane) == 1u)",

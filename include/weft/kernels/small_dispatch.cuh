@@ -1,7 +1,7 @@
 // Dispatch of a small batch between GPUs that reach each other by load and store. docs/protocols/nvlink-small.md is the page
 // to this file; in short:
-//   send     ids and weights to everyone, rows to slots that need no asking; one header a block and peer
-//   receive  places from all ids while rows are on their way; rows from the slots to their places
+//   send     picks and weights to everyone, rows to slots that need no asking; one header a block and peer
+//   receive  places from all picks while rows are on their way; rows from the slots to their places
 // The routing of a handle is repeated by its plans: no ids, no places to find.
 // A plain call is one launch that does both; staged use launches each half by itself.
 // Warps: kWarps work; one sends headers, which takes until all that was stored has arrived; one waits for those of others.
@@ -17,6 +17,7 @@ template <SmallDispatchKernelConfig kConfig>
 class SmallDispatch {
  public:
   using State = SmallDispatchState<kConfig>;
+  using Receive = SmallDispatchReceive<kConfig>;
   using Verdict = transport::Verdict;
   static constexpr i32 kNotifyWarp = kConfig.kWarps, kWaitWarp = kNotifyWarp + 1;
 
@@ -81,25 +82,37 @@ class SmallDispatch {
     const Verdict worst = is_broken ? Verdict::kBroken : is_bad ? Verdict::kGivenUp : Verdict::kOk;
     if (s_.lane == 0) verdict(phase) = worst;
     if (s_.lane == 0 && is_bad) verdict(Phase::kSend) = worst;
+    if (phase == Phase::kCount) {
+      __syncwarp();
+      if (s_.lane == 0) ptx::st_release_cta(&Receive::shared_words().has_heard, 1);
+      if (!is_bad) Receive(s_).note_tokens();
+    }
     __syncwarp();
     ptx::bar_arrive(phase == Phase::kCount ? kCountHeard : kSendHeard, kWithOne);
     return !is_bad;
   }
 
   __device__ void receive() const {
-    SmallDispatchReceive<kConfig> receive(s_);
-    if constexpr (!kConfig.is_cached) receive.begin_places();
+    Receive receive(s_);
+    bool has_places = true;
+    if constexpr (!kConfig.is_cached) has_places = receive.find_places();
     ptx::bar_sync(kCountHeard, kWithOne);
     if (verdict(Phase::kCount) != Verdict::kOk) return;
-    if constexpr (!kConfig.is_cached) {
-      receive.find_places();
-      receive.write_counts();
-    } else {
-      receive.note_tokens(receive.told_tokens());
+    if (!has_places) {  // a header without the picks before it: the sender, or memory, has gone wrong
+      constexpr transport::ErrorCause kCause = transport::ErrorCause::kBadPeerWord;
+      if (threadIdx.x == 0) transport::record(s_.a.view, s_.flight, kCause, Phase::kCount, s_.rank(), 0);
+      if (threadIdx.x == 0) ptx::st_relaxed_sys(&s_.a.view.words()->broken, static_cast<u64>(kCause));
+      return;
     }
+    if constexpr (!kConfig.is_cached) receive.write_counts();
     receive.zero();
-    ptx::bar_sync(kSendHeard, kWithOne);
-    if (verdict(Phase::kSend) == Verdict::kOk) receive.copy_rows();
+    // Own rows are here before the others'. One loop, since a launch fetches all code anew.
+#pragma unroll 1
+    for (i32 turn = 0; turn < 2; ++turn) {
+      if (turn == 1) ptx::bar_sync(kSendHeard, kWithOne);
+      if (turn == 1 && verdict(Phase::kSend) != Verdict::kOk) return;
+      receive.copy_rows(turn == 0);
+    }
   }
 
   const State& s_;
@@ -111,8 +124,9 @@ __device__ void small_dispatch(const SmallDispatchKernelArgs& args) {
   constexpr transport::FlightPart kPart = kConfig.sends && kConfig.receives ? transport::FlightPart::kWhole
                                           : kConfig.sends                   ? transport::FlightPart::kSend
                                                                             : transport::FlightPart::kReceive;
-  if constexpr (kConfig.sends && !kConfig.is_cached) {  // behind it there is a barrier in begin_flight
-    if (threadIdx.x == 0) SmallDispatchSend<kConfig>::bad_ids() = {0, 0x7fffffff};
+  if (threadIdx.x == 0) {  // behind it there is a barrier in begin_flight
+    if constexpr (kConfig.sends && !kConfig.is_cached) SmallDispatchSend<kConfig>::bad_ids() = {0, 0x7fffffff};
+    if constexpr (kConfig.receives) SmallDispatchReceive<kConfig>::shared_words() = {0, false};
   }
   const SmallDispatchState<kConfig> state{
       args, reinterpret_cast<i32*>(dynamic), transport::begin_flight(args.view, args.print, kPart),

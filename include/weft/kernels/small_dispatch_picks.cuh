@@ -10,7 +10,7 @@ template <SmallDispatchKernelConfig kConfig>
 class SmallDispatchPicks : public SmallDispatchState<kConfig> {
  public:
   using Base = SmallDispatchState<kConfig>;
-  using Base::a, Base::warp, Base::lane, Base::rank, Base::own_ids, Base::local_of;
+  using Base::a, Base::flight, Base::warp, Base::lane, Base::rank, Base::own_ids, Base::local_of;
   using Base::kRanks, Base::kTopk, Base::kWarps;
   static constexpr i32 kWidth = kConfig.width();
   static constexpr bool kByExpert = kConfig.is_by_expert();
@@ -26,10 +26,10 @@ class SmallDispatchPicks : public SmallDispatchState<kConfig> {
     return behind < 0 ? behind + kConfig.num_blocks : behind;
   }
 
-  // Own ids come from the caller where this launch has them: other blocks wait for nobody.
+  // Of a pick that is there. Own ids come from the caller where this launch has them: other blocks wait for nobody.
   __device__ i32 local_expert(i32 source, i32 token, i32 k) const {
     if (kConfig.sends && source == rank()) return local_of(own_ids()[token * kTopk + k]);
-    return local_of(this->slot_ids(rank(), source, token)[k]);
+    return this->local_of_pick(ptx::ld_relaxed_sys(&this->slot_picks(rank(), source, token)[k]));
   }
 
   // 32 entries at a time, all lanes together; a batch is several of those. rank_major: an entry is a token, its ids are read
@@ -70,51 +70,88 @@ class SmallDispatchPicks : public SmallDispatchState<kConfig> {
     }
   }
 
-  // Ids, as their sources say, also where a source has no such token.
-  __device__ void read_batch(Batch& batch) const {
-    if constexpr (kByExpert) {
-      i32 id[kTogether];
-#pragma unroll
-      for (i32 idx = 0; idx < kTogether; ++idx) {  // all these loads are under way together
-        const i32 source = batch.from[idx] >> 16, token = batch.from[idx] & kNoToken;
-        id[idx] = -1;
-        if (token == kNoToken || (kConfig.sends && source == rank())) continue;
-        id[idx] = this->slot_ids(rank(), source, token)[number_of(batch, idx) % kWidth];
+  // Picks, as their sources say. Their words may be there long before the header behind them; when that has come, or never
+  // will, they are not waited for any longer. False: some are missing, and the header too. By a whole warp.
+  __device__ bool read_batch(Batch& batch, const u32* has_heard) const {
+    struct HeaderPause {
+      const u32* has_heard;
+      __device__ sync::PauseResult turn() {
+        const bool is_over = __all_sync(Base::kAll, ptx::ld_acquire_cta(has_heard) != 0) != 0;
+        return is_over ? sync::PauseResult::kAbort : sync::PauseResult::kLookAgain;
       }
-#pragma unroll
-      for (i32 idx = 0; idx < kTogether; ++idx) batch.group[idx] = max(batch.group[idx], local_of(id[idx]));
-    } else {
-      const i32 token = batch.from[0] & kNoToken, source = batch.from[0] >> 16;
-      const bool is_mine = kConfig.sends && source == rank();
-      if (token != kNoToken && (!is_mine || token < a.num_tokens)) batch.group[0] = group_of_token(source, token);
-    }
-  }
-
-  // Own ids come from the caller where this launch has them: they need not be waited for.
-  __device__ void read_own(Batch& batch) const {
-    if constexpr (kByExpert && kConfig.sends) {
+    };
+    HeaderPause pause{has_heard};
+    if constexpr (kByExpert) {
+      u32 missing = 0;
 #pragma unroll
       for (i32 idx = 0; idx < kTogether; ++idx) {
         const i32 source = batch.from[idx] >> 16, token = batch.from[idx] & kNoToken;
-        if (source != rank() || token >= a.num_tokens) continue;
-        batch.group[idx] = local_of(own_ids()[token * kTopk + number_of(batch, idx) % kWidth]);
+        if (!is_told(source, token)) continue;
+        missing |= 1u << idx;
+        batch.group[idx] = static_cast<i32>(a.view.layout.small_pick(flight.turn.sequence, source, token)) +
+                           number_of(batch, idx) % kWidth;  // of its word, until it is known
       }
+      const u64* words = reinterpret_cast<const u64*>(a.view.control[rank()] + a.view.layout.small_picks);
+      const auto are_there = [&] {
+        u64 pick[kTogether];
+#pragma unroll
+        for (i32 idx = 0; idx < kTogether; ++idx) {  // all these loads are under way together
+          pick[idx] = 0;
+          if ((missing >> idx & 1u) != 0) pick[idx] = ptx::ld_relaxed_sys(&words[batch.group[idx]]);
+        }
+#pragma unroll
+        for (i32 idx = 0; idx < kTogether; ++idx) {
+          if (!this->is_there(pick[idx])) continue;
+          batch.group[idx] = this->local_of_pick(pick[idx]);
+          missing &= ~(1u << idx);
+        }
+        return __all_sync(Base::kAll, missing == 0) != 0;
+      };
+      return sync::wait_until(are_there, pause) == sync::WaitResult::kReady;
+    } else {
+      const i32 token = batch.from[0] & kNoToken, source = batch.from[0] >> 16;
+      i32 expert = -1;
+      const auto are_there = [&] {
+        u32 are_mine = 1;
+#pragma unroll 8
+        for (i32 k = 0; k < kTopk && is_told(source, token); ++k) {
+          const u64 pick = ptx::ld_relaxed_sys(&this->slot_picks(rank(), source, token)[k]);
+          are_mine &= this->is_there(pick) ? 1u : 0u;
+          expert = max(expert, this->local_of_pick(pick));
+        }
+        return __all_sync(Base::kAll, are_mine != 0) != 0;
+      };
+      const bool has_all = sync::wait_until(are_there, pause) == sync::WaitResult::kReady;
+      batch.group[0] = max(batch.group[0], min(expert, 0));
+      return has_all;
     }
   }
 
-  // When the numbers of tokens are known.
-  __device__ void check_batch(const i32* num_tokens, Batch& batch) const {
+  // Own ids come from the caller where this launch has them.
+  __device__ void read_own(Batch& batch) const {
+    if constexpr (!kConfig.sends) return;
 #pragma unroll
     for (i32 idx = 0; idx < kTogether; ++idx) {
-      if ((batch.from[idx] & kNoToken) >= num_tokens[batch.from[idx] >> 16]) batch.group[idx] = -1;
+      const i32 source = batch.from[idx] >> 16, token = batch.from[idx] & kNoToken;
+      if (source != rank() || token >= a.num_tokens) continue;
+      if constexpr (kByExpert) {
+        batch.group[idx] = local_of(own_ids()[token * kTopk + number_of(batch, idx) % kWidth]);
+      } else {
+        batch.group[idx] = group_of_own(token);
+      }
     }
   }
 
  private:
+  // Its picks are in words that the source has written, or will.
+  __device__ bool is_told(i32 source, i32 token) const {
+    return token != kNoToken && flight.is_active(source) && !(kConfig.sends && source == rank());
+  }
+
   // rank_major.
-  __device__ i32 group_of_token(i32 source, i32 token) const {
+  __device__ i32 group_of_own(i32 token) const {
     i32 group = -1;
-    for (i32 pick = 0; pick < kTopk; ++pick) group = local_expert(source, token, pick) >= 0 ? 0 : group;
+    for (i32 k = 0; k < kTopk; ++k) group = local_of(own_ids()[token * kTopk + k]) >= 0 ? 0 : group;
     return group;
   }
 };

@@ -1,4 +1,4 @@
-// Small-batch dispatch, the receiving half: places from all ids, computed while rows are on their way, then rows from the slots
+// Small-batch dispatch, the receiving half: places from all picks, computed while rows are on their way, then rows from the slots
 // to their places (docs/protocols/nvlink-small.md, "Dispatch", steps 3 and 4).
 #pragma once
 
@@ -14,7 +14,7 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
   using Picked = SmallDispatchPicks<kConfig>;
   using Base::a, Base::flight, Base::warp, Base::lane, Base::rank, Base::shared, Base::own_ids;
   using Base::kRanks, Base::kTopk, Base::kLocal, Base::kRowBytes, Base::kScaleBytes, Base::kWarps, Base::kAll;
-  using Picked::begin_batch, Picked::read_own, Picked::read_batch, Picked::check_batch;
+  using Picked::begin_batch, Picked::read_own, Picked::read_batch;
   using Picked::first_of, Picked::number_of, Picked::first_part_of, Picked::local_expert, Picked::is_counting;
   using Picked::kWidth, Picked::kByExpert, Picked::kTogether, Picked::kNoToken;
   using typename Base::Id, typename Base::Scales, typename Picked::Batch;
@@ -28,24 +28,15 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
 
   // ---- places. Rows of a group follow the order of entries. Every block computes all places and keeps those of its own units.
 
-  // Before anything has come. The caller's next barrier is the one behind it.
-  __device__ void begin_places() {
-    for (i32 idx = static_cast<i32>(threadIdx.x); idx < kConfig.count_bytes() / 4; idx += Base::kThreads)
-      shared[idx] = 0;
-    if (threadIdx.x == 0) sums().num_picks = 0;
-    begin_batch(first_of(warp), batch_);
-    read_own(batch_);
-  }
-
-  __device__ void find_places() {
-    const i64 num_tokens = told_tokens();  // looked at when ids are under way too
-    read_batch(batch_);
-    note_tokens(num_tokens);
-    check_batch(sums().num_tokens, batch_);
-    for_batches(batch_, [&](const Batch& batch, i32 idx) {
+  // Without waiting for count headers. False: picks are missing and will not come.
+  __device__ bool find_places() {
+    begin_counts();
+    const bool has_all = for_batches(batch_, [&](const Batch& batch, i32 idx) {
       if (batch.group[idx] >= 0) atomicAdd(&counts(warp)[batch.group[idx]], 1);
     });
+    if (!has_all) shared_words().is_left = true;
     Base::meet();
+    if (shared_words().is_left) return false;
     for (i32 group = static_cast<i32>(threadIdx.x); group < kGroups; group += Base::kThreads) sum_warps(group);
     Base::meet();
     if constexpr (!kIsMasked) {
@@ -54,26 +45,22 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
     }
     for_batches(batch_, [&](const Batch& batch, i32 idx) { place_entries(batch, idx); });
     Base::meet();
+    return true;
   }
 
-  // Tokens of the source that is this thread's, as it says.
-  __device__ i64 told_tokens() const {
-    const i32 source = static_cast<i32>(threadIdx.x);
-    if (source >= kRanks || !flight.is_active(source)) return 0;
-    if (source == rank()) return a.num_tokens;
-    if constexpr (kConfig.is_cached) return a.recv_plan[source];
-    const u8* slot = a.view.control[rank()] + a.view.layout.payload(flight.turn.sequence, source);
-    return reinterpret_cast<const GpuCountPayload*>(slot)->num_tokens;
+  // Tokens of each source, as it says. By the warp that has waited for the count headers, before the barrier that tells of them.
+  __device__ void note_tokens() const {
+    if (lane < kRanks) sums().num_tokens[lane] = static_cast<i32>(clamp_count(told_tokens(lane), a.max_tokens));  // R19
   }
 
-  // Tokens of each source, into shared memory. A barrier.
-  __device__ void note_tokens(i64 told) {
-    const i32 source = static_cast<i32>(threadIdx.x);
-    if (source < kRanks) {
-      sums().num_tokens[source] = static_cast<i32>(clamp_count(told, a.max_tokens));  // R19
-      sums().num_rows[source] = 0;
-    }
-    Base::meet();
+  // Zeros before the first barrier.
+  struct SharedWords {
+    u32 has_heard;  // not 0: the count headers are there, or never will be
+    bool is_left;   // the places can't be found
+  };
+  __device__ static SharedWords& shared_words() {
+    __shared__ SharedWords words;
+    return words;
   }
 
   // By the block that counts.
@@ -94,8 +81,10 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
 
   // ---- rows
 
-  __device__ void copy_rows() {
-    this->share(kRanks, [&](i32 source, i32 nth, i32 first, i32 stride) {
+  // `own`: of this rank, which all warps have stored before a barrier; else of the others.
+  __device__ void copy_rows(bool own) {
+    this->share(own ? 1 : kRanks - 1, [&](i32 number, i32 nth, i32 first, i32 stride) {
+      const i32 source = own ? rank() : number + (number >= rank() ? 1 : 0);
       const i32 token = this->token_of(this->unit(nth));
       if (token >= sums().num_tokens[source]) return;
       if constexpr (kConfig.is_cached) {
@@ -150,22 +139,40 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
     return this->slot_weights(rank(), source, token)[k];
   }
 
-  // Calls `work(batch, idx)` for the run of this warp. A run of one batch is read once for both passes.
+  // Each warp its own counts, thread by thread the rest, of which nobody asks before the next barrier.
+  __device__ void begin_counts() const {
+    for (i32 group = lane; group < kGroups; group += 32) counts(warp)[group] = 0;
+    i32* rest = totals();
+    for (i32 idx = static_cast<i32>(threadIdx.x); idx < 2 * kGroups + kLocal; idx += Base::kThreads) rest[idx] = 0;
+    if (threadIdx.x < kRanks) sums().num_rows[threadIdx.x] = 0;
+    if (threadIdx.x == 0) sums().num_picks = 0;
+    __syncwarp();
+  }
+
+  __device__ i64 told_tokens(i32 source) const {
+    if (!flight.is_active(source)) return 0;
+    if (source == rank()) return a.num_tokens;
+    if constexpr (kConfig.is_cached) return a.recv_plan[source];
+    const u8* slot = a.view.control[rank()] + a.view.layout.payload(flight.turn.sequence, source);
+    return reinterpret_cast<const GpuCountPayload*>(slot)->num_tokens;
+  }
+
+  // Calls `work(batch, idx)` for the run of this warp. A run of one batch is read once for both passes. False: picks are missing.
   template <class Work>
-  __device__ void for_batches(Batch& batch, const Work& work) const {
+  __device__ bool for_batches(Batch& batch, const Work& work) const {
     const i32 end = first_of(warp + 1);
     for (i32 first = first_of(warp); first < end; first += 32 * kTogether) {
       if (first != batch.first) {
         begin_batch(first, batch);
         read_own(batch);
-        read_batch(batch);
-        check_batch(sums().num_tokens, batch);
+        if (!read_batch(batch, &shared_words().has_heard)) return false;
       }
 #pragma unroll
       for (i32 idx = 0; idx < kTogether; ++idx) {
         if (first + idx * 32 < end) work(batch, idx);
       }
     }
+    return true;
   }
 
   __device__ void sum_warps(i32 group) {

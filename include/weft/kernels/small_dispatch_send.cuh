@@ -28,10 +28,10 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
     return bad;
   }
 
-  // By block 0, behind a barrier since bad_ids() was emptied: ids, weights and how many tokens, to everyone.
+  // By block 0, behind a barrier since bad_ids() was emptied: picks, weights and how many tokens, to everyone.
   __device__ void send_routing() {
     const i32 thread = static_cast<i32>(threadIdx.x);
-    send_ids(thread);
+    send_picks(thread);
     if (thread >= kRanks || !flight.is_active(thread)) return;
     u8* slot = a.view.control[thread] + a.view.layout.payload(flight.turn.sequence, rank());
     reinterpret_cast<GpuCountPayload*>(slot)->num_tokens = a.num_tokens;
@@ -80,10 +80,11 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
     return {a.send_plan, a.num_tokens, kConfig.is_by_expert() ? kTopk : kRanks};
   }
 
-  __device__ void send_ids(i32 thread) {
+  // Also of tokens that this rank does not have: nobody waits for their number before looking.
+  __device__ void send_picks(i32 thread) {
     constexpr i32 kHere = 4, kThreads = kConfig.num_threads();
-    const i32 num_picks = a.num_tokens * kTopk;
-    for (i32 first = thread; first < num_picks; first += kThreads * kHere) {
+    const i32 num_picks = a.num_tokens * kTopk, num_words = a.max_tokens * kTopk;
+    for (i32 first = thread; first < num_words; first += kThreads * kHere) {
       i64 given[kHere];
       float weight[kHere];
 #pragma unroll
@@ -97,14 +98,15 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
         if (given[idx] < -1 || given[idx] >= kExperts) note_bad_id(first + idx * kThreads);
       }
       this->for_ranks(flight.active_mask, [&](i32 to) {
-        i32* ids = this->slot_ids(to, rank(), 0);
+        u64* words = this->slot_picks(to, rank(), 0);
         float* weights = this->slot_weights(to, rank(), 0);
 #pragma unroll
         for (i32 idx = 0; idx < kHere; ++idx) {
           const i32 pick = first + idx * kThreads;
-          if (pick >= num_picks) continue;
-          ids[pick] = is_sent(given[idx]) ? static_cast<i32>(given[idx]) : -1;
-          weights[pick] = weight[idx];
+          if (pick >= num_words) continue;
+          const u32 n = is_sent(given[idx]) ? Base::kFirstPick + static_cast<u32>(given[idx]) : Base::kNoPick;
+          ptx::st_relaxed_sys(&words[pick], sync::pack_progress(flight.turn, n));
+          if (pick < num_picks) weights[pick] = weight[idx];
         }
       });
     }

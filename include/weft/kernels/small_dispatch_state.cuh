@@ -35,10 +35,14 @@ struct SmallDispatchState {
   __device__ u8* slot_row(i32 owner, i32 source, i32 token) const {
     return a.view.heap[owner] + a.view.layout.small_row(flight.turn.sequence, source, token);
   }
-  __device__ i32* slot_ids(i32 owner, i32 source, i32 token) const {
-    return reinterpret_cast<i32*>(a.view.heap[owner] + a.view.layout.small_ids) +
+  // Progress words of the token's picks, which say by themselves that they are there: n = kNoPick, or kFirstPick + expert.
+  __device__ u64* slot_picks(i32 owner, i32 source, i32 token) const {
+    return reinterpret_cast<u64*>(a.view.control[owner] + a.view.layout.small_picks) +
            a.view.layout.small_pick(flight.turn.sequence, source, token);
   }
+  static constexpr u32 kNoPick = 1, kFirstPick = 2;
+  static_assert(kExperts + kFirstPick <= sync::kMaxProgress);
+  __device__ bool is_there(u64 pick) const { return sync::progress_in(pick, flight.turn) != 0; }
   __device__ float* slot_weights(i32 owner, i32 source, i32 token) const {
     return reinterpret_cast<float*>(a.view.heap[owner] + a.view.layout.small_weights) +
            a.view.layout.small_pick(flight.turn.sequence, source, token);
@@ -62,6 +66,12 @@ struct SmallDispatchState {
   __device__ i32 local_of(i64 id) const {
     const i64 local = id - static_cast<i64>(rank()) * kLocal;
     return local >= 0 && local < kLocal ? static_cast<i32>(local) : -1;
+  }
+  // Of a word that is there.
+  __device__ i32 local_of_pick(u64 pick) const {
+    const i32 n = static_cast<i32>(sync::progress_in(pick, flight.turn));
+    const i32 local = n - static_cast<i32>(kFirstPick) - rank() * kLocal;
+    return n >= static_cast<i32>(kFirstPick) && local >= 0 && local < kLocal ? local : -1;
   }
 
   // ---- units. A unit is a part of a token's row; blocks take units in turn, the warps of a block share each of theirs. The

@@ -1,8 +1,8 @@
 // Where everything lies in the window of a GPU. Formulas only; docs/protocols/nvlink-window.md explains the words.
 //
 //   control memory   GpuControlWords | headers (phase, parity, source, block) | progress (source, block, channel) | payloads
-//                    | queues (block) | arrived (source, token)
-//   heap memory      landing (rows, ids, weights, table) | small slots (rows, ids, weights) | receive tensors
+//                    | queues (block) | arrived (source, token) | small picks (parity, source, token, k)
+//   heap memory      landing (rows, ids, weights, table) | small slots (rows, weights) | receive tensors
 //
 // Every cell has one writer, but for the landing, whose rows are dealt out by each operation anew, and the queues, which the
 // owner's blocks share.
@@ -76,6 +76,7 @@ struct GpuWindowLayout {
   u64 payload_bytes = 0;  // one slot
   u64 queues = 0;
   u64 arrived = 0;
+  u64 small_picks = 0;  // [2 parities, num_ranks, small_tokens, top_k] progress words
   u64 control_bytes = 0;
   // Offsets from the start of the heap memory.
   u64 landing_rows = 0;     // [num_ranks * max_tokens] rows
@@ -85,7 +86,6 @@ struct GpuWindowLayout {
   i64 small_tokens = 0;
   u64 small_row_bytes = 0;  // from row to row
   u64 small_rows = 0;       // [2 parities, num_ranks, small_tokens] rows
-  u64 small_ids = 0;        // [2, num_ranks, small_tokens, top_k] int32
   u64 small_weights = 0;    // [2, num_ranks, small_tokens, top_k] float
   i32 top_k = 0;
   u64 landing_bytes = 0;  // all of these; receive tensors begin here
@@ -110,18 +110,19 @@ struct GpuWindowLayout {
     const CheckedSize queues = payloads + payload * (ranks * static_cast<u64>(kNumParities));
     const CheckedSize arrived = queues + CheckedSize(static_cast<u64>(shape.num_blocks)) * static_cast<u64>(kCacheLine);
     const CheckedSize rows = CheckedSize(ranks) * static_cast<u64>(shape.max_tokens);
-    const CheckedSize control = (arrived + rows * u64{8}).aligned(kCacheLine);
+    const CheckedSize slots =
+        CheckedSize(ranks * static_cast<u64>(kNumParities)) * static_cast<u64>(shape.small_tokens);
+    const CheckedSize slot_picks = slots * static_cast<u64>(shape.top_k);
+    const CheckedSize small_picks = arrived + rows * u64{8};
+    const CheckedSize control = (small_picks + slot_picks * u64{8}).aligned(kCacheLine);
     const CheckedSize picks = rows * static_cast<u64>(shape.top_k);
     const CheckedSize ids = (rows * static_cast<u64>(shape.landing_row_bytes)).aligned(kAlign);
     const CheckedSize weights = (ids + picks * u64{8}).aligned(kAlign);
     const CheckedSize table = (weights + picks * u64{4}).aligned(kAlign);
     const CheckedSize small = (table + CheckedSize(u64{64}) + picks * u64{4}).aligned(kAlign);
-    const CheckedSize slots =
-        CheckedSize(ranks * static_cast<u64>(kNumParities)) * static_cast<u64>(shape.small_tokens);
     const CheckedSize small_row = CheckedSize(static_cast<u64>(shape.landing_row_bytes)).aligned(16);
-    const CheckedSize small_ids = (small + slots * small_row).aligned(kAlign);
-    const CheckedSize small_picks = (slots * static_cast<u64>(shape.top_k) * u64{4}).aligned(kAlign);
-    const CheckedSize total = (small_ids + small_picks + small_picks).aligned(4096);
+    const CheckedSize small_weights = (small + slots * small_row).aligned(kAlign);
+    const CheckedSize total = (small_weights + slot_picks * u64{4}).aligned(4096);
     layout.num_ranks = shape.num_ranks;
     layout.num_blocks = shape.num_blocks;
     layout.max_tokens = shape.max_tokens;
@@ -131,6 +132,7 @@ struct GpuWindowLayout {
     layout.payload_bytes = payload.value;
     layout.queues = queues.value;
     layout.arrived = arrived.value;
+    layout.small_picks = small_picks.value;
     layout.control_bytes = control.value;
     layout.landing_ids = ids.value;
     layout.landing_weights = weights.value;
@@ -138,8 +140,7 @@ struct GpuWindowLayout {
     layout.small_tokens = shape.small_tokens;
     layout.small_row_bytes = small_row.value;
     layout.small_rows = small.value;
-    layout.small_ids = small_ids.value;
-    layout.small_weights = small_ids.value + small_picks.value;
+    layout.small_weights = small_weights.value;
     layout.top_k = shape.top_k;
     layout.landing_bytes = total.value;
     layout.ok = control.ok && total.ok;
@@ -173,7 +174,7 @@ struct GpuWindowLayout {
   WEFT_HD constexpr u64 small_row(u64 sequence, i32 source, i64 token) const {
     return small_rows + (small_slot(sequence, source) + static_cast<u64>(token)) * small_row_bytes;
   }
-  // Offset of pick 0 of the token's ids, counted in int32s or floats from small_ids or small_weights.
+  // Pick 0 of the token, counted in words from small_picks or in floats from small_weights.
   WEFT_HD constexpr u64 small_pick(u64 sequence, i32 source, i64 token) const {
     return (small_slot(sequence, source) + static_cast<u64>(token)) * static_cast<u64>(top_k);
   }
