@@ -337,9 +337,11 @@ def _gpu_window_bytes(
     cells = num_ranks * num_blocks * cache_line
     payload = _up(payload_fixed + 4 * (num_experts + num_ranks), cache_line) * parities * num_ranks
     by_expert = num_blocks * cache_line + 8 * num_ranks * max_tokens
+    counts = _up(8 * num_blocks * (num_experts + 1), cache_line)
+    ballots = _up(2 * 8 * num_ranks * -(-max_tokens // 32), cache_line)
     slots = parities * num_ranks * small_tokens
-    words = payload + by_expert + 8 * slots * top_k
-    control = _up(3 * cache_line + cells * (phases * parities + channels) + words, cache_line)
+    words = 3 * cache_line + cells * (phases * parities + channels) + payload
+    control = _up(words + by_expert + counts + ballots + 8 * slots * top_k, cache_line)
     picks = num_ranks * max_tokens * top_k
     weights = _up(_up(num_ranks * max_tokens * row_bytes, align) + 8 * picks, align)
     small = _up(_up(weights + 4 * picks, align) + plan_header + 4 * picks, align)

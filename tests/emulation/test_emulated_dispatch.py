@@ -55,6 +55,15 @@ CASES = {
     "rank_major, lanes share tokens when they count": dataclasses.replace(
         PLAIN, seed=7, shape=dataclasses.replace(WINDOW, top_k=4), num_bad_ids=3, num_rounds=2
     ),
+    "rank_major, more blocks than groups of tokens": dataclasses.replace(
+        PLAIN,
+        seed=8,
+        shape=dataclasses.replace(WINDOW, top_k=4, max_tokens=70, num_blocks=4),
+        num_blocks=4,
+        tokens=(70, 0, 33),
+        hidden=272,
+        num_bad_ids=1,
+    ),
     "expert_major, blocks take over from each other": dataclasses.replace(
         PLAIN,
         seed=6,
@@ -76,7 +85,15 @@ CASES = {
 
 FEW_STAGES = dataclasses.replace(PLAIN, shared_bytes=12 << 10)
 SEND = "weft/kernels/dispatch_send.cuh"
+IDS = "weft/kernels/dispatch_ids.cuh"
+NO_TAG = Mutant(
+    "counts of other blocks are taken without looking at their tags",
+    IDS,
+    "return sync::progress_in(word, flight.turn);",
+    "return static_cast<u32>(word & sync::kMaxProgress);",
+)
 MUTANTS = (
+    NO_TAG,
     Mutant(
         "a stage is freed before its stores have read it",
         SEND,
@@ -113,6 +130,13 @@ OWN_TYPE = Mutant(
 )
 TAKEN_OVER = CASES["expert_major, blocks take over from each other"]
 EXPERT_MUTANTS = (
+    NO_TAG,
+    Mutant(
+        "picks of lower blocks are not counted",
+        IDS,
+        "num_lower += first + idx < block() ? count : 0;",
+        "num_lower += 0;",
+    ),
     Mutant(
         "a row is sent before its place is known",
         SEND,

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from combine_cases import CombineCase, CombineRunner
 from dispatch_cases import Case, Round, Runner
-from kernels import Compiler, Program
+from kernels import Compiler, Mutant, Program
 from machine import Launch, Streams
 from world import PRINT, Shape
 
 KERNELS = ("dispatch", "small_dispatch", "combine", "small_combine")
-DEADLINE, MISMATCH = 1, 3  # transport::ErrorCause
+DEADLINE, ABORTED, MISMATCH = 1, 2, 3  # transport::ErrorCause
 TIMEOUT_NS = 3_000_000_000  # long for a busy machine
 LATE_NS = 2_000_000_000
 LATE, ODD = 2, 1  # ranks: that does not come, that calls something else
@@ -52,6 +52,39 @@ def test_a_peer_that_does_not_come(compiler: Compiler, kernel: str) -> None:
         for rank in (0, ODD):
             wanted = {"cause": DEADLINE, "culprit": LATE, "broken": DEADLINE, "owner": 1}
             assert words(runner, rank) == wanted | {"sequence": runner.num_operations - 1}
+    finally:
+        runner.memory.close()
+
+
+BEGIN = "    if (flight.is_dead) return;\n    init_shared();\n"
+SILENT = Mutant(
+    "a block says nothing", "weft/kernels/dispatch.cuh", BEGIN, f"    if (blockIdx.x == 1) return;\n{BEGIN}"
+)
+BROKEN = Mutant(
+    "a block finds its window broken",
+    SILENT.path,
+    BEGIN,
+    "    if (blockIdx.x == 1) {\n      if (threadIdx.x == 0) ptx::st_relaxed_sys(&a.view.words()->broken, u64{2});\n"
+    f"      return;\n    }}\n{BEGIN}",
+)
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major"])
+@pytest.mark.parametrize("mutant", [SILENT, BROKEN], ids=lambda mutant: mutant.name)
+def test_a_block_that_does_not_count(compiler: Compiler, layout: str, mutant: Mutant) -> None:
+    """The other blocks of its GPU end, at once if it has said why, else at the deadline, and send nothing."""
+    case = Case(shape=Shape(max_tokens=40), tokens=(40, 40), layout=layout, num_rounds=1)
+    runner = Runner(compiler, case, mutant)
+    runner.add_round()
+    runner.world.set_timeout(TIMEOUT_NS if mutant is SILENT else 10 * TIMEOUT_NS)
+    try:
+        Streams(runner.memory, runner.streams, seed=1, timeout_s=20).run()
+        for rank in runner.ranks:
+            seen = words(runner, rank)
+            wanted = {"cause": DEADLINE, "culprit": rank, "broken": DEADLINE, "owner": 1}
+            if mutant is BROKEN:  # block 0 may have begun before that or not
+                wanted = {"cause": 0, "culprit": seen["culprit"], "broken": ABORTED, "owner": seen["owner"]}
+            assert seen == wanted | {"sequence": 0}
     finally:
         runner.memory.close()
 

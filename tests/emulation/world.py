@@ -17,7 +17,6 @@ from weft import _load
 LAYOUTS = ("rank_major", "expert_major", "masked")
 DTYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 NO_CAPACITY = -1
-PERIODS = 8  # DispatchKernelConfig::kPeriods
 CACHE_LINE = 64
 TIMEOUT_NS = 30_000_000_000
 FIRST_OVERFLOW = 1000  # what stands in the overflow counter before a call
@@ -289,7 +288,6 @@ class Dispatcher:
         slots = shape.num_ranks * shape.max_tokens
         scales_landing = (layout["landing_rows"] + slots * rows.wire_bytes + 255) // 256 * 256
         self.ticket += 1
-        chunks = PERIODS * call.num_blocks
         fields = {
             **world.view(rank, call.num_blocks),
             **place,
@@ -297,7 +295,6 @@ class Dispatcher:
             **_written(result),
             "fits_landing": int(scales_landing + slots * rows.scale_bytes <= layout["landing_ids"]),
             "ticket": self.ticket if call.capacity < 0 and not is_cached else 0,
-            "chunk_tokens": max(-(-call.max_tokens // chunks), 1),
             "alignment": call.alignment,
             "zeroes_holes": int(call.zeroes_holes),
             "capacity": call.capacity,

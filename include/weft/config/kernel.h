@@ -33,7 +33,8 @@ struct DispatchKernelConfig {
   bool topk_is_int64 = true;  // type of the ids that come in and go out
   bool is_cached = false;     // the routing comes from a handle
 
-  // Runs of tokens that a block takes when rows are placed by expert: few, since each needs a count for every expert.
+  // Runs of its tokens that a block plans on their own when rows are placed by expert: few, since each needs a count for every
+  // expert.
   static constexpr i32 kPeriods = 8;
 
   WEFT_HD constexpr i32 num_local_experts() const { return num_experts / num_ranks; }
@@ -44,10 +45,14 @@ struct DispatchKernelConfig {
   WEFT_HD constexpr i32 scales_at() const { return (row_bytes + 15) / 16 * 16; }
   WEFT_HD constexpr i32 staged_scale_bytes() const { return is_by_expert() || is_quantized() ? scale_row_bytes : 0; }
   WEFT_HD constexpr i32 stage_bytes() const { return (scales_at() + staged_scale_bytes() + 127) / 128 * 128; }
+  // Picks that a block counts at most; the blocks of a rank tell each other by progress words, with 1 added.
+  WEFT_HD constexpr i64 most_counted() const {
+    return static_cast<i64>((num_groups + num_blocks - 1) / num_blocks) * 32 * top_k;
+  }
   // Who goes where. rank_major: a ballot and a prefix sum for each group and rank; else counts for each period and expert.
   WEFT_HD constexpr i32 index_bytes() const {
     const i32 holes = is_by_expert() ? 2 * num_local_experts() * 4 : 0;
-    const i32 groups = is_by_expert() ? 2 * kPeriods * num_experts * 4 : num_groups * num_ranks * 8;
+    const i32 groups = is_by_expert() ? kPeriods * num_experts * 4 : num_groups * num_ranks * 8;
     const i32 counts = (is_by_expert() ? 3 : 1) * num_experts * 4;
     return (holes + (is_cached ? 0 : groups + counts) + 127) / 128 * 128;
   }

@@ -18,7 +18,6 @@ struct DispatchKernelArgs {
   const void* topk_idx = nullptr;
   const float* topk_weights = nullptr;  // null: 1
   i32 num_tokens = 0;
-  i32 chunk_tokens = 1;  // expert_major, masked: tokens that a block takes at a time
   i32 alignment = 1;
   bool zeroes_holes = true;  // expert_major: rows between the groups; their weights always
   i64 capacity = kNoCapacity;

@@ -1,6 +1,6 @@
 // Dispatch between GPUs that reach each other by load and store, one launch a call.
 // docs/protocols/nvlink-dispatch.md is the page to this file; in short:
-//   count   each block counts the picks of all tokens; block 0 sends counts and the place of the result to every peer
+//   count   each block counts its share and tells the others; block 0 sends counts and the place of the result to every peer
 //   send    each block stores its tokens' rows straight to their final places, ids and weights or a table of rows along
 //   fan     by expert: received rows are copied to the places of their other picks as they arrive
 //   done    one header a peer; a block waits for the peers' blocks of its own number, so the call ends with the last row (R20)
@@ -31,14 +31,16 @@ class Dispatch {
     const transport::Flight& flight = state_.flight;
     if (flight.is_dead) return;
     init_shared();
+    bool is_counted = true;
     if (warp_ > 0) {
-      count_.count_tokens();
-      if (blockIdx.x == 0) count_.send_counts();
+      is_counted = count_.count_tokens();
+      if (blockIdx.x == 0 && is_counted) count_.send_counts();
     } else if (lane_ == 0) {
       send_.load_rows(true);
     }
     constexpr i32 kFirstWaiting = 32;  // the first warp may still be loading
-    const transport::Verdict verdict = transport::wait_all(a.view, Phase::kCount, flight, 0, kFirstWaiting);
+    const transport::Verdict so_far = is_counted ? transport::Verdict::kOk : transport::Verdict::kBroken;
+    const transport::Verdict verdict = transport::wait_all(a.view, Phase::kCount, flight, 0, kFirstWaiting, so_far);
     if (verdict == transport::Verdict::kOk) count_.find_places();
     const bool goes_on = verdict == transport::Verdict::kOk && state_.s.has_failed == 0 && state_.s.is_given_up == 0;
     if (!goes_on) {
@@ -62,7 +64,7 @@ class Dispatch {
     DispatchShared<kConfig>& s = state_.s;
     const i32 thread = static_cast<i32>(threadIdx.x);
     if (thread == 0) {
-      s.has_failed = s.is_given_up = s.staged_mask = s.int64_mask = 0;
+      s.has_failed = s.is_given_up = s.has_bad_ids = s.staged_mask = s.int64_mask = 0;
       for (i32 store_warp = 0; store_warp < kStoreWarps; ++store_warp) {
         s.num_arrived[store_warp] = s.num_told[store_warp] = 0;
       }

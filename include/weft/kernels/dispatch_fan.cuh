@@ -50,9 +50,10 @@ class DispatchFan : public DispatchState<kConfig> {
  private:
   // Waits for the items and does what they ask for.
   __device__ bool fan_batch(i32 source, i32 first, i32 end) {
+    const i32 queue_begin = this->queue_begin(block(), s.num_tokens[source]);
     bool has_come = true;
     if (lane < end - first) {
-      has_come = transport::wait_token(a.view, flight, source, this->token_at(block(), first + lane));
+      has_come = transport::wait_token(a.view, flight, source, queue_begin + first + lane);
     }
     if (__all_sync(0xffffffffu, has_come ? 1 : 0) == 0) return false;
     __syncwarp();  // all lanes read what some have acquired
@@ -62,7 +63,7 @@ class DispatchFan : public DispatchState<kConfig> {
     float weight[kBatch][kSteps];
 #pragma unroll
     for (i32 idx = 0; idx < kBatch; ++idx) {
-      const i64 token = this->token_at(block(), first + idx);
+      const i64 token = queue_begin + first + idx;
 #pragma unroll
       for (i32 step = 0; step < kSteps; ++step) {
         const i32 k = step * 32 + lane;

@@ -1,8 +1,9 @@
 // Dispatch, before the counts are exchanged: who goes where, from the ids of this rank's tokens (docs/protocols/nvlink-dispatch.md,
-// step 2). Every block counts all of them.
+// step 2). Each block counts its share and tells the others of its GPU, by words that say themselves of which operation they are.
 #pragma once
 
 #include "weft/kernels/dispatch_state.cuh"
+#include "weft/sync/header.h"
 
 namespace weft::kernels {
 
@@ -18,41 +19,51 @@ class DispatchIds : public DispatchState<kConfig> {
   // Until counts have been sent the first warp loads rows and takes no part.
   static constexpr i32 kCountWarps = kWarps - 1;
   static constexpr i32 kCountThreads = kCountWarps * 32;
+  static_assert(kConfig.most_counted() < sync::kMaxProgress);
 
   __device__ explicit DispatchIds(const Base& base) : Base(base) {}
 
   __device__ void clear() {
     if constexpr (kConfig.is_cached) return;
-    const i32 num_words = (kConfig.is_by_expert() ? 2 * kPeriods + 1 : 1) * kExperts;
+    const i32 num_words = (kConfig.is_by_expert() ? kPeriods : 1) * kExperts;
     i32* words = kConfig.is_by_expert() ? this->index() : this->mine();
     for (i32 idx = static_cast<i32>(threadIdx.x); idx < num_words; idx += kThreads) words[idx] = 0;
   }
 
-  __device__ void count_tokens() {
-    if constexpr (kConfig.is_cached) return;
+  // By all warps but the first. False: another block says nothing; the reason is recorded.
+  __device__ bool count_tokens() {
+    if constexpr (kConfig.is_cached) return true;
+    const i32 num_groups = (a.num_tokens + 31) / 32;
+    // Blocks that have a share: the first ones.
+    const i32 num_counting = min(kConfig.is_by_expert() ? a.num_tokens : num_groups, kConfig.num_blocks);
+    bool has_bad = false;  // noted afterwards: code that is hardly ever run takes time to be fetched
     if constexpr (kConfig.is_by_expert()) {
-      count_picks();
-      meet();
-      for (i32 expert = thread(); expert < kExperts; expert += kCountThreads) sum_periods(expert);
+      count_picks(has_bad);
+    } else if constexpr (kSharesTokens) {
+      count_groups(num_groups, has_bad);
     } else {
-      const i32 num_groups = (a.num_tokens + 31) / 32;
-      if constexpr (kSharesTokens) {
-        count_groups(num_groups);
+      count_tokens_each(num_groups, has_bad);
+    }
+    if (has_bad) s.has_bad_ids = 1;
+    meet();
+    if (block() < num_counting) tell_picks();
+    if constexpr (kConfig.is_by_expert()) {
+      hear_picks(num_counting, warp - 1, kCountWarps);
+      meet();
+    } else {
+      constexpr i32 kPickWarps = (kCountWarps + 1) / 2;  // of block 0: the others have the ballots meanwhile
+      const i32 first_warp = block() == 0 ? kPickWarps : 0;
+      if (warp - 1 < first_warp) {
+        hear_picks(num_counting, warp - 1, kPickWarps);
       } else {
-        for (i32 first = warp - 1; first < num_groups; first += kCountWarps * kAhead) {
-          Id ids[kAhead][kBatch];
-          for (i32 k = 0; k < kTopk; k += kBatch) {
-#pragma unroll
-            for (i32 step = 0; step < kAhead; ++step) read_ids((first + step * kCountWarps) * 32 + lane, k, ids[step]);
-#pragma unroll
-            for (i32 step = 0; step < kAhead; ++step) count_ids(first + step * kCountWarps, num_groups, k, ids[step]);
-          }
-        }
+        hear_goers(num_groups, warp - 1 - first_warp, kCountWarps - first_warp);
       }
       meet();
       for (i32 to = warp - 1; to < kRanks; to += kCountWarps) sum_groups(to, num_groups);
     }
+    if (block() == 0 && s.has_bad_ids != 0) note_bad_ids();
     meet();
+    return s.has_failed == 0;
   }
 
  protected:
@@ -70,7 +81,6 @@ class DispatchIds : public DispatchState<kConfig> {
 
  private:
   static constexpr i32 kBatch = kTopk <= 16 ? kTopk : kTopk % 16 == 0 ? 16 : kTopk % 8 == 0 ? 8 : 1;  // ids at once
-  static constexpr i32 kAhead = kBatch <= 8 ? 4 : 1;  // groups whose ids are on their way together
 
   // rank_major: some lanes share a token, each with 16 bytes of ids, if the ranks of all tokens that a lane has a part of fit a word.
   static constexpr i32 kIds16 = 16 / static_cast<i32>(sizeof(Id));
@@ -79,6 +89,10 @@ class DispatchIds : public DispatchState<kConfig> {
   struct alignas(16) Ids16 {
     Id value[kIds16];
   };
+
+  __device__ static i32 block() { return static_cast<i32>(blockIdx.x); }
+
+  // ---- this block's share
 
   // Ids k .. k + kBatch - 1 of a token as they are, by 16-byte loads where rows divide so; -1 beyond the last token.
   __device__ void read_ids(i32 token, i32 k, Id (&ids)[kBatch]) const {
@@ -108,18 +122,17 @@ class DispatchIds : public DispatchState<kConfig> {
   __device__ bool is_sent(i64 id) const { return is_expert(id) && flight.is_active(static_cast<i32>(id) / kLocal); }
 
   // By expert: ids as they lie, so that neighbouring threads read neighbouring words.
-  __device__ void count_picks() {
+  __device__ void count_picks(bool& has_bad) {
     constexpr i32 kPer = kTopk % kIds16 == 0 ? kIds16 : 1;  // ids of a token that a thread reads at once
-    constexpr i32 kAtOnce = 8;
+    constexpr i32 kEach = kTopk / kPer;
+    constexpr i32 kAtOnce = 4;
     struct alignas(kPer * sizeof(Id)) Packed {
       Id value[kPer];
     };
-    const auto* packed = static_cast<const Packed*>(a.topk_idx);
-    const i32 num_packed = a.num_tokens * (kTopk / kPer);
-    const i32 in_chunk = a.chunk_tokens * (kTopk / kPer);
-    const i32 step_chunks = kCountThreads / in_chunk, step_rest = kCountThreads % in_chunk;
-    i32 chunk = thread() / in_chunk, rest = thread() % in_chunk;  // counted on: a division for each would take longer
-    bool has_bad = false;  // noted afterwards: code that is hardly ever run takes time to be fetched
+    const auto* packed =
+        static_cast<const Packed*>(a.topk_idx) + static_cast<i64>(this->queue_begin(block(), a.num_tokens)) * kEach;
+    const i32 num_packed = this->queue_len(block(), a.num_tokens) * kEach;
+    const u32 in_chunk = static_cast<u32>(this->chunk_tokens() * kEach);
     for (i32 first = thread(); first < num_packed; first += kAtOnce * kCountThreads) {
       Packed ids[kAtOnce];
 #pragma unroll
@@ -130,16 +143,8 @@ class DispatchIds : public DispatchState<kConfig> {
 #pragma unroll
       for (i32 step = 0; step < kAtOnce; ++step) {
         const i32 at = first + step * kCountThreads;
-        if (at >= num_packed) continue;
-        const i32 period = min(chunk / kConfig.num_blocks, kPeriods - 1);
-        i32* counts =
-            chunk % kConfig.num_blocks < static_cast<i32>(blockIdx.x) ? this->before(period) : this->rest(period);
-        chunk += step_chunks;
-        rest += step_rest;
-        if (rest >= in_chunk) {
-          rest -= in_chunk;
-          ++chunk;
-        }
+        if (at >= num_packed) break;
+        i32* counts = this->before(static_cast<i32>(static_cast<u32>(at) / in_chunk));
 #pragma unroll
         for (i32 idx = 0; idx < kPer; ++idx) {
           const i64 id = ids[step].value[idx];
@@ -148,69 +153,67 @@ class DispatchIds : public DispatchState<kConfig> {
         }
       }
     }
-    if (blockIdx.x != 0 || !has_bad) return;
-    for (i32 at = thread(); at < num_packed; at += kCountThreads) {
-#pragma unroll
-      for (i32 idx = 0; idx < kPer; ++idx) {
-        if (is_bad(packed[at].value[idx])) note_bad_id(at * kPer + idx);
-      }
-    }
   }
 
-  // rank_major, ids as they lie: neighbouring lanes read neighbouring words. A group is kSharers loads of the warp.
-  __device__ void count_groups(i32 num_groups) {
-    constexpr i32 kGroupsAhead = kSharers <= 4 ? 4 : 1;
+  // rank_major: a block has groups block, block + num_blocks, ... Ids as they lie: neighbouring lanes read neighbouring words. A
+  // group is kSharers loads of the warp.
+  __device__ void count_groups(i32 num_groups, bool& has_bad) {
+    constexpr i32 kGroupsAhead = kSharers <= 4 ? 2 : 1, kStep = kCountWarps * kConfig.num_blocks;
     const auto* packed = static_cast<const Ids16*>(a.topk_idx);
     const i32 num_packed = a.num_tokens * kSharers;
-    bool has_bad = false;
-    for (i32 first = warp - 1; first < num_groups; first += kCountWarps * kGroupsAhead) {
+    for (i32 first = first_group(); first < num_groups; first += kStep * kGroupsAhead) {
       Ids16 ids[kGroupsAhead][kSharers];
 #pragma unroll
       for (i32 step = 0; step < kGroupsAhead; ++step) {
 #pragma unroll
         for (i32 part = 0; part < kSharers; ++part) {
-          const i32 at = ((first + step * kCountWarps) * kSharers + part) * 32 + lane;
+          const i32 at = ((first + step * kStep) * kSharers + part) * 32 + lane;
           if (at < num_packed) ids[step][part] = packed[at];
         }
       }
 #pragma unroll
       for (i32 step = 0; step < kGroupsAhead; ++step) {
-        const i32 group = first + step * kCountWarps;
+        const i32 group = first + step * kStep;
+        if (group >= num_groups) break;
         u32 masks = 0;
 #pragma unroll
         for (i32 part = 0; part < kSharers; ++part) {
           const i32 at = (group * kSharers + part) * 32 + lane;
-          if (at < num_packed) masks |= ranks_of(ids[step][part], has_bad) << (part * kRanks);
+          if (at < num_packed) masks |= ranks_of(ids[step][part].value, has_bad) << (part * kRanks);
         }
-        if (group < num_groups) note_goers(group, own_mask(masks));
-      }
-    }
-    if (blockIdx.x != 0 || !has_bad) return;
-    for (i32 at = thread(); at < num_packed; at += kCountThreads) {
-#pragma unroll
-      for (i32 idx = 0; idx < kIds16; ++idx) {
-        if (is_bad(packed[at].value[idx])) note_bad_id(at * kIds16 + idx);
+        tell_goers(group, own_mask(masks));
       }
     }
   }
 
-  // Bit r: rank r holds one of these ids.
-  __device__ u32 ranks_of(const Ids16& ids, bool& has_bad) {
+  // rank_major, where tokens can't be shared so: each lane has one.
+  __device__ void count_tokens_each(i32 num_groups, bool& has_bad) {
+    for (i32 group = first_group(); group < num_groups; group += kCountWarps * kConfig.num_blocks) {
+      u32 mask = 0;
+      for (i32 k = 0; k < kTopk; k += kBatch) {
+        Id ids[kBatch];
+        read_ids(group * 32 + lane, k, ids);
+        mask |= ranks_of(ids, has_bad);
+      }
+      tell_goers(group, mask);
+    }
+  }
+
+  __device__ i32 first_group() const { return block() + (warp - 1) * kConfig.num_blocks; }
+
+  // Counts them. Bit r: rank r holds one of these ids.
+  template <i32 kNum>
+  __device__ u32 ranks_of(const Id (&ids)[kNum], bool& has_bad) const {
     u32 mask = 0;
 #pragma unroll
-    for (i32 idx = 0; idx < kIds16; ++idx) {
-      const i64 id = ids.value[idx];
-      if (is_expert(id)) mask |= 1u << (static_cast<u32>(id) / kLocal);
+    for (i32 idx = 0; idx < kNum; ++idx) {
+      const i64 id = ids[idx];
+      has_bad = has_bad || is_bad(id);
+      if (!is_sent(id)) continue;
+      mask |= 1u << (static_cast<u32>(id) / kLocal);
+      atomicAdd(&this->mine()[id], 1);
     }
-    if (blockIdx.x == 0) {
-#pragma unroll
-      for (i32 idx = 0; idx < kIds16; ++idx) {
-        const i64 id = ids.value[idx];
-        if (is_sent(id)) atomicAdd(&this->mine()[id], 1);
-        has_bad = has_bad || is_bad(id);
-      }
-    }
-    return mask & flight.active_mask;
+    return mask;
   }
 
   // Of `masks`, for each load of the group that of one token, whose lanes lie side by side: the mask of token `lane`.
@@ -223,37 +226,132 @@ class DispatchIds : public DispatchState<kConfig> {
     return masks >> (lane / kTokens * kRanks) & kMask;
   }
 
-  __device__ void note_goers(i32 group, u32 mask) const {
+  // ---- between the blocks of this rank. A word holds all that it says, so none orders another.
+
+  static constexpr i32 kParts = kRanks * static_cast<i32>(kGoersParts);  // words of a group
+  static_assert(kParts <= 32 && kCountThreads % kGoersParts == 0);
+
+  __device__ u64* word_at(u64 offset) const { return reinterpret_cast<u64*>(a.view.control[rank()] + offset); }
+
+  __device__ void tell(u64 offset, u32 n) const {
+    ptx::st_relaxed_sys(word_at(offset), sync::pack_progress(flight.turn, n));
+  }
+
+  // 0: the word still belongs to another operation.
+  __device__ u32 heard(u64 word) const { return sync::progress_in(word, flight.turn); }
+
+  // A lane for each rank and half of the group.
+  __device__ void tell_goers(i32 group, u32 mask) const {
+    u32 own = 0;
 #pragma unroll
     for (i32 to = 0; to < kRanks; ++to) {
       const u32 ballot = __ballot_sync(0xffffffffu, (mask >> to & 1u) != 0);
-      if (lane == 0) this->goers(to, group) = ballot;
+      if (lane / 2 == to) own = lane % 2 == 0 ? ballot & 0xffff : ballot >> 16;
+    }
+    if (lane < kParts) tell(a.view.layout.goers_word(group, lane), own | 1u << 16);
+  }
+
+  __device__ void tell_picks() const {
+    for (i32 expert = thread(); expert <= kExperts; expert += kCountThreads) {
+      i32 sum = expert < kExperts ? 0 : static_cast<i32>(s.has_bad_ids);
+      if (expert < kExperts) {
+#pragma unroll
+        for (i32 period = 0; period < (kConfig.is_by_expert() ? kPeriods : 1); ++period) {
+          sum += kConfig.is_by_expert() ? this->before(period)[expert] : this->mine()[expert];
+        }
+      }
+      tell(a.view.layout.picks_word(block(), expert), static_cast<u32>(sum) + 1);
     }
   }
 
-  // rank_major, where tokens can't be shared so.
-  __device__ void count_ids(i32 group, i32 num_groups, i32 first_k, const Id (&ids)[kBatch]) {
-    const i32 token = group * 32 + lane;
-    u32 mask = 0;
+  // By some warps, this one being `nth` of them: the ballots of all groups.
+  __device__ void hear_goers(i32 num_groups, i32 nth, i32 num_warps) {
+    constexpr i32 kAtOnce = 4;
+    const i32 num_words = num_groups * kParts, num_threads = num_warps * 32;
+    const u64* first_word = word_at(a.view.layout.goers_word(0, 0));
+    for (i32 first = nth * 32; first < num_words; first += num_threads * kAtOnce) {
+      u64 words[kAtOnce];
+      const auto look = [&] {
 #pragma unroll
-    for (i32 idx = 0; idx < kBatch; ++idx) {
-      const i64 id = ids[idx];
-      if (blockIdx.x == 0 && (id < -1 || id >= kExperts)) note_bad_id(token * kTopk + first_k + idx);
-      if (!is_sent(id)) continue;
-      mask |= 1u << (static_cast<i32>(id) / kLocal);
-      if (blockIdx.x == 0) atomicAdd(&this->mine()[id], 1);
-    }
-    if (group >= num_groups) return;
+        for (i32 idx = 0; idx < kAtOnce; ++idx) {
+          words[idx] = ptx::ld_relaxed_sys(first_word + min(first + idx * num_threads + lane, num_words - 1));
+        }
+        bool is_there = true;
 #pragma unroll
-    for (i32 to = 0; to < kRanks; ++to) {
-      const u32 ballot = __ballot_sync(0xffffffffu, (mask >> to & 1u) != 0);
-      if (lane == 0) this->goers(to, group) = first_k == 0 ? ballot : this->goers(to, group) | ballot;
+        for (i32 idx = 0; idx < kAtOnce; ++idx) is_there = is_there && heard(words[idx]) != 0;
+        return is_there;
+      };
+      if (!transport::wait_blocks(a.view, flight, look)) {
+        s.has_failed = 1;
+        return;
+      }
+#pragma unroll
+      for (i32 idx = 0; idx < kAtOnce; ++idx) {
+        const i32 at = first + idx * num_threads + lane;
+        const u32 half = heard(words[idx]) & 0xffff;
+        const u32 other = __shfl_xor_sync(0xffffffffu, half, 1);
+        if (lane % 2 == 0 && at < num_words) this->goers(at % kParts / 2, at / kParts) = half | other << 16;
+      }
     }
   }
 
-  __device__ void note_bad_id(i32 at) {
-    atomicAdd(&s.num_bad_ids, 1);
-    atomicMin(&s.first_bad_at, at);
+  // By some warps, this one being `nth` of them: the picks of all blocks. Block 0 hears of bad ids too.
+  __device__ void hear_picks(i32 num_counting, i32 nth, i32 num_warps) {
+    const i32 num_words = kExperts + (block() == 0 ? 1 : 0);
+    for (i32 first = nth * 32; first < num_words; first += num_warps * 32) {
+      const i32 expert = first + lane;
+      i32 all = 0, lower = 0;
+      if (!add_blocks(min(expert, kExperts), num_counting, all, lower)) {
+        s.has_failed = 1;
+        return;
+      }
+      if (expert == kExperts && all > 0) s.has_bad_ids = 1;
+      if (expert >= kExperts) continue;
+      this->mine()[expert] = all;
+      if constexpr (kConfig.is_by_expert()) sum_periods(expert, lower);
+    }
+  }
+
+  // By a whole warp, each lane with its expert: what all blocks have counted, and those with lower numbers. The words of many
+  // blocks are asked for together.
+  __device__ bool add_blocks(i32 expert, i32 num_counting, i32& all, i32& lower) const {
+    constexpr i32 kRounds = (kConfig.num_blocks + 15) / 16, kAtOnce = (kConfig.num_blocks + kRounds - 1) / kRounds;
+    const u64* first_word = word_at(a.view.layout.picks_word(0, expert));
+    for (i32 first = 0; first < num_counting; first += kAtOnce) {
+      i32 num_here = 0, num_lower = 0;
+      const auto look = [&] {
+        u64 words[kAtOnce];
+#pragma unroll
+        for (i32 idx = 0; idx < kAtOnce; ++idx) {
+          words[idx] = ptx::ld_relaxed_sys(first_word + min(first + idx, num_counting - 1) * (kExperts + 1));
+        }
+        bool is_there = true;
+        num_here = num_lower = 0;
+#pragma unroll
+        for (i32 idx = 0; idx < kAtOnce; ++idx) {
+          const u32 n = heard(words[idx]);
+          const i32 count = first + idx < num_counting ? static_cast<i32>(n) - 1 : 0;
+          is_there = is_there && n != 0;
+          num_here += count;
+          num_lower += first + idx < block() ? count : 0;
+        }
+        return is_there;
+      };
+      if (!transport::wait_blocks(a.view, flight, look)) return false;
+      all += num_here;
+      lower += num_lower;
+    }
+    return true;
+  }
+
+  // How many picks of the expert come before each of this block's chunks.
+  __device__ void sum_periods(i32 expert, i32 lower) {
+    i32 sum = lower;
+    for (i32 period = 0; period < kPeriods; ++period) {
+      const i32 in_period = this->before(period)[expert];
+      this->before(period)[expert] = sum;
+      sum += in_period;
+    }
   }
 
   // One warp: prefix sums over the groups.
@@ -269,15 +367,14 @@ class DispatchIds : public DispatchState<kConfig> {
     if (lane == 0) s.total[to] = carry;
   }
 
-  // How many picks of the expert come before each of this block's chunks.
-  __device__ void sum_periods(i32 expert) {
-    i32 sum = 0;
-    for (i32 period = 0; period < kPeriods; ++period) {
-      const i32 in_period = this->before(period)[expert] + this->rest(period)[expert];
-      this->before(period)[expert] += sum;
-      sum += in_period;
+  // Of all tokens; by block 0, if any is bad.
+  __device__ void note_bad_ids() {
+    const i32 num_ids = a.num_tokens * kTopk;
+    for (i32 at = thread(); at < num_ids; at += kCountThreads) {
+      if (!is_bad(static_cast<const Id*>(a.topk_idx)[at])) continue;
+      atomicAdd(&s.num_bad_ids, 1);
+      atomicMin(&s.first_bad_at, at);
     }
-    this->mine()[expert] = sum;
   }
 };
 

@@ -34,8 +34,10 @@ class DispatchPlan : public DispatchState<kConfig> {
   };
 
   __device__ void plan_chunk(i32 period) {
-    const i64 begin = static_cast<i64>(this->chunk_begin(period)) * kTopk;
-    const i64 end = begin + this->num_chunk_tokens(period, a.num_tokens) * kTopk;
+    const i32 block = static_cast<i32>(blockIdx.x), num_tokens = this->queue_len(block, a.num_tokens);
+    const i32 chunk = this->chunk_tokens(), first_token = min(period * chunk, num_tokens);
+    const i64 begin = static_cast<i64>(this->queue_begin(block, a.num_tokens) + first_token) * kTopk;
+    const i64 end = begin + static_cast<i64>(min(num_tokens - first_token, chunk)) * kTopk;
     Pick next = fetch(begin + lane, end);
     for (i64 first = begin; first < end; first += 32) {
       const Pick pick = next;

@@ -187,7 +187,7 @@ class DispatchSend : public DispatchState<kConfig> {
         end_ = owner_ >= 0 ? min(token_ + kChunkTokens, this->queue_len(owner_, a.num_tokens)) : 0;
         if (owner_ >= 0) take_items();  // known when they are needed
       }
-      return owner_ >= 0 ? this->token_at(owner_, token_++) : -1;
+      return owner_ >= 0 ? this->queue_begin(owner_, a.num_tokens) + token_++ : -1;
     } else {
       if (n_ == 0) {
         token_ = static_cast<i32>(blockIdx.x) * num_first();
@@ -297,9 +297,10 @@ class DispatchSend : public DispatchState<kConfig> {
   // By expert: what is needed to know of a token. False: the GPU has gone wrong.
   __device__ bool fetch(Item& item, i32 token) {
     if constexpr (!kConfig.is_cached) {
-      const i32 chunk = token / a.chunk_tokens;
-      if (chunk % kConfig.num_blocks == block() && !wait_planned(chunk / kConfig.num_blocks, token % a.chunk_tokens))
-        return false;
+      const i32 item = token - this->queue_begin(block(), a.num_tokens);
+      const bool is_own = item >= 0 && item < this->queue_len(block(), a.num_tokens);
+      const i32 chunk = this->chunk_tokens();
+      if (is_own && !wait_planned(item / chunk, item % chunk)) return false;
     }
     const GpuSendPlan<i32> plan{a.send_plan, a.num_tokens, kTopk};
     const i64 first = static_cast<i64>(token) * kTopk;

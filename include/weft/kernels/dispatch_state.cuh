@@ -26,6 +26,7 @@ struct DispatchShared {
   u32 num_told[kStoreWarps];
   u32 has_failed;                // set by any thread: the block leaves without another header
   u32 is_given_up;               // a rank has no room: all ranks see it and go on to the next call
+  u32 has_bad_ids;               // among those that this block has counted; block 0: that any has
   u32 staged_mask;               // bit r: the result of rank r does not fit its heap
   u32 int64_mask;                // rank_major, bit r: rank r has ids of 8 bytes, else of 4
   i32 total[kConfig.num_ranks];  // rank_major: rows from here to each rank
@@ -75,12 +76,11 @@ struct DispatchState {
     return reinterpret_cast<u32*>(index())[to * kConfig.num_groups + group];
   }
   __device__ i32& rows_before(i32 to, i32 group) const { return index()[(kRanks + to) * kConfig.num_groups + group]; }
-  // Picks of the expert in a period: in the chunks before this block's, and in the others. Then `before` counts on.
+  // Picks of the expert in a chunk of this block; then those before the chunk, and planning counts on.
   __device__ i32* before(i32 period) const { return index() + period * kExperts; }
-  __device__ i32* rest(i32 period) const { return index() + (kPeriods + period) * kExperts; }
   // Picks of this rank's tokens for each expert.
   __device__ i32* mine() const {
-    return index() + (kConfig.is_by_expert() ? 2 * kPeriods * kExperts : 2 * kRanks * kConfig.num_groups);
+    return index() + (kConfig.is_by_expert() ? kPeriods * kExperts : 2 * kRanks * kConfig.num_groups);
   }
   __device__ i32* place() const { return mine() + kExperts; }      // row of this rank's first pick of the expert
   __device__ i32* total_of() const { return place() + kExperts; }  // picks of all ranks for the expert
@@ -88,25 +88,19 @@ struct DispatchState {
   __device__ u8* stage(i32 idx) const { return dynamic + kConfig.index_bytes() + idx * kConfig.stage_bytes(); }
   __device__ u8* fan_stage(i32 idx) const { return stage(kConfig.num_stages) + idx * kConfig.fan_stage_bytes(); }
 
-  // ---- tokens by expert: a block has kPeriods chunks, since it must count what comes before each. They are its queue.
+  // ---- tokens by expert: those of a block lie side by side and are its queue, in kPeriods chunks that are planned on their own.
 
-  __device__ i32 chunk_begin(i32 period) const {
-    return (period * kConfig.num_blocks + static_cast<i32>(blockIdx.x)) * a.chunk_tokens;
+  // Of a rank with so many tokens: the first one of a block, and how many it has.
+  __device__ static i32 queue_begin(i32 block, i32 num_tokens) {
+    return num_tokens / kConfig.num_blocks * block + min(block, num_tokens % kConfig.num_blocks);
+  }
+  __device__ static i32 queue_len(i32 block, i32 num_tokens) {
+    return num_tokens / kConfig.num_blocks + (block < num_tokens % kConfig.num_blocks ? 1 : 0);
   }
 
-  __device__ i32 num_chunk_tokens(i32 period, i32 num_tokens) const {
-    return min(max(num_tokens - chunk_begin(period), 0), a.chunk_tokens);
-  }
-
-  // Tokens in the queue of a block, of a rank with so many.
-  __device__ i32 queue_len(i32 block, i32 num_tokens) const {
-    const i32 round = kConfig.num_blocks * a.chunk_tokens;
-    const i32 rest = num_tokens % round - block * a.chunk_tokens;
-    return num_tokens / round * a.chunk_tokens + min(max(rest, 0), a.chunk_tokens);
-  }
-
-  __device__ i32 token_at(i32 block, i32 item) const {
-    return (item / a.chunk_tokens * kConfig.num_blocks + block) * a.chunk_tokens + item % a.chunk_tokens;
+  // Of this block.
+  __device__ i32 chunk_tokens() const {
+    return max((queue_len(static_cast<i32>(blockIdx.x), a.num_tokens) + kPeriods - 1) / kPeriods, 1);
   }
 
   // Counts what this rank's blocks have taken of a queue, and what of it is planned.

@@ -1,11 +1,12 @@
 // Where everything lies in the window of a GPU. Formulas only; docs/protocols/nvlink-window.md explains the words.
 //
 //   control memory   GpuControlWords | headers (phase, parity, source, block) | progress (source, block, channel) | payloads
-//                    | queues (block) | arrived (source, token) | small picks (parity, source, token, k)
+//                    | queues (block) | picks (block, expert) | goers (group, part) | arrived (source, token)
+//                    | small picks (parity, source, token, k)
 //   heap memory      landing (rows, ids, weights, table) | small slots (rows, weights) | receive tensors
 //
-// Every cell has one writer, but for the landing, whose rows are dealt out by each operation anew, and the queues, which the
-// owner's blocks share.
+// Every cell has one writer, but for the landing, whose rows are dealt out by each operation anew, the queues, which the
+// owner's blocks share, and what the owner's blocks tell each other, where the block depends on the call.
 #pragma once
 
 #include "weft/config/base.h"
@@ -16,6 +17,7 @@ namespace weft {
 
 constexpr i32 kMaxGpuRanks = 16;  // ranks of one scale-up domain that a kernel addresses directly
 constexpr i32 kNumProgress = 8;   // progress words of a block: one for each warp that sends
+constexpr u64 kGoersParts = 2;    // of a group of 32 tokens, since a progress word has 24 bits
 
 // Words of the rank that owns the window; those of every call are in one cache line. Written by its own kernels and its host.
 struct alignas(kCacheLine) GpuControlWords {
@@ -68,6 +70,7 @@ struct GpuWindowShape {
 
 struct GpuWindowLayout {
   i32 num_ranks = 0;
+  i32 num_experts = 0;
   i32 num_blocks = 1;
   i64 max_tokens = 0;
   u64 headers = 0;
@@ -75,6 +78,8 @@ struct GpuWindowLayout {
   u64 payloads = 0;
   u64 payload_bytes = 0;  // one slot
   u64 queues = 0;
+  u64 picks = 0;
+  u64 goers = 0;
   u64 arrived = 0;
   u64 small_picks = 0;  // [2 parities, num_ranks, small_tokens, top_k] progress words
   u64 control_bytes = 0;
@@ -108,7 +113,12 @@ struct GpuWindowLayout {
         (CheckedSize(sizeof(GpuCountPayload)) + CheckedSize(static_cast<u64>(shape.num_experts) + ranks) * u64{4})
             .aligned(kCacheLine);
     const CheckedSize queues = payloads + payload * (ranks * static_cast<u64>(kNumParities));
-    const CheckedSize arrived = queues + CheckedSize(static_cast<u64>(shape.num_blocks)) * static_cast<u64>(kCacheLine);
+    const CheckedSize blocks = CheckedSize(static_cast<u64>(shape.num_blocks));
+    const CheckedSize block_picks = queues + blocks * static_cast<u64>(kCacheLine);
+    const CheckedSize goers =
+        (block_picks + blocks * (static_cast<u64>(shape.num_experts) + 1) * u64{8}).aligned(kCacheLine);
+    const CheckedSize groups = CheckedSize((static_cast<u64>(shape.max_tokens) + 31) / 32);
+    const CheckedSize arrived = (goers + groups * (ranks * kGoersParts) * u64{8}).aligned(kCacheLine);
     const CheckedSize rows = CheckedSize(ranks) * static_cast<u64>(shape.max_tokens);
     const CheckedSize slots =
         CheckedSize(ranks * static_cast<u64>(kNumParities)) * static_cast<u64>(shape.small_tokens);
@@ -124,6 +134,7 @@ struct GpuWindowLayout {
     const CheckedSize small_weights = (small + slots * small_row).aligned(kAlign);
     const CheckedSize total = (small_weights + slot_picks * u64{4}).aligned(4096);
     layout.num_ranks = shape.num_ranks;
+    layout.num_experts = shape.num_experts;
     layout.num_blocks = shape.num_blocks;
     layout.max_tokens = shape.max_tokens;
     layout.headers = headers.value;
@@ -131,6 +142,8 @@ struct GpuWindowLayout {
     layout.payloads = payloads.value;
     layout.payload_bytes = payload.value;
     layout.queues = queues.value;
+    layout.picks = block_picks.value;
+    layout.goers = goers.value;
     layout.arrived = arrived.value;
     layout.small_picks = small_picks.value;
     layout.control_bytes = control.value;
@@ -162,6 +175,17 @@ struct GpuWindowLayout {
   // By expert, of the tokens that a block of the owner has to send: the number of runs that some block has taken, and, times
   // 2^32, of chunks that are planned. 0 between operations.
   WEFT_HD constexpr u64 queue(i32 block) const { return queues + static_cast<u64>(block) * kCacheLine; }
+  // What the blocks of one dispatch have counted, for each other: progress words whose n is written once.
+  // 1 + the picks of the block's tokens for the expert; of expert `num_experts`: 2 if an id of them is bad, else 1.
+  WEFT_HD constexpr u64 picks_word(i32 block, i32 expert) const {
+    const u64 first = static_cast<u64>(block) * (static_cast<u64>(num_experts) + 1);
+    return picks + (first + static_cast<u64>(expert)) * sizeof(u64);
+  }
+  // rank_major: 2^16 + which of 16 tokens go to a rank; part 2 * rank is the first half of the group of 32, the next the other.
+  WEFT_HD constexpr u64 goers_word(i32 group, i32 part) const {
+    const u64 first = static_cast<u64>(group) * static_cast<u64>(num_ranks) * kGoersParts;
+    return goers + (first + static_cast<u64>(part)) * sizeof(u64);
+  }
   // A progress word: 1 when the source's row of this token is at its place (by expert).
   WEFT_HD constexpr u64 arrived_word(i32 source, i64 token) const {
     return arrived + (static_cast<u64>(source) * static_cast<u64>(max_tokens) + static_cast<u64>(token)) * sizeof(u64);

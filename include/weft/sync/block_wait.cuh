@@ -98,6 +98,21 @@ __device__ inline bool wait_any_lane(Look look, u32 sleep_ns = 0) {
   return wait_until([&] { return __any_sync(0xffffffffu, look()) != 0; }, pause) == WaitResult::kReady;
 }
 
+// By a whole warp: until `look` is true in all lanes. One lane has `pause`, the others hear of it.
+template <class Look, class Pause>
+__device__ inline WaitResult wait_all_lanes(Look look, Pause& pause) {
+  struct WarpPause {
+    Pause& first_lane;
+    __device__ PauseResult turn() {
+      u32 verdict = 0;
+      if (threadIdx.x % ptx::kWarpLanes == 0) verdict = static_cast<u32>(first_lane.turn());
+      return static_cast<PauseResult>(__shfl_sync(0xffffffffu, verdict, 0));
+    }
+  };
+  WarpPause warp{pause};
+  return wait_until([&] { return __all_sync(0xffffffffu, look() ? 1 : 0) != 0; }, warp);
+}
+
 // By a whole warp, each lane with its word, which another warp of the block writes: until one of the words differs from what
 // its lane has seen. Returns this lane's; if none ever differs, all have what they had.
 __device__ inline u32 wait_any_change(const u32* word, u32 seen) {

@@ -120,6 +120,30 @@ __device__ inline bool wait_token(const WindowView& view, const Flight& flight, 
   return settle(view, flight, sync::wait_progress(word, flight.turn, 1, pause), Phase::kSend, peer, 0);
 }
 
+// By a whole warp: until `look`, at progress words of other blocks of this launch, is true in all lanes. False: leave, the reason
+// is recorded. A block that begins when another has failed sees its window broken and says nothing, so that ends the wait too.
+template <class Look>
+__device__ inline bool wait_blocks(const WindowView& view, const Flight& flight, Look look) {
+  struct Pause {
+    const u64* broken;
+    sync::LanePause lane;
+    u32 num_turns = 0;
+    __device__ sync::PauseResult turn() {
+      constexpr u32 kTurnsOfBroken = 16;
+      const sync::PauseResult verdict = lane.turn();
+      if (verdict != sync::PauseResult::kLookAgain || ++num_turns % kTurnsOfBroken != 0) return verdict;
+      return ptx::ld_relaxed_sys(broken) != 0 ? sync::PauseResult::kAbort : verdict;
+    }
+  };
+  const u64* broken = &view.words()->broken;
+  Pause pause{broken, {&view.host->abort, u64{1} << view.rank, &view.host->timeout_ns}};
+  const sync::WaitResult result = sync::wait_all_lanes(look, pause);
+  if (result == sync::WaitResult::kReady) return true;
+  const bool is_first = threadIdx.x % ptx::kWarpLanes == 0 && ptx::ld_relaxed_sys(broken) == 0;
+  if (is_first) settle(view, flight, result, Phase::kCount, view.rank, 0);
+  return false;
+}
+
 // How far the peer's channel has come by now.
 __device__ inline u32 progress(const WindowView& view, const Flight& flight, i32 peer, i32 block, i32 channel) {
   const u8* word = view.control[view.rank] + view.layout.progress_word(peer, block, channel);
@@ -147,15 +171,13 @@ __device__ inline Verdict worst_of(Verdict verdict) {
 }
 
 // The headers of `phase` and `block` from every active peer: one thread a peer, the worst verdict for the whole block.
-// `first_thread`: whose peer is rank 0, for a block whose first threads are busy.
+// `first_thread`: whose peer is rank 0, for a block whose first threads are busy. `so_far`: what this thread has come to before;
+// it does not wait if that is bad.
 __device__ inline Verdict wait_all(const WindowView& view, Phase phase, const Flight& flight, i32 block,
-                                   i32 first_thread = 0) {
-  Verdict verdict = Verdict::kOk;
+                                   i32 first_thread = 0, Verdict so_far = Verdict::kOk) {
   const i32 peer = static_cast<i32>(threadIdx.x) - first_thread;
-  if (peer >= 0 && peer < view.num_ranks && peer != view.rank && flight.is_active(peer)) {
-    verdict = wait(view, phase, flight, peer, block);
-  }
-  return worst_of(verdict);
+  const bool is_peer = peer >= 0 && peer < view.num_ranks && peer != view.rank && flight.is_active(peer);
+  return worst_of(is_peer && so_far == Verdict::kOk ? wait(view, phase, flight, peer, block) : so_far);
 }
 
 // For the whole block: whether all others have ended. No block waits for another.

@@ -10,6 +10,7 @@
 #include "engine/nvlink/small_dispatch.h"
 #include "weft/layout/checked.h"
 #include "weft/ptx/fp8_scale.h"
+#include "weft/sync/header.h"
 
 namespace weft::nvlink {
 
@@ -25,6 +26,11 @@ DispatchKernelConfig kernel_config(const GpuWindowShape& shape, const DispatchAr
   describe_rows(config, shape, args);
   config.num_groups = static_cast<i32>((shape.max_tokens + 31) / 32);
   config.is_cached = args.cached;
+  if (config.most_counted() >= sync::kMaxProgress) {
+    throw_unsupported("dispatch of " + std::to_string(shape.max_tokens) + " tokens a call with top_k " +
+                      std::to_string(shape.top_k) + " on " + std::to_string(config.num_blocks) +
+                      " SMs: a block counts 2^24 - 2 picks at most; need: more SMs or fewer tokens a call");
+  }
   return with_stages(config, shared_bytes);
 }
 
@@ -158,8 +164,6 @@ kernels::DispatchKernelArgs DispatchCall::kernel_arguments(const Window::Turn& t
   args.topk_idx = reinterpret_cast<const void*>(a_.topk_idx);
   args.topk_weights = reinterpret_cast<const float*>(a_.topk_weights);
   args.num_tokens = static_cast<i32>(a_.num_tokens);
-  const i64 num_chunks = i64{DispatchKernelConfig::kPeriods} * a_.num_blocks;
-  args.chunk_tokens = static_cast<i32>(std::max<i64>((a_.max_tokens + num_chunks - 1) / num_chunks, 1));
   args.alignment = static_cast<i32>(a_.alignment);
   args.zeroes_holes = a_.zeroes_holes;
   args.capacity = a_.capacity;
