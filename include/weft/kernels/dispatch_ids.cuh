@@ -229,7 +229,7 @@ class DispatchIds : public DispatchState<kConfig> {
   // ---- between the blocks of this rank. A word holds all that it says, so none orders another.
 
   static constexpr i32 kParts = kRanks * static_cast<i32>(kGoersParts);  // words of a group
-  static_assert(kParts <= 32 && kCountThreads % kGoersParts == 0);
+  static_assert(kParts <= 32);
 
   __device__ u64* word_at(u64 offset) const { return reinterpret_cast<u64*>(a.view.control[rank()] + offset); }
 
@@ -264,21 +264,28 @@ class DispatchIds : public DispatchState<kConfig> {
     }
   }
 
-  // By some warps, this one being `nth` of them: the ballots of all groups.
+  // By some warps, this one being `nth` of them: the ballots of all groups, the two words of each together.
   __device__ void hear_goers(i32 num_groups, i32 nth, i32 num_warps) {
-    constexpr i32 kAtOnce = 4;
-    const i32 num_words = num_groups * kParts, num_threads = num_warps * 32;
-    const u64* first_word = word_at(a.view.layout.goers_word(0, 0));
-    for (i32 first = nth * 32; first < num_words; first += num_threads * kAtOnce) {
-      u64 words[kAtOnce];
+    constexpr i32 kAtOnce = 5;
+    const i32 num_ballots = num_groups * kRanks, num_threads = num_warps * 32;
+    const u64* words = word_at(a.view.layout.goers_word(0, 0));
+    for (i32 first = nth * 32; first < num_ballots; first += num_threads * kAtOnce) {
+      const auto is_here = [&](i32 idx) { return first + idx * num_threads < num_ballots; };  // of some lane
+      const auto ballot_of = [&](i32 idx) { return min(first + idx * num_threads + lane, num_ballots - 1); };
+      u32 ballots[kAtOnce];
       const auto look = [&] {
+        u64 pair[kAtOnce][2];
 #pragma unroll
         for (i32 idx = 0; idx < kAtOnce; ++idx) {
-          words[idx] = ptx::ld_relaxed_sys(first_word + min(first + idx * num_threads + lane, num_words - 1));
+          if (is_here(idx)) ptx::ld_relaxed_sys(words + 2 * ballot_of(idx), pair[idx]);
         }
         bool is_there = true;
 #pragma unroll
-        for (i32 idx = 0; idx < kAtOnce; ++idx) is_there = is_there && heard(words[idx]) != 0;
+        for (i32 idx = 0; idx < kAtOnce; ++idx) {
+          const u32 low = is_here(idx) ? heard(pair[idx][0]) : 1, high = is_here(idx) ? heard(pair[idx][1]) : 1;
+          is_there = is_there && low != 0 && high != 0;
+          ballots[idx] = (low & 0xffff) | high << 16;
+        }
         return is_there;
       };
       if (!transport::wait_blocks(a.view, flight, look)) {
@@ -287,10 +294,7 @@ class DispatchIds : public DispatchState<kConfig> {
       }
 #pragma unroll
       for (i32 idx = 0; idx < kAtOnce; ++idx) {
-        const i32 at = first + idx * num_threads + lane;
-        const u32 half = heard(words[idx]) & 0xffff;
-        const u32 other = __shfl_xor_sync(0xffffffffu, half, 1);
-        if (lane % 2 == 0 && at < num_words) this->goers(at % kParts / 2, at / kParts) = half | other << 16;
+        if (is_here(idx)) this->goers(ballot_of(idx) % kRanks, ballot_of(idx) / kRanks) = ballots[idx];
       }
     }
   }
@@ -315,7 +319,8 @@ class DispatchIds : public DispatchState<kConfig> {
   // By a whole warp, each lane with its expert: what all blocks have counted, and those with lower numbers. The words of many
   // blocks are asked for together.
   __device__ bool add_blocks(i32 expert, i32 num_counting, i32& all, i32& lower) const {
-    constexpr i32 kRounds = (kConfig.num_blocks + 15) / 16, kAtOnce = (kConfig.num_blocks + kRounds - 1) / kRounds;
+    constexpr i32 kMost = kConfig.is_by_expert() ? 20 : 16, kRounds = (kConfig.num_blocks + kMost - 1) / kMost;
+    constexpr i32 kAtOnce = (kConfig.num_blocks + kRounds - 1) / kRounds;
     const u64* first_word = word_at(a.view.layout.picks_word(0, expert));
     for (i32 first = 0; first < num_counting; first += kAtOnce) {
       i32 num_here = 0, num_lower = 0;
@@ -354,17 +359,18 @@ class DispatchIds : public DispatchState<kConfig> {
     }
   }
 
-  // One warp: prefix sums over the groups.
+  // One warp: prefix sums over the groups, of which each lane has some side by side.
   __device__ void sum_groups(i32 to, i32 num_groups) {
-    i32 carry = 0;
-    for (i32 first = 0; first < num_groups; first += 32) {
-      const i32 group = first + lane;
-      const i32 mine = group < num_groups ? __popc(this->goers(to, group)) : 0;
-      const i32 sum = inclusive_sum(mine);
-      if (group < num_groups) this->rows_before(to, group) = carry + sum - mine;
-      carry += __shfl_sync(0xffffffffu, sum, 31);
+    const i32 each = (num_groups + 31) / 32;
+    const i32 begin = min(lane * each, num_groups), end = min(begin + each, num_groups);
+    i32 sum = 0;
+    for (i32 group = begin; group < end; ++group) sum += __popc(this->goers(to, group));
+    i32 before = inclusive_sum(sum) - sum;
+    for (i32 group = begin; group < end; ++group) {
+      this->rows_before(to, group) = before;
+      before += __popc(this->goers(to, group));
     }
-    if (lane == 0) s.total[to] = carry;
+    if (lane == 31) s.total[to] = before;
   }
 
   // Of all tokens; by block 0, if any is bad.

@@ -26,6 +26,18 @@ WEFT_HD inline u64 ld_relaxed_sys(const u64* word) {
 #endif
 }
 
+// Two words side by side, on 16 bytes: each as above, in no order.
+WEFT_HD inline void ld_relaxed_sys(const u64* words, u64 (&values)[2]) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];"
+               : "=l"(values[0]), "=l"(values[1])
+               : "l"(words)
+               : "memory");
+#else
+  for (i32 idx = 0; idx < 2; ++idx) values[idx] = __atomic_load_n(words + idx, __ATOMIC_RELAXED);
+#endif
+}
+
 WEFT_HD inline void st_release_sys(u64* word, u64 value) {
 #if defined(__CUDA_ARCH__)
   asm volatile("st.release.sys.global.b64 [%0], %1;" ::"l"(word), "l"(value) : "memory");

@@ -14,6 +14,10 @@ inline u64 ld_acquire_sys(const u64* word) {
 
 inline u64 ld_relaxed_sys(const u64* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
 
+inline void ld_relaxed_sys(const u64* words, u64 (&values)[2]) {
+  for (i32 idx = 0; idx < 2; ++idx) values[idx] = ld_relaxed_sys(words + idx);
+}
+
 inline void st_release_sys(u64* word, u64 value) {
   __atomic_store_n(word, value, __ATOMIC_RELEASE);
   emulation::maybe_sleep();
