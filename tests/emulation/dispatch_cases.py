@@ -386,13 +386,15 @@ class Runner:
         return compare("mask", plan[:num_tokens], mask) + compare("destination", seen, destination)
 
     def _bad_ids(self, rounds: Sequence[Round]) -> list[str]:
-        """The host hears of ids out of range, and of none where there are none."""
+        """The host hears of the ids out of range of the last call that has any, and of the first of them."""
         found = []
         for rank in self.case.active_ranks:
-            num_bad = sum(int(_is_bad(r.given[rank].ids, self.case.shape).sum()) for r in rounds)
-            told = self.memory.word(self.world.host[rank] + self.world.layout["host.num_bad_ids"])
-            if (told > 0) != (num_bad > 0):
-                found.append(f"rank {rank}: the host was told of {told} bad ids, there are {num_bad}")
+            bad_at = [_is_bad(r.given[rank].ids, self.case.shape).flatten().nonzero().flatten() for r in rounds]
+            wanted = next(((len(at), int(at[0])) for at in reversed(bad_at) if len(at) > 0), (0, 0))
+            names = ("host.num_bad_ids", "host.first_bad_at")
+            told = tuple(self.memory.word(self.world.host[rank] + self.world.layout[name]) for name in names)
+            if told != wanted:
+                found.append(f"rank {rank}: the host was told of {told} for bad ids and the first, not {wanted}")
         return found
 
 
