@@ -103,7 +103,7 @@ MUTANTS = (
     Mutant(
         "the header is sent before the stores are complete",
         SEND,
-        "ptx::bulk_wait_all();\n    ptx::fence_proxy_async();\n    __syncwarp();",
+        "ptx::bulk_wait_all();\n    ptx::fence_proxy_async_global();\n    __syncwarp();",
         "__syncwarp();",
     ),
     Mutant(

@@ -44,7 +44,7 @@ class DispatchFan : public DispatchState<kConfig> {
     }
     if (num_begun_ > 0) finish_copy();
     ptx::bulk_wait_all();
-    ptx::fence_proxy_async();
+    ptx::fence_proxy_async_global();
   }
 
  private:
@@ -58,7 +58,7 @@ class DispatchFan : public DispatchState<kConfig> {
     if (__all_sync(0xffffffffu, has_come ? 1 : 0) == 0) return false;
     __syncwarp();  // all lanes read what some have acquired
     // Rows that bulk stores of another GPU have written are loaded in bulk by this lane.
-    if (lane == 0) ptx::fence_proxy_async();
+    if (lane == 0) ptx::fence_proxy_async_global();
     i32 row[kBatch][kSteps];
     float weight[kBatch][kSteps];
 #pragma unroll

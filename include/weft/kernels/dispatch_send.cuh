@@ -89,7 +89,7 @@ class DispatchSend : public DispatchState<kConfig> {
       note_arrived<1>(store_warp, num_stored);
     }
     ptx::bulk_wait_all();
-    ptx::fence_proxy_async();
+    ptx::fence_proxy_async_global();
     __syncwarp();
     if constexpr (kByExpert) {
       const u32 arrived = s.has_failed == 0 ? static_cast<u32>(num_stored) | kAllArrived : kPostStops;

@@ -37,7 +37,7 @@ class DispatchTell : public DispatchState<kConfig> {
       }
       if (__any_sync(0xffffffffu, now == kPostStops) != 0) return false;
       // What bulk stores have written is released by another thread than the one that has seen them complete.
-      ptx::fence_proxy_async();
+      ptx::fence_proxy_async_global();
       ptx::fence_sys();
       const u32 num_arrived = now & ~kAllArrived;
       for (u32 item = num_told + static_cast<u32>(lane % kPostLanes); item < num_arrived; item += kPostLanes) {

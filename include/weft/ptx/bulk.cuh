@@ -95,6 +95,9 @@ __device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init
 // Orders generic accesses of this thread before its later bulk copies, and completed bulk copies before generic accesses.
 __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
+// The same for global memory alone. The form above is a MEMBAR.GPU in machine code too, which waits for what is under way.
+__device__ inline void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 // The same for shared memory alone: does not wait for what is under way in global memory.
 __device__ inline void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -85,6 +85,7 @@ inline bool mbarrier_test_wait(u64* barrier, u32 parity) { return mbarrier_try_w
 
 inline void fence_mbarrier_init() {}
 inline void fence_proxy_async() {}
+inline void fence_proxy_async_global() {}
 inline void fence_proxy_async_shared() {}
 
 }  // namespace weft::ptx
