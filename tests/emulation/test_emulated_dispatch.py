@@ -78,6 +78,9 @@ CASES = {
         shared_bytes=20 << 10,
         is_repeated=True,
     ),
+    "expert_major, scales long enough to be copied in bulk": dataclasses.replace(
+        PLAIN, seed=8, layout="expert_major", rows="bytes", hidden=592, scale_bytes=528, alignment=4, num_duplicates=3
+    ),
     "rank_major, fp8, no room in a heap": dataclasses.replace(
         PLAIN, seed=4, rows="fp8", dtype=torch.float32, hidden=144, staged_ranks=(0, 2)
     ),

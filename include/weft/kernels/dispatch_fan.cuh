@@ -18,7 +18,11 @@ class DispatchFan : public DispatchState<kConfig> {
   static constexpr i32 kBatch = kSteps == 1 ? 4 : 2;  // tokens whose entries are asked for together
   static constexpr i32 kFanWarps = kConfig.num_fan_warps();
   static constexpr i32 kDepth = kConfig.fan_depth();
-  static constexpr bool kBulkScales = kScaleBytes % 16 == 0;
+  static constexpr bool kAlignedScales = kScaleBytes % 16 == 0;
+  static constexpr bool kBulkScales = kAlignedScales && kScaleBytes > kMostScalesByThreads;
+  // A lane holds a piece of them between load and store.
+  static constexpr bool kHeldScales = kScaleBytes > 0 && !kBulkScales;
+  using ScaleRow = ShortRow<kHeldScales ? kScaleBytes : 16>;
 
   __device__ DispatchFan(const Base& base, const i32* recv_plan, i32 fan_warp)
       : Base(base), plan_{recv_plan, base.a.view.layout.max_tokens, kTopk}, fan_warp_(fan_warp) {}
@@ -122,8 +126,10 @@ class DispatchFan : public DispatchState<kConfig> {
         ptx::bulk_load(this->fan_stage(idx) + kRowBytes, scales_of(primary), kScaleBytes, &s.fan_full[idx]);
       }
     }
-    if constexpr (kScaleBytes > 0 && !kBulkScales) copy_scales(primary, other);
+    [[maybe_unused]] ScaleRow scales;
+    if constexpr (kHeldScales) scales = ScaleRow(scales_of(primary), lane, true);
     if (kDepth > 1 && num_begun_ > 0) finish_copy();
+    if constexpr (kHeldScales) scales_ = scales;
     ++num_begun_;
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) other_[step] = other[step];
@@ -136,6 +142,7 @@ class DispatchFan : public DispatchState<kConfig> {
     if (!this->wait_local(&s.fan_full[idx], static_cast<u32>(n / kDepth) & 1u)) return;
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
+      if constexpr (kHeldScales) store_short(scales_, other_[step] >= 0 ? scales_of(other_[step]) : nullptr);
       if (other_[step] < 0) continue;
       ptx::bulk_store(place_of(other_[step]), this->fan_stage(idx), kRowBytes);
       if constexpr (kScaleBytes > 0 && kBulkScales) {
@@ -144,17 +151,6 @@ class DispatchFan : public DispatchState<kConfig> {
     }
     __syncwarp();
     ptx::bulk_commit();
-  }
-
-  // Scales whose length suits no bulk copy.
-  __device__ void copy_scales(i32 primary, const i32 (&other)[kSteps]) {
-#pragma unroll
-    for (i32 step = 0; step < kSteps; ++step) {
-      for (u32 rest = __ballot_sync(0xffffffffu, other[step] >= 0); rest != 0; rest &= rest - 1) {
-        const i32 to = __shfl_sync(0xffffffffu, other[step], __ffs(static_cast<i32>(rest)) - 1);
-        copy_short<kScaleBytes>(scales_of(to), scales_of(primary), lane);
-      }
-    }
   }
 
   // Rows between the end of a group and the begin of the next hold zeros (masked: only their weights do).
@@ -192,13 +188,13 @@ class DispatchFan : public DispatchState<kConfig> {
       const i32 begin = this->hole_begin()[local] + (static_cast<i32>(blockIdx.x) + local) % kBlocks;
       for (i64 row = begin + lane * kBlocks; row < this->hole_end()[local]; row += 32 * kBlocks) {
         ptx::bulk_store(place_of(row), zeros, kRowBytes);
-        if constexpr (kScaleBytes > 0 && !kBulkScales) {
+        if constexpr (kScaleBytes > 0 && !kAlignedScales) {
           using Unit = Piece<piece_bytes(kScaleBytes)>;
           auto* units = reinterpret_cast<Unit*>(scales_of(row));
           for (i32 idx = 0; idx < kScaleBytes / static_cast<i32>(sizeof(Unit)); ++idx) units[idx] = Unit{};
         }
       }
-      if constexpr (kScaleBytes > 0 && kBulkScales) zero_scales(local, zeros);
+      if constexpr (kScaleBytes > 0 && kAlignedScales) zero_scales(local, zeros);
       __syncwarp();
       ptx::bulk_commit();
       ptx::bulk_wait_read<1>();
@@ -230,6 +226,7 @@ class DispatchFan : public DispatchState<kConfig> {
   const GpuRecvPlan<const i32> plan_;
   const i32 fan_warp_;
   i32 num_begun_ = 0;  // rows
+  ScaleRow scales_;    // of the row begun last
   i32 other_[kSteps];  // of the row begun last: places of this lane's picks that it must still get to, -1: none
 };
 

@@ -7,6 +7,9 @@
 
 namespace weft::kernels {
 
+// By expert: longer rows of scales that suit a bulk copy are stored in bulk. Bulk stores of short ones take turns with the rows.
+constexpr i32 kMostScalesByThreads = 512;
+
 template <DispatchKernelConfig kConfig>
 class DispatchSend : public DispatchState<kConfig> {
  public:
@@ -16,7 +19,8 @@ class DispatchSend : public DispatchState<kConfig> {
   using Id = typename IdType<kConfig.topk_is_int64>::Type;
   static constexpr bool kByExpert = kConfig.is_by_expert();
   static constexpr bool kQuantized = kConfig.is_quantized();
-  static constexpr bool kBulkScales = kScaleBytes % 16 == 0;
+  static constexpr bool kAlignedScales = kScaleBytes % 16 == 0;  // they suit a bulk copy
+  static constexpr bool kBulkScales = kAlignedScales && kScaleBytes > kMostScalesByThreads;
   static constexpr bool kStagedScales = kConfig.staged_scale_bytes() > 0;
   static constexpr i32 kSteps = (kTopk + 31) / 32;  // picks of a lane
 
@@ -241,7 +245,7 @@ class DispatchSend : public DispatchState<kConfig> {
   __device__ i32 count_end() { return n_ % kStoreWarps == 0 ? ++num_even_ends_ : ++num_odd_ends_; }
 
   __device__ void load_row(i64 token, i32 idx) {
-    constexpr i32 kScalesHere = kQuantized || !kBulkScales || !kStagedScales ? 0 : kScaleBytes;
+    constexpr i32 kScalesHere = kQuantized || !kAlignedScales || !kStagedScales ? 0 : kScaleBytes;
     ptx::mbarrier_arrive_expect(&s.full[idx], kConfig.row_bytes + kScalesHere);
     ptx::bulk_load(this->stage(idx), a.x + token * kConfig.row_bytes, kConfig.row_bytes, &s.full[idx]);
     if constexpr (kScalesHere > 0) {
@@ -376,18 +380,16 @@ class DispatchSend : public DispatchState<kConfig> {
     const u8* staged_scales = stage + kConfig.scales_at();
     if (row >= 0) {
       ptx::bulk_store(s.x[to] + static_cast<i64>(row) * kRowBytes, stage, kRowBytes);
-      if constexpr (kScaleBytes > 0 && kBulkScales) {
-        ptx::bulk_store(s.scales[to] + static_cast<i64>(row) * kScaleBytes, staged_scales, kScaleBytes);
+      if constexpr (kScaleBytes > 0 && kAlignedScales) {
+        u8* place = s.scales[to] + static_cast<i64>(row) * kScaleBytes;
+        if (kBulkScales || to != rank()) ptx::bulk_store(place, staged_scales, kScaleBytes);
       }
     }
     if constexpr (kScaleBytes > 0 && !kBulkScales) {
-      const u8* from = kQuantized ? staged_scales : a.scales + static_cast<i64>(token) * kScaleBytes;
-      for (u32 rest = __ballot_sync(0xffffffffu, row >= 0); rest != 0; rest &= rest - 1) {
-        const i32 other = __ffs(static_cast<i32>(rest)) - 1;
-        const i64 other_row = __shfl_sync(0xffffffffu, row, other);
-        u8* place = s.scales[__shfl_sync(0xffffffffu, to, other)] + other_row * kScaleBytes;
-        copy_short<kScaleBytes>(place, from, lane);
-      }
+      const u8* from = kQuantized || kAlignedScales ? staged_scales : a.scales + static_cast<i64>(token) * kScaleBytes;
+      const bool is_mine = row >= 0 && (!kAlignedScales || to == rank());
+      store_short<kScaleBytes>(ShortRow<kScaleBytes>(from, lane, __any_sync(0xffffffffu, is_mine ? 1 : 0) != 0),
+                               is_mine ? s.scales[to] + static_cast<i64>(row) * kScaleBytes : nullptr);
     }
   }
 

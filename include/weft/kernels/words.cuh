@@ -64,6 +64,7 @@ __device__ inline Unit gather(const u8* from, i64 stride, i32 piece) {
 template <i32 kBytes>
 class ShortRow {
  public:
+  ShortRow() = default;
   __device__ ShortRow(const u8* from, i32 lane, bool is_wanted, i64 stride = 0)
       : from_(from), stride_(stride), lane_(lane) {
     if (is_wanted && lane < kUnits) held_ = unit(lane);
@@ -91,6 +92,15 @@ class ShortRow {
   i32 lane_;
   Unit held_;
 };
+
+// By a whole warp: the row goes to the place of each lane, null: nowhere.
+template <i32 kBytes>
+__device__ inline void store_short(const ShortRow<kBytes>& row, u8* place) {
+  for (u32 rest = __ballot_sync(0xffffffffu, place != nullptr); rest != 0; rest &= rest - 1) {
+    const i32 other = __ffs(static_cast<i32>(rest)) - 1;
+    row.store(reinterpret_cast<u8*>(__shfl_sync(0xffffffffu, reinterpret_cast<u64>(place), other)));
+  }
+}
 
 // A short row that one warp loads now and stores later, perhaps several times, each word to a column of its own. Of more than 32
 // words the rest is copied; the last is filled up with 0. All of it must be readable.
