@@ -19,7 +19,7 @@ class DispatchFan : public DispatchState<kConfig> {
   static constexpr i32 kFanWarps = kConfig.num_fan_warps();
   static constexpr i32 kDepth = kConfig.fan_depth();
   static constexpr bool kAlignedScales = kScaleBytes % 16 == 0;
-  static constexpr bool kBulkScales = kAlignedScales && kScaleBytes > kMostScalesByThreads;
+  static constexpr bool kBulkScales = kAlignedScales && (kConfig.is_quantized() || kScaleBytes > kMostScalesByThreads);
   // A lane holds a piece of them between load and store.
   static constexpr bool kHeldScales = kScaleBytes > 0 && !kBulkScales;
   using ScaleRow = ShortRow<kHeldScales ? kScaleBytes : 16>;

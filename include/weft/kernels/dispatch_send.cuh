@@ -7,7 +7,8 @@
 
 namespace weft::kernels {
 
-// By expert: longer rows of scales that suit a bulk copy are stored in bulk. Bulk stores of short ones take turns with the rows.
+// By expert: longer rows of scales that suit a bulk copy are stored in bulk, and all that are made here, where threads have enough
+// to do. Bulk stores of short ones take turns with the rows.
 constexpr i32 kMostScalesByThreads = 512;
 
 template <DispatchKernelConfig kConfig>
@@ -20,7 +21,7 @@ class DispatchSend : public DispatchState<kConfig> {
   static constexpr bool kByExpert = kConfig.is_by_expert();
   static constexpr bool kQuantized = kConfig.is_quantized();
   static constexpr bool kAlignedScales = kScaleBytes % 16 == 0;  // they suit a bulk copy
-  static constexpr bool kBulkScales = kAlignedScales && kScaleBytes > kMostScalesByThreads;
+  static constexpr bool kBulkScales = kAlignedScales && (kQuantized || kScaleBytes > kMostScalesByThreads);
   static constexpr bool kStagedScales = kConfig.staged_scale_bytes() > 0;
   static constexpr i32 kSteps = (kTopk + 31) / 32;  // picks of a lane
 
@@ -380,16 +381,15 @@ class DispatchSend : public DispatchState<kConfig> {
     const u8* staged_scales = stage + kConfig.scales_at();
     if (row >= 0) {
       ptx::bulk_store(s.x[to] + static_cast<i64>(row) * kRowBytes, stage, kRowBytes);
-      if constexpr (kScaleBytes > 0 && kAlignedScales) {
-        u8* place = s.scales[to] + static_cast<i64>(row) * kScaleBytes;
-        if (kBulkScales || to != rank()) ptx::bulk_store(place, staged_scales, kScaleBytes);
+      if constexpr (kScaleBytes > 0 && kBulkScales) {
+        ptx::bulk_store(s.scales[to] + static_cast<i64>(row) * kScaleBytes, staged_scales, kScaleBytes);
       }
     }
     if constexpr (kScaleBytes > 0 && !kBulkScales) {
       const u8* from = kQuantized || kAlignedScales ? staged_scales : a.scales + static_cast<i64>(token) * kScaleBytes;
-      const bool is_mine = row >= 0 && (!kAlignedScales || to == rank());
-      store_short<kScaleBytes>(ShortRow<kScaleBytes>(from, lane, __any_sync(0xffffffffu, is_mine ? 1 : 0) != 0),
-                               is_mine ? s.scales[to] + static_cast<i64>(row) * kScaleBytes : nullptr);
+      const bool is_wanted = __any_sync(0xffffffffu, row >= 0 ? 1 : 0) != 0;
+      u8* place = row >= 0 ? s.scales[to] + static_cast<i64>(row) * kScaleBytes : nullptr;
+      store_short<kScaleBytes>(ShortRow<kScaleBytes>(from, lane, is_wanted), place);
     }
   }
 
