@@ -28,7 +28,8 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
 
   // ---- places. Rows of a group follow the order of entries. Every block computes all places and keeps those of its own units.
 
-  // Without waiting for count headers. False: picks are missing and will not come.
+  // Without waiting for count headers. False: picks are missing and will not come. All places can be read behind the caller's next
+  // barrier.
   __device__ bool find_places() {
     begin_counts();
     const bool has_all = for_batches(batch_, [&](const Batch& batch, i32 idx) {
@@ -37,15 +38,13 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
     if (!has_all) shared_words().is_left = true;
     Base::meet();
     if (shared_words().is_left) return false;
-    for (i32 group = static_cast<i32>(threadIdx.x); group < kGroups; group += Base::kThreads) sum_warps(group);
-    Base::meet();
-    if constexpr (!kIsMasked) {
+    if constexpr (kIsMasked) {
+      for (i32 group = static_cast<i32>(threadIdx.x); group < kGroups; group += Base::kThreads) sum_warps(group);
+    } else {
       if (warp == 0) place_groups();
-      Base::meet();
     }
-    for_batches(batch_, [&](const Batch& batch, i32 idx) { place_entries(batch, idx); });
     Base::meet();
-    return true;
+    return for_batches(batch_, [&](const Batch& batch, i32 idx) { place_entries(batch, idx); });
   }
 
   // Tokens of each source, as it says. By the warp that has waited for the count headers, before the barrier that tells of them.
@@ -187,11 +186,12 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
     totals()[group] = sum;
   }
 
-  // One warp: where groups begin.
+  // One warp: entries of each group, and where groups begin.
   __device__ void place_groups() {
     i32 carry = 0;
     for (i32 first = 0; first < kGroups; first += 32) {
       const i32 group = first + lane;
+      if (group < kGroups) sum_warps(group);
       const i32 padded = group < kGroups ? static_cast<i32>(align_rows(totals()[group], a.alignment)) : 0;
       i32 sum = padded;
 #pragma unroll
