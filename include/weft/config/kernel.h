@@ -72,9 +72,7 @@ struct DispatchKernelConfig {
   WEFT_HD constexpr i32 num_threads() const { return num_warps() * 32; }
 };
 
-// Combine: warps that store rows, and items (chunks of a token's rows) in flight, a multiple of the groups and warps that
-// share them.
-constexpr i32 kPushWarps = 2;
+// Combine: items (chunks of a token's rows) in flight, a multiple of the groups of warps that share them.
 constexpr i32 kRingCells = 24;
 
 struct CombineKernelConfig {
@@ -129,7 +127,7 @@ struct CombineKernelConfig {
   WEFT_HD constexpr i32 push_slot_bytes() const { return (chunk * dtype_bytes(dtype) + 127) / 128 * 128; }
   // A warp that makes sums: a ring of stages, each a unit of one row that is being fetched, and slots that bulk stores read:
   // sums go out unit by unit, FP8 chunk by chunk.
-  WEFT_HD constexpr i32 fetch_stages() const { return !is_by_expert() ? 2 : wire_is_fp8 ? 5 : 4; }
+  WEFT_HD constexpr i32 fetch_stages() const { return !is_by_expert() ? 2 : wire_is_fp8 ? 5 : 3; }
   WEFT_HD constexpr i32 stage_bytes() const { return sum_unit() * dtype_bytes(dtype); }
   WEFT_HD constexpr i32 out_slots() const { return 2; }
   WEFT_HD constexpr i32 out_slot_bytes() const {
@@ -170,13 +168,16 @@ struct CombineKernelConfig {
     return ((chunk + units - 1) / units + kQuantizeGroup - 1) / kQuantizeGroup * kQuantizeGroup;
   }
   // Few and large groups to reduce, since each warp of a group pays for each of its items, and while a group adds, the slots of
-  // its item load nothing.
-  WEFT_HD constexpr i32 reduce_groups() const { return 2; }
-  WEFT_HD constexpr i32 reduce_warps() const { return !makes_partials() ? 8 : wire_is_fp8 ? 3 : 2; }
-  // One warp loads for the owners' sums; for the push one reads the plan, some make sums and store them, or one loads rows and
-  // some store them, one tells how far they are; one has the side values.
+  // its item load nothing. Where sums are made, one: the warps that make them need the registers.
+  WEFT_HD constexpr i32 reduce_groups() const { return makes_partials() && !wire_is_fp8 ? 1 : 2; }
+  WEFT_HD constexpr i32 reduce_warps() const { return makes_partials() ? 3 : 8; }
+  // That store what is pushed. Rows as they are come from one warp and go on in their order; sums and FP8 rows come from many,
+  // which one would keep waiting.
+  WEFT_HD constexpr i32 push_warps() const { return has_partials() ? 2 : 1; }
+  // One warp loads for the owners' sums; for the push one reads the plan, some make sums and some store them, or one loads
+  // rows and one stores them, one tells how far they are; one has the side values.
   WEFT_HD constexpr i32 num_warps() const {
-    const i32 push = (has_partials() ? sum_warps : 1) + kPushWarps + 2;
+    const i32 push = (has_partials() ? sum_warps : 1) + push_warps() + 2;
     return 1 + reduce_groups() * reduce_warps() + (has_push() ? push : 0) + (has_side ? 1 : 0);
   }
   WEFT_HD constexpr i32 num_threads() const { return num_warps() * 32; }

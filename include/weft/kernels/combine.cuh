@@ -127,13 +127,13 @@ class Combine {
         if (warp == 0) return push.load();
         warp -= 1;
       }
-      if (warp < kPushWarps) {
+      if (warp < kConfig.push_warps()) {
         if constexpr (kConfig.has_partials())
           return push.store_sums(warp);
         else
-          return push.store(warp);
+          return push.store();
       }
-      warp -= kPushWarps;
+      warp -= kConfig.push_warps();
       if (warp == 0) return push.plan();
       if (warp == 1) return push.post();
       warp -= 2;

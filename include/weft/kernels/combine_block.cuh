@@ -11,8 +11,8 @@
 namespace weft::kernels {
 
 // Progress words of (source, block).
-constexpr i32 kPushChannel = 0;  // the first of kPushWarps
-constexpr i32 kSideChannel = kPushChannel + kPushWarps;
+constexpr i32 kPushChannel = 0;
+constexpr i32 kSideChannel = 1;
 static_assert(kSideChannel < kNumProgress);
 
 struct Contributor {
@@ -31,7 +31,7 @@ struct alignas(16) PushItem {
 
 template <CombineKernelConfig kConfig>
 struct CombineShared {
-  static constexpr i32 kPushers = kConfig.has_partials() ? max_of(kConfig.sum_warps, 1) : kPushWarps;
+  static constexpr i32 kPushers = max_of(kConfig.sum_warps, 1);
   static constexpr i32 kSumSlots = max_of(kConfig.sum_warps * kConfig.out_slots(), 1);
   u32 has_failed;  // set by any thread: the block says nothing more to anyone
   Contributor contributor[kConfig.num_ranks];

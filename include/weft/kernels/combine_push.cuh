@@ -2,7 +2,7 @@
 //   plan   one warp reads the receive plan, a piece ahead
 //   load   one warp loads rows into slots: rank-major ones in their own type; else groups of warps make what goes on the wire
 //          (combine_sum.cuh)
-//   store  warps take turns to store it, and one posts how far they have come
+//   store  one warp stores rows, two store what those groups make, and one posts how far they have come
 #pragma once
 
 #include "weft/kernels/combine_block.cuh"
@@ -17,7 +17,6 @@ class CombinePush {
   static constexpr i32 kRanks = kConfig.num_ranks;
   static constexpr i32 kWidth = kConfig.plan_width();
   static constexpr bool kHasPartials = kConfig.has_partials();
-  static_assert(kRingCells % kPushWarps == 0);
 
   __device__ explicit CombinePush(const Block& block) : b_(block) {}
 
@@ -57,16 +56,17 @@ class CombinePush {
       __syncwarp();
       if (b_.lane == 0) ptx::mbarrier_arrive(&b_.s.plan_empty[piece % 2]);
     }
-    writer.end(kPushWarps);
+    writer.end(1);
   }
 
   // ---- store
 
   // By one lane: the others would wait for barriers that have gone on meanwhile.
-  __device__ void store(i32 warp) const {
+  __device__ void store() const {
     if (b_.lane != 0) return;
-    RingReader reader(b_.s.push, warp, kPushWarps);
-    i32 reached = -1, num_since = 0;  // a token before which all is stored, and stores since
+    RingReader reader(b_.s.push, 0, 1);
+    // Tokens before which all was stored when the turn before this one began, and when this one did; stores of this turn.
+    i32 before = 0, reached = -1, num_since = 0;
     for (i32 num_stored = 0;; ++num_stored) {
       if (!reader.wait()) return b_.fail_copy();
       const RingItem item = reader.item();
@@ -74,23 +74,24 @@ class CombinePush {
       if (reached < 0) reached = item.index;
       store_item(item, b_.push_slot(item.first));
       ptx::bulk_wait_read<kInFlight - 1>();
-      if (num_stored >= kInFlight - 1) ptx::mbarrier_arrive(empty_barrier(warp, num_stored - (kInFlight - 1)));
-      if (++num_since == kLag) {
-        tell<kLag>(warp, static_cast<u32>(reached));
+      if (num_stored >= kInFlight - 1) ptx::mbarrier_arrive(empty_barrier(num_stored - (kInFlight - 1)));
+      if (++num_since == kTurn) {
+        tell<2 * kTurn>(static_cast<u32>(before));
+        before = reached;
         reached = -1;
         num_since = 0;
       }
       reader.advance();
     }
-    tell<0>(warp, b_.has_failed() ? kPostStops : sync::kMaxProgress);
+    tell<0>(b_.has_failed() ? kPostStops : sync::kMaxProgress);
   }
 
-  // Lane l stores for the warp that makes sums `warp` + l * kPushWarps, whatever is there of each, in rounds. A lane's barrier
+  // Lane l stores for the warp that makes sums `warp` + l * push_warps(), whatever is there of each, in rounds. A lane's barrier
   // waits for it, and its groups of bulk stores are counted in rounds of all lanes.
   __device__ void store_sums(i32 warp) const {
     constexpr i32 kSlots = kConfig.out_slots(), kRounds = kSlots - 1;  // rounds that may still be reading
     constexpr u32 kSleepNs = 32;
-    const i32 from = warp + b_.lane * kPushWarps;
+    const i32 from = warp + b_.lane * kConfig.push_warps();
     const bool has_warp = from < kConfig.sum_warps;
     bool is_open = has_warp, is_there = false;
     i32 slot = has_warp ? from * kSlots : 0;
@@ -148,17 +149,9 @@ class CombinePush {
 
   // ---- post
 
+  // What has arrived of all warps whose rows or sums are stored, in one word. By a warp that has nothing else to do, since a
+  // release waits for everything that is under way. All owners are told at once: one fence and one wait serve all of them.
   __device__ void post() const {
-    if constexpr (kHasPartials) {
-      post_least();
-    } else {
-      post_arrivals(b_.a.view, b_.flight, kRanks, b_.s.num_pushed, sync::kMaxProgress, kPushChannel);
-    }
-  }
-
- private:
-  // As post_arrivals, of warps that store as they come: what all of them have done, in one word.
-  __device__ void post_least() const {
     constexpr i32 kPushers = CombineShared<kConfig>::kPushers;
     static_assert(kPushers <= 32);
     const u32* word = &b_.s.num_pushed[b_.lane < kPushers ? b_.lane : 0];
@@ -173,6 +166,7 @@ class CombinePush {
       for (i32 step = 1; step < 32; step *= 2) least = min(least, __shfl_xor_sync(0xffffffffu, least, step));
       if (least == posted) continue;
       __syncwarp();  // each lane tells an owner what all lanes have acquired
+      // What bulk stores have written is released by another thread than the one that has seen them complete.
       ptx::fence_proxy_async();
       if (has_peer) transport::post(b_.a.view, b_.flight, b_.lane, static_cast<i32>(blockIdx.x), kPushChannel, least);
       posted = least;
@@ -180,16 +174,20 @@ class CombinePush {
     }
   }
 
-  // Stores of a warp that read shared memory at a time, most slots being left to the warps before it; and
-  // stores that follow a token before it is told: by then it has arrived.
-  static constexpr i32 kInFlight = min_of(max_of(kConfig.push_slots / kPushWarps / 2, 1), 6);
+ private:
+  // Stores of rows that read shared memory at a time, at least half of the slots being left to the warp that loads.
+  static constexpr i32 kInFlight = min_of(max_of(kConfig.push_slots / 2, 1), 6);
+  // Stores of rows that are a turn. At its end a token is told 8 stores after it, all but those of this turn and the one before
+  // having arrived: to wait for more keeps the warp from storing.
+  static constexpr i32 kTurn = 4;
+  // Rounds of stores of sums that follow one before it is told: by then it has arrived.
   static constexpr i32 kLag = 4;
 
   // All but the last kPending stores of this thread have arrived.
   template <i32 kPending>
-  __device__ void tell(i32 warp, u32 num_pushed) const {
+  __device__ void tell(u32 num_pushed) const {
     ptx::bulk_wait<kPending>();
-    ptx::st_release_cta(&b_.s.num_pushed[warp], num_pushed);
+    ptx::st_release_cta(&b_.s.num_pushed[0], num_pushed);
   }
 
   __device__ void store_item(const RingItem& item, const u8* slot) const {
@@ -199,10 +197,8 @@ class CombinePush {
     ptx::bulk_commit();
   }
 
-  // Of the item that the warp has stored as its `stored`th.
-  __device__ u64* empty_barrier(i32 warp, i32 stored) const {
-    return &b_.s.push.empty[(warp + stored * kPushWarps) % kRingCells];
-  }
+  // Of the item that has been stored as the `stored`th.
+  __device__ u64* empty_barrier(i32 stored) const { return &b_.s.push.empty[stored % kRingCells]; }
 
   // Rows (-1: none) and their weights of plan_tokens() tokens of every source, to shared memory.
   __device__ void read_plan(i32 piece) const {

@@ -77,12 +77,9 @@ class CombineReduce {
     }
     const u32 target = static_cast<u32>(index + 1);
     if (num_arrived_ >= target) return true;
-    num_arrived_ = sync::kMaxProgress;
-    for (i32 warp = 0; warp < (kConfig.has_partials() ? 1 : kPushWarps); ++warp) {
-      const i32 block = static_cast<i32>(blockIdx.x);
-      if (!transport::wait_progress(b_.a.view, b_.flight, b_.lane, block, kPushChannel + warp, target)) return false;
-      num_arrived_ = min(num_arrived_, transport::progress(b_.a.view, b_.flight, b_.lane, block, kPushChannel + warp));
-    }
+    const i32 block = static_cast<i32>(blockIdx.x);
+    if (!transport::wait_progress(b_.a.view, b_.flight, b_.lane, block, kPushChannel, target)) return false;
+    num_arrived_ = transport::progress(b_.a.view, b_.flight, b_.lane, block, kPushChannel);
     // What the peer's bulk stores have written is read by bulk loads of this thread.
     ptx::fence_proxy_async();
     return true;

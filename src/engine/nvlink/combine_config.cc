@@ -27,7 +27,7 @@ i32 most_sum_warps(const CombineKernelConfig& config) {
   const i32 side = config.has_side ? 1 : 0;
   if (config.wire_is_fp8 && config.hidden % config.sum_unit() != 0) return (config.is_by_expert() ? 5 : 9) - side;
   if (!config.is_by_expert()) return 12;
-  return (config.wire_is_fp8 ? 9 : 11) - side;
+  return (config.wire_is_fp8 ? 9 : 12) - side;
 }
 
 i32 fewest_reduce_slots(const CombineKernelConfig& config) { return config.num_ranks + (config.num_ranks + 1) / 2; }
