@@ -94,6 +94,8 @@ struct CombineKernelConfig {
   WEFT_HD constexpr bool has_push() const { return push_slots > 0 || sum_warps > 0; }
   // Contributions are computed before they are pushed; this rank's own goes to its own landing too.
   WEFT_HD constexpr bool has_partials() const { return is_by_expert() || wire_is_fp8; }
+  // This rank's own rows are added from where they are; bulk loads have enough to do with the rows that are pushed.
+  WEFT_HD constexpr bool adds_own_rows() const { return has_push() && !has_partials(); }
   WEFT_HD constexpr i32 plan_width() const { return is_by_expert() ? top_k : 1; }  // of the receive plan
 
   WEFT_HD constexpr i32 row_bytes() const { return hidden * dtype_bytes(dtype); }

@@ -37,6 +37,7 @@ struct CombineShared {
   Contributor contributor[kConfig.num_ranks];
   i32 num_items[kConfig.num_ranks];  // tokens of the source that this block sees to
   Ring<kConfig.reduce_slots> reduce;
+  i32 own_row[kConfig.adds_own_rows() ? kRingCells : 1];  // of the item in each of its cells; -1: none
   Ring<kConfig.push_slots> push;
   u64 sum_full[kSumSlots];
   u64 sum_empty[kSumSlots];

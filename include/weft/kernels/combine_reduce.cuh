@@ -45,13 +45,24 @@ class CombineReduce {
       if (!reader.wait()) return b_.fail_copy();
       const RingItem item = reader.item();
       goes_on = item.count != kRingEnd;
-      if (goes_on) add_item(item, warp);
+      if (goes_on) {
+        const u8* own = nullptr;
+        if constexpr (kConfig.adds_own_rows()) {
+          if (item.owner != kNoOwn)
+            own = own_row(b_.s.own_row[reader.cell()]) + item.chunk * kConfig.part() * Row::kBytes;
+        }
+        add_item(item, own, warp);
+      }
       reader.release();
       warp = (warp + kTurn) % kWarps;
     }
   }
 
  private:
+  // In place of an item's owner stands which of its contributions is this rank's own row, added from where it is; or kNoOwn.
+  static constexpr u16 kNoOwn = 0xffff;
+  __device__ const u8* own_row(i32 row) const { return b_.a.rows + static_cast<i64>(row) * kConfig.row_bytes(); }
+
   // Lanes of a token in read_plan: the next power of two.
   static constexpr i32 kPadded = kRanks <= 1 ? 1 : kRanks <= 2 ? 2 : kRanks <= 4 ? 4 : kRanks <= 8 ? 8 : 16;
   static constexpr i32 kBatch = 32 / kPadded;  // tokens whose entries are read at a time, while those before are used
@@ -90,10 +101,22 @@ class CombineReduce {
     const bool is_lost = row >= 0 && !is_there(index, row);
     if (is_lost) b_.leave();
     if (__any_sync(0xffffffffu, is_lost) || b_.has_failed()) return false;
-    const u32 present = __ballot_sync(0xffffffffu, row >= 0);
-    const i32 count = __popc(present);
+    u32 loaded = __ballot_sync(0xffffffffu, row >= 0);  // whose rows come into slots
+    i32 own = -1;
+    u16 own_place = kNoOwn;
+    if constexpr (kConfig.adds_own_rows()) {
+      const u32 own_lane = 1u << b_.a.view.rank;
+      loaded &= ~own_lane;
+      own = __shfl_sync(0xffffffffu, row, b_.a.view.rank);
+      if (own >= 0) {
+        own_place = static_cast<u16>(__popc(loaded & (own_lane - 1)));
+        if (b_.lane == 0) ptx::bulk_prefetch(own_row(own), static_cast<u32>(kConfig.row_bytes()));
+      }
+    }
+    const bool is_loaded = (loaded >> b_.lane & 1u) != 0;
+    const i32 count = __popc(loaded);
     const u8* source = nullptr;
-    if (row >= 0) {
+    if (is_loaded) {
       const Contributor& from = b_.s.contributor[b_.lane];
       source = from.is_pulled != 0 ? from.rows + static_cast<i64>(row) * kConfig.row_bytes()
                                    : b_.landing(b_.a.view.rank, b_.token_of(index), b_.lane);
@@ -104,10 +127,13 @@ class CombineReduce {
         return false;
       }
       const u32 num_bytes = static_cast<u32>(kConfig.wire_bytes_of(kConfig.part_elements(part)));
-      writer.announce({.count = count, .index = index, .chunk = static_cast<u16>(part)},
+      if constexpr (kConfig.adds_own_rows()) {
+        if (b_.lane == 0) b_.s.own_row[writer.cell()] = own;
+      }
+      writer.announce({.count = count, .index = index, .chunk = static_cast<u16>(part), .owner = own_place},
                       static_cast<u32>(count) * num_bytes);
-      if (row >= 0) {
-        ptx::bulk_load(b_.reduce_slot(writer.slot(__popc(present & ptx::lanes_below()))),
+      if (is_loaded) {
+        ptx::bulk_load(b_.reduce_slot(writer.slot(__popc(loaded & ptx::lanes_below()))),
                        source + static_cast<i64>(part) * kConfig.wire_bytes_of(kConfig.part()), num_bytes,
                        writer.barrier());
       }
@@ -118,46 +144,52 @@ class CombineReduce {
 
   static constexpr i32 kAtOnce = 4;  // contributions whose vectors are loaded together
 
-  // Slots of the contributions first .. first + kAtOnce of an item.
-  __device__ void find_slots(const RingItem& item, i32 first, const u8* (&rows)[kAtOnce]) const {
+  // Where the contributions first .. first + kAtOnce of an item are.
+  __device__ void find_rows(const RingItem& item, const u8* own, i32 first, const u8* (&rows)[kAtOnce]) const {
 #pragma unroll
     for (i32 idx = 0; idx < kAtOnce; ++idx) {
-      i32 slot = item.first + first + idx;
+      const i32 at = first + idx;
+      i32 slot = item.first + at - (kConfig.adds_own_rows() && at > item.owner ? 1 : 0);
       if (slot >= kConfig.reduce_slots) slot -= kConfig.reduce_slots;
-      rows[idx] = b_.reduce_slot(slot);
+      rows[idx] = kConfig.adds_own_rows() && at == item.owner ? own : b_.reduce_slot(slot);
     }
+  }
+  __device__ static i32 num_rows(const RingItem& item) {
+    return item.count + (kConfig.adds_own_rows() && item.owner != kNoOwn ? 1 : 0);
   }
 
   // By code that knows how many there are: nothing is asked between loads and additions. With a bias one by one, which saves
   // registers.
-  __device__ void add_item(const RingItem& item, i32 warp) const {
-    if (b_.a.bias != nullptr) return add_rows<1, true>(item, warp);
-    if (item.count <= 1) return add_rows<1>(item, warp);
-    if (item.count == 2) return add_rows<2>(item, warp);
-    if (item.count == 3) return add_rows<3>(item, warp);
-    add_rows<4>(item, warp);
+  __device__ void add_item(const RingItem& item, const u8* own, i32 warp) const {
+    const i32 count = num_rows(item);
+    if (b_.a.bias != nullptr) return add_rows<1, true>(item, own, warp);
+    if (count <= 1) return add_rows<1>(item, own, warp);
+    if (count == 2) return add_rows<2>(item, own, warp);
+    if (count == 3) return add_rows<3>(item, own, warp);
+    add_rows<4>(item, own, warp);
   }
 
   // The first kCount contributions, then any others.
   template <i32 kCount, bool kHasBias = false>
-  __device__ void add_rows(const RingItem& item, i32 warp) const {
+  __device__ void add_rows(const RingItem& item, const u8* own, i32 warp) const {
+    const i32 count = num_rows(item);
     const i32 elements = kConfig.part_elements(item.chunk);
     const i32 column = item.chunk * kConfig.part();
     u8* out = b_.a.out + b_.token_of(item.index) * static_cast<i64>(kConfig.row_bytes()) + column * Row::kBytes;
     const u8* rows[kAtOnce];
-    find_slots(item, 0, rows);
+    find_rows(item, own, 0, rows);
     for (i32 first = warp * 32 * kVector; first < elements; first += kWarps * 32 * kVector) {
       // Lanes beyond the end do the last vector too: the whole warp goes through the loop.
       const i32 element = min(first + b_.lane * kVector, elements - kVector);
       // The order of additions is part of the contract: ranks ascending from +0, then bias; one rounding.
       float total[kVector] = {};
       const Place place = place_of(element, elements);
-      if (item.count > 0) add_vectors<kCount>(rows, place, total);
+      if (count > 0) add_vectors<kCount>(rows, place, total);
       if constexpr (kHasBias || (kCount == kAtOnce && kRanks > kAtOnce)) {
 #pragma unroll 1
-        for (i32 next = kCount; next < item.count; ++next) {
+        for (i32 next = kCount; next < count; ++next) {
           const u8* more[kAtOnce];
-          find_slots(item, next, more);
+          find_rows(item, own, next, more);
           add_vectors<1>(more, place, total);
         }
       }

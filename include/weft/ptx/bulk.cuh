@@ -26,6 +26,11 @@ __device__ inline void bulk_load(void* shared, const void* global, u32 num_bytes
                : "memory");
 }
 
+// To the L2 cache, for loads by threads that come later.
+__device__ inline void bulk_prefetch(const void* global, u32 num_bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(num_bytes) : "memory");
+}
+
 // Belongs to the bulk group that this thread commits next.
 __device__ inline void bulk_store(void* global, const void* shared, u32 num_bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared_address(shared)),

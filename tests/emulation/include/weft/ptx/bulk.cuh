@@ -28,6 +28,14 @@ inline void bulk_load(void* shared, const void* global, u32 num_bytes, u64* barr
                                 reinterpret_cast<emulation::Barrier*>(barrier)});
 }
 
+inline void bulk_prefetch(const void* global, u32 num_bytes) {
+  const u8* place = static_cast<const u8*>(global);
+  const bool is_aligned = (reinterpret_cast<u64>(global) | num_bytes) % 16 == 0;
+  if (place < emulation::global_begin || place + num_bytes > emulation::global_end || !is_aligned) {
+    emulation::fail("prefetch of %u bytes of global %p", num_bytes, global);
+  }
+}
+
 inline void bulk_store(void* global, const void* shared, u32 num_bytes) {
   check_copy(shared, global, num_bytes);
   emulation::Fiber& self = emulation::block->self();
