@@ -21,7 +21,11 @@ class CombineSum {
   static constexpr i32 kUnit = kConfig.sum_unit();        // elements
 
   __device__ CombineSum(const Block& block, i32 warp, i32 num_pieces)
-      : b_(block), warp_(warp), num_pieces_(static_cast<u32>(num_pieces)) {}
+      : b_(block),
+        warp_(warp),
+        num_pieces_(static_cast<u32>(num_pieces)),
+        first_stage_(static_cast<i32>(block.sum_stages(warp) - block.dynamic) +
+                     (kConfig.wire_is_fp8 ? 0 : block.lane * 16)) {}
 
   __device__ void run() {
     while (take(true)) {
@@ -135,10 +139,12 @@ class CombineSum {
     if (at >= static_cast<u32>(b_.s.num_plan_items[piece_ % 2])) return false;
     next_ = {piece_, at};
     is_ahead_ = true;
-    const RingItem& from = contribution(next_);
-    fetch_row_ = static_cast<i32>(piece_ % 2) * kConfig.plan_entries() + from.first;
-    fetch_left_ = from.count;
+    const RingItem from = contribution(next_);
+    fetch_row_ = static_cast<i32>(piece_ % 2) * kConfig.plan_entries() * 4 + from.first * 4;
+    fetch_count_ = fetch_left_ = from.count;
     fetch_unit_ = 0;
+    fetch_from_ = b_.a.rows + fetched(0) * Row::kBytes;
+    read_row();
     return true;
   }
 
@@ -152,16 +158,17 @@ class CombineSum {
 
   // ---- stages
 
-  // The stage that the warp comes to; then it comes to the one behind it.
-  __device__ u8* next_stage() {
-    u8* const stage = b_.sum_stages(warp_) + stage_ * kConfig.stage_bytes();
-    if (++stage_ == kStages) stage_ = 0;
+  // The stage that the warp comes to, without FP8 the lane's part of it, in bytes; then it comes to the one behind it.
+  __device__ i32 next_stage() {
+    const i32 stage = first_stage_ + stage_ * kConfig.stage_bytes();
+    constexpr bool kIsPowerOf2 = (kStages & (kStages - 1)) == 0;
+    stage_ = kIsPowerOf2 ? (stage_ + 1) & (kStages - 1) : stage_ + 1 == kStages ? 0 : stage_ + 1;
     return stage;
   }
 
-  // What the lane fetches first of a row.
-  __device__ const u8* row_at(i32 row) const {
-    return b_.a.rows + static_cast<i64>(row) * kConfig.row_bytes() + fetched(0) * Row::kBytes;
+  // The row of the next stage, well before it is used.
+  __device__ void read_row() {
+    fetch_id_ = *reinterpret_cast<const i32*>(reinterpret_cast<const u8*>(b_.plan_rows(0)) + fetch_row_);
   }
 
   template <i32 kIdx = 0>
@@ -173,37 +180,50 @@ class CombineSum {
   }
 
   // To a stage, of next_ or of an item behind it; nothing (an empty group) when there is none, until the ring is empty.
-  __device__ void fetch(u8* stage) {
-    if (fetch_unit_ == kUnits && (is_ahead_ || !take(false))) fetch_unit_ = kDry;
+  __device__ void fetch(i32 stage) {
     meet();
-    if (fetch_unit_ < kUnits) {
-      const i32 length = length_of(fetch_unit_);
-      const u8* source = row_at(b_.plan_rows(0)[fetch_row_]) + begin_of(fetch_unit_) * Row::kBytes;
-      fetch_unit(stage + fetched_place(), source, length);
-      if constexpr (kConfig.is_by_expert()) {
-        ++fetch_row_;
-        if (--fetch_left_ == 0) {
-          fetch_left_ = contribution(next_).count;
-          fetch_row_ -= fetch_left_;
-          ++fetch_unit_;
-        }
+    if (fetch_unit_ < kUnits) [[likely]] {
+      fetch_next(stage);
+    } else if (fetch_unit_ == kUnits) {
+      if (!is_ahead_ && take(false)) {
+        fetch_next(stage);
       } else {
-        ++fetch_unit_;
+        fetch_unit_ = kDry;
       }
     }
     ptx::fetch_commit();
   }
 
+  __device__ void fetch_next(i32 stage) {
+    u8* const to = b_.dynamic + stage + (kConfig.wire_is_fp8 ? fetched_place() : 0);
+    fetch_unit(to, fetch_from_ + static_cast<i64>(fetch_id_) * kConfig.row_bytes(), length_of(fetch_unit_));
+    if constexpr (kConfig.is_by_expert()) {
+      fetch_row_ += 4;
+      if (--fetch_left_ == 0) {
+        fetch_left_ = fetch_count_;
+        fetch_row_ -= fetch_count_ * 4;
+        next_unit();
+      }
+      read_row();
+    } else {
+      next_unit();
+    }
+  }
+  __device__ void next_unit() {
+    ++fetch_unit_;
+    fetch_from_ += (kHasEqualUnits ? kUnit : begin_of(fetch_unit_) - begin_of(fetch_unit_ - 1)) * Row::kBytes;
+  }
+
   // What stands in the stage is used before fetch() writes over it.
-  __device__ u8* wait_stage() {
+  __device__ i32 wait_stage() {
     ptx::fetch_wait<kStages - 1>();
     meet();
     return next_stage();
   }
   // What is changed in an address is within its alignment, so nothing but the sum need be kept.
-  __device__ Packed load(const u8* from, i32 idx) const {
-    if (!kConfig.wire_is_fp8) return *reinterpret_cast<const Packed*>(from + idx * 512 + b_.lane * 16);
-    const i32 at = static_cast<i32>(from - b_.dynamic) + place();
+  __device__ Packed load(i32 stage, i32 idx) const {
+    if (!kConfig.wire_is_fp8) return *reinterpret_cast<const Packed*>(b_.dynamic + stage + idx * 512);
+    const i32 at = stage + place();
     return *reinterpret_cast<const Packed*>(b_.dynamic + (at ^ idx * 16));
   }
 
@@ -211,7 +231,8 @@ class CombineSum {
 
   __device__ void make(const Item& of) {
     const RingItem item = contribution(of);
-    const float* weights = b_.plan_weights(of.piece % 2) + item.first;
+    // In bytes: what changes from row to row is one number.
+    const i32 weights = (static_cast<i32>(of.piece % 2) * kConfig.plan_entries() + item.first) * 4;
     for (i32 unit = 0; unit < kUnits; ++unit) {
       if constexpr (!kConfig.wire_is_fp8) {
         float total[kVectors][kVector];
@@ -227,7 +248,7 @@ class CombineSum {
           quantize_sums(total, unit, slot());
         } else {
           Packed packed[kVectors];
-          u8* from = wait_stage();
+          const i32 from = wait_stage();
 #pragma unroll
           for (i32 idx = 0; idx < kVectors; ++idx) packed[idx] = load(from, idx);
           fetch(from);
@@ -247,7 +268,10 @@ class CombineSum {
 
   // Until the slot's last store has read it.
   __device__ void wait_slot() {
-    if (piece_ != kBroken) expect(sync::wait_barrier(&b_.s.sum_empty[slot_number()], slot_parity_));
+    u64* const empty = &b_.s.sum_empty[slot_number()];
+    if (__all_sync(0xffffffffu, ptx::mbarrier_test_wait(empty, slot_parity_)) != 0) [[likely]]
+      return;
+    if (piece_ != kBroken) expect(sync::wait_barrier(empty, slot_parity_));
   }
 
   // What stands in the slot goes to `offset` of the row on the wire.
@@ -269,31 +293,29 @@ class CombineSum {
 
   // Picks in the order of k; each product is rounded, then added. A sum that begins with the first product instead of +0 may be
   // -0 where the contract has +0: the owner, who begins with +0, gets the same from both.
-  __device__ void add_rows(i32 count, const float* weights, float (&total)[kVectors][kVector]) {
-    for (i32 row = 0; row < count; ++row) {
-      const float weight = weights[row];
-      u8* from = wait_stage();
-      if (row == 0) {
-        add_stage<true>(from, weight, total);
-      } else {
-        add_stage<false>(from, weight, total);
-      }
-      fetch(from);
-    }
+  __device__ void add_rows(i32 count, i32 weights, float (&total)[kVectors][kVector]) {
+    add_stage<true>(weights, total);
+    for (const i32 end = weights + 4 * count; (weights += 4) < end;) add_stage<false>(weights, total);
   }
 
   template <bool kIsFirst>
-  __device__ void add_stage(const u8* from, float weight, float (&total)[kVectors][kVector]) const {
+  __device__ void add_stage(i32 weights, float (&total)[kVectors][kVector]) {
+    const float weight = *reinterpret_cast<const float*>(reinterpret_cast<const u8*>(b_.plan_weights(0)) + weights);
+    const i32 from = wait_stage();
+    Packed packed[kVectors];
+#pragma unroll
+    for (i32 idx = 0; idx < kVectors; ++idx) packed[idx] = load(from, idx);
 #pragma unroll
     for (i32 idx = 0; idx < kVectors; ++idx) {
       float values[kVector];
-      Row::unpack(load(from, idx), values);
+      Row::unpack(packed[idx], values);
 #pragma unroll
       for (i32 at = 0; at < kVector; ++at) {
         const float product = weight * values[at];
         total[idx][at] = kIsFirst ? product : total[idx][at] + product;
       }
     }
+    fetch(from);
   }
 
   __device__ void write_sums(const float (&total)[kVectors][kVector], i32 length, u8* out) const {
@@ -364,16 +386,20 @@ class CombineSum {
   const Block& b_;
   const i32 warp_;
   const u32 num_pieces_;
-  Item next_;                           // what is being fetched
-  i32 fetch_row_ = 0, fetch_left_ = 0;  // of it, in the plan: the row of the next stage; rows left in its unit
-  i32 fetch_unit_ = 0;                  // of the next stage
-  bool is_ahead_ = false;               // next_ is not yet being made
-  bool is_open_ = false;                // the piece is there
-  u32 piece_ = 0;                       // from which the next item is taken
-  u32 num_left_ = 0;                    // pieces that the warp has left
-  i32 stage_ = 0;                       // that the warp comes to
-  i32 slot_ = 0;                        // that is filled next
-  u32 slot_parity_ = 1;                 // of the wait for it: the first one passes, every slot is empty
+  const i32 first_stage_;
+  Item next_;                             // what is being fetched
+  i32 fetch_row_ = 0;                     // of it, where the row of the next stage stands in the plan, in bytes
+  i32 fetch_id_ = 0;                      // that row
+  i32 fetch_count_ = 0, fetch_left_ = 0;  // rows of it, and those left in the unit
+  const u8* fetch_from_ = nullptr;        // that unit of row 0
+  i32 fetch_unit_ = 0;                    // of the next stage
+  bool is_ahead_ = false;                 // next_ is not yet being made
+  bool is_open_ = false;                  // the piece is there
+  u32 piece_ = 0;                         // from which the next item is taken
+  u32 num_left_ = 0;                      // pieces that the warp has left
+  i32 stage_ = 0;                         // that the warp comes to
+  i32 slot_ = 0;                          // that is filled next
+  u32 slot_parity_ = 1;                   // of the wait for it: the first one passes, every slot is empty
 };
 
 }  // namespace weft::kernels
