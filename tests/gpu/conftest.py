@@ -21,6 +21,9 @@ if worker and torch.cuda.device_count():  # each worker has one GPU, which its r
     os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % torch.cuda.device_count())
 
 NUM_GPUS = torch.cuda.device_count()  # by NVML: CUDA is not started
+# Ranks compute what they expect between calls. Threads for that, of all ranks and workers, would be far more than CPUs,
+# and a rank so slow that its peers' deadlines pass.
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -58,8 +58,8 @@ class LanePause {
 };
 
 // A Pause for a barrier behind which are only this block's own copies. They end by themselves, so an abort does not cut them
-// short: what is in flight is drained. One that takes seconds means a broken GPU; how many exactly does not matter, so the SM's
-// cycles count them.
+// short: what is in flight is drained. One that takes minutes means a broken GPU; how many exactly does not matter (more than the
+// usual deadline, since what fills a ring may wait for a peer first), so the SM's cycles count them.
 class CopyPause {
  public:
   __device__ PauseResult turn() {
@@ -70,7 +70,7 @@ class CopyPause {
   }
 
  private:
-  static constexpr u64 kTimeoutNs = 20000000000ull;
+  static constexpr u64 kTimeoutNs = 200000000000ull;
   static constexpr u32 kLooks = 256;
   u64 start_cycle_ = 0;
   u32 num_turns_ = 0;
