@@ -267,23 +267,23 @@ class DispatchIds : public DispatchState<kConfig> {
   // By some warps, this one being `nth` of them: the ballots of all groups, the two words of each together.
   __device__ void hear_goers(i32 num_groups, i32 nth, i32 num_warps) {
     constexpr i32 kAtOnce = 5;
-    const i32 num_ballots = num_groups * kRanks, num_threads = num_warps * 32;
+    const i32 num_ballots = num_groups * kRanks;
     const u64* words = word_at(a.view.layout.goers_word(0, 0));
-    for (i32 first = nth * 32; first < num_ballots; first += num_threads * kAtOnce) {
-      const auto is_here = [&](i32 idx) { return first + idx * num_threads < num_ballots; };  // of some lane
-      const auto ballot_of = [&](i32 idx) { return min(first + idx * num_threads + lane, num_ballots - 1); };
+    for (i32 first = nth * 32 * kAtOnce; first < num_ballots; first += num_warps * 32 * kAtOnce) {
+      const i32 own = first + lane;  // and each 32nd from there: offsets that the compiler knows take no registers
+      const u64* own_words = words + 2 * own;
       u32 ballots[kAtOnce];
       const auto look = [&] {
-        u64 pair[kAtOnce][2];
+        u64 pair[kAtOnce][2] = {};
 #pragma unroll
         for (i32 idx = 0; idx < kAtOnce; ++idx) {
-          if (is_here(idx)) ptx::ld_relaxed_sys(words + 2 * ballot_of(idx), pair[idx]);
+          if (own + idx * 32 < num_ballots) ptx::ld_relaxed_sys(own_words + idx * 64, pair[idx]);
         }
         bool is_there = true;
 #pragma unroll
         for (i32 idx = 0; idx < kAtOnce; ++idx) {
-          const u32 low = is_here(idx) ? heard(pair[idx][0]) : 1, high = is_here(idx) ? heard(pair[idx][1]) : 1;
-          is_there = is_there && low != 0 && high != 0;
+          const u32 low = heard(pair[idx][0]), high = heard(pair[idx][1]);
+          is_there = is_there && (own + idx * 32 >= num_ballots || (low != 0 && high != 0));
           ballots[idx] = (low & 0xffff) | high << 16;
         }
         return is_there;
@@ -294,7 +294,8 @@ class DispatchIds : public DispatchState<kConfig> {
       }
 #pragma unroll
       for (i32 idx = 0; idx < kAtOnce; ++idx) {
-        if (is_here(idx)) this->goers(ballot_of(idx) % kRanks, ballot_of(idx) / kRanks) = ballots[idx];
+        const i32 at = own + idx * 32;
+        if (at < num_ballots) this->goers(at % kRanks, at / kRanks) = ballots[idx];
       }
     }
   }
@@ -323,20 +324,21 @@ class DispatchIds : public DispatchState<kConfig> {
     constexpr i32 kAtOnce = (kConfig.num_blocks + kRounds - 1) / kRounds;
     const u64* first_word = word_at(a.view.layout.picks_word(0, expert));
     for (i32 first = 0; first < num_counting; first += kAtOnce) {
+      const u64* words_there = first_word + first * (kExperts + 1);
       i32 num_here = 0, num_lower = 0;
       const auto look = [&] {
         u64 words[kAtOnce];
 #pragma unroll
         for (i32 idx = 0; idx < kAtOnce; ++idx) {
-          words[idx] = ptx::ld_relaxed_sys(first_word + min(first + idx, num_counting - 1) * (kExperts + 1));
+          words[idx] = first + idx < num_counting ? ptx::ld_relaxed_sys(words_there + idx * (kExperts + 1)) : 0;
         }
         bool is_there = true;
         num_here = num_lower = 0;
 #pragma unroll
         for (i32 idx = 0; idx < kAtOnce; ++idx) {
           const u32 n = heard(words[idx]);
-          const i32 count = first + idx < num_counting ? static_cast<i32>(n) - 1 : 0;
-          is_there = is_there && n != 0;
+          const i32 count = static_cast<i32>(n) - (first + idx < num_counting ? 1 : 0);
+          is_there = is_there && count >= 0;
           num_here += count;
           num_lower += first + idx < block() ? count : 0;
         }
