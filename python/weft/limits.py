@@ -203,7 +203,7 @@ def memory(
     """Bytes on each rank. Local, no device is touched, no torch is imported.
 
     Returns:
-        control_bytes: headers, progress words and payload slots of one window.
+        control_bytes: headers, progress words, payload slots and other small words of one window.
         staging_bytes: of one window; cpu: staging rings, one a rank; nvlink: the landing, a row for each token of each
             rank with its ids and weights, where rows land that find no heap; and the slots of small batches, two for
             each of up to MAX_SMALL_TOKENS tokens of each rank.
@@ -333,7 +333,7 @@ def _gpu_window_bytes(
 ) -> tuple[int, int]:
     """(control, landing and small slots) of `GpuWindowLayout::make` in include/weft/layout/gpu_window.h; a test
     compares the two."""
-    cache_line, parities, phases, channels, payload_fixed, plan_header, align = 64, 2, 4, 8, 88, 64, 256
+    cache_line, parities, phases, channels, payload_fixed, plan_header, align = 64, 2, 4, 2, 88, 64, 256
     cells = num_ranks * num_blocks * cache_line
     payload = _up(payload_fixed + 4 * (num_experts + num_ranks), cache_line) * parities * num_ranks
     by_expert = num_blocks * cache_line + 8 * num_ranks * max_tokens

@@ -13,7 +13,7 @@ __all__ = ["Part", "Shape", "parts"]
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _MEANING = {
-    "control_bytes": "headers, progress words and payload slots of one window",
+    "control_bytes": "headers, progress words, payload slots and other small words of one window",
     "staging_bytes": "staging of one window",
     "heap_bytes": "heap of one window, for receive tensors; in host memory pages never touched take none",
     "windows_bytes": "all windows; layers of equal shape share them",

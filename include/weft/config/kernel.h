@@ -170,7 +170,7 @@ struct CombineKernelConfig {
     return ((chunk + units - 1) / units + kQuantizeGroup - 1) / kQuantizeGroup * kQuantizeGroup;
   }
   // Few and large groups to reduce, since each warp of a group pays for each of its items, and while a group adds, the slots of
-  // its item load nothing. Where sums are made, one: the warps that make them need the registers.
+  // its item load nothing. Where sums go out as they are, one: the warps that make them need the registers.
   WEFT_HD constexpr i32 reduce_groups() const { return makes_partials() && !wire_is_fp8 ? 1 : 2; }
   WEFT_HD constexpr i32 reduce_warps() const { return makes_partials() ? 3 : 8; }
   // That store what is pushed. Rows as they are come from one warp and go on in their order; sums and FP8 rows come from many,

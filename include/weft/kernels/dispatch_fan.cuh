@@ -139,7 +139,8 @@ class DispatchFan : public DispatchState<kConfig> {
   __device__ void finish_copy() {
     const i32 n = num_begun_ - 1;
     const i32 idx = stage_index(n);
-    if (!this->wait_local(&s.fan_full[idx], static_cast<u32>(n / kDepth) & 1u)) return;
+    const bool is_loaded = this->wait_local(&s.fan_full[idx], static_cast<u32>(n / kDepth) & 1u);
+    if (__all_sync(0xffffffffu, is_loaded ? 1 : 0) == 0) return;
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
       if constexpr (kHeldScales) store_short(scales_, other_[step] >= 0 ? scales_of(other_[step]) : nullptr);

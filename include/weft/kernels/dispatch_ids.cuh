@@ -117,7 +117,7 @@ class DispatchIds : public DispatchState<kConfig> {
     }
   }
 
-  __device__ static bool is_bad(i64 id) { return static_cast<u64>(id + 1) > static_cast<u64>(kExperts); }
+  __device__ static bool is_bad(i64 id) { return static_cast<u64>(id) + 1 > static_cast<u64>(kExperts); }
   __device__ static bool is_expert(i64 id) { return static_cast<u64>(id) < static_cast<u64>(kExperts); }
   __device__ bool is_sent(i64 id) const { return is_expert(id) && flight.is_active(static_cast<i32>(id) / kLocal); }
 

@@ -302,10 +302,9 @@ class DispatchSend : public DispatchState<kConfig> {
   // By expert: what is needed to know of a token. False: the GPU has gone wrong.
   __device__ bool fetch(Item& item, i32 token) {
     if constexpr (!kConfig.is_cached) {
-      const i32 item = token - this->queue_begin(block(), a.num_tokens);
-      const bool is_own = item >= 0 && item < this->queue_len(block(), a.num_tokens);
-      const i32 chunk = this->chunk_tokens();
-      if (is_own && !wait_planned(item / chunk, item % chunk)) return false;
+      const i32 at = token - this->queue_begin(block(), a.num_tokens), chunk = this->chunk_tokens();
+      const bool is_own = at >= 0 && at < this->queue_len(block(), a.num_tokens);
+      if (is_own && !wait_planned(at / chunk, at % chunk)) return false;
     }
     const GpuSendPlan<i32> plan{a.send_plan, a.num_tokens, kTopk};
     const i64 first = static_cast<i64>(token) * kTopk;

@@ -13,12 +13,13 @@ class DispatchTell : public DispatchState<kConfig> {
   using Base = DispatchState<kConfig>;
   using Base::a, Base::s, Base::flight, Base::lane;
   using Base::kRanks;
+  static constexpr i32 kLanesEach = 32 / kStoreWarps;  // that tell of what a store warp has stored
 
   __device__ explicit DispatchTell(const Base& base) : Base(base) {}
 
   __device__ void run() {
     if (!tell_arrived()) {
-      if (lane % kPostLanes == 0) ptx::st_release_cta(&s.num_told[lane / kPostLanes], kAllArrived);  // nobody waits
+      if (lane % kLanesEach == 0) ptx::st_release_cta(&s.num_told[lane / kLanesEach], kAllArrived);  // nobody waits
       return;
     }
     if (this->is_peer(lane)) transport::notify(a.view, Phase::kSend, flight, lane, static_cast<i32>(blockIdx.x));
@@ -27,7 +28,7 @@ class DispatchTell : public DispatchState<kConfig> {
  private:
   // Tells the ranks what has arrived, one fence for all that is new: lanes 0 to 15 of store warp 0, the others of warp 1.
   __device__ bool tell_arrived() {
-    const i32 mine = lane / kPostLanes;
+    const i32 mine = lane / kLanesEach;
     u32 seen = 0, num_told = 0;
     while (__any_sync(0xffffffffu, (seen & kAllArrived) == 0 ? 1 : 0) != 0) {
       const u32 now = sync::wait_any_change(&s.num_arrived[mine], seen);
@@ -40,7 +41,7 @@ class DispatchTell : public DispatchState<kConfig> {
       ptx::fence_proxy_async_global();
       ptx::fence_sys();
       const u32 num_arrived = now & ~kAllArrived;
-      for (u32 item = num_told + static_cast<u32>(lane % kPostLanes); item < num_arrived; item += kPostLanes) {
+      for (u32 item = num_told + static_cast<u32>(lane % kLanesEach); item < num_arrived; item += kLanesEach) {
         const i32 token = s.sent[mine][item % kRemembered];
         for (i32 to = 0; to < kRanks; ++to) {
           if (this->is_peer(to)) transport::post_token(a.view, flight, to, token);
@@ -49,7 +50,7 @@ class DispatchTell : public DispatchState<kConfig> {
       seen = now;
       num_told = num_arrived;
       __syncwarp();  // all lanes have read what they told
-      if (lane % kPostLanes == 0) ptx::st_release_cta(&s.num_told[mine], num_told);
+      if (lane % kLanesEach == 0) ptx::st_release_cta(&s.num_told[mine], num_told);
     }
     return true;
   }

@@ -8,7 +8,4 @@ namespace weft::kernels {
 
 constexpr u32 kPostStops = ~0u;  // in a word that a store warp writes: the warp has failed, nothing more is posted
 
-constexpr i32 kPostLanes = 16;
-static_assert(kPostLanes >= kMaxGpuRanks);
-
 }  // namespace weft::kernels

@@ -43,8 +43,9 @@ class SmallDispatch {
   }
 
  private:
-  // With the warp that notifies: rows have been stored. With the one that waits: its verdict on the phase is there.
-  static constexpr u32 kStored = 2, kCountHeard = 3, kSendHeard = 4;
+  // With the warp that notifies: rows have been stored. With the one that waits: its verdict on the phase is there; the places are
+  // known, or never will be.
+  static constexpr u32 kStored = 2, kCountHeard = 3, kSendHeard = 4, kPlaced = 5;
   static constexpr u32 kWithOne = static_cast<u32>(State::kThreads) + ptx::kWarpLanes;
 
   // Of the waits for count headers and for send headers; each has its word, for warps that are slow to read the first.
@@ -71,6 +72,10 @@ class SmallDispatch {
   // A peer that called something else sends a count header and no other.
   __device__ void wait() const {
     if (wait(Phase::kCount, 0)) wait(Phase::kSend, static_cast<i32>(blockIdx.x));
+    if constexpr (!kConfig.is_cached) {
+      ptx::bar_sync(kPlaced, kWithOne);
+      if (has_no_places()) return;
+    }
     if (s_.lane == 0 && verdict(Phase::kSend) != Verdict::kBroken) transport::end_flight_early(s_.a.view, s_.flight);
   }
 
@@ -94,11 +99,11 @@ class SmallDispatch {
 
   __device__ void receive() const {
     Receive receive(s_);
-    bool has_places = true;
-    if constexpr (!kConfig.is_cached) has_places = receive.find_places();
+    if constexpr (!kConfig.is_cached) receive.find_places();
     ptx::bar_sync(kCountHeard, kWithOne);
+    if constexpr (!kConfig.is_cached) ptx::bar_arrive(kPlaced, kWithOne);
     if (verdict(Phase::kCount) != Verdict::kOk) return;
-    if (!has_places) {  // a header without the picks before it: the sender, or memory, has gone wrong
+    if (has_no_places()) {
       constexpr transport::ErrorCause kCause = transport::ErrorCause::kBadPeerWord;
       if (threadIdx.x == 0) transport::record(s_.a.view, s_.flight, kCause, Phase::kCount, s_.rank(), 0);
       if (threadIdx.x == 0) ptx::st_relaxed_sys(&s_.a.view.words()->broken, static_cast<u64>(kCause));
@@ -113,6 +118,12 @@ class SmallDispatch {
       if (turn == 1 && verdict(Phase::kSend) != Verdict::kOk) return;
       receive.copy_rows(turn == 0);
     }
+  }
+
+  // Behind a barrier since places were looked for: count headers came without the picks before them. The sender, or memory, has gone
+  // wrong.
+  __device__ static bool has_no_places() {
+    return !kConfig.is_cached && verdict(Phase::kCount) == Verdict::kOk && Receive::shared_words().is_left;
   }
 
   const State& s_;

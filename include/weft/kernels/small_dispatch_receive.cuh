@@ -28,23 +28,24 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
 
   // ---- places. Rows of a group follow the order of entries. Every block computes all places and keeps those of its own units.
 
-  // Without waiting for count headers. False: picks are missing and will not come. All places can be read behind the caller's next
-  // barrier.
-  __device__ bool find_places() {
+  // Without waiting for count headers. Behind the caller's next barrier all places can be read, unless is_left is set: picks are
+  // missing and will not come.
+  __device__ void find_places() {
     begin_counts();
     const bool has_all = for_batches(batch_, [&](const Batch& batch, i32 idx) {
       if (batch.group[idx] >= 0) atomicAdd(&counts(warp)[batch.group[idx]], 1);
     });
     if (!has_all) shared_words().is_left = true;
     Base::meet();
-    if (shared_words().is_left) return false;
+    if (shared_words().is_left) return;
     if constexpr (kIsMasked) {
       for (i32 group = static_cast<i32>(threadIdx.x); group < kGroups; group += Base::kThreads) sum_warps(group);
     } else {
       if (warp == 0) place_groups();
     }
     Base::meet();
-    return for_batches(batch_, [&](const Batch& batch, i32 idx) { place_entries(batch, idx); });
+    const bool has_again = for_batches(batch_, [&](const Batch& batch, i32 idx) { place_entries(batch, idx); });
+    if (!has_again) shared_words().is_left = true;
   }
 
   // Tokens of each source, as it says. By the warp that has waited for the count headers, before the barrier that tells of them.

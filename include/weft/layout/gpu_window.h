@@ -16,7 +16,7 @@
 namespace weft {
 
 constexpr i32 kMaxGpuRanks = 16;  // ranks of one scale-up domain that a kernel addresses directly
-constexpr i32 kNumProgress = 8;   // progress words of a block: one for each warp that sends
+constexpr i32 kNumProgress = 2;   // progress words of a block: rows, side values
 constexpr u64 kGoersParts = 2;    // of a group of 32 tokens, since a progress word has 24 bits
 
 // Words of the rank that owns the window; those of every call are in one cache line. Written by its own kernels and its host.

@@ -25,7 +25,8 @@ i32 slots_in(i32 num_bytes, i32 slot_bytes, i32 width) {
 // As many as the registers of an SM allow (nvlink-combine.md); FP8 with units that are not whole takes more of them.
 i32 most_sum_warps(const CombineKernelConfig& config) {
   const i32 side = config.has_side ? 1 : 0;
-  if (config.wire_is_fp8 && config.hidden % config.sum_unit() != 0) return (config.is_by_expert() ? 5 : 9) - side;
+  const bool has_whole_units = config.hidden % config.sum_unit() == 0 && config.sum_chunk() % config.sum_unit() == 0;
+  if (config.wire_is_fp8 && !has_whole_units) return (config.is_by_expert() ? 5 : 9) - side;
   if (!config.is_by_expert()) return 12;
   return (config.wire_is_fp8 ? 9 : 12) - side;
 }
