@@ -129,6 +129,14 @@ Error Communicator::error_of(const AbortReason& reason) const {
       return Error(ErrorCode::kPeerTimeout, me + culprit + " was interrupted in " + place + way_out, op,
                    reason.sequence, {reason.rank});
     case AbortCode::kPeerTimeout:
+      if (reason.reporter >= 0 && (reason.peers >> reason.reporter & 1u) != 0) {
+        return Error(ErrorCode::kPeerTimeout,
+                     me + "the GPU of rank " + std::to_string(reason.reporter) +
+                         " did not get through its own part of " + place +
+                         " before the deadline: other work may hold SMs, and all blocks of a call must run at once" +
+                         way_out,
+                     op, reason.sequence, ranks_of(reason.peers));
+      }
       return Error(ErrorCode::kPeerTimeout,
                    me + ranks_text(ranks_of(reason.peers)) + " did not answer rank " + std::to_string(reason.reporter) +
                        " in " + place + " before its deadline" + way_out,

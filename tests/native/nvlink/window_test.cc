@@ -332,6 +332,23 @@ TEST(a_late_peer_breaks_all_and_rebuild_mends) {
   });
 }
 
+TEST(blocks_that_do_not_run_are_no_late_peer) {
+  with_ranks([](Rank& rank) {
+    fake_cuda::set_kernel(count_rows);
+    rank.meet();
+    CHECK_EQ(rank.dispatch().result_rows, i64{3});
+    rank.meet();
+    fake_cuda::set_kernel(leave(transport::ErrorCause::kDeadline, 0));
+    if (rank.me == 0) {
+      const Error stuck = error_of([&] { rank.dispatch(); });
+      CHECK_EQ(stuck.code, ErrorCode::kPeerTimeout);
+      says(stuck, "the GPU of rank 0 did not get through its own part of dispatch (sequence 7, phase count)");
+    } else {
+      while (!rank.comm->is_broken()) usleep(500);
+    }
+  });
+}
+
 TEST(who_is_left_releases_the_memory_of_who_is_gone) {
   with_ranks([](Rank& rank) {
     rank.dispatch(4);
