@@ -330,8 +330,9 @@ def combine(
     """Bring expert outputs back to the tokens' owners and sum them.
 
     outputs: per rank [N, H] (masked [L, C, H]), one dtype of bf16, fp16, fp32: it is y's, and the wire type. wire
-    "fp8": what a rank contributes to a token is quantised from its fp32 sum, as by ``quantize_fp8``. sides: fp32,
-    rank_major [N, K] or [N] (the same for every pick), expert_major [N], masked [L, C]. biases: [T, H] or [H].
+    "fp8": what a rank contributes to a token is quantised from its fp32 sum, as by ``quantize_fp8`` with ``ue8m0``, but
+    with scales of 2^119 at most. sides: fp32, rank_major [N, K] or [N] (the same for every pick), expert_major [N],
+    masked [L, C]. biases: [T, H] or [H].
     Returns per rank y [T, H], with sides (y, side [T, K] fp32). ``weighted`` is ignored in rank_major, whose rows are a
     rank's partial sums already.
     """
@@ -357,7 +358,7 @@ def combine(
                 side_total[token, k] = side_total[token, k] + _side(sides[rank].detach(), row, k, routing.layout)
         (present,) = (rows >= 0).any(dim=1).nonzero(as_tuple=True)
         if wire == "fp8":
-            contribution = dequantize_fp8(*quantize_fp8(partial[present]))
+            contribution = _through_fp8(partial[present])
         else:
             contribution = partial[present].to(dtype).to(torch.float32)
         total[present] = total[present] + contribution
@@ -373,6 +374,13 @@ def combine(
 
 def _routing(routing: Routing | Sequence[Dispatched]) -> Routing:
     return routing if isinstance(routing, Routing) else routing[0].routing
+
+
+def _through_fp8(x: Tensor) -> Tensor:
+    """What an owner adds of x [N, H] fp32 that has travelled as FP8: q * 2^e, exact and finite with e <= 119."""
+    most = FP8_MAX * 2.0**119
+    finite = torch.where(x.isinf(), x, x.clamp(-most, most))
+    return dequantize_fp8(*quantize_fp8(finite, ue8m0=True))
 
 
 def _side(side: Tensor, row: Tensor, k: int, layout: str) -> Tensor:

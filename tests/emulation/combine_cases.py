@@ -1,7 +1,9 @@
 """Combines, of small batches too, behind dispatches on emulated GPUs, compared word by word with weft.reference."""
 
 import dataclasses
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +69,9 @@ class CombineRunner(Runner):
         rows = [
             (torch.randn(*shape, case.hidden, generator=generator) * 3).to(case.dtype) for shape in routing.row_shape
         ]
+        if self.case.seed % 2 and case.wire_is_fp8:  # rows of all sizes, up to the largest numbers
+            most = math.log2(torch.finfo(case.dtype).max)
+            rows = [_stretched(y, (0.0, -1.2 * most, 0.8 * most, most - 2)) for y in rows]
         for y in rows:
             if self.case.seed % 2 and y.numel() > 8:
                 y.view(-1)[0], y.view(-1)[-1], y.view(-1)[3] = float("inf"), float("nan"), -0.0
@@ -215,3 +220,11 @@ def run_combine(compiler: Compiler, case: CombineCase, mutant: Mutant | None = N
 def reseeded(case: CombineCase, seed: int) -> CombineCase:
     """The same case with other values."""
     return dataclasses.replace(case, dispatch=dataclasses.replace(case.dispatch, seed=seed))
+
+
+def _stretched(y: Tensor, exponents: Sequence[float]) -> Tensor:
+    """The n-th row times 2 to the n-th of these, over and over."""
+    largest = torch.finfo(y.dtype).max
+    wanted = torch.tensor(exponents, dtype=torch.float64)[torch.arange(y.shape[:-1].numel()) % len(exponents)]
+    stretched = y.double() * torch.exp2(wanted).view(*y.shape[:-1], 1)
+    return stretched.clamp(-largest, largest).to(y.dtype)

@@ -159,3 +159,24 @@ def test_dequantize_is_within_half_a_step() -> None:
         back = reference.dequantize_fp8(*reference.quantize_fp8(x, ue8m0=ue8m0))
         assert back.shape == x.shape
         assert bool(((back - x).abs() <= x.abs() / 16 + 1e-3 * (2 if ue8m0 else 1) * 4).all())
+
+
+@pytest.mark.parametrize("magnitude", [1e-6, 1.0, 3e4, 1e38])
+def test_what_travels_as_fp8_in_combine(magnitude: float) -> None:
+    """Within the error that docs/semantics.md states; products of codes and scales are finite."""
+    generator = torch.Generator().manual_seed(5)
+    x = (torch.randn((3, 300), generator=generator) * magnitude).clamp(-3.3e38, 3.3e38)
+    x[1, :4] = torch.tensor([3.4e38, -3.4e38, 1.0, -0.0])
+    routing = reference.dispatch([x], [torch.zeros((3, 1), dtype=torch.int64)], num_experts=1)[0].routing
+    (back,) = reference.combine([x], routing, wire="fp8")
+    assert bool(back.isfinite().all())
+    groups = torch.nn.functional.pad(x.double(), (0, 84)).view(3, 3, 128).abs().amax(-1).clamp(min=1e-4)
+    amax = groups.repeat_interleave(128, dim=-1)[:, :300]
+    error, limit = (back.double() - x.double()).abs(), torch.maximum(x.double().abs() / 16, amax / 229376)
+    most = 448 * 2.0**119
+    assert bool((error <= limit)[x.abs() <= most].all())
+    assert back[1, 0] == most
+    x[2, 150] = math.inf
+    (back,) = reference.combine([x], routing, wire="fp8")
+    assert bool(back[2, 128:256].isnan().all())
+    assert not back[2, :128].isnan().any()

@@ -174,8 +174,8 @@ struct CombineKernelConfig {
   WEFT_HD constexpr i32 reduce_groups() const { return makes_partials() && !wire_is_fp8 ? 1 : 2; }
   WEFT_HD constexpr i32 reduce_warps() const { return makes_partials() ? 3 : 8; }
   // That store what is pushed. Rows as they are come from one warp and go on in their order; sums and FP8 rows come from many,
-  // which one would keep waiting.
-  WEFT_HD constexpr i32 push_warps() const { return has_partials() ? 2 : 1; }
+  // which one would keep waiting, the more so the shorter what they make.
+  WEFT_HD constexpr i32 push_warps() const { return !has_partials() ? 1 : wire_is_fp8 && !is_by_expert() ? 3 : 2; }
   // One warp loads for the owners' sums; for the push one reads the plan, some make sums and some store them, or one loads
   // rows and one stores them, one tells how far they are; one has the side values.
   WEFT_HD constexpr i32 num_warps() const {

@@ -32,6 +32,21 @@ struct Numbers {
     }
   }
 
+  // Each times `factor`, a power of two: bf16 pairs at a time, which is exact but for numbers far below the least e4m3.
+  __device__ static void unpack_scaled(const Packed& packed, float factor, float (&values)[kVector]) {
+    if constexpr (kDtype == Dtype::kBf16) {
+      const u32 pair = ptx::pack_bf16x2(factor, factor);
+      Packed scaled;
+#pragma unroll
+      for (i32 word = 0; word < 4; ++word) scaled.word[word] = ptx::multiply_bf16x2(packed.word[word], pair);
+      unpack(scaled, values);
+    } else {
+      unpack(packed, values);
+#pragma unroll
+      for (i32 at = 0; at < kVector; ++at) values[at] *= factor;
+    }
+  }
+
   __device__ static Packed pack(const float* values) {
     Packed packed;
 #pragma unroll

@@ -2,7 +2,7 @@
 //   plan   one warp reads the receive plan, a piece ahead
 //   load   one warp loads rows into slots: rank-major ones in their own type; else groups of warps make what goes on the wire
 //          (combine_sum.cuh)
-//   store  one warp stores rows, two store what those groups make, and one posts how far they have come
+//   store  one warp stores rows, several store what those groups make, and one posts how far they have come
 #pragma once
 
 #include "weft/kernels/combine_block.cuh"

@@ -228,7 +228,7 @@ class CombineReduce {
         float values[kVector];
         Codes::unpack(codes[idx], values);
 #pragma unroll
-        for (i32 at = 0; at < kVector; ++at) total[at] += values[at] * scale;
+        for (i32 at = 0; at < kVector; ++at) total[at] = ptx::add_exact_product(total[at], values[at], scale);
       }
     } else {
       Packed packed[kCount];

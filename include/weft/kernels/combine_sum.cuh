@@ -332,9 +332,9 @@ class CombineSum {
     for (i32 idx = 0; idx < kVectors; ++idx) {
       if (has(element(idx), length_of(unit))) largest = ptx::max_nan(largest, Row::magnitude(total[idx]));
     }
-    quantize(largest, unit, out, [&](i32 idx, float* values) {
+    quantize(largest, unit, out, [&](i32 idx, float factor, float* values) {
 #pragma unroll
-      for (i32 at = 0; at < kVector; ++at) values[at] = total[idx][at];
+      for (i32 at = 0; at < kVector; ++at) values[at] = total[idx][at] * factor;
     });
   }
 
@@ -343,15 +343,15 @@ class CombineSum {
     for (i32 idx = 0; idx < kVectors; ++idx) {
       if (!has(element(idx), length_of(unit))) packed[idx] = {};
     }
-    quantize(Row::magnitude(packed), unit, out, [&](i32 idx, float* values) {
-      float wide[kVector];
-      Row::unpack(packed[idx], wide);
+    quantize(Row::magnitude(packed), unit, out, [&](i32 idx, float factor, float* values) {
+      float scaled[kVector];
+      Row::unpack_scaled(packed[idx], factor, scaled);
 #pragma unroll
-      for (i32 at = 0; at < kVector; ++at) values[at] = wide[at];
+      for (i32 at = 0; at < kVector; ++at) values[at] = scaled[at];
     });
   }
 
-  // get(idx, values): the lane's idx-th vector of the unit. `largest`: of their magnitudes. `out`: the chunk.
+  // get(idx, factor, values): the lane's idx-th vector of the unit, multiplied. `largest`: of their magnitudes. `out`: the chunk.
   template <class Get>
   __device__ void quantize(float largest, i32 unit, u8* out, Get get) const {
     constexpr i32 kLanes = kQuantizeGroup / (kVectors * kVector);  // that share a group
@@ -359,19 +359,13 @@ class CombineSum {
     for (i32 step = 1; step < kLanes; step *= 2) {
       largest = ptx::max_nan(largest, __shfl_xor_sync(0xffffffffu, largest, step));
     }
-    // ptx::fp8_scale, but that each lane divides once: for the scale (even lanes) or for the factor.
-    const float amax = ptx::fp8_amax(ptx::float_bits(largest));
-    const bool has_scale = b_.lane % 2 == 0;
-    const float quotient = (has_scale ? amax : ptx::kLargestE4m3) / (has_scale ? ptx::kLargestE4m3 : amax);
-    const float factor = __shfl_sync(0xffffffffu, quotient, b_.lane | 1);
+    const ptx::Fp8WireScale wire = ptx::fp8_wire_scale(ptx::float_bits(largest));
     const i32 begin = unit % kChunkUnits * kUnit;  // in the chunk
 #pragma unroll
     for (i32 first = 0; first < kVectors; first += kTurn) {
       float values[kCodes];
 #pragma unroll
-      for (i32 idx = 0; idx < kTurn; ++idx) get(first + idx, values + idx * kVector);
-#pragma unroll
-      for (i32 at = 0; at < kCodes; ++at) values[at] *= factor;
+      for (i32 idx = 0; idx < kTurn; ++idx) get(first + idx, wire.factor, values + idx * kVector);
       const i32 at = static_cast<i32>(out - b_.dynamic) + begin + element(0);
       if (has(element(first), length_of(unit))) Fp8Numbers<kCodes>::store(b_.dynamic, at ^ first * kVector, values);
     }
@@ -379,7 +373,7 @@ class CombineSum {
     if (b_.lane % kLanes == 0 && has(first, length_of(unit))) {
       const i32 scale = static_cast<i32>(static_cast<u32>(begin + first) / kQuantizeGroup) * 4;
       const i32 scales = kConfig.scales_at(kConfig.chunk_elements(unit / kChunkUnits));
-      *reinterpret_cast<float*>(out + scales + scale) = quotient;
+      *reinterpret_cast<float*>(out + scales + scale) = wire.scale;
     }
   }
 

@@ -171,8 +171,8 @@ class SmallCombinePush {
     }
   }
 
-  // Group g of 128 elements lies in vector g / kGroups of kGroupLanes lanes. Lane g works out its scale: a division is long,
-  // and the scales of a job are stored side by side.
+  // Group g of 128 elements lies in vector g / kGroups of kGroupLanes lanes. Lane g works out its scale: those of a job are stored
+  // side by side.
   template <i32 kVectors>
   __device__ void quantize(float (&total)[kVectors][kVector], const SmallPlace& place, u8* slot) const {
     constexpr i32 kGroupLanes = kQuantizeGroup / kVector;
@@ -188,7 +188,7 @@ class SmallCombinePush {
       largest = __shfl_sync(0xffffffffu, largest, b_.lane % kGroups * kGroupLanes);
       if (b_.lane / kGroups == idx) mine = largest;
     }
-    const ptx::Fp8Scale scale = ptx::fp8_scale(ptx::float_bits(mine), Quantize::kFp8);
+    const ptx::Fp8WireScale scale = ptx::fp8_wire_scale(ptx::float_bits(mine));
 #pragma unroll
     for (i32 idx = 0; idx < kVectors; ++idx) {
       const float factor = __shfl_sync(0xffffffffu, scale.factor, idx * kGroups + b_.lane / kGroupLanes);
@@ -200,7 +200,7 @@ class SmallCombinePush {
     }
     const i32 group = place.column / kQuantizeGroup + b_.lane;
     if (b_.lane < kVectors * kGroups && group * kQuantizeGroup < place.end) {
-      *reinterpret_cast<u32*>(slot + kConfig.scales_at() + group * 4) = scale.bits;
+      *reinterpret_cast<float*>(slot + kConfig.scales_at() + group * 4) = scale.scale;
     }
   }
 

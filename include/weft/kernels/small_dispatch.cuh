@@ -111,13 +111,8 @@ class SmallDispatch {
     }
     if constexpr (!kConfig.is_cached) receive.write_counts();
     receive.zero();
-    // Own rows are here before the others'. One loop, since a launch fetches all code anew.
-#pragma unroll 1
-    for (i32 turn = 0; turn < 2; ++turn) {
-      if (turn == 1) ptx::bar_sync(kSendHeard, kWithOne);
-      if (turn == 1 && verdict(Phase::kSend) != Verdict::kOk) return;
-      receive.copy_rows(turn == 0);
-    }
+    ptx::bar_sync(kSendHeard, kWithOne);
+    if (verdict(Phase::kSend) == Verdict::kOk) receive.copy_rows();
   }
 
   // Behind a barrier since places were looked for: count headers came without the picks before them. The sender, or memory, has gone

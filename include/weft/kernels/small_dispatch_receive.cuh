@@ -81,10 +81,8 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
 
   // ---- rows
 
-  // `own`: of this rank, which all warps have stored before a barrier; else of the others.
-  __device__ void copy_rows(bool own) {
-    this->share(own ? 1 : kRanks - 1, [&](i32 number, i32 nth, i32 first, i32 stride) {
-      const i32 source = own ? rank() : number + (number >= rank() ? 1 : 0);
+  __device__ void copy_rows() {
+    this->share(kRanks, [&](i32 source, i32 nth, i32 first, i32 stride) {
       const i32 token = this->token_of(this->unit(nth));
       if (token >= sums().num_tokens[source]) return;
       if constexpr (kConfig.is_cached) {

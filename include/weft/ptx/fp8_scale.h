@@ -39,4 +39,19 @@ WEFT_HD inline Fp8Scale fp8_scale(u32 amax_bits, Quantize format) {
   return {biased >= kE8m0Nan ? bits_float(kNanBits) : bits_float((254u - biased) << 23), biased};
 }
 
+// Of what a rank contributes in combine, on the wire: scale = 2^ceil(log2(a / 448)), but 2^119 at most. So the product of a code
+// and the scale is exact and finite, and may be added in the same instruction. An infinity in a group counts as a NaN.
+struct Fp8WireScale {
+  float factor, scale;
+};
+
+WEFT_HD inline Fp8WireScale fp8_wire_scale(u32 amax_bits) {
+  constexpr u32 kMostBiased = 119 + 127;
+  const u32 bits = float_bits(fp8_amax(amax_bits));
+  if (bits >= 0x7f800000u) return {bits_float(0x7fc00000u), bits_float(0x7fc00000u)};
+  const u32 ceiled = ((bits + 0x1fffffu) >> 23) - 8;  // 448 = 1.75 * 2^8: a larger mantissa carries into the exponent
+  const u32 biased = ceiled < kMostBiased ? ceiled : kMostBiased;
+  return {bits_float((254u - biased) << 23), bits_float(biased << 23)};
+}
+
 }  // namespace weft::ptx

@@ -31,6 +31,19 @@ __device__ inline float unpack_fp16(u16 value) {
   return wide;
 }
 
+__device__ inline u32 multiply_bf16x2(u32 left, u32 right) {
+  u32 product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(left), "r"(right));
+  return product;
+}
+
+// sum + left * right, where the product is exact: the bits of two instructions in one.
+__device__ inline float add_exact_product(float sum, float left, float right) {
+  float total;
+  asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(total) : "f"(left), "f"(right), "f"(sum));
+  return total;
+}
+
 __device__ inline float magnitude(float value) {
   float positive;
   asm("abs.f32 %0, %1;" : "=f"(positive) : "f"(value));

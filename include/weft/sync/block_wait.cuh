@@ -69,17 +69,17 @@ class CopyPause {
     if (num_turns_++ % kLooks != 0) return PauseResult::kLookAgain;
     const u64 now = ptx::cycles();
     if (start_cycle_ == 0) start_cycle_ = now;
-    if (now - start_cycle_ < limit_ns_ * ptx::kCyclesPerNs) return PauseResult::kLookAgain;
-    if (timeout_ns_ == nullptr) return PauseResult::kDeadline;
-    limit_ns_ += 2 * ptx::ld_relaxed_sys(timeout_ns_);
-    timeout_ns_ = nullptr;
-    return PauseResult::kLookAgain;
+    const u64 waited = now - start_cycle_;
+    if (timeout_ns_ == nullptr) return waited >= kTimeoutCycles ? PauseResult::kDeadline : PauseResult::kLookAgain;
+    if (waited < kTimeoutCycles) return PauseResult::kLookAgain;
+    const u64 more = 2 * ptx::ld_relaxed_sys(timeout_ns_) * ptx::kCyclesPerNs;
+    return waited - kTimeoutCycles >= more ? PauseResult::kDeadline : PauseResult::kLookAgain;
   }
 
  private:
+  static constexpr u64 kTimeoutCycles = 20000000000ull * ptx::kCyclesPerNs;
   static constexpr u32 kLooks = 256;
   const u64* timeout_ns_;
-  u64 limit_ns_ = 20000000000ull;
   u64 start_cycle_ = 0;
   u32 num_turns_ = 0;
 };

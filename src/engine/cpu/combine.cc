@@ -206,7 +206,7 @@ void CombineCall::contribution(i64 meta_row, u8* data) {
     return;
   }
   if (partial_sum(meta_row, w_.scratch_.sum.data(), true))
-    quantize_row(Dtype::kFp32, w_.scratch_.sum.data(), a_.hidden, Quantize::kFp8, data, data + record_.scales);
+    quantize_contribution(w_.scratch_.sum.data(), a_.hidden, data, reinterpret_cast<float*>(data + record_.scales));
 }
 
 bool CombineCall::partial_sum(i64 meta_row, void* place, bool as_fp32) {

@@ -138,6 +138,18 @@ float store_scale(u32 amax_bits, Quantize format, void* scales, i64 group) {
   return scale.factor;
 }
 
+// `scale_of(largest magnitude as bits, group)`: stores the scale, returns what values are multiplied by.
+template <class ScaleOf>
+void quantize_groups(Dtype dtype, const void* row, i64 hidden, u8* data, const ScaleOf& scale_of) {
+  alignas(64) float values[kQuantizeGroup];
+  for (i64 group = 0; group < num_scales(hidden); ++group) {
+    const i64 first = group * kQuantizeGroup;
+    const i64 count = std::min<i64>(kQuantizeGroup, hidden - first);
+    load_group(dtype, row, first, count, values);
+    scale_to_e4m3(values, count, scale_of(largest_magnitude_bits(values, count), group), data + first);
+  }
+}
+
 }  // namespace
 
 void copy_row(const void* source, u64 num_bytes, u8* const* places, i32 num_places, bool streaming) {
@@ -161,14 +173,16 @@ void finish_streaming() {
 }
 
 void quantize_row(Dtype dtype, const void* row, i64 hidden, Quantize format, u8* data, void* scales) {
-  alignas(64) float values[kQuantizeGroup];
-  for (i64 group = 0; group < num_scales(hidden); ++group) {
-    const i64 first = group * kQuantizeGroup;
-    const i64 count = std::min<i64>(kQuantizeGroup, hidden - first);
-    load_group(dtype, row, first, count, values);
-    const float factor = store_scale(largest_magnitude_bits(values, count), format, scales, group);
-    scale_to_e4m3(values, count, factor, data + first);
-  }
+  quantize_groups(dtype, row, hidden, data,
+                  [&](u32 amax_bits, i64 group) { return store_scale(amax_bits, format, scales, group); });
+}
+
+void quantize_contribution(const float* sum, i64 hidden, u8* data, float* scales) {
+  quantize_groups(Dtype::kFp32, sum, hidden, data, [&](u32 amax_bits, i64 group) {
+    const ptx::Fp8WireScale scale = ptx::fp8_wire_scale(amax_bits);
+    scales[group] = scale.scale;
+    return scale.factor;
+  });
 }
 
 void sum_rows(const RowSum& sum, void* result) {

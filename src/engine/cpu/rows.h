@@ -15,6 +15,8 @@ void finish_streaming();
 // Groups of kQuantizeGroup elements, the last may be shorter (DESIGN of the bits: docs/semantics.md).
 //   row [hidden] bf16, fp16 or fp32; data [hidden] e4m3; scales: float or biased exponent byte per group
 void quantize_row(Dtype dtype, const void* row, i64 hidden, Quantize format, u8* data, void* scales);
+// What a rank adds to a token, as it travels with FP8 on the wire (ptx::fp8_wire_scale).
+void quantize_contribution(const float* sum, i64 hidden, u8* data, float* scales);
 
 WEFT_HD constexpr i64 num_scales(i64 hidden) { return (hidden + kQuantizeGroup - 1) / kQuantizeGroup; }
 WEFT_HD constexpr i64 scale_bytes(i64 hidden, Quantize format) {

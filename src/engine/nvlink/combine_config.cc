@@ -27,7 +27,7 @@ i32 most_sum_warps(const CombineKernelConfig& config) {
   const i32 side = config.has_side ? 1 : 0;
   const bool has_whole_units = config.hidden % config.sum_unit() == 0 && config.sum_chunk() % config.sum_unit() == 0;
   if (config.wire_is_fp8 && !has_whole_units) return (config.is_by_expert() ? 5 : 9) - side;
-  if (!config.is_by_expert()) return 12;
+  if (!config.is_by_expert()) return 12 - side;
   return (config.wire_is_fp8 ? 9 : 12) - side;
 }
 

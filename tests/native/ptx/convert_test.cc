@@ -3,6 +3,7 @@
 // The comparison shares nothing with the code: every value of a format is decoded with ldexp into a sorted table, and a
 // float is rounded by looking for its neighbours in that table and comparing the distances in double.
 #include "weft/ptx/convert.h"
+#include "weft/ptx/fp8_scale.h"
 
 #include <algorithm>
 #include <bit>
@@ -173,6 +174,33 @@ void check_all_codes(const Format& format, const Widen& widen, const Narrow& nar
 TEST(all_bf16_codes_there_and_back) { check_all_codes(kBf16, ptx::bf16_to_float, ptx::float_to_bf16); }
 
 TEST(all_fp16_codes_there_and_back) { check_all_codes(kFp16, ptx::fp16_to_float, ptx::float_to_fp16); }
+
+TEST(contributions_have_scales_of_powers_of_two_whose_products_are_exact) {
+  const auto check = [](u32 bits) {
+    const ptx::Fp8WireScale wire = ptx::fp8_wire_scale(bits);
+    const ptx::Fp8Scale ue8m0 = ptx::fp8_scale(bits, Quantize::kFp8Ue8m0);
+    if (bits >= 0x7f800000u) {
+      CHECK(std::isnan(wire.factor) && std::isnan(wire.scale));
+      return;
+    }
+    CHECK_EQ(wire.factor * wire.scale, 1.0f);
+    CHECK_EQ(ptx::float_bits(wire.scale), std::min(ue8m0.bits, 246u) << 23);
+    CHECK(std::isfinite(448.0f * wire.scale));
+  };
+  for (std::uint32_t exponent = 0; exponent < 256; ++exponent) {
+    for (const std::uint32_t mantissa : {0u, 1u, 0x5fffffu, 0x600000u, 0x600001u, 0x7fffffu})
+      check(exponent << 23 | mantissa);
+  }
+  std::mt19937 random(12);
+  for (int trial = 0; trial < 1'000'000; ++trial) check(static_cast<u32>(random()) & 0x7fffffffu);
+  for (int exponent = -22; exponent <= 119; ++exponent) {
+    const float scale = std::ldexp(1.0f, exponent);
+    for (u32 code = 0; code < 127; ++code) {
+      const float value = ptx::e4m3_to_float(static_cast<u8>(code));
+      CHECK_EQ(static_cast<double>(value * scale), static_cast<double>(value) * static_cast<double>(scale));
+    }
+  }
+}
 
 }  // namespace
 

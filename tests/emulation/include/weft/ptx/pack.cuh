@@ -15,6 +15,13 @@ inline u32 e4m3x2_to_fp16x2(u16 packed) {
   return pack_fp16x2(e4m3_to_float(static_cast<u8>(packed & 0xff)), e4m3_to_float(static_cast<u8>(packed >> 8)));
 }
 inline float unpack_fp16(u16 value) { return fp16_to_float(value); }
+inline u32 multiply_bf16x2(u32 left, u32 right) {
+  const auto product = [&](u32 shift) {
+    return bf16_to_float(static_cast<u16>(left >> shift)) * bf16_to_float(static_cast<u16>(right >> shift));
+  };
+  return pack_bf16x2(product(0), product(16));
+}
+inline float add_exact_product(float sum, float left, float right) { return std::fma(left, right, sum); }
 inline float magnitude(float value) { return std::fabs(value); }
 
 // PTX: +0 is larger than -0.
