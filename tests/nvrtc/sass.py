@@ -56,10 +56,9 @@ def problems(compiled: nvrtc.Compiled, *, loads_in_bulk: bool, stores_in_bulk: b
         found.append(f"local memory: {local}")
     if "ld.global.nc" in compiled.ptx or ".CONSTANT" in code:
         found.append("a load through the read-only cache, which may return what an earlier operation left")
-    own = re.sub(
-        r"// begin inline asm.*?// end inline asm", "", compiled.ptx, flags=re.DOTALL
-    )  # ours has exact products
-    if re.search(r"\bfma\.", own):  # in the machine code a division is made of them, and exact
+    # Those in inline assembly have exact products. In the machine code a division is made of some, exact as well.
+    compiled_ptx = re.sub(r"// begin inline asm.*?// end inline asm", "", compiled.ptx, flags=re.DOTALL)
+    if re.search(r"\bfma\.", compiled_ptx):
         found.append("a fused multiply-add: other bits than the CPU's")
     if loads_in_bulk and "UBLKCP.S.G" not in code:
         found.append("no bulk load")

@@ -93,19 +93,25 @@ void Gpu::give_back_host_page(void* page) noexcept {
   idle_pages_.push_back(page);
 }
 
-void Gpu::clean_up(std::shared_ptr<void> remains) noexcept try {
-  if (!has_thread_ranks) return remains.reset();
+void Gpu::clean_up(std::shared_ptr<void> remains, bool when_idle) noexcept try {
+  if (!has_thread_ranks && !when_idle) return remains.reset();
   constexpr std::chrono::milliseconds kPatience{100};
   auto end = std::make_shared<std::promise<void>>();
   std::future<void> is_over = end->get_future();
-  start_thread("weft-clean-up", [end, rest = std::move(remains), current = context]() mutable {
+  start_thread("weft-clean-up", [end, rest = std::move(remains), current = context, when_idle]() mutable {
     const cuda::QuietContextScope scope(current);
+    if (when_idle && scope.ok()) {
+      const cuda::RelaxedCaptureScope relaxed;
+      while (cuda::driver().context_synchronize() == cuda::kCaptureUnsupported) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));  // check: allow sleeping: until no stream records
+      }
+    }
     rest.reset();
     end->set_value();
   }).detach();
   is_over.wait_for(kPatience);
 } catch (const std::exception&) {
-  return;  // no thread to be had: done here, by the end of `remains`
+  return;  // no thread to be had: done here, by the end of `remains`, where unmapping waits for what is at work
 }
 
 // The driver has no call that asks a whole context and returns; a thread asks, and is left alone if the answer is late.

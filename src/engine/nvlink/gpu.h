@@ -64,8 +64,9 @@ class Gpu {
   void give_back_host_page(void* page) noexcept;
 
   // Destroys what has memory of this GPU. Unmapping may wait for kernels; where ranks are threads those may wait for the
-  // rank that cleans up, so there a thread of its own does it, and only for a moment is it waited for.
-  void clean_up(std::shared_ptr<void> remains) noexcept;
+  // rank that cleans up, so there a thread of its own does it, and only for a moment is it waited for. `when_idle`: that
+  // thread first waits for all that the GPU has to do by now.
+  void clean_up(std::shared_ptr<void> remains, bool when_idle = false) noexcept;
 
   const int index;
   cuda::Device device = 0;

@@ -110,24 +110,26 @@ void Window::close() {
     static_cast<void>(new std::vector<std::shared_ptr<ReceiveHeap>>(std::move(old_heaps_)));
     return;
   }
-  gpu_->give_back_host_page(std::exchange(host_, nullptr));
   last_event_.reset();
   last_captured_.reset();
   // Results that are still held keep the heap.
   struct Rest {
+    std::shared_ptr<Gpu> gpu;
+    transport::HostWords* host;
     std::vector<Peer> peers;
     DeviceMemory control;
     std::shared_ptr<ReceiveHeap> heap;
     std::vector<std::shared_ptr<ReceiveHeap>> old_heaps;
+    ~Rest() { gpu->give_back_host_page(host); }
   };
-  gpu_->clean_up(
-      std::make_shared<Rest>(Rest{std::move(peers_), std::move(control_), std::move(heap_), std::move(old_heaps_)}));
+  auto rest = std::shared_ptr<Rest>(new Rest{gpu_, std::exchange(host_, nullptr), std::move(peers_),
+                                             std::move(control_), std::move(heap_), std::move(old_heaps_)});
+  gpu_->clean_up(std::move(rest), has_captured_);
 }
 
 bool Window::has_left() noexcept try {
   if (!wait_for_kernels(now_ns() + kGraceNs, {})) leave_waits();
-  return wait_for_kernels(now_ns() + kLeaveNs, {}) &&
-         (!has_captured_ || gpu_->wait_until_idle(now_ns() + kLeaveNs, {}));
+  return wait_for_kernels(now_ns() + kLeaveNs, {});
 } catch (const std::exception&) {
   return true;  // a GPU that has failed runs no kernel any more
 }

@@ -59,7 +59,8 @@ class Window : public cpu::MemberWindow {
   void check();
   // Ids out of range that kernels have seen since the last call.
   std::optional<BadIds> take_bad_ids();
-  // Local. Waits, bounded, for this rank's own kernels; nothing of the window may be used any more, graphs included.
+  // Local. Waits, bounded, for this rank's own kernels; nothing of the window may be used any more, graphs included. What replays
+  // still use is given back when they have ended, for which nobody waits.
   void close();
 
   const WindowStats& stats() const { return stats_; }

@@ -673,4 +673,23 @@ TEST(closed_is_closed) {
   });
 }
 
+TEST(what_replays_may_use_is_given_back_when_the_gpu_has_ended_them) {
+  with_ranks([](Rank& rank) {
+    fake_cuda::begin_capture(stream_of(rank.me), 80);
+    rank.dispatch(4);
+    fake_cuda::end_capture(stream_of(rank.me));
+    const u64 replays = stream_of(9);
+    if (rank.me == 0) fake_cuda::hold(replays);
+    rank.meet();
+    if (rank.me == 0) fake_cuda::give_work(replays);
+    const int num_mapped = fake_cuda::num_mapped();
+    rank.meet();
+    rank.window->close();  // comes back, though that stream does not end
+    rank.meet();
+    CHECK_EQ(fake_cuda::num_mapped(), num_mapped);
+    rank.meet();
+    if (rank.me == 0) fake_cuda::let_go(replays);  // then with_ranks sees it unmapped
+  });
+}
+
 int main(int argc, char** argv) { return run_tests(argc, argv); }
