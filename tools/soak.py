@@ -308,6 +308,7 @@ def run_rounds(soak: Soak) -> tuple[list[str], int]:
     """-> what was wrong on this rank, and the seed of the next round. Collective."""
     problems: list[str] = []
     start, options, seed = time.monotonic(), soak.options, soak.options.seed
+    noted = start
     while not problems and seed - options.seed < options.rounds:
         for chosen in batch(seed, soak.comm.num_ranks, options):
             before = int(soak.wrong)
@@ -317,6 +318,9 @@ def run_rounds(soak: Soak) -> tuple[list[str], int]:
                 problems.append(
                     f"rank {soak.comm.rank}: {int(soak.wrong) - before} words: {dataclasses.asdict(chosen)}"
                 )
+            if time.monotonic() - noted > 1:
+                noted = time.monotonic()
+                note(soak.comm, options, calls=soak.num_calls, next_seed=seed, problems=problems)
         elapsed = time.monotonic() - start
         note(soak.comm, options, calls=soak.num_calls, next_seed=seed, problems=problems)
         if agree(soak.objects[0], stop=bool(problems) or elapsed > options.seconds):

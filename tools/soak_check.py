@@ -164,7 +164,7 @@ def sums(tokens: slice, everywhere: list[Places], ys: list[Tensor], how: Sum) ->
         if how.wire is None:
             carried = partial.to(dtype).to(torch.float32)
         else:
-            carried = reference.dequantize_fp8(*reference.quantize_fp8(partial))
+            carried = reference.through_fp8(partial)
         total = torch.where(has, total + carried, total)
     return total.to(dtype)
 

@@ -31,6 +31,7 @@ __all__ = [
     "dispatch_backward",
     "quantize_fp8",
     "repeat_dispatch",
+    "through_fp8",
 ]
 
 GROUP = 128  # elements of a row that share one FP8 scale
@@ -330,9 +331,8 @@ def combine(
     """Bring expert outputs back to the tokens' owners and sum them.
 
     outputs: per rank [N, H] (masked [L, C, H]), one dtype of bf16, fp16, fp32: it is y's, and the wire type. wire
-    "fp8": what a rank contributes to a token is quantised from its fp32 sum, as by ``quantize_fp8`` with ``ue8m0``, but
-    with scales of 2^119 at most. sides: fp32, rank_major [N, K] or [N] (the same for every pick), expert_major [N],
-    masked [L, C]. biases: [T, H] or [H].
+    "fp8": what a rank contributes to a token is quantised from its fp32 sum (``through_fp8``). sides: fp32, rank_major
+    [N, K] or [N] (the same for every pick), expert_major [N], masked [L, C]. biases: [T, H] or [H].
     Returns per rank y [T, H], with sides (y, side [T, K] fp32). ``weighted`` is ignored in rank_major, whose rows are a
     rank's partial sums already.
     """
@@ -358,7 +358,7 @@ def combine(
                 side_total[token, k] = side_total[token, k] + _side(sides[rank].detach(), row, k, routing.layout)
         (present,) = (rows >= 0).any(dim=1).nonzero(as_tuple=True)
         if wire == "fp8":
-            contribution = _through_fp8(partial[present])
+            contribution = through_fp8(partial[present])
         else:
             contribution = partial[present].to(dtype).to(torch.float32)
         total[present] = total[present] + contribution
@@ -374,13 +374,6 @@ def combine(
 
 def _routing(routing: Routing | Sequence[Dispatched]) -> Routing:
     return routing if isinstance(routing, Routing) else routing[0].routing
-
-
-def _through_fp8(x: Tensor) -> Tensor:
-    """What an owner adds of x [N, H] fp32 that has travelled as FP8: q * 2^e, exact and finite with e <= 119."""
-    most = FP8_MAX * 2.0**119
-    finite = torch.where(x.isinf(), x, x.clamp(-most, most))
-    return dequantize_fp8(*quantize_fp8(finite, ue8m0=True))
 
 
 def _side(side: Tensor, row: Tensor, k: int, layout: str) -> Tensor:
@@ -474,6 +467,16 @@ def quantize_fp8(x: Tensor, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
         inverse = most / amax
     data = (groups * inverse).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return data.reshape(*x.shape[:-1], num_groups * GROUP)[..., :hidden].contiguous(), scales.squeeze(-1)
+
+
+def through_fp8(x: Tensor) -> Tensor:
+    """What an owner adds of contributions x [..., H] fp32 that travel as FP8 in combine: q * 2^e, fp32 [..., H].
+
+    As by ``quantize_fp8`` with ``ue8m0``, but e <= 119, so that each q * 2^e is exact and finite.
+    """
+    most = FP8_MAX * 2.0**119
+    finite = torch.where(x.isinf(), x, x.clamp(-most, most))
+    return dequantize_fp8(*quantize_fp8(finite, ue8m0=True))
 
 
 def dequantize_fp8(data: Tensor, scales: Tensor) -> Tensor:

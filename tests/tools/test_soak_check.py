@@ -152,5 +152,5 @@ def test_a_soak_that_is_cut_off_leaves_what_it_had_done(tmp_path: Path) -> None:
     file = tmp_path / "progress.jsonl"
     assert run_soak("--rounds", "20", "--repeats", "1", "--progress", str(file)).returncode == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [row["next_seed"] for row in rows if "calls" in row] == [16, 20]
+    assert {16, 20} <= {row["next_seed"] for row in rows if "calls" in row}
     assert all(row["problems"] == [] for row in rows)
