@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from soak_check import Places, Shape, Sum, drawn_routing, num_different, places, sums, values
 from soak_graphs import run_graphs
-from soak_rounds import DEADLINE_S, MAX_TOKENS, POOLS, Pool, Round, agree, draw
+from soak_rounds import DEADLINE_S, MAX_TOKENS, POOLS, Pool, Round, agree, compile_kernels, draw
 from torch import Tensor
 
 import weft
-from weft import env, prebuild, reference
+from weft import reference
 from weft.bench.apart import apart
 from weft.bench.suite import machine_facts
 from weft.verify.cases import dispatch_options, later_options
@@ -341,28 +341,6 @@ def batch(seed: int, num_ranks: int, options: argparse.Namespace) -> Iterator[Ro
     """The next rounds between two agreements."""
     for number in range(seed, min(seed + 16, options.seed + options.rounds)):
         yield draw(number, num_ranks)
-
-
-def kernel_shape(pool: Pool, num_ranks: int) -> prebuild.KernelShape:
-    """What the kernels of a pool are compiled for."""
-    return prebuild.KernelShape(
-        ranks=num_ranks,
-        experts=pool.experts * num_ranks,
-        top_k=pool.top_k,
-        hidden=pool.hidden,
-        tokens=MAX_TOKENS,
-        dtype={torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[pool.dtype],
-        num_sms=pool.num_sms,
-        small_num_sms=(pool.num_sms,),
-    )
-
-
-def compile_kernels(arch: str | None, num_ranks: int) -> None:
-    """What dispatch needs for all rounds, on all CPUs at once; ranks would compile one kernel after the other."""
-    if arch not in prebuild.ARCHITECTURES or not env.cache_folder():
-        return
-    for pool in POOLS:
-        prebuild.prebuild(kernel_shape(pool, num_ranks), [arch], env.cache_folder())
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 import weft
+from weft import env, prebuild
 from weft.limits import LAYOUTS, SCALE_LAYOUTS
 from weft.verify.cases import MODES
 
@@ -132,6 +133,28 @@ def draw_graphs(seed: int, num_ranks: int) -> GraphSet:
         mode=GRAPH_MODES[seed % len(GRAPH_MODES)],
         scale_layout=rng.choice(SCALE_LAYOUTS),
     )
+
+
+def kernel_shape(pool: Pool, num_ranks: int) -> prebuild.KernelShape:
+    """What the kernels of a pool are compiled for."""
+    return prebuild.KernelShape(
+        ranks=num_ranks,
+        experts=pool.experts * num_ranks,
+        top_k=pool.top_k,
+        hidden=pool.hidden,
+        tokens=MAX_TOKENS,
+        dtype={torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[pool.dtype],
+        num_sms=pool.num_sms,
+        small_num_sms=(pool.num_sms,),
+    )
+
+
+def compile_kernels(arch: str | None, num_ranks: int) -> None:
+    """What dispatch needs for all rounds, on all CPUs at once; ranks would compile one kernel after the other."""
+    if arch not in prebuild.ARCHITECTURES or not env.cache_folder():
+        return
+    for pool in POOLS:
+        prebuild.prebuild(kernel_shape(pool, num_ranks), [arch], env.cache_folder())
 
 
 def agree(ep: weft.ExpertParallel, *, stop: bool) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import soak_check
+import soak_rounds
 import torch
 
 import weft
@@ -141,9 +142,8 @@ def test_a_wrong_word_ends_a_run(part: str) -> None:
 
 
 def test_what_the_soak_compiles_ahead_can_be_rendered() -> None:
-    soak = loaded_soak()
-    for pool in soak.POOLS:
-        shape = soak.kernel_shape(pool, 4)
+    for pool in soak_rounds.POOLS:
+        shape = soak_rounds.kernel_shape(pool, 4)
         named = dict(prebuild.kernels(shape, prebuild.ARCHITECTURES["sm_90"]))
         assert any(f".num_blocks = {pool.num_sms}" in source for source in named.values())
 
