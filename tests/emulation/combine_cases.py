@@ -105,7 +105,7 @@ class CombineRunner(Runner):
     def _place_rows(self, rank: int, received: Received, combined: Combined) -> tuple[bool, dict[str, int]]:
         """Whether the rank pushes its rows, and where they lie."""
         case, memory, y = self.combine, self.memory, combined.rows[rank]
-        is_in_heap = rank in case.heap_ranks and received.num_rows > 0
+        is_in_heap = rank in case.heap_ranks and received.num_rows > 0 and self.world.has_room(rank, y.nbytes)
         offset = 0
         if is_in_heap:
             data = as_bytes(y)

@@ -95,6 +95,10 @@ class World:
         for host in self.host:
             self.memory.set_word(host + self.layout["host.timeout_ns"], num_ns)
 
+    def has_room(self, rank: int, num_bytes: int) -> bool:
+        """Whether reserve() finds so many bytes."""
+        return self._next[rank] + num_bytes + 511 <= self.heap_bytes
+
     def reserve(self, rank: int, num_bytes: int) -> int:
         """An offset in the rank's heap, as a receive tensor has."""
         offset = self._next[rank]

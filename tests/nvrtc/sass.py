@@ -43,7 +43,9 @@ def disassembled(cubin: bytes) -> str:
         return subprocess.run([nvdisasm(), "-c", file.name], check=True, capture_output=True, text=True).stdout
 
 
-def problems(compiled: nvrtc.Compiled, *, loads_in_bulk: bool, stores_in_bulk: bool) -> list[str]:
+def problems(
+    compiled: nvrtc.Compiled, *, loads_in_bulk: bool, stores_in_bulk: bool, adds_exact_products: bool = False
+) -> list[str]:
     """What must not be in a kernel that moves rows, or is missing from it; empty if all is well."""
     code = disassembled(compiled.cubin)
     found = []
@@ -56,9 +58,10 @@ def problems(compiled: nvrtc.Compiled, *, loads_in_bulk: bool, stores_in_bulk: b
         found.append(f"local memory: {local}")
     if "ld.global.nc" in compiled.ptx or ".CONSTANT" in code:
         found.append("a load through the read-only cache, which may return what an earlier operation left")
-    # Those in inline assembly have exact products. In the machine code a division is made of some, exact as well.
-    compiled_ptx = re.sub(r"// begin inline asm.*?// end inline asm", "", compiled.ptx, flags=re.DOTALL)
-    if re.search(r"\bfma\.", compiled_ptx):
+    ptx = compiled.ptx  # in the machine code a division is made of some, and exact
+    if adds_exact_products:  # by ptx::add_exact_product
+        ptx = re.sub(r"// begin inline asm.*?// end inline asm", "", ptx, flags=re.DOTALL)
+    if re.search(r"\bfma\.", ptx):
         found.append("a fused multiply-add: other bits than the CPU's")
     if loads_in_bulk and "UBLKCP.S.G" not in code:
         found.append("no bulk load")

@@ -32,7 +32,7 @@ struct Numbers {
     }
   }
 
-  // Each times `factor`, a power of two: bf16 pairs at a time, which is exact but for numbers far below the least e4m3.
+  // Each times `factor`, a power of two; bf16: two at a time, exact but for numbers far below the least e4m3.
   __device__ static void unpack_scaled(const Packed& packed, float factor, float (&values)[kVector]) {
     if constexpr (kDtype == Dtype::kBf16) {
       const u32 pair = ptx::pack_bf16x2(factor, factor);

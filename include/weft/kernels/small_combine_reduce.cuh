@@ -116,7 +116,7 @@ class SmallCombineReduce {
     if constexpr (kConfig.wire_is_fp8) {
       Codes::unpack(part.codes, values);
 #pragma unroll
-      for (i32 at = 0; at < kVector; ++at) total[at] += values[at] * part.scale;
+      for (i32 at = 0; at < kVector; ++at) total[at] = ptx::add_exact_product(total[at], values[at], part.scale);
     } else {
       Row::unpack(part.packed, values);
 #pragma unroll

@@ -81,6 +81,7 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
 
   // ---- rows
 
+  // When the headers of all sources are there; all warps of the block have stored this rank's own rows before that barrier.
   __device__ void copy_rows() {
     this->share(kRanks, [&](i32 source, i32 nth, i32 first, i32 stride) {
       const i32 token = this->token_of(this->unit(nth));

@@ -1,6 +1,6 @@
 // The scale of a group of values that become e4m3. One text for every engine, since its bits are part of the contract:
 //   a = max(largest magnitude, 1e-4), scale = a / 448, q = e4m3(x * (448 / a)); UE8M0: scale = 2^ceil(log2(a / 448)) from the
-//   exponent bits, q = e4m3(x * 2^-e). A NaN in a group makes its scale and all its values NaN.
+//   exponent bits, q = e4m3(x * 2^-e). A NaN in a group makes its scale and all its values NaN. Combine: fp8_wire_scale.
 #pragma once
 
 #include "weft/config/base.h"
@@ -17,17 +17,16 @@ struct Fp8Scale {
 WEFT_HD constexpr i32 fp8_scale_bytes(Quantize format) { return format == Quantize::kFp8 ? 4 : 1; }
 
 constexpr float kLargestE4m3 = 448.0f;
+constexpr u32 kNanBits = 0x7fc00000u;
 
 // a. `amax_bits`: bits of the largest magnitude; for non-negative floats the order of the bits is that of the values, and
 // a NaN is above infinity.
 WEFT_HD inline float fp8_amax(u32 amax_bits) {
-  constexpr u32 kNanBits = 0x7fc00000u;
   const float largest = bits_float(amax_bits);
   return amax_bits > 0x7f800000u ? bits_float(kNanBits) : largest < 1e-4f ? 1e-4f : largest;
 }
 
 WEFT_HD inline Fp8Scale fp8_scale(u32 amax_bits, Quantize format) {
-  constexpr u32 kNanBits = 0x7fc00000u;
   constexpr u32 kE8m0Nan = 255;
   const bool is_nan = amax_bits > 0x7f800000u;
   const float amax = fp8_amax(amax_bits);
@@ -48,7 +47,7 @@ struct Fp8WireScale {
 WEFT_HD inline Fp8WireScale fp8_wire_scale(u32 amax_bits) {
   constexpr u32 kMostBiased = 119 + 127;
   const u32 bits = float_bits(fp8_amax(amax_bits));
-  if (bits >= 0x7f800000u) return {bits_float(0x7fc00000u), bits_float(0x7fc00000u)};
+  if (bits >= 0x7f800000u) return {bits_float(kNanBits), bits_float(kNanBits)};
   const u32 ceiled = ((bits + 0x1fffffu) >> 23) - 8;  // 448 = 1.75 * 2^8: a larger mantissa carries into the exponent
   const u32 biased = ceiled < kMostBiased ? ceiled : kMostBiased;
   return {bits_float((254u - biased) << 23), bits_float(biased << 23)};

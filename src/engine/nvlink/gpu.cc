@@ -3,6 +3,7 @@
 #include <future>
 #include <thread>
 
+#include "base/log.h"
 #include "base/thread.h"
 #include "engine/nvlink/host_wait.h"
 
@@ -33,6 +34,20 @@ Capture capture_of(u64 stream) {
   capture.is_active = status != cuda::kNotCapturing;
   return capture;
 }
+
+namespace {
+
+// False: the process ends, or the GPU has failed. While a stream records, the driver refuses to be asked.
+bool wait_for_all_work() {
+  cuda::Result result = cuda::driver().context_synchronize();
+  while (result == cuda::kCaptureUnsupported) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));  // check: allow sleeping: until no stream records
+    result = cuda::driver().context_synchronize();
+  }
+  return result == cuda::kSuccess;
+}
+
+}  // namespace
 
 Gpu::Gpu(int gpu_index, const jit::CompilerPaths& paths) : index(gpu_index) {
   cuda::check(cuda::driver().device_get(&device, index), "cuDeviceGet");
@@ -93,25 +108,30 @@ void Gpu::give_back_host_page(void* page) noexcept {
   idle_pages_.push_back(page);
 }
 
-void Gpu::clean_up(std::shared_ptr<void> remains, bool when_idle) noexcept try {
+void Gpu::clean_up(std::shared_ptr<void> remains, bool when_idle) noexcept {
   if (!has_thread_ranks && !when_idle) return remains.reset();
-  constexpr std::chrono::milliseconds kPatience{100};
+  constexpr std::chrono::milliseconds kPatience{100}, kPatienceForIdle{10'000};
+  const auto held = std::make_shared<std::shared_ptr<void>>(std::move(remains));
+  const auto leave = [held] { static_cast<void>(new std::shared_ptr<void>(std::move(*held))); };  // on purpose
   auto end = std::make_shared<std::promise<void>>();
   std::future<void> is_over = end->get_future();
-  start_thread("weft-clean-up", [end, rest = std::move(remains), current = context, when_idle]() mutable {
-    const cuda::QuietContextScope scope(current);
-    if (when_idle && scope.ok()) {
+  try {
+    start_thread("weft-clean-up", [end, held, leave, current = context, when_idle] {
+      const cuda::QuietContextScope scope(current);
       const cuda::RelaxedCaptureScope relaxed;
-      while (cuda::driver().context_synchronize() == cuda::kCaptureUnsupported) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(10));  // check: allow sleeping: until no stream records
-      }
-    }
-    rest.reset();
-    end->set_value();
-  }).detach();
-  is_over.wait_for(kPatience);
-} catch (const std::exception&) {
-  return;  // no thread to be had: done here, by the end of `remains`, where unmapping waits for what is at work
+      if (when_idle && scope.ok() && !wait_for_all_work()) leave();
+      held->reset();
+      end->set_value();
+    }).detach();
+  } catch (const std::exception&) {  // no thread to be had
+    return when_idle ? leave() : held->reset();
+  }
+  const bool waits_long = when_idle && !has_thread_ranks;
+  if (is_over.wait_for(waits_long ? kPatienceForIdle : kPatience) == std::future_status::timeout && waits_long) {
+    log_line(
+        kLogWarning,
+        "a closed window whose calls were captured: the GPU is still at work; memory is given back when it has ended");
+  }
 }
 
 // The driver has no call that asks a whole context and returns; a thread asks, and is left alone if the answer is late.

@@ -65,7 +65,7 @@ class Gpu {
 
   // Destroys what has memory of this GPU. Unmapping may wait for kernels; where ranks are threads those may wait for the
   // rank that cleans up, so there a thread of its own does it, and only for a moment is it waited for. `when_idle`: that
-  // thread first waits for all that the GPU has to do by now.
+  // thread first waits for all that the GPU has to do by now; where ranks are processes it is waited for up to 10 s.
   void clean_up(std::shared_ptr<void> remains, bool when_idle = false) noexcept;
 
   const int index;

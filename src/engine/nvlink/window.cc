@@ -112,19 +112,19 @@ void Window::close() {
   }
   last_event_.reset();
   last_captured_.reset();
-  // Results that are still held keep the heap.
+  // Results that are still held keep the heap. The page comes first: it goes last.
   struct Rest {
-    std::shared_ptr<Gpu> gpu;
-    transport::HostWords* host;
+    std::shared_ptr<void> page;
     std::vector<Peer> peers;
     DeviceMemory control;
     std::shared_ptr<ReceiveHeap> heap;
     std::vector<std::shared_ptr<ReceiveHeap>> old_heaps;
-    ~Rest() { gpu->give_back_host_page(host); }
   };
-  auto rest = std::shared_ptr<Rest>(new Rest{gpu_, std::exchange(host_, nullptr), std::move(peers_),
-                                             std::move(control_), std::move(heap_), std::move(old_heaps_)});
-  gpu_->clean_up(std::move(rest), has_captured_);
+  std::shared_ptr<void> page(std::exchange(host_, nullptr),
+                             [gpu = gpu_](void* host) { gpu->give_back_host_page(host); });
+  auto rest = std::make_shared<Rest>(
+      Rest{std::move(page), std::move(peers_), std::move(control_), std::move(heap_), std::move(old_heaps_)});
+  gpu_->clean_up(std::move(rest), has_captured_ && scope.ok());
 }
 
 bool Window::has_left() noexcept try {

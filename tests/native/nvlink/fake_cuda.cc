@@ -121,6 +121,7 @@ Result context_release(Device) { return kSuccess; }
 Result context_push(Context) { return injected("cuCtxPushCurrent"); }
 Result context_pop(Context*) { return kSuccess; }
 Result context_synchronize() {
+  if (const Result result = injected("cuCtxSynchronize"); result != kSuccess) return result;
   State& s = state();
   for (;;) {
     {

@@ -683,10 +683,15 @@ TEST(what_replays_may_use_is_given_back_when_the_gpu_has_ended_them) {
     rank.meet();
     if (rank.me == 0) fake_cuda::give_work(replays);
     const int num_mapped = fake_cuda::num_mapped();
+    const void* page = view_of(rank).host;
     rank.meet();
-    rank.window->close();  // comes back, though that stream does not end
+    if (rank.me == 0) fake_cuda::fail_next("cuCtxSynchronize", 900);  // a stream records: asked again
+    rank.window->close();                                             // comes back, though that stream does not end
     rank.meet();
     CHECK_EQ(fake_cuda::num_mapped(), num_mapped);
+    void* other = rank.gpu->take_host_page();
+    CHECK(other != page);
+    rank.gpu->give_back_host_page(other);
     rank.meet();
     if (rank.me == 0) fake_cuda::let_go(replays);  // then with_ranks sees it unmapped
   });
