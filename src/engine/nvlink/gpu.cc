@@ -37,14 +37,15 @@ Capture capture_of(u64 stream) {
 
 namespace {
 
-// False: the process ends, or the GPU has failed. While a stream records, the driver refuses to be asked.
-bool wait_for_all_work() {
+// What the GPU has to do by now has ended; else it has failed, or the process ends. While a stream records, the driver refuses to
+// be asked.
+cuda::Result wait_for_all_work() {
   cuda::Result result = cuda::driver().context_synchronize();
   while (result == cuda::kCaptureUnsupported) {
     std::this_thread::sleep_for(std::chrono::milliseconds(100));  // check: allow sleeping: until no stream records
     result = cuda::driver().context_synchronize();
   }
-  return result == cuda::kSuccess;
+  return result;
 }
 
 }  // namespace
@@ -119,7 +120,7 @@ void Gpu::clean_up(std::shared_ptr<void> remains, bool when_idle) noexcept {
     start_thread("weft-clean-up", [end, held, leave, current = context, when_idle] {
       const cuda::QuietContextScope scope(current);
       const cuda::RelaxedCaptureScope relaxed;
-      if (when_idle && scope.ok() && !wait_for_all_work()) leave();
+      if (when_idle && scope.ok() && wait_for_all_work() != cuda::kSuccess) leave();
       held->reset();
       end->set_value();
     }).detach();
@@ -140,7 +141,8 @@ bool Gpu::wait_until_idle(u64 deadline_ns, const cpu::Poll& poll) {
   std::future<cuda::Result> result = answer->get_future();
   start_thread("weft-idle", [answer, current = context] {
     const cuda::QuietContextScope scope(current);
-    answer->set_value(scope.ok() ? cuda::driver().context_synchronize() : cuda::kSuccess);
+    const cuda::RelaxedCaptureScope relaxed;
+    answer->set_value(scope.ok() ? wait_for_all_work() : cuda::kSuccess);
   }).detach();
   const auto is_there = [&] { return result.wait_for(std::chrono::seconds(0)) == std::future_status::ready; };
   if (!wait_on_host(is_there, deadline_ns, poll)) return false;
