@@ -28,7 +28,7 @@ CASES = {
         has_side=True,
     ),
     "expert_major, fp8 on the wire": CombineCase(
-        dispatch=dataclasses.replace(PLAIN, seed=2, layout="expert_major", alignment=4, num_duplicates=2),
+        dispatch=dataclasses.replace(PLAIN, seed=7, layout="expert_major", alignment=4, num_duplicates=2),
         hidden=400,
         wire_is_fp8=True,
         bias="row",
@@ -43,6 +43,12 @@ CASES = {
         has_side=True,
     ),
 }
+
+# With an odd seed rows are of all sizes, with infinities and NaNs (combine_cases.py).
+QUANTIZED = CombineCase(
+    dispatch=dataclasses.replace(PLAIN, seed=5), hidden=1168, wire_is_fp8=True, bias="rows", shared_bytes=40 << 10
+)
+CASES["rank_major, fp8 on the wire, rows of all sizes"] = QUANTIZED
 
 PUSHED = CombineCase(dispatch=PLAIN, hidden=600, shared_bytes=16 << 10)
 SUMMED = CombineCase(
@@ -77,6 +83,26 @@ SUM_MUTANTS = (
         "leave_pieces(piece_ + 1);",
     ),
 )
+FP8_MUTANTS = (
+    Mutant(
+        "rows are not multiplied before they become FP8",
+        "weft/kernels/combine_numbers.cuh",
+        "ptx::multiply_bf16x2(packed.word[word], pair)",
+        "packed.word[word]",
+    ),
+    Mutant(
+        "the largest numbers have scales whose products overflow",
+        "weft/ptx/fp8_scale.h",
+        "ceiled < kMostBiased ? ceiled : kMostBiased",
+        "ceiled",
+    ),
+    Mutant(
+        "scales are rounded down",
+        "weft/ptx/fp8_scale.h",
+        "(bits + 0x1fffffu) >> 23",
+        "bits >> 23",
+    ),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,6 +113,8 @@ def _compile_ahead(compiler: Compiler) -> None:
         CombineRunner(compiler, PUSHED, mutant).start_compiling()
     for mutant in SUM_MUTANTS:
         CombineRunner(compiler, SUMMED, mutant).start_compiling()
+    for mutant in FP8_MUTANTS:
+        CombineRunner(compiler, QUANTIZED, mutant).start_compiling()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -106,3 +134,9 @@ def test_mistakes_in_sums_are_found(compiler: Compiler, mutant: Mutant) -> None:
     """The same of rows that are fetched, added and pushed by warps that do not wait for each other."""
     assert run_combine(compiler, SUMMED) == []
     assert is_found(lambda seed: run_combine(compiler, reseeded(SUMMED, seed), mutant))
+
+
+@pytest.mark.parametrize("mutant", FP8_MUTANTS, ids=lambda mutant: mutant.name)
+def test_mistakes_in_fp8_are_found(compiler: Compiler, mutant: Mutant) -> None:
+    """The same of the scales of rows on the wire."""
+    assert run_combine(compiler, QUANTIZED, mutant) != []

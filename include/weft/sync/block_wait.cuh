@@ -60,7 +60,8 @@ class LanePause {
 // A Pause for a barrier behind which are only this block's own copies. They end by themselves, so an abort does not cut them
 // short: what is in flight is drained. One that takes seconds means a broken GPU; how many exactly does not matter, so the SM's
 // cycles count them. `timeout_ns`, unless null: of the warp that begins these copies, which may wait for a peer first; it ends
-// the wait by itself, so twice that time is enough here.
+// the wait by itself, so twice that time is enough here. The usual limit is a constant: with one kept in a register, the compiler makes
+// another loop of the wait and combine of ordinary tensors takes a tenth longer (docs/decisions/0022).
 class CopyPause {
  public:
   __device__ explicit CopyPause(const u64* timeout_ns = nullptr) : timeout_ns_(timeout_ns) {}
