@@ -211,7 +211,8 @@ def soaks() -> str:
     for file in sorted(RESULTS.glob("gpu_soak*.jsonl")):
         for row in read_rows(file):
             if row["kind"] == "soak":
-                figures = (*(f"{row[key]:,}" for key in ("calls", "words", "replays")), str(len(row["problems"])))
+                words = "not noted" if row["words"] is None else f"{row['words']:,}"  # of a run that was cut off
+                figures = (f"{row['calls']:,}", words, f"{row['replays']:,}", str(len(row["problems"])))
                 cells.append((f"{row['machine']}, {row['ranks']} ranks", str(row["commit"]), *figures, row["traffic"]))
     if not cells:
         return ""

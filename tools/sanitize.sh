@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs small random calls between ranks under compute-sanitizer: tools/sanitize.sh [rounds]. Needs a GPU.
+# Runs small random calls between ranks under compute-sanitizer: tools/sanitize.sh [rounds [seed [tool...]]]. Needs a GPU.
+# Rounds are those of tools/soak.py from that seed on; few may miss a whole kind of kernel.
 #   memcheck, synccheck   two ranks, processes, which take turns if there is only one GPU: stray accesses in own and peers'
 #                         memory, barriers that not all reach (threads would not do: the tool lets one kernel run at a time)
 #   initcheck             one rank: what a peer writes from another process is unknown to the tool, so only a rank that
@@ -8,7 +9,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-rounds=${1:-12}
+rounds=${1:-12} seed=${2:-0}
+tools=${*:3}
 python=${PYTHON:-python3}
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer)
 export PYTHONPATH=python${PYTHONPATH:+:$PYTHONPATH}
@@ -17,21 +19,25 @@ export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 failed=0
 
 check() { # tool, ranks, further options of the tool
-  local tool=$1 ranks=$2 log status=0 errors
+  local tool=$1 ranks=$2 log soak status=0 errors calls
   shift 2
+  [[ " ${tools:-$tool} " == *" $tool "* ]] || return 0
   log=$(mktemp)
+  soak=("$python" tools/soak.py --device cuda --ranks "$ranks" --seed "$seed" --repeats 3 --no-traffic)
+  "${soak[@]}" --rounds 0 >"$log" 2>&1 || true # compiles the kernels: takes minutes under a tool
   "$sanitizer" --tool "$tool" --target-processes all --error-exitcode 99 --print-limit 20 "$@" \
-    "$python" tools/soak.py --device cuda --ranks "$ranks" --rounds "$rounds" --repeats 3 --no-traffic >"$log" 2>&1 || status=$?
+    "${soak[@]}" --rounds "$rounds" >"$log" 2>&1 || status=$?
   errors=$(sed -n 's/.*ERROR SUMMARY: \([0-9]*\) error.*/\1/p' "$log" | awk '{ sum += $1 } END { print sum + 0 }')
-  echo "{\"kind\": \"sanitize\", \"tool\": \"$tool\", \"ranks\": $ranks, \"rounds\": $rounds, \"status\": $status, \"errors\": $errors}"
+  calls=$(sed -n 's/.*"kind": "soak".*"calls": \([0-9]*\),.*/\1/p' "$log")
+  echo "{\"kind\": \"sanitize\", \"tool\": \"$tool\", \"ranks\": $ranks, \"seed\": $seed, \"rounds\": $rounds, \"calls\": ${calls:-null}, \"status\": $status, \"errors\": $errors}"
   if [ "$status" -ne 0 ] || [ "$errors" -ne 0 ] || ! grep -q '"problems": \[\]' "$log"; then
     failed=1
-    head -c 6000 "$log" >&2
+    grep -v "^frame" "$log" | head -c 6000 >&2
   fi
   rm -f "$log"
 }
 
 check memcheck 2
-check synccheck 2
+check synccheck 2 --num-cuda-barriers 16384 # of all blocks at once; beyond what it tracks it takes a barrier for a broken one
 check initcheck 1
 exit "$failed"

@@ -102,6 +102,10 @@ class Soak:
         self.wrong.zero_()
         self.num_words = 0
 
+    def figures(self) -> dict[str, int]:
+        """Of this rank, so far."""
+        return {"calls": self.num_calls, "words": self.num_words}
+
     def copy_beside(self) -> None:
         """Keep copies going, if there are to be any."""
         if self.traffic is not None:
@@ -296,7 +300,7 @@ def run_rank(comm: weft.Communicator, options: argparse.Namespace) -> dict[str, 
     soak = Soak(comm, options)
     soak.check_the_check()
     problems, seed = run_rounds(soak)
-    result = {"calls": soak.num_calls, "words": soak.num_words, "next_seed": seed, "engine": str(comm.engine)}
+    result = {**soak.figures(), "next_seed": seed, "engine": str(comm.engine)}
     soak.close()
     result |= run_graphs(comm, options, soak.copy_beside, functools.partial(note, comm, options))
     result["problems"] = problems + result["problems"]
@@ -320,16 +324,16 @@ def run_rounds(soak: Soak) -> tuple[list[str], int]:
                 )
             if time.monotonic() - noted > 1:
                 noted = time.monotonic()
-                note(soak.comm, options, calls=soak.num_calls, next_seed=seed, problems=problems)
+                note(soak.comm, options, **soak.figures(), next_seed=seed, problems=problems)
         elapsed = time.monotonic() - start
-        note(soak.comm, options, calls=soak.num_calls, next_seed=seed, problems=problems)
+        note(soak.comm, options, **soak.figures(), next_seed=seed, problems=problems)
         if agree(soak.objects[0], stop=bool(problems) or elapsed > options.seconds):
             break
     return problems, seed
 
 
 def note(comm: weft.Communicator, options: argparse.Namespace, **figures: Any) -> None:
-    """Add a line about what rank 0 has done to --progress, so that a run that is cut off has not been in vain."""
+    """Add a line about what rank 0 has done, its own words, to --progress: a run that is cut off was not in vain."""
     if options.progress and comm.rank == 0:
         with open(options.progress, "a", encoding="utf-8") as file:
             file.write(

@@ -60,7 +60,8 @@ def spawn(
         device: where the tokens live: "cpu", "cuda" (GPU rank % number of GPUs) or "auto" (cuda where torch sees a
             GPU). It is the current device of the rank.
         isolation: "process" forks one process a rank; "thread" runs ranks as threads of this process (for tests), on a
-            GPU each with a stream of its own as the current one; ranks that share a GPU share its SMs.
+            GPU each with a stream of its own as the current one; ranks that share a GPU share its SMs. There, wait for
+            the stream before a result is copied to the host (docs/troubleshooting.md).
         on_failure: "raise" the root cause with the other errors as notes, after at most ten seconds of grace for the
             ranks that have not failed (threads: half a second, then their calls fail); "return": the errors stand in
             the list in place of results.

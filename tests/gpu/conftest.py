@@ -14,7 +14,7 @@ import test_streams
 import torch
 
 import weft.tuning
-from gpu_ranks import ProcessRanks, ThreadRanks
+from gpu_ranks import ProcessRanks, ThreadRanks, to_host
 
 worker = os.environ.get("PYTEST_XDIST_WORKER", "")
 if worker and torch.cuda.device_count():  # each worker has one GPU, which its ranks share: contexts take time
@@ -56,6 +56,12 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """What "auto" is for the objects of test_streams.make, where it has a choice."""
     most = {"throughput": 0, "latency": weft.tuning.DEFAULT.most_tokens_else}[request.param]
     monkeypatch.setattr(test_streams, "TABLE", weft.tuning.Table(most_tokens_else=most))
+
+
+@pytest.fixture(autouse=True)
+def copies_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for the stream before they begin: see gpu_ranks.to_host."""
+    monkeypatch.setattr(torch.Tensor, "cpu", to_host)
 
 
 @pytest.fixture(autouse=True)

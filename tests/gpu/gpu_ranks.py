@@ -12,10 +12,23 @@ from torch import Tensor
 import weft
 from pool import Pool, RankFailed, RankState
 
+_cpu = Tensor.cpu
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """`tensor.cpu()` once its stream is idle. CUDA copies to ordinary host memory one at a time in a process, and such a
+    copy takes its turn when it is enqueued: one behind a kernel that waits for a peer would hold up the copy that this
+    peer, a thread too, makes before it calls. Both would stand until the deadline.
+    """
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return _cpu(tensor)
+
 
 def moved(value: Any, device: torch.device | str) -> Any:
     """The same value with every tensor inside on `device`; leaves keep requires_grad."""
     if isinstance(value, Tensor):
+        value = value if torch.device(device).type == "cuda" else to_host(value)
         copy = torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value.detach())  # plain strides
         return copy.requires_grad_(value.requires_grad)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

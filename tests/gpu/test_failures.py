@@ -149,6 +149,8 @@ def test_refused_calls() -> None:
 
 def test_memory_is_given_back() -> None:
     """Windows of closed and of collected objects; results outlive them."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.skip("what the GPU has left also changes with other workers: run it alone")
 
     def work(comm: weft.Communicator) -> None:
         kept = []
