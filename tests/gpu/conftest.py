@@ -14,13 +14,8 @@ import test_streams
 import torch
 
 import weft.tuning
-from gpu_ranks import ProcessRanks, ThreadRanks, to_host
+from gpu_ranks import NUM_GPUS, ProcessRanks, ThreadRanks, to_host
 
-worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-if worker and torch.cuda.device_count():  # each worker has one GPU, which its ranks share: contexts take time
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % torch.cuda.device_count())
-
-NUM_GPUS = torch.cuda.device_count()  # by NVML: CUDA is not started
 # Ranks compute what they expect between calls. Threads for that, of all ranks and workers, would be far more than CPUs,
 # and a rank so slow that its peers' deadlines pass.
 torch.set_num_threads(1)
@@ -33,6 +28,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in mine:
             item.add_marker(pytest.mark.skip(reason="no GPU"))
     items.sort(key=lambda item: item in mine and "processes" not in item.nodeid)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Ranks that are threads of a worker share one GPU: contexts take time. Processes, forked before, have all GPUs."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker and NUM_GPUS and "processes" not in item.nodeid and not torch.cuda.is_initialized():
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % NUM_GPUS)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from torch import Tensor
 import weft
 from pool import Pool, RankFailed, RankState
 
+NUM_GPUS = torch.cuda.device_count()  # by NVML: CUDA is not started
 _cpu = Tensor.cpu
 
 

@@ -12,12 +12,14 @@ import contextlib
 import itertools
 import multiprocessing
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from weft.bench.apart import apart
 from weft.bench.cases import EXPERTS, HIDDEN, SMALL_SWEEP, TOP_K
-from weft.errors import InvalidArgument
+from weft.errors import InvalidArgument, Unsupported
 from weft.limits import LAYOUTS, MAX_SMALL_TOKENS
 from weft.tuning import DEFAULT, FORMS, Table, small_num_sms
 
@@ -32,6 +34,7 @@ _CALLS_IN_GRAPH = 5
 _WARMUP = 2
 _TOLERANCE = 1.02  # more SMs must be better by this factor
 _BARRIER_S = 300.0
+_ROWS = {"plain": "plain", "quantized": "fp8", "bytes": "fp8 rows"}  # forms, in the words of weft.prebuild
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,11 @@ class Point:
     mode: str
     num_sms: int = 0
 
+    @property
+    def wire(self) -> str | None:
+        """Of a combine."""
+        return "fp8" if self.op == "combine" and self.form == "quantized" else None
+
 
 @dataclass(frozen=True)
 class Tuned:
@@ -80,8 +88,8 @@ class Tuned:
     table: Table
 
 
-def tune(options: TuneOptions) -> Tuned:
-    """Measure and choose.
+def tune(options: TuneOptions, arch: str | None = None) -> Tuned:
+    """Measure and choose. `arch`: of the GPUs, whose kernels are compiled before the ranks start.
 
     Raises:
         What a rank raised.
@@ -91,10 +99,10 @@ def tune(options: TuneOptions) -> Tuned:
         for tokens in options.tokens
         for num_sms in SMS
     ]
-    name, times = measure(options, by_sms)
+    name, times = measure(options, by_sms, arch)
     sms = best_sms({point: statistics.median(us) for point, us in times.items()})
     table = Table(num_sms=sms, num_sms_else=sms[-1][1] if sms else DEFAULT.num_sms_else)
-    _, more = measure(options, list(_by_mode(options, table)))
+    _, more = measure(options, list(_by_mode(options, table)), arch)
     medians = {point: statistics.median(us) for point, us in more.items()}
     return Tuned(name, {**times, **more}, Table(crossovers(medians), DEFAULT.most_tokens_else, sms, table.num_sms_else))
 
@@ -152,10 +160,14 @@ def crossovers(times: Mapping[Point, float]) -> tuple[tuple[tuple[str, str, str]
 # ---- measuring
 
 
-def measure(options: TuneOptions, points: Sequence[Point]) -> tuple[str, dict[Point, tuple[float, ...]]]:
+def measure(
+    options: TuneOptions, points: Sequence[Point], arch: str | None
+) -> tuple[str, dict[Point, tuple[float, ...]]]:
     """Name of the device, and times of the points that are possible."""
     import weft
 
+    if arch is not None:
+        apart(compile_kernels, options, tuple(points), arch)
     barrier = multiprocessing.get_context("fork").Barrier(options.ranks)
     ranks = weft.spawn(
         _run_rank,
@@ -172,6 +184,41 @@ def measure(options: TuneOptions, points: Sequence[Point]) -> tuple[str, dict[Po
     return ranks[0][0], times
 
 
+def compile_kernels(options: TuneOptions, points: Sequence[Point], arch: str) -> int:
+    """Compile the kernels of all points at once, as many as it returns: ranks would compile one after the other, for
+    minutes.
+    """
+    from weft import env, prebuild
+    from weft.gpu import DEFAULT_NUM_SMS
+
+    if arch not in prebuild.ARCHITECTURES or not env.cache_folder():
+        return 0
+    sources: dict[str, str] = {}
+    for point in points:
+        shape = prebuild.KernelShape(
+            ranks=options.ranks,
+            experts=options.experts,
+            top_k=options.top_k,
+            hidden=options.hidden,
+            tokens=point.tokens,
+            num_sms=point.num_sms or DEFAULT_NUM_SMS,
+            small_num_sms=(point.num_sms,),
+        )
+        with contextlib.suppress(Unsupported, InvalidArgument):  # nor can the ranks make this call
+            found = prebuild.call_sources(
+                shape,
+                point.layout,
+                arch,
+                is_small=point.mode == "latency",
+                rows="plain" if point.op == "combine" else _ROWS[point.form],
+                has_combine=point.op != "dispatch",
+                wire=point.wire,
+            )
+            sources.update(dict.fromkeys(found, f"{point.op} {point.layout}"))
+    prebuild.compile_all([(arch, name, source) for source, name in sources.items()], env.cache_folder())
+    return len(sources)
+
+
 def _run_rank(
     comm: weft.Communicator, options: TuneOptions, points: tuple[Point, ...], barrier: Any
 ) -> tuple[str, list[list[float]]]:
@@ -185,6 +232,8 @@ def _run_rank(
     times: list[list[float]] = []
     for (tokens, layout), group in itertools.groupby(points, lambda point: (point.tokens, point.layout)):
         mine = tuple(group)
+        if comm.rank == 0:
+            sys.stderr.write(f"T = {tokens}, {layout}: {len(times)} of {len(points)} calls measured\n")
         with contextlib.closing(_Calls(comm, options, tokens, layout, mine)) as calls:
             times += [calls.time(point, lambda: barrier.wait(_BARRIER_S)) for point in mine]
     return device_name(comm.device), times
@@ -270,11 +319,10 @@ class _Calls:
         rows = received[0].x
         shape = rows.shape if isinstance(rows, torch.Tensor) else rows.data.shape
         outputs = torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
-        wire = "fp8" if point.op == "combine" and point.form == "quantized" else None
 
         def combine() -> None:
             sums.clear()
-            sums.append(self.ep.combine(outputs, received[0].handle, wire=wire, **calls))
+            sums.append(self.ep.combine(outputs, received[0].handle, wire=point.wire, **calls))
 
         def both() -> None:
             dispatch()

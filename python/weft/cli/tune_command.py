@@ -77,8 +77,7 @@ def _measure(output: Output, chosen: TuneOptions) -> tuple[Tuned, dict[str, Any]
 
     machine: dict[str, Any] = apart(machine_facts, chosen.device)
     output.row({"kind": "machine", **machine, "ranks": chosen.ranks, "seed": chosen.seed})
-    with output.progress(1, "tune"):
-        return measure(chosen), machine
+    return measure(chosen, machine["arch"]), machine
 
 
 def _print(output: Output, tuned: Tuned) -> None:

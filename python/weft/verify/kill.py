@@ -327,6 +327,9 @@ class _Beside:
         if self._is_gpu:
             self._stream = torch.cuda.Stream(device)
             self._product = torch.ones((self._SIZE, self._SIZE), device=device)
+            torch.cuda.synchronize(device)
+            self.go_on()  # the first product loads kernels, for up to seconds in which no call of Weft can raise
+            self._stream.synchronize()
 
     def go_on(self) -> None:
         """A product on a stream of its own."""
