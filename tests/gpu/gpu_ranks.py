@@ -17,9 +17,11 @@ _cpu = Tensor.cpu
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """`tensor.cpu()` once its stream is idle. CUDA copies to ordinary host memory one at a time in a process, and such a
-    copy takes its turn when it is enqueued: one behind a kernel that waits for a peer would hold up the copy that this
-    peer, a thread too, makes before it calls. Both would stand until the deadline.
+    """`tensor.cpu()` once its stream is idle.
+
+    CUDA copies to ordinary host memory one at a time in a process, in the order in which copies are asked for: one
+    behind a kernel that waits for a peer would hold up the copy that this peer, a thread too, makes before it calls.
+    Both would stand until the deadline.
     """
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()

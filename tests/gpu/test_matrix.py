@@ -30,6 +30,7 @@ from test_property import (  # noqa: F401  the cases of the cpu engine, collecte
 )
 
 import weft
+from gpu_ranks import NUM_GPUS
 
 test_property.MAX_RANKS = 8
 

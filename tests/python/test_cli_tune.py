@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from cli_lines import assert_documented, rows_of
 from typer.testing import CliRunner
 
 import weft
-from weft import tuning_files
-from weft.bench.tune import MODES, Point, best_sms, crossovers
+from weft import prebuild, tuning_files
+from weft.bench.ahead import compile_ahead
+from weft.bench.tune import MODES, Point, TuneOptions, best_sms, crossovers, of_points
 from weft.cli import app
 from weft.limits import LAYOUTS
 from weft.tuning import FORMS, choose
@@ -51,6 +53,37 @@ def test_what_is_measured_is_stored_where_objects_find_it(tmp_path: Path, monkey
             return ep._table
 
     assert weft.spawn(table_of, 2, device="cpu") == [found.table] * 2
+
+
+def test_kernels_are_compiled_before_the_ranks_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the points, once each; what no rank can call is left out."""
+    wanted: list[str] = []
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(prebuild, "compile_all", lambda every, folder: wanted.extend(source for _, _, source in every))
+    options = TuneOptions(ranks=2, hidden=256, experts=8, top_k=2, tokens=(6,))
+    plain = Point(op="dispatch", layout="masked", form="plain", tokens=6, mode="latency", num_sms=4)
+    points = [
+        plain,
+        replace(plain, op="both"),
+        replace(plain, op="combine", form="quantized"),
+        replace(plain, form="quantized"),
+        replace(plain, mode="throughput", num_sms=0),
+    ]
+    shape = prebuild.KernelShape(
+        ranks=2, experts=8, top_k=2, hidden=256, tokens=6, small_num_sms=(4,), layouts=("masked",)
+    )
+    names = {source: name for name, source in prebuild.kernels(shape, prebuild.ARCHITECTURES["sm_90"])}
+    assert compile_ahead(of_points(options, points), "sm_90") == len(wanted) == 5
+    assert {names[source] for source in wanted} == {
+        "small dispatch masked, plain, int64 ids",
+        "small dispatch masked, fp8, int64 ids",
+        "small combine by expert, plain",
+        "small combine by expert, fp8",
+        "dispatch masked, plain, int64 ids",
+    }
+    assert compile_ahead(of_points(options, [plain]), "sm_70") == 0
+    refused = TuneOptions(ranks=1, hidden=256, experts=1 << 14, top_k=2, tokens=(6,))
+    assert compile_ahead(of_points(refused, [plain]), "sm_90") == 0
 
 
 def test_a_file_of_its_own_and_a_table_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

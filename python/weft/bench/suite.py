@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from weft import tuning_files
+from weft.bench.ahead import compile_ahead, of_cases
 from weft.bench.apart import apart
 from weft.bench.cases import EXPERTS, TOKENS, TOP_K, Case, cases
 from weft.bench.link import LinkPoint, measure
 from weft.bench.options import SuiteOptions
 from weft.bench.report import commit, cpu_name
 from weft.kernel_paths import nvrtc_version
-from weft.tuning import Table, choose, small_num_sms
 
 Row = dict[str, Any]
 
@@ -50,7 +50,7 @@ def run_suite(options: SuiteOptions) -> Iterator[Row]:
     yield from _link_rows(limits, stamp)
     if machine["arch"] is not None:
         table = tuning_files.find(machine["device_name"], options.ranks).table
-        apart(_compile, chosen, options, machine["arch"], table)
+        apart(compile_ahead, [*of_cases(chosen, options, table)], machine["arch"])
 
     barrier = multiprocessing.get_context("fork").Barrier(options.ranks)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -81,44 +81,6 @@ def run_suite(options: SuiteOptions) -> Iterator[Row]:
     yield from ({**row, **stamp} for row in _target_rows(rows, memory) if on_gpu)
     if error is not None:
         raise error
-
-
-def _compile(chosen: Sequence[Case], options: SuiteOptions, arch: str, table: Table) -> None:
-    """Compile the kernels of all cases at once: ranks would compile one after the other."""
-    from weft import env, prebuild
-    from weft.gpu import DEFAULT_NUM_SMS
-
-    if arch not in prebuild.ARCHITECTURES or not env.cache_folder():
-        return
-    sources = {}
-    for case in chosen:
-        is_small = (
-            case.is_graphed
-            and (choose(table, "dispatch", case.layout, "bytes", case.tokens) if case.mode == "auto" else case.mode)
-            == "latency"
-        )
-        shape = prebuild.KernelShape(
-            ranks=options.ranks,
-            experts=EXPERTS,
-            top_k=TOP_K,
-            hidden=options.hidden,
-            tokens=case.tokens,
-            num_sms=case.num_sms or DEFAULT_NUM_SMS,
-            small_num_sms=(case.num_sms or small_num_sms(table, case.tokens),),
-        )
-        found = prebuild.call_sources(
-            shape,
-            case.layout,
-            arch,
-            is_small=is_small,
-            rows="fp8 rows" if case.rows == "fp8" else "plain" if case.quantize == "none" else case.quantize,
-            routings=("int64 ids", "handle") if case.is_cached else ("int64 ids",),
-            has_combine=case.source is not None,
-            wire=case.wire,
-            has_push=case.link_kind == "push",
-        )
-        sources.update(dict.fromkeys(found, case.name))
-    prebuild.compile_all([(arch, name, source) for source, name in sources.items()], env.cache_folder())
 
 
 def has_problems(rows: Sequence[Row]) -> bool:

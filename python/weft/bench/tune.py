@@ -13,14 +13,16 @@ import itertools
 import multiprocessing
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from weft.bench.ahead import Launch, compile_ahead
 from weft.bench.apart import apart
 from weft.bench.cases import EXPERTS, HIDDEN, SMALL_SWEEP, TOP_K
-from weft.errors import InvalidArgument, Unsupported
+from weft.errors import InvalidArgument
 from weft.limits import LAYOUTS, MAX_SMALL_TOKENS
+from weft.prebuild import KernelShape
 from weft.tuning import DEFAULT, FORMS, Table, small_num_sms
 
 if TYPE_CHECKING:
@@ -167,7 +169,7 @@ def measure(
     import weft
 
     if arch is not None:
-        apart(compile_kernels, options, tuple(points), arch)
+        apart(compile_ahead, [*of_points(options, points)], arch)
     barrier = multiprocessing.get_context("fork").Barrier(options.ranks)
     ranks = weft.spawn(
         _run_rank,
@@ -184,39 +186,24 @@ def measure(
     return ranks[0][0], times
 
 
-def compile_kernels(options: TuneOptions, points: Sequence[Point], arch: str) -> int:
-    """Compile the kernels of all points at once, as many as it returns: ranks would compile one after the other, for
-    minutes.
-    """
-    from weft import env, prebuild
-    from weft.gpu import DEFAULT_NUM_SMS
-
-    if arch not in prebuild.ARCHITECTURES or not env.cache_folder():
-        return 0
-    sources: dict[str, str] = {}
+def of_points(options: TuneOptions, points: Sequence[Point]) -> Iterator[Launch]:
+    """What the ranks will launch, for `compile_ahead`."""
     for point in points:
-        shape = prebuild.KernelShape(
+        shape = KernelShape(
             ranks=options.ranks,
             experts=options.experts,
             top_k=options.top_k,
             hidden=options.hidden,
             tokens=point.tokens,
-            num_sms=point.num_sms or DEFAULT_NUM_SMS,
+            num_sms=point.num_sms or KernelShape.num_sms,
             small_num_sms=(point.num_sms,),
         )
-        with contextlib.suppress(Unsupported, InvalidArgument):  # nor can the ranks make this call
-            found = prebuild.call_sources(
-                shape,
-                point.layout,
-                arch,
-                is_small=point.mode == "latency",
-                rows="plain" if point.op == "combine" else _ROWS[point.form],
-                has_combine=point.op != "dispatch",
-                wire=point.wire,
-            )
-            sources.update(dict.fromkeys(found, f"{point.op} {point.layout}"))
-    prebuild.compile_all([(arch, name, source) for source, name in sources.items()], env.cache_folder())
-    return len(sources)
+        sources = {
+            "rows": "plain" if point.op == "combine" else _ROWS[point.form],
+            "has_combine": point.op != "dispatch",
+            "wire": point.wire,
+        }
+        yield Launch(f"{point.op} {point.layout}", shape, point.layout, point.mode == "latency", sources)
 
 
 def _run_rank(
