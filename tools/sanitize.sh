@@ -11,6 +11,9 @@ cd "$(dirname "$0")/.."
 
 rounds=${1:-12} seed=${2:-0}
 tools=${*:3}
+for tool in $tools; do
+  [[ $tool == memcheck || $tool == synccheck || $tool == initcheck ]] || { echo "$0: no tool $tool" >&2 && exit 2; }
+done
 python=${PYTHON:-python3}
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer)
 export PYTHONPATH=python${PYTHONPATH:+:$PYTHONPATH}
@@ -24,7 +27,8 @@ check() { # tool, ranks, further options of the tool
   [[ " ${tools:-$tool} " == *" $tool "* ]] || return 0
   log=$(mktemp)
   soak=("$python" tools/soak.py --device cuda --ranks "$ranks" --seed "$seed" --repeats 3 --no-traffic)
-  "${soak[@]}" --rounds 0 >"$log" 2>&1 || true # compiles the kernels: takes minutes under a tool
+  # Compiles the kernels, which takes minutes under a tool.
+  "${soak[@]}" --rounds 0 >"$log" 2>&1 || tail -3 "$log" >&2
   "$sanitizer" --tool "$tool" --target-processes all --error-exitcode 99 --print-limit 20 "$@" \
     "${soak[@]}" --rounds "$rounds" >"$log" 2>&1 || status=$?
   errors=$(sed -n 's/.*ERROR SUMMARY: \([0-9]*\) error.*/\1/p' "$log" | awk '{ sum += $1 } END { print sum + 0 }')

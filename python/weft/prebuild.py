@@ -20,7 +20,7 @@ from weft.errors import InvalidArgument
 from weft.limits import LAYOUTS, MAX_SMALL_TOKENS, QUANTIZE_GROUP
 from weft.tuning import DEFAULT
 
-__all__ = ["ARCHITECTURES", "Built", "KernelShape", "call_sources", "compile_all", "kernels", "prebuild"]
+__all__ = ["ARCHITECTURES", "Built", "KernelShape", "call_source", "compile_all", "kernels", "prebuild"]
 
 # Shared memory that a block may have (CUDA programming guide, technical specifications per compute capability).
 ARCHITECTURES = {"sm_90": 227 << 10, "sm_100": 227 << 10, "sm_103": 227 << 10, "sm_120": 99 << 10}
@@ -207,21 +207,18 @@ def _combine_args(shape: KernelShape, layout: str, wire: str | None, *, has_side
     return args
 
 
-def call_sources(
+def call_source(
     shape: KernelShape,
     layout: str,
     arch: str,
     *,
     is_small: bool,
     rows: str | None = None,
-    routings: Sequence[str] = ROUTINGS[:1],
-    has_combine: bool = False,
+    routing: str = ROUTINGS[0],
     wire: str | None = None,
     has_push: bool = True,
-) -> Iterator[str]:
-    """Sources of what calls launch: a dispatch of `rows`, one of ROWS (None: no dispatch), and a combine.
-
-    `is_small`: by the kernels for small batches.
+) -> str:
+    """The kernel of a dispatch of `rows`, one of ROWS, or (None) of a combine. `is_small`: one for small batches.
 
     Raises:
         Unsupported: the shape fits no SM of `arch`.
@@ -229,12 +226,10 @@ def call_sources(
     shared_bytes = ARCHITECTURES[arch]
     if rows is not None:
         of_dispatch = small_dispatch_source if is_small else dispatch_source
-        for routing in routings:
-            yield of_dispatch(shape, layout, rows, routing, shared_bytes)
-    if has_combine and is_small:
-        yield small_combine_source(shape, layout, wire)
-    elif has_combine:
-        yield combine_source(shape, layout, wire, shared_bytes, has_push=has_push)
+        return of_dispatch(shape, layout, rows, routing, shared_bytes)
+    if is_small:
+        return small_combine_source(shape, layout, wire)
+    return combine_source(shape, layout, wire, shared_bytes, has_push=has_push)
 
 
 def prebuild(shape: KernelShape, archs: Sequence[str], folder: str, jobs: int | None = None) -> tuple[list[Built], int]:

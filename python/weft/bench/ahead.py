@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from weft import env, prebuild
 from weft.bench.cases import EXPERTS, TOP_K, Case
 from weft.bench.options import SuiteOptions
 from weft.errors import InvalidArgument, Unsupported
+from weft.limits import MAX_SMALL_TOKENS
 from weft.prebuild import KernelShape
 from weft.tuning import Table, choose, small_num_sms
 
-__all__ = ["Launch", "compile_ahead", "of_cases"]
+__all__ = ["ROWS", "Launch", "compile_ahead", "of_cases"]
+
+ROWS = {"plain": "plain", "quantized": "fp8", "bytes": "fp8 rows"}  # forms of weft.tuning, in words of weft.prebuild
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A call: its name in words, what its kernels are compiled for, and options of `prebuild.call_sources`."""
+    """A kernel that ranks launch: its name in words, what it is compiled for, options of `prebuild.call_source`."""
 
     name: str
     shape: KernelShape
     layout: str
     is_small: bool
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def source(self, arch: str) -> str:
+        """Raises: as `prebuild.call_source`."""
+        return prebuild.call_source(self.shape, self.layout, arch, is_small=self.is_small, **self.options)
 
 
 def compile_ahead(launches: Iterable[Launch], arch: str) -> int:
@@ -34,21 +41,19 @@ def compile_ahead(launches: Iterable[Launch], arch: str) -> int:
     folder = env.cache_folder()
     if arch not in prebuild.ARCHITECTURES or not folder:
         return 0
-    sources: dict[str, str] = {}
-    for each in launches:
+    names: dict[str, str] = {}
+    for launch in launches:
         try:
-            found = [*prebuild.call_sources(each.shape, each.layout, arch, is_small=each.is_small, **each.options)]
+            names[launch.source(arch)] = launch.name
         except (Unsupported, InvalidArgument):
             continue
-        sources.update(dict.fromkeys(found, each.name))
-    prebuild.compile_all([(arch, name, source) for source, name in sources.items()], folder)
-    return len(sources)
+    prebuild.compile_all([(arch, name, source) for source, name in names.items()], folder)
+    return len(names)
 
 
 def of_cases(chosen: Sequence[Case], options: SuiteOptions, table: Table) -> Iterator[Launch]:
     """What the ranks of the suite will launch."""
     for case in chosen:
-        auto = choose(table, "dispatch", case.layout, "bytes", case.tokens)
         shape = KernelShape(
             ranks=options.ranks,
             experts=EXPERTS,
@@ -58,12 +63,17 @@ def of_cases(chosen: Sequence[Case], options: SuiteOptions, table: Table) -> Ite
             num_sms=case.num_sms or KernelShape.num_sms,
             small_num_sms=(case.num_sms or small_num_sms(table, case.tokens),),
         )
-        sources = {
-            "rows": "fp8 rows" if case.rows == "fp8" else "plain" if case.quantize == "none" else case.quantize,
-            "routings": ("int64 ids", "handle") if case.is_cached else ("int64 ids",),
-            "has_combine": case.source is not None,
-            "wire": case.wire,
-            "has_push": case.link_kind == "push",
-        }
-        is_small = case.is_graphed and (auto if case.mode == "auto" else case.mode) == "latency"
-        yield Launch(case.name, shape, case.layout, is_small, sources)
+        form = "bytes" if case.rows == "fp8" else "plain" if case.quantize == "none" else "quantized"
+        is_exact = case.layout == "expert_major" and case.sizes == "exact"
+        is_small = not (is_exact and case.mode == "auto") and _is_small(case, "dispatch", form, table)
+        for routing in ("int64 ids", "handle") if case.is_cached else ("int64 ids",):
+            yield Launch(case.name, shape, case.layout, is_small, {"rows": ROWS[form], "routing": routing})
+        if case.source is not None:
+            is_small = is_small or _is_small(case, "combine", "plain" if case.wire is None else "quantized", table)
+            how = {"wire": case.wire, "has_push": case.link_kind == "push"}
+            yield Launch(case.name, shape, case.layout, is_small, how)
+
+
+def _is_small(case: Case, op: str, form: str, table: Table) -> bool:
+    mode = choose(table, op, case.layout, form, case.tokens) if case.mode == "auto" else case.mode
+    return case.tokens <= MAX_SMALL_TOKENS and mode == "latency"

@@ -11,10 +11,10 @@ from weft.errors import Error
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-_TIMEOUT_S = 120.0
+COMPILE_S = 600.0  # for some hundred kernels on two CPUs
 
 
-def apart(function: Callable[..., Any], *args: Any) -> Any:
+def apart(function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> Any:
     """What the function returns, pickled.
 
     Raises:
@@ -26,8 +26,8 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
     process.start()
     theirs.close()
     try:
-        if not ours.poll(_TIMEOUT_S):
-            raise Error(f"{function.__name__} took more than {_TIMEOUT_S:.0f} s")
+        if not ours.poll(timeout_s):
+            raise Error(f"{function.__name__} took more than {timeout_s:.0f} s")
         result, error = ours.recv()
     except EOFError as ended:
         process.join()

@@ -12,7 +12,7 @@ from typing import Any
 
 from weft import tuning_files
 from weft.bench.ahead import compile_ahead, of_cases
-from weft.bench.apart import apart
+from weft.bench.apart import COMPILE_S, apart
 from weft.bench.cases import EXPERTS, TOKENS, TOP_K, Case, cases
 from weft.bench.link import LinkPoint, measure
 from weft.bench.options import SuiteOptions
@@ -50,7 +50,7 @@ def run_suite(options: SuiteOptions) -> Iterator[Row]:
     yield from _link_rows(limits, stamp)
     if machine["arch"] is not None:
         table = tuning_files.find(machine["device_name"], options.ranks).table
-        apart(compile_ahead, [*of_cases(chosen, options, table)], machine["arch"])
+        apart(compile_ahead, [*of_cases(chosen, options, table)], machine["arch"], timeout_s=COMPILE_S)
 
     barrier = multiprocessing.get_context("fork").Barrier(options.ranks)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

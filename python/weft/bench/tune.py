@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from weft.bench.ahead import Launch, compile_ahead
-from weft.bench.apart import apart
+from weft.bench.ahead import ROWS, Launch, compile_ahead
+from weft.bench.apart import COMPILE_S, apart
 from weft.bench.cases import EXPERTS, HIDDEN, SMALL_SWEEP, TOP_K
 from weft.errors import InvalidArgument
 from weft.limits import LAYOUTS, MAX_SMALL_TOKENS
@@ -36,7 +36,6 @@ _CALLS_IN_GRAPH = 5
 _WARMUP = 2
 _TOLERANCE = 1.02  # more SMs must be better by this factor
 _BARRIER_S = 300.0
-_ROWS = {"plain": "plain", "quantized": "fp8", "bytes": "fp8 rows"}  # forms, in the words of weft.prebuild
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +100,10 @@ def tune(options: TuneOptions, arch: str | None = None) -> Tuned:
         for tokens in options.tokens
         for num_sms in SMS
     ]
-    name, times = measure(options, by_sms, arch)
+    name, times = measure(options, by_sms, arch, "numbers of SMs")
     sms = best_sms({point: statistics.median(us) for point, us in times.items()})
     table = Table(num_sms=sms, num_sms_else=sms[-1][1] if sms else DEFAULT.num_sms_else)
-    _, more = measure(options, list(_by_mode(options, table)), arch)
+    _, more = measure(options, list(_by_mode(options, table)), arch, "both kinds of kernels")
     medians = {point: statistics.median(us) for point, us in more.items()}
     return Tuned(name, {**times, **more}, Table(crossovers(medians), DEFAULT.most_tokens_else, sms, table.num_sms_else))
 
@@ -163,18 +162,18 @@ def crossovers(times: Mapping[Point, float]) -> tuple[tuple[tuple[str, str, str]
 
 
 def measure(
-    options: TuneOptions, points: Sequence[Point], arch: str | None
+    options: TuneOptions, points: Sequence[Point], arch: str | None, what: str
 ) -> tuple[str, dict[Point, tuple[float, ...]]]:
-    """Name of the device, and times of the points that are possible."""
+    """Name of the device, and times of the points that are possible. `what`: said on stderr of how far it is."""
     import weft
 
     if arch is not None:
-        apart(compile_ahead, [*of_points(options, points)], arch)
+        apart(compile_ahead, [*of_points(options, points)], arch, timeout_s=COMPILE_S)
     barrier = multiprocessing.get_context("fork").Barrier(options.ranks)
     ranks = weft.spawn(
         _run_rank,
         num_ranks=options.ranks,
-        args=(options, tuple(points), barrier),
+        args=(options, tuple(points), barrier, what),
         device=options.device,
         placement=options.placement,
     )
@@ -198,16 +197,14 @@ def of_points(options: TuneOptions, points: Sequence[Point]) -> Iterator[Launch]
             num_sms=point.num_sms or KernelShape.num_sms,
             small_num_sms=(point.num_sms,),
         )
-        sources = {
-            "rows": "plain" if point.op == "combine" else _ROWS[point.form],
-            "has_combine": point.op != "dispatch",
-            "wire": point.wire,
-        }
-        yield Launch(f"{point.op} {point.layout}", shape, point.layout, point.mode == "latency", sources)
+        call = (f"{point.op} {point.layout}", shape, point.layout, point.mode == "latency")
+        yield Launch(*call, {"rows": "plain" if point.op == "combine" else ROWS[point.form]})
+        if point.op != "dispatch":
+            yield Launch(*call, {"wire": point.wire})
 
 
 def _run_rank(
-    comm: weft.Communicator, options: TuneOptions, points: tuple[Point, ...], barrier: Any
+    comm: weft.Communicator, options: TuneOptions, points: tuple[Point, ...], barrier: Any, what: str
 ) -> tuple[str, list[list[float]]]:
     """Name of this rank's device, and its times of every point; none where the call is refused. Collective."""
     import torch
@@ -220,7 +217,7 @@ def _run_rank(
     for (tokens, layout), group in itertools.groupby(points, lambda point: (point.tokens, point.layout)):
         mine = tuple(group)
         if comm.rank == 0:
-            sys.stderr.write(f"T = {tokens}, {layout}: {len(times)} of {len(points)} calls measured\n")
+            sys.stderr.write(f"{what}: {len(times)} of {len(points)} calls measured, next T = {tokens}, {layout}\n")
         with contextlib.closing(_Calls(comm, options, tokens, layout, mine)) as calls:
             times += [calls.time(point, lambda: barrier.wait(_BARRIER_S)) for point in mine]
     return device_name(comm.device), times

@@ -1,0 +1,68 @@
+"""Guards against ranks of `weft bench` that compile, one after the other, what should be there before they start."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weft import arguments, prebuild
+from weft.bench.ahead import of_cases
+from weft.bench.cases import EXPERTS, TOP_K, Case, cases
+from weft.bench.options import SuiteOptions
+from weft.limits import MAX_SMALL_TOKENS
+from weft.tuning import Table
+
+ARCH = "sm_90"
+SUITES = ("targets", "routings", "tokens", "sms", "small")
+TABLES = (
+    Table(),
+    Table(most_tokens_else=0, num_sms=((8, 16),), num_sms_else=24),
+    Table(most_tokens=((("dispatch", "rank_major", "bytes"), 512), (("combine", "rank_major", "plain"), 512))),
+    Table(most_tokens=((("dispatch", "masked", "bytes"), 512),), most_tokens_else=0),  # the handle decides for combine
+)
+
+
+def calls_of(case: Case, table: Table, ranks: int, hidden: int) -> Iterator[tuple[str, Any]]:
+    """What Weft itself makes of the calls of a case on GPUs."""
+    ep: Any = SimpleNamespace(
+        comm=SimpleNamespace(engine="nvlink", max_num_sms=132, _choice=SimpleNamespace(rank_sms=132)),
+        num_ranks=ranks,
+        num_local_experts=EXPERTS // ranks,
+        top_k=TOP_K,
+        hidden=hidden,
+        max_tokens_per_rank=case.tokens,
+        small_tokens=min(case.tokens, MAX_SMALL_TOKENS),
+        deadline_s=30.0,
+        num_sms=prebuild.KernelShape.num_sms,
+        has_num_sms=False,
+        num_windows=1,
+        _table=table,
+    )
+    form = "bytes" if case.rows == "fp8" else "plain" if case.quantize == "none" else "quantized"
+    quantize = None if case.quantize == "none" else case.quantize
+    capacity = 4096 if case.sizes == "capacity" else None
+    how = (case.num_sms or None, None, case.mode, False, False, 0)
+    first = arguments._first_call(ep, form, case.layout, case.alignment, quantize, capacity, None, *how)
+    yield "dispatch", first
+    if case.source is not None:
+        yield "combine", arguments._combine_call(ep, first, True, case.wire, *how)
+
+
+@pytest.mark.parametrize("tokens", [128, 4096])
+@pytest.mark.parametrize("table", TABLES, ids=["default", "throughput", "by form", "by handle"])
+def test_what_the_suites_launch_is_compiled(table: Table, tokens: int) -> None:
+    options = SuiteOptions(suites=SUITES, device="cuda", tokens=tokens, hidden=1024)
+    chosen = [case for case in cases(SUITES, tokens=tokens) if case.op != "step"]
+    ahead = {launch.source(ARCH) for launch in of_cases(chosen, options, table)}
+    for case in chosen:
+        for op, call in calls_of(case, table, options.ranks, options.hidden):
+            num_sms = {"small_num_sms": (call.num_sms,)} if call.is_small else {"num_sms": call.num_sms}
+            shape = prebuild.KernelShape(ranks=options.ranks, hidden=1024, tokens=case.tokens, **num_sms)  # type: ignore[arg-type]
+            rows = "fp8 rows" if case.rows == "fp8" else "plain" if case.quantize == "none" else case.quantize
+            named = {"rows": rows} if op == "dispatch" else {"wire": case.wire, "has_push": case.link_kind == "push"}
+            source = prebuild.call_source(shape, case.layout, ARCH, is_small=call.is_small, **named)  # type: ignore[arg-type]
+            assert source in ahead, (case, op, dataclasses.asdict(call))
