@@ -57,8 +57,8 @@ def calls_of(case: Case, table: Table, ranks: int, hidden: int) -> Iterator[tupl
 def test_what_the_suites_launch_is_compiled(table: Table, tokens: int) -> None:
     options = SuiteOptions(suites=SUITES, device="cuda", tokens=tokens, hidden=1024)
     chosen = [case for case in cases(SUITES, tokens=tokens) if case.op != "step"]
-    ahead = {launch.source(ARCH) for launch in of_cases(chosen, options, table)}
     for case in chosen:
+        ahead = {launch.source(ARCH) for launch in of_cases([case], options, table)}
         for op, call in calls_of(case, table, options.ranks, options.hidden):
             num_sms = {"small_num_sms": (call.num_sms,)} if call.is_small else {"num_sms": call.num_sms}
             shape = prebuild.KernelShape(ranks=options.ranks, hidden=1024, tokens=case.tokens, **num_sms)  # type: ignore[arg-type]
