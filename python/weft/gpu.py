@@ -256,6 +256,18 @@ def prepare_threads(num_ranks: int) -> None:
 # ---- streams
 
 
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.cpu()` once the current stream is idle.
+
+    CUDA makes copies to pageable memory one at a time in a process, in the order in which they are asked for: one
+    behind a call that waits for a peer would hold up the copy that this peer, a thread too, makes before it calls
+    (docs/protocols/nvlink-window.md).
+    """
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return tensor.cpu()
+
+
 _spare_streams: dict[int, list[torch.cuda.Stream]] = {}
 _streams_lock = threading.Lock()
 

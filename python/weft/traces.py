@@ -227,13 +227,11 @@ def record(file: str | os.PathLike[str]) -> Iterator[None]:
 
 def _note(topk_idx: Tensor, topk_weights: Tensor | None, rank: int, num_experts: int) -> None:
     """Called by every dispatch that has ids, while ``_recorders`` is not empty."""
-    import torch
+    from weft.gpu import to_host
 
-    if topk_idx.is_cuda:  # a copy behind a call that waits would hold up those of ranks that are threads
-        torch.cuda.current_stream(topk_idx.device).synchronize()
-    ids = topk_idx.detach().cpu().numpy()
+    ids = to_host(topk_idx.detach()).numpy()
     ids = np.where((ids >= 0) & (ids < num_experts), ids, -1).astype(np.int32)
-    weights = np.ones(ids.shape, np.float32) if topk_weights is None else topk_weights.detach().cpu().numpy().copy()
+    weights = np.ones(ids.shape, np.float32) if topk_weights is None else to_host(topk_weights.detach()).numpy().copy()
     with _lock:
         for recorder in _recorders:
             recorder.note(rank, TracedDispatch(ids, weights, num_experts))

@@ -17,12 +17,7 @@ _cpu = Tensor.cpu
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """`tensor.cpu()` once its stream is idle.
-
-    CUDA copies to ordinary host memory one at a time in a process, in the order in which copies are asked for: one
-    behind a kernel that waits for a peer would hold up the copy that this peer, a thread too, makes before it calls.
-    Both would stand until the deadline.
-    """
+    """`weft.gpu.to_host`, in place of `Tensor.cpu` itself."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
     return _cpu(tensor)

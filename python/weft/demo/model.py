@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.demo.config import DemoConfig
+from weft.gpu import to_host
 
 NUM_BYTES = 256
 
@@ -222,7 +223,7 @@ def generate(model: LanguageModel, prompt: bytes, num_bytes: int, *, context: in
     tokens = list(prompt)
     for _ in range(num_bytes):
         window = torch.tensor([tokens[-context:]], device=device)
-        logits = model(window)[0, -1].float().cpu() / 0.6
+        logits = to_host(model(window)[0, -1].float()) / 0.6
         tokens.append(int(torch.multinomial(logits.softmax(0), 1, generator=generator)))
     model.train()
     return bytes(tokens)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import weft
 from weft import reference, routing
+from weft.gpu import to_host
 from weft.verify.cases import Case, loaded_trace
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -93,7 +94,7 @@ def make_side(case: Case, rank: int, shape: tuple[int, ...]) -> Tensor:
 
 def expect_equal(name: str, got: Tensor, want: Tensor) -> int:
     """Compare bit for bit (any NaN equals any NaN); returns the number of words compared, raises Mismatch."""
-    got = got.detach().cpu()
+    got = to_host(got.detach())
     if got.shape != want.shape or got.dtype != want.dtype:
         raise Mismatch(f"{name}: {list(got.shape)} {got.dtype}, expected {list(want.shape)} {want.dtype}")
     if not got.numel():
@@ -165,7 +166,7 @@ def _filled_rows(case: Case, want: reference.Dispatched) -> Callable[[Tensor], T
     counts = want.num_tokens_per_expert
     index = torch.arange(case.capacity or 0)
     mask = index[None, :] < counts[:, None]
-    return lambda rows: rows.detach().cpu()[mask]
+    return lambda rows: to_host(rows.detach())[mask]
 
 
 class Tally:
