@@ -13,6 +13,7 @@ from weft import arguments, prebuild
 from weft.bench.ahead import of_cases
 from weft.bench.cases import EXPERTS, TOP_K, Case, cases
 from weft.bench.options import SuiteOptions
+from weft.gpu import DEFAULT_NUM_SMS
 from weft.limits import MAX_SMALL_TOKENS
 from weft.tuning import Table
 
@@ -37,7 +38,7 @@ def calls_of(case: Case, table: Table, ranks: int, hidden: int) -> Iterator[tupl
         max_tokens_per_rank=case.tokens,
         small_tokens=min(case.tokens, MAX_SMALL_TOKENS),
         deadline_s=30.0,
-        num_sms=prebuild.KernelShape.num_sms,
+        num_sms=DEFAULT_NUM_SMS,
         has_num_sms=False,
         num_windows=1,
         _table=table,

@@ -106,3 +106,28 @@ def test_which_gpu_a_rank_gets(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_gpu("cuda", 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert (choose_gpu("auto", 0), choose_gpu("cuda", 0)) == ("cpu", "cuda")
+
+
+def test_a_copy_to_the_host_waits_for_the_stream_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind kernels that wait for a peer it would hold up the copies of ranks that are threads."""
+    done: list[str] = []
+
+    class OnGpu:
+        is_cuda, device = True, "cuda:1"
+
+        def cpu(self) -> str:
+            done.append("copied")
+            return "rows"
+
+    class Stream:
+        def __init__(self, device: str) -> None:
+            self.device = device
+
+        def synchronize(self) -> None:
+            done.append(f"{self.device} is idle")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    assert weft.gpu.to_host(OnGpu()) == "rows"  # type: ignore[arg-type, comparison-overlap]
+    assert done == ["cuda:1 is idle", "copied"]
+    here = torch.ones(2)
+    assert weft.gpu.to_host(here) is here
