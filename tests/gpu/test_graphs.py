@@ -60,6 +60,68 @@ def test_replays_with_changing_routing(layout: str, heap_bytes: int | None) -> N
     run(work)
 
 
+def test_a_captured_call_behind_two_streams() -> None:
+    """What either stream in front of a call writes late is there when it begins, replayed or not."""
+    capacity = NUM_RANKS * TOKENS
+
+    def work(comm: weft.Communicator) -> None:
+        ep = make(comm)
+        ep.warmup(capacity=capacity)
+        late = on_device(comm, inputs(0))
+        x, ids, weights = (torch.zeros_like(part) for part in late)
+        stream, side, after = (torch.cuda.Stream(comm.device) for _ in range(3))
+        copy = torch.empty_like(x)
+
+        def step() -> torch.Tensor:
+            side.wait_stream(stream)
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(200_000)
+                x.copy_(late[0])
+            torch.cuda._sleep(100_000)
+            ids.copy_(late[1])
+            weights.copy_(late[2])
+            stream.wait_stream(side)
+            r = ep.dispatch(x, ids, weights, capacity=capacity)
+            side.wait_stream(stream)
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(100_000)
+                r.x.mul_(2)
+            weights.add_(0)
+            stream.wait_stream(side)
+            y = ep.combine(r.x, r.handle)
+            after.wait_stream(stream)
+            with torch.cuda.stream(after):
+                copy.copy_(y)
+                y.fill_(float("nan"))
+            stream.wait_stream(after)
+            return y
+
+        torch.cuda.current_stream(comm.device).synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            kept = [step()]
+            stream.synchronize()
+            graph.capture_begin(capture_error_mode="thread_local")
+            kept.append(step())
+            graph.capture_end()
+            for seed in range(6):
+                for place, values in zip(late, inputs(seed), strict=True):
+                    place.copy_(values[comm.rank])
+                for place in (x, ids, weights, copy):
+                    place.zero_()
+                if seed % 2:
+                    graph.replay()
+                else:
+                    kept.append(step())
+                stream.synchronize()
+                assert torch.equal(copy.cpu(), 2 * expected(seed)[1][comm.rank]), f"step {seed}"
+        ep.check()
+        graph.reset()
+        ep.close()
+
+    run(work)
+
+
 @pytest.mark.parametrize("mode", ["latency", "throughput"])
 def test_a_peer_that_does_not_replay(mode: str) -> None:
     """The replay of the others ends at the deadline, check() says so, and rebuild makes the window work again."""
