@@ -81,7 +81,7 @@ Driver load_driver() {
   loader.load(driver.module_unload, "cuModuleUnload");
   loader.load(driver.module_get_function, "cuModuleGetFunction");
   loader.load(driver.function_set_attribute, "cuFuncSetAttribute");
-  loader.load(driver.launch, "cuLaunchKernel");
+  loader.load(driver.launch, "cuLaunchKernelEx");
   const Result started = driver.init(0);
   if (started != kSuccess)
     throw_unsupported("the CUDA driver found no usable GPU (cuInit: " + std::to_string(started) + ")");

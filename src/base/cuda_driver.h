@@ -65,6 +65,26 @@ struct AccessDesc {
   int flags;
 };
 
+// CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the kernel may begin before the one in front of it in the stream has ended.
+constexpr int kMayBeginEarly = 6;
+
+struct alignas(8) LaunchAttribute {
+  int id;
+  int padding;
+  int value;  // of a union
+  int rest[15];
+};
+static_assert(sizeof(LaunchAttribute) == 72);
+
+struct LaunchConfig {
+  unsigned blocks[3];
+  unsigned threads[3];
+  unsigned shared_bytes;
+  Stream stream;
+  LaunchAttribute* attributes;
+  unsigned num_attributes;
+};
+
 struct FabricHandle {
   unsigned char data[64];
 };
@@ -111,8 +131,7 @@ struct Driver {
   Result (*module_unload)(Module);
   Result (*module_get_function)(Function*, Module, const char*);
   Result (*function_set_attribute)(Function, int, int);
-  Result (*launch)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**,
-                   void**);
+  Result (*launch)(const LaunchConfig*, Function, void**, void**);
 };
 
 // Loaded and initialised at the first call. Error kUnsupported: no driver, too old, or no GPU.

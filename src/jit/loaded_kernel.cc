@@ -30,9 +30,8 @@ LoadedKernel::~LoadedKernel() {
 void LoadedKernel::launch(unsigned num_blocks, cuda::Stream stream, void* args) const {
   const cuda::ContextScope scope(context_);
   void* params[] = {args};
-  cuda::check(
-      cuda::driver().launch(function_, num_blocks, 1, 1, num_threads_, 1, 1, shared_bytes_, stream, params, nullptr),
-      "cuLaunchKernel");
+  const cuda::LaunchConfig config{{num_blocks, 1, 1}, {num_threads_, 1, 1}, shared_bytes_, stream, nullptr, 0};
+  cuda::check(cuda::driver().launch(&config, function_, params, nullptr), "cuLaunchKernelEx");
 }
 
 }  // namespace weft::jit

@@ -84,7 +84,7 @@ WEFT_SAME_FUNCTION(module_load, PFN_cuModuleLoadData_v2000);
 WEFT_SAME_FUNCTION(module_unload, PFN_cuModuleUnload_v2000);
 WEFT_SAME_FUNCTION(module_get_function, PFN_cuModuleGetFunction_v2000);
 WEFT_SAME_FUNCTION(function_set_attribute, PFN_cuFuncSetAttribute_v9000);
-WEFT_SAME_FUNCTION(launch, PFN_cuLaunchKernel_v4000);
+WEFT_SAME_FUNCTION(launch, PFN_cuLaunchKernelEx_v11060);
 
 static_assert(sizeof(Device) == sizeof(CUdevice) && sizeof(DevicePtr) == sizeof(CUdeviceptr));
 static_assert(sizeof(AllocationHandle) == sizeof(CUmemGenericAllocationHandle));
@@ -92,6 +92,15 @@ static_assert(sizeof(AllocationHandle) == sizeof(CUmemGenericAllocationHandle));
 static_assert(sizeof(Location) == sizeof(CUmemLocation) && offsetof(Location, id) == offsetof(CUmemLocation, id));
 static_assert(sizeof(AccessDesc) == sizeof(CUmemAccessDesc) &&
               offsetof(AccessDesc, flags) == offsetof(CUmemAccessDesc, flags));
+static_assert(sizeof(LaunchConfig) == sizeof(CUlaunchConfig) && sizeof(LaunchAttribute) == sizeof(CUlaunchAttribute));
+static_assert(alignof(LaunchAttribute) == alignof(CUlaunchAttribute));
+static_assert(offsetof(LaunchConfig, threads) == offsetof(CUlaunchConfig, blockDimX));
+static_assert(offsetof(LaunchConfig, shared_bytes) == offsetof(CUlaunchConfig, sharedMemBytes));
+static_assert(offsetof(LaunchConfig, stream) == offsetof(CUlaunchConfig, hStream));
+static_assert(offsetof(LaunchConfig, attributes) == offsetof(CUlaunchConfig, attrs));
+static_assert(offsetof(LaunchConfig, num_attributes) == offsetof(CUlaunchConfig, numAttrs));
+static_assert(offsetof(LaunchAttribute, value) == offsetof(CUlaunchAttribute, value));
+static_assert(kMayBeginEarly == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
 static_assert(sizeof(FabricHandle) == sizeof(CUmemFabricHandle));
 static_assert(sizeof(AllocationProp) == sizeof(CUmemAllocationProp));
 static_assert(offsetof(AllocationProp, type) == offsetof(CUmemAllocationProp, type));

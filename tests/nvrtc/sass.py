@@ -44,7 +44,13 @@ def disassembled(cubin: bytes) -> str:
 
 
 def problems(
-    compiled: nvrtc.Compiled, *, loads_in_bulk: bool, stores_in_bulk: bool, adds_exact_products: bool = False
+    compiled: nvrtc.Compiled,
+    *,
+    loads_in_bulk: bool,
+    stores_in_bulk: bool,
+    adds_exact_products: bool = False,
+    begins_early: bool = True,
+    lets_next_begin: bool = False,
 ) -> list[str]:
     """What must not be in a kernel that moves rows, or is missing from it; empty if all is well."""
     code = disassembled(compiled.cubin)
@@ -63,6 +69,12 @@ def problems(
         ptx = re.sub(r"// begin inline asm.*?// end inline asm", "", ptx, flags=re.DOTALL)
     if re.search(r"\bfma\.", ptx):
         found.append("a fused multiply-add: other bits than the CPU's")
+    if begins_early:  # see docs/protocols/nvlink-window.md, "Order of calls"
+        touched = re.search(r"\b(?:LDG|STG|LD|ST|ATOMG?|REDG?|RED|UBLKCP|MEMBAR|CCTL)\b", code)
+        if "ACQBULK" not in code or (touched and touched.start() < code.index("ACQBULK")):
+            found.append("global memory before the kernel in front has ended")
+    if ("PREEXIT" in code) != lets_next_begin:
+        found.append("the next kernel may not begin early" if lets_next_begin else "the next kernel may begin early")
     if loads_in_bulk and "UBLKCP.S.G" not in code:
         found.append("no bulk load")
     if stores_in_bulk and "UBLKCP.G.S" not in code:

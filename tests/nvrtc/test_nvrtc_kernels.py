@@ -100,7 +100,7 @@ def test_link_kernels(arch: str, is_pull: bool) -> None:
     """What a limit is measured with must do the same kind of copies."""
     source = _load.native().render_link_limit(row_bytes=7168, is_pull=is_pull)
     compiled = sass.compiled_kernel(source, arch)
-    assert sass.problems(compiled, loads_in_bulk=is_pull, stores_in_bulk=not is_pull) == []
+    assert sass.problems(compiled, loads_in_bulk=is_pull, stores_in_bulk=not is_pull, begins_early=False) == []
 
 
 SPILLS = """extern "C" __global__ void weft_kernel(int* out, const int* __restrict__ in, int n) {
@@ -117,5 +117,5 @@ def test_the_inspection_sees_what_it_looks_for() -> None:
     """A kernel with each of the faults is refused for each of them."""
     compiled = nvrtc.compile_source(SPILLS, [*sass.options("sm_90"), "--ptxas-options=-v"])
     found = " ".join(sass.problems(compiled, loads_in_bulk=True, stores_in_bulk=True))
-    for fault in ("stack frame", "local memory", "read-only cache", "multiply-add", "no bulk load", "no bulk store"):
+    for fault in ("stack frame", "local memory", "read-only cache", "multiply-add", "no bulk load", "no bulk store", "in front"):
         assert fault in found

@@ -18,6 +18,14 @@ __device__ inline u32 match_any(i32 key) { return __match_any_sync(0xffffffffu, 
 
 __device__ inline void nanosleep(u32 num_ns) { asm volatile("nanosleep.u32 %0;" ::"r"(num_ns)); }
 
+// Kernels one after the other in a stream, the second launched so that it may begin early (PTX ISA 7.8, "griddepcontrol").
+// Until all kernels before this one have ended and what they have written is visible. All threads, before any other access
+// to global memory.
+__device__ inline void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Blocks of the next kernel may take free room once all blocks of this one have said so, or ended.
+__device__ inline void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // A barrier of some warps of a block, all of which come to the same place; 0 is that of __syncthreads.
 __device__ inline void bar_sync(u32 barrier, u32 num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");

@@ -46,7 +46,7 @@ std::string entry(const char* kernel, const char* config_type, const std::string
   return std::string("#include \"weft/kernels/") + kernel + ".cuh\"\n" + "constexpr weft::" + config_type +
          " kConfig{" + fields + "};\n" + "extern \"C\" __global__ void __launch_bounds__(" + num_threads +
          ", 1) weft_kernel(const __grid_constant__ weft::kernels::" + args_type +
-         " args) {\n  weft::kernels::" + kernel + "<kConfig>(args);\n}\n";
+         " args) {\n  weft::ptx::wait_for_kernel_before();\n  weft::kernels::" + kernel + "<kConfig>(args);\n}\n";
 }
 
 }  // namespace

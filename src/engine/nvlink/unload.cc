@@ -13,6 +13,7 @@ const char* const kSource =
     "#include \"weft/kernels/unload.cuh\"\n"
     "extern \"C\" __global__ void __launch_bounds__(weft::kernels::kUnloadThreads, 2) weft_kernel(\n"
     "    const __grid_constant__ weft::kernels::UnloadKernelArgs args) {\n"
+    "  weft::ptx::wait_for_kernel_before();\n"
     "  weft::kernels::unload(args);\n"
     "}\n";
 

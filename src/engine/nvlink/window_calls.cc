@@ -90,10 +90,15 @@ void Window::launch(const Kernel& kernel, i32 num_blocks, u64 stream, void* args
 
 void Window::start(const Kernel& kernel, i32 num_blocks, u64 stream, void* args) {
   void* params[] = {args};
-  const cuda::Result launched =
-      cuda::driver().launch(kernel.function, static_cast<unsigned>(num_blocks), 1, 1, kernel.num_threads, 1, 1,
-                            kernel.shared_bytes, stream_of(stream), params, nullptr);
-  if (launched != cuda::kSuccess) throw_gpu_failure("cuLaunchKernel: " + cuda::error_name(launched));
+  cuda::LaunchAttribute early{cuda::kMayBeginEarly, 0, 1, {}};  // every kernel waits first for the one in front of it
+  const cuda::LaunchConfig config{{static_cast<unsigned>(num_blocks), 1, 1},
+                                  {kernel.num_threads, 1, 1},
+                                  kernel.shared_bytes,
+                                  stream_of(stream),
+                                  &early,
+                                  1};
+  const cuda::Result launched = cuda::driver().launch(&config, kernel.function, params, nullptr);
+  if (launched != cuda::kSuccess) throw_gpu_failure("cuLaunchKernelEx: " + cuda::error_name(launched));
   if (capture_.is_active) {
     has_captured_ = true;
     last_captured_ = gpu_->record(stream);

@@ -306,17 +306,16 @@ Result module_get_function(Function* function, Module, const char*) {
   return kSuccess;
 }
 Result function_set_attribute(Function, int, int) { return kSuccess; }
-Result launch(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned shared_bytes,
-              Stream stream, void** params, void**) {
-  if (const Result result = injected("cuLaunchKernel"); result != kSuccess) return result;
+Result launch(const LaunchConfig* config, Function, void** params, void**) {
+  if (const Result result = injected("cuLaunchKernelEx"); result != kSuccess) return result;
   if (state().gpu_result != 0) return state().gpu_result;
-  submit(stream);
+  submit(config->stream);
   KernelBody body;
   {
     State& s = state();
     const std::lock_guard lock(s.mutex);
     ++s.num_launches;
-    s.shared_bytes = shared_bytes;
+    s.shared_bytes = config->shared_bytes;
     body = s.kernel;
   }
   if (body) body(params[0]);
@@ -370,7 +369,7 @@ const std::map<std::string, void*>& functions() {
       {"cuModuleUnload", erased(module_unload)},
       {"cuModuleGetFunction", erased(module_get_function)},
       {"cuFuncSetAttribute", erased(function_set_attribute)},
-      {"cuLaunchKernel", erased(launch)},
+      {"cuLaunchKernelEx", erased(launch)},
   };
   return kFunctions;
 }

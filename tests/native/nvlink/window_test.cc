@@ -489,10 +489,10 @@ TEST(a_launch_that_fails_is_a_cuda_error_here_and_told_to_the_others) {
     rank.dispatch(4);
     rank.meet();
     if (rank.me == 1) {
-      fake_cuda::fail_next("cuLaunchKernel", 701);
+      fake_cuda::fail_next("cuLaunchKernelEx", 701);
       const Error failed = error_of([&] { rank.dispatch(4); });
       CHECK_EQ(failed.code, ErrorCode::kCudaError);
-      says(failed, "cuLaunchKernel: CUDA_ERROR_701");
+      says(failed, "cuLaunchKernelEx: CUDA_ERROR_701");
     } else {
       while (!rank.comm->is_broken()) usleep(500);
     }
