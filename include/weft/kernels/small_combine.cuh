@@ -122,6 +122,7 @@ class SmallCombine {
     meet_heard();
     const bool is_over = !is_early || is_bad;
     if (b_.lane == 0 && is_over && !is_broken) transport::end_flight_early(b_.a.view, flight);
+    if (is_over) ptx::let_next_kernel_begin();
     return worst;
   }
 

@@ -77,6 +77,7 @@ class SmallDispatch {
       if (has_no_places()) return;
     }
     if (s_.lane == 0 && verdict(Phase::kSend) != Verdict::kBroken) transport::end_flight_early(s_.a.view, s_.flight);
+    ptx::let_next_kernel_begin();
   }
 
   __device__ bool wait(Phase phase, i32 block) const {
