@@ -206,6 +206,7 @@ class Block {
 
   // Lets others go on; this thread looks again later. `is_remote`: another block may change what it waits for.
   void poll(const char* what, bool is_remote) {
+    if (is_remote && lets_next_begin_) fail("%s: a wait for another block behind let_next_kernel_begin", what);
     self_->waits_for = what;
     polls_remote_ = polls_remote_ || is_remote;
     polling_.push_back(self_);
@@ -217,6 +218,8 @@ class Block {
     ready_.push_back(self_);
     leave();
   }
+
+  void let_next_begin() { lets_next_begin_ = true; }
 
   // Something that a thread of this block may wait for has happened.
   void note_change() { has_changed_ = true; }
@@ -303,6 +306,7 @@ class Block {
   std::vector<Load> loads_;
   u32 num_ended_ = 0, num_idle_rounds_ = 0;
   bool has_changed_ = false, polls_remote_ = false;
+  bool lets_next_begin_ = false;
 };
 
 inline Block* block = nullptr;

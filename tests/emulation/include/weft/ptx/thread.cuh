@@ -15,7 +15,7 @@ inline void nanosleep(u32) { emulation::block->poll("nanosleep", true); }
 
 inline void wait_for_kernel_before() {}  // kernels here begin when the one before has ended
 
-inline void let_next_kernel_begin() {}
+inline void let_next_kernel_begin() { emulation::block->let_next_begin(); }
 
 inline void bar_sync(u32 barrier, u32 num_threads) {
   if (num_threads % kWarpLanes != 0) emulation::fail("bar.sync of %u threads, which are no whole warps", num_threads);
