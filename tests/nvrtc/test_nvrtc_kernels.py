@@ -118,5 +118,13 @@ def test_the_inspection_sees_what_it_looks_for() -> None:
     """A kernel with each of the faults is refused for each of them."""
     compiled = nvrtc.compile_source(SPILLS, [*sass.options("sm_90"), "--ptxas-options=-v"])
     found = " ".join(sass.problems(compiled, loads_in_bulk=True, stores_in_bulk=True))
-    for fault in ("stack frame", "local memory", "read-only cache", "multiply-add", "no bulk load", "no bulk store", "in front"):
+    for fault in (
+        "stack frame",
+        "local memory",
+        "read-only cache",
+        "multiply-add",
+        "no bulk load",
+        "no bulk store",
+        "in front",
+    ):
         assert fault in found

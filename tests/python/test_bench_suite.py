@@ -168,9 +168,11 @@ def test_kernels_are_counted_from_the_profilers_records() -> None:
     assert work is not None
     assert (work.kernel_us, work.span_us, work.num_kernels, work.num_blocks) == (5, 7.5, 1, 74)
     assert gpu_work(events[:1], num_calls=2, num_sms=132) is None
-    last = gpu_work(events * 2 + [event("kernel", 30, 7, grid=[1])] * 3, num_calls=3, num_sms=132, left_out=2)
+    last = gpu_work(
+        events * 2 + [event("kernel", ts, 7, grid=[1]) for ts in (30, 35, 50)], num_calls=3, num_sms=132, left_out=2
+    )
     assert last is not None
-    assert (last.kernel_us, last.num_kernels) == (21, 3)
+    assert (last.kernel_us, last.span_us, last.num_kernels) == (19, 27, 3)  # two at once are not counted twice
 
 
 @pytest.mark.parametrize(("time_us", "met"), [(470.0, "stretch"), (490.0, "must"), (500.0, "no")])

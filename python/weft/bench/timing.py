@@ -29,7 +29,7 @@ class Times:
 class GpuWork:
     """What the GPU ran in one call, from the profiler's records."""
 
-    kernel_us: float  # all kernels and copies
+    kernel_us: float  # in which a kernel or copy was there; a kernel that has begun early and waits is, too
     span_us: float  # from the first start to the last end of some calls / these calls
     num_kernels: float
     num_blocks: float  # SMs: blocks of all kernels, of each as many as the GPU has SMs at most
@@ -117,10 +117,13 @@ def gpu_work(events: list[dict[str, Any]], num_calls: int, num_sms: int, *, left
     num_calls -= left_out
     kernels = [event for event in work if event["cat"] == "kernel"]
     blocks = sum(min(num_sms, _product(event["args"].get("grid", (num_sms,)))) for event in kernels)
-    starts, ends = [event["ts"] for event in work], [event["ts"] + event["dur"] for event in work]
+    busy, end = 0.0, work[0]["ts"]
+    for event in work:
+        busy += max(0.0, event["ts"] + event["dur"] - max(end, event["ts"]))
+        end = max(end, event["ts"] + event["dur"])
     return GpuWork(
-        kernel_us=sum(event["dur"] for event in work) / num_calls,
-        span_us=(max(ends) - min(starts)) / num_calls,
+        kernel_us=busy / num_calls,
+        span_us=(end - work[0]["ts"]) / num_calls,
         num_kernels=len(kernels) / num_calls,
         num_blocks=blocks / num_calls,
     )
