@@ -2,8 +2,8 @@
 
 Each round draws a shape and a layout from its seed and makes some dozens of calls through the public interface:
 dispatch (new and with a handle) and combine, with exact sizes or a capacity, on the caller's stream or their own, in
-every dtype, FP8 too, from heap tensors and ordinary ones, by the kernels for small batches and the others, in one
-launch or in two halves. All results are compared where they lie with what tools/soak_check.py works out from hashes;
+every dtype, FP8 too (made by the call or given), with bias and side values, from heap tensors and ordinary ones, by the
+kernels for small batches and the others, in one launch or in two halves; on GPUs also batches of training. All results are compared where they lie with what tools/soak_check.py works out from hashes;
 every call has data of its own. Then, for --graph-seconds, CUDA graphs are replayed (tools/soak_graphs.py). At the end
 it prints one JSON object; `next_seed` continues where this run stopped. A run begins by making sure that the comparison
 sees a single wrong word.
@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from soak_check import Places, Shape, Sum, drawn_routing, num_different, places, sums, values
+from soak_check import Places, Shape, Sum, drawn_routing, num_different, places, side_sums, sums, values
 from soak_graphs import run_graphs
-from soak_rounds import DEADLINE_S, MAX_TOKENS, POOLS, Pool, Round, agree, compile_kernels, draw
+from soak_rounds import DEADLINE_S, Pool, Round, agree, compile_kernels, draw, pools_of
 from torch import Tensor
 
 import weft
@@ -65,20 +65,21 @@ class Soak:
         self.comm, self.options, self.device = comm, options, comm.device
         on_gpu = comm.device.type == "cuda"
         self.traffic = Traffic(comm.device) if on_gpu and options.traffic else None
-        self.objects = [
-            weft.ExpertParallel(
+        self.pools = pools_of(comm.device.type)
+        self.objects = {
+            pool: weft.ExpertParallel(
                 comm,
                 num_experts=pool.experts * comm.num_ranks,
                 top_k=pool.top_k,
                 hidden=pool.hidden,
-                max_tokens_per_rank=MAX_TOKENS,
+                max_tokens_per_rank=pool.max_tokens,
                 heap_bytes=pool.heap_bytes,
                 num_sms=pool.num_sms,
                 deadline_s=DEADLINE_S,
                 dtype=pool.dtype,
             )
-            for pool in POOLS
-        ]
+            for pool in self.pools
+        }
         self.wrong = torch.zeros((), dtype=torch.int64, device=self.device)
         self.num_calls = self.num_words = 0
 
@@ -115,7 +116,7 @@ class Soak:
 
     def run(self, chosen: Round) -> None:
         """All calls of a round; collective."""
-        pool, ep = POOLS[chosen.pool], self.objects[chosen.pool]
+        pool, ep = chosen.pool, self.objects[chosen.pool]
         num_experts = pool.experts * self.comm.num_ranks
         ids, weights = drawn_routing(
             sum(chosen.tokens), num_experts, pool.top_k, chosen.absent, chosen.seed, self.device
@@ -162,6 +163,8 @@ class Soak:
         self.copy_beside()
         chosen = case.chosen
         quantize = chosen.quantize if quantize == "as chosen" else quantize
+        rows = weft.Quantized(*reference.quantize_fp8(x)) if quantize == "given" else x
+        quantize = None if quantize == "given" else quantize
         form = {
             "quantize": quantize,
             "scale_layout": chosen.scale_layout if quantize else "row_major",
@@ -169,12 +172,12 @@ class Soak:
         }
         if handle is not None:
             received = case.ep.dispatch(
-                x, handle=handle, **form, async_op=chosen.async_op, **later_options(chosen.mode)
+                rows, handle=handle, **form, async_op=chosen.async_op, **later_options(chosen.mode)
             )
         else:
             ids = case.ids[case.mine].to(getattr(torch, chosen.id_dtype))
             received = case.ep.dispatch(
-                x,
+                rows,
                 ids,
                 case.weights[case.mine],
                 layout=chosen.layout,
@@ -235,7 +238,10 @@ class Soak:
             for rank, there in enumerate(case.everywhere)
         ]
         how = Sum(chosen.layout == "rank_major", chosen.weighted, chosen.wire)
-        want = sums(case.mine, case.everywhere, ys, how)
+        bias = self.bias(case)
+        want = sums(case.mine, case.everywhere, ys, how, bias)
+        sides = [y[:, : case.pool.top_k if how.is_rank_major else 1].to(torch.float32).squeeze(1) for y in ys]
+        want_side = side_sums(case.mine, case.everywhere, sides)
         own = ys[self.comm.rank]
         row_shape = received.x.shape if isinstance(received.x, Tensor) else received.x.data.shape
         output = (
@@ -243,6 +249,7 @@ class Soak:
             if chosen.in_heap
             else torch.empty(row_shape, dtype=own.dtype, device=self.device)
         )
+        side = sides[self.comm.rank].view(*row_shape[:-1], *sides[0].shape[1:])
         out = torch.empty_like(want)
         for number in range(self.options.repeats):
             self.copy_beside()
@@ -253,6 +260,8 @@ class Soak:
                 output,
                 received.handle,
                 weighted=chosen.weighted,
+                side=side * scale if chosen.has_side else None,
+                bias=None if bias is None else bias * scale,
                 out=out,
                 wire=chosen.wire,
                 async_op=chosen.async_op,
@@ -261,13 +270,24 @@ class Soak:
             if chosen.async_op:
                 result[-1].wait()
             if isinstance(result, weft.Staged):
-                result.wait()
+                result = result.wait()
             self.num_calls += 1
             self.compare(out, want * scale)
+            if chosen.has_side:
+                self.compare(result[1], want_side * scale)
+
+    def bias(self, case: Case) -> Tensor | None:
+        """What a round adds last: float where its seed is odd."""
+        if case.chosen.bias is None:
+            return None
+        num_rows = 1 if case.chosen.bias == "row" else case.mine.stop - case.mine.start
+        dtype = torch.float32 if case.chosen.seed % 2 else case.pool.dtype
+        rows = values(torch.arange(num_rows, device=self.device), case.pool.hidden, case.chosen.seed + 2, dtype)
+        return rows[0] if case.chosen.bias == "row" else rows
 
     def close(self) -> None:
         """Give everything back."""
-        for ep in self.objects:
+        for ep in self.objects.values():
             ep.close()
 
 
@@ -314,7 +334,7 @@ def run_rounds(soak: Soak) -> tuple[list[str], int]:
     start, options, seed = time.monotonic(), soak.options, soak.options.seed
     noted = start
     while not problems and seed - options.seed < options.rounds:
-        for chosen in batch(seed, soak.comm.num_ranks, options):
+        for chosen in batch(seed, soak, options):
             before = int(soak.wrong)
             soak.run(chosen)
             seed += 1
@@ -327,7 +347,7 @@ def run_rounds(soak: Soak) -> tuple[list[str], int]:
                 note(soak.comm, options, **soak.figures(), next_seed=seed, problems=problems)
         elapsed = time.monotonic() - start
         note(soak.comm, options, **soak.figures(), next_seed=seed, problems=problems)
-        if agree(soak.objects[0], stop=bool(problems) or elapsed > options.seconds):
+        if agree(soak.objects[soak.pools[0]], stop=bool(problems) or elapsed > options.seconds):
             break
     return problems, seed
 
@@ -341,10 +361,10 @@ def note(comm: weft.Communicator, options: argparse.Namespace, **figures: Any) -
             )
 
 
-def batch(seed: int, num_ranks: int, options: argparse.Namespace) -> Iterator[Round]:
+def batch(seed: int, soak: Soak, options: argparse.Namespace) -> Iterator[Round]:
     """The next rounds between two agreements."""
     for number in range(seed, min(seed + 16, options.seed + options.rounds)):
-        yield draw(number, num_ranks)
+        yield draw(number, soak.comm.num_ranks, soak.pools)
 
 
 def main() -> int:

@@ -151,9 +151,9 @@ class Sum:
     wire: str | None = None
 
 
-def sums(tokens: slice, everywhere: list[Places], ys: list[Tensor], how: Sum) -> Tensor:
+def sums(tokens: slice, everywhere: list[Places], ys: list[Tensor], how: Sum, bias: Tensor | None = None) -> Tensor:
     """y of these tokens from the expert outputs of all ranks: products rounded, k in order, each rank's sum rounded to
-    the wire, ranks ascending.
+    the wire, ranks ascending, then the bias.
     """
     dtype = ys[0].dtype
     total = torch.zeros((tokens.stop - tokens.start, ys[0].shape[1]), device=ys[0].device)
@@ -166,7 +166,19 @@ def sums(tokens: slice, everywhere: list[Places], ys: list[Tensor], how: Sum) ->
         else:
             carried = reference.through_fp8(partial)
         total = torch.where(has, total + carried, total)
-    return total.to(dtype)
+    return (total if bias is None else total + bias.to(torch.float32)).to(dtype)
+
+
+def side_sums(tokens: slice, everywhere: list[Places], sides: list[Tensor]) -> Tensor:
+    """[T, K]: what each pick's row says on the rank where it lies; `sides`: [rows], rank_major [rows, K]."""
+    total = torch.zeros(everywhere[0].pick_row[tokens].shape, device=sides[0].device)
+    for there, side in zip(everywhere, sides, strict=True):
+        rows = there.pick_row[tokens]
+        if len(side):
+            named = rows.clamp(min=0)
+            values = side.gather(0, named) if side.dim() == 2 else side[named]
+            total = torch.where(rows >= 0, values, total)
+    return total
 
 
 def _partial(rows: Tensor, there: Places, y: Tensor, how: Sum, zero: Tensor) -> Tensor:

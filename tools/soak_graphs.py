@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from soak_check import Places, Shape, Sum, drawn_routing, num_different, places, sums, values
-from soak_rounds import DEADLINE_S, MAX_TOKENS, POOLS, GraphSet, agree, draw_graphs
+from soak_rounds import DEADLINE_S, POOLS, GraphSet, agree, draw_graphs
 from torch import Tensor
 
 import weft
@@ -158,7 +158,7 @@ def run_set(
         num_experts=pool.experts * comm.num_ranks,
         top_k=pool.top_k,
         hidden=pool.hidden,
-        max_tokens_per_rank=MAX_TOKENS,
+        max_tokens_per_rank=pool.max_tokens,
         heap_bytes=pool.heap_bytes,
         num_sms=pool.num_sms,
         deadline_s=DEADLINE_S,

@@ -12,7 +12,6 @@ from weft import env, prebuild
 from weft.limits import LAYOUTS, SCALE_LAYOUTS
 from weft.verify.cases import MODES
 
-MAX_TOKENS = 192
 DEADLINE_S = 20.0
 GRAPH_MODES = ("latency", "staged", "mixed", "throughput")
 
@@ -27,6 +26,7 @@ class Pool:
     num_sms: int
     heap_bytes: int
     dtype: torch.dtype
+    max_tokens: int = 192
 
 
 POOLS = (  # experts: of each rank. The heap of the last is often full, then rows come through the landing
@@ -34,6 +34,13 @@ POOLS = (  # experts: of each rank. The heap of the last is often full, then row
     Pool(experts=16, top_k=2, hidden=896, num_sms=3, heap_bytes=64 << 20, dtype=torch.float32),
     Pool(experts=24, top_k=5, hidden=272, num_sms=16, heap_bytes=1 << 20, dtype=torch.float16),
 )
+# On GPUs only, and in no graphs: batches of training.
+LARGE = Pool(experts=64, top_k=8, hidden=7168, num_sms=16, heap_bytes=2 << 30, dtype=torch.bfloat16, max_tokens=4096)
+
+
+def pools_of(device_type: str) -> tuple[Pool, ...]:
+    """What rounds on such devices draw from."""
+    return (*POOLS, LARGE) if device_type == "cuda" else POOLS
 
 
 @dataclass(frozen=True)
@@ -41,14 +48,16 @@ class Round:
     """One round's choices; equal on all ranks."""
 
     seed: int
-    pool: int
+    pool: Pool
     tokens: tuple[int, ...]
     layout: str
     alignment: int
     capacity: int | None
-    quantize: str | None
+    quantize: str | None  # of dispatch; "given": rows are FP8 before
     weighted: bool
     wire: str | None
+    bias: str | None  # "row": one for all tokens, "full": one for each
+    has_side: bool
     in_heap: bool
     async_op: bool
     id_dtype: str
@@ -58,20 +67,23 @@ class Round:
     zero_holes: bool
 
 
-def draw(seed: int, num_ranks: int) -> Round:
+def draw(seed: int, num_ranks: int, pools: tuple[Pool, ...]) -> Round:
     """The round of a seed."""
     rng = random.Random(f"weft soak {seed}")
     mode = rng.choice(MODES)
-    pool = rng.randrange(len(POOLS))
-    shape = POOLS[pool]
+    pool = rng.choice(pools)
+    if pool == LARGE and mode != "auto":
+        mode = "throughput"
     layout = rng.choice(("rank_major", "expert_major", "masked"))
-    tokens = tuple(rng.choice((0, 1, 33, MAX_TOKENS, rng.randint(2, MAX_TOKENS))) for _ in range(num_ranks))
-    mean = sum(tokens) * shape.top_k // (shape.experts * num_ranks) + 1
+    most = pool.max_tokens
+    tokens = tuple(rng.choice((0, 1, 33, most, rng.randint(2, most))) for _ in range(num_ranks))
+    mean = sum(tokens) * pool.top_k // (pool.experts * num_ranks) + 1
     capacity = None
     if layout == "masked":
         capacity = rng.choice((mean, 2 * mean + 8))
     elif rng.random() < 0.5:
-        capacity = rng.choice((max(tokens) * num_ranks * shape.top_k, sum(tokens) // 2 + 1))
+        all_rows = max(tokens) * num_ranks * pool.top_k
+        capacity = rng.choice((3 * sum(tokens) if pool == LARGE else all_rows, sum(tokens) // 2 + 1))
     return Round(
         seed=seed,
         pool=pool,
@@ -79,9 +91,11 @@ def draw(seed: int, num_ranks: int) -> Round:
         layout=layout,
         alignment=rng.choice((1, 8, 128)) if layout == "expert_major" else 1,
         capacity=capacity,
-        quantize=rng.choice((None, None, "fp8", "fp8_ue8m0")),
+        quantize=rng.choice((None, None, "fp8", "fp8_ue8m0", "given")),
         weighted=rng.random() < 0.7,
         wire=rng.choice((None, None, "fp8")),
+        bias=rng.choice((None, None, "row", "full")),
+        has_side=rng.random() < 0.3,
         in_heap=rng.random() < 0.5,
         async_op=rng.random() < 0.3 and mode != "staged",
         id_dtype=rng.choice(("int32", "int64")),
@@ -142,7 +156,7 @@ def kernel_shape(pool: Pool, num_ranks: int) -> prebuild.KernelShape:
         experts=pool.experts * num_ranks,
         top_k=pool.top_k,
         hidden=pool.hidden,
-        tokens=MAX_TOKENS,
+        tokens=pool.max_tokens,
         dtype={torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[pool.dtype],
         num_sms=pool.num_sms,
         small_num_sms=(pool.num_sms,),
@@ -153,7 +167,7 @@ def compile_kernels(arch: str | None, num_ranks: int) -> None:
     """What dispatch needs for all rounds, on all CPUs at once; ranks would compile one kernel after the other."""
     if arch not in prebuild.ARCHITECTURES or not env.cache_folder():
         return
-    for pool in POOLS:
+    for pool in pools_of("cuda"):
         prebuild.prebuild(kernel_shape(pool, num_ranks), [arch], env.cache_folder())
 
 

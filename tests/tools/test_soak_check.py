@@ -63,12 +63,18 @@ def test_places_and_sums_are_those_of_the_reference(
         for rank, got in enumerate(found)
     ]
     outputs = [y.view(part.x.shape) for y, part in zip(ys, want, strict=True)]
-    for weighted, wire in ((True, None), (False, None), (True, "fp8")):
+    sides = [y[:, :TOP_K].float() if layout == "rank_major" else y[:, 0].float() for y in ys]
+    given = [side.view(*part.topk_weights.shape) for side, part in zip(sides, want, strict=True)]
+    biases = [soak_check.values(torch.arange(size), HIDDEN, 7, torch.bfloat16) for size in sizes]
+    for weighted, wire, bias in ((True, None, None), (False, None, biases), (True, "fp8", biases)):
         how = soak_check.Sum(layout == "rank_major", weighted, wire)
         start = 0
-        for y, size in zip(reference.combine(outputs, want, weighted=weighted, wire=wire), sizes, strict=True):
-            assert torch.equal(soak_check.sums(slice(start, start + size), found, ys, how), y)
-            start += size
+        summed = reference.combine(outputs, want, weighted=weighted, wire=wire, sides=given, biases=bias)
+        for rank, (y, side) in enumerate(summed):
+            tokens = slice(start, start + sizes[rank])
+            assert torch.equal(soak_check.sums(tokens, found, ys, how, bias and bias[rank]), y)
+            assert torch.equal(soak_check.side_sums(tokens, found, sides), side)
+            start += sizes[rank]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -142,7 +148,7 @@ def test_a_wrong_word_ends_a_run(part: str) -> None:
 
 
 def test_what_the_soak_compiles_ahead_can_be_rendered() -> None:
-    for pool in soak_rounds.POOLS:
+    for pool in soak_rounds.pools_of("cuda"):
         shape = soak_rounds.kernel_shape(pool, 4)
         named = dict(prebuild.kernels(shape, prebuild.ARCHITECTURES["sm_90"]))
         assert any(f".num_blocks = {pool.num_sms}" in source for source in named.values())
