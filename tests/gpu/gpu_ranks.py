@@ -26,6 +26,8 @@ def to_host(tensor: Tensor) -> Tensor:
 def moved(value: Any, device: torch.device | str) -> Any:
     """The same value with every tensor inside on `device`; leaves keep requires_grad."""
     if isinstance(value, Tensor):
+        if value.dtype == torch.float4_e2m1fn_x2:  # torch copies none of it
+            return moved(value.view(torch.uint8), device).view(value.dtype)
         value = value if torch.device(device).type == "cuda" else to_host(value)
         copy = torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value.detach())  # plain strides
         return copy.requires_grad_(value.requires_grad)

@@ -23,6 +23,7 @@ from test_property import (  # noqa: F401  the cases of the cpu engine, collecte
     test_layouts_and_rows,
     test_megabytes,
     test_modes,
+    test_nvfp4,
     test_old_results_survive_later_calls,
     test_one_rank_alone,
     test_ranks_without_tokens,

@@ -19,13 +19,17 @@ from test_property import (  # noqa: F401  collected here with `pool`, as calls 
     test_column_major_scales_given,
     test_fp8_on_the_wire,
     test_gradients_of_each_layout,
+    test_heap_without_room,
     test_holes_that_nobody_needs,
     test_ids,
     test_ids_out_of_range_are_told_once_by_the_next_call,
     test_layouts_and_rows,
+    test_megabytes,
+    test_nvfp4,
     test_old_results_survive_later_calls,
     test_one_rank_alone,
     test_ranks_without_tokens,
+    test_rows_fit_the_heap_and_their_plan_does_not,
 )
 from test_streams import EXPERTS, HIDDEN, NUM_RANKS, TOKENS, TOP_K, busy, expected, inputs, make, on_device, run
 from torch import Tensor

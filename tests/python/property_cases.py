@@ -16,7 +16,7 @@ from pool import RankState
 from weft import Quantized, reference
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-ROWS = ("plain", "fp8", "fp8_ue8m0", "quantized_fp8", "quantized_ue8m0", "bytes", "bytes_with_side")
+ROWS = ("plain", "fp8", "fp8_ue8m0", "quantized_fp8", "quantized_ue8m0", "bytes", "bytes_with_side")  # and "nvfp4"
 # How calls go. mixed: small batches repeat and combine what a throughput dispatch has sent; staged: in two halves, but
 # for a dispatch of exact sizes.
 MODES = ("auto", "throughput", "latency", "mixed", "staged")
@@ -270,6 +270,11 @@ def _floats(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
 
 
 def _input_rows(case: Case, call: Call, num_tokens: int, generator: torch.Generator) -> Tensor | Quantized:
+    if call.rows == "nvfp4":
+        hidden = (case.hidden + 31) // 32 * 32
+        data = torch.randint(0, 256, (num_tokens, hidden // 2), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(0, 127, (num_tokens, hidden // 16), generator=generator, dtype=torch.uint8)
+        return Quantized(data.view(torch.float4_e2m1fn_x2), scales.view(torch.float8_e4m3fn))
     if call.rows in ("bytes", "bytes_with_side"):
         shape = (num_tokens, (case.hidden + 15) // 16 * 16)
         data = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
@@ -488,6 +493,8 @@ def _compare_rows(
         return data + _compare_rows(f"{at}.scales", call, d, expected.scales, got.scales, is_x=is_x)
     if expected is None or got is None or expected.shape != got.shape or expected.dtype != got.dtype:
         return compare_tensor(at, expected, got)
+    if expected.dtype == torch.float4_e2m1fn_x2:  # torch indexes none of it
+        expected, got = expected.view(torch.uint8), got.view(torch.uint8)
     if call.layout == "masked":
         defined = torch.arange(expected.shape[1]) < d.num_tokens_per_expert[:, None]
         return compare_tensor(at, expected[defined], got[defined])

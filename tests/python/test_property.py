@@ -156,6 +156,13 @@ def test_layouts_and_rows(pool: Pool, layout: str, rows: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+def test_nvfp4(pool: Pool, layout: str) -> None:
+    """Two values a byte, and a scale per 16, as torch names them."""
+    checked(pool, with_call(layout=layout, rows="nvfp4"))
+    checked(pool, with_call(layout=layout, rows="nvfp4", capacity="exceeded", ids_are_int64=(True,) * 4))
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
 @pytest.mark.parametrize("rows", [rows for rows in property_cases.ROWS if rows not in ("plain", "bytes")])
 def test_column_major_scales(pool: Pool, layout: str, rows: str) -> None:
     """656 values have six scales: one int32 of UE8M0 is full, one is not."""

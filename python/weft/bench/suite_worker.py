@@ -84,7 +84,7 @@ class Worker:
         return default_heap_bytes(self.comm.num_ranks, TOP_K, self.options.hidden, tokens, torch.bfloat16)
 
     def measure_memory(self) -> dict[str, Any]:
-        """GPU memory that constructing an object and a first call take, beside the heap and the call's own tensors."""
+        """GPU memory that constructing an object takes, beside the heap."""
         tokens = max(1, self.options.tokens)
         if not self.on_gpu:
             self.ep(tokens)
