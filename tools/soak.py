@@ -2,11 +2,11 @@
 
 Each round draws a shape and a layout from its seed and makes some dozens of calls through the public interface:
 dispatch (new and with a handle) and combine, with exact sizes or a capacity, on the caller's stream or their own, in
-every dtype, FP8 too (made by the call or given), with bias and side values, from heap tensors and ordinary ones, by the
-kernels for small batches and the others, in one launch or in two halves; on GPUs also batches of training. All results are compared where they lie with what tools/soak_check.py works out from hashes;
-every call has data of its own. Then, for --graph-seconds, CUDA graphs are replayed (tools/soak_graphs.py). At the end
-it prints one JSON object; `next_seed` continues where this run stopped. A run begins by making sure that the comparison
-sees a single wrong word.
+every dtype, FP8 too (made by the call or given), with bias and side values, from heap tensors and ordinary ones, by
+the kernels for small batches and the others, in one launch or in two halves; on GPUs also batches of training. All
+results are compared where they lie with what tools/soak_check.py works out from hashes; every call has data of its
+own. Then, for --graph-seconds, CUDA graphs are replayed (tools/soak_graphs.py). At the end it prints one JSON object;
+`next_seed` continues where this run stopped. A run begins by making sure that the comparison sees a single wrong word.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from soak_check import Places, Shape, Sum, drawn_routing, num_different, places, side_sums, sums, values
+from soak_check import Places, Shape, Sum, drawn_routing, num_different, places, poison, side_sums, sums, values
 from soak_graphs import run_graphs
 from soak_rounds import DEADLINE_S, Pool, Round, agree, compile_kernels, draw, pools_of
 from torch import Tensor
@@ -32,8 +32,6 @@ from weft import reference
 from weft.bench.apart import apart
 from weft.bench.suite import machine_facts
 from weft.verify.cases import dispatch_options, later_options
-
-POISON = 0xFB
 
 
 class Traffic:
@@ -302,14 +300,6 @@ class Case:
     ids: Tensor
     weights: Tensor
     everywhere: list[Places]
-
-
-def poison(rows: Tensor | weft.Quantized | None) -> None:
-    """Overwrite every byte, so that a word nobody writes is seen."""
-    parts = (rows.data, rows.scales) if isinstance(rows, weft.Quantized) else (rows,)
-    for part in parts:
-        if part is not None and part.numel():
-            (part if part.stride(-1) == 1 else part.mT).detach().view(torch.uint8).fill_(POISON)
 
 
 def run_rank(comm: weft.Communicator, options: argparse.Namespace) -> dict[str, Any]:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import weft
 from weft import reference
 
+POISON = 0xFB
 MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23}
 
 
@@ -194,3 +196,11 @@ def _partial(rows: Tensor, there: Places, y: Tensor, how: Sum, zero: Tensor) -> 
         product = there.row_weight[row.clamp(min=0)][:, None] * part if how.weighted else part
         partial = torch.where(mine, partial + product, partial)
     return partial
+
+
+def poison(rows: Tensor | weft.Quantized | None) -> None:
+    """Overwrite every byte, so that a word nobody writes is seen."""
+    parts = (rows.data, rows.scales) if isinstance(rows, weft.Quantized) else (rows,)
+    for part in parts:
+        if part is not None and part.numel():
+            (part if part.stride(-1) == 1 else part.mT).detach().view(torch.uint8).fill_(POISON)

@@ -140,8 +140,8 @@ class ExpertParallel:
         """Send every token to the ranks that hold its experts. Collective. Without `capacity` or a handle the host
         waits for the counts of the peers.
 
-        On a GPU it runs on the current stream. Under graph capture `capacity` is required; the heap memory of the result
-        belongs to this object for good, its ordinary tensors to the graph, and each replay overwrites them.
+        On a GPU it runs on the current stream. Under graph capture `capacity` is required; heap memory of the result
+        belongs to this object for good, ordinary tensors to the graph, and each replay overwrites them.
 
         Args:
             x: [T, H] of the object's dtype, or a `weft.Quantized` with data [T, B]. T from 0 to max_tokens; it may
