@@ -182,7 +182,7 @@ class Runner:
             case.shape,
             poison=poison,
             heap_bytes=0 if case.is_small else 8 * most + (1 << 18),
-            more_bytes=16 << 20,
+            more_bytes=64 << 20,
         )
         self.memory = self.world.memory
         self.dispatcher = Dispatcher(self.world, self.call, self.wire, mutant)
