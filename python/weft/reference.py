@@ -296,6 +296,8 @@ def _column_major(scales: Tensor) -> Tensor:
 
 
 def _as_bytes(rows: Tensor) -> Tensor:
+    if rows.element_size() == 1:  # torch has no copies of some such types
+        rows = rows.view(torch.uint8)
     return rows.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import property_cases
 import pytest
+import torch
 from gradient_cases import build_gradients, compare_gradients, run_gradients
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -160,6 +161,14 @@ def test_nvfp4(pool: Pool, layout: str) -> None:
     """Two values a byte, and a scale per 16, as torch names them."""
     checked(pool, with_call(layout=layout, rows="nvfp4"))
     checked(pool, with_call(layout=layout, rows="nvfp4", capacity="exceeded", ids_are_int64=(True,) * 4))
+
+
+def test_nvfp4_into_memory_that_torch_fills(pool: Pool) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        checked(pool, with_call(rows="nvfp4"))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
