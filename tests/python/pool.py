@@ -147,7 +147,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: object) -> Any:
         if not isinstance(value, torch.Tensor):
             return NotImplemented
-        fresh = value.detach().clone(memory_format=torch.contiguous_format)
+        fresh = value.detach().view(torch.uint8) if value.element_size() == 1 else value.detach()
+        fresh = fresh.clone(memory_format=torch.contiguous_format)
         data = fresh.reshape(-1).view(torch.uint8).numpy().tobytes()
         return _tensor, (data, tuple(value.shape), value.dtype)
 
