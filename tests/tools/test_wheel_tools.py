@@ -16,6 +16,7 @@ NAMES = [
     "weft/py.typed",
     "weft/_native.abi3.so",
     "weft/include/weft/kernels/dispatch.cuh",
+    "weft/tables/h200-2.json",
     "weft/tables/h200-4.json",
     "weft-0.1.0.dist-info/licenses/LICENSE",
 ]
