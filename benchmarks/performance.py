@@ -34,8 +34,8 @@ tenth longer at that commit, by the form of a loop that waits (decision 0022), a
 Host times differ by a factor of three between machines of this kind, and within a run: the same code took 14 to 18 us
 on one, 24 to 44 us on those of these runs. The words that the soak found different at 3cc9406 are those of its
 expectation, which was mended since (README, what works). In the first death of each trial at 6c3371c and 1a9b3bf
-(and some at 3b27649) survivors raised late, most likely since the harness loaded cuBLAS just then; it does so before now,
-and at 4a74939, with two ranks, first deaths were raised within 1.2 ms.
+(and some at 3b27649) survivors raised late, most likely since the harness loaded cuBLAS just then; it does so before
+now, and at 4a74939, with two ranks, first deaths were raised within 1.2 ms.
 All files gpu_bench are older than decision 0028, which takes some 0.5 us off a small call in a graph, 1 us off two.
 
 """

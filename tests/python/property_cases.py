@@ -16,7 +16,8 @@ from pool import RankState
 from weft import Quantized, reference
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-ROWS = ("plain", "fp8", "fp8_ue8m0", "quantized_fp8", "quantized_ue8m0", "bytes", "bytes_with_side")  # "nvfp4" too, in a test of its own
+# "nvfp4" too, in a test of its own.
+ROWS = ("plain", "fp8", "fp8_ue8m0", "quantized_fp8", "quantized_ue8m0", "bytes", "bytes_with_side")
 # How calls go. mixed: small batches repeat and combine what a throughput dispatch has sent; staged: in two halves, but
 # for a dispatch of exact sizes.
 MODES = ("auto", "throughput", "latency", "mixed", "staged")
