@@ -154,8 +154,8 @@ class _Pickler(pickle.Pickler):
 
 
 def _tensor(data: bytes, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    if not data:
-        return torch.empty(shape, dtype=dtype)
+    if not data:  # as bytes first: torch can't fill new memory of every dtype, where it was told to
+        return torch.empty(0, dtype=torch.uint8).view(dtype).reshape(shape)
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
