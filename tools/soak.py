@@ -33,6 +33,8 @@ from weft.bench.apart import apart
 from weft.bench.suite import machine_facts
 from weft.verify.cases import dispatch_options, later_options
 
+FEW_ROUNDS = 32  # whose kernels are compiled as ranks come to them, no others
+
 
 class Traffic:
     """Copies to the GPUs of all peers on a stream of their own, kept going from call to call."""
@@ -375,7 +377,8 @@ def main() -> int:
     parser.add_argument("--no-traffic", dest="traffic", action="store_false", help="no copies beside the calls")
     options = parser.parse_args()
     facts = apart(machine_facts, options.device)
-    apart(compile_kernels, facts["arch"], options.ranks)
+    if options.rounds > FEW_ROUNDS or options.graph_seconds:
+        apart(compile_kernels, facts["arch"], options.ranks)
     ranks = weft.spawn(
         run_rank, num_ranks=options.ranks, args=(options,), device=options.device, isolation=options.isolation
     )

@@ -1,7 +1,7 @@
 """Guards against kernels that do not compile, spill, or lost their bulk copies: no GPU is needed to see that.
 
-The sources are those of `weft cache prebuild`, which are those of real calls: every layout, form of rows and routing of
-the reference shape, and some of shapes with other widths. Whatever is `if constexpr` in a kernel is compiled both ways.
+The sources are those of `weft cache prebuild`, which are those of real calls: all of the reference shape, and some of
+shapes with other widths. Whatever is `if constexpr` in a kernel is compiled both ways.
 """
 
 import functools
@@ -24,23 +24,19 @@ SHAPES = {
 
 
 def is_wanted(shape: str, name: str) -> bool:
-    """int32 ids differ from int64 ones in a load and a store, so one shape has them; the third has the rest. The second
-    has rows that are no whole number of the units in which FP8 is made.
+    """All of the first shape; of the others what depends on widths. The second has rows that are no whole number of the
+    units in which FP8 is made.
     """
     if name.endswith(" SMs"):  # the same code with another constant
         return False
-    if name.startswith(("combine", "small combine")):
-        is_half = name.endswith(("sends", "receives"))
-        if shape == "bf16":
-            return not is_half or "side" not in name
-        return not is_half and "side" not in name and ("fp8" in name or shape.startswith("fp16"))
-    if "by column" in name:
-        return shape == "bf16" and "fp8_ue8m0" in name and "int32" not in name and "receives" not in name
-    if name.endswith(("sends", "receives")):
-        return shape == "bf16" and "handle" not in name and ("plain" in name or "fp8," in name)
     if shape == "bf16":
-        return "int32" not in name
-    return ("int32" in name and "fp8" not in name) if shape.startswith("fp16") else "fp8," in name and "handle" in name
+        return True
+    if name.endswith(("sends", "receives")) or "by column" in name or "side" in name:
+        return False
+    is_fp16 = shape.startswith("fp16")
+    if name.startswith(("combine", "small combine")):
+        return is_fp16 or "fp8" in name
+    return ("int32" in name and "fp8" not in name) if is_fp16 else "fp8," in name and "handle" in name
 
 
 CASES = [

@@ -92,6 +92,8 @@ def test_prebuild_fills_a_cache_that_the_next_run_finds(tmp_path: Path) -> None:
         "64",
         "--layout",
         "rank_major",
+        "--num-sms",
+        "4",
         "--arch",
         "sm_90",
     ]

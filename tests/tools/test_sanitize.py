@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
+from soak_rounds import draw, pools_of
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "sanitize.sh"
 SOAK = '{"kind": "soak", "calls": 25, "words": 9, "problems": []}'
@@ -50,3 +52,26 @@ def test_tools_by_name(tmp_path: Path) -> None:
     refused = run(tmp_path, f"echo '{SOAK}'", "1", "5", "sinccheck")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "no tool sinccheck" in refused.stderr
+
+
+def test_rounds_taken_without_a_seed_have_every_kind_of_kernel() -> None:
+    """What a seed draws changes with tools/soak_rounds.py."""
+    text = SCRIPT.read_text()
+    (rounds,) = re.findall(r"rounds=\$\{1:-(\d+)\}", text)
+    seeds = dict(re.findall(r"^check (\w+) \d (\d+)", text, re.MULTILINE))
+    for tool, num_ranks in (("memcheck", 2), ("synccheck", 2), ("initcheck", 1)):
+        drawn = [draw(int(seeds[tool]) + idx, num_ranks, pools_of("cuda")) for idx in range(int(rounds))]
+        assert max(each.pool.max_tokens for each in drawn) < 1000, "minutes under a tool"
+        large = [each for each in drawn if sum(each.tokens) > 30]
+        throughput = [each for each in large if each.mode == "throughput"]
+        assert {each.layout for each in throughput} == {"rank_major", "expert_major", "masked"}
+        assert {each.wire for each in throughput} == {None, "fp8"}
+        small = {each.layout for each in large if each.mode in ("latency", "staged", "mixed")}
+        if num_ranks > 1:
+            by_rank = [each for each in throughput if each.layout == "rank_major" and each.wire is None]
+            assert {each.in_heap for each in by_rank} == {False, True}, "pushed and pulled"
+            assert small >= {"rank_major", "masked"}
+        else:
+            assert small >= {"expert_major", "masked"}
+        assert "staged" in {each.mode for each in large}
+        assert {each.quantize is None for each in throughput} == {False, True}
