@@ -251,11 +251,11 @@ def test_gpu_memory_of_the_dead_is_waited_for(is_back: bool, monkeypatch: pytest
         looks += 1
         victim.join()
         assert not board.is_over(0), "survivors must not go on before"
-        return {0: before + (left if is_back and looks > 3 else lasting)}
+        return {0: before + (left if is_back and looks > 3 else lasting), 1: 0}
 
     monkeypatch.setattr(killing, "_gpu_memory", gpu_memory)
     monkeypatch.setattr(killing, "_MEMORY_BACK_S", 30.0 if is_back else 0.05)
-    killing._kill(board, plan, 2, {0: before})
+    killing._kill(board, plan, 2, {0: before, 1: 0})
     assert victim.exitcode == -signal.SIGKILL
     assert board.is_over(0)
     result = killing._result(0, draw_case(0, Fixed(ranks=2)), plan, 0, board, killing._Seen([], []))
@@ -263,6 +263,19 @@ def test_gpu_memory_of_the_dead_is_waited_for(is_back: bool, monkeypatch: pytest
     assert result.memory_left_bytes == (left if is_back else lasting)
     assert (result.memory_back_us is not None) == is_back
     assert is_back or "2048 MiB left on the GPU of rank 0" in result.problems[0]
+
+
+def test_memory_of_a_gpu_that_survivors_share_is_not_held_against_the_dead() -> None:
+    plan, board = killing._Plan(victims=(0,), delays_s=(0.0,)), Board(2)
+    victim = multiprocessing.get_context("fork").Process(target=run_until_killed, args=(board,))
+    victim.start()
+    board.note_running(1, 0)
+    board.note_through(1, 0)
+    killing._kill(board, plan, 2, {0: 0})
+    assert board.is_over(0)
+    result = killing._result(0, draw_case(0, Fixed(ranks=2)), plan, 0, board, killing._Seen([], []))
+    assert result.ok
+    assert result.memory_left_bytes is None
 
 
 def run_until_killed(board: Board) -> None:

@@ -53,9 +53,8 @@ class KillResult:
     detection_us: tuple[float, ...]  # per survivor
     channels: tuple[dict[str, float], ...]  # per survivor: us from the kill to the report of each channel that saw it
     rebuild_us: tuple[float, ...]  # per survivor: comm.rebuild
-    memory_left_bytes: (
-        int | None
-    )  # on the victim's GPU after its end and the rebuild, more than before the ranks started
+    # On the victim's GPU after its end and the rebuild, more than before the ranks started; None: survivors share it.
+    memory_left_bytes: int | None
     memory_back_us: (
         float | None
     )  # from the kill to the first look that found little left, after the rebuild; None: never
@@ -225,8 +224,9 @@ def _kill(board: Board, plan: _Plan, num_ranks: int, gpu_memory_before: dict[int
         survivors = plan.left(num_ranks, death + 1)
         if not _comes_true(functools.partial(board.are_through, survivors, death)):
             return
-        if gpu_memory_before:
-            idx = victim % len(gpu_memory_before)
+        num_gpus = len(gpu_memory_before)
+        if num_gpus and all((rank - victim) % num_gpus for rank in survivors):  # none that keeps memory on the same GPU
+            idx = victim % num_gpus
             _measure_memory_left(board, death, idx, gpu_memory_before[idx])
         board.note_over(death)
 
