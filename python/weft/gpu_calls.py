@@ -256,14 +256,16 @@ class GpuCalls(NativeCalls):
 
     def record_stream(self, window: int, tensors: Sequence[Tensor], stream: Any) -> None:
         """See NativeCalls."""
-        native = self.windows[window].native
+        windows = [self.windows[window], *self.comm._all_windows]  # results of one are given to calls of another
         for tensor in tensors:
             if not tensor.is_cuda or tensor.numel() == 0:
                 continue
-            if native.owns(tensor.data_ptr()):
-                native.record_stream(tensor.data_ptr(), stream.cuda_stream)
-            else:
+            address = tensor.data_ptr()
+            owner = next((each for each in windows if not each.closed and each.native.owns(address)), None)
+            if owner is None:
                 tensor.record_stream(stream)
+            else:
+                owner.native.record_stream(address, stream.cuda_stream)
 
     # ---- one native call
 

@@ -333,7 +333,7 @@ def _gpu_window_bytes(
 ) -> tuple[int, int]:
     """(control, landing and small slots) of `GpuWindowLayout::make` in include/weft/layout/gpu_window.h; a test
     compares the two."""
-    cache_line, parities, phases, channels, payload_fixed, plan_header, align = 64, 2, 4, 2, 88, 64, 256
+    cache_line, parities, phases, channels, payload_fixed, plan_header, align = 64, 2, 4, 2, 88, 128, 256
     cells = num_ranks * num_blocks * cache_line
     payload = _up(payload_fixed + 4 * (num_experts + num_ranks), cache_line) * parities * num_ranks
     by_expert = num_blocks * cache_line + 8 * num_ranks * max_tokens

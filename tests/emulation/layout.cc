@@ -34,6 +34,7 @@ int main(int, char** arguments) {
       {"host.num_bad_ids", offsetof(weft::transport::HostWords, num_bad_ids)},
       {"host.first_bad_at", offsetof(weft::transport::HostWords, first_bad_at)},
       {"host.first_bad_id", offsetof(weft::transport::HostWords, first_bad_id)},
+      {"host.num_errors_read", offsetof(weft::transport::HostWords, num_errors_read)},
       {"host.error", offsetof(weft::transport::HostWords, error)},
       {"host.error.phase", offsetof(weft::transport::HostWords, error.phase)},
       {"host.error.culprit", offsetof(weft::transport::HostWords, error.culprit)},

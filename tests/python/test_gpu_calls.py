@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +108,32 @@ def test_asynchronous_calls_keep_the_plans_they_read(pool: Any, monkeypatch: pyt
         for plan in (handle.send_plan, handle.recv_plan):
             assert kept.count(plan.data_ptr()) >= 2, "by combine and by dispatch"
         assert handle.sizes.data_ptr() in kept
+
+
+class Heap:
+    """Of a window: what it is told of its tensors."""
+
+    def __init__(self, first: int) -> None:
+        self.addresses, self.told, self.closed, self.native = range(first, first + 100), [], False, self
+
+    def owns(self, address: int) -> bool:
+        return address in self.addresses
+
+    def record_stream(self, address: int, stream: int) -> None:
+        self.told.append((address, stream))
+
+
+def test_whose_heap_a_tensor_lies_in_is_told_of_its_streams() -> None:
+    """Not only the window of the call: else the place of another's tensor goes to new rows while it is read."""
+    told: list[Any] = []
+    own, other = Heap(1000), Heap(2000)
+    calls = SimpleNamespace(windows=[own], comm=SimpleNamespace(_all_windows=[other, own]))
+    tensors = [
+        SimpleNamespace(is_cuda=True, numel=lambda: 1, data_ptr=lambda at=at: at, record_stream=told.append)
+        for at in (1003, 2005, 3000)
+    ]
+    GpuCalls.record_stream(calls, 0, tensors, stream := SimpleNamespace(cuda_stream=7))  # type: ignore[arg-type]
+    assert (own.told, other.told, told) == ([(1003, 7)], [(2005, 7)], [stream])
 
 
 def read_unaligned_and_strided(state: RankState, seed: int) -> torch.Tensor:

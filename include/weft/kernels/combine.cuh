@@ -21,7 +21,7 @@ class Combine {
   static constexpr i32 kRanks = kConfig.num_ranks;
 
   __device__ Combine(const CombineKernelArgs& args, CombineShared<kConfig>& shared, u8* dynamic)
-      : b_{args, shared, dynamic, transport::begin_flight(args.view, args.print),
+      : b_{args, shared, dynamic, transport::begin_flight(args.view, args.print, args.recv_plan),
            static_cast<i32>(threadIdx.x % ptx::kWarpLanes)} {}
 
   __device__ void run() {

@@ -26,6 +26,7 @@ class CombineSide {
     const bool is_lost = is_peer && !transport::wait_progress(b_.a.view, b_.flight, b_.lane, block, kSideChannel, 1);
     if (is_lost) b_.leave();
     if (__any_sync(0xffffffffu, is_lost)) return;
+    __syncwarp();  // each lane has acquired what one rank sent; all read it
     gather();
   }
 

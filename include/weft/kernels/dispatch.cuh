@@ -68,7 +68,7 @@ class Dispatch {
       for (i32 store_warp = 0; store_warp < kStoreWarps; ++store_warp) {
         s.num_arrived[store_warp] = s.num_told[store_warp] = 0;
       }
-      s.num_bad_ids = 0;
+      s.num_bad_ids = s.own_rows = 0;
       s.first_bad_at = 0x7fffffff;
     }
     if (thread < kConfig.num_stages) {
@@ -129,12 +129,13 @@ template <DispatchKernelConfig kConfig>
 __device__ void dispatch(const DispatchKernelArgs& args) {
   extern __shared__ __align__(128) u8 dynamic[];
   __shared__ DispatchShared<kConfig> shared;
-  const DispatchState<kConfig> state{args,
-                                     shared,
-                                     dynamic,
-                                     transport::begin_flight(args.view, args.print),
-                                     static_cast<i32>(threadIdx.x / ptx::kWarpLanes),
-                                     static_cast<i32>(threadIdx.x % ptx::kWarpLanes)};
+  const DispatchState<kConfig> state{
+      args,
+      shared,
+      dynamic,
+      transport::begin_flight(args.view, args.print, kConfig.is_cached ? args.recv_plan : nullptr),
+      static_cast<i32>(threadIdx.x / ptx::kWarpLanes),
+      static_cast<i32>(threadIdx.x % ptx::kWarpLanes)};
   Dispatch<kConfig>(state).run();
 }
 

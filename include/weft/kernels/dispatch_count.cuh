@@ -82,6 +82,7 @@ class DispatchCount : public DispatchIds<kConfig> {
       if (thread == 0) write_rank_offsets();
     }
     if (thread < kRanks) recv_plan()[thread] = s.num_tokens[thread];
+    if (thread == 0) recv_plan()[kGpuPlanMadeBy] = static_cast<i32>(flight.turn.sequence);
   }
 
   // The caller's result holds fewer rows than came: count again what was kept. By the last block, when all rows are here.

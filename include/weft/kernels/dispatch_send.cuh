@@ -290,13 +290,22 @@ class DispatchSend : public DispatchState<kConfig> {
   // The row of a token on a rank: how many came before it; -1: none.
   __device__ i32 row_of(i32 token, i32 to) const {
     if constexpr (kConfig.is_cached) {
-      return GpuSendPlan<i32>{a.send_plan, a.num_tokens, kRanks}.row()[static_cast<i64>(token) * kRanks + to];
+      if (!flight.is_active(to)) return -1;
+      const i32 planned = GpuSendPlan<i32>{a.send_plan, a.num_tokens, kRanks}.row()[i64{token} * kRanks + to];
+      return planned < s.limit[to] ? planned : -1;
     }
     const u32 goers = this->goers(to, token / 32);
     const u32 bit = 1u << (token % 32);
     if ((goers & bit) == 0) return -1;
     const i32 row = s.start[to] + this->rows_before(to, token / 32) + __popc(goers & (bit - 1));
     return row < s.limit[to] ? row : -1;
+  }
+
+  // R19, of a plan that was made before: a graph may be replayed when ranks have left.
+  __device__ bool is_place(i32 row, i32 to) const {
+    if (to < 0 || !flight.is_active(to)) return false;
+    const i64 limit = kConfig.layout == Layout::kMasked ? i64{s.limit[to]} * kLocal : s.limit[to];
+    return this->is_staged(to) || row < limit;
   }
 
   // By expert: what is needed to know of a token. False: the GPU has gone wrong.
@@ -313,6 +322,7 @@ class DispatchSend : public DispatchState<kConfig> {
       const i32 k = step * 32 + lane;
       item.row[step] = k < kTopk ? plan.row()[first + k] : -1;
       item.destination[step] = k < kTopk ? plan.destination()[first + k] : -1;
+      if (kConfig.is_cached && !is_place(item.row[step], item.destination[step])) item.destination[step] = -1;
     }
     return true;
   }

@@ -31,13 +31,13 @@ class SmallCombine {
   __device__ void run() const {
     if constexpr (kConfig.sends) {
       SmallCombinePush<kConfig> push(b_, warp_);
-      const transport::Flight flight = transport::begin_flight(b_.a.view, b_.a.print, kPart);
+      const transport::Flight flight = transport::begin_flight(b_.a.view, b_.a.print, b_.a.recv_plan, kPart);
       if (flight.is_dead) return;
       if (warp_ < kWorkers) send(flight, push);
       if (warp_ == kSayWarp) say(flight);
       if constexpr (kConfig.receives) receive(flight);
     } else {
-      const transport::Flight flight = transport::begin_flight(b_.a.view, b_.a.print, kPart);
+      const transport::Flight flight = transport::begin_flight(b_.a.view, b_.a.print, b_.a.recv_plan, kPart);
       if (!flight.is_dead) receive(flight);
     }
   }

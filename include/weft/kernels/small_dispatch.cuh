@@ -136,7 +136,8 @@ __device__ void small_dispatch(const SmallDispatchKernelArgs& args) {
     if constexpr (kConfig.receives) SmallDispatchReceive<kConfig>::shared_words() = {0, false};
   }
   const SmallDispatchState<kConfig> state{
-      args, reinterpret_cast<i32*>(dynamic), transport::begin_flight(args.view, args.print, kPart),
+      args, reinterpret_cast<i32*>(dynamic),
+      transport::begin_flight(args.view, args.print, kConfig.is_cached ? args.recv_plan : nullptr, kPart),
       static_cast<i32>(threadIdx.x / ptx::kWarpLanes), static_cast<i32>(threadIdx.x % ptx::kWarpLanes)};
   if (!state.flight.is_dead) SmallDispatch<kConfig>(state).run();
 }

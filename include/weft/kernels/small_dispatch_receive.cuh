@@ -68,6 +68,7 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
     if (!is_counting()) return;
     const i32 thread = static_cast<i32>(threadIdx.x);
     if (thread < kRanks) a.recv_plan[thread] = sums().num_tokens[thread];
+    if (thread == 0) a.recv_plan[kGpuPlanMadeBy] = static_cast<i32>(flight.turn.sequence);
     if constexpr (kByExpert) {
       for (i32 group = thread; group < kGroups; group += Base::kThreads) {
         a.offsets[group] = kIsMasked ? group * static_cast<i32>(a.capacity) : min(begins()[group], limit());

@@ -11,6 +11,7 @@
 
 #include "weft/config/base.h"
 #include "weft/layout/checked.h"
+#include "weft/layout/gpu_plan.h"
 #include "weft/layout/window.h"
 
 namespace weft {
@@ -129,7 +130,7 @@ struct GpuWindowLayout {
     const CheckedSize ids = (rows * static_cast<u64>(shape.landing_row_bytes)).aligned(kAlign);
     const CheckedSize weights = (ids + picks * u64{8}).aligned(kAlign);
     const CheckedSize table = (weights + picks * u64{4}).aligned(kAlign);
-    const CheckedSize small = (table + CheckedSize(u64{64}) + picks * u64{4}).aligned(kAlign);
+    const CheckedSize small = (table + CheckedSize(u64{kGpuPlanHeader * 4}) + picks * u64{4}).aligned(kAlign);
     const CheckedSize small_row = CheckedSize(static_cast<u64>(shape.landing_row_bytes)).aligned(16);
     const CheckedSize small_weights = (small + slots * small_row).aligned(kAlign);
     const CheckedSize total = (small_weights + slot_picks * u64{4}).aligned(4096);

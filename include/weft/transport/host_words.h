@@ -29,6 +29,7 @@ struct HostWords {
   i64 first_bad_at = 0;       // kernel: flat position in topk_idx
   i64 first_bad_id = 0;
   u64 num_errors_read = 0;  // host: records that it has emptied
+  u64 error_handle = 0;     // kernel: with the record: the handle in its fingerprints
   ErrorRecord error = {};   // kernel: first reason (R9); its code is an ErrorCause
 };
 

@@ -12,6 +12,7 @@ namespace weft::transport {
 struct Flight {
   sync::Turn turn;
   u16 print = 0;        // fingerprint of the operation
+  u16 handle = 0;       // mixed into it: which handle it works with
   bool is_dead = true;  // an earlier operation broke: do nothing
   u32 active_mask = 0;
 
@@ -28,6 +29,7 @@ __device__ inline void record(const WindowView& view, const Flight& flight, Erro
   error->epoch = flight.turn.epoch;
   error->sequence = flight.turn.sequence;
   error->expected = sync::pack_header(flight.turn, flight.print);
+  view.host->error_handle = flight.handle;
   error->seen = seen;
   // code and phase are one aligned word; with them the record is complete.
   ptx::st_release_sys(reinterpret_cast<u64*>(&error->code), static_cast<u64>(cause) | static_cast<u64>(phase) << 32);
@@ -38,7 +40,9 @@ enum class FlightPart : u32 { kWhole = 0, kSend = 1, kReceive = 2 };
 
 // For the whole block; one thread reads. Words in host memory are not touched: 256 reads of them cost 12 us (measured).
 // The owner word is taken by the launch that begins the operation and given back by end_flight in the one that ends it.
-__device__ inline const Flight& begin_flight(const WindowView& view, u16 print, FlightPart part = FlightPart::kWhole) {
+// `recv_plan`: of the handle that the operation works with, null if it makes one.
+__device__ inline const Flight& begin_flight(const WindowView& view, u16 print, const i32* recv_plan,
+                                             FlightPart part = FlightPart::kWhole) {
   __shared__ Flight flight;
   if (threadIdx.x == 0) {
     GpuControlWords* words = view.words();
@@ -46,10 +50,13 @@ __device__ inline const Flight& begin_flight(const WindowView& view, u16 print, 
     const u64 membership = ptx::ld_relaxed_sys(&words->membership);
     const u64 broken = ptx::ld_relaxed_sys(&words->broken);
     flight.turn = {static_cast<u16>(membership >> 32), static_cast<u32>(sequence + 1)};
-    flight.print = print;
+    flight.handle = recv_plan == nullptr ? u16{0} : static_cast<u16>(recv_plan[kGpuPlanMadeBy]);
+    flight.print = sync::print_with_handle(print, flight.handle);
     const bool has_moved = words->heap_generation != view.heap_generation;
     flight.is_dead = broken != 0 || has_moved;
     flight.active_mask = static_cast<u32>(membership);
+    // Said again: the reason may have found no place behind that of a call that was given up.
+    if (blockIdx.x == 0 && broken != 0) record(view, flight, static_cast<ErrorCause>(broken), Phase::kCount, -1, 0);
     if (blockIdx.x == 0 && has_moved) record(view, flight, ErrorCause::kMoved, Phase::kCount, view.rank, 0);
     if (part == FlightPart::kReceive) {
       // Nothing was sent, or it has been received: nobody would answer. Every block sees it alike.

@@ -63,7 +63,8 @@ DispatchCall::DispatchCall(Window& window, const DispatchArgs& args, const Poll&
       is_exact_(args.capacity < 0 && !args.cached) {}
 
 DispatchResult DispatchCall::run() {
-  check_sizes();
+  const i64 most = most_rows(w_.shape_, a_);
+  most_rows_ = a_.cached && a_.capacity < 0 ? a_.num_rows : most;
   const Kernel& kernel = prepare();
   reserve();
   if (a_.makes_send_plan && !routing_) {
@@ -90,24 +91,24 @@ const Kernel& DispatchCall::prepare() {
   return w_.prepare(config, a_.timeout_ns, poll_);
 }
 
-// Row numbers are int32 on the device (R17).
-void DispatchCall::check_sizes() {
-  const i64 num_local = w_.shape_.num_local_experts();
-  const CheckedSize tokens = CheckedSize(static_cast<u64>(w_.shape_.num_ranks)) * static_cast<u64>(a_.max_tokens);
-  CheckedSize rows = tokens;
-  if (is_by_expert_) {
-    rows = tokens * static_cast<u64>(w_.shape_.top_k) +
-           CheckedSize(static_cast<u64>(num_local)) * static_cast<u64>(std::max<i64>(a_.alignment - 1, 0));
+// Row numbers are int32 on the device (R17), of rows beyond the capacity too.
+i64 most_rows(const GpuWindowShape& shape, const DispatchArgs& args) {
+  const u64 num_local = static_cast<u64>(shape.num_local_experts());
+  CheckedSize rows = CheckedSize(static_cast<u64>(shape.num_ranks)) * static_cast<u64>(args.max_tokens);
+  if (args.layout != Layout::kRankMajor) {
+    rows = rows * static_cast<u64>(shape.top_k) +
+           CheckedSize(num_local) * static_cast<u64>(std::max<i64>(args.alignment - 1, 0));
   }
-  if (a_.capacity >= 0) {
-    rows = CheckedSize(static_cast<u64>(a_.capacity)) * static_cast<u64>(a_.layout == Layout::kMasked ? num_local : 1);
+  const bool has_numbers = rows.ok && rows.value <= INT_MAX;
+  if (args.capacity >= 0) {
+    rows = CheckedSize(static_cast<u64>(args.capacity)) * (args.layout == Layout::kMasked ? num_local : 1);
   }
-  if (!rows.ok || rows.value > INT_MAX) {
+  if (!has_numbers || !rows.ok || rows.value > INT_MAX) {
     throw_invalid_argument(
         "a result could have more than 2147483647 rows; allowed are fewer tokens, a smaller alignment or "
-        "a capacity");
+        "a smaller capacity");
   }
-  most_rows_ = a_.cached && a_.capacity < 0 ? a_.num_rows : static_cast<i64>(rows.value);
+  return static_cast<i64>(rows.value);
 }
 
 // Room for what may come. Without a capacity that is not known yet: as much as there is, and the rest is given back later.

@@ -14,6 +14,8 @@ DispatchKernelConfig kernel_config(const GpuWindowShape& shape, const DispatchAr
 // Bytes of a row, and of its scales, as they travel.
 i64 wire_row_bytes(const DispatchArgs& args);
 i64 wire_scale_bytes(const DispatchArgs& args);
+// Of a result, if all ranks send what they may. Error kInvalidArgument: more than have numbers.
+i64 most_rows(const GpuWindowShape& shape, const DispatchArgs& args);
 OperationConfig dispatch_operation(const DispatchArgs& args);
 
 // What the configurations of both dispatch kernels have in common.
@@ -41,7 +43,6 @@ class DispatchCall {
 
  private:
   const Kernel& prepare();
-  void check_sizes();
   void reserve();
   kernels::DispatchKernelArgs kernel_arguments(const Window::Turn& turn) const;
   u64 landing_scales() const;

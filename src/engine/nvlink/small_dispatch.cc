@@ -72,6 +72,7 @@ void SmallDispatchCall::check() const {
     throw_invalid_argument("max_tokens is " + std::to_string(a_.max_tokens) + "; allowed in a small-batch call: 0.." +
                            std::to_string(w_.shape_.small_tokens) + ", or mode=\"throughput\"");
   }
+  most_rows(w_.shape_, a_);
   const i64 slot_bytes = static_cast<i64>(align_up(static_cast<u64>(wire_row_bytes(a_)), 16)) + wire_scale_bytes(a_);
   if (slot_bytes > static_cast<i64>(w_.layout_.small_row_bytes)) {
     throw_invalid_argument("rows of " + std::to_string(slot_bytes) +

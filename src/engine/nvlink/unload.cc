@@ -88,7 +88,7 @@ void Window::unload(const UnloadArgs& args) {
   kernel_args.x_weights = staged.is_cached ? nullptr : reinterpret_cast<float*>(args.topk_weights);
   kernel_args.row_bytes = staged.row_bytes;
   kernel_args.scale_row_bytes = staged.scale_row_bytes;
-  if (num_rows == 0) return;
+  if (num_rows == 0) return note_work(staged.stream);
   start(unload_kernel(*gpu_), gpu_->kernels->num_multiprocessors(), staged.stream, &kernel_args);
 }
 

@@ -131,6 +131,8 @@ class Window : public cpu::MemberWindow {
   void launch(const Kernel& kernel, i32 num_blocks, u64 stream, void* args);
   // The same for a kernel that waits for no peer.
   void start(const Kernel& kernel, i32 num_blocks, u64 stream, void* args);
+  // The next call, on whatever stream, comes behind what this one has by now.
+  void note_work(u64 stream);
   // Returns the number of rows of the result. Errors: what the kernel found, kPeerLost, kPeerTimeout, kCudaError.
   i64 wait_for_counts(u64 ticket, u64 stream, const Poll& poll);
   // After launch(): gives back what follows the first bytes of a block.
@@ -165,6 +167,7 @@ class Window : public cpu::MemberWindow {
   [[noreturn]] void raise_error();
   [[noreturn]] void raise_given_up(const ErrorRecord& record, OpKind kind);
   [[noreturn]] void throw_gpu_failure(const std::string& what);
+  const OperationConfig* call_of(u64 header) const;
   std::vector<u64> sequences_seen(const ErrorRecord& record) noexcept;
   u64 report_left(const ErrorRecord& record, OpKind kind);
   // Waits for this rank's own kernels, those of graphs aside; false: still at work at `deadline_ns`.

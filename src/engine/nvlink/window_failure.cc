@@ -1,5 +1,6 @@
 // Every way in which a call between GPUs can end badly, and what this rank tells the others (R9).
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "base/log.h"
@@ -53,8 +54,8 @@ void Window::raise_error() {
   reason.epoch = record.epoch;
   reason.sequence = record.sequence;
   reason.phase = record.phase;
-  const auto call = calls_.find(static_cast<u16>(record.expected));
-  const OpKind kind = call == calls_.end() ? OpKind::kNone : call->second.kind;
+  const OperationConfig* call = call_of(record.expected);
+  const OpKind kind = call == nullptr ? OpKind::kNone : call->kind;
   reason.op_kind = static_cast<u32>(kind);
   switch (static_cast<ErrorCause>(record.code)) {
     case ErrorCause::kMismatch:
@@ -66,16 +67,26 @@ void Window::raise_error() {
     default: reason.code = AbortCode::kInternal; break;
   }
   reason.peers = report_left(record, kind);
+  if (reason.rank < 0) reason.rank = reason.peers == 0 ? comm_->rank() : std::countr_zero(reason.peers);
   if (reason.code == AbortCode::kNone) comm_->leave_broken();
   comm_->fail(reason);
+}
+
+// The call with the fingerprint of a header, with or without this rank's handle in it; null: this rank has made no such call.
+const OperationConfig* Window::call_of(u64 header) const {
+  for (const u64 print : {header ^ host_->error_handle, header}) {
+    const auto call = calls_.find(static_cast<u16>(print));
+    if (call != calls_.end()) return &call->second;
+  }
+  return nullptr;
 }
 
 // The lowest sequence among the headers of each peer that this rank waited for in the phase; empty if the GPU can't be asked.
 std::vector<u64> Window::sequences_seen(const ErrorRecord& record) noexcept try {
   const cuda::RelaxedCaptureScope relaxed;
   const auto phase = static_cast<Phase>(record.phase);
-  const auto call = calls_.find(static_cast<u16>(record.expected));
-  const i32 most = phase == Phase::kCount || call == calls_.end() ? 1 : std::max<i32>(call->second.mode, 1);
+  const OperationConfig* call = call_of(record.expected);
+  const i32 most = phase == Phase::kCount || call == nullptr ? 1 : std::max<i32>(call->mode, 1);
   const i32 num_blocks = std::min(most, shape_.num_blocks);
   const u64 first = layout_.header(phase, record.sequence, 0, 0);
   std::vector<u8> cells(static_cast<size_t>(shape_.num_ranks * shape_.num_blocks * kCacheLine));
@@ -126,10 +137,10 @@ void Window::raise_given_up(const ErrorRecord& record, OpKind kind) {
   const std::string me = rank_text(comm_->rank()), culprit = rank_text(record.culprit);
   const std::string op = cpu::op_name(static_cast<u32>(kind));
   const auto call_text = [&](u64 header) {
-    const auto call = calls_.find(static_cast<u16>(header));
-    return call == calls_.end()
-               ? "a call that this rank has not made (fingerprint " + std::to_string(header & 0xffff) + ")"
-               : cpu::describe(call->second);
+    const OperationConfig* call = call_of(header);
+    return call == nullptr ? "a call that this rank has not made, or with another handle (fingerprint " +
+                                 std::to_string(header & 0xffff) + ")"
+                           : cpu::describe(*call);
   };
   switch (static_cast<ErrorCause>(record.code)) {
     case ErrorCause::kMismatch:

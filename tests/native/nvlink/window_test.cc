@@ -240,6 +240,29 @@ TEST(a_full_heap_goes_to_the_landing_and_is_unloaded) {
   });
 }
 
+TEST(calls_come_behind_what_an_unload_of_no_rows_copies) {
+  with_ranks([](Rank& rank) {
+    fake_cuda::set_kernel([](void* args) {
+      auto* dispatch = static_cast<kernels::DispatchKernelArgs*>(args);
+      dispatch->view.host->counted_ticket = dispatch->ticket;
+    });
+    const auto taken = rank.window->reserve(kHeapBytes, stream_of(rank.me));
+    CHECK_EQ(rank.dispatch().result_rows, i64{0});
+    rank.meet();
+    std::vector<i32> plan(static_cast<size_t>(gpu_recv_plan_len(16, 2, kNumRanks, Layout::kRankMajor)));
+    UnloadArgs args;
+    args.recv_plan = reinterpret_cast<u64>(plan.data());
+    const u64 before = fake_cuda::give_work(stream_of(rank.me));
+    rank.window->unload(args);
+    const u64 own_stream = stream_of(rank.me);
+    const int me = std::exchange(rank.me, rank.me + 9);  // another stream
+    rank.dispatch(4);
+    CHECK(fake_cuda::runs_after(stream_of(rank.me), own_stream, before + 1));
+    rank.me = me;
+    rank.meet();
+  });
+}
+
 TEST(calls_from_several_streams_are_ordered) {
   with_ranks([](Rank& rank) {
     fake_cuda::set_kernel(count_rows);
