@@ -356,6 +356,7 @@ class ExpertParallel:
                 call, data, scales, handle.send_plan, handle.recv_plan, handle.tie, handle.sizes, handle.rows_shape,
                 handle.num_tokens, False, code,
             )  # fmt: skip
+            sent = handle.sent  # the tie leads to the same dispatch
         return self._dispatched(typed(rows, out_scales, x, code, call.scale_dtype), handle.repeated(tie, sent), call)
 
     def _dispatched(self, x: Tensor | Quantized, handle: Handle, call: Call) -> Dispatched:
