@@ -9,6 +9,9 @@ must run on every rank, in the same order, whatever the user's code does with th
   nodes. Hooks notice: the hook on the expert output runs the missing backward of combine; the hook on x, called when
   the gradient of x is otherwise complete, runs whatever is missing of the pair, with a zero gradient for y. The
   experts of this rank so get their gradients from the tokens of other ranks.
+- *A handle is repeated*: its dispatches and combines are one family, which the record of the first dispatch keeps.
+  Autograd visits nodes newest first. So when it comes to a dispatch, newer ones of the family that it has not visited,
+  and is not going to, are not used here; they run first, as on ranks that use them.
 
 Who owns what: a node owns its record (`_Sent` of a dispatch, `_Summed` of a combine), hooks hold records weakly, so no
 cycle runs through torch's C++ nodes, which no collector could free. When a node dies before its backward, the case of
@@ -60,7 +63,15 @@ class Plans(NamedTuple):
 class _Sent:
     """One recorded dispatch, first or repeated: what its backward needs, and whether it has run."""
 
-    def __init__(self, calls: NativeCalls, call: Call, x: Tensor, x_is_tracked: bool, has_weights: bool) -> None:
+    def __init__(
+        self,
+        calls: NativeCalls,
+        call: Call,
+        x: Tensor,
+        x_is_tracked: bool,
+        has_weights: bool,
+        repeated: _Sent | None = None,
+    ) -> None:
         self.calls, self.call = calls, call  # as called; backwards use call.in_backward()
         self.num_tokens, self.hidden, self.dtype = x.shape[0], x.shape[1], x.dtype
         self.x_is_tracked, self.has_weights = x_is_tracked, has_weights
@@ -68,10 +79,15 @@ class _Sent:
         self.plans: Plans  # set by the node, like the next
         self.weights: Tensor
         self.topk_idx: Tensor | None = None  # rank_major, likewise
-        self.combines: list[weakref.ref[_Summed]] = []
+        self.first: _Sent | None = None  # whose routing this repeats: it has the weights
+        if repeated is not None:
+            self.first = repeated.first or repeated
+        self.family: list[weakref.ref[_Sent | _Summed]] = []  # of a first dispatch: what was made of its handle
+        self.early: Tensor | None = None  # gradient of x, until the hook on x takes it
         self.gradients: list[Tensor | None] = [None, None]  # of x and of the weights, as far as they are known
         self.collects = False  # a nested backward is to end at our node and leave its gradients here
         self.is_done = False  # a backward has run
+        self.node: weakref.ref[Any] | None = None
         self.hook: RemovableHandle | None = None
         self.number = next(_numbers)
         self.source: GradientEdge | None = None  # of the tensor that has the hook
@@ -87,11 +103,28 @@ class _Sent:
                 mine = self.gradients[idx]
                 self.gradients[idx] = grad if mine is None else mine + grad
 
+    def adopt(self, record: _Sent | _Summed) -> None:
+        """`record` was made of our handle."""
+        family = (self.first or self).family
+        family[:] = [each for each in family if each() is not None]
+        family.append(weakref.ref(record))
+
+    def relatives(self) -> list[_Sent | _Summed]:
+        """All that live of our family, the first dispatch too."""
+        first = self.first or self
+        found = [reference() for reference in first.family]
+        return [first, *(record for record in found if record is not None)]
+
     def run_backward(self) -> tuple[Tensor | None, Tensor | None]:
-        """Combines that autograd did not visit, newest first, then our own call: gradients of x and topk_weights."""
-        for record in [reference() for reference in reversed(self.combines)]:
-            if record is not None and not record.is_done:
+        """What of the family is newer and not visited, newest first, then our own call: gradients of x and weights."""
+        newer = [record for record in self.relatives() if record.number > self.number and _is_unvisited(record)]
+        for record in sorted(newer, key=lambda record: record.number, reverse=True):
+            if record.is_done:
+                continue  # in the backward of the experts of another one
+            if isinstance(record, _Summed):
                 record.run_unvisited()
+            else:
+                record.early, _ = record.run_backward()
         (grad_x, grad_weights), self.gradients = self.gradients, [None, None]
         self.is_done = True
         self.calls.unused[:] = [record for record in self.calls.unused if _dispatch_of(record) is not self]
@@ -134,6 +167,8 @@ class _Summed:
         self.weights: Tensor | None = None
         self.edge: GradientEdge | None = None  # of the expert output
         self.is_done = False
+        self.node: weakref.ref[Any] | None = None
+        self.number = next(_numbers)
         self.hook: RemovableHandle | None = None
 
     def __del__(self) -> None:
@@ -151,26 +186,29 @@ class _Summed:
         return combine_gradients(rows, y, self.weights)
 
     def run_for_unused(self) -> Tensor:
-        """Zero gradient for the result. The gradient of the weights goes to the dispatch, that of y is returned."""
+        """Zero gradient for the result. That of the weights goes to the first dispatch, that of y is returned."""
         if self.y is not None and self.y._version != self.y_version:
             raise InvalidState("expert_output was changed in place after combine; gradients need its old values")
         grad_y, grad_weights = self.run_backward(None, self.y)
         if self.sent is not None:
-            self.sent.add(None, grad_weights)
+            (self.sent.first or self.sent).add(None, grad_weights)
         return grad_y
 
     def run_unvisited(self) -> None:
-        """Neither the result nor the expert output was used: run the experts' backward too, down to the dispatch."""
+        """Neither the result nor the expert output was used: run the experts' backward too, down to the dispatches."""
         grad_y = self.run_for_unused()
         if self.edge is None or self.sent is None:
             return
-        ends = _ends_between(self.edge.node, self.sent)
+        dispatches = [record for record in self.sent.relatives() if isinstance(record, _Sent)]
+        ends = _ends_between(self.edge.node, self.sent, dispatches)
         if ends:
-            self.sent.collects = True
+            for each in dispatches:
+                each.collects = True
             try:
                 torch.autograd.backward([self.edge], [grad_y.to(self.dtype)], retain_graph=True, inputs=ends)
             finally:
-                self.sent.collects = False
+                for each in dispatches:
+                    each.collects = False
 
 
 class _Keeper:
@@ -192,6 +230,12 @@ class _Keeper:
 
 def _dispatch_of(record: Any) -> Any:
     return record if isinstance(record, _Sent) else record.sent
+
+
+def _is_unvisited(record: _Sent | _Summed) -> bool:
+    """It has not run, and this backward is not on its way to it."""
+    node = None if record.node is None else record.node()
+    return not (record.is_done or (node is not None and torch._C._will_engine_execute_node(node)))
 
 
 def _known(value: Any) -> Any:
@@ -222,12 +266,15 @@ def dispatch(
 
 
 def dispatch_again(
-    calls: NativeCalls, call: Call, x: Tensor, plans: Plans, weights: Tensor
+    calls: NativeCalls, call: Call, x: Tensor, plans: Plans, weights: Tensor, repeated: _Sent | None
 ) -> tuple[Tensor, Tensor, _Sent]:
-    """A repeated dispatch with gradients for x: its rows, the tie of its own handle, its record."""
-    sent = _Sent(calls, call, x, True, False)
+    """A repeated dispatch with gradients for x: its rows, the tie of its own handle, its record. `repeated`: that of
+    the handle."""
+    sent = _Sent(calls, call, x, True, False, repeated)
     sent.plans, sent.weights = plans, weights.detach()
     rows, _, tie = _Dispatch.apply(x, None, None, None, plans, 0, sent)
+    if sent.first is not None:
+        sent.first.adopt(sent)
     _watch(sent, x)
     return rows, tie, sent
 
@@ -249,7 +296,7 @@ def combine(
     record.shape, record.dtype = (num_tokens, y.shape[-1]), y.dtype
     out: tuple[Tensor, Tensor] = _Combine.apply(y, weights, plans.tie, bias, side, record)
     if sent is not None:
-        sent.combines.append(weakref.ref(record))
+        sent.adopt(record)
     if y.requires_grad:
         record.edge = get_gradient_edge(y)
         weak = weakref.ref(record)
@@ -295,6 +342,7 @@ class _Dispatch(torch.autograd.Function):
         ctx.mark_non_differentiable(*([] if sent.x_is_tracked else [rows]), *([] if sent.has_weights else [weights]))
         ctx.set_materialize_grads(False)
         ctx.sent, ctx.keeper = sent, _Keeper(sent)
+        sent.node = weakref.ref(ctx)
         return rows, weights, tie
 
     @staticmethod
@@ -330,6 +378,7 @@ class _Combine(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.bias = None if bias is None else (bias.dim(), bias.dtype)
         ctx.record, ctx.keeper = record, _Keeper(record)
+        record.node = weakref.ref(ctx)
         return out, side_out
 
     @staticmethod
@@ -354,8 +403,11 @@ def _expert_output_is_complete(weak: weakref.ref[_Summed], grad: Tensor) -> Tens
 def _input_is_complete(weak: weakref.ref[_Sent], grad: Tensor) -> Tensor | None:
     """Hook on x (or topk_weights): the rest of the backward has come to it. If dispatch has not run, run it now."""
     sent = weak()
-    if sent is None or sent.is_done:
+    if sent is None:
         return None
+    if sent.is_done:
+        missing = _missing_gradient(sent)
+        return None if missing is None else grad + missing
     # Several dispatches of one tensor may be missing; the first of their hooks runs them all, newest first, as the
     # backward of the other ranks comes to them.
     alike = [
@@ -368,6 +420,9 @@ def _input_is_complete(weak: weakref.ref[_Sent], grad: Tensor) -> Tensor | None:
 
 
 def _missing_gradient(sent: _Sent) -> Tensor | None:
+    if sent.is_done:
+        early, sent.early = sent.early, None
+        return early
     grad_x, grad_weights = sent.run_backward()
     if not sent.x_is_tracked:
         return grad_weights
@@ -387,41 +442,45 @@ def _has_saved_tensor_hooks() -> bool:
 # ---- the graph of the experts
 
 
-def _ends_between(start: Any, sent: _Sent) -> list[Any]:
-    """Where a backward from the expert output is to end: parameters on the way, and the dispatch that `sent` records.
+def _ends_between(start: Any, sent: _Sent, dispatches: list[_Sent]) -> list[Any]:
+    """Where a backward from the expert output is to end: parameters on the way, and `dispatches`, `sent` among them.
 
     Ways that lead past the dispatch to what x was computed from are left out: they belong to earlier layers, whose
     backward is still to come.
     """
-    nodes, end = _walk(start, sent, set())
+    nodes, dispatch_nodes = _walk(start, dispatches, set())
+    end = dispatch_nodes.get(sent)
     if end is not None and any(node._sequence_nr() < end._sequence_nr() for node in nodes if not _leaf(node)):
         earlier: set[Any] = set()
         for above, _ in end.next_functions:
             if above is not None and not _leaf(above):
-                earlier |= _walk(above, None, set())[0]
+                earlier |= _walk(above, [], set())[0]
         if any(node in earlier for node in nodes if not _leaf(node)):
-            nodes, end = _walk(start, sent, {node for node in earlier if not _leaf(node)})
+            nodes, dispatch_nodes = _walk(start, dispatches, {node for node in earlier if not _leaf(node)})
             logger.warning("experts of an unused result read earlier activations, which get no gradient of it")
     ends: list[Any] = [node.variable for node in nodes if _leaf(node)]
-    return ends + ([GradientEdge(end, 0)] if end is not None else [])
+    return ends + [GradientEdge(node, 0) for node in dispatch_nodes.values()]
 
 
 def _leaf(node: Any) -> bool:
     return hasattr(node, "variable")
 
 
-def _walk(start: Any, sent: _Sent | None, closed: set[Any]) -> tuple[set[Any], Any | None]:
-    """All nodes from `start` on, not beyond the one of `sent`, which comes second, nor into `closed`."""
+def _walk(start: Any, dispatches: list[_Sent], closed: set[Any]) -> tuple[set[Any], dict[_Sent, Any]]:
+    """All nodes from `start` on, not beyond those of `dispatches`, which come second, nor into `closed`."""
     seen: set[Any] = set()
-    end = None
+    ends: dict[_Sent, Any] = {}
     stack = [start]
     while stack:
         node = stack.pop()
-        if node is None or node in seen or node in closed:
+        if node is None or node in seen:
             continue
-        if sent is not None and getattr(node, "sent", None) is sent:
-            end = node
+        record = getattr(node, "sent", None)
+        if record is not None and record in dispatches:
+            ends[record] = node
+            continue
+        if node in closed:
             continue
         seen.add(node)
         stack.extend(above for above, _ in node.next_functions)
-    return seen, end
+    return seen, ends

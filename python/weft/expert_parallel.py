@@ -349,7 +349,8 @@ class ExpertParallel:
             call = call if call.zero_holes else changed(call, zero_holes=True)
             tie = handle.tie.detach()
             plans = autograd.Plans(handle.send_plan, handle.recv_plan, tie, handle.sizes, handle.rows_shape)
-            rows, tie, sent = autograd.dispatch_again(self.calls, call, data, plans, handle.topk_weights)
+            weights, repeated = handle.topk_weights, handle.sent
+            rows, tie, sent = autograd.dispatch_again(self.calls, call, data, plans, weights, repeated)
             out_scales = rows.new_empty(0)
         else:
             rows, out_scales = self.calls.dispatch_again(

@@ -1,8 +1,9 @@
-"""Guards against gradients that are lost, and ranks that wait, where a handle is repeated and one rank does not use what
+"""Guards against gradients that are lost, and ranks that wait, where a handle is repeated and one rank leaves out what
 came of it."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -50,3 +51,81 @@ def test_repeated_rows_without_gradients_in_an_unused_result(layout: str, *, use
             compare(run, comm)
 
     weft.spawn(rank, NUM_RANKS, isolation="thread")
+
+
+@pytest.mark.parametrize("variant", ["plain", "uses_first", "no_weights", "x2_first", "same_x", "again"])
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+def test_unused_result_of_a_repeated_dispatch(layout: str, variant: str) -> None:
+    """The backward of the repeated dispatch runs before that of the first, which has the weights."""
+
+    def rank(comm: weft.Communicator) -> None:
+        def run(*, is_used: bool) -> list[Tensor | None]:
+            inputs, scale = Inputs(comm.rank), torch.full((HIDDEN,), 1.5).requires_grad_()
+            other = (inputs.x.detach() + 1).requires_grad_()
+            x2 = other * 1 if variant == "x2_first" else None
+            x = inputs.x * 1
+            weights = None if variant == "no_weights" else inputs.topk_weights
+            first = ep.dispatch(x, inputs.topk_idx, weights, **LAYOUTS[layout])
+            x2 = x if variant == "same_x" else other * 1 if x2 is None else x2
+            second = ep.dispatch(x2, handle=first.handle)
+            if variant == "again":
+                second = ep.dispatch(torch.tanh(x2), handle=second.handle)
+            h = torch.tanh(second.x * scale)
+            if layout == "rank_major":
+                h = h * first.topk_weights.sum(1, keepdim=True)
+            loss = x.sum() + x2.sum() + of_last_rank(comm, ep.combine(h, second.handle), is_used=is_used)
+            (loss + first.x.square().sum() if variant == "uses_first" else loss).backward()
+            assert bool(inputs.topk_weights.grad is None) == (variant == "no_weights" or not used(comm, is_used))
+            return [inputs.x.grad, other.grad, inputs.topk_weights.grad, scale.grad]
+
+        def used(comm: weft.Communicator, is_used: bool) -> bool:
+            return is_used or variant == "uses_first" or comm.rank < NUM_RANKS - 1
+
+        with make_ep(comm) as ep:
+            compare(run, comm)
+
+    weft.spawn(rank, NUM_RANKS, isolation="thread")
+
+
+@pytest.mark.parametrize("order", ["combine_between", "combines_last"])
+def test_unused_results_of_a_handle_and_its_repetition(order: str) -> None:
+    def rank(comm: weft.Communicator) -> None:
+        def run(*, is_used: bool) -> list[Tensor | None]:
+            inputs, scale = Inputs(comm.rank), torch.full((HIDDEN,), 1.5).requires_grad_()
+            other = (inputs.x.detach() + 1).requires_grad_()
+            x = inputs.x * 1
+            first = ep.dispatch(x, inputs.topk_idx, inputs.topk_weights, layout="expert_major")
+            y = ep.combine(first.x * scale, first.handle) if order == "combine_between" else None
+            x2 = other * 1
+            second = ep.dispatch(x2, handle=first.handle)
+            y = ep.combine(first.x * scale, first.handle) if y is None else y
+            y2 = ep.combine(second.x * first.x * scale, second.handle)
+            (x.sum() + x2.sum() + of_last_rank(comm, y + y2, is_used=is_used)).backward()
+            return [inputs.x.grad, other.grad, inputs.topk_weights.grad, scale.grad]
+
+        with make_ep(comm) as ep:
+            compare(run, comm)
+
+    weft.spawn(rank, NUM_RANKS, isolation="thread")
+
+
+def test_backwards_one_after_the_other(ep: weft.ExpertParallel) -> None:
+    """A first backward that does not come to the repeated dispatch leaves it to a second one."""
+    grads = []
+    for is_apart in (False, True):
+        inputs, scale = Inputs(0), torch.full((HIDDEN,), 1.5).requires_grad_()
+        other = (inputs.x.detach() + 1).requires_grad_()
+        first = ep.dispatch(inputs.x * 1, inputs.topk_idx, layout="expert_major")
+        y = ep.combine(first.x * scale, first.handle)
+        second = ep.dispatch(other * 1, handle=first.handle)
+        y2 = ep.combine(torch.tanh(second.x * scale), second.handle)
+        if is_apart:
+            y.sum().backward()
+            y2.sum().backward()
+        else:
+            (y.sum() + y2.sum()).backward()
+        grads.append([inputs.x.grad, other.grad, scale.grad])
+        gc.collect()
+        assert not ep.calls.unused
+    for one, two in zip(*grads, strict=True):
+        torch.testing.assert_close(one, two)
