@@ -381,23 +381,17 @@ class Communicator:
         use the group get `PeerLost`.
 
         Raises:
-            InvalidState: another thread is inside a call.
+            InvalidState: inside a call, of another thread or one that a signal handler has interrupted.
         """
         if self._closed or self._pid != os.getpid():
             return
-        if not self._busy.acquire(blocking=False):
-            raise InvalidState(
-                "close() while another thread is inside a call of this communicator: wait for it to return"
-            )
-        try:
+        with self.closing("close()"):
             self._closed = True
             for window in list(self._all_windows):
                 window.close()
             self._windows.clear()
             self._native.close()
             self._binding.restore()
-        finally:
-            self._busy.release()
 
     def __enter__(self) -> Communicator:
         return self
@@ -435,6 +429,22 @@ class Communicator:
             yield
         finally:
             self.leave()
+
+    @contextlib.contextmanager
+    def closing(self, what: str) -> Iterator[None]:
+        """Around what takes memory away: refuse it inside a call, which may be using it. A fork's child has copies of
+        its own, and nobody to wait for."""
+        is_ours = self._pid == _Process.pid
+        if is_ours and not self._busy.acquire(blocking=False):
+            raise InvalidState(
+                f"{what} while another thread is inside a call of this communicator, or from a signal handler that "
+                "came in one: wait for it to return; nothing was given back"
+            )
+        try:
+            yield
+        finally:
+            if is_ours:
+                self._busy.release()
 
     def meet(self, deadline_s: float) -> None:
         """Wait on the host until every active rank is here. Collective."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from weft import arguments, autograd, ops, tuning_files
 from weft.communicator import Communicator, WindowSpec
 from weft.cpu_calls import CpuCalls
+from weft.errors import InvalidState
 from weft.gpu import DEFAULT_NUM_SMS, device_name
 from weft.gpu_calls import GpuCalls
 from weft.handle import Dispatched, Event, Handle
@@ -462,8 +463,14 @@ class ExpertParallel:
 
         On a GPU it waits, bounded, for this rank's own kernels, after captures up to 10 s for an idle GPU: synchronise
         replays first. Tensors that calls returned stay valid.
+
+        Raises:
+            InvalidState: inside a call of the communicator, of another thread or one that a signal handler has
+                interrupted. Nothing was given back: call it again afterwards.
         """
-        self.calls.close()
+        if not self.calls.closed:
+            with self.comm.closing("ExpertParallel.close()"):
+                self.calls.close()
 
     def __enter__(self) -> ExpertParallel:
         return self
@@ -471,7 +478,11 @@ class ExpertParallel:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except InvalidState:  # inside a call of another thread: the end of this object or of comm gives them back
+            if value is None:
+                raise
 
     def __del__(self) -> None:
         if hasattr(self, "calls"):  # the constructor came to its end
