@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from weft.staged import Half
     from weft.topology import Machine
 
-__all__ = ["Communicator", "Topology", "Window", "WindowSpec"]
+__all__ = ["Communicator", "Topology", "Window", "WindowSpec", "released_on_error"]
 
 CONNECT_TIMEOUT_S = 300.0
 _ENDPOINT_BYTES = 128
@@ -115,6 +115,18 @@ class Window:
             self.native.close()
             if self.streams is not None:
                 self.streams.close()
+
+
+@contextlib.contextmanager
+def released_on_error(windows: list[Window]) -> Iterator[None]:
+    """A block that fails gives the windows back. Local, as all closing is: the next constructor compares what the ranks
+    have left."""
+    try:
+        yield
+    except BaseException:
+        for window in windows:
+            window.release()
+        raise
 
 
 class Communicator:
@@ -476,15 +488,16 @@ class Communicator:
             answers = self._exchange_json(message, deadline_s)
             _compare(answers)
             shared = [list({answer["serials"][idx] for answer in answers.values()}) for idx in range(len(specs))]
-            windows = []
-            for spec, mine, found in zip(specs, kept, shared, strict=True):
-                window = (
-                    mine
-                    if mine is not None and len(found) == 1 and found[0] >= 0
-                    else self._new_window(spec, deadline_s)
-                )
-                window.num_users += 1
-                windows.append(window)
+            windows: list[Window] = []
+            with released_on_error(windows):
+                for spec, mine, found in zip(specs, kept, shared, strict=True):
+                    window = (
+                        mine
+                        if mine is not None and len(found) == 1 and found[0] >= 0
+                        else self._new_window(spec, deadline_s)
+                    )
+                    window.num_users += 1
+                    windows.append(window)
             return windows, answers[self._active[0]]["told"]
 
     def _exchange_json(self, message: dict[str, Any], deadline_s: float) -> dict[int, dict[str, Any]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft import arguments, autograd, ops, tuning_files
-from weft.communicator import Communicator, WindowSpec
+from weft.communicator import Communicator, WindowSpec, released_on_error
 from weft.cpu_calls import CpuCalls
 from weft.errors import InvalidState
 from weft.gpu import DEFAULT_NUM_SMS, device_name
@@ -108,7 +108,8 @@ class ExpertParallel:
         self.num_sms = min(DEFAULT_NUM_SMS, comm.max_num_sms) if num_sms is None else num_sms
         self.has_num_sms, self.small_tokens = num_sms is not None, small_tokens(max_tokens_per_rank)
         engine_calls = GpuCalls if comm.engine == "nvlink" else CpuCalls
-        self.calls: NativeCalls = engine_calls(comm, windows, num_experts, top_k, hidden, dtype)
+        with released_on_error(windows):
+            self.calls: NativeCalls = engine_calls(comm, windows, num_experts, top_k, hidden, dtype)
         self._table = tuning_files.from_json(table)
         self._token = self.calls.token
         self._overflow = self.calls.overflow

@@ -280,6 +280,37 @@ def test_two_communicators_at_once_do_not_touch_each_other() -> None:
     assert weft.spawn(rank, 2) == [True, True]
 
 
+@pytest.mark.parametrize("what", ["second window", "calls"])
+def test_a_constructor_that_fails_gives_its_windows_back(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """All but those of other objects. The second window fails on both ranks, the calls on one of them."""
+
+    def rank(comm: weft.Communicator) -> float:
+        shape = {**SHAPE, "hidden": 32, "num_windows": 2}
+        with weft.ExpertParallel(comm, **{**shape, "num_windows": 1}) as other, monkeypatch.context() as patch:
+            if what == "second window":
+                patch.setattr(weft.Communicator, "_new_window", refuse)
+            elif comm.rank == 1:
+                patch.setattr(weft.expert_parallel, "CpuCalls", refuse)
+            if what == "second window" or comm.rank == 1:
+                error = raised(lambda: weft.ExpertParallel(comm, **shape))
+                assert str(error) == "no room"
+                assert [window.num_users for window in comm._windows.values() if not window.closed] == [1]
+            else:
+                weft.ExpertParallel(comm, **shape).close()
+            patch.undo()
+            with weft.ExpertParallel(comm, **shape) as ep:
+                r = ep.dispatch(torch.ones(2, 32), IDX[:2], window=1)
+                assert other.calls.windows[0] is ep.calls.windows[0]
+                assert ep.combine(r.x, r.handle, window=1).sum() > 0
+        assert all(window.closed for window in comm._windows.values())
+        return sum_of_all(comm)
+
+    def refuse(*_: object) -> None:
+        raise weft.InvalidArgument("no room")
+
+    assert len(set(weft.spawn(rank, 2))) == 1
+
+
 def test_garbage_collection_closes() -> None:
     with weft.Communicator.from_env() as comm:
         ep = weft.ExpertParallel(comm, **SHAPE)
