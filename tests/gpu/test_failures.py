@@ -40,6 +40,30 @@ def test_ranks_that_call_different_things() -> None:
         assert "layout='rank_major'" in text
 
 
+@pytest.mark.parametrize("mode", ["throughput", "latency"])
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+def test_ranks_that_use_different_handles(layout: str, mode: str) -> None:
+    """Every rank raises, and goes on."""
+
+    def work(comm: weft.Communicator) -> None:
+        ep = make(comm)
+        x, ids = rows(comm)
+        made = [ep.dispatch(x, ids, layout=layout, capacity=64, mode=mode) for _ in range(2)]
+        wanted = ep.combine(made[0].x, made[0].handle, mode=mode)
+        mine = made[comm.rank % 2]
+        for call in (
+            lambda: ep.dispatch(x, handle=mine.handle, mode=mode),
+            lambda: ep.combine(mine.x, mine.handle, mode=mode),
+        ):
+            call()
+            with pytest.raises(weft.InvalidArgument, match="another handle"):
+                ep.check()
+            assert torch.equal(ep.combine(made[0].x, made[0].handle, mode=mode), wanted)
+            ep.check()
+
+    run(work)
+
+
 def test_a_late_peer() -> None:
     """All raise PeerTimeout that names it, the GPU goes on working, and rebuild makes the window work again."""
 
