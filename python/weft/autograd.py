@@ -10,7 +10,7 @@ must run on every rank, in the same order, whatever the user's code does with th
   the gradient of x is otherwise complete, runs whatever is missing of the pair, with a zero gradient for y. The
   experts of this rank so get their gradients from the tokens of other ranks.
 - *A handle is repeated*: its dispatches and combines are one family, which the record of the first dispatch keeps.
-  Autograd visits nodes newest first. So when it comes to a dispatch, newer ones of the family that it has not visited,
+  Autograd visits nodes newest first. So when it comes to one of them, newer ones of the family that it has not visited,
   and is not going to, are not used here; they run first, as on ranks that use them.
 
 Who owns what: a node owns its record (`_Sent` of a dispatch, `_Summed` of a combine), hooks hold records weakly, so no
@@ -115,9 +115,9 @@ class _Sent:
         found = [reference() for reference in first.family]
         return [first, *(record for record in found if record is not None)]
 
-    def run_backward(self) -> tuple[Tensor | None, Tensor | None]:
-        """What of the family is newer and not visited, newest first, then our own call: gradients of x and weights."""
-        newer = [record for record in self.relatives() if record.number > self.number and _is_unvisited(record)]
+    def run_newer(self, number: int) -> None:
+        """What of the family is newer than `number` and not visited, newest first, as on ranks that use it."""
+        newer = [record for record in self.relatives() if record.number > number and _is_unvisited(record)]
         for record in sorted(newer, key=lambda record: record.number, reverse=True):
             if record.is_done:
                 continue  # in the backward of the experts of another one
@@ -125,6 +125,10 @@ class _Sent:
                 record.run_unvisited()
             else:
                 record.early, _ = record.run_backward()
+
+    def run_backward(self) -> tuple[Tensor | None, Tensor | None]:
+        """Our call, behind what is newer: gradients of x and weights."""
+        self.run_newer(self.number)
         (grad_x, grad_weights), self.gradients = self.gradients, [None, None]
         self.is_done = True
         self.calls.unused[:] = [record for record in self.calls.unused if _dispatch_of(record) is not self]
@@ -387,6 +391,8 @@ class _Combine(torch.autograd.Function):
         record: _Summed = ctx.record
         saved = ctx.saved_tensors  # asked for once only: torch.utils.checkpoint recomputes the layer for it
         y = saved[0] if saved else None
+        if record.sent is not None:
+            record.sent.run_newer(record.number)
         grad_y, grad_weights = record.run_backward(grad, y)
         grad_bias = None if ctx.bias is None or grad is None else bias_gradient(grad, *ctx.bias)
         return grad_y, grad_weights, torch.zeros_like(record.plans.tie), grad_bias, None, None

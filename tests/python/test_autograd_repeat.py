@@ -109,6 +109,32 @@ def test_unused_results_of_a_handle_and_its_repetition(order: str) -> None:
     weft.spawn(rank, NUM_RANKS, isolation="thread")
 
 
+@pytest.mark.parametrize("also", ["", "outputs", "first"])
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+def test_the_newer_of_two_combines_is_unused(layout: str, also: str) -> None:
+    """Its backward runs before that of the older one, which autograd visits here."""
+
+    def rank(comm: weft.Communicator) -> None:
+        def run(*, is_used: bool) -> list[Tensor | None]:
+            inputs = Inputs(comm.rank)
+            scales = [torch.full((HIDDEN,), 1.5 + idx).requires_grad_() for idx in range(3)]
+            r = ep.dispatch(inputs.x * 1, inputs.topk_idx, inputs.topk_weights, **LAYOUTS[layout])
+            outputs = [torch.tanh(r.x * scale) for scale in scales]
+            ys = [ep.combine(each, r.handle) for each in outputs]
+            used = ys[0].square().sum() * (2.0 + comm.rank)
+            if also == "outputs":
+                used = used + outputs[1].sum()
+            if also == "first":
+                used = used + r.x.square().sum() + inputs.x.sum()
+            (used + of_last_rank(comm, ys[1], is_used=is_used) + of_last_rank(comm, ys[2], is_used=True)).backward()
+            return [inputs.x.grad, inputs.topk_weights.grad, *(scale.grad for scale in scales)]
+
+        with make_ep(comm) as ep:
+            compare(run, comm)
+
+    weft.spawn(rank, NUM_RANKS, isolation="thread")
+
+
 def test_backwards_one_after_the_other(ep: weft.ExpertParallel) -> None:
     """A first backward that does not come to the repeated dispatch leaves it to a second one."""
     grads = []
