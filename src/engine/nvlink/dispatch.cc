@@ -141,7 +141,10 @@ void DispatchCall::reserve() {
     has_room = has_room && fixed(x_, most_rows_ * row_bytes_);
   }
   if (!has_room) {
-    x_ = scales_ = routing_ = std::nullopt;
+    for (std::optional<Block>* block : {&x_, &scales_, &routing_}) {
+      if (*block) w_.heap_->cancel(std::move(**block));
+      block->reset();
+    }
     room_ = 0;
     return;
   }

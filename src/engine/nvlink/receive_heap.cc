@@ -169,6 +169,19 @@ void ReceiveHeap::shrink(Block& block, u64 keep_bytes, const std::shared_ptr<Eve
   live.num_bytes = kept_bytes;
 }
 
+void ReceiveHeap::cancel(Block block) {
+  const u64 offset = block.offset - first_;
+  const auto is_kept = [&] {
+    const std::lock_guard lock(mutex_);
+    return live_.at(offset).is_captured;
+  }();
+  block.owner.reset();
+  if (!is_kept) return;
+  const std::lock_guard lock(mutex_);
+  live_.erase(offset);
+  heap_.release(offset);
+}
+
 void ReceiveHeap::record_stream(u64 address, u64 stream) {
   const std::lock_guard lock(mutex_);
   const u64 place = address - memory_.address() - first_;

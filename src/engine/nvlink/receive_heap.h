@@ -35,6 +35,8 @@ class ReceiveHeap : public std::enable_shared_from_this<ReceiveHeap> {
   std::optional<Block> reserve_up_to(u64 num_bytes, u64 stream, bool is_capturing);
   // Keeps the first bytes of a block. What is let go may be used elsewhere after `event`, recorded on the block's stream.
   void shrink(Block& block, u64 keep_bytes, const std::shared_ptr<Event>& event);
+  // Lets go of a block that no work was given for: also if its stream records a graph, which would keep it.
+  void cancel(Block block);
   // The block that holds `address` is in use on this stream, too.
   void record_stream(u64 address, u64 stream);
   // An event on `stream`, behind the use of all that was let go there. Never for a stream that records a graph.

@@ -120,6 +120,20 @@ TEST(a_recorded_stream_is_waited_for) {
   fake_cuda::let_go(kThree);
 }
 
+TEST(what_no_work_was_given_for_is_free_again_in_a_capture) {
+  const auto gpu = make_gpu();
+  const auto heap = make_heap(gpu);
+  for (const bool is_capturing : {true, false}) {
+    for (int turn = 0; turn < 3; ++turn) {
+      auto block = heap->reserve(kBytes, kOne, is_capturing);
+      CHECK(block.has_value());
+      if (block) heap->cancel(std::move(*block));
+      CHECK_EQ(heap->used(), u64{0});
+    }
+  }
+  CHECK(!heap->has_captured());
+}
+
 TEST(what_is_given_back_early_is_behind_its_event) {
   const auto gpu = make_gpu();
   const auto heap = make_heap(gpu);
