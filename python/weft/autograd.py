@@ -29,6 +29,7 @@ torch.utils.checkpoint it is noticed, but its weights get no gradient; no double
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import weakref
@@ -125,6 +126,7 @@ class _Sent:
                 record.run_unvisited()
             else:
                 record.early, _ = record.run_backward()
+                torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_drop, weakref.ref(record)))
 
     def run_backward(self) -> tuple[Tensor | None, Tensor | None]:
         """Our call, behind what is newer: gradients of x and weights."""
@@ -406,10 +408,24 @@ def _expert_output_is_complete(weak: weakref.ref[_Summed], grad: Tensor) -> Tens
     return grad + record.run_for_unused()
 
 
-def _input_is_complete(weak: weakref.ref[_Sent], grad: Tensor) -> Tensor | None:
+def _drop(weak: weakref.ref[_Sent]) -> None:
+    """At the end of a backward: it has not come to the x of a dispatch that ran early."""
+    sent = weak()
+    early, rank = (None, -1) if sent is None else (sent.early, sent.calls.comm.rank)
+    if sent is not None:
+        sent.early = None
+    if early is not None and bool(early.any()):
+        logger.warning(
+            "a gradient of x is lost on rank %d: the results of this repeated dispatch are not used here, but another "
+            "rank has a loss on the rows it received",
+            rank,
+        )
+
+
+def _input_is_complete(weak: weakref.ref[_Sent], grad: Tensor | None) -> Tensor | None:
     """Hook on x (or topk_weights): the rest of the backward has come to it. If dispatch has not run, run it now."""
     sent = weak()
-    if sent is None:
+    if sent is None or sent.collects or grad is None:  # a nested backward, which ends at our node, looks beyond it
         return None
     if sent.is_done:
         missing = _missing_gradient(sent)

@@ -135,8 +135,30 @@ def test_the_newer_of_two_combines_is_unused(layout: str, also: str) -> None:
     weft.spawn(rank, NUM_RANKS, isolation="thread")
 
 
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+def test_a_handle_repeated_with_what_came_of_its_combine(layout: str) -> None:
+    """Two layers on one routing, with experts of their own."""
+
+    def rank(comm: weft.Communicator) -> None:
+        def run(*, is_used: bool) -> list[Tensor | None]:
+            inputs = Inputs(comm.rank)
+            scales = [torch.full((HIDDEN,), 1.5 + idx).requires_grad_() for idx in range(2)]
+            first = ep.dispatch(inputs.x * 1, inputs.topk_idx, inputs.topk_weights, **LAYOUTS[layout])
+            y = ep.combine(first.x * scales[0], first.handle)
+            x2 = torch.tanh(y)
+            second = ep.dispatch(x2, handle=first.handle)
+            y2 = ep.combine(torch.tanh(second.x * scales[1]), second.handle)
+            (x2.sum() + of_last_rank(comm, y2, is_used=is_used)).backward()
+            return [inputs.x.grad, inputs.topk_weights.grad, *(scale.grad for scale in scales)]
+
+        with make_ep(comm) as ep:
+            compare(run, comm)
+
+    weft.spawn(rank, NUM_RANKS, isolation="thread")
+
+
 def test_backwards_one_after_the_other(ep: weft.ExpertParallel) -> None:
-    """A first backward that does not come to the repeated dispatch leaves it to a second one."""
+    """Two backwards in a row give the gradients of one."""
     grads = []
     for is_apart in (False, True):
         inputs, scale = Inputs(0), torch.full((HIDDEN,), 1.5).requires_grad_()

@@ -203,6 +203,7 @@ class Window : public cpu::MemberWindow {
 
   u64 ticket_ = 0;
   u64 timeout_ns_ = 0;
+  u64 error_handle_ = 0;                  // of the record that is being raised
   std::map<u16, OperationConfig> calls_;  // by fingerprint, to tell in words what a header says
   u64 last_stream_ = 0;
   std::shared_ptr<Event> last_event_;  // behind the last call outside of captures

@@ -48,6 +48,7 @@ std::optional<BadIds> Window::take_bad_ids() {
 
 void Window::raise_error() {
   const ErrorRecord record = host_->error;
+  error_handle_ = host_->error_handle;
   AbortReason reason;
   reason.rank = record.culprit;
   reason.reporter = comm_->rank();
@@ -74,7 +75,7 @@ void Window::raise_error() {
 
 // The call with the fingerprint of a header, with or without this rank's handle in it; null: this rank has made no such call.
 const OperationConfig* Window::call_of(u64 header) const {
-  for (const u64 print : {header ^ host_->error_handle, header}) {
+  for (const u64 print : {header ^ error_handle_, header}) {
     const auto call = calls_.find(static_cast<u16>(print));
     if (call != calls_.end()) return &call->second;
   }
