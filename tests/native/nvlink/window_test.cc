@@ -2,6 +2,7 @@
 // driver is a fake one, whose kernels do what a test says: what they do on GPUs is tested there (tests/gpu).
 // check: allow file-size: all cases use the same ranks on the same driver without a GPU
 #include "engine/nvlink/window.h"
+#include "engine/nvlink/dispatch.h"
 
 #include <algorithm>
 #include <barrier>
@@ -252,15 +253,29 @@ TEST(calls_come_behind_what_an_unload_of_no_rows_copies) {
     std::vector<i32> plan(static_cast<size_t>(gpu_recv_plan_len(16, 2, kNumRanks, Layout::kRankMajor)));
     UnloadArgs args;
     args.recv_plan = reinterpret_cast<u64>(plan.data());
-    const u64 before = fake_cuda::give_work(stream_of(rank.me));
-    rank.window->unload(args);
     const u64 own_stream = stream_of(rank.me);
+    fake_cuda::hold(own_stream);
+    const u64 before = fake_cuda::give_work(own_stream);
+    rank.window->unload(args);
     const int me = std::exchange(rank.me, rank.me + 9);  // another stream
     rank.dispatch(4);
     CHECK(fake_cuda::runs_after(stream_of(rank.me), own_stream, before + 1));
+    CHECK(!fake_cuda::runs_after(stream_of(rank.me), own_stream, fake_cuda::give_work(own_stream)));
     rank.me = me;
+    fake_cuda::let_go(own_stream);
     rank.meet();
   });
+}
+
+TEST(row_numbers_beyond_32_bits_are_refused_with_a_capacity_too) {
+  DispatchArgs args;
+  args.layout = Layout::kExpertMajor;
+  args.max_tokens = 16;
+  args.capacity = 4;
+  CHECK_EQ(most_rows(window_shape(), args), i64{4});
+  args.alignment = i64{1} << 31;
+  const Error refused = error_of([&] { most_rows(window_shape(), args); });
+  CHECK(refused.code == ErrorCode::kInvalidArgument && says(refused, "2147483647"));
 }
 
 TEST(calls_from_several_streams_are_ordered) {
