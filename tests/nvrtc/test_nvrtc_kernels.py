@@ -8,7 +8,6 @@ import functools
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import nvrtc
 import pytest
 import sass
 
@@ -16,6 +15,7 @@ from weft import _load, prebuild
 from weft.prebuild import KernelShape
 
 ARCHITECTURES = ("sm_90", "sm_100")
+GROUP = 16  # kernels that one thread compiles and disassembles together
 SHAPES = {
     "bf16": KernelShape(),
     "fp16, 8 ranks": KernelShape(ranks=8, experts=64, top_k=6, hidden=2880, dtype="fp16", num_sms=8, tokens=1000),
@@ -49,27 +49,35 @@ CASES = [
 
 
 @functools.cache
-def compilations() -> dict[tuple[str, str, str], "Future[nvrtc.Compiled]"]:
-    """All of them, started at once: NVRTC compiles in threads."""
+def compilations() -> dict[tuple[str, str, str], tuple["Future[list[sass.Kernel]]", int]]:
+    """All of them, started at once: NVRTC compiles in threads. Each is one of a group, by its index there."""
     pool = ThreadPoolExecutor(2)
+    sources = {
+        (arch, shape, name): source
+        for arch in ARCHITECTURES
+        for shape, values in SHAPES.items()
+        for name, source in prebuild.kernels(values, prebuild.ARCHITECTURES[arch])
+        if is_wanted(shape, name)
+    }
     found = {}
     for arch in ARCHITECTURES:
-        for shape, values in SHAPES.items():
-            sources = dict(prebuild.kernels(values, prebuild.ARCHITECTURES[arch]))
-            for name, source in sources.items():
-                if is_wanted(shape, name):
-                    found[arch, shape, name] = pool.submit(sass.compiled_kernel, source, arch)
+        cases = [case for case in sources if case[0] == arch]
+        for begin in range(0, len(cases), GROUP):
+            group = cases[begin : begin + GROUP]
+            made = pool.submit(sass.compiled_kernels, [sources[case] for case in group], arch)
+            found.update({case: (made, idx) for idx, case in enumerate(group)})
     return found
 
 
 @pytest.mark.parametrize(("arch", "shape", "name"), CASES, ids=[" / ".join(case) for case in CASES])
 def test_kernel_compiles_without_spills_and_copies_in_bulk(arch: str, shape: str, name: str) -> None:
     """Spilled registers or rows copied by threads cost a third of the bandwidth and fail no other test."""
-    compiled = compilations()[arch, shape, name].result()
+    group, idx = compilations()[arch, shape, name]
+    kernel = group.result()[idx]
     moves_rows = not name.startswith(("unload", "small"))
     is_pulled = "from the heap" in name
     found = sass.problems(
-        compiled,
+        kernel,
         loads_in_bulk=moves_rows,
         stores_in_bulk=moves_rows and not is_pulled,
         adds_exact_products="combine" in name and "fp8" in name,
@@ -77,9 +85,9 @@ def test_kernel_compiles_without_spills_and_copies_in_bulk(arch: str, shape: str
     )
     assert found == []
     if name != "unload":
-        assert "st.release.sys" in compiled.ptx
+        assert "st.release.sys" in kernel.compiled.ptx
     if name != "unload" and not name.endswith("sends"):
-        assert "ld.acquire.sys" in compiled.ptx
+        assert "ld.acquire.sys" in kernel.compiled.ptx
 
 
 def test_every_kernel_is_looked_at() -> None:
@@ -96,8 +104,8 @@ def test_every_kernel_is_looked_at() -> None:
 def test_link_kernels(arch: str, is_pull: bool) -> None:
     """What a limit is measured with must do the same kind of copies."""
     source = _load.native().render_link_limit(row_bytes=7168, is_pull=is_pull)
-    compiled = sass.compiled_kernel(source, arch)
-    assert sass.problems(compiled, loads_in_bulk=is_pull, stores_in_bulk=not is_pull, begins_early=False) == []
+    (kernel,) = sass.compiled_kernels([source], arch)
+    assert sass.problems(kernel, loads_in_bulk=is_pull, stores_in_bulk=not is_pull, begins_early=False) == []
 
 
 SPILLS = """extern "C" __global__ void weft_kernel(int* out, const int* __restrict__ in, int n) {
@@ -112,8 +120,8 @@ SPILLS = """extern "C" __global__ void weft_kernel(int* out, const int* __restri
 
 def test_the_inspection_sees_what_it_looks_for() -> None:
     """A kernel with each of the faults is refused for each of them."""
-    compiled = nvrtc.compile_source(SPILLS, [*sass.options("sm_90"), "--ptxas-options=-v"])
-    found = " ".join(sass.problems(compiled, loads_in_bulk=True, stores_in_bulk=True))
+    (kernel,) = sass.compiled_kernels([SPILLS], "sm_90")
+    found = " ".join(sass.problems(kernel, loads_in_bulk=True, stores_in_bulk=True))
     for fault in (
         "stack frame",
         "local memory",
