@@ -1,14 +1,15 @@
-"""What bounded waits and wait statistics cost small batches: python tools/wait_cost.py > gpu_wait_cost.jsonl
+"""What bounded waits and wait statistics cost small batches: python tools/wait_cost.py [RANKS] > gpu_wait_cost.jsonl
 
 Dispatch (masked, BF16 to FP8) and combine of T = 128 and 8 tokens a rank are captured in CUDA graphs with the kernels
 as they are, and with kernels from changed copies of the headers: without the abort poll and the deadline, and without
 the statistics. Graphs of all kinds are replayed in turn, so that what drifts falls on all. Prints JSON lines: `time_us`
-is the median of the slowest rank, `saved_us` that of its differences from the kernels as they are. Needs 4 GPUs.
+is the median of the slowest rank, `saved_us` that of its differences from the kernels as they are. Needs a GPU for each rank, 4 unless said.
 """
 
 import json
 import shutil
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 
@@ -34,7 +35,7 @@ CHANGES = {  # of the kernels: file, text, what takes its place
         "nullptr",
     ),
 }
-RANKS, HIDDEN, EXPERTS, TOP_K, MOST_TOKENS = 4, 7168, 256, 8, 128
+HIDDEN, EXPERTS, TOP_K, MOST_TOKENS = 7168, 256, 8, 128
 CALLS, REPLAYS, SAMPLES, LEFT_OUT = 10, 5, 60, 5
 KEPT = []  # what windows use
 
@@ -129,18 +130,19 @@ def run_rank(comm, folders):
 
 def main():
     """Run, print."""
+    num_ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 4
     print(json.dumps({"kind": "machine", **apart(machine_facts, "cuda")}), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         folders = {
             kernels: copy_of_headers(Path(folder) / str(number), change)
             for number, (kernels, change) in enumerate(CHANGES.items())
         }
-        ranks = weft.spawn(run_rank, num_ranks=RANKS, args=(folders,), device="cuda")
+        ranks = weft.spawn(run_rank, num_ranks=num_ranks, args=(folders,), device="cuda")
     slowest = {key: [max(times) for times in zip(*(rank[key] for rank in ranks), strict=True)] for key in ranks[0]}
     for (op, tokens, kernels), times in slowest.items():
         usual = slowest[op, tokens, AS_THEY_ARE]
         saved = statistics.median(as_is - without for as_is, without in zip(usual, times, strict=True))
-        row = {"kind": "cost", "op": op, "tokens": tokens, "kernels": kernels}
+        row = {"kind": "cost", "ranks": num_ranks, "op": op, "tokens": tokens, "kernels": kernels}
         print(json.dumps({**row, "time_us": statistics.median(times), "saved_us": saved}))
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from typer.testing import CliRunner
 import weft
 import weft.verify.kill as killing
 from weft.cli import app
+from weft.placement import local
 from weft.verify import Fixed, TrialResult, draw_case, repeat_command, run_trials
 from weft.verify.check import Mismatch, expect_equal
 from weft.verify.kill_board import Board
@@ -263,6 +265,20 @@ def test_gpu_memory_of_the_dead_is_waited_for(is_back: bool, monkeypatch: pytest
     assert result.memory_left_bytes == (left if is_back else lasting)
     assert (result.memory_back_us is not None) == is_back
     assert is_back or "2048 MiB left on the GPU of rank 0" in result.problems[0]
+
+
+def test_gpu_memory_is_that_of_the_gpus_that_cuda_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    pynvml = pytest.importorskip("pynvml")
+    gpus = tuple(SimpleNamespace(idx=idx, uuid=None) for idx in range(4))
+    monkeypatch.setattr(local, "machine_here", lambda: SimpleNamespace(gpus=gpus))
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda idx: idx)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda idx: SimpleNamespace(used=100 * idx))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert killing._gpu_memory() == {0: 0, 1: 100, 2: 200, 3: 300}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert killing._gpu_memory() == {0: 300, 1: 100}
 
 
 def test_memory_of_a_gpu_that_survivors_share_is_not_held_against_the_dead() -> None:

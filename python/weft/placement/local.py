@@ -10,14 +10,14 @@ from weft.errors import InvalidArgument
 from weft.placement import binding
 from weft.placement.model import Placement
 from weft.placement.plan import place, visible_gpus
-from weft.topology.model import Machine
+from weft.topology.model import Gpu, Machine
 from weft.topology.parse import format_cpus
 from weft.topology.reader import read_here
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MODES", "check_placement", "machine_here", "resolve"]
+__all__ = ["MODES", "check_placement", "machine_here", "resolve", "visible_here"]
 
 MODES = ("auto", "process", "off")
 _MAX_CPU = 1 << 16
@@ -33,6 +33,11 @@ def machine_here(*, with_gpus: bool = True) -> Machine:
     if with_gpus not in _machines:
         _machines[with_gpus] = read_here(with_nvml=with_gpus)
     return _machines[with_gpus]
+
+
+def visible_here(machine: Machine | None = None) -> tuple[Gpu, ...]:
+    """The GPUs in the order in which CUDA numbers them for this process. Starts no CUDA."""
+    return visible_gpus(machine or machine_here(), env.set_among(["CUDA_VISIBLE_DEVICES"]))[0]
 
 
 def check_placement(placement: object) -> str | Placement:
@@ -86,7 +91,7 @@ def resolve(
 def _gpus(machine: Machine, index: int | None, local_rank: int, num_local_ranks: int) -> tuple[int, ...]:
     """NVML index of the GPU of each local rank, of this one by its device. What the others use is not asked: they are
     taken to use theirs in the same order."""
-    visible, _ = visible_gpus(machine, env.set_among(["CUDA_VISIBLE_DEVICES"]))
+    visible = visible_here(machine)
     if index is None or index >= len(visible):
         return ()
     mine = visible[index].idx

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.errors import InvalidArgument
+from weft.placement import local
 from weft.verify.cases import Case, Fixed, check_environment, check_fixed
 from weft.verify.kill_board import Board
 
@@ -199,15 +200,16 @@ def _shared_memory_files() -> set[str]:
 
 
 def _gpu_memory() -> dict[int, int]:
-    """Bytes in use on each GPU by NVML's account; empty without NVML. Starts no CUDA."""
+    """Bytes in use on each GPU that CUDA has here, by NVML's account; empty without NVML. Starts no CUDA."""
     import pynvml
 
+    gpus = local.visible_here()
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return {}
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(idx) for idx in range(pynvml.nvmlDeviceGetCount())]
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(gpu.idx) for gpu in gpus]
         return {idx: int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for idx, handle in enumerate(handles)}
     finally:
         pynvml.nvmlShutdown()
