@@ -92,25 +92,26 @@ class SmallCombine {
 
   // Waits, a lane a peer, and tells the workers. A peer that called something else sends a count header and no other of these.
   __device__ void hear(const transport::Flight& flight) const {
-    Verdict mine = Verdict::kOk;
-    if (has_peer(flight)) mine = transport::wait(b_.a.view, Phase::kCount, flight, b_.lane, 0);
-    if (b_.num_early() > 0) {
-      if (has_peer(flight) && mine == Verdict::kOk) mine = wait_early(flight);
-      if (tell(flight, true, mine) != Verdict::kOk) return;
+    u64 waited_ns = 0;
+    const bool is_ok = hear_all(flight, waited_ns);
+    transport::note_waited(b_.a.view, b_.lane, waited_ns);
+    if constexpr (kConfig.has_side) {
+      if (is_ok) SmallCombineSide<kConfig>(b_).gather(flight);
     }
-    if (has_peer(flight) && mine == Verdict::kOk) mine = wait_all(flight);
-    if (tell(flight, false, mine) != Verdict::kOk) return;
-    if constexpr (kConfig.has_side) SmallCombineSide<kConfig>(b_).gather(flight);
   }
 
-  // For the peer `lane`.
-  __device__ Verdict wait_early(const transport::Flight& flight) const {
+  __device__ bool hear_all(const transport::Flight& flight, u64& waited_ns) const {
     const i32 block = static_cast<i32>(blockIdx.x);
-    return transport::wait(b_.a.view, Phase::kSend, flight, b_.lane, block);
-  }
-  __device__ Verdict wait_all(const transport::Flight& flight) const {
-    const i32 block = static_cast<i32>(blockIdx.x);
-    return transport::wait(b_.a.view, Phase::kReduce, flight, b_.lane, block);
+    Verdict mine = Verdict::kOk;
+    if (has_peer(flight)) mine = transport::wait(b_.a.view, Phase::kCount, flight, b_.lane, 0, waited_ns);
+    if (b_.num_early() > 0) {
+      if (has_peer(flight) && mine == Verdict::kOk)
+        mine = transport::wait(b_.a.view, Phase::kSend, flight, b_.lane, block, waited_ns);
+      if (tell(flight, true, mine) != Verdict::kOk) return false;
+    }
+    if (has_peer(flight) && mine == Verdict::kOk)
+      mine = transport::wait(b_.a.view, Phase::kReduce, flight, b_.lane, block, waited_ns);
+    return tell(flight, false, mine) == Verdict::kOk;
   }
 
   // The worst of the lanes. If no wait is left, the operation ends here for this block.
