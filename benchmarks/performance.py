@@ -303,12 +303,15 @@ def late_ranks() -> str:
 def wait_costs() -> str:
     """What tools/wait_cost.py measured: kernels without a part against the kernels as they are."""
     cells = [
-        (file.stem, row["op"], str(row["tokens"]), row["kernels"], f"{row['time_us']:.2f}", f"{row['saved_us']:.2f}")
+        (
+            *(file.stem, str(row.get("ranks", 4)), row["op"], str(row["tokens"]), row["kernels"]),
+            *(f"{row['time_us']:.2f}", f"{row['saved_us']:.2f}"),
+        )
         for file in sorted(RESULTS.glob("gpu_wait_cost*.jsonl"))
         for row in read_rows(file)
         if row["kind"] == "cost"
     ]
-    columns = ("file", "call", "T", "kernels", "median", "less than as they are")
+    columns = ("file", "ranks", "call", "T", "kernels", "median", "less than as they are")
     return f"## What bounded waits and wait statistics cost\n\n{table(columns, cells)}" if cells else ""
 
 

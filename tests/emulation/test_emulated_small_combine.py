@@ -59,8 +59,8 @@ MUTANTS = (
     Mutant(
         "nobody waits for the header that says that sums are there",
         "weft/kernels/small_combine.cuh",
-        "return transport::wait(b_.a.view, Phase::kReduce, flight, b_.lane, block);",
-        "return transport::Verdict::kOk;",
+        "mine = transport::wait(b_.a.view, Phase::kReduce, flight, b_.lane, block, waited_ns);",
+        "mine = Verdict::kOk;",
     ),
     NO_SEQUENCE,
 )
@@ -75,8 +75,8 @@ CASES["rank_major, early units"] = MANY
 EARLY = Mutant(
     "nobody waits for the header of the early units",
     "weft/kernels/small_combine.cuh",
-    "return transport::wait(b_.a.view, Phase::kSend, flight, b_.lane, block);",
-    "return transport::Verdict::kOk;",
+    "mine = transport::wait(b_.a.view, Phase::kSend, flight, b_.lane, block, waited_ns);",
+    "mine = Verdict::kOk;",
 )
 
 
