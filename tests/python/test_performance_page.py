@@ -93,7 +93,7 @@ def test_a_run_becomes_tables_and_missed_targets_come_first(
     assert "3 kills in all." in page
     assert "What failed: gpu_kill_2: it hung." in page
     assert "Rank 1 was delayed by 1000 us" in page
-    assert "| gpu_wait_cost | 4 | dispatch | 8 | no poll | 14.20 | 0.05 |" in page
+    assert "| gpu_wait_cost | 4 | dispatch | 8 | no poll | 14.20 | 0.05 | 0.20, met |" in page
     assert "| rank 1 waited | 0.0 | 40.0 |" in page
     assert "| gpu_compile_1 (A CPU, NVRTC 13, commit abc) | sm_90 | 3 | 0.20 | 0.50 (kernel 5) | 0.8 |" in page
     for line in page.splitlines():
