@@ -23,17 +23,20 @@ from weft.bench.apart import apart
 from weft.bench.suite import machine_facts
 
 AS_THEY_ARE = "as they are"
-CHANGES = {  # of the kernels: file, text, what takes its place
+CHANGES = {  # of the kernels: file, and texts with what takes their place
     AS_THEY_ARE: None,
     "no abort poll, no deadline": (
         "weft/sync/block_wait.cuh",
-        "    if (++num_turns_ % kLooks != 0 || ns_since_start() < quiet_ns_) return PauseResult::kLookAgain;\n",
-        "    ++num_turns_;\n    return PauseResult::kLookAgain;\n",
+        {
+            "    if (++num_turns_ % kLooks != 0 || ns_since_start() < quiet_ns_) return PauseResult::kLookAgain;\n": "    ++num_turns_;\n    return PauseResult::kLookAgain;\n"
+        },
     ),
     "no wait statistics": (
         "weft/transport/nvlink.cuh",
-        "const bool is_noted = blockIdx.x == 0;",
-        "const bool is_noted = false;",
+        {
+            "blockIdx.x == 0 ? &view.words()->waited_ns[peer] : nullptr": "nullptr",
+            "&view.host->timeout_ns, blockIdx.x == 0);": "&view.host->timeout_ns, false);",
+        },
     ),
 }
 HIDDEN, EXPERTS, TOP_K, MOST_TOKENS = 7168, 256, 8, 128
@@ -45,11 +48,13 @@ def copy_of_headers(folder, change):
     """Into `folder`; -> it. Raises ValueError if the text is not there once."""
     shutil.copytree(kernel_paths.compiler_paths()["include"], folder)
     if change is not None:
-        name, old, new = change
+        name, places = change
         text = (folder / name).read_text()
-        if text.count(old) != 1:
-            raise ValueError(f"{old!r} is {text.count(old)} times in {name}")
-        (folder / name).write_text(text.replace(old, new))
+        for old, new in places.items():
+            if text.count(old) != 1:
+                raise ValueError(f"{old!r} is {text.count(old)} times in {name}")
+            text = text.replace(old, new)
+        (folder / name).write_text(text)
     return folder
 
 

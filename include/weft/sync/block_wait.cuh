@@ -16,9 +16,10 @@ namespace weft::sync {
 class LanePause {
  public:
   // A bit of `abort_mask` in the word `abort` ends the wait. `sleep_ns`: between two looks, where many warps wait and a
-  // microsecond does not count. `is_noted`: waited_ns() is asked for.
-  __device__ LanePause(const u64* abort, u64 abort_mask, const u64* timeout_ns, u32 sleep_ns = 0, bool is_noted = false)
-      : abort_(abort), abort_mask_(abort_mask), timeout_ns_(timeout_ns), is_noted_(is_noted), sleep_ns_(sleep_ns) {}
+  // microsecond does not count. `waited_ns`, unless null: what arrive() adds the length of the wait to.
+  __device__ LanePause(const u64* abort, u64 abort_mask, const u64* timeout_ns, u32 sleep_ns = 0,
+                       u64* waited_ns = nullptr)
+      : abort_(abort), abort_mask_(abort_mask), timeout_ns_(timeout_ns), waited_ns_(waited_ns), sleep_ns_(sleep_ns) {}
 
   __device__ PauseResult turn() {
     if (sleep_ns_ != 0)
@@ -34,11 +35,15 @@ class LanePause {
   }
 
   // At the look that finds it, within the loop: behind the loop a lane would read the clock when the last lane has left it.
+  // Nobody waits for the addition, but a fence behind it does.
   __device__ void arrive() {
-    if (!is_noted_ || start_cycle_ == 0) return;
-    waited_ns_ = start_ns_ == 0 ? ns_since_start() : ptx::globaltimer_ns() - start_ns_;
+    if (waited_ns_ == nullptr || start_cycle_ == 0) return;
+    atomicAdd(waited_ns_, start_ns_ == 0 ? ns_since_start() : ptx::globaltimer_ns() - start_ns_);
   }
-  __device__ u64 waited_ns() const { return waited_ns_; }
+
+ protected:
+  __device__ bool has_waited() const { return start_cycle_ != 0; }
+  __device__ u64 ns_of_wait() const { return start_ns_ == 0 ? ns_since_start() : ptx::globaltimer_ns() - start_ns_; }
 
  private:
   __device__ u64 ns_since_start() const { return (ptx::cycles() - start_cycle_) / ptx::kCyclesPerNs; }
@@ -49,12 +54,27 @@ class LanePause {
   const u64* abort_;
   u64 abort_mask_;
   const u64* timeout_ns_;
-  bool is_noted_;
+  u64* waited_ns_;
   u32 sleep_ns_;
-  u64 waited_ns_ = 0;
   u64 start_cycle_ = 0, start_ns_ = 0;
   u64 quiet_ns_ = kQuietNs;
   u32 num_turns_ = 0, num_quiet_ = 0;
+};
+
+// The same, which keeps the length of the wait instead, if `is_noted`.
+class NotingPause : public LanePause {
+ public:
+  __device__ NotingPause(const u64* abort, u64 abort_mask, const u64* timeout_ns, bool is_noted)
+      : LanePause(abort, abort_mask, timeout_ns), is_noted_(is_noted) {}
+
+  __device__ void arrive() {
+    if (is_noted_ && has_waited()) waited_ns_ = ns_of_wait();
+  }
+  __device__ u64 waited_ns() const { return waited_ns_; }
+
+ private:
+  bool is_noted_;
+  u64 waited_ns_ = 0;
 };
 
 // A Pause for a barrier behind which are only this block's own copies. They end by themselves, so an abort does not cut them

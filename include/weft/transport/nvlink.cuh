@@ -157,18 +157,26 @@ __device__ inline u32 progress(const WindowView& view, const Flight& flight, i32
   return sync::load_progress(reinterpret_cast<const u64*>(word), flight.turn);
 }
 
-// Adds to how long this rank has waited for the peer's headers; nobody waits for the addition, but a fence behind it would.
-__device__ inline void note_waited(const WindowView& view, i32 peer, u64 waited_ns) {
-  if (waited_ns != 0) atomicAdd(&view.words()->waited_ns[peer], waited_ns);
+// Waits for one peer's header. Block 0 notes how long.
+__device__ inline Verdict wait(const WindowView& view, Phase phase, const Flight& flight, i32 peer, i32 block) {
+  const u64* cell = reinterpret_cast<const u64*>(view.control[view.rank] +
+                                                 view.layout.header(phase, flight.turn.sequence, peer, block));
+  u64* waited_ns = blockIdx.x == 0 ? &view.words()->waited_ns[peer] : nullptr;
+  sync::LanePause pause(&view.host->abort, u64{1} << peer, &view.host->timeout_ns, 0, waited_ns);
+  u64 seen;
+  const sync::WaitResult result = sync::wait_header(cell, flight.turn, pause, seen);
+  if (!settle(view, flight, result, phase, peer, seen)) return Verdict::kBroken;
+  if (sync::classify_header(seen, flight.turn, flight.print) == sync::HeaderState::kMatch) return Verdict::kOk;
+  record(view, flight, ErrorCause::kMismatch, phase, peer, seen);
+  return Verdict::kGivenUp;
 }
 
-// Waits for one peer's header. In block 0 adds to `waited_ns` how long.
+// The same for a lane that waits for several headers: block 0 adds to `waited_ns` how long, and note_waited() follows.
 __device__ inline Verdict wait(const WindowView& view, Phase phase, const Flight& flight, i32 peer, i32 block,
                                u64& waited_ns) {
   const u64* cell = reinterpret_cast<const u64*>(view.control[view.rank] +
                                                  view.layout.header(phase, flight.turn.sequence, peer, block));
-  const bool is_noted = blockIdx.x == 0;
-  sync::LanePause pause(&view.host->abort, u64{1} << peer, &view.host->timeout_ns, 0, is_noted);
+  sync::NotingPause pause(&view.host->abort, u64{1} << peer, &view.host->timeout_ns, blockIdx.x == 0);
   u64 seen;
   const sync::WaitResult result = sync::wait_header(cell, flight.turn, pause, seen);
   waited_ns += pause.waited_ns();
@@ -178,12 +186,8 @@ __device__ inline Verdict wait(const WindowView& view, Phase phase, const Flight
   return Verdict::kGivenUp;
 }
 
-// The same, and notes it.
-__device__ inline Verdict wait(const WindowView& view, Phase phase, const Flight& flight, i32 peer, i32 block) {
-  u64 waited_ns = 0;
-  const Verdict verdict = wait(view, phase, flight, peer, block, waited_ns);
-  note_waited(view, peer, waited_ns);
-  return verdict;
+__device__ inline void note_waited(const WindowView& view, i32 peer, u64 waited_ns) {
+  if (waited_ns != 0) atomicAdd(&view.words()->waited_ns[peer], waited_ns);
 }
 
 // The worst of the block's threads, for all of them; a barrier.
