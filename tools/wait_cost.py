@@ -23,12 +23,15 @@ from weft.bench.apart import apart
 from weft.bench.suite import machine_facts
 
 AS_THEY_ARE = "as they are"
+LOOK_AGAIN = "return PauseResult::kLookAgain;\n"
 CHANGES = {  # of the kernels: file, and texts with what takes their place
     AS_THEY_ARE: None,
     "no abort poll, no deadline": (
         "weft/sync/block_wait.cuh",
         {
-            "    if (++num_turns_ % kLooks != 0 || ns_since_start() < quiet_ns_) return PauseResult::kLookAgain;\n": "    ++num_turns_;\n    return PauseResult::kLookAgain;\n"
+            f"    if (++num_turns_ % kLooks != 0 || ns_since_start() < quiet_ns_) {LOOK_AGAIN}": (
+                f"    ++num_turns_;\n    {LOOK_AGAIN}"
+            )
         },
     ),
     "no wait statistics": (
