@@ -44,8 +44,7 @@ for step in "${steps[@]}"; do
     kill) run kill "${weft[@]}" verify --kill --device cuda --trials 34 --deaths 3 --experts 64 --top-k 8 --dtype bf16 \
       --quantize none --layout expert_major --json ;;
     compile) run compile "${weft[@]}" cache prebuild --folder "$(mktemp -d)/kernels" --jobs 1 --json ;;
-    examples) run examples bash -c 'status=0; for name in moe_layer overlap_gemm decode_overlap decode_graph; do
-        echo "== $name"; "$0" "examples/$name.py" --device cuda || status=1; done; exit $status' "$python" ;;
+    examples) run examples "$python" tools/example_runs.py ;;
     sanitize) run sanitize tools/sanitize.sh ;;
     *) echo "unknown step $step" && exit 2 ;;
   esac

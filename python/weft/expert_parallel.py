@@ -19,7 +19,7 @@ from weft.handle import Dispatched, Event, Handle
 from weft.limits import default_heap_bytes, dtype_name, landing_row_bytes, max_row_bytes, small_tokens
 from weft.log import logger
 from weft.native_calls import RANK_MAJOR, Call, NativeCalls, Received, changed
-from weft.quantized import Quantized, typed
+from weft.quantized import Quantized, no_rows, typed
 from weft.quick import Quick
 from weft.scales import by_column
 from weft.staged import Staged
@@ -391,8 +391,10 @@ class ExpertParallel:
     def warmup(
         self,
         *,
+        x: Tensor | Quantized | None = None,
         wire: str | None = None,
         weighted: bool = True,
+        side: bool = False,
         topk_dtype: torch.dtype = torch.int64,
         **options: Any,
     ) -> None:
@@ -400,7 +402,11 @@ class ExpertParallel:
 
         On a GPU: compiles and loads the kernels of a dispatch with `options` (those of `dispatch`: layout, alignment,
         quantize, scale_layout, zero_holes, capacity, max_tokens, num_sms, mode, staged) and ids of `topk_dtype`, its
-        repetition and its combine, by running each without tokens.
+        repetition and its combine, from the heap and of ordinary tensors, by running each without tokens.
+
+        Args:
+            x: rows like those that calls will send, of which none is sent here; None: [T, H] in the object's dtype.
+            wire, weighted: as in `combine`. side: there will be side values.
 
         Raises:
             As dispatch and combine. CompileError: a kernel could not be compiled.
@@ -412,15 +418,17 @@ class ExpertParallel:
         if self.comm.engine == "cpu":
             return
         same = {name: options[name] for name in ("num_sms", "mode", "staged") if name in options}
-        x = torch.empty((0, self.hidden), dtype=self.dtype, device=self.device)
+        x = torch.empty((0, self.hidden), dtype=self.dtype, device=self.device) if x is None else no_rows(x)
         ids = torch.empty((0, self.top_k), dtype=topk_dtype, device=self.device)
         for idx in range(self.num_windows):
             with torch.no_grad():
                 r = self.dispatch(x, ids, window=idx, **options).wait()
                 self.dispatch(x, handle=r.handle, window=idx, **same).wait()
-                y = self.combine(self.empty_output(r), r.handle, weighted=weighted, wire=wire, window=idx, **same)
-                if options.get("staged"):
-                    y.wait()
+                outputs, values = self.empty_output(r), r.topk_weights if side else None
+                for output in (outputs, torch.empty_like(outputs)):
+                    y = self.combine(output, r.handle, weighted=weighted, side=values, wire=wire, window=idx, **same)
+                    if options.get("staged"):
+                        y.wait()
         self.calls.wait()
 
     def check(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Quantized", "typed"]
+__all__ = ["Quantized", "no_rows", "typed"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +34,17 @@ class Quantized:
     def __repr__(self) -> str:
         scales = "None" if self.scales is None else f"{list(self.scales.shape)} {self.scales.dtype}"
         return f"weft.Quantized(data={list(self.data.shape)} {self.data.dtype}, scales={scales})"
+
+
+def no_rows(x: Tensor | Quantized) -> Tensor | Quantized:
+    """Rows of the same kind, but none; what is no tensor is left for `dispatch` to refuse."""
+    if isinstance(x, Quantized):
+        return Quantized(_none_of(x.data), None if x.scales is None else _none_of(x.scales))
+    return _none_of(x)
+
+
+def _none_of(rows: Tensor) -> Tensor:
+    return rows[:0] if isinstance(rows, Tensor) and rows.dim() > 0 else rows
 
 
 def typed(

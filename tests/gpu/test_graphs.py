@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from test_streams import EXPERTS, HIDDEN, NUM_RANKS, TOKENS, TOP_K, expected, inputs, make, on_device, run
 
 import weft
+from weft import reference
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -53,6 +55,115 @@ def test_replays_with_changing_routing(layout: str, heap_bytes: int | None) -> N
                     between = ep.dispatch(*parts)
                     assert torch.equal(between.x.cpu(), expected(9)[0][comm.rank].x)
             stream.synchronize()
+        ep.check()
+        graph.reset()
+        ep.close()
+
+    run(work)
+
+
+def rows_of(kind: str, x: torch.Tensor, seed: int) -> tuple[torch.Tensor, ...]:
+    """What is dispatched in place of x: itself, or data and scales."""
+    if kind == "fp8":
+        return reference.quantize_fp8(x)
+    if kind == "bytes":
+        gen = torch.Generator().manual_seed(seed)
+        sizes = ((len(x), HIDDEN // 2), (len(x), HIDDEN // 16))  # of NVFP4
+        return tuple(torch.randint(0, 256, size, generator=gen, dtype=torch.uint8) for size in sizes)
+    return (x,)
+
+
+def one(rows: Sequence[torch.Tensor]) -> torch.Tensor | weft.Quantized:
+    """The argument of dispatch."""
+    return rows[0] if len(rows) == 1 else weft.Quantized(*rows)
+
+
+def parts_of(x: torch.Tensor | weft.Quantized) -> list[torch.Tensor]:
+    """The other way round."""
+    return [x] if isinstance(x, torch.Tensor) else [part for part in (x.data, x.scales) if part is not None]
+
+
+def outputs_of(weights: torch.Tensor, layout: str) -> torch.Tensor:
+    """Expert outputs that depend on the received weights alone."""
+    of_rows = weights[..., 0] if layout == "rank_major" else weights
+    return (of_rows[..., None] * torch.arange(1, HIDDEN + 1, device=weights.device)).bfloat16()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+@pytest.mark.parametrize("kind", ["plain", "fp8", "bytes", "quantized", "by column"])
+def test_all_that_travels_in_a_graph(kind: str, layout: str) -> None:
+    """Rows of every kind, side values, a bias, FP8 on the way back, captured right after warmup(): each replay gives
+    what the reference does.
+    """
+    capacity = NUM_RANKS * TOKENS * (TOP_K if layout == "expert_major" else 1)
+    made: dict[str, Any] = {"quantize": "fp8"} if kind in ("quantized", "by column") else {}
+    made |= {"scale_layout": "column_major"} if kind == "by column" else {}
+    options: dict[str, Any] = {"layout": layout, "capacity": capacity, **made}
+
+    def given(seed: int) -> list[list[torch.Tensor]]:
+        """Of each rank: rows in one or two parts, ids, weights, bias."""
+        xs, ids, weights = inputs(seed)
+        return [[*rows_of(kind, x, seed + 10 * r), ids[r], weights[r], -x.float()] for r, x in enumerate(xs)]
+
+    def wanted(seed: int) -> list[tuple[reference.Dispatched, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Of each rank: the dispatch, sums with a bias, summed side values, sums that travelled as FP8."""
+        all_given = given(seed)
+        there = reference.dispatch(
+            [one(parts[:-3]) for parts in all_given],
+            [parts[-3] for parts in all_given],
+            [parts[-2] for parts in all_given],
+            num_experts=EXPERTS,
+            **(options | {"capacity": capacity if layout == "masked" else None}),
+        )
+        ys = [outputs_of(each.topk_weights, layout) for each in there]
+        sides, biases = [each.topk_weights for each in there], [parts[-1] for parts in all_given]
+        sums = reference.combine(ys, there, sides=sides, biases=biases)
+        small = reference.combine(ys, there, wire="fp8")
+        return [(d, *of_rank, of_fp8) for d, of_rank, of_fp8 in zip(there, sums, small, strict=True)]
+
+    expected_of = {seed: wanted(seed) for seed in range(1, 4)}
+
+    def work(comm: weft.Communicator) -> None:
+        ep = make(comm)
+        places = [part.to(comm.device) for part in given(0)[comm.rank]]
+        x = one(places[:-3])
+        ep.warmup(x=x, side=True, **options)
+        ep.warmup(x=x, wire="fp8", **options)
+
+        def step() -> tuple[weft.Dispatched, torch.Tensor, torch.Tensor, torch.Tensor]:
+            ids, weights, bias = places[-3:]
+            r = ep.dispatch(x, ids, weights, **options)
+            y = outputs_of(r.topk_weights, layout)
+            total, side = ep.combine(y, r.handle, side=r.topk_weights, bias=bias)
+            return r, total, side, ep.combine(y, r.handle, wire="fp8")
+
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(comm.device)
+        torch.cuda.current_stream(comm.device).synchronize()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            r, *results = step()
+            graph.capture_end()
+            for seed, there_and_sums in expected_of.items():
+                for place, values in zip(places, given(seed)[comm.rank], strict=True):
+                    as_bytes(place).copy_(as_bytes(values))
+                for each in (*parts_of(r.x), *results):
+                    each.view(torch.uint8).fill_(0x5A) if each.is_contiguous() else each.fill_(0)
+                graph.replay()
+                stream.synchronize()
+                there, *sums = there_and_sums[comm.rank]
+                counts = there.num_tokens_per_expert
+                assert torch.equal(r.num_tokens_per_expert.cpu(), counts), f"counts, replay {seed}"
+                is_row = torch.arange(capacity) < counts[:, None]
+                for got, want in zip(parts_of(r.x), parts_of(there.x), strict=True):
+                    assert got.dtype == want.dtype
+                    rows = is_row if layout == "masked" else slice(len(want))
+                    assert torch.equal(as_bytes(got.cpu())[rows], as_bytes(want)[rows]), f"rows, replay {seed}"
+                for name, got, want in zip(("sums", "side", "FP8 on the wire"), results, sums, strict=True):
+                    assert torch.equal(got.cpu(), want), f"{name}, replay {seed}"
         ep.check()
         graph.reset()
         ep.close()

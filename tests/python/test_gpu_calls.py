@@ -82,6 +82,27 @@ def call_asynchronously(state: RankState, seed: int) -> tuple[torch.Tensor, torc
     return x, y
 
 
+def warm_up_for_rows_of_all_kinds(state: RankState, seed: int) -> int:
+    ep = make(state)
+    rows = weft.Quantized(torch.ones(3, 64, dtype=torch.uint8), torch.ones(3, 4))
+    by_column = weft.Quantized(rows.data, torch.ones(4, 4).T[:3])
+    for x in (rows, by_column, weft.Quantized(rows.data), torch.ones(3, 64).bfloat16()):
+        ep.warmup(x=x, side=True, layout="expert_major", capacity=4)
+    with pytest.raises(weft.InvalidArgument, match="x is a list"):
+        ep.warmup(x=[1.0])  # type: ignore[arg-type]
+    with pytest.raises(weft.InvalidArgument, match="multiples of 16"):
+        ep.warmup(x=weft.Quantized(torch.ones(3, 8, dtype=torch.uint8)))
+    r = ep.dispatch(rows, torch.tensor([[0, 1], [1, 2], [3, -1]]))
+    assert isinstance(r.x, weft.Quantized)
+    ep.close()
+    return int(r.num_rows)
+
+
+def test_warmup_for_rows_of_all_kinds(pool: Any) -> None:
+    """It sends none of the rows that it is shown."""
+    assert sum(pool.run(2, warm_up_for_rows_of_all_kinds, [0, 0])) == 2 * 4
+
+
 def test_asynchronous_calls(pool: Any) -> None:
     for x, y in pool.run(2, call_asynchronously, [0, 0]):
         ranks = torch.tensor([1, 2, 1, 1]).view(4, 1)  # that each token reaches

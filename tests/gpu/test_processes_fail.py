@@ -1,0 +1,261 @@
+"""Guards against processes that die at one point of a kernel, and against one that is stopped and wakes up too late.
+
+Points: some of a rank's headers have gone out, or some of its rows. The victim's kernels are compiled from a changed
+copy of the headers; they stop there for good, in the first operation behind calls that went well, and the process is
+killed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import signal
+import struct
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from test_streams import EXPERTS, HIDDEN, TOKENS, TOP_K, inputs
+
+import weft
+from gpu_ranks import NUM_GPUS
+from weft import kernel_paths, reference
+
+pytestmark = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
+NUM_RANKS, VICTIM, GOOD_CALLS = 4, 1, 2
+LEFT = [rank for rank in range(NUM_RANKS) if rank != VICTIM]
+CAPACITY = NUM_RANKS * TOKENS
+
+
+class Point(NamedTuple):
+    """Where block 0 of a kernel stops: in front of some text of a file below include/weft/kernels."""
+
+    mode: str
+    file: str
+    text: str
+    only_if: str = "true"
+
+
+NOTIFY = "transport::notify("
+POINTS = {
+    "dispatch, no counts are told": Point("throughput", "dispatch_count.cuh", f"if (this->is_peer(peer)) {NOTIFY}"),
+    "dispatch, one peer has the counts": Point(
+        "throughput", "dispatch_count.cuh", f"if (this->is_peer(peer)) {NOTIFY}", "peer != 0"
+    ),
+    "dispatch, some rows are there": Point(
+        "throughput", "dispatch_send.cuh", "if (lane == 0) ptx::bulk_store(s.x[to] + row_there", "row_there > 4"
+    ),
+    "dispatch, rows are not announced": Point("throughput", "dispatch.cuh", f"if (state_.is_peer(peer)) {NOTIFY}"),
+    "dispatch, one peer knows of its rows": Point(
+        "throughput", "dispatch.cuh", f"if (state_.is_peer(peer)) {NOTIFY}", "peer != 0"
+    ),
+    "combine, nothing is told": Point("throughput", "combine.cuh", f"{NOTIFY}b_.a.view, Phase::kCount"),
+    "combine, some rows are there": Point(
+        "throughput", "combine_push.cuh", "u8* place = b_.landing(item", "item.index > 2"
+    ),
+    "combine, the end is not announced": Point("throughput", "combine.cuh", f"if (has_peer) {NOTIFY}"),
+    "combine, one peer knows of the end": Point("throughput", "combine.cuh", f"if (has_peer) {NOTIFY}", "peer != 0"),
+    "small dispatch, nothing is told": Point(
+        "latency", "small_dispatch.cuh", "if (blockIdx.x == 0 && s_.is_peer(s_.lane)) transport::notify"
+    ),
+    "small dispatch, some rows are there": Point(
+        "latency",
+        "small_dispatch_send.cuh",
+        "const Picks picks = picks_of(token);\n      if constexpr (kConfig.is_q",
+        "token > 2",
+    ),
+    "small dispatch, one peer knows of its rows": Point(
+        "latency", "small_dispatch.cuh", f"{NOTIFY}s_.a.view, Phase::kSend", "s_.lane != 0"
+    ),
+    "small combine, nothing is told": Point(
+        "latency", "small_combine.cuh", "if (block == 0 && has_peer(flight)) transport::notify"
+    ),
+    "small combine, one peer knows of its sums": Point(
+        "latency", "small_combine.cuh", f"if (has_peer(flight)) {NOTIFY}view, Phase::kReduce", "b_.lane != 0"
+    ),
+}
+FLIGHTS = {"combine.cuh": "b_.flight", "combine_push.cuh": "b_.flight", "small_dispatch.cuh": "s_.flight"}
+
+
+def changed_paths(folder: Path, point: Point) -> dict[str, str]:
+    """`kernel_paths.compiler_paths` with a copy of the headers in which the point stops, and no cache."""
+    paths = kernel_paths.compiler_paths(cache="")
+    include = Path(shutil.copytree(paths["include"], folder / "include"))
+    file = include / "weft" / "kernels" / point.file
+    text = file.read_text()
+    assert text.count(point.text) == 1, f"{point.file} has this {text.count(point.text)} times: {point.text}"
+    operation = f"{FLIGHTS.get(point.file, 'flight')}.turn.sequence"
+    stop = f"if (blockIdx.x == 0 && {operation} > {2 * GOOD_CALLS} && ({point.only_if})) for (;;) ptx::nanosleep(1000);"
+    file.write_text(text.replace(point.text, f"{stop}\n{point.text}"))
+    return {**paths, "include": str(include)}
+
+
+class Calls:
+    """A dispatch and combine of the same data again and again, and what they must give to the ranks that are left."""
+
+    def __init__(self, comm: weft.Communicator, mode: str) -> None:
+        shape = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "max_tokens_per_rank": TOKENS}
+        self.comm, self.mode = comm, mode
+        self.ep = weft.ExpertParallel(comm, **shape, num_sms=4, deadline_s=60.0)  # type: ignore[arg-type]
+        self._inputs = [[part[comm.rank].to(comm.device) for part in inputs(seed)] for seed in range(3)]
+        self._rows, self._sums = [], []
+        for seed in range(3):
+            given = reference.dispatch(*inputs(seed), num_experts=EXPERTS, active_ranks=LEFT)
+            self._rows.append(given[comm.rank].x)
+            self._sums.append(reference.combine([each.x for each in given], given)[comm.rank])
+
+    def dispatch(self, seed: int = 0) -> weft.Dispatched:
+        """With a capacity: the host does not wait."""
+        return self.ep.dispatch(*self._inputs[seed], capacity=CAPACITY, mode=self.mode)
+
+    def combine(self, r: weft.Dispatched, deadline_s: float | None = None) -> torch.Tensor:
+        """Of an ordinary tensor: large batches push it to their owners."""
+        return self.ep.combine(r.x.clone(), r.handle, mode=self.mode, deadline_s=deadline_s)
+
+    def run(self) -> None:
+        """Both, and an error if there was one."""
+        self.combine(self.dispatch())
+        self.check()
+
+    def check(self) -> None:
+        """Raises what has gone wrong up to now."""
+        torch.cuda.current_stream().synchronize()
+        self.ep.check()
+
+    def compare(self, seed: int) -> None:
+        """`run` after a rebuild, with other data than the call before: every word is right."""
+        r = self.dispatch(seed)
+        y = self.combine(r)
+        self.check()
+        rows = self._rows[seed]
+        assert int(r.num_rows) == len(rows)
+        assert torch.equal(r.x[: len(rows)].cpu(), rows), f"rows of data {seed}"
+        assert torch.equal(y.cpu(), self._sums[seed]), f"sums of data {seed}"
+
+
+def first_error(call: Callable[[], object]) -> tuple[int, weft.Error]:
+    """Call until it raises -> how often it did not, and the error."""
+    num_calls = 0
+    while True:
+        try:
+            call()
+        except weft.Error as error:
+            return num_calls, error
+        num_calls += 1
+
+
+def spawned(work: Callable[[weft.Communicator], Any]) -> list[Any]:
+    if torch.cuda.is_initialized():
+        pytest.skip("CUDA is in use in this process: run the tests of processes alone")
+    return weft.spawn(work, NUM_RANKS, device="cuda", on_failure="return")
+
+
+@pytest.mark.parametrize("name", POINTS)
+def test_processes_of_which_one_dies_at_a_point(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others name it, in the call in which it stopped, and go on without it."""
+    point = POINTS[name]
+
+    def work(comm: weft.Communicator) -> tuple[int, tuple[int, ...]]:
+        with tempfile.TemporaryDirectory() as folder:
+            if comm.rank == VICTIM:
+                paths = changed_paths(Path(folder), point)
+                monkeypatch.setattr(kernel_paths, "compiler_paths", lambda cache=None: paths)
+            return live(comm)
+
+    def live(comm: weft.Communicator) -> tuple[int, tuple[int, ...]]:
+        calls = Calls(comm, point.mode)
+        for _ in range(GOOD_CALLS):
+            calls.run()
+        if comm.rank == VICTIM:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        num_calls, error = first_error(calls.run)
+        assert isinstance(error, weft.PeerLost)
+        comm.rebuild(LEFT)
+        for seed in range(3):
+            calls.compare(seed)
+        calls.ep.close()
+        return num_calls, error.ranks
+
+    outcomes = spawned(work)
+    assert isinstance(outcomes.pop(VICTIM), weft.PeerLost)
+    assert outcomes == [(0, (VICTIM,))] * len(LEFT)
+
+
+class Board:
+    """Words of a page that all ranks share, of which a GPU can write one."""
+
+    PID, BEFORE, AFTER, AWAKE, LAST = range(5)
+
+    def __init__(self) -> None:
+        self._page = mmap.mmap(-1, mmap.PAGESIZE)
+
+    def get(self, idx: int) -> int:
+        return int(struct.unpack_from("q", self._page, 8 * idx)[0])
+
+    def set(self, idx: int, value: int) -> None:
+        struct.pack_into("q", self._page, 8 * idx, value)
+
+    def tensor(self) -> torch.Tensor:
+        """The words, pinned: a copy to them needs no thread of this process."""
+        words = torch.frombuffer(self._page, dtype=torch.int64)
+        assert torch.cuda.cudart().cudaHostRegister(words.data_ptr(), mmap.PAGESIZE, 0) == 0
+        return words
+
+
+@pytest.mark.parametrize("mode", ["throughput", "latency"])
+def test_processes_of_which_one_is_stopped_and_wakes_up(mode: str) -> None:
+    """Its combine begins when the others have gone on without it: it finds their headers of then, and stores its rows.
+
+    They lie in memory that nobody else has. A GPU goes on while its process is stopped, so the combine waits behind a
+    sleep, and a word in the others' memory tells that it is through.
+    """
+    board = Board()
+
+    def stop(calls: Calls) -> str:
+        words, ones = board.tensor(), torch.ones(1, dtype=torch.int64, device=calls.comm.device)
+        r = calls.dispatch()
+        calls.check()
+        torch.cuda._sleep(12_000_000_000)
+        words[Board.BEFORE : Board.BEFORE + 1].copy_(ones, non_blocking=True)
+        calls.combine(r)
+        words[Board.AFTER : Board.AFTER + 1].copy_(ones, non_blocking=True)
+        board.set(Board.PID, os.getpid())
+        os.kill(os.getpid(), signal.SIGSTOP)
+        torch.cuda.current_stream().synchronize()
+        _, error = first_error(calls.run)
+        board.set(Board.AWAKE, 1)
+        calls.ep.close()
+        return type(error).__name__
+
+    def go_on(calls: Calls) -> tuple[tuple[int, ...], bool]:
+        calls.combine(calls.dispatch(), deadline_s=2.0)
+        with pytest.raises(weft.PeerTimeout) as caught:
+            calls.check()
+        calls.comm.rebuild(LEFT)
+        was_early, number = board.get(Board.BEFORE) == 0, 0
+        while board.get(Board.LAST) == 0 or number < board.get(Board.LAST):
+            calls.compare(number % 3)
+            number += 1
+            if calls.comm.rank != LEFT[0]:
+                continue
+            if board.get(Board.AFTER) == 1 and board.get(Board.AWAKE) == 0:
+                os.kill(board.get(Board.PID), signal.SIGCONT)
+            if board.get(Board.AWAKE) == 1 and board.get(Board.LAST) == 0:
+                board.set(Board.LAST, number + 3)  # the others are one call ahead at most
+        calls.ep.close()
+        return caught.value.peers, was_early
+
+    def work(comm: weft.Communicator) -> Any:
+        calls = Calls(comm, mode)
+        for _ in range(GOOD_CALLS):
+            calls.run()
+        return stop(calls) if comm.rank == VICTIM else go_on(calls)
+
+    outcomes = spawned(work)
+    assert outcomes.pop(VICTIM) == "PeerLost"
+    assert outcomes == [((VICTIM,), True)] * len(LEFT)
