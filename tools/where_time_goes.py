@@ -54,7 +54,7 @@ PLACES = {  # of an operation: header, statement, the place in front of it, the 
     ),
 }
 BASES = {"dispatch": "small_dispatch_state.cuh", "combine": "small_combine_block.cuh"}  # that the others include
-SLOTS = 32
+SLOTS, MOST_BLOCKS = 32, 128
 HELPERS = """namespace weft::kernels {
 
 __device__ inline u64* noted() { __shared__ u64 at[SLOTS]; return at; }
@@ -70,7 +70,7 @@ __device__ inline void end_notes(i32 end) {
   __syncthreads();
   if (threadIdx.x >= SLOTS || noted()[threadIdx.x] == 0 || noted()[ZERO] == 0) return;
   const u64 at = noted()[threadIdx.x], zero = noted()[ZERO];
-  u64* sums = reinterpret_cast<u64*>(ADDRESSull) + 2 * threadIdx.x;
+  u64* sums = reinterpret_cast<u64*>(ADDRESSull) + 2 * (blockIdx.x * SLOTS + threadIdx.x);
   atomicAdd(&sums[0], threadIdx.x == 0 ? zero - at : at - zero);
   atomicAdd(&sums[1], u64{1});
 }
@@ -87,8 +87,8 @@ def places_of(op):
 
 
 def noting_headers(folder, op, address):
-    """A copy of the headers whose kernels of `op` add up cycles from ZERO, and counts, of each place at an address of
-    the GPU. Raises ValueError if a text is not there once.
+    """A copy of the headers whose kernels of `op` add up, of each block and place, cycles from ZERO and how many times,
+    at an address of the GPU. Raises ValueError if a text is not there once.
     """
     places = places_of(op)
     kernels = Path(shutil.copytree(kernel_paths.compiler_paths()["include"], folder)) / "weft" / "kernels"
@@ -144,10 +144,10 @@ class Layer:
 
 
 def on_the_gpu(comm, folder):
-    """-> {(op, tokens): (us of a call with notes, MHz, {place: us from ZERO, mean of blocks})}."""
+    """-> {(op, tokens): (us of a call with notes, MHz, {place: us from ZERO of each block, NaN if it never is there})}."""
     found, kept, number = {}, [], 0
     for op in PLACES:
-        sums = torch.zeros(2 * SLOTS, dtype=torch.int64, device=comm.device)
+        sums = torch.zeros(MOST_BLOCKS, SLOTS, 2, dtype=torch.int64, device=comm.device)
         headers = noting_headers(Path(folder) / f"{comm.rank} {op}", op, sums.data_ptr())
         original = kernel_paths.compiler_paths
         for tokens in (MOST_TOKENS, 32, 8):
@@ -169,10 +169,9 @@ def on_the_gpu(comm, folder):
             clock_mhz = torch.cuda.clock_rate(comm.device)
             torch.cuda.synchronize()
             call_us = statistics.median(a.elapsed_time(b) for a, b in times[LEFT_OUT:]) * 1e3 / (10 * REPLAYS)
-            pairs = sums.view(-1, 2).tolist()
-            places = {name: pair for name, pair in zip(places_of(op), pairs, strict=False) if pair[1]}
-            means = {name: cycles / count / clock_mhz for name, (cycles, count) in places.items()}
-            found[op, tokens] = call_us, clock_mhz, means
+            blocks = sums[sums[:, 0, 1] > 0].double()
+            means = (blocks[..., 0] / blocks[..., 1] / clock_mhz).T.tolist()
+            found[op, tokens] = call_us, clock_mhz, dict(zip(places_of(op), means, strict=False))
     KEPT.append(dict(weft.gpu._gpus))
     for layer, graph, _ in kept:
         layer.ep.check()
@@ -244,6 +243,16 @@ def on_the_host(comm):
     return found
 
 
+def summary(of_ranks):
+    """Of the times of a place in each block of each rank: their mean, and that of the block that comes last."""
+    means = [statistics.mean(times) for times in zip(*of_ranks, strict=True)]
+    there = [(each, block) for block, each in enumerate(means) if each == each]  # without NaN
+    if not there:
+        return None
+    last_us, last = max(there)
+    return {"mean_us": statistics.mean(each for each, _ in there), "last_us": last_us, "last_block": last}
+
+
 def run_rank(comm, folder):
     """The host first: its kernels come from the cache."""
     torch.cuda.set_device(comm.device)
@@ -262,9 +271,11 @@ def main():
         print(json.dumps({"kind": "host", "ranks": num_ranks, "mode": mode, "op": op, **parts}))
     for op, tokens in ranks[0][1]:
         calls_us, clocks_mhz, places = zip(*(gpu[op, tokens] for _, gpu in ranks), strict=True)
-        means = {name: statistics.mean(of_rank[name] for of_rank in places) for name in places[0]}
         row = {"kind": "places", "ranks": num_ranks, "op": op, "tokens": tokens, "time_us": max(calls_us)}
-        print(json.dumps({**row, "clock_mhz": statistics.mean(clocks_mhz), "places_us": means}))
+        row |= {"clock_mhz": statistics.mean(clocks_mhz), "blocks": len(places[0][END])}
+        summaries = {name: summary([of_rank[name] for of_rank in places]) for name in places[0]}
+        row["places"] = {name: found for name, found in summaries.items() if found is not None}
+        print(json.dumps(row))
 
 
 if __name__ == "__main__":

@@ -216,10 +216,9 @@ class Board:
 
 @pytest.mark.parametrize("mode", ["throughput", "latency"])
 def test_processes_of_which_one_is_stopped_and_wakes_up(mode: str) -> None:
-    """Its combine begins when the others have gone on without it: it finds their headers of then, and stores its rows.
-
-    They lie in memory that nobody else has. A GPU goes on while its process is stopped, so the combine waits behind a
-    sleep, and a word in the others' memory tells that it is through.
+    """Its combine begins when the others have gone on without it: it finds their headers of then, and stores its rows in
+    memory that nobody else has. A GPU goes on while its process is stopped, so the combine waits behind a sleep, and a
+    word in the others' memory tells that it is through.
     """
     board = Board()
 
@@ -227,9 +226,9 @@ def test_processes_of_which_one_is_stopped_and_wakes_up(mode: str) -> None:
         words, ones = board.tensor(), torch.ones(1, dtype=torch.int64, device=calls.comm.device)
         r = calls.dispatch()
         calls.check()
-        torch.cuda._sleep(12_000_000_000)
+        torch.cuda._sleep(10_000_000_000)
         words[Board.BEFORE : Board.BEFORE + 1].copy_(ones, non_blocking=True)
-        calls.combine(r)
+        calls.combine(r, deadline_s=2.0)
         words[Board.AFTER : Board.AFTER + 1].copy_(ones, non_blocking=True)
         board.set(Board.PID, os.getpid())
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -264,5 +263,5 @@ def test_processes_of_which_one_is_stopped_and_wakes_up(mode: str) -> None:
         return stop(calls) if comm.rank == VICTIM else go_on(calls)
 
     outcomes = spawned(work)
-    assert outcomes.pop(VICTIM) == "PeerLost"
+    assert outcomes.pop(VICTIM) in ("PeerLost", "PeerTimeout")
     assert outcomes == [((VICTIM,), True)] * len(LEFT)
