@@ -1,9 +1,11 @@
 """Writes docs/performance.md from benchmarks/results/gpu_*.jsonl: `python benchmarks/performance.py`.
 
 Every figure of the page is one of these files', the output of `weft bench --suite`, `weft bench --who-is-late`, `weft
-verify --kill` (all with `--json`), tools/soak.py and wait_cost.py; a test compares the page with what this writes.
-Missed targets come first.
+verify --kill` (all with `--json`), and of tools/soak.py, wait_cost.py, where_time_goes.py and example_runs.py; a test
+compares the page with what this writes. Missed targets come first.
 """
+
+# check: allow file-size: a function for each section of the page
 
 from __future__ import annotations
 
@@ -325,6 +327,65 @@ def wait_costs() -> str:
     return f"## What bounded waits and wait statistics cost\n\n{table(columns, cells)}" if cells else ""
 
 
+def where_time_goes() -> str:
+    """What tools/where_time_goes.py measured: places of small kernels, parts of host times."""
+    text = ""
+    for file in sorted(RESULTS.glob("gpu_where_time_goes*.jsonl")):
+        rows = read_rows(file)
+        text += (
+            f"{file.stem}: {rows[0]['machine']}, commit {rows[0]['commit']}. Kernels for small batches: us from the "
+            "moment when the flight has begun and the kernel in front has ended; mean of blocks, and the block that "
+            "comes last. Noting takes some of it.\n\n"
+        )
+        places = [row for row in rows if row["kind"] == "places"]
+        for op in dict.fromkeys(row["op"] for row in places):
+            found = [row for row in places if row["op"] == op]
+            columns = (op, *(f"T = {row['tokens']}, {row['blocks']} SMs" for row in found))
+            names = list(
+                dict.fromkeys(name for row in found for name in row["places"] if not name.startswith("flight"))
+            )
+            cells = [(name, *(_place(name, row["places"].get(name)) for row in found)) for name in names]
+            cells.append(("from a call to the next, in a graph", *(f"{row['time_us']:.1f}" for row in found)))
+            text += table(columns, cells)
+        cells = [
+            (f"{row['op']}, {row['mode']}", f"{row['host_us']:.1f}", f"{row['native_us']:.1f}")
+            for row in rows
+            if row["kind"] == "host"
+        ]
+        text += table(("eager call on the host, us", "whole", "in the native module"), cells)
+    return f"## Where the time goes\n\n{text}" if text else ""
+
+
+def _place(name: str, found: Row | None) -> str:
+    if found is None:
+        return ""
+    sign = -1 if name == "first instruction" else 1
+    return f"{sign * found['mean_us']:.1f}, {sign * found['last_us']:.1f} (block {found['last_block']})"
+
+
+def examples() -> str:
+    """What the examples printed, and how far the demo's losses are from those without Weft."""
+    text = ""
+    for file in sorted(RESULTS.glob("gpu_examples*.jsonl")):
+        rows = read_rows(file)
+        text += f"{file.stem}: {rows[0]['machine']}, commit {rows[0]['commit']}, `--device cuda`.\n\n"
+        for row in (row for row in rows if row["kind"] == "example"):
+            heading = f"`{row['name']} --ranks {row['ranks']}`, status {row['status']}"
+            if "demo" not in row:
+                text += f"{heading}:\n```text\n" + "".join(f"{line}\n" for line in row["lines"]) + "```\n\n"
+                continue
+            demo = row["demo"]
+            text += (
+                f"{heading}: {demo['placement']}, {len(demo['losses'])} steps; loss {demo['losses'][0]:.4f} -> "
+                f"{demo['losses'][-1]:.4f}, on one rank without Weft {demo['baseline_losses'][0]:.4f} -> "
+                f"{demo['baseline_losses'][-1]:.4f}; largest difference {demo['early_difference']:.4%} in the first "
+                f"{demo['config']['early_steps']} steps (allowed {demo['config']['early_tolerance']:.1%}), "
+                f"{demo['overall_difference']:.2%} between means of {demo['config']['window']} "
+                f"(allowed {demo['config']['tolerance']:.0%}).\n\n"
+            )
+    return f"## Examples\n\n{text}" if text else ""
+
+
 def compile_times() -> str:
     """CPU seconds a kernel, by architecture."""
     cells = []
@@ -362,6 +423,8 @@ def page() -> str:
             sanitizers(),
             late_ranks(),
             wait_costs(),
+            where_time_goes(),
+            examples(),
             compile_times(),
             peers,
         )

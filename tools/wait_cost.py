@@ -62,7 +62,7 @@ def copy_of_headers(folder, change):
 
 
 def captured(call):
-    """CALLS of it in a graph -> (graph, what must stay alive)."""
+    """CALLS of it in a graph -> (graph, what must stay alive: inputs too)."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -70,7 +70,7 @@ def captured(call):
         for _ in range(CALLS):
             kept = None  # one result is alive at a time
             kept = call()
-    return graph, kept
+    return graph, (call, kept)
 
 
 def calls_of(comm, headers, number, tokens):
@@ -107,7 +107,7 @@ def run_rank(comm, folders):
     """-> {(op, tokens, kernels): us of each sample}."""
     torch.cuda.set_device(comm.device)
     number, found, kept = 0, {}, []
-    for tokens in (MOST_TOKENS, 8):
+    for tokens in (MOST_TOKENS, 32, 8):
         graphs = {}
         for kernels, folder in folders.items():
             ep, graphs[kernels] = calls_of(comm, folder, number, tokens)

@@ -3,7 +3,7 @@
 python tools/where_time_goes.py [RANKS] > gpu_where_time_goes.jsonl
 
 GPU: kernels from copies of the headers that note the SM's clock at named places into shared memory, and add them up
-behind their end, in CUDA graphs. Host: whole calls, their native part, and of that the launch.
+behind their end, in CUDA graphs. Host: whole calls, and their native part.
 docs/benchmarking.md, "Where the time goes", explains the fields.
 """
 
@@ -144,7 +144,7 @@ class Layer:
 
 
 def on_the_gpu(comm, folder):
-    """-> {(op, tokens): (us of a call with notes, MHz, {place: us from ZERO of each block, NaN if it never is there})}."""
+    """-> {(op, tokens): (us of a call, MHz, {place: us from ZERO of each block, NaN if it never is there})}."""
     found, kept, number = {}, [], 0
     for op in PLACES:
         sums = torch.zeros(MOST_BLOCKS, SLOTS, 2, dtype=torch.int64, device=comm.device)
@@ -213,16 +213,6 @@ def host_us(call):
     return statistics.median(times) * 1e6
 
 
-def launch_us(call):
-    """Of the launches of a call, as CUPTI sees them."""
-    with torch.profiler.profile() as profile:
-        for _ in range(HOST_ROUND):
-            call()
-        torch.cuda.synchronize()
-    launches = [each for each in profile.key_averages() if each.key.startswith("cuLaunch")]
-    return sum(each.self_cpu_time_total for each in launches) / HOST_ROUND
-
-
 def on_the_host(comm):
     """-> {(mode, op): {part: us}}."""
     found = {}
@@ -237,7 +227,6 @@ def on_the_host(comm):
             native_us = timed.seconds / HOST_CALLS * 1e6
             window.native = timed.native
             found[mode, op] = {"host_us": whole_us, "native_us": native_us}
-            found[mode, op]["launch_us"] = launch_us(call)
         layer.ep.check()
         layer.ep.close()
     return found

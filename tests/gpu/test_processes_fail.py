@@ -216,9 +216,9 @@ class Board:
 
 @pytest.mark.parametrize("mode", ["throughput", "latency"])
 def test_processes_of_which_one_is_stopped_and_wakes_up(mode: str) -> None:
-    """Its combine begins when the others have gone on without it: it finds their headers of then, and stores its rows in
-    memory that nobody else has. A GPU goes on while its process is stopped, so the combine waits behind a sleep, and a
-    word in the others' memory tells that it is through.
+    """Its combine begins when the others have gone on without it: it finds their headers of then, and stores its rows
+    in memory that nobody else has. A GPU goes on while its process is stopped, so the combine waits behind a sleep, and
+    a word in the others' memory tells that it is through.
     """
     board = Board()
 
