@@ -333,9 +333,9 @@ def where_time_goes() -> str:
     for file in sorted(RESULTS.glob("gpu_where_time_goes*.jsonl")):
         rows = read_rows(file)
         text += (
-            f"{file.stem}: {rows[0]['machine']}, commit {rows[0]['commit']}. Kernels for small batches: us from the "
-            "moment when the flight has begun and the kernel in front has ended; mean of blocks, and the block that "
-            "comes last. Noting takes some of it.\n\n"
+            f"{file.stem}: {rows[0]['machine']}, commit {rows[0]['commit']}. Kernels for small batches, us of each "
+            "block from its own flight begun, when it has read its control words: mean of blocks, and the block with "
+            "the largest. Noting takes some of it.\n\n"
         )
         places = [row for row in rows if row["kind"] == "places"]
         for op in dict.fromkeys(row["op"] for row in places):
@@ -359,8 +359,9 @@ def where_time_goes() -> str:
 def _place(name: str, found: Row | None) -> str:
     if found is None:
         return ""
-    sign = -1 if name == "first instruction" else 1
-    return f"{sign * found['mean_us']:.1f}, {sign * found['last_us']:.1f} (block {found['last_block']})"
+    if name == "the kernel in front has ended":  # until then
+        return f"-{found['mean_us']:.1f}"
+    return f"{found['mean_us']:.1f}, {found['last_us']:.1f} (block {found['last_block']})"
 
 
 def examples() -> str:

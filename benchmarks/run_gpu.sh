@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Runs what docs/performance.md is made of on a machine with several GPUs: benchmarks/run_gpu.sh FOLDER [STEP...]
-# Steps: bench small late cost tune soak kill compile examples sanitize (without any: all). Each writes FOLDER/gpu_STEP.jsonl and FOLDER/STEP.log, and
-# goes on with the next if it fails. Builds the native module beside the sources if it is not there. PYTHON names the
+# Steps: bench small late cost where tune soak kill compile examples sanitize (without any: all). Each writes
+# FOLDER/gpu_STEP.jsonl and FOLDER/STEP.log, and goes on with the next if it fails. Builds the native module beside the sources if it is not there. PYTHON names the
 # interpreter; SECONDS_EACH bounds a step; COMMIT is written where a tree without git knows none.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=$1
 shift
 steps=("$@")
-[ ${#steps[@]} -gt 0 ] || steps=(bench small late cost tune soak kill compile examples sanitize)
+[ ${#steps[@]} -gt 0 ] || steps=(bench small late cost where tune soak kill compile examples sanitize)
 python=${PYTHON:-python3}
 limit=${SECONDS_EACH:-600}
 mkdir -p "$folder"
@@ -39,6 +39,7 @@ for step in "${steps[@]}"; do
     late) run late "${weft[@]}" bench --device cuda --who-is-late --late-rank 1 --late-us 1000 --tokens 128 --hidden 7168 \
       --experts 256 --capacity 8192 --layout expert_major --json ;;
     cost) run wait_cost "$python" tools/wait_cost.py ;;
+    where) run where_time_goes "$python" tools/where_time_goes.py ;;
     tune) run tune "${weft[@]}" tune --device cuda --output "$folder/tuning.json" --json ;;
     soak) run soak "$python" tools/soak.py --device cuda --seconds 60 --graph-seconds 90 --repeats 40 ;;
     kill) run kill "${weft[@]}" verify --kill --device cuda --trials 34 --deaths 3 --experts 64 --top-k 8 --dtype bf16 \

@@ -21,20 +21,28 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 NAMES = ("moe_layer", "overlap_gemm", "decode_overlap", "decode_graph")
 PROGRAMS = {f"{name}.py": [str(EXAMPLES / f"{name}.py")] for name in NAMES}
 PROGRAMS["weft demo"] = ["-m", "weft.cli", "demo", "--json"]
-TIMEOUT_S = 300.0
+TIMEOUT_S, TIMED_OUT = 300.0, 124
 
 
 def run(program: str, device: str, ranks: int) -> dict[str, Any]:
     """One of them -> what it printed and how it ended; of the demo its own object."""
     words = [sys.executable, *PROGRAMS[program], "--device", device, "--ranks", str(ranks)]
     start = time.monotonic()
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
-    if done.returncode:
-        print(done.stderr[-3000:], file=sys.stderr)
-    row: dict[str, Any] = {"kind": "example", "name": program, "ranks": ranks, "status": done.returncode}
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+        status, said, complaints = done.returncode, done.stdout, done.stderr
+    except subprocess.TimeoutExpired:
+        status, said, complaints = TIMED_OUT, "", f"{program} took more than {TIMEOUT_S:.0f} s"
+    if status:
+        print(complaints[-3000:], file=sys.stderr)
+    row: dict[str, Any] = {"kind": "example", "name": program, "ranks": ranks, "status": status}
     row["seconds"] = round(time.monotonic() - start, 1)
-    lines = done.stdout.rstrip().splitlines()
-    return row | ({"demo": json.loads(lines[-1])} if "--json" in words and lines else {"lines": lines})
+    lines = said.rstrip().splitlines()
+    if status or "--json" not in words:
+        return {**row, "lines": lines}
+    demo = json.loads(lines[-1])
+    del demo["expert_load"]  # a table
+    return {**row, "demo": demo}
 
 
 def main() -> int:
@@ -44,12 +52,12 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     options = parser.parse_args()
     print(json.dumps({"kind": "machine", **apart(machine_facts, options.device)}), flush=True)
-    status = 0
+    status = False
     for program in PROGRAMS:
         row = run(program, options.device, options.ranks)
         print(json.dumps(row), flush=True)
-        status |= int(row["status"] != 0)
-    return status
+        status |= row["status"] != 0
+    return int(status)
 
 
 if __name__ == "__main__":

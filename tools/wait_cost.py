@@ -1,10 +1,10 @@
 """What bounded waits and wait statistics cost small batches: python tools/wait_cost.py [RANKS] > gpu_wait_cost.jsonl
 
-Dispatch (masked, BF16 to FP8) and combine of T = 128 and 8 tokens a rank are captured in CUDA graphs with the kernels
-as they are, and with kernels from changed copies of the headers: without the abort poll and the deadline, and without
-the statistics. Graphs of all kinds are replayed in turn, so that what drifts falls on all. Prints JSON lines: `time_us`
-is the median of the slowest rank, `saved_us` that of its differences from the kernels as they are. Needs a GPU for
-each rank, 4 unless said.
+Dispatch (masked, BF16 to FP8) and combine of T = 128, 32 and 8 tokens a rank are captured in CUDA graphs with the
+kernels as they are, and with kernels from changed copies of the headers: without the abort poll and the deadline, and
+without the statistics. Graphs of all kinds are replayed in turn, so that what drifts falls on all. Prints JSON lines:
+`time_us` is the median of the slowest rank, `saved_us` that of its differences from the kernels as they are. Needs a
+GPU for each rank, 4 unless said.
 """
 
 import json

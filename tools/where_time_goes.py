@@ -4,7 +4,7 @@ python tools/where_time_goes.py [RANKS] > gpu_where_time_goes.jsonl
 
 GPU: kernels from copies of the headers that note the SM's clock at named places into shared memory, and add them up
 behind their end, in CUDA graphs. Host: whole calls, and their native part.
-docs/benchmarking.md, "Where the time goes", explains the fields.
+docs/benchmarking.md explains the fields.
 """
 
 import json
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-from wait_cost import captured
+from wait_cost import CALLS, captured
 
 import weft
 import weft.gpu
@@ -25,7 +25,7 @@ from weft.bench.apart import apart
 from weft.bench.suite import machine_facts
 
 DISPATCH, COMBINE, RECEIVE = "small_dispatch.cuh", "small_combine.cuh", "small_dispatch_receive.cuh"
-FIRST, ZERO, END = "first instruction", "flight begun: the kernel in front has ended", "end of the block"
+FIRST, ZERO, END = "the kernel in front has ended", "flight begun: control words read", "end of the block"
 NOTIFY_ROWS = """    if (s_.is_peer(s_.lane)) {
       transport::notify(s_.a.view, Phase::kSend, s_.flight, s_.lane, static_cast<i32>(blockIdx.x));
     }
@@ -168,7 +168,7 @@ def on_the_gpu(comm, folder):
                 times.append((begin, end))
             clock_mhz = torch.cuda.clock_rate(comm.device)
             torch.cuda.synchronize()
-            call_us = statistics.median(a.elapsed_time(b) for a, b in times[LEFT_OUT:]) * 1e3 / (10 * REPLAYS)
+            call_us = statistics.median(a.elapsed_time(b) for a, b in times[LEFT_OUT:]) * 1e3 / (CALLS * REPLAYS)
             blocks = sums[sums[:, 0, 1] > 0].double()
             means = (blocks[..., 0] / blocks[..., 1] / clock_mhz).T.tolist()
             found[op, tokens] = call_us, clock_mhz, dict(zip(places_of(op), means, strict=False))
@@ -200,17 +200,17 @@ class Timed:
 
 
 def host_us(call):
-    """Of a call: median over calls, none of which finds more than a few in front of it on the GPU."""
-    times = []
+    """Of a call: mean over calls, of which none finds HOST_ROUND others in front of it on the GPU."""
+    seconds = 0.0
     for number in range(HOST_CALLS):
         if number % HOST_ROUND == 0:
             torch.cuda.synchronize()
         begin = time.perf_counter()
         result = call()
-        times.append(time.perf_counter() - begin)
+        seconds += time.perf_counter() - begin
         del result
     torch.cuda.synchronize()
-    return statistics.median(times) * 1e6
+    return seconds / HOST_CALLS * 1e6
 
 
 def on_the_host(comm):
@@ -233,7 +233,7 @@ def on_the_host(comm):
 
 
 def summary(of_ranks):
-    """Of the times of a place in each block of each rank: their mean, and that of the block that comes last."""
+    """Of the times of a place in each block of each rank: their mean, and the block where it is largest."""
     means = [statistics.mean(times) for times in zip(*of_ranks, strict=True)]
     there = [(each, block) for block, each in enumerate(means) if each == each]  # without NaN
     if not there:

@@ -406,7 +406,8 @@ class ExpertParallel:
 
         Args:
             x: rows like those that calls will send, of which none is sent here; None: [T, H] in the object's dtype.
-            wire, weighted: as in `combine`. side: there will be side values.
+            wire, weighted: as in `combine`.
+            side: there will be side values.
 
         Raises:
             As dispatch and combine. CompileError: a kernel could not be compiled.

@@ -14,6 +14,7 @@ import signal
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from gpu_ranks import NUM_GPUS
 from weft import kernel_paths, reference
 
 pytestmark = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
-NUM_RANKS, VICTIM, GOOD_CALLS = 4, 1, 2
+NUM_RANKS, VICTIM, GOOD_CALLS, GIVE_UP_S = 4, 1, 2, 60.0
 LEFT = [rank for rank in range(NUM_RANKS) if rank != VICTIM]
 CAPACITY = NUM_RANKS * TOKENS
 
@@ -39,7 +40,11 @@ class Point(NamedTuple):
     file: str
     text: str
     only_if: str = "true"
-    is_through: tuple[int, ...] = ()  # ranks that had all they needed, so that their call ended well
+    is_through: tuple[int, ...] = ()  # ranks that have all they need, so that their call ends well
+
+    def num_ended(self, rank: int) -> int:
+        """Dispatches and combines, after those that went well, that end well on a rank that is left."""
+        return int("combine" in self.file) + int(rank in self.is_through)
 
 
 NOTIFY = "transport::notify("
@@ -49,11 +54,14 @@ POINTS = {
         "throughput", "dispatch_count.cuh", f"if (this->is_peer(peer)) {NOTIFY}", "peer != 0"
     ),
     "dispatch, some rows are there": Point(
-        "throughput", "dispatch_send.cuh", "if (lane == 0) ptx::bulk_store(s.x[to] + row_there", "row_there > 4"
+        "throughput",
+        "dispatch_send.cuh",
+        "if (lane == 0) ptx::bulk_store(s.x[to] + row_there",
+        "row_there > s.start[to] + 4",
     ),
     "dispatch, rows are not announced": Point("throughput", "dispatch.cuh", f"if (state_.is_peer(peer)) {NOTIFY}"),
     "dispatch, one peer knows of its rows": Point(
-        "throughput", "dispatch.cuh", f"if (state_.is_peer(peer)) {NOTIFY}", "peer != 0"
+        "throughput", "dispatch.cuh", f"if (state_.is_peer(peer)) {NOTIFY}", "peer != 0", is_through=(0,)
     ),
     "combine, nothing is told": Point("throughput", "combine.cuh", f"{NOTIFY}b_.a.view, Phase::kCount"),
     "combine, some rows are there": Point(
@@ -73,7 +81,7 @@ POINTS = {
         "token > 2",
     ),
     "small dispatch, one peer knows of its rows": Point(
-        "latency", "small_dispatch.cuh", f"{NOTIFY}s_.a.view, Phase::kSend", "s_.lane != 0"
+        "latency", "small_dispatch.cuh", f"{NOTIFY}s_.a.view, Phase::kSend", "s_.lane != 0", is_through=(0,)
     ),
     "small combine, nothing is told": Point(
         "latency", "small_combine.cuh", "if (block == 0 && has_peer(flight)) transport::notify"
@@ -89,114 +97,10 @@ POINTS = {
 FLIGHTS = {"combine.cuh": "b_.flight", "combine_push.cuh": "b_.flight", "small_dispatch.cuh": "s_.flight"}
 
 
-def changed_paths(folder: Path, point: Point) -> dict[str, str]:
-    """`kernel_paths.compiler_paths` with a copy of the headers in which the point stops, and no cache."""
-    paths = kernel_paths.compiler_paths(cache="")
-    include = Path(shutil.copytree(paths["include"], folder / "include"))
-    file = include / "weft" / "kernels" / point.file
-    text = file.read_text()
-    assert text.count(point.text) == 1, f"{point.file} has this {text.count(point.text)} times: {point.text}"
-    operation = f"{FLIGHTS.get(point.file, 'flight')}.turn.sequence"
-    stop = f"if (blockIdx.x == 0 && {operation} > {2 * GOOD_CALLS} && ({point.only_if})) for (;;) ptx::nanosleep(1000);"
-    file.write_text(text.replace(point.text, f"{stop}\n{point.text}"))
-    return {**paths, "include": str(include)}
-
-
-class Calls:
-    """A dispatch and combine of the same data again and again, and what they must give to the ranks that are left."""
-
-    def __init__(self, comm: weft.Communicator, mode: str) -> None:
-        shape = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "max_tokens_per_rank": TOKENS}
-        self.comm, self.mode = comm, mode
-        self.ep = weft.ExpertParallel(comm, **shape, num_sms=4, deadline_s=60.0)  # type: ignore[arg-type]
-        self._inputs = [[part[comm.rank].to(comm.device) for part in inputs(seed)] for seed in range(3)]
-        self._rows, self._sums = [], []
-        for seed in range(3):
-            given = reference.dispatch(*inputs(seed), num_experts=EXPERTS, active_ranks=LEFT)
-            self._rows.append(given[comm.rank].x)
-            self._sums.append(reference.combine([each.x for each in given], given)[comm.rank])
-
-    def dispatch(self, seed: int = 0) -> weft.Dispatched:
-        """With a capacity: the host does not wait."""
-        return self.ep.dispatch(*self._inputs[seed], capacity=CAPACITY, mode=self.mode)
-
-    def combine(self, r: weft.Dispatched, deadline_s: float | None = None) -> torch.Tensor:
-        """Of an ordinary tensor: large batches push it to their owners."""
-        return self.ep.combine(r.x.clone(), r.handle, mode=self.mode, deadline_s=deadline_s)
-
-    def run(self) -> None:
-        """Both, and an error if there was one."""
-        self.combine(self.dispatch())
-        self.check()
-
-    def check(self) -> None:
-        """Raises what has gone wrong up to now."""
-        torch.cuda.current_stream().synchronize()
-        self.ep.check()
-
-    def compare(self, seed: int) -> None:
-        """`run` after a rebuild, with other data than the call before: every word is right."""
-        r = self.dispatch(seed)
-        y = self.combine(r)
-        self.check()
-        rows = self._rows[seed]
-        assert int(r.num_rows) == len(rows)
-        assert torch.equal(r.x[: len(rows)].cpu(), rows), f"rows of data {seed}"
-        assert torch.equal(y.cpu(), self._sums[seed]), f"sums of data {seed}"
-
-
-def first_error(call: Callable[[], object]) -> tuple[int, weft.Error]:
-    """Call until it raises -> how often it did not, and the error."""
-    num_calls = 0
-    while True:
-        try:
-            call()
-        except weft.Error as error:
-            return num_calls, error
-        num_calls += 1
-
-
-def spawned(work: Callable[[weft.Communicator], Any]) -> list[Any]:
-    if torch.cuda.is_initialized():
-        pytest.skip("CUDA is in use in this process: run the tests of processes alone")
-    return weft.spawn(work, NUM_RANKS, device="cuda", on_failure="return")
-
-
-@pytest.mark.parametrize("name", POINTS)
-def test_processes_of_which_one_dies_at_a_point(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others name it, in the call in which it stopped or the next, and go on without it."""
-    point = POINTS[name]
-
-    def work(comm: weft.Communicator) -> tuple[int, tuple[int, ...]]:
-        with tempfile.TemporaryDirectory() as folder:
-            if comm.rank == VICTIM:
-                paths = changed_paths(Path(folder), point)
-                monkeypatch.setattr(kernel_paths, "compiler_paths", lambda cache=None: paths)
-            return live(comm)
-
-    def live(comm: weft.Communicator) -> tuple[int, tuple[int, ...]]:
-        calls = Calls(comm, point.mode)
-        for _ in range(GOOD_CALLS):
-            calls.run()
-        if comm.rank == VICTIM:
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        num_calls, error = first_error(calls.run)
-        assert isinstance(error, weft.PeerLost)
-        comm.rebuild(LEFT)
-        for seed in range(3):
-            calls.compare(seed)
-        calls.ep.close()
-        return num_calls, error.ranks
-
-    outcomes = spawned(work)
-    assert isinstance(outcomes.pop(VICTIM), weft.PeerLost)
-    assert outcomes == [(int(rank in point.is_through), (VICTIM,)) for rank in LEFT]
-
-
 class Board:
     """Words of a page that all ranks share, of which a GPU can write one."""
 
-    PID, BEFORE, AFTER, AWAKE, LAST = range(5)
+    PID, BEFORE, AFTER, AWAKE, LAST, ENDED = range(6)  # ENDED + rank: its operations that ended well
 
     def __init__(self) -> None:
         self._page = mmap.mmap(-1, mmap.PAGESIZE)
@@ -212,6 +116,136 @@ class Board:
         words = torch.frombuffer(self._page, dtype=torch.int64)
         assert torch.cuda.cudart().cudaHostRegister(words.data_ptr(), mmap.PAGESIZE, 0) == 0
         return words
+
+
+def changed_paths(folder: Path, point: Point, reached: int) -> dict[str, str]:
+    """`kernel_paths.compiler_paths` with a copy of the headers in which the point stops, and no cache. Who gets there
+    says so in the word at the address `reached`.
+    """
+    paths = kernel_paths.compiler_paths(cache="")
+    include = Path(shutil.copytree(paths["include"], folder / "include"))
+    file = include / "weft" / "kernels" / point.file
+    text = file.read_text()
+    assert text.count(point.text) == 1, f"{point.file} has this {text.count(point.text)} times: {point.text}"
+    operation = f"{FLIGHTS.get(point.file, 'flight')}.turn.sequence"
+    stop = f"if (blockIdx.x == 0 && {operation} > {2 * GOOD_CALLS} && ({point.only_if})) {{\n"
+    stop += f"*reinterpret_cast<volatile u64*>({reached}ull) = 1; for (;;) ptx::nanosleep(1000); }}"
+    file.write_text(text.replace(point.text, f"{stop}\n{point.text}"))
+    return {**paths, "include": str(include)}
+
+
+class Calls:
+    """A dispatch and combine of the same data again and again, and what they must give to the ranks that are left."""
+
+    def __init__(self, comm: weft.Communicator, mode: str) -> None:
+        shape = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "max_tokens_per_rank": TOKENS}
+        self.comm, self.mode = comm, mode
+        self.ep = weft.ExpertParallel(comm, **shape, num_sms=4, deadline_s=2 * GIVE_UP_S)  # type: ignore[arg-type]
+        self._inputs = [[part[comm.rank].to(comm.device) for part in inputs(seed)] for seed in range(3)]
+        self._received: weft.Dispatched | None = None
+        self._rows, self._sums = [], []
+        for seed in range(3):
+            given = reference.dispatch(*inputs(seed), num_experts=EXPERTS, active_ranks=LEFT)
+            self._rows.append(given[comm.rank].x)
+            self._sums.append(reference.combine([each.x for each in given], given)[comm.rank])
+
+    def dispatch(self, seed: int = 0) -> weft.Dispatched:
+        """With a capacity: the host does not wait."""
+        return self.ep.dispatch(*self._inputs[seed], capacity=CAPACITY, mode=self.mode)
+
+    def combine(self, r: weft.Dispatched, deadline_s: float | None = None) -> torch.Tensor:
+        """Of an ordinary tensor: large batches push it to their owners."""
+        return self.ep.combine(r.x.clone(), r.handle, mode=self.mode, deadline_s=deadline_s)
+
+    def step(self) -> None:
+        """The next of both, and an error if there was one."""
+        received, self._received = self._received, None
+        if received is None:
+            self._received = self.dispatch()
+        else:
+            self.combine(received)
+        self.check()
+
+    def run(self) -> None:
+        """Both."""
+        self.step()
+        self.step()
+
+    def check(self) -> None:
+        """Raises what has gone wrong up to now."""
+        torch.cuda.current_stream().synchronize()
+        self.ep.check()
+
+    def compare(self, seed: int) -> None:
+        """Both after a rebuild, with other data than the call before: every word is right."""
+        r = self.dispatch(seed)
+        y = self.combine(r)
+        self.check()
+        rows = self._rows[seed]
+        assert int(r.num_rows) == len(rows)
+        assert torch.equal(r.x[: len(rows)].cpu(), rows), f"rows of data {seed}"
+        assert torch.equal(y.cpu(), self._sums[seed]), f"sums of data {seed}"
+
+
+def first_error(call: Callable[[], object], note: Callable[[int], None] = lambda num_calls: None) -> weft.Error:
+    """Call until it raises; `note` is told how often it has not."""
+    num_calls = 0
+    while True:
+        try:
+            call()
+        except weft.Error as error:
+            return error
+        num_calls += 1
+        note(num_calls)
+
+
+def kill_at(point: Point, board: Board, reached: torch.Tensor) -> None:
+    """Kill this process when it has come to the point and the others as far as they can."""
+    give_up_at = time.monotonic() + GIVE_UP_S
+    while int(reached) == 0 or any(board.get(Board.ENDED + rank) < point.num_ended(rank) for rank in LEFT):
+        if time.monotonic() > give_up_at:
+            break  # the others tell how far they came
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def spawned(work: Callable[[weft.Communicator], Any]) -> list[Any]:
+    if torch.cuda.is_initialized():
+        pytest.skip("CUDA is in use in this process: run the tests of processes alone")
+    return weft.spawn(work, NUM_RANKS, device="cuda", on_failure="return")
+
+
+@pytest.mark.parametrize("name", POINTS)
+def test_processes_of_which_one_dies_at_a_point(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others name it in the operation in which it stopped, or the next if they had all they needed; and go on."""
+    point, board = POINTS[name], Board()
+
+    def work(comm: weft.Communicator) -> tuple[int, tuple[int, ...]]:
+        with tempfile.TemporaryDirectory() as folder:
+            reached = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+            if comm.rank == VICTIM:
+                paths = changed_paths(Path(folder), point, reached.data_ptr())
+                monkeypatch.setattr(kernel_paths, "compiler_paths", lambda cache=None: paths)
+            return live(comm, reached)
+
+    def live(comm: weft.Communicator, reached: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+        calls = Calls(comm, point.mode)
+        for _ in range(GOOD_CALLS):
+            calls.run()
+        if comm.rank == VICTIM:
+            threading.Thread(target=kill_at, args=(point, board, reached)).start()
+        mine = Board.ENDED + comm.rank
+        error = first_error(calls.step, lambda num_calls: board.set(mine, num_calls))
+        assert isinstance(error, weft.PeerLost)
+        comm.rebuild(LEFT)
+        for seed in range(3):
+            calls.compare(seed)
+        calls.ep.close()
+        return board.get(mine), error.ranks
+
+    outcomes = spawned(work)
+    assert isinstance(outcomes.pop(VICTIM), weft.PeerLost)
+    assert outcomes == [(point.num_ended(rank), (VICTIM,)) for rank in LEFT]
 
 
 @pytest.mark.parametrize("mode", ["throughput", "latency"])
@@ -233,20 +267,29 @@ def test_processes_of_which_one_is_stopped_and_wakes_up(mode: str) -> None:
         board.set(Board.PID, os.getpid())
         os.kill(os.getpid(), signal.SIGSTOP)
         torch.cuda.current_stream().synchronize()
-        _, error = first_error(calls.run)
+        error = first_error(calls.run)
         board.set(Board.AWAKE, 1)
         calls.ep.close()
         return type(error).__name__
 
     def go_on(calls: Calls) -> tuple[tuple[int, ...], bool]:
+        try:
+            return without_it(calls)
+        except BaseException:  # or the stopped one would stay, and nobody would be told why
+            if board.get(Board.PID) != 0:
+                os.kill(board.get(Board.PID), signal.SIGCONT)
+            raise
+
+    def without_it(calls: Calls) -> tuple[tuple[int, ...], bool]:
         calls.combine(calls.dispatch(), deadline_s=2.0)
         with pytest.raises(weft.PeerTimeout) as caught:
             calls.check()
         calls.comm.rebuild(LEFT)
-        was_early, number = board.get(Board.BEFORE) == 0, 0
+        was_early, number, give_up_at = board.get(Board.BEFORE) == 0, 0, time.monotonic() + GIVE_UP_S
         while board.get(Board.LAST) == 0 or number < board.get(Board.LAST):
             calls.compare(number % 3)
             number += 1
+            assert time.monotonic() < give_up_at, [board.get(idx) for idx in range(Board.ENDED)]
             if calls.comm.rank != LEFT[0]:
                 continue
             if board.get(Board.AFTER) == 1 and board.get(Board.AWAKE) == 0:

@@ -82,8 +82,25 @@ def call_asynchronously(state: RankState, seed: int) -> tuple[torch.Tensor, torc
     return x, y
 
 
-def warm_up_for_rows_of_all_kinds(state: RankState, seed: int) -> int:
+def warm_up_for_rows_of_all_kinds(state: RankState, seed: int) -> tuple[list[Any], list[Any]]:
+    """-> type and number of rows of each dispatch; of each combine whether there is side, and `empty_output`."""
     ep = make(state)
+    dispatches, combines, outputs = [], [], []
+    dispatch, combine, empty_output = ep.dispatch, ep.combine, ep.empty_output
+
+    def noted_dispatch(x: Any, *args: Any, **options: Any) -> Any:
+        dispatches.append((type(x).__name__, len(getattr(x, "data", x))))
+        return dispatch(x, *args, **options)
+
+    def noted_combine(y: Any, *args: Any, **options: Any) -> Any:
+        combines.append((options["side"] is not None, y is outputs[-1]))
+        return combine(y, *args, **options)
+
+    def noted_output(dispatched: weft.Dispatched) -> torch.Tensor:
+        outputs.append(empty_output(dispatched))
+        return outputs[-1]
+
+    ep.dispatch, ep.combine, ep.empty_output = noted_dispatch, noted_combine, noted_output  # type: ignore[method-assign]
     rows = weft.Quantized(torch.ones(3, 64, dtype=torch.uint8), torch.ones(3, 4))
     by_column = weft.Quantized(rows.data, torch.ones(4, 4).T[:3])
     for x in (rows, by_column, weft.Quantized(rows.data), torch.ones(3, 64).bfloat16()):
@@ -92,15 +109,16 @@ def warm_up_for_rows_of_all_kinds(state: RankState, seed: int) -> int:
         ep.warmup(x=[1.0])  # type: ignore[arg-type]
     with pytest.raises(weft.InvalidArgument, match="multiples of 16"):
         ep.warmup(x=weft.Quantized(torch.ones(3, 8, dtype=torch.uint8)))
-    r = ep.dispatch(rows, torch.tensor([[0, 1], [1, 2], [3, -1]]))
-    assert isinstance(r.x, weft.Quantized)
     ep.close()
-    return int(r.num_rows)
+    return dispatches, combines
 
 
 def test_warmup_for_rows_of_all_kinds(pool: Any) -> None:
-    """It sends none of the rows that it is shown."""
-    assert sum(pool.run(2, warm_up_for_rows_of_all_kinds, [0, 0])) == 2 * 4
+    """Dispatch, its repetition and both combines in each window, with the kind of rows that it is shown, but none."""
+    for dispatches, combines in pool.run(2, warm_up_for_rows_of_all_kinds, [0, 0]):
+        refused = [("list", 1), ("Quantized", 0)]
+        assert dispatches == [("Quantized", 0)] * 12 + [("Tensor", 0)] * 4 + refused
+        assert combines == [(True, True), (True, False)] * 8
 
 
 def test_asynchronous_calls(pool: Any) -> None:

@@ -77,7 +77,7 @@ def test_a_run_becomes_tables_and_missed_targets_come_first(
     (tmp_path / "gpu_compile_1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in built))
     machine = {"kind": "machine", "machine": "2 x GPU", "commit": "abc"}
     first, last = ({"mean_us": us, "last_us": us + 0.2, "last_block": 7} for us in (0.5, 6.0))
-    places = {"first instruction": first, "flight begun": last, "end": last}
+    places = {"the kernel in front has ended": first, "flight begun": last, "end": last}
     dispatch = {"kind": "places", "op": "dispatch", "time_us": 9.0, "blocks": 32}
     rows = [machine, {**dispatch, "tokens": 8, "places": places}, {**dispatch, "tokens": 1, "places": {"end": last}}]
     rows.append({"kind": "host", "op": "combine", "mode": "latency", "host_us": 14.04, "native_us": 5.0})
@@ -91,7 +91,7 @@ def test_a_run_becomes_tables_and_missed_targets_come_first(
     monkeypatch.setattr(performance, "RESULTS", tmp_path)
     page = performance.page()
     assert "No run is" not in page
-    assert "| first instruction | -0.5, -0.7 (block 7) |  |" in page
+    assert "| the kernel in front has ended | -0.5 |  |" in page
     assert "| end | 6.0, 6.2 (block 7) | 6.0, 6.2 (block 7) |" in page
     assert "flight begun |" not in page
     assert "| combine, latency | 14.0 | 5.0 |" in page
