@@ -263,7 +263,7 @@ def main():
         row = {"kind": "places", "ranks": num_ranks, "op": op, "tokens": tokens, "time_us": max(calls_us)}
         row |= {"clock_mhz": statistics.mean(clocks_mhz), "blocks": len(places[0][END])}
         summaries = {name: summary([of_rank[name] for of_rank in places]) for name in places[0]}
-        row["places"] = {name: found for name, found in summaries.items() if found is not None}
+        row["places"] = [{"place": name, **found} for name, found in summaries.items() if found is not None]
         print(json.dumps(row))
 
 

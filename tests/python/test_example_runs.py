@@ -7,11 +7,12 @@ import json
 import example_runs
 import pytest
 
+DEMO = {**dict.fromkeys(example_runs.DEMO_KEYS, 2.0), "expert_load": [1]}
 STUBS = {
     "good.py": ["-c", "import sys; print('a'); print(sys.argv[1:])"],
     "bad.py": ["-c", "print('so far'); raise SystemExit(3)"],
     "late.py": ["-c", "import time; time.sleep(60)"],
-    "weft demo": ["-c", 'print(\'{"losses": [2.0], "expert_load": [1]}\')', "--json"],
+    "weft demo": ["-c", f"print({json.dumps(DEMO)!r})", "--json"],
 }
 
 
@@ -25,7 +26,7 @@ def test_every_program_has_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert (good["status"], good["lines"]) == (0, ["a", "['--device', 'cpu', '--ranks', '3']"])
     assert (bad["status"], bad["lines"]) == (3, ["so far"])
     assert (late["status"], late["lines"]) == (example_runs.TIMED_OUT, [])
-    assert demo["demo"] == {"losses": [2.0]}
+    assert demo["demo"] == dict.fromkeys(example_runs.DEMO_KEYS, 2.0)
     assert [row["name"] for row in (good, bad, late, demo)] == list(STUBS)
 
 
