@@ -402,7 +402,8 @@ class ExpertParallel:
 
         On a GPU: compiles and loads the kernels of a dispatch with `options` (those of `dispatch`: layout, alignment,
         quantize, scale_layout, zero_holes, capacity, max_tokens, num_sms, mode, staged) and ids of `topk_dtype`, its
-        repetition and its combine, from the heap and of ordinary tensors, by running each without tokens.
+        repetition and its combine, from the heap and of ordinary tensors, by running each without tokens. Takes
+        the memory of one result and of two outputs meanwhile.
 
         Args:
             x: rows like those that calls will send, of which none is sent here; None: [T, H] in the object's dtype.

@@ -7,6 +7,7 @@ killed.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import shutil
@@ -277,7 +278,8 @@ def test_processes_of_which_one_is_stopped_and_wakes_up(mode: str) -> None:
             return without_it(calls)
         except BaseException:  # or the stopped one would stay, and nobody would be told why
             if board.get(Board.PID) != 0:
-                os.kill(board.get(Board.PID), signal.SIGCONT)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(board.get(Board.PID), signal.SIGCONT)
             raise
 
     def without_it(calls: Calls) -> tuple[tuple[int, ...], bool]:
