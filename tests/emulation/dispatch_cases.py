@@ -28,6 +28,7 @@ from weft.quantized import Quantized
 
 DROPPED, NOWHERE = -2, -1
 RUN_TIMEOUT_S = 60.0
+MUTANT_TIMEOUT_NS = 5_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +189,8 @@ class Runner:
         self.dispatcher = Dispatcher(self.world, self.call, self.wire, mutant)
         self.ranks = range(case.shape.num_ranks)
         self.world.set_members(case.active_ranks)
+        if mutant is not None:  # some never end
+            self.world.set_timeout(MUTANT_TIMEOUT_NS)
         self.streams: list[list[Launch]] = [[] for _ in self.ranks]
         self.num_operations = 0
 

@@ -158,6 +158,12 @@ EXPERT_MUTANTS = (
         "if (lane < end - first) {",
         "if (lane < 0) {",
     ),
+    Mutant(
+        "each lane tells by what it has read itself",
+        "weft/kernels/dispatch_tell.cuh",
+        "__shfl_sync(0xffffffffu, read, mine * kLanesEach)",
+        "read",
+    ),
 )
 
 

@@ -31,12 +31,15 @@ class DispatchTell : public DispatchState<kConfig> {
     const i32 mine = lane / kLanesEach;
     u32 seen = 0, num_told = 0;
     while (__any_sync(0xffffffffu, (seen & kAllArrived) == 0 ? 1 : 0) != 0) {
-      const u32 now = sync::wait_any_change(&s.num_arrived[mine], seen);
-      if (__any_sync(0xffffffffu, now != seen) == 0) {  // the GPU has gone wrong: nothing more is said to anyone
+      const u32 read = sync::wait_any_change(&s.num_arrived[mine], seen);
+      if (__any_sync(0xffffffffu, read != seen) == 0) {  // the GPU has gone wrong: nothing more is said to anyone
         if (lane == 0) this->fail(transport::ErrorCause::kDeadline, Phase::kSend, this->rank());
         return false;
       }
-      if (__any_sync(0xffffffffu, now == kPostStops) != 0) return false;
+      if (__any_sync(0xffffffffu, read == kPostStops) != 0) return false;
+      // Lanes may have read the word at different times, and share out what is new: one of them says what that is.
+      const u32 now = __shfl_sync(0xffffffffu, read, mine * kLanesEach);
+      __syncwarp();  // all lanes see what that one has acquired
       // What bulk stores have written is released by another thread than the one that has seen them complete.
       ptx::fence_proxy_async_global();
       ptx::fence_sys();

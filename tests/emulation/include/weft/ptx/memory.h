@@ -1,5 +1,5 @@
 // Stands in for include/weft/ptx/memory.h. After a signal was sent, and after one was seen, the block may sleep: what others do
-// meanwhile they do long before this block does what comes next.
+// meanwhile they do long before this block does what comes next. Lanes of a warp read and write at different times.
 #pragma once
 
 #include "weft/config/base.h"
@@ -12,7 +12,10 @@ inline u64 ld_acquire_sys(const u64* word) {
   return value;
 }
 
-inline u64 ld_relaxed_sys(const u64* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
+inline u64 ld_relaxed_sys(const u64* word) {
+  emulation::block->maybe_yield();
+  return __atomic_load_n(word, __ATOMIC_RELAXED);
+}
 
 inline void ld_relaxed_sys(const u64* words, u64 (&values)[2]) {
   for (i32 idx = 0; idx < 2; ++idx) values[idx] = ld_relaxed_sys(words + idx);
@@ -23,7 +26,10 @@ inline void st_release_sys(u64* word, u64 value) {
   emulation::maybe_sleep();
 }
 
-inline void st_relaxed_sys(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELAXED); }
+inline void st_relaxed_sys(u64* word, u64 value) {
+  __atomic_store_n(word, value, __ATOMIC_RELAXED);
+  emulation::block->maybe_yield();
+}
 
 inline void fence_sys() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 

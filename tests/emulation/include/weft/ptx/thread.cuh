@@ -40,9 +40,11 @@ inline void st_release_cta(u32* word, u32 value) {
   emulation::block->maybe_yield();
 }
 
-// Read in a loop, so that others must have their turn.
+// Read in a loop, so that others must have their turn. Lanes of a warp may read at different times, some much later.
 inline u32 ld_acquire_cta(const u32* word) {
-  emulation::block->poll("ld_acquire_cta", false);
+  do {
+    emulation::block->poll("ld_acquire_cta", false);
+  } while (emulation::random_below(8) == 0);
   return *word;
 }
 
