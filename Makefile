@@ -36,7 +36,7 @@ demo: $(installed) ## train a small MoE language model over four ranks (DEMO="--
 
 .PHONY: test
 test: native-test $(installed) ## run every test (TESTS="tests/python -k capacity" for some)
-	$(python) -m pytest $(TESTS)
+	$(python) -m pytest $(if $(TESTS),$(TESTS),-n $(JOBS) --maxprocesses 8 --dist loadscope)
 
 .PHONY: native-test
 native-test: $(environment) ## build and run the C++ tests alone

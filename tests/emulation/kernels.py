@@ -55,7 +55,7 @@ class Compiler:
     """Compiles each source once, some at a time. Everything lies in one folder, which `close` removes."""
 
     def __init__(self, jobs: int = 2) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="weft-emulation-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="emulated-"))
         self._pool = ThreadPoolExecutor(jobs)
         self._lock = threading.Lock()
         self._includes: dict[Mutant | None, Path] = {}

@@ -126,7 +126,7 @@ class Streams:
         """Leaves no process behind. Raises LaunchFailed, and what compiling raises."""
         for launch in itertools.chain(*self._streams):
             launch.program.result()
-        with tempfile.TemporaryDirectory(prefix="weft-emulation-") as folder:
+        with tempfile.TemporaryDirectory(prefix="emulated-") as folder:
             threads = [
                 threading.Thread(target=self._run_stream, args=(rank, Path(folder)))
                 for rank in range(len(self._streams))

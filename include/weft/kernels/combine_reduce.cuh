@@ -100,7 +100,7 @@ class CombineReduce {
   __device__ bool load_token(Writer& writer, i32 index, i32 row) {
     const bool is_lost = row >= 0 && !is_there(index, row);
     if (is_lost) b_.leave();
-    if (__any_sync(0xffffffffu, is_lost) || b_.has_failed()) return false;
+    if (__any_sync(0xffffffffu, is_lost || b_.has_failed())) return false;
     u32 loaded = __ballot_sync(0xffffffffu, row >= 0);  // whose rows come into slots
     i32 own = -1;
     u16 own_place = kNoOwn;
