@@ -198,6 +198,8 @@ class GpuCalls(NativeCalls):
                 if side is not None and idx == 0:
                     args.has_side, args.side, args.side_out = True, side.data_ptr(), side_out.data_ptr()
                 if row_bias is not None:
+                    # The half that receives reads it, when the caller may have overwritten it.
+                    row_bias = row_bias.clone() if call.is_staged else row_bias
                     args.bias, args.bias_is_2d = row_bias.data_ptr(), row_bias.dim() == 2
                     args.bias_is_fp32 = row_bias.dtype == torch.float32
                 run.launch(native.combine, args, (sum_into, side_out, row_bias, send_plan))

@@ -394,8 +394,7 @@ class Runner:
         for rank in self.case.active_ranks:
             bad_at = [_is_bad(r.given[rank].ids, self.case.shape).flatten().nonzero().flatten() for r in rounds]
             wanted = next(((len(at), int(at[0])) for at in reversed(bad_at) if len(at) > 0), (0, 0))
-            names = ("host.num_bad_ids", "host.first_bad_at")
-            told = tuple(self.memory.word(self.world.host[rank] + self.world.layout[name]) for name in names)
+            told = divmod(self.memory.word(self.world.host[rank] + self.world.layout["host.bad_ids"]), 1 << 32)
             if told != wanted:
                 found.append(f"rank {rank}: the host was told of {told} for bad ids and the first, not {wanted}")
         return found

@@ -100,8 +100,10 @@ def test_halves_on_other_streams(layout: str) -> None:
                 r.wait()
                 rows = r.x.clone()
             here.wait_stream(other)
-            half = ep.combine(rows, r.handle, staged=True)
-            rows.fill_(7)
+            bias = torch.zeros(HIDDEN, device=comm.device)
+            half = ep.combine(rows, r.handle, bias=bias, staged=True)
+            for each in (rows, bias):
+                each.fill_(7)
             with torch.cuda.stream(other):
                 y = half.wait().clone()
             half.wait()  # once more, for the stream here

@@ -37,8 +37,8 @@ class Combine {
     if (peer < kRanks) read_place(peer);
     // The rows were written by other kernels and acquired by generic loads; bulk loads read them next.
     ptx::fence_proxy_async();
-    __syncthreads();
-    if (b_.has_failed()) return;
+    // Said by all together: a warp that plays its role already may fail before another has come from the barrier.
+    if (__syncthreads_or(b_.has_failed() ? 1 : 0) != 0) return;
     take_role(static_cast<i32>(threadIdx.x / ptx::kWarpLanes));
     __syncthreads();
     if (b_.has_failed()) return;

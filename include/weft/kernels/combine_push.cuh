@@ -52,7 +52,7 @@ class CombinePush {
         break;
       }
       // After a failure the plan is read to its end, but nothing more is loaded.
-      if (!b_.has_failed()) load_piece(writer, piece);
+      if (__any_sync(0xffffffffu, b_.has_failed()) == 0) load_piece(writer, piece);
       __syncwarp();
       if (b_.lane == 0) ptx::mbarrier_arrive(&b_.s.plan_empty[piece % 2]);
     }
@@ -159,7 +159,8 @@ class CombinePush {
     u32 seen = 0, posted = 0;
     while (posted < sync::kMaxProgress) {
       const u32 now = sync::wait_any_change(word, seen);
-      if (__any_sync(0xffffffffu, now != seen) == 0 || __any_sync(0xffffffffu, now == kPostStops) != 0) return;
+      if (__any_sync(0xffffffffu, now != seen) == 0) return b_.fail_copy();
+      if (__any_sync(0xffffffffu, now == kPostStops) != 0) return;
       seen = now;
       u32 least = now;
 #pragma unroll

@@ -41,8 +41,7 @@ class Dispatch {
     constexpr i32 kFirstWaiting = 32;  // the first warp may still be loading
     const transport::Verdict so_far = is_counted ? transport::Verdict::kOk : transport::Verdict::kBroken;
     const transport::Verdict verdict = transport::wait_all(a.view, Phase::kCount, flight, 0, kFirstWaiting, so_far);
-    if (verdict == transport::Verdict::kOk) count_.find_places();
-    const bool goes_on = verdict == transport::Verdict::kOk && state_.s.has_failed == 0 && state_.s.is_given_up == 0;
+    const bool goes_on = verdict == transport::Verdict::kOk && count_.find_places();
     if (!goes_on) {
       if (warp_ == 0 && lane_ == 0) send_.drain();
       if (verdict != transport::Verdict::kBroken && state_.s.has_failed == 0) end();

@@ -44,7 +44,8 @@ class DispatchCount : public DispatchIds<kConfig> {
   }
 
   // Where every row goes, from what all ranks have said. Every block computes it for itself.
-  __device__ void find_places() {
+  // False: this block has failed, or a rank has no room. All threads hear the same, since the first that go on may fail at once.
+  __device__ bool find_places() {
     const i32 to = static_cast<i32>(threadIdx.x);
     GpuPlacement placement;  // asked for here, since each load on its own takes a good part of a microsecond
     i32 num_tokens = 0;
@@ -63,7 +64,7 @@ class DispatchCount : public DispatchIds<kConfig> {
     if (to < kRanks) s.num_tokens[to] = num_tokens;
     if (to < kRanks && flight.is_active(to)) find_base(to, placement);
     if constexpr (kConfig.is_by_expert() && kConfig.is_cached) read_holes();
-    __syncthreads();
+    return __syncthreads_or((s.has_failed | s.is_given_up) != 0 ? 1 : 0) == 0;
   }
 
   // ---- what the caller gets besides rows: by some warps of block 0, the first being `first_warp`
@@ -240,9 +241,8 @@ class DispatchCount : public DispatchIds<kConfig> {
   __device__ void tell_host(i64 num_rows) {
     transport::HostWords* host = a.view.host;
     if (s.num_bad_ids > 0) {
-      host->first_bad_at = s.first_bad_at;
       host->first_bad_id = static_cast<const Id*>(a.topk_idx)[s.first_bad_at];
-      ptx::st_release_sys(reinterpret_cast<u64*>(&host->num_bad_ids), static_cast<u64>(s.num_bad_ids));
+      ptx::st_release_sys(&host->bad_ids, transport::pack_bad_ids(s.num_bad_ids, s.first_bad_at));
     }
     if (a.ticket == 0) return;
     host->num_rows = num_rows;

@@ -18,7 +18,8 @@ class DispatchQuantize : public DispatchState<kConfig> {
   __device__ void run(i32 quantizer) {
     for (i32 n = quantizer;; n += kConfig.num_quantize_warps) {
       const i32 idx = n % kConfig.num_stages;
-      if (!this->wait_local(&s.full[idx], (n / kConfig.num_stages) & 1)) return;
+      const bool is_loaded = this->wait_local(&s.full[idx], (n / kConfig.num_stages) & 1);
+      if (__all_sync(0xffffffffu, is_loaded ? 1 : 0) == 0) return;
       const bool has_ended = s.token[idx] < 0;
       if (!has_ended) quantize_row(this->stage(idx));
       ptx::fence_proxy_async_shared();  // bulk stores read what was written here

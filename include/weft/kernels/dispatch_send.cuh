@@ -68,7 +68,8 @@ class DispatchSend : public DispatchState<kConfig> {
     i32 num_stored = 0;
     for (i32 j = 0;; ++j) {
       const i32 idx = this->stage_of(store_warp, j);
-      if (!this->wait_local(loaded(idx), this->parity_of(store_warp, j))) break;
+      const bool is_loaded = this->wait_local(loaded(idx), this->parity_of(store_warp, j));
+      if (__all_sync(0xffffffffu, is_loaded ? 1 : 0) == 0) break;
       const i32 token = s.token[idx];
       if (token < 0) break;
       if constexpr (kByExpert) {
@@ -330,7 +331,10 @@ class DispatchSend : public DispatchState<kConfig> {
   // Until the places of this token of a chunk of this block are known, and of those before it.
   __device__ bool wait_planned(i32 period, i32 at) {
     const u32 num_picks = static_cast<u32>((at + 1) * kTopk);
-    if (sync::wait_any_lane([&] { return ptx::ld_acquire_cta(&s.num_planned[period]) >= num_picks; })) return true;
+    if (sync::wait_any_lane([&] { return ptx::ld_acquire_cta(&s.num_planned[period]) >= num_picks; })) {
+      __syncwarp();  // all lanes see what one has acquired
+      return true;
+    }
     this->fail(transport::ErrorCause::kDeadline, Phase::kSend, rank());
     return false;
   }
@@ -351,6 +355,7 @@ class DispatchSend : public DispatchState<kConfig> {
       this->fail(transport::ErrorCause::kDeadline, Phase::kSend, rank());
       return false;
     }
+    __syncwarp();
     if (lane == 0) s.sent[store_warp][j % kRemembered] = token;
     return true;
   }

@@ -42,9 +42,8 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
     const BadIds& bad = bad_ids();
     if (bad.count == 0) return;
     transport::HostWords* host = a.view.host;
-    host->first_bad_at = bad.first_at;
     host->first_bad_id = static_cast<const Id*>(a.topk_idx)[bad.first_at];
-    ptx::st_release_sys(reinterpret_cast<u64*>(&host->num_bad_ids), static_cast<u64>(bad.count));
+    ptx::st_release_sys(&host->bad_ids, transport::pack_bad_ids(bad.count, bad.first_at));
   }
 
   __device__ void send_rows() {

@@ -25,13 +25,17 @@ struct HostWords {
   u64 finished_sequence = 0;  // kernel: last operation that ended
   u64 counted_ticket = 0;     // kernel: num_rows below belongs to the call with this ticket
   i64 num_rows = 0;           // kernel: rows of the result, before any clipping
-  i64 num_bad_ids = 0;        // kernel: of the last call that had any
-  i64 first_bad_at = 0;       // kernel: flat position in topk_idx
-  i64 first_bad_id = 0;
+  u64 bad_ids = 0;  // kernel: pack_bad_ids() of the last call that had any; taken by an exchange, so none gets lost
+  i64 first_bad_id = 0;     // kernel: in time before it
   u64 num_errors_read = 0;  // host: records that it has emptied
   u64 error_handle = 0;     // kernel: with the record: the handle in its fingerprints
   ErrorRecord error = {};   // kernel: first reason (R9); its code is an ErrorCause
 };
+
+// How many ids are out of range (1 or more), and where the first of them is: a flat position in topk_idx.
+WEFT_HD constexpr u64 pack_bad_ids(i32 count, i32 first_at) {
+  return static_cast<u64>(count) << 32 | static_cast<u32>(first_at);
+}
 
 // A window as a kernel sees it: plain pointers, by value. The owner is engine/nvlink/window.h. Addresses never change in the
 // life of a window, nor by a rebuild (R16), so captured graphs may hold them; who is a member is in the control words. The

@@ -98,6 +98,11 @@ void Window::start(const Kernel& kernel, i32 num_blocks, u64 stream, void* args)
                                   &early,
                                   1};
   const cuda::Result launched = cuda::driver().launch(&config, kernel.function, params, nullptr);
+  // A capture that was spoilt has sent nothing: the others need not hear of it.
+  if (launched != cuda::kSuccess && capture_.is_active) {
+    throw Error(ErrorCode::kCudaError, "rank " + std::to_string(comm_->rank()) +
+                                           ": cuLaunchKernelEx, under capture: " + cuda::error_name(launched));
+  }
   if (launched != cuda::kSuccess) throw_gpu_failure("cuLaunchKernelEx: " + cuda::error_name(launched));
   note_work(stream);
 }

@@ -39,11 +39,9 @@ void Window::check() {
 
 std::optional<BadIds> Window::take_bad_ids() {
   if (closed_) return std::nullopt;
-  const i64 count = __atomic_load_n(&host_->num_bad_ids, __ATOMIC_ACQUIRE);
-  if (count == 0) return std::nullopt;
-  const BadIds seen{count, host_->first_bad_id, host_->first_bad_at};
-  __atomic_store_n(&host_->num_bad_ids, 0, __ATOMIC_RELEASE);
-  return seen;
+  if (__atomic_load_n(&host_->bad_ids, __ATOMIC_RELAXED) == 0) return std::nullopt;
+  const u64 word = __atomic_exchange_n(&host_->bad_ids, 0, __ATOMIC_ACQUIRE);
+  return BadIds{static_cast<i64>(word >> 32), host_->first_bad_id, static_cast<i64>(word & 0xffffffffu)};
 }
 
 void Window::raise_error() {
@@ -161,7 +159,7 @@ void Window::raise_given_up(const ErrorRecord& record, OpKind kind) {
           ErrorCode::kInvalidState,
           "two operations were in flight on this window: a captured graph ran beside " + op +
               " on another stream, or a staged call and its wait() are not in turn; order them by events, or use "
-              "two windows (num_windows=2)",
+              "two windows (num_windows=2). Calls of the ranks may not match any more: comm.rebuild()",
           op, record.sequence, {});
     default:
       throw Error(ErrorCode::kInvalidState,

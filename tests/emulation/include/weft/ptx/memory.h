@@ -13,7 +13,7 @@ inline u64 ld_acquire_sys(const u64* word) {
 }
 
 inline u64 ld_relaxed_sys(const u64* word) {
-  emulation::block->maybe_yield();
+  while (emulation::random_below(32) == 0) emulation::block->poll("ld_relaxed_sys", false);
   return __atomic_load_n(word, __ATOMIC_RELAXED);
 }
 
