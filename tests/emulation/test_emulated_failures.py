@@ -15,7 +15,7 @@ from machine import Launch, Streams
 from world import PRINT, Shape
 
 KERNELS = ("dispatch", "small_dispatch", "combine", "small_combine")
-DEADLINE, ABORTED, MISMATCH = 1, 2, 3  # transport::ErrorCause
+DEADLINE, ABORTED, MISMATCH, BAD_PEER_WORD, NO_ROOM = 1, 2, 3, 4, 5  # transport::ErrorCause
 TIMEOUT_NS = 3_000_000_000  # long for a busy machine
 LATE_NS = 2_000_000_000
 LATE, ODD = 2, 1  # ranks: that does not come, that calls something else
@@ -211,6 +211,55 @@ def test_a_peer_that_calls_something_else(compiler: Compiler, kernel: str, capac
         if isinstance(runner, CombineRunner):
             runner.num_looked = 1
         assert runner.differences(rounds[1]) == []
+    finally:
+        runner.memory.close()
+
+
+def with_odd_place(compiler: Compiler, layout: str, **odd: int) -> tuple[Runner, list[Round]]:
+    """Two dispatches; in the first one rank ODD says this of its place, and no landing would do instead."""
+    runner = Runner(
+        compiler,
+        Case(shape=WINDOW, tokens=(16, 5, 9), num_rounds=2, layout=layout, capacity=30 if layout == "masked" else -1),
+    )
+    rounds = [runner.add_round() for _ in range(2)]
+    for rank, stream in enumerate(runner.streams):
+        changed = {"fits_landing": 0, **(odd if rank == ODD else {})}
+        stream[0] = dataclasses.replace(stream[0], fields={**stream[0].fields, **changed})
+    return runner, rounds
+
+
+def are_untouched(runner: Runner, round_: Round) -> bool:
+    """Whether no row of it has come."""
+    memory, num_bytes = runner.memory, runner.wire.wire_bytes
+    rows = [memory.tensor(each.x, (each.num_rows * num_bytes,), torch.uint8) for each in round_.received]
+    return all(len(each) > 0 and bool((each == memory.poison).all()) for each in rows)
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+def test_a_rank_without_room(compiler: Compiler, layout: str) -> None:
+    """All ranks give up the call and send nothing, and the next one is right."""
+    runner, rounds = with_odd_place(compiler, layout, place_rows=0)
+    try:
+        Streams(runner.memory, runner.streams, seed=1, timeout_s=60).run()
+        for rank in runner.ranks:
+            wanted = {"cause": NO_ROOM, "culprit": ODD, "broken": 0, "owner": 0, "sequence": 2}
+            assert words(runner, rank) == wanted
+        assert are_untouched(runner, rounds[0])
+        assert runner.differences(rounds[1]) == []
+    finally:
+        runner.memory.close()
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+def test_a_place_outside_of_the_heap(compiler: Compiler, layout: str) -> None:
+    """No rank sends anything (R19), and the windows are broken."""
+    runner, rounds = with_odd_place(compiler, layout, place_x=1 << 40)
+    try:
+        Streams(runner.memory, runner.streams, seed=1, timeout_s=60).run()
+        for rank in runner.ranks:
+            wanted = {"cause": BAD_PEER_WORD, "culprit": ODD, "broken": BAD_PEER_WORD, "owner": 1, "sequence": 0}
+            assert words(runner, rank) == wanted
+        assert all(are_untouched(runner, each) for each in rounds)
     finally:
         runner.memory.close()
 
