@@ -38,7 +38,8 @@ on one, 24 to 44 us on those of these runs. The words that the soak found differ
 expectation, which was mended since (README, what works). In the first death of each trial at 6c3371c and 1a9b3bf
 (and some at 3b27649) survivors raised late, most likely since the harness loaded cuBLAS just then; it does so before
 now, and at 4a74939, with two ranks, first deaths were raised within 1.2 ms.
-All files here are older than a4a1b4c: since then the throughput kernels have a few more votes of a warp, of unmeasured cost.
+All files here are older than a4a1b4c: since then the throughput kernels have a few more votes of a warp, of unmeasured
+cost.
 All files gpu_bench are older than decision 0028, which takes some 0.5 us off a small call in a graph, 1 us off two, and
 0029, which adds 0.1 to 0.2 us to a combine.
 "Packed exchange alone" moves bytes that lie ready, without permutes, places and sums. It is faster than the call here
