@@ -61,7 +61,27 @@ class Plans(NamedTuple):
     rows_shape: tuple[int, ...]
 
 
-class _Sent:
+class _Record:
+    """A recorded call: whether its backward has run, and what is left of it in torch's graph."""
+
+    def __init__(self, calls: NativeCalls) -> None:
+        self.calls, self.epoch = calls, calls.comm.epoch
+        self.is_done = False  # a backward has run
+        self.node: weakref.ref[Any] | None = None
+        self.hook: RemovableHandle | None = None
+        self.number = next(_numbers)
+
+    @property
+    def is_over(self) -> bool:
+        """A backward has run, or can't any more: its handle is of an older epoch."""
+        return self.is_done or self.epoch != self.calls.comm.epoch
+
+    def __del__(self) -> None:
+        if self.hook is not None:
+            self.hook.remove()
+
+
+class _Sent(_Record):
     """One recorded dispatch, first or repeated: what its backward needs, and whether it has run."""
 
     def __init__(
@@ -73,7 +93,8 @@ class _Sent:
         has_weights: bool,
         repeated: _Sent | None = None,
     ) -> None:
-        self.calls, self.call = calls, call  # as called; backwards use call.in_backward()
+        super().__init__(calls)
+        self.call = call  # as called; backwards use call.in_backward()
         self.num_tokens, self.hidden, self.dtype = x.shape[0], x.shape[1], x.dtype
         self.x_is_tracked, self.has_weights = x_is_tracked, has_weights
         self.received: Received | None = None  # from the node to `dispatch`, which takes it out
@@ -87,15 +108,7 @@ class _Sent:
         self.early: Tensor | None = None  # gradient of x, until the hook on x takes it
         self.gradients: list[Tensor | None] = [None, None]  # of x and of the weights, as far as they are known
         self.collects = False  # a nested backward is to end at our node and leave its gradients here
-        self.is_done = False  # a backward has run
-        self.node: weakref.ref[Any] | None = None
-        self.hook: RemovableHandle | None = None
-        self.number = next(_numbers)
         self.source: GradientEdge | None = None  # of the tensor that has the hook
-
-    def __del__(self) -> None:
-        if self.hook is not None:
-            self.hook.remove()
 
     def add(self, grad_x: Tensor | None, grad_weights: Tensor | None) -> None:
         """Add to the gradients at the received rows and weights."""
@@ -161,25 +174,18 @@ class _Sent:
         return self.calls.side_of_picks(grad.contiguous(), self.topk_idx)
 
 
-class _Summed:
+class _Summed(_Record):
     """One recorded combine: what its backward needs, and whether it has run."""
 
     def __init__(self, sent: _Sent | None, calls: NativeCalls, call: Call, clear_tail: bool, plans: Plans) -> None:
-        self.sent, self.calls, self.call, self.clear_tail, self.plans = sent, calls, call, clear_tail, plans
+        super().__init__(calls)
+        self.sent, self.call, self.clear_tail, self.plans = sent, call, clear_tail, plans
         self.shape: tuple[int, int] = (0, 0)
         self.dtype = torch.float32
         self.y: Tensor | None = None
         self.y_version = 0
         self.weights: Tensor | None = None
         self.edge: GradientEdge | None = None  # of the expert output
-        self.is_done = False
-        self.node: weakref.ref[Any] | None = None
-        self.number = next(_numbers)
-        self.hook: RemovableHandle | None = None
-
-    def __del__(self) -> None:
-        if self.hook is not None:
-            self.hook.remove()
 
     def run_backward(self, grad: Tensor | None, y: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Our call: gradients of the expert output and of the received weights."""
@@ -228,7 +234,7 @@ class _Keeper:
             return
         record, calls = self.record, self.record.calls
         is_recomputation = torch._C._current_graph_task_id() != -1  # torch.utils.checkpoint, inside a backward
-        if record.is_done or is_recomputation or calls.closed or calls.comm.broken:
+        if record.is_over or is_recomputation or calls.closed or calls.comm.broken:
             return
         calls.unused.append(record)
         del calls.unused[: -calls.MAX_UNUSED]
@@ -241,7 +247,7 @@ def _dispatch_of(record: Any) -> Any:
 def _is_unvisited(record: _Sent | _Summed) -> bool:
     """It has not run, and this backward is not on its way to it."""
     node = None if record.node is None else record.node()
-    return not (record.is_done or (node is not None and torch._C._will_engine_execute_node(node)))
+    return not (record.is_over or (node is not None and torch._C._will_engine_execute_node(node)))
 
 
 def _known(value: Any) -> Any:
@@ -403,7 +409,7 @@ class _Combine(torch.autograd.Function):
 def _expert_output_is_complete(weak: weakref.ref[_Summed], grad: Tensor) -> Tensor | None:
     """Hook on an expert output: its other users are through. If combine is not among those visited, run it now."""
     record = weak()
-    if record is None or record.is_done:
+    if record is None or record.is_over:
         return None
     return grad + record.run_for_unused()
 
@@ -433,7 +439,7 @@ def _input_is_complete(weak: weakref.ref[_Sent], grad: Tensor | None) -> Tensor 
     # Several dispatches of one tensor may be missing; the first of their hooks runs them all, newest first, as the
     # backward of the other ranks comes to them.
     alike = [
-        each for each in list(sent.calls.comm.recorded.values()) if not each.is_done and each.source == sent.source
+        each for each in list(sent.calls.comm.recorded.values()) if not each.is_over and each.source == sent.source
     ]
     for each in sorted(alike, key=lambda each: each.number, reverse=True):
         missing = _missing_gradient(each)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from weft import _native
+    from weft.native_calls import NativeCalls
     from weft.staged import Half
     from weft.topology import Machine
 
@@ -154,6 +155,7 @@ class Communicator:
         self._num_meetings = 0
         self._pid = os.getpid()
         self._busy = threading.Lock()
+        self._ended: list[NativeCalls] = []  # of objects that were dropped inside a call: closed before the next
         self._closed = False
         self._rank, self._num_ranks = native.rank, native.num_ranks
         self._active = tuple(native.active_ranks)
@@ -381,7 +383,7 @@ class Communicator:
             PeerTimeout, PeerLost: one of them did not take part; rebuild may be called again.
         """
         wanted = _rebuild_ranks(ranks, self._active, self._rank)
-        with self.using("rebuild"):
+        with self.alone("rebuild"):
             self._native.rebuild(wanted, _positive_seconds("deadline_s", deadline_s))
             self._active = tuple(self._native.active_ranks)
             self._binding.apply()  # to threads that the rebuild has started
@@ -402,6 +404,7 @@ class Communicator:
             for window in list(self._all_windows):
                 window.close()
             self._windows.clear()
+            self._ended.clear()
             self._native.close()
             self._binding.restore()
 
@@ -415,8 +418,12 @@ class Communicator:
 
     # ---- for ExpertParallel
 
-    def enter(self, what: str) -> None:
-        """Begin a call: refuse it when closed, forked or busy. Pair with `leave`."""
+    def alone(self, what: str) -> threading.Lock:
+        """What a call holds: `with comm.alone("dispatch"): ...`. Refuses it when closed, forked or busy.
+
+        The lock is taken and given back by `with` itself: an exception of a signal handler may come between any two
+        lines of Python. Of two threads that ask at the same moment one may wait for the other.
+        """
         if self._closed:
             raise InvalidState(f"{what}: the communicator is closed; make a new one")
         if self._pid != _Process.pid:
@@ -424,39 +431,34 @@ class Communicator:
                 f"{what}: this is a forked child (pid {os.getpid()}) of the process that made the communicator "
                 f"(pid {self._pid}); make one of its own in the child"
             )
-        if not self._busy.acquire(blocking=False):
+        if self._busy.locked():
             raise InvalidState(
                 f"{what}: another thread is inside a call of this communicator; one thread at a time may use it"
             )
+        while self._ended:
+            with self._busy:
+                self._ended.pop().close()
+        return self._busy
 
-    def leave(self) -> None:
-        """End of a call that `enter` began."""
-        self._busy.release()
-
-    @contextlib.contextmanager
-    def using(self, what: str) -> Iterator[None]:
-        """`enter` and `leave` around a block."""
-        self.enter(what)
-        try:
-            yield
-        finally:
-            self.leave()
-
-    @contextlib.contextmanager
-    def closing(self, what: str) -> Iterator[None]:
-        """Around what takes memory away: refuse it inside a call, which may be using it. A fork's child has copies of
-        its own, and nobody to wait for."""
-        is_ours = self._pid == _Process.pid
-        if is_ours and not self._busy.acquire(blocking=False):
+    def closing(self, what: str) -> contextlib.AbstractContextManager[object]:
+        """As `alone`, around what takes memory away, which a call may be using. A fork's child has copies of its own,
+        and nobody to wait for."""
+        if self._pid != _Process.pid:
+            return contextlib.nullcontext()
+        if self._busy.locked():
             raise InvalidState(
                 f"{what} while another thread is inside a call of this communicator, or from a signal handler that "
                 "came in one: wait for it to return; nothing was given back"
             )
+        return self._busy
+
+    def close_ended(self, calls: NativeCalls) -> None:
+        """Of an ExpertParallel that nobody has any more: close it, inside a call before the next one."""
         try:
-            yield
-        finally:
-            if is_ours:
-                self._busy.release()
+            with self.closing("the end of an ExpertParallel"):
+                calls.close()
+        except InvalidState:
+            self._ended.append(calls)
 
     def meet(self, deadline_s: float) -> None:
         """Wait on the host until every active rank is here. Collective."""
@@ -480,7 +482,7 @@ class Communicator:
         Raises:
             InvalidArgument: on every rank, naming the first argument that differs, its values and their ranks.
         """
-        with self.using(what):
+        with self.alone(what):
             kept = [self._windows.get(spec) for spec in specs]
             serials = [-1 if window is None or window.closed else window.serial for window in kept]
             told = tell() if self.rank == self._active[0] else None

@@ -42,7 +42,7 @@ class CpuCalls(NativeCalls):
         sizes, (counts, offsets, num_rows) = self.new_sizes(call.layout, "cpu")
         plan_len = _load.native().send_plan_len(num_tokens, self.top_k, self.num_ranks, self.num_local_experts)
         send_plan = torch.empty(plan_len, dtype=torch.int32)
-        with Calling(self, "dispatch", call):
+        with self.alone("dispatch"), Calling(self, "dispatch", call):
             if traces._recorders:
                 traces._note(topk_idx, weights, self.comm.rank, self.num_experts)
             result = self.windows[call.window].native.dispatch(
@@ -98,7 +98,7 @@ class CpuCalls(NativeCalls):
     ) -> tuple[Tensor, Tensor]:
         """See NativeCalls."""
         x, scales = _host(x), None if scales is None else _host(scales)
-        with Calling(self, "dispatch", call, tie):
+        with self.alone("dispatch"), Calling(self, "dispatch", call, tie):
             result = self.windows[call.window].native.dispatch(
                 **_rows(x, scales, quantize, self.hidden),
                 num_tokens=num_tokens,
@@ -143,7 +143,7 @@ class CpuCalls(NativeCalls):
         weights, side = None if weights is None else _host(weights), None if side is None else _host(side)
         into = out if out is not None and out.device.type == "cpu" else torch.empty(num_tokens, hidden, dtype=y.dtype)
         side_out = torch.empty((num_tokens, self.top_k) if side is not None else 0, dtype=torch.float32)
-        with Calling(self, "combine", call, tie):
+        with self.alone("combine"), Calling(self, "combine", call, tie):
             self.windows[call.window].native.combine(
                 y_ptr=y.data_ptr(),
                 num_rows=y.numel() // hidden,

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -381,12 +382,9 @@ class ExpertParallel:
         arguments.check_dispatched(dispatched)
         self.calls.raise_if_closed("empty_output")
         handle = dispatched.handle
-        self.comm.enter("empty_output")
-        try:
+        with self.comm.alone("empty_output"):
             self.calls.check_tie("empty_output", handle.tie)
             return self.calls.empty(handle.window, (*handle.rows_shape, self.hidden), self.dtype)
-        finally:
-            self.comm.leave()
 
     def warmup(
         self,
@@ -414,7 +412,7 @@ class ExpertParallel:
             As dispatch and combine. CompileError: a kernel could not be compiled.
         """
         self.calls.raise_if_closed("warmup")
-        with self.comm.using("warmup"):
+        with self.comm.alone("warmup"):
             for window in self.calls.windows:
                 self.calls.barrier(window, self.deadline_s)
         if self.comm.engine == "cpu":
@@ -439,13 +437,15 @@ class ExpertParallel:
 
         Raises:
             InvalidArgument: a dispatch had ids out of range. CapacityExceeded: picks were dropped on this rank since
-            the last check; ranks may differ. PeerLost, PeerTimeout: the communicator is broken.
+            the last check; ranks may differ. PeerLost, PeerTimeout: the communicator is broken. InvalidState: closed,
+            or busy in another thread.
         """
         self.calls.raise_if_closed("check")
         self.calls.wait()
-        self.comm.raise_if_broken()
-        self.calls.raise_bad_ids()
-        self.calls.raise_dropped()
+        with self.comm.alone("check"):
+            self.comm.raise_if_broken()
+            self.calls.raise_bad_ids()
+            self.calls.raise_dropped()
 
     def stats(self) -> dict[str, Any]:
         """Counts of this object on this rank, forward and backward together. Local.
@@ -496,8 +496,12 @@ class ExpertParallel:
                 raise
 
     def __del__(self) -> None:
-        if hasattr(self, "calls"):  # the constructor came to its end
+        if not hasattr(self, "calls"):  # the constructor has not come to its end
+            return
+        if sys.is_finalizing():
             self.calls.close()
+        elif not self.calls.closed:
+            self.comm.close_ended(self.calls)
 
     def __repr__(self) -> str:
         state = ", closed" if self.calls.closed else ""

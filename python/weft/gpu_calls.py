@@ -110,7 +110,7 @@ class GpuCalls(NativeCalls):
         kind = self.kind(call, x, scales, quantize, topk_idx.dtype)
         pieces = [x] if kind.is_whole else self._pieces(call, x, scales, quantize)
         inputs = (*pieces, scales, topk_idx, weights) if call.is_async else ()
-        with Running(self, "dispatch", call, inputs=inputs) as run:
+        with self.alone("dispatch"), Running(self, "dispatch", call, inputs=inputs) as run:
             received = self._first(call, kind, pieces[0], scales, topk_idx, weights, quantize, run)
             if len(pieces) > 1:
                 routing = _Routing(received.send_plan, received.recv_plan, received.sizes, tuple(received.x.shape[:-1]))
@@ -149,7 +149,7 @@ class GpuCalls(NativeCalls):
         pieces = [x] if kind.is_whole else self._pieces(call, x, scales, quantize)
         routing = _Routing(send_plan, recv_plan, sizes, rows_shape)
         inputs = (*pieces, scales, send_plan, recv_plan, sizes) if call.is_async else ()
-        with Running(self, "dispatch", call, tie, inputs) as run:
+        with self.alone("dispatch"), Running(self, "dispatch", call, tie, inputs) as run:
             rows, out_scales = self._again(call, kind, pieces[0], scales, routing, quantize, run)
             if len(pieces) > 1:
                 rest = [self._again(call, kind, piece, None, routing, 0, run)[0] for piece in pieces[1:]]
@@ -179,7 +179,7 @@ class GpuCalls(NativeCalls):
         weights, side = None if weights is None else dense(weights), None if side is None else dense(side)
         parts = self._columns(call, y, bias)
         inputs = (*itertools.chain(*parts), weights, side, out, send_plan, recv_plan) if call.is_async else ()
-        with Running(self, "combine", call, tie, inputs) as run:
+        with self.alone("combine"), Running(self, "combine", call, tie, inputs) as run:
             into = out if out is not None and out.data_ptr() % ROW_MULTIPLE_BYTES == 0 and len(parts) == 1 else None
             sums: list[Tensor] = []
             side_out = self._no_floats if side is None else self._no_floats.new_empty((num_tokens, self.top_k))
@@ -236,7 +236,8 @@ class GpuCalls(NativeCalls):
         for window in self.windows:
             if window.streams is not None and not window.closed:
                 window.streams.wait()
-                window.native.check()
+                with self.comm.alone("check"):
+                    window.native.check()
 
     def window_stats(self, window: Window) -> dict[str, Any]:
         """See NativeCalls."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from weft.errors import CapacityExceeded, Error, InternalError, InvalidArgument, InvalidState
+from weft.errors import CapacityExceeded, InternalError, InvalidArgument, InvalidState
 from weft.handle import Event
 from weft.limits import LAYOUTS
 
@@ -265,6 +266,12 @@ class NativeCalls(ABC):
         if self.closed:
             raise InvalidState(f"{what}: the ExpertParallel is closed; make a new one")
 
+    def alone(self, what: str) -> threading.Lock:
+        """See Communicator.alone."""
+        if self.closed:
+            self.raise_if_closed(what)
+        return self.comm.alone(what)
+
     def raise_if_staged(self, what: str, window: int) -> None:
         """InvalidState if a staged call of the window has not been received."""
         half = self.windows[window].half
@@ -350,19 +357,12 @@ class Calling:
 
     def __enter__(self) -> Any:
         calls = self._calls
-        if calls.closed:
-            calls.raise_if_closed(self._what)
-        calls.comm.enter(self._what)
-        try:
-            if self._tie is not None:
-                calls.check_tie(self._what, self._tie)
-            if not self._is_rest:
-                if calls.windows[self._call.window].half is not None:
-                    calls.raise_if_staged(self._what, self._call.window)
-                calls.before_call(self._what, self._call, self._tie)
-        except Error:
-            calls.comm.leave()
-            raise
+        if self._tie is not None:
+            calls.check_tie(self._what, self._tie)
+        if not self._is_rest:
+            if calls.windows[self._call.window].half is not None:
+                calls.raise_if_staged(self._what, self._call.window)
+            calls.before_call(self._what, self._call, self._tie)
         if self._range is not None:
             self._range.__enter__()
         self._begin = time.perf_counter()
@@ -380,7 +380,6 @@ class Calling:
             counters.combine_s += seconds
         if self._range is not None:
             self._range.__exit__(*error)
-        self._calls.comm.leave()
 
 
 def by_token(token: Tensor) -> NativeCalls:

@@ -152,8 +152,7 @@ class Quick:
         stream = self._stream(plan)
         if stream is None:
             return None
-        calls.comm.enter("dispatch")
-        try:
+        with calls.comm.alone("dispatch"):
             begin = time.perf_counter()
             num_tokens = plan.num_tokens
             if plan.memory is not None:
@@ -170,8 +169,6 @@ class Quick:
                 rows, row_scales, out_idx, out_weights, *_, tie = whole
             calls.counters.num_dispatches += 1
             calls.counters.dispatch_s += time.perf_counter() - begin
-        finally:
-            calls.comm.leave()
         out_idx = out_idx if call.layout == RANK_MAJOR else None
         same = (self._num_local_experts, tie, num_tokens, call)
         if whole is None:
@@ -241,8 +238,7 @@ class Quick:
         stream = self._stream(plan)
         if stream is None:
             return None
-        calls.comm.enter("combine")
-        try:
+        with calls.comm.alone("combine"):
             calls.check_tie("combine", tie)
             begin = time.perf_counter()
             out = y.new_empty((plan.num_tokens, plan.hidden))
@@ -258,8 +254,6 @@ class Quick:
             calls.last_event = Event(plan.streams.last)
             calls.counters.num_combines += 1
             calls.counters.combine_s += time.perf_counter() - begin
-        finally:
-            calls.comm.leave()
         return out
 
     # ---- both

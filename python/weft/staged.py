@@ -32,11 +32,14 @@ class Half:
         if self._is_over:
             self.event.wait()
             return
-        with Calling(self._calls, self._what, self._call, self._tie, is_rest=True):
+        window = self._calls.windows[self._call.window]
+        if window.closed:  # it stays open, and blocked by this half, as long as another ExpertParallel shares it
+            self._calls.raise_if_closed(self._what)
+        with self._calls.comm.alone(self._what), Calling(self._calls, self._what, self._call, self._tie, is_rest=True):
             if self._run is not None:
                 self._run()
         self._is_over, self._run = True, None
-        self._calls.windows[self._call.window].half = None
+        window.half = None
         self.event.follow(self._calls.event())
 
 

@@ -355,6 +355,36 @@ def test_checkpointed_layer(use_reentrant: bool) -> None:
     weft.spawn(rank, 2)
 
 
+def test_what_a_rebuild_has_overtaken_has_no_backward() -> None:
+    """A forward that lost a peer leaves records behind; the step is repeated with the same x."""
+
+    def rank(comm: weft.Communicator) -> Tensor | None:
+        ep, expert = make_ep(comm), nn.Linear(HIDDEN, HIDDEN)
+        nn.init.eye_(expert.weight)
+        inputs = Inputs(comm.rank)
+
+        def layer(x: Tensor) -> Tensor:
+            r = ep.dispatch(x, inputs.topk_idx, inputs.topk_weights, layout="expert_major")
+            return ep.combine(expert(r.x), r.handle)
+
+        y = inputs.x + layer(inputs.x)
+        if comm.rank == NUM_RANKS - 1:
+            comm.close()
+            return None
+        try:
+            layer(y)
+            raise AssertionError("nobody is lost")
+        except weft.PeerLost:  # whose traceback holds the graph
+            comm.rebuild(range(NUM_RANKS - 1))
+        y = inputs.x + layer(inputs.x)
+        (y + layer(y)).sum().backward()
+        return inputs.x.grad
+
+    for grad in weft.spawn(rank, NUM_RANKS)[:-1]:
+        assert grad is not None
+        assert bool(torch.isfinite(grad).all())
+
+
 # ---- nothing piles up
 
 

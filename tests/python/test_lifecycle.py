@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -290,7 +292,43 @@ def test_garbage_collection_closes() -> None:
         assert window.closed
 
 
-# ---- threads and forks
+def test_an_object_dropped_inside_a_call_is_closed_before_the_next() -> None:
+    with weft.Communicator.from_env() as comm:
+        ep, other = weft.ExpertParallel(comm, **SHAPE), weft.ExpertParallel(comm, **{**SHAPE, "hidden": 32})
+        window = ep.calls.windows[0]
+        with comm.alone("a call"):
+            del ep
+            gc.collect()
+            assert not window.closed
+        other.warmup()
+        assert window.closed
+
+
+# ---- signals, threads and forks
+
+
+def test_an_exception_of_a_signal_handler_leaves_the_communicator_free() -> None:
+    """It may come between any two lines; a call that it has cut short must not count as one that goes on."""
+
+    class Alarm(Exception):
+        pass
+
+    def on_alarm(*_: object) -> None:
+        raise Alarm
+
+    rng, before = random.Random(1), signal.signal(signal.SIGVTALRM, on_alarm)
+    try:
+        with weft.Communicator.from_env() as comm, weft.ExpertParallel(comm, **SHAPE) as ep:
+            for _ in range(300):
+                with contextlib.suppress(Alarm):
+                    signal.setitimer(signal.ITIMER_VIRTUAL, rng.uniform(1e-5, 1e-3))
+                    while True:
+                        r = ep.dispatch(X, IDX)
+                        ep.combine(r.x, r.handle)
+                assert not comm._busy.locked()
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def test_another_thread_inside_a_call() -> None:

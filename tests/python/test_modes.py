@@ -213,6 +213,23 @@ def test_halves(on_ranks: Any, layout: str) -> None:
     on_ranks(work, 2)
 
 
+def test_a_half_of_a_closed_object_can_be_received(on_ranks: Any) -> None:
+    """Others share its window, which does nothing else before."""
+
+    def work(comm: weft.Communicator) -> None:
+        (ep, other), (x, ids) = (make(comm), make(comm)), rows()
+        assert ep.calls.windows[0] is other.calls.windows[0]
+        r = ep.dispatch(x, ids, capacity=32, max_tokens=8, staged=True)
+        ep.close()
+        with pytest.raises(weft.InvalidState, match="has not been received"):
+            other.dispatch(x, ids)
+        r.wait()
+        assert torch.equal(other.dispatch(x, ids).x, r.x[: int(r.num_rows)])
+        other.close()
+
+    on_ranks(work, 2)
+
+
 def test_gradients_have_no_halves(on_ranks: Any) -> None:
     def work(comm: weft.Communicator) -> None:
         ep, (x, ids) = make(comm), rows()
