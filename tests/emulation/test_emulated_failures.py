@@ -11,7 +11,7 @@ import torch
 from combine_cases import CombineCase, CombineRunner
 from dispatch_cases import Case, Given, Round, Runner, put_inputs
 from kernels import Compiler, Mutant, Program
-from machine import Launch, Streams
+from machine import RED_ZONE, Launch, Streams
 from world import PRINT, Shape
 
 KERNELS = ("dispatch", "small_dispatch", "combine", "small_combine")
@@ -262,6 +262,33 @@ def test_a_place_outside_of_the_heap(compiler: Compiler, layout: str) -> None:
         assert all(are_untouched(runner, each) for each in rounds)
     finally:
         runner.memory.close()
+
+
+@pytest.mark.parametrize("is_small", [False, True])
+def test_a_handle_with_wrong_sizes(compiler: Compiler, is_small: bool) -> None:
+    """Gaps are zeroed in the result alone, wherever its words say that they are (R19)."""
+    runner = Runner(
+        compiler,
+        Case(shape=WINDOW, tokens=(16, 5, 9), layout="expert_major", is_small=is_small, is_repeated=True),
+    )
+    repeated = runner.add_round().repeated
+    assert repeated is not None
+    memory, result, num_bytes = runner.memory, repeated[ODD], runner.wire.wire_bytes
+    num_around = RED_ZONE // num_bytes
+    assert num_around > 0
+    counts = memory.put(torch.full((2,), -num_around, dtype=torch.int32))
+    offsets = memory.put(torch.tensor([0, 0, result.num_rows + num_around], dtype=torch.int32))
+    launch = runner.streams[ODD][-1]
+    runner.streams[ODD][-1] = dataclasses.replace(
+        launch, fields={**launch.fields, "counts": counts, "offsets": offsets}
+    )
+    try:
+        Streams(memory, runner.streams, seed=1, timeout_s=60).run()
+        for first in (-num_around, result.num_rows):
+            around = memory.view(result.x + first * num_bytes, num_around * num_bytes)
+            assert (around == memory.poison).all()
+    finally:
+        memory.close()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

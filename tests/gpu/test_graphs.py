@@ -293,3 +293,40 @@ def test_capture_needs_a_capacity() -> None:
         assert EXPERTS % comm.num_ranks == 0
 
     run(work, 2)
+
+
+def test_a_captured_dispatch_that_is_refused_gives_its_places_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph keeps its places in the heap for good, but no graph has these."""
+    most = [8]
+    monkeypatch.setattr(weft.Communicator, "max_num_sms", property(lambda _: most[0]))
+
+    def work(comm: weft.Communicator) -> None:
+        ep = make(comm)
+        options: dict[str, Any] = {"capacity": NUM_RANKS * TOKENS, "mode": "throughput"}
+        parts = on_device(comm, inputs(0))
+        ep.warmup(**options)
+        comm.meet(20.0)
+        most[0] = 16  # more than the window has room for, which the native module says
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(comm.device)
+        torch.cuda.current_stream(comm.device).synchronize()
+        native = ep.calls.windows[0].native
+        with torch.cuda.stream(stream):
+            ep.check()
+            used = native.heap_used
+            graph.capture_begin(capture_error_mode="thread_local")
+            for _ in range(3):
+                with pytest.raises(weft.InvalidArgument, match=r"num_sms is 16; allowed: 1\.\.8 "):
+                    ep.dispatch(*parts, num_sms=16, **options)
+            assert native.heap_used == used
+            r = ep.dispatch(*parts, **options)
+            assert native.heap_used > used
+            graph.capture_end()
+            graph.replay()
+            stream.synchronize()
+        mine = expected(0)[0][comm.rank]
+        assert torch.equal(r.x[: int(r.num_rows)].cpu(), mine.x)
+        ep.check()
+        graph.reset()
+        ep.close()
+
+    run(work)

@@ -191,11 +191,15 @@ class DispatchCount : public DispatchIds<kConfig> {
     if (lane == 0) s.needed[to] = is_masked ? a.capacity * kLocal : a.capacity >= 0 ? a.capacity : carry;
   }
 
+  // What the words of a handle say, but nothing outside of the result (R19).
   __device__ void read_holes() {
     const bool is_masked = kConfig.layout == Layout::kMasked;
+    const i64 room = a.placement.num_rows;
     for (i32 local = static_cast<i32>(threadIdx.x); local < kLocal; local += kThreads) {
-      this->hole_begin()[local] = (is_masked ? 0 : a.offsets[local]) + a.counts[local];
-      this->hole_end()[local] = is_masked ? static_cast<i32>(a.capacity) : a.offsets[local + 1];
+      const i64 begin = (is_masked ? i64{0} : i64{a.offsets[local]}) + a.counts[local];
+      const i64 end = is_masked ? a.capacity : i64{a.offsets[local + 1]};
+      this->hole_begin()[local] = static_cast<i32>(min(max(begin, i64{0}), room));
+      this->hole_end()[local] = static_cast<i32>(min(end, room));
     }
   }
 

@@ -450,7 +450,7 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
       const i32 all_warps = kWarps * kConfig.num_blocks;
       for (i32 group = static_cast<i32>(blockIdx.x) * kWarps + warp; group < kGroups; group += all_warps) {
         const i64 begin = i64{a.offsets[group]} + a.counts[group];
-        clear_gap(begin, a.offsets[group + 1]);
+        clear_gap(max(begin, i64{0}), a.offsets[group + 1]);
       }
     }
   }

@@ -66,15 +66,22 @@ DispatchResult DispatchCall::run() {
   const i64 most = most_rows(w_.shape_, a_);
   most_rows_ = a_.cached && a_.capacity < 0 ? a_.num_rows : most;
   const Kernel& kernel = prepare();
-  reserve();
-  if (a_.makes_send_plan && !routing_) {
-    DispatchResult result;
-    result.has_begun = result.in_heap = false;
-    return result;
+  const u64 num_launches = w_.num_launches_;
+  Window::Turn turn;
+  try {
+    reserve();
+    if (a_.makes_send_plan && !routing_) {
+      DispatchResult result;
+      result.has_begun = result.in_heap = false;
+      return result;
+    }
+    turn = w_.begin(dispatch_operation(a_), a_.timeout_ns, a_.stream);
+    kernels::DispatchKernelArgs kernel_args = kernel_arguments(turn);
+    w_.launch(kernel, a_.num_blocks, a_.stream, &kernel_args);
+  } catch (...) {
+    if (w_.num_launches_ == num_launches) cancel();
+    throw;
   }
-  const Window::Turn turn = w_.begin(dispatch_operation(a_), a_.timeout_ns, a_.stream);
-  kernels::DispatchKernelArgs kernel_args = kernel_arguments(turn);
-  w_.launch(kernel, a_.num_blocks, a_.stream, &kernel_args);
   num_rows_ = is_exact_ ? w_.wait_for_counts(turn.ticket, a_.stream, poll_) : most_rows_;
   ++w_.stats_.num_dispatches;
   return is_staged() ? staged_result() : heap_result();
@@ -141,15 +148,20 @@ void DispatchCall::reserve() {
     has_room = has_room && fixed(x_, most_rows_ * row_bytes_);
   }
   if (!has_room) {
-    for (std::optional<Block>* block : {&x_, &scales_, &routing_}) {
-      if (*block) w_.heap_->cancel(std::move(**block));
-      block->reset();
-    }
+    cancel();
     room_ = 0;
     return;
   }
   room_ = is_exact_ ? std::min(most_rows_, static_cast<i64>(x_->num_bytes / static_cast<u64>(row_bytes_))) : most_rows_;
   room_ = std::max<i64>(room_, 1);
+}
+
+// No kernel uses the blocks: a stream that records a graph would keep them.
+void DispatchCall::cancel() {
+  for (std::optional<Block>* block : {&x_, &scales_, &routing_}) {
+    if (*block) w_.heap_->cancel(std::move(**block));
+    block->reset();
+  }
 }
 
 kernels::DispatchKernelArgs DispatchCall::kernel_arguments(const Window::Turn& turn) const {

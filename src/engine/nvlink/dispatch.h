@@ -44,6 +44,7 @@ class DispatchCall {
  private:
   const Kernel& prepare();
   void reserve();
+  void cancel();
   kernels::DispatchKernelArgs kernel_arguments(const Window::Turn& turn) const;
   u64 landing_scales() const;
   bool fits_landing() const;

@@ -96,8 +96,13 @@ std::optional<u64> ReceiveHeap::take(u64 num_bytes, u64 stream, bool is_capturin
   for (; offset && !will_do(*offset); offset = heap_.reserve(num_bytes)) refused.push_back(*offset);
   for (u64 other : refused) heap_.release(other);
   if (!offset) return std::nullopt;
-  wait_for_place(*offset, *offset + whole_bytes, stream);
-  live_.emplace(*offset, Live{whole_bytes, stream, {}, is_capturing});
+  try {
+    wait_for_place(*offset, *offset + whole_bytes, stream);
+    live_.emplace(*offset, Live{whole_bytes, stream, {}, is_capturing});
+  } catch (...) {
+    heap_.release(*offset);
+    throw;
+  }
   return offset;
 }
 

@@ -202,6 +202,7 @@ class Window : public cpu::MemberWindow {
   WindowStats stats_;
 
   u64 ticket_ = 0;
+  u64 num_launches_ = 0;
   u64 timeout_ns_ = 0;
   u64 error_handle_ = 0;                  // of the record that is being raised
   std::map<u16, OperationConfig> calls_;  // by fingerprint, to tell in words what a header says

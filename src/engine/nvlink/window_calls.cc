@@ -104,6 +104,7 @@ void Window::start(const Kernel& kernel, i32 num_blocks, u64 stream, void* args)
                                            ": cuLaunchKernelEx, under capture: " + cuda::error_name(launched));
   }
   if (launched != cuda::kSuccess) throw_gpu_failure("cuLaunchKernelEx: " + cuda::error_name(launched));
+  ++num_launches_;
   note_work(stream);
 }
 
