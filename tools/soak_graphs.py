@@ -104,10 +104,17 @@ class Graph:
         self.turn.add_(1).remainder_(len(self.tables.x))
 
     def capture(self) -> None:
-        """From now on `run` replays."""
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        """From now on `run` replays. Collective: ranks may be threads, and while one captures none may wait for the
+        whole GPU, as `torch.cuda.graph` does.
+        """
+        self.graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.ep.device)
+        torch.cuda.current_stream().synchronize()
+        self.ep.comm.meet(DEADLINE_S)
+        with torch.cuda.stream(stream):
+            self.graph.capture_begin(capture_error_mode="thread_local")
             self.step()
+            self.graph.capture_end()
+        self.ep.comm.meet(DEADLINE_S)
         self.run = self.graph.replay
 
     def check_the_check(self) -> None:
