@@ -50,6 +50,7 @@ __all__ = [
     "check_dispatch",
     "check_dispatched",
     "check_staged",
+    "most_num_sms",
     "remember_calls",
 ]
 
@@ -71,7 +72,18 @@ def check_constructor(comm: Any, dtype: Any, shape: dict[str, Any]) -> None:
     if shape["deadline_s"] is None:
         raise InvalidArgument(f"deadline_s is None; allowed: {_ALLOWED['deadline_s']}")
     check_shape({"num_ranks": comm.num_ranks, **shape})
-    _check_num_sms(comm, shape["num_sms"])
+    if comm.engine == "nvlink" and shape["num_windows"] > comm._choice.rank_sms:
+        raise InvalidArgument(
+            f"num_windows is {shape['num_windows']}; allowed are 1 to {comm._choice.rank_sms} here: a call of each may "
+            "run at once and needs an SM, and ranks that share a GPU share its SMs"
+        )
+    _check_num_sms(comm, shape["num_windows"], shape["num_sms"])
+
+
+def most_num_sms(comm: Communicator, num_windows: int) -> int:
+    """SMs that a call may take on the nvlink engine: calls of all windows may run at once, and all their blocks must
+    find an SM (R15), which one of them may fill."""
+    return min(comm.max_num_sms, comm._choice.rank_sms // num_windows)
 
 
 def check_dispatch(
@@ -307,9 +319,7 @@ def _num_sms(ep: ExpertParallel, max_tokens: int, num_sms: int | None, *, is_sma
         return num_sms
     if not is_small or ep.has_num_sms or ep.comm.engine == "cpu":
         return ep.num_sms
-    # All blocks of the calls in flight must find an SM (R15), and one block of these kernels may fill it.
-    most = max(1, ep.comm._choice.rank_sms // ep.num_windows)
-    return min(small_num_sms(ep._table, max_tokens), ep.comm.max_num_sms, most)
+    return min(small_num_sms(ep._table, max_tokens), most_num_sms(ep.comm, ep.num_windows))
 
 
 def _check_of(of: Any, layout: Any, alignment: Any, capacity: Any, max_tokens: Any, window: Any) -> None:
@@ -557,7 +567,7 @@ def _check_all_options(
         ("async_op", async_op),
     ):
         _check_option(name, value)
-    _check_num_sms(ep.comm, num_sms)
+    _check_num_sms(ep.comm, ep.num_windows, num_sms)
     if staged and async_op:
         raise InvalidArgument("async_op is True with staged=True; allowed is one of the two")
     is_int = isinstance(window, int) and not isinstance(window, bool)
@@ -570,11 +580,13 @@ def _check_option(name: str, value: Any) -> None:
         raise InvalidArgument(f"{name} is {value!r}; allowed: {_ALLOWED[name]}")
 
 
-def _check_num_sms(comm: Communicator, num_sms: int | None) -> None:
-    if num_sms is not None and comm.engine == "nvlink" and num_sms > comm.max_num_sms:
-        raise InvalidArgument(
-            f"num_sms is {num_sms}; allowed are 1 to {comm.max_num_sms} here: ranks that share a GPU share its SMs"
-        )
+def _check_num_sms(comm: Communicator, num_windows: int, num_sms: int | None) -> None:
+    if num_sms is None or comm.engine != "nvlink" or num_sms <= most_num_sms(comm, num_windows):
+        return
+    raise InvalidArgument(
+        f"num_sms is {num_sms} with num_windows = {num_windows}; allowed are 1 to {most_num_sms(comm, num_windows)} "
+        "here: a call of each window may run at once, and ranks that share a GPU share its SMs"
+    )
 
 
 def check_staged(data: Tensor, is_tracked: bool) -> None:

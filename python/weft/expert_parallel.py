@@ -50,7 +50,8 @@ class ExpertParallel:
         deadline_s: a call in which a peer does not take part ends after this many seconds with `PeerTimeout`.
         heap_bytes: receive memory, on a GPU taken from its memory here; None: 4 * max_tokens_per_rank * max(R, K) *
             (row bytes + 8 K). Results that find no room are copied to an ordinary tensor.
-        num_windows: calls that may be in flight at once, each on its own `window`.
+        num_windows: calls that may be in flight at once, each on its own `window`; on a GPU at most its SMs divided
+            by the SMs of a call.
 
     Raises:
         InvalidArgument: an argument is not allowed (on this rank), or differs between ranks (on every rank).
@@ -106,7 +107,8 @@ class ExpertParallel:
         self.num_local_experts = num_experts // comm.num_ranks
         self.max_tokens_per_rank, self.num_windows, self.deadline_s = max_tokens_per_rank, num_windows, deadline_s
         self.num_ranks = comm.num_ranks
-        self.num_sms = min(DEFAULT_NUM_SMS, comm.max_num_sms) if num_sms is None else num_sms
+        most_sms = arguments.most_num_sms(comm, num_windows) if comm.engine == "nvlink" else 0
+        self.num_sms = min(DEFAULT_NUM_SMS, most_sms) if num_sms is None else num_sms
         self.has_num_sms, self.small_tokens = num_sms is not None, small_tokens(max_tokens_per_rank)
         engine_calls = GpuCalls if comm.engine == "nvlink" else CpuCalls
         with released_on_error(windows):
@@ -144,7 +146,7 @@ class ExpertParallel:
         waits for the counts of the peers.
 
         On a GPU it runs on the current stream. Under graph capture `capacity` is required; heap memory of the result
-        belongs to this object for good, ordinary tensors to the graph, and each replay overwrites them.
+        belongs to the window for good, ordinary tensors to the graph, and each replay overwrites them.
 
         Args:
             x: [T, H] of the object's dtype, or a `weft.Quantized` with data [T, B]. T from 0 to max_tokens; it may
@@ -394,19 +396,21 @@ class ExpertParallel:
         weighted: bool = True,
         side: bool = False,
         topk_dtype: torch.dtype = torch.int64,
+        output_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         """Prepare what the first calls would prepare, and wait for all ranks. Collective.
 
         On a GPU: compiles and loads the kernels of a dispatch with `options` (those of `dispatch`: layout, alignment,
-        quantize, scale_layout, zero_holes, capacity, max_tokens, num_sms, mode, staged) and ids of `topk_dtype`, its
-        repetition and its combine, from the heap and of ordinary tensors, by running each without tokens. Takes
-        the memory of one result and of two outputs meanwhile.
+        quantize, scale_layout, zero_holes, capacity, max_tokens, num_sms, mode, staged; with async_op the window's
+        stream, too) and ids of `topk_dtype`, its repetition and its combine, from the heap and of ordinary tensors, by
+        running each without tokens. Takes the memory of one result and of two outputs meanwhile.
 
         Args:
             x: rows like those that calls will send, of which none is sent here; None: [T, H] in the object's dtype.
             wire, weighted: as in `combine`.
             side: there will be side values.
+            output_dtype: of expert outputs and, beside those like x, of the rows of a repetition; None: the object's.
 
         Raises:
             As dispatch and combine. CompileError: a kernel could not be compiled.
@@ -424,8 +428,13 @@ class ExpertParallel:
             with torch.no_grad():
                 r = self.dispatch(x, ids, window=idx, **options).wait()
                 self.dispatch(x, handle=r.handle, window=idx, **same).wait()
-                outputs, values = self.empty_output(r), r.topk_weights if side else None
-                for output in (outputs, torch.empty_like(outputs)):
+                outputs, values = [self.empty_output(r)], r.topk_weights if side else None
+                outputs.append(torch.empty_like(outputs[0], dtype=output_dtype))
+                if outputs[1].dtype != self.dtype:
+                    del outputs[0]
+                    rows = torch.empty((0, self.hidden), dtype=output_dtype, device=self.device)
+                    self.dispatch(rows, handle=r.handle, window=idx, **same).wait()
+                for output in outputs:
                     y = self.combine(output, r.handle, weighted=weighted, side=values, wire=wire, window=idx, **same)
                     if options.get("staged"):
                         y.wait()
@@ -458,7 +467,8 @@ class ExpertParallel:
             theirs, a list by rank: microseconds that this rank has waited for headers of that rank (own: 0). A call
             waits for a peer's header before it can place rows and again before it returns; what was there at the
             first look counts as 0, a wait that ended in an error not at all. On a GPU the first block of each kernel
-            measures it. A late rank has large numbers at all others, and small ones itself.
+            measures it. A late rank has large numbers at all others, and small ones itself. A replayed graph adds to
+            wait_us; the calls in it were counted once, when they were captured.
         """
         num_dropped = int(self._overflow)  # first: on a GPU it waits
         windows = [self.calls.window_stats(window) for window in self.calls.windows if not window.closed]

@@ -280,7 +280,9 @@ def own_stream(device: torch.device) -> torch.cuda.Stream:
         if spare:
             return spare.pop()
     with torch.cuda.device(device):
-        torch.cuda.current_stream().query()  # makes the context current in this thread
+        # Where it captures the context is current, and a query would spoil the graph.
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream().query()  # makes the context current in this thread
         handle = ctypes.c_void_p()
         non_blocking, priority = 1, -1
         status = ctypes.CDLL("libcuda.so.1").cuStreamCreateWithPriority(ctypes.byref(handle), non_blocking, priority)

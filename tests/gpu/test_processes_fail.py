@@ -25,10 +25,8 @@ import torch
 from test_streams import EXPERTS, HIDDEN, TOKENS, TOP_K, inputs
 
 import weft
-from gpu_ranks import NUM_GPUS
 from weft import kernel_paths, reference
 
-pytestmark = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 NUM_RANKS, VICTIM, GOOD_CALLS, GIVE_UP_S = 4, 1, 2, 60.0
 LEFT = [rank for rank in range(NUM_RANKS) if rank != VICTIM]
 CAPACITY = NUM_RANKS * TOKENS

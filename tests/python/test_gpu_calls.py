@@ -121,6 +121,35 @@ def test_warmup_for_rows_of_all_kinds(pool: Any) -> None:
         assert combines == [(True, True), (True, False)] * 8
 
 
+def warm_up_for_other_outputs(state: RankState, seed: int) -> tuple[list[torch.dtype], list[torch.dtype]]:
+    """-> dtypes of the rows of each dispatch and each combine."""
+    ep = make(state)
+    dispatches, combines = [], []
+    dispatch, combine = ep.dispatch, ep.combine
+
+    def noted_dispatch(x: torch.Tensor, *args: Any, **options: Any) -> Any:
+        dispatches.append(x.dtype)
+        return dispatch(x, *args, **options)
+
+    def noted_combine(y: torch.Tensor, *args: Any, **options: Any) -> Any:
+        combines.append(y.dtype)
+        return combine(y, *args, **options)
+
+    ep.dispatch, ep.combine = noted_dispatch, noted_combine  # type: ignore[method-assign]
+    ep.warmup(output_dtype=torch.float32, layout="expert_major")
+    ep.close()
+    return dispatches, combines
+
+
+def test_warmup_for_outputs_of_another_dtype(pool: Any) -> None:
+    """In each window, and their gradients repeat the dispatch. The heap's outputs have the object's dtype: they lie in
+    ordinary tensors.
+    """
+    for dispatches, combines in pool.run(2, warm_up_for_other_outputs, [0, 0]):
+        assert dispatches == [torch.bfloat16, torch.bfloat16, torch.float32] * 2
+        assert combines == [torch.float32] * 2
+
+
 def test_asynchronous_calls(pool: Any) -> None:
     for x, y in pool.run(2, call_asynchronously, [0, 0]):
         ranks = torch.tensor([1, 2, 1, 1]).view(4, 1)  # that each token reaches

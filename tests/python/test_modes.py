@@ -57,13 +57,33 @@ def test_table() -> None:
     assert choose(DEFAULT, "dispatch", "rank_major", "bytes", 1) == "latency"
 
 
-@pytest.mark.parametrize(("num_windows", "num_sms"), [(1, 64), (2, 64), (4, 33), (200, 1)])
+@pytest.mark.parametrize(("num_windows", "num_sms"), [(1, 64), (2, 64), (4, 33), (132, 1)])
 def test_small_batches_in_flight_share_the_sms(num_windows: int, num_sms: int) -> None:
     comm = SimpleNamespace(engine="nvlink", max_num_sms=64, _choice=Choice("nvlink", "132 SMs", 64, 132))
     ep: Any = SimpleNamespace(has_num_sms=False, num_sms=16, num_windows=num_windows, _table=DEFAULT, comm=comm)
     assert arguments._num_sms(ep, 128, None, is_small=True) == num_sms
     assert arguments._num_sms(ep, 128, 80, is_small=True) == 80
     assert arguments._num_sms(ep, 128, None, is_small=False) == 16
+
+
+def test_windows_share_the_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No choice of SMs lets calls of all windows wait for SMs that each other's blocks hold."""
+    shape = {"num_experts": 8, "top_k": 2, "hidden": 64, "max_tokens_per_rank": 8}
+
+    def work(state: RankState, argument: None) -> None:
+        comm, sms = state.comm, state.comm._choice.rank_sms
+        few = {**shape, "num_windows": sms // 10}
+        with weft.ExpertParallel(comm, **few) as ep:
+            assert ep.num_sms == sms // few["num_windows"] < 16
+            text = rf"num_sms is 16 with num_windows = {few['num_windows']}; allowed are 1 to {ep.num_sms} here"
+            with pytest.raises(weft.InvalidArgument, match=text):
+                ep.dispatch(torch.zeros(0, 64).bfloat16(), torch.zeros(0, 2, dtype=torch.int64), num_sms=16)
+        with pytest.raises(weft.InvalidArgument, match=text):
+            weft.ExpertParallel(comm, **few, num_sms=16)
+        with pytest.raises(weft.InvalidArgument, match=rf"num_windows is {sms + 1}; allowed are 1 to {sms} here"):
+            weft.ExpertParallel(comm, **shape, num_windows=sms + 1)
+
+    SimulatedRanks(monkeypatch).run(2, work, [None] * 2)
 
 
 @pytest.mark.parametrize(

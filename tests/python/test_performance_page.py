@@ -82,6 +82,9 @@ def test_a_run_becomes_tables_and_missed_targets_come_first(
     rows = [machine, {**dispatch, "tokens": 8, "places": places}, {**dispatch, "tokens": 1, "places": places[2:]}]
     rows.append({"kind": "host", "op": "combine", "mode": "latency", "host_us": 14.04, "native_us": 5.0})
     (tmp_path / "gpu_where_time_goes_1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kernels = {"kind": "kernels", "ranks": 2, "isolation": "thread", "op": "combine", "tokens": 8, "layout": "masked"}
+    rows = [machine, {**kernels, "quantize": None, "headers": "new", "time_us": 14.0, "more_us": -0.25}]
+    (tmp_path / "gpu_kernels_1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     demo = {"placement": "2 ranks", "losses": [6.0, 1.7], "baseline_losses": [6.0, 1.8]}
     demo |= {"early_difference": 0.0, "overall_difference": 0.0066}
     example = {"kind": "example", "ranks": 2, "status": 0}
@@ -114,6 +117,8 @@ def test_a_run_becomes_tables_and_missed_targets_come_first(
     assert "Rank 1 was delayed by 1000 us" in page
     assert "| gpu_wait_cost | 4 | dispatch | 8 | no poll | 14.20 | 0.05 | 0.20, met |" in page
     assert "| rank 1 waited | 0.0 | 40.0 |" in page
+    assert "gpu_kernels_1: 2 x GPU, 2 ranks, each a thread." in page
+    assert "| combine | 8 | masked | BF16 | new | 14.0 | -0.25 |" in page
     assert "| gpu_compile_1 (A CPU, NVRTC 13, commit abc) | sm_90 | 3 | 0.20 | 0.50 (kernel 5) | 0.8 |" in page
     for line in page.splitlines():
         if line.startswith("|"):
