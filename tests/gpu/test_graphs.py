@@ -95,23 +95,28 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
-@pytest.mark.parametrize("kind", ["plain", "fp8", "bytes", "quantized", "by column"])
+@pytest.mark.parametrize("kind", ["plain", "fp8", "bytes", "quantized", "by column", "staged"])
 def test_all_that_travels_in_a_graph(kind: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of every kind, side values, a bias, FP8 on the way back, captured right after warmup(): each replay gives
-    what the reference does.
+    """Rows of every kind, a repeated routing, side values, a bias, outputs in the heap, FP8 on the way back, captured
+    right after warmup(): each replay gives what the reference does.
     """
     capacity = NUM_RANKS * TOKENS * (TOP_K if layout == "expert_major" else 1)
     made: dict[str, Any] = {"quantize": "fp8"} if kind in ("quantized", "by column") else {}
     made |= {"scale_layout": "column_major"} if kind == "by column" else {}
     options: dict[str, Any] = {"layout": layout, "capacity": capacity, **made}
+    later: dict[str, Any] = {"staged": True} if kind == "staged" else {}
+    id_dtype = torch.int32 if kind in ("bytes", "quantized") else torch.int64
 
     def given(seed: int) -> list[list[torch.Tensor]]:
         """Of each rank: rows in one or two parts, ids, weights, bias."""
         xs, ids, weights = inputs(seed)
+        ids = [each.to(id_dtype) for each in ids]
         return [[*rows_of(kind, x, seed + 10 * r), ids[r], weights[r], -x.float()] for r, x in enumerate(xs)]
 
-    def wanted(seed: int) -> list[tuple[reference.Dispatched, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Of each rank: the dispatch, sums with a bias, summed side values, sums that travelled as FP8."""
+    def wanted(seed: int) -> list[tuple[Any, ...]]:
+        """Of each rank: the dispatch, its repetition's rows, sums with a bias, summed side values, sums without, and such
+        that travelled as FP8.
+        """
         all_given = given(seed)
         there = reference.dispatch(
             [one(parts[:-3]) for parts in all_given],
@@ -120,11 +125,15 @@ def test_all_that_travels_in_a_graph(kind: str, layout: str, monkeypatch: pytest
             num_experts=EXPERTS,
             **(options | {"capacity": capacity if layout == "masked" else None}),
         )
+        again = reference.repeat_dispatch([one(parts[:-3]) for parts in all_given], there[0].routing)
         ys = [outputs_of(each.topk_weights, layout) for each in there]
         sides, biases = [each.topk_weights for each in there], [parts[-1] for parts in all_given]
         sums = reference.combine(ys, there, sides=sides, biases=biases)
-        small = reference.combine(ys, there, wire="fp8")
-        return [(d, *of_rank, of_fp8) for d, of_rank, of_fp8 in zip(there, sums, small, strict=True)]
+        plain, small = reference.combine(ys, there), reference.combine(ys, there, wire="fp8")
+        return [
+            (first, rows, *of_rank, alone, of_fp8)
+            for first, rows, of_rank, alone, of_fp8 in zip(there, again, sums, plain, small, strict=True)
+        ]
 
     monkeypatch.setattr(weft.gpu, "_gpus", {})  # kernels that other tests have loaded
     expected_of = {seed: wanted(seed) for seed in range(1, 4)}
@@ -133,38 +142,47 @@ def test_all_that_travels_in_a_graph(kind: str, layout: str, monkeypatch: pytest
         ep = make(comm)
         places = [part.to(comm.device) for part in given(0)[comm.rank]]
         x = one(places[:-3])
-        ep.warmup(x=x, side=True, **options)
-        ep.warmup(x=x, wire="fp8", **options)
+        for other in ({"side": True}, {}, {"wire": "fp8"}):
+            ep.warmup(x=x, topk_dtype=id_dtype, **other, **options, **later)
 
-        def step() -> tuple[weft.Dispatched, torch.Tensor, torch.Tensor, torch.Tensor]:
+        def combined(y: torch.Tensor, r: weft.Dispatched, **more: Any) -> Any:
+            made = ep.combine(y, r.handle, **more, **later)
+            return made.wait() if isinstance(made, weft.Staged) else made
+
+        def step() -> tuple[Any, ...]:
             ids, weights, bias = places[-3:]
-            r = ep.dispatch(x, ids, weights, **options)
+            r = ep.dispatch(x, ids, weights, **options, **later).wait()
+            again = ep.dispatch(x, handle=r.handle, **later).wait()
             y = outputs_of(r.topk_weights, layout)
-            total, side = ep.combine(y, r.handle, side=r.topk_weights, bias=bias)
-            return r, total, side, ep.combine(y, r.handle, wire="fp8")
+            total, side = combined(y, r, side=r.topk_weights, bias=bias)
+            return r, again, total, side, combined(ep.empty_output(r).copy_(y), r), combined(y, r, wire="fp8")
 
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(comm.device)
         torch.cuda.current_stream(comm.device).synchronize()
         with torch.cuda.stream(stream):
             graph.capture_begin(capture_error_mode="thread_local")
-            r, *results = step()
+            r, again, *results = step()
             graph.capture_end()
             for seed, there_and_sums in expected_of.items():
                 for place, values in zip(places, given(seed)[comm.rank], strict=True):
                     as_bytes(place).copy_(as_bytes(values))
-                for each in (*parts_of(r.x), *results):
+                for each in (*parts_of(r.x), *parts_of(again.x), *results):
                     each.view(torch.uint8).fill_(0x5A) if each.is_contiguous() else each.fill_(0)
                 graph.replay()
                 stream.synchronize()
-                there, *sums = there_and_sums[comm.rank]
+                there, rows_again, *sums = there_and_sums[comm.rank]
                 counts = there.num_tokens_per_expert
                 assert torch.equal(r.num_tokens_per_expert.cpu(), counts), f"counts, replay {seed}"
                 is_row = torch.arange(capacity) < counts[:, None]
-                for got, want in zip(parts_of(r.x), parts_of(there.x), strict=True):
+                got_parts, want_parts = (
+                    (*parts_of(r.x), *parts_of(again.x)),
+                    (*parts_of(there.x), *parts_of(rows_again)),
+                )
+                for got, want in zip(got_parts, want_parts, strict=True):
                     assert got.dtype == want.dtype
                     rows = is_row if layout == "masked" else slice(len(want))
                     assert torch.equal(as_bytes(got.cpu())[rows], as_bytes(want)[rows]), f"rows, replay {seed}"
-                for name, got, want in zip(("sums", "side", "FP8 on the wire"), results, sums, strict=True):
+                for name, got, want in zip(("sums", "side", "plain", "FP8"), results, sums, strict=True):
                     assert torch.equal(got.cpu(), want), f"{name}, replay {seed}"
         ep.check()
         graph.reset()
@@ -330,3 +348,62 @@ def test_a_captured_dispatch_that_is_refused_gives_its_places_back(monkeypatch: 
         ep.close()
 
     run(work)
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_async_calls_in_a_graph(is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window's stream is made by warmup, or under capture."""
+    capacity = NUM_RANKS * TOKENS
+    monkeypatch.setattr(weft.gpu, "_spare_streams", {})  # of closed windows
+
+    def work(comm: weft.Communicator) -> None:
+        ep = make(comm)
+        ep.warmup(capacity=capacity, async_op=is_ahead)
+        places = on_device(comm, inputs(0))
+        torch.cuda.current_stream(comm.device).synchronize()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(comm.device)
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            r = ep.dispatch(*places, capacity=capacity, async_op=True)
+            r.event.wait()
+            y, event = ep.combine(r.x, r.handle, async_op=True)
+            assert isinstance(event, weft.Event)
+            event.wait()
+            graph.capture_end()
+            for seed in range(1, 4):
+                for place, values in zip(places, inputs(seed), strict=True):
+                    place.copy_(values[comm.rank])
+                y.fill_(float("nan"))
+                graph.replay()
+                stream.synchronize()
+                assert torch.equal(y.cpu(), expected(seed)[1][comm.rank]), f"replay {seed}"
+        ep.check()
+        graph.reset()
+        ep.close()
+
+    run(work)
+
+
+def test_torch_captures_as_it_does_by_default() -> None:
+    """No other thread of Weft does under capture what CUDA then forbids to all. Ranks that are threads would."""
+    xs, ids, weights = inputs(0)
+    [given] = reference.dispatch(xs[:1], ids[:1], weights[:1], num_experts=EXPERTS)
+    [sums] = reference.combine([given.x], [given])
+
+    def work(comm: weft.Communicator) -> None:
+        ep = make(comm)
+        ep.warmup(capacity=TOKENS)
+        x, topk_idx, topk_weights = (part[0].to(comm.device) for part in (xs, ids, weights))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            r = ep.dispatch(x, topk_idx, topk_weights, capacity=TOKENS)
+            y = ep.combine(r.x, r.handle)
+        for _ in range(3):
+            y.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(y.cpu(), sums)
+        ep.check()
+        graph.reset()
+        ep.close()
+
+    run(work, 1)
