@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs what docs/performance.md is made of on a machine with several GPUs: benchmarks/run_gpu.sh FOLDER [STEP...]
-# Steps: bench small late cost where tune soak kill compile examples sanitize (without any: all). Each writes
+# Steps: bench small late cost where tune soak kill kill_large tests compile examples sanitize (without any: all). Each writes
 # FOLDER/gpu_STEP.jsonl and FOLDER/STEP.log, and goes on with the next if it fails. Builds the native module beside the sources if it is not there. PYTHON names the
 # interpreter; SECONDS_EACH bounds a step; COMMIT is written where a tree without git knows none.
 set -uo pipefail
@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 folder=$1
 shift
 steps=("$@")
-[ ${#steps[@]} -gt 0 ] || steps=(bench small late cost where tune soak kill compile examples sanitize)
+[ ${#steps[@]} -gt 0 ] || steps=(bench small late cost where tune soak kill kill_large tests compile examples sanitize)
 python=${PYTHON:-python3}
 limit=${SECONDS_EACH:-600}
 mkdir -p "$folder"
@@ -44,6 +44,9 @@ for step in "${steps[@]}"; do
     soak) run soak "$python" tools/soak.py --device cuda --seconds 60 --graph-seconds 90 --repeats 40 ;;
     kill) run kill "${weft[@]}" verify --kill --device cuda --trials 34 --deaths 3 --experts 64 --top-k 8 --dtype bf16 \
       --quantize none --layout expert_major --json ;;
+    kill_large) run kill_large "${weft[@]}" verify --kill --device cuda --trials 17 --deaths 2 --mode throughput --tokens 4096 \
+      --hidden 2048 --experts 64 --top-k 8 --dtype bf16 --quantize none --layout expert_major --json ;;
+    tests) WEFT_TEST_LATE_S=1,5,30 run tests "$python" tools/record_tests.py -q -p no:cacheprovider tests/gpu ;;
     compile) run compile "${weft[@]}" cache prebuild --folder "$(mktemp -d)/kernels" --jobs 1 --json ;;
     examples) run examples "$python" tools/example_runs.py ;;
     sanitize) run sanitize tools/sanitize.sh ;;

@@ -21,6 +21,12 @@ export PYTHONPATH=python${PYTHONPATH:+:$PYTHONPATH}
 # One allocation a tensor: torch's pool would hide what lies just behind one.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 failed=0
+facts=$("$python" -c '
+import json
+from weft.bench.apart import apart
+from weft.bench.suite import machine_facts
+facts = apart(machine_facts, "cuda")
+print(json.dumps({name: facts[name] for name in ("commit", "machine", "driver", "torch")})[1:-1] + ",")')
 
 check() { # tool, ranks, seed unless one was given, further options of the tool
   local tool=$1 ranks=$2 seed=${seed:-$3} log soak status=0 errors calls
@@ -34,7 +40,7 @@ check() { # tool, ranks, seed unless one was given, further options of the tool
     "${soak[@]}" --rounds "$rounds" >"$log" 2>&1 || status=$?
   errors=$(sed -n 's/.*ERROR SUMMARY: \([0-9]*\) error.*/\1/p' "$log" | awk '{ sum += $1 } END { print sum + 0 }')
   calls=$(sed -n 's/.*"kind": "soak".*"calls": \([0-9]*\),.*/\1/p' "$log")
-  echo "{\"kind\": \"sanitize\", \"tool\": \"$tool\", \"ranks\": $ranks, \"seed\": $seed, \"rounds\": $rounds, \"calls\": ${calls:-null}, \"status\": $status, \"errors\": $errors}"
+  echo "{\"kind\": \"sanitize\", $facts \"tool\": \"$tool\", \"ranks\": $ranks, \"seed\": $seed, \"rounds\": $rounds, \"calls\": ${calls:-null}, \"status\": $status, \"errors\": $errors}"
   if [ "$status" -ne 0 ] || [ "$errors" -ne 0 ] || ! grep -q '"problems": \[\]' "$log"; then
     failed=1
     sed '/^frame/d' "$log" | head -c 6000 >&2 || true # head leaves early, and sed hears of it

@@ -114,8 +114,8 @@ def test_all_that_travels_in_a_graph(kind: str, layout: str, monkeypatch: pytest
         return [[*rows_of(kind, x, seed + 10 * r), ids[r], weights[r], -x.float()] for r, x in enumerate(xs)]
 
     def wanted(seed: int) -> list[tuple[Any, ...]]:
-        """Of each rank: the dispatch, its repetition's rows, sums with a bias, summed side values, sums without, and such
-        that travelled as FP8.
+        """Of each rank: the dispatch, its repetition's rows, sums with a bias, summed side values, sums without, and
+        such that travelled as FP8.
         """
         all_given = given(seed)
         there = reference.dispatch(

@@ -198,7 +198,7 @@ ATTENTION = ["--layers", "2", "--heads", "4", "--kv-heads", "2", "--head-dim", "
         (
             "decode_overlap.py",
             ["--tokens", "12", *ATTENTION],
-            ["attention", "computation", "transfers", "one after the other", "overlapped"],
+            ["attention", "computation", "transfers", "one after the other", "received later", "overlapped"],
         ),
     ],
 )
@@ -208,7 +208,7 @@ def test_overlap_examples(example, flags, ways):
     times = re.findall(r"^(\w[\w ]*\w) +([0-9.]+) ms(?:, the host [0-9.]+ ms)?$", out, re.MULTILINE)
     assert [name for name, _ in times] == ways
     assert all(float(time_ms) > 0 for _, time_ms in times)
-    assert "overlap saves" in out
+    assert "saves" in out
 
 
 def test_decoding_example():

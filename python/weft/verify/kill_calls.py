@@ -43,7 +43,8 @@ def draw_kill_case(seed: int, fixed: Fixed) -> tuple[Case, bool]:
 
 class Calls:
     """The calls of one rank. `note(number)` is told which of OPERATIONS begins; on a GPU it has ended there when the
-    next begins, so the last one noted is the one in which a rank died.
+    next begins, so the last one noted is the one in which a rank died, or behind which: the outputs of experts are made
+    before a combine is noted.
     """
 
     def __init__(self, ep: weft.ExpertParallel, case: Case, in_graph: bool, note: Callable[[int], None]) -> None:
@@ -74,7 +75,8 @@ class Calls:
             As they do.
         """
         for number, call in enumerate(self._calls):
-            self._note(self._number(number))
+            if self._in_graph:
+                self._note(self._number(number))
             call()
             if self._in_graph:
                 self._ep.check()  # what a replay can't raise
@@ -90,6 +92,7 @@ class Calls:
     def _dispatch(self) -> None:
         case = self._case
         self._received = self._y = None  # one result is alive at a time
+        self._note(self._number(0))
         self._received = self._ep.dispatch(
             *self._inputs,
             layout=case.layout,
@@ -102,5 +105,8 @@ class Calls:
     def _combine(self) -> None:
         output = self._ep.empty_output(self._received)
         output = output.zero_() if self._case.heap_output and not self._in_graph else torch.zeros_like(output)
+        if self._on_gpu and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(self._ep.device).synchronize()
+        self._note(self._number(1))
         combined = self._ep.combine(output, self._received.handle, **self._case.later_mode)
         self._y = combined.wait() if isinstance(combined, weft.Staged) else combined
