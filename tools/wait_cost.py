@@ -1,10 +1,10 @@
 """What bounded waits and wait statistics cost small batches: python tools/wait_cost.py [RANKS] > gpu_wait_cost.jsonl
 
 Dispatch (masked, BF16 to FP8) and combine of T = 128, 32 and 8 tokens a rank are captured in CUDA graphs with the
-kernels as they are, and with kernels from changed copies of the headers: without the abort poll and the deadline, and
-without the statistics. Graphs of all kinds are replayed in turn, so that what drifts falls on all. Prints JSON lines:
-`time_us` is the median of the slowest rank, `saved_us` that of its differences from the kernels as they are. Needs a
-GPU for each rank, 4 unless said.
+kernels as they are, and with kernels from changed copies of the headers: without the abort poll and the deadline,
+without the statistics, and without all that only errors need. Graphs of all kinds are replayed in turn, so that what
+drifts falls on all. Prints JSON lines: `time_us` is the median of the slowest rank, `saved_us` that of its differences
+from the kernels as they are. Needs a GPU for each rank, 4 unless said.
 """
 
 import json
@@ -22,32 +22,54 @@ from weft.bench.suite import machine_facts
 
 AS_THEY_ARE = "as they are"
 LOOK_AGAIN = "return PauseResult::kLookAgain;\n"
-CHANGES = {  # of the kernels: file, and texts with what takes their place
-    AS_THEY_ARE: None,
-    "no abort poll, no deadline": (
-        "weft/sync/block_wait.cuh",
-        {
-            f"    if (++num_turns_ % kLooks != 0 || ns_since_start() < quiet_ns_) {LOOK_AGAIN}": (
-                f"    ++num_turns_;\n    {LOOK_AGAIN}"
-            )
-        },
-    ),
-    "no wait statistics": (
-        "weft/transport/nvlink.cuh",
-        {
+NO_POLL = {
+    "weft/sync/block_wait.cuh": {
+        f"    if (++num_turns_ % kLooks != 0 || ns_since_start() < quiet_ns_) {LOOK_AGAIN}": (
+            f"    ++num_turns_;\n    {LOOK_AGAIN}"
+        )
+    }
+}
+CHANGES = {  # of the kernels: by file, texts with what takes their place
+    AS_THEY_ARE: {},
+    "no abort poll, no deadline": NO_POLL,
+    "no wait statistics": {
+        "weft/transport/nvlink.cuh": {
             "blockIdx.x == 0 ? &view.words()->waited_ns[peer] : nullptr": "nullptr",
             "&view.host->timeout_ns, blockIdx.x == 0);": "&view.host->timeout_ns, false);",
         },
-    ),
+    },
+    # Nor what finds broken windows, other handles, renewed heaps, and headers that came without their picks.
+    "no error paths": NO_POLL
+    | {
+        "weft/transport/nvlink.cuh": {
+            "const u64 broken = ptx::ld_relaxed_sys(&words->broken);": "constexpr u64 broken = 0;",
+            "const bool has_moved = words->heap_generation != view.heap_generation;": (
+                "constexpr bool has_moved = false;"
+            ),
+            "flight.print = sync::print_with_handle(print, flight.handle);": "flight.print = print;",
+        },
+        "weft/kernels/small_dispatch_picks.cuh": {
+            "return is_over ? sync::PauseResult::kAbort : sync::PauseResult::kLookAgain;": (
+                "return sync::PauseResult::kLookAgain;"
+            ),
+            "        const bool is_over = __all_sync(Base::kAll, ptx::ld_acquire_cta(has_heard) != 0) != 0;\n": "",
+        },
+        "weft/kernels/small_dispatch.cuh": {
+            "      ptx::bar_sync(kPlaced, kWithOne);\n      if (has_no_places()) return;\n": "",
+            "    if constexpr (!kConfig.is_cached) ptx::bar_arrive(kPlaced, kWithOne);\n": "",
+            "return !kConfig.is_cached && verdict(Phase::kCount) == Verdict::kOk && Receive::shared_words().is_left;": (
+                "return false;"
+            ),
+        },
+    },
 }
 CASES = [{"tokens": tokens, "layout": "masked", "quantize": "fp8"} for tokens in (128, 32, 8)]
 
 
 def copy_of_headers(folder, change):
-    """Into `folder`; -> it. Raises ValueError if the text is not there once."""
+    """Into `folder`; -> it. Raises ValueError if a text is not there once."""
     shutil.copytree(kernel_paths.compiler_paths()["include"], folder)
-    if change is not None:
-        name, places = change
+    for name, places in change.items():
         text = (folder / name).read_text()
         for old, new in places.items():
             if text.count(old) != 1:
