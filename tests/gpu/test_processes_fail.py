@@ -1,8 +1,9 @@
-"""Guards against processes that die at one point of a kernel, and against one that is stopped and wakes up too late.
+"""Guards against processes that die at one point of a kernel, or are late there, and against one that is stopped and
+wakes up too late.
 
 Points: some of a rank's headers have gone out, or some of its rows. The victim's kernels are compiled from a changed
-copy of the headers; they stop there for good, in the first operation behind calls that went well, and the process is
-killed.
+copy of the headers; they stop there, in the first operation behind calls that went well: for good, and the process is
+killed, or for a while.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from test_streams import EXPERTS, HIDDEN, TOKENS, TOP_K, inputs
 import weft
 from weft import kernel_paths, reference
 
-NUM_RANKS, VICTIM, GOOD_CALLS, GIVE_UP_S = 4, 1, 2, 60.0
+NUM_RANKS, VICTIM, GOOD_CALLS, GIVE_UP_S, LATE_S = 4, 1, 2, 60.0, 2.0
 LEFT = [rank for rank in range(NUM_RANKS) if rank != VICTIM]
 CAPACITY = NUM_RANKS * TOKENS
 
@@ -117,9 +118,9 @@ class Board:
         return words
 
 
-def changed_paths(folder: Path, point: Point, reached: int) -> dict[str, str]:
-    """`kernel_paths.compiler_paths` with a copy of the headers in which the point stops, and no cache. Who gets there
-    says so in the word at the address `reached`.
+def changed_paths(folder: Path, point: Point, reached: int, late_s: float | None = None) -> dict[str, str]:
+    """`kernel_paths.compiler_paths` with a copy of the headers in which the point stops, for good or once for so long,
+    and no cache. Who gets there says so in the word at the address `reached`.
     """
     paths = kernel_paths.compiler_paths(cache="")
     include = Path(shutil.copytree(paths["include"], folder / "include"))
@@ -127,8 +128,13 @@ def changed_paths(folder: Path, point: Point, reached: int) -> dict[str, str]:
     text = file.read_text()
     assert text.count(point.text) == 1, f"{point.file} has this {text.count(point.text)} times: {point.text}"
     operation = f"{FLIGHTS.get(point.file, 'flight')}.turn.sequence"
+    word = f"*reinterpret_cast<volatile u64*>({reached}ull)"
     stop = f"if (blockIdx.x == 0 && {operation} > {2 * GOOD_CALLS} && ({point.only_if})) {{\n"
-    stop += f"*reinterpret_cast<volatile u64*>({reached}ull) = 1; for (;;) ptx::nanosleep(1000); }}"
+    if late_s is None:
+        stop += f"{word} = 1; for (;;) ptx::nanosleep(1000); }}"
+    else:
+        stop += f"if ({word} == 0) for (const u64 from = ptx::globaltimer_ns(); ptx::globaltimer_ns() - from < "
+        stop += f"{int(late_s * 1e9)}ull;) ptx::nanosleep(1000);\n{word} = 1; }}"
     file.write_text(text.replace(point.text, f"{stop}\n{point.text}"))
     return {**paths, "include": str(include)}
 
@@ -245,6 +251,38 @@ def test_processes_of_which_one_dies_at_a_point(name: str, monkeypatch: pytest.M
     outcomes = spawned(work)
     assert isinstance(outcomes.pop(VICTIM), weft.PeerLost)
     assert outcomes == [(point.num_ended(rank), (VICTIM,)) for rank in LEFT]
+
+
+@pytest.mark.parametrize("name", POINTS)
+def test_processes_of_which_one_is_late_at_a_point(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for it in the middle of the call, and all have the right bits."""
+    point = POINTS[name]
+    given = reference.dispatch(*inputs(0), num_experts=EXPERTS)
+    sums = reference.combine([each.x for each in given], given)
+
+    def work(comm: weft.Communicator) -> tuple[int, float]:
+        with tempfile.TemporaryDirectory() as folder:
+            reached = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+            if comm.rank == VICTIM:
+                paths = changed_paths(Path(folder), point, reached.data_ptr(), LATE_S)
+                monkeypatch.setattr(kernel_paths, "compiler_paths", lambda cache=None: paths)
+            calls = Calls(comm, point.mode)
+            for _ in range(GOOD_CALLS):
+                calls.run()
+            begin = time.monotonic()
+            r = calls.dispatch()
+            y = calls.combine(r)
+            calls.check()
+            took_s = time.monotonic() - begin
+            rows = given[comm.rank].x
+            assert torch.equal(r.x[: len(rows)].cpu(), rows)
+            assert torch.equal(y.cpu(), sums[comm.rank])
+            calls.ep.close()
+            return int(reached), took_s
+
+    outcomes = spawned(work)
+    assert [reached for reached, _ in outcomes] == [int(rank == VICTIM) for rank in range(NUM_RANKS)]
+    assert outcomes[VICTIM][1] >= LATE_S
 
 
 @pytest.mark.parametrize("mode", ["throughput", "latency"])
