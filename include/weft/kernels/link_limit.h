@@ -17,7 +17,7 @@ struct LinkLimitConfig {
 struct LinkLimitArgs {
   u8* peer[kMaxLinkPeers] = {};  // this rank's rows in the memory of each peer
   i32 num_peers = 0;
-  i64 num_rows = 0;  // in all; row i belongs to peer i % num_peers
+  i64 num_rows = 0;  // in all, as many at each peer
 };
 
 }  // namespace weft::kernels

@@ -36,6 +36,7 @@ class Case:
     layout: str = "rank_major"
     alignment: int = 1
     quantize: str = "none"
+    scale_layout: str = "row_major"  # dispatch: of the result's scales
     sizes: str = "exact"  # dispatch: "exact" (the host waits for counts) or "capacity" (it does not)
     is_cached: bool = False  # dispatch with a handle
     source: str | None = None  # combine: where the expert outputs lie, "heap" or "ordinary"
@@ -63,6 +64,7 @@ class Case:
             words = [form, "BF16 back", self.layout, "weighted"]
         elif self.op == "dispatch":
             words = [form, self.layout, f"aligned {self.alignment}" if self.alignment > 1 else ""]
+            words += ["scales by column" if self.scale_layout == "column_major" else ""]
             words += ["cached handle" if self.is_cached else "", "capacity" if self.sizes == "capacity" else ""]
         else:
             words = ["BF16", self.layout, f"{self.source} tensor" if self.source else ""]
@@ -84,24 +86,27 @@ def _goal(must_us: float, stretch_us: float) -> Goal:
     return Goal(must_us=must_us, stretch_us=stretch_us)
 
 
+_BY_EXPERT: dict[str, Any] = {"layout": "expert_major", "alignment": ALIGNMENT, "num_sms": 20}
+
+
 def _targets() -> Iterator[Case]:
     """Every row of the targets for T = 4096; with a capacity too, where the host does not wait."""
-    expert_major = {"layout": "expert_major", "num_sms": 20}
     for case in (
         _dispatch(rows="fp8", goal=_goal(264, 252)),
         _dispatch(rows="fp8", num_sms=8, goal=_goal(292, 282)),
         _dispatch(goal=_goal(497, 475)),
         _dispatch(num_sms=8, goal=_goal(552, 536)),
         _dispatch(quantize="fp8", goal=_goal(278, 260)),
-        _dispatch(rows="fp8", alignment=ALIGNMENT, goal=_goal(315, 285), **expert_major),
+        _dispatch(rows="fp8", goal=_goal(315, 285), **_BY_EXPERT),
     ):
         yield case
         yield dataclasses.replace(case, sizes="capacity")
+    yield _dispatch(rows="fp8", scale_layout="column_major", **_BY_EXPERT)
     yield _dispatch(is_cached=True)
     yield _combine(goal=_goal(510, 495))
     yield _combine(num_sms=8, goal=_goal(610, 550))
     yield _combine(source="ordinary", goal=_goal(535, 495))
-    yield _combine(source="ordinary", goal=_goal(570, 515), alignment=ALIGNMENT, **expert_major)
+    yield _combine(source="ordinary", goal=_goal(570, 515), **_BY_EXPERT)
     yield _combine(wire="fp8", goal=_goal(300, 270))
 
 
@@ -113,6 +118,12 @@ def _with_routing(name: str, **options: Any) -> Callable[[Case], Case]:
 
 
 _THREE = (_dispatch(rows="fp8"), _dispatch(), _combine())
+_OTHERS = (
+    _dispatch(rows="fp8", **_BY_EXPERT),
+    _combine(source="ordinary", **_BY_EXPERT),
+    _combine(source="ordinary"),
+    _combine(wire="fp8"),
+)
 
 
 def _routings(trace: str | None) -> Iterator[Case]:
@@ -120,12 +131,13 @@ def _routings(trace: str | None) -> Iterator[Case]:
     if trace is not None:
         changes.append(_with_routing("trace", trace=trace))
     for change in changes:
-        yield from map(change, _THREE)
+        yield from map(change, _THREE + _OTHERS)
 
 
 def _tokens() -> Iterator[Case]:
+    """Those at T = 4096 are in the targets."""
     for tokens in (256, 512, 1024, 2048, 8192):
-        for case in _THREE:
+        for case in _THREE + _OTHERS if tokens in (1024, 2048) else _THREE:
             yield dataclasses.replace(case, suite="tokens", tokens=tokens, is_quarter=4 * tokens == TOKENS)
 
 

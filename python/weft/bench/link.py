@@ -6,8 +6,7 @@ row size and SM count, measured in the same run.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,7 @@ class LinkPoint:
 
 
 def measure(points: Iterable[LinkPoint], num_gpus: int) -> dict[LinkPoint, float]:
-    """Bytes a second that each GPU sends (push) or receives (pull) while all do, the slowest GPU; median of rounds.
+    """Bytes a second that each GPU sends (push) or receives (pull) while all do, the slowest GPU; best of rounds.
 
     Runs in a process of its own, so that the caller is free to fork ranks afterwards. Empty for less than two GPUs.
 
@@ -42,6 +41,20 @@ def measure(points: Iterable[LinkPoint], num_gpus: int) -> dict[LinkPoint, float
         return {}
     rates: dict[LinkPoint, float] = apart(_measure, wanted, num_gpus)
     return rates
+
+
+def rising(rates: Mapping[LinkPoint, float]) -> dict[LinkPoint, float]:
+    """The limits that rates show: with more SMs never less than with fewer of the same kind and row, since some of them
+    can be left idle.
+    """
+    return {
+        point: max(
+            rate
+            for other, rate in rates.items()
+            if (other.kind, other.row_bytes) == (point.kind, point.row_bytes) and other.num_sms <= point.num_sms
+        )
+        for point in rates
+    }
 
 
 def _measure(points: list[LinkPoint], num_gpus: int) -> dict[LinkPoint, float]:
@@ -74,11 +87,11 @@ def _kernels(devices: list[torch.device], kind: str, row_bytes: int) -> list[Any
 
 
 def _rate(kernels: list[Any], buffers: list[torch.Tensor], point: LinkPoint) -> float:
-    """Of some rounds the median; in each all GPUs run a few launches back to back and the slowest one counts."""
+    """Of some rounds the best; in each all GPUs run a few launches back to back and the slowest one counts."""
     import torch
 
     num_gpus = len(buffers)
-    rows_each = _PAIR_BYTES // point.row_bytes
+    rows_each = _PAIR_BYTES // point.row_bytes // point.num_sms * point.num_sms  # equally many for every block
     peers = [  # rank r has a part of its own in every peer's memory
         [
             buffers[(rank + step) % num_gpus].data_ptr() + (num_gpus - 1 - step) * _PAIR_BYTES
@@ -106,4 +119,4 @@ def _rate(kernels: list[Any], buffers: list[torch.Tensor], point: LinkPoint) -> 
             stream.synchronize()
         seconds = max(begin.elapsed_time(end) for begin, end in events) / 1e3 / _LAUNCHES
         rates.append(rows_each * (num_gpus - 1) * point.row_bytes / seconds)
-    return float(statistics.median(rates))
+    return float(max(rates))

@@ -12,7 +12,7 @@ from weft.errors import Unsupported
 
 Row = dict[str, Any]
 
-_COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728")
+_COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b")
 _GREY = "#888888"
 
 

@@ -56,6 +56,7 @@ def small_calls(worker: Worker, case: Case) -> Iterator[Callable[[], None]]:
         wrong += calls.problems()
         if wrong:
             raise wrong[0]
+        worker.note_memory(ep, None if case.op == "combine" else calls.received, calls.y)
         yield call
 
 

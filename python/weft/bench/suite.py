@@ -14,7 +14,7 @@ from weft import tuning_files
 from weft.bench.ahead import compile_ahead, of_cases
 from weft.bench.apart import COMPILE_S, apart
 from weft.bench.cases import EXPERTS, TOKENS, TOP_K, Case, cases
-from weft.bench.link import LinkPoint, measure
+from weft.bench.link import LinkPoint, measure, rising
 from weft.bench.options import SuiteOptions
 from weft.bench.report import commit, cpu_name
 from weft.kernel_paths import nvrtc_version
@@ -46,8 +46,9 @@ def run_suite(options: SuiteOptions) -> Iterator[Row]:
     yield {"kind": "machine", **machine}
     stamp = {name: machine[name] for name in ("commit", "machine", "driver", "torch")}
     on_gpu = machine["device_name"] is not None
-    limits = _limits(chosen, options) if on_gpu else {}
-    yield from _link_rows(limits, stamp)
+    rates = _link_rates(chosen, options) if on_gpu else {}
+    limits = rising(rates)
+    yield from _link_rows(rates, limits, stamp)
     if machine["arch"] is not None:
         table = tuning_files.find(machine["device_name"], options.ranks).table
         apart(compile_ahead, [*of_cases(chosen, options, table)], machine["arch"], timeout_s=COMPILE_S)
@@ -68,7 +69,7 @@ def run_suite(options: SuiteOptions) -> Iterator[Row]:
             error = caught
         notes = _notes(Path(folder), options.ranks)
     _add_work(notes)
-    baselines = {note[0]["key"]: _baseline(note) for note in notes if note[0]["kind"] == "baseline"}
+    baselines = _baselines(notes)
     rows = [
         {**_case_row(chosen[note[0]["number"]], note, options, limits, baselines), **stamp}
         for note in notes
@@ -104,7 +105,7 @@ def _add_work(notes: list[list[Row]]) -> None:
     for note in notes:
         if note[0]["kind"] == "case":
             for rank, work in zip(note, works.get(note[0]["number"], [None] * len(note)), strict=True):
-                rank.setdefault("work", work)
+                rank["work"] = work
 
 
 def _slowest(per_rank: Sequence[Sequence[float]]) -> list[float]:
@@ -112,13 +113,19 @@ def _slowest(per_rank: Sequence[Sequence[float]]) -> list[float]:
     return [max(calls) for calls in zip(*per_rank, strict=True)]
 
 
-def _baseline(note: list[Row]) -> Row:
-    medians: Row = {
-        name: statistics.median(_slowest([rank[name] for rank in note]))
-        for name in ("gpu_us", "packed_us", "gemm_us")
-        if name in note[0]
-    }
-    return {**medians, "key": note[0]["key"]}
+def _baselines(notes: list[list[Row]]) -> dict[str, Row]:
+    """Medians by key, of the slowest rank in each call; with `kernel_us` where the profiler gave it."""
+    found: dict[str, Row] = {}
+    for note in notes:
+        if note[0]["kind"] == "baseline":
+            found[note[0]["key"]] = {
+                name: statistics.median(_slowest([rank[name] for rank in note]))
+                for name in ("gpu_us", "packed_us", "gemm_us")
+                if name in note[0]
+            }
+        if note[0]["kind"] == "baseline_work" and all(rank["kernel_us"] is not None for rank in note):
+            found[note[0]["key"]]["kernel_us"] = max(rank["kernel_us"] for rank in note)
+    return found
 
 
 def _case_row(case: Case, note: list[Row], options: SuiteOptions, limits: Any, baselines: dict[str, Row]) -> Row:
@@ -133,6 +140,7 @@ def _case_row(case: Case, note: list[Row], options: SuiteOptions, limits: Any, b
         "layout": case.layout,
         "alignment": case.alignment,
         "quantize": case.quantize,
+        "scale_layout": case.scale_layout,
         "sizes": case.sizes,
         "is_cached": case.is_cached,
         "source": case.source,
@@ -157,10 +165,12 @@ def _case_row(case: Case, note: list[Row], options: SuiteOptions, limits: Any, b
     row["time_us"] = statistics.median(slowest)
     row["time_p99_us"] = slowest[min(len(slowest) - 1, int(0.99 * len(slowest)))]
     row["host_us"] = statistics.median(_slowest([rank["host_us"] for rank in note]))
+    row |= {key: max(rank[key] for rank in note) for key in ("result_bytes", "heap_peak_bytes") if key in note[0]}
     row |= _work(note)
     row |= _traffic(case, note[0], options, limits, row["time_us"])
     baseline = baselines.get(baseline_key(case), {})
     row["all_to_all_us"], row["packed_us"] = baseline.get("gpu_us"), baseline.get("packed_us")
+    row["all_to_all_kernel_us"] = baseline.get("kernel_us")
     row["ratio_vs_all_to_all"] = row["all_to_all_us"] / row["time_us"] if row["all_to_all_us"] else None
     if case.op == "step":
         row["gemm_us"] = baseline.get("gemm_us")
@@ -232,21 +242,22 @@ def _data_bytes(case: Case, hidden: int) -> int:
     return hidden if is_narrow else 2 * hidden
 
 
-def _limits(chosen: Sequence[Case], options: SuiteOptions) -> dict[LinkPoint, float]:
+def _link_rates(chosen: Sequence[Case], options: SuiteOptions) -> dict[LinkPoint, float]:
     points = {_point(case, options.hidden) for case in chosen if _has_limit(case)}
     for kind, num_bytes in (("push", 2 * options.hidden), ("push", options.hidden), ("pull", 2 * options.hidden)):
         points |= {LinkPoint(kind, num_bytes, num_sms) for num_sms in _SWEEP}
     return measure(points, options.ranks)
 
 
-def _link_rows(limits: dict[LinkPoint, float], stamp: Row) -> Iterator[Row]:
-    for point, rate in sorted(limits.items()):
+def _link_rows(rates: dict[LinkPoint, float], limits: dict[LinkPoint, float], stamp: Row) -> Iterator[Row]:
+    for point, rate in sorted(rates.items()):
         yield {
             "kind": "link",
             "link_kind": point.kind,
             "row_bytes": point.row_bytes,
             "num_sms": point.num_sms,
-            "link_gb_per_s": rate / 1e9,
+            "link_gb_per_s": limits[point] / 1e9,
+            "measured_gb_per_s": rate / 1e9,
             **stamp,
         }
 
@@ -330,17 +341,17 @@ def _quarter_rows(rows: Sequence[Row]) -> Iterator[Row]:
     """The rate at T = 1024 against that at 4096. Fixed costs are taken off: what a call without bytes would take, by
     the line through its times at 2048 and 4096.
     """
-    calls: dict[str, dict[int, Row]] = {}
+    calls: dict[tuple[str, int], dict[int, Row]] = {}
     for row in rows:
-        if row["suite"] in ("targets", "tokens") and row["num_sms"] == 16 and "time_us" in row:
-            calls.setdefault(row["name"], {})[row["tokens"]] = row
-    for name, of_tokens in calls.items():
+        if row["suite"] in ("targets", "tokens") and "time_us" in row:
+            calls.setdefault((row["name"], row["num_sms"]), {})[row["tokens"]] = row
+    for (name, num_sms), of_tokens in calls.items():
         if not {TOKENS // 4, TOKENS // 2, TOKENS} <= of_tokens.keys():
             continue
         quarter, half, whole = (of_tokens[tokens] for tokens in (TOKENS // 4, TOKENS // 2, TOKENS))
         us_a_byte = (whole["time_us"] - half["time_us"]) / (whole["link_bytes"] - half["link_bytes"])
         fixed_us = whole["time_us"] - us_a_byte * whole["link_bytes"]
-        what = f"rate at T = 1024 / at 4096, fixed {fixed_us:.0f} us taken off: {name}, 16 SMs"
+        what = f"rate at T = 1024 / at 4096, fixed {fixed_us:.0f} us taken off: {name}, {num_sms} SMs"
         value = us_a_byte * quarter["link_bytes"] / max(quarter["time_us"] - fixed_us, 1e-3)
         yield _target(what, "ratio", value, _MUST_QUARTER, _STRETCH_QUARTER, more_is_better=True)
 

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore
 from weft.bench.baseline import AllToAll, Received
 from weft.bench.cases import EXPERTS, Case
 from weft.bench.small_worker import CALLS_IN_GRAPH
-from weft.bench.timing import time_calls, time_replays
+from weft.bench.timing import PROFILED, profile_calls, time_calls, time_replays
 from weft.verify.check import Mismatch, expect_equal
 
 if TYPE_CHECKING:
@@ -44,13 +44,13 @@ def with_baseline(cases: Iterable[Case]) -> dict[str, Case]:
 
 
 class Baselines:
-    """A process group and what runs over it. A context manager; collective."""
+    """A process group, with a name of its own, and what runs over it. A context manager; collective."""
 
-    def __init__(self, worker: Worker) -> None:
-        self.worker, self.device = worker, worker.comm.device
+    def __init__(self, worker: Worker, name: str) -> None:
+        self.worker, self.device, self.name = worker, worker.comm.device, name
 
     def __enter__(self) -> Baselines:
-        store = PrefixStore("baselines", self.worker.meeting.store)
+        store = PrefixStore(f"baselines {self.name}", self.worker.meeting.store)
         comm = self.worker.comm
         backend = "nccl" if self.worker.on_gpu else "gloo"
         dist.init_process_group(
@@ -67,6 +67,24 @@ class Baselines:
 
     def run(self, case: Case) -> dict[str, Any]:
         """Check, then time; for steps the experts alone too."""
+        call, received = self._checked(case)
+        result = {"gpu_us": self._time(call)}
+        if case.op == "step":
+            experts, offsets = self.worker.step_experts(), _offsets(received)
+            result["gemm_us"] = self._time(lambda: experts(received.x, offsets))
+        exchange = self._packed_exchange(case, received)
+        is_graphed = case.is_graphed and self.worker.on_gpu
+        result["packed_us"] = self._time_graph(exchange) if is_graphed else self._time(exchange)
+        return result
+
+    def profile(self, case: Case) -> float | None:
+        """Microseconds of a call in which the GPU ran something, if the driver gives records."""
+        call, _ = self._checked(case)
+        work = profile_calls(call, iters=PROFILED, meet=self.worker.meeting.wait)
+        return None if work is None else work.kernel_us
+
+    def _checked(self, case: Case) -> tuple[Callable[[], Any], Received]:
+        """What is timed, after its results were right, and what a dispatch receives."""
         samples = self.worker.samples
         samples.use(case)
         library = AllToAll(
@@ -78,34 +96,29 @@ class Baselines:
         )
         x = samples.x(case.rows)
         data, scales = (x, None) if isinstance(x, Tensor) else (x.data, x.scales)
-        received = library.dispatch(data, samples.topk_idx, samples.topk_weights, scales)
+
+        def dispatch() -> Received:
+            return library.dispatch(data, samples.topk_idx, samples.topk_weights, scales)
+
+        received = dispatch()
         self._check_rows(case, received.x)
-        exchange = self._packed_exchange(case, received)
-
-        def dispatch() -> None:
-            library.dispatch(data, samples.topk_idx, samples.topk_weights, scales)
-
-        result: dict[str, Any] = {}
         if case.op == "dispatch":
-            result["gpu_us"] = self._time(dispatch)
-        elif case.op in ("combine", "both"):
-            outputs, want = samples.outputs(dataclasses.replace(case, wire=None))  # the baseline sends rows as they are
-            y = library.combine(outputs, received, len(data))
-            self._check(case, y, want)
+            return dispatch, received
+        if case.op == "step":
+            experts = self.worker.step_experts()
 
-            def combine() -> None:
-                library.combine(outputs, received, len(data))
+            def step() -> Tensor:
+                again = dispatch()
+                return library.combine(experts(again.x, _offsets(again)), again, len(data))
 
-            def both() -> None:
-                again = library.dispatch(data, samples.topk_idx, samples.topk_weights, scales)
-                library.combine(outputs, again, len(data))
-
-            result["gpu_us"] = self._time(combine if case.op == "combine" else both)
-        else:
-            result |= self._step(library, data, samples.topk_idx, samples.topk_weights)
-        is_graphed = case.is_graphed and self.worker.on_gpu
-        result["packed_us"] = self._time_graph(exchange) if is_graphed else self._time(exchange)
-        return result
+            if self.worker.step_y is not None:
+                _check_close("step: y", step(), self.worker.step_y)
+            return step, received
+        outputs, want = samples.outputs(dataclasses.replace(case, wire=None))  # the baseline sends rows as they are
+        self._check(case, library.combine(outputs, received, len(data)), want)
+        if case.op == "combine":
+            return lambda: library.combine(outputs, received, len(data)), received
+        return lambda: library.combine(outputs, dispatch(), len(data)), received
 
     def _packed_exchange(self, case: Case, received: Received) -> Callable[[], None]:
         """all_to_all_single of rows that are packed already: there, back, or both."""
@@ -128,26 +141,6 @@ class Baselines:
             second()
 
         return both
-
-    def _step(self, library: AllToAll, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> dict[str, Any]:
-        experts = self.worker.step_experts()
-        first = library.dispatch(x, topk_idx, topk_weights)
-        offsets = torch.zeros(len(first.num_tokens_per_expert) + 1, dtype=torch.int32, device=x.device)
-        offsets[1:] = first.num_tokens_per_expert.cumsum(0)
-
-        ys: list[Tensor] = []
-
-        def step() -> None:
-            ys.clear()
-            received = library.dispatch(x, topk_idx, topk_weights)
-            ends = torch.zeros_like(offsets)
-            ends[1:] = received.num_tokens_per_expert.cumsum(0)
-            ys.append(library.combine(experts(received.x, ends), received, len(x)))
-
-        step()
-        if self.worker.step_y is not None:
-            _check_close("step: y", ys[0], self.worker.step_y)
-        return {"gpu_us": self._time(step), "gemm_us": self._time(lambda: experts(first.x, offsets))}
 
     def _check_rows(self, case: Case, rows: Tensor) -> None:
         """What arrived, in the sampled columns; FP8 as bytes."""
@@ -176,6 +169,14 @@ class Baselines:
                 call()
         meet = self.worker.meeting.wait
         return time_replays(graph.replay, num_calls=CALLS_IN_GRAPH, samples=_SAMPLES, meet=meet).gpu_us
+
+
+def _offsets(received: Received) -> Tensor:
+    """Of the groups of the experts' rows, as the grouped GEMMs read them."""
+    counts = received.num_tokens_per_expert
+    offsets = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
+    offsets[1:] = counts.cumsum(0)
+    return offsets
 
 
 def _check_close(name: str, got: Tensor, want: Tensor) -> None:

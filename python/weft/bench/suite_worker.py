@@ -22,14 +22,13 @@ from weft.bench.options import SuiteOptions
 from weft.bench.samples import Samples
 from weft.bench.small_worker import CALLS_IN_GRAPH, small_calls
 from weft.bench.suite_baseline import Baselines, with_baseline
-from weft.bench.timing import profile_calls, time_calls, time_replays
-from weft.bench.worker import Barrier
+from weft.bench.timing import PROFILED, profile_calls, time_calls, time_replays
+from weft.bench.worker import Barrier, result_bytes
 from weft.limits import default_heap_bytes
 from weft.verify.check import Mismatch, poison
 
 EXPERT_WIDTH = 2048  # of the step's experts: H -> 2 x 2048 -> H, as in DeepSeek-V3
 _MEET_S = 300.0
-_PROFILED = 10
 _SAMPLES = 200  # of replays
 _DEADLINE_S = 30.0
 
@@ -64,6 +63,7 @@ class Worker:
         self.objects: dict[int, weft.ExpertParallel] = {}
         self.experts: Experts | None = None
         self.step_y: Tensor | None = None
+        self.memory: dict[str, int] = {}  # of the call made last, see `note_memory`
 
     def ep(self, tokens: int) -> weft.ExpertParallel:
         """The object for at most this many tokens a call."""
@@ -102,9 +102,8 @@ class Worker:
 
     # ---- one case
 
-    def run(self, case: Case, *, profiles: bool) -> dict[str, Any]:
-        """Check, then time, and with `profiles` record what the GPU runs. The result is this rank's; a case that is
-        refused or wrong on any rank is not timed."""
+    def run(self, case: Case) -> dict[str, Any]:
+        """Check, then time. The result is this rank's; a case that is refused or wrong on any rank is not timed."""
         self.samples.use(case)
         with contextlib.ExitStack() as stack:
             refused = wrong = ""
@@ -119,8 +118,7 @@ class Worker:
             refusals, problems = ([note[idx] for note in notes if note[idx]] for idx in (0, 1))
             if refusals or problems:
                 return {"unsupported": refusals[0] if refusals else None, "problems": problems}
-            timed = self._timed(case, call)
-            return {**timed, "work": self._profiled(case, call)} if profiles else timed
+            return {**self._timed(case, call), **self.memory}
 
     def _timed(self, case: Case, call: Callable[[], None]) -> dict[str, Any]:
         device = self.comm.device
@@ -141,18 +139,21 @@ class Worker:
 
     def is_profiled(self, case: Case) -> bool:
         """Whether the profiler records the case."""
-        return self.on_gpu and case.suite in ("targets", "step", "small")
+        return self.on_gpu and case.suite in ("targets", "routings", "step", "small")
 
     def profile(self, case: Case) -> dict[str, Any] | None:
         """What the GPU runs in a case that was right when it was timed."""
         self.samples.use(case)
-        with self._prepared(case) as call:
-            return self._profiled(case, call)
-
-    def _profiled(self, case: Case, call: Callable[[], None]) -> dict[str, Any] | None:
         num_calls = CALLS_IN_GRAPH if case.is_graphed else 1
-        work = profile_calls(call, iters=_PROFILED, meet=self.meeting.wait, num_calls=num_calls)
+        with self._prepared(case) as call:
+            work = profile_calls(call, iters=PROFILED, meet=self.meeting.wait, num_calls=num_calls)
         return None if work is None else dataclasses.asdict(work)
+
+    def note_memory(self, ep: weft.ExpertParallel, received: weft.Dispatched | None, y: Tensor | None) -> None:
+        """Bytes of a call's results, and the most of the object's heap that has been in use."""
+        num_bytes = result_bytes(received) + (0 if y is None else y.nbytes)
+        heap_peak = sum(int(window["heap_peak"]) for window in ep.stats()["windows"])
+        self.memory = {"result_bytes": num_bytes, "heap_peak_bytes": heap_peak}
 
     def _prepared(self, case: Case) -> contextlib.AbstractContextManager[Callable[[], None]]:
         if case.is_graphed:
@@ -174,6 +175,7 @@ class Worker:
             layout=case.layout,
             alignment=case.alignment,
             quantize=quantize,
+            scale_layout=case.scale_layout,
             capacity=self.samples.capacity(case),
             num_sms=case.num_sms,
         )
@@ -197,6 +199,7 @@ class Worker:
             self.samples.check_rows(received[0].x, want.x, int(want.num_rows))
         else:
             self.samples.check_dispatched(case, received[0])
+        self.note_memory(self.ep(case.tokens), received[0], None)
         yield call
 
     @contextlib.contextmanager
@@ -217,6 +220,7 @@ class Worker:
         poison(y[0])
         call()
         self.samples.check_y(y[0], want)
+        self.note_memory(ep, None, y[0])
         yield call
 
     @contextlib.contextmanager
@@ -230,6 +234,7 @@ class Worker:
             self.step_y = ep.combine(output, received.handle, num_sms=case.num_sms)
 
         call()  # its y is compared with that of the baseline's step
+        self.note_memory(ep, None, self.step_y)
         yield call
 
     def step_experts(self) -> Experts:
@@ -272,20 +277,22 @@ def run_rank(
         memory = worker.measure_memory()
         note(kind="memory", start_s=time.perf_counter() - started, engine=str(comm.engine), **memory)
         # Once a profiler has run in a process, the host's part of a call takes half as long again: times come first.
-        # Replays of graphs have none to speak of.
-        last_call = max((number for number, case in enumerate(cases) if not case.is_graphed), default=-1)
         timed = []
         for number, case in enumerate(cases):
-            is_profiled = worker.is_profiled(case)
-            result = worker.run(case, profiles=is_profiled and number > last_call)
+            result = worker.run(case)
             note(kind="case", number=number, **result)
-            if is_profiled and "gpu_us" in result and "work" not in result:
+            if worker.is_profiled(case) and "gpu_us" in result:
                 timed.append((number, case))
-        if options.baseline:
-            with Baselines(worker) as baselines:
-                for key, case in with_baseline(cases).items():
-                    note(kind="baseline", key=key, **baselines.run(case))
+        baselines = with_baseline(cases) if options.baseline else {}
+        if baselines:
+            with Baselines(worker, "times") as library:
+                for key, case in baselines.items():
+                    note(kind="baseline", key=key, **library.run(case))
         for number, case in timed:
             note(kind="work", number=number, work=worker.profile(case))
+        if baselines and worker.on_gpu:
+            with Baselines(worker, "kernels") as library:
+                for key, case in baselines.items():
+                    note(kind="baseline_work", key=key, kernel_us=library.profile(case))
         worker.close()
     meeting.wait()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+PROFILED = 10  # calls that the profiler's figures are of
 _LEFT_OUT = 3  # recorded calls, or samples, that are not counted
 _REPLAYS = 5  # in a sample
 

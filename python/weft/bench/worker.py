@@ -283,12 +283,17 @@ def _count(report: RankReport, options: Options, job: Job, calls: WeftCalls, me:
     scale_bytes = 0 if scales is None else scales.shape[-1] * scales.element_size()
     report.dispatch_row_bytes = options.hidden * data.element_size() + scale_bytes
     report.combine_row_bytes = options.hidden * job.outputs.element_size()
-    received = calls.received
-    if received is not None:
-        got = (received.x,) if isinstance(received.x, Tensor) else (received.x.data, received.x.scales)
-        parts = (*got, received.topk_idx, received.topk_weights, received.num_tokens_per_expert, received.offsets)
-        report.dispatch_result_bytes = sum(part.nbytes for part in parts if part is not None)
+    report.dispatch_result_bytes = result_bytes(calls.received)
     report.combine_result_bytes = 0 if calls.y is None else calls.y.nbytes
+
+
+def result_bytes(received: weft.Dispatched | None) -> int:
+    """Of the tensors that a dispatch returned."""
+    if received is None:
+        return 0
+    got = (received.x,) if isinstance(received.x, Tensor) else (received.x.data, received.x.scales)
+    parts = (*got, received.topk_idx, received.topk_weights, received.num_tokens_per_expert, received.offsets)
+    return sum(part.nbytes for part in parts if part is not None)
 
 
 def _run_baseline(
