@@ -309,7 +309,7 @@ def kills_by_operation() -> str:
     return table(("kernels", "the victim was in", "kills"), cells)
 
 
-def test_records() -> str:
+def recorded_tests() -> str:
     """What tools/record_tests.py counted."""
     text = ""
     for file in sorted(RESULTS.glob("gpu_tests*.jsonl")):
@@ -477,7 +477,7 @@ def page() -> str:
             soaks(),
             kills(),
             kills_by_operation(),
-            test_records(),
+            recorded_tests(),
             sanitizers(),
             late_ranks(),
             wait_costs(),
