@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from dispatch_cases import Case, Round, Runner, compare
+from dispatch_cases import MUTANT_TIMEOUT_NS, Case, Round, Runner, compare
 from kernels import Compiler, Mutant
 from machine import Launch, as_bytes
 from torch import Tensor
@@ -19,7 +19,7 @@ from weft import _load, reference
 
 @dataclass(frozen=True, kw_only=True)
 class CombineCase:
-    """A dispatch, then a combine of other rows along its routing; as often as the dispatch has rounds."""
+    """A dispatch, then combines of other rows along its routing; as often as the dispatch has rounds."""
 
     dispatch: Case
     hidden: int = 64
@@ -31,6 +31,7 @@ class CombineCase:
     bias_is_fp32: bool = False
     heap_ranks: tuple[int, ...] = ()  # whose rows lie in the heap, where peers may pull them
     shared_bytes: int = 64 << 10
+    num_combines: int = 1  # behind each dispatch; of two of small batches the second has the other parity
 
 
 @dataclass
@@ -49,19 +50,28 @@ class CombineRunner(Runner):
 
     def __init__(self, compiler: Compiler, case: CombineCase, mutant: Mutant | None = None) -> None:
         super().__init__(compiler, case.dispatch)
+        if mutant is not None:
+            self.world.set_timeout(MUTANT_TIMEOUT_NS)
         self.combine, self.combine_mutant = case, mutant
         self.combined: list[Combined] = []
         self.num_looked = 0
 
     def add_round(self) -> Round:
-        """Append a dispatch and a combine to the streams."""
+        """Append a dispatch and its combines to the streams."""
         round_ = super().add_round()
-        combined = self._new_combine(round_)
-        for rank in self.case.active_ranks:
-            self._add_combine(rank, round_.received[rank], combined)
-        self.num_operations += 1 if self.case.is_small_again else len(self._passes())
-        self.combined.append(combined)
+        for _ in range(self.combine.num_combines):
+            combined = self._new_combine(round_)
+            for rank in self.case.active_ranks:
+                launches = self._launches(rank, round_.received[rank], combined)
+                self.streams[rank] += [*launches[:-1], self._use_again(launches[-1], combined.rows[rank].nbytes)]
+            self.num_operations += 1 if self.case.is_small_again else len(self._passes())
+            self.combined.append(combined)
         return round_
+
+    def _use_again(self, launch: Launch, num_bytes: int) -> Launch:
+        """The caller writes into its rows as soon as the call has ended (R20)."""
+        poison = self.memory.allocate(num_bytes)
+        return dataclasses.replace(launch, copies=((launch.fields["rows"], poison, num_bytes),))
 
     def _new_combine(self, round_: Round) -> Combined:
         case, generator = self.combine, self.generator
@@ -88,19 +98,17 @@ class CombineRunner(Runner):
             side_out=[self.memory.allocate(4 * num * case.dispatch.shape.top_k) for num in self.case.tokens],
         )
 
-    def _add_combine(self, rank: int, received: Received, combined: Combined) -> None:
-        fields = self._fields(rank, received, combined)
+    def _launches(self, rank: int, received: Received, combined: Combined) -> list[Launch]:
+        fields, start = self._fields(rank, received, combined), self.world.compiler.start
         if self.case.is_small_again:
             fields |= {"rows": self.memory.put(combined.rows[rank]), "max_tokens": self.call.max_tokens}
-            for sends, receives in ((True, False), (False, True)) if self.case.is_split else ((True, True),):
-                source = self._small_source(sends=sends, receives=receives)
-                self.streams[rank].append(Launch(self.world.compiler.start(source, self.combine_mutant), fields))
-            return
+            parts = ((True, False), (False, True)) if self.case.is_split else ((True, True),)
+            sources = [self._small_source(sends=sends, receives=receives) for sends, receives in parts]
+            return [Launch(start(source, self.combine_mutant), fields) for source in sources]
         has_push, place = self._place_rows(rank, received, combined)
         fields |= {**place, "send_plan_tokens": self.case.tokens[rank]}
-        program = self.world.compiler.start(self._source(has_push=has_push), self.combine_mutant)
-        for first, end in self._passes():
-            self.streams[rank].append(Launch(program, {**fields, "first_token": first, "end_token": end}))
+        program = start(self._source(has_push=has_push), self.combine_mutant)
+        return [Launch(program, {**fields, "first_token": first, "end_token": end}) for first, end in self._passes()]
 
     def _place_rows(self, rank: int, received: Received, combined: Combined) -> tuple[bool, dict[str, int]]:
         """Whether the rank pushes its rows, and where they lie."""
@@ -190,9 +198,15 @@ class CombineRunner(Runner):
 
     def differences(self, round_: Round) -> list[str]:
         """What differs from the reference in one round, on any rank."""
+        found = super().differences(round_)
+        for nth in range(self.combine.num_combines):
+            combined = self.combined[self.num_looked]
+            self.num_looked += 1
+            found += [f"combine {nth}, {text}" for text in self._sum_differences(round_, combined)]
+        return found
+
+    def _sum_differences(self, round_: Round, combined: Combined) -> list[str]:
         case, memory = self.combine, self.memory
-        combined = self.combined[self.num_looked]
-        self.num_looked += 1
         routing, wire = round_.wanted[0].routing, "fp8" if case.wire_is_fp8 else None
         zeros = [torch.zeros(w.shape) for w in routing.weights]
         pairs = reference.combine(
@@ -203,7 +217,7 @@ class CombineRunner(Runner):
             biases=combined.biases,
             wire=wire,
         )
-        found = super().differences(round_)
+        found = []
         for rank, (y, side) in enumerate(pairs):
             found += compare(f"rank {rank}: y", memory.tensor(combined.out[rank], y.shape, y.dtype), y)
             if combined.sides is not None:
@@ -215,6 +229,19 @@ class CombineRunner(Runner):
 def run_combine(compiler: Compiler, case: CombineCase, mutant: Mutant | None = None) -> list[str]:
     """What differs from the specification. Raises LaunchFailed."""
     return CombineRunner(compiler, case, mutant).run()
+
+
+def run_silent(compiler: Compiler, case: CombineCase, mutant: Mutant) -> list[str]:
+    """The same of a mutant that leaves others waiting until the deadline, which is soon."""
+    runner = CombineRunner(compiler, case, mutant)
+    runner.world.set_timeout(1_000_000_000)
+    return runner.run()
+
+
+def without_rows(case: CombineCase) -> CombineCase:
+    """Two tokens, each for one expert at most: of three ranks one or more have no row, and one has no token."""
+    dispatch = dataclasses.replace(case.dispatch, tokens=(1, 0, 1), num_duplicates=1, num_rounds=1)
+    return dataclasses.replace(case, dispatch=dispatch, num_combines=1)
 
 
 def reseeded(case: CombineCase, seed: int) -> CombineCase:

@@ -114,6 +114,7 @@ def random_combine(seed: int, *, is_small: bool) -> CombineCase:
         bias_is_fp32=dice.chance(50),
         heap_ranks=tuple(rank for rank in ranks if dice.chance(50)),
         shared_bytes=dice.one_of(32 << 10, 64 << 10, 160 << 10),
+        num_combines=dice.one_of(1, 1, 2, 3),
     )
 
 

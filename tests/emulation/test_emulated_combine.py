@@ -7,9 +7,9 @@ import dataclasses
 
 import pytest
 import torch
-from combine_cases import CombineCase, CombineRunner, reseeded, run_combine
+from combine_cases import CombineCase, CombineRunner, reseeded, run_combine, run_silent, without_rows
 from dispatch_cases import Case
-from kernels import Compiler, Mutant
+from kernels import NO_SEQUENCE, Compiler, Mutant
 from machine import is_found
 from world import Shape
 
@@ -17,7 +17,7 @@ WINDOW = Shape(num_ranks=3, num_experts=12, top_k=3, max_tokens=40, landing_row_
 PLAIN = Case(shape=WINDOW, tokens=(40, 23, 31), hidden=64, num_rounds=2)
 CASES = {
     "rank_major, pulled and pushed, bias": CombineCase(
-        dispatch=PLAIN, hidden=600, heap_ranks=(0, 2), bias="rows", shared_bytes=24 << 10
+        dispatch=PLAIN, hidden=600, heap_ranks=(0, 2), bias="rows", shared_bytes=24 << 10, num_combines=2
     ),
     "rank_major, side, capacity, several passes": CombineCase(
         dispatch=dataclasses.replace(
@@ -83,6 +83,32 @@ SUM_MUTANTS = (
         "leave_pieces(piece_ + 1);",
     ),
 )
+PULLED = dataclasses.replace(CASES["rank_major, pulled and pushed, bias"], heap_ranks=(0, 1, 2))
+COMBINE = "weft/kernels/combine.cuh"
+PULLED_MUTANTS = (
+    Mutant(
+        "nobody waits for the header that says where rows lie",
+        COMBINE,
+        "transport::wait_all(view, Phase::kCount, b_.flight, 0)",
+        "transport::worst_of(transport::Verdict::kOk)",
+    ),
+    Mutant(
+        "a call ends before others have read its rows (R20)",
+        COMBINE,
+        "if (transport::wait_all(view, Phase::kReduce, b_.flight, static_cast<i32>(blockIdx.x))"
+        " == transport::Verdict::kOk)",
+        "",
+    ),
+    NO_SEQUENCE,
+)
+EMPTY = without_rows(PULLED)
+CASES["rank_major, a rank without rows"] = EMPTY
+SILENT = Mutant(
+    "a rank without rows sends no header (R3)",
+    COMBINE,
+    "if (has_peer) transport::notify(view, Phase::kReduce,",
+    "if (has_peer && b_.a.num_rows > 0) transport::notify(view, Phase::kReduce,",
+)
 FP8_MUTANTS = (
     Mutant(
         "rows are not multiplied before they become FP8",
@@ -109,10 +135,13 @@ FP8_MUTANTS = (
 def _compile_ahead(compiler: Compiler) -> None:
     for case in CASES.values():
         CombineRunner(compiler, case).start_compiling()
+    CombineRunner(compiler, SUMMED).start_compiling()
     for mutant in MUTANTS:
         CombineRunner(compiler, PUSHED, mutant).start_compiling()
     for mutant in SUM_MUTANTS:
         CombineRunner(compiler, SUMMED, mutant).start_compiling()
+    for mutant in (*PULLED_MUTANTS, SILENT):
+        CombineRunner(compiler, PULLED, mutant).start_compiling()
     for mutant in FP8_MUTANTS:
         CombineRunner(compiler, QUANTIZED, mutant).start_compiling()
 
@@ -134,6 +163,17 @@ def test_mistakes_in_sums_are_found(compiler: Compiler, mutant: Mutant) -> None:
     """The same of rows that are fetched, added and pushed by warps that do not wait for each other."""
     assert run_combine(compiler, SUMMED) == []
     assert is_found(lambda seed: run_combine(compiler, reseeded(SUMMED, seed), mutant))
+
+
+@pytest.mark.parametrize("mutant", PULLED_MUTANTS, ids=lambda mutant: mutant.name)
+def test_mistakes_in_waits_are_found(compiler: Compiler, mutant: Mutant) -> None:
+    """The same of rows that others pull, and of headers."""
+    assert is_found(lambda seed: run_combine(compiler, reseeded(PULLED, seed), mutant))
+
+
+def test_a_silent_rank_is_found(compiler: Compiler) -> None:
+    """The others wait for it until the deadline."""
+    assert is_found(lambda seed: run_silent(compiler, reseeded(EMPTY, seed), SILENT), tries=1)
 
 
 @pytest.mark.parametrize("mutant", FP8_MUTANTS, ids=lambda mutant: mutant.name)

@@ -7,16 +7,18 @@ import dataclasses
 
 import pytest
 import torch
-from combine_cases import CombineCase, CombineRunner, reseeded, run_combine
+from combine_cases import CombineCase, CombineRunner, reseeded, run_combine, run_silent, without_rows
 from dispatch_cases import Case
-from kernels import NO_SEQUENCE, Compiler, Mutant
+from kernels import NO_SEQUENCE, ONE_BUFFER, Compiler, Mutant
 from machine import is_found
 from world import Shape
 
 WINDOW = Shape(num_ranks=3, num_experts=12, top_k=3, max_tokens=40, landing_row_bytes=2048, small_tokens=24)
 PLAIN = Case(shape=WINDOW, tokens=(24, 13, 21), hidden=64, is_small=True, num_rounds=3)
 CASES = {
-    "rank_major, bias": CombineCase(dispatch=PLAIN, hidden=600, bias="rows"),
+    "rank_major, bias": CombineCase(
+        dispatch=dataclasses.replace(PLAIN, num_rounds=2), hidden=600, bias="rows", num_combines=3
+    ),
     "rank_major, side, capacity, two launches": CombineCase(
         dispatch=dataclasses.replace(PLAIN, seed=1, tokens=(24, 0, 20), capacity=25, is_split=True),
         hidden=304,
@@ -29,6 +31,7 @@ CASES = {
         wire_is_fp8=True,
         bias="row",
         bias_is_fp32=True,
+        num_combines=2,
     ),
     "masked, side, no weights": CombineCase(
         dispatch=dataclasses.replace(PLAIN, seed=3, layout="masked", capacity=5),
@@ -62,6 +65,7 @@ MUTANTS = (
         "mine = transport::wait(b_.a.view, Phase::kReduce, flight, b_.lane, block, waited_ns);",
         "mine = Verdict::kOk;",
     ),
+    ONE_BUFFER,
     NO_SEQUENCE,
 )
 
@@ -80,6 +84,17 @@ EARLY = Mutant(
 )
 
 
+EMPTY = without_rows(CASES["rank_major, bias"])
+CASES["rank_major, a rank without rows"] = EMPTY
+SAY = "    meet_stored();\n    if (has_peer(flight)) transport::notify(view, Phase::kReduce, flight, b_.lane, block);"
+SILENT = Mutant(
+    "a rank without rows sends no header (R3)",
+    "weft/kernels/small_combine.cuh",
+    SAY,
+    SAY.replace("has_peer(flight)", "has_peer(flight) && b_.a.num_rows > 0"),
+)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _compile_ahead(compiler: Compiler) -> None:
     for case in CASES.values():
@@ -87,6 +102,7 @@ def _compile_ahead(compiler: Compiler) -> None:
     for mutant in MUTANTS:
         CombineRunner(compiler, CASES["rank_major, bias"], mutant).start_compiling()
     CombineRunner(compiler, MANY, EARLY).start_compiling()
+    CombineRunner(compiler, EMPTY, SILENT).start_compiling()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -104,3 +120,8 @@ def test_mistakes_are_found(compiler: Compiler, mutant: Mutant) -> None:
 def test_mistakes_of_early_units_are_found(compiler: Compiler) -> None:
     """As above."""
     assert is_found(lambda seed: run_combine(compiler, reseeded(MANY, seed), EARLY))
+
+
+def test_a_silent_rank_is_found(compiler: Compiler) -> None:
+    """The others wait for it until the deadline."""
+    assert is_found(lambda seed: run_silent(compiler, reseeded(EMPTY, seed), SILENT), tries=1)
