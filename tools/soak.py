@@ -1,12 +1,13 @@
 """Random calls between GPUs, with copies hammering the same links, every word checked: python tools/soak.py
 
-Each round draws a shape and a layout from its seed and makes some dozens of calls through the public interface:
-dispatch (new and with a handle) and combine, with exact sizes or a capacity, on the caller's stream or their own, in
-every dtype, FP8 too (made by the call or given), with bias and side values, from heap tensors and ordinary ones, by
-the kernels for small batches and the others, in one launch or in two halves; on GPUs also batches of training. All
-results are compared where they lie with what tools/soak_check.py works out from hashes; every call has data of its
-own. Then, for --graph-seconds, CUDA graphs are replayed (tools/soak_graphs.py). At the end it prints one JSON object;
-`next_seed` continues where this run stopped. A run begins by making sure that the comparison sees a single wrong word.
+Each round draws a shape, a layout and some routings from its seed and makes some dozens of calls through the public
+interface: dispatch (new and with a handle) and combine, with exact sizes or a capacity, on the caller's stream or their
+own, in every dtype, FP8 too (made by the call or given), with bias and side values, from heap tensors and ordinary
+ones, by the kernels for small batches and the others, in one launch or in two halves; on GPUs also batches of training.
+Every call has data of its own and another routing than the one before. All results are compared where they lie with
+what tools/soak_check.py works out from hashes, and overwritten before they are dropped. Then, for --graph-seconds, CUDA
+graphs are replayed (tools/soak_graphs.py). At the end it prints one JSON object; `next_seed` continues where this run
+stopped. A run begins by making sure that the comparison sees single wrong words.
 """
 
 from __future__ import annotations
@@ -22,9 +23,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from soak_check import Places, Shape, Sum, drawn_routing, num_different, places, poison, side_sums, sums, values
+from soak_check import (
+    Compared,
+    Form,
+    Routing,
+    Shape,
+    Sum,
+    planted_in,
+    poison,
+    poison_handle,
+    routed,
+    row_names,
+    rows_back,
+    side_of,
+    side_sums,
+    sums,
+    values,
+)
 from soak_graphs import run_graphs
-from soak_rounds import DEADLINE_S, Pool, Round, agree, compile_kernels, draw, pools_of
+from soak_rounds import DEADLINE_S, GRAPH_POOLS, Pool, Round, agree, compile_kernels, draw, pools_of
 from torch import Tensor
 
 import weft
@@ -34,6 +51,7 @@ from weft.bench.suite import machine_facts
 from weft.verify.cases import dispatch_options, later_options
 
 FEW_ROUNDS = 32  # whose kernels are compiled as ranks come to them, no others
+NUM_ROUTINGS = 3  # of a round
 
 
 class Traffic:
@@ -80,32 +98,37 @@ class Soak:
             )
             for pool in self.pools
         }
-        self.wrong = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.num_calls = self.num_words = 0
-
-    # ---- comparing
-
-    def compare(self, got: Tensor, want: Tensor) -> None:
-        """Count words that differ; nothing waits."""
-        self.wrong += num_different(got, want)
-        self.num_words += got.numel()
+        self.compared = Compared(comm.device)
+        self.num_calls = 0
 
     def check_the_check(self) -> None:
-        """A flipped bit must be counted, or a run would prove nothing."""
-        before = int(self.wrong)
-        rows = values(torch.arange(5, device=self.device), 64, 1, torch.bfloat16)
-        other = rows.clone()
-        other.view(torch.int16)[3, 17] ^= 1
-        self.compare(rows, other)
-        self.compare(rows, rows.clone())
-        if int(self.wrong) != before + 1:
-            raise AssertionError("the comparison does not see a wrong word")
-        self.wrong.zero_()
-        self.num_words = 0
+        """Each flipped bit of a result must be counted, or a run would prove nothing. Collective."""
+        drawn = dataclasses.replace(
+            draw(0, self.comm.num_ranks, self.pools[:1]),
+            tokens=(33,) * self.comm.num_ranks,
+            alignment=1,
+            quantize=None,
+            absent=0.0,
+            mode="throughput",
+        )
+        for layout, capacity in (("rank_major", None), ("expert_major", None), ("masked", 99)):
+            case = self.case(dataclasses.replace(drawn, layout=layout, capacity=capacity))
+            sent, routing = self.rows(case, 0), case.routings[0]
+            received = self.dispatch(case, 0, sent)
+            planted = planted_in(received, int(routing.filled[-1]))
+            for expected in (0, len(planted)):
+                self.compared = Compared(self.device)
+                self.compared.routing(received, routing)
+                self.compared.rows(received.x, routing, sent, case.form)
+                if int(self.compared.wrong) != expected:
+                    raise AssertionError(f"{int(self.compared.wrong)} wrong words seen of {expected}, {layout}")
+                for part in planted:
+                    part ^= 1
+        self.compared, self.num_calls = Compared(self.device), 0
 
     def figures(self) -> dict[str, int]:
         """Of this rank, so far."""
-        return {"calls": self.num_calls, "words": self.num_words}
+        return {"calls": self.num_calls, "words": self.compared.num_words}
 
     def copy_beside(self) -> None:
         """Keep copies going, if there are to be any."""
@@ -116,58 +139,55 @@ class Soak:
 
     def run(self, chosen: Round) -> None:
         """All calls of a round; collective."""
-        pool, ep = chosen.pool, self.objects[chosen.pool]
-        num_experts = pool.experts * self.comm.num_ranks
-        ids, weights = drawn_routing(
-            sum(chosen.tokens), num_experts, pool.top_k, chosen.absent, chosen.seed, self.device
-        )
-        start = [sum(chosen.tokens[:rank]) for rank in range(self.comm.num_ranks + 1)]
-        mine = slice(start[self.comm.rank], start[self.comm.rank + 1])
-        shape = Shape(self.comm.num_ranks, pool.experts, chosen.layout, chosen.alignment, chosen.capacity)
-        everywhere = [places(ids, weights, rank, shape, chosen.tokens) for rank in range(self.comm.num_ranks)]
-        case = Case(chosen, pool, ep, mine, ids, weights, everywhere)
-        received = self.dispatches(case)
-        self.combines(case, received)
+        case = self.case(chosen)
+        kept = self.dispatches(case)
+        self.combines(case, kept)
+        for received in kept.values():
+            poison_handle(received.handle)
 
-    def dispatches(self, case: Case) -> weft.Dispatched:
-        """Dispatch again and again, every time with other data: `scale` changes every row by a power of two."""
-        here = case.everywhere[self.comm.rank]
-        dtype, chosen = case.pool.dtype, case.chosen
-        x = values(
-            torch.arange(case.mine.start, case.mine.stop, device=self.device), case.pool.hidden, chosen.seed, dtype
-        )
-        named = here.row_token.clamp(min=0)
-        want = values(named, case.pool.hidden, chosen.seed, dtype)
-        holes = (here.row_token < 0)[:, None]
-        handle: weft.Handle | None = None
-        first: weft.Dispatched | None = None
+    def case(self, chosen: Round) -> Case:
+        """A round with what follows from it on this rank."""
+        pool, rank = chosen.pool, self.comm.rank
+        shape = Shape(chosen.tokens, pool.experts, pool.top_k, chosen.layout, chosen.alignment, chosen.capacity)
+        routings = [
+            routed(shape, chosen.absent, chosen.seed * NUM_ROUTINGS + idx, rank, self.device)
+            for idx in range(min(NUM_ROUTINGS, self.options.repeats))
+        ]
+        return Case(chosen, pool, self.objects[pool], shape.tokens_of(rank), routings)
+
+    def rows(self, case: Case, number: int) -> Tensor:
+        """What the tokens of all ranks are in a dispatch."""
+        names = torch.arange(sum(case.chosen.tokens), device=self.device)
+        return values(names, case.pool.hidden, seed_of(case.chosen, number, 0), case.pool.dtype)
+
+    def dispatches(self, case: Case) -> dict[int, weft.Dispatched]:
+        """Dispatch again and again, every third time with a handle -> the last result of each routing."""
+        kept: dict[int, weft.Dispatched] = {}
         for number in range(self.options.repeats):
-            scale = 2.0 ** (number % 5 - 2)
-            received = self.dispatch(case, x * scale, handle if number % 3 == 2 else None)
-            if number % 3 != 2:
-                handle = received.handle
-                self.check_routing(case, received, here)
-            self.check_rows(case, received, torch.where(holes, 0, want * scale), here)
-            if first is None and chosen.quantize is None:
-                first = received
-            else:
-                poison(received.x)
-        if first is None:
-            first = self.dispatch(case, x, None, quantize=None)
-        return first
+            is_again = number % 3 == 2
+            idx = (number - (number + 1) // 3 - is_again) % NUM_ROUTINGS  # new ones in turn, again: the last but one
+            old = None if is_again else kept.pop(idx, None)
+            if old is not None:
+                poison_handle(old.handle)
+                del old  # the next may come to lie there
+            sent = self.rows(case, number)
+            received = self.dispatch(case, idx, sent, kept[idx].handle if is_again else None)
+            if not is_again:
+                kept[idx] = dataclasses.replace(received, x=sent[:0])  # of which the handle is needed
+                self.compared.routing(received, case.routings[idx])
+            self.compared.rows(received.x, case.routings[idx], sent, case.form)
+            poison(received.x)
+        return kept
 
-    def dispatch(
-        self, case: Case, x: Tensor, handle: weft.Handle | None, quantize: str | None = "as chosen"
-    ) -> weft.Dispatched:
-        """One call; copies go on beside it."""
+    def dispatch(self, case: Case, idx: int, sent: Tensor, handle: weft.Handle | None = None) -> weft.Dispatched:
+        """One call, `idx`: its routing; copies go on beside it."""
         self.copy_beside()
-        chosen = case.chosen
-        quantize = chosen.quantize if quantize == "as chosen" else quantize
+        chosen, quantize = case.chosen, case.chosen.quantize
+        x = sent[case.mine].clone()
         rows = weft.Quantized(*reference.quantize_fp8(x)) if quantize == "given" else x
-        quantize = None if quantize == "given" else quantize
-        form = {
-            "quantize": quantize,
-            "scale_layout": chosen.scale_layout if quantize else "row_major",
+        form: dict[str, Any] = {
+            "quantize": None if quantize == "given" else quantize,
+            "scale_layout": chosen.scale_layout if chosen.quantize else "row_major",
             "zero_holes": chosen.zero_holes,
         }
         if handle is not None:
@@ -175,11 +195,10 @@ class Soak:
                 rows, handle=handle, **form, async_op=chosen.async_op, **later_options(chosen.mode)
             )
         else:
-            ids = case.ids[case.mine].to(getattr(torch, chosen.id_dtype))
             received = case.ep.dispatch(
                 rows,
-                ids,
-                case.weights[case.mine],
+                case.routings[idx].ids.to(getattr(torch, chosen.id_dtype)),
+                case.routings[idx].weights,
                 layout=chosen.layout,
                 alignment=chosen.alignment,
                 capacity=chosen.capacity,
@@ -191,77 +210,28 @@ class Soak:
         self.num_calls += 1
         return received
 
-    def check_routing(self, case: Case, received: weft.Dispatched, here: Places) -> None:
-        """Counts, ids and weights."""
-        self.compare(received.num_tokens_per_expert, here.counts.to(torch.int32))
-        self.compare(received.offsets, here.offsets.to(torch.int32))
-        self.compare(received.num_rows, torch.tensor(here.num_rows, dtype=torch.int32, device=self.device))
-        filled = self.filled(case, here)
-        self.compare(filled(received.topk_weights), filled(here.row_weight.view(received.topk_weights.shape)))
-        if received.topk_idx is not None and here.row_ids is not None:
-            self.compare(filled(received.topk_idx), filled(here.row_ids.to(received.topk_idx.dtype)))
-
-    def check_rows(self, case: Case, received: weft.Dispatched, want: Tensor, here: Places) -> None:
-        """Rows that hold data, holes between groups included."""
-        if isinstance(received.x, Tensor):
-            filled = self.filled(case, here, holes=case.chosen.zero_holes)
-            self.compare(filled(received.x), filled(want.view(received.x.shape)))
-            return
-        data, scales = reference.quantize_fp8(want, ue8m0=case.chosen.quantize == "fp8_ue8m0")
-        mask = here.row_token >= 0  # what data and scales say in holes is not promised
-        for got, expected in ((received.x.data, data), (received.x.scales, scales)):
-            if got is None:
-                raise AssertionError("no scales")
-            got, columns = got[mask.view(got.shape[:-1])].contiguous(), expected.shape[-1]
-            if expected.element_size() == 1:  # column-major UE8M0 comes in words of four
-                got, expected = got.view(torch.uint8), expected.view(torch.uint8)
-            self.compare(got[:, :columns], expected.reshape(-1, columns)[mask])
-
-    def filled(self, case: Case, here: Places, *, holes: bool = True) -> Any:
-        """Takes the rows whose content is promised: up to num_rows, in masked where picks lie; `holes`: those too."""
-        if case.chosen.layout != "masked" and (holes or case.chosen.layout == "rank_major"):
-            return lambda part: part[: here.num_rows]
-        mask = here.row_token >= 0
-        is_masked = case.chosen.layout == "masked"
-        return lambda part: (part.reshape(len(mask), *part.shape[2:]) if is_masked else part)[mask]
-
-    def combines(self, case: Case, received: weft.Dispatched) -> None:
-        """Combine again and again, every time with other data."""
-        chosen, hidden = case.chosen, case.pool.hidden
-        ys = [
-            values(
-                torch.arange(len(there.row_token), device=self.device) + 7919 * rank,
-                hidden,
-                chosen.seed + 1,
-                case.pool.dtype,
-            )
-            for rank, there in enumerate(case.everywhere)
-        ]
-        how = Sum(chosen.layout == "rank_major", chosen.weighted, chosen.wire)
-        bias = self.bias(case)
-        want = sums(case.mine, case.everywhere, ys, how, bias)
-        sides = [y[:, : case.pool.top_k if how.is_rank_major else 1].to(torch.float32).squeeze(1) for y in ys]
-        want_side = side_sums(case.mine, case.everywhere, sides)
-        own = ys[self.comm.rank]
-        row_shape = received.x.shape if isinstance(received.x, Tensor) else received.x.data.shape
-        output = (
-            case.ep.empty_output(received)
-            if chosen.in_heap
-            else torch.empty(row_shape, dtype=own.dtype, device=self.device)
-        )
-        side = sides[self.comm.rank].view(*row_shape[:-1], *sides[0].shape[1:])
-        out = torch.empty_like(want)
+    def combines(self, case: Case, kept: dict[int, weft.Dispatched]) -> None:
+        """Combine again and again, every time with other data; every second result is new, the others in one tensor."""
+        chosen, pool = case.chosen, case.pool
+        how = Sum(self.comm.num_ranks, chosen.layout == "rank_major", chosen.weighted, chosen.wire)
+        num_tokens = case.mine.stop - case.mine.start
+        mine = torch.empty((num_tokens, pool.hidden), dtype=pool.dtype, device=self.device)
         for number in range(self.options.repeats):
             self.copy_beside()
-            scale = 2.0 ** (number % 5 - 2)
-            output.copy_((own * scale).view(output.shape))
+            idx = number % len(kept)
+            received, picks = kept[idx], case.routings[idx].picks
+            seed = seed_of(chosen, number, 1)
+            back = rows_back(picks, pool.hidden, seed, pool.dtype)
+            bias = self.bias(case, number)
+            output = self.output(case, idx, received, seed)
+            out = mine if number % 2 else None
             poison(out)
             result = case.ep.combine(
                 output,
                 received.handle,
                 weighted=chosen.weighted,
-                side=side * scale if chosen.has_side else None,
-                bias=None if bias is None else bias * scale,
+                side=side_of(output, pool.top_k, chosen.layout) if chosen.has_side else None,
+                bias=bias,
                 out=out,
                 wire=chosen.wire,
                 async_op=chosen.async_op,
@@ -272,23 +242,36 @@ class Soak:
             if isinstance(result, weft.Staged):
                 result = result.wait()
             self.num_calls += 1
-            self.compare(out, want * scale)
+            y = result[0] if isinstance(result, tuple) else result
+            self.compared.count(y, sums(back, picks, how, bias))
             if chosen.has_side:
-                self.compare(result[1], want_side * scale)
+                self.compared.count(result[1], side_sums(back, picks, is_rank_major=how.is_rank_major))
+                poison(result[1])
+            poison(y)
 
-    def bias(self, case: Case) -> Tensor | None:
-        """What a round adds last: float where its seed is odd."""
+    def output(self, case: Case, idx: int, received: weft.Dispatched, seed: int) -> Tensor:
+        """What the experts of this rank give."""
+        here, pool = case.routings[idx].here, case.pool
+        names = row_names(torch.arange(len(here.row_token), device=self.device), self.comm.rank)
+        rows = values(names, pool.hidden, seed, pool.dtype).view(*received.handle.rows_shape, pool.hidden)
+        return case.ep.empty_output(received).copy_(rows) if case.chosen.in_heap else rows
+
+    def bias(self, case: Case, number: int) -> Tensor | None:
+        """What a combine adds last: float where the seed of the round is odd."""
         if case.chosen.bias is None:
             return None
         num_rows = 1 if case.chosen.bias == "row" else case.mine.stop - case.mine.start
         dtype = torch.float32 if case.chosen.seed % 2 else case.pool.dtype
-        rows = values(torch.arange(num_rows, device=self.device), case.pool.hidden, case.chosen.seed + 2, dtype)
+        names = torch.arange(num_rows, device=self.device)
+        rows = values(names, case.pool.hidden, seed_of(case.chosen, number, 2), dtype)
         return rows[0] if case.chosen.bias == "row" else rows
 
     def close(self) -> None:
         """Give everything back."""
         for ep in self.objects.values():
             ep.close()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # heaps of graphs do not come from it
 
 
 @dataclass(frozen=True)
@@ -299,9 +282,17 @@ class Case:
     pool: Pool
     ep: weft.ExpertParallel
     mine: slice  # this rank's tokens among all
-    ids: Tensor
-    weights: Tensor
-    everywhere: list[Places]
+    routings: list[Routing]
+
+    @property
+    def form(self) -> Form:
+        """Of the rows of its dispatches."""
+        return Form(self.chosen.quantize, zero_holes=self.chosen.zero_holes)
+
+
+def seed_of(chosen: Round, number: int, part: int) -> int:
+    """Of a call's data; `part`: 0 rows of a dispatch, 1 of a combine, 2 its bias."""
+    return (chosen.seed * 4099 + number) * 3 + part
 
 
 def run_rank(comm: weft.Communicator, options: argparse.Namespace) -> dict[str, Any]:
@@ -327,12 +318,12 @@ def run_rounds(soak: Soak) -> tuple[list[str], int]:
     noted = start
     while not problems and seed - options.seed < options.rounds:
         for chosen in batch(seed, soak, options):
-            before = int(soak.wrong)
+            before = int(soak.compared.wrong)
             soak.run(chosen)
             seed += 1
-            if int(soak.wrong) != before:  # goes on with the others until they agree to stop
+            if int(soak.compared.wrong) != before:  # goes on with the others until they agree to stop
                 problems.append(
-                    f"rank {soak.comm.rank}: {int(soak.wrong) - before} words: {dataclasses.asdict(chosen)}"
+                    f"rank {soak.comm.rank}: {int(soak.compared.wrong) - before} words: {dataclasses.asdict(chosen)}"
                 )
             if time.monotonic() - noted > 1:
                 noted = time.monotonic()
@@ -377,14 +368,17 @@ def main() -> int:
     parser.add_argument("--no-traffic", dest="traffic", action="store_false", help="no copies beside the calls")
     options = parser.parse_args()
     facts = apart(machine_facts, options.device)
-    if options.rounds > FEW_ROUNDS or options.graph_seconds:
-        apart(compile_kernels, facts["arch"], options.ranks)
+    pools = pools_of("cuda") if options.rounds > FEW_ROUNDS else ()
+    pools = tuple(dict.fromkeys((*pools, *(GRAPH_POOLS if options.graph_seconds else ()))))
+    if pools:
+        apart(compile_kernels, facts["arch"], options.ranks, pools)
     ranks = weft.spawn(
         run_rank, num_ranks=options.ranks, args=(options,), device=options.device, isolation=options.isolation
     )
     row: dict[str, Any] = {"kind": "soak", **{name: facts[name] for name in ("commit", "machine", "driver", "torch")}}
     row |= {"ranks": options.ranks, "engine": ranks[0]["engine"], "seed": options.seed}
     row |= {"next_seed": max(rank["next_seed"] for rank in ranks), "repeats": options.repeats}
+    row |= {"rounds": row["next_seed"] - options.seed}
     row |= {"calls": min(rank["calls"] for rank in ranks), "words": sum(rank["words"] for rank in ranks)}
     row |= {"replays": min(rank["replays"] for rank in ranks), "graph_sets": max(rank["graph_sets"] for rank in ranks)}
     row["problems"] = [problem for rank in ranks for problem in rank["problems"]]

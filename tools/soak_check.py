@@ -1,7 +1,8 @@
 """What dispatch and combine must give, computed where the ranks compute, without any exchange: for tools/soak.py.
 
-Rows are a function of who sends them: a hash of (source rank, token, column), so a rank knows the rows of all others.
-The row numbers are worked out anew here, vectorised; tests/tools/test_soak_check.py compares them with weft.reference.
+Rows are a function of who sends them and of a seed: a hash of (token or place, column), so a rank knows the rows of all
+others. The row numbers are worked out anew here, vectorised; tests/tools/test_soak_check.py compares them with
+weft.reference.
 """
 
 from __future__ import annotations
@@ -13,33 +14,67 @@ from torch import Tensor
 
 import weft
 from weft import reference
+from weft.limits import MAX_RANKS
 
 POISON = 0xFB
 MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23}
+ONE = {torch.bfloat16: 0x3F80, torch.float16: 0x3C00, torch.float32: 0x3F800000}  # the bits of 1.0
 
 
-def mixed(first: Tensor, second: Tensor, seed: int) -> Tensor:
-    """int32 hash of two int tensors, broadcast; the same bits on every device."""
-    word = first.to(torch.int32) * -1640531535 + second.to(torch.int32) * -2048144789 + (seed * 668265263 & 0x7FFFFFFF)
+def mixed(names: Tensor, seed: int) -> Tensor:
+    """int32 hash of an int tensor; the same bits on every device."""
+    word = names.to(torch.int32) * -1640531535 + (seed * 668265263 & 0x7FFFFFFF)
     for shift, factor in ((15, 739982445), (12, 695872825)):
         word = (word ^ (word >> shift & (1 << 32 - shift) - 1)) * factor
     return word ^ (word >> 15 & 0x1FFFF)
 
 
-def num_different(got: Tensor, want: Tensor) -> Tensor:
-    """int64 []: words that differ; nothing waits."""
+def values(rows: Tensor, num_columns: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """[N] row names -> [N, columns], in [1, 2) or (-4, -2]: leading bits of the product of a hash of the row and one of
+    the column, both odd. Quick, so that every call can have its own.
+    """
+    columns = torch.arange(-num_columns, 0, device=rows.device)
+    hashes = mixed(torch.cat([rows, columns]), seed) | 1
+    words = hashes[: len(rows), None] * hashes[len(rows) :]
+    words >>= 31 - MANTISSA_BITS[dtype]  # sign and mantissa
+    words ^= ONE[dtype]
+    return words.to(torch.int16 if dtype.itemsize == 2 else torch.int32).view(dtype)
+
+
+def num_different(got: Tensor, want: Tensor, where: Tensor | None = None) -> Tensor:
+    """int64 []: words that differ, `where` that is true; nothing waits."""
     if got.shape != want.shape or got.element_size() != want.element_size():
         raise AssertionError(f"{list(got.shape)} {got.dtype}, expected {list(want.shape)} {want.dtype}")
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
-    return (got.contiguous().view(words) != want.contiguous().view(words)).sum()
+    different = got.contiguous().view(words) != want.contiguous().view(words)
+    return (different if where is None else different & where).sum()
 
 
-def drawn_routing(
-    num_tokens: int, num_experts: int, top_k: int, absent: float, seed: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Shape:
+    """What is equal on all ranks."""
+
+    tokens: tuple[int, ...]  # of each rank
+    num_local: int  # experts of a rank
+    top_k: int
+    layout: str
+    alignment: int
+    capacity: int | None
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the group."""
+        return len(self.tokens)
+
+    def tokens_of(self, rank: int) -> slice:
+        """Those of a rank among all, which are numbered by rank, then as given."""
+        return slice(sum(self.tokens[:rank]), sum(self.tokens[: rank + 1]))
+
+
+def drawn_routing(shape: Shape, absent: float, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Ids int64 and weights [T, K] of all ranks' tokens: the same random numbers on every rank."""
     generator = torch.Generator(device).manual_seed(seed)
-    size = (num_tokens, top_k)
+    size, num_experts = (sum(shape.tokens), shape.top_k), shape.num_local * shape.num_ranks
     skew = torch.rand(size, generator=generator, device=device) ** (1 + seed % 3)
     ids = (skew * num_experts).to(torch.int64).clamp(max=num_experts - 1)
     chance = torch.rand(size, generator=generator, device=device)
@@ -48,17 +83,9 @@ def drawn_routing(
     return ids, weights
 
 
-def values(rows: Tensor, num_columns: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """[N] row names -> [N, columns] in [1, 2), exact in `dtype`: sums of them scale with powers of two, bit for bit."""
-    columns = torch.arange(num_columns, device=rows.device)
-    bits = MANTISSA_BITS[dtype]
-    words = mixed(rows[:, None], columns[None, :], seed) & (1 << bits) - 1
-    return (1 + words.to(torch.float32) / (1 << bits)).to(dtype)
-
-
 @dataclass(frozen=True)
 class Places:
-    """Where the picks of all tokens (numbered by rank, then as given) lie on one rank."""
+    """Where the picks of all tokens lie on one rank."""
 
     row_token: Tensor  # [rows] token whose row lies there, -1: none (a hole)
     row_weight: Tensor  # rank_major [rows, K], else [rows]; 0 where there is none
@@ -69,29 +96,18 @@ class Places:
     num_rows: int  # rows that hold data
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What is equal on all ranks."""
-
-    num_ranks: int
-    num_local: int
-    layout: str
-    alignment: int
-    capacity: int | None
-
-
-def places(ids: Tensor, weights: Tensor, rank: int, shape: Shape, tokens: tuple[int, ...]) -> Places:
-    """The picks [tokens, K] of all ranks' tokens (`tokens`: how many each has) that lie on `rank`."""
+def places(ids: Tensor, weights: Tensor, rank: int, shape: Shape) -> Places:
+    """The picks [tokens, K] of all ranks' tokens that lie on `rank`."""
     local = ids - rank * shape.num_local
     here = (local >= 0) & (local < shape.num_local)
     if shape.layout == "rank_major":
-        return _rank_major(local, here, weights, shape, tokens)
+        return _rank_major(local, here, weights, shape)
     return _by_expert(local, here, weights, shape)
 
 
-def _rank_major(local: Tensor, here: Tensor, weights: Tensor, shape: Shape, tokens: tuple[int, ...]) -> Places:
+def _rank_major(local: Tensor, here: Tensor, weights: Tensor, shape: Shape) -> Places:
     present = here.any(1)
-    from_each = torch.stack([part.sum() for part in present.split(list(tokens))])
+    from_each = torch.stack([part.sum() for part in present.split(list(shape.tokens))])
     row = torch.where(present, present.cumsum(0) - 1, -1)
     total = int(present.sum())
     limit = total if shape.capacity is None else shape.capacity
@@ -145,62 +161,181 @@ def _offsets(sizes: Tensor, limit: int) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Picks:
+    """Where that lies what one rank's tokens get back: J = K rows a token, rank_major one of each rank."""
+
+    owner: Tensor  # [T, K] rank on which the pick lies, -1: dropped, or there is none
+    rank: Tensor  # [T, J] of the row, -1: there is none
+    row: Tensor  # [T, J] on that rank, 0 where there is none
+    weight: Tensor  # [T, J] that the row is multiplied by, if any
+
+
+def picks_of(tokens: slice, everywhere: list[Places], weights: Tensor, *, is_rank_major: bool) -> Picks:
+    """Of these tokens; `weights` [tokens, K] of all."""
+    rows = torch.stack([there.pick_row[tokens] for there in everywhere])
+    ranks = torch.arange(len(everywhere), device=rows.device)
+    row, owner = rows.max(0)  # there is one rank at most
+    owner = torch.where(row < 0, -1, owner)
+    if not is_rank_major:
+        return Picks(owner, owner, row.clamp(min=0), weights[tokens])
+    row = rows.max(2).values.T
+    rank = torch.where(row < 0, -1, ranks)
+    return Picks(owner, rank, row.clamp(min=0), torch.ones_like(row, dtype=torch.float32))
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The routing of a call, and what follows from it on one rank."""
+
+    shape: Shape
+    ids: Tensor  # [T, K] of its own tokens
+    weights: Tensor
+    here: Places
+    picks: Picks
+    filled: Tensor  # numbers of the rows that hold a token
+    sizes: Tensor  # int32, as `Handle.sizes`
+
+    def promised(self, *, holes: bool) -> Tensor | slice:
+        """Rows whose content is: up to num_rows, of masked those that hold a token; without `holes` only these."""
+        if self.shape.layout == "masked" or (self.shape.layout == "expert_major" and not holes):
+            return self.filled
+        return slice(self.here.num_rows)
+
+
+def routed(shape: Shape, absent: float, seed: int, rank: int, device: torch.device) -> Routing:
+    """The routing of a seed."""
+    ids, weights = drawn_routing(shape, absent, seed, device)
+    everywhere = [places(ids, weights, each, shape) for each in range(shape.num_ranks)]
+    mine, here = shape.tokens_of(rank), everywhere[rank]
+    picks = picks_of(mine, everywhere, weights, is_rank_major=shape.layout == "rank_major")
+    sizes = torch.cat([here.counts, here.offsets, here.counts.new_tensor([here.num_rows])]).to(torch.int32)
+    return Routing(shape, ids[mine], weights[mine], here, picks, (here.row_token >= 0).nonzero()[:, 0], sizes)
+
+
+def row_names(rows: Tensor, rank: Tensor | int) -> Tensor:
+    """For `values` of expert outputs."""
+    return rows * MAX_RANKS + rank
+
+
+def rows_back(picks: Picks, num_columns: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """[T, J, H]: what tokens get back where expert outputs are `values` of their `row_names`."""
+    names = row_names(picks.row, picks.rank)
+    return values(names.flatten(), num_columns, seed, dtype).view(*names.shape, num_columns)
+
+
+@dataclass(frozen=True)
 class Sum:
     """How combine adds."""
 
+    num_ranks: int
     is_rank_major: bool
     weighted: bool
     wire: str | None = None
 
 
-def sums(tokens: slice, everywhere: list[Places], ys: list[Tensor], how: Sum, bias: Tensor | None = None) -> Tensor:
-    """y of these tokens from the expert outputs of all ranks: products rounded, k in order, each rank's sum rounded to
-    the wire, ranks ascending, then the bias.
+def sums(rows: Tensor, picks: Picks, how: Sum, bias: Tensor | None = None) -> Tensor:
+    """y of the tokens that get `rows` [T, J, H] back: products rounded, k in order, each rank's sum rounded to the
+    wire, ranks ascending, then the bias.
     """
-    dtype = ys[0].dtype
-    total = torch.zeros((tokens.stop - tokens.start, ys[0].shape[1]), device=ys[0].device)
-    for there, y in zip(everywhere, ys, strict=True):
-        rows = there.pick_row[tokens]
-        partial = _partial(rows, there, y, how, total)
-        has = (rows >= 0).any(1)[:, None]
-        if how.wire is None:
-            carried = partial.to(dtype).to(torch.float32)
-        else:
-            carried = reference.through_fp8(partial)
-        total = torch.where(has, total + carried, total)
+    wide, dtype = rows.to(torch.float32), rows.dtype
+    if how.weighted and not how.is_rank_major:
+        wide = wide * picks.weight[..., None]
+    total = torch.zeros_like(wide[:, 0])
+    for rank in range(how.num_ranks):
+        here = (picks.rank == rank).to(torch.float32)[..., None]
+        partial = torch.zeros_like(total)
+        for j in [rank] if how.is_rank_major else range(wide.shape[1]):
+            partial.addcmul_(wide[:, j], here[:, j])  # by 0 or 1: the same bits whether it is fused or not
+        total += partial.to(dtype) if how.wire is None else reference.through_fp8(partial)
     return (total if bias is None else total + bias.to(torch.float32)).to(dtype)
 
 
-def side_sums(tokens: slice, everywhere: list[Places], sides: list[Tensor]) -> Tensor:
-    """[T, K]: what each pick's row says on the rank where it lies; `sides`: [rows], rank_major [rows, K]."""
-    total = torch.zeros(everywhere[0].pick_row[tokens].shape, device=sides[0].device)
-    for there, side in zip(everywhere, sides, strict=True):
-        rows = there.pick_row[tokens]
-        if len(side):
-            named = rows.clamp(min=0)
-            values = side.gather(0, named) if side.dim() == 2 else side[named]
-            total = torch.where(rows >= 0, values, total)
-    return total
+def side_of(rows: Tensor, top_k: int, layout: str) -> Tensor:
+    """The side values that go with expert outputs [N, H], or [L, C, H]: their first columns."""
+    return rows[..., :top_k].to(torch.float32) if layout == "rank_major" else rows[..., 0].to(torch.float32)
 
 
-def _partial(rows: Tensor, there: Places, y: Tensor, how: Sum, zero: Tensor) -> Tensor:
-    """What one rank adds to each token, in fp32."""
-    partial = torch.zeros_like(zero)
-    for k in range(rows.shape[1] if len(y) else 0):
-        row = rows[:, k]
-        mine = (row >= 0)[:, None]
-        part = y[row.clamp(min=0)].to(torch.float32)
-        if how.is_rank_major:
-            partial = torch.where(mine, part, partial)
-            continue
-        product = there.row_weight[row.clamp(min=0)][:, None] * part if how.weighted else part
-        partial = torch.where(mine, partial + product, partial)
-    return partial
+def side_sums(rows: Tensor, picks: Picks, *, is_rank_major: bool) -> Tensor:
+    """[T, K]: what `side_of` says of each pick's row; `rows` [T, J, H] as for `sums`."""
+    num_tokens, top_k = picks.owner.shape
+    if is_rank_major:
+        tokens = torch.arange(num_tokens, device=rows.device)[:, None]
+        side = rows[tokens, picks.owner.clamp(min=0), torch.arange(top_k, device=rows.device)]
+    else:
+        side = rows[..., 0]
+    return torch.where(picks.owner < 0, 0, side.to(torch.float32))
 
 
-def poison(rows: Tensor | weft.Quantized | None) -> None:
+@dataclass(frozen=True)
+class Form:
+    """How rows are dispatched."""
+
+    quantize: str | None
+    zero_holes: bool
+
+
+class Compared:
+    """Counts words that differ from what is expected; nothing waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.wrong = torch.zeros((), dtype=torch.int64, device=device)
+        self.num_words = 0
+
+    def count(self, got: Tensor, want: Tensor) -> None:
+        """Of two tensors of one shape."""
+        self.wrong += num_different(got, want)
+        self.num_words += got.numel()
+
+    def routing(self, received: weft.Dispatched, routing: Routing) -> None:
+        """Counts, offsets, weights and ids."""
+        here, where = routing.here, routing.promised(holes=True)
+        self.count(received.handle.sizes, routing.sizes)
+        self.count(received.topk_weights.reshape(here.row_weight.shape)[where], here.row_weight[where])
+        if received.topk_idx is not None and here.row_ids is not None:
+            self.count(received.topk_idx[where], here.row_ids[where].to(received.topk_idx.dtype))
+
+    def rows(self, x: Tensor | weft.Quantized, routing: Routing, sent: Tensor, form: Form) -> None:
+        """What came of the rows `sent` by all ranks."""
+        row_token = routing.here.row_token
+        if isinstance(x, Tensor):
+            where = routing.promised(holes=form.zero_holes)
+            named = row_token[where]
+            want = sent[named.clamp(min=0)]
+            if routing.shape.alignment > 1:
+                want.masked_fill_((named < 0)[:, None], 0)
+            self.count(x.reshape(len(row_token), x.shape[-1])[where], want)
+            return
+        where = routing.filled  # what data and scales say in holes is not promised
+        data, scales = reference.quantize_fp8(sent, ue8m0=form.quantize == "fp8_ue8m0")
+        for got, want in ((x.data, data), (x.scales, scales)):
+            if got is None:
+                raise AssertionError("no scales")
+            got = got.reshape(len(row_token), got.shape[-1])[where]
+            if want.element_size() == 1:  # column-major UE8M0 comes in words of four
+                got, want = got.view(torch.uint8), want.view(torch.uint8)
+            self.count(got[:, : want.shape[-1]], want[row_token[where]])
+
+
+def planted_in(received: weft.Dispatched, row: int) -> list[Tensor]:
+    """A word of each part of a result of plain rows, as an int that a test may change; `row`: that holds a token."""
+    handle, parts = received.handle, [received.x, received.topk_weights, received.topk_idx]
+    num_rows = handle.topk_weights.shape[: len(handle.rows_shape)].numel()
+    ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    words = [
+        part.view(ints[part.element_size()]).view(num_rows, -1)[row, -1:] for part in parts if isinstance(part, Tensor)
+    ]
+    return [*words, received.num_tokens_per_expert[-1:], received.offsets[-1:], received.num_rows.view(1)]
+
+
+def poison(*parts: Tensor | weft.Quantized | None) -> None:
     """Overwrite every byte, so that a word nobody writes is seen."""
-    parts = (rows.data, rows.scales) if isinstance(rows, weft.Quantized) else (rows,)
     for part in parts:
-        if part is not None and part.numel():
+        if isinstance(part, weft.Quantized):
+            poison(part.data, part.scales)
+        elif part is not None and part.numel():
             (part if part.stride(-1) == 1 else part.mT).detach().view(torch.uint8).fill_(POISON)
+
+
+def poison_handle(handle: weft.Handle) -> None:
+    """Before it is dropped: of the next result that lies there ids, weights, counts and plans must be written anew."""
+    poison(handle.topk_weights, handle.topk_idx, handle.sizes, handle.send_plan, handle.recv_plan)

@@ -1,9 +1,11 @@
 """CUDA graphs of dispatch and combine, replayed with another routing each time, every word checked: for tools/soak.py.
 
 A set has three graphs of different sizes on one ExpertParallel. A graph takes rows, ids and weights of its turn from
-tables on the device, dispatches, combines what came, compares sums and counts with what tools/soak_check.py worked out,
-adds up the words that differ, and advances its turn: the host only replays. Every EAGER_EVERY-th time it makes the same
-calls itself, with the throughput kernels. On CPUs all of it runs eagerly.
+tables on the device, dispatches, combines what came, perhaps dispatches again with the handle and combines, compares
+sums, side values, counts, weights and ids with what tools/soak_check.py worked out, adds up the words that differ,
+overwrites all results, and advances its turn: the host only replays. Experts multiply rows by a number of their place,
+so that one in a wrong place is seen in the sums. Every EAGER_EVERY-th time the host makes the same calls itself, with
+the throughput kernels. On CPUs all of it runs eagerly.
 """
 
 from __future__ import annotations
@@ -17,8 +19,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from soak_check import Places, Shape, Sum, drawn_routing, num_different, places, sums, values
-from soak_rounds import DEADLINE_S, POOLS, GraphSet, agree, draw_graphs
+from soak_check import (
+    Shape,
+    Sum,
+    num_different,
+    poison,
+    poison_handle,
+    routed,
+    side_of,
+    side_sums,
+    sums,
+    values,
+)
+from soak_rounds import DEADLINE_S, GRAPH_POOLS, GraphSet, agree, draw_graphs
 from torch import Tensor
 
 import weft
@@ -32,13 +45,18 @@ THROUGHPUT = {"mode": "throughput"}
 
 @dataclass(frozen=True)
 class Tables:
-    """Inputs and results of this rank for each turn; a dimension of turns goes before those of the call."""
+    """Inputs and results of this rank for each turn, a dimension before those of a call. D: dispatches of a replay."""
 
-    x: Tensor
+    x: Tensor  # [D, T, H]
     ids: Tensor
     weights: Tensor
-    y: Tensor
+    bias: Tensor  # [1, H], [T, H], or nothing
+    y: Tensor  # [D, T, H]
+    side: Tensor  # [D, T, K]
     sizes: Tensor  # counts, offsets and number of rows, as in a handle
+    row_weight: Tensor
+    row_ids: Tensor  # rank_major, else nothing
+    promised: Tensor  # bool, of each row: its weight and ids are
 
 
 class Graph:
@@ -46,62 +64,120 @@ class Graph:
 
     def __init__(self, ep: weft.ExpertParallel, chosen: GraphSet, number: int, num_turns: int) -> None:
         self.ep, self.chosen, self.tokens = ep, chosen, chosen.tokens[number]
+        self.form: dict[str, Any] = {
+            "quantize": None if chosen.quantize == "given" else chosen.quantize,
+            "scale_layout": chosen.scale_layout if chosen.quantize else "row_major",
+        }
         self.options: dict[str, Any] = {
             "layout": chosen.layout,
             "alignment": chosen.alignment,
-            "quantize": chosen.quantize,
-            "scale_layout": chosen.scale_layout if chosen.quantize else "row_major",
             "capacity": self.capacity(),
             "max_tokens": max(self.tokens),
         }
         turns = [self.turn_of(chosen.seed * 8191 + number * num_turns + turn) for turn in range(num_turns)]
-        self.tables = Tables(*(torch.stack(part) for part in zip(*turns, strict=True)))
+        parts = {field.name: [getattr(turn, field.name) for turn in turns] for field in dataclasses.fields(Tables)}
+        self.tables = Tables(**{name: torch.stack(part) for name, part in parts.items()})
+        rows = torch.arange(self.tables.promised.shape[1], device=ep.device)
+        self.factors = factors(rows, ep.dtype)
         self.turn = torch.zeros(1, dtype=torch.int64, device=ep.device)
         self.wrong = torch.zeros((), dtype=torch.int64, device=ep.device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.run: Callable[[], None] = self.step
 
     def capacity(self) -> int:
-        """Of all that may come (masked: if no id repeats within a token), or of half of what comes on average."""
+        """Of all that may come, or of half of what comes on average; masked: of several times as much, or of that."""
         picks = self.ep.num_ranks * max(self.tokens) * self.ep.top_k
+        mean = picks // self.ep.num_ranks
+        if self.chosen.layout == "masked":
+            mean //= self.ep.num_local_experts
+            return mean + 1 if self.chosen.is_tight else min(picks // self.ep.top_k, 4 * mean + 32)
         if self.chosen.is_tight:
-            mean = picks // self.ep.num_ranks
-            return (mean // self.ep.num_local_experts if self.chosen.layout == "masked" else mean // 2) + 1
+            return mean // 2 + 1
         if self.chosen.layout == "expert_major":
             return picks + self.ep.num_local_experts * (self.chosen.alignment - 1)
         return picks // self.ep.top_k
 
-    def turn_of(self, seed: int) -> tuple[Tensor, ...]:
-        """The parts of Tables for one turn."""
-        ep, chosen, tokens = self.ep, self.chosen, self.tokens
-        ids, weights = drawn_routing(sum(tokens), ep.num_experts, ep.top_k, chosen.absent, seed, ep.device)
-        shape = Shape(ep.num_ranks, ep.num_local_experts, chosen.layout, chosen.alignment, self.capacity())
-        everywhere = [places(ids, weights, rank, shape, tokens) for rank in range(ep.num_ranks)]
-        x = values(torch.arange(sum(tokens), device=ep.device), ep.hidden, seed, ep.dtype)
-        outputs = through_experts(quantized(x, chosen.quantize), ep.dtype)
-        ys = [
-            torch.where((there.row_token < 0)[:, None], 0, outputs[there.row_token.clamp(min=0)])
-            for there in everywhere
-        ]
-        rank = ep.comm.rank
-        mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
-        y = sums(mine, everywhere, ys, Sum(chosen.layout == "rank_major", chosen.weighted, chosen.wire))
-        return x[mine], ids[mine], weights[mine], y, sizes_of(everywhere[rank])
+    def turn_of(self, seed: int) -> Tables:
+        """One turn, without the dimension of turns."""
+        ep, chosen, rank = self.ep, self.chosen, self.ep.comm.rank
+        shape = Shape(
+            self.tokens, ep.num_local_experts, ep.top_k, chosen.layout, chosen.alignment, self.options["capacity"]
+        )
+        routing = routed(shape, chosen.absent, seed, rank, ep.device)
+        here, names = routing.here, torch.arange(sum(self.tokens), device=ep.device)
+        mine = names[shape.tokens_of(rank)]
+        biased = {None: mine[:0], "row": torch.arange(1, device=ep.device), "full": mine}[chosen.bias]
+        bias = values(biased, ep.hidden, 3 * seed + 2, torch.float32 if chosen.seed % 2 else ep.dtype)
+        xs = [values(mine, ep.hidden, 3 * seed + number, ep.dtype) for number in range(chosen.num_dispatches)]
+        outputs = [through_experts(quantized(x, chosen.quantize), ep.dtype)[:, None] for x in xs]
+        backs = [output * factors(routing.picks.row, ep.dtype)[..., None] for output in outputs]
+        is_rank_major = chosen.layout == "rank_major"
+        how = Sum(ep.num_ranks, is_rank_major, chosen.weighted, chosen.wire)
+        if chosen.layout == "masked":
+            promised = here.row_token >= 0
+        else:
+            promised = torch.arange(len(here.row_token), device=ep.device) < here.num_rows
+        return Tables(
+            x=torch.stack(xs),
+            ids=routing.ids.to(getattr(torch, chosen.id_dtype)),
+            weights=routing.weights,
+            bias=bias,
+            y=torch.stack([sums(back, routing.picks, how, bias if chosen.bias else None) for back in backs]),
+            side=torch.stack([side_sums(back, routing.picks, is_rank_major=is_rank_major) for back in backs]),
+            sizes=routing.sizes,
+            row_weight=here.row_weight,
+            row_ids=mine[:0] if here.row_ids is None else here.row_ids.to(getattr(torch, chosen.id_dtype)),
+            promised=promised,
+        )
 
     def step(self, first: dict[str, Any] | None = None, later: dict[str, Any] | None = None) -> None:
         """The calls of this turn and their comparison; `first`, `later`: modes, None: those of the set."""
         first = dispatch_options(self.chosen.mode, has_capacity=True) if first is None else first
         later = later_options(self.chosen.mode) if later is None else later
-        x, ids, weights, want, sizes = (
-            getattr(self.tables, field.name).index_select(0, self.turn)[0] for field in dataclasses.fields(Tables)
-        )
-        r = self.ep.dispatch(x, ids, weights, **self.options, **first).wait()
+        names = [field.name for field in dataclasses.fields(Tables)]
+        now = Tables(**{name: getattr(self.tables, name).index_select(0, self.turn)[0] for name in names})
+        handle: weft.Handle | None = None
+        for number, x in enumerate(now.x):
+            rows = weft.Quantized(*reference.quantize_fp8(x)) if self.chosen.quantize == "given" else x
+            if handle is None:
+                r = self.ep.dispatch(rows, now.ids, now.weights, **self.options, **self.form, **first).wait()
+            else:
+                r = self.ep.dispatch(rows, handle=handle, **self.form, **later).wait()
+            handle = r.handle
+            self.combine(r, now, number, later)
+            poison(r.x)
+        self.check_routing(r, now)
+        poison_handle(r.handle)
+        self.turn.add_(1).remainder_(len(self.tables.x))
+
+    def combine(self, r: weft.Dispatched, now: Tables, number: int, later: dict[str, Any]) -> None:
+        """What came back to its owners, behind dispatch `number`."""
+        chosen = self.chosen
+        rows = through_experts(r.x, self.ep.dtype)
+        output = self.ep.empty_output(r) if chosen.in_heap else torch.empty_like(rows)
+        torch.mul(rows, self.factors.view(*rows.shape[:-1], 1), out=output)
         y: Any = self.ep.combine(
-            through_experts(r.x, self.ep.dtype), r.handle, weighted=self.chosen.weighted, wire=self.chosen.wire, **later
+            output,
+            r.handle,
+            weighted=chosen.weighted,
+            side=side_of(output, self.ep.top_k, chosen.layout) if chosen.has_side else None,
+            bias={None: None, "row": now.bias[:1].view(-1), "full": now.bias}[chosen.bias],
+            wire=chosen.wire,
+            **later,
         )
         y = y.wait() if isinstance(y, weft.Staged) else y
-        self.wrong += num_different(y, want) + num_different(r.handle.sizes, sizes)
-        self.turn.add_(1).remainder_(len(self.tables.x))
+        parts = zip(y if chosen.has_side else (y,), (now.y[number], now.side[number]), strict=False)
+        for got, want in parts:
+            self.wrong += num_different(got, want)
+            poison(got)
+
+    def check_routing(self, r: weft.Dispatched, now: Tables) -> None:
+        """Counts, weights and ids of all dispatches."""
+        promised = now.promised[:, None] if now.row_weight.dim() == 2 else now.promised
+        self.wrong += num_different(r.handle.sizes, now.sizes)
+        self.wrong += num_different(r.topk_weights.view(now.row_weight.shape), now.row_weight, promised)
+        if r.topk_idx is not None:
+            self.wrong += num_different(r.topk_idx, now.row_ids, promised)
 
     def capture(self) -> None:
         """From now on `run` replays. Collective: ranks may be threads, and while one captures none may wait for the
@@ -119,15 +195,22 @@ class Graph:
 
     def check_the_check(self) -> None:
         """A replay must count flipped bits of what is expected, or a run would prove nothing."""
-        at, before = int(self.turn), int(self.wrong)
-        planted = [self.tables.sizes[at, :1], self.tables.y.view(torch.uint8)[at, -1:, 0]]  # the latter: of a token
+        at, before, tables = int(self.turn), int(self.wrong), self.tables
+        planted = [tables.sizes[at, :1]]
+        planted += [tables.y.view(torch.uint8)[at, number, -1:, 0] for number in range(self.chosen.num_dispatches)]
+        if self.chosen.has_side:
+            planted += [tables.side.view(torch.int32)[at, -1, -1:, 0]]
+        named = tables.promised[at].nonzero()[-1:, 0]  # the last row with a weight, if any
+        rows = slice(int(named), int(named) + 1) if len(named) else slice(0)
+        for part in (tables.row_weight.view(torch.int32), tables.row_ids):
+            planted += [part[at, rows].view(-1)[-1:]]
         for part in planted:
             part ^= 1
         self.run()
         for part in planted:
             part ^= 1
         num_planted = sum(len(part) for part in planted)
-        if int(self.wrong) < before + num_planted:
+        if int(self.wrong) - before < num_planted:
             raise AssertionError(f"the comparison does not see a wrong word: {dataclasses.asdict(self.chosen)}")
         self.wrong -= num_planted
 
@@ -147,10 +230,9 @@ def through_experts(rows: Tensor | weft.Quantized, dtype: torch.dtype) -> Tensor
     return reference.dequantize_fp8(rows.data, rows.scales).to(dtype)
 
 
-def sizes_of(here: Places) -> Tensor:
-    """int32, as `Handle.sizes`."""
-    num_rows = here.counts.new_tensor([here.num_rows])
-    return torch.cat([here.counts, here.offsets, num_rows]).to(torch.int32)
+def factors(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """What experts multiply the rows in these places by: a power of two, so that it is exact."""
+    return (1 << (rows & 3)).to(dtype)
 
 
 def run_set(
@@ -159,7 +241,7 @@ def run_set(
     """Replays until there are --set-replays -> (replays, words that differ, whether to stop: a rank has seen a wrong
     word, or the time is up). Collective.
     """
-    pool = POOLS[chosen.pool]
+    pool = GRAPH_POOLS[chosen.pool]
     ep = weft.ExpertParallel(
         comm,
         num_experts=pool.experts * comm.num_ranks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ class Pool:
     experts: int
     top_k: int
     hidden: int
-    num_sms: int
+    num_sms: int | None
     heap_bytes: int
     dtype: torch.dtype
     max_tokens: int = 192
@@ -34,6 +35,9 @@ POOLS = (  # experts: of each rank. The heap of the last is often full, then row
     Pool(experts=16, top_k=2, hidden=896, num_sms=3, heap_bytes=64 << 20, dtype=torch.float32),
     Pool(experts=24, top_k=5, hidden=272, num_sms=16, heap_bytes=1 << 20, dtype=torch.float16),
 )
+# In graphs only: the decode shape of DeepSeek-V3, with the SMs that the library chooses.
+DECODE = Pool(experts=64, top_k=8, hidden=7168, num_sms=None, heap_bytes=1 << 30, dtype=torch.bfloat16, max_tokens=128)
+GRAPH_POOLS = (POOLS[0], DECODE, *POOLS[1:])
 # On GPUs only, and in no graphs: batches of training.
 LARGE = Pool(experts=64, top_k=8, hidden=7168, num_sms=16, heap_bytes=2 << 30, dtype=torch.bfloat16, max_tokens=4096)
 
@@ -116,16 +120,21 @@ class GraphSet:
     layout: str
     alignment: int
     is_tight: bool  # the capacity drops picks
-    quantize: str | None
+    num_dispatches: int  # of a replay: the second with the handle of the first, a combine after each
+    quantize: str | None  # "given": rows are FP8 before
     weighted: bool
     wire: str | None
+    bias: str | None  # "row": one for all tokens, "full": one for each
+    has_side: bool
+    in_heap: bool  # expert outputs
+    id_dtype: str
     absent: float
     mode: str  # of GRAPH_MODES
-    scale_layout: str  # where rows are quantised
+    scale_layout: str  # where rows are FP8
 
 
 def draw_graphs(seed: int, num_ranks: int) -> GraphSet:
-    """The graphs of a seed. Twelve in a row have each mode with each layout."""
+    """The graphs of a seed. Twelve in a row have each mode with each layout and each pool with each layout."""
     rng = random.Random(f"weft soak graphs {seed}")
     layout = LAYOUTS[seed % len(LAYOUTS)]
     sizes = []
@@ -135,14 +144,19 @@ def draw_graphs(seed: int, num_ranks: int) -> GraphSet:
         sizes.append(tuple(tokens))
     return GraphSet(
         seed=seed,
-        pool=rng.randrange(len(POOLS)),
+        pool=(seed // len(LAYOUTS) + seed // (len(LAYOUTS) * len(GRAPH_MODES))) % len(GRAPH_POOLS),
         tokens=tuple(sizes),
         layout=layout,
         alignment=rng.choice((1, 8)) if layout == "expert_major" else 1,
         is_tight=rng.random() < 0.3,
-        quantize=rng.choice((None, None, None, "fp8", "fp8_ue8m0")),
+        num_dispatches=rng.choice((1, 2)),
+        quantize=rng.choice((None, None, None, "fp8", "fp8_ue8m0", "given")),
         weighted=rng.random() < 0.7,
         wire=rng.choice((None, None, "fp8")),
+        bias=rng.choice((None, None, "row", "full")),
+        has_side=rng.random() < 0.4,
+        in_heap=rng.random() < 0.5,
+        id_dtype=rng.choice(("int32", "int64")),
         absent=rng.choice((0.0, 0.0, 0.1)),
         mode=GRAPH_MODES[seed % len(GRAPH_MODES)],
         scale_layout=rng.choice(SCALE_LAYOUTS),
@@ -151,23 +165,24 @@ def draw_graphs(seed: int, num_ranks: int) -> GraphSet:
 
 def kernel_shape(pool: Pool, num_ranks: int) -> prebuild.KernelShape:
     """What the kernels of a pool are compiled for."""
-    return prebuild.KernelShape(
+    shape = prebuild.KernelShape(
         ranks=num_ranks,
         experts=pool.experts * num_ranks,
         top_k=pool.top_k,
         hidden=pool.hidden,
         tokens=pool.max_tokens,
         dtype={torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[pool.dtype],
-        num_sms=pool.num_sms,
-        small_num_sms=(pool.num_sms,),
     )
+    if pool.num_sms is None:  # those that are chosen where ranks have a GPU each
+        return shape
+    return dataclasses.replace(shape, num_sms=pool.num_sms, small_num_sms=(pool.num_sms,))
 
 
-def compile_kernels(arch: str | None, num_ranks: int) -> None:
-    """What dispatch needs for all rounds, on all CPUs at once; ranks would compile one kernel after the other."""
+def compile_kernels(arch: str | None, num_ranks: int, pools: tuple[Pool, ...]) -> None:
+    """Most of what calls on these pools need, on all CPUs at once; ranks would compile one kernel after the other."""
     if arch not in prebuild.ARCHITECTURES or not env.cache_folder():
         return
-    for pool in pools_of("cuda"):
+    for pool in pools:
         prebuild.prebuild(kernel_shape(pool, num_ranks), [arch], env.cache_folder())
 
 
