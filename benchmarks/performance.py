@@ -1,6 +1,6 @@
 """Writes docs/performance.md from benchmarks/results/gpu_*.jsonl: `python benchmarks/performance.py`.
 
-Every figure of the page is one of these files', the output of `weft bench --suite`, `weft bench --who-is-late`, `weft
+Every figure of its tables is one of these files', the output of `weft bench --suite`, `weft bench --who-is-late`, `weft
 verify --kill` (all with `--json`), and of tools/soak.py, compare_kernels.py, wait_cost.py, where_time_goes.py and
 example_runs.py; a test compares the page with what this writes. Missed targets come first.
 """
@@ -119,12 +119,6 @@ _PACKED = "packed exchange alone"
 _CASE_COLUMNS += ("host", "all_to_all_single", "its kernels", "x faster", _PACKED, "result MB", "heap peak MB")
 
 
-def _is_host_bound(row: Row) -> bool:
-    """Whether all_to_all_single took what its host takes."""
-    kernel_us = row.get("all_to_all_kernel_us")
-    return row["tokens"] < 1024 or (kernel_us is not None and kernel_us < 0.9 * row["all_to_all_us"])
-
-
 def _case_cells(row: Row, name: str) -> tuple[str, ...]:
     if "time_us" not in row:
         why = "wrong result" if row["problems"] else "not supported"
@@ -142,7 +136,7 @@ def _case_cells(row: Row, name: str) -> tuple[str, ...]:
         number(row["host_us"], ".1f"),
         number(row["all_to_all_us"], ".0f"),
         number(row.get("all_to_all_kernel_us"), ".0f"),
-        number(None if _is_host_bound(row) else row["ratio_vs_all_to_all"], ".2f"),
+        number(row["ratio_vs_all_to_all"] if row["tokens"] >= 1024 else None, ".2f"),  # else it is its host's
         number(row["packed_us"], ".0f"),
         *(number(row[key] / 1e6 if key in row else None, ".0f") for key in ("result_bytes", "heap_peak_bytes")),
     )
@@ -314,10 +308,14 @@ def recorded_tests() -> str:
     text = ""
     for file in sorted(RESULTS.glob("gpu_tests*.jsonl")):
         machine, *rows = read_rows(file)
-        cells = [(row["file"], *(str(row[key]) for key in ("passed", "failed", "skipped"))) for row in rows]
+        cells = [
+            (row["file"], *(str(row[key]) for key in ("passed", "failed", "skipped")), ", ".join(row["failures"]))
+            for row in rows
+        ]
         late = f", a rank late by {rows[0]['late_s']} s" if rows and rows[0]["late_s"] else ""
+        late += ", interrupted" if rows and rows[0]["status"] == 2 else ""  # pytest's status
         text += f"{file.stem}: {machine['machine']}, commit {machine['commit']}{late}.\n\n"
-        text += table(("file", "passed", "failed", "skipped"), cells)
+        text += filled_table(("file", "passed", "failed", "skipped", "which failed"), cells)
     return f"## Tests between GPUs\n\n{text}" if text else ""
 
 

@@ -46,7 +46,7 @@ for step in "${steps[@]}"; do
       --quantize none --layout expert_major --json ;;
     kill_large) run kill_large "${weft[@]}" verify --kill --device cuda --trials 17 --deaths 2 --mode throughput --tokens 4096 \
       --hidden 2048 --experts 64 --top-k 8 --dtype bf16 --quantize none --layout expert_major --json ;;
-    tests) WEFT_TEST_LATE_S=1,5,30 run tests "$python" tools/record_tests.py -q -p no:cacheprovider tests/gpu ;;
+    tests) WEFT_TEST_LATE_S=1,5,30 limit=$((3 * limit)) run tests "$python" tools/record_tests.py -q -p no:cacheprovider tests/gpu ;;
     compile) run compile "${weft[@]}" cache prebuild --folder "$(mktemp -d)/kernels" --jobs 1 --json ;;
     examples) run examples "$python" tools/example_runs.py ;;
     sanitize) run sanitize tools/sanitize.sh ;;

@@ -173,7 +173,9 @@ class Soak:
             sent = self.rows(case, number)
             received = self.dispatch(case, idx, sent, kept[idx].handle if is_again else None)
             if not is_again:
-                kept[idx] = dataclasses.replace(received, x=sent[:0])  # of which the handle is needed
+                kept[idx] = dataclasses.replace(
+                    received, x=sent.new_empty((0, sent.shape[1]))
+                )  # of which the handle is needed
                 self.compared.routing(received, case.routings[idx])
             self.compared.rows(received.x, case.routings[idx], sent, case.form)
             poison(received.x)

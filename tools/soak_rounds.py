@@ -134,7 +134,7 @@ class GraphSet:
 
 
 def draw_graphs(seed: int, num_ranks: int) -> GraphSet:
-    """The graphs of a seed. Twelve in a row have each mode with each layout and each pool with each layout."""
+    """The graphs of a seed. Twelve, from a multiple of twelve on, have each mode and each pool with each layout."""
     rng = random.Random(f"weft soak graphs {seed}")
     layout = LAYOUTS[seed % len(LAYOUTS)]
     sizes = []

@@ -50,8 +50,8 @@ class ExpertParallel:
         deadline_s: a call in which a peer does not take part ends after this many seconds with `PeerTimeout`.
         heap_bytes: receive memory, on a GPU taken from its memory here; None: 4 * max_tokens_per_rank * max(R, K) *
             (row bytes + 8 K). Results that find no room are copied to an ordinary tensor.
-        num_windows: calls that may be in flight at once, each on its own `window`; on a GPU at most its SMs divided
-            by the SMs of a call.
+        num_windows: calls that may be in flight at once, each on its own `window`. On a GPU all together take at most
+            the SMs that the rank has.
 
     Raises:
         InvalidArgument: an argument is not allowed (on this rank), or differs between ranks (on every rank).
@@ -410,7 +410,8 @@ class ExpertParallel:
             x: rows like those that calls will send, of which none is sent here; None: [T, H] in the object's dtype.
             wire, weighted: as in `combine`.
             side: there will be side values.
-            output_dtype: of expert outputs and, beside those like x, of the rows of a repetition; None: the object's.
+            output_dtype: of expert outputs, and of the gradients that are sent to them; None: the object's. Outputs of
+                another dtype lie in ordinary tensors.
 
         Raises:
             As dispatch and combine. CompileError: a kernel could not be compiled.
@@ -432,8 +433,8 @@ class ExpertParallel:
                 outputs.append(torch.empty_like(outputs[0], dtype=output_dtype))
                 if outputs[1].dtype != self.dtype:
                     del outputs[0]
-                    rows = torch.empty((0, self.hidden), dtype=output_dtype, device=self.device)
-                    self.dispatch(rows, handle=r.handle, window=idx, **same).wait()
+                    if not options.get("staged"):  # which have no gradients
+                        self.dispatch(outputs[0].new_empty(0, self.hidden), handle=r.handle, window=idx, **same)
                 for output in outputs:
                     y = self.combine(output, r.handle, weighted=weighted, side=values, wire=wire, window=idx, **same)
                     if options.get("staged"):

@@ -268,24 +268,31 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu()
 
 
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _spare_streams: dict[int, list[torch.cuda.Stream]] = {}
 _streams_lock = threading.Lock()
 
 
 def own_stream(device: torch.device) -> torch.cuda.Stream:
-    """A non-blocking stream of high priority that nobody else has. torch's come from a pool and are shared."""
+    """A non-blocking stream of high priority that nobody else has, also while the current one records a graph. torch's
+    come from a pool and are shared.
+    """
     index = device.index
     with _streams_lock:
         spare = _spare_streams.setdefault(index, [])
         if spare:
             return spare.pop()
     with torch.cuda.device(device):
-        # Where it captures the context is current, and a query would spoil the graph.
-        if not torch.cuda.is_current_stream_capturing():
+        is_capturing, capture_mode = torch.cuda.is_current_stream_capturing(), ctypes.c_int(_RELAXED)
+        driver, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+        if is_capturing:  # then the context is current
+            driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(capture_mode))
+        else:
             torch.cuda.current_stream().query()  # makes the context current in this thread
-        handle = ctypes.c_void_p()
         non_blocking, priority = 1, -1
-        status = ctypes.CDLL("libcuda.so.1").cuStreamCreateWithPriority(ctypes.byref(handle), non_blocking, priority)
+        status = driver.cuStreamCreateWithPriority(ctypes.byref(handle), non_blocking, priority)
+        if is_capturing:
+            driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(capture_mode))
     if status or handle.value is None:
         raise CudaError(f"cuStreamCreateWithPriority failed with {status}")
     return torch.cuda.ExternalStream(handle.value, device=device)

@@ -281,6 +281,7 @@ def test_processes_of_which_one_is_late_at_a_point(name: str, monkeypatch: pytes
             return int(reached), took_s
 
     outcomes = spawned(work)
+    assert not [each for each in outcomes if isinstance(each, BaseException)], outcomes
     assert [reached for reached, _ in outcomes] == [int(rank == VICTIM) for rank in range(NUM_RANKS)]
     assert outcomes[VICTIM][1] >= LATE_S
 

@@ -47,7 +47,7 @@ def needs(name: str) -> dict[str, int]:
     elif name.startswith("small dispatch") and "handle" not in name:  # the host hears of bad ids, and of counts
         more = {RELEASE: (not name.endswith("receives")) + (not name.endswith("sends"))}
     if name.startswith("small"):
-        more[BULK_COPY] = 0  # nlvink-small.md: so no proxy fences
+        more[BULK_COPY] = 0  # nvlink-small.md: so no proxy fences
     return more | {chain: number + more.get(chain, 0) for chain, number in of_headers.items()}
 
 

@@ -243,3 +243,12 @@ def test_what_the_profiler_recorded_comes_after_the_times() -> None:
     ]
     suite._add_work(notes)
     assert [note[0]["work"] for note in notes[:2]] == ["later", None]
+
+
+def test_nothing_is_called_faster_than_a_host() -> None:
+    """A baseline that takes what its host takes would flatter every call."""
+    row = {"time_us": 500.0, "all_to_all_us": 2000.0}
+    assert suite.ratio_vs_all_to_all({**row, "all_to_all_kernel_us": None}) == 4.0
+    assert suite.ratio_vs_all_to_all({**row, "all_to_all_kernel_us": 1900.0}) == 4.0
+    assert suite.ratio_vs_all_to_all({**row, "all_to_all_kernel_us": 700.0}) is None
+    assert suite.ratio_vs_all_to_all({**row, "all_to_all_us": None, "all_to_all_kernel_us": None}) is None

@@ -100,6 +100,6 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         (row["wire_gb_per_s"], ".1f"),
         (row["ratio_vs_link"], ".3f"),
         (row["host_us"], ".1f"),
-        (row["ratio_vs_all_to_all"] if row["tokens"] >= 1024 else None, ".2f"),  # of fewer: of its host
+        (row["ratio_vs_all_to_all"], ".2f"),
     )
     return (*head, *("" if value is None else format(value, form) for value, form in numbers))
