@@ -150,6 +150,17 @@ def test_warmup_for_outputs_of_another_dtype(pool: Any) -> None:
         assert combines == [torch.float32] * 2
 
 
+def warm_up_staged(state: RankState, seed: int) -> None:
+    ep = make(state)
+    ep.warmup(output_dtype=torch.float32, wire="fp8", staged=True, layout="masked", capacity=4)
+    ep.close()
+
+
+def test_warmup_of_staged_calls_repeats_no_wide_rows(pool: Any) -> None:
+    """Staged calls have no gradients to send, and refuse rows that travel in pieces."""
+    pool.run(2, warm_up_staged, [0, 0])
+
+
 def test_asynchronous_calls(pool: Any) -> None:
     for x, y in pool.run(2, call_asynchronously, [0, 0]):
         ranks = torch.tensor([1, 2, 1, 1]).view(4, 1)  # that each token reaches
