@@ -432,6 +432,10 @@ int64_t physical_bytes() {
   }
   return bytes;
 }
+int64_t physical_bytes_at_last(int64_t expected) {
+  for (int tries = 0; tries < 3000 && physical_bytes() != expected; ++tries) usleep(1000);
+  return physical_bytes();
+}
 int num_launches() {
   const std::lock_guard lock(state().mutex);
   return state().num_launches;

@@ -28,6 +28,8 @@ bool runs_after(uint64_t stream, uint64_t other, uint64_t mark);
 uint64_t give_work(uint64_t stream);  // returns the counter after it
 int num_mapped();                     // mappings of physical memory
 int64_t physical_bytes();             // that someone holds
+// Waits until so many are held, which is the last step of a clean-up in another thread; what is held after some seconds.
+int64_t physical_bytes_at_last(int64_t expected);
 int num_launches();
 unsigned last_shared_bytes();  // of the last launch, dynamic
 

@@ -94,9 +94,8 @@ void with_ranks(const std::function<void(Rank&)>& body, bool makes_window = true
   for (std::thread& thread : threads) thread.join();
   fake_cuda::set_kernel({});
   for (int rank = 0; rank < kNumRanks; ++rank) fake_cuda::let_go(stream_of(rank));
-  for (int tries = 0; tries < 3000 && fake_cuda::num_mapped() != 0; ++tries) usleep(1000);
+  CHECK_EQ(fake_cuda::physical_bytes_at_last(0), i64{0});
   CHECK_EQ(fake_cuda::num_mapped(), 0);
-  CHECK_EQ(fake_cuda::physical_bytes(), i64{0});
 }
 
 // A kernel that ends well with some rows.
@@ -408,8 +407,7 @@ TEST(who_is_left_releases_the_memory_of_who_is_gone) {
     rank.meet();
     const i64 one = static_cast<i64>(align_up(rank.window->layout().control_bytes, u64{2} << 20) +
                                      align_up(rank.window->layout().landing_bytes + kHeapBytes, u64{2} << 20));
-    for (int tries = 0; tries < 2000 && fake_cuda::physical_bytes() != 2 * one; ++tries) usleep(1000);
-    CHECK_EQ(fake_cuda::physical_bytes(), 2 * one);
+    CHECK_EQ(fake_cuda::physical_bytes_at_last(2 * one), 2 * one);
     rank.meet();
     const transport::WindowView view = view_of(rank);
     CHECK_EQ(view.words()->membership, u64{2} << 32 | 5);
