@@ -107,7 +107,7 @@ def check_dispatch(
     window: Any,
 ) -> tuple[Call, Tensor, Tensor | None]:
     """The call as native codes, the rows and their scales."""
-    form = "bytes" if isinstance(x, Quantized) else "plain" if quantize is None else "quantized"
+    form = "bytes" if isinstance(x, Quantized) else _form(x, quantize)
     options = (layout, alignment, quantize, capacity, max_tokens, num_sms, deadline_s, mode, staged, async_op, window)
     if handle is not None:
         of = handle.call if isinstance(handle, Handle) else handle
@@ -133,6 +133,13 @@ def check_dispatch(
         _check_option("zero_holes", zero_holes)
         call = _known(ep, _holes_call, call)
     return call, data, scales
+
+
+def _form(rows: Any, quantize: Any) -> str:
+    """How they travel, in the words of weft.tuning; what is no tensor is refused later."""
+    if quantize is not None:
+        return "quantized"
+    return "wide" if isinstance(rows, Tensor) and rows.dtype == torch.float32 else "plain"
 
 
 def _column_dtype(x: Tensor | Quantized, quantize: str | None, scales: Tensor | None) -> torch.dtype:
@@ -247,6 +254,7 @@ def _repeated_call(
 
 def _combine_call(
     ep: ExpertParallel,
+    form: str,
     of: Any,
     weighted: Any,
     wire: Any,
@@ -266,7 +274,6 @@ def _combine_call(
             f"wire={wire!r} with hidden={ep.hidden}", f"hidden {ep.hidden}", f"a multiple of {FP8_HIDDEN_MULTIPLE}"
         )
     _check_of(of, "rank_major", 1, None, None, window)
-    form = "plain" if wire is None else "quantized"
     call = _call_of_handle(ep, of, "combine", form, num_sms, deadline_s, mode, staged, async_op)
     return replace(call, wire=WIRE_CODES[wire])
 
@@ -477,7 +484,8 @@ def check_combine(
 ) -> Call:
     """The call as native codes."""
     of = handle.call if isinstance(handle, Handle) else handle
-    call = _known(ep, _combine_call, of, weighted, wire, num_sms, deadline_s, mode, staged, async_op, window)
+    options = (weighted, wire, num_sms, deadline_s, mode, staged, async_op, window)
+    call = _known(ep, _combine_call, _form(y, wire), of, *options)
     weights = handle.topk_weights
     lead = list(weights.shape[: 2 if call.layout == MASKED else 1])
     if not isinstance(y, Tensor):

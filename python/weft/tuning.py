@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 __all__ = ["DEFAULT", "FORMS", "Table", "choose", "small_num_sms"]
 
-# How rows travel. plain: in their own type; quantized: made FP8 by the kernel (dispatch: quantize=, combine: wire=);
-# bytes: a weft.Quantized of the caller.
-FORMS = {"dispatch": ("plain", "quantized", "bytes"), "combine": ("plain", "quantized")}
+# How rows travel. plain: in their own type of two bytes, bfloat16 or float16; wide: in float32; quantized: made FP8 by
+# the kernel (dispatch: quantize=, combine: wire=); bytes: a weft.Quantized of the caller.
+FORMS = {"dispatch": ("plain", "wide", "quantized", "bytes"), "combine": ("plain", "wide", "quantized")}
 
 
 @dataclass(frozen=True)

@@ -67,19 +67,25 @@ def test_kernels_are_compiled_before_the_ranks_start(tmp_path: Path, monkeypatch
         replace(plain, op="both"),
         replace(plain, op="combine", form="quantized"),
         replace(plain, form="quantized"),
+        replace(plain, form="wide"),
         replace(plain, mode="throughput", num_sms=0),
     ]
     shape = prebuild.KernelShape(
         ranks=2, experts=8, top_k=2, hidden=256, tokens=6, small_num_sms=(4,), layouts=("masked",)
     )
-    names = {source: name for name, source in prebuild.kernels(shape, prebuild.ARCHITECTURES["sm_90"])}
-    assert compile_ahead(of_points(options, points), "sm_90") == len(wanted) == 5
+    names = {
+        source: f"{dtype} {name}"
+        for dtype in ("bf16", "fp32")
+        for name, source in prebuild.kernels(replace(shape, dtype=dtype), prebuild.ARCHITECTURES["sm_90"])
+    }
+    assert compile_ahead(of_points(options, points), "sm_90") == len(wanted) == 6
     assert {names[source] for source in wanted} == {
-        "small dispatch masked, plain, int64 ids",
-        "small dispatch masked, fp8, int64 ids",
-        "small combine by expert, plain",
-        "small combine by expert, fp8",
-        "dispatch masked, plain, int64 ids",
+        "bf16 small dispatch masked, plain, int64 ids",
+        "fp32 small dispatch masked, plain, int64 ids",
+        "bf16 small dispatch masked, fp8, int64 ids",
+        "bf16 small combine by expert, plain",
+        "bf16 small combine by expert, fp8",
+        "bf16 dispatch masked, plain, int64 ids",
     }
     assert compile_ahead(of_points(options, [plain]), "sm_70") == 0
     refused = TuneOptions(ranks=1, hidden=256, experts=1 << 14, top_k=2, tokens=(6,))

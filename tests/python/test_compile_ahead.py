@@ -50,7 +50,7 @@ def calls_of(case: Case, table: Table, ranks: int, hidden: int) -> Iterator[tupl
     first = arguments._first_call(ep, form, case.layout, case.alignment, quantize, capacity, None, *how)
     yield "dispatch", first
     if case.source is not None:
-        yield "combine", arguments._combine_call(ep, first, True, case.wire, *how)
+        yield "combine", arguments._combine_call(ep, arguments._form(None, case.wire), first, True, case.wire, *how)
 
 
 @pytest.mark.parametrize("tokens", [128, 4096])

@@ -174,7 +174,16 @@ def test_automatic_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         before = ep.stats()["windows"][0]["num_small"]
         ep.combine(r.x, r.handle)
         assert ep.stats()["windows"][0]["num_small"] == before + 1
+        ep._table = Table(most_tokens=((("combine", "rank_major", "wide"), 0),), most_tokens_else=100)
+        ep.combine(r.x.float(), r.handle)
+        assert ep.stats()["windows"][0]["num_small"] == before + 1
         ep.close()
+        fp32 = make(state.comm, dtype=torch.float32)
+        fp32._table = Table(most_tokens=((("dispatch", "masked", "wide"), 8),), most_tokens_else=100)
+        for layout, max_tokens, expected in (("masked", 8, True), ("masked", 9, False), ("rank_major", 9, True)):
+            r = fp32.dispatch(x.float(), ids, layout=layout, capacity=64, max_tokens=max_tokens)
+            assert r.handle.is_small == expected
+        fp32.close()
         wide = make(state.comm, top_k=128, num_experts=128)
         wide_ids = torch.arange(6 * 128).view(6, 128) % 128
         for num_sms, expected in ((1, False), (32, True)):  # 512 * 128 * 4 bytes in one block

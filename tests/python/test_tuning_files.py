@@ -75,7 +75,7 @@ def test_the_tables_that_come_with_weft_are_sound_and_say_their_source() -> None
         ({"shape": []}, "an object"),
         ({"num_ranks": "2"}, "num_ranks is '2'"),
         ({"crossovers": {}}, "crossovers must be a list"),
-        ({"crossovers": [{**ENTRY, "form": "wide"}]}, "'wide' is unknown"),
+        ({"crossovers": [{**ENTRY, "form": "bytes"}]}, "'bytes' is unknown"),
         ({"crossovers": [ENTRY, ENTRY]}, "there twice"),
         ({"most_tokens_else": MAX_SMALL_TOKENS + 1}, "allowed are 0 to 512"),
         ({"most_tokens_else": True}, "most_tokens_else is True"),

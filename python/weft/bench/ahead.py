@@ -16,7 +16,7 @@ from weft.tuning import Table, choose, small_num_sms
 
 __all__ = ["ROWS", "Launch", "compile_ahead", "of_cases"]
 
-ROWS = {"plain": "plain", "quantized": "fp8", "bytes": "fp8 rows"}  # forms of weft.tuning, in words of weft.prebuild
+ROWS = {"plain": "plain", "wide": "plain", "quantized": "fp8", "bytes": "fp8 rows"}  # FORMS, in words of weft.prebuild
 
 
 @dataclass(frozen=True)

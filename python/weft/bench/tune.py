@@ -79,6 +79,11 @@ class Point:
         """Of a combine."""
         return "fp8" if self.op == "combine" and self.form == "quantized" else None
 
+    @property
+    def dtype(self) -> str:
+        """Of the object that makes the call."""
+        return "fp32" if self.form == "wide" else "bf16"
+
 
 @dataclass(frozen=True)
 class Tuned:
@@ -118,9 +123,10 @@ def _by_mode(options: TuneOptions, table: Table) -> list[Point]:
             mode=mode,
             num_sms=small_num_sms(table, tokens) if mode == "latency" else 0,
         )
-        for tokens, layout in itertools.product(options.tokens, LAYOUTS)
+        for tokens, layout, is_wide in itertools.product(options.tokens, LAYOUTS, (False, True))
         for op, forms in FORMS.items()
         for form, mode in itertools.product(forms, MODES)
+        if (form == "wide") == is_wide  # others share an object
     ]
 
 
@@ -194,6 +200,7 @@ def of_points(options: TuneOptions, points: Sequence[Point]) -> Iterator[Launch]
             top_k=options.top_k,
             hidden=options.hidden,
             tokens=point.tokens,
+            dtype=point.dtype,
             num_sms=point.num_sms or KernelShape.num_sms,
             small_num_sms=(point.num_sms,),
         )
@@ -214,37 +221,39 @@ def _run_rank(
     if comm.device.type == "cuda":
         torch.cuda.set_device(comm.device)
     times: list[list[float]] = []
-    for (tokens, layout), group in itertools.groupby(points, lambda point: (point.tokens, point.layout)):
+    for key, group in itertools.groupby(points, lambda point: (point.tokens, point.layout, point.dtype)):
         mine = tuple(group)
         if comm.rank == 0:
-            sys.stderr.write(f"{what}: {len(times)} of {len(points)} calls measured, next T = {tokens}, {layout}\n")
-        with contextlib.closing(_Calls(comm, options, tokens, layout, mine)) as calls:
+            sys.stderr.write(
+                f"{what}: {len(times)} of {len(points)} calls measured, next T = {', '.join(map(str, key))}\n"
+            )
+        with contextlib.closing(_Calls(comm, options, mine)) as calls:
             times += [calls.time(point, lambda: barrier.wait(_BARRIER_S)) for point in mine]
     return device_name(comm.device), times
 
 
 class _Calls:
-    """Calls of one T and layout, with an object of their own: what a capture takes from the heap stays taken."""
+    """Calls of one T, layout and dtype, with an object of their own: what a capture takes from the heap stays taken."""
 
-    def __init__(
-        self, comm: weft.Communicator, options: TuneOptions, tokens: int, layout: str, points: Sequence[Point]
-    ) -> None:
+    def __init__(self, comm: weft.Communicator, options: TuneOptions, points: Sequence[Point]) -> None:
         import torch
 
         import weft
         from weft import reference, routing
 
+        tokens, layout = points[0].tokens, points[0].layout
+        dtype = torch.float32 if points[0].dtype == "fp32" else torch.bfloat16
         shape, ranks = (tokens, options.experts, options.top_k), options.ranks
         ids = [routing.make("uniform", *shape, rank=rank, num_ranks=ranks, seed=options.seed) for rank in range(ranks)]
         self.device, self.layout, self.options = comm.device, layout, options
         self.capacity = _capacity([topk_idx for topk_idx, _ in ids], options, layout)
         self.ids, self.weights = (part.to(comm.device) for part in ids[comm.rank])
         generator = torch.Generator().manual_seed(options.seed + comm.rank)
-        self.x = torch.randn((tokens, options.hidden), generator=generator).to(comm.device, torch.bfloat16)
+        self.x = torch.randn((tokens, options.hidden), generator=generator).to(comm.device, dtype)
         self.quantized = weft.Quantized(*reference.quantize_fp8(self.x))
         rows = self.capacity * (options.experts // options.ranks if layout == "masked" else 1)
         num_results = _CALLS_IN_GRAPH * sum(point.op != "combine" for point in points) + len(points) + 8
-        result_bytes = rows * (2 * options.hidden + 64) + 8 * options.ranks * tokens * options.top_k + 8192
+        result_bytes = rows * (dtype.itemsize * options.hidden + 64) + 8 * options.ranks * tokens * options.top_k + 8192
         self.ep = weft.ExpertParallel(
             comm,
             num_experts=options.experts,
@@ -252,6 +261,7 @@ class _Calls:
             hidden=options.hidden,
             max_tokens_per_rank=tokens,
             heap_bytes=num_results * result_bytes,
+            dtype=dtype,
         )
 
     def close(self) -> None:
@@ -302,7 +312,7 @@ class _Calls:
         dispatch()
         rows = received[0].x
         shape = rows.shape if isinstance(rows, torch.Tensor) else rows.data.shape
-        outputs = torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
+        outputs = torch.zeros(shape, dtype=self.x.dtype, device=self.device)
 
         def combine() -> None:
             sums.clear()
