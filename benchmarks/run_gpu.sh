@@ -2,7 +2,8 @@
 # Runs what docs/performance.md is made of on a machine with several GPUs: benchmarks/run_gpu.sh FOLDER [STEP...]
 # Steps: bench small late cost where tune soak kill kill_large tests compile examples sanitize (without any: all). Each writes
 # FOLDER/gpu_STEP.jsonl and FOLDER/STEP.log, and goes on with the next if it fails. Builds the native module beside the sources if it is not there. PYTHON names the
-# interpreter; SECONDS_EACH bounds a step; COMMIT is written where a tree without git knows none.
+# interpreter; SECONDS_EACH bounds a step; COMMIT is written where a tree without git knows none; SOAK gives the seconds of calls and of graphs, and the first seed.
+# On one GPU ranks share it: soak, kill, kill_large, tests, compile and sanitize run there too, soak as three of 2, 3 and 4 ranks side by side (gpu_soak_2.jsonl ...).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=$1
@@ -11,6 +12,9 @@ steps=("$@")
 [ ${#steps[@]} -gt 0 ] || steps=(bench small late cost where tune soak kill kill_large tests compile examples sanitize)
 python=${PYTHON:-python3}
 limit=${SECONDS_EACH:-600}
+read -r call_s graph_s seed <<<"${SOAK:-60 90 0}"
+num_gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+kill_ranks=$((num_gpus > 1 ? num_gpus : 3))
 mkdir -p "$folder"
 export PYTHONPATH=python${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 weft=("$python" -m weft.cli)
@@ -41,11 +45,21 @@ for step in "${steps[@]}"; do
     cost) run wait_cost "$python" tools/wait_cost.py ;;
     where) run where_time_goes "$python" tools/where_time_goes.py ;;
     tune) run tune "${weft[@]}" tune --device cuda --output "$folder/tuning.json" --json ;;
-    soak) run soak "$python" tools/soak.py --device cuda --seconds 60 --graph-seconds 90 --repeats 40 ;;
-    kill) run kill "${weft[@]}" verify --kill --device cuda --trials 34 --deaths 3 --experts 64 --top-k 8 --dtype bf16 \
+    soak)
+      soak=("$python" tools/soak.py --device cuda --repeats 40 --seconds "$call_s" --graph-seconds "$graph_s")
+      if [ "$num_gpus" -gt 1 ]; then
+        run soak "${soak[@]}" --seed "$seed"
+      else
+        for ranks in 2 3 4; do
+          run "soak_$ranks" "${soak[@]}" --seed "$((seed + 100000 * ranks))" --ranks "$ranks" --isolation thread --no-traffic \
+            --progress "$folder/soak_${ranks}_so_far.jsonl" &
+        done
+        wait
+      fi ;;
+    kill) run kill "${weft[@]}" verify --kill --device cuda --ranks "$kill_ranks" --trials 34 --deaths $((kill_ranks - 1)) --experts $((16 * kill_ranks)) --top-k 8 --dtype bf16 \
       --quantize none --layout expert_major --json ;;
-    kill_large) run kill_large "${weft[@]}" verify --kill --device cuda --trials 17 --deaths 2 --mode throughput --tokens 4096 \
-      --hidden 2048 --experts 64 --top-k 8 --dtype bf16 --quantize none --layout expert_major --json ;;
+    kill_large) run kill_large "${weft[@]}" verify --kill --device cuda --ranks "$kill_ranks" --trials 17 --deaths 2 --mode throughput --tokens 4096 \
+      --hidden 2048 --experts $((16 * kill_ranks)) --top-k 8 --dtype bf16 --quantize none --layout expert_major --json ;;
     tests) WEFT_TEST_LATE_S=1,5,30 limit=$((3 * limit)) run tests "$python" tools/record_tests.py -q -p no:cacheprovider tests/gpu ;;
     compile) run compile "${weft[@]}" cache prebuild --folder "$(mktemp -d)/kernels" --jobs 1 --json ;;
     examples) run examples "$python" tools/example_runs.py ;;
