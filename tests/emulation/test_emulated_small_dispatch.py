@@ -14,6 +14,15 @@ from world import Shape
 
 WINDOW = Shape(num_ranks=3, num_experts=12, top_k=3, max_tokens=40, landing_row_bytes=2048, small_tokens=24)
 PLAIN = Case(shape=WINDOW, tokens=(24, 13, 21), hidden=600, is_small=True, num_rounds=4)
+LONG_ROWS = Case(
+    shape=Shape(
+        num_ranks=2, num_experts=6, top_k=2, num_blocks=1, max_tokens=17, landing_row_bytes=7200, small_tokens=17
+    ),
+    tokens=(17, 16),
+    num_blocks=1,
+    is_small=True,
+    num_rounds=1,
+)
 CASES = {
     "rank_major, more blocks than tokens": dataclasses.replace(
         PLAIN, tokens=(2, 1, 2), num_blocks=4, shape=dataclasses.replace(WINDOW, num_blocks=4), num_bad_ids=1
@@ -47,6 +56,9 @@ CASES = {
         is_split=True,
         is_repeated=True,
     ),
+    # A warp has whole rows, in several turns.
+    "rank_major, rows of six steps": dataclasses.replace(LONG_ROWS, hidden=1536),
+    "masked, rows of fifteen steps": dataclasses.replace(LONG_ROWS, hidden=3600, layout="masked", capacity=9),
     "rank_major, a lost rank": dataclasses.replace(PLAIN, seed=5, lost_ranks=(0,), num_bad_ids=1),
     "expert_major, fp8, capacity": dataclasses.replace(
         PLAIN,

@@ -26,8 +26,9 @@ SHAPES = {
     "fp16, 8 ranks": KernelShape(ranks=8, experts=64, top_k=6, hidden=2880, dtype="fp16", num_sms=8, tokens=1000),
     "fp32, 2 ranks": KernelShape(ranks=2, experts=32, top_k=2, hidden=272, dtype="fp32", num_sms=3, tokens=192),
     "16 ranks, K = 40": KernelShape(ranks=16, top_k=40, tokens=1024),
+    "H = 5120": KernelShape(experts=160, hidden=5120),
 }
-OF_MANY = (  # of the last shape
+OF_MANY = (  # of the shape of 16 ranks
     "dispatch rank_major, plain, int64 ids",
     "dispatch expert_major, fp8, int64 ids",
     "combine rank_major, fp8",
@@ -35,7 +36,8 @@ OF_MANY = (  # of the last shape
     "small dispatch masked, fp8, int64 ids",
     "small combine by expert, plain",
 )
-ROWS = {"NVFP4": (3584, 448), "odd scales": (1008, 7)}  # quantised before: bytes of a row, and of its scales
+# Quantised before: bytes of a row, and of its scales.
+ROWS = {"NVFP4": (3584, 448), "odd scales": (1008, 7), "FP8 of H = 3072": (3072, 96)}
 
 
 def is_wanted(shape: str, name: str) -> bool:
@@ -48,6 +50,8 @@ def is_wanted(shape: str, name: str) -> bool:
         return True
     if shape.startswith("16 ranks"):
         return name in OF_MANY
+    if shape == "H = 5120":  # whose row is cut into three units, of which one is shorter
+        return name == "combine rank_major, fp8"
     if name.endswith(("sends", "receives")) or "by column" in name or "side" in name:
         return False
     is_fp16 = shape.startswith("fp16")

@@ -57,10 +57,11 @@ class CombineSum {
   static constexpr i32 kDry = kUnits + 1;  // as the next unit: nothing is fetched until the ring is empty
   static constexpr bool kHasEqualUnits = kConfig.hidden % kUnit == 0 && kChunk % kUnit == 0;
   __device__ static i32 begin_of(i32 unit) {
-    return kHasEqualUnits ? unit * kUnit : unit / kChunkUnits * kChunk + unit % kChunkUnits * kUnit;
+    return kChunk % kUnit == 0 ? unit * kUnit : unit / kChunkUnits * kChunk + unit % kChunkUnits * kUnit;
   }
   __device__ static i32 length_of(i32 unit) {
     if (kHasEqualUnits) return kUnit;
+    if (kChunk % kUnit == 0) return min(kUnit, kConfig.hidden - begin_of(unit));
     return min(kUnit, min((unit / kChunkUnits + 1) * kChunk, kConfig.hidden) - begin_of(unit));
   }
   // Of a unit, the idx-th vector that the lane fetches, and adds; with FP8 it has neighbours instead, so that few lanes share a

@@ -68,7 +68,10 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
   }
 
  private:
-  static constexpr i32 kHeld = 6;  // steps on their way together: what registers allow
+  // Steps on their way together: what registers allow. For rows of just six sm_90 would spill, so they go in two turns, which a
+  // row that several warps share does not notice.
+  static constexpr i32 kRowSteps = (kConfig.row_bytes / 16 + 31) / 32;
+  static constexpr i32 kHeld = kRowSteps == 6 ? 3 : 6;
 
   // What says where a token goes. Loaded before its row and looked at behind those loads, so that all are under way together.
   struct Picks {
