@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import torch
 import weft
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "errors.md"
+MADE = multiprocessing.get_context("fork").Barrier(2)
 
 
 def make(comm: weft.Communicator, **changes: object) -> weft.ExpertParallel:
@@ -75,6 +77,7 @@ def late_peer(comm: weft.Communicator) -> str:
 
 def dead_peer(comm: weft.Communicator) -> str:
     ep = make(comm)
+    MADE.wait(60)  # a rank that still makes its object would raise PeerLost there
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return text_of(lambda: ep.dispatch(rows(), picks()))
