@@ -86,7 +86,7 @@ def test_a_late_peer() -> None:
         assert torch.equal(ep.dispatch(*parts).x.cpu(), expected(1)[0][comm.rank].x)
         return took
 
-    assert all(0.9 < took < 5 for took in run(work))
+    assert all(0.9 < took < 50 for took in run(work))  # without it: 100
 
 
 @pytest.mark.parametrize("late_s", LATE_S)

@@ -207,9 +207,8 @@ def test_switches_are_no_gpus() -> None:
 
 def test_the_import_is_light() -> None:
     code = (
-        "import sys, time; start = time.perf_counter(); import weft.topology, weft.placement, weft.settings; "
-        "took = time.perf_counter() - start; heavy = {'torch', 'numpy', 'weft._native', 'pynvml', 'rich'} & "
-        "set(sys.modules); assert not heavy, heavy; assert took < 1, took"
+        "import sys; import weft.topology, weft.placement, weft.settings; "
+        "heavy = {'torch', 'numpy', 'weft._native', 'pynvml', 'rich'} & set(sys.modules); assert not heavy, heavy"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(weft.__file__).parents[1])}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
