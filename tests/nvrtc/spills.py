@@ -2,8 +2,8 @@
 
 PYTHONPATH=python python tests/nvrtc/spills.py --experts 128 --top-k 4 --hidden 2880
 
-The kernels of `weft cache prebuild` are compiled for sm_90 and sm_100, which takes some minutes. An object for each that
-has a stack frame or spills; the last has the shape and how many kernels there were.
+The kernels of `weft cache prebuild` are compiled for sm_90 and sm_100, which takes some minutes. An object for each
+that has a stack frame or spills; the last has the shape and how many kernels there were.
 """
 
 import argparse
