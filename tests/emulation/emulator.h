@@ -17,6 +17,7 @@
 #include <cstring>
 #include <list>
 #include <memory>
+#include <set>
 #include <vector>
 
 #define __device__
@@ -72,7 +73,7 @@ inline u64 dynamic_shared_bytes = 0;
 inline u8* global_begin = nullptr;
 inline u8* global_end = nullptr;
 
-// ---- bulk copies. A load is done late, at any time until somebody needs it. A store reads shared memory when the thread waits
+// ---- bulk copies. A load is done late, at any time until somebody needs it, in every other block not before. A store reads shared memory when the thread waits
 // for that, and writes when the thread waits for that: as late as it may.
 
 struct Barrier {  // in the 8 bytes of an mbarrier
@@ -229,8 +230,12 @@ class Block {
     loads_.push_back(load);
   }
 
+  // A thread waits for it.
+  void expect(const Barrier* barrier) { expected_.insert(barrier); }
+
   void settle(Barrier* barrier) {
     if (barrier->pending != 0 || barrier->num_bytes != 0) return;
+    expected_.erase(barrier);
     barrier->parity ^= 1u;
     barrier->pending = barrier->num_arrivals;
     note_change();
@@ -243,7 +248,7 @@ class Block {
     if (ready_.empty()) {
       wake_pollers();
     } else if (random_below(64) == 0) {
-      end_one_load();
+      end_one_load(holds_loads_);
     }
     if (ready_.empty()) return;
     const u32 idx = random_below(static_cast<u32>(ready_.size()));
@@ -264,7 +269,7 @@ class Block {
   // Nobody can go on but those that look again and again.
   void wake_pollers() {
     constexpr u32 kMostIdleRounds = 8;
-    const bool has_loaded = end_one_load();
+    const bool has_loaded = end_one_load(holds_loads_ && polls_remote_);
     num_idle_rounds_ = has_loaded || has_changed_ || polls_remote_ ? 0 : num_idle_rounds_ + 1;
     if (polling_.empty() && !has_loaded) fail_stuck();
     if (num_idle_rounds_ > kMostIdleRounds) fail_stuck();
@@ -273,9 +278,14 @@ class Block {
     ready_.swap(polling_);
   }
 
-  bool end_one_load() {
-    if (loads_.empty()) return false;
-    const u32 idx = random_below(static_cast<u32>(loads_.size()));
+  // `needed`: only one that a thread waits for.
+  bool end_one_load(bool needed) {
+    std::vector<u32> chosen;
+    for (u32 idx = 0; idx < loads_.size(); ++idx) {
+      if (!needed || expected_.count(loads_[idx].barrier) != 0) chosen.push_back(idx);
+    }
+    if (chosen.empty()) return false;
+    const u32 idx = chosen[random_below(static_cast<u32>(chosen.size()))];
     const Load load = loads_[idx];
     loads_.erase(loads_.begin() + idx);
     memcpy(load.to, load.from, load.num_bytes);
@@ -304,6 +314,8 @@ class Block {
   std::vector<std::vector<std::unique_ptr<Meeting>>> warps_;
   Meeting barriers_[16];
   std::vector<Load> loads_;
+  std::set<const Barrier*> expected_;
+  const bool holds_loads_ = random_below(2) == 0;
   u32 num_ended_ = 0, num_idle_rounds_ = 0;
   bool has_changed_ = false, polls_remote_ = false;
   bool lets_next_begin_ = false;

@@ -35,6 +35,17 @@ CASES = {
         bias_is_fp32=True,
         shared_bytes=32 << 10,
     ),
+    "rank_major, rows of more than four ranks, bias": CombineCase(
+        dispatch=Case(
+            shape=Shape(num_ranks=6, num_experts=6, top_k=6, num_blocks=1, max_tokens=4, landing_row_bytes=512),
+            tokens=(4, 3, 0, 2, 4, 1),
+            hidden=64,
+            num_blocks=1,
+            num_rounds=1,
+        ),
+        hidden=64,
+        heap_ranks=(0, 2),
+    ),
     "masked, side, no weights": CombineCase(
         dispatch=dataclasses.replace(PLAIN, seed=3, layout="masked", capacity=9),
         hidden=264,

@@ -55,6 +55,16 @@ CASES = {
     "rank_major, lanes share tokens when they count": dataclasses.replace(
         PLAIN, seed=7, shape=dataclasses.replace(WINDOW, top_k=4), num_bad_ids=3, num_rounds=2
     ),
+    # The bad id of rank 0 is one that only block 1 has seen.
+    "rank_major, lanes read a token's ids in pieces": dataclasses.replace(
+        PLAIN,
+        seed=12,
+        shape=dataclasses.replace(WINDOW, num_experts=96, top_k=6),
+        tokens=(40, 0, 39),
+        hidden=8,
+        num_bad_ids=1,
+        num_rounds=1,
+    ),
     "rank_major, more blocks than groups of tokens": dataclasses.replace(
         PLAIN,
         seed=8,

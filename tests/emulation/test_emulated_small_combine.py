@@ -25,6 +25,9 @@ CASES = {
         dtype=torch.float32,
         has_side=True,
     ),
+    "rank_major, fp8 on the wire, capacity": CombineCase(
+        dispatch=dataclasses.replace(PLAIN, seed=5, capacity=25, num_rounds=1), hidden=656, wire_is_fp8=True
+    ),
     "expert_major, fp8 on the wire": CombineCase(
         dispatch=dataclasses.replace(PLAIN, seed=7, layout="expert_major", alignment=4, num_duplicates=2),
         hidden=400,

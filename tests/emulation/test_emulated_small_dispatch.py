@@ -59,6 +59,14 @@ CASES = {
     # A warp has whole rows, in several turns.
     "rank_major, rows of six steps": dataclasses.replace(LONG_ROWS, hidden=1536),
     "masked, rows of fifteen steps": dataclasses.replace(LONG_ROWS, hidden=3600, layout="masked", capacity=9),
+    "rank_major, more picks than threads": dataclasses.replace(
+        PLAIN,
+        seed=13,
+        shape=dataclasses.replace(WINDOW, num_experts=96, top_k=32),
+        hidden=8,
+        num_bad_ids=1,
+        num_rounds=1,
+    ),
     "rank_major, a lost rank": dataclasses.replace(PLAIN, seed=5, lost_ranks=(0,), num_bad_ids=1),
     "expert_major, fp8, capacity": dataclasses.replace(
         PLAIN,

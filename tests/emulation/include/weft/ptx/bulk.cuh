@@ -86,6 +86,7 @@ inline void mbarrier_arrive(u64* barrier) { mbarrier_arrive_expect(barrier, 0); 
 inline bool mbarrier_try_wait(u64* barrier, u32 parity) {
   const auto* state = reinterpret_cast<const emulation::Barrier*>(barrier);
   while (state->parity == parity) {
+    emulation::block->expect(state);
     emulation::block->poll("mbarrier_try_wait", false);
     if (emulation::random_below(8) != 0) break;
   }
