@@ -41,7 +41,7 @@ def main() -> int:
                 begin = time.monotonic()
                 try:
                     case, found = run_random(compiler, kernel, seed)
-                except Unsupported as error:
+                except (Unsupported, MemoryError) as error:  # or larger than the emulated memory
                     print(f"{kernel} {seed}: not run: {error}", flush=True)
                     continue
                 except LaunchFailed as error:
