@@ -15,10 +15,12 @@ import torch
 
 import weft.tuning
 from gpu_ranks import NUM_GPUS, ProcessRanks, ThreadRanks, to_host
+from weft import env
 
 # Ranks compute what they expect between calls. Threads for that, of all ranks and workers, would be far more than CPUs,
 # and a rank so slow that its peers' deadlines pass.
 torch.set_num_threads(1)
+env.set_cuda_queues(32)  # for eight ranks that share a GPU, also where the first test has one alone
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

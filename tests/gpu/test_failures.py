@@ -155,7 +155,7 @@ def test_refused_calls() -> None:
         with pytest.raises(weft.InvalidArgument, match=r"x is on cpu; allowed is the device of the communicator, cuda"):
             ep.dispatch(x.cpu(), ids)
         too_many = comm.max_num_sms + 1
-        with pytest.raises(weft.InvalidArgument, match=f"num_sms is {too_many}; allowed"):
+        with pytest.raises(weft.InvalidArgument, match=f"num_sms is {too_many} with num_windows = 1; allowed"):
             ep.dispatch(x, ids, num_sms=too_many)
         r = ep.dispatch(x, ids)
         other = make(comm)
