@@ -46,7 +46,7 @@ from torch import Tensor
 
 import weft
 from weft import reference
-from weft.bench.apart import apart
+from weft.bench.apart import COMPILE_S, apart
 from weft.bench.suite import machine_facts
 from weft.verify.cases import dispatch_options, later_options
 
@@ -373,7 +373,7 @@ def main() -> int:
     pools = pools_of("cuda") if options.rounds > FEW_ROUNDS else ()
     pools = tuple(dict.fromkeys((*pools, *(GRAPH_POOLS if options.graph_seconds else ()))))
     if pools:
-        apart(compile_kernels, facts["arch"], options.ranks, pools)
+        apart(compile_kernels, facts["arch"], options.ranks, pools, timeout_s=COMPILE_S)
     ranks = weft.spawn(
         run_rank, num_ranks=options.ranks, args=(options,), device=options.device, isolation=options.isolation
     )

@@ -28,6 +28,7 @@ from test_property import (  # noqa: F401  the cases of the cpu engine, collecte
     test_one_rank_alone,
     test_ranks_without_tokens,
     test_rows_fit_the_heap_and_their_plan_does_not,
+    test_rows_of_models,
 )
 
 import weft

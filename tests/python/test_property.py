@@ -237,6 +237,17 @@ def test_megabytes(pool: Pool, layout: str, heap: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+@pytest.mark.parametrize("mode", ["throughput", "latency"])
+@pytest.mark.parametrize("hidden", [2880, 3072, 5120, 7168])
+def test_rows_of_models(pool: Pool, layout: str, mode: str, hidden: int) -> None:
+    """As wide as those of gpt-oss, MiniMax-M2, Llama 4 and DeepSeek-V3: what a warp does at once depends on it."""
+    for rows in ("plain", "fp8", "quantized_fp8"):
+        wire = "fp8" if rows == "fp8" else None
+        case = with_call(layout=layout, mode=mode, rows=rows, wire=wire, tokens=(30, 0, 17, 1), side=None)
+        checked(pool, replace(case, hidden=hidden))
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
 @pytest.mark.parametrize("heap", ["plenty", "none", "full_on_one"])
 @pytest.mark.parametrize("output_dtype", ["bfloat16", "float32"])
 def test_fp8_on_the_wire(pool: Pool, layout: str, heap: str, output_dtype: str) -> None:
