@@ -186,7 +186,7 @@ class CpuCalls(NativeCalls):
         """See NativeCalls."""
         window.native.barrier(deadline_s)
 
-    def record_stream(self, window: int, tensors: Sequence[Tensor], stream: Any) -> None:
+    def record_stream(self, tensors: Sequence[Tensor], stream: Any) -> None:
         """See NativeCalls."""
         for tensor in tensors:
             if tensor.is_cuda:

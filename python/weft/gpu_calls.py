@@ -257,18 +257,14 @@ class GpuCalls(NativeCalls):
         """See NativeCalls."""
         self.comm.meet(deadline_s)
 
-    def record_stream(self, window: int, tensors: Sequence[Tensor], stream: Any) -> None:
+    def record_stream(self, tensors: Sequence[Tensor], stream: Any) -> None:
         """See NativeCalls."""
-        windows = [self.windows[window], *self.comm._all_windows]  # results of one are given to calls of another
+        # Of any window, also a closed one: results of one are given to calls of another, and outlive both.
         for tensor in tensors:
             if not tensor.is_cuda or tensor.numel() == 0:
                 continue
-            address = tensor.data_ptr()
-            owner = next((each for each in windows if not each.closed and each.native.owns(address)), None)
-            if owner is None:
+            if not _load.native().gpu_record_stream(tensor.data_ptr(), stream.cuda_stream):
                 tensor.record_stream(stream)
-            else:
-                owner.native.record_stream(address, stream.cuda_stream)
 
     # ---- one native call
 

@@ -63,7 +63,7 @@ class Running(Calling):
         native, args = self._native
         stream = self._streams.begin(self._streams.current(), is_async=False)
         if stream is not self.stream:
-            self._calls.record_stream(self._call.window, [*self._kept, *self.results], stream)
+            self._calls.record_stream([*self._kept, *self.results], stream)
         args.sends, args.receives, args.stream = False, True, stream.cuda_stream
         native(args)
         for each in self.after:
@@ -72,7 +72,7 @@ class Running(Calling):
 
     def _change_streams(self) -> None:
         inputs = [each for each in self._inputs if each is not None]
-        self._calls.record_stream(self._call.window, inputs, self.stream)
+        self._calls.record_stream(inputs, self.stream)
         self._scope = torch.cuda.stream(self.stream)
         self._scope.__enter__()
 
@@ -81,7 +81,7 @@ class Running(Calling):
             self._calls.last_event = Event.recorded(self.stream) if self._call.is_async else Event(self.stream)
         if self._scope is not None:
             self._scope.__exit__(*error)
-            self._calls.record_stream(self._call.window, self.results, self._caller)
+            self._calls.record_stream(self.results, self._caller)
         if self._calls.names_ranges:
             torch.cuda.nvtx.range_pop()
         super().__exit__(*error)

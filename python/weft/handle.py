@@ -265,7 +265,7 @@ class Dispatched:
         handle = self.handle
         data = [self.x] if not hasattr(self.x, "scales") else [self.x.data, self.x.scales]
         tensors = [*data, self.topk_idx, self.topk_weights, handle.sizes, handle.send_plan, handle.recv_plan]
-        self.calls.record_stream(handle.window, [each for each in tensors if each is not None], stream)
+        self.calls.record_stream([each for each in tensors if each is not None], stream)
 
     def __repr__(self) -> str:
         return f"weft.Dispatched({self.handle.layout}, x={list(self.x.data.shape)} {self.x.data.dtype})"

@@ -244,7 +244,7 @@ class NativeCalls(ABC):
         """Wait for all ranks. Collective."""
 
     @abstractmethod
-    def record_stream(self, window: int, tensors: Sequence[Tensor], stream: Any) -> None:
+    def record_stream(self, tensors: Sequence[Tensor], stream: Any) -> None:
         """The memory of these results is in use on `stream`."""
 
     def tie(self) -> Tensor:

@@ -208,8 +208,6 @@ void bind_window(nb::module_& m) {
       .def(
           "combine", [](Window& window, const nvlink::CombineArgs& args) { window.combine(args, signal_poll()); },
           "args"_a, Guard())
-      .def("owns", &Window::owns, "ptr"_a)
-      .def("record_stream", &Window::record_stream, "ptr"_a, "stream"_a)
       .def("check", &Window::check, Guard())
       .def("take_bad_ids",
            [](Window& window) -> std::optional<std::tuple<i64, i64, i64>> {
@@ -247,6 +245,7 @@ void bind_nvlink(nb::module_& m) {
   bind_combine_args(m);
   bind_results(m);
   bind_window(m);
+  m.def("gpu_record_stream", &nvlink::ReceiveHeap::record_stream, "ptr"_a, "stream"_a);
   m.def(
       "gpu_send_plan_len",
       [](i64 num_tokens, i32 top_k, i32 num_ranks, int layout) {

@@ -149,7 +149,7 @@ def release_order(gpu: Any) -> dict[str, Any]:
             third.wait_stream(second)
             sleep(30)
             copy = two.clone()
-        window.record_stream(two.data_ptr(), third.cuda_stream)
+        expect(native.gpu_record_stream(two.data_ptr(), third.cuda_stream), "no heap knows its tensor")
         del two
         with torch.cuda.stream(second):
             tensor(second).fill_(9)

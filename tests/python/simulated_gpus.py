@@ -435,9 +435,6 @@ class SimulatedWindow:
         made = [torch.full(shape, -7, dtype=dtypes[code]) for shape, code in wanted]
         return [from_dlpack(torch.utils.dlpack.to_dlpack(each)) for each in made]
 
-    def owns(self, ptr: int) -> bool:
-        return False
-
     def check(self) -> None:
         assert self.staged is None
 

@@ -33,6 +33,7 @@ from test_property import (  # noqa: F401  collected here with this module's `po
 
 import weft
 from pool import RankState
+from weft import _load
 from weft.gpu_calls import GpuCalls
 from weft.streams import WindowStreams
 
@@ -179,7 +180,7 @@ def test_asynchronous_calls_keep_the_plans_they_read(pool: Any, monkeypatch: pyt
     """Or whoever lets go of the handle gives their place to the next tensor of the caller's stream."""
     kept: list[int] = []
 
-    def record(calls: GpuCalls, window: int, tensors: Sequence[torch.Tensor], stream: Any) -> None:
+    def record(calls: GpuCalls, tensors: Sequence[torch.Tensor], stream: Any) -> None:
         kept.extend(tensor.data_ptr() for tensor in tensors)
 
     monkeypatch.setattr(GpuCalls, "record_stream", record)
@@ -189,30 +190,22 @@ def test_asynchronous_calls_keep_the_plans_they_read(pool: Any, monkeypatch: pyt
         assert handle.sizes.data_ptr() in kept
 
 
-class Heap:
-    """Of a window: what it is told of its tensors."""
+def test_whose_heap_a_tensor_lies_in_is_told_of_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch is told of what lies in no heap of Weft."""
+    heaps: list[Any] = []
+    torchs: list[Any] = []
 
-    def __init__(self, first: int) -> None:
-        self.addresses, self.told, self.closed, self.native = range(first, first + 100), [], False, self
+    def record(address: int, stream: int) -> bool:
+        heaps.append((address, stream))
+        return address < 3000
 
-    def owns(self, address: int) -> bool:
-        return address in self.addresses
-
-    def record_stream(self, address: int, stream: int) -> None:
-        self.told.append((address, stream))
-
-
-def test_whose_heap_a_tensor_lies_in_is_told_of_its_streams() -> None:
-    """Not only the window of the call: else the place of another's tensor goes to new rows while it is read."""
-    told: list[Any] = []
-    own, other = Heap(1000), Heap(2000)
-    calls = SimpleNamespace(windows=[own], comm=SimpleNamespace(_all_windows=[other, own]))
+    monkeypatch.setattr(_load.native(), "gpu_record_stream", record)
     tensors = [
-        SimpleNamespace(is_cuda=True, numel=lambda: 1, data_ptr=lambda at=at: at, record_stream=told.append)
-        for at in (1003, 2005, 3000)
+        SimpleNamespace(is_cuda=True, numel=lambda: 1, data_ptr=lambda at=at: at, record_stream=torchs.append)
+        for at in (1003, 3000)
     ]
-    GpuCalls.record_stream(calls, 0, tensors, stream := SimpleNamespace(cuda_stream=7))  # type: ignore[arg-type]
-    assert (own.told, other.told, told) == ([(1003, 7)], [(2005, 7)], [stream])
+    GpuCalls.record_stream(SimpleNamespace(), tensors, stream := SimpleNamespace(cuda_stream=7))  # type: ignore[arg-type]
+    assert (heaps, torchs) == ([(1003, 7), (3000, 7)], [stream])
 
 
 def read_unaligned_and_strided(state: RankState, seed: int) -> torch.Tensor:

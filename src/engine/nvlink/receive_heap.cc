@@ -14,12 +14,27 @@ constexpr u64 kSettleNs = 10'000'000'000;  // longest wait of a destructor for t
 constexpr u64 kMomentNs = 100'000;
 constexpr size_t kManyPending = 64;  // asking the driver costs more than a few entries
 
+// Of this process. Never destroyed: heaps may be let go at its exit.
+struct AllHeaps {
+  std::mutex mutex;
+  std::set<ReceiveHeap*> heaps;
+};
+
+AllHeaps& all_heaps() {
+  static auto* const all = new AllHeaps;
+  return *all;
+}
+
 u64 in_units(u64 num_bytes) { return std::max(Heap::kAlignment, align_up(num_bytes, Heap::kAlignment)); }
 
 }  // namespace
 
 ReceiveHeap::ReceiveHeap(std::shared_ptr<Gpu> gpu, DeviceMemory memory, u64 first, u64 num_bytes)
-    : gpu_(std::move(gpu)), memory_(std::move(memory)), first_(first), heap_(num_bytes) {}
+    : gpu_(std::move(gpu)), memory_(std::move(memory)), first_(first), heap_(num_bytes) {
+  AllHeaps& all = all_heaps();
+  const std::lock_guard lock(all.mutex);
+  all.heaps.insert(this);
+}
 
 // Nothing is unmapped while the GPU is at work in it.
 struct ReceiveHeap::Remains {
@@ -40,6 +55,11 @@ struct ReceiveHeap::Remains {
 };
 
 ReceiveHeap::~ReceiveHeap() {
+  {
+    AllHeaps& all = all_heaps();
+    const std::lock_guard lock(all.mutex);
+    all.heaps.erase(this);
+  }
   const cuda::QuietContextScope scope(gpu_->context);
   scope.ok() ? forget_done() : pending_.clear();  // without a context nothing is at work
   gpu_->clean_up(std::shared_ptr<Remains>(new Remains{gpu_, std::move(memory_), std::move(pending_)}));
@@ -187,15 +207,23 @@ void ReceiveHeap::cancel(Block block) {
   heap_.release(offset);
 }
 
-void ReceiveHeap::record_stream(u64 address, u64 stream) {
+bool ReceiveHeap::record_stream(u64 address, u64 stream) {
+  AllHeaps& all = all_heaps();
+  const std::lock_guard lock(all.mutex);
+  return std::any_of(all.heaps.begin(), all.heaps.end(),
+                     [&](ReceiveHeap* heap) { return heap->record_stream_here(address, stream); });
+}
+
+bool ReceiveHeap::record_stream_here(u64 address, u64 stream) {
   const std::lock_guard lock(mutex_);
+  if (!owns(address)) return false;
   const u64 place = address - memory_.address() - first_;
   auto block = live_.upper_bound(place);
-  if (block == live_.begin() || place >= std::prev(block)->first + std::prev(block)->second.num_bytes) {
-    throw_invalid_argument("record_stream: no tensor of this window's heap lies at this address");
-  }
+  if (block == live_.begin()) return false;
   --block;
+  if (place >= block->first + block->second.num_bytes) return false;
   if (stream != block->second.stream) block->second.other_streams.insert(stream);
+  return true;
 }
 
 // From any thread, from destructors, at interpreter exit. A graph's blocks stay taken.

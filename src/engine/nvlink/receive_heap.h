@@ -37,8 +37,9 @@ class ReceiveHeap : public std::enable_shared_from_this<ReceiveHeap> {
   void shrink(Block& block, u64 keep_bytes, const std::shared_ptr<Event>& event);
   // Lets go of a block that no work was given for: also if its stream records a graph, which would keep it.
   void cancel(Block block);
-  // The block that holds `address` is in use on this stream, too.
-  void record_stream(u64 address, u64 stream);
+  // The block that holds `address`, of any heap in this process, also of a closed window or from before a rebuild, is in use on
+  // this stream, too. False: no heap has such a block.
+  static bool record_stream(u64 address, u64 stream);
   // An event on `stream`, behind the use of all that was let go there. Never for a stream that records a graph.
   std::shared_ptr<Event> record(u64 stream);
 
@@ -71,6 +72,7 @@ class ReceiveHeap : public std::enable_shared_from_this<ReceiveHeap> {
 
   struct Remains;
 
+  bool record_stream_here(u64 address, u64 stream);
   std::optional<u64> take(u64 num_bytes, u64 stream, bool is_capturing);
   void wait_for_place(u64 begin, u64 end, u64 stream);
   void record_pending();

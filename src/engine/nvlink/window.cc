@@ -304,9 +304,4 @@ std::vector<u64> Window::waited_ns() const {
 
 bool Window::owns(u64 address) const { return !closed_ && heap_->owns(address); }
 
-void Window::record_stream(u64 address, u64 stream) {
-  if (closed_) throw_invalid_state("the window is closed");
-  heap_->record_stream(address, stream);
-}
-
 }  // namespace weft::nvlink

@@ -53,7 +53,6 @@ class Window : public cpu::MemberWindow {
   std::optional<Block> reserve(u64 num_bytes, u64 stream, OnCapture on_capture = OnCapture::kForGood);
   // Whether an address lies in the heap of the present epoch.
   bool owns(u64 address) const;
-  void record_stream(u64 address, u64 stream);
 
   // Raises what a kernel has found since, or that the GPU has failed. Never waits for a peer.
   void check();

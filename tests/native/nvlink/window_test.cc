@@ -430,6 +430,7 @@ TEST(a_live_tensor_moves_the_heap_and_keeps_its_bytes) {
     CHECK_EQ(after.words()->heap_generation, u32{1});
     CHECK_EQ(held->data[4095], u8{9});
     CHECK(!rank.window->owns(reinterpret_cast<u64>(held->data)));
+    CHECK(ReceiveHeap::record_stream(reinterpret_cast<u64>(held->data), stream_of(9)));
     rank.meet();
     held.reset();
     rank.comm->rebuild({0, 1, 2}, in_seconds(20), kNoPoll);
