@@ -144,6 +144,26 @@ def test_recorded_streams_keep_memory() -> None:
     run(work)
 
 
+def test_recorded_streams_keep_memory_of_closed_windows() -> None:
+    """A result that outlives its window is dropped while another stream still reads it."""
+
+    def work(comm: weft.Communicator) -> None:
+        ep = make(comm, heap_bytes=4 << 20)
+        side = torch.cuda.Stream(comm.device)
+        r = ep.dispatch(*on_device(comm, inputs(0)))
+        ep.close()
+        side.wait_stream(torch.cuda.current_stream(comm.device))
+        with torch.cuda.stream(side):
+            busy(comm.device)
+            copy = r.x.clone()
+        r.record_stream(side)
+        del r
+        side.synchronize()
+        assert torch.equal(copy.cpu(), expected(0)[0][comm.rank].x)
+
+    run(work)
+
+
 def test_ranges_have_names() -> None:
     def work(comm: weft.Communicator) -> set[str]:
         ep = make(comm)
