@@ -87,12 +87,22 @@ SUM_MUTANTS = (
     ),
     Mutant("a slot of a sum is freed before its store has read it", PUSH, "ptx::bulk_wait_read<kRounds>();", ""),
     Mutant("sums are told before their stores are complete", PUSH, "      ptx::bulk_wait<kLag>();\n", ""),
-    Mutant(
-        "a piece of the plan is left before its rows are fetched",
-        SUM,
-        "leave_pieces(next_.piece);",
-        "leave_pieces(piece_ + 1);",
+)
+# Of tokens enough that a piece of the plan is written over.
+LONG = dataclasses.replace(
+    SUMMED,
+    dispatch=dataclasses.replace(
+        SUMMED.dispatch,
+        shape=dataclasses.replace(WINDOW, max_tokens=120),
+        tokens=(120, 90, 110),
+        num_rounds=1,
     ),
+)
+LEFT_EARLY = Mutant(
+    "a piece of the plan is left before its rows are fetched",
+    SUM,
+    "leave_pieces(next_.piece);\n        const Item item{num_left_, next_.at};",
+    "leave_pieces(next_.piece + 1);\n        const Item item = next_;",
 )
 PULLED = dataclasses.replace(CASES["rank_major, pulled and pushed, bias"], heap_ranks=(0, 1, 2))
 COMBINE = "weft/kernels/combine.cuh"
@@ -151,6 +161,8 @@ def _compile_ahead(compiler: Compiler) -> None:
         CombineRunner(compiler, PUSHED, mutant).start_compiling()
     for mutant in SUM_MUTANTS:
         CombineRunner(compiler, SUMMED, mutant).start_compiling()
+    CombineRunner(compiler, LONG).start_compiling()
+    CombineRunner(compiler, LONG, LEFT_EARLY).start_compiling()
     for mutant in (*PULLED_MUTANTS, SILENT):
         CombineRunner(compiler, PULLED, mutant).start_compiling()
     for mutant in FP8_MUTANTS:
@@ -174,6 +186,12 @@ def test_mistakes_in_sums_are_found(compiler: Compiler, mutant: Mutant) -> None:
     """The same of rows that are fetched, added and pushed by warps that do not wait for each other."""
     assert run_combine(compiler, SUMMED) == []
     assert is_found(lambda seed: run_combine(compiler, reseeded(SUMMED, seed), mutant))
+
+
+def test_a_piece_left_early_is_found(compiler: Compiler) -> None:
+    """The same of the receive plan, whose pieces take turns in memory."""
+    assert run_combine(compiler, LONG) == []
+    assert is_found(lambda seed: run_combine(compiler, reseeded(LONG, seed), LEFT_EARLY))
 
 
 @pytest.mark.parametrize("mutant", PULLED_MUTANTS, ids=lambda mutant: mutant.name)

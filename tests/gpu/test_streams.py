@@ -120,6 +120,16 @@ def test_two_windows_have_two_calls_in_flight() -> None:
     run(work)
 
 
+def read_late(r: weft.Dispatched, side: torch.cuda.Stream) -> Tensor:
+    """A copy of the rows that a busy stream makes when the caller may have dropped them."""
+    side.wait_stream(torch.cuda.current_stream(side.device))
+    with torch.cuda.stream(side):
+        busy(side.device)
+        copy = r.x.clone()
+    r.record_stream(side)
+    return copy
+
+
 def test_recorded_streams_keep_memory() -> None:
     """A result is dropped while another stream still reads it; the next results must not lie in its place."""
 
@@ -130,11 +140,7 @@ def test_recorded_streams_keep_memory() -> None:
         mine = on_device(comm, inputs(0))
         for seed in range(1, 9):
             r = ep.dispatch(*mine)
-            side.wait_stream(torch.cuda.current_stream(comm.device))
-            with torch.cuda.stream(side):
-                busy(comm.device)
-                copy = r.x.clone()
-            r.record_stream(side)
+            copy = read_late(r, side)
             del r
             ep.dispatch(*on_device(comm, inputs(seed)))
             side.synchronize()
@@ -152,11 +158,7 @@ def test_recorded_streams_keep_memory_of_closed_windows() -> None:
         side = torch.cuda.Stream(comm.device)
         r = ep.dispatch(*on_device(comm, inputs(0)))
         ep.close()
-        side.wait_stream(torch.cuda.current_stream(comm.device))
-        with torch.cuda.stream(side):
-            busy(comm.device)
-            copy = r.x.clone()
-        r.record_stream(side)
+        copy = read_late(r, side)
         del r
         side.synchronize()
         assert torch.equal(copy.cpu(), expected(0)[0][comm.rank].x)
