@@ -6,6 +6,7 @@ stale; files of older versions are only never asked for again. Needs no torch an
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -39,10 +40,10 @@ def entries(folder: str) -> tuple[CachedKernel, ...]:
         InvalidState: it is not a private folder of this user, so Weft does not use it.
     """
     found = []
-    for file in _files(folder):
-        status = file.lstat()
+    for file, status in _files(folder):
         if _KERNEL.fullmatch(file.name):
-            found.append(CachedKernel(file.stem, _arch(file), status.st_size, status.st_mtime))
+            with contextlib.suppress(FileNotFoundError):
+                found.append(CachedKernel(file.stem, _arch(file), status.st_size, status.st_mtime))
     return tuple(sorted(found, key=lambda kernel: kernel.written_at, reverse=True))
 
 
@@ -55,10 +56,11 @@ def clear(folder: str) -> tuple[int, int]:
         InvalidState: as `entries`.
     """
     num_files = num_bytes = 0
-    for file in _files(folder):
-        num_bytes += file.lstat().st_size
-        num_files += 1
-        file.unlink(missing_ok=True)
+    for file, status in _files(folder):
+        with contextlib.suppress(FileNotFoundError):
+            file.unlink()
+            num_bytes += status.st_size
+            num_files += 1
     return num_files, num_bytes
 
 
@@ -68,18 +70,24 @@ def is_private(folder: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
-def _files(folder: str) -> list[Path]:
-    """Regular files of this user with names that the cache gives."""
+def _files(folder: str) -> list[tuple[Path, os.stat_result]]:
+    """Regular files of this user with names that the cache gives, but for those that another process takes away meanwhile:
+    every file that it writes has a name of its own first.
+    """
     path = Path(folder)
     if not folder or not (path.exists() or path.is_symlink()):
         return []
     if not is_private(path):
         raise InvalidState(f"{folder} is not a private folder of this user (mode 0700), so Weft does not use it")
-    return [
-        file
-        for file in sorted(path.iterdir())
-        if (_KERNEL.fullmatch(file.name) or _LEFT_OVER.fullmatch(file.name)) and stat.S_ISREG(file.lstat().st_mode)
-    ]
+    found = []
+    for file in sorted(path.iterdir()):
+        if not (_KERNEL.fullmatch(file.name) or _LEFT_OVER.fullmatch(file.name)):
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            status = file.lstat()
+            if stat.S_ISREG(status.st_mode):
+                found.append((file, status))
+    return found
 
 
 def _arch(file: Path) -> str:

@@ -246,7 +246,8 @@ def prebuild(shape: KernelShape, archs: Sequence[str], folder: str, jobs: int | 
     wanted = [(arch, *kernel) for arch in archs for kernel in kernels(shape, ARCHITECTURES[arch])]
     before = len(kernel_cache.entries(folder))
     built = compile_all(wanted, folder, jobs)
-    return built, len(built) - (len(kernel_cache.entries(folder)) - before)
+    num_new = len(kernel_cache.entries(folder)) - before  # more if another process writes too
+    return built, max(len(built) - num_new, 0)
 
 
 def compile_all(wanted: Sequence[tuple[str, str, str]], folder: str, jobs: int | None = None) -> list[Built]:

@@ -46,6 +46,18 @@ def test_list_and_clear(tmp_path: Path) -> None:
     assert sorted(file.name for file in folder.iterdir()) == ["0" * 32 + ".cubin", "notes.txt"]
 
 
+def test_files_that_other_processes_take_away_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that writes a kernel gives its file another name; one that clears removes them."""
+    folder = filled(tmp_path / "kernels")
+    listed = list(folder.iterdir())
+    (folder / ".new-Ab3dE6").unlink()
+    kept, gone = kernel_cache.entries(str(folder))
+    (folder / f"{gone.key}.cubin").unlink()
+    monkeypatch.setattr(Path, "iterdir", lambda _: iter(listed))
+    assert kernel_cache.entries(str(folder)) == (kept,)
+    assert kernel_cache.clear(str(folder)) == (1, kept.num_bytes)
+
+
 def test_the_same_source_is_compiled_once(tmp_path: Path) -> None:
     folder = filled(tmp_path / "kernels")
     before = {kernel.key: kernel.written_at for kernel in kernel_cache.entries(str(folder))}
