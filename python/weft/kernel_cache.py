@@ -71,7 +71,7 @@ def is_private(folder: Path) -> bool:
 
 
 def _files(folder: str) -> list[tuple[Path, os.stat_result]]:
-    """Regular files of this user with names that the cache gives, but for those that another process takes away meanwhile:
+    """Regular files of this user with names that the cache gives, but those that another process takes away meanwhile:
     every file that it writes has a name of its own first.
     """
     path = Path(folder)

@@ -376,8 +376,9 @@ inline void meet_block(u32 number, u32 num_threads, const char* what) {
 inline void __syncwarp(unsigned mask = 0xffffffffu) { emulation::exchange(mask, 0, "__syncwarp"); }
 
 template <class T>
-T __shfl_sync(unsigned mask, T value, int source) {
-  return emulation::shuffle(mask, value, static_cast<unsigned>(source) % 32, "__shfl_sync");
+T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
+  const unsigned lanes = static_cast<unsigned>(width), first = threadIdx.x % 32 / lanes * lanes;
+  return emulation::shuffle(mask, value, first + static_cast<unsigned>(source) % lanes, "__shfl_sync");
 }
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int bits) {

@@ -57,7 +57,7 @@ CASES = {
 
 # With an odd seed rows are of all sizes, with infinities and NaNs (combine_cases.py).
 QUANTIZED = CombineCase(
-    dispatch=dataclasses.replace(PLAIN, seed=5), hidden=1168, wire_is_fp8=True, bias="rows", shared_bytes=40 << 10
+    dispatch=dataclasses.replace(PLAIN, seed=5), hidden=2192, wire_is_fp8=True, bias="rows", shared_bytes=40 << 10
 )
 CASES["rank_major, fp8 on the wire, rows of all sizes"] = QUANTIZED
 
@@ -67,6 +67,7 @@ SUMMED = CombineCase(
 )
 PUSH = "weft/kernels/combine_push.cuh"
 SUM = "weft/kernels/combine_sum.cuh"
+QUANTIZE = "weft/kernels/combine_quantize.cuh"
 MUTANTS = (
     Mutant(
         "a slot is freed before its store has read it",
@@ -88,21 +89,26 @@ SUM_MUTANTS = (
     Mutant("a slot of a sum is freed before its store has read it", PUSH, "ptx::bulk_wait_read<kRounds>();", ""),
     Mutant("sums are told before their stores are complete", PUSH, "      ptx::bulk_wait<kLag>();\n", ""),
 )
+
+
 # Of tokens enough that a piece of the plan is written over.
-LONG = dataclasses.replace(
-    SUMMED,
-    dispatch=dataclasses.replace(
-        SUMMED.dispatch,
+def long(case: CombineCase) -> CombineCase:
+    dispatch = dataclasses.replace(
+        case.dispatch,
         shape=dataclasses.replace(WINDOW, max_tokens=120),
         tokens=(120, 90, 110),
         num_rounds=1,
-    ),
-)
+    )
+    return dataclasses.replace(case, dispatch=dispatch)
+
+
+LONG = long(SUMMED)
+CASES["rank_major, fp8 on the wire, pieces of the plan take turns"] = long(QUANTIZED)
 LEFT_EARLY = Mutant(
     "a piece of the plan is left before its rows are fetched",
     SUM,
-    "leave_pieces(next_.piece);\n        const Item item{num_left_, next_.at};",
-    "leave_pieces(next_.piece + 1);\n        const Item item = next_;",
+    "leave_pieces(next_.piece);",
+    "leave_pieces(next_.piece + 1);",
 )
 PULLED = dataclasses.replace(CASES["rank_major, pulled and pushed, bias"], heap_ranks=(0, 1, 2))
 COMBINE = "weft/kernels/combine.cuh"
@@ -134,7 +140,7 @@ FP8_MUTANTS = (
     Mutant(
         "rows are not multiplied before they become FP8",
         "weft/kernels/combine_numbers.cuh",
-        "ptx::multiply_bf16x2(packed.word[word], pair)",
+        "ptx::multiply_bf16x2(packed.word[word], factor)",
         "packed.word[word]",
     ),
     Mutant(
@@ -148,6 +154,23 @@ FP8_MUTANTS = (
         "weft/ptx/fp8_scale.h",
         "(bits + 0x1fffffu) >> 23",
         "bits >> 23",
+    ),
+    Mutant("rows are multiplied by the factor of another group", QUANTIZE, "idx / kAMost * kWordLanes", "0"),
+    Mutant(
+        "the largest numbers of some lanes are left out",
+        QUANTIZE,
+        "_sync(0xffffffffu, given, kStepLanes)",
+        "_sync(0xffffffffu, given, 1)",
+    ),
+    Mutant("a row's first unit is quantised again", QUANTIZE, "      from_ += kUnit * Row::kBytes;\n", ""),
+)
+QUANTIZE_MUTANTS = (
+    Mutant("a unit is quantised before it is there", QUANTIZE, "      ptx::fetch_wait<0>();\n", ""),
+    Mutant(
+        "FP8 rows are told before they are stored",
+        QUANTIZE,
+        "tell(static_cast<u32>(item.index));",
+        "tell(static_cast<u32>(item.index + 1));",
     ),
 )
 
@@ -165,7 +188,7 @@ def _compile_ahead(compiler: Compiler) -> None:
     CombineRunner(compiler, LONG, LEFT_EARLY).start_compiling()
     for mutant in (*PULLED_MUTANTS, SILENT):
         CombineRunner(compiler, PULLED, mutant).start_compiling()
-    for mutant in FP8_MUTANTS:
+    for mutant in (*FP8_MUTANTS, *QUANTIZE_MUTANTS):
         CombineRunner(compiler, QUANTIZED, mutant).start_compiling()
 
 
@@ -209,3 +232,9 @@ def test_a_silent_rank_is_found(compiler: Compiler) -> None:
 def test_mistakes_in_fp8_are_found(compiler: Compiler, mutant: Mutant) -> None:
     """The same of the scales of rows on the wire."""
     assert run_combine(compiler, QUANTIZED, mutant) != []
+
+
+@pytest.mark.parametrize("mutant", QUANTIZE_MUTANTS, ids=lambda mutant: mutant.name)
+def test_mistakes_in_fp8_rows_are_found(compiler: Compiler, mutant: Mutant) -> None:
+    """The same of warps that quantise and store and do not wait for each other."""
+    assert is_found(lambda seed: run_combine(compiler, reseeded(QUANTIZED, seed), mutant))

@@ -26,6 +26,7 @@ SYNC_FENCE = rf"bar\.warp\.sync\n{FENCE_GLOBAL}"
 FENCE_SHARED_SYNC = rf"{FENCE_SHARED}\nbar\.warp\.sync"
 FENCE_SHARED_STORE = rf"{FENCE_SHARED}\ncp\.async\.bulk\.global"
 WAIT_NOTE = rf"{FULL_WAIT}\nst\.release\.cta"
+SYNC_NOTE = r"bar\.warp\.sync\nst\.release\.cta"
 FENCE_POST = rf"{FENCE}\nst\.release\.sys"
 ACQUIRE_FENCE = rf"{ACQUIRE}\n{FENCE}"
 
@@ -66,17 +67,23 @@ def _needs_of_dispatch(name: str) -> dict[str, int]:
 def _needs_of_combine(name: str) -> dict[str, int]:
     """Of nvlink-combine.md, "Ordering". Releases: the owner word, at two ends."""
     has_push, has_side = "from the heap" not in name, name.endswith("side")
-    makes_sums = "by expert" in name or "fp8" in name
+    stores_in_bulk = has_push and not stores_by_threads(name)
     return {
         RELEASE: 2 + has_push + has_side,
         ACQUIRE: 2 + has_side,  # progress, waited for and then read again
-        FULL_WAIT: 2 * has_push,
-        WAIT_NOTE: 2 * has_push,
+        FULL_WAIT: 2 * stores_in_bulk,
+        WAIT_NOTE: 2 * stores_in_bulk,
+        SYNC_NOTE: 3 * stores_by_threads(name),
         FENCE: 2 + has_push,
         FENCE_POST: int(has_push),
         ACQUIRE_FENCE: 1,
-        FENCE_SHARED_STORE: int(makes_sums),
+        FENCE_SHARED_STORE: int("by expert" in name),
     }
+
+
+def stores_by_threads(name: str) -> bool:
+    """Rows of a throughput kernel that are not stored in bulk."""
+    return name.startswith("combine rank_major, fp8")
 
 
 def unmet(name: str, ptx: str) -> dict[str, int]:

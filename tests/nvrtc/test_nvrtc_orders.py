@@ -22,6 +22,7 @@ KINDS = (
     "dispatch masked, fp8, int64 ids",
     "combine rank_major from the heap, plain",
     "combine rank_major, plain",
+    "combine rank_major, fp8",
     "combine by expert, fp8",
     "small dispatch masked, fp8, int64 ids",
     "small combine by expert, plain",
@@ -34,6 +35,7 @@ PULLED, PUSHED, SUMS = (
     "combine rank_major, plain",
     "combine by expert, plain",
 )
+FP8_ROWS = "combine rank_major, fp8"
 SIDE = "combine rank_major from the heap, plain, side"
 SMALL_SENDS = "small combine rank_major, plain, sends"
 # Header; text that is there once; what takes its place; kernel; chain of which there is less.
@@ -170,6 +172,13 @@ MISTAKES = {
         "",
         SUMS,
         orders.FENCE_SHARED_STORE,
+    ),
+    "combine: FP8 rows are noted that other lanes have yet to store": (
+        "kernels/combine_quantize.cuh",
+        "  __device__ void tell(u32 index) {\n    __syncwarp();\n",
+        "  __device__ void tell(u32 index) {\n",
+        FP8_ROWS,
+        orders.SYNC_NOTE,
     ),
     "progress is posted without a release": (
         "sync/header.h",

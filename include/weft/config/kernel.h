@@ -83,6 +83,7 @@ struct CombineKernelConfig {
   i32 chunk = 8;         // elements of a row that stand together on the wire; with FP8 a multiple of kQuantizeGroup
   i32 slot_chunks = 1;   // of a contribution in a slot, to be added at a time; more than one only with FP8
   i32 reduce_slots = 2;  // contributions at a time that wait in a block to be added
+  i32 reduce_rings = 1;  // that those slots are shared out to, each with a warp that loads
   i32 push_slots = 0;    // rows at a time that wait to be pushed as they are
   i32 sum_warps = 0;     // that make sums or FP8 rows and push them; both 0: this rank's rows are pulled
   Dtype dtype = Dtype::kBf16;
@@ -104,6 +105,7 @@ struct CombineKernelConfig {
     return hidden % chunk == 0 || idx + 1 < num_chunks() ? chunk : hidden - idx * chunk;
   }
 
+  WEFT_HD constexpr i32 ring_slots() const { return reduce_slots / reduce_rings; }
   // What a slot holds of a contribution.
   WEFT_HD constexpr i32 part() const { return chunk * slot_chunks; }
   WEFT_HD constexpr i32 num_parts() const { return (hidden + part() - 1) / part(); }
@@ -127,11 +129,11 @@ struct CombineKernelConfig {
   // Shared memory of a block.
   WEFT_HD constexpr i32 reduce_slot_bytes() const { return (wire_bytes_of(part()) + 127) / 128 * 128; }
   WEFT_HD constexpr i32 push_slot_bytes() const { return (chunk * dtype_bytes(dtype) + 127) / 128 * 128; }
-  // A warp that makes sums: a ring of stages, each a unit of one row that is being fetched, and slots that bulk stores read:
-  // sums go out unit by unit, FP8 chunk by chunk.
-  WEFT_HD constexpr i32 fetch_stages() const { return !is_by_expert() ? 2 : wire_is_fp8 ? 5 : 3; }
+  // A warp that makes sums or FP8 rows: a ring of stages, each a unit of one row that is being fetched, and slots that bulk
+  // stores read. Sums go out unit by unit, their FP8 chunk by chunk; FP8 rows need no slot.
+  WEFT_HD constexpr i32 fetch_stages() const { return !is_by_expert() ? 1 : wire_is_fp8 ? 5 : 3; }
   WEFT_HD constexpr i32 stage_bytes() const { return sum_unit() * dtype_bytes(dtype); }
-  WEFT_HD constexpr i32 out_slots() const { return 2; }
+  WEFT_HD constexpr i32 out_slots() const { return is_by_expert() ? 2 : 0; }
   WEFT_HD constexpr i32 out_slot_bytes() const {
     return wire_is_fp8 ? (wire_bytes(chunk) + 127) / 128 * 128 : stage_bytes();
   }
@@ -173,14 +175,14 @@ struct CombineKernelConfig {
   // its item load nothing. Where sums go out as they are, one: the warps that make them need the registers.
   WEFT_HD constexpr i32 reduce_groups() const { return makes_partials() && !wire_is_fp8 ? 1 : 2; }
   WEFT_HD constexpr i32 reduce_warps() const { return makes_partials() ? 3 : 8; }
-  // That store what is pushed. Rows as they are come from one warp and go on in their order; sums and FP8 rows come from many,
-  // which one would keep waiting, the more so the shorter what they make.
-  WEFT_HD constexpr i32 push_warps() const { return !has_partials() ? 1 : wire_is_fp8 && !is_by_expert() ? 3 : 2; }
+  // That store what is pushed in bulk. Rows as they are come from one warp and go on in their order; sums come from many, which one
+  // would keep waiting. FP8 rows of rank_major are stored by the threads that make them.
+  WEFT_HD constexpr i32 push_warps() const { return !has_partials() ? 1 : is_by_expert() ? 2 : 0; }
   // One warp loads for the owners' sums; for the push one reads the plan, some make sums and some store them, or one loads
   // rows and one stores them, one tells how far they are; one has the side values.
   WEFT_HD constexpr i32 num_warps() const {
     const i32 push = (has_partials() ? sum_warps : 1) + push_warps() + 2;
-    return 1 + reduce_groups() * reduce_warps() + (has_push() ? push : 0) + (has_side ? 1 : 0);
+    return reduce_rings + reduce_groups() * reduce_warps() + (has_push() ? push : 0) + (has_side ? 1 : 0);
   }
   WEFT_HD constexpr i32 num_threads() const { return num_warps() * 32; }
 };

@@ -1,13 +1,15 @@
 // Combine between GPUs that reach each other by load and store, one launch a call.
 // docs/protocols/nvlink-combine.md is the page to this file; in short:
 //   count    block 0 tells every peer where its rows lie, or that it pushes
-//   send     a rank that pushes stores rows, or partial sums (combine_sum.cuh), into the owners' landings (combine_push.cuh)
+//   send     a rank that pushes stores rows, partial sums (combine_sum.cuh) or FP8 rows (combine_quantize.cuh) into the owners'
+//            landings (combine_push.cuh)
 //   reduce   the owner of a token adds the contributions in the order of the ranks      (combine_reduce.cuh)
 //   reduce   header: "I have read everything of yours, and what I push has arrived"; the call ends with every peer's (R20)
 // Block b of every rank sees to the same tokens, so it waits only for the blocks b of its peers.
 #pragma once
 
 #include "weft/kernels/combine_push.cuh"
+#include "weft/kernels/combine_quantize.cuh"
 #include "weft/kernels/combine_reduce.cuh"
 #include "weft/kernels/combine_side.cuh"
 #include "weft/kernels/combine_sum.cuh"
@@ -56,7 +58,7 @@ class Combine {
   __device__ void init_shared() const {
     const i32 thread = static_cast<i32>(threadIdx.x);
     if (thread == 0) b_.s.has_failed = 0;
-    b_.s.reduce.init(kConfig.reduce_warps());
+    for (auto& ring : b_.s.reduce) ring.init(kConfig.reduce_warps());
     if constexpr (kConfig.has_push()) {
       constexpr i32 kPlanReaders = kConfig.has_partials() ? kConfig.sum_warps : 1;
       b_.s.push.init(1);
@@ -111,29 +113,27 @@ class Combine {
 
   __device__ void take_role(i32 warp) const {
     constexpr i32 kReduceWarps = kConfig.reduce_groups() * kConfig.reduce_warps();
-    if (warp == 0) return CombineReduce<kConfig>(b_).load();
-    warp -= 1;
+    if (warp < kConfig.reduce_rings) return CombineReduce<kConfig>(b_, warp).load();
+    warp -= kConfig.reduce_rings;
     if (warp < kReduceWarps) {
       constexpr i32 kWarps = kConfig.reduce_warps();
-      return CombineReduce<kConfig>(b_).add(warp / kWarps, warp % kWarps);
+      const i32 group = warp / kWarps;
+      return CombineReduce<kConfig>(b_, group % kConfig.reduce_rings).add(group / kConfig.reduce_rings, warp % kWarps);
     }
     warp -= kReduceWarps;
     if constexpr (kConfig.has_push()) {
       const CombinePush<kConfig> push(b_);
-      if constexpr (kConfig.has_partials()) {
-        if (warp < kConfig.sum_warps) return CombineSum<kConfig>(b_, warp, push.num_pieces()).run();
-        warp -= kConfig.sum_warps;
+      constexpr i32 kMakers = kConfig.has_partials() ? kConfig.sum_warps : 1;
+      if constexpr (kConfig.is_by_expert()) {
+        if (warp < kMakers) return CombineSum<kConfig>(b_, warp, push.num_pieces()).run();
+        if (warp < kMakers + kConfig.push_warps()) return push.store_sums(warp - kMakers);
+      } else if constexpr (kConfig.wire_is_fp8) {
+        if (warp < kMakers) return CombineQuantize<kConfig>(b_, warp, push.num_pieces()).run();
       } else {
         if (warp == 0) return push.load();
-        warp -= 1;
+        if (warp == 1) return push.store();
       }
-      if (warp < kConfig.push_warps()) {
-        if constexpr (kConfig.has_partials())
-          return push.store_sums(warp);
-        else
-          return push.store();
-      }
-      warp -= kConfig.push_warps();
+      warp -= kMakers + kConfig.push_warps();
       if (warp == 0) return push.plan();
       if (warp == 1) return push.post();
       warp -= 2;

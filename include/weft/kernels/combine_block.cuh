@@ -36,8 +36,9 @@ struct CombineShared {
   u32 has_failed;  // set by any thread: the block says nothing more to anyone
   Contributor contributor[kConfig.num_ranks];
   i32 num_items[kConfig.num_ranks];  // tokens of the source that this block sees to
-  Ring<kConfig.reduce_slots> reduce;
-  i32 own_row[kConfig.adds_own_rows() ? kRingCells : 1];  // of the item in each of its cells; -1: none
+  Ring<kConfig.ring_slots()> reduce[kConfig.reduce_rings];
+  i32 own_row[kConfig.reduce_rings]
+             [kConfig.adds_own_rows() ? kRingCells : 1];  // of the item in each of its cells; -1: none
   Ring<kConfig.push_slots> push;
   u64 sum_full[kSumSlots];
   u64 sum_empty[kSumSlots];
@@ -61,7 +62,9 @@ struct CombineBlock {
   const transport::Flight& flight;
   i32 lane;
 
-  __device__ u8* reduce_slot(i32 idx) const { return dynamic + idx * kConfig.reduce_slot_bytes(); }
+  __device__ u8* reduce_slot(i32 ring, i32 idx) const {
+    return dynamic + (ring * kConfig.ring_slots() + idx) * kConfig.reduce_slot_bytes();
+  }
   __device__ u8* sum_stages(i32 warp) const {
     return dynamic + kConfig.reduce_slots * kConfig.reduce_slot_bytes() + warp * kConfig.sum_warp_bytes();
   }

@@ -32,18 +32,22 @@ struct Numbers {
     }
   }
 
-  // Each times `factor`, a power of two; bf16: two at a time, exact but for numbers far below the least e4m3.
-  __device__ static void unpack_scaled(const Packed& packed, float factor, float (&values)[kVector]) {
+  // What unpack_scaled multiplies by, a power of two, in a word.
+  __device__ static u32 factor_word(float factor) {
+    return kDtype == Dtype::kBf16 ? ptx::pack_bf16x2(factor, factor) : ptx::float_bits(factor);
+  }
+
+  // Each times the factor; bf16: two at a time, exact but for numbers far below the least e4m3.
+  __device__ static void unpack_scaled(const Packed& packed, u32 factor, float (&values)[kVector]) {
     if constexpr (kDtype == Dtype::kBf16) {
-      const u32 pair = ptx::pack_bf16x2(factor, factor);
       Packed scaled;
 #pragma unroll
-      for (i32 word = 0; word < 4; ++word) scaled.word[word] = ptx::multiply_bf16x2(packed.word[word], pair);
+      for (i32 word = 0; word < 4; ++word) scaled.word[word] = ptx::multiply_bf16x2(packed.word[word], factor);
       unpack(scaled, values);
     } else {
       unpack(packed, values);
 #pragma unroll
-      for (i32 at = 0; at < kVector; ++at) values[at] *= factor;
+      for (i32 at = 0; at < kVector; ++at) values[at] *= ptx::bits_float(factor);
     }
   }
 
@@ -70,36 +74,20 @@ struct Numbers {
     return largest;
   }
 
-  template <i32 kCount>
-  __device__ static float magnitude(const Packed (&packed)[kCount]) {
-    if constexpr (kDtype == Dtype::kFp32) {
-      float largest = 0.0f;
-#pragma unroll
-      for (i32 idx = 0; idx < kCount; ++idx) {
-        float values[kVector];
-        unpack(packed[idx], values);
-        largest = ptx::max_nan(largest, magnitude(values));
-      }
-      return largest;
-    } else {
-      // Two at a time, in the narrow type: exact. In four chains: a warp waits for each step of one.
-      Packed most = packed[0];
-#pragma unroll
-      for (i32 idx = 1; idx < kCount; ++idx) {
-#pragma unroll
-        for (i32 word = 0; word < 4; ++word) most.word[word] = larger(most.word[word], packed[idx].word[word]);
-      }
-      const u32 pair = larger(larger(most.word[0], most.word[1]), larger(most.word[2], most.word[3]));
-      const Packed last{{pair & 0x7fff7fffu, 0, 0, 0}};
-      float values[kVector];
-      unpack(last, values);
-      return ptx::max_nan(values[0], values[1]);
-    }
-  }
-
-  // Of pairs, signs apart.
+  // Words of elements, in the row's type and exact. Of two the larger magnitudes; their signs mean nothing.
   __device__ static u32 larger(u32 left, u32 right) {
-    return kDtype == Dtype::kBf16 ? ptx::max_magnitude_bf16x2(left, right) : ptx::max_magnitude_fp16x2(left, right);
+    if constexpr (kDtype == Dtype::kBf16) return ptx::max_magnitude_bf16x2(left, right);
+    if constexpr (kDtype == Dtype::kFp16) return ptx::max_magnitude_fp16x2(left, right);
+    return ptx::float_bits(ptx::max_nan(ptx::magnitude(ptx::bits_float(left)), ptx::magnitude(ptx::bits_float(right))));
+  }
+  __device__ static u32 larger_of(const Packed& packed) {
+    return larger(larger(packed.word[0], packed.word[1]), larger(packed.word[2], packed.word[3]));
+  }
+  // Of an element of a word, the bits of its magnitude as a float.
+  __device__ static u32 magnitude_bits(u32 word, i32 which) {
+    if constexpr (kDtype == Dtype::kFp32) return word & 0x7fffffffu;
+    const u32 bits = (which != 0 ? word >> 16 : word) & 0x7fffu;
+    return kDtype == Dtype::kBf16 ? bits << 16 : ptx::float_bits(ptx::unpack_fp16(static_cast<u16>(bits)));
   }
 
   __device__ static Packed load(const u8* row, i32 element) {

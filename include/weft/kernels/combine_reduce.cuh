@@ -18,29 +18,33 @@ class CombineReduce {
   static constexpr i32 kVector = kConfig.wire_is_fp8 ? 16 : Row::kVector;
   using Codes = Fp8Numbers<kVector>;
 
-  __device__ explicit CombineReduce(const Block& block) : b_(block), num_items_(block.s.num_items[block.a.view.rank]) {}
+  static constexpr i32 kRings = kConfig.reduce_rings;
+  static constexpr i32 kReaders = kConfig.reduce_groups() / kRings;  // of a ring
 
-  // One warp; lane r has to do with contributor r.
+  __device__ CombineReduce(const Block& block, i32 ring)
+      : b_(block), ring_(kRings == 1 ? 0 : ring), num_items_(block.s.num_items[block.a.view.rank]) {}
+
+  // One warp a ring, which gets every kRings-th token; lane r has to do with contributor r.
   __device__ void load() {
-    RingWriter writer(b_.s.reduce);
+    RingWriter writer(b_.s.reduce[ring_]);
     i32 now = -1, next = read_plan(0);
-    for (i32 index = 0; index < num_items_; ++index) {
-      if (index % kBatch == 0) {
+    for (i32 turn = 0; index_of(turn) < num_items_; ++turn) {
+      if (turn % kBatch == 0) {
         now = next;
-        next = read_plan(index + kBatch);
+        next = read_plan(turn + kBatch);
       }
-      const i32 row = __shfl_sync(0xffffffffu, now, index % kBatch * kPadded + b_.lane % kPadded);
-      if (!load_token(writer, index, b_.lane < kRanks ? row : -1)) break;
+      const i32 row = __shfl_sync(0xffffffffu, now, turn % kBatch * kPadded + b_.lane % kPadded);
+      if (!load_token(writer, index_of(turn), b_.lane < kRanks ? row : -1)) break;
     }
-    writer.end(kConfig.reduce_groups());
+    writer.end(kReaders);
   }
 
-  // One group of warps of several. An item is dealt out to them in parts; the next item begins with the warp after the last
-  // that had one.
+  // One group of warps of those that the ring serves. An item is dealt out to them in parts; the next item begins with the warp
+  // after the last that had one.
   __device__ void add(i32 group, i32 warp) const {
     constexpr i32 kPartElements = 32 * kVector;
     constexpr i32 kTurn = kWarps - (kConfig.part() + kPartElements - 1) / kPartElements % kWarps;
-    RingReader reader(b_.s.reduce, group, kConfig.reduce_groups());
+    RingReader reader(b_.s.reduce[ring_], group, kReaders);
     for (bool goes_on = true; goes_on;) {
       if (!reader.wait(&b_.a.view.host->timeout_ns)) return b_.fail_copy();
       const RingItem item = reader.item();
@@ -49,7 +53,7 @@ class CombineReduce {
         const u8* own = nullptr;
         if constexpr (kConfig.adds_own_rows()) {
           if (item.owner != kNoOwn)
-            own = own_row(b_.s.own_row[reader.cell()]) + item.chunk * kConfig.part() * Row::kBytes;
+            own = own_row(b_.s.own_row[ring_][reader.cell()]) + item.chunk * kConfig.part() * Row::kBytes;
         }
         add_item(item, own, warp);
       }
@@ -67,9 +71,11 @@ class CombineReduce {
   static constexpr i32 kPadded = kRanks <= 1 ? 1 : kRanks <= 2 ? 2 : kRanks <= 4 ? 4 : kRanks <= 8 ? 8 : 16;
   static constexpr i32 kBatch = 32 / kPadded;  // tokens whose entries are read at a time, while those before are used
 
+  __device__ i32 index_of(i32 turn) const { return turn * kRings + ring_; }
+
   // Row of contributor lane % kPadded, or -1: it has none.
-  __device__ i32 read_plan(i32 first) const {
-    const i32 index = first + b_.lane / kPadded;
+  __device__ i32 read_plan(i32 first_turn) const {
+    const i32 index = index_of(first_turn + b_.lane / kPadded);
     const i32 rank = b_.lane % kPadded;
     if (index >= num_items_ || rank >= kRanks || !b_.flight.is_active(rank)) return -1;
     const GpuSendPlan<const i32> plan{b_.a.send_plan, b_.a.send_plan_tokens, kRanks};
@@ -81,7 +87,7 @@ class CombineReduce {
   // Whether a row that is to be pulled lies in its tensor, and one that is pushed has arrived.
   __device__ bool is_there(i32 index, i32 row) {
     const Contributor& from = b_.s.contributor[b_.lane];
-    if (from.is_pulled != 0) {
+    if (!kConfig.has_partials() && from.is_pulled != 0) {
       if (row < from.num_rows) return true;
       b_.fail(transport::ErrorCause::kBadPeerWord, Phase::kReduce, b_.lane);
       return false;
@@ -118,8 +124,8 @@ class CombineReduce {
     const u8* source = nullptr;
     if (is_loaded) {
       const Contributor& from = b_.s.contributor[b_.lane];
-      source = from.is_pulled != 0 ? from.rows + static_cast<i64>(row) * kConfig.row_bytes()
-                                   : b_.landing(b_.a.view.rank, b_.token_of(index), b_.lane);
+      source = !kConfig.has_partials() && from.is_pulled != 0 ? from.rows + static_cast<i64>(row) * kConfig.row_bytes()
+                                                              : b_.landing(b_.a.view.rank, b_.token_of(index), b_.lane);
     }
     for (i32 part = 0; part < kConfig.num_parts(); ++part) {
       if (!writer.reserve(count)) {
@@ -128,12 +134,12 @@ class CombineReduce {
       }
       const u32 num_bytes = static_cast<u32>(kConfig.wire_bytes_of(kConfig.part_elements(part)));
       if constexpr (kConfig.adds_own_rows()) {
-        if (b_.lane == 0) b_.s.own_row[writer.cell()] = own;
+        if (b_.lane == 0) b_.s.own_row[ring_][writer.cell()] = own;
       }
       writer.announce({.count = count, .index = index, .chunk = static_cast<u16>(part), .owner = own_place},
                       static_cast<u32>(count) * num_bytes);
       if (is_loaded) {
-        ptx::bulk_load(b_.reduce_slot(writer.slot(__popc(loaded & ptx::lanes_below()))),
+        ptx::bulk_load(b_.reduce_slot(ring_, writer.slot(__popc(loaded & ptx::lanes_below()))),
                        source + static_cast<i64>(part) * kConfig.wire_bytes_of(kConfig.part()), num_bytes,
                        writer.barrier());
       }
@@ -150,8 +156,8 @@ class CombineReduce {
     for (i32 idx = 0; idx < kAtOnce; ++idx) {
       const i32 at = first + idx;
       i32 slot = item.first + at - (kConfig.adds_own_rows() && at > item.owner ? 1 : 0);
-      if (slot >= kConfig.reduce_slots) slot -= kConfig.reduce_slots;
-      rows[idx] = kConfig.adds_own_rows() && at == item.owner ? own : b_.reduce_slot(slot);
+      if (slot >= kConfig.ring_slots()) slot -= kConfig.ring_slots();
+      rows[idx] = kConfig.adds_own_rows() && at == item.owner ? own : b_.reduce_slot(ring_, slot);
     }
   }
   __device__ static i32 num_rows(const RingItem& item) {
@@ -261,6 +267,7 @@ class CombineReduce {
   }
 
   const Block& b_;
+  const i32 ring_;
   const i32 num_items_;
   u32 num_arrived_ = 0;  // tokens whose rows of contributor `lane` have arrived
 };

@@ -1,55 +1,51 @@
-// What a contributor makes of its rows and pushes: the sum of a token's picks, or the FP8 form of it, chunk by chunk. Warps take
-// contributions as they come. A warp fetches the rows through a ring of stages of its own, each a unit of one row (32 lanes times
-// some vectors), ahead of what it adds and on into its next contribution. The result goes into a slot, which a store warp sends
-// (combine_push.cuh).
+// What a contributor makes of rows by expert and pushes: the sum of a token's picks, or the FP8 form of it, chunk by chunk. Warps
+// take contributions as they come. A warp fetches the rows through a ring of stages of its own, each a unit of one row (32 lanes
+// times some vectors), ahead of what it adds and on into its next contribution. The result goes into a slot, which a store warp
+// sends (combine_push.cuh).
 #pragma once
 
-#include "weft/kernels/combine_block.cuh"
-#include "weft/kernels/combine_numbers.cuh"
+#include "weft/kernels/combine_items.cuh"
 #include "weft/ptx/fetch.cuh"
 #include "weft/ptx/fp8_scale.h"
 
 namespace weft::kernels {
 
 template <CombineKernelConfig kConfig>
-class CombineSum {
- public:
-  using Block = CombineBlock<kConfig>;
-  using Row = Numbers<kConfig.dtype>;
-  static constexpr i32 kVector = Row::kVector;
-  static constexpr i32 kVectors = kConfig.sum_vectors();  // of a lane in a unit
-  static constexpr i32 kUnit = kConfig.sum_unit();        // elements
+class CombineSum : CombineItems<kConfig> {
+  using Base = CombineItems<kConfig>;
 
-  __device__ CombineSum(const Block& block, i32 warp, i32 num_pieces)
-      : b_(block),
-        warp_(warp),
-        num_pieces_(static_cast<u32>(num_pieces)),
+ public:
+  __device__ CombineSum(const CombineBlock<kConfig>& block, i32 warp, i32 num_pieces)
+      : Base(block, warp, num_pieces),
         first_stage_(static_cast<i32>(block.sum_stages(warp) - block.dynamic) +
                      (kConfig.wire_is_fp8 ? 0 : block.lane * 16)) {}
 
   __device__ void run() {
-    while (take(true)) {
+    while (take_row(true)) {
 #pragma unroll 1
       for (i32 ahead = 0; ahead < kStages; ++ahead) fetch(next_stage());
       while (is_ahead_) {
         leave_pieces(next_.piece);
-        const Item item{num_left_, next_.at};
+        const Item item = next_;
         is_ahead_ = false;
         make(item);
       }
     }
     ptx::fetch_wait<0>();
     wait_slot();
-    if (piece_ == kBroken) return;
-    publish({});
+    if (piece_ != kBroken) publish({});
   }
 
  private:
+  using Base::b_, Base::warp_, Base::piece_, Base::next_, Base::is_ahead_, Base::kBroken;
+  using Base::take, Base::leave_pieces, Base::contribution, Base::expect;
+  using typename Base::Item, typename Base::Row;
+  static constexpr i32 kVector = Row::kVector;
+  static constexpr i32 kVectors = kConfig.sum_vectors();  // of a lane in a unit
+  static constexpr i32 kUnit = kConfig.sum_unit();        // elements
   static constexpr i32 kStages = kConfig.fetch_stages();
   static constexpr i32 kSlots = kConfig.out_slots();
   static constexpr i32 kChunk = kConfig.sum_chunk();
-
-  static constexpr u32 kBroken = ~0u;  // as a piece
 
   // Units of a row, none of which is in two chunks.
   static constexpr i32 kChunkUnits = (kChunk + kUnit - 1) / kUnit;
@@ -64,6 +60,7 @@ class CombineSum {
     if (kChunk % kUnit == 0) return min(kUnit, kConfig.hidden - begin_of(unit));
     return min(kUnit, min((unit / kChunkUnits + 1) * kChunk, kConfig.hidden) - begin_of(unit));
   }
+
   // Of a unit, the idx-th vector that the lane fetches, and adds; with FP8 it has neighbours instead, so that few lanes share a
   // group of 128 elements. Where a unit is of fewer lanes, the others do what the first do too.
   __device__ i32 fetched(i32 idx) const { return (idx * 32 + b_.lane) * kVector; }
@@ -84,7 +81,6 @@ class CombineSum {
   static constexpr i32 kCodes = 16;
   static constexpr i32 kTurn = kCodes / kVector;
   static constexpr i32 kSharers = 8 / kVectors;  // lanes whose vectors fill all banks once
-  static_assert(kVectors == 4 || kVectors == 8);
   __device__ i32 order(i32 idx) const { return idx ^ (worker() / kSharers / kTurn * kTurn % kVectors); }
   __device__ i32 fetched_place() const {
     return kConfig.wire_is_fp8 ? (b_.lane ^ (b_.lane / 8 % kTurn)) * 16 : b_.lane * 16;
@@ -95,69 +91,19 @@ class CombineSum {
     if (kConfig.wire_is_fp8) __syncwarp();
   }
 
-  // A contribution.
-  struct Item {
-    u32 piece = 0;  // of the plan
-    u32 at = 0;     // among the contributions of the piece
-  };
-  __device__ const RingItem& contribution(const Item& item) const { return b_.plan_items(item.piece % 2)[item.at]; }
+  // ---- stages
 
-  // ---- items
-
-  // Of a wait by all lanes. False: the GPU has gone wrong; nothing more is taken or waited for.
-  __device__ bool expect(bool is_over) {
-    if (__all_sync(0xffffffffu, is_over) != 0) return true;
-    piece_ = kBroken;
-    is_open_ = false;
-    b_.fail_copy();
-    return false;
-  }
-
-  // Makes the next item next_. False: there is none, or none yet unless `waits`, or the GPU has gone wrong.
-  __device__ bool take(bool waits) {
-    while (piece_ < num_pieces_) {
-      if (!is_open_) {
-        u64* full = &b_.s.plan_full[piece_ % 2];
-        const u32 parity = piece_ / 2 & 1u;
-        if (waits) {
-          leave_pieces(piece_);
-          if (!expect(sync::wait_barrier(full, parity))) return false;
-        } else if (__any_sync(0xffffffffu, !ptx::mbarrier_test_wait(full, parity)) != 0) {
-          return false;
-        }
-        is_open_ = true;
-      }
-      if (take_here()) return true;
-      is_open_ = false;
-      ++piece_;
-    }
-    return false;
-  }
-
-  __device__ bool take_here() {
-    u32 at = b_.lane == 0 ? atomicAdd(&b_.s.num_taken[piece_ % 2], 1u) : 0;
-    at = __shfl_sync(0xffffffffu, at, 0);
-    if (at >= static_cast<u32>(b_.s.num_plan_items[piece_ % 2])) return false;
-    next_ = {piece_, at};
-    is_ahead_ = true;
+  // Rows of the next item, in the order in which they are fetched.
+  __device__ bool take_row(bool waits) {
+    if (!take(waits)) return false;
     const RingItem from = contribution(next_);
-    fetch_row_ = static_cast<i32>(piece_ % 2) * kConfig.plan_entries() * 4 + from.first * 4;
+    fetch_row_ = static_cast<i32>(next_.piece % 2) * kConfig.plan_entries() * 4 + from.first * 4;
     fetch_count_ = fetch_left_ = from.count;
     fetch_unit_ = 0;
     fetch_from_ = b_.a.rows + fetched(0) * Row::kBytes;
     read_row();
     return true;
   }
-
-  // The warp needs nothing more of the pieces before `piece`.
-  __device__ void leave_pieces(u32 piece) {
-    __syncwarp();
-    for (; num_left_ < piece; ++num_left_) {
-      if (b_.lane == 0) ptx::mbarrier_arrive(&b_.s.plan_empty[num_left_ % 2]);
-    }
-  }
-
-  // ---- stages
 
   // The stage that the warp comes to, without FP8 the lane's part of it, in bytes; then it comes to the one behind it.
   __device__ i32 next_stage() {
@@ -186,7 +132,7 @@ class CombineSum {
     if (fetch_unit_ < kUnits) [[likely]] {
       fetch_next(stage);
     } else if (fetch_unit_ == kUnits) {
-      if (!is_ahead_ && take(false)) {
+      if (!is_ahead_ && take_row(false)) {
         fetch_next(stage);
       } else {
         fetch_unit_ = kDry;
@@ -198,17 +144,13 @@ class CombineSum {
   __device__ void fetch_next(i32 stage) {
     u8* const to = b_.dynamic + stage + (kConfig.wire_is_fp8 ? fetched_place() : 0);
     fetch_unit(to, fetch_from_ + static_cast<i64>(fetch_id_) * kConfig.row_bytes(), length_of(fetch_unit_));
-    if constexpr (kConfig.is_by_expert()) {
-      fetch_row_ += 4;
-      if (--fetch_left_ == 0) {
-        fetch_left_ = fetch_count_;
-        fetch_row_ -= fetch_count_ * 4;
-        next_unit();
-      }
-      read_row();
-    } else {
+    fetch_row_ += 4;
+    if (--fetch_left_ == 0) {
+      fetch_left_ = fetch_count_;
+      fetch_row_ -= fetch_count_ * 4;
       next_unit();
     }
+    read_row();
   }
   __device__ void next_unit() {
     ++fetch_unit_;
@@ -243,18 +185,9 @@ class CombineSum {
         store(item, begin_of(unit) * Row::kBytes, length_of(unit) * Row::kBytes);
       } else {
         if (unit % kChunkUnits == 0) wait_slot();
-        if constexpr (kConfig.is_by_expert()) {
-          float total[kVectors][kVector];
-          add_rows(item.count, weights, total);
-          quantize_sums(total, unit, slot());
-        } else {
-          Packed packed[kVectors];
-          const i32 from = wait_stage();
-#pragma unroll
-          for (i32 idx = 0; idx < kVectors; ++idx) packed[idx] = load(from, idx);
-          fetch(from);
-          quantize_rows(packed, unit, slot());
-        }
+        float total[kVectors][kVector];
+        add_rows(item.count, weights, total);
+        quantize_sums(total, unit, slot());
         if ((unit + 1) % kChunkUnits != 0 && unit + 1 != kUnits) continue;
         const i32 chunk = unit / kChunkUnits;
         store(item, chunk * kConfig.wire_bytes(kChunk), kConfig.wire_bytes(kConfig.chunk_elements(chunk)));
@@ -339,19 +272,6 @@ class CombineSum {
     });
   }
 
-  __device__ void quantize_rows(Packed (&packed)[kVectors], i32 unit, u8* out) const {
-#pragma unroll
-    for (i32 idx = 0; idx < kVectors; ++idx) {
-      if (!has(element(idx), length_of(unit))) packed[idx] = {};
-    }
-    quantize(Row::magnitude(packed), unit, out, [&](i32 idx, float factor, float* values) {
-      float scaled[kVector];
-      Row::unpack_scaled(packed[idx], factor, scaled);
-#pragma unroll
-      for (i32 at = 0; at < kVector; ++at) values[at] = scaled[at];
-    });
-  }
-
   // get(idx, factor, values): the lane's idx-th vector of the unit, multiplied. `largest`: of their magnitudes. `out`: the chunk.
   template <class Get>
   __device__ void quantize(float largest, i32 unit, u8* out, Get get) const {
@@ -378,20 +298,12 @@ class CombineSum {
     }
   }
 
-  const Block& b_;
-  const i32 warp_;
-  const u32 num_pieces_;
   const i32 first_stage_;
-  Item next_;                             // what is being fetched
   i32 fetch_row_ = 0;                     // of it, where the row of the next stage stands in the plan, in bytes
   i32 fetch_id_ = 0;                      // that row
   i32 fetch_count_ = 0, fetch_left_ = 0;  // rows of it, and those left in the unit
   const u8* fetch_from_ = nullptr;        // that unit of row 0
   i32 fetch_unit_ = 0;                    // of the next stage
-  bool is_ahead_ = false;                 // next_ is not yet being made
-  bool is_open_ = false;                  // the piece is there
-  u32 piece_ = 0;                         // from which the next item is taken
-  u32 num_left_ = 0;                      // pieces that the warp has left
   i32 stage_ = 0;                         // that the warp comes to
   i32 slot_ = 0;                          // that is filled next
   u32 slot_parity_ = 1;                   // of the wait for it: the first one passes, every slot is empty

@@ -26,12 +26,19 @@ i32 slots_in(i32 num_bytes, i32 slot_bytes, i32 width) {
 i32 most_sum_warps(const CombineKernelConfig& config) {
   const i32 side = config.has_side ? 1 : 0;
   const bool has_whole_units = config.hidden % config.sum_unit() == 0 && config.sum_chunk() % config.sum_unit() == 0;
-  if (config.wire_is_fp8 && !has_whole_units) return (config.is_by_expert() ? 5 : 9) - side;
-  if (!config.is_by_expert()) return 12 - side;
+  if (config.wire_is_fp8 && config.is_by_expert() && !has_whole_units) return 5 - side;
+  if (!config.is_by_expert()) return (has_whole_units ? 16 : 14) - side;
   return (config.wire_is_fp8 ? 9 : 12) - side;
 }
 
 i32 fewest_reduce_slots(const CombineKernelConfig& config) { return config.num_ranks + (config.num_ranks + 1) / 2; }
+
+// A ring for each group that adds, where the wait for one warp that loads was measured and each holds enough.
+void share_out_rings(CombineKernelConfig& config) {
+  const i32 most = config.has_push() && !config.is_by_expert() ? config.reduce_groups() : 1;
+  config.reduce_rings = config.reduce_slots / most >= fewest_reduce_slots(config) ? most : 1;
+  config.reduce_slots -= config.reduce_slots % config.reduce_rings;
+}
 
 // Whether every item fits with another behind it, and there are warps enough, or any if `is_last`.
 bool is_enough(const CombineKernelConfig& config, bool is_last) {
@@ -69,6 +76,12 @@ CombineKernelConfig with_slots(CombineKernelConfig config, bool has_push, int sh
   i32 fewest_chunks = (config.row_bytes() + slot_bytes - 1) / slot_bytes;
   if (config.wire_is_fp8 && !config.is_by_expert()) {  // a row goes out unit by unit and is added in few parts
     fewest_chunks = (config.hidden + config.most_of_unit() - 1) / config.most_of_unit();
+    for (i32 more = fewest_chunks; more < 2 * fewest_chunks; ++more) {
+      if (config.hidden % (more * kQuantizeGroup) == 0) {
+        fewest_chunks = more;  // all alike
+        break;
+      }
+    }
     config.slot_chunks = std::clamp(kSlotBytes * fewest_chunks / config.hidden, 1, fewest_chunks);
   }
   for (i32 num_chunks = std::max(fewest_chunks, 1);; num_chunks *= 2) {
@@ -76,6 +89,7 @@ CombineKernelConfig with_slots(CombineKernelConfig config, bool has_push, int sh
     const i32 elements = (config.hidden + chunks - 1) / chunks;
     config.chunk = (elements + unit - 1) / unit * unit;
     share_out(config, has_push, shared_bytes - kStaticBytes);
+    share_out_rings(config);
     if (is_enough(config, chunks == most_chunks)) return config;
     if (chunks == most_chunks) break;
   }

@@ -69,9 +69,10 @@ std::string render(const CombineKernelConfig& config) {
                field("num_ranks", config.num_ranks) + field("num_blocks", config.num_blocks) +
                    field("top_k", config.top_k) + field("hidden", config.hidden) + field("chunk", config.chunk) +
                    field("slot_chunks", config.slot_chunks) + field("reduce_slots", config.reduce_slots) +
-                   field("push_slots", config.push_slots) + field("sum_warps", config.sum_warps) +
-                   field("dtype", "Dtype", config.dtype) + field("layout", "Layout", config.layout) +
-                   field("wire_is_fp8", config.wire_is_fp8 ? 1 : 0) + field("has_side", config.has_side ? 1 : 0),
+                   field("reduce_rings", config.reduce_rings) + field("push_slots", config.push_slots) +
+                   field("sum_warps", config.sum_warps) + field("dtype", "Dtype", config.dtype) +
+                   field("layout", "Layout", config.layout) + field("wire_is_fp8", config.wire_is_fp8 ? 1 : 0) +
+                   field("has_side", config.has_side ? 1 : 0),
                "CombineKernelArgs", "kConfig.num_threads()");
 }
 
