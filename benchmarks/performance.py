@@ -40,8 +40,8 @@ expectation, which was mended since (README, what works). In the first death of 
 now, and at 4a74939, with two ranks, first deaths were raised within 1.2 ms.
 Since a4a1b4c the throughput kernels have a few more votes of a warp; what they cost is measured on one GPU alone, where
 links play no part ("Kernels of two commits"). All files gpu_bench are older than that, and than decision 0028, which
-takes some 0.5 us off a small call in a graph, 1 us off two, 0029, which adds 0.1 to 0.2 us to a combine, and 0032, which
-changed combine of ordinary tensors and with FP8 on the wire of rank_major: an eighth less time on one GPU, links unmeasured.
+takes some 0.5 us off a small call in a graph, 1 us off two, 0029, which adds 0.1 to 0.2 us to a combine, and 0032:
+combine from rank_major with FP8 on the wire and, of two ranks, of ordinary tensors takes an eighth less on one GPU.
 "Packed exchange alone" moves bytes that lie ready, without permutes, places and sums. It is faster than the call here
 by expert at T = 4096, where all tokens go to one rank, and for a dispatch of 256 and 512 tokens. A dispatch of exact
 sizes waits for the counts on the host: at small T nearly all of its time is the host's.

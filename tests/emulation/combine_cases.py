@@ -107,7 +107,7 @@ class CombineRunner(Runner):
             return [Launch(start(source, self.combine_mutant), fields) for source in sources]
         has_push, place = self._place_rows(rank, received, combined)
         fields |= {**place, "send_plan_tokens": self.case.tokens[rank]}
-        program = start(self._source(has_push=has_push), self.combine_mutant)
+        program = start(self.source(has_push=has_push), self.combine_mutant)
         return [Launch(program, {**fields, "first_token": first, "end_token": end}) for first, end in self._passes()]
 
     def _place_rows(self, rank: int, received: Received, combined: Combined) -> tuple[bool, dict[str, int]]:
@@ -161,7 +161,8 @@ class CombineRunner(Runner):
         )
         return source
 
-    def _source(self, *, has_push: bool) -> str:
+    def source(self, *, has_push: bool) -> str:
+        """Of its throughput kernel."""
         case, shape = self.combine, self.case.shape
         source: str = _load.native().render_combine(
             self._args(),
@@ -187,7 +188,7 @@ class CombineRunner(Runner):
         case = self.combine
         if not case.wire_is_fp8:
             return case.hidden * case.dtype.itemsize
-        found = re.search(r"\.chunk = (\d+)", self._source(has_push=True))
+        found = re.search(r"\.chunk = (\d+)", self.source(has_push=True))
         assert found is not None
         chunk, num_bytes = int(found[1]), 0
         for first in range(0, case.hidden, chunk):

@@ -60,6 +60,19 @@ QUANTIZED = CombineCase(
     dispatch=dataclasses.replace(PLAIN, seed=5), hidden=2192, wire_is_fp8=True, bias="rows", shared_bytes=40 << 10
 )
 CASES["rank_major, fp8 on the wire, rows of all sizes"] = QUANTIZED
+# With shared memory for two rings of contributions to be added.
+TWO_RINGS = CombineCase(
+    dispatch=dataclasses.replace(PLAIN, seed=7),
+    hidden=1040,
+    dtype=torch.float32,
+    wire_is_fp8=True,
+    has_side=True,
+    shared_bytes=160 << 10,
+)
+CASES["rank_major, fp8 on the wire, two rings, side"] = TWO_RINGS
+CASES["rank_major, pushed, two rings"] = CombineCase(
+    dispatch=dataclasses.replace(PLAIN, seed=8), hidden=600, shared_bytes=160 << 10
+)
 
 PUSHED = CombineCase(dispatch=PLAIN, hidden=600, shared_bytes=16 << 10)
 SUMMED = CombineCase(
@@ -170,7 +183,7 @@ QUANTIZE_MUTANTS = (
         "FP8 rows are told before they are stored",
         QUANTIZE,
         "tell(static_cast<u32>(item.index));",
-        "tell(static_cast<u32>(item.index + 1));",
+        "tell(sync::kMaxProgress);",
     ),
 )
 
@@ -188,13 +201,17 @@ def _compile_ahead(compiler: Compiler) -> None:
     CombineRunner(compiler, LONG, LEFT_EARLY).start_compiling()
     for mutant in (*PULLED_MUTANTS, SILENT):
         CombineRunner(compiler, PULLED, mutant).start_compiling()
-    for mutant in (*FP8_MUTANTS, *QUANTIZE_MUTANTS):
+    for mutant in FP8_MUTANTS:
         CombineRunner(compiler, QUANTIZED, mutant).start_compiling()
+    for mutant in QUANTIZE_MUTANTS:
+        CombineRunner(compiler, long(QUANTIZED), mutant).start_compiling()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_combine_is_the_reference(compiler: Compiler, name: str) -> None:
     """y, side, and the words of the window."""
+    if "two rings" in name:
+        assert ".reduce_rings = 2" in CombineRunner(compiler, CASES[name]).source(has_push=True)
     assert run_combine(compiler, CASES[name]) == []
 
 
@@ -237,4 +254,4 @@ def test_mistakes_in_fp8_are_found(compiler: Compiler, mutant: Mutant) -> None:
 @pytest.mark.parametrize("mutant", QUANTIZE_MUTANTS, ids=lambda mutant: mutant.name)
 def test_mistakes_in_fp8_rows_are_found(compiler: Compiler, mutant: Mutant) -> None:
     """The same of warps that quantise and store and do not wait for each other."""
-    assert is_found(lambda seed: run_combine(compiler, reseeded(QUANTIZED, seed), mutant))
+    assert is_found(lambda seed: run_combine(compiler, reseeded(long(QUANTIZED), seed), mutant))

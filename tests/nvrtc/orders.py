@@ -74,8 +74,8 @@ def _needs_of_combine(name: str) -> dict[str, int]:
         FULL_WAIT: 2 * stores_in_bulk,
         WAIT_NOTE: 2 * stores_in_bulk,
         SYNC_NOTE: 3 * stores_by_threads(name),
-        FENCE: 2 + has_push,
-        FENCE_POST: int(has_push),
+        FENCE: 2 + stores_in_bulk,
+        FENCE_POST: int(stores_in_bulk),
         ACQUIRE_FENCE: 1,
         FENCE_SHARED_STORE: int("by expert" in name),
     }

@@ -178,7 +178,7 @@ struct CombineKernelConfig {
   // That store what is pushed in bulk. Rows as they are come from one warp and go on in their order; sums come from many, which one
   // would keep waiting. FP8 rows of rank_major are stored by the threads that make them.
   WEFT_HD constexpr i32 push_warps() const { return !has_partials() ? 1 : is_by_expert() ? 2 : 0; }
-  // One warp loads for the owners' sums; for the push one reads the plan, some make sums and some store them, or one loads
+  // One warp a ring loads for the owners' sums; for the push one reads the plan, some make sums and some store them, or one loads
   // rows and one stores them, one tells how far they are; one has the side values.
   WEFT_HD constexpr i32 num_warps() const {
     const i32 push = (has_partials() ? sum_warps : 1) + push_warps() + 2;

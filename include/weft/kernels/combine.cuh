@@ -62,7 +62,7 @@ class Combine {
     if constexpr (kConfig.has_push()) {
       constexpr i32 kPlanReaders = kConfig.has_partials() ? kConfig.sum_warps : 1;
       b_.s.push.init(1);
-      if (kConfig.has_partials() && thread < CombineShared<kConfig>::kSumSlots) {
+      if (kConfig.is_by_expert() && thread < CombineShared<kConfig>::kSumSlots) {
         ptx::mbarrier_init(&b_.s.sum_full[thread], 1);
         ptx::mbarrier_init(&b_.s.sum_empty[thread], 1);
       }

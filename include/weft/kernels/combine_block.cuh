@@ -45,7 +45,7 @@ struct CombineShared {
   PushItem sum_item[kSumSlots];
   u32 num_pushed[kPushers];  // tokens of the block whose pushed rows have arrived, but for those of the other warps
   i32 num_plan_items[2];
-  u32 num_taken[2];  // chunks of them that warps have taken
+  u32 num_taken[2];  // of them, by warps
   u64 plan_full[2];
   u64 plan_empty[2];
 };

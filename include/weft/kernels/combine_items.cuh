@@ -34,14 +34,17 @@ class CombineItems {
     return false;
   }
 
-  // Makes the next item next_. False: there is none, or none yet unless `waits`, or the GPU has gone wrong.
-  __device__ bool take(bool waits) {
+  // Makes the next item next_. False: there is none, or none yet unless `waits`, or the GPU has gone wrong. `before_wait` is
+  // called before each wait for a piece: of those in front of it nothing is left to this warp.
+  template <class BeforeWait>
+  __device__ bool take(bool waits, BeforeWait before_wait) {
     while (piece_ < num_pieces_) {
       if (!is_open_) {
         u64* full = &b_.s.plan_full[piece_ % 2];
         const u32 parity = piece_ / 2 & 1u;
         if (waits) {
           leave_pieces(piece_);
+          before_wait();
           if (!expect(sync::wait_barrier(full, parity))) return false;
         } else if (__any_sync(0xffffffffu, !ptx::mbarrier_test_wait(full, parity)) != 0) {
           return false;

@@ -168,7 +168,7 @@ class CombinePush {
       if (least == posted) continue;
       __syncwarp();  // each lane tells an owner what all lanes have acquired
       // What bulk stores have written is released by another thread than the one that has seen them complete.
-      ptx::fence_proxy_async();
+      if constexpr (kConfig.push_warps() > 0) ptx::fence_proxy_async();
       if (has_peer) transport::post(b_.a.view, b_.flight, b_.lane, static_cast<i32>(blockIdx.x), kPushChannel, least);
       posted = least;
       __syncwarp();

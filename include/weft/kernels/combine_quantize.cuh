@@ -18,14 +18,14 @@ class CombineQuantize : CombineItems<kConfig> {
   using Base::Base;
 
   __device__ void run() {
-    while (take(true)) {
+    const auto tell_piece = [this] { tell(b_.has_failed() ? kPostStops : piece_ * kConfig.plan_tokens()); };
+    while (take(true, tell_piece)) {
       fetch_first();
       while (is_ahead_) {
         leave_pieces(next_.piece);
         is_ahead_ = false;
         make(contribution(next_));
       }
-      if (piece_ < num_pieces_) tell(piece_ * kConfig.plan_tokens());  // the warp waits for that piece
     }
     ptx::fetch_wait<0>();
     tell(b_.has_failed() ? kPostStops : sync::kMaxProgress);
@@ -44,7 +44,8 @@ class CombineQuantize : CombineItems<kConfig> {
   static constexpr i32 kShortest = kConfig.chunk_elements(kUnits - 1);
   static_assert(kConfig.sum_unit() == kUnit);
 
-  // Everything that this warp stores for tokens before `index` of the block is stored.
+  // Everything that this warp stores for tokens before `index` of the block is stored. After a failure rows are left out, so that
+  // no number may be told.
   __device__ void tell(u32 index) {
     __syncwarp();
     if (b_.lane == 0 && index != told_) ptx::st_release_cta(&b_.s.num_pushed[warp_], index);
@@ -83,7 +84,7 @@ class CombineQuantize : CombineItems<kConfig> {
     if (unit + 1 < kUnits) {
       from_ += kUnit * Row::kBytes;
       length = kConfig.chunk_elements(unit + 1);
-    } else if (take(false)) {
+    } else if (take(false, [] {})) {
       length = first_of_row();
     }
     if (length > 0) fetch(length);

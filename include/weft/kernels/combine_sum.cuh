@@ -95,7 +95,7 @@ class CombineSum : CombineItems<kConfig> {
 
   // Rows of the next item, in the order in which they are fetched.
   __device__ bool take_row(bool waits) {
-    if (!take(waits)) return false;
+    if (!take(waits, [] {})) return false;
     const RingItem from = contribution(next_);
     fetch_row_ = static_cast<i32>(next_.piece % 2) * kConfig.plan_entries() * 4 + from.first * 4;
     fetch_count_ = fetch_left_ = from.count;
@@ -260,21 +260,13 @@ class CombineSum : CombineItems<kConfig> {
     }
   }
 
+  // `out`: the chunk.
   __device__ void quantize_sums(const float (&total)[kVectors][kVector], i32 unit, u8* out) const {
     float largest = 0.0f;
 #pragma unroll
     for (i32 idx = 0; idx < kVectors; ++idx) {
       if (has(element(idx), length_of(unit))) largest = ptx::max_nan(largest, Row::magnitude(total[idx]));
     }
-    quantize(largest, unit, out, [&](i32 idx, float factor, float* values) {
-#pragma unroll
-      for (i32 at = 0; at < kVector; ++at) values[at] = total[idx][at] * factor;
-    });
-  }
-
-  // get(idx, factor, values): the lane's idx-th vector of the unit, multiplied. `largest`: of their magnitudes. `out`: the chunk.
-  template <class Get>
-  __device__ void quantize(float largest, i32 unit, u8* out, Get get) const {
     constexpr i32 kLanes = kQuantizeGroup / (kVectors * kVector);  // that share a group
 #pragma unroll
     for (i32 step = 1; step < kLanes; step *= 2) {
@@ -286,7 +278,7 @@ class CombineSum : CombineItems<kConfig> {
     for (i32 first = 0; first < kVectors; first += kTurn) {
       float values[kCodes];
 #pragma unroll
-      for (i32 idx = 0; idx < kTurn; ++idx) get(first + idx, wire.factor, values + idx * kVector);
+      for (i32 idx = 0; idx < kCodes; ++idx) values[idx] = total[first + idx / kVector][idx % kVector] * wire.factor;
       const i32 at = static_cast<i32>(out - b_.dynamic) + begin + element(0);
       if (has(element(first), length_of(unit))) Fp8Numbers<kCodes>::store(b_.dynamic, at ^ first * kVector, values);
     }

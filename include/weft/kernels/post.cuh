@@ -6,6 +6,6 @@
 
 namespace weft::kernels {
 
-constexpr u32 kPostStops = ~0u;  // in a word that a store warp writes: the warp has failed, nothing more is posted
+constexpr u32 kPostStops = ~0u;  // in a word that a warp which stores writes: it has failed, nothing more is posted
 
 }  // namespace weft::kernels
