@@ -178,12 +178,12 @@ class CombineRunner(Runner):
         """Tokens [first, end) of each launch: as many as the landing holds contributions for."""
         layout, most = self.world.layout, self.call.max_tokens
         room = layout["landing_ids"] - layout["landing_rows"]
-        each = room // (self.case.shape.num_ranks * self._wire_row_bytes())
+        each = room // (self.case.shape.num_ranks * self.wire_row_bytes())
         if each < 1:
             raise ValueError("the landing of this case is too small to combine")
         return [(first, min(first + each, most)) for first in range(0, max(most, 1), each)]
 
-    def _wire_row_bytes(self) -> int:
+    def wire_row_bytes(self) -> int:
         """As CombineKernelConfig::wire_row_bytes."""
         case = self.combine
         if not case.wire_is_fp8:

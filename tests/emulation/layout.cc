@@ -25,6 +25,7 @@ int main(int, char** arguments) {
       {"control.num_ended", offsetof(weft::GpuControlWords, num_ended)},
       {"control.next_chunk", offsetof(weft::GpuControlWords, next_chunk)},
       {"control.queues", layout.queues},
+      {"control.progress", layout.progress},
       {"control.waited_ns", offsetof(weft::GpuControlWords, waited_ns)},
       {"host_bytes", sizeof(weft::transport::HostWords)},
       {"host.timeout_ns", offsetof(weft::transport::HostWords, timeout_ns)},

@@ -8,11 +8,11 @@ from typing import Any
 import dispatch_cases
 import pytest
 import torch
-from combine_cases import CombineCase, CombineRunner
+from combine_cases import CombineCase, CombineRunner, reseeded
 from dispatch_cases import Case, Given, Round, Runner, put_inputs
 from kernels import Compiler, Mutant, Program
 from machine import RED_ZONE, Launch, Streams
-from world import PRINT, Shape
+from world import CACHE_LINE, PRINT, Shape
 
 KERNELS = ("dispatch", "small_dispatch", "combine", "small_combine")
 DEADLINE, ABORTED, MISMATCH, BAD_PEER_WORD, NO_ROOM = 1, 2, 3, 4, 5  # transport::ErrorCause
@@ -94,6 +94,59 @@ def test_a_block_that_does_not_count(compiler: Compiler, layout: str, mutant: Mu
             assert seen == wanted | {"sequence": 0}
     finally:
         runner.memory.close()
+
+
+GOES_WRONG = Mutant(
+    "a block goes wrong when it has added some tokens",
+    "weft/kernels/combine_reduce.cuh",
+    "      if (!load_token(writer,",
+    f"      if (b_.a.view.rank == {LATE} && turn == 5) b_.leave();\n      if (!load_token(writer,",
+)
+MANY = Case(
+    shape=Shape(num_ranks=3, num_experts=12, top_k=3, max_tokens=120, landing_row_bytes=2048),
+    tokens=(120, 90, 110),
+    num_rounds=1,
+)
+
+
+@pytest.mark.parametrize("wire_is_fp8", [False, True])
+def test_what_is_told_is_there_after_a_failure(compiler: Compiler, wire_is_fp8: bool) -> None:
+    """Rows that a block leaves out after a failure are not told (R9)."""
+    case = CombineCase(dispatch=MANY, hidden=512, wire_is_fp8=wire_is_fp8)
+    num_told = 0
+    for seed in range(3):
+        runner = CombineRunner(compiler, reseeded(case, seed), GOES_WRONG)
+        runner.add_round()
+        runner.world.set_timeout(TIMEOUT_NS // 3)
+        try:
+            Streams(runner.memory, runner.streams, seed=seed, timeout_s=60).run()
+            told = rows_told(runner)
+            num_told += len(told)
+            assert [place for place, row in told.items() if (row == row[0]).all()] == []  # poison
+        finally:
+            runner.memory.close()
+    assert num_told > 0
+
+
+def rows_told(runner: CombineRunner) -> dict[tuple[int, int], Any]:
+    """By owner and token, the landing of every row that rank LATE has told others of in the last operation."""
+    world, memory, layout, shape = runner.world, runner.memory, runner.world.layout, runner.case.shape
+    plan_at = runner.streams[LATE][-1].fields["recv_plan"]
+    plan = memory.tensor(plan_at, (shape.recv_plan_len("rank_major", layout["plan_header"]),), torch.int32)
+    rows = plan[layout["plan_header"] :].view(shape.num_ranks, shape.max_tokens)
+    row_bytes, num_blocks = runner.wire_row_bytes(), runner.case.num_blocks
+    found = {}
+    for owner in (0, ODD):
+        for block in range(num_blocks):
+            cell = LATE * shape.num_blocks + block
+            word = memory.word(world.control[owner] + layout["control.progress"] + 2 * cell * CACHE_LINE)
+            if word >> 24 & 0xFFFFFF != runner.num_operations:
+                continue
+            for token in range(block, runner.case.tokens[owner], num_blocks)[: word & 0xFFFFFF]:
+                if rows[owner, token] >= 0:
+                    place = layout["landing_rows"] + (token * shape.num_ranks + LATE) * row_bytes
+                    found[owner, token] = memory.view(world.heap[owner] + place, row_bytes).copy()
+    return found
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
