@@ -1,5 +1,7 @@
 #include "base/log.h"
 
+#include <chrono>
+#include <condition_variable>
 #include <cstdio>
 #include <memory>
 #include <mutex>
@@ -13,6 +15,8 @@ namespace {
 struct SinkHolder {
   std::mutex mutex;
   std::shared_ptr<const LogSink> sink;
+  int num_calls = 0;  // of sinks under way
+  std::condition_variable is_idle;
 };
 
 // Never destroyed: threads that are still about at process exit may log.
@@ -20,6 +24,26 @@ SinkHolder& sink_holder() {
   static auto* holder = new SinkHolder;
   return *holder;
 }
+
+class SinkCall {
+ public:
+  SinkCall() {
+    SinkHolder& holder = sink_holder();
+    const std::lock_guard lock(holder.mutex);
+    sink = holder.sink;
+    ++holder.num_calls;
+  }
+  ~SinkCall() {
+    sink.reset();
+    SinkHolder& holder = sink_holder();
+    const std::lock_guard lock(holder.mutex);
+    if (--holder.num_calls == 0) holder.is_idle.notify_all();
+  }
+  SinkCall(const SinkCall&) = delete;
+  SinkCall& operator=(const SinkCall&) = delete;
+
+  std::shared_ptr<const LogSink> sink;
+};
 
 const char* level_name(int level) {
   if (level >= kLogError) return "error";
@@ -32,21 +56,17 @@ const char* level_name(int level) {
 void set_log_sink(LogSink sink) {
   auto fresh = sink ? std::make_shared<const LogSink>(std::move(sink)) : nullptr;
   SinkHolder& holder = sink_holder();
-  const std::lock_guard lock(holder.mutex);
+  std::unique_lock lock(holder.mutex);
   holder.sink.swap(fresh);
+  holder.is_idle.wait_for(lock, std::chrono::seconds(1), [&] { return holder.num_calls == 0; });
 }
 
 void log_line(LogLevel level, const std::string& text) noexcept {
   try {
     if (level < env().log_level) return;
-    std::shared_ptr<const LogSink> sink;
-    {
-      SinkHolder& holder = sink_holder();
-      const std::lock_guard lock(holder.mutex);
-      sink = holder.sink;
-    }
-    if (sink) {
-      (*sink)(level, text);
+    const SinkCall call;
+    if (call.sink) {
+      (*call.sink)(level, text);
     } else {
       std::fprintf(stderr, "weft: %s: %s\n", level_name(level), text.c_str());
     }

@@ -316,12 +316,16 @@ NB_MODULE(_native, m) {
   m.def(
       "set_log_sink",
       [](nb::object sink) {
-        if (sink.is_none()) return set_log_sink({});
-        auto* held = new nb::object(std::move(sink));  // as error_factory: outlives the interpreter
-        set_log_sink([held](int level, const std::string& text) {
-          const nb::gil_scoped_acquire gil;
-          (*held)(level, text);
-        });
+        LogSink native;
+        if (!sink.is_none()) {
+          auto* held = new nb::object(std::move(sink));  // as error_factory: outlives the interpreter
+          native = [held](int level, const std::string& text) {
+            const nb::gil_scoped_acquire gil;
+            (*held)(level, text);
+          };
+        }
+        const nb::gil_scoped_release release;  // calls under way may wait for it
+        set_log_sink(std::move(native));
       },
       "sink"_a.none());
   m.def(

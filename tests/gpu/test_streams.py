@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import weft
 from weft import reference, tuning
+from weft.gpu import driver_gpu
 
 pytestmark = pytest.mark.usefixtures("kernels")
 TABLE = tuning.DEFAULT
@@ -164,6 +166,21 @@ def test_recorded_streams_keep_memory_of_closed_windows() -> None:
         assert torch.equal(copy.cpu(), expected(0)[0][comm.rank].x)
 
     run(work)
+
+
+def test_windows_hold_no_python_object() -> None:
+    """What is left of one is cleaned up by a thread of its own, perhaps while the interpreter is being taken down."""
+
+    def work(comm: weft.Communicator) -> None:
+        gpu = driver_gpu(comm.device.index)
+        num_references = sys.getrefcount(gpu)
+        ep = make(comm)
+        r = ep.dispatch(*on_device(comm, inputs(0)))
+        assert sys.getrefcount(gpu) == num_references
+        ep.combine(r.x, r.handle)
+        ep.check()
+
+    run(work, 1)
 
 
 def test_ranges_have_names() -> None:

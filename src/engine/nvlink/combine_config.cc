@@ -33,11 +33,12 @@ i32 most_sum_warps(const CombineKernelConfig& config) {
 
 i32 fewest_reduce_slots(const CombineKernelConfig& config) { return config.num_ranks + (config.num_ranks + 1) / 2; }
 
-// A ring for each group that adds, where rows of rank_major are pushed and each ring holds two and a half items: with one and a
-// half a single ring was faster (decision 0032).
+// A ring for each group that adds where a contribution is a row, as long as each ring holds an item with half another behind it,
+// or two and a half items where rows are pushed: with fewer a single ring was faster (decision 0032).
 void share_out_rings(CombineKernelConfig& config) {
-  const i32 most = config.has_push() && !config.is_by_expert() ? config.reduce_groups() : 1;
-  config.reduce_rings = 2 * config.reduce_slots >= 5 * config.num_ranks * most ? most : 1;
+  const i32 most = config.is_by_expert() ? 1 : config.reduce_groups();
+  const i32 slots = config.has_push() ? (5 * config.num_ranks + 1) / 2 : fewest_reduce_slots(config);
+  config.reduce_rings = config.reduce_slots >= slots * most ? most : 1;
   config.reduce_slots -= config.reduce_slots % config.reduce_rings;
 }
 

@@ -42,8 +42,9 @@ struct Capture {
 // Error kCudaError, unless the stream merely can't be asked because another one records: then active, id 0.
 Capture capture_of(u64 stream);
 
-// The context is the primary one, which torch uses too. Everything that has memory or events of a GPU holds it.
-class Gpu {
+// The context is the primary one, which torch uses too. Everything that has memory or events of a GPU holds it, in threads of
+// the library too: so Python hands in this pointer and none to its own object, for which the interpreter would be needed.
+class Gpu : public std::enable_shared_from_this<Gpu> {
  public:
   // Errors: kUnsupported (no driver, no such GPU, too old a GPU, no NVRTC), kCudaError.
   Gpu(int gpu_index, const jit::CompilerPaths& paths);
