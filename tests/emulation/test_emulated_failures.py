@@ -317,6 +317,23 @@ def test_a_place_outside_of_the_heap(compiler: Compiler, layout: str) -> None:
         runner.memory.close()
 
 
+def test_a_row_just_outside_of_a_peers_tensor(compiler: Compiler) -> None:
+    """A rank says of its tensor a row less than its peers pull: who would pull that one does not, and says why (R19)."""
+    case = Case(shape=WINDOW, tokens=(16, 16, 16), num_rounds=1)
+    runner = CombineRunner(compiler, CombineCase(dispatch=case, hidden=64, heap_ranks=(0, ODD, LATE)))
+    runner.add_round()
+    launch = runner.streams[ODD][-1]
+    fields = {**launch.fields, "num_rows": launch.fields["num_rows"] - 1}
+    runner.streams[ODD][-1] = dataclasses.replace(launch, fields=fields)
+    runner.world.set_timeout(TIMEOUT_NS)
+    try:
+        Streams(runner.memory, runner.streams, seed=1, timeout_s=60).run()
+        seen = words(runner, LATE)  # whose row is the last of a rank_major result
+        assert seen == {"cause": BAD_PEER_WORD, "culprit": ODD, "broken": BAD_PEER_WORD, "owner": 1, "sequence": 1}
+    finally:
+        runner.memory.close()
+
+
 @pytest.mark.parametrize("is_small", [False, True])
 def test_a_handle_with_wrong_sizes(compiler: Compiler, is_small: bool) -> None:
     """Gaps are zeroed in the result alone, wherever its words say that they are (R19)."""
