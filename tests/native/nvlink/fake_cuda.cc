@@ -251,6 +251,7 @@ Result stream_destroy(Stream) { return kSuccess; }
 Result stream_synchronize(Stream) { return kSuccess; }
 Result stream_query(Stream) { return kSuccess; }
 Result stream_wait_event(Stream stream, Event event, unsigned) {
+  if (const Result result = injected("cuStreamWaitEvent"); result != kSuccess) return result;
   const auto* from = reinterpret_cast<EventState*>(event);
   State& s = state();
   const std::lock_guard lock(s.mutex);

@@ -304,6 +304,23 @@ TEST(a_stream_recorded_when_the_window_is_gone_is_waited_for) {
   CHECK_EQ(fake_cuda::physical_bytes_at_last(0), i64{0});
 }
 
+TEST(a_place_that_can_not_be_waited_for_is_given_back) {
+  const auto gpu = make_gpu();
+  const auto heap = make_heap(gpu);
+  auto block = heap->reserve(kBytes, kOne, false);
+  fake_cuda::hold(kOne);
+  block.reset();
+  fake_cuda::fail_next("cuStreamWaitEvent", 2);
+  CHECK_THROWS(heap->reserve(kBytes, kTwo, false), Error,
+               [](const Error& error) { CHECK_EQ(error.code, ErrorCode::kCudaError); });
+  CHECK_EQ(heap->used(), u64{0});
+  fake_cuda::waits();
+  block = heap->reserve(kBytes, kTwo, false);
+  CHECK(block.has_value());
+  CHECK(has_waited(kTwo, kOne));  // it is still known who was there
+  fake_cuda::let_go(kOne);
+}
+
 TEST(tensors_die_quietly_when_the_context_is_gone) {
   const auto gpu = make_gpu();
   auto heap = make_heap(gpu);
