@@ -318,7 +318,7 @@ def test_a_place_outside_of_the_heap(compiler: Compiler, layout: str) -> None:
 
 
 def test_a_row_just_outside_of_a_peers_tensor(compiler: Compiler) -> None:
-    """A rank says of its tensor a row less than its peers pull: who would pull that one does not, and says why (R19)."""
+    """A rank says of its tensor a row less than its peers pull: who would pull that one stops and says why (R19)."""
     case = Case(shape=WINDOW, tokens=(16, 16, 16), num_rounds=1)
     runner = CombineRunner(compiler, CombineCase(dispatch=case, hidden=64, heap_ranks=(0, ODD, LATE)))
     runner.add_round()
