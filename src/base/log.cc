@@ -25,6 +25,8 @@ SinkHolder& sink_holder() {
   return *holder;
 }
 
+thread_local int calls_of_this_thread = 0;
+
 class SinkCall {
  public:
   SinkCall() {
@@ -32,12 +34,15 @@ class SinkCall {
     const std::lock_guard lock(holder.mutex);
     sink = holder.sink;
     ++holder.num_calls;
+    ++calls_of_this_thread;
   }
   ~SinkCall() {
     sink.reset();
     SinkHolder& holder = sink_holder();
     const std::lock_guard lock(holder.mutex);
-    if (--holder.num_calls == 0) holder.is_idle.notify_all();
+    --calls_of_this_thread;
+    --holder.num_calls;
+    holder.is_idle.notify_all();
   }
   SinkCall(const SinkCall&) = delete;
   SinkCall& operator=(const SinkCall&) = delete;
@@ -58,7 +63,7 @@ void set_log_sink(LogSink sink) {
   SinkHolder& holder = sink_holder();
   std::unique_lock lock(holder.mutex);
   holder.sink.swap(fresh);
-  holder.is_idle.wait_for(lock, std::chrono::seconds(1), [&] { return holder.num_calls == 0; });
+  holder.is_idle.wait_for(lock, std::chrono::seconds(1), [&] { return holder.num_calls == calls_of_this_thread; });
 }
 
 void log_line(LogLevel level, const std::string& text) noexcept {

@@ -233,6 +233,7 @@ std::tuple<u64, u64> window_bytes(i32 num_ranks, i32 num_experts, i32 top_k, i64
 }  // namespace
 
 void bind_nvlink(nb::module_& m) {
+  // Not by nb::init: a shared_ptr to it must hold no Python object (gpu.h).
   nb::class_<nvlink::Gpu>(m, "Gpu")
       .def(nb::new_([](int index, std::string nvrtc, std::string include, std::string cache) {
              const nb::gil_scoped_release release;

@@ -4,6 +4,7 @@ Each case runs a dispatch first, so that its plans are used as they are.
 """
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -55,23 +56,58 @@ CASES = {
     ),
 }
 
+PULLED = dataclasses.replace(CASES["rank_major, pulled and pushed, bias"], heap_ranks=(0, 1, 2))
+
 # With an odd seed rows are of all sizes, with infinities and NaNs (combine_cases.py).
 QUANTIZED = CombineCase(
     dispatch=dataclasses.replace(PLAIN, seed=5), hidden=2192, wire_is_fp8=True, bias="rows", shared_bytes=40 << 10
 )
 CASES["rank_major, fp8 on the wire, rows of all sizes"] = QUANTIZED
-# With shared memory for two rings of contributions to be added.
-TWO_RINGS = CombineCase(
-    dispatch=dataclasses.replace(PLAIN, seed=7),
-    hidden=1040,
-    dtype=torch.float32,
-    wire_is_fp8=True,
-    has_side=True,
-    shared_bytes=160 << 10,
-)
-CASES["rank_major, fp8 on the wire, two rings, side"] = TWO_RINGS
+
+
+# Of tokens enough that slots and cells of rings, and pieces of the plan, are used again and again.
+def long(case: CombineCase) -> CombineCase:
+    dispatch = dataclasses.replace(
+        case.dispatch,
+        shape=dataclasses.replace(WINDOW, max_tokens=120),
+        tokens=(120, 90, 110),
+        num_rounds=1,
+    )
+    return dataclasses.replace(case, dispatch=dispatch)
+
+
+# Rings of contributions to be added: one for each of the two groups that add, or one for both.
+RINGS = {
+    "rank_major, fp8 on the wire, two rings, side": CombineCase(
+        dispatch=dataclasses.replace(PLAIN, seed=7),
+        hidden=1040,
+        dtype=torch.float32,
+        wire_is_fp8=True,
+        has_side=True,
+        shared_bytes=160 << 10,
+    ),
+    "rank_major, pulled, two rings": PULLED,
+    "rank_major, pulled, one ring": dataclasses.replace(PULLED, shared_bytes=16 << 10),
+}
+RINGS = {name: long(case) for name, case in RINGS.items()}
+CASES |= RINGS
 CASES["rank_major, pushed, two rings"] = CombineCase(
     dispatch=dataclasses.replace(PLAIN, seed=8), hidden=600, shared_bytes=160 << 10
+)
+RING = "weft/kernels/combine_ring.cuh"
+RING_MUTANTS = (
+    Mutant(
+        "a slot is filled before those who add have left it",
+        RING,
+        "      if (!sync::wait_barrier(&r_.empty[oldest_], oldest_parity_)) return false;\n",
+        "",
+    ),
+    Mutant(
+        "those who add take an item for the next one in its cell",
+        RING,
+        "    cell_ -= kRingCells;\n    parity_ ^= 1;\n",
+        "    cell_ -= kRingCells;\n",
+    ),
 )
 
 PUSHED = CombineCase(dispatch=PLAIN, hidden=600, shared_bytes=16 << 10)
@@ -103,18 +139,6 @@ SUM_MUTANTS = (
     Mutant("sums are told before their stores are complete", PUSH, "      ptx::bulk_wait<kLag>();\n", ""),
 )
 
-
-# Of tokens enough that a piece of the plan is written over.
-def long(case: CombineCase) -> CombineCase:
-    dispatch = dataclasses.replace(
-        case.dispatch,
-        shape=dataclasses.replace(WINDOW, max_tokens=120),
-        tokens=(120, 90, 110),
-        num_rounds=1,
-    )
-    return dataclasses.replace(case, dispatch=dispatch)
-
-
 LONG = long(SUMMED)
 CASES["rank_major, fp8 on the wire, pieces of the plan take turns"] = long(QUANTIZED)
 LEFT_EARLY = Mutant(
@@ -123,7 +147,6 @@ LEFT_EARLY = Mutant(
     "leave_pieces(next_.piece);",
     "leave_pieces(next_.piece + 1);",
 )
-PULLED = dataclasses.replace(CASES["rank_major, pulled and pushed, bias"], heap_ranks=(0, 1, 2))
 COMBINE = "weft/kernels/combine.cuh"
 PULLED_MUTANTS = (
     Mutant(
@@ -141,7 +164,6 @@ PULLED_MUTANTS = (
     ),
     NO_SEQUENCE,
 )
-CASES["rank_major, pulled, two rings"] = dataclasses.replace(PULLED, shared_bytes=160 << 10)
 EMPTY = without_rows(PULLED)
 CASES["rank_major, a rank without rows"] = EMPTY
 SILENT = Mutant(
@@ -202,6 +224,8 @@ def _compile_ahead(compiler: Compiler) -> None:
     CombineRunner(compiler, LONG, LEFT_EARLY).start_compiling()
     for mutant in (*PULLED_MUTANTS, SILENT):
         CombineRunner(compiler, PULLED, mutant).start_compiling()
+    for case, mutant in itertools.product(RINGS.values(), RING_MUTANTS):
+        CombineRunner(compiler, case, mutant).start_compiling()
     for mutant in FP8_MUTANTS:
         CombineRunner(compiler, QUANTIZED, mutant).start_compiling()
     for mutant in QUANTIZE_MUTANTS:
@@ -211,9 +235,9 @@ def _compile_ahead(compiler: Compiler) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_combine_is_the_reference(compiler: Compiler, name: str) -> None:
     """y, side, and the words of the window."""
-    if "two rings" in name:
+    if " ring" in name:
         source = CombineRunner(compiler, CASES[name]).source(has_push="pulled" not in name)
-        assert ".reduce_rings = 2" in source
+        assert f".reduce_rings = {2 if 'two rings' in name else 1}" in source
     assert run_combine(compiler, CASES[name]) == []
 
 
@@ -245,6 +269,13 @@ def test_mistakes_in_waits_are_found(compiler: Compiler, mutant: Mutant) -> None
 def test_a_silent_rank_is_found(compiler: Compiler) -> None:
     """The others wait for it until the deadline."""
     assert is_found(lambda seed: run_silent(compiler, reseeded(EMPTY, seed), SILENT), tries=1)
+
+
+@pytest.mark.parametrize("mutant", RING_MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("name", RINGS)
+def test_mistakes_in_rings_are_found(compiler: Compiler, name: str, mutant: Mutant) -> None:
+    """The same of slots and cells that are used again."""
+    assert is_found(lambda seed: run_combine(compiler, reseeded(RINGS[name], seed), mutant))
 
 
 @pytest.mark.parametrize("mutant", FP8_MUTANTS, ids=lambda mutant: mutant.name)

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <future>
 #include <thread>
 
@@ -13,18 +14,21 @@ using weft::set_log_sink;
 
 TEST(a_replaced_sink_is_not_in_use) {
   std::promise<void> begun;
-  std::atomic<bool> has_ended{false};
+  std::atomic<int> num_begun{0};
+  std::atomic<int> num_ended{0};
   set_log_sink([&](int level, const std::string& text) {
-    CHECK(level == weft::kLogError);
-    CHECK(text == "a line");
-    begun.set_value();
+    CHECK_EQ(level, static_cast<int>(weft::kLogError));
+    CHECK_EQ(text, std::string("a line"));
+    if (++num_begun == 1) begun.set_value();
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    has_ended = true;
+    ++num_ended;
   });
   std::thread other([] { log_line(weft::kLogError, "a line"); });
   begun.get_future().wait();
   set_log_sink({});
-  CHECK(has_ended);
+  CHECK_EQ(num_ended.load(), 1);
+  log_line(weft::kLogError, "a line for stderr");
+  CHECK_EQ(num_begun.load(), 1);
   other.join();
 }
 
@@ -35,7 +39,11 @@ TEST(a_sink_may_replace_itself) {
     set_log_sink({});
   });
   log_line(weft::kLogError, "a line");
-  CHECK(num_lines == 1);
+  log_line(weft::kLogError, "a line for stderr");
+  CHECK_EQ(num_lines, 1);
 }
 
-int main(int argc, char** argv) { return weft::test::run_tests(argc, argv); }
+int main(int argc, char** argv) {
+  unsetenv("WEFT_LOG_LEVEL");  // nothing is read before
+  return weft::test::run_tests(argc, argv);
+}

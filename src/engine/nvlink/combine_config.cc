@@ -34,7 +34,7 @@ i32 most_sum_warps(const CombineKernelConfig& config) {
 i32 fewest_reduce_slots(const CombineKernelConfig& config) { return config.num_ranks + (config.num_ranks + 1) / 2; }
 
 // A ring for each group that adds where a contribution is a row, as long as each ring holds an item with half another behind it,
-// or two and a half items where rows are pushed: with fewer a single ring was faster (decision 0032).
+// or two and a half items where rows are pushed: there a single ring was faster with fewer (decision 0032).
 void share_out_rings(CombineKernelConfig& config) {
   const i32 most = config.is_by_expert() ? 1 : config.reduce_groups();
   const i32 slots = config.has_push() ? (5 * config.num_ranks + 1) / 2 : fewest_reduce_slots(config);

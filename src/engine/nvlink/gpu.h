@@ -43,7 +43,8 @@ struct Capture {
 Capture capture_of(u64 stream);
 
 // The context is the primary one, which torch uses too. Everything that has memory or events of a GPU holds it, in threads of
-// the library too: so Python hands in this pointer and none to its own object, for which the interpreter would be needed.
+// the library too. Shared from this, so that what Python hands in is a C++ reference: one to the Python object could only be
+// dropped with the interpreter's lock, which a thread that asks for it at the interpreter's end does not survive.
 class Gpu : public std::enable_shared_from_this<Gpu> {
  public:
   // Errors: kUnsupported (no driver, no such GPU, too old a GPU, no NVRTC), kCudaError.
