@@ -317,6 +317,70 @@ def test_a_place_outside_of_the_heap(compiler: Compiler, layout: str) -> None:
         runner.memory.close()
 
 
+COUNTS = {
+    "tokens": Mutant(
+        "a rank says more tokens than any may have",
+        "weft/kernels/dispatch_count.cuh",
+        "payload->num_tokens = a.num_tokens;",
+        f"payload->num_tokens = rank() == {ODD} ? {WINDOW.max_tokens + 1} : a.num_tokens;",
+    ),
+    "picks": Mutant(
+        "a rank says a negative number of picks",
+        "weft/kernels/dispatch_count.cuh",
+        "words[idx] = idx < kExperts ? this->mine()[idx]",
+        f"words[idx] = idx == 0 && rank() == {ODD} ? -1 : idx < kExperts ? this->mine()[idx]",
+    ),
+    "rows": Mutant(
+        "a rank says more rows than it may have tokens",
+        "weft/kernels/dispatch_count.cuh",
+        "s.total[idx - kExperts];",
+        f"s.total[idx - kExperts] + (rank() == {ODD} ? {WINDOW.max_tokens + 1} : 0);",
+    ),
+    "small": Mutant(
+        "a rank says a negative number of tokens",
+        "weft/kernels/small_dispatch_send.cuh",
+        "->num_tokens = a.num_tokens;",
+        f"->num_tokens = rank() == {ODD} ? -1 : a.num_tokens;",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("tokens", "rank_major"),
+        ("tokens", "expert_major"),
+        ("picks", "expert_major"),
+        ("picks", "rank_major"),
+        ("rows", "rank_major"),
+        ("small", "rank_major"),
+        ("small", "masked"),
+    ],
+)
+def test_a_count_that_makes_no_sense(compiler: Compiler, name: str, layout: str) -> None:
+    """The others use nothing of it, end, and say whose it is (R19)."""
+    case = Case(
+        shape=WINDOW,
+        tokens=(16, 16, 16),
+        num_rounds=1,
+        num_blocks=1,  # else one that comes late says nothing: another has found it
+        layout=layout,
+        is_small=name == "small",
+        capacity=30 if layout == "masked" else -1,
+    )
+    runner = Runner(compiler, case, COUNTS[name])
+    runner.add_round()
+    runner.world.set_timeout(TIMEOUT_NS)
+    try:
+        Streams(runner.memory, runner.streams, seed=1, timeout_s=60).run()
+        # Picks for experts of rank 0 are counted by it alone in rank_major.
+        for rank in (0,) if (name, layout) == ("picks", "rank_major") else (0, LATE):
+            wanted = {"cause": BAD_PEER_WORD, "culprit": ODD, "broken": BAD_PEER_WORD, "owner": 1, "sequence": 0}
+            assert words(runner, rank) == wanted
+    finally:
+        runner.memory.close()
+
+
 def test_a_row_just_outside_of_a_peers_tensor(compiler: Compiler) -> None:
     """A rank says of its tensor a row less than its peers pull: who would pull that one stops and says why (R19)."""
     case = Case(shape=WINDOW, tokens=(16, 16, 16), num_rounds=1)

@@ -64,6 +64,7 @@ class DispatchCount : public DispatchIds<kConfig> {
     if (to < kRanks) s.num_tokens[to] = num_tokens;
     if (to < kRanks && flight.is_active(to)) find_base(to, placement);
     if constexpr (kConfig.is_by_expert() && kConfig.is_cached) read_holes();
+    fail_if_bad();
     return __syncthreads_or((s.has_failed | s.is_given_up) != 0 ? 1 : 0) == 0;
   }
 
@@ -80,6 +81,7 @@ class DispatchCount : public DispatchIds<kConfig> {
         for (i32 source = 0; source < kRanks; ++source) sum += picks_of(source, rank() * kLocal + expert);
         a.counts[expert] = sum;
       }
+      fail_if_bad();
       if (thread == 0) write_rank_offsets();
     }
     if (thread < kRanks) recv_plan()[thread] = s.num_tokens[thread];
@@ -121,26 +123,38 @@ class DispatchCount : public DispatchIds<kConfig> {
                                                     a.view.layout.payload(flight.turn.sequence, source));
   }
 
-  // How many tokens the source has (R19: at most what the window is made for).
-  __device__ i32 tokens_of(i32 source) const {
-    if (!flight.is_active(source)) return 0;
-    if (source == rank()) return a.num_tokens;
-    return static_cast<i32>(clamp_count(payload_from(source)->num_tokens, a.view.layout.max_tokens));
+  // What the source says of itself. R19: what makes no sense is used within `limit`, and who has read it fails.
+  __device__ i32 within(i64 value, i64 limit, i32 source) {
+    const i64 kept = clamp_count(value, limit);
+    if (kept != value) s.bad_source = static_cast<u32>(source) + 1;
+    return static_cast<i32>(kept);
+  }
+  __device__ void fail_if_bad() {
+    if (s.bad_source != 0) {
+      this->fail(transport::ErrorCause::kBadPeerWord, Phase::kCount, static_cast<i32>(s.bad_source) - 1);
+    }
   }
 
-  // Picks of the source for a global expert (R19: at most all of its picks).
-  __device__ i32 picks_of(i32 source, i32 expert) const {
+  // How many tokens the source has: at most what the window is made for.
+  __device__ i32 tokens_of(i32 source) {
+    if (!flight.is_active(source)) return 0;
+    if (source == rank()) return a.num_tokens;
+    return within(payload_from(source)->num_tokens, a.view.layout.max_tokens, source);
+  }
+
+  // Picks of the source for a global expert: at most all of its picks.
+  __device__ i32 picks_of(i32 source, i32 expert) {
     if (!flight.is_active(source)) return 0;
     if (source == rank()) return this->mine()[expert];
     const i32* words = reinterpret_cast<const i32*>(payload_from(source) + 1);
-    return static_cast<i32>(clamp_count(words[expert], a.view.layout.max_tokens * kTopk));
+    return within(words[expert], a.view.layout.max_tokens * kTopk, source);
   }
 
-  __device__ i32 rows_between(i32 source, i32 to) const {
+  __device__ i32 rows_between(i32 source, i32 to) {
     if (!flight.is_active(source)) return 0;
     if (source == rank()) return s.total[to];
     const i32* words = reinterpret_cast<const i32*>(payload_from(source) + 1);
-    return static_cast<i32>(clamp_count(words[kExperts + to], a.view.layout.max_tokens));
+    return within(words[kExperts + to], a.view.layout.max_tokens, source);
   }
 
   __device__ void place_ranks(i32 to) {

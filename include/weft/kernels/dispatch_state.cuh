@@ -25,6 +25,7 @@ struct DispatchShared {
   u32 num_arrived[kStoreWarps];
   u32 num_told[kStoreWarps];
   u32 has_failed;                // set by any thread: the block leaves without another header
+  u32 bad_source;                // 1 + a rank that has said a count that makes no sense; 0: none has
   u32 is_given_up;               // a rank has no room: all ranks see it and go on to the next call
   u32 has_bad_ids;               // among those that this block has counted; block 0: that any has
   u32 staged_mask;               // bit r: the result of rank r does not fit its heap

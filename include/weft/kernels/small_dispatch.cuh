@@ -83,6 +83,14 @@ class SmallDispatch {
   __device__ bool wait(Phase phase, i32 block) const {
     Verdict mine = Verdict::kOk;
     if (s_.is_peer(s_.lane)) mine = transport::wait(s_.a.view, phase, s_.flight, s_.lane, block);
+    i64 num_tokens = 0;
+    if (phase == Phase::kCount && mine == Verdict::kOk) {
+      num_tokens = Receive(s_).told_tokens();
+      if (!Receive(s_).is_sound(num_tokens)) {
+        break_window(kConfig.is_cached ? s_.rank() : s_.lane);
+        mine = Verdict::kBroken;
+      }
+    }
     const bool is_broken = __any_sync(State::kAll, mine == Verdict::kBroken) != 0;
     const bool is_bad = __any_sync(State::kAll, mine != Verdict::kOk) != 0;
     const Verdict worst = is_broken ? Verdict::kBroken : is_bad ? Verdict::kGivenUp : Verdict::kOk;
@@ -91,7 +99,7 @@ class SmallDispatch {
     if (phase == Phase::kCount) {
       __syncwarp();
       if (s_.lane == 0) ptx::st_release_cta(&Receive::shared_words().has_heard, 1);
-      if (!is_bad) Receive(s_).note_tokens();
+      if (!is_bad) Receive(s_).note_tokens(num_tokens);
     }
     __syncwarp();
     ptx::bar_arrive(phase == Phase::kCount ? kCountHeard : kSendHeard, kWithOne);
@@ -105,15 +113,20 @@ class SmallDispatch {
     if constexpr (!kConfig.is_cached) ptx::bar_arrive(kPlaced, kWithOne);
     if (verdict(Phase::kCount) != Verdict::kOk) return;
     if (has_no_places()) {
-      constexpr transport::ErrorCause kCause = transport::ErrorCause::kBadPeerWord;
-      if (threadIdx.x == 0) transport::record(s_.a.view, s_.flight, kCause, Phase::kCount, s_.rank(), 0);
-      if (threadIdx.x == 0) ptx::st_relaxed_sys(&s_.a.view.words()->broken, static_cast<u64>(kCause));
+      if (threadIdx.x == 0) break_window(s_.rank());
       return;
     }
     if constexpr (!kConfig.is_cached) receive.write_counts();
     receive.zero();
     ptx::bar_sync(kSendHeard, kWithOne);
     if (verdict(Phase::kSend) == Verdict::kOk) receive.copy_rows();
+  }
+
+  // One thread. What `culprit` has said, or memory, is wrong.
+  __device__ void break_window(i32 culprit) const {
+    constexpr transport::ErrorCause kCause = transport::ErrorCause::kBadPeerWord;
+    transport::record(s_.a.view, s_.flight, kCause, Phase::kCount, culprit, 0);
+    ptx::st_relaxed_sys(&s_.a.view.words()->broken, static_cast<u64>(kCause));
   }
 
   // Behind a barrier since places were looked for: count headers came without the picks before them. The sender, or memory, has gone

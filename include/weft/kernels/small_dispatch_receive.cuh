@@ -48,9 +48,12 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
     if (!has_again) shared_words().is_left = true;
   }
 
-  // Tokens of each source, as it says. By the warp that has waited for the count headers, before the barrier that tells of them.
-  __device__ void note_tokens() const {
-    if (lane < kRanks) sums().num_tokens[lane] = static_cast<i32>(clamp_count(told_tokens(lane), a.max_tokens));  // R19
+  // How many tokens the source of this lane has, as it says, or the handle. By the warp that has waited for the count headers.
+  __device__ i64 told_tokens() const { return lane < kRanks ? told_tokens(lane) : 0; }
+  __device__ bool is_sound(i64 num_tokens) const { return num_tokens >= 0 && num_tokens <= a.max_tokens; }  // R19
+  // Before the barrier that tells of the headers.
+  __device__ void note_tokens(i64 num_tokens) const {
+    if (lane < kRanks) sums().num_tokens[lane] = static_cast<i32>(num_tokens);
   }
 
   // Zeros before the first barrier.
