@@ -3,7 +3,7 @@
 # Steps: bench small late cost where tune soak kill kill_large tests compile examples sanitize (without any: all). Each writes
 # FOLDER/gpu_STEP.jsonl and FOLDER/STEP.log, and goes on with the next if it fails. Builds the native module beside the sources if it is not there. PYTHON names the
 # interpreter; SECONDS_EACH bounds a step; COMMIT is written where a tree without git knows none; SOAK gives the seconds of calls and of graphs, and the first seed.
-# On one GPU ranks share it: soak, kill, kill_large, tests, compile and sanitize run there too, soak as three of 2, 3 and 4 ranks side by side (gpu_soak_2.jsonl ...).
+# On one GPU ranks share it: cost, soak, kill, kill_large, tests, compile and sanitize run there too, soak as three of 2, 3 and 4 ranks side by side (gpu_soak_2.jsonl ...).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=$1
@@ -42,7 +42,7 @@ for step in "${steps[@]}"; do
     small) run bench_small "${weft[@]}" bench --device cuda --suite small --json ;;
     late) run late "${weft[@]}" bench --device cuda --who-is-late --late-rank 1 --late-us 1000 --tokens 128 --hidden 7168 \
       --experts 256 --capacity 8192 --layout expert_major --json ;;
-    cost) run wait_cost "$python" tools/wait_cost.py ;;
+    cost) run wait_cost "$python" tools/wait_cost.py --isolation "$([ "$num_gpus" -gt 1 ] && echo process || echo thread)" ;;
     where) run where_time_goes "$python" tools/where_time_goes.py ;;
     tune) run tune "${weft[@]}" tune --device cuda --output "$folder/tuning.json" --json ;;
     soak)

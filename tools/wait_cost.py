@@ -1,15 +1,15 @@
-"""What bounded waits and wait statistics cost small batches: python tools/wait_cost.py [RANKS] > gpu_wait_cost.jsonl
+"""What bounded waits and statistics cost small batches: python tools/wait_cost.py [--ranks N] > gpu_wait_cost.jsonl
 
 Dispatch (masked, BF16 to FP8) and combine of T = 128, 32 and 8 tokens a rank are captured in CUDA graphs with the
 kernels as they are, and with kernels from changed copies of the headers: without the abort poll and the deadline,
 without the statistics, and without all that only errors need. Graphs of all kinds are replayed in turn, so that what
 drifts falls on all. Prints JSON lines: `time_us` is the median of the slowest rank, `saved_us` that of its differences
-from the kernels as they are. Needs a GPU for each rank, 4 unless said.
+from the kernels as they are. Needs a GPU for each rank, or with --isolation thread one for all, without links.
 """
 
+import argparse
 import json
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -38,7 +38,7 @@ CHANGES = {  # of the kernels: by file, texts with what takes their place
             "&view.host->timeout_ns, blockIdx.x == 0);": "&view.host->timeout_ns, false);",
         },
     },
-    # Nor what finds broken windows, other handles, renewed heaps, and headers that came without their picks.
+    # Nor what finds broken windows, other handles, renewed heaps, bad counts, headers that came without their picks.
     "no error paths": NO_POLL
     | {
         "weft/transport/nvlink.cuh": {
@@ -57,6 +57,7 @@ CHANGES = {  # of the kernels: by file, texts with what takes their place
         "weft/kernels/small_dispatch.cuh": {
             "      ptx::bar_sync(kPlaced, kWithOne);\n      if (has_no_places()) return;\n": "",
             "    if constexpr (!kConfig.is_cached) ptx::bar_arrive(kPlaced, kWithOne);\n": "",
+            "if (!Receive(s_).is_sound(num_tokens)) {": "if (false) {",
             "return !kConfig.is_cached && verdict(Phase::kCount) == Verdict::kOk && Receive::shared_words().is_left;": (
                 "return false;"
             ),
@@ -81,20 +82,30 @@ def copy_of_headers(folder, change):
 
 def main():
     """Run, print."""
-    num_ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 4
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--isolation", choices=("process", "thread"), default="process", help="of the ranks")
+    options = parser.parse_args()
+    num_ranks, isolation = options.ranks, options.isolation
     print(json.dumps({"kind": "machine", **apart(machine_facts, "cuda")}), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         folders = [
             str(copy_of_headers(Path(folder) / str(number), change)) for number, change in enumerate(CHANGES.values())
         ]
-        args = (folders, CASES, False)
-        ranks = weft.spawn(compare_kernels.run_rank, num_ranks=num_ranks, args=args, device="cuda")
+        args = (folders, CASES, isolation == "thread")
+        run = compare_kernels.run_rank
+        ranks = weft.spawn(run, num_ranks=num_ranks, args=args, device="cuda", isolation=isolation)
     for number, case in enumerate(CASES):
         for op in ("dispatch", "combine"):
             of_ranks = [rank[number][op] for rank in ranks]
             for found in compare_kernels.rows_of(case, op, list(CHANGES), of_ranks):
                 row = {"kind": "cost", "ranks": num_ranks, "op": op, "tokens": case["tokens"]}
-                row |= {"kernels": found["headers"], "time_us": found["time_us"], "saved_us": 0.0 - found["more_us"]}
+                row |= {
+                    "isolation": isolation,
+                    "kernels": found["headers"],
+                    "time_us": found["time_us"],
+                    "saved_us": 0.0 - found["more_us"],
+                }
                 print(json.dumps(row))
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from cuda import pathfinder
+from sass import nvdisasm
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNEL = Path(__file__).with_name("headers_kernel.cu")
@@ -53,18 +53,6 @@ def ptx_of(ptx: str, kernel: str) -> str:
     start = ptx.index(f".entry {kernel}(")
     end = ptx.find(".entry", start + 6)
     return ptx[start : end if end > 0 else None]
-
-
-def nvdisasm() -> str:
-    """Find nvdisasm from its wheel or on the PATH, or skip."""
-    try:
-        found = pathfinder.find_nvidia_binary_utility("nvdisasm")
-    except Exception:
-        found = None
-    found = found or shutil.which("nvdisasm")
-    if not found:
-        pytest.skip("nvdisasm is not installed (wheel nvidia-cuda-nvdisasm)")
-    return found
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -137,8 +137,12 @@ def _routings(trace: str | None) -> Iterator[Case]:
 def _tokens() -> Iterator[Case]:
     """Those at T = 4096 are in the targets."""
     for tokens in (256, 512, 1024, 2048, 8192):
-        for case in _THREE + _OTHERS if tokens in (1024, 2048) else _THREE:
-            yield dataclasses.replace(case, suite="tokens", tokens=tokens, is_quarter=4 * tokens == TOKENS)
+        has_all = tokens in (1024, 2048)
+        for case in _THREE + _OTHERS if has_all else _THREE:
+            made = dataclasses.replace(case, suite="tokens", tokens=tokens, is_quarter=4 * tokens == TOKENS)
+            yield made
+            if has_all and made.op == "dispatch":
+                yield dataclasses.replace(made, sizes="capacity")
 
 
 def _sms() -> Iterator[Case]:
