@@ -42,7 +42,9 @@ for step in "${steps[@]}"; do
     small) run bench_small "${weft[@]}" bench --device cuda --suite small --json ;;
     late) run late "${weft[@]}" bench --device cuda --who-is-late --late-rank 1 --late-us 1000 --tokens 128 --hidden 7168 \
       --experts 256 --capacity 8192 --layout expert_major --json ;;
-    cost) run wait_cost "$python" tools/wait_cost.py --isolation "$([ "$num_gpus" -gt 1 ] && echo process || echo thread)" ;;
+    cost)
+      if [ "$num_gpus" -gt 1 ]; then ranks=(--ranks "$num_gpus"); else ranks=(--isolation thread); fi
+      run wait_cost "$python" tools/wait_cost.py "${ranks[@]}" ;;
     where) run where_time_goes "$python" tools/where_time_goes.py ;;
     tune) run tune "${weft[@]}" tune --device cuda --output "$folder/tuning.json" --json ;;
     soak)

@@ -102,6 +102,7 @@ inline void take(Fields& fields, weft::kernels::DispatchKernelArgs& args) {
   fields.take("topk_idx", args.topk_idx);
   fields.take("topk_weights", args.topk_weights);
   fields.take("num_tokens", args.num_tokens);
+  fields.take("max_tokens", args.max_tokens);
   fields.take("alignment", args.alignment);
   fields.take("zeroes_holes", args.zeroes_holes);
   fields.take("capacity", args.capacity);

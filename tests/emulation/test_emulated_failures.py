@@ -9,7 +9,7 @@ import dispatch_cases
 import pytest
 import torch
 from combine_cases import CombineCase, CombineRunner, reseeded
-from dispatch_cases import Case, Given, Round, Runner, put_inputs
+from dispatch_cases import Case, Given, Round, Runner, put_inputs, run_case
 from kernels import Compiler, Mutant, Program
 from machine import RED_ZONE, Launch, Streams
 from world import CACHE_LINE, PRINT, Shape
@@ -336,11 +336,24 @@ COUNTS = {
         "s.total[idx - kExperts];",
         f"s.total[idx - kExperts] + (rank() == {ODD} ? {WINDOW.max_tokens + 1} : 0);",
     ),
-    "small": Mutant(
+    "few": Mutant(
         "a rank says a negative number of tokens",
         "weft/kernels/small_dispatch_send.cuh",
         "->num_tokens = a.num_tokens;",
         f"->num_tokens = rank() == {ODD} ? -1 : a.num_tokens;",
+    ),
+    "many": Mutant(
+        "a rank says a token more than any may have",
+        "weft/kernels/small_dispatch_send.cuh",
+        "->num_tokens = a.num_tokens;",
+        f"->num_tokens = rank() == {ODD} ? {WINDOW.max_tokens + 1} : a.num_tokens;",
+    ),
+    "most picks": Mutant(
+        "a rank says a pick more for an expert than its tokens may have",
+        "weft/kernels/dispatch_count.cuh",
+        "words[idx] = idx < kExperts ? this->mine()[idx]",
+        f"words[idx] = idx == 0 && rank() == {ODD} ? {WINDOW.max_tokens * WINDOW.top_k + 1}"
+        " : idx < kExperts ? this->mine()[idx]",
     ),
 }
 
@@ -352,20 +365,22 @@ COUNTS = {
         ("tokens", "expert_major"),
         ("picks", "expert_major"),
         ("picks", "rank_major"),
+        ("most picks", "expert_major"),
         ("rows", "rank_major"),
-        ("small", "rank_major"),
-        ("small", "masked"),
+        ("few", "rank_major"),
+        ("few", "masked"),
+        ("many", "expert_major"),
     ],
 )
 def test_a_count_that_makes_no_sense(compiler: Compiler, name: str, layout: str) -> None:
-    """The others use nothing of it, end, and say whose it is (R19)."""
+    """The others send nothing, tell their hosts of no rows, end, and say whose it is (R19)."""
     case = Case(
         shape=WINDOW,
         tokens=(16, 16, 16),
         num_rounds=1,
         num_blocks=1,  # else one that comes late says nothing: another has found it
         layout=layout,
-        is_small=name == "small",
+        is_small=name in ("few", "many"),
         capacity=30 if layout == "masked" else -1,
     )
     runner = Runner(compiler, case, COUNTS[name])
@@ -377,8 +392,23 @@ def test_a_count_that_makes_no_sense(compiler: Compiler, name: str, layout: str)
         for rank in (0,) if (name, layout) == ("picks", "rank_major") else (0, LATE):
             wanted = {"cause": BAD_PEER_WORD, "culprit": ODD, "broken": BAD_PEER_WORD, "owner": 1, "sequence": 0}
             assert words(runner, rank) == wanted
+            assert runner.memory.word(runner.world.host[rank] + runner.world.layout["host.counted_ticket"]) == 0
     finally:
         runner.memory.close()
+
+
+def test_as_many_picks_as_there_may_be(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of one expert, from all ranks: no count is taken for a bad one."""
+    real = dispatch_cases.random_given
+
+    def given(*args: Any) -> Given:
+        made = real(*args)
+        made.ids.zero_()
+        return made
+
+    monkeypatch.setattr(dispatch_cases, "random_given", given)
+    case = Case(shape=WINDOW, tokens=(16, 16, 16), num_rounds=1, layout="expert_major", num_duplicates=16)
+    assert run_case(compiler, case) == []
 
 
 def test_a_row_just_outside_of_a_peers_tensor(compiler: Compiler) -> None:

@@ -299,6 +299,7 @@ class Dispatcher:
             **_written(result),
             "fits_landing": int(scales_landing + slots * rows.scale_bytes <= layout["landing_ids"]),
             "ticket": self.ticket if call.capacity < 0 and not is_cached else 0,
+            "max_tokens": call.max_tokens,
             "alignment": call.alignment,
             "zeroes_holes": int(call.zeroes_holes),
             "capacity": call.capacity,

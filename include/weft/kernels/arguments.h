@@ -18,6 +18,7 @@ struct DispatchKernelArgs {
   const void* topk_idx = nullptr;
   const float* topk_weights = nullptr;  // null: 1
   i32 num_tokens = 0;
+  i32 max_tokens = 0;  // of any rank in this call
   i32 alignment = 1;
   bool zeroes_holes = true;  // expert_major: rows between the groups; their weights always
   i64 capacity = kNoCapacity;

@@ -59,12 +59,13 @@ class DispatchCount : public DispatchIds<kConfig> {
       for (i32 other = warp; other < kRanks; other += kWarps) place_experts(other);
     } else {
       if (to < kRanks) place_ranks(to);
+      if (blockIdx.x == 0) check_picks();
     }
     __syncthreads();
     if (to < kRanks) s.num_tokens[to] = num_tokens;
+    fail_if_bad();
     if (to < kRanks && flight.is_active(to)) find_base(to, placement);
     if constexpr (kConfig.is_by_expert() && kConfig.is_cached) read_holes();
-    fail_if_bad();
     return __syncthreads_or((s.has_failed | s.is_given_up) != 0 ? 1 : 0) == 0;
   }
 
@@ -81,7 +82,6 @@ class DispatchCount : public DispatchIds<kConfig> {
         for (i32 source = 0; source < kRanks; ++source) sum += picks_of(source, rank() * kLocal + expert);
         a.counts[expert] = sum;
       }
-      fail_if_bad();
       if (thread == 0) write_rank_offsets();
     }
     if (thread < kRanks) recv_plan()[thread] = s.num_tokens[thread];
@@ -123,7 +123,7 @@ class DispatchCount : public DispatchIds<kConfig> {
                                                     a.view.layout.payload(flight.turn.sequence, source));
   }
 
-  // What the source says of itself. R19: what makes no sense is used within `limit`, and who has read it fails.
+  // What the source says of itself. R19: what makes no sense is used within `limit`, and find_places() fails.
   __device__ i32 within(i64 value, i64 limit, i32 source) {
     const i64 kept = clamp_count(value, limit);
     if (kept != value) s.bad_source = static_cast<u32>(source) + 1;
@@ -135,11 +135,11 @@ class DispatchCount : public DispatchIds<kConfig> {
     }
   }
 
-  // How many tokens the source has: at most what the window is made for.
+  // How many tokens the source has: at most as many as the call may.
   __device__ i32 tokens_of(i32 source) {
     if (!flight.is_active(source)) return 0;
     if (source == rank()) return a.num_tokens;
-    return within(payload_from(source)->num_tokens, a.view.layout.max_tokens, source);
+    return within(payload_from(source)->num_tokens, a.max_tokens, source);
   }
 
   // Picks of the source for a global expert: at most all of its picks.
@@ -147,14 +147,24 @@ class DispatchCount : public DispatchIds<kConfig> {
     if (!flight.is_active(source)) return 0;
     if (source == rank()) return this->mine()[expert];
     const i32* words = reinterpret_cast<const i32*>(payload_from(source) + 1);
-    return within(words[expert], a.view.layout.max_tokens * kTopk, source);
+    return within(words[expert], i64{a.max_tokens} * kTopk, source);
   }
 
   __device__ i32 rows_between(i32 source, i32 to) {
     if (!flight.is_active(source)) return 0;
     if (source == rank()) return s.total[to];
     const i32* words = reinterpret_cast<const i32*>(payload_from(source) + 1);
-    return within(words[kExperts + to], a.view.layout.max_tokens, source);
+    return within(words[kExperts + to], a.max_tokens, source);
+  }
+
+  // What write_counts() adds up while rows are on their way, when the host may have heard that all is well. By warps that place no
+  // ranks.
+  __device__ void check_picks() {
+    static_assert(kRanks <= 32 && kThreads > 32);
+    if (warp == 0) return;
+    for (i32 at = static_cast<i32>(threadIdx.x) - 32; at < kRanks * kLocal; at += kThreads - 32) {
+      picks_of(at / kLocal, rank() * kLocal + at % kLocal);
+    }
   }
 
   __device__ void place_ranks(i32 to) {

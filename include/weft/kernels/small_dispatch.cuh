@@ -87,7 +87,7 @@ class SmallDispatch {
     if (phase == Phase::kCount && mine == Verdict::kOk) {
       num_tokens = Receive(s_).told_tokens();
       if (!Receive(s_).is_sound(num_tokens)) {
-        break_window(kConfig.is_cached ? s_.rank() : s_.lane);
+        break_window(s_.lane);
         mine = Verdict::kBroken;
       }
     }

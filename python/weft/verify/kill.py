@@ -35,7 +35,7 @@ __all__ = ["KillResult", "percentile", "run_kills"]
 _KILL_WITHIN_S = 0.2  # a victim dies at a uniformly random moment of this time, counted from when all ranks run
 _DEADLINE_S = 30.0
 _GIVE_UP_S = 60.0
-_MOST_LEFT_BYTES = 32 << 20  # of GPU memory, after a death: the driver takes some, 3 MiB were seen; a window is more
+_MOST_LEFT_BYTES = 32 << 20  # of GPU memory, after a death: the driver may take some
 _MEMORY_BACK_S = 10.0  # the driver gives back what a dead process had when the process ends, half a second or so later
 
 

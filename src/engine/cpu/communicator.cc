@@ -145,9 +145,13 @@ Error Communicator::error_of(const AbortReason& reason) const {
       return Error(ErrorCode::kPeerLost,
                    me + culprit + " was cut off: it sent what is no message of this library" + way_out, op,
                    reason.sequence, {reason.rank});
-    default:
-      return Error(ErrorCode::kInternalError, me + culprit + " reported an internal error in " + op + way_out, op,
-                   reason.sequence, {reason.rank});
+    default: {
+      const bool is_own = reason.rank == reason.reporter;
+      const std::string what = is_own ? culprit + " reported an internal error in " + op
+                                      : "rank " + std::to_string(reason.reporter) + " read words of " + culprit +
+                                            " that make no sense in " + place;
+      return Error(ErrorCode::kInternalError, me + what + way_out, op, reason.sequence, {reason.rank});
+    }
   }
 }
 

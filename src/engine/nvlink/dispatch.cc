@@ -180,6 +180,7 @@ kernels::DispatchKernelArgs DispatchCall::kernel_arguments(const Window::Turn& t
   args.topk_idx = reinterpret_cast<const void*>(a_.topk_idx);
   args.topk_weights = reinterpret_cast<const float*>(a_.topk_weights);
   args.num_tokens = static_cast<i32>(a_.num_tokens);
+  args.max_tokens = static_cast<i32>(a_.max_tokens);
   args.alignment = static_cast<i32>(a_.alignment);
   args.zeroes_holes = a_.zeroes_holes;
   args.capacity = a_.capacity;
