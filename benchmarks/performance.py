@@ -33,11 +33,11 @@ boundary of the public call; results were compared with the reference before the
 A section is one run, at the commit it names; the latest comes first.
 gpu_bench_2f9039c has the other routings, numbers of tokens and SMs, and the step; combine of ordinary tensors took a
 tenth longer at that commit, by the form of a loop that waits (decision 0022), and FP8 on the wire had other scales.
-Host times differ by a factor of three between machines of this kind, and within a run: the tables have 14 to 44 us. The
-words that the soak found different at 3cc9406 are those of its
-expectation, which was mended since (README, what works). In the first death of each trial at 6c3371c and 1a9b3bf
-(and some at 3b27649) survivors raised late, most likely since the harness loaded cuBLAS just then; it does so before
-now, and at 4a74939, with two ranks, first deaths were raised within 1.2 ms.
+Host times differ by a factor of three between machines of this kind, and within a run: the tables have 14 to 44 us.
+The words that the soak found different at 3cc9406 are those of its expectation, which was mended since (README, what
+works). In the first death of each trial at 6c3371c and 1a9b3bf (and some at 3b27649) survivors raised late, most
+likely since the harness loaded cuBLAS just then; it does so before now, and at 4a74939, with two ranks, first deaths
+were raised within 1.2 ms.
 Since a4a1b4c the throughput kernels have a few more votes of a warp; what they cost is measured on one GPU alone, where
 links play no part ("Kernels of two commits"). All files gpu_bench are older than that, and than decision 0028, which
 takes some 0.5 us off a small call in a graph, 1 us off two, 0029, which adds 0.1 to 0.2 us to a combine, and 0032:

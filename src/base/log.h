@@ -12,8 +12,8 @@ enum LogLevel : int { kLogDebug = 10, kLogInfo = 20, kLogWarning = 30, kLogError
 using LogSink = std::function<void(int level, const std::string& text)>;
 
 // Replaces the sink; an empty one brings back the default (stderr). The sink is called from any thread, several at a
-// time, without a lock held. Calls under way in other
-// threads have ended when this returns, unless one takes longer than a second.
+// time, without a lock held. Calls under way in
+// other threads have ended when this returns, unless one takes longer than a second.
 void set_log_sink(LogSink sink);
 
 // Safe from any thread, never throws. Lines below WEFT_LOG_LEVEL (default: warning) are dropped.

@@ -23,6 +23,7 @@ namespace {
 
 constexpr int kSliceMs = 50;
 constexpr int kRetryMs = 2;  // while a peer's backlog is full
+constexpr int kCallersAtOnce = 64;
 constexpr size_t kMaxRefusalText = 2000;
 
 struct Hello {
@@ -115,7 +116,7 @@ class Mesh {
     }
     if (request_.poll) request_.poll();
     wait_for_news(retry ? kRetryMs : kSliceMs);
-    accept_all();
+    accept_callers();
     for (const int peer : not_done()) {
       if (peer < request_.rank && connection(peer).socket.valid()) finish(peer);
     }
@@ -179,9 +180,9 @@ class Mesh {
 
   // --- the accepting side --------------------------------------------------------------------------------------------
 
-  void accept_all() {
-    // check: allow spin-loop: ends when nobody is left in the queue
-    for (;;) {
+  // Those in the queue, but so few at a time that callers without end don't keep step() from its deadline.
+  void accept_callers() {
+    for (int turn = 0; turn < kCallersAtOnce; ++turn) {
       OwnedFd caller(accept4(request_.listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       if (!caller.valid()) {
         if (errno == EINTR || errno == ECONNABORTED) continue;

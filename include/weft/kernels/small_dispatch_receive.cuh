@@ -48,7 +48,8 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
     if (!has_again) shared_words().is_left = true;
   }
 
-  // How many tokens the source of this lane has, as it says, or within bounds the handle. By the warp that has waited for the count headers.
+  // How many tokens the source of this lane has, as it says, or within bounds the handle. By the warp that has waited for the count
+  // headers.
   __device__ i64 told_tokens() const { return lane < kRanks ? told_tokens(lane) : 0; }
   __device__ bool is_sound(i64 num_tokens) const { return num_tokens >= 0 && num_tokens <= a.max_tokens; }  // R19
   // Before the barrier that tells of the headers.
