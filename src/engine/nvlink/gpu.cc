@@ -72,6 +72,17 @@ Gpu::~Gpu() {
 }
 
 std::shared_ptr<Event> Gpu::record(u64 stream) {
+  std::shared_ptr<Event> event;
+  record(stream, event);
+  return event;
+}
+
+void Gpu::record(u64 stream, std::shared_ptr<Event>& event) {
+  if (event == nullptr) event = std::make_shared<Event>(*this, take_event());
+  cuda::check(cuda::driver().event_record(event->handle(), stream_of(stream)), "cuEventRecord");
+}
+
+cuda::Event Gpu::take_event() {
   cuda::Event handle = nullptr;
   {
     const std::lock_guard lock(mutex_);
@@ -84,9 +95,7 @@ std::shared_ptr<Event> Gpu::record(u64 stream) {
     const cuda::RelaxedCaptureScope relaxed;  // to record is always allowed
     cuda::check(cuda::driver().event_create(&handle, cuda::kDisableTiming), "cuEventCreate");
   }
-  auto event = std::make_shared<Event>(*this, handle);
-  cuda::check(cuda::driver().event_record(handle, stream_of(stream)), "cuEventRecord");
-  return event;
+  return handle;
 }
 
 void Gpu::settle() { cuda::check(cuda::driver().stream_synchronize(house_keeping), "cuStreamSynchronize"); }

@@ -55,6 +55,8 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
 
   // The context must be current. Never for a stream that records a graph.
   std::shared_ptr<Event> record(u64 stream);
+  // Records `event` anew, or makes it if it is null.
+  void record(u64 stream, std::shared_ptr<Event>& event);
   // Waits until the stream of the library's own house-keeping has run dry.
   void settle();
   // False: still at work at `deadline_ns`. Waits for everything on this GPU, also for what is not ours.
@@ -79,6 +81,8 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
 
  private:
   friend class Event;
+
+  cuda::Event take_event();
 
   std::mutex mutex_;
   std::vector<cuda::Event> idle_events_;

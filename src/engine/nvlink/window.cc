@@ -111,10 +111,10 @@ void Window::close() {
     return;
   }
   last_event_.reset();
-  last_captured_.reset();
   // Results that are still held keep the heap. The page comes first: it goes last.
   struct Rest {
     std::shared_ptr<void> page;
+    std::shared_ptr<Event> captured;
     std::vector<Peer> peers;
     DeviceMemory control;
     std::shared_ptr<ReceiveHeap> heap;
@@ -123,7 +123,7 @@ void Window::close() {
   std::shared_ptr<void> page(std::exchange(host_, nullptr),
                              [gpu = gpu_](void* host) { gpu->give_back_host_page(host); });
   auto rest = std::make_shared<Rest>(
-      Rest{std::move(page), std::move(peers_), std::move(control_), std::move(heap_), std::move(old_heaps_)});
+      Rest{std::move(page), std::move(last_captured_), std::move(peers_), std::move(control_), std::move(heap_), std::move(old_heaps_)});
   gpu_->clean_up(std::move(rest), has_captured_ && scope.ok());
 }
 

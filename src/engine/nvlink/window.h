@@ -210,7 +210,9 @@ class Window : public cpu::MemberWindow {
   Capture capture_;                    // of the call that began last
   u64 last_capture_id_ = 0;
   u64 last_captured_stream_ = 0;
-  std::shared_ptr<Event> last_captured_;  // behind the last call of that capture
+  // Behind the last call of that capture. One for all captures: of events that are let go, other threads record the next, and
+  // the driver does not bear that while the capture that they were recorded in ends.
+  std::shared_ptr<Event> last_captured_;
   StagedRows staged_;                     // what unload() has to do; dispatch.cc sets it after launch()
   bool is_half_done_ = false;             // of a staged call: sent, not received
   bool has_captured_ = false;

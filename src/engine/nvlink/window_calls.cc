@@ -111,7 +111,7 @@ void Window::start(const Kernel& kernel, i32 num_blocks, u64 stream, void* args)
 void Window::note_work(u64 stream) {
   if (capture_.is_active) {
     has_captured_ = true;
-    last_captured_ = gpu_->record(stream);
+    gpu_->record(stream, last_captured_);
     last_captured_stream_ = stream;
     last_capture_id_ = capture_.id;
   } else {

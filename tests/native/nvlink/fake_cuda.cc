@@ -35,6 +35,7 @@ struct EventState {
   uint64_t stream = 0;
   uint64_t mark = 0;
   bool is_captured = false;
+  uint64_t capture_id = 0;
   std::map<uint64_t, uint64_t> after;  // of the stream, when it was recorded
 };
 
@@ -286,7 +287,10 @@ Result event_record(Event event, Stream stream) {
   State& s = state();
   const std::lock_guard lock(s.mutex);
   const StreamState& at = s.streams[reinterpret_cast<uint64_t>(stream)];
-  *to = {reinterpret_cast<uint64_t>(stream), at.submitted, at.capture != kNotCapturing, at.after};
+  const StreamState& before = s.streams[to->stream];
+  const bool is_in_use = to->is_captured && before.capture != kNotCapturing && before.capture_id == to->capture_id;
+  if (is_in_use && at.capture_id != to->capture_id) return kCapturedEvent;  // threads: that capture may be ending
+  *to = {reinterpret_cast<uint64_t>(stream), at.submitted, at.capture != kNotCapturing, at.capture_id, at.after};
   return kSuccess;
 }
 Result event_query(Event event) {

@@ -302,6 +302,22 @@ TEST(calls_from_several_streams_are_ordered) {
   });
 }
 
+// The driver does not bear that (fake_cuda.cc refuses it): graphs of several threads crashed the process.
+TEST(events_of_a_capture_are_not_recorded_by_other_threads) {
+  with_ranks([](Rank& rank) {
+    fake_cuda::set_kernel(count_rows);
+    rank.dispatch(4);
+    rank.meet();
+    if (rank.me == 0) fake_cuda::begin_capture(stream_of(0), 78);
+    if (rank.me == 0) rank.dispatch(4);
+    if (rank.me == 0) rank.dispatch(4);
+    rank.meet();
+    for (int call = 0; call < 3 && rank.me != 0; ++call) rank.dispatch(4);
+    rank.meet();
+    if (rank.me == 0) fake_cuda::end_capture(stream_of(0));
+  });
+}
+
 TEST(a_call_given_up_by_all_leaves_the_window_whole) {
   with_ranks([](Rank& rank) {
     const int culprit = (rank.me + 1) % kNumRanks;
