@@ -82,6 +82,9 @@ Driver load_driver() {
   loader.load(driver.module_get_function, "cuModuleGetFunction");
   loader.load(driver.function_set_attribute, "cuFuncSetAttribute");
   loader.load(driver.launch, "cuLaunchKernelEx");
+  loader.load(driver.user_object_create, "cuUserObjectCreate");
+  loader.load(driver.user_object_release, "cuUserObjectRelease");
+  loader.load(driver.graph_retain_user_object, "cuGraphRetainUserObject");
   const Result started = driver.init(0);
   if (started != kSuccess)
     throw_unsupported("the CUDA driver found no usable GPU (cuInit: " + std::to_string(started) + ")");

@@ -16,6 +16,8 @@ using Stream = struct StreamObject*;
 using Module = struct ModuleObject*;
 using Function = struct FunctionObject*;
 using Event = struct EventObject*;
+using Graph = struct GraphObject*;
+using UserObject = struct UserObjectObject*;
 using AllocationHandle = uint64_t;
 
 constexpr Result kSuccess = 0;
@@ -32,14 +34,16 @@ constexpr unsigned kHostAllocMapped = 3;     // CU_MEMHOSTALLOC_PORTABLE | CU_ME
 constexpr int kMaxDynamicShared = 8;         // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int kComputeMajor = 75;            // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 constexpr int kComputeMinor = 76;
-constexpr int kMultiprocessors = 16;    // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-constexpr int kMaxSharedPerBlock = 97;  // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-constexpr int kRdmaSupported = 110;     // CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
-constexpr int kFabricSupported = 128;   // CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
-constexpr unsigned kNonBlocking = 1;    // CU_STREAM_NON_BLOCKING
-constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
-constexpr int kCaptureRelaxed = 2;      // CU_STREAM_CAPTURE_MODE_RELAXED
-constexpr int kNotCapturing = 0;        // CU_STREAM_CAPTURE_STATUS_NONE
+constexpr int kMultiprocessors = 16;       // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+constexpr int kMaxSharedPerBlock = 97;     // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+constexpr int kRdmaSupported = 110;        // CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+constexpr int kFabricSupported = 128;      // CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
+constexpr unsigned kNonBlocking = 1;       // CU_STREAM_NON_BLOCKING
+constexpr unsigned kDisableTiming = 2;     // CU_EVENT_DISABLE_TIMING
+constexpr int kCaptureRelaxed = 2;         // CU_STREAM_CAPTURE_MODE_RELAXED
+constexpr int kNotCapturing = 0;           // CU_STREAM_CAPTURE_STATUS_NONE
+constexpr unsigned kNoDestructorSync = 1;  // CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
+constexpr unsigned kMoveToGraph = 1;       // CU_GRAPH_USER_OBJECT_MOVE
 
 struct Location {
   int type;
@@ -120,8 +124,8 @@ struct Driver {
   Result (*stream_synchronize)(Stream);
   Result (*stream_query)(Stream);
   Result (*stream_wait_event)(Stream, Event, unsigned);
-  // Status and, if wanted, id of a capture; the rest may be null.
-  Result (*stream_capture_info)(Stream, int*, uint64_t*, void*, void*, void*, size_t*);
+  // Status and, if wanted, id and graph of a capture; the rest may be null.
+  Result (*stream_capture_info)(Stream, int*, uint64_t*, Graph*, void*, void*, size_t*);
   Result (*exchange_capture_mode)(int*);
   Result (*event_create)(Event*, unsigned);
   Result (*event_destroy)(Event);
@@ -132,6 +136,10 @@ struct Driver {
   Result (*module_get_function)(Function*, Module, const char*);
   Result (*function_set_attribute)(Function, int, int);
   Result (*launch)(const LaunchConfig*, Function, void**, void**);
+  // The function is called by a thread of the driver when nobody holds the object any more; it may not call the driver.
+  Result (*user_object_create)(UserObject*, void*, void (*)(void*), unsigned, unsigned);
+  Result (*user_object_release)(UserObject, unsigned);
+  Result (*graph_retain_user_object)(Graph, UserObject, unsigned, unsigned);
 };
 
 // Loaded and initialised at the first call. Error kUnsupported: no driver, too old, or no GPU.

@@ -85,6 +85,9 @@ WEFT_SAME_FUNCTION(module_unload, PFN_cuModuleUnload_v2000);
 WEFT_SAME_FUNCTION(module_get_function, PFN_cuModuleGetFunction_v2000);
 WEFT_SAME_FUNCTION(function_set_attribute, PFN_cuFuncSetAttribute_v9000);
 WEFT_SAME_FUNCTION(launch, PFN_cuLaunchKernelEx_v11060);
+WEFT_SAME_FUNCTION(user_object_create, PFN_cuUserObjectCreate_v11030);
+WEFT_SAME_FUNCTION(user_object_release, PFN_cuUserObjectRelease_v11030);
+WEFT_SAME_FUNCTION(graph_retain_user_object, PFN_cuGraphRetainUserObject_v11030);
 
 static_assert(sizeof(Device) == sizeof(CUdevice) && sizeof(DevicePtr) == sizeof(CUdeviceptr));
 static_assert(sizeof(AllocationHandle) == sizeof(CUmemGenericAllocationHandle));
@@ -133,6 +136,8 @@ static_assert(kNonBlocking == CU_STREAM_NON_BLOCKING);
 static_assert(kDisableTiming == CU_EVENT_DISABLE_TIMING);
 static_assert(kCaptureRelaxed == CU_STREAM_CAPTURE_MODE_RELAXED);
 static_assert(kNotCapturing == CU_STREAM_CAPTURE_STATUS_NONE);
+static_assert(kNoDestructorSync == CU_USER_OBJECT_NO_DESTRUCTOR_SYNC);
+static_assert(kMoveToGraph == CU_GRAPH_USER_OBJECT_MOVE);
 
 }  // namespace weft::cuda
 

@@ -27,9 +27,9 @@ cuda::Result Event::state() const noexcept {
 Capture capture_of(u64 stream) {
   int status = cuda::kNotCapturing;
   Capture capture;
-  const cuda::Result result =
-      cuda::driver().stream_capture_info(stream_of(stream), &status, &capture.id, nullptr, nullptr, nullptr, nullptr);
-  if (result == cuda::kCaptureImplicit) return {true, 0};
+  const cuda::Result result = cuda::driver().stream_capture_info(stream_of(stream), &status, &capture.id,
+                                                                 &capture.graph, nullptr, nullptr, nullptr);
+  if (result == cuda::kCaptureImplicit) return {true, 0, nullptr};
   cuda::check(result, "cuStreamGetCaptureInfo");
   capture.is_active = status != cuda::kNotCapturing;
   return capture;
@@ -118,30 +118,58 @@ void Gpu::give_back_host_page(void* page) noexcept {
   idle_pages_.push_back(page);
 }
 
-void Gpu::clean_up(std::shared_ptr<void> remains, bool when_idle) noexcept {
-  if (!has_thread_ranks && !when_idle) return remains.reset();
-  constexpr std::chrono::milliseconds kPatience{100}, kPatienceForIdle{10'000};
+void Gpu::clean_up(std::shared_ptr<void> remains) noexcept {
+  if (!has_thread_ranks) return remains.reset();
+  constexpr std::chrono::milliseconds kPatience{100};
   const auto held = std::make_shared<std::shared_ptr<void>>(std::move(remains));
-  const auto leave = [held] { static_cast<void>(new std::shared_ptr<void>(std::move(*held))); };  // on purpose
   auto end = std::make_shared<std::promise<void>>();
-  std::future<void> is_over = end->get_future();
+  const std::future<void> is_over = end->get_future();
   try {
-    start_thread("weft-clean-up", [end, held, leave, current = context, when_idle] {
+    start_thread("weft-clean-up", [end, held, current = context] {
       const cuda::QuietContextScope scope(current);
       const cuda::RelaxedCaptureScope relaxed;
-      if (when_idle && scope.ok() && wait_for_all_work() != cuda::kSuccess) leave();
       held->reset();
       end->set_value();
     }).detach();
   } catch (const std::exception&) {  // no thread to be had
-    return when_idle ? leave() : held->reset();
+    return held->reset();
   }
-  const bool waits_long = when_idle && !has_thread_ranks;
-  if (is_over.wait_for(waits_long ? kPatienceForIdle : kPatience) == std::future_status::timeout && waits_long) {
-    log_line(
-        kLogWarning,
-        "a closed window whose calls were captured: the GPU is still at work; memory is given back when it has ended");
-  }
+  is_over.wait_for(kPatience);
+}
+
+namespace {
+
+struct Kept {
+  std::shared_ptr<Gpu> gpu;  // goes last: its context is current while the other goes
+  std::shared_ptr<void> what;
+};
+
+// In a thread of the driver's, which may not call it. If there is no other thread to be had, the memory is left to the end of
+// the process.
+void let_go(void* kept) noexcept try {
+  start_thread("weft-clean-up", [held = static_cast<Kept*>(kept)] {
+    {
+      const cuda::QuietContextScope scope(held->gpu->context);
+      const cuda::RelaxedCaptureScope relaxed;
+      held->what.reset();
+    }
+    delete held;
+  }).detach();
+} catch (const std::exception&) {
+}
+
+}  // namespace
+
+void Gpu::keep_for(cuda::Graph graph, std::shared_ptr<void> kept) {
+  const cuda::RelaxedCaptureScope relaxed;
+  auto held = std::make_unique<Kept>(Kept{shared_from_this(), std::move(kept)});
+  cuda::UserObject object = nullptr;
+  cuda::check(cuda::driver().user_object_create(&object, held.get(), let_go, 1, cuda::kNoDestructorSync),
+              "cuUserObjectCreate");
+  static_cast<void>(held.release());
+  const cuda::Result result = cuda::driver().graph_retain_user_object(graph, object, 1, cuda::kMoveToGraph);
+  if (result != cuda::kSuccess) cuda::driver().user_object_release(object, 1);
+  cuda::check(result, "cuGraphRetainUserObject");
 }
 
 // The driver has no call that asks a whole context and returns; a thread asks, and is left alone if the answer is late.

@@ -38,8 +38,9 @@ class Event {
 struct Capture {
   bool is_active = false;
   u64 id = 0;
+  cuda::Graph graph = nullptr;
 };
-// Error kCudaError, unless the stream merely can't be asked because another one records: then active, id 0.
+// Error kCudaError, unless the stream merely can't be asked because another one records: then active, id 0, no graph.
 Capture capture_of(u64 stream);
 
 // The context is the primary one, which torch uses too. Everything that has memory or events of a GPU holds it, in threads of
@@ -68,9 +69,11 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   void give_back_host_page(void* page) noexcept;
 
   // Destroys what has memory of this GPU. Unmapping may wait for kernels; where ranks are threads those may wait for the
-  // rank that cleans up, so there a thread of its own does it, and only for a moment is it waited for. `when_idle`: that
-  // thread first waits for all that the GPU has to do by now; where ranks are processes it is waited for up to 10 s.
-  void clean_up(std::shared_ptr<void> remains, bool when_idle = false) noexcept;
+  // rank that cleans up, so there a thread of its own does it, and only for a moment is it waited for.
+  void clean_up(std::shared_ptr<void> remains) noexcept;
+  // The graph that is captured, all made of it, and their replays hold `kept` from now on. Let go by the last of them it is
+  // destroyed in a thread of its own.
+  void keep_for(cuda::Graph graph, std::shared_ptr<void> kept);
 
   const int index;
   cuda::Device device = 0;

@@ -67,6 +67,17 @@ struct Window::Memory {
   DeviceMemory heap;
 };
 
+// What a closed window leaves; graphs with calls of it hold it until they and their replays are gone.
+struct Window::Remains {
+  explicit Remains(std::shared_ptr<Gpu> of) : gpu(std::move(of)) {}
+  ~Remains() { gpu->clean_up(std::move(rest)); }
+  Remains(const Remains&) = delete;
+  Remains& operator=(const Remains&) = delete;
+
+  std::shared_ptr<Gpu> gpu;
+  std::shared_ptr<void> rest;
+};
+
 Window::Window(std::shared_ptr<Communicator> comm, std::shared_ptr<Gpu> gpu, const GpuWindowShape& shape,
                u64 heap_bytes, u64 deadline_ns, const Poll& poll)
     : comm_(std::move(comm)),
@@ -122,9 +133,16 @@ void Window::close() {
   };
   std::shared_ptr<void> page(std::exchange(host_, nullptr),
                              [gpu = gpu_](void* host) { gpu->give_back_host_page(host); });
-  auto rest = std::make_shared<Rest>(
-      Rest{std::move(page), std::move(last_captured_), std::move(peers_), std::move(control_), std::move(heap_), std::move(old_heaps_)});
-  gpu_->clean_up(std::move(rest), has_captured_ && scope.ok());
+  auto rest = std::make_shared<Rest>(Rest{std::move(page), std::move(last_captured_), std::move(peers_),
+                                          std::move(control_), std::move(heap_), std::move(old_heaps_)});
+  if (remains_ == nullptr) return gpu_->clean_up(std::move(rest));
+  remains_->rest = std::move(rest);
+  remains_.reset();
+}
+
+void Window::keep_for(const Capture& capture) {
+  if (remains_ == nullptr) remains_ = std::make_shared<Remains>(gpu_);
+  gpu_->keep_for(capture.graph, remains_);
 }
 
 bool Window::has_left() noexcept try {
@@ -257,7 +275,7 @@ void Window::install(const std::vector<int>& ranks, u16 epoch, Memory memory, st
 void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u16 epoch, u64 deadline_ns,
                    const Poll& poll) {
   const cuda::ContextScope scope(gpu_->context);
-  if (!wait_for_kernels(deadline_ns, poll) || (has_captured_ && !gpu_->wait_until_idle(deadline_ns, poll))) {
+  if (!wait_for_kernels(deadline_ns, poll) || (remains_ != nullptr && !gpu_->wait_until_idle(deadline_ns, poll))) {
     throw Error(ErrorCode::kCudaError,
                 "rebuild: a kernel of the old epoch has not ended; its memory can't be replaced under it", "rebuild");
   }

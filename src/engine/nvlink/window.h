@@ -181,6 +181,8 @@ class Window : public cpu::MemberWindow {
   void install(const std::vector<int>& ranks, u16 epoch, Memory memory, std::vector<Peer> peers);
   bool has_left() noexcept;
   void prepare_unload();
+  struct Remains;
+  void keep_for(const Capture& capture);
 
   const std::shared_ptr<Communicator> comm_;
   const std::shared_ptr<Gpu> gpu_;
@@ -213,9 +215,9 @@ class Window : public cpu::MemberWindow {
   // Behind the last call of that capture. One for all captures: of events that are let go, other threads record the next, and
   // the driver does not bear that while the capture that they were recorded in ends.
   std::shared_ptr<Event> last_captured_;
+  std::shared_ptr<Remains> remains_;      // null: nothing was captured
   StagedRows staged_;                     // what unload() has to do; dispatch.cc sets it after launch()
   bool is_half_done_ = false;             // of a staged call: sent, not received
-  bool has_captured_ = false;
   bool is_retired_ = false;
   bool closed_ = false;
 };

@@ -97,6 +97,8 @@ void Window::start(const Kernel& kernel, i32 num_blocks, u64 stream, void* args)
                                   stream_of(stream),
                                   &early,
                                   1};
+  const bool is_known = last_captured_ != nullptr && capture_.id == last_capture_id_;
+  if (capture_.graph != nullptr && !is_known) keep_for(capture_);
   const cuda::Result launched = cuda::driver().launch(&config, kernel.function, params, nullptr);
   // A capture that was spoilt has sent nothing: the others need not hear of it.
   if (launched != cuda::kSuccess && capture_.is_active) {
@@ -110,7 +112,6 @@ void Window::start(const Kernel& kernel, i32 num_blocks, u64 stream, void* args)
 
 void Window::note_work(u64 stream) {
   if (capture_.is_active) {
-    has_captured_ = true;
     gpu_->record(stream, last_captured_);
     last_captured_stream_ = stream;
     last_capture_id_ = capture_.id;

@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 
 #include "base/cuda_driver.h"
 
@@ -19,7 +20,7 @@ namespace {
 
 using namespace weft::cuda;
 
-constexpr Result kInvalidValue = 1, kOutOfMemory = 2, kCapturedEvent = 907;
+constexpr Result kInvalidValue = 1, kOutOfMemory = 2, kNotPermitted = 800, kCapturedEvent = 907;
 constexpr size_t kGranularity = size_t{2} << 20;
 
 struct StreamState {
@@ -46,8 +47,16 @@ struct Physical {
   ~Physical() { close(fd); }
 };
 
+struct UserObjectState {
+  void* what = nullptr;
+  void (*destroy)(void*) = nullptr;
+};
+
+thread_local bool is_in_destructor = false;
+
 struct State {
   std::mutex mutex;
+  std::map<uint64_t, std::vector<UserObjectState*>> graphs;  // by capture: what they hold
   std::map<uint64_t, StreamState> streams;
   uint64_t next_stream = 0x1000;
   std::map<AllocationHandle, std::shared_ptr<Physical>> handles;
@@ -119,7 +128,7 @@ Result context_retain(Context* context, Device) {
   return kSuccess;
 }
 Result context_release(Device) { return kSuccess; }
-Result context_push(Context) { return injected("cuCtxPushCurrent"); }
+Result context_push(Context) { return is_in_destructor ? kNotPermitted : injected("cuCtxPushCurrent"); }
 Result context_pop(Context*) { return kSuccess; }
 Result context_synchronize() {
   if (const Result result = injected("cuCtxSynchronize"); result != kSuccess) return result;
@@ -182,6 +191,7 @@ Result mem_map(DevicePtr address, size_t bytes, size_t, AllocationHandle handle,
   return kSuccess;
 }
 Result mem_unmap(DevicePtr address, size_t bytes) {
+  if (is_in_destructor) return kNotPermitted;
   State& s = state();
   const std::lock_guard lock(s.mutex);
   if (s.mappings.erase(address) != 1) return kInvalidValue;
@@ -264,12 +274,36 @@ Result stream_wait_event(Stream stream, Event event, unsigned) {
   after[from->stream] = std::max(after[from->stream], from->mark);
   return kSuccess;
 }
-Result stream_capture_info(Stream stream, int* status, uint64_t* id, void*, void*, void*, size_t*) {
+Result stream_capture_info(Stream stream, int* status, uint64_t* id, Graph* graph, void*, void*, size_t*) {
   State& s = state();
   const std::lock_guard lock(s.mutex);
   const StreamState& at = s.streams[reinterpret_cast<uint64_t>(stream)];
   *status = at.capture;
   *id = at.capture_id;
+  *graph = at.capture == kNotCapturing ? nullptr : reinterpret_cast<Graph>(at.capture_id);
+  return kSuccess;
+}
+Result user_object_create(UserObject* object, void* what, void (*destroy)(void*), unsigned, unsigned flags) {
+  if (flags != kNoDestructorSync) return kInvalidValue;
+  *object = reinterpret_cast<UserObject>(new UserObjectState{what, destroy});
+  return kSuccess;
+}
+void destroy_object(UserObjectState* object) {
+  std::thread([object] {
+    is_in_destructor = true;
+    object->destroy(object->what);
+    delete object;
+  }).join();
+}
+Result user_object_release(UserObject object, unsigned) {
+  destroy_object(reinterpret_cast<UserObjectState*>(object));
+  return kSuccess;
+}
+Result graph_retain_user_object(Graph graph, UserObject object, unsigned, unsigned flags) {
+  if (const Result result = injected("cuGraphRetainUserObject"); result != kSuccess) return result;
+  if (flags != kMoveToGraph) return kInvalidValue;
+  const std::lock_guard lock(state().mutex);
+  state().graphs[reinterpret_cast<uint64_t>(graph)].push_back(reinterpret_cast<UserObjectState*>(object));
   return kSuccess;
 }
 Result exchange_capture_mode(int*) { return kSuccess; }
@@ -375,6 +409,9 @@ const std::map<std::string, void*>& functions() {
       {"cuModuleGetFunction", erased(module_get_function)},
       {"cuFuncSetAttribute", erased(function_set_attribute)},
       {"cuLaunchKernelEx", erased(launch)},
+      {"cuUserObjectCreate", erased(user_object_create)},
+      {"cuUserObjectRelease", erased(user_object_release)},
+      {"cuGraphRetainUserObject", erased(graph_retain_user_object)},
   };
   return kFunctions;
 }
@@ -403,6 +440,14 @@ void begin_capture(uint64_t stream, uint64_t id) {
 void end_capture(uint64_t stream) {
   const std::lock_guard lock(state().mutex);
   state().streams[stream].capture = kNotCapturing;
+}
+void destroy_graph(uint64_t id) {
+  std::vector<UserObjectState*> held;
+  {
+    const std::lock_guard lock(state().mutex);
+    held = std::exchange(state().graphs[id], {});
+  }
+  for (UserObjectState* each : held) destroy_object(each);
 }
 void offer_fabric(bool is_there) { state().has_fabric = is_there; }
 void fail_gpu(int result) { state().gpu_result = result; }

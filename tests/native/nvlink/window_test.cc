@@ -296,6 +296,7 @@ TEST(calls_from_several_streams_are_ordered) {
       CHECK(!rank.window->reserve(256, stream_of(9), Window::OnCapture::kNothing).has_value());
       CHECK(rank.window->reserve(256, stream_of(9)).has_value());
       fake_cuda::end_capture(stream_of(9));
+      fake_cuda::destroy_graph(77);
       rank.me = me;
     }
     rank.meet();
@@ -315,6 +316,7 @@ TEST(events_of_a_capture_are_not_recorded_by_other_threads) {
     for (int call = 0; call < 3 && rank.me != 0; ++call) rank.dispatch(4);
     rank.meet();
     if (rank.me == 0) fake_cuda::end_capture(stream_of(0));
+    if (rank.me == 0) fake_cuda::destroy_graph(78);
   });
 }
 
@@ -726,27 +728,41 @@ TEST(closed_is_closed) {
   });
 }
 
-TEST(what_replays_may_use_is_given_back_when_the_gpu_has_ended_them) {
+TEST(what_replays_may_use_is_given_back_when_their_graphs_are_gone) {
   with_ranks([](Rank& rank) {
-    fake_cuda::begin_capture(stream_of(rank.me), 80);
-    rank.dispatch(4);
-    fake_cuda::end_capture(stream_of(rank.me));
-    const u64 replays = stream_of(9);
-    if (rank.me == 0) fake_cuda::hold(replays);
+    const u64 graph = 80 + static_cast<u64>(rank.me), other_graph = graph + kNumRanks;
+    for (const u64 id : {graph, other_graph}) {
+      fake_cuda::begin_capture(stream_of(rank.me), id);
+      rank.dispatch(4);
+      rank.dispatch(4);
+      fake_cuda::end_capture(stream_of(rank.me));
+    }
     rank.meet();
-    if (rank.me == 0) fake_cuda::give_work(replays);
     const int num_mapped = fake_cuda::num_mapped();
     const void* page = view_of(rank).host;
     rank.meet();
-    if (rank.me == 0) fake_cuda::fail_next("cuCtxSynchronize", 900);  // a stream records: asked again
-    rank.window->close();                                             // comes back, though that stream does not end
+    fake_cuda::destroy_graph(graph);
+    rank.window->close();  // comes back
     rank.meet();
     CHECK_EQ(fake_cuda::num_mapped(), num_mapped);
     void* other = rank.gpu->take_host_page();
     CHECK(other != page);
     rank.gpu->give_back_host_page(other);
     rank.meet();
-    if (rank.me == 0) fake_cuda::let_go(replays);  // then with_ranks sees it unmapped
+    fake_cuda::destroy_graph(other_graph);  // then with_ranks sees it unmapped
+  });
+}
+
+TEST(a_graph_that_cannot_keep_the_window_is_an_error_and_nothing_is_lost) {
+  with_ranks([](Rank& rank) {
+    rank.dispatch(4);
+    rank.meet();
+    if (rank.me != 0) return;
+    fake_cuda::begin_capture(stream_of(0), 90);
+    fake_cuda::fail_next("cuGraphRetainUserObject", 2);
+    CHECK_EQ(error_of([&] { rank.dispatch(4); }).code, ErrorCode::kCudaError);
+    fake_cuda::end_capture(stream_of(0));
+    fake_cuda::destroy_graph(90);
   });
 }
 
