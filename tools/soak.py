@@ -13,6 +13,7 @@ stopped. A run begins by making sure that the comparison sees single wrong words
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import functools
 import json
@@ -50,6 +51,7 @@ from weft.bench.apart import COMPILE_S, apart
 from weft.bench.suite import machine_facts
 from weft.verify.cases import dispatch_options, later_options
 
+CALLS_AHEAD = 2
 FEW_ROUNDS = 32  # whose kernels are compiled as ranks come to them, no others
 NUM_ROUTINGS = 3  # of a round
 
@@ -76,6 +78,21 @@ class Traffic:
         self.num_copies += len(self.targets)
 
 
+class Pace:
+    """Keeps the host at most `CALLS_AHEAD` calls ahead of its GPU. Ranks that are threads of a process share the
+    driver: one whose stream is full of work holds up the launches of the others, for which that work waits.
+    """
+
+    def __init__(self) -> None:
+        self.events = collections.deque(torch.cuda.Event() for _ in range(CALLS_AHEAD))
+
+    def go_on(self) -> None:
+        """Before a call: wait for the one so many before it. An event that has not been recorded is over."""
+        self.events[0].synchronize()
+        self.events[0].record()
+        self.events.rotate(-1)
+
+
 class Soak:
     """One rank's rounds."""
 
@@ -83,6 +100,7 @@ class Soak:
         self.comm, self.options, self.device = comm, options, comm.device
         on_gpu = comm.device.type == "cuda"
         self.traffic = Traffic(comm.device) if on_gpu and options.traffic else None
+        self.pace = Pace() if on_gpu else None
         self.pools = pools_of(comm.device.type)
         self.objects = {
             pool: weft.ExpertParallel(
@@ -130,8 +148,10 @@ class Soak:
         """Of this rank, so far."""
         return {"calls": self.num_calls, "words": self.compared.num_words}
 
-    def copy_beside(self) -> None:
-        """Keep copies going, if there are to be any."""
+    def before_call(self) -> None:
+        """Let the GPU keep up, keep copies going if there are to be any."""
+        if self.pace is not None:
+            self.pace.go_on()
         if self.traffic is not None:
             self.traffic.go_on()
 
@@ -183,7 +203,7 @@ class Soak:
 
     def dispatch(self, case: Case, idx: int, sent: Tensor, handle: weft.Handle | None = None) -> weft.Dispatched:
         """One call, `idx`: its routing; copies go on beside it."""
-        self.copy_beside()
+        self.before_call()
         chosen, quantize = case.chosen, case.chosen.quantize
         x = sent[case.mine].clone()
         rows = weft.Quantized(*reference.quantize_fp8(x)) if quantize == "given" else x
@@ -219,7 +239,7 @@ class Soak:
         num_tokens = case.mine.stop - case.mine.start
         mine = torch.empty((num_tokens, pool.hidden), dtype=pool.dtype, device=self.device)
         for number in range(self.options.repeats):
-            self.copy_beside()
+            self.before_call()
             idx = number % len(kept)
             received, picks = kept[idx], case.routings[idx].picks
             seed = seed_of(chosen, number, 1)
@@ -307,7 +327,7 @@ def run_rank(comm: weft.Communicator, options: argparse.Namespace) -> dict[str, 
     problems, seed = run_rounds(soak)
     result = {**soak.figures(), "next_seed": seed, "engine": str(comm.engine)}
     soak.close()
-    result |= run_graphs(comm, options, soak.copy_beside, functools.partial(note, comm, options))
+    result |= run_graphs(comm, options, soak.before_call, functools.partial(note, comm, options))
     result["problems"] = problems + result["problems"]
     result["copies"] = 0 if soak.traffic is None else soak.traffic.num_copies
     return result | {"seconds": time.monotonic() - start}
