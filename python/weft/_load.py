@@ -32,4 +32,5 @@ def native() -> ModuleType:
     _native.set_error_factory(from_native)
     _native.set_log_sink(log.native_line)
     atexit.register(_native.set_log_sink, None)  # its threads may log while the interpreter is being taken down
+    atexit.register(_native.gpu_leave_graphs_to_the_exit)
     return _native

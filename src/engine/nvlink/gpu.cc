@@ -1,9 +1,11 @@
 #include "engine/nvlink/gpu.h"
 
+#include <atomic>
 #include <future>
 #include <thread>
 
 #include "base/log.h"
+#include "base/status.h"
 #include "base/thread.h"
 #include "engine/nvlink/host_wait.h"
 
@@ -34,21 +36,6 @@ Capture capture_of(u64 stream) {
   capture.is_active = status != cuda::kNotCapturing;
   return capture;
 }
-
-namespace {
-
-// What the GPU has to do by now has ended; else it has failed, or the process ends. While a stream records, the driver refuses to
-// be asked.
-cuda::Result wait_for_all_work() {
-  cuda::Result result = cuda::driver().context_synchronize();
-  while (result == cuda::kCaptureUnsupported) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));  // check: allow sleeping: until no stream records
-    result = cuda::driver().context_synchronize();
-  }
-  return result;
-}
-
-}  // namespace
 
 Gpu::Gpu(int gpu_index, const jit::CompilerPaths& paths) : index(gpu_index) {
   cuda::check(cuda::driver().device_get(&device, index), "cuDeviceGet");
@@ -140,34 +127,39 @@ void Gpu::clean_up(std::shared_ptr<void> remains) noexcept {
 namespace {
 
 struct Kept {
-  std::shared_ptr<Gpu> gpu;  // goes last: its context is current while the other goes
+  std::shared_ptr<Gpu> gpu;
   std::shared_ptr<void> what;
 };
 
-// In a thread of the driver's, which may not call it. If there is no other thread to be had, the memory is left to the end of
-// the process.
+std::atomic<bool> process_ends{false};
+
+// In a thread of the driver's, which may not call it.
 void let_go(void* kept) noexcept try {
+  if (process_ends) return;
   start_thread("weft-clean-up", [held = static_cast<Kept*>(kept)] {
+    const cuda::RelaxedCaptureScope relaxed;
     {
       const cuda::QuietContextScope scope(held->gpu->context);
-      const cuda::RelaxedCaptureScope relaxed;
       held->what.reset();
     }
     delete held;
   }).detach();
 } catch (const std::exception&) {
+  log_line(kLogWarning, "no thread to be had: memory of a window whose graphs are gone is not given back");
 }
 
 }  // namespace
 
+void leave_graphs_to_the_exit() noexcept { process_ends = true; }
+
 void Gpu::keep_for(cuda::Graph graph, std::shared_ptr<void> kept) {
   const cuda::RelaxedCaptureScope relaxed;
-  auto held = std::make_unique<Kept>(Kept{shared_from_this(), std::move(kept)});
+  auto* const held = new Kept{shared_from_this(), std::move(kept)};
   cuda::UserObject object = nullptr;
-  cuda::check(cuda::driver().user_object_create(&object, held.get(), let_go, 1, cuda::kNoDestructorSync),
-              "cuUserObjectCreate");
-  static_cast<void>(held.release());
-  const cuda::Result result = cuda::driver().graph_retain_user_object(graph, object, 1, cuda::kMoveToGraph);
+  cuda::Result result = cuda::driver().user_object_create(&object, held, let_go, 1, cuda::kNoDestructorSync);
+  if (result != cuda::kSuccess) delete held;
+  cuda::check(result, "cuUserObjectCreate");
+  result = cuda::driver().graph_retain_user_object(graph, object, 1, cuda::kMoveToGraph);
   if (result != cuda::kSuccess) cuda::driver().user_object_release(object, 1);
   cuda::check(result, "cuGraphRetainUserObject");
 }
@@ -179,11 +171,17 @@ bool Gpu::wait_until_idle(u64 deadline_ns, const cpu::Poll& poll) {
   start_thread("weft-idle", [answer, current = context] {
     const cuda::QuietContextScope scope(current);
     const cuda::RelaxedCaptureScope relaxed;
-    answer->set_value(scope.ok() ? wait_for_all_work() : cuda::kSuccess);
+    answer->set_value(scope.ok() ? cuda::driver().context_synchronize() : cuda::kSuccess);
   }).detach();
   const auto is_there = [&] { return result.wait_for(std::chrono::seconds(0)) == std::future_status::ready; };
   if (!wait_on_host(is_there, deadline_ns, poll)) return false;
-  cuda::check(result.get(), "cuCtxSynchronize");
+  const cuda::Result found = result.get();
+  if (found == cuda::kCaptureUnsupported) {
+    throw_invalid_state("a stream of GPU " + std::to_string(index) +
+                        " records a CUDA graph, so the GPU can't be asked whether replays have ended; end all captures "
+                        "of this process first");
+  }
+  cuda::check(found, "cuCtxSynchronize");
   return true;
 }
 

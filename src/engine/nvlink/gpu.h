@@ -60,7 +60,8 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   void record(u64 stream, std::shared_ptr<Event>& event);
   // Waits until the stream of the library's own house-keeping has run dry.
   void settle();
-  // False: still at work at `deadline_ns`. Waits for everything on this GPU, also for what is not ours.
+  // False: still at work at `deadline_ns`. Waits for everything on this GPU, also for what is not ours. Nothing in this process
+  // may capture meanwhile: it would be spoilt (docs/decisions/0033). Errors: kInvalidState (something captures), kCudaError.
   bool wait_until_idle(u64 deadline_ns, const cpu::Poll& poll);
 
   // 4096 bytes of host memory that the GPU maps. Kept for the next one: giving them back to the driver would wait for every
@@ -72,7 +73,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   // rank that cleans up, so there a thread of its own does it, and only for a moment is it waited for.
   void clean_up(std::shared_ptr<void> remains) noexcept;
   // The graph that is captured, all made of it, and their replays hold `kept` from now on. Let go by the last of them it is
-  // destroyed in a thread of its own.
+  // destroyed in a thread of its own. Error kCudaError: nothing holds it.
   void keep_for(cuda::Graph graph, std::shared_ptr<void> kept);
 
   const int index;
@@ -91,5 +92,8 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   std::vector<cuda::Event> idle_events_;
   std::vector<void*> idle_pages_;
 };
+
+// At the end of the process: what graphs hold is not given back any more, for the driver goes away beside whoever would do it.
+void leave_graphs_to_the_exit() noexcept;
 
 }  // namespace weft::nvlink

@@ -44,12 +44,16 @@ struct ReceiveHeap::Remains {
 
   ~Remains() {
     const cuda::QuietContextScope scope(gpu->context);
+    const auto is_unknown = [](const Pending& each) { return each.event == nullptr; };
     const auto is_done = [&] {
-      return std::all_of(pending.begin(), pending.end(),
-                         [](const Pending& each) { return each.event != nullptr && each.event->is_done(); });
+      return std::all_of(pending.begin(), pending.end(), [](const Pending& each) { return each.event->is_done(); });
     };
-    if (!scope.ok() || wait_on_host(is_done, now_ns() + kSettleNs, {})) return;
-    log_line(kLogWarning, "a GPU is still at work in the heap of a closed window; its memory is not given back");
+    const bool is_known = std::none_of(pending.begin(), pending.end(), is_unknown);
+    if (!scope.ok() || (is_known && wait_on_host(is_done, now_ns() + kSettleNs, {}))) return;
+    log_line(kLogWarning, is_known
+                              ? "a GPU is still at work in the heap of a closed window; its memory is not given back"
+                              : "a result of a closed window was let go while its stream recorded a CUDA graph: when "
+                                "its use ends is not known, so the window's memory is not given back");
     static_cast<void>(new DeviceMemory(std::move(memory)));  // on purpose
   }
 };
@@ -61,7 +65,7 @@ ReceiveHeap::~ReceiveHeap() {
     all.heaps.erase(this);
   }
   const cuda::QuietContextScope scope(gpu_->context);
-  scope.ok() ? forget_done() : pending_.clear();  // without a context nothing is at work
+  if (!scope.ok()) pending_.clear();  // without a context nothing is at work
   gpu_->clean_up(std::shared_ptr<Remains>(new Remains{gpu_, std::move(memory_), std::move(pending_)}));
 }
 
@@ -153,6 +157,12 @@ void ReceiveHeap::record_pending() {
   }
 }
 
+void ReceiveHeap::close() {
+  const std::lock_guard lock(mutex_);
+  is_closed_ = true;
+  forget_done();
+}
+
 void ReceiveHeap::forget_done() {
   record_pending();
   // Releases share events in runs: each is asked once.
@@ -235,8 +245,9 @@ void ReceiveHeap::release(u64 offset) noexcept try {
   live_.erase(found);
   const u64 end = offset + live.num_bytes;
   pending_.push_back({offset, end, live.stream, nullptr});
-  if (!live.other_streams.empty()) {
+  if (is_closed_ || !live.other_streams.empty()) {
     const cuda::QuietContextScope scope(gpu_->context);
+    if (is_closed_ && scope.ok()) record_pending();  // no call comes that would
     for (u64 stream : live.other_streams) {
       if (scope.ok()) pending_.push_back({offset, end, stream, event_on(stream)});
     }

@@ -43,6 +43,10 @@ class ReceiveHeap : public std::enable_shared_from_this<ReceiveHeap> {
   // An event on `stream`, behind the use of all that was let go there. Never for a stream that records a graph.
   std::shared_ptr<Event> record(u64 stream);
 
+  // Its window is gone: nobody reserves any more. What was let go, and what will be, is asked of its streams in the threads
+  // that say so. The last to let go of the heap may be a thread of its own, beside which a stream may record a graph by then.
+  void close();
+
   void quarantine() { heap_.quarantine(); }
   // Fresh physical memory at the same addresses (R13), if nobody holds a block but graphs and nothing is under way in
   // blocks that were let go: else false, and everything stays.
@@ -88,6 +92,7 @@ class ReceiveHeap : public std::enable_shared_from_this<ReceiveHeap> {
   mutable std::mutex mutex_;
   std::map<u64, Live> live_;  // by offset in heap_
   std::vector<Pending> pending_;
+  bool is_closed_ = false;
 };
 
 }  // namespace weft::nvlink

@@ -119,10 +119,14 @@ void Window::close() {
     static_cast<void>(new DeviceMemory(std::move(control_)));
     static_cast<void>(new std::shared_ptr<ReceiveHeap>(std::move(heap_)));
     static_cast<void>(new std::vector<std::shared_ptr<ReceiveHeap>>(std::move(old_heaps_)));
+    static_cast<void>(new std::shared_ptr<Event>(std::move(last_captured_)));
     return;
   }
   last_event_.reset();
-  // Results that are still held keep the heap. The page comes first: it goes last.
+  heap_->close();
+  for (const std::shared_ptr<ReceiveHeap>& heap : old_heaps_) heap->close();
+  // Results that are still held keep the heap. The page comes first: it goes last, and with it what holds the GPU, to which the
+  // event goes back.
   struct Rest {
     std::shared_ptr<void> page;
     std::shared_ptr<Event> captured;
@@ -140,9 +144,13 @@ void Window::close() {
   remains_.reset();
 }
 
-void Window::keep_for(const Capture& capture) {
+// Asked anew: since the call began its capture may have ended, and the graph be gone.
+void Window::keep_for_graph(u64 stream) {
+  const Capture capture = capture_of(stream);
+  if (capture.graph == nullptr || capture.id == kept_for_id_) return;
   if (remains_ == nullptr) remains_ = std::make_shared<Remains>(gpu_);
   gpu_->keep_for(capture.graph, remains_);
+  kept_for_id_ = capture.id;
 }
 
 bool Window::has_left() noexcept try {
@@ -255,6 +263,7 @@ void Window::install(const std::vector<int>& ranks, u16 epoch, Memory memory, st
   control_.replace(std::move(memory.control));
   is_half_done_ = false;
   if (heap_ == nullptr || !heap_->renew(memory.heap)) {
+    if (heap_ != nullptr) heap_->close();
     if (heap_ != nullptr && heap_->has_captured()) old_heaps_.push_back(heap_);
     if (heap_ != nullptr) ++view_.heap_generation;
     heap_ = std::make_shared<ReceiveHeap>(gpu_, std::move(memory.heap), layout_.landing_bytes, heap_bytes_);
@@ -304,6 +313,7 @@ std::optional<Block> Window::reserve(u64 num_bytes, u64 stream, OnCapture on_cap
   const cuda::ContextScope scope(gpu_->context);
   const bool is_capturing = capture_of(stream).is_active;
   if (is_capturing && on_capture == OnCapture::kNothing) return std::nullopt;
+  if (is_capturing) keep_for_graph(stream);
   return heap_->reserve(num_bytes, stream, is_capturing);
 }
 

@@ -58,8 +58,8 @@ class Window : public cpu::MemberWindow {
   void check();
   // Ids out of range that kernels have seen since the last call.
   std::optional<BadIds> take_bad_ids();
-  // Local. Waits, bounded, for this rank's own kernels; nothing of the window may be used any more, graphs included. What replays
-  // still use is given back when they have ended, for which nobody waits.
+  // Local. Waits, bounded, for this rank's own kernels; nothing of the window may be used any more, graphs included. What the
+  // graphs with its calls use is given back when the last of them and its replays are gone, for which nobody waits.
   void close();
 
   const WindowStats& stats() const { return stats_; }
@@ -182,7 +182,7 @@ class Window : public cpu::MemberWindow {
   bool has_left() noexcept;
   void prepare_unload();
   struct Remains;
-  void keep_for(const Capture& capture);
+  void keep_for_graph(u64 stream);
 
   const std::shared_ptr<Communicator> comm_;
   const std::shared_ptr<Gpu> gpu_;
@@ -212,12 +212,13 @@ class Window : public cpu::MemberWindow {
   Capture capture_;                    // of the call that began last
   u64 last_capture_id_ = 0;
   u64 last_captured_stream_ = 0;
-  // Behind the last call of that capture. One for all captures: of events that are let go, other threads record the next, and
-  // the driver does not bear that while the capture that they were recorded in ends.
+  // Behind the last call of that capture. One for all captures, which one thread at a time makes: an event that went back to
+  // the GPU would be recorded by other threads, which crashes the driver while the capture ends that it was recorded in.
   std::shared_ptr<Event> last_captured_;
-  std::shared_ptr<Remains> remains_;      // null: nothing was captured
-  StagedRows staged_;                     // what unload() has to do; dispatch.cc sets it after launch()
-  bool is_half_done_ = false;             // of a staged call: sent, not received
+  u64 kept_for_id_ = 0;               // of the capture whose graph was last made to hold remains_
+  std::shared_ptr<Remains> remains_;  // null: nothing was captured
+  StagedRows staged_;                 // what unload() has to do; dispatch.cc sets it after launch()
+  bool is_half_done_ = false;         // of a staged call: sent, not received
   bool is_retired_ = false;
   bool closed_ = false;
 };

@@ -97,8 +97,7 @@ void Window::start(const Kernel& kernel, i32 num_blocks, u64 stream, void* args)
                                   stream_of(stream),
                                   &early,
                                   1};
-  const bool is_known = last_captured_ != nullptr && capture_.id == last_capture_id_;
-  if (capture_.graph != nullptr && !is_known) keep_for(capture_);
+  if (capture_.is_active) keep_for_graph(stream);
   const cuda::Result launched = cuda::driver().launch(&config, kernel.function, params, nullptr);
   // A capture that was spoilt has sent nothing: the others need not hear of it.
   if (launched != cuda::kSuccess && capture_.is_active) {

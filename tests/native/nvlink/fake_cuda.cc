@@ -1,3 +1,4 @@
+// check: allow file-size: one driver, a few lines a function
 #include "nvlink/fake_cuda.h"
 
 #include <sys/mman.h>
@@ -136,6 +137,9 @@ Result context_synchronize() {
   for (;;) {
     {
       const std::lock_guard lock(s.mutex);
+      const bool captures = std::any_of(s.streams.begin(), s.streams.end(),
+                                        [](const auto& each) { return each.second.capture != kNotCapturing; });
+      if (captures) return kCaptureUnsupported;
       const bool is_idle = std::all_of(s.streams.begin(), s.streams.end(),
                                        [](const auto& each) { return each.second.done == each.second.submitted; });
       if (is_idle) return kSuccess;
@@ -284,6 +288,7 @@ Result stream_capture_info(Stream stream, int* status, uint64_t* id, Graph* grap
   return kSuccess;
 }
 Result user_object_create(UserObject* object, void* what, void (*destroy)(void*), unsigned, unsigned flags) {
+  if (const Result result = injected("cuUserObjectCreate"); result != kSuccess) return result;
   if (flags != kNoDestructorSync) return kInvalidValue;
   *object = reinterpret_cast<UserObject>(new UserObjectState{what, destroy});
   return kSuccess;
@@ -448,6 +453,10 @@ void destroy_graph(uint64_t id) {
     held = std::exchange(state().graphs[id], {});
   }
   for (UserObjectState* each : held) destroy_object(each);
+}
+int num_held_by(uint64_t id) {
+  const std::lock_guard lock(state().mutex);
+  return static_cast<int>(state().graphs[id].size());
 }
 void offer_fabric(bool is_there) { state().has_fabric = is_there; }
 void fail_gpu(int result) { state().gpu_result = result; }

@@ -19,6 +19,7 @@ void begin_capture(uint64_t stream, uint64_t id);
 void end_capture(uint64_t stream);
 // What the graph of a capture holds is let go in another thread, which may not call the driver.
 void destroy_graph(uint64_t id);
+int num_held_by(uint64_t id);      // user objects, by the graph of a capture
 void offer_fabric(bool is_there);  // handles for other machines
 void fail_gpu(int result);         // event queries and launches answer this; 0: the GPU works
 void fail_next(const char* symbol, int result,

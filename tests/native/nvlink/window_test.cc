@@ -5,6 +5,7 @@
 #include "engine/nvlink/dispatch.h"
 
 #include <algorithm>
+#include <array>
 #include <barrier>
 #include <cstring>
 #include <functional>
@@ -736,18 +737,23 @@ TEST(what_replays_may_use_is_given_back_when_their_graphs_are_gone) {
       rank.dispatch(4);
       rank.dispatch(4);
       fake_cuda::end_capture(stream_of(rank.me));
+      CHECK_EQ(fake_cuda::num_held_by(id), 1);
     }
     rank.meet();
     const int num_mapped = fake_cuda::num_mapped();
-    const void* page = view_of(rank).host;
+    static std::array<const void*, kNumRanks> pages;
+    pages[static_cast<size_t>(rank.me)] = view_of(rank).host;
     rank.meet();
     fake_cuda::destroy_graph(graph);
     rank.window->close();  // comes back
     rank.meet();
     CHECK_EQ(fake_cuda::num_mapped(), num_mapped);
-    void* other = rank.gpu->take_host_page();
-    CHECK(other != page);
-    rank.gpu->give_back_host_page(other);
+    std::vector<void*> others;  // would be the ranks' own, had they been given back
+    for (int other = 0; other < kNumRanks && rank.me == 0; ++other) others.push_back(rank.gpu->take_host_page());
+    for (void* other : others) {
+      CHECK(std::find(pages.begin(), pages.end(), other) == pages.end());
+      rank.gpu->give_back_host_page(other);
+    }
     rank.meet();
     fake_cuda::destroy_graph(other_graph);  // then with_ranks sees it unmapped
   });
@@ -758,11 +764,68 @@ TEST(a_graph_that_cannot_keep_the_window_is_an_error_and_nothing_is_lost) {
     rank.dispatch(4);
     rank.meet();
     if (rank.me != 0) return;
-    fake_cuda::begin_capture(stream_of(0), 90);
-    fake_cuda::fail_next("cuGraphRetainUserObject", 2);
-    CHECK_EQ(error_of([&] { rank.dispatch(4); }).code, ErrorCode::kCudaError);
-    fake_cuda::end_capture(stream_of(0));
-    fake_cuda::destroy_graph(90);
+    for (const char* symbol : {"cuUserObjectCreate", "cuGraphRetainUserObject"}) {
+      const u64 heap_used = rank.window->heap_used();
+      fake_cuda::begin_capture(stream_of(0), 90);
+      fake_cuda::fail_next(symbol, 2);
+      CHECK_EQ(error_of([&] { rank.dispatch(4); }).code, ErrorCode::kCudaError);
+      CHECK_EQ(rank.window->heap_used(), heap_used);
+      fake_cuda::end_capture(stream_of(0));
+      fake_cuda::destroy_graph(90);
+    }
+  });
+}
+
+TEST(a_graph_with_memory_of_the_heap_alone_keeps_it_too) {
+  with_ranks([](Rank& rank) {
+    const u64 graph = 110 + static_cast<u64>(rank.me);
+    fake_cuda::begin_capture(stream_of(rank.me), graph);
+    CHECK(rank.window->reserve(256, stream_of(rank.me)).has_value());
+    fake_cuda::end_capture(stream_of(rank.me));
+    CHECK_EQ(fake_cuda::num_held_by(graph), 1);
+    rank.meet();
+    rank.window->close();
+    rank.meet();
+    CHECK_EQ(fake_cuda::num_mapped(), kNumRanks * 2 * kNumRanks);
+    rank.meet();
+    fake_cuda::destroy_graph(graph);
+  });
+}
+
+// The thread that gives the memory back may not ask streams of others, which record graphs by then.
+TEST(what_was_let_go_before_close_was_asked_of_its_stream_then) {
+  with_ranks([](Rank& rank) {
+    const u64 graph = 120 + static_cast<u64>(rank.me), later = 130 + static_cast<u64>(rank.me);
+    fake_cuda::begin_capture(stream_of(rank.me), graph);
+    rank.dispatch(4);
+    fake_cuda::end_capture(stream_of(rank.me));
+    rank.window->reserve(4096, stream_of(rank.me)).reset();
+    auto held = rank.window->reserve(4096, stream_of(rank.me));
+    rank.meet();
+    rank.window->close();
+    held.reset();
+    fake_cuda::begin_capture(stream_of(rank.me), later);
+    fake_cuda::destroy_graph(graph);
+    CHECK_EQ(fake_cuda::physical_bytes_at_last(0), i64{0});
+    fake_cuda::end_capture(stream_of(rank.me));
+  });
+}
+
+TEST(rebuild_is_refused_while_a_stream_captures_and_goes_on_after_it) {
+  with_ranks([](Rank& rank) {
+    const u64 graph = 140 + static_cast<u64>(rank.me);
+    fake_cuda::begin_capture(stream_of(rank.me), graph);
+    rank.dispatch(4);
+    rank.meet();
+    const Error refused = error_of([&] { rank.comm->rebuild({0, 1, 2}, in_seconds(20), kNoPoll); });
+    CHECK_EQ(refused.code, ErrorCode::kInvalidState);
+    says(refused, "a stream of GPU 0 records a CUDA graph");
+    rank.meet();
+    fake_cuda::end_capture(stream_of(rank.me));
+    rank.meet();
+    rank.comm->rebuild({0, 1, 2}, in_seconds(20), kNoPoll);
+    rank.meet();
+    fake_cuda::destroy_graph(graph);
   });
 }
 
