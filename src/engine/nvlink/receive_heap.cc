@@ -18,6 +18,7 @@ constexpr size_t kManyPending = 64;  // asking the driver costs more than a few 
 struct AllHeaps {
   std::mutex mutex;
   std::set<ReceiveHeap*> heaps;
+  std::vector<DeviceMemory> left;  // to the end of the process
 };
 
 AllHeaps& all_heaps() {
@@ -54,7 +55,9 @@ struct ReceiveHeap::Remains {
                               ? "a GPU is still at work in the heap of a closed window; its memory is not given back"
                               : "a result of a closed window was let go while its stream recorded a CUDA graph: when "
                                 "its use ends is not known, so the window's memory is not given back");
-    static_cast<void>(new DeviceMemory(std::move(memory)));  // on purpose
+    AllHeaps& all = all_heaps();
+    const std::lock_guard lock(all.mutex);
+    all.left.push_back(std::move(memory));
   }
 };
 

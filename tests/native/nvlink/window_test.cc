@@ -799,7 +799,8 @@ TEST(what_was_let_go_before_close_was_asked_of_its_stream_then) {
     fake_cuda::begin_capture(stream_of(rank.me), graph);
     rank.dispatch(4);
     fake_cuda::end_capture(stream_of(rank.me));
-    rank.window->reserve(4096, stream_of(rank.me)).reset();
+    auto let_go = rank.window->reserve(4096, stream_of(rank.me));
+    let_go.reset();
     auto held = rank.window->reserve(4096, stream_of(rank.me));
     rank.meet();
     rank.window->close();
