@@ -1,4 +1,4 @@
-// Which use of the CUDA driver beside graphs that other threads of the process capture takes it down? Decision 0033.
+// Which use of the CUDA driver (headers of CUDA 13) beside graphs that other threads of the process capture takes it down? Decision 0033.
 //   g++ -std=c++20 -O1 -pthread -I/usr/local/cuda/include tools/capture_stress.cc -o build/capture_stress -l:libcuda.so.1
 //   build/capture_stress SECONDS
 // Four threads each capture, instantiate, launch and destroy graphs of six empty kernels on a stream of their own; what goes on
@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <functional>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -22,12 +23,17 @@ namespace {
 
 constexpr int kThreads = 4;
 constexpr int kKernels = 6;
+constexpr long kObjectEvery = 16;  // graphs
 constexpr size_t kMapBytes = size_t{8} << 20;
 const char* const kSource = ".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry nothing() { ret; }\n";
 
-enum class Beside { kNothing, kSharedEvents, kSynchronize, kModules, kMappings };
-const char* const kNames[] = {"nothing", "events that other threads record again", "cuCtxSynchronize",
-                              "modules come and go", "mappings come and go"};
+enum class Beside { kNothing, kSharedEvents, kSynchronize, kModules, kMappings, kUserObjects };
+const char* const kNames[] = {"nothing",
+                              "events that other threads record again",
+                              "cuCtxSynchronize",
+                              "modules come and go",
+                              "mappings come and go",
+                              "graphs hold objects whose destructors start threads that map and unmap"};
 
 struct Counts {  // in memory that outlives the child
   std::atomic<long> graphs{0}, failed{0};
@@ -60,6 +66,7 @@ class Stress {
       });
     }
     for (std::thread& each : threads) each.join();
+    while (num_objects_ != 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 
  private:
@@ -75,6 +82,7 @@ class Stress {
       CUgraph graph = nullptr;
       CUgraphExec made = nullptr;
       expect(cuStreamBeginCapture(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL));
+      if (beside_ == Beside::kUserObjects && counts_.graphs % kObjectEvery == 0) hold_an_object(stream);
       for (int number = 0; number < kKernels; ++number) {
         expect(cuLaunchKernel(kernel_, 1, 1, 1, 32, 1, 1, 0, stream, nullptr, nullptr));
         if (beside_ == Beside::kSharedEvents) {  // the last goes to whoever takes one next
@@ -107,6 +115,25 @@ class Stress {
   void give(CUevent event) {
     const std::lock_guard lock(mutex_);
     idle_.push_back(event);
+  }
+
+  // As Weft does at the first call of a capture (src/engine/nvlink/gpu.cc).
+  void hold_an_object(CUstream stream) {
+    CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+    CUgraph graph = nullptr;
+    expect(cuStreamGetCaptureInfo(stream, &status, nullptr, &graph, nullptr, nullptr, nullptr));
+    CUuserObject object = nullptr;
+    const auto start = [](void* self) {
+      std::thread([self] {
+        auto* const stress = static_cast<Stress*>(self);
+        stress->expect(cuCtxSetCurrent(stress->context_));
+        stress->map_and_unmap();
+        --stress->num_objects_;
+      }).detach();
+    };
+    expect(cuUserObjectCreate(&object, this, start, 1, CU_USER_OBJECT_NO_DESTRUCTOR_SYNC));
+    ++num_objects_;
+    expect(cuGraphRetainUserObject(graph, object, 1, CU_GRAPH_USER_OBJECT_MOVE));
   }
 
   std::function<void()> work_beside() {
@@ -145,6 +172,7 @@ class Stress {
   CUfunction kernel_ = nullptr;
   std::mutex mutex_;
   std::vector<CUevent> idle_;
+  std::atomic<int> num_objects_{0};
 };
 
 }  // namespace
@@ -154,8 +182,8 @@ int main(int num_args, char** args) {
   auto* counts =
       static_cast<Counts*>(mmap(nullptr, sizeof(Counts), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
   if (counts == MAP_FAILED) return 1;
-  for (const Beside beside :
-       {Beside::kNothing, Beside::kSharedEvents, Beside::kSynchronize, Beside::kModules, Beside::kMappings}) {
+  for (const Beside beside : {Beside::kNothing, Beside::kSharedEvents, Beside::kSynchronize, Beside::kModules,
+                              Beside::kMappings, Beside::kUserObjects}) {
     new (counts) Counts();
     const pid_t child = fork();
     if (child == 0) {

@@ -13,7 +13,6 @@ stopped. A run begins by making sure that the comparison sees single wrong words
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import functools
 import json
@@ -42,6 +41,7 @@ from soak_check import (
     values,
 )
 from soak_graphs import run_graphs
+from soak_load import Pace, Traffic
 from soak_rounds import DEADLINE_S, GRAPH_POOLS, Pool, Round, agree, compile_kernels, draw, pools_of
 from torch import Tensor
 
@@ -51,46 +51,8 @@ from weft.bench.apart import COMPILE_S, apart
 from weft.bench.suite import machine_facts
 from weft.verify.cases import dispatch_options, later_options
 
-CALLS_AHEAD = 2
 FEW_ROUNDS = 32  # whose kernels are compiled as ranks come to them, no others
 NUM_ROUTINGS = 3  # of a round
-
-
-class Traffic:
-    """Copies to the GPUs of all peers on a stream of their own, kept going from call to call."""
-
-    def __init__(self, device: torch.device, num_bytes: int = 16 << 20) -> None:
-        self.stream = torch.cuda.Stream(device)
-        others = [idx for idx in range(torch.cuda.device_count()) if idx != device.index]
-        self.source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
-        self.targets = [torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", idx)) for idx in others]
-        self.done = torch.cuda.Event()
-        self.num_copies = 0
-
-    def go_on(self) -> None:
-        """Start the next copies if the last are through."""
-        if not self.done.query():
-            return
-        with torch.cuda.stream(self.stream):
-            for target in self.targets:
-                target.copy_(self.source, non_blocking=True)
-            self.done.record(self.stream)
-        self.num_copies += len(self.targets)
-
-
-class Pace:
-    """Keeps the host at most `CALLS_AHEAD` calls ahead of its GPU. Ranks that are threads of a process share the
-    driver: one whose stream is full of work holds up the launches of the others, for which that work waits.
-    """
-
-    def __init__(self) -> None:
-        self.events = collections.deque(torch.cuda.Event() for _ in range(CALLS_AHEAD))
-
-    def go_on(self) -> None:
-        """Before a call: wait for the one so many before it. An event that has not been recorded is over."""
-        self.events[0].synchronize()
-        self.events[0].record()
-        self.events.rotate(-1)
 
 
 class Soak:
@@ -100,7 +62,7 @@ class Soak:
         self.comm, self.options, self.device = comm, options, comm.device
         on_gpu = comm.device.type == "cuda"
         self.traffic = Traffic(comm.device) if on_gpu and options.traffic else None
-        self.pace = Pace() if on_gpu else None
+        self.pace = Pace() if on_gpu and options.isolation == "thread" else None
         self.pools = pools_of(comm.device.type)
         self.objects = {
             pool: weft.ExpertParallel(
