@@ -483,8 +483,8 @@ class ExpertParallel:
     def close(self) -> None:
         """Give the windows back once no other object uses them. Local, never waits for a peer, may be called twice.
 
-        On a GPU it waits, bounded, for this rank's own kernels, after captures up to 10 s for an idle GPU: synchronise
-        replays first. Tensors that calls returned stay valid.
+        On a GPU it waits, bounded, for this rank's own kernels. Tensors that calls returned stay valid. Memory that
+        CUDA graphs with its calls use, that of the peers too, is given back when the last of these graphs is destroyed.
 
         Raises:
             InvalidState: inside a call of the communicator, of another thread or one that a signal handler has

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -288,6 +290,48 @@ def test_a_peer_that_does_not_replay(mode: str) -> None:
         comm.rebuild(range(comm.num_ranks))
         assert torch.equal(ep.dispatch(*parts).x.cpu(), expected(1)[0][comm.rank].x)
         ep.close()
+
+    run(work)
+
+
+def test_graphs_outlive_their_object() -> None:
+    """A closed object's graph replays, with the same results, and holds its memory until it is destroyed."""
+    heap_bytes = 512 << 20
+    counts_memory = "PYTEST_XDIST_WORKER" not in os.environ  # what is free also changes with other workers
+
+    def work(comm: weft.Communicator) -> None:
+        ep = make(comm, heap_bytes=heap_bytes)
+        options: dict[str, Any] = {"layout": "rank_major", "capacity": NUM_RANKS * TOKENS}
+        ep.warmup(**options)
+        x, ids, weights = on_device(comm, inputs(3))
+        want = expected(3, **options)[1][comm.rank]
+        stream = torch.cuda.Stream(comm.device)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.current_stream(comm.device).synchronize()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            r = ep.dispatch(x, ids, weights, **options)
+            y = ep.combine(r.x, r.handle)
+            graph.capture_end()
+            for is_closed in (False, True):
+                if is_closed:
+                    ep.close()
+                    comm.meet(20.0)
+                y.fill_(float("nan"))
+                graph.replay()
+                stream.synchronize()
+                assert torch.equal(y.cpu(), want), f"is_closed={is_closed}"
+        del r
+        gc.collect()
+        comm.meet(20.0)
+        held = torch.cuda.mem_get_info(comm.device)[0]
+        comm.meet(20.0)
+        graph.reset()
+        deadline = time.monotonic() + 60
+        while counts_memory and torch.cuda.mem_get_info(comm.device)[0] < held + heap_bytes:
+            assert time.monotonic() < deadline, (held, torch.cuda.mem_get_info(comm.device)[0])
+            time.sleep(0.01)
+        comm.meet(60.0)
 
     run(work)
 
