@@ -3,7 +3,7 @@
 # Steps: bench small late cost where tune soak kill kill_large tests compile examples sanitize (without any: all). Each writes
 # FOLDER/gpu_STEP.jsonl and FOLDER/STEP.log, and goes on with the next if it fails. Builds the native module beside the sources if it is not there. PYTHON names the
 # interpreter; SECONDS_EACH bounds a step; COMMIT is written where a tree without git knows none; SOAK gives the seconds of calls and of graphs, and the first seed.
-# On one GPU ranks share it: cost, soak, kill, kill_large, tests, compile and sanitize run there too, soak as three of 2, 3 and 4 ranks side by side (gpu_soak_2.jsonl ...).
+# On one GPU ranks share it: cost, soak, kill, kill_large, tests, compile and sanitize run there too, soak with 4, 3 and 2 ranks in turn (gpu_soak_4.jsonl ...).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=$1
@@ -52,11 +52,10 @@ for step in "${steps[@]}"; do
       if [ "$num_gpus" -gt 1 ]; then
         run soak "${soak[@]}" --seed "$seed"
       else
-        for ranks in 2 3 4; do
+        for ranks in 4 3 2; do
           run "soak_$ranks" "${soak[@]}" --seed "$((seed + 100000 * ranks))" --ranks "$ranks" --isolation thread --no-traffic \
-            --progress "$folder/soak_${ranks}_so_far.jsonl" &
+            --progress "$folder/soak_${ranks}_so_far.jsonl"
         done
-        wait
       fi ;;
     kill) run kill "${weft[@]}" verify --kill --device cuda --ranks "$kill_ranks" --trials 34 --deaths $((kill_ranks - 1)) --experts $((16 * kill_ranks)) --top-k 8 --dtype bf16 \
       --quantize none --layout expert_major --json ;;
