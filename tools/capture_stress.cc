@@ -66,7 +66,10 @@ class Stress {
       });
     }
     for (std::thread& each : threads) each.join();
-    while (num_objects_ != 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    for (int tries = 0; num_objects_ != 0 && tries < 10'000; ++tries) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    counts_.failed += num_objects_;
   }
 
  private:
@@ -131,9 +134,13 @@ class Stress {
         --stress->num_objects_;
       }).detach();
     };
-    expect(cuUserObjectCreate(&object, this, start, 1, CU_USER_OBJECT_NO_DESTRUCTOR_SYNC));
+    const CUresult made = cuUserObjectCreate(&object, this, start, 1, CU_USER_OBJECT_NO_DESTRUCTOR_SYNC);
+    expect(made);
+    if (made != CUDA_SUCCESS) return;
     ++num_objects_;
-    expect(cuGraphRetainUserObject(graph, object, 1, CU_GRAPH_USER_OBJECT_MOVE));
+    const CUresult kept = cuGraphRetainUserObject(graph, object, 1, CU_GRAPH_USER_OBJECT_MOVE);
+    expect(kept);
+    if (kept != CUDA_SUCCESS) cuUserObjectRelease(object, 1);
   }
 
   std::function<void()> work_beside() {

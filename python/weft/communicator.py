@@ -381,6 +381,9 @@ class Communicator:
         Raises:
             InvalidArgument: `ranks` are not active ranks, or lack this one.
             PeerTimeout, PeerLost: one of them did not take part; rebuild may be called again.
+            InvalidState: inside another call; or the GPU must be asked whether replays of CUDA graphs have ended, and
+                something in this process captures one, which that spoils. The others wait for this rank: call rebuild
+                again when no capture is under way.
         """
         wanted = _rebuild_ranks(ranks, self._active, self._rank)
         with self.alone("rebuild"):

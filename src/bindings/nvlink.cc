@@ -246,7 +246,7 @@ void bind_nvlink(nb::module_& m) {
   bind_combine_args(m);
   bind_results(m);
   bind_window(m);
-  m.def("gpu_leave_graphs_to_the_exit", &nvlink::leave_graphs_to_the_exit);
+  m.def("gpu_leave_graphs_to_the_exit", &nvlink::leave_graphs_to_the_exit, nb::call_guard<nb::gil_scoped_release>());
   m.def("gpu_record_stream", &nvlink::ReceiveHeap::record_stream, "ptr"_a, "stream"_a);
   m.def(
       "gpu_send_plan_len",

@@ -132,10 +132,12 @@ struct Kept {
 };
 
 std::atomic<bool> process_ends{false};
+std::atomic<int> num_letting_go{0};
 
 // In a thread of the driver's, which may not call it.
 void let_go(void* kept) noexcept try {
   if (process_ends) return;
+  ++num_letting_go;
   start_thread("weft-clean-up", [held = static_cast<Kept*>(kept)] {
     const cuda::RelaxedCaptureScope relaxed;
     {
@@ -143,14 +145,20 @@ void let_go(void* kept) noexcept try {
       held->what.reset();
     }
     delete held;
+    --num_letting_go;
   }).detach();
 } catch (const std::exception&) {
-  log_line(kLogWarning, "no thread to be had: memory of a window whose graphs are gone is not given back");
+  --num_letting_go;
+  return;  // no thread to be had: the memory is left to the end of the process
 }
 
 }  // namespace
 
-void leave_graphs_to_the_exit() noexcept { process_ends = true; }
+void leave_graphs_to_the_exit() {
+  constexpr u64 kPatienceNs = 2'000'000'000;
+  process_ends = true;
+  wait_on_host([] { return num_letting_go == 0; }, now_ns() + kPatienceNs, {});
+}
 
 void Gpu::keep_for(cuda::Graph graph, std::shared_ptr<void> kept) {
   const cuda::RelaxedCaptureScope relaxed;
@@ -178,8 +186,8 @@ bool Gpu::wait_until_idle(u64 deadline_ns, const cpu::Poll& poll) {
   const cuda::Result found = result.get();
   if (found == cuda::kCaptureUnsupported) {
     throw_invalid_state("a stream of GPU " + std::to_string(index) +
-                        " records a CUDA graph, so the GPU can't be asked whether replays have ended; end all captures "
-                        "of this process first");
+                        " records a CUDA graph, so the GPU can't be asked whether replays have ended, and the graph is "
+                        "spoilt; end all captures of this process, then rebuild again");
   }
   cuda::check(found, "cuCtxSynchronize");
   return true;

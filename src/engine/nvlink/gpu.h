@@ -94,6 +94,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
 };
 
 // At the end of the process: what graphs hold is not given back any more, for the driver goes away beside whoever would do it.
-void leave_graphs_to_the_exit() noexcept;
+// Waits, bounded, for those that do it just now.
+void leave_graphs_to_the_exit();
 
 }  // namespace weft::nvlink

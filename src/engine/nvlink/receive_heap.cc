@@ -53,8 +53,8 @@ struct ReceiveHeap::Remains {
     if (!scope.ok() || (is_known && wait_on_host(is_done, now_ns() + kSettleNs, {}))) return;
     log_line(kLogWarning, is_known
                               ? "a GPU is still at work in the heap of a closed window; its memory is not given back"
-                              : "a result of a closed window was let go while its stream recorded a CUDA graph: when "
-                                "its use ends is not known, so the window's memory is not given back");
+                              : "a result was let go after its window, while its stream recorded a CUDA graph or could "
+                                "not be asked when its work ends: the window's heap is not given back");
     AllHeaps& all = all_heaps();
     const std::lock_guard lock(all.mutex);
     all.left.push_back(std::move(memory));

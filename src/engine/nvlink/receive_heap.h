@@ -43,8 +43,8 @@ class ReceiveHeap : public std::enable_shared_from_this<ReceiveHeap> {
   // An event on `stream`, behind the use of all that was let go there. Never for a stream that records a graph.
   std::shared_ptr<Event> record(u64 stream);
 
-  // Its window is gone: nobody reserves any more. What was let go, and what will be, is asked of its streams in the threads
-  // that say so. The last to let go of the heap may be a thread of its own, beside which a stream may record a graph by then.
+  // No more reservations: the window is closed or has another heap. Events are recorded now for what was let go, and for what
+  // will be by whoever lets go; the thread that cleans up may not ask streams, which may record graphs by then.
   void close();
 
   void quarantine() { heap_.quarantine(); }

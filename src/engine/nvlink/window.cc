@@ -70,7 +70,9 @@ struct Window::Memory {
 // What a closed window leaves; graphs with calls of it hold it until they and their replays are gone.
 struct Window::Remains {
   explicit Remains(std::shared_ptr<Gpu> of) : gpu(std::move(of)) {}
-  ~Remains() { gpu->clean_up(std::move(rest)); }
+  ~Remains() {
+    if (rest != nullptr) gpu->clean_up(std::move(rest));
+  }
   Remains(const Remains&) = delete;
   Remains& operator=(const Remains&) = delete;
 
@@ -123,8 +125,10 @@ void Window::close() {
     return;
   }
   last_event_.reset();
-  heap_->close();
-  for (const std::shared_ptr<ReceiveHeap>& heap : old_heaps_) heap->close();
+  if (scope.ok()) heap_->close();  // else nothing is asked of the GPU
+  for (const std::shared_ptr<ReceiveHeap>& heap : old_heaps_) {
+    if (scope.ok()) heap->close();
+  }
   // Results that are still held keep the heap. The page comes first: it goes last, and with it what holds the GPU, to which the
   // event goes back.
   struct Rest {
@@ -144,9 +148,7 @@ void Window::close() {
   remains_.reset();
 }
 
-// Asked anew: since the call began its capture may have ended, and the graph be gone.
-void Window::keep_for_graph(u64 stream) {
-  const Capture capture = capture_of(stream);
+void Window::keep_for_graph(const Capture& capture) {
   if (capture.graph == nullptr || capture.id == kept_for_id_) return;
   if (remains_ == nullptr) remains_ = std::make_shared<Remains>(gpu_);
   gpu_->keep_for(capture.graph, remains_);
@@ -284,7 +286,8 @@ void Window::install(const std::vector<int>& ranks, u16 epoch, Memory memory, st
 void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u16 epoch, u64 deadline_ns,
                    const Poll& poll) {
   const cuda::ContextScope scope(gpu_->context);
-  if (!wait_for_kernels(deadline_ns, poll) || (remains_ != nullptr && !gpu_->wait_until_idle(deadline_ns, poll))) {
+  const bool has_graphs = remains_.use_count() > 1;
+  if (!wait_for_kernels(deadline_ns, poll) || (has_graphs && !gpu_->wait_until_idle(deadline_ns, poll))) {
     throw Error(ErrorCode::kCudaError,
                 "rebuild: a kernel of the old epoch has not ended; its memory can't be replaced under it", "rebuild");
   }
@@ -311,10 +314,10 @@ bool Window::hands_out() const {
 std::optional<Block> Window::reserve(u64 num_bytes, u64 stream, OnCapture on_capture) {
   if (!hands_out()) return std::nullopt;
   const cuda::ContextScope scope(gpu_->context);
-  const bool is_capturing = capture_of(stream).is_active;
-  if (is_capturing && on_capture == OnCapture::kNothing) return std::nullopt;
-  if (is_capturing) keep_for_graph(stream);
-  return heap_->reserve(num_bytes, stream, is_capturing);
+  const Capture capture = capture_of(stream);
+  if (capture.is_active && on_capture == OnCapture::kNothing) return std::nullopt;
+  if (capture.is_active) keep_for_graph(capture);
+  return heap_->reserve(num_bytes, stream, capture.is_active);
 }
 
 std::vector<u64> Window::waited_ns() const {

@@ -182,7 +182,7 @@ class Window : public cpu::MemberWindow {
   bool has_left() noexcept;
   void prepare_unload();
   struct Remains;
-  void keep_for_graph(u64 stream);
+  void keep_for_graph(const Capture& capture);
 
   const std::shared_ptr<Communicator> comm_;
   const std::shared_ptr<Gpu> gpu_;

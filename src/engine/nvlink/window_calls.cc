@@ -97,7 +97,11 @@ void Window::start(const Kernel& kernel, i32 num_blocks, u64 stream, void* args)
                                   stream_of(stream),
                                   &early,
                                   1};
-  if (capture_.is_active) keep_for_graph(stream);
+  if (capture_.is_active) {
+    const Capture now = capture_of(stream);
+    if (!now.is_active || now.id != capture_.id) throw_invalid_state("the capture of its stream ended during the call");
+    keep_for_graph(capture_);
+  }
   const cuda::Result launched = cuda::driver().launch(&config, kernel.function, params, nullptr);
   // A capture that was spoilt has sent nothing: the others need not hear of it.
   if (launched != cuda::kSuccess && capture_.is_active) {

@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -30,6 +31,7 @@ struct StreamState {
   uint64_t done = 0;
   int capture = kNotCapturing;
   uint64_t capture_id = 0;
+  bool is_spoilt = false;              // the capture: there will be no graph
   std::map<uint64_t, uint64_t> after;  // by other stream: its counter that this one waits for, directly or not
 };
 
@@ -137,8 +139,11 @@ Result context_synchronize() {
   for (;;) {
     {
       const std::lock_guard lock(s.mutex);
-      const bool captures = std::any_of(s.streams.begin(), s.streams.end(),
-                                        [](const auto& each) { return each.second.capture != kNotCapturing; });
+      bool captures = false;
+      for (auto& [id, stream] : s.streams) {
+        stream.is_spoilt = stream.is_spoilt || stream.capture != kNotCapturing;
+        captures = captures || stream.capture != kNotCapturing;
+      }
       if (captures) return kCaptureUnsupported;
       const bool is_idle = std::all_of(s.streams.begin(), s.streams.end(),
                                        [](const auto& each) { return each.second.done == each.second.submitted; });
@@ -443,8 +448,14 @@ void begin_capture(uint64_t stream, uint64_t id) {
   state().streams[stream].capture_id = id;
 }
 void end_capture(uint64_t stream) {
-  const std::lock_guard lock(state().mutex);
-  state().streams[stream].capture = kNotCapturing;
+  std::optional<uint64_t> spoilt;
+  {
+    const std::lock_guard lock(state().mutex);
+    StreamState& at = state().streams[stream];
+    at.capture = kNotCapturing;
+    if (std::exchange(at.is_spoilt, false)) spoilt = at.capture_id;
+  }
+  if (spoilt) destroy_graph(*spoilt);
 }
 void destroy_graph(uint64_t id) {
   std::vector<UserObjectState*> held;

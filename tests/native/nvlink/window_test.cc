@@ -814,19 +814,34 @@ TEST(what_was_let_go_before_close_was_asked_of_its_stream_then) {
 
 TEST(rebuild_is_refused_while_a_stream_captures_and_goes_on_after_it) {
   with_ranks([](Rank& rank) {
-    const u64 graph = 140 + static_cast<u64>(rank.me);
-    fake_cuda::begin_capture(stream_of(rank.me), graph);
+    const u64 graph = 140 + static_cast<u64>(rank.me), spoilt = 150;
+    const auto rebuild = [&] { rank.comm->rebuild({0, 1, 2}, in_seconds(20), kNoPoll); };
     rank.dispatch(4);
     rank.meet();
-    const Error refused = error_of([&] { rank.comm->rebuild({0, 1, 2}, in_seconds(20), kNoPoll); });
-    CHECK_EQ(refused.code, ErrorCode::kInvalidState);
-    says(refused, "a stream of GPU 0 records a CUDA graph");
+    if (rank.me == 0) {
+      fake_cuda::begin_capture(stream_of(0), graph);
+      rank.dispatch(4);
+      fake_cuda::end_capture(stream_of(0));
+      fake_cuda::begin_capture(stream_of(9), spoilt);
+      const Error refused = error_of(rebuild);
+      CHECK_EQ(refused.code, ErrorCode::kInvalidState);
+      says(refused, "a stream of GPU 0 records a CUDA graph");
+      fake_cuda::end_capture(stream_of(9));
+    }
+    rebuild();  // the others have waited
     rank.meet();
-    fake_cuda::end_capture(stream_of(rank.me));
+    if (rank.me == 0) {
+      fake_cuda::destroy_graph(graph);
+      fake_cuda::begin_capture(stream_of(9), spoilt);
+    }
     rank.meet();
-    rank.comm->rebuild({0, 1, 2}, in_seconds(20), kNoPoll);
-    rank.meet();
-    fake_cuda::destroy_graph(graph);
+    Error last = error_of(rebuild);  // until it is seen that there is no graph, then nobody asks
+    for (int tries = 0; tries < 1000 && last.code == ErrorCode::kInvalidState; ++tries) {
+      usleep(1000);
+      last = error_of(rebuild);
+    }
+    CHECK_EQ(last.text, std::string("nothing was raised"));
+    if (rank.me == 0) fake_cuda::end_capture(stream_of(9));
   });
 }
 
