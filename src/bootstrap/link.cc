@@ -95,9 +95,8 @@ void Link::close() noexcept {
   socket_.reset();
 }
 
-bool Link::receive(PacketReader& reader, const Events& events) {
-  // check: allow spin-loop: ends when the socket holds no more packets
-  for (;;) {
+bool Link::receive(PacketReader& reader, const Events& events, int most_packets) {
+  for (int number = 0; number < most_packets; ++number) {
     std::string problem;
     switch (reader.receive(socket_.get())) {
       case ReceiveResult::kNothing: return false;
@@ -112,6 +111,7 @@ bool Link::receive(PacketReader& reader, const Events& events) {
       return true;
     }
   }
+  return false;
 }
 
 std::string Link::take(PacketReader& reader, const Events& events) {

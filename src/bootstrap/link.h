@@ -50,8 +50,9 @@ class Link {
     std::function<void(const std::string& why)> refused;
   };
 
-  // Reads all there is; true when the connection has ended (refused ones included).
-  bool receive(PacketReader& reader, const Events& events);
+  // Reads what there is, at most so many packets: a peer that sends without end must not keep others from being heard.
+  // True when the connection has ended (refused ones included).
+  bool receive(PacketReader& reader, const Events& events, int most_packets);
 
  private:
   struct Outgoing {

@@ -24,6 +24,8 @@ namespace {
 
 constexpr const char* kClosedText = "closed its communicator";
 constexpr uint64_t kWatchSliceNs = 200'000'000;  // how long a watcher may outlive close()
+constexpr int kPacketsATurn = 64;                // of a peer, before the next one is heard
+constexpr int kPacketsLeft = 1 << 16;            // more than a socket holds
 
 // Runs detached and touches only what it shares: close() need not wait for it.
 void watch(const std::shared_ptr<PeerLife>& life, const std::shared_ptr<Board>& board, int peer) {
@@ -117,7 +119,7 @@ class ProcessControlPlane final : public ControlPlane {
  private:
   void run_monitor();
   std::vector<pollfd> watched_fds();
-  void read_from(Peer& peer, PacketReader& reader);
+  void read_from(Peer& peer, PacketReader& reader, int most_packets);
   void wake_monitor() noexcept;
   void close_once() noexcept;
   void leak() noexcept;
@@ -181,7 +183,9 @@ void ProcessControlPlane::run_monitor() {
         if (!peer.link.unsent()) board_->wake();
       }
       // Before the end of the process is told: what it still said counts, a goodbye above all.
-      if (peer.connected && ((socket.revents & ~POLLOUT) != 0 || ended)) read_from(peer, reader);
+      if (peer.connected && ((socket.revents & ~POLLOUT) != 0 || ended)) {
+        read_from(peer, reader, ended ? kPacketsLeft : kPacketsATurn);
+      }
       if (ended) {
         peer.running = false;
         if (peer.life->said_goodbye()) {
@@ -206,7 +210,7 @@ std::vector<pollfd> ProcessControlPlane::watched_fds() {
   return fds;
 }
 
-void ProcessControlPlane::read_from(Peer& peer, PacketReader& reader) {
+void ProcessControlPlane::read_from(Peer& peer, PacketReader& reader, int most_packets) {
   const int rank = peer.rank;
   const Link::Events events{
       [&](uint64_t tag, Parcel&& parcel) { board_->put(rank, tag, std::move(parcel)); },
@@ -219,7 +223,7 @@ void ProcessControlPlane::read_from(Peer& peer, PacketReader& reader) {
       [&] { board_->gone(rank, DetectionChannel::kGoodbye, kClosedText); },
       [&](const std::string& why) { board_->gone(rank, DetectionChannel::kRefused, why); },
   };
-  if (!peer.link.receive(reader, events)) return;
+  if (!peer.link.receive(reader, events, most_packets)) return;
   peer.connected = false;
   peer.link.shut(false);
   if (peer.life->said_goodbye()) {

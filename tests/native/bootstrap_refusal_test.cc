@@ -8,6 +8,7 @@
 
 #include "bootstrap/handshake.h"
 #include "bootstrap/life_lock.h"
+#include "bootstrap/link.h"
 #include "bootstrap/socket.h"
 #include "bootstrap_ranks.h"
 
@@ -331,6 +332,21 @@ TEST(a_reason_that_names_no_rank_is_made_harmless) {
   CHECK_EQ(ranks.pipe(0).hear(), 1u);
   ranks.pipe(1).tell(1);
   ranks.join_all();
+}
+
+TEST(of_a_peer_that_sends_without_end_some_packets_are_read_at_a_time) {
+  int ends[2];
+  CHECK_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends), 0);
+  const OwnedFd peer(ends[1]);
+  Link link{OwnedFd(ends[0])};
+  for (int number = 0; number < 7; ++number) send_small(peer.get(), PacketType::kGoodbye, {});
+  int num_read = 0;
+  const Link::Events events{{}, {}, [&] { ++num_read; }, {}};
+  PacketReader reader;
+  for (const int so_far : {3, 6, 7, 7}) {
+    CHECK(!link.receive(reader, events, 3));
+    CHECK_EQ(num_read, so_far);
+  }
 }
 
 int main(int argc, char** argv) { return run_tests(argc, argv); }
