@@ -36,25 +36,26 @@ run() { # step, command...: INT first, so that what was measured is still writte
 }
 
 for step in "${steps[@]}"; do
+  ranks=(--ranks "$num_gpus")
   case $step in
-    bench) run bench "${weft[@]}" bench --device cuda --suite targets,routings,tokens,sms,step --trace benchmarks/traces/demo_e256_k8.npz \
+    bench) run bench "${weft[@]}" bench --device cuda "${ranks[@]}" --suite targets,routings,tokens,sms,step --trace benchmarks/traces/demo_e256_k8.npz \
       --plot "$folder/bandwidth.png" --json ;;
-    small) run bench_small "${weft[@]}" bench --device cuda --suite small --json ;;
-    late) run late "${weft[@]}" bench --device cuda --who-is-late --late-rank 1 --late-us 1000 --tokens 128 --hidden 7168 \
+    small) run bench_small "${weft[@]}" bench --device cuda "${ranks[@]}" --suite small --json ;;
+    late) run late "${weft[@]}" bench --device cuda "${ranks[@]}" --who-is-late --late-rank 1 --late-us 1000 --tokens 128 --hidden 7168 \
       --experts 256 --capacity 8192 --layout expert_major --json ;;
     cost)
-      if [ "$num_gpus" -gt 1 ]; then ranks=(--ranks "$num_gpus"); else ranks=(--isolation thread); fi
+      if [ "$num_gpus" -eq 1 ]; then ranks=(--isolation thread); fi
       run wait_cost "$python" tools/wait_cost.py "${ranks[@]}" ;;
-    where) run where_time_goes "$python" tools/where_time_goes.py ;;
-    tune) run tune "${weft[@]}" tune --device cuda --output "$folder/tuning.json" --json ;;
+    where) run where_time_goes "$python" tools/where_time_goes.py "$num_gpus" ;;
+    tune) run tune "${weft[@]}" tune --device cuda "${ranks[@]}" --output "$folder/tuning.json" --json ;;
     soak)
       soak=("$python" tools/soak.py --device cuda --repeats 40 --seconds "$call_s" --graph-seconds "$graph_s")
       if [ "$num_gpus" -gt 1 ]; then
-        run soak "${soak[@]}" --seed "$seed"
+        run soak "${soak[@]}" "${ranks[@]}" --seed "$seed"
       else
-        for ranks in 4 3 2; do
-          run "soak_$ranks" "${soak[@]}" --seed "$((seed + 100000 * ranks))" --ranks "$ranks" --isolation thread --no-traffic \
-            --progress "$folder/soak_${ranks}_so_far.jsonl"
+        for number in 4 3 2; do
+          run "soak_$number" "${soak[@]}" --seed "$((seed + 100000 * number))" --ranks "$number" --isolation thread --no-traffic \
+            --progress "$folder/soak_${number}_so_far.jsonl"
         done
       fi ;;
     kill) run kill "${weft[@]}" verify --kill --device cuda --ranks "$kill_ranks" --trials 34 --deaths $((kill_ranks - 1)) --experts $((16 * kill_ranks)) --top-k 8 --dtype bf16 \
@@ -63,7 +64,7 @@ for step in "${steps[@]}"; do
       --hidden 2048 --experts $((16 * kill_ranks)) --top-k 8 --dtype bf16 --quantize none --layout expert_major --json ;;
     tests) WEFT_TEST_LATE_S=1,5,30 limit=$((3 * limit)) run tests "$python" tools/record_tests.py -q -p no:cacheprovider tests/gpu ;;
     compile) run compile "${weft[@]}" cache prebuild --folder "$(mktemp -d)/kernels" --jobs 1 --json ;;
-    examples) run examples "$python" tools/example_runs.py ;;
+    examples) run examples "$python" tools/example_runs.py "${ranks[@]}" ;;
     sanitize) run sanitize tools/sanitize.sh ;;
     *) echo "unknown step $step" && exit 2 ;;
   esac
