@@ -250,12 +250,14 @@ class GpuDispatchResult:
 
 class GpuTogether: ...
 
-class GpuPlans:
-    def tensors(self, from_dlpack: Callable[[Any], Any]) -> tuple[Any, Any, Any]: ...
+class GpuRouting:
+    def tensor(self, name: str, from_dlpack: Callable[[Any], Any]) -> Any | None: ...
     @property
     def send_plan(self) -> int: ...
     @property
     def recv_plan(self) -> int: ...
+    @property
+    def topk_weights(self) -> int: ...
 
 class GpuWindow:
     def __init__(
@@ -297,8 +299,7 @@ class GpuWindow:
         topk_weights: int,
         out_x: int,
         out_scales: int,
-        from_dlpack: Callable[[Any], Any],
-    ) -> tuple[Any, ...] | None: ...
+    ) -> GpuRouting | None: ...
     def dispatch_again(
         self,
         args: GpuDispatchArgs,

@@ -17,7 +17,7 @@ from weft import _load, staged, traces
 from weft.errors import InvalidArgument, Unsupported
 from weft.gpu_running import Running, has_nvtx_tool
 from weft.gpu_tensors import as_tensor, clear, column_bytes, dense, first_rows, from_dlpack, readable, row_bytes
-from weft.handle import COMPLETE, Event
+from weft.handle import COMPLETE, ROUTING, Event
 from weft.limits import (
     LANDING_SLACK,
     MAX_CAPACITY,
@@ -313,8 +313,8 @@ class GpuCalls(NativeCalls):
     ) -> Received:
         """What a native dispatch has made, with what found no room in the heap; `ordinary`: sizes and send plan that it
         was given."""
-        in_heap, num_rows, rows, out_scales, out_idx, out_weights, plans = made
-        sizes, send_plan, recv_plan = plans.tensors(from_dlpack)
+        in_heap, num_rows, rows, out_scales, routing = made
+        sizes, send_plan, recv_plan, out_weights, out_idx = (routing.tensor(name, from_dlpack) for name in ROUTING)
         if ordinary is not None:
             sizes, send_plan = ordinary
         no_ids = self._no_ids if args.topk_is_int64 else self._ints

@@ -70,7 +70,7 @@ class Event:
 
 
 COMPLETE = Event()
-_LAZY = ("sizes", "send_plan", "recv_plan")
+ROUTING = ("sizes", "send_plan", "recv_plan", "topk_weights", "topk_idx")  # that may become tensors when asked for
 
 
 @dataclass(frozen=True, eq=False, init=False)  # with the constructor that dataclass makes, 0.7 us more
@@ -113,30 +113,21 @@ class Handle:
         )  # fmt: skip
 
     @classmethod
-    def _lazily(
-        cls,
-        made: Any,
-        topk_weights: torch.Tensor,
-        topk_idx: torch.Tensor | None,
-        num_local_experts: int,
-        tie: torch.Tensor,
-        num_tokens: int,
-        call: Call,
-    ) -> Handle:
-        """With plans and sizes that become tensors when they are asked for; `made`: what has them."""
+    def _lazily(cls, made: Any, num_local_experts: int, tie: torch.Tensor, num_tokens: int, call: Call) -> Handle:
+        """With the `ROUTING` of a dispatch with a capacity; `made`: what has it."""
         handle: Handle = object.__new__(cls)
         handle.__dict__.update(
-            made=made, topk_weights=topk_weights, topk_idx=topk_idx, num_local_experts=num_local_experts, tie=tie,
-            num_tokens=num_tokens, call=call, sent=None,
-        )  # fmt: skip
+            made=made, num_local_experts=num_local_experts, tie=tie, num_tokens=num_tokens, call=call, sent=None
+        )
         return handle
 
     def __getattr__(self, name: str) -> Any:
         made = self.__dict__.get("made")
-        if made is None or name not in _LAZY:
+        if made is None or name not in ROUTING:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        self.__dict__.update(zip(_LAZY, made.tensors(torch._C._from_dlpack), strict=True))
-        return self.__dict__[name]
+        has_one = name != "topk_idx" or self.layout == "rank_major"
+        found = self.__dict__[name] = made.tensor(name, torch._C._from_dlpack) if has_one else None
+        return found
 
     @property
     def layout(self) -> str:
@@ -171,6 +162,8 @@ class Handle:
     @property
     def rows_shape(self) -> tuple[int, ...]:
         """Shape of the rows without their last dimension: (N,), masked (L, C)."""
+        if "made" in self.__dict__:
+            return (self.num_local_experts, self.call.capacity) if self.layout == "masked" else (self.call.capacity,)
         return tuple(self.topk_weights.shape[: 2 if self.layout == "masked" else 1])
 
     def repeated(self, tie: torch.Tensor, sent: Any) -> Handle:
@@ -228,6 +221,20 @@ class Dispatched:
             x=x, topk_idx=topk_idx, topk_weights=topk_weights, handle=handle, overflow=overflow, event=event,
             calls=calls, half=half,
         )  # fmt: skip
+
+    @classmethod
+    def _lazily(
+        cls, x: torch.Tensor | Quantized, handle: Handle, overflow: torch.Tensor, event: Event, calls: Any
+    ) -> Dispatched:
+        """With ids and weights that become tensors when they are asked for."""
+        dispatched: Dispatched = object.__new__(cls)
+        dispatched.__dict__.update(x=x, handle=handle, overflow=overflow, event=event, calls=calls, half=None)
+        return dispatched
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("topk_idx", "topk_weights") or "handle" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return getattr(self.handle, name)
 
     @property
     def num_tokens_per_expert(self) -> torch.Tensor:

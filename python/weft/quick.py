@@ -161,24 +161,21 @@ class Quick:
             if made is None:
                 return None  # no room for a send plan: the whole way makes an ordinary one
             event = calls.last_event = Event(plan.streams.last)
-            if made[0]:
-                _, _, rows, row_scales, out_idx, out_weights, plans = made
-                whole, tie = None, calls.tie()
+            in_heap, _, rows, row_scales, routing = made
+            if in_heap:
+                handle = Handle._lazily(routing, self._num_local_experts, calls.tie(), num_tokens, call)
             else:
                 whole = calls.received(call, plan.args, made, data, scales, plan.quantize, None)
-                rows, row_scales, out_idx, out_weights, *_, tie = whole
+                rows, row_scales = whole.x, whole.scales
+                handle = Handle(
+                    whole.send_plan, whole.recv_plan, whole.topk_weights,
+                    whole.topk_idx if call.layout == RANK_MAJOR else None, whole.sizes, self._num_local_experts,
+                    whole.tie, num_tokens, call,
+                )  # fmt: skip
             calls.counters.num_dispatches += 1
             calls.counters.dispatch_s += time.perf_counter() - begin
-        out_idx = out_idx if call.layout == RANK_MAJOR else None
-        same = (self._num_local_experts, tie, num_tokens, call)
-        if whole is None:
-            handle = Handle._lazily(plans, out_weights, out_idx, *same)
-        else:
-            handle = Handle(whole.send_plan, whole.recv_plan, out_weights, out_idx, whole.sizes, *same)
-        if plan.is_plain:
-            return Dispatched(rows, out_idx, out_weights, handle, calls.overflow, event, calls)
-        x = typed(rows, row_scales, x, plan.quantize, None)
-        return Dispatched(x, out_idx, out_weights, handle, calls.overflow, event, calls)
+        out = rows if plan.is_plain else typed(rows, row_scales, x, plan.quantize, None)
+        return Dispatched._lazily(out, handle, calls.overflow, event, calls)
 
     def _small(
         self, plan: Plan, x: Tensor, addresses: list[int | None], stream: int, begin: float
@@ -187,21 +184,17 @@ class Quick:
         assert call is not None  # noqa: S101  for mypy
         rows = [x.new_empty(shape, dtype=dtype) for dtype, shape in plan.rows]
         places = [each.data_ptr() for each in rows] if len(rows) == 2 else [rows[0].data_ptr(), 0]
-        made = plan.window.native.dispatch_small(
-            plan.args, plan.memory, stream, plan.num_tokens, *addresses, *places, from_dlpack
+        routing = plan.window.native.dispatch_small(
+            plan.args, plan.memory, stream, plan.num_tokens, *addresses, *places
         )
-        if made is None:
+        if routing is None:
             return None
-        out_idx, out_weights, plans = made
         event = calls.last_event = Event(plan.streams.last)
         calls.counters.num_dispatches += 1
         calls.counters.dispatch_s += time.perf_counter() - begin
-        out_idx = out_idx if call.layout == RANK_MAJOR else None
-        handle = Handle._lazily(
-            plans, out_weights, out_idx, self._num_local_experts, calls.tie(), plan.num_tokens, call
-        )
+        handle = Handle._lazily(routing, self._num_local_experts, calls.tie(), plan.num_tokens, call)
         out = rows[0] if plan.is_plain else Quantized(rows[0], rows[1] if len(rows) == 2 else None)
-        return Dispatched(out, out_idx, out_weights, handle, calls.overflow, event, calls)
+        return Dispatched._lazily(out, handle, calls.overflow, event, calls)
 
     # ---- combine
 
@@ -209,10 +202,9 @@ class Quick:
         """Of these arguments, without side, bias and out; None if there can't be one."""
         if type(y) is not Tensor or type(handle) is not Handle:
             return None
+        lead = None if "made" in handle.__dict__ else handle.topk_weights.shape  # else the call says it
         try:
-            return self._combine_plans(
-                handle.call, handle.topk_weights.shape, handle.num_tokens, y.dtype, y.shape, *options
-            )
+            return self._combine_plans(handle.call, lead, handle.num_tokens, y.dtype, y.shape, *options)
         except TypeError:  # an option without a hash
             return None
 
@@ -228,10 +220,12 @@ class Quick:
 
     def combine(self, plan: Plan, y: Tensor, handle: Handle) -> Tensor | None:
         """None: nothing has been done."""
-        calls, tie, weights = self._calls, handle.tie, handle.topk_weights
+        calls, tie, made = self._calls, handle.tie, handle.__dict__.get("made")
         address = self._address(y)
-        weights_address = self._address(weights) if plan.weighted else 0
-        if address is None or weights_address is None or tie is not calls.token:
+        weights: int | None = 0
+        if plan.weighted:
+            weights = self._address(handle.topk_weights) if made is None else made.topk_weights
+        if address is None or weights is None or tie is not calls.token:
             return None
         if torch.is_grad_enabled() and (y.requires_grad or tie.requires_grad):
             return None
@@ -242,13 +236,12 @@ class Quick:
             calls.check_tie("combine", tie)
             begin = time.perf_counter()
             out = y.new_empty((plan.num_tokens, plan.hidden))
-            made = handle.__dict__.get("made")
             if made is None:
                 send_plan, recv_plan = handle.send_plan.data_ptr(), handle.recv_plan.data_ptr()
             else:
                 send_plan, recv_plan = made.send_plan, made.recv_plan
             plan.window.native.combine_rows(
-                plan.args, stream, plan.num_tokens, address, plan.num_rows, weights_address, send_plan,
+                plan.args, stream, plan.num_tokens, address, plan.num_rows, weights, send_plan,
                 recv_plan, out.data_ptr(),
             )  # fmt: skip
             calls.last_event = Event(plan.streams.last)

@@ -1,6 +1,7 @@
 // Memory for a call's results, and the calls that are made most often in one go each.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "bindings/arrays.h"
@@ -94,9 +95,9 @@ nb::object empty_together(Window& window, const std::vector<std::pair<std::vecto
 // The calls that are made most often, in one go: `args` says what is equal in all calls of a kind, the rest differs from call to
 // call. To make the arguments anew, or to set one field from Python, takes a good part of a launch's time.
 
-// What later calls need of a dispatch: they take addresses, and seldom does anyone ask for the tensors.
-struct Plans {
-  cpu::Array sizes, send_plan, recv_plan;
+// What a dispatch makes beside its rows: later calls take addresses, and what nobody asks for need not become a tensor.
+struct Routing {
+  cpu::Array sizes, send_plan, recv_plan, topk_weights, topk_idx;
 };
 
 u64 address_of(const cpu::Array& array) { return reinterpret_cast<u64>(array.block.data); }
@@ -117,9 +118,9 @@ nb::object dispatch_first(Window& window, nvlink::DispatchArgs& args, u64 stream
   nvlink::DispatchResult made = dispatch_unlocked(window, args);
   if (!made.has_begun) return nb::none();
   const auto tensor = [&](const cpu::Array& array) { return to_tensor(array, from_dlpack); };
-  return nb::make_tuple(made.in_heap, made.result_rows, tensor(made.x), tensor(made.scales), tensor(made.topk_idx),
-                        tensor(made.topk_weights),
-                        Plans{std::move(made.sizes), std::move(made.send_plan), std::move(made.recv_plan)});
+  return nb::make_tuple(made.in_heap, made.result_rows, tensor(made.x), tensor(made.scales),
+                        Routing{std::move(made.sizes), std::move(made.send_plan), std::move(made.recv_plan),
+                                std::move(made.topk_weights), std::move(made.topk_idx)});
 }
 
 nb::object dispatch_again(Window& window, nvlink::DispatchArgs& args, u64 stream, i64 num_tokens, u64 x, u64 scales,
@@ -138,13 +139,13 @@ nb::object dispatch_again(Window& window, nvlink::DispatchArgs& args, u64 stream
   return nb::make_tuple(result.in_heap, to_tensor(result.x, from_dlpack), to_tensor(result.scales, from_dlpack));
 }
 
-// A small batch. `wanted`: sizes, send plan, receive plan, weights and ids, which are made here; rows and scales are the
-// caller's. None: no room for them, or a graph is recorded; nothing has begun.
-nb::object dispatch_small(Window& window, nvlink::DispatchArgs& args, const Together& wanted, u64 stream,
-                          i64 num_tokens, u64 x, u64 scales, u64 topk_idx, u64 topk_weights, u64 out_x, u64 out_scales,
-                          nb::handle from_dlpack) {
+// A small batch. `wanted`: what a Routing has, in its order, which is made here; rows and scales are the caller's. None: no
+// room for it, or a graph is recorded; nothing has begun.
+std::optional<Routing> dispatch_small(Window& window, nvlink::DispatchArgs& args, const Together& wanted, u64 stream,
+                                      i64 num_tokens, u64 x, u64 scales, u64 topk_idx, u64 topk_weights, u64 out_x,
+                                      u64 out_scales) {
   std::vector<cpu::Array> made = reserve_together(window, wanted, stream);
-  if (made.size() != 5) return nb::none();
+  if (made.size() != 5) return std::nullopt;
   args.stream = stream;
   args.num_tokens = num_tokens;
   args.x = x;
@@ -162,8 +163,7 @@ nb::object dispatch_small(Window& window, nvlink::DispatchArgs& args, const Toge
   args.out_weights = address_of(made[3]);
   args.out_ids = address_of(made[4]);
   dispatch_unlocked(window, args);
-  return nb::make_tuple(to_tensor(made[4], from_dlpack), to_tensor(made[3], from_dlpack),
-                        Plans{std::move(made[0]), std::move(made[1]), std::move(made[2])});
+  return Routing{std::move(made[0]), std::move(made[1]), std::move(made[2]), std::move(made[3]), std::move(made[4])};
 }
 
 void combine_rows(Window& window, nvlink::CombineArgs& args, u64 stream, i64 num_tokens, u64 y, i64 num_rows,
@@ -184,14 +184,22 @@ void combine_rows(Window& window, nvlink::CombineArgs& args, u64 stream, i64 num
 
 void bind_nvlink_calls(nb::module_& m, nb::class_<Window>& window) {
   const nb::class_<Together> opaque(m, "GpuTogether");  // Python hands it back as it is
-  nb::class_<Plans>(m, "GpuPlans")
-      .def("tensors",
-           [](const Plans& plans, nb::handle from_dlpack) {
-             return nb::make_tuple(to_tensor(plans.sizes, from_dlpack), to_tensor(plans.send_plan, from_dlpack),
-                                   to_tensor(plans.recv_plan, from_dlpack));
+  nb::class_<Routing>(m, "GpuRouting")
+      .def("tensor",
+           [](const Routing& routing, const std::string& name, nb::handle from_dlpack) {
+             const std::pair<const char*, const cpu::Array&> arrays[] = {{"sizes", routing.sizes},
+                                                                         {"send_plan", routing.send_plan},
+                                                                         {"recv_plan", routing.recv_plan},
+                                                                         {"topk_weights", routing.topk_weights},
+                                                                         {"topk_idx", routing.topk_idx}};
+             for (const auto& [known, array] : arrays) {
+               if (name == known) return to_tensor(array, from_dlpack);
+             }
+             throw_internal("a routing has no " + name);
            })
-      .def_prop_ro("send_plan", [](const Plans& plans) { return address_of(plans.send_plan); })
-      .def_prop_ro("recv_plan", [](const Plans& plans) { return address_of(plans.recv_plan); });
+      .def_prop_ro("send_plan", [](const Routing& routing) { return address_of(routing.send_plan); })
+      .def_prop_ro("recv_plan", [](const Routing& routing) { return address_of(routing.recv_plan); })
+      .def_prop_ro("topk_weights", [](const Routing& routing) { return address_of(routing.topk_weights); });
   window.def("empty", &empty, "shape"_a, "dtype"_a, "stream"_a)
       .def("empty_together", &empty_together, "wanted"_a, "stream"_a, "from_dlpack"_a)
       .def("dispatch_first", &dispatch_first, "args"_a, "stream"_a, "num_tokens"_a, "x"_a, "scales"_a, "topk_idx"_a,
@@ -200,7 +208,7 @@ void bind_nvlink_calls(nb::module_& m, nb::class_<Window>& window) {
            "send_plan"_a, "recv_plan"_a, "num_rows"_a, "from_dlpack"_a)
       .def("together", &together, "wanted"_a)
       .def("dispatch_small", &dispatch_small, "args"_a, "wanted"_a, "stream"_a, "num_tokens"_a, "x"_a, "scales"_a,
-           "topk_idx"_a, "topk_weights"_a, "out_x"_a, "out_scales"_a, "from_dlpack"_a)
+           "topk_idx"_a, "topk_weights"_a, "out_x"_a, "out_scales"_a)
       .def("combine_rows", &combine_rows, "args"_a, "stream"_a, "num_tokens"_a, "y"_a, "num_rows"_a, "weights"_a,
            "send_plan"_a, "recv_plan"_a, "out"_a);
 }

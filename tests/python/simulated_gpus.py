@@ -27,6 +27,7 @@ from pool import RankFailed, RankState
 from weft import Quantized, reference
 from weft.communicator import Communicator, Window, WindowSpec
 from weft.gpu import Choice
+from weft.handle import ROUTING
 from weft.streams import WindowStreams
 
 DTYPES = {0: torch.uint8, 1: torch.bfloat16, 2: torch.float16, 3: torch.float32}
@@ -68,6 +69,20 @@ class Hub:
         values = [self.told[each] for each in range(self.num_ranks)]
         self.barrier.wait(30)
         return values
+
+
+class SimulatedRouting:
+    """What a dispatch makes beside its rows."""
+
+    def __init__(self, *tensors: Tensor | None) -> None:
+        self._tensors = dict(zip(ROUTING, tensors, strict=True))
+
+    def tensor(self, name: str, from_dlpack: Callable[[Any], Tensor]) -> Tensor | None:
+        return self._tensors[name]
+
+    def __getattr__(self, name: str) -> int:
+        found = self._tensors[name]
+        return 0 if found is None else found.data_ptr()
 
 
 class SimulatedWindow:
@@ -144,13 +159,8 @@ class SimulatedWindow:
         result = self.dispatch(args)
         if not result.has_begun:
             return None
-        *parts, sizes, send_plan, recv_plan = result.tensors(from_dlpack)
-        plans = SimpleNamespace(
-            tensors=lambda from_dlpack: (sizes, send_plan, recv_plan),
-            send_plan=0 if send_plan is None else send_plan.data_ptr(),
-            recv_plan=0 if recv_plan is None else recv_plan.data_ptr(),
-        )
-        return (result.in_heap, result.result_rows, *parts, plans)
+        rows, row_scales, out_idx, out_weights, *plans = result.tensors(from_dlpack)
+        return result.in_heap, result.result_rows, rows, row_scales, SimulatedRouting(*plans, out_weights, out_idx)
 
     def together(self, wanted: list[tuple[tuple[int, ...], int]]) -> list[tuple[tuple[int, ...], int]]:
         """What dispatch_small takes from the heap."""
@@ -168,10 +178,9 @@ class SimulatedWindow:
         topk_weights: int,
         out_x: int,
         out_scales: int,
-        from_dlpack: Callable[[Any], Tensor],
-    ) -> tuple[Any, ...] | None:
+    ) -> SimulatedRouting | None:
         """A small batch, whose sizes, plans, weights and ids are made here."""
-        made = self.empty_together(wanted, stream, from_dlpack)
+        made = self.empty_together(wanted, stream, torch._C._from_dlpack)
         if made is None:
             return None
         args.stream, args.num_tokens, args.x, args.scales = stream, num_tokens, x, scales
@@ -182,10 +191,7 @@ class SimulatedWindow:
         args.num_rows_out = addresses[0] + 4 * (len(made[0]) - 1)
         args.send_plan, args.recv_plan, args.out_weights, args.out_ids = addresses[1:]
         self.dispatch(args)
-        plans = SimpleNamespace(
-            tensors=lambda from_dlpack: made[:3], send_plan=made[1].data_ptr(), recv_plan=made[2].data_ptr()
-        )
-        return made[4], made[3], plans
+        return SimulatedRouting(*made)
 
     def dispatch_again(
         self,

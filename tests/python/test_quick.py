@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from simulated_gpus import SimulatedRanks
+from simulated_gpus import SimulatedRanks, SimulatedRouting, SimulatedWindow
 from torch import Tensor
 
 import weft
@@ -72,7 +74,8 @@ def parts_of(r: weft.Dispatched, y: Tensor) -> list[Tensor]:
     num_rows = int(r.num_rows) if r.handle.layout != "masked" else None
     rows = [r.x] if isinstance(r.x, Tensor) else [part for part in (r.x.data, r.x.scales) if part is not None]
     if num_rows is not None:
-        rows = [part[:num_rows] for part in (*rows, r.topk_weights)]
+        ids = [] if r.topk_idx is None else [r.topk_idx]
+        rows = [part[:num_rows] for part in (*rows, r.topk_weights, *ids)]
     else:
         filled = torch.arange(r.topk_weights.shape[1]) < r.num_tokens_per_expert.unsqueeze(-1)
         rows = [part[filled] for part in (*rows, r.topk_weights)]
@@ -95,7 +98,8 @@ def call_again_and_again(state: RankState, rows: str, layout: str, mode: str, he
                 assert mine.dtype == theirs.dtype
                 assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
             assert (r.handle.num_tokens, r.handle.call) == (first.handle.num_tokens, first.handle.call)
-            assert (r.topk_idx is None) == (layout != "rank_major")
+            assert (r.topk_idx is None) == (r.handle.topk_idx is None) == (layout != "rank_major")
+            assert r.handle.rows_shape == r.topk_weights.shape[: len(r.handle.rows_shape)]
         assert ep.stats()["num_dispatches"] == ep.stats()["num_combines"] == len(results)
 
 
@@ -109,6 +113,36 @@ def test_a_plan_gives_the_same_bits(
     pool.run(2, lambda state, _: call_again_and_again(state, rows, layout, mode, heap_bytes), [None] * 2)
     assert "combine" in taken
     assert ("dispatch" in taken) == (heap_bytes is None and rows != "no scales")
+
+
+def ask_for_few(state: RankState, asked: dict[int, list[str]]) -> None:
+    x, ids, weights = inputs(state.rank)
+    mine = asked.setdefault(threading.get_ident(), [])
+    for mode, layout in itertools.product(("throughput", "latency"), ("rank_major", "expert_major", "masked")):
+        with make(state) as ep:
+            num_quiet = 0
+            for _ in range(6):
+                mine.clear()
+                r = ep.dispatch(x, ids, weights, layout=layout, capacity=16, mode=mode)
+                ep.combine(torch.ones(*r.handle.rows_shape, HIDDEN, dtype=torch.bfloat16), r.handle, mode=mode)
+                num_quiet += not mine
+            assert num_quiet >= 3, (mode, layout)
+            for made in (r, r.handle):
+                with pytest.raises(AttributeError, match="no attribute 'topk_ids'"):
+                    _ = made.topk_ids  # type: ignore[union-attr]
+
+
+def test_what_nobody_asks_for_is_no_tensor(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[int, list[str]] = {}
+    real = SimulatedRouting.tensor
+
+    def spy(self: SimulatedRouting, name: str, from_dlpack: Any) -> Tensor | None:
+        asked[threading.get_ident()].append(name)
+        return real(self, name, from_dlpack)
+
+    monkeypatch.setattr(SimulatedRouting, "tensor", spy)
+    monkeypatch.setattr(SimulatedWindow, "_has_room", lambda self: True)
+    pool.run(2, lambda state, _: ask_for_few(state, asked), [None] * 2)
 
 
 def refuse(state: RankState) -> None:
