@@ -60,7 +60,7 @@ for step in "${steps[@]}"; do
       fi ;;
     kill) run kill "${weft[@]}" verify --kill --device cuda --ranks "$kill_ranks" --trials 34 --deaths $((kill_ranks - 1)) --experts $((16 * kill_ranks)) --top-k 8 --dtype bf16 \
       --quantize none --layout expert_major --json ;;
-    kill_large) run kill_large "${weft[@]}" verify --kill --device cuda --ranks "$kill_ranks" --trials 17 --deaths 2 --mode throughput --tokens 4096 \
+    kill_large) run kill_large "${weft[@]}" verify --kill --device cuda --ranks "$kill_ranks" --trials 17 --deaths $((kill_ranks > 2 ? 2 : 1)) --mode throughput --tokens 4096 \
       --hidden 2048 --experts $((16 * kill_ranks)) --top-k 8 --dtype bf16 --quantize none --layout expert_major --json ;;
     tests) WEFT_TEST_LATE_S=1,5,30 limit=$((3 * limit)) run tests "$python" tools/record_tests.py -q -p no:cacheprovider tests/gpu ;;
     compile) run compile "${weft[@]}" cache prebuild --folder "$(mktemp -d)/kernels" --jobs 1 --json ;;
