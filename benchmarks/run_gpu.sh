@@ -51,7 +51,7 @@ for step in "${steps[@]}"; do
     soak)
       soak=("$python" tools/soak.py --device cuda --repeats 40 --seconds "$call_s" --graph-seconds "$graph_s")
       if [ "$num_gpus" -gt 1 ]; then
-        run soak "${soak[@]}" "${ranks[@]}" --seed "$seed"
+        run soak "${soak[@]}" "${ranks[@]}" --seed "$seed" --progress "$folder/soak_so_far.jsonl"
       else
         for number in 4 3 2; do
           run "soak_$number" "${soak[@]}" --seed "$((seed + 100000 * number))" --ranks "$number" --isolation thread --no-traffic \
