@@ -299,7 +299,7 @@ class GpuWindow:
         topk_weights: int,
         out_x: int,
         out_scales: int,
-    ) -> GpuRouting | None: ...
+    ) -> tuple[int, GpuRouting] | None: ...
     def dispatch_again(
         self,
         args: GpuDispatchArgs,

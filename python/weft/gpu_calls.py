@@ -337,7 +337,7 @@ class GpuCalls(NativeCalls):
         run: Running,
     ) -> Received:
         """Into tensors for all that may come, rows in ordinary ones; without a capacity the host learns how many."""
-        lead = self._lead(call, call.capacity if call.capacity >= 0 else self._most_rows(call))
+        lead = self._small_lead(call)
         args.room = math.prod(lead)
         if args.room > MAX_CAPACITY:
             raise InvalidArgument(f"a result could have {args.room} rows; allowed are {MAX_CAPACITY}: set a capacity")
@@ -479,12 +479,9 @@ class GpuCalls(NativeCalls):
     def small_kind(
         self, call: Call, x: Tensor, scales: Tensor | None, quantize: int, topk_idx: Tensor
     ) -> tuple[Any, Any, tuple[int, ...]]:
-        """Of a small-batch dispatch with a capacity: native arguments and memory that such calls have in common, and
-        the shape of their rows without the last dimension."""
-        args, lead = (
-            self._dispatch_args(call, x, scales, quantize, topk_idx.shape[0], 0),
-            self._lead(call, call.capacity),
-        )
+        """Of a small-batch dispatch: native arguments and memory that such calls have in common, and the shape of their
+        rows without the last dimension, of exact sizes the most."""
+        args, lead = self._dispatch_args(call, x, scales, quantize, topk_idx.shape[0], 0), self._small_lead(call)
         args.overflow, args.topk_is_int64 = self.overflow_ptr, topk_idx.dtype == torch.int64
         args.room = math.prod(lead)
         self._give_sizes(args, 0, self._sizes_len(call.layout))
@@ -564,6 +561,9 @@ class GpuCalls(NativeCalls):
 
     def _lead(self, call: Call, num_rows: int) -> tuple[int, ...]:
         return (self.num_local_experts, call.capacity) if call.layout == MASKED else (num_rows,)
+
+    def _small_lead(self, call: Call) -> tuple[int, ...]:
+        return self._lead(call, call.capacity if call.capacity >= 0 else self._most_rows(call))
 
     def _tail(self, layout: int, rows: Tensor, sizes: Tensor) -> Tensor:
         """Which rows hold no data, bool [N] or [L, C], without asking the device how many do."""

@@ -24,7 +24,8 @@ def first_rows(tensor: Tensor, num_rows: int, lead: tuple[int, ...]) -> Tensor:
     """Of a tensor with `lead` rows a view, or a copy where much more memory than that would be kept."""
     if tensor.shape[:1] != lead:
         return tensor  # scales or ids that there are none of
-    return tensor[:num_rows] if 2 * num_rows >= len(tensor) else tensor[:num_rows].clone()
+    first = tensor.narrow(0, 0, num_rows)
+    return first if 2 * num_rows >= len(tensor) else first.clone()
 
 
 def readable(call: Call, scales: Tensor | None) -> Tensor | None:

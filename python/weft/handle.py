@@ -113,12 +113,15 @@ class Handle:
         )  # fmt: skip
 
     @classmethod
-    def _lazily(cls, made: Any, num_local_experts: int, tie: torch.Tensor, num_tokens: int, call: Call) -> Handle:
-        """With the `ROUTING` of a dispatch with a capacity; `made`: what has it."""
+    def _lazily(
+        cls, made: Any, num_rows: int, num_local_experts: int, tie: torch.Tensor, num_tokens: int, call: Call
+    ) -> Handle:
+        """`made`: what has the `ROUTING`; `num_rows`: of the result, those of a capacity all (masked: of an expert)."""
         handle: Handle = object.__new__(cls)
         handle.__dict__.update(
-            made=made, num_local_experts=num_local_experts, tie=tie, num_tokens=num_tokens, call=call, sent=None
-        )
+            made=made, made_rows=num_rows, num_local_experts=num_local_experts, tie=tie, num_tokens=num_tokens,
+            call=call, sent=None,
+        )  # fmt: skip
         return handle
 
     def __getattr__(self, name: str) -> Any:
@@ -162,8 +165,9 @@ class Handle:
     @property
     def rows_shape(self) -> tuple[int, ...]:
         """Shape of the rows without their last dimension: (N,), masked (L, C)."""
-        if "made" in self.__dict__:
-            return (self.num_local_experts, self.call.capacity) if self.layout == "masked" else (self.call.capacity,)
+        num_rows = self.__dict__.get("made_rows")
+        if num_rows is not None:
+            return (self.num_local_experts, num_rows) if self.layout == "masked" else (num_rows,)
         return tuple(self.topk_weights.shape[: 2 if self.layout == "masked" else 1])
 
     def repeated(self, tie: torch.Tensor, sent: Any) -> Handle:

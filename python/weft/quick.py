@@ -1,9 +1,9 @@
 """Calls along a plan: what was checked for arguments of some types, shapes and options is not checked again.
 
-A plan serves eager calls of the nvlink engine that need no more than one kernel: dispatch with a capacity, and
-combine; on the stream of the call before, without gradients, tools that record, async_op or
-staged. All that may differ between two calls of a plan is looked at in each. Whoever finds no way here goes the whole
-one (weft/expert_parallel.py), which makes the plans and knows every refusal.
+A plan serves eager calls of the nvlink engine that need no more than one kernel: dispatch and combine, on the stream
+of the call before, without gradients, tools that record, async_op or staged. All that may differ between two calls of a
+plan is looked at in each. Whoever finds no way here goes the whole one (weft/expert_parallel.py), which makes the plans
+and knows every refusal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft import traces
 from weft.gpu_calls import GpuCalls
-from weft.gpu_tensors import from_dlpack
+from weft.gpu_tensors import first_rows, from_dlpack
 from weft.handle import Dispatched, Event, Handle
 from weft.limits import QUANTIZE_GROUP, ROW_MULTIPLE_BYTES
 from weft.native_calls import RANK_MAJOR, Call
@@ -62,7 +62,7 @@ class Plan:
         self.is_plain = True  # dispatch: the rows are a tensor
         self.weighted = False  # combine: reads the weights received
         self.num_tokens = 0  # of this rank
-        self.num_rows = 0  # combine: that are read
+        self.num_rows = 0  # combine: that are read; -1: as many as there are, sizes were exact
         self.hidden = 0  # combine: of the result, [num_tokens, hidden]
 
 
@@ -106,7 +106,7 @@ class Quick:
         plan.num_tokens, plan.is_plain = topk_idx.shape[0], type(x) is Tensor and not quantize
         is_like_given = (scales is None) == (type(x) is Tensor or x.scales is None)
         is_like_given = is_like_given and (scales is None or scales.is_contiguous())
-        if call.capacity < 0 or call.is_async or call.is_staged or call.scale_dtype is not None or not is_like_given:
+        if call.is_async or call.is_staged or call.scale_dtype is not None or not is_like_given:
             return
         if call.is_small:
             self._learn_small(plan, call, x, sent, quantize, topk_idx)
@@ -150,9 +150,11 @@ class Quick:
         if torch.is_grad_enabled() and (data.requires_grad or (weights is not None and weights.requires_grad)):
             return None
         stream = self._stream(plan)
-        if stream is None:
+        if stream is None or (call.capacity < 0 and torch.cuda.is_current_stream_capturing()):
             return None
         with calls.comm.alone("dispatch"):
+            if call.capacity < 0:
+                calls.before_call("dispatch", call, None)
             begin = time.perf_counter()
             num_tokens = plan.num_tokens
             if plan.memory is not None:
@@ -161,9 +163,10 @@ class Quick:
             if made is None:
                 return None  # no room for a send plan: the whole way makes an ordinary one
             event = calls.last_event = Event(plan.streams.last)
-            in_heap, _, rows, row_scales, routing = made
+            in_heap, num_rows, rows, row_scales, routing = made
             if in_heap:
-                handle = Handle._lazily(routing, self._num_local_experts, calls.tie(), num_tokens, call)
+                num_rows = num_rows if call.capacity < 0 else call.capacity
+                handle = Handle._lazily(routing, num_rows, self._num_local_experts, calls.tie(), num_tokens, call)
             else:
                 whole = calls.received(call, plan.args, made, data, scales, plan.quantize, None)
                 rows, row_scales = whole.x, whole.scales
@@ -184,15 +187,18 @@ class Quick:
         assert call is not None  # noqa: S101  for mypy
         rows = [x.new_empty(shape, dtype=dtype) for dtype, shape in plan.rows]
         places = [each.data_ptr() for each in rows] if len(rows) == 2 else [rows[0].data_ptr(), 0]
-        routing = plan.window.native.dispatch_small(
-            plan.args, plan.memory, stream, plan.num_tokens, *addresses, *places
-        )
-        if routing is None:
+        made = plan.window.native.dispatch_small(plan.args, plan.memory, stream, plan.num_tokens, *addresses, *places)
+        if made is None:
             return None
+        num_rows, routing = made
+        if call.capacity >= 0:
+            num_rows = call.capacity
+        else:
+            rows = [first_rows(each, num_rows, each.shape[:1]) for each in rows]
         event = calls.last_event = Event(plan.streams.last)
         calls.counters.num_dispatches += 1
         calls.counters.dispatch_s += time.perf_counter() - begin
-        handle = Handle._lazily(routing, self._num_local_experts, calls.tie(), plan.num_tokens, call)
+        handle = Handle._lazily(routing, num_rows, self._num_local_experts, calls.tie(), plan.num_tokens, call)
         out = rows[0] if plan.is_plain else Quantized(rows[0], rows[1] if len(rows) == 2 else None)
         return Dispatched._lazily(out, handle, calls.overflow, event, calls)
 
@@ -200,11 +206,10 @@ class Quick:
 
     def combine_plan(self, y: Any, handle: Any, *options: Any) -> Plan | None:
         """Of these arguments, without side, bias and out; None if there can't be one."""
-        if type(y) is not Tensor or type(handle) is not Handle:
+        if type(y) is not Tensor or type(handle) is not Handle or y.shape[:-1] != handle.rows_shape:
             return None
-        lead = None if "made" in handle.__dict__ else handle.topk_weights.shape  # else the call says it
         try:
-            return self._combine_plans(handle.call, lead, handle.num_tokens, y.dtype, y.shape, *options)
+            return self._combine_plans(handle.call, handle.num_tokens, y.dtype, y.shape[-1], *options)
         except TypeError:  # an option without a hash
             return None
 
@@ -215,7 +220,7 @@ class Quick:
         plan.weighted = weighted and call.layout != RANK_MAJOR
         plan.args = self._calls.combine_kind(call, y.dtype, y.shape[-1])
         plan.num_tokens, plan.hidden = handle.num_tokens, y.shape[-1]
-        plan.num_rows = y.numel() // plan.hidden
+        plan.num_rows = -1 if handle.call.capacity < 0 else y.numel() // plan.hidden
         self._finish(plan, call)
 
     def combine(self, plan: Plan, y: Tensor, handle: Handle) -> Tensor | None:
@@ -240,10 +245,10 @@ class Quick:
                 send_plan, recv_plan = handle.send_plan.data_ptr(), handle.recv_plan.data_ptr()
             else:
                 send_plan, recv_plan = made.send_plan, made.recv_plan
+            num_rows = y.shape[0] if plan.num_rows < 0 else plan.num_rows
             plan.window.native.combine_rows(
-                plan.args, stream, plan.num_tokens, address, plan.num_rows, weights, send_plan,
-                recv_plan, out.data_ptr(),
-            )  # fmt: skip
+                plan.args, stream, plan.num_tokens, address, num_rows, weights, send_plan, recv_plan, out.data_ptr()
+            )
             calls.last_event = Event(plan.streams.last)
             calls.counters.num_combines += 1
             calls.counters.combine_s += time.perf_counter() - begin

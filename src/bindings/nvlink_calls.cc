@@ -139,11 +139,12 @@ nb::object dispatch_again(Window& window, nvlink::DispatchArgs& args, u64 stream
   return nb::make_tuple(result.in_heap, to_tensor(result.x, from_dlpack), to_tensor(result.scales, from_dlpack));
 }
 
-// A small batch. `wanted`: what a Routing has, in its order, which is made here; rows and scales are the caller's. None: no
-// room for it, or a graph is recorded; nothing has begun.
-std::optional<Routing> dispatch_small(Window& window, nvlink::DispatchArgs& args, const Together& wanted, u64 stream,
-                                      i64 num_tokens, u64 x, u64 scales, u64 topk_idx, u64 topk_weights, u64 out_x,
-                                      u64 out_scales) {
+// A small batch -> number of rows (exact sizes; else -1), Routing. `wanted`: what a Routing has, in its order, which is made
+// here, of the most rows; rows and scales are the caller's. None: no room for it, or a graph is recorded; nothing has begun.
+std::optional<std::pair<i64, Routing>> dispatch_small(Window& window, nvlink::DispatchArgs& args,
+                                                      const Together& wanted, u64 stream, i64 num_tokens, u64 x,
+                                                      u64 scales, u64 topk_idx, u64 topk_weights, u64 out_x,
+                                                      u64 out_scales) {
   std::vector<cpu::Array> made = reserve_together(window, wanted, stream);
   if (made.size() != 5) return std::nullopt;
   args.stream = stream;
@@ -162,8 +163,13 @@ std::optional<Routing> dispatch_small(Window& window, nvlink::DispatchArgs& args
   args.recv_plan = address_of(made[2]);
   args.out_weights = address_of(made[3]);
   args.out_ids = address_of(made[4]);
-  dispatch_unlocked(window, args);
-  return Routing{std::move(made[0]), std::move(made[1]), std::move(made[2]), std::move(made[3]), std::move(made[4])};
+  const i64 num_rows = dispatch_unlocked(window, args).result_rows;
+  if (num_rows >= 0) {
+    made[3].shape[0] = num_rows;
+    if (args.layout == Layout::kRankMajor) made[4].shape[0] = num_rows;
+  }
+  return std::pair{num_rows, Routing{std::move(made[0]), std::move(made[1]), std::move(made[2]), std::move(made[3]),
+                                     std::move(made[4])}};
 }
 
 void combine_rows(Window& window, nvlink::CombineArgs& args, u64 stream, i64 num_tokens, u64 y, i64 num_rows,

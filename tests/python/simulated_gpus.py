@@ -178,7 +178,7 @@ class SimulatedWindow:
         topk_weights: int,
         out_x: int,
         out_scales: int,
-    ) -> SimulatedRouting | None:
+    ) -> tuple[int, SimulatedRouting] | None:
         """A small batch, whose sizes, plans, weights and ids are made here."""
         made = self.empty_together(wanted, stream, torch._C._from_dlpack)
         if made is None:
@@ -190,8 +190,11 @@ class SimulatedWindow:
         args.counts, args.offsets = addresses[0], addresses[0] + 4 * num_local
         args.num_rows_out = addresses[0] + 4 * (len(made[0]) - 1)
         args.send_plan, args.recv_plan, args.out_weights, args.out_ids = addresses[1:]
-        self.dispatch(args)
-        return SimulatedRouting(*made)
+        num_rows = self.dispatch(args).result_rows
+        if args.capacity >= 0:
+            return -1, SimulatedRouting(*made)
+        sizes, send_plan, recv_plan, weights, idx = made
+        return num_rows, SimulatedRouting(sizes, send_plan, recv_plan, weights[:num_rows], idx[:num_rows])
 
     def dispatch_again(
         self,

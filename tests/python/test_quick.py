@@ -82,10 +82,11 @@ def parts_of(r: weft.Dispatched, y: Tensor) -> list[Tensor]:
     return [*rows, r.handle.sizes.clone(), y]
 
 
-def call_again_and_again(state: RankState, rows: str, layout: str, mode: str, heap_bytes: int | None) -> None:
+def call_again_and_again(
+    state: RankState, rows: str, layout: str, mode: str, heap_bytes: int | None, capacity: int | None
+) -> None:
     make_rows, options = ROWS[rows]
     x, ids, weights = inputs(state.rank)
-    capacity = 2 * TOKENS * TOP_K
     with make(state, heap_bytes=heap_bytes) as ep:
         results = []
         for _ in range(6):
@@ -103,14 +104,18 @@ def call_again_and_again(state: RankState, rows: str, layout: str, mode: str, he
         assert ep.stats()["num_dispatches"] == ep.stats()["num_combines"] == len(results)
 
 
+MOST = 2 * TOKENS * TOP_K  # rows
+SIZES = [("rank_major", MOST), ("rank_major", None), ("expert_major", MOST), ("expert_major", None), ("masked", MOST)]
+
+
 @pytest.mark.parametrize("heap_bytes", [None, 0])
 @pytest.mark.parametrize("mode", ["throughput", "latency"])
-@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+@pytest.mark.parametrize(("layout", "capacity"), SIZES)
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_plan_gives_the_same_bits(
-    pool: Any, taken: list[str], rows: str, layout: str, mode: str, heap_bytes: int | None
+    pool: Any, taken: list[str], rows: str, layout: str, capacity: int | None, mode: str, heap_bytes: int | None
 ) -> None:
-    pool.run(2, lambda state, _: call_again_and_again(state, rows, layout, mode, heap_bytes), [None] * 2)
+    pool.run(2, lambda state, _: call_again_and_again(state, rows, layout, mode, heap_bytes, capacity), [None] * 2)
     assert "combine" in taken
     assert ("dispatch" in taken) == (heap_bytes is None and rows != "no scales")
 
@@ -118,15 +123,15 @@ def test_a_plan_gives_the_same_bits(
 def ask_for_few(state: RankState, asked: dict[int, list[str]]) -> None:
     x, ids, weights = inputs(state.rank)
     mine = asked.setdefault(threading.get_ident(), [])
-    for mode, layout in itertools.product(("throughput", "latency"), ("rank_major", "expert_major", "masked")):
+    for mode, (layout, capacity) in itertools.product(("throughput", "latency"), SIZES):
         with make(state) as ep:
             num_quiet = 0
             for _ in range(6):
                 mine.clear()
-                r = ep.dispatch(x, ids, weights, layout=layout, capacity=16, mode=mode)
+                r = ep.dispatch(x, ids, weights, layout=layout, capacity=capacity, mode=mode)
                 ep.combine(torch.ones(*r.handle.rows_shape, HIDDEN, dtype=torch.bfloat16), r.handle, mode=mode)
                 num_quiet += not mine
-            assert num_quiet >= 3, (mode, layout)
+            assert num_quiet >= 3, (mode, layout, capacity)
             for made in (r, r.handle):
                 with pytest.raises(AttributeError, match="no attribute 'topk_ids'"):
                     _ = made.topk_ids  # type: ignore[union-attr]
@@ -213,4 +218,50 @@ def change_what_is_not_in_the_plan(state: RankState, taken: list[str]) -> None:
 
 def test_what_differs_between_calls_of_a_plan(pool: Any, taken: list[str]) -> None:
     pool.run(2, lambda state, _: change_what_is_not_in_the_plan(state, taken), [None] * 2)
+    assert "dispatch" in taken
+
+
+def send_other_numbers(state: RankState, mode: str) -> None:
+    """Exact sizes, of which one plan sees many; outputs that do not fit are refused in between."""
+    x, _, weights = inputs(state.rank)
+    with make(state) as ep:
+        for number in range(1, 3 * TOKENS):
+            ids = torch.full((TOKENS, TOP_K), -1)
+            ids[: number % (TOKENS + 1), 0] = torch.arange(number % (TOKENS + 1)) % EXPERTS
+            r = ep.dispatch(x, ids, weights, mode=mode)
+            assert isinstance(r.x, Tensor)
+            assert len(r.x) == int(r.num_rows) == len(r.topk_weights) == r.handle.rows_shape[0]
+            for bad in (r.x.new_ones(len(r.x) + 1, HIDDEN), r.x.new_ones(1, len(r.x), HIDDEN)):
+                with pytest.raises(weft.InvalidArgument):
+                    ep.combine(bad, r.handle)
+            y = ep.combine(r.x, r.handle)
+            assert torch.equal(y, torch.where(ids[:, :1] >= 0, x, 0))
+
+
+@pytest.mark.parametrize("mode", ["throughput", "latency"])
+def test_exact_sizes_differ_between_calls_of_a_plan(pool: Any, taken: list[str], mode: str) -> None:
+    pool.run(2, lambda state, _: send_other_numbers(state, mode), [None] * 2)
+    assert {"dispatch", "combine"} <= set(taken)
+
+
+def meet_what_only_exact_sizes_meet(state: RankState, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, ids, weights = inputs(state.rank)
+    with make(state) as ep:
+        for _ in range(4):
+            ep.dispatch(x, ids, weights, mode="throughput")
+        bad = ids.clone()
+        bad[2, 1] = EXPERTS + 7
+        ep.dispatch(x, bad, weights, mode="throughput")
+        with pytest.raises(weft.InvalidArgument, match=f"the first {EXPERTS + 7} at token 2, pick 1"):
+            ep.dispatch(x, ids, weights, mode="throughput")
+        ep.dispatch(x, ids, weights, mode="throughput")
+        state.comm.meet(10)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(weft.InvalidArgument, match="while a CUDA graph is captured"):
+            ep.dispatch(x, ids, weights, mode="throughput")
+
+
+def test_what_only_exact_sizes_meet(pool: Any, taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedWindow, "_has_room", lambda self: True)
+    pool.run(2, lambda state, _: meet_what_only_exact_sizes_meet(state, monkeypatch), [None] * 2)
     assert "dispatch" in taken
