@@ -109,6 +109,7 @@ def test_every_target_for_4096_tokens_is_a_case() -> None:
         (510, 495), (610, 550), (535, 495), (570, 515), (300, 270),
     }  # fmt: skip
     assert all(case.goal is None for case in cases(SUITES, tokens=64))
+    assert all(case.goal is None for case in cases(SUITES, ranks=2))
 
 
 def test_every_target_for_small_batches_is_a_case_of_both_layouts() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-HIDDEN, EXPERTS, TOP_K, TOKENS = 7168, 256, 8, 4096
+HIDDEN, EXPERTS, TOP_K, TOKENS, RANKS = 7168, 256, 8, 4096, 4
 SUITES = ("targets", "routings", "tokens", "sms", "step", "small")
 ALIGNMENT = 128  # of expert_major groups: what grouped GEMMs in FP8 ask for
 SMALL_SWEEP = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # T at which both kinds of kernels are timed
@@ -184,9 +184,11 @@ def _small_case(suite: str, op: str, form: dict[str, str], **options: Any) -> Ca
     return Case(suite=suite, op=op, sizes="capacity", is_graphed=True, num_sms=0, **options)
 
 
-def cases(suites: tuple[str, ...], *, tokens: int = TOKENS, trace: str | None = None) -> tuple[Case, ...]:
-    """The cases of these suites in order. Fewer `tokens` than 4096 scale every T, for a quick run; then nothing has a
-    goal.
+def cases(
+    suites: tuple[str, ...], *, tokens: int = TOKENS, ranks: int = RANKS, trace: str | None = None
+) -> tuple[Case, ...]:
+    """The cases of these suites in order. Fewer `tokens` than 4096 scale every T, for a quick run. Goals are of 4096
+    tokens and four ranks: else nothing has one.
     """
     makers: dict[str, Callable[[], Iterator[Case]]] = {
         "targets": _targets,
@@ -198,7 +200,7 @@ def cases(suites: tuple[str, ...], *, tokens: int = TOKENS, trace: str | None = 
     }
     chosen = [case for suite in suites for case in makers[suite]()]
     if tokens != TOKENS:
-        chosen = [
-            dataclasses.replace(case, tokens=max(1, case.tokens * tokens // TOKENS), goal=None) for case in chosen
-        ]
+        chosen = [dataclasses.replace(case, tokens=max(1, case.tokens * tokens // TOKENS)) for case in chosen]
+    if (tokens, ranks) != (TOKENS, RANKS):
+        chosen = [dataclasses.replace(case, goal=None) for case in chosen]
     return tuple(chosen)

@@ -40,7 +40,7 @@ def run_suite(options: SuiteOptions) -> Iterator[Row]:
     import weft
     from weft.bench.suite_worker import run_rank
 
-    chosen = cases(options.suites, tokens=options.tokens, trace=options.trace)
+    chosen = cases(options.suites, tokens=options.tokens, ranks=options.ranks, trace=options.trace)
     machine = {**apart(machine_facts, options.device), "ranks": options.ranks, "seed": options.seed}
     machine["placement"] = options.placement
     yield {"kind": "machine", **machine}
