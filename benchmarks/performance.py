@@ -40,15 +40,15 @@ likely since the harness loaded cuBLAS just then; it does so before now, and at 
 were raised within 1.2 ms.
 Runs on two H100 (gpu_bench_08b8880, gpu_bench_small_d3b38d2) have today's kernels; their times have no targets, which
 are those of four ranks. Their host is slower: a kernel of torch alone takes it 10 us.
-Since a4a1b4c the throughput kernels have a few more votes of a warp; what they cost is measured on one GPU alone, where
-links play no part ("Kernels of two commits"). Files gpu_bench of four GPUs are older than that, and than decision
-0028, which takes some 0.5 us off a small call in a graph, 1 us off two, 0029, which adds 0.1 to 0.2 us to a combine, and 0032:
-combine from rank_major takes less on one GPU, with FP8 on the wire a tenth to an eighth, of two ranks an eighth of
-ordinary tensors and a third from their heaps. "Packed exchange alone" moves bytes that lie ready, without permutes,
-places and sums. It is faster than the call here by expert at T = 4096, where all tokens go to one rank, for
-dispatches of 256 and 512 tokens and of 1024 with FP8 rows, and than throughput kernels of up to 512 tokens; in
-gpu_bench_2f9039c also than dispatches with 8 SMs, calls with 4 and 6, and combine of ordinary tensors. A dispatch of
-exact sizes waits for the counts on the host: at small T nearly all of its time is the host's, half as much since
+Since a4a1b4c the throughput kernels have a few more votes of a warp; what they cost is measured on one GPU alone,
+where links play no part ("Kernels of two commits"). Files gpu_bench of four GPUs are older than that, and than
+decision 0028, which takes some 0.5 us off a small call in a graph, 1 us off two, 0029, which adds 0.1 to 0.2 us to a
+combine, and 0032: combine from rank_major takes less on one GPU, with FP8 on the wire a tenth to an eighth, of two
+ranks an eighth of ordinary tensors and a third from their heaps. "Packed exchange alone" moves bytes that lie ready,
+without permutes, places and sums. It is faster than the call here by expert at T = 4096, where all tokens go to one
+rank, for dispatches of 256 and 512 tokens and of 1024 with FP8 rows, and than throughput kernels of up to 512 tokens;
+in gpu_bench_2f9039c also than dispatches with 8 SMs, calls with 4 and 6, and combine of ordinary tensors. A dispatch
+of exact sizes waits for the counts on the host: at small T nearly all of its time is the host's, half as much since
 decision 0034, which files of four GPUs are older than.
 Ratios to the link's limit in gpu_bench_6c3371c and 2f9039c rest on a limit that differs by 3.5 % between the two runs
 at 16 SMs (333 to 335 and 345 GB/s). Against the larger one "dispatch BF16 to FP8, 16 SMs" (0.925) and "combine BF16,
