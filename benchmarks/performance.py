@@ -48,8 +48,8 @@ ranks an eighth of ordinary tensors and a third from their heaps. "Packed exchan
 without permutes, places and sums. It is faster than the call here by expert at T = 4096, where all tokens go to one
 rank, for dispatches of 256 and 512 tokens and of 1024 with FP8 rows, and than throughput kernels of up to 512 tokens;
 in gpu_bench_2f9039c also than dispatches with 8 SMs, calls with 4 and 6, and combine of ordinary tensors. A dispatch
-of exact sizes waits for the counts on the host: at small T nearly all of its time is the host's, half as much since
-decision 0034, which files of four GPUs are older than.
+of exact sizes waits for the counts on the host: at small T nearly all of its time is the host's, a quarter to a half
+less since decision 0034, which files of four GPUs are older than.
 Ratios to the link's limit in gpu_bench_6c3371c and 2f9039c rest on a limit that differs by 3.5 % between the two runs
 at 16 SMs (333 to 335 and 345 GB/s). Against the larger one "dispatch BF16 to FP8, 16 SMs" (0.925) and "combine BF16,
 ordinary tensor" (0.908), which count as met, would be missed with 0.898 and 0.876. Ratios slightly above 1 come of the
