@@ -25,7 +25,10 @@ def first_rows(tensor: Tensor, num_rows: int, lead: tuple[int, ...]) -> Tensor:
     if tensor.shape[:1] != lead:
         return tensor  # scales or ids that there are none of
     first = tensor.narrow(0, 0, num_rows)
-    return first if 2 * num_rows >= len(tensor) else first.clone()
+    if 2 * num_rows >= len(tensor):
+        return first
+    # Some dtypes of one byte can't be copied.
+    return first.view(torch.uint8).clone().view(tensor.dtype) if tensor.element_size() == 1 else first.clone()
 
 
 def readable(call: Call, scales: Tensor | None) -> Tensor | None:

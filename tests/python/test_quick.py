@@ -244,6 +244,26 @@ def test_exact_sizes_differ_between_calls_of_a_plan(pool: Any, taken: list[str],
     assert {"dispatch", "combine"} <= set(taken)
 
 
+def send_few_rows_of(state: RankState, dtype: torch.dtype) -> None:
+    """So few that they are copied from where there was room for all."""
+    ids = torch.full((TOKENS, TOP_K), -1)
+    ids[0, 0] = 0
+    data = torch.arange(TOKENS * HIDDEN).remainder(251).to(torch.uint8).view(TOKENS, HIDDEN)
+    with make(state) as ep:
+        for _ in range(4):
+            r = ep.dispatch(weft.Quantized(data.view(dtype)), ids, mode="latency")
+            assert isinstance(r.x, weft.Quantized)
+            assert r.x.data.dtype == dtype
+            want = data[:1].expand(state.comm.num_ranks if state.rank == 0 else 0, HIDDEN)
+            assert torch.equal(r.x.data.view(torch.uint8), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.int4])  # torch can't copy the last
+def test_few_rows_of_exact_sizes(pool: Any, taken: list[str], dtype: torch.dtype) -> None:
+    pool.run(2, lambda state, _: send_few_rows_of(state, dtype), [None] * 2)
+    assert "dispatch" in taken
+
+
 def meet_what_only_exact_sizes_meet(state: RankState, monkeypatch: pytest.MonkeyPatch) -> None:
     x, ids, weights = inputs(state.rank)
     with make(state) as ep:
