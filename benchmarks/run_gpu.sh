@@ -45,8 +45,8 @@ for step in "${steps[@]}"; do
       --experts 256 --capacity 8192 --layout expert_major --json ;;
     cost)
       if [ "$num_gpus" -eq 1 ]; then ranks=(--isolation thread); fi
-      run wait_cost "$python" tools/wait_cost.py "${ranks[@]}" ;;
-    where) run where_time_goes "$python" tools/where_time_goes.py "$num_gpus" ;;
+      run wait_cost "$python" lab/wait_cost.py "${ranks[@]}" ;;
+    where) run where_time_goes "$python" lab/where_time_goes.py "$num_gpus" ;;
     tune) run tune "${weft[@]}" tune --device cuda "${ranks[@]}" --output "$folder/tuning.json" --json ;;
     soak)
       soak=("$python" tools/soak.py --device cuda --repeats 40 --seconds "$call_s" --graph-seconds "$graph_s")

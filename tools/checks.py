@@ -261,7 +261,7 @@ def function_size(source: Source) -> Iterator[Finding]:
 
     The commands of weft.cli are left out: there each parameter is a flag.
     """
-    if not source.path.endswith(".py") or not source.under("python", "tools"):
+    if not source.path.endswith(".py") or not source.under("python", "tools", "lab"):
         return
     for node in ast.walk(ast.parse(source.text)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -1,4 +1,4 @@
-"""Guards against tools/compare_kernels.py telling the difference with the wrong sign, or of one rank alone."""
+"""Guards against lab/compare_kernels.py telling the difference with the wrong sign, or of one rank alone."""
 
 from __future__ import annotations
 

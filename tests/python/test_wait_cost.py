@@ -1,4 +1,4 @@
-"""Guards against tools/wait_cost.py measuring kernels that are not changed, or do not compile so."""
+"""Guards against lab/wait_cost.py measuring kernels that are not changed, or do not compile so."""
 
 from __future__ import annotations
 

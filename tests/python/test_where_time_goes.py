@@ -1,4 +1,4 @@
-"""Guards against tools/where_time_goes.py noting other places than it says, or kernels that do not compile so."""
+"""Guards against lab/where_time_goes.py noting other places than it says, or kernels that do not compile so."""
 
 from __future__ import annotations
 

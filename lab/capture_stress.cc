@@ -1,5 +1,5 @@
 // Which use of the CUDA driver (headers of CUDA 13) beside graphs that other threads of the process capture takes it down? Decision 0033.
-//   g++ -std=c++20 -O1 -pthread -I/usr/local/cuda/include tools/capture_stress.cc -o build/capture_stress -l:libcuda.so.1
+//   g++ -std=c++20 -O1 -pthread -I/usr/local/cuda/include lab/capture_stress.cc -o build/capture_stress -l:libcuda.so.1
 //   build/capture_stress SECONDS
 // Four threads each capture, instantiate, launch and destroy graphs of six empty kernels on a stream of their own; what goes on
 // beside is named in the row. A child process for each. Prints JSON lines: graphs until the end, calls that failed, and the signal

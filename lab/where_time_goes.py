@@ -1,6 +1,6 @@
 """Where the time of small batches goes on the GPU, and that of eager calls on the host, as JSON lines:
 
-python tools/where_time_goes.py [RANKS] > gpu_where_time_goes.jsonl
+python lab/where_time_goes.py [RANKS] > gpu_where_time_goes.jsonl
 
 GPU: kernels from copies of the headers that note the SM's clock at named places into shared memory, and add them up
 behind their end, in CUDA graphs. Host: whole calls, and their native part.

@@ -1,4 +1,4 @@
-"""What bounded waits and statistics cost small batches: python tools/wait_cost.py [--ranks N] > gpu_wait_cost.jsonl
+"""What bounded waits and statistics cost small batches: python lab/wait_cost.py [--ranks N] > gpu_wait_cost.jsonl
 
 Dispatch (masked, BF16 to FP8) and combine of T = 128, 32 and 8 tokens a rank are captured in CUDA graphs with the
 kernels as they are, and with kernels from changed copies of the headers: without the abort poll and the deadline,

@@ -1,7 +1,7 @@
 """Times of kernels from several copies of the headers, for a choice between them, as JSON lines:
 
 git archive HEAD~3 include | tar -x -C build
-python tools/compare_kernels.py build/include include > gpu_kernels.jsonl
+python lab/compare_kernels.py build/include include > gpu_kernels.jsonl
 
 Calls of the public interface are captured in CUDA graphs, one for each copy, and replayed in turn, so that what drifts
 falls on all. Ranks are processes with a GPU each, or, with --isolation thread, may share one: their rows then go
