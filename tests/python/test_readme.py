@@ -17,7 +17,7 @@ import weft
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [README, ROOT / "lab" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VARIABLE = re.compile(r"\bWEFT_[A-Z][A-Z0-9_]*\b")
 
@@ -83,7 +83,7 @@ def test_python_block_runs(block: Block, scripts: Path) -> None:
 
 
 def test_there_is_something_to_run() -> None:
-    assert {"layer.py", "train.py", "train_torchrun.py"} <= {block.file_name for block in PYTHON_BLOCKS}
+    assert {"train.py", "train_torchrun.py", "lost.py"} <= {block.file_name for block in PYTHON_BLOCKS}
     assert any(command.startswith("make ") for command in COMMANDS)
 
 
@@ -94,7 +94,7 @@ def test_torchrun_line_runs(command: str, scripts: Path) -> None:
     result = run(arguments, scripts)
     assert result.returncode == 0, result.stdout + result.stderr
     # Ranks share the terminal, so their lines may run into each other.
-    assert [rank for rank in range(4) if f"rank {rank}: [" not in result.stdout] == []
+    assert [rank for rank in range(4) if f"rank {rank}: loss" not in result.stdout] == []
 
 
 def make_targets() -> set[str]:
@@ -120,6 +120,18 @@ def test_command_exists(command: str, scripts: Path) -> None:
 def test_size_line_runs(command: str, scripts: Path) -> None:
     result = run([sys.executable, "-m", "weft.cli", *shlex.split(command, comments=True)[1:]], scripts)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_readme_is_short() -> None:
+    """At most 200 lines; the table of states has at most 12 rows, each of at most 15 words."""
+    text = README.read_text()
+    assert len(text.splitlines()) <= 200
+    table = text.split("## What works")[1].split("##")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith(("| ---", "| what |"))]
+    assert 8 <= len(rows) <= 12
+    for row in rows:
+        assert len(row.replace("|", " ").split()) <= 22, row
+        assert len(row.split("|")[2].split()) <= 15, row
 
 
 def links(page: Path) -> Iterator[str]:
