@@ -25,17 +25,17 @@ Row = dict[str, Any]
 
 _INTRO = """# Performance between GPUs
 
-[benchmarks/performance.py](../benchmarks/performance.py) writes this page from [result files](../benchmarks/results/). A time is
-the median of a whole call on the slowest rank: counts, transfer, copies, sums, every kernel and the host. Results are compared with
-the reference before they are timed. *Limit* is the time that the links alone need, at the rate measured in the same run.
-*SMs* are those given to Weft; peers use copy and reduce kernels on all SMs besides. How everything is counted:
-[benchmarking](benchmarking.md).
+[benchmarks/performance.py](../benchmarks/performance.py) writes this page from [result files](../benchmarks/results/).
+A time is the median of a whole call on the slowest rank: counts, transfer, copies, sums, every kernel and the host.
+Results are compared with the reference before they are timed. *Limit* is the time that the links alone need, at the
+rate measured in the same run. *SMs* are those given to Weft; peers use copy and reduce kernels on all SMs besides.
+How everything is counted: [benchmarking](benchmarking.md).
 """
 
 _WHY = """
 ## What is missed, and why
-- **Expert-major dispatch** stores a row once a pick, 303 MB at 50 GB/s an SM. DeepEP V2 sends one copy a rank and spreads
-  it on all SMs afterwards. Holes are zeroed through the same stores.
+- **Expert-major dispatch** stores a row once a pick, 303 MB at 50 GB/s an SM. DeepEP V2 sends one copy a rank and
+  spreads it on all SMs afterwards. Holes are zeroed through the same stores.
 - **Combine of unregistered tensors** stages every row. That 24 SMs are no faster than 16 is unexplained.
 - **Expert-major weighted combine** is bound by instructions
   ([0022](decisions/0022-combine-is-short-of-instructions.md)).
@@ -76,9 +76,10 @@ def beside_peers() -> Iterator[str]:
     """Weft and the best peer, in the same run."""
     machine, *rows = read_rows(RESULTS / BESIDE_PEERS)
     yield (
-        f"\n## {machine['machine']}, beside peers\n\n{machine['date']}, commit {machine['commit']}, driver {machine['driver']}, "
-        f"CUDA {machine['cuda']}, torch {machine['torch']}; T = {machine['tokens']}, H = {machine['hidden']}, K = {machine['top_k']}, "
-        f"E = {machine['experts']}. A ratio below 1 is a call in which Weft is slower.\n\n"
+        f"\n## {machine['machine']}, beside peers\n\n{machine['date']}, commit {machine['commit']}, "
+        f"driver {machine['driver']}, CUDA {machine['cuda']}, torch {machine['torch']}; T = {machine['tokens']}, "
+        f"H = {machine['hidden']}, K = {machine['top_k']}, E = {machine['experts']}. "
+        "A ratio below 1 is a call in which Weft is slower.\n\n"
     )
     cells = [
         (
@@ -97,7 +98,8 @@ def beside_peers() -> Iterator[str]:
 def against_targets() -> Iterator[str]:
     """The cases of the suite of targets, and the targets that are missed."""
     rows = read_rows(RESULTS / TARGETS)
-    yield f"\n## {_machine(rows[0])}\n\nUniform routing, T = 4096, H = 7168, K = 8, E = 256. No peer was timed in this run.\n\n"
+    yield f"\n## {_machine(rows[0])}\n\nUniform routing, T = 4096, H = 7168, K = 8, E = 256. "
+    yield "No peer was timed in this run.\n\n"
     cells = [
         (
             row["name"],

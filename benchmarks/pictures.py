@@ -15,7 +15,8 @@ CHART_SMS = 16
 
 STYLE = """<style>
 text { font: 14px sans-serif; fill: #222 } .small { font-size: 12px; fill: #555 } .head { font-weight: bold }
-rect.token { stroke: #444 } rect.rank { fill: #f6f7f9; stroke: #bbb } path { stroke: #777; fill: none; marker-end: url(#tip) }
+rect.token { stroke: #444 } rect.rank { fill: #f6f7f9; stroke: #bbb }
+path { stroke: #777; fill: none; marker-end: url(#tip) }
 </style>
 <defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">
 <path d="M0,0 L8,4 L0,8 z" style="fill:#777;stroke:none;marker-end:none"/></marker></defs>"""
