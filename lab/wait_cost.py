@@ -46,7 +46,7 @@ CHANGES = {  # of the kernels: by file, texts with what takes their place
             "const bool has_moved = words->heap_generation != view.heap_generation;": (
                 "constexpr bool has_moved = false;"
             ),
-            "flight.print = sync::print_with_handle(print, flight.handle);": "flight.print = print;",
+            "flight.print = print_with(print, caller_bits(flight.caller));": "flight.print = print;",
         },
         "weft/kernels/small_dispatch_picks.cuh": {
             "return is_over ? sync::PauseResult::kAbort : sync::PauseResult::kLookAgain;": (

@@ -112,6 +112,7 @@ class Window:
         num_rows_ptr: int,
         overflow_ptr: int,
         zeroes_holes: bool,
+        object: int = ...,
     ) -> DispatchResult: ...
     def combine(
         self,
@@ -139,6 +140,7 @@ class Window:
         weighted: bool,
         wire_is_fp8: bool,
         deadline_s: float,
+        object: int = ...,
     ) -> None: ...
     def empty(self, num_rows: int, cols: int, dtype: int) -> Any | None: ...
     def owns(self, ptr: int) -> bool: ...
@@ -178,6 +180,7 @@ class _GpuCallArgs:
     hidden: int
     num_tokens: int
     num_blocks: int
+    object: int
     timeout_ns: int
     stream: int
     is_small: bool

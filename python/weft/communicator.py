@@ -92,14 +92,15 @@ class WindowSpec:
 
 
 class Window:
-    """A native window and how many ExpertParallel objects of this rank use it. `serial` is equal on all ranks.
+    """A native window and how many ExpertParallel objects of this rank use it. `serial` is equal on all ranks, and so
+    are the numbers of its objects, of which `next_object` is the next.
 
     `native` is a `_native.Window`, on the nvlink engine a `_native.GpuWindow`, which has `streams`.
     """
 
     def __init__(self, native: Any, serial: int, max_tokens: int, streams: WindowStreams | None = None) -> None:
         self.native, self.serial, self.max_tokens, self.streams = native, serial, max_tokens, streams
-        self.num_users = 0
+        self.num_users = self.next_object = 0
         self.closed = False
         self.half: Half | None = None  # what a staged call has still to do
 
@@ -476,10 +477,12 @@ class Communicator:
         specs: Sequence[WindowSpec],
         deadline_s: float,
         tell: Callable[[], dict[str, Any]],
-    ) -> tuple[list[Window], dict[str, Any]]:
-        """Compare the arguments of a constructor over all ranks, then share or make its windows. Collective.
+    ) -> tuple[list[Window], list[int], dict[str, Any]]:
+        """Compare the arguments of a constructor over all ranks, then share or make its windows, and number the object
+        in each. Collective.
 
-        A window is shared only if every rank still has it: closing is local, so ranks may differ in what they have.
+        A window is shared only if every rank still has it: closing is local, so ranks may differ in what they have. A
+        constructor may also have failed on some ranks: the largest number that a rank proposes is free on all.
         What the first active rank has to `tell` is handed to all.
 
         Raises:
@@ -489,7 +492,8 @@ class Communicator:
             kept = [self._windows.get(spec) for spec in specs]
             serials = [-1 if window is None or window.closed else window.serial for window in kept]
             told = tell() if self.rank == self._active[0] else None
-            message = {"what": what, "arguments": arguments, "serials": serials, "told": told}
+            objects = [0 if window is None else window.next_object for window in kept]
+            message = {"what": what, "arguments": arguments, "serials": serials, "objects": objects, "told": told}
             answers = self._exchange_json(message, deadline_s)
             _compare(answers)
             shared = [list({answer["serials"][idx] for answer in answers.values()}) for idx in range(len(specs))]
@@ -503,7 +507,13 @@ class Communicator:
                     )
                     window.num_users += 1
                     windows.append(window)
-            return windows, answers[self._active[0]]["told"]
+                numbers = [
+                    max(answer["objects"][idx] for answer in answers.values()) if window is kept[idx] else 0
+                    for idx, window in enumerate(windows)
+                ]
+                for window, number in zip(windows, numbers, strict=True):
+                    window.next_object = number + 1
+            return windows, numbers, answers[self._active[0]]["told"]
 
     def _exchange_json(self, message: dict[str, Any], deadline_s: float) -> dict[int, dict[str, Any]]:
         self._native.raise_if_broken()

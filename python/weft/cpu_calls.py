@@ -56,6 +56,7 @@ class CpuCalls(NativeCalls):
                 recv_plan_len=0,
                 cached=False,
                 **_shared(call),
+                object=self.numbers[call.window],
                 counts_ptr=counts.data_ptr(),
                 offsets_ptr=offsets.data_ptr(),
                 num_rows_ptr=num_rows.data_ptr(),
@@ -110,6 +111,7 @@ class CpuCalls(NativeCalls):
                 recv_plan_len=recv_plan.numel(),
                 cached=True,
                 **_shared(call),
+                object=self.numbers[call.window],
                 counts_ptr=0,  # the first dispatch has counted
                 offsets_ptr=0,
                 num_rows_ptr=0,
@@ -164,6 +166,7 @@ class CpuCalls(NativeCalls):
                 weighted=weights is not None,
                 wire_is_fp8=call.wire != 0,
                 **_shared(call),
+                object=self.numbers[call.window],
             )
         staged.note(self, "combine", call)
         if out is not None and out is not into:

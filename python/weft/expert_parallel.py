@@ -101,7 +101,9 @@ class ExpertParallel:
             )
             for idx in range(num_windows)
         ]
-        windows, table = comm.open_windows("ExpertParallel", shape, specs, deadline_s, lambda: _measured_table(comm))
+        windows, numbers, table = comm.open_windows(
+            "ExpertParallel", shape, specs, deadline_s, lambda: _measured_table(comm)
+        )
         self.comm, self.dtype, self.device = comm, dtype, comm.device
         self.num_experts, self.top_k, self.hidden = num_experts, top_k, hidden
         self.num_local_experts = num_experts // comm.num_ranks
@@ -112,7 +114,7 @@ class ExpertParallel:
         self.has_num_sms, self.small_tokens = num_sms is not None, small_tokens(max_tokens_per_rank)
         engine_calls = GpuCalls if comm.engine == "nvlink" else CpuCalls
         with released_on_error(windows):
-            self.calls: NativeCalls = engine_calls(comm, windows, num_experts, top_k, hidden, dtype)
+            self.calls: NativeCalls = engine_calls(comm, windows, numbers, num_experts, top_k, hidden, dtype)
         self._table = tuning_files.from_json(table)
         self._token = self.calls.token
         self._overflow = self.calls.overflow

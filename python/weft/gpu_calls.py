@@ -66,12 +66,13 @@ class GpuCalls(NativeCalls):
         self,
         comm: Communicator,
         windows: list[Window],
+        numbers: list[int],
         num_experts: int,
         top_k: int,
         hidden: int,
         dtype: torch.dtype,
     ) -> None:
-        super().__init__(comm, windows, num_experts, top_k, hidden, dtype)
+        super().__init__(comm, windows, numbers, num_experts, top_k, hidden, dtype)
         self.overflow = torch.zeros((), dtype=torch.int64, device=self.device)
         self.max_tokens = windows[0].max_tokens
         self.landing_row_bytes = landing_row_bytes(hidden, dtype)
@@ -441,10 +442,12 @@ class GpuCalls(NativeCalls):
         recv_plan: int,
         out: int,
     ) -> Any:
-        return _load.native().GpuCombineArgs(
+        args: Any = _load.native().GpuCombineArgs(
             *_common(call, hidden, num_tokens, stream), y, num_rows, DTYPE_CODES[dtype], weights, send_plan, recv_plan,
             out, call.wire != 0,
         )  # fmt: skip
+        args.object = self.numbers[call.window]
+        return args
 
     def _dispatch_args(
         self, call: Call, x: Tensor, scales: Tensor | None, quantize: int, num_tokens: int, stream: int
@@ -454,6 +457,7 @@ class GpuCalls(NativeCalls):
         args: Any = _load.native().GpuDispatchArgs(
             *_common(call, hidden, num_tokens, stream), x.data_ptr(), x.shape[1] * x.element_size(), code, quantize
         )
+        args.object = self.numbers[call.window]
         if scales is not None:
             args.scales, args.scale_row_bytes = scales.data_ptr(), row_bytes(scales)
             args.scale_stride = column_bytes(scales)

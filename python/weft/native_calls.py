@@ -134,7 +134,7 @@ class Results:
 
 
 class NativeCalls(ABC):
-    """State of one ExpertParallel on the native side: windows, counters, what is to be raised later.
+    """State of one ExpertParallel on the native side: windows, its number in each, counters, what to raise later.
 
     `token` (float64 [2]: key, epoch) finds this object from inside an operator of torch.library; a copy of it, the
     `tie`, is part of every handle: it proves whose the handle is, and of which epoch. Both are in host memory.
@@ -149,12 +149,13 @@ class NativeCalls(ABC):
         self,
         comm: Communicator,
         windows: list[Window],
+        numbers: list[int],
         num_experts: int,
         top_k: int,
         hidden: int,
         dtype: torch.dtype,
     ) -> None:
-        self.comm, self.windows, self.device = comm, windows, comm.device
+        self.comm, self.windows, self.numbers, self.device = comm, windows, numbers, comm.device
         self.num_experts, self.top_k, self.hidden = num_experts, top_k, hidden
         self.num_ranks = comm.num_ranks
         self.num_local_experts = num_experts // comm.num_ranks

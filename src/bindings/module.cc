@@ -157,7 +157,7 @@ cpu::DispatchResult dispatch(cpu::Window& window, uintptr_t x_ptr, uintptr_t sca
                              uintptr_t recv_plan_ptr, i64 recv_plan_len, bool cached, int dtype, int layout,
                              int quantize, i64 row_bytes, i64 scale_row_bytes, i64 hidden, i64 alignment, i64 capacity,
                              i64 max_tokens, double deadline_s, uintptr_t counts_ptr, uintptr_t offsets_ptr,
-                             uintptr_t num_rows_ptr, uintptr_t overflow_ptr, bool zeroes_holes) {
+                             uintptr_t num_rows_ptr, uintptr_t overflow_ptr, bool zeroes_holes, u64 object) {
   cpu::DispatchArgs args;
   args.x = pointer<void>(x_ptr);
   args.scales = pointer<void>(scales_ptr);
@@ -184,6 +184,7 @@ cpu::DispatchResult dispatch(cpu::Window& window, uintptr_t x_ptr, uintptr_t sca
   args.num_rows = pointer<i32>(num_rows_ptr);
   args.overflow = pointer<i64>(overflow_ptr);
   args.zeroes_holes = zeroes_holes;
+  args.object = object;
   return window.dispatch(args, signal_poll());
 }
 
@@ -191,7 +192,7 @@ void combine(cpu::Window& window, uintptr_t y_ptr, i64 num_rows, uintptr_t weigh
              uintptr_t side_ptr, uintptr_t bias_ptr, bool bias_is_2d, bool bias_is_fp32, uintptr_t out_ptr,
              uintptr_t side_out_ptr, i64 num_tokens, uintptr_t send_plan_ptr, uintptr_t recv_plan_ptr,
              i64 recv_plan_len, int dtype, int layout, i64 capacity, i64 hidden, i64 alignment, i64 max_tokens,
-             bool weighted, bool wire_is_fp8, double deadline_s) {
+             bool weighted, bool wire_is_fp8, double deadline_s, u64 object) {
   cpu::CombineArgs args;
   args.y = pointer<void>(y_ptr);
   args.num_rows = num_rows;
@@ -214,6 +215,7 @@ void combine(cpu::Window& window, uintptr_t y_ptr, i64 num_rows, uintptr_t weigh
   args.alignment = alignment;
   args.max_tokens = max_tokens;
   args.wire_is_fp8 = wire_is_fp8;
+  args.object = object;
   args.timeout_ns = timeout_ns(deadline_s);
   window.combine(args, signal_poll());
 }
@@ -274,11 +276,11 @@ void bind_window(nb::module_& m) {
            "topk_is_int64"_a, "weights_ptr"_a, "send_plan_ptr"_a, "recv_plan_ptr"_a, "recv_plan_len"_a, "cached"_a,
            "dtype"_a, "layout"_a, "quantize"_a, "row_bytes"_a, "scale_row_bytes"_a, "hidden"_a, "alignment"_a,
            "capacity"_a, "max_tokens"_a, "deadline_s"_a, "counts_ptr"_a, "offsets_ptr"_a, "num_rows_ptr"_a,
-           "overflow_ptr"_a, "zeroes_holes"_a)
+           "overflow_ptr"_a, "zeroes_holes"_a, "object"_a = 0)
       .def("combine", &combine, Guard(), nb::kw_only(), "y_ptr"_a, "num_rows"_a, "weights_ptr"_a, "has_side"_a,
            "side_ptr"_a, "bias_ptr"_a, "bias_is_2d"_a, "bias_is_fp32"_a, "out_ptr"_a, "side_out_ptr"_a, "num_tokens"_a,
            "send_plan_ptr"_a, "recv_plan_ptr"_a, "recv_plan_len"_a, "dtype"_a, "layout"_a, "capacity"_a, "hidden"_a,
-           "alignment"_a, "max_tokens"_a, "weighted"_a, "wire_is_fp8"_a, "deadline_s"_a)
+           "alignment"_a, "max_tokens"_a, "weighted"_a, "wire_is_fp8"_a, "deadline_s"_a, "object"_a = 0)
       .def(
           "barrier", [](Window& window, double deadline_s) { window.barrier(timeout_ns(deadline_s), signal_poll()); },
           "deadline_s"_a, Guard())

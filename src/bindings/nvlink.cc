@@ -56,6 +56,7 @@ void bind_call_args(nb::class_<Args>& args) {
       .def_rw("hidden", &Args::hidden)
       .def_rw("num_tokens", &Args::num_tokens)
       .def_rw("num_blocks", &Args::num_blocks)
+      .def_rw("object", &Args::object)
       .def_rw("timeout_ns", &Args::timeout_ns)
       .def_rw("stream", &Args::stream)
       .def_rw("is_small", &Args::is_small)

@@ -94,6 +94,7 @@ inline void take_view(Fields& fields, weft::transport::WindowView& view) {
 inline void take(Fields& fields, weft::kernels::DispatchKernelArgs& args) {
   take_view(fields, args.view);
   fields.take("print", args.print);
+  fields.take("object", args.object);
   fields.take("fits_landing", args.fits_landing);
   fields.take("ticket", args.ticket);
   fields.take("x", args.x);
@@ -124,6 +125,7 @@ inline void take(Fields& fields, weft::kernels::DispatchKernelArgs& args) {
 inline void take(Fields& fields, weft::kernels::SmallDispatchKernelArgs& args) {
   take_view(fields, args.view);
   fields.take("print", args.print);
+  fields.take("object", args.object);
   fields.take("ticket", args.ticket);
   fields.take("max_tokens", args.max_tokens);
   fields.take("num_parts", args.num_parts);
@@ -152,6 +154,7 @@ inline void take(Fields& fields, weft::kernels::SmallDispatchKernelArgs& args) {
 inline void take(Fields& fields, weft::kernels::CombineKernelArgs& args) {
   take_view(fields, args.view);
   fields.take("print", args.print);
+  fields.take("object", args.object);
   fields.take("rows", args.rows);
   fields.take("rows_offset", args.rows_offset);
   fields.take("num_rows", args.num_rows);
@@ -174,6 +177,7 @@ inline void take(Fields& fields, weft::kernels::CombineKernelArgs& args) {
 inline void take(Fields& fields, weft::kernels::SmallCombineKernelArgs& args) {
   take_view(fields, args.view);
   fields.take("print", args.print);
+  fields.take("object", args.object);
   fields.take("num_tokens", args.num_tokens);
   fields.take("max_tokens", args.max_tokens);
   fields.take("rows", args.rows);

@@ -37,6 +37,8 @@ int main(int, char** arguments) {
       {"host.num_errors_read", offsetof(weft::transport::HostWords, num_errors_read)},
       {"host.error", offsetof(weft::transport::HostWords, error)},
       {"host.error.phase", offsetof(weft::transport::HostWords, error.phase)},
+      {"host.error_caller", offsetof(weft::transport::HostWords, error_caller)},
+      {"host.seen_caller", offsetof(weft::transport::HostWords, seen_caller)},
       {"host.error.culprit", offsetof(weft::transport::HostWords, error.culprit)},
   };
   const char* separator = "{";

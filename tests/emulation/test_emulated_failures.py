@@ -12,7 +12,7 @@ from combine_cases import CombineCase, CombineRunner, reseeded
 from dispatch_cases import Case, Given, Round, Runner, put_inputs, run_case
 from kernels import Compiler, Mutant, Program
 from machine import RED_ZONE, Launch, Streams
-from world import CACHE_LINE, PRINT, Shape
+from world import CACHE_LINE, OBJECT, PRINT, Shape
 
 KERNELS = ("dispatch", "small_dispatch", "combine", "small_combine")
 DEADLINE, ABORTED, MISMATCH, BAD_PEER_WORD, NO_ROOM = 1, 2, 3, 4, 5  # transport::ErrorCause
@@ -45,6 +45,13 @@ def words(runner: Runner, rank: int) -> dict[str, int]:
         "owner": world.memory.word(world.control[rank] + layout["control.owner"]),
         "sequence": world.memory.word(world.control[rank] + layout["control.sequence"]),
     }
+
+
+def callers(runner: Runner, rank: int) -> tuple[int, int]:
+    """Who called (transport::pack_caller) in the operation that was given up: the rank, and the culprit."""
+    memory, layout, host = runner.memory, runner.world.layout, runner.world.host[rank]
+    culprit = words(runner, rank)["culprit"]
+    return memory.word(host + layout["host.error_caller"]), memory.word(host + layout["host.seen_caller"] + 8 * culprit)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -247,17 +254,24 @@ def test_ranks_that_repeat_different_dispatches(
         memory.close()
 
 
+@pytest.mark.parametrize("odd", [{"print": PRINT + 1}, {"object": OBJECT + 1}], ids=["print", "object"])
 @pytest.mark.parametrize("capacity", [-1, 20])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_peer_that_calls_something_else(compiler: Compiler, kernel: str, capacity: int) -> None:
-    """All ranks give up the call, and the next one is right."""
+def test_a_peer_that_calls_something_else(compiler: Compiler, kernel: str, capacity: int, odd: dict[str, int]) -> None:
+    """All ranks give up the call, know which objects called, and the next one is right. So it is with a layer of equal
+    shape."""
     runner, rounds = prepared(compiler, kernel, 2, capacity)
     at = len(runner.streams[ODD]) // 2 - 1
     launch = runner.streams[ODD][at]
-    runner.streams[ODD][at] = dataclasses.replace(launch, fields={**launch.fields, "print": PRINT + 1})
+    runner.streams[ODD][at] = dataclasses.replace(launch, fields={**launch.fields, **odd})
     try:
         Streams(runner.memory, runner.streams, seed=1, timeout_s=60).run()
         for rank in runner.ranks:
+            mine, other = callers(runner, rank)
+            assert (mine >> 16, other >> 16) == tuple(
+                odd.get("object", OBJECT) if each == ODD else OBJECT for each in (rank, words(runner, rank)["culprit"])
+            )
+            assert (mine & 0xFFFF) == (other & 0xFFFF) == (1 if kernel.endswith("combine") else 0)  # the handle
             seen = words(runner, rank)
             assert (seen.pop("culprit") == ODD) == (rank != ODD)
             assert seen == {"cause": MISMATCH, "broken": 0, "owner": 0, "sequence": runner.num_operations}

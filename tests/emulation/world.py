@@ -20,7 +20,7 @@ NO_CAPACITY = -1
 CACHE_LINE = 64
 TIMEOUT_NS = 30_000_000_000
 FIRST_OVERFLOW = 1000  # what stands in the overflow counter before a call
-PRINT = 77
+PRINT, OBJECT = 77, 5  # of every call: its fingerprint, and which ExpertParallel makes it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class World:
     def view(self, rank: int, num_blocks: int) -> dict[str, int]:
         """What every kernel of a window gets."""
         fields = {**self.shape.fields(), "rank": rank, "host": self.host[rank]}
-        fields |= {"print": PRINT, "num_blocks": num_blocks}
+        fields |= {"print": PRINT, "object": OBJECT, "num_blocks": num_blocks}
         for other in range(self.shape.num_ranks):
             fields[f"control{other}"], fields[f"heap{other}"] = self.control[other], self.heap[other]
             fields[f"heap_bytes{other}"] = self.heap_bytes

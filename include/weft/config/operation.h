@@ -35,8 +35,9 @@ struct OperationConfig {
   i64 scale_row_bytes = 0;  // scale or side-data bytes of one row on the wire
   u64 window_hash = 0;      // of the WindowShape and the window's number
   u64 handle = 0;           // combine, cached dispatch: sequence of the dispatch whose routing is used
+  u64 object = 0;           // number of the ExpertParallel among those of its window; last, mixed in by itself
 };
-static_assert(sizeof(OperationConfig) == 64);
+static_assert(sizeof(OperationConfig) == 72);
 
 constexpr u16 kRefusalFingerprint = 0xffff;  // "I cannot take part"; the reason is in the payload (R3)
 
@@ -48,11 +49,22 @@ WEFT_HD inline u64 hash_bytes(const void* data, u64 num_bytes, u64 seed = 0xcbf2
   return hash;
 }
 
+// The bits by which a fingerprint tells two objects apart. Steps of the golden section: objects of near numbers differ in high
+// bits, which the low bits of near handles, mixed in too, cannot make up for.
+WEFT_HD constexpr u16 object_bits(u64 object) { return static_cast<u16>(object * 40503u); }
+
+// The fingerprint of an operation of one object, or with a handle: two make two. 1 to 0xfffe, too.
+WEFT_HD constexpr u16 print_with(u16 print, u16 bits) {
+  const u16 both = static_cast<u16>(print ^ bits);
+  return both == 0 || both == kRefusalFingerprint ? print : both;
+}
+
 // 1 .. 0xfffe: zero is "nothing written yet", 0xffff a refusal.
 WEFT_HD inline u16 fingerprint(const OperationConfig& config) {
-  const u64 hash = hash_bytes(&config, sizeof(config));
+  const u64 hash = hash_bytes(&config, sizeof(config) - sizeof(config.object));
   const u64 folded = hash ^ (hash >> 32);
-  return static_cast<u16>(1 + ((folded ^ (folded >> 16)) & 0xffffffffull) % 0xfffe);
+  const u16 print = static_cast<u16>(1 + ((folded ^ (folded >> 16)) & 0xffffffffull) % 0xfffe);
+  return print_with(print, object_bits(config.object));
 }
 
 }  // namespace weft

@@ -11,6 +11,7 @@ struct DispatchKernelArgs {
   transport::WindowView view;
   u16 print = 0;             // fingerprint of the operation
   bool fits_landing = true;  // a row and its scales fit a row of the landing
+  u32 object = 0;            // number of the ExpertParallel that calls
   u64 ticket = 0;            // more than 0: the host waits for the number of rows under this name
   const u8* x = nullptr;
   const u8* scales = nullptr;

@@ -23,7 +23,7 @@ class Combine {
   static constexpr i32 kRanks = kConfig.num_ranks;
 
   __device__ Combine(const CombineKernelArgs& args, CombineShared<kConfig>& shared, u8* dynamic)
-      : b_{args, shared, dynamic, transport::begin_flight(args.view, args.print, args.recv_plan),
+      : b_{args, shared, dynamic, transport::begin_flight(args.view, args.print, args.object, args.recv_plan),
            static_cast<i32>(threadIdx.x % ptx::kWarpLanes)} {}
 
   __device__ void run() {
@@ -82,7 +82,7 @@ class Combine {
     payload->rows_in_heap = kConfig.has_push() ? 0 : 1;
     payload->rows_offset = b_.a.rows_offset;
     payload->num_rows = b_.a.num_rows;
-    transport::notify(b_.a.view, Phase::kCount, b_.flight, peer, 0);
+    transport::notify_call(b_.a.view, b_.flight, peer);
   }
 
   // Where the rows of `rank` are, and how many tokens it has. R19: only rows inside the peer's heap are read.

@@ -9,6 +9,7 @@ namespace weft::kernels {
 struct CombineKernelArgs {
   transport::WindowView view;
   u16 print = 0;                   // fingerprint of the operation
+  u32 object = 0;                  // number of the ExpertParallel that calls
   const u8* rows = nullptr;        // this rank's expert output
   u64 rows_offset = 0;             // its place in the heap; not read if this rank pushes
   i64 num_rows = 0;                // rows of it

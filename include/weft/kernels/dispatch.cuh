@@ -132,7 +132,7 @@ __device__ void dispatch(const DispatchKernelArgs& args) {
       args,
       shared,
       dynamic,
-      transport::begin_flight(args.view, args.print, kConfig.is_cached ? args.recv_plan : nullptr),
+      transport::begin_flight(args.view, args.print, args.object, kConfig.is_cached ? args.recv_plan : nullptr),
       static_cast<i32>(threadIdx.x / ptx::kWarpLanes),
       static_cast<i32>(threadIdx.x % ptx::kWarpLanes)};
   Dispatch<kConfig>(state).run();

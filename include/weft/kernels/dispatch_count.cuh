@@ -40,7 +40,7 @@ class DispatchCount : public DispatchIds<kConfig> {
     }
     meet();
     const i32 peer = thread();
-    if (this->is_peer(peer)) transport::notify(a.view, Phase::kCount, flight, peer, 0);
+    if (this->is_peer(peer)) transport::notify_call(a.view, flight, peer);
   }
 
   // Where every row goes, from what all ranks have said. Every block computes it for itself.

@@ -31,13 +31,15 @@ class SmallCombine {
   __device__ void run() const {
     if constexpr (kConfig.sends) {
       SmallCombinePush<kConfig> push(b_, warp_);
-      const transport::Flight flight = transport::begin_flight(b_.a.view, b_.a.print, b_.a.recv_plan, kPart);
+      const transport::Flight flight =
+          transport::begin_flight(b_.a.view, b_.a.print, b_.a.object, b_.a.recv_plan, kPart);
       if (flight.is_dead) return;
       if (warp_ < kWorkers) send(flight, push);
       if (warp_ == kSayWarp) say(flight);
       if constexpr (kConfig.receives) receive(flight);
     } else {
-      const transport::Flight flight = transport::begin_flight(b_.a.view, b_.a.print, b_.a.recv_plan, kPart);
+      const transport::Flight flight =
+          transport::begin_flight(b_.a.view, b_.a.print, b_.a.object, b_.a.recv_plan, kPart);
       if (!flight.is_dead) receive(flight);
     }
   }
@@ -69,7 +71,7 @@ class SmallCombine {
   __device__ void say(const transport::Flight& flight) const {
     const transport::WindowView& view = b_.a.view;
     const i32 block = static_cast<i32>(blockIdx.x);
-    if (block == 0 && has_peer(flight)) transport::notify(view, Phase::kCount, flight, b_.lane, 0);
+    if (block == 0 && has_peer(flight)) transport::notify_call(view, flight, b_.lane);
     if constexpr (kConfig.has_side) SmallCombineSide<kConfig>(b_).send(flight);
     if (b_.num_early() > 0) {
       meet_stored();

@@ -10,6 +10,7 @@ namespace weft::kernels {
 struct SmallCombineKernelArgs {
   transport::WindowView view;
   u16 print = 0;       // fingerprint of the operation
+  u32 object = 0;      // number of the ExpertParallel that calls
   i32 num_tokens = 0;  // of this rank
   i32 max_tokens = 0;  // of any rank in this call; at most the small_tokens of the window
   SmallSplit split;

@@ -61,7 +61,7 @@ class SmallDispatch {
   }
 
   __device__ void notify() const {
-    if (blockIdx.x == 0 && s_.is_peer(s_.lane)) transport::notify(s_.a.view, Phase::kCount, s_.flight, s_.lane, 0);
+    if (blockIdx.x == 0 && s_.is_peer(s_.lane)) transport::notify_call(s_.a.view, s_.flight, s_.lane);
     __syncwarp();
     ptx::bar_sync(kStored, kWithOne);
     if (s_.is_peer(s_.lane)) {
@@ -150,7 +150,7 @@ __device__ void small_dispatch(const SmallDispatchKernelArgs& args) {
   }
   const SmallDispatchState<kConfig> state{
       args, reinterpret_cast<i32*>(dynamic),
-      transport::begin_flight(args.view, args.print, kConfig.is_cached ? args.recv_plan : nullptr, kPart),
+      transport::begin_flight(args.view, args.print, args.object, kConfig.is_cached ? args.recv_plan : nullptr, kPart),
       static_cast<i32>(threadIdx.x / ptx::kWarpLanes), static_cast<i32>(threadIdx.x % ptx::kWarpLanes)};
   if (!state.flight.is_dead) SmallDispatch<kConfig>(state).run();
 }

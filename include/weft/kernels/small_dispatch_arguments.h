@@ -10,6 +10,7 @@ namespace weft::kernels {
 struct SmallDispatchKernelArgs {
   transport::WindowView view;
   u16 print = 0;       // fingerprint of the operation
+  u32 object = 0;      // number of the ExpertParallel that calls
   u64 ticket = 0;      // more than 0: the host waits for the number of rows under this name
   i32 max_tokens = 0;  // of any rank in this call, at most the window's small_tokens
   i32 num_parts = 1;   // pieces that a row is split in, when there are fewer tokens than blocks

@@ -23,12 +23,6 @@ WEFT_HD constexpr u64 pack_header(Turn turn, u16 print) {
   return static_cast<u64>(turn.epoch) << 48 | static_cast<u64>(turn.sequence) << 16 | print;
 }
 
-// The fingerprint of an operation that works with a handle: two handles make two. 1 to 0xfffe, too.
-WEFT_HD constexpr u16 print_with_handle(u16 print, u16 handle) {
-  const u16 both = static_cast<u16>(print ^ handle);
-  return both == 0 || both == kRefusalFingerprint ? print : both;
-}
-
 enum class HeaderState : u32 { kNotYet, kMatch, kMismatch, kRefusal };
 
 // What `word` says to an operation that waits for `turn` with fingerprint `print`.

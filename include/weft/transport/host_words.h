@@ -26,11 +26,21 @@ struct HostWords {
   u64 counted_ticket = 0;     // kernel: num_rows below belongs to the call with this ticket
   i64 num_rows = 0;           // kernel: rows of the result, before any clipping
   u64 bad_ids = 0;  // kernel: pack_bad_ids() of the last call that had any; taken by an exchange, so none gets lost
-  i64 first_bad_id = 0;     // kernel: in time before it
-  u64 num_errors_read = 0;  // host: records that it has emptied
-  u64 error_handle = 0;     // kernel: with the record: the handle in its fingerprints
-  ErrorRecord error = {};   // kernel: first reason (R9); its code is an ErrorCause
+  i64 first_bad_id = 0;                // kernel: in time before it
+  u64 num_errors_read = 0;             // host: records that it has emptied
+  u64 error_caller = 0;                // kernel: with the record: who calls, mixed into its expected fingerprint
+  u64 seen_caller[kMaxGpuRanks] = {};  // kernel: of the culprit of a kMismatch in `count`: who calls there
+  ErrorRecord error = {};              // kernel: first reason (R9); its code is an ErrorCause
 };
+
+// Who calls: the number of the object and the handle that the operation works with, 0 if it makes one; the low bits of both.
+WEFT_HD constexpr u32 pack_caller(u32 object, u16 handle) { return object << 16 | handle; }
+WEFT_HD constexpr u16 caller_bits(u32 caller) {
+  return static_cast<u16>(object_bits(caller >> 16) ^ (caller & 0xffffu));
+}
+// In the cell of a `count` header: place of the word that says who calls.
+constexpr i32 kCallerWord = 1;
+static_assert((kCallerWord + 1) * sizeof(u64) <= kCacheLine);
 
 // How many ids are out of range (1 or more), and where the first of them is: a flat position in topk_idx.
 WEFT_HD constexpr u64 pack_bad_ids(i32 count, i32 first_at) {

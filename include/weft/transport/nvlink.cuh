@@ -12,7 +12,7 @@ namespace weft::transport {
 struct Flight {
   sync::Turn turn;
   u16 print = 0;        // fingerprint of the operation
-  u16 handle = 0;       // mixed into it: which handle it works with
+  u32 caller = 0;       // mixed into it: which object calls, with which handle
   bool is_dead = true;  // an earlier operation broke: do nothing
   u32 active_mask = 0;
 
@@ -29,7 +29,7 @@ __device__ inline void record(const WindowView& view, const Flight& flight, Erro
   error->epoch = flight.turn.epoch;
   error->sequence = flight.turn.sequence;
   error->expected = sync::pack_header(flight.turn, flight.print);
-  view.host->error_handle = flight.handle;
+  view.host->error_caller = flight.caller;
   error->seen = seen;
   // code and phase are one aligned word; with them the record is complete.
   ptx::st_release_sys(reinterpret_cast<u64*>(&error->code), static_cast<u64>(cause) | static_cast<u64>(phase) << 32);
@@ -40,8 +40,8 @@ enum class FlightPart : u32 { kWhole = 0, kSend = 1, kReceive = 2 };
 
 // For the whole block; one thread reads. Words in host memory are not touched: 256 reads of them cost 12 us (measured).
 // The owner word is taken by the launch that begins the operation and given back by end_flight in the one that ends it.
-// `recv_plan`: of the handle that the operation works with, null if it makes one.
-__device__ inline const Flight& begin_flight(const WindowView& view, u16 print, const i32* recv_plan,
+// `object`: number of the ExpertParallel. `recv_plan`: of the handle that the operation works with, null if it makes one.
+__device__ inline const Flight& begin_flight(const WindowView& view, u16 print, u32 object, const i32* recv_plan,
                                              FlightPart part = FlightPart::kWhole) {
   __shared__ Flight flight;
   if (threadIdx.x == 0) {
@@ -50,8 +50,9 @@ __device__ inline const Flight& begin_flight(const WindowView& view, u16 print, 
     const u64 membership = ptx::ld_relaxed_sys(&words->membership);
     const u64 broken = ptx::ld_relaxed_sys(&words->broken);
     flight.turn = {static_cast<u16>(membership >> 32), static_cast<u32>(sequence + 1)};
-    flight.handle = recv_plan == nullptr ? u16{0} : static_cast<u16>(recv_plan[kGpuPlanMadeBy]);
-    flight.print = sync::print_with_handle(print, flight.handle);
+    const u16 handle = recv_plan == nullptr ? u16{0} : static_cast<u16>(recv_plan[kGpuPlanMadeBy]);
+    flight.caller = pack_caller(object, handle);
+    flight.print = print_with(print, caller_bits(flight.caller));
     const bool has_moved = words->heap_generation != view.heap_generation;
     flight.is_dead = broken != 0 || has_moved;
     flight.active_mask = static_cast<u32>(membership);
@@ -81,6 +82,14 @@ __device__ inline const Flight& begin_flight(const WindowView& view, u16 print, 
 __device__ inline void notify(const WindowView& view, Phase phase, const Flight& flight, i32 peer, i32 block) {
   u64* cell =
       reinterpret_cast<u64*>(view.control[peer] + view.layout.header(phase, flight.turn.sequence, view.rank, block));
+  sync::send_header(cell, sync::pack_header(flight.turn, flight.print), [] {});
+}
+
+// The first header of an operation: the word behind it says who calls.
+__device__ inline void notify_call(const WindowView& view, const Flight& flight, i32 peer) {
+  u64* cell = reinterpret_cast<u64*>(view.control[peer] +
+                                     view.layout.header(Phase::kCount, flight.turn.sequence, view.rank, 0));
+  cell[kCallerWord] = flight.caller;
   sync::send_header(cell, sync::pack_header(flight.turn, flight.print), [] {});
 }
 
@@ -157,6 +166,16 @@ __device__ inline u32 progress(const WindowView& view, const Flight& flight, i32
   return sync::load_progress(reinterpret_cast<const u64*>(word), flight.turn);
 }
 
+// What a header that has come says; anything but a match has left its reason in the host words.
+__device__ inline Verdict judge(const WindowView& view, Phase phase, const Flight& flight, i32 peer, const u64* cell,
+                                u64 seen) {
+  if (sync::classify_header(seen, flight.turn, flight.print) == sync::HeaderState::kMatch) return Verdict::kOk;
+  // Every block that sees it writes the same; before the record, whose last store makes it visible.
+  if (phase == Phase::kCount) view.host->seen_caller[peer] = cell[kCallerWord];
+  record(view, flight, ErrorCause::kMismatch, phase, peer, seen);
+  return Verdict::kGivenUp;
+}
+
 // Waits for one peer's header. Block 0 notes how long.
 __device__ inline Verdict wait(const WindowView& view, Phase phase, const Flight& flight, i32 peer, i32 block) {
   const u64* cell = reinterpret_cast<const u64*>(view.control[view.rank] +
@@ -166,9 +185,7 @@ __device__ inline Verdict wait(const WindowView& view, Phase phase, const Flight
   u64 seen;
   const sync::WaitResult result = sync::wait_header(cell, flight.turn, pause, seen);
   if (!settle(view, flight, result, phase, peer, seen)) return Verdict::kBroken;
-  if (sync::classify_header(seen, flight.turn, flight.print) == sync::HeaderState::kMatch) return Verdict::kOk;
-  record(view, flight, ErrorCause::kMismatch, phase, peer, seen);
-  return Verdict::kGivenUp;
+  return judge(view, phase, flight, peer, cell, seen);
 }
 
 // The same for a lane that waits for several headers: block 0 adds to `waited_ns` how long, and note_waited() follows.
@@ -181,9 +198,7 @@ __device__ inline Verdict wait(const WindowView& view, Phase phase, const Flight
   const sync::WaitResult result = sync::wait_header(cell, flight.turn, pause, seen);
   waited_ns += pause.waited_ns();
   if (!settle(view, flight, result, phase, peer, seen)) return Verdict::kBroken;
-  if (sync::classify_header(seen, flight.turn, flight.print) == sync::HeaderState::kMatch) return Verdict::kOk;
-  record(view, flight, ErrorCause::kMismatch, phase, peer, seen);
-  return Verdict::kGivenUp;
+  return judge(view, phase, flight, peer, cell, seen);
 }
 
 __device__ inline void note_waited(const WindowView& view, i32 peer, u64 waited_ns) {

@@ -24,6 +24,7 @@ OperationConfig config_of(const CombineArgs& args, u64 window_hash) {
   config.max_tokens = args.max_tokens;
   config.row_bytes = args.hidden * dtype_bytes(args.dtype);
   config.window_hash = window_hash;
+  config.object = args.object;
   config.handle = static_cast<u64>(reinterpret_cast<const PlanHeader*>(args.send_plan)->sequence);
   return config;
 }

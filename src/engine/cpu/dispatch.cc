@@ -26,6 +26,7 @@ OperationConfig config_of(const DispatchArgs& args, u64 window_hash) {
   config.scale_row_bytes =
       args.quantize == Quantize::kNone ? args.scale_row_bytes : scale_bytes(args.hidden, args.quantize);
   config.window_hash = window_hash;
+  config.object = args.object;
   if (args.cached) config.handle = static_cast<u64>(reinterpret_cast<const PlanHeader*>(args.send_plan)->sequence);
   return config;
 }

@@ -37,6 +37,19 @@ std::string describe(const OperationConfig& config) {
   return text + ")";
 }
 
+std::string mismatch_text(const Caller& mine, const Caller& other) {
+  const bool is_other_object = mine.object != other.object;
+  const auto text = [&](const Caller& caller) {
+    const std::string object = is_other_object ? " of ExpertParallel " + std::to_string(caller.object) : "";
+    return "rank " + std::to_string(caller.rank) + " " + caller.call + object;
+  };
+  return "ranks called different things: " + text(mine) + ", " + text(other) +
+         (is_other_object
+              ? ". Objects of one shape are numbered as they were made; every rank must call them in the same order"
+              : "") +
+         "; the call was given up on every rank, nothing was sent";
+}
+
 Operation::Operation(Window& window, const OperationConfig& config, u64 timeout_ns, const Poll& poll)
     : window_(window), config_(config), fingerprint_(fingerprint(config)), poll_(poll), rank_(window.comm_->rank()) {
   Communicator& comm = *window.comm_;
@@ -109,19 +122,25 @@ void Operation::wait_all(Phase phase) {
   for (int peer : peers()) {
     const sync::HeaderState state = sync::classify_header(header_from(phase, peer), turn_, fingerprint_);
     if (state == sync::HeaderState::kRefusal && (refusing < 0 || peer < refusing)) refusing = peer;
-    if (state == sync::HeaderState::kMismatch && (differing < 0 || peer < differing)) differing = peer;
+    const bool differs =
+        state == sync::HeaderState::kMismatch || (state == sync::HeaderState::kMatch && is_of_other_call(phase, peer));
+    if (differs && (differing < 0 || peer < differing)) differing = peer;
   }
   if (refusing >= 0) raise_refusal(phase, refusing);
   if (differing >= 0) raise_mismatch(differing);
+}
+
+// Two calls may have one fingerprint; the first payload says the rest.
+bool Operation::is_of_other_call(Phase phase, int peer) const {
+  return phase == Phase::kCount &&
+         std::memcmp(&payload_from<CountPayload>(phase, peer)->config, &config_, sizeof(config_)) != 0;
 }
 
 void Operation::raise_mismatch(int peer) {
   const OperationConfig other = payload_from<CountPayload>(Phase::kCount, peer)->config;
   finish();
   throw Error(ErrorCode::kInvalidArgument,
-              "ranks called different things: rank " + std::to_string(rank_) + " " + describe(config_) + ", rank " +
-                  std::to_string(peer) + " " + describe(other) +
-                  "; the call was given up on every rank, nothing was sent",
+              mismatch_text({rank_, describe(config_), config_.object}, {peer, describe(other), other.object}),
               op_name(static_cast<u32>(config_.kind)), turn_.sequence, {peer});
 }
 

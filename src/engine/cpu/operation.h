@@ -15,6 +15,14 @@ namespace weft::cpu {
 // "dispatch(layout='rank_major', ...)": a call in words.
 std::string describe(const OperationConfig& config);
 
+// Who called what, of which object.
+struct Caller {
+  int rank = 0;
+  std::string call;
+  u64 object = 0;
+};
+std::string mismatch_text(const Caller& mine, const Caller& other);
+
 class Operation {
  public:
   // Takes the window. Errors: kInvalidState (closed, busy), or what the communicator broke with. Nothing is sent yet.
@@ -105,6 +113,7 @@ class Operation {
     return -1;
   }
   u64 header_from(Phase phase, int peer) const;
+  bool is_of_other_call(Phase phase, int peer) const;
   void wait_headers(Phase phase);
   [[noreturn]] void raise_refusal(Phase phase, int peer);
   [[noreturn]] void raise_mismatch(int peer);

@@ -50,6 +50,7 @@ struct DispatchArgs {
   i64 max_tokens = 0;
   u8 mode = 0;
   u64 timeout_ns = 0;
+  u64 object = 0;           // number of the ExpertParallel among those of the window
   i32* counts = nullptr;    // [num_local_experts] written
   i32* offsets = nullptr;   // [num_ranks + 1] or [num_local_experts + 1] written
   i32* num_rows = nullptr;  // written
@@ -88,6 +89,7 @@ struct CombineArgs {
   i64 hidden = 0;
   i64 alignment = 1;
   i64 max_tokens = 0;
+  u64 object = 0;            // number of the ExpertParallel among those of the window
   bool wire_is_fp8 = false;  // contributions travel as e4m3 with a float scale per kQuantizeGroup values
   u8 mode = 0;
   u64 timeout_ns = 0;

@@ -84,6 +84,7 @@ OperationConfig combine_operation(const CombineArgs& args, i64 wire_row_bytes) {
 kernels::CombineKernelArgs CombineCall::kernel_arguments() const {
   kernels::CombineKernelArgs args;
   args.view = w_.view_;
+  args.object = a_.object;
   args.rows = reinterpret_cast<const u8*>(a_.y);
   args.rows_offset = is_pulled() && a_.num_rows > 0 ? w_.heap_offset(a_.y) : 0;
   args.num_rows = a_.num_rows;

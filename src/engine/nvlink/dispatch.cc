@@ -172,6 +172,7 @@ kernels::DispatchKernelArgs DispatchCall::kernel_arguments(const Window::Turn& t
   kernels::DispatchKernelArgs args;
   args.view = w_.view_;
   args.print = turn.print;
+  args.object = a_.object;
   args.fits_landing = fits_landing();
   args.ticket = is_exact_ ? turn.ticket : 0;
   args.x = reinterpret_cast<const u8*>(a_.x);

@@ -71,6 +71,7 @@ const Kernel& SmallCombineCall::prepare() {
 kernels::SmallCombineKernelArgs SmallCombineCall::kernel_arguments() const {
   kernels::SmallCombineKernelArgs args;
   args.view = w_.view_;
+  args.object = a_.object;
   args.num_tokens = static_cast<i32>(a_.num_tokens);
   args.max_tokens = static_cast<i32>(a_.max_tokens);
   args.split = SmallSplit::make(config_, args.max_tokens, a_.num_blocks);

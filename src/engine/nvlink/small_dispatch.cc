@@ -92,6 +92,7 @@ kernels::SmallDispatchKernelArgs SmallDispatchCall::kernel_arguments(const Windo
   kernels::SmallDispatchKernelArgs args;
   args.view = w_.view_;
   args.print = turn.print;
+  args.object = a_.object;
   args.ticket = is_exact() ? turn.ticket : 0;
   args.max_tokens = static_cast<i32>(a_.max_tokens);
   args.num_parts = num_parts();

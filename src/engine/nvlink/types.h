@@ -19,6 +19,7 @@ struct CallArgs {
   i64 hidden = 0;
   i64 num_tokens = 0;  // of this rank
   i32 num_blocks = 16;
+  u32 object = 0;  // number of the ExpertParallel among those of the window
   u64 timeout_ns = 0;
   u64 stream = 0;
   bool is_small = false;  // by the kernels for small batches

@@ -166,7 +166,7 @@ class Window : public cpu::MemberWindow {
   [[noreturn]] void raise_error();
   [[noreturn]] void raise_given_up(const ErrorRecord& record, OpKind kind);
   [[noreturn]] void throw_gpu_failure(const std::string& what);
-  const OperationConfig* call_of(u64 header) const;
+  const OperationConfig* call_of(u64 header, u64 caller) const;
   std::vector<u64> sequences_seen(const ErrorRecord& record) noexcept;
   u64 report_left(const ErrorRecord& record, OpKind kind);
   // Waits for this rank's own kernels, those of graphs aside; false: still at work at `deadline_ns`.
@@ -205,8 +205,9 @@ class Window : public cpu::MemberWindow {
   u64 ticket_ = 0;
   u64 num_launches_ = 0;
   u64 timeout_ns_ = 0;
-  u64 error_handle_ = 0;                  // of the record that is being raised
-  std::map<u16, OperationConfig> calls_;  // by fingerprint, to tell in words what a header says
+  u64 error_caller_ = 0;  // of the record that is being raised
+  std::map<u16, OperationConfig>
+      calls_;  // by fingerprint without object and handle, to tell in words what a header says
   u64 last_stream_ = 0;
   std::shared_ptr<Event> last_event_;  // behind the last call outside of captures
   Capture capture_;                    // of the call that began last

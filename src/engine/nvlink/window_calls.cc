@@ -9,7 +9,7 @@ namespace {
 constexpr u64 kMeetTag = u64{1} << 57;
 constexpr u64 kQueueNs = 600'000'000'000;  // longest that a call may wait in its stream for work before it
 
-constexpr size_t kMostCalls = 256;  // remembered for error texts
+constexpr size_t kMostCalls = 256;  // remembered for error texts, whatever the object
 
 cuda::Stream stream_of(u64 stream) { return reinterpret_cast<cuda::Stream>(stream); }
 

@@ -46,14 +46,14 @@ std::optional<BadIds> Window::take_bad_ids() {
 
 void Window::raise_error() {
   const ErrorRecord record = host_->error;
-  error_handle_ = host_->error_handle;
+  error_caller_ = host_->error_caller;
   AbortReason reason;
   reason.rank = record.culprit;
   reason.reporter = comm_->rank();
   reason.epoch = record.epoch;
   reason.sequence = record.sequence;
   reason.phase = record.phase;
-  const OperationConfig* call = call_of(record.expected);
+  const OperationConfig* call = call_of(record.expected, error_caller_);
   const OpKind kind = call == nullptr ? OpKind::kNone : call->kind;
   reason.op_kind = static_cast<u32>(kind);
   switch (static_cast<ErrorCause>(record.code)) {
@@ -71,9 +71,10 @@ void Window::raise_error() {
   comm_->fail(reason);
 }
 
-// The call with the fingerprint of a header, with or without this rank's handle in it; null: this rank has made no such call.
-const OperationConfig* Window::call_of(u64 header) const {
-  for (const u64 print : {header ^ error_handle_, header}) {
+// The call with the fingerprint of a header, of whatever object; null: this rank has made no such call.
+const OperationConfig* Window::call_of(u64 header, u64 caller) const {
+  const u64 bits = transport::caller_bits(static_cast<u32>(caller));
+  for (const u64 print : {header ^ bits, header}) {  // the second: where a mark is avoided (print_with)
     const auto call = calls_.find(static_cast<u16>(print));
     if (call != calls_.end()) return &call->second;
   }
@@ -84,7 +85,7 @@ const OperationConfig* Window::call_of(u64 header) const {
 std::vector<u64> Window::sequences_seen(const ErrorRecord& record) noexcept try {
   const cuda::RelaxedCaptureScope relaxed;
   const auto phase = static_cast<Phase>(record.phase);
-  const OperationConfig* call = call_of(record.expected);
+  const OperationConfig* call = call_of(record.expected, error_caller_);
   const i32 most = phase == Phase::kCount || call == nullptr ? 1 : std::max<i32>(call->mode, 1);
   const i32 num_blocks = std::min(most, shape_.num_blocks);
   const u64 first = layout_.header(phase, record.sequence, 0, 0);
@@ -131,21 +132,28 @@ u64 Window::report_left(const ErrorRecord& record, OpKind kind) {
 void Window::raise_given_up(const ErrorRecord& record, OpKind kind) {
   const Poll no_poll;
   wait_for_kernels(now_ns() + kLastBlocksNs, no_poll);
+  const bool is_mismatch = static_cast<ErrorCause>(record.code) == ErrorCause::kMismatch;
+  const u64 seen_caller = is_mismatch ? host_->seen_caller[record.culprit] : 0;
   host_->error = ErrorRecord{};
   ptx::st_release_sys(&host_->num_errors_read, host_->num_errors_read + 1);
   const std::string me = rank_text(comm_->rank()), culprit = rank_text(record.culprit);
   const std::string op = cpu::op_name(static_cast<u32>(kind));
-  const auto call_text = [&](u64 header) {
-    const OperationConfig* call = call_of(header);
-    return call == nullptr ? "a call that this rank has not made, or with another handle (fingerprint " +
-                                 std::to_string(header & 0xffff) + ")"
-                           : cpu::describe(*call);
+  const auto caller_of = [&](i32 rank, u64 header, u64 caller) {
+    const OperationConfig* call = call_of(header, caller);
+    if (call == nullptr) {
+      return cpu::Caller{rank,
+                         "a call that this rank has not made (fingerprint " + std::to_string(header & 0xffff) + ")",
+                         caller >> 16};
+    }
+    OperationConfig config = *call;
+    config.handle = caller & 0xffff;
+    return cpu::Caller{rank, cpu::describe(config), caller >> 16};
   };
   switch (static_cast<ErrorCause>(record.code)) {
     case ErrorCause::kMismatch:
       throw Error(ErrorCode::kInvalidArgument,
-                  "ranks called different things: " + me + " " + call_text(record.expected) + ", " + culprit + " " +
-                      call_text(record.seen) + "; the call was given up on every rank, nothing was sent",
+                  cpu::mismatch_text(caller_of(comm_->rank(), record.expected, error_caller_),
+                                     caller_of(record.culprit, record.seen, seen_caller)),
                   op, record.sequence, {record.culprit});
     case ErrorCause::kNoRoom:
       throw Error(ErrorCode::kCapacityExceeded,

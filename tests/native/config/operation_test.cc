@@ -17,7 +17,7 @@ TEST(every_byte_of_the_config_counts) {
   base.hidden = 2048;
   const u16 print = fingerprint(base);
   int num_equal = 0;
-  for (std::size_t byte = 0; byte < sizeof(base); ++byte) {
+  for (std::size_t byte = 0; byte < sizeof(base) - sizeof(base.object); ++byte) {
     for (int bit = 0; bit < 8; ++bit) {
       OperationConfig other;
       unsigned char bytes[sizeof(base)];
@@ -32,7 +32,7 @@ TEST(every_byte_of_the_config_counts) {
 }
 
 TEST(every_named_field_counts) {
-  std::vector<OperationConfig> variants(17);
+  std::vector<OperationConfig> variants(18);
   variants[1].kind = OpKind::kCombine;
   variants[2].layout = Layout::kMasked;
   variants[3].quantize = Quantize::kFp8;
@@ -49,6 +49,7 @@ TEST(every_named_field_counts) {
   variants[14].window_hash = 1;
   variants[15].handle = 1;
   variants[16].is_small = 1;
+  variants[17].object = 1;
   std::set<u16> prints;
   for (const OperationConfig& config : variants) prints.insert(fingerprint(config));
   CHECK_EQ(prints.size(), variants.size());
@@ -56,7 +57,25 @@ TEST(every_named_field_counts) {
 
 TEST(no_padding_between_fields) {
   // Padding would be hashed with whatever was on the stack.
-  CHECK_EQ(sizeof(OperationConfig), 8 * sizeof(u8) + 2 * sizeof(u32) + 6 * sizeof(u64));
+  CHECK_EQ(sizeof(OperationConfig), 8 * sizeof(u8) + 2 * sizeof(u32) + 7 * sizeof(u64));
+}
+
+// Layers of a model, with the handles that their dispatches have made one after the other (transport::caller_bits).
+TEST(near_objects_with_near_handles_have_prints_of_their_own) {
+  constexpr int kLayers = 128;
+  for (const u32 first : {0u, 1000u, 0xff00u}) {
+    std::set<u16> seen;
+    for (u32 object = 0; object < kLayers; ++object) {
+      seen.insert(print_with(0x1234, static_cast<u16>(object_bits(object) ^ (first + object))));
+    }
+    CHECK_EQ(seen.size(), std::size_t{kLayers});
+  }
+  // Any object with any handle of a step of 61 layers: none passes for another.
+  std::set<u16> seen;
+  for (u32 object = 0; object < 61; ++object) {
+    for (u32 handle = 1; handle <= 256; ++handle) seen.insert(static_cast<u16>(object_bits(object) ^ handle));
+  }
+  CHECK_EQ(seen.size(), std::size_t{61 * 256});
 }
 
 TEST(reserved_values_never_appear) {
