@@ -221,6 +221,14 @@ def test_an_instance_that_lacks_the_same_number_of_efa_devices_for_every_gpu() -
     assert found.found == "24 EFA devices for 8 GPUs, 32 make it whole"
 
 
+def test_a_nic_of_unknown_state_beside_a_gpu_is_not_called_down() -> None:
+    """Only one that is known to be down makes the GPU use a farther one."""
+    for active, is_told in ((None, False), ("DOWN", True)):
+        of = changed(**nics(0, ports=port(state=active) if active else None))
+        told = [each for each in findings_of(of) if "the NIC beside GPU 0 is down" in each.found]
+        assert bool(told) == is_told, active
+
+
 def test_unknown_is_not_broken() -> None:
     assert not [found for found in findings_of(Machine()) if found.status in ("warn", "fail")]
     blank = Machine(gpus=tuple(dataclasses.replace(gpu(idx), nvlinks=None, name=None) for idx in range(2)), nics=())

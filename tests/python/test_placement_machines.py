@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
+import doctor_machines as healthy
 import machines
 import pytest
 
 from weft.placement import place
-from weft.topology import Distance
+from weft.topology import Distance, PciDevice
+from weft.topology.distance import distance
 from weft.topology.parse import cpu_list, format_cpus
 
 TWO_RANKS = ["h200-vm-no-nic"]
@@ -132,8 +135,6 @@ def test_ranks_without_gpu_are_spread_over_the_nodes() -> None:
 
 def test_unreadable_configuration_space_is_unknown_and_the_slow_port_still_left_out() -> None:
     azure = machines.machine("azure-nd-h100-v5")
-    import dataclasses
-
     nics = tuple(dataclasses.replace(nic, atomics=None) for nic in azure.nics)
     placements = place(dataclasses.replace(azure, nics=nics))
     assert [str(each.nics[0]) for each in placements] == [f"mlx5_ib{idx}:1" for idx in range(8)]
@@ -141,8 +142,6 @@ def test_unreadable_configuration_space_is_unknown_and_the_slow_port_still_left_
 
 
 def test_unknown_numa_nodes_are_said_to_be_unknown() -> None:
-    import dataclasses
-
     dgx = machines.machine("dgx-h100")
     gpus = tuple(dataclasses.replace(gpu, numa_node=None, why={}) for gpu in dgx.gpus)
     placements = place(dataclasses.replace(dgx, gpus=gpus))
@@ -152,8 +151,6 @@ def test_unknown_numa_nodes_are_said_to_be_unknown() -> None:
 
 
 def test_isolated_cores_are_left_alone_unless_named() -> None:
-    import dataclasses
-
     vm = machines.machine("h200-vm-no-nic")
     isolated = dataclasses.replace(vm, cpus=dataclasses.replace(vm.cpus, isolated=tuple(range(32, 64))))
     assert format_cpus(place(isolated)[3].cpus) == "24-31"
@@ -162,8 +159,6 @@ def test_isolated_cores_are_left_alone_unless_named() -> None:
 
 
 def test_a_mask_made_for_this_rank_is_kept() -> None:
-    import dataclasses
-
     dgx = machines.machine("dgx-h100")
     mask = tuple(range(12, 24)) + tuple(range(108, 120))
     bound = dataclasses.replace(dgx, cpus=dataclasses.replace(dgx.cpus, allowed=mask))
@@ -175,3 +170,35 @@ def test_a_mask_made_for_this_rank_is_kept() -> None:
 
 def test_distance_names() -> None:
     assert [each.name for each in sorted(Distance)] == ["SELF", "PIX", "PXB", "PHB", "NODE", "SYS", "UNKNOWN"]
+
+
+def test_a_gpu_far_from_all_nics_shares_that_of_the_one_before() -> None:
+    """If that one has no more to do than the others."""
+    far = PciDevice("0000:93:00.0", path=("pci0000:90", "0000:90:01.0"))
+    gpus = (
+        healthy.gpu(0),
+        healthy.gpu(1),
+        dataclasses.replace(healthy.gpu(2), pci=far, numa_node=None),
+        healthy.gpu(3),
+    )
+    of = healthy.machine(gpus=gpus, nics=(healthy.nic(0), healthy.nic(1)), pairs=())
+    assert [[str(each) for each in one.nics] for one in place(of)][:3] == [["mlx5_0:1"], ["mlx5_1:1"], ["mlx5_1:1"]]
+
+
+def test_bridges_between_two_devices_of_a_switch() -> None:
+    """As `nvidia-smi topo -m`: PIX behind one switch, PXB behind several, PHB behind ports of one root complex."""
+    root, switch = "pci0000:10", ("pci0000:10", "0000:10:01.0", "0000:11:00.0")
+
+    def device(number: int, *path: str) -> PciDevice:
+        return PciDevice(f"0000:2{number}:00.0", path=path, numa_node=0)
+
+    one = device(1, *switch, "0000:12:00.0")
+    assert distance(one, one) is Distance.SELF
+    assert distance(one, device(2, *switch, "0000:12:01.0")) is Distance.PIX
+    assert distance(one, device(2, *switch)) is Distance.PIX
+    assert distance(one, device(2, *switch, "0000:12:01.0", "0000:13:00.0")) is Distance.PXB
+    assert distance(one, device(2, *switch, "0000:12:01.0", "0000:13:00.0", "0000:14:00.0")) is Distance.PXB
+    assert distance(one, device(2, root, "0000:10:02.0")) is Distance.PHB
+    assert distance(one, device(2, "pci0000:80")) is Distance.NODE
+    assert distance(one, device(2, "pci0000:80"), 0, 1) is Distance.SYS
+    assert distance(one, PciDevice("0000:90:00.0", path=("pci0000:80",))) is Distance.UNKNOWN

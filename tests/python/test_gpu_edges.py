@@ -1,0 +1,266 @@
+"""Guards against calls of the nvlink engine that are right as long as nothing is unusual, with and without a plan. On
+simulated windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import _lru_cache_wrapper
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from simulated_gpus import SimulatedRanks, SimulatedWindow
+from test_quick import EXPERTS, HIDDEN, TOKENS, TOP_K, inputs, make
+
+import weft
+from pool import RankState
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedRanks]:
+    monkeypatch.setattr(SimulatedWindow, "_has_room", lambda self: True)
+    ranks = SimulatedRanks(monkeypatch)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: -1)  # no tool listens
+    return ranks  # type: ignore[return-value]
+
+
+def run(pool: Any, work: Any) -> None:
+    pool.run(2, lambda state, _: work(state), [None] * 2)
+
+
+def test_aligned_groups_of_a_small_batch_without_capacity(pool: Any) -> None:
+    """Padding makes more rows than picks."""
+
+    def work(state: RankState) -> None:
+        x, ids, weights = inputs(state.rank)
+        with make(state) as ep:
+            ids = torch.tensor([[0, 0], [0, 0], [0, 1], [1, 1]])
+            ids = ids if state.rank == 0 else ids.flip(0)
+            r = ep.dispatch(x, ids, weights, layout="expert_major", alignment=16, mode="latency")
+            assert r.handle.is_small
+            assert r.offsets.tolist() == ([0, 16, 32] if state.rank == 0 else [0, 0, 0])
+            assert len(r.x) == r.offsets[-1]
+
+    run(pool, work)
+
+
+def test_rows_that_fit_without_their_scales(pool: Any) -> None:
+    """Data alone fill what the window has for a row; with scales they travel in pieces."""
+    hidden = 512
+
+    def data_of(rank: int, num_bytes: int) -> torch.Tensor:
+        return torch.arange(4 * num_bytes).remainder(251).to(torch.uint8).view(4, num_bytes) + rank
+
+    def work(state: RankState) -> None:
+        ids = torch.tensor([[0, 1], [2, 3], [0, 1], [2, 3]])  # tokens 0 and 2 to rank 0, the others to rank 1
+        shape = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": hidden, "max_tokens_per_rank": 8}
+        with weft.ExpertParallel(state.comm, **shape) as ep:
+            for num_bytes in (2 * hidden, 2 * hidden + 256, 3 * hidden):
+                mine = weft.Quantized(data_of(state.rank, num_bytes), torch.full((4, 16), 1.0 + state.rank))
+                received = ep.dispatch(mine, ids, mode="throughput").x
+                assert isinstance(received, weft.Quantized)
+                want = [data_of(source, num_bytes)[state.rank :: 2] for source in (0, 1)]
+                assert torch.equal(received.data, torch.cat(want))
+                assert received.scales is not None
+                assert received.scales[:, 0].tolist() == [1.0, 1.0, 2.0, 2.0]
+
+    run(pool, work)
+
+
+def test_columns_of_scales_that_lie_on_each_other(pool: Any) -> None:
+    """They are copied: a stride of zero means that scales lie row by row."""
+
+    def work(state: RankState) -> None:
+        _, ids, weights = inputs(state.rank)
+        with make(state) as ep:
+            data = torch.arange(TOKENS * HIDDEN).remainder(251).to(torch.uint8).view(TOKENS, HIDDEN)
+            same = torch.rand(TOKENS, 1).expand(TOKENS, 3)
+            overlapping = torch.rand(TOKENS + 2).as_strided((TOKENS, 3), (1, 1))
+            for scales in (same, overlapping):
+                r = ep.dispatch(weft.Quantized(data, scales), ids, weights, mode="throughput")
+                want = ep.dispatch(weft.Quantized(data, scales.contiguous()), ids, weights, mode="throughput")
+                assert isinstance(r.x, weft.Quantized)
+                assert isinstance(want.x, weft.Quantized)
+                assert r.x.scales is not None
+                assert torch.equal(r.x.scales, want.x.scales)
+                assert set(r.x.scales[:, 0].tolist()) >= {
+                    float(each) for each in scales[(ids // 2 == state.rank).any(1), 0]
+                }
+
+    run(pool, work)
+
+
+def test_a_bias_may_be_overwritten_before_a_staged_combine_has_received(pool: Any) -> None:
+    def work(state: RankState) -> None:
+        x, ids, weights = inputs(state.rank)
+        with make(state) as ep:
+            for shape in ((HIDDEN,), (TOKENS, HIDDEN)):
+                r = ep.dispatch(x, ids, weights, capacity=16, mode="latency")
+                bias = torch.rand(shape).bfloat16()
+                want = ep.combine(r.x, r.handle, bias=bias.clone(), mode="latency")
+                staged = ep.combine(r.x, r.handle, bias=bias, staged=True)
+                bias.fill_(1000.0)
+                assert torch.equal(staged.wait(), want)
+
+    run(pool, work)
+
+
+def test_deadlines_and_sms_arrive_at_the_window(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    for name in ("dispatch", "combine"):
+        real = getattr(SimulatedWindow, name)
+
+        def spy(self: SimulatedWindow, args: Any, real: Any = real) -> Any:
+            seen.append((args.timeout_ns, args.num_blocks))
+            return real(self, args)
+
+        monkeypatch.setattr(SimulatedWindow, name, spy)
+
+    def work(state: RankState) -> None:
+        x, ids, weights = inputs(state.rank)
+        with make(state, deadline_s=40.0, num_sms=5) as ep:
+            for options in ({}, {"deadline_s": 2.5, "num_sms": 7}):
+                for mode in ("throughput", "latency"):
+                    for _ in range(3):
+                        r = ep.dispatch(x, ids, weights, capacity=16, mode=mode, **options)
+                        ep.combine(r.x, r.handle, mode=mode, **options)
+                        ep.dispatch(x, handle=r.handle, mode=mode, **options)
+
+    run(pool, work)
+    assert sorted(set(seen)) == [(2_500_000_000, 7), (40_000_000_000, 5)]
+    assert len(seen) == 2 * 2 * 2 * 3 * 3
+
+
+def num_kept(made: Any, seen: set[int]) -> list[int]:
+    """How many entries each dictionary and cache has that an object of Weft holds."""
+    if id(made) in seen:
+        return []
+    seen.add(id(made))
+    if isinstance(made, dict):
+        return [len(made)]
+    if isinstance(made, _lru_cache_wrapper):
+        return [made.cache_info().currsize]
+    if not type(made).__module__.startswith("weft") or not hasattr(made, "__dict__"):
+        return []
+    return [number for each in vars(made).values() for number in num_kept(each, seen)]
+
+
+def test_what_is_kept_for_calls_is_bounded(pool: Any) -> None:
+    def work(state: RankState) -> None:
+        x, ids, weights = inputs(state.rank)
+        with make(state) as ep:
+            for number in range(300):
+                r = ep.dispatch(x, ids, weights, capacity=16, mode="throughput", deadline_s=10.0 + number)
+                ep.combine(r.x, r.handle, deadline_s=10.0 + number)
+            kept = num_kept(ep, set())
+            assert kept
+            assert max(kept) <= 256
+
+    run(pool, work)
+
+
+# ---- a plan is there, and something else is not as it was
+
+
+def learn(ep: weft.ExpertParallel, x: Any, ids: Any, weights: Any, **options: Any) -> weft.Dispatched:
+    """Calls that know each other."""
+    for _ in range(3):
+        r = ep.dispatch(x, ids, weights, capacity=16, **options)
+        ep.combine(r.x, r.handle, **options)
+    return r
+
+
+@pytest.mark.parametrize("mode", ["throughput", "latency"])
+def test_a_window_with_half_a_call_takes_no_other(pool: Any, mode: str) -> None:
+    def work(state: RankState) -> None:
+        x, ids, weights = inputs(state.rank)
+        with make(state) as ep:
+            r = learn(ep, x, ids, weights, mode=mode)
+            staged = ep.dispatch(x, ids, weights, capacity=16, staged=True)
+            for call in (
+                lambda: ep.dispatch(x, ids, weights, capacity=16, mode=mode),
+                lambda: ep.combine(r.x, r.handle, mode=mode),
+            ):
+                with pytest.raises(weft.InvalidState, match="a staged call on window 0 has not been received"):
+                    call()
+            staged.wait()
+            learn(ep, x, ids, weights, mode=mode)
+
+    run(pool, work)
+
+
+@pytest.mark.parametrize("mode", ["throughput", "latency"])
+def test_gradients_of_weights_alone(pool: Any, mode: str) -> None:
+    def work(state: RankState) -> None:
+        torch.autograd.set_multithreading_enabled(False)
+        x, ids, weights = inputs(state.rank)
+        with make(state) as ep:
+            learn(ep, x, ids, weights, mode=mode)
+            tracked = weights.clone().requires_grad_()
+            r = ep.dispatch(x, ids, tracked, capacity=16, mode=mode)
+            assert r.topk_weights.requires_grad
+            (r.topk_weights * 3.0).sum().backward()
+            assert tracked.grad is not None
+            assert torch.equal(tracked.grad, torch.where(ids >= 0, 3.0, 0.0))
+
+    run(pool, work)
+
+
+def test_a_recorder_sees_calls_of_all_kinds(pool: Any, tmp_path: Path) -> None:
+    def work(state: RankState) -> None:
+        x, ids, weights = inputs(state.rank)
+        with make(state) as ep:
+            learn(ep, x, ids, weights, mode="throughput")
+            state.comm.meet(30)
+            if state.rank == 0:
+                with weft.routing.record(tmp_path / "trace"):
+                    state.comm.meet(30)
+                    learn(ep, x, ids, weights, mode="throughput")
+                    state.comm.meet(30)
+            else:
+                state.comm.meet(30)
+                learn(ep, x, ids, weights, mode="throughput")
+                state.comm.meet(30)
+
+    run(pool, work)
+    trace = weft.routing.load_trace(tmp_path / "trace")
+    assert {rank: len(dispatches) for rank, dispatches in trace.dispatches.items()} == {0: 3, 1: 3}
+
+
+@pytest.mark.parametrize("mode", ["throughput", "latency"])
+def test_a_call_on_another_stream_runs_there(pool: Any, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """And its event is of that one."""
+    handles: dict[int, list[int]] = {0: [], 1: []}
+
+    class OtherStream:
+        cuda_stream = 77
+
+        def query(self) -> bool:
+            return True
+
+    real = SimulatedWindow._begins
+
+    def spy(self: SimulatedWindow, args: Any) -> bool:
+        handles[self.rank].append(args.stream)
+        return real(self, args)
+
+    monkeypatch.setattr(SimulatedWindow, "_begins", spy)
+
+    def work(state: RankState) -> None:
+        x, ids, weights = inputs(state.rank)
+        with make(state) as ep:
+            learn(ep, x, ids, weights, mode=mode)
+            state.comm.meet(30)
+            if state.rank == 0:
+                other = OtherStream()
+                monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: other)
+                monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
+            state.comm.meet(30)
+            handles[state.rank].clear()
+            learn(ep, x, ids, weights, mode=mode)
+            assert set(handles[state.rank]) == {77}
+            assert ep.calls.windows[0].streams.last_handle == 77
+
+    run(pool, work)

@@ -1,0 +1,96 @@
+"""Guards against ranks of `weft.spawn` that are blamed for what another one did, or do not come to their own end."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+from test_errors import IDX, SHAPE, X, raised
+from test_lifecycle import sum_of_all
+
+import weft
+
+
+def test_a_killed_rank_comes_before_those_that_lost_it() -> None:
+    """Though they tell of it sooner: a child of the killed one keeps its channel open for a while."""
+
+    def rank(comm: weft.Communicator) -> None:
+        with weft.ExpertParallel(comm, **SHAPE) as ep:
+            if comm.rank == 1:
+                if os.fork() == 0:
+                    time.sleep(3)
+                    os._exit(0)
+                os.kill(os.getpid(), signal.SIGKILL)
+            ep.dispatch(X, IDX)
+
+    with pytest.raises(weft.PeerLost, match=r"rank 1 \(pid \d+\) was killed by SIGKILL") as caught:
+        weft.spawn(rank, 2)
+    notes = "\n".join(caught.value.__notes__)
+    assert "raised by rank 1 of weft.spawn" in notes
+    assert "rank 0 ended with PeerLost" in notes
+
+
+def test_threads_have_time_to_go_on_without_a_failed_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("weft.spawn"), "THREAD_GRACE_S", 60.0)
+
+    def rank(comm: weft.Communicator) -> None:
+        shape = {**SHAPE, "num_experts": 6}
+        with weft.ExpertParallel(comm, **shape) as ep:
+            if comm.rank == 2:
+                raise KeyError("the reason")
+            error = None
+            while not isinstance(error, weft.PeerLost):
+                error = raised(lambda: ep.dispatch(X, IDX % 6))
+            time.sleep(1)  # several looks of the parent
+            comm.rebuild([0, 1])
+            ep.dispatch(X, IDX % 6)
+
+    with pytest.raises(KeyError, match="the reason") as caught:
+        weft.spawn(rank, 3, isolation="thread")
+    assert caught.value.__notes__ == ["raised by rank 2 of weft.spawn"], "the others came to their end"
+
+
+def test_a_rank_that_is_done_does_not_leave_the_others() -> None:
+    def rank(comm: weft.Communicator) -> tuple[bool, float]:
+        total = sum_of_all(comm)
+        if comm.rank == 1:
+            time.sleep(1)
+            comm.raise_if_broken()
+        return comm.broken, total
+
+    (broken_0, _), (broken_1, _) = weft.spawn(rank, 2)
+    assert not broken_0
+    assert not broken_1
+
+
+def test_a_rank_that_fails_before_it_connects_ends_the_wait_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = weft.Communicator._connect
+
+    def fails_on_rank_1(rank: int, *args: Any, **options: Any) -> weft.Communicator:
+        if rank == 1:
+            raise KeyError("the reason")
+        return connect(rank, *args, **options)
+
+    monkeypatch.setattr(weft.Communicator, "_connect", fails_on_rank_1)
+    with pytest.raises(KeyError, match="the reason") as caught:
+        weft.spawn(sum_of_all, 3)
+    notes = "\n".join(caught.value.__notes__)
+    for rank in (0, 2):
+        assert f"rank {rank} ended with Error: the parent of this rank, or a rank that had not connected yet" in notes
+    assert "went on" not in notes
+
+
+@pytest.mark.parametrize("isolation", ["process", "thread"])
+def test_errors_in_place_of_results(isolation: str) -> None:
+    def rank(comm: weft.Communicator) -> int:
+        if comm.rank == 1:
+            raise KeyError("the reason")
+        return comm.rank
+
+    first, second, third = weft.spawn(rank, 3, isolation=isolation, on_failure="return")
+    assert (first, third) == (0, 2)
+    assert isinstance(second, KeyError)
