@@ -11,10 +11,12 @@ JOBS ?= $(shell nproc)
 
 ifeq ($(strip $(VENV)),)
 python := $(PYTHON)
+runtime := build/runtime.stamp
 environment := build/environment.stamp
 installed := build/installed.stamp
 else
 python := $(abspath $(VENV))/bin/python
+runtime := $(VENV)/runtime.stamp
 environment := $(VENV)/environment.stamp
 installed := $(VENV)/installed.stamp
 endif
@@ -24,6 +26,9 @@ scripts = $(shell $(python) -c 'import sysconfig; print(sysconfig.get_path("scri
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 install := $(python) -m pip install --quiet
+only_missing := $(if $(strip $(VENV)),,--missing)
+# Where torch comes from, if not from pip's own index, e.g. TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
 
 .PHONY: help
 help: ## list the commands
@@ -32,11 +37,16 @@ help: ## list the commands
 
 .PHONY: demo
 demo: $(installed) ## train a small MoE language model over four ranks (DEMO="--kill-rank 2" for options)
+	@echo "[3/3] weft demo"
 	$(python) -m weft.cli demo $(DEMO)
 
 .PHONY: test
-test: native-test $(installed) ## run every test (TESTS="tests/python -k capacity" for some)
+test: native-test $(environment) $(installed) ## run every test (TESTS="tests/python -k capacity" for some)
 	$(python) -m pytest $(if $(TESTS),$(TESTS),-n $(JOBS) --maxprocesses 8 --dist loadscope)
+
+.PHONY: test-quick
+test-quick: $(environment) $(installed) ## run the quick tests of the package: no C++, no compiled kernels, no slow ones
+	$(python) -m pytest tests/python tests/tools -m "not slow" -n $(JOBS) --maxprocesses 8 --dist loadscope -q
 
 .PHONY: native-test
 native-test: $(environment) ## build and run the C++ tests alone
@@ -86,22 +96,27 @@ clean: ## remove what was built (the virtual environment stays)
 # One shell per recipe, so that PATH and locks hold for all its lines.
 .ONESHELL:
 
-$(environment): pyproject.toml constraints.txt tools/requirements.py
+# What running needs: torch and the tools that build the native module. `make demo` installs no more than that.
+$(runtime): pyproject.toml constraints.txt tools/requirements.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Weft needs Python 3.10 or newer: make PYTHON=...")'
-	if [ -n "$(strip $(VENV))" ]; then
-	  [ -x "$(python)" ] || $(PYTHON) -m venv "$(VENV)"
-	  echo "Installing what development needs into $(VENV)"
-	  $(install) $$($(python) tools/requirements.py)
-	else
-	  missing=$$($(python) tools/requirements.py --missing)
-	  [ -z "$$missing" ] || $(install) $$missing
+	if [ -n "$(strip $(VENV))" ] && [ ! -x "$(python)" ]; then $(PYTHON) -m venv "$(VENV)"; fi
+	wanted=$$($(python) tools/requirements.py $(only_missing) dependencies build)
+	if [ -n "$$wanted" ]; then
+	  echo "[1/3] Installing torch and what builds Weft: about 1 GB on disk for CPUs, 6 GB with CUDA; a minute if pip has it already"
+	  [ -z "$(TORCH_INDEX)" ] || $(install) --index-url "$(TORCH_INDEX)" torch
+	  $(python) -m pip install $$wanted | { grep --line-buffered -E '^ *(Downloading|Installing|Building)' || true; } | cut -c1-100
 	fi
+	mkdir -p $(@D) && touch $@
+
+$(environment): $(runtime)
+	@wanted=$$($(python) tools/requirements.py $(only_missing))
+	if [ -n "$$wanted" ]; then echo "Installing test tools and linters"; $(install) $$wanted; fi
 	mkdir -p $(@D) && touch $@
 
 # The package as a user would have it: not editable, built anew whenever one of its files is newer.
 package_files := $(shell find python include src -type f ! -name '*.so' ! -path '*/__pycache__/*' 2>/dev/null)
-$(installed): $(environment) CMakeLists.txt pyproject.toml $(package_files)
-	@echo "Building and installing weft"
+$(installed): $(runtime) CMakeLists.txt pyproject.toml $(package_files)
+	@echo "[2/3] Building and installing Weft: one to three minutes of compiling"
 	export PATH="$(scripts):$$PATH"
 	$(install) --no-build-isolation --no-deps --force-reinstall .
 	mkdir -p $(@D) && touch $@

@@ -1,6 +1,7 @@
-"""Prints the requirements of a development environment for pip, one a line; with --missing only those not met here.
+"""Prints requirements for pip, one a line: `requirements.py [--missing] [GROUP ...]`.
 
-They are read from pyproject.toml, so that they are named there only. Needs nothing but Python 3.10 (which has no
+Groups are `dependencies` and the extras of pyproject.toml; without one all are printed. With --missing only those not
+met here. They are read from pyproject.toml, so that they are named there only. Needs nothing but Python 3.10 (which has no
 tomllib): pyproject.toml keeps each list of requirements in the plain form that `read_requirements` knows.
 """
 
@@ -10,8 +11,8 @@ import sys
 from pathlib import Path
 
 
-def read_requirements(text: str) -> list[str]:
-    """Return the requirements named in the text of a pyproject.toml, without those that name weft itself."""
+def read_requirements(text: str, groups: list[str] | None = None) -> list[str]:
+    """Return the requirements of `groups` (none: of all) in the text of a pyproject.toml, but those on weft itself."""
     found: list[str] = []
     section = ""
     inside = False
@@ -21,6 +22,7 @@ def read_requirements(text: str) -> list[str]:
         starts = re.match(r"([\w-]+) = \[", line)
         if starts:
             inside = section == "project.optional-dependencies" or (section, starts[1]) == ("project", "dependencies")
+            inside = inside and (not groups or starts[1] in groups)
         if inside:
             found += re.findall(r'"([^"]+)"', line.split("#")[0])
         if line.rstrip().endswith("]"):
@@ -43,7 +45,10 @@ def is_met(requirement: str) -> bool:
 
 
 if __name__ == "__main__":
-    requirements = read_requirements((Path(__file__).resolve().parent.parent / "pyproject.toml").read_text())
+    groups = [argument for argument in sys.argv[1:] if argument != "--missing"]
+    requirements = read_requirements((Path(__file__).resolve().parent.parent / "pyproject.toml").read_text(), groups)
+    if not requirements:
+        sys.exit(f"pyproject.toml has no requirements in {', '.join(groups)}")
     if "--missing" in sys.argv[1:]:
         requirements = [requirement for requirement in requirements if not is_met(requirement)]
     print("\n".join(requirements))

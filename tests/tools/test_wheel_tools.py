@@ -51,6 +51,16 @@ def test_requirements_are_those_of_the_project_file() -> None:
     assert any(name.startswith("torch>=") for name in expected)
 
 
+def test_running_needs_no_linters_and_no_gpu_compilers() -> None:
+    """`make demo` installs these groups alone."""
+    text = (ROOT / "pyproject.toml").read_text()
+    names = requirements.read_requirements(text, ["dependencies", "build"])
+    assert {"torch>=2.10", "ninja"} <= set(names)
+    assert not [
+        name for name in names if name.startswith(("clang", "ruff", "mypy", "pytest", "nvidia-cuda", "matplotlib"))
+    ]
+
+
 def test_build_requirements_are_the_same_with_and_without_isolation() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert set(project["build-system"]["requires"]) <= set(project["project"]["optional-dependencies"]["build"])
