@@ -1,8 +1,8 @@
 """Prints requirements for pip, one a line: `requirements.py [--missing] [GROUP ...]`.
 
 Groups are `dependencies` and the extras of pyproject.toml; without one all are printed. With --missing only those not
-met here. They are read from pyproject.toml, so that they are named there only. Needs nothing but Python 3.10 (which has no
-tomllib): pyproject.toml keeps each list of requirements in the plain form that `read_requirements` knows.
+met here. They are read from pyproject.toml, so that they are named there only. Needs nothing but Python 3.10 (which
+has no tomllib): pyproject.toml keeps each list of requirements in the plain form that `read_requirements` knows.
 """
 
 import importlib.metadata
