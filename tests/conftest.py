@@ -1,7 +1,8 @@
-"""Which tests run beside which: `pytest -n 2 --dist loadscope`, as `make test` does."""
+"""Which tests run beside which: `pytest -n 2 --dist loadscope`, as `make test` does. And `--no-skips`."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,32 @@ import pytest
 if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import Scheduling
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-skips", action="store_true", help="a test that is skipped fails")
+
+
+def _fail_if_skipped(report: pytest.TestReport | pytest.CollectReport, config: pytest.Config) -> None:
+    if config.getoption("no_skips") and report.skipped and not hasattr(report, "wasxfail"):
+        report.longrepr = f"skipped, which --no-skips forbids: {report.longrepr}"
+        report.outcome = "failed"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    _fail_if_skipped(report, item.config)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _fail_if_skipped(report, collector.config)
+    return report
 
 
 @pytest.hookimpl(optionalhook=True)

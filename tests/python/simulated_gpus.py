@@ -270,9 +270,16 @@ class SimulatedWindow:
         recv_plan = torch.full((plan_len,), number, dtype=torch.int32)
         send_len = weft._native.gpu_send_plan_len(num_tokens, top_k, self.hub.num_ranks, args.layout)
         at(args.send_plan, (send_len,), torch.int32).fill_(number)
-        parts = {**_parts(mine.x), "topk_weights": mine.topk_weights, "recv_plan": recv_plan}
+        parts = {**_parts(mine.x), "topk_weights": mine.topk_weights}
         if mine.topk_idx is not None:
             parts["topk_idx"] = mine.topk_idx.to(_ids_dtype(args))
+        for part in parts.values():  # the kernel leaves what lies behind the last row as it was
+            if layout != "masked":
+                part[int(mine.num_rows) :].view(torch.uint8).fill_(POISON)
+            else:
+                for rows, number in zip(part, mine.num_tokens_per_expert.tolist(), strict=True):
+                    rows[number:].view(torch.uint8).fill_(POISON)
+        parts["recv_plan"] = recv_plan
         num_rows = int(torch.Size(mine.routing.row_shape[self.rank]).numel())
         return self._result(args, parts, num_rows)
 

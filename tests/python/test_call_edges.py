@@ -106,6 +106,21 @@ def test_widest_opaque_rows(ep: weft.ExpertParallel) -> None:
             ep.dispatch(weft.Quantized(torch.ones(2, num_bytes, dtype=torch.uint8)), ids)
 
 
+def test_plain_sums(ep: weft.ExpertParallel) -> None:
+    weights = torch.full((5, 2), 0.25)
+    r = ep.dispatch(X, IDX, weights, layout="expert_major")
+    plain, weighted = ep.combine(r.x, r.handle, weighted=False), ep.combine(r.x, r.handle)
+    assert torch.equal(weighted, 0.25 * plain)
+    assert bool(plain.any())
+
+
+def test_a_repetition_without_gradients_records_nothing(ep: weft.ExpertParallel) -> None:
+    handle, x = ep.dispatch(X, IDX).handle, X.clone().requires_grad_()
+    with torch.no_grad():
+        assert not ep.dispatch(x, handle=handle).x.requires_grad
+    assert not x._backward_hooks
+
+
 def fill_the_heap(ep: weft.ExpertParallel, **options: Any) -> None:
     """With numbers, so that what nobody clears is seen."""
     ids = torch.full((64, 2), 3)

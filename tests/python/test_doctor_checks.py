@@ -223,10 +223,21 @@ def test_an_instance_that_lacks_the_same_number_of_efa_devices_for_every_gpu() -
 
 def test_a_nic_of_unknown_state_beside_a_gpu_is_not_called_down() -> None:
     """Only one that is known to be down makes the GPU use a farther one."""
-    for active, is_told in ((None, False), ("DOWN", True)):
-        of = changed(**nics(0, ports=port(state=active) if active else None))
-        told = [each for each in findings_of(of) if "the NIC beside GPU 0 is down" in each.found]
-        assert bool(told) == is_told, active
+
+    def is_told(of: Machine) -> bool:
+        return any("the NIC beside GPU 0 is down" in each.found for each in findings_of(of))
+
+    assert is_told(changed(**nics(0, ports=port(state="DOWN"))))
+    for ports in (port(state=None), (), (*port(state=None), *port(state="DOWN"))):
+        assert not is_told(changed(**nics(0, ports=ports)))
+
+
+def test_a_nic_across_the_root_complex_is_not_beside_a_gpu() -> None:
+    far = PciDevice("0000:93:00.0", path=("pci0000:90", "0000:90:01.0"))
+    both_down = tuple(nic(idx, ports=port(state="DOWN")) for idx in (0, 1)) + BASE.nics[2:]
+    told = [each.found for each in findings_of(changed(**gpus(0, pci=far), nics=both_down))]
+    assert any("the NIC beside GPU 1 is down" in each for each in told)
+    assert not any("beside GPU 0" in each for each in told)
 
 
 def test_unknown_is_not_broken() -> None:

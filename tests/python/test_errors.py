@@ -317,6 +317,8 @@ def test_handle_of_another_object(solo: weft.Communicator, ep: weft.ExpertParall
             ep.combine(X, handle)
         with pytest.raises(weft.InvalidState, match=r"dispatch: the handle is of another ExpertParallel"):
             ep.dispatch(X, handle=handle)
+        with pytest.raises(weft.InvalidState, match=r"empty_output: the handle is of another ExpertParallel"):
+            ep.empty_output(other.dispatch(X, IDX))
 
 
 def test_closed(solo: weft.Communicator, ep: weft.ExpertParallel) -> None:

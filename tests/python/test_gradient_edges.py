@@ -72,4 +72,4 @@ def test_recomputed_layers_leave_nothing(ep: weft.ExpertParallel, use_reentrant:
         assert count_records() == 0
         stats = ep.stats()
         assert stats["windows"][0]["heap_used"] == 0
-    assert stats["num_dispatches"] == 3 * 3, "forward, recomputation, and the backward of combine"
+    assert (stats["num_dispatches"], stats["num_combines"]) == (9, 9), "three of each in a step"

@@ -10,7 +10,7 @@ import machines
 import pytest
 
 from weft.placement import place
-from weft.topology import Distance, PciDevice
+from weft.topology import Distance, Gpu, PciDevice
 from weft.topology.distance import distance
 from weft.topology.parse import cpu_list, format_cpus
 
@@ -175,14 +175,18 @@ def test_distance_names() -> None:
 def test_a_gpu_far_from_all_nics_shares_that_of_the_one_before() -> None:
     """If that one has no more to do than the others."""
     far = PciDevice("0000:93:00.0", path=("pci0000:90", "0000:90:01.0"))
-    gpus = (
-        healthy.gpu(0),
-        healthy.gpu(1),
-        dataclasses.replace(healthy.gpu(2), pci=far, numa_node=None),
-        healthy.gpu(3),
-    )
-    of = healthy.machine(gpus=gpus, nics=(healthy.nic(0), healthy.nic(1)), pairs=())
-    assert [[str(each) for each in one.nics] for one in place(of)][:3] == [["mlx5_0:1"], ["mlx5_1:1"], ["mlx5_1:1"]]
+    gpu = dataclasses.replace(healthy.gpu(2), pci=far, numa_node=None)
+    nics = (healthy.nic(0), healthy.nic(1))
+
+    def placed(*of: Gpu) -> list[list[str]]:
+        return [[str(each) for each in one.nics] for one in place(healthy.machine(gpus=of, nics=nics, pairs=()))]
+
+    assert placed(healthy.gpu(0), healthy.gpu(1), gpu) == [["mlx5_0:1"], ["mlx5_1:1"], ["mlx5_1:1"]]
+    second, last = healthy.gpu(1), dataclasses.replace(gpu, idx=3)
+    assert second.pci is not None
+    beside = dataclasses.replace(second, idx=2, pci=dataclasses.replace(second.pci, address="0000:15:00.0"))
+    found = [["mlx5_0:1"], ["mlx5_1:1"], ["mlx5_1:1"], ["mlx5_0:1"]]
+    assert placed(healthy.gpu(0), second, beside, last) == found, "which has less to do"
 
 
 def test_bridges_between_two_devices_of_a_switch() -> None:
@@ -201,4 +205,5 @@ def test_bridges_between_two_devices_of_a_switch() -> None:
     assert distance(one, device(2, root, "0000:10:02.0")) is Distance.PHB
     assert distance(one, device(2, "pci0000:80")) is Distance.NODE
     assert distance(one, device(2, "pci0000:80"), 0, 1) is Distance.SYS
+    assert distance(one, device(2, "pci0000:80"), 1) is distance(device(2, "pci0000:80"), one, None, 1) is Distance.SYS
     assert distance(one, PciDevice("0000:90:00.0", path=("pci0000:80",))) is Distance.UNKNOWN

@@ -55,16 +55,16 @@ def test_threads_have_time_to_go_on_without_a_failed_rank(monkeypatch: pytest.Mo
 
 
 def test_a_rank_that_is_done_does_not_leave_the_others() -> None:
-    def rank(comm: weft.Communicator) -> tuple[bool, float]:
-        total = sum_of_all(comm)
-        if comm.rank == 1:
-            time.sleep(1)
-            comm.raise_if_broken()
-        return comm.broken, total
+    """It is late for what they call, not lost."""
 
-    (broken_0, _), (broken_1, _) = weft.spawn(rank, 2)
-    assert not broken_0
-    assert not broken_1
+    def rank(comm: weft.Communicator) -> None:
+        with weft.ExpertParallel(comm, **SHAPE) as ep:
+            ep.dispatch(X, IDX)
+            if comm.rank == 1:
+                time.sleep(1)
+                assert isinstance(raised(lambda: ep.dispatch(X, IDX, deadline_s=1)), weft.PeerTimeout)
+
+    weft.spawn(rank, 2)
 
 
 def test_a_rank_that_fails_before_it_connects_ends_the_wait_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import signal
-import sys
 import threading
 import time
 
@@ -47,7 +47,7 @@ def test_ctrl_c_ends_waits() -> None:
 
 
 def test_failure_of_one_rank_ends_the_waits_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["weft.spawn"], "THREAD_GRACE_S", 2.0)
+    monkeypatch.setattr(importlib.import_module("weft.spawn"), "THREAD_GRACE_S", 2.0)
     all_constructed = threading.Barrier(3)
     rank_0_left = threading.Event()
 

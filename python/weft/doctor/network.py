@@ -52,6 +52,11 @@ def _ports(facts: Facts) -> Iterable[Answer]:
     ]
 
 
+def _is_down(nic: Nic) -> bool:
+    """Whether each of its ports is known to be down."""
+    return bool(nic.ports) and all(port.is_active is False for port in nic.ports)
+
+
 def _nearest_down(facts: Facts, gpu: Gpu) -> Answer | None:
     """Whether a NIC beside the GPU is down, and only farther ones are up."""
     distances = {nic.name: facts.machine.nic_distance(gpu, nic) for nic in facts.rdma}
@@ -59,7 +64,7 @@ def _nearest_down(facts: Facts, gpu: Gpu) -> Answer | None:
     if near > Distance.PXB:
         return None
     beside = [nic for nic in facts.rdma if distances[nic.name] == near]
-    if any(nic.is_active or nic.is_active is None for nic in beside):
+    if not all(_is_down(nic) for nic in beside):
         return None
     names = ", ".join(nic.name for nic in beside)
     found = f"the NIC beside GPU {gpu.idx} is down ({names}): a farther one is used"
