@@ -44,7 +44,7 @@ from torch.utils.hooks import RemovableHandle
 from weft.errors import InvalidState
 from weft.log import logger
 from weft.native_calls import LEAST_COLUMNS, MASKED, RANK_MAJOR, Call, NativeCalls, Received
-from weft.ops import bias_gradient, combine_gradients
+from weft.ops import bias_gradient
 
 __all__ = ["Plans", "combine", "dispatch", "dispatch_again"]
 
@@ -195,7 +195,7 @@ class _Summed(_Record):
         rows, _ = self.calls.dispatch_again(
             self.call.in_backward(), grad.contiguous(), None, *self.plans, self.shape[0], self.clear_tail
         )
-        return combine_gradients(rows, y, self.weights)
+        return (rows, None) if self.weights is None else self.calls.gradients(rows, y, self.weights, in_place=True)
 
     def run_for_unused(self) -> Tensor:
         """Zero gradient for the result. That of the weights goes to the first dispatch, that of y is returned."""

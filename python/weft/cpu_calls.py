@@ -173,6 +173,24 @@ class CpuCalls(NativeCalls):
             out.copy_(into)
         return into.to(self.device) if out is None else out, side_out.to(self.device)
 
+    def _gradients(
+        self, rows: Tensor, y: Tensor | None, weights: Tensor, out: Tensor, grad_weights: Tensor | None
+    ) -> None:
+        """See NativeCalls."""
+        on_host = _host(rows)
+        y, weights = None if y is None else _host(y), _host(weights)
+        into = out if out.device.type == "cpu" else on_host
+        sums = None if grad_weights is None else torch.empty(grad_weights.shape, dtype=torch.float32, device="cpu")
+        hidden = rows.shape[-1]
+        _load.native().gradients(
+            DTYPE_CODES[rows.dtype], hidden, weights.numel(), on_host.data_ptr(), pointer(y), weights.data_ptr(),
+            into.data_ptr(), pointer(sums),
+        )  # fmt: skip
+        if into is not out:
+            out.copy_(into)
+        if grad_weights is not None and sums is not None:
+            grad_weights.copy_(sums)
+
     def empty(self, window: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See NativeCalls."""
         num_rows, columns = math.prod(shape[:-1]), shape[-1]

@@ -437,6 +437,9 @@ class ExpertParallel:
                     del outputs[0]
                     if not options.get("staged"):  # which have no gradients
                         self.dispatch(outputs[0].new_empty(0, self.hidden), handle=r.handle, window=idx, **same)
+                if weighted and r.handle.layout != "rank_major" and not options.get("staged"):
+                    rows = outputs[-1].new_empty((0, self.hidden))
+                    self.calls.gradients(rows, rows, rows.new_empty(0, dtype=torch.float32))
                 for output in outputs:
                     y = self.combine(output, r.handle, weighted=weighted, side=values, wire=wire, window=idx, **same)
                     if options.get("staged"):

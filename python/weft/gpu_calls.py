@@ -214,6 +214,17 @@ class GpuCalls(NativeCalls):
         staged.note(self, "combine", call, run.receive)
         return result, side_out
 
+    def _gradients(
+        self, rows: Tensor, y: Tensor | None, weights: Tensor, out: Tensor, grad_weights: Tensor | None
+    ) -> None:
+        """See NativeCalls."""
+        rows, y, weights = dense(rows), None if y is None else dense(y), dense(weights)
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        self.windows[0].native.gradients(
+            stream, DTYPE_CODES[rows.dtype], rows.shape[-1], weights.numel(), rows.data_ptr(), pointer(y),
+            weights.data_ptr(), out.data_ptr(), pointer(grad_weights),
+        )  # fmt: skip
+
     # ---- around them
 
     def before_call(self, what: str, call: Call, tie: Tensor | None) -> None:

@@ -5,6 +5,7 @@ Nothing here knows autograd or torch.library.
 """
 
 # check: allow-in-file function-size: the flat arguments of the operators pass through
+# check: allow file-size: what both engines share, in one class
 
 from __future__ import annotations
 
@@ -218,6 +219,34 @@ class NativeCalls(ABC):
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Bring rows back and sum them: (y [T, H], side [T, K] or empty). `weights` None: plain sums."""
+
+    def gradients(
+        self, rows: Tensor, y: Tensor | None, weights: Tensor, *, in_place: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """From the gradients of a weighted combine's result at this rank's rows to those of its inputs, in one pass.
+
+        Local; nothing is sent. The bits are the same on both engines.
+
+        Args:
+            rows: [N, H] or [L, C, H], gradient of the token that each row belongs to; `in_place`: the result is
+                written there if they are contiguous.
+            y: the expert outputs, of the same shape and dtype; None: weights need no gradient.
+            weights: fp32 [N] or [L, C].
+
+        Returns:
+            Gradients of y (product in fp32, rounded once) and of weights (dot product in fp32).
+        """
+        rows = rows.contiguous()
+        out = rows if in_place else torch.empty_like(rows)
+        grad_weights = None if y is None else torch.empty_like(weights, memory_format=torch.contiguous_format)
+        self._gradients(rows, y, weights, out, grad_weights)
+        return out, grad_weights
+
+    @abstractmethod
+    def _gradients(
+        self, rows: Tensor, y: Tensor | None, weights: Tensor, out: Tensor, grad_weights: Tensor | None
+    ) -> None:
+        """Write `out` and `grad_weights`."""
 
     # ---- around them
 

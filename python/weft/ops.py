@@ -25,7 +25,7 @@ from torch import Tensor
 
 from weft.native_calls import LEAST_COLUMNS, MASKED, RANK_MAJOR, Received, by_token, call_of
 
-__all__ = ["combine", "combine_gradients", "dispatch", "dispatch_again", "receive"]
+__all__ = ["combine", "dispatch", "dispatch_again", "gradients", "receive"]
 
 
 # ---- dispatch
@@ -372,28 +372,23 @@ def _combine_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ..
     rows, _ = dispatch_again(
         grad.contiguous(), None, weights, send_plan, recv_plan, tie, sizes, *ctx.call, ctx.clear_tail, 0
     )
-    grad_y, grad_weights = combine_gradients(rows, y, weights if ctx.uses_weights else None)
+    grad_y, grad_weights = gradients(rows, y, weights, tie) if ctx.uses_weights else (rows, None)
     grad_bias = None if ctx.bias is None else bias_gradient(grad, *ctx.bias)
     # The tie's gradient, zero as it is, makes the backward of dispatch wait for this one and run on every rank.
     return grad_y, grad_weights, None, None, torch.zeros_like(tie), None, grad_bias, *[None] * 14
 
 
-def combine_gradients(rows: Tensor, y: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """From the gradients of a combine's result at this rank's rows to those of its inputs; nothing is sent.
+@torch.library.custom_op("weft::gradients", mutates_args=())
+def gradients(rows: Tensor, y: Tensor, weights: Tensor, tie: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of a weighted combine at this rank's rows (`NativeCalls.gradients`); nothing is sent."""
+    grad_y, grad_weights = by_token(tie).gradients(rows, y, weights)
+    assert grad_weights is not None  # noqa: S101  for mypy: there is a y
+    return grad_y, grad_weights
 
-    Args:
-        rows: [N, H] or [L, C, H], gradient of the token that each row belongs to.
-        y: the expert outputs, None if weights need no gradient.
-        weights: fp32 [N] or [L, C], None: plain sums.
 
-    Returns:
-        Gradients of y (product in fp32, rounded once) and of weights (dot product in fp32).
-    """
-    if weights is None:
-        return rows, None
-    wide = rows.float()
-    grad_weights = None if y is None else (wide * y.float()).sum(-1)
-    return (wide * weights.unsqueeze(-1)).to(rows.dtype), grad_weights
+@gradients.register_fake
+def _gradients_fake(rows: Tensor, y: Tensor, weights: Tensor, tie: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(rows), weights.new_empty(weights.shape)
 
 
 def bias_gradient(grad: Tensor, dim: int, dtype: torch.dtype) -> Tensor:

@@ -78,6 +78,7 @@ def kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:
     yield from _combine_kernels(shape, shared_bytes)
     yield from _small_combine_kernels(shape)
     yield "unload", _load.native().render_unload()
+    yield "gradients", _load.native().render_gradients()
 
 
 def _small_dispatch_kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,7 @@
 #include "base/status.h"
 #include "engine/nvlink/combine.h"
 #include "engine/nvlink/dispatch.h"
+#include "engine/nvlink/gradients.h"
 #include "engine/nvlink/small_combine.h"
 #include "engine/nvlink/small_dispatch.h"
 #include "engine/nvlink/unload.h"
@@ -107,6 +108,7 @@ void bind_jit(nb::module_& m) {
       },
       "args"_a, nb::kw_only(), "num_ranks"_a, "num_experts"_a, "top_k"_a);
   m.def("render_unload", &nvlink::render_unload);
+  m.def("render_gradients", &nvlink::render_gradients);
   m.def("render_link_limit", &render_link_limit, nb::kw_only(), "row_bytes"_a, "is_pull"_a);
   nb::class_<jit::LoadedKernel>(m, "LinkLimitKernel")
       .def(nb::new_([](int gpu, const nb::bytes& cubin) {

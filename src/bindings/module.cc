@@ -18,6 +18,7 @@
 #include "bindings/nvlink.h"
 #include "bootstrap/control_plane.h"
 #include "engine/cpu/communicator.h"
+#include "engine/cpu/gradients.h"
 #include "engine/cpu/plan.h"
 #include "engine/cpu/window.h"
 
@@ -220,6 +221,20 @@ void combine(cpu::Window& window, uintptr_t y_ptr, i64 num_rows, uintptr_t weigh
   window.combine(args, signal_poll());
 }
 
+void gradients(int dtype, i64 hidden, i64 num_rows, uintptr_t rows_ptr, uintptr_t y_ptr, uintptr_t weights_ptr,
+               uintptr_t out_ptr, uintptr_t grad_weights_ptr) {
+  cpu::GradientArgs args;
+  args.dtype = static_cast<Dtype>(dtype);
+  args.hidden = hidden;
+  args.num_rows = num_rows;
+  args.rows = pointer<void>(rows_ptr);
+  args.y = pointer<void>(y_ptr);
+  args.weights = pointer<float>(weights_ptr);
+  args.out = pointer<void>(out_ptr);
+  args.grad_weights = pointer<float>(grad_weights_ptr);
+  cpu::gradients(args);
+}
+
 nb::object empty(cpu::Window& window, i64 num_rows, i64 columns, int dtype) {
   cpu::Array array;
   array.dtype = static_cast<Dtype>(dtype);
@@ -343,6 +358,8 @@ NB_MODULE(_native, m) {
         return layout.total_bytes;
       },
       "num_ranks"_a, "num_experts"_a, "top_k"_a, "max_tokens"_a, "max_row_bytes"_a, "staging_bytes"_a = 0);
+  m.def("gradients", &gradients, nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "hidden"_a, "num_rows"_a,
+        "rows"_a, "y"_a, "weights"_a, "out"_a, "grad_weights"_a);
   bind_bootstrap(m);
   bind_communicator(m);
   bind_results(m);

@@ -209,6 +209,15 @@ void bind_window(nb::module_& m) {
       .def(
           "combine", [](Window& window, const nvlink::CombineArgs& args) { window.combine(args, signal_poll()); },
           "args"_a, Guard())
+      .def(
+          "gradients",
+          [](Window& window, u64 stream, int dtype, i64 hidden, i64 num_rows, u64 rows, u64 y, u64 weights, u64 out,
+             u64 grad_weights) {
+            window.gradients(
+                {stream, static_cast<Dtype>(dtype), hidden, num_rows, rows, y, weights, out, grad_weights});
+          },
+          "stream"_a, "dtype"_a, "hidden"_a, "num_rows"_a, "rows"_a, "y"_a, "weights"_a, "out"_a, "grad_weights"_a,
+          Guard())
       .def("check", &Window::check, Guard())
       .def("take_bad_ids",
            [](Window& window) -> std::optional<std::tuple<i64, i64, i64>> {

@@ -21,6 +21,7 @@
 #include "weft/config/small_kernel.h"
 #include "weft/kernels/arguments.h"
 #include "weft/kernels/combine_arguments.h"
+#include "weft/kernels/gradients_arguments.h"
 #include "weft/kernels/small_combine_arguments.h"
 #include "weft/kernels/small_dispatch_arguments.h"
 #include "weft/kernels/unload_arguments.h"
@@ -210,6 +211,17 @@ inline void take(Fields& fields, weft::kernels::UnloadKernelArgs& args) {
   fields.take("x_weights", args.x_weights);
   fields.take("row_bytes", args.row_bytes);
   fields.take("scale_row_bytes", args.scale_row_bytes);
+}
+
+inline void take(Fields& fields, weft::kernels::GradientKernelArgs& args) {
+  fields.take("rows", args.rows);
+  fields.take("y", args.y);
+  fields.take("weights", args.weights);
+  fields.take("out", args.out);
+  fields.take("grad_weights", args.grad_weights);
+  fields.take("num_rows", args.num_rows);
+  fields.take("hidden", args.hidden);
+  fields.take("dtype", args.dtype);
 }
 
 struct Copy {

@@ -352,6 +352,16 @@ class SimulatedWindow:
 
     # ---- combine
 
+    def gradients(
+        self, stream: int, dtype: int, hidden: int, num_rows: int, rows: int, y: int, weights: int, out: int, dots: int
+    ) -> None:
+        """As the kernel, but for the order of the sum."""
+        grads, scale = aligned(rows, (num_rows, hidden), DTYPES[dtype]).float(), at(weights, (num_rows,), torch.float32)
+        if y:
+            others = aligned(y, (num_rows, hidden), DTYPES[dtype]).double()
+            at(dots, (num_rows,), torch.float32).copy_((grads.double() * others).sum(-1))
+        aligned(out, (num_rows, hidden), DTYPES[dtype]).copy_(grads * scale[:, None])
+
     def combine(self, args: Any) -> None:
         """As the kernel; in rank_major side values of all rows of a token are added, whose picks they may be."""
         assert self.staged is None, "unload comes first"

@@ -14,6 +14,7 @@
 #include "base/clock.h"
 #include "engine/cpu/communicator.h"
 #include "engine/nvlink/gpu.h"
+#include "engine/nvlink/gradients.h"
 #include "engine/nvlink/receive_heap.h"
 #include "engine/nvlink/types.h"
 #include "engine/nvlink/unload.h"
@@ -46,6 +47,9 @@ class Window : public cpu::MemberWindow {
   void unload(const UnloadArgs& args);
   // On the caller's stream (combine.cc).
   void combine(const CombineArgs& args, const Poll& poll);
+
+  // Of a weighted combine, on the stream that is given; local (gradients.cc).
+  void gradients(const GradientArgs& args);
 
   // A block of the heap that kernels on `stream` may use from now on, or nothing if there is no room. Under capture the
   // block belongs to the window for good, or there is none.
@@ -181,6 +185,7 @@ class Window : public cpu::MemberWindow {
   void install(const std::vector<int>& ranks, u16 epoch, Memory memory, std::vector<Peer> peers);
   bool has_left() noexcept;
   void prepare_unload();
+  void prepare_gradients();
   struct Remains;
   void keep_for_graph(const Capture& capture);
 
