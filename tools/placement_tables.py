@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the worked examples of docs/placement.md from the trees under tests/data/machines; --check compares them."""
+"""Writes tests/data/machines/PLACEMENT.md, worked examples, from the trees beside it; --check compares them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from weft.settings import settings  # noqa: E402
 from weft.topology import read  # noqa: E402
 from weft.topology.parse import format_cpus  # noqa: E402
 
-PAGE = ROOT / "docs" / "placement.md"
 MARKER = "<!-- examples: written by tools/placement_tables.py -->"
 MACHINES = ROOT / "tests" / "data" / "machines"
+PAGE = MACHINES / "PLACEMENT.md"
 WIDE = ("container-odd-cpus",)  # lists of every second CPU: too wide for a page
 
 
@@ -28,7 +28,7 @@ def example(folder: Path) -> Iterator[str]:
     placements = place(machine)
     yield f"### {folder.name}\n"
     readme = (folder / "README.md").read_text().split("\n\n")
-    yield f"{readme[1]} ([tree and what is assumed](../tests/data/machines/{folder.name}/README.md))\n"
+    yield f"{readme[1]} ([tree and what is assumed]({folder.name}/README.md))\n"
     yield "| rank | CPUs | node | memory | NIC ports | distance | share |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for each in placements:
@@ -81,7 +81,7 @@ def main() -> int:
     text = page()
     if parser.parse_args().check:
         if PAGE.read_text() != text:
-            print("docs/placement.md is not what the trees say: run tools/placement_tables.py")
+            print("PLACEMENT.md is not what the trees say: run tools/placement_tables.py")
             return 1
         return 0
     PAGE.write_text(text)

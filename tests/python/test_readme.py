@@ -17,7 +17,12 @@ import weft
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "lab" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    README,
+    ROOT / "lab" / "README.md",
+    ROOT / "tests" / "data" / "machines" / "PLACEMENT.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VARIABLE = re.compile(r"\bWEFT_[A-Z][A-Z0-9_]*\b")
 
