@@ -23,6 +23,7 @@ int main(int, char** arguments) {
       {"control.owner", offsetof(weft::GpuControlWords, owner)},
       {"control.broken", offsetof(weft::GpuControlWords, broken)},
       {"control.num_ended", offsetof(weft::GpuControlWords, num_ended)},
+      {"control.heap_generation", offsetof(weft::GpuControlWords, heap_generation)},
       {"control.next_chunk", offsetof(weft::GpuControlWords, next_chunk)},
       {"control.queues", layout.queues},
       {"control.progress", layout.progress},

@@ -18,7 +18,7 @@ PLAIN = Case(shape=WINDOW, tokens=(40, 23, 31), hidden=600, shared_bytes=24 << 1
 CASES = {
     "rank_major": dataclasses.replace(PLAIN, num_bad_ids=2, num_duplicates=3, is_repeated=True),
     "rank_major, capacity, no tokens on a rank": dataclasses.replace(
-        PLAIN, seed=1, tokens=(33, 0, 20), capacity=40, int32_ranks=(0, 2), has_weights=False
+        PLAIN, seed=1, tokens=(33, 0, 20), capacity=12, int32_ranks=(0, 2), has_weights=False
     ),
     "expert_major, ue8m0": dataclasses.replace(
         PLAIN, seed=2, layout="expert_major", rows="fp8_ue8m0", hidden=272, alignment=8, shared_bytes=20 << 10

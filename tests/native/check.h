@@ -7,7 +7,10 @@
 // the child leaves with `_exit(weft::test::exit_code())`.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
+#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <exception>
@@ -68,6 +71,27 @@ bool check_equal(const A& actual, const B& expected, const char* file, int line,
   return false;
 }
 
+// A case that hangs is a failure with a name, not the end of somebody's patience. Far more than any case takes, also with
+// sanitizers on a busy machine. Forked ranks have limits of their own (alarms are not inherited).
+inline const char*& running_case() {
+  static const char* name = "";
+  return name;
+}
+inline void on_hang(int) {
+  constexpr char kText[] = "hangs: ";
+  const char* name = running_case();
+  static_cast<void>(!write(STDERR_FILENO, kText, sizeof(kText) - 1));
+  static_cast<void>(!write(STDERR_FILENO, name, std::strlen(name)));
+  static_cast<void>(!write(STDERR_FILENO, "\n", 1));
+  _exit(1);
+}
+inline void watch(const char* name) {
+  constexpr unsigned kLongestS = 200;
+  running_case() = name;
+  std::signal(SIGALRM, on_hang);
+  alarm(kLongestS);
+}
+
 inline int run_tests(int argc, char** argv) {
   int num_run = 0;
   for (const Case& one : cases()) {
@@ -75,6 +99,7 @@ inline int run_tests(int argc, char** argv) {
     for (int idx = 1; idx < argc; ++idx) wanted = wanted || std::strstr(one.name, argv[idx]) != nullptr;
     if (!wanted) continue;
     const int before = num_failures();
+    watch(one.name);
     try {
       one.run();
     } catch (const std::exception& error) {

@@ -114,6 +114,15 @@ def test_plain_sums(ep: weft.ExpertParallel) -> None:
     assert bool(plain.any())
 
 
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major"])
+def test_side_values_have_no_minus_zero(ep: weft.ExpertParallel, layout: str) -> None:
+    """They are sums that begin with +0."""
+    r = ep.dispatch(X, IDX, layout=layout)
+    side = torch.full(r.topk_weights.shape, -0.0)
+    _, sums = ep.combine(r.x, r.handle, side=side)
+    assert not bool(torch.signbit(sums).any())
+
+
 def test_a_repetition_without_gradients_records_nothing(ep: weft.ExpertParallel) -> None:
     handle, x = ep.dispatch(X, IDX).handle, X.clone().requires_grad_()
     with torch.no_grad():

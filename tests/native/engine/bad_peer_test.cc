@@ -37,6 +37,14 @@ struct Words {
   std::function<void(u8* heap, const Placement& granted)> write_rows = [](u8*, const Placement&) {};
 };
 
+// What a peer may say in the combine behind it.
+struct SumWords {
+  i64 more_rows = 0;  // than the real rank has sent
+  u64 rows_in_heap = 1, rows_offset = 0;
+  u64 landing_in_heap = 1, landing_offset = 0, landing_rows = 64;
+  u32 num_landed = 0;  // records that it says it has pushed
+};
+
 // Rank 1: it makes a window as the engine does, and then writes what it is told to.
 class FakeRank {
  public:
@@ -61,10 +69,11 @@ class FakeRank {
     peer_heap_ = SharedMemory::attach(std::move(parcels[kReal].fds[1]), other.heap_bytes);
   }
 
-  // Follows one dispatch as far as the real rank goes along.
+  // Follows one dispatch as far as the real rank goes along; what of a combine, too.
   void dispatch(const Words& words) {
     const u64 header = wait_for(Phase::kCount);
     CountPayload count;
+    num_rows_sent_ = at<CountPayload>(control_, where().payload(Phase::kCount, 1, kReal))->num_rows;
     count.config = at<CountPayload>(control_, where().payload(Phase::kCount, 1, kReal))->config;
     count.num_rows = words.num_rows;
     put(Phase::kCount, header, &count, sizeof(count), words.counts);
@@ -75,6 +84,24 @@ class FakeRank {
     put(Phase::kNotify, header, &notify, sizeof(notify), words.starts);
     put(Phase::kSend, header, nullptr, 0, nullptr);
     wait_for(Phase::kSend);
+  }
+
+  void combine(const SumWords& words) {
+    sequence_ = 2;
+    const u64 header = wait_for(Phase::kCount);
+    if (header == 0) return;
+    constexpr i32 kNoCounts[3] = {};
+    CountPayload count;
+    count.config = at<CountPayload>(control_, where().payload(Phase::kCount, 2, kReal))->config;
+    count.num_rows = num_rows_sent_ + words.more_rows;
+    count.rows_in_heap = words.rows_in_heap;
+    count.rows_offset = words.rows_offset;
+    count.landing_in_heap = words.landing_in_heap;
+    count.landing_offset = words.landing_offset;
+    count.landing_rows = words.landing_rows;
+    put(Phase::kCount, header, &count, sizeof(count), kNoCounts);
+    put(Phase::kReduce, header, nullptr, 0, nullptr);
+    wait_for(Phase::kReduce);
   }
 
  private:
@@ -95,24 +122,26 @@ class FakeRank {
     return reinterpret_cast<T*>(reinterpret_cast<u8*>(memory.data()) + offset);
   }
 
-  // The header of sequence 1, or 0 if the real rank has left without one.
+  // The header of this operation, or 0 if the real rank has left without one.
   u64 wait_for(Phase phase) const {
-    const u64* cell = at<u64>(control_, where().header(phase, 1, kReal));
+    const u64* cell = at<u64>(control_, where().header(phase, sequence_, kReal));
     while (ptx::ld_acquire_sys(cell) == 0 && !peer_has_left_) usleep(100);
     return ptx::ld_acquire_sys(cell);
   }
 
   void put(Phase phase, u64 header, const void* payload, size_t num_bytes, const i32* counts) {
     if (num_bytes > 0) {
-      u8* slot = at<u8>(peer_control_, where().payload(phase, 1, kFake));
+      u8* slot = at<u8>(peer_control_, where().payload(phase, sequence_, kFake));
       std::memcpy(slot, payload, num_bytes);
       std::memcpy(slot + WindowLayout::kPayloadFixedBytes, counts, 3 * sizeof(i32));
     }
-    ptx::st_release_sys(at<u64>(peer_control_, where().header(phase, 1, kFake)), header);
+    ptx::st_release_sys(at<u64>(peer_control_, where().header(phase, sequence_, kFake)), header);
     cpu::ring_doorbell(at<ControlWords>(peer_control_, 0));
   }
 
   const std::atomic<bool>& peer_has_left_;
+  u64 sequence_ = 1;
+  i64 num_rows_sent_ = 0;  // by the real rank in the dispatch
   SharedMemory control_, heap_, peer_control_, peer_heap_;
 };
 
@@ -138,6 +167,47 @@ void against(Layout layout, const Words& words, const std::function<void(const s
   fake.join();
 }
 
+// A dispatch of sensible words, and the combine behind it.
+void sum_against(Layout layout, i64 capacity, const Words& words, const SumWords& sum_words,
+                 const std::function<void(const std::function<void()>&)>& verify) {
+  auto hub = std::make_shared<LocalHub>(2);
+  auto fake_plane = connect_threads(hub, kFake);
+  std::atomic<bool> has_left{false};
+  std::thread fake([&] {
+    FakeRank rank(*fake_plane, has_left);
+    rank.dispatch(words);
+    rank.combine(sum_words);
+  });
+  {
+    EngineRank rank(connect_threads(hub, kReal), job_shape(), kRoom);
+    rank.set_timeout_s(20);
+    Call call;
+    call.id = 6;
+    call.hidden = 64;
+    call.routing = 5;
+    call.layout = layout;
+    call.capacity = capacity;
+    EngineRank::Tensors tensors = rank.make_inputs(call);
+    const cpu::DispatchResult result = rank.dispatch(call, tensors, call.dtype, false, 0);
+    verify([&] { rank.sum_zeros(call, tensors, result); });
+    has_left = true;
+  }
+  fake.join();
+}
+
+Words two_rows();
+
+void check_sum_refused(const std::function<void(SumWords&)>& change) {
+  for (const Layout layout : {Layout::kRankMajor, Layout::kExpertMajor}) {
+    SumWords words;
+    change(words);
+    sum_against(layout, kNoCapacity, two_rows(), words, [](const std::function<void()>& call) {
+      CHECK_ERROR(kInternalError, {1}, call());
+      CHECK_ERROR(kInternalError, {1}, call());  // broken
+    });
+  }
+}
+
 void check_refused(const std::function<void(Words&)>& change) {
   for (const Layout layout : {Layout::kRankMajor, Layout::kExpertMajor}) {
     Words words;
@@ -161,20 +231,78 @@ Placement good_placement() {
   return placement;
 }
 
+// Two rows of the fake rank with three picks of expert 1.
+Words two_rows() {
+  Words words;
+  words.placement = good_placement();
+  words.num_rows = 2;
+  words.counts[1] = 3;
+  words.write_rows = [](u8* heap, const Placement& granted) {
+    i32* ids = reinterpret_cast<i32*>(heap + granted.meta_idx) + granted.meta_start * 4;
+    const i32 sensible[8] = {1, -1, -1, -1, -1, 1, 1, -1};
+    std::memcpy(ids, sensible, sizeof(sensible));
+  };
+  return words;
+}
+
 TEST(sensible_words_are_taken) {  // or the rest of this file would prove nothing
   for (const Layout layout : {Layout::kRankMajor, Layout::kExpertMajor}) {
     Words words;
     words.placement = good_placement();
     against(layout, words, [](const std::function<void()>& call) { call(); });
-    words.num_rows = 2;
-    words.counts[1] = 3;
-    words.write_rows = [](u8* heap, const Placement& granted) {
-      i32* ids = reinterpret_cast<i32*>(heap + granted.meta_idx) + granted.meta_start * 4;
-      const i32 sensible[8] = {1, -1, -1, -1, -1, 1, 1, -1};
-      std::memcpy(ids, sensible, sizeof(sensible));
-    };
-    against(layout, words, [](const std::function<void()>& call) { call(); });
+    against(layout, two_rows(), [](const std::function<void()>& call) { call(); });
+    sum_against(layout, kNoCapacity, two_rows(), {}, [](const std::function<void()>& call) { call(); });
+    SumWords pushed;
+    pushed.rows_in_heap = 0;
+    pushed.landing_in_heap = 0;
+    pushed.landing_rows = 8;
+    sum_against(layout, kNoCapacity, two_rows(), pushed,
+                [](const std::function<void()>&) {});  // its records don't come
   }
+}
+
+TEST(sums_of_another_number_of_rows) {
+  check_sum_refused([](SumWords& words) { words.more_rows = 1; });
+  check_sum_refused([](SumWords& words) { words.more_rows = -1; });
+  check_sum_refused([](SumWords& words) { words.more_rows = i64{1} << 40; });
+}
+
+TEST(rows_outside_of_the_heap_that_a_sum_would_read) {
+  check_sum_refused([](SumWords& words) { words.rows_offset = kRoom - 16; });
+  check_sum_refused([](SumWords& words) { words.rows_offset = kRoom; });
+  check_sum_refused([](SumWords& words) { words.rows_offset = ~u64{0} - 63; });
+}
+
+// With a capacity a sum reads no row beyond it: so many may lie at the end of the heap.
+TEST(rows_beyond_the_capacity_are_not_read) {
+  constexpr u64 kRowBytes = 64 * 2;
+  SumWords words;
+  words.rows_offset = kRoom - 2 * kRowBytes;
+  Words placed = two_rows();
+  placed.placement.num_rows = 2;
+  sum_against(Layout::kRankMajor, 2, placed, words, [](const std::function<void()>& call) { call(); });
+  words.rows_offset += 16;
+  sum_against(Layout::kRankMajor, 2, placed, words,
+              [](const std::function<void()>& call) { CHECK_ERROR(kInternalError, {1}, call()); });
+}
+
+TEST(landings_without_room) {
+  check_sum_refused([](SumWords& words) { words.landing_rows = 0; });
+  check_sum_refused([](SumWords& words) { words.landing_offset = kRoom - 64; });
+  check_sum_refused([](SumWords& words) { words.landing_offset = ~u64{0} - 63; });
+  check_sum_refused([](SumWords& words) { words.landing_rows = u64{1} << 60; });
+  check_sum_refused([](SumWords& words) { words.landing_in_heap = 0, words.landing_rows = 1u << 20; });
+}
+
+TEST(more_picks_of_an_expert_than_were_counted) {
+  Words words = two_rows();
+  words.write_rows = [](u8* heap, const Placement& granted) {
+    i32* ids = reinterpret_cast<i32*>(heap + granted.meta_idx) + granted.meta_start * 4;
+    const i32 four[8] = {1, -1, -1, 1, -1, 1, 1, -1};
+    std::memcpy(ids, four, sizeof(four));
+  };
+  against(Layout::kExpertMajor, words,
+          [](const std::function<void()>& call) { CHECK_ERROR(kInternalError, {1}, call()); });
 }
 
 TEST(counts_without_sense) {

@@ -231,12 +231,15 @@ Result import_handle(AllocationHandle* handle, void* shared, int kind) {
   s.handles[*handle] = physical;
   return kSuccess;
 }
+std::atomic<int> host_pages{0};
 Result host_alloc(void** place, size_t bytes, unsigned) {
+  ++host_pages;
   *place = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   return kSuccess;
 }
 Result host_free(void* place) {
   free(place);
+  --host_pages;
   return kSuccess;
 }
 Result memset_async(DevicePtr address, unsigned char value, size_t bytes, Stream stream) {
@@ -490,6 +493,7 @@ uint64_t give_work(uint64_t stream) {
   const std::lock_guard lock(state().mutex);
   return state().streams[stream].submitted;
 }
+int num_host_pages() { return host_pages; }
 int num_mapped() {
   const std::lock_guard lock(state().mutex);
   return static_cast<int>(state().mappings.size());

@@ -33,6 +33,7 @@ int num_mapped();                     // mappings of physical memory
 int64_t physical_bytes();             // that someone holds
 // Waits until so many are held, which is the last step of a clean-up in another thread; what is held after some seconds.
 int64_t physical_bytes_at_last(int64_t expected);
+int num_host_pages();  // of the host that the GPU can read
 int num_launches();
 unsigned last_shared_bytes();  // of the last launch, dynamic
 

@@ -354,6 +354,86 @@ TEST(a_call_given_up_by_all_leaves_the_window_whole) {
   });
 }
 
+TEST(calls_of_other_numbers_of_blocks_do_not_meet) {
+  DispatchArgs args;
+  args.num_blocks = 4;
+  const u16 four = fingerprint(dispatch_operation(args));
+  args.num_blocks = 5;
+  CHECK(fingerprint(dispatch_operation(args)) != four);
+}
+
+TEST(rows_that_fill_their_room_need_no_landing) {
+  with_ranks([](Rank& rank) {
+    const i64 most = kNumRanks * 16;
+    fake_cuda::set_kernel([](void* args) {
+      auto* dispatch = static_cast<kernels::DispatchKernelArgs*>(args);
+      dispatch->view.host->num_rows = kNumRanks * 16;
+      dispatch->view.host->counted_ticket = dispatch->ticket;
+    });
+    const DispatchResult result = rank.dispatch();
+    CHECK(result.in_heap);
+    CHECK_EQ(result.result_rows, most);
+    CHECK_EQ(rank.window->stats().num_staged, u64{0});
+    rank.meet();
+  });
+}
+
+TEST(an_error_that_was_read_is_counted) {  // or a kernel that is late would think that nobody has read it
+  with_ranks([](Rank& rank) {
+    const transport::WindowView view = view_of(rank);
+    rank.meet();
+    CHECK_EQ(view.host->num_errors_read, u64{0});
+    for (u64 number = 1; number < 3; ++number) {
+      fake_cuda::set_kernel(leave(transport::ErrorCause::kNoRoom, 1));
+      CHECK_EQ(error_of([&] { rank.dispatch(); }).code, ErrorCode::kCapacityExceeded);
+      CHECK_EQ(view.host->num_errors_read, number);
+      CHECK_EQ(view.host->error.code, u32{0});
+      rank.meet();
+    }
+  });
+}
+
+TEST(a_header_of_another_epoch_is_not_that_of_a_late_peer) {
+  with_ranks([](Rank& rank) {
+    const transport::WindowView view = view_of(rank);
+    rank.meet();
+    view.words()->sequence = 5;
+    const u64 old = sync::pack_header({9, 7}, 99), right = sync::pack_header({1, 7}, 99);
+    std::memcpy(view.control[rank.me] + view.layout.header(Phase::kCount, 7, 1, 0), &old, sizeof(old));
+    std::memcpy(view.control[rank.me] + view.layout.header(Phase::kCount, 7, 2, 0), &right, sizeof(right));
+    rank.meet();
+    fake_cuda::set_kernel(leave(transport::ErrorCause::kDeadline, 1));
+    if (rank.me == 0) {
+      const Error late = error_of([&] { rank.dispatch(); });
+      says(late, "rank 1 did not answer rank 0 in dispatch");
+      CHECK(late.peers == std::vector<int>{1});
+    } else {
+      while (!rank.comm->is_broken()) usleep(500);
+    }
+    rank.meet();
+  });
+}
+
+TEST(closing_ends_the_waits_of_kernels) {
+  with_ranks([](Rank& rank) {
+    const transport::WindowView view = view_of(rank);
+    rank.meet();
+    if (rank.me == 1) {
+      fake_cuda::hold(stream_of(1));
+      rank.dispatch(4);
+      std::atomic<bool> has_closed{false};
+      std::thread kernel([&] {  // waits for a peer until the host ends that
+        while (__atomic_load_n(&view.host->abort, __ATOMIC_ACQUIRE) == 0 && !has_closed) usleep(500);
+        fake_cuda::let_go(stream_of(1));
+      });
+      rank.window->close();
+      has_closed = true;
+      kernel.join();
+    }
+    rank.meet();
+  });
+}
+
 TEST(a_late_peer_breaks_all_and_rebuild_mends) {
   with_ranks([](Rank& rank) {
     const transport::WindowView before = view_of(rank);
@@ -580,6 +660,15 @@ TEST(a_window_that_one_rank_cannot_make_is_refused_everywhere) {
           CHECK_EQ(refused.code, ErrorCode::kInvalidArgument);
           says(refused, "rank ");
           CHECK(!rank.comm->is_broken());
+          rank.meet();
+          if (rank.me == 0) {  // the pages of all three are idle
+            const int before = fake_cuda::num_host_pages();
+            std::vector<void*> pages;
+            for (int each = 0; each < kNumRanks; ++each) pages.push_back(rank.gpu->take_host_page());
+            CHECK_EQ(fake_cuda::num_host_pages(), before);
+            for (void* page : pages) rank.gpu->give_back_host_page(page);
+          }
+          rank.meet();
           rank.make_window();
           rank.meet();
         },
