@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from weft.handle import Dispatched, Event, Handle
     from weft.limits import limits, supports
     from weft.placement.model import Placement
+    from weft.planner.planning import plan
     from weft.quantized import Quantized
     from weft.spawn import spawn
     from weft.staged import Staged
@@ -55,6 +56,7 @@ _HOME = {
     "Topology": "communicator",
     "Unsupported": "errors",
     "limits": "limits",
+    "plan": "planner",
     "spawn": "spawn",
     "supports": "limits",
 }
@@ -82,6 +84,7 @@ __all__ = [
     "Unsupported",
     "__version__",
     "limits",
+    "plan",
     "reference",
     "routing",
     "spawn",

@@ -1,4 +1,4 @@
-"""The `weft` command. Parses flags and prints; weft.verify, weft.bench, weft.size, weft.demo and so on do the work.
+"""The `weft` command. Parses flags and prints; weft.verify, weft.bench, weft.planner and so on do the work.
 
 Exit codes: 0 ok, 1 a check failed, 2 wrong usage, 3 unsupported here, 130 interrupted. Nothing here imports torch
 before a command needs it.
@@ -16,6 +16,7 @@ from weft.cli.cache_command import cache
 from weft.cli.collect_env_command import collect_env
 from weft.cli.demo_command import demo
 from weft.cli.doctor_command import doctor
+from weft.cli.plan_command import plan
 from weft.cli.size_command import size
 from weft.cli.topo_command import topo
 from weft.cli.tune_command import tune
@@ -43,7 +44,7 @@ class _Command(TyperCommand):
             raise
 
 
-for _function in (demo, verify, bench, tune, size, doctor, topo, collect_env):
+for _function in (demo, verify, bench, tune, plan, size, doctor, topo, collect_env):
     app.command(cls=_Command)(_function)
 app.add_typer(cache, name="cache")
 
