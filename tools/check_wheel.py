@@ -21,6 +21,7 @@ def check_names(names: list[str]) -> list[str]:
     """Return what is wrong with the list of files in a wheel."""
     needed = ("weft/__init__.py", "weft/py.typed", "weft/include/weft/kernels/dispatch.cuh")
     needed += ("weft/tables/h200-2.json", "weft/tables/h200-4.json")
+    needed += tuple(f"weft/planner/{name}.json" for name in ("published", "fitted", "measured"))
     problems = [f"the wheel lacks {name}" for name in needed if name not in names]
     native = [name for name in names if re.search(r"\.so(\.|$)", name)]
     if len(native) != 1 or not native[0].startswith("weft/_native"):

@@ -18,6 +18,9 @@ NAMES = [
     "weft/include/weft/kernels/dispatch.cuh",
     "weft/tables/h200-2.json",
     "weft/tables/h200-4.json",
+    "weft/planner/published.json",
+    "weft/planner/fitted.json",
+    "weft/planner/measured.json",
     "weft-0.1.0.dist-info/licenses/LICENSE",
 ]
 

@@ -64,10 +64,11 @@ def uniform(num_experts: int, top_k: int, num_ranks: int, ranks_per_domain: int)
 def group_limited(
     num_experts: int, top_k: int, num_ranks: int, ranks_per_domain: int, *, num_groups: int, topk_groups: int
 ) -> Reach:
-    """Picks fall on `topk_groups` of `num_groups` equal runs of experts, as gates of DeepSeek-V3 limit them.
+    """The gate takes the `topk_groups` of `num_groups` equal runs of experts that hold the best experts, and the K best
+    experts in them; every order of the experts is equally likely.
 
-    Every choice of groups and every set of K experts in them is taken as equally likely; `weft.routing.group_limited`
-    ranks groups by their best experts, which moves the rows of a token by a few per cent.
+    So DeepEP's tests rank groups. DeepSeek-V3's gate (`weft.routing.group_limited`) ranks them by their two best, which
+    moves the rows of a token by about 1 %.
     """
     _check(num_experts, top_k, num_ranks, ranks_per_domain)
     if num_groups < 1 or num_experts % num_groups:
@@ -75,10 +76,9 @@ def group_limited(
     if not 1 <= topk_groups <= num_groups:
         raise InvalidArgument(f"topk_groups={topk_groups}: allowed is 1 to num_groups = {num_groups}")
     group = num_experts // num_groups
-    allowed = group * topk_groups
-    if allowed < top_k:
-        raise InvalidArgument(f"topk_groups={topk_groups}: {allowed} experts are too few for top_k={top_k}")
-    choices = math.comb(num_groups, topk_groups)
+    if group * topk_groups < top_k:
+        raise InvalidArgument(f"topk_groups={topk_groups}: {group * topk_groups} experts are too few for top_k={top_k}")
+    gate = _Gate(num_experts, top_k, num_groups, topk_groups)
 
     def hits(num_parts: int) -> tuple[float, ...]:
         size = num_experts // num_parts
@@ -86,11 +86,11 @@ def group_limited(
         found = []
         for start in range(0, num_experts, size):
             overlaps = tuple(
-                max(0, min(start + size, (g + 1) * group) - max(start, g * group))
+                min(start + size, (g + 1) * group) - max(start, g * group)
                 for g in range(start // group, (start + size - 1) // group + 1)
             )
             if overlaps not in known:
-                known[overlaps] = 1 - _miss_of_groups(overlaps, num_groups, topk_groups, allowed, top_k) / choices
+                known[overlaps] = 1 - gate.miss(overlaps)
             found.append(known[overlaps])
         return tuple(found)
 
@@ -98,23 +98,49 @@ def group_limited(
     return Reach(name, hits(num_ranks), hits(num_ranks // ranks_per_domain), num_experts, top_k)
 
 
-def _miss_of_groups(overlaps: Sequence[int], num_groups: int, topk_groups: int, allowed: int, top_k: int) -> float:
-    """Over all choices of groups, the sum of the chances that no pick falls on a set with so many experts in each of
-    the groups it touches."""
-    ways: dict[tuple[int, int], int] = {(0, 0): 1}  # (groups chosen, experts of the set in them) -> choices
-    for overlap in overlaps:
-        longer = dict(ways)
-        for (chosen, theirs), count in ways.items():
-            key = (chosen + 1, theirs + overlap)
-            longer[key] = longer.get(key, 0) + count
-        ways = longer
-    others = num_groups - len(overlaps)
-    total = 0.0
-    for (chosen, theirs), count in ways.items():
-        if chosen <= topk_groups and topk_groups - chosen <= others:
-            miss = math.comb(allowed - theirs, top_k) / math.comb(allowed, top_k)
-            total += count * math.comb(others, topk_groups - chosen) * miss
-    return total
+@dataclass(frozen=True)
+class _Gate:
+    """Experts come in the order of their scores. Until `topk_groups` groups have been seen every expert is picked,
+    after that those of the groups seen."""
+
+    num_experts: int
+    top_k: int
+    num_groups: int
+    topk_groups: int
+
+    def miss(self, overlaps: Sequence[int]) -> float:
+        """The chance that no pick falls on a set that has so many experts in each of the groups that it touches.
+
+        State: groups seen, and which of the touched groups are among them without a pick of the set.
+        """
+        chances: dict[tuple[int, frozenset[int]], float] = {(0, frozenset()): 1.0}
+        for num_picked in range(self.top_k):
+            after: dict[tuple[int, frozenset[int]], float] = {}
+            for state, chance in chances.items():
+                for following, share in self._picks(overlaps, state, num_picked):
+                    after[following] = after.get(following, 0.0) + chance * share
+            chances = after
+        return math.fsum(chances.values())
+
+    def _picks(
+        self, overlaps: Sequence[int], state: tuple[int, frozenset[int]], num_picked: int
+    ) -> list[tuple[tuple[int, frozenset[int]], float]]:
+        """States after one more pick that is not of the set, with their chances."""
+        num_seen, touched = state
+        group = self.num_experts // self.num_groups
+        left_in_seen = num_seen * group - num_picked
+        if num_seen == self.topk_groups:
+            left = left_in_seen
+        else:
+            left = self.num_experts - num_picked
+        found = [(state, (left_in_seen - sum(overlaps[idx] for idx in touched)) / left)]
+        if num_seen < self.topk_groups:
+            untouched = self.num_groups - num_seen - (len(overlaps) - len(touched))
+            found.append(((num_seen + 1, touched), untouched * group / left))
+            for idx in set(range(len(overlaps))) - touched:
+                if overlaps[idx] < group:
+                    found.append(((num_seen + 1, touched | {idx}), (group - overlaps[idx]) / left))
+        return found
 
 
 def from_histogram(loads: Sequence[float], top_k: int, num_ranks: int, ranks_per_domain: int) -> Reach:
