@@ -188,6 +188,34 @@ def pickling(source: Source) -> Iterator[Finding]:
         yield from find(source, "pickling", pattern, "only weft.spawn pickles")
 
 
+# Functions of torch that make a tensor on the default device, or of the default dtype, unless told otherwise.
+TENSOR_MAKERS = {
+    "arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "full", "linspace", "logspace",
+    "ones", "rand", "randint", "randn", "randperm", "range", "scalar_tensor", "tensor", "tril_indices", "triu_indices",
+    "zeros",
+}  # fmt: skip
+
+
+@rule
+def ambient_tensor(source: Source) -> Iterator[Finding]:
+    """A tensor made in python/weft names its device and dtype: a default of the user's would change both."""
+    if not source.path.endswith(".py") or not source.under("python/weft"):
+        return
+    for node in ast.walk(ast.parse(source.text)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        function = node.func
+        if (
+            not (isinstance(function.value, ast.Name) and function.value.id == "torch")
+            or function.attr not in TENSOR_MAKERS
+        ):
+            continue
+        missing = {"device", "dtype"} - {keyword.arg for keyword in node.keywords}
+        if missing:
+            message = f"torch.{function.attr} without {' and '.join(sorted(missing))}=: the user may have set a default"
+            yield Finding(source.path, node.lineno, "ambient-tensor", message)
+
+
 # What each layer of include/weft and each folder of src may include besides itself.
 HEADER_LAYERS = {
     "config": set(),

@@ -29,20 +29,21 @@ from weft.limits import (
     MAX_ALIGNMENT,
     ROW_MULTIPLE_BYTES,
     SMALL_SHARED_BYTES,
+    _is_one_of,
     check_shape,
     max_row_bytes,
     small_shared_bytes,
 )
-from weft.native_calls import DTYPE_CODES, MASKED, RANK_MAJOR, Call
+from weft.native_calls import DTYPE_CODES, RANK_MAJOR, Call
 from weft.quantized import Quantized
 from weft.scales import word_dtype
+from weft.tensors import is_traced, plain
 from weft.tuning import choose, small_num_sms
 
 if TYPE_CHECKING:
     from weft.expert_parallel import ExpertParallel
 
 __all__ = [
-    "PLAIN",
     "QUANTIZE_CODES",
     "WIRE_CODES",
     "check_combine",
@@ -57,9 +58,9 @@ __all__ = [
 QUANTIZE_CODES = {None: 0, "fp8": 1, "fp8_ue8m0": 2}
 WIRE_CODES = {None: 0, "fp8": 1}
 _ID_DTYPES = (torch.int64, torch.int32)
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STRIDED = torch.strided
 _MOST_KNOWN = 256  # options of one ExpertParallel
-PLAIN = (Tensor, torch.nn.Parameter)  # other classes may have no memory
 
 
 def check_constructor(comm: Any, dtype: Any, shape: dict[str, Any]) -> None:
@@ -105,12 +106,13 @@ def check_dispatch(
     staged: Any,
     async_op: Any,
     window: Any,
-) -> tuple[Call, Tensor, Tensor | None]:
-    """The call as native codes, the rows and their scales."""
+) -> tuple[Call, Any, Tensor, Tensor | None, Any, Any]:
+    """The call as native codes; x, its rows and their scales, topk_idx and topk_weights as the engine reads them."""
+    x, topk_idx, topk_weights = _plain_rows(x), plain(topk_idx, "topk_idx"), plain(topk_weights, "topk_weights")
     form = "bytes" if isinstance(x, Quantized) else _form(x, quantize)
     options = (layout, alignment, quantize, capacity, max_tokens, num_sms, deadline_s, mode, staged, async_op, window)
     if handle is not None:
-        of = handle.call if isinstance(handle, Handle) else handle
+        of = _of_handle(ep, "dispatch", handle)
         call: Call = _known(ep, _repeated_call, form, of, *options)
         if topk_idx is not None or topk_weights is not None:
             raise InvalidArgument(
@@ -125,14 +127,30 @@ def check_dispatch(
         allowed = f"0 to max_tokens = {most}" if num_tokens < 0 else f"{num_tokens}, the tokens of the handle"
         raise InvalidArgument(f"x has {data.shape[0]} tokens; allowed are {allowed}")
     if handle is None:
-        _check_topk(ep, topk_idx, topk_weights, data)
-    if scale_layout != "row_major":
+        topk_weights = _check_topk(ep, topk_idx, topk_weights, data)
+    if type(scale_layout) is not str or scale_layout != "row_major":
         _check_option("scale_layout", scale_layout)
         call = _known(ep, _column_call, call, _column_dtype(x, quantize, scales))
     if zero_holes is not True:
         _check_option("zero_holes", zero_holes)
         call = _known(ep, _holes_call, call)
-    return call, data, scales
+    return call, x, data, scales, topk_idx, topk_weights
+
+
+def _plain_rows(x: Any) -> Any:
+    if not isinstance(x, Quantized):
+        return plain(x, "x")
+    data, scales = plain(x.data, "x.data"), plain(x.scales, "x.scales")
+    return x if data is x.data and scales is x.scales else Quantized(data, scales)
+
+
+def _of_handle(ep: ExpertParallel, what: str, handle: Any) -> Any:
+    """The call that made it. Before anything else: whose handle it is, since another object's has other shapes."""
+    if not isinstance(handle, Handle):
+        return handle
+    if not is_traced(handle.tie):
+        ep.calls.check_tie(what, handle.tie)
+    return handle.call
 
 
 def _form(rows: Any, quantize: Any) -> str:
@@ -339,9 +357,9 @@ def _check_of(of: Any, layout: Any, alignment: Any, capacity: Any, max_tokens: A
         ("capacity", capacity, None, None if of.capacity < 0 else of.capacity),
         ("max_tokens", max_tokens, None, of.max_tokens),
     ):
-        if value not in (default, own):
+        if not _is_one_of(value, (default, own)):
             raise InvalidArgument(f"{name} is {value!r} beside handle; allowed is that of the handle, {own!r}, or none")
-    if window != of.window:
+    if window != of.window:  # an int: _check_options
         raise InvalidArgument(f"window is {window} with a handle of window {of.window}; allowed is that of the handle")
 
 
@@ -441,7 +459,8 @@ def _bytes(rows: Tensor) -> Tensor:
     return flat.view(torch.uint8).view(rows.shape[0], rows.shape[1] * rows.element_size())
 
 
-def _check_topk(ep: ExpertParallel, topk_idx: Any, topk_weights: Any, data: Tensor) -> None:
+def _check_topk(ep: ExpertParallel, topk_idx: Any, topk_weights: Any, data: Tensor) -> Tensor | None:
+    """The weights in fp32."""
     # No text is made before it is needed: torch.compile would take its numbers for constants.
     if not isinstance(topk_idx, Tensor):
         raise InvalidArgument(f"topk_idx is {_shown(topk_idx)}; a tensor [T, {ep.top_k}], or a handle, is expected")
@@ -453,7 +472,7 @@ def _check_topk(ep: ExpertParallel, topk_idx: Any, topk_weights: Any, data: Tens
         raise InvalidArgument(f"topk_idx has dtype {topk_idx.dtype}; allowed are torch.int32 and torch.int64")
     _check_place("topk_idx", topk_idx, ep)
     if topk_weights is None:
-        return
+        return None
     if not isinstance(topk_weights, Tensor):
         raise InvalidArgument(f"topk_weights is {_shown(topk_weights)}; a tensor [T, {ep.top_k}] or None is expected")
     if topk_weights.shape != shape:
@@ -461,9 +480,11 @@ def _check_topk(ep: ExpertParallel, topk_idx: Any, topk_weights: Any, data: Tens
         raise InvalidArgument(
             f"topk_weights has shape {list(topk_weights.shape)}; allowed is that of topk_idx, {allowed}"
         )
-    if topk_weights.dtype != torch.float32:
-        raise InvalidArgument(f"topk_weights has dtype {topk_weights.dtype}; allowed is torch.float32")
+    if topk_weights.dtype not in _WEIGHT_DTYPES:
+        allowed = "torch.float32, torch.bfloat16 or torch.float16"
+        raise InvalidArgument(f"topk_weights has dtype {topk_weights.dtype}; allowed is {allowed}")
     _check_place("topk_weights", topk_weights, ep)
+    return topk_weights.float()  # exact
 
 
 def check_combine(
@@ -481,13 +502,14 @@ def check_combine(
     staged: Any,
     async_op: Any,
     window: Any,
-) -> Call:
-    """The call as native codes."""
-    of = handle.call if isinstance(handle, Handle) else handle
+) -> tuple[Call, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The call as native codes; expert_output, side, bias and out as the engine reads them."""
+    y, side, bias = plain(y, "expert_output"), plain(side, "side"), plain(bias, "bias")
+    out = _plain_out(out)
+    of = _of_handle(ep, "combine", handle)
     options = (weighted, wire, num_sms, deadline_s, mode, staged, async_op, window)
     call = _known(ep, _combine_call, _form(y, wire), of, *options)
-    weights = handle.topk_weights
-    lead = list(weights.shape[: 2 if call.layout == MASKED else 1])
+    lead = list(handle.rows_shape)
     if not isinstance(y, Tensor):
         raise InvalidArgument(f"expert_output is {_shown(y)}; a tensor {[*lead, ep.hidden]} is expected")
     if list(y.shape) != [*lead, ep.hidden]:
@@ -511,7 +533,13 @@ def check_combine(
         _check_out(y, handle, bias, out)
         for name, read in (("expert_output", y), ("side", side), ("bias", bias)):
             _check_apart(name, read, out)
-    return call
+    return call, y, side, bias, out
+
+
+def _plain_out(out: Any) -> Any:
+    if isinstance(out, Tensor) and not torch.compiler.is_compiling() and out.is_neg():
+        raise InvalidArgument("out is a negative view; allowed is a tensor that can be written as it lies")
+    return plain(out, "out")
 
 
 def _check_side(ep: ExpertParallel, side: Any, call: Call, lead: list[int]) -> None:
@@ -530,8 +558,8 @@ def _check_out(y: Tensor, handle: Handle, bias: Tensor | None, out: Tensor) -> N
 
 
 def _check_apart(name: str, read: Tensor | None, out: Tensor) -> None:
-    """Peers read the inputs while `out` is written. Compiled code and tensor subclasses fill a tensor of their own."""
-    if read is None or torch.compiler.is_compiling() or type(out) is not Tensor or type(read) not in PLAIN:
+    """Peers read the inputs while `out` is written. Traced calls fill a tensor of their own."""
+    if read is None or is_traced(out, read):
         return
     begin, out_begin = read.data_ptr(), out.data_ptr()
     end, out_end = begin + read.nbytes, out_begin + out.nbytes
@@ -559,8 +587,8 @@ def _check_like(
 def _check_options(
     ep: ExpertParallel, num_sms: Any, deadline_s: Any, mode: Any, staged: Any, async_op: Any, window: Any
 ) -> None:
-    has_defaults = num_sms is None and deadline_s is None and mode == "auto" and staged is False
-    if not (has_defaults and async_op is False and window == 0 and type(window) is int):  # the common case is quick
+    has_defaults = num_sms is None and deadline_s is None and type(mode) is str and mode == "auto" and staged is False
+    if not (has_defaults and async_op is False and type(window) is int and window == 0):  # the common case is quick
         _check_all_options(ep, num_sms, deadline_s, mode, staged, async_op, window)
 
 
@@ -597,11 +625,11 @@ def _check_num_sms(comm: Communicator, num_windows: int, num_sms: int | None) ->
     )
 
 
-def check_staged(data: Tensor, is_tracked: bool) -> None:
+def check_staged(is_traced: bool, is_tracked: bool) -> None:
     """Of a staged call: nothing may come between the results and those who read them before they are there."""
     if is_tracked:
         raise Unsupported("staged=True with gradients", "inputs that require grad", "torch.no_grad(), or staged=False")
-    if torch.compiler.is_compiling() or type(data) not in PLAIN:
+    if is_traced:
         raise Unsupported("staged=True in compiled code", "a traced call", "staged=False, or a call outside")
 
 

@@ -45,6 +45,7 @@ from weft.errors import InvalidState
 from weft.log import logger
 from weft.native_calls import LEAST_COLUMNS, MASKED, RANK_MAJOR, Call, NativeCalls, Received
 from weft.ops import bias_gradient
+from weft.tensors import plain
 
 __all__ = ["Plans", "combine", "dispatch", "dispatch_again"]
 
@@ -361,7 +362,7 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_x: Tensor | None, grad_weights: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
         sent: _Sent = ctx.sent
-        sent.add(grad_x, grad_weights)
+        sent.add(plain(grad_x, "the gradient of the rows"), plain(grad_weights, "the gradient of the weights"))
         if sent.collects:
             return (None,) * 7
         grad, side = sent.run_backward()
@@ -397,6 +398,7 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
         record: _Summed = ctx.record
+        grad = plain(grad, "the gradient of the result of combine")
         saved = ctx.saved_tensors  # asked for once only: torch.utils.checkpoint recomputes the layer for it
         y = saved[0] if saved else None
         if record.sent is not None:

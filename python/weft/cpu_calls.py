@@ -13,8 +13,9 @@ from torch import Tensor
 
 from weft import _load, staged, traces
 from weft.handle import COMPLETE, Event
-from weft.native_calls import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, Calling, NativeCalls, Received, pointer
+from weft.native_calls import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, Calling, NativeCalls, Received
 from weft.scales import by_column
+from weft.tensors import address
 
 if TYPE_CHECKING:
     from weft.communicator import Window
@@ -41,26 +42,26 @@ class CpuCalls(NativeCalls):
         weights = None if topk_weights is None else _host(topk_weights)
         sizes, (counts, offsets, num_rows) = self.new_sizes(call.layout, "cpu")
         plan_len = _load.native().send_plan_len(num_tokens, self.top_k, self.num_ranks, self.num_local_experts)
-        send_plan = torch.empty(plan_len, dtype=torch.int32)
+        send_plan = torch.empty(plan_len, dtype=torch.int32, device="cpu")
         with self.alone("dispatch"), Calling(self, "dispatch", call):
             if traces._recorders:
                 traces._note(topk_idx, weights, self.comm.rank, self.num_experts)
             result = self.windows[call.window].native.dispatch(
                 **_rows(x, scales, quantize, self.hidden),
                 num_tokens=num_tokens,
-                topk_ptr=topk_idx.data_ptr(),
+                topk_ptr=address(topk_idx),
                 topk_is_int64=topk_idx.dtype == torch.int64,
-                weights_ptr=pointer(weights),
-                send_plan_ptr=send_plan.data_ptr(),
+                weights_ptr=address(weights),
+                send_plan_ptr=address(send_plan),
                 recv_plan_ptr=0,
                 recv_plan_len=0,
                 cached=False,
                 **_shared(call),
                 object=self.numbers[call.window],
-                counts_ptr=counts.data_ptr(),
-                offsets_ptr=offsets.data_ptr(),
-                num_rows_ptr=num_rows.data_ptr(),
-                overflow_ptr=self.overflow.data_ptr(),
+                counts_ptr=address(counts),
+                offsets_ptr=address(offsets),
+                num_rows_ptr=address(num_rows),
+                overflow_ptr=address(self.overflow),
                 zeroes_holes=call.zero_holes,
             )
             self._count_sent(result)
@@ -106,8 +107,8 @@ class CpuCalls(NativeCalls):
                 topk_ptr=0,
                 topk_is_int64=False,
                 weights_ptr=0,
-                send_plan_ptr=send_plan.data_ptr(),
-                recv_plan_ptr=recv_plan.data_ptr(),
+                send_plan_ptr=address(send_plan),
+                recv_plan_ptr=address(recv_plan),
                 recv_plan_len=recv_plan.numel(),
                 cached=True,
                 **_shared(call),
@@ -115,7 +116,7 @@ class CpuCalls(NativeCalls):
                 counts_ptr=0,  # the first dispatch has counted
                 offsets_ptr=0,
                 num_rows_ptr=0,
-                overflow_ptr=0,
+                overflow_ptr=address(self.overflow) if call.counts_dropped else 0,
                 zeroes_holes=call.zero_holes,
             )
             self._count_sent(result)
@@ -143,23 +144,24 @@ class CpuCalls(NativeCalls):
         hidden = y.shape[-1]
         y, bias = _host(y), None if bias is None else _host(bias)
         weights, side = None if weights is None else _host(weights), None if side is None else _host(side)
-        into = out if out is not None and out.device.type == "cpu" else torch.empty(num_tokens, hidden, dtype=y.dtype)
-        side_out = torch.empty((num_tokens, self.top_k) if side is not None else 0, dtype=torch.float32)
+        into = out if out is not None and out.device.type == "cpu" else y.new_empty(num_tokens, hidden)
+        side_shape = (num_tokens, self.top_k) if side is not None else (0,)
+        side_out = torch.empty(side_shape, dtype=torch.float32, device="cpu")
         with self.alone("combine"), Calling(self, "combine", call, tie):
             self.windows[call.window].native.combine(
-                y_ptr=y.data_ptr(),
+                y_ptr=address(y),
                 num_rows=y.numel() // hidden,
-                weights_ptr=pointer(weights),
+                weights_ptr=address(weights),
                 has_side=side is not None,
-                side_ptr=pointer(side),
-                bias_ptr=pointer(bias),
+                side_ptr=address(side),
+                bias_ptr=address(bias),
                 bias_is_2d=bias is not None and bias.dim() == 2,
                 bias_is_fp32=bias is not None and bias.dtype == torch.float32,
-                out_ptr=into.data_ptr(),
-                side_out_ptr=side_out.data_ptr() if side is not None else 0,
+                out_ptr=address(into),
+                side_out_ptr=address(side_out) if side is not None else 0,
                 num_tokens=num_tokens,
-                send_plan_ptr=send_plan.data_ptr(),
-                recv_plan_ptr=recv_plan.data_ptr(),
+                send_plan_ptr=address(send_plan),
+                recv_plan_ptr=address(recv_plan),
                 recv_plan_len=recv_plan.numel(),
                 dtype=DTYPE_CODES[y.dtype],
                 hidden=hidden,
@@ -243,8 +245,8 @@ def _shared(call: Call) -> dict[str, Any]:
 def _rows(x: Tensor, scales: Tensor | None, quantize: int, hidden: int) -> dict[str, Any]:
     code = DTYPE_CODES.get(x.dtype, BYTES)
     return {
-        "x_ptr": x.data_ptr(),
-        "scales_ptr": pointer(scales),
+        "x_ptr": address(x),
+        "scales_ptr": address(scales),
         "dtype": code,
         "quantize": quantize,
         "row_bytes": x.shape[1] * x.element_size(),
@@ -258,4 +260,4 @@ def _host(tensor: Tensor) -> Tensor:
 
 
 def _tensor(array: Any) -> Tensor:
-    return torch.empty(0) if array is None else torch.from_dlpack(array)
+    return torch.empty(0, dtype=torch.float32, device="cpu") if array is None else torch.from_dlpack(array)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from weft import arguments, autograd, ops, tuning_files
+from weft import arguments, autograd, ops, tensors, tuning_files
 from weft.communicator import Communicator, WindowSpec, released_on_error
 from weft.cpu_calls import CpuCalls
 from weft.errors import InvalidState
@@ -156,7 +156,8 @@ class ExpertParallel:
                 batches on GPUs; what else is not contiguous is copied first.
             topk_idx: [T, K] int32 or int64; -1: no expert. Ids out of range count as -1, and the next call raises (on a
                 GPU the next dispatch without capacity).
-            topk_weights: [T, K] fp32; None: 1. Given on every rank or on none if gradients are wanted.
+            topk_weights: [T, K] fp32, or bf16 or fp16, converted exactly; None: 1. Given on every rank or on none if
+                gradients are wanted.
             handle: repeat its routing with this x (any of the three dtypes) in place of topk_idx and topk_weights.
             layout: "rank_major" (one row a token and rank), "expert_major" (one row a pick, groups by expert) or
                 "masked" ([L, C, H]). With a handle: its own, or the default.
@@ -194,7 +195,7 @@ class ExpertParallel:
             PeerTimeout, PeerLost: the communicator is broken until `comm.rebuild`.
         """
         plan = None
-        if self._quick is not None and handle is None and not torch.compiler.is_compiling():
+        if self._quick is not None and handle is None and not torch.compiler.is_compiling() and tensors.stands_alone():
             plan = self._quick.dispatch_plan(
                 x, topk_idx, topk_weights, layout, alignment, quantize, scale_layout, zero_holes, capacity, max_tokens,
                 num_sms, deadline_s, mode, staged, async_op, window,
@@ -203,7 +204,7 @@ class ExpertParallel:
                 dispatched = self._quick.dispatch(plan, x, topk_idx, topk_weights)
                 if dispatched is not None:
                     return dispatched
-        call, data, scales = arguments.check_dispatch(
+        call, x, data, scales, topk_idx, topk_weights = arguments.check_dispatch(
             self, x, topk_idx, topk_weights, handle, layout, alignment, quantize, scale_layout, zero_holes, capacity,
             max_tokens, num_sms, deadline_s, mode, staged, async_op, window,
         )  # fmt: skip
@@ -214,15 +215,16 @@ class ExpertParallel:
         is_tracked = torch.is_grad_enabled() and (
             (data.requires_grad and not code) or (topk_weights is not None and topk_weights.requires_grad)
         )
+        is_traced = tensors.is_traced(data, scales, topk_idx, topk_weights)
         if call.is_staged:
-            arguments.check_staged(data, is_tracked)
+            arguments.check_staged(is_traced, is_tracked)
         sent = None
-        if torch.compiler.is_compiling() or type(data) not in arguments.PLAIN:
+        if is_traced:
             numbers = (
                 call.layout, call.alignment, call.capacity, call.max_tokens, call.deadline_s, call.window, call.num_sms,
                 call.is_small,
             )  # fmt: skip
-            inputs = (data, scales, topk_idx, topk_weights, self._token)
+            inputs = tensors.faked((data, scales, topk_idx, topk_weights, self._token), has_new_sizes=True)
             ticket = ops.dispatch(*inputs, *numbers, code, is_tracked and call.capacity >= 0)
             shape = (self.num_ranks, self.num_local_experts, self.calls.plans_on_device)
             received = Received(*ops.receive(ticket, *inputs, *shape, *numbers, code))
@@ -240,6 +242,8 @@ class ExpertParallel:
             send_plan, recv_plan, weights, out_idx if call.layout == RANK_MAJOR else None, sizes,
             self.num_local_experts, tie, topk_idx.shape[0], call, sent,
         )  # fmt: skip
+        if not is_traced:
+            self.calls.note_handle(handle)
         return self._dispatched(typed(rows, row_scales, x, code, call.scale_dtype), handle, call)
 
     def combine(
@@ -288,7 +292,8 @@ class ExpertParallel:
             As dispatch; Unsupported: wire="fp8" with H not a multiple of 16.
         """
         plan = None
-        if self._quick is not None and side is bias is out is None and not torch.compiler.is_compiling():
+        is_simple = side is bias is out is None and not torch.compiler.is_compiling()
+        if self._quick is not None and is_simple and tensors.stands_alone():
             plan = self._quick.combine_plan(
                 expert_output, handle, weighted, wire, num_sms, deadline_s, mode, staged, async_op, window
             )
@@ -296,23 +301,27 @@ class ExpertParallel:
                 combined = self._quick.combine(plan, expert_output, handle)
                 if combined is not None:
                     return combined
-        call = arguments.check_combine(
+        given_out = out
+        call, expert_output, side, bias, out = arguments.check_combine(
             self, expert_output, handle, weighted, side, bias, out, wire, num_sms, deadline_s, mode, staged, async_op,
             window,
         )  # fmt: skip
         if side is not None and call.layout == RANK_MAJOR:
             side = side.unsqueeze(1).expand(-1, self.top_k) if side.dim() == 1 else side
-            side = self.calls.side_of_picks(side, handle.topk_idx)
-        weights = handle.topk_weights if weighted and call.layout != RANK_MAJOR else None
+            side = self.calls.side_of_picks(side, handle.idx)
+        weights = handle.weights if weighted and call.layout != RANK_MAJOR else None
         is_tracked = torch.is_grad_enabled() and (
             expert_output.requires_grad or handle.tie.requires_grad or (bias is not None and bias.requires_grad)
         )
+        is_traced = tensors.is_traced(expert_output, side, bias, handle.tie)
         if call.is_staged:
-            arguments.check_staged(expert_output, is_tracked)
-        if torch.compiler.is_compiling() or type(expert_output) not in arguments.PLAIN:
+            arguments.check_staged(is_traced, is_tracked)
+        if is_traced:
+            inputs = tensors.faked((
+                expert_output, handle.weights, handle.send_plan, handle.recv_plan, handle.tie, handle.sizes, bias, side
+            ))  # fmt: skip
             y, side_out = ops.combine(
-                expert_output, handle.topk_weights, handle.send_plan, handle.recv_plan, handle.tie, handle.sizes, bias,
-                side, self.top_k, handle.num_tokens, call.layout, call.alignment, call.capacity, call.max_tokens,
+                *inputs, self.top_k, handle.num_tokens, call.layout, call.alignment, call.capacity, call.max_tokens,
                 call.deadline_s, call.window, call.num_sms, call.is_small, call.wire, weighted,
                 is_tracked and call.capacity >= 0,
             )  # fmt: skip
@@ -329,7 +338,7 @@ class ExpertParallel:
             )  # fmt: skip
             if plan is not None and self._quick is not None:
                 self._quick.learn_combine(plan, call, expert_output, handle, weighted=weighted)
-        parts: list[Tensor | Event] = [y]
+        parts: list[Tensor | Event] = [y if given_out is None else given_out]
         if side is not None:
             parts.append(side_out)
         if async_op:
@@ -341,22 +350,25 @@ class ExpertParallel:
         self, call: Call, data: Tensor, scales: Tensor | None, handle: Handle, x: Tensor | Quantized, code: int
     ) -> Dispatched:
         is_tracked = torch.is_grad_enabled() and data.requires_grad and not code
+        is_traced = tensors.is_traced(data, scales, handle.tie)
         if call.is_staged:
-            arguments.check_staged(data, is_tracked)
+            arguments.check_staged(is_traced, is_tracked)
         clear_tail = is_tracked and call.capacity >= 0
         sent, tie = None, handle.tie
-        if torch.compiler.is_compiling() or type(data) not in arguments.PLAIN:
+        if is_traced:
+            inputs = tensors.faked((
+                data, scales, handle.weights, handle.send_plan, handle.recv_plan, handle.tie, handle.sizes
+            ))  # fmt: skip
             rows, out_scales = ops.dispatch_again(
-                data, scales, handle.topk_weights, handle.send_plan, handle.recv_plan, handle.tie, handle.sizes,
-                call.layout, call.alignment, call.capacity, call.max_tokens, call.deadline_s, call.window, call.num_sms,
-                call.is_small, clear_tail, code,
+                *inputs, call.layout, call.alignment, call.capacity, call.max_tokens, call.deadline_s, call.window,
+                call.num_sms, call.is_small, clear_tail, code,
             )  # fmt: skip
             out_scales = by_column(out_scales, call.scale_dtype)
         elif is_tracked:
             call = call if call.zero_holes else changed(call, zero_holes=True)
             tie = handle.tie.detach()
             plans = autograd.Plans(handle.send_plan, handle.recv_plan, tie, handle.sizes, handle.rows_shape)
-            weights, repeated = handle.topk_weights, handle.sent
+            weights, repeated = handle.weights, handle.sent
             rows, tie, sent = autograd.dispatch_again(self.calls, call, data, plans, weights, repeated)
             out_scales = rows.new_empty(0)
         else:
@@ -370,7 +382,7 @@ class ExpertParallel:
     def _dispatched(self, x: Tensor | Quantized, handle: Handle, call: Call) -> Dispatched:
         half = self.calls.windows[call.window].half if call.is_staged else None
         event = self.calls.event() if half is None else half.event
-        return Dispatched(x, handle.topk_idx, handle.topk_weights, handle, self._overflow, event, self.calls, half)
+        return Dispatched(x, handle, self._overflow, event, self.calls, half)
 
     # ---- the rest
 

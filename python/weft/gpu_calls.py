@@ -25,8 +25,9 @@ from weft.limits import (
     ROW_MULTIPLE_BYTES,
     landing_row_bytes,
 )
-from weft.native_calls import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, NativeCalls, Received, pointer
+from weft.native_calls import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, NativeCalls, Received, changed
 from weft.scales import by_column, empty_by_column, first_by_column
+from weft.tensors import address
 
 if TYPE_CHECKING:
     from weft.communicator import Communicator, Window
@@ -81,7 +82,7 @@ class GpuCalls(NativeCalls):
         self._ints = torch.empty(0, dtype=torch.int32, device=self.device)
         self._no_floats = torch.empty(0, dtype=torch.float32, device=self.device)
         self._no_ids = torch.empty(0, dtype=torch.int64, device=self.device)
-        self.overflow_ptr = self.overflow.data_ptr()
+        self.overflow_ptr = address(self.overflow)
         self.names_ranges = has_nvtx_tool()
         self._kinds: dict[tuple[Any, ...], Any] = {}  # _Kind of dispatches, native arguments of combines
 
@@ -115,7 +116,8 @@ class GpuCalls(NativeCalls):
             received = self._first(call, kind, pieces[0], scales, topk_idx, weights, quantize, run)
             if len(pieces) > 1:
                 routing = _Routing(received.send_plan, received.recv_plan, received.sizes, tuple(received.x.shape[:-1]))
-                rest = [self._again(call, kind, piece, None, routing, 0, run)[0] for piece in pieces[1:]]
+                again = changed(call, counts_dropped=False)  # the first piece has counted
+                rest = [self._again(again, kind, piece, None, routing, 0, run)[0] for piece in pieces[1:]]
                 received = received._replace(x=torch.cat([received.x, *rest], dim=-1))
             if clear_tail:
                 tail = self._tail(call.layout, received.x, received.sizes)
@@ -153,7 +155,8 @@ class GpuCalls(NativeCalls):
         with self.alone("dispatch"), Running(self, "dispatch", call, tie, inputs) as run:
             rows, out_scales = self._again(call, kind, pieces[0], scales, routing, quantize, run)
             if len(pieces) > 1:
-                rest = [self._again(call, kind, piece, None, routing, 0, run)[0] for piece in pieces[1:]]
+                again = changed(call, counts_dropped=False)  # the first piece has counted
+                rest = [self._again(again, kind, piece, None, routing, 0, run)[0] for piece in pieces[1:]]
                 rows = torch.cat([rows, *rest], dim=-1)
             if clear_tail:
                 clear(rows, self._tail(call.layout, rows, sizes))
@@ -189,19 +192,19 @@ class GpuCalls(NativeCalls):
                 sums.append(sum_into)
                 native, hidden = self.windows[call.window].native, rows.shape[-1]
                 addresses = (
-                    run.stream.cuda_stream, num_tokens, rows.data_ptr(), rows.numel() // hidden, pointer(weights),
-                    send_plan.data_ptr(), recv_plan.data_ptr(), sum_into.data_ptr(),
+                    run.stream.cuda_stream, num_tokens, address(rows), rows.numel() // hidden, address(weights),
+                    address(send_plan), address(recv_plan), address(sum_into),
                 )  # fmt: skip
                 if side is None and row_bias is None and not call.is_staged:
                     native.combine_rows(self.combine_kind(call, rows.dtype, hidden), *addresses)
                     continue
                 args = self._combine_args(call, rows.dtype, hidden, *addresses)
                 if side is not None and idx == 0:
-                    args.has_side, args.side, args.side_out = True, side.data_ptr(), side_out.data_ptr()
+                    args.has_side, args.side, args.side_out = True, address(side), address(side_out)
                 if row_bias is not None:
                     # The half that receives reads it, when the caller may have overwritten it.
                     row_bias = row_bias.clone() if call.is_staged else row_bias
-                    args.bias, args.bias_is_2d = row_bias.data_ptr(), row_bias.dim() == 2
+                    args.bias, args.bias_is_2d = address(row_bias), row_bias.dim() == 2
                     args.bias_is_fp32 = row_bias.dtype == torch.float32
                 run.launch(native.combine, args, (sum_into, side_out, row_bias, send_plan))
             total = sums[0] if len(sums) == 1 else torch.cat(sums, dim=-1)
@@ -243,6 +246,15 @@ class GpuCalls(NativeCalls):
             if found is not None:
                 self.bad_ids = self.bad_ids_text(*found)
 
+    def note_handle(self, handle: Any) -> None:
+        """See NativeCalls."""
+        super().note_handle(handle)
+        call = handle.call
+        if call.is_async:
+            handle.__dict__["pending"] = self.last_event
+        if call.capacity >= 0 and torch.cuda.is_current_stream_capturing():
+            handle.__dict__["is_captured"] = True
+
     def wait(self) -> None:
         """Block the host until the calls made so far have ended; raise what they ended with."""
         for window in self.windows:
@@ -275,7 +287,7 @@ class GpuCalls(NativeCalls):
         for tensor in tensors:
             if not tensor.is_cuda or tensor.numel() == 0:
                 continue
-            if not _load.native().gpu_record_stream(tensor.data_ptr(), stream.cuda_stream):
+            if not _load.native().gpu_record_stream(address(tensor), stream.cuda_stream):
                 tensor.record_stream(stream)
 
     # ---- one native call
@@ -293,14 +305,14 @@ class GpuCalls(NativeCalls):
     ) -> Received:
         if call.is_small:
             args = self._dispatch_args(call, x, scales, quantize, topk_idx.shape[0], run.stream.cuda_stream)
-            args.topk_idx, args.topk_weights = topk_idx.data_ptr(), pointer(weights)
+            args.topk_idx, args.topk_weights = address(topk_idx), address(weights)
             args.overflow, args.topk_is_int64 = self.overflow_ptr, topk_idx.dtype == torch.int64
             return self._first_small(call, args, x, scales, quantize, run)
         kind = kind if kind.is_whole else self.kind(call, x, scales, quantize, topk_idx.dtype)
         native, args = self.windows[call.window].native, kind.first
         addresses = (
-            run.stream.cuda_stream, topk_idx.shape[0], x.data_ptr(), pointer(scales), topk_idx.data_ptr(),
-            pointer(weights), from_dlpack,
+            run.stream.cuda_stream, topk_idx.shape[0], address(x), address(scales), address(topk_idx),
+            address(weights), from_dlpack,
         )  # fmt: skip
         made, ordinary = native.dispatch_first(args, *addresses), None
         if made is None:
@@ -355,10 +367,10 @@ class GpuCalls(NativeCalls):
             raise InvalidArgument(f"a result could have {args.room} rows; allowed are {MAX_CAPACITY}: set a capacity")
         rows, out_scales = self._ordinary(lead, x, scales, quantize, call.scale_dtype)
         sizes, send_plan, recv_plan, out_weights, out_idx = self._small_routing(call, args, lead)
-        self._give_sizes(args, sizes.data_ptr(), sizes.shape[0])
-        args.out_x, args.out_scales = rows.data_ptr(), out_scales.data_ptr()
-        args.out_ids, args.out_weights = out_idx.data_ptr(), out_weights.data_ptr()
-        args.send_plan, args.recv_plan = send_plan.data_ptr(), recv_plan.data_ptr()
+        self._give_sizes(args, address(sizes), sizes.shape[0])
+        args.out_x, args.out_scales = address(rows), address(out_scales)
+        args.out_ids, args.out_weights = address(out_idx), address(out_weights)
+        args.send_plan, args.recv_plan = address(send_plan), address(recv_plan)
         parts = (rows, out_scales, out_idx, out_weights)
         result = run.launch(self.windows[call.window].native.dispatch, args, (*parts, sizes, send_plan, recv_plan))
         if call.capacity < 0:
@@ -382,17 +394,18 @@ class GpuCalls(NativeCalls):
     ) -> tuple[Tensor, Tensor]:
         if call.is_small:
             args = self._dispatch_args(call, x, scales, quantize, x.shape[0], run.stream.cuda_stream)
-            self._give_sizes(args, routing.sizes.data_ptr(), routing.sizes.shape[0])
+            self._give_sizes(args, address(routing.sizes), routing.sizes.shape[0])
             args.cached, args.num_rows = True, math.prod(routing.lead)
-            args.send_plan, args.recv_plan = routing.send_plan.data_ptr(), routing.recv_plan.data_ptr()
+            args.overflow = self.overflow_ptr if call.counts_dropped else 0
+            args.send_plan, args.recv_plan = address(routing.send_plan), address(routing.recv_plan)
             rows, out_scales = self._ordinary(routing.lead, x, scales, quantize, call.scale_dtype)
-            args.room, args.out_x, args.out_scales = args.num_rows, rows.data_ptr(), out_scales.data_ptr()
+            args.room, args.out_x, args.out_scales = args.num_rows, address(rows), address(out_scales)
             run.launch(self.windows[call.window].native.dispatch, args, (rows, out_scales, *routing[:3]))
             return rows, out_scales
         kind = kind if kind.is_whole else self.kind(call, x, scales, quantize)
         in_heap, in_rows, in_scales = self.windows[call.window].native.dispatch_again(
-            kind.again, run.stream.cuda_stream, x.shape[0], x.data_ptr(), pointer(scales), routing.sizes.data_ptr(),
-            routing.send_plan.data_ptr(), routing.recv_plan.data_ptr(), math.prod(routing.lead), from_dlpack,
+            kind.again, run.stream.cuda_stream, x.shape[0], address(x), address(scales), address(routing.sizes),
+            address(routing.send_plan), address(routing.recv_plan), math.prod(routing.lead), from_dlpack,
         )  # fmt: skip
         if in_heap:
             return in_rows, self._no_floats if in_scales is None else in_scales
@@ -416,7 +429,7 @@ class GpuCalls(NativeCalls):
             first, again = (self._dispatch_args(call, x, scales, quantize, 0, 0) for _ in range(2))
             first.makes_send_plan, first.overflow = True, self.overflow_ptr
             first.topk_is_int64 = topk_dtype == torch.int64
-            again.cached = True
+            again.cached, again.overflow = True, self.overflow_ptr if call.counts_dropped else 0
             self._give_sizes(again, 0, self._sizes_len(call.layout))
             is_whole = len(self._pieces(call, x, scales, quantize)) == 1
             kind = _Kind(is_whole, first, again)
@@ -466,11 +479,11 @@ class GpuCalls(NativeCalls):
         code = DTYPE_CODES.get(x.dtype, BYTES)
         hidden = x.shape[1] if code != BYTES else self.hidden
         args: Any = _load.native().GpuDispatchArgs(
-            *_common(call, hidden, num_tokens, stream), x.data_ptr(), x.shape[1] * x.element_size(), code, quantize
+            *_common(call, hidden, num_tokens, stream), address(x), x.shape[1] * x.element_size(), code, quantize
         )
         args.object = self.numbers[call.window]
         if scales is not None:
-            args.scales, args.scale_row_bytes = scales.data_ptr(), row_bytes(scales)
+            args.scales, args.scale_row_bytes = address(scales), row_bytes(scales)
             args.scale_stride = column_bytes(scales)
             args.scales_are_fp32 = scales.dtype == torch.float32
         if not call.zero_holes:
@@ -486,9 +499,9 @@ class GpuCalls(NativeCalls):
     def _ordinary_sizes(self, call: Call, args: Any) -> tuple[Tensor, Tensor]:
         """Ordinary tensors for the sizes and the send plan."""
         sizes = self._ints.new_empty(self._sizes_len(call.layout))
-        self._give_sizes(args, sizes.data_ptr(), sizes.shape[0])
+        self._give_sizes(args, address(sizes), sizes.shape[0])
         send_plan = self._ints.new_empty(self._send_plan_len(call.layout, args.num_tokens))
-        args.send_plan = send_plan.data_ptr()
+        args.send_plan = address(send_plan)
         return sizes, send_plan
 
     def small_kind(
@@ -559,8 +572,8 @@ class GpuCalls(NativeCalls):
         recv_plan: Tensor | None = None,
     ) -> None:
         args = _load.native().GpuUnloadArgs()
-        args.x, args.scales, args.topk_idx = rows.data_ptr(), scales.data_ptr(), pointer(topk_idx)
-        args.topk_weights, args.recv_plan = pointer(weights), pointer(recv_plan)
+        args.x, args.scales, args.topk_idx = address(rows), address(scales), address(topk_idx)
+        args.topk_weights, args.recv_plan = address(weights), address(recv_plan)
         self.windows[call.window].native.unload(args)
 
     def _sizes_len(self, layout: int) -> int:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,7 +70,10 @@ class Event:
 
 
 COMPLETE = Event()
-ROUTING = ("sizes", "send_plan", "recv_plan", "topk_weights", "topk_idx")  # that may become tensors when asked for
+ROUTING = ("sizes", "send_plan", "recv_plan", "topk_weights", "topk_idx")  # names in the native module
+# Fields of a handle that may become tensors when asked for, with their native names.
+_LAZY = {"sizes": "sizes", "send_plan": "send_plan", "recv_plan": "recv_plan", "weights": "topk_weights",
+         "idx": "topk_idx"}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, init=False)  # with the constructor that dataclass makes, 0.7 us more
@@ -79,14 +82,14 @@ class Handle:
     fields can't be assigned.
 
     Fields meant for users: `layout`, `alignment`, `capacity` (None if exact), `num_tokens` (T of this rank),
-    `window` and `topk_weights`, the weights received (tracked by autograd). The plans are int32 tensors of the engine
-    and opaque.
+    `window` and `topk_weights`, the weights received (tracked by autograd). What users get is their own: they may write
+    to it, and later calls with the handle do not notice. The plans are int32 tensors of the engine and opaque.
     """
 
     send_plan: torch.Tensor
     recv_plan: torch.Tensor
-    topk_weights: torch.Tensor
-    topk_idx: torch.Tensor | None
+    weights: torch.Tensor  # received; users get copies of these three
+    idx: torch.Tensor | None
     sizes: torch.Tensor  # int32: picks of each local expert | offsets | number of rows
     num_local_experts: int
     tie: torch.Tensor
@@ -98,8 +101,8 @@ class Handle:
         self,
         send_plan: torch.Tensor,
         recv_plan: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_idx: torch.Tensor | None,
+        weights: torch.Tensor,
+        idx: torch.Tensor | None,
         sizes: torch.Tensor,
         num_local_experts: int,
         tie: torch.Tensor,
@@ -108,7 +111,7 @@ class Handle:
         sent: Any = None,
     ) -> None:
         self.__dict__.update(
-            send_plan=send_plan, recv_plan=recv_plan, topk_weights=topk_weights, topk_idx=topk_idx, sizes=sizes,
+            send_plan=send_plan, recv_plan=recv_plan, weights=weights, idx=idx, sizes=sizes,
             num_local_experts=num_local_experts, tie=tie, num_tokens=num_tokens, call=call, sent=sent,
         )  # fmt: skip
 
@@ -126,11 +129,42 @@ class Handle:
 
     def __getattr__(self, name: str) -> Any:
         made = self.__dict__.get("made")
-        if made is None or name not in ROUTING:
+        if made is None or name not in _LAZY:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        has_one = name != "topk_idx" or self.layout == "rank_major"
-        found = self.__dict__[name] = made.tensor(name, torch._C._from_dlpack) if has_one else None
+        has_one = name != "idx" or self.layout == "rank_major"
+        found = self.__dict__[name] = made.tensor(_LAZY[name], torch._C._from_dlpack) if has_one else None
         return found
+
+    def of_user(self, name: str) -> Any:
+        """`weights`, `idx` or `sizes` as users get them, who may write to them: a copy where calls with this handle
+        read the original. The copy follows the call, also one that has not ended (async_op) or received (staged).
+
+        What a CUDA graph has recorded is the graph's own memory, renewed by each replay: asked for outside of it, it is
+        given as it is.
+        """
+        original = getattr(self, name)
+        if original is None or (name == "weights" and self.layout == "rank_major"):  # no call reads its values
+            return original
+        if torch.compiler.is_compiling():
+            return original.clone()
+        copies = self.__dict__.setdefault("copies", {})
+        if name not in copies:
+            if self.__dict__.get("is_captured", False) and not torch.cuda.is_current_stream_capturing():
+                return original
+            copies[name] = _copy(original, self.__dict__.get("pending"))
+        return copies[name]
+
+    @property
+    def topk_weights(self) -> torch.Tensor:
+        """fp32 [N, K], [N] or [L, C], the weights received."""
+        weights: torch.Tensor = self.of_user("weights")
+        return weights
+
+    @property
+    def topk_idx(self) -> torch.Tensor | None:
+        """rank_major: [N, K] local expert ids; else None."""
+        idx: torch.Tensor | None = self.of_user("idx")
+        return idx
 
     @property
     def layout(self) -> str:
@@ -168,19 +202,32 @@ class Handle:
         num_rows = self.__dict__.get("made_rows")
         if num_rows is not None:
             return (self.num_local_experts, num_rows) if self.layout == "masked" else (num_rows,)
-        return tuple(self.topk_weights.shape[: 2 if self.layout == "masked" else 1])
+        return tuple(self.weights.shape[: 2 if self.layout == "masked" else 1])
 
     def repeated(self, tie: torch.Tensor, sent: Any) -> Handle:
         """The handle of a dispatch that repeats this routing."""
         if tie is self.tie and sent is self.sent:
             return self
-        return replace(self, tie=tie, sent=sent)
+        repeated: Handle = object.__new__(type(self))
+        repeated.__dict__.update(self.__dict__, tie=tie, sent=sent)
+        return repeated
 
     def __repr__(self) -> str:
         capacity = "exact" if self.capacity is None else self.capacity
         return (
             f"weft.Handle({self.layout}, num_tokens={self.num_tokens}, alignment={self.alignment}, capacity={capacity})"
         )
+
+
+def _copy(original: torch.Tensor, pending: Any) -> torch.Tensor:
+    """`pending`: None, the `Event` of an async call, or the `Half` of a staged one."""
+    if isinstance(pending, Event):
+        pending.wait()
+    elif pending is not None and not pending.is_over:
+        copy = torch.empty_like(original)
+        pending.after.append(lambda: copy.copy_(original))
+        return copy
+    return original.clone()
 
 
 @dataclass(frozen=True, eq=False, init=False)  # as Handle
@@ -202,8 +249,6 @@ class Dispatched:
     """
 
     x: torch.Tensor | Quantized
-    topk_idx: torch.Tensor | None
-    topk_weights: torch.Tensor
     handle: Handle
     overflow: torch.Tensor
     event: Event
@@ -213,47 +258,41 @@ class Dispatched:
     def __init__(
         self,
         x: torch.Tensor | Quantized,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor,
         handle: Handle,
         overflow: torch.Tensor,
         event: Event = COMPLETE,
         calls: Any = None,
         half: Any = None,
     ) -> None:
-        self.__dict__.update(
-            x=x, topk_idx=topk_idx, topk_weights=topk_weights, handle=handle, overflow=overflow, event=event,
-            calls=calls, half=half,
-        )  # fmt: skip
+        self.__dict__.update(x=x, handle=handle, overflow=overflow, event=event, calls=calls, half=half)
 
-    @classmethod
-    def _lazily(
-        cls, x: torch.Tensor | Quantized, handle: Handle, overflow: torch.Tensor, event: Event, calls: Any
-    ) -> Dispatched:
-        """With ids and weights that become tensors when they are asked for."""
-        dispatched: Dispatched = object.__new__(cls)
-        dispatched.__dict__.update(x=x, handle=handle, overflow=overflow, event=event, calls=calls, half=None)
-        return dispatched
+    @property
+    def topk_idx(self) -> torch.Tensor | None:
+        """See the class."""
+        return self.handle.topk_idx
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in ("topk_idx", "topk_weights") or "handle" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        return getattr(self.handle, name)
+    @property
+    def topk_weights(self) -> torch.Tensor:
+        """See the class."""
+        return self.handle.topk_weights
 
     @property
     def num_tokens_per_expert(self) -> torch.Tensor:
         """int32 [L], picks kept."""
-        return self.handle.sizes[: self.handle.num_local_experts]
+        sizes: torch.Tensor = self.handle.of_user("sizes")
+        return sizes[: self.handle.num_local_experts]
 
     @property
     def offsets(self) -> torch.Tensor:
         """int32: rank_major [R + 1] by source rank; expert_major and masked [L + 1] by expert."""
-        return self.handle.sizes[self.handle.num_local_experts : -1]
+        sizes: torch.Tensor = self.handle.of_user("sizes")
+        return sizes[self.handle.num_local_experts : -1]
 
     @property
     def num_rows(self) -> torch.Tensor:
         """int32 [], rows that hold data (holes of expert_major included; masked: the sum of kept picks)."""
-        return self.handle.sizes[-1]
+        sizes: torch.Tensor = self.handle.of_user("sizes")
+        return sizes[-1]
 
     def wait(self) -> Dispatched:
         """Receive what a `staged=True` dispatch has sent, on the current stream of the GPU, where its results may then
@@ -274,8 +313,9 @@ class Dispatched:
         Nothing happens where the tokens are in host memory.
         """
         handle = self.handle
-        data = [self.x] if not hasattr(self.x, "scales") else [self.x.data, self.x.scales]
-        tensors = [*data, self.topk_idx, self.topk_weights, handle.sizes, handle.send_plan, handle.recv_plan]
+        data = [self.x] if isinstance(self.x, torch.Tensor) else [self.x.data, self.x.scales]
+        copies = handle.__dict__.get("copies", {}).values()
+        tensors = [*data, *copies, handle.idx, handle.weights, handle.sizes, handle.send_plan, handle.recv_plan]
         self.calls.record_stream([each for each in tensors if each is not None], stream)
 
     def __repr__(self) -> str:

@@ -72,7 +72,7 @@ def limits() -> Limits:
     return Limits()
 
 
-def supports(**options: Any) -> bool:
+def supports(*names: Any, **options: Any) -> bool:
     """Whether the given options would be accepted together.
 
     Names are those of `ExpertParallel`, `dispatch` and `combine`, and `engine` and `num_ranks`. A dtype is a
@@ -82,8 +82,11 @@ def supports(**options: Any) -> bool:
         weft.supports(engine="nvlink", num_ranks=32)     # False
 
     Raises:
-        InvalidArgument: a name that is no option.
+        InvalidArgument: a name that is no option, or a value without a name.
     """
+    if names:
+        given = ", ".join(map(repr, names))
+        raise InvalidArgument(f"{given} without a name; options are given by name: weft.supports(engine='nvlink')")
     unknown = sorted(set(options) - set(_ACCEPTS))
     if unknown:
         raise InvalidArgument(f"unknown options {', '.join(unknown)}; allowed are {', '.join(sorted(_ACCEPTS))}")
@@ -109,6 +112,11 @@ def _or_none(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or accepts(value)
 
 
+def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Of the type of an allowed one, too: tensors and arrays compare by element."""
+    return any(type(value) is type(each) and value == each for each in allowed)
+
+
 def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
@@ -119,7 +127,7 @@ def _is_seconds(value: Any) -> bool:
 
 
 _ACCEPTS: dict[str, Callable[[Any], bool]] = {
-    "engine": lambda value: value in Limits().engines,
+    "engine": lambda value: _is_one_of(value, ENGINES),
     "num_ranks": _is_int(1, MAX_RANKS),
     "num_experts": _is_int(1, MAX_EXPERTS),
     "top_k": _is_int(1, MAX_TOP_K),
@@ -131,18 +139,18 @@ _ACCEPTS: dict[str, Callable[[Any], bool]] = {
     "deadline_s": _or_none(_is_seconds),
     "heap_bytes": _or_none(_is_int(0, MAX_HEAP_BYTES)),
     "num_windows": _is_int(1, MAX_WINDOWS),
-    "layout": lambda value: value in LAYOUTS,
+    "layout": lambda value: _is_one_of(value, LAYOUTS),
     "alignment": _is_int(1, MAX_ALIGNMENT),
-    "quantize": lambda value: value is None or value in QUANTIZE,
-    "scale_layout": lambda value: value in SCALE_LAYOUTS,
+    "quantize": lambda value: _is_one_of(value, (None, *QUANTIZE)),
+    "scale_layout": lambda value: _is_one_of(value, SCALE_LAYOUTS),
     "zero_holes": _is_bool,
     "capacity": _or_none(_is_int(0, MAX_CAPACITY)),
-    "mode": lambda value: value in MODES,
+    "mode": lambda value: _is_one_of(value, MODES),
     "staged": _is_bool,
     "async_op": _is_bool,
     "window": _or_none(_is_int(0)),
     "weighted": _is_bool,
-    "wire": lambda value: value is None or value in WIRES,
+    "wire": lambda value: _is_one_of(value, (None, *WIRES)),
 }
 
 

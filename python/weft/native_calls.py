@@ -29,7 +29,7 @@ from weft.limits import LAYOUTS
 if TYPE_CHECKING:
     from weft.communicator import Communicator, Window
 
-__all__ = ["BYTES", "Call", "Calling", "NativeCalls", "Received", "by_token", "call_of", "changed", "pointer"]
+__all__ = ["BYTES", "Call", "Calling", "NativeCalls", "Received", "by_token", "call_of", "changed"]
 
 DTYPE_CODES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 BYTES = 0
@@ -57,10 +57,11 @@ class Call:
     is_staged: bool = False  # small: send now, receive when `Half.receive` is called
     scale_dtype: torch.dtype | None = None  # dispatch: of column-major scales (weft/scales.py); None: row-major
     zero_holes: bool = True  # dispatch, expert_major
+    counts_dropped: bool = True  # a dispatch that repeats a routing: picks that it drops go to `overflow`
 
     def in_backward(self) -> Call:
-        """The same for a backward: there rows travel as they are, on the stream that autograd chose."""
-        return changed(self, wire=0, is_async=False) if self.wire or self.is_async else self
+        """The same for a backward: rows as they are, on the stream that autograd chose; what it drops is counted."""
+        return changed(self, wire=0, is_async=False, counts_dropped=False)
 
 
 # `Call(...)`, the same object for the same values: what is kept for a call goes by it (GpuCalls.kind).
@@ -160,7 +161,7 @@ class NativeCalls(ABC):
         self.num_experts, self.top_k, self.hidden = num_experts, top_k, hidden
         self.num_ranks = comm.num_ranks
         self.num_local_experts = num_experts // comm.num_ranks
-        self.overflow = torch.zeros((), dtype=torch.int64)
+        self.overflow = torch.zeros((), dtype=torch.int64, device="cpu")
         self.num_dropped_checked = 0
         self.bad_ids: str | None = None
         self.counters = Counters()
@@ -169,7 +170,7 @@ class NativeCalls(ABC):
         self.closed = False
         self.key = next(_keys)
         self._epoch = comm.epoch
-        self.token = torch.tensor([self.key, self._epoch], dtype=torch.float64)
+        self.token = torch.tensor([self.key, self._epoch], dtype=torch.float64, device="cpu")
         _by_key[self.key] = self
 
     # ---- the three calls
@@ -277,11 +278,16 @@ class NativeCalls(ABC):
     def record_stream(self, tensors: Sequence[Tensor], stream: Any) -> None:
         """The memory of these results is in use on `stream`."""
 
+    def note_handle(self, handle: Any) -> None:
+        """What copies of a new handle's tensors for the user have to follow (weft/handle.py)."""
+        if handle.call.is_staged:
+            handle.__dict__["pending"] = self.windows[handle.window].half
+
     def tie(self) -> Tensor:
         """For the handle of a dispatch. Handles of one epoch share it: nobody writes to it."""
         if self._epoch != self.comm.epoch:
             self._epoch = self.comm.epoch
-            self.token = torch.tensor([self.key, self._epoch], dtype=torch.float64)
+            self.token = torch.tensor([self.key, self._epoch], dtype=torch.float64, device="cpu")
         return self.token
 
     def side_of_picks(self, side: Tensor, topk_idx: Tensor | None) -> Tensor:
@@ -422,8 +428,3 @@ def by_token(token: Tensor) -> NativeCalls:
     if calls is None:
         raise InvalidState("the ExpertParallel of this operation is gone: keep it as long as its handles and graphs")
     return calls
-
-
-def pointer(tensor: Tensor | None) -> int:
-    """Its address, 0 for none."""
-    return 0 if tensor is None else tensor.data_ptr()

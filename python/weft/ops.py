@@ -53,7 +53,7 @@ def dispatch(
     call = call_of(layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, is_small=is_small)
     calls = by_token(token)
     received = calls.dispatch(call, x, scales, topk_idx, topk_weights, quantize, clear_tail)
-    return torch.tensor([calls.results.put(received)])
+    return torch.tensor([calls.results.put(received)], dtype=torch.int64, device="cpu")
 
 
 @dispatch.register_fake
@@ -230,9 +230,13 @@ def dispatch_again(
     is_small: bool,
     clear_tail: bool,
     quantize: int,
+    counts_dropped: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """(x, scales). `weights` received before are read for their shape alone: it gives the number of rows."""
-    call = call_of(layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, is_small=is_small)
+    call = call_of(
+        layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, is_small=is_small,
+        counts_dropped=counts_dropped,
+    )  # fmt: skip
     rows_shape = _rows_shape(weights, layout)
     return _own(
         by_token(tie).dispatch_again(
@@ -260,6 +264,7 @@ def _dispatch_again_fake(
     is_small: bool,
     clear_tail: bool,
     quantize: int,
+    counts_dropped: bool = True,
 ) -> tuple[Tensor, Tensor]:
     rows = _rows_shape(weights, layout)
     out_scales = x.new_empty(0, dtype=torch.float32)
@@ -278,7 +283,7 @@ def _rows_shape(weights: Tensor, layout: int) -> tuple[int, ...]:
 def _dispatch_again_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     rows, scales = output
     ctx.mark_non_differentiable(scales, *([] if rows.is_floating_point() else [rows]))
-    x, _, weights, send_plan, recv_plan, tie, sizes, *call, _, _ = inputs
+    x, _, weights, send_plan, recv_plan, tie, sizes, *call, _, _, _ = inputs
     ctx.save_for_backward(weights, send_plan, recv_plan, tie, sizes)
     ctx.num_tokens, ctx.call = x.shape[0], tuple(call)
 
@@ -288,7 +293,7 @@ def _dispatch_again_backward(ctx: Any, grad_x: Tensor, _: Tensor | None) -> tupl
     grad, _ = combine(
         grad_x, weights, send_plan, recv_plan, tie, sizes, None, None, 1, ctx.num_tokens, *ctx.call, 0, False, False
     )
-    return (grad, *[None] * 16)
+    return (grad, *[None] * 17)
 
 
 def _own(results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -370,7 +375,17 @@ def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _combine_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     y, weights, send_plan, recv_plan, tie, sizes = ctx.saved_tensors
     rows, _ = dispatch_again(
-        grad.contiguous(), None, weights, send_plan, recv_plan, tie, sizes, *ctx.call, ctx.clear_tail, 0
+        grad.contiguous(),
+        None,
+        weights,
+        send_plan,
+        recv_plan,
+        tie,
+        sizes,
+        *ctx.call,
+        ctx.clear_tail,
+        0,
+        counts_dropped=False,
     )
     grad_y, grad_weights = gradients(rows, y, weights, tie) if ctx.uses_weights else (rows, None)
     grad_bias = None if ctx.bias is None else bias_gradient(grad, *ctx.bias)

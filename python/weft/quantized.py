@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,10 @@ class Quantized:
 
     data: torch.Tensor
     scales: torch.Tensor | None = None
+
+    def __iter__(self) -> Iterator[torch.Tensor | None]:
+        """`data, scales = quantized`."""
+        return iter((self.data, self.scales))
 
     def __repr__(self) -> str:
         scales = "None" if self.scales is None else f"{list(self.scales.shape)} {self.scales.dtype}"

@@ -93,6 +93,8 @@ class Quick:
                 of_x = (x.data.dtype, x.data.shape, of_scales)
             else:
                 return None
+            if topk_weights is not None and topk_weights.dtype is not torch.float32:  # converted by the whole way
+                return None
             of_idx = (type(topk_idx), topk_idx.dtype, topk_idx.shape)
             return self._dispatch_plans(of_x, of_idx, of_weights, *options)
         except (AttributeError, TypeError):  # not a tensor, or an option without a hash
@@ -178,7 +180,9 @@ class Quick:
             calls.counters.num_dispatches += 1
             calls.counters.dispatch_s += time.perf_counter() - begin
         out = rows if plan.is_plain else typed(rows, row_scales, x, plan.quantize, None)
-        return Dispatched._lazily(out, handle, calls.overflow, event, calls)
+        if call.capacity >= 0:
+            calls.note_handle(handle)
+        return Dispatched(out, handle, calls.overflow, event, calls)
 
     def _small(
         self, plan: Plan, x: Tensor, addresses: list[int | None], stream: int, begin: float
@@ -200,7 +204,9 @@ class Quick:
         calls.counters.dispatch_s += time.perf_counter() - begin
         handle = Handle._lazily(routing, num_rows, self._num_local_experts, calls.tie(), plan.num_tokens, call)
         out = rows[0] if plan.is_plain else Quantized(rows[0], rows[1] if len(rows) == 2 else None)
-        return Dispatched._lazily(out, handle, calls.overflow, event, calls)
+        if call.capacity >= 0:
+            calls.note_handle(handle)
+        return Dispatched(out, handle, calls.overflow, event, calls)
 
     # ---- combine
 
@@ -229,7 +235,7 @@ class Quick:
         address = self._address(y)
         weights: int | None = 0
         if plan.weighted:
-            weights = self._address(handle.topk_weights) if made is None else made.topk_weights
+            weights = self._address(handle.weights) if made is None else made.topk_weights
         if address is None or weights is None or tie is not calls.token:
             return None
         if torch.is_grad_enabled() and (y.requires_grad or tie.requires_grad):
@@ -266,6 +272,8 @@ class Quick:
         if tensor.layout is not _STRIDED or tensor.device != self._device or not tensor.is_contiguous():
             return None
         address = tensor.data_ptr()
+        if address == 0 and tensor.numel() > 0:  # refused by the whole way
+            return None
         return None if address % ROW_MULTIPLE_BYTES else address
 
     def _stream(self, plan: Plan) -> int | None:

@@ -107,9 +107,12 @@ def dispatch(
     num_local = num_experts // num_ranks
     active = tuple(range(num_ranks)) if active_ranks is None else tuple(sorted(active_ranks))
     if topk_weights is None:
-        topk_weights = [torch.ones(idx.shape, dtype=torch.float32) for idx in topk_idxs]
+        topk_weights = [torch.ones(idx.shape, dtype=torch.float32, device="cpu") for idx in topk_idxs]
     num_tokens = tuple(len(idx) if rank in active else 0 for rank, idx in enumerate(topk_idxs))
-    source = torch.repeat_interleave(torch.arange(num_ranks), torch.tensor(num_tokens))
+    source = torch.repeat_interleave(
+        torch.arange(num_ranks, dtype=torch.int64, device="cpu"),
+        torch.tensor(num_tokens, dtype=torch.int64, device="cpu"),
+    )
     picks = torch.cat([idx[:n].to(torch.int64) for idx, n in zip(topk_idxs, num_tokens, strict=True)])
     pick_weights = torch.cat([w[:n].detach() for w, n in zip(topk_weights, num_tokens, strict=True)])
 
@@ -136,8 +139,8 @@ def dispatch(
             topk_weights=received[rank],
             num_tokens_per_expert=places[rank].counts.to(torch.int32),
             offsets=places[rank].offsets.to(torch.int32),
-            num_rows=torch.tensor(places[rank].num_rows, dtype=torch.int32),
-            overflow=torch.tensor(places[rank].num_dropped, dtype=torch.int64),
+            num_rows=torch.tensor(places[rank].num_rows, dtype=torch.int32, device="cpu"),
+            overflow=torch.tensor(places[rank].num_dropped, dtype=torch.int64, device="cpu"),
             routing=routing,
         )
         for rank in range(num_ranks)
@@ -181,11 +184,11 @@ def _place(local: Tensor, source: Tensor, shape: _Shape) -> _Place:
         kept = here & (rows < limit)
     else:  # one row per pick, by expert, then source rank, token, k: nonzero() lists (token, k) in that order
         index = torch.full_like(local, -1)  # of the pick within its expert
-        counts = torch.zeros(num_local, dtype=torch.int64)
+        counts = torch.zeros(num_local, dtype=torch.int64, device="cpu")
         for expert in range(num_local):
             chosen = (local == expert).nonzero(as_tuple=True)
             counts[expert] = len(chosen[0])
-            index[chosen] = torch.arange(len(chosen[0]))
+            index[chosen] = torch.arange(len(chosen[0]), dtype=torch.int64, device="cpu")
         if layout == "expert_major":
             offsets = _starts((counts + shape.alignment - 1) // shape.alignment * shape.alignment)
             limit = int(offsets[-1]) if capacity is None else capacity
@@ -193,7 +196,7 @@ def _place(local: Tensor, source: Tensor, shape: _Shape) -> _Place:
             rows = torch.where(here, offsets[local.clamp(min=0)] + index, -1)
             kept = here & (rows < limit)
         elif layout == "masked" and capacity is not None:
-            offsets = torch.arange(num_local + 1) * capacity
+            offsets = torch.arange(num_local + 1, dtype=torch.int64, device="cpu") * capacity
             limit = num_local * capacity
             row_shape = (num_local, capacity)
             rows = torch.where(here, local * capacity + index, -1)
@@ -214,12 +217,12 @@ def _place(local: Tensor, source: Tensor, shape: _Shape) -> _Place:
 
 def _starts(sizes: Tensor) -> Tensor:
     """[n] sizes -> [n + 1] starts, the last is the end."""
-    return torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+    return torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), sizes.cumsum(0)])
 
 
 def _received_ids(place: _Place) -> Tensor:
     """rank_major: [N, K] local ids of the rows, -1 elsewhere."""
-    ids = torch.full((*place.row_shape, place.local.shape[1]), -1, dtype=torch.int64)
+    ids = torch.full((*place.row_shape, place.local.shape[1]), -1, dtype=torch.int64, device="cpu")
     token, k = (place.rows >= 0).nonzero(as_tuple=True)
     ids[place.rows[token, k], k] = place.local[token, k]
     return ids
@@ -257,7 +260,7 @@ def repeat_dispatch(
         tokens = torch.cat([_as_bytes(part(x)[:n]) for x, n in zip(xs, routing.num_tokens, strict=True)])
         received = []
         for rank, x in enumerate(xs):
-            out = torch.zeros((*routing.row_shape[rank], tokens.shape[1]), dtype=torch.uint8)
+            out = torch.zeros((*routing.row_shape[rank], tokens.shape[1]), dtype=torch.uint8, device="cpu")
             token, k = (routing.rows[rank] >= 0).nonzero(as_tuple=True)
             out.view(-1, tokens.shape[1])[routing.rows[rank][token, k]] = tokens[token]
             received.append(out.view(part(x).dtype))
@@ -341,13 +344,13 @@ def combine(
     routing = _routing(routing)
     hidden, dtype = outputs[0].shape[-1], outputs[0].dtype
     num_tokens, top_k = routing.rows[0].shape
-    total = torch.zeros((num_tokens, hidden))
-    side_total = torch.zeros((num_tokens, top_k))
+    total = torch.zeros((num_tokens, hidden), dtype=torch.float32, device="cpu")
+    side_total = torch.zeros((num_tokens, top_k), dtype=torch.float32, device="cpu")
     for rank in routing.active_ranks:
         rows = routing.rows[rank]
         y = outputs[rank].detach().reshape(-1, hidden).to(torch.float32)
         weights = routing.weights[rank].detach().reshape(-1)
-        partial = torch.zeros((num_tokens, hidden))
+        partial = torch.zeros((num_tokens, hidden), dtype=torch.float32, device="cpu")
         for k in range(top_k):
             (token,) = (rows[:, k] >= 0).nonzero(as_tuple=True)
             row = rows[token, k]
@@ -438,7 +441,7 @@ def _holds_pick(routing: Routing) -> list[Tensor]:
     """Per rank a mask over its rows: True where a pick lies."""
     masks = []
     for rows, shape in zip(routing.rows, routing.row_shape, strict=True):
-        mask = torch.zeros(shape, dtype=torch.bool)
+        mask = torch.zeros(shape, dtype=torch.bool, device="cpu")
         mask.view(-1)[rows[rows >= 0]] = True
         masks.append(mask)
     return masks

@@ -19,17 +19,18 @@ class Half:
 
     def __init__(self, calls: NativeCalls, what: str, call: Call, run: Callable[[], None] | None = None) -> None:
         self.event = calls.event()
+        self.after: list[Callable[[], Any]] = []  # to be done when it has received
+        self.is_over = False
         self._calls, self._what, self._call, self._run = calls, what, call, run
         self._tie = calls.tie()
-        self._is_over = False
 
     def blocks(self, epoch: int) -> bool:
         """Whether its window waits for it; a rebuild has made an end of it."""
-        return not self._is_over and self._tie[1].item() == epoch
+        return not self.is_over and self._tie[1].item() == epoch
 
     def receive(self) -> None:
         """On the current stream; once, later ones wait for the first."""
-        if self._is_over:
+        if self.is_over:
             self.event.wait()
             return
         window = self._calls.windows[self._call.window]
@@ -38,7 +39,9 @@ class Half:
         with self._calls.comm.alone(self._what), Calling(self._calls, self._what, self._call, self._tie, is_rest=True):
             if self._run is not None:
                 self._run()
-        self._is_over, self._run = True, None
+            for each in self.after:
+                each()
+        self.is_over, self._run = True, None
         window.half = None
         self.event.follow(self._calls.event())
 

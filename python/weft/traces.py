@@ -65,7 +65,9 @@ class Trace:
             raise InvalidArgument(f"top_k={top_k}: the trace was recorded with {recorded_k}")
         num_tokens = num_recorded if num_tokens is None else num_tokens
         if num_recorded == 0:
-            return torch.full((num_tokens, top_k), -1), torch.zeros((num_tokens, top_k))
+            return torch.full((num_tokens, top_k), -1, dtype=torch.int64, device="cpu"), torch.zeros(
+                (num_tokens, top_k), dtype=torch.float32, device="cpu"
+            )
         rows = np.arange(num_tokens) % num_recorded
         return (
             torch.from_numpy(dispatch.topk_idx[rows].astype(np.int64)),

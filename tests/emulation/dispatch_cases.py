@@ -293,10 +293,11 @@ class Runner:
     def differences(self, round_: Round) -> list[str]:
         """What differs from the reference in one round, on any rank."""
         found = []
+        num_repeated = 0 if round_.repeated is None else 1
         for rank in self.case.active_ranks:
             wanted, received = round_.wanted[rank], round_.received[rank]
             found += [f"rank {rank}: {text}" for text in self._rows(wanted, received, wanted.x)]
-            found += [f"rank {rank}: {text}" for text in self._sums(wanted, received)]
+            found += [f"rank {rank}: {text}" for text in self._sums(wanted, received, 1 + num_repeated)]
             found += [f"rank {rank}: {text}" for text in self._plans(round_, rank)]
             if round_.repeated is not None and round_.repeated_rows is not None:
                 rows = self._rows(wanted, round_.repeated[rank], round_.repeated_rows[rank])
@@ -331,7 +332,7 @@ class Runner:
         seen = self.memory.tensor(received.scales, shape, words.dtype)
         return seen.mT[:, :num_rows].reshape(words.shape)
 
-    def _sums(self, wanted: reference.Dispatched, received: Received) -> list[str]:
+    def _sums(self, wanted: reference.Dispatched, received: Received, num_calls: int) -> list[str]:
         shape, memory, call = self.case.shape, self.memory, self.call
         num_rows = received.num_rows
         per_row = (num_rows,) if call.is_by_expert else (num_rows, shape.top_k)
@@ -344,7 +345,7 @@ class Runner:
             ("counts", received.counts, wanted.num_tokens_per_expert),
             ("offsets", received.offsets, wanted.offsets),
             ("num_rows", received.num_rows_out, wanted.num_rows),
-            ("overflow", received.overflow, wanted.overflow + FIRST_OVERFLOW),
+            ("overflow", received.overflow, wanted.overflow * num_calls + FIRST_OVERFLOW),
         ):
             found += compare(name, memory.tensor(address, tensor.shape, tensor.dtype), tensor)
         return found

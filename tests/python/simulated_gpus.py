@@ -61,6 +61,7 @@ class Hub:
     routings: dict[int, reference.Routing]
     numbers: Iterator[int]
     small: set[int]  # routings of small batches
+    dropped: dict[tuple[int, int], int]  # by routing and rank
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
         """Everybody's value, by rank."""
@@ -266,6 +267,7 @@ class SimulatedWindow:
             self.hub.small.add(number)
         mine = results[self.rank]
         self._write_sizes(args, mine)
+        self.hub.dropped[number, self.rank] = int(mine.overflow)
         plan_len = weft._native.gpu_recv_plan_len(self.spec.max_tokens, top_k, self.hub.num_ranks, args.layout)
         recv_plan = torch.full((plan_len,), number, dtype=torch.int32)
         send_len = weft._native.gpu_send_plan_len(num_tokens, top_k, self.hub.num_ranks, args.layout)
@@ -311,6 +313,9 @@ class SimulatedWindow:
             counts = at(args.counts, (self.spec.num_experts // self.hub.num_ranks,), torch.int32)
             here = [(each >= 0).sum() for each in [routing.rows[self.rank]]]
             assert int(counts.sum()) == int(here[0]), "counts are those of the first dispatch"
+        if args.overflow:
+            number = int(at(args.recv_plan, (1,), torch.int32))
+            at(args.overflow, (), torch.int64).add_(self.hub.dropped[number, self.rank])
         told = self.hub.exchange(self.rank, rows)
         moved = reference.repeat_dispatch(told, routing, quantize=QUANTIZE[args.quantize])[self.rank]
         return self._result(args, _parts(moved), num_rows)
@@ -532,7 +537,7 @@ class SimulatedRanks:
         *,
         may_die: Collection[int] = (),
     ) -> list[Any]:
-        hub = Hub(num_ranks, threading.Barrier(num_ranks), {}, {}, itertools.count(1), set())
+        hub = Hub(num_ranks, threading.Barrier(num_ranks), {}, {}, itertools.count(1), set(), {})
 
         def work(comm: weft.Communicator) -> Any:
             try:

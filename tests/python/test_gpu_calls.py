@@ -260,3 +260,62 @@ def test_waiting_covers_the_current_stream(pool: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     WindowStreams(torch.device("cuda", 0)).wait()
     assert busy == []
+
+
+def spoil_results_and_repeat(state: RankState, layout: str) -> list[torch.Tensor]:
+    """What later calls with a handle give, and what `overflow` counts, after the caller wrote to its results."""
+    ep = weft.ExpertParallel(state.comm, num_experts=4, top_k=2, hidden=64, max_tokens_per_rank=8)
+    x = torch.arange(4 * 64).view(4, 64).bfloat16() + state.rank
+    ids = torch.tensor([[0, 1], [1, 2], [3, -1], [0, 0]])
+    weights = torch.rand(4, 2, generator=torch.Generator().manual_seed(1))
+    kept: list[torch.Tensor] = []
+    for options in ({}, {"mode": "latency"}, {"async_op": True}, {"mode": "latency", "staged": True}):
+        seen = []
+        for spoils in (False, True):
+            before = int(ep._overflow)
+            r = ep.dispatch(x, ids, weights, layout=layout, capacity=3, **options)
+            if options.get("async_op"):
+                r.event.wait()
+            y = r.wait().x.clone()
+            dropped = int(r.overflow) - before
+            if spoils:
+                for part in (r.topk_idx, r.topk_weights, r.num_tokens_per_expert, r.offsets, r.num_rows):
+                    if part is not None:
+                        part.fill_(1)
+            again = ep.dispatch(x, handle=r.handle)
+            assert int(again.overflow) - before == 2 * dropped, "a repeated dispatch drops as many"
+            z, side = ep.combine(y, r.handle, side=torch.ones(r.handle.rows_shape))
+            seen.append((z, side))
+        for want, got in zip(*seen, strict=True):
+            assert torch.equal(want, got), "the handle has read what the caller wrote to the results"
+        kept.append(z)
+    x = x.float().requires_grad_().bfloat16()
+    before = int(ep._overflow)
+    r = ep.dispatch(x, ids, weights, layout=layout, capacity=3)
+    dropped = int(r.overflow) - before
+    ep.combine(r.x, r.handle).sum().backward()
+    assert int(r.overflow) - before == dropped, "a backward counts nothing"
+    ep.close()
+    return kept
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+def test_results_are_the_callers_own(pool: Any, layout: str) -> None:
+    pool.run(2, spoil_results_and_repeat, [layout] * 2)
+
+
+def test_copies_for_the_caller_follow_a_call_in_halves(pool: Any) -> None:
+    pool.run(2, copies_of_a_staged_dispatch, [0, 1])
+
+
+def copies_of_a_staged_dispatch(state: RankState, seed: int) -> None:
+    ep = weft.ExpertParallel(state.comm, num_experts=4, top_k=2, hidden=64, max_tokens_per_rank=8)
+    x, ids = torch.ones(4, 64).bfloat16(), torch.tensor([[0, 1], [1, 2], [3, -1], [0, 0]])
+    r = ep.dispatch(x, ids, torch.ones(4, 2), layout="masked", capacity=8, staged=True)
+    counts, weights = r.num_tokens_per_expert, r.topk_weights  # before they are there
+    r.wait()
+    want = ep.dispatch(x, ids, torch.ones(4, 2), layout="masked", capacity=8)
+    assert torch.equal(counts, want.num_tokens_per_expert)
+    for local, count in enumerate(counts.tolist()):
+        assert torch.equal(weights[local, :count], torch.ones(count))
+    ep.close()

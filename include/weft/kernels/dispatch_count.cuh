@@ -72,8 +72,11 @@ class DispatchCount : public DispatchIds<kConfig> {
   // ---- what the caller gets besides rows: by some warps of block 0, the first being `first_warp`
 
   __device__ void write_counts(i32 first_warp) {
-    if constexpr (kConfig.is_cached) return;
     const i32 thread = (warp - first_warp) * 32 + lane;
+    if constexpr (kConfig.is_cached) {
+      if (thread == 0 && a.overflow != nullptr) add_dropped(a.recv_plan[kGpuPlanDropped]);
+      return;
+    }
     if constexpr (kConfig.is_by_expert()) {
       if (warp == first_warp) write_groups();
     } else {
@@ -83,6 +86,7 @@ class DispatchCount : public DispatchIds<kConfig> {
         a.counts[expert] = sum;
       }
       if (thread == 0) write_rank_offsets();
+      if (thread == 0) recv_plan()[kGpuPlanDropped] = 0;  // as far as is known before all rows are here
     }
     if (thread < kRanks) recv_plan()[thread] = s.num_tokens[thread];
     if (thread == 0) recv_plan()[kGpuPlanMadeBy] = static_cast<i32>(flight.turn.sequence);
@@ -106,7 +110,8 @@ class DispatchCount : public DispatchIds<kConfig> {
       num_dropped += a.counts[expert] - kept[expert];
       a.counts[expert] = kept[expert];
     }
-    if (num_dropped > 0) atomicAdd(reinterpret_cast<u64*>(a.overflow), static_cast<u64>(num_dropped));
+    add_dropped(num_dropped);
+    if (num_dropped > 0) atomicAdd(&recv_plan()[kGpuPlanDropped], static_cast<i32>(num_dropped));
   }
 
   // Where this rank's receive plan lies.
@@ -277,6 +282,10 @@ class DispatchCount : public DispatchIds<kConfig> {
     ptx::st_release_sys(&host->counted_ticket, a.ticket);
   }
 
+  __device__ void add_dropped(i64 num_dropped) const {
+    if (num_dropped > 0) atomicAdd(reinterpret_cast<u64*>(a.overflow), static_cast<u64>(num_dropped));
+  }
+
   // One thread.
   __device__ void write_rank_offsets() {
     const i64 limit = a.capacity >= 0 ? a.capacity : 0x7fffffff;
@@ -313,7 +322,8 @@ class DispatchCount : public DispatchIds<kConfig> {
     const i32 last = is_masked ? kLocal * limit : this->hole_end()[kLocal - 1];
     a.offsets[kLocal] = last;
     *a.num_rows = is_masked ? static_cast<i32>(num_kept) : last;
-    if (num_dropped > 0) atomicAdd(reinterpret_cast<u64*>(a.overflow), static_cast<u64>(num_dropped));
+    recv_plan()[kGpuPlanDropped] = static_cast<i32>(num_dropped);
+    add_dropped(num_dropped);
     tell_host(is_masked ? num_kept : last);
   }
 };

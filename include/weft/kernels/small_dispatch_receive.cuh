@@ -84,6 +84,14 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
     if (warp == 0) write_sums();
   }
 
+  // A handle's routing drops again what it dropped. By one thread of the grid.
+  __device__ void count_dropped() const {
+    if (is_counting() && threadIdx.x == 0 && a.overflow != nullptr) add_dropped(a.recv_plan[kGpuPlanDropped]);
+  }
+  __device__ void add_dropped(i32 num_dropped) const {
+    if (num_dropped > 0) atomicAdd(reinterpret_cast<u64*>(a.overflow), static_cast<u64>(num_dropped));
+  }
+
   // ---- rows
 
   // When the headers of all sources are there; all warps of the block have stored this rank's own rows before that barrier.
@@ -326,7 +334,7 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
       a.offsets[kRanks] = static_cast<i32>(min(end, static_cast<i64>(limit())));
     }
     *a.num_rows = kIsMasked ? num_kept : static_cast<i32>(min(end, static_cast<i64>(limit())));
-    if (num_picks > num_kept) atomicAdd(reinterpret_cast<u64*>(a.overflow), static_cast<u64>(num_picks - num_kept));
+    add_dropped(a.recv_plan[kGpuPlanDropped] = num_picks - num_kept);
     if (a.ticket == 0) return;
     a.view.host->num_rows = kIsMasked ? num_kept : end;
     ptx::st_release_sys(&a.view.host->counted_ticket, a.ticket);

@@ -25,7 +25,8 @@ WEFT_HD constexpr i64 gpu_send_plan_len(i64 num_tokens, i32 top_k, i32 num_ranks
   return num_tokens * (1 + (layout == Layout::kRankMajor ? num_ranks : top_k) + top_k);
 }
 
-// What came from whom: num_tokens [16] of each source | made_by, 15 unused | row [R, max_tokens, W], W = 1 (rank_major) or K
+// What came from whom: num_tokens [16] of each source | made_by, dropped, 14 unused | row [R, max_tokens, W], W = 1 (rank_major) or K
+//   dropped: picks of this rank's experts for which the result had no room; a dispatch that repeats the routing drops them again
 //   made_by: low bits of the sequence of the dispatch that made the plan, the same on all ranks
 //   row: where the token's row, or pick k, of the source lies in this rank's result; -1 = nowhere
 //   Entries of tokens that the source does not have are undefined.
@@ -33,6 +34,7 @@ constexpr i32 kGpuDroppedRow =
     -2;  // small batches: this rank has the pick's expert, but its capacity had no room for it
 constexpr i32 kGpuPlanHeader = 32;  // int32s
 constexpr i32 kGpuPlanMadeBy = 16;  // place of made_by; at least kMaxGpuRanks
+constexpr i32 kGpuPlanDropped = 17;
 
 template <class Int>
 struct GpuRecvPlan {

@@ -54,7 +54,9 @@ class AllToAll:
         num_tokens, top_k = topk_idx.shape
         owner = torch.where(topk_idx >= 0, topk_idx // self.num_local, self.num_ranks)
         goes_to = torch.zeros((self.num_ranks + 1, num_tokens), dtype=torch.bool, device=x.device)
-        goes_to[owner.flatten(), torch.arange(num_tokens, device=x.device).repeat_interleave(top_k)] = True
+        goes_to[
+            owner.flatten(), torch.arange(num_tokens, device=x.device, dtype=torch.int64).repeat_interleave(top_k)
+        ] = True
         destination, token = goes_to[: self.num_ranks].nonzero(as_tuple=True)
         sent_counts = goes_to[: self.num_ranks].sum(dim=1)
         received_counts = torch.empty_like(sent_counts)
@@ -87,7 +89,9 @@ class AllToAll:
         expert = ids[row, k].to(torch.int64)
         by_expert, order = expert.sort(stable=True)
         index = torch.empty_like(order)  # of each pick among its expert's
-        index[order] = torch.arange(len(order), device=ids.device) - (counts.cumsum(0) - counts)[by_expert]
+        index[order] = (
+            torch.arange(len(order), device=ids.device, dtype=torch.int64) - (counts.cumsum(0) - counts)[by_expert]
+        )
         if self.layout == "masked":
             capacity = self.capacity or 0
             kept = index < capacity

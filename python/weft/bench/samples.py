@@ -53,8 +53,8 @@ class Samples:
         self._sums: dict[Any, Tensor] = {}  # of all workloads: the reference takes seconds for them
         num_groups = hidden // _GROUP
         groups = sorted({0, num_groups - 1, (seed * 7919 + 1) % num_groups}) if num_groups else []
-        self.groups = torch.tensor(groups[:_NUM_SAMPLED])
-        self.columns = (self.groups[:, None] * _GROUP + torch.arange(_GROUP)).flatten()
+        self.groups = torch.tensor(groups[:_NUM_SAMPLED], dtype=torch.int64, device="cpu")
+        self.columns = (self.groups[:, None] * _GROUP + torch.arange(_GROUP, dtype=torch.int64, device="cpu")).flatten()
 
     def use(self, case: Case) -> None:
         """Make the routing of the case, if it is not that of the case before."""
@@ -181,7 +181,7 @@ class Samples:
 
     def _check_masked(self, got: weft.Dispatched, want: reference.Dispatched) -> None:
         """Rows and weights of picks; the tails of the experts hold nothing."""
-        index = torch.arange(want.topk_weights.shape[1])
+        index = torch.arange(want.topk_weights.shape[1], dtype=torch.int64, device="cpu")
         filled = index < want.num_tokens_per_expert[:, None]
 
         def of_picks(part: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ class _Calls:
         }
         self.received: weft.Dispatched | None = None
         self.y: Tensor | None = None
-        self.outputs = self.want_y = torch.empty(0)
+        self.outputs = self.want_y = torch.empty(0, dtype=torch.float32, device="cpu")
         if case.op != "dispatch":
             self.dispatch()
             outputs, self.want_y = self.samples.outputs(case)

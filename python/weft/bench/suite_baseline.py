@@ -127,7 +127,7 @@ class Baselines:
         there = hidden + hidden // 128 * 4 if is_narrow and case.op != "combine" else 2 * hidden
 
         def exchange(row_bytes: int, sent: list[int], arriving: list[int]) -> Callable[[], None]:
-            packed = torch.zeros((sum(sent), row_bytes), dtype=torch.uint8).to(self.device)
+            packed = torch.zeros((sum(sent), row_bytes), dtype=torch.uint8, device="cpu").to(self.device)
             arrived = packed.new_empty((sum(arriving), row_bytes))
             return lambda: dist.all_to_all_single(arrived, packed, arriving, sent)
 

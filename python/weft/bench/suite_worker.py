@@ -89,7 +89,7 @@ class Worker:
         if not self.on_gpu:
             self.ep(tokens)
             return {}
-        torch.zeros(1, device=self.comm.device)  # the context itself is not Weft's
+        torch.zeros(1, device=self.comm.device, dtype=torch.float32)  # the context itself is not Weft's
         torch.cuda.empty_cache()
         self.meeting.wait()
         free_before, _ = torch.cuda.mem_get_info()

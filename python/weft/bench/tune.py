@@ -249,7 +249,9 @@ class _Calls:
         self.capacity = _capacity([topk_idx for topk_idx, _ in ids], options, layout)
         self.ids, self.weights = (part.to(comm.device) for part in ids[comm.rank])
         generator = torch.Generator().manual_seed(options.seed + comm.rank)
-        self.x = torch.randn((tokens, options.hidden), generator=generator).to(comm.device, dtype)
+        self.x = torch.randn((tokens, options.hidden), generator=generator, dtype=torch.float32, device="cpu").to(
+            comm.device, dtype
+        )
         self.quantized = weft.Quantized(*reference.quantize_fp8(self.x))
         rows = self.capacity * (options.experts // options.ranks if layout == "masked" else 1)
         num_results = _CALLS_IN_GRAPH * sum(point.op != "combine" for point in points) + len(points) + 8

@@ -139,7 +139,11 @@ def _make_job(comm: weft.Communicator, options: Options) -> Job:
             **trace,
         )
         generator = torch.Generator().manual_seed(options.seed * 1009 + rank)
-        xs.append(torch.randn((len(topk_idx), options.hidden), generator=generator).to(DTYPES[options.dtype]))
+        xs.append(
+            torch.randn((len(topk_idx), options.hidden), generator=generator, dtype=torch.float32, device="cpu").to(
+                DTYPES[options.dtype]
+            )
+        )
         idxs.append(topk_idx)
         weights.append(topk_weights)
     expected = reference.dispatch(
@@ -156,7 +160,9 @@ def _make_job(comm: weft.Communicator, options: Options) -> Job:
     for rank, part in enumerate(expected):
         shape = part.x.shape if isinstance(part.x, Tensor) else part.x.data.shape
         generator = torch.Generator().manual_seed(options.seed * 1009 + 500 + rank)
-        outputs.append(torch.randn(shape, generator=generator).to(DTYPES[options.dtype]))
+        outputs.append(
+            torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(DTYPES[options.dtype])
+        )
     rank, device = comm.rank, comm.device
     y: Any = reference.combine(outputs, expected)[rank]  # no sides: a tensor
     return Job(
@@ -265,7 +271,7 @@ def _filled(want: reference.Dispatched, rows: Tensor) -> Callable[[Tensor], Tens
     if rows.ndim == 2:
         num_rows = int(want.num_rows)
         return lambda part: part[:num_rows]
-    mask = torch.arange(rows.shape[1])[None, :] < want.num_tokens_per_expert[:, None]
+    mask = torch.arange(rows.shape[1], dtype=torch.int64, device="cpu")[None, :] < want.num_tokens_per_expert[:, None]
     return lambda part: part[mask]
 
 

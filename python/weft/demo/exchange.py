@@ -97,11 +97,13 @@ class SumOverRanks:
         """Shares the rows out among the active ranks. Collective; again after every `comm.rebuild`."""
         owners = len(self._comm.active_ranks)
         self._rows_per_owner = -(-self.num_values // (_SUM_ROW * owners))
-        mine = torch.zeros(self._rows_per_owner, _SUM_ROW, device=self._comm.device)
-        everybody = torch.full((self._comm.num_ranks,), -1, device=self._comm.device)
-        everybody[list(self._comm.active_ranks)] = torch.tensor(self._comm.active_ranks, device=self._comm.device)
+        mine = torch.zeros(self._rows_per_owner, _SUM_ROW, device=self._comm.device, dtype=torch.float32)
+        everybody = torch.full((self._comm.num_ranks,), -1, device=self._comm.device, dtype=torch.int64)
+        everybody[list(self._comm.active_ranks)] = torch.tensor(
+            self._comm.active_ranks, device=self._comm.device, dtype=torch.int64
+        )
         self._handle = self._ep.dispatch(mine, everybody.repeat(self._rows_per_owner, 1)).handle
-        self._rows = torch.zeros(owners * self._rows_per_owner, _SUM_ROW, device=self._comm.device)
+        self._rows = torch.zeros(owners * self._rows_per_owner, _SUM_ROW, device=self._comm.device, dtype=torch.float32)
 
     @torch.no_grad()
     def __call__(self, values: Tensor) -> Tensor:

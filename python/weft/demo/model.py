@@ -42,9 +42,9 @@ class Gate(nn.Module):
         super().__init__()
         self.top_k, self.groups, self.top_groups = config.top_k, config.expert_groups, config.top_groups
         self.rate = config.bias_rate
-        self.weight = nn.Parameter(torch.empty(config.experts, config.hidden))
-        self.register_buffer("bias", torch.zeros(config.experts))
-        self.register_buffer("lost", torch.zeros(config.experts, dtype=torch.bool))
+        self.weight = nn.Parameter(torch.empty(config.experts, config.hidden, dtype=torch.float32, device="cpu"))
+        self.register_buffer("bias", torch.zeros(config.experts, dtype=torch.float32, device="cpu"))
+        self.register_buffer("lost", torch.zeros(config.experts, dtype=torch.bool, device="cpu"))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> ids [T, K] int64 and weights [T, K] fp32; -1 and 0 where no expert is left to choose."""
@@ -79,8 +79,12 @@ class Experts(nn.Module):
     def __init__(self, config: DemoConfig, first: int, count: int) -> None:
         super().__init__()
         self.first, self.count = first, count
-        self.w_in = nn.Parameter(torch.empty(count, config.hidden, config.expert_hidden))
-        self.w_out = nn.Parameter(torch.empty(count, config.expert_hidden, config.hidden))
+        self.w_in = nn.Parameter(
+            torch.empty(count, config.hidden, config.expert_hidden, dtype=torch.float32, device="cpu")
+        )
+        self.w_out = nn.Parameter(
+            torch.empty(count, config.expert_hidden, config.hidden, dtype=torch.float32, device="cpu")
+        )
 
     def forward(self, x: Tensor, num_rows: Sequence[int]) -> Tensor:
         """x [N, H], sorted by expert: the first num_rows[0] rows are for our first expert, and so on. -> [N, H]."""
@@ -98,7 +102,7 @@ class MoELayer(nn.Module):
         self.gate = Gate(config)
         self.experts = Experts(config, local.start, len(local))
         self.exchange = exchange
-        self.register_buffer("load", torch.zeros(config.experts))
+        self.register_buffer("load", torch.zeros(config.experts, dtype=torch.float32, device="cpu"))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, H] -> [B, S, H]."""
@@ -140,8 +144,8 @@ class Block(nn.Module):
 def rotate(x: Tensor) -> Tensor:
     """Rotary position embedding (arXiv 2104.09864). x [B, heads, S, D] -> the same."""
     half = x.shape[3] // 2
-    frequencies = 1000.0 ** (-torch.arange(half, device=x.device) / half)
-    angles = torch.arange(x.shape[2], device=x.device)[:, None] * frequencies
+    frequencies = 1000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angles = torch.arange(x.shape[2], device=x.device, dtype=torch.int64)[:, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=3)
@@ -188,11 +192,13 @@ class LanguageModel(nn.Module):
             if value.dim() == 1:
                 continue  # norms start at 1
             if ".experts." in name:  # draw all experts, keep ours: every split of them starts alike
-                drawn = torch.randn((config.experts, *value.shape[1:]), generator=generator)
+                drawn = torch.randn(
+                    (config.experts, *value.shape[1:]), generator=generator, dtype=torch.float32, device="cpu"
+                )
                 value.copy_(drawn[local.start : local.stop] * value.shape[1] ** -0.5)
             else:
                 scale = 1.0 if "embedding" in name else value.shape[1] ** -0.5
-                value.copy_(torch.randn(value.shape, generator=generator) * scale)
+                value.copy_(torch.randn(value.shape, generator=generator, dtype=torch.float32, device="cpu") * scale)
             if name.endswith(("out.weight", "w_out")):
                 value.mul_((2 * config.layers) ** -0.5)
 
@@ -204,7 +210,7 @@ def make_optimizer(model: LanguageModel, config: DemoConfig) -> tuple[torch.opti
 
     def set_rate(step: int) -> None:
         progress = max(0, step - warmup) / max(1, config.steps - warmup)
-        falling = 0.55 + 0.45 * float(torch.cos(torch.tensor(torch.pi * progress)))
+        falling = 0.55 + 0.45 * float(torch.cos(torch.tensor(torch.pi * progress, dtype=torch.float32, device="cpu")))
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * min(1.0, (step + 1) / warmup) * falling
 
@@ -222,7 +228,7 @@ def generate(model: LanguageModel, prompt: bytes, num_bytes: int, *, context: in
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     for _ in range(num_bytes):
-        window = torch.tensor([tokens[-context:]], device=device)
+        window = torch.tensor([tokens[-context:]], device=device, dtype=torch.int64)
         logits = to_host(model(window)[0, -1].float()) / 0.6
         tokens.append(int(torch.multinomial(logits.softmax(0), 1, generator=generator)))
     model.train()

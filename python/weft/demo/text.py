@@ -29,8 +29,10 @@ class Text:
     def batch(self, config_seed: int, step: int, rank: int, sequences: int, length: int) -> Tensor:
         """Random pieces of the text, int64 [sequences, length]; the same for the same seed, step and rank."""
         generator = torch.Generator().manual_seed((config_seed * 1_000_003 + step) * 1_009 + rank)
-        starts = torch.randint(0, len(self.data) - length + 1, (sequences, 1), generator=generator)
-        return self.data[starts + torch.arange(length)].long()
+        starts = torch.randint(
+            0, len(self.data) - length + 1, (sequences, 1), generator=generator, dtype=torch.int64, device="cpu"
+        )
+        return self.data[starts + torch.arange(length, dtype=torch.int64, device="cpu")].long()
 
 
 def load_text(file: Path | None, *, min_bytes: int) -> Text:

@@ -162,7 +162,7 @@ class Trainer:
 
     def check_same_step(self) -> None:
         """Raises where the peer died so late in a step that some ranks finished the step and others did not."""
-        mine = torch.zeros(self.sum_over_ranks.num_values, device=self.comm.device)
+        mine = torch.zeros(self.sum_over_ranks.num_values, device=self.comm.device, dtype=torch.float32)
         mine[self.comm.rank] = len(self.losses)
         steps = [int(self.sum_over_ranks(mine)[rank]) for rank in self.comm.active_ranks]
         if len(set(steps)) > 1:

@@ -54,7 +54,7 @@ def _measure(torch: Any, nodes: dict[str, list[int]]) -> dict[str, Any]:
         return {"error": "torch sees no GPU (a build without CUDA, or CUDA does not start)"}
     count = torch.cuda.device_count()
     for device in range(count):
-        torch.zeros(1, device=device)  # starts CUDA on it, which is not what is measured
+        torch.zeros(1, device=device, dtype=torch.float32)  # starts CUDA on it, which is not what is measured
     start = time.monotonic()
     result: dict[str, Any] = {"devices": [_address(torch, idx) for idx in range(count)]}
     players: list[tuple[Any, Any]] = []
@@ -185,11 +185,11 @@ def _to_next(torch: Any, count: int, players: list[tuple[Any, Any]]) -> dict[str
 def _from_node(torch: Any, count: int, cpus: list[int]) -> dict[str, list[float]]:
     """What a process on these CPUs sees of each GPU: a launch and its end, and the rate from pinned memory near it."""
     os.sched_setaffinity(0, cpus)
-    pinned = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True).fill_(1)
+    pinned = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu").fill_(1)
     _KEPT.append(pinned)  # or the allocator would hand the same pages out for the next node
     launches, rates = [], []
     for device in range(count):
-        x = torch.zeros(1, device=device)
+        x = torch.zeros(1, device=device, dtype=torch.float32)
         target = torch.empty(_PINNED_BYTES, dtype=torch.uint8, device=device)
         times = []
         for _ in range(_LAUNCHES):

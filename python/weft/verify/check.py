@@ -58,25 +58,33 @@ def make_inputs(case: Case, rank: int) -> Inputs:
         second_x=_rows((num_tokens, case.hidden), dtype, generator, special_values=False),
         topk_idx=topk_idx.to(torch.int32 if case.id_bits == 32 else torch.int64),
         topk_weights=topk_weights,
-        bias=None if bias_shape is None else torch.randn(bias_shape, generator=generator).to(dtype),
+        bias=None
+        if bias_shape is None
+        else torch.randn(bias_shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype),
     )
 
 
 def _with_odd_ids(topk_idx: Tensor, generator: torch.Generator) -> Tensor:
     """A tenth of the ids -1, a tenth equal to the first of their row."""
-    chance = torch.rand(topk_idx.shape, generator=generator)
+    chance = torch.rand(topk_idx.shape, generator=generator, dtype=torch.float32, device="cpu")
     topk_idx = torch.where(chance < 0.1, topk_idx[:, :1], topk_idx)
     odd: Tensor = topk_idx.masked_fill(chance > 0.9, -1)
     return odd
 
 
 def _rows(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, *, special_values: bool) -> Tensor:
-    rows: Tensor = torch.randn(shape, generator=generator) * 2.0 ** float(torch.randint(-4, 5, (), generator=generator))
+    rows: Tensor = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * 2.0 ** float(
+        torch.randint(-4, 5, (), generator=generator, dtype=torch.int64, device="cpu")
+    )
     if special_values and rows.numel():
-        values = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-41, 3e38])
-        drawn = torch.randint(0, rows.numel(), (max(1, rows.numel() // 97),), generator=generator)
+        values = torch.tensor(
+            [float("nan"), float("inf"), -float("inf"), -0.0, 1e-41, 3e38], dtype=torch.float32, device="cpu"
+        )
+        drawn = torch.randint(
+            0, rows.numel(), (max(1, rows.numel() // 97),), generator=generator, dtype=torch.int64, device="cpu"
+        )
         where: Tensor = drawn.unique()  # which of two values for one place wins is not defined
-        which = torch.randint(0, len(values), where.shape, generator=generator)
+        which = torch.randint(0, len(values), where.shape, generator=generator, dtype=torch.int64, device="cpu")
         rows.view(-1)[where] = values[which]
     return rows.to(dtype)
 
@@ -89,7 +97,9 @@ def make_outputs(case: Case, rank: int, shape: tuple[int, ...]) -> Tensor:
 
 def make_side(case: Case, rank: int, shape: tuple[int, ...]) -> Tensor:
     """The side values `rank` gives to combine, one per row or pick; fp32."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(case.seed * 1009 + 250 + rank))
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(case.seed * 1009 + 250 + rank), dtype=torch.float32, device="cpu"
+    )
 
 
 def expect_equal(name: str, got: Tensor, want: Tensor) -> int:
@@ -164,7 +174,7 @@ def _filled_rows(case: Case, want: reference.Dispatched) -> Callable[[Tensor], T
         num_rows = int(want.num_rows)
         return lambda rows: rows[:num_rows]
     counts = want.num_tokens_per_expert
-    index = torch.arange(case.capacity or 0)
+    index = torch.arange(case.capacity or 0, dtype=torch.int64, device="cpu")
     mask = index[None, :] < counts[:, None]
     return lambda rows: to_host(rows.detach())[mask]
 

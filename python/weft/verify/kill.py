@@ -328,7 +328,7 @@ class _Beside:
         self._is_gpu = device.type == "cuda"
         if self._is_gpu:
             self._stream = torch.cuda.Stream(device)
-            self._product = torch.ones((self._SIZE, self._SIZE), device=device)
+            self._product = torch.ones((self._SIZE, self._SIZE), device=device, dtype=torch.float32)
             torch.cuda.synchronize(device)
             self.go_on()  # the first product loads kernels, for up to seconds in which no call of Weft can raise
             self._stream.synchronize()

@@ -1,6 +1,7 @@
 // The calls of a window: what can be checked here is checked before anything is sent; then the operation runs.
 #include <string>
 
+#include "engine/address.h"
 #include "engine/cpu/combine.h"
 #include "engine/cpu/dispatch.h"
 
@@ -37,6 +38,31 @@ void check_row(i64 row_bytes, i64 scale_bytes, const WindowShape& shape) {
   }
 }
 
+void check_addresses(const DispatchArgs& args) {
+  check_address("x", args.x, args.num_tokens * args.row_bytes);
+  if (args.quantize == Quantize::kNone) check_address("scales", args.scales, args.num_tokens * args.scale_row_bytes);
+  check_address("send plan", args.send_plan, 1);
+  if (args.cached) {
+    check_address("receive plan", args.recv_plan, args.recv_plan_len);
+    return;
+  }
+  check_address("topk_idx", args.topk_idx, args.num_tokens);
+  check_address("counts", args.counts, 1);
+  check_address("offsets", args.offsets, 1);
+  check_address("num_rows", args.num_rows, 1);
+  check_address("overflow", args.overflow, 1);
+}
+
+void check_addresses(const CombineArgs& args) {
+  check_address("expert_output", args.y, args.num_rows * args.hidden);
+  check_address("out", args.out, args.num_tokens * args.hidden);
+  check_address("send plan", args.send_plan, 1);
+  check_address("receive plan", args.recv_plan, 1);
+  if (!args.has_side) return;
+  check_address("side", args.side, args.num_rows);
+  check_address("side of the result", args.side_out, args.num_tokens);
+}
+
 }  // namespace
 
 DispatchResult Window::dispatch(const DispatchArgs& args, const Poll& poll) {
@@ -51,6 +77,7 @@ DispatchResult Window::dispatch(const DispatchArgs& args, const Poll& poll) {
   } else {
     check_row(args.row_bytes, args.scale_row_bytes, shape_);
   }
+  check_addresses(args);
   if (args.cached) {
     check_plans(args.send_plan, args.recv_plan, args.recv_plan_len, args.num_tokens, args.layout, args.capacity,
                 {hash_, comm_->epoch(), comm_->rank()});
@@ -65,6 +92,7 @@ void Window::combine(const CombineArgs& args, const Poll& poll) {
   check_row(args.hidden * dtype_bytes(args.dtype), 0, shape_);
   if (args.wire_is_fp8 && args.hidden % 16 != 0)
     throw_invalid_argument(range_text("hidden", args.hidden, "multiples of 16 with FP8 on the wire"));
+  check_addresses(args);
   check_plans(args.send_plan, args.recv_plan, args.recv_plan_len, args.num_tokens, args.layout, args.capacity,
               {hash_, comm_->epoch(), comm_->rank()});
   const i64 num_rows = result_rows(*reinterpret_cast<const PlanHeader*>(args.recv_plan));

@@ -66,6 +66,7 @@ class DispatchCall {
   void place_meta_rows(int source, i64 end);
   void finish_result();
   void write_outputs();
+  i64 count_dropped() const;
   void write_topk();
   void write_weights();
 

@@ -128,6 +128,8 @@ void DispatchCall::finish_result() {
           static_cast<i32>(source < num_ranks_ ? sources_[source].first_meta_row : num_meta_rows_);
     }
     write_outputs();
+  } else if (a_.overflow != nullptr) {
+    *a_.overflow += count_dropped();
   }
   result_.num_rows = num_rows_;
   result_.in_heap = !staged_;
@@ -168,6 +170,17 @@ void DispatchCall::write_outputs() {
   result_.recv_plan.is_integer = true;
   *a_.num_rows = static_cast<i32>(num_rows_);
   *a_.overflow += num_dropped_;
+}
+
+// Of a handle: its picks that found no room, as the first dispatch counted them.
+i64 DispatchCall::count_dropped() const {
+  i64 num_dropped = 0;
+  for (i64 pick = 0; a_.capacity >= 0 && pick < num_meta_rows_ * top_k_; ++pick) {
+    if (recv_.expert()[pick] < 0) continue;
+    const bool is_kept = a_.layout == Layout::kRankMajor ? pick < num_rows_ * top_k_ : recv_.row()[pick] >= 0;
+    num_dropped += is_kept ? 0 : 1;
+  }
+  return num_dropped;
 }
 
 void DispatchCall::write_topk() {

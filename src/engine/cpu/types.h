@@ -54,7 +54,7 @@ struct DispatchArgs {
   i32* counts = nullptr;    // [num_local_experts] written
   i32* offsets = nullptr;   // [num_ranks + 1] or [num_local_experts + 1] written
   i32* num_rows = nullptr;  // written
-  i64* overflow = nullptr;  // added to
+  i64* overflow = nullptr;  // added to; of a cached call it may be null: nobody counts
 };
 
 struct DispatchResult {

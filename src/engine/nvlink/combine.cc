@@ -5,6 +5,7 @@
 #include <string>
 
 #include "base/status.h"
+#include "engine/address.h"
 #include "engine/nvlink/combine_config.h"
 #include "engine/nvlink/small_combine.h"
 
@@ -103,7 +104,18 @@ kernels::CombineKernelArgs CombineCall::kernel_arguments() const {
   return args;
 }
 
+static void check_addresses(const CombineArgs& args) {
+  check_address("expert_output", args.y, args.num_rows * args.hidden);
+  check_address("out", args.out, args.num_tokens * args.hidden);
+  check_address("send plan", args.send_plan, args.num_tokens);
+  check_address("receive plan", args.recv_plan, 1);
+  if (!args.has_side) return;
+  check_address("side", args.side, args.num_rows);
+  check_address("side of the result", args.side_out, args.num_tokens);
+}
+
 void Window::combine(const CombineArgs& args, const Poll& poll) {
+  check_addresses(args);
   const cuda::ContextScope scope(gpu_->context);
   check_half(args);
   watched([&] { args.is_small ? SmallCombineCall(*this, args, poll).run() : CombineCall(*this, args, poll).run(); });

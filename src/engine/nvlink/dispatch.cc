@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/status.h"
+#include "engine/address.h"
 #include "engine/nvlink/small_dispatch.h"
 #include "weft/layout/checked.h"
 #include "weft/ptx/fp8_scale.h"
@@ -310,7 +311,26 @@ DispatchResult DispatchCall::heap_result() {
   return result;
 }
 
+static void check_addresses(const DispatchArgs& args) {
+  check_address("x", args.x, args.num_tokens * args.row_bytes);
+  if (args.quantize == Quantize::kNone) check_address("scales", args.scales, args.num_tokens * args.scale_row_bytes);
+  if (!args.makes_send_plan) check_address("send plan", args.send_plan, args.num_tokens);
+  if (args.cached || args.is_small) check_address("receive plan", args.recv_plan, 1);
+  if (!args.cached) {
+    check_address("topk_idx", args.topk_idx, args.num_tokens);
+    check_address("overflow", args.overflow, 1);
+  }
+  if (!args.makes_send_plan && (!args.cached || args.layout != Layout::kRankMajor)) {
+    check_address("sizes", args.counts, 1);
+  }
+  if (!args.is_small) return;
+  check_address("rows of the result", args.out_x, args.room * wire_row_bytes(args));
+  check_address("scales of the result", args.out_scales, args.room * wire_scale_bytes(args));
+  if (!args.cached) check_address("weights of the result", args.out_weights, args.room);
+}
+
 DispatchResult Window::dispatch(const DispatchArgs& args, const Poll& poll) {
+  check_addresses(args);
   const cuda::ContextScope scope(gpu_->context);
   check_half(args);
   return watched([&] {
