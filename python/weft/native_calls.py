@@ -142,9 +142,7 @@ class NativeCalls(ABC):
     `tie`, is part of every handle: it proves whose the handle is, and of which epoch. Both are in host memory.
     """
 
-    MAX_UNUSED = (
-        4  # results not used on this rank whose graphs are kept for a backward that may come (weft/autograd.py)
-    )
+    MAX_UNUSED = 4  # unused results whose graphs are kept for a backward that may come (weft/autograd.py)
     plans_on_device = False  # where the plans of a handle lie
 
     def __init__(

@@ -74,7 +74,7 @@ class DispatchCount : public DispatchIds<kConfig> {
   __device__ void write_counts(i32 first_warp) {
     const i32 thread = (warp - first_warp) * 32 + lane;
     if constexpr (kConfig.is_cached) {
-      if (thread == 0 && a.overflow != nullptr) add_dropped(a.recv_plan[kGpuPlanDropped]);
+      if (thread == 0 && a.overflow != nullptr) add_dropped(a.overflow, a.recv_plan[kGpuPlanDropped]);
       return;
     }
     if constexpr (kConfig.is_by_expert()) {
@@ -110,7 +110,7 @@ class DispatchCount : public DispatchIds<kConfig> {
       num_dropped += a.counts[expert] - kept[expert];
       a.counts[expert] = kept[expert];
     }
-    add_dropped(num_dropped);
+    add_dropped(a.overflow, num_dropped);
     if (num_dropped > 0) atomicAdd(&recv_plan()[kGpuPlanDropped], static_cast<i32>(num_dropped));
   }
 
@@ -282,10 +282,6 @@ class DispatchCount : public DispatchIds<kConfig> {
     ptx::st_release_sys(&host->counted_ticket, a.ticket);
   }
 
-  __device__ void add_dropped(i64 num_dropped) const {
-    if (num_dropped > 0) atomicAdd(reinterpret_cast<u64*>(a.overflow), static_cast<u64>(num_dropped));
-  }
-
   // One thread.
   __device__ void write_rank_offsets() {
     const i64 limit = a.capacity >= 0 ? a.capacity : 0x7fffffff;
@@ -323,7 +319,7 @@ class DispatchCount : public DispatchIds<kConfig> {
     a.offsets[kLocal] = last;
     *a.num_rows = is_masked ? static_cast<i32>(num_kept) : last;
     recv_plan()[kGpuPlanDropped] = static_cast<i32>(num_dropped);
-    add_dropped(num_dropped);
+    add_dropped(a.overflow, num_dropped);
     tell_host(is_masked ? num_kept : last);
   }
 };

@@ -116,11 +116,7 @@ class SmallDispatch {
       if (threadIdx.x == 0) break_window(s_.rank());
       return;
     }
-    if constexpr (kConfig.is_cached) {
-      receive.count_dropped();
-    } else {
-      receive.write_counts();
-    }
+    receive.write_counts();
     receive.zero();
     ptx::bar_sync(kSendHeard, kWithOne);
     if (verdict(Phase::kSend) == Verdict::kOk) receive.copy_rows();

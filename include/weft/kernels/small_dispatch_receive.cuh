@@ -71,6 +71,10 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
   __device__ void write_counts() {
     if (!is_counting()) return;
     const i32 thread = static_cast<i32>(threadIdx.x);
+    if constexpr (kConfig.is_cached) {  // the routing of a handle drops again what it dropped
+      if (thread == 0 && a.overflow != nullptr) add_dropped(a.overflow, a.recv_plan[kGpuPlanDropped]);
+      return;
+    }
     if (thread < kRanks) a.recv_plan[thread] = sums().num_tokens[thread];
     if (thread == 0) a.recv_plan[kGpuPlanMadeBy] = static_cast<i32>(flight.turn.sequence);
     if constexpr (kByExpert) {
@@ -82,14 +86,6 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
       for (i32 expert = thread; expert < kLocal; expert += Base::kThreads) a.counts[expert] = kept()[expert];
     }
     if (warp == 0) write_sums();
-  }
-
-  // A handle's routing drops again what it dropped. By one thread of the grid.
-  __device__ void count_dropped() const {
-    if (is_counting() && threadIdx.x == 0 && a.overflow != nullptr) add_dropped(a.recv_plan[kGpuPlanDropped]);
-  }
-  __device__ void add_dropped(i32 num_dropped) const {
-    if (num_dropped > 0) atomicAdd(reinterpret_cast<u64*>(a.overflow), static_cast<u64>(num_dropped));
   }
 
   // ---- rows
@@ -334,7 +330,7 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
       a.offsets[kRanks] = static_cast<i32>(min(end, static_cast<i64>(limit())));
     }
     *a.num_rows = kIsMasked ? num_kept : static_cast<i32>(min(end, static_cast<i64>(limit())));
-    add_dropped(a.recv_plan[kGpuPlanDropped] = num_picks - num_kept);
+    add_dropped(a.overflow, a.recv_plan[kGpuPlanDropped] = num_picks - num_kept);
     if (a.ticket == 0) return;
     a.view.host->num_rows = kIsMasked ? num_kept : end;
     ptx::st_release_sys(&a.view.host->counted_ticket, a.ticket);

@@ -157,4 +157,9 @@ __device__ inline void load_floats(const u8* from, float (&values)[8]) {
   }
 }
 
+// Picks without room, to the caller's counter; by one thread or several.
+__device__ inline void add_dropped(i64* overflow, i64 num_dropped) {
+  if (num_dropped > 0) atomicAdd(reinterpret_cast<u64*>(overflow), static_cast<u64>(num_dropped));
+}
+
 }  // namespace weft::kernels
