@@ -185,8 +185,8 @@ class CpuCalls(NativeCalls):
         sums = None if grad_weights is None else torch.empty(grad_weights.shape, dtype=torch.float32, device="cpu")
         hidden = rows.shape[-1]
         _load.native().gradients(
-            DTYPE_CODES[rows.dtype], hidden, weights.numel(), on_host.data_ptr(), pointer(y), weights.data_ptr(),
-            into.data_ptr(), pointer(sums),
+            DTYPE_CODES[rows.dtype], hidden, weights.numel(), address(on_host), address(y), address(weights),
+            address(into), address(sums),
         )  # fmt: skip
         if into is not out:
             out.copy_(into)

@@ -224,8 +224,8 @@ class GpuCalls(NativeCalls):
         rows, y, weights = dense(rows), None if y is None else dense(y), dense(weights)
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         self.windows[0].native.gradients(
-            stream, DTYPE_CODES[rows.dtype], rows.shape[-1], weights.numel(), rows.data_ptr(), pointer(y),
-            weights.data_ptr(), out.data_ptr(), pointer(grad_weights),
+            stream, DTYPE_CODES[rows.dtype], rows.shape[-1], weights.numel(), address(rows), address(y),
+            address(weights), address(out), address(grad_weights),
         )  # fmt: skip
 
     # ---- around them
