@@ -45,21 +45,22 @@ class Unsupported(Error):
     Attributes: `feature` asked for, `have` what is there, `need` what it would take; all texts.
     """
 
-    def __init__(self, feature: str, have: str = "", need: str = "") -> None:
+    def __init__(self, feature: str, have: str = "", need: str = "", text: str = "") -> None:
         self.feature, self.have, self.need = feature, have, need
-        text = f"{feature} is not supported"
-        if have:
-            text += f": have {have}"
-        if need:
-            text += f"{',' if have else ':'} need {need}"
-        super().__init__(text)
+        self.text = text or f"{feature} is not supported"
+        if have and not text:
+            self.text += f": have {have}"
+        if need and not text:
+            self.text += f"{',' if have else ':'} need {need}"
+        super().__init__(self.text)
 
-    def __reduce__(self) -> tuple[type[Unsupported], tuple[str, str, str]]:
-        return type(self), (self.feature, self.have, self.need)
+    def __reduce__(self) -> tuple[type[Unsupported], tuple[str, str, str, str]]:
+        return type(self), (self.feature, self.have, self.need, self.text)
 
 
 class CapacityExceeded(Error):
-    """Picks beyond `capacity` were dropped on this rank since the last `check()`. Attribute: `num_dropped`."""
+    """Picks beyond `capacity` were dropped on this rank since the last `check()`; or a limit of the system is reached
+    (memory, descriptors, threads), which the text names. Attribute: `num_dropped`, 0 for such a limit."""
 
     def __init__(self, num_dropped: int, text: str = "") -> None:
         self.num_dropped = num_dropped
@@ -129,7 +130,7 @@ def rank_list(ranks: Sequence[int]) -> str:
 def from_native(code: int, text: str, op: str = "", seq: int = 0, peers: Sequence[int] = ()) -> Error:
     """The exception of a native error code (src/base/status.h, `ErrorCode`). Unknown codes are internal errors."""
     if code == 3:
-        return _unsupported(text)
+        return Unsupported(text, text=text)  # native texts are whole sentences
     if code == 4:
         return CapacityExceeded(0, text)
     if code == 5:
@@ -144,10 +145,3 @@ def from_native(code: int, text: str, op: str = "", seq: int = 0, peers: Sequenc
         9: InternalError,
     }
     return plain.get(code, InternalError)(text)
-
-
-def _unsupported(text: str) -> Unsupported:
-    """Native texts are whole sentences: keep the sentence, and let `feature` be all of it."""
-    error = Unsupported(text)
-    error.args = (text,)
-    return error

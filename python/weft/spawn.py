@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import pickle
 import selectors
@@ -80,7 +81,8 @@ def spawn(
     Raises:
         InvalidArgument: an argument is not allowed.
         InvalidState: CUDA was used before, see above.
-        Unsupported: engine="nvlink" can't be here.
+        Unsupported: engine="nvlink" can't be here, or the system denies what ranks need.
+        CapacityExceeded: a limit of the system is reached: processes, descriptors, memory.
         PeerLost: a rank was killed by a signal or left without a result.
         Whatever `fn` raised on a rank, with its traceback as a note.
     """
@@ -272,8 +274,8 @@ def _run_threads(job: _Job) -> list[_Outcome]:
     numbers = range(job.num_ranks)
     threads = [threading.Thread(target=ranks.run, args=(rank,), name=f"weft-rank-{rank}") for rank in numbers]
     try:
-        for thread in threads:
-            thread.start()
+        for rank, thread in enumerate(threads):
+            _start(rank, thread)
         for ended in ranks.ended:  # no join: Python 3.11 takes a thread for ended if Ctrl-C comes inside one
             while not ended.wait(0.1):
                 if job.stop_on_failure:
@@ -287,6 +289,15 @@ def _run_threads(job: _Job) -> list[_Outcome]:
     for thread in threads:
         thread.join()
     return ranks.outcomes
+
+
+def _start(rank: int, thread: threading.Thread) -> None:
+    try:
+        thread.start()
+    except RuntimeError:
+        if thread.ident is not None:
+            raise
+        _raise_of(f"starting the thread of rank {rank}", OSError(errno.EAGAIN, ""))
 
 
 @contextlib.contextmanager
@@ -353,9 +364,12 @@ def _run_processes(job: _Job) -> list[_Outcome]:
 
 
 def _fork(job: _Job, rank: int, earlier: list[_Child]) -> _Child:
-    ours, theirs = socket.socketpair()
     parent_pid = os.getpid()
-    pid = os.fork()
+    try:
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+    except OSError as error:
+        _raise_of(f"starting rank {rank}", error)
     if pid:
         theirs.close()
         return _Child(rank, pid, ours)
@@ -451,10 +465,24 @@ def _receive(channel: socket.socket) -> Any:
     return pickle.loads(data[_LENGTH_BYTES:])
 
 
+def _raise_of(action: str, error: OSError) -> NoReturn:
+    """What the system refused, as the typed error that names the limit and the mend."""
+    from weft import _load
+
+    _load.native().raise_system_error(action, error.errno or 0)
+
+
+def _selector() -> selectors.BaseSelector:
+    try:
+        return selectors.DefaultSelector()
+    except OSError as error:
+        _raise_of("waiting for the ranks", error)
+
+
 def _supervise(children: list[_Child], stop_on_failure: bool) -> None:
     """Hand the endpoints round, collect the outcomes, and end what hangs after a failure."""
     give_up = float("inf")
-    with selectors.DefaultSelector() as selector:
+    with _selector() as selector:
         for child in children:
             selector.register(child.channel, selectors.EVENT_READ, child)
         while any(child.outcome is None for child in children):

@@ -18,7 +18,7 @@ class OwnedFd {
   OwnedFd& operator=(const OwnedFd&) = delete;
   ~OwnedFd() { reset(); }
 
-  // A second descriptor (close-on-exec) of the same file. Error kInternalError if the process has none left.
+  // A second descriptor (close-on-exec) of the same file. Error kCapacityExceeded if the process has none left.
   static OwnedFd duplicate(int fd);
 
   int get() const noexcept { return fd_; }

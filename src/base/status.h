@@ -45,7 +45,9 @@ class Error : public std::exception {
 [[noreturn]] void throw_peer_timeout(const std::string& op, uint64_t sequence, std::vector<int> peers,
                                      const std::string& text);
 
-// InternalError "<action>: <text of error_number>".
+// What the system refused. Where a user can mend that the error names the limit and the mend: kUnsupported (EPERM,
+// EACCES, ENOSYS: the call is denied) or kCapacityExceeded (a limit is reached: EMFILE, ENFILE, EFBIG, ENOSPC, ENOMEM,
+// EAGAIN of threads and processes). Else kInternalError "<action>: <text of error_number>".
 [[noreturn]] void throw_system_error(const std::string& action, int error_number);
 
 // "rank 2", "ranks 1, 3": how every text of the library names ranks.

@@ -6,7 +6,7 @@
 
 namespace weft {
 
-// Error kInternalError if the system refuses a thread. `name`: at most 15 characters.
+// Error kCapacityExceeded if the system refuses a thread. `name`: at most 15 characters.
 std::thread start_thread(const char* name, std::function<void()> body);
 
 }  // namespace weft

@@ -329,6 +329,7 @@ NB_MODULE(_native, m) {
     info["cplusplus"] = static_cast<i64>(__cplusplus);
     return info;
   });
+  m.def("raise_system_error", &throw_system_error, "action"_a, "error_number"_a);
   m.def("set_error_factory", [](nb::object factory) { error_factory() = std::move(factory); }, "factory"_a.none());
   m.def(
       "set_log_sink",

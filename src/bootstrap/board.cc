@@ -1,6 +1,7 @@
 #include "bootstrap/board.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 
 #include "base/clock.h"
@@ -27,6 +28,13 @@ const char* detection_channel_name(DetectionChannel channel) noexcept {
     case DetectionChannel::kRefused: return "refused";
   }
   return "unknown";
+}
+
+void Parcel::check_fds(size_t num_expected, const std::string& source) const {
+  if (has_lost_fds) throw_system_error("receiving file descriptors of " + source, EMFILE);
+  if (fds.size() == num_expected) return;
+  throw_internal(source + " sent " + std::to_string(fds.size()) + " file descriptors where " +
+                 std::to_string(num_expected) + " belong");
 }
 
 Board::Board(int rank, int num_ranks) : rank_(rank), num_ranks_(num_ranks), fates_(static_cast<size_t>(num_ranks)) {}

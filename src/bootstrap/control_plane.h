@@ -31,6 +31,10 @@ struct AbortReason {
 struct Parcel {
   std::vector<std::byte> bytes;
   std::vector<OwnedFd> fds;
+  bool has_lost_fds = false;  // this process had no room for some of them
+
+  // Throws kCapacityExceeded if some were lost, kInternalError if `source` ("rank 2") sent another number.
+  void check_fds(size_t num_expected, const std::string& source) const;
 };
 
 enum class DetectionChannel : uint32_t {

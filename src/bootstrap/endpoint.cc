@@ -17,13 +17,19 @@
 namespace weft {
 namespace {
 
-// The whole of a small file of /proc, or nothing.
+// The whole of a small file of /proc, or nothing. Error kCapacityExceeded without a descriptor for it, which would look
+// like a file that is not there.
 std::string read_small_file(const char* path) {
   const OwnedFd fd(open(path, O_RDONLY | O_CLOEXEC));
+  if (!fd.valid() && (errno == EMFILE || errno == ENFILE)) throw_system_error(std::string("reading ") + path, errno);
   if (!fd.valid()) return {};
   std::array<char, 4096> buffer{};
   const ssize_t num_bytes = read(fd.get(), buffer.data(), buffer.size());
   return num_bytes > 0 ? std::string(buffer.data(), static_cast<size_t>(num_bytes)) : std::string();
+}
+
+[[noreturn]] void throw_no_proc(const std::string& path) {
+  throw_unsupported("Weft can't read " + path + "; mount /proc in this container or sandbox");
 }
 
 std::array<uint8_t, 16> this_boot_id() {
@@ -35,7 +41,7 @@ std::array<uint8_t, 16> this_boot_id() {
     id[num_digits / 2] = static_cast<uint8_t>(id[num_digits / 2] << 4 | digit);
     ++num_digits;
   }
-  if (num_digits != 32) throw_unsupported("this machine has no /proc/sys/kernel/random/boot_id, which Weft needs");
+  if (num_digits != 32) throw_no_proc("/proc/sys/kernel/random/boot_id");
   return id;
 }
 
@@ -91,7 +97,7 @@ Listener::Listener() {
   endpoint_.pid = getpid();
   endpoint_.uid = geteuid();
   endpoint_.start_time = process_start_time(endpoint_.pid);
-  if (endpoint_.start_time == 0) throw_unsupported("this machine has no /proc/PID/stat, which Weft needs");
+  if (endpoint_.start_time == 0) throw_no_proc("/proc/PID/stat");
   const std::string name = random_name();
   endpoint_.name_bytes = static_cast<uint16_t>(name.size());
   std::copy(name.begin(), name.end(), endpoint_.name.begin());

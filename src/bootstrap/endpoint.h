@@ -42,7 +42,7 @@ uint64_t process_start_time(int pid);
 // Made before the endpoints are exchanged, so that a peer that knows an endpoint can always connect.
 class Listener {
  public:
-  Listener();  // Error kInternalError if there is no socket to be had, kUnsupported without /proc
+  Listener();  // Errors: kCapacityExceeded (no descriptor left), kUnsupported (no /proc, no sockets)
 
   const Endpoint& endpoint() const noexcept { return endpoint_; }
   int fd() const noexcept { return fd_.get(); }

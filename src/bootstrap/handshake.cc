@@ -175,6 +175,7 @@ class Mesh {
     if (reader_.header.type == PacketType::kRefusal) throw_refusal(name_of(peer));
     const std::string problem = wrong_hello(peer);
     if (!problem.empty()) throw_invalid_argument(name_of(peer) + " sent " + problem);
+    throw_if_fds_lost(name_of(peer));
     connection(peer).life = std::make_shared<PeerLife>(std::move(reader_.fds.front()));
   }
 
@@ -228,6 +229,8 @@ class Mesh {
     if (problem.empty()) problem = wrong_hello(hello.source);
     if (!problem.empty()) refuse_caller(std::move(caller), problem);
     check_alive(hello.source);
+    if (reader_.has_lost_fds) callers_.push_back(std::move(caller));  // so that tell_all() reaches it
+    throw_if_fds_lost(name_of(hello.source));
     std::shared_ptr<PeerLife> life = std::make_shared<PeerLife>(std::move(reader_.fds.front()));
     say_hello(caller.get(), hello.source);
     connection(hello.source).socket = std::move(caller);
@@ -278,7 +281,11 @@ class Mesh {
     if (hello.source != peer || hello.target != request_.rank || hello.endpoint != endpoint(peer)) {
       return "a greeting from rank " + std::to_string(hello.source) + " to rank " + std::to_string(hello.target);
     }
-    return reader_.fds.size() == 1 ? "" : "a greeting without its life lock";
+    return reader_.header.num_fds == 1 ? "" : "a greeting without its life lock";
+  }
+
+  void throw_if_fds_lost(const std::string& source) {
+    if (reader_.has_lost_fds) throw_system_error("receiving a file descriptor of " + source, EMFILE);
   }
 
   [[noreturn]] void throw_refusal(const std::string& from) {

@@ -145,6 +145,7 @@ std::string Link::take_message(PacketReader& reader, const Events& events) {
     incoming_bytes_ = header.message_bytes;
     incoming_.bytes.reserve(incoming_bytes_);
     incoming_.fds = std::move(reader.fds);
+    incoming_.has_lost_fds = reader.has_lost_fds;
   }
   incoming_.bytes.insert(incoming_.bytes.end(), reader.payload.begin(), reader.payload.end());
   if (incoming_.bytes.size() < incoming_bytes_) return {};

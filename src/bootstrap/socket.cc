@@ -89,6 +89,7 @@ SendResult send_small(int socket, PacketType type, std::span<const std::byte> pa
 
 ReceiveResult PacketReader::receive(int socket) {
   fds.clear();
+  has_lost_fds = false;
   problem.clear();
   iovec part{buffer_.data(), buffer_.size()};
   ControlBuffer control;
@@ -137,9 +138,11 @@ bool PacketReader::well_formed(size_t num_bytes, int flags) {
   const bool may_hold_fds =
       header.offset == 0 && (header.type == PacketType::kMessage || header.type == PacketType::kHello);
   if (header.num_fds > 0 && !may_hold_fds) return refuse("file descriptors with a packet that should have none");
-  if ((flags & MSG_CTRUNC) != 0 || header.num_fds != fds.size()) {
+  // The kernel drops what the process has no room for, and says so.
+  has_lost_fds = (flags & MSG_CTRUNC) != 0 && fds.size() < header.num_fds && header.num_fds <= kMaxMessageFds;
+  if (!has_lost_fds && ((flags & MSG_CTRUNC) != 0 || header.num_fds != fds.size())) {
     return refuse("a packet with " + std::to_string(header.num_fds) + " file descriptors of which " +
-                  std::to_string(fds.size()) + " came (has this process too many open files?)");
+                  std::to_string(fds.size()) + " came");
   }
   payload = {buffer_.data() + sizeof(PacketHeader), header.payload_bytes};
   return true;

@@ -63,12 +63,14 @@ class PacketReader {
  public:
   PacketReader() : buffer_(sizeof(PacketHeader) + kMaxPayloadBytes) {}
 
-  // kPacket: header, payload and fds hold it until the next call. kBad: `problem` says what is wrong with it.
+  // kPacket: header, payload and fds hold it until the next call; has_lost_fds: fewer fds came than were sent, since this
+  // process has no room for more. kBad: `problem` says what is wrong with it.
   ReceiveResult receive(int socket);
 
   PacketHeader header;
   std::span<const std::byte> payload;
   std::vector<OwnedFd> fds;
+  bool has_lost_fds = false;
   std::string problem;
 
  private:

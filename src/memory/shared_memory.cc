@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -62,11 +63,19 @@ void SharedMemory::unmap() noexcept {
 SharedMemory SharedMemory::create(uint64_t bytes) {
   const uint64_t mapped_bytes = whole_pages(bytes);
   OwnedFd fd(memfd_create("weft", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!fd.valid()) throw_system_error("memfd_create", errno);
+  if (!fd.valid()) throw_system_error("making shared memory with memfd_create", errno);
+  // Asked first: a larger file would also raise SIGXFSZ, which ends a process that does not ignore it.
+  rlimit most{};
+  if (getrlimit(RLIMIT_FSIZE, &most) == 0 && most.rlim_cur < mapped_bytes) {
+    throw_system_error("giving shared memory " + std::to_string(mapped_bytes) + " bytes", EFBIG);
+  }
   if (ftruncate(fd.get(), static_cast<off_t>(mapped_bytes)) != 0) {
     throw_system_error("giving shared memory " + std::to_string(mapped_bytes) + " bytes", errno);
   }
-  if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) throw_system_error("sealing shared memory", errno);
+  if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) {
+    if (errno == EINVAL) throw_unsupported("this kernel can't seal shared memory (F_ADD_SEALS of a memfd)");
+    throw_system_error("sealing shared memory", errno);
+  }
   return SharedMemory(std::move(fd), mapped_bytes);
 }
 

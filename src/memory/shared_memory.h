@@ -19,7 +19,8 @@ class SharedMemory {
   ~SharedMemory();
 
   // Zeroed memory of at least `bytes` bytes (rounded up to pages), sealed: nobody can shrink or grow it, so no access
-  // inside it can fault. Errors: kInvalidArgument (0 bytes), kInternalError.
+  // inside it can fault. Errors: kInvalidArgument (0 bytes), kUnsupported (memfd_create is denied), kCapacityExceeded (a
+  // limit of the system), kInternalError.
   static SharedMemory create(uint64_t bytes);
 
   // Maps what another process created with the same `bytes`. kInvalidArgument if size or seals are not create()'s.

@@ -12,11 +12,13 @@ namespace weft::cpu {
 namespace {
 
 constexpr u64 kWindowTag = u64{1} << 61;
+constexpr u64 kAttachedTag = kWindowTag | u64{1} << 60;
 
+// Followed by the text of the refusal, if there is one.
 struct MemoryOffer {
   WindowShape shape;
-  u64 control_bytes;
-  u64 heap_bytes;  // may differ from rank to rank
+  u64 heap_bytes;    // may differ from rank to rank
+  u64 refusal_code;  // 0: the memory is there
 };
 
 WindowLayout checked_layout(const WindowShape& shape) {
@@ -32,10 +34,21 @@ WindowLayout checked_layout(const WindowShape& shape) {
   return layout;
 }
 
-std::string too_much(int rank, u64 heap_bytes, u64 window_bytes) {
-  return "heap_bytes: " + std::to_string(heap_bytes) + " (and " + std::to_string(window_bytes) +
-         " of the window) of rank " + std::to_string(rank) +
-         " can't be mapped; allowed: what every rank can map of all ranks";
+// `error` of this rank or a peer, as every rank raises it.
+Error no_memory(int rank, u64 heap_bytes, u64 window_bytes, u64 code, const std::string& text) {
+  const bool is_known = code >= 1 && code <= static_cast<u64>(ErrorCode::kInternalError);
+  return Error(is_known ? static_cast<ErrorCode>(code) : ErrorCode::kInternalError,
+               "rank " + std::to_string(rank) + " could not make or map the memory of the window (heap_bytes: " +
+                   std::to_string(heap_bytes) + ", and " + std::to_string(window_bytes) + " more): " + text);
+}
+
+std::vector<std::byte> bytes_of(const std::string& text) {
+  const auto* first = reinterpret_cast<const std::byte*>(text.data());
+  return {first, first + text.size()};
+}
+
+std::string text_of(const std::vector<std::byte>& bytes, size_t from) {
+  return {reinterpret_cast<const char*>(bytes.data()) + from, bytes.size() - from};
 }
 
 // Rows at offset 0 would make "no offset" ambiguous in messages, and a heap of no bytes cannot be mapped.
@@ -53,37 +66,52 @@ Window::Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64
       peers_(static_cast<size_t>(shape.num_ranks)) {
   hash_ = hash_bytes(&shape_, sizeof(shape_), hash_bytes(&id_, sizeof(id_)));
   stats_.waited_ns.resize(static_cast<size_t>(shape.num_ranks));
-  allocate();
+  Memory memory = allocate();
   std::vector<Parcel> parcels =
-      exchange_memory(nullptr, comm_->active_ranks(), kWindowTag | id_, control_, heap_.get(), deadline_ns, poll);
-  for (int rank : comm_->active_ranks()) {
-    MemoryOffer offer;
-    std::memcpy(&offer, parcels[rank].bytes.data(), sizeof(offer));
-    if (rank == comm_->rank()) continue;
-    try {
-      peers_[rank].control = SharedMemory::attach(std::move(parcels[rank].fds[0]), offer.control_bytes);
-      peers_[rank].heap = SharedMemory::attach(std::move(parcels[rank].fds[1]), offer.heap_bytes);
-    } catch (const Error& error) {
-      if (error.code != ErrorCode::kInternalError) throw;
-      throw_invalid_argument(too_much(rank, offer.heap_bytes, layout_.total_bytes));
-    }
-    peers_[rank].control.drop_fd();
-    peers_[rank].heap.drop_fd();
-  }
+      exchange_memory(nullptr, comm_->active_ranks(), kWindowTag | id_, memory, deadline_ns, poll);
+  attach(parcels, deadline_ns, poll);
+  control_ = std::move(memory.control);
+  heap_ = std::move(memory.heap);
   control_.drop_fd();
   heap_->memory.drop_fd();
   comm_->add_window(this);
 }
 
-// Too much for this machine: left empty, and the exchange tells every rank.
-void Window::allocate() {
+// What the system refuses is kept, and the exchange tells every rank.
+Window::Memory Window::allocate() const {
+  Memory memory;
   try {
-    auto heap = std::make_shared<ReceiveHeap>(heap_bytes_);
-    control_ = SharedMemory::create(layout_.total_bytes);
-    new (control_.data()) ControlWords();
-    heap_ = std::move(heap);
+    memory.heap = std::make_shared<ReceiveHeap>(heap_bytes_);
+    memory.control = SharedMemory::create(layout_.total_bytes);
+    new (memory.control.data()) ControlWords();
   } catch (const Error& error) {
-    if (error.code != ErrorCode::kInternalError) throw;
+    memory.refusal = error;
+  }
+  return memory;
+}
+
+// Maps what the peers offer. Until everyone has mapped everything, nobody sends: who can't tells all.
+void Window::attach(std::vector<Parcel>& parcels, u64 deadline_ns, const Poll& poll) {
+  std::string refusal;
+  for (int rank : comm_->active_ranks()) {
+    if (rank == comm_->rank() || !refusal.empty()) continue;
+    MemoryOffer offer;
+    std::memcpy(&offer, parcels[rank].bytes.data(), sizeof(offer));
+    try {
+      parcels[rank].check_fds(2, "rank " + std::to_string(rank));
+      peers_[rank].control = SharedMemory::attach(std::move(parcels[rank].fds[0]), layout_.total_bytes);
+      peers_[rank].heap = SharedMemory::attach(std::move(parcels[rank].fds[1]), offer.heap_bytes);
+      peers_[rank].control.drop_fd();
+      peers_[rank].heap.drop_fd();
+    } catch (const Error& error) {
+      refusal = static_cast<char>(error.code) + error.text;
+    }
+  }
+  const std::vector<Parcel> verdicts = comm_->exchange(kAttachedTag | id_, bytes_of(refusal), {}, deadline_ns, poll);
+  for (int rank : comm_->active_ranks()) {
+    const std::vector<std::byte>& verdict = verdicts[rank].bytes;
+    if (verdict.empty()) continue;
+    throw no_memory(rank, heap_bytes_, layout_.total_bytes, static_cast<u64>(verdict[0]), text_of(verdict, 1));
   }
 }
 
@@ -97,51 +125,60 @@ void Window::close() {
   heap_.reset();  // results that are still held keep it
 }
 
-// NOLINTNEXTLINE(readability-function-size): the constructor has no plane, rebuild has one; the rest is common
 std::vector<Parcel> Window::exchange_memory(ControlPlane* plane, const std::vector<int>& ranks, u64 tag,
-                                            const SharedMemory& control, const ReceiveHeap* heap, u64 deadline_ns,
-                                            const Poll& poll) {
-  const bool has_memory = heap != nullptr;
-  const MemoryOffer mine{shape_, has_memory ? control.bytes() : 0, has_memory ? heap->memory.bytes() : heap_bytes_};
-  std::vector<std::byte> bytes(sizeof(mine));
-  std::memcpy(bytes.data(), &mine, sizeof(mine));
-  const std::vector<int> fds = has_memory ? std::vector<int>{control.fd(), heap->memory.fd()} : std::vector<int>{};
-  std::vector<Parcel> parcels = plane == nullptr ? comm_->exchange(tag, bytes, fds, deadline_ns, poll)
-                                                 : plane->exchange(ranks, tag, bytes, fds, deadline_ns, poll);
-  for (int rank : ranks) {
-    MemoryOffer offer{};
-    if (parcels[rank].bytes.size() != sizeof(offer))
-      throw_internal("rank " + std::to_string(rank) + " sent a malformed window");
-    std::memcpy(&offer, parcels[rank].bytes.data(), sizeof(offer));
-    if (offer.control_bytes == 0) {
-      throw_invalid_argument(too_much(rank, offer.heap_bytes, layout_.total_bytes));
-    }
-    if (parcels[rank].fds.size() != 2) throw_internal("rank " + std::to_string(rank) + " sent a malformed window");
-    if (std::memcmp(&offer.shape, &shape_, sizeof(shape_)) != 0) {
-      throw_invalid_argument("the window of rank " + std::to_string(rank) + " has another shape (" +
-                             std::to_string(offer.shape.num_experts) + " experts, top_k " +
-                             std::to_string(offer.shape.top_k) + ", " + std::to_string(offer.shape.max_tokens) +
-                             " tokens, rows of " + std::to_string(offer.shape.max_row_bytes) +
-                             " bytes); shapes must be equal");
+                                            const Memory& memory, u64 deadline_ns, const Poll& poll) {
+  const auto offer_all = [&](const std::optional<Error>& refusal, const std::vector<int>& fds) {
+    const MemoryOffer mine{shape_, heap_bytes_, refusal ? static_cast<u64>(refusal->code) : 0};
+    std::vector<std::byte> bytes = bytes_of(std::string(sizeof(mine), '\0') + (refusal ? refusal->text : ""));
+    std::memcpy(bytes.data(), &mine, sizeof(mine));
+    return plane == nullptr ? comm_->exchange(tag, bytes, fds, deadline_ns, poll)
+                            : plane->exchange(ranks, tag, bytes, fds, deadline_ns, poll);
+  };
+  std::vector<Parcel> parcels;
+  if (memory.refusal) {
+    parcels = offer_all(memory.refusal, {});
+  } else {
+    try {
+      parcels = offer_all({}, {memory.control.fd(), memory.heap->memory.fd()});
+    } catch (const Error& error) {
+      if (error.code != ErrorCode::kCapacityExceeded) throw;  // no descriptor to send: nothing has been sent
+      parcels = offer_all(error, {});
     }
   }
+  for (int rank : ranks) check_offer(rank, parcels[rank]);
   return parcels;
+}
+
+void Window::check_offer(int rank, const Parcel& parcel) const {
+  const std::string name = "rank " + std::to_string(rank);
+  MemoryOffer offer{};
+  if (parcel.bytes.size() < sizeof(offer)) throw_internal(name + " sent a malformed window");
+  std::memcpy(&offer, parcel.bytes.data(), sizeof(offer));
+  if (offer.refusal_code != 0) {
+    throw no_memory(rank, offer.heap_bytes, layout_.total_bytes, offer.refusal_code,
+                    text_of(parcel.bytes, sizeof(offer)));
+  }
+  if (std::memcmp(&offer.shape, &shape_, sizeof(shape_)) != 0) {
+    throw_invalid_argument("the window of " + name + " has another shape (" + std::to_string(offer.shape.num_experts) +
+                           " experts, top_k " + std::to_string(offer.shape.top_k) + ", " +
+                           std::to_string(offer.shape.max_tokens) + " tokens, rows of " +
+                           std::to_string(offer.shape.max_row_bytes) + " bytes); shapes must be equal");
+  }
 }
 
 // R13: the control memory keeps its addresses and gets fresh pages; the heap is new, and the old one lives as long as a
 // tensor holds it. R14: what is mapped of the ranks that left is let go.
 void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u16, u64 deadline_ns,
                    const Poll& poll) {
-  SharedMemory control = SharedMemory::create(layout_.total_bytes);
-  new (control.data()) ControlWords();
-  auto heap = std::make_shared<ReceiveHeap>(heap_bytes_);
-  std::vector<Parcel> parcels = exchange_memory(&plane, ranks, tag, control, heap.get(), deadline_ns, poll);
+  Memory memory = allocate();
+  std::vector<Parcel> parcels = exchange_memory(&plane, ranks, tag, memory, deadline_ns, poll);
   std::vector<Peer> peers(static_cast<size_t>(shape_.num_ranks));
   for (int rank : ranks) {
     if (rank == comm_->rank()) continue;
     MemoryOffer offer;
     std::memcpy(&offer, parcels[rank].bytes.data(), sizeof(offer));
-    SharedMemory fresh = SharedMemory::attach(std::move(parcels[rank].fds[0]), offer.control_bytes);
+    parcels[rank].check_fds(2, "rank " + std::to_string(rank));
+    SharedMemory fresh = SharedMemory::attach(std::move(parcels[rank].fds[0]), layout_.total_bytes);
     peers[rank].heap = SharedMemory::attach(std::move(parcels[rank].fds[1]), offer.heap_bytes);
     peers[rank].heap.drop_fd();
     peers[rank].control = std::move(peers_[rank].control);
@@ -152,10 +189,10 @@ void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, 
     }
     peers[rank].control.drop_fd();
   }
-  control_.replace(std::move(control));
+  control_.replace(std::move(memory.control));
   control_.drop_fd();
-  heap->memory.drop_fd();
-  heap_ = std::move(heap);
+  memory.heap->memory.drop_fd();
+  heap_ = std::move(memory.heap);
   peers_ = std::move(peers);
 }
 

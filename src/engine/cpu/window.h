@@ -38,8 +38,8 @@ struct WindowStats {
 
 class Window : public MemberWindow {
  public:
-  // Collective among the active ranks. Errors: kInvalidArgument (sizes beyond 64 bits, shapes that differ), kPeerLost,
-  // kPeerTimeout.
+  // Collective among the active ranks. Errors: kInvalidArgument (sizes beyond 64 bits, shapes that differ),
+  // kUnsupported and kCapacityExceeded (what the system refused on a rank; raised on all), kPeerLost, kPeerTimeout.
   Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64 heap_bytes, u64 deadline_ns,
          const Poll& poll);
   ~Window() override;
@@ -87,11 +87,18 @@ class Window : public MemberWindow {
   std::optional<u64> heap_offset(const void* pointer) const;
   // A block of the heap, or of ordinary memory if there is no room. Throws std::bad_alloc.
   Block reserve_or_allocate(u64 num_bytes);
-  void allocate();
+  // Fresh and zeroed, or why not.
+  struct Memory {
+    SharedMemory control;
+    std::shared_ptr<ReceiveHeap> heap;
+    std::optional<Error> refusal;
+  };
+  Memory allocate() const;
+  void attach(std::vector<Parcel>& parcels, u64 deadline_ns, const Poll& poll);
   // What every rank says of its memory, and its descriptors (control, heap), by rank.
   std::vector<Parcel> exchange_memory(ControlPlane* plane, const std::vector<int>& ranks, u64 tag,
-                                      const SharedMemory& control, const ReceiveHeap* heap, u64 deadline_ns,
-                                      const Poll& poll);
+                                      const Memory& memory, u64 deadline_ns, const Poll& poll);
+  void check_offer(int rank, const Parcel& parcel) const;
 
   std::shared_ptr<Communicator> comm_;
   const WindowShape shape_;

@@ -223,10 +223,11 @@ std::string Window::attach(const std::vector<int>& ranks, const std::vector<Parc
       return "the window of " + name + " has another shape (" + shape_text(offer.shape) + "), this rank's has " +
              shape_text(shape_) + "; shapes must be equal";
     }
-    if (offer.control_bytes == 0 || parcels[rank].fds.size() != 2) {
+    if (offer.control_bytes == 0 || (parcels[rank].fds.size() != 2 && !parcels[rank].has_lost_fds)) {
       return "heap_bytes: " + name + " has no room for " + std::to_string(offer.heap_bytes) + " bytes (" +
              std::to_string(layout_.landing_bytes) + " of them the landing) on its GPU; allowed: what is free there";
     }
+    if (parcels[rank].has_lost_fds) return "file descriptors of " + name + " were lost: raise ulimit -n on this rank";
     num_sharing_ += comm_->is_local() && offer.gpu_index == gpu_->index ? 1 : 0;
     peers[rank].heap_bytes = offer.heap_bytes;
     if (rank == comm_->rank()) continue;
