@@ -24,6 +24,7 @@ from weft.log import logger
 from weft.placement import local
 from weft.placement.binding import Binding
 from weft.placement.model import Placement
+from weft.shared import Shared
 from weft.streams import WindowStreams
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def released_on_error(windows: list[Window]) -> Iterator[None]:
         raise
 
 
-class Communicator:
+class Communicator(Shared):
     """A fixed group of ranks. Make one with `from_process_group`, `from_env` or inside `weft.spawn`; use it as a
     context manager.
 

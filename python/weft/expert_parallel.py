@@ -23,6 +23,7 @@ from weft.native_calls import RANK_MAJOR, Call, NativeCalls, Received, changed
 from weft.quantized import Quantized, no_rows, typed
 from weft.quick import Quick
 from weft.scales import by_column
+from weft.shared import Shared
 from weft.staged import Staged
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["ExpertParallel"]
 
 
-class ExpertParallel:
+class ExpertParallel(Shared):
     """Sends tokens to the ranks of their experts and brings the experts' outputs back.
 
     E experts, R ranks: expert e lives on rank e // (E / R). Constructing is collective: every rank passes equal

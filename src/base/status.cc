@@ -81,8 +81,9 @@ void throw_peer_timeout(const std::string& op, uint64_t sequence, std::vector<in
 void throw_system_error(const std::string& action, int error_number) {
   const std::string what = action + ": " + std::system_category().message(error_number);
   if (error_number == EPERM || error_number == EACCES || error_number == ENOSYS) {
-    throw_unsupported(what + ". The seccomp profile of a container, a sandbox or the kernel denies this system call; "
-                             "allow it there");
+    throw_unsupported(what +
+                      ". The seccomp profile of a container, a sandbox or the kernel denies this system call; "
+                      "allow it there");
   }
   const std::string limit = limit_reached(error_number);
   if (!limit.empty()) throw Error(ErrorCode::kCapacityExceeded, what + ": " + limit);

@@ -96,8 +96,8 @@ class Window : public MemberWindow {
   Memory allocate() const;
   void attach(std::vector<Parcel>& parcels, u64 deadline_ns, const Poll& poll);
   // What every rank says of its memory, and its descriptors (control, heap), by rank.
-  std::vector<Parcel> exchange_memory(ControlPlane* plane, const std::vector<int>& ranks, u64 tag,
-                                      const Memory& memory, u64 deadline_ns, const Poll& poll);
+  std::vector<Parcel> exchange_memory(ControlPlane* plane, const std::vector<int>& ranks, u64 tag, const Memory& memory,
+                                      u64 deadline_ns, const Poll& poll);
   void check_offer(int rank, const Parcel& parcel) const;
 
   std::shared_ptr<Communicator> comm_;
