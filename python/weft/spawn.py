@@ -470,6 +470,7 @@ def _raise_of(action: str, error: OSError) -> NoReturn:
     from weft import _load
 
     _load.native().raise_system_error(action, error.errno or 0)
+    raise error  # for mypy: the line above has raised
 
 
 def _selector() -> selectors.BaseSelector:

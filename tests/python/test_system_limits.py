@@ -1,5 +1,5 @@
-"""Guards against refusals of the system (sandboxes, limits of processes and containers) that come out as internal errors,
-as errors of Python, or without the limit and its mend; and against ranks that wait for one whose system refused."""
+"""Guards against refusals of the system (sandboxes, limits of processes and containers) that come out as internal
+errors, as errors of Python, or without the limit and its mend; and against ranks that wait for one that was refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def limited(limit: Callable[[], None], call: Callable[[], Any]) -> Any:
             try:
                 limit()
                 outcome = call()
-            except BaseException as error:  # noqa: BLE001  brought to the test
+            except BaseException as error:
                 outcome = error
             with os.fdopen(writing, "wb") as file:
                 pickle.dump(outcome, file)
