@@ -172,3 +172,12 @@ def test_tables_of_the_docs_are_those_of_the_result_files() -> None:
     assert tables.updated(DOC) == DOC
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")):
         assert_documented(tables.read_rows(file))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("flags", [[], ["--suite", "small"], ["--tokens", "16"], ["--who-is-late"]])
+def test_without_a_gpu_nothing_is_printed_before_the_error(flags: list[str]) -> None:
+    result = CliRunner().invoke(app, ["bench", "--device", "cuda", "--ranks", "2", *flags])
+    assert result.exit_code == 3
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: device cuda is not supported")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,18 @@ import weft
 from weft import prebuild, tuning_files
 from weft.bench.ahead import compile_ahead
 from weft.bench.tune import MODES, Point, TuneOptions, best_sms, crossovers, of_points
-from weft.cli import app
+from weft.cli import app, tune_command
 from weft.limits import LAYOUTS
 from weft.tuning import FORMS, choose
 
 QUICK = ["tune", "--device", "cpu", "--ranks", "2", "--hidden", "256", "--samples", "2"]
 QUICK += ["--tokens", "1", "--tokens", "6"]
+
+
+@pytest.fixture
+def any_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure the cpu engine too, which the command refuses."""
+    monkeypatch.setattr(tune_command, "TuneOptions", partial(TuneOptions, any_engine=True))
 
 
 def run(*args: str, code: int = 0) -> list[dict[str, Any]]:
@@ -28,6 +35,17 @@ def run(*args: str, code: int = 0) -> list[dict[str, Any]]:
     return rows_of(result.stdout)
 
 
+def test_the_cpu_engine_is_refused_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its "SMs" would be stored and taken by every ExpertParallel."""
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "cache"))
+    rows = run(code=3)
+    assert [row["kind"] for row in rows] == ["machine", "error"]
+    assert "weft tune is not supported: have the cpu engine" in rows[-1]["text"]
+    run("--output", str(tmp_path / "mine.json"), code=3)
+    assert not any(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.usefixtures("any_engine")
 def test_what_is_measured_is_stored_where_objects_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "cache"
     monkeypatch.setenv("WEFT_CACHE_DIR", str(folder))
@@ -92,6 +110,7 @@ def test_kernels_are_compiled_before_the_ranks_start(tmp_path: Path, monkeypatch
     assert compile_ahead(of_points(refused, [plain]), "sm_90") == 0
 
 
+@pytest.mark.usefixtures("any_engine")
 def test_a_file_of_its_own_and_a_table_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_CACHE_DIR", "")
     file = tmp_path / "mine.json"

@@ -132,6 +132,17 @@ def test_a_list_that_nvshmem_ignores() -> None:
     assert nvshmem_selects("^mlx5_0", machines.machine("two-gpus-per-nic")) == {f"mlx5_{idx}:1" for idx in (1, 2, 3)}
 
 
+def test_ports_are_merged_for_collectives_and_kept_apart_for_the_device_api() -> None:
+    name = "NCCL_IB_MERGE_NICS"
+    assert of("dual-port-roce").as_dict()[name] == "1"
+    assert of("dual-port-roce", NCCL_GIN_ENABLE="0", NCCL_GIN_TYPE="3").as_dict()[name] == "1"
+    for asked in ({"NCCL_GIN_ENABLE": "1"}, {"NCCL_GIN_TYPE": "3"}):
+        assert of("dual-port-roce", **asked).as_dict()[name] == "0"
+        assert "GIN" in conflicts(of("dual-port-roce", **asked, NCCL_IB_MERGE_NICS="1"))[name]
+        assert name not in conflicts(of("dual-port-roce", **asked, NCCL_IB_MERGE_NICS="0"))
+    assert "GIN" in conflicts(of("dual-port-roce", NCCL_IB_MERGE_NICS="0"))[name]
+
+
 def test_roce_conflicts() -> None:
     found = conflicts(of("dual-port-roce", NCCL_RUNTIME_CONNECT="1", NCCL_IB_MERGE_NICS="0"))
     assert "59 to 37 GB/s" in found["NCCL_RUNTIME_CONNECT"]

@@ -32,14 +32,16 @@ _MUST_QUARTER, _STRETCH_QUARTER = 0.9, 1.0  # rate at a quarter of the tokens / 
 def run_suite(options: SuiteOptions) -> Iterator[Row]:
     """Yield the machine's row, then the links', the cases', the memory's and the targets' rows.
 
-    If a rank fails, the rows of the cases that were complete come first, then its error is raised. A wrong result is a
-    row with `problems` and no times.
+    A device that is not there is refused before any row. If a rank fails, the rows of the cases that were complete
+    come first, then its error is raised. A wrong result is a row with `problems` and no times.
     """
     from torch._C._distributed_c10d import TCPStore
 
     import weft
     from weft.bench.suite_worker import run_rank
+    from weft.communicator import _device
 
+    apart(_device, options.device)
     chosen = cases(options.suites, tokens=options.tokens, ranks=options.ranks, trace=options.trace)
     machine = {**apart(machine_facts, options.device), "ranks": options.ranks, "seed": options.seed}
     machine["placement"] = options.placement

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weft.bench.ahead import ROWS, Launch, compile_ahead
 from weft.bench.apart import COMPILE_S, apart
 from weft.bench.cases import EXPERTS, HIDDEN, SMALL_SWEEP, TOP_K
-from weft.errors import InvalidArgument
+from weft.errors import InvalidArgument, Unsupported
 from weft.limits import LAYOUTS, MAX_SMALL_TOKENS
 from weft.prebuild import KernelShape
 from weft.tuning import DEFAULT, FORMS, Table, small_num_sms
@@ -40,7 +40,8 @@ _BARRIER_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
-    """What is measured. `samples`: times of each call, whose median counts."""
+    """What is measured. `samples`: times of each call, whose median counts. `any_engine`: for tests; the cpu engine has
+    neither SMs nor two kinds of kernels, so that a table of its times says nothing."""
 
     ranks: int = 4
     hidden: int = HIDDEN
@@ -51,6 +52,7 @@ class TuneOptions:
     device: str = "auto"
     placement: Literal["auto", "process", "off"] = "process"
     samples: int = 40
+    any_engine: bool = False
 
     def __post_init__(self) -> None:
         if not self.tokens or list(self.tokens) != sorted(set(self.tokens)) or self.tokens[0] < 1:
@@ -98,6 +100,7 @@ def tune(options: TuneOptions, arch: str | None = None) -> Tuned:
     """Measure and choose. `arch`: of the GPUs, whose kernels are compiled before the ranks start.
 
     Raises:
+        Unsupported: the ranks have the cpu engine.
         What a rank raised.
     """
     by_sms = [
@@ -218,6 +221,8 @@ def _run_rank(
 
     from weft.gpu import device_name
 
+    if comm.engine != "nvlink" and not options.any_engine:
+        raise Unsupported("weft tune", f"the {comm.engine} engine, {comm!r}", "GPUs with the nvlink engine")
     if comm.device.type == "cuda":
         torch.cuda.set_device(comm.device)
     times: list[list[float]] = []

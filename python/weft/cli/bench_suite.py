@@ -45,8 +45,9 @@ def run_suite(output: Output, options: SuiteOptions, plot: Path | None) -> None:
                 rows.append(row)
                 output.row(row)
     finally:
-        _print(output, rows)
-        if plot is not None:
+        if rows:
+            _print(output, rows)
+        if rows and plot is not None:
             write_plot(rows, plot)
             output.text(f"wrote {plot}")
     if has_problems(rows):

@@ -44,12 +44,24 @@ def _hca(network: Network, environment: Mapping[str, str]) -> Iterator[Setting]:
         reason += f"; without {', '.join(left)}" if left else ""
         yield _setting("NCCL_IB_HCA", value, reason, environment, conflict=_hca_conflict(network, environment))
     if network.has_dual_port_cards and not network.has_bonds:
-        reason = "the two ports of a card become one network device"
-        conflict = "each port is a device of its own, and a ring uses one" if environment.get(_MERGE) == "0" else ""
-        yield _setting(_MERGE, "1", reason, environment, conflict=conflict)
+        yield _merge(environment)
 
 
 _MERGE = "NCCL_IB_MERGE_NICS"
+
+
+def _merge(environment: Mapping[str, str]) -> Setting:
+    """Collectives want the ports of a card merged, NCCL's device API (GIN) wants them apart: the user's NCCL_GIN_* say
+    which of them runs."""
+    uses_gin = {"NCCL_GIN_ENABLE", "NCCL_GIN_TYPE"} & set(environment) and environment.get("NCCL_GIN_ENABLE") != "0"
+    given = environment.get(_MERGE)
+    if uses_gin:
+        reason = "NCCL's device API (GIN), which NCCL_GIN_* ask for, can't use merged ports"
+        conflict = "merged ports keep NCCL's device API (GIN) from starting" if given not in (None, "0") else ""
+        return _setting(_MERGE, "0", reason, environment, conflict=conflict)
+    reason = "the two ports of a card become one network device, for collectives; NCCL's device API (GIN) wants 0"
+    conflict = "each port is a device of its own, and a ring uses one; right for NCCL's device API (GIN) alone"
+    return _setting(_MERGE, "1", reason, environment, conflict=conflict if given == "0" else "")
 
 
 def _hca_conflict(network: Network, environment: Mapping[str, str]) -> str:
