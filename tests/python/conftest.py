@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,3 +33,11 @@ def ep(solo: weft.Communicator) -> Iterator[weft.ExpertParallel]:
         solo, num_experts=8, top_k=2, hidden=16, max_tokens_per_rank=64, dtype=torch.float32
     ) as made:
         yield made
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, here and in what is started: a background job's parent may have it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

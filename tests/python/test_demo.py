@@ -222,6 +222,7 @@ def test_decoding_example():
     assert "6 replays with changing routing on each rank: 0 differ from the eager step" in out
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_leaves_nothing():
     code = (
         "from weft.demo import DemoConfig, run_demo; from rich.console import Console\n"

@@ -150,6 +150,7 @@ def test_spawn_inside_of_a_program_that_has_used_many_threads() -> None:
     assert done.stdout.strip() == "[64000000.0, 64000000.0]", done.stderr
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_leaves_waits_and_no_process() -> None:
     text = """
         import os, signal, threading, time, torch, weft
@@ -178,6 +179,7 @@ def test_ctrl_c_leaves_waits_and_no_process() -> None:
             os.kill(pid, 0)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_leaves_a_wait_in_a_rank() -> None:
     reader, writer = os.pipe()  # rank 1 stays away until rank 0 has left
 

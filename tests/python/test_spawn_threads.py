@@ -24,6 +24,7 @@ def rank_threads() -> list[str]:
     return [thread.name for thread in threads if thread.is_alive()]
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_waits() -> None:
     inside = threading.Event()
 
