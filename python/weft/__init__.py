@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from weft import routing as routing
     from weft.communicator import Communicator, Topology
     from weft.errors import (
+        Aborted,
         CapacityExceeded,
         CompileError,
         CudaError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from weft.staged import Staged
 
 _HOME = {
+    "Aborted": "errors",
     "CapacityExceeded": "errors",
     "Communicator": "communicator",
     "CompileError": "errors",
@@ -63,6 +65,7 @@ _HOME = {
 _MODULES = ("autograd", "errors", "reference", "routing")
 
 __all__ = [
+    "Aborted",
     "CapacityExceeded",
     "Communicator",
     "CompileError",

@@ -12,13 +12,13 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from weft.communicator import Communicator
-from weft.errors import InvalidArgument, Unsupported
+from weft.errors import Error, InvalidArgument, Unsupported
 from weft.handle import Dispatched, Handle
 from weft.limits import (
     _ACCEPTS,
@@ -55,6 +55,8 @@ __all__ = [
     "remember_calls",
 ]
 
+P = ParamSpec("P")
+T = TypeVar("T")
 QUANTIZE_CODES = {None: 0, "fp8": 1, "fp8_ue8m0": 2}
 WIRE_CODES = {None: 0, "fp8": 1}
 _ID_DTYPES = (torch.int64, torch.int32)
@@ -63,6 +65,25 @@ _STRIDED = torch.strided
 _MOST_KNOWN = 256  # options of one ExpertParallel
 
 
+def _telling_peers(check: Callable[P, T]) -> Callable[P, T]:
+    """A check of arguments whose first one is a communicator, or has one as `comm`: of a refusal the peers are told."""
+
+    @functools.wraps(check)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return check(*args, **kwargs)
+        try:
+            return check(*args, **kwargs)
+        except Error as error:
+            comm = getattr(args[0], "comm", args[0])
+            if isinstance(comm, Communicator):
+                comm.note_refusal(error)
+            raise
+
+    return checked
+
+
+@_telling_peers
 def check_constructor(comm: Any, dtype: Any, shape: dict[str, Any]) -> None:
     """Arguments of ExpertParallel on this rank alone; the comparison between ranks comes after. `shape` has the name of
     the dtype."""
@@ -87,6 +108,7 @@ def most_num_sms(comm: Communicator, num_windows: int) -> int:
     return min(comm.max_num_sms, comm._choice.rank_sms // num_windows)
 
 
+@_telling_peers
 def check_dispatch(
     ep: ExpertParallel,
     x: Any,
@@ -487,6 +509,7 @@ def _check_topk(ep: ExpertParallel, topk_idx: Any, topk_weights: Any, data: Tens
     return topk_weights.float()  # exact
 
 
+@_telling_peers
 def check_combine(
     ep: ExpertParallel,
     y: Any,

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -18,7 +19,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft import _load, env
-from weft.errors import InvalidArgument, InvalidState, Unsupported, rank_list
+from weft.errors import (
+    Aborted,
+    Error,
+    InternalError,
+    InvalidArgument,
+    InvalidState,
+    PeerLost,
+    PeerTimeout,
+    Unsupported,
+    rank_list,
+)
 from weft.gpu import Choice, Facts, choose_engine, driver_gpu, look
 from weft.log import logger
 from weft.placement import local
@@ -40,9 +51,11 @@ __all__ = ["Communicator", "Topology", "Window", "WindowSpec", "released_on_erro
 CONNECT_TIMEOUT_S = 300.0
 _ENDPOINT_BYTES = 128
 _THREADS = "threads of one process"
-_COMPARE_TAG = 1 << 32  # exchange tags of constructors: this plus their number
-_ENGINE_TAG = 1 << 33  # of the choice of the engine
-_MEETING_TAG = 1 << 34  # of `meet`: this plus its number
+_COMPARE_TAG = 1 << 22  # exchange tags of constructors: this plus their number; all below 1 << 25
+_ENGINE_TAG = 1 << 23  # of the choice of the engine
+_MEETING_TAG = 1 << 24  # of `meet`: this plus its number
+_LOCAL_CALLS = ("check", "empty_output")  # nobody waits for them
+_EXIT_GRACE_S = 10.0  # for threads that are inside a call when the process ends
 _from_env_calls = itertools.count()
 
 
@@ -57,6 +70,22 @@ def _note_process() -> None:
 
 
 os.register_at_fork(after_in_child=_note_process)
+
+_living: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def _leave_at_exit() -> None:
+    """A daemon thread may be inside a call: end it while there is an interpreter that it can come back to.
+
+    It begins no other one then.
+    """
+    for comm in list(_living):
+        comm._leave_at_exit()
+    if _load.native.cache_info().currsize:
+        _load.native().keep_other_threads_out()
+
+
+atexit.register(_leave_at_exit)
 
 
 @dataclass(frozen=True)
@@ -155,6 +184,7 @@ class Communicator(Shared):
         self._origin = origin
         self._choice = self._choose(engine)
         self._num_meetings = 0
+        self._has_refused = False  # the peers were told so
         self._pid = os.getpid()
         self._busy = threading.Lock()
         self._ended: list[NativeCalls] = []  # of objects that were dropped inside a call: closed before the next
@@ -169,6 +199,7 @@ class Communicator(Shared):
         if placement is not None and placement.mode != "off":
             logger.info("rank %d: %s", native.rank, self._binding.placement)
         self.recorded: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by weft.autograd
+        _living.add(self)
 
     # ---- constructors
 
@@ -343,11 +374,12 @@ class Communicator(Shared):
 
     @property
     def broken(self) -> bool:
-        """True after `PeerLost` or `PeerTimeout`, until `rebuild`. Never waits."""
+        """True after `PeerLost`, `PeerTimeout` or `Aborted`, until `rebuild`. Never waits."""
         return not self._closed and self._native.broken()
 
     def raise_if_broken(self) -> None:
-        """Raise the `PeerLost` or `PeerTimeout` that broke it, or `InvalidState` if closed. Local, never waits."""
+        """Raise the `PeerLost`, `PeerTimeout` or `Aborted` that broke it, or `InvalidState` if closed. Local, never
+        waits."""
         if self._closed:
             raise InvalidState("the communicator is closed; make a new one")
         self._native.raise_if_broken()
@@ -374,8 +406,8 @@ class Communicator(Shared):
     # ---- life
 
     def rebuild(self, ranks: Iterable[int], *, deadline_s: float = 100.0) -> None:
-        """Go on with `ranks`, those left after `PeerLost` or `PeerTimeout`, in a new epoch. Collective among them, and
-        it waits for them.
+        """Go on with `ranks`, those left after `PeerLost`, `PeerTimeout` or `Aborted`, in a new epoch. Collective among
+        them, and it waits for them.
 
         `rank` and `num_ranks` stay as they were; picks of experts on lost ranks count as absent. ExpertParallel
         objects go on working; handles of an older epoch do not.
@@ -383,25 +415,50 @@ class Communicator(Shared):
         Raises:
             InvalidArgument: `ranks` are not active ranks, or lack this one.
             PeerTimeout, PeerLost: one of them did not take part; rebuild may be called again.
+            Aborted: one of them called `abort` meanwhile; rebuild may be called again.
             InvalidState: inside another call; or the GPU must be asked whether replays of CUDA graphs have ended, and
                 something in this process captures one, which that spoils. The others wait for this rank: call rebuild
                 again when no capture is under way.
         """
-        wanted = _rebuild_ranks(ranks, self._active, self._rank)
-        with self.alone("rebuild"):
-            self._native.rebuild(wanted, _positive_seconds("deadline_s", deadline_s))
+        with self.telling_peers():
+            wanted = _rebuild_ranks(ranks, self._active, self._rank)
+            seconds = _positive_seconds("deadline_s", deadline_s)
+        with self.alone("rebuild"), self.telling_peers():
+            self._native.rebuild(wanted, seconds)
             self._active = tuple(self._native.active_ranks)
             self._binding.apply()  # to threads that the rebuild has started
             self._num_compared = 0  # the native module adds the epoch to the tag: ranks count alike again
             self._num_meetings = 0
+
+    def abort(self, reason: str = "") -> None:
+        """End every wait of this rank now, and over the control plane those of the others: the call under way, and on
+        every rank each later one, raises `Aborted` with `reason` and this rank. From any thread and from signal
+        handlers, also beside a call; returns at once and waits for nobody.
+
+        The communicator is broken then, as after `PeerLost`: `rebuild` with the ranks that are to go on, or `close`. If
+        it was broken before, that error stays; a `rebuild` under way ends with `Aborted`. Kernels on GPUs leave their
+        waits, too. Nothing happens when it is closed, or in a forked child. `reason`: its first 200 bytes, on one line.
+
+        Raises:
+            InvalidArgument: `reason` is no str.
+        """
+        if not isinstance(reason, str):
+            raise InvalidArgument(f"reason is {reason!r}; allowed is a str")
+        if not self._closed and self._pid == _Process.pid:
+            self._native.abort(reason.encode(errors="replace").decode())
 
     def close(self) -> None:
         """Give everything back. Never waits for a peer, works when all are dead, may be called twice; peers that still
         use the group get `PeerLost`.
 
         Raises:
-            InvalidState: inside a call, of another thread or one that a signal handler has interrupted.
+            InvalidState: inside a call, of another thread or one that a signal handler has interrupted; `abort` ends
+                it.
         """
+        self._close("")
+
+    def _close(self, why: str) -> None:
+        """`why`: for the errors of the peers."""
         if self._closed or self._pid != os.getpid():
             return
         with self.closing("close()"):
@@ -410,8 +467,20 @@ class Communicator(Shared):
                 window.close()
             self._windows.clear()
             self._ended.clear()
-            self._native.close()
+            self._native.close(why)
             self._binding.restore()
+
+    def _leave_at_exit(self) -> None:
+        """Close, so that no thread begins another call; one that is inside a call is brought out of it first."""
+        if self._closed or self._pid != _Process.pid:
+            return
+        if self._busy.locked():
+            self.abort(f"the process of rank {self._rank} ends while a thread of it is inside a call")
+            if not self._busy.acquire(timeout=_EXIT_GRACE_S):
+                return
+            self._busy.release()
+        with contextlib.suppress(InvalidState):
+            self.close()
 
     def __enter__(self) -> Communicator:
         return self
@@ -419,7 +488,7 @@ class Communicator(Shared):
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._close("" if value is None else _why_left(value))
 
     # ---- for ExpertParallel
 
@@ -440,10 +509,31 @@ class Communicator(Shared):
             raise InvalidState(
                 f"{what}: another thread is inside a call of this communicator; one thread at a time may use it"
             )
+        if self._has_refused and what not in _LOCAL_CALLS:
+            self._has_refused = False
+            self._native.note_refusal("")
         while self._ended:
             with self._busy:
                 self._ended.pop().close()
         return self._busy
+
+    def note_refusal(self, error: object) -> None:
+        """A call of this rank ended before anything was sent, and may be repeated: tell the peers, which wait for it.
+        Errors that every rank raises are not among these."""
+        about_all = isinstance(error, PeerLost | PeerTimeout | Aborted | InternalError)
+        if about_all or not isinstance(error, Error) or error._is_of_all or self._closed or self._pid != _Process.pid:
+            return
+        self._has_refused = True
+        self._native.note_refusal(_first_line(error))
+
+    @contextlib.contextmanager
+    def telling_peers(self) -> Iterator[None]:
+        """A block in which a collective call may be refused."""
+        try:
+            yield
+        except Error as error:
+            self.note_refusal(error)
+            raise
 
     def closing(self, what: str) -> contextlib.AbstractContextManager[object]:
         """As `alone`, around what takes memory away, which a call may be using. A fork's child has copies of its own,
@@ -453,7 +543,7 @@ class Communicator(Shared):
         if self._busy.locked():
             raise InvalidState(
                 f"{what} while another thread is inside a call of this communicator, or from a signal handler that "
-                "came in one: wait for it to return; nothing was given back"
+                "came in one: wait for it to return, or end it by comm.abort(); nothing was given back"
             )
         return self._busy
 
@@ -542,6 +632,19 @@ class Communicator(Shared):
         self._windows[spec] = window
         self._all_windows.add(window)
         return window
+
+
+def _first_line(error: BaseException) -> str:
+    """`ValueError: text`, as the native module wants it: UTF-8; it cuts it to what fits."""
+    text = (str(error).splitlines() or [""])[0]
+    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return line.encode(errors="replace").decode()
+
+
+def _why_left(error: BaseException) -> str:
+    """For the peers of a rank whose `with comm:` was left by an exception."""
+    is_orderly = isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
+    return "" if is_orderly else _first_line(error)
 
 
 def _compare(answers: dict[int, dict[str, Any]]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 __all__ = [
+    "Aborted",
     "CapacityExceeded",
     "CompileError",
     "CudaError",
@@ -25,6 +26,8 @@ __all__ = [
 
 class Error(RuntimeError):
     """Base of every error of Weft."""
+
+    _is_of_all = False  # every rank raises it for the same call
 
 
 class InvalidArgument(Error, ValueError):
@@ -110,6 +113,25 @@ class PeerLost(Error):
         return type(self), (self.ranks, self.text)
 
 
+class Aborted(Error):
+    """A rank ended the waits of all by `comm.abort(reason)`. The communicator is broken on every rank until
+    `comm.rebuild(ranks)`.
+
+    Attributes: `reason` as it was given (one line, cut to 200 bytes), `rank` that called it, -1 if not known.
+    """
+
+    def __init__(self, reason: str = "", rank: int = -1, text: str = "") -> None:
+        self.reason, self.rank = reason, rank
+        self.text = text or (
+            f"{f'rank {rank}' if rank >= 0 else 'a rank'} aborted{f': {reason}' if reason else ''}; "
+            "comm.rebuild(ranks) goes on"
+        )
+        super().__init__(self.text)
+
+    def __reduce__(self) -> tuple[type[Aborted], tuple[str, int, str]]:
+        return type(self), (self.reason, self.rank, self.text)
+
+
 class CompileError(Error):
     """A kernel could not be compiled."""
 
@@ -127,16 +149,20 @@ def rank_list(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank) for rank in ranks)
 
 
-def from_native(code: int, text: str, op: str = "", seq: int = 0, peers: Sequence[int] = ()) -> Error:
+def from_native(code: int, text: str, op: str = "", seq: int = 0, peers: Sequence[int] = (), reason: str = "") -> Error:
     """The exception of a native error code (src/base/status.h, `ErrorCode`). Unknown codes are internal errors."""
     if code == 3:
         return Unsupported(text, text=text)  # native texts are whole sentences
     if code == 4:
-        return CapacityExceeded(0, text)
+        full = CapacityExceeded(0, text)
+        full._is_of_all = bool(op)
+        return full
     if code == 5:
         return PeerTimeout(op, seq, peers, text)
     if code == 6:
         return PeerLost(peers, text)
+    if code == 10:
+        return Aborted(reason, peers[0] if peers else -1, text)
     plain: dict[int, type[Error]] = {
         1: InvalidArgument,
         2: InvalidState,
@@ -144,4 +170,6 @@ def from_native(code: int, text: str, op: str = "", seq: int = 0, peers: Sequenc
         8: CudaError,
         9: InternalError,
     }
-    return plain.get(code, InternalError)(text)
+    error = plain.get(code, InternalError)(text)
+    error._is_of_all = bool(op)  # what an operation found; before it there is none
+    return error

@@ -319,7 +319,10 @@ class NativeCalls(ABC):
         """Raise what an earlier dispatch found in topk_idx, once."""
         if self.bad_ids is not None:
             text, self.bad_ids = self.bad_ids, None
-            raise InvalidArgument(text + remark)
+            error = InvalidArgument(text + remark)
+            if remark:
+                self.comm.note_refusal(error)
+            raise error
 
     def raise_dropped(self) -> None:
         """Raise if picks were dropped since the last time."""
@@ -404,8 +407,8 @@ class Calling:
     def __exit__(self, *error: object) -> None:
         seconds = time.perf_counter() - self._begin
         counters = self._calls.counters
-        if error[0] is not None:
-            pass  # calls that failed do not count
+        if error[0] is not None:  # calls that failed do not count
+            self._calls.comm.note_refusal(error[1])
         elif self._what == "dispatch":
             counters.num_dispatches += not self._is_rest
             counters.dispatch_s += seconds

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from weft import _callable
-from weft.errors import Error, InvalidArgument, InvalidState, PeerLost, PeerTimeout
+from weft.errors import Aborted, Error, InvalidArgument, InvalidState, PeerLost, PeerTimeout
 from weft.placement import local
 
 if TYPE_CHECKING:
@@ -169,7 +169,10 @@ def _root_cause(failed: list[_Outcome]) -> BaseException:
     """The first error that is not about peers, else the killed rank, else the first of all; the others as notes."""
 
     def order(outcome: _Outcome) -> tuple[int, float]:
-        is_about_peers = isinstance(outcome.error, PeerLost | PeerTimeout)
+        error = outcome.error
+        is_about_peers = isinstance(error, PeerLost | PeerTimeout) or (
+            isinstance(error, Aborted) and error.rank != outcome.rank
+        )
         return (1 if outcome.was_killed else 2 if is_about_peers else 0), outcome.when
 
     first, *others = sorted(failed, key=order)

@@ -56,12 +56,19 @@ const char* error_code_name(ErrorCode code) noexcept {
     case ErrorCode::kCompileError: return "CompileError";
     case ErrorCode::kCudaError: return "CudaError";
     case ErrorCode::kInternalError: return "InternalError";
+    case ErrorCode::kAborted: return "Aborted";
   }
   return "InternalError";
 }
 
-Error::Error(ErrorCode code_in, std::string text_in, std::string op_in, uint64_t sequence_in, std::vector<int> peers_in)
-    : code(code_in), text(std::move(text_in)), op(std::move(op_in)), sequence(sequence_in), peers(std::move(peers_in)) {
+Error::Error(ErrorCode code_in, std::string text_in, std::string op_in, uint64_t sequence_in, std::vector<int> peers_in,
+             std::string reason_in)
+    : code(code_in),
+      text(std::move(text_in)),
+      op(std::move(op_in)),
+      sequence(sequence_in),
+      peers(std::move(peers_in)),
+      reason(std::move(reason_in)) {
   std::sort(peers.begin(), peers.end());
 }
 

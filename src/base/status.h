@@ -19,6 +19,7 @@ enum class ErrorCode : int {
   kCompileError,
   kCudaError,
   kInternalError,
+  kAborted,
 };
 
 // "PeerLost", "InvalidArgument", ...
@@ -26,7 +27,8 @@ const char* error_code_name(ErrorCode code) noexcept;
 
 class Error : public std::exception {
  public:
-  Error(ErrorCode code, std::string text, std::string op = {}, uint64_t sequence = 0, std::vector<int> peers = {});
+  Error(ErrorCode code, std::string text, std::string op = {}, uint64_t sequence = 0, std::vector<int> peers = {},
+        std::string reason = {});
 
   const char* what() const noexcept override { return text.c_str(); }
 
@@ -35,6 +37,7 @@ class Error : public std::exception {
   std::string op;          // "dispatch", "connect", ... or empty
   uint64_t sequence;       // of the operation on its window; 0 where there is none
   std::vector<int> peers;  // ascending ranks that the error names; empty where it names none
+  std::string reason;      // kAborted: what abort() was given
 };
 
 [[noreturn]] void throw_invalid_argument(const std::string& text);

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "base/status.h"
+#include "bindings/gil.h"
 #include "engine/nvlink/combine.h"
 #include "engine/nvlink/dispatch.h"
 #include "engine/nvlink/gradients.h"
@@ -64,14 +65,14 @@ GpuWindowShape shape_of(i32 num_ranks, i32 num_experts, i32 top_k, i64 max_token
 }  // namespace
 
 void bind_jit(nb::module_& m) {
-  using Guard = nb::call_guard<nb::gil_scoped_release>;
+  using Guard = nb::call_guard<ReleasedGil>;
   m.def(
       "compile_kernel",
       [](const std::string& source, const std::string& arch, const std::string& nvrtc, const std::string& include,
          const std::string& cache) {
         std::string cubin;
         {
-          const nb::gil_scoped_release release;
+          const ReleasedGil release;
           cubin = jit::Compiler(jit::CompilerPaths{nvrtc, include, cache}, arch).cubin(source);
         }
         return nb::bytes(cubin.data(), cubin.size());

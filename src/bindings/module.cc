@@ -14,6 +14,7 @@
 #include "base/log.h"
 #include "base/status.h"
 #include "bindings/arrays.h"
+#include "bindings/gil.h"
 #include "bindings/jit.h"
 #include "bindings/nvlink.h"
 #include "bootstrap/control_plane.h"
@@ -31,6 +32,7 @@ namespace {
 constexpr u64 kArgumentsTag = u64{1} << 60;  // exchange() of Python; the other bits are the caller's
 
 void check_signals() {
+  if (is_kept_out()) return;
   const nb::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }
@@ -64,7 +66,8 @@ void translate(const std::exception_ptr& pointer, void*) {
       PyErr_SetString(PyExc_RuntimeError, error.text.c_str());
       return;
     }
-    nb::object made = error_factory()(static_cast<int>(error.code), error.text, error.op, error.sequence, error.peers);
+    nb::object made =
+        error_factory()(static_cast<int>(error.code), error.text, error.op, error.sequence, error.peers, error.reason);
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
   }
 }
@@ -79,21 +82,21 @@ void bind_bootstrap(nb::module_& m) {
 }
 
 std::shared_ptr<cpu::Communicator> connect(int rank, const std::vector<nb::bytes>& endpoints, Listener& listener,
-                                           double timeout_s) {
+                                           double timeout_s, u32 first_epoch) {
   std::vector<Endpoint> parsed;
   for (size_t idx = 0; idx < endpoints.size(); ++idx) {
     parsed.push_back(parse_endpoint(to_bytes(endpoints[idx]), "endpoints[" + std::to_string(idx) + "]"));
   }
-  const nb::gil_scoped_release release;
+  const ReleasedGil release;
   return cpu::Communicator::create(
-      connect_processes(rank, parsed, std::move(listener), deadline_after_s(timeout_s), signal_poll()));
+      connect_processes(rank, parsed, std::move(listener), deadline_after_s(timeout_s), signal_poll()), first_epoch);
 }
 
 std::vector<nb::bytes> exchange(cpu::Communicator& comm, u64 tag, const nb::bytes& payload, double timeout_s) {
   const std::vector<std::byte> mine = to_bytes(payload);
   std::vector<Parcel> parcels;
   {
-    const nb::gil_scoped_release release;
+    const ReleasedGil release;
     parcels = comm.exchange(kArgumentsTag | tag, mine, {}, deadline_after_s(timeout_s), signal_poll());
   }
   std::vector<nb::bytes> all;
@@ -105,13 +108,13 @@ std::vector<nb::bytes> exchange(cpu::Communicator& comm, u64 tag, const nb::byte
 void bind_communicator(nb::module_& m) {
   using cpu::Communicator;
   nb::class_<Communicator>(m, "Communicator")
-      .def_static("connect", &connect, "rank"_a, "endpoints"_a, "listener"_a, "timeout_s"_a)
+      .def_static("connect", &connect, "rank"_a, "endpoints"_a, "listener"_a, "timeout_s"_a, "first_epoch"_a = 1)
       .def_static(
           "local",
-          [](std::shared_ptr<LocalHub> hub, int rank) {
-            return Communicator::create(connect_threads(std::move(hub), rank));
+          [](std::shared_ptr<LocalHub> hub, int rank, u32 first_epoch) {
+            return Communicator::create(connect_threads(std::move(hub), rank), first_epoch);
           },
-          "hub"_a, "rank"_a)
+          "hub"_a, "rank"_a, "first_epoch"_a = 1)
       .def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("num_ranks", &Communicator::num_ranks)
       .def_prop_ro("epoch", &Communicator::epoch)
@@ -124,7 +127,7 @@ void bind_communicator(nb::module_& m) {
           [](Communicator& comm, std::vector<int> ranks, double timeout_s) {
             comm.rebuild(std::move(ranks), deadline_after_s(timeout_s), signal_poll());
           },
-          "ranks"_a, "timeout_s"_a, nb::call_guard<nb::gil_scoped_release>())
+          "ranks"_a, "timeout_s"_a, nb::call_guard<ReleasedGil>())
       .def("detections",
            [](const Communicator& comm) {
              nb::list all;
@@ -133,7 +136,9 @@ void bind_communicator(nb::module_& m) {
              }
              return all;
            })
-      .def("close", &Communicator::close, nb::call_guard<nb::gil_scoped_release>());
+      .def("abort", &Communicator::abort, "reason"_a, nb::call_guard<ReleasedGil>())
+      .def("note_refusal", &Communicator::note_refusal, "text"_a, nb::call_guard<ReleasedGil>())
+      .def("close", &Communicator::close, "why"_a = "", nb::call_guard<ReleasedGil>());
 }
 
 void bind_results(nb::module_& m) {
@@ -277,13 +282,13 @@ std::shared_ptr<cpu::Window> make_window(std::shared_ptr<cpu::Communicator> comm
   shape.max_tokens = max_tokens;
   shape.max_row_bytes = max_row_bytes;
   shape.staging_bytes = staging_bytes;
-  const nb::gil_scoped_release release;
+  const ReleasedGil release;
   return std::make_shared<cpu::Window>(std::move(comm), shape, heap_bytes, deadline_after_s(timeout_s), signal_poll());
 }
 
 void bind_window(nb::module_& m) {
   using cpu::Window;
-  using Guard = nb::call_guard<nb::gil_scoped_release>;
+  using Guard = nb::call_guard<ReleasedGil>;
   nb::class_<Window>(m, "Window")
       .def(nb::new_(&make_window), "comm"_a, nb::kw_only(), "num_experts"_a, "top_k"_a, "max_tokens"_a,
            "max_row_bytes"_a, "heap_bytes"_a, "staging_bytes"_a = 0, "timeout_s"_a = 100.0)
@@ -310,8 +315,8 @@ void bind_window(nb::module_& m) {
 }  // namespace
 
 const cpu::Poll& signal_poll() {
-  static const cpu::Poll kPoll = check_signals;
-  return kPoll;
+  static const auto* poll = new cpu::Poll(check_signals);  // for threads that are still in a wait when the process ends
+  return *poll;
 }
 
 std::vector<double> microseconds(const std::vector<u64>& nanoseconds) {
@@ -329,6 +334,7 @@ NB_MODULE(_native, m) {
     info["cplusplus"] = static_cast<i64>(__cplusplus);
     return info;
   });
+  m.def("keep_other_threads_out", &keep_other_threads_out);
   m.def("raise_system_error", &throw_system_error, "action"_a, "error_number"_a);
   m.def("set_error_factory", [](nb::object factory) { error_factory() = std::move(factory); }, "factory"_a.none());
   m.def(
@@ -342,7 +348,7 @@ NB_MODULE(_native, m) {
             (*held)(level, text);
           };
         }
-        const nb::gil_scoped_release release;  // calls under way may wait for it
+        const ReleasedGil release;  // calls under way may wait for it
         set_log_sink(std::move(native));
       },
       "sink"_a.none());
@@ -359,8 +365,8 @@ NB_MODULE(_native, m) {
         return layout.total_bytes;
       },
       "num_ranks"_a, "num_experts"_a, "top_k"_a, "max_tokens"_a, "max_row_bytes"_a, "staging_bytes"_a = 0);
-  m.def("gradients", &gradients, nb::call_guard<nb::gil_scoped_release>(), "dtype"_a, "hidden"_a, "num_rows"_a,
-        "rows"_a, "y"_a, "weights"_a, "out"_a, "grad_weights"_a);
+  m.def("gradients", &gradients, nb::call_guard<ReleasedGil>(), "dtype"_a, "hidden"_a, "num_rows"_a, "rows"_a, "y"_a,
+        "weights"_a, "out"_a, "grad_weights"_a);
   bind_bootstrap(m);
   bind_communicator(m);
   bind_results(m);

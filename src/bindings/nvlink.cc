@@ -9,6 +9,7 @@
 
 #include "base/clock.h"
 #include "bindings/arrays.h"
+#include "bindings/gil.h"
 #include "engine/nvlink/window.h"
 #include "weft/layout/gpu_plan.h"
 
@@ -19,7 +20,7 @@ namespace weft::bindings {
 namespace {
 
 using nvlink::Window;
-using Guard = nb::call_guard<nb::gil_scoped_release>;
+using Guard = nb::call_guard<ReleasedGil>;
 
 std::shared_ptr<Window> make_window(std::shared_ptr<cpu::Communicator> comm, std::shared_ptr<nvlink::Gpu> gpu,
                                     i32 num_experts, i32 top_k, i64 max_tokens, i64 landing_row_bytes, i32 num_blocks,
@@ -32,7 +33,7 @@ std::shared_ptr<Window> make_window(std::shared_ptr<cpu::Communicator> comm, std
   shape.max_tokens = max_tokens;
   shape.landing_row_bytes = landing_row_bytes;
   shape.small_tokens = small_tokens;
-  const nb::gil_scoped_release release;
+  const ReleasedGil release;
   return std::make_shared<Window>(std::move(comm), std::move(gpu), shape, heap_bytes, deadline_after_s(timeout_s),
                                   signal_poll());
 }
@@ -246,7 +247,7 @@ void bind_nvlink(nb::module_& m) {
   // Not by nb::init: a shared_ptr to it must hold no Python object (gpu.h).
   nb::class_<nvlink::Gpu>(m, "Gpu")
       .def(nb::new_([](int index, std::string nvrtc, std::string include, std::string cache) {
-             const nb::gil_scoped_release release;
+             const ReleasedGil release;
              return std::make_shared<nvlink::Gpu>(index, jit::CompilerPaths{nvrtc, include, cache});
            }),
            "index"_a, nb::kw_only(), "nvrtc"_a, "include"_a, "cache"_a)
@@ -256,7 +257,7 @@ void bind_nvlink(nb::module_& m) {
   bind_combine_args(m);
   bind_results(m);
   bind_window(m);
-  m.def("gpu_leave_graphs_to_the_exit", &nvlink::leave_graphs_to_the_exit, nb::call_guard<nb::gil_scoped_release>());
+  m.def("gpu_leave_graphs_to_the_exit", &nvlink::leave_graphs_to_the_exit, nb::call_guard<ReleasedGil>());
   m.def("gpu_record_stream", &nvlink::ReceiveHeap::record_stream, "ptr"_a, "stream"_a);
   m.def(
       "gpu_send_plan_len",

@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings/arrays.h"
+#include "bindings/gil.h"
 #include "bindings/nvlink.h"
 #include "engine/nvlink/window.h"
 #include "weft/layout/checked.h"
@@ -103,7 +104,7 @@ struct Routing {
 u64 address_of(const cpu::Array& array) { return reinterpret_cast<u64>(array.block.data); }
 
 nvlink::DispatchResult dispatch_unlocked(Window& window, const nvlink::DispatchArgs& args) {
-  const nb::gil_scoped_release release;
+  const ReleasedGil release;
   return window.dispatch(args, signal_poll());
 }
 
@@ -182,7 +183,7 @@ void combine_rows(Window& window, nvlink::CombineArgs& args, u64 stream, i64 num
   args.send_plan = send_plan;
   args.recv_plan = recv_plan;
   args.out = out;
-  const nb::gil_scoped_release release;
+  const ReleasedGil release;
   window.combine(args, signal_poll());
 }
 

@@ -37,17 +37,66 @@ void Parcel::check_fds(size_t num_expected, const std::string& source) const {
                  std::to_string(num_expected) + " belong");
 }
 
-Board::Board(int rank, int num_ranks) : rank_(rank), num_ranks_(num_ranks), fates_(static_cast<size_t>(num_ranks)) {}
+Board::Board(int rank, int num_ranks)
+    : rank_(rank),
+      num_ranks_(num_ranks),
+      parcels_(static_cast<size_t>(num_ranks)),
+      num_parcels_(static_cast<size_t>(num_ranks)),
+      members_(static_cast<size_t>(num_ranks), true),
+      notes_(static_cast<size_t>(num_ranks)),
+      fates_(static_cast<size_t>(num_ranks)) {}
 
 void Board::put(int source, uint64_t tag, Parcel&& parcel) {
   const std::lock_guard lock(mutex_);
-  if (closed() || spent_tags_.contains(tag)) return;
-  parcels_[{tag, source}].push_back(std::move(parcel));
+  if (closed() || spent_tags_.contains(tag) || !is_member(source)) return;
+  Parcels& parcels = parcels_[static_cast<size_t>(source)];
+  size_t& num_parcels = num_parcels_[static_cast<size_t>(source)];
+  parcels[tag].push_back(std::move(parcel));
+  if (++num_parcels > kMostParcels) {
+    const auto lowest = parcels.begin();
+    num_parcels -= lowest->second.size();
+    parcels.erase(lowest);
+  }
   changed_.notify_all();
 }
 
-void Board::gone(int peer, DetectionChannel channel, const std::string& how) {
+void Board::keep_members(const std::vector<int>& members) {
+  const std::lock_guard lock(mutex_);
+  for (int source = 0; source < num_ranks_; ++source) {
+    if (source == rank_ || std::find(members.begin(), members.end(), source) != members.end()) continue;
+    members_[static_cast<size_t>(source)] = false;
+    parcels_[static_cast<size_t>(source)].clear();
+    num_parcels_[static_cast<size_t>(source)] = 0;
+  }
+}
+
+bool Board::is_watched(int peer) const {
+  const std::lock_guard lock(mutex_);
+  return is_member(peer) || !fate(peer).gone;
+}
+
+void Board::note(int source, const Note& note) {
+  const std::lock_guard lock(mutex_);
+  notes_[static_cast<size_t>(source)] = note;
+}
+
+Note Board::note_of(int rank) const {
+  const std::lock_guard lock(mutex_);
+  return notes_[static_cast<size_t>(rank)];
+}
+
+std::vector<int> Board::silent_ranks() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<int> ranks;
+  for (const int member : waits_with_) {
+    if (waits_for_ && !has_parcel(member, *waits_for_)) ranks.push_back(member);
+  }
+  return ranks;
+}
+
+void Board::gone(int peer, DetectionChannel channel, const std::string& how, std::string_view why) {
   const uint64_t time_ns = now_ns();
+  const std::string reason_given = one_line(why, AbortReason::kTextBytes);
   {
     const std::lock_guard lock(mutex_);
     if (closed()) return;
@@ -59,13 +108,16 @@ void Board::gone(int peer, DetectionChannel channel, const std::string& how) {
     detections_.push_back({peer, channel, time_ns});
     Fate& known_fate = fates_[static_cast<size_t>(peer)];
     if (known_fate.gone) return;
-    known_fate = {true, channel == DetectionChannel::kGoodbye, how};
+    known_fate = {true, channel == DetectionChannel::kGoodbye,
+                  how + (reason_given.empty() ? "" : " after ") + reason_given};
     changed_.notify_all();
   }
   AbortReason reason;
   reason.code = abort_code(channel);
   reason.rank = peer;
   reason.reporter = rank_;
+  reason.is_ours = 1;
+  set_text(reason, reason_given);
   relay_.post(reason);
 }
 
@@ -74,21 +126,32 @@ void Board::wake() {
   changed_.notify_all();
 }
 
-uint64_t Board::newest_tag(uint64_t prefix, uint64_t mask) const {
+uint64_t Board::newest_tag(uint64_t prefix, uint64_t mask, ControlPlane::Sources sources) const {
   const std::lock_guard lock(mutex_);
+  const auto is_silent = [&](int source) {
+    return waits_for_ && !has_parcel(source, *waits_for_) &&
+           std::find(waits_with_.begin(), waits_with_.end(), source) != waits_with_.end();
+  };
   uint64_t newest = 0;
-  for (const auto& [key, parcels] : parcels_) {
-    if ((key.first & mask) == prefix && key.first > newest) newest = key.first;
+  for (int source = 0; source < num_ranks_; ++source) {
+    if (sources == ControlPlane::Sources::kSilent && !is_silent(source)) continue;
+    for (const auto& [tag, parcels] : parcels_[static_cast<size_t>(source)]) {
+      if ((tag & mask) == prefix) newest = std::max(newest, tag);
+    }
   }
   return newest;
 }
 
 void Board::forget_tags(uint64_t prefix, uint64_t mask, uint64_t below) {
   const std::lock_guard lock(mutex_);
-  std::erase_if(parcels_, [&](const auto& entry) {
-    const uint64_t tag = entry.first.first;
-    return (tag & mask) == prefix && tag < below;
-  });
+  for (size_t source = 0; source < parcels_.size(); ++source) {
+    std::erase_if(parcels_[source], [&](const auto& entry) {
+      const bool is_old = (entry.first & mask) == prefix && entry.first < below;
+      if (is_old) num_parcels_[source] -= entry.second.size();
+      return is_old;
+    });
+  }
+  std::erase_if(spent_tags_, [&](uint64_t tag) { return (tag & mask) == prefix && tag < below; });
 }
 
 std::vector<int> Board::dead_ranks() const {
@@ -123,6 +186,10 @@ void Board::check(const std::vector<int>& members, uint64_t tag, size_t num_byte
                            std::to_string(kMaxMessageFds));
   }
   const std::lock_guard lock(mutex_);
+  for (const int member : members) {
+    if (is_member(member)) continue;
+    throw_invalid_argument("members of an exchange hold rank " + std::to_string(member) + ", which was left out");
+  }
   if (spent_tags_.contains(tag)) {
     throw_invalid_argument("tag " + std::to_string(tag) +
                            " belongs to an exchange that failed before; use a fresh one");
@@ -130,12 +197,27 @@ void Board::check(const std::vector<int>& members, uint64_t tag, size_t num_byte
 }
 
 std::vector<Parcel> Board::collect(const Request& request) {
+  {
+    const std::lock_guard lock(mutex_);
+    waits_for_ = request.tag;
+    waits_with_ = request.members;
+    std::erase(waits_with_, rank_);
+  }
   try {
-    return wait_for_parcels(request);
+    auto parcels = wait_for_parcels(request);
+    stop_waiting();
+    return parcels;
   } catch (...) {
+    stop_waiting();
     spend(request.tag);
     throw;
   }
+}
+
+void Board::stop_waiting() noexcept {
+  const std::lock_guard lock(mutex_);
+  waits_for_.reset();
+  waits_with_.clear();
 }
 
 std::vector<Parcel> Board::wait_for_parcels(const Request& request) {
@@ -144,12 +226,6 @@ std::vector<Parcel> Board::wait_for_parcels(const Request& request) {
   // check: allow spin-loop: sleeps on a condition variable and ends at the deadline of the request
   for (;;) {
     const uint64_t time_ns = now_ns();
-    if (request.poll && time_ns >= next_poll_ns) {
-      next_poll_ns = time_ns + kPollIntervalNs;
-      lock.unlock();
-      request.poll();
-      lock.lock();
-    }
     if (closed()) throw_invalid_state("the control plane was closed during an exchange");
     std::vector<int> silent = missing(request);
     if (silent.empty()) {
@@ -158,6 +234,14 @@ std::vector<Parcel> Board::wait_for_parcels(const Request& request) {
       if (silent.empty()) return take(request);
     } else {
       throw_if_lost(request, silent);
+    }
+    // What is complete was taken above, whatever the poll thinks of it.
+    if (request.poll && time_ns >= next_poll_ns) {
+      next_poll_ns = time_ns + kPollIntervalNs;
+      lock.unlock();
+      request.poll();
+      lock.lock();
+      continue;
     }
     if (time_ns >= request.deadline_ns) {
       throw_peer_timeout("exchange", 0, silent, ranks_text(silent) + " did not answer by the deadline");
@@ -170,7 +254,7 @@ std::vector<Parcel> Board::wait_for_parcels(const Request& request) {
 std::vector<int> Board::missing(const Request& request) const {
   std::vector<int> ranks;
   for (const int member : request.members) {
-    if (member != rank_ && !parcels_.contains({request.tag, member})) ranks.push_back(member);
+    if (member != rank_ && !has_parcel(member, request.tag)) ranks.push_back(member);
   }
   return ranks;
 }
@@ -178,11 +262,13 @@ std::vector<int> Board::missing(const Request& request) const {
 std::vector<Parcel> Board::take(const Request& request) {
   std::vector<Parcel> result(static_cast<size_t>(num_ranks_));
   for (const int member : request.members) {
-    const auto queue = parcels_.find({request.tag, member});
-    if (member == rank_ || queue == parcels_.end()) continue;
+    Parcels& parcels = parcels_[static_cast<size_t>(member)];
+    const auto queue = parcels.find(request.tag);
+    if (member == rank_ || queue == parcels.end()) continue;
     result[static_cast<size_t>(member)] = std::move(queue->second.front());
     queue->second.pop_front();
-    if (queue->second.empty()) parcels_.erase(queue);
+    if (queue->second.empty()) parcels.erase(queue);
+    --num_parcels_[static_cast<size_t>(member)];
   }
   return result;
 }
@@ -204,14 +290,19 @@ void Board::throw_if_lost(const Request& request, const std::vector<int>& silent
 void Board::spend(uint64_t tag) noexcept {
   const std::lock_guard lock(mutex_);
   spent_tags_.insert(tag);
-  parcels_.erase(parcels_.lower_bound({tag, 0}), parcels_.upper_bound({tag, num_ranks_}));
+  for (size_t source = 0; source < parcels_.size(); ++source) {
+    const auto queue = parcels_[source].find(tag);
+    if (queue == parcels_[source].end()) continue;
+    num_parcels_[source] -= queue->second.size();
+    parcels_[source].erase(queue);
+  }
 }
 
 void Board::close() noexcept {
   {
     const std::lock_guard lock(mutex_);
     closed_.store(true, std::memory_order_release);
-    parcels_.clear();
+    for (Parcels& parcels : parcels_) parcels.clear();
     changed_.notify_all();
   }
   relay_.close();

@@ -10,9 +10,10 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
-#include <utility>
+#include <string_view>
 #include <vector>
 
 #include "bootstrap/abort_relay.h"
@@ -27,15 +28,20 @@ class Board {
   // --- filling -------------------------------------------------------------------------------------------------------
   void put(int source, uint64_t tag, Parcel&& parcel);
 
-  // `peer` is gone; only the first call for a peer changes its state and reaches the abort handler.
-  void gone(int peer, DetectionChannel channel, const std::string& how);
+  // `peer` is gone; only the first call for a peer changes its state and reaches the abort handler. `why`: what it said itself.
+  void gone(int peer, DetectionChannel channel, const std::string& how, std::string_view why = {});
+  void note(int source, const Note& note);
   void published(const AbortReason& reason) { relay_.post(reason); }
   void wake();  // lets collect() look again
+  void keep_members(const std::vector<int>& members);
 
   // --- reading -------------------------------------------------------------------------------------------------------
   std::vector<int> dead_ranks() const;
   std::vector<Detection> detections() const;
-  uint64_t newest_tag(uint64_t prefix, uint64_t mask) const;
+  Note note_of(int rank) const;
+  std::vector<int> silent_ranks() const;
+  bool is_watched(int peer) const;  // false: it is gone and no member any more
+  uint64_t newest_tag(uint64_t prefix, uint64_t mask, ControlPlane::Sources sources) const;
   void forget_tags(uint64_t prefix, uint64_t mask, uint64_t below);
   AbortRelay& relay() noexcept { return relay_; }
 
@@ -57,16 +63,23 @@ class Board {
   bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }
 
  private:
-  using Key = std::pair<uint64_t, int>;  // (tag, source)
-
   struct Fate {
     bool gone = false;
     bool orderly = false;  // it said goodbye, so it had sent all that it owed
     std::string how;       // "died", "closed its communicator", ...
   };
+  using Parcels = std::map<uint64_t, std::deque<Parcel>>;  // of one source by tag; never an empty queue
+
+  // A member that is far ahead, or tries again and again without this rank, must not fill this rank's memory: of more
+  // parcels those with the lowest tags go, which belong to what the member has given up.
+  static constexpr size_t kMostParcels = 1024;
+
   const Fate& fate(int peer) const { return fates_[static_cast<size_t>(peer)]; }
+  bool is_member(int peer) const { return members_[static_cast<size_t>(peer)]; }
+  bool has_parcel(int source, uint64_t tag) const { return parcels_[static_cast<size_t>(source)].contains(tag); }
 
   std::vector<Parcel> wait_for_parcels(const Request& request);
+  void stop_waiting() noexcept;
   std::vector<int> missing(const Request& request) const;
   std::vector<Parcel> take(const Request& request);
   void throw_if_lost(const Request& request, const std::vector<int>& silent) const;
@@ -79,7 +92,12 @@ class Board {
 
   mutable std::mutex mutex_;  // of all below
   std::condition_variable changed_;
-  std::map<Key, std::deque<Parcel>> parcels_;  // never an empty queue
+  std::vector<Parcels> parcels_;       // by source
+  std::vector<size_t> num_parcels_;    // by source
+  std::vector<bool> members_;          // by rank: it belongs
+  std::vector<Note> notes_;            // by rank
+  std::optional<uint64_t> waits_for_;  // tag of the exchange under way
+  std::vector<int> waits_with_;        // its members
   std::set<uint64_t> spent_tags_;
   std::vector<Fate> fates_;  // by rank
   std::vector<Detection> detections_;

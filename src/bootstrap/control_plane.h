@@ -2,31 +2,73 @@
 // Two kinds behind one interface: processes (unix sockets) and threads of one process (LocalHub).
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/fd.h"
+#include "base/text.h"
 #include "bootstrap/endpoint.h"
 #include "weft/config/base.h"
 
 namespace weft {
 
-enum class AbortCode : uint32_t { kNone, kPeerLost, kPeerClosed, kPeerTimeout, kInterrupted, kRefused, kInternal };
+enum class AbortCode : uint32_t {
+  kNone,
+  kPeerLost,
+  kPeerClosed,
+  kPeerTimeout,
+  kInterrupted,
+  kRefused,
+  kInternal,
+  kAborted
+};
 
 // Why the ranks of a communicator leave their operations. Plain bytes: it travels as it is.
 struct AbortReason {
+  static constexpr size_t kTextBytes = 200;
+
   AbortCode code = AbortCode::kNone;
   int rank = -1;          // culprit: who was lost, closed, was late or gave up
   int reporter = -1;      // who says so
-  uint32_t epoch = 0;     // of the reporter; 0 in what the control plane itself reports (it knows no epochs)
+  uint32_t epoch = 0;     // of the reporter
+  uint32_t is_ours = 0;   // 1: this rank's control plane says so itself; it knows no epochs. Never believed of a peer
   uint64_t sequence = 0;  // of the broken operation; 0 outside operations
   uint32_t phase = 0;
   uint32_t op_kind = 0;
-  uint64_t peers = 0;  // bit r: rank r was late too
+  uint64_t peers = 0;    // bit r: rank r was late too
+  uint64_t members = 0;  // bit r: rank r is active in the reporter's epoch. Groups that split count epochs alike
+  uint64_t attempt = 0;  // kAborted: tag of the attempt to rebuild that the reporter was in; 0: in none
+  std::array<char, kTextBytes> text{};  // why, where somebody said it: one line, zeros behind it. Read it by text_of()
 };
+
+// What a rank lets the others know of itself, for their texts alone: that it refused its call, and why. Plain bytes.
+struct Note {
+  uint64_t members = 0;  // as in AbortReason
+  uint32_t epoch = 0;
+  uint32_t reserved = 0;
+  std::array<char, AbortReason::kTextBytes> text{};  // empty: nothing any more
+};
+
+template <class Plain>
+void set_text(Plain& plain, std::string_view text) noexcept {
+  const std::string line = one_line(text, plain.text.size());
+  plain.text = {};
+  std::copy(line.begin(), line.end(), plain.text.begin());
+}
+
+// Whatever a peer wrote there, it is one line.
+template <class Plain>
+std::string text_of(const Plain& plain) {
+  const auto end = std::find(plain.text.begin(), plain.text.end(), '\0');
+  return one_line({plain.text.data(), static_cast<size_t>(end - plain.text.begin())}, plain.text.size());
+}
 
 struct Parcel {
   std::vector<std::byte> bytes;
@@ -85,13 +127,29 @@ class ControlPlane {
                                        uint64_t deadline_ns, const Poll& poll) = 0;
 
   // The highest tag with (tag & mask) == prefix among the parcels of others that nobody has collected yet; 0: none.
-  virtual uint64_t newest_tag(uint64_t prefix, uint64_t mask) const = 0;
+  // kSilent: only of the members for whose parcel the exchange under way still waits. A parcel of a later tag then tells
+  // that the one waited for will not come, since those of one rank arrive in the order in which they were sent.
+  enum class Sources { kAll, kSilent };
+  virtual uint64_t newest_tag(uint64_t prefix, uint64_t mask, Sources sources) const = 0;
   // Drops such parcels with a tag below `below`.
   virtual void forget_tags(uint64_t prefix, uint64_t mask, uint64_t below) = 0;
+
+  // Members for whose parcel the exchange under way waits; to be called from its poll.
+  virtual std::vector<int> silent_ranks() const = 0;
+
+  // From now on only these ranks belong: parcels of others, those that are there and those that come, are dropped, and what
+  // is held of others that are gone is given back. A rank that was left out can't come back.
+  virtual void keep_members(const std::vector<int>& members) = 0;
 
   // Tells every rank that is not gone. Best effort, never blocks, never throws. `reporter` is filled in.
   // It is not delivered to this rank's own handler.
   virtual void publish_abort(const AbortReason& reason) noexcept = 0;
+
+  // Lets every rank that is not gone know of this one. Best effort, never blocks, never throws; of notes that could not leave
+  // yet only the last one does.
+  virtual void publish_note(const Note& note) noexcept = 0;
+  // The last note of a rank, this one included; an empty one if there is none.
+  virtual Note note_of(int rank) const = 0;
 
   // The handler hears of each peer once: kPeerLost, kPeerClosed or kRefused (reporter: this rank), and of every reason
   // that a peer published, of whatever epoch. It is called from threads of the control plane (or of the publishing
@@ -100,13 +158,14 @@ class ControlPlane {
   // (unless this is called from inside of it).
   virtual void set_abort_handler(AbortHandler handler) = 0;
 
-  // Ascending ranks that are gone, in whichever way.
+  // Ascending ranks that are gone, in whichever way. Socket, pidfd and life page of such a rank are released as they end.
   virtual std::vector<int> dead_ranks() const = 0;
   virtual std::vector<Detection> detections() const = 0;
 
   // Says goodbye, best effort, and stops. Never waits for a peer, works with all of them dead, safe to repeat; the
-  // destructor calls it. After return the abort handler is not called any more.
-  virtual void close() noexcept = 0;
+  // destructor calls it. After return the abort handler is not called any more. `why` (one line; empty: nothing special)
+  // goes to the peers, into the text of kPeerClosed.
+  virtual void close(std::string_view why = {}) noexcept = 0;
 };
 
 // Full mesh among the processes of `endpoints` (index = rank) over unix sockets: pid, uid, start time and boot id of

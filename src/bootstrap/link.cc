@@ -12,8 +12,9 @@
 namespace weft {
 namespace {
 
-std::span<const std::byte> bytes_of(const AbortReason& reason) {
-  return std::as_bytes(std::span<const AbortReason, 1>(&reason, 1));
+template <class Plain>
+std::span<const std::byte> bytes_of(const Plain& plain) {
+  return std::as_bytes(std::span<const Plain, 1>(&plain, 1));
 }
 
 }  // namespace
@@ -27,12 +28,19 @@ void Link::send_abort(const AbortReason& reason) noexcept {
   const std::lock_guard lock(mutex_);
   if (broken_ || waiting_abort_) return;
   waiting_abort_ = reason;
-  flush_abort();
+  flush_small();
+}
+
+void Link::send_note(const Note& note) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (broken_) return;
+  waiting_note_ = note;
+  flush_small();
 }
 
 void Link::flush() noexcept {
   const std::lock_guard lock(mutex_);
-  if (!flush_abort()) return;
+  if (!flush_small()) return;
   while (!outgoing_.empty()) {
     Outgoing& first = outgoing_.front();
     if (!flush_packet(first)) return;
@@ -42,7 +50,7 @@ void Link::flush() noexcept {
 
 bool Link::waits_for_room() const noexcept {
   const std::lock_guard lock(mutex_);
-  return !outgoing_.empty() || waiting_abort_.has_value();
+  return !outgoing_.empty() || waiting_abort_.has_value() || waiting_note_.has_value();
 }
 
 bool Link::unsent() const noexcept {
@@ -50,12 +58,17 @@ bool Link::unsent() const noexcept {
   return !outgoing_.empty();
 }
 
-bool Link::flush_abort() noexcept {
-  if (!waiting_abort_) return !broken_;
-  const SendResult result = send_small(socket_.get(), PacketType::kAbort, bytes_of(*waiting_abort_));
-  if (result == SendResult::kGone) drop_outgoing();
-  if (result == SendResult::kSent) waiting_abort_.reset();
-  return result == SendResult::kSent;
+// False: there is no room for what follows, or nobody who would read it.
+bool Link::flush_small() noexcept {
+  const auto send = [this](auto& waiting, PacketType type) {
+    if (broken_) return false;
+    if (!waiting) return true;
+    const SendResult result = send_small(socket_.get(), type, bytes_of(*waiting));
+    if (result == SendResult::kGone) drop_outgoing();
+    if (result == SendResult::kSent) waiting.reset();
+    return result == SendResult::kSent;
+  };
+  return send(waiting_abort_, PacketType::kAbort) && send(waiting_note_, PacketType::kNote);
 }
 
 bool Link::flush_packet(Outgoing& outgoing) noexcept {
@@ -80,19 +93,31 @@ void Link::drop_outgoing() noexcept {
   broken_ = true;
   outgoing_.clear();
   waiting_abort_.reset();
+  waiting_note_.reset();
 }
 
-void Link::shut(bool with_goodbye) noexcept {
+void Link::shut() noexcept {
   flush();
   const std::lock_guard lock(mutex_);
-  if (with_goodbye && !broken_) send_small(socket_.get(), PacketType::kGoodbye, {});
+  shut_locked();
+}
+
+void Link::say_goodbye(std::string_view why) noexcept {
+  flush();
+  const std::lock_guard lock(mutex_);
+  if (!broken_) send_small(socket_.get(), PacketType::kGoodbye, std::as_bytes(std::span(why.data(), why.size())));
+  shut_locked();
+}
+
+void Link::shut_locked() noexcept {
   drop_outgoing();
-  ::shutdown(socket_.get(), SHUT_RDWR);
+  if (socket_.valid()) ::shutdown(socket_.get(), SHUT_RDWR);
 }
 
 void Link::close() noexcept {
   const std::lock_guard lock(mutex_);
   socket_.reset();
+  incoming_ = {};
 }
 
 bool Link::receive(PacketReader& reader, const Events& events, int most_packets) {
@@ -107,7 +132,7 @@ bool Link::receive(PacketReader& reader, const Events& events, int most_packets)
     if (!problem.empty()) {
       reader.fds.clear();
       events.refused("sent " + problem + " and was cut off");
-      shut(false);
+      shut();
       return true;
     }
   }
@@ -122,12 +147,23 @@ std::string Link::take(PacketReader& reader, const Events& events) {
       AbortReason reason;
       if (payload.size() != sizeof(reason)) return "an abort reason of " + std::to_string(payload.size()) + " bytes";
       std::memcpy(&reason, payload.data(), sizeof(reason));
-      if (reason.code == AbortCode::kNone || reason.code > AbortCode::kInternal) return "an unknown abort code";
+      if (reason.code == AbortCode::kNone || reason.code > AbortCode::kAborted) return "an unknown abort code";
       events.abort(reason);
       return {};
     }
-    case PacketType::kGoodbye: events.goodbye(); return {};
-    case PacketType::kRefusal: events.goodbye(); return {};  // it gave up while it connected to others
+    case PacketType::kNote: {
+      Note note;
+      if (payload.size() != sizeof(note)) return "a note of " + std::to_string(payload.size()) + " bytes";
+      std::memcpy(&note, payload.data(), sizeof(note));
+      events.note(note);
+      return {};
+    }
+    case PacketType::kGoodbye: {
+      if (payload.size() > AbortReason::kTextBytes) return "a goodbye of " + std::to_string(payload.size()) + " bytes";
+      events.goodbye({reinterpret_cast<const char*>(payload.data()), payload.size()});
+      return {};
+    }
+    case PacketType::kRefusal: events.goodbye({}); return {};  // it gave up while it connected to others
     case PacketType::kHello: return "a second greeting";
   }
   return "a packet of unknown type";

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/fd.h"
@@ -33,20 +34,23 @@ class Link {
   // --- sending: any thread, never blocks -----------------------------------------------------------------------------
   void queue(std::shared_ptr<const OutgoingMessage> message);
   void send_abort(const AbortReason& reason) noexcept;  // overtakes messages; one may wait for room, more are dropped
+  void send_note(const Note& note) noexcept;            // the same, but a later one takes the place of one that waits
   void flush() noexcept;                                // sends what there is room for
   bool waits_for_room() const noexcept;
   bool unsent() const noexcept;  // a message is not sent in full, and the peer is not known to be gone
 
-  // Goodbye, best effort, and the end of the connection, also for processes that inherited the socket by fork.
-  void shut(bool with_goodbye) noexcept;
-  void close() noexcept;  // after shut(), when no thread receives any more
+  // The end of the connection, with or without a goodbye, best effort; also for processes that inherited the socket by fork.
+  void shut() noexcept;                             // without a word
+  void say_goodbye(std::string_view why) noexcept;  // and shut
+  void close() noexcept;                            // after shut(), when no thread receives any more
 
   // --- receiving: monitor thread only --------------------------------------------------------------------------------
   // What a packet may turn into.
   struct Events {
     std::function<void(uint64_t tag, Parcel&&)> message;
     std::function<void(const AbortReason&)> abort;
-    std::function<void()> goodbye;
+    std::function<void(const Note&)> note;
+    std::function<void(const std::string& why)> goodbye;
     std::function<void(const std::string& why)> refused;
   };
 
@@ -60,17 +64,19 @@ class Link {
     size_t offset;
   };
 
-  bool flush_abort() noexcept;
+  bool flush_small() noexcept;
   bool flush_packet(Outgoing& outgoing) noexcept;
   void drop_outgoing() noexcept;
   std::string take(PacketReader& reader, const Events& events);  // what is wrong, empty if nothing
+  void shut_locked() noexcept;
   std::string take_message(PacketReader& reader, const Events& events);
 
   OwnedFd socket_;  // closed only when broken_
 
-  mutable std::mutex mutex_;  // of the three below
+  mutable std::mutex mutex_;  // of the four below
   std::deque<Outgoing> outgoing_;
   std::optional<AbortReason> waiting_abort_;
+  std::optional<Note> waiting_note_;
   bool broken_ = false;  // nothing can be sent any more
 
   bool in_message_ = false;

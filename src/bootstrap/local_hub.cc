@@ -52,27 +52,37 @@ class LocalControlPlane final : public ControlPlane {
   void publish_abort(const AbortReason& reason) noexcept override {
     AbortReason told = reason;
     told.reporter = rank_;
+    told.is_ours = 0;
     for (int peer = 0; peer < num_ranks(); ++peer) {
       if (peer != rank_) board(peer).published(told);
     }
   }
 
+  void publish_note(const Note& note) noexcept override {
+    for (int peer = 0; peer < num_ranks(); ++peer) board(peer).note(rank_, note);
+  }
+  Note note_of(int rank) const override { return own().note_of(rank); }
+  std::vector<int> silent_ranks() const override { return own().silent_ranks(); }
+
   void set_abort_handler(AbortHandler handler) override { own().relay().set_handler(std::move(handler)); }
   std::vector<int> dead_ranks() const override { return own().dead_ranks(); }
-  uint64_t newest_tag(uint64_t prefix, uint64_t mask) const override { return own().newest_tag(prefix, mask); }
+  uint64_t newest_tag(uint64_t prefix, uint64_t mask, Sources sources) const override {
+    return own().newest_tag(prefix, mask, sources);
+  }
+  void keep_members(const std::vector<int>& members) override { own().keep_members(members); }
   void forget_tags(uint64_t prefix, uint64_t mask, uint64_t below) override { own().forget_tags(prefix, mask, below); }
   std::vector<Detection> detections() const override { return own().detections(); }
-  void close() noexcept override { close_once(); }
+  void close(std::string_view why) noexcept override { close_once(why); }
 
  private:
   Board& board(int rank) const { return *hub_->boards[static_cast<size_t>(rank)]; }
   Board& own() const { return board(rank_); }
 
-  void close_once() noexcept {
+  void close_once(std::string_view why = {}) noexcept {
     if (own().closed()) return;
     own().close();
     for (int peer = 0; peer < num_ranks(); ++peer) {
-      if (peer != rank_) board(peer).gone(rank_, DetectionChannel::kGoodbye, "closed its communicator");
+      if (peer != rank_) board(peer).gone(rank_, DetectionChannel::kGoodbye, "closed its communicator", why);
     }
   }
 

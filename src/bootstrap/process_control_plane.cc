@@ -29,7 +29,7 @@ constexpr int kPacketsLeft = 1 << 16;            // more than a socket holds
 
 // Runs detached and touches only what it shares: close() need not wait for it.
 void watch(const std::shared_ptr<PeerLife>& life, const std::shared_ptr<Board>& board, int peer) {
-  while (!board->closed()) {
+  while (!board->closed() && board->is_watched(peer)) {
     switch (life->wait(kWatchSliceNs)) {
       case PeerLife::State::kHeld: continue;
       case PeerLife::State::kReleased: return;  // an orderly end: its goodbye comes behind its last messages
@@ -44,14 +44,18 @@ void watch(const std::shared_ptr<PeerLife>& life, const std::shared_ptr<Board>& 
 
 struct Peer {
   Peer(int rank_in, Connection&& connection)
-      : rank(rank_in), link(std::move(connection.socket)), pidfd(std::move(connection.pidfd)), life(connection.life) {}
+      : rank(rank_in),
+        link(std::move(connection.socket)),
+        pidfd(std::move(connection.pidfd)),
+        life(connection.life),
+        running(pidfd.valid()) {}
 
   const int rank;
   Link link;
-  OwnedFd pidfd;  // monitor only, while it runs
-  const std::shared_ptr<PeerLife> life;
-  bool connected = true;  // monitor only: its socket has not ended
-  bool running = true;    // monitor only: its pidfd has not fired
+  OwnedFd pidfd;                   // monitor only, while it runs
+  std::shared_ptr<PeerLife> life;  // empty: all of this peer was given back
+  bool connected = true;           // monitor only: its socket has not ended
+  bool running;                    // monitor only: its pidfd has not fired
 };
 
 class ProcessControlPlane final : public ControlPlane {
@@ -98,6 +102,7 @@ class ProcessControlPlane final : public ControlPlane {
   void publish_abort(const AbortReason& reason) noexcept override {
     AbortReason told = reason;
     told.reporter = rank_;
+    told.is_ours = 0;
     bool waiting = false;
     for (const auto& peer : peers_) {
       if (!peer) continue;
@@ -107,21 +112,41 @@ class ProcessControlPlane final : public ControlPlane {
     if (waiting) wake_monitor();
   }
 
+  void publish_note(const Note& note) noexcept override {
+    board_->note(rank_, note);
+    bool waiting = false;
+    for (const auto& peer : peers_) {
+      if (!peer) continue;
+      peer->link.send_note(note);
+      waiting |= peer->link.waits_for_room();
+    }
+    if (waiting) wake_monitor();
+  }
+  Note note_of(int rank) const override { return board_->note_of(rank); }
+  std::vector<int> silent_ranks() const override { return board_->silent_ranks(); }
+
   void set_abort_handler(AbortHandler handler) override { board_->relay().set_handler(std::move(handler)); }
   std::vector<int> dead_ranks() const override { return board_->dead_ranks(); }
-  uint64_t newest_tag(uint64_t prefix, uint64_t mask) const override { return board_->newest_tag(prefix, mask); }
+  uint64_t newest_tag(uint64_t prefix, uint64_t mask, Sources sources) const override {
+    return board_->newest_tag(prefix, mask, sources);
+  }
+  void keep_members(const std::vector<int>& members) override {
+    board_->keep_members(members);
+    wake_monitor();
+  }
   void forget_tags(uint64_t prefix, uint64_t mask, uint64_t below) override {
     board_->forget_tags(prefix, mask, below);
   }
   std::vector<Detection> detections() const override { return board_->detections(); }
-  void close() noexcept override { close_once(); }
+  void close(std::string_view why) noexcept override { close_once(why); }
 
  private:
   void run_monitor();
   std::vector<pollfd> watched_fds();
   void read_from(Peer& peer, PacketReader& reader, int most_packets);
+  void give_back(Peer& peer) noexcept;
   void wake_monitor() noexcept;
-  void close_once() noexcept;
+  void close_once(std::string_view why = {}) noexcept;
   void leak() noexcept;
 
   const int rank_;
@@ -194,8 +219,24 @@ void ProcessControlPlane::run_monitor() {
           board_->gone(peer.rank, DetectionChannel::kPidfd, "died");
         }
       }
+      give_back(peer);
     }
   }
+}
+
+// R24: what belongs to a peer goes with it, each part when it has told all it can tell. One that closed in order, and one
+// that is gone and no member any more, have nothing more to tell.
+void ProcessControlPlane::give_back(Peer& peer) noexcept {
+  if (!peer.life) return;
+  if ((!peer.connected && peer.life->said_goodbye()) || !board_->is_watched(peer.rank)) {
+    peer.connected = peer.running = false;
+  }
+  if (!peer.running) peer.pidfd.reset();
+  if (!peer.connected) {
+    peer.link.shut();
+    peer.link.close();
+  }
+  if (!peer.running && !peer.connected) peer.life.reset();
 }
 
 // Entry 0: wake_; then for each rank its socket and its pidfd (-1, which poll skips, where there is nothing to see).
@@ -217,15 +258,16 @@ void ProcessControlPlane::read_from(Peer& peer, PacketReader& reader, int most_p
       [&](const AbortReason& reason) {
         AbortReason heard = reason;
         heard.reporter = rank;
+        heard.is_ours = 0;
         if (heard.rank < 0 || heard.rank >= num_ranks_) heard.rank = -1;
         board_->published(heard);
       },
-      [&] { board_->gone(rank, DetectionChannel::kGoodbye, kClosedText); },
+      [&](const Note& note) { board_->note(rank, note); },
+      [&](const std::string& why) { board_->gone(rank, DetectionChannel::kGoodbye, kClosedText, why); },
       [&](const std::string& why) { board_->gone(rank, DetectionChannel::kRefused, why); },
   };
   if (!peer.link.receive(reader, events, most_packets)) return;
   peer.connected = false;
-  peer.link.shut(false);
   if (peer.life->said_goodbye()) {
     board_->gone(rank, DetectionChannel::kGoodbye, kClosedText);
   } else {
@@ -239,15 +281,16 @@ void ProcessControlPlane::wake_monitor() noexcept {
   [[maybe_unused]] const ssize_t written = write(wake_.get(), &one, sizeof(one));
 }
 
-void ProcessControlPlane::close_once() noexcept {
+void ProcessControlPlane::close_once(std::string_view why) noexcept {
   if (getpid() != owner_pid_ || board_->closed()) return;
+  const std::string line = one_line(why, AbortReason::kTextBytes);
   own_life_->say_goodbye();  // first: whatever the peers see from now on is no death
   board_->close();
   wake_monitor();
   if (monitor_.joinable()) monitor_.join();
   for (const auto& peer : peers_) {
     if (!peer) continue;
-    peer->link.shut(true);
+    peer->link.say_goodbye(line);
     peer->link.close();
     peer->pidfd.reset();
   }

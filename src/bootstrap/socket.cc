@@ -123,7 +123,7 @@ bool PacketReader::well_formed(size_t num_bytes, int flags) {
     return refuse("a packet of version " + std::to_string(header.version) + "; this Weft speaks version " +
                   std::to_string(kPacketVersion));
   }
-  if (header.type < PacketType::kHello || header.type > PacketType::kGoodbye) {
+  if (header.type < PacketType::kHello || header.type > PacketType::kNote) {
     return refuse("a packet of unknown type " + std::to_string(static_cast<int>(header.type)));
   }
   const bool whole = header.type == PacketType::kMessage || header.message_bytes == header.payload_bytes;

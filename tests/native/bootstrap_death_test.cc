@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <fstream>
 #include <random>
 
 #include "bootstrap_ranks.h"
@@ -122,6 +123,50 @@ TEST(killed_while_a_child_holds_its_sockets) { kill_trials({.exchanging = false,
 
 TEST(killed_when_large) {
   kill_trials({.exchanging = false, .victim_has_child = false, .resident_bytes = size_t{300} << 20}, 2);
+}
+
+// What belongs to a peer goes with it, not with close(): else slots that are taken again leak.
+TEST(descriptors_and_pages_of_a_peer_go_with_it) {
+  const auto num_life_pages = [] {
+    std::ifstream maps("/proc/self/maps");
+    int count = 0;
+    for (std::string line; std::getline(maps, line);) count += line.find("memfd:weft") != std::string::npos ? 1 : 0;
+    return count;
+  };
+  const auto shrinks_by = [](const std::function<int()>& count, int before, int by) {
+    const uint64_t deadline_ns = deadline_after_s(kLongS);
+    while (count() != before - by && now_ns() < deadline_ns) usleep(2000);
+    return before - count();
+  };
+  ForkedRanks ranks(4, [&](Rank& self) {
+    self.connect();
+    self.exchange({0, 1, 2, 3}, 1);
+    const int num_fds = num_open_fds(), num_pages = num_life_pages();
+    self.parent.tell(1);
+    if (self.rank == 1) pause();
+    if (self.rank == 2) {
+      self.plane->close();  // and its process lives on
+      self.parent.hear();
+      return;
+    }
+    if (self.rank == 3) CHECK_EQ(self.parent.hear(), 2u);
+    if (self.rank == 0) {
+      CHECK_EQ(shrinks_by(num_open_fds, num_fds, 4), 4);  // socket and pidfd of two
+      CHECK_EQ(shrinks_by(num_life_pages, num_pages, 2), 2);
+      self.exchange({0, 3}, 2);
+      self.parent.tell(3);
+      self.plane->close();
+      return;
+    }
+    self.exchange({0, 3}, 2);
+  });
+  for (int rank = 0; rank < 4; ++rank) CHECK_EQ(ranks.pipe(rank).hear(), 1u);
+  ranks.signal(1, SIGKILL);
+  ranks.join(1, SIGKILL);
+  ranks.pipe(3).tell(2);
+  CHECK_EQ(ranks.pipe(0).hear(), 3u);
+  ranks.pipe(2).tell(4);
+  ranks.join_all({1});
 }
 
 TEST(several_killed_at_once) {

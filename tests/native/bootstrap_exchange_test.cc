@@ -146,6 +146,7 @@ TEST(file_descriptors_arrive_once_and_are_closed) {
       }
     }
     CHECK_EQ(num_open_fds(), before);
+    self.exchange({0, 1, 2}, 12);  // who leaves takes its socket with it
   });
 }
 
@@ -237,7 +238,7 @@ TEST(published_reasons_reach_all_others_whole) {
     Ear ear;
     self.plane->set_abort_handler(ear.handler());
     self.exchange({0, 1, 2}, 1);
-    if (self.rank == 1) self.plane->publish_abort({AbortCode::kPeerTimeout, 2, -1, 7, 1ull << 40, 3, 4, 5});
+    if (self.rank == 1) self.plane->publish_abort({AbortCode::kPeerTimeout, 2, -1, 7, 0, 1ull << 40, 3, 4, 5});
     if (self.rank != 1) {
       CHECK(ear.wait_for(1));
       const AbortReason heard = ear.heard().at(0);
@@ -295,6 +296,47 @@ TEST(a_handler_may_publish_and_replace_itself) {
 }
 
 // The last parcels of a rank that closes right after its last exchange must still count.
+TEST(notes_and_goodbyes_bring_their_text) {
+  run_both(2, [](Rank& self) {
+    Ear ear;
+    self.plane->set_abort_handler(ear.handler());
+    self.exchange({0, 1}, 1);
+    const auto note_of_peer_becomes = [&](const std::string& text) {
+      const uint64_t deadline_ns = deadline_after_s(kLongS);
+      while (text_of(self.plane->note_of(0)) != text && now_ns() < deadline_ns) usleep(500);
+      return text_of(self.plane->note_of(0)) == text;
+    };
+    CHECK(text_of(self.plane->note_of(1)).empty());
+    if (self.rank == 0) {
+      for (const std::string text : {"first", "second\nline", ""}) {
+        Note note;
+        note.epoch = 7;
+        set_text(note, text);
+        self.plane->publish_note(note);
+        self.exchange({0, 1}, 2);
+      }
+      self.plane->close("ValueError: " + std::string(1000, 'y'));
+      return;
+    }
+    for (const std::string text : {"first", "second line", ""}) {
+      CHECK(note_of_peer_becomes(text));
+      CHECK_EQ(self.plane->note_of(0).epoch, 7u);
+      self.exchange({0, 1}, 2);
+    }
+    CHECK(ear.wait_for(1));
+    CHECK_EQ(ear.count(0, AbortCode::kPeerClosed), 1);
+    const std::string why = "ValueError: " + std::string(AbortReason::kTextBytes - 12, 'y');
+    CHECK_EQ(text_of(ear.heard().at(0)), why);
+    try {
+      self.exchange({0, 1}, 3);
+      CHECK(false);
+    } catch (const Error& error) {
+      CHECK_EQ(error.text, "rank 0 closed its communicator after " + why);
+    }
+    self.plane->set_abort_handler({});
+  });
+}
+
 TEST(goodbye_right_after_an_exchange_loses_nothing) {
   for (int turn = 0; turn < 15; ++turn) {
     run_both(3, [&](Rank& self) {

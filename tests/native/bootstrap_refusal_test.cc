@@ -72,7 +72,10 @@ void check_cut_off(const std::function<void(int socket)>& send_bad) {
       CHECK_EQ(ear.count(1, AbortCode::kRefused), 1);
       CHECK_EQ(ear.heard().size(), 1u);
       CHECK(self.plane->detections().at(0).channel == DetectionChannel::kRefused);
-      CHECK_EQ(num_open_fds(), before);  // descriptors that came with it were closed
+      // Descriptors that came with it are closed, and so is its socket.
+      const uint64_t deadline_ns = deadline_after_s(kLongS);
+      while (num_open_fds() != before - 1 && now_ns() < deadline_ns) usleep(500);
+      CHECK_EQ(num_open_fds(), before - 1);
     }
     self.exchange({0, 2}, 2);
     self.parent.tell(2);
@@ -203,13 +206,50 @@ TEST(wrong_greetings_are_refused) {
   check_greeting_refused([](Rank&, int socket) {
     PacketHeader header;
     header.type = PacketType::kHello;
-    header.version = 2;
+    header.version = kPacketVersion + 1;
     send_packet(socket, header, {}, {});
   });
   check_greeting_refused([](Rank&, int socket) { send_small(socket, PacketType::kHello, {}); });
   check_greeting_refused(
       [](Rank&, int socket) { send_small(socket, PacketType::kHello, std::vector<std::byte>(152, std::byte{1})); });
   check_greeting_refused([](Rank&, int socket) { send_small(socket, PacketType::kGoodbye, {}); });
+}
+
+// The only thing wrong with it is that it is meant for another rank.
+TEST(a_greeting_for_another_rank_is_refused) {
+  for (const int target : {0, 1}) {
+    ForkedRanks ranks(2, [&](Rank& self) {
+      if (self.rank == 0) {
+        if (target == 0) self.connect();
+        if (target != 0) CHECK_ERROR(kInvalidArgument, {}, self.connect());
+        return;
+      }
+      struct {  // as in handshake.cc
+        int32_t source, target, num_ranks;
+        uint32_t reserved;
+        uint64_t group;
+        Endpoint endpoint;
+      } hello{1, target, 2, 0, 0xcbf29ce484222325u, self.endpoints[1]};
+      for (const std::byte byte : std::as_bytes(std::span(self.endpoints))) {
+        hello.group = (hello.group ^ static_cast<uint64_t>(byte)) * 0x100000001b3u;
+      }
+      const LifeLock life;
+      const OwnedFd socket = call(self.endpoints[0]);
+      std::vector<OwnedFd> fds;
+      fds.push_back(OwnedFd::duplicate(life.fd()));
+      PacketHeader header;
+      header.type = PacketType::kHello;
+      header.message_bytes = header.payload_bytes = sizeof(hello);
+      header.num_fds = 1;
+      CHECK(send_packet(socket.get(), header, plain_bytes(hello), fds) == SendResult::kSent);
+      PacketReader reader;
+      pollfd answer{socket.get(), POLLIN, 0};
+      CHECK_EQ(poll(&answer, 1, 30'000), 1);
+      CHECK(reader.receive(socket.get()) == ReceiveResult::kPacket);
+      CHECK(reader.header.type == (target == 0 ? PacketType::kHello : PacketType::kRefusal));
+    });
+    ranks.join_all();
+  }
 }
 
 // Anybody on the machine may call an abstract socket: it must not disturb the ranks.
@@ -289,6 +329,79 @@ TEST(mixed_up_messages_cut_their_sender_off) {
     reason.code = static_cast<AbortCode>(99);
     send_small(socket, PacketType::kAbort, plain_bytes(reason));
   });
+  check_cut_off([](int socket) { send_small(socket, PacketType::kNote, std::vector<std::byte>(9)); });
+  check_cut_off([](int socket) {
+    send_small(socket, PacketType::kGoodbye, std::vector<std::byte>(AbortReason::kTextBytes + 1, std::byte{'x'}));
+  });
+}
+
+TEST(texts_of_peers_become_one_line) {
+  const std::string wild = std::string("a\nb\x01\xff\xc3\xa9") + '\0' + "never";
+  ForkedRanks ranks(2, [&](Rank& self) {
+    if (self.rank == 1) {
+      const RawPeer raw(self);
+      Note note;
+      std::copy(wild.begin(), wild.end(), note.text.begin());
+      send_small(raw.socket(0), PacketType::kNote, plain_bytes(note));
+      AbortReason reason;
+      reason.code = AbortCode::kAborted;
+      reason.text.fill('x');  // without an end
+      send_small(raw.socket(0), PacketType::kAbort, plain_bytes(reason));
+      send_small(raw.socket(0), PacketType::kGoodbye, std::as_bytes(std::span(wild)));
+      CHECK_EQ(self.parent.hear(), 1u);
+      return;
+    }
+    Ear ear;
+    self.connect();
+    self.plane->set_abort_handler(ear.handler());
+    CHECK(ear.wait_for(2));
+    CHECK_EQ(text_of(self.plane->note_of(1)), std::string("a b ?\xc3\xa9"));
+    CHECK_EQ(text_of(ear.heard().at(0)), std::string(AbortReason::kTextBytes, 'x'));
+    CHECK_EQ(text_of(ear.heard().at(1)), std::string("a b ?\xc3\xa9 never"));
+    self.parent.tell(1);
+    self.plane->close();
+  });
+  CHECK_EQ(ranks.pipe(0).hear(), 1u);
+  ranks.pipe(1).tell(1);
+  ranks.join_all();
+}
+
+// An abort that found no room leaves when there is some, and does not keep later ones back for ever.
+TEST(what_waited_for_room_is_sent) {
+  constexpr uint64_t kLast = 1'000'000;
+  ForkedRanks ranks(2, [&](Rank& self) {
+    const uint64_t deadline_ns = deadline_after_s(kLongS);
+    if (self.rank == 1) {
+      const RawPeer raw(self);
+      CHECK_EQ(self.parent.hear(), 1u);  // there is no room any more
+      PacketReader reader;
+      AbortReason reason;
+      while (reason.sequence != kLast && now_ns() < deadline_ns) {
+        if (reader.receive(raw.socket(0)) != ReceiveResult::kPacket) {
+          usleep(1000);
+          continue;
+        }
+        std::memcpy(&reason, reader.payload.data(), sizeof(reason));
+      }
+      CHECK_EQ(reason.sequence, kLast);
+      self.parent.tell(2);
+      return;
+    }
+    self.connect();
+    AbortReason reason;
+    reason.code = AbortCode::kPeerTimeout;
+    for (reason.sequence = 1; reason.sequence < 5000; ++reason.sequence) self.plane->publish_abort(reason);
+    self.parent.tell(1);
+    reason.sequence = kLast;
+    pollfd told{self.parent.fd(), POLLIN, 0};
+    while (poll(&told, 1, 50) == 0 && now_ns() < deadline_ns) self.plane->publish_abort(reason);
+    CHECK_EQ(self.parent.hear(), 2u);
+  });
+  CHECK_EQ(ranks.pipe(0).hear(), 1u);
+  ranks.pipe(1).tell(1);
+  CHECK_EQ(ranks.pipe(1).hear(), 2u);
+  ranks.pipe(0).tell(2);
+  ranks.join_all();
 }
 
 TEST(unwanted_descriptors_are_closed) {
@@ -317,6 +430,7 @@ TEST(a_reason_that_names_no_rank_is_made_harmless) {
       reason.code = AbortCode::kPeerTimeout;
       reason.rank = 1'000'000;
       reason.reporter = -7;
+      reason.is_ours = 1;
       send_small(raw.socket(0), PacketType::kAbort, plain_bytes(reason));
       CHECK_EQ(self.parent.hear(), 1u);
       return;
@@ -326,6 +440,7 @@ TEST(a_reason_that_names_no_rank_is_made_harmless) {
     self.plane->set_abort_handler(ear.handler());
     CHECK(ear.wait_for(1));
     CHECK(ear.heard().at(0).rank == -1 && ear.heard().at(0).reporter == 1);
+    CHECK_EQ(ear.heard().at(0).is_ours, 0u);
     self.parent.tell(1);
     self.plane->close();
   });
@@ -341,7 +456,7 @@ TEST(of_a_peer_that_sends_without_end_some_packets_are_read_at_a_time) {
   Link link{OwnedFd(ends[0])};
   for (int number = 0; number < 7; ++number) send_small(peer.get(), PacketType::kGoodbye, {});
   int num_read = 0;
-  const Link::Events events{{}, {}, [&] { ++num_read; }, {}};
+  const Link::Events events{{}, {}, {}, [&](const std::string&) { ++num_read; }, {}};
   PacketReader reader;
   for (const int so_far : {3, 6, 7, 7}) {
     CHECK(!link.receive(reader, events, 3));

@@ -15,6 +15,7 @@ import torch
 import weft
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "errors.md"
+LOGGED = re.compile(" left dispatch, |: waiting for rank")
 MADE = multiprocessing.get_context("fork").Barrier(2)
 
 
@@ -91,14 +92,45 @@ def closed_peer(comm: weft.Communicator) -> str:
     return text_of(lambda: ep.dispatch(rows(), picks()))
 
 
+def refused_peer(comm: weft.Communicator) -> str:
+    ep = make(comm, deadline_s=1.0)
+    if comm.rank == 1:
+        text_of(lambda: ep.dispatch(rows(), picks().float()))
+        while not comm.broken:
+            time.sleep(0.01)
+    return text_of(lambda: ep.dispatch(rows(), picks()))
+
+
+def failed_peer(comm: weft.Communicator) -> str:
+    ep = make(comm)
+    if comm.rank == 1:
+        with comm:
+            raise ValueError("no data")
+    return text_of(lambda: ep.dispatch(rows(), picks()))
+
+
+def other_order(comm: weft.Communicator) -> str:
+    layers = [make(comm), make(comm)]
+    made = [layer.dispatch(rows(), picks()) for layer in layers]
+    return text_of(lambda: layers[comm.rank].combine(made[comm.rank].x, made[comm.rank].handle))
+
+
+def aborting_peer(comm: weft.Communicator) -> str:
+    ep = make(comm)
+    if comm.rank == 0:
+        comm.abort("the watchdog found no progress")
+    return text_of(lambda: ep.dispatch(rows(), picks()))
+
+
 def documented() -> set[str]:
-    """The texts on the page, without the log line of a timeout."""
+    """The texts on the page, without the log lines of a timeout."""
     blocks = re.findall(r"^```text\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    return {line for block in blocks for line in block.splitlines() if " left dispatch, " not in line}
+    return {line for block in blocks for line in block.splitlines() if not LOGGED.search(line)}
 
 
 def test_texts_are_those_of_the_code() -> None:
     seen = set(weft.spawn(wrong_calls, num_ranks=2)[0])
-    for work in (late_peer, dead_peer, closed_peer):
+    for work in (late_peer, dead_peer, closed_peer, refused_peer, failed_peer, other_order):
         seen.add(weft.spawn(work, num_ranks=2, on_failure="return")[0])
+    seen.add(weft.spawn(aborting_peer, num_ranks=2)[1])
     assert documented() == seen

@@ -32,7 +32,7 @@ def every_error() -> list[weft.Error]:
     return [
         weft.InvalidArgument("x"), weft.InvalidState("x"), weft.Unsupported("wire", "the cpu engine", "a GPU"),
         weft.CapacityExceeded(7), weft.PeerTimeout("combine", 12, [1, 3]), weft.PeerLost([2]), weft.CompileError("x"),
-        weft.CudaError("x"), weft.InternalError("x"),
+        weft.CudaError("x"), weft.InternalError("x"), weft.Aborted("why", 1, "why it aborted"),
     ]  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def test_closing_inside_a_call_is_refused() -> None:
     assert [type(each) for each in found] == [weft.InvalidState] * 3
     assert str(found[0]) == (
         "ExpertParallel.close() while another thread is inside a call of this communicator, or from a signal handler "
-        "that came in one: wait for it to return; nothing was given back"
+        "that came in one: wait for it to return, or end it by comm.abort(); nothing was given back"
     )
 
 

@@ -80,7 +80,7 @@ DispatchResult Window::dispatch(const DispatchArgs& args, const Poll& poll) {
   check_addresses(args);
   if (args.cached) {
     check_plans(args.send_plan, args.recv_plan, args.recv_plan_len, args.num_tokens, args.layout, args.capacity,
-                {hash_, comm_->epoch(), comm_->rank()});
+                {hash_, static_cast<i32>(comm_->epoch()), comm_->rank()});
   }
   return DispatchCall(*this, args, poll).run();
 }
@@ -94,7 +94,7 @@ void Window::combine(const CombineArgs& args, const Poll& poll) {
     throw_invalid_argument(range_text("hidden", args.hidden, "multiples of 16 with FP8 on the wire"));
   check_addresses(args);
   check_plans(args.send_plan, args.recv_plan, args.recv_plan_len, args.num_tokens, args.layout, args.capacity,
-              {hash_, comm_->epoch(), comm_->rank()});
+              {hash_, static_cast<i32>(comm_->epoch()), comm_->rank()});
   const i64 num_rows = result_rows(*reinterpret_cast<const PlanHeader*>(args.recv_plan));
   if (args.num_rows != num_rows) {
     throw_invalid_argument(

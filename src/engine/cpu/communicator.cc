@@ -4,7 +4,9 @@
 #include <cstring>
 #include <utility>
 
+#include "base/clock.h"
 #include "base/env.h"
+#include "base/log.h"
 #include "weft/layout/window.h"
 
 namespace weft::cpu {
@@ -36,15 +38,21 @@ const char* phase_name(u32 phase) {
   return phase < kNumPhases ? kNames[phase] : "unknown phase";
 }
 
-std::shared_ptr<Communicator> Communicator::create(std::unique_ptr<ControlPlane> plane) {
+std::string text_of(const std::map<int, std::string>& refusals) {
+  std::string all;
+  for (const auto& [rank, text] : refusals) all += "; rank " + std::to_string(rank) + " refused its call: " + text;
+  return all;
+}
+
+std::shared_ptr<Communicator> Communicator::create(std::unique_ptr<ControlPlane> plane, u32 first_epoch) {
   static_cast<void>(env());  // a bad variable is refused here, not in the first wait
-  std::shared_ptr<Communicator> comm(new Communicator(std::move(plane)));
+  std::shared_ptr<Communicator> comm(new Communicator(std::move(plane), first_epoch));
   comm->plane_->set_abort_handler([raw = comm.get()](const AbortReason& reason) { raw->on_abort(reason); });
   return comm;
 }
 
-Communicator::Communicator(std::unique_ptr<ControlPlane> plane)
-    : plane_(std::move(plane)), rank_(plane_->rank()), num_ranks_(plane_->num_ranks()) {
+Communicator::Communicator(std::unique_ptr<ControlPlane> plane, u32 first_epoch)
+    : plane_(std::move(plane)), rank_(plane_->rank()), num_ranks_(plane_->num_ranks()), epoch_(first_epoch) {
   for (int rank = 0; rank < num_ranks_; ++rank) active_.push_back(rank);
   active_mask_ = mask_of(active_);
 }
@@ -56,15 +64,18 @@ Communicator::~Communicator() { close(); }
 std::vector<Parcel> Communicator::exchange(u64 tag, const std::vector<std::byte>& bytes, const std::vector<int>& fds,
                                            u64 deadline_ns, const Poll& poll) {
   raise_if_unusable();
+  constexpr u64 kEpochBits = u64{0xffffffff} << kTagNumberBits;
+  if ((tag & kEpochBits) != 0) throw_internal("the number of an exchange is too large");
+  WaitLog log(*this);
   const Poll watch = [&] {
     if (poll) poll();
     if (is_broken()) throw error_of(reason());
+    log.look(mask_of(plane_->silent_ranks()));
   };
   AbortReason failure;
   failure.rank = failure.reporter = rank_;
-  failure.epoch = epoch_;
   try {
-    return plane_->exchange(active_, tag | u64{epoch_} << 40, bytes, fds, deadline_ns, watch);
+    return plane_->exchange(active_, tag | u64{epoch_} << kTagNumberBits, bytes, fds, deadline_ns, watch);
   } catch (const Error& error) {
     if (error.code != ErrorCode::kPeerTimeout) throw;
     failure.code = AbortCode::kPeerTimeout;
@@ -95,6 +106,11 @@ bool Communicator::is_broken() const {
   return reason_.code != AbortCode::kNone;
 }
 
+bool Communicator::is_aborted() const {
+  const std::lock_guard lock(mutex_);
+  return reason_.code == AbortCode::kAborted;
+}
+
 bool Communicator::is_closed() const {
   const std::lock_guard lock(mutex_);
   return closed_;
@@ -123,7 +139,7 @@ Error Communicator::error_of(const AbortReason& reason) const {
       return Error(ErrorCode::kPeerLost, me + culprit + " is gone: its process ended" + way_out, op, reason.sequence,
                    {reason.rank});
     case AbortCode::kPeerClosed:
-      return Error(ErrorCode::kPeerLost, me + culprit + " has closed its communicator" + way_out, op, reason.sequence,
+      return Error(ErrorCode::kPeerLost, me + culprit + closed_text(reason) + way_out, op, reason.sequence,
                    {reason.rank});
     case AbortCode::kInterrupted:
       return Error(ErrorCode::kPeerTimeout, me + culprit + " was interrupted in " + place + way_out, op,
@@ -139,8 +155,15 @@ Error Communicator::error_of(const AbortReason& reason) const {
       }
       return Error(ErrorCode::kPeerTimeout,
                    me + ranks_text(ranks_of(reason.peers)) + " did not answer rank " + std::to_string(reason.reporter) +
-                       " in " + place + " before its deadline" + way_out,
+                       " in " + place + " before its deadline" + refusals_ + way_out,
                    op, reason.sequence, ranks_of(reason.peers));
+    case AbortCode::kAborted: {
+      const std::string text = text_of(reason);
+      return Error(ErrorCode::kAborted,
+                   me + (reason.rank == rank_ ? "this rank" : culprit) + " aborted" + (text.empty() ? "" : ": ") +
+                       text + way_out,
+                   op, reason.sequence, {reason.rank}, text);
+    }
     case AbortCode::kRefused:
       return Error(ErrorCode::kPeerLost,
                    me + culprit + " was cut off: it sent what is no message of this library" + way_out, op,
@@ -155,49 +178,81 @@ Error Communicator::error_of(const AbortReason& reason) const {
   }
 }
 
+std::string Communicator::closed_text(const AbortReason& reason) const {
+  const std::string why = text_of(reason);
+  return why.empty() ? " has closed its communicator" : " closed its communicator after " + why;
+}
+
 AbortReason Communicator::reason() const {
   const std::lock_guard lock(mutex_);
   if (reason_.code != AbortCode::kNone || (closed_ranks_ & active_mask_) == 0) return reason_;
-  AbortReason closed;
-  closed.code = AbortCode::kPeerClosed;
-  closed.rank = __builtin_ctzll(closed_ranks_ & active_mask_);
-  closed.reporter = rank_;
-  return closed;
+  return goodbyes_.at(__builtin_ctzll(closed_ranks_ & active_mask_));
 }
 
 void Communicator::adopt(const AbortReason& reason) {
   const std::lock_guard lock(mutex_);
   if (reason_.code != AbortCode::kNone || closed_) return;
   reason_ = reason;
+  if (reason.code == AbortCode::kPeerTimeout) refusals_ = text_of(refusals(reason.peers));
   for (MemberWindow* window : windows_) window->leave_waits();
 }
 
 void Communicator::on_abort(const AbortReason& reason) {
   {
     const std::lock_guard lock(mutex_);
-    const bool from_plane = reason.epoch == 0;
-    if (from_plane && !is_active(reason.rank)) return;
-    if (from_plane && reason.code == AbortCode::kPeerClosed) {
+    const bool is_ours = reason.is_ours != 0;
+    if (is_ours && !is_active(reason.rank)) return;
+    if (is_ours && reason.code == AbortCode::kPeerClosed) {
       // It had sent all it owed before: only what still waits for it ends.
       closed_ranks_ |= u64{1} << reason.rank;
+      goodbyes_.insert_or_assign(reason.rank, reason);
       for (MemberWindow* window : windows_) window->notice_closed(closed_ranks_);
       return;
     }
-    if (!from_plane && reason.epoch < epoch_) return;
-    if (!from_plane && reason.epoch > epoch_) {
-      early_.push_back(reason);
+    // R22: a rank that is no member here can't become one, and what it says is of another group, whatever its epoch's number.
+    if (!is_ours && !is_active(reason.reporter)) return;
+    const bool is_of_this_attempt = !is_ours && ends_attempt(reason);
+    if (!is_ours && reason.epoch < epoch_ && !is_of_this_attempt) return;
+    if (!is_ours && reason.epoch > epoch_) {
+      early_.insert_or_assign(reason.reporter, reason);
       return;
     }
+    if (!is_ours && reason.members != active_mask_ && !is_of_this_attempt) return;
   }
   adopt(reason);
 }
 
-void Communicator::give_up(const AbortReason& reason) {
+void Communicator::give_up(AbortReason reason) {
+  reason.epoch = epoch_;
+  reason.members = active_mask_;
+  reason.is_ours = 0;
+  if (reason.code == AbortCode::kPeerClosed) {
+    const std::lock_guard lock(mutex_);
+    const auto goodbye = goodbyes_.find(reason.rank);
+    if (goodbye != goodbyes_.end()) reason.text = goodbye->second.text;
+  }
   adopt(reason);
   {
     const std::lock_guard lock(mutex_);
     for (MemberWindow* window : windows_) window->record_error(reason_);
   }
+  plane_->publish_abort(reason);
+}
+
+void Communicator::abort(const std::string& text) {
+  AbortReason reason;
+  reason.code = AbortCode::kAborted;
+  reason.rank = reason.reporter = rank_;
+  set_text(reason, text);
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    reason.epoch = epoch_;
+    reason.members = active_mask_;
+    reason.attempt = attempt_;
+    if (attempt_ != 0) attempt_abort_ = reason;
+  }
+  adopt(reason);
   plane_->publish_abort(reason);
 }
 
@@ -208,19 +263,51 @@ void Communicator::fail(const AbortReason& reason) {
 
 void Communicator::leave_broken() {
   if (is_closed()) throw_invalid_state("the communicator was closed while an operation waited");
-  AbortReason first = reason();
-  if (first.epoch == 0) first.epoch = epoch_;
-  fail(first);
+  fail(reason());
 }
 
-void Communicator::close() {
+void Communicator::note_refusal(const std::string& text) {
+  Note note;
+  {
+    const std::lock_guard lock(mutex_);
+    note.epoch = epoch_;
+    note.members = active_mask_;
+  }
+  set_text(note, text);
+  plane_->publish_note(note);
+}
+
+std::map<int, std::string> Communicator::refusals(u64 ranks) const {
+  std::map<int, std::string> all;
+  for (const int rank : ranks_of(ranks & active_mask_)) {
+    const Note note = plane_->note_of(rank);
+    const std::string text = text_of(note);
+    if (text.empty() || note.epoch != epoch_ || note.members != active_mask_) continue;
+    all.emplace(rank, text);
+  }
+  return all;
+}
+
+void WaitLog::look(u64 late_ranks) {
+  constexpr u64 kPatienceNs = 1'000'000'000;
+  const u64 now = now_ns();
+  if (start_ns_ == 0) start_ns_ = now;
+  if (now - start_ns_ < kPatienceNs) return;
+  for (const auto& [rank, text] : comm_.refusals(late_ranks)) {
+    if (std::exchange(logged_[rank], text) == text) continue;
+    log_line(kLogWarning, "rank " + std::to_string(comm_.rank()) + ": waiting for rank " + std::to_string(rank) +
+                              ", which refused its call: " + text);
+  }
+}
+
+void Communicator::close(const std::string& why) {
   {
     const std::lock_guard lock(mutex_);
     if (closed_) return;
     closed_ = true;
     for (MemberWindow* window : windows_) window->leave_waits();
   }
-  plane_->close();
+  plane_->close(why);
 }
 
 }  // namespace weft::cpu

@@ -24,30 +24,36 @@ class MemberWindow {
   virtual void retire() = 0;                                 // another rank has it no more: it is of no use
   virtual bool is_busy() const = 0;                          // an operation is in flight
   // Fresh memory for the members of `epoch`, collective (R13, R14). The tags `tag` and `tag` + 1 are free for it.
-  virtual void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u16 epoch, u64 deadline_ns,
+  virtual void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u32 epoch, u64 deadline_ns,
                      const Poll& poll) = 0;
 };
+
+constexpr int kTagNumberBits = 25;  // of the tag of an exchange; 32 bits of the epoch follow
 
 // "dispatch", "combine", "barrier"
 const char* op_name(u32 op_kind);
 const char* phase_name(u32 phase);
 u64 mask_of(const std::vector<int>& ranks);
+std::string text_of(
+    const std::map<int, std::string>& refusals);  // "; rank 1 refused its call: ...", for the end of a text
 
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
-  // Takes a connected control plane. Every rank begins in epoch 1 with all ranks active.
-  static std::shared_ptr<Communicator> create(std::unique_ptr<ControlPlane> plane);
+  // Takes a connected control plane. Every rank begins in the same epoch (tests begin in a late one) with all ranks active.
+  static std::shared_ptr<Communicator> create(std::unique_ptr<ControlPlane> plane, u32 first_epoch = 1);
   ~Communicator();
 
   int rank() const { return rank_; }
   int num_ranks() const { return num_ranks_; }
-  u16 epoch() const { return epoch_; }
+  // Signals in the windows carry the low 16 bits: every epoch has fresh pages, so an old word with the same is on none (R23).
+  u32 epoch() const { return epoch_; }
   const std::vector<int>& active_ranks() const { return active_; }
   bool is_local() const { return plane_->is_local(); }  // ranks are threads of one process
   bool is_active(int rank) const { return (active_mask_ >> rank & 1) != 0; }
   std::vector<Detection> detections() const { return plane_->detections(); }
 
-  // Collective among the active ranks, in the same order: every rank's bytes (and descriptors), by rank.
+  // Collective among the active ranks, in the same order: every rank's bytes (and descriptors), by rank. `tag`: a kind, one of
+  // the bits 57 to 61, and a number below 2^kTagNumberBits; what lies between is the epoch's.
   std::vector<Parcel> exchange(u64 tag, const std::vector<std::byte>& bytes, const std::vector<int>& fds,
                                u64 deadline_ns, const Poll& poll);
 
@@ -58,33 +64,48 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void rebuild(std::vector<int> ranks, u64 deadline_ns, const Poll& poll);
 
   // Never communicates beyond a best-effort goodbye (R18). Result memory stays valid as long as it is held.
-  void close();
+  // `why`: what made the caller leave, in one line, for the errors of the others; empty: nothing special.
+  void close(const std::string& why = {});
+
+  // Ends every wait of this rank, a rebuild too, and tells the others, whose waits end as well: they and every later call raise
+  // kAborted with this text, until rebuild(). What the communicator broke with before stays. From any thread, also beside a call;
+  // nothing after close().
+  void abort(const std::string& text);
+
+  // This rank has refused its call before anything was sent, and why; an empty text: it calls again. The others wait as before, but
+  // say so in their log and in a kPeerTimeout.
+  void note_refusal(const std::string& text);
 
   bool is_broken() const;  // not: a peer has closed, which ends no call that has all it needs
+  bool is_aborted() const;
   bool is_closed() const;
   void raise_if_broken() const;    // not if a peer has merely closed
   void raise_if_unusable() const;  // kInvalidState if closed; the error it broke with if broken
 
   // The calls below are for windows.
 
+  // Why they refused their calls: those of `ranks` that did, in this epoch.
+  std::map<int, std::string> refusals(u64 ranks) const;
+
   void add_window(MemberWindow* window);
   void remove_window(MemberWindow* window);
   u64 next_window_id() { return next_window_id_++; }
 
-  // Ends an operation for everyone: the first reason is kept, published and thrown as a typed error (R9).
+  // Ends an operation for everyone: the first reason is kept, published and thrown as a typed error (R9). Epoch and members
+  // are filled in.
   [[noreturn]] void fail(const AbortReason& reason);
   // Throws the reason that is there already (a peer that closed, if there is no other), and lets the others know of it.
   [[noreturn]] void leave_broken();
   // As fail(), for a caller that has an exception of its own to throw (Ctrl-C).
-  void give_up(const AbortReason& reason);
+  void give_up(AbortReason reason);
 
  private:
-  explicit Communicator(std::unique_ptr<ControlPlane> plane);
+  Communicator(std::unique_ptr<ControlPlane> plane, u32 first_epoch);
 
   void on_abort(const AbortReason& reason);  // monitor thread
   void adopt(const AbortReason& reason);     // the first reason of this epoch wins; sets every window's abort word
   struct Agreement {
-    u16 epoch;
+    u32 epoch;
     u64 next_window_id;
     std::vector<MemberWindow*> windows;  // that every member has, by id
   };
@@ -92,25 +113,45 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // False: a member has begun a later attempt.
   bool attempt_rebuild(const std::vector<int>& ranks, u64 deadline_ns, const Poll& poll);
   Agreement agree(const std::vector<int>& ranks, u64 tag, u64 deadline_ns, const Poll& poll);
-  void enter_epoch(const std::vector<int>& ranks, u16 epoch);
+  void enter_epoch(const std::vector<int>& ranks, u32 epoch);
+  bool ends_attempt(const AbortReason& reason);  // mutex_ is held
+  void raise_if_attempt_aborted();
   Error error_of(const AbortReason& reason) const;
   AbortReason reason() const;
+  std::string closed_text(const AbortReason& reason) const;
 
   std::unique_ptr<ControlPlane> plane_;
   const int rank_;
   const int num_ranks_;
-  u16 epoch_ = 1;
+  u32 epoch_;
   u64 active_mask_ = 0;
   std::vector<int> active_;
   u64 next_window_id_ = 1;
   std::map<u64, u64> num_attempts_;  // of rebuild, by mask of members
 
-  mutable std::mutex mutex_;  // guards what follows; never held while calling the control plane
+  mutable std::mutex mutex_;  // guards what follows; never held while calling what may wait or call back
   std::vector<MemberWindow*> windows_;
-  u64 closed_ranks_ = 0;            // said goodbye; the next operation with them breaks
-  AbortReason reason_;              // code kNone: not broken
-  std::vector<AbortReason> early_;  // of an epoch this rank has not entered yet
+  u64 closed_ranks_ = 0;                 // said goodbye; the next operation with them breaks
+  std::map<int, AbortReason> goodbyes_;  // of those, with what they said
+  AbortReason reason_;                   // code kNone: not broken
+  std::string refusals_;                 // when it broke, of those that were late
+  std::map<int, AbortReason> early_;     // of an epoch this rank has not entered yet: the latest of each reporter
   bool closed_ = false;
+  u64 attempt_ = 0;            // tag of the attempt to rebuild under way; 0: none
+  u64 last_attempt_ = 0;       // tag of the one that made this epoch
+  AbortReason attempt_abort_;  // code kNone: the attempt under way was not aborted
+};
+
+// For one wait: after a second it logs who of those waited for has refused its call, each once.
+class WaitLog {
+ public:
+  explicit WaitLog(const Communicator& comm) : comm_(comm) {}
+  void look(u64 late_ranks);  // from a poll
+
+ private:
+  const Communicator& comm_;
+  u64 start_ns_ = 0;
+  std::map<int, std::string> logged_;
 };
 
 }  // namespace weft::cpu

@@ -145,7 +145,7 @@ void DispatchCall::build_send_plan() {
   }
   PlanHeader header;
   header.magic = kSendPlanMagic;
-  header.epoch = op_.turn().epoch;
+  header.epoch = static_cast<i32>(w_.comm_->epoch());
   header.layout = static_cast<i32>(a_.layout);
   header.num_ranks = static_cast<i32>(num_ranks_);
   header.num_local_experts = static_cast<i32>(num_local_);

@@ -66,7 +66,7 @@ Operation::Operation(Window& window, const OperationConfig& config, u64 timeout_
         "an operation is in flight on this window; use one thread at a time, or two windows (num_windows=2)");
   }
   if (begun == sync::BeginResult::kBroken) comm.leave_broken();
-  turn_ = {comm.epoch(), static_cast<u32>(words->sequence + 1)};
+  turn_ = {static_cast<u16>(comm.epoch()), static_cast<u32>(words->sequence + 1)};
   deadline_ns_ = deadline_of(timeout_ns);
   ptx::st_relaxed_sys(&words->deadline_ns, deadline_ns_);
   for (int step = 1; step < comm.num_ranks(); ++step) {
@@ -177,7 +177,6 @@ AbortReason Operation::reason(AbortCode code, Phase phase, int culprit) const {
   reason.code = code;
   reason.rank = culprit;
   reason.reporter = rank_;
-  reason.epoch = turn_.epoch;
   reason.sequence = turn_.sequence;
   reason.phase = static_cast<u32>(phase);
   reason.op_kind = static_cast<u32>(config_.kind);
@@ -199,7 +198,7 @@ void Operation::break_off(sync::WaitResult result, Phase phase, u64 late_peers) 
     cells += " rank " + std::to_string(peer) + ":" + std::to_string(header_from(phase, peer) >> 16 & 0xffffffffu);
   }
   log_line(kLogWarning, "rank " + std::to_string(rank_) + " left " + op_name(static_cast<u32>(config_.kind)) +
-                            ", epoch " + std::to_string(turn_.epoch) + ", sequence " + std::to_string(turn_.sequence) +
+                            ", epoch " + std::to_string(window_.comm_->epoch()) + ", sequence " + std::to_string(turn_.sequence) +
                             ", phase " + phase_name(static_cast<u32>(phase)) + "; sequences seen:" + cells);
   if (result == sync::WaitResult::kAborted) window_.comm_->leave_broken();
   AbortReason timeout = reason(AbortCode::kPeerTimeout, phase, -1);

@@ -68,7 +68,19 @@ class Operation {
   // Waits until ready(); late(peer) tells who is to blame if the deadline comes first, or that peer has closed.
   template <class Ready, class Late>
   void wait(Phase phase, const Ready& ready, const Late& late) {
-    SleepingPause pause(window_.words(), deadline_ns_, poll_);
+    struct Watch {
+      const Operation& op;
+      const Late& late;
+      WaitLog log;
+      void look() {
+        if (op.poll_) op.poll_();
+        u64 late_ranks = 0;
+        for (int peer : op.peers()) late_ranks |= late(peer) ? u64{1} << peer : 0;
+        log.look(late_ranks);
+      }
+    } watch{*this, late, WaitLog(*window_.comm_)};
+    const Poll look = [&watch] { watch.look(); };  // one reference: no memory is allocated for it
+    SleepingPause pause(window_.words(), deadline_ns_, look);
     const auto ready_or_hopeless = [&] { return ready() || late_and_closed(late) >= 0; };
     sync::WaitResult result;
     try {

@@ -168,7 +168,7 @@ void Window::check_offer(int rank, const Parcel& parcel) const {
 
 // R13: the control memory keeps its addresses and gets fresh pages; the heap is new, and the old one lives as long as a
 // tensor holds it. R14: what is mapped of the ranks that left is let go.
-void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u16, u64 deadline_ns,
+void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u32, u64 deadline_ns,
                    const Poll& poll) {
   Memory memory = allocate();
   std::vector<Parcel> parcels = exchange_memory(&plane, ranks, tag, memory, deadline_ns, poll);

@@ -68,7 +68,7 @@ class Window : public MemberWindow {
   u64 id() const override { return id_; }
   void retire() override { is_retired_ = true; }
   bool is_busy() const override;
-  void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u16 epoch, u64 deadline_ns,
+  void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u32 epoch, u64 deadline_ns,
              const Poll& poll) override;
 
  private:

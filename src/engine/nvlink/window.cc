@@ -181,7 +181,7 @@ Window::Memory Window::allocate() const {
   return memory;
 }
 
-void Window::connect(ControlPlane* plane, const std::vector<int>& ranks, u16 epoch, u64 tag, u64 deadline_ns,
+void Window::connect(ControlPlane* plane, const std::vector<int>& ranks, u32 epoch, u64 tag, u64 deadline_ns,
                      const Poll& poll) {
   Memory memory = allocate();
   const bool has_memory = memory.heap.is_mapped();
@@ -246,10 +246,10 @@ std::string Window::attach(const std::vector<int>& ranks, const std::vector<Parc
 
 // R13, R16: fresh physical memory behind the same addresses. R14: that of ranks that left is let go; our own kernels have
 // ended. The own heap alone gets other addresses, if tensors of the old epoch are alive in it.
-void Window::install(const std::vector<int>& ranks, u16 epoch, Memory memory, std::vector<Peer> peers) {
+void Window::install(const std::vector<int>& ranks, u32 epoch, Memory memory, std::vector<Peer> peers) {
   const int me = comm_->rank();
   GpuControlWords words;
-  words.membership = u64{epoch} << 32 | cpu::mask_of(ranks);
+  words.membership = u64{static_cast<u16>(epoch)} << 32 | cpu::mask_of(ranks);
   for (int rank = 0; rank < shape_.num_ranks; ++rank) {
     if (rank == me) continue;
     if (peers[rank].control.is_mapped()) {
@@ -285,7 +285,7 @@ void Window::install(const std::vector<int>& ranks, u16 epoch, Memory memory, st
   gpu_->settle();
 }
 
-void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u16 epoch, u64 deadline_ns,
+void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u32 epoch, u64 deadline_ns,
                    const Poll& poll) {
   const cuda::ContextScope scope(gpu_->context);
   const bool has_graphs = remains_.use_count() > 1;

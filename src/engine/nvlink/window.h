@@ -81,7 +81,7 @@ class Window : public cpu::MemberWindow {
   u64 id() const override { return id_; }
   void retire() override { is_retired_ = true; }
   bool is_busy() const override;
-  void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u16 epoch, u64 deadline_ns,
+  void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u32 epoch, u64 deadline_ns,
              const Poll& poll) override;
 
  private:
@@ -179,10 +179,10 @@ class Window : public cpu::MemberWindow {
   // ---- Memory (window.cc)
 
   Memory allocate() const;
-  void connect(ControlPlane* plane, const std::vector<int>& ranks, u16 epoch, u64 tag, u64 deadline_ns,
+  void connect(ControlPlane* plane, const std::vector<int>& ranks, u32 epoch, u64 tag, u64 deadline_ns,
                const Poll& poll);
   std::string attach(const std::vector<int>& ranks, const std::vector<Parcel>& parcels, std::vector<Peer>& peers);
-  void install(const std::vector<int>& ranks, u16 epoch, Memory memory, std::vector<Peer> peers);
+  void install(const std::vector<int>& ranks, u32 epoch, Memory memory, std::vector<Peer> peers);
   bool has_left() noexcept;
   void prepare_unload();
   void prepare_gradients();

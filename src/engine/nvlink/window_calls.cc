@@ -132,13 +132,20 @@ i64 Window::wait_for_counts(u64 ticket, u64, const Poll& poll) {
   };
   const auto is_told_or_over = [&] { return is_told() || last_event_->is_done(); };
   bool is_in_time = false;
+  cpu::WaitLog log(*comm_);
+  const Poll look = [&] {
+    if (poll) poll();
+    if (comm_->is_aborted()) comm_->leave_broken();  // the kernel may not have begun: it does nothing then
+    log.look(~u64{0});
+  };
   try {
-    is_in_time = wait_on_host(is_told_or_over, now_ns() + timeout_ns_ + kQueueNs, poll);
+    is_in_time = wait_on_host(is_told_or_over, now_ns() + timeout_ns_ + kQueueNs, look);
+  } catch (const Error&) {
+    throw;
   } catch (...) {  // Ctrl-C: nobody may wait for this rank
     AbortReason reason;
     reason.code = AbortCode::kInterrupted;
     reason.rank = reason.reporter = comm_->rank();
-    reason.epoch = comm_->epoch();
     reason.op_kind = static_cast<u32>(OpKind::kDispatch);
     comm_->give_up(reason);
     throw;

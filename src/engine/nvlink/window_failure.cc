@@ -50,7 +50,6 @@ void Window::raise_error() {
   AbortReason reason;
   reason.rank = record.culprit;
   reason.reporter = comm_->rank();
-  reason.epoch = record.epoch;
   reason.sequence = record.sequence;
   reason.phase = record.phase;
   const OperationConfig* call = call_of(record.expected, error_caller_);
@@ -121,7 +120,7 @@ u64 Window::report_left(const ErrorRecord& record, OpKind kind) {
     if (sequence != (record.sequence & 0xffffffffu)) late |= u64{1} << peer;
   }
   log_line(kLogWarning, rank_text(comm_->rank()) + " left " + cpu::op_name(static_cast<u32>(kind)) + ", epoch " +
-                            std::to_string(record.epoch) + ", sequence " + std::to_string(record.sequence) +
+                            std::to_string(comm_->epoch()) + ", sequence " + std::to_string(record.sequence) +
                             ", phase " + cpu::phase_name(record.phase) + "; sequences seen:" + cells);
   return late;
 }
@@ -182,7 +181,6 @@ void Window::throw_gpu_failure(const std::string& what) {
   AbortReason reason;
   reason.code = AbortCode::kInternal;
   reason.rank = reason.reporter = comm_->rank();
-  reason.epoch = comm_->epoch();
   comm_->give_up(reason);
   throw Error(ErrorCode::kCudaError, rank_text(comm_->rank()) + ": " + what);
 }

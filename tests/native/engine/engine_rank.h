@@ -17,8 +17,9 @@ namespace weft::test {
 
 class EngineRank {
  public:
-  EngineRank(std::unique_ptr<ControlPlane> plane, const JobShape& shape, u64 heap_bytes, u64 staging_bytes = 0)
-      : shape_(shape), comm_(cpu::Communicator::create(std::move(plane))) {
+  EngineRank(std::unique_ptr<ControlPlane> plane, const JobShape& shape, u64 heap_bytes, u64 staging_bytes = 0,
+             u32 first_epoch = 1)
+      : shape_(shape), comm_(cpu::Communicator::create(std::move(plane), first_epoch)) {
     WindowShape window;
     window.num_ranks = shape.num_ranks;
     window.num_experts = static_cast<i32>(shape.num_experts());

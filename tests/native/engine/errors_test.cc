@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "bootstrap_ranks.h"
+#include "engine/cpu/operation.h"
 #include "engine/engine_rank.h"
 
 using namespace weft;
@@ -242,6 +243,50 @@ TEST(an_interrupted_wait_ends_everyone) {
     }
     rank.rebuild(all_but(kNumRanks));
     rank.run(1);
+  });
+}
+
+// Whichever a rank sees first: else ranks raise different errors for one call.
+TEST(of_two_ranks_that_refuse_the_lower_one_is_named) {
+  with_ranks(9, [](EngineRank& rank) {
+    OperationConfig config;
+    config.kind = OpKind::kBarrier;
+    const cpu::Poll no_poll;
+    const auto call = [&] {
+      cpu::Operation op(rank.window(), config, 30'000'000'000, no_poll);
+      if (rank.rank() != 0) op.refuse(Phase::kCount, ErrorCode::kCapacityExceeded, "no room");
+      for (int peer : op.peers()) op.send(Phase::kCount, peer, [] {});
+      op.wait_all(Phase::kCount);
+    };
+    const std::vector<int> named = {std::max(rank.rank(), 1)};
+    CHECK_ERROR(kCapacityExceeded, (named), call());
+    rank.run(12);
+  });
+}
+
+TEST(an_abort_from_another_thread_ends_a_wait_and_everyone_s_next_call) {
+  with_ranks(10, [](EngineRank& rank) {
+    rank.run(13);
+    std::thread watchdog;
+    if (rank.rank() == 0) {
+      watchdog = std::thread([&] {
+        usleep(100'000);
+        rank.comm().abort("no progress");
+      });
+    } else {
+      while (!rank.comm().is_broken()) usleep(500);  // calls nothing until then
+    }
+    const uint64_t start_ns = now_ns();
+    CHECK_ERROR(kAborted, {0}, rank.barrier());
+    CHECK(now_ns() - start_ns < 20'000'000'000);  // its deadline is later
+    if (rank.rank() == 0) watchdog.join();
+    CHECK_ERROR(
+        kAborted, {0}, try { rank.barrier(); } catch (const Error& error) {
+          CHECK_EQ(error.reason, std::string("no progress"));
+          throw;
+        });
+    rank.rebuild({0, 1, 2});
+    rank.run(14);
   });
 }
 

@@ -76,7 +76,7 @@ void live(Rank& self, const std::vector<Kill>& kills, const JobShape& shape, u64
       run_until_lost(rank, kill.victim, round * 1000000 + 2);
       gone.push_back(kill.victim);
       rank.rebuild(all_but(kNumRanks, gone));
-      CHECK_EQ(int{rank.comm().epoch()}, static_cast<int>(round) + 2);
+      CHECK_EQ(rank.comm().epoch(), static_cast<u32>(round) + 2);
     }
     rank.run_many(9000000, 4);
     rank.barrier();

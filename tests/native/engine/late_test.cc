@@ -89,7 +89,7 @@ void outlast(Rank& self, const JobShape& shape, int late, double deadline_s) {
     self.parent.hear();  // the late one is awake
     rank.set_timeout_s(30);
     rank.rebuild(all_but(kNumRanks));
-    CHECK_EQ(int{rank.comm().epoch()}, 2);
+    CHECK_EQ(rank.comm().epoch(), u32{2});
     rank.run_many(1000, 5);
     rank.barrier();
     self.parent.tell(2);

@@ -599,6 +599,95 @@ TEST(an_interrupted_wait_ends_at_once_and_everywhere) {
   });
 }
 
+// By a kernel that waits for peers, and by one that waits for work before it on its stream.
+TEST(an_abort_from_another_thread_ends_waits_here_and_everywhere) {
+  for (const bool has_begun : {true, false}) {
+    with_ranks([&](Rank& rank) {
+      fake_cuda::set_kernel(count_rows);
+      rank.dispatch(4);
+      rank.meet();
+      if (rank.me == 0) {
+        fake_cuda::set_kernel([](void* args) {
+          const auto* dispatch = static_cast<kernels::DispatchKernelArgs*>(args);
+          while (ptx::ld_acquire_sys(&dispatch->view.host->abort) != ~u64{0}) usleep(500);
+          leave(transport::ErrorCause::kAborted, 1)(args);
+        });
+        if (!has_begun) fake_cuda::set_kernel({});
+        if (!has_begun) fake_cuda::hold(stream_of(0));
+        std::thread watchdog([&] {
+          usleep(50'000);
+          rank.comm->abort("no progress");
+        });
+        const Error aborted = error_of([&] { rank.dispatch(); });
+        watchdog.join();
+        CHECK_EQ(aborted.code, ErrorCode::kAborted);
+        CHECK_EQ(aborted.reason, "no progress");
+        says(aborted, "rank 0: this rank aborted: no progress");
+        CHECK(!rank.window->reserve(4096, stream_of(0)).has_value());
+        fake_cuda::let_go(stream_of(0));
+      } else {
+        while (!rank.comm->is_broken()) usleep(500);
+        const Error told = error_of([&] { rank.dispatch(); });
+        CHECK_EQ(told.code, ErrorCode::kAborted);
+        says(told, "rank 0 aborted: no progress; call rebuild");
+      }
+      rank.meet();
+      if (rank.me == 0) fake_cuda::set_kernel(count_rows);
+      rank.meet();
+      rank.comm->rebuild({0, 1, 2}, in_seconds(20), kNoPoll);
+      CHECK_EQ(rank.dispatch().result_rows, i64{3});
+      rank.meet();
+    });
+  }
+}
+
+TEST(a_wait_for_a_rank_that_refused_its_call_is_told_why) {
+  with_ranks([&](Rank& rank) {
+    fake_cuda::set_kernel(count_rows);
+    rank.dispatch(4);
+    rank.meet();
+    if (rank.me == 1) rank.comm->note_refusal("InvalidArgument: x has dtype torch.int8");
+    rank.meet();
+    if (rank.me == 0) fake_cuda::set_kernel(leave(transport::ErrorCause::kDeadline, 1));
+    rank.meet();
+    if (rank.me == 0) {
+      says(error_of([&] { rank.dispatch(); }),
+           "; rank 1 refused its call: InvalidArgument: x has dtype torch.int8; call");
+    }
+    rank.meet();
+    if (rank.me == 2) {
+      CHECK(rank.comm->is_broken());
+      says(error_of([&] { rank.dispatch(); }),
+           "; rank 1 refused its call: InvalidArgument: x has dtype torch.int8; call");
+    }
+    rank.meet();
+  });
+}
+
+// Signals carry the low 16 bits of the epoch.
+TEST(an_epoch_beyond_16_bits_is_cut_in_the_words_of_the_gpu) {
+  auto hub = std::make_shared<LocalHub>(1);
+  auto gpu = std::make_shared<Gpu>(0, jit::CompilerPaths{WEFT_FAKE_CUDA, WEFT_INCLUDE, ""});
+  auto comm = cpu::Communicator::create(connect_threads(hub, 0), 0xffff);
+  GpuWindowShape shape = window_shape();
+  shape.num_ranks = 1;
+  Rank rank{0, comm, gpu, nullptr, nullptr};
+  rank.make_window(shape);
+  const auto membership = [&] {
+    u64 word = 0;
+    fake_cuda::set_kernel(
+        [&](void* args) { word = static_cast<kernels::DispatchKernelArgs*>(args)->view.words()->membership; });
+    rank.dispatch(4);
+    fake_cuda::set_kernel({});
+    return word;
+  };
+  CHECK_EQ(membership(), u64{0xffff} << 32 | 1);
+  comm->rebuild({0}, in_seconds(20), kNoPoll);
+  CHECK_EQ(comm->epoch(), u32{0x10000});
+  CHECK_EQ(membership(), u64{1});
+  rank.window->close();
+}
+
 TEST(a_failed_gpu_is_a_cuda_error_here_and_told_to_the_others) {
   with_ranks([](Rank& rank) {
     fake_cuda::set_kernel(count_rows);

@@ -1,0 +1,216 @@
+"""Guards against ranks that wait for one that has refused its own call, or left by an exception, without being told."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+
+SHAPE = {"num_experts": 4, "top_k": 2, "hidden": 16, "max_tokens_per_rank": 8}
+REFUSAL = "rank 1 refused its call: InvalidArgument: topk_idx has dtype torch.float32; allowed are torch.int32"
+LOG = "rank 0: waiting for rank 1, which refused its call: InvalidArgument: topk_idx has dtype torch.float32"
+
+
+class Ear(logging.Handler):
+    """What Weft logs in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("weft").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def rows() -> torch.Tensor:
+    return torch.ones(2, 16, dtype=torch.bfloat16)
+
+
+def picks() -> torch.Tensor:
+    return torch.tensor([[0, 3]] * 2)
+
+
+def step(ep: weft.ExpertParallel, **options: Any) -> float:
+    r = ep.dispatch(rows(), picks(), **options)
+    return float(ep.combine(r.x, r.handle, **options)[0, 0])
+
+
+def refuse(call: Callable[[], object]) -> None:
+    with pytest.raises(weft.Error) as caught:
+        call()
+    assert not isinstance(caught.value, weft.PeerTimeout | weft.PeerLost)
+
+
+def timeout_of(call: Callable[[], object]) -> str:
+    with pytest.raises(weft.PeerTimeout) as caught:
+        call()
+    return str(caught.value)
+
+
+def _refuse_and_be_late(comm: weft.Communicator) -> tuple[str, list[str]]:
+    ear = Ear()
+    ep = weft.ExpertParallel(comm, **SHAPE)
+    if comm.rank == 1:
+        refuse(lambda: ep.dispatch(rows(), picks().float()))
+        end = time.monotonic() + 60
+        while not comm.broken and time.monotonic() < end:
+            time.sleep(0.01)
+        return timeout_of(lambda: step(ep)), []
+    return timeout_of(lambda: step(ep, deadline_s=3.0)), [line for line in ear.lines if "waiting for" in line]
+
+
+@pytest.mark.parametrize("isolation", ["process", "thread"])
+def test_the_peers_of_a_rank_that_refused_its_call_are_told(isolation: str) -> None:
+    (text, lines), (own, _) = weft.spawn(_refuse_and_be_late, 2, device="cpu", isolation=isolation)
+    assert REFUSAL in text
+    assert REFUSAL in own
+    assert len(lines) == 1
+    assert LOG in lines[0]
+
+
+def _refuse_and_repeat(comm: weft.Communicator) -> tuple[float, str, list[str]]:
+    ear = Ear()
+    ep = weft.ExpertParallel(comm, **SHAPE)
+    if comm.rank == 1:
+        refuse(lambda: ep.dispatch(rows(), picks().float()))
+        time.sleep(2.5)
+    value = step(ep)
+    if comm.rank == 1:
+        time.sleep(3.0)
+    text = timeout_of(lambda: step(ep, deadline_s=1.5 if comm.rank == 0 else 30.0))
+    return value, text, [line for line in ear.lines if "waiting for" in line]
+
+
+def test_a_refused_call_may_be_repeated_and_is_forgotten_then() -> None:
+    """A later delay of the same rank has another cause."""
+    (value, text, lines), (own, late, _) = weft.spawn(_refuse_and_repeat, 2, device="cpu")
+    assert value == own == 2.0
+    assert "refused" not in text
+    assert "refused" not in late
+    assert len(lines) == 1
+    assert LOG in lines[0]
+
+
+def _refuse(comm: weft.Communicator, what: str) -> str:
+    ep = None if what == "constructor" else weft.ExpertParallel(comm, **SHAPE)
+    if comm.rank == 1:
+        if what == "constructor":
+            refuse(lambda: weft.ExpertParallel(comm, **dict(SHAPE, num_experts=5)))
+        elif what == "rebuild":
+            refuse(lambda: comm.rebuild([0, 7]))
+        elif what == "bad ids":
+            assert ep is not None
+            ep.dispatch(rows(), picks() + 50)
+            refuse(lambda: step(ep))
+        elif what == "combine":
+            assert ep is not None
+            r = ep.dispatch(rows(), picks())
+            refuse(lambda: ep.combine(r.x[:, :8], r.handle))
+        time.sleep(2.0)
+        return ""
+    if what == "constructor":
+        return timeout_of(lambda: weft.ExpertParallel(comm, **SHAPE, deadline_s=1.0))
+    if what == "rebuild":
+        return timeout_of(lambda: comm.rebuild([0, 1], deadline_s=1.0))
+    assert ep is not None
+    r = ep.dispatch(rows(), picks())
+    if what == "combine":
+        return timeout_of(lambda: ep.combine(r.x, r.handle, deadline_s=1.0))
+    return timeout_of(lambda: step(ep, deadline_s=1.0))
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("constructor", "rank 1 refused its call: InvalidArgument: num_experts is 5"),
+        ("rebuild", "rank 1 refused its call: InvalidArgument: ranks is [0, 7]"),
+        ("bad ids", "rank 1 refused its call: InvalidArgument: topk_idx of an earlier dispatch had 4 ids"),
+        ("combine", "rank 1 refused its call: InvalidArgument: expert_output"),
+    ],
+)
+def test_every_collective_call_tells(what: str, says: str) -> None:
+    assert says in weft.spawn(_refuse, 2, args=(what,), device="cpu")[0]
+
+
+def _mismatch(comm: weft.Communicator) -> str:
+    ep = weft.ExpertParallel(comm, **SHAPE)
+    refuse(lambda: ep.dispatch(rows(), picks(), layout="expert_major" if comm.rank else "rank_major"))
+    if comm.rank == 1:
+        time.sleep(2.0)
+        return ""
+    return timeout_of(lambda: step(ep, deadline_s=1.0))
+
+
+def test_what_every_rank_raises_is_no_refusal() -> None:
+    assert "refused" not in weft.spawn(_mismatch, 2, device="cpu")[0]
+
+
+def _refusal_of_an_epoch_before(comm: weft.Communicator) -> str:
+    ep = weft.ExpertParallel(comm, **SHAPE)
+    if comm.rank == 1:
+        refuse(lambda: ep.dispatch(rows(), picks().float()))
+    comm._native.rebuild([0, 1], 60.0)  # without Python's part, which takes the refusal back
+    if comm.rank == 1:
+        time.sleep(2.0)
+        return ""
+    return timeout_of(lambda: step(ep, deadline_s=1.0))
+
+
+def test_a_refusal_of_an_earlier_epoch_does_not_count() -> None:
+    assert "refused" not in weft.spawn(_refusal_of_an_epoch_before, 2, device="cpu")[0]
+
+
+def _leave_by_an_exception(comm: weft.Communicator, error: BaseException | None, where: str) -> str:
+    ep = None if where == "constructor" else weft.ExpertParallel(comm, **SHAPE)
+    if comm.rank == 1:
+        with comm:
+            if error is not None:
+                raise error
+        return ""
+    with pytest.raises(weft.PeerLost) as caught:
+        weft.ExpertParallel(comm, **SHAPE) if ep is None else (time.sleep(0.5), step(ep))
+    with pytest.raises(weft.PeerLost) as again:
+        comm.raise_if_broken() if ep is None and comm.broken else step(ep or weft.ExpertParallel(comm, **SHAPE))
+    assert caught.value.ranks == again.value.ranks == (1,)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["call", "constructor"])
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ValueError("no data\nsecond line"), "rank 1 closed its communicator after ValueError: no data"),
+        (KeyboardInterrupt(), "rank 1 closed its communicator after KeyboardInterrupt"),
+        (SystemExit(4), "rank 1 closed its communicator after SystemExit: 4"),
+        (SystemExit(0), "closed its communicator"),
+        (None, "closed its communicator"),
+    ],
+)
+def test_the_peers_of_a_rank_that_left_by_an_exception_are_told(
+    error: BaseException | None, says: str, where: str
+) -> None:
+    text = weft.spawn(_leave_by_an_exception, 2, args=(error, where), device="cpu", on_failure="return")[0]
+    assert isinstance(text, str), text
+    assert says in text
+    assert "second line" not in text
+    assert ("after" in text) == (says != "closed its communicator")
+
+
+def test_spawn_tells_the_peers_of_a_rank_that_failed() -> None:
+    def rank(comm: weft.Communicator) -> str:
+        ep = weft.ExpertParallel(comm, **SHAPE)
+        if comm.rank == 1:
+            raise ValueError("wrong weights")
+        with pytest.raises(weft.PeerLost) as caught:
+            step(ep)
+        return str(caught.value)
+
+    text = weft.spawn(rank, 2, device="cpu", on_failure="return")[0]
+    assert "rank 1 closed its communicator after ValueError: wrong weights; call rebuild" in text
