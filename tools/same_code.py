@@ -173,7 +173,7 @@ def compare(old: Tree, new: Tree, jobs: list[tuple[str, str, str]], num_threads:
         try:
             was, now = (compiled(tree, arch, source) for tree in (old, new))
         except CompileError as error:
-            return f"{arch} {name}: {error}", 0, 0
+            return f"{arch} {name}: {' '.join(str(error).splitlines()[:2])}", 0, 0
         text = (
             f"{arch} {name}: {was.num_bytes} -> {now.num_bytes} bytes, registers {was.registers} -> {now.registers}, "
             f"stack {was.stack_bytes} -> {now.stack_bytes}"

@@ -1,10 +1,12 @@
 #include "engine/nvlink/kernels.h"
 
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 
 #include "base/status.h"
 #include "engine/nvlink/small_dispatch.h"
+#include "weft/config/fields.h"
 #include "weft/kernels/arguments.h"
 #include "weft/layout/checked.h"
 
@@ -31,73 +33,58 @@ int attribute(cuda::Device device, int which) {
   return value;
 }
 
-std::string field(const char* name, i64 value) {
-  return std::string(".") + name + " = " + std::to_string(value) + ", ";
+std::string text_of(fields::Name name) { return std::string(name.data, name.length); }
+
+// Designated initialisers of all fields.
+template <class Config>
+std::string initialisers(const Config& config) {
+  std::string all;
+  walk_fields(config, [&]<class Value>(fields::Name name, Value value) {
+    const std::string number = std::to_string(static_cast<i64>(value));
+    all += "." + text_of(name) + " = ";
+    if constexpr (std::is_enum_v<Value>) {
+      all += "static_cast<" + text_of(fields::type_name<Value>()) + ">(" + number + "), ";
+    } else {
+      all += number + ", ";
+    }
+  });
+  return all;
 }
 
-template <class Enum>
-std::string field(const char* name, const char* type, Enum value) {
-  return std::string(".") + name + " = static_cast<weft::" + type + ">(" + std::to_string(static_cast<int>(value)) +
-         "), ";
+// A kernel has the name of its entry; its types begin with `type`.
+template <class Config>
+std::string entry(const std::string& kernel, const std::string& type, const Config& config) {
+  return "#include \"weft/kernels/" + kernel + ".cuh\"\nconstexpr weft::" + type + "KernelConfig kConfig{" +
+         initialisers(config) + "};\nextern \"C\" __global__ void __launch_bounds__(kConfig.num_threads(), 1) " +
+         "weft_kernel(const __grid_constant__ weft::kernels::" + type +
+         "KernelArgs args) {\n  weft::ptx::wait_for_kernel_before();\n  weft::kernels::" + kernel +
+         "<kConfig>(args);\n}\n";
 }
 
-std::string entry(const char* kernel, const char* config_type, const std::string& fields, const char* args_type,
-                  const char* num_threads) {
-  return std::string("#include \"weft/kernels/") + kernel + ".cuh\"\n" + "constexpr weft::" + config_type +
-         " kConfig{" + fields + "};\n" + "extern \"C\" __global__ void __launch_bounds__(" + num_threads +
-         ", 1) weft_kernel(const __grid_constant__ weft::kernels::" + args_type +
-         " args) {\n  weft::ptx::wait_for_kernel_before();\n  weft::kernels::" + kernel + "<kConfig>(args);\n}\n";
+template <class Config>
+std::string key_of_fields(const Config& config) {
+  std::string key;
+  walk_fields(config, [&](fields::Name, const auto& value) {
+    key.append(reinterpret_cast<const char*>(&value), sizeof(value));
+  });
+  return key;
 }
 
 }  // namespace
 
-std::string render(const DispatchKernelConfig& config) {
-  return entry("dispatch", "DispatchKernelConfig",
-               field("num_ranks", config.num_ranks) + field("num_experts", config.num_experts) +
-                   field("top_k", config.top_k) + field("num_blocks", config.num_blocks) +
-                   field("row_bytes", config.row_bytes) + field("scale_row_bytes", config.scale_row_bytes) +
-                   field("hidden", config.hidden) + field("num_stages", config.num_stages) +
-                   field("num_fan_stages", config.num_fan_stages) + field("num_groups", config.num_groups) +
-                   field("num_quantize_warps", config.num_quantize_warps) + field("dtype", "Dtype", config.dtype) +
-                   field("quantize", "Quantize", config.quantize) + field("layout", "Layout", config.layout) +
-                   field("topk_is_int64", config.topk_is_int64 ? 1 : 0) + field("is_cached", config.is_cached ? 1 : 0),
-               "DispatchKernelArgs", "kConfig.num_threads()");
-}
-
-std::string render(const CombineKernelConfig& config) {
-  return entry("combine", "CombineKernelConfig",
-               field("num_ranks", config.num_ranks) + field("num_blocks", config.num_blocks) +
-                   field("top_k", config.top_k) + field("hidden", config.hidden) + field("chunk", config.chunk) +
-                   field("slot_chunks", config.slot_chunks) + field("reduce_slots", config.reduce_slots) +
-                   field("reduce_rings", config.reduce_rings) + field("push_slots", config.push_slots) +
-                   field("sum_warps", config.sum_warps) + field("dtype", "Dtype", config.dtype) +
-                   field("layout", "Layout", config.layout) + field("wire_is_fp8", config.wire_is_fp8 ? 1 : 0) +
-                   field("has_side", config.has_side ? 1 : 0),
-               "CombineKernelArgs", "kConfig.num_threads()");
-}
-
+std::string render(const DispatchKernelConfig& config) { return entry("dispatch", "Dispatch", config); }
+std::string render(const CombineKernelConfig& config) { return entry("combine", "Combine", config); }
 std::string render(const SmallDispatchKernel& kernel) {
-  const SmallDispatchKernelConfig& config = kernel.config;
-  return entry("small_dispatch", "SmallDispatchKernelConfig",
-               field("num_ranks", config.num_ranks) + field("num_experts", config.num_experts) +
-                   field("top_k", config.top_k) + field("num_blocks", config.num_blocks) +
-                   field("row_bytes", config.row_bytes) + field("scale_row_bytes", config.scale_row_bytes) +
-                   field("scale_word_bytes", config.scale_word_bytes) + field("hidden", config.hidden) +
-                   field("dtype", "Dtype", config.dtype) + field("quantize", "Quantize", config.quantize) +
-                   field("layout", "Layout", config.layout) + field("topk_is_int64", config.topk_is_int64 ? 1 : 0) +
-                   field("is_cached", config.is_cached ? 1 : 0) + field("sends", config.sends ? 1 : 0) +
-                   field("receives", config.receives ? 1 : 0),
-               "SmallDispatchKernelArgs", "kConfig.num_threads()");
+  return entry("small_dispatch", "SmallDispatch", kernel.config);
 }
+std::string render(const SmallCombineKernelConfig& config) { return entry("small_combine", "SmallCombine", config); }
 
-std::string render(const SmallCombineKernelConfig& config) {
-  return entry("small_combine", "SmallCombineKernelConfig",
-               field("num_ranks", config.num_ranks) + field("top_k", config.top_k) + field("hidden", config.hidden) +
-                   field("dtype", "Dtype", config.dtype) + field("layout", "Layout", config.layout) +
-                   field("wire_is_fp8", config.wire_is_fp8 ? 1 : 0) + field("has_side", config.has_side ? 1 : 0) +
-                   field("sends", config.sends ? 1 : 0) + field("receives", config.receives ? 1 : 0),
-               "SmallCombineKernelArgs", "kConfig.num_threads()");
+std::string key_of(const DispatchKernelConfig& config) { return "d" + key_of_fields(config); }
+std::string key_of(const CombineKernelConfig& config) { return "c" + key_of_fields(config); }
+std::string key_of(const SmallDispatchKernel& kernel) {
+  return "s" + key_of_fields(kernel.config) + std::to_string(kernel.num_places);
 }
+std::string key_of(const SmallCombineKernelConfig& config) { return "t" + key_of_fields(config); }
 
 DispatchKernelConfig with_stages(DispatchKernelConfig config, int shared_bytes) {
   int room = shared_bytes - kStaticSharedBytes - config.index_bytes();

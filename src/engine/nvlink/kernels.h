@@ -26,6 +26,12 @@ std::string render(const CombineKernelConfig& config);
 std::string render(const SmallDispatchKernel& kernel);
 std::string render(const SmallCombineKernelConfig& config);
 
+// What tells configurations apart without rendering: the bytes of all fields.
+std::string key_of(const DispatchKernelConfig& config);
+std::string key_of(const CombineKernelConfig& config);
+std::string key_of(const SmallDispatchKernel& kernel);
+std::string key_of(const SmallCombineKernelConfig& config);
+
 // As many stages as shared memory holds.
 DispatchKernelConfig with_stages(DispatchKernelConfig config, int shared_bytes);
 

@@ -8,7 +8,6 @@
 #include <optional>
 #include <set>
 #include <string>
-#include <typeinfo>
 #include <vector>
 
 #include "base/clock.h"
@@ -112,16 +111,14 @@ class Window : public cpu::MemberWindow {
   // at the first use: loading may wait for a kernel that waits for a rank that loads.
   template <class Config>
   const Kernel& prepare(const Config& config, u64 timeout_ns, const Poll& poll) {
-    // Rendering takes longer than a launch, so the last ones are found by their bytes. Bytes that belong to no field may make
-    // equal ones differ: then they are looked up anew.
-    std::string bytes(typeid(Config).name());
-    bytes.append(reinterpret_cast<const char*>(&config), sizeof(config));
-    const auto known = prepared_.find(bytes);
+    // Rendering takes longer than a launch, so the last ones are found by their fields.
+    std::string key = key_of(config);
+    const auto known = prepared_.find(key);
     if (known != prepared_.end()) return *known->second;
     const Kernel& kernel =
         load(render(config), [&]() -> const Kernel& { return gpu_->kernels->prepare(config); }, timeout_ns, poll);
     if (prepared_.size() >= kMostPrepared) prepared_.clear();
-    prepared_.emplace(std::move(bytes), &kernel);
+    prepared_.emplace(std::move(key), &kernel);
     return kernel;
   }
 
