@@ -33,7 +33,7 @@ CHANGES = {  # of the kernels: by file, texts with what takes their place
     AS_THEY_ARE: {},
     "no abort poll, no deadline": NO_POLL,
     "no wait statistics": {
-        "weft/transport/nvlink.cuh": {
+        "weft/transport/peers.cuh": {
             "blockIdx.x == 0 ? &view.words()->waited_ns[peer] : nullptr": "nullptr",
             "&view.host->timeout_ns, blockIdx.x == 0);": "&view.host->timeout_ns, false);",
         },
@@ -41,7 +41,7 @@ CHANGES = {  # of the kernels: by file, texts with what takes their place
     # Nor what finds broken windows, other handles, renewed heaps, bad counts, headers that came without their picks.
     "no error paths": NO_POLL
     | {
-        "weft/transport/nvlink.cuh": {
+        "weft/transport/flight.cuh": {
             "const u64 broken = ptx::ld_relaxed_sys(&words->broken);": "constexpr u64 broken = 0;",
             "const bool has_moved = words->heap_generation != view.heap_generation;": (
                 "constexpr bool has_moved = false;"

@@ -107,6 +107,14 @@ def inline_asm(source: Source) -> Iterator[Finding]:
 
 
 @rule
+def peer_address(source: Source) -> Iterator[Finding]:
+    """Addresses of peers' memory are formed under include/weft/transport: another route has none."""
+    if source.is_cpp and source.under("include/weft") and not source.under("include/weft/transport"):
+        pattern = r"\bview(_|\(\))?\s*\.\s*(heap|control)\s*\["
+        yield from find(source, "peer-address", pattern, "the address of a peer outside include/weft/transport")
+
+
+@rule
 def spin_loop(source: Source) -> Iterator[Finding]:
     """Loops without a bound, or that wait for an atomic, lie in include/weft/sync: every wait has a deadline (R7)."""
     if not source.is_cpp or not source.under("include", "src") or source.under("include/weft/sync"):

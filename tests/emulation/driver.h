@@ -121,10 +121,12 @@ inline void take(Fields& fields, weft::kernels::DispatchKernelArgs& args) {
   fields.take("offsets", args.offsets);
   fields.take("num_rows", args.num_rows);
   fields.take("overflow", args.overflow);
+  fields.take("rail", args.rail);
 }
 
 inline void take(Fields& fields, weft::kernels::SmallDispatchKernelArgs& args) {
   take_view(fields, args.view);
+  fields.number("rail");  // it has but one route
   fields.take("print", args.print);
   fields.take("object", args.object);
   fields.take("ticket", args.ticket);
@@ -173,10 +175,12 @@ inline void take(Fields& fields, weft::kernels::CombineKernelArgs& args) {
   fields.take("bias_is_fp32", args.bias_is_fp32);
   fields.take("out", args.out);
   fields.take("side_out", args.side_out);
+  fields.take("rail", args.rail);
 }
 
 inline void take(Fields& fields, weft::kernels::SmallCombineKernelArgs& args) {
   take_view(fields, args.view);
+  fields.number("rail");  // it has but one route
   fields.take("print", args.print);
   fields.take("object", args.object);
   fields.take("num_tokens", args.num_tokens);

@@ -169,8 +169,8 @@ CASES["rank_major, a rank without rows"] = EMPTY
 SILENT = Mutant(
     "a rank without rows sends no header (R3)",
     COMBINE,
-    "if (has_peer) transport::notify(view, Phase::kReduce,",
-    "if (has_peer && b_.a.num_rows > 0) transport::notify(view, Phase::kReduce,",
+    "if (has_peer) b_.peers().notify(Phase::kReduce,",
+    "if (has_peer && b_.a.num_rows > 0) b_.peers().notify(Phase::kReduce,",
 )
 FP8_MUTANTS = (
     Mutant(

@@ -336,14 +336,14 @@ COUNTS = {
     "tokens": Mutant(
         "a rank says more tokens than any may have",
         "weft/kernels/dispatch_count.cuh",
-        "payload->num_tokens = a.num_tokens;",
-        f"payload->num_tokens = rank() == {ODD} ? {WINDOW.max_tokens + 1} : a.num_tokens;",
+        "static_cast<i64>(a.num_tokens)",
+        f"i64{{rank() == {ODD} ? {WINDOW.max_tokens + 1} : a.num_tokens}}",
     ),
     "picks": Mutant(
         "a rank says a negative number of picks",
         "weft/kernels/dispatch_count.cuh",
-        "words[idx] = idx < kExperts ? this->mine()[idx]",
-        f"words[idx] = idx == 0 && rank() == {ODD} ? -1 : idx < kExperts ? this->mine()[idx]",
+        "count = idx < kExperts ? this->mine()[idx]",
+        f"count = idx == 0 && rank() == {ODD} ? -1 : idx < kExperts ? this->mine()[idx]",
     ),
     "rows": Mutant(
         "a rank says more rows than it may have tokens",
@@ -354,20 +354,20 @@ COUNTS = {
     "few": Mutant(
         "a rank says a negative number of tokens",
         "weft/kernels/small_dispatch_send.cuh",
-        "->num_tokens = a.num_tokens;",
-        f"->num_tokens = rank() == {ODD} ? -1 : a.num_tokens;",
+        "static_cast<i64>(a.num_tokens)",
+        f"i64{{rank() == {ODD} ? -1 : a.num_tokens}}",
     ),
     "many": Mutant(
         "a rank says a token more than any may have",
         "weft/kernels/small_dispatch_send.cuh",
-        "->num_tokens = a.num_tokens;",
-        f"->num_tokens = rank() == {ODD} ? {WINDOW.max_tokens + 1} : a.num_tokens;",
+        "static_cast<i64>(a.num_tokens)",
+        f"i64{{rank() == {ODD} ? {WINDOW.max_tokens + 1} : a.num_tokens}}",
     ),
     "most picks": Mutant(
         "a rank says a pick more for an expert than its tokens may have",
         "weft/kernels/dispatch_count.cuh",
-        "words[idx] = idx < kExperts ? this->mine()[idx]",
-        f"words[idx] = idx == 0 && rank() == {ODD} ? {WINDOW.max_tokens * WINDOW.top_k + 1}"
+        "count = idx < kExperts ? this->mine()[idx]",
+        f"count = idx == 0 && rank() == {ODD} ? {WINDOW.max_tokens * WINDOW.top_k + 1}"
         " : idx < kExperts ? this->mine()[idx]",
     ),
 }

@@ -89,7 +89,7 @@ EARLY = Mutant(
 
 EMPTY = without_rows(CASES["rank_major, bias"])
 CASES["rank_major, a rank without rows"] = EMPTY
-SAY = "    meet_stored();\n    if (has_peer(flight)) transport::notify(view, Phase::kReduce, flight, b_.lane, block);"
+SAY = "    meet_stored();\n    if (has_peer(flight)) peers.notify(Phase::kReduce, flight, b_.lane, block);"
 SILENT = Mutant(
     "a rank without rows sends no header (R3)",
     "weft/kernels/small_combine.cuh",

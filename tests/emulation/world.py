@@ -110,7 +110,7 @@ class World:
     def view(self, rank: int, num_blocks: int) -> dict[str, int]:
         """What every kernel of a window gets."""
         fields = {**self.shape.fields(), "rank": rank, "host": self.host[rank]}
-        fields |= {"print": PRINT, "object": OBJECT, "num_blocks": num_blocks}
+        fields |= {"print": PRINT, "object": OBJECT, "num_blocks": num_blocks, "rail": 0}
         for other in range(self.shape.num_ranks):
             fields[f"control{other}"], fields[f"heap{other}"] = self.control[other], self.heap[other]
             fields[f"heap_bytes{other}"] = self.heap_bytes

@@ -119,13 +119,13 @@ MISTAKES = {
     ),
     "dispatch by expert: one of the headers is sent without a release": (
         "kernels/dispatch_tell.cuh",
-        "transport::notify(a.view, Phase::kSend, flight, lane, static_cast<i32>(blockIdx.x));",
-        "transport::post_token(a.view, flight, lane, 0);",
+        "this->peers().notify(Phase::kSend, flight, lane, static_cast<i32>(blockIdx.x));",
+        "this->peers().post_token(flight, lane, 0);",
         BY_EXPERT,
         orders.RELEASE,
     ),
     "the owner word is given back without a release": (
-        "transport/nvlink.cuh",
+        "transport/flight.cuh",
         "ptx::st_release_sys(&words->owner, 0);",
         "ptx::st_relaxed_sys(&words->owner, 0);",
         TO_RANKS,
@@ -196,8 +196,8 @@ MISTAKES = {
     ),
     "small combine: the last header is sent without a release": (
         "kernels/small_combine.cuh",
-        "transport::notify(view, Phase::kReduce, flight, b_.lane, block);",
-        "transport::post_token(view, flight, b_.lane, 0);",
+        "peers.notify(Phase::kReduce, flight, b_.lane, block);",
+        "peers.post_token(flight, b_.lane, 0);",
         SMALL_SENDS,
         orders.RELEASE,
     ),

@@ -14,6 +14,8 @@ BAD = [
     ("spin-loop", "src/engine/cpu/window.cc", "for (;;) step();"),
     ("spin-loop", "include/weft/kernels/dispatch.h", "while (flag.load(std::memory_order_acquire) != 1) {}"),
     ("spin-loop", "include/weft/kernels/dispatch.h", "do { step(); } while (ld_acquire_sys(header) != expected);"),
+    ("peer-address", "include/weft/kernels/dispatch.cuh", "u8* heap = a.view.heap[to];"),
+    ("peer-address", "include/weft/kernels/combine.cuh", "return b_.a.view.control[b_.a.view.rank] + offset;"),
     ("torch-include", "src/bindings/module.cc", "#include <torch/extension.h>"),
     ("torch-include", "include/weft/config/shape.h", "#include <ATen/ATen.h>"),
     ("toolkit-include", "src/base/driver.h", "#include <cuda.h>"),

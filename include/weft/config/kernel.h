@@ -4,6 +4,7 @@
 
 #include "weft/config/base.h"
 #include "weft/config/operation.h"
+#include "weft/config/route.h"
 
 namespace weft {
 
@@ -32,6 +33,7 @@ struct DispatchKernelConfig {
   Layout layout = Layout::kRankMajor;
   bool topk_is_int64 = true;  // type of the ids that come in and go out
   bool is_cached = false;     // the routing comes from a handle
+  Route route = Route::kDirect;
 
   // Runs of its tokens that a block plans on their own when rows are placed by expert: few, since each needs a count for every
   // expert.
@@ -90,6 +92,7 @@ struct CombineKernelConfig {
   Layout layout = Layout::kRankMajor;
   bool wire_is_fp8 = false;
   bool has_side = false;
+  Route route = Route::kDirect;
 
   WEFT_HD constexpr bool is_by_expert() const { return layout != Layout::kRankMajor; }
   WEFT_HD constexpr bool has_push() const { return push_slots > 0 || sum_warps > 0; }

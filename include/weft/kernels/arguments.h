@@ -3,7 +3,8 @@
 
 #include "weft/layout/gpu_plan.h"
 #include "weft/layout/gpu_window.h"
-#include "weft/transport/host_words.h"
+#include "weft/transport/rail_loop.h"
+#include "weft/transport/view.h"
 
 namespace weft::kernels {
 
@@ -30,7 +31,8 @@ struct DispatchKernelArgs {
   i32* counts = nullptr;   // [L]
   i32* offsets = nullptr;  // [R + 1] or [L + 1]
   i32* num_rows = nullptr;
-  i64* overflow = nullptr;  // added to
+  i64* overflow = nullptr;                    // added to
+  const transport::LoopRail* rail = nullptr;  // Route::kLoop
 };
 
 }  // namespace weft::kernels

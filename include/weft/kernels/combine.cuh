@@ -44,14 +44,15 @@ class Combine {
     take_role(static_cast<i32>(threadIdx.x / ptx::kWarpLanes));
     __syncthreads();
     if (b_.has_failed()) return;
-    if (has_peer) transport::notify(view, Phase::kReduce, b_.flight, peer, static_cast<i32>(blockIdx.x));
+    if (has_peer) b_.peers().notify(Phase::kReduce, b_.flight, peer, static_cast<i32>(blockIdx.x));
     if (transport::wait_all(view, Phase::kReduce, b_.flight, static_cast<i32>(blockIdx.x)) == transport::Verdict::kOk)
       end();
   }
 
  private:
   __device__ void end() const {
-    if (transport::is_last_block(b_.a.view)) transport::end_flight(b_.a.view, b_.flight);
+    if (transport::is_last_block(b_.a.view, transport::num_blocks<kConfig>()))
+      transport::end_flight(b_.a.view, b_.flight);
   }
 
   // Barriers side by side: one thread would take a microsecond for all.
@@ -77,12 +78,12 @@ class Combine {
   }
 
   __device__ void send_place(i32 peer) const {
-    u8* slot = b_.a.view.control[peer] + b_.a.view.layout.payload(b_.flight.turn.sequence, b_.a.view.rank);
-    auto* payload = reinterpret_cast<GpuCountPayload*>(slot);
-    payload->rows_in_heap = kConfig.has_push() ? 0 : 1;
-    payload->rows_offset = b_.a.rows_offset;
-    payload->num_rows = b_.a.num_rows;
-    transport::notify_call(b_.a.view, b_.flight, peer);
+    const auto peers = b_.peers();
+    const auto slot = peers.control(peer) + b_.a.view.layout.payload(b_.flight.turn.sequence, b_.a.view.rank);
+    peers.put_field(slot, &GpuCountPayload::rows_in_heap, u64{kConfig.has_push() ? 0 : 1});
+    peers.put_field(slot, &GpuCountPayload::rows_offset, b_.a.rows_offset);
+    peers.put_field(slot, &GpuCountPayload::num_rows, b_.a.num_rows);
+    peers.notify_call(b_.flight, peer);
   }
 
   // Where the rows of `rank` are, and how many tokens it has. R19: only rows inside the peer's heap are read.
@@ -92,14 +93,15 @@ class Combine {
     if (rank == view.rank) {
       from = {b_.a.rows, static_cast<i32>(b_.a.num_rows), kConfig.has_partials() ? 0u : 1u};
     } else if (b_.flight.is_active(rank)) {
-      const u8* slot = view.control[view.rank] + view.layout.payload(b_.flight.turn.sequence, rank);
+      const u8* slot = view.own_control() + view.layout.payload(b_.flight.turn.sequence, rank);
       const GpuCountPayload place = *reinterpret_cast<const GpuCountPayload*>(slot);
       const bool is_pulled = place.rows_in_heap != 0 && !kConfig.has_partials();
       const u64 room = place.rows_offset <= view.heap_bytes[rank] ? view.heap_bytes[rank] - place.rows_offset : 0;
       if (is_pulled && (place.num_rows < 0 || static_cast<u64>(place.num_rows) > room / kConfig.row_bytes())) {
         b_.fail(transport::ErrorCause::kBadPeerWord, Phase::kCount, rank);
       }
-      from = {view.heap[rank] + place.rows_offset, static_cast<i32>(place.num_rows), is_pulled ? 1u : 0u};
+      from = {(b_.peers().heap(rank) + place.rows_offset).address(), static_cast<i32>(place.num_rows),
+              is_pulled ? 1u : 0u};
     }
     b_.s.contributor[rank] = from;
     i64 end_token = rank == view.rank ? b_.a.num_tokens : 0;
@@ -148,7 +150,8 @@ template <CombineKernelConfig kConfig>
 __device__ void combine(const CombineKernelArgs& args) {
   extern __shared__ __align__(128) u8 dynamic[];
   __shared__ CombineShared<kConfig> shared;
-  Combine<kConfig>(args, *ptx::kept(&shared), ptx::kept(dynamic)).run();
+  transport::with_route<kConfig.route>(args,
+                                       [&] { Combine<kConfig>(args, *ptx::kept(&shared), ptx::kept(dynamic)).run(); });
 }
 
 }  // namespace weft::kernels

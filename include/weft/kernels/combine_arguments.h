@@ -2,7 +2,8 @@
 #pragma once
 
 #include "weft/config/base.h"
-#include "weft/transport/host_words.h"
+#include "weft/transport/rail_loop.h"
+#include "weft/transport/view.h"
 
 namespace weft::kernels {
 
@@ -26,8 +27,9 @@ struct CombineKernelArgs {
   const u8* bias = nullptr;  // in the dtype of the rows or float, or null
   i64 bias_row_bytes = 0;    // 0: one row for all tokens
   bool bias_is_fp32 = false;
-  u8* out = nullptr;          // [num_tokens, hidden]
-  float* side_out = nullptr;  // [num_tokens, K]
+  u8* out = nullptr;                          // [num_tokens, hidden]
+  float* side_out = nullptr;                  // [num_tokens, K]
+  const transport::LoopRail* rail = nullptr;  // Route::kLoop
 };
 
 }  // namespace weft::kernels

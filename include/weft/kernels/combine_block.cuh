@@ -6,7 +6,7 @@
 #include "weft/kernels/words.cuh"
 #include "weft/layout/gpu_plan.h"
 #include "weft/layout/routing.h"
-#include "weft/transport/nvlink.cuh"
+#include "weft/transport/peers.cuh"
 
 namespace weft::kernels {
 
@@ -55,6 +55,7 @@ struct CombineBlock {
   static constexpr i32 kRanks = kConfig.num_ranks;
   static constexpr i32 kWidth = kConfig.plan_width();
   using Shared = CombineShared<kConfig>;
+  using Peers = transport::Peers<kConfig.route>;
 
   const CombineKernelArgs& a;
   Shared& s;
@@ -95,10 +96,12 @@ struct CombineBlock {
     return left > 0 ? (left + kConfig.num_blocks - 1) / kConfig.num_blocks : 0;
   }
 
+  __device__ Peers peers() const { return transport::peers_of<kConfig.route>(a, flight); }
+
   // Where the contribution of `contributor` to a token of `owner` lands.
-  __device__ u8* landing(i32 owner, i32 token, i32 contributor) const {
+  __device__ typename Peers::Place landing(i32 owner, i32 token, i32 contributor) const {
     const i64 row = static_cast<i64>(token - a.first_token) * kRanks + contributor;
-    return a.view.heap[owner] + a.view.layout.landing_rows + row * kConfig.wire_row_bytes();
+    return peers().heap(owner) + a.view.layout.landing_rows + row * kConfig.wire_row_bytes();
   }
 
   // The block says nothing more to anyone; the reason has been recorded.

@@ -123,8 +123,8 @@ class CombinePush {
       }
       ptx::fence_proxy_async_shared();
       if (is_there) {
-        ptx::bulk_store(b_.landing(item.owner, b_.token_of(item.index), b_.a.view.rank) + item.offset,
-                        b_.sum_slot(slot), static_cast<u32>(item.num_bytes));
+        b_.peers().put(b_.landing(item.owner, b_.token_of(item.index), b_.a.view.rank) + item.offset, b_.sum_slot(slot),
+                       static_cast<u32>(item.num_bytes));
       }
       ptx::bulk_commit();
       ptx::bulk_wait_read<kRounds>();
@@ -169,7 +169,7 @@ class CombinePush {
       __syncwarp();  // each lane tells an owner what all lanes have acquired
       // What bulk stores have written is released by another thread than the one that has seen them complete.
       if constexpr (kConfig.push_warps() > 0) ptx::fence_proxy_async();
-      if (has_peer) transport::post(b_.a.view, b_.flight, b_.lane, static_cast<i32>(blockIdx.x), kPushChannel, least);
+      if (has_peer) b_.peers().post(b_.flight, b_.lane, static_cast<i32>(blockIdx.x), kPushChannel, least);
       posted = least;
       __syncwarp();
     }
@@ -192,9 +192,9 @@ class CombinePush {
   }
 
   __device__ void store_item(const RingItem& item, const u8* slot) const {
-    u8* place = b_.landing(item.owner, b_.token_of(item.index), b_.a.view.rank);
-    ptx::bulk_store(place + static_cast<i64>(item.chunk) * kConfig.wire_bytes(kConfig.chunk), slot,
-                    static_cast<u32>(kConfig.wire_bytes(kConfig.chunk_elements(item.chunk))));
+    const auto place = b_.landing(item.owner, b_.token_of(item.index), b_.a.view.rank);
+    b_.peers().put(place + static_cast<i64>(item.chunk) * kConfig.wire_bytes(kConfig.chunk), slot,
+                   static_cast<u32>(kConfig.wire_bytes(kConfig.chunk_elements(item.chunk))));
     ptx::bulk_commit();
   }
 

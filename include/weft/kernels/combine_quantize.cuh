@@ -92,7 +92,7 @@ class CombineQuantize : CombineItems<kConfig> {
 
   __device__ void make(const RingItem item) {
     tell(static_cast<u32>(item.index));
-    u8* out = b_.landing(item.owner, b_.token_of(item.index), b_.a.view.rank);
+    u8* out = b_.landing(item.owner, b_.token_of(item.index), b_.a.view.rank).address();
 #pragma unroll 1
     for (i32 unit = 0; unit < kUnits; ++unit) {
       const i32 length = kConfig.chunk_elements(unit);

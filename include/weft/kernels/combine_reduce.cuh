@@ -124,8 +124,9 @@ class CombineReduce {
     const u8* source = nullptr;
     if (is_loaded) {
       const Contributor& from = b_.s.contributor[b_.lane];
-      source = !kConfig.has_partials() && from.is_pulled != 0 ? from.rows + static_cast<i64>(row) * kConfig.row_bytes()
-                                                              : b_.landing(b_.a.view.rank, b_.token_of(index), b_.lane);
+      source = !kConfig.has_partials() && from.is_pulled != 0
+                   ? from.rows + static_cast<i64>(row) * kConfig.row_bytes()
+                   : b_.landing(b_.a.view.rank, b_.token_of(index), b_.lane).own();
     }
     for (i32 part = 0; part < kConfig.num_parts(); ++part) {
       if (!writer.reserve(count)) {

@@ -22,7 +22,7 @@ class CombineSide {
     __syncwarp();
     const bool is_peer = b_.lane < kRanks && b_.flight.is_active(b_.lane);
     const i32 block = static_cast<i32>(blockIdx.x);
-    if (is_peer) transport::post(b_.a.view, b_.flight, b_.lane, block, kSideChannel, 1);
+    if (is_peer) b_.peers().post(b_.flight, b_.lane, block, kSideChannel, 1);
     const bool is_lost = is_peer && !transport::wait_progress(b_.a.view, b_.flight, b_.lane, block, kSideChannel, 1);
     if (is_lost) b_.leave();
     if (__any_sync(0xffffffffu, is_lost)) return;
@@ -32,9 +32,9 @@ class CombineSide {
 
  private:
   // [max_tokens, K] floats from each contributor.
-  __device__ float* landing(i32 owner, i32 contributor, i64 token) const {
-    return reinterpret_cast<float*>(b_.a.view.heap[owner] + b_.a.view.layout.landing_weights) +
-           (contributor * b_.a.view.layout.max_tokens + token) * kTopk;
+  __device__ typename Block::Peers::Place landing(i32 owner, i32 contributor, i64 token) const {
+    return (b_.peers().heap(owner) + b_.a.view.layout.landing_weights)
+        .template at<float>((contributor * b_.a.view.layout.max_tokens + token) * kTopk);
   }
 
   __device__ void send(i32 source) const {
@@ -47,7 +47,7 @@ class CombineSide {
       const i32 row = plan.row(source, token)[kConfig.is_by_expert() ? k : 0];
       if (row < 0 || row >= b_.a.num_rows) continue;  // R19
       const i64 place = kConfig.is_by_expert() ? row : static_cast<i64>(row) * kTopk + k;
-      landing(source, b_.a.view.rank, token)[k] = b_.a.side[place];
+      b_.peers().put_words(landing(source, b_.a.view.rank, token).template at<float>(k), b_.a.side[place]);
     }
   }
 
@@ -60,7 +60,8 @@ class CombineSide {
       const i64 token = b_.token_of(at / kTopk);
       float total = 0.0f;
       const i32 from = plan.destination()[token * kTopk + k];
-      if (from >= 0 && from < kRanks && b_.flight.is_active(from)) total += landing(b_.a.view.rank, from, token)[k];
+      if (from >= 0 && from < kRanks && b_.flight.is_active(from))
+        total += reinterpret_cast<const float*>(landing(b_.a.view.rank, from, token).own())[k];
       b_.a.side_out[token * kTopk + k] = total;
     }
   }

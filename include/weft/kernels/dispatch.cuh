@@ -52,7 +52,7 @@ class Dispatch {
     if (state_.s.has_failed != 0) return;
     if constexpr (!kConfig.is_by_expert()) {
       const i32 peer = static_cast<i32>(threadIdx.x);
-      if (state_.is_peer(peer)) transport::notify(a.view, Phase::kSend, flight, peer, static_cast<i32>(blockIdx.x));
+      if (state_.is_peer(peer)) state_.peers().notify(Phase::kSend, flight, peer, static_cast<i32>(blockIdx.x));
     }
     if (transport::wait_all(a.view, Phase::kSend, flight, static_cast<i32>(blockIdx.x)) == transport::Verdict::kOk)
       end();
@@ -111,7 +111,7 @@ class Dispatch {
   }
 
   __device__ void end() {
-    if (!transport::is_last_block(state_.a.view)) return;
+    if (!transport::is_last_block(state_.a.view, transport::num_blocks<kConfig>())) return;
     if (state_.s.is_given_up == 0) count_.recount_kept();
     const i32 block = static_cast<i32>(threadIdx.x);
     if (kConfig.is_by_expert() && block < kConfig.num_blocks) *state_.queue_word(block) = 0;
@@ -128,14 +128,16 @@ template <DispatchKernelConfig kConfig>
 __device__ void dispatch(const DispatchKernelArgs& args) {
   extern __shared__ __align__(128) u8 dynamic[];
   __shared__ DispatchShared<kConfig> shared;
-  const DispatchState<kConfig> state{
-      args,
-      shared,
-      dynamic,
-      transport::begin_flight(args.view, args.print, args.object, kConfig.is_cached ? args.recv_plan : nullptr),
-      static_cast<i32>(threadIdx.x / ptx::kWarpLanes),
-      static_cast<i32>(threadIdx.x % ptx::kWarpLanes)};
-  Dispatch<kConfig>(state).run();
+  transport::with_route<kConfig.route>(args, [&] {
+    const DispatchState<kConfig> state{
+        args,
+        shared,
+        dynamic,
+        transport::begin_flight(args.view, args.print, args.object, kConfig.is_cached ? args.recv_plan : nullptr),
+        static_cast<i32>(threadIdx.x / ptx::kWarpLanes),
+        static_cast<i32>(threadIdx.x % ptx::kWarpLanes)};
+    Dispatch<kConfig>(state).run();
+  });
 }
 
 }  // namespace weft::kernels

@@ -15,6 +15,7 @@ class DispatchCount : public DispatchIds<kConfig> {
   using Base::a, Base::s, Base::flight, Base::warp, Base::lane, Base::rank;
   using Base::kRanks, Base::kTopk, Base::kExperts, Base::kLocal, Base::kPeriods;
   using Ids::kThreads, Ids::kWarps, Ids::kCountThreads;
+  using typename Base::Place;
   using Id = typename Ids::Id;
 
   __device__ explicit DispatchCount(const Base& base) : Ids(base) {}
@@ -23,24 +24,25 @@ class DispatchCount : public DispatchIds<kConfig> {
 
   // By block 0 alone.
   __device__ void send_counts() {
+    const auto peers = this->peers();
     for (i32 peer = 0; peer < kRanks; ++peer) {
       if (!this->is_peer(peer)) continue;
-      u8* slot = a.view.control[peer] + a.view.layout.payload(flight.turn.sequence, rank());
-      i32* words = reinterpret_cast<i32*>(slot + sizeof(GpuCountPayload));
+      const Place slot = peers.control(peer) + a.view.layout.payload(flight.turn.sequence, rank());
+      const Place words = slot + sizeof(GpuCountPayload);
       if constexpr (!kConfig.is_cached) {
         for (i32 idx = thread(); idx < kExperts + kRanks; idx += kCountThreads) {
-          words[idx] = idx < kExperts ? this->mine()[idx] : kConfig.is_by_expert() ? 0 : s.total[idx - kExperts];
+          const i32 count = idx < kExperts ? this->mine()[idx] : kConfig.is_by_expert() ? 0 : s.total[idx - kExperts];
+          peers.put_words(words.template at<i32>(idx), count);
         }
       }
       if (thread() == 0) {
-        auto* payload = reinterpret_cast<GpuCountPayload*>(slot);
-        payload->placement = a.placement;
-        payload->num_tokens = a.num_tokens;
+        peers.put_field(slot, &GpuCountPayload::placement, a.placement);
+        peers.put_field(slot, &GpuCountPayload::num_tokens, static_cast<i64>(a.num_tokens));
       }
     }
     meet();
     const i32 peer = thread();
-    if (this->is_peer(peer)) transport::notify_call(a.view, flight, peer);
+    if (this->is_peer(peer)) peers.notify_call(flight, peer);
   }
 
   // Where every row goes, from what all ranks have said. Every block computes it for itself.
@@ -99,7 +101,7 @@ class DispatchCount : public DispatchIds<kConfig> {
     i32* kept = this->mine();
     for (i32 expert = static_cast<i32>(threadIdx.x); expert < kLocal; expert += kThreads) kept[expert] = 0;
     __syncthreads();
-    const Id* ids = reinterpret_cast<const Id*>(s.ids[rank()]);
+    const Id* ids = reinterpret_cast<const Id*>(s.ids[rank()].own());
     for (i64 pick = threadIdx.x; pick < a.capacity * kTopk; pick += kThreads) {
       const i64 id = ids[pick];
       if (id >= 0 && id < kLocal) atomicAdd(&kept[id], 1);
@@ -117,14 +119,14 @@ class DispatchCount : public DispatchIds<kConfig> {
   // Where this rank's receive plan lies.
   __device__ i32* recv_plan() const {
     const u64 offset = this->is_staged(rank()) ? a.view.layout.landing_table : a.placement.table;
-    return reinterpret_cast<i32*>(a.view.heap[rank()] + offset);
+    return reinterpret_cast<i32*>(a.view.own_heap() + offset);
   }
 
  private:
   using Ids::thread, Ids::meet, Ids::inclusive_sum;
 
   __device__ const GpuCountPayload* payload_from(i32 source) const {
-    return reinterpret_cast<const GpuCountPayload*>(a.view.control[rank()] +
+    return reinterpret_cast<const GpuCountPayload*>(a.view.own_control() +
                                                     a.view.layout.payload(flight.turn.sequence, source));
   }
 
@@ -255,13 +257,14 @@ class DispatchCount : public DispatchIds<kConfig> {
     if (is_staged && !a.fits_landing) give_up(to);
     if (is_staged) atomicOr(&s.staged_mask, 1u << to);
     if (has_ids && is_int64) atomicOr(&s.int64_mask, 1u << to);
-    u8* heap = a.view.heap[to];
+    const Place heap = this->peers().heap(to);
     s.x[to] = heap + (is_staged ? layout.landing_rows : place.x);
     s.scales[to] = heap + (is_staged ? scales_landing : place.scales);
     s.ids[to] = heap + (is_staged ? layout.landing_ids : place.ids);
     s.weights[to] = heap + (is_staged || kConfig.is_by_expert() ? layout.landing_weights : place.weights);
-    i32* table = reinterpret_cast<i32*>(heap + (is_staged ? layout.landing_table : place.table));
-    s.table[to] = table + kGpuPlanHeader + rank() * layout.max_tokens * Base::kTableWidth;
+    const Place table = heap + (is_staged ? layout.landing_table : place.table);
+    s.table[to] =
+        table.template at<i32>(kGpuPlanHeader).template at<i32>(rank() * layout.max_tokens * Base::kTableWidth);
     const i64 room = !is_staged ? place.num_rows : kConfig.is_by_expert() ? 0x7fffffff : num_slots;
     s.limit[to] = static_cast<i32>(min(a.capacity >= 0 ? a.capacity : room, static_cast<i64>(0x7fffffff)));
   }

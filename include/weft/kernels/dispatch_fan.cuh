@@ -211,18 +211,18 @@ class DispatchFan : public DispatchState<kConfig> {
     const i64 end = static_cast<i64>(this->hole_end()[local]) * kScaleBytes;
     i64 at = static_cast<i64>(this->hole_begin()[local]) * kScaleBytes + lane * kPiece;
     for (; at < end; at += 32 * kPiece) {
-      ptx::bulk_store(s.scales[rank()] + at, zeros, static_cast<u32>(min(static_cast<i64>(kPiece), end - at)));
+      ptx::bulk_store(s.scales[rank()].own() + at, zeros, static_cast<u32>(min(static_cast<i64>(kPiece), end - at)));
     }
   }
 
   __device__ static i32 block() { return static_cast<i32>(blockIdx.x); }
   __device__ i32 stage_index(i32 n) const { return fan_warp_ * kDepth + n % kDepth; }
-  __device__ u8* place_of(i64 row) const { return s.x[rank()] + row * kRowBytes; }
-  __device__ u8* scales_of(i64 row) const { return s.scales[rank()] + row * kScaleBytes; }
+  __device__ u8* place_of(i64 row) const { return s.x[rank()].own() + row * kRowBytes; }
+  __device__ u8* scales_of(i64 row) const { return s.scales[rank()].own() + row * kScaleBytes; }
   __device__ i32 num_places() const {
     return kConfig.layout == Layout::kMasked ? s.limit[rank()] * kLocal : s.limit[rank()];
   }
-  __device__ const float* landed_weights() const { return reinterpret_cast<const float*>(s.weights[rank()]); }
+  __device__ const float* landed_weights() const { return reinterpret_cast<const float*>(s.weights[rank()].own()); }
 
   const GpuRecvPlan<const i32> plan_;
   const i32 fan_warp_;

@@ -231,7 +231,7 @@ class DispatchIds : public DispatchState<kConfig> {
   static constexpr i32 kParts = kRanks * static_cast<i32>(kGoersParts);  // words of a group
   static_assert(kParts <= 32);
 
-  __device__ u64* word_at(u64 offset) const { return reinterpret_cast<u64*>(a.view.control[rank()] + offset); }
+  __device__ u64* word_at(u64 offset) const { return reinterpret_cast<u64*>(a.view.own_control() + offset); }
 
   __device__ void tell(u64 offset, u32 n) const {
     ptx::st_relaxed_sys(word_at(offset), sync::pack_progress(flight.turn, n));

@@ -79,8 +79,8 @@ class DispatchPlan : public DispatchState<kConfig> {
 #pragma unroll
     for (i32 to = 0; to < kRanks; ++to) {
       if (!flight.is_active(to)) continue;
-      s.table[to][at] = destination == to ? row : -1;
-      reinterpret_cast<float*>(s.weights[to])[slot] = weight;
+      this->peers().put_words(s.table[to].template at<i32>(at), destination == to ? row : -1);
+      this->peers().put_words(s.weights[to].template at<float>(slot), weight);
     }
     if (destination == rank() && !this->is_staged(rank())) this->own_weights()[row] = weight;
     const GpuSendPlan<i32> plan{a.send_plan, a.num_tokens, kTopk};

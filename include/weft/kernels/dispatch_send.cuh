@@ -18,6 +18,7 @@ class DispatchSend : public DispatchState<kConfig> {
   using Base::a, Base::s, Base::flight, Base::warp, Base::lane, Base::rank;
   using Base::kRanks, Base::kTopk, Base::kExperts, Base::kLocal, Base::kPeriods, Base::kRowBytes, Base::kScaleBytes;
   using Id = typename IdType<kConfig.topk_is_int64>::Type;
+  using typename Base::Place;
   static constexpr bool kByExpert = kConfig.is_by_expert();
   static constexpr bool kQuantized = kConfig.is_quantized();
   static constexpr bool kAlignedScales = kScaleBytes % 16 == 0;  // they suit a bulk copy
@@ -119,7 +120,7 @@ class DispatchSend : public DispatchState<kConfig> {
       for (i32 to = 0; to < kRanks; ++to) {
         const i32 row = row_of(token, to);
         plan.row()[static_cast<i64>(token) * kRanks + to] = row;
-        if (flight.is_active(to)) s.table[to][token] = row;
+        if (flight.is_active(to)) this->peers().put_words(s.table[to].template at<i32>(token), row);
         mask |= row >= 0 ? 1u << to : 0u;
       }
       plan.mask()[token] = static_cast<i32>(mask);
@@ -151,7 +152,8 @@ class DispatchSend : public DispatchState<kConfig> {
 #pragma unroll
       for (i32 to = 0; to < kRanks; ++to) {
         const i32 row = row_of(token, to);
-        if (row >= 0) reinterpret_cast<Unit*>(s.scales[to] + static_cast<i64>(row) * kScaleBytes)[piece] = unit;
+        if (row >= 0)
+          this->peers().put_words((s.scales[to] + static_cast<i64>(row) * kScaleBytes).template at<Unit>(piece), unit);
       }
     }
   }
@@ -366,9 +368,9 @@ class DispatchSend : public DispatchState<kConfig> {
     for (i32 to = 0; to < kRanks; ++to) {
       const i64 row_there = __shfl_sync(0xffffffffu, row, to);
       if (row_there < 0) continue;
-      if (lane == 0) ptx::bulk_store(s.x[to] + row_there * kRowBytes, stage, kRowBytes);
+      if (lane == 0) this->peers().put(s.x[to] + row_there * kRowBytes, stage, kRowBytes);
       if constexpr (kStagedScales) {
-        copy_short<kScaleBytes>(s.scales[to] + row_there * kScaleBytes, stage + kConfig.scales_at(), lane);
+        copy_short<kScaleBytes>((s.scales[to] + row_there * kScaleBytes).address(), stage + kConfig.scales_at(), lane);
       }
     }
   }
@@ -394,15 +396,15 @@ class DispatchSend : public DispatchState<kConfig> {
   __device__ void store_row(i32 token, i32 row, i32 to, const u8* stage) {
     const u8* staged_scales = stage + kConfig.scales_at();
     if (row >= 0) {
-      ptx::bulk_store(s.x[to] + static_cast<i64>(row) * kRowBytes, stage, kRowBytes);
+      this->peers().put(s.x[to] + static_cast<i64>(row) * kRowBytes, stage, kRowBytes);
       if constexpr (kScaleBytes > 0 && kBulkScales) {
-        ptx::bulk_store(s.scales[to] + static_cast<i64>(row) * kScaleBytes, staged_scales, kScaleBytes);
+        this->peers().put(s.scales[to] + static_cast<i64>(row) * kScaleBytes, staged_scales, kScaleBytes);
       }
     }
     if constexpr (kScaleBytes > 0 && !kBulkScales) {
       const u8* from = kQuantized || kAlignedScales ? staged_scales : a.scales + static_cast<i64>(token) * kScaleBytes;
       const bool is_wanted = __any_sync(0xffffffffu, row >= 0 ? 1 : 0) != 0;
-      u8* place = row >= 0 ? s.scales[to] + static_cast<i64>(row) * kScaleBytes : nullptr;
+      u8* place = row >= 0 ? (s.scales[to] + static_cast<i64>(row) * kScaleBytes).address() : nullptr;
       store_short<kScaleBytes>(ShortRow<kScaleBytes>(from, lane, is_wanted), place);
     }
   }
@@ -446,7 +448,7 @@ class DispatchSend : public DispatchState<kConfig> {
       } else {
         write_ids<i32>(s.ids[to], place, ids);
       }
-      *reinterpret_cast<Weights*>(reinterpret_cast<float*>(s.weights[to]) + place) = weights;
+      this->peers().put_words(s.weights[to].template at<float>(place), weights);
     }
     const GpuSendPlan<i32> plan{a.send_plan, a.num_tokens, kRanks};
 #pragma unroll
@@ -454,13 +456,13 @@ class DispatchSend : public DispatchState<kConfig> {
   }
 
   template <class There>
-  __device__ static void write_ids(u8* to, i64 place, const i32 (&ids)[kIdStep]) {
+  __device__ void write_ids(Place to, i64 place, const i32 (&ids)[kIdStep]) const {
     struct alignas(kIdStep == 4 ? 16 : sizeof(There)) Ids {
       There value[kIdStep];
     } wanted;
 #pragma unroll
     for (i32 idx = 0; idx < kIdStep; ++idx) wanted.value[idx] = ids[idx];
-    *reinterpret_cast<Ids*>(reinterpret_cast<There*>(to) + place) = wanted;
+    this->peers().put_words(to.template at<There>(place), wanted);
   }
 
   // With a capacity: rows that hold nothing have no ids and no weights.
@@ -471,8 +473,8 @@ class DispatchSend : public DispatchState<kConfig> {
     const i64 stride = static_cast<i64>(num_threads) * kConfig.num_blocks;
     const i64 first = s.own_rows * static_cast<i64>(kTopk) + static_cast<i64>(blockIdx.x) * num_threads + thread;
     for (i64 pick = first; pick < num_rows * kTopk; pick += stride) {
-      reinterpret_cast<Id*>(s.ids[rank()])[pick] = -1;
-      reinterpret_cast<float*>(s.weights[rank()])[pick] = 0.0f;
+      reinterpret_cast<Id*>(s.ids[rank()].own())[pick] = -1;
+      reinterpret_cast<float*>(s.weights[rank()].own())[pick] = 0.0f;
     }
   }
 

@@ -4,7 +4,7 @@
 #include "weft/config/kernel.h"
 #include "weft/kernels/arguments.h"
 #include "weft/kernels/words.cuh"
-#include "weft/transport/nvlink.cuh"
+#include "weft/transport/peers.cuh"
 
 namespace weft::kernels {
 
@@ -13,6 +13,7 @@ constexpr u32 kAllArrived = 1u << 31;  // in num_arrived: there are no more
 
 template <DispatchKernelConfig kConfig>
 struct DispatchShared {
+  using Place = typename transport::Peers<kConfig.route>::Place;
   u64 full[kConfig.num_stages];   // loaded
   u64 ready[kConfig.num_stages];  // quantised
   u64 empty[kConfig.num_stages];
@@ -33,12 +34,12 @@ struct DispatchShared {
   i32 total[kConfig.num_ranks];  // rank_major: rows from here to each rank
   i32 start[kConfig.num_ranks];  // rank_major: the first of them there
   i32 limit[kConfig.num_ranks];  // rows there; masked: rows of an expert there
-  u8* x[kConfig.num_ranks];      // row 0 there, in the heap or in the landing
-  u8* scales[kConfig.num_ranks];
-  u8* ids[kConfig.num_ranks];
-  u8* weights[kConfig.num_ranks];
-  i32* table[kConfig.num_ranks];  // entries there for this rank's tokens
-  i64 needed[kConfig.num_ranks];  // rows of the result there
+  Place x[kConfig.num_ranks];    // row 0 there, in the heap or in the landing
+  Place scales[kConfig.num_ranks];
+  Place ids[kConfig.num_ranks];
+  Place weights[kConfig.num_ranks];
+  Place table[kConfig.num_ranks];  // int32 entries there for this rank's tokens
+  i64 needed[kConfig.num_ranks];   // rows of the result there
   i32 num_tokens[kConfig.num_ranks];
   i32 own_rows;  // rank_major: rows that this rank receives
   i32 num_bad_ids;
@@ -56,6 +57,8 @@ struct DispatchState {
   static constexpr i32 kTableWidth = kConfig.is_by_expert() ? kTopk : 1;
   static constexpr i32 kPeriods = DispatchKernelConfig::kPeriods;
   static constexpr u64 kOnePlanned = u64{1} << 32;  // in the word of a queue
+  using Peers = transport::Peers<kConfig.route>;
+  using Place = typename Peers::Place;
 
   const DispatchKernelArgs& a;
   DispatchShared<kConfig>& s;
@@ -64,6 +67,7 @@ struct DispatchState {
   i32 warp, lane;
 
   __device__ i32 rank() const { return a.view.rank; }
+  __device__ Peers peers() const { return transport::peers_of<kConfig.route>(a, flight); }
   __device__ bool is_peer(i32 other) const { return other < kRanks && other != rank() && flight.is_active(other); }
   __device__ bool is_staged(i32 other) const { return (s.staged_mask >> other & 1u) != 0; }
 
@@ -106,7 +110,7 @@ struct DispatchState {
 
   // Counts what this rank's blocks have taken of a queue, and what of it is planned.
   __device__ u64* queue_word(i32 block) const {
-    return reinterpret_cast<u64*>(a.view.control[rank()] + a.view.layout.queue(block));
+    return reinterpret_cast<u64*>(a.view.own_control() + a.view.layout.queue(block));
   }
 
   // Stages of a store warp are its own for good, and so are those of a warp that quantises.
@@ -118,7 +122,7 @@ struct DispatchState {
   }
 
   // By expert: weights of this rank's result.
-  __device__ float* own_weights() const { return reinterpret_cast<float*>(a.view.heap[rank()] + a.placement.weights); }
+  __device__ float* own_weights() const { return reinterpret_cast<float*>(a.view.own_heap() + a.placement.weights); }
 
   // ---- failure
 

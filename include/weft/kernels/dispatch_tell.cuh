@@ -22,7 +22,7 @@ class DispatchTell : public DispatchState<kConfig> {
       if (lane % kLanesEach == 0) ptx::st_release_cta(&s.num_told[lane / kLanesEach], kAllArrived);  // nobody waits
       return;
     }
-    if (this->is_peer(lane)) transport::notify(a.view, Phase::kSend, flight, lane, static_cast<i32>(blockIdx.x));
+    if (this->is_peer(lane)) this->peers().notify(Phase::kSend, flight, lane, static_cast<i32>(blockIdx.x));
   }
 
  private:
@@ -47,7 +47,7 @@ class DispatchTell : public DispatchState<kConfig> {
       for (u32 item = num_told + static_cast<u32>(lane % kLanesEach); item < num_arrived; item += kLanesEach) {
         const i32 token = s.sent[mine][item % kRemembered];
         for (i32 to = 0; to < kRanks; ++to) {
-          if (this->is_peer(to)) transport::post_token(a.view, flight, to, token);
+          if (this->is_peer(to)) this->peers().post_token(flight, to, token);
         }
       }
       seen = now;

@@ -2,7 +2,7 @@
 // dispatch_tell.cuh).
 #pragma once
 
-#include "weft/transport/nvlink.cuh"
+#include "weft/transport/peers.cuh"
 
 namespace weft::kernels {
 

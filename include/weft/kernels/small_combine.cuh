@@ -69,17 +69,17 @@ class SmallCombine {
 
   // The headers of this rank, and side values. What it calls is said while the others work.
   __device__ void say(const transport::Flight& flight) const {
-    const transport::WindowView& view = b_.a.view;
+    const transport::DirectPeers peers(b_.a.view);
     const i32 block = static_cast<i32>(blockIdx.x);
-    if (block == 0 && has_peer(flight)) transport::notify_call(view, flight, b_.lane);
+    if (block == 0 && has_peer(flight)) peers.notify_call(flight, b_.lane);
     if constexpr (kConfig.has_side) SmallCombineSide<kConfig>(b_).send(flight);
     if (b_.num_early() > 0) {
       meet_stored();
-      if (has_peer(flight)) transport::notify(view, Phase::kSend, flight, b_.lane, block);
+      if (has_peer(flight)) peers.notify(Phase::kSend, flight, b_.lane, block);
       __syncwarp();
     }
     meet_stored();
-    if (has_peer(flight)) transport::notify(view, Phase::kReduce, flight, b_.lane, block);
+    if (has_peer(flight)) peers.notify(Phase::kReduce, flight, b_.lane, block);
   }
 
   __device__ void receive(const transport::Flight& flight) const {

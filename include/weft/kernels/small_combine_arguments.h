@@ -3,7 +3,7 @@
 
 #include "weft/config/base.h"
 #include "weft/layout/small_split.h"
-#include "weft/transport/host_words.h"
+#include "weft/transport/view.h"
 
 namespace weft::kernels {
 

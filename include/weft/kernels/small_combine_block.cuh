@@ -4,7 +4,7 @@
 #include "weft/config/small_kernel.h"
 #include "weft/kernels/small_combine_arguments.h"
 #include "weft/layout/gpu_plan.h"
-#include "weft/transport/nvlink.cuh"
+#include "weft/transport/peers.cuh"
 
 namespace weft::kernels {
 
@@ -51,7 +51,8 @@ struct SmallCombineBlock {
 
   // Where the contribution of `contributor` to a token of `owner` lies.
   __device__ u8* slot(const transport::Flight& flight, i32 owner, i32 contributor, i32 token) const {
-    return a.view.heap[owner] + a.view.layout.small_row(flight.turn.sequence, contributor, token);
+    const auto heap = transport::DirectPeers(a.view).heap(owner);
+    return (heap + a.view.layout.small_row(flight.turn.sequence, contributor, token)).address();
   }
 };
 

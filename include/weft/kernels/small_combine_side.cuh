@@ -55,7 +55,7 @@ class SmallCombineSide {
   }
   __device__ float* slot(const transport::Flight& flight, i32 owner, i32 contributor, i32 token, i32 k) const {
     const GpuWindowLayout& layout = b_.a.view.layout;
-    return reinterpret_cast<float*>(b_.a.view.heap[owner] + layout.small_weights) +
+    return reinterpret_cast<float*>((transport::DirectPeers(b_.a.view).heap(owner) + layout.small_weights).address()) +
            layout.small_pick(flight.turn.sequence, contributor, token) + k;
   }
 

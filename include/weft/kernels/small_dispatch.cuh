@@ -61,11 +61,11 @@ class SmallDispatch {
   }
 
   __device__ void notify() const {
-    if (blockIdx.x == 0 && s_.is_peer(s_.lane)) transport::notify_call(s_.a.view, s_.flight, s_.lane);
+    if (blockIdx.x == 0 && s_.is_peer(s_.lane)) s_.peers().notify_call(s_.flight, s_.lane);
     __syncwarp();
     ptx::bar_sync(kStored, kWithOne);
     if (s_.is_peer(s_.lane)) {
-      transport::notify(s_.a.view, Phase::kSend, s_.flight, s_.lane, static_cast<i32>(blockIdx.x));
+      s_.peers().notify(Phase::kSend, s_.flight, s_.lane, static_cast<i32>(blockIdx.x));
     }
   }
 

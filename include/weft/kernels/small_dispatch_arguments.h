@@ -3,7 +3,7 @@
 
 #include "weft/layout/gpu_plan.h"
 #include "weft/layout/gpu_window.h"
-#include "weft/transport/host_words.h"
+#include "weft/transport/view.h"
 
 namespace weft::kernels {
 

@@ -91,7 +91,7 @@ class SmallDispatchPicks : public SmallDispatchState<kConfig> {
         batch.group[idx] = static_cast<i32>(a.view.layout.small_pick(flight.turn.sequence, source, token)) +
                            number_of(batch, idx) % kWidth;  // of its word, until it is known
       }
-      const u64* words = reinterpret_cast<const u64*>(a.view.control[rank()] + a.view.layout.small_picks);
+      const u64* words = reinterpret_cast<const u64*>(a.view.own_control() + a.view.layout.small_picks);
       const auto are_there = [&] {
         u64 pick[kTogether];
 #pragma unroll

@@ -161,7 +161,7 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
     if (!flight.is_active(source)) return 0;
     if (source == rank()) return a.num_tokens;
     if constexpr (kConfig.is_cached) return clamp_count(a.recv_plan[source], a.max_tokens);
-    const u8* slot = a.view.control[rank()] + a.view.layout.payload(flight.turn.sequence, source);
+    const u8* slot = a.view.own_control() + a.view.layout.payload(flight.turn.sequence, source);
     return reinterpret_cast<const GpuCountPayload*>(slot)->num_tokens;
   }
 

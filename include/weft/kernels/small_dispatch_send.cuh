@@ -33,8 +33,8 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
     const i32 thread = static_cast<i32>(threadIdx.x);
     send_picks(thread);
     if (thread >= kRanks || !flight.is_active(thread)) return;
-    u8* slot = a.view.control[thread] + a.view.layout.payload(flight.turn.sequence, rank());
-    reinterpret_cast<GpuCountPayload*>(slot)->num_tokens = a.num_tokens;
+    const auto slot = this->peers().control(thread) + a.view.layout.payload(flight.turn.sequence, rank());
+    this->peers().put_field(slot, &GpuCountPayload::num_tokens, static_cast<i64>(a.num_tokens));
   }
 
   // Behind a barrier of the block that sent the routing, by one thread.

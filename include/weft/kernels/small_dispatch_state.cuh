@@ -4,7 +4,7 @@
 #include "weft/config/small_dispatch_kernel.h"
 #include "weft/kernels/small_dispatch_arguments.h"
 #include "weft/kernels/words.cuh"
-#include "weft/transport/nvlink.cuh"
+#include "weft/transport/peers.cuh"
 
 namespace weft::kernels {
 
@@ -30,21 +30,22 @@ struct SmallDispatchState {
   i32 warp, lane;
 
   __device__ i32 rank() const { return a.view.rank; }
+  __device__ transport::DirectPeers peers() const { return transport::DirectPeers(a.view); }
   __device__ static void meet() { ptx::bar_sync(kMeeting, static_cast<u32>(kThreads)); }  // the warps that move rows
   __device__ bool is_peer(i32 other) const { return other < kRanks && other != rank() && flight.is_active(other); }
   __device__ u8* slot_row(i32 owner, i32 source, i32 token) const {
-    return a.view.heap[owner] + a.view.layout.small_row(flight.turn.sequence, source, token);
+    return (peers().heap(owner) + a.view.layout.small_row(flight.turn.sequence, source, token)).address();
   }
   // Progress words of the token's picks, which say by themselves that they are there: n = kNoPick, or kFirstPick + expert.
   __device__ u64* slot_picks(i32 owner, i32 source, i32 token) const {
-    return reinterpret_cast<u64*>(a.view.control[owner] + a.view.layout.small_picks) +
+    return reinterpret_cast<u64*>((peers().control(owner) + a.view.layout.small_picks).address()) +
            a.view.layout.small_pick(flight.turn.sequence, source, token);
   }
   static constexpr u32 kNoPick = 1, kFirstPick = 2;
   static_assert(kExperts + kFirstPick <= sync::kMaxProgress);
   __device__ bool is_there(u64 pick) const { return sync::progress_in(pick, flight.turn) != 0; }
   __device__ float* slot_weights(i32 owner, i32 source, i32 token) const {
-    return reinterpret_cast<float*>(a.view.heap[owner] + a.view.layout.small_weights) +
+    return reinterpret_cast<float*>((peers().heap(owner) + a.view.layout.small_weights).address()) +
            a.view.layout.small_pick(flight.turn.sequence, source, token);
   }
 

@@ -47,20 +47,4 @@ WEFT_HD constexpr u64 pack_bad_ids(i32 count, i32 first_at) {
   return static_cast<u64>(count) << 32 | static_cast<u32>(first_at);
 }
 
-// A window as a kernel sees it: plain pointers, by value. The owner is engine/nvlink/window.h. Addresses never change in the
-// life of a window, nor by a rebuild (R16), so captured graphs may hold them; who is a member is in the control words. The
-// exception is the own heap while tensors of an old epoch are alive (docs/decisions/0015).
-struct WindowView {
-  GpuWindowLayout layout;
-  i32 rank = 0;
-  i32 num_ranks = 1;
-  u8* control[kMaxGpuRanks] = {};  // [rank] is this rank's own
-  u8* heap[kMaxGpuRanks] = {};
-  u64 heap_bytes[kMaxGpuRanks] = {};
-  u32 heap_generation = 0;  // of heap[rank]; the one address that a rebuild may change
-  HostWords* host = nullptr;
-
-  WEFT_HD GpuControlWords* words() const { return reinterpret_cast<GpuControlWords*>(control[rank]); }
-};
-
 }  // namespace weft::transport

@@ -1,10 +1,10 @@
-// Peers that are reached by load and store: the begin and end of an operation, and the two sides of every signal.
+// The begin and end of an operation, why it broke, and what its blocks tell each other. Knows of no link: transport/peers.cuh does.
 #pragma once
 
 #include "weft/layout/gpu_window.h"
 #include "weft/sync/block_wait.cuh"
 #include "weft/sync/header.h"
-#include "weft/transport/host_words.h"
+#include "weft/transport/view.h"
 
 namespace weft::transport {
 
@@ -77,29 +77,6 @@ __device__ inline const Flight& begin_flight(const WindowView& view, u16 print, 
   return flight;
 }
 
-// Everything that the block has stored before its last barrier, and every completed bulk store of a thread that fenced
-// before that barrier, is visible to the peer that waits for this header. One thread calls it for each peer.
-__device__ inline void notify(const WindowView& view, Phase phase, const Flight& flight, i32 peer, i32 block) {
-  u64* cell =
-      reinterpret_cast<u64*>(view.control[peer] + view.layout.header(phase, flight.turn.sequence, view.rank, block));
-  sync::send_header(cell, sync::pack_header(flight.turn, flight.print), [] {});
-}
-
-// The first header of an operation: the word behind it says who calls.
-__device__ inline void notify_call(const WindowView& view, const Flight& flight, i32 peer) {
-  u64* cell = reinterpret_cast<u64*>(view.control[peer] +
-                                     view.layout.header(Phase::kCount, flight.turn.sequence, view.rank, 0));
-  cell[kCallerWord] = flight.caller;
-  sync::send_header(cell, sync::pack_header(flight.turn, flight.print), [] {});
-}
-
-// Everything that this thread has stored before (bulk stores: that have completed and were fenced) is visible to the peer
-// that waits for progress n of this channel.
-__device__ inline void post(const WindowView& view, const Flight& flight, i32 peer, i32 block, i32 channel, u32 n) {
-  sync::post_progress(reinterpret_cast<u64*>(view.control[peer] + view.layout.progress_word(view.rank, block, channel)),
-                      flight.turn, n);
-}
-
 enum class Verdict : u32 { kOk = 0, kGivenUp = 1, kBroken = 2 };
 
 // One thread. Anything but kReady has left its reason in the host words.
@@ -110,30 +87,6 @@ __device__ inline bool settle(const WindowView& view, const Flight& flight, sync
   record(view, flight, cause, phase, peer, seen);
   ptx::st_relaxed_sys(&view.words()->broken, static_cast<u64>(cause));
   return false;
-}
-
-// Waits for n >= target of the peer's channel. One thread; false: leave, the reason is recorded.
-__device__ inline bool wait_progress(const WindowView& view, const Flight& flight, i32 peer, i32 block, i32 channel,
-                                     u32 target) {
-  u64* word = reinterpret_cast<u64*>(view.control[view.rank] + view.layout.progress_word(peer, block, channel));
-  constexpr u32 kSleepNs = 200;
-  sync::LanePause pause(&view.host->abort, u64{1} << peer, &view.host->timeout_ns, kSleepNs);
-  const sync::WaitResult result = sync::wait_progress(word, flight.turn, target, pause);
-  return settle(view, flight, result, Phase::kSend, peer, 0);
-}
-
-// Everything that came before a fence of this thread is visible to the peer that waits for this token.
-__device__ inline void post_token(const WindowView& view, const Flight& flight, i32 peer, i32 token) {
-  u64* word = reinterpret_cast<u64*>(view.control[peer] + view.layout.arrived_word(view.rank, token));
-  ptx::st_relaxed_sys(word, sync::pack_progress(flight.turn, 1));
-}
-
-// Waits for a row of the peer. One thread a token; false: leave, the reason is recorded.
-__device__ inline bool wait_token(const WindowView& view, const Flight& flight, i32 peer, i32 token) {
-  u64* word = reinterpret_cast<u64*>(view.control[view.rank] + view.layout.arrived_word(peer, token));
-  constexpr u32 kSleepNs = 200;
-  sync::LanePause pause(&view.host->abort, u64{1} << peer, &view.host->timeout_ns, kSleepNs);
-  return settle(view, flight, sync::wait_progress(word, flight.turn, 1, pause), Phase::kSend, peer, 0);
 }
 
 // By a whole warp: until `look`, at progress words of other blocks of this launch, is true in all lanes. False: leave, the reason
@@ -160,47 +113,6 @@ __device__ inline bool wait_blocks(const WindowView& view, const Flight& flight,
   return false;
 }
 
-// How far the peer's channel has come by now.
-__device__ inline u32 progress(const WindowView& view, const Flight& flight, i32 peer, i32 block, i32 channel) {
-  const u8* word = view.control[view.rank] + view.layout.progress_word(peer, block, channel);
-  return sync::load_progress(reinterpret_cast<const u64*>(word), flight.turn);
-}
-
-// What a header that has come says; anything but a match has left its reason in the host words.
-__device__ inline Verdict judge(const WindowView& view, Phase phase, const Flight& flight, i32 peer, const u64* cell,
-                                u64 seen) {
-  if (sync::classify_header(seen, flight.turn, flight.print) == sync::HeaderState::kMatch) return Verdict::kOk;
-  // Every block that sees it writes the same; before the record, whose last store makes it visible.
-  if (phase == Phase::kCount) view.host->seen_caller[peer] = cell[kCallerWord];
-  record(view, flight, ErrorCause::kMismatch, phase, peer, seen);
-  return Verdict::kGivenUp;
-}
-
-// Waits for one peer's header. Block 0 notes how long.
-__device__ inline Verdict wait(const WindowView& view, Phase phase, const Flight& flight, i32 peer, i32 block) {
-  const u64* cell = reinterpret_cast<const u64*>(view.control[view.rank] +
-                                                 view.layout.header(phase, flight.turn.sequence, peer, block));
-  u64* waited_ns = blockIdx.x == 0 ? &view.words()->waited_ns[peer] : nullptr;
-  sync::LanePause pause(&view.host->abort, u64{1} << peer, &view.host->timeout_ns, 0, waited_ns);
-  u64 seen;
-  const sync::WaitResult result = sync::wait_header(cell, flight.turn, pause, seen);
-  if (!settle(view, flight, result, phase, peer, seen)) return Verdict::kBroken;
-  return judge(view, phase, flight, peer, cell, seen);
-}
-
-// The same for a lane that waits for several headers: block 0 adds to `waited_ns` how long, and note_waited() follows.
-__device__ inline Verdict wait(const WindowView& view, Phase phase, const Flight& flight, i32 peer, i32 block,
-                               u64& waited_ns) {
-  const u64* cell = reinterpret_cast<const u64*>(view.control[view.rank] +
-                                                 view.layout.header(phase, flight.turn.sequence, peer, block));
-  sync::NotingPause pause(&view.host->abort, u64{1} << peer, &view.host->timeout_ns, blockIdx.x == 0);
-  u64 seen;
-  const sync::WaitResult result = sync::wait_header(cell, flight.turn, pause, seen);
-  waited_ns += pause.waited_ns();
-  if (!settle(view, flight, result, phase, peer, seen)) return Verdict::kBroken;
-  return judge(view, phase, flight, peer, cell, seen);
-}
-
 __device__ inline void note_waited(const WindowView& view, i32 peer, u64 waited_ns) {
   if (waited_ns != 0) atomicAdd(&view.words()->waited_ns[peer], waited_ns);
 }
@@ -211,22 +123,12 @@ __device__ inline Verdict worst_of(Verdict verdict) {
   return __syncthreads_or(verdict == Verdict::kBroken) != 0 ? Verdict::kBroken : Verdict::kGivenUp;
 }
 
-// The headers of `phase` and `block` from every active peer: one thread a peer, the worst verdict for the whole block.
-// `first_thread`: whose peer is rank 0, for a block whose first threads are busy. `so_far`: what this thread has come to before;
-// it does not wait if that is bad.
-__device__ inline Verdict wait_all(const WindowView& view, Phase phase, const Flight& flight, i32 block,
-                                   i32 first_thread = 0, Verdict so_far = Verdict::kOk) {
-  const i32 peer = static_cast<i32>(threadIdx.x) - first_thread;
-  const bool is_peer = peer >= 0 && peer < view.num_ranks && peer != view.rank && flight.is_active(peer);
-  return worst_of(is_peer && so_far == Verdict::kOk ? wait(view, phase, flight, peer, block) : so_far);
-}
-
-// For the whole block: whether all others have ended. No block waits for another.
-__device__ inline bool is_last_block(const WindowView& view) {
+// For the whole block: whether all others of the operation's `num_blocks` have ended. No block waits for another.
+__device__ inline bool is_last_block(const WindowView& view, u32 num_blocks) {
   __shared__ bool is_last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    is_last = ptx::atom_inc_wrap_gpu(&view.words()->num_ended, gridDim.x - 1) == gridDim.x - 1;
+    is_last = ptx::atom_inc_wrap_gpu(&view.words()->num_ended, num_blocks - 1) == num_blocks - 1;
   }
   __syncthreads();
   return is_last;
