@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from weft import arguments, autograd, ops, tensors, tuning_files
+from weft import arguments, autograd, ops, tensors, tuning_files, wrapped
 from weft.communicator import Communicator, WindowSpec, released_on_error
 from weft.cpu_calls import CpuCalls
 from weft.errors import InvalidState
@@ -121,6 +121,7 @@ class ExpertParallel(Shared):
         self._overflow = self.calls.overflow
         self._known_calls = arguments.remember_calls(self)
         self._quick = Quick(self.calls, self.num_local_experts) if isinstance(self.calls, GpuCalls) else None
+        wrapped.watch(self)
 
     # ---- the two calls
 
