@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import dataclasses
 import os
 import re
 import resource
@@ -207,7 +208,7 @@ class Worker:
     def write(self, path: Path, text: str) -> None:
         """Change a source."""
         path.write_text(text)
-        self._module_is_old = self._module_is_old or path.suffix != ".py"
+        self._module_is_old = self._module_is_old or path.suffix not in (".py", ".cuh")  # these are not in it
 
     def build(self, kind: str, target: str) -> Run:
         """`kind`: "native" (tests) or "dev" (the module)."""
@@ -257,7 +258,12 @@ class Runner:
         # What must be compiled is taken from the front, the rest from the back: the second worker seldom builds.
         self._left = collections.deque(sorted(mutants, key=lambda each: (not each.is_native, each.tests, each.file)))
         self._lock = threading.Lock()
+        self._groups: dict[str, list[str]] = {}  # all that is selected in a file of tests, to be run together unmutated
+        for mutant in self._left:
+            if not mutant.equivalent:
+                self._groups.setdefault(_file_of(mutant.tests), []).append(_selection_of(mutant.tests))
         self._unmutated: dict[str, float] = {}
+        self._unmutated_locks = {group: threading.Lock() for group in self._groups}
         self.outcomes: list[Outcome] = []
 
     def take(self, *, from_front: bool) -> Mutant | None:
@@ -278,11 +284,8 @@ class Runner:
             path, text = mutated(mutant, worker.folder)
             if mutant.equivalent:
                 return outcome("equivalent", mutant.equivalent)
-            if mutant.tests not in self._unmutated:
-                unmutated = worker.test(mutant, 600)
-                worker.look_at_pass(mutant, unmutated)
-                self._unmutated[mutant.tests] = unmutated.seconds
-            limit_s = max(LEAST_LIMIT_S, TIMES_UNMUTATED * self._unmutated[mutant.tests])
+            unmutated_s = self._unmutated_seconds(worker, mutant)
+            limit_s = max(LEAST_LIMIT_S, TIMES_UNMUTATED * unmutated_s)
             original = path.read_text()
             worker.write(path, text)
             try:
@@ -290,13 +293,27 @@ class Runner:
             finally:
                 worker.write(path, original)
             if run.has_hung:
-                return outcome("killed", f"hangs: {limit_s:.0f} s against {self._unmutated[mutant.tests]:.0f} s")
+                return outcome("killed", f"hangs: {limit_s:.0f} s against {unmutated_s:.0f} s")
             is_program = mutant.tests.startswith("native ")
             if not is_program and run.status not in (0, 1):
                 raise Wrong(f"pytest ended with {run.status}:\n{run.output[-3000:]}")
             return outcome("killed" if run.status else "survived")
         except Wrong as error:
             return outcome("wrong", str(error))
+
+    def _unmutated_seconds(self, worker: Worker, mutant: Mutant) -> float:
+        """How long all that mutants need of this file of tests takes; it must pass."""
+        group = _file_of(mutant.tests)
+        with self._unmutated_locks[group]:
+            if group not in self._unmutated:
+                selections = sorted(set(self._groups[group]))
+                both = "" if "" in selections else f" -k {shlex.quote(' or '.join(f'({each})' for each in selections))}"
+                whole = group if group.startswith("native ") else group + both
+                together = dataclasses.replace(mutant, tests=whole)
+                run = worker.test(together, 900)
+                worker.look_at_pass(together, run)
+                self._unmutated[group] = run.seconds
+            return self._unmutated[group]
 
     def work(self, worker: Callable[[], Worker], *, from_front: bool) -> None:
         """Until none is left."""
@@ -307,6 +324,17 @@ class Runner:
             with self._lock:
                 self.outcomes.append(result)
                 print(_line(result), flush=True)
+
+
+def _file_of(tests: str) -> str:
+    """Files of pytest; of a native program the whole text."""
+    return tests if tests.startswith("native ") else tests.partition(" -k ")[0]
+
+
+def _selection_of(tests: str) -> str:
+    """What `-k` selects there; "": all."""
+    selected = tests.partition(" -k ")[2]
+    return shlex.split(selected)[0] if selected else ""
 
 
 def _line(outcome: Outcome) -> str:

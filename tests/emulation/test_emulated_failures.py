@@ -1,6 +1,7 @@
 """Guards against kernels that hang, or break the window, when a peer does not come or calls something else."""
 
 import dataclasses
+import itertools
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -176,7 +177,10 @@ def test_a_broken_window_says_so_again(compiler: Compiler, kernel: str) -> None:
             assert (seen["cause"], seen["broken"]) == (MISMATCH, DEADLINE)
             memory.set_word(host[rank] + layout["host.error"], 0)
             memory.set_word(host[rank] + layout["host.num_errors_read"], 1)
+        of_late = memory.view(runner.world.control[LATE], layout["control_bytes"])
+        before = of_late.copy()
         Streams(memory, second, seed=1, timeout_s=60).run()
+        assert bool((of_late == before).all()), "nothing is sent"
         for rank in (0, ODD):
             seen = words(runner, rank)
             assert (seen["cause"], seen["culprit"], seen["broken"]) == (DEADLINE, -1, DEADLINE)
@@ -481,6 +485,8 @@ def test_a_late_peer_is_noted(compiler: Compiler, kernel: str, tmp_path: Path) -
     program.set_result(Program(sleep, sleep))
     runner.streams[LATE].insert(-1, Launch(program, {}))
     memory, layout = runner.memory, runner.world.layout
+    for launch in itertools.chain(*runner.streams):
+        launch.program.result()  # compiled
     begin = time.monotonic_ns()
     try:
         Streams(memory, runner.streams, seed=1, timeout_s=60).run()

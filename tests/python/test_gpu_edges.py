@@ -92,6 +92,25 @@ def test_columns_of_scales_that_lie_on_each_other(pool: Any) -> None:
     run(pool, work)
 
 
+def test_rows_without_data_are_cleared_where_gradients_are_tracked(pool: Any) -> None:
+    """All of them, ids and weights too, and no other."""
+
+    def work(state: RankState) -> None:
+        x, ids, weights = inputs(state.rank)
+        with make(state) as ep:
+            for mode in ("throughput", "latency"):
+                r = ep.dispatch(x.clone().requires_grad_(), ids, weights, capacity=16, mode=mode)
+                number = int(r.num_rows)
+                assert 0 < number < 16
+                assert r.topk_idx is not None
+                assert bool((r.topk_idx[number:] == -1).all())
+                assert not bool(r.topk_weights[number:].any())
+                assert not bool(r.x.detach()[number:].any())
+                assert bool(r.x.detach()[:number].any(dim=1).all())
+
+    run(pool, work)
+
+
 def test_a_bias_may_be_overwritten_before_a_staged_combine_has_received(pool: Any) -> None:
     def work(state: RankState) -> None:
         x, ids, weights = inputs(state.rank)

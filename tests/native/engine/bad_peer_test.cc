@@ -208,12 +208,16 @@ void check_sum_refused(const std::function<void(SumWords&)>& change) {
   }
 }
 
-void check_refused(const std::function<void(Words&)>& change) {
+// `place`: what the error says; a word without sense is found where it is read, not by what follows from it.
+void check_refused(const std::function<void(Words&)>& change, const char* place = "") {
   for (const Layout layout : {Layout::kRankMajor, Layout::kExpertMajor}) {
     Words words;
     change(words);
-    against(layout, words, [](const std::function<void()>& call) {
-      CHECK_ERROR(kInternalError, {1}, call());
+    against(layout, words, [&](const std::function<void()>& call) {
+      CHECK_THROWS(call(), Error, [&](const Error& error) {
+        CHECK(error.code == ErrorCode::kInternalError && error.peers == std::vector<int>{1});
+        CHECK_EQ(error.text.find(place) == std::string::npos ? error.text : place, place);
+      });
       CHECK_ERROR(kInternalError, {1}, call());  // broken
     });
   }
@@ -306,14 +310,15 @@ TEST(more_picks_of_an_expert_than_were_counted) {
 }
 
 TEST(counts_without_sense) {
-  check_refused([](Words& words) { words.num_rows = -1; });
-  check_refused([](Words& words) { words.num_rows = i64{1} << 40; });
-  check_refused([](Words& words) { words.num_rows = 17, words.counts[0] = 17; });  // more than max_tokens
-  check_refused([](Words& words) { words.num_rows = 1; });                         // a row without a pick
-  check_refused([](Words& words) { words.counts[2] = 1; });                        // a pick without a row
+  const auto counted = [](const std::function<void(Words&)>& change) { check_refused(change, "phase count"); };
+  counted([](Words& words) { words.num_rows = -1; });
+  counted([](Words& words) { words.num_rows = i64{1} << 40; });
+  counted([](Words& words) { words.num_rows = 17, words.counts[0] = 17; });  // more than max_tokens
+  counted([](Words& words) { words.num_rows = 1; });                         // a row without a pick
+  counted([](Words& words) { words.counts[2] = 1; });                        // a pick without a row
   check_refused([](Words& words) { words.num_rows = 4, words.counts[0] = -4, words.counts[1] = 8; });
   check_refused([](Words& words) { words.num_rows = 4, words.counts[0] = 0x7fffffff, words.counts[1] = -0x7ffffff0; });
-  check_refused([](Words& words) { words.num_rows = 2, words.counts[0] = 9; });  // more picks than top_k a row
+  counted([](Words& words) { words.num_rows = 2, words.counts[0] = 9; });  // more picks than top_k a row
 }
 
 TEST(places_outside_of_its_heap) {
