@@ -8,6 +8,8 @@ test that doesn't pass without the mutant, a mutant that doesn't compile.
 `--only` runs those whose area or name contains one of the texts; `--check` only looks for the texts.
 """
 
+# check: allow file-size: entries, copies of the tree, runs and the table of one program
+
 from __future__ import annotations
 
 import argparse

@@ -18,8 +18,7 @@ from world import CACHE_LINE, OBJECT, PRINT, Shape
 
 KERNELS = ("dispatch", "small_dispatch", "combine", "small_combine")
 DEADLINE, ABORTED, MISMATCH, BAD_PEER_WORD, NO_ROOM = 1, 2, 3, 4, 5  # transport::ErrorCause
-TIMEOUT_NS = 3_000_000_000  # long for a busy machine
-LATE_NS = 2_000_000_000
+TIMEOUT_NS, LATE_NS = 3_000_000_000, 2_000_000_000  # long for a busy machine
 LATE, ODD = 2, 1  # ranks: that does not come, that calls something else
 
 
