@@ -115,5 +115,5 @@ extern "C" __global__ void place(const i32* counts, i32 num_ranks, i32 num_local
   result[0] = place_by_expert(counts, num_ranks, num_local_experts, static_cast<Layout>(layout), 128, capacity, starts,
                               offsets);
   result[1] = place_by_rank(starts, num_ranks, offsets);
-  result[2] = ExpertMap{num_ranks, num_local_experts}.rank_of(static_cast<i32>(result[0]));
+  result[2] = ExpertPlacement{num_ranks, num_local_experts}.rank_of(static_cast<i32>(result[0]));
 }

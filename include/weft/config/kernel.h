@@ -40,6 +40,7 @@ struct DispatchKernelConfig {
   static constexpr i32 kPeriods = 8;
 
   WEFT_HD constexpr i32 num_local_experts() const { return num_experts / num_ranks; }
+  WEFT_HD constexpr ExpertPlacement experts() const { return {num_ranks, num_local_experts()}; }
   WEFT_HD constexpr bool is_by_expert() const { return layout != Layout::kRankMajor; }
   WEFT_HD constexpr bool is_quantized() const { return quantize != Quantize::kNone; }
   WEFT_HD constexpr i32 wire_row_bytes() const { return is_quantized() ? hidden : row_bytes; }

@@ -13,7 +13,7 @@ class DispatchCount : public DispatchIds<kConfig> {
   using Base = DispatchState<kConfig>;
   using Ids = DispatchIds<kConfig>;
   using Base::a, Base::s, Base::flight, Base::warp, Base::lane, Base::rank;
-  using Base::kRanks, Base::kTopk, Base::kExperts, Base::kLocal, Base::kPeriods;
+  using Base::kRanks, Base::kTopk, Base::kExperts, Base::kLocal, Base::kPeriods, Base::kPlacement;
   using Ids::kThreads, Ids::kWarps, Ids::kCountThreads;
   using typename Base::Place;
   using Id = typename Ids::Id;
@@ -84,7 +84,7 @@ class DispatchCount : public DispatchIds<kConfig> {
     } else {
       for (i32 expert = thread; expert < kLocal; expert += (kWarps - first_warp) * 32) {
         i32 sum = 0;
-        for (i32 source = 0; source < kRanks; ++source) sum += picks_of(source, rank() * kLocal + expert);
+        for (i32 source = 0; source < kRanks; ++source) sum += picks_of(source, kPlacement.expert_of(rank(), expert));
         a.counts[expert] = sum;
       }
       if (thread == 0) write_rank_offsets();
@@ -170,7 +170,7 @@ class DispatchCount : public DispatchIds<kConfig> {
     static_assert(kRanks <= 32 && kThreads > 32);
     if (warp == 0) return;
     for (i32 at = static_cast<i32>(threadIdx.x) - 32; at < kRanks * kLocal; at += kThreads - 32) {
-      picks_of(at / kLocal, rank() * kLocal + at % kLocal);
+      picks_of(at / kLocal, kPlacement.expert_of(rank(), at % kLocal));
     }
   }
 
@@ -206,12 +206,12 @@ class DispatchCount : public DispatchIds<kConfig> {
     const i32 limit = a.capacity >= 0 ? static_cast<i32>(a.capacity) : 0x7fffffff;
     for (i32 first = 0; first < kLocal; first += 32) {
       const i32 local = first + lane;
-      const i32 total = local < kLocal ? this->total_of()[to * kLocal + local] : 0;
+      const i32 total = local < kLocal ? this->total_of()[kPlacement.expert_of(to, local)] : 0;
       const i32 padded = static_cast<i32>(align_rows(total, a.alignment));
       const i32 sum = inclusive_sum(padded);
       const i32 begin = is_masked ? 0 : carry + sum - padded;
       if (local < kLocal) {
-        this->place()[to * kLocal + local] += begin;
+        this->place()[kPlacement.expert_of(to, local)] += begin;
         if (to == rank()) {
           this->hole_begin()[local] = min(begin + total, limit);
           this->hole_end()[local] = min(is_masked ? limit : begin + padded, limit);
@@ -303,7 +303,7 @@ class DispatchCount : public DispatchIds<kConfig> {
     const bool is_masked = kConfig.layout == Layout::kMasked;
     const i32 limit = a.capacity >= 0 ? static_cast<i32>(a.capacity) : 0x7fffffff;
     for (i32 local = lane; local < kLocal; local += 32) {
-      const i32 total = this->total_of()[rank() * kLocal + local];
+      const i32 total = this->total_of()[kPlacement.expert_of(rank(), local)];
       const i32 end = this->hole_begin()[local];
       // The group begins where the one before it ends, holes included.
       const i32 begin = is_masked || local == 0 ? 0 : this->hole_end()[local - 1];

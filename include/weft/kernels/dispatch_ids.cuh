@@ -119,7 +119,9 @@ class DispatchIds : public DispatchState<kConfig> {
 
   __device__ static bool is_bad(i64 id) { return static_cast<u64>(id) + 1 > static_cast<u64>(kExperts); }
   __device__ static bool is_expert(i64 id) { return static_cast<u64>(id) < static_cast<u64>(kExperts); }
-  __device__ bool is_sent(i64 id) const { return is_expert(id) && flight.is_active(static_cast<i32>(id) / kLocal); }
+  __device__ bool is_sent(i64 id) const {
+    return is_expert(id) && flight.is_active(Base::kPlacement.rank_of(static_cast<i32>(id)));
+  }
 
   // By expert: ids as they lie, so that neighbouring threads read neighbouring words.
   __device__ void count_picks(bool& has_bad) {
@@ -210,7 +212,7 @@ class DispatchIds : public DispatchState<kConfig> {
       const i64 id = ids[idx];
       has_bad = has_bad || is_bad(id);
       if (!is_sent(id)) continue;
-      mask |= 1u << (static_cast<u32>(id) / kLocal);
+      mask |= 1u << Base::kPlacement.rank_of(static_cast<u32>(id));
       atomicAdd(&this->mine()[id], 1);
     }
     return mask;

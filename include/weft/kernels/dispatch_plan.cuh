@@ -14,7 +14,7 @@ class DispatchPlan : public DispatchState<kConfig> {
  public:
   using Base = DispatchState<kConfig>;
   using Base::a, Base::s, Base::flight, Base::lane, Base::rank;
-  using Base::kRanks, Base::kTopk, Base::kExperts, Base::kLocal, Base::kPeriods, Base::kOnePlanned;
+  using Base::kRanks, Base::kTopk, Base::kExperts, Base::kLocal, Base::kPeriods, Base::kOnePlanned, Base::kPlacement;
   using Id = typename IdType<kConfig.topk_is_int64>::Type;
 
   __device__ explicit DispatchPlan(const Base& base) : Base(base) {}
@@ -52,7 +52,7 @@ class DispatchPlan : public DispatchState<kConfig> {
     Pick pick;
     if (at >= end) return pick;
     const i64 id = static_cast<const Id*>(a.topk_idx)[at];
-    const bool is_sent = id >= 0 && id < kExperts && flight.is_active(static_cast<i32>(id) / kLocal);
+    const bool is_sent = id >= 0 && id < kExperts && flight.is_active(kPlacement.rank_of(static_cast<i32>(id)));
     pick.expert = is_sent ? static_cast<i32>(id) : -1;
     pick.weight = a.topk_weights == nullptr ? 1.0f : a.topk_weights[at];
     return pick;
@@ -66,10 +66,11 @@ class DispatchPlan : public DispatchState<kConfig> {
     __syncwarp();
     if (expert >= 0 && (same >> lane) == 1u) before[expert] = nth + 1;  // the last of its kind
     __syncwarp();
-    const i32 to = expert >= 0 ? expert / kLocal : -1;
+    const i32 to = expert >= 0 ? kPlacement.rank_of(expert) : -1;
     const i32 in_group = expert >= 0 ? this->place()[expert] + nth : 0;
     const bool is_kept = expert >= 0 && in_group < s.limit[to];
-    const i32 shift = kConfig.layout == Layout::kMasked ? (expert % kLocal) * static_cast<i32>(a.capacity) : 0;
+    const i32 shift =
+        kConfig.layout == Layout::kMasked ? kPlacement.local_id(expert) * static_cast<i32>(a.capacity) : 0;
     if (at < end) tell(at, is_kept ? in_group + shift : -1, is_kept ? to : -1, pick.weight);
   }
 

@@ -436,7 +436,7 @@ class DispatchSend : public DispatchState<kConfig> {
       Weights weights;
 #pragma unroll
       for (i32 idx = 0; idx < kIdStep; ++idx) {
-        const i32 local = id[idx] - to * kLocal;
+        const i32 local = id[idx] - Base::kPlacement.expert_of(to, 0);
         const bool is_here = id[idx] >= 0 && local >= 0 && local < kLocal;
         if (is_here) destination[idx] = to;
         ids[idx] = is_here ? local : -1;

@@ -52,6 +52,7 @@ struct DispatchState {
   static constexpr i32 kTopk = kConfig.top_k;
   static constexpr i32 kExperts = kConfig.num_experts;
   static constexpr i32 kLocal = kConfig.num_local_experts();
+  static constexpr ExpertPlacement kPlacement = kConfig.experts();
   static constexpr i32 kRowBytes = kConfig.wire_row_bytes();
   static constexpr i32 kScaleBytes = kConfig.scale_row_bytes;
   static constexpr i32 kTableWidth = kConfig.is_by_expert() ? kTopk : 1;

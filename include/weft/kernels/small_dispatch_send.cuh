@@ -13,7 +13,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
   using Base = SmallDispatchState<kConfig>;
   using Base::a, Base::flight, Base::lane, Base::rank;
   using Base::kRanks, Base::kTopk, Base::kExperts, Base::kLocal, Base::kRowBytes, Base::kScaleBytes, Base::kSteps,
-      Base::kAll;
+      Base::kAll, Base::kPlacement;
   using typename Base::Id;
   using typename Base::Scales;
 
@@ -115,7 +115,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
   }
 
   __device__ bool is_sent(i64 id) const {
-    return id >= 0 && id < kExperts && flight.is_active(static_cast<i32>(id) / kLocal);
+    return id >= 0 && id < kExperts && flight.is_active(kPlacement.rank_of(static_cast<i32>(id)));
   }
 
   __device__ static void note_bad_id(i32 pick) {
@@ -144,7 +144,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
       const i64 id = picks.id[step];
-      mask |= __reduce_or_sync(kAll, is_sent(id) ? 1u << (static_cast<i32>(id) / kLocal) : 0u);
+      mask |= __reduce_or_sync(kAll, is_sent(id) ? 1u << kPlacement.rank_of(static_cast<i32>(id)) : 0u);
     }
     return mask;
   }
@@ -157,7 +157,8 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
       const i32 k = step * 32 + lane;
       const i64 id = picks.id[step];
       if (k >= kTopk) continue;
-      plan().destination()[static_cast<i64>(token) * kTopk + k] = is_sent(id) ? static_cast<i32>(id) / kLocal : -1;
+      plan().destination()[static_cast<i64>(token) * kTopk + k] =
+          is_sent(id) ? kPlacement.rank_of(static_cast<i32>(id)) : -1;
     }
   }
 

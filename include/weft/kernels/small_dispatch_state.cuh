@@ -14,6 +14,7 @@ struct SmallDispatchState {
   static constexpr i32 kTopk = kConfig.top_k;
   static constexpr i32 kExperts = kConfig.num_experts;
   static constexpr i32 kLocal = kConfig.num_local_experts();
+  static constexpr ExpertPlacement kPlacement = kConfig.experts();
   static constexpr i32 kRowBytes = kConfig.wire_row_bytes();
   static constexpr i32 kScaleBytes = kConfig.scale_row_bytes;
   static constexpr i32 kWarps = SmallDispatchKernelConfig::kWarps;
@@ -64,14 +65,11 @@ struct SmallDispatchState {
   }
 
   // The local expert, -1: not here.
-  __device__ i32 local_of(i64 id) const {
-    const i64 local = id - static_cast<i64>(rank()) * kLocal;
-    return local >= 0 && local < kLocal ? static_cast<i32>(local) : -1;
-  }
+  __device__ i32 local_of(i64 id) const { return kPlacement.local_on(rank(), id); }
   // Of a word that is there.
   __device__ i32 local_of_pick(u64 pick) const {
     const i32 n = static_cast<i32>(sync::progress_in(pick, flight.turn));
-    const i32 local = n - static_cast<i32>(kFirstPick) - rank() * kLocal;
+    const i32 local = n - static_cast<i32>(kFirstPick) - kPlacement.expert_of(rank(), 0);
     return n >= static_cast<i32>(kFirstPick) && local >= 0 && local < kLocal ? local : -1;
   }
 

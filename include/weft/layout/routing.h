@@ -3,19 +3,9 @@
 
 #include "weft/config/base.h"
 #include "weft/config/operation.h"
+#include "weft/config/route.h"
 
 namespace weft {
-
-// Experts are dealt out in equal consecutive runs.
-struct ExpertMap {
-  i32 num_ranks = 1;
-  i32 num_local_experts = 1;
-
-  WEFT_HD constexpr i32 num_experts() const { return num_ranks * num_local_experts; }
-  WEFT_HD constexpr bool contains(i64 expert) const { return expert >= 0 && expert < num_experts(); }
-  WEFT_HD constexpr i32 rank_of(i32 expert) const { return expert / num_local_experts; }
-  WEFT_HD constexpr i32 local_id(i32 expert) const { return expert % num_local_experts; }
-};
 
 WEFT_HD constexpr i64 clamp_count(i64 value, i64 limit) { return value < 0 ? 0 : value > limit ? limit : value; }
 

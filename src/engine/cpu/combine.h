@@ -67,7 +67,7 @@ class CombineCall {
 
   Window& w_;
   const CombineArgs& a_;
-  const ExpertMap experts_;
+  const ExpertPlacement experts_;
   const int rank_;
   const i64 num_ranks_, top_k_;
   const i64 row_bytes_;

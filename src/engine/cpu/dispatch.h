@@ -73,7 +73,7 @@ class DispatchCall {
   Window& w_;
   const DispatchArgs& a_;
   const WindowShape& shape_;
-  const ExpertMap experts_;
+  const ExpertPlacement experts_;
   const int rank_;
   const i64 num_ranks_, num_local_, top_k_;
   const i64 wire_row_bytes_, wire_scale_bytes_;

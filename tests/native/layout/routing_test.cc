@@ -83,7 +83,7 @@ TEST(place_by_rank_sums_up) {
 
 TEST(experts_are_dealt_out_in_runs) {
   for (const auto& [num_ranks, num_local_experts] : {std::tuple{1, 1}, {1, 64}, {4, 16}, {7, 3}, {64, 4}}) {
-    const ExpertMap map{num_ranks, num_local_experts};
+    const ExpertPlacement map{num_ranks, num_local_experts};
     i32 expert = 0;
     for (i32 rank = 0; rank < num_ranks; ++rank) {
       for (i32 local = 0; local < num_local_experts; ++local, ++expert) {
