@@ -1,11 +1,12 @@
-"""Guards against copies of modules that close or lose the windows of the original, and against pickles that nobody can
-load, or that fail with an error that does not say what to do."""
+"""Guards against copies of modules that close or lose the windows of the original, pickles that nobody can load or
+that fail with an error that does not say what to do, and a page that is wrong about the memory of results."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import io
+import os
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -65,3 +66,36 @@ def test_pickles_are_refused_and_states_are_not(ep: weft.ExpertParallel, save: C
         with pytest.raises(weft.Unsupported, match=r"pickling a weft\.\w+ is not supported: .*state_dict\(\)"):
             save(thing)
     save(layer.state_dict())
+
+
+def heap_used(ep: weft.ExpertParallel) -> int:
+    used: int = ep.stats()["windows"][0]["heap_used"]
+    return used
+
+
+def test_memory_of_results_goes_back_to_the_heap(ep: weft.ExpertParallel) -> None:
+    """As docs/semantics.md says, since torch does not resize what it has not allocated."""
+    ids, rows = torch.arange(2).repeat(8, 1), torch.randn(8, 16)
+    received = ep.dispatch(rows, ids)
+    before, x = heap_used(ep), received.x
+    with pytest.raises(RuntimeError, match="not resizable"):
+        x.untyped_storage().resize_(0)
+    x.data = x.new_empty(0)
+    assert heap_used(ep) < before
+    mine = ep.dispatch(rows, ids).x.clone()
+    assert heap_used(ep) < before
+    mine.untyped_storage().resize_(0)
+    assert mine.untyped_storage().nbytes() == 0
+
+
+def test_a_forked_child_shares_results_but_not_copies(ep: weft.ExpertParallel) -> None:
+    x = ep.dispatch(torch.zeros(8, 16), torch.arange(2).repeat(8, 1)).x
+    copied = x.clone()
+    pid = os.fork()
+    if pid == 0:
+        copied.fill_(1)
+        x.fill_(1)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert not copied.any()
+    assert bool((x == 1).all())
