@@ -54,10 +54,10 @@ class FakeRank {
         heap_(SharedMemory::create(kRoom)) {
     struct Offer {
       WindowShape shape;
-      u64 control_bytes, heap_bytes;
+      u64 heap_bytes, refusal_code;
     };
     new (control_.data()) ControlWords();
-    const Offer mine{shape(), control_.bytes(), heap_.bytes()};
+    const Offer mine{shape(), heap_.bytes(), 0};
     std::vector<std::byte> bytes(sizeof(mine));
     std::memcpy(bytes.data(), &mine, sizeof(mine));
     const u64 first_window = u64{1} << 61 | u64{1} << cpu::kTagNumberBits | 1;  // epoch 1, window 1
@@ -65,8 +65,10 @@ class FakeRank {
         plane.exchange({kReal, kFake}, first_window, bytes, {control_.fd(), heap_.fd()}, deadline_after_s(30), {});
     Offer other{};
     std::memcpy(&other, parcels[kReal].bytes.data(), sizeof(other));
-    peer_control_ = SharedMemory::attach(std::move(parcels[kReal].fds[0]), other.control_bytes);
+    peer_control_ = SharedMemory::attach(std::move(parcels[kReal].fds[0]), where().total_bytes);
     peer_heap_ = SharedMemory::attach(std::move(parcels[kReal].fds[1]), other.heap_bytes);
+    const u64 all_attached = first_window | u64{1} << 60;
+    plane.exchange({kReal, kFake}, all_attached, {}, {}, deadline_after_s(30), {});
   }
 
   // Follows one dispatch as far as the real rank goes along; what of a combine, too.
