@@ -43,6 +43,16 @@ GpuWindowShape window_shape() {
 u64 stream_of(int rank) { return 1000 + static_cast<u64>(rank); }
 u64 in_seconds(double seconds) { return deadline_after_s(seconds); }
 
+// Addresses of memory that no kernel here reads or writes.
+constexpr u64 kSomewhere = 1 << 20;
+
+void give_memory(DispatchArgs& args) {
+  args.x = args.topk_idx = args.send_plan = args.recv_plan = args.overflow = args.counts = kSomewhere;
+  args.offsets = args.num_rows_out = args.out_x = args.out_ids = args.out_weights = kSomewhere;
+}
+
+void give_memory(CombineArgs& args) { args.y = args.out = args.send_plan = args.recv_plan = kSomewhere; }
+
 struct Rank {
   int me;
   std::shared_ptr<cpu::Communicator> comm;
@@ -58,6 +68,7 @@ struct Rank {
   DispatchResult dispatch(i64 capacity = kNoCapacity, i64 alignment = 1, const Poll& poll = kNoPoll,
                           bool makes_send_plan = false) {
     DispatchArgs args;
+    give_memory(args);
     args.makes_send_plan = makes_send_plan;
     args.capacity = capacity;
     args.alignment = alignment;
@@ -269,6 +280,7 @@ TEST(calls_come_behind_what_an_unload_of_no_rows_copies) {
 
 TEST(row_numbers_beyond_32_bits_are_refused_with_a_capacity_too) {
   DispatchArgs args;
+  give_memory(args);
   args.layout = Layout::kExpertMajor;
   args.max_tokens = 16;
   args.capacity = 4;
@@ -356,6 +368,7 @@ TEST(a_call_given_up_by_all_leaves_the_window_whole) {
 
 TEST(calls_of_other_numbers_of_blocks_do_not_meet) {
   DispatchArgs args;
+  give_memory(args);
   args.num_blocks = 4;
   const u16 four = fingerprint(dispatch_operation(args));
   args.num_blocks = 5;
@@ -776,6 +789,7 @@ TEST(a_staged_combine_is_two_launches_in_turn) {
         shape.small_tokens = 8;
         rank.make_window(shape);
         CombineArgs args;
+        give_memory(args);
         args.is_small = true;
         args.max_tokens = args.num_tokens = 8;
         args.hidden = 32;
@@ -812,6 +826,7 @@ TEST(windows_of_other_sizes_launch_the_same_code_with_their_own_shared_memory) {
           shape.small_tokens = tokens;
           rank.make_window(shape);
           DispatchArgs args;
+          give_memory(args);
           args.is_small = true;
           args.capacity = 64;
           args.max_tokens = args.num_tokens = 2;
@@ -839,6 +854,7 @@ TEST(what_broke_a_window_is_told_before_a_half_that_was_not_received) {
         shape.small_tokens = 8;
         rank.make_window(shape);
         CombineArgs args;
+        give_memory(args);
         args.is_small = true;
         args.max_tokens = args.num_tokens = 8;
         args.hidden = 32;
@@ -875,6 +891,7 @@ TEST(what_broke_a_window_is_told_before_a_half_that_was_not_received) {
 TEST(more_blocks_than_fit_are_refused) {
   with_ranks([](Rank& rank) {
     DispatchArgs args;
+    give_memory(args);
     args.capacity = 4;
     args.max_tokens = 16;
     args.hidden = 32;
