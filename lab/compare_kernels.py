@@ -21,9 +21,9 @@ import torch
 
 import weft
 import weft.gpu
-from weft import kernel_paths
 from weft.bench.apart import apart
 from weft.bench.suite import machine_facts
+from weft.kernels import paths as kernel_paths
 
 HIDDEN, EXPERTS, TOP_K, DEADLINE_S = 7168, 256, 8, 20.0
 SAMPLES, LEFT_OUT = 60, 5

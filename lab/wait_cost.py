@@ -16,9 +16,9 @@ from pathlib import Path
 import compare_kernels
 
 import weft
-from weft import kernel_paths
 from weft.bench.apart import apart
 from weft.bench.suite import machine_facts
+from weft.kernels import paths as kernel_paths
 
 AS_THEY_ARE = "as they are"
 LOOK_AGAIN = "return PauseResult::kLookAgain;\n"

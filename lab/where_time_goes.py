@@ -20,9 +20,9 @@ from compare_kernels import captured
 
 import weft
 import weft.gpu
-from weft import kernel_paths
 from weft.bench.apart import apart
 from weft.bench.suite import machine_facts
+from weft.kernels import paths as kernel_paths
 
 DISPATCH, COMBINE, RECEIVE = "small_dispatch.cuh", "small_combine.cuh", "small_dispatch_receive.cuh"
 FIRST, ZERO, END = "the kernel in front has ended", "flight begun: control words read", "end of the block"

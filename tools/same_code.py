@@ -27,9 +27,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft import _load, kernel_paths, prebuild
+from weft import _load
 from weft.errors import CompileError
-from weft.prebuild import KernelShape
+from weft.kernels import paths as kernel_paths
+from weft.kernels import prebuild
+from weft.kernels.prebuild import KernelShape
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / "build" / "same_code"

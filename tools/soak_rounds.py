@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 import weft
-from weft import env, prebuild
+from weft import env
+from weft.kernels import prebuild
 from weft.limits import LAYOUTS, SCALE_LAYOUTS
 from weft.verify.cases import MODES
 

@@ -13,6 +13,7 @@ from weft._version import __version__
 if TYPE_CHECKING:
     from weft import reference as reference
     from weft import routing as routing
+    from weft.call.half import Staged
     from weft.communicator import Communicator, Topology
     from weft.errors import (
         Aborted,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from weft.planner.planning import plan
     from weft.quantized import Quantized
     from weft.spawn import spawn
-    from weft.staged import Staged
 
 _HOME = {
     "Aborted": "errors",
@@ -54,7 +54,7 @@ _HOME = {
     "PeerTimeout": "errors",
     "Placement": "placement",
     "Quantized": "quantized",
-    "Staged": "staged",
+    "Staged": "call.half",
     "Topology": "communicator",
     "Unsupported": "errors",
     "limits": "limits",

@@ -41,11 +41,11 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from weft.call.ops import bias_gradient
+from weft.call.runner import LEAST_COLUMNS, MASKED, RANK_MAJOR, Call, NativeCalls, Received
+from weft.call.tensors import plain
 from weft.errors import InvalidState
 from weft.log import logger
-from weft.native_calls import LEAST_COLUMNS, MASKED, RANK_MAJOR, Call, NativeCalls, Received
-from weft.ops import bias_gradient
-from weft.tensors import plain
 
 __all__ = ["Plans", "combine", "dispatch", "dispatch_again"]
 

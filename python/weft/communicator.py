@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft import _load, env
+from weft.call.streams import WindowStreams
 from weft.errors import (
     Aborted,
     Error,
@@ -36,14 +37,13 @@ from weft.placement import local
 from weft.placement.binding import Binding
 from weft.placement.model import Placement
 from weft.shared import Shared
-from weft.streams import WindowStreams
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from weft import _native
-    from weft.native_calls import NativeCalls
-    from weft.staged import Half
+    from weft.call.half import Half
+    from weft.call.runner import NativeCalls
     from weft.topology import Machine
 
 __all__ = ["Communicator", "Topology", "Window", "WindowSpec", "released_on_error"]

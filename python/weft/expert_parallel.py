@@ -1,4 +1,4 @@
-"""`ExpertParallel`: dispatch and combine for one shape of MoE layer. Checks of arguments are in weft/arguments.py."""
+"""`ExpertParallel`: dispatch and combine for one shape of MoE layer. Checks of arguments are in weft/call/check.py."""
 
 # check: allow file-size: the public methods of one class, most of it their docstrings
 
@@ -10,21 +10,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from weft import arguments, autograd, ops, tensors, tuning_files, wrapped
+from weft import autograd, wrapped
+from weft.call import check, ops, tensors
+from weft.call.cpu_calls import CpuCalls
+from weft.call.gpu_calls import GpuCalls
+from weft.call.half import Staged
+from weft.call.plan import Quick
+from weft.call.runner import RANK_MAJOR, Call, NativeCalls, Received, changed
+from weft.call.scales import by_column
 from weft.communicator import Communicator, WindowSpec, released_on_error
-from weft.cpu_calls import CpuCalls
 from weft.errors import InvalidState
 from weft.gpu import DEFAULT_NUM_SMS, device_name
-from weft.gpu_calls import GpuCalls
 from weft.handle import Dispatched, Event, Handle
+from weft.kernels import tables
 from weft.limits import default_heap_bytes, dtype_name, landing_row_bytes, max_row_bytes, small_tokens
 from weft.log import logger
-from weft.native_calls import RANK_MAJOR, Call, NativeCalls, Received, changed
 from weft.quantized import Quantized, no_rows, typed
-from weft.quick import Quick
-from weft.scales import by_column
 from weft.shared import Shared
-from weft.staged import Staged
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -85,7 +87,7 @@ class ExpertParallel(Shared):
             "heap_bytes": heap_bytes,
             "num_windows": num_windows,
         }
-        arguments.check_constructor(comm, dtype, shape)
+        check.check_constructor(comm, dtype, shape)
         heap = heap_bytes
         if heap is None:
             heap = default_heap_bytes(comm.num_ranks, top_k, hidden, max_tokens_per_rank, dtype)
@@ -110,16 +112,16 @@ class ExpertParallel(Shared):
         self.num_local_experts = num_experts // comm.num_ranks
         self.max_tokens_per_rank, self.num_windows, self.deadline_s = max_tokens_per_rank, num_windows, deadline_s
         self.num_ranks = comm.num_ranks
-        most_sms = arguments.most_num_sms(comm, num_windows) if comm.engine == "nvlink" else 0
+        most_sms = check.most_num_sms(comm, num_windows) if comm.engine == "nvlink" else 0
         self.num_sms = min(DEFAULT_NUM_SMS, most_sms) if num_sms is None else num_sms
         self.has_num_sms, self.small_tokens = num_sms is not None, small_tokens(max_tokens_per_rank)
         engine_calls = GpuCalls if comm.engine == "nvlink" else CpuCalls
         with released_on_error(windows):
             self.calls: NativeCalls = engine_calls(comm, windows, numbers, num_experts, top_k, hidden, dtype)
-        self._table = tuning_files.from_json(table)
+        self._table = tables.from_json(table)
         self._token = self.calls.token
         self._overflow = self.calls.overflow
-        self._known_calls = arguments.remember_calls(self)
+        self._known_calls = check.remember_calls(self)
         self._quick = Quick(self.calls, self.num_local_experts) if isinstance(self.calls, GpuCalls) else None
         wrapped.watch(self)
 
@@ -206,11 +208,11 @@ class ExpertParallel(Shared):
                 dispatched = self._quick.dispatch(plan, x, topk_idx, topk_weights)
                 if dispatched is not None:
                     return dispatched
-        call, x, data, scales, topk_idx, topk_weights = arguments.check_dispatch(
+        call, x, data, scales, topk_idx, topk_weights = check.check_dispatch(
             self, x, topk_idx, topk_weights, handle, layout, alignment, quantize, scale_layout, zero_holes, capacity,
             max_tokens, num_sms, deadline_s, mode, staged, async_op, window,
         )  # fmt: skip
-        code = arguments.QUANTIZE_CODES[quantize]
+        code = check.QUANTIZE_CODES[quantize]
         if handle is not None:
             return self._dispatch_again(call, data, scales, handle, x, code)
         assert topk_idx is not None  # noqa: S101  for mypy: checked above
@@ -219,7 +221,7 @@ class ExpertParallel(Shared):
         )
         is_traced = tensors.is_traced(data, scales, topk_idx, topk_weights)
         if call.is_staged:
-            arguments.check_staged(is_traced, is_tracked)
+            check.check_staged(is_traced, is_tracked)
         sent = None
         if is_traced:
             numbers = (
@@ -304,7 +306,7 @@ class ExpertParallel(Shared):
                 if combined is not None:
                     return combined
         given_out = out
-        call, expert_output, side, bias, out = arguments.check_combine(
+        call, expert_output, side, bias, out = check.check_combine(
             self, expert_output, handle, weighted, side, bias, out, wire, num_sms, deadline_s, mode, staged, async_op,
             window,
         )  # fmt: skip
@@ -317,7 +319,7 @@ class ExpertParallel(Shared):
         )
         is_traced = tensors.is_traced(expert_output, side, bias, handle.tie)
         if call.is_staged:
-            arguments.check_staged(is_traced, is_tracked)
+            check.check_staged(is_traced, is_tracked)
         if is_traced:
             inputs = tensors.faked((
                 expert_output, handle.weights, handle.send_plan, handle.recv_plan, handle.tie, handle.sizes, bias, side
@@ -354,7 +356,7 @@ class ExpertParallel(Shared):
         is_tracked = torch.is_grad_enabled() and data.requires_grad and not code
         is_traced = tensors.is_traced(data, scales, handle.tie)
         if call.is_staged:
-            arguments.check_staged(is_traced, is_tracked)
+            check.check_staged(is_traced, is_tracked)
         clear_tail = is_tracked and call.capacity >= 0
         sent, tie = None, handle.tie
         if is_traced:
@@ -397,7 +399,7 @@ class ExpertParallel(Shared):
         Raises:
             InvalidState: closed, busy in another thread, forked, or the result of another object or epoch.
         """
-        arguments.check_dispatched(dispatched)
+        check.check_dispatched(dispatched)
         self.calls.raise_if_closed("empty_output")
         handle = dispatched.handle
         with self.comm.alone("empty_output"):
@@ -546,6 +548,6 @@ class ExpertParallel(Shared):
 def _measured_table(comm: Communicator) -> dict[str, Any]:
     """What rank 0 hands to all: its ranks alone may find another one, or none."""
     name = device_name(comm.device)
-    found = tuning_files.find(name, comm.num_ranks)
+    found = tables.find(name, comm.num_ranks)
     logger.debug("tuning table for %s, %d ranks: %s", name, comm.num_ranks, found.source)
-    return tuning_files.as_json(found.table)
+    return tables.as_json(found.table)

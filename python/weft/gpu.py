@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft import _load, env, kernel_paths
+from weft import _load, env
 from weft.errors import CudaError, InvalidArgument, InvalidState, Unsupported, rank_list
+from weft.kernels import paths
 from weft.limits import ENGINES, MAX_GPU_RANKS, MAX_NUM_SMS
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def _problem(facts: Mapping[int, Facts]) -> str:
 def _missing() -> str | None:
     """What this machine lacks for compiling and loading kernels."""
     try:
-        kernel_paths.compiler_paths()
+        paths.compiler_paths()
         version = _driver_version()
     except (Unsupported, OSError) as error:
         return str(error)
@@ -315,5 +316,5 @@ def driver_gpu(index: int) -> _native.Gpu:
     """The native module's GPU `index` of this process, with its loaded kernels; shared by all communicators."""
     with _gpus_lock:
         if index not in _gpus:
-            _gpus[index] = _load.native().Gpu(index, **kernel_paths.compiler_paths())
+            _gpus[index] = _load.native().Gpu(index, **paths.compiler_paths())
         return _gpus[index]

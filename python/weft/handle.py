@@ -12,7 +12,7 @@ import torch
 from weft.limits import LAYOUTS
 
 if TYPE_CHECKING:
-    from weft.native_calls import Call
+    from weft.call.runner import Call
     from weft.quantized import Quantized
 
 __all__ = ["Dispatched", "Event", "Handle"]

@@ -13,7 +13,7 @@ import pytest
 import test_streams
 import torch
 
-import weft.tuning
+import weft.kernels.tuning
 from gpu_ranks import NUM_GPUS, ProcessRanks, ThreadRanks, to_host
 from weft import env
 
@@ -58,8 +58,8 @@ def threads() -> ThreadRanks:
 @pytest.fixture(params=["throughput", "latency"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What "auto" is for the objects of test_streams.make, where it has a choice."""
-    most = {"throughput": 0, "latency": weft.tuning.DEFAULT.most_tokens_else}[request.param]
-    monkeypatch.setattr(test_streams, "TABLE", weft.tuning.Table(most_tokens_else=most))
+    most = {"throughput": 0, "latency": weft.kernels.tuning.DEFAULT.most_tokens_else}[request.param]
+    monkeypatch.setattr(test_streams, "TABLE", weft.kernels.tuning.Table(most_tokens_else=most))
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,8 @@ import torch
 from test_streams import EXPERTS, HIDDEN, TOKENS, TOP_K, inputs
 
 import weft
-from weft import kernel_paths, reference
+from weft import reference
+from weft.kernels import paths as kernel_paths
 
 NUM_RANKS, VICTIM, GOOD_CALLS, GIVE_UP_S, LATE_S = 4, 1, 2, 60.0, 2.0
 LEFT = [rank for rank in range(NUM_RANKS) if rank != VICTIM]

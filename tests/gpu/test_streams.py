@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import weft
-from weft import reference, tuning
+from weft import reference
 from weft.gpu import driver_gpu
+from weft.kernels import tuning
 
 pytestmark = pytest.mark.usefixtures("kernels")
 TABLE = tuning.DEFAULT

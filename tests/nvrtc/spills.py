@@ -16,8 +16,8 @@ import sys
 import nvrtc
 import sass
 
-from weft import prebuild
-from weft.prebuild import KernelShape
+from weft.kernels import prebuild
+from weft.kernels.prebuild import KernelShape
 
 ARCHITECTURES = ("sm_90", "sm_100")
 FIGURES = ("stack_bytes", "stored_bytes", "loaded_bytes")

@@ -15,9 +15,10 @@ import orders
 import pytest
 import sass
 
-from weft import _load, prebuild
+from weft import _load
+from weft.kernels import prebuild
+from weft.kernels.prebuild import KernelShape
 from weft.limits import LAYOUTS, MAX_SMALL_TOKENS
-from weft.prebuild import KernelShape
 
 ARCHITECTURES = ("sm_90", "sm_100")
 GROUP = 16  # kernels that one thread compiles and disassembles together

@@ -12,8 +12,8 @@ import orders
 import pytest
 import sass
 
-from weft import prebuild
-from weft.prebuild import KernelShape
+from weft.kernels import prebuild
+from weft.kernels.prebuild import KernelShape
 
 OPTIONS = sass.options("compute_90")  # PTX alone, in half of the time
 KINDS = (

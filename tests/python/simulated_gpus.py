@@ -1,4 +1,4 @@
-"""GPU windows without GPUs, for tests of weft.gpu_calls: the contract of `_native.GpuWindow` acted out on host memory.
+"""GPU windows without GPUs, for tests of call/gpu_calls.py: `_native.GpuWindow` acted out on host memory.
 
 What a window's kernels would do is taken from weft.reference; what the calls hand to it (addresses, sizes, plans) is
 read through the addresses. Ranks are threads that meet at a barrier.
@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 import weft
-import weft.streams
+import weft.call.streams
 from pool import RankFailed, RankState
 from weft import Quantized, reference
+from weft.call.streams import WindowStreams
 from weft.communicator import Communicator, Window, WindowSpec
 from weft.gpu import Choice
 from weft.handle import ROUTING
-from weft.streams import WindowStreams
 
 DTYPES = {0: torch.uint8, 1: torch.bfloat16, 2: torch.float16, 3: torch.float32}
 LAYOUTS = ("rank_major", "expert_major", "masked")
@@ -526,8 +526,8 @@ class SimulatedRanks:
         patch.setattr(torch.cuda.nvtx, "range_push", lambda name: 0)
         patch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-        patch.setattr(weft.streams, "own_stream", lambda device: Stream())
-        patch.setattr(weft.streams, "give_back_stream", lambda stream: None)
+        patch.setattr(weft.call.streams, "own_stream", lambda device: Stream())
+        patch.setattr(weft.call.streams, "give_back_stream", lambda stream: None)
 
     def run(
         self,

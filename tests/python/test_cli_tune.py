@@ -12,12 +12,13 @@ from cli_lines import assert_documented, rows_of
 from typer.testing import CliRunner
 
 import weft
-from weft import prebuild, tuning_files
 from weft.bench.ahead import compile_ahead
 from weft.bench.tune import MODES, Point, TuneOptions, best_sms, crossovers, of_points
 from weft.cli import app, tune_command
+from weft.kernels import prebuild
+from weft.kernels import tables as tuning_files
+from weft.kernels.tuning import FORMS, choose
 from weft.limits import LAYOUTS
-from weft.tuning import FORMS, choose
 
 QUICK = ["tune", "--device", "cpu", "--ranks", "2", "--hidden", "256", "--samples", "2"]
 QUICK += ["--tokens", "1", "--tokens", "6"]

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from weft import arguments, prebuild
 from weft.bench.ahead import of_cases
 from weft.bench.cases import EXPERTS, TOP_K, Case, cases
 from weft.bench.options import SuiteOptions
+from weft.call import check
 from weft.gpu import DEFAULT_NUM_SMS
+from weft.kernels import prebuild
+from weft.kernels.tuning import Table
 from weft.limits import MAX_SMALL_TOKENS
-from weft.tuning import Table
 
 ARCH = "sm_90"
 SUITES = ("targets", "routings", "tokens", "sms", "small")
@@ -47,10 +48,10 @@ def calls_of(case: Case, table: Table, ranks: int, hidden: int) -> Iterator[tupl
     quantize = None if case.quantize == "none" else case.quantize
     capacity = 4096 if case.sizes == "capacity" else None
     how = (case.num_sms or None, None, case.mode, False, False, 0)
-    first = arguments._first_call(ep, form, case.layout, case.alignment, quantize, capacity, None, *how)
+    first = check._first_call(ep, form, case.layout, case.alignment, quantize, capacity, None, *how)
     yield "dispatch", first
     if case.source is not None:
-        yield "combine", arguments._combine_call(ep, arguments._form(None, case.wire), first, True, case.wire, *how)
+        yield "combine", check._combine_call(ep, check._form(None, case.wire), first, True, case.wire, *how)
 
 
 @pytest.mark.parametrize("tokens", [128, 4096])

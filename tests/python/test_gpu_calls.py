@@ -1,5 +1,5 @@
 """Guards against wrong addresses, sizes and plans between the API and the windows of GPUs: the matrix of test_property
-through weft.gpu_calls, on simulated windows. tests/gpu has the same on real ones.
+through weft.call.gpu_calls, on simulated windows. tests/gpu has the same on real ones.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from test_property import (  # noqa: F401  collected here with this module's `po
 import weft
 from pool import RankState
 from weft import _load
-from weft.gpu_calls import GpuCalls
-from weft.streams import WindowStreams
+from weft.call.gpu_calls import GpuCalls
+from weft.call.streams import WindowStreams
 
 
 @pytest.fixture

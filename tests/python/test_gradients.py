@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.native_calls import NativeCalls
+from weft.call.runner import NativeCalls
 
 
 def calls_of(comm: weft.Communicator) -> NativeCalls:

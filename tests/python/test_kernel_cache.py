@@ -11,8 +11,9 @@ from cli_lines import assert_documented, rows_of
 from typer.testing import CliRunner
 
 import weft
-from weft import _load, kernel_cache
+from weft import _load
 from weft.cli import app
+from weft.kernels import cache as kernel_cache
 
 SOURCE = 'extern "C" __global__ void weft_kernel(int* out) { *out = 1; }'
 

@@ -15,10 +15,10 @@ from simulated_gpus import SimulatedRanks
 
 import weft
 from pool import RankState
-from weft import arguments
+from weft.call import check
 from weft.gpu import Choice
+from weft.kernels.tuning import DEFAULT, Table, choose, small_num_sms
 from weft.limits import small_shared_bytes
-from weft.tuning import DEFAULT, Table, choose, small_num_sms
 
 
 def make(comm: weft.Communicator, **changes: Any) -> weft.ExpertParallel:
@@ -61,9 +61,9 @@ def test_table() -> None:
 def test_small_batches_in_flight_share_the_sms(num_windows: int, num_sms: int) -> None:
     comm = SimpleNamespace(engine="nvlink", max_num_sms=64, _choice=Choice("nvlink", "132 SMs", 64, 132))
     ep: Any = SimpleNamespace(has_num_sms=False, num_sms=16, num_windows=num_windows, _table=DEFAULT, comm=comm)
-    assert arguments._num_sms(ep, 128, None, is_small=True) == num_sms
-    assert arguments._num_sms(ep, 128, 80, is_small=True) == 80
-    assert arguments._num_sms(ep, 128, None, is_small=False) == 16
+    assert check._num_sms(ep, 128, None, is_small=True) == num_sms
+    assert check._num_sms(ep, 128, 80, is_small=True) == 80
+    assert check._num_sms(ep, 128, None, is_small=False) == 16
 
 
 def test_windows_share_the_sms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import weft
 from pool import RankState
-from weft.quick import Quick
+from weft.call.plan import Quick
 
 TOKENS, HIDDEN, EXPERTS, TOP_K = 4, 128, 4, 2
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import weft
-from weft import tuning_files
 from weft.errors import InvalidState
+from weft.kernels import tables as tuning_files
+from weft.kernels.tables import Tuning
+from weft.kernels.tuning import DEFAULT, FORMS, Table
 from weft.limits import LAYOUTS, MAX_SMALL_TOKENS
-from weft.tuning import DEFAULT, FORMS, Table
-from weft.tuning_files import Tuning
 
 TABLE = Table(
     most_tokens=((("dispatch", "masked", "bytes"), 64), (("combine", "rank_major", "plain"), 0)),
@@ -55,7 +55,7 @@ def test_without_a_table_there_are_the_defaults(tmp_path: Path) -> None:
     written(tmp_path)
     for name, num_ranks, folder in (("cpu", 3, str(tmp_path)), ("cpu", 2, ""), ("cpu", 2, str(tmp_path / "none"))):
         found = tuning_files.find(name, num_ranks, folder)
-        assert (found.table, found.source) == (DEFAULT, "the defaults of weft.tuning; not measured")
+        assert (found.table, found.source) == (DEFAULT, "the defaults of weft.kernels.tuning; not measured")
 
 
 def test_the_tables_that_come_with_weft_are_sound_and_say_their_source() -> None:

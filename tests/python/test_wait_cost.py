@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import wait_cost
 
-from weft import _load, kernel_paths, prebuild
+from weft import _load
+from weft.kernels import paths as kernel_paths
+from weft.kernels import prebuild
 
 KERNELS = ("small dispatch masked, fp8, int64 ids", "small combine by expert, plain")
 

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import where_time_goes
 
-from weft import _load, kernel_paths, prebuild
+from weft import _load
+from weft.kernels import paths as kernel_paths
+from weft.kernels import prebuild
 
 KERNELS = {"dispatch": "small dispatch masked, fp8, int64 ids", "combine": "small combine by expert, plain"}
 

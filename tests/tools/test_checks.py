@@ -68,7 +68,7 @@ GOOD = [
     ("src/engine/cpu/window.cc", "int a;\n" * 400),
     ("src/engine/cpu/table.cc", "// check: allow file-size: one table, generated\n" + "int a;\n" * 500),
     (
-        "python/weft/ops.py",
+        "python/weft/call/ops.py",
         "# check: allow-in-file function-size: schemas are flat\n\n\ndef f(a, b, c, d, e, f, g): pass",
     ),
     ("python/weft/spawn.py", "def f(a, *, b, c, d, e, f, g, h): pass"),

@@ -15,7 +15,8 @@ import soak_rounds
 import torch
 
 import weft
-from weft import prebuild, reference
+from weft import reference
+from weft.kernels import prebuild
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS, LOCAL, TOP_K, HIDDEN = 3, 4, 3, 16

@@ -6,17 +6,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft import env, prebuild
+from weft import env
 from weft.bench.cases import EXPERTS, TOP_K, Case
 from weft.bench.options import SuiteOptions
 from weft.errors import InvalidArgument, Unsupported
+from weft.kernels import prebuild
+from weft.kernels.prebuild import KernelShape
+from weft.kernels.tuning import Table, choose, small_num_sms
 from weft.limits import MAX_SMALL_TOKENS
-from weft.prebuild import KernelShape
-from weft.tuning import Table, choose, small_num_sms
 
 __all__ = ["ROWS", "Launch", "compile_ahead", "of_cases"]
 
-ROWS = {"plain": "plain", "wide": "plain", "quantized": "fp8", "bytes": "fp8 rows"}  # FORMS, in words of weft.prebuild
+ROWS = {"plain": "plain", "wide": "plain", "quantized": "fp8", "bytes": "fp8 rows"}  # FORMS, as kernels.prebuild says
 
 
 @dataclass(frozen=True)

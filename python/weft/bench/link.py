@@ -74,7 +74,8 @@ def _kernels(devices: list[torch.device], kind: str, row_bytes: int) -> list[Any
     """The kernel on every GPU; they are alike, so it is compiled once."""
     import torch
 
-    from weft import _load, kernel_paths
+    from weft import _load
+    from weft.kernels import paths as kernel_paths
 
     native = _load.native()
     major, minor = torch.cuda.get_device_capability(devices[0])

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft import tuning_files
 from weft.bench.ahead import compile_ahead, of_cases
 from weft.bench.apart import COMPILE_S, apart
 from weft.bench.cases import EXPERTS, TOKENS, TOP_K, Case, cases
 from weft.bench.link import LinkPoint, measure, rising
 from weft.bench.options import SuiteOptions
 from weft.bench.report import commit, cpu_name
-from weft.kernel_paths import nvrtc_version
+from weft.kernels import tables as tuning_files
+from weft.kernels.paths import nvrtc_version
 
 Row = dict[str, Any]
 

@@ -21,9 +21,9 @@ from weft.bench.ahead import ROWS, Launch, compile_ahead
 from weft.bench.apart import COMPILE_S, apart
 from weft.bench.cases import EXPERTS, HIDDEN, SMALL_SWEEP, TOP_K
 from weft.errors import InvalidArgument, Unsupported
+from weft.kernels.prebuild import KernelShape
+from weft.kernels.tuning import DEFAULT, FORMS, Table, small_num_sms
 from weft.limits import LAYOUTS, MAX_SMALL_TOKENS
-from weft.prebuild import KernelShape
-from weft.tuning import DEFAULT, FORMS, Table, small_num_sms
 
 if TYPE_CHECKING:
     import torch

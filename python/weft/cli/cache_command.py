@@ -9,14 +9,15 @@ from typing import Annotated
 
 import typer
 
-from weft import env, kernel_cache
+from weft import env
 from weft.bench.report import commit, cpu_name
 from weft.cli import options
 from weft.cli.output import command_output
 from weft.errors import InvalidArgument
-from weft.kernel_paths import nvrtc_version
+from weft.kernels import cache as kernel_cache
+from weft.kernels.paths import nvrtc_version
+from weft.kernels.prebuild import ARCHITECTURES, KernelShape, prebuild
 from weft.limits import LAYOUTS
-from weft.prebuild import ARCHITECTURES, KernelShape, prebuild
 
 cache = typer.Typer(help="The folder of compiled kernels.", no_args_is_help=True, add_completion=False)
 

@@ -1,4 +1,4 @@
-"""`weft tune`: flags in, weft.bench.tune, a table of weft.tuning out."""
+"""`weft tune`: flags in, weft.bench.tune, a table of weft.kernels.tuning out."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from weft import env, tuning_files
+from weft import env
 from weft.bench.cases import EXPERTS, HIDDEN, SMALL_SWEEP, TOP_K
 from weft.bench.tune import Tuned, TuneOptions
 from weft.cli import options
 from weft.cli.output import Output, command_output
 from weft.errors import InvalidArgument
+from weft.kernels import tables as tuning_files
 
 _TOKENS_HELP = "A T to measure, may be given several times. Without it 1, 2, 4 ... 512."
 _OUTPUT_HELP = "Write the table here in place of the cache folder."

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from weft.call.runner import Call, Calling, NativeCalls
 from weft.handle import Event
-from weft.native_calls import Call, Calling, NativeCalls
 
 __all__ = ["Half", "Staged", "note"]
 

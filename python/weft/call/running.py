@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.call.runner import Calling
+from weft.call.streams import WindowStreams
 from weft.handle import Event
 from weft.limits import LAYOUTS
-from weft.native_calls import Calling
-from weft.streams import WindowStreams
 
 __all__ = ["Running", "has_nvtx_tool"]
 

@@ -17,9 +17,13 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from weft.call.runner import DTYPE_CODES, RANK_MAJOR, Call
+from weft.call.scales import word_dtype
+from weft.call.tensors import is_traced, plain
 from weft.communicator import Communicator
 from weft.errors import Error, InvalidArgument, Unsupported
 from weft.handle import Dispatched, Handle
+from weft.kernels.tuning import choose, small_num_sms
 from weft.limits import (
     _ACCEPTS,
     _ALLOWED,
@@ -34,11 +38,7 @@ from weft.limits import (
     max_row_bytes,
     small_shared_bytes,
 )
-from weft.native_calls import DTYPE_CODES, RANK_MAJOR, Call
 from weft.quantized import Quantized
-from weft.scales import word_dtype
-from weft.tensors import is_traced, plain
-from weft.tuning import choose, small_num_sms
 
 if TYPE_CHECKING:
     from weft.expert_parallel import ExpertParallel
@@ -176,7 +176,7 @@ def _of_handle(ep: ExpertParallel, what: str, handle: Any) -> Any:
 
 
 def _form(rows: Any, quantize: Any) -> str:
-    """How they travel, in the words of weft.tuning; what is no tensor is refused later."""
+    """How they travel, in the words of weft.kernels.tuning; what is no tensor is refused later."""
     if quantize is not None:
         return "quantized"
     return "wide" if isinstance(rows, Tensor) and rows.dtype == torch.float32 else "plain"

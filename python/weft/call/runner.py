@@ -1,4 +1,4 @@
-"""What both engines have in common between tensors and native calls: `weft.cpu_calls` and `weft.gpu_calls` hand the
+"""What both engines have in common between tensors and native calls; call/cpu_calls.py and call/gpu_calls.py hand the
 pointers to the native module.
 
 Nothing here knows autograd or torch.library.
@@ -55,7 +55,7 @@ class Call:
     is_async: bool = False  # on a stream of the window
     is_small: bool = False  # by the kernels for small batches
     is_staged: bool = False  # small: send now, receive when `Half.receive` is called
-    scale_dtype: torch.dtype | None = None  # dispatch: of column-major scales (weft/scales.py); None: row-major
+    scale_dtype: torch.dtype | None = None  # dispatch: of column-major scales (weft/call/scales.py); None: row-major
     zero_holes: bool = True  # dispatch, expert_major
     counts_dropped: bool = True  # a dispatch that repeats a routing: picks that it drops go to `overflow`
 

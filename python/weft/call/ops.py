@@ -10,7 +10,7 @@ The effects of all but receive are ordered: the compiler may neither drop nor sw
 part in each, in the same order, even if it does not use the result. The eager path does not come through here;
 `weft.autograd` does the same with objects that torch.compile can't trace.
 
-Arguments are tensors and numbers: the ExpertParallel is found by its token (weft/native_calls.py).
+Arguments are tensors and numbers: the ExpertParallel is found by its token (weft/call/runner.py).
 """
 
 # check: allow-in-file function-size: the schema of an operator is a flat list
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.native_calls import LEAST_COLUMNS, MASKED, RANK_MAJOR, Received, by_token, call_of
+from weft.call.runner import LEAST_COLUMNS, MASKED, RANK_MAJOR, Received, by_token, call_of
 
 __all__ = ["combine", "dispatch", "dispatch_again", "gradients", "receive"]
 
@@ -98,7 +98,7 @@ def receive(
     is_small: bool,
     quantize: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `weft.native_calls.Received`, once a ticket. The inputs of dispatch are here for their
+    """The fields of `weft.call.runner.Received`, once a ticket. The inputs of dispatch are here for their
     gradients."""
     return by_token(token).results.take(int(ticket))
 

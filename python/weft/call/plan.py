@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from weft import traces
-from weft.gpu_calls import GpuCalls
-from weft.gpu_tensors import first_rows, from_dlpack
+from weft.call.gpu_calls import GpuCalls
+from weft.call.gpu_tensors import first_rows, from_dlpack
+from weft.call.runner import RANK_MAJOR, Call
 from weft.handle import Dispatched, Event, Handle
 from weft.limits import QUANTIZE_GROUP, ROW_MULTIPLE_BYTES
-from weft.native_calls import RANK_MAJOR, Call
 from weft.quantized import Quantized, typed
 
 if TYPE_CHECKING:
+    from weft.call.streams import WindowStreams
     from weft.communicator import Window
-    from weft.streams import WindowStreams
 
 __all__ = ["Plan", "Quick"]
 

@@ -15,10 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from weft import _load, kernel_cache, kernel_paths
+from weft import _load
 from weft.errors import InvalidArgument
+from weft.kernels import cache as kernel_cache
+from weft.kernels import paths as kernel_paths
+from weft.kernels.tuning import DEFAULT
 from weft.limits import LAYOUTS, MAX_SMALL_TOKENS, QUANTIZE_GROUP
-from weft.tuning import DEFAULT
 
 __all__ = ["ARCHITECTURES", "Built", "KernelShape", "call_source", "compile_all", "kernels", "prebuild"]
 

@@ -42,8 +42,8 @@ def _nvrtc() -> str:
 
 
 def _include() -> str:
-    """The folder of the kernels' headers: beside this file in a wheel, at the top of a source tree."""
-    here = Path(__file__).parent
+    """The folder of the kernels' headers: in the package of a wheel, at the top of a source tree."""
+    here = Path(__file__).parents[1]
     for folder in (here / "include", here.parents[1] / "include"):
         if (folder / "weft" / "kernels").is_dir():
             return str(folder)

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from weft import _load, staged, traces
+from weft import _load, traces
+from weft.call import half
+from weft.call.runner import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, Calling, NativeCalls, Received
+from weft.call.scales import by_column
+from weft.call.tensors import address
 from weft.handle import COMPLETE, Event
-from weft.native_calls import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, Calling, NativeCalls, Received
-from weft.scales import by_column
-from weft.tensors import address
 
 if TYPE_CHECKING:
     from weft.communicator import Window
@@ -68,7 +69,7 @@ class CpuCalls(NativeCalls):
             if result.num_bad_ids:
                 self.bad_ids = self.bad_ids_text(result.num_bad_ids, result.first_bad_id, result.first_bad_at)
             tie = self.tie()
-        staged.note(self, "dispatch", call)
+        half.note(self, "dispatch", call)
         rows, out_weights = _tensor(result.x), _tensor(result.topk_weights)
         out_scales = by_column(_tensor(result.scales).to(self.device), call.scale_dtype)
         out_idx = _tensor(result.topk_idx) if call.layout == RANK_MAJOR else topk_idx.new_empty(0)
@@ -120,7 +121,7 @@ class CpuCalls(NativeCalls):
                 zeroes_holes=call.zero_holes,
             )
             self._count_sent(result)
-        staged.note(self, "dispatch", call)
+        half.note(self, "dispatch", call)
         rows = _tensor(result.x)
         if clear_tail:
             filled = sizes[: self.num_local_experts] if call.layout == MASKED else sizes[-1]
@@ -170,7 +171,7 @@ class CpuCalls(NativeCalls):
                 **_shared(call),
                 object=self.numbers[call.window],
             )
-        staged.note(self, "combine", call)
+        half.note(self, "combine", call)
         if out is not None and out is not into:
             out.copy_(into)
         return into.to(self.device) if out is None else out, side_out.to(self.device)

@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from weft import _load, staged, traces
+from weft import _load, traces
+from weft.call import half
+from weft.call.gpu_tensors import as_tensor, clear, column_bytes, dense, first_rows, from_dlpack, readable, row_bytes
+from weft.call.runner import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, NativeCalls, Received, changed
+from weft.call.running import Running, has_nvtx_tool
+from weft.call.scales import by_column, empty_by_column, first_by_column
+from weft.call.tensors import address
 from weft.errors import InvalidArgument, Unsupported
-from weft.gpu_running import Running, has_nvtx_tool
-from weft.gpu_tensors import as_tensor, clear, column_bytes, dense, first_rows, from_dlpack, readable, row_bytes
 from weft.handle import COMPLETE, ROUTING, Event
 from weft.limits import (
     LANDING_SLACK,
@@ -25,9 +29,6 @@ from weft.limits import (
     ROW_MULTIPLE_BYTES,
     landing_row_bytes,
 )
-from weft.native_calls import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, NativeCalls, Received, changed
-from weft.scales import by_column, empty_by_column, first_by_column
-from weft.tensors import address
 
 if TYPE_CHECKING:
     from weft.communicator import Communicator, Window
@@ -129,7 +130,7 @@ class GpuCalls(NativeCalls):
                 received = received._replace(scales=by_column(received.scales, call.scale_dtype))
             if run.keeps_results:
                 run.results = received[:-1]
-        staged.note(self, "dispatch", call, run.receive)
+        half.note(self, "dispatch", call, run.receive)
         return received
 
     def dispatch_again(
@@ -163,7 +164,7 @@ class GpuCalls(NativeCalls):
             if not call.is_small:
                 out_scales = by_column(out_scales, call.scale_dtype)
             run.results = (rows, out_scales)
-        staged.note(self, "dispatch", call, run.receive)
+        half.note(self, "dispatch", call, run.receive)
         return rows, out_scales
 
     def combine(
@@ -214,7 +215,7 @@ class GpuCalls(NativeCalls):
             else:
                 result = total
             run.results = (total, side_out)
-        staged.note(self, "combine", call, run.receive)
+        half.note(self, "combine", call, run.receive)
         return result, side_out
 
     def _gradients(

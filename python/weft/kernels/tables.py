@@ -1,4 +1,4 @@
-"""Measured tables of weft.tuning in files: what `weft tune` writes into the cache folder, and what comes with Weft.
+"""Measured tables (kernels/tuning.py) in files: what `weft tune` writes into the cache folder, and what comes with us.
 
 A table is for one kind of GPU and one number of ranks. Needs no torch and no GPU.
 """
@@ -18,15 +18,15 @@ from typing import Any
 
 from weft import env
 from weft.errors import Error, InvalidState
-from weft.kernel_cache import is_private
+from weft.kernels.cache import is_private
+from weft.kernels.tuning import DEFAULT, FORMS, Table
 from weft.limits import LAYOUTS, MAX_NUM_SMS, MAX_RANKS, MAX_SMALL_TOKENS
 from weft.log import logger
-from weft.tuning import DEFAULT, FORMS, Table
 
 __all__ = ["Tuning", "as_json", "find", "from_json", "path_in", "read", "write"]
 
 FORMAT = 1  # of the files; another number is not read
-_SHIPPED = Path(__file__).parent / "tables"
+_SHIPPED = Path(__file__).parents[1] / "tables"
 _MOST_BYTES = 1 << 20
 
 
@@ -37,7 +37,7 @@ class Tuning:
     Attributes:
         device_name: of the GPU, as torch and NVML name it; "cpu".
         num_ranks: of the communicator.
-        table: what weft.tuning asks.
+        table: what weft.kernels.tuning asks.
         source: in words, who measured it with what; or that nobody has.
         shape: of the calls that were measured (hidden, experts, top_k, dtype); empty if none were.
     """
@@ -70,7 +70,7 @@ def find(device_name: str, num_ranks: int, folder: str | None = None) -> Tuning:
             continue
         if (found.device_name, found.num_ranks) == (device_name, num_ranks):
             return found
-    return Tuning(device_name, num_ranks, DEFAULT, "the defaults of weft.tuning; not measured")
+    return Tuning(device_name, num_ranks, DEFAULT, "the defaults of weft.kernels.tuning; not measured")
 
 
 def path_in(folder: str | Path, device_name: str, num_ranks: int) -> Path:

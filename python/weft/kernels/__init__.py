@@ -1,0 +1,1 @@
+"""GPU kernels as Python sees them: compiler, cache, compiling ahead, and which kernels a call takes."""
