@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import weft
-import weft.gpu
+import weft.engine
 from weft.bench.apart import apart
 from weft.bench.suite import machine_facts
 from weft.kernels import paths as kernel_paths
@@ -48,8 +48,8 @@ def use_headers(comm: weft.Communicator, folder: str, is_thread: bool) -> None:
     if not is_thread or comm.rank == 0:
         paths = {**PATHS, "include": folder, "cache": ""}
         kernel_paths.compiler_paths = lambda cache=None: paths
-        KEPT.append(dict(weft.gpu._gpus))
-        weft.gpu._gpus.clear()
+        KEPT.append(dict(weft.engine._gpus))
+        weft.engine._gpus.clear()
     if is_thread:
         comm.meet(DEADLINE_S)
 

@@ -19,7 +19,7 @@ import torch
 from compare_kernels import captured
 
 import weft
-import weft.gpu
+import weft.engine
 from weft.bench.apart import apart
 from weft.bench.suite import machine_facts
 from weft.kernels import paths as kernel_paths
@@ -112,8 +112,8 @@ class Layer:
         if headers is not None:
             paths = {**kernel_paths.compiler_paths(), "include": str(headers), "cache": ""}
             kernel_paths.compiler_paths = lambda cache=None: paths
-            KEPT.append(dict(weft.gpu._gpus))
-            weft.gpu._gpus.clear()
+            KEPT.append(dict(weft.engine._gpus))
+            weft.engine._gpus.clear()
         generator = torch.Generator().manual_seed(comm.rank)
         self.x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16().to(comm.device)
         self.ids = torch.rand(tokens, EXPERTS, generator=generator).topk(TOP_K).indices.to(comm.device)
@@ -172,7 +172,7 @@ def on_the_gpu(comm, folder):
             blocks = sums[sums[:, 0, 1] > 0].double()
             means = (blocks[..., 0] / blocks[..., 1] / clock_mhz).T.tolist()
             found[op, tokens] = call_us, clock_mhz, dict(zip(places_of(op), means, strict=False))
-    KEPT.append(dict(weft.gpu._gpus))
+    KEPT.append(dict(weft.engine._gpus))
     for layer, graph, _ in kept:
         layer.ep.check()
         graph.reset()

@@ -11,10 +11,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
 
-from weft.placement import Placement, place  # noqa: E402
-from weft.settings import settings  # noqa: E402
-from weft.topology import read  # noqa: E402
-from weft.topology.parse import format_cpus  # noqa: E402
+from weft.machine.placement import Placement, place  # noqa: E402
+from weft.machine.settings import settings  # noqa: E402
+from weft.machine.topology import read  # noqa: E402
+from weft.machine.topology.parse import format_cpus  # noqa: E402
 
 MARKER = "<!-- examples: written by tools/placement_tables.py -->"
 MACHINES = ROOT / "tests" / "data" / "machines"

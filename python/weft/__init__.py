@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
 from weft._version import __version__
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from weft.expert_parallel import ExpertParallel
     from weft.handle import Dispatched, Event, Handle
     from weft.limits import limits, supports
-    from weft.placement.model import Placement
+    from weft.machine.placement.model import Placement
     from weft.planner.planning import plan
     from weft.quantized import Quantized
     from weft.spawn import spawn
@@ -52,7 +54,7 @@ _HOME = {
     "InvalidState": "errors",
     "PeerLost": "errors",
     "PeerTimeout": "errors",
-    "Placement": "placement",
+    "Placement": "machine.placement",
     "Quantized": "quantized",
     "Staged": "call.half",
     "Topology": "communicator",
@@ -63,6 +65,7 @@ _HOME = {
     "supports": "limits",
 }
 _MODULES = ("autograd", "errors", "reference", "routing")
+_IN_MACHINE = ("doctor", "placement", "settings", "topology")  # of weft.machine, importable as weft.NAME
 
 __all__ = [
     "Aborted",
@@ -96,7 +99,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
+    if name in (*_MODULES, *_IN_MACHINE):
         return importlib.import_module(f"weft.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
@@ -106,4 +109,28 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+    return sorted({*globals(), *__all__, *_MODULES, *_IN_MACHINE})
+
+
+class _ShortNames:
+    """Finds `weft.machine.topology` in weft.machine, and so on: the same module under both names."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        package, _, rest = name.partition(".")
+        if package != "weft" or rest.partition(".")[0] not in _IN_MACHINE:
+            return None
+        return ModuleSpec(name, _ShortNames)  # type: ignore[arg-type]
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> Any:
+        module = importlib.import_module(f"weft.machine.{spec.name.removeprefix('weft.')}")
+        spec.loader_state = module.__spec__
+        return module
+
+    @staticmethod
+    def exec_module(module: Any) -> None:
+        module.__spec__ = module.__spec__.loader_state
+
+
+sys.meta_path.insert(0, _ShortNames)  # before the one that would load submodules a second time

@@ -3,7 +3,7 @@
 Standard library only, and it never raises: a part that can't be read says so in its place. torch is not imported, the
 native module and the driver are loaded in a child process, so none of them can take the report down. Nothing secret
 is in it: no host or user name, no path, no address, no serial number; of the environment only documented variables
-(weft.redact).
+(weft.machine.redact).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.child import NATIVE, ask
-from weft.redact import VARIABLES, redact, redact_names, redact_variable
+from weft.machine.child import NATIVE, ask
+from weft.machine.redact import VARIABLES, redact, redact_names, redact_variable
 
 __all__ = ["collect", "lines", "main"]
 
@@ -77,7 +77,7 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "cud
 
 _DOCTOR_PROBE = """
 import json, sys
-from weft.doctor import diagnose, facts_of
+from weft.machine.doctor import diagnose, facts_of
 findings = [one for one in diagnose(facts_of(sys.argv[1])) if one.status in ("warn", "fail")]
 print(json.dumps([f"{one.status}: {one.check}: {one.found}" for one in findings]))
 """

@@ -20,6 +20,7 @@ import torch
 
 from weft import _load, env
 from weft.call.streams import WindowStreams
+from weft.engine import Choice, Facts, choose_engine, driver_gpu, look
 from weft.errors import (
     Aborted,
     Error,
@@ -31,11 +32,10 @@ from weft.errors import (
     Unsupported,
     rank_list,
 )
-from weft.gpu import Choice, Facts, choose_engine, driver_gpu, look
 from weft.log import logger
-from weft.placement import local
-from weft.placement.binding import Binding
-from weft.placement.model import Placement
+from weft.machine.placement import local
+from weft.machine.placement.binding import Binding
+from weft.machine.placement.model import Placement
 from weft.shared import Shared
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from weft import _native
     from weft.call.half import Half
     from weft.call.runner import NativeCalls
-    from weft.topology import Machine
+    from weft.machine.topology import Machine
 
 __all__ = ["Communicator", "Topology", "Window", "WindowSpec", "released_on_error"]
 
@@ -103,7 +103,7 @@ class Topology:
 
     @property
     def machine(self) -> Machine:
-        """GPUs, processors, NICs and PCIe of this machine, read once in a process; see `weft.topology`."""
+        """GPUs, processors, NICs and PCIe of this machine, read once in a process; see `weft.machine.topology`."""
         return local.machine_here()
 
 

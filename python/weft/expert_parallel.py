@@ -19,8 +19,8 @@ from weft.call.plan import Quick
 from weft.call.runner import RANK_MAJOR, Call, NativeCalls, Received, changed
 from weft.call.scales import by_column
 from weft.communicator import Communicator, WindowSpec, released_on_error
+from weft.engine import DEFAULT_NUM_SMS, device_name
 from weft.errors import InvalidState
-from weft.gpu import DEFAULT_NUM_SMS, device_name
 from weft.handle import Dispatched, Event, Handle
 from weft.kernels import tables
 from weft.limits import default_heap_bytes, dtype_name, landing_row_bytes, max_row_bytes, small_tokens

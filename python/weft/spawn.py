@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from weft import _callable
 from weft.errors import Aborted, Error, InvalidArgument, InvalidState, PeerLost, PeerTimeout
-from weft.placement import local
+from weft.machine.placement import local
 
 if TYPE_CHECKING:
     from weft import _native
     from weft.communicator import Communicator
-    from weft.placement.model import Placement
+    from weft.machine.placement.model import Placement
 
 __all__ = ["spawn"]
 
@@ -126,7 +126,7 @@ class _Job:
             return self.device
         import torch
 
-        from weft.gpu import choose_gpu
+        from weft.engine import choose_gpu
 
         device = choose_gpu(self.device, rank)
         if device.startswith("cuda:") and torch.cuda.is_available():
@@ -270,7 +270,7 @@ class _ThreadRanks:
 
 def _run_threads(job: _Job) -> list[_Outcome]:
     if job.may_use_cuda:
-        from weft.gpu import prepare_threads
+        from weft.engine import prepare_threads
 
         prepare_threads(job.num_ranks)
     ranks = _ThreadRanks(job)
@@ -311,7 +311,7 @@ def _own_stream(device: str) -> Iterator[None]:
         return
     import torch
 
-    from weft.gpu import give_back_stream, own_stream
+    from weft.engine import give_back_stream, own_stream
 
     stream = own_stream(torch.device(device))
     try:
@@ -417,8 +417,8 @@ def _run_child(job: _Job, rank: int, channel: socket.socket) -> NoReturn:
             outcome.error = error
             with contextlib.suppress(OSError):  # the parent is gone: nobody wants to know
                 _send_outcome(channel, outcome)
-    if "weft.traces" in sys.modules:
-        sys.modules["weft.traces"]._finish()  # a trace that the parent began to record
+    if "weft.routing.traces" in sys.modules:
+        sys.modules["weft.routing.traces"]._finish()  # a trace that the parent began to record
     _flush()
     os._exit(0)
 

@@ -17,7 +17,7 @@ _cpu = Tensor.cpu
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """`weft.gpu.to_host`, in place of `Tensor.cpu` itself."""
+    """`weft.engine.to_host`, in place of `Tensor.cpu` itself."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
     return _cpu(tensor)

@@ -13,7 +13,7 @@ import torch
 from test_streams import EXPERTS, HIDDEN, NUM_RANKS, TOKENS, TOP_K, expected, inputs, make, on_device, run
 
 import weft
-import weft.gpu
+import weft.engine
 from weft import reference
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -137,7 +137,7 @@ def test_all_that_travels_in_a_graph(kind: str, layout: str, monkeypatch: pytest
             for first, rows, of_rank, alone, of_fp8 in zip(there, again, sums, plain, small, strict=True)
         ]
 
-    monkeypatch.setattr(weft.gpu, "_gpus", {})  # kernels that other tests have loaded
+    monkeypatch.setattr(weft.engine, "_gpus", {})  # kernels that other tests have loaded
     expected_of = {seed: wanted(seed) for seed in range(1, 4)}
 
     def work(comm: weft.Communicator) -> None:
@@ -400,7 +400,7 @@ def test_a_captured_dispatch_that_is_refused_gives_its_places_back(monkeypatch: 
 def test_async_calls_in_a_graph(is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The window's stream is made by warmup, or under capture."""
     capacity = NUM_RANKS * TOKENS
-    monkeypatch.setattr(weft.gpu, "_spare_streams", {})  # of closed windows
+    monkeypatch.setattr(weft.engine, "_spare_streams", {})  # of closed windows
 
     def work(comm: weft.Communicator) -> None:
         ep = make(comm)

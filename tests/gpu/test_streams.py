@@ -11,7 +11,7 @@ from torch import Tensor
 
 import weft
 from weft import reference
-from weft.gpu import driver_gpu
+from weft.engine import driver_gpu
 from weft.kernels import tuning
 
 pytestmark = pytest.mark.usefixtures("kernels")

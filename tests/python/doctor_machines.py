@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from weft.doctor import CHECKS, Facts, Finding, diagnose
-from weft.topology import (
+from weft.machine.doctor import CHECKS, Facts, Finding, diagnose
+from weft.machine.topology import (
     AccessControl,
     AtomicOps,
     Core,

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from weft.topology import Machine, read
+from weft.machine.topology import Machine, read
 
 MACHINES = Path(__file__).resolve().parent.parent / "data" / "machines"
 NAMES = sorted(path.parent.name for path in MACHINES.glob("*/tree.json"))

@@ -27,7 +27,7 @@ from pool import RankFailed, RankState
 from weft import Quantized, reference
 from weft.call.streams import WindowStreams
 from weft.communicator import Communicator, Window, WindowSpec
-from weft.gpu import Choice
+from weft.engine import Choice
 from weft.handle import ROUTING
 
 DTYPES = {0: torch.uint8, 1: torch.bfloat16, 2: torch.float16, 3: torch.float32}

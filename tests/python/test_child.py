@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from weft.child import ask
+from weft.machine.child import ask
 
 
 def test_an_answer_is_the_last_line() -> None:

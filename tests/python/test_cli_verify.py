@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 import weft
 import weft.verify.kill as killing
 from weft.cli import app
-from weft.placement import local
+from weft.machine.placement import local
 from weft.verify import Fixed, TrialResult, draw_case, repeat_command, run_trials
 from weft.verify.check import Mismatch, expect_equal
 from weft.verify.kill_board import Board

@@ -18,7 +18,7 @@ from cli_lines import rows_of, weft_command
 
 import weft
 from weft import collect_env
-from weft.redact import VARIABLES, redact, redact_variable
+from weft.machine.redact import VARIABLES, redact, redact_variable
 
 PACKAGE = Path(weft.__file__).parent
 SECTIONS = [
@@ -121,7 +121,7 @@ def test_nothing_secret_is_in_it() -> None:
 
 
 def test_names_of_host_and_user_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft import redact as module
+    from weft.machine import redact as module
 
     monkeypatch.setattr(module.getpass, "getuser", lambda: "walrus")
     monkeypatch.setattr(module.socket, "gethostname", lambda: "gpu17.cluster.example")

@@ -13,7 +13,7 @@ from weft.bench.ahead import of_cases
 from weft.bench.cases import EXPERTS, TOP_K, Case, cases
 from weft.bench.options import SuiteOptions
 from weft.call import check
-from weft.gpu import DEFAULT_NUM_SMS
+from weft.engine import DEFAULT_NUM_SMS
 from weft.kernels import prebuild
 from weft.kernels.tuning import Table
 from weft.limits import MAX_SMALL_TOKENS

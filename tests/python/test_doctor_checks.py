@@ -11,8 +11,19 @@ import pytest
 from doctor_machines import REDIRECT, findings_of, gpu, machine, nic, port, replaced
 from machines import machine as topology_of
 
-from weft.doctor import CHECKS, Check, Facts, Finding, diagnose, measure
-from weft.topology import Core, Fabric, GpuDirect, HugePages, Limits, Machine, NetDevice, PciDevice, PcieLink, System
+from weft.machine.doctor import CHECKS, Check, Facts, Finding, diagnose, measure
+from weft.machine.topology import (
+    Core,
+    Fabric,
+    GpuDirect,
+    HugePages,
+    Limits,
+    Machine,
+    NetDevice,
+    PciDevice,
+    PcieLink,
+    System,
+)
 
 BASE = machine()
 CPUS = BASE.cpus

@@ -19,11 +19,11 @@ import pytest
 from cli_lines import rows_of, weft_command
 from machines import MACHINES, NAMES, machine
 
-from weft.doctor import Finding, diagnose, facts_of
-from weft.placement import place
-from weft.topology import Machine
-from weft.topology.matrix import LEGEND, matrix
-from weft.topology.picture import draw
+from weft.machine.doctor import Finding, diagnose, facts_of
+from weft.machine.placement import place
+from weft.machine.topology import Machine
+from weft.machine.topology.matrix import LEGEND, matrix
+from weft.machine.topology.picture import draw
 
 RECORDED = "a recording"
 

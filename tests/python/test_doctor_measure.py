@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from doctor_machines import NUM_GPUS, machine
 
-from weft.doctor import Facts, Finding, diagnose, measure, measure_gpus
+from weft.machine.doctor import Facts, Finding, diagnose, measure, measure_gpus
 
 ADDRESSES = [entry.pci.address for entry in machine().gpus]
 NOMINAL = 18 * 26.562

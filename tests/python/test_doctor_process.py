@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from doctor_machines import machine
 
-from weft.doctor import Facts, Finding, diagnose, process, software
+from weft.machine.doctor import Facts, Finding, diagnose, process, software
 
 GPUS = Facts(machine(), live=True)
 NO_GPU = Facts(machine(gpus=(), pairs=()), live=True)

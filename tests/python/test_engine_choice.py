@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import weft
-import weft.gpu
-from weft.gpu import Facts, choose_engine, choose_gpu, look
+import weft.engine
+from weft.engine import Facts, choose_engine, choose_gpu, look
 
 H200 = Facts("auto", "", "gpu-0", "NVIDIA H200", (9, 0), 132, ("gpu-1", "gpu-2", "gpu-3"))
 
@@ -60,9 +60,9 @@ def test_one_rank_that_can_not(rank: int, changed: dict[str, object], why: str) 
     ("version", "why"), [(12020, "its driver is of CUDA 12.2, older than 12.4"), (12040, None), (13000, None)]
 )
 def test_a_driver_too_old_is_told(version: int, why: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weft.gpu.kernel_paths, "compiler_paths", dict)
-    monkeypatch.setattr(weft.gpu, "_driver_version", lambda: version)
-    assert weft.gpu._missing() == why
+    monkeypatch.setattr(weft.engine.kernel_paths, "compiler_paths", dict)
+    monkeypatch.setattr(weft.engine, "_driver_version", lambda: version)
+    assert weft.engine._missing() == why
 
 
 def test_too_many_ranks() -> None:
@@ -127,7 +127,7 @@ def test_a_copy_to_the_host_waits_for_the_stream_first(monkeypatch: pytest.Monke
             done.append(f"{self.device} is idle")
 
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    assert weft.gpu.to_host(OnGpu()) == "rows"  # type: ignore[arg-type, comparison-overlap]
+    assert weft.engine.to_host(OnGpu()) == "rows"  # type: ignore[arg-type, comparison-overlap]
     assert done == ["cuda:1 is idle", "copied"]
     here = torch.ones(2)
-    assert weft.gpu.to_host(here) is here
+    assert weft.engine.to_host(here) is here

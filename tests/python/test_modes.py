@@ -16,7 +16,7 @@ from simulated_gpus import SimulatedRanks
 import weft
 from pool import RankState
 from weft.call import check
-from weft.gpu import Choice
+from weft.engine import Choice
 from weft.kernels.tuning import DEFAULT, Table, choose, small_num_sms
 from weft.limits import small_shared_bytes
 

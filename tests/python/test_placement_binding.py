@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 import weft
-from weft.placement.binding import WEFT_THREADS, bind
-from weft.topology import policy
-from weft.topology.parse import cpu_list
+from weft.machine.placement.binding import WEFT_THREADS, bind
+from weft.machine.topology import policy
+from weft.machine.topology.parse import cpu_list
 
 NUM_CPUS = len(os.sched_getaffinity(0))
 needs_two_cpus = pytest.mark.skipif(NUM_CPUS < 2, reason="one CPU: every mask is the same")

@@ -6,8 +6,8 @@ import machines
 import pytest
 import torch
 
-from weft.placement import binding, local
-from weft.topology.parse import format_cpus
+from weft.machine.placement import binding, local
+from weft.machine.topology.parse import format_cpus
 
 
 @pytest.fixture

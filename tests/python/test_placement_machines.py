@@ -9,10 +9,10 @@ import doctor_machines as healthy
 import machines
 import pytest
 
-from weft.placement import place
-from weft.topology import Distance, Gpu, PciDevice
-from weft.topology.distance import distance
-from weft.topology.parse import cpu_list, format_cpus
+from weft.machine.placement import place
+from weft.machine.topology import Distance, Gpu, PciDevice
+from weft.machine.topology.distance import distance
+from weft.machine.topology.parse import cpu_list, format_cpus
 
 TWO_RANKS = ["h200-vm-no-nic"]
 

@@ -11,11 +11,11 @@ import pytest
 from planner_simulator import Setup, Simulation
 
 import weft
+from weft.memory import Shape, parts
 from weft.planner import PRESETS, Machine, traffic
 from weft.planner.compare import compare
 from weft.planner.measured import measurements
 from weft.planner.published import row_bytes
-from weft.size import Shape, parts
 
 ROOT = Path(__file__).resolve().parents[2]
 

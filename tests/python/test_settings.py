@@ -9,10 +9,10 @@ from pathlib import Path
 import machines
 import pytest
 
-from weft.placement import place
-from weft.settings import Settings, settings
-from weft.settings.hca_list import nccl_selects, nvshmem_selects
-from weft.settings.topology_file import parse_mask
+from weft.machine.placement import place
+from weft.machine.settings import Settings, settings
+from weft.machine.settings.hca_list import nccl_selects, nvshmem_selects
+from weft.machine.settings.topology_file import parse_mask
 
 ROCE = {"NCCL_RUNTIME_CONNECT": "0", "NVSHMEM_ENABLE_NIC_PE_MAPPING": "1", "NVSHMEM_IB_GID_INDEX": "3"}
 SINGLE = {"NCCL_NVLS_ENABLE": "0", "NCCL_IB_QPS_PER_CONNECTION": "4", "NCCL_MAX_NCHANNELS": "4"}

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import weft.settings
-from weft.placement import place
-from weft.topology import Machine, PciDevice, read, record, to_json
+import weft.machine.settings
+from weft.machine.placement import place
+from weft.machine.topology import Machine, PciDevice, read, record, to_json
 
 NAMES = ("azure-nd-h100-v5", "aws-p5", "dual-port-roce-bond", "gb200-nvl72-tray")
 
@@ -45,7 +45,7 @@ def everything(root: Path) -> Machine:
     json.dumps(to_json(machine))
     placements = place(machine)
     assert len(placements) == max(len(machine.gpus), 1)
-    weft.settings.settings(machine, placements, {"NCCL_IB_HCA": "mlx5", "NVSHMEM_HCA_LIST": "^mlx5_1:1"})
+    weft.machine.settings.settings(machine, placements, {"NCCL_IB_HCA": "mlx5", "NVSHMEM_HCA_LIST": "^mlx5_1:1"})
     for placement in placements:
         assert set(placement.cpus) <= set(machine.cpus.allowed)
     return machine
@@ -207,7 +207,7 @@ def test_switches_are_no_gpus() -> None:
 
 def test_the_import_is_light() -> None:
     code = (
-        "import sys; import weft.topology, weft.placement, weft.settings; "
+        "import sys; import weft.machine.topology, weft.machine.placement, weft.machine.settings; "
         "heavy = {'torch', 'numpy', 'weft._native', 'pynvml', 'rich'} & set(sys.modules); assert not heavy, heavy"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(weft.__file__).parents[1])}

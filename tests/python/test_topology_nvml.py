@@ -9,10 +9,10 @@ from typing import Any
 import pynvml
 import pytest
 
-from weft.topology import live_nvml
-from weft.topology.gpus import read_gpus, read_pairs
-from weft.topology.model import Cpus, NumaNode
-from weft.topology.tree import Tree
+from weft.machine.topology import live_nvml
+from weft.machine.topology.gpus import read_gpus, read_pairs
+from weft.machine.topology.model import Cpus, NumaNode
+from weft.machine.topology.tree import Tree
 
 NUM_LINKS = 18
 CPUS = Cpus(nodes=(NumaNode(0, tuple(range(64))), NumaNode(1, tuple(range(64, 128)))))

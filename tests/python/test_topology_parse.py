@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.topology import AccessControl, AtomicOps, Distance, PciDevice, parse
-from weft.topology.config_space import minimal_config, parse_config
-from weft.topology.distance import distance
-from weft.topology.natural import natural_key
-from weft.topology.pci import atomics_on_path
+from weft.machine.topology import AccessControl, AtomicOps, Distance, PciDevice, parse
+from weft.machine.topology.config_space import minimal_config, parse_config
+from weft.machine.topology.distance import distance
+from weft.machine.topology.natural import natural_key
+from weft.machine.topology.pci import atomics_on_path
 
 
 @pytest.mark.parametrize(

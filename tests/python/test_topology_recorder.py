@@ -13,9 +13,9 @@ import machines
 import pytest
 from test_topology_parse import config
 
-from weft.placement import place
-from weft.topology import Machine, read, record
-from weft.topology.tree import to_hex
+from weft.machine.placement import place
+from weft.machine.topology import Machine, read, record
+from weft.machine.topology.tree import to_hex
 
 SECRETS = {
     "uuid": "8b1c2d3e-4f50-6172-8394-a5b6c7d8e9fa",

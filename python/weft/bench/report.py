@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.bench.options import Options
-from weft.topology.parse import format_cpus
+from weft.machine.topology.parse import format_cpus
 
 if TYPE_CHECKING:
     from weft.bench.worker import RankReport

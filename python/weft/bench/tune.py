@@ -219,7 +219,7 @@ def _run_rank(
     """Name of this rank's device, and its times of every point; none where the call is refused. Collective."""
     import torch
 
-    from weft.gpu import device_name
+    from weft.engine import device_name
 
     if comm.engine != "nvlink" and not options.any_engine:
         raise Unsupported("weft tune", f"the {comm.engine} engine, {comm!r}", "GPUs with the nvlink engine")

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from weft import _load, traces
+from weft import _load
 from weft.call import half
 from weft.call.runner import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, Calling, NativeCalls, Received
 from weft.call.scales import by_column
 from weft.call.tensors import address
 from weft.handle import COMPLETE, Event
+from weft.routing import traces
 
 if TYPE_CHECKING:
     from weft.communicator import Window

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from weft import _load, traces
+from weft import _load
 from weft.call import half
 from weft.call.gpu_tensors import as_tensor, clear, column_bytes, dense, first_rows, from_dlpack, readable, row_bytes
 from weft.call.runner import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, NativeCalls, Received, changed
@@ -29,6 +29,7 @@ from weft.limits import (
     ROW_MULTIPLE_BYTES,
     landing_row_bytes,
 )
+from weft.routing import traces
 
 if TYPE_CHECKING:
     from weft.communicator import Communicator, Window

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from weft.gpu import give_back_stream, own_stream
+from weft.engine import give_back_stream, own_stream
 
 __all__ = ["WindowStreams"]
 

@@ -1,4 +1,4 @@
-"""`weft doctor`: weft.doctor's findings as a table, exit code 1 if a check fails."""
+"""`weft doctor`: weft.machine.doctor's findings as a table, exit code 1 if a check fails."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rich.markup import escape
 
 from weft.cli import options
 from weft.cli.output import EXIT_FAILED, Output, command_output
-from weft.doctor import CHECKS, Finding, diagnose, facts_of
-from weft.doctor import measure as measurement
+from weft.machine.doctor import CHECKS, Finding, diagnose, facts_of
+from weft.machine.doctor import measure as measurement
 
 _ROOT_HELP = "Look at a recording (weft topo --record) in place of this machine."
 _MEASURE_HELP = "Measure rates and latencies of the GPUs, 2 s and the start of torch; by default where there are GPUs."

@@ -1,4 +1,4 @@
-"""`weft size`: flags in, weft.size, a table out. Imports no torch."""
+"""`weft size`: flags in, weft.memory, a table out. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from weft.cli import options
 from weft.cli.output import command_output
-from weft.size import Shape, parts
+from weft.memory import Shape, parts
 
 EngineName = Literal["cpu", "nvlink"]
 _HEAP_HELP = "Heap of a window in bytes; without it what ExpertParallel takes by itself."

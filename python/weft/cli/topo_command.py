@@ -1,4 +1,4 @@
-"""`weft topo`: what weft.topology read, as a matrix, JSON, a picture or a recording."""
+"""`weft topo`: what weft.machine.topology read, as a matrix, JSON, a picture or a recording."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from weft import topology
 from weft.cli import options
 from weft.cli.output import Output, command_output
 from weft.env import set_among
 from weft.errors import InvalidArgument
-from weft.placement import Placement, place
-from weft.redact import VARIABLES
-from weft.settings import settings
-from weft.topology import Machine
-from weft.topology.matrix import LEGEND, Matrix, matrix
-from weft.topology.parse import format_cpus
-from weft.topology.picture import draw
+from weft.machine import topology
+from weft.machine.placement import Placement, place
+from weft.machine.redact import VARIABLES
+from weft.machine.settings import settings
+from weft.machine.topology import Machine
+from weft.machine.topology.matrix import LEGEND, Matrix, matrix
+from weft.machine.topology.parse import format_cpus
+from weft.machine.topology.picture import draw
 
 _ROOT_HELP = "Look at a recording (weft topo --record) in place of this machine."
 _SVG_HELP = "Write a picture of the machine into this file."

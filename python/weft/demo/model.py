@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.demo.config import DemoConfig
-from weft.gpu import to_host
+from weft.engine import to_host
 
 NUM_BYTES = 256
 

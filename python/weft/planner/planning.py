@@ -11,13 +11,13 @@ from typing import Any
 
 from weft.errors import InvalidArgument
 from weft.limits import MAX_GPU_RANKS, MAX_SMALL_TOKENS, MAX_TOKENS_PER_RANK
+from weft.memory import Part
 from weft.planner import measured, traffic
 from weft.planner.machines import Machine, preset
 from weft.planner.model import Load, load_of
 from weft.planner.published import row_bytes
 from weft.planner.resources import Network, memory_of, network_of
 from weft.planner.weft_rates import CALLS, Call, weft_time
-from weft.size import Part
 
 __all__ = ["MAX_RANKS", "MODES", "Plan", "PlannedCall", "plan"]
 
@@ -73,7 +73,7 @@ class Plan:
         ranks_per_token, domains_per_token: distinct ranks and domains that a token reaches on average.
         imbalance: rows of the busiest rank / mean.
         calls: `PlannedCall` by operation and number of SMs.
-        memory: `weft.size.Part` by part, bytes on each rank, the total last.
+        memory: `weft.memory.Part` by part, bytes on each rank, the total last.
         network: connections, signals and rings for the first of `num_sms`; None within one domain.
     """
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.limits import MAX_GPU_RANKS, _gpu_window_bytes, landing_row_bytes, small_tokens
+from weft.memory import Part, Shape, parts
 from weft.planner.machines import Machine
 from weft.planner.model import Load
-from weft.size import Part, Shape, parts
 
 __all__ = ["Network", "memory_of", "network_of"]
 

@@ -229,7 +229,7 @@ def from_trace(file: str | Path, num_ranks: int, ranks_per_domain: int) -> Reach
     calls stand for each rank's; E and K are the recorded ones, which must be the same in all calls."""
     import numpy as np
 
-    from weft.traces import load_trace
+    from weft.routing.traces import load_trace
 
     dispatches = list(itertools.chain.from_iterable(load_trace(file).dispatches.values()))
     shapes = {(d.num_experts, d.topk_idx.shape[1]) for d in dispatches}

@@ -12,7 +12,7 @@ from weft.errors import InvalidArgument
 from weft.limits import MAX_SMALL_TOKENS, SCALE_LAYOUTS
 
 if TYPE_CHECKING:
-    from weft.traces import Trace
+    from weft.routing.traces import Trace
 
 ROUTINGS = ("uniform", "zipf", "all_to_one", "empty_rank", "group_limited")
 LAYOUTS = ("rank_major", "expert_major", "masked")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import weft
 from weft import reference, routing
-from weft.gpu import to_host
+from weft.engine import to_host
 from weft.verify.cases import Case, loaded_trace
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

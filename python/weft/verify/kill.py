@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.errors import InvalidArgument
-from weft.placement import local
+from weft.machine.placement import local
 from weft.verify.cases import Case, Fixed, check_environment, check_fixed
 from weft.verify.kill_board import Board
 
