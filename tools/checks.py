@@ -9,6 +9,8 @@ a rule says so and why, on the line itself or the one above it; a file in which 
 Exit status 1 if anything was found.
 """
 
+# check: allow file-size: all rules about one file, read together
+
 import ast
 import re
 import subprocess
@@ -16,6 +18,8 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+
+import import_circles
 
 ROOT = Path(__file__).resolve().parent.parent
 CPP_SUFFIXES = (".h", ".cuh", ".cc", ".cu", ".cpp", ".hpp")
@@ -272,6 +276,63 @@ def include_direction(source: Source) -> Iterator[Finding]:
             yield Finding(source.path, number, "include-direction", f"{layer} must not include {target}")
 
 
+# Includes from one engine to another. The list only shrinks: what both need belongs to src/engine.
+ENGINE_INCLUDES = {
+    "src/engine/nvlink/gpu.h": 1,
+    "src/engine/nvlink/host_wait.h": 1,
+    "src/engine/nvlink/types.h": 1,
+    "src/engine/nvlink/window.h": 1,
+    "src/engine/nvlink/window_failure.cc": 1,
+}
+# Places outside of transport/ that form addresses in the windows of ranks. The list only shrinks.
+PEER_ADDRESSES = {
+    "include/weft/kernels/combine.cuh": 3,
+    "include/weft/kernels/combine_block.cuh": 1,
+    "include/weft/kernels/combine_side.cuh": 1,
+    "include/weft/kernels/dispatch_count.cuh": 4,
+    "include/weft/kernels/dispatch_ids.cuh": 1,
+    "include/weft/kernels/dispatch_state.cuh": 2,
+    "include/weft/kernels/small_combine_block.cuh": 1,
+    "include/weft/kernels/small_combine_side.cuh": 1,
+    "include/weft/kernels/small_dispatch_picks.cuh": 1,
+    "include/weft/kernels/small_dispatch_receive.cuh": 1,
+    "include/weft/kernels/small_dispatch_send.cuh": 1,
+    "include/weft/kernels/small_dispatch_state.cuh": 3,
+}
+
+
+def counted(source: Source, findings: list[Finding], listed: dict[str, int], name: str) -> Iterator[Finding]:
+    """The findings beyond those that a list allows in this file; of fewer that the list is to shrink."""
+    allowed = listed.get(source.path, 0)
+    if len(findings) > allowed:
+        yield from findings[allowed:]
+    elif len(findings) < allowed:
+        message = f"{len(findings)} places, the list in tools/checks.py allows {allowed}: shrink it"
+        yield Finding(source.path, 1, name, message)
+
+
+@rule
+def engine_include(source: Source) -> Iterator[Finding]:
+    """No engine includes another."""
+    parts = PurePosixPath(source.path).parts
+    if not source.is_cpp or parts[:2] != ("src", "engine") or len(parts) < 4:
+        return
+    others = rf'#\s*include\s*"engine/(?!{parts[2]}/)\w+/[^\n]*'
+    found = list(find(source, "engine-include", others, "an engine includes another"))
+    yield from counted(source, found, ENGINE_INCLUDES, "engine-include")
+
+
+@rule
+def peer_address(source: Source) -> Iterator[Finding]:
+    """Addresses in the windows of ranks are formed under include/weft/transport only."""
+    if not source.is_cpp or not source.under("include", "src") or source.under("include/weft/transport"):
+        return
+    found = list(
+        find(source, "peer-address", r"\bview\.(heap|control)\[", "an address of a peer outside of transport/")
+    )
+    yield from counted(source, found, PEER_ADDRESSES, "peer-address")
+
+
 MAX_LINES = 400
 MAX_TEST_LINES = 500
 MAX_DEVICE_LINES = 500
@@ -325,6 +386,14 @@ def unfinished(source: Source) -> Iterator[Finding]:
     yield from find(source, "private-words", private, "names something outside the repository", raw=True)
 
 
+def check_imports(texts: dict[str, str]) -> list[Finding]:
+    """No circle among the modules of python/weft, given by path; imports for types count, too."""
+    return [
+        Finding(path, 1, "import-circle", f"modules import each other: {' > '.join(modules)}")
+        for path, modules in import_circles.circles(texts)
+    ]
+
+
 def check_text(path: str, text: str) -> list[Finding]:
     """Return the findings in one file, without those that a line allows with a reason."""
     source = read_source(path, text)
@@ -355,6 +424,10 @@ def main(arguments: list[str]) -> int:
         except (UnicodeDecodeError, FileNotFoundError, IsADirectoryError):
             continue
         findings += check_text(name, text)
+    modules = sorted((ROOT / "python/weft").rglob("*.py*"))
+    findings += check_imports(
+        {str(path.relative_to(ROOT)): path.read_text() for path in modules if path.suffix in PYTHON_SUFFIXES}
+    )
     for finding in findings:
         print(finding)
     return bool(findings)

@@ -42,7 +42,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from weft.call.ops import bias_gradient
-from weft.call.runner import LEAST_COLUMNS, MASKED, RANK_MAJOR, Call, NativeCalls, Received
+from weft.call.received import Received
+from weft.call.runner import NativeCalls
+from weft.call.spec import LEAST_COLUMNS, MASKED, RANK_MAJOR, Call
 from weft.call.tensors import plain
 from weft.errors import InvalidState
 from weft.log import logger

@@ -12,14 +12,15 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from weft import _load, env
 from weft.call.streams import WindowStreams
+from weft.call.window import Window, WindowSpec, released_on_error
 from weft.engine import Choice, Facts, choose_engine, driver_gpu, look
 from weft.errors import (
     Aborted,
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from weft import _native
-    from weft.call.half import Half
-    from weft.call.runner import NativeCalls
     from weft.machine.topology import Machine
 
 __all__ = ["Communicator", "Topology", "Window", "WindowSpec", "released_on_error"]
@@ -88,6 +87,14 @@ def _leave_at_exit() -> None:
 atexit.register(_leave_at_exit)
 
 
+class _Closable(Protocol):
+    """An object's calls, as far as the communicator knows them."""
+
+    closed: bool
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Topology:
     """What is known about where the ranks are.
@@ -105,60 +112,6 @@ class Topology:
     def machine(self) -> Machine:
         """GPUs, processors, NICs and PCIe of this machine, read once in a process; see `weft.machine.topology`."""
         return local.machine_here()
-
-
-@dataclass(frozen=True)
-class WindowSpec:
-    """The shape of a window; equal specs share one."""
-
-    num_experts: int
-    top_k: int
-    max_tokens: int
-    max_row_bytes: int
-    heap_bytes: int
-    idx: int = 0
-    landing_row_bytes: int = 0  # nvlink engine: room for one row that finds none in the heap, or in a small batch
-    small_tokens: int = 0  # nvlink engine: most tokens of a rank in a small-batch call
-
-
-class Window:
-    """A native window and how many ExpertParallel objects of this rank use it. `serial` is equal on all ranks, and so
-    are the numbers of its objects, of which `next_object` is the next.
-
-    `native` is a `_native.Window`, on the nvlink engine a `_native.GpuWindow`, which has `streams`.
-    """
-
-    def __init__(self, native: Any, serial: int, max_tokens: int, streams: WindowStreams | None = None) -> None:
-        self.native, self.serial, self.max_tokens, self.streams = native, serial, max_tokens, streams
-        self.num_users = self.next_object = 0
-        self.closed = False
-        self.half: Half | None = None  # what a staged call has still to do
-
-    def release(self) -> None:
-        """The last user gives its memory back. Local: peers keep their own mapping."""
-        self.num_users -= 1
-        if self.num_users <= 0:
-            self.close()
-
-    def close(self) -> None:
-        """Free the memory. Local, may be called twice."""
-        if not self.closed:
-            self.closed = True
-            self.native.close()
-            if self.streams is not None:
-                self.streams.close()
-
-
-@contextlib.contextmanager
-def released_on_error(windows: list[Window]) -> Iterator[None]:
-    """A block that fails gives the windows back. Local, as all closing is: the next constructor compares what the ranks
-    have left."""
-    try:
-        yield
-    except BaseException:
-        for window in windows:
-            window.release()
-        raise
 
 
 class Communicator(Shared):
@@ -187,7 +140,7 @@ class Communicator(Shared):
         self._has_refused = False  # the peers were told so
         self._pid = os.getpid()
         self._busy = threading.Lock()
-        self._ended: list[NativeCalls] = []  # of objects that were dropped inside a call: closed before the next
+        self._ended: list[_Closable] = []  # of objects that were dropped inside a call: closed before the next
         self._closed = False
         self._rank, self._num_ranks = native.rank, native.num_ranks
         self._active = tuple(native.active_ranks)
@@ -547,7 +500,7 @@ class Communicator(Shared):
             )
         return self._busy
 
-    def close_ended(self, calls: NativeCalls) -> None:
+    def close_ended(self, calls: _Closable) -> None:
         """Of an ExpertParallel that nobody has any more: close it, inside a call before the next one."""
         try:
             with self.closing("the end of an ExpertParallel"):

@@ -16,9 +16,13 @@ from weft.call.cpu_calls import CpuCalls
 from weft.call.gpu_calls import GpuCalls
 from weft.call.half import Staged
 from weft.call.plan import Quick
-from weft.call.runner import RANK_MAJOR, Call, NativeCalls, Received, changed
+from weft.call.received import Received
+from weft.call.runner import NativeCalls
 from weft.call.scales import by_column
-from weft.communicator import Communicator, WindowSpec, released_on_error
+from weft.call.shape import Shape
+from weft.call.spec import RANK_MAJOR, Call, changed
+from weft.call.window import WindowSpec, released_on_error
+from weft.communicator import Communicator
 from weft.engine import DEFAULT_NUM_SMS, device_name
 from weft.errors import InvalidState
 from weft.handle import Dispatched, Event, Handle
@@ -112,16 +116,19 @@ class ExpertParallel(Shared):
         self.num_local_experts = num_experts // comm.num_ranks
         self.max_tokens_per_rank, self.num_windows, self.deadline_s = max_tokens_per_rank, num_windows, deadline_s
         self.num_ranks = comm.num_ranks
-        most_sms = check.most_num_sms(comm, num_windows) if comm.engine == "nvlink" else 0
+        most_sms = check.most_num_sms(comm, num_windows)
         self.num_sms = min(DEFAULT_NUM_SMS, most_sms) if num_sms is None else num_sms
-        self.has_num_sms, self.small_tokens = num_sms is not None, small_tokens(max_tokens_per_rank)
         engine_calls = GpuCalls if comm.engine == "nvlink" else CpuCalls
         with released_on_error(windows):
             self.calls: NativeCalls = engine_calls(comm, windows, numbers, num_experts, top_k, hidden, dtype)
-        self._table = tables.from_json(table)
         self._token = self.calls.token
         self._overflow = self.calls.overflow
-        self._known_calls = check.remember_calls(self)
+        self._shape = Shape(
+            comm, comm.engine, comm.device, dtype, comm.num_ranks, num_experts, top_k, hidden, max_tokens_per_rank,
+            num_windows, deadline_s, self.num_sms, num_sms is not None, most_sms, small_tokens(max_tokens_per_rank),
+            tables.from_json(table),
+        )  # fmt: skip
+        check.remember_calls(self._shape)
         self._quick = Quick(self.calls, self.num_local_experts) if isinstance(self.calls, GpuCalls) else None
         wrapped.watch(self)
 
@@ -208,9 +215,10 @@ class ExpertParallel(Shared):
                 dispatched = self._quick.dispatch(plan, x, topk_idx, topk_weights)
                 if dispatched is not None:
                     return dispatched
+        self._check_owner("dispatch", handle)
         call, x, data, scales, topk_idx, topk_weights = check.check_dispatch(
-            self, x, topk_idx, topk_weights, handle, layout, alignment, quantize, scale_layout, zero_holes, capacity,
-            max_tokens, num_sms, deadline_s, mode, staged, async_op, window,
+            self._shape, x, topk_idx, topk_weights, handle, layout, alignment, quantize, scale_layout, zero_holes,
+            capacity, max_tokens, num_sms, deadline_s, mode, staged, async_op, window,
         )  # fmt: skip
         code = check.QUANTIZE_CODES[quantize]
         if handle is not None:
@@ -306,9 +314,10 @@ class ExpertParallel(Shared):
                 if combined is not None:
                     return combined
         given_out = out
+        self._check_owner("combine", handle)
         call, expert_output, side, bias, out = check.check_combine(
-            self, expert_output, handle, weighted, side, bias, out, wire, num_sms, deadline_s, mode, staged, async_op,
-            window,
+            self._shape, expert_output, handle, weighted, side, bias, out, wire, num_sms, deadline_s, mode, staged,
+            async_op, window,
         )  # fmt: skip
         if side is not None and call.layout == RANK_MAJOR:
             side = side.unsqueeze(1).expand(-1, self.top_k) if side.dim() == 1 else side
@@ -387,6 +396,11 @@ class ExpertParallel(Shared):
         half = self.calls.windows[call.window].half if call.is_staged else None
         event = self.calls.event() if half is None else half.event
         return Dispatched(x, handle, self._overflow, event, self.calls, half)
+
+    def _check_owner(self, what: str, handle: Any) -> None:
+        """Before the arguments: another object's handle has other shapes."""
+        if isinstance(handle, Handle) and not tensors.is_traced(handle.tie):
+            self.calls.check_tie(what, handle.tie)
 
     # ---- the rest
 

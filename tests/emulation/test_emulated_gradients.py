@@ -8,7 +8,7 @@ from machine import Launch, Memory, Streams
 from torch import Tensor
 
 from weft import _load
-from weft.call.runner import DTYPE_CODES
+from weft.call.spec import DTYPE_CODES
 
 POISON = 0xA5
 KERNEL = "weft/kernels/gradients.cuh"

@@ -26,7 +26,8 @@ import weft.call.streams
 from pool import RankFailed, RankState
 from weft import Quantized, reference
 from weft.call.streams import WindowStreams
-from weft.communicator import Communicator, Window, WindowSpec
+from weft.call.window import Window, WindowSpec
+from weft.communicator import Communicator
 from weft.engine import Choice
 from weft.handle import ROUTING
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.call.runner import Call, call_of, changed
+from weft.call.spec import Call, call_of, changed
 
 
 def test_the_same_values_give_the_same_object() -> None:

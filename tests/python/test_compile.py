@@ -76,7 +76,7 @@ def test_opcheck(ep: weft.ExpertParallel, layout: str) -> None:
     ticket = ops.dispatch(**sent, clear_tail=True)
     fetched = {"ticket": ticket, **sent, "num_ranks": 1, "num_local_experts": NUM_EXPERTS, "plans_on_device": False}
     torch.library.opcheck(ops.receive, (), fetched)
-    r = weft.call.runner.Received(*(part.detach() for part in ops.receive(**fetched)))  # type: ignore[attr-defined]
+    r = weft.call.received.Received(*(part.detach() for part in ops.receive(**fetched)))  # type: ignore[attr-defined]
     plans = {"send_plan": r.send_plan, "recv_plan": r.recv_plan, "tie": r.tie, "sizes": r.sizes}
     again = {"x": sent["x"], "scales": None, "weights": r.topk_weights, **plans, **call, "clear_tail": True}
     torch.library.opcheck(ops.dispatch_again, (), {**again, "quantize": 0})

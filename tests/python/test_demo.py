@@ -18,6 +18,7 @@ import weft
 from weft.demo import DemoConfig, run_demo
 from weft.demo.exchange import SumOverRanks
 from weft.demo.run import Start
+from weft.demo.show import show_report
 
 TINY = DemoConfig(
     steps=12,
@@ -80,7 +81,7 @@ def test_other_numbers_of_ranks(num_ranks):
 def test_a_killed_rank_is_survived(num_ranks, victim, tmp_path):
     with (tmp_path / "out").open("w") as out:
         report = run_demo(changed(num_ranks=num_ranks, kill_rank=victim), console=Console(file=out, width=200))
-        report.show(Console(file=out, width=100))
+        show_report(report, Console(file=out, width=100))
     left = [rank for rank in range(num_ranks) if rank != victim]
     assert report.problems == []
     assert [rank.rank for rank in report.ranks] == left

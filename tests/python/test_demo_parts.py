@@ -23,6 +23,7 @@ from weft.demo.exchange import Traffic
 from weft.demo.model import Experts, Gate, LanguageModel, generate
 from weft.demo.report import DemoReport
 from weft.demo.run import choose_start
+from weft.demo.show import show_report
 from weft.demo.train import Loss, RankResult
 
 TINY = {
@@ -336,7 +337,7 @@ def made_up_report(*, killed: bool = False, **changes) -> DemoReport:
 
 def shown(report: DemoReport, width: int = 100) -> str:
     out = io.StringIO()
-    report.show(Console(file=out, width=width))
+    show_report(report, Console(file=out, width=width))
     return out.getvalue()
 
 

@@ -13,6 +13,7 @@ from itertools import product
 from typing import Any
 
 HIDDEN, EXPERTS, TOP_K, TOKENS, RANKS = 7168, 256, 8, 4096, 4
+CALLS_IN_GRAPH = 10  # of small batches, on a GPU
 SUITES = ("targets", "routings", "tokens", "sms", "step", "small")
 ALIGNMENT = 128  # of expert_major groups: what grouped GEMMs in FP8 ask for
 SMALL_SWEEP = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # T at which both kinds of kernels are timed

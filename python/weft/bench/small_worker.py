@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import weft
-from weft.bench.cases import EXPERTS, TOP_K, Case
+from weft.bench.cases import CALLS_IN_GRAPH, EXPERTS, TOP_K, Case
+from weft.bench.suite_rank import SuiteRank
 from weft.limits import default_heap_bytes
 from weft.verify.check import Mismatch, poison
 
-if TYPE_CHECKING:
-    from weft.bench.suite_worker import Worker
-
-CALLS_IN_GRAPH = 10
 _RESULTS_ALIVE = CALLS_IN_GRAPH + 4  # what a capture has taken from the heap stays taken
 
 
 @contextlib.contextmanager
-def small_calls(worker: Worker, case: Case) -> Iterator[Callable[[], None]]:
+def small_calls(worker: SuiteRank, case: Case) -> Iterator[Callable[[], None]]:
     """What a decoding step calls, after its results were right: on a GPU a replay of CALLS_IN_GRAPH such calls, on a
     CPU one of them. With an object of its own: captured results keep their part of the heap. Collective.
     """
@@ -60,7 +57,7 @@ def small_calls(worker: Worker, case: Case) -> Iterator[Callable[[], None]]:
         yield call
 
 
-def _heap_bytes(worker: Worker, case: Case, capacity: int) -> int:
+def _heap_bytes(worker: SuiteRank, case: Case, capacity: int) -> int:
     rows = capacity * (EXPERTS // worker.comm.num_ranks if case.layout == "masked" else 1)
     row_bytes = worker.options.hidden * (1 if case.rows == "fp8" or case.quantize != "none" else 2)
     row_bytes += row_bytes // 16 + 64
@@ -72,7 +69,7 @@ def _heap_bytes(worker: Worker, case: Case, capacity: int) -> int:
 class _Calls:
     """dispatch, combine or both. Results of the call before are dropped first."""
 
-    def __init__(self, worker: Worker, case: Case, ep: weft.ExpertParallel, capacity: int | None) -> None:
+    def __init__(self, worker: SuiteRank, case: Case, ep: weft.ExpertParallel, capacity: int | None) -> None:
         self.case, self.ep, self.samples = case, ep, worker.samples
         self.options: dict[str, Any] = {"mode": case.mode, "num_sms": case.num_sms or None}
         self.dispatch_options = {

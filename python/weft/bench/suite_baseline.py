@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,13 +12,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from weft.bench.baseline import AllToAll, Received
-from weft.bench.cases import EXPERTS, Case
-from weft.bench.small_worker import CALLS_IN_GRAPH
+from weft.bench.cases import CALLS_IN_GRAPH, EXPERTS, Case
+from weft.bench.suite_rank import SuiteRank
 from weft.bench.timing import PROFILED, profile_calls, time_calls, time_replays
 from weft.verify.check import Mismatch, expect_equal
-
-if TYPE_CHECKING:
-    from weft.bench.suite_worker import Worker
 
 _ITERS, _WARMUP = 20, 3
 _SAMPLES = 100  # of replays
@@ -46,7 +43,7 @@ def with_baseline(cases: Iterable[Case]) -> dict[str, Case]:
 class Baselines:
     """A process group, with a name of its own, and what runs over it. A context manager; collective."""
 
-    def __init__(self, worker: Worker, name: str) -> None:
+    def __init__(self, worker: SuiteRank, name: str) -> None:
         self.worker, self.device, self.name = worker, worker.comm.device, name
 
     def __enter__(self) -> Baselines:

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 import weft
-from weft.bench.cases import EXPERTS, TOP_K, Case
+from weft.bench.cases import CALLS_IN_GRAPH, EXPERTS, TOP_K, Case
 from weft.bench.grouped_gemm import Experts
 from weft.bench.options import SuiteOptions
 from weft.bench.samples import Samples
-from weft.bench.small_worker import CALLS_IN_GRAPH, small_calls
+from weft.bench.small_worker import small_calls
 from weft.bench.suite_baseline import Baselines, with_baseline
 from weft.bench.timing import PROFILED, profile_calls, time_calls, time_replays
 from weft.bench.worker import Barrier, result_bytes

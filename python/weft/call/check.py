@@ -12,13 +12,14 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from weft.call.runner import DTYPE_CODES, RANK_MAJOR, Call
 from weft.call.scales import word_dtype
+from weft.call.shape import Shape
+from weft.call.spec import DTYPE_CODES, RANK_MAJOR, Call
 from weft.call.tensors import is_traced, plain
 from weft.communicator import Communicator
 from weft.errors import Error, InvalidArgument, Unsupported
@@ -39,9 +40,6 @@ from weft.limits import (
     small_shared_bytes,
 )
 from weft.quantized import Quantized
-
-if TYPE_CHECKING:
-    from weft.expert_parallel import ExpertParallel
 
 __all__ = [
     "QUANTIZE_CODES",
@@ -99,18 +97,20 @@ def check_constructor(comm: Any, dtype: Any, shape: dict[str, Any]) -> None:
             f"num_windows is {shape['num_windows']}; allowed are 1 to {comm._choice.rank_sms} here: a call of each may "
             "run at once and needs an SM, and ranks that share a GPU share its SMs"
         )
-    _check_num_sms(comm, shape["num_windows"], shape["num_sms"])
+    _check_num_sms(most_num_sms(comm, shape["num_windows"]), shape["num_windows"], shape["num_sms"])
 
 
 def most_num_sms(comm: Communicator, num_windows: int) -> int:
-    """SMs that a call may take on the nvlink engine: calls of all windows may run at once, and all their blocks must
-    find an SM (R15), which one of them may fill."""
+    """SMs that a call may take: calls of all windows may run at once, and all their blocks must find an SM (R15), which
+    one of them may fill. 0: the cpu engine takes none."""
+    if comm.engine != "nvlink":
+        return 0
     return min(comm.max_num_sms, comm._choice.rank_sms // num_windows)
 
 
 @_telling_peers
 def check_dispatch(
-    ep: ExpertParallel,
+    ep: Shape,
     x: Any,
     topk_idx: Any,
     topk_weights: Any,
@@ -134,7 +134,7 @@ def check_dispatch(
     form = "bytes" if isinstance(x, Quantized) else _form(x, quantize)
     options = (layout, alignment, quantize, capacity, max_tokens, num_sms, deadline_s, mode, staged, async_op, window)
     if handle is not None:
-        of = _of_handle(ep, "dispatch", handle)
+        of = _of_handle(handle)
         call: Call = _known(ep, _repeated_call, form, of, *options)
         if topk_idx is not None or topk_weights is not None:
             raise InvalidArgument(
@@ -166,13 +166,9 @@ def _plain_rows(x: Any) -> Any:
     return x if data is x.data and scales is x.scales else Quantized(data, scales)
 
 
-def _of_handle(ep: ExpertParallel, what: str, handle: Any) -> Any:
-    """The call that made it. Before anything else: whose handle it is, since another object's has other shapes."""
-    if not isinstance(handle, Handle):
-        return handle
-    if not is_traced(handle.tie):
-        ep.calls.check_tie(what, handle.tie)
-    return handle.call
+def _of_handle(handle: Any) -> Any:
+    """The call that made it."""
+    return handle.call if isinstance(handle, Handle) else handle
 
 
 def _form(rows: Any, quantize: Any) -> str:
@@ -194,33 +190,35 @@ def _column_dtype(x: Tensor | Quantized, quantize: str | None, scales: Tensor | 
     return word_dtype(x.scales.dtype)
 
 
-def _column_call(ep: ExpertParallel, call: Call, dtype: torch.dtype) -> Call:
+def _column_call(ep: Shape, call: Call, dtype: torch.dtype) -> Call:
     return replace(call, scale_dtype=dtype)
 
 
-def _holes_call(ep: ExpertParallel, call: Call) -> Call:
+def _holes_call(ep: Shape, call: Call) -> Call:
     return replace(call, zero_holes=False)
 
 
-def remember_calls(ep: ExpertParallel) -> dict[Callable[..., Call], Callable[..., Call]]:
+def remember_calls(ep: Shape) -> None:
     """For `_known`: options that were allowed once are not looked at again, by their values and types."""
     weak = weakref.proxy(ep)
     functions = (_first_call, _repeated_call, _combine_call, _column_call, _holes_call)
-    return {each: functools.lru_cache(_MOST_KNOWN, typed=True)(functools.partial(each, weak)) for each in functions}
+    ep.known.update(
+        {each: functools.lru_cache(_MOST_KNOWN, typed=True)(functools.partial(each, weak)) for each in functions}
+    )
 
 
-def _known(ep: ExpertParallel, check: Callable[..., Call], *options: Any) -> Call:
+def _known(ep: Shape, check: Callable[..., Call], *options: Any) -> Call:
     """check(ep, *options)."""
     if torch.compiler.is_compiling():
         return check(ep, *options)
     try:
-        return ep._known_calls[check](*options)
+        return ep.known[check](*options)
     except TypeError:  # an option without a hash
         return check(ep, *options)
 
 
 def _first_call(
-    ep: ExpertParallel,
+    ep: Shape,
     form: str,
     layout: Any,
     alignment: Any,
@@ -270,7 +268,7 @@ def _first_call(
 
 
 def _repeated_call(
-    ep: ExpertParallel,
+    ep: Shape,
     form: str,
     of: Any,
     layout: Any,
@@ -293,7 +291,7 @@ def _repeated_call(
 
 
 def _combine_call(
-    ep: ExpertParallel,
+    ep: Shape,
     form: str,
     of: Any,
     weighted: Any,
@@ -319,7 +317,7 @@ def _combine_call(
 
 
 def _is_small(
-    ep: ExpertParallel,
+    ep: Shape,
     op: str,
     form: str,
     layout: str,
@@ -345,12 +343,12 @@ def _is_small(
                 f"{name} with max_tokens = {max_tokens}; allowed in a small-batch call are 0 to {ep.small_tokens}"
             )
         return True
-    if mode == "throughput" or ep.comm.engine == "cpu" or max_tokens > ep.small_tokens:
+    if mode == "throughput" or ep.engine == "cpu" or max_tokens > ep.small_tokens:
         return False
-    return choose(ep._table, op, layout, form, max_tokens) == "latency"
+    return choose(ep.table, op, layout, form, max_tokens) == "latency"
 
 
-def _is_auto_small(ep: ExpertParallel, layout: str, capacity: int | None, max_tokens: int, num_sms: int | None) -> bool:
+def _is_auto_small(ep: Shape, layout: str, capacity: int | None, max_tokens: int, num_sms: int | None) -> bool:
     """What the table does not know of: without capacity the others take the memory that expert_major needs and no more;
     few SMs may have no room for all places."""
     if layout == "expert_major" and capacity is None:
@@ -361,12 +359,12 @@ def _is_auto_small(ep: ExpertParallel, layout: str, capacity: int | None, max_to
     return small_shared_bytes(num_places, groups, ep.num_local_experts) <= SMALL_SHARED_BYTES
 
 
-def _num_sms(ep: ExpertParallel, max_tokens: int, num_sms: int | None, *, is_small: bool) -> int:
+def _num_sms(ep: Shape, max_tokens: int, num_sms: int | None, *, is_small: bool) -> int:
     if num_sms is not None:
         return num_sms
-    if not is_small or ep.has_num_sms or ep.comm.engine == "cpu":
+    if not is_small or ep.has_num_sms or ep.engine == "cpu":
         return ep.num_sms
-    return min(small_num_sms(ep._table, max_tokens), most_num_sms(ep.comm, ep.num_windows))
+    return min(small_num_sms(ep.table, max_tokens), ep.most_num_sms)
 
 
 def _check_of(of: Any, layout: Any, alignment: Any, capacity: Any, max_tokens: Any, window: Any) -> None:
@@ -386,7 +384,7 @@ def _check_of(of: Any, layout: Any, alignment: Any, capacity: Any, max_tokens: A
 
 
 def _call_of_handle(
-    ep: ExpertParallel,
+    ep: Shape,
     of: Call,
     op: str,
     form: str,
@@ -405,7 +403,7 @@ def _call_of_handle(
     )
 
 
-def _check_x(ep: ExpertParallel, x: Any, quantize: Any, is_repeated: bool) -> tuple[Tensor, Tensor | None]:
+def _check_x(ep: Shape, x: Any, quantize: Any, is_repeated: bool) -> tuple[Tensor, Tensor | None]:
     if isinstance(x, Quantized):
         return _check_quantized(ep, x, quantize)
     if not isinstance(x, Tensor):
@@ -432,7 +430,7 @@ def _check_x(ep: ExpertParallel, x: Any, quantize: Any, is_repeated: bool) -> tu
     return x, None
 
 
-def _check_quantized(ep: ExpertParallel, x: Quantized, quantize: Any) -> tuple[Tensor, Tensor | None]:
+def _check_quantized(ep: Shape, x: Quantized, quantize: Any) -> tuple[Tensor, Tensor | None]:
     data, scales = x.data, x.scales
     if quantize is not None:
         raise InvalidArgument(f"quantize is {quantize!r} with an x that is quantised already; allowed is None")
@@ -456,13 +454,13 @@ def _check_quantized(ep: ExpertParallel, x: Quantized, quantize: Any) -> tuple[T
     return _bytes(data), scales
 
 
-def _is_read_by_column(ep: ExpertParallel, scales: Tensor) -> bool:
+def _is_read_by_column(ep: Shape, scales: Tensor) -> bool:
     """Whether column-major scales may reach the engine as they are."""
     if type(scales) is not Tensor or scales.is_contiguous() or scales.requires_grad or torch.compiler.is_compiling():
         return False
     num_tokens = scales.shape[0]
     lies_by_column = scales.stride(0) == 1 and scales.stride(1) >= num_tokens > 0
-    return ep.comm.engine == "nvlink" and scales.element_size() == 4 and lies_by_column
+    return ep.engine == "nvlink" and scales.element_size() == 4 and lies_by_column
 
 
 def _bytes(rows: Tensor) -> Tensor:
@@ -481,7 +479,7 @@ def _bytes(rows: Tensor) -> Tensor:
     return flat.view(torch.uint8).view(rows.shape[0], rows.shape[1] * rows.element_size())
 
 
-def _check_topk(ep: ExpertParallel, topk_idx: Any, topk_weights: Any, data: Tensor) -> Tensor | None:
+def _check_topk(ep: Shape, topk_idx: Any, topk_weights: Any, data: Tensor) -> Tensor | None:
     """The weights in fp32."""
     # No text is made before it is needed: torch.compile would take its numbers for constants.
     if not isinstance(topk_idx, Tensor):
@@ -511,7 +509,7 @@ def _check_topk(ep: ExpertParallel, topk_idx: Any, topk_weights: Any, data: Tens
 
 @_telling_peers
 def check_combine(
-    ep: ExpertParallel,
+    ep: Shape,
     y: Any,
     handle: Any,
     weighted: Any,
@@ -529,7 +527,7 @@ def check_combine(
     """The call as native codes; expert_output, side, bias and out as the engine reads them."""
     y, side, bias = plain(y, "expert_output"), plain(side, "side"), plain(bias, "bias")
     out = _plain_out(out)
-    of = _of_handle(ep, "combine", handle)
+    of = _of_handle(handle)
     options = (weighted, wire, num_sms, deadline_s, mode, staged, async_op, window)
     call = _known(ep, _combine_call, _form(y, wire), of, *options)
     lead = list(handle.rows_shape)
@@ -565,7 +563,7 @@ def _plain_out(out: Any) -> Any:
     return plain(out, "out")
 
 
-def _check_side(ep: ExpertParallel, side: Any, call: Call, lead: list[int]) -> None:
+def _check_side(ep: Shape, side: Any, call: Call, lead: list[int]) -> None:
     shapes = (lead, [*lead, ep.top_k]) if call.layout == RANK_MAJOR else (lead,)
     _check_like("side", side, shapes, (torch.float32,), ep)
     if side.requires_grad and torch.is_grad_enabled():
@@ -594,7 +592,7 @@ def _check_apart(name: str, read: Tensor | None, out: Tensor) -> None:
 
 
 def _check_like(
-    name: str, tensor: Any, shapes: tuple[list[int], ...], dtypes: tuple[torch.dtype, ...], ep: ExpertParallel
+    name: str, tensor: Any, shapes: tuple[list[int], ...], dtypes: tuple[torch.dtype, ...], ep: Shape
 ) -> None:
     if not isinstance(tensor, Tensor):
         raise InvalidArgument(f"{name} is {_shown(tensor)}; a tensor or None is expected")
@@ -608,7 +606,7 @@ def _check_like(
 
 
 def _check_options(
-    ep: ExpertParallel, num_sms: Any, deadline_s: Any, mode: Any, staged: Any, async_op: Any, window: Any
+    ep: Shape, num_sms: Any, deadline_s: Any, mode: Any, staged: Any, async_op: Any, window: Any
 ) -> None:
     has_defaults = num_sms is None and deadline_s is None and type(mode) is str and mode == "auto" and staged is False
     if not (has_defaults and async_op is False and type(window) is int and window == 0):  # the common case is quick
@@ -616,7 +614,7 @@ def _check_options(
 
 
 def _check_all_options(
-    ep: ExpertParallel, num_sms: Any, deadline_s: Any, mode: Any, staged: Any, async_op: Any, window: Any
+    ep: Shape, num_sms: Any, deadline_s: Any, mode: Any, staged: Any, async_op: Any, window: Any
 ) -> None:
     for name, value in (
         ("num_sms", num_sms),
@@ -626,7 +624,7 @@ def _check_all_options(
         ("async_op", async_op),
     ):
         _check_option(name, value)
-    _check_num_sms(ep.comm, ep.num_windows, num_sms)
+    _check_num_sms(ep.most_num_sms, ep.num_windows, num_sms)
     if staged and async_op:
         raise InvalidArgument("async_op is True with staged=True; allowed is one of the two")
     is_int = isinstance(window, int) and not isinstance(window, bool)
@@ -639,11 +637,11 @@ def _check_option(name: str, value: Any) -> None:
         raise InvalidArgument(f"{name} is {value!r}; allowed: {_ALLOWED[name]}")
 
 
-def _check_num_sms(comm: Communicator, num_windows: int, num_sms: int | None) -> None:
-    if num_sms is None or comm.engine != "nvlink" or num_sms <= most_num_sms(comm, num_windows):
+def _check_num_sms(most: int, num_windows: int, num_sms: int | None) -> None:
+    if num_sms is None or most == 0 or num_sms <= most:
         return
     raise InvalidArgument(
-        f"num_sms is {num_sms} with num_windows = {num_windows}; allowed are 1 to {most_num_sms(comm, num_windows)} "
+        f"num_sms is {num_sms} with num_windows = {num_windows}; allowed are 1 to {most} "
         "here: a call of each window may run at once, and ranks that share a GPU share its SMs"
     )
 
@@ -662,7 +660,7 @@ def check_dispatched(dispatched: Any) -> None:
         raise InvalidArgument(f"dispatched is {_shown(dispatched)}; the result of a dispatch is expected")
 
 
-def _check_place(name: str, tensor: Tensor, ep: ExpertParallel) -> None:
+def _check_place(name: str, tensor: Tensor, ep: Shape) -> None:
     if tensor.device == ep.device and tensor.layout is _STRIDED:
         return
     if tensor.layout != torch.strided:

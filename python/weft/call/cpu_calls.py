@@ -13,14 +13,16 @@ from torch import Tensor
 
 from weft import _load
 from weft.call import half
-from weft.call.runner import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, Calling, NativeCalls, Received
+from weft.call.event import COMPLETE, Event
+from weft.call.received import Received
+from weft.call.runner import Calling, NativeCalls
 from weft.call.scales import by_column
+from weft.call.spec import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call
 from weft.call.tensors import address
-from weft.handle import COMPLETE, Event
 from weft.routing import traces
 
 if TYPE_CHECKING:
-    from weft.communicator import Window
+    from weft.call.window import Window
 
 __all__ = ["CpuCalls"]
 

@@ -15,13 +15,16 @@ from torch import Tensor
 
 from weft import _load
 from weft.call import half
+from weft.call.event import COMPLETE, Event
 from weft.call.gpu_tensors import as_tensor, clear, column_bytes, dense, first_rows, from_dlpack, readable, row_bytes
-from weft.call.runner import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, NativeCalls, Received, changed
+from weft.call.received import Received
+from weft.call.runner import NativeCalls
 from weft.call.running import Running, has_nvtx_tool
 from weft.call.scales import by_column, empty_by_column, first_by_column
+from weft.call.spec import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, changed
 from weft.call.tensors import address
 from weft.errors import InvalidArgument, Unsupported
-from weft.handle import COMPLETE, ROUTING, Event
+from weft.handle import ROUTING
 from weft.limits import (
     LANDING_SLACK,
     MAX_CAPACITY,
@@ -32,7 +35,8 @@ from weft.limits import (
 from weft.routing import traces
 
 if TYPE_CHECKING:
-    from weft.communicator import Communicator, Window
+    from weft.call.window import Window
+    from weft.communicator import Communicator
 
 __all__ = ["GpuCalls"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.call.runner import RANK_MAJOR, Call
+from weft.call.spec import RANK_MAJOR, Call
 from weft.limits import ROW_MULTIPLE_BYTES
 
 __all__ = ["as_tensor", "clear", "column_bytes", "dense", "first_rows", "from_dlpack", "readable", "row_bytes"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from weft.call.runner import Call, Calling, NativeCalls
-from weft.handle import Event
+from weft.call.event import Event
+from weft.call.runner import Calling, NativeCalls
+from weft.call.spec import Call
 
 __all__ = ["Half", "Staged", "note"]
 

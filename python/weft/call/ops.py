@@ -23,7 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.call.runner import LEAST_COLUMNS, MASKED, RANK_MAJOR, Received, by_token, call_of
+from weft.call.received import Received
+from weft.call.runner import by_token
+from weft.call.spec import LEAST_COLUMNS, MASKED, RANK_MAJOR, call_of
 
 __all__ = ["combine", "dispatch", "dispatch_again", "gradients", "receive"]
 
@@ -98,7 +100,7 @@ def receive(
     is_small: bool,
     quantize: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `weft.call.runner.Received`, once a ticket. The inputs of dispatch are here for their
+    """The fields of `weft.call.received.Received`, once a ticket. The inputs of dispatch are here for their
     gradients."""
     return by_token(token).results.take(int(ticket))
 

@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from weft.call.event import Event
 from weft.call.gpu_calls import GpuCalls
 from weft.call.gpu_tensors import first_rows, from_dlpack
-from weft.call.runner import RANK_MAJOR, Call
-from weft.handle import Dispatched, Event, Handle
+from weft.call.spec import RANK_MAJOR, Call
+from weft.handle import Dispatched, Handle
 from weft.limits import QUANTIZE_GROUP, ROW_MULTIPLE_BYTES
 from weft.quantized import Quantized, typed
 from weft.routing import traces
 
 if TYPE_CHECKING:
     from weft.call.streams import WindowStreams
-    from weft.communicator import Window
+    from weft.call.window import Window
 
 __all__ = ["Plan", "Quick"]
 

@@ -9,130 +9,31 @@ Nothing here knows autograd or torch.library.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from weft.errors import CapacityExceeded, InternalError, InvalidArgument, InvalidState
-from weft.handle import Event
+from weft.call.event import Event
+from weft.call.received import Counters, Received, Results
+from weft.call.spec import RANK_MAJOR, Call
+from weft.call.window import Window
+from weft.errors import CapacityExceeded, InvalidArgument, InvalidState
 from weft.limits import LAYOUTS
 
 if TYPE_CHECKING:
-    from weft.communicator import Communicator, Window
+    from weft.communicator import Communicator
 
-__all__ = ["BYTES", "Call", "Calling", "NativeCalls", "Received", "by_token", "call_of", "changed"]
-
-DTYPE_CODES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
-BYTES = 0
-RANK_MAJOR, EXPERT_MAJOR, MASKED = range(3)
-LEAST_COLUMNS = 4  # a row of 16 bytes in fp32: what a backward sends where only weights have gradients
+__all__ = ["Calling", "NativeCalls", "by_token"]
 
 _keys = itertools.count(1)
 _by_key: weakref.WeakValueDictionary[int, NativeCalls] = weakref.WeakValueDictionary()
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """What is equal on all ranks in a call, as the native module wants it; the last two are for this rank alone."""
-
-    layout: int
-    alignment: int
-    capacity: int  # -1: none
-    max_tokens: int
-    deadline_s: float
-    window: int
-    num_sms: int = 0  # 0: the engine's business
-    wire: int = 0  # combine: code of the format on the wire, 0: that of the rows
-    is_async: bool = False  # on a stream of the window
-    is_small: bool = False  # by the kernels for small batches
-    is_staged: bool = False  # small: send now, receive when `Half.receive` is called
-    scale_dtype: torch.dtype | None = None  # dispatch: of column-major scales (weft/call/scales.py); None: row-major
-    zero_holes: bool = True  # dispatch, expert_major
-    counts_dropped: bool = True  # a dispatch that repeats a routing: picks that it drops go to `overflow`
-
-    def in_backward(self) -> Call:
-        """The same for a backward: rows as they are, on the stream that autograd chose; what it drops is counted."""
-        return changed(self, wire=0, is_async=False, counts_dropped=False)
-
-
-# `Call(...)`, the same object for the same values: what is kept for a call goes by it (GpuCalls.kind).
-call_of = functools.lru_cache(maxsize=256)(Call)
-
-
-@functools.lru_cache(maxsize=256)
-def changed(call: Call, **changes: Any) -> Call:
-    """`call` with other values, the same object each time."""
-    return replace(call, **changes)
-
-
-class Received(NamedTuple):
-    """The tensors of a dispatch. Absent ones are empty, so that operators of torch.library can return them."""
-
-    x: Tensor  # as the native module gives it: bytes if quantised
-    scales: Tensor  # row-major fp32 or bytes, or column-major words of `Call.scale_dtype`
-    topk_idx: Tensor
-    topk_weights: Tensor
-    sizes: Tensor  # int32: num_tokens_per_expert | offsets | num_rows
-    send_plan: Tensor
-    recv_plan: Tensor
-    tie: Tensor
-
-
-@dataclass
-class Counters:
-    """What `stats()` tells; forward and backward together."""
-
-    num_dispatches: int = 0
-    num_combines: int = 0
-    rows_sent: int = 0
-    bytes_sent: int = 0
-    dispatch_s: float = 0.0
-    combine_s: float = 0.0
-
-
-class Results:
-    """What dispatches have given and nobody has fetched yet, by ticket; compiled graphs only.
-
-    A graph fetches every ticket unless it has no use for the results: of those a few are kept, then they go.
-    """
-
-    MAX = 16
-
-    def __init__(self) -> None:
-        self._next = 0
-        self._waiting: dict[int, Received] = {}
-        self.keep = False  # for torch.library.opcheck, which compares several runs with the same arguments
-
-    def put(self, received: Received) -> int:
-        """Store a result; returns its ticket."""
-        if not self.keep:
-            self._next += 1
-        # An operator's own outputs: the tie and empty tensors are shared between calls.
-        own = (part.clone() if part.numel() == 0 else part for part in received._replace(tie=received.tie.clone()))
-        self._waiting[self._next] = Received(*own)
-        while len(self._waiting) > self.MAX:
-            del self._waiting[next(iter(self._waiting))]
-        return self._next
-
-    def take(self, ticket: int) -> Received:
-        """The result of a ticket, which is then forgotten.
-
-        Raises:
-            InternalError: no such ticket.
-        """
-        received = self._waiting.get(ticket) if self.keep else self._waiting.pop(ticket, None)
-        if received is None:
-            raise InternalError(f"the result of dispatch {ticket} was fetched before, or {self.MAX} others since")
-        return Received(*(part.clone() for part in received)) if self.keep else received
 
 
 class NativeCalls(ABC):

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.call.event import Event
 from weft.call.runner import Calling
 from weft.call.streams import WindowStreams
-from weft.handle import Event
 from weft.limits import LAYOUTS
 
 __all__ = ["Running", "has_nvtx_tool"]

@@ -38,6 +38,7 @@ def demo(
     """Train a small mixture-of-experts language model across ranks; exit 1 if its losses are not as they should be."""
     with command_output(json_lines=json) as output:
         from weft.demo import run_demo
+        from weft.demo.show import show_report
 
         config = DemoConfig(
             num_ranks=ranks,
@@ -60,6 +61,6 @@ def demo(
         report = run_demo(config, console=None if json else output.console)
         output.row(report.as_dict())
         if not json:
-            report.show(output.console)
+            show_report(report, output.console)
         if not report.ok:
             raise typer.Exit(EXIT_FAILED)

@@ -2,7 +2,7 @@
 
     config = DemoConfig(kill_rank=2)
     report = run_demo(config, console=rich.console.Console())
-    report.show(console)
+    show_report(report, console)  # of weft.demo.show
 
 `weft demo` is this with flags. Importing this package imports neither torch nor rich nor matplotlib.
 """
@@ -28,8 +28,8 @@ def run_demo(config: DemoConfig, *, console: Console | None = None) -> DemoRepor
     `config.plot` and `config.record`. With `console`, says what it is doing as it goes: a progress bar if the console
     is a terminal, and, when a rank dies, what the others see. None: silent.
 
-    `report.show(console)` prints the report, `report.as_dict()` is for JSON, `report.ok` and `report.problems` say
-    whether the losses fell and agree with the baseline's.
+    `weft.demo.show.show_report(report, console)` prints the report, `report.as_dict()` is for JSON, `report.ok` and
+    `report.problems` say whether the losses fell and agree with the baseline's.
 
     Raises:
         InvalidArgument: `config.text` can't be read or is too small, the folder of `config.record` or `config.plot`

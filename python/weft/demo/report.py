@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 from weft.demo.config import DemoConfig
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from weft.demo.baseline import BaselineResult
     from weft.demo.train import RankResult
 
@@ -163,12 +161,6 @@ class DemoReport:
     def seen_after_ms(self, seen_ns: int) -> float | None:
         """Time from the kill to the error; None where nobody knows when a rank died."""
         return None if self.killed_ns is None else (seen_ns - self.killed_ns) / 1e6
-
-    def show(self, console: Console) -> None:
-        """Prints the whole report."""
-        from weft.demo.show import show_report
-
-        show_report(self, console)
 
 
 def mean_of_ends(losses: tuple[float, ...]) -> tuple[float, float]:

@@ -1,0 +1,43 @@
+"""`Shape`: what an ExpertParallel was made for, as far as checks of its calls need it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+import torch
+
+from weft.call.spec import Call
+from weft.communicator import Communicator
+from weft.kernels.tuning import Table
+
+__all__ = ["Shape"]
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """Arguments of an ExpertParallel and what follows from them, fixed when it is made."""
+
+    comm: Communicator
+    engine: str
+    device: torch.device
+    dtype: torch.dtype
+    num_ranks: int
+    num_experts: int
+    top_k: int
+    hidden: int
+    max_tokens_per_rank: int
+    num_windows: int
+    deadline_s: float
+    num_sms: int  # of a call that does not say
+    has_num_sms: bool  # the user has said `num_sms`
+    most_num_sms: int  # that a call may take; 0: the cpu engine takes none
+    small_tokens: int  # most tokens of a rank in a small-batch call
+    table: Table  # which kernels are faster, measured (weft/kernels/tuning.py)
+    known: dict[Callable[..., Call], Callable[..., Call]] = field(default_factory=dict)  # of weft/call/check.py
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts of each rank."""
+        return self.num_experts // self.num_ranks

@@ -1,0 +1,60 @@
+"""`Call`: what is equal on all ranks in a call, as the native module wants it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+__all__ = [
+    "BYTES",
+    "DTYPE_CODES",
+    "EXPERT_MAJOR",
+    "LEAST_COLUMNS",
+    "MASKED",
+    "RANK_MAJOR",
+    "Call",
+    "call_of",
+    "changed",
+]
+
+DTYPE_CODES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+BYTES = 0
+RANK_MAJOR, EXPERT_MAJOR, MASKED = range(3)
+LEAST_COLUMNS = 4  # a row of 16 bytes in fp32: what a backward sends where only weights have gradients
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What is equal on all ranks in a call, as the native module wants it; the last two are for this rank alone."""
+
+    layout: int
+    alignment: int
+    capacity: int  # -1: none
+    max_tokens: int
+    deadline_s: float
+    window: int
+    num_sms: int = 0  # 0: the engine's business
+    wire: int = 0  # combine: code of the format on the wire, 0: that of the rows
+    is_async: bool = False  # on a stream of the window
+    is_small: bool = False  # by the kernels for small batches
+    is_staged: bool = False  # small: send now, receive when `Half.receive` is called
+    scale_dtype: torch.dtype | None = None  # dispatch: of column-major scales (weft/call/scales.py); None: row-major
+    zero_holes: bool = True  # dispatch, expert_major
+    counts_dropped: bool = True  # a dispatch that repeats a routing: picks that it drops go to `overflow`
+
+    def in_backward(self) -> Call:
+        """The same for a backward: rows as they are, on the stream that autograd chose; what it drops is counted."""
+        return changed(self, wire=0, is_async=False, counts_dropped=False)
+
+
+# `Call(...)`, the same object for the same values: what is kept for a call goes by it (GpuCalls.kind).
+call_of = functools.lru_cache(maxsize=256)(Call)
+
+
+@functools.lru_cache(maxsize=256)
+def changed(call: Call, **changes: Any) -> Call:
+    """`call` with other values, the same object each time."""
+    return replace(call, **changes)
