@@ -22,7 +22,7 @@ NUM_RANKS, EXPERTS, TOP_K, HIDDEN, TOKENS = 4, 8, 3, 256, 200
 def make(comm: weft.Communicator, **changes: Any) -> weft.ExpertParallel:
     shape = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "max_tokens_per_rank": TOKENS}
     ep = weft.ExpertParallel(comm, **(shape | {"num_sms": 4, "deadline_s": 20.0} | changes))  # type: ignore[arg-type]
-    ep._table = TABLE
+    ep._shape.table = TABLE
     return ep
 
 

@@ -16,5 +16,8 @@ def test_a_backward_takes_the_same_object_every_time() -> None:
     assert plain.in_backward() is plain
     assert wired.in_backward() is wired.in_backward()
     assert (wired.in_backward().wire, wired.in_backward().is_async, wired.in_backward().max_tokens) == (0, False, 64)
+    bounded = Call(0, 1, 8, 64, 10.0, 0)
+    assert bounded.in_backward() is bounded.in_backward()
+    assert not bounded.in_backward().counts_dropped, "the forward has counted"
     assert changed(wired, zero_holes=False) is changed(wired, zero_holes=False)
     assert not changed(wired, zero_holes=False).zero_holes

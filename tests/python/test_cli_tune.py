@@ -69,7 +69,7 @@ def test_what_is_measured_is_stored_where_objects_find_it(tmp_path: Path, monkey
 
     def table_of(comm: weft.Communicator) -> object:
         with weft.ExpertParallel(comm, num_experts=4, top_k=2, hidden=64, max_tokens_per_rank=8) as ep:
-            return ep._table
+            return ep._shape.table
 
     assert weft.spawn(table_of, 2, device="cpu") == [found.table] * 2
 

@@ -31,7 +31,8 @@ TABLES = (
 def calls_of(case: Case, table: Table, ranks: int, hidden: int) -> Iterator[tuple[str, Any]]:
     """What Weft itself makes of the calls of a case on GPUs."""
     ep: Any = SimpleNamespace(
-        comm=SimpleNamespace(engine="nvlink", max_num_sms=132, _choice=SimpleNamespace(rank_sms=132)),
+        engine="nvlink",
+        most_num_sms=132,
         num_ranks=ranks,
         num_local_experts=EXPERTS // ranks,
         top_k=TOP_K,
@@ -42,7 +43,7 @@ def calls_of(case: Case, table: Table, ranks: int, hidden: int) -> Iterator[tupl
         num_sms=DEFAULT_NUM_SMS,
         has_num_sms=False,
         num_windows=1,
-        _table=table,
+        table=table,
     )
     form = "bytes" if case.rows == "fp8" else "plain" if case.quantize == "none" else "quantized"
     quantize = None if case.quantize == "none" else case.quantize

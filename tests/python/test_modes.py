@@ -59,8 +59,9 @@ def test_table() -> None:
 
 @pytest.mark.parametrize(("num_windows", "num_sms"), [(1, 64), (2, 64), (4, 33), (132, 1)])
 def test_small_batches_in_flight_share_the_sms(num_windows: int, num_sms: int) -> None:
-    comm = SimpleNamespace(engine="nvlink", max_num_sms=64, _choice=Choice("nvlink", "132 SMs", 64, 132))
-    ep: Any = SimpleNamespace(has_num_sms=False, num_sms=16, num_windows=num_windows, _table=DEFAULT, comm=comm)
+    comm: Any = SimpleNamespace(engine="nvlink", max_num_sms=64, _choice=Choice("nvlink", "132 SMs", 64, 132))
+    most = check.most_num_sms(comm, num_windows)
+    ep: Any = SimpleNamespace(has_num_sms=False, num_sms=16, most_num_sms=most, table=DEFAULT, engine="nvlink")
     assert check._num_sms(ep, 128, None, is_small=True) == num_sms
     assert check._num_sms(ep, 128, 80, is_small=True) == 80
     assert check._num_sms(ep, 128, None, is_small=False) == 16
@@ -155,7 +156,7 @@ def test_automatic_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def work(state: RankState, argument: None) -> None:
         ep, (x, ids) = make(state.comm), rows()
-        ep._table = Table(most_tokens=((("dispatch", "masked", "quantized"), 0),), most_tokens_else=100)
+        ep._shape.table = Table(most_tokens=((("dispatch", "masked", "quantized"), 0),), most_tokens_else=100)
 
         def is_small(**options: Any) -> bool:
             return ep.dispatch(x, ids, **{"max_tokens": 100, "capacity": 64, **options}).handle.is_small
@@ -174,12 +175,12 @@ def test_automatic_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         before = ep.stats()["windows"][0]["num_small"]
         ep.combine(r.x, r.handle)
         assert ep.stats()["windows"][0]["num_small"] == before + 1
-        ep._table = Table(most_tokens=((("combine", "rank_major", "wide"), 0),), most_tokens_else=100)
+        ep._shape.table = Table(most_tokens=((("combine", "rank_major", "wide"), 0),), most_tokens_else=100)
         ep.combine(r.x.float(), r.handle)
         assert ep.stats()["windows"][0]["num_small"] == before + 1
         ep.close()
         fp32 = make(state.comm, dtype=torch.float32)
-        fp32._table = Table(most_tokens=((("dispatch", "masked", "wide"), 8),), most_tokens_else=100)
+        fp32._shape.table = Table(most_tokens=((("dispatch", "masked", "wide"), 8),), most_tokens_else=100)
         for layout, max_tokens, expected in (("masked", 8, True), ("masked", 9, False), ("rank_major", 9, True)):
             r = fp32.dispatch(x.float(), ids, layout=layout, capacity=64, max_tokens=max_tokens)
             assert r.handle.is_small == expected

@@ -137,7 +137,7 @@ def tables_seen(comm: weft.Communicator, folders: list[str]) -> list[Table]:
     os.environ["WEFT_CACHE_DIR"] = folders[comm.rank]
     shape: dict[str, Any] = {"num_experts": 6, "top_k": 2, "hidden": 64, "max_tokens_per_rank": 8}
     with weft.ExpertParallel(comm, **shape) as ep:
-        seen = [ep._table]
+        seen = [ep._shape.table]
         r = ep.dispatch(torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torch.int64))
         ep.combine(r.x, r.handle)
     return seen

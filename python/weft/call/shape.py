@@ -15,9 +15,9 @@ from weft.kernels.tuning import Table
 __all__ = ["Shape"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Shape:
-    """Arguments of an ExpertParallel and what follows from them, fixed when it is made."""
+    """Arguments of an ExpertParallel and what follows from them, fixed when it is made; tests set another `table`."""
 
     comm: Communicator
     engine: str

@@ -47,7 +47,9 @@ class Call:
 
     def in_backward(self) -> Call:
         """The same for a backward: rows as they are, on the stream that autograd chose; what it drops is counted."""
-        return changed(self, wire=0, is_async=False, counts_dropped=False)
+        if self.wire or self.is_async or self.capacity >= 0:
+            return changed(self, wire=0, is_async=False, counts_dropped=False)
+        return self
 
 
 # `Call(...)`, the same object for the same values: what is kept for a call goes by it (GpuCalls.kind).
