@@ -284,21 +284,6 @@ ENGINE_INCLUDES = {
     "src/engine/nvlink/window.h": 1,
     "src/engine/nvlink/window_failure.cc": 1,
 }
-# Places outside of transport/ that form addresses in the windows of ranks. The list only shrinks.
-PEER_ADDRESSES = {
-    "include/weft/kernels/combine.cuh": 3,
-    "include/weft/kernels/combine_block.cuh": 1,
-    "include/weft/kernels/combine_side.cuh": 1,
-    "include/weft/kernels/dispatch_count.cuh": 4,
-    "include/weft/kernels/dispatch_ids.cuh": 1,
-    "include/weft/kernels/dispatch_state.cuh": 2,
-    "include/weft/kernels/small_combine_block.cuh": 1,
-    "include/weft/kernels/small_combine_side.cuh": 1,
-    "include/weft/kernels/small_dispatch_picks.cuh": 1,
-    "include/weft/kernels/small_dispatch_receive.cuh": 1,
-    "include/weft/kernels/small_dispatch_send.cuh": 1,
-    "include/weft/kernels/small_dispatch_state.cuh": 3,
-}
 
 
 def counted(source: Source, findings: list[Finding], listed: dict[str, int], name: str) -> Iterator[Finding]:
@@ -320,17 +305,6 @@ def engine_include(source: Source) -> Iterator[Finding]:
     others = rf'#\s*include\s*"engine/(?!{parts[2]}/)\w+/[^\n]*'
     found = list(find(source, "engine-include", others, "an engine includes another"))
     yield from counted(source, found, ENGINE_INCLUDES, "engine-include")
-
-
-@rule
-def peer_address(source: Source) -> Iterator[Finding]:
-    """Addresses in the windows of ranks are formed under include/weft/transport only."""
-    if not source.is_cpp or not source.under("include", "src") or source.under("include/weft/transport"):
-        return
-    found = list(
-        find(source, "peer-address", r"\bview\.(heap|control)\[", "an address of a peer outside of transport/")
-    )
-    yield from counted(source, found, PEER_ADDRESSES, "peer-address")
 
 
 MAX_LINES = 400

@@ -26,7 +26,7 @@ def imported(text: str, modules: set[str]) -> set[str]:
 def circles(texts: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
     """Circles among modules given by path: the path of one module, and the way back to it."""
     paths = {module_name(path): path for path in texts}
-    imports = {name: imported(texts[path], set(paths)) - {name} for name, path in paths.items()}
+    imports = {name: _loaded(name, imported(texts[path], set(paths))) & set(paths) for name, path in paths.items()}
     while imports := _without_leaves(imports):
         way = [min(imports)]
         while (following := min(imports[way[-1]])) not in way:
@@ -34,6 +34,15 @@ def circles(texts: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
         circle = way[way.index(following) :]
         yield paths[following], [*circle, following]
         imports = {name: needs - set(circle) for name, needs in imports.items() if name not in circle}
+
+
+def _loaded(name: str, modules: set[str]) -> set[str]:
+    """The modules and their packages, which are loaded first; without what `name` itself lies in."""
+    names = {
+        str(parent).replace("/", ".") for each in modules for parent in PurePosixPath(each.replace(".", "/")).parents
+    }
+    own = {name[:idx] for idx, letter in enumerate(f"{name}.") if letter == "."}
+    return (modules | names - own) - {name}
 
 
 def _without_leaves(imports: dict[str, set[str]]) -> dict[str, set[str]]:

@@ -113,7 +113,7 @@ def __dir__() -> list[str]:
 
 
 class _ShortNames:
-    """Finds `weft.machine.topology` in weft.machine, and so on: the same module under both names."""
+    """Finds `weft.topology` in weft.machine, and so on: the same module under both names."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -110,7 +110,7 @@ class Topology:
 
     @property
     def machine(self) -> Machine:
-        """GPUs, processors, NICs and PCIe of this machine, read once in a process; see `weft.machine.topology`."""
+        """GPUs, processors, NICs and PCIe of this machine, read once in a process; see `weft.topology`."""
         return local.machine_here()
 
 

@@ -18,7 +18,7 @@ __all__ = ["Setting", "Settings", "settings"]
 
 
 def settings(machine: Machine, placements: Sequence[Placement], environment: Mapping[str, str]) -> Settings:
-    """The settings for the ranks of one machine, from `weft.machine.placement.place`. `environment`: what the user has set; it
+    """The settings for the ranks of one machine, from `weft.placement.place`. `environment`: what the user has set; it
     is read, not written."""
     network = network_of(machine, placements)
     items = [*nccl.items(network, environment), *nvshmem.items(network, environment)]

@@ -32,7 +32,7 @@ _SELF = "/proc/self"
 
 
 def record(root: str | os.PathLike[str], directory: str | os.PathLike[str]) -> Path:
-    """Write the files that `weft.machine.topology.read(root)` looks at into `directory` as tree.json, and return its path.
+    """Write the files that `weft.topology.read(root)` looks at into `directory` as tree.json, and return its path.
 
     Host names, serial numbers and addresses are not written: GUIDs, UUIDs, MAC and IP addresses are replaced by
     made-up ones of the same form, the same one for the same value.
