@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from weft import _load, env
+from weft.call.shared import Shared
 from weft.call.streams import WindowStreams
 from weft.call.window import Window, WindowSpec, released_on_error
 from weft.engine import Choice, Facts, choose_engine, driver_gpu, look
@@ -37,7 +38,6 @@ from weft.log import logger
 from weft.machine.placement import local
 from weft.machine.placement.binding import Binding
 from weft.machine.placement.model import Placement
-from weft.shared import Shared
 
 if TYPE_CHECKING:
     from types import TracebackType

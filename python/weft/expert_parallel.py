@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from weft import autograd, wrapped
-from weft.call import check, ops, tensors
+from weft import autograd
+from weft.call import check, ops, tensors, wrapped
 from weft.call.cpu_calls import CpuCalls
 from weft.call.gpu_calls import GpuCalls
 from weft.call.half import Staged
@@ -20,6 +20,7 @@ from weft.call.received import Received
 from weft.call.runner import NativeCalls
 from weft.call.scales import by_column
 from weft.call.shape import Shape
+from weft.call.shared import Shared
 from weft.call.spec import RANK_MAJOR, Call, changed
 from weft.call.window import WindowSpec, released_on_error
 from weft.communicator import Communicator
@@ -30,7 +31,6 @@ from weft.kernels import tables
 from weft.limits import default_heap_bytes, dtype_name, landing_row_bytes, max_row_bytes, small_tokens
 from weft.log import logger
 from weft.quantized import Quantized, no_rows, typed
-from weft.shared import Shared
 
 if TYPE_CHECKING:
     from types import TracebackType

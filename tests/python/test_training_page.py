@@ -27,7 +27,7 @@ def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
     script.write_text("\n".join(re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)))
     package = str(Path(weft.__file__).resolve().parents[1])
     env = {**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1", "CHECKPOINTS": str(tmp_path)}
-    command = [sys.executable, "-W", "error::UserWarning:weft.wrapped", "-m", "torch.distributed.run"]
+    command = [sys.executable, "-W", "error::UserWarning:weft.call.wrapped", "-m", "torch.distributed.run"]
     done = subprocess.run(
         [*command, "--standalone", "--nproc-per-node=2", str(script)], capture_output=True, text=True, env=env
     )

@@ -9,21 +9,18 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-if TYPE_CHECKING:
-    from weft.expert_parallel import ExpertParallel
-
-_known: weakref.WeakSet[ExpertParallel] = weakref.WeakSet()
+_known: weakref.WeakSet[Any] = weakref.WeakSet()
 _MOST_NAMES = 4
 
 
-def watch(ep: ExpertParallel) -> None:
-    """From now on warn where a module that holds `ep` is wrapped with its experts."""
+def watch(ep: Any) -> None:
+    """From now on warn where a module that holds `ep`, an ExpertParallel, is wrapped with its experts."""
     if not _hooks:
         _hooks.append(register_module_module_registration_hook(_look))
     if ep.num_ranks > 1:
