@@ -251,11 +251,12 @@ class _Trial:
             got = self._dispatch()
             with tally.part(f"{turn} dispatch"):
                 tally.num_words += check_dispatched(self.case, got, self.expected[self.rank], overflow)
-            overflow = int(got.overflow)
             with tally.part(f"{turn} combine"):
                 self._check_combine(got)
+            overflow = int(got.overflow)
             with tally.part(f"{turn} dispatch with a handle"):
-                self._check_repeat(got)
+                self._check_repeat(got, overflow)
+            overflow = int(got.overflow)
             _poison_received(got)
             del got
 
@@ -316,11 +317,14 @@ class _Trial:
         for name, got_part, want_part in zip(("y", "side"), got_parts, want_parts, strict=False):
             self.tally.num_words += expect_equal(name, got_part, want_part)
 
-    def _check_repeat(self, got: weft.Dispatched) -> None:
-        """Send other rows with the handle of the first dispatch."""
+    def _check_repeat(self, got: weft.Dispatched, overflow_before: int) -> None:
+        """Send other rows with the handle of the first dispatch; what it drops is counted again."""
         second_x = self.inputs[self.rank].second_x.to(self.device)
         again = self.ep.dispatch(second_x, handle=got.handle, **self.case.later_mode).wait()
         want = self.expected[self.rank]
+        dropped = int(again.overflow) - overflow_before
+        if dropped != int(want.overflow):
+            raise Mismatch(f"overflow: grew by {dropped}, expected {int(want.overflow)}")
         rows = reference.repeat_dispatch([part.second_x for part in self.inputs], want.routing)
         self.tally.num_words += check_rows("x", again.x, rows[self.rank], _filled_rows(self.case, want))
         poison(again.x if isinstance(again.x, Tensor) else again.x.data)
