@@ -115,6 +115,7 @@ void bind_dispatch_args(nb::module_& m) {
       .def_rw("num_rows_out", &Args::num_rows_out)
       .def_rw("overflow", &Args::overflow)
       .def_rw("zeroes_holes", &Args::zeroes_holes)
+      .def_rw("spread_blocks", &Args::spread_blocks)
       .def_rw("makes_send_plan", &Args::makes_send_plan)
       .def_rw("room", &Args::room)
       .def_rw("scale_word_bytes", &Args::scale_word_bytes)

@@ -49,6 +49,8 @@ class Case:
     capacity: int = NO_CAPACITY
     alignment: int = 1
     zeroes_holes: bool = True
+    spread_blocks: int = 0  # by expert: of the kernel that places rows; 0: one kernel does all
+    num_straight: int = 0  # of 16 tokens, whose own rows the first kernel stores to all places
     int32_ranks: tuple[int, ...] = ()  # whose ids are
     has_weights: bool = True
     num_rounds: int = 3  # new routings
@@ -82,6 +84,8 @@ class Case:
             capacity=self.capacity,
             alignment=self.alignment,
             zeroes_holes=self.zeroes_holes,
+            spread_blocks=0 if self.is_small else self.spread_blocks,
+            num_straight=self.num_straight,
             int32_ranks=self.int32_ranks,
             shared_bytes=self.shared_bytes,
         )

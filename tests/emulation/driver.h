@@ -22,6 +22,7 @@
 #include "weft/kernels/arguments.h"
 #include "weft/kernels/combine_arguments.h"
 #include "weft/kernels/gradients_arguments.h"
+#include "weft/kernels/place_rows_arguments.h"
 #include "weft/kernels/small_combine_arguments.h"
 #include "weft/kernels/small_dispatch_arguments.h"
 #include "weft/kernels/unload_arguments.h"
@@ -122,6 +123,7 @@ inline void take(Fields& fields, weft::kernels::DispatchKernelArgs& args) {
   fields.take("num_rows", args.num_rows);
   fields.take("overflow", args.overflow);
   fields.take("rail", args.rail);
+  fields.take("num_straight", args.num_straight);
 }
 
 inline void take(Fields& fields, weft::kernels::SmallDispatchKernelArgs& args) {
@@ -226,6 +228,30 @@ inline void take(Fields& fields, weft::kernels::GradientKernelArgs& args) {
   fields.take("num_rows", args.num_rows);
   fields.take("hidden", args.hidden);
   fields.take("dtype", args.dtype);
+}
+
+inline void take(Fields& fields, weft::kernels::PlaceKernelArgs& args) {
+  fields.take("broken", args.broken);
+  fields.take("table", args.table);
+  fields.take("table_tokens", args.table_tokens);
+  fields.take("max_tokens", args.max_tokens);
+  fields.take("num_sources", args.num_sources);
+  fields.take("top_k", args.top_k);
+  fields.take("rank", args.rank);
+  fields.take("num_straight", args.num_straight);
+  fields.take("num_rows", args.num_rows);
+  fields.take("x", args.x);
+  fields.take("scales", args.scales);
+  fields.take("row_bytes", args.row_bytes);
+  fields.take("scale_row_bytes", args.scale_row_bytes);
+  fields.take("landed_weights", args.landed_weights);
+  fields.take("weights", args.weights);
+  fields.take("counts", args.counts);
+  fields.take("offsets", args.offsets);
+  fields.take("num_groups", args.num_groups);
+  fields.take("is_masked", args.is_masked);
+  fields.take("capacity", args.capacity);
+  fields.take("zeroes_rows", args.zeroes_rows);
 }
 
 struct Copy {

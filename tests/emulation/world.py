@@ -173,6 +173,8 @@ class Call:
     capacity: int = NO_CAPACITY
     alignment: int = 1
     zeroes_holes: bool = True
+    spread_blocks: int = 0  # by expert: of the kernel that places rows; 0: one kernel does all
+    num_straight: int = 0  # of 16 tokens, whose own rows the first kernel stores to all places
     int32_ranks: tuple[int, ...] = ()  # whose ids are
     shared_bytes: int = 48 << 10
 
@@ -226,6 +228,7 @@ def dispatch_args(
     args.dtype, args.row_bytes, args.quantize = rows.dtype_code, rows.row_bytes, rows.quantize
     args.scale_row_bytes = 0 if rows.quantize else rows.scale_bytes
     args.topk_is_int64, args.cached, args.is_small = is_int64, is_cached, is_small
+    args.spread_blocks = call.spread_blocks
     return args
 
 
@@ -304,12 +307,44 @@ class Dispatcher:
             "zeroes_holes": int(call.zeroes_holes),
             "capacity": call.capacity,
             "recv_plan": result.recv_plan,
+            "num_straight": call.num_straight,
         }
         source = dispatch_source(shape, call, rows, is_int64=call.id_bytes(rank) == 8, is_cached=is_cached)
         launches = [Launch(world.compiler.start(source, self.mutant), fields)]
         if room == 0 or (not is_cached and result.num_rows > room):
             launches = self._unload(launches[0], rank, result, scales_landing, is_cached)
+        elif call.is_by_expert and call.spread_blocks > 0:
+            launches.append(self._place_rows(rank, result, is_cached))
         return self._look(launches, result)
+
+    def _place_rows(self, rank: int, result: Received, is_cached: bool) -> Launch:
+        """As DispatchCall::place_rows."""
+        world, rows, call, shape = self.world, self.rows, self.call, self.world.shape
+        fields = {
+            "num_blocks": call.spread_blocks,
+            "broken": world.control[rank] + world.layout["control.broken"],
+            "table": result.recv_plan,
+            "table_tokens": shape.max_tokens,
+            "max_tokens": call.max_tokens,
+            "num_sources": shape.num_ranks,
+            "top_k": shape.top_k,
+            "rank": rank,
+            "num_straight": call.num_straight,
+            "num_rows": result.num_rows,
+            "x": result.x,
+            "scales": result.scales,
+            "row_bytes": rows.wire_bytes,
+            "scale_row_bytes": rows.scale_bytes,
+            "landed_weights": 0 if is_cached else world.heap[rank] + world.layout["landing_weights"],
+            "weights": 0 if is_cached else result.weights,
+            "counts": result.counts,
+            "offsets": result.offsets,
+            "num_groups": shape.num_local,
+            "is_masked": int(call.layout == "masked"),
+            "capacity": call.capacity,
+            "zeroes_rows": int(call.layout == "expert_major" and call.zeroes_holes),
+        }
+        return Launch(world.compiler.start(_load.native().render_place_rows(), self.mutant), fields)
 
     def _look(self, launches: list[Launch], result: Received) -> list[Launch]:
         last, num_bytes = launches[-1], result.num_rows * self.rows.wire_bytes

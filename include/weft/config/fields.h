@@ -80,7 +80,7 @@ struct Of<DispatchKernelConfig> {
   using C = DispatchKernelConfig;
   using All = List<&C::num_ranks, &C::num_experts, &C::top_k, &C::num_blocks, &C::row_bytes, &C::scale_row_bytes,
                    &C::hidden, &C::num_stages, &C::num_fan_stages, &C::num_groups, &C::num_quantize_warps, &C::dtype,
-                   &C::quantize, &C::layout, &C::topk_is_int64, &C::is_cached, &C::route>;
+                   &C::quantize, &C::layout, &C::topk_is_int64, &C::is_cached, &C::is_spread, &C::route>;
 };
 
 template <>

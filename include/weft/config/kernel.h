@@ -33,6 +33,7 @@ struct DispatchKernelConfig {
   Layout layout = Layout::kRankMajor;
   bool topk_is_int64 = true;  // type of the ids that come in and go out
   bool is_cached = false;     // the routing comes from a handle
+  bool is_spread = false;     // by expert: another kernel copies rows to the places of their other picks
   Route route = Route::kDirect;
 
   // Runs of its tokens that a block plans on their own when rows are placed by expert: few, since each needs a count for every
@@ -42,6 +43,7 @@ struct DispatchKernelConfig {
   WEFT_HD constexpr i32 num_local_experts() const { return num_experts / num_ranks; }
   WEFT_HD constexpr ExpertPlacement experts() const { return {num_ranks, num_local_experts()}; }
   WEFT_HD constexpr bool is_by_expert() const { return layout != Layout::kRankMajor; }
+  WEFT_HD constexpr bool has_fan() const { return is_by_expert() && !is_spread; }
   WEFT_HD constexpr bool is_quantized() const { return quantize != Quantize::kNone; }
   WEFT_HD constexpr i32 wire_row_bytes() const { return is_quantized() ? hidden : row_bytes; }
   // A row as it comes in, or as it goes out: quantised in place, with its scales behind the wider of the two.

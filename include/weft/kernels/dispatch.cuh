@@ -50,7 +50,7 @@ class Dispatch {
     play_role();
     __syncthreads();
     if (state_.s.has_failed != 0) return;
-    if constexpr (!kConfig.is_by_expert()) {
+    if constexpr (!kConfig.has_fan()) {
       const i32 peer = static_cast<i32>(threadIdx.x);
       if (state_.is_peer(peer)) state_.peers().notify(Phase::kSend, flight, peer, static_cast<i32>(blockIdx.x));
     }
@@ -92,17 +92,21 @@ class Dispatch {
     } else {
       if (blockIdx.x == 0) count_.write_counts(kFirstOther);
       if constexpr (kConfig.is_by_expert()) {
-        constexpr i32 kFirstPlanner = kFirstOther + 1;
-        if (warp_ == kFirstOther) {
-          DispatchTell<kConfig>(state_).run();
-          return;
+        constexpr i32 kFirstPlanner = kFirstOther + (kConfig.has_fan() ? 1 : 0);
+        if constexpr (kConfig.has_fan()) {
+          if (warp_ == kFirstOther) {
+            DispatchTell<kConfig>(state_).run();
+            return;
+          }
         }
         const i32 planner = warp_ - kFirstPlanner;
         if constexpr (!kConfig.is_cached) {
           DispatchPlan<kConfig>(state_).run(planner, kConfig.num_warps() - kFirstPlanner);
         }
-        i32* plan = kConfig.is_cached ? state_.a.recv_plan : count_.recv_plan();
-        if (planner < kConfig.num_fan_warps()) DispatchFan<kConfig>(state_, plan, planner).run();
+        if constexpr (kConfig.has_fan()) {
+          i32* plan = kConfig.is_cached ? state_.a.recv_plan : count_.recv_plan();
+          if (planner < kConfig.num_fan_warps()) DispatchFan<kConfig>(state_, plan, planner).run();
+        }
       } else {
         if constexpr (kConfig.scale_row_bytes > kConfig.staged_scale_bytes()) send_.store_scales(kFirstOther);
         if constexpr (!kConfig.is_cached) send_.store_ids(kFirstOther);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "weft/kernels/dispatch_count.cuh"
+#include "weft/kernels/place_rows_arguments.h"
 #include "weft/kernels/post.cuh"
 
 namespace weft::kernels {
@@ -76,7 +77,9 @@ class DispatchSend : public DispatchState<kConfig> {
       if constexpr (kByExpert) {
         if (!has_next && !fetch(next, token)) break;
         const Item item = next;
-        if (!remember(store_warp, j, token)) break;
+        if constexpr (kConfig.has_fan()) {
+          if (!remember(store_warp, j, token)) break;
+        }
         store_picks(token, item, this->stage(idx));
       } else {
         store_to_ranks(lane < kRanks ? row_of(token, lane) : -1, this->stage(idx));
@@ -92,13 +95,13 @@ class DispatchSend : public DispatchState<kConfig> {
     if (lane == 0) {
       for (i32 j = max(num_stored - kReading, 0); j < num_stored; ++j) free_stage(store_warp, j);
     }
-    if constexpr (kByExpert) {
+    if constexpr (kConfig.has_fan()) {
       note_arrived<1>(store_warp, num_stored);
     }
     ptx::bulk_wait_all();
     ptx::fence_proxy_async_global();
     __syncwarp();
-    if constexpr (kByExpert) {
+    if constexpr (kConfig.has_fan()) {
       const u32 arrived = s.has_failed == 0 ? static_cast<u32>(num_stored) | kAllArrived : kPostStops;
       if (lane == 0) ptx::st_release_cta(&s.num_arrived[store_warp], arrived);
     }
@@ -267,7 +270,7 @@ class DispatchSend : public DispatchState<kConfig> {
     ptx::bulk_wait_read<kReading>();
     __syncwarp();  // all lanes have read the stage
     if (lane == 0 && j >= kReading) free_stage(store_warp, j - kReading);
-    if constexpr (kByExpert) {
+    if constexpr (kConfig.has_fan()) {
       constexpr i32 kPending = 2, kEvery = 2;  // items under way, and between two notes
       if ((j + 1) % kEvery == 0) note_arrived<kPending>(store_warp, j + 1);
     }
@@ -375,15 +378,17 @@ class DispatchSend : public DispatchState<kConfig> {
     }
   }
 
-  // By expert: the row goes to the place of its first pick on each rank; on this rank, to those of all its picks.
+  // By expert: the row goes to the place of its first pick on each rank; on this rank, to those of all its picks, unless another
+  // kernel copies it there.
   __device__ void store_picks(i32 token, const Item& item, const u8* stage) {
     u32 mask = 0;  // ranks that have it
+    const bool goes_straight = !kConfig.is_spread || token % kStraightOf < a.num_straight;
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
       const i32 to = item.destination[step];
       const bool is_first = (ptx::match_any(to) & ptx::lanes_below()) == 0 && (mask >> (to & 31) & 1u) == 0;
       const bool is_staged = to >= 0 && this->is_staged(to);
-      const bool is_stored = to >= 0 && (is_first || (to == rank() && !is_staged));
+      const bool is_stored = to >= 0 && (is_first || (to == rank() && !is_staged && goes_straight));
       const i32 landing_row = rank() * static_cast<i32>(a.view.layout.max_tokens) + token;
       store_row(token, !is_stored ? -1 : is_staged ? landing_row : item.row[step], to, stage);
       mask |= __reduce_or_sync(0xffffffffu, to >= 0 ? 1u << to : 0u);

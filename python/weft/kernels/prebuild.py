@@ -79,6 +79,7 @@ def kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:
             yield name if num_sms == shape.small_num_sms[0] else f"{name}, {num_sms} SMs", source
     yield from _combine_kernels(shape, shared_bytes)
     yield from _small_combine_kernels(shape)
+    yield "place rows", _load.native().render_place_rows()
     yield "unload", _load.native().render_unload()
     yield "gradients", _load.native().render_gradients()
 

@@ -8,7 +8,9 @@
 
 #include "base/status.h"
 #include "engine/address.h"
+#include "engine/nvlink/place_rows.h"
 #include "engine/nvlink/small_dispatch.h"
+#include "weft/kernels/place_rows_arguments.h"
 #include "weft/layout/checked.h"
 #include "weft/ptx/fp8_scale.h"
 #include "weft/sync/header.h"
@@ -27,6 +29,7 @@ DispatchKernelConfig kernel_config(const GpuWindowShape& shape, const DispatchAr
   describe_rows(config, shape, args);
   config.num_groups = static_cast<i32>((shape.max_tokens + 31) / 32);
   config.is_cached = args.cached;
+  config.is_spread = is_spread(shape, args);
   if (config.most_counted() >= sync::kMaxProgress) {
     throw_unsupported("dispatch of " + std::to_string(shape.max_tokens) + " tokens a call with top_k " +
                       std::to_string(shape.top_k) + " on " + std::to_string(config.num_blocks) +
@@ -35,7 +38,7 @@ DispatchKernelConfig kernel_config(const GpuWindowShape& shape, const DispatchAr
   return with_stages(config, shared_bytes);
 }
 
-OperationConfig dispatch_operation(const DispatchArgs& args) {
+OperationConfig dispatch_operation(const DispatchArgs& args, bool is_spread) {
   OperationConfig operation;
   operation.kind = OpKind::kDispatch;
   operation.layout = args.layout;
@@ -43,7 +46,7 @@ OperationConfig dispatch_operation(const DispatchArgs& args) {
   operation.dtype = args.quantize == Quantize::kNone ? args.dtype : Dtype::kBytes;
   operation.is_cached = args.cached ? 1 : 0;
   operation.mode = static_cast<u8>(args.num_blocks);  // blocks of the same number meet, so there must be as many
-  operation.is_small = args.is_small ? 1 : 0;
+  operation.is_small = args.is_small ? 1 : is_spread ? 2 : 0;
   operation.alignment = static_cast<u32>(args.alignment);
   operation.hidden = static_cast<u32>(args.hidden);
   operation.capacity = args.capacity;
@@ -61,12 +64,14 @@ DispatchCall::DispatchCall(Window& window, const DispatchArgs& args, const Poll&
       scale_bytes_(wire_scale_bytes(args)),
       id_bytes_(args.topk_is_int64 ? 8 : 4),
       is_by_expert_(args.layout != Layout::kRankMajor),
-      is_exact_(args.capacity < 0 && !args.cached) {}
+      is_exact_(args.capacity < 0 && !args.cached),
+      is_spread_(is_spread(window.shape_, args)) {}
 
 DispatchResult DispatchCall::run() {
   const i64 most = most_rows(w_.shape_, a_);
   most_rows_ = a_.cached && a_.capacity < 0 ? a_.num_rows : most;
   const Kernel& kernel = prepare();
+  const Kernel* place_kernel = is_spread_ ? &place_rows_kernel(*w_.gpu_) : nullptr;
   const u64 num_launches = w_.num_launches_;
   Window::Turn turn;
   try {
@@ -76,7 +81,7 @@ DispatchResult DispatchCall::run() {
       result.has_begun = result.in_heap = false;
       return result;
     }
-    turn = w_.begin(dispatch_operation(a_), a_.timeout_ns, a_.stream);
+    turn = w_.begin(dispatch_operation(a_, is_spread_), a_.timeout_ns, a_.stream);
     kernels::DispatchKernelArgs kernel_args = kernel_arguments(turn);
     w_.launch(kernel, a_.num_blocks, a_.stream, &kernel_args);
   } catch (...) {
@@ -85,6 +90,7 @@ DispatchResult DispatchCall::run() {
   }
   num_rows_ = is_exact_ ? w_.wait_for_counts(turn.ticket, a_.stream, poll_) : most_rows_;
   ++w_.stats_.num_dispatches;
+  if (is_spread_ && !is_staged()) place_rows(*place_kernel);
   return is_staged() ? staged_result() : heap_result();
 }
 
@@ -200,7 +206,40 @@ kernels::DispatchKernelArgs DispatchCall::kernel_arguments(const Window::Turn& t
     args.num_rows = args.counts + sizes_len() - 1;
   }
   args.overflow = reinterpret_cast<i64*>(a_.overflow);
+  args.num_straight = is_spread_ ? num_straight(w_.shape_, a_) : 0;
   return args;
+}
+
+// Behind the kernel that has brought the rows, before anything of the call's memory is given away.
+void DispatchCall::place_rows(const Kernel& kernel) {
+  const kernels::DispatchKernelArgs sent = kernel_arguments({});
+  const i64 num_groups = w_.shape_.num_local_experts();
+  kernels::PlaceKernelArgs args;
+  args.broken = &reinterpret_cast<const GpuControlWords*>(w_.control_.data())->broken;
+  args.table = a_.cached ? sent.recv_plan : reinterpret_cast<const i32*>(routing_->data + at_.table);
+  args.table_tokens = w_.shape_.max_tokens;
+  args.max_tokens = sent.max_tokens;
+  args.num_sources = w_.shape_.num_ranks;
+  args.top_k = w_.shape_.top_k;
+  args.rank = w_.comm_->rank();
+  args.num_straight = sent.num_straight;
+  args.num_rows = num_rows_;
+  args.x = x_->data;
+  args.scales = scales_ ? scales_->data : nullptr;
+  args.row_bytes = row_bytes_;
+  args.scale_row_bytes = scale_bytes_;
+  if (!a_.cached) {
+    args.landed_weights = reinterpret_cast<const float*>(w_.heap_->memory().data() + w_.layout_.landing_weights);
+    args.weights = reinterpret_cast<float*>(routing_->data + at_.weights);
+  }
+  args.counts = sent.counts;
+  args.offsets = sent.offsets;
+  args.num_groups = static_cast<i32>(num_groups);
+  args.is_masked = a_.layout == Layout::kMasked;
+  args.capacity = a_.capacity;
+  args.zeroes_rows = a_.layout == Layout::kExpertMajor && a_.zeroes_holes;
+  const i32 num_sms = w_.gpu_->kernels->num_multiprocessors();
+  w_.start(kernel, a_.spread_blocks > 0 ? std::min(a_.spread_blocks, num_sms) : num_sms, a_.stream, &args);
 }
 
 u64 DispatchCall::landing_scales() const {

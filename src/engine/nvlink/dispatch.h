@@ -16,7 +16,7 @@ i64 wire_row_bytes(const DispatchArgs& args);
 i64 wire_scale_bytes(const DispatchArgs& args);
 // Of a result, if all ranks send what they may. Error kInvalidArgument: more than have numbers.
 i64 most_rows(const GpuWindowShape& shape, const DispatchArgs& args);
-OperationConfig dispatch_operation(const DispatchArgs& args);
+OperationConfig dispatch_operation(const DispatchArgs& args, bool is_spread);
 
 // What the configurations of both dispatch kernels have in common.
 template <class Config>
@@ -46,6 +46,7 @@ class DispatchCall {
   void reserve();
   void cancel();
   kernels::DispatchKernelArgs kernel_arguments(const Window::Turn& turn) const;
+  void place_rows(const Kernel& kernel);
   u64 landing_scales() const;
   bool fits_landing() const;
   bool is_staged() const;
@@ -69,6 +70,7 @@ class DispatchCall {
   const i64 id_bytes_;
   const bool is_by_expert_;
   const bool is_exact_;  // the number of rows is not known before the peers have counted
+  const bool is_spread_;  // by expert: a second kernel places rows
   i64 most_rows_ = 0;    // that the result can have
   i64 room_ = 0;         // rows that there is room for; 0: all goes to the landing
   i64 num_rows_ = 0;     // of the result

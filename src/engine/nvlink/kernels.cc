@@ -90,7 +90,7 @@ DispatchKernelConfig with_stages(DispatchKernelConfig config, int shared_bytes) 
   int room = shared_bytes - kStaticSharedBytes - config.index_bytes();
   // Many quantise, or the wire waits for them; by expert other warps need registers too.
   const int most_quantizers = config.is_by_expert() ? 6 : 12;
-  if (config.is_by_expert()) {
+  if (config.has_fan()) {
     const int fan_room = config.is_quantized() ? room - 2 * most_quantizers * config.stage_bytes() : room / 2;
     const int fitting = std::clamp(fan_room / config.fan_stage_bytes(), 1, 2 * kMostFanWarps);
     config.num_fan_stages = fitting < kFewFanStages ? fitting : fitting / 2 * 2;

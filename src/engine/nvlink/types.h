@@ -27,6 +27,8 @@ struct CallArgs {
   bool receives = true;
 };
 
+constexpr i32 kAutoSpread = -1;  // as many as are free where that pays, else 0
+
 struct DispatchArgs : CallArgs {
   u64 x = 0;  // [num_tokens] rows of row_bytes
   i64 row_bytes = 0;
@@ -49,6 +51,7 @@ struct DispatchArgs : CallArgs {
   u64 num_rows_out = 0;          // int32 []
   u64 overflow = 0;              // int64 [], added to
   bool zeroes_holes = true;      // expert_major
+  i32 spread_blocks = kAutoSpread;  // by expert, not small: SMs of place_rows; 0: one kernel does all
   bool makes_send_plan = false;  // a first dispatch, not small: send plan and sizes are made in the heap, too
   // Small batches: the caller's memory for `room` rows, written; recv_plan, of gpu_recv_plan_len, too.
   i64 room = 0;

@@ -99,6 +99,7 @@ Window::Window(std::shared_ptr<Communicator> comm, std::shared_ptr<Gpu> gpu, con
     connect(nullptr, comm_->active_ranks(), comm_->epoch(), kWindowTag | id_, deadline_ns, poll);
     prepare_unload();
     prepare_gradients();
+    prepare_place_rows();
     if (comm_->is_local()) meet(deadline_ns, poll);
   } catch (...) {
     gpu_->give_back_host_page(host_);

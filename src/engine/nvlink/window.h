@@ -183,6 +183,7 @@ class Window : public cpu::MemberWindow {
   bool has_left() noexcept;
   void prepare_unload();
   void prepare_gradients();
+  void prepare_place_rows();
   struct Remains;
   void keep_for_graph(const Capture& capture);
 

@@ -1,0 +1,53 @@
+#include "engine/nvlink/place_rows.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "engine/nvlink/dispatch.h"
+#include "engine/nvlink/window.h"
+#include "weft/kernels/place_rows_arguments.h"
+
+namespace weft::nvlink {
+namespace {
+
+const char* const kSource =
+    "#include \"weft/kernels/place_rows.cuh\"\n"
+    "extern \"C\" __global__ void __launch_bounds__(weft::kernels::kPlaceThreads, 1) weft_kernel(\n"
+    "    const __grid_constant__ weft::kernels::PlaceKernelArgs args) {\n"
+    "  weft::ptx::wait_for_kernel_before();\n"
+    "  weft::kernels::place_rows(args);\n"
+    "}\n";
+
+// Bytes in a microsecond: the wire, and bulk stores of an SM.
+constexpr double kWire = 345e3, kStore = 50e3;
+// Where two launches were measured to be faster (docs/decisions/0036).
+constexpr i32 kMostSpreadRanks = 2, kMostSpreadBlocks = 32;
+
+}  // namespace
+
+bool is_spread(const GpuWindowShape& shape, const DispatchArgs& args) {
+  if (args.layout == Layout::kRankMajor || args.is_small || args.spread_blocks == 0) return false;
+  if (args.spread_blocks > 0) return true;
+  return shape.num_ranks <= kMostSpreadRanks && args.num_blocks <= kMostSpreadBlocks &&
+         args.quantize == Quantize::kNone;
+}
+
+// Of uniform routing, in rows for each of a rank's tokens.
+i32 num_straight(const GpuWindowShape& shape, const DispatchArgs& args) {
+  const double ranks = shape.num_ranks, own = 1 - std::pow(1 - 1 / ranks, shape.top_k), wire = (ranks - 1) * own;
+  const double more = shape.top_k / ranks - own;
+  if (more <= 0) return 0;
+  const double spare = wire / kWire * kStore * args.num_blocks - wire - own;
+  return static_cast<i32>(kernels::kStraightOf * std::clamp(spare / more, 0.0, 1.0));
+}
+
+const Kernel& place_rows_kernel(Gpu& gpu) { return gpu.kernels->prepare(kSource, kernels::kPlaceThreads, 0); }
+
+std::string render_place_rows() { return kSource; }
+
+// Ranks on one GPU must not load a kernel while others wait.
+void Window::prepare_place_rows() {
+  if (comm_->is_local()) place_rows_kernel(*gpu_);
+}
+
+}  // namespace weft::nvlink
