@@ -4,6 +4,8 @@ What the host part of the library does around a kernel is done here again, in Py
 the run the words of the window that must be as before.
 """
 
+# check: allow file-size: the host part of all kernels
+
 import dataclasses
 from dataclasses import dataclass
 

@@ -33,7 +33,7 @@ struct DispatchKernelArgs {
   i32* num_rows = nullptr;
   i64* overflow = nullptr;                    // added to
   const transport::LoopRail* rail = nullptr;  // Route::kLoop
-  i32 num_straight = 0;     // spread: of kStraightOf tokens, whose own rows go to all places here (place_rows_arguments.h)
+  i32 num_straight = 0;  // spread: of kStraightOf tokens, whose own rows go to all places here (place_rows_arguments.h)
 };
 
 }  // namespace weft::kernels

@@ -33,7 +33,8 @@ std::string describe(const OperationConfig& config) {
   }
   if (config.handle != 0) text += ", handle of sequence " + std::to_string(config.handle);
   if (config.has_side != 0) text += ", with side";
-  if (config.is_small != 0) text += ", small batches";
+  if (config.is_small == 1) text += ", small batches";
+  if (config.is_small == 2) text += ", in two launches";
   return text + ")";
 }
 

@@ -16,7 +16,7 @@ i64 wire_row_bytes(const DispatchArgs& args);
 i64 wire_scale_bytes(const DispatchArgs& args);
 // Of a result, if all ranks send what they may. Error kInvalidArgument: more than have numbers.
 i64 most_rows(const GpuWindowShape& shape, const DispatchArgs& args);
-OperationConfig dispatch_operation(const DispatchArgs& args, bool is_spread);
+OperationConfig dispatch_operation(const DispatchArgs& args, bool is_spread = false);
 
 // What the configurations of both dispatch kernels have in common.
 template <class Config>
@@ -69,11 +69,11 @@ class DispatchCall {
   const i64 row_bytes_, scale_bytes_;  // on the wire
   const i64 id_bytes_;
   const bool is_by_expert_;
-  const bool is_exact_;  // the number of rows is not known before the peers have counted
+  const bool is_exact_;   // the number of rows is not known before the peers have counted
   const bool is_spread_;  // by expert: a second kernel places rows
-  i64 most_rows_ = 0;    // that the result can have
-  i64 room_ = 0;         // rows that there is room for; 0: all goes to the landing
-  i64 num_rows_ = 0;     // of the result
+  i64 most_rows_ = 0;     // that the result can have
+  i64 room_ = 0;          // rows that there is room for; 0: all goes to the landing
+  i64 num_rows_ = 0;      // of the result
   std::optional<Block> x_, scales_, routing_;
   Routing at_;
 };

@@ -35,7 +35,7 @@ SmallDispatchCall::SmallDispatchCall(Window& window, const DispatchArgs& args, c
 DispatchResult SmallDispatchCall::run() {
   check();
   const Kernel& kernel = prepare();
-  const Window::Turn turn = w_.begin(dispatch_operation(a_, false), a_.timeout_ns, a_.stream);
+  const Window::Turn turn = w_.begin(dispatch_operation(a_), a_.timeout_ns, a_.stream);
   kernels::SmallDispatchKernelArgs kernel_args = kernel_arguments(turn);
   w_.launch(kernel, a_.num_blocks, a_.stream, &kernel_args);
   w_.note_half(a_);

@@ -46,13 +46,13 @@ struct DispatchArgs : CallArgs {
   u64 recv_plan = 0;     // int32, read when cached
   i64 num_rows = 0;      // cached without capacity: rows of the result (N)
   // Written; when cached and not rank_major read, as the first dispatch wrote them.
-  u64 counts = 0;                // int32 [L]
-  u64 offsets = 0;               // int32 [R + 1] or [L + 1]
-  u64 num_rows_out = 0;          // int32 []
-  u64 overflow = 0;              // int64 [], added to
-  bool zeroes_holes = true;      // expert_major
+  u64 counts = 0;                   // int32 [L]
+  u64 offsets = 0;                  // int32 [R + 1] or [L + 1]
+  u64 num_rows_out = 0;             // int32 []
+  u64 overflow = 0;                 // int64 [], added to
+  bool zeroes_holes = true;         // expert_major
   i32 spread_blocks = kAutoSpread;  // by expert, not small: SMs of place_rows; 0: one kernel does all
-  bool makes_send_plan = false;  // a first dispatch, not small: send plan and sizes are made in the heap, too
+  bool makes_send_plan = false;     // a first dispatch, not small: send plan and sizes are made in the heap, too
   // Small batches: the caller's memory for `room` rows, written; recv_plan, of gpu_recv_plan_len, too.
   i64 room = 0;
   i32 scale_word_bytes = 0;  // out_scales are column-major, of such words; 0: row by row
