@@ -1,0 +1,281 @@
+// Guards against two decisions for one epoch, decisions that change, records that are believed though they are damaged or
+// another group's, and against a rank that was left behind and does not notice.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <random>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "base/status.h"
+#include "bootstrap/membership_record.h"
+#include "bootstrap/rank_set.h"
+#include "bootstrap/register.h"
+#include "check.h"
+#include "memory/shared_memory.h"
+
+using namespace weft;        // NOLINT(google-build-using-namespace)
+using namespace weft::test;  // NOLINT(google-build-using-namespace)
+
+namespace {
+
+constexpr std::array<uint8_t, 16> kGroup{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16};
+
+template <class Statement>
+void check_code(ErrorCode code, const Statement& statement, int line) {
+  try {
+    statement();
+    report_failure(__FILE__, line, "nothing thrown");
+  } catch (const Error& error) {
+    if (error.code != code) report_failure(__FILE__, line, error.text);
+  }
+}
+#define CHECK_CODE(code, statement) check_code(ErrorCode::code, [&] { statement; }, __LINE__)
+
+RegisterWord word(uint32_t epoch, RegisterState state, uint16_t version, uint16_t writer) {
+  return {epoch, state, version, writer};
+}
+
+// Everybody who takes part in epochs 1 to `num_epochs`, each with a record of its own; how many of its records won.
+int decide(Register& decider, uint16_t me, uint32_t num_epochs, std::vector<RegisterWord>& decided) {
+  int num_won = 0;
+  for (uint32_t epoch = 1; epoch <= num_epochs; ++epoch) {
+    RegisterWord now = decider.read(epoch);
+    while (now.state != RegisterState::kCommitted) {
+      const auto version = static_cast<uint16_t>(now.version + 1);
+      const RegisterWord mine = word(epoch, RegisterState::kCommitted, version, me);
+      now = decider.compare_set(now, mine);
+      num_won += now == mine ? 1 : 0;
+    }
+    decided.push_back(now);
+  }
+  return num_won;
+}
+
+MembershipRecord good_record() {
+  MembershipRecord record;
+  record.group = kGroup;
+  record.epoch = 7;
+  record.era = 7;
+  record.active = RankSet::of({0, 2, 1023});
+  record.standby = RankSet::of({64});
+  record.num_new = 2;
+  record.new_members[0] = {11, 2, 0};
+  record.new_members[1] = {12, 64, 0};
+  seal_record(record);
+  return record;
+}
+
+// A record that says something else, sealed again, must be refused.
+template <class Change>
+void check_refused(const Change& change, int line) {
+  MembershipRecord record = good_record();
+  change(record);
+  seal_record(record);
+  if (record_problem(record, kGroup, 7).empty()) report_failure(__FILE__, line, "believed");
+}
+#define CHECK_REFUSED(...) check_refused([](MembershipRecord& record) { __VA_ARGS__; }, __LINE__)
+
+}  // namespace
+
+TEST(rank_sets_are_sets) {
+  std::mt19937 random(1);
+  RankSet set;
+  std::set<int> expected;
+  for (int turn = 0; turn < 4000; ++turn) {
+    const int rank = static_cast<int>(random() % kMaxControlRanks);
+    if (random() % 3 != 0) {
+      set.add(rank);
+      expected.insert(rank);
+    } else {
+      set.remove(rank);
+      expected.erase(rank);
+    }
+    CHECK_EQ(set.contains(rank), expected.contains(rank));
+  }
+  CHECK(set.ranks() == std::vector<int>(expected.begin(), expected.end()));
+  CHECK_EQ(set.count(), static_cast<int>(expected.size()));
+  CHECK(RankSet::of(set.ranks()) == set);
+  const RankSet evens = [] {
+    RankSet even;
+    for (int rank = 0; rank < kMaxControlRanks; rank += 2) even.add(rank);
+    return even;
+  }();
+  CHECK_EQ((set & evens).count() + (set - evens).count(), set.count());
+  CHECK_EQ((set | evens).count(), evens.count() + (set - evens).count());
+  CHECK((set - set).empty());
+}
+
+TEST(rank_sets_have_an_end) {
+  RankSet set;
+  for (const int rank : {-1, -64, 1024, 1 << 30}) {
+    set.add(rank);
+    CHECK(!set.contains(rank));
+    set.remove(rank);
+  }
+  CHECK(set.empty());
+  CHECK_EQ(set.next(0), -1);
+  set = RankSet::first(1024);
+  CHECK_EQ(set.count(), 1024);
+  CHECK_EQ(set.next(1023), 1023);
+  CHECK_EQ(set.next(1024), -1);
+  CHECK_EQ(set.next(-5), 0);
+  set = RankSet::of({63, 64, 127, 1023});
+  CHECK_EQ(set.next(63), 63);
+  CHECK_EQ(set.next(65), 127);
+  CHECK_EQ(set.next(128), 1023);
+}
+
+TEST(words_keep_all_their_fields) {
+  std::mt19937_64 random(2);
+  for (int turn = 0; turn < 10000; ++turn) {
+    const uint64_t bits = random();
+    if ((bits >> 30 & 3) == 3) continue;  // no such state
+    CHECK_EQ(RegisterWord::unpack(bits).pack(), bits);
+  }
+  const RegisterWord last = word(~uint32_t{0}, RegisterState::kCommitted, kMaxRegisterVersion, 1023);
+  CHECK(RegisterWord::unpack(last.pack()) == last);
+}
+
+TEST(a_word_goes_only_where_it_may) {
+  using enum RegisterState;
+  CHECK(may_become(word(5, kOpen, 0, 0), word(5, kProposed, 1, 3)));
+  CHECK(may_become(word(5, kOpen, 0, 0), word(5, kCommitted, 1, 3)));  // a recovery
+  CHECK(may_become(word(5, kProposed, 1, 3), word(5, kCommitted, 1, 3)));
+  CHECK(may_become(word(5, kProposed, 1, 3), word(5, kOpen, 2, 4)));       // withdrawn by another rank
+  CHECK(may_become(word(5, kProposed, 1, 3), word(5, kCommitted, 2, 4)));  // overtaken by a recovery
+  CHECK(!may_become(word(5, kProposed, 1, 3), word(5, kCommitted, 1, 4)));  // a record that nobody has acknowledged
+  CHECK(!may_become(word(5, kProposed, 1, 3), word(5, kOpen, 1, 3)));
+  CHECK(!may_become(word(5, kProposed, 2, 3), word(5, kOpen, 1, 3)));
+  CHECK(!may_become(word(5, kOpen, 1, 0), word(5, kOpen, 2, 0)));
+  CHECK(!may_become(word(5, kOpen, 1, 0), word(6, kProposed, 2, 0)));
+  CHECK(!may_become(word(0, kOpen, 0, 0), word(0, kProposed, 1, 0)));
+  for (const RegisterState state : {kOpen, kProposed, kCommitted}) {
+    CHECK(!may_become(word(5, kCommitted, 1, 3), word(5, state, 2, 3)));
+  }
+}
+
+TEST(a_register_changes_by_compare_and_set_only) {
+  using enum RegisterState;
+  const SharedMemory page = SharedMemory::create(PageRegister::kBytes);
+  PageRegister mine({page.data(), PageRegister::kBytes});
+  PageRegister other({page.data(), PageRegister::kBytes});
+  const RegisterWord open = word(5, kOpen, 0, 0);
+  const RegisterWord proposed = word(5, kProposed, 1, 3);
+  const RegisterWord committed = word(5, kCommitted, 1, 3);
+  CHECK(mine.read(5) == open);
+  CHECK(mine.compare_set(open, proposed) == proposed);
+  CHECK(other.read(5) == proposed);
+  CHECK(other.compare_set(open, word(5, kProposed, 1, 4)) == proposed);  // too late
+  CHECK(other.compare_set(proposed, committed) == committed);
+  CHECK(mine.compare_set(proposed, word(5, kOpen, 2, 3)) == committed);  // withdrawn too late
+  CHECK_CODE(kInvalidArgument, mine.compare_set(committed, word(5, kOpen, 2, 3)));
+  CHECK(mine.read(5) == committed);
+  CHECK(mine.read(6) == word(6, kOpen, 0, 0));
+  CHECK_CODE(kInvalidArgument, PageRegister({page.data(), PageRegister::kBytes - 1}));
+  CHECK_CODE(kInvalidArgument, PageRegister({page.data() + 8, PageRegister::kBytes}));
+}
+
+TEST(a_rank_that_was_left_behind_is_told) {
+  const SharedMemory page = SharedMemory::create(PageRegister::kBytes);
+  PageRegister decider({page.data(), PageRegister::kBytes});
+  std::vector<RegisterWord> decided;
+  CHECK_EQ(decide(decider, 3, 200, decided), 200);
+  for (uint32_t epoch = 137; epoch <= 200; ++epoch) CHECK(decider.read(epoch) == decided[epoch - 1]);
+  CHECK_CODE(kInvalidState, decider.read(136));
+  CHECK_CODE(kInvalidState,
+             decider.compare_set(word(136, RegisterState::kOpen, 0, 0), word(136, RegisterState::kCommitted, 1, 4)));
+  CHECK(decider.read(264) == word(264, RegisterState::kOpen, 0, 0));
+  // The last epoch that there is.
+  const RegisterWord last = word(~uint32_t{0}, RegisterState::kCommitted, 1, 4);
+  CHECK(decider.compare_set(word(~uint32_t{0}, RegisterState::kOpen, 0, 0), last) == last);
+  CHECK(decider.read(~uint32_t{0}) == last);
+}
+
+TEST(threads_decide_each_epoch_once) {
+  constexpr int kThreads = 4;
+  constexpr uint32_t kEpochs = 60;  // fewer than are kept, so that nobody is left behind
+  for (int round = 0; round < 50; ++round) {
+    const SharedMemory page = SharedMemory::create(PageRegister::kBytes);
+    std::vector<std::vector<RegisterWord>> decided(kThreads);
+    std::vector<int> num_won(kThreads);
+    std::vector<std::thread> threads;
+    std::atomic<int> num_ready{0};
+    for (int idx = 0; idx < kThreads; ++idx) {
+      threads.emplace_back([&, idx] {
+        PageRegister decider({page.data(), PageRegister::kBytes});
+        ++num_ready;
+        while (num_ready < kThreads) std::this_thread::yield();
+        num_won[static_cast<size_t>(idx)] =
+            decide(decider, static_cast<uint16_t>(idx), kEpochs, decided[static_cast<size_t>(idx)]);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    int all_won = 0;
+    for (const int won : num_won) all_won += won;
+    CHECK_EQ(all_won, static_cast<int>(kEpochs));
+    for (const auto& each : decided) CHECK(each == decided[0]);
+  }
+}
+
+TEST(processes_decide_each_epoch_once_though_some_are_killed) {
+  constexpr int kProcesses = 4;
+  constexpr uint32_t kEpochs = 60;
+  const SharedMemory page = SharedMemory::create(PageRegister::kBytes);
+  std::vector<pid_t> pids;
+  for (int idx = 0; idx < kProcesses; ++idx) {
+    const pid_t pid = fork();
+    if (pid == 0) {
+      PageRegister decider({page.data(), PageRegister::kBytes});
+      std::vector<RegisterWord> decided;
+      decide(decider, static_cast<uint16_t>(idx), idx % 2 == 0 ? 30 : kEpochs, decided);
+      if (idx % 2 == 0) raise(SIGKILL);
+      _exit(0);
+    }
+    pids.push_back(pid);
+  }
+  for (const pid_t pid : pids) waitpid(pid, nullptr, 0);
+  PageRegister decider({page.data(), PageRegister::kBytes});
+  std::vector<RegisterWord> decided;
+  CHECK_EQ(decide(decider, 9, kEpochs, decided), 0);  // the dead have hindered nobody, all is decided
+}
+
+TEST(records_are_checked) {
+  const MembershipRecord good = good_record();
+  CHECK_EQ(record_problem(good, kGroup, 7), std::string());
+  for (size_t at = 0; at < kRecordBytes; ++at) {
+    MembershipRecord bad = good;
+    reinterpret_cast<uint8_t*>(&bad)[at] ^= static_cast<uint8_t>(1u << (at % 8));
+    CHECK(!record_problem(bad, kGroup, 7).empty());
+  }
+  CHECK(!record_problem(good, kGroup, 8).empty());
+  CHECK(!record_problem(good, {}, 7).empty());
+  CHECK(!record_problem(MembershipRecord(), kGroup, 7).empty());
+}
+
+TEST(records_that_make_no_sense_are_refused) {
+  MembershipRecord planned = good_record();
+  planned.kind = ChangeKind::kPlanned;
+  planned.era = 3;
+  seal_record(planned);
+  CHECK_EQ(record_problem(planned, kGroup, 7), std::string());
+  CHECK_REFUSED(record.kind = ChangeKind::kPlanned);  // which keeps its pages, and so its era
+  CHECK_REFUSED(record.era = 6);                      // a recovery has fresh ones
+  CHECK_REFUSED(record.era = 8);
+  CHECK_REFUSED(record.kind = static_cast<ChangeKind>(3));
+  CHECK_REFUSED(record.magic ^= 1);
+  CHECK_REFUSED(record.version = 2);
+  CHECK_REFUSED(record.active = RankSet());
+  CHECK_REFUSED(record.standby.add(0));
+  CHECK_REFUSED(record.num_new = 237);
+  CHECK_REFUSED(record.new_members[0].nonce = 0);
+  CHECK_REFUSED(record.new_members[0].slot = 1);     // in no set
+  CHECK_REFUSED(record.new_members[1].slot = 2);     // twice
+  CHECK_REFUSED(record.new_members[1].slot = 1024);  // no rank
+}
+
+int main(int argc, char** argv) { return run_tests(argc, argv); }
