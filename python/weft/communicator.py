@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import json
 import os
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -34,10 +35,12 @@ from weft.errors import (
     Unsupported,
     rank_list,
 )
+from weft.limits import MAX_SECONDS
 from weft.log import logger
 from weft.machine.placement import local
 from weft.machine.placement.binding import Binding
 from weft.machine.placement.model import Placement
+from weft.meeting import ENDPOINT_BYTES, meet_by_env
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -48,14 +51,13 @@ if TYPE_CHECKING:
 __all__ = ["Communicator", "Topology", "Window", "WindowSpec", "released_on_error"]
 
 CONNECT_TIMEOUT_S = 300.0
-_ENDPOINT_BYTES = 128
+_LEAST_CONNECT_S = 1.0  # for ranks that met right before the deadline
 _THREADS = "threads of one process"
 _COMPARE_TAG = 1 << 22  # exchange tags of constructors: this plus their number; all below 1 << 25
 _ENGINE_TAG = 1 << 23  # of the choice of the engine
 _MEETING_TAG = 1 << 24  # of `meet`: this plus its number
 _LOCAL_CALLS = ("check", "empty_output")  # nobody waits for them
 _EXIT_GRACE_S = 10.0  # for threads that are inside a call when the process ends
-_from_env_calls = itertools.count()
 
 
 class _Process:
@@ -126,18 +128,19 @@ class Communicator(Shared):
     def __init__(
         self,
         native: _native.Communicator,
-        device: torch.device | str | int | None,
+        device: torch.device,
         origin: str,
-        engine: str = "auto",
+        facts: Facts,
         *,
         placement: Placement | None = None,
     ) -> None:
         self._native = native
-        self.device = _device(device)
+        self.device = device
         self._origin = origin
-        self._choice = self._choose(engine)
+        self._choice = self._choose(facts)
         self._num_meetings = 0
         self._has_refused = False  # the peers were told so
+        self._kept: list[object] = []  # what lives until close()
         self._pid = os.getpid()
         self._busy = threading.Lock()
         self._ended: list[_Closable] = []  # of objects that were dropped inside a call: closed before the next
@@ -164,6 +167,7 @@ class Communicator(Shared):
         device: torch.device | str | int | None = None,
         engine: str = "auto",
         placement: str | Placement = "auto",
+        timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> Communicator:
         """Ranks of a torch.distributed group (default: the whole world). Collective over it.
 
@@ -171,13 +175,18 @@ class Communicator(Shared):
         and the group is not used afterwards. `device`: where x lives; "auto": the current GPU where torch sees one;
         default: the current GPU with a group of NCCL, else the CPU. `engine`: "auto", "cpu" or "nvlink". `placement`:
         "auto" binds Weft's own threads to cores near this rank's GPU, "process" the whole process and its memory, "off"
-        nothing, a `weft.Placement` what it says; docs/placement.md. Taken back by `close`.
+        nothing, a `weft.Placement` what it says; docs/placement.md. Taken back by `close`. `timeout_s`: for all ranks
+        to call it and to connect. The gather itself can't be taken back: after a timeout use the group no more; torch
+        may wait for the group's own timeout when the process ends.
 
         Raises:
-            InvalidArgument: `device` or `placement` is not allowed, or the ranks asked for different engines.
+            InvalidArgument: an argument is not allowed (before the group is used: the call may be repeated), or the
+                ranks asked for different engines.
             InvalidState: torch.distributed is not initialised, or this process is not in `group`.
-            Unsupported: the ranks are not on one machine, or engine="nvlink" can't be.
-            PeerTimeout, PeerLost: a rank did not connect.
+            Unsupported: the ranks are not on one machine and in one pid namespace, or engine="nvlink" can't be.
+            PeerTimeout: a rank did not come within `timeout_s`; of the gather, torch does not say which (`peers` is
+                empty).
+            PeerLost: a rank ended while the ranks connected.
         """
         import torch.distributed as dist
 
@@ -197,11 +206,20 @@ class Communicator(Shared):
         def share(endpoint: bytes) -> list[bytes]:
             mine = torch.tensor(list(endpoint), dtype=torch.uint8, device=where)
             gathered = [torch.empty_like(mine) for _ in range(num_ranks)]
-            dist.all_gather(gathered, mine, group=group)
+            start = time.monotonic()
+            try:
+                dist.all_gather(gathered, mine, group=group, async_op=True).wait(timedelta(seconds=timeout_s))
+            except RuntimeError as error:
+                if time.monotonic() - start < timeout_s:
+                    raise
+                text = f"rank {rank}: not all {num_ranks} ranks of the group called from_process_group within "
+                raise PeerTimeout(
+                    "connect", 0, (), f"{text}{timeout_s:g} s; raise timeout_s if that is too short"
+                ) from error
             return [bytes(each.cpu().tolist()) for each in gathered]
 
         origin = "torch.distributed group"
-        return cls._connect(rank, num_ranks, share, device, origin, engine=engine, placement=placement)
+        return cls._connect(rank, num_ranks, share, device, origin, timeout_s, engine=engine, placement=placement)
 
     @classmethod
     def from_env(
@@ -210,38 +228,44 @@ class Communicator(Shared):
         *,
         engine: str = "auto",
         placement: str | Placement = "auto",
+        timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> Communicator:
-        """Ranks started by torchrun, through torch's `env://` rendezvous; without its variables a group of one rank.
+        """Ranks started by torchrun, or by anything that sets its variables; without them a group of one rank.
         Collective.
 
-        Needs no `init_process_group` and does not disturb one. device="cuda" is the GPU of LOCAL_RANK, "auto" the same
-        where torch sees a GPU; default: the CPU. `engine` and `placement` as in `from_process_group`.
+        The ranks meet in the store at MASTER_ADDR:MASTER_PORT, which rank 0 hosts where torchrun does not. Needs no
+        `init_process_group` and does not disturb one. What ended processes left in the store is not believed, so it
+        works after a restart. device="cuda" is the GPU of LOCAL_RANK, "auto" the same where torch sees a GPU; default:
+        the CPU. `timeout_s`: for all ranks to come and to connect. `engine` and `placement` as in `from_process_group`.
 
         Raises:
-            InvalidArgument: only one of RANK and WORLD_SIZE is set, `device` or `placement` is not allowed, or the
-                ranks asked for different engines.
-            Unsupported: the ranks are not on one machine, or engine="nvlink" can't be.
-            PeerTimeout, PeerLost: a rank did not connect.
+            InvalidArgument: an argument is not allowed, or RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR or MASTER_PORT is
+                missing or wrong (before anything is sent: the call may be repeated); or the ranks asked for different
+                engines.
+            InvalidState: another process came as this rank after this one.
+            Unsupported: the ranks are not on one machine and in one pid namespace, or engine="nvlink" can't be.
+            PeerTimeout: naming the ranks that did not come within `timeout_s`.
+            PeerLost: a rank ended while the ranks connected.
         """
-        place = env.torchrun()
-        if place is None:
-            origin = "one rank, torchrun's variables are not set"
-            return cls._connect(0, 1, lambda endpoint: [endpoint], device, origin, engine=engine, placement=placement)
-        import torch.distributed as dist
-
+        found = env.torchrun()
+        place = found or env.Torchrun(0, 1, 0)
+        origin = "one rank, torchrun's variables are not set" if found is None else "torchrun"
         if device in ("cuda", "auto") and torch.cuda.is_available():
             device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
-        number = next(_from_env_calls)  # equal on all ranks, since construction is collective
+        kept: list[object] = []
 
         def share(endpoint: bytes) -> list[bytes]:
-            store, rank, num_ranks = next(iter(dist.rendezvous("env://")))
-            store = dist.PrefixStore(f"weft/{number}", store)
-            store.set(f"endpoint/{rank}", endpoint)  # type: ignore[arg-type]  # bytes are fine
-            keep_alive.append(store)  # rank 0 may host the store: it must live until every rank has connected
-            return [bytes(store.get(f"endpoint/{peer}")) for peer in range(num_ranks)]
+            if place.num_ranks == 1:
+                return [endpoint]
+            endpoints, store = meet_by_env(place, endpoint, timeout_s)
+            kept.append(store)
+            return endpoints
 
-        keep_alive: list[Any] = []
-        return cls._connect(place.rank, place.num_ranks, share, device, "torchrun", engine=engine, placement=placement)
+        comm = cls._connect(
+            place.rank, place.num_ranks, share, device, origin, timeout_s, engine=engine, placement=placement
+        )
+        comm._kept = kept
+        return comm
 
     @classmethod
     def _connect(
@@ -256,20 +280,26 @@ class Communicator(Shared):
         engine: str = "auto",
         placement: str | Placement = "auto",
     ) -> Communicator:
-        """Connect processes: `share` is given this rank's endpoint and returns those of all ranks."""
+        """Connect processes: `share` is given this rank's endpoint and returns those of all ranks.
+
+        Whatever can be refused here is refused before the first peer hears of this rank, so the call may be repeated.
+        """
         wanted = local.check_placement(placement)
+        deadline = time.monotonic() + _positive_seconds("timeout_s", timeout_s)
         native = _load.native()
-        device = _device(device)  # refuse it before anything is sent
-        mine = local.resolve(wanted, local_rank=rank, num_local_ranks=num_ranks, device=device)
+        where = _device(device)
+        facts = look(where, engine)
+        mine = local.resolve(wanted, local_rank=rank, num_local_ranks=num_ranks, device=where)
         listener = native.Listener()
         endpoints = share(listener.endpoint())
-        if len(endpoints) != num_ranks or any(len(endpoint) != _ENDPOINT_BYTES for endpoint in endpoints):
+        if len(endpoints) != num_ranks or any(len(endpoint) != ENDPOINT_BYTES for endpoint in endpoints):
             raise InvalidArgument(
-                f"the endpoints of {num_ranks} ranks were expected, {_ENDPOINT_BYTES} bytes each; got lengths "
+                f"the endpoints of {num_ranks} ranks were expected, {ENDPOINT_BYTES} bytes each; got lengths "
                 f"{[len(endpoint) for endpoint in endpoints]}: do all ranks run the same version of Weft?"
             )
-        connected = native.Communicator.connect(rank, endpoints, listener, timeout_s)
-        return cls(connected, device, origin, engine, placement=mine)
+        left_s = max(deadline - time.monotonic(), _LEAST_CONNECT_S)
+        connected = native.Communicator.connect(rank, endpoints, listener, left_s)
+        return cls(connected, where, origin, facts, placement=mine)
 
     @classmethod
     def _local(
@@ -281,12 +311,18 @@ class Communicator(Shared):
         placement: Placement | None = None,
     ) -> Communicator:
         """A rank that is a thread of this process; `placement` (resolved) binds this thread alone."""
-        return cls(native, device, _THREADS, engine, placement=placement)
+        try:
+            where = _device(device)
+            facts = look(where, engine)
+        except BaseException:
+            native.close()
+            raise
+        return cls(native, where, _THREADS, facts, placement=placement)
 
-    def _choose(self, engine: str) -> Choice:
+    def _choose(self, facts: Facts) -> Choice:
         """Tell the peers what is here and decide, as they do. A failure closes the native communicator."""
         try:
-            mine = json.dumps(look(self.device, engine).to_json()).encode()
+            mine = json.dumps(facts.to_json()).encode()
             told = self._native.exchange(_ENGINE_TAG, mine, CONNECT_TIMEOUT_S)
             return choose_engine({rank: Facts.from_json(json.loads(text)) for rank, text in enumerate(told)})
         except BaseException:
@@ -421,6 +457,7 @@ class Communicator(Shared):
             self._windows.clear()
             self._ended.clear()
             self._native.close(why)
+            self._kept.clear()
             self._binding.restore()
 
     def _leave_at_exit(self) -> None:
@@ -560,10 +597,11 @@ class Communicator(Shared):
             return windows, numbers, answers[self._active[0]]["told"]
 
     def _exchange_json(self, message: dict[str, Any], deadline_s: float) -> dict[int, dict[str, Any]]:
+        payload = json.dumps(message).encode()
         self._native.raise_if_broken()
         tag = _COMPARE_TAG + self._num_compared
         self._num_compared += 1
-        payloads = self._native.exchange(tag, json.dumps(message).encode(), deadline_s)
+        payloads = self._native.exchange(tag, payload, deadline_s)
         return {rank: json.loads(payloads[rank]) for rank in self._active}
 
     def _new_window(self, spec: WindowSpec, deadline_s: float) -> Window:
@@ -632,8 +670,8 @@ def _rebuild_ranks(ranks: Iterable[int], active: tuple[int, ...], mine: int) -> 
 
 
 def _positive_seconds(name: str, value: float) -> float:
-    if not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise InvalidArgument(f"{name} is {value!r}; allowed are seconds above 0")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_SECONDS:
+        raise InvalidArgument(f"{name} is {value!r}; allowed are seconds above 0, up to {MAX_SECONDS:g}")
     return float(value)
 
 

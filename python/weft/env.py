@@ -5,8 +5,9 @@
 | `WEFT_LOG_LEVEL` | `debug`, `info`, `warning`, `error`, `off`: level of the logger `weft`, with lines on stderr |
 | `RANK`, `WORLD_SIZE` | set by torchrun: this rank and their number, for `Communicator.from_env`; none: one rank |
 | `LOCAL_RANK` | set by torchrun: the GPU of this rank where ranks have one each |
+| `MASTER_ADDR`, `MASTER_PORT` | set by torchrun: the store through which the ranks of `from_env` find each other |
+| `TORCHELASTIC_USE_AGENT_STORE`, `TORCHELASTIC_RUN_ID` | set by torchrun: who hosts that store; a prefix of its keys |
 | `CUDA_VISIBLE_DEVICES` | read, not set: which GPU a device number means, for placement |
-| `MASTER_ADDR`, `MASTER_PORT` | set by torchrun, read by torch's `env://` rendezvous, not by Weft |
 | `WEFT_CACHE_DIR` | folder of kernels and tuning tables; empty: none. Not set: `weft` in `XDG_CACHE_HOME`, `~/.cache` |
 | `CUDA_DEVICE_MAX_CONNECTIONS` | read by CUDA; `weft.spawn(isolation="thread")` sets it, and `CUDA_MODULE_LOADING` |
 
@@ -20,9 +21,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from weft.errors import InvalidArgument
+from weft.limits import MAX_RANKS
 
 __all__ = ["Torchrun", "cache_folder", "cuda_queues", "log_level", "set_among", "set_cuda_queues", "torchrun"]
 
+_MAX_PORT = 65535
+_MAX_DIGITS = 9
 _LEVELS = ("debug", "info", "warning", "error", "off")
 
 
@@ -33,13 +37,18 @@ class Torchrun:
     rank: int
     num_ranks: int
     local_rank: int
+    address: str = ""  # of the store; not read for one rank
+    port: int = 0
+    run_id: str = ""
+    has_agent_store: bool = False  # torchrun's agent hosts the store; else rank 0 does
 
 
 def torchrun() -> Torchrun | None:
-    """Rank and size from the environment, or None where neither is set.
+    """Rank, size and store from the environment, or None where neither rank nor size is set.
 
     Raises:
-        InvalidArgument: only one of RANK and WORLD_SIZE is set, or they are no numbers that fit each other.
+        InvalidArgument: only one of RANK and WORLD_SIZE is set; they or LOCAL_RANK are no numbers that fit each other;
+            there are more ranks than Weft takes; or MASTER_ADDR or MASTER_PORT is missing or no port.
     """
     rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None and size is None:
@@ -48,16 +57,25 @@ def torchrun() -> Torchrun | None:
         raise InvalidArgument(
             f"RANK is {rank!r} and WORLD_SIZE is {size!r} in the environment; set both (torchrun does) or neither"
         )
-    numbers = [
+    numbers = (
         _number("RANK", rank),
         _number("WORLD_SIZE", size),
         _number("LOCAL_RANK", os.environ.get("LOCAL_RANK", rank)),
-    ]
-    if not 0 <= numbers[0] < numbers[1]:
+    )
+    if not 1 <= numbers[1] <= MAX_RANKS:
+        raise InvalidArgument(f"WORLD_SIZE is {numbers[1]} in the environment; allowed are 1 to {MAX_RANKS}")
+    if numbers[0] >= numbers[1]:
         raise InvalidArgument(
             f"RANK is {numbers[0]} in the environment; allowed are 0 to WORLD_SIZE - 1 = {numbers[1] - 1}"
         )
-    return Torchrun(*numbers)
+    if numbers[1] == 1:
+        return Torchrun(*numbers)
+    address = _needed("MASTER_ADDR", "the host of rank 0")
+    port = _number("MASTER_PORT", _needed("MASTER_PORT", "a port of that host"))
+    if not 1 <= port <= _MAX_PORT:
+        raise InvalidArgument(f"MASTER_PORT is {port} in the environment; allowed are 1 to {_MAX_PORT}")
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return Torchrun(*numbers, address, port, run_id, os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
 
 def log_level() -> str | None:
@@ -98,7 +116,15 @@ def set_cuda_queues(num_queues: int) -> None:
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 
+def _needed(name: str, what: str) -> str:
+    text = os.environ.get(name, "")
+    if not text:
+        state = "empty" if name in os.environ else "not set"
+        raise InvalidArgument(f"{name} is {state} in the environment; {what} is expected, as torchrun sets it")
+    return text
+
+
 def _number(name: str, text: str) -> int:
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > _MAX_DIGITS:
         raise InvalidArgument(f"{name} is {text!r} in the environment; a number from 0 is expected")
     return int(text)

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/random.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -43,6 +44,23 @@ std::array<uint8_t, 16> this_boot_id() {
   }
   if (num_digits != 32) throw_no_proc("/proc/sys/kernel/random/boot_id");
   return id;
+}
+
+// Number of a namespace of this process; 0 on a kernel without them.
+uint64_t this_namespace(const char* path) {
+  struct stat found{};
+  return stat(path, &found) == 0 ? found.st_ino : 0;
+}
+
+// A container may see the /proc of its host: then every pid in there means somebody else.
+void check_proc() {
+  std::array<char, 32> self{};
+  const ssize_t num_bytes = readlink("/proc/self", self.data(), self.size());
+  if (num_bytes <= 0) throw_no_proc("/proc/self");
+  const std::string pid(self.data(), static_cast<size_t>(num_bytes));
+  if (pid == std::to_string(getpid())) return;
+  throw_unsupported("/proc is that of another pid namespace (it calls this process " + pid + ", which is pid " +
+                    std::to_string(getpid()) + "); mount a /proc of this one, as unshare --mount-proc does");
 }
 
 std::string random_name() {
@@ -91,6 +109,7 @@ Endpoint parse_endpoint(std::span<const std::byte> bytes, const std::string& wha
 }
 
 Listener::Listener() {
+  check_proc();
   endpoint_.magic = kEndpointMagic;
   endpoint_.version = kEndpointVersion;
   endpoint_.boot_id = this_boot_id();
@@ -98,6 +117,8 @@ Listener::Listener() {
   endpoint_.uid = geteuid();
   endpoint_.start_time = process_start_time(endpoint_.pid);
   if (endpoint_.start_time == 0) throw_no_proc("/proc/PID/stat");
+  endpoint_.pid_namespace = this_namespace("/proc/self/ns/pid");
+  endpoint_.network_namespace = this_namespace("/proc/self/ns/net");
   const std::string name = random_name();
   endpoint_.name_bytes = static_cast<uint16_t>(name.size());
   std::copy(name.begin(), name.end(), endpoint_.name.begin());

@@ -14,7 +14,7 @@ namespace weft {
 
 inline constexpr size_t kEndpointBytes = 128;
 inline constexpr uint32_t kEndpointMagic = 0x54464557;  // "WEFT"
-inline constexpr uint16_t kEndpointVersion = 1;
+inline constexpr uint16_t kEndpointVersion = 2;
 
 // One incarnation of a rank. Plain bytes: it may be copied as kEndpointBytes bytes through any transport.
 struct Endpoint {
@@ -24,9 +24,11 @@ struct Endpoint {
   std::array<uint8_t, 16> boot_id{};  // of this boot of the machine: equal on all ranks of one machine
   int32_t pid = 0;
   uint32_t uid = 0;
-  uint64_t start_time = 0;             // of the process in clock ticks since boot; tells a reused pid
-  std::array<char, 64> name{};         // abstract unix socket name without its leading zero byte
-  std::array<uint8_t, 24> reserved{};  // zero
+  uint64_t start_time = 0;      // of the process in clock ticks since boot; tells a reused pid
+  std::array<char, 64> name{};  // abstract unix socket name without its leading zero byte
+  uint64_t pid_namespace = 0;   // inode numbers: equal where pids, and abstract sockets, mean the same
+  uint64_t network_namespace = 0;
+  std::array<uint8_t, 8> reserved{};  // zero
 
   bool operator==(const Endpoint&) const = default;
 };
@@ -42,7 +44,8 @@ uint64_t process_start_time(int pid);
 // Made before the endpoints are exchanged, so that a peer that knows an endpoint can always connect.
 class Listener {
  public:
-  Listener();  // Errors: kCapacityExceeded (no descriptor left), kUnsupported (no /proc, no sockets)
+  // Errors: kCapacityExceeded (no descriptor left), kUnsupported (no sockets, or no /proc of this pid namespace).
+  Listener();
 
   const Endpoint& endpoint() const noexcept { return endpoint_; }
   int fd() const noexcept { return fd_.get(); }

@@ -40,6 +40,25 @@ struct RefusalHead {
   int32_t culprit;  // -1: nobody in particular
 };
 
+std::string name_of(int rank) { return "rank " + std::to_string(rank); }
+
+constexpr const char* kShareProcesses =
+    "; let the ranks share one: shareProcessNamespace: true in the pod, --pid=host or --pid=container:NAME of docker "
+    "run";
+
+// Pids of two namespaces may be equal and mean two processes, so this comes before any pid is looked at.
+void check_namespaces(int rank, const Endpoint& own, int peer, const Endpoint& other) {
+  const std::string who = name_of(peer) + " runs in another ";
+  if (other.pid_namespace != own.pid_namespace) {
+    throw_unsupported(who + "pid namespace than " + name_of(rank) + ", so they can't watch each other's process" +
+                      kShareProcesses);
+  }
+  if (other.network_namespace != own.network_namespace) {
+    throw_unsupported(who + "network namespace than " + name_of(rank) +
+                      ", so they can't connect; let the ranks share one: containers of one pod, or --network=host");
+  }
+}
+
 uint64_t hash_of(const std::vector<Endpoint>& endpoints) {  // FNV-1a
   uint64_t hash = 0xcbf29ce484222325u;
   for (const std::byte byte : std::as_bytes(std::span(endpoints))) {
@@ -47,8 +66,6 @@ uint64_t hash_of(const std::vector<Endpoint>& endpoints) {  // FNV-1a
   }
   return hash;
 }
-
-std::string name_of(int rank) { return "rank " + std::to_string(rank); }
 
 OwnedFd open_pidfd(int pid) { return OwnedFd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0))); }
 
@@ -157,6 +174,9 @@ class Mesh {
       }
       throw_system_error("connecting to " + name_of(peer), errno);
     }
+    if (credentials(socket.get()).pid == 0) {
+      throw_unsupported(name_of(peer) + " is not in the pid namespace of " + name_of(request_.rank) + kShareProcesses);
+    }
     const std::string problem = stranger(socket.get(), peer);
     if (!problem.empty()) throw_invalid_argument("the endpoint of " + name_of(peer) + " is not its own: " + problem);
     check_alive(peer);
@@ -245,11 +265,17 @@ class Mesh {
 
   // --- both ----------------------------------------------------------------------------------------------------------
 
-  // What speaks against the other end being the process of `peer`; empty: nothing.
-  std::string stranger(int socket, int peer) {
+  // Of the process at the other end; pid 0: it is not in this process's pid namespace.
+  static ucred credentials(int socket) {
     ucred found{};
     socklen_t bytes = sizeof(found);
     if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &found, &bytes) != 0) throw_system_error("SO_PEERCRED", errno);
+    return found;
+  }
+
+  // What speaks against the other end being the process of `peer`; empty: nothing.
+  std::string stranger(int socket, int peer) {
+    const ucred found = credentials(socket);
     if (found.pid == endpoint(peer).pid && found.uid == endpoint(peer).uid) return {};
     return "it comes from pid " + std::to_string(found.pid) + " of user " + std::to_string(found.uid) + ", " +
            name_of(peer) + " is pid " + std::to_string(endpoint(peer).pid) + " of user " +
@@ -342,6 +368,7 @@ void check_endpoints(int rank, const std::vector<Endpoint>& endpoints, const End
       throw_unsupported(name_of(peer) + " runs as user " + std::to_string(other.uid) + ", " + name_of(rank) +
                         " as user " + std::to_string(own.uid) + "; all ranks need the same user");
     }
+    check_namespaces(rank, own, peer, other);
     for (int before = 0; before < peer; ++before) {
       if (endpoints[static_cast<size_t>(before)].name != other.name) continue;
       throw_invalid_argument(what + " is the same as endpoints[" + std::to_string(before) + "]");

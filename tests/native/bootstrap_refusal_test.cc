@@ -151,7 +151,7 @@ TEST(endpoints_are_checked) {
   bad.magic ^= 1;
   CHECK_ERROR(kInvalidArgument, {}, parse(bad));
   bad = good;
-  bad.version = 2;
+  bad.version = 1;
   CHECK_ERROR(kInvalidArgument, {}, parse(bad));
   bad = good;
   bad.name_bytes = 65;
@@ -181,6 +181,12 @@ TEST(lists_of_endpoints_are_checked) {
   Endpoint other_user = second.endpoint();
   ++other_user.uid;
   CHECK_ERROR(kUnsupported, {}, check(0, {first.endpoint(), other_user}));
+  Endpoint other_pids = second.endpoint();
+  other_pids.pid_namespace ^= 1;
+  CHECK_ERROR(kUnsupported, {}, check(0, {first.endpoint(), other_pids}));
+  Endpoint other_network = second.endpoint();
+  other_network.network_namespace ^= 1;
+  CHECK_ERROR(kUnsupported, {}, check(0, {first.endpoint(), other_network}));
 }
 
 TEST(wrong_incarnations_are_refused) {

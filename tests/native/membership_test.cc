@@ -146,8 +146,8 @@ TEST(a_word_goes_only_where_it_may) {
   CHECK(may_become(word(5, kOpen, 0, 0), word(5, kProposed, 1, 3)));
   CHECK(may_become(word(5, kOpen, 0, 0), word(5, kCommitted, 1, 3)));  // a recovery
   CHECK(may_become(word(5, kProposed, 1, 3), word(5, kCommitted, 1, 3)));
-  CHECK(may_become(word(5, kProposed, 1, 3), word(5, kOpen, 2, 4)));       // withdrawn by another rank
-  CHECK(may_become(word(5, kProposed, 1, 3), word(5, kCommitted, 2, 4)));  // overtaken by a recovery
+  CHECK(may_become(word(5, kProposed, 1, 3), word(5, kOpen, 2, 4)));        // withdrawn by another rank
+  CHECK(may_become(word(5, kProposed, 1, 3), word(5, kCommitted, 2, 4)));   // overtaken by a recovery
   CHECK(!may_become(word(5, kProposed, 1, 3), word(5, kCommitted, 1, 4)));  // a record that nobody has acknowledged
   CHECK(!may_become(word(5, kProposed, 1, 3), word(5, kOpen, 1, 3)));
   CHECK(!may_become(word(5, kProposed, 2, 3), word(5, kOpen, 1, 3)));

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 import weft
@@ -66,6 +67,17 @@ def wrong_calls(comm: weft.Communicator) -> list[str]:
     comm.rebuild(range(comm.num_ranks))
     texts.append(text_of(lambda: ep.combine(r.x, r.handle)))
     return texts
+
+
+def wrong_variables() -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", "0")
+        patch.setenv("WORLD_SIZE", "65")
+        too_many = text_of(weft.Communicator.from_env)
+        patch.setenv("WORLD_SIZE", "2")
+        patch.setenv("MASTER_ADDR", "localhost")
+        patch.delenv("MASTER_PORT", raising=False)
+        return [too_many, text_of(weft.Communicator.from_env)]
 
 
 def late_peer(comm: weft.Communicator) -> str:
@@ -129,7 +141,7 @@ def documented() -> set[str]:
 
 
 def test_texts_are_those_of_the_code() -> None:
-    seen = set(weft.spawn(wrong_calls, num_ranks=2)[0])
+    seen = {*weft.spawn(wrong_calls, num_ranks=2)[0], *wrong_variables()}
     for work in (late_peer, dead_peer, closed_peer, refused_peer, failed_peer, other_order):
         seen.add(weft.spawn(work, num_ranks=2, on_failure="return")[0])
     seen.add(weft.spawn(aborting_peer, num_ranks=2)[1])
