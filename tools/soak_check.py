@@ -289,7 +289,9 @@ class Compared:
     def routing(self, received: weft.Dispatched, routing: Routing) -> None:
         """Counts, offsets, weights and ids."""
         here, where = routing.here, routing.promised(holes=True)
-        self.count(received.handle.sizes, routing.sizes)
+        given = (received.num_tokens_per_expert, received.offsets, received.num_rows.view(1))
+        self.count(torch.cat(given), routing.sizes)  # the caller's copy
+        self.count(received.handle.sizes, routing.sizes)  # what later calls read
         self.count(received.topk_weights.reshape(here.row_weight.shape)[where], here.row_weight[where])
         if received.topk_idx is not None and here.row_ids is not None:
             self.count(received.topk_idx[where], here.row_ids[where].to(received.topk_idx.dtype))
@@ -340,4 +342,5 @@ def poison(*parts: Tensor | weft.Quantized | None) -> None:
 
 def poison_handle(handle: weft.Handle) -> None:
     """Before it is dropped: of the next result that lies there ids, weights, counts and plans must be written anew."""
-    poison(handle.topk_weights, handle.topk_idx, handle.sizes, handle.send_plan, handle.recv_plan)
+    poison(handle.topk_weights, handle.topk_idx)  # the caller's copies
+    poison(handle.weights, handle.idx, handle.sizes, handle.send_plan, handle.recv_plan)

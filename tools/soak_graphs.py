@@ -174,7 +174,9 @@ class Graph:
     def check_routing(self, r: weft.Dispatched, now: Tables) -> None:
         """Counts, weights and ids of all dispatches."""
         promised = now.promised[:, None] if now.row_weight.dim() == 2 else now.promised
-        self.wrong += num_different(r.handle.sizes, now.sizes)
+        given = torch.cat((r.num_tokens_per_expert, r.offsets, r.num_rows.view(1)))  # the caller's copy
+        self.wrong += num_different(given, now.sizes)
+        self.wrong += num_different(r.handle.sizes, now.sizes)  # what later calls read
         self.wrong += num_different(r.topk_weights.view(now.row_weight.shape), now.row_weight, promised)
         if r.topk_idx is not None:
             self.wrong += num_different(r.topk_idx, now.row_ids, promised)
