@@ -15,6 +15,7 @@ import weft
 
 ROOT = Path(__file__).resolve().parents[2]
 DOC = (ROOT / "docs" / "benchmarking.md").read_text(encoding="utf-8")
+LAB = (ROOT / "lab" / "README.md").read_text(encoding="utf-8")
 
 
 def weft_command(
@@ -41,8 +42,8 @@ def rows_of(stdout: str) -> list[dict[str, Any]]:
 def assert_documented(value: Any) -> None:
     if isinstance(value, Mapping):
         for key, part in value.items():
-            assert re.search(rf"`[^`\n]*\b{re.escape(key)}\b[^`\n]*`", DOC), (
-                f"docs/benchmarking.md does not explain {key}"
+            assert re.search(rf"`[^`\n]*\b{re.escape(key)}\b[^`\n]*`", DOC + LAB), (
+                f"neither docs/benchmarking.md nor lab/README.md explains {key}"
             )
             assert_documented(part)
     elif isinstance(value, list):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import weft
 
@@ -134,6 +136,13 @@ def aborting_peer(comm: weft.Communicator) -> str:
     return text_of(lambda: ep.dispatch(rows(), picks()))
 
 
+def tensor_without_memory(comm: weft.Communicator) -> str:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    weights = DTensor.from_local(torch.ones(4, 2), init_device_mesh("cpu", (1,)))
+    return text_of(lambda: make(comm).dispatch(rows(), picks(), weights))
+
+
 def documented() -> set[str]:
     """The texts on the page, without the log lines of a timeout."""
     blocks = re.findall(r"^```text\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
@@ -145,4 +154,5 @@ def test_texts_are_those_of_the_code() -> None:
     for work in (late_peer, dead_peer, closed_peer, refused_peer, failed_peer, other_order):
         seen.add(weft.spawn(work, num_ranks=2, on_failure="return")[0])
     seen.add(weft.spawn(aborting_peer, num_ranks=2)[1])
+    seen.add(weft.spawn(tensor_without_memory, num_ranks=1)[0])
     assert documented() == seen
