@@ -199,8 +199,9 @@ void Operation::break_off(sync::WaitResult result, Phase phase, u64 late_peers) 
     cells += " rank " + std::to_string(peer) + ":" + std::to_string(header_from(phase, peer) >> 16 & 0xffffffffu);
   }
   log_line(kLogWarning, "rank " + std::to_string(rank_) + " left " + op_name(static_cast<u32>(config_.kind)) +
-                            ", epoch " + std::to_string(window_.comm_->epoch()) + ", sequence " + std::to_string(turn_.sequence) +
-                            ", phase " + phase_name(static_cast<u32>(phase)) + "; sequences seen:" + cells);
+                            ", epoch " + std::to_string(window_.comm_->epoch()) + ", sequence " +
+                            std::to_string(turn_.sequence) + ", phase " + phase_name(static_cast<u32>(phase)) +
+                            "; sequences seen:" + cells);
   if (result == sync::WaitResult::kAborted) window_.comm_->leave_broken();
   AbortReason timeout = reason(AbortCode::kPeerTimeout, phase, -1);
   timeout.peers = late_peers;
