@@ -34,12 +34,14 @@ How everything is counted: [benchmarking](benchmarking.md).
 
 _WHY = """
 ## What is missed, and why
-- **Expert-major dispatch** stores a row once a pick, 303 MB at 50 GB/s an SM. DeepEP V2 sends one copy a rank and
-  spreads it on all SMs afterwards. Holes are zeroed through the same stores.
+- **Expert-major dispatch** of the table above stored a row once a pick over the wire. A second launch places rows since
+  ([0036](decisions/0036-rows-by-expert-are-placed-by-a-second-launch.md)). Without a peer in the run, 2 x H100: BF16
+  405 us and FP8 292 us on 16 SMs; 376 and 242 on 24. The default is still 16 SMs; targets are 340 and 200.
 - **Combine of unregistered tensors** stages every row. That 24 SMs are no faster than 16 is unexplained.
 - **Expert-major weighted combine** is bound by instructions
   ([0022](decisions/0022-combine-is-short-of-instructions.md)).
-- **The training step** spends 4.19 ms in the backward of weighted combine, which is unfused float32 passes.
+- **The training step** spent 4.19 ms in the backward of weighted combine. One pass does it in 0.5 ms since
+  ([0035](decisions/0035-gradients-of-weighted-combine-in-one-pass.md)). The step was not measured beside a peer again.
 - **FP8 on the wire of combine** is bound by quantising and adding
   ([0032](decisions/0032-fp8-rows-are-stored-by-the-threads-that-make-them.md)).
 - **Host time** is 24 to 48 us of 15 a call: allocations, results and the search for the plan in Python.
