@@ -249,8 +249,11 @@ class Mesh {
     if (problem.empty()) problem = wrong_hello(hello.source);
     if (!problem.empty()) refuse_caller(std::move(caller), problem);
     check_alive(hello.source);
-    if (reader_.has_lost_fds) callers_.push_back(std::move(caller));  // so that tell_all() reaches it
-    throw_if_fds_lost(name_of(hello.source));
+    if (reader_.has_lost_fds) {
+      callers_.push_back(std::move(caller));  // so that tell_all() reaches it
+      throw_if_fds_lost(name_of(hello.source));
+      return;
+    }
     std::shared_ptr<PeerLife> life = std::make_shared<PeerLife>(std::move(reader_.fds.front()));
     say_hello(caller.get(), hello.source);
     connection(hello.source).socket = std::move(caller);

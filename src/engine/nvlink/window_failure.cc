@@ -135,7 +135,7 @@ void Window::raise_given_up(const ErrorRecord& record, OpKind kind) {
   const u64 seen_caller = is_mismatch ? host_->seen_caller[record.culprit] : 0;
   host_->error = ErrorRecord{};
   ptx::st_release_sys(&host_->num_errors_read, host_->num_errors_read + 1);
-  const std::string me = rank_text(comm_->rank()), culprit = rank_text(record.culprit);
+  const std::string culprit = rank_text(record.culprit);
   const std::string op = cpu::op_name(static_cast<u32>(kind));
   const auto caller_of = [&](i32 rank, u64 header, u64 caller) {
     const OperationConfig* call = call_of(header, caller);
