@@ -84,7 +84,7 @@ class Peers<Route::kLoop> {
     send_bytes(to, shared, num_bytes);
   }
   template <class Value>
-  __device__ void put_words(Place to, const Value& value) const {
+  __device__ void put_words(Place to, Value value) const {
     if (to.own_ != nullptr) {
       *reinterpret_cast<Value*>(to.own()) = value;
     } else {
