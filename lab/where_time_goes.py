@@ -27,11 +27,11 @@ from weft.kernels import paths as kernel_paths
 DISPATCH, COMBINE, RECEIVE = "small_dispatch.cuh", "small_combine.cuh", "small_dispatch_receive.cuh"
 FIRST, ZERO, END = "the kernel in front has ended", "flight begun: control words read", "end of the block"
 NOTIFY_ROWS = """    if (s_.is_peer(s_.lane)) {
-      transport::notify(s_.a.view, Phase::kSend, s_.flight, s_.lane, static_cast<i32>(blockIdx.x));
+      s_.peers().notify(Phase::kSend, s_.flight, s_.lane, static_cast<i32>(blockIdx.x));
     }
 """
-SAY_EARLY = "      if (has_peer(flight)) transport::notify(view, Phase::kSend, flight, b_.lane, block);\n"
-SAY_ALL = "    if (has_peer(flight)) transport::notify(view, Phase::kReduce, flight, b_.lane, block);\n"
+SAY_EARLY = "      if (has_peer(flight)) peers.notify(Phase::kSend, flight, b_.lane, block);\n"
+SAY_ALL = "    if (has_peer(flight)) peers.notify(Phase::kReduce, flight, b_.lane, block);\n"
 PLACES = {  # of an operation: header, statement, the place in front of it, the place behind it
     "dispatch": (
         (DISPATCH, "  if (threadIdx.x == 0) {  // behind it there is", FIRST, None),

@@ -129,6 +129,7 @@ class Seen:
     result: dict[str, Any]
     errors: list[str]
     repeated: Any = None
+    repeat_errors: list[str] = field(default_factory=list)
     combined: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
 
 
@@ -385,6 +386,7 @@ def _run_call(ep: weft.ExpertParallel, call: RankCall) -> Seen:
         repeated = ep.dispatch(call.repeat_x, handle=r.handle, **call.repeat, **later)
         _spoil(call.repeat_x)
         seen.repeated = repeated.wait().x
+        seen.repeat_errors = _errors(ep)
     output = call.output.clone()
     options: dict[str, Any] = {"weighted": call.weighted, "side": call.side, "bias": call.bias, "wire": call.wire}
     options |= later
@@ -399,6 +401,7 @@ def _run_call(ep: weft.ExpertParallel, call: RankCall) -> Seen:
         seen.errors += _errors(ep)
         if call.repeat_x is not None:
             seen.repeated = ep.dispatch(call.repeat_x, handle=r.handle, **call.repeat, **later).wait().x
+            seen.repeat_errors = _errors(ep)
     if call.heap_output:
         heap_output = ep.empty_output(r)
         heap_output.copy_(call.output)
@@ -461,10 +464,14 @@ def compare(case: Case, plans: list[RankPlan], expected: list[Expected], seen: l
             repeated = expected[number].repeated
             if repeated is not None:
                 problems += _compare_rows(f"{at}: repeated", call, d, repeated[rank], got.repeated, is_x=True)
+                dropped += int(d.overflow)  # a repeated dispatch drops them again
             errors = ["InvalidArgument"] if plans[rank].calls[number].has_bad_ids else []
-            errors += [f"CapacityExceeded {int(d.overflow)}"] if int(d.overflow) else []
+            too_many = [f"CapacityExceeded {int(d.overflow)}"] if int(d.overflow) else []
+            errors += too_many
             if got.errors != errors:
                 problems.append(f"{at}: check() gave {got.errors}, expected {errors}")
+            if repeated is not None and got.repeat_errors != too_many:
+                problems.append(f"{at}: check() behind the repeat gave {got.repeat_errors}, expected {too_many}")
             y, side = expected[number].combined[rank]
             for which, (got_y, got_side) in zip(("ordinary", "heap"), got.combined, strict=False):
                 problems += compare_tensor(f"{at}: y from {which} tensor", y, got_y)

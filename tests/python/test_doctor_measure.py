@@ -150,7 +150,7 @@ class FakeTensor:
 class FakeTorch:
     """Two GPUs: 400 GB/s between them, 50 from the host, flags that take 1.5 us (or never arrive)."""
 
-    uint8 = int32 = None
+    uint8 = int32 = float32 = None
 
     def __init__(self, *, deaf: bool = False, has_compiler: bool = True) -> None:
         self.now_ms, self.deaf, self.cuda = 0.0, deaf, self

@@ -60,7 +60,7 @@ def test_one_rank_that_can_not(rank: int, changed: dict[str, object], why: str) 
     ("version", "why"), [(12020, "its driver is of CUDA 12.2, older than 12.4"), (12040, None), (13000, None)]
 )
 def test_a_driver_too_old_is_told(version: int, why: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weft.engine.kernel_paths, "compiler_paths", dict)
+    monkeypatch.setattr(weft.engine.paths, "compiler_paths", dict)
     monkeypatch.setattr(weft.engine, "_driver_version", lambda: version)
     assert weft.engine._missing() == why
 
