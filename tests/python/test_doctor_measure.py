@@ -178,7 +178,8 @@ class FakeTorch:
         event.elapsed_time = lambda end: end.at - event.at
         return event
 
-    def empty(self, size: int, dtype: Any = None, device: int | None = None, pin_memory: bool = False) -> FakeTensor:
+    def empty(self, size: int, dtype: Any = None, device: Any = None, pin_memory: bool = False) -> FakeTensor:
+        device = None if device == "cpu" else device
         assert (device is None) == pin_memory
         return FakeTensor(self, size, device)
 
