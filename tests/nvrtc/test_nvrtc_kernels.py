@@ -107,7 +107,7 @@ def compilations() -> dict[tuple[str, str, str], tuple["Future[list[sass.Kernel]
     return found
 
 
-# 8 bytes since objects have numbers: a kernel of a shape at the edge. The list may only shrink.
+# 8 bytes, in a shape at the edge of what registers hold. The list may only shrink.
 KNOWN_SPILLS = {("sm_90", "16 ranks, K = 40", "small dispatch masked, fp8, int64 ids")}
 
 
