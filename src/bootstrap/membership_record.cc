@@ -5,12 +5,22 @@
 namespace weft {
 namespace {
 
-uint32_t checksum_of(MembershipRecord record) noexcept {  // CRC-32 (IEEE 802.3), bit by bit: records are rare
+constexpr std::array<uint32_t, 256> crc_table() {  // CRC-32 (IEEE 802.3)
+  std::array<uint32_t, 256> table{};
+  for (uint32_t byte = 0; byte < table.size(); ++byte) {
+    uint32_t crc = byte;
+    for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (0xedb88320u & (0u - (crc & 1u)));
+    table[byte] = crc;
+  }
+  return table;
+}
+
+uint32_t checksum_of(MembershipRecord record) noexcept {
+  static constexpr std::array<uint32_t, 256> kTable = crc_table();
   record.checksum = 0;
   uint32_t crc = ~uint32_t{0};
   for (const std::byte byte : std::as_bytes(std::span<const MembershipRecord, 1>(&record, 1))) {
-    crc ^= static_cast<uint32_t>(byte);
-    for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (0xedb88320u & (0u - (crc & 1u)));
+    crc = crc >> 8 ^ kTable[(crc ^ static_cast<uint32_t>(byte)) & 0xff];
   }
   return ~crc;
 }

@@ -1,17 +1,19 @@
 // Guards against two decisions for one epoch, decisions that change, records that are believed though they are damaged or
-// another group's, and against a rank that was left behind and does not notice.
+// another group's, against a rank that was left behind and does not notice, and against wishes that are taken for orders.
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <map>
 #include <random>
 #include <set>
 #include <thread>
 #include <vector>
 
 #include "base/status.h"
+#include "bootstrap/membership.h"
 #include "bootstrap/membership_record.h"
 #include "bootstrap/rank_set.h"
 #include "bootstrap/register.h"
@@ -276,6 +278,151 @@ TEST(records_that_make_no_sense_are_refused) {
   CHECK_REFUSED(record.new_members[0].slot = 1);     // in no set
   CHECK_REFUSED(record.new_members[1].slot = 2);     // twice
   CHECK_REFUSED(record.new_members[1].slot = 1024);  // no rank
+}
+
+namespace {
+
+using Event = MembershipEvent;
+using Failure = MembershipFailure;
+
+// One rank of four and a register; what the machine wants is done at once until it wants something else than the register.
+struct Caller {
+  explicit Caller(int rank, PageRegister& shared, std::map<uint32_t, MembershipRecord>& decided,
+                  uint32_t first_epoch = 1)
+      : membership(rank, {11, 12, 13, 14}, kGroup, first_epoch), words(shared), records(decided) {}
+
+  // The last action, kMeet, kEnter or kRaise; those told are kept.
+  MembershipAction run(const Event& event) {
+    MembershipAction last;
+    std::vector<MembershipAction> wanted;
+    const auto step = [&](const Event& next) {
+      for (const MembershipAction& action : membership.step(next)) wanted.push_back(action);
+    };
+    step(event);
+    while (!wanted.empty()) {
+      last = wanted.front();
+      wanted.erase(wanted.begin());
+      if (last.kind == MembershipAction::Kind::kTell) told = told | last.ranks;
+      const bool decides = last.kind == MembershipAction::Kind::kDecide;
+      if (!decides && last.kind != MembershipAction::Kind::kRead) continue;
+      Event answer{.kind = Event::Kind::kWord};
+      try {
+        answer.word = decides ? words.compare_set(last.expected, last.desired) : words.read(last.epoch);
+        if (decides && answer.word == last.desired) records[last.epoch] = membership.draft();
+        if (answer.word.state == RegisterState::kCommitted && !has_damage) answer.record = &records[answer.word.epoch];
+      } catch (const Error&) {
+        answer.kind = Event::Kind::kForgotten;
+      }
+      step(answer);
+    }
+    return last;
+  }
+  MembershipAction recover(const RecoverWish& wish = {}) { return run({.kind = Event::Kind::kRecover, .wish = wish}); }
+
+  Membership membership;
+  PageRegister& words;
+  std::map<uint32_t, MembershipRecord>& records;
+  RankSet told;
+  bool has_damage = false;
+};
+
+struct Group {
+  explicit Group(uint32_t first_epoch = 1) {
+    for (int rank = 0; rank < 4; ++rank) callers.emplace_back(rank, words, records, first_epoch);
+  }
+  SharedMemory page = SharedMemory::create(PageRegister::kBytes);
+  PageRegister words{{page.data(), PageRegister::kBytes}};
+  std::map<uint32_t, MembershipRecord> records;
+  std::vector<Caller> callers;
+};
+
+#define CHECK_RAISES(expected, named, action)             \
+  do {                                                    \
+    const MembershipAction raised = (action);             \
+    CHECK(raised.kind == MembershipAction::Kind::kRaise); \
+    CHECK(raised.failure == Failure::expected);           \
+    CHECK(raised.ranks == RankSet::of(named));            \
+  } while (false)
+using Ranks = std::vector<int>;
+
+}  // namespace
+
+TEST(the_first_decision_wins_whatever_others_wish) {
+  Group group;
+  const MembershipAction first = group.callers[0].recover({.evict = RankSet::of({3})});
+  CHECK(first.kind == MembershipAction::Kind::kMeet);
+  CHECK(first.ranks == RankSet::first(3));
+  CHECK(group.callers[0].told == RankSet::of({3}));
+  const MembershipAction second = group.callers[1].recover({.evict = RankSet::of({0})});
+  CHECK(second.kind == MembershipAction::Kind::kMeet);
+  CHECK(second.ranks == RankSet::first(3));
+  CHECK_RAISES(kEvicted, Ranks({0, 1, 2}), group.callers[3].recover());
+  CHECK_RAISES(kEvicted, Ranks({0, 1, 2}), group.callers[3].recover());
+  CHECK(group.callers[3].membership.is_evicted());
+}
+
+TEST(an_exact_set_is_decided_or_refused) {
+  Group group;
+  CHECK(group.callers[0].recover({.exactly = RankSet::of({0, 1})}).kind == MembershipAction::Kind::kMeet);
+  CHECK_RAISES(kOtherSet, Ranks({0, 1}), group.callers[1].recover({.exactly = RankSet::of({1, 2})}));
+  CHECK(group.callers[1].recover({.exactly = RankSet::of({0, 1})}).kind == MembershipAction::Kind::kMeet);
+  CHECK_RAISES(kEvicted, Ranks({0, 1}), group.callers[2].recover({.exactly = RankSet::of({2, 3})}));
+}
+
+TEST(a_death_in_a_meeting_costs_an_epoch) {
+  Group group;
+  Caller& caller = group.callers[0];
+  CHECK_EQ(caller.recover().epoch, 2u);
+  CHECK(caller.run({.kind = Event::Kind::kHere, .epoch = 2, .ranks = RankSet::of({1})}).kind !=
+        MembershipAction::Kind::kRenew);
+  const MembershipAction again = caller.run({.kind = Event::Kind::kGone, .ranks = RankSet::of({2})});
+  CHECK(again.kind == MembershipAction::Kind::kMeet);
+  CHECK_EQ(again.epoch, 3u);
+  CHECK(again.ranks == RankSet::of({0, 1, 3}));
+  CHECK_RAISES(kPeersLate, Ranks({1, 3}), caller.run({.kind = Event::Kind::kDeadline}));
+  CHECK_RAISES(kPeersLost, Ranks({2}), caller.recover({.exactly = RankSet::of({0, 2})}));
+  CHECK_EQ(caller.recover({.evict = RankSet::of({1, 3})}).epoch, 4u);
+  CHECK(caller.run({.kind = Event::Kind::kHere, .epoch = 4, .ranks = RankSet::of({0})}).kind ==
+        MembershipAction::Kind::kRenew);
+  CHECK(caller.run({.kind = Event::Kind::kRenewed, .epoch = 4}).kind == MembershipAction::Kind::kEnter);
+  CHECK(caller.membership.active() == RankSet::of({0}));
+  CHECK(caller.membership.evicted() == RankSet::of({1, 2, 3}));
+  caller.run({.kind = Event::Kind::kProven, .ranks = RankSet::of({2})});
+  CHECK(caller.membership.safe_to_delete() == RankSet::of({2}));
+  CHECK(caller.membership.evicted() == RankSet::of({1, 3}));
+}
+
+TEST(too_few_ranks_decide_nothing) {
+  Group group;
+  Caller& caller = group.callers[2];
+  caller.run({.kind = Event::Kind::kGone, .ranks = RankSet::of({0, 1})});
+  CHECK_RAISES(kTooFew, Ranks({2, 3}), caller.recover({.min_ranks = 3}));
+  CHECK(group.words.read(2).state == RegisterState::kOpen);
+  CHECK(caller.recover({.min_ranks = 2}).kind == MembershipAction::Kind::kMeet);
+}
+
+TEST(a_recovery_overtakes_a_proposal) {
+  Group group;
+  const RegisterWord proposed = word(2, RegisterState::kProposed, 7, 3);
+  CHECK(group.words.compare_set(word(2, RegisterState::kOpen, 0, 0), proposed) == proposed);
+  CHECK(group.callers[0].recover().kind == MembershipAction::Kind::kMeet);
+  CHECK(group.words.read(2) == word(2, RegisterState::kCommitted, 8, 0));
+}
+
+TEST(what_can_t_be_decided_or_believed_is_said) {
+  Group last(~uint32_t{0});
+  CHECK_RAISES(kLastEpoch, Ranks(), last.callers[0].recover());
+  Group damaged;
+  damaged.callers[0].recover();
+  damaged.callers[1].has_damage = true;
+  CHECK_RAISES(kDamaged, Ranks(), damaged.callers[1].recover());
+  Group forgotten;
+  std::vector<RegisterWord> decided;
+  decide(forgotten.words, 3, 100, decided);
+  CHECK_RAISES(kEvicted, Ranks(), forgotten.callers[0].recover());
+  Group silent;
+  silent.callers[0].membership.step({.kind = Event::Kind::kRecover});
+  CHECK_RAISES(kControlLost, Ranks(), silent.callers[0].run({.kind = Event::Kind::kDeadline}));
 }
 
 int main(int argc, char** argv) { return run_tests(argc, argv); }
