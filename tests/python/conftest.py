@@ -14,6 +14,8 @@ import weft
 
 sys.path.insert(0, str(Path(__file__).parent))  # helper modules beside the tests
 
+import hung_ranks  # noqa: E402
+
 torch.set_num_threads(1)  # ranks are forked: a pool of OpenMP threads does not survive that
 
 
@@ -41,3 +43,16 @@ def ctrl_c() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session")
+def hung_ranks_watch() -> hung_ranks.Watch:
+    return hung_ranks.Watch()
+
+
+@pytest.fixture(autouse=True)
+def hung_ranks_speak(hung_ranks_watch: hung_ranks.Watch) -> Iterator[None]:
+    """A test that reaches its limit says where its ranks hang."""
+    hung_ranks_watch.begin()
+    yield
+    hung_ranks_watch.end()
