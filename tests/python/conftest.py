@@ -14,7 +14,7 @@ import weft
 
 sys.path.insert(0, str(Path(__file__).parent))  # helper modules beside the tests
 
-import hung_ranks  # noqa: E402
+import hung_ranks
 
 torch.set_num_threads(1)  # ranks are forked: a pool of OpenMP threads does not survive that
 
