@@ -8,6 +8,8 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= $(shell nproc)
+# Whether native tests are also built with AddressSanitizer, UBSan and ThreadSanitizer; .ci/long does that.
+SANITIZERS ?= OFF
 
 ifeq ($(strip $(VENV)),)
 python := $(PYTHON)
@@ -49,11 +51,11 @@ test-quick: $(environment) $(installed) ## run the quick tests of the package: n
 	$(python) -m pytest tests/python tests/tools -m "not slow" -n $(JOBS) --maxprocesses 8 --dist loadscope -q
 
 .PHONY: native-test
-native-test: $(environment) ## build and run the C++ tests alone
+native-test: $(environment) ## build and run the C++ tests alone (SANITIZERS=ON for those with sanitizers too)
 	@export PATH="$(scripts):$$PATH"
 	mkdir -p build/native
 	exec 9>build/native.lock; flock 9
-	cmake -S . -B build/native -G Ninja -DWEFT_BUILD_TESTS=ON -DWEFT_BUILD_MODULE=OFF >/dev/null
+	cmake -S . -B build/native -G Ninja -DWEFT_BUILD_TESTS=ON -DWEFT_BUILD_MODULE=OFF -DWEFT_TEST_SANITIZERS=$(SANITIZERS) >/dev/null
 	cmake --build build/native -j $(JOBS)
 	ctest --test-dir build/native --output-on-failure --no-tests=error --timeout 600
 
