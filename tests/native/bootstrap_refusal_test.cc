@@ -394,6 +394,7 @@ TEST(what_waited_for_room_is_sent) {
       return;
     }
     self.connect();
+    usleep(100'000);  // the monitor sleeps and does not ask for room: whoever finds none has to wake it
     AbortReason reason;
     reason.code = AbortCode::kPeerTimeout;
     for (reason.sequence = 1; reason.sequence < 5000; ++reason.sequence) self.plane->publish_abort(reason);
