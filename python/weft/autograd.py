@@ -41,10 +41,10 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from weft.call.ops import bias_gradient
+from weft.call.gradients import bias_gradient
 from weft.call.received import Received
 from weft.call.runner import NativeCalls
-from weft.call.spec import LEAST_COLUMNS, MASKED, RANK_MAJOR, Call
+from weft.call.spec import LEAST_COLUMNS, RANK_MAJOR, Call, rows_shape
 from weft.call.tensors import plain
 from weft.errors import InvalidState
 from weft.log import logger
@@ -166,7 +166,7 @@ class _Sent(_Record):
     def _rows(self, grad: Tensor | None) -> Tensor:
         if grad is not None and self.x_is_tracked:
             return grad.contiguous()
-        lead = self.weights.shape[: 2 if self.call.layout == MASKED else 1]
+        lead = rows_shape(self.weights, self.call.layout)
         if self.x_is_tracked:
             return torch.zeros((*lead, self.hidden), dtype=self.dtype, device=self.weights.device)
         return torch.zeros((*lead, LEAST_COLUMNS), dtype=torch.float32, device=self.weights.device)
@@ -349,8 +349,8 @@ class _Dispatch(torch.autograd.Function):
             sent.received = received
             sent.weights = weights.detach()
             sent.topk_idx = received.topk_idx if sent.call.layout == RANK_MAJOR else None
-            rows_shape = tuple(weights.shape[: 2 if sent.call.layout == MASKED else 1])
-            sent.plans = Plans(received.send_plan, received.recv_plan, tie.detach(), received.sizes, rows_shape)
+            lead = rows_shape(weights, sent.call.layout)
+            sent.plans = Plans(received.send_plan, received.recv_plan, tie.detach(), received.sizes, lead)
         else:
             rows, _ = calls.dispatch_again(sent.call, x, None, *plans, x.shape[0], clear_tail)
             weights, tie = rows.new_empty(0, dtype=torch.float32), plans.tie.clone()

@@ -28,6 +28,7 @@ from weft.engine import DEFAULT_NUM_SMS, device_name
 from weft.errors import InvalidState
 from weft.handle import Dispatched, Event, Handle
 from weft.kernels import tables
+from weft.kernels.tuning import most_num_sms
 from weft.limits import default_heap_bytes, dtype_name, landing_row_bytes, max_row_bytes, small_tokens
 from weft.log import logger
 from weft.quantized import Quantized, no_rows, typed
@@ -116,7 +117,7 @@ class ExpertParallel(Shared):
         self.num_local_experts = num_experts // comm.num_ranks
         self.max_tokens_per_rank, self.num_windows, self.deadline_s = max_tokens_per_rank, num_windows, deadline_s
         self.num_ranks = comm.num_ranks
-        most_sms = check.most_num_sms(comm, num_windows)
+        most_sms = most_num_sms(comm.max_num_sms, comm._choice.rank_sms, num_windows)
         self.num_sms = min(DEFAULT_NUM_SMS, most_sms) if num_sms is None else num_sms
         engine_calls = GpuCalls if comm.engine == "nvlink" else CpuCalls
         with released_on_error(windows):

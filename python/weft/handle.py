@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.call.event import COMPLETE, Event
+from weft.call.spec import Call, rows_shape
 from weft.limits import LAYOUTS
 
 if TYPE_CHECKING:
-    from weft.call.spec import Call
     from weft.quantized import Quantized
 
 __all__ = ["Dispatched", "Event", "Handle"]
@@ -151,7 +151,7 @@ class Handle:
         num_rows = self.__dict__.get("made_rows")
         if num_rows is not None:
             return (self.num_local_experts, num_rows) if self.layout == "masked" else (num_rows,)
-        return tuple(self.weights.shape[: 2 if self.layout == "masked" else 1])
+        return rows_shape(self.weights, self.call.layout)
 
     def repeated(self, tie: torch.Tensor, sent: Any) -> Handle:
         """The handle of a dispatch that repeats this routing."""

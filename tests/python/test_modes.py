@@ -15,9 +15,7 @@ from simulated_gpus import SimulatedRanks
 
 import weft
 from pool import RankState
-from weft.call import check
-from weft.engine import Choice
-from weft.kernels.tuning import DEFAULT, Table, choose, small_num_sms
+from weft.kernels.tuning import DEFAULT, Table, choose, choose_num_sms, most_num_sms, small_num_sms
 from weft.limits import small_shared_bytes
 
 
@@ -59,12 +57,11 @@ def test_table() -> None:
 
 @pytest.mark.parametrize(("num_windows", "num_sms"), [(1, 64), (2, 64), (4, 33), (132, 1)])
 def test_small_batches_in_flight_share_the_sms(num_windows: int, num_sms: int) -> None:
-    comm: Any = SimpleNamespace(engine="nvlink", max_num_sms=64, _choice=Choice("nvlink", "132 SMs", 64, 132))
-    most = check.most_num_sms(comm, num_windows)
+    most = most_num_sms(64, 132, num_windows)
     ep: Any = SimpleNamespace(has_num_sms=False, num_sms=16, most_num_sms=most, table=DEFAULT, engine="nvlink")
-    assert check._num_sms(ep, 128, None, is_small=True) == num_sms
-    assert check._num_sms(ep, 128, 80, is_small=True) == 80
-    assert check._num_sms(ep, 128, None, is_small=False) == 16
+    assert choose_num_sms(ep, 128, None, is_small=True) == num_sms
+    assert choose_num_sms(ep, 128, 80, is_small=True) == 80
+    assert choose_num_sms(ep, 128, None, is_small=False) == 16
 
 
 def test_windows_share_the_sms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from weft.call.tensors import is_traced, plain
 from weft.communicator import Communicator
 from weft.errors import Error, InvalidArgument, Unsupported
 from weft.handle import Dispatched, Handle
-from weft.kernels.tuning import choose, small_num_sms
+from weft.kernels.tuning import choose_num_sms, most_num_sms, prefers_small, suits_small
 from weft.limits import (
     _ACCEPTS,
     _ALLOWED,
@@ -33,11 +33,9 @@ from weft.limits import (
     LAYOUTS,
     MAX_ALIGNMENT,
     ROW_MULTIPLE_BYTES,
-    SMALL_SHARED_BYTES,
     _is_one_of,
     check_shape,
     max_row_bytes,
-    small_shared_bytes,
 )
 from weft.quantized import Quantized
 
@@ -49,7 +47,6 @@ __all__ = [
     "check_dispatch",
     "check_dispatched",
     "check_staged",
-    "most_num_sms",
     "remember_calls",
 ]
 
@@ -97,15 +94,8 @@ def check_constructor(comm: Any, dtype: Any, shape: dict[str, Any]) -> None:
             f"num_windows is {shape['num_windows']}; allowed are 1 to {comm._choice.rank_sms} here: a call of each may "
             "run at once and needs an SM, and ranks that share a GPU share its SMs"
         )
-    _check_num_sms(most_num_sms(comm, shape["num_windows"]), shape["num_windows"], shape["num_sms"])
-
-
-def most_num_sms(comm: Communicator, num_windows: int) -> int:
-    """SMs that a call may take: calls of all windows may run at once, and all their blocks must find an SM (R15), which
-    one of them may fill. 0: the cpu engine takes none."""
-    if comm.engine != "nvlink":
-        return 0
-    return min(comm.max_num_sms, comm._choice.rank_sms // num_windows)
+    most = most_num_sms(comm.max_num_sms, comm._choice.rank_sms, shape["num_windows"])
+    _check_num_sms(most, shape["num_windows"], shape["num_sms"])
 
 
 @_telling_peers
@@ -259,9 +249,9 @@ def _first_call(
         raise InvalidArgument("capacity is None with staged=True; the number of rows is needed: the host does not wait")
     is_small = _is_small(ep, "dispatch", form, layout, max_tokens, mode, staged)
     if mode == "auto" and not staged and is_small:
-        is_small = _is_auto_small(ep, layout, capacity, max_tokens, num_sms)
+        is_small = suits_small(ep, layout, capacity, max_tokens, num_sms)
     rows = -1 if capacity is None else capacity
-    sms = _num_sms(ep, max_tokens, num_sms, is_small=is_small)
+    sms = choose_num_sms(ep, max_tokens, num_sms, is_small=is_small)
     deadline = ep.deadline_s if deadline_s is None else float(deadline_s)
     code = LAYOUTS.index(layout)
     return Call(code, alignment, rows, max_tokens, deadline, window, sms, 0, async_op, is_small, staged)
@@ -343,28 +333,7 @@ def _is_small(
                 f"{name} with max_tokens = {max_tokens}; allowed in a small-batch call are 0 to {ep.small_tokens}"
             )
         return True
-    if mode == "throughput" or ep.engine == "cpu" or max_tokens > ep.small_tokens:
-        return False
-    return choose(ep.table, op, layout, form, max_tokens) == "latency"
-
-
-def _is_auto_small(ep: Shape, layout: str, capacity: int | None, max_tokens: int, num_sms: int | None) -> bool:
-    """What the table does not know of: without capacity the others take the memory that expert_major needs and no more;
-    few SMs may have no room for all places."""
-    if layout == "expert_major" and capacity is None:
-        return False
-    sms = _num_sms(ep, max_tokens, num_sms, is_small=True)
-    width, groups = (1, 1) if layout == "rank_major" else (ep.top_k, ep.num_local_experts)
-    num_places = ep.num_ranks * -(-max(ep.small_tokens, sms) // sms) * width
-    return small_shared_bytes(num_places, groups, ep.num_local_experts) <= SMALL_SHARED_BYTES
-
-
-def _num_sms(ep: Shape, max_tokens: int, num_sms: int | None, *, is_small: bool) -> int:
-    if num_sms is not None:
-        return num_sms
-    if not is_small or ep.has_num_sms or ep.engine == "cpu":
-        return ep.num_sms
-    return min(small_num_sms(ep.table, max_tokens), ep.most_num_sms)
+    return mode == "auto" and prefers_small(ep, op, layout, form, max_tokens)
 
 
 def _check_of(of: Any, layout: Any, alignment: Any, capacity: Any, max_tokens: Any, window: Any) -> None:
@@ -396,7 +365,7 @@ def _call_of_handle(
 ) -> Call:
     """Of a combine, or of a dispatch that repeats the handle's routing."""
     is_small = _is_small(ep, op, form, LAYOUTS[of.layout], of.max_tokens, mode, staged, of.is_small)
-    sms = _num_sms(ep, of.max_tokens, num_sms, is_small=is_small)
+    sms = choose_num_sms(ep, of.max_tokens, num_sms, is_small=is_small)
     deadline = ep.deadline_s if deadline_s is None else float(deadline_s)
     return Call(
         of.layout, of.alignment, of.capacity, of.max_tokens, deadline, of.window, sms, 0, is_async, is_small, staged

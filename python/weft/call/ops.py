@@ -7,8 +7,8 @@
 - `weft::combine`.
 
 The effects of all but receive are ordered: the compiler may neither drop nor swap them, because every rank must take
-part in each, in the same order, even if it does not use the result. The eager path does not come through here;
-`weft.autograd` does the same with objects that torch.compile can't trace.
+part in each, in the same order, even if it does not use the result. Their gradients are in weft/call/gradients.py. The
+eager path does not come through here; `weft.autograd` does the same with objects that torch.compile can't trace.
 
 Arguments are tensors and numbers: the ExpertParallel is found by its token (weft/call/runner.py).
 """
@@ -23,11 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.call.received import Received
 from weft.call.runner import by_token
-from weft.call.spec import LEAST_COLUMNS, MASKED, RANK_MAJOR, call_of
+from weft.call.spec import MASKED, RANK_MAJOR, call_of, rows_shape
 
-__all__ = ["combine", "dispatch", "dispatch_again", "gradients", "receive"]
+__all__ = ["combine", "dispatch", "dispatch_again", "receive"]
 
 
 # ---- dispatch
@@ -155,61 +154,6 @@ def _receive_fake(
 _SCALE_DTYPES = {1: torch.float32, 2: torch.uint8}
 
 
-def _receive_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    received = Received(*output)
-    ctx.mark_non_differentiable(
-        *(part for part in output if part is not received.tie and not part.is_floating_point()),
-        *([received.scales] if received.scales.is_floating_point() else []),
-    )
-    _, x, _, topk_idx, topk_weights, *_ = inputs
-    plans = (received.send_plan, received.recv_plan, received.tie)
-    is_rank_major_on_gpu = inputs[8] and inputs[9] == RANK_MAJOR
-    topk_idx_here = received.topk_idx if is_rank_major_on_gpu else None
-    ctx.save_for_backward(*plans, received.topk_weights, received.sizes, topk_idx_here)
-    ctx.num_tokens, ctx.top_k = topk_idx.shape[0], topk_idx.shape[1]
-    ctx.x_is_differentiable = x.is_floating_point() and received.x.is_floating_point()
-    ctx.has_weights = topk_weights is not None
-    ctx.hidden = x.shape[1]
-    ctx.call = tuple(inputs[9:17])
-
-
-def _receive_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-    received = Received(*gradients)  # type: ignore[arg-type]
-    send_plan, recv_plan, tie, weights, sizes, topk_idx = ctx.saved_tensors
-    layout = ctx.call[0]
-    rows = received.x
-    if not ctx.x_is_differentiable:
-        lead = weights.shape[:1] if layout != MASKED else weights.shape[:2]
-        rows = weights.new_zeros((*lead, LEAST_COLUMNS))
-    side = received.topk_weights if ctx.has_weights else None
-    if side is not None and topk_idx is not None:
-        side = side.masked_fill(topk_idx < 0, 0)  # NativeCalls.side_of_picks
-    grad_x, grad_weights = combine(
-        rows,
-        weights,
-        send_plan,
-        recv_plan,
-        tie,
-        sizes,
-        None,
-        side,
-        ctx.top_k,
-        ctx.num_tokens,
-        *ctx.call,
-        0,
-        False,
-        False,
-    )
-    return (
-        None,
-        grad_x if ctx.x_is_differentiable else None,
-        None,
-        None,
-        grad_weights if ctx.has_weights else None,
-        *[None] * 13,
-    )
-
-
 # ---- dispatch_again
 
 
@@ -239,10 +183,19 @@ def dispatch_again(
         layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, is_small=is_small,
         counts_dropped=counts_dropped,
     )  # fmt: skip
-    rows_shape = _rows_shape(weights, layout)
     return _own(
         by_token(tie).dispatch_again(
-            call, x, scales, send_plan, recv_plan, tie, sizes, rows_shape, x.shape[0], clear_tail, quantize
+            call,
+            x,
+            scales,
+            send_plan,
+            recv_plan,
+            tie,
+            sizes,
+            rows_shape(weights, layout),
+            x.shape[0],
+            clear_tail,
+            quantize,
         )
     )
 
@@ -268,7 +221,7 @@ def _dispatch_again_fake(
     quantize: int,
     counts_dropped: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    rows = _rows_shape(weights, layout)
+    rows = rows_shape(weights, layout)
     out_scales = x.new_empty(0, dtype=torch.float32)
     if quantize:
         out_scales = x.new_empty((*rows, (x.shape[1] + 127) // 128), dtype=_SCALE_DTYPES[quantize])
@@ -276,26 +229,6 @@ def _dispatch_again_fake(
         out_scales = x.new_empty((*rows, scales.shape[1] * scales.element_size()), dtype=torch.uint8)
     dtype = torch.uint8 if quantize or x.element_size() == 1 else x.dtype
     return x.new_empty((*rows, x.shape[1]), dtype=dtype), out_scales
-
-
-def _rows_shape(weights: Tensor, layout: int) -> tuple[int, ...]:
-    return tuple(weights.shape[: 2 if layout == MASKED else 1])
-
-
-def _dispatch_again_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    rows, scales = output
-    ctx.mark_non_differentiable(scales, *([] if rows.is_floating_point() else [rows]))
-    x, _, weights, send_plan, recv_plan, tie, sizes, *call, _, _, _ = inputs
-    ctx.save_for_backward(weights, send_plan, recv_plan, tie, sizes)
-    ctx.num_tokens, ctx.call = x.shape[0], tuple(call)
-
-
-def _dispatch_again_backward(ctx: Any, grad_x: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    weights, send_plan, recv_plan, tie, sizes = ctx.saved_tensors
-    grad, _ = combine(
-        grad_x, weights, send_plan, recv_plan, tie, sizes, None, None, 1, ctx.num_tokens, *ctx.call, 0, False, False
-    )
-    return (grad, *[None] * 17)
 
 
 def _own(results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -365,55 +298,7 @@ def _combine_fake(
     return y.new_empty((num_tokens, y.shape[-1])), y.new_empty(side_shape, dtype=torch.float32)
 
 
-def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(output[1])
-    y, weights, send_plan, recv_plan, tie, sizes, bias, _, _, _, *call, _, weighted, clear_tail = inputs
-    ctx.uses_weights = weighted and call[0] != RANK_MAJOR
-    ctx.save_for_backward(y if ctx.uses_weights else None, weights, send_plan, recv_plan, tie, sizes)
-    ctx.bias = None if bias is None else (bias.dim(), bias.dtype)
-    ctx.call, ctx.clear_tail = tuple(call), clear_tail
-
-
-def _combine_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    y, weights, send_plan, recv_plan, tie, sizes = ctx.saved_tensors
-    rows, _ = dispatch_again(
-        grad.contiguous(),
-        None,
-        weights,
-        send_plan,
-        recv_plan,
-        tie,
-        sizes,
-        *ctx.call,
-        ctx.clear_tail,
-        0,
-        counts_dropped=False,
-    )
-    grad_y, grad_weights = gradients(rows, y, weights, tie) if ctx.uses_weights else (rows, None)
-    grad_bias = None if ctx.bias is None else bias_gradient(grad, *ctx.bias)
-    # The tie's gradient, zero as it is, makes the backward of dispatch wait for this one and run on every rank.
-    return grad_y, grad_weights, None, None, torch.zeros_like(tie), None, grad_bias, *[None] * 14
-
-
-@torch.library.custom_op("weft::gradients", mutates_args=())
-def gradients(rows: Tensor, y: Tensor, weights: Tensor, tie: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of a weighted combine at this rank's rows (`NativeCalls.gradients`); nothing is sent."""
-    grad_y, grad_weights = by_token(tie).gradients(rows, y, weights)
-    assert grad_weights is not None  # noqa: S101  for mypy: there is a y
-    return grad_y, grad_weights
-
-
-@gradients.register_fake
-def _gradients_fake(rows: Tensor, y: Tensor, weights: Tensor, tie: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(rows), weights.new_empty(weights.shape)
-
-
-def bias_gradient(grad: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """A bias [H] is added to every token of this rank: its gradient is the sum in fp32."""
-    return grad.to(dtype) if dim == 2 else grad.float().sum(0).to(dtype)
-
-
-# ---- registration
+# ---- order of effects
 
 
 def _order_effects() -> None:
@@ -428,7 +313,4 @@ def _order_effects() -> None:
             effects._register_effectful_op(op._opoverload, ordered)
 
 
-receive.register_autograd(_receive_backward, setup_context=_receive_setup)
-dispatch_again.register_autograd(_dispatch_again_backward, setup_context=_dispatch_again_setup)
-combine.register_autograd(_combine_backward, setup_context=_combine_setup)
 _order_effects()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 __all__ = [
     "BYTES",
@@ -18,6 +19,7 @@ __all__ = [
     "Call",
     "call_of",
     "changed",
+    "rows_shape",
 ]
 
 DTYPE_CODES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -60,3 +62,8 @@ call_of = functools.lru_cache(maxsize=256)(Call)
 def changed(call: Call, **changes: Any) -> Call:
     """`call` with other values, the same object each time."""
     return replace(call, **changes)
+
+
+def rows_shape(weights: Tensor, layout: int) -> tuple[int, ...]:
+    """Of the rows of a dispatch without their last dimension, (N,) or masked (L, C), by the weights received."""
+    return tuple(weights.shape[: 2 if layout == MASKED else 1])

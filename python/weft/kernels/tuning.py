@@ -1,4 +1,4 @@
-"""Which kernels a call runs: those for small batches (latency) or the others (throughput).
+"""Which kernels a call runs, those for small batches (latency) or the others (throughput), and on how many SMs.
 
 From values equal on all ranks. `Table` holds what is measured; `choose` and `small_num_sms` are all that ask it.
 """
@@ -6,8 +6,21 @@ From values equal on all ranks. `Table` holds what is measured; `choose` and `sm
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-__all__ = ["DEFAULT", "FORMS", "Table", "choose", "small_num_sms"]
+from weft.limits import SMALL_SHARED_BYTES, small_shared_bytes
+
+__all__ = [
+    "DEFAULT",
+    "FORMS",
+    "Table",
+    "choose",
+    "choose_num_sms",
+    "most_num_sms",
+    "prefers_small",
+    "small_num_sms",
+    "suits_small",
+]
 
 # How rows travel. plain: in their own type of two bytes, bfloat16 or float16; wide: in float32; quantized: made FP8 by
 # the kernel (dispatch: quantize=, combine: wire=); bytes: a weft.Quantized of the caller.
@@ -51,3 +64,53 @@ def small_num_sms(table: Table, max_tokens: int) -> int:
         if max_tokens <= most:
             return num_sms
     return table.num_sms_else
+
+
+class Layer(Protocol):
+    """What the choice depends on, of an ExpertParallel: weft/call/shape.py."""
+
+    engine: str
+    num_ranks: int
+    top_k: int
+    num_sms: int
+    has_num_sms: bool
+    most_num_sms: int
+    small_tokens: int
+    table: Table
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts of each rank."""
+
+
+def prefers_small(layer: Layer, op: str, layout: str, form: str, max_tokens: int) -> bool:
+    """Whether mode "auto" takes the kernels for small batches, by what is measured."""
+    if layer.engine == "cpu" or max_tokens > layer.small_tokens:
+        return False
+    return choose(layer.table, op, layout, form, max_tokens) == "latency"
+
+
+def suits_small(layer: Layer, layout: str, capacity: int | None, max_tokens: int, num_sms: int | None) -> bool:
+    """What the table does not know of: without capacity the others take the memory that expert_major needs and no more;
+    few SMs may have no room for all places."""
+    if layout == "expert_major" and capacity is None:
+        return False
+    sms = choose_num_sms(layer, max_tokens, num_sms, is_small=True)
+    width, groups = (1, 1) if layout == "rank_major" else (layer.top_k, layer.num_local_experts)
+    num_places = layer.num_ranks * -(-max(layer.small_tokens, sms) // sms) * width
+    return small_shared_bytes(num_places, groups, layer.num_local_experts) <= SMALL_SHARED_BYTES
+
+
+def choose_num_sms(layer: Layer, max_tokens: int, num_sms: int | None, *, is_small: bool) -> int:
+    """SMs of a call; `num_sms`: what its caller has said."""
+    if num_sms is not None:
+        return num_sms
+    if not is_small or layer.has_num_sms or layer.engine == "cpu":
+        return layer.num_sms
+    return min(small_num_sms(layer.table, max_tokens), layer.most_num_sms)
+
+
+def most_num_sms(max_num_sms: int, rank_sms: int, num_windows: int) -> int:
+    """SMs that a call may take: calls of all windows may run at once, and all their blocks must find an SM (R15), which
+    one of them may fill. 0: the cpu engine takes none."""
+    return min(max_num_sms, rank_sms // num_windows)
