@@ -15,6 +15,7 @@ from weft.call import check, ops, tensors, wrapped
 from weft.call.cpu_calls import CpuCalls
 from weft.call.gpu_calls import GpuCalls
 from weft.call.half import Staged
+from weft.call.options import CombineOptions, DispatchOptions
 from weft.call.plan import Quick
 from weft.call.received import Received
 from weft.call.runner import NativeCalls
@@ -206,21 +207,21 @@ class ExpertParallel(Shared):
             Unsupported: FP8 with H not a multiple of 16, or gradients through FP8 rows.
             PeerTimeout, PeerLost: the communicator is broken until `comm.rebuild`.
         """
+        options = check.options_of(
+            DispatchOptions, num_sms, deadline_s, mode, staged, async_op, window, quantize, layout, alignment, capacity,
+            max_tokens, scale_layout, zero_holes,
+        )  # fmt: skip
         plan = None
         if self._quick is not None and handle is None and not torch.compiler.is_compiling() and tensors.stands_alone():
-            plan = self._quick.dispatch_plan(
-                x, topk_idx, topk_weights, layout, alignment, quantize, scale_layout, zero_holes, capacity, max_tokens,
-                num_sms, deadline_s, mode, staged, async_op, window,
-            )  # fmt: skip
+            plan = self._quick.dispatch_plan(x, topk_idx, topk_weights, options)
             if plan is not None and plan.call is not None and topk_idx is not None:
                 dispatched = self._quick.dispatch(plan, x, topk_idx, topk_weights)
                 if dispatched is not None:
                     return dispatched
         self._check_owner("dispatch", handle)
         call, x, data, scales, topk_idx, topk_weights = check.check_dispatch(
-            self._shape, x, topk_idx, topk_weights, handle, layout, alignment, quantize, scale_layout, zero_holes,
-            capacity, max_tokens, num_sms, deadline_s, mode, staged, async_op, window,
-        )  # fmt: skip
+            self._shape, x, topk_idx, topk_weights, handle, options
+        )
         code = check.QUANTIZE_CODES[quantize]
         if handle is not None:
             return self._dispatch_again(call, data, scales, handle, x, code)
@@ -304,12 +305,11 @@ class ExpertParallel(Shared):
         Raises:
             As dispatch; Unsupported: wire="fp8" with H not a multiple of 16.
         """
+        options = check.options_of(CombineOptions, num_sms, deadline_s, mode, staged, async_op, window, weighted, wire)
         plan = None
         is_simple = side is bias is out is None and not torch.compiler.is_compiling()
         if self._quick is not None and is_simple and tensors.stands_alone():
-            plan = self._quick.combine_plan(
-                expert_output, handle, weighted, wire, num_sms, deadline_s, mode, staged, async_op, window
-            )
+            plan = self._quick.combine_plan(expert_output, handle, options)
             if plan is not None and plan.call is not None:
                 combined = self._quick.combine(plan, expert_output, handle)
                 if combined is not None:
@@ -317,9 +317,8 @@ class ExpertParallel(Shared):
         given_out = out
         self._check_owner("combine", handle)
         call, expert_output, side, bias, out = check.check_combine(
-            self._shape, expert_output, handle, weighted, side, bias, out, wire, num_sms, deadline_s, mode, staged,
-            async_op, window,
-        )  # fmt: skip
+            self._shape, expert_output, handle, side, bias, out, options
+        )
         if side is not None and call.layout == RANK_MAJOR:
             side = side.unsqueeze(1).expand(-1, self.top_k) if side.dim() == 1 else side
             side = self.calls.side_of_picks(side, handle.idx)

@@ -2,40 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from weft import _callable
+from weft.call.options import (
+    LAYOUTS as LAYOUTS,
+)
+from weft.call.options import (
+    MAX_ALIGNMENT as MAX_ALIGNMENT,
+)
+from weft.call.options import (
+    MAX_CAPACITY as MAX_CAPACITY,
+)
+from weft.call.options import (
+    MAX_NUM_SMS as MAX_NUM_SMS,
+)
+from weft.call.options import (
+    MAX_SECONDS as MAX_SECONDS,
+)
+from weft.call.options import (
+    MAX_TOKENS_PER_RANK as MAX_TOKENS_PER_RANK,
+)
+from weft.call.options import (
+    MODES as MODES,
+)
+from weft.call.options import (
+    OPTIONS,
+    Accepts,
+    CombineOptions,
+    DispatchOptions,
+    is_int,
+    is_one_of,
+    or_none,
+)
+from weft.call.options import (
+    QUANTIZE as QUANTIZE,
+)
+from weft.call.options import (
+    SCALE_LAYOUTS as SCALE_LAYOUTS,
+)
+from weft.call.options import (
+    WIRES as WIRES,
+)
 from weft.errors import InvalidArgument
 
 __all__ = ["Limits", "limits", "memory", "supports"]
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-LAYOUTS = ("rank_major", "expert_major", "masked")
-QUANTIZE = ("fp8", "fp8_ue8m0")
-SCALE_LAYOUTS = ("row_major", "column_major")
-MODES = ("auto", "throughput", "latency")
 ROW_MULTIPLE_BYTES = 16
 FP8_HIDDEN_MULTIPLE = 16
 QUANTIZE_GROUP = 128
 ENGINES = ("cpu", "nvlink")
-WIRES = ("fp8",)
 MAX_GPU_RANKS = 16  # kMaxGpuRanks of include/weft/layout/gpu_window.h
 LANDING_SLACK = 256  # alignment of what lies in the landing (include/weft/layout/gpu_window.h)
-MAX_NUM_SMS = 64  # blocks of a GPU kernel: windows are laid out for so many
 MAX_RANKS = 64  # kMaxRanks of include/weft/config/base.h
 MAX_TOP_K = 128  # kMaxTopk of include/weft/layout/window.h
-MAX_TOKENS_PER_RANK = (1 << 24) - 1  # kMaxRowsPerPair of include/weft/layout/window.h
 MAX_EXPERTS = 1 << 20
 MAX_HIDDEN = 1 << 20
-MAX_ALIGNMENT = 1 << 20
 MAX_SMALL_TOKENS = 512  # a rank: windows have slots for so many in a small-batch call
 SMALL_SHARED_BYTES = 224 << 10  # of a block, less the kernels' own variables; sm_120, untested, has 99 KiB
-MAX_CAPACITY = (1 << 31) - 1  # rows are counted in int32
 MAX_HEAP_BYTES = 1 << 46
 MAX_WINDOWS = 1024
-MAX_SECONDS = 1e9  # in ns it fits 64 bits
 _MIN_HEAP_BYTES = 1 << 20
 _PAGE = 4096
 
@@ -87,10 +115,10 @@ def supports(*names: Any, **options: Any) -> bool:
     if names:
         given = ", ".join(map(repr, names))
         raise InvalidArgument(f"{given} without a name; options are given by name: weft.supports(engine='nvlink')")
-    unknown = sorted(set(options) - set(_ACCEPTS))
+    unknown = sorted(set(options) - set(ACCEPTS))
     if unknown:
-        raise InvalidArgument(f"unknown options {', '.join(unknown)}; allowed are {', '.join(sorted(_ACCEPTS))}")
-    if not all(_ACCEPTS[name](value) for name, value in options.items()):
+        raise InvalidArgument(f"unknown options {', '.join(unknown)}; allowed are {', '.join(sorted(ACCEPTS))}")
+    if not all(ACCEPTS[name].test(value) for name, value in options.items()):
         return False
     return _agree(options)
 
@@ -100,57 +128,19 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _is_int(least: int, most: int | None = None) -> Callable[[Any], bool]:
-    def accepts(value: Any) -> bool:
-        is_int = isinstance(value, int) and not isinstance(value, bool)
-        return is_int and value >= least and (most is None or value <= most)
-
-    return accepts
-
-
-def _or_none(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or accepts(value)
-
-
-def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """Of the type of an allowed one, too: tensors and arrays compare by element."""
-    return any(type(value) is type(each) and value == each for each in allowed)
-
-
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_seconds(value: Any) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and 0 < value <= MAX_SECONDS
-
-
-_ACCEPTS: dict[str, Callable[[Any], bool]] = {
-    "engine": lambda value: _is_one_of(value, ENGINES),
-    "num_ranks": _is_int(1, MAX_RANKS),
-    "num_experts": _is_int(1, MAX_EXPERTS),
-    "top_k": _is_int(1, MAX_TOP_K),
-    "hidden": _is_int(1, MAX_HIDDEN),
-    "max_tokens_per_rank": _is_int(0, MAX_TOKENS_PER_RANK),
-    "max_tokens": _or_none(_is_int(0, MAX_TOKENS_PER_RANK)),
-    "dtype": lambda value: dtype_name(value) in DTYPE_BYTES,
-    "num_sms": _or_none(_is_int(1, MAX_NUM_SMS)),
-    "deadline_s": _or_none(_is_seconds),
-    "heap_bytes": _or_none(_is_int(0, MAX_HEAP_BYTES)),
-    "num_windows": _is_int(1, MAX_WINDOWS),
-    "layout": lambda value: _is_one_of(value, LAYOUTS),
-    "alignment": _is_int(1, MAX_ALIGNMENT),
-    "quantize": lambda value: _is_one_of(value, (None, *QUANTIZE)),
-    "scale_layout": lambda value: _is_one_of(value, SCALE_LAYOUTS),
-    "zero_holes": _is_bool,
-    "capacity": _or_none(_is_int(0, MAX_CAPACITY)),
-    "mode": lambda value: _is_one_of(value, MODES),
-    "staged": _is_bool,
-    "async_op": _is_bool,
-    "window": _or_none(_is_int(0)),
-    "weighted": _is_bool,
-    "wire": lambda value: _is_one_of(value, (None, *WIRES)),
+# What each argument accepts by itself: those of a constructor, and the options of the calls.
+ACCEPTS: dict[str, Accepts] = {
+    "engine": Accepts(lambda value: is_one_of(value, ENGINES), ", ".join(ENGINES)),
+    "num_ranks": Accepts(is_int(1, MAX_RANKS), f"1 to {MAX_RANKS}"),
+    "num_experts": Accepts(is_int(1, MAX_EXPERTS), f"1 to {MAX_EXPERTS}"),
+    "top_k": Accepts(is_int(1, MAX_TOP_K), f"1 to {MAX_TOP_K}"),
+    "hidden": Accepts(is_int(1, MAX_HIDDEN), f"1 to {MAX_HIDDEN}"),
+    "max_tokens_per_rank": Accepts(is_int(0, MAX_TOKENS_PER_RANK), f"0 to {MAX_TOKENS_PER_RANK}"),
+    "dtype": Accepts(lambda value: dtype_name(value) in DTYPE_BYTES, ", ".join(DTYPE_BYTES)),
+    "heap_bytes": Accepts(or_none(is_int(0, MAX_HEAP_BYTES)), f"None, or 0 to {MAX_HEAP_BYTES}"),
+    "num_windows": Accepts(is_int(1, MAX_WINDOWS), f"1 to {MAX_WINDOWS}"),
+    **OPTIONS[DispatchOptions],
+    **OPTIONS[CombineOptions],
 }
 
 
@@ -271,8 +261,8 @@ def memory(
 def check_shape(shape: dict[str, Any]) -> None:
     """Raise `InvalidArgument` for the first argument of a constructor that is not allowed, `Unsupported` never."""
     for name, value in shape.items():
-        if not _ACCEPTS[name](value):
-            raise InvalidArgument(f"{name} is {value!r}; allowed: {_ALLOWED[name]}")
+        if not ACCEPTS[name].test(value):
+            raise InvalidArgument(f"{name} is {value!r}; allowed: {ACCEPTS[name].allowed}")
     num_experts, num_ranks = shape["num_experts"], shape["num_ranks"]
     if num_experts % num_ranks:
         raise InvalidArgument(
@@ -284,33 +274,6 @@ def check_shape(shape: dict[str, Any]) -> None:
             f"hidden is {shape['hidden']}; allowed with {dtype_name(shape['dtype'])} are multiples of "
             f"{ROW_MULTIPLE_BYTES // item}, so that a row is a multiple of {ROW_MULTIPLE_BYTES} bytes"
         )
-
-
-_ALLOWED = {
-    "num_ranks": f"1 to {MAX_RANKS}",
-    "num_experts": f"1 to {MAX_EXPERTS}",
-    "top_k": f"1 to {MAX_TOP_K}",
-    "hidden": f"1 to {MAX_HIDDEN}",
-    "max_tokens_per_rank": f"0 to {MAX_TOKENS_PER_RANK}",
-    "dtype": ", ".join(DTYPE_BYTES),
-    "num_sms": f"None, or 1 to {MAX_NUM_SMS}",
-    "deadline_s": "seconds above 0, at most 1e9",
-    "heap_bytes": f"None, or 0 to {MAX_HEAP_BYTES}",
-    "num_windows": f"1 to {MAX_WINDOWS}",
-    "max_tokens": "None, or 0 to max_tokens_per_rank",
-    "layout": ", ".join(LAYOUTS),
-    "alignment": f"1 to {MAX_ALIGNMENT}",
-    "quantize": "None, " + ", ".join(QUANTIZE),
-    "scale_layout": ", ".join(SCALE_LAYOUTS),
-    "zero_holes": "True, False",
-    "capacity": f"None, or 0 to {MAX_CAPACITY}",
-    "mode": ", ".join(MODES),
-    "staged": "True, False",
-    "async_op": "True, False",
-    "weighted": "True, False",
-    "wire": "None, " + ", ".join(WIRES),
-    "window": "None, or 0 to num_windows - 1",
-}
 
 
 def _up(value: int, multiple: int) -> int:

@@ -13,6 +13,7 @@ from weft.bench.ahead import of_cases
 from weft.bench.cases import EXPERTS, TOP_K, Case, cases
 from weft.bench.options import SuiteOptions
 from weft.call import check
+from weft.call.options import CombineOptions, DispatchOptions
 from weft.engine import DEFAULT_NUM_SMS
 from weft.kernels import prebuild
 from weft.kernels.tuning import Table
@@ -48,11 +49,13 @@ def calls_of(case: Case, table: Table, ranks: int, hidden: int) -> Iterator[tupl
     form = "bytes" if case.rows == "fp8" else "plain" if case.quantize == "none" else "quantized"
     quantize = None if case.quantize == "none" else case.quantize
     capacity = 4096 if case.sizes == "capacity" else None
-    how = (case.num_sms or None, None, case.mode, False, False, 0)
-    first = check._first_call(ep, form, case.layout, case.alignment, quantize, capacity, None, *how)
+    how = {"num_sms": case.num_sms or None, "mode": case.mode}
+    rows = {"layout": case.layout, "alignment": case.alignment, "quantize": quantize, "capacity": capacity}
+    first = check._first_call(ep, form, DispatchOptions(**rows, **how))  # type: ignore[arg-type]
     yield "dispatch", first
     if case.source is not None:
-        yield "combine", check._combine_call(ep, check._form(None, case.wire), first, True, case.wire, *how)
+        combine = CombineOptions(wire=case.wire, **how)  # type: ignore[arg-type]
+        yield "combine", check._combine_call(ep, check._form(None, case.wire), first, combine)
 
 
 @pytest.mark.parametrize("tokens", [128, 4096])

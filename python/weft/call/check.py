@@ -17,23 +17,23 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from weft.call.options import OPTIONS, CallOptions, CombineOptions, DispatchOptions, is_one_of
+from weft.call.options import options_of as _options_of
 from weft.call.scales import word_dtype
 from weft.call.shape import Shape
-from weft.call.spec import DTYPE_CODES, RANK_MAJOR, Call
+from weft.call.spec import DTYPE_CODES, RANK_MAJOR, Call, changed
 from weft.call.tensors import is_traced, plain
 from weft.communicator import Communicator
 from weft.errors import Error, InvalidArgument, Unsupported
 from weft.handle import Dispatched, Handle
 from weft.kernels.tuning import choose_num_sms, most_num_sms, prefers_small, suits_small
 from weft.limits import (
-    _ACCEPTS,
-    _ALLOWED,
+    ACCEPTS,
     DTYPE_BYTES,
     FP8_HIDDEN_MULTIPLE,
     LAYOUTS,
     MAX_ALIGNMENT,
     ROW_MULTIPLE_BYTES,
-    _is_one_of,
     check_shape,
     max_row_bytes,
 )
@@ -47,6 +47,7 @@ __all__ = [
     "check_dispatch",
     "check_dispatched",
     "check_staged",
+    "options_of",
     "remember_calls",
 ]
 
@@ -57,6 +58,7 @@ WIRE_CODES = {None: 0, "fp8": 1}
 _ID_DTYPES = (torch.int64, torch.int32)
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STRIDED = torch.strided
+_OF_HANDLE = ("layout", "alignment", "capacity", "max_tokens")  # options that a handle has, too
 _MOST_KNOWN = 256  # options of one ExpertParallel
 
 
@@ -87,7 +89,7 @@ def check_constructor(comm: Any, dtype: Any, shape: dict[str, Any]) -> None:
     if not isinstance(dtype, torch.dtype):
         raise InvalidArgument(f"dtype is {dtype!r}; allowed: {', '.join(f'torch.{name}' for name in DTYPE_BYTES)}")
     if shape["deadline_s"] is None:
-        raise InvalidArgument(f"deadline_s is None; allowed: {_ALLOWED['deadline_s']}")
+        raise InvalidArgument(f"deadline_s is None; allowed: {ACCEPTS['deadline_s'].allowed}")
     check_shape({"num_ranks": comm.num_ranks, **shape})
     if comm.engine == "nvlink" and shape["num_windows"] > comm._choice.rank_sms:
         raise InvalidArgument(
@@ -100,52 +102,31 @@ def check_constructor(comm: Any, dtype: Any, shape: dict[str, Any]) -> None:
 
 @_telling_peers
 def check_dispatch(
-    ep: Shape,
-    x: Any,
-    topk_idx: Any,
-    topk_weights: Any,
-    handle: Any,
-    layout: Any,
-    alignment: Any,
-    quantize: Any,
-    scale_layout: Any,
-    zero_holes: Any,
-    capacity: Any,
-    max_tokens: Any,
-    num_sms: Any,
-    deadline_s: Any,
-    mode: Any,
-    staged: Any,
-    async_op: Any,
-    window: Any,
+    ep: Shape, x: Any, topk_idx: Any, topk_weights: Any, handle: Any, options: DispatchOptions
 ) -> tuple[Call, Any, Tensor, Tensor | None, Any, Any]:
     """The call as native codes; x, its rows and their scales, topk_idx and topk_weights as the engine reads them."""
     x, topk_idx, topk_weights = _plain_rows(x), plain(topk_idx, "topk_idx"), plain(topk_weights, "topk_weights")
-    form = "bytes" if isinstance(x, Quantized) else _form(x, quantize)
-    options = (layout, alignment, quantize, capacity, max_tokens, num_sms, deadline_s, mode, staged, async_op, window)
+    form = "bytes" if isinstance(x, Quantized) else _form(x, options.quantize)
     if handle is not None:
-        of = _of_handle(handle)
-        call: Call = _known(ep, _repeated_call, form, of, *options)
+        call: Call = _known(ep, _repeated_call, form, _of_handle(handle), options)
         if topk_idx is not None or topk_weights is not None:
             raise InvalidArgument(
                 "topk_idx or topk_weights is given beside handle; allowed is one of the two: a handle has its routing"
             )
         num_tokens, most = handle.num_tokens, handle.num_tokens
     else:
-        call = _known(ep, _first_call, form, *options)
+        call = _known(ep, _first_call, form, options)
         num_tokens, most = -1, call.max_tokens
-    data, scales = _check_x(ep, x, quantize, handle is not None)
+    data, scales = _check_x(ep, x, options.quantize, handle is not None)
     if data.shape[0] > most or (num_tokens >= 0 and data.shape[0] != num_tokens):
         allowed = f"0 to max_tokens = {most}" if num_tokens < 0 else f"{num_tokens}, the tokens of the handle"
         raise InvalidArgument(f"x has {data.shape[0]} tokens; allowed are {allowed}")
     if handle is None:
         topk_weights = _check_topk(ep, topk_idx, topk_weights, data)
-    if type(scale_layout) is not str or scale_layout != "row_major":
-        _check_option("scale_layout", scale_layout)
-        call = _known(ep, _column_call, call, _column_dtype(x, quantize, scales))
-    if zero_holes is not True:
-        _check_option("zero_holes", zero_holes)
-        call = _known(ep, _holes_call, call)
+    if options.scale_layout != "row_major":
+        dtype = _column_dtype(x, options.quantize, scales)
+        traced = torch.compiler.is_compiling()
+        call = replace(call, scale_dtype=dtype) if traced else changed(call, scale_dtype=dtype)
     return call, x, data, scales, topk_idx, topk_weights
 
 
@@ -180,58 +161,35 @@ def _column_dtype(x: Tensor | Quantized, quantize: str | None, scales: Tensor | 
     return word_dtype(x.scales.dtype)
 
 
-def _column_call(ep: Shape, call: Call, dtype: torch.dtype) -> Call:
-    return replace(call, scale_dtype=dtype)
-
-
-def _holes_call(ep: Shape, call: Call) -> Call:
-    return replace(call, zero_holes=False)
+def options_of(kind: Callable[..., T], *values: Any) -> T:
+    """kind(*values), the same object for the same values of the same types."""
+    if torch.compiler.is_compiling():
+        return kind(*values)
+    try:
+        options: T = _options_of(kind, *values)
+    except TypeError:  # an option without a hash
+        options = kind(*values)
+    return options
 
 
 def remember_calls(ep: Shape) -> None:
-    """For `_known`: options that were allowed once are not looked at again, by their values and types."""
+    """For `_known`: options that were allowed once are not looked at again."""
     weak = weakref.proxy(ep)
-    functions = (_first_call, _repeated_call, _combine_call, _column_call, _holes_call)
-    ep.known.update(
-        {each: functools.lru_cache(_MOST_KNOWN, typed=True)(functools.partial(each, weak)) for each in functions}
-    )
+    functions = (_first_call, _repeated_call, _combine_call)
+    ep.known.update({each: functools.lru_cache(_MOST_KNOWN)(functools.partial(each, weak)) for each in functions})
 
 
 def _known(ep: Shape, check: Callable[..., Call], *options: Any) -> Call:
     """check(ep, *options)."""
     if torch.compiler.is_compiling():
         return check(ep, *options)
-    try:
-        return ep.known[check](*options)
-    except TypeError:  # an option without a hash
-        return check(ep, *options)
+    return ep.known[check](*options)
 
 
-def _first_call(
-    ep: Shape,
-    form: str,
-    layout: Any,
-    alignment: Any,
-    quantize: Any,
-    capacity: Any,
-    max_tokens: Any,
-    num_sms: Any,
-    deadline_s: Any,
-    mode: Any,
-    staged: Any,
-    async_op: Any,
-    window: Any,
-) -> Call:
+def _first_call(ep: Shape, form: str, options: DispatchOptions) -> Call:
     """Of a dispatch with a routing of its own."""
-    _check_options(ep, num_sms, deadline_s, mode, staged, async_op, window)
-    for name, value in (
-        ("quantize", quantize),
-        ("layout", layout),
-        ("alignment", alignment),
-        ("capacity", capacity),
-        ("max_tokens", max_tokens),
-    ):
-        _check_option(name, value)
+    _check_options(ep, options)
+    layout, alignment, capacity, max_tokens = options.layout, options.alignment, options.capacity, options.max_tokens
     if alignment != 1 and layout != "expert_major":
         raise InvalidArgument(
             f"alignment is {alignment} with layout {layout!r}; allowed are 1 to {MAX_ALIGNMENT} with 'expert_major', "
@@ -245,65 +203,34 @@ def _first_call(
         raise InvalidArgument(
             f"max_tokens is {max_tokens}; allowed are 0 to max_tokens_per_rank = {ep.max_tokens_per_rank}"
         )
-    if staged and capacity is None:
+    if options.staged and capacity is None:
         raise InvalidArgument("capacity is None with staged=True; the number of rows is needed: the host does not wait")
-    is_small = _is_small(ep, "dispatch", form, layout, max_tokens, mode, staged)
-    if mode == "auto" and not staged and is_small:
-        is_small = suits_small(ep, layout, capacity, max_tokens, num_sms)
+    is_small = _is_small(ep, "dispatch", form, layout, max_tokens, options)
+    if options.mode == "auto" and not options.staged and is_small:
+        is_small = suits_small(ep, layout, capacity, max_tokens, options.num_sms)
     rows = -1 if capacity is None else capacity
-    sms = choose_num_sms(ep, max_tokens, num_sms, is_small=is_small)
-    deadline = ep.deadline_s if deadline_s is None else float(deadline_s)
-    code = LAYOUTS.index(layout)
-    return Call(code, alignment, rows, max_tokens, deadline, window, sms, 0, async_op, is_small, staged)
+    call = _new_call(ep, options, (LAYOUTS.index(layout), alignment, rows, max_tokens), is_small=is_small)
+    return call if options.zero_holes else replace(call, zero_holes=False)
 
 
-def _repeated_call(
-    ep: Shape,
-    form: str,
-    of: Any,
-    layout: Any,
-    alignment: Any,
-    quantize: Any,
-    capacity: Any,
-    max_tokens: Any,
-    num_sms: Any,
-    deadline_s: Any,
-    mode: Any,
-    staged: Any,
-    async_op: Any,
-    window: Any,
-) -> Call:
-    """Of a dispatch that repeats the routing of a handle; `of`: the call of that."""
-    _check_options(ep, num_sms, deadline_s, mode, staged, async_op, window)
-    _check_option("quantize", quantize)
-    _check_of(of, layout, alignment, capacity, max_tokens, window)
-    return _call_of_handle(ep, of, "dispatch", form, num_sms, deadline_s, mode, staged, async_op)
+def _repeated_call(ep: Shape, form: str, of: Any, options: DispatchOptions) -> Call:
+    """The `Call` for `dispatch(handle=...)`; `of`: the call that made the handle."""
+    _check_options(ep, options, _OF_HANDLE)
+    _check_of(of, options)
+    call = _call_of_handle(ep, of, "dispatch", form, options)
+    return call if options.zero_holes else replace(call, zero_holes=False)
 
 
-def _combine_call(
-    ep: Shape,
-    form: str,
-    of: Any,
-    weighted: Any,
-    wire: Any,
-    num_sms: Any,
-    deadline_s: Any,
-    mode: Any,
-    staged: Any,
-    async_op: Any,
-    window: Any,
-) -> Call:
+def _combine_call(ep: Shape, form: str, of: Any, options: CombineOptions) -> Call:
     """`of`: the call that made the handle."""
-    _check_options(ep, num_sms, deadline_s, mode, staged, async_op, window)
-    _check_option("weighted", weighted)
-    _check_option("wire", wire)
+    _check_options(ep, options)
+    wire = options.wire
     if wire is not None and ep.hidden % FP8_HIDDEN_MULTIPLE:
         raise Unsupported(
             f"wire={wire!r} with hidden={ep.hidden}", f"hidden {ep.hidden}", f"a multiple of {FP8_HIDDEN_MULTIPLE}"
         )
-    _check_of(of, "rank_major", 1, None, None, window)
-    call = _call_of_handle(ep, of, "combine", form, num_sms, deadline_s, mode, staged, async_op)
-    return replace(call, wire=WIRE_CODES[wire])
+    _check_of(of, options)
+    return replace(_call_of_handle(ep, of, "combine", form, options), wire=WIRE_CODES[wire])
 
 
 def _is_small(
@@ -312,11 +239,11 @@ def _is_small(
     form: str,
     layout: str,
     max_tokens: int,
-    mode: str,
-    staged: bool,
+    options: CallOptions,
     of_small: bool = False,
 ) -> bool:
     """Whether the kernels for small batches do it. `of_small`: along a routing that only they understand."""
+    mode, staged = options.mode, options.staged
     if staged and mode == "throughput":
         raise InvalidArgument("mode is 'throughput' with staged=True; allowed are 'auto' and 'latency'")
     if of_small:
@@ -336,40 +263,38 @@ def _is_small(
     return mode == "auto" and prefers_small(ep, op, layout, form, max_tokens)
 
 
-def _check_of(of: Any, layout: Any, alignment: Any, capacity: Any, max_tokens: Any, window: Any) -> None:
+def _check_of(of: Any, options: CallOptions) -> None:
     """What is given beside a handle."""
     if not isinstance(of, Call):
         raise InvalidArgument(f"handle is {of!r}; the handle of a dispatch is expected")
-    for name, value, default, own in (
-        ("layout", layout, "rank_major", LAYOUTS[of.layout]),
-        ("alignment", alignment, 1, of.alignment),
-        ("capacity", capacity, None, None if of.capacity < 0 else of.capacity),
-        ("max_tokens", max_tokens, None, of.max_tokens),
-    ):
-        if not _is_one_of(value, (default, own)):
-            raise InvalidArgument(f"{name} is {value!r} beside handle; allowed is that of the handle, {own!r}, or none")
-    if window != of.window:  # an int: _check_options
-        raise InvalidArgument(f"window is {window} with a handle of window {of.window}; allowed is that of the handle")
+    if isinstance(options, DispatchOptions):
+        for name, value, default, own in (
+            ("layout", options.layout, "rank_major", LAYOUTS[of.layout]),
+            ("alignment", options.alignment, 1, of.alignment),
+            ("capacity", options.capacity, None, None if of.capacity < 0 else of.capacity),
+            ("max_tokens", options.max_tokens, None, of.max_tokens),
+        ):
+            if not is_one_of(value, (default, own)):
+                raise InvalidArgument(
+                    f"{name} is {value!r} beside handle; allowed is that of the handle, {own!r}, or none"
+                )
+    if options.window != of.window:
+        raise InvalidArgument(
+            f"window is {options.window} with a handle of window {of.window}; allowed is that of the handle"
+        )
 
 
-def _call_of_handle(
-    ep: Shape,
-    of: Call,
-    op: str,
-    form: str,
-    num_sms: int | None,
-    deadline_s: float | None,
-    mode: str,
-    staged: bool,
-    is_async: bool,
-) -> Call:
+def _call_of_handle(ep: Shape, of: Call, op: str, form: str, options: CallOptions) -> Call:
     """Of a combine, or of a dispatch that repeats the handle's routing."""
-    is_small = _is_small(ep, op, form, LAYOUTS[of.layout], of.max_tokens, mode, staged, of.is_small)
-    sms = choose_num_sms(ep, of.max_tokens, num_sms, is_small=is_small)
-    deadline = ep.deadline_s if deadline_s is None else float(deadline_s)
-    return Call(
-        of.layout, of.alignment, of.capacity, of.max_tokens, deadline, of.window, sms, 0, is_async, is_small, staged
-    )
+    is_small = _is_small(ep, op, form, LAYOUTS[of.layout], of.max_tokens, options, of.is_small)
+    return _new_call(ep, options, (of.layout, of.alignment, of.capacity, of.max_tokens), is_small=is_small)
+
+
+def _new_call(ep: Shape, options: CallOptions, rows: tuple[int, int, int, int], *, is_small: bool) -> Call:
+    """`rows`: layout, alignment, capacity and max_tokens."""
+    sms = choose_num_sms(ep, rows[3], options.num_sms, is_small=is_small)
+    deadline = ep.deadline_s if options.deadline_s is None else float(options.deadline_s)
+    return Call(*rows, deadline, options.window, sms, 0, options.async_op, is_small, options.staged)
 
 
 def _check_x(ep: Shape, x: Any, quantize: Any, is_repeated: bool) -> tuple[Tensor, Tensor | None]:
@@ -478,27 +403,12 @@ def _check_topk(ep: Shape, topk_idx: Any, topk_weights: Any, data: Tensor) -> Te
 
 @_telling_peers
 def check_combine(
-    ep: Shape,
-    y: Any,
-    handle: Any,
-    weighted: Any,
-    side: Any,
-    bias: Any,
-    out: Any,
-    wire: Any,
-    num_sms: Any,
-    deadline_s: Any,
-    mode: Any,
-    staged: Any,
-    async_op: Any,
-    window: Any,
+    ep: Shape, y: Any, handle: Any, side: Any, bias: Any, out: Any, options: CombineOptions
 ) -> tuple[Call, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The call as native codes; expert_output, side, bias and out as the engine reads them."""
     y, side, bias = plain(y, "expert_output"), plain(side, "side"), plain(bias, "bias")
     out = _plain_out(out)
-    of = _of_handle(handle)
-    options = (weighted, wire, num_sms, deadline_s, mode, staged, async_op, window)
-    call = _known(ep, _combine_call, _form(y, wire), of, *options)
+    call = _known(ep, _combine_call, _form(y, options.wire), _of_handle(handle), options)
     lead = list(handle.rows_shape)
     if not isinstance(y, Tensor):
         raise InvalidArgument(f"expert_output is {_shown(y)}; a tensor {[*lead, ep.hidden]} is expected")
@@ -574,36 +484,18 @@ def _check_like(
     _check_place(name, tensor, ep)
 
 
-def _check_options(
-    ep: Shape, num_sms: Any, deadline_s: Any, mode: Any, staged: Any, async_op: Any, window: Any
-) -> None:
-    has_defaults = num_sms is None and deadline_s is None and type(mode) is str and mode == "auto" and staged is False
-    if not (has_defaults and async_op is False and type(window) is int and window == 0):  # the common case is quick
-        _check_all_options(ep, num_sms, deadline_s, mode, staged, async_op, window)
-
-
-def _check_all_options(
-    ep: Shape, num_sms: Any, deadline_s: Any, mode: Any, staged: Any, async_op: Any, window: Any
-) -> None:
-    for name, value in (
-        ("num_sms", num_sms),
-        ("deadline_s", deadline_s),
-        ("mode", mode),
-        ("staged", staged),
-        ("async_op", async_op),
-    ):
-        _check_option(name, value)
-    _check_num_sms(ep.most_num_sms, ep.num_windows, num_sms)
-    if staged and async_op:
+def _check_options(ep: Shape, options: CallOptions, not_these: tuple[str, ...] = ()) -> None:
+    """Each by itself, and what both calls must satisfy together."""
+    for name, accepts in OPTIONS[type(options)].items():
+        value = getattr(options, name)
+        if name not in not_these and name != "window" and not accepts.test(value):
+            raise InvalidArgument(f"{name} is {value!r}; allowed: {accepts.allowed}")
+    _check_num_sms(ep.most_num_sms, ep.num_windows, options.num_sms)
+    if options.staged and options.async_op:
         raise InvalidArgument("async_op is True with staged=True; allowed is one of the two")
-    is_int = isinstance(window, int) and not isinstance(window, bool)
-    if not (is_int and 0 <= window < ep.num_windows):
+    window = options.window
+    if not (isinstance(window, int) and not isinstance(window, bool) and 0 <= window < ep.num_windows):
         raise InvalidArgument(f"window is {window!r}; allowed are 0 to num_windows - 1 = {ep.num_windows - 1}")
-
-
-def _check_option(name: str, value: Any) -> None:
-    if not _ACCEPTS[name](value):
-        raise InvalidArgument(f"{name} is {value!r}; allowed: {_ALLOWED[name]}")
 
 
 def _check_num_sms(most: int, num_windows: int, num_sms: int | None) -> None:

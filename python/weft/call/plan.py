@@ -18,6 +18,7 @@ from torch import Tensor
 from weft.call.event import Event
 from weft.call.gpu_calls import GpuCalls
 from weft.call.gpu_tensors import first_rows, from_dlpack
+from weft.call.options import CombineOptions, DispatchOptions
 from weft.call.spec import RANK_MAJOR, Call
 from weft.handle import Dispatched, Handle
 from weft.limits import QUANTIZE_GROUP, ROW_MULTIPLE_BYTES
@@ -77,12 +78,12 @@ class Quick:
     def __init__(self, calls: GpuCalls, num_local_experts: int) -> None:
         self._calls, self._device, self._num_local_experts = calls, calls.device, num_local_experts
         self._index = calls.device.index
-        self._dispatch_plans = functools.lru_cache(_MOST_PLANS, typed=True)(_new_plan)
-        self._combine_plans = functools.lru_cache(_MOST_PLANS, typed=True)(_new_plan)
+        self._dispatch_plans = functools.lru_cache(_MOST_PLANS)(_new_plan)
+        self._combine_plans = functools.lru_cache(_MOST_PLANS)(_new_plan)
 
     # ---- dispatch
 
-    def dispatch_plan(self, x: Any, topk_idx: Any, topk_weights: Any, *options: Any) -> Plan | None:
+    def dispatch_plan(self, x: Any, topk_idx: Any, topk_weights: Any, options: DispatchOptions) -> Plan | None:
         """Of these arguments; None if there can't be one."""
         try:
             of_weights = None if topk_weights is None else (type(topk_weights), topk_weights.dtype, topk_weights.shape)
@@ -97,8 +98,8 @@ class Quick:
             if topk_weights is not None and topk_weights.dtype is not torch.float32:  # converted by the whole way
                 return None
             of_idx = (type(topk_idx), topk_idx.dtype, topk_idx.shape)
-            return self._dispatch_plans(of_x, of_idx, of_weights, *options)
-        except (AttributeError, TypeError):  # not a tensor, or an option without a hash
+            return self._dispatch_plans(of_x, of_idx, of_weights, options)
+        except (AttributeError, TypeError):  # not a tensor
             return None
 
     def learn_dispatch(
@@ -211,14 +212,11 @@ class Quick:
 
     # ---- combine
 
-    def combine_plan(self, y: Any, handle: Any, *options: Any) -> Plan | None:
+    def combine_plan(self, y: Any, handle: Any, options: CombineOptions) -> Plan | None:
         """Of these arguments, without side, bias and out; None if there can't be one."""
         if type(y) is not Tensor or type(handle) is not Handle or y.shape[:-1] != handle.rows_shape:
             return None
-        try:
-            return self._combine_plans(handle.call, handle.num_tokens, y.dtype, y.shape[-1], *options)
-        except TypeError:  # an option without a hash
-            return None
+        return self._combine_plans(handle.call, handle.num_tokens, y.dtype, y.shape[-1], options)
 
     def learn_combine(self, plan: Plan, call: Call, y: Tensor, handle: Handle, *, weighted: bool) -> None:
         """The arguments of the plan were right."""
