@@ -234,10 +234,7 @@ class ExpertParallel(Shared):
             check.check_staged(is_traced, is_tracked)
         sent = None
         if is_traced:
-            numbers = (
-                call.layout, call.alignment, call.capacity, call.max_tokens, call.deadline_s, call.window, call.num_sms,
-                call.is_small,
-            )  # fmt: skip
+            numbers = (call.numbers, call.deadline_s)
             inputs = tensors.faked((data, scales, topk_idx, topk_weights, self._token), has_new_sizes=True)
             ticket = ops.dispatch(*inputs, *numbers, code, is_tracked and call.capacity >= 0)
             shape = (self.num_ranks, self.num_local_experts, self.calls.plans_on_device)
@@ -334,8 +331,7 @@ class ExpertParallel(Shared):
                 expert_output, handle.weights, handle.send_plan, handle.recv_plan, handle.tie, handle.sizes, bias, side
             ))  # fmt: skip
             y, side_out = ops.combine(
-                *inputs, self.top_k, handle.num_tokens, call.layout, call.alignment, call.capacity, call.max_tokens,
-                call.deadline_s, call.window, call.num_sms, call.is_small, call.wire, weighted,
+                *inputs, self.top_k, handle.num_tokens, call.numbers, call.deadline_s, weighted,
                 is_tracked and call.capacity >= 0,
             )  # fmt: skip
             y = y if out is None else out.copy_(y)
@@ -372,10 +368,7 @@ class ExpertParallel(Shared):
             inputs = tensors.faked((
                 data, scales, handle.weights, handle.send_plan, handle.recv_plan, handle.tie, handle.sizes
             ))  # fmt: skip
-            rows, out_scales = ops.dispatch_again(
-                *inputs, call.layout, call.alignment, call.capacity, call.max_tokens, call.deadline_s, call.window,
-                call.num_sms, call.is_small, clear_tail, code,
-            )  # fmt: skip
+            rows, out_scales = ops.dispatch_again(*inputs, call.numbers, call.deadline_s, clear_tail, code)
             out_scales = by_column(out_scales, call.scale_dtype)
         elif is_tracked:
             call = call if call.zero_holes else changed(call, zero_holes=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import weft
 from weft.call import ops
+from weft.call.spec import Call
 
 
 class Layer(nn.Module):
@@ -57,21 +58,18 @@ def arguments(ep: weft.ExpertParallel, layout: str, **changes: Any) -> dict[str,
     """Arguments of the operators by name, with gradients where they may be."""
     inputs = Inputs(0)
     options = LAYOUTS[layout]
-    call = {
-        "layout": ("rank_major", "expert_major", "masked").index(options["layout"]),
-        "alignment": options.get("alignment", 1), "capacity": options.get("capacity", -1),
-        "max_tokens": 64, "deadline_s": 10.0, "window": 0, "num_sms": 0, "is_small": False,
-    }  # fmt: skip
+    layout_code = ("rank_major", "expert_major", "masked").index(options["layout"])
+    call = Call(layout_code, options.get("alignment", 1), options.get("capacity", -1), 64, deadline_s=10.0, window=0)
+    numbers = {"call": call.numbers, "deadline_s": call.deadline_s}
     given = {"x": inputs.x, "scales": None, "topk_idx": inputs.topk_idx, "topk_weights": inputs.topk_weights}
-    return {**given, "token": ep.calls.token, **call, **changes}
+    return {**given, "token": ep.calls.token, **numbers, **changes}
 
 
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
 def test_opcheck(ep: weft.ExpertParallel, layout: str) -> None:
     ep.calls.results.keep = True  # opcheck runs receive several times with one ticket
     sent = {**arguments(ep, layout), "quantize": 0}
-    names = ("layout", "alignment", "capacity", "max_tokens", "deadline_s", "window", "num_sms", "is_small")
-    call = {name: sent[name] for name in names}
+    call = {name: sent[name] for name in ("call", "deadline_s")}
     torch.library.opcheck(ops.dispatch, (), {**sent, "x": sent["x"].detach(), "topk_weights": None, "clear_tail": True})
     ticket = ops.dispatch(**sent, clear_tail=True)
     fetched = {"ticket": ticket, **sent, "num_ranks": 1, "num_local_experts": NUM_EXPERTS, "plans_on_device": False}
@@ -85,7 +83,7 @@ def test_opcheck(ep: weft.ExpertParallel, layout: str) -> None:
     combined = {
         "y": r.x.clone().requires_grad_(), "weights": r.topk_weights.clone().requires_grad_(), **plans,
         "bias": torch.ones(HIDDEN).requires_grad_(), "side": r.topk_weights, "top_k": TOP_K, "num_tokens": 5, **call,
-        "wire": 0, "weighted": True, "clear_tail": True,
+        "weighted": True, "clear_tail": True,
     }  # fmt: skip
     torch.library.opcheck(ops.combine, (), combined)
 

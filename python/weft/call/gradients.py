@@ -14,7 +14,7 @@ from torch import Tensor
 from weft.call.ops import combine, dispatch_again, receive
 from weft.call.received import Received
 from weft.call.runner import by_token
-from weft.call.spec import LEAST_COLUMNS, RANK_MAJOR, rows_shape
+from weft.call.spec import LEAST_COLUMNS, RANK_MAJOR, numbers_in_backward, rows_shape
 
 __all__ = ["bias_gradient", "gradients"]
 
@@ -27,14 +27,14 @@ def _receive_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     )
     _, x, _, topk_idx, topk_weights, *_ = inputs
     plans = (received.send_plan, received.recv_plan, received.tie)
-    is_rank_major_on_gpu = inputs[8] and inputs[9] == RANK_MAJOR
+    is_rank_major_on_gpu = inputs[8] and inputs[9][0] == RANK_MAJOR
     topk_idx_here = received.topk_idx if is_rank_major_on_gpu else None
     ctx.save_for_backward(*plans, received.topk_weights, received.sizes, topk_idx_here)
     ctx.num_tokens, ctx.top_k = topk_idx.shape[0], topk_idx.shape[1]
     ctx.x_is_differentiable = x.is_floating_point() and received.x.is_floating_point()
     ctx.has_weights = topk_weights is not None
     ctx.hidden = x.shape[1]
-    ctx.call = tuple(inputs[9:17])
+    ctx.call, ctx.deadline_s = numbers_in_backward(inputs[9]), inputs[10]
 
 
 def _receive_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
@@ -58,8 +58,8 @@ def _receive_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         side,
         ctx.top_k,
         ctx.num_tokens,
-        *ctx.call,
-        0,
+        ctx.call,
+        ctx.deadline_s,
         False,
         False,
     )
@@ -69,33 +69,34 @@ def _receive_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         None,
         None,
         grad_weights if ctx.has_weights else None,
-        *[None] * 13,
+        *[None] * 7,
     )
 
 
 def _dispatch_again_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     rows, scales = output
     ctx.mark_non_differentiable(scales, *([] if rows.is_floating_point() else [rows]))
-    x, _, weights, send_plan, recv_plan, tie, sizes, *call, _, _, _ = inputs
+    x, _, weights, send_plan, recv_plan, tie, sizes, call, deadline_s, _, _ = inputs
     ctx.save_for_backward(weights, send_plan, recv_plan, tie, sizes)
-    ctx.num_tokens, ctx.call = x.shape[0], tuple(call)
+    ctx.num_tokens, ctx.call, ctx.deadline_s = x.shape[0], numbers_in_backward(call), deadline_s
 
 
 def _dispatch_again_backward(ctx: Any, grad_x: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     weights, send_plan, recv_plan, tie, sizes = ctx.saved_tensors
     grad, _ = combine(
-        grad_x, weights, send_plan, recv_plan, tie, sizes, None, None, 1, ctx.num_tokens, *ctx.call, 0, False, False
-    )
-    return (grad, *[None] * 17)
+        grad_x, weights, send_plan, recv_plan, tie, sizes, None, None, 1, ctx.num_tokens, ctx.call, ctx.deadline_s,
+        False, False,
+    )  # fmt: skip
+    return (grad, *[None] * 10)
 
 
 def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(output[1])
-    y, weights, send_plan, recv_plan, tie, sizes, bias, _, _, _, *call, _, weighted, clear_tail = inputs
+    y, weights, send_plan, recv_plan, tie, sizes, bias, _, _, _, call, deadline_s, weighted, clear_tail = inputs
     ctx.uses_weights = weighted and call[0] != RANK_MAJOR
     ctx.save_for_backward(y if ctx.uses_weights else None, weights, send_plan, recv_plan, tie, sizes)
     ctx.bias = None if bias is None else (bias.dim(), bias.dtype)
-    ctx.call, ctx.clear_tail = tuple(call), clear_tail
+    ctx.call, ctx.deadline_s, ctx.clear_tail = numbers_in_backward(call), deadline_s, clear_tail
 
 
 def _combine_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
@@ -108,15 +109,15 @@ def _combine_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ..
         recv_plan,
         tie,
         sizes,
-        *ctx.call,
+        ctx.call,
+        ctx.deadline_s,
         ctx.clear_tail,
         0,
-        counts_dropped=False,
     )
     grad_y, grad_weights = gradients(rows, y, weights, tie) if ctx.uses_weights else (rows, None)
     grad_bias = None if ctx.bias is None else bias_gradient(grad, *ctx.bias)
     # The tie's gradient, zero as it is, makes the backward of dispatch wait for this one and run on every rank.
-    return grad_y, grad_weights, None, None, torch.zeros_like(tie), None, grad_bias, *[None] * 14
+    return grad_y, grad_weights, None, None, torch.zeros_like(tie), None, grad_bias, *[None] * 7
 
 
 @torch.library.custom_op("weft::gradients", mutates_args=())

@@ -10,7 +10,8 @@ The effects of all but receive are ordered: the compiler may neither drop nor sw
 part in each, in the same order, even if it does not use the result. Their gradients are in weft/call/gradients.py. The
 eager path does not come through here; `weft.autograd` does the same with objects that torch.compile can't trace.
 
-Arguments are tensors and numbers: the ExpertParallel is found by its token (weft/call/runner.py).
+Arguments are tensors and numbers: the ExpertParallel is found by its token (weft/call/runner.py), `call` are the
+`numbers` of a `Call` (weft/call/spec.py).
 """
 
 # check: allow-in-file function-size: the schema of an operator is a flat list
@@ -18,13 +19,14 @@ Arguments are tensors and numbers: the ExpertParallel is found by its token (wef
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.call.runner import by_token
-from weft.call.spec import MASKED, RANK_MAJOR, call_of, rows_shape
+from weft.call.spec import MASKED, RANK_MAJOR, call_of_numbers, rows_shape
 
 __all__ = ["combine", "dispatch", "dispatch_again", "receive"]
 
@@ -39,21 +41,16 @@ def dispatch(
     topk_idx: Tensor,
     topk_weights: Tensor | None,
     token: Tensor,
-    layout: int,
-    alignment: int,
-    capacity: int,
-    max_tokens: int,
+    call: Sequence[int],
     deadline_s: float,
-    window: int,
-    num_sms: int,
-    is_small: bool,
     quantize: int,
     clear_tail: bool,
 ) -> Tensor:
     """A ticket (int64 [1]) for `receive`."""
-    call = call_of(layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, is_small=is_small)
     calls = by_token(token)
-    received = calls.dispatch(call, x, scales, topk_idx, topk_weights, quantize, clear_tail)
+    received = calls.dispatch(
+        call_of_numbers(call, deadline_s), x, scales, topk_idx, topk_weights, quantize, clear_tail
+    )
     return torch.tensor([calls.results.put(received)], dtype=torch.int64, device="cpu")
 
 
@@ -64,14 +61,8 @@ def _dispatch_fake(
     topk_idx: Tensor,
     topk_weights: Tensor | None,
     token: Tensor,
-    layout: int,
-    alignment: int,
-    capacity: int,
-    max_tokens: int,
+    call: Sequence[int],
     deadline_s: float,
-    window: int,
-    num_sms: int,
-    is_small: bool,
     quantize: int,
     clear_tail: bool,
 ) -> Tensor:
@@ -89,14 +80,8 @@ def receive(
     num_ranks: int,
     num_local_experts: int,
     plans_on_device: bool,
-    layout: int,
-    alignment: int,
-    capacity: int,
-    max_tokens: int,
+    call: Sequence[int],
     deadline_s: float,
-    window: int,
-    num_sms: int,
-    is_small: bool,
     quantize: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fields of `weft.call.received.Received`, once a ticket. The inputs of dispatch are here for their
@@ -115,16 +100,11 @@ def _receive_fake(
     num_ranks: int,
     num_local_experts: int,
     plans_on_device: bool,
-    layout: int,
-    alignment: int,
-    capacity: int,
-    max_tokens: int,
+    call: Sequence[int],
     deadline_s: float,
-    window: int,
-    num_sms: int,
-    is_small: bool,
     quantize: int,
 ) -> tuple[Tensor, ...]:
+    layout, _, capacity, *_ = call
     new_size = torch.library.get_ctx().new_dynamic_size
     rows: tuple[Any, ...] = (new_size() if capacity < 0 else capacity,)
     if layout == MASKED:
@@ -166,38 +146,19 @@ def dispatch_again(
     recv_plan: Tensor,
     tie: Tensor,
     sizes: Tensor,
-    layout: int,
-    alignment: int,
-    capacity: int,
-    max_tokens: int,
+    call: Sequence[int],
     deadline_s: float,
-    window: int,
-    num_sms: int,
-    is_small: bool,
     clear_tail: bool,
     quantize: int,
-    counts_dropped: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """(x, scales). `weights` received before are read for their shape alone: it gives the number of rows."""
-    call = call_of(
-        layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, is_small=is_small,
-        counts_dropped=counts_dropped,
-    )  # fmt: skip
+    lead = rows_shape(weights, call[0])
     return _own(
         by_token(tie).dispatch_again(
-            call,
-            x,
-            scales,
-            send_plan,
-            recv_plan,
-            tie,
-            sizes,
-            rows_shape(weights, layout),
-            x.shape[0],
-            clear_tail,
+            call_of_numbers(call, deadline_s), x, scales, send_plan, recv_plan, tie, sizes, lead, x.shape[0], clear_tail,
             quantize,
         )
-    )
+    )  # fmt: skip
 
 
 @dispatch_again.register_fake
@@ -209,19 +170,12 @@ def _dispatch_again_fake(
     recv_plan: Tensor,
     tie: Tensor,
     sizes: Tensor,
-    layout: int,
-    alignment: int,
-    capacity: int,
-    max_tokens: int,
+    call: Sequence[int],
     deadline_s: float,
-    window: int,
-    num_sms: int,
-    is_small: bool,
     clear_tail: bool,
     quantize: int,
-    counts_dropped: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    rows = rows_shape(weights, layout)
+    rows = rows_shape(weights, call[0])
     out_scales = x.new_empty(0, dtype=torch.float32)
     if quantize:
         out_scales = x.new_empty((*rows, (x.shape[1] + 127) // 128), dtype=_SCALE_DTYPES[quantize])
@@ -252,22 +206,18 @@ def combine(
     side: Tensor | None,
     top_k: int,
     num_tokens: int,
-    layout: int,
-    alignment: int,
-    capacity: int,
-    max_tokens: int,
+    call: Sequence[int],
     deadline_s: float,
-    window: int,
-    num_sms: int,
-    is_small: bool,
-    wire: int,
     weighted: bool,
     clear_tail: bool,
 ) -> tuple[Tensor, Tensor]:
     """(y [T, H], side [T, K] or empty). `clear_tail` is for the backward: gradients of rows without data are zero."""
-    call = call_of(layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, wire, is_small=is_small)
-    used = weights if weighted and layout != RANK_MAJOR else None
-    return _own(by_token(tie).combine(call, y, used, send_plan, recv_plan, tie, bias, side, num_tokens))
+    used = weights if weighted and call[0] != RANK_MAJOR else None
+    return _own(
+        by_token(tie).combine(
+            call_of_numbers(call, deadline_s), y, used, send_plan, recv_plan, tie, bias, side, num_tokens
+        )
+    )
 
 
 @combine.register_fake
@@ -282,15 +232,8 @@ def _combine_fake(
     side: Tensor | None,
     top_k: int,
     num_tokens: int,
-    layout: int,
-    alignment: int,
-    capacity: int,
-    max_tokens: int,
+    call: Sequence[int],
     deadline_s: float,
-    window: int,
-    num_sms: int,
-    is_small: bool,
-    wire: int,
     weighted: bool,
     clear_tail: bool,
 ) -> tuple[Tensor, Tensor]:

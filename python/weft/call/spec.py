@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +18,9 @@ __all__ = [
     "MASKED",
     "RANK_MAJOR",
     "Call",
-    "call_of",
+    "call_of_numbers",
     "changed",
+    "numbers_in_backward",
     "rows_shape",
 ]
 
@@ -47,6 +49,14 @@ class Call:
     zero_holes: bool = True  # dispatch, expert_major
     counts_dropped: bool = True  # a dispatch that repeats a routing: picks that it drops go to `overflow`
 
+    @property
+    def numbers(self) -> list[int]:
+        """What operators of torch.library take in place of this, beside the deadline."""
+        return [
+            self.layout, self.alignment, self.capacity, self.max_tokens, self.window, self.num_sms, self.wire,
+            int(self.is_small), int(self.counts_dropped),
+        ]  # fmt: skip
+
     def in_backward(self) -> Call:
         """The same for a backward: rows as they are, on the stream that autograd chose; what it drops is counted."""
         if self.wire or self.is_async or self.capacity >= 0:
@@ -54,8 +64,24 @@ class Call:
         return self
 
 
-# `Call(...)`, the same object for the same values: what is kept for a call goes by it (GpuCalls.kind).
-call_of = functools.lru_cache(maxsize=256)(Call)
+@functools.lru_cache(maxsize=256)
+def _call_of(*numbers: Any) -> Call:
+    """The same object for the same values: what is kept for a call goes by it (GpuCalls.kind)."""
+    layout, alignment, capacity, max_tokens, window, num_sms, wire, is_small, counts_dropped, deadline_s = numbers
+    return Call(
+        layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, wire, is_small=bool(is_small),
+        counts_dropped=bool(counts_dropped),
+    )  # fmt: skip
+
+
+def call_of_numbers(numbers: Sequence[int], deadline_s: float) -> Call:
+    """What `Call.numbers` was made of; options that no traced call has are at their defaults."""
+    return _call_of(*numbers, deadline_s)
+
+
+def numbers_in_backward(numbers: Sequence[int]) -> list[int]:
+    """As `Call.in_backward`."""
+    return [*numbers[:6], 0, numbers[7], 0]
 
 
 @functools.lru_cache(maxsize=256)
