@@ -35,7 +35,7 @@ from weft.errors import (
     Unsupported,
     rank_list,
 )
-from weft.limits import MAX_SECONDS
+from weft.limits import MAX_RANKS, MAX_SECONDS
 from weft.log import logger
 from weft.machine.placement import local
 from weft.machine.placement.binding import Binding
@@ -247,7 +247,7 @@ class Communicator(Shared):
             PeerTimeout: naming the ranks that did not come within `timeout_s`.
             PeerLost: a rank ended while the ranks connected.
         """
-        found = env.torchrun()
+        found = env.torchrun(MAX_RANKS)
         place = found or env.Torchrun(0, 1, 0)
         origin = "one rank, torchrun's variables are not set" if found is None else "torchrun"
         if device in ("cuda", "auto") and torch.cuda.is_available():

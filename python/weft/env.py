@@ -21,7 +21,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from weft.errors import InvalidArgument
-from weft.limits import MAX_RANKS
 
 __all__ = ["Torchrun", "cache_folder", "cuda_queues", "log_level", "set_among", "set_cuda_queues", "torchrun"]
 
@@ -43,7 +42,7 @@ class Torchrun:
     has_agent_store: bool = False  # torchrun's agent hosts the store; else rank 0 does
 
 
-def torchrun() -> Torchrun | None:
+def torchrun(max_ranks: int) -> Torchrun | None:
     """Rank, size and store from the environment, or None where neither rank nor size is set.
 
     Raises:
@@ -62,8 +61,8 @@ def torchrun() -> Torchrun | None:
         _number("WORLD_SIZE", size),
         _number("LOCAL_RANK", os.environ.get("LOCAL_RANK", rank)),
     )
-    if not 1 <= numbers[1] <= MAX_RANKS:
-        raise InvalidArgument(f"WORLD_SIZE is {numbers[1]} in the environment; allowed are 1 to {MAX_RANKS}")
+    if not 1 <= numbers[1] <= max_ranks:
+        raise InvalidArgument(f"WORLD_SIZE is {numbers[1]} in the environment; allowed are 1 to {max_ranks}")
     if numbers[0] >= numbers[1]:
         raise InvalidArgument(
             f"RANK is {numbers[0]} in the environment; allowed are 0 to WORLD_SIZE - 1 = {numbers[1] - 1}"

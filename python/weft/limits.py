@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from weft import _callable
+from weft import _callable, _load
 from weft.call.options import (
     LAYOUTS as LAYOUTS,
 )
@@ -231,11 +231,13 @@ def memory(
         raise InvalidArgument(f"engine is {engine!r}; allowed: {', '.join(ENGINES)}")
     if engine == "nvlink":
         row_bytes = landing_row_bytes(hidden, dtype)
-        control, staging = _gpu_window_bytes(
+        control, staging = gpu_window_bytes(
             num_ranks, num_experts, top_k, max(1, max_tokens_per_rank), row_bytes, small_tokens(max_tokens_per_rank)
         )
     else:
-        control, staging = _window_bytes(num_ranks, num_experts, top_k, hidden)
+        control, staging = _load.native().window_bytes(
+            num_ranks, num_experts, top_k, max_tokens_per_rank, max_row_bytes(hidden)
+        )
     heap = heap_bytes
     if heap is None:
         heap = default_heap_bytes(num_ranks, top_k, hidden, max_tokens_per_rank, dtype)
@@ -280,44 +282,15 @@ def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _window_bytes(num_ranks: int, num_experts: int, top_k: int, hidden: int) -> tuple[int, int]:
-    """(control, staging) of `WindowLayout::make` in include/weft/layout/window.h; a test compares the two."""
-    cache_line, parities, phases, channels = 64, 2, 4, 2
-    control_words, payload_fixed, min_ring = 3 * cache_line, 192, 256 * 1024
-    headers = phases * parities * num_ranks * cache_line
-    progress = channels * num_ranks * cache_line
-    payload = _up(payload_fixed + 4 * (num_experts // num_ranks + num_ranks), cache_line) * 2 * parities * num_ranks
-    control = _up(control_words + headers + progress + payload, _PAGE)
-    ring = _up(max(min_ring, 4 * (max_row_bytes(hidden) + 64 + 8 * top_k)), _PAGE)
-    return control, ring * num_ranks
-
-
-def _gpu_window_bytes(
-    num_ranks: int,
-    num_experts: int,
-    top_k: int,
-    max_tokens: int,
-    row_bytes: int,
-    small_tokens: int,
-    *,
-    num_blocks: int = MAX_NUM_SMS,
+def gpu_window_bytes(
+    num_ranks: int, num_experts: int, top_k: int, max_tokens: int, row_bytes: int, small_tokens: int
 ) -> tuple[int, int]:
-    """(control, landing and small slots) of `GpuWindowLayout::make` in include/weft/layout/gpu_window.h; a test
-    compares the two."""
-    cache_line, parities, phases, channels, payload_fixed, plan_header, align = 64, 2, 4, 2, 88, 128, 256
-    cells = num_ranks * num_blocks * cache_line
-    payload = _up(payload_fixed + 4 * (num_experts + num_ranks), cache_line) * parities * num_ranks
-    by_expert = num_blocks * cache_line + 8 * num_ranks * max_tokens
-    counts = _up(8 * num_blocks * (num_experts + 1), cache_line)
-    ballots = _up(2 * 8 * num_ranks * -(-max_tokens // 32), cache_line)
-    slots = parities * num_ranks * small_tokens
-    words = 3 * cache_line + cells * (phases * parities + channels) + payload
-    control = _up(words + by_expert + counts + ballots + 8 * slots * top_k, cache_line)
-    picks = num_ranks * max_tokens * top_k
-    weights = _up(_up(num_ranks * max_tokens * row_bytes, align) + 8 * picks, align)
-    small = _up(_up(weights + 4 * picks, align) + plan_header + 4 * picks, align)
-    small_weights = _up(small + slots * _up(row_bytes, ROW_MULTIPLE_BYTES), align)
-    return control, _up(small_weights + 4 * slots * top_k, _PAGE)
+    """(control, landing and small slots) of a window between GPUs, also of more ranks than the engine serves."""
+    found: tuple[int, int] = _load.native().gpu_window_bytes(
+        num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, max_tokens=max_tokens, landing_row_bytes=row_bytes,
+        num_blocks=MAX_NUM_SMS, small_tokens=small_tokens,
+    )  # fmt: skip
+    return found
 
 
 def small_shared_bytes(num_places: int, num_groups: int, num_local_experts: int) -> int:

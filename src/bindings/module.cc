@@ -362,7 +362,7 @@ NB_MODULE(_native, m) {
         const WindowLayout layout =
             WindowLayout::make({num_ranks, num_experts, top_k, 1, max_tokens, max_row_bytes, staging_bytes});
         if (!layout.ok) throw_invalid_argument("no window has this shape");
-        return layout.total_bytes;
+        return std::pair{layout.staging, layout.total_bytes - layout.staging};
       },
       "num_ranks"_a, "num_experts"_a, "top_k"_a, "max_tokens"_a, "max_row_bytes"_a, "staging_bytes"_a = 0);
   m.def("gradients", &gradients, nb::call_guard<ReleasedGil>(), "dtype"_a, "hidden"_a, "num_rows"_a, "rows"_a, "y"_a,

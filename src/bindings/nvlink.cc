@@ -236,8 +236,8 @@ void bind_window(nb::module_& m) {
 
 std::tuple<u64, u64> window_bytes(i32 num_ranks, i32 num_experts, i32 top_k, i64 max_tokens, i64 landing_row_bytes,
                                   i32 num_blocks, i64 small_tokens) {
-  const GpuWindowLayout layout =
-      GpuWindowLayout::make({num_ranks, num_experts, top_k, num_blocks, max_tokens, landing_row_bytes, small_tokens});
+  const GpuWindowLayout layout = GpuWindowLayout::make(
+      {num_ranks, num_experts, top_k, num_blocks, max_tokens, landing_row_bytes, small_tokens}, num_ranks);
   if (!layout.ok) throw_invalid_argument("no window between GPUs has this shape");
   return {layout.control_bytes, layout.landing_bytes};
 }

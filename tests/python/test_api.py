@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import weft
-from weft.limits import max_row_bytes, memory
+from weft.limits import gpu_window_bytes, memory
 
 LAYOUTS = [("rank_major", {}), ("expert_major", {"alignment": 4}), ("masked", {"capacity": 40})]
 
@@ -348,40 +348,35 @@ def test_limits_and_supports() -> None:
         weft.supports(colour="red")
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, 8, 2, 16, 64), (4, 64, 8, 2048, 1024), (16, 256, 128, 7168, 100), (3, 9, 1, 8, 1)]
-)
-def test_memory_formula_is_that_of_gpu_windows(shape: tuple[int, int, int, int, int]) -> None:
-    from weft import _native
-    from weft.limits import landing_row_bytes
+GPU_WINDOWS = {
+    (1, 8, 2, 16, 64): (52736, 110592),
+    (4, 64, 8, 2048, 1024): (501440, 38408192),
+    (16, 256, 128, 7168, 100): (4120768, 76189696),
+    (3, 9, 1, 8, 1): (133632, 8192),
+}
+CPU_WINDOWS = {
+    (1, 8, 2, 16, 64): (4096, 262144),
+    (4, 64, 8, 2048, 1024): (8192, 1048576),
+    (8, 256, 128, 7168, 4096): (20480, 2097152),
+    (64, 64, 1, 8, 0): (176128, 16777216),
+}
 
-    num_ranks, num_experts, top_k, hidden, max_tokens = shape
-    figures = weft.limits.memory(*shape, engine="nvlink")  # type: ignore[attr-defined]
-    assert (figures["control_bytes"], figures["staging_bytes"]) == _native.gpu_window_bytes(
-        num_ranks=num_ranks,
-        num_experts=num_experts,
-        top_k=top_k,
-        max_tokens=max_tokens,
-        landing_row_bytes=landing_row_bytes(hidden, "bfloat16"),
-        num_blocks=weft.limits().max_num_sms,
-        small_tokens=min(max_tokens, 512),
-    )
+
+@pytest.mark.parametrize(("engine", "windows"), [("nvlink", GPU_WINDOWS), ("cpu", CPU_WINDOWS)])
+def test_memory_of_windows(engine: str, windows: dict[tuple[int, ...], tuple[int, int]]) -> None:
+    for shape, expected in windows.items():
+        figures = memory(*shape, engine=engine)
+        assert (figures["control_bytes"], figures["staging_bytes"]) == expected, shape
+        assert figures["windows_bytes"] == sum(expected) + figures["heap_bytes"]
+
+
+def test_memory_of_an_engine_that_there_is_not() -> None:
     with pytest.raises(weft.InvalidArgument, match="engine is 'gpu'; allowed: cpu, nvlink"):
-        weft.limits.memory(*shape, engine="gpu")  # type: ignore[attr-defined]
+        memory(1, 8, 2, 16, 64, engine="gpu")
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, 8, 2, 16, 64), (4, 64, 8, 2048, 1024), (8, 256, 128, 7168, 4096), (64, 64, 1, 8, 0)]
-)
-def test_memory_formula_is_that_of_the_engine(shape: tuple[int, int, int, int, int]) -> None:
-    from weft import _native
-
-    num_ranks, num_experts, top_k, hidden, max_tokens = shape
-    sizes = memory(*shape)
-    row_bytes = max_row_bytes(hidden)
-    window = _native.window_bytes(num_ranks, num_experts, top_k, max_tokens, row_bytes, 0)
-    assert sizes["control_bytes"] + sizes["staging_bytes"] == window
-    assert sizes["windows_bytes"] == window + sizes["heap_bytes"]
+def test_memory_of_more_gpus_than_the_engine_serves() -> None:
+    assert gpu_window_bytes(72, 288, 8, 512, 14848, 512) == (8354496, 1649152000)
 
 
 def test_memory_keeps_layers_only_in_training() -> None:

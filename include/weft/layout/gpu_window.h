@@ -97,9 +97,10 @@ struct GpuWindowLayout {
   u64 landing_bytes = 0;  // all of these; receive tensors begin here
   bool ok = false;        // false: the sizes do not fit 64 bits, or the shape is not sensible
 
-  WEFT_HD static GpuWindowLayout make(const GpuWindowShape& shape) {
+  // `most_ranks`: more than kMaxGpuRanks asks what a domain would take that no kernel serves yet.
+  WEFT_HD static GpuWindowLayout make(const GpuWindowShape& shape, i32 most_ranks = kMaxGpuRanks) {
     GpuWindowLayout layout;
-    if (shape.num_ranks < 1 || shape.num_ranks > kMaxGpuRanks || shape.top_k < 1 || shape.top_k > kMaxTopk)
+    if (shape.num_ranks < 1 || shape.num_ranks > most_ranks || shape.top_k < 1 || shape.top_k > kMaxTopk)
       return layout;
     if (shape.num_experts < 1 || shape.num_experts % shape.num_ranks != 0 || shape.num_blocks < 1) return layout;
     if (shape.max_tokens < 0 || shape.max_tokens > kMaxRowsPerPair || shape.landing_row_bytes < 0) return layout;

@@ -152,13 +152,12 @@ def dispatch_again(
     quantize: int,
 ) -> tuple[Tensor, Tensor]:
     """(x, scales). `weights` received before are read for their shape alone: it gives the number of rows."""
-    lead = rows_shape(weights, call[0])
+    its, lead = call_of_numbers(call, deadline_s), rows_shape(weights, call[0])
     return _own(
         by_token(tie).dispatch_again(
-            call_of_numbers(call, deadline_s), x, scales, send_plan, recv_plan, tie, sizes, lead, x.shape[0], clear_tail,
-            quantize,
+            its, x, scales, send_plan, recv_plan, tie, sizes, lead, x.shape[0], clear_tail, quantize
         )
-    )  # fmt: skip
+    )
 
 
 @dispatch_again.register_fake

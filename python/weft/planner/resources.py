@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.limits import MAX_GPU_RANKS, _gpu_window_bytes, landing_row_bytes, small_tokens
+from weft.limits import MAX_GPU_RANKS, gpu_window_bytes, landing_row_bytes, small_tokens
 from weft.memory import Part, Shape, parts
 from weft.planner.machines import Machine
 from weft.planner.model import Load
@@ -83,7 +83,7 @@ def memory_of(load: Load, network: Network | None, *, hidden: int, top_k: int, b
         return parts(shape)
     small = small_tokens(load.num_tokens)
     row = landing_row_bytes(hidden, "bfloat16")
-    words, _ = _gpu_window_bytes(size, load.num_experts, top_k, load.num_tokens, row, small)
+    words, _ = gpu_window_bytes(size, load.num_experts, top_k, load.num_tokens, row, small)
     slots = 2 * size * small * row
     rows = int(busiest_rows * (2 * hidden + 8 * top_k))
     found = [
