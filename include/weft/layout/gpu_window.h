@@ -100,8 +100,7 @@ struct GpuWindowLayout {
   // `most_ranks`: more than kMaxGpuRanks asks what a domain would take that no kernel serves yet.
   WEFT_HD static GpuWindowLayout make(const GpuWindowShape& shape, i32 most_ranks = kMaxGpuRanks) {
     GpuWindowLayout layout;
-    if (shape.num_ranks < 1 || shape.num_ranks > most_ranks || shape.top_k < 1 || shape.top_k > kMaxTopk)
-      return layout;
+    if (shape.num_ranks < 1 || shape.num_ranks > most_ranks || shape.top_k < 1 || shape.top_k > kMaxTopk) return layout;
     if (shape.num_experts < 1 || shape.num_experts % shape.num_ranks != 0 || shape.num_blocks < 1) return layout;
     if (shape.max_tokens < 0 || shape.max_tokens > kMaxRowsPerPair || shape.landing_row_bytes < 0) return layout;
     if (shape.small_tokens < 0 || shape.small_tokens > shape.max_tokens) return layout;
