@@ -48,7 +48,7 @@ test: native-test $(environment) $(installed) ## run every test (TESTS="tests/py
 
 .PHONY: test-quick
 test-quick: $(environment) $(installed) ## run the quick tests of the package: no C++, no compiled kernels, no slow ones
-	$(python) -m pytest tests/python tests/tools -m "not slow" -n $(JOBS) --maxprocesses 8 --dist loadscope -q
+	$(python) -m pytest tests/python tests/tools -m "not slow and not long" -n $(JOBS) --maxprocesses 8 --dist loadscope -q
 
 .PHONY: native-test
 native-test: $(environment) ## build and run the C++ tests alone (SANITIZERS=ON for those with sanitizers too)

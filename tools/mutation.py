@@ -240,7 +240,20 @@ class Worker:
         if is_program:
             program = next((self.folder / "build" / "native").rglob(words[1]))
             return run_command([str(program), *words[2:]], self.folder, limit_s, self._env)
-        pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *words]
+        pytest = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-m",
+            "",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            *words,
+        ]
         return run_command(pytest, self.folder, limit_s, self._env)
 
     @staticmethod

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import orders
 import pytest
 import sass
+import test_nvrtc_orders
 
 from weft import _load
 from weft.kernels import prebuild
@@ -93,13 +94,19 @@ def wanted_sources() -> Iterator[tuple[str, str, str]]:
 SOURCES = {(arch, shape, name): source for arch in ARCHITECTURES for shape, name, source in wanted_sources()}
 
 
+def is_long(case: tuple[str, str, str]) -> bool:
+    """All but one or two of each kind, of the first shape; .ci/long has the others."""
+    _, shape, name = case
+    return shape != "bf16" or name not in (*test_nvrtc_orders.KINDS, *OF_MANY)
+
+
 @functools.cache
-def compilations() -> dict[tuple[str, str, str], tuple["Future[list[sass.Kernel]]", int]]:
-    """All of them, started at once: NVRTC compiles in threads. Each is one of a group, by its index there."""
+def compilations(*, of_long: bool) -> dict[tuple[str, str, str], tuple["Future[list[sass.Kernel]]", int]]:
+    """Started at once: NVRTC compiles in threads. Each is one of a group, by its index there."""
     pool = ThreadPoolExecutor(2)
     found = {}
     for arch in ARCHITECTURES:
-        cases = [case for case in SOURCES if case[0] == arch]
+        cases = [case for case in SOURCES if case[0] == arch and is_long(case) == of_long]
         for begin in range(0, len(cases), GROUP):
             group = cases[begin : begin + GROUP]
             made = pool.submit(sass.compiled_kernels, [SOURCES[case] for case in group], arch)
@@ -111,12 +118,16 @@ def compilations() -> dict[tuple[str, str, str], tuple["Future[list[sass.Kernel]
 KNOWN_SPILLS = {("sm_90", "16 ranks, K = 40", "small dispatch masked, fp8, int64 ids")}
 
 
-@pytest.mark.parametrize(("arch", "shape", "name"), SOURCES, ids=[" / ".join(case) for case in SOURCES])
+@pytest.mark.parametrize(
+    ("arch", "shape", "name"),
+    [pytest.param(*case, id=" / ".join(case), marks=[pytest.mark.long] if is_long(case) else []) for case in SOURCES],
+)
 def test_kernel_has_no_spills_copies_in_bulk_and_keeps_orders(arch: str, shape: str, name: str) -> None:
     """Spilled registers or rows copied by threads cost a third of the bandwidth and fail no other test; nor does a lost
     order (test_nvrtc_orders.py has what that looks like).
     """
-    group, idx = compilations()[arch, shape, name]
+    case = (arch, shape, name)
+    group, idx = compilations(of_long=is_long(case))[case]
     kernel = group.result()[idx]
     moves_rows = not name.startswith(("unload", "gradients", "place", "small"))
     stores_in_bulk = "from the heap" not in name and not orders.stores_by_threads(name)
@@ -127,7 +138,7 @@ def test_kernel_has_no_spills_copies_in_bulk_and_keeps_orders(arch: str, shape: 
         adds_exact_products="combine" in name and "fp8" in name,
         lets_next_begin=name.startswith("small") and not name.endswith("sends"),
     )
-    if (arch, shape, name) in KNOWN_SPILLS:
+    if case in KNOWN_SPILLS:
         found = [problem for problem in found if not problem.startswith(("spills or a stack frame", "local memory"))]
     assert found == []
     assert orders.unmet(name, kernel.compiled.ptx) == {}
