@@ -276,35 +276,14 @@ def include_direction(source: Source) -> Iterator[Finding]:
             yield Finding(source.path, number, "include-direction", f"{layer} must not include {target}")
 
 
-# Includes from one engine to another. The list only shrinks: what both need belongs to src/engine.
-ENGINE_INCLUDES = {
-    "src/engine/nvlink/gpu.h": 1,
-    "src/engine/nvlink/host_wait.h": 1,
-    "src/engine/nvlink/types.h": 1,
-    "src/engine/nvlink/window.h": 1,
-    "src/engine/nvlink/window_failure.cc": 1,
-}
-
-
-def counted(source: Source, findings: list[Finding], listed: dict[str, int], name: str) -> Iterator[Finding]:
-    """The findings beyond those that a list allows in this file; of fewer that the list is to shrink."""
-    allowed = listed.get(source.path, 0)
-    if len(findings) > allowed:
-        yield from findings[allowed:]
-    elif len(findings) < allowed:
-        message = f"{len(findings)} places, the list in tools/checks.py allows {allowed}: shrink it"
-        yield Finding(source.path, 1, name, message)
-
-
 @rule
 def engine_include(source: Source) -> Iterator[Finding]:
-    """No engine includes another."""
+    """No engine includes another; what both need is in src/engine, which includes none."""
     parts = PurePosixPath(source.path).parts
-    if not source.is_cpp or parts[:2] != ("src", "engine") or len(parts) < 4:
+    if not source.is_cpp or parts[:2] != ("src", "engine"):
         return
-    others = rf'#\s*include\s*"engine/(?!{parts[2]}/)\w+/[^\n]*'
-    found = list(find(source, "engine-include", others, "an engine includes another"))
-    yield from counted(source, found, ENGINE_INCLUDES, "engine-include")
+    own = rf"(?!{parts[2]}/)" if len(parts) > 3 else ""
+    yield from find(source, "engine-include", rf'#\s*include\s*"engine/{own}\w+/[^\n]*', "includes another engine")
 
 
 MAX_LINES = 400

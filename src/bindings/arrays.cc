@@ -11,7 +11,7 @@ namespace nb = nanobind;
 namespace weft::bindings {
 namespace {
 
-nb::dlpack::dtype dlpack_dtype(const cpu::Array& array) {
+nb::dlpack::dtype dlpack_dtype(const Array& array) {
   const auto make = [](nb::dlpack::dtype_code code, u8 bits) {
     return nb::dlpack::dtype{static_cast<u8>(code), bits, 1};
   };
@@ -42,7 +42,7 @@ void free_unused(PyObject* capsule) {
 
 }  // namespace
 
-nb::object to_tensor(const cpu::Array& array, nb::handle from_dlpack) {
+nb::object to_tensor(const Array& array, nb::handle from_dlpack) {
   if (array.block.owner == nullptr) return nb::none();
   auto managed = std::make_unique<ManagedTensor>();
   managed->shape = array.shape;
@@ -61,7 +61,7 @@ nb::object to_tensor(const cpu::Array& array, nb::handle from_dlpack) {
   return from_dlpack(nb::steal(capsule));
 }
 
-nb::object to_ndarray(const cpu::Array& array) {
+nb::object to_ndarray(const Array& array) {
   if (array.block.owner == nullptr) return nb::none();
   auto* held = new std::shared_ptr<void>(array.block.owner);
   nb::capsule owner(held, [](void* pointer) noexcept { delete static_cast<std::shared_ptr<void>*>(pointer); });

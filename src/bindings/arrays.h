@@ -3,14 +3,14 @@
 
 #include <nanobind/nanobind.h>
 
-#include "engine/cpu/types.h"
+#include "engine/array.h"
 
 namespace weft::bindings {
 
 // None for an array that the call did not make.
-nanobind::object to_ndarray(const cpu::Array& array);
+nanobind::object to_ndarray(const Array& array);
 
 // The same as a tensor, by torch's function that takes a DLPack capsule: quicker than by way of an ndarray.
-nanobind::object to_tensor(const cpu::Array& array, nanobind::handle from_dlpack);
+nanobind::object to_tensor(const Array& array, nanobind::handle from_dlpack);
 
 }  // namespace weft::bindings

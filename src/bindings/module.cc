@@ -18,7 +18,7 @@
 #include "bindings/jit.h"
 #include "bindings/nvlink.h"
 #include "bootstrap/control_plane.h"
-#include "engine/cpu/communicator.h"
+#include "engine/communicator.h"
 #include "engine/cpu/gradients.h"
 #include "engine/cpu/plan.h"
 #include "engine/cpu/window.h"
@@ -81,18 +81,18 @@ void bind_bootstrap(nb::module_& m) {
       .def_prop_ro("num_ranks", &LocalHub::num_ranks);
 }
 
-std::shared_ptr<cpu::Communicator> connect(int rank, const std::vector<nb::bytes>& endpoints, Listener& listener,
-                                           double timeout_s, u32 first_epoch) {
+std::shared_ptr<Communicator> connect(int rank, const std::vector<nb::bytes>& endpoints, Listener& listener,
+                                      double timeout_s, u32 first_epoch) {
   std::vector<Endpoint> parsed;
   for (size_t idx = 0; idx < endpoints.size(); ++idx) {
     parsed.push_back(parse_endpoint(to_bytes(endpoints[idx]), "endpoints[" + std::to_string(idx) + "]"));
   }
   const ReleasedGil release;
-  return cpu::Communicator::create(
+  return Communicator::create(
       connect_processes(rank, parsed, std::move(listener), deadline_after_s(timeout_s), signal_poll()), first_epoch);
 }
 
-std::vector<nb::bytes> exchange(cpu::Communicator& comm, u64 tag, const nb::bytes& payload, double timeout_s) {
+std::vector<nb::bytes> exchange(Communicator& comm, u64 tag, const nb::bytes& payload, double timeout_s) {
   const std::vector<std::byte> mine = to_bytes(payload);
   std::vector<Parcel> parcels;
   {
@@ -106,7 +106,6 @@ std::vector<nb::bytes> exchange(cpu::Communicator& comm, u64 tag, const nb::byte
 }
 
 void bind_communicator(nb::module_& m) {
-  using cpu::Communicator;
   nb::class_<Communicator>(m, "Communicator")
       .def_static("connect", &connect, "rank"_a, "endpoints"_a, "listener"_a, "timeout_s"_a, "first_epoch"_a = 1)
       .def_static(
@@ -241,13 +240,13 @@ void gradients(int dtype, i64 hidden, i64 num_rows, uintptr_t rows_ptr, uintptr_
 }
 
 nb::object empty(cpu::Window& window, i64 num_rows, i64 columns, int dtype) {
-  cpu::Array array;
+  Array array;
   array.dtype = static_cast<Dtype>(dtype);
   array.shape = {num_rows, columns};
   const CheckedSize num_bytes =
       CheckedSize(static_cast<u64>(num_rows)) * static_cast<u64>(columns) * static_cast<u64>(dtype_bytes(array.dtype));
   if (num_rows < 0 || columns < 0 || !num_bytes.ok) throw_invalid_argument("rows and columns must be 0 or more");
-  std::optional<cpu::Block> block = window.reserve(num_bytes.value);
+  std::optional<Block> block = window.reserve(num_bytes.value);
   if (!block) return nb::none();
   array.block = std::move(*block);
   return to_ndarray(array);
@@ -272,9 +271,8 @@ nb::dict stats(const cpu::Window& window) {
   return all;
 }
 
-std::shared_ptr<cpu::Window> make_window(std::shared_ptr<cpu::Communicator> comm, i32 num_experts, i32 top_k,
-                                         i64 max_tokens, i64 max_row_bytes, u64 heap_bytes, u64 staging_bytes,
-                                         double timeout_s) {
+std::shared_ptr<cpu::Window> make_window(std::shared_ptr<Communicator> comm, i32 num_experts, i32 top_k, i64 max_tokens,
+                                         i64 max_row_bytes, u64 heap_bytes, u64 staging_bytes, double timeout_s) {
   WindowShape shape;
   shape.num_ranks = comm->num_ranks();
   shape.num_experts = num_experts;
@@ -314,8 +312,8 @@ void bind_window(nb::module_& m) {
 
 }  // namespace
 
-const cpu::Poll& signal_poll() {
-  static const auto* poll = new cpu::Poll(check_signals);  // for threads that are still in a wait when the process ends
+const Poll& signal_poll() {
+  static const auto* poll = new Poll(check_signals);  // for threads that are still in a wait when the process ends
   return *poll;
 }
 

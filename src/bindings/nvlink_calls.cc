@@ -21,8 +21,8 @@ using nvlink::Window;
 // Numbers of Python's side beyond those of Dtype.
 constexpr int kInt32 = 4, kInt64 = 5;
 
-cpu::Array array_of(const Window& window, const std::vector<i64>& shape, int dtype) {
-  cpu::Array array;
+Array array_of(const Window& window, const std::vector<i64>& shape, int dtype) {
+  Array array;
   array.is_integer = dtype >= kInt32;
   array.is_int64 = dtype == kInt64;
   if (!array.is_integer) array.dtype = static_cast<Dtype>(dtype);
@@ -31,7 +31,7 @@ cpu::Array array_of(const Window& window, const std::vector<i64>& shape, int dty
   return array;
 }
 
-u64 bytes_of(const cpu::Array& array) {
+u64 bytes_of(const Array& array) {
   const i64 item_bytes = array.is_integer ? (array.is_int64 ? 8 : 4) : dtype_bytes(array.dtype);
   CheckedSize num_bytes(static_cast<u64>(item_bytes));
   bool is_sound = true;
@@ -45,8 +45,8 @@ u64 bytes_of(const cpu::Array& array) {
 }
 
 nb::object empty(Window& window, const std::vector<i64>& shape, int dtype, u64 stream) {
-  cpu::Array array = array_of(window, shape, dtype);
-  std::optional<nvlink::Block> block = window.reserve(bytes_of(array), stream);
+  Array array = array_of(window, shape, dtype);
+  std::optional<Block> block = window.reserve(bytes_of(array), stream);
   if (!block) return nb::none();
   array.block = std::move(*block);
   return to_ndarray(array);
@@ -54,7 +54,7 @@ nb::object empty(Window& window, const std::vector<i64>& shape, int dtype, u64 s
 
 // Small tensors (shape, dtype) in one block: torch's own take longer to make.
 struct Together {
-  std::vector<cpu::Array> arrays;  // without memory
+  std::vector<Array> arrays;  // without memory
   std::vector<u64> begins;
   u64 num_bytes = 0;
 };
@@ -73,10 +73,10 @@ Together together(const Window& window, const std::vector<std::pair<std::vector<
 }
 
 // The arrays in memory of the heap; none without room, or while `stream` records a graph, whose blocks would be taken for good.
-std::vector<cpu::Array> reserve_together(Window& window, const Together& wanted, u64 stream) {
-  const std::optional<nvlink::Block> block = window.reserve(wanted.num_bytes, stream, Window::OnCapture::kNothing);
+std::vector<Array> reserve_together(Window& window, const Together& wanted, u64 stream) {
+  const std::optional<Block> block = window.reserve(wanted.num_bytes, stream, Window::OnCapture::kNothing);
   if (!block) return {};
-  std::vector<cpu::Array> arrays = wanted.arrays;
+  std::vector<Array> arrays = wanted.arrays;
   for (size_t idx = 0; idx < arrays.size(); ++idx) {
     arrays[idx].block = *block;
     arrays[idx].block.data += wanted.begins[idx];
@@ -87,7 +87,7 @@ std::vector<cpu::Array> reserve_together(Window& window, const Together& wanted,
 nb::object empty_together(Window& window, const std::vector<std::pair<std::vector<i64>, int>>& wanted, u64 stream,
                           nb::handle from_dlpack) {
   nb::list made;
-  for (const cpu::Array& array : reserve_together(window, together(window, wanted), stream)) {
+  for (const Array& array : reserve_together(window, together(window, wanted), stream)) {
     made.append(to_tensor(array, from_dlpack));
   }
   return nb::len(made) > 0 ? nb::object(made) : nb::none();
@@ -98,10 +98,10 @@ nb::object empty_together(Window& window, const std::vector<std::pair<std::vecto
 
 // What a dispatch makes beside its rows: later calls take addresses, and what nobody asks for need not become a tensor.
 struct Routing {
-  cpu::Array sizes, send_plan, recv_plan, topk_weights, topk_idx;
+  Array sizes, send_plan, recv_plan, topk_weights, topk_idx;
 };
 
-u64 address_of(const cpu::Array& array) { return reinterpret_cast<u64>(array.block.data); }
+u64 address_of(const Array& array) { return reinterpret_cast<u64>(array.block.data); }
 
 nvlink::DispatchResult dispatch_unlocked(Window& window, const nvlink::DispatchArgs& args) {
   const ReleasedGil release;
@@ -118,7 +118,7 @@ nb::object dispatch_first(Window& window, nvlink::DispatchArgs& args, u64 stream
   args.topk_weights = topk_weights;
   nvlink::DispatchResult made = dispatch_unlocked(window, args);
   if (!made.has_begun) return nb::none();
-  const auto tensor = [&](const cpu::Array& array) { return to_tensor(array, from_dlpack); };
+  const auto tensor = [&](const Array& array) { return to_tensor(array, from_dlpack); };
   return nb::make_tuple(made.in_heap, made.result_rows, tensor(made.x), tensor(made.scales),
                         Routing{std::move(made.sizes), std::move(made.send_plan), std::move(made.recv_plan),
                                 std::move(made.topk_weights), std::move(made.topk_idx)});
@@ -146,7 +146,7 @@ std::optional<std::pair<i64, Routing>> dispatch_small(Window& window, nvlink::Di
                                                       const Together& wanted, u64 stream, i64 num_tokens, u64 x,
                                                       u64 scales, u64 topk_idx, u64 topk_weights, u64 out_x,
                                                       u64 out_scales) {
-  std::vector<cpu::Array> made = reserve_together(window, wanted, stream);
+  std::vector<Array> made = reserve_together(window, wanted, stream);
   if (made.size() != 5) return std::nullopt;
   args.stream = stream;
   args.num_tokens = num_tokens;
@@ -194,11 +194,11 @@ void bind_nvlink_calls(nb::module_& m, nb::class_<Window>& window) {
   nb::class_<Routing>(m, "GpuRouting")
       .def("tensor",
            [](const Routing& routing, const std::string& name, nb::handle from_dlpack) {
-             const std::pair<const char*, const cpu::Array&> arrays[] = {{"sizes", routing.sizes},
-                                                                         {"send_plan", routing.send_plan},
-                                                                         {"recv_plan", routing.recv_plan},
-                                                                         {"topk_weights", routing.topk_weights},
-                                                                         {"topk_idx", routing.topk_idx}};
+             const std::pair<const char*, const Array&> arrays[] = {{"sizes", routing.sizes},
+                                                                    {"send_plan", routing.send_plan},
+                                                                    {"recv_plan", routing.recv_plan},
+                                                                    {"topk_weights", routing.topk_weights},
+                                                                    {"topk_idx", routing.topk_idx}};
              for (const auto& [known, array] : arrays) {
                if (name == known) return to_tensor(array, from_dlpack);
              }

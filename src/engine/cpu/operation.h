@@ -5,23 +5,14 @@
 #include <span>
 #include <string>
 
+#include "engine/cpu/pause.h"
 #include "engine/cpu/window.h"
+#include "engine/describe.h"
 #include "weft/config/fail_point.h"
 #include "weft/sync/header.h"
 #include "weft/sync/operation.h"
 
 namespace weft::cpu {
-
-// "dispatch(layout='rank_major', ...)": a call in words.
-std::string describe(const OperationConfig& config);
-
-// Who called what, of which object.
-struct Caller {
-  int rank = 0;
-  std::string call;
-  u64 object = 0;
-};
-std::string mismatch_text(const Caller& mine, const Caller& other);
 
 class Operation {
  public:

@@ -2,14 +2,11 @@
 // ranks can share two cores (docs/decisions/0008). Sleeping and waking live here; the loop itself is sync/wait.h.
 #pragma once
 
-#include <functional>
-
+#include "engine/poll.h"
 #include "weft/layout/window.h"
 #include "weft/sync/wait.h"
 
 namespace weft::cpu {
-
-using Poll = std::function<void()>;  // called at least every 100 ms of waiting; may throw to leave
 
 // Rings the doorbell of the window that `words` belong to. Call it after the signal was stored.
 void ring_doorbell(ControlWords* words);

@@ -1,31 +1,10 @@
 // Plain structs that cross the binding: raw pointers and numbers only.
 #pragma once
 
-#include <memory>
-#include <vector>
-
+#include "engine/array.h"
 #include "weft/config/operation.h"
 
 namespace weft::cpu {
-
-// Memory of a result. Freed when the last owner lets go.
-struct Block {
-  u8* data = nullptr;
-  u64 num_bytes = 0;
-  std::shared_ptr<void> owner;
-  bool in_heap = false;
-  u64 offset = 0;  // in the heap
-};
-
-// A typed part of a block.
-struct Array {
-  Block block;
-  std::vector<i64> shape;
-  Dtype dtype = Dtype::kBytes;
-  bool is_integer = false;  // of dtype's width, or int64 if is_int64
-  bool is_int64 = false;
-  int gpu = -1;  // index of the GPU whose memory it is, -1: the host's
-};
 
 struct DispatchArgs {
   const void* x = nullptr;       // [num_tokens] rows of row_bytes

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "engine/cpu/pause.h"
 #include "weft/sync/operation.h"
 
 namespace weft::cpu {

@@ -7,7 +7,7 @@
 #include <span>
 #include <vector>
 
-#include "engine/cpu/communicator.h"
+#include "engine/communicator.h"
 #include "engine/cpu/types.h"
 #include "memory/heap.h"
 #include "memory/shared_memory.h"

@@ -173,7 +173,7 @@ void Gpu::keep_for(cuda::Graph graph, std::shared_ptr<void> kept) {
 }
 
 // The driver has no call that asks a whole context and returns; a thread asks, and is left alone if the answer is late.
-bool Gpu::wait_until_idle(u64 deadline_ns, const cpu::Poll& poll) {
+bool Gpu::wait_until_idle(u64 deadline_ns, const Poll& poll) {
   auto answer = std::make_shared<std::promise<cuda::Result>>();
   std::future<cuda::Result> result = answer->get_future();
   start_thread("weft-idle", [answer, current = context] {

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "base/cuda_driver.h"
-#include "engine/cpu/pause.h"
 #include "engine/nvlink/kernels.h"
+#include "engine/poll.h"
 
 namespace weft::nvlink {
 
@@ -62,7 +62,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   void settle();
   // False: still at work at `deadline_ns`. Waits for everything on this GPU, also for what is not ours. Nothing in this process
   // may capture meanwhile: it would be spoilt (docs/decisions/0033). Errors: kInvalidState (something captures), kCudaError.
-  bool wait_until_idle(u64 deadline_ns, const cpu::Poll& poll);
+  bool wait_until_idle(u64 deadline_ns, const Poll& poll);
 
   // 4096 bytes of host memory that the GPU maps. Kept for the next one: giving them back to the driver would wait for every
   // kernel of the process.

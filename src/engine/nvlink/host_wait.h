@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "base/clock.h"
-#include "engine/cpu/pause.h"
+#include "engine/poll.h"
 #include "weft/sync/wait.h"
 
 namespace weft::nvlink {
@@ -14,7 +14,7 @@ namespace weft::nvlink {
 // A Pause for sync::wait_until.
 class HostPause {
  public:
-  HostPause(u64 deadline_ns, const cpu::Poll& poll) : deadline_ns_(deadline_ns), poll_(poll) {}
+  HostPause(u64 deadline_ns, const Poll& poll) : deadline_ns_(deadline_ns), poll_(poll) {}
 
   sync::PauseResult turn() {
     const u64 now = now_ns();
@@ -33,14 +33,14 @@ class HostPause {
   static constexpr u64 kPollNs = 20'000'000;
   static constexpr std::chrono::microseconds kSleep{50};
   const u64 deadline_ns_;
-  const cpu::Poll& poll_;
+  const Poll& poll_;
   u64 start_ns_ = 0;
   u64 last_poll_ns_ = 0;
 };
 
 // False: not ready at `deadline_ns`.
 template <class Ready>
-bool wait_on_host(const Ready& ready, u64 deadline_ns, const cpu::Poll& poll) {
+bool wait_on_host(const Ready& ready, u64 deadline_ns, const Poll& poll) {
   HostPause pause(deadline_ns, poll);
   return sync::wait_until(ready, pause) == sync::WaitResult::kReady;
 }

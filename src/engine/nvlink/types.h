@@ -1,14 +1,11 @@
 // Plain structs that cross the binding: device addresses and numbers only.
 #pragma once
 
-#include "engine/cpu/types.h"
+#include "engine/array.h"
 #include "weft/config/base.h"
 #include "weft/config/operation.h"
 
 namespace weft::nvlink {
-
-using cpu::Array;
-using cpu::Block;
 
 // What both calls have. Equal on all ranks but for num_tokens, stream and timeout_ns.
 struct CallArgs {

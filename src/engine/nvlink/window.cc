@@ -250,7 +250,7 @@ std::string Window::attach(const std::vector<int>& ranks, const std::vector<Parc
 void Window::install(const std::vector<int>& ranks, u32 epoch, Memory memory, std::vector<Peer> peers) {
   const int me = comm_->rank();
   GpuControlWords words;
-  words.membership = u64{static_cast<u16>(epoch)} << 32 | cpu::mask_of(ranks);
+  words.membership = u64{static_cast<u16>(epoch)} << 32 | mask_of(ranks);
   for (int rank = 0; rank < shape_.num_ranks; ++rank) {
     if (rank == me) continue;
     if (peers[rank].control.is_mapped()) {

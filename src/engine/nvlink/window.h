@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "engine/cpu/communicator.h"
+#include "engine/communicator.h"
 #include "engine/nvlink/gpu.h"
 #include "engine/nvlink/gradients.h"
 #include "engine/nvlink/receive_heap.h"
@@ -22,16 +22,13 @@
 
 namespace weft::nvlink {
 
-using cpu::Communicator;
-using cpu::Poll;
-
 struct BadIds {
   i64 count = 0;
   i64 first_id = 0;
   i64 first_at = 0;  // flat position in topk_idx
 };
 
-class Window : public cpu::MemberWindow {
+class Window : public MemberWindow {
  public:
   // Collective among the active ranks. Errors: as cpu::Window, and kCudaError.
   Window(std::shared_ptr<Communicator> comm, std::shared_ptr<Gpu> gpu, const GpuWindowShape& shape, u64 heap_bytes,

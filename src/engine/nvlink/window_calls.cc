@@ -132,7 +132,7 @@ i64 Window::wait_for_counts(u64 ticket, u64, const Poll& poll) {
   };
   const auto is_told_or_over = [&] { return is_told() || last_event_->is_done(); };
   bool is_in_time = false;
-  cpu::WaitLog log(*comm_);
+  WaitLog log(*comm_);
   const Poll look = [&] {
     if (poll) poll();
     if (comm_->is_aborted()) comm_->leave_broken();  // the kernel may not have begun: it does nothing then

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "base/log.h"
-#include "engine/cpu/operation.h"
+#include "engine/describe.h"
 #include "engine/nvlink/host_wait.h"
 #include "engine/nvlink/window.h"
 #include "weft/ptx/memory.h"
@@ -119,9 +119,9 @@ u64 Window::report_left(const ErrorRecord& record, OpKind kind) {
     cells += " rank " + std::to_string(peer) + ":" + std::to_string(sequence);
     if (sequence != (record.sequence & 0xffffffffu)) late |= u64{1} << peer;
   }
-  log_line(kLogWarning, rank_text(comm_->rank()) + " left " + cpu::op_name(static_cast<u32>(kind)) + ", epoch " +
+  log_line(kLogWarning, rank_text(comm_->rank()) + " left " + op_name(static_cast<u32>(kind)) + ", epoch " +
                             std::to_string(comm_->epoch()) + ", sequence " + std::to_string(record.sequence) +
-                            ", phase " + cpu::phase_name(record.phase) + "; sequences seen:" + cells);
+                            ", phase " + phase_name(record.phase) + "; sequences seen:" + cells);
   return late;
 }
 
@@ -136,23 +136,22 @@ void Window::raise_given_up(const ErrorRecord& record, OpKind kind) {
   host_->error = ErrorRecord{};
   ptx::st_release_sys(&host_->num_errors_read, host_->num_errors_read + 1);
   const std::string culprit = rank_text(record.culprit);
-  const std::string op = cpu::op_name(static_cast<u32>(kind));
+  const std::string op = op_name(static_cast<u32>(kind));
   const auto caller_of = [&](i32 rank, u64 header, u64 caller) {
     const OperationConfig* call = call_of(header, caller);
     if (call == nullptr) {
-      return cpu::Caller{rank,
-                         "a call that this rank has not made (fingerprint " + std::to_string(header & 0xffff) + ")",
-                         caller >> 16};
+      return Caller{rank, "a call that this rank has not made (fingerprint " + std::to_string(header & 0xffff) + ")",
+                    caller >> 16};
     }
     OperationConfig config = *call;
     config.handle = caller & 0xffff;
-    return cpu::Caller{rank, cpu::describe(config), caller >> 16};
+    return Caller{rank, describe(config), caller >> 16};
   };
   switch (static_cast<ErrorCause>(record.code)) {
     case ErrorCause::kMismatch:
       throw Error(ErrorCode::kInvalidArgument,
-                  cpu::mismatch_text(caller_of(comm_->rank(), record.expected, error_caller_),
-                                     caller_of(record.culprit, record.seen, seen_caller)),
+                  mismatch_text(caller_of(comm_->rank(), record.expected, error_caller_),
+                                caller_of(record.culprit, record.seen, seen_caller)),
                   op, record.sequence, {record.culprit});
     case ErrorCause::kNoRoom:
       throw Error(ErrorCode::kCapacityExceeded,

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "check.h"
-#include "engine/cpu/communicator.h"
+#include "engine/communicator.h"
 #include "engine/cpu/plan.h"
 #include "engine/cpu/window.h"
 #include "engine/job.h"
@@ -19,7 +19,7 @@ class EngineRank {
  public:
   EngineRank(std::unique_ptr<ControlPlane> plane, const JobShape& shape, u64 heap_bytes, u64 staging_bytes = 0,
              u32 first_epoch = 1)
-      : shape_(shape), comm_(cpu::Communicator::create(std::move(plane), first_epoch)) {
+      : shape_(shape), comm_(Communicator::create(std::move(plane), first_epoch)) {
     WindowShape window;
     window.num_ranks = shape.num_ranks;
     window.num_experts = static_cast<i32>(shape.num_experts());
@@ -27,10 +27,10 @@ class EngineRank {
     window.max_tokens = shape.max_tokens;
     window.max_row_bytes = shape.max_row_bytes;
     window.staging_bytes = staging_bytes;
-    window_ = std::make_unique<cpu::Window>(comm_, window, heap_bytes, now_ns() + kConnectNs, cpu::Poll{});
+    window_ = std::make_unique<cpu::Window>(comm_, window, heap_bytes, now_ns() + kConnectNs, Poll{});
   }
 
-  cpu::Communicator& comm() { return *comm_; }
+  Communicator& comm() { return *comm_; }
   cpu::Window& window() { return *window_; }
   const JobShape& shape() const { return shape_; }
   int rank() const { return comm_->rank(); }
@@ -229,7 +229,7 @@ class EngineRank {
     const auto num_rows = static_cast<i64>(received.rows.size());
     const u64 num_bytes = static_cast<u64>(num_rows * call.hidden * element);
     std::vector<u8> ordinary;
-    std::optional<cpu::Block> block;
+    std::optional<Block> block;
     if (call.output_in_heap) block = window_->reserve(num_bytes);
     if (!block) ordinary.resize(num_bytes);
     u8* y = block ? block->data : ordinary.data();
@@ -316,7 +316,7 @@ class EngineRank {
 
   const JobShape shape_;
   u64 timeout_ns_ = 60'000'000'000;
-  std::shared_ptr<cpu::Communicator> comm_;
+  std::shared_ptr<Communicator> comm_;
   std::unique_ptr<cpu::Window> window_;
 };
 

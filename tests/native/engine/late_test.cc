@@ -2,7 +2,7 @@
 // process that wakes up and harms the others.
 #include <random>
 
-#include "bootstrap_ranks.h"
+#include "bootstrap/ranks.h"
 #include "engine/engine_rank.h"
 #include "engine/leftovers.h"
 

@@ -6,7 +6,7 @@
 #include <memory>
 #include <thread>
 
-#include "bootstrap_ranks.h"
+#include "bootstrap/ranks.h"
 #include "engine/engine_rank.h"
 
 using namespace weft;
@@ -38,16 +38,14 @@ bool comes_true(const std::function<bool()>& what) {
   return what();
 }
 
-void rebuild(cpu::Communicator& comm, const std::vector<int>& ranks) {
-  comm.rebuild(ranks, deadline_after_s(kLongS), {});
-}
+void rebuild(Communicator& comm, const std::vector<int>& ranks) { comm.rebuild(ranks, deadline_after_s(kLongS), {}); }
 
 AbortReason late(int rank, u32 epoch, const std::vector<int>& members) {
   AbortReason reason;
   reason.code = AbortCode::kPeerTimeout;
   reason.rank = rank;
   reason.epoch = epoch;
-  reason.members = cpu::mask_of(members);
+  reason.members = mask_of(members);
   return reason;
 }
 
@@ -56,7 +54,7 @@ void take_part_in_rebuild(ControlPlane& plane, const std::vector<int>& ranks, u3
   struct Proposal {
     u64 mask, next_window_id;
     u32 epoch, num_windows;
-  } proposal{cpu::mask_of(ranks), 1, epoch, 0};
+  } proposal{mask_of(ranks), 1, epoch, 0};
   const u64 hash = hash_bytes(&proposal.mask, sizeof(proposal.mask)) & 0x3ffff;
   const u64 tag = u64{1} << 62 | hash << 44 | attempt << 12;
   std::vector<std::byte> bytes(sizeof(proposal));
@@ -72,7 +70,7 @@ bool is_broken_after(const std::function<void(int rank, ControlPlane& plane, boo
   std::atomic<int> num_published{0}, stage{0};
   with_planes(3, [&](int rank, std::unique_ptr<ControlPlane> plane) {
     if (rank == 0) {
-      auto comm = cpu::Communicator::create(std::move(plane));
+      auto comm = Communicator::create(std::move(plane));
       CHECK(comes_true([&] { return num_published == 2; }));
       rebuild(*comm, {0, 1});
       CHECK_EQ(comm->epoch(), u32{2});
@@ -139,7 +137,7 @@ TEST(nobody_is_believed_to_be_this_ranks_own_control_plane) {
 TEST(groups_that_split_don_t_hear_of_each_others_deaths) {
   ForkedRanks ranks(4, [](Rank& self) {
     self.connect();
-    auto comm = cpu::Communicator::create(std::move(self.plane));
+    auto comm = Communicator::create(std::move(self.plane));
     const int first = self.rank / 2 * 2;
     rebuild(*comm, {first, first + 1});
     self.parent.tell(1);
@@ -175,7 +173,7 @@ TEST(no_rebuild_is_swallowed_by_the_next_one) {
   for (const int num_ranks : {2, 3}) {
     ForkedRanks ranks(num_ranks, [&](Rank& self) {
       self.connect();
-      auto comm = cpu::Communicator::create(std::move(self.plane));
+      auto comm = Communicator::create(std::move(self.plane));
       for (u32 turn = 0; turn < kRebuilds; ++turn) rebuild(*comm, all_but(num_ranks));
       CHECK_EQ(comm->epoch(), kRebuilds + 1);
       self.parent.tell(1);
@@ -189,7 +187,7 @@ TEST(no_rebuild_is_swallowed_by_the_next_one) {
 
 TEST(a_rebuild_begins_above_the_highest_epoch_of_its_members) {
   with_planes(3, [](int rank, std::unique_ptr<ControlPlane> plane) {
-    auto comm = cpu::Communicator::create(std::move(plane), rank == 1 ? 70'000 : 3);
+    auto comm = Communicator::create(std::move(plane), rank == 1 ? 70'000 : 3);
     rebuild(*comm, {0, 1, 2});
     CHECK_EQ(comm->epoch(), u32{70'001});
     comm->exchange(u64{1} << 60 | 1, {}, {}, deadline_after_s(kLongS), {});
@@ -242,7 +240,7 @@ TEST(a_handle_of_65536_epochs_ago_is_refused) {
 
 TEST(the_last_epoch_is_the_last) {
   with_planes(2, [](int, std::unique_ptr<ControlPlane> plane) {
-    auto comm = cpu::Communicator::create(std::move(plane), std::numeric_limits<u32>::max() - 1);
+    auto comm = Communicator::create(std::move(plane), std::numeric_limits<u32>::max() - 1);
     rebuild(*comm, {0, 1});
     CHECK_EQ(comm->epoch(), std::numeric_limits<u32>::max());
     CHECK_ERROR(kInvalidState, {}, rebuild(*comm, {0, 1}));
@@ -253,12 +251,12 @@ TEST(the_last_epoch_is_the_last) {
 
 TEST(an_exchange_with_too_large_a_number_is_refused) {
   with_planes(1, [](int, std::unique_ptr<ControlPlane> plane) {
-    auto comm = cpu::Communicator::create(std::move(plane));
+    auto comm = Communicator::create(std::move(plane));
     const auto exchange = [&](u64 number) {
       comm->exchange(u64{1} << 60 | number, {}, {}, deadline_after_s(kLongS), {});
     };
-    exchange((u64{1} << cpu::kTagNumberBits) - 1);
-    CHECK_ERROR(kInternalError, {}, exchange(u64{1} << cpu::kTagNumberBits));
+    exchange((u64{1} << kTagNumberBits) - 1);
+    CHECK_ERROR(kInternalError, {}, exchange(u64{1} << kTagNumberBits));
   });
 }
 

@@ -6,7 +6,7 @@
 #include <fstream>
 #include <random>
 
-#include "bootstrap_ranks.h"
+#include "bootstrap/ranks.h"
 
 using namespace weft;        // NOLINT(google-build-using-namespace)
 using namespace weft::test;  // NOLINT(google-build-using-namespace)

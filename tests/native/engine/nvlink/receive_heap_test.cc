@@ -10,7 +10,7 @@
 
 #include "base/status.h"
 #include "check.h"
-#include "nvlink/fake_cuda.h"
+#include "engine/nvlink/fake_cuda.h"
 
 using namespace weft;
 using namespace weft::nvlink;

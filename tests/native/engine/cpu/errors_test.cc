@@ -3,7 +3,7 @@
 #include <functional>
 #include <thread>
 
-#include "bootstrap_ranks.h"
+#include "bootstrap/ranks.h"
 #include "engine/cpu/operation.h"
 #include "engine/engine_rank.h"
 
@@ -251,7 +251,7 @@ TEST(of_two_ranks_that_refuse_the_lower_one_is_named) {
   with_ranks(9, [](EngineRank& rank) {
     OperationConfig config;
     config.kind = OpKind::kBarrier;
-    const cpu::Poll no_poll;
+    const Poll no_poll;
     const auto call = [&] {
       cpu::Operation op(rank.window(), config, 30'000'000'000, no_poll);
       if (rank.rank() != 0) op.refuse(Phase::kCount, ErrorCode::kCapacityExceeded, "no room");

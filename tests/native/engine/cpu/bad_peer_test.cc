@@ -5,7 +5,7 @@
 #include <functional>
 #include <thread>
 
-#include "bootstrap_ranks.h"
+#include "bootstrap/ranks.h"
 #include "engine/cpu/pause.h"
 #include "engine/engine_rank.h"
 #include "memory/shared_memory.h"
@@ -60,7 +60,7 @@ class FakeRank {
     const Offer mine{shape(), heap_.bytes(), 0};
     std::vector<std::byte> bytes(sizeof(mine));
     std::memcpy(bytes.data(), &mine, sizeof(mine));
-    const u64 first_window = u64{1} << 61 | u64{1} << cpu::kTagNumberBits | 1;  // epoch 1, window 1
+    const u64 first_window = u64{1} << 61 | u64{1} << kTagNumberBits | 1;  // epoch 1, window 1
     auto parcels =
         plane.exchange({kReal, kFake}, first_window, bytes, {control_.fd(), heap_.fd()}, deadline_after_s(30), {});
     Offer other{};

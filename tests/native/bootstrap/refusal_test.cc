@@ -9,8 +9,8 @@
 #include "bootstrap/handshake.h"
 #include "bootstrap/life_lock.h"
 #include "bootstrap/link.h"
+#include "bootstrap/ranks.h"
 #include "bootstrap/socket.h"
-#include "bootstrap_ranks.h"
 
 using namespace weft;        // NOLINT(google-build-using-namespace)
 using namespace weft::test;  // NOLINT(google-build-using-namespace)

@@ -6,9 +6,10 @@
 #include <memory>
 #include <utility>
 
-#include "engine/cpu/communicator.h"
+#include "engine/communicator.h"
+#include "weft/config/operation.h"
 
-namespace weft::cpu {
+namespace weft {
 namespace {
 
 // Tag: kRebuildTag | hash of the member mask: 18 bits | attempt: 32 | step: 12. A list that differs on another rank makes
@@ -214,4 +215,4 @@ void Communicator::enter_epoch(const std::vector<int>& ranks, u32 epoch) {
   }
 }
 
-}  // namespace weft::cpu
+}  // namespace weft

@@ -1,4 +1,4 @@
-#include "engine/cpu/communicator.h"
+#include "engine/communicator.h"
 
 #include <algorithm>
 #include <cstring>
@@ -7,9 +7,10 @@
 #include "base/clock.h"
 #include "base/env.h"
 #include "base/log.h"
+#include "engine/describe.h"
 #include "weft/layout/window.h"
 
-namespace weft::cpu {
+namespace weft {
 namespace {
 
 std::vector<int> ranks_of(u64 mask) {
@@ -26,16 +27,6 @@ u64 mask_of(const std::vector<int>& ranks) {
   u64 mask = 0;
   for (int rank : ranks) mask |= u64{1} << rank;
   return mask;
-}
-
-const char* op_name(u32 op_kind) {
-  constexpr const char* kNames[kNumOpKinds] = {"communicator", "dispatch", "combine", "barrier"};
-  return op_kind < kNumOpKinds ? kNames[op_kind] : "unknown operation";
-}
-
-const char* phase_name(u32 phase) {
-  constexpr const char* kNames[kNumPhases] = {"count", "notify", "send", "reduce"};
-  return phase < kNumPhases ? kNames[phase] : "unknown phase";
 }
 
 std::string text_of(const std::map<int, std::string>& refusals) {
@@ -310,4 +301,4 @@ void Communicator::close(const std::string& why) {
   plane_->close(why);
 }
 
-}  // namespace weft::cpu
+}  // namespace weft

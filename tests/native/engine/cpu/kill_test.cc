@@ -4,7 +4,7 @@
 #include <cstring>
 #include <random>
 
-#include "bootstrap_ranks.h"
+#include "bootstrap/ranks.h"
 #include "engine/engine_rank.h"
 #include "engine/leftovers.h"
 

@@ -15,7 +15,7 @@
 #include "base/status.h"
 #include "bootstrap/control_plane.h"
 #include "check.h"
-#include "nvlink/fake_cuda.h"
+#include "engine/nvlink/fake_cuda.h"
 #include "weft/sync/header.h"
 
 using namespace weft;
@@ -55,7 +55,7 @@ void give_memory(CombineArgs& args) { args.y = args.out = args.send_plan = args.
 
 struct Rank {
   int me;
-  std::shared_ptr<cpu::Communicator> comm;
+  std::shared_ptr<Communicator> comm;
   std::shared_ptr<Gpu> gpu;
   std::barrier<>* barrier;
   std::unique_ptr<Window> window;
@@ -92,7 +92,7 @@ void with_ranks(const std::function<void(Rank&)>& body, bool makes_window = true
   std::vector<std::thread> threads;
   for (int me = 0; me < kNumRanks; ++me) {
     threads.emplace_back([&, me] {
-      Rank rank{me, cpu::Communicator::create(connect_threads(hub, me)), gpu, &barrier, nullptr};
+      Rank rank{me, Communicator::create(connect_threads(hub, me)), gpu, &barrier, nullptr};
       try {
         if (makes_window) rank.make_window();
         body(rank);
@@ -678,7 +678,7 @@ TEST(a_wait_for_a_rank_that_refused_its_call_is_told_why) {
 TEST(an_epoch_beyond_16_bits_is_cut_in_the_words_of_the_gpu) {
   auto hub = std::make_shared<LocalHub>(1);
   auto gpu = std::make_shared<Gpu>(0, jit::CompilerPaths{WEFT_FAKE_CUDA, WEFT_INCLUDE, ""});
-  auto comm = cpu::Communicator::create(connect_threads(hub, 0), 0xffff);
+  auto comm = Communicator::create(connect_threads(hub, 0), 0xffff);
   GpuWindowShape shape = window_shape();
   shape.num_ranks = 1;
   Rank rank{0, comm, gpu, nullptr, nullptr};

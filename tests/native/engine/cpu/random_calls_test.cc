@@ -1,7 +1,7 @@
 // Guards against wrong words: random dispatches and combines through the real engine, every word compared with the model.
 #include <thread>
 
-#include "bootstrap_ranks.h"
+#include "bootstrap/ranks.h"
 #include "engine/engine_rank.h"
 
 using namespace weft;

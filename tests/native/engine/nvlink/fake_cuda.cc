@@ -1,5 +1,5 @@
 // check: allow file-size: one driver, a few lines a function
-#include "nvlink/fake_cuda.h"
+#include "engine/nvlink/fake_cuda.h"
 
 #include <sys/mman.h>
 #include <sys/stat.h>

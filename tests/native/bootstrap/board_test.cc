@@ -1,7 +1,7 @@
 // Guards against a board that loses what is complete, keeps what nobody will take, or waits for those that are gone.
 #include "bootstrap/board.h"
 
-#include "bootstrap_ranks.h"
+#include "bootstrap/ranks.h"
 
 using namespace weft;        // NOLINT(google-build-using-namespace)
 using namespace weft::test;  // NOLINT(google-build-using-namespace)

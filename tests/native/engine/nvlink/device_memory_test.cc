@@ -6,7 +6,7 @@
 
 #include "base/status.h"
 #include "check.h"
-#include "nvlink/fake_cuda.h"
+#include "engine/nvlink/fake_cuda.h"
 #include "weft/config/base.h"
 
 using namespace weft;
