@@ -138,7 +138,7 @@ MIXED_IDS = dataclasses.replace(FEW_STAGES, int32_ranks=(1,), num_rounds=1)
 OWN_TYPE = Mutant(
     "ids are written in the type that the sender has",
     SEND,
-    "if ((s.int64_mask >> to & 1u) != 0) {",
+    "if (s.with_int64.has(to)) {",
     "if (kConfig.topk_is_int64) {",
 )
 TAKEN_OVER = CASES["expert_major, blocks take over from each other"]

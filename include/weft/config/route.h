@@ -1,4 +1,4 @@
-// Who is where: which way leads to a peer, and which rank holds an expert.
+// Who is where: which way leads to a peer, sets of ranks, and which rank holds an expert.
 #pragma once
 
 #include "weft/config/base.h"
@@ -9,6 +9,34 @@ enum class Route : u8 {
   kDirect = 0,  // its memory is mapped: load and store
   kLoop = 1     // rings that a network empties, here one without hardware (transport/rail_loop.cuh)
 };
+
+// A set of ranks of a domain of at most kDomain, a bit each. Trivial, so that it may lie in shared memory; none() is the empty
+// set. One word for now: what packs it into a word of a window or a plan asks for `word`, and does not compile with a larger one.
+template <i32 kDomain>
+struct RankMask {
+  static_assert(kDomain >= 1 && kDomain <= 32, "a larger domain needs more words here, in the window and in the plans");
+  u32 word;
+
+  WEFT_HD static constexpr RankMask none() { return {0}; }
+  WEFT_HD static constexpr RankMask only(i32 rank) { return {1u << rank}; }
+  // 0 .. num_ranks - 1.
+  WEFT_HD static constexpr RankMask first(i32 num_ranks) { return {num_ranks < 32 ? (1u << num_ranks) - 1 : ~0u}; }
+
+  // 1: the rank is in it.
+  WEFT_HD constexpr u32 bit(i32 rank) const { return word >> rank & 1u; }
+  WEFT_HD constexpr bool has(i32 rank) const { return (word >> rank & 1u) != 0; }
+  // Also of -1, where the answer says nothing.
+  WEFT_HD constexpr bool has_or_any(i32 rank) const { return (word >> (rank & 31) & 1u) != 0; }
+
+  WEFT_HD constexpr RankMask& operator|=(const RankMask& other) {
+    word |= other.word;
+    return *this;
+  }
+  WEFT_HD constexpr RankMask operator&(const RankMask& other) const { return {word & other.word}; }
+};
+
+constexpr i32 kMaxGpuRanks = 16;  // ranks of one scale-up domain that a kernel addresses directly
+using GpuRankMask = RankMask<kMaxGpuRanks>;
 
 // Which rank holds an expert: equal consecutive runs. The only place that knows.
 struct ExpertPlacement {

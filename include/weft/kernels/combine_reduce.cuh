@@ -80,7 +80,7 @@ class CombineReduce {
     if (index >= num_items_ || rank >= kRanks || !b_.flight.is_active(rank)) return -1;
     const GpuSendPlan<const i32> plan{b_.a.send_plan, b_.a.send_plan_tokens, kRanks};
     const i64 token = b_.token_of(index);
-    if constexpr (kConfig.is_by_expert()) return (plan.mask()[token] >> rank & 1) - 1;
+    if constexpr (kConfig.is_by_expert()) return static_cast<i32>(plan.ranks(token).bit(rank)) - 1;
     return plan.row()[token * kRanks + rank];
   }
 

@@ -63,7 +63,8 @@ class Dispatch {
     DispatchShared<kConfig>& s = state_.s;
     const i32 thread = static_cast<i32>(threadIdx.x);
     if (thread == 0) {
-      s.has_failed = s.bad_source = s.is_given_up = s.has_bad_ids = s.staged_mask = s.int64_mask = 0;
+      s.staged = s.with_int64 = GpuRankMask::none();
+      s.has_failed = s.bad_source = s.is_given_up = s.has_bad_ids = 0;
       for (i32 store_warp = 0; store_warp < kStoreWarps; ++store_warp) {
         s.num_arrived[store_warp] = s.num_told[store_warp] = 0;
       }

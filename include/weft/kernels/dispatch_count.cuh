@@ -255,8 +255,8 @@ class DispatchCount : public DispatchIds<kConfig> {
                       (kConfig.is_cached || table_bytes <= a.view.heap_bytes[to] - place.table));
     if (!is_sound) this->fail(transport::ErrorCause::kBadPeerWord, Phase::kCount, to);
     if (is_staged && !a.fits_landing) give_up(to);
-    if (is_staged) atomicOr(&s.staged_mask, 1u << to);
-    if (has_ids && is_int64) atomicOr(&s.int64_mask, 1u << to);
+    if (is_staged) add_rank(s.staged, to);
+    if (has_ids && is_int64) add_rank(s.with_int64, to);
     const Place heap = this->peers().heap(to);
     s.x[to] = heap + (is_staged ? layout.landing_rows : place.x);
     s.scales[to] = heap + (is_staged ? scales_landing : place.scales);
@@ -268,6 +268,9 @@ class DispatchCount : public DispatchIds<kConfig> {
     const i64 room = !is_staged ? place.num_rows : kConfig.is_by_expert() ? 0x7fffffff : num_slots;
     s.limit[to] = static_cast<i32>(min(a.capacity >= 0 ? a.capacity : room, static_cast<i64>(0x7fffffff)));
   }
+
+  // By any thread, to a set in shared memory.
+  __device__ static void add_rank(GpuRankMask& mask, i32 to) { atomicOr(&mask.word, GpuRankMask::only(to).word); }
 
   __device__ void give_up(i32 to) {
     transport::record(a.view, flight, transport::ErrorCause::kNoRoom, Phase::kCount, to, 0);

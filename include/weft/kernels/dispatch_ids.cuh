@@ -181,7 +181,7 @@ class DispatchIds : public DispatchState<kConfig> {
 #pragma unroll
         for (i32 part = 0; part < kSharers; ++part) {
           const i32 at = (group * kSharers + part) * 32 + lane;
-          if (at < num_packed) masks |= ranks_of(ids[step][part].value, has_bad) << (part * kRanks);
+          if (at < num_packed) masks |= beside(ranks_of(ids[step][part].value, has_bad), part);
         }
         tell_goers(group, own_mask(masks));
       }
@@ -191,7 +191,7 @@ class DispatchIds : public DispatchState<kConfig> {
   // rank_major, where tokens can't be shared so: each lane has one.
   __device__ void count_tokens_each(i32 num_groups, bool& has_bad) {
     for (i32 group = first_group(); group < num_groups; group += kCountWarps * kConfig.num_blocks) {
-      u32 mask = 0;
+      GpuRankMask mask = GpuRankMask::none();
       for (i32 k = 0; k < kTopk; k += kBatch) {
         Id ids[kBatch];
         read_ids(group * 32 + lane, k, ids);
@@ -203,29 +203,31 @@ class DispatchIds : public DispatchState<kConfig> {
 
   __device__ i32 first_group() const { return block() + (warp - 1) * kConfig.num_blocks; }
 
-  // Counts them. Bit r: rank r holds one of these ids.
+  // Counts them. The ranks that hold one of these ids.
   template <i32 kNum>
-  __device__ u32 ranks_of(const Id (&ids)[kNum], bool& has_bad) const {
-    u32 mask = 0;
+  __device__ GpuRankMask ranks_of(const Id (&ids)[kNum], bool& has_bad) const {
+    GpuRankMask mask = GpuRankMask::none();
 #pragma unroll
     for (i32 idx = 0; idx < kNum; ++idx) {
       const i64 id = ids[idx];
       has_bad = has_bad || is_bad(id);
       if (!is_sent(id)) continue;
-      mask |= 1u << Base::kPlacement.rank_of(static_cast<u32>(id));
+      mask |= GpuRankMask::only(static_cast<i32>(Base::kPlacement.rank_of(static_cast<u32>(id))));
       atomicAdd(&this->mine()[id], 1);
     }
     return mask;
   }
 
+  // Masks of kRanks bits side by side in a word, one for each load of the group.
+  __device__ static u32 beside(const GpuRankMask& mask, i32 part) { return mask.word << (part * kRanks); }
+
   // Of `masks`, for each load of the group that of one token, whose lanes lie side by side: the mask of token `lane`.
-  __device__ u32 own_mask(u32 masks) const {
-    constexpr u32 kMask = kRanks < 32 ? (1u << kRanks) - 1 : ~0u;
+  __device__ GpuRankMask own_mask(u32 masks) const {
     constexpr i32 kTokens = 32 / max_of(kSharers, 1);  // of a load
 #pragma unroll
     for (i32 step = 1; step < kSharers; step *= 2) masks |= __shfl_xor_sync(0xffffffffu, masks, step);
     masks = __shfl_sync(0xffffffffu, masks, lane % kTokens * kSharers);
-    return masks >> (lane / kTokens * kRanks) & kMask;
+    return GpuRankMask{masks >> (lane / kTokens * kRanks)} & GpuRankMask::first(kRanks);
   }
 
   // ---- between the blocks of this rank. A word holds all that it says, so none orders another.
@@ -243,11 +245,11 @@ class DispatchIds : public DispatchState<kConfig> {
   __device__ u32 heard(u64 word) const { return sync::progress_in(word, flight.turn); }
 
   // A lane for each rank and half of the group.
-  __device__ void tell_goers(i32 group, u32 mask) const {
+  __device__ void tell_goers(i32 group, const GpuRankMask& mask) const {
     u32 own = 0;
 #pragma unroll
     for (i32 to = 0; to < kRanks; ++to) {
-      const u32 ballot = __ballot_sync(0xffffffffu, (mask >> to & 1u) != 0);
+      const u32 ballot = __ballot_sync(0xffffffffu, mask.has(to));
       if (lane / 2 == to) own = lane % 2 == 0 ? ballot & 0xffff : ballot >> 16;
     }
     if (lane < kParts) tell(a.view.layout.goers_word(group, lane), own | 1u << 16);

@@ -119,14 +119,14 @@ class DispatchSend : public DispatchState<kConfig> {
     GpuSendPlan<i32> plan{a.send_plan, a.num_tokens, kRanks};
     for (i32 idx = thread; idx < num_mine; idx += num_threads) {
       const i32 token = begin + idx;
-      u32 mask = 0;
+      GpuRankMask mask = GpuRankMask::none();
       for (i32 to = 0; to < kRanks; ++to) {
         const i32 row = row_of(token, to);
         plan.row()[static_cast<i64>(token) * kRanks + to] = row;
         if (flight.is_active(to)) this->peers().put_words(s.table[to].template at<i32>(token), row);
-        mask |= row >= 0 ? 1u << to : 0u;
+        mask |= row >= 0 ? GpuRankMask::only(to) : GpuRankMask::none();
       }
-      plan.mask()[token] = static_cast<i32>(mask);
+      plan.set_ranks(token, mask);
     }
     for (i32 idx = thread; idx < num_mine * kIdPieces; idx += num_threads) {
       store_id_piece(begin + idx / kIdPieces, idx % kIdPieces * kIdStep);
@@ -381,20 +381,19 @@ class DispatchSend : public DispatchState<kConfig> {
   // By expert: the row goes to the place of its first pick on each rank; on this rank, to those of all its picks, unless another
   // kernel copies it there.
   __device__ void store_picks(i32 token, const Item& item, const u8* stage) {
-    u32 mask = 0;  // ranks that have it
+    GpuRankMask mask = GpuRankMask::none();  // ranks that have it
     const bool goes_straight = !kConfig.is_spread || token % kStraightOf < a.num_straight;
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
       const i32 to = item.destination[step];
-      const bool is_first = (ptx::match_any(to) & ptx::lanes_below()) == 0 && (mask >> (to & 31) & 1u) == 0;
+      const bool is_first = (ptx::match_any(to) & ptx::lanes_below()) == 0 && !mask.has_or_any(to);
       const bool is_staged = to >= 0 && this->is_staged(to);
       const bool is_stored = to >= 0 && (is_first || (to == rank() && !is_staged && goes_straight));
       const i32 landing_row = rank() * static_cast<i32>(a.view.layout.max_tokens) + token;
       store_row(token, !is_stored ? -1 : is_staged ? landing_row : item.row[step], to, stage);
-      mask |= __reduce_or_sync(0xffffffffu, to >= 0 ? 1u << to : 0u);
+      mask.word |= __reduce_or_sync(0xffffffffu, to >= 0 ? 1u << to : 0u);
     }
-    if (!kConfig.is_cached && lane == 0)
-      GpuSendPlan<i32>{a.send_plan, a.num_tokens, kTopk}.mask()[token] = static_cast<i32>(mask);
+    if (!kConfig.is_cached && lane == 0) GpuSendPlan<i32>{a.send_plan, a.num_tokens, kTopk}.set_ranks(token, mask);
   }
 
   // By expert: each lane stores the row to its own place, -1: nowhere.
@@ -448,7 +447,7 @@ class DispatchSend : public DispatchState<kConfig> {
         weights.value[idx] = is_here ? weight[idx] : 0.0f;
       }
       const i64 place = static_cast<i64>(row) * kTopk + k;
-      if ((s.int64_mask >> to & 1u) != 0) {
+      if (s.with_int64.has(to)) {
         write_ids<i64>(s.ids[to], place, ids);
       } else {
         write_ids<i32>(s.ids[to], place, ids);

@@ -29,8 +29,8 @@ struct DispatchShared {
   u32 bad_source;                // 1 + a rank that has said a count that makes no sense; 0: none has
   u32 is_given_up;               // a rank has no room: all ranks see it and go on to the next call
   u32 has_bad_ids;               // among those that this block has counted; block 0: that any has
-  u32 staged_mask;               // bit r: the result of rank r does not fit its heap
-  u32 int64_mask;                // rank_major, bit r: rank r has ids of 8 bytes, else of 4
+  GpuRankMask staged;            // whose result does not fit its heap
+  GpuRankMask with_int64;        // rank_major: that have ids of 8 bytes, else of 4
   i32 total[kConfig.num_ranks];  // rank_major: rows from here to each rank
   i32 start[kConfig.num_ranks];  // rank_major: the first of them there
   i32 limit[kConfig.num_ranks];  // rows there; masked: rows of an expert there
@@ -70,7 +70,7 @@ struct DispatchState {
   __device__ i32 rank() const { return a.view.rank; }
   __device__ Peers peers() const { return transport::peers_of<kConfig.route>(a, flight); }
   __device__ bool is_peer(i32 other) const { return other < kRanks && other != rank() && flight.is_active(other); }
-  __device__ bool is_staged(i32 other) const { return (s.staged_mask >> other & 1u) != 0; }
+  __device__ bool is_staged(i32 other) const { return s.staged.has(other); }
 
   // ---- dynamic shared memory: holes | groups or periods | counts | stages | fan stages
 

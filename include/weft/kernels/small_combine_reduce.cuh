@@ -31,8 +31,6 @@ class SmallCombineReduce {
   }
 
  private:
-  static constexpr u32 kAllRanks = (1u << kRanks) - 1;
-
   // Contributions whose vectors are loaded together.
   static constexpr i32 at_once(i32 num_vectors) {
     constexpr i32 kWideRows = 2;
@@ -57,24 +55,25 @@ class SmallCombineReduce {
         if (!hear(is_early)) return;
       }
       if (idx >= num_jobs_) return;
-      const u32 mask = next_mask_ & flight.active_mask & kAllRanks;
+      const GpuRankMask from = next_from_ & flight.active & GpuRankMask::first(kRanks);
       read(idx + kWorkers);
-      add<kVectors>(flight, b_.place(idx), mask);
+      add<kVectors>(flight, b_.place(idx), from);
     }
   }
 
   __device__ void read(i32 idx) {
-    next_mask_ = idx < num_jobs_ ? static_cast<u32>(b_.a.send_plan[b_.place(idx).token]) : 0;
+    const GpuSendPlan<const i32> plan{b_.a.send_plan, b_.a.num_tokens, 0};
+    next_from_ = idx < num_jobs_ ? plan.ranks(b_.place(idx).token) : GpuRankMask::none();
   }
 
   template <i32 kVectors>
-  __device__ void add(const transport::Flight& flight, const SmallPlace& place, u32 mask) const {
+  __device__ void add(const transport::Flight& flight, const SmallPlace& place, const GpuRankMask& from) const {
     constexpr i32 kAtOnce = at_once(kVectors);
     const u8* first = b_.slot(flight, b_.a.view.rank, 0, place.token);
     const u64 stride = static_cast<u64>(b_.a.view.layout.small_tokens) * b_.a.view.layout.small_row_bytes;
     // The order of additions is part of the contract: ranks ascending from +0, then bias; one rounding.
     float total[kVectors][kVector] = {};
-    for (u32 left = mask; left != 0;) {
+    for (u32 left = from.word; left != 0;) {
       Part part[kAtOnce][kVectors];
       bool is_there[kAtOnce];
 #pragma unroll
@@ -145,7 +144,7 @@ class SmallCombineReduce {
   const Block& b_;
   const i32 warp_;
   const i32 num_jobs_;
-  u32 next_mask_;  // ranks that contribute to the next job
+  GpuRankMask next_from_;  // ranks that contribute to the next job
 };
 
 }  // namespace weft::kernels

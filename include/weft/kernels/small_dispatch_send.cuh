@@ -60,7 +60,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
         if (kScaleBytes > 0 && first == 0) send_scales(token, ranks_of(picks), scales);
       }
       if (first != 0) return;
-      const u32 ranks = ranks_of(picks);
+      const GpuRankMask ranks = ranks_of(picks);
       if constexpr (!kConfig.is_cached) {
         if (a.send_plan != nullptr) note_token(token, picks, ranks);
       }
@@ -99,7 +99,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
       for (i32 idx = 0; idx < kHere; ++idx) {
         if (given[idx] < -1 || given[idx] >= kExperts) note_bad_id(first + idx * kThreads);
       }
-      this->for_ranks(flight.active_mask, [&](i32 to) {
+      this->for_ranks(flight.active, [&](i32 to) {
         u64* words = this->slot_picks(to, rank(), 0);
         float* weights = this->slot_weights(to, rank(), 0);
 #pragma unroll
@@ -129,7 +129,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
     for (i32 step = 0; step < kSteps; ++step) {
       const i32 k = step * 32 + lane;
       if constexpr (kConfig.is_cached) {
-        picks.id[step] = plan().mask()[token];
+        picks.id[step] = static_cast<i64>(plan().ranks(token).word);
       } else {
         picks.id[step] = k < kTopk ? static_cast<const Id*>(a.topk_idx)[static_cast<i64>(token) * kTopk + k] : -1;
       }
@@ -137,21 +137,22 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
     return picks;
   }
 
-  // Bit r: the token has a pick on rank r. For the whole warp.
-  __device__ u32 ranks_of(const Picks& picks) const {
-    if constexpr (kConfig.is_cached) return static_cast<u32>(picks.id[0]) & flight.active_mask;
-    u32 mask = 0;
+  // The ranks that hold a pick of the token. For the whole warp.
+  __device__ GpuRankMask ranks_of(const Picks& picks) const {
+    if constexpr (kConfig.is_cached) return GpuRankMask{static_cast<u32>(picks.id[0])} & flight.active;
+    GpuRankMask mask = GpuRankMask::none();
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
       const i64 id = picks.id[step];
-      mask |= __reduce_or_sync(kAll, is_sent(id) ? 1u << kPlacement.rank_of(static_cast<i32>(id)) : 0u);
+      mask |=
+          over_warp(is_sent(id) ? GpuRankMask::only(kPlacement.rank_of(static_cast<i32>(id))) : GpuRankMask::none());
     }
     return mask;
   }
 
   // Mask and destinations in the send plan. Which picks a capacity drops, the receiver alone knows: it sends zeros for them.
-  __device__ void note_token(i32 token, const Picks& picks, u32 ranks) {
-    if (lane == 0) plan().mask()[token] = static_cast<i32>(ranks);
+  __device__ void note_token(i32 token, const Picks& picks, const GpuRankMask& ranks) {
+    if (lane == 0) plan().set_ranks(token, ranks);
 #pragma unroll
     for (i32 step = 0; step < kSteps; ++step) {
       const i32 k = step * 32 + lane;
@@ -184,7 +185,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
     }
   }
 
-  __device__ void send_scales(i32 token, u32 ranks, const Scales& scales) {
+  __device__ void send_scales(i32 token, const GpuRankMask& ranks, const Scales& scales) {
     this->for_ranks(ranks,
                     [&](i32 owner) { scales.store(this->slot_row(owner, rank(), token) + kConfig.scales_at()); });
   }
@@ -211,7 +212,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
         held[idx] = {};
         if (at * kElements < kConfig.hidden) held[idx] = reinterpret_cast<const Elements*>(from)[at];
       }
-      const u32 ranks = ranks_of(picks);
+      const GpuRankMask ranks = ranks_of(picks);
       Codes codes[kHere];
 #pragma unroll
       for (i32 idx = 0; idx < kHere; ++idx) codes[idx] = quantized(held[idx]);

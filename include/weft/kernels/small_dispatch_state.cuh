@@ -55,11 +55,11 @@ struct SmallDispatchState {
   // `work(rank)` for the ranks in a mask. Each rank and each warp begins with another, so that all links are busy: where all
   // send to the same rank at a time, a quarter of the bandwidth is lost (measured with bulk stores).
   template <class Work>
-  __device__ void for_ranks(u32 ranks, const Work& work) const {
+  __device__ void for_ranks(const GpuRankMask& ranks, const Work& work) const {
     i32 to = (rank() + 1 + warp) % kRanks;
 #pragma unroll 1
     for (i32 turn = 0; turn < kRanks; ++turn) {
-      if ((ranks >> to & 1u) != 0) work(to);
+      if (ranks.has(to)) work(to);
       to = to + 1 == kRanks ? 0 : to + 1;
     }
   }

@@ -3,6 +3,7 @@
 
 #include "weft/config/base.h"
 #include "weft/config/operation.h"
+#include "weft/config/route.h"
 #include "weft/ptx/convert.h"
 
 namespace weft::kernels {
@@ -156,6 +157,9 @@ __device__ inline void load_floats(const u8* from, float (&values)[8]) {
     }
   }
 }
+
+// By a whole warp: the ranks that are in the set of some lane.
+__device__ inline GpuRankMask over_warp(GpuRankMask mask) { return {__reduce_or_sync(0xffffffffu, mask.word)}; }
 
 // Picks without room, to the caller's counter; by one thread or several.
 __device__ inline void add_dropped(i64* overflow, i64 num_dropped) {

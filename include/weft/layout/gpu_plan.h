@@ -3,11 +3,12 @@
 
 #include "weft/config/base.h"
 #include "weft/config/operation.h"
+#include "weft/config/route.h"
 
 namespace weft {
 
 // Where this rank's tokens went: mask [T] | row | destination
-//   mask: bit r: rank r holds a row of the token
+//   mask: GpuRankMask, bit r: rank r holds a row of the token
 //   row:  rank_major [T, R]: row on rank r; the others [T, K]: row of the pick (masked: local expert * capacity + row); -1: none
 //   destination [T, K]: rank that holds the pick, -1: none
 template <class Int>
@@ -16,7 +17,11 @@ struct GpuSendPlan {
   i64 num_tokens;
   i32 width;  // R or K
 
-  WEFT_HD constexpr Int* mask() const { return base; }
+  // Ranks that hold a row of the token.
+  WEFT_HD constexpr GpuRankMask ranks(i64 token) const { return GpuRankMask{static_cast<u32>(base[token])}; }
+  WEFT_HD constexpr void set_ranks(i64 token, const GpuRankMask& ranks) const {
+    base[token] = static_cast<i32>(ranks.word);
+  }
   WEFT_HD constexpr Int* row() const { return base + num_tokens; }
   WEFT_HD constexpr Int* destination() const { return base + num_tokens * (1 + width); }
 };

@@ -10,20 +10,25 @@
 #pragma once
 
 #include "weft/config/base.h"
+#include "weft/config/route.h"
 #include "weft/layout/checked.h"
 #include "weft/layout/gpu_plan.h"
 #include "weft/layout/window.h"
 
 namespace weft {
 
-constexpr i32 kMaxGpuRanks = 16;  // ranks of one scale-up domain that a kernel addresses directly
-constexpr i32 kNumProgress = 2;   // progress words of a block: rows, side values
-constexpr u64 kGoersParts = 2;    // of a group of 32 tokens, since a progress word has 24 bits
+constexpr i32 kNumProgress = 2;  // progress words of a block: rows, side values
+constexpr u64 kGoersParts = 2;   // of a group of 32 tokens, since a progress word has 24 bits
+
+// The word that says who takes part (R10): epoch:16 << 32 | mask of active ranks:32.
+WEFT_HD constexpr u64 membership_word(u16 epoch, const GpuRankMask& active) { return u64{epoch} << 32 | active.word; }
+WEFT_HD constexpr u16 epoch_in(u64 membership) { return static_cast<u16>(membership >> 32); }
+WEFT_HD constexpr GpuRankMask active_in(u64 membership) { return GpuRankMask{static_cast<u32>(membership)}; }
 
 // Words of the rank that owns the window; those of every call are in one cache line. Written by its own kernels and its host.
 struct alignas(kCacheLine) GpuControlWords {
   u64 sequence = 0;         // of the last operation that ended well (R4)
-  u64 membership = 0;       // epoch:16 << 32 | mask of active ranks:32 (R10); the host writes it between operations
+  u64 membership = 0;       // membership_word(); the host writes it between operations
   u64 owner = 0;            // 1 while an operation is in flight (R5)
   u64 broken = 0;           // an ErrorCause: later launches see it and do nothing (R9)
   u32 num_ended = 0;        // blocks of the operation in flight that have ended; wraps around

@@ -14,9 +14,9 @@ struct Flight {
   u16 print = 0;        // fingerprint of the operation
   u32 caller = 0;       // mixed into it: which object calls, with which handle
   bool is_dead = true;  // an earlier operation broke: do nothing
-  u32 active_mask = 0;
+  GpuRankMask active = GpuRankMask::none();
 
-  __device__ bool is_active(i32 rank) const { return (active_mask >> rank & 1u) != 0; }
+  __device__ bool is_active(i32 rank) const { return active.has(rank); }
 };
 
 __device__ inline void record(const WindowView& view, const Flight& flight, ErrorCause cause, Phase phase, i32 peer,
@@ -49,13 +49,13 @@ __device__ inline const Flight& begin_flight(const WindowView& view, u16 print, 
     const u64 sequence = ptx::ld_relaxed_sys(&words->sequence);
     const u64 membership = ptx::ld_relaxed_sys(&words->membership);
     const u64 broken = ptx::ld_relaxed_sys(&words->broken);
-    flight.turn = {static_cast<u16>(membership >> 32), static_cast<u32>(sequence + 1)};
+    flight.turn = {epoch_in(membership), static_cast<u32>(sequence + 1)};
     const u16 handle = recv_plan == nullptr ? u16{0} : static_cast<u16>(recv_plan[kGpuPlanMadeBy]);
     flight.caller = pack_caller(object, handle);
     flight.print = print_with(print, caller_bits(flight.caller));
     const bool has_moved = words->heap_generation != view.heap_generation;
     flight.is_dead = broken != 0 || has_moved;
-    flight.active_mask = static_cast<u32>(membership);
+    flight.active = active_in(membership);
     // Said again: the reason may have found no place behind that of a call that was given up.
     if (blockIdx.x == 0 && broken != 0) record(view, flight, static_cast<ErrorCause>(broken), Phase::kCount, -1, 0);
     if (blockIdx.x == 0 && has_moved) record(view, flight, ErrorCause::kMoved, Phase::kCount, view.rank, 0);

@@ -250,7 +250,9 @@ std::string Window::attach(const std::vector<int>& ranks, const std::vector<Parc
 void Window::install(const std::vector<int>& ranks, u32 epoch, Memory memory, std::vector<Peer> peers) {
   const int me = comm_->rank();
   GpuControlWords words;
-  words.membership = u64{static_cast<u16>(epoch)} << 32 | mask_of(ranks);
+  GpuRankMask active = GpuRankMask::none();
+  for (const int rank : ranks) active |= GpuRankMask::only(rank);
+  words.membership = membership_word(static_cast<u16>(epoch), active);
   for (int rank = 0; rank < shape_.num_ranks; ++rank) {
     if (rank == me) continue;
     if (peers[rank].control.is_mapped()) {

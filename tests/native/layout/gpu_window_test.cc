@@ -1,0 +1,31 @@
+// Guards against a set of ranks that a word of the window or of a plan gives back as another one.
+#include "weft/layout/gpu_window.h"
+
+#include "check.h"
+#include "weft/layout/gpu_plan.h"
+
+using namespace weft;
+
+namespace {
+
+TEST(the_membership_word_gives_back_epoch_and_ranks) {
+  GpuRankMask active = GpuRankMask::only(0);
+  active |= GpuRankMask::only(kMaxGpuRanks - 1);
+  const u64 word = membership_word(0xfedc, active);
+  CHECK_EQ(word, u64{0xfedc} << 32 | u64{1} << (kMaxGpuRanks - 1) | 1);
+  CHECK_EQ(epoch_in(word), 0xfedc);
+  CHECK_EQ(active_in(word).word, active.word);
+}
+
+TEST(a_send_plan_gives_back_the_ranks_of_a_token) {
+  i32 words[4] = {};
+  const GpuSendPlan<i32> plan{words, 3, 1};
+  plan.set_ranks(1, GpuRankMask::only(kMaxGpuRanks - 1));
+  CHECK_EQ(plan.ranks(0).word, 0u);
+  CHECK_EQ(plan.ranks(1).word, 1u << (kMaxGpuRanks - 1));
+  CHECK_EQ(words[1], 1 << (kMaxGpuRanks - 1));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) { return weft::test::run_tests(argc, argv); }
