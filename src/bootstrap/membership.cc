@@ -48,6 +48,7 @@ MembershipActions Membership::step(const Event& event) noexcept {
     }
     case Event::Kind::kRecover: {
       if (is_evicted()) return end(Failure::kEvicted, newest_set_);
+      leave_meeting();
       wish_ = event.wish;
       phase_ = Phase::kReading;
       return read_next();
@@ -86,7 +87,7 @@ MembershipActions Membership::look() noexcept {
 }
 
 MembershipActions Membership::read_next() noexcept {
-  if (newest_ == kLastEpoch) return end(Failure::kLastEpoch, {});
+  if (newest_ == kLastEpoch && phase_ == Phase::kReading) return choose({});
   return one({.kind = Action::Kind::kRead, .epoch = newest_ + 1});
 }
 
@@ -119,6 +120,10 @@ MembershipActions Membership::adopt(const MembershipRecord& record) noexcept {
   if (!left_out.empty() && !mutants::kTellNobody) {
     actions.add({.kind = Action::Kind::kTell, .epoch = newest_, .ranks = left_out});
   }
+  if (phase_ == Phase::kLooking && newest_ == kLastEpoch) {
+    phase_ = Phase::kIdle;
+    return actions;
+  }
   if (phase_ != Phase::kLooking) phase_ = Phase::kReading;
   actions.add(read_next());
   return actions;
@@ -136,6 +141,7 @@ MembershipActions Membership::choose(const RegisterWord& next) noexcept {
 }
 
 MembershipActions Membership::decide(const RegisterWord& next) noexcept {
+  if (newest_ == kLastEpoch) return end(Failure::kLastEpoch, {});
   RankSet set = newest_set_ - gone_ - wish_.evict;
   set.add(rank_);
   if (!wish_.exactly.empty()) {
@@ -218,11 +224,14 @@ Origin Membership::origin() const noexcept {
   return {group_, epoch_, era_, rank_, incarnations_[static_cast<size_t>(rank_)]};
 }
 
+// Nobody comes back, so who is out here is out in every later epoch, too.
+bool Membership::knows(const Origin& origin) const noexcept {
+  return active_.contains(origin.rank) && origin.group == group_ &&
+         origin.incarnation == incarnations_[static_cast<size_t>(origin.rank)];
+}
+
 Hearing Membership::hear(const Origin& origin) const noexcept {
-  if (!founders_.contains(origin.rank)) return Hearing::kDropped;
-  const bool is_known = origin.group == group_ && origin.incarnation == incarnations_[static_cast<size_t>(origin.rank)];
-  // Nobody comes back, so who is out here is out in every later epoch, too.
-  if (!mutants::kHearStrangers && (!is_known || !active_.contains(origin.rank))) return Hearing::kDropped;
+  if (!mutants::kHearStrangers && !knows(origin)) return Hearing::kDropped;
   if (origin.era == era_) return Hearing::kCounts;
   if (origin.era < era_) return mutants::kHearAllEras ? Hearing::kCounts : Hearing::kDropped;
   return Hearing::kLater;

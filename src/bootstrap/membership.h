@@ -78,7 +78,8 @@ struct MembershipAction {
     kDecide,  // put draft() where others can read it, then compare-and-set; answer: kWord or kForgotten
     kTell,    // `ranks` that `epoch` was decided: they are to look
     kMeet,  // tell `ranks` that this rank is at the meeting of `epoch`; until the call ends, answers: kHere, kGone, and kWord
-            // of the next epoch when that is committed
+            // of the next epoch when that is committed and the meeting superseded: somebody who is waited for has said
+            // something in a later epoch, or it or this rank is missing in a later record
     kRenew,  // fresh memory for `epoch` among `ranks`; answer: kRenewed, kGone, or kWord as above
     kEnter,  // `epoch` with `ranks`; the call has ended well
     kRaise,  // `failure`; the call has ended. kEvicted may also answer kLook
@@ -128,6 +129,7 @@ class Membership {
   RankSet safe_to_delete() const noexcept;  // were active once, are left out, and are proven gone
 
   Origin origin() const noexcept;                     // of what this rank says
+  bool knows(const Origin& origin) const noexcept;    // whether it is an active member of this group
   Hearing hear(const Origin& origin) const noexcept;  // R22
 
  private:

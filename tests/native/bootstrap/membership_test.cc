@@ -409,6 +409,27 @@ TEST(a_recovery_overtakes_a_proposal) {
   CHECK(group.words.read(2) == word(2, RegisterState::kCommitted, 8, 0));
 }
 
+TEST(the_last_epoch_is_entered_and_is_the_last) {
+  Group group(~uint32_t{0} - 1);
+  for (const int rank : {0, 1}) {
+    Caller& caller = group.callers[static_cast<size_t>(rank)];
+    CHECK_EQ(caller.recover({.evict = RankSet::of({2, 3})}).epoch, ~uint32_t{0});
+    CHECK(caller.run({.kind = Event::Kind::kHere, .epoch = ~uint32_t{0}, .ranks = RankSet::first(2)}).kind ==
+          MembershipAction::Kind::kRenew);
+    CHECK(caller.run({.kind = Event::Kind::kRenewed, .epoch = ~uint32_t{0}}).kind == MembershipAction::Kind::kEnter);
+    CHECK_RAISES(kLastEpoch, Ranks(), caller.recover());
+    CHECK(caller.membership.step({.kind = Event::Kind::kLook}).empty());
+  }
+}
+
+// What a call that ended without a word was about to enter is not entered by the next one.
+TEST(a_meeting_is_joined_once) {
+  Group group;
+  Caller& caller = group.callers[0];
+  CHECK_EQ(caller.recover().epoch, 2u);
+  CHECK_EQ(caller.recover().epoch, 3u);
+}
+
 TEST(what_can_t_be_decided_or_believed_is_said) {
   Group last(~uint32_t{0});
   CHECK_RAISES(kLastEpoch, Ranks(), last.callers[0].recover());

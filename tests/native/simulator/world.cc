@@ -16,8 +16,12 @@ using Failure = MembershipFailure;
 
 std::string text_of(const RankSet& ranks) {
   std::string text = "{";
-  for (const int rank : ranks.ranks()) text += (text.size() > 1 ? "," : "") + std::to_string(rank);
-  return text + "}";
+  for (const int rank : ranks.ranks()) {
+    if (text.size() > 1) text += ',';
+    text += std::to_string(rank);
+  }
+  text += '}';
+  return text;
 }
 std::string text_of(const char* text) { return text; }
 template <class Number>
@@ -201,6 +205,7 @@ void World::deliver(const Item& item) {
     case ItemKind::kReply: {
       if (item.request != self.request) return;
       trace("rank", rank, "reads", item.word);
+      if (self.meeting != 0 && !is_superseded(self)) return;
       Event event{.kind = Event::Kind::kWord, .word = item.word};
       if (item.word.state == RegisterState::kCommitted) event.record = &decided_.at(item.word.epoch);
       return step(rank, event);
@@ -224,6 +229,20 @@ void World::deliver(const Item& item) {
       return step(rank, {.kind = is_proven ? Event::Kind::kProven : Event::Kind::kGone, .ranks = only(item.source)});
     }
   }
+}
+
+// Somebody who is waited for in the meeting will not come any more, or this rank is not wanted.
+bool World::is_superseded(const Node& self) const {
+  const auto had = self.parcels.find({self.meeting, self.is_renewing ? 1 : 0});
+  RankSet needed = had == self.parcels.end() ? self.members : self.members - had->second;
+  for (const auto& [key, sources] : self.parcels) {
+    if (key.first > self.meeting && !(sources & needed).empty()) return true;
+  }
+  needed.add(self.membership.origin().rank);
+  for (const auto& [epoch, record] : decided_) {
+    if (epoch > self.meeting && !holds_all(record.active, needed)) return true;
+  }
+  return false;
 }
 
 void World::ask_register(int rank, uint32_t epoch, bool decides, const Action* action) {

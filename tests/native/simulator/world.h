@@ -87,6 +87,7 @@ class World {
   void deliver(const Item& item);
   void ask_register(int rank, uint32_t epoch, bool decides, const MembershipAction* action);
   void serve(const Item& item);
+  bool is_superseded(const Node& self) const;
   void settle();
   bool is_settled(uint32_t newest, const RankSet& set);
   void check_end(const RankSet& set);
