@@ -9,6 +9,7 @@
 | `TORCHELASTIC_USE_AGENT_STORE`, `TORCHELASTIC_RUN_ID` | set by torchrun: who hosts that store; a prefix of its keys |
 | `CUDA_VISIBLE_DEVICES` | read, not set: which GPU a device number means, for placement |
 | `WEFT_CACHE_DIR` | folder of kernels and tuning tables; empty: none. Not set: `weft` in `XDG_CACHE_HOME`, `~/.cache` |
+| `COLUMNS` | width of what the commands print where they do not print on a terminal; 160 without it |
 | `CUDA_DEVICE_MAX_CONNECTIONS` | read by CUDA; `weft.spawn(isolation="thread")` sets it, and `CUDA_MODULE_LOADING` |
 
 docs/environment.md holds the table of both.
@@ -22,7 +23,16 @@ from dataclasses import dataclass
 
 from weft.errors import InvalidArgument
 
-__all__ = ["Torchrun", "cache_folder", "cuda_queues", "log_level", "set_among", "set_cuda_queues", "torchrun"]
+__all__ = [
+    "Torchrun",
+    "cache_folder",
+    "columns",
+    "cuda_queues",
+    "log_level",
+    "set_among",
+    "set_cuda_queues",
+    "torchrun",
+]
 
 _MAX_PORT = 65535
 _MAX_DIGITS = 9
@@ -87,6 +97,12 @@ def log_level() -> str | None:
     if level and level not in _LEVELS:
         raise InvalidArgument(f"WEFT_LOG_LEVEL is {level!r} in the environment; allowed are {', '.join(_LEVELS)}")
     return level or None
+
+
+def columns() -> int | None:
+    """Width of a terminal that COLUMNS gives, for output that goes elsewhere; None without one."""
+    text = os.environ.get("COLUMNS", "")
+    return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def set_among(names: Iterable[str]) -> dict[str, str]:

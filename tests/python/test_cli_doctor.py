@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from cli_lines import rows_of, weft_command
+from cli_lines import ROOT, rows_of, weft_command
 
 WITHOUT_TORCH = """
 import sys
@@ -37,9 +37,24 @@ def test_doctor_prints_json_only_and_imports_no_torch() -> None:
 
 
 def test_doctor_prints_a_row_for_each_check() -> None:
-    shown = weft_command("doctor", "--no-measure").stdout
+    shown = weft_command("doctor", "--no-measure", "--all").stdout
     for row in rows_of(weft_command("doctor", "--no-measure", "--json").stdout)[:-1]:
         assert f" {row['check']} " in shown
+
+
+def test_doctor_says_first_what_is_not_well_and_counts_what_does_not_apply() -> None:
+    root = str(ROOT / "tests" / "data" / "machines" / "container-one-socket")
+    *checks, summary = rows_of(weft_command("doctor", "--root", root, "--json").stdout)
+    lines = weft_command("doctor", "--root", root, COLUMNS="80").stdout.splitlines()
+    ends = [line.split(": ")[:2] for line in lines if line.startswith(("fail: ", "warn: "))]
+    by_status = {status: [row["check"] for row in checks if row["status"] == status] for status in ("fail", "warn")}
+    assert ends == [[status, check] for status in ("fail", "warn") for check in by_status[status]]
+    assert lines[0].startswith("fail: locked-memory")
+    table = lines.index(next(line for line in lines if line.startswith("┏")))
+    assert all(lines.index(line) < table for line in lines if line.startswith(("fail: ", "warn: ")))
+    assert not any(f" {row['check']} " in line for row in checks if row["status"] == "n/a" for line in lines[table:])
+    assert f"{summary['skipped']} checks not applicable here (--all shows every check)" in lines
+    assert max(map(len, lines[table:])) <= 80
 
 
 def test_measuring_without_a_gpu_says_so() -> None:

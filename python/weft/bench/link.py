@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weft.bench.apart import apart
+from weft.machine import where
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +40,7 @@ def measure(points: Iterable[LinkPoint], num_gpus: int) -> dict[LinkPoint, float
     wanted = sorted(set(points))
     if num_gpus < 2 or not wanted:
         return {}
+    where.say("rates of the links")
     rates: dict[LinkPoint, float] = apart(_measure, wanted, num_gpus)
     return rates
 

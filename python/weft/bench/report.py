@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.bench.options import Options
+from weft.machine import where
 from weft.machine.topology.parse import format_cpus
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def run(options: Options) -> Report:
     Raises InvalidArgument, Unsupported, or weft.verify.check.Mismatch naming the library whose result is wrong.
     """
     options = options.complete()
+    where.say("start-up time")
     load_average = os.getloadavg()[0]
     import_s = _import_seconds()
     from torch._C._distributed_c10d import TCPStore
@@ -64,6 +66,7 @@ def run(options: Options) -> Report:
 
     barrier = multiprocessing.get_context("fork").Barrier(options.ranks)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if options.baseline else None
+    where.say(f"starting {options.ranks} ranks")
     spawned_at_ns = time.monotonic_ns()
     ranks: list[RankReport] = weft.spawn(
         run_rank,

@@ -25,6 +25,7 @@ from weft.bench.suite_baseline import Baselines, with_baseline
 from weft.bench.timing import PROFILED, profile_calls, time_calls, time_replays
 from weft.bench.worker import Barrier, result_bytes
 from weft.limits import default_heap_bytes
+from weft.machine import where
 from weft.verify.check import Mismatch, poison
 
 EXPERT_WIDTH = 2048  # of the step's experts: H -> 2 x 2048 -> H, as in DeepSeek-V3
@@ -273,12 +274,17 @@ def run_rank(
             file.write(json.dumps(values) + "\n")
             file.flush()
 
+        def say(text: str) -> None:
+            if comm.rank == 0:
+                where.say(text)
+
         started = time.perf_counter()
         memory = worker.measure_memory()
         note(kind="memory", start_s=time.perf_counter() - started, engine=str(comm.engine), **memory)
         # Once a profiler has run in a process, the host's part of a call takes half as long again: times come first.
         timed = []
         for number, case in enumerate(cases):
+            say(f"case {number + 1} of {len(cases)}, {case.name}, T = {case.tokens}")
             result = worker.run(case)
             note(kind="case", number=number, **result)
             if worker.is_profiled(case) and "gpu_us" in result:
@@ -287,8 +293,10 @@ def run_rank(
         if baselines:
             with Baselines(worker, "times") as library:
                 for key, case in baselines.items():
+                    say(f"baseline of {case.name}, T = {case.tokens}")
                     note(kind="baseline", key=key, **library.run(case))
         for number, case in timed:
+            say(f"kernels of case {number + 1} of {len(cases)}, {case.name}")
             note(kind="work", number=number, work=worker.profile(case))
         if baselines and worker.on_gpu:
             with Baselines(worker, "kernels") as library:

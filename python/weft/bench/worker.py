@@ -17,6 +17,7 @@ import weft
 from weft import reference, routing
 from weft.bench.baseline import AllToAll
 from weft.bench.options import Options
+from weft.machine import where
 from weft.verify.cases import loaded_trace
 from weft.verify.check import DTYPES, Mismatch, expect_equal
 
@@ -79,6 +80,8 @@ class Job:
 def run_rank(comm: weft.Communicator, options: Options, barrier: Barrier, store_port: int) -> RankReport:
     """Everything one rank does. Collective. Raises Mismatch if a result is wrong."""
     report = RankReport(time.monotonic_ns(), str(comm.engine), str(comm.device), comm.placement)
+    say = where.say if comm.rank == 0 else _say_nothing
+    say("inputs, and what the reference makes of them")
     job = _make_job(comm, options)
     report.num_tokens = len(job.x)
     barrier.wait(_BARRIER_S)
@@ -93,6 +96,7 @@ def run_rank(comm: weft.Communicator, options: Options, barrier: Barrier, store_
         num_sms=options.num_sms,
     )
     with ep:
+        say("first call of Weft, compared with the reference")
         weft_calls = WeftCalls(ep, options, job)
         weft_calls.dispatch()
         report.first_call_s = (time.monotonic_ns() - from_ns) / 1e9
@@ -105,14 +109,21 @@ def run_rank(comm: weft.Communicator, options: Options, barrier: Barrier, store_
             "both": weft_calls.both,
         }
         for name, call in operations.items():
+            say(f"{options.iters} calls of Weft: {name}")
             report.timed["weft", name] = _time_calls(call, options, comm.device, barrier)
         if options.baseline:
+            say(f"{options.iters} calls of all_to_all_single for each operation")
             _run_baseline(report, comm, options, job, barrier, store_port)
+        say("memory copies")
         _measure_copies(report, options, comm.device, barrier)
         report.stats = dict(ep.stats())
         weft_calls.drop()
     barrier.wait(_BARRIER_S)
     return report
+
+
+def _say_nothing(text: str) -> None:
+    """Only rank 0 tells how far it is."""
 
 
 def _max_tokens(options: Options) -> int:

@@ -131,10 +131,11 @@ def _is_given(ctx: typer.Context, name: str) -> bool:
 
 def _bench(output: Output, chosen: Options) -> None:
     from weft.bench import run
+    from weft.machine import where
     from weft.verify.check import Mismatch
 
     try:
-        with output.progress(1, "bench"):
+        with output.progress(1, "bench", where.read):
             report = run(chosen)
     except Mismatch as mismatch:
         output.error(mismatch)

@@ -35,12 +35,13 @@ def run_suite(output: Output, options: SuiteOptions, plot: Path | None) -> None:
     from weft.bench.plot import require_matplotlib, write_plot
     from weft.bench.suite import has_problems
     from weft.bench.suite import run_suite as measure
+    from weft.machine import where
 
     if plot is not None:
         require_matplotlib()
     rows: list[dict[str, Any]] = []
     try:
-        with output.progress(1, "bench"):
+        with output.progress(1, "bench", where.read):
             for row in measure(options):
                 rows.append(row)
                 output.row(row)

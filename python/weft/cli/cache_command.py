@@ -18,6 +18,7 @@ from weft.kernels import cache as kernel_cache
 from weft.kernels.paths import nvrtc_version
 from weft.kernels.prebuild import ARCHITECTURES, KernelShape, prebuild
 from weft.limits import LAYOUTS
+from weft.machine import where
 
 cache = typer.Typer(help="The folder of compiled kernels.", no_args_is_help=True, add_completion=False)
 
@@ -29,8 +30,8 @@ Folder = Annotated[str | None, typer.Option("--folder", help=_FOLDER_HELP)]
 def list_kernels(folder: Folder = None, json: options.Json = False) -> None:
     """Show the kernels in the cache."""
     with command_output(json_lines=json) as output:
-        where = env.cache_folder() if folder is None else folder
-        found = kernel_cache.entries(where)
+        target = env.cache_folder() if folder is None else folder
+        found = kernel_cache.entries(target)
         rows = []
         for kernel in found:
             written_at = datetime.datetime.fromtimestamp(kernel.written_at, datetime.timezone.utc)
@@ -38,20 +39,20 @@ def list_kernels(folder: Folder = None, json: options.Json = False) -> None:
             output.row({"kind": "kernel", **values, "written_at": written_at.isoformat(timespec="seconds")})
             rows.append((kernel.key, kernel.arch, f"{kernel.num_bytes:,}", f"{written_at:%Y-%m-%d %H:%M:%S}"))
         total = sum(kernel.num_bytes for kernel in found)
-        output.row({"kind": "cache", "folder": where, "kernels": len(found), "bytes": total})
+        output.row({"kind": "cache", "folder": target, "kernels": len(found), "bytes": total})
         if rows:
-            output.table(where, ("kernel", "arch", "bytes", "written, UTC"), rows)
-        output.text(f"{len(found)} kernels, {total:,} bytes in {where or 'no folder: WEFT_CACHE_DIR is empty'}")
+            output.table(target, ("kernel", "arch", "bytes", "written, UTC"), rows)
+        output.text(f"{len(found)} kernels, {total:,} bytes in {target or 'no folder: WEFT_CACHE_DIR is empty'}")
 
 
 @cache.command("clear")
 def clear(folder: Folder = None, json: options.Json = False) -> None:
     """Remove them; what is needed again is compiled again."""
     with command_output(json_lines=json) as output:
-        where = env.cache_folder() if folder is None else folder
-        num_files, num_bytes = kernel_cache.clear(where)
-        output.row({"kind": "cleared", "folder": where, "files": num_files, "bytes": num_bytes})
-        output.text(f"removed {num_files} files, {num_bytes:,} bytes from {where}")
+        target = env.cache_folder() if folder is None else folder
+        num_files, num_bytes = kernel_cache.clear(target)
+        output.row({"kind": "cleared", "folder": target, "files": num_files, "bytes": num_bytes})
+        output.text(f"removed {num_files} files, {num_bytes:,} bytes from {target}")
 
 
 _ARCH_HELP = f"Architecture, may be given several times: {', '.join(ARCHITECTURES)}. Without it sm_90 and sm_100."
@@ -78,8 +79,8 @@ def prebuild_kernels(
 ) -> None:
     """Compile the kernels of a shape; needs no GPU. --tokens is max_tokens_per_rank."""
     with command_output(json_lines=json) as output:
-        where = env.cache_folder() if folder is None else folder
-        if not where:
+        target = env.cache_folder() if folder is None else folder
+        if not target:
             raise InvalidArgument("--folder is not given and WEFT_CACHE_DIR is empty: there is no cache to fill")
         shape = KernelShape(
             ranks=ranks,
@@ -93,13 +94,14 @@ def prebuild_kernels(
         if num_sms is not None:
             shape = dataclasses.replace(shape, num_sms=num_sms, small_num_sms=(num_sms,))
         started = time.perf_counter()
-        built, num_found = prebuild(shape, arch or ("sm_90", "sm_100"), where, jobs)
+        with output.progress(1, "prebuild", where.read):
+            built, num_found = prebuild(shape, arch or ("sm_90", "sm_100"), target, jobs)
         for kernel in built:
             output.row({"kind": "built", **dataclasses.asdict(kernel)})
         seconds = time.perf_counter() - started
         figures = {"kernels": len(built), "found": num_found, "seconds": seconds, "jobs": jobs}
         made_with = {"cpu": cpu_name(), "nvrtc": nvrtc_version(), "commit": commit()}
-        output.row({"kind": "prebuilt", "folder": where, **figures, **made_with})
+        output.row({"kind": "prebuilt", "folder": target, **figures, **made_with})
         rows = [(each.name, each.arch, f"{each.seconds:.2f}", f"{each.num_bytes:,}") for each in built]
-        output.table(f"compiled into {where}", ("kernel", "arch", "seconds", "bytes"), rows)
+        output.table(f"compiled into {target}", ("kernel", "arch", "seconds", "bytes"), rows)
         output.text(f"{len(built)} kernels, {num_found} of them there already, {seconds:.1f} s")

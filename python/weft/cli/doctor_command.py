@@ -23,6 +23,7 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "n/a": "dim"}
 def doctor(
     root: Annotated[Path, typer.Option("--root", exists=True, help=_ROOT_HELP)] = Path("/"),
     measure: Annotated[bool | None, typer.Option("--measure/--no-measure", help=_MEASURE_HELP)] = None,
+    every: Annotated[bool, typer.Option("--all", help="Show every check in a table, with why it matters.")] = False,
     json: options.Json = False,
 ) -> None:
     """Check this machine and say what mends it; exit 1 if a check fails. Needs no GPU and no root."""
@@ -38,7 +39,7 @@ def doctor(
         for finding in diagnose(facts, checks):
             output.row({"kind": "check", **dataclasses.asdict(finding)})
             findings.append(finding)
-        _show(output, findings)
+        _show(output, findings, every=every)
         count = {status: sum(finding.status == status for finding in findings) for status in _STYLES}
         summary = {"failed": count["fail"], "warned": count["warn"], "passed": count["ok"], "skipped": count["n/a"]}
         output.row({"kind": "summary", "ok": not count["fail"], **summary})
@@ -46,21 +47,32 @@ def doctor(
             raise typer.Exit(EXIT_FAILED)
 
 
-def _show(output: Output, findings: Sequence[Finding]) -> None:
-    rows = [
-        (finding.check, f"[{_STYLES[finding.status]}]{finding.status}[/]", escape(finding.found), escape(finding.why))
-        for finding in findings
-    ]
-    output.table("weft doctor", ("check", "state", "found", "why it matters"), rows, left=range(4))
-    for finding in findings:
-        if finding.status not in ("warn", "fail"):
-            continue
+def _show(output: Output, findings: Sequence[Finding], *, every: bool) -> None:
+    """What needs a hand first, then what is in order; checks that do not apply are only counted unless `every`."""
+    by_status = {status: [finding for finding in findings if finding.status == status] for status in _STYLES}
+    failed, warned, passed, skipped = (by_status[status] for status in ("fail", "warn", "ok", "n/a"))
+    for finding in (*failed, *warned):
         output.text(f"{finding.status}: {finding.check}: {finding.found}", style=_STYLES[finding.status])
+        output.text(f"  why:   {finding.why}")
         if finding.cost:
             output.text(f"  costs: {finding.cost}")
         if finding.fix:
             output.text(f"  mend:  {finding.fix}")
-    failed, warned = (sum(finding.status == status for finding in findings) for status in ("fail", "warn"))
-    complaints = f"failed: {failed}, warnings: {warned}"
+    if every:
+        rows = [
+            (one.check, f"[{_STYLES[one.status]}]{one.status}[/]", escape(one.found), escape(one.why))
+            for one in findings
+        ]
+        output.table("weft doctor", ("check", "state", "found", "why it matters"), rows, left=range(4))
+    else:
+        in_order = [(finding.check, escape(finding.found)) for finding in passed]
+        output.table("in order", ("check", "found"), in_order, left=range(2))
+        if skipped:
+            output.text(f"{_count(len(skipped), 'check')} not applicable here (--all shows every check)")
+    complaints = f"failed: {len(failed)}, warnings: {len(warned)}"
     verdict = complaints if failed or warned else "nothing to mend"
     output.text(f"doctor: {verdict}", style="bold red" if failed else "yellow" if warned else "green")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -8,13 +8,16 @@ import json
 import math
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TextIO
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TextIO
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from weft import env
+from weft.cli.progress import Steps, show_progress
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -22,13 +25,7 @@ EXIT_USAGE = 2
 EXIT_UNSUPPORTED = 3
 EXIT_INTERRUPTED = 130
 
-_PIPE_WIDTH = 160  # a file or a pipe has no width: wide enough that no table is cut
-
-
-class Advance(Protocol):
-    """What a running progress bar offers: `advance(text)` counts one step done."""
-
-    def __call__(self, text: str, /) -> None: ...
+_PIPE_WIDTH = 160  # a file or a pipe has no width, unless COLUMNS says one: wide enough that no table is cut
 
 
 class Output:
@@ -100,25 +97,12 @@ class Output:
         self.row({"kind": "error", "type": type(error).__name__, "text": text})
         self._stderr.print(f"error: {text}", style="bold red", markup=False, highlight=False, soft_wrap=True)
 
-    @contextlib.contextmanager
-    def progress(self, total: int, what: str) -> Iterator[Advance]:
-        """A progress bar of `total` steps on stderr, shown only if stderr is a terminal."""
-        with Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=self._stderr,
-            transient=True,
-            auto_refresh=False,  # no thread of its own: ranks are forked while the bar is there
-            disable=not self._stderr.is_terminal,
-        ) as progress:
-            task = progress.add_task(what, total=total)
+    def progress(self, total: int, what: str, where: Callable[[], str] = str) -> AbstractContextManager[Steps]:
+        """Show `total` steps while the block runs; calling what is yielded counts one. `where` tells what happens now.
 
-            def advance(text: str, /) -> None:
-                progress.update(task, advance=1, description=text, refresh=True)
-
-            yield advance
+        A bar on a terminal; else a line every ten seconds. Both on stderr.
+        """
+        return show_progress(self._stderr, total, what, where)
 
 
 def _finite(value: Any) -> Any:
@@ -134,7 +118,8 @@ def _finite(value: Any) -> Any:
 
 def _console(stream: TextIO) -> Console:
     is_terminal = bool(getattr(stream, "isatty", lambda: False)())
-    return Console(file=stream, width=None if is_terminal else _PIPE_WIDTH)
+    has_width = is_terminal or env.columns() is not None  # rich reads COLUMNS by itself
+    return Console(file=stream, width=None if has_width else _PIPE_WIDTH)
 
 
 @contextlib.contextmanager

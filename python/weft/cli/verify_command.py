@@ -67,10 +67,11 @@ def verify(
 def _run_trials(output: Output, fixed: Fixed, trials: int, seed: int, device: str) -> bool:
     import dataclasses
 
+    from weft.machine import where
     from weft.verify import run_trials
 
     failed, num_words = 0, 0
-    with output.progress(trials, "verify") as advance:
+    with output.progress(trials, "verify", where.read) as advance:
         for result in run_trials(trials=trials, seed=seed, fixed=fixed, device=device):
             case = result.case
             advance(f"verify: {case.ranks} ranks, {case.layout}, {case.dtype}, {case.quantize}")

@@ -21,6 +21,7 @@ from weft.kernels import cache as kernel_cache
 from weft.kernels import paths as kernel_paths
 from weft.kernels.tuning import DEFAULT
 from weft.limits import LAYOUTS, MAX_SMALL_TOKENS, QUANTIZE_GROUP
+from weft.machine import where
 
 __all__ = ["ARCHITECTURES", "Built", "KernelShape", "call_source", "compile_all", "kernels", "prebuild"]
 
@@ -264,4 +265,8 @@ def compile_all(wanted: Sequence[tuple[str, str, str]], folder: str, jobs: int |
         return Built(name, arch, time.perf_counter() - start, time.thread_time() - cpu_start, len(cubin))
 
     with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(lambda job: compiled(*job), wanted))
+        done: list[Built] = []
+        for built in pool.map(lambda job: compiled(*job), wanted):
+            done.append(built)
+            where.say(f"{len(done)} of {len(wanted)} kernels, {built.name}, {built.arch}")
+        return done

@@ -86,12 +86,15 @@ def _run_group(cases: Sequence[Case], ranks: int, device: str) -> list[TrialResu
 def _run_rank(comm: object, cases: tuple[Case, ...]) -> list[_RankResult]:
     """One rank's cases, up to the first error (a mere difference in the result is none: the ranks stay in step)."""
     import weft
+    from weft.machine import where
     from weft.verify.check import check_case
 
     if not isinstance(comm, weft.Communicator):
         raise TypeError(f"comm: {type(comm).__name__}, expected a Communicator")
     results = []
-    for case in cases:
+    for number, case in enumerate(cases, 1):
+        if comm.rank == 0:
+            where.say(f"{case.ranks} ranks, case {number} of a group of {len(cases)}, T = {case.tokens}, {case.layout}")
         try:
             tally = check_case(comm, case)
         except weft.Error as error:
