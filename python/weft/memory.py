@@ -13,15 +13,15 @@ __all__ = ["Part", "Shape", "parts"]
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _MEANING = {
-    "control_bytes": "headers, progress words, payload slots and other small words of one window",
+    "control_bytes": "control words of one window",
     "staging_bytes": "staging of one window",
-    "heap_bytes": "heap of one window, for receive tensors; in host memory pages never touched take none",
+    "heap_bytes": "heap of one window, where received rows lie",
     "windows_bytes": "all windows; layers of equal shape share them",
     "rows_bytes": "rows a layer receives, balanced routing",
-    "rows_worst_bytes": "the same if every rank sends all its tokens here",
+    "rows_worst_bytes": "the same if all tokens of all ranks come here",
     "handle_bytes": "what a layer's handle keeps besides",
-    "layers_bytes": "rows and handles kept by all layers in training, by one otherwise",
-    "total_bytes": "windows, and what of the layers' part lies outside the heap",
+    "layers_bytes": "rows and handles kept at the same time",
+    "total_bytes": "total of this rank",
 }
 
 

@@ -36,13 +36,19 @@ std::optional<std::string> Cache::read(const std::string& key) const {
   return cubin;
 }
 
-void Cache::write(const std::string& key, const std::string& cubin) const noexcept {
+void Cache::write(const std::string& key, const std::string& cubin) const noexcept { put(path_of(key), cubin); }
+
+void Cache::describe(const std::string& key, const std::string& source) const noexcept {
+  put(folder_ + "/" + key + ".cu", source);
+}
+
+void Cache::put(const std::string& path, const std::string& content) const {
   if (!usable_) return;
   std::string aside = folder_ + "/.new-XXXXXX";
   const OwnedFd fd(mkostemp(aside.data(), O_CLOEXEC));
   if (!fd.valid()) return;
-  const bool whole = ::write(fd.get(), cubin.data(), cubin.size()) == static_cast<ssize_t>(cubin.size());
-  if (!whole || rename(aside.c_str(), path_of(key).c_str()) != 0) unlink(aside.c_str());
+  const bool whole = ::write(fd.get(), content.data(), content.size()) == static_cast<ssize_t>(content.size());
+  if (!whole || rename(aside.c_str(), path.c_str()) != 0) unlink(aside.c_str());
 }
 
 std::string content_key(const std::string& content) {

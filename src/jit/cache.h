@@ -14,10 +14,13 @@ class Cache {
 
   std::optional<std::string> read(const std::string& key) const;
   void write(const std::string& key, const std::string& cubin) const noexcept;  // aside, then renamed
+  // Keeps the text beside the kernel, so that `weft cache list` can say what it is. Never read here.
+  void describe(const std::string& key, const std::string& source) const noexcept;
   bool usable() const { return usable_; }
 
  private:
   std::string path_of(const std::string& key) const { return folder_ + "/" + key + ".cubin"; }
+  void put(const std::string& path, const std::string& content) const;
   std::string folder_;
   bool usable_ = false;
 };

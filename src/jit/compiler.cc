@@ -50,6 +50,7 @@ std::string Compiler::cubin(const std::string& source) const {
   if (std::optional<std::string> found = cache_.read(key)) return *found;
   Compiled compiled = nvrtc_.compile(source, options_);
   log_line(kLogDebug, "compiled kernel " + key);
+  cache_.describe(key, source);
   cache_.write(key, compiled.cubin);
   return std::move(compiled.cubin);
 }

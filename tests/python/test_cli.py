@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 
 import weft
 from weft import errors
+from weft.bench.options import SuiteOptions
 from weft.cli import app
-from weft.cli.output import Output
+from weft.cli.bench_suite import run_suite
+from weft.cli.output import Output, command_output
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from weft.cli import main; main()"
 
@@ -46,6 +48,15 @@ def test_size_prints_a_table_that_fits_a_pipe() -> None:
     assert "…" not in done.stdout
     assert "\x1b" not in done.stdout
     assert re.search(r"heap of one window.*\d", done.stdout)
+
+
+def test_size_explains_its_total() -> None:
+    done = weft_command("size", "--layers", "24", "--training", COLUMNS="80", code=WITHOUT_TORCH)
+    figures = rows_of(weft_command("size", "--layers", "24", "--training", "--json", code=WITHOUT_TORCH).stdout)[0]
+    windows, total = (figures[name] / 2**20 for name in ("windows_bytes", "total_bytes"))
+    assert f"total: {windows:,.1f} + {total - windows:,.1f} outside the heap = {total:,.1f} MiB" in done.stdout
+    assert total > windows
+    assert max(map(len, done.stdout.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
@@ -133,6 +144,23 @@ print("after")
         assert stranger in done.stderr
 
 
+def test_an_error_of_a_suite_comes_before_its_tables_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(options: object) -> Iterator[dict[str, Any]]:
+        yield {"kind": "link", "link_kind": "push", "row_bytes": 8, "num_sms": 1, "link_gb_per_s": 1.0}
+        yield {"kind": "memory", "name": "a case", "problems": ["row 7 differs"]}
+        raise errors.InternalError("broken")
+
+    monkeypatch.setattr("weft.bench.suite.run_suite", measure)
+    both = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", both)
+    monkeypatch.setattr(sys, "stderr", both)
+    with pytest.raises(typer.Exit), command_output(json_lines=False) as output:
+        run_suite(output, SuiteOptions(suites=("targets",)), None)
+    text = both.getvalue()
+    assert text.count("error: ") == text.count("WRONG a case: row 7 differs") == 1
+    assert text.index("error: ") < text.index("WRONG") < text.index("┏")
+
+
 class Terminal(io.StringIO):
     """Says it is a terminal."""
 
@@ -165,6 +193,32 @@ def options_of(command: str) -> Iterator[str]:
     group: Any = typer.main.get_command(app)
     for parameter in group.commands[command].params:
         yield from (*parameter.opts, *parameter.secondary_opts)
+
+
+def pages() -> Iterator[tuple[list[str], Any]]:
+    """Every command with its words."""
+    group: Any = typer.main.get_command(app)
+    for name, command in group.commands.items():
+        inner = getattr(command, "commands", None)
+        yield from ([([name], command)] if inner is None else (([name, part], inner[part]) for part in inner))
+
+
+@pytest.mark.parametrize(
+    ("words", "command"), list(pages()), ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_every_help_page_fits_a_terminal_and_ends_with_two_examples(
+    words: list[str], command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80, raising=False)
+    text = CliRunner().invoke(app, [*words, "--help"]).output
+    assert max(map(len, text.splitlines())) <= 80
+    examples = [line.strip() for line in text.split("Examples:")[1].splitlines() if line.strip()]
+    assert len(examples) == 2
+    flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    for example in examples:
+        assert example.startswith("weft " + " ".join(words))
+        assert set(re.findall(r"--[\w-]+", example)) <= flags
 
 
 @pytest.mark.parametrize("command", ["demo", "verify", "bench", "size"])

@@ -43,7 +43,7 @@ def test_list_and_clear(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["cache", "clear", "--folder", str(folder), "--json"])
     (cleared,) = rows_of(result.stdout)
     assert_documented(cleared)
-    assert cleared["files"] == 3  # the left over one too
+    assert cleared["files"] == 5  # with the sources, and the left over one too
     assert sorted(file.name for file in folder.iterdir()) == ["0" * 32 + ".cubin", "notes.txt"]
 
 
@@ -56,7 +56,7 @@ def test_files_that_other_processes_take_away_meanwhile(tmp_path: Path, monkeypa
     (folder / f"{gone.key}.cubin").unlink()
     monkeypatch.setattr(Path, "iterdir", lambda _: iter(listed))
     assert kernel_cache.entries(str(folder)) == (kept,)
-    assert kernel_cache.clear(str(folder)) == (1, kept.num_bytes)
+    assert kernel_cache.clear(str(folder)) == (3, kept.num_bytes + 2 * len(SOURCE))
 
 
 def test_the_same_source_is_compiled_once(tmp_path: Path) -> None:
@@ -115,7 +115,16 @@ def test_prebuild_fills_a_cache_that_the_next_run_finds(tmp_path: Path) -> None:
     assert_documented([*built, summary])
     assert summary["found"] == 0
     assert summary["kernels"] == len(built) == len({kernel["name"] for kernel in built})
-    assert len(kernel_cache.entries(str(tmp_path / "kernels"))) == len(built)
+    kernels = kernel_cache.entries(str(tmp_path / "kernels"))
+    assert len(kernels) == len(built)
+    assert {(kernel.name, kernel.layout, kernel.dtype, kernel.tokens) for kernel in kernels} >= {
+        ("dispatch", "rank_major", "512 bytes", "any"),
+        ("dispatch", "rank_major", "bf16 -> fp8", "any"),
+        ("small dispatch", "rank_major", "bf16 -> fp8_ue8m0", "up to 512"),
+        ("combine", "rank_major", "bf16", "any"),
+        ("small combine", "rank_major", "bf16 -> fp8", "up to 512"),
+        ("place rows", "", "", "any"),
+    }
     *_, again = rows_of(CliRunner().invoke(app, command).stdout)
     assert again["found"] == len(built)
 

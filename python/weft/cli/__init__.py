@@ -6,6 +6,7 @@ before a command needs it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +17,7 @@ from weft.cli.cache_command import cache
 from weft.cli.collect_env_command import collect_env
 from weft.cli.demo_command import demo
 from weft.cli.doctor_command import doctor
+from weft.cli.options import examples_epilog
 from weft.cli.plan_command import plan
 from weft.cli.size_command import size
 from weft.cli.topo_command import topo
@@ -33,6 +35,22 @@ app = typer.Typer(
 )
 
 
+_EXAMPLES: dict[Callable[..., None], tuple[str, str]] = {
+    demo: ("weft demo --steps 60 --no-baseline", "weft demo --kill-rank 2"),
+    verify: ("weft verify --trials 20", "weft verify --kill --device cpu --trials 4"),
+    bench: ("weft bench --tokens 512 --iters 20", "weft bench --device cuda --suite targets --json"),
+    tune: ("weft tune", "weft tune --ranks 8 --tokens 16 --tokens 128 --output table.json"),
+    plan: (
+        "weft plan --preset dgx-h100 --ranks 64 --groups 8 --topk-groups 4",
+        "weft plan --preset h800-deepep --ranks 128 --mode latency --compare",
+    ),
+    size: ("weft size --layers 24 --training", "weft size --engine nvlink --ranks 8 --tokens 4096"),
+    doctor: ("weft doctor", "weft doctor --all --no-measure"),
+    topo: ("weft topo --svg machine.svg", "weft topo --settings"),
+    collect_env: ("weft collect-env > environment.txt", "weft collect-env --json --import-torch"),
+}
+
+
 class _Command(TyperCommand):
     """Refused choices without the words that pydantic, which some versions of typer use, puts before the text."""
 
@@ -44,8 +62,8 @@ class _Command(TyperCommand):
             raise
 
 
-for _function in (demo, verify, bench, tune, plan, size, doctor, topo, collect_env):
-    app.command(cls=_Command)(_function)
+for _function, _examples in _EXAMPLES.items():
+    app.command(cls=_Command, epilog=examples_epilog(_examples))(_function)
 app.add_typer(cache, name="cache")
 
 

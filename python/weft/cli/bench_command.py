@@ -15,6 +15,7 @@ from weft.cli.bench_suite import run_suite
 from weft.cli.output import EXIT_FAILED, Output, command_output
 from weft.errors import InvalidArgument
 
+_MODE_HELP = "As in dispatch: auto, throughput, latency."
 _CAPACITY_HELP = "As in dispatch; masked takes twice the mean load if it is not given."
 _COLUMNS = (
     "operation",
@@ -60,24 +61,34 @@ def bench(
     top_k: options.TopK = 8,
     dtype: options.Dtype = "bf16",
     layout: options.Layout = "rank_major",
-    alignment: Annotated[int, typer.Option("--alignment", min=1, help="Of expert_major groups, in rows.")] = 1,
+    alignment: Annotated[
+        int, typer.Option("--alignment", metavar="N", min=1, help="Of expert_major groups, in rows.")
+    ] = 1,
     quantize: options.Quantize = "none",
-    capacity: Annotated[int | None, typer.Option("--capacity", min=1, help=_CAPACITY_HELP)] = None,
+    capacity: Annotated[int | None, typer.Option("--capacity", metavar="N", min=1, help=_CAPACITY_HELP)] = None,
     routing: options.Routing = "uniform",
     trace: options.Trace = None,
     seed: options.Seed = 0,
     device: options.Device = "auto",
     placement: options.Placement = Options.placement,
-    iters: Annotated[int, typer.Option("--iters", min=1, help="Calls timed of each operation.")] = 50,
-    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Calls before them that are not.")] = 5,
-    num_sms: Annotated[int | None, typer.Option("--num-sms", min=1, help="SMs a kernel may use (GPU engines).")] = None,
-    mode: Annotated[Literal["auto", "throughput", "latency"], typer.Option("--mode", help="As in dispatch.")] = "auto",
+    iters: Annotated[int, typer.Option("--iters", metavar="N", min=1, help="Calls timed of each operation.")] = 50,
+    warmup: Annotated[int, typer.Option("--warmup", metavar="N", min=0, help="Calls before them that are not.")] = 5,
+    num_sms: Annotated[
+        int | None, typer.Option("--num-sms", metavar="N", min=1, help="SMs a kernel may use (GPU engines).")
+    ] = None,
+    mode: Annotated[
+        Literal["auto", "throughput", "latency"], typer.Option("--mode", metavar="NAME", help=_MODE_HELP)
+    ] = "auto",
     baseline: Annotated[bool, typer.Option(help="Time all_to_all_single doing the same job too.")] = True,
     suite: Annotated[str | None, typer.Option("--suite", help=_SUITE_HELP)] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help=_PLOT_HELP)] = None,
     who_is_late: Annotated[bool, typer.Option("--who-is-late", help=_LATE_HELP)] = False,
-    late_rank: Annotated[int | None, typer.Option("--late-rank", min=0, help="Whom to delay; the last rank.")] = None,
-    late_us: Annotated[float, typer.Option("--late-us", min=0, help="By how much, before each step.")] = 5000,
+    late_rank: Annotated[
+        int | None, typer.Option("--late-rank", metavar="N", min=0, help="Whom to delay; the last rank.")
+    ] = None,
+    late_us: Annotated[
+        float, typer.Option("--late-us", metavar="N", min=0, help="By how much, before each step.")
+    ] = 5000,
     json: options.Json = False,
 ) -> None:
     """Time dispatch, combine and both; results are checked first."""

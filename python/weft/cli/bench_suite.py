@@ -45,6 +45,9 @@ def run_suite(output: Output, options: SuiteOptions, plot: Path | None) -> None:
             for row in measure(options):
                 rows.append(row)
                 output.row(row)
+    except Exception as error:
+        output.error(error)  # before the tables of what was complete
+        raise
     finally:
         if rows:
             _print(output, rows)
@@ -56,6 +59,9 @@ def run_suite(output: Output, options: SuiteOptions, plot: Path | None) -> None:
 
 
 def _print(output: Output, rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        for problem in row.get("problems", ()):
+            output.text(f"WRONG {row['name']}: {problem}", style="bold red")
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_kind.setdefault(row["kind"], []).append(row)
@@ -84,9 +90,6 @@ def _print(output: Output, rows: list[dict[str, Any]]) -> None:
     ]
     if targets:
         output.table("targets", ("what", "unit", "measured", "must", "stretch", "met"), targets)
-    for row in rows:
-        for problem in row.get("problems", ()):
-            output.text(f"WRONG {row['name']}: {problem}", style="bold red")
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

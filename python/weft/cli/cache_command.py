@@ -12,6 +12,7 @@ import typer
 from weft import env
 from weft.bench.report import commit, cpu_name
 from weft.cli import options
+from weft.cli.options import examples_epilog
 from weft.cli.output import command_output
 from weft.errors import InvalidArgument
 from weft.kernels import cache as kernel_cache
@@ -26,7 +27,7 @@ _FOLDER_HELP = "Another folder than the one that WEFT_CACHE_DIR or ~/.cache give
 Folder = Annotated[str | None, typer.Option("--folder", help=_FOLDER_HELP)]
 
 
-@cache.command("list")
+@cache.command("list", epilog=examples_epilog(["weft cache list", "weft cache list --folder /data/weft-kernels"]))
 def list_kernels(folder: Folder = None, json: options.Json = False) -> None:
     """Show the kernels in the cache."""
     with command_output(json_lines=json) as output:
@@ -35,17 +36,20 @@ def list_kernels(folder: Folder = None, json: options.Json = False) -> None:
         rows = []
         for kernel in found:
             written_at = datetime.datetime.fromtimestamp(kernel.written_at, datetime.timezone.utc)
-            values = {"key": kernel.key, "arch": kernel.arch, "bytes": kernel.num_bytes}
+            what = {"name": kernel.name, "layout": kernel.layout, "dtype": kernel.dtype, "tokens": kernel.tokens}
+            values = {"key": kernel.key, **what, "arch": kernel.arch, "bytes": kernel.num_bytes}
             output.row({"kind": "kernel", **values, "written_at": written_at.isoformat(timespec="seconds")})
-            rows.append((kernel.key, kernel.arch, f"{kernel.num_bytes:,}", f"{written_at:%Y-%m-%d %H:%M:%S}"))
+            kib = f"{kernel.num_bytes / 1024:,.0f}"
+            rows.append((*(text or "?" for text in what.values()), kernel.arch, kib, f"{written_at:%m-%d %H:%M}"))
         total = sum(kernel.num_bytes for kernel in found)
         output.row({"kind": "cache", "folder": target, "kernels": len(found), "bytes": total})
         if rows:
-            output.table(target, ("kernel", "arch", "bytes", "written, UTC"), rows)
+            columns = ("kernel", "layout", "rows", "T", "arch", "KiB", "written")
+            output.table("compiled kernels, newest first; times in UTC", columns, rows, left=range(5))
         output.text(f"{len(found)} kernels, {total:,} bytes in {target or 'no folder: WEFT_CACHE_DIR is empty'}")
 
 
-@cache.command("clear")
+@cache.command("clear", epilog=examples_epilog(["weft cache clear", "weft cache clear --folder /data/weft-kernels"]))
 def clear(folder: Folder = None, json: options.Json = False) -> None:
     """Remove them; what is needed again is compiled again."""
     with command_output(json_lines=json) as output:
@@ -60,7 +64,13 @@ _LAYOUT_HELP = "Layout, may be given several times. Without it all."
 _SMS_HELP = "SMs that the calls may use (num_sms). Without it what weft chooses."
 
 
-@cache.command("prebuild")
+_PREBUILD_EXAMPLES = (
+    "weft cache prebuild --ranks 8 --arch sm_90",
+    "weft cache prebuild --hidden 2048 --experts 64 --layout masked --arch sm_90",
+)
+
+
+@cache.command("prebuild", epilog=examples_epilog(_PREBUILD_EXAMPLES))
 def prebuild_kernels(
     ranks: options.Ranks = 4,
     tokens: options.Tokens = 4096,
@@ -68,11 +78,11 @@ def prebuild_kernels(
     experts: options.Experts = 256,
     top_k: options.TopK = 8,
     dtype: options.Dtype = "bf16",
-    num_sms: Annotated[int | None, typer.Option("--num-sms", min=1, help=_SMS_HELP)] = None,
+    num_sms: Annotated[int | None, typer.Option("--num-sms", metavar="N", min=1, help=_SMS_HELP)] = None,
     layout: Annotated[list[str] | None, typer.Option("--layout", help=_LAYOUT_HELP)] = None,
     arch: Annotated[list[str] | None, typer.Option("--arch", help=_ARCH_HELP)] = None,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", min=1, help="Compilations at once; without it a CPU each.")
+        int | None, typer.Option("--jobs", metavar="N", min=1, help="Compilations at once; without it a CPU each.")
     ] = None,
     folder: Folder = None,
     json: options.Json = False,

@@ -42,6 +42,7 @@ class Output:
         self._stderr = _console(sys.stderr)
         self._json_stream: TextIO = sys.stdout
         self._saved_fd: int | None = None
+        self._shown: BaseException | None = None
         if json_lines:
             self._claim_stdout()
 
@@ -92,7 +93,10 @@ class Output:
         self.console.print(table)
 
     def error(self, error: BaseException, *, text: str | None = None) -> None:
-        """Report a failure: a line on stderr, and with `json_lines` an object of kind "error" on stdout."""
+        """Report a failure once: a line on stderr, and with `json_lines` an object of kind "error" on stdout."""
+        if error is self._shown:
+            return
+        self._shown = error
         text = text if text is not None else str(error) or type(error).__name__
         self.row({"kind": "error", "type": type(error).__name__, "text": text})
         self._stderr.print(f"error: {text}", style="bold red", markup=False, highlight=False, soft_wrap=True)

@@ -45,24 +45,30 @@ _PLOT_HELP = "Draw bandwidth against ranks and SMs (png, pdf, svg; needs matplot
 
 def plan(
     name: Annotated[str, typer.Option("--preset", metavar="NAME", help=_PRESET_HELP)] = "dgx-h100",
-    ranks: Annotated[list[int] | None, typer.Option("--ranks", min=2, max=MAX_RANKS, help=_RANKS_HELP)] = None,
-    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help=_TOKENS_HELP)] = None,
+    ranks: Annotated[
+        list[int] | None, typer.Option("--ranks", metavar="N", min=2, max=MAX_RANKS, help=_RANKS_HELP)
+    ] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", metavar="N", min=1, help=_TOKENS_HELP)] = None,
     hidden: options.Hidden = 7168,
-    experts: Annotated[int | None, typer.Option("--experts", min=1, help=_EXPERTS_HELP)] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", min=1, max=128, help="Experts K of each token; 8.")] = None,
+    experts: Annotated[int | None, typer.Option("--experts", metavar="N", min=1, help=_EXPERTS_HELP)] = None,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", metavar="N", min=1, max=128, help="Experts K of each token; 8.")
+    ] = None,
     mode: Annotated[ModeName, typer.Option("--mode", help=_MODE_HELP)] = "throughput",
-    sms: Annotated[list[int] | None, typer.Option("--sms", min=1, help=_SMS_HELP)] = None,
-    groups: Annotated[int | None, typer.Option("--groups", min=1, help=_GROUPS_HELP)] = None,
+    sms: Annotated[list[int] | None, typer.Option("--sms", metavar="N", min=1, help=_SMS_HELP)] = None,
+    groups: Annotated[int | None, typer.Option("--groups", metavar="N", min=1, help=_GROUPS_HELP)] = None,
     topk_groups: Annotated[
-        int | None, typer.Option("--topk-groups", min=1, help="Groups that a token may use.")
+        int | None, typer.Option("--topk-groups", metavar="N", min=1, help="Groups that a token may use.")
     ] = None,
     histogram: Annotated[Path | None, typer.Option("--histogram", help=_HISTOGRAM_HELP)] = None,
     trace: options.Trace = None,
-    domain: Annotated[int | None, typer.Option("--ranks-per-domain", min=1, help=_DOMAIN_HELP)] = None,
-    nic: Annotated[float | None, typer.Option("--nic", min=0, help=_NIC_HELP)] = None,
-    nic_ports: Annotated[int | None, typer.Option("--nic-ports", min=1, help="Ports of a GPU's NIC.")] = None,
-    nvlink: Annotated[float | None, typer.Option("--nvlink", min=1, help=_NVLINK_HELP)] = None,
-    latency_us: Annotated[float | None, typer.Option("--latency-us", min=0, help=_LATENCY_HELP)] = None,
+    domain: Annotated[int | None, typer.Option("--ranks-per-domain", metavar="N", min=1, help=_DOMAIN_HELP)] = None,
+    nic: Annotated[float | None, typer.Option("--nic", metavar="N", min=0, help=_NIC_HELP)] = None,
+    nic_ports: Annotated[
+        int | None, typer.Option("--nic-ports", metavar="N", min=1, help="Ports of a GPU's NIC.")
+    ] = None,
+    nvlink: Annotated[float | None, typer.Option("--nvlink", metavar="N", min=1, help=_NVLINK_HELP)] = None,
+    latency_us: Annotated[float | None, typer.Option("--latency-us", metavar="N", min=0, help=_LATENCY_HELP)] = None,
     compare: Annotated[bool, typer.Option("--compare", help=_COMPARE_HELP)] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help=_PLOT_HELP)] = None,
     json: options.Json = False,
@@ -70,12 +76,6 @@ def plan(
     """Say what to expect of a machine before renting it: time, bandwidth, what binds, memory, connections.
 
     No GPU is needed. All is a model, and says so, but where Weft was measured; docs/planner.md says what it is worth.
-
-    Examples:
-
-    weft plan --preset dgx-h100 --ranks 64 --groups 8 --topk-groups 4
-
-    weft plan --preset h800-deepep --ranks 128 --mode latency --compare
     """
     with command_output(json_lines=json) as output:
         if plot is not None:

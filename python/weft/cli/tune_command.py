@@ -26,11 +26,11 @@ def tune(
     hidden: options.Hidden = HIDDEN,
     experts: options.Experts = EXPERTS,
     top_k: options.TopK = TOP_K,
-    tokens: Annotated[list[int] | None, typer.Option("--tokens", min=1, help=_TOKENS_HELP)] = None,
+    tokens: Annotated[list[int] | None, typer.Option("--tokens", metavar="N", min=1, help=_TOKENS_HELP)] = None,
     seed: options.Seed = 0,
     device: options.Device = "auto",
     placement: options.Placement = "process",
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Times of each call.")] = 40,
+    samples: Annotated[int, typer.Option("--samples", metavar="N", min=1, help="Times of each call.")] = 40,
     output_file: Annotated[Path | None, typer.Option("--output", help=_OUTPUT_HELP)] = None,
     json: options.Json = False,
 ) -> None:

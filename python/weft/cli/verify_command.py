@@ -13,8 +13,9 @@ from weft.verify import Fixed, repeat_command
 
 ModeName = Literal["auto", "throughput", "latency", "mixed", "staged", "graph"]
 _MODE_HELP = (
-    "Kernels; mixed: small batches behind a throughput dispatch; graph: only with --kill. Random in every trial unless "
-    "given, with --kill in turn."
+    "Kernels: auto, throughput, latency, mixed, staged, graph. mixed: "
+    "small batches behind a throughput dispatch; graph: only with --kill. "
+    "Random in every trial unless given, with --kill in turn."
 )
 _DEATHS_HELP = "With --kill: ranks killed one after the other in each trial, fewer than there are."
 _KILL_HELP = "Kill a random rank at a random moment in each trial; report what survivors see and how soon."
@@ -30,13 +31,13 @@ def verify(
     quantize: options.AnyQuantize = None,
     dtype: options.AnyDtype = None,
     routing: options.AnyRouting = None,
-    mode: Annotated[ModeName | None, typer.Option("--mode", help=_MODE_HELP)] = None,
+    mode: Annotated[ModeName | None, typer.Option("--mode", metavar="NAME", help=_MODE_HELP)] = None,
     trace: options.Trace = None,
-    trials: Annotated[int, typer.Option("--trials", min=1, help="How many cases to try.")] = 40,
+    trials: Annotated[int, typer.Option("--trials", metavar="N", min=1, help="How many cases to try.")] = 40,
     seed: options.Seed = 0,
     device: options.Device = "auto",
     kill: Annotated[bool, typer.Option("--kill", help=_KILL_HELP)] = False,
-    deaths: Annotated[int, typer.Option("--deaths", min=1, help=_DEATHS_HELP)] = 1,
+    deaths: Annotated[int, typer.Option("--deaths", metavar="N", min=1, help=_DEATHS_HELP)] = 1,
     json: options.Json = False,
 ) -> None:
     """Compare random cases with the reference, bit for bit; exit 1 if one differs."""

@@ -15,22 +15,36 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import InvalidState
+from weft.limits import LAYOUTS, MAX_SMALL_TOKENS
 
 __all__ = ["CachedKernel", "clear", "entries", "is_private"]
 
 _KERNEL = re.compile(r"[0-9a-f]{32}\.cubin")
+_SOURCE = re.compile(r"[0-9a-f]{32}\.cu")
+_NAME = re.compile(r'#include "weft/kernels/(\w+)\.cuh"')
+_FIELD = re.compile(r"\.(\w+) = (?:static_cast<[\w:]+>\()?(\d+)")
+_DTYPES = ("", "bf16", "fp16", "fp32")
+_QUANTIZE = ("", " -> fp8", " -> fp8_ue8m0")
 _LEFT_OVER = re.compile(r"\.new-[A-Za-z0-9]{6}")  # a process died while it wrote
 _NEW_FLAGS = 8  # ABI version from which the architecture stands in bits 8 to 15 of the flags, before in bits 0 to 7
 
 
 @dataclass(frozen=True)
 class CachedKernel:
-    """One file: its key, the architecture it runs on ("" if it is no machine code), bytes, time of writing (Unix)."""
+    """One file: its key, the architecture it runs on ("" if it is no machine code), bytes, time of writing (Unix).
+
+    Then what its source says, "" where that does not tell: `name`; `layout`; `dtype` of the rows, or their size where
+    they are moved as they are; `tokens`, the T it serves.
+    """
 
     key: str
     arch: str
     num_bytes: int
     written_at: float
+    name: str = ""
+    layout: str = ""
+    dtype: str = ""
+    tokens: str = ""
 
 
 def entries(folder: str) -> tuple[CachedKernel, ...]:
@@ -43,7 +57,8 @@ def entries(folder: str) -> tuple[CachedKernel, ...]:
     for file, status in _files(folder):
         if _KERNEL.fullmatch(file.name):
             with contextlib.suppress(FileNotFoundError):
-                found.append(CachedKernel(file.stem, _arch(file), status.st_size, status.st_mtime))
+                described = _described(file.with_suffix(".cu"))
+                found.append(CachedKernel(file.stem, _arch(file), status.st_size, status.st_mtime, *described))
     return tuple(sorted(found, key=lambda kernel: kernel.written_at, reverse=True))
 
 
@@ -81,13 +96,33 @@ def _files(folder: str) -> list[tuple[Path, os.stat_result]]:
         raise InvalidState(f"{folder} is not a private folder of this user (mode 0700), so Weft does not use it")
     found = []
     for file in sorted(path.iterdir()):
-        if not (_KERNEL.fullmatch(file.name) or _LEFT_OVER.fullmatch(file.name)):
+        if not any(names.fullmatch(file.name) for names in (_KERNEL, _SOURCE, _LEFT_OVER)):
             continue
         with contextlib.suppress(FileNotFoundError):
             status = file.lstat()
             if stat.S_ISREG(status.st_mode):
                 found.append((file, status))
     return found
+
+
+def _described(file: Path) -> tuple[str, str, str, str]:
+    """Name, layout, dtype and T of a kernel by its source; "" for what does not stand there."""
+    try:
+        source = file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "", "", "", ""
+    found = _NAME.search(source)
+    if found is None:
+        return "", "", "", ""
+    name = found[1].replace("_", " ")
+    config = {field: int(value) for field, value in _FIELD.findall(source)}
+    layout = LAYOUTS[config["layout"]] if config.get("layout", len(LAYOUTS)) < len(LAYOUTS) else ""
+    dtype = _DTYPES[config["dtype"]] if config.get("dtype", len(_DTYPES)) < len(_DTYPES) else ""
+    if not dtype and "row_bytes" in config:
+        dtype = f"{config['row_bytes']} bytes"
+    quantize = config.get("quantize", 0)
+    dtype += " -> fp8" if config.get("wire_is_fp8") else _QUANTIZE[quantize] if quantize < len(_QUANTIZE) else ""
+    return name, layout, dtype, f"up to {MAX_SMALL_TOKENS}" if name.startswith("small") else "any"
 
 
 def _arch(file: Path) -> str:

@@ -39,6 +39,11 @@ TEST(what_is_written_is_read_by_the_next) {
   cache.write("a", std::string("\0code", 5));
   CHECK(jit::Cache(place.string()).read("a") == std::string("\0code", 5));
   CHECK_EQ(std::distance(fs::directory_iterator(place), fs::directory_iterator{}), std::ptrdiff_t{1});
+  cache.describe("a", "source");
+  std::string source;
+  std::getline(std::ifstream(place / "a.cu"), source);
+  CHECK_EQ(source, std::string("source"));
+  CHECK_EQ(std::distance(fs::directory_iterator(place), fs::directory_iterator{}), std::ptrdiff_t{2});
 }
 
 TEST(folders_that_others_could_have_filled_are_not_used) {
@@ -54,7 +59,9 @@ TEST(folders_that_others_could_have_filled_are_not_used) {
   CHECK(!jit::Cache("").usable());
   const jit::Cache unusable((folder.path / "open").string());
   unusable.write("a", "code");
+  unusable.describe("a", "source");
   CHECK(!unusable.read("a").has_value());
+  CHECK(fs::is_empty(folder.path / "open"));
 }
 
 TEST(a_link_in_the_folder_is_not_followed) {
