@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 import weft
-from weft.demo import DemoConfig, chart, plot, text
+from weft.demo import DemoConfig, chart, live, plot, text
 from weft.demo.baseline import BaselineResult, local_exchange, rank_experts, train_baseline
 from weft.demo.events import EventPipe
 from weft.demo.exchange import Traffic
@@ -351,7 +351,7 @@ def test_report_of_a_good_run():
         "Expert load",
         "[bold]quick",
         "[this machine]",
-        "3 MB",
+        "MB",
         "0.5 s",
         "38%",
         "all together 5.0 s",
@@ -365,6 +365,51 @@ def test_report_of_a_good_run():
     assert as_json["losses"] == list(report.losses)
     assert as_json["ranks"][3]["bytes_sent"] == 3_000_000
     assert shown(made_up_report(baseline=None), width=60)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_report_fits_the_terminal(width):
+    printed = shown(made_up_report(), width)
+    assert "…" not in printed
+    assert max(len(line) for line in printed.splitlines()) <= width
+    bars = [line.count("█") for line in printed.split("Expert load")[1].splitlines() if line.count("█") > 1]
+    assert max(bars) == 20
+    for header in ("experts", "share", "training", "in Weft", "difference"):
+        assert f" {header} " in printed, header
+
+
+def test_equal_lines_of_ranks_are_one_and_shared_cores_are_told():
+    ranks = [RankResult(**{**vars(rank), "placement": "CPUs 0-1"}) for rank in made_up_report().ranks]
+    printed = shown(made_up_report(ranks=tuple(ranks), num_cores=2))
+    assert "ranks 0-3: CPUs 0-1\n" in printed
+    assert "4 ranks share 2 CPUs" in printed
+    printed = shown(made_up_report(num_cores=4))
+    assert "rank 3: CPUs 3 of node 0\n" in printed
+    assert "share" not in printed.split("Loss")[0]
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_log_lines_only_if_verbose(verbose, monkeypatch):
+    out = io.StringIO()
+    monkeypatch.setattr(live, "LINE_S", 1e9)
+    view = live.LiveView(Console(file=out, width=100), DemoConfig(**TINY), verbose=verbose)
+    view.listen({"kind": "log", "text": "rank 2 is gone"})
+    assert ("rank 2 is gone" in out.getvalue()) == verbose
+
+
+def test_steps_without_a_terminal_are_told_by_time(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
+    out = io.StringIO()
+    view = live.LiveView(Console(file=out, width=100), DemoConfig(**TINY))
+    with view.progress("Weft", 12):
+        for step in range(5):
+            now[0] += 6.0
+            view.step(step, 1.0)
+    assert [line.split(":")[1].split(",")[0] for line in out.getvalue().splitlines()] == [
+        " step 2 of 12",
+        " step 4 of 12",
+    ]
 
 
 def test_report_tells_the_story_of_a_lost_rank():

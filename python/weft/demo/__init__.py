@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 __all__ = ["DemoConfig", "run_demo"]
 
 
-def run_demo(config: DemoConfig, *, console: Console | None = None) -> DemoReport:
+def run_demo(config: DemoConfig, *, console: Console | None = None, verbose: bool = False) -> DemoReport:
     """Trains the model on `config.num_ranks` local ranks, then the one-rank baseline, and reports on both.
 
     Starts and ends its own ranks (`weft.spawn`); leaves no process and no file behind but those asked for by
     `config.plot` and `config.record`. With `console`, says what it is doing as it goes: a progress bar if the console
-    is a terminal, and, when a rank dies, what the others see. None: silent.
+    is a terminal, and, when a rank dies, what the others see; with `verbose` also what they log. None: silent.
 
     `weft.demo.show.show_report(report, console)` prints the report, `report.as_dict()` is for JSON, `report.ok` and
     `report.problems` say whether the losses fell and agree with the baseline's.
@@ -39,4 +39,4 @@ def run_demo(config: DemoConfig, *, console: Console | None = None) -> DemoRepor
     """
     from weft.demo.run import run
 
-    return run(config, console)
+    return run(config, console, verbose=verbose)

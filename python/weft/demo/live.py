@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -13,14 +14,15 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-_LINES = 5  # of progress, where there is no bar
+LINE_S = 10.0  # between lines of progress, where there is no bar
 
 
 class LiveView:
     """Shows events on a console (None: nowhere) and keeps the time of the kill, which only an event tells."""
 
-    def __init__(self, console: Console | None, config: DemoConfig) -> None:
-        self._console, self._config = console, config
+    def __init__(self, console: Console | None, config: DemoConfig, *, verbose: bool = False) -> None:
+        self._console, self._config, self._verbose = console, config, verbose
+        self._next_line = time.monotonic() + LINE_S
         self._name = ""
         self._bar: tuple[Progress, TaskID] | None = None
         self.killed_ns: int | None = None
@@ -78,7 +80,7 @@ class LiveView:
         elif kind == "lost":
             after = "" if self.killed_ns is None else f" {(event['at_ns'] - self.killed_ns) / 1e6:.1f} ms later"
             self._say(f"  rank {event['rank']} sees it{after}: [yellow]{_plain(event['error'])}[/]")
-        elif kind == "log":
+        elif kind == "log" and self._verbose:
             self._say(f"  [dim]log: {_plain(event['text'])}[/]")
         elif kind == "rebuilt":
             ranks = ", ".join(str(rank) for rank in event["left"])
@@ -90,7 +92,8 @@ class LiveView:
         if self._bar is not None:
             progress, task = self._bar
             progress.update(task, completed=done, loss=f"{loss:.3f}", refresh=True)
-        elif done * _LINES // total > step * _LINES // total:
+        elif time.monotonic() >= self._next_line or done == total:
+            self._next_line = time.monotonic() + LINE_S
             self._say(f"  {self._name}: step {done} of {total}, loss {loss:.3f}")
 
     def _say(self, text: str) -> None:

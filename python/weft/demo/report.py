@@ -35,6 +35,8 @@ class DemoReport:
     killed_ns: int | None
     total_s: float
     plots: tuple[Path, ...]
+    num_cores: int | None = None
+    """CPUs that this process may use; None: not known."""
 
     @property
     def losses(self) -> tuple[float, ...]:

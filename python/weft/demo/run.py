@@ -37,7 +37,7 @@ class Start:
     why: str
 
 
-def run(config: DemoConfig, console: Console | None) -> DemoReport:
+def run(config: DemoConfig, console: Console | None, *, verbose: bool = False) -> DemoReport:
     """See `weft.demo.run_demo`."""
     start = time.perf_counter()
     if config.plot is not None:
@@ -48,7 +48,7 @@ def run(config: DemoConfig, console: Console | None) -> DemoReport:
     text = load_text(config.text, min_bytes=config.context + 2)
     importlib.import_module("torch._dynamo")  # torch's optimizers want it: once here, not in every rank
     start_as = choose_start(config, torch.cuda.device_count() if config.device != "cpu" else 0)
-    view = LiveView(console, config)
+    view = LiveView(console, config, verbose=verbose)
     view.begin(text.source, start_as.why)
     quiet = nullcontext if console is None else weft_log_to
     with view.progress("Weft", config.steps), EventPipe(view.listen) as events, quiet(events):
@@ -77,6 +77,7 @@ def run(config: DemoConfig, console: Console | None) -> DemoReport:
         killed_ns=view.killed_ns,
         total_s=time.perf_counter() - start,
         plots=(),
+        num_cores=len(os.sched_getaffinity(0)),
     )
     return report if config.plot is None else report.with_plots(write_plots(report, config.plot))
 

@@ -31,7 +31,11 @@ def show_report(report: DemoReport, console: Console) -> None:
 
 
 def _head(console: Console, title: str, remark: str = "") -> None:
-    console.print(f"\n[bold]{title}[/]" + (f"  [dim]{escape(remark)}[/]" if remark else ""), highlight=False)
+    fits = len(title) + 2 + len(remark) <= console.width
+    console.print(
+        f"\n[bold]{title}[/]" + (f"{'  ' if fits else chr(10)}[dim]{escape(remark)}[/]" if remark else ""),
+        highlight=False,
+    )
 
 
 def _engine(report: DemoReport, console: Console) -> None:
@@ -39,8 +43,25 @@ def _engine(report: DemoReport, console: Console) -> None:
     console.print(report.ranks[0].engine, highlight=False, markup=False)
     console.print(f"{report.why_here}.", highlight=False, markup=False)
     _head(console, "Placement", f"placement={report.config.placement!r}; docs/placement.md says why")
+    ranks_of: dict[str, list[int]] = {}
     for rank in report.ranks:
-        console.print(f"rank {rank.rank}: {rank.placement}", highlight=False, markup=False)
+        ranks_of.setdefault(rank.placement, []).append(rank.rank)
+    for placement, ranks in ranks_of.items():
+        console.print(f"{names_of(ranks)}: {placement}", highlight=False, markup=False)
+    if report.num_cores is not None and report.num_cores < report.config.num_ranks and report.ranks[0].device == "cpu":
+        console.print(
+            f"{report.config.num_ranks} ranks share {report.num_cores} CPU{'s' * (report.num_cores != 1)}: they wait "
+            "for each other's turn, so times say little about Weft.",
+            highlight=False,
+        )
+
+
+def names_of(ranks: list[int]) -> str:
+    """ "rank 3", "ranks 0-3", "ranks 0, 2, 3"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    whole = ranks == list(range(ranks[0], ranks[-1] + 1))
+    return "ranks " + (f"{ranks[0]}-{ranks[-1]}" if whole else ", ".join(map(str, ranks)))
 
 
 def _losses(report: DemoReport, console: Console) -> None:
@@ -60,10 +81,12 @@ def _losses(report: DemoReport, console: Console) -> None:
 
 def _comparison(report: DemoReport, console: Console) -> None:
     steps, baseline = report.config.steps, report.baseline.losses if report.baseline else ()
-    shown = sorted({0, *(steps * i // 6 for i in range(1, 6)), *report.lost_ranks.values(), steps - 1})
+    lost = report.lost_ranks.values()
+    parts = max(1, min(6, (console.width - 20) // 10 - 1 - len(lost)))
+    shown = sorted({0, *(steps * i // parts for i in range(1, parts)), *lost, steps - 1})
     table = Table(title="The same on one rank, in plain torch without Weft", title_justify="left", title_style="bold")
     for column in ("step", *(f"{step}" for step in shown)):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     table.add_row(f"Weft, {report.config.num_ranks} ranks", *(f"{report.losses[step]:.4f}" for step in shown))
     table.add_row("plain torch", *(f"{baseline[step]:.4f}" for step in shown))
     differences, config = report.differences, report.config
@@ -126,13 +149,14 @@ def _load(report: DemoReport, console: Console) -> None:
     total = max(1, sum(map(sum, layers)))
     _head(console, "Expert load", f"picks in the last {min(LOAD_STEPS, report.config.steps)} steps, all layers")
     table = Table()
-    for column in ("rank", "experts", "share of picks", "", "min", "mean", "max"):
+    for column in ("rank", "experts", "share", "", "min", "mean", "max"):
         table.add_column(column, justify="left" if column == "" else "right")
     shares = {rank.rank: _of_rank(layers, rank.rank, per_rank) for rank in report.ranks}
     largest = max(sum(picks) for picks in shares.values())
+    width = max(4, min(20, console.width - 60))
     for rank, picks in shares.items():
         experts = f"{rank * per_rank}-{(rank + 1) * per_rank - 1}"
-        table.add_row(str(rank), experts, f"{sum(picks) / total:.1%}", bar(sum(picks), largest, 20), *_spread(picks))
+        table.add_row(str(rank), experts, f"{sum(picks) / total:.1%}", bar(sum(picks), largest, width), *_spread(picks))
     everything = [layer[expert] for layer in layers for expert in alive]
     table.add_row("all", str(len(alive)), "100%", "", *_spread(everything), style="bold")
     console.print(table)
@@ -157,9 +181,9 @@ def _imbalance(picks: list[int]) -> float:
 
 
 def _traffic(report: DemoReport, console: Console) -> None:
-    _head(console, "What Weft moved and how long it took", "in the whole training; rows and bytes are dispatch's")
+    _head(console, "What Weft moved and how long it took", "whole training; rows and MB are what dispatch sent")
     table = Table()
-    for column in ("rank", "tokens", "rows sent", "bytes sent", "dispatch", "combine", "training", "in Weft"):
+    for column in ("rank", "tokens", "rows", "MB", "dispatch", "combine", "training", "in Weft"):
         table.add_column(column, justify="right")
     for rank in report.ranks:
         moved = rank.traffic
@@ -167,7 +191,7 @@ def _traffic(report: DemoReport, console: Console) -> None:
             str(rank.rank),
             f"{moved.num_tokens:,}",
             f"{moved.rows_sent:,}",
-            f"{moved.bytes_sent / 1e6:,.0f} MB",
+            f"{moved.bytes_sent / 1e6:,.0f}",
             f"{moved.dispatch_s:.1f} s",
             f"{moved.combine_s:.1f} s",
             f"{rank.train_s:.1f} s",
