@@ -94,11 +94,36 @@ def test_the_picture_of_the_page_is_what_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "drawn.svg").read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
 
 
+def test_nics_that_are_left_out_look_left_out() -> None:
+    drawn = machine("dgx-h100")
+    placed = place(drawn)
+    used = {choice.name for entry in placed for choice in entry.nics}
+    assert used < {nic.name for nic in drawn.nics}
+    picture = draw(
+        drawn, {entry.gpu: [choice.name for choice in entry.nics] for entry in placed if entry.gpu is not None}
+    )
+    boxes = re.findall(r'<rect class="(nic|off)"[^>]*><title>(\S+) ', picture)
+    assert {name for kind, name in boxes if kind == "nic"} == used
+    assert {name for kind, name in boxes if kind == "off"} == {nic.name for nic in drawn.nics} - used
+    assert picture.count("not used</text>") == len(drawn.nics) - len(used)
+
+
+def test_the_legend_explains_what_is_there_and_no_more() -> None:
+    for name in NAMES:
+        drawn = draw(machine(name))
+        assert ("farther</text>" in drawn) == ('<line class="far" ' in drawn), name
+        assert ("NIC not used, or its port is not active</text>" in drawn) == ('class="off" ' in drawn), name
+        assert ("NVLink</text>" in drawn) == any(pair.num_nvlinks for pair in machine(name).pairs), name
+
+
 def test_a_shared_nic_is_drawn_under_the_nearest_gpu() -> None:
     drawn = machine("two-gpus-per-nic-port-down")
     nics = {entry.gpu: [choice.name for choice in entry.nics] for entry in place(drawn) if entry.gpu is not None}
     picture = draw(drawn, nics)
-    assert (picture.count('<line class="near"'), picture.count('<line class="far"')) == (4, 4)
+    assert (picture.count('<line class="near"'), picture.count('<line class="far"')) == (
+        4,
+        4,
+    )  # the legend's are "near key"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ __all__ = ["draw"]
 _BOX_WIDTH, _BOX_HEIGHT, _GAP, _MARGIN = 118, 44, 14, 18
 _TITLE_WIDTH = 8  # of a character of the headline, at most
 _NVLINK_TOP, _GPU_TOP, _NIC_TOP = 56, 118, 206
+_LEGEND_HEIGHT, _SMALL_WIDTH = 30, 5.6  # of a character of a small text, about
 _STYLE = """
 text { font: 12px sans-serif; fill: #1b1f24 } .small { font-size: 10px; fill: #57606a } .title { font-size: 14px }
 .node { fill: #f6f8fa; stroke: #d0d7de } .gpu { fill: #ddf4e4; stroke: #2da44e } .nic { fill: #ddeafb; stroke: #3474c5 }
@@ -55,15 +56,18 @@ class _Column:
 
 def draw(machine: Machine, nics: Mapping[int, Sequence[str]] | None = None) -> str:
     """The picture, SVG text. `nics`: names of the NICs of each GPU, which are drawn under it; default: those on its
-    PCIe root. Distances are written on the lines, dashed where they cross it; a grey box is a port that is not active.
+    PCIe root. Distances are written on the lines, dashed where they cross it; a grey box is a NIC that no GPU uses, or
+    whose port is not active. A legend explains what was drawn.
     """
     chosen = nics if nics is not None else {gpu.idx: _on_its_root(machine, gpu) for gpu in machine.gpus}
     columns = _columns(machine, chosen)
     depth = max((column.depth for column in columns), default=0)
-    height = _NIC_TOP + depth * (_BOX_HEIGHT + _GAP) + 56
+    bottom = _NIC_TOP + depth * (_BOX_HEIGHT + _GAP) + 38  # of the columns
     headline = _headline(machine)
+    legend, legend_width = _legend(machine, columns, bottom + _MARGIN)
+    height = bottom + _MARGIN + _LEGEND_HEIGHT
     of_columns = sum(column.width + _MARGIN for column in columns) + _MARGIN
-    width = max(of_columns, 2 * _MARGIN + _TITLE_WIDTH * len(headline))
+    width = max(of_columns, 2 * _MARGIN + _TITLE_WIDTH * len(headline), legend_width)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
         f"<style>{_STYLE}</style>",
@@ -73,14 +77,14 @@ def draw(machine: Machine, nics: Mapping[int, Sequence[str]] | None = None) -> s
     left, centres = _MARGIN, {}
     body: list[str] = []
     for column in columns:
-        body += _draw_column(machine, column, left, height - _MARGIN)
+        body += _draw_column(machine, column, left, bottom)
         for idx, gpu in enumerate(column.gpus):
             centres[gpu.idx] = left + _GAP + idx * (_BOX_WIDTH + _GAP) + _BOX_WIDTH // 2
         left += column.width + _MARGIN
     parts += body
     parts += _draw_nvlink(machine, centres)
     parts += _draw_shared(machine, columns, chosen, centres)
-    return "\n".join([*parts, "</svg>", ""])
+    return "\n".join([*parts, *legend, "</svg>", ""])
 
 
 def _on_its_root(machine: Machine, gpu: Gpu) -> list[str]:
@@ -138,19 +142,45 @@ def _draw_column(machine: Machine, column: _Column, left: int, bottom: int) -> l
             parts += _draw_nic(nic, x, y)
     for idx, nic in enumerate(column.others):
         x = left + _GAP + (len(column.gpus) + idx // 4) * (_BOX_WIDTH + _GAP)
-        parts += _draw_nic(nic, x, _NIC_TOP + idx % 4 * (_BOX_HEIGHT + _GAP))
+        parts += _draw_nic(nic, x, _NIC_TOP + idx % 4 * (_BOX_HEIGHT + _GAP), is_used=False)
     return parts
 
 
-def _draw_nic(nic: Nic, x: int, y: int) -> list[str]:
+def _legend(machine: Machine, columns: Sequence[_Column], top: int) -> tuple[list[str], int]:
+    """A line that explains the shapes there are, and its width."""
+    used = [(gpu, nic) for column in columns for gpu in column.gpus for nic in column.beside.get(gpu.idx, ())]
+    is_far = {machine.nic_distance(gpu, nic) > Distance.PHB for gpu, nic in used}
+    has_off = any(column.others for column in columns) or any(not nic.is_active for _, nic in used)
+    entries = [
+        ("gpu", "GPU", bool(machine.gpus)),
+        ("nvlink", "NVLink", any(pair.num_nvlinks for pair in machine.pairs)),
+        ("nic", "NIC of the GPU above it", any(nic.is_active for _, nic in used)),
+        ("off", "NIC not used, or its port is not active", has_off),
+        ("near", "below one PCIe host bridge", False in is_far),
+        ("far", "farther", True in is_far),
+    ]
+    x, parts = _MARGIN, []
+    for kind, text, is_there in entries:
+        if not is_there:
+            continue
+        if kind in ("near", "far"):
+            parts.append(f'<line class="{kind} key" x1="{x}" y1="{top + 6}" x2="{x + 18}" y2="{top + 6}"/>')
+        else:
+            parts.append(f'<rect class="{kind}" x="{x}" y="{top}" width="18" height="12" rx="3"></rect>')
+        parts.append(_text(x + 24, top + 10, text, "small"))
+        x += 24 + round(_SMALL_WIDTH * len(text)) + _MARGIN
+    return parts, x
+
+
+def _draw_nic(nic: Nic, x: int, y: int, *, is_used: bool = True) -> list[str]:
     rate = f"{nic.rate_gbps:g} Gb/s" if nic.rate_gbps else "rate not known"
-    state = "" if nic.is_active else "not active, "
-    kind = "nic" if nic.is_active else "off"
+    state = "not active" if not nic.is_active else "" if is_used else "not used"
+    kind = "off" if state else "nic"
     address = nic.pci.address if nic.pci else ""
     return [
-        _box(x, y, _BOX_WIDTH, _BOX_HEIGHT, kind, f"{nic.name} {address} {nic.kind} {state}{rate}"),
+        _box(x, y, _BOX_WIDTH, _BOX_HEIGHT, kind, f"{nic.name} {address} {nic.kind} {state} {rate}"),
         _text(x + 8, y + 18, nic.name[:15]),
-        _text(x + 8, y + 34, f"{nic.kind} {rate if nic.is_active else 'not active'}"[:21], "small"),
+        _text(x + 8, y + 34, f"{nic.kind} {state or rate}"[:21], "small"),
     ]
 
 
