@@ -169,6 +169,29 @@ Error Communicator::error_of(const AbortReason& reason) const {
   }
 }
 
+void Communicator::log_left(const AbortReason& reason, u32 op_kind) const {
+  std::string what = "rank " + std::to_string(reason.rank);
+  switch (reason.code) {
+    case AbortCode::kPeerLost: what += " is gone (process ended)"; break;
+    case AbortCode::kPeerClosed: what += closed_text(reason); break;
+    case AbortCode::kInterrupted: what += " was interrupted"; break;
+    case AbortCode::kPeerTimeout:
+      what = (reason.peers >> reason.reporter & 1u) != 0
+                 ? "the GPU of rank " + std::to_string(reason.reporter) + " did not get through its own part in time"
+                 : ranks_text(ranks_of(reason.peers)) + " did not come before the deadline of rank " +
+                       std::to_string(reason.reporter);
+      break;
+    case AbortCode::kAborted: {
+      const std::string text = text_of(reason);
+      what += text.empty() ? " aborted" : " aborted: " + text;
+      break;
+    }
+    case AbortCode::kRefused: what += " was cut off (it sent what is no message of this library)"; break;
+    default: what += " and what this rank read of it make no sense (internal error)"; break;
+  }
+  log_line(kLogWarning, what + "; seen in " + op_name(op_kind) + " by rank " + std::to_string(rank_));
+}
+
 std::string Communicator::closed_text(const AbortReason& reason) const {
   const std::string why = text_of(reason);
   return why.empty() ? " has closed its communicator" : " closed its communicator after " + why;

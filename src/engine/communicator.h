@@ -79,6 +79,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   [[noreturn]] void fail(const AbortReason& reason);
   // Throws the reason that is there already (a peer that closed, if there is no other), and lets the others know of it.
   [[noreturn]] void leave_broken();
+  AbortReason reason() const;  // the first; code kNone without one
+  // A line for people: what ended an operation of this rank. `op_kind`: of that operation, whoever found the reason.
+  void log_left(const AbortReason& reason, u32 op_kind) const;
   // As fail(), for a caller that has an exception of its own to throw (Ctrl-C).
   void give_up(AbortReason reason);
 
@@ -100,7 +103,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool ends_attempt(const AbortReason& reason);  // mutex_ is held
   void raise_if_attempt_aborted();
   Error error_of(const AbortReason& reason) const;
-  AbortReason reason() const;
   std::string closed_text(const AbortReason& reason) const;
 
   std::unique_ptr<ControlPlane> plane_;

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import weft
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "errors.md"
-LOGGED = re.compile(" left dispatch, |: waiting for rank")
+LOGGED = re.compile(" left dispatch, |; seen in |: waiting for rank")
 MADE = multiprocessing.get_context("fork").Barrier(2)
 
 
@@ -98,6 +101,24 @@ def dead_peer(comm: weft.Communicator) -> str:
     return text_of(lambda: ep.dispatch(rows(), picks()))
 
 
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append((record.levelno, record.getMessage()))
+
+
+def logged(comm: weft.Communicator, work: Callable[[weft.Communicator], str]) -> list[tuple[int, str]]:
+    lines = Lines()
+    logging.getLogger("weft").addHandler(lines)
+    work(comm)
+    return lines.seen
+
+
 def closed_peer(comm: weft.Communicator) -> str:
     ep = make(comm)
     if comm.rank == 1:
@@ -156,3 +177,29 @@ def test_texts_are_those_of_the_code() -> None:
     seen.add(weft.spawn(aborting_peer, num_ranks=2)[1])
     seen.add(weft.spawn(tensor_without_memory, num_ranks=1)[0])
     assert documented() == seen
+
+
+@pytest.mark.parametrize("work", [late_peer, dead_peer])
+def test_the_log_says_in_plain_words_what_happened(work: Callable[[weft.Communicator], str]) -> None:
+    seen = weft.spawn(logged, num_ranks=2, args=(work,), on_failure="return")[0]
+    expected = {
+        late_peer: "rank 1 did not come before the deadline of rank 0; seen in dispatch by rank 0",
+        dead_peer: "rank 1 is gone (process ended); seen in dispatch by rank 0",
+    }[work]
+    assert seen == [(logging.WARNING, expected)]
+    assert f"\n{expected}\n" in PAGE.read_text()
+
+
+def test_words_of_the_protocol_are_logged_at_level_debug() -> None:
+    code = """
+import weft
+from test_error_page import late_peer
+weft.spawn(late_peer, num_ranks=2, on_failure="return")
+"""
+    folder = str(Path(__file__).parent)
+    paths = os.pathsep.join([str(Path(weft.__file__).parents[1]), folder])
+    env = {**os.environ, "PYTHONPATH": paths, "WEFT_LOG_LEVEL": "debug"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "DEBUG rank 0 left dispatch, epoch 1, sequence 1, phase count; sequences seen: rank 1:0" in done.stderr

@@ -163,16 +163,21 @@ void Operation::break_off(sync::WaitResult result, Phase phase, u64 late_peers) 
     if ((late_peers >> peer & 1) != 0) record.seen = header_from(phase, peer);
     cells += " rank " + std::to_string(peer) + ":" + std::to_string(header_from(phase, peer) >> 16 & 0xffffffffu);
   }
-  log_line(kLogWarning, "rank " + std::to_string(rank_) + " left " + op_name(static_cast<u32>(config_.kind)) +
-                            ", epoch " + std::to_string(window_.comm_->epoch()) + ", sequence " +
-                            std::to_string(turn_.sequence) + ", phase " + phase_name(static_cast<u32>(phase)) +
-                            "; sequences seen:" + cells);
-  if (result == sync::WaitResult::kAborted) window_.comm_->leave_broken();
+  log_line(kLogDebug, "rank " + std::to_string(rank_) + " left " + op_name(static_cast<u32>(config_.kind)) +
+                          ", epoch " + std::to_string(window_.comm_->epoch()) + ", sequence " +
+                          std::to_string(turn_.sequence) + ", phase " + phase_name(static_cast<u32>(phase)) +
+                          "; sequences seen:" + cells);
+  const auto kind = static_cast<u32>(config_.kind);
+  if (result == sync::WaitResult::kAborted) {
+    if (!window_.comm_->is_closed()) window_.comm_->log_left(window_.comm_->reason(), kind);
+    window_.comm_->leave_broken();
+  }
   AbortReason timeout = reason(AbortCode::kPeerTimeout, phase, -1);
   timeout.peers = late_peers;
   for (int peer = kMaxRanks - 1; peer >= 0; --peer) {
     if ((late_peers >> peer & 1) != 0) timeout.rank = peer;
   }
+  window_.comm_->log_left(timeout, kind);
   window_.comm_->fail(timeout);
 }
 

@@ -66,7 +66,9 @@ void Window::raise_error() {
   }
   reason.peers = report_left(record, kind);
   if (reason.rank < 0) reason.rank = reason.peers == 0 ? comm_->rank() : std::countr_zero(reason.peers);
-  if (reason.code == AbortCode::kNone) comm_->leave_broken();
+  const bool is_told = reason.code == AbortCode::kNone;  // somebody else found out why
+  if (!comm_->is_closed()) comm_->log_left(is_told ? comm_->reason() : reason, reason.op_kind);
+  if (is_told) comm_->leave_broken();
   comm_->fail(reason);
 }
 
@@ -119,9 +121,9 @@ u64 Window::report_left(const ErrorRecord& record, OpKind kind) {
     cells += " rank " + std::to_string(peer) + ":" + std::to_string(sequence);
     if (sequence != (record.sequence & 0xffffffffu)) late |= u64{1} << peer;
   }
-  log_line(kLogWarning, rank_text(comm_->rank()) + " left " + op_name(static_cast<u32>(kind)) + ", epoch " +
-                            std::to_string(comm_->epoch()) + ", sequence " + std::to_string(record.sequence) +
-                            ", phase " + phase_name(record.phase) + "; sequences seen:" + cells);
+  log_line(kLogDebug, rank_text(comm_->rank()) + " left " + op_name(static_cast<u32>(kind)) + ", epoch " +
+                          std::to_string(comm_->epoch()) + ", sequence " + std::to_string(record.sequence) +
+                          ", phase " + phase_name(record.phase) + "; sequences seen:" + cells);
   return late;
 }
 
