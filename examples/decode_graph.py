@@ -6,11 +6,11 @@ overwritten where they lie. After each replay the same step runs eagerly on the 
 bits. The example prints the time of a step both ways. On CPUs both are the ordinary call.
 """
 
-import argparse
 import statistics
 import time
 
 import torch
+from options import parse
 from torch.nn import functional
 
 import weft
@@ -88,7 +88,7 @@ class Batch:
         return self.y
 
 
-def microseconds(call, device, rounds=5, calls=20):
+def microseconds(call, device, calls, rounds=5):
     """Of a call: the median over rounds of calls back to back."""
     times = []
     for _ in range(rounds + 1):
@@ -127,8 +127,9 @@ def measure(comm, options):
         captured = batch.replay().clone()
         eager = batch.step()
         num_wrong += not (torch.equal(captured, eager) and bool(eager.isfinite().all()))
+    calls = 20 if options.on_gpu else 3
     times = {
-        batch.num_tokens: tuple(microseconds(call, comm.device) for call in (batch.replay, batch.step))
+        batch.num_tokens: tuple(microseconds(call, comm.device, calls) for call in (batch.replay, batch.step))
         for batch in batches
     }
     decoder.ep.check()  # what replays could not raise: dropped picks, bad ids, a lost peer
@@ -139,21 +140,23 @@ def measure(comm, options):
     return times, num_wrong
 
 
+# tokens: batch sizes, one graph each
+ON_GPU = {"ranks": 4, "replays": 40, "tokens": [1, 8, 32, 128]}
+ON_GPU |= {"hidden": 7168, "width": 1024, "experts": 64, "top-k": 8}
+ON_CPU = ON_GPU | {"replays": 9, "hidden": 256, "width": 128, "experts": 16, "tokens": [1, 8, 32]}
+
+
 def main():
     """Start the ranks, print the slowest rank's times."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128], help="batch sizes, one graph each")
-    numbers = {"ranks": 4, "replays": 40, "hidden": 7168, "width": 1024, "experts": 64, "top-k": 8}
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
+    options = parse(__doc__, ON_GPU, ON_CPU, "CPUs have no graphs: every step runs eagerly.")
     ranks = weft.spawn(measure, num_ranks=options.ranks, args=(options,), device=options.device)
     for num_tokens in ranks[0][0]:
         replay, eager = (max(times[num_tokens][way] for times, _ in ranks) for way in range(2))
-        print(f"{num_tokens:4} tokens: replayed {replay:9.1f} us, eager {eager:9.1f} us")
+        replayed = f"replayed {replay:9.1f} us, " if options.on_gpu else ""
+        print(f"{num_tokens:4} tokens: {replayed}eager {eager:9.1f} us")
     num_wrong = sum(wrong for _, wrong in ranks)
-    print(f"{options.replays} replays with changing routing on each rank: {num_wrong} differ from the eager step")
+    steps = "replays" if options.on_gpu else "repeated steps"
+    print(f"{options.replays} {steps} with changing routing on each rank: {num_wrong} differ from the eager step")
     if num_wrong:
         raise SystemExit(1)
 

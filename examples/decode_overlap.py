@@ -9,13 +9,13 @@ other, and in these two ways; and the time in which the host starts such a graph
 call is over when it returns, and it shows.
 """
 
-import argparse
 import contextlib
 import statistics
 import time
 
 import torch
 from moe_layer import ALIGNMENT, Experts
+from options import parse
 from torch.nn import functional
 
 import weft
@@ -265,7 +265,7 @@ def measure(comm, options):
     times, results, graphs = {}, {}, []
     for way in ways:
         run, graph = captured(way, comm.device)
-        times[way.__name__] = milliseconds(run, comm.device)
+        times[way.__name__] = milliseconds(run, comm.device, rounds=15 if options.on_gpu else 2)
         results[way.__name__] = [x.clone() for x in step.results()]
         graphs.append(graph)
     pairs = [zip(results["one_after_the_other"], results[way.__name__], strict=True) for way in overlaps]
@@ -277,15 +277,15 @@ def measure(comm, options):
     return times, same
 
 
+ON_GPU = {"ranks": 4, "layers": 4, "tokens": 128, "hidden": 7168, "width": 1024, "experts": 64, "top-k": 8}
+ON_GPU |= {"heads": 32, "kv-heads": 4, "head-dim": 128, "context": 2048}
+ON_CPU = ON_GPU | {"layers": 2, "tokens": 16, "hidden": 256, "width": 128, "experts": 16}
+ON_CPU |= {"heads": 8, "kv-heads": 2, "head-dim": 32, "context": 128}
+
+
 def main():
     """Start the ranks, print the slowest rank's times."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    numbers = {"ranks": 4, "layers": 4, "tokens": 128, "hidden": 7168, "width": 1024, "experts": 64, "top-k": 8}
-    numbers |= {"heads": 32, "kv-heads": 4, "head-dim": 128, "context": 2048}
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
+    options = parse(__doc__, ON_GPU, ON_CPU, "CPUs have no graphs, and nothing overlaps there.")
     ranks = weft.spawn(measure, num_ranks=options.ranks, args=(options,), device=options.device)
     slowest = {name: max(times[name][0] for times, _ in ranks) for name in ranks[0][0]}
     for name, time_ms in slowest.items():

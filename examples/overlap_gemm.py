@@ -6,11 +6,11 @@ others. The example prints the time of each alone, of one after the other, and o
 host from waiting for counts. On CPUs a call is complete when it returns: nothing overlaps, and the times show that.
 """
 
-import argparse
 import statistics
 import time
 
 import torch
+from options import parse
 
 import weft
 
@@ -88,14 +88,13 @@ def measure(comm, options):
     return times, same
 
 
+ON_GPU = {"ranks": 4, "tokens": 4096, "hidden": 7168, "width": 4096, "experts": 256, "top-k": 8, "num-sms": 16}
+ON_CPU = ON_GPU | {"tokens": 256, "hidden": 512, "width": 256, "experts": 32}
+
+
 def main():
     """Start the ranks, print the slowest rank's times."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    numbers = {"ranks": 4, "tokens": 4096, "hidden": 7168, "width": 4096, "experts": 256, "top-k": 8, "num-sms": 16}
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
+    options = parse(__doc__, ON_GPU, ON_CPU, "A call is over when it returns there, so nothing overlaps.")
     ranks = weft.spawn(measure, num_ranks=options.ranks, args=(options,), device=options.device)
     slowest = {name: max(times[name] for times, _ in ranks) for name in ranks[0][0]}
     for name, time_ms in slowest.items():
