@@ -3,8 +3,10 @@
 | variable | meaning |
 | --- | --- |
 | `WEFT_LOG_LEVEL` | `debug`, `info`, `warning`, `error`, `off`: level of the logger `weft`, with lines on stderr |
+| `WEFT_PLACEMENT` | `auto`, `process`, `off`: takes the place of `placement="auto"`, the default of every call |
 | `RANK`, `WORLD_SIZE` | set by torchrun: this rank and their number, for `Communicator.from_env`; none: one rank |
 | `LOCAL_RANK` | set by torchrun: the GPU of this rank where ranks have one each |
+| `LOCAL_WORLD_SIZE` | set by torchrun: ranks of this machine, for `weft run` |
 | `MASTER_ADDR`, `MASTER_PORT` | set by torchrun: the store through which the ranks of `from_env` find each other |
 | `TORCHELASTIC_USE_AGENT_STORE`, `TORCHELASTIC_RUN_ID` | set by torchrun: who hosts that store; a prefix of its keys |
 | `CUDA_VISIBLE_DEVICES` | read, not set: which GPU a device number means, for placement |
@@ -20,6 +22,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NoReturn
 
 from weft.errors import InvalidArgument
 
@@ -28,7 +31,10 @@ __all__ = [
     "cache_folder",
     "columns",
     "cuda_queues",
+    "local_rank",
     "log_level",
+    "placement",
+    "run_bound",
     "set_among",
     "set_cuda_queues",
     "torchrun",
@@ -36,6 +42,7 @@ __all__ = [
 
 _MAX_PORT = 65535
 _MAX_DIGITS = 9
+_PLACEMENTS = ("auto", "process", "off")
 _LEVELS = ("debug", "info", "warning", "error", "off")
 
 
@@ -103,6 +110,39 @@ def columns() -> int | None:
     """Width of a terminal that COLUMNS gives, for output that goes elsewhere; None without one."""
     text = os.environ.get("COLUMNS", "")
     return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
+def placement() -> str:
+    """The mode of placement for those who do not choose one: WEFT_PLACEMENT, else "auto".
+
+    Raises:
+        InvalidArgument: it is set to another word.
+    """
+    mode = os.environ.get("WEFT_PLACEMENT", "").lower() or "auto"
+    if mode not in _PLACEMENTS:
+        raise InvalidArgument(f"WEFT_PLACEMENT is {mode!r} in the environment; allowed are {', '.join(_PLACEMENTS)}")
+    return mode
+
+
+def local_rank() -> tuple[int, int]:
+    """This rank among those of its machine, and their number, as torchrun says; 0 of 1 without it.
+
+    Raises:
+        InvalidArgument: LOCAL_RANK or LOCAL_WORLD_SIZE is no number.
+    """
+    rank, size = (os.environ.get(name, other) for name, other in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
+    return _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", size)
+
+
+def run_bound(command: list[str], *, bound: bool) -> NoReturn:
+    """Become `command`; if it is bound already its Weft binds nothing more, unless WEFT_PLACEMENT says otherwise.
+
+    Raises:
+        OSError: it can't be started.
+    """
+    if bound:
+        os.environ.setdefault("WEFT_PLACEMENT", "off")
+    os.execvp(command[0], command)
 
 
 def set_among(names: Iterable[str]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from weft.cli.demo_command import demo
 from weft.cli.doctor_command import doctor
 from weft.cli.options import examples_epilog
 from weft.cli.plan_command import plan
+from weft.cli.run_command import run
 from weft.cli.size_command import size
 from weft.cli.topo_command import topo
 from weft.cli.tune_command import tune
@@ -46,6 +47,10 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, str]] = {
     ),
     size: ("weft size --layers 24 --training", "weft size --engine nvlink --ranks 8 --tokens 4096"),
     doctor: ("weft doctor", "weft doctor --all --no-measure"),
+    run: (
+        "weft run --bind --local-rank 0 --local-ranks 2 -- python train.py",
+        "torchrun --nproc-per-node 8 --no-python weft run --bind -- python train.py",
+    ),
     topo: ("weft topo --svg machine.svg", "weft topo --settings"),
     collect_env: ("weft collect-env > environment.txt", "weft collect-env --json --import-torch"),
 }

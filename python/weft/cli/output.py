@@ -92,6 +92,10 @@ class Output:
             table.add_row(*row)
         self.console.print(table)
 
+    def note(self, text: str) -> None:
+        """Write a line on stderr."""
+        self._stderr.print(text, markup=False, highlight=False, soft_wrap=True)
+
     def error(self, error: BaseException, *, text: str | None = None) -> None:
         """Report a failure once: a line on stderr, and with `json_lines` an object of kind "error" on stdout."""
         if error is self._shown:

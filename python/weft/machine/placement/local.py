@@ -17,7 +17,7 @@ from weft.machine.topology.reader import read_here
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MODES", "check_placement", "machine_here", "resolve", "visible_here"]
+__all__ = ["MODES", "check_placement", "machine_here", "resolve", "resolve_before_torch", "visible_here"]
 
 MODES = ("auto", "process", "off")
 _MAX_CPU = 1 << 16
@@ -41,13 +41,14 @@ def visible_here(machine: Machine | None = None) -> tuple[Gpu, ...]:
 
 
 def check_placement(placement: object) -> str | Placement:
-    """The argument if it is allowed.
+    """The argument if it is allowed; WEFT_PLACEMENT in place of "auto", the default.
 
     Raises:
-        InvalidArgument: it is neither a mode nor a `weft.Placement`, or one with CPUs that this process may not use.
+        InvalidArgument: it is neither a mode nor a `weft.Placement`, or one with CPUs that this process may not use; or
+            WEFT_PLACEMENT is no mode.
     """
     if isinstance(placement, str) and placement in MODES:
-        return placement
+        return env.placement() if placement == "auto" else placement
     if not isinstance(placement, Placement):
         allowed = ", ".join(f'"{mode}"' for mode in MODES)
         raise InvalidArgument(f"placement is {placement!r}; allowed are {allowed} and a weft.Placement")
@@ -79,13 +80,23 @@ def resolve(
     if placement == "off":
         return Placement(mode="off", local_rank=local_rank, num_local_ranks=num_local_ranks)
     on_gpu = device is not None and device.type == "cuda"
+    index = device.index if on_gpu and device is not None else None
+    return _resolve(placement, local_rank, num_local_ranks, index, on_gpu=on_gpu)
+
+
+def resolve_before_torch(mode: str, *, local_rank: int, num_local_ranks: int) -> Placement:
+    """The same for a program that has yet to start: the GPU of rank r is the r-th that it will see, if it sees any."""
+    return _resolve(mode, local_rank, num_local_ranks, local_rank, on_gpu=bool(visible_here()))
+
+
+def _resolve(mode: str, local_rank: int, num_local_ranks: int, index: int | None, *, on_gpu: bool) -> Placement:
     machine = machine_here(with_gpus=on_gpu)
     machine = dataclasses.replace(
         machine, cpus=dataclasses.replace(machine.cpus, allowed=tuple(sorted(binding.unbound_mask())))
     )
-    gpus = _gpus(machine, device.index, local_rank, num_local_ranks) if on_gpu and device is not None else ()
+    gpus = _gpus(machine, index, local_rank, num_local_ranks) if on_gpu else ()
     found = place(machine, num_local_ranks=num_local_ranks, gpus=gpus)[local_rank]
-    return dataclasses.replace(found, mode=placement)
+    return dataclasses.replace(found, mode=mode)
 
 
 def _gpus(machine: Machine, index: int | None, local_rank: int, num_local_ranks: int) -> tuple[int, ...]:
