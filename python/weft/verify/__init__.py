@@ -94,7 +94,7 @@ def _run_rank(comm: object, cases: tuple[Case, ...]) -> list[_RankResult]:
     results = []
     for number, case in enumerate(cases, 1):
         if comm.rank == 0:
-            where.say(f"{case.ranks} ranks, case {number} of a group of {len(cases)}, T = {case.tokens}, {case.layout}")
+            where.say(f"{case.ranks} ranks, case {number} of a group of {len(cases)}, {case.layout}")
         try:
             tally = check_case(comm, case)
         except weft.Error as error:
