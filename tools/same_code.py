@@ -67,7 +67,8 @@ class Tree:
     def __init__(self, include: Path) -> None:
         self.include = include
         self._kernels = {path: path.read_text() for path in sorted((include / "weft" / "kernels").rglob("*.cuh"))}
-        self._config = "\n".join(path.read_text() for path in sorted((include / "weft" / "config").glob("*.h")))
+        config = "\n".join(path.read_text() for path in sorted((include / "weft" / "config").glob("*.h")))
+        self._config = re.sub(r"//[^\n]*", "", config)
         self.left_out: set[str] = set()
 
     def source(self, rendered: str) -> str:
@@ -92,7 +93,7 @@ class Tree:
             return ""
 
         source = re.sub(r'#include "([^"]+)"', entry, rendered)
-        return re.sub(r"\.(\w+) = [^,]+, ", field, source)
+        return re.sub(r"\.(\w+) = (?:\{[^{}]*\}|[^,{]+), ", field, source)
 
 
 @dataclass(frozen=True)

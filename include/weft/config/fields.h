@@ -88,7 +88,7 @@ struct Of<CombineKernelConfig> {
   using C = CombineKernelConfig;
   using All = List<&C::num_ranks, &C::num_blocks, &C::top_k, &C::hidden, &C::chunk, &C::slot_chunks, &C::reduce_slots,
                    &C::reduce_rings, &C::push_slots, &C::sum_warps, &C::dtype, &C::layout, &C::wire_is_fp8,
-                   &C::has_side, &C::route>;
+                   &C::has_side, &C::route, &C::order>;
 };
 
 template <>
@@ -103,8 +103,18 @@ template <>
 struct Of<SmallCombineKernelConfig> {
   using C = SmallCombineKernelConfig;
   using All = List<&C::num_ranks, &C::top_k, &C::hidden, &C::dtype, &C::layout, &C::wire_is_fp8, &C::has_side,
-                   &C::sends, &C::receives>;
+                   &C::sends, &C::receives, &C::order>;
 };
+
+template <>
+struct Of<Order> {
+  using C = Order;
+  using All = List<&C::sum_domain, &C::within, &C::bias, &C::reduction>;
+};
+
+// A field that is a struct of fields itself: whoever walks goes on in it.
+template <class Value>
+concept IsStruct = requires { typename Of<Value>::All; };
 
 }  // namespace fields
 

@@ -4,6 +4,7 @@
 
 #include "weft/config/base.h"
 #include "weft/config/operation.h"
+#include "weft/config/order.h"
 #include "weft/config/route.h"
 
 namespace weft {
@@ -96,6 +97,7 @@ struct CombineKernelConfig {
   bool wire_is_fp8 = false;
   bool has_side = false;
   Route route = Route::kDirect;
+  Order order;
 
   WEFT_HD constexpr bool is_by_expert() const { return layout != Layout::kRankMajor; }
   WEFT_HD constexpr bool has_push() const { return push_slots > 0 || sum_warps > 0; }

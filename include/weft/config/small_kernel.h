@@ -4,6 +4,7 @@
 
 #include "weft/config/base.h"
 #include "weft/config/operation.h"
+#include "weft/config/order.h"
 
 namespace weft {
 
@@ -17,6 +18,7 @@ struct SmallCombineKernelConfig {
   bool has_side = false;
   bool sends = true;  // which halves of the operation this kernel is
   bool receives = true;
+  Order order;
 
   // Warps that move rows: with two more, as many as leave 128 registers to each thread.
   static constexpr i32 kWorkers = 14;

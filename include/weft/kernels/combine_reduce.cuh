@@ -188,7 +188,7 @@ class CombineReduce {
     for (i32 first = warp * 32 * kVector; first < elements; first += kWarps * 32 * kVector) {
       // Lanes beyond the end do the last vector too: the whole warp goes through the loop.
       const i32 element = min(first + b_.lane * kVector, elements - kVector);
-      // The order of additions is part of the contract: ranks ascending from +0, then bias; one rounding.
+      static_assert(kConfig.order.has_ascending_ranks_then_bias());
       float total[kVector] = {};
       const Place place = place_of(element, elements);
       if (count > 0) add_vectors<kCount>(rows, place, total);

@@ -225,9 +225,10 @@ class CombineSum : CombineItems<kConfig> {
     }
   }
 
-  // Picks in the order of k; each product is rounded, then added. A sum that begins with the first product instead of +0 may be
-  // -0 where the contract has +0: the owner, who begins with +0, gets the same from both.
+  // A sum that begins with the first product instead of +0 may be -0 where +0 would be: the owner, who begins with +0, gets the
+  // same from both.
   __device__ void add_rows(i32 count, i32 weights, float (&total)[kVectors][kVector]) {
+    static_assert(kConfig.order.has_contributions_by_pick());
     add_stage<true>(weights, total);
     for (const i32 end = weights + 4 * count; (weights += 4) < end;) add_stage<false>(weights, total);
   }

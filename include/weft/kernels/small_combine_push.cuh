@@ -117,10 +117,11 @@ class SmallCombinePush {
     }
   }
 
-  // Picks in the order of k, lane k has the row of pick k. Each product is rounded, then added. Whether the owner waits for
-  // any of them: also for those that a capacity has dropped, of which it does not know.
+  // Lane k has the row of pick k. Whether the owner waits for any of them: also for those that a capacity has dropped, of which it
+  // does not know.
   template <i32 kVectors>
   __device__ bool add_picks(const SmallPlace& place, i32 row, float (&total)[kVectors][kVector]) const {
+    static_assert(kConfig.order.has_contributions_by_pick());
     constexpr i32 kAtOnce = at_once(kVectors);
     const bool is_row = row >= 0 && row < b_.a.num_rows;  // R19
     const float weight = is_row && b_.a.weights != nullptr ? b_.a.weights[row] : 1.0f;

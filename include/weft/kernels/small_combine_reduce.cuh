@@ -71,7 +71,7 @@ class SmallCombineReduce {
     constexpr i32 kAtOnce = at_once(kVectors);
     const u8* first = b_.slot(flight, b_.a.view.rank, 0, place.token);
     const u64 stride = static_cast<u64>(b_.a.view.layout.small_tokens) * b_.a.view.layout.small_row_bytes;
-    // The order of additions is part of the contract: ranks ascending from +0, then bias; one rounding.
+    static_assert(kConfig.order.has_ascending_ranks_then_bias());
     float total[kVectors][kVector] = {};
     for (u32 left = from.word; left != 0;) {
       Part part[kAtOnce][kVectors];

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/clock.h"
+#include "weft/config/order.h"
 
 namespace weft::cpu {
 namespace {
@@ -211,6 +212,7 @@ void CombineCall::contribution(i64 meta_row, u8* data) {
 }
 
 bool CombineCall::partial_sum(i64 meta_row, void* place, bool as_fp32) {
+  static_assert(Order{}.has_contributions_by_pick());
   const u8* y = static_cast<const u8*>(a_.y);
   const void* rows[kMaxTopk];
   float weights[kMaxTopk];
@@ -319,6 +321,7 @@ void CombineCall::read_side(i64 token, int contributor, const float* values) {
 
 // False: something of the token has not landed yet.
 bool CombineCall::sum_token(i64 token) {
+  static_assert(Order{}.has_ascending_ranks_then_bias());
   for (int peer : op_.peers()) {
     const i32 slot = send_.slot()[token * num_ranks_ + peer];
     if (slot >= 0 && contributors_[peer].num_records != 0 && static_cast<u32>(slot) >= contributors_[peer].num_landed)

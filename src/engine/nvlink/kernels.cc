@@ -40,12 +40,14 @@ template <class Config>
 std::string initialisers(const Config& config) {
   std::string all;
   walk_fields(config, [&]<class Value>(fields::Name name, Value value) {
-    const std::string number = std::to_string(static_cast<i64>(value));
     all += "." + text_of(name) + " = ";
-    if constexpr (std::is_enum_v<Value>) {
-      all += "static_cast<" + text_of(fields::type_name<Value>()) + ">(" + number + "), ";
+    if constexpr (fields::IsStruct<Value>) {
+      all += "{" + initialisers(value) + "}, ";
+    } else if constexpr (std::is_enum_v<Value>) {
+      all +=
+          "static_cast<" + text_of(fields::type_name<Value>()) + ">(" + std::to_string(static_cast<i64>(value)) + "), ";
     } else {
-      all += number + ", ";
+      all += std::to_string(static_cast<i64>(value)) + ", ";
     }
   });
   return all;
@@ -64,8 +66,12 @@ std::string entry(const std::string& kernel, const std::string& type, const Conf
 template <class Config>
 std::string key_of_fields(const Config& config) {
   std::string key;
-  walk_fields(config, [&](fields::Name, const auto& value) {
-    key.append(reinterpret_cast<const char*>(&value), sizeof(value));
+  walk_fields(config, [&]<class Value>(fields::Name, const Value& value) {
+    if constexpr (fields::IsStruct<Value>) {
+      key += key_of_fields(value);
+    } else {
+      key.append(reinterpret_cast<const char*>(&value), sizeof(value));
+    }
   });
   return key;
 }
