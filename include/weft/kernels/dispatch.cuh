@@ -68,8 +68,8 @@ class Dispatch {
       for (i32 store_warp = 0; store_warp < kStoreWarps; ++store_warp) {
         s.num_arrived[store_warp] = s.num_told[store_warp] = 0;
       }
-      s.num_bad_ids = s.own_rows = 0;
-      s.first_bad_at = 0x7fffffff;
+      s.own_rows = 0;
+      s.bad_ids.clear();
     }
     if (thread < kConfig.num_stages) {
       ptx::mbarrier_init(&s.full[thread], 1);

@@ -279,10 +279,7 @@ class DispatchCount : public DispatchIds<kConfig> {
 
   __device__ void tell_host(i64 num_rows) {
     transport::HostWords* host = a.view.host;
-    if (s.num_bad_ids > 0) {
-      host->first_bad_id = static_cast<const Id*>(a.topk_idx)[s.first_bad_at];
-      ptx::st_release_sys(&host->bad_ids, transport::pack_bad_ids(s.num_bad_ids, s.first_bad_at));
-    }
+    if (s.bad_ids.count > 0) s.bad_ids.template tell<Id>(host, a.topk_idx);
     if (a.ticket == 0) return;
     host->num_rows = num_rows;
     ptx::st_release_sys(&host->counted_ticket, a.ticket);

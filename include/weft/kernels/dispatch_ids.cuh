@@ -117,11 +117,7 @@ class DispatchIds : public DispatchState<kConfig> {
     }
   }
 
-  __device__ static bool is_bad(i64 id) { return static_cast<u64>(id) + 1 > static_cast<u64>(kExperts); }
-  __device__ static bool is_expert(i64 id) { return static_cast<u64>(id) < static_cast<u64>(kExperts); }
-  __device__ bool is_sent(i64 id) const {
-    return is_expert(id) && flight.is_active(Base::kPlacement.rank_of(static_cast<i32>(id)));
-  }
+  __device__ static bool is_bad(i64 id) { return is_bad_id<Base::kPlacement>(id); }
 
   // By expert: ids as they lie, so that neighbouring threads read neighbouring words.
   __device__ void count_picks(bool& has_bad) {
@@ -150,7 +146,7 @@ class DispatchIds : public DispatchState<kConfig> {
 #pragma unroll
         for (i32 idx = 0; idx < kPer; ++idx) {
           const i64 id = ids[step].value[idx];
-          if (is_sent(id)) atomicAdd(&counts[id], 1);
+          if (is_sent<Base::kPlacement>(flight, id)) atomicAdd(&counts[id], 1);
           has_bad = has_bad || is_bad(id);
         }
       }
@@ -211,7 +207,7 @@ class DispatchIds : public DispatchState<kConfig> {
     for (i32 idx = 0; idx < kNum; ++idx) {
       const i64 id = ids[idx];
       has_bad = has_bad || is_bad(id);
-      if (!is_sent(id)) continue;
+      if (!is_sent<Base::kPlacement>(flight, id)) continue;
       mask |= GpuRankMask::only(static_cast<i32>(Base::kPlacement.rank_of(static_cast<u32>(id))));
       atomicAdd(&this->mine()[id], 1);
     }
@@ -383,9 +379,7 @@ class DispatchIds : public DispatchState<kConfig> {
   __device__ void note_bad_ids() {
     const i32 num_ids = a.num_tokens * kTopk;
     for (i32 at = thread(); at < num_ids; at += kCountThreads) {
-      if (!is_bad(static_cast<const Id*>(a.topk_idx)[at])) continue;
-      atomicAdd(&s.num_bad_ids, 1);
-      atomicMin(&s.first_bad_at, at);
+      if (is_bad(static_cast<const Id*>(a.topk_idx)[at])) s.bad_ids.note(at);
     }
   }
 };

@@ -3,6 +3,7 @@
 
 #include "weft/config/kernel.h"
 #include "weft/kernels/arguments.h"
+#include "weft/kernels/route.cuh"
 #include "weft/kernels/words.cuh"
 #include "weft/transport/peers.cuh"
 
@@ -42,8 +43,7 @@ struct DispatchShared {
   i64 needed[kConfig.num_ranks];   // rows of the result there
   i32 num_tokens[kConfig.num_ranks];
   i32 own_rows;  // rank_major: rows that this rank receives
-  i32 num_bad_ids;
-  i32 first_bad_at;
+  BadIds bad_ids;
 };
 
 template <DispatchKernelConfig kConfig>

@@ -145,7 +145,7 @@ __device__ void small_dispatch(const SmallDispatchKernelArgs& args) {
                                           : kConfig.sends                   ? transport::FlightPart::kSend
                                                                             : transport::FlightPart::kReceive;
   if (threadIdx.x == 0) {  // behind it there is a barrier in begin_flight
-    if constexpr (kConfig.sends && !kConfig.is_cached) SmallDispatchSend<kConfig>::bad_ids() = {0, 0x7fffffff};
+    if constexpr (kConfig.sends && !kConfig.is_cached) SmallDispatchSend<kConfig>::bad_ids().clear();
     if constexpr (kConfig.receives) SmallDispatchReceive<kConfig>::shared_words() = {0, false};
   }
   const SmallDispatchState<kConfig> state{

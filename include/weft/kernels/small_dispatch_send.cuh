@@ -19,10 +19,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
 
   __device__ explicit SmallDispatchSend(const Base& base) : Base(base) {}
 
-  // Ids that are neither an expert nor -1, in shared memory.
-  struct BadIds {
-    i32 count, first_at;
-  };
+  // In shared memory.
   __device__ static BadIds& bad_ids() {
     __shared__ BadIds bad;
     return bad;
@@ -40,10 +37,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
   // Behind a barrier of the block that sent the routing, by one thread.
   __device__ void tell_bad_ids() const {
     const BadIds& bad = bad_ids();
-    if (bad.count == 0) return;
-    transport::HostWords* host = a.view.host;
-    host->first_bad_id = static_cast<const Id*>(a.topk_idx)[bad.first_at];
-    ptx::st_release_sys(&host->bad_ids, transport::pack_bad_ids(bad.count, bad.first_at));
+    if (bad.count != 0) bad.template tell<Id>(a.view.host, a.topk_idx);
   }
 
   __device__ void send_rows() {
@@ -97,7 +91,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
       }
 #pragma unroll
       for (i32 idx = 0; idx < kHere; ++idx) {
-        if (given[idx] < -1 || given[idx] >= kExperts) note_bad_id(first + idx * kThreads);
+        if (given[idx] < -1 || given[idx] >= kExperts) bad_ids().note(first + idx * kThreads);
       }
       this->for_ranks(flight.active, [&](i32 to) {
         u64* words = this->slot_picks(to, rank(), 0);
@@ -116,11 +110,6 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
 
   __device__ bool is_sent(i64 id) const {
     return id >= 0 && id < kExperts && flight.is_active(kPlacement.rank_of(static_cast<i32>(id)));
-  }
-
-  __device__ static void note_bad_id(i32 pick) {
-    atomicAdd(&bad_ids().count, 1);
-    atomicMin(&bad_ids().first_at, pick);
   }
 
   __device__ Picks picks_of(i32 token) const {
