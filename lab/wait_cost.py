@@ -48,13 +48,13 @@ CHANGES = {  # of the kernels: by file, texts with what takes their place
             ),
             "flight.print = print_with(print, caller_bits(flight.caller));": "flight.print = print;",
         },
-        "weft/kernels/small_dispatch_picks.cuh": {
+        "weft/kernels/small/dispatch_picks.cuh": {
             "return is_over ? sync::PauseResult::kAbort : sync::PauseResult::kLookAgain;": (
                 "return sync::PauseResult::kLookAgain;"
             ),
             "        const bool is_over = __all_sync(Base::kAll, ptx::ld_acquire_cta(has_heard) != 0) != 0;\n": "",
         },
-        "weft/kernels/small_dispatch.cuh": {
+        "weft/kernels/small/dispatch_entry.cuh": {
             "      ptx::bar_sync(kPlaced, kWithOne);\n      if (has_no_places()) return;\n": "",
             "    if constexpr (!kConfig.is_cached) ptx::bar_arrive(kPlaced, kWithOne);\n": "",
             "if (!Receive(s_).is_sound(num_tokens)) {": "if (false) {",

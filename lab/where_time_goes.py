@@ -24,7 +24,8 @@ from weft.bench.apart import apart
 from weft.bench.suite import machine_facts
 from weft.kernels import paths as kernel_paths
 
-DISPATCH, COMBINE, RECEIVE = "small_dispatch.cuh", "small_combine.cuh", "small_dispatch_receive.cuh"
+DISPATCH, COMBINE = "small/dispatch_entry.cuh", "small/combine_entry.cuh"
+RECEIVE = "small/dispatch_receive.cuh"
 FIRST, ZERO, END = "the kernel in front has ended", "flight begun: control words read", "end of the block"
 NOTIFY_ROWS = """    if (s_.is_peer(s_.lane)) {
       s_.peers().notify(Phase::kSend, s_.flight, s_.lane, static_cast<i32>(blockIdx.x));
@@ -53,7 +54,7 @@ PLACES = {  # of an operation: header, statement, the place in front of it, the 
         (COMBINE, "    return tell(flight, false, mine) == Verdict::kOk;\n", "all headers heard", None),
     ),
 }
-BASES = {"dispatch": "small_dispatch_state.cuh", "combine": "small_combine_block.cuh"}  # that the others include
+BASES = {"dispatch": "small/dispatch_block.cuh", "combine": "small/combine_block.cuh"}  # that the others include
 SLOTS, MOST_BLOCKS = 32, 128
 HELPERS = """namespace weft::kernels {
 

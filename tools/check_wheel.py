@@ -19,7 +19,7 @@ MAX_BYTES = 8 << 20
 
 def check_names(names: list[str]) -> list[str]:
     """Return what is wrong with the list of files in a wheel."""
-    needed = ("weft/__init__.py", "weft/py.typed", "weft/include/weft/kernels/dispatch.cuh")
+    needed = ("weft/__init__.py", "weft/py.typed", "weft/include/weft/kernels/dispatch/entry.cuh")
     needed += ("weft/tables/h200-2.json", "weft/tables/h200-4.json")
     needed += tuple(f"weft/planner/{name}.json" for name in ("published", "fitted", "measured"))
     problems = [f"the wheel lacks {name}" for name in needed if name not in names]

@@ -19,12 +19,12 @@
 #include "weft/config/kernel.h"
 #include "weft/config/small_dispatch_kernel.h"
 #include "weft/config/small_kernel.h"
-#include "weft/kernels/arguments.h"
-#include "weft/kernels/combine_arguments.h"
+#include "weft/kernels/combine/args.h"
+#include "weft/kernels/dispatch/args.h"
 #include "weft/kernels/gradients_arguments.h"
 #include "weft/kernels/place_rows_arguments.h"
-#include "weft/kernels/small_combine_arguments.h"
-#include "weft/kernels/small_dispatch_arguments.h"
+#include "weft/kernels/small/combine_args.h"
+#include "weft/kernels/small/dispatch_args.h"
 #include "weft/kernels/unload_arguments.h"
 
 namespace emulation {

@@ -129,7 +129,7 @@ def _write_headers(folder: Path, mutant: Mutant | None) -> None:
         if text.count(mutant.old) != 1:
             raise ValueError(f"mutant {mutant.name}: {mutant.old!r} is {text.count(mutant.old)} times in {mutant.path}")
         path.write_text(text.replace(mutant.old, mutant.new))
-    for path in folder.glob("weft/kernels/*.cuh"):
+    for path in folder.glob("weft/kernels/**/*.cuh"):
         path.write_text(DYNAMIC.sub(r"u8* const \1 = emulation::dynamic_shared;", path.read_text()))
 
 

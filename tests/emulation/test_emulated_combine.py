@@ -94,7 +94,7 @@ CASES |= RINGS
 CASES["rank_major, pushed, two rings"] = CombineCase(
     dispatch=dataclasses.replace(PLAIN, seed=8), hidden=600, shared_bytes=160 << 10
 )
-RING = "weft/kernels/combine_ring.cuh"
+RING = "weft/kernels/combine/ring.cuh"
 RING_MUTANTS = (
     Mutant(
         "a slot is filled before those who add have left it",
@@ -114,9 +114,9 @@ PUSHED = CombineCase(dispatch=PLAIN, hidden=600, shared_bytes=16 << 10)
 SUMMED = CombineCase(
     dispatch=dataclasses.replace(PLAIN, seed=4, layout="expert_major"), hidden=1280, shared_bytes=32 << 10
 )
-PUSH = "weft/kernels/combine_push.cuh"
-SUM = "weft/kernels/combine_sum.cuh"
-QUANTIZE = "weft/kernels/combine_quantize.cuh"
+PUSH = "weft/kernels/combine/push.cuh"
+SUM = "weft/kernels/combine/sum.cuh"
+QUANTIZE = "weft/kernels/combine/quantize.cuh"
 MUTANTS = (
     Mutant(
         "a slot is freed before its store has read it",
@@ -147,7 +147,7 @@ LEFT_EARLY = Mutant(
     "leave_pieces(next_.piece);",
     "leave_pieces(next_.piece + 1);",
 )
-COMBINE = "weft/kernels/combine.cuh"
+COMBINE = "weft/kernels/combine/entry.cuh"
 PULLED_MUTANTS = (
     Mutant(
         "nobody waits for the header that says where rows lie",
@@ -175,7 +175,7 @@ SILENT = Mutant(
 FP8_MUTANTS = (
     Mutant(
         "rows are not multiplied before they become FP8",
-        "weft/kernels/combine_numbers.cuh",
+        "weft/kernels/numbers.cuh",
         "ptx::multiply_bf16x2(packed.word[word], factor)",
         "packed.word[word]",
     ),

@@ -97,8 +97,8 @@ CASES = {
 }
 
 FEW_STAGES = dataclasses.replace(PLAIN, shared_bytes=12 << 10)
-SEND = "weft/kernels/dispatch_send.cuh"
-IDS = "weft/kernels/dispatch_ids.cuh"
+SEND = "weft/kernels/dispatch/send.cuh"
+IDS = "weft/kernels/dispatch/ids.cuh"
 NO_TAG = Mutant(
     "counts of other blocks are taken without looking at their tags",
     IDS,
@@ -121,7 +121,7 @@ MUTANTS = (
     ),
     Mutant(
         "nobody waits for the header that says that rows are there",
-        "weft/kernels/dispatch.cuh",
+        "weft/kernels/dispatch/entry.cuh",
         "if (transport::wait_all(a.view, Phase::kSend, flight, static_cast<i32>(blockIdx.x)) =="
         " transport::Verdict::kOk)",
         "",
@@ -164,13 +164,13 @@ EXPERT_MUTANTS = (
     ),
     Mutant(
         "rows are copied to their other places before they have come",
-        "weft/kernels/dispatch_fan.cuh",
+        "weft/kernels/dispatch/fan.cuh",
         "if (lane < end - first) {",
         "if (lane < 0) {",
     ),
     Mutant(
         "each lane tells by what it has read itself",
-        "weft/kernels/dispatch_tell.cuh",
+        "weft/kernels/dispatch/tell.cuh",
         "__shfl_sync(0xffffffffu, read, mine * kLanesEach)",
         "read",
     ),

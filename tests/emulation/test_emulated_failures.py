@@ -72,7 +72,7 @@ def test_a_peer_that_does_not_come(compiler: Compiler, kernel: str) -> None:
 
 BEGIN = "    if (flight.is_dead) return;\n    init_shared();\n"
 SILENT = Mutant(
-    "a block says nothing", "weft/kernels/dispatch.cuh", BEGIN, f"    if (blockIdx.x == 1) return;\n{BEGIN}"
+    "a block says nothing", "weft/kernels/dispatch/entry.cuh", BEGIN, f"    if (blockIdx.x == 1) return;\n{BEGIN}"
 )
 BROKEN = Mutant(
     "a block finds its window broken",
@@ -106,7 +106,7 @@ def test_a_block_that_does_not_count(compiler: Compiler, layout: str, mutant: Mu
 
 GOES_WRONG = Mutant(
     "a block goes wrong when it has added some tokens",
-    "weft/kernels/combine_reduce.cuh",
+    "weft/kernels/combine/reduce.cuh",
     "      if (!load_token(writer,",
     f"      if (b_.a.view.rank == {LATE} && turn == 5) b_.leave();\n      if (!load_token(writer,",
 )
@@ -338,37 +338,37 @@ def test_a_place_outside_of_the_heap(compiler: Compiler, layout: str) -> None:
 COUNTS = {
     "tokens": Mutant(
         "a rank says more tokens than any may have",
-        "weft/kernels/dispatch_count.cuh",
+        "weft/kernels/dispatch/count.cuh",
         "static_cast<i64>(a.num_tokens)",
         f"i64{{rank() == {ODD} ? {WINDOW.max_tokens + 1} : a.num_tokens}}",
     ),
     "picks": Mutant(
         "a rank says a negative number of picks",
-        "weft/kernels/dispatch_count.cuh",
+        "weft/kernels/dispatch/count.cuh",
         "count = idx < kExperts ? this->mine()[idx]",
         f"count = idx == 0 && rank() == {ODD} ? -1 : idx < kExperts ? this->mine()[idx]",
     ),
     "rows": Mutant(
         "a rank says more rows than it may have tokens",
-        "weft/kernels/dispatch_count.cuh",
+        "weft/kernels/dispatch/count.cuh",
         "s.total[idx - kExperts];",
         f"s.total[idx - kExperts] + (rank() == {ODD} ? {WINDOW.max_tokens + 1} : 0);",
     ),
     "few": Mutant(
         "a rank says a negative number of tokens",
-        "weft/kernels/small_dispatch_send.cuh",
+        "weft/kernels/small/dispatch_send.cuh",
         "static_cast<i64>(a.num_tokens)",
         f"i64{{rank() == {ODD} ? -1 : a.num_tokens}}",
     ),
     "many": Mutant(
         "a rank says a token more than any may have",
-        "weft/kernels/small_dispatch_send.cuh",
+        "weft/kernels/small/dispatch_send.cuh",
         "static_cast<i64>(a.num_tokens)",
         f"i64{{rank() == {ODD} ? {WINDOW.max_tokens + 1} : a.num_tokens}}",
     ),
     "most picks": Mutant(
         "a rank says a pick more for an expert than its tokens may have",
-        "weft/kernels/dispatch_count.cuh",
+        "weft/kernels/dispatch/count.cuh",
         "count = idx < kExperts ? this->mine()[idx]",
         f"count = idx == 0 && rank() == {ODD} ? {WINDOW.max_tokens * WINDOW.top_k + 1}"
         " : idx < kExperts ? this->mine()[idx]",

@@ -58,13 +58,13 @@ CASES |= {
 MUTANTS = (
     Mutant(
         "the header is sent while other warps store sums",
-        "weft/kernels/small_combine.cuh",
+        "weft/kernels/small/combine_entry.cuh",
         "ptx::bar_sync_apart(kStored, kWithOne);",
         "",
     ),
     Mutant(
         "nobody waits for the header that says that sums are there",
-        "weft/kernels/small_combine.cuh",
+        "weft/kernels/small/combine_entry.cuh",
         "mine = transport::wait(b_.a.view, Phase::kReduce, flight, b_.lane, block, waited_ns);",
         "mine = Verdict::kOk;",
     ),
@@ -81,7 +81,7 @@ MANY = dataclasses.replace(
 CASES["rank_major, early units"] = MANY
 EARLY = Mutant(
     "nobody waits for the header of the early units",
-    "weft/kernels/small_combine.cuh",
+    "weft/kernels/small/combine_entry.cuh",
     "mine = transport::wait(b_.a.view, Phase::kSend, flight, b_.lane, block, waited_ns);",
     "mine = Verdict::kOk;",
 )
@@ -92,7 +92,7 @@ CASES["rank_major, a rank without rows"] = EMPTY
 SAY = "    meet_stored();\n    if (has_peer(flight)) peers.notify(Phase::kReduce, flight, b_.lane, block);"
 SILENT = Mutant(
     "a rank without rows sends no header (R3)",
-    "weft/kernels/small_combine.cuh",
+    "weft/kernels/small/combine_entry.cuh",
     SAY,
     SAY.replace("has_peer(flight)", "has_peer(flight) && b_.a.num_rows > 0"),
 )

@@ -124,7 +124,7 @@ CASES = {
     ),
 }
 
-KERNEL, RECEIVE = "weft/kernels/small_dispatch.cuh", "weft/kernels/small_dispatch_receive.cuh"
+KERNEL, RECEIVE = "weft/kernels/small/dispatch_entry.cuh", "weft/kernels/small/dispatch_receive.cuh"
 MUTANTS = (
     Mutant(
         "nobody waits for the header that says that rows are there",
@@ -148,7 +148,7 @@ MUTANTS = (
     ),
     Mutant(
         "picks of another operation are taken for this one's",
-        "weft/kernels/small_dispatch_state.cuh",
+        "weft/kernels/small/dispatch_block.cuh",
         "return sync::progress_in(pick, flight.turn) != 0;",
         "return pick != 0;",
     ),

@@ -48,54 +48,56 @@ class Point(NamedTuple):
         return int("combine" in self.file) + int(rank in self.is_through)
 
 
-NOTIFY = "transport::notify("
+NOTIFY, CALL = "peers().notify(", "peers.notify_call("
 POINTS = {
-    "dispatch, no counts are told": Point("throughput", "dispatch_count.cuh", f"if (this->is_peer(peer)) {NOTIFY}"),
+    "dispatch, no counts are told": Point("throughput", "dispatch/count.cuh", f"if (this->is_peer(peer)) {CALL}"),
     "dispatch, one peer has the counts": Point(
-        "throughput", "dispatch_count.cuh", f"if (this->is_peer(peer)) {NOTIFY}", "peer != 0"
+        "throughput", "dispatch/count.cuh", f"if (this->is_peer(peer)) {CALL}", "peer != 0"
     ),
     "dispatch, some rows are there": Point(
         "throughput",
-        "dispatch_send.cuh",
-        "if (lane == 0) ptx::bulk_store(s.x[to] + row_there",
+        "dispatch/send.cuh",
+        "if (lane == 0) this->peers().put(s.x[to] + row_there",
         "row_there > s.start[to] + 4",
     ),
-    "dispatch, rows are not announced": Point("throughput", "dispatch.cuh", f"if (state_.is_peer(peer)) {NOTIFY}"),
+    "dispatch, rows are not announced": Point(
+        "throughput", "dispatch/entry.cuh", f"if (state_.is_peer(peer)) state_.{NOTIFY}"
+    ),
     "dispatch, one peer knows of its rows": Point(
-        "throughput", "dispatch.cuh", f"if (state_.is_peer(peer)) {NOTIFY}", "peer != 0", is_through=(0,)
+        "throughput", "dispatch/entry.cuh", f"if (state_.is_peer(peer)) state_.{NOTIFY}", "peer != 0", is_through=(0,)
     ),
-    "combine, nothing is told": Point("throughput", "combine.cuh", f"{NOTIFY}b_.a.view, Phase::kCount"),
+    "combine, nothing is told": Point("throughput", "combine/entry.cuh", f"{CALL}b_.flight"),
     "combine, some rows are there": Point(
-        "throughput", "combine_push.cuh", "u8* place = b_.landing(item", "item.index > 2"
+        "throughput", "combine/push.cuh", "const auto place = b_.landing(item", "item.index > 2"
     ),
-    "combine, the end is not announced": Point("throughput", "combine.cuh", f"if (has_peer) {NOTIFY}"),
+    "combine, the end is not announced": Point("throughput", "combine/entry.cuh", f"if (has_peer) b_.{NOTIFY}"),
     "combine, one peer knows of the end": Point(
-        "throughput", "combine.cuh", f"if (has_peer) {NOTIFY}", "peer != 0", is_through=(0,)
+        "throughput", "combine/entry.cuh", f"if (has_peer) b_.{NOTIFY}", "peer != 0", is_through=(0,)
     ),
     "small dispatch, nothing is told": Point(
-        "latency", "small_dispatch.cuh", "if (blockIdx.x == 0 && s_.is_peer(s_.lane)) transport::notify"
+        "latency", "small/dispatch_entry.cuh", "if (blockIdx.x == 0 && s_.is_peer(s_.lane)) s_.peers().notify_call"
     ),
     "small dispatch, some rows are there": Point(
         "latency",
-        "small_dispatch_send.cuh",
+        "small/dispatch_send.cuh",
         "const Picks picks = picks_of(token);\n      if constexpr (kConfig.is_q",
         "token > 2",
     ),
     "small dispatch, one peer knows of its rows": Point(
-        "latency", "small_dispatch.cuh", f"{NOTIFY}s_.a.view, Phase::kSend", "s_.lane != 0", is_through=(0,)
+        "latency", "small/dispatch_entry.cuh", f"s_.{NOTIFY}Phase::kSend", "s_.lane != 0", is_through=(0,)
     ),
     "small combine, nothing is told": Point(
-        "latency", "small_combine.cuh", "if (block == 0 && has_peer(flight)) transport::notify"
+        "latency", "small/combine_entry.cuh", f"if (block == 0 && has_peer(flight)) {CALL}"
     ),
     "small combine, one peer knows of its sums": Point(
         "latency",
-        "small_combine.cuh",
-        f"if (has_peer(flight)) {NOTIFY}view, Phase::kReduce",
+        "small/combine_entry.cuh",
+        "if (has_peer(flight)) peers.notify(Phase::kReduce",
         "b_.lane != 0",
         is_through=(0,),
     ),
 }
-FLIGHTS = {"combine.cuh": "b_.flight", "combine_push.cuh": "b_.flight", "small_dispatch.cuh": "s_.flight"}
+FLIGHTS = {"combine/entry.cuh": "b_.flight", "combine/push.cuh": "b_.flight", "small/dispatch_entry.cuh": "s_.flight"}
 
 
 class Board:

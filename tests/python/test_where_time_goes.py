@@ -17,7 +17,7 @@ KERNELS = {"dispatch": "small dispatch masked, fp8, int64 ids", "combine": "smal
 @pytest.mark.parametrize("op", where_time_goes.PLACES)
 def test_every_place_is_noted_once(op: str, tmp_path: Path) -> None:
     folder = where_time_goes.noting_headers(tmp_path / "include", op, 0x7F0000000000)
-    text = "".join(path.read_text() for path in (folder / "weft" / "kernels").glob("small_*.cuh"))
+    text = "".join(path.read_text() for path in (folder / "weft" / "kernels" / "small").glob("*.cuh"))
     places = where_time_goes.places_of(op)
     assert len(places) == len(set(places)) <= where_time_goes.SLOTS
     for slot in range(1, len(places) - 1):

@@ -15,7 +15,7 @@ NAMES = [
     "weft/__init__.py",
     "weft/py.typed",
     "weft/_native.abi3.so",
-    "weft/include/weft/kernels/dispatch.cuh",
+    "weft/include/weft/kernels/dispatch/entry.cuh",
     "weft/tables/h200-2.json",
     "weft/tables/h200-4.json",
     "weft/planner/published.json",

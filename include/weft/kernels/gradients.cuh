@@ -7,8 +7,8 @@
 // added. The cpu engine adds in the same order (src/engine/cpu/gradients.cc).
 #pragma once
 
-#include "weft/kernels/combine_numbers.cuh"
 #include "weft/kernels/gradients_arguments.h"
+#include "weft/kernels/numbers.cuh"
 #include "weft/ptx/load_vector.cuh"
 #include "weft/ptx/thread.cuh"
 

@@ -1,5 +1,5 @@
-// What the warps that tell ranks how far a block's stores to them have come have in common (combine_push.cuh,
-// dispatch_tell.cuh).
+// What the warps that tell ranks how far a block's stores to them have come have in common (combine/push.cuh,
+// dispatch/tell.cuh).
 #pragma once
 
 #include "weft/transport/peers.cuh"

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "engine/nvlink/window.h"
-#include "weft/kernels/combine_arguments.h"
+#include "weft/kernels/combine/args.h"
 
 namespace weft::nvlink {
 

@@ -7,7 +7,7 @@
 #include "base/status.h"
 #include "engine/nvlink/small_dispatch.h"
 #include "weft/config/fields.h"
-#include "weft/kernels/arguments.h"
+#include "weft/kernels/dispatch/args.h"
 #include "weft/layout/checked.h"
 
 namespace weft::nvlink {
@@ -53,10 +53,17 @@ std::string initialisers(const Config& config) {
   return all;
 }
 
-// A kernel has the name of its entry; its types begin with `type`.
+// A kernel: the header of its entry, whose name it has, and what its types begin with.
+struct Entry {
+  const char* header;
+  const char* kernel;
+  const char* type;
+};
+
 template <class Config>
-std::string entry(const std::string& kernel, const std::string& type, const Config& config) {
-  return "#include \"weft/kernels/" + kernel + ".cuh\"\nconstexpr weft::" + type + "KernelConfig kConfig{" +
+std::string entry(const Entry& of, const Config& config) {
+  const std::string kernel = of.kernel, type = of.type;
+  return std::string("#include \"weft/kernels/") + of.header + "\"\nconstexpr weft::" + type + "KernelConfig kConfig{" +
          initialisers(config) + "};\nextern \"C\" __global__ void __launch_bounds__(kConfig.num_threads(), 1) " +
          "weft_kernel(const __grid_constant__ weft::kernels::" + type +
          "KernelArgs args) {\n  weft::ptx::wait_for_kernel_before();\n  weft::kernels::" + kernel +
@@ -78,12 +85,18 @@ std::string key_of_fields(const Config& config) {
 
 }  // namespace
 
-std::string render(const DispatchKernelConfig& config) { return entry("dispatch", "Dispatch", config); }
-std::string render(const CombineKernelConfig& config) { return entry("combine", "Combine", config); }
-std::string render(const SmallDispatchKernel& kernel) {
-  return entry("small_dispatch", "SmallDispatch", kernel.config);
+std::string render(const DispatchKernelConfig& config) {
+  return entry({"dispatch/entry.cuh", "dispatch", "Dispatch"}, config);
 }
-std::string render(const SmallCombineKernelConfig& config) { return entry("small_combine", "SmallCombine", config); }
+std::string render(const CombineKernelConfig& config) {
+  return entry({"combine/entry.cuh", "combine", "Combine"}, config);
+}
+std::string render(const SmallDispatchKernel& kernel) {
+  return entry({"small/dispatch_entry.cuh", "small_dispatch", "SmallDispatch"}, kernel.config);
+}
+std::string render(const SmallCombineKernelConfig& config) {
+  return entry({"small/combine_entry.cuh", "small_combine", "SmallCombine"}, config);
+}
 
 std::string key_of(const DispatchKernelConfig& config) { return "d" + key_of_fields(config); }
 std::string key_of(const CombineKernelConfig& config) { return "c" + key_of_fields(config); }

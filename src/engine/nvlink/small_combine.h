@@ -3,7 +3,7 @@
 
 #include "engine/nvlink/window.h"
 #include "weft/config/small_kernel.h"
-#include "weft/kernels/small_combine_arguments.h"
+#include "weft/kernels/small/combine_args.h"
 
 namespace weft::nvlink {
 

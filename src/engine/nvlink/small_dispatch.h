@@ -3,7 +3,7 @@
 
 #include "engine/nvlink/window.h"
 #include "weft/config/small_dispatch_kernel.h"
-#include "weft/kernels/small_dispatch_arguments.h"
+#include "weft/kernels/small/dispatch_args.h"
 
 namespace weft::nvlink {
 

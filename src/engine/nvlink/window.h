@@ -17,7 +17,7 @@
 #include "engine/nvlink/receive_heap.h"
 #include "engine/nvlink/types.h"
 #include "engine/nvlink/unload.h"
-#include "weft/kernels/arguments.h"
+#include "weft/kernels/dispatch/args.h"
 #include "weft/layout/gpu_window.h"
 
 namespace weft::nvlink {

@@ -19,7 +19,7 @@ SmallCombineKernelConfig config_of(Dtype dtype, i32 hidden, i32 num_ranks) {
   return config;
 }
 
-// As kernels/small_combine_block.cuh goes through them.
+// As kernels/small/combine_block.cuh goes through them.
 void check_covers(const SmallCombineKernelConfig& config, const SmallSplit& split, i32 num_tokens, i32 num_blocks) {
   std::vector<int> seen(static_cast<std::size_t>(num_tokens) * static_cast<std::size_t>(config.hidden));
   for (i32 block = 0; block < num_blocks; ++block) {

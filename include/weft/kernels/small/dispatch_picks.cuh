@@ -1,7 +1,7 @@
 // Small-batch dispatch, the receiving half: which picks each warp looks at, and what ids say of them.
 #pragma once
 
-#include "weft/kernels/small_dispatch_state.cuh"
+#include "weft/kernels/small/dispatch_block.cuh"
 
 namespace weft::kernels {
 

@@ -2,7 +2,7 @@
 // step 2). Each block counts its share and tells the others of its GPU, by words that say themselves of which operation they are.
 #pragma once
 
-#include "weft/kernels/dispatch_state.cuh"
+#include "weft/kernels/dispatch/block.cuh"
 #include "weft/sync/header.h"
 
 namespace weft::kernels {

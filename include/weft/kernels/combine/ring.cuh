@@ -17,7 +17,7 @@ struct alignas(16) RingItem {
   i32 count = 0;  // rows, in consecutive slots, or kRingEnd
   i32 index = 0;  // of the token among those of the block
   u16 chunk = 0;
-  u16 owner = 0;  // push: rank whose token it is; reduce: which of its rows is not in a slot (combine_reduce.cuh)
+  u16 owner = 0;  // push: rank whose token it is; reduce: which of its rows is not in a slot (combine/reduce.cuh)
 };
 
 template <i32 kSlotCount>

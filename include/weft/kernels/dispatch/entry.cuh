@@ -6,12 +6,12 @@
 //   done    one header a peer; a block waits for the peers' blocks of its own number, so the call ends with the last row (R20)
 #pragma once
 
-#include "weft/kernels/dispatch_count.cuh"
-#include "weft/kernels/dispatch_fan.cuh"
-#include "weft/kernels/dispatch_plan.cuh"
-#include "weft/kernels/dispatch_quantize.cuh"
-#include "weft/kernels/dispatch_send.cuh"
-#include "weft/kernels/dispatch_tell.cuh"
+#include "weft/kernels/dispatch/count.cuh"
+#include "weft/kernels/dispatch/fan.cuh"
+#include "weft/kernels/dispatch/plan.cuh"
+#include "weft/kernels/dispatch/quantize.cuh"
+#include "weft/kernels/dispatch/send.cuh"
+#include "weft/kernels/dispatch/tell.cuh"
 
 namespace weft::kernels {
 

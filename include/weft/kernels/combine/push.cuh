@@ -1,11 +1,11 @@
 // The contributor's part of combine: rows, or sums of a token's rows, are stored into the landing of the token's owner.
 //   plan   one warp reads the receive plan, a piece ahead
 //   load   one warp loads rows into slots: rank-major ones in their own type; else warps make what goes on the wire
-//          (combine_sum.cuh, combine_quantize.cuh)
+//          (combine/sum.cuh, combine/quantize.cuh)
 //   store  one warp stores rows, several store sums, FP8 rows go out from where they are made; one posts how far all have come
 #pragma once
 
-#include "weft/kernels/combine_block.cuh"
+#include "weft/kernels/combine/block.cuh"
 #include "weft/kernels/post.cuh"
 
 namespace weft::kernels {

@@ -4,7 +4,7 @@
 // When all its chunks are planned, other blocks may take tokens over.
 #pragma once
 
-#include "weft/kernels/dispatch_state.cuh"
+#include "weft/kernels/dispatch/block.cuh"
 #include "weft/layout/gpu_plan.h"
 
 namespace weft::kernels {

@@ -1,8 +1,8 @@
 // What the roles of a block of combine share: its arguments, its shared memory and the numbering of its tokens.
 #pragma once
 
-#include "weft/kernels/combine_arguments.h"
-#include "weft/kernels/combine_ring.cuh"
+#include "weft/kernels/combine/args.h"
+#include "weft/kernels/combine/ring.cuh"
 #include "weft/kernels/words.cuh"
 #include "weft/layout/gpu_plan.h"
 #include "weft/layout/routing.h"

@@ -1,18 +1,18 @@
 // Combine between GPUs that reach each other by load and store, one launch a call.
 // docs/protocols/nvlink-combine.md is the page to this file; in short:
 //   count    block 0 tells every peer where its rows lie, or that it pushes
-//   send     a rank that pushes stores rows, partial sums (combine_sum.cuh) or FP8 rows (combine_quantize.cuh) into the owners'
-//            landings (combine_push.cuh)
-//   reduce   the owner of a token adds the contributions in the order of the ranks      (combine_reduce.cuh)
+//   send     a rank that pushes stores rows, partial sums (combine/sum.cuh) or FP8 rows (combine/quantize.cuh) into the owners'
+//            landings (combine/push.cuh)
+//   reduce   the owner of a token adds the contributions in the order of the ranks      (combine/reduce.cuh)
 //   reduce   header: "I have read everything of yours, and what I push has arrived"; the call ends with every peer's (R20)
 // Block b of every rank sees to the same tokens, so it waits only for the blocks b of its peers.
 #pragma once
 
-#include "weft/kernels/combine_push.cuh"
-#include "weft/kernels/combine_quantize.cuh"
-#include "weft/kernels/combine_reduce.cuh"
-#include "weft/kernels/combine_side.cuh"
-#include "weft/kernels/combine_sum.cuh"
+#include "weft/kernels/combine/push.cuh"
+#include "weft/kernels/combine/quantize.cuh"
+#include "weft/kernels/combine/reduce.cuh"
+#include "weft/kernels/combine/side.cuh"
+#include "weft/kernels/combine/sum.cuh"
 
 namespace weft::kernels {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "weft/config/small_kernel.h"
-#include "weft/kernels/small_combine_arguments.h"
+#include "weft/kernels/small/combine_args.h"
 #include "weft/layout/gpu_plan.h"
 #include "weft/transport/peers.cuh"
 

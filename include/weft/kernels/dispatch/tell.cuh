@@ -2,7 +2,7 @@
 // need not wait for what is copied here (docs/protocols/nvlink-dispatch.md, step 4).
 #pragma once
 
-#include "weft/kernels/dispatch_state.cuh"
+#include "weft/kernels/dispatch/block.cuh"
 #include "weft/kernels/post.cuh"
 
 namespace weft::kernels {

@@ -3,7 +3,7 @@
 // the warp's next contribution, to a stage in shared memory that is the warp's own.
 #pragma once
 
-#include "weft/kernels/combine_items.cuh"
+#include "weft/kernels/combine/items.cuh"
 #include "weft/kernels/post.cuh"
 #include "weft/ptx/fetch.cuh"
 #include "weft/ptx/fp8_scale.h"

@@ -2,8 +2,8 @@
 // stores it into this rank's slot at the token's owner.
 #pragma once
 
-#include "weft/kernels/combine_numbers.cuh"
-#include "weft/kernels/small_combine_block.cuh"
+#include "weft/kernels/numbers.cuh"
+#include "weft/kernels/small/combine_block.cuh"
 #include "weft/ptx/fp8_scale.h"
 
 namespace weft::kernels {

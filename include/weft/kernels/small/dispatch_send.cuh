@@ -2,7 +2,7 @@
 // theirs (docs/protocols/nvlink-small.md, "Dispatch", steps 1 and 2). Nothing is asked for before.
 #pragma once
 
-#include "weft/kernels/small_dispatch_state.cuh"
+#include "weft/kernels/small/dispatch_block.cuh"
 #include "weft/ptx/fp8_scale.h"
 
 namespace weft::kernels {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "weft/config/kernel.h"
-#include "weft/kernels/arguments.h"
+#include "weft/kernels/dispatch/args.h"
 #include "weft/kernels/route.cuh"
 #include "weft/kernels/words.cuh"
 #include "weft/transport/peers.cuh"

@@ -1,8 +1,8 @@
-// What warps that make contributions share: they take them as they come, piece by piece of the receive plan (combine_push.cuh).
+// What warps that make contributions share: they take them as they come, piece by piece of the receive plan (combine/push.cuh).
 #pragma once
 
-#include "weft/kernels/combine_block.cuh"
-#include "weft/kernels/combine_numbers.cuh"
+#include "weft/kernels/combine/block.cuh"
+#include "weft/kernels/numbers.cuh"
 
 namespace weft::kernels {
 

@@ -8,8 +8,8 @@
 // Before that, all of block 0 send ids and weights.
 #pragma once
 
-#include "weft/kernels/small_dispatch_receive.cuh"
-#include "weft/kernels/small_dispatch_send.cuh"
+#include "weft/kernels/small/dispatch_receive.cuh"
+#include "weft/kernels/small/dispatch_send.cuh"
 
 namespace weft::kernels {
 

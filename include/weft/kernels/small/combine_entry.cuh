@@ -6,9 +6,9 @@
 // Warps: kWorkers move rows; one sends headers, one waits for those of others; these two have side values as well.
 #pragma once
 
-#include "weft/kernels/small_combine_push.cuh"
-#include "weft/kernels/small_combine_reduce.cuh"
-#include "weft/kernels/small_combine_side.cuh"
+#include "weft/kernels/small/combine_push.cuh"
+#include "weft/kernels/small/combine_reduce.cuh"
+#include "weft/kernels/small/combine_side.cuh"
 
 namespace weft::kernels {
 

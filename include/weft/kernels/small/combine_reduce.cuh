@@ -2,8 +2,8 @@
 // ranks, and writes it.
 #pragma once
 
-#include "weft/kernels/combine_numbers.cuh"
-#include "weft/kernels/small_combine_block.cuh"
+#include "weft/kernels/numbers.cuh"
+#include "weft/kernels/small/combine_block.cuh"
 
 namespace weft::kernels {
 

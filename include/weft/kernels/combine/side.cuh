@@ -2,7 +2,7 @@
 // its tokens with plain stores, says so once, and gathers what the other ranks have sent.
 #pragma once
 
-#include "weft/kernels/combine_block.cuh"
+#include "weft/kernels/combine/block.cuh"
 
 namespace weft::kernels {
 

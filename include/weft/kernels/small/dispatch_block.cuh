@@ -3,7 +3,7 @@
 
 #include "weft/config/small_dispatch_kernel.h"
 #include "weft/kernels/route.cuh"
-#include "weft/kernels/small_dispatch_arguments.h"
+#include "weft/kernels/small/dispatch_args.h"
 #include "weft/kernels/words.cuh"
 #include "weft/transport/peers.cuh"
 

@@ -2,7 +2,7 @@
 // has those of tokens block, block + num_blocks, ...
 #pragma once
 
-#include "weft/kernels/small_combine_block.cuh"
+#include "weft/kernels/small/combine_block.cuh"
 
 namespace weft::kernels {
 

@@ -2,7 +2,7 @@
 // and 3).
 #pragma once
 
-#include "weft/kernels/dispatch_ids.cuh"
+#include "weft/kernels/dispatch/ids.cuh"
 #include "weft/layout/routing.h"
 
 namespace weft::kernels {

@@ -2,7 +2,7 @@
 // to their places (docs/protocols/nvlink-small.md, "Dispatch", steps 3 and 4).
 #pragma once
 
-#include "weft/kernels/small_dispatch_picks.cuh"
+#include "weft/kernels/small/dispatch_picks.cuh"
 #include "weft/layout/routing.h"
 
 namespace weft::kernels {

@@ -2,7 +2,7 @@
 // step 4). num_quantize_warps warps, a row each.
 #pragma once
 
-#include "weft/kernels/dispatch_state.cuh"
+#include "weft/kernels/dispatch/block.cuh"
 #include "weft/ptx/fp8_scale.h"
 
 namespace weft::kernels {

@@ -2,7 +2,7 @@
 // (docs/protocols/nvlink-dispatch.md, steps 4 and 5). One warp loads, kStoreWarps store.
 #pragma once
 
-#include "weft/kernels/dispatch_count.cuh"
+#include "weft/kernels/dispatch/count.cuh"
 #include "weft/kernels/place_rows_arguments.h"
 #include "weft/kernels/post.cuh"
 

@@ -1,10 +1,10 @@
 // What a contributor makes of rows by expert and pushes: the sum of a token's picks, or the FP8 form of it, chunk by chunk. Warps
 // take contributions as they come. A warp fetches the rows through a ring of stages of its own, each a unit of one row (32 lanes
 // times some vectors), ahead of what it adds and on into its next contribution. The result goes into a slot, which a store warp
-// sends (combine_push.cuh).
+// sends (combine/push.cuh).
 #pragma once
 
-#include "weft/kernels/combine_items.cuh"
+#include "weft/kernels/combine/items.cuh"
 #include "weft/ptx/fetch.cuh"
 #include "weft/ptx/fp8_scale.h"
 

@@ -2,8 +2,8 @@
 // A contribution is a row in a peer's heap, or what the peer has pushed into this rank's landing.
 #pragma once
 
-#include "weft/kernels/combine_block.cuh"
-#include "weft/kernels/combine_numbers.cuh"
+#include "weft/kernels/combine/block.cuh"
+#include "weft/kernels/numbers.cuh"
 
 namespace weft::kernels {
 
