@@ -98,6 +98,9 @@ CASES = {
 
 FEW_STAGES = dataclasses.replace(PLAIN, shared_bytes=12 << 10)
 SEND = "weft/kernels/dispatch/send.cuh"
+STAGES = "weft/kernels/dispatch/stages.cuh"
+BY_RANK, BY_EXPERT = "weft/kernels/dispatch/store_by_rank.cuh", "weft/kernels/dispatch/store_by_expert.cuh"
+IDS_OUT = "weft/kernels/dispatch/ids_out.cuh"
 IDS = "weft/kernels/dispatch/ids.cuh"
 NO_TAG = Mutant(
     "counts of other blocks are taken without looking at their tags",
@@ -109,13 +112,13 @@ MUTANTS = (
     NO_TAG,
     Mutant(
         "a stage is freed before its stores have read it",
-        SEND,
+        STAGES,
         "    ptx::bulk_wait_read<kReading>();\n",
         "",
     ),
     Mutant(
         "the header is sent before the stores are complete",
-        SEND,
+        STAGES,
         "ptx::bulk_wait_all();\n    ptx::fence_proxy_async_global();\n    __syncwarp();",
         "__syncwarp();",
     ),
@@ -128,7 +131,7 @@ MUTANTS = (
     ),
     Mutant(
         "tokens of earlier groups are not counted",
-        SEND,
+        BY_RANK,
         "s.start[to] + this->rows_before(to, token / 32) +",
         "s.start[to] +",
     ),
@@ -137,7 +140,7 @@ MUTANTS = (
 MIXED_IDS = dataclasses.replace(FEW_STAGES, int32_ranks=(1,), num_rounds=1)
 OWN_TYPE = Mutant(
     "ids are written in the type that the sender has",
-    SEND,
+    IDS_OUT,
     "if (s.with_int64.has(to)) {",
     "if (kConfig.topk_is_int64) {",
 )
@@ -152,7 +155,7 @@ EXPERT_MUTANTS = (
     ),
     Mutant(
         "a row is sent before its place is known",
-        SEND,
+        BY_EXPERT,
         "ptx::ld_acquire_cta(&s.num_planned[period]) >= num_picks",
         "true",
     ),

@@ -56,7 +56,7 @@ POINTS = {
     ),
     "dispatch, some rows are there": Point(
         "throughput",
-        "dispatch/send.cuh",
+        "dispatch/store_by_rank.cuh",
         "if (lane == 0) this->peers().put(s.x[to] + row_there",
         "row_there > s.start[to] + 4",
     ),

@@ -48,14 +48,14 @@ MISTAKES = {
         orders.FULL_WAIT,
     ),
     "dispatch: no fence behind the last stores": (
-        "kernels/dispatch/send.cuh",
+        "kernels/dispatch/stages.cuh",
         "    ptx::fence_proxy_async_global();\n",
         "",
         TO_RANKS,
         orders.DRAIN,
     ),
     "dispatch: the fence comes before the wait": (
-        "kernels/dispatch/send.cuh",
+        "kernels/dispatch/stages.cuh",
         "    ptx::bulk_wait_all();\n    ptx::fence_proxy_async_global();\n",
         "    ptx::fence_proxy_async_global();\n    ptx::bulk_wait_all();\n",
         TO_RANKS,
@@ -69,7 +69,7 @@ MISTAKES = {
         orders.FENCE_SHARED_SYNC,
     ),
     "dispatch by expert: items are noted that are only read": (
-        "kernels/dispatch/send.cuh",
+        "kernels/dispatch/stages.cuh",
         "ptx::bulk_wait<kPending>();",
         "ptx::bulk_wait_read<kPending>();",
         BY_EXPERT,

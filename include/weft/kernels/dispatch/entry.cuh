@@ -8,6 +8,7 @@
 
 #include "weft/kernels/dispatch/count.cuh"
 #include "weft/kernels/dispatch/fan.cuh"
+#include "weft/kernels/dispatch/ids_out.cuh"
 #include "weft/kernels/dispatch/plan.cuh"
 #include "weft/kernels/dispatch/quantize.cuh"
 #include "weft/kernels/dispatch/send.cuh"
@@ -110,7 +111,7 @@ class Dispatch {
         }
       } else {
         if constexpr (kConfig.scale_row_bytes > kConfig.staged_scale_bytes()) send_.store_scales(kFirstOther);
-        if constexpr (!kConfig.is_cached) send_.store_ids(kFirstOther);
+        if constexpr (!kConfig.is_cached) DispatchIdsOut<kConfig>(state_).run(kFirstOther);
       }
     }
   }

@@ -4,7 +4,7 @@
 // concerned: they go to all their places from the stage that they are sent from.
 #pragma once
 
-#include "weft/kernels/dispatch/send.cuh"
+#include "weft/kernels/dispatch/stages.cuh"
 
 namespace weft::kernels {
 
