@@ -54,17 +54,81 @@ class Communicator:
     def note_refusal(self, text: str) -> None: ...
     def close(self, why: str = "") -> None: ...
 
+class _CallArgs:
+    layout: int
+    alignment: int
+    capacity: int
+    max_tokens: int
+    hidden: int
+    num_tokens: int
+    num_blocks: int
+    object: int
+    timeout_ns: int
+    stream: int
+    is_small: bool
+    sends: bool
+    receives: bool
+
+class DispatchArgs(_CallArgs):
+    dtype: int
+    quantize: int
+    x: int
+    row_bytes: int
+    scales: int
+    scale_row_bytes: int
+    scales_are_fp32: bool
+    topk_idx: int
+    topk_is_int64: bool
+    topk_weights: int
+    cached: bool
+    send_plan: int
+    recv_plan: int
+    recv_plan_len: int
+    num_rows: int
+    counts: int
+    offsets: int
+    num_rows_out: int
+    overflow: int
+    room: int
+    out_x: int
+    out_scales: int
+    out_ids: int
+    out_weights: int
+
+class CombineArgs(_CallArgs):
+    dtype: int
+    y: int
+    num_rows: int
+    weights: int
+    side: int
+    has_side: bool
+    bias: int
+    bias_is_2d: bool
+    bias_is_fp32: bool
+    out: int
+    side_out: int
+    send_plan: int
+    recv_plan: int
+    recv_plan_len: int
+    wire_is_fp8: bool
+
 class DispatchResult:
     @property
-    def x(self) -> Any: ...
+    def x(self) -> Any | None: ...
     @property
     def scales(self) -> Any | None: ...
     @property
     def topk_idx(self) -> Any | None: ...
     @property
-    def topk_weights(self) -> Any: ...
+    def topk_weights(self) -> Any | None: ...
     @property
     def recv_plan(self) -> Any | None: ...
+    @property
+    def has_begun(self) -> bool: ...
+    @property
+    def in_heap(self) -> bool: ...
+    @property
+    def result_rows(self) -> int: ...
     @property
     def num_rows(self) -> int: ...
     @property
@@ -74,13 +138,78 @@ class DispatchResult:
     @property
     def first_bad_at(self) -> int: ...
     @property
-    def in_heap(self) -> bool: ...
+    def rows_sent(self) -> int: ...
+    @property
+    def bytes_sent(self) -> int: ...
+
+class Routing:
+    def tensor(self, name: str, from_dlpack: Callable[[Any], Any]) -> Any | None: ...
+    @property
+    def send_plan(self) -> int: ...
+    @property
+    def recv_plan(self) -> int: ...
+    @property
+    def topk_weights(self) -> int: ...
+    @property
+    def recv_plan_len(self) -> int: ...
+    @property
+    def num_bad_ids(self) -> int: ...
+    @property
+    def first_bad_id(self) -> int: ...
+    @property
+    def first_bad_at(self) -> int: ...
     @property
     def rows_sent(self) -> int: ...
     @property
     def bytes_sent(self) -> int: ...
 
 class Window:
+    def dispatch(self, args: DispatchArgs) -> DispatchResult: ...
+    def combine(self, args: CombineArgs) -> None: ...
+    def dispatch_first(
+        self,
+        args: DispatchArgs,
+        stream: int,
+        num_tokens: int,
+        x: int,
+        scales: int,
+        topk_idx: int,
+        topk_weights: int,
+        from_dlpack: Callable[[Any], Any],
+    ) -> tuple[Any, ...] | None: ...
+    def dispatch_again(
+        self,
+        args: DispatchArgs,
+        stream: int,
+        num_tokens: int,
+        x: int,
+        scales: int,
+        counts: int,
+        send_plan: int,
+        recv_plan: int,
+        recv_plan_len: int,
+        num_rows: int,
+        from_dlpack: Callable[[Any], Any],
+    ) -> tuple[Any, ...]: ...
+    def combine_rows(
+        self,
+        args: CombineArgs,
+        stream: int,
+        num_tokens: int,
+        y: int,
+        num_rows: int,
+        weights: int,
+        send_plan: int,
+        recv_plan: int,
+        recv_plan_len: int,
+        out: int,
+    ) -> None: ...
+    def empty(self, shape: Sequence[int], dtype: int, stream: int = 0) -> Any | None: ...
+    @property
+    def id(self) -> int: ...
+    def close(self) -> None: ...
+
+class CpuWindow(Window):
     def __init__(
         self,
         comm: Communicator,
@@ -93,71 +222,9 @@ class Window:
         staging_bytes: int = 0,
         timeout_s: float = 100.0,
     ) -> None: ...
-    def dispatch(
-        self,
-        *,
-        x_ptr: int,
-        scales_ptr: int,
-        num_tokens: int,
-        topk_ptr: int,
-        topk_is_int64: bool,
-        weights_ptr: int,
-        send_plan_ptr: int,
-        recv_plan_ptr: int,
-        recv_plan_len: int,
-        cached: bool,
-        dtype: int,
-        layout: int,
-        quantize: int,
-        row_bytes: int,
-        scale_row_bytes: int,
-        hidden: int,
-        alignment: int,
-        capacity: int,
-        max_tokens: int,
-        deadline_s: float,
-        counts_ptr: int,
-        offsets_ptr: int,
-        num_rows_ptr: int,
-        overflow_ptr: int,
-        zeroes_holes: bool,
-        object: int = ...,
-    ) -> DispatchResult: ...
-    def combine(
-        self,
-        *,
-        y_ptr: int,
-        num_rows: int,
-        weights_ptr: int,
-        has_side: bool,
-        side_ptr: int,
-        bias_ptr: int,
-        bias_is_2d: bool,
-        bias_is_fp32: bool,
-        out_ptr: int,
-        side_out_ptr: int,
-        num_tokens: int,
-        send_plan_ptr: int,
-        recv_plan_ptr: int,
-        recv_plan_len: int,
-        dtype: int,
-        layout: int,
-        capacity: int,
-        hidden: int,
-        alignment: int,
-        max_tokens: int,
-        weighted: bool,
-        wire_is_fp8: bool,
-        deadline_s: float,
-        object: int = ...,
-    ) -> None: ...
-    def empty(self, num_rows: int, cols: int, dtype: int) -> Any | None: ...
     def owns(self, ptr: int) -> bool: ...
-    @property
-    def id(self) -> int: ...
     def stats(self) -> dict[str, Any]: ...
     def barrier(self, deadline_s: float) -> None: ...
-    def close(self) -> None: ...
 
 def gpu_leave_graphs_to_the_exit() -> None: ...
 def gpu_record_stream(ptr: int, stream: int) -> bool: ...
@@ -181,62 +248,6 @@ class Gpu:
     @property
     def num_sms(self) -> int: ...
 
-class _GpuCallArgs:
-    layout: int
-    alignment: int
-    capacity: int
-    max_tokens: int
-    hidden: int
-    num_tokens: int
-    num_blocks: int
-    object: int
-    timeout_ns: int
-    stream: int
-    is_small: bool
-    sends: bool
-    receives: bool
-
-class GpuDispatchArgs(_GpuCallArgs):
-    dtype: int
-    quantize: int
-    x: int
-    row_bytes: int
-    scales: int
-    scale_row_bytes: int
-    scales_are_fp32: bool
-    topk_idx: int
-    topk_is_int64: bool
-    topk_weights: int
-    cached: bool
-    send_plan: int
-    recv_plan: int
-    num_rows: int
-    counts: int
-    offsets: int
-    num_rows_out: int
-    overflow: int
-    room: int
-    out_x: int
-    out_scales: int
-    out_ids: int
-    out_weights: int
-
-class GpuCombineArgs(_GpuCallArgs):
-    dtype: int
-    y: int
-    num_rows: int
-    weights: int
-    side: int
-    has_side: bool
-    bias: int
-    bias_is_2d: bool
-    bias_is_fp32: bool
-    out: int
-    side_out: int
-    send_plan: int
-    recv_plan: int
-    wire_is_fp8: bool
-
 class GpuUnloadArgs:
     x: int
     scales: int
@@ -244,34 +255,9 @@ class GpuUnloadArgs:
     topk_weights: int
     recv_plan: int
 
-class GpuDispatchResult:
-    @property
-    def x(self) -> Any | None: ...
-    @property
-    def scales(self) -> Any | None: ...
-    @property
-    def topk_idx(self) -> Any | None: ...
-    @property
-    def topk_weights(self) -> Any | None: ...
-    @property
-    def recv_plan(self) -> Any | None: ...
-    @property
-    def in_heap(self) -> bool: ...
-    @property
-    def result_rows(self) -> int: ...
-
 class GpuTogether: ...
 
-class GpuRouting:
-    def tensor(self, name: str, from_dlpack: Callable[[Any], Any]) -> Any | None: ...
-    @property
-    def send_plan(self) -> int: ...
-    @property
-    def recv_plan(self) -> int: ...
-    @property
-    def topk_weights(self) -> int: ...
-
-class GpuWindow:
+class GpuWindow(Window):
     def __init__(
         self,
         comm: Communicator,
@@ -286,22 +272,10 @@ class GpuWindow:
         small_tokens: int = 0,
         timeout_s: float = 100.0,
     ) -> None: ...
-    def dispatch(self, args: GpuDispatchArgs) -> GpuDispatchResult: ...
-    def dispatch_first(
-        self,
-        args: GpuDispatchArgs,
-        stream: int,
-        num_tokens: int,
-        x: int,
-        scales: int,
-        topk_idx: int,
-        topk_weights: int,
-        from_dlpack: Callable[[Any], Any],
-    ) -> tuple[Any, ...] | None: ...
     def together(self, wanted: Sequence[tuple[Sequence[int], int]]) -> GpuTogether: ...
     def dispatch_small(
         self,
-        args: GpuDispatchArgs,
+        args: DispatchArgs,
         wanted: GpuTogether,
         stream: int,
         num_tokens: int,
@@ -311,35 +285,8 @@ class GpuWindow:
         topk_weights: int,
         out_x: int,
         out_scales: int,
-    ) -> tuple[int, GpuRouting] | None: ...
-    def dispatch_again(
-        self,
-        args: GpuDispatchArgs,
-        stream: int,
-        num_tokens: int,
-        x: int,
-        scales: int,
-        counts: int,
-        send_plan: int,
-        recv_plan: int,
-        num_rows: int,
-        from_dlpack: Callable[[Any], Any],
-    ) -> tuple[Any, ...]: ...
-    def combine_rows(
-        self,
-        args: GpuCombineArgs,
-        stream: int,
-        num_tokens: int,
-        y: int,
-        num_rows: int,
-        weights: int,
-        send_plan: int,
-        recv_plan: int,
-        out: int,
-    ) -> None: ...
+    ) -> tuple[int, Routing] | None: ...
     def unload(self, args: GpuUnloadArgs) -> None: ...
-    def combine(self, args: GpuCombineArgs) -> None: ...
-    def empty(self, shape: Sequence[int], dtype: int, stream: int) -> Any | None: ...
     def empty_together(
         self, wanted: Sequence[tuple[Sequence[int], int]], stream: int, from_dlpack: Callable[[Any], Any]
     ) -> list[Any] | None: ...
@@ -350,6 +297,3 @@ class GpuWindow:
     def heap_used(self) -> int: ...
     @property
     def heap_peak(self) -> int: ...
-    @property
-    def id(self) -> int: ...
-    def close(self) -> None: ...

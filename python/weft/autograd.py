@@ -15,7 +15,7 @@ must run on every rank, in the same order, whatever the user's code does with th
 
 Who owns what: a node owns its record (`_Sent` of a dispatch, `_Summed` of a combine), hooks hold records weakly, so no
 cycle runs through torch's C++ nodes, which no collector could free. When a node dies before its backward, the case of
-the unused result, its record moves to `NativeCalls.unused`, which holds at most MAX_UNUSED: what forwards without a
+the unused result, its record moves to `Runner.unused`, which holds at most MAX_UNUSED: what forwards without a
 backward leave behind is bounded by that.
 
 Limits (docs/semantics.md): x, or else topk_weights, requires grad on every rank or on none; a backward that leads to x
@@ -43,7 +43,7 @@ from torch.utils.hooks import RemovableHandle
 
 from weft.call.gradients import bias_gradient
 from weft.call.received import Received
-from weft.call.runner import NativeCalls
+from weft.call.runner import Runner
 from weft.call.spec import LEAST_COLUMNS, RANK_MAJOR, Call, rows_shape
 from weft.call.tensors import plain
 from weft.errors import InvalidState
@@ -67,7 +67,7 @@ class Plans(NamedTuple):
 class _Record:
     """A recorded call: whether its backward has run, and what is left of it in torch's graph."""
 
-    def __init__(self, calls: NativeCalls) -> None:
+    def __init__(self, calls: Runner) -> None:
         self.calls, self.epoch = calls, calls.comm.epoch
         self.is_done = False  # a backward has run
         self.node: weakref.ref[Any] | None = None
@@ -89,7 +89,7 @@ class _Sent(_Record):
 
     def __init__(
         self,
-        calls: NativeCalls,
+        calls: Runner,
         call: Call,
         x: Tensor,
         x_is_tracked: bool,
@@ -180,7 +180,7 @@ class _Sent(_Record):
 class _Summed(_Record):
     """One recorded combine: what its backward needs, and whether it has run."""
 
-    def __init__(self, sent: _Sent | None, calls: NativeCalls, call: Call, clear_tail: bool, plans: Plans) -> None:
+    def __init__(self, sent: _Sent | None, calls: Runner, call: Call, clear_tail: bool, plans: Plans) -> None:
         super().__init__(calls)
         self.sent, self.call, self.clear_tail, self.plans = sent, call, clear_tail, plans
         self.shape: tuple[int, int] = (0, 0)
@@ -262,7 +262,7 @@ def _known(value: Any) -> Any:
 
 
 def dispatch(
-    calls: NativeCalls,
+    calls: Runner,
     call: Call,
     x: Tensor,
     scales: Tensor | None,
@@ -281,7 +281,7 @@ def dispatch(
 
 
 def dispatch_again(
-    calls: NativeCalls, call: Call, x: Tensor, plans: Plans, weights: Tensor, repeated: _Sent | None
+    calls: Runner, call: Call, x: Tensor, plans: Plans, weights: Tensor, repeated: _Sent | None
 ) -> tuple[Tensor, Tensor, _Sent]:
     """A repeated dispatch with gradients for x: its rows, the tie of its own handle, its record. `repeated`: that of
     the handle."""
@@ -295,7 +295,7 @@ def dispatch_again(
 
 
 def combine(
-    calls: NativeCalls,
+    calls: Runner,
     call: Call,
     y: Tensor,
     weights: Tensor | None,

@@ -618,7 +618,7 @@ class Communicator(Shared):
             native = _load.native().GpuWindow(self._native, driver_gpu(self.device.index), **shape)
             window = Window(native, native.id, spec.max_tokens, WindowStreams(self.device))
         else:
-            native = _load.native().Window(self._native, max_row_bytes=spec.max_row_bytes, **shape)
+            native = _load.native().CpuWindow(self._native, max_row_bytes=spec.max_row_bytes, **shape)
             window = Window(native, native.id, spec.max_tokens)
         self._windows[spec] = window
         self._all_windows.add(window)

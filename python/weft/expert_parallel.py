@@ -18,7 +18,7 @@ from weft.call.half import Staged
 from weft.call.options import CombineOptions, DispatchOptions
 from weft.call.plan import Quick
 from weft.call.received import Received
-from weft.call.runner import NativeCalls
+from weft.call.runner import Runner
 from weft.call.scales import by_column
 from weft.call.shape import Shape
 from weft.call.shared import Shared
@@ -122,7 +122,7 @@ class ExpertParallel(Shared):
         self.num_sms = min(DEFAULT_NUM_SMS, most_sms) if num_sms is None else num_sms
         engine_calls = GpuCalls if comm.engine == "nvlink" else CpuCalls
         with released_on_error(windows):
-            self.calls: NativeCalls = engine_calls(comm, windows, numbers, num_experts, top_k, hidden, dtype)
+            self.calls: Runner = engine_calls(comm, windows, numbers, num_experts, top_k, hidden, dtype)
         self._token = self.calls.token
         self._overflow = self.calls.overflow
         self._shape = Shape(

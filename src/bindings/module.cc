@@ -13,7 +13,7 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "base/status.h"
-#include "bindings/arrays.h"
+#include "bindings/calls.h"
 #include "bindings/gil.h"
 #include "bindings/jit.h"
 #include "bindings/nvlink.h"
@@ -140,91 +140,6 @@ void bind_communicator(nb::module_& m) {
       .def("close", &Communicator::close, "why"_a = "", nb::call_guard<ReleasedGil>());
 }
 
-void bind_results(nb::module_& m) {
-  using cpu::DispatchResult;
-  nb::class_<DispatchResult>(m, "DispatchResult")
-      .def_prop_ro("x", [](const DispatchResult& result) { return to_ndarray(result.x); })
-      .def_prop_ro("scales", [](const DispatchResult& result) { return to_ndarray(result.scales); })
-      .def_prop_ro("topk_idx", [](const DispatchResult& result) { return to_ndarray(result.topk_idx); })
-      .def_prop_ro("topk_weights", [](const DispatchResult& result) { return to_ndarray(result.topk_weights); })
-      .def_prop_ro("recv_plan", [](const DispatchResult& result) { return to_ndarray(result.recv_plan); })
-      .def_ro("num_rows", &DispatchResult::num_rows)
-      .def_ro("num_bad_ids", &DispatchResult::num_bad_ids)
-      .def_ro("first_bad_id", &DispatchResult::first_bad_id)
-      .def_ro("first_bad_at", &DispatchResult::first_bad_at)
-      .def_ro("in_heap", &DispatchResult::in_heap)
-      .def_ro("rows_sent", &DispatchResult::rows_sent)
-      .def_ro("bytes_sent", &DispatchResult::bytes_sent);
-}
-
-cpu::DispatchResult dispatch(cpu::Window& window, uintptr_t x_ptr, uintptr_t scales_ptr, i64 num_tokens,
-                             uintptr_t topk_ptr, bool topk_is_int64, uintptr_t weights_ptr, uintptr_t send_plan_ptr,
-                             uintptr_t recv_plan_ptr, i64 recv_plan_len, bool cached, int dtype, int layout,
-                             int quantize, i64 row_bytes, i64 scale_row_bytes, i64 hidden, i64 alignment, i64 capacity,
-                             i64 max_tokens, double deadline_s, uintptr_t counts_ptr, uintptr_t offsets_ptr,
-                             uintptr_t num_rows_ptr, uintptr_t overflow_ptr, bool zeroes_holes, u64 object) {
-  cpu::DispatchArgs args;
-  args.x = pointer<void>(x_ptr);
-  args.scales = pointer<void>(scales_ptr);
-  args.num_tokens = num_tokens;
-  args.topk_idx = pointer<void>(topk_ptr);
-  args.topk_is_int64 = topk_is_int64;
-  args.topk_weights = pointer<float>(weights_ptr);
-  args.send_plan = pointer<i32>(send_plan_ptr);
-  args.recv_plan = pointer<i32>(recv_plan_ptr);
-  args.recv_plan_len = recv_plan_len;
-  args.cached = cached;
-  args.dtype = static_cast<Dtype>(dtype);
-  args.layout = static_cast<Layout>(layout);
-  args.quantize = static_cast<Quantize>(quantize);
-  args.row_bytes = row_bytes;
-  args.scale_row_bytes = scale_row_bytes;
-  args.hidden = hidden;
-  args.alignment = alignment;
-  args.capacity = capacity;
-  args.max_tokens = max_tokens;
-  args.timeout_ns = timeout_ns(deadline_s);
-  args.counts = pointer<i32>(counts_ptr);
-  args.offsets = pointer<i32>(offsets_ptr);
-  args.num_rows = pointer<i32>(num_rows_ptr);
-  args.overflow = pointer<i64>(overflow_ptr);
-  args.zeroes_holes = zeroes_holes;
-  args.object = object;
-  return window.dispatch(args, signal_poll());
-}
-
-void combine(cpu::Window& window, uintptr_t y_ptr, i64 num_rows, uintptr_t weights_ptr, bool has_side,
-             uintptr_t side_ptr, uintptr_t bias_ptr, bool bias_is_2d, bool bias_is_fp32, uintptr_t out_ptr,
-             uintptr_t side_out_ptr, i64 num_tokens, uintptr_t send_plan_ptr, uintptr_t recv_plan_ptr,
-             i64 recv_plan_len, int dtype, int layout, i64 capacity, i64 hidden, i64 alignment, i64 max_tokens,
-             bool weighted, bool wire_is_fp8, double deadline_s, u64 object) {
-  cpu::CombineArgs args;
-  args.y = pointer<void>(y_ptr);
-  args.num_rows = num_rows;
-  args.weights = weighted ? pointer<float>(weights_ptr) : nullptr;
-  args.has_side = has_side;
-  args.side = pointer<float>(side_ptr);
-  args.bias = pointer<void>(bias_ptr);
-  args.bias_is_2d = bias_is_2d;
-  args.bias_is_fp32 = bias_is_fp32;
-  args.out = pointer<void>(out_ptr);
-  args.side_out = pointer<float>(side_out_ptr);
-  args.num_tokens = num_tokens;
-  args.send_plan = pointer<i32>(send_plan_ptr);
-  args.recv_plan = pointer<i32>(recv_plan_ptr);
-  args.recv_plan_len = recv_plan_len;
-  args.dtype = static_cast<Dtype>(dtype);
-  args.layout = static_cast<Layout>(layout);
-  args.capacity = capacity;
-  args.hidden = hidden;
-  args.alignment = alignment;
-  args.max_tokens = max_tokens;
-  args.wire_is_fp8 = wire_is_fp8;
-  args.object = object;
-  args.timeout_ns = timeout_ns(deadline_s);
-  window.combine(args, signal_poll());
-}
-
 void gradients(int dtype, i64 hidden, i64 num_rows, uintptr_t rows_ptr, uintptr_t y_ptr, uintptr_t weights_ptr,
                uintptr_t out_ptr, uintptr_t grad_weights_ptr) {
   cpu::GradientArgs args;
@@ -237,19 +152,6 @@ void gradients(int dtype, i64 hidden, i64 num_rows, uintptr_t rows_ptr, uintptr_
   args.out = pointer<void>(out_ptr);
   args.grad_weights = pointer<float>(grad_weights_ptr);
   cpu::gradients(args);
-}
-
-nb::object empty(cpu::Window& window, i64 num_rows, i64 columns, int dtype) {
-  Array array;
-  array.dtype = static_cast<Dtype>(dtype);
-  array.shape = {num_rows, columns};
-  const CheckedSize num_bytes =
-      CheckedSize(static_cast<u64>(num_rows)) * static_cast<u64>(columns) * static_cast<u64>(dtype_bytes(array.dtype));
-  if (num_rows < 0 || columns < 0 || !num_bytes.ok) throw_invalid_argument("rows and columns must be 0 or more");
-  std::optional<Block> block = window.reserve(num_bytes.value);
-  if (!block) return nb::none();
-  array.block = std::move(*block);
-  return to_ndarray(array);
 }
 
 nb::dict stats(const cpu::Window& window) {
@@ -287,27 +189,15 @@ std::shared_ptr<cpu::Window> make_window(std::shared_ptr<Communicator> comm, i32
 void bind_window(nb::module_& m) {
   using cpu::Window;
   using Guard = nb::call_guard<ReleasedGil>;
-  nb::class_<Window>(m, "Window")
+  nb::class_<Window, CallWindow>(m, "CpuWindow")
       .def(nb::new_(&make_window), "comm"_a, nb::kw_only(), "num_experts"_a, "top_k"_a, "max_tokens"_a,
            "max_row_bytes"_a, "heap_bytes"_a, "staging_bytes"_a = 0, "timeout_s"_a = 100.0)
-      .def("dispatch", &dispatch, Guard(), nb::kw_only(), "x_ptr"_a, "scales_ptr"_a, "num_tokens"_a, "topk_ptr"_a,
-           "topk_is_int64"_a, "weights_ptr"_a, "send_plan_ptr"_a, "recv_plan_ptr"_a, "recv_plan_len"_a, "cached"_a,
-           "dtype"_a, "layout"_a, "quantize"_a, "row_bytes"_a, "scale_row_bytes"_a, "hidden"_a, "alignment"_a,
-           "capacity"_a, "max_tokens"_a, "deadline_s"_a, "counts_ptr"_a, "offsets_ptr"_a, "num_rows_ptr"_a,
-           "overflow_ptr"_a, "zeroes_holes"_a, "object"_a = 0)
-      .def("combine", &combine, Guard(), nb::kw_only(), "y_ptr"_a, "num_rows"_a, "weights_ptr"_a, "has_side"_a,
-           "side_ptr"_a, "bias_ptr"_a, "bias_is_2d"_a, "bias_is_fp32"_a, "out_ptr"_a, "side_out_ptr"_a, "num_tokens"_a,
-           "send_plan_ptr"_a, "recv_plan_ptr"_a, "recv_plan_len"_a, "dtype"_a, "layout"_a, "capacity"_a, "hidden"_a,
-           "alignment"_a, "max_tokens"_a, "weighted"_a, "wire_is_fp8"_a, "deadline_s"_a, "object"_a = 0)
       .def(
           "barrier", [](Window& window, double deadline_s) { window.barrier(timeout_ns(deadline_s), signal_poll()); },
           "deadline_s"_a, Guard())
-      .def("empty", &empty, "num_rows"_a, "cols"_a, "dtype"_a)
       .def(
           "owns", [](const Window& window, uintptr_t ptr) { return window.owns(pointer<void>(ptr)); }, "ptr"_a)
-      .def_prop_ro("id", &Window::id)
-      .def("stats", &stats)
-      .def("close", &Window::close);
+      .def("stats", &stats);
 }
 
 }  // namespace
@@ -367,7 +257,7 @@ NB_MODULE(_native, m) {
         "weights"_a, "out"_a, "grad_weights"_a);
   bind_bootstrap(m);
   bind_communicator(m);
-  bind_results(m);
+  bind_calls(m);
   bind_window(m);
   bind_nvlink(m);
   bind_jit(m);

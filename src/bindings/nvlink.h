@@ -4,14 +4,13 @@
 
 #include <vector>
 
+#include "bindings/calls.h"
 #include "engine/nvlink/window.h"
-#include "engine/poll.h"
 
 namespace weft::bindings {
 
-const Poll& signal_poll();  // raises what Python's signal handlers raise (Ctrl-C)
 std::vector<double> microseconds(const std::vector<u64>& nanoseconds);
 void bind_nvlink(nanobind::module_& m);
-void bind_nvlink_calls(nanobind::module_& m, nanobind::class_<nvlink::Window>& window);
+void bind_nvlink_calls(nanobind::module_& m, nanobind::class_<nvlink::Window, CallWindow>& window);
 
 }  // namespace weft::bindings

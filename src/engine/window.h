@@ -1,9 +1,11 @@
 // What every engine's windows are to the communicator they are on.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "bootstrap/control_plane.h"
+#include "engine/call.h"
 #include "engine/poll.h"
 
 namespace weft {
@@ -21,6 +23,18 @@ class MemberWindow {
   // Fresh memory for the members of `epoch`, collective (R13, R14). The tags `tag` and `tag` + 1 are free for it.
   virtual void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u32 epoch, u64 deadline_ns,
                      const Poll& poll) = 0;
+};
+
+// What the bindings ask of a window, whatever it is made of. Errors: kInvalidArgument before anything is sent, kInvalidState,
+// kPeerLost, kPeerTimeout.
+class CallWindow : public MemberWindow {
+ public:
+  virtual DispatchResult dispatch(const DispatchArgs& args, const Poll& poll) = 0;
+  virtual void combine(const CombineArgs& args, const Poll& poll) = 0;
+  // Memory of the heap for expert outputs, which kernels on `stream` may use from now on; nothing if there is no room.
+  virtual std::optional<Block> reserve(u64 num_bytes, u64 stream) = 0;
+  virtual int gpu_index() const = 0;  // whose memory the heap is, -1: the host's
+  virtual void close() = 0;           // local, may be called twice
 };
 
 }  // namespace weft

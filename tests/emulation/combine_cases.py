@@ -148,7 +148,7 @@ class CombineRunner(Runner):
         }
 
     def _args(self) -> Any:
-        case, args = self.combine, _load.native().GpuCombineArgs()
+        case, args = self.combine, _load.native().CombineArgs()
         args.layout, args.num_blocks, args.hidden = LAYOUTS.index(self.case.layout), self.case.num_blocks, case.hidden
         args.dtype, args.wire_is_fp8, args.has_side = DTYPES[case.dtype], case.wire_is_fp8, case.has_side
         return args

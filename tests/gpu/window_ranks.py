@@ -66,7 +66,7 @@ class Rank:
             "num_rows": torch.full((1,), -7, dtype=torch.int32, device=self.device),
             "overflow": torch.zeros(1, dtype=torch.int64, device=self.device),
         }
-        args = _native.GpuDispatchArgs()
+        args = _native.DispatchArgs()
         args.layout, args.alignment, args.capacity, args.max_tokens = (
             code,
             alignment,

@@ -351,7 +351,7 @@ def fill_heap(ep: weft.ExpertParallel) -> list[Any]:
     stream = torch.cuda.current_stream().cuda_stream if on_gpu else 0
 
     def block(num_rows: int) -> Any:
-        return window.empty([num_rows, 256], 0, stream) if on_gpu else window.empty(num_rows, 256, 0)
+        return window.empty([num_rows, 256], 0, stream)
 
     for num_rows in (1 << 16, 1 << 8, 1):
         while (found := block(num_rows)) is not None:

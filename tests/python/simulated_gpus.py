@@ -82,6 +82,11 @@ class SimulatedRouting:
     def tensor(self, name: str, from_dlpack: Callable[[Any], Tensor]) -> Tensor | None:
         return self._tensors[name]
 
+    @property
+    def recv_plan_len(self) -> int:
+        plan = self._tensors["recv_plan"]
+        return 0 if plan is None else plan.numel()
+
     def __getattr__(self, name: str) -> int:
         found = self._tensors[name]
         return 0 if found is None else found.data_ptr()
@@ -208,6 +213,7 @@ class SimulatedWindow:
         counts: int,
         send_plan: int,
         recv_plan: int,
+        recv_plan_len: int,
         num_rows: int,
         from_dlpack: Callable[[Any], Tensor],
     ) -> tuple[Any, ...]:
@@ -215,7 +221,7 @@ class SimulatedWindow:
         args.stream, args.num_tokens, args.num_rows, args.x, args.scales = stream, num_tokens, num_rows, x, scales
         args.counts, args.send_plan, args.recv_plan = counts, send_plan, recv_plan
         result = self.dispatch(args)
-        return (result.in_heap, *result.tensors(from_dlpack)[:2])
+        return (result.in_heap, *result.tensors(from_dlpack)[:2], 0, 0)
 
     def _make_send_plan(self, args: Any) -> None:
         """And the sizes."""
@@ -388,6 +394,7 @@ class SimulatedWindow:
         weights: int,
         send_plan: int,
         recv_plan: int,
+        recv_plan_len: int,
         out: int,
     ) -> None:
         """`combine`, with what differs between calls of equal arguments."""

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.call.runner import NativeCalls
+from weft.call.runner import Runner
 
 
-def calls_of(comm: weft.Communicator) -> NativeCalls:
+def calls_of(comm: weft.Communicator) -> Runner:
     ep = weft.ExpertParallel(comm, num_experts=2, top_k=1, hidden=64, max_tokens_per_rank=4)
     return ep.calls
 

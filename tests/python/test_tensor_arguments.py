@@ -196,48 +196,54 @@ class Replacing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        return Wrapped(made) if func is torch.ops.aten.empty.memory_format else made
+        return Wrapped(made) if func is torch.ops.aten.new_empty.default else made
 
 
 def test_dispatch_modes(ep: weft.ExpertParallel) -> None:
-    want = ep.dispatch(X, IDX, layout="expert_major").x
+    r = ep.dispatch(X, IDX, layout="expert_major")
+    want = ep.combine(r.x, r.handle)
     with Passing():
-        assert torch.equal(ep.dispatch(X, IDX, layout="expert_major").x, want)
+        assert torch.equal(ep.dispatch(X, IDX, layout="expert_major").x, r.x)
+        assert torch.equal(ep.combine(r.x, r.handle), want)
     with Replacing(), pytest.raises(weft.InvalidArgument, match="Wrapped without memory"):
-        ep.dispatch(X, IDX, layout="expert_major")
-    assert torch.equal(ep.dispatch(X, IDX, layout="expert_major").x, want)
+        ep.combine(r.x, r.handle)
+    assert torch.equal(ep.combine(r.x, r.handle), want)
 
 
 def test_the_native_module_refuses_address_0(ep: weft.ExpertParallel) -> None:
     r = ep.dispatch(X, IDX, layout="expert_major")
     window = ep.calls.windows[0].native
-    call = {"layout": 1, "alignment": 1, "capacity": -1, "max_tokens": 64, "deadline_s": 1.0}
     sizes = torch.zeros(32, dtype=torch.int32)
     plan = torch.zeros(_load.native().send_plan_len(5, 2, 1, 8), dtype=torch.int32)
     overflow = torch.zeros((), dtype=torch.int64)
-    sent: dict[str, Any] = {
-        "x_ptr": X.data_ptr(), "scales_ptr": 0, "num_tokens": 5, "topk_ptr": IDX.data_ptr(), "topk_is_int64": True,
-        "weights_ptr": 0, "send_plan_ptr": plan.data_ptr(), "recv_plan_ptr": 0, "recv_plan_len": 0, "cached": False,
-        "dtype": 3, "quantize": 0, "row_bytes": 64, "scale_row_bytes": 0, "hidden": 16, "counts_ptr": sizes.data_ptr(),
-        "offsets_ptr": sizes.data_ptr(), "num_rows_ptr": sizes.data_ptr(), "overflow_ptr": overflow.data_ptr(),
-        "zeroes_holes": True, **call,
+    call = {"layout": 1, "max_tokens": 64, "num_tokens": 5, "hidden": 16, "dtype": 3, "timeout_ns": 10**9}
+    places = dict.fromkeys(("counts", "offsets", "num_rows_out"), sizes.data_ptr())
+    sent = {
+        "x": X.data_ptr(), "topk_idx": IDX.data_ptr(), "send_plan": plan.data_ptr(), "row_bytes": 64,
+        "overflow": overflow.data_ptr(), **places, **call,
     }  # fmt: skip
-    for name in ("x_ptr", "topk_ptr", "send_plan_ptr", "counts_ptr", "offsets_ptr", "num_rows_ptr", "overflow_ptr"):
+    for name in ("x", "topk_idx", "send_plan", "overflow", *places):
         with pytest.raises(weft.InvalidArgument, match="no memory at address 0"):
-            window.dispatch(**{**sent, name: 0})
+            window.dispatch(filled(_load.native().DispatchArgs(), **{**sent, name: 0}))
     with pytest.raises(weft.InvalidArgument, match="scales: no memory at address 0"):
-        window.dispatch(**{**sent, "dtype": 0, "row_bytes": 48, "scale_row_bytes": 4})
+        window.dispatch(
+            filled(_load.native().DispatchArgs(), **{**sent, "dtype": 0, "row_bytes": 48, "scale_row_bytes": 4})
+        )
     out, handle = torch.zeros(5, 16), r.handle
-    combined: dict[str, Any] = {
-        "y_ptr": r.x.data_ptr(), "num_rows": len(r.x), "weights_ptr": 0, "has_side": True, "side_ptr": r.x.data_ptr(),
-        "bias_ptr": 0, "bias_is_2d": False, "bias_is_fp32": False, "out_ptr": out.data_ptr(), "num_tokens": 5,
-        "side_out_ptr": out.data_ptr(), "send_plan_ptr": handle.send_plan.data_ptr(), "dtype": 3, "hidden": 16,
-        "recv_plan_ptr": handle.recv_plan.data_ptr(), "recv_plan_len": handle.recv_plan.numel(), "weighted": False,
-        "wire_is_fp8": False, **call,
+    combined = {
+        "y": r.x.data_ptr(), "num_rows": len(r.x), "has_side": True, "side": r.x.data_ptr(), "out": out.data_ptr(),
+        "side_out": out.data_ptr(), "send_plan": handle.send_plan.data_ptr(), "recv_plan": handle.recv_plan.data_ptr(),
+        "recv_plan_len": handle.recv_plan.numel(), **call,
     }  # fmt: skip
-    for name in ("y_ptr", "side_ptr", "out_ptr", "side_out_ptr", "send_plan_ptr", "recv_plan_ptr"):
+    for name in ("y", "side", "out", "side_out", "send_plan", "recv_plan"):
         with pytest.raises(weft.InvalidArgument, match="no memory at address 0"):
-            window.combine(**{**combined, name: 0})
+            window.combine(filled(_load.native().CombineArgs(), **{**combined, name: 0}))
+
+
+def filled(args: Any, **fields: Any) -> Any:
+    for name, value in fields.items():
+        setattr(args, name, value)
+    return args
 
 
 # ---- results and handles

@@ -5,23 +5,22 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from weft import _load
-from weft.call import half
+from weft.call.calling import Calling
 from weft.call.event import COMPLETE, Event
-from weft.call.gpu_tensors import as_tensor, clear, column_bytes, dense, first_rows, from_dlpack, readable, row_bytes
+from weft.call.gpu_tensors import as_tensor, dense, first_rows, from_dlpack, readable
 from weft.call.received import Received
-from weft.call.runner import NativeCalls
+from weft.call.runner import Kind, Routing, Runner
 from weft.call.running import Running, has_nvtx_tool
-from weft.call.scales import by_column, empty_by_column, first_by_column
-from weft.call.spec import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, changed
+from weft.call.scales import empty_by_column, first_by_column
+from weft.call.spec import DTYPE_CODES, MASKED, RANK_MAJOR, Call
 from weft.call.tensors import address
 from weft.errors import InvalidArgument, Unsupported
 from weft.handle import ROUTING
@@ -32,7 +31,6 @@ from weft.limits import (
     ROW_MULTIPLE_BYTES,
     landing_row_bytes,
 )
-from weft.routing import traces
 
 if TYPE_CHECKING:
     from weft.call.window import Window
@@ -43,28 +41,9 @@ __all__ = ["GpuCalls"]
 _INT32, _INT64 = 4, 5  # of the native module, beside DTYPE_CODES
 _OF_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()} | {_INT32: torch.int32, _INT64: torch.int64}
 _FP8 = 1  # code of quantize: scales are fp32, else bytes
-_MOST_KINDS = 256  # of calls, whose arguments are kept
 
 
-class _Routing(NamedTuple):
-    """What a repeated dispatch needs of a first one; `lead`: shape of its rows without the last dimension."""
-
-    send_plan: Tensor
-    recv_plan: Tensor
-    sizes: Tensor
-    lead: tuple[int, ...]
-
-
-class _Kind(NamedTuple):
-    """What throughput dispatches of equal options and row formats have in common: native arguments, in which the
-    native calls fill in what differs."""
-
-    is_whole: bool  # rows are not sent in pieces
-    first: Any
-    again: Any  # with the routing of a handle
-
-
-class GpuCalls(NativeCalls):
+class GpuCalls(Runner):
     """Calls are launched on a stream and complete there. The host waits in a dispatch of exact sizes alone."""
 
     plans_on_device = True
@@ -84,149 +63,39 @@ class GpuCalls(NativeCalls):
         self.max_tokens = windows[0].max_tokens
         self.landing_row_bytes = landing_row_bytes(hidden, dtype)
         self.last_event: Event = COMPLETE
-        # Absent results; new_empty of these costs half of torch.empty.
-        self._ints = torch.empty(0, dtype=torch.int32, device=self.device)
-        self._no_floats = torch.empty(0, dtype=torch.float32, device=self.device)
-        self._no_ids = torch.empty(0, dtype=torch.int64, device=self.device)
         self.overflow_ptr = address(self.overflow)
         self.names_ranges = has_nvtx_tool()
-        self._kinds: dict[tuple[Any, ...], Any] = {}  # _Kind of dispatches, native arguments of combines
 
-    # ---- the three calls
+    # ---- tensors
 
-    def dispatch(
-        self,
-        call: Call,
-        x: Tensor,
-        scales: Tensor | None,
-        topk_idx: Tensor,
-        topk_weights: Tensor | None,
-        quantize: int,
-        clear_tail: bool,
-    ) -> Received:
-        """See NativeCalls."""
-        x, scales = dense(x), readable(call, scales)
-        topk_idx = dense(topk_idx)
-        weights = None if topk_weights is None else dense(topk_weights)
+    def _read(self, tensor: Tensor) -> Tensor:
+        """See Runner."""
+        return dense(tensor)
+
+    def _read_scales(self, call: Call, scales: Tensor | None) -> Tensor | None:
+        """See Runner."""
+        return readable(call, scales)
+
+    def _is_written(self, out: Tensor) -> bool:
+        """See Runner."""
+        return out.data_ptr() % ROW_MULTIPLE_BYTES == 0
+
+    def _running(self, *args: Any, **named: Any) -> Calling:
+        """See Runner."""
+        return Running(self, *args, **named)
+
+    def _check_capture(self, call: Call) -> None:
+        """See Runner."""
         if call.capacity < 0 and torch.cuda.is_current_stream_capturing():
             raise InvalidArgument(
                 "capacity is None while a CUDA graph is captured; the number of rows is needed: the host can't wait "
                 "for the counts"
             )
-        if traces._recorders:
-            traces._note(topk_idx, weights, self.comm.rank, self.num_experts)
-        kind = self.kind(call, x, scales, quantize, topk_idx.dtype)
-        pieces = [x] if kind.is_whole else self._pieces(call, x, scales, quantize)
-        inputs = (*pieces, scales, topk_idx, weights) if call.is_async else ()
-        with self.alone("dispatch"), Running(self, "dispatch", call, inputs=inputs) as run:
-            received = self._first(call, kind, pieces[0], scales, topk_idx, weights, quantize, run)
-            if len(pieces) > 1:
-                routing = _Routing(received.send_plan, received.recv_plan, received.sizes, tuple(received.x.shape[:-1]))
-                again = changed(call, counts_dropped=False)  # the first piece has counted
-                rest = [self._again(again, kind, piece, None, routing, 0, run)[0] for piece in pieces[1:]]
-                received = received._replace(x=torch.cat([received.x, *rest], dim=-1))
-            if clear_tail:
-                tail = self._tail(call.layout, received.x, received.sizes)
-                clear(received.x, tail)
-                clear(received.topk_weights, tail)
-                if call.layout == RANK_MAJOR:
-                    received.topk_idx.masked_fill_(tail.unsqueeze(-1), -1)
-            if call.scale_dtype is not None and not call.is_small:
-                received = received._replace(scales=by_column(received.scales, call.scale_dtype))
-            if run.keeps_results:
-                run.results = received[:-1]
-        half.note(self, "dispatch", call, run.receive)
-        return received
-
-    def dispatch_again(
-        self,
-        call: Call,
-        x: Tensor,
-        scales: Tensor | None,
-        send_plan: Tensor,
-        recv_plan: Tensor,
-        tie: Tensor,
-        sizes: Tensor,
-        rows_shape: tuple[int, ...],
-        num_tokens: int,
-        clear_tail: bool,
-        quantize: int = 0,
-    ) -> tuple[Tensor, Tensor]:
-        """See NativeCalls."""
-        x, scales = dense(x), readable(call, scales)
-        kind = self.kind(call, x, scales, quantize)
-        pieces = [x] if kind.is_whole else self._pieces(call, x, scales, quantize)
-        routing = _Routing(send_plan, recv_plan, sizes, rows_shape)
-        inputs = (*pieces, scales, send_plan, recv_plan, sizes) if call.is_async else ()
-        with self.alone("dispatch"), Running(self, "dispatch", call, tie, inputs) as run:
-            rows, out_scales = self._again(call, kind, pieces[0], scales, routing, quantize, run)
-            if len(pieces) > 1:
-                again = changed(call, counts_dropped=False)  # the first piece has counted
-                rest = [self._again(again, kind, piece, None, routing, 0, run)[0] for piece in pieces[1:]]
-                rows = torch.cat([rows, *rest], dim=-1)
-            if clear_tail:
-                clear(rows, self._tail(call.layout, rows, sizes))
-            if not call.is_small:
-                out_scales = by_column(out_scales, call.scale_dtype)
-            run.results = (rows, out_scales)
-        half.note(self, "dispatch", call, run.receive)
-        return rows, out_scales
-
-    def combine(
-        self,
-        call: Call,
-        y: Tensor,
-        weights: Tensor | None,
-        send_plan: Tensor,
-        recv_plan: Tensor,
-        tie: Tensor,
-        bias: Tensor | None,
-        side: Tensor | None,
-        num_tokens: int,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See NativeCalls."""
-        weights, side = None if weights is None else dense(weights), None if side is None else dense(side)
-        parts = self._columns(call, y, bias)
-        inputs = (*itertools.chain(*parts), weights, side, out, send_plan, recv_plan) if call.is_async else ()
-        with self.alone("combine"), Running(self, "combine", call, tie, inputs) as run:
-            into = out if out is not None and out.data_ptr() % ROW_MULTIPLE_BYTES == 0 and len(parts) == 1 else None
-            sums: list[Tensor] = []
-            side_out = self._no_floats if side is None else self._no_floats.new_empty((num_tokens, self.top_k))
-            for idx, (rows, row_bias) in enumerate(parts):
-                sum_into = rows.new_empty((num_tokens, rows.shape[-1])) if into is None else into
-                sums.append(sum_into)
-                native, hidden = self.windows[call.window].native, rows.shape[-1]
-                addresses = (
-                    run.stream.cuda_stream, num_tokens, address(rows), rows.numel() // hidden, address(weights),
-                    address(send_plan), address(recv_plan), address(sum_into),
-                )  # fmt: skip
-                if side is None and row_bias is None and not call.is_staged:
-                    native.combine_rows(self.combine_kind(call, rows.dtype, hidden), *addresses)
-                    continue
-                args = self._combine_args(call, rows.dtype, hidden, *addresses)
-                if side is not None and idx == 0:
-                    args.has_side, args.side, args.side_out = True, address(side), address(side_out)
-                if row_bias is not None:
-                    # The half that receives reads it, when the caller may have overwritten it.
-                    row_bias = row_bias.clone() if call.is_staged else row_bias
-                    args.bias, args.bias_is_2d = address(row_bias), row_bias.dim() == 2
-                    args.bias_is_fp32 = row_bias.dtype == torch.float32
-                run.launch(native.combine, args, (sum_into, side_out, row_bias, send_plan))
-            total = sums[0] if len(sums) == 1 else torch.cat(sums, dim=-1)
-            if out is not None and out is not total:
-                result = out.copy_(total)
-                run.after.append(lambda: out.copy_(total))
-            else:
-                result = total
-            run.results = (total, side_out)
-        half.note(self, "combine", call, run.receive)
-        return result, side_out
 
     def _gradients(
         self, rows: Tensor, y: Tensor | None, weights: Tensor, out: Tensor, grad_weights: Tensor | None
     ) -> None:
-        """See NativeCalls."""
+        """See Runner."""
         rows, y, weights = dense(rows), None if y is None else dense(y), dense(weights)
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         self.windows[0].native.gradients(
@@ -253,7 +122,7 @@ class GpuCalls(NativeCalls):
                 self.bad_ids = self.bad_ids_text(*found)
 
     def note_handle(self, handle: Any) -> None:
-        """See NativeCalls."""
+        """See Runner."""
         super().note_handle(handle)
         call = handle.call
         if call.is_async:
@@ -270,25 +139,25 @@ class GpuCalls(NativeCalls):
                     window.native.check()
 
     def window_stats(self, window: Window) -> dict[str, Any]:
-        """See NativeCalls."""
+        """See Runner."""
         return {**window.native.stats(), "heap_used": window.native.heap_used, "heap_peak": window.native.heap_peak}
 
     def empty(self, window: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """See NativeCalls."""
+        """See Runner."""
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         found = self.windows[window].native.empty(list(shape), DTYPE_CODES[dtype], stream)
         return torch.empty(shape, dtype=dtype, device=self.device) if found is None else as_tensor(found)
 
     def event(self) -> Event:
-        """See NativeCalls."""
+        """See Runner."""
         return self.last_event
 
     def barrier(self, window: Window, deadline_s: float) -> None:
-        """See NativeCalls."""
+        """See Runner."""
         self.comm.meet(deadline_s)
 
     def record_stream(self, tensors: Sequence[Tensor], stream: Any) -> None:
-        """See NativeCalls."""
+        """See Runner."""
         # Of any window, also a closed one: results of one are given to calls of another, and outlive both.
         for tensor in tensors:
             if not tensor.is_cuda or tensor.numel() == 0:
@@ -301,27 +170,27 @@ class GpuCalls(NativeCalls):
     def _first(
         self,
         call: Call,
-        kind: _Kind,
+        kind: Kind,
         x: Tensor,
         scales: Tensor | None,
         topk_idx: Tensor,
         weights: Tensor | None,
         quantize: int,
-        run: Running,
+        run: Calling,
     ) -> Received:
         if call.is_small:
-            args = self._dispatch_args(call, x, scales, quantize, topk_idx.shape[0], run.stream.cuda_stream)
+            args = self._dispatch_args(call, x, scales, quantize, topk_idx.shape[0], run.handle)
             args.topk_idx, args.topk_weights = address(topk_idx), address(weights)
             args.overflow, args.topk_is_int64 = self.overflow_ptr, topk_idx.dtype == torch.int64
             return self._first_small(call, args, x, scales, quantize, run)
         kind = kind if kind.is_whole else self.kind(call, x, scales, quantize, topk_idx.dtype)
         native, args = self.windows[call.window].native, kind.first
         addresses = (
-            run.stream.cuda_stream, topk_idx.shape[0], address(x), address(scales), address(topk_idx),
+            run.handle, topk_idx.shape[0], address(x), address(scales), address(topk_idx),
             address(weights), from_dlpack,
         )  # fmt: skip
         made, ordinary = native.dispatch_first(args, *addresses), None
-        if made is None:
+        if made is None:  # no room in the heap for sizes and send plan
             args.num_tokens = topk_idx.shape[0]
             ordinary = self._ordinary_sizes(call, args)
             args.makes_send_plan = False
@@ -364,7 +233,7 @@ class GpuCalls(NativeCalls):
         x: Tensor,
         scales: Tensor | None,
         quantize: int,
-        run: Running,
+        run: Calling,
     ) -> Received:
         """Into tensors for all that may come, rows in ordinary ones; without a capacity the host learns how many."""
         lead = self._small_lead(call)
@@ -391,15 +260,15 @@ class GpuCalls(NativeCalls):
     def _again(
         self,
         call: Call,
-        kind: _Kind,
+        kind: Kind,
         x: Tensor,
         scales: Tensor | None,
-        routing: _Routing,
+        routing: Routing,
         quantize: int,
-        run: Running,
+        run: Calling,
     ) -> tuple[Tensor, Tensor]:
         if call.is_small:
-            args = self._dispatch_args(call, x, scales, quantize, x.shape[0], run.stream.cuda_stream)
+            args = self._dispatch_args(call, x, scales, quantize, x.shape[0], run.handle)
             self._give_sizes(args, address(routing.sizes), routing.sizes.shape[0])
             args.cached, args.num_rows = True, math.prod(routing.lead)
             args.overflow = self.overflow_ptr if call.counts_dropped else 0
@@ -409,9 +278,10 @@ class GpuCalls(NativeCalls):
             run.launch(self.windows[call.window].native.dispatch, args, (rows, out_scales, *routing[:3]))
             return rows, out_scales
         kind = kind if kind.is_whole else self.kind(call, x, scales, quantize)
-        in_heap, in_rows, in_scales = self.windows[call.window].native.dispatch_again(
-            kind.again, run.stream.cuda_stream, x.shape[0], address(x), address(scales), address(routing.sizes),
-            address(routing.send_plan), address(routing.recv_plan), math.prod(routing.lead), from_dlpack,
+        in_heap, in_rows, in_scales, *_ = self.windows[call.window].native.dispatch_again(
+            kind.again, run.handle, x.shape[0], address(x), address(scales), address(routing.sizes),
+            address(routing.send_plan), address(routing.recv_plan), routing.recv_plan.numel(), math.prod(routing.lead),
+            from_dlpack,
         )  # fmt: skip
         if in_heap:
             return in_rows, self._no_floats if in_scales is None else in_scales
@@ -419,88 +289,9 @@ class GpuCalls(NativeCalls):
         self._unload(call, rows, out_scales, recv_plan=routing.recv_plan)
         return rows, out_scales
 
-    def kind(
-        self,
-        call: Call,
-        x: Tensor,
-        scales: Tensor | None,
-        quantize: int,
-        topk_dtype: torch.dtype = torch.int64,
-    ) -> _Kind:
-        """Of a throughput dispatch."""
-        of_scales = () if scales is None else (scales.dtype, scales.shape[1], column_bytes(scales))
-        key = (call, x.dtype, x.shape[1], of_scales, quantize, topk_dtype)
-        kind: _Kind | None = self._kinds.get(key)
-        if kind is None:
-            first, again = (self._dispatch_args(call, x, scales, quantize, 0, 0) for _ in range(2))
-            first.makes_send_plan, first.overflow = True, self.overflow_ptr
-            first.topk_is_int64 = topk_dtype == torch.int64
-            again.cached, again.overflow = True, self.overflow_ptr if call.counts_dropped else 0
-            self._give_sizes(again, 0, self._sizes_len(call.layout))
-            is_whole = len(self._pieces(call, x, scales, quantize)) == 1
-            kind = _Kind(is_whole, first, again)
-            self._keep(key, kind)
-        return kind
-
     def is_one_part(self, call: Call, y: Tensor) -> bool:
         """Whether a combine sends whole rows."""
         return not call.is_small or call.wire != 0 or y.shape[-1] * y.element_size() <= self.landing_row_bytes
-
-    def combine_kind(self, call: Call, dtype: torch.dtype, hidden: int) -> Any:
-        """Native arguments that combines have in common, without side and bias."""
-        key = (call, dtype, hidden)
-        args = self._kinds.get(key)
-        return args or self._keep(key, self._combine_args(call, dtype, hidden, *[0] * 8))
-
-    def _keep(self, key: tuple[Any, ...], made: Any) -> Any:
-        if len(self._kinds) >= _MOST_KINDS:
-            self._kinds.clear()
-        self._kinds[key] = made
-        return made
-
-    def _combine_args(
-        self,
-        call: Call,
-        dtype: torch.dtype,
-        hidden: int,
-        stream: int,
-        num_tokens: int,
-        y: int,
-        num_rows: int,
-        weights: int,
-        send_plan: int,
-        recv_plan: int,
-        out: int,
-    ) -> Any:
-        args: Any = _load.native().GpuCombineArgs(
-            *_common(call, hidden, num_tokens, stream), y, num_rows, DTYPE_CODES[dtype], weights, send_plan, recv_plan,
-            out, call.wire != 0,
-        )  # fmt: skip
-        args.object = self.numbers[call.window]
-        return args
-
-    def _dispatch_args(
-        self, call: Call, x: Tensor, scales: Tensor | None, quantize: int, num_tokens: int, stream: int
-    ) -> Any:
-        code = DTYPE_CODES.get(x.dtype, BYTES)
-        hidden = x.shape[1] if code != BYTES else self.hidden
-        args: Any = _load.native().GpuDispatchArgs(
-            *_common(call, hidden, num_tokens, stream), address(x), x.shape[1] * x.element_size(), code, quantize
-        )
-        args.object = self.numbers[call.window]
-        if scales is not None:
-            args.scales, args.scale_row_bytes = address(scales), row_bytes(scales)
-            args.scale_stride = column_bytes(scales)
-            args.scales_are_fp32 = scales.dtype == torch.float32
-        if not call.zero_holes:
-            args.zeroes_holes = False
-        if call.is_small and call.scale_dtype is not None and (quantize or scales is not None):
-            args.scale_word_bytes = call.scale_dtype.itemsize
-        return args
-
-    def _give_sizes(self, args: Any, counts: int, sizes_len: int) -> None:
-        args.counts = counts
-        args.offsets, args.num_rows_out = counts + 4 * self.num_local_experts, counts + 4 * (sizes_len - 1)
 
     def _ordinary_sizes(self, call: Call, args: Any) -> tuple[Tensor, Tensor]:
         """Ordinary tensors for the sizes and the send plan."""
@@ -582,9 +373,6 @@ class GpuCalls(NativeCalls):
         args.topk_weights, args.recv_plan = address(weights), address(recv_plan)
         self.windows[call.window].native.unload(args)
 
-    def _sizes_len(self, layout: int) -> int:
-        return self.num_local_experts + (self.num_ranks if layout == RANK_MAJOR else self.num_local_experts) + 2
-
     def _send_plan_len(self, layout: int, num_tokens: int) -> int:
         length: int = _load.native().gpu_send_plan_len(num_tokens, self.top_k, self.num_ranks, layout)
         return length
@@ -598,11 +386,6 @@ class GpuCalls(NativeCalls):
 
     def _small_lead(self, call: Call) -> tuple[int, ...]:
         return self._lead(call, call.capacity if call.capacity >= 0 else self._most_rows(call))
-
-    def _tail(self, layout: int, rows: Tensor, sizes: Tensor) -> Tensor:
-        """Which rows hold no data, bool [N] or [L, C], without asking the device how many do."""
-        number = torch.arange(rows.shape[1 if layout == MASKED else 0], dtype=torch.int32, device=self.device)
-        return number >= (sizes[: self.num_local_experts].unsqueeze(-1) if layout == MASKED else sizes[-1])
 
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -647,11 +430,3 @@ class GpuCalls(NativeCalls):
         x = x.view(torch.uint8) if x.element_size() == 1 else x  # some dtypes of one byte can't be copied
         columns = room // x.element_size()
         return [part.contiguous() for part in x.split(columns, dim=1)]
-
-
-def _common(call: Call, hidden: int, num_tokens: int, stream: int) -> tuple[Any, ...]:
-    """The first arguments of each native call."""
-    return (
-        call.layout, call.alignment, call.capacity, call.max_tokens, hidden, num_tokens, call.num_sms,
-        int(call.deadline_s * 1e9), stream, call.is_small,
-    )  # fmt: skip

@@ -46,7 +46,7 @@ def _receive_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         rows = weights.new_zeros((*rows_shape(weights, layout), LEAST_COLUMNS))
     side = received.topk_weights if ctx.has_weights else None
     if side is not None and topk_idx is not None:
-        side = side.masked_fill(topk_idx < 0, 0)  # NativeCalls.side_of_picks
+        side = side.masked_fill(topk_idx < 0, 0)  # Runner.side_of_picks
     grad_x, grad_weights = combine(
         rows,
         weights,
@@ -122,7 +122,7 @@ def _combine_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ..
 
 @torch.library.custom_op("weft::gradients", mutates_args=())
 def gradients(rows: Tensor, y: Tensor, weights: Tensor, tie: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of a weighted combine at this rank's rows (`NativeCalls.gradients`); nothing is sent."""
+    """Gradients of a weighted combine at this rank's rows (`Runner.gradients`); nothing is sent."""
     grad_y, grad_weights = by_token(tie).gradients(rows, y, weights)
     assert grad_weights is not None  # noqa: S101  for mypy: there is a y
     return grad_y, grad_weights

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from weft.call.calling import Calling
 from weft.call.event import Event
-from weft.call.runner import Calling, NativeCalls
 from weft.call.spec import Call
 
 __all__ = ["Half", "Staged", "note"]
@@ -18,7 +18,7 @@ class Half:
     `run` launches it on the current stream; None: the call has done everything already. `stream`: where it sent.
     """
 
-    def __init__(self, calls: NativeCalls, what: str, call: Call, run: Callable[[], None] | None = None) -> None:
+    def __init__(self, calls: Any, what: str, call: Call, run: Callable[[], None] | None = None) -> None:
         self.event = calls.event()
         self.after: list[Callable[[], Any]] = []  # to be done when it has received
         self.is_over = False
@@ -47,7 +47,7 @@ class Half:
         self.event.follow(self._calls.event())
 
 
-def note(calls: NativeCalls, what: str, call: Call, run: Callable[[], None] | None = None) -> None:
+def note(calls: Any, what: str, call: Call, run: Callable[[], None] | None = None) -> None:
     """Behind the first half of a staged call: what `wait()` is to run."""
     if call.is_staged:
         calls.windows[call.window].half = Half(calls, what, call, run)

@@ -247,12 +247,12 @@ class Quick:
             begin = time.perf_counter()
             out = y.new_empty((plan.num_tokens, plan.hidden))
             if made is None:
-                send_plan, recv_plan = handle.send_plan.data_ptr(), handle.recv_plan.data_ptr()
+                plans = (handle.send_plan.data_ptr(), handle.recv_plan.data_ptr(), handle.recv_plan.numel())
             else:
-                send_plan, recv_plan = made.send_plan, made.recv_plan
+                plans = (made.send_plan, made.recv_plan, made.recv_plan_len)
             num_rows = y.shape[0] if plan.num_rows < 0 else plan.num_rows
             plan.window.native.combine_rows(
-                plan.args, stream, plan.num_tokens, address, num_rows, weights, send_plan, recv_plan, out.data_ptr()
+                plan.args, stream, plan.num_tokens, address, num_rows, weights, *plans, out.data_ptr()
             )
             calls.last_event = Event(plan.streams.last)
             calls.counters.num_combines += 1

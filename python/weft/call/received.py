@@ -36,6 +36,11 @@ class Counters:
     dispatch_s: float = 0.0
     combine_s: float = 0.0
 
+    def add_sent(self, rows: int, num_bytes: int) -> None:
+        """Of one dispatch, to other ranks."""
+        self.rows_sent += rows
+        self.bytes_sent += num_bytes
+
 
 class Results:
     """What dispatches have given and nobody has fetched yet, by ticket; compiled graphs only.

@@ -1,5 +1,5 @@
-"""What both engines have in common between tensors and native calls; call/cpu_calls.py and call/gpu_calls.py hand the
-pointers to the native module.
+"""The calls between tensors and the native module: once for both engines. What differs between them, where tensors are
+read and results lie, streams, and rows in pieces, is in call/cpu_calls.py and call/gpu_calls.py.
 
 Nothing here knows autograd or torch.library.
 """
@@ -11,32 +11,56 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from weft import _load
+from weft.call import half
+from weft.call.calling import Calling
 from weft.call.event import Event
+from weft.call.gpu_tensors import clear, column_bytes, row_bytes
 from weft.call.received import Counters, Received, Results
-from weft.call.spec import RANK_MAJOR, Call
+from weft.call.scales import by_column
+from weft.call.spec import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, changed
+from weft.call.tensors import address
 from weft.call.window import Window
 from weft.errors import CapacityExceeded, InvalidArgument, InvalidState
-from weft.limits import LAYOUTS
+from weft.routing import traces
 
 if TYPE_CHECKING:
     from weft.communicator import Communicator
 
-__all__ = ["Calling", "NativeCalls", "by_token"]
+__all__ = ["Kind", "Routing", "Runner", "by_token"]
 
+_MOST_KINDS = 256  # of calls, whose arguments are kept
 _keys = itertools.count(1)
-_by_key: weakref.WeakValueDictionary[int, NativeCalls] = weakref.WeakValueDictionary()
+_by_key: weakref.WeakValueDictionary[int, Runner] = weakref.WeakValueDictionary()
 
 
-class NativeCalls(ABC):
+class Routing(NamedTuple):
+    """What a repeated dispatch needs of a first one; `lead`: shape of its rows without the last dimension."""
+
+    send_plan: Tensor
+    recv_plan: Tensor
+    sizes: Tensor
+    lead: tuple[int, ...]
+
+
+class Kind(NamedTuple):
+    """What throughput dispatches of equal options and row formats have in common: native arguments, in which the
+    native calls fill in what differs."""
+
+    is_whole: bool  # rows are not sent in pieces
+    first: Any
+    again: Any  # with the routing of a handle
+
+
+class Runner(ABC):
     """State of one ExpertParallel on the native side: windows, its number in each, counters, what to raise later.
 
     `token` (float64 [2]: key, epoch) finds this object from inside an operator of torch.library; a copy of it, the
@@ -67,6 +91,12 @@ class NativeCalls(ABC):
         self.unused: list[Any] = []
         self.results = Results()
         self.closed = False
+        # Absent results; new_empty of these costs half of torch.empty.
+        memory = self.device if self.plans_on_device else "cpu"
+        self._ints = torch.empty(0, dtype=torch.int32, device=memory)
+        self._no_floats = torch.empty(0, dtype=torch.float32, device=memory)
+        self._no_ids = torch.empty(0, dtype=torch.int64, device=memory)
+        self._kinds: dict[tuple[Any, ...], Any] = {}  # Kind of dispatches, native arguments of combines
         self.key = next(_keys)
         self._epoch = comm.epoch
         self.token = torch.tensor([self.key, self._epoch], dtype=torch.float64, device="cpu")
@@ -74,7 +104,6 @@ class NativeCalls(ABC):
 
     # ---- the three calls
 
-    @abstractmethod
     def dispatch(
         self,
         call: Call,
@@ -86,8 +115,34 @@ class NativeCalls(ABC):
         clear_tail: bool,
     ) -> Received:
         """Send rows where topk_idx says. `clear_tail`: zero what lies beyond num_rows (capacity)."""
+        x, scales, topk_idx = self._read(x), self._read_scales(call, scales), self._read(topk_idx)
+        weights = None if topk_weights is None else self._read(topk_weights)
+        self._check_capture(call)
+        if traces._recorders:
+            traces._note(topk_idx, weights, self.comm.rank, self.num_experts)
+        kind = self.kind(call, x, scales, quantize, topk_idx.dtype)
+        pieces = [x] if kind.is_whole else self._pieces(call, x, scales, quantize)
+        inputs = (*pieces, scales, topk_idx, weights) if call.is_async else ()
+        with self.alone("dispatch"), self._running("dispatch", call, inputs=inputs) as run:
+            received = self._first(call, kind, pieces[0], scales, topk_idx, weights, quantize, run)
+            if len(pieces) > 1:
+                routing = Routing(received.send_plan, received.recv_plan, received.sizes, tuple(received.x.shape[:-1]))
+                again = changed(call, counts_dropped=False)  # the first piece has counted
+                rest = [self._again(again, kind, piece, None, routing, 0, run)[0] for piece in pieces[1:]]
+                received = received._replace(x=torch.cat([received.x, *rest], dim=-1))
+            if clear_tail:
+                tail = self._tail(call.layout, received.x, received.sizes)
+                clear(received.x, tail)
+                clear(received.topk_weights, tail)
+                if call.layout == RANK_MAJOR:
+                    received.topk_idx.masked_fill_(tail.unsqueeze(-1), -1)
+            if call.scale_dtype is not None and not call.is_small:
+                received = received._replace(scales=by_column(received.scales, call.scale_dtype))
+            if run.keeps_results:
+                run.results = received[:-1]
+        half.note(self, "dispatch", call, run.receive)
+        return received
 
-    @abstractmethod
     def dispatch_again(
         self,
         call: Call,
@@ -103,8 +158,25 @@ class NativeCalls(ABC):
         quantize: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """The routing of a handle with other rows: (x, scales). `sizes`: of the first dispatch."""
+        x, scales = self._read(x), self._read_scales(call, scales)
+        kind = self.kind(call, x, scales, quantize)
+        pieces = [x] if kind.is_whole else self._pieces(call, x, scales, quantize)
+        routing = Routing(send_plan, recv_plan, sizes, rows_shape)
+        inputs = (*pieces, scales, send_plan, recv_plan, sizes) if call.is_async else ()
+        with self.alone("dispatch"), self._running("dispatch", call, tie, inputs) as run:
+            rows, out_scales = self._again(call, kind, pieces[0], scales, routing, quantize, run)
+            if len(pieces) > 1:
+                again = changed(call, counts_dropped=False)  # the first piece has counted
+                rest = [self._again(again, kind, piece, None, routing, 0, run)[0] for piece in pieces[1:]]
+                rows = torch.cat([rows, *rest], dim=-1)
+            if clear_tail:
+                clear(rows, self._tail(call.layout, rows, sizes))
+            if not call.is_small:
+                out_scales = by_column(out_scales, call.scale_dtype)
+            run.results = (rows, out_scales)
+        half.note(self, "dispatch", call, run.receive)
+        return rows, out_scales
 
-    @abstractmethod
     def combine(
         self,
         call: Call,
@@ -119,6 +191,42 @@ class NativeCalls(ABC):
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Bring rows back and sum them: (y [T, H], side [T, K] or empty). `weights` None: plain sums."""
+        weights, side = (None if each is None else self._read(each) for each in (weights, side))
+        parts = self._columns(call, y, bias)
+        inputs = (*itertools.chain(*parts), weights, side, out, send_plan, recv_plan) if call.is_async else ()
+        with self.alone("combine"), self._running("combine", call, tie, inputs) as run:
+            into = out if out is not None and self._is_written(out) and len(parts) == 1 else None
+            sums: list[Tensor] = []
+            side_out = self._no_floats if side is None else self._no_floats.new_empty((num_tokens, self.top_k))
+            for idx, (rows, row_bias) in enumerate(parts):
+                sum_into = rows.new_empty((num_tokens, rows.shape[-1])) if into is None else into
+                sums.append(sum_into)
+                native, hidden = self.windows[call.window].native, rows.shape[-1]
+                addresses = (
+                    run.handle, num_tokens, address(rows), rows.numel() // hidden, address(weights),
+                    address(send_plan), address(recv_plan), recv_plan.numel(), address(sum_into),
+                )  # fmt: skip
+                if side is None and row_bias is None and not call.is_staged:
+                    native.combine_rows(self.combine_kind(call, rows.dtype, hidden), *addresses)
+                    continue
+                args = self._combine_args(call, rows.dtype, hidden, *addresses)
+                if side is not None and idx == 0:
+                    args.has_side, args.side, args.side_out = True, address(side), address(side_out)
+                if row_bias is not None:
+                    # The half that receives reads it, when the caller may have overwritten it.
+                    row_bias = row_bias.clone() if call.is_staged else row_bias
+                    args.bias, args.bias_is_2d = address(row_bias), row_bias.dim() == 2
+                    args.bias_is_fp32 = row_bias.dtype == torch.float32
+                run.launch(native.combine, args, (sum_into, side_out, row_bias, send_plan))
+            total = self._given(sums[0] if len(sums) == 1 else torch.cat(sums, dim=-1))
+            side_out = self._given(side_out)
+            result = total
+            if out is not None and out is not total:
+                result = out.copy_(total)
+                run.after.append(lambda: out.copy_(total))
+            run.results = (total, side_out)
+        half.note(self, "combine", call, run.receive)
+        return result, side_out
 
     def gradients(
         self, rows: Tensor, y: Tensor | None, weights: Tensor, *, in_place: bool = False
@@ -147,6 +255,66 @@ class NativeCalls(ABC):
         self, rows: Tensor, y: Tensor | None, weights: Tensor, out: Tensor, grad_weights: Tensor | None
     ) -> None:
         """Write `out` and `grad_weights`."""
+
+    # ---- what differs between engines
+
+    @abstractmethod
+    def _read(self, tensor: Tensor) -> Tensor:
+        """The same values where the engine reads them: contiguous, aligned."""
+
+    @abstractmethod
+    def _read_scales(self, call: Call, scales: Tensor | None) -> Tensor | None:
+        """As `_read`; column-major ones as they are where the engine takes them."""
+
+    @abstractmethod
+    def _is_written(self, out: Tensor) -> bool:
+        """Whether the engine can write a result where `out` lies."""
+
+    def _given(self, tensor: Tensor) -> Tensor:
+        """A result on the device of the communicator."""
+        return tensor
+
+    @abstractmethod
+    def _running(self, *args: Any, **named: Any) -> Calling:
+        """Around a native call: `Calling(self, ...)`, and its stream."""
+
+    def _check_capture(self, call: Call) -> None:  # noqa: B027  of GPUs alone
+        """Refuse what a CUDA graph can't record."""
+
+    @abstractmethod
+    def _pieces(self, call: Call, x: Tensor, scales: Tensor | None, quantize: int) -> list[Tensor]:
+        """x, or its columns in parts that the engine can send at once."""
+
+    @abstractmethod
+    def _columns(self, call: Call, y: Tensor, bias: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+        """y and bias as the engine reads them, or their columns in parts."""
+
+    @abstractmethod
+    def _first(
+        self,
+        call: Call,
+        kind: Kind,
+        x: Tensor,
+        scales: Tensor | None,
+        topk_idx: Tensor,
+        weights: Tensor | None,
+        quantize: int,
+        run: Calling,
+    ) -> Received:
+        """The native call of a first dispatch."""
+
+    @abstractmethod
+    def _again(
+        self,
+        call: Call,
+        kind: Kind,
+        x: Tensor,
+        scales: Tensor | None,
+        routing: Routing,
+        quantize: int,
+        run: Calling,
+    ) -> tuple[Tensor, Tensor]:
+        """The native call of a repeated one: rows and scales."""
 
     # ---- around them
 
@@ -257,11 +425,96 @@ class NativeCalls(ABC):
         last = sizes.shape[0] - 1
         return sizes[: self.num_local_experts], sizes[self.num_local_experts : last], sizes[last]
 
-    def new_sizes(self, layout: int, device: torch.device | str) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Uninitialised, and its parts."""
-        num_groups = self.num_ranks if layout == RANK_MAJOR else self.num_local_experts
-        sizes = torch.empty(self.num_local_experts + num_groups + 2, dtype=torch.int32, device=device)
-        return sizes, self.split_sizes(sizes)
+    # ---- arguments of native calls
+
+    def kind(
+        self,
+        call: Call,
+        x: Tensor,
+        scales: Tensor | None,
+        quantize: int,
+        topk_dtype: torch.dtype = torch.int64,
+    ) -> Kind:
+        """Of a throughput dispatch."""
+        of_scales = () if scales is None else (scales.dtype, scales.shape[1], column_bytes(scales))
+        key = (call, x.dtype, x.shape[1], of_scales, quantize, topk_dtype)
+        kind: Kind | None = self._kinds.get(key)
+        if kind is None:
+            first, again = (self._dispatch_args(call, x, scales, quantize, 0, 0) for _ in range(2))
+            first.makes_send_plan, first.overflow = True, address(self.overflow)
+            first.topk_is_int64 = topk_dtype == torch.int64
+            again.cached, again.overflow = True, address(self.overflow) if call.counts_dropped else 0
+            self._give_sizes(again, 0, self._sizes_len(call.layout))
+            is_whole = len(self._pieces(call, x, scales, quantize)) == 1
+            kind = Kind(is_whole, first, again)
+            self._keep(key, kind)
+        return kind
+
+    def combine_kind(self, call: Call, dtype: torch.dtype, hidden: int) -> Any:
+        """Native arguments that combines have in common, without side and bias."""
+        key = (call, dtype, hidden)
+        args = self._kinds.get(key)
+        return args or self._keep(key, self._combine_args(call, dtype, hidden, *[0] * 9))
+
+    def _keep(self, key: tuple[Any, ...], made: Any) -> Any:
+        if len(self._kinds) >= _MOST_KINDS:
+            self._kinds.clear()
+        self._kinds[key] = made
+        return made
+
+    def _tail(self, layout: int, rows: Tensor, sizes: Tensor) -> Tensor:
+        """Which rows hold no data, bool [N] or [L, C], without asking the device how many do."""
+        number = torch.arange(rows.shape[1 if layout == MASKED else 0], dtype=torch.int32, device=self.device)
+        return number >= (sizes[: self.num_local_experts].unsqueeze(-1) if layout == MASKED else sizes[-1])
+
+    def _dispatch_args(
+        self, call: Call, x: Tensor, scales: Tensor | None, quantize: int, num_tokens: int, stream: int
+    ) -> Any:
+        code = DTYPE_CODES.get(x.dtype, BYTES)
+        hidden = x.shape[1] if code != BYTES else self.hidden
+        args: Any = _load.native().DispatchArgs(
+            *_common(call, hidden, num_tokens, stream), address(x), x.shape[1] * x.element_size(), code, quantize
+        )
+        args.object = self.numbers[call.window]
+        if scales is not None:
+            args.scales, args.scale_row_bytes = address(scales), row_bytes(scales)
+            args.scale_stride = column_bytes(scales)
+            args.scales_are_fp32 = scales.dtype == torch.float32
+        if not call.zero_holes:
+            args.zeroes_holes = False
+        if call.is_small and call.scale_dtype is not None and (quantize or scales is not None):
+            args.scale_word_bytes = call.scale_dtype.itemsize
+        return args
+
+    def _combine_args(
+        self,
+        call: Call,
+        dtype: torch.dtype,
+        hidden: int,
+        stream: int,
+        num_tokens: int,
+        y: int,
+        num_rows: int,
+        weights: int,
+        send_plan: int,
+        recv_plan: int,
+        recv_plan_len: int,
+        out: int,
+    ) -> Any:
+        args: Any = _load.native().CombineArgs(
+            *_common(call, hidden, num_tokens, stream), y, num_rows, DTYPE_CODES[dtype], weights, send_plan, recv_plan,
+            out, call.wire != 0,
+        )  # fmt: skip
+        args.recv_plan_len = recv_plan_len
+        args.object = self.numbers[call.window]
+        return args
+
+    def _give_sizes(self, args: Any, counts: int, sizes_len: int) -> None:
+        args.counts = counts
+        args.offsets, args.num_rows_out = counts + 4 * self.num_local_experts, counts + 4 * (sizes_len - 1)
+
+    def _sizes_len(self, layout: int) -> int:
+        return self.num_local_experts + (self.num_ranks if layout == RANK_MAJOR else self.num_local_experts) + 2
 
     def bad_ids_text(self, num_bad: int, first_id: int, first_at: int) -> str:
         """For the user: what an earlier dispatch found."""
@@ -272,55 +525,15 @@ class NativeCalls(ABC):
         )
 
 
-class Calling:
-    """Around a native call: refuse what can't be done now, count, time, and name the range for profilers. `inputs`:
-    tensors that it reads or writes; `is_rest`: the call has begun before, staged."""
-
-    _range: Any = None
-
-    def __init__(
-        self,
-        calls: Any,
-        what: str,
-        call: Call,
-        tie: Tensor | None = None,
-        inputs: Iterable[Tensor | None] = (),
-        *,
-        is_rest: bool = False,
-    ) -> None:
-        self._calls, self._what, self._call, self._tie, self._is_rest = calls, what, call, tie, is_rest
-        self._inputs = inputs
-        if torch.autograd._profiler_enabled():
-            self._range = torch.profiler.record_function(f"weft::{what} {LAYOUTS[call.layout]}")
-
-    def __enter__(self) -> Any:
-        calls = self._calls
-        if self._tie is not None:
-            calls.check_tie(self._what, self._tie)
-        if not self._is_rest:
-            if calls.windows[self._call.window].half is not None:
-                calls.raise_if_staged(self._what, self._call.window)
-            calls.before_call(self._what, self._call, self._tie)
-        if self._range is not None:
-            self._range.__enter__()
-        self._begin = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        seconds = time.perf_counter() - self._begin
-        counters = self._calls.counters
-        if error[0] is not None:  # calls that failed do not count
-            self._calls.comm.note_refusal(error[1])
-        elif self._what == "dispatch":
-            counters.num_dispatches += not self._is_rest
-            counters.dispatch_s += seconds
-        else:
-            counters.num_combines += not self._is_rest
-            counters.combine_s += seconds
-        if self._range is not None:
-            self._range.__exit__(*error)
+def _common(call: Call, hidden: int, num_tokens: int, stream: int) -> tuple[Any, ...]:
+    """The first arguments of each native call."""
+    return (
+        call.layout, call.alignment, call.capacity, call.max_tokens, hidden, num_tokens, call.num_sms,
+        int(call.deadline_s * 1e9), stream, call.is_small,
+    )  # fmt: skip
 
 
-def by_token(token: Tensor) -> NativeCalls:
+def by_token(token: Tensor) -> Runner:
     """The object whose `token` or `tie` this is.
 
     Raises:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.call.calling import Calling
 from weft.call.event import Event
-from weft.call.runner import Calling
 from weft.call.streams import WindowStreams
 from weft.limits import LAYOUTS
 
@@ -28,21 +28,18 @@ class Running(Calling):
     _scope: Any = None
     _native: tuple[Callable[[Any], Any], Any] | None = None  # of a staged call: function and arguments
     _kept: Sequence[Tensor] = ()
-    results: Sequence[Tensor] = ()
-    after: list[Callable[[], Any]]  # to be done when a staged call has received
-    keeps_results = False  # `results` are wanted
 
     def __enter__(self) -> Running:
         super().__enter__()
         calls, call = self._calls, self._call
-        self.after, self.keeps_results = [], call.is_async or call.is_staged
+        self.keeps_results = call.is_async or call.is_staged
         if calls.names_ranges:
             torch.cuda.nvtx.range_push(_RANGES[self._what, call.layout])
         try:
             streams = calls.windows[call.window].streams
             self._caller = streams.current()
             self.stream = streams.begin(self._caller, call.is_async)
-            self._streams = streams
+            self._streams, self.handle = streams, self.stream.cuda_stream
             if call.is_async:
                 self._change_streams()
         except BaseException as error:

@@ -30,7 +30,7 @@ class Window:
     """A native window and how many ExpertParallel objects of this rank use it. `serial` is equal on all ranks, and so
     are the numbers of its objects, of which `next_object` is the next.
 
-    `native` is a `_native.Window`, on the nvlink engine a `_native.GpuWindow`, which has `streams`.
+    `native` is a `_native.CpuWindow`, or on the nvlink engine a `_native.GpuWindow`, and then there are `streams`.
     """
 
     def __init__(self, native: Any, serial: int, max_tokens: int, streams: WindowStreams | None = None) -> None:

@@ -128,7 +128,7 @@ def small_dispatch_source(
 
 def _dispatch_args(shape: KernelShape, layout: str, rows: str, routing: str) -> Any:
     native, (code, item) = _load.native(), _CODES[shape.dtype]
-    args: Any = native.GpuDispatchArgs()
+    args: Any = native.DispatchArgs()
     args.layout, args.num_blocks, args.hidden = LAYOUTS.index(layout), shape.num_sms, shape.hidden
     args.dtype, args.row_bytes = code, shape.hidden * item
     args.quantize = {"fp8": 1, "fp8_ue8m0": 2}.get(rows, 0)
@@ -206,7 +206,7 @@ def small_combine_source(
 
 
 def _combine_args(shape: KernelShape, layout: str, wire: str | None, *, has_side: bool) -> Any:
-    args: Any = _load.native().GpuCombineArgs()
+    args: Any = _load.native().CombineArgs()
     args.layout, args.num_blocks, args.hidden = LAYOUTS.index(layout), shape.num_sms, shape.hidden
     args.dtype, args.wire_is_fp8, args.has_side = _CODES[shape.dtype][0], wire == "fp8", has_side
     return args

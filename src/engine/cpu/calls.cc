@@ -1,5 +1,6 @@
 // The calls of a window: what can be checked here is checked before anything is sent; then the operation runs.
 #include <string>
+#include <utility>
 
 #include "engine/address.h"
 #include "engine/cpu/combine.h"
@@ -49,7 +50,7 @@ void check_addresses(const DispatchArgs& args) {
   check_address("topk_idx", args.topk_idx, args.num_tokens);
   check_address("counts", args.counts, 1);
   check_address("offsets", args.offsets, 1);
-  check_address("num_rows", args.num_rows, 1);
+  check_address("num_rows", args.num_rows_out, 1);
   check_address("overflow", args.overflow, 1);
 }
 
@@ -63,9 +64,19 @@ void check_addresses(const CombineArgs& args) {
   check_address("side of the result", args.side_out, args.num_tokens);
 }
 
+// In ordinary memory, which a handle keeps for as long as it likes.
+Array new_integers(i64 length) {
+  Array array;
+  array.block = allocate_block(static_cast<u64>(length) * sizeof(i32));
+  array.shape = {length};
+  array.is_integer = true;
+  return array;
+}
+
 }  // namespace
 
-DispatchResult Window::dispatch(const DispatchArgs& args, const Poll& poll) {
+DispatchResult Window::dispatch(const DispatchArgs& given, const Poll& poll) {
+  DispatchArgs args = given;
   check_tokens(args.num_tokens, args.max_tokens, shape_);
   check_capacity(args.layout, args.capacity, args.alignment);
   if (args.quantize != Quantize::kNone) {
@@ -77,12 +88,26 @@ DispatchResult Window::dispatch(const DispatchArgs& args, const Poll& poll) {
   } else {
     check_row(args.row_bytes, args.scale_row_bytes, shape_);
   }
+  Array send_plan, sizes;
+  if (args.makes_send_plan) {
+    const i64 num_local = shape_.num_local_experts();
+    const i64 num_groups = args.layout == Layout::kRankMajor ? shape_.num_ranks : num_local;
+    send_plan = new_integers(send_plan_len(args.num_tokens, shape_.top_k, shape_.num_ranks));
+    sizes = new_integers(num_local + num_groups + 2);
+    args.send_plan = address_of(send_plan.block.data);
+    args.counts = address_of(sizes.block.data);
+    args.offsets = args.counts + static_cast<u64>(num_local) * sizeof(i32);
+    args.num_rows_out = args.offsets + static_cast<u64>(num_groups + 1) * sizeof(i32);
+  }
   check_addresses(args);
   if (args.cached) {
-    check_plans(args.send_plan, args.recv_plan, args.recv_plan_len, args.num_tokens, args.layout, args.capacity,
-                {hash_, static_cast<i32>(comm_->epoch()), comm_->rank()});
+    check_plans(memory_at<i32>(args.send_plan), memory_at<i32>(args.recv_plan), args.recv_plan_len, args.num_tokens,
+                args.layout, args.capacity, {hash_, static_cast<i32>(comm_->epoch()), comm_->rank()});
   }
-  return DispatchCall(*this, args, poll).run();
+  DispatchResult result = DispatchCall(*this, args, poll).run();
+  result.send_plan = std::move(send_plan);
+  result.sizes = std::move(sizes);
+  return result;
 }
 
 void Window::combine(const CombineArgs& args, const Poll& poll) {
@@ -93,9 +118,9 @@ void Window::combine(const CombineArgs& args, const Poll& poll) {
   if (args.wire_is_fp8 && args.hidden % 16 != 0)
     throw_invalid_argument(range_text("hidden", args.hidden, "multiples of 16 with FP8 on the wire"));
   check_addresses(args);
-  check_plans(args.send_plan, args.recv_plan, args.recv_plan_len, args.num_tokens, args.layout, args.capacity,
-              {hash_, static_cast<i32>(comm_->epoch()), comm_->rank()});
-  const i64 num_rows = result_rows(*reinterpret_cast<const PlanHeader*>(args.recv_plan));
+  check_plans(memory_at<i32>(args.send_plan), memory_at<i32>(args.recv_plan), args.recv_plan_len, args.num_tokens,
+              args.layout, args.capacity, {hash_, static_cast<i32>(comm_->epoch()), comm_->rank()});
+  const i64 num_rows = result_rows(*memory_at<PlanHeader>(args.recv_plan));
   if (args.num_rows != num_rows) {
     throw_invalid_argument(
         range_text("rows of expert_output", args.num_rows, std::to_string(num_rows) + ", as dispatch gave them"));

@@ -18,7 +18,6 @@ OperationConfig config_of(const CombineArgs& args, u64 window_hash) {
   config.dtype = args.dtype;
   config.quantize = args.wire_is_fp8 ? Quantize::kFp8 : Quantize::kNone;
   config.has_side = args.has_side ? 1 : 0;
-  config.mode = args.mode;
   config.alignment = static_cast<u32>(args.alignment);
   config.hidden = static_cast<u32>(args.hidden);
   config.capacity = args.capacity;
@@ -26,7 +25,7 @@ OperationConfig config_of(const CombineArgs& args, u64 window_hash) {
   config.row_bytes = args.hidden * dtype_bytes(args.dtype);
   config.window_hash = window_hash;
   config.object = args.object;
-  config.handle = static_cast<u64>(reinterpret_cast<const PlanHeader*>(args.send_plan)->sequence);
+  config.handle = static_cast<u64>(memory_at<PlanHeader>(args.send_plan)->sequence);
   return config;
 }
 
@@ -41,8 +40,8 @@ CombineCall::CombineCall(Window& window, const CombineArgs& args, const Poll& po
       top_k_(window.shape_.top_k),
       row_bytes_(args.hidden * dtype_bytes(args.dtype)),
       op_(window, config_of(args, window.hash_), args.timeout_ns, poll),
-      send_{args.send_plan, args.num_tokens, top_k_, num_ranks_},
-      recv_{args.recv_plan, reinterpret_cast<const PlanHeader*>(args.recv_plan)->num_meta_rows, top_k_, num_ranks_},
+      send_{memory_at<i32>(args.send_plan), args.num_tokens, top_k_, num_ranks_},
+      recv_{memory_at<i32>(args.recv_plan), memory_at<PlanHeader>(args.recv_plan)->num_meta_rows, top_k_, num_ranks_},
       is_fp8_(args.wire_is_fp8) {
   const u64 side_bytes = args.has_side ? static_cast<u64>(top_k_) * sizeof(float) : 0;
   const i64 data_bytes = is_fp8_ ? args.hidden : row_bytes_;
@@ -50,7 +49,7 @@ CombineCall::CombineCall(Window& window, const CombineArgs& args, const Poll& po
   record_ = RecordLayout::make(static_cast<u64>(data_bytes), static_cast<u64>(scale_row_bytes), side_bytes);
   side_record_ = RecordLayout::make(0, 0, side_bytes);
   if (args.layout != Layout::kRankMajor || is_fp8_) return;
-  const auto offset = window.heap_offset(args.y);
+  const auto offset = window.heap_offset(memory_at<void>(args.y));
   pull_ = offset.has_value();
   pull_offset_ = offset.value_or(0);
 }
@@ -65,7 +64,7 @@ void CombineCall::run() {
   read_counts();
   w_.scratch_.row.resize(static_cast<size_t>(record_.bytes));
   if (is_fp8_) w_.scratch_.sum.resize(static_cast<size_t>(a_.hidden));
-  if (a_.has_side) std::fill_n(a_.side_out, a_.num_tokens * top_k_, 0.0f);
+  if (a_.has_side) std::fill_n(memory_at<float>(a_.side_out), a_.num_tokens * top_k_, 0.0f);
   const auto all_pushed = [&] {
     return std::all_of(op_.peers().begin(), op_.peers().end(),
                        [&](int peer) { return owners_[peer].num_pushed == owners_[peer].num_records; });
@@ -97,7 +96,7 @@ void CombineCall::prepare_landing() {
   u64 num_bytes = 0;
   for (int peer : op_.peers()) num_bytes += static_cast<u64>(send_.num_rows_to()[peer]) * record_.bytes;
   if (num_bytes > 0) {
-    if (std::optional<Block> block = w_.reserve(num_bytes)) landing_block_ = std::move(*block);
+    if (std::optional<Block> block = w_.reserve(num_bytes, 0)) landing_block_ = std::move(*block);
   }
   u8* next = landing_block_.data;
   for (int peer : op_.peers()) {
@@ -213,7 +212,7 @@ void CombineCall::contribution(i64 meta_row, u8* data) {
 
 bool CombineCall::partial_sum(i64 meta_row, void* place, bool as_fp32) {
   static_assert(Order{}.has_contributions_by_pick());
-  const u8* y = static_cast<const u8*>(a_.y);
+  const u8* y = memory_at<u8>(a_.y);
   const void* rows[kMaxTopk];
   float weights[kMaxTopk];
   RowSum sum;
@@ -229,12 +228,12 @@ bool CombineCall::partial_sum(i64 meta_row, void* place, bool as_fp32) {
   for (i64 k = 0; a_.layout != Layout::kRankMajor && k < top_k_; ++k) {
     const i32 row = recv_.row()[meta_row * top_k_ + k];
     if (row < 0) continue;
-    weights[sum.num_rows] = a_.weights != nullptr ? a_.weights[row] : 0.0f;
+    weights[sum.num_rows] = a_.weights != 0 ? memory_at<float>(a_.weights)[row] : 0.0f;
     rows[sum.num_rows++] = y + static_cast<i64>(row) * row_bytes_;
   }
   if (sum.num_rows == 0) return false;
   sum.rows = rows;
-  sum.weights = a_.weights != nullptr ? weights : nullptr;
+  sum.weights = a_.weights != 0 ? weights : nullptr;
   sum.hidden = a_.hidden;
   sum.dtype = a_.dtype;
   sum_rows(sum, place);
@@ -246,7 +245,7 @@ void CombineCall::write_side(i64 meta_row, float* values) const {
     const i64 at = meta_row * top_k_ + k;
     const bool is_rank_major = a_.layout == Layout::kRankMajor;
     const i64 row = is_rank_major ? (a_.capacity >= 0 && meta_row >= a_.capacity ? -1 : at) : recv_.row()[at];
-    values[k] = recv_.expert()[at] >= 0 && row >= 0 ? a_.side[row] : 0.0f;
+    values[k] = recv_.expert()[at] >= 0 && row >= 0 ? memory_at<float>(a_.side)[row] : 0.0f;
   }
 }
 
@@ -306,7 +305,7 @@ void CombineCall::post_consumed(int peer, bool at_end) {
 
 // This rank's own rows need no wire, but the same rounding.
 const void* CombineCall::own_row(i64 meta_row) {
-  if (a_.layout == Layout::kRankMajor && !is_fp8_) return static_cast<const u8*>(a_.y) + meta_row * row_bytes_;
+  if (a_.layout == Layout::kRankMajor && !is_fp8_) return memory_at<u8>(a_.y) + meta_row * row_bytes_;
   contribution(meta_row, w_.scratch_.row.data());
   return w_.scratch_.row.data();
 }
@@ -315,7 +314,7 @@ void CombineCall::read_side(i64 token, int contributor, const float* values) {
   for (i64 k = 0; k < top_k_; ++k) {
     const i32 expert = send_.expert()[token * top_k_ + k];
     if (expert >= 0 && experts_.rank_of(expert) == contributor)
-      a_.side_out[token * top_k_ + k] = 0.0f + values[k];  // a sum from +0: -0 becomes +0
+      memory_at<float>(a_.side_out)[token * top_k_ + k] = 0.0f + values[k];  // a sum from +0: -0 becomes +0
   }
 }
 
@@ -359,11 +358,11 @@ bool CombineCall::sum_token(i64 token) {
   sum.hidden = a_.hidden;
   sum.dtype = a_.dtype;
   sum.bias_is_fp32 = a_.bias_is_fp32;
-  if (a_.bias != nullptr) {
+  if (a_.bias != 0) {
     const i64 bias_row_bytes = a_.hidden * (a_.bias_is_fp32 ? 4 : dtype_bytes(a_.dtype));
-    sum.bias = static_cast<const u8*>(a_.bias) + (a_.bias_is_2d ? token * bias_row_bytes : 0);
+    sum.bias = memory_at<u8>(a_.bias) + (a_.bias_is_2d ? token * bias_row_bytes : 0);
   }
-  sum_rows(sum, static_cast<u8*>(a_.out) + token * row_bytes_);
+  sum_rows(sum, memory_at<u8>(a_.out) + token * row_bytes_);
   return true;
 }
 

@@ -17,7 +17,6 @@ OperationConfig config_of(const DispatchArgs& args, u64 window_hash) {
   config.quantize = args.quantize;
   config.dtype = args.quantize == Quantize::kNone ? args.dtype : Dtype::kBytes;
   config.is_cached = args.cached ? 1 : 0;
-  config.mode = args.mode;
   config.alignment = static_cast<u32>(args.alignment);
   config.hidden = static_cast<u32>(args.hidden);
   config.capacity = args.capacity;
@@ -27,7 +26,7 @@ OperationConfig config_of(const DispatchArgs& args, u64 window_hash) {
       args.quantize == Quantize::kNone ? args.scale_row_bytes : scale_bytes(args.hidden, args.quantize);
   config.window_hash = window_hash;
   config.object = args.object;
-  if (args.cached) config.handle = static_cast<u64>(reinterpret_cast<const PlanHeader*>(args.send_plan)->sequence);
+  if (args.cached) config.handle = static_cast<u64>(memory_at<PlanHeader>(args.send_plan)->sequence);
   return config;
 }
 
@@ -56,7 +55,7 @@ DispatchCall::DispatchCall(Window& window, const DispatchArgs& args, const Poll&
                                  args.cached ? 0 : static_cast<u64>(top_k_) * (sizeof(i32) + sizeof(float)))),
       ring_records_(static_cast<u32>(
           std::min<u64>(window.layout_.ring_bytes / std::max<u64>(record_.bytes, 1), kMaxRowsPerPair))),
-      send_{args.send_plan, args.num_tokens, top_k_, num_ranks_} {}
+      send_{memory_at<i32>(args.send_plan), args.num_tokens, top_k_, num_ranks_} {}
 
 DispatchResult DispatchCall::run() {
   const u64 start_ns = now_ns();
@@ -109,8 +108,8 @@ DispatchResult DispatchCall::run() {
 // ---- what goes where ------------------------------------------------------------------------------------------------
 
 void DispatchCall::read_handle() {
-  recv_ = {const_cast<i32*>(a_.recv_plan), 0, top_k_, num_ranks_};
-  const auto& header = *reinterpret_cast<const PlanHeader*>(a_.recv_plan);
+  recv_ = {memory_at<i32>(a_.recv_plan), 0, top_k_, num_ranks_};
+  const auto& header = *memory_at<PlanHeader>(a_.recv_plan);
   recv_.num_meta_rows = num_meta_rows_ = header.num_meta_rows;
   num_rows_ = header.num_rows;
   result_rows_ = result_rows(header);
@@ -138,8 +137,7 @@ void DispatchCall::build_send_plan() {
   for (i64 token = 0; token < a_.num_tokens; ++token) {
     for (i64 k = 0; k < top_k_; ++k) {
       const i64 at = token * top_k_ + k;
-      experts[k] =
-          a_.topk_is_int64 ? static_cast<const i64*>(a_.topk_idx)[at] : static_cast<const i32*>(a_.topk_idx)[at];
+      experts[k] = a_.topk_is_int64 ? memory_at<i64>(a_.topk_idx)[at] : memory_at<i32>(a_.topk_idx)[at];
     }
     count_token(experts, token);
   }
@@ -156,7 +154,7 @@ void DispatchCall::build_send_plan() {
   header.window_hash = w_.hash_;
   header.sequence = static_cast<i32>(op_.turn().sequence);
   header.rank = rank_;
-  std::memcpy(a_.send_plan, &header, sizeof(header));
+  std::memcpy(memory_at<void>(a_.send_plan), &header, sizeof(header));
   for (i64 rank = 0; rank < num_ranks_; ++rank) targets_[rank].num_rows = send_.num_rows_to()[rank];
 }
 

@@ -31,7 +31,7 @@ void DispatchCall::size_result() {
 
   const i64 num_offsets = (a_.layout == Layout::kRankMajor ? num_ranks_ : num_local_) + 1;
   for (i64 idx = 0; idx < num_offsets; ++idx)
-    a_.offsets[idx] = static_cast<i32>(std::min(scratch.offsets[idx], result_rows_));
+    memory_at<i32>(a_.offsets)[idx] = static_cast<i32>(std::min(scratch.offsets[idx], result_rows_));
   i64 num_picks = 0, num_kept = 0;
   for (i64 expert = 0; expert < num_local_; ++expert) {
     i64 count = 0;
@@ -39,7 +39,7 @@ void DispatchCall::size_result() {
     i64 kept = count;
     if (a_.layout == Layout::kMasked) kept = std::min(count, a_.capacity);
     if (a_.layout == Layout::kExpertMajor) kept = clamp_count(result_rows_ - scratch.offsets[expert], count);
-    a_.counts[expert] = static_cast<i32>(kept);
+    memory_at<i32>(a_.counts)[expert] = static_cast<i32>(kept);
     num_picks += count;
     num_kept += kept;
   }
@@ -118,7 +118,7 @@ void DispatchCall::place_meta_rows(int source, i64 end) {
 void DispatchCall::finish_result() {
   if (!a_.cached) {
     for (int source = 0; source < num_ranks_; ++source) place_meta_rows(source, sources_[source].num_meta_rows);
-    PlanHeader header = *reinterpret_cast<const PlanHeader*>(a_.send_plan);
+    PlanHeader header = *memory_at<PlanHeader>(a_.send_plan);
     header.magic = kRecvPlanMagic;
     header.num_meta_rows = static_cast<i32>(num_meta_rows_);
     header.num_rows = static_cast<i32>(num_rows_);
@@ -128,10 +128,11 @@ void DispatchCall::finish_result() {
           static_cast<i32>(source < num_ranks_ ? sources_[source].first_meta_row : num_meta_rows_);
     }
     write_outputs();
-  } else if (a_.overflow != nullptr) {
-    *a_.overflow += count_dropped();
+  } else if (a_.overflow != 0) {
+    *memory_at<i64>(a_.overflow) += count_dropped();
   }
   result_.num_rows = num_rows_;
+  result_.result_rows = a_.layout == Layout::kMasked ? num_local_ * a_.capacity : result_rows_;
   result_.in_heap = !staged_;
   const bool is_masked = a_.layout == Layout::kMasked;
   const auto shaped = [&](Array& array, Dtype dtype, i64 columns) {
@@ -168,8 +169,8 @@ void DispatchCall::write_outputs() {
   result_.recv_plan.block = plan_block_;
   result_.recv_plan.shape = {recv_plan_len(num_meta_rows_, top_k_, num_ranks_, a_.layout)};
   result_.recv_plan.is_integer = true;
-  *a_.num_rows = static_cast<i32>(num_rows_);
-  *a_.overflow += num_dropped_;
+  *memory_at<i32>(a_.num_rows_out) = static_cast<i32>(num_rows_);
+  *memory_at<i64>(a_.overflow) += num_dropped_;
 }
 
 // Of a handle: its picks that found no room, as the first dispatch counted them.
@@ -197,15 +198,15 @@ void DispatchCall::write_topk() {
   result_.topk_idx.is_integer = true;
   result_.topk_idx.is_int64 = a_.topk_is_int64;
   if (num_rows_ < num_meta_rows_) {  // rows were dropped: count what was kept
-    std::fill_n(a_.counts, num_local_, 0);
+    std::fill_n(memory_at<i32>(a_.counts), num_local_, 0);
     i64 num_picks = 0;
     for (i64 pick = 0; pick < num_meta_rows_ * top_k_; ++pick) {
       if (recv_.expert()[pick] < 0) continue;
       ++num_picks;
-      if (pick < num_kept) ++a_.counts[recv_.expert()[pick]];
+      if (pick < num_kept) ++memory_at<i32>(a_.counts)[recv_.expert()[pick]];
     }
     num_dropped_ = num_picks;
-    for (i64 expert = 0; expert < num_local_; ++expert) num_dropped_ -= a_.counts[expert];
+    for (i64 expert = 0; expert < num_local_; ++expert) num_dropped_ -= memory_at<i32>(a_.counts)[expert];
   }
   std::fill(meta_weights_ + num_kept, meta_weights_ + std::max(num_meta_rows_, result_rows_) * top_k_, 0.0f);
   result_.topk_weights.block = plan_block_;

@@ -9,9 +9,9 @@ namespace weft::cpu {
 
 // The row as it goes on the wire; quantised into scratch memory if asked for.
 const void* DispatchCall::prepare_row(i64 token, const void** scales) {
-  const u8* row = static_cast<const u8*>(a_.x) + token * a_.row_bytes;
+  const u8* row = memory_at<u8>(a_.x) + token * a_.row_bytes;
   if (a_.quantize == Quantize::kNone) {
-    *scales = static_cast<const u8*>(a_.scales) + token * a_.scale_row_bytes;
+    *scales = memory_at<u8>(a_.scales) + token * a_.scale_row_bytes;
     return row;
   }
   auto& scratch = w_.scratch_;
@@ -48,7 +48,7 @@ void DispatchCall::write_meta(i64 token, int destination, i32* ids, float* weigh
     const i32 expert = send_.expert()[token * top_k_ + k];
     const bool is_here = expert >= 0 && experts_.rank_of(expert) == destination;
     ids[k] = is_here ? experts_.local_id(expert) : -1;
-    weights[k] = !is_here ? 0.0f : a_.topk_weights == nullptr ? 1.0f : a_.topk_weights[token * top_k_ + k];
+    weights[k] = !is_here ? 0.0f : a_.topk_weights == 0 ? 1.0f : memory_at<float>(a_.topk_weights)[token * top_k_ + k];
   }
 }
 

@@ -213,7 +213,7 @@ std::optional<u64> Window::heap_offset(const void* pointer) const {
   return static_cast<u64>(place - base);
 }
 
-std::optional<Block> Window::reserve(u64 num_bytes) {
+std::optional<Block> Window::reserve(u64 num_bytes, u64 /*stream*/) {
   if (closed_) throw_invalid_state("the window is closed");
   const std::optional<u64> offset = heap_->heap.reserve(num_bytes);
   if (!offset) return std::nullopt;
@@ -228,7 +228,11 @@ std::optional<Block> Window::reserve(u64 num_bytes) {
 }
 
 Block Window::reserve_or_allocate(u64 num_bytes) {
-  if (std::optional<Block> block = reserve(num_bytes)) return std::move(*block);
+  if (std::optional<Block> block = reserve(num_bytes, 0)) return std::move(*block);
+  return allocate_block(num_bytes);
+}
+
+Block allocate_block(u64 num_bytes) {
   constexpr std::align_val_t kAlignment{64};
   Block block;
   block.num_bytes = num_bytes;

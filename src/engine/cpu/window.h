@@ -7,8 +7,8 @@
 #include <span>
 #include <vector>
 
+#include "engine/call.h"
 #include "engine/communicator.h"
-#include "engine/cpu/types.h"
 #include "memory/heap.h"
 #include "memory/shared_memory.h"
 #include "weft/layout/payload.h"
@@ -36,7 +36,9 @@ struct WindowStats {
   std::vector<u64> waited_ns;  // for the headers of each peer
 };
 
-class Window : public MemberWindow {
+Block allocate_block(u64 num_bytes);  // of ordinary memory; throws std::bad_alloc
+
+class Window : public CallWindow {
  public:
   // Collective among the active ranks. Errors: kInvalidArgument (sizes beyond 64 bits, shapes that differ),
   // kUnsupported and kCapacityExceeded (what the system refused on a rank; raised on all), kPeerLost, kPeerTimeout.
@@ -46,15 +48,15 @@ class Window : public MemberWindow {
   Window(const Window&) = delete;
   Window& operator=(const Window&) = delete;
 
-  DispatchResult dispatch(const DispatchArgs& args, const Poll& poll);
-  void combine(const CombineArgs& args, const Poll& poll);
+  DispatchResult dispatch(const DispatchArgs& given, const Poll& poll) override;
+  void combine(const CombineArgs& args, const Poll& poll) override;
   void barrier(u64 timeout_ns, const Poll& poll);
 
-  // A block of the heap for expert outputs, or nothing if there is no room.
-  std::optional<Block> reserve(u64 num_bytes);
+  std::optional<Block> reserve(u64 num_bytes, u64 stream) override;
+  int gpu_index() const override { return -1; }
   bool owns(const void* pointer) const { return heap_offset(pointer).has_value(); }
 
-  void close();
+  void close() override;
   const WindowStats& stats() const { return stats_; }
   u64 heap_used() const { return closed_ ? 0 : heap_->heap.used(); }
   u64 heap_peak() const { return closed_ ? 0 : heap_->heap.peak(); }

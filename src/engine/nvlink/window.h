@@ -28,7 +28,7 @@ struct BadIds {
   i64 first_at = 0;  // flat position in topk_idx
 };
 
-class Window : public MemberWindow {
+class Window : public CallWindow {
  public:
   // Collective among the active ranks. Errors: as cpu::Window, and kCudaError.
   Window(std::shared_ptr<Communicator> comm, std::shared_ptr<Gpu> gpu, const GpuWindowShape& shape, u64 heap_bytes,
@@ -38,11 +38,11 @@ class Window : public MemberWindow {
   Window& operator=(const Window&) = delete;
 
   // On the caller's stream. Without a capacity the host waits for the counts while the rows are on their way (dispatch.cc).
-  DispatchResult dispatch(const DispatchArgs& args, const Poll& poll);
+  DispatchResult dispatch(const DispatchArgs& args, const Poll& poll) override;
   // Out of the landing, on the stream of the dispatch before; no other call may come between (unload.cc).
   void unload(const UnloadArgs& args);
   // On the caller's stream (combine.cc).
-  void combine(const CombineArgs& args, const Poll& poll);
+  void combine(const CombineArgs& args, const Poll& poll) override;
 
   // Of a weighted combine, on the stream that is given; local (gradients.cc).
   void gradients(const GradientArgs& args);
@@ -50,7 +50,10 @@ class Window : public MemberWindow {
   // A block of the heap that kernels on `stream` may use from now on, or nothing if there is no room. Under capture the
   // block belongs to the window for good, or there is none.
   enum class OnCapture { kForGood, kNothing };
-  std::optional<Block> reserve(u64 num_bytes, u64 stream, OnCapture on_capture = OnCapture::kForGood);
+  std::optional<Block> reserve(u64 num_bytes, u64 stream, OnCapture on_capture);
+  std::optional<Block> reserve(u64 num_bytes, u64 stream) override {
+    return reserve(num_bytes, stream, OnCapture::kForGood);
+  }
   // Whether an address lies in the heap of the present epoch.
   bool owns(u64 address) const;
 
@@ -60,7 +63,7 @@ class Window : public MemberWindow {
   std::optional<BadIds> take_bad_ids();
   // Local. Waits, bounded, for this rank's own kernels; nothing of the window may be used any more, graphs included. What the
   // graphs with its calls use is given back when the last of them and its replays are gone, for which nobody waits.
-  void close();
+  void close() override;
 
   const WindowStats& stats() const { return stats_; }
   // By peer, since this window was made: for how long this rank's kernels have waited for its headers. Zeros once closed.
@@ -69,7 +72,7 @@ class Window : public MemberWindow {
   u64 heap_used() const { return closed_ ? 0 : heap_->used(); }
   u64 heap_peak() const { return closed_ ? 0 : heap_->peak(); }
   const GpuWindowLayout& layout() const { return layout_; }
-  int gpu_index() const { return gpu_->index; }
+  int gpu_index() const override { return gpu_->index; }
 
   void notice_closed(u64 ranks) override;
   void leave_waits() override;

@@ -40,13 +40,13 @@ class EngineRank {
     const Call call = Call::make(shape_, id);
     const Model model(shape_, call, comm_->active_ranks());
     Tensors tensors = make_inputs(call);
-    cpu::DispatchResult result = dispatch(call, tensors, call.dtype, false, 0);
+    DispatchResult result = dispatch(call, tensors, call.dtype, false, 0);
     check_dispatch(call, model, tensors, result);
     combine(call, model, tensors, result);
     if (!call.again) return;
     // The handle once more, with other values in another type.
     const Dtype other = call.dtype == Dtype::kFp32 ? Dtype::kBf16 : Dtype::kFp32;
-    const cpu::DispatchResult repeated = dispatch(call, tensors, other, true, 1);
+    const DispatchResult repeated = dispatch(call, tensors, other, true, 1);
     check_rows(call, model, repeated, other, 1);
   }
 
@@ -94,21 +94,21 @@ class EngineRank {
     return t;
   }
 
-  cpu::DispatchArgs dispatch_args(const Call& call, Tensors& t, Dtype dtype, bool cached, u64 turn) const {
+  DispatchArgs dispatch_args(const Call& call, Tensors& t, Dtype dtype, bool cached, u64 turn) const {
     const i64 element = dtype_bytes(dtype);
     t.x.resize(static_cast<size_t>(t.num_tokens * call.hidden * element));
     for (i64 at = 0; at < t.num_tokens * call.hidden; ++at) {
       store_number(dtype, call.x(comm_->rank(), at / call.hidden, at % call.hidden, turn),
                    &t.x[static_cast<size_t>(at * element)]);
     }
-    cpu::DispatchArgs args;
-    args.x = t.x.data();
+    DispatchArgs args;
+    args.x = address_of(t.x.data());
     args.num_tokens = t.num_tokens;
     args.topk_is_int64 = call.ids_are_int64;
-    args.topk_idx = call.ids_are_int64 ? static_cast<const void*>(t.ids64.data()) : t.ids32.data();
-    args.topk_weights = t.weights.data();
-    args.send_plan = t.send_plan.data();
-    args.recv_plan = t.recv_plan.data();
+    args.topk_idx = address_of(call.ids_are_int64 ? static_cast<const void*>(t.ids64.data()) : t.ids32.data());
+    args.topk_weights = address_of(t.weights.data());
+    args.send_plan = address_of(t.send_plan.data());
+    args.recv_plan = address_of(t.recv_plan.data());
     args.recv_plan_len = static_cast<i64>(t.recv_plan.size());
     args.cached = cached;
     args.dtype = dtype;
@@ -119,15 +119,15 @@ class EngineRank {
     args.capacity = call.capacity;
     args.max_tokens = shape_.max_tokens;
     args.timeout_ns = timeout_ns_;
-    args.counts = t.counts.data();
-    args.offsets = t.offsets.data();
-    args.num_rows = &t.num_rows;
-    args.overflow = &t.overflow;
+    args.counts = address_of(t.counts.data());
+    args.offsets = address_of(t.offsets.data());
+    args.num_rows_out = address_of(&t.num_rows);
+    args.overflow = address_of(&t.overflow);
     return args;
   }
 
-  cpu::DispatchResult dispatch(const Call& call, Tensors& t, Dtype dtype, bool cached, u64 turn) {
-    cpu::DispatchResult result = window_->dispatch(dispatch_args(call, t, dtype, cached, turn), {});
+  DispatchResult dispatch(const Call& call, Tensors& t, Dtype dtype, bool cached, u64 turn) {
+    DispatchResult result = window_->dispatch(dispatch_args(call, t, dtype, cached, turn), {});
     if (!cached) {
       const auto* plan = reinterpret_cast<const i32*>(result.recv_plan.block.data);
       t.recv_plan.assign(plan, plan + result.recv_plan.shape[0]);
@@ -136,19 +136,19 @@ class EngineRank {
   }
 
   // A combine of zeros, whose sums nobody looks at. Not from the heap: sums are pushed.
-  void sum_zeros(const Call& call, Tensors& t, const cpu::DispatchResult& result) {
+  void sum_zeros(const Call& call, Tensors& t, const DispatchResult& result) {
     i64 num_rows = 1;
     for (size_t at = 0; at + 1 < result.x.shape.size(); ++at) num_rows *= result.x.shape[at];
     const auto row_bytes = static_cast<size_t>(call.hidden * dtype_bytes(call.dtype));
     const std::vector<u8> y(static_cast<size_t>(num_rows) * row_bytes);
     std::vector<u8> out(static_cast<size_t>(t.num_tokens) * row_bytes);
-    cpu::CombineArgs args;
-    args.y = y.data();
+    CombineArgs args;
+    args.y = address_of(y.data());
     args.num_rows = num_rows;
-    args.out = out.data();
+    args.out = address_of(out.data());
     args.num_tokens = t.num_tokens;
-    args.send_plan = t.send_plan.data();
-    args.recv_plan = t.recv_plan.data();
+    args.send_plan = address_of(t.send_plan.data());
+    args.recv_plan = address_of(t.recv_plan.data());
     args.recv_plan_len = static_cast<i64>(t.recv_plan.size());
     args.dtype = call.dtype;
     args.layout = call.layout;
@@ -163,7 +163,7 @@ class EngineRank {
  private:
   static constexpr u64 kConnectNs = 30'000'000'000;
 
-  void check_dispatch(const Call& call, const Model& model, const Tensors& t, const cpu::DispatchResult& result) {
+  void check_dispatch(const Call& call, const Model& model, const Tensors& t, const DispatchResult& result) {
     const Received& expected = model.received(rank());
     CHECK_EQ(i64{t.num_rows}, expected.num_rows);
     CHECK_EQ(result.num_rows, expected.num_rows);
@@ -187,8 +187,7 @@ class EngineRank {
     }
   }
 
-  void check_topk(const Call& call, const Model& model, const cpu::DispatchResult& result, size_t row,
-                  const Pick& pick) {
+  void check_topk(const Call& call, const Model& model, const DispatchResult& result, size_t row, const Pick& pick) {
     const auto* weights = reinterpret_cast<const float*>(result.topk_weights.block.data);
     for (i64 k = 0; k < shape_.top_k; ++k) {
       const size_t at = row * static_cast<size_t>(shape_.top_k) + static_cast<size_t>(k);
@@ -201,7 +200,7 @@ class EngineRank {
     }
   }
 
-  void check_rows(const Call& call, const Model& model, const cpu::DispatchResult& result, Dtype dtype, u64 turn) {
+  void check_rows(const Call& call, const Model& model, const DispatchResult& result, Dtype dtype, u64 turn) {
     const Received& expected = model.received(rank());
     const i64 element = dtype_bytes(dtype);
     i64 num_elements = 1;
@@ -223,14 +222,14 @@ class EngineRank {
     }
   }
 
-  void combine(const Call& call, const Model& model, Tensors& t, const cpu::DispatchResult& result) {
+  void combine(const Call& call, const Model& model, Tensors& t, const DispatchResult& result) {
     const Received& received = model.received(rank());
     const i64 element = dtype_bytes(call.dtype);
     const auto num_rows = static_cast<i64>(received.rows.size());
     const u64 num_bytes = static_cast<u64>(num_rows * call.hidden * element);
     std::vector<u8> ordinary;
     std::optional<Block> block;
-    if (call.output_in_heap) block = window_->reserve(num_bytes);
+    if (call.output_in_heap) block = window_->reserve(num_bytes, 0);
     if (!block) ordinary.resize(num_bytes);
     u8* y = block ? block->data : ordinary.data();
     std::fill_n(y, num_bytes, u8{0xff});  // NaN: what must not be read shows
@@ -251,20 +250,21 @@ class EngineRank {
     std::vector<u8> bias = make_bias(call, t.num_tokens);
     std::vector<u8> out(static_cast<size_t>(t.num_tokens * call.hidden * element), 0xee);
     std::vector<float> side_out(static_cast<size_t>(t.num_tokens * shape_.top_k), -1.0f);
-    cpu::CombineArgs args;
-    args.y = y;
+    CombineArgs args;
+    args.y = address_of(y);
     args.num_rows = num_rows;
-    args.weights = call.weighted && !by_rank ? reinterpret_cast<const float*>(result.topk_weights.block.data) : nullptr;
+    args.weights = address_of(call.weighted && !by_rank ? reinterpret_cast<const float*>(result.topk_weights.block.data)
+                                                        : nullptr);
     args.has_side = call.has_side;
-    args.side = call.has_side ? side.data() : nullptr;
-    args.bias = call.has_bias ? bias.data() : nullptr;
+    args.side = address_of(call.has_side ? side.data() : nullptr);
+    args.bias = address_of(call.has_bias ? bias.data() : nullptr);
     args.bias_is_2d = call.bias_is_2d;
     args.bias_is_fp32 = call.bias_is_fp32;
-    args.out = out.data();
-    args.side_out = call.has_side ? side_out.data() : nullptr;
+    args.out = address_of(out.data());
+    args.side_out = address_of(call.has_side ? side_out.data() : nullptr);
     args.num_tokens = t.num_tokens;
-    args.send_plan = t.send_plan.data();
-    args.recv_plan = t.recv_plan.data();
+    args.send_plan = address_of(t.send_plan.data());
+    args.recv_plan = address_of(t.recv_plan.data());
     args.recv_plan_len = static_cast<i64>(t.recv_plan.size());
     args.dtype = call.dtype;
     args.layout = call.layout;

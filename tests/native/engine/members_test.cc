@@ -205,7 +205,7 @@ TEST(epochs_go_on_beyond_16_bits) {
     EngineRank rank(std::move(plane), shape, 1 << 20, 0, 0xfffe);
     const Call call = Call::make(shape, 1);
     EngineRank::Tensors old = rank.make_inputs(call);
-    const cpu::DispatchResult result = rank.dispatch(call, old, call.dtype, false, 0);
+    const DispatchResult result = rank.dispatch(call, old, call.dtype, false, 0);
     for (u32 epoch = 0xffff; epoch < 0x10003; ++epoch) {
       rank.rebuild({0, 1});
       CHECK_EQ(rank.comm().epoch(), epoch);

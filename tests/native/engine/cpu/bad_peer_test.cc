@@ -190,7 +190,7 @@ void sum_against(Layout layout, i64 capacity, const Words& words, const SumWords
     call.layout = layout;
     call.capacity = capacity;
     EngineRank::Tensors tensors = rank.make_inputs(call);
-    const cpu::DispatchResult result = rank.dispatch(call, tensors, call.dtype, false, 0);
+    const DispatchResult result = rank.dispatch(call, tensors, call.dtype, false, 0);
     verify([&] { rank.sum_zeros(call, tensors, result); });
     has_left = true;
   }

@@ -56,25 +56,25 @@ Call plain_call(u64 id) {
 }
 
 // Dispatch as `change` says; the result is thrown away.
-void dispatch_with(EngineRank& rank, const std::function<void(Call&, cpu::DispatchArgs&)>& change) {
+void dispatch_with(EngineRank& rank, const std::function<void(Call&, DispatchArgs&)>& change) {
   Call call = plain_call(7);
   EngineRank::Tensors tensors = rank.make_inputs(call);
-  cpu::DispatchArgs args = rank.dispatch_args(call, tensors, call.dtype, false, 0);
+  DispatchArgs args = rank.dispatch_args(call, tensors, call.dtype, false, 0);
   change(call, args);
   rank.window().dispatch(args, {});
 }
 
 // One rank differs: everyone raises, names a rank that differs from itself, and the next call works.
 TEST(ranks_that_call_different_things) {
-  using Change = std::function<void(Call&, cpu::DispatchArgs&)>;
+  using Change = std::function<void(Call&, DispatchArgs&)>;
   const Change changes[] = {
-      [](Call&, cpu::DispatchArgs& args) { args.layout = Layout::kExpertMajor; },
-      [](Call&, cpu::DispatchArgs& args) { args.capacity = 17; },
-      [](Call&, cpu::DispatchArgs& args) { args.dtype = Dtype::kFp16; },
-      [](Call&, cpu::DispatchArgs& args) { args.hidden = 32, args.row_bytes = 64; },
-      [](Call&, cpu::DispatchArgs& args) { args.quantize = Quantize::kFp8; },
-      [](Call&, cpu::DispatchArgs& args) { args.max_tokens -= 1; },
-      [](Call&, cpu::DispatchArgs& args) { args.layout = Layout::kExpertMajor, args.alignment = 8; },
+      [](Call&, DispatchArgs& args) { args.layout = Layout::kExpertMajor; },
+      [](Call&, DispatchArgs& args) { args.capacity = 17; },
+      [](Call&, DispatchArgs& args) { args.dtype = Dtype::kFp16; },
+      [](Call&, DispatchArgs& args) { args.hidden = 32, args.row_bytes = 64; },
+      [](Call&, DispatchArgs& args) { args.quantize = Quantize::kFp8; },
+      [](Call&, DispatchArgs& args) { args.max_tokens -= 1; },
+      [](Call&, DispatchArgs& args) { args.layout = Layout::kExpertMajor, args.alignment = 8; },
   };
   with_ranks(1, [&](EngineRank& rank) {
     const int odd_one = 1;
@@ -82,7 +82,7 @@ TEST(ranks_that_call_different_things) {
     for (const Change& change : changes) {
       const bool is_odd = rank.rank() == odd_one;
       const std::vector<int> named = {is_odd ? 0 : odd_one};
-      CHECK_ERROR(kInvalidArgument, (named), dispatch_with(rank, is_odd ? change : [](Call&, cpu::DispatchArgs&) {}));
+      CHECK_ERROR(kInvalidArgument, (named), dispatch_with(rank, is_odd ? change : [](Call&, DispatchArgs&) {}));
       rank.run(id++);
     }
   });
@@ -92,14 +92,14 @@ TEST(dispatch_against_barrier_against_combine) {
   with_ranks(2, [](EngineRank& rank) {
     Call call = plain_call(3);
     EngineRank::Tensors tensors = rank.make_inputs(call);
-    const cpu::DispatchResult result = rank.dispatch(call, tensors, call.dtype, false, 0);
+    const DispatchResult result = rank.dispatch(call, tensors, call.dtype, false, 0);
     const auto combine = [&] {
-      cpu::CombineArgs args;
-      args.y = result.x.block.data;
+      CombineArgs args;
+      args.y = address_of(result.x.block.data);
       args.num_rows = result.x.shape[0];
       args.num_tokens = tensors.num_tokens;
-      args.send_plan = tensors.send_plan.data();
-      args.recv_plan = tensors.recv_plan.data();
+      args.send_plan = address_of(tensors.send_plan.data());
+      args.recv_plan = address_of(tensors.recv_plan.data());
       args.recv_plan_len = static_cast<i64>(tensors.recv_plan.size());
       args.dtype = call.dtype;
       args.layout = call.layout;
@@ -107,13 +107,13 @@ TEST(dispatch_against_barrier_against_combine) {
       args.max_tokens = rank.shape().max_tokens;
       args.timeout_ns = 30'000'000'000;
       std::vector<u8> out(static_cast<size_t>(tensors.num_tokens * call.hidden * 2));
-      args.out = out.data();
+      args.out = address_of(out.data());
       rank.window().combine(args, {});
     };
     const std::vector<int> named = {rank.rank() == 0 ? 1 : 0};
     if (rank.rank() == 0) CHECK_ERROR(kInvalidArgument, (named), rank.barrier());
     if (rank.rank() == 1) CHECK_ERROR(kInvalidArgument, (named), combine());
-    if (rank.rank() == 2) CHECK_ERROR(kInvalidArgument, (named), dispatch_with(rank, [](Call&, cpu::DispatchArgs&) {}));
+    if (rank.rank() == 2) CHECK_ERROR(kInvalidArgument, (named), dispatch_with(rank, [](Call&, DispatchArgs&) {}));
     combine();  // the handle is still good
     rank.run(11);
   });
@@ -121,23 +121,23 @@ TEST(dispatch_against_barrier_against_combine) {
 
 // Refused before anything is sent: the others wait meanwhile, and the call may be repeated.
 TEST(bad_arguments_are_refused_locally_and_may_be_corrected) {
-  using Change = std::function<void(Call&, cpu::DispatchArgs&)>;
+  using Change = std::function<void(Call&, DispatchArgs&)>;
   const Change changes[] = {
-      [](Call&, cpu::DispatchArgs& args) { args.num_tokens = args.max_tokens + 1; },
-      [](Call&, cpu::DispatchArgs& args) { args.num_tokens = -1; },
-      [](Call&, cpu::DispatchArgs& args) { args.max_tokens = 1 << 20; },
-      [](Call&, cpu::DispatchArgs& args) { args.capacity = -2; },
-      [](Call&, cpu::DispatchArgs& args) { args.layout = Layout::kMasked; },  // without a capacity
-      [](Call&, cpu::DispatchArgs& args) { args.alignment = 0; },
-      [](Call&, cpu::DispatchArgs& args) { args.row_bytes = 24; },
-      [](Call&, cpu::DispatchArgs& args) { args.row_bytes = 1 << 20; },
-      [](Call&, cpu::DispatchArgs& args) { args.scale_row_bytes = -4; },
-      [](Call&, cpu::DispatchArgs& args) { args.quantize = Quantize::kFp8, args.dtype = Dtype::kBytes; },
+      [](Call&, DispatchArgs& args) { args.num_tokens = args.max_tokens + 1; },
+      [](Call&, DispatchArgs& args) { args.num_tokens = -1; },
+      [](Call&, DispatchArgs& args) { args.max_tokens = 1 << 20; },
+      [](Call&, DispatchArgs& args) { args.capacity = -2; },
+      [](Call&, DispatchArgs& args) { args.layout = Layout::kMasked; },  // without a capacity
+      [](Call&, DispatchArgs& args) { args.alignment = 0; },
+      [](Call&, DispatchArgs& args) { args.row_bytes = 24; },
+      [](Call&, DispatchArgs& args) { args.row_bytes = 1 << 20; },
+      [](Call&, DispatchArgs& args) { args.scale_row_bytes = -4; },
+      [](Call&, DispatchArgs& args) { args.quantize = Quantize::kFp8, args.dtype = Dtype::kBytes; },
   };
   with_ranks(3, [&](EngineRank& rank) {
     for (const Change& change : changes) {
       if (rank.rank() == 0) CHECK_ERROR(kInvalidArgument, {}, dispatch_with(rank, change));
-      dispatch_with(rank, [](Call&, cpu::DispatchArgs&) {});
+      dispatch_with(rank, [](Call&, DispatchArgs&) {});
     }
     rank.run(5);
   });
