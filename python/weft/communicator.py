@@ -57,13 +57,15 @@ _COMPARE_TAG = 1 << 22  # exchange tags of constructors: this plus their number;
 _ENGINE_TAG = 1 << 23  # of the choice of the engine
 _MEETING_TAG = 1 << 24  # of `meet`: this plus its number
 _LOCAL_CALLS = ("check", "empty_output")  # nobody waits for them
-_EXIT_GRACE_S = 10.0  # for threads that are inside a call when the process ends
+_EXIT_GRACE_S = 10.0  # when the process ends, for threads that are in a call and neither wait nor return
+_BETWEEN_CALLS_S = 0.05  # then, for threads that make one call after the other to come to the next one
 
 
 class _Process:
     """This process; asking the system for its number in every call takes a quarter of a microsecond."""
 
     pid = os.getpid()
+    is_ending = False
 
 
 def _note_process() -> None:
@@ -76,14 +78,22 @@ _living: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 def _leave_at_exit() -> None:
-    """A daemon thread may be inside a call: end it while there is an interpreter that it can come back to.
+    """A daemon thread may be inside a call, or begin one: it stays there until the process ends. The peers are told.
 
-    It begins no other one then.
+    Brought back, it would use torch while the interpreter is taken down, which ends a process by std::terminate.
     """
+    if not _load.native.cache_info().currsize:
+        return
+    native = _load.native()
+    _Process.is_ending = True
+    native.keep_other_threads_out()
+    if threading.active_count() > 1:
+        end = time.monotonic() + _EXIT_GRACE_S
+        time.sleep(_BETWEEN_CALLS_S)
+        while sum(comm._busy.locked() for comm in list(_living)) > native.threads_away() and time.monotonic() < end:
+            time.sleep(_BETWEEN_CALLS_S / 10)
     for comm in list(_living):
         comm._leave_at_exit()
-    if _load.native.cache_info().currsize:
-        _load.native().keep_other_threads_out()
 
 
 atexit.register(_leave_at_exit)
@@ -461,14 +471,12 @@ class Communicator(Shared):
             self._binding.restore()
 
     def _leave_at_exit(self) -> None:
-        """Close, so that no thread begins another call; one that is inside a call is brought out of it first."""
+        """Close, or abort where a thread is inside a call: what the call uses stays until the process has ended."""
         if self._closed or self._pid != _Process.pid:
             return
         if self._busy.locked():
             self.abort(f"the process of rank {self._rank} ends while a thread of it is inside a call")
-            if not self._busy.acquire(timeout=_EXIT_GRACE_S):
-                return
-            self._busy.release()
+            return
         with contextlib.suppress(InvalidState):
             self.close()
 
@@ -488,6 +496,8 @@ class Communicator(Shared):
         The lock is taken and given back by `with` itself: an exception of a signal handler may come between any two
         lines of Python. Of two threads that ask at the same moment one may wait for the other.
         """
+        if _Process.is_ending:
+            _load.native().stay_if_kept_out()
         if self._closed:
             raise InvalidState(f"{what}: the communicator is closed; make a new one")
         if self._pid != _Process.pid:

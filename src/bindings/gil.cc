@@ -7,22 +7,43 @@
 namespace weft::bindings {
 namespace {
 
-std::atomic<int>& only_thread() {  // 0: every thread may come back
-  static std::atomic<int> thread{0};
-  return thread;
+std::atomic<int> only_thread{0};  // 0: every thread may come back
+std::atomic<int> num_away{0};
+
+bool is_kept_out() {
+  const int only = only_thread.load();
+  return only != 0 && only != gettid();
+}
+
+// Counted as away or allowed to wait for the lock, never neither: who sees that all are away sees none that comes back.
+bool may_come_back() {
+  --num_away;
+  if (!is_kept_out()) return true;
+  ++num_away;
+  return false;
 }
 
 }  // namespace
 
-void keep_other_threads_out() { only_thread() = gettid(); }
+void keep_other_threads_out() { only_thread = gettid(); }
 
-bool is_kept_out() {
-  const int only = only_thread().load(std::memory_order_acquire);
-  return only != 0 && only != gettid();
+int threads_away() { return num_away; }
+
+ReleasedGil::ReleasedGil() : state_(PyEval_SaveThread()) { ++num_away; }
+
+ReleasedGil::~ReleasedGil() {
+  while (!may_come_back()) ::pause();  // check: allow spin-loop: sleeps until the process ends
+  PyEval_RestoreThread(state_);
 }
 
-void stay_if_kept_out() {
-  while (is_kept_out()) ::pause();  // check: allow spin-loop: sleeps until the process ends
+Visit::Visit() {
+  if (may_come_back()) gil_.emplace();
+}
+
+Visit::~Visit() {
+  if (!gil_) return;
+  gil_.reset();
+  ++num_away;
 }
 
 }  // namespace weft::bindings

@@ -4,25 +4,37 @@
 
 #include <nanobind/nanobind.h>
 
+#include <optional>
+
 namespace weft::bindings {
 
 // From now on the calling thread alone comes back to Python from native calls; others stay in them until the process ends.
 void keep_other_threads_out();
-bool is_kept_out();       // of the calling thread
-void stay_if_kept_out();  // does not return then
+// Of threads that gave up the lock in a native call, those that do not ask for it again at this moment.
+int threads_away();
 
 class ReleasedGil {
  public:
-  ReleasedGil() : state_(PyEval_SaveThread()) {}
-  ~ReleasedGil() {
-    stay_if_kept_out();
-    PyEval_RestoreThread(state_);
-  }
+  ReleasedGil();
+  ~ReleasedGil();  // does not return where the thread is kept out
   ReleasedGil(const ReleasedGil&) = delete;
   ReleasedGil& operator=(const ReleasedGil&) = delete;
 
  private:
   PyThreadState* state_;
+};
+
+// Inside a ReleasedGil: the lock for a moment, if the thread may have it.
+class Visit {
+ public:
+  Visit();
+  ~Visit();
+  Visit(const Visit&) = delete;
+  Visit& operator=(const Visit&) = delete;
+  explicit operator bool() const { return gil_.has_value(); }
+
+ private:
+  std::optional<nanobind::gil_scoped_acquire> gil_;
 };
 
 }  // namespace weft::bindings

@@ -32,8 +32,8 @@ namespace {
 constexpr u64 kArgumentsTag = u64{1} << 60;  // exchange() of Python; the other bits are the caller's
 
 void check_signals() {
-  if (is_kept_out()) return;
-  const nb::gil_scoped_acquire gil;
+  const Visit visit;
+  if (!visit) return;
   if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }
 
@@ -223,6 +223,8 @@ NB_MODULE(_native, m) {
     return info;
   });
   m.def("keep_other_threads_out", &keep_other_threads_out);
+  m.def("threads_away", &threads_away);
+  m.def("stay_if_kept_out", [] { const ReleasedGil release; });
   m.def("raise_system_error", &throw_system_error, "action"_a, "error_number"_a);
   m.def("set_error_factory", [](nb::object factory) { error_factory() = std::move(factory); }, "factory"_a.none());
   m.def(
