@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import gc
 import os
 import pickle
 import selectors
@@ -378,6 +379,7 @@ def _fork(job: _Job, rank: int, earlier: list[_Child]) -> _Child:
         return _Child(rank, pid, ours)
     # From here on the child: it never returns into the caller's frames.
     try:
+        gc.freeze()  # what the parent has to collect may wait, when it is collected, for threads that are not here
         _die_with_parent(parent_pid)
         ours.close()
         for other in earlier:

@@ -27,7 +27,7 @@ def weft_command(
         text=True,
         timeout=120,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(weft.__file__).parents[1]), **env},
+        env={**os.environ, "PYTHONPATH": str(Path(weft.__file__).parents[1]), "COLUMNS": "", **env},  # xdist sets it
     )
 
 

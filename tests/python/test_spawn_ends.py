@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -94,3 +95,30 @@ def test_errors_in_place_of_results(isolation: str) -> None:
     first, second, third = weft.spawn(rank, 3, isolation=isolation, on_failure="return")
     assert (first, third) == (0, 2)
     assert isinstance(second, KeyError)
+
+
+class _Joins:
+    """As torch's store: its end waits for a thread, which a forked child does not have."""
+
+    def __init__(self) -> None:
+        self.me = self  # only the garbage collector finds it
+        self.pid = os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.pid:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_ranks_do_not_collect_the_garbage_of_their_parent() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        _Joins()
+        assert weft.spawn(_collects, 2) == [True, True]
+    finally:
+        gc.enable()
+
+
+def _collects(comm: weft.Communicator) -> bool:
+    gc.collect()
+    return True

@@ -21,7 +21,7 @@ __all__ = ["CachedKernel", "clear", "entries", "is_private"]
 
 _KERNEL = re.compile(r"[0-9a-f]{32}\.cubin")
 _SOURCE = re.compile(r"[0-9a-f]{32}\.cu")
-_NAME = re.compile(r'#include "weft/kernels/(\w+)\.cuh"')
+_NAME = re.compile(r'#include "weft/kernels/(?:(\w+)/)?(\w+)\.cuh"')  # folder and file, which may be an entry
 _FIELD = re.compile(r"\.(\w+) = (?:static_cast<[\w:]+>\()?(\d+)")
 _DTYPES = ("", "bf16", "fp16", "fp32")
 _QUANTIZE = ("", " -> fp8", " -> fp8_ue8m0")
@@ -114,7 +114,7 @@ def _described(file: Path) -> tuple[str, str, str, str]:
     found = _NAME.search(source)
     if found is None:
         return "", "", "", ""
-    name = found[1].replace("_", " ")
+    name = f"{found[1] or ''} {found[2].removesuffix('entry')}".replace("_", " ").strip()
     config = {field: int(value) for field, value in _FIELD.findall(source)}
     layout = LAYOUTS[config["layout"]] if config.get("layout", len(LAYOUTS)) < len(LAYOUTS) else ""
     dtype = _DTYPES[config["dtype"]] if config.get("dtype", len(_DTYPES)) < len(_DTYPES) else ""
