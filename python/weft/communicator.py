@@ -69,7 +69,7 @@ class _Process:
 
 
 def _note_process() -> None:
-    _Process.pid = os.getpid()
+    _Process.pid, _Process.is_ending = os.getpid(), False
 
 
 os.register_at_fork(after_in_child=_note_process)

@@ -20,6 +20,7 @@ docs/environment.md holds the table of both.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NoReturn
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 _MAX_PORT = 65535
+_MAX_HOST = 253  # characters of a name in DNS
 _MAX_DIGITS = 9
 _PLACEMENTS = ("auto", "process", "off")
 _LEVELS = ("debug", "info", "warning", "error", "off")
@@ -87,6 +89,10 @@ def torchrun(max_ranks: int) -> Torchrun | None:
     if numbers[1] == 1:
         return Torchrun(*numbers)
     address = _needed("MASTER_ADDR", "the host of rank 0")
+    if len(address) > _MAX_HOST or any(each.isspace() or each == "/" for each in address):
+        raise InvalidArgument(
+            f"MASTER_ADDR is {address!r} in the environment; the name or address of a host is expected"
+        )
     port = _number("MASTER_PORT", _needed("MASTER_PORT", "a port of that host"))
     if not 1 <= port <= _MAX_PORT:
         raise InvalidArgument(f"MASTER_PORT is {port} in the environment; allowed are 1 to {_MAX_PORT}")
@@ -140,9 +146,15 @@ def run_bound(command: list[str], *, bound: bool) -> NoReturn:
     Raises:
         OSError: it can't be started.
     """
+    ignored = [signal.SIGPIPE, signal.SIGXFSZ]  # by Python, and a program inherits that
+    before = [signal.signal(each, signal.SIG_DFL) for each in ignored]
     if bound:
         os.environ.setdefault("WEFT_PLACEMENT", "off")
-    os.execvp(command[0], command)
+    try:
+        os.execvp(command[0], command)
+    finally:
+        for each, handler in zip(ignored, before, strict=True):
+            signal.signal(each, handler)
 
 
 def set_among(names: Iterable[str]) -> dict[str, str]:

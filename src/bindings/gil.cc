@@ -1,5 +1,6 @@
 #include "bindings/gil.h"
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -27,7 +28,20 @@ bool may_come_back() {
 
 void keep_other_threads_out() { only_thread = gettid(); }
 
+void have_no_threads_after_fork() {
+  pthread_atfork(nullptr, nullptr, [] {
+    only_thread = 0;
+    num_away = 0;
+  });
+}
+
 int threads_away() { return num_away; }
+
+void stay_if_kept_out() {
+  if (!is_kept_out()) return;
+  PyEval_SaveThread();
+  while (true) ::pause();  // check: allow spin-loop: sleeps until the process ends
+}
 
 ReleasedGil::ReleasedGil() : state_(PyEval_SaveThread()) { ++num_away; }
 

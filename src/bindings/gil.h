@@ -10,6 +10,9 @@ namespace weft::bindings {
 
 // From now on the calling thread alone comes back to Python from native calls; others stay in them until the process ends.
 void keep_other_threads_out();
+void have_no_threads_after_fork();  // a child has none of those
+// Called with the lock: does not return where the thread is kept out. Such a thread is not among those away.
+void stay_if_kept_out();
 // Of threads that gave up the lock in a native call, those that do not ask for it again at this moment.
 int threads_away();
 

@@ -215,6 +215,7 @@ std::vector<double> microseconds(const std::vector<u64>& nanoseconds) {
 
 NB_MODULE(_native, m) {
   nb::register_exception_translator(translate);
+  have_no_threads_after_fork();
   m.def("version", [] { return WEFT_VERSION; });
   m.def("build_info", [] {
     nb::dict info;
@@ -224,7 +225,7 @@ NB_MODULE(_native, m) {
   });
   m.def("keep_other_threads_out", &keep_other_threads_out);
   m.def("threads_away", &threads_away);
-  m.def("stay_if_kept_out", [] { const ReleasedGil release; });
+  m.def("stay_if_kept_out", &stay_if_kept_out);
   m.def("raise_system_error", &throw_system_error, "action"_a, "error_number"_a);
   m.def("set_error_factory", [](nb::object factory) { error_factory() = std::move(factory); }, "factory"_a.none());
   m.def(

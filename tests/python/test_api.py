@@ -255,6 +255,8 @@ def test_capacity_counts_what_it_drops(ep: weft.ExpertParallel) -> None:
     with pytest.raises(weft.CapacityExceeded, match="4 picks"):
         ep.check()
     ep.check()
+    r.overflow.zero_()  # not allowed, but no dropped picks
+    ep.check()
 
 
 def test_stats_count_calls(ep: weft.ExpertParallel) -> None:

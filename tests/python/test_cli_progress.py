@@ -45,6 +45,18 @@ def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch, free_alarm: o
     assert "\x1b" not in stream.getvalue()
 
 
+class _Closed(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_nobody_reads_the_lines() -> None:
+    with progress.show_progress(Console(file=io.StringIO()), 3, "work", str) as steps:
+        steps._console.file = _Closed()
+        steps.tick()
+        steps._console.file = io.StringIO()
+
+
 def test_a_program_that_uses_the_signal_keeps_it(free_alarm: object) -> None:
     def theirs(number: int, frame: object) -> None:
         pass

@@ -269,6 +269,12 @@ def place(rank: int, num_ranks: int, port: int) -> Any:
     [
         ({"MASTER_ADDR": None}, "MASTER_ADDR is not set in the environment; the host of rank 0 is expected"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR is empty in the environment"),
+        (
+            {"MASTER_ADDR": "http://host"},
+            "MASTER_ADDR is 'http://host' in the environment; the name or address of a host",
+        ),
+        ({"MASTER_ADDR": "a b"}, "MASTER_ADDR is 'a b' in the environment"),
+        ({"MASTER_ADDR": "a" * 300}, "MASTER_ADDR is 'aaa"),
         ({"MASTER_PORT": None}, "MASTER_PORT is not set in the environment"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http' in the environment; a number from 0 is expected"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT is 0 in the environment; allowed are 1 to 65535"),

@@ -207,7 +207,7 @@ def change_what_is_not_in_the_plan(state: RankState, taken: list[str]) -> None:
             assert torch.equal(call(x), want)
         by_column = x.t().contiguous().t()
         shifted = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
-        for other in (by_column, shifted):
+        for other in (by_column, shifted, torch._neg_view(-x)):
             assert torch.equal(call(other), want)
         assert torch.equal(call(x, ids.int()), want)
         with torch.enable_grad():

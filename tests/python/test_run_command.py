@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 
 import pytest
@@ -41,6 +42,12 @@ def test_without_binding_nothing_changes_and_flags_and_exit_codes_are_the_progra
     first, second = done.stdout.splitlines()
     assert json.loads(first) == [sorted(os.sched_getaffinity(0)), os.environ.get("WEFT_PLACEMENT")]
     assert second == "['--help', '--bind']"
+
+
+def test_a_program_does_not_inherit_the_signals_that_python_ignores() -> None:
+    status = weft_command("run", "--no-bind", "--", "cat", "/proc/self/status").stdout
+    (ignored,) = (int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigIgn:"))
+    assert not ignored & (1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1)
 
 
 def test_what_the_user_set_stays() -> None:

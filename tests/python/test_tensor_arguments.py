@@ -354,6 +354,9 @@ def test_options_of_another_kind_are_refused(ep: weft.ExpertParallel, value: Any
     for name in COMBINE_OPTIONS:
         with pytest.raises(weft.InvalidArgument, match=name):
             ep.combine(r.x, r.handle, **{name: value})
+    for call in (lambda: ep.dispatch(X, handle=value), lambda: ep.combine(r.x, value)):
+        with pytest.raises(weft.InvalidArgument, match="handle"):
+            call()
 
 
 def test_supports_wants_names() -> None:

@@ -139,7 +139,9 @@ def _plain_rows(x: Any) -> Any:
 
 def _of_handle(handle: Any) -> Any:
     """The call that made it."""
-    return handle.call if isinstance(handle, Handle) else handle
+    if isinstance(handle, Handle | Call):
+        return handle.call if isinstance(handle, Handle) else handle
+    raise InvalidArgument(f"handle is {handle!r}; the handle of a dispatch is expected")
 
 
 def _form(rows: Any, quantize: Any) -> str:

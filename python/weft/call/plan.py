@@ -270,6 +270,8 @@ class Quick:
         """None: it is not where the kernel could read it as it lies."""
         if tensor.layout is not _STRIDED or tensor.device != self._device or not tensor.is_contiguous():
             return None
+        if tensor.is_neg():
+            return None
         address = tensor.data_ptr()
         if address == 0 and tensor.numel() > 0:  # refused by the whole way
             return None

@@ -397,7 +397,7 @@ class Runner(ABC):
         """Raise if picks were dropped since the last time."""
         dropped = int(self.overflow) - self.num_dropped_checked
         self.num_dropped_checked += dropped
-        if dropped:
+        if dropped > 0:  # less than none: somebody wrote to it
             raise CapacityExceeded(dropped)
 
     def close(self) -> None:

@@ -66,7 +66,7 @@ class Call:
 
 @functools.lru_cache(maxsize=256)
 def _call_of(*numbers: Any) -> Call:
-    """The same object for the same values: what is kept for a call goes by it (GpuCalls.kind)."""
+    """The same object for the same values: what is kept for a call goes by it (Runner.kind)."""
     layout, alignment, capacity, max_tokens, window, num_sms, wire, is_small, counts_dropped, deadline_s = numbers
     return Call(
         layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, wire, is_small=bool(is_small),

@@ -49,7 +49,8 @@ class Steps:
         if self._total > 1:
             words.append(f"{self._done} of {self._total} done")
         words.append(f"{time.monotonic() - self._started:.0f} s")
-        with contextlib.suppress(RuntimeError):  # the signal came while stderr was being written
+        # The signal came while stderr was being written, or stderr is closed: a line is not worth a failure.
+        with contextlib.suppress(RuntimeError, OSError, ValueError):
             self._console.file.write(", ".join(words) + "\n")
             self._console.file.flush()
 
