@@ -364,10 +364,9 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_x: Tensor | None, grad_weights: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
         sent: _Sent = ctx.sent
-        sent.add(plain(grad_x, "the gradient of the rows"), plain(grad_weights, "the gradient of the weights"))
-        if sent.collects:
-            return (None,) * 7
-        grad, side = sent.run_backward()
+        with sent.calls.comm.telling_peers():
+            sent.add(plain(grad_x, "the gradient of the rows"), plain(grad_weights, "the gradient of the weights"))
+            grad, side = (None, None) if sent.collects else sent.run_backward()
         return grad, None, None, side, None, None, None
 
 
@@ -400,12 +399,13 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
         record: _Summed = ctx.record
-        grad = plain(grad, "the gradient of the result of combine")
-        saved = ctx.saved_tensors  # asked for once only: torch.utils.checkpoint recomputes the layer for it
-        y = saved[0] if saved else None
-        if record.sent is not None:
-            record.sent.run_newer(record.number)
-        grad_y, grad_weights = record.run_backward(grad, y)
+        with record.calls.comm.telling_peers():
+            grad = plain(grad, "the gradient of the result of combine")
+            saved = ctx.saved_tensors  # asked for once only: torch.utils.checkpoint recomputes the layer for it
+            y = saved[0] if saved else None
+            if record.sent is not None:
+                record.sent.run_newer(record.number)
+            grad_y, grad_weights = record.run_backward(grad, y)
         grad_bias = None if ctx.bias is None or grad is None else bias_gradient(grad, *ctx.bias)
         return grad_y, grad_weights, torch.zeros_like(record.plans.tie), grad_bias, None, None
 
@@ -415,7 +415,8 @@ def _expert_output_is_complete(weak: weakref.ref[_Summed], grad: Tensor) -> Tens
     record = weak()
     if record is None or record.is_over:
         return None
-    return grad + record.run_for_unused()
+    with record.calls.comm.telling_peers():
+        return grad + record.run_for_unused()
 
 
 def _drop(weak: weakref.ref[_Sent]) -> None:
@@ -455,7 +456,8 @@ def _missing_gradient(sent: _Sent) -> Tensor | None:
     if sent.is_done:
         early, sent.early = sent.early, None
         return early
-    grad_x, grad_weights = sent.run_backward()
+    with sent.calls.comm.telling_peers():
+        grad_x, grad_weights = sent.run_backward()
     if not sent.x_is_tracked:
         return grad_weights
     if grad_weights is not None and bool(grad_weights.any()):

@@ -422,7 +422,7 @@ class Communicator(Shared):
         with self.telling_peers():
             wanted = _rebuild_ranks(ranks, self._active, self._rank)
             seconds = _positive_seconds("deadline_s", deadline_s)
-        with self.alone("rebuild"), self.telling_peers():
+        with self.telling_peers(), self.alone("rebuild"):
             self._native.rebuild(wanted, seconds)
             self._active = tuple(self._native.active_ranks)
             self._binding.apply()  # to threads that the rebuild has started
@@ -523,12 +523,13 @@ class Communicator(Shared):
         about_all = isinstance(error, PeerLost | PeerTimeout | Aborted | InternalError)
         if about_all or not isinstance(error, Error) or error._is_of_all or self._closed or self._pid != _Process.pid:
             return
-        self._has_refused = True
         self._native.note_refusal(_first_line(error))
+        self._has_refused = True  # last: a call of another thread takes back what it finds here
 
     @contextlib.contextmanager
     def telling_peers(self) -> Iterator[None]:
-        """A block in which a collective call may be refused."""
+        """Around a collective call, where it begins: of what this rank refuses in it the peers are told. ExpertParallel
+        has the same in its two calls, without the time that a block takes."""
         try:
             yield
         except Error as error:
@@ -579,7 +580,9 @@ class Communicator(Shared):
         Raises:
             InvalidArgument: on every rank, naming the first argument that differs, its values and their ranks.
         """
-        with self.alone(what):
+        with self.telling_peers():
+            alone = self.alone(what)
+        with alone:
             kept = [self._windows.get(spec) for spec in specs]
             serials = [-1 if window is None or window.closed else window.serial for window in kept]
             told = tell() if self.rank == self._active[0] else None

@@ -16,7 +16,7 @@ from weft.call.cpu_calls import CpuCalls
 from weft.call.gpu_calls import GpuCalls
 from weft.call.half import Staged
 from weft.call.options import CombineOptions, DispatchOptions
-from weft.call.plan import Quick
+from weft.call.plan import Plan, Quick
 from weft.call.received import Received
 from weft.call.runner import Runner
 from weft.call.scales import by_column
@@ -26,7 +26,7 @@ from weft.call.spec import RANK_MAJOR, Call, changed
 from weft.call.window import WindowSpec, released_on_error
 from weft.communicator import Communicator
 from weft.engine import DEFAULT_NUM_SMS, device_name
-from weft.errors import InvalidState
+from weft.errors import Error, InvalidState
 from weft.handle import Dispatched, Event, Handle
 from weft.kernels import tables
 from weft.kernels.tuning import most_num_sms
@@ -93,7 +93,9 @@ class ExpertParallel(Shared):
             "heap_bytes": heap_bytes,
             "num_windows": num_windows,
         }
-        check.check_constructor(comm, dtype, shape)
+        check.check_comm(comm)
+        with comm.telling_peers():
+            check.check_constructor(comm, dtype, shape)
         heap = heap_bytes
         if heap is None:
             heap = default_heap_bytes(comm.num_ranks, top_k, hidden, max_tokens_per_rank, dtype)
@@ -211,51 +213,20 @@ class ExpertParallel(Shared):
             DispatchOptions, num_sms, deadline_s, mode, staged, async_op, window, quantize, layout, alignment, capacity,
             max_tokens, scale_layout, zero_holes,
         )  # fmt: skip
-        plan = None
-        if self._quick is not None and handle is None and not torch.compiler.is_compiling() and tensors.stands_alone():
-            plan = self._quick.dispatch_plan(x, topk_idx, topk_weights, options)
-            if plan is not None and plan.call is not None and topk_idx is not None:
-                dispatched = self._quick.dispatch(plan, x, topk_idx, topk_weights)
-                if dispatched is not None:
-                    return dispatched
-        self._check_owner("dispatch", handle)
-        call, x, data, scales, topk_idx, topk_weights = check.check_dispatch(
-            self._shape, x, topk_idx, topk_weights, handle, options
-        )
-        code = check.QUANTIZE_CODES[quantize]
-        if handle is not None:
-            return self._dispatch_again(call, data, scales, handle, x, code)
-        assert topk_idx is not None  # noqa: S101  for mypy: checked above
-        is_tracked = torch.is_grad_enabled() and (
-            (data.requires_grad and not code) or (topk_weights is not None and topk_weights.requires_grad)
-        )
-        is_traced = tensors.is_traced(data, scales, topk_idx, topk_weights)
-        if call.is_staged:
-            check.check_staged(is_traced, is_tracked)
-        sent = None
-        if is_traced:
-            numbers = (call.numbers, call.deadline_s)
-            inputs = tensors.faked((data, scales, topk_idx, topk_weights, self._token), has_new_sizes=True)
-            ticket = ops.dispatch(*inputs, *numbers, code, is_tracked and call.capacity >= 0)
-            shape = (self.num_ranks, self.num_local_experts, self.calls.plans_on_device)
-            received = Received(*ops.receive(ticket, *inputs, *shape, *numbers, code))
-            received = received._replace(scales=by_column(received.scales, call.scale_dtype))
-        elif is_tracked:
-            call = call if call.zero_holes else changed(call, zero_holes=True)
-            data = data.view(torch.uint8) if data.element_size() == 1 else data  # FP8 would be differentiable
-            received, sent = autograd.dispatch(self.calls, call, data, scales, topk_idx, topk_weights, code)
-        else:
-            received = self.calls.dispatch(call, data, scales, topk_idx, topk_weights, code, False)
-            if plan is not None and self._quick is not None:
-                self._quick.learn_dispatch(plan, call, x, (data, scales), code, topk_idx)
-        rows, row_scales, out_idx, weights, sizes, send_plan, recv_plan, tie = received
-        handle = Handle(
-            send_plan, recv_plan, weights, out_idx if call.layout == RANK_MAJOR else None, sizes,
-            self.num_local_experts, tie, topk_idx.shape[0], call, sent,
-        )  # fmt: skip
-        if not is_traced:
-            self.calls.note_handle(handle)
-        return self._dispatched(typed(rows, row_scales, x, code, call.scale_dtype), handle, call)
+        if torch.compiler.is_compiling():
+            return self._dispatch(x, topk_idx, topk_weights, handle, options)
+        try:  # as comm.telling_peers()
+            plan = None
+            if self._quick is not None and handle is None and tensors.stands_alone():
+                plan = self._quick.dispatch_plan(x, topk_idx, topk_weights, options)
+                if plan is not None and plan.call is not None and topk_idx is not None:
+                    dispatched = self._quick.dispatch(plan, x, topk_idx, topk_weights)
+                    if dispatched is not None:
+                        return dispatched
+            return self._dispatch(x, topk_idx, topk_weights, handle, options, plan=plan)
+        except Error as error:
+            self.comm.note_refusal(error)
+            raise
 
     def combine(
         self,
@@ -303,15 +274,84 @@ class ExpertParallel(Shared):
             As dispatch; Unsupported: wire="fp8" with H not a multiple of 16.
         """
         options = check.options_of(CombineOptions, num_sms, deadline_s, mode, staged, async_op, window, weighted, wire)
-        plan = None
-        is_simple = side is bias is out is None and not torch.compiler.is_compiling()
-        if self._quick is not None and is_simple and tensors.stands_alone():
-            plan = self._quick.combine_plan(expert_output, handle, options)
-            if plan is not None and plan.call is not None:
-                combined = self._quick.combine(plan, expert_output, handle)
-                if combined is not None:
-                    return combined
-        given_out = out
+        if torch.compiler.is_compiling():
+            return self._combine(expert_output, handle, side, bias, out, options)
+        try:  # as comm.telling_peers()
+            plan = None
+            if self._quick is not None and side is bias is out is None and tensors.stands_alone():
+                plan = self._quick.combine_plan(expert_output, handle, options)
+                if plan is not None and plan.call is not None:
+                    combined = self._quick.combine(plan, expert_output, handle)
+                    if combined is not None:
+                        return combined
+            return self._combine(expert_output, handle, side, bias, out, options, plan=plan)
+        except Error as error:
+            self.comm.note_refusal(error)
+            raise
+
+    def _dispatch(
+        self,
+        x: Tensor | Quantized,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        handle: Handle | None,
+        options: DispatchOptions,
+        *,
+        plan: Plan | None = None,
+    ) -> Dispatched:
+        """The whole way. `plan`: what it is to learn from these arguments."""
+        self._check_owner("dispatch", handle)
+        call, x, data, scales, topk_idx, topk_weights = check.check_dispatch(
+            self._shape, x, topk_idx, topk_weights, handle, options
+        )
+        code = check.QUANTIZE_CODES[options.quantize]
+        if handle is not None:
+            return self._dispatch_again(call, data, scales, handle, x, code)
+        assert topk_idx is not None  # noqa: S101  for mypy: checked above
+        is_tracked = torch.is_grad_enabled() and (
+            (data.requires_grad and not code) or (topk_weights is not None and topk_weights.requires_grad)
+        )
+        is_traced = tensors.is_traced(data, scales, topk_idx, topk_weights)
+        if call.is_staged:
+            check.check_staged(is_traced, is_tracked)
+        sent = None
+        if is_traced:
+            numbers = (call.numbers, call.deadline_s)
+            inputs = tensors.faked((data, scales, topk_idx, topk_weights, self._token), has_new_sizes=True)
+            ticket = ops.dispatch(*inputs, *numbers, code, is_tracked and call.capacity >= 0)
+            shape = (self.num_ranks, self.num_local_experts, self.calls.plans_on_device)
+            received = Received(*ops.receive(ticket, *inputs, *shape, *numbers, code))
+            received = received._replace(scales=by_column(received.scales, call.scale_dtype))
+        elif is_tracked:
+            call = call if call.zero_holes else changed(call, zero_holes=True)
+            data = data.view(torch.uint8) if data.element_size() == 1 else data  # FP8 would be differentiable
+            received, sent = autograd.dispatch(self.calls, call, data, scales, topk_idx, topk_weights, code)
+        else:
+            received = self.calls.dispatch(call, data, scales, topk_idx, topk_weights, code, False)
+            if plan is not None and self._quick is not None:
+                self._quick.learn_dispatch(plan, call, x, (data, scales), code, topk_idx)
+        rows, row_scales, out_idx, weights, sizes, send_plan, recv_plan, tie = received
+        handle = Handle(
+            send_plan, recv_plan, weights, out_idx if call.layout == RANK_MAJOR else None, sizes,
+            self.num_local_experts, tie, topk_idx.shape[0], call, sent,
+        )  # fmt: skip
+        if not is_traced:
+            self.calls.note_handle(handle)
+        return self._dispatched(typed(rows, row_scales, x, code, call.scale_dtype), handle, call)
+
+    def _combine(
+        self,
+        expert_output: Tensor,
+        handle: Handle,
+        side: Tensor | None,
+        bias: Tensor | None,
+        out: Tensor | None,
+        options: CombineOptions,
+        *,
+        plan: Plan | None = None,
+    ) -> Any:
+        """As `_dispatch`."""
+        given_out, weighted = out, options.weighted
         self._check_owner("combine", handle)
         call, expert_output, side, bias, out = check.check_combine(
             self._shape, expert_output, handle, side, bias, out, options
@@ -350,10 +390,10 @@ class ExpertParallel(Shared):
         parts: list[Tensor | Event] = [y if given_out is None else given_out]
         if side is not None:
             parts.append(side_out)
-        if async_op:
+        if options.async_op:
             parts.append(self.calls.event())
         result = parts[0] if len(parts) == 1 else tuple(parts)
-        return Staged(result, self.calls.windows[call.window].half) if staged else result
+        return Staged(result, self.calls.windows[call.window].half) if options.staged else result
 
     def _dispatch_again(
         self, call: Call, data: Tensor, scales: Tensor | None, handle: Handle, x: Tensor | Quantized, code: int
@@ -441,8 +481,7 @@ class ExpertParallel(Shared):
         Raises:
             As dispatch and combine. CompileError: a kernel could not be compiled.
         """
-        self.calls.raise_if_closed("warmup")
-        with self.comm.alone("warmup"):
+        with self.comm.telling_peers(), self.calls.alone("warmup"):
             for window in self.calls.windows:
                 self.calls.barrier(window, self.deadline_s)
         if self.comm.engine == "cpu":

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import weft
+from weft.call import ops
 
 SHAPE = {"num_experts": 4, "top_k": 2, "hidden": 16, "max_tokens_per_rank": 8}
 REFUSAL = "rank 1 refused its call: InvalidArgument: topk_idx has dtype torch.float32; allowed are torch.int32"
@@ -98,45 +100,140 @@ def test_a_refused_call_may_be_repeated_and_is_forgotten_then() -> None:
     assert LOG in lines[0]
 
 
+class WithoutMemory(torch.autograd.Function):
+    """A gradient that can't be sent."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        grad = grad.clone()
+        grad.untyped_storage().resize_(0)
+        return grad
+
+
+def tracked(ep: weft.ExpertParallel, **options: Any) -> torch.Tensor:
+    """The result of a layer by expert, whose backward is a dispatch."""
+    r = ep.dispatch(rows().requires_grad_(), picks(), layout="expert_major", **options)
+    y: torch.Tensor = ep.combine(r.x, r.handle, **options)
+    return y
+
+
 def _refuse(comm: weft.Communicator, what: str) -> str:
+    """Rank 1 refuses its call, for which rank 0 waits."""
     ep = None if what == "constructor" else weft.ExpertParallel(comm, **SHAPE)
-    if comm.rank == 1:
-        if what == "constructor":
-            refuse(lambda: weft.ExpertParallel(comm, **dict(SHAPE, num_experts=5)))
-        elif what == "rebuild":
-            refuse(lambda: comm.rebuild([0, 7]))
-        elif what == "bad ids":
-            assert ep is not None
-            ep.dispatch(rows(), picks() + 50)
-            refuse(lambda: step(ep))
-        elif what == "combine":
-            assert ep is not None
-            r = ep.dispatch(rows(), picks())
-            refuse(lambda: ep.combine(r.x[:, :8], r.handle))
-        time.sleep(2.0)
-        return ""
-    if what == "constructor":
-        return timeout_of(lambda: weft.ExpertParallel(comm, **SHAPE, deadline_s=1.0))
+    if ep is None:
+        wrong, right = (partial(weft.ExpertParallel, comm, **dict(SHAPE, num_experts=num)) for num in (5, 4))
+        right = partial(right, deadline_s=1.0)
+    else:
+        wrong, right = _calls(comm, ep, what)
+    if comm.rank == 0:
+        return timeout_of(right)
+    refuse(wrong)
+    time.sleep(2.0)
+    return ""
+
+
+def _calls(comm: weft.Communicator, ep: weft.ExpertParallel, what: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """What rank 1 calls, and what rank 0 does."""
+    right: Callable[[], Any] = partial(step, ep, deadline_s=1.0)
     if what == "rebuild":
-        return timeout_of(lambda: comm.rebuild([0, 1], deadline_s=1.0))
-    assert ep is not None
-    r = ep.dispatch(rows(), picks())
-    if what == "combine":
-        return timeout_of(lambda: ep.combine(r.x, r.handle, deadline_s=1.0))
-    return timeout_of(lambda: step(ep, deadline_s=1.0))
+        return lambda: comm.rebuild([0, 7]), lambda: comm.rebuild([0, 1], deadline_s=1.0)
+    if what == "bad ids":
+        ep.dispatch(rows(), picks() + 50 * comm.rank)
+        return partial(step, ep), right
+    if what == "staged":
+        return lambda: ep.dispatch(rows().requires_grad_(), picks(), capacity=8, staged=True), right
+    if what == "closed":
+        if comm.rank == 1:
+            ep.close()
+        return partial(step, ep), right
+    if what == "gradient":
+        y = tracked(ep, deadline_s=1.0)
+        return lambda: WithoutMemory.apply(y).sum().backward(), lambda: y.sum().backward()  # type: ignore[no-untyped-call]
+    other = weft.ExpertParallel(comm, **SHAPE) if what == "other object" else ep
+    r = other.dispatch(rows(), picks())
+    if what == "old epoch":
+        comm.rebuild([0, 1])
+        return lambda: ep.dispatch(rows(), handle=r.handle), right
+    if what == "other object":
+        return lambda: ep.combine(r.x, r.handle), right
+    assert what == "combine"
+    return lambda: ep.combine(r.x[:, :8], r.handle), lambda: ep.combine(r.x, r.handle, deadline_s=1.0)
 
 
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("constructor", "rank 1 refused its call: InvalidArgument: num_experts is 5"),
-        ("rebuild", "rank 1 refused its call: InvalidArgument: ranks is [0, 7]"),
-        ("bad ids", "rank 1 refused its call: InvalidArgument: topk_idx of an earlier dispatch had 4 ids"),
-        ("combine", "rank 1 refused its call: InvalidArgument: expert_output"),
+        ("constructor", "InvalidArgument: num_experts is 5"),
+        ("rebuild", "InvalidArgument: ranks is [0, 7]"),
+        ("bad ids", "InvalidArgument: topk_idx of an earlier dispatch had 4 ids"),
+        ("combine", "InvalidArgument: expert_output"),
+        ("staged", "Unsupported: staged=True with gradients"),
+        ("closed", "InvalidState: dispatch: the ExpertParallel is closed"),
+        ("gradient", "InvalidArgument: the gradient of the result of combine has no memory"),
+        ("old epoch", "InvalidState: dispatch: the handle is of epoch"),
+        ("other object", "InvalidState: combine: the handle is of another ExpertParallel"),
     ],
 )
 def test_every_collective_call_tells(what: str, says: str) -> None:
-    assert says in weft.spawn(_refuse, 2, args=(what,), device="cpu")[0]
+    assert f"rank 1 refused its call: {says}" in weft.spawn(_refuse, 2, args=(what,), device="cpu")[0]
+
+
+@pytest.fixture
+def told(comm: weft.Communicator) -> Callable[[Callable[[], object]], bool]:
+    """Whether the peers, if there were any, would be told of what a call refuses."""
+
+    def told(call: Callable[[], object]) -> bool:
+        comm._has_refused = False
+        refuse(call)
+        return comm._has_refused
+
+    return told
+
+
+@pytest.fixture
+def comm() -> Iterator[weft.Communicator]:
+    with weft.Communicator.from_env() as comm:
+        yield comm
+
+
+def test_what_else_is_told(comm: weft.Communicator, told: Any) -> None:
+    """Where a call begins without `dispatch` or `combine`, and refusals of what lies below them."""
+    ep = weft.ExpertParallel(comm, **SHAPE, num_windows=2)
+    h = ep.dispatch(rows(), picks()).handle
+    staged = ep.dispatch(rows(), picks(), capacity=8, staged=True, window=1)
+    assert told(lambda: ep.dispatch(rows(), picks(), window=1))
+    weights = torch.ones(2, 2).requires_grad_()
+    hidden = ep.dispatch(rows().requires_grad_(), picks(), weights, layout="expert_major")
+    outputs = hidden.x * 2
+    ep.combine(outputs, hidden.handle)
+    outputs.detach().zero_()
+    assert told(lambda: outputs.sum().backward())  # found by the hook: the result is not used
+    assert told(lambda: torch.compile(ep.dispatch, backend="eager")(rows(), picks().float()))
+    y = tracked(ep)
+    with comm.alone("test"):
+        for call in (
+            lambda: step(ep),
+            staged.wait,
+            ep.warmup,
+            lambda: comm.rebuild([0]),
+            lambda: weft.ExpertParallel(comm, **SHAPE),
+            lambda: y.sum().backward(),
+        ):
+            assert told(call)
+        for call in (ep.check, lambda: ep.empty_output(staged), comm.close):
+            assert not told(call)  # nobody waits for it
+    comm.rebuild([0])
+    old = (h.weights, h.send_plan, h.recv_plan, h.tie, h.sizes)
+    its = (h.call.numbers, h.call.deadline_s)
+    assert told(lambda: ops.combine(rows(), *old, None, None, 2, 2, *its, True, False))
+    assert told(lambda: ops.dispatch_again(rows(), None, *old, *its, False, 0))
+    ep.close()
+    assert told(lambda: ops.dispatch(rows(), None, picks(), None, ep._token, *its, 0, False))
+    assert told(ep.warmup)
 
 
 def _mismatch(comm: weft.Communicator) -> str:

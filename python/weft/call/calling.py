@@ -61,13 +61,14 @@ class Calling:
     def __exit__(self, *error: object) -> None:
         seconds = time.perf_counter() - self._begin
         counters = self._calls.counters
+        is_whole = not self._is_rest
         if error[0] is not None:  # calls that failed do not count
-            self._calls.comm.note_refusal(error[1])
-        elif self._what == "dispatch":
-            counters.num_dispatches += not self._is_rest
+            seconds, is_whole = 0.0, False
+        if self._what == "dispatch":
+            counters.num_dispatches += is_whole
             counters.dispatch_s += seconds
         else:
-            counters.num_combines += not self._is_rest
+            counters.num_combines += is_whole
             counters.combine_s += seconds
         if self._range is not None:
             self._range.__exit__(*error)

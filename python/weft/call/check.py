@@ -12,7 +12,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from weft.call.shape import Shape
 from weft.call.spec import DTYPE_CODES, RANK_MAJOR, Call, changed
 from weft.call.tensors import is_traced, plain
 from weft.communicator import Communicator
-from weft.errors import Error, InvalidArgument, Unsupported
+from weft.errors import InvalidArgument, Unsupported
 from weft.handle import Dispatched, Handle
 from weft.kernels.tuning import choose_num_sms, most_num_sms, prefers_small, suits_small
 from weft.limits import (
@@ -43,6 +43,7 @@ __all__ = [
     "QUANTIZE_CODES",
     "WIRE_CODES",
     "check_combine",
+    "check_comm",
     "check_constructor",
     "check_dispatch",
     "check_dispatched",
@@ -51,7 +52,6 @@ __all__ = [
     "remember_calls",
 ]
 
-P = ParamSpec("P")
 T = TypeVar("T")
 QUANTIZE_CODES = {None: 0, "fp8": 1, "fp8_ue8m0": 2}
 WIRE_CODES = {None: 0, "fp8": 1}
@@ -62,30 +62,15 @@ _OF_HANDLE = ("layout", "alignment", "capacity", "max_tokens")  # options that a
 _MOST_KNOWN = 256  # options of one ExpertParallel
 
 
-def _telling_peers(check: Callable[P, T]) -> Callable[P, T]:
-    """A check of arguments whose first one is a communicator, or has one as `comm`: of a refusal the peers are told."""
-
-    @functools.wraps(check)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_compiling():
-            return check(*args, **kwargs)
-        try:
-            return check(*args, **kwargs)
-        except Error as error:
-            comm = getattr(args[0], "comm", args[0])
-            if isinstance(comm, Communicator):
-                comm.note_refusal(error)
-            raise
-
-    return checked
-
-
-@_telling_peers
-def check_constructor(comm: Any, dtype: Any, shape: dict[str, Any]) -> None:
-    """Arguments of ExpertParallel on this rank alone; the comparison between ranks comes after. `shape` has the name of
-    the dtype."""
+def check_comm(comm: Any) -> None:
+    """The argument of ExpertParallel without which there is nobody to tell of a refusal."""
     if not isinstance(comm, Communicator):
         raise InvalidArgument(f"comm is {comm!r}; a weft.Communicator is expected")
+
+
+def check_constructor(comm: Communicator, dtype: Any, shape: dict[str, Any]) -> None:
+    """The other arguments on this rank alone; the comparison between ranks comes after. `shape` has the name of the
+    dtype."""
     if not isinstance(dtype, torch.dtype):
         raise InvalidArgument(f"dtype is {dtype!r}; allowed: {', '.join(f'torch.{name}' for name in DTYPE_BYTES)}")
     if shape["deadline_s"] is None:
@@ -100,7 +85,6 @@ def check_constructor(comm: Any, dtype: Any, shape: dict[str, Any]) -> None:
     _check_num_sms(most, shape["num_windows"], shape["num_sms"])
 
 
-@_telling_peers
 def check_dispatch(
     ep: Shape, x: Any, topk_idx: Any, topk_weights: Any, handle: Any, options: DispatchOptions
 ) -> tuple[Call, Any, Tensor, Tensor | None, Any, Any]:
@@ -403,7 +387,6 @@ def _check_topk(ep: Shape, topk_idx: Any, topk_weights: Any, data: Tensor) -> Te
     return topk_weights.float()  # exact
 
 
-@_telling_peers
 def check_combine(
     ep: Shape, y: Any, handle: Any, side: Any, bias: Any, out: Any, options: CombineOptions
 ) -> tuple[Call, Tensor, Tensor | None, Tensor | None, Tensor | None]:

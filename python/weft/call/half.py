@@ -34,17 +34,19 @@ class Half:
         if self.is_over:
             self.event.wait()
             return
-        window = self._calls.windows[self._call.window]
-        if window.closed:  # it stays open, and blocked by this half, as long as another ExpertParallel shares it
-            self._calls.raise_if_closed(self._what)
-        with self._calls.comm.alone(self._what), Calling(self._calls, self._what, self._call, self._tie, is_rest=True):
-            if self._run is not None:
-                self._run()
-            for each in self.after:
-                each()
+        calls, what = self._calls, self._what
+        window = calls.windows[self._call.window]
+        with calls.comm.telling_peers():
+            if window.closed:  # it stays open, and blocked by this half, as long as another ExpertParallel shares it
+                calls.raise_if_closed(what)
+            with calls.comm.alone(what), Calling(calls, what, self._call, self._tie, is_rest=True):
+                if self._run is not None:
+                    self._run()
+                for each in self.after:
+                    each()
         self.is_over, self._run = True, None
         window.half = None
-        self.event.follow(self._calls.event())
+        self.event.follow(calls.event())
 
 
 def note(calls: Any, what: str, call: Call, run: Callable[[], None] | None = None) -> None:

@@ -48,9 +48,10 @@ def dispatch(
 ) -> Tensor:
     """A ticket (int64 [1]) for `receive`."""
     calls = by_token(token)
-    received = calls.dispatch(
-        call_of_numbers(call, deadline_s), x, scales, topk_idx, topk_weights, quantize, clear_tail
-    )
+    with calls.comm.telling_peers():
+        received = calls.dispatch(
+            call_of_numbers(call, deadline_s), x, scales, topk_idx, topk_weights, quantize, clear_tail
+        )
     return torch.tensor([calls.results.put(received)], dtype=torch.int64, device="cpu")
 
 
@@ -152,12 +153,13 @@ def dispatch_again(
     quantize: int,
 ) -> tuple[Tensor, Tensor]:
     """(x, scales). `weights` received before are read for their shape alone: it gives the number of rows."""
-    its, lead = call_of_numbers(call, deadline_s), rows_shape(weights, call[0])
-    return _own(
-        by_token(tie).dispatch_again(
-            its, x, scales, send_plan, recv_plan, tie, sizes, lead, x.shape[0], clear_tail, quantize
+    calls, its, lead = by_token(tie), call_of_numbers(call, deadline_s), rows_shape(weights, call[0])
+    with calls.comm.telling_peers():
+        return _own(
+            calls.dispatch_again(
+                its, x, scales, send_plan, recv_plan, tie, sizes, lead, x.shape[0], clear_tail, quantize
+            )
         )
-    )
 
 
 @dispatch_again.register_fake
@@ -211,12 +213,11 @@ def combine(
     clear_tail: bool,
 ) -> tuple[Tensor, Tensor]:
     """(y [T, H], side [T, K] or empty). `clear_tail` is for the backward: gradients of rows without data are zero."""
-    used = weights if weighted and call[0] != RANK_MAJOR else None
-    return _own(
-        by_token(tie).combine(
-            call_of_numbers(call, deadline_s), y, used, send_plan, recv_plan, tie, bias, side, num_tokens
+    calls, used = by_token(tie), weights if weighted and call[0] != RANK_MAJOR else None
+    with calls.comm.telling_peers():
+        return _own(
+            calls.combine(call_of_numbers(call, deadline_s), y, used, send_plan, recv_plan, tie, bias, side, num_tokens)
         )
-    )
 
 
 @combine.register_fake

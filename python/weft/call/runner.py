@@ -388,10 +388,7 @@ class Runner(ABC):
         """Raise what an earlier dispatch found in topk_idx, once."""
         if self.bad_ids is not None:
             text, self.bad_ids = self.bad_ids, None
-            error = InvalidArgument(text + remark)
-            if remark:
-                self.comm.note_refusal(error)
-            raise error
+            raise InvalidArgument(text + remark)
 
     def raise_dropped(self) -> None:
         """Raise if picks were dropped since the last time."""
