@@ -191,6 +191,31 @@ def test_a_plan_lets_nothing_pass(pool: Any) -> None:
     pool.run(2, lambda state, _: refuse(state), [None] * 2)
 
 
+def refuse_natively(state: RankState) -> None:
+    def refusing(*args: Any) -> None:
+        raise weft.InvalidArgument("of the native module")
+
+    x, ids, weights = inputs(state.rank)
+    options: dict[str, Any] = {"capacity": 16, "mode": "throughput"}
+    with make(state) as ep:
+        for _ in range(4):
+            r = ep.dispatch(x, ids, weights, **options)
+            y = torch.ones(*r.handle.rows_shape, HIDDEN, dtype=torch.bfloat16)
+            ep.combine(y, r.handle)
+        native = ep.calls.windows[0].native
+        native.dispatch_first = native.combine_rows = refusing
+        for call in (lambda: ep.dispatch(x, ids, weights, **options), lambda: ep.combine(y, r.handle)):
+            state.comm._has_refused = False
+            with pytest.raises(weft.InvalidArgument, match="of the native module") as caught:
+                call()
+            assert any(entry.path.name == "plan.py" for entry in caught.traceback)
+            assert state.comm._has_refused
+
+
+def test_the_peers_are_told_of_a_refusal_along_a_plan(pool: Any) -> None:
+    pool.run(2, lambda state, _: refuse_natively(state), [None] * 2)
+
+
 def change_what_is_not_in_the_plan(state: RankState, taken: list[str]) -> None:
     """Strides, alignment and gradients differ between calls of a plan."""
     x, ids, weights = inputs(state.rank)
