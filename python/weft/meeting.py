@@ -191,7 +191,9 @@ def _get(store: Store, key: str) -> bytes | None:
     failures = 0
     while store.check([key]):
         try:
-            return bytes(store.get(key))
+            if value := bytes(store.get(key)):
+                return value
+            # TCPStore has nothing for a key that was taken back while it answered; no value here is empty.
         except RuntimeError:  # taken back between the two, and perhaps written again
             failures += 1
             if failures == _MOST_FAILURES:

@@ -80,6 +80,29 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> dist.Store:
     return made
 
 
+class EmptyOnce:
+    """As TCPStore where a key is taken back between its two questions: each key once has nothing."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store = store
+        self.asked: set[str] = set()
+
+    def get(self, key: str) -> bytes:
+        if key in self.asked:
+            return self.store.get(key)
+        self.asked.add(key)
+        return b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+def test_a_key_that_was_taken_back_meanwhile() -> None:
+    store = dist.HashStore()
+    ranks = [Ranks(EmptyOnce(store), [call(rank, 2)]) for rank in range(2)]  # type: ignore[arg-type]
+    assert [each.join() for each in ranks] == [[[endpoint(0), endpoint(1)]]] * 2
+
+
 class Dies(Exception):
     pass
 
