@@ -191,9 +191,7 @@ def _get(store: Store, key: str) -> bytes | None:
     failures = 0
     while store.check([key]):
         try:
-            if value := bytes(store.get(key)):
-                return value
-            # TCPStore has nothing for a key that was taken back while it answered; no value here is empty.
+            return bytes(store.get(key)) or None  # TCPStore has nothing for a key that is taken back meanwhile
         except RuntimeError:  # taken back between the two, and perhaps written again
             failures += 1
             if failures == _MOST_FAILURES:

@@ -1,5 +1,7 @@
 """Guards against believing what ended processes left in a store, and endless waits for ranks that do not come."""
 
+# check: allow file-size: all about one meeting
+
 from __future__ import annotations
 
 import contextlib
@@ -88,7 +90,7 @@ class EmptyOnce:
         self.asked: set[str] = set()
 
     def get(self, key: str) -> bytes:
-        if key in self.asked:
+        if key in self.asked or "/" not in key:  # the call is never taken back
             return self.store.get(key)
         self.asked.add(key)
         return b""
