@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import os
 import pickle
 import platform
@@ -45,6 +46,7 @@ def limited(limit: Callable[[], None], call: Callable[[], Any]) -> Any:
     pid = os.fork()
     if pid == 0:
         try:
+            gc.freeze()  # stores of other tests, whose threads are not here
             os.close(reading)
             try:
                 limit()
