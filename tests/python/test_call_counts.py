@@ -1,0 +1,189 @@
+"""Guards against a call that costs the host more and more: how many Python functions a later call of a kind runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from simulated_gpus import SimulatedRanks, SimulatedWindow
+from test_quick import EXPERTS, HIDDEN, fp8, inputs
+
+import weft
+from pool import RankState
+
+WINDOWS = str(Path(__file__).with_name("simulated_gpus.py"))
+ENGINES = ("cpu", "nvlink")
+MOST = 20
+# Of a dispatch, its combine, and the backward of both, where one is more than MOST (of the backward, two calls, twice
+# as many). It only shrinks.
+TODAY: dict[tuple[str, str], tuple[int, ...]] = {
+    ("cpu", "plain"): (83, 64),
+    ("cpu", "capacity"): (83, 64),
+    ("cpu", "expert_major"): (83, 66),
+    ("cpu", "masked"): (83, 66),
+    ("cpu", "latency"): (83, 64),
+    ("cpu", "latency, capacity"): (83, 64),
+    ("cpu", "fp8 rows"): (100, 64),
+    ("cpu", "quantize, wire"): (84, 64),
+    ("cpu", "column_major"): (93, 64),
+    ("cpu", "handle"): (72, 64),
+    ("cpu", "handle, latency"): (72, 64),
+    ("cpu", "async_op"): (83, 65),
+    ("cpu", "handle, async_op"): (72, 65),
+    ("cpu", "side, bias, out"): (83, 111),
+    ("cpu", "not weighted"): (83, 64),
+    ("cpu", "staged"): (88, 72),
+    ("cpu", "gradients"): (120, 101, 158),
+    ("cpu", "gradients, rank_major"): (120, 105, 146),
+    ("cpu", "gradients, capacity"): (123, 101, 160),
+    ("cpu", "gradients, handle"): (104, 97, 138),
+    ("cpu", "gradients, async_op"): (120, 98, 145),
+    ("nvlink", "plain"): (29, 17),
+    ("nvlink", "capacity"): (23, 17),
+    ("nvlink", "expert_major"): (24, 17),
+    ("nvlink", "masked"): (23, 17),
+    ("nvlink", "latency"): (29, 17),
+    ("nvlink", "latency, capacity"): (23, 17),
+    ("nvlink", "fp8 rows"): (34, 17),
+    ("nvlink", "quantize, wire"): (33, 17),
+    ("nvlink", "column_major"): (124, 17),
+    ("nvlink", "handle"): (78, 17),
+    ("nvlink", "handle, latency"): (78, 17),
+    ("nvlink", "async_op"): (121, 82),
+    ("nvlink", "handle, async_op"): (86, 82),
+    ("nvlink", "side, bias, out"): (29, 119),
+    ("nvlink", "not weighted"): (24, 17),
+    ("nvlink", "staged"): (103, 82),
+    ("nvlink", "gradients"): (125, 109, 168),
+    ("nvlink", "gradients, rank_major"): (153, 109, 156),
+    ("nvlink", "gradients, capacity"): (136, 109, 170),
+    ("nvlink", "gradients, handle"): (110, 105, 148),
+    ("nvlink", "gradients, async_op"): (157, 114, 155),
+}  # fmt: skip
+
+
+def num_calls(work: Callable[[], Any]) -> int:
+    """Python functions that `work` runs, torch's too, but for what the simulated windows do."""
+    seen = depth = 0
+
+    def count(frame: Any, event: str, arg: object) -> None:
+        nonlocal seen, depth
+        if event not in ("call", "return"):
+            return
+        is_window = frame.f_code.co_filename == WINDOWS
+        if is_window:
+            depth += 1 if event == "call" else -1
+        elif event == "call" and depth == 0:
+            seen += 1
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return seen - 1  # `work`
+
+
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "capacity": ({"capacity": 16}, {}),
+    "expert_major": ({"layout": "expert_major", "alignment": 4, "zero_holes": False}, {}),
+    "masked": ({"layout": "masked", "capacity": 16}, {}),
+    "latency": ({"mode": "latency"}, {"mode": "latency"}),
+    "latency, capacity": ({"mode": "latency", "capacity": 16}, {"mode": "latency"}),
+    "fp8 rows": ({"rows": "fp8"}, {}),
+    "quantize, wire": ({"quantize": "fp8"}, {"wire": "fp8"}),
+    "column_major": ({"quantize": "fp8", "scale_layout": "column_major", "mode": "latency"}, {}),
+    "handle": ({"handle": True}, {}),
+    "handle, latency": ({"handle": True, "mode": "latency"}, {}),
+    "async_op": ({"async_op": True}, {"async_op": True}),
+    "handle, async_op": ({"async_op": True, "handle": True}, {"async_op": True}),
+    "side, bias, out": ({}, {"side": True, "bias": True, "out": True}),
+    "not weighted": ({"layout": "expert_major"}, {"weighted": False}),
+    "staged": ({"staged": True, "capacity": 16}, {"staged": True}),
+    "gradients": ({"layout": "expert_major", "tracked": True}, {}),
+    "gradients, rank_major": ({"tracked": True}, {"bias": True}),
+    "gradients, capacity": ({"layout": "masked", "capacity": 16, "tracked": True}, {}),
+    "gradients, handle": ({"tracked": True, "handle": True}, {}),
+    "gradients, async_op": ({"tracked": True, "async_op": True}, {"async_op": True}),
+}
+
+
+def counts_of(state: RankState, kind: str) -> tuple[int, ...]:
+    """Of the third call."""
+    dispatch_options, combine_options = (dict(each) for each in KINDS[kind])
+    x, ids, weights = inputs(state.rank)
+    tracked = dispatch_options.pop("tracked", False)
+    rows: Any = fp8(x) if dispatch_options.pop("rows", "") else x
+    torch.autograd.set_multithreading_enabled(False)  # backwards run in this thread
+    made: dict[str, Any] = {}
+    counts: tuple[int, ...] = ()
+    with weft.ExpertParallel(
+        state.comm, num_experts=EXPERTS, top_k=2, hidden=HIDDEN, max_tokens_per_rank=8, num_windows=1
+    ) as ep:
+        first = ep.dispatch(x, ids, weights)
+        is_repeated = dispatch_options.pop("handle", False)
+        if is_repeated and dispatch_options.get("mode") == "latency":
+            first = ep.dispatch(x, ids, weights, mode="latency")
+        for _ in range(3):
+            given = rows.clone().requires_grad_() if tracked else rows
+            routing = (given,) if is_repeated else (given, ids, weights)
+            options = {**dispatch_options, **({"handle": first.handle} if is_repeated else {})}
+
+            def dispatch(routing: Any = routing, options: Any = options) -> None:
+                made["r"] = ep.dispatch(*routing, **options)
+
+            in_dispatch = num_calls(dispatch)
+            r = made["r"].wait()
+            y = r.x if isinstance(r.x, torch.Tensor) else torch.ones(*r.handle.rows_shape, HIDDEN).bfloat16()
+            options = dict(combine_options)
+            if options.get("side"):
+                options["side"] = r.topk_weights
+            if options.get("bias"):
+                options["bias"] = torch.ones(HIDDEN)
+            if options.get("out"):
+                options["out"] = torch.empty_like(x)
+
+            def combine(y: Any = y, r: Any = r, options: Any = options) -> None:
+                made["y"] = ep.combine(y, r.handle, **options)
+
+            in_combine = num_calls(combine)
+            result = made["y"]
+            result = result.wait() if options.get("staged") else result
+            result = result[0] if isinstance(result, tuple) else result
+            if not tracked:
+                counts = (in_dispatch, in_combine)
+                continue
+            grad = torch.ones_like(result)
+            in_backward = num_calls(lambda result=result, grad=grad: result.backward(grad))
+            assert given.grad is not None
+            counts = (in_dispatch, in_combine, in_backward)
+    return counts
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedRanks]:
+    ranks = SimulatedRanks(monkeypatch)
+    monkeypatch.setattr(SimulatedWindow, "_has_room", lambda self: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: -1)  # no tool listens
+    return ranks  # type: ignore[return-value]
+
+
+def on_cpu(comm: weft.Communicator, kind: str) -> tuple[int, ...]:
+    return counts_of(RankState(comm.rank, {2: comm}, 2), kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_later_call_runs_few_python_functions(simulated: Any, engine: str, kind: str) -> None:
+    if engine == "nvlink":
+        counted = simulated.run(2, counts_of, [kind] * 2)
+    else:
+        counted = weft.spawn(on_cpu, 2, (kind,), device="cpu", isolation="thread")
+    allowed = TODAY.get((engine, kind), (MOST, MOST, 2 * MOST))
+    for counts in counted:
+        assert all(number <= most for number, most in zip(counts, allowed, strict=False)), (counts, allowed)
