@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         CompileError,
         CudaError,
         Error,
+        Evicted,
         InternalError,
         InvalidArgument,
         InvalidState,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from weft.handle import Dispatched, Event, Handle
     from weft.limits import limits, supports
     from weft.machine.placement.model import Placement
+    from weft.membership import Change, Membership
     from weft.planner.planning import plan
     from weft.quantized import Quantized
     from weft.spawn import spawn
@@ -41,17 +43,20 @@ if TYPE_CHECKING:
 _HOME = {
     "Aborted": "errors",
     "CapacityExceeded": "errors",
+    "Change": "membership",
     "Communicator": "communicator",
     "CompileError": "errors",
     "CudaError": "errors",
     "Dispatched": "handle",
     "Error": "errors",
     "Event": "handle",
+    "Evicted": "errors",
     "ExpertParallel": "expert_parallel",
     "Handle": "handle",
     "InternalError": "errors",
     "InvalidArgument": "errors",
     "InvalidState": "errors",
+    "Membership": "membership",
     "PeerLost": "errors",
     "PeerTimeout": "errors",
     "Placement": "machine.placement",
@@ -70,17 +75,20 @@ _IN_MACHINE = ("doctor", "placement", "settings", "topology")  # of weft.machine
 __all__ = [
     "Aborted",
     "CapacityExceeded",
+    "Change",
     "Communicator",
     "CompileError",
     "CudaError",
     "Dispatched",
     "Error",
     "Event",
+    "Evicted",
     "ExpertParallel",
     "Handle",
     "InternalError",
     "InvalidArgument",
     "InvalidState",
+    "Membership",
     "PeerLost",
     "PeerTimeout",
     "Placement",

@@ -27,6 +27,7 @@ from weft.engine import Choice, Facts, choose_engine, driver_gpu, look
 from weft.errors import (
     Aborted,
     Error,
+    Evicted,
     InternalError,
     InvalidArgument,
     InvalidState,
@@ -41,6 +42,7 @@ from weft.machine.placement import local
 from weft.machine.placement.binding import Binding
 from weft.machine.placement.model import Placement
 from weft.meeting import ENDPOINT_BYTES, meet_by_env
+from weft.membership import Change, Membership
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -357,6 +359,23 @@ class Communicator(Shared):
         return self._active
 
     @property
+    def num_active(self) -> int:
+        """How many of the ranks belong to the group now."""
+        return len(self._active)
+
+    @property
+    def membership(self) -> Membership:
+        """Epoch, active ranks, and those that were left out; local, never waits.
+
+        Raises:
+            InvalidState: it is closed.
+        """
+        if self._closed:
+            raise InvalidState("the communicator is closed; make a new one")
+        native = self._native
+        return Membership(native.epoch, self._active, tuple(native.evicted_ranks()), tuple(native.safe_to_delete()))
+
+    @property
     def engine(self) -> str:
         """The engine chosen, equal on all ranks: "nvlink", or "cpu" with the reason in the repr."""
         return self._choice.engine
@@ -373,7 +392,8 @@ class Communicator(Shared):
 
     @property
     def broken(self) -> bool:
-        """True after `PeerLost`, `PeerTimeout` or `Aborted`, until `rebuild`. Never waits."""
+        """True after `PeerLost`, `PeerTimeout` or `Aborted` until `rebuild` or `recover`, and after `Evicted`. Never
+        waits."""
         return not self._closed and self._native.broken()
 
     def raise_if_broken(self) -> None:
@@ -411,8 +431,12 @@ class Communicator(Shared):
         `rank` and `num_ranks` stay as they were; picks of experts on lost ranks count as absent. ExpertParallel
         objects go on working; handles of an older epoch do not.
 
+        Lists that differ never split a group: the first one counts, on all ranks. `recover` needs no list.
+
         Raises:
-            InvalidArgument: `ranks` are not active ranks, or lack this one.
+            InvalidArgument: `ranks` are not active ranks, or lack this one; or other ranks were decided before, which
+                the text names.
+            Evicted: ranks were decided without this one.
             PeerTimeout, PeerLost: one of them did not take part; rebuild may be called again.
             Aborted: one of them called `abort` meanwhile; rebuild may be called again.
             InvalidState: inside another call; or the GPU must be asked whether replays of CUDA graphs have ended, and
@@ -424,10 +448,49 @@ class Communicator(Shared):
             seconds = _positive_seconds("deadline_s", deadline_s)
         with self.telling_peers(), self.alone("rebuild"):
             self._native.rebuild(wanted, seconds)
-            self._active = tuple(self._native.active_ranks)
-            self._binding.apply()  # to threads that the rebuild has started
-            self._num_compared = 0  # the native module adds the epoch to the tag: ranks count alike again
-            self._num_meetings = 0
+            self._begin_epoch()
+
+    def recover(self, evict: Iterable[int] = (), *, min_ranks: int = 1, deadline_s: float = 100.0) -> Change:
+        """Go on in a new epoch with whoever is left after `PeerLost`, `PeerTimeout` or `Aborted`. Collective among
+        those, and it waits for them. They need not agree on a list: who belongs is decided once, the first rank's
+        record counts on all of them. When a further rank dies meanwhile, it goes on without that one by itself.
+
+        `evict`: live ranks to leave out, such as `PeerTimeout.peers`; this rank among them is ignored. A rank whose
+        wish comes too late goes along with what was decided. Everything else is as after `rebuild`.
+
+        ```python
+        try:
+            step()
+        except (weft.PeerLost, weft.PeerTimeout) as error:
+            change = comm.recover(getattr(error, "peers", ()))
+        ```
+
+        Raises:
+            InvalidArgument: `evict` holds what is no rank, or `min_ranks` is below 1.
+            Evicted: the others have decided to go on without this rank.
+            PeerLost: fewer than `min_ranks` ranks are left; nothing was decided.
+            PeerTimeout: names who did not come; `recover(evict=those)` goes on without them.
+            Aborted, InvalidState: as `rebuild`.
+        """
+        with self.telling_peers():
+            unwanted = _evicted_ranks(evict, self._num_ranks)
+            seconds = _positive_seconds("deadline_s", deadline_s)
+            if type(min_ranks) is not int or min_ranks < 1:
+                raise InvalidArgument(f"min_ranks is {min_ranks!r}; allowed is an int of at least 1")
+        before = self._active
+        with self.alone("recover"), self.telling_peers():
+            self._native.recover(unwanted, min_ranks, seconds)
+            self._begin_epoch()
+            gone = {rank for rank, _, _ in self._native.detections()}
+        left_out = [rank for rank in before if rank not in self._active]
+        lost = tuple(rank for rank in left_out if rank in gone)
+        return Change(self._native.epoch, self._active, lost, tuple(rank for rank in left_out if rank not in gone))
+
+    def _begin_epoch(self) -> None:
+        self._active = tuple(self._native.active_ranks)
+        self._binding.apply()  # to threads that the change has started
+        self._num_compared = 0  # the native module adds the epoch to the tag: ranks count alike again
+        self._num_meetings = 0
 
     def abort(self, reason: str = "") -> None:
         """End every wait of this rank now, and over the control plane those of the others: the call under way, and on
@@ -520,7 +583,7 @@ class Communicator(Shared):
     def note_refusal(self, error: object) -> None:
         """A call of this rank ended before anything was sent, and may be repeated: tell the peers, which wait for it.
         Errors that every rank raises are not among these."""
-        about_all = isinstance(error, PeerLost | PeerTimeout | Aborted | InternalError)
+        about_all = isinstance(error, PeerLost | PeerTimeout | Aborted | Evicted | InternalError)
         if about_all or not isinstance(error, Error) or error._is_of_all or self._closed or self._pid != _Process.pid:
             return
         self._native.note_refusal(_first_line(error))
@@ -680,6 +743,13 @@ def _rebuild_ranks(ranks: Iterable[int], active: tuple[int, ...], mine: int) -> 
             f"ranks is {wanted} and lacks this rank, {mine}; a rank that is to leave calls close() instead"
         )
     return wanted
+
+
+def _evicted_ranks(ranks: Iterable[int], num_ranks: int) -> list[int]:
+    listed = list(ranks) if isinstance(ranks, Iterable) else [None]
+    if any(type(rank) is not int or not 0 <= rank < num_ranks for rank in listed):
+        raise InvalidArgument(f"evict is {ranks!r}; allowed are ranks, 0 to {num_ranks - 1}")
+    return sorted({rank for rank in listed if rank is not None})
 
 
 def _positive_seconds(name: str, value: float) -> float:

@@ -15,6 +15,7 @@ __all__ = [
     "CompileError",
     "CudaError",
     "Error",
+    "Evicted",
     "InternalError",
     "InvalidArgument",
     "InvalidState",
@@ -132,6 +133,19 @@ class Aborted(Error):
         return type(self), (self.reason, self.rank, self.text)
 
 
+class Evicted(Error):
+    """The others have gone on without this rank: it is no member any more, and all its calls raise this. Close the
+    communicator. Attribute: `epoch` that was decided without it."""
+
+    def __init__(self, epoch: int = 0, text: str = "") -> None:
+        self.epoch = epoch
+        self.text = text or f"epoch {epoch} was decided without this rank; close() the communicator"
+        super().__init__(self.text)
+
+    def __reduce__(self) -> tuple[type[Evicted], tuple[int, str]]:
+        return type(self), (self.epoch, self.text)
+
+
 class CompileError(Error):
     """A kernel could not be compiled."""
 
@@ -163,6 +177,8 @@ def from_native(code: int, text: str, op: str = "", seq: int = 0, peers: Sequenc
         return PeerLost(peers, text)
     if code == 10:
         return Aborted(reason, peers[0] if peers else -1, text)
+    if code == 11:
+        return Evicted(seq, text)
     plain: dict[int, type[Error]] = {
         1: InvalidArgument,
         2: InvalidState,

@@ -57,6 +57,7 @@ const char* error_code_name(ErrorCode code) noexcept {
     case ErrorCode::kCudaError: return "CudaError";
     case ErrorCode::kInternalError: return "InternalError";
     case ErrorCode::kAborted: return "Aborted";
+    case ErrorCode::kEvicted: return "Evicted";
   }
   return "InternalError";
 }

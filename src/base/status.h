@@ -20,6 +20,7 @@ enum class ErrorCode : int {
   kCudaError,
   kInternalError,
   kAborted,
+  kEvicted,
 };
 
 // "PeerLost", "InvalidArgument", ...
@@ -33,9 +34,9 @@ class Error : public std::exception {
   const char* what() const noexcept override { return text.c_str(); }
 
   ErrorCode code;
-  std::string text;        // one or two sentences for the user
-  std::string op;          // "dispatch", "connect", ... or empty
-  uint64_t sequence;       // of the operation on its window; 0 where there is none
+  std::string text;   // one or two sentences for the user
+  std::string op;     // "dispatch", "connect", ... or empty
+  uint64_t sequence;  // of the operation on its window, 0 where there is none; kEvicted: the epoch that was decided
   std::vector<int> peers;  // ascending ranks that the error names; empty where it names none
   std::string reason;      // kAborted: what abort() was given
 };

@@ -127,6 +127,14 @@ void bind_communicator(nb::module_& m) {
             comm.rebuild(std::move(ranks), deadline_after_s(timeout_s), signal_poll());
           },
           "ranks"_a, "timeout_s"_a, nb::call_guard<ReleasedGil>())
+      .def(
+          "recover",
+          [](Communicator& comm, const std::vector<int>& evict, int min_ranks, double timeout_s) {
+            comm.recover(evict, min_ranks, deadline_after_s(timeout_s), signal_poll());
+          },
+          "evict"_a, "min_ranks"_a, "timeout_s"_a, nb::call_guard<ReleasedGil>())
+      .def("evicted_ranks", &Communicator::evicted_ranks)
+      .def("safe_to_delete", &Communicator::safe_to_delete)
       .def("detections",
            [](const Communicator& comm) {
              nb::list all;

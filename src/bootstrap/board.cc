@@ -126,15 +126,17 @@ void Board::wake() {
   changed_.notify_all();
 }
 
-uint64_t Board::newest_tag(uint64_t prefix, uint64_t mask, ControlPlane::Sources sources) const {
+size_t Board::num_parcels(int source) const {
   const std::lock_guard lock(mutex_);
-  const auto is_silent = [&](int source) {
-    return waits_for_ && !has_parcel(source, *waits_for_) &&
-           std::find(waits_with_.begin(), waits_with_.end(), source) != waits_with_.end();
-  };
+  return num_parcels_[static_cast<size_t>(source)];
+}
+
+uint64_t Board::newest_silent_tag(uint64_t prefix, uint64_t mask) const {
+  const std::lock_guard lock(mutex_);
   uint64_t newest = 0;
-  for (int source = 0; source < num_ranks_; ++source) {
-    if (sources == ControlPlane::Sources::kSilent && !is_silent(source)) continue;
+  if (!waits_for_) return newest;
+  for (const int source : waits_with_) {
+    if (has_parcel(source, *waits_for_)) continue;
     for (const auto& [tag, parcels] : parcels_[static_cast<size_t>(source)]) {
       if ((tag & mask) == prefix) newest = std::max(newest, tag);
     }
@@ -160,6 +162,17 @@ std::vector<int> Board::dead_ranks() const {
   for (int peer = 0; peer < num_ranks_; ++peer) {
     if (fate(peer).gone) ranks.push_back(peer);
   }
+  return ranks;
+}
+
+std::vector<int> Board::ended_ranks() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<int> ranks;
+  for (const Detection& seen : detections_) {
+    const bool is_end = seen.channel == DetectionChannel::kPidfd || seen.channel == DetectionChannel::kGoodbye;
+    if (is_end && std::find(ranks.begin(), ranks.end(), seen.rank) == ranks.end()) ranks.push_back(seen.rank);
+  }
+  std::sort(ranks.begin(), ranks.end());
   return ranks;
 }
 

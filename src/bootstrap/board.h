@@ -37,11 +37,13 @@ class Board {
 
   // --- reading -------------------------------------------------------------------------------------------------------
   std::vector<int> dead_ranks() const;
+  std::vector<int> ended_ranks() const;
   std::vector<Detection> detections() const;
   Note note_of(int rank) const;
   std::vector<int> silent_ranks() const;
-  bool is_watched(int peer) const;  // false: it is gone and no member any more
-  uint64_t newest_tag(uint64_t prefix, uint64_t mask, ControlPlane::Sources sources) const;
+  bool is_watched(int peer) const;       // false: it is gone and no member any more
+  size_t num_parcels(int source) const;  // that nobody has collected
+  uint64_t newest_silent_tag(uint64_t prefix, uint64_t mask) const;
   void forget_tags(uint64_t prefix, uint64_t mask, uint64_t below);
   AbortRelay& relay() noexcept { return relay_; }
 

@@ -15,6 +15,7 @@
 #include "base/fd.h"
 #include "base/text.h"
 #include "bootstrap/endpoint.h"
+#include "bootstrap/group_page.h"
 #include "weft/config/base.h"
 
 namespace weft {
@@ -27,7 +28,9 @@ enum class AbortCode : uint32_t {
   kInterrupted,
   kRefused,
   kInternal,
-  kAborted
+  kAborted,
+  kDecided,  // no abort: an epoch was decided that leaves the receiver out; it is to look
+  kEvicted,  // never sent: this rank has looked
 };
 
 // Why the ranks of a communicator leave their operations. Plain bytes: it travels as it is.
@@ -35,26 +38,43 @@ struct AbortReason {
   static constexpr size_t kTextBytes = 200;
 
   AbortCode code = AbortCode::kNone;
-  int rank = -1;          // culprit: who was lost, closed, was late or gave up
-  int reporter = -1;      // who says so
-  uint32_t epoch = 0;     // of the reporter
+  int rank = -1;       // culprit: who was lost, closed, was late or gave up
+  int reporter = -1;   // who says so
+  uint32_t epoch = 0;  // of the reporter; with era, group and incarnation as in Origin (R22)
+  uint32_t era = 0;
+  GroupId group{};
+  uint64_t incarnation = 0;
   uint32_t is_ours = 0;   // 1: this rank's control plane says so itself; it knows no epochs. Never believed of a peer
   uint64_t sequence = 0;  // of the broken operation; 0 outside operations
   uint32_t phase = 0;
   uint32_t op_kind = 0;
-  uint64_t peers = 0;    // bit r: rank r was late too
-  uint64_t members = 0;  // bit r: rank r is active in the reporter's epoch. Groups that split count epochs alike
-  uint64_t attempt = 0;  // kAborted: tag of the attempt to rebuild that the reporter was in; 0: in none
+  uint64_t peers = 0;                   // bit r: rank r was late too
+  uint64_t attempt = 0;                 // kAborted: the epoch that the reporter was about to enter; 0: none
   std::array<char, kTextBytes> text{};  // why, where somebody said it: one line, zeros behind it. Read it by text_of()
 };
 
 // What a rank lets the others know of itself, for their texts alone: that it refused its call, and why. Plain bytes.
 struct Note {
-  uint64_t members = 0;  // as in AbortReason
+  GroupId group{};  // as in AbortReason
+  uint64_t incarnation = 0;
   uint32_t epoch = 0;
-  uint32_t reserved = 0;
+  uint32_t era = 0;
   std::array<char, AbortReason::kTextBytes> text{};  // empty: nothing any more
 };
+
+// Of an AbortReason or a Note, by whom it came from.
+template <class Plain>
+Origin origin_of(const Plain& plain, int rank) {
+  return {plain.group, plain.epoch, plain.era, rank, plain.incarnation};
+}
+
+template <class Plain>
+void set_origin(Plain& plain, const Origin& origin) noexcept {
+  plain.group = origin.group;
+  plain.epoch = origin.epoch;
+  plain.era = origin.era;
+  plain.incarnation = origin.incarnation;
+}
 
 template <class Plain>
 void set_text(Plain& plain, std::string_view text) noexcept {
@@ -113,6 +133,9 @@ class ControlPlane {
   virtual int num_ranks() const noexcept = 0;
   virtual bool is_local() const noexcept { return false; }  // ranks are threads of this process
 
+  virtual GroupPage& page() const noexcept = 0;  // what the ranks decide with; shared by all of them
+  virtual const std::vector<uint64_t>& incarnations() const noexcept = 0;  // by rank: nonces, equal on all ranks
+
   // Collective among `members` (which hold this rank, and are the same list on each of them): every member gives bytes
   // and fds and gets those of all, indexed by rank (ranks outside `members` have empty parcels). fds stay the caller's;
   // the received ones are the receiver's. Parcels of other tags are kept for their own exchange; exchanges of one tag
@@ -126,12 +149,11 @@ class ControlPlane {
                                        const std::vector<std::byte>& bytes, const std::vector<int>& fds,
                                        uint64_t deadline_ns, const Poll& poll) = 0;
 
-  // The highest tag with (tag & mask) == prefix among the parcels of others that nobody has collected yet; 0: none.
-  // kSilent: only of the members for whose parcel the exchange under way still waits. A parcel of a later tag then tells
-  // that the one waited for will not come, since those of one rank arrive in the order in which they were sent.
-  enum class Sources { kAll, kSilent };
-  virtual uint64_t newest_tag(uint64_t prefix, uint64_t mask, Sources sources) const = 0;
-  // Drops such parcels with a tag below `below`.
+  // The highest tag with (tag & mask) == prefix among the parcels of the members for whose parcel the exchange under way still
+  // waits; 0: none. A parcel of a later tag tells that the one waited for will not come, since those of one rank arrive in the
+  // order in which they were sent.
+  virtual uint64_t newest_silent_tag(uint64_t prefix, uint64_t mask) const = 0;
+  // Drops parcels with (tag & mask) == prefix and a tag below `below`.
   virtual void forget_tags(uint64_t prefix, uint64_t mask, uint64_t below) = 0;
 
   // Members for whose parcel the exchange under way waits; to be called from its poll.
@@ -144,6 +166,8 @@ class ControlPlane {
   // Tells every rank that is not gone. Best effort, never blocks, never throws. `reporter` is filled in.
   // It is not delivered to this rank's own handler.
   virtual void publish_abort(const AbortReason& reason) noexcept = 0;
+  // As publish_abort, to one rank.
+  virtual void tell(int rank, const AbortReason& reason) noexcept = 0;
 
   // Lets every rank that is not gone know of this one. Best effort, never blocks, never throws; of notes that could not leave
   // yet only the last one does.
@@ -160,6 +184,8 @@ class ControlPlane {
 
   // Ascending ranks that are gone, in whichever way. Socket, pidfd and life page of such a rank are released as they end.
   virtual std::vector<int> dead_ranks() const = 0;
+  // Those of them that are proven to touch no memory any more: their process has ended, or they have closed in order.
+  virtual std::vector<int> ended_ranks() const = 0;
   virtual std::vector<Detection> detections() const = 0;
 
   // Says goodbye, best effort, and stops. Never waits for a peer, works with all of them dead, safe to repeat; the

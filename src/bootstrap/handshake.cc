@@ -196,7 +196,7 @@ class Mesh {
     const std::string problem = wrong_hello(peer);
     if (!problem.empty()) throw_invalid_argument(name_of(peer) + " sent " + problem);
     throw_if_fds_lost(name_of(peer));
-    connection(peer).life = std::make_shared<PeerLife>(std::move(reader_.fds.front()));
+    take_fds(peer);
   }
 
   // --- the accepting side --------------------------------------------------------------------------------------------
@@ -289,10 +289,11 @@ class Mesh {
     const Hello hello{request_.rank, peer, num_ranks_, 0, group_, endpoint(request_.rank)};
     std::vector<OwnedFd> fds;
     fds.push_back(OwnedFd::duplicate(request_.life_fd));
+    if (request_.rank == 0) fds.push_back(OwnedFd::duplicate(request_.page_fd));
     PacketHeader header;
     header.type = PacketType::kHello;
     header.message_bytes = header.payload_bytes = sizeof(hello);
-    header.num_fds = 1;
+    header.num_fds = static_cast<uint32_t>(fds.size());
     // A fresh socket has room; a peer that is gone already is noticed by its pidfd or by the end of the connection.
     send_packet(socket, header, std::as_bytes(std::span<const Hello, 1>(&hello, 1)), fds);
   }
@@ -310,7 +311,14 @@ class Mesh {
     if (hello.source != peer || hello.target != request_.rank || hello.endpoint != endpoint(peer)) {
       return "a greeting from rank " + std::to_string(hello.source) + " to rank " + std::to_string(hello.target);
     }
+    if (peer == 0) return reader_.header.num_fds == 2 ? "" : "a greeting without its life lock and the group's page";
     return reader_.header.num_fds == 1 ? "" : "a greeting without its life lock";
+  }
+
+  void take_fds(int peer) {
+    std::shared_ptr<PeerLife> life = std::make_shared<PeerLife>(std::move(reader_.fds[0]));
+    if (peer == 0) connection(peer).page = GroupPage::attach(std::move(reader_.fds[1]), num_ranks_);
+    connection(peer).life = std::move(life);
   }
 
   void throw_if_fds_lost(const std::string& source) {

@@ -8,6 +8,7 @@
 #include "base/fd.h"
 #include "bootstrap/control_plane.h"
 #include "bootstrap/endpoint.h"
+#include "bootstrap/group_page.h"
 #include "bootstrap/life_lock.h"
 
 namespace weft {
@@ -16,6 +17,7 @@ struct Connection {
   OwnedFd socket;
   OwnedFd pidfd;  // invalid where the kernel gives none
   std::shared_ptr<PeerLife> life;
+  std::shared_ptr<GroupPage> page;  // of rank 0 alone: it makes the group's
 };
 
 struct MeshRequest {
@@ -23,6 +25,7 @@ struct MeshRequest {
   const std::vector<Endpoint>& endpoints;
   int listener;  // of this rank
   int life_fd;   // page of this rank's LifeLock
+  int page_fd;   // GroupPage; -1 unless this is rank 0
   uint64_t deadline_ns;
   const ControlPlane::Poll& poll;
 };

@@ -147,7 +147,7 @@ std::string Link::take(PacketReader& reader, const Events& events) {
       AbortReason reason;
       if (payload.size() != sizeof(reason)) return "an abort reason of " + std::to_string(payload.size()) + " bytes";
       std::memcpy(&reason, payload.data(), sizeof(reason));
-      if (reason.code == AbortCode::kNone || reason.code > AbortCode::kAborted) return "an unknown abort code";
+      if (reason.code == AbortCode::kNone || reason.code > AbortCode::kDecided) return "an unknown abort code";
       events.abort(reason);
       return {};
     }

@@ -14,9 +14,15 @@ namespace weft {
 struct LocalHub::State {
   std::vector<std::unique_ptr<Board>> boards;  // by rank, there from the start
   std::vector<std::atomic<bool>> taken;
+  std::shared_ptr<GroupPage> page;
+  std::vector<uint64_t> incarnations;  // one a thread; the page's group is the hub's own, so numbers will do
 
-  explicit State(int num_ranks) : taken(static_cast<size_t>(num_ranks)) {
-    for (int rank = 0; rank < num_ranks; ++rank) boards.push_back(std::make_unique<Board>(rank, num_ranks));
+  explicit State(int num_ranks) : taken(static_cast<size_t>(num_ranks)), page(GroupPage::create(num_ranks)) {
+    page->drop_fd();
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      boards.push_back(std::make_unique<Board>(rank, num_ranks));
+      incarnations.push_back(static_cast<uint64_t>(rank) + 1);
+    }
   }
 };
 
@@ -36,6 +42,8 @@ class LocalControlPlane final : public ControlPlane {
   int rank() const noexcept override { return rank_; }
   int num_ranks() const noexcept override { return static_cast<int>(hub_->boards.size()); }
   bool is_local() const noexcept override { return true; }
+  GroupPage& page() const noexcept override { return *hub_->page; }
+  const std::vector<uint64_t>& incarnations() const noexcept override { return hub_->incarnations; }
 
   std::vector<Parcel> exchange(const std::vector<int>& members, uint64_t tag, const std::vector<std::byte>& bytes,
                                const std::vector<int>& fds, uint64_t deadline_ns, const Poll& poll) override {
@@ -50,12 +58,15 @@ class LocalControlPlane final : public ControlPlane {
   }
 
   void publish_abort(const AbortReason& reason) noexcept override {
+    for (int peer = 0; peer < num_ranks(); ++peer) {
+      if (peer != rank_) tell(peer, reason);
+    }
+  }
+  void tell(int peer, const AbortReason& reason) noexcept override {
     AbortReason told = reason;
     told.reporter = rank_;
     told.is_ours = 0;
-    for (int peer = 0; peer < num_ranks(); ++peer) {
-      if (peer != rank_) board(peer).published(told);
-    }
+    board(peer).published(told);
   }
 
   void publish_note(const Note& note) noexcept override {
@@ -66,9 +77,10 @@ class LocalControlPlane final : public ControlPlane {
 
   void set_abort_handler(AbortHandler handler) override { own().relay().set_handler(std::move(handler)); }
   std::vector<int> dead_ranks() const override { return own().dead_ranks(); }
-  uint64_t newest_tag(uint64_t prefix, uint64_t mask, Sources sources) const override {
-    return own().newest_tag(prefix, mask, sources);
+  uint64_t newest_silent_tag(uint64_t prefix, uint64_t mask) const override {
+    return own().newest_silent_tag(prefix, mask);
   }
+  std::vector<int> ended_ranks() const override { return own().ended_ranks(); }
   void keep_members(const std::vector<int>& members) override { own().keep_members(members); }
   void forget_tags(uint64_t prefix, uint64_t mask, uint64_t below) override { own().forget_tags(prefix, mask, below); }
   std::vector<Detection> detections() const override { return own().detections(); }

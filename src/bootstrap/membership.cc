@@ -133,7 +133,11 @@ MembershipActions Membership::adopt(const MembershipRecord& record) noexcept {
 MembershipActions Membership::choose(const RegisterWord& next) noexcept {
   const bool is_fresh = newest_ > epoch_ && (newest_ > spent_ || mutants::kSameEpoch);
   if (!is_fresh || !(newest_set_ & gone_).empty()) return decide(next);
-  if (!wish_.exactly.empty() && wish_.exactly != newest_set_) return end(Failure::kOtherSet, newest_set_);
+  if (!wish_.exactly.empty() && wish_.exactly != newest_set_) {
+    const bool lacks_some = (newest_set_ - wish_.exactly).empty();  // which others have found gone, or have left out
+    if (lacks_some) return end(Failure::kPeersLost, wish_.exactly - newest_set_);
+    return end(Failure::kOtherSet, newest_set_);
+  }
   phase_ = Phase::kMeeting;
   here_ = {};
   here_.add(rank_);
@@ -146,8 +150,9 @@ MembershipActions Membership::decide(const RegisterWord& next) noexcept {
   set.add(rank_);
   if (!wish_.exactly.empty()) {
     set = wish_.exactly;
-    if (!(set & gone_).empty()) return end(Failure::kPeersLost, set & gone_);
-    if (!(set - newest_set_).empty() || !set.contains(rank_)) return end(Failure::kOtherSet, newest_set_);
+    const RankSet lost = (set & gone_) | (set - newest_set_);
+    if (!lost.empty()) return end(Failure::kPeersLost, lost);
+    if (!set.contains(rank_)) return end(Failure::kOtherSet, newest_set_);
   }
   if (set.count() < wish_.min_ranks) return end(Failure::kTooFew, set);
   if (next.version == kMaxRegisterVersion) return end(Failure::kLastEpoch, {});

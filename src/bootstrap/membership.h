@@ -41,7 +41,7 @@ struct RecoverWish {
 enum class MembershipFailure : uint8_t {
   kNone,
   kEvicted,      // a record without this rank was committed: no call works any more
-  kPeersLost,    // `ranks` of the exact set are gone
+  kPeersLost,    // `ranks` of the exact set are gone, or were left out of what was decided
   kPeersLate,    // `ranks` had not come when the deadline passed
   kControlLost,  // the register did not answer until the deadline
   kOtherSet,     // `ranks` were decided, which is not the exact set

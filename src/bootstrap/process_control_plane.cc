@@ -22,6 +22,15 @@
 namespace weft {
 namespace {
 
+// The name of its socket is 128 random bits of that process life.
+uint64_t incarnation_of(const Endpoint& endpoint) {
+  uint64_t nonce = 0xcbf29ce484222325u;  // FNV-1a
+  for (size_t at = 0; at < endpoint.name_bytes; ++at) {
+    nonce = (nonce ^ static_cast<uint8_t>(endpoint.name[at])) * 0x100000001b3u;
+  }
+  return nonce | 1;
+}
+
 constexpr const char* kClosedText = "closed its communicator";
 constexpr uint64_t kWatchSliceNs = 200'000'000;  // how long a watcher may outlive close()
 constexpr int kPacketsATurn = 64;                // of a peer, before the next one is heard
@@ -60,16 +69,18 @@ struct Peer {
 
 class ProcessControlPlane final : public ControlPlane {
  public:
-  ProcessControlPlane(int rank, int num_ranks, std::unique_ptr<LifeLock> own_life,
-                      std::vector<Connection>&& connections)
+  ProcessControlPlane(int rank, std::vector<uint64_t>&& incarnations, std::unique_ptr<LifeLock> own_life,
+                      std::shared_ptr<GroupPage> page, std::vector<Connection>&& connections)
       : rank_(rank),
-        num_ranks_(num_ranks),
-        board_(std::make_shared<Board>(rank, num_ranks)),
+        num_ranks_(static_cast<int>(incarnations.size())),
+        incarnations_(std::move(incarnations)),
+        page_(std::move(page)),
+        board_(std::make_shared<Board>(rank, num_ranks_)),
         own_life_(std::move(own_life)),
         wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     if (!wake_.valid()) throw_system_error("eventfd", errno);
-    peers_.resize(static_cast<size_t>(num_ranks));
-    for (int peer = 0; peer < num_ranks; ++peer) {
+    peers_.resize(static_cast<size_t>(num_ranks_));
+    for (int peer = 0; peer < num_ranks_; ++peer) {
       if (peer == rank) continue;
       peers_[static_cast<size_t>(peer)] =
           std::make_unique<Peer>(peer, std::move(connections[static_cast<size_t>(peer)]));
@@ -95,21 +106,24 @@ class ProcessControlPlane final : public ControlPlane {
 
   int rank() const noexcept override { return rank_; }
   int num_ranks() const noexcept override { return num_ranks_; }
+  GroupPage& page() const noexcept override { return *page_; }
+  const std::vector<uint64_t>& incarnations() const noexcept override { return incarnations_; }
 
   std::vector<Parcel> exchange(const std::vector<int>& members, uint64_t tag, const std::vector<std::byte>& bytes,
                                const std::vector<int>& fds, uint64_t deadline_ns, const Poll& poll) override;
 
   void publish_abort(const AbortReason& reason) noexcept override {
+    for (const auto& peer : peers_) {
+      if (peer) tell(peer->rank, reason);
+    }
+  }
+  void tell(int rank, const AbortReason& reason) noexcept override {
     AbortReason told = reason;
     told.reporter = rank_;
     told.is_ours = 0;
-    bool waiting = false;
-    for (const auto& peer : peers_) {
-      if (!peer) continue;
-      peer->link.send_abort(told);
-      waiting |= peer->link.waits_for_room();
-    }
-    if (waiting) wake_monitor();
+    Link& link = peers_[static_cast<size_t>(rank)]->link;
+    link.send_abort(told);
+    if (link.waits_for_room()) wake_monitor();
   }
 
   void publish_note(const Note& note) noexcept override {
@@ -127,9 +141,10 @@ class ProcessControlPlane final : public ControlPlane {
 
   void set_abort_handler(AbortHandler handler) override { board_->relay().set_handler(std::move(handler)); }
   std::vector<int> dead_ranks() const override { return board_->dead_ranks(); }
-  uint64_t newest_tag(uint64_t prefix, uint64_t mask, Sources sources) const override {
-    return board_->newest_tag(prefix, mask, sources);
+  uint64_t newest_silent_tag(uint64_t prefix, uint64_t mask) const override {
+    return board_->newest_silent_tag(prefix, mask);
   }
+  std::vector<int> ended_ranks() const override { return board_->ended_ranks(); }
   void keep_members(const std::vector<int>& members) override {
     board_->keep_members(members);
     wake_monitor();
@@ -151,6 +166,8 @@ class ProcessControlPlane final : public ControlPlane {
 
   const int rank_;
   const int num_ranks_;
+  const std::vector<uint64_t> incarnations_;
+  const std::shared_ptr<GroupPage> page_;
   const int owner_pid_ = getpid();
   std::shared_ptr<Board> board_;  // shared with the watchers
   std::unique_ptr<LifeLock> own_life_;
@@ -228,9 +245,8 @@ void ProcessControlPlane::run_monitor() {
 // that is gone and no member any more, have nothing more to tell.
 void ProcessControlPlane::give_back(Peer& peer) noexcept {
   if (!peer.life) return;
-  if ((!peer.connected && peer.life->said_goodbye()) || !board_->is_watched(peer.rank)) {
-    peer.connected = peer.running = false;
-  }
+  if (!peer.connected && peer.life->said_goodbye()) peer.running = false;
+  if (!board_->is_watched(peer.rank)) peer.connected = false;  // its pidfd still proves its end
   if (!peer.running) peer.pidfd.reset();
   if (!peer.connected) {
     peer.link.shut();
@@ -312,8 +328,15 @@ std::unique_ptr<ControlPlane> connect_processes(int rank, const std::vector<Endp
   const Listener own_listener(std::move(listener));  // closed on return, whatever happens
   check_endpoints(rank, endpoints, own_listener.endpoint());
   auto life = std::make_unique<LifeLock>();
-  auto connections = connect_mesh({rank, endpoints, own_listener.fd(), life->fd(), deadline_ns, poll});
-  return std::make_unique<ProcessControlPlane>(rank, static_cast<int>(endpoints.size()), std::move(life),
+  std::shared_ptr<GroupPage> page;
+  if (rank == 0) page = GroupPage::create(static_cast<int>(endpoints.size()));
+  const int page_fd = page ? page->fd() : -1;
+  auto connections = connect_mesh({rank, endpoints, own_listener.fd(), life->fd(), page_fd, deadline_ns, poll});
+  if (!page) page = connections[0].page;
+  page->drop_fd();
+  std::vector<uint64_t> incarnations;
+  for (const Endpoint& endpoint : endpoints) incarnations.push_back(incarnation_of(endpoint));
+  return std::make_unique<ProcessControlPlane>(rank, std::move(incarnations), std::move(life), std::move(page),
                                                std::move(connections));
 }
 

@@ -61,6 +61,13 @@ RegisterWord PageRegister::read(uint32_t epoch) {
   return found;
 }
 
+bool PageRegister::is_decided(uint32_t epoch) const noexcept {
+  const RegisterWord found =
+      RegisterWord::unpack(std::atomic_ref<uint64_t>(*word_of(epoch)).load(std::memory_order_acquire));
+  if (epoch == 0) return false;
+  return found.epoch > epoch || (found.epoch == epoch && found.state == RegisterState::kCommitted);
+}
+
 RegisterWord PageRegister::compare_set(const RegisterWord& expected, const RegisterWord& desired) {
   if (!may_become(expected, desired)) {
     throw_invalid_argument("a register of epoch " + std::to_string(expected.epoch) + " can't go from state " +

@@ -55,6 +55,7 @@ class PageRegister final : public Register {
 
   RegisterWord read(uint32_t epoch) override;
   RegisterWord compare_set(const RegisterWord& expected, const RegisterWord& desired) override;
+  bool is_decided(uint32_t epoch) const noexcept;  // or forgotten; one load
 
  private:
   uint64_t* word_of(uint32_t epoch) const noexcept;

@@ -17,7 +17,7 @@
 namespace weft {
 
 inline constexpr uint32_t kPacketMagic = 0x4b504657;  // "WFPK"
-inline constexpr uint16_t kPacketVersion = 2;
+inline constexpr uint16_t kPacketVersion = 3;
 inline constexpr size_t kMaxPayloadBytes = 32 << 10;  // of one packet: several fit into a socket's default buffer
 
 enum class PacketType : uint16_t { kHello = 1, kRefusal, kMessage, kAbort, kGoodbye, kNote };

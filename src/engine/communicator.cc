@@ -43,7 +43,12 @@ std::shared_ptr<Communicator> Communicator::create(std::unique_ptr<ControlPlane>
 }
 
 Communicator::Communicator(std::unique_ptr<ControlPlane> plane, u32 first_epoch)
-    : plane_(std::move(plane)), rank_(plane_->rank()), num_ranks_(plane_->num_ranks()), epoch_(first_epoch) {
+    : plane_(std::move(plane)),
+      rank_(plane_->rank()),
+      num_ranks_(plane_->num_ranks()),
+      epoch_(first_epoch),
+      membership_(rank_, plane_->incarnations(), plane_->page().group(), first_epoch),
+      next_epoch_(first_epoch + 1) {
   for (int rank = 0; rank < num_ranks_; ++rank) active_.push_back(rank);
   active_mask_ = mask_of(active_);
 }
@@ -99,7 +104,7 @@ bool Communicator::is_broken() const {
 
 bool Communicator::is_aborted() const {
   const std::lock_guard lock(mutex_);
-  return reason_.code == AbortCode::kAborted;
+  return reason_.code == AbortCode::kAborted || reason_.code == AbortCode::kEvicted;
 }
 
 bool Communicator::is_closed() const {
@@ -107,12 +112,13 @@ bool Communicator::is_closed() const {
   return closed_;
 }
 
-void Communicator::raise_if_broken() const {
+void Communicator::raise_if_broken() {
   if (is_closed() || is_broken()) raise_if_unusable();
 }
 
-void Communicator::raise_if_unusable() const {
+void Communicator::raise_if_unusable() {
   if (is_closed()) throw_invalid_state("the communicator is closed");
+  look();
   const AbortReason first = reason();
   if (first.code != AbortCode::kNone) throw error_of(first);
 }
@@ -155,6 +161,12 @@ Error Communicator::error_of(const AbortReason& reason) const {
                        text + way_out,
                    op, reason.sequence, {reason.rank}, text);
     }
+    case AbortCode::kEvicted:
+      return Error(ErrorCode::kEvicted,
+                   me + "the others have gone on without this rank: epoch " + std::to_string(reason.epoch) +
+                       " was decided" + (reason.peers == 0 ? "" : " with " + ranks_text(ranks_of(reason.peers))) +
+                       "; close() the communicator",
+                   op, reason.epoch, {rank_});
     case AbortCode::kRefused:
       return Error(ErrorCode::kPeerLost,
                    me + culprit + " was cut off: it sent what is no message of this library" + way_out, op,
@@ -186,6 +198,7 @@ void Communicator::log_left(const AbortReason& reason, u32 op_kind) const {
       what += text.empty() ? " aborted" : " aborted: " + text;
       break;
     }
+    case AbortCode::kEvicted: what = "the others have gone on without " + what; break;
     case AbortCode::kRefused: what += " was cut off (it sent what is no message of this library)"; break;
     default: what += " and what this rank read of it make no sense (internal error)"; break;
   }
@@ -205,14 +218,17 @@ AbortReason Communicator::reason() const {
 
 void Communicator::adopt(const AbortReason& reason) {
   const std::lock_guard lock(mutex_);
-  if (reason_.code != AbortCode::kNone || closed_) return;
+  const bool is_last = reason.code == AbortCode::kEvicted && reason_.code != AbortCode::kEvicted;
+  if ((reason_.code != AbortCode::kNone && !is_last) || closed_) return;
   reason_ = reason;
   if (reason.code == AbortCode::kPeerTimeout) refusals_ = text_of(refusals(reason.peers));
   for (MemberWindow* window : windows_) window->leave_waits();
 }
 
 void Communicator::on_abort(const AbortReason& reason) {
+  if (reason.code == AbortCode::kDecided) return look();
   {
+    const std::lock_guard membership_lock(membership_mutex_);
     const std::lock_guard lock(mutex_);
     const bool is_ours = reason.is_ours != 0;
     if (is_ours && !is_active(reason.rank)) return;
@@ -223,22 +239,22 @@ void Communicator::on_abort(const AbortReason& reason) {
       for (MemberWindow* window : windows_) window->notice_closed(closed_ranks_);
       return;
     }
-    // R22: a rank that is no member here can't become one, and what it says is of another group, whatever its epoch's number.
-    if (!is_ours && !is_active(reason.reporter)) return;
-    const bool is_of_this_attempt = !is_ours && ends_attempt(reason);
-    if (!is_ours && reason.epoch < epoch_ && !is_of_this_attempt) return;
-    if (!is_ours && reason.epoch > epoch_) {
-      early_.insert_or_assign(reason.reporter, reason);
-      return;
+    if (!is_ours) {
+      const Origin origin = origin_of(reason, reason.reporter);
+      const bool is_of_this_attempt = membership_.knows(origin) && ends_attempt(reason);
+      const Hearing hearing = membership_.hear(origin);  // R22
+      if (hearing == Hearing::kDropped && !is_of_this_attempt) return;
+      if (!is_of_this_attempt && (hearing == Hearing::kLater || reason.epoch > epoch_)) {
+        early_.insert_or_assign(reason.reporter, reason);
+        return;
+      }
     }
-    if (!is_ours && reason.members != active_mask_ && !is_of_this_attempt) return;
   }
   adopt(reason);
 }
 
 void Communicator::give_up(AbortReason reason) {
-  reason.epoch = epoch_;
-  reason.members = active_mask_;
+  set_origin(reason, origin());
   reason.is_ours = 0;
   if (reason.code == AbortCode::kPeerClosed) {
     const std::lock_guard lock(mutex_);
@@ -250,7 +266,7 @@ void Communicator::give_up(AbortReason reason) {
     const std::lock_guard lock(mutex_);
     for (MemberWindow* window : windows_) window->record_error(reason_);
   }
-  plane_->publish_abort(reason);
+  if (reason.code != AbortCode::kEvicted) plane_->publish_abort(reason);
 }
 
 void Communicator::abort(const std::string& text) {
@@ -258,11 +274,10 @@ void Communicator::abort(const std::string& text) {
   reason.code = AbortCode::kAborted;
   reason.rank = reason.reporter = rank_;
   set_text(reason, text);
+  set_origin(reason, origin());
   {
     const std::lock_guard lock(mutex_);
     if (closed_) return;
-    reason.epoch = epoch_;
-    reason.members = active_mask_;
     reason.attempt = attempt_;
     if (attempt_ != 0) attempt_abort_ = reason;
   }
@@ -282,21 +297,23 @@ void Communicator::leave_broken() {
 
 void Communicator::note_refusal(const std::string& text) {
   Note note;
-  {
-    const std::lock_guard lock(mutex_);
-    note.epoch = epoch_;
-    note.members = active_mask_;
-  }
+  set_origin(note, origin());
   set_text(note, text);
   plane_->publish_note(note);
 }
 
+Origin Communicator::origin() const {
+  const std::lock_guard lock(membership_mutex_);
+  return membership_.origin();
+}
+
 std::map<int, std::string> Communicator::refusals(u64 ranks) const {
   std::map<int, std::string> all;
+  const GroupId group = plane_->page().group();
   for (const int rank : ranks_of(ranks & active_mask_)) {
     const Note note = plane_->note_of(rank);
     const std::string text = text_of(note);
-    if (text.empty() || note.epoch != epoch_ || note.members != active_mask_) continue;
+    if (text.empty() || note.epoch != epoch_ || note.group != group) continue;
     all.emplace(rank, text);
   }
   return all;

@@ -1,14 +1,17 @@
 // A rank's membership: who takes part, in which epoch, and the one reason why it is broken if it is.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/status.h"
 #include "bootstrap/control_plane.h"
+#include "bootstrap/membership.h"
 #include "engine/poll.h"
 #include "engine/window.h"
 
@@ -40,11 +43,19 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::vector<Parcel> exchange(u64 tag, const std::vector<std::byte>& bytes, const std::vector<int>& fds,
                                u64 deadline_ns, const Poll& poll);
 
-  // Collective among `ranks`, a subset of the active ones that holds this rank: a new epoch on fresh memory (R10, R13).
-  // Works on a broken communicator and on a whole one. Errors: kInvalidArgument (a bad list, or lists that differ),
-  // kInvalidState (closed, an operation in flight), kPeerLost (one of `ranks` is gone too: try again without it),
-  // kPeerTimeout.
+  // A new epoch on fresh memory (R10, R13), with whoever is left: the ranks that are active, less those that are gone, less
+  // `evict`. Who belongs is decided once (R11): a rank whose wish comes too late goes along with what was decided. Works on
+  // a broken communicator and on a whole one, and goes on by itself when a further rank dies meanwhile. Errors:
+  // kInvalidArgument (a bad list), kInvalidState (closed, an operation in flight), kPeerLost (fewer than `min_ranks` are left;
+  // nothing is decided), kPeerTimeout (names who did not come), kEvicted, kAborted.
+  void recover(const std::vector<int>& evict, int min_ranks, u64 deadline_ns, const Poll& poll);
+
+  // As recover(), with exactly `ranks`, a subset of the active ones that holds this rank. Errors besides: kInvalidArgument
+  // (another set was decided), kPeerLost (one of `ranks` is gone too: try again without it).
   void rebuild(std::vector<int> ranks, u64 deadline_ns, const Poll& poll);
+
+  std::vector<int> evicted_ranks();   // were left out, and may still live
+  std::vector<int> safe_to_delete();  // were left out, and are proven gone
 
   // Never communicates beyond a best-effort goodbye (R18). Result memory stays valid as long as it is held.
   // `why`: what made the caller leave, in one line, for the errors of the others; empty: nothing special.
@@ -59,11 +70,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // say so in their log and in a kPeerTimeout.
   void note_refusal(const std::string& text);
 
-  bool is_broken() const;  // not: a peer has closed, which ends no call that has all it needs
-  bool is_aborted() const;
+  bool is_broken() const;   // not: a peer has closed, which ends no call that has all it needs
+  bool is_aborted() const;  // or evicted: no operation can end well
   bool is_closed() const;
-  void raise_if_broken() const;    // not if a peer has merely closed
-  void raise_if_unusable() const;  // kInvalidState if closed; the error it broke with if broken
+  void raise_if_broken();    // not if a peer has merely closed
+  void raise_if_unusable();  // kInvalidState if closed; the error it broke with if broken; kEvicted
 
   // The calls below are for windows.
 
@@ -91,18 +102,34 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void on_abort(const AbortReason& reason);  // monitor thread
   void adopt(const AbortReason& reason);     // the first reason of this epoch wins; sets every window's abort word
   struct Agreement {
-    u32 epoch;
     u64 next_window_id;
     std::vector<MemberWindow*> windows;  // that every member has, by id
   };
-  void check_rebuild(const std::vector<int>& ranks) const;
-  // False: a member has begun a later attempt.
-  bool attempt_rebuild(const std::vector<int>& ranks, u64 deadline_ns, const Poll& poll);
-  Agreement agree(const std::vector<int>& ranks, u64 tag, u64 deadline_ns, const Poll& poll);
+  struct Call {  // of recover() or rebuild()
+    u64 deadline_ns;
+    const Poll& poll;
+    std::vector<Parcel> parcels;  // of the last meeting, by rank
+  };
+  void check_members(const std::vector<int>& ranks) const;
+  void check_idle();
+  void note_gone();
+  void run_recovery(const RecoverWish& wish, u64 deadline_ns, const Poll& poll);
+  std::optional<MembershipAction> ask(const MembershipEvent& event);
+  MembershipEvent word_after(u32 epoch);
+  std::optional<MembershipAction> take_part(const MembershipAction& action, Call& call);
+  bool is_superseded(u32 epoch) const;
+  void watch_meeting(u32 epoch, const Call& call, class WaitLog& log);
+  MembershipEvent meet(const MembershipAction& action, Call& call);
+  MembershipEvent renew(const MembershipAction& action, Call& call);
+  Agreement agree(const std::vector<int>& ranks, const std::vector<Parcel>& parcels);
+  [[noreturn]] void raise_failure(const MembershipAction& action);
+  void note_eviction(const MembershipAction& action);
+  void look();
   void enter_epoch(const std::vector<int>& ranks, u32 epoch);
   bool ends_attempt(const AbortReason& reason);  // mutex_ is held
   void raise_if_attempt_aborted();
   Error error_of(const AbortReason& reason) const;
+  Origin origin() const;
   std::string closed_text(const AbortReason& reason) const;
 
   std::unique_ptr<ControlPlane> plane_;
@@ -112,7 +139,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   u64 active_mask_ = 0;
   std::vector<int> active_;
   u64 next_window_id_ = 1;
-  std::map<u64, u64> num_attempts_;  // of rebuild, by mask of members
+
+  mutable std::mutex membership_mutex_;  // before mutex_; held for as long as it takes to ask the page
+  Membership membership_;
+  std::optional<MembershipRecord> kept_record_;  // for the machine, while it reads it
+  std::atomic<u32> next_epoch_;                  // after the newest one known: what look() looks at
 
   mutable std::mutex mutex_;  // guards what follows; never held while calling what may wait or call back
   std::vector<MemberWindow*> windows_;
@@ -122,8 +153,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::string refusals_;                 // when it broke, of those that were late
   std::map<int, AbortReason> early_;     // of an epoch this rank has not entered yet: the latest of each reporter
   bool closed_ = false;
-  u64 attempt_ = 0;            // tag of the attempt to rebuild under way; 0: none
-  u64 last_attempt_ = 0;       // tag of the one that made this epoch
+  u32 attempt_ = 0;            // the epoch that this rank is about to enter; 0: none
   AbortReason attempt_abort_;  // code kNone: the attempt under way was not aborted
 };
 

@@ -1,8 +1,10 @@
-// rebuild(): the members of a new epoch agree on it, then back every window with fresh memory (R10, R11, R13).
-// docs/protocols/bootstrap.md has the steps. Ranks may call it at different times and with different deadlines: each
-// attempt has a number, and a rank that sees a higher one from a member leaves its own attempt for that one.
+// check: allow-in-file file-size: the driver of one machine, read together
+// recover() and rebuild(): the ranks decide who belongs to a new epoch, meet, and back every window with fresh memory (R10,
+// R11, R13). The rules are those of docs/protocols/membership.md and of Membership, whose driver this is.
 #include <algorithm>
 #include <cstring>
+#include <deque>
+#include <map>
 #include <memory>
 #include <utility>
 
@@ -12,23 +14,23 @@
 namespace weft {
 namespace {
 
-// Tag: kRebuildTag | hash of the member mask: 18 bits | attempt: 32 | step: 12. A list that differs on another rank makes
-// another tag, so the two never meet: the ranks then time out naming each other.
+// Tag: kRebuildTag | epoch: 32 bits | step: 12. No epoch is tried twice, so no tag is.
 constexpr u64 kRebuildTag = u64{1} << 62;
 constexpr u64 kStepBits = 12;
-constexpr u64 kPrefixShift = kStepBits + 32;
-constexpr u64 kPrefixMask = ~((u64{1} << kPrefixShift) - 1);
-constexpr u64 kLargestAttempt = 0xffffffff;
-constexpr u64 kMostWindows = (u64{1} << (kStepBits - 1)) - 1;  // two steps each, and two before them
-constexpr u32 kLastEpoch = 0xffffffff;
+constexpr u64 kPrefixMask = ~((u64{1} << (kStepBits + 32)) - 1);
+constexpr u64 kMostWindows = (u64{1} << (kStepBits - 1)) - 1;  // two steps each, and one before them
 
-struct Superseded {};  // a member has begun a later attempt
+struct Superseded {};  // the next epoch was decided
+
+using Action = MembershipAction;
+using Event = MembershipEvent;
+using Failure = MembershipFailure;
+
+u64 tag_of(u32 epoch) { return kRebuildTag | u64{epoch} << kStepBits; }
 
 struct Proposal {
-  u64 mask = 0;
   u64 next_window_id = 0;
-  u32 epoch = 0;
-  u32 num_windows = 0;  // their ids follow
+  u64 num_windows = 0;  // their ids follow
 };
 
 std::vector<std::byte> pack(const Proposal& proposal, const std::vector<u64>& window_ids) {
@@ -42,16 +44,17 @@ std::vector<std::byte> pack(const Proposal& proposal, const std::vector<u64>& wi
 std::vector<u64> unpack(const std::vector<std::byte>& bytes, Proposal* proposal) {
   if (bytes.size() < sizeof(*proposal)) throw_internal("a malformed rebuild message");
   std::memcpy(proposal, bytes.data(), sizeof(*proposal));
+  if (proposal->num_windows != (bytes.size() - sizeof(*proposal)) / sizeof(u64)) {
+    throw_internal("a malformed rebuild message");
+  }
   std::vector<u64> ids(proposal->num_windows);
-  if (bytes.size() != sizeof(*proposal) + ids.size() * sizeof(u64)) throw_internal("a malformed rebuild message");
   if (!ids.empty()) std::memcpy(ids.data(), bytes.data() + sizeof(*proposal), ids.size() * sizeof(u64));
   return ids;
 }
 
 }  // namespace
 
-void Communicator::check_rebuild(const std::vector<int>& ranks) const {
-  if (is_closed()) throw_invalid_state("the communicator is closed");
+void Communicator::check_members(const std::vector<int>& ranks) const {
   const bool has_twins = std::adjacent_find(ranks.begin(), ranks.end()) != ranks.end();
   const bool has_strangers = std::any_of(ranks.begin(), ranks.end(),
                                          [&](int rank) { return rank < 0 || rank >= num_ranks_ || !is_active(rank); });
@@ -59,105 +62,249 @@ void Communicator::check_rebuild(const std::vector<int>& ranks) const {
     throw_invalid_argument("ranks: " + ranks_text(ranks) + "; allowed: distinct active ranks (" + ranks_text(active_) +
                            "), this rank (" + std::to_string(rank_) + ") among them");
   }
-  std::vector<int> gone;
-  for (int dead : plane_->dead_ranks()) {
-    if (std::find(ranks.begin(), ranks.end(), dead) != ranks.end()) gone.push_back(dead);
-  }
-  if (!gone.empty()) {
-    throw_peer_lost("rebuild", gone,
-                    "rank " + std::to_string(rank_) + ": " + ranks_text(gone) + " is gone too; rebuild without it");
-  }
+}
+
+void Communicator::check_idle() {
+  if (is_closed()) throw_invalid_state("the communicator is closed");
   const std::lock_guard lock(mutex_);
   for (const MemberWindow* window : windows_) {
     if (window->is_busy()) throw_invalid_state("an operation is in flight on this communicator");
   }
 }
 
-void Communicator::rebuild(std::vector<int> ranks, u64 deadline_ns, const Poll& poll) try {
+void Communicator::rebuild(std::vector<int> ranks, u64 deadline_ns, const Poll& poll) {
   std::sort(ranks.begin(), ranks.end());
-  check_rebuild(ranks);
-  while (!attempt_rebuild(ranks, deadline_ns, poll)) {  // bounded: every exchange in it ends at the deadline
-  }
-} catch (Error& error) {
-  if (error.code == ErrorCode::kPeerTimeout) error.text += text_of(refusals(mask_of(error.peers)));
-  throw;
+  if (!is_closed()) check_members(ranks);
+  check_idle();
+  RecoverWish wish;
+  wish.exactly = RankSet::of(ranks);
+  run_recovery(wish, deadline_ns, poll);
 }
 
-bool Communicator::attempt_rebuild(const std::vector<int>& ranks, u64 deadline_ns, const Poll& poll) try {
-  const u64 mask = mask_of(ranks);
-  const u64 prefix = kRebuildTag | (hash_bytes(&mask, sizeof(mask)) & 0x3ffff) << kPrefixShift;
-  const auto newest_attempt = [&](ControlPlane::Sources sources) {
-    return plane_->newest_tag(prefix, kPrefixMask, sources) >> kStepBits & kLargestAttempt;
-  };
-  const u64 attempt = std::max(num_attempts_[mask], newest_attempt(ControlPlane::Sources::kAll));
-  if (attempt == kLargestAttempt) throw_invalid_state("rebuild: no more attempts; make a new communicator");
-  num_attempts_[mask] = attempt + 1;
-  const u64 tag = prefix | attempt << kStepBits;
-  plane_->forget_tags(prefix, kPrefixMask, tag);
+void Communicator::recover(const std::vector<int>& evict, int min_ranks, u64 deadline_ns, const Poll& poll) {
+  check_idle();
+  for (const int rank : evict) {
+    if (rank >= 0 && rank < num_ranks_) continue;
+    throw_invalid_argument("evict: " + ranks_text(evict) + "; allowed: ranks 0.." + std::to_string(num_ranks_ - 1));
+  }
+  RecoverWish wish;
+  wish.evict = RankSet::of(evict);
+  wish.min_ranks = min_ranks;
+  run_recovery(wish, deadline_ns, poll);
+}
+
+std::vector<int> Communicator::evicted_ranks() {
+  note_gone();
+  const std::lock_guard lock(membership_mutex_);
+  return membership_.evicted().ranks();
+}
+
+std::vector<int> Communicator::safe_to_delete() {
+  note_gone();
+  const std::lock_guard lock(membership_mutex_);
+  return membership_.safe_to_delete().ranks();
+}
+
+// What is learnt during a call comes from its exchanges.
+void Communicator::note_gone() {
+  const std::lock_guard lock(membership_mutex_);
+  if (membership_.is_calling()) return;
+  Event event;
+  event.kind = Event::Kind::kGone;
+  event.ranks = RankSet::of(plane_->dead_ranks());
+  membership_.step(event);
+  event.kind = Event::Kind::kProven;
+  event.ranks = RankSet::of(plane_->ended_ranks());
+  membership_.step(event);
+}
+
+void Communicator::run_recovery(const RecoverWish& wish, u64 deadline_ns, const Poll& poll) {
+  note_gone();
   {
     const std::lock_guard lock(mutex_);
-    attempt_ = tag;
     attempt_abort_ = AbortReason{};
   }
   const std::unique_ptr<Communicator, void (*)(Communicator*)> end(this, [](Communicator* self) {
     const std::lock_guard lock(self->mutex_);
     self->attempt_ = 0;
   });
+  Call call{deadline_ns, poll, {}};
+  Event begin;
+  begin.kind = Event::Kind::kRecover;
+  begin.wish = wish;
+  std::optional<Action> action = ask(begin);
+  while (action && action->kind != Action::Kind::kEnter) {  // bounded: all waits in it end at the deadline
+    action = take_part(*action, call);
+  }
+  if (!action) throw_internal("the membership wants nothing though a call is under way");
+  enter_epoch(action->ranks.ranks(), action->epoch);
+}
+
+// Tells the machine what happened and does what it wants of the page; the last thing that is wanted of others is the caller's.
+std::optional<Action> Communicator::ask(const Event& event) {
+  std::optional<Action> last;
+  RankSet told;
+  {
+    const std::lock_guard lock(membership_mutex_);
+    std::deque<Action> wanted;
+    const auto step = [&](const Event& next) {
+      for (const Action& action : membership_.step(next)) wanted.push_back(action);
+    };
+    step(event);
+    for (; !wanted.empty(); wanted.pop_front()) {
+      const Action action = wanted.front();
+      const bool decides = action.kind == Action::Kind::kDecide;
+      if (action.kind == Action::Kind::kTell) {
+        told = told | action.ranks;
+      } else if (!decides && action.kind != Action::Kind::kRead) {
+        last = action;
+      } else {
+        Event answer;
+        std::optional<MembershipRecord> record;
+        try {
+          answer.kind = Event::Kind::kWord;
+          GroupPage& page = plane_->page();
+          if (decides) page.put(rank_, membership_.draft());
+          answer.word =
+              decides ? page.words().compare_set(action.expected, action.desired) : page.words().read(action.epoch);
+          if (answer.word.state == RegisterState::kCommitted) record = page.find(answer.word);
+          answer.record = record ? &*record : nullptr;
+        } catch (const Error& error) {
+          if (error.code != ErrorCode::kInvalidState) throw;
+          answer.kind = Event::Kind::kForgotten;
+        }
+        step(answer);
+      }
+    }
+    next_epoch_.store(membership_.newest() + 1, std::memory_order_relaxed);
+  }
+  AbortReason decided;
+  decided.code = AbortCode::kDecided;
+  for (const int rank : told.ranks()) plane_->tell(rank, decided);
+  return last;
+}
+
+std::optional<Action> Communicator::take_part(const Action& action, Call& call) {
+  if (action.kind == Action::Kind::kRaise) raise_failure(action);
+  Event event;
+  try {
+    event = action.kind == Action::Kind::kMeet ? meet(action, call) : renew(action, call);
+  } catch (const Superseded&) {
+    const std::optional<Action> next = ask(word_after(action.epoch));
+    if (!next) throw_internal("a decision that can't be found again");
+    return next;
+  } catch (Error& error) {
+    event.kind = Event::Kind::kLeave;
+    if (error.code == ErrorCode::kPeerLost) event.kind = Event::Kind::kGone;
+    if (error.code == ErrorCode::kPeerTimeout) event.kind = Event::Kind::kDeadline;
+    event.ranks = RankSet::of(error.peers);
+    const std::optional<Action> next = ask(event);
+    if (error.code == ErrorCode::kPeerLost && next) return next;
+    if (next && next->failure == Failure::kEvicted) raise_failure(*next);
+    if (error.code == ErrorCode::kPeerTimeout) error.text += text_of(refusals(mask_of(error.peers)));
+    throw;
+  } catch (...) {
+    event.kind = Event::Kind::kLeave;
+    ask(event);
+    throw;
+  }
+  return ask(event);
+}
+
+Event Communicator::word_after(u32 epoch) {
+  Event event;
+  event.kind = Event::Kind::kWord;
+  try {
+    event.word = plane_->page().words().read(epoch + 1);
+    kept_record_ = plane_->page().find(event.word);
+    event.record = kept_record_ ? &*kept_record_ : nullptr;
+  } catch (const Error&) {
+    event.kind = Event::Kind::kForgotten;
+  }
+  return event;
+}
+
+// From a wait of a meeting: throws what ends it.
+void Communicator::watch_meeting(u32 epoch, const Call& call, WaitLog& log) {
+  if (call.poll) call.poll();
+  raise_if_attempt_aborted();
+  log.look(mask_of(plane_->silent_ranks()));
+  if (is_superseded(epoch)) throw Superseded{};
+}
+
+// Whether somebody who is waited for in the meeting of `epoch` will not come any more, or this rank is not wanted. Who has ended
+// this meeting and begun the next one owes nothing: its parcels are here, or come before those of the next one.
+bool Communicator::is_superseded(u32 epoch) const {
+  PageRegister& words = plane_->page().words();
+  if (!words.is_decided(epoch + 1)) return false;
+  if ((plane_->newest_silent_tag(kRebuildTag, kPrefixMask) >> kStepBits & 0xffffffff) > epoch) return true;
+  RankSet needed = RankSet::of(plane_->silent_ranks());
+  needed.add(rank_);
+  for (u32 later = epoch + 1; words.is_decided(later); ++later) {
+    if (words.is_decided(later + PageRegister::kNumWords)) return true;  // left behind
+    const std::optional<MembershipRecord> record = plane_->page().find(words.read(later));
+    if (!record || !(needed - record->active).empty()) return true;
+  }
+  return false;
+}
+
+Event Communicator::meet(const Action& action, Call& call) {
+  const u64 tag = tag_of(action.epoch);
+  plane_->forget_tags(kRebuildTag, kPrefixMask, tag);
+  std::vector<u64> ids;
+  {
+    const std::lock_guard lock(mutex_);
+    attempt_ = action.epoch;
+    for (const MemberWindow* window : windows_) ids.push_back(window->id());
+  }
   WaitLog log(*this);
-  // Left is the attempt only for a member that owes it something: one that is in a later one and has given all has ended it.
-  const Poll watch = [&] {
-    if (poll) poll();
-    raise_if_attempt_aborted();
-    log.look(mask_of(plane_->silent_ranks()));
-    if (newest_attempt(ControlPlane::Sources::kSilent) > attempt) throw Superseded{};
-  };
-  const Agreement agreed = agree(ranks, tag, deadline_ns, watch);
-  // Everyone is still here: what was read above were no left-overs of a rank that has given up since.
-  plane_->exchange(ranks, tag + 1, {}, {}, deadline_ns, watch);
+  call.parcels = plane_->exchange(action.ranks.ranks(), tag, pack({next_window_id_, ids.size()}, ids), {},
+                                  call.deadline_ns, [&] { watch_meeting(action.epoch, call, log); });
+  Event event;
+  event.kind = Event::Kind::kHere;
+  event.epoch = action.epoch;
+  event.ranks = action.ranks;
+  return event;
+}
+
+Event Communicator::renew(const Action& action, Call& call) {
+  const std::vector<int> ranks = action.ranks.ranks();
+  const Agreement agreed = agree(ranks, call.parcels);
   AbortReason half_done;  // until all is done, some windows have fresh memory and some not
   half_done.code = AbortCode::kPeerTimeout;
   half_done.rank = half_done.reporter = rank_;
   half_done.epoch = epoch_;
-  half_done.members = active_mask_;
-  half_done.peers = mask & ~(u64{1} << rank_);
+  half_done.peers = mask_of(ranks) & ~(u64{1} << rank_);
   adopt(half_done);
-  u64 step = tag + 2;
+  WaitLog log(*this);
+  u64 tag = tag_of(action.epoch) + 1;
   for (MemberWindow* window : agreed.windows) {
-    window->renew(*plane_, ranks, step, agreed.epoch, deadline_ns, watch);
-    step += 2;
+    window->renew(*plane_, ranks, tag, action.epoch, call.deadline_ns, [&] { watch_meeting(action.epoch, call, log); });
+    tag += 2;
   }
   next_window_id_ = agreed.next_window_id;
-  enter_epoch(ranks, agreed.epoch);
-  return true;
-} catch (const Superseded&) {
-  return false;
+  Event event;
+  event.kind = Event::Kind::kRenewed;
+  event.epoch = action.epoch;
+  return event;
 }
 
-// The next epoch is one above the highest that any member is in: a member may have entered one that others did not reach,
-// if a rank died between its last two messages. Closing a window is local, so only those that every member still has go
-// on; the others are of no use any more.
-Communicator::Agreement Communicator::agree(const std::vector<int>& ranks, u64 tag, u64 deadline_ns, const Poll& poll) {
+// Closing a window is local, so only those that every member still has go on; the others are of no use any more.
+Communicator::Agreement Communicator::agree(const std::vector<int>& ranks, const std::vector<Parcel>& parcels) {
   std::map<u64, MemberWindow*> mine;
   {
     const std::lock_guard lock(mutex_);
     for (MemberWindow* window : windows_) mine.emplace(window->id(), window);
   }
-  std::vector<u64> ids;
-  for (const auto& [id, window] : mine) ids.push_back(id);
-  const Proposal proposal{mask_of(ranks), next_window_id_, epoch_, static_cast<u32>(ids.size())};
-  const auto parcels = plane_->exchange(ranks, tag, pack(proposal, ids), {}, deadline_ns, poll);
-  Agreement agreed{epoch_, next_window_id_, {}};
-  std::vector<u64> common = ids;
-  for (int rank : ranks) {
+  Agreement agreed{next_window_id_, {}};
+  std::vector<u64> common;
+  for (const auto& [id, window] : mine) common.push_back(id);
+  for (const int rank : ranks) {
     Proposal other;
-    const std::vector<u64> theirs = unpack(parcels[rank].bytes, &other);
-    if (other.mask != proposal.mask) throw_internal("a rebuild message of other ranks");
-    agreed.epoch = std::max(agreed.epoch, other.epoch);
+    const std::vector<u64> theirs = unpack(parcels[static_cast<size_t>(rank)].bytes, &other);
     agreed.next_window_id = std::max(agreed.next_window_id, other.next_window_id);
     std::erase_if(common, [&](u64 id) { return std::find(theirs.begin(), theirs.end(), id) == theirs.end(); });
   }
-  if (agreed.epoch == kLastEpoch) throw_invalid_state("rebuild: no more epochs; make a new communicator");
-  ++agreed.epoch;
   if (common.size() > kMostWindows) {
     throw_invalid_state("rebuild: " + std::to_string(common.size()) + " windows; allowed: up to " +
                         std::to_string(kMostWindows));
@@ -170,12 +317,52 @@ Communicator::Agreement Communicator::agree(const std::vector<int>& ranks, u64 t
   return agreed;
 }
 
-// Whether an abort that a member published in an attempt to rebuild is about this rank: it is in the same attempt, or an earlier one
-// with the same members, which then ends; or it has ended that attempt, and is in an epoch that the other will not enter whole.
+void Communicator::raise_failure(const Action& action) {
+  const std::vector<int> ranks = action.ranks.ranks();
+  const std::string me = "rank " + std::to_string(rank_) + ": ";
+  switch (action.failure) {
+    case Failure::kEvicted: note_eviction(action); throw error_of(reason());
+    case Failure::kPeersLost:
+      throw_peer_lost("rebuild", ranks,
+                      me + ranks_text(ranks) + " is gone too, or left out by the others; rebuild without it");
+    case Failure::kTooFew:
+      throw_peer_lost("recover", (membership_.active() - action.ranks).ranks(),
+                      me + "only " + ranks_text(ranks) + " would be left, which is fewer than min_ranks");
+    case Failure::kOtherSet:
+      throw_invalid_argument(
+          "ranks: epoch " + std::to_string(action.epoch) + " was decided with " + ranks_text(ranks) +
+          " before this call; a later wish does not change that. Call rebuild() with them, or recover()");
+    case Failure::kLastEpoch: throw_invalid_state("rebuild: no more epochs; make a new communicator");
+    case Failure::kDamaged: throw_internal("the record of epoch " + std::to_string(action.epoch + 1) + " is damaged");
+    case Failure::kPeersLate:
+    case Failure::kControlLost:
+    case Failure::kNone: break;
+  }
+  throw_internal("a rebuild that ended without a reason");
+}
+
+void Communicator::note_eviction(const Action& action) {
+  AbortReason evicted;
+  evicted.code = AbortCode::kEvicted;
+  evicted.rank = evicted.reporter = rank_;
+  evicted.epoch = action.epoch;
+  evicted.peers = mask_of(action.ranks.ranks());
+  adopt(evicted);
+}
+
+// Before each call, and when another rank says so: whether an epoch was decided that this rank is not in.
+void Communicator::look() {
+  if (!plane_->page().words().is_decided(next_epoch_.load(std::memory_order_relaxed))) return;
+  const std::optional<Action> action = ask(Event{});
+  if (action && action->failure == Failure::kEvicted) note_eviction(*action);
+}
+
+// Whether an abort that a member published in an attempt to rebuild is about this rank: it is in the same attempt, or an earlier
+// one, which then ends; or it has ended that attempt, and is in an epoch that the other will not enter whole.
 bool Communicator::ends_attempt(const AbortReason& reason) {
   if (reason.code != AbortCode::kAborted || reason.attempt == 0) return false;
-  if (attempt_ == 0) return reason.attempt == last_attempt_;
-  if ((reason.attempt & kPrefixMask) == (attempt_ & kPrefixMask) && reason.attempt >= attempt_) attempt_abort_ = reason;
+  if (attempt_ == 0) return reason.attempt == epoch_;
+  if (reason.attempt >= attempt_) attempt_abort_ = reason;
   return false;
 }
 
@@ -198,7 +385,7 @@ void Communicator::enter_epoch(const std::vector<int>& ranks, u32 epoch) {
     active_ = ranks;
     active_mask_ = mask_of(ranks);
     reason_ = attempt_abort_;
-    last_attempt_ = std::exchange(attempt_, 0);
+    attempt_ = 0;
     closed_ranks_ &= active_mask_;
     refusals_.clear();
     early = std::exchange(early_, {});

@@ -138,7 +138,9 @@ def _abort_in_rebuild(comm: weft.Communicator, was_broken: bool) -> tuple[Any, i
 def test_abort_ends_a_rebuild_and_the_next_one_works(was_broken: bool) -> None:
     """Also where the communicator was broken before, by another error."""
     seen = weft.spawn(_abort_in_rebuild, 3, args=(was_broken,), device="cpu")
-    assert seen == [(("Aborted", REASON, 0, True), 2, 2.0)] * 3
+    assert seen == [(("Aborted", REASON, 0, True), 3, 2.0)] * 3, (
+        "the epoch of the rebuild that was ended is not tried again"
+    )
 
 
 def _all_abort(comm: weft.Communicator) -> float:

@@ -150,6 +150,16 @@ def other_order(comm: weft.Communicator) -> str:
     return text_of(lambda: layers[comm.rank].combine(made[comm.rank].x, made[comm.rank].handle))
 
 
+def left_out(comm: weft.Communicator) -> str:
+    ep = make(comm)
+    MADE.wait(60)  # a rank that still makes its object would raise Evicted there
+    if comm.rank == 0:
+        comm.rebuild([0])
+    text = text_of(lambda: ep.dispatch(rows(), picks())) if comm.rank == 1 else ""
+    MADE.wait(60)  # its end would be a PeerLost
+    return text
+
+
 def aborting_peer(comm: weft.Communicator) -> str:
     ep = make(comm)
     if comm.rank == 0:
@@ -174,7 +184,8 @@ def test_texts_are_those_of_the_code() -> None:
     seen = {*weft.spawn(wrong_calls, num_ranks=2)[0], *wrong_variables()}
     for work in (late_peer, dead_peer, closed_peer, refused_peer, failed_peer, other_order):
         seen.add(weft.spawn(work, num_ranks=2, on_failure="return")[0])
-    seen.add(weft.spawn(aborting_peer, num_ranks=2)[1])
+    for work in (aborting_peer, left_out):
+        seen.add(weft.spawn(work, num_ranks=2)[1])
     seen.add(weft.spawn(tensor_without_memory, num_ranks=1)[0])
     assert documented() == seen
 

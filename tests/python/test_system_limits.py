@@ -106,7 +106,7 @@ def test_shared_memory_that_is_denied(error_number: int) -> None:
     assert error_number != errno.EPERM or is_on_the_page(str(error))
 
 
-@pytest.mark.parametrize("most", [0, 65536])  # the page of the life lock finds no room; the window finds none
+@pytest.mark.parametrize("most", [0, 65_536, 600_000])  # no room for the life lock, the group's page, the window
 def test_file_sizes_that_are_limited(most: int) -> None:
     errors = limited(rlimit(resource.RLIMIT_FSIZE, most), lambda: spawned(on_failure="return"))
     assert {type(error) for error in errors} <= {weft.CapacityExceeded, weft.PeerLost}
@@ -115,6 +115,8 @@ def test_file_sizes_that_are_limited(most: int) -> None:
     assert all(f"at most {most} bytes (ulimit -f, RLIMIT_FSIZE)" in str(error) for error in refused)
     if not most:
         assert is_on_the_page(str(refused[0]))
+    elif most == 65_536:
+        assert isinstance(errors[0], weft.CapacityExceeded)  # rank 0 makes it
     else:  # connected: every rank learns it from the constructor
         assert len(refused) == 2
         assert all("rank 0 could not make or map" in str(error) for error in refused)

@@ -37,38 +37,34 @@ TEST(what_is_complete_is_taken_before_a_poll_may_leave) {
 // Rank 1 is ahead and has given all that it owes: it does not end the exchange; rank 2 owes something and is ahead: it does.
 TEST(only_a_member_that_owes_something_is_left_for_a_later_tag) {
   Board board(0, kNumRanks);
-  using Sources = ControlPlane::Sources;
-  const auto newest = [&](Sources sources) { return board.newest_tag(kPrefix, kMask, sources); };
-  CHECK_EQ(newest(Sources::kAll), 0u);
+  const auto newest = [&] { return board.newest_silent_tag(kPrefix, kMask); };
   board.put(1, kPrefix + 5, parcel());
   board.put(1, kPrefix + 6, parcel());
-  CHECK_EQ(newest(Sources::kAll), kPrefix + 6);
-  CHECK_EQ(newest(Sources::kSilent), 0u);  // no exchange is under way
+  CHECK_EQ(newest(), 0u);  // no exchange is under way
   int num_polls = 0;
   const auto look = [&] {
     if (++num_polls == 1) {
-      CHECK_EQ(newest(Sources::kAll), kPrefix + 6);
-      CHECK_EQ(newest(Sources::kSilent), 0u);
+      CHECK_EQ(newest(), 0u);
       board.put(2, kPrefix + 7, parcel());
     } else {
-      CHECK_EQ(newest(Sources::kSilent), kPrefix + 7);
+      CHECK_EQ(newest(), kPrefix + 7);
       board.put(2, kPrefix + 5, parcel());
-      CHECK_EQ(newest(Sources::kSilent), 0u);
+      CHECK_EQ(newest(), 0u);
     }
   };
   collect(board, kPrefix + 5, kLongS, look);
   CHECK_EQ(num_polls, 2);
-  CHECK_EQ(newest(Sources::kSilent), 0u);
+  CHECK_EQ(newest(), 0u);
 }
 
 TEST(what_comes_for_an_exchange_that_failed_is_dropped) {
   Board board(0, kNumRanks);
   board.put(2, kPrefix, parcel());
   CHECK_ERROR(kPeerTimeout, {1}, collect(board, kPrefix, 0));
-  CHECK_EQ(board.newest_tag(kPrefix, kMask, ControlPlane::Sources::kAll), 0u);
+  CHECK_EQ(board.num_parcels(1) + board.num_parcels(2), 0u);
   board.put(1, kPrefix, parcel());
   board.put(2, kPrefix, parcel());
-  CHECK_EQ(board.newest_tag(kPrefix, kMask, ControlPlane::Sources::kAll), 0u);
+  CHECK_EQ(board.num_parcels(1) + board.num_parcels(2), 0u);
   CHECK_ERROR(kInvalidArgument, {}, board.check(kAll, kPrefix, 8, 0));
 }
 
@@ -89,9 +85,11 @@ TEST(parcels_of_ranks_that_were_left_out_are_dropped) {
   board.put(1, kPrefix + 1, parcel());
   board.put(2, kPrefix + 2, parcel());
   board.keep_members({0, 1});
-  CHECK_EQ(board.newest_tag(kPrefix, kMask, ControlPlane::Sources::kAll), kPrefix + 1);
+  CHECK_EQ(board.num_parcels(1), 1u);
+  CHECK_EQ(board.num_parcels(2), 0u);
   board.put(2, kPrefix + 3, parcel());
-  CHECK_EQ(board.newest_tag(kPrefix, kMask, ControlPlane::Sources::kAll), kPrefix + 1);
+  CHECK_EQ(board.num_parcels(1), 1u);
+  CHECK_EQ(board.num_parcels(2), 0u);
   CHECK_ERROR(kInvalidArgument, {}, board.check(kAll, 9, 8, 0));
   board.check({0, 1}, 9, 8, 0);
   CHECK(board.is_watched(1) && board.is_watched(2));

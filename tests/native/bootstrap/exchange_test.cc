@@ -238,12 +238,24 @@ TEST(published_reasons_reach_all_others_whole) {
     Ear ear;
     self.plane->set_abort_handler(ear.handler());
     self.exchange({0, 1, 2}, 1);
-    if (self.rank == 1) self.plane->publish_abort({AbortCode::kPeerTimeout, 2, -1, 7, 0, 1ull << 40, 3, 4, 5});
+    AbortReason told;
+    told.code = AbortCode::kPeerTimeout;
+    told.rank = 2;
+    told.epoch = 7;
+    told.era = 6;
+    told.group = {1, 2, 3};
+    told.incarnation = 8;
+    told.sequence = 1ull << 40;
+    told.phase = 3;
+    told.op_kind = 4;
+    told.peers = 5;
+    if (self.rank == 1) self.plane->publish_abort(told);
     if (self.rank != 1) {
       CHECK(ear.wait_for(1));
       const AbortReason heard = ear.heard().at(0);
       CHECK(heard.code == AbortCode::kPeerTimeout && heard.rank == 2 && heard.reporter == 1 && heard.epoch == 7 &&
             heard.sequence == 1ull << 40 && heard.phase == 3 && heard.op_kind == 4 && heard.peers == 5);
+      CHECK(heard.era == 6 && heard.group == told.group && heard.incarnation == 8);
     }
     CHECK_EQ(ear.heard().size(), self.rank == 1 ? 0u : 1u);
     self.exchange({0, 1, 2}, 2);  // goes on whatever was published

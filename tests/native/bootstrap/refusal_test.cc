@@ -32,12 +32,15 @@ std::span<const std::byte> plain_bytes(const Plain& value) {
 // A rank that is connected by the real handshake and then sends what it likes.
 struct RawPeer {
   explicit RawPeer(Rank& self) {
+    if (self.rank == 0) page = GroupPage::create(self.num_ranks);
+    const int page_fd = page ? page->fd() : -1;
     connections =
-        connect_mesh({self.rank, self.endpoints, self.listener.fd(), life.fd(), deadline_after_s(kLongS), {}});
+        connect_mesh({self.rank, self.endpoints, self.listener.fd(), life.fd(), page_fd, deadline_after_s(kLongS), {}});
   }
   int socket(int peer) const { return connections[static_cast<size_t>(peer)].socket.get(); }
 
   LifeLock life;
+  std::shared_ptr<GroupPage> page;
   std::vector<Connection> connections;
 };
 

@@ -1,11 +1,13 @@
-// Guards against what belongs to no member being believed or kept: aborts of strangers and of groups that split and count
-// alike, parcels of ranks that were left out, a rebuild that is left though it is complete, and epochs that wrap.
+// Guards against what belongs to no member being believed or kept (aborts of strangers, parcels of ranks that were left out),
+// against groups that split, evicted ranks that are not told, a rebuild that is left though it is complete, and epochs that wrap.
+#include <array>
 #include <cstring>
 #include <functional>
 #include <limits>
 #include <memory>
 #include <thread>
 
+#include "base/log.h"
 #include "bootstrap/ranks.h"
 #include "engine/engine_rank.h"
 
@@ -40,27 +42,23 @@ bool comes_true(const std::function<bool()>& what) {
 
 void rebuild(Communicator& comm, const std::vector<int>& ranks) { comm.rebuild(ranks, deadline_after_s(kLongS), {}); }
 
-AbortReason late(int rank, u32 epoch, const std::vector<int>& members) {
+// As the communicator of `rank` would say it in `epoch`, one that a recovery has made.
+AbortReason late(const ControlPlane& plane, int rank, u32 epoch) {
   AbortReason reason;
   reason.code = AbortCode::kPeerTimeout;
   reason.rank = rank;
-  reason.epoch = epoch;
-  reason.members = mask_of(members);
+  reason.epoch = reason.era = epoch;
+  reason.group = plane.page().group();
+  reason.incarnation = plane.incarnations()[static_cast<size_t>(plane.rank())];
   return reason;
 }
 
-// A rank that speaks the messages of rebuild without an engine: one with the same members in `epoch`, without windows.
-void take_part_in_rebuild(ControlPlane& plane, const std::vector<int>& ranks, u32 epoch, u64 attempt = 0) {
-  struct Proposal {
-    u64 mask, next_window_id;
-    u32 epoch, num_windows;
-  } proposal{mask_of(ranks), 1, epoch, 0};
-  const u64 hash = hash_bytes(&proposal.mask, sizeof(proposal.mask)) & 0x3ffff;
-  const u64 tag = u64{1} << 62 | hash << 44 | attempt << 12;
+// A rank that speaks the messages of a meeting without an engine: one without windows.
+void take_part_in_meeting(ControlPlane& plane, const std::vector<int>& ranks, u32 epoch) {
+  const std::array<u64, 2> proposal{1, 0};  // next window, number of windows
   std::vector<std::byte> bytes(sizeof(proposal));
-  std::memcpy(bytes.data(), &proposal, sizeof(proposal));
-  plane.exchange(ranks, tag, bytes, {}, deadline_after_s(kLongS), {});
-  plane.exchange(ranks, tag + 1, {}, {}, deadline_after_s(kLongS), {});
+  std::memcpy(bytes.data(), proposal.data(), sizeof(proposal));
+  plane.exchange(ranks, u64{1} << 62 | u64{epoch} << 12, bytes, {}, deadline_after_s(kLongS), {});
 }
 
 // Rank 0 has a communicator in epoch 1 that is rebuilt with rank 1; what rank 1 and rank 2 publish before and after that is
@@ -83,7 +81,7 @@ bool is_broken_after(const std::function<void(int rank, ControlPlane& plane, boo
     }
     publish(rank, *plane, false);
     ++num_published;
-    if (rank == 1) take_part_in_rebuild(*plane, {0, 1}, 1);
+    if (rank == 1) take_part_in_meeting(*plane, {0, 1}, 2);
     CHECK(comes_true([&] { return stage == 1; }));
     publish(rank, *plane, true);
     ++num_published;
@@ -96,75 +94,211 @@ bool is_broken_after(const std::function<void(int rank, ControlPlane& plane, boo
 
 TEST(an_abort_of_a_member_breaks_its_epoch) {
   CHECK(is_broken_after([](int rank, ControlPlane& plane, bool is_rebuilt) {
-    if (rank == 1 && is_rebuilt) plane.publish_abort(late(0, 2, {0, 1}));
+    if (rank == 1 && is_rebuilt) plane.publish_abort(late(plane, 0, 2));
   }));
 }
 
 // Rank 1 may be in the new epoch already, and have left it broken, when rank 0 enters it.
 TEST(an_abort_that_comes_before_its_epoch_breaks_it) {
   CHECK(is_broken_after([](int rank, ControlPlane& plane, bool is_rebuilt) {
-    if (rank == 1 && !is_rebuilt) plane.publish_abort(late(0, 2, {0, 1}));
+    if (rank == 1 && !is_rebuilt) plane.publish_abort(late(plane, 0, 2));
   }));
 }
 
 TEST(an_abort_of_a_rank_that_was_left_out_breaks_nobody) {
   for (const bool says_late : {false, true}) {
     CHECK(!is_broken_after([&](int rank, ControlPlane& plane, bool is_rebuilt) {
-      if (rank == 2 && is_rebuilt == says_late) plane.publish_abort(late(0, 2, {0, 1}));
-      if (rank == 2 && is_rebuilt == says_late) plane.publish_abort(late(0, 2, {0, 2}));
+      if (rank == 2 && is_rebuilt == says_late) plane.publish_abort(late(plane, 0, 2));
+      if (rank == 2 && is_rebuilt == says_late) plane.publish_abort(late(plane, 0, 3));
     }));
   }
 }
 
-// A member that gave up the rebuild may be in an epoch with the same number and other members.
-TEST(an_abort_of_another_group_with_the_same_epoch_breaks_nobody) {
-  for (const bool says_late : {false, true}) {
-    CHECK(!is_broken_after([&](int rank, ControlPlane& plane, bool is_rebuilt) {
-      if (rank == 1 && is_rebuilt == says_late) plane.publish_abort(late(1, 2, {1, 2}));
-    }));
+// Of another group, of another life of the same rank, or of an epoch whose pages are no more.
+TEST(an_abort_of_a_stranger_or_of_old_pages_breaks_nobody) {
+  for (const int what : {0, 1, 2}) {
+    for (const bool says_late : {false, true}) {
+      CHECK(!is_broken_after([&](int rank, ControlPlane& plane, bool is_rebuilt) {
+        AbortReason reason = late(plane, 1, what == 2 ? 1 : 2);
+        if (what == 0) reason.group[0] ^= 1;
+        if (what == 1) reason.incarnation ^= 1;
+        if (what == 2 && !is_rebuilt) return;  // then it is of the epoch that is broken by it
+        if (rank == 1 && is_rebuilt == says_late) plane.publish_abort(reason);
+      }));
+    }
   }
 }
 
 TEST(nobody_is_believed_to_be_this_ranks_own_control_plane) {
   CHECK(!is_broken_after([](int rank, ControlPlane& plane, bool is_rebuilt) {
-    AbortReason reason = late(1, 0, {});
+    AbortReason reason = late(plane, 1, 0);
     reason.code = AbortCode::kPeerLost;
     reason.is_ours = 1;
     if (rank == 1 && is_rebuilt) plane.publish_abort(reason);
   }));
 }
 
-TEST(groups_that_split_don_t_hear_of_each_others_deaths) {
-  ForkedRanks ranks(4, [](Rank& self) {
-    self.connect();
-    auto comm = Communicator::create(std::move(self.plane));
-    const int first = self.rank / 2 * 2;
-    rebuild(*comm, {first, first + 1});
-    self.parent.tell(1);
-    if (self.rank == 3) pause();
-    if (self.rank == 2) {
-      CHECK_ERROR(kPeerLost, {3}, comm->exchange(u64{1} << 60 | 1, {}, {}, deadline_after_s(kLongS), {}));
-      CHECK(comes_true([&] { return comm->is_broken(); }));         // the exchange may know of the death first
-      CHECK_ERROR(kPeerLost, {3}, comm->fail(late(3, 2, {2, 3})));  // tells everyone
-      self.parent.tell(2);
-      CHECK_EQ(self.parent.hear(), 3u);
-    } else {
-      CHECK_EQ(self.parent.hear(), 3u);
-      CHECK(comes_true([&] { return comm->detections().size() >= 1; }));
-      comm->exchange(u64{1} << 60 | 1, {}, {}, deadline_after_s(kLongS), {});
-      CHECK(!comm->is_broken());
+// Of lists that share no rank one is decided; the others are told at once, and neither side breaks the other.
+TEST(lists_that_differ_don_t_split_a_group) {
+  for (int trial = 0; trial < 20; ++trial) {
+    std::atomic<int> num_in{0}, num_evicted{0}, num_done{0};
+    with_planes(4, [&](int rank, std::unique_ptr<ControlPlane> plane) {
+      auto comm = Communicator::create(std::move(plane));
+      const int first = rank / 2 * 2;
+      try {
+        rebuild(*comm, {first, first + 1});
+        ++num_in;
+      } catch (const Error& error) {
+        CHECK(error.code == ErrorCode::kEvicted);
+        CHECK_EQ(error.sequence, u64{2});
+        ++num_evicted;
+      }
+      CHECK(comes_true([&] { return num_in + num_evicted == 4; }));
+      if (comm->active_ranks().size() == 2) {
+        comm->exchange(u64{1} << 60 | 1, {}, {}, deadline_after_s(kLongS), {});
+        CHECK(!comm->is_broken());
+        CHECK_EQ(comm->evicted_ranks().size() + comm->safe_to_delete().size(), size_t{2});
+      } else {
+        CHECK_ERROR(kEvicted, {rank}, comm->recover({}, 1, deadline_after_s(kLongS), {}));
+        CHECK_ERROR(kEvicted, {rank}, comm->exchange(u64{1} << 60 | 1, {}, {}, deadline_after_s(kLongS), {}));
+      }
+      ++num_done;
+      CHECK(comes_true([&] { return num_done == 4; }));
+      comm->close();
+    });
+    CHECK_EQ(num_in.load(), 2);
+    CHECK_EQ(num_evicted.load(), 2);
+  }
+}
+
+TEST(a_rank_is_told_that_another_set_was_decided) {
+  std::atomic<int> stage{0};
+  with_planes(3, [&](int rank, std::unique_ptr<ControlPlane> plane) {
+    auto comm = Communicator::create(std::move(plane));
+    if (rank == 0) rebuild(*comm, {0, 1});
+    if (rank == 1) {
+      CHECK(comes_true([&] { return stage == 1; }));
+      CHECK_ERROR(kPeerLost, {2}, rebuild(*comm, {0, 1, 2}));
+      CHECK_ERROR(kInvalidArgument, {}, rebuild(*comm, {1, 2}));
+      rebuild(*comm, {0, 1});
     }
-    self.parent.tell(4);
-    CHECK_EQ(self.parent.hear(), 5u);
+    if (rank == 2) {
+      comm->abort("broken already");
+      CHECK(comes_true([&] { return comm->reason().code == AbortCode::kEvicted; }));  // told, without a call
+      CHECK_ERROR(kEvicted, {2}, comm->raise_if_broken());
+      stage = 1;
+    } else {
+      CHECK_EQ(comm->epoch(), u32{2});
+    }
+    comm->close();
   });
-  for (int rank = 0; rank < 4; ++rank) CHECK_EQ(ranks.pipe(rank).hear(), 1u);
-  ranks.signal(3, SIGKILL);
-  ranks.join(3, SIGKILL);
-  CHECK_EQ(ranks.pipe(2).hear(), 2u);
-  for (int rank = 0; rank < 3; ++rank) ranks.pipe(rank).tell(3);
-  for (int rank = 0; rank < 3; ++rank) CHECK_EQ(ranks.pipe(rank).hear(), 4u);
-  for (int rank = 0; rank < 3; ++rank) ranks.pipe(rank).tell(5);
-  ranks.join_all({3});
+}
+
+TEST(a_recovery_needs_no_lists_that_agree) {
+  constexpr int kRanks = 5;
+  for (int trial = 0; trial < 20; ++trial) {
+    ForkedRanks ranks(kRanks, [&](Rank& self) {
+      self.connect();
+      auto comm = Communicator::create(std::move(self.plane));
+      self.parent.tell(1);
+      if (self.rank == trial % kRanks || self.rank == (trial + 2) % kRanks) pause();
+      const std::vector<int> gone = trial % kRanks < (trial + 2) % kRanks
+                                        ? std::vector<int>{trial % kRanks, (trial + 2) % kRanks}
+                                        : std::vector<int>{(trial + 2) % kRanks, trial % kRanks};
+      while (comm->active_ranks() != all_but(kRanks, gone)) comm->recover({}, 1, deadline_after_s(kLongS), {});
+      comm->exchange(u64{1} << 60 | 1, {}, {}, deadline_after_s(kLongS), {});
+      CHECK(comes_true([&] { return comm->safe_to_delete() == gone; }));
+      CHECK(comm->evicted_ranks().empty());
+      self.parent.tell(comm->epoch());
+      CHECK_EQ(self.parent.hear(), 5u);
+    });
+    for (int rank = 0; rank < kRanks; ++rank) CHECK_EQ(ranks.pipe(rank).hear(), 1u);
+    const std::vector<int> victims{trial % kRanks, (trial + 2) % kRanks};
+    for (const int victim : victims) ranks.signal(victim, SIGKILL);
+    for (const int victim : victims) ranks.join(victim, SIGKILL);
+    std::vector<u64> epochs;
+    for (const int rank : all_but(kRanks, victims)) epochs.push_back(ranks.pipe(rank).hear());
+    for (const u64 epoch : epochs) CHECK_EQ(epoch, epochs.front());
+    for (const int rank : all_but(kRanks, victims)) ranks.pipe(rank).tell(5);
+    ranks.join_all(victims);
+  }
+}
+
+std::string line_of_a_dispatch(const Communicator& comm) {
+  std::string line;
+  set_log_sink([&](int, const std::string& text) { line = text; });
+  comm.log_left(comm.reason(), static_cast<u32>(OpKind::kDispatch));
+  set_log_sink({});
+  return line;
+}
+
+// A stopped rank is late, and evicted; when it runs on it is told, and has disturbed nobody.
+TEST(an_evicted_rank_that_wakes_up_is_told) {
+  ForkedRanks ranks(3, [](Rank& self) {
+    self.connect();
+    const ControlPlane* plane = self.plane.get();
+    auto comm = Communicator::create(std::move(self.plane));
+    self.parent.tell(1);
+    if (self.rank == 2) {
+      const uint64_t start_ns = now_ns();
+      CHECK_ERROR(kEvicted, {2}, comm->exchange(u64{1} << 60 | 1, {}, {}, deadline_after_s(kLongS), {}));
+      CHECK(now_ns() - start_ns < deadline_after_s(kLongS) - now_ns());  // long before its deadline
+      CHECK_ERROR(kEvicted, {2}, rebuild(*comm, {0, 1, 2}));
+      CHECK_EQ(line_of_a_dispatch(*comm),
+               std::string("the others have gone on without rank 2; seen in dispatch by rank 2"));
+      CHECK_ERROR(kEvicted, {2}, comm->leave_broken());  // as a call does that was waiting
+      comm->abort("I am still here");
+      comm->note_refusal("not cut off");
+      self.parent.tell(3);
+    } else {
+      CHECK_EQ(self.parent.hear(), 2u);
+      CHECK_ERROR(kPeerTimeout, {2}, comm->rebuild({0, 1, 2}, deadline_after_s(0.3), {}));
+      self.parent.tell(7);  // a rank that still waits would hear that rank 2 is out
+      CHECK_EQ(self.parent.hear(), 8u);
+      while (comm->active_ranks().size() != 2) comm->recover({2}, 1, deadline_after_s(kLongS), {});
+      CHECK(comm->evicted_ranks() == std::vector<int>{2});
+      self.parent.tell(3);
+    }
+    CHECK_EQ(self.parent.hear(), 4u);
+    if (self.rank != 2) {
+      comm->exchange(u64{1} << 60 | 2, {}, {}, deadline_after_s(kLongS), {});
+      CHECK(!comm->is_broken());
+      CHECK(comes_true([&] { return text_of(plane->note_of(2)) == "not cut off"; }));
+    }
+    self.parent.tell(5);
+    CHECK_EQ(self.parent.hear(), 6u);
+  });
+  for (int rank = 0; rank < 3; ++rank) CHECK_EQ(ranks.pipe(rank).hear(), 1u);
+  ranks.signal(2, SIGSTOP);
+  for (const int rank : {0, 1}) ranks.pipe(rank).tell(2);
+  for (const int rank : {0, 1}) CHECK_EQ(ranks.pipe(rank).hear(), 7u);
+  for (const int rank : {0, 1}) ranks.pipe(rank).tell(8);
+  for (const int rank : {0, 1}) CHECK_EQ(ranks.pipe(rank).hear(), 3u);
+  ranks.signal(2, SIGCONT);
+  CHECK_EQ(ranks.pipe(2).hear(), 3u);
+  for (int rank = 0; rank < 3; ++rank) ranks.pipe(rank).tell(4);
+  for (int rank = 0; rank < 3; ++rank) CHECK_EQ(ranks.pipe(rank).hear(), 5u);
+  for (int rank = 0; rank < 3; ++rank) ranks.pipe(rank).tell(6);
+  ranks.join_all();
+}
+
+TEST(with_too_few_ranks_nothing_is_decided) {
+  std::atomic<int> num_refused{0};
+  with_planes(3, [&](int rank, std::unique_ptr<ControlPlane> plane) {
+    auto comm = Communicator::create(std::move(plane));
+    if (rank == 2) return comm->close();
+    CHECK(comes_true([&] { return !comm->detections().empty(); }));
+    CHECK_ERROR(kPeerLost, {2}, comm->recover({}, 3, deadline_after_s(kLongS), {}));
+    CHECK_ERROR(kInvalidArgument, {}, comm->recover({3}, 1, deadline_after_s(kLongS), {}));
+    CHECK_EQ(comm->epoch(), u32{1});
+    ++num_refused;
+    CHECK(comes_true([&] { return num_refused == 2; }));
+    comm->recover({}, 2, deadline_after_s(kLongS), {});
+    CHECK_EQ(comm->epoch(), u32{2});
+    CHECK(comm->safe_to_delete() == std::vector<int>{2});
+    comm->exchange(u64{1} << 60 | 1, {}, {}, deadline_after_s(kLongS), {});
+    comm->close();
+  });
 }
 
 // A rank that has ended an attempt begins the next one at once: nobody may leave the one that is complete.
@@ -183,16 +317,6 @@ TEST(no_rebuild_is_swallowed_by_the_next_one) {
     for (int rank = 0; rank < num_ranks; ++rank) ranks.pipe(rank).tell(2);
     ranks.join_all();
   }
-}
-
-TEST(a_rebuild_begins_above_the_highest_epoch_of_its_members) {
-  with_planes(3, [](int rank, std::unique_ptr<ControlPlane> plane) {
-    auto comm = Communicator::create(std::move(plane), rank == 1 ? 70'000 : 3);
-    rebuild(*comm, {0, 1, 2});
-    CHECK_EQ(comm->epoch(), u32{70'001});
-    comm->exchange(u64{1} << 60 | 1, {}, {}, deadline_after_s(kLongS), {});
-    comm->close();
-  });
 }
 
 TEST(epochs_go_on_beyond_16_bits) {

@@ -377,7 +377,10 @@ void World::raise(int rank, const Action& action) {
         is_out |= epoch > self.membership.epoch() && !record.active.contains(rank);
       return check(is_out, rank, "a member is told that it was evicted");
     }
-    case Failure::kPeersLost: return check(holds_all(self.told_gone, action.ranks), rank, "a live rank is called lost");
+    case Failure::kPeersLost: {
+      const RankSet left_out = RankSet::first(num_ranks()) - members_of(self.membership.newest());
+      return check(holds_all(self.told_gone | left_out, action.ranks), rank, "a live rank is called lost");
+    }
     case Failure::kPeersLate: return check(!action.ranks.contains(rank), rank, "a rank is late for itself");
     case Failure::kTooFew: return check(was_calling, rank, "an error comes without a call");
     case Failure::kControlLost: return check(was_calling, rank, "an error comes without a call");

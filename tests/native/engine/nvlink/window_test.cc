@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <barrier>
 #include <cstring>
 #include <functional>
@@ -649,6 +650,27 @@ TEST(an_abort_from_another_thread_ends_waits_here_and_everywhere) {
       rank.meet();
     });
   }
+}
+
+// By the counts of a kernel that has not begun.
+TEST(a_wait_ends_when_the_others_go_on_without_this_rank) {
+  std::atomic<bool> is_waiting{false};
+  with_ranks([&](Rank& rank) {
+    fake_cuda::set_kernel(count_rows);
+    rank.dispatch(4);
+    rank.meet();
+    if (rank.me == 0) {
+      fake_cuda::set_kernel({});
+      fake_cuda::hold(stream_of(0));
+      const Error left = error_of([&] { rank.dispatch(kNoCapacity, 1, [&] { is_waiting = true; }); });
+      CHECK_EQ(left.code, ErrorCode::kEvicted);
+      says(left, "rank 0: the others have gone on without this rank: epoch 2 was decided with ranks 1, 2");
+      fake_cuda::let_go(stream_of(0));
+    } else {
+      while (!is_waiting) usleep(500);
+      rank.comm->rebuild({1, 2}, in_seconds(20), kNoPoll);
+    }
+  });
 }
 
 TEST(a_wait_for_a_rank_that_refused_its_call_is_told_why) {

@@ -1,0 +1,81 @@
+#include "bootstrap/group_page.h"
+
+#include <sys/random.h>
+
+#include <cerrno>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "base/status.h"
+
+namespace weft {
+namespace {
+
+constexpr uint32_t kMagic = 0x47504757;  // "WGPG"
+constexpr uint32_t kVersion = 1;
+constexpr size_t kHeaderBytes = 4096;
+constexpr size_t kRecordsAt = kHeaderBytes + PageRegister::kBytes;
+
+struct Header {
+  uint32_t magic;
+  uint32_t version;
+  int32_t num_ranks;
+  uint32_t reserved;
+  GroupId group;
+};
+
+}  // namespace
+
+uint64_t GroupPage::bytes_for(int num_ranks) noexcept {
+  return kRecordsAt + static_cast<uint64_t>(num_ranks) * PageRegister::kNumWords * kRecordBytes;
+}
+
+GroupPage::GroupPage(SharedMemory&& memory, int num_ranks)
+    : memory_(std::move(memory)),
+      num_ranks_(num_ranks),
+      words_({memory_.data() + kHeaderBytes, PageRegister::kBytes}) {}
+
+std::shared_ptr<GroupPage> GroupPage::create(int num_ranks) {
+  SharedMemory memory = SharedMemory::create(bytes_for(num_ranks));
+  Header header{kMagic, kVersion, num_ranks, 0, {}};
+  if (getrandom(header.group.data(), header.group.size(), 0) != static_cast<ssize_t>(header.group.size())) {
+    throw_system_error("getrandom", errno);
+  }
+  std::memcpy(memory.data(), &header, sizeof(header));
+  return std::shared_ptr<GroupPage>(new GroupPage(std::move(memory), num_ranks));
+}
+
+std::shared_ptr<GroupPage> GroupPage::attach(OwnedFd fd, int num_ranks) {
+  SharedMemory memory = SharedMemory::attach(std::move(fd), bytes_for(num_ranks));
+  Header header{};
+  std::memcpy(&header, memory.data(), sizeof(header));
+  if (header.magic != kMagic || header.version != kVersion || header.num_ranks != num_ranks) {
+    throw_invalid_argument("a page that is not one of a group of " + std::to_string(num_ranks) + " ranks");
+  }
+  return std::shared_ptr<GroupPage>(new GroupPage(std::move(memory), num_ranks));
+}
+
+const GroupId& GroupPage::group() const noexcept { return reinterpret_cast<const Header*>(memory_.data())->group; }
+
+MembershipRecord* GroupPage::slot(int rank, uint32_t epoch) noexcept {
+  const size_t idx = static_cast<size_t>(rank) * PageRegister::kNumWords + epoch % PageRegister::kNumWords;
+  return reinterpret_cast<MembershipRecord*>(memory_.data() + kRecordsAt + idx * kRecordBytes);
+}
+
+void GroupPage::put(int rank, const MembershipRecord& record) noexcept {
+  MembershipRecord sealed = record;
+  seal_record(sealed);
+  std::memcpy(slot(rank, record.epoch), &sealed, sizeof(sealed));
+}
+
+std::optional<MembershipRecord> GroupPage::find(const RegisterWord& word) {
+  if (word.writer >= num_ranks_) return std::nullopt;
+  MembershipRecord record;
+  std::memcpy(&record, slot(word.writer, word.epoch), sizeof(record));
+  if (words_.read(word.epoch) != word) return std::nullopt;  // a committed word never changes: forgotten throws
+  if (!record_problem(record, group(), word.epoch).empty()) return std::nullopt;
+  return record;
+}
+
+}  // namespace weft
