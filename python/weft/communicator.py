@@ -472,16 +472,16 @@ class Communicator(Shared):
             PeerTimeout: names who did not come; `recover(evict=those)` goes on without them.
             Aborted, InvalidState: as `rebuild`.
         """
+        before = self._active
         with self.telling_peers():
             unwanted = _evicted_ranks(evict, self._num_ranks)
             seconds = _positive_seconds("deadline_s", deadline_s)
             if type(min_ranks) is not int or min_ranks < 1:
                 raise InvalidArgument(f"min_ranks is {min_ranks!r}; allowed is an int of at least 1")
-        before = self._active
-        with self.alone("recover"), self.telling_peers():
-            self._native.recover(unwanted, min_ranks, seconds)
-            self._begin_epoch()
-            gone = {rank for rank, _, _ in self._native.detections()}
+            with self.alone("recover"):
+                self._native.recover(unwanted, min_ranks, seconds)
+                self._begin_epoch()
+                gone = {rank for rank, _, _ in self._native.detections()}
         left_out = [rank for rank in before if rank not in self._active]
         lost = tuple(rank for rank in left_out if rank in gone)
         return Change(self._native.epoch, self._active, lost, tuple(rank for rank in left_out if rank not in gone))

@@ -218,6 +218,10 @@ AbortReason Communicator::reason() const {
 
 void Communicator::adopt(const AbortReason& reason) {
   const std::lock_guard lock(mutex_);
+  adopt_locked(reason);
+}
+
+void Communicator::adopt_locked(const AbortReason& reason) {
   const bool is_last = reason.code == AbortCode::kEvicted && reason_.code != AbortCode::kEvicted;
   if ((reason_.code != AbortCode::kNone && !is_last) || closed_) return;
   reason_ = reason;
@@ -227,30 +231,29 @@ void Communicator::adopt(const AbortReason& reason) {
 
 void Communicator::on_abort(const AbortReason& reason) {
   if (reason.code == AbortCode::kDecided) return look();
-  {
-    const std::lock_guard membership_lock(membership_mutex_);
-    const std::lock_guard lock(mutex_);
-    const bool is_ours = reason.is_ours != 0;
-    if (is_ours && !is_active(reason.rank)) return;
-    if (is_ours && reason.code == AbortCode::kPeerClosed) {
-      // It had sent all it owed before: only what still waits for it ends.
-      closed_ranks_ |= u64{1} << reason.rank;
-      goodbyes_.insert_or_assign(reason.rank, reason);
-      for (MemberWindow* window : windows_) window->notice_closed(closed_ranks_);
+  // Held to the end: what is about this epoch must not be adopted in the next one.
+  const std::lock_guard membership_lock(membership_mutex_);
+  const std::lock_guard lock(mutex_);
+  const bool is_ours = reason.is_ours != 0;
+  if (is_ours && !is_active(reason.rank)) return;
+  if (is_ours && reason.code == AbortCode::kPeerClosed) {
+    // It had sent all it owed before: only what still waits for it ends.
+    closed_ranks_ |= u64{1} << reason.rank;
+    goodbyes_.insert_or_assign(reason.rank, reason);
+    for (MemberWindow* window : windows_) window->notice_closed(closed_ranks_);
+    return;
+  }
+  if (!is_ours) {
+    const Origin origin = origin_of(reason, reason.reporter);
+    const bool is_of_this_attempt = membership_.knows(origin) && ends_attempt(reason);
+    const Hearing hearing = membership_.hear(origin);  // R22
+    if (hearing == Hearing::kDropped && !is_of_this_attempt) return;
+    if (!is_of_this_attempt && (hearing == Hearing::kLater || reason.epoch > epoch_)) {
+      early_.insert_or_assign(reason.reporter, reason);
       return;
     }
-    if (!is_ours) {
-      const Origin origin = origin_of(reason, reason.reporter);
-      const bool is_of_this_attempt = membership_.knows(origin) && ends_attempt(reason);
-      const Hearing hearing = membership_.hear(origin);  // R22
-      if (hearing == Hearing::kDropped && !is_of_this_attempt) return;
-      if (!is_of_this_attempt && (hearing == Hearing::kLater || reason.epoch > epoch_)) {
-        early_.insert_or_assign(reason.reporter, reason);
-        return;
-      }
-    }
   }
-  adopt(reason);
+  adopt_locked(reason);
 }
 
 void Communicator::give_up(AbortReason reason) {

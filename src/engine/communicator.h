@@ -99,8 +99,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
  private:
   Communicator(std::unique_ptr<ControlPlane> plane, u32 first_epoch);
 
-  void on_abort(const AbortReason& reason);  // monitor thread
-  void adopt(const AbortReason& reason);     // the first reason of this epoch wins; sets every window's abort word
+  void on_abort(const AbortReason& reason);      // monitor thread
+  void adopt(const AbortReason& reason);         // the first reason of this epoch wins; sets every window's abort word
+  void adopt_locked(const AbortReason& reason);  // mutex_ is held
   struct Agreement {
     u64 next_window_id;
     std::vector<MemberWindow*> windows;  // that every member has, by id

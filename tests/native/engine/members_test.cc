@@ -114,6 +114,27 @@ TEST(an_abort_of_a_rank_that_was_left_out_breaks_nobody) {
   }
 }
 
+// What is heard of the old epoch at the very moment in which the new one is entered is not taken over into it.
+TEST(an_abort_of_the_old_epoch_does_not_slip_into_the_new_one) {
+  for (int trial = 0; trial < 1500; ++trial) {
+    std::atomic<int> num_in{0}, num_broken{0};
+    with_planes(3, [&](int rank, std::unique_ptr<ControlPlane> plane) {
+      if (rank == 2) {
+        const AbortReason old = late(*plane, 0, 1);
+        while (num_in < 2) plane->publish_abort(old);
+        return;
+      }
+      auto comm = Communicator::create(std::move(plane));
+      rebuild(*comm, {0, 1});
+      ++num_in;
+      CHECK(comes_true([&] { return num_in == 2; }));
+      if (comm->is_broken()) ++num_broken;
+      comm->close();
+    });
+    CHECK_EQ(num_broken.load(), 0);
+  }
+}
+
 // Of another group, of another life of the same rank, or of an epoch whose pages are no more.
 TEST(an_abort_of_a_stranger_or_of_old_pages_breaks_nobody) {
   for (const int what : {0, 1, 2}) {
