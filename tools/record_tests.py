@@ -1,7 +1,8 @@
 """Runs tests and prints what became of them: python tools/record_tests.py tests/gpu -n 4 > gpu_tests.jsonl
 
 Arguments are pytest's. JSON lines for benchmarks/results/: machine, commit and versions, then an object a file of
-tests, also if the run was interrupted. Exit status: that of pytest.
+tests, also if the run was interrupted. A failure is printed to stderr at once, so that a run that hangs later shows
+it. Exit status: that of pytest.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Recorder:
             row[report.outcome] += 1
         if report.failed:
             row["failures"].append(report.nodeid)
+            print(f"\n{report.nodeid} failed\n{report.longreprtext[-4000:]}", file=sys.stderr, flush=True)
 
 
 def main() -> int:

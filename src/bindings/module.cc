@@ -222,6 +222,7 @@ std::vector<double> microseconds(const std::vector<u64>& nanoseconds) {
 }
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // a daemon thread of the program may hold objects when the process ends
   nb::register_exception_translator(translate);
   have_no_threads_after_fork();
   m.def("version", [] { return WEFT_VERSION; });
