@@ -11,6 +11,11 @@
 | `TORCHELASTIC_USE_AGENT_STORE`, `TORCHELASTIC_RUN_ID` | set by torchrun: who hosts that store; a prefix of its keys |
 | `CUDA_VISIBLE_DEVICES` | read, not set: which GPU a device number means, for placement |
 | `WEFT_CACHE_DIR` | folder of kernels and tuning tables; empty: none. Not set: `weft` in `XDG_CACHE_HOME`, `~/.cache` |
+| `EP_NUM_TOPK_IDX_BITS`, `TOPK_IDX_BITS` | 32: `deep_ep.topk_idx_t` is torch.int32; read when it is imported |
+| `WEFT_DEEP_EP_DEVICE` | `cpu`: buffers of `deep_ep` keep to host memory; `cuda` |
+| `WEFT_DEEP_EP_MAX_TOKENS` | windows of `deep_ep.Buffer` begin with room for so many tokens of a rank |
+| `WEFT_DEEP_EP_TIMEOUT_S` | deadline of every call of `deep_ep`, in seconds |
+| `PYTHONPATH` | `python -m weft.deep_ep run` adds the folder of `deep_ep` for the program that it becomes |
 | `COLUMNS` | width of what the commands print where they do not print on a terminal; 160 without it |
 | `CUDA_DEVICE_MAX_CONNECTIONS` | read by CUDA; `weft.spawn(isolation="thread")` sets it, and `CUDA_MODULE_LOADING` |
 
@@ -28,16 +33,21 @@ from typing import NoReturn
 from weft.errors import InvalidArgument
 
 __all__ = [
+    "DeepEp",
     "Torchrun",
     "cache_folder",
     "columns",
     "cuda_queues",
+    "deep_ep",
+    "launched",
     "local_rank",
     "log_level",
     "placement",
     "run_bound",
+    "run_with_path",
     "set_among",
     "set_cuda_queues",
+    "topk_idx_bits",
     "torchrun",
 ]
 
@@ -155,6 +165,58 @@ def run_bound(command: list[str], *, bound: bool) -> NoReturn:
     finally:
         for each, handler in zip(ignored, before, strict=True):
             signal.signal(each, handler)
+
+
+def run_with_path(folder: str, command: list[str]) -> NoReturn:
+    """Become `command`, which finds modules of `folder` before all others; so do the programs that it starts.
+
+    Raises:
+        OSError: it can't be started.
+    """
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, before] if before else [folder])
+    os.execvp(command[0], command)
+
+
+@dataclass(frozen=True)
+class DeepEp:
+    """What buffers of `weft.deep_ep` are told: `device`, "" for the usual one; `max_tokens` and `timeout_s`, 0 if not
+    set."""
+
+    device: str = ""
+    max_tokens: int = 0
+    timeout_s: float = 0.0
+
+
+def deep_ep() -> DeepEp:
+    """WEFT_DEEP_EP_DEVICE, WEFT_DEEP_EP_MAX_TOKENS and WEFT_DEEP_EP_TIMEOUT_S.
+
+    Raises:
+        InvalidArgument: one of them is set to what is not allowed.
+    """
+    device = os.environ.get("WEFT_DEEP_EP_DEVICE", "").lower()
+    if device not in ("", "cpu", "cuda"):
+        raise InvalidArgument(f"WEFT_DEEP_EP_DEVICE is {device!r} in the environment; allowed are cpu, cuda")
+    tokens = _number("WEFT_DEEP_EP_MAX_TOKENS", os.environ.get("WEFT_DEEP_EP_MAX_TOKENS", "0"))
+    if tokens >= 1 << 24:
+        raise InvalidArgument(
+            f"WEFT_DEEP_EP_MAX_TOKENS is {tokens} in the environment; allowed are 1 to {(1 << 24) - 1}"
+        )
+    return DeepEp(device, tokens, _number("WEFT_DEEP_EP_TIMEOUT_S", os.environ.get("WEFT_DEEP_EP_TIMEOUT_S", "0")))
+
+
+def topk_idx_bits() -> int:
+    """Of `deep_ep.topk_idx_t`: EP_NUM_TOPK_IDX_BITS or TOPK_IDX_BITS where one is 32, else 64."""
+    return 32 if "32" in (os.environ.get("EP_NUM_TOPK_IDX_BITS"), os.environ.get("TOPK_IDX_BITS")) else 64
+
+
+def launched() -> tuple[str, int, int, int]:
+    """Address, port, number of machines and number of this one, as DeepEP's own tests are started."""
+    ask = os.environ.get
+    numbers = [
+        _number(name, ask(name, other)) for name, other in (("MASTER_PORT", "8361"), ("WORLD_SIZE", "1"), ("RANK", "0"))
+    ]
+    return ask("MASTER_ADDR", "127.0.0.1"), numbers[0], numbers[1], numbers[2]
 
 
 def set_among(names: Iterable[str]) -> dict[str, str]:

@@ -1,0 +1,351 @@
+"""`Buffer` of DeepEP V1: dispatch and combine of many tokens; those of few are in low_latency.py."""
+# check: allow-in-file function-size: parameters as in DeepEP
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, SupportsIndex, overload
+
+import torch
+from torch import Tensor
+
+from weft.deep_ep.buffer_base import BufferBase
+from weft.deep_ep.config import COMBINE, DISPATCH, Config, config_for
+from weft.deep_ep.layers import ShapeOf, is_capturing
+from weft.deep_ep.low_latency import LowLatency
+from weft.deep_ep.rows import Form, bare, form_of, send, sum_of_lanes, summed
+from weft.deep_ep.streams import public_call
+from weft.deep_ep.utils.event import EventHandle, EventOverlap
+from weft.errors import InvalidArgument, InvalidState
+from weft.expert_parallel import ExpertParallel
+from weft.handle import Dispatched
+
+__all__ = ["Buffer", "BufferHandle", "bias_of"]
+
+
+class BufferHandle(tuple):  # type: ignore[type-arg]
+    """Of a dispatch: a tuple of six, whose items are made when they are asked for.
+
+    Items: rank_prefix_matrix int32 [R, R], of which column `rank` is known: rows here from the sources up to i.
+    Two channel matrices, which Weft has none of (int32 [R, 0]). recv_src_idx int32 [N], not known: -1.
+    is_token_in_rank bool [T, R]. send_head, none (int32 [T, 0]).
+    """
+
+    buffer: Any
+    ep: ExpertParallel
+    dispatched: Dispatched
+    is_token_in_rank: Tensor | None
+
+    def __new__(cls, buffer: Any, ep: ExpertParallel, dispatched: Dispatched, in_rank: Tensor | None) -> BufferHandle:
+        """`in_rank` as it was given to dispatch."""
+        self = super().__new__(cls, (None,) * 6)
+        self.buffer, self.ep, self.dispatched, self.is_token_in_rank = buffer, ep, bare(dispatched), in_rank
+        return self
+
+    def _item(self, idx: int) -> Tensor:
+        num_ranks, device = self.ep.num_ranks, self.ep.device
+        num_tokens = self.dispatched.handle.num_tokens
+        if idx == 0:
+            matrix = torch.full((num_ranks, num_ranks), -1, dtype=torch.int32, device=device)
+            matrix[:, self.ep.comm.rank] = self.dispatched.offsets[1:]
+            return matrix
+        if idx == 3:
+            return torch.full(self.dispatched.handle.rows_shape, -1, dtype=torch.int32, device=device)
+        if idx == 4:
+            if self.is_token_in_rank is not None:
+                return self.is_token_in_rank
+            return torch.zeros((num_tokens, 0), dtype=torch.bool, device=device)
+        return torch.zeros((num_tokens if idx == 5 else num_ranks, 0), dtype=torch.int32, device=device)
+
+    @overload
+    def __getitem__(self, idx: SupportsIndex) -> Any: ...
+    @overload
+    def __getitem__(self, idx: slice) -> tuple[Any, ...]: ...
+    def __getitem__(self, idx: Any) -> Any:
+        found = range(6)[idx]
+        return tuple(map(self._item, found)) if isinstance(found, range) else self._item(found)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._item, range(6))
+
+    def __repr__(self) -> str:
+        return f"deep_ep.Buffer handle({self.dispatched.handle})"
+
+
+class Buffer(LowLatency, BufferBase):
+    """DeepEP's V1 buffer over Weft's windows. Constructing is collective; so are dispatch and combine, not the layout.
+
+    Attributes as the parameters, and rank, group_size, runtime. `group`: a torch.distributed group of any backend, or a
+    `weft.Communicator`. What has no effect here is accepted.
+
+    Raises:
+        ValueError: neither group nor comm is given. NotSupported: enable_shrink, comm.
+        As `weft.Communicator.from_process_group`.
+    """
+
+    num_sms = 20
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """True: FP8 is always there."""
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """The default of `get_dispatch_config` and `get_combine_config`: an even number."""
+        if new_num_sms % 2:
+            raise AssertionError(f"num_sms is {new_num_sms}; it must be even")
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """The tuned one of DeepEP for the largest known number of ranks that is not above; never raises."""
+        return config_for(DISPATCH, num_ranks, Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """As `get_dispatch_config`."""
+        return config_for(COMBINE, num_ranks, Buffer.num_sms)
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """The current point of the current stream."""
+        return EventOverlap(EventHandle())
+
+    @public_call
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: Any = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+        """(num_tokens_per_rank int32 [R], None, num_tokens_per_expert int32 [E], is_token_in_rank bool [T, R], event).
+
+        Tokens count once a rank, picks once each; ids out of range nowhere. Local.
+        """
+        self._check_alive("get_dispatch_layout")
+        num_ranks = self.group_size
+        if topk_idx.dim() != 2 or topk_idx.dtype not in (torch.int64, torch.int32):
+            raise InvalidArgument(
+                f"topk_idx is {list(topk_idx.shape)} {topk_idx.dtype}; allowed is [T, K] int64 or int32"
+            )
+        if num_experts <= 0 or num_experts % num_ranks:
+            raise InvalidArgument(
+                f"num_experts is {num_experts}; allowed are multiples of the number of ranks, {num_ranks}"
+            )
+
+        def work() -> tuple[Any, None]:
+            ids = topk_idx.to(torch.int64)
+            ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+            owners = ids // (num_experts // num_ranks)
+            in_rank = torch.zeros((len(ids), num_ranks + 1), dtype=torch.bool, device=ids.device)
+            in_rank = in_rank.scatter_(1, owners, True)[:, :num_ranks].contiguous()
+            picks = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
+            flat = ids.reshape(-1)
+            picks.scatter_add_(0, flat, torch.ones(flat.shape, dtype=torch.int32, device=ids.device))
+            return (in_rank.sum(0, dtype=torch.int32), None, picks[:num_experts].clone(), in_rank), None
+
+        values, event = self._streams.run(work, previous_event, async_finish, (topk_idx,))
+        return (*values, event)
+
+    @public_call
+    def dispatch(
+        self,
+        x: Any,
+        handle: Any = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: Any = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Any, Tensor | None, Tensor | None, list[int] | None, Any, EventOverlap]:
+        """(recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle, event). Collective.
+
+        Rows by source rank, then token, one for each token that has a pick here; ids are local, -1 where the pick is
+        another rank's. With a handle of this buffer: its routing again, (recv_x, None, None, None, None, event).
+        Without topk_idx rows go by is_token_in_rank. num_worst_tokens = n: n rows, ids behind the last one -1, and the
+        list is empty.
+
+        Raises:
+            InvalidArgument, InvalidState: as `weft.ExpertParallel.dispatch`; what was given does not go together.
+        """
+        self._check_alive("dispatch")
+        form = form_of(x)
+        num_sms = self._layers.num_sms(config.num_sms if config is not None else None)
+        if handle is not None:
+            if topk_idx is not None or topk_weights is not None:
+                raise InvalidArgument("topk_idx or topk_weights beside handle; allowed is one of the two")
+            mine = self._own(handle)
+
+            def again() -> tuple[Any, Any]:
+                sent = send(mine.ep, form, handle=mine.dispatched.handle, num_sms=num_sms)
+                return sent.x, sent.dispatched
+
+            recv_x, event = self._streams.run(again, previous_event, async_finish, x)
+            return recv_x, None, None, None, None, event
+        if num_tokens_per_expert is None or is_token_in_rank is None:
+            raise InvalidArgument(
+                "num_tokens_per_expert and is_token_in_rank are needed without a handle: get_dispatch_layout has them"
+            )
+        if (topk_idx is None) != (topk_weights is None):
+            raise InvalidArgument("topk_idx and topk_weights are given both or neither; one is missing")
+        if num_worst_tokens and topk_idx is None:
+            raise InvalidArgument(f"num_worst_tokens is {num_worst_tokens} without topk_idx; allowed is 0 there")
+        given = _Given(form, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment)
+        values, event = self._streams.run(
+            lambda: self._first(given, num_worst_tokens, num_sms), previous_event, async_finish,
+            (x, is_token_in_rank, topk_idx, topk_weights),
+        )  # fmt: skip
+        return (*values, event)
+
+    def _first(self, given: _Given, num_worst_tokens: int, num_sms: int | None) -> tuple[Any, Dispatched | None]:
+        num_ranks = self.group_size
+        num_experts = given.num_tokens_per_expert.numel()
+        if num_experts == 0 or num_experts % num_ranks:
+            raise InvalidArgument(
+                f"num_tokens_per_expert has {num_experts} elements; allowed are multiples of the "
+                f"number of ranks, {num_ranks}"
+            )
+        ids, weights = given.topk_idx, given.topk_weights
+        if ids is None:  # K = R picks: an expert of each rank that is to have the token
+            first_expert = torch.arange(num_ranks, dtype=torch.int64, device=given.in_rank.device)
+            ids = torch.where(given.in_rank, first_expert * (num_experts // num_ranks), -1)
+        shape = ShapeOf(num_experts, ids.shape[1], given.form.hidden, given.form.dtype)
+        num_tokens = len(given.form.data)
+        if num_worst_tokens and (is_capturing() or (self._ranks.device.type == "cuda" and self._layers.has(shape, 0))):
+            ep = self._layers.get(shape, 0)  # the host waits for nobody
+        else:
+            ep = self._layers.agreed(shape, num_tokens)
+        sent = send(
+            ep, given.form, topk_idx=ids, topk_weights=weights, capacity=num_worst_tokens or None, num_sms=num_sms
+        )
+        r = sent.dispatched
+        if r is None:
+            raise InvalidState("a first dispatch has a result")
+        handle = BufferHandle(self, ep, r, given.in_rank)
+        if given.topk_idx is None:
+            return (sent.x, None, None, self._share(given), handle), r
+        if not num_worst_tokens:
+            counts = [-(-each // given.alignment) * given.alignment for each in r.num_tokens_per_expert.tolist()]
+            return (sent.x, r.topk_idx, r.topk_weights, counts, handle), r
+        is_row = torch.arange(num_worst_tokens, dtype=torch.int32, device=ids.device) < r.num_rows
+        recv_idx = torch.where(is_row[:, None], r.topk_idx, -1)  # type: ignore[arg-type]
+        return (sent.x, recv_idx, r.topk_weights, [], handle), r
+
+    def _share(self, given: _Given) -> list[int]:
+        """Of this rank's experts: the sum over ranks of what they have counted."""
+        total = self._ranks.gather_tensor(given.num_tokens_per_expert, self._layers.deadline_s).sum(0)
+        num_local = total.numel() // self.group_size
+        mine = total[self.rank * num_local : (self.rank + 1) * num_local].tolist()
+        return [-(-each // given.alignment) * given.alignment for each in mine]
+
+    @public_call
+    def combine(
+        self,
+        x: Tensor,
+        handle: Any,
+        topk_weights: Tensor | None = None,
+        bias: Any = None,
+        config: Config | None = None,
+        previous_event: Any = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """(combined_x [T, H], combined_topk_weights fp32 [T, K] or None, event). Collective.
+
+        The plain sum of a token's rows, fp32 inside, plus the bias or both of two. topk_weights fp32 [N, K]: every lane
+        summed over all ranks that hold the token.
+        """
+        self._check_alive("combine")
+        mine = self._own(handle)
+        num_sms = self._layers.num_sms(config.num_sms if config is not None else None)
+
+        def work() -> tuple[Any, None]:
+            ep, routing = mine.ep, mine.dispatched.handle
+            y = summed(ep, routing, x, bias=bias_of(bias), num_sms=num_sms)
+            weights = None if topk_weights is None else sum_of_lanes(ep, routing, topk_weights, num_sms=num_sms)
+            return (y, weights), None
+
+        values, event = self._streams.run(work, previous_event, async_finish, (x, topk_weights, bias))
+        return (*values, event)
+
+    def internode_dispatch(
+        self,
+        x: Any,
+        handle: Any = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        config: Config | None = None,
+        previous_event: Any = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Any, Tensor | None, Tensor | None, list[int] | None, Any, EventOverlap]:
+        """As `dispatch`: all ranks are on one machine."""
+        found: tuple[Any, Tensor | None, Tensor | None, list[int] | None, Any, EventOverlap] = self.dispatch(
+            x, handle, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert, topk_idx,
+            topk_weights, expert_alignment, 0, config, previous_event, async_finish, allocate_on_comm_stream,
+        )  # fmt: skip
+        return found
+
+    def internode_combine(
+        self,
+        x: Tensor,
+        handle: Any,
+        topk_weights: Tensor | None = None,
+        bias: Any = None,
+        config: Config | None = None,
+        previous_event: Any = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """As `combine`: all ranks are on one machine."""
+        found: tuple[Tensor, Tensor | None, EventOverlap] = self.combine(
+            x, handle, topk_weights, bias, config, previous_event, async_finish, allocate_on_comm_stream
+        )
+        return found
+
+    def _own(self, handle: Any) -> BufferHandle:
+        if not isinstance(handle, BufferHandle):
+            raise InvalidArgument(f"handle is {type(handle)!r}; the handle of a dispatch of this buffer is expected")
+        if handle.buffer is not self:
+            raise InvalidState("the handle is of another buffer; a call needs the buffer that made it")
+        return handle
+
+
+class _Given:
+    """What a first dispatch was given, beside how it runs."""
+
+    def __init__(
+        self, form: Form, in_rank: Tensor, num_tokens_per_expert: Tensor, topk_idx: Tensor | None,
+        topk_weights: Tensor | None, alignment: int,
+    ) -> None:  # fmt: skip
+        self.form, self.in_rank, self.num_tokens_per_expert = form, in_rank, num_tokens_per_expert
+        self.topk_idx, self.topk_weights, self.alignment = topk_idx, topk_weights, alignment
+
+
+def bias_of(bias: Any) -> Tensor | None:
+    """None, one, or the fp32 sum of two."""
+    if isinstance(bias, (tuple, list)):
+        given = [each for each in bias if each is not None]
+        if len(given) > 2:
+            raise InvalidArgument(f"bias has {len(given)} tensors; allowed are None, one, or two")
+        if len(given) == 2:
+            both: Tensor = given[0].to(torch.float32) + given[1].to(torch.float32)
+            return both
+        bias = given[0] if given else None
+    found: Tensor | None = bias
+    return found

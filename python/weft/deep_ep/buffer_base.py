@@ -1,0 +1,136 @@
+"""What a V1 buffer is before it sends anything: its arguments, its ranks, its end."""
+# check: allow-in-file function-size: parameters as in DeepEP
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.deep_ep.errors import refused
+from weft.deep_ep.layers import Layers
+from weft.deep_ep.ranks import Ranks, ranks_of
+from weft.deep_ep.streams import Streams
+from weft.errors import InvalidState
+
+__all__ = ["BufferBase", "Runtime"]
+
+_SCRATCH_BYTES = 256
+
+
+class Runtime:
+    """What callers ask the native object of the original."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def is_available(self) -> bool:
+        """True."""
+        return True
+
+    def get_num_rdma_ranks(self) -> int:
+        """1: one machine."""
+        return 1
+
+    def get_rdma_rank(self) -> int:
+        """0."""
+        return 0
+
+    def get_local_device_id(self) -> int:
+        """Of the GPU; 0 in host memory."""
+        return self._ranks.device.index or 0
+
+
+class BufferBase:
+    """Constructor, attributes and end of `Buffer`."""
+
+    _ranks: Ranks
+    _layers: Layers
+    _streams: Streams
+
+    def __init__(
+        self,
+        group: Any,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        *,
+        use_fabric: bool = False,
+        allow_nvlink_for_normal_mode: bool = True,
+        num_nvl_peers: int = 0,
+    ) -> None:
+        self._destroyed = True  # until there is something to destroy
+        if enable_shrink:
+            raise refused(
+                "Buffer(enable_shrink=True)", "masks of lost ranks", "weft.Communicator.rebuild goes on without them"
+            )
+        if not allow_nvlink_for_low_latency_mode:
+            warnings.warn(
+                "deep_ep: allow_nvlink_for_low_latency_mode=False has no effect: Weft has no other path", stacklevel=2
+            )
+        self._ranks = ranks_of(group, comm)
+        self.group = group
+        self.rank, self.group_size = self._ranks.rank, self._ranks.num_ranks
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
+        self.enable_shrink = enable_shrink
+        self.nvshmem_qp_depth = 1024
+        self.runtime: Runtime | None = Runtime(self._ranks)
+        self._layers = Layers(self._ranks, heap_bytes=num_nvl_bytes)
+        self._streams = Streams(self._ranks.device)
+        self._scratch: Tensor | None = None
+        self._next_window = 0
+        self._destroyed = False
+
+    def get_local_buffer_tensor(
+        self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> Tensor:
+        """A private scratch tensor, 256 bytes if `size` is None: what is written to it harms nothing."""
+        self._check_alive("get_local_buffer_tensor")
+        shape = (_SCRATCH_BYTES // dtype.itemsize,) if size is None else tuple(size)
+        self._scratch = torch.zeros(shape, dtype=dtype, device=self._ranks.device)
+        return self._scratch
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream of calls with `async_finish` or a previous event.
+
+        Raises:
+            Unsupported: the tokens are in host memory.
+        """
+        return self._streams.stream
+
+    def destroy(self) -> None:
+        """Give everything back. Local, never waits for a peer; may be called twice.
+
+        Raises:
+            AssertionError: the buffer was made without explicitly_destroy=True.
+        """
+        if not self.explicitly_destroy:
+            raise AssertionError("destroy() of a Buffer that was made without explicitly_destroy=True")
+        self._end()
+
+    def _end(self) -> None:
+        if self._destroyed:
+            return
+        self._destroyed = True
+        self.runtime = None
+        self._layers.close()
+        self._ranks.release()
+
+    def _check_alive(self, what: str) -> None:
+        if self._destroyed:
+            raise InvalidState(f"{what}: the buffer was destroyed; make a new one")
+
+    def __del__(self) -> None:
+        if getattr(self, "_destroyed", True) or sys.is_finalizing():
+            return
+        self._end()

@@ -1,0 +1,410 @@
+"""`ElasticBuffer` of DeepEP V2."""
+# check: allow file-size: one class, much of it parameters
+# check: allow-in-file function-size: parameters as in DeepEP
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.deep_ep.buffer import bias_of
+from weft.deep_ep.buffer_base import Runtime
+from weft.deep_ep.buffers.absent import Absent
+from weft.deep_ep.buffers.elastic_handle import EPHandle
+from weft.deep_ep.errors import refused
+from weft.deep_ep.expanded import dispatch_expanded, lanes_along
+from weft.deep_ep.layers import Layers, ShapeOf
+from weft.deep_ep.ranks import ranks_of
+from weft.deep_ep.rows import Form, along, bare, form_of, send, summed
+from weft.deep_ep.streams import Streams, public_call
+from weft.deep_ep.utils.event import EventHandle, EventOverlap, cuda_event
+from weft.deep_ep.utils.math import align, as_bytes
+from weft.errors import InvalidArgument, InvalidState
+from weft.limits import memory as memory_of
+
+__all__ = ["EPHandle", "ElasticBuffer"]
+
+_HINT_MULTIPLE = 2 << 20
+_GUESSED_TOPK = 8
+
+
+class ElasticBuffer(Absent):
+    """DeepEP's V2 buffer over Weft's windows. Constructing, dispatch, combine and barrier are collective.
+
+    Attributes as the parameters, and rank_idx, num_ranks, num_scaleout_ranks (1), num_scaleup_ranks (R), runtime.
+    Sizes that are not given come with the calls. What has no effect here is accepted.
+
+    Raises:
+        NotSupported: num_cpu_bytes. As `Buffer`.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: int = 300,
+        num_gpu_timeout_secs: int = 100,
+        explicitly_destroy: bool = False,
+    ) -> None:
+        self._destroyed = True  # until there is something to destroy
+        if num_cpu_bytes:
+            raise refused(f"ElasticBuffer(num_cpu_bytes={num_cpu_bytes})", "memory on the host", "leave it 0")
+        self._ranks = ranks_of(group)
+        self.group = group
+        self.rank_idx, self.num_ranks = self._ranks.rank, self._ranks.num_ranks
+        self.num_max_tokens_per_rank, self.hidden, self.num_topk = num_max_tokens_per_rank, hidden, num_topk
+        if num_bytes is None:
+            num_bytes = _size_hint(self.num_ranks, max(1, num_max_tokens_per_rank), max(8, hidden), num_topk)
+        self.num_bytes = num_bytes
+        self.num_allocated_qps = num_allocated_qps or (65 if allow_hybrid_mode else 17)
+        self.allow_hybrid_mode, self.allow_multiple_reduction = allow_hybrid_mode, allow_multiple_reduction
+        self.prefer_overlap_with_compute = prefer_overlap_with_compute
+        self.deterministic, self.explicitly_destroy = deterministic, explicitly_destroy
+        self.num_scaleout_ranks, self.num_scaleup_ranks = 1, self.num_ranks
+        self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
+        self.num_rdma_ranks, self.num_nvlink_ranks = 1, self.num_ranks
+        self.nccl_comm_handle = None
+        self.runtime: Runtime | None = Runtime(self._ranks)
+        seconds = float(min(num_cpu_timeout_secs, num_gpu_timeout_secs))
+        self._layers = Layers(self._ranks, heap_bytes=num_bytes, deadline_s=seconds)
+        self._streams = Streams(self._ranks.device)
+        self._destroyed = False
+
+    # ---- what it is
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: Any,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Bytes of Weft's window and heap, a multiple of 2 MiB; for 8 picks a token if num_topk is 0. Local."""
+        return _size_hint(_num_ranks(group), num_max_tokens_per_rank, hidden, num_topk)
+
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int | None,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 200,
+        sm_write_gbs: float = 50,
+    ) -> int:
+        """SMs that Weft takes by itself: even, at least 4. Never raises."""
+        most = self._ranks.comm.max_num_sms or 16
+        return max(4, min(16, most) // 2 * 2)
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """A number to print: there are no queue pairs here."""
+        wanted = num_sms * 16 + 1 if self.allow_hybrid_mode else min(num_sms, 9)
+        return min(wanted, self.num_allocated_qps)
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """(1, R)."""
+        return 1, self.num_ranks
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """(1, R)."""
+        return 1, self.num_ranks
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """The current point of the current stream."""
+        return EventHandle()
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """As `Buffer.get_comm_stream`."""
+        return self._streams.stream
+
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
+        """The ranks meet: on the communication stream or the current one, on the cpu engine on the host. Collective."""
+        self._check_alive("barrier")
+        has_cuda = self._ranks.device.type == "cuda"
+        if with_cpu_sync and has_cuda:
+            torch.cuda.synchronize()
+
+        def work() -> tuple[None, None]:
+            self._ranks.barrier(self._layers.deadline_s)
+            return None, None
+
+        before = EventHandle() if use_comm_stream and sequential and has_cuda else None
+        self._streams.run(work, before, False)
+        if with_cpu_sync and has_cuda:
+            torch.cuda.synchronize()
+
+    # ---- the two calls
+
+    @public_call
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Any = None,
+        previous_event_before_epilogue: Any = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = True,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+    ) -> tuple[Any, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
+        """(recv_x, recv_topk_idx, recv_topk_weights, handle, event). Collective.
+
+        Rows one a token by source rank, or with do_expand one a pick by local expert, groups at multiples of
+        expert_alignment. do_cpu_sync (default without a handle): exact sizes, the host waits; else the worst case, with
+        rows behind the last one undefined. With a handle: its routing; topk_weights go along.
+
+        Raises:
+            InvalidArgument, InvalidState: as `weft.ExpertParallel.dispatch`; what was given does not go together.
+        """
+        self._check_alive("dispatch")
+        form = form_of(x)
+        before = _both(previous_event, previous_event_before_epilogue)
+        by_column = use_tma_aligned_col_major_sf and form.scales is not None
+        scale_layout = "column_major" if by_column else "row_major"
+        options: dict[str, Any] = {"scale_layout": scale_layout, "num_sms": self._layers.num_sms(num_sms)}
+        if handle is not None:
+            known = self._own(handle)
+            if topk_idx is not None:
+                raise InvalidArgument("topk_idx beside handle; allowed is one of the two")
+            if do_cpu_sync:
+                raise InvalidArgument(
+                    "do_cpu_sync is True with a handle, whose sizes are known; allowed are None, False"
+                )
+            options |= {"zero_holes": do_zero_padding} if known.do_expand else {}
+            work: Callable[[], tuple[Any, Any]] = lambda: self._again(known, form, topk_weights, options)  # noqa: E731
+        else:
+            if topk_idx is None or num_experts is None:
+                raise InvalidArgument("topk_idx and num_experts are needed without a handle; one is missing")
+            most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+            if most <= 0:
+                raise InvalidArgument("num_max_tokens_per_rank is given neither here nor to the constructor")
+            given = _Given(form, topk_idx, topk_weights, num_experts, most, expert_alignment or 1)
+            given.is_exact, given.copy, given.num_sms = do_cpu_sync is not False, do_handle_copy, num_sms
+            options |= {"zero_holes": do_zero_padding} if do_expand else {}
+            first = self._first_expanded if do_expand else self._first
+            work = lambda: first(given, options)  # noqa: E731
+
+        def counted() -> tuple[Any, Any]:
+            values, dispatched = work()
+            if cumulative_local_expert_recv_stats is not None:
+                cumulative_local_expert_recv_stats.add_(values[3].dispatched.num_tokens_per_expert)
+            return values, dispatched
+
+        values, event = self._streams.run(counted, before, async_with_compute_stream, (x, topk_idx, topk_weights))
+        return (*values, event)
+
+    def _layer(self, given: _Given) -> Any:
+        shape = ShapeOf(given.num_experts, given.topk_idx.shape[1], given.form.hidden, given.form.dtype)
+        return self._layers.get(shape, max(given.max_tokens, self.num_max_tokens_per_rank))
+
+    def _first(self, given: _Given, options: dict[str, Any]) -> tuple[Any, Any]:
+        ep = self._layer(given)
+        if given.topk_idx.dim() != 2 or len(given.topk_idx) > given.max_tokens:
+            raise InvalidArgument(
+                f"topk_idx is {list(given.topk_idx.shape)}; allowed is [T, K] with T up to {given.max_tokens}"
+            )
+        numbers = torch.arange(len(given.topk_idx), dtype=torch.int32, device=given.topk_idx.device)
+        sent = send(
+            ep, given.form, side=numbers[:, None], topk_idx=given.topk_idx, topk_weights=given.topk_weights,
+            capacity=None if given.is_exact else self.num_ranks * given.max_tokens, max_tokens=given.max_tokens,
+            **options,
+        )  # fmt: skip
+        r = _result(sent.dispatched)
+        handle = self._handle(ep, r, given)
+        handle.tokens, handle.ids = sent.side[:, 0].clone() if sent.side is not None else None, r.topk_idx
+        received = None if handle.ids is None else handle.ids.clone()
+        return (sent.x, received, r.topk_weights if given.topk_weights is not None else None, handle), r
+
+    def _first_expanded(self, given: _Given, options: dict[str, Any]) -> tuple[Any, Any]:
+        ep = self._layer(given)
+        top_k, num_local = ep.top_k, ep.num_local_experts
+        worst = self.num_ranks * given.max_tokens * min(top_k, num_local) + (given.alignment - 1) * num_local
+        got = dispatch_expanded(
+            ep, given.form, given.topk_idx, given.topk_weights, max_tokens=given.max_tokens, alignment=given.alignment,
+            capacity=None if given.is_exact else align(worst, given.alignment), **options,
+        )  # fmt: skip
+        handle = self._handle(ep, got.dispatched, given)
+        handle.codes = got.names
+        return (got.x, None, got.weights, handle), got.dispatched
+
+    def _handle(self, ep: Any, r: Any, given: _Given) -> EPHandle:
+        handle = EPHandle(
+            self, ep, bare(r), given.topk_idx, max_tokens=given.max_tokens, is_exact=given.is_exact,
+            num_sms=given.num_sms, copy=given.copy,
+        )  # fmt: skip
+        handle.expert_alignment = given.alignment
+        if given.is_exact:
+            counts = r.num_tokens_per_expert.tolist()
+            handle.num_recv_tokens_per_expert_list = [align(each, given.alignment) for each in counts]
+        return handle
+
+    def _again(
+        self, known: EPHandle, form: Form, topk_weights: Tensor | None, options: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        ep, routing = known.ep, known.dispatched.handle
+        sent = send(ep, form, handle=routing, **options)
+        weights = None
+        if topk_weights is not None and known.do_expand:
+            assert known.codes is not None  # noqa: S101  # for mypy
+            weights = lanes_along(ep, routing, known.codes, topk_weights, num_sms=options["num_sms"])
+        elif topk_weights is not None:
+            assert known.ids is not None  # noqa: S101  # for mypy
+            words = along(ep, routing, as_bytes(topk_weights.to(torch.float32)), num_sms=options["num_sms"])
+            weights = torch.where(known.ids >= 0, words.view(torch.float32), 0.0)
+        ids = None if known.ids is None else known.ids.clone()
+        return (sent.x, ids, weights, known), sent.dispatched
+
+    @public_call
+    def combine(
+        self,
+        x: Tensor,
+        handle: EPHandle,
+        topk_weights: Tensor | None = None,
+        bias: Any = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Any = None,
+        previous_event_before_epilogue: Any = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """(combined_x [T, H], combined_topk_weights fp32 [T, K] or None, event). Collective.
+
+        The plain sum of a token's rows, fp32 inside, and the bias or both of two. Expanded: a rank's rows of a token
+        are summed and rounded first, unless the buffer has allow_multiple_reduction=False: then all are added in fp32
+        and rounded once. topk_weights [rows, K], expanded [rows]: of each pick what its rank gives.
+
+        Raises:
+            InvalidArgument: topk_weights with an expanded handle and allow_multiple_reduction=False. As `dispatch`.
+        """
+        self._check_alive("combine")
+        known = self._own(handle)
+        once = known.do_expand and not self.allow_multiple_reduction
+        if once and topk_weights is not None:
+            raise InvalidArgument("topk_weights with an expanded handle need allow_multiple_reduction=True")
+        ep, routing = known.ep, known.dispatched.handle
+        options: dict[str, Any] = {"num_sms": self._layers.num_sms(num_sms or known.num_sms), "bias": bias_of(bias)}
+
+        def work() -> tuple[Any, None]:
+            if topk_weights is not None:
+                return summed(ep, routing, x, side=topk_weights.to(torch.float32), **options), None
+            if once and x.dtype != torch.float32:
+                more = options["bias"]
+                wide = options | {"bias": None if more is None else more.to(torch.float32)}
+                return (summed(ep, routing, x.to(torch.float32), **wide).to(x.dtype), None), None
+            return (summed(ep, routing, x, **options), None), None
+
+        before = _both(previous_event, previous_event_before_epilogue)
+        values, event = self._streams.run(work, before, async_with_compute_stream, (x, topk_weights, bias))
+        return (*values, event)
+
+    # ---- its end
+
+    def destroy(self) -> None:
+        """As `Buffer.destroy`."""
+        if not self.explicitly_destroy:
+            raise AssertionError("destroy() of an ElasticBuffer that was made without explicitly_destroy=True")
+        self._end()
+
+    def _end(self) -> None:
+        if self._destroyed:
+            return
+        self._destroyed = True
+        self.runtime = None
+        self._layers.close()
+        self._ranks.release()
+
+    def _check_alive(self, what: str) -> None:
+        if self._destroyed:
+            raise InvalidState(f"{what}: the buffer was destroyed; make a new one")
+
+    def _own(self, handle: Any) -> EPHandle:
+        if not isinstance(handle, EPHandle):
+            raise InvalidArgument(f"handle is {type(handle)!r}; the EPHandle of a dispatch is expected")
+        if handle.buffer is not self:
+            raise InvalidState("the handle is of another buffer; a call needs the buffer that made it")
+        return handle
+
+    def __del__(self) -> None:
+        if not getattr(self, "_destroyed", True) and not sys.is_finalizing():
+            self._end()
+
+
+class _Given:
+    """What a first dispatch was given, beside how it runs."""
+
+    is_exact = True
+    copy = True
+    num_sms = 0
+
+    def __init__(
+        self,
+        form: Form,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None,
+        num_experts: int,
+        max_tokens: int,
+        alignment: int,
+    ) -> None:
+        self.form, self.topk_idx, self.topk_weights = form, topk_idx, topk_weights
+        self.num_experts, self.max_tokens, self.alignment = num_experts, max_tokens, alignment
+
+
+def _result(dispatched: Any) -> Any:
+    if dispatched is None:
+        raise InvalidState("a first dispatch has a result")
+    return dispatched
+
+
+def _both(first: Any, second: Any) -> Any:
+    """The later of two previous events: the call waits for both before it sends."""
+    event = cuda_event(first)
+    late = cuda_event(second)
+    if event is not None and late is not None:
+        torch.cuda.current_stream().wait_event(late)
+        return EventHandle()
+    return event if late is None else late
+
+
+def _num_ranks(group: Any) -> int:
+    return int(group.num_ranks if hasattr(group, "num_ranks") else group.size())
+
+
+def _size_hint(num_ranks: int, max_tokens: int, hidden: int, num_topk: int) -> int:
+    top_k = num_topk or _GUESSED_TOPK
+    engine = "nvlink" if torch.cuda.is_available() else "cpu"
+    heap = max_tokens * max(num_ranks, top_k) * (2 * hidden + 8 * top_k)
+    num_bytes = memory_of(num_ranks, num_ranks, top_k, align(hidden, 8), max_tokens, heap_bytes=heap, engine=engine)[
+        "windows_bytes"
+    ]
+    return align(num_bytes, _HINT_MULTIPLE)

@@ -1,0 +1,142 @@
+"""`EPHandle`: the routing of a dispatch of `ElasticBuffer`, with its tables made when they are first read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.expert_parallel import ExpertParallel
+from weft.handle import Dispatched
+
+__all__ = ["EPHandle"]
+
+# Tables that are made from what a dispatch has brought, when somebody reads them; no rank waits for another.
+_LATE = (
+    "num_recv_tokens", "num_expanded_tokens", "psum_num_recv_tokens_per_scaleup_rank",
+    "psum_num_recv_tokens_per_expert", "num_unaligned_recv_tokens_per_expert", "recv_src_metadata",
+    "dst_buffer_slot_idx",
+)  # fmt: skip
+
+
+class EPHandle:
+    """R ranks, L local experts, K picks a token, M = num_max_tokens_per_rank, N tokens received (each once).
+
+    Attributes:
+        do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
+        topk_idx: [T, K], a copy unless do_handle_copy=False.
+        num_recv_tokens: N, without sync R M. num_expanded_tokens: rows, of an expanded dispatch.
+        num_recv_tokens_per_expert_list: aligned counts, Python ints; [] without sync.
+        psum_num_recv_tokens_per_scaleup_rank: int32 [R], inclusive: tokens from the ranks up to i; the last is N.
+        psum_num_recv_tokens_per_expert: int32 [L]: inclusive sums of aligned counts; expanded: where each expert's rows
+            end without their alignment.
+        num_unaligned_recv_tokens_per_expert: int32 [L].
+        recv_src_metadata: int32 [N, 2 + K] (without sync [R M, 2 + K]), a line a token: source rank * M + token, 0, and
+            of each pick the row of the expanded result, -1 if it is not here or the dispatch was not expanded.
+        dst_buffer_slot_idx: int32 [T, K]: this rank * M + number of the token among those that go to that rank; -1.
+    """
+
+    num_recv_tokens: int
+    num_expanded_tokens: int
+    psum_num_recv_tokens_per_scaleup_rank: Tensor
+    psum_num_recv_tokens_per_expert: Tensor
+    num_unaligned_recv_tokens_per_expert: Tensor
+    recv_src_metadata: Tensor
+    dst_buffer_slot_idx: Tensor
+
+    def __init__(
+        self, buffer: Any, ep: ExpertParallel, dispatched: Dispatched, topk_idx: Tensor, *, max_tokens: int,
+        is_exact: bool, num_sms: int, copy: bool,
+    ) -> None:  # fmt: skip
+        handle = dispatched.handle
+        self.buffer, self.ep, self.dispatched = buffer, ep, dispatched
+        self.do_expand = handle.layout == "expert_major"
+        self.num_experts, self.num_max_tokens_per_rank, self.num_sms = ep.num_experts, max_tokens, num_sms
+        self.expert_alignment = 1
+        self.topk_idx = topk_idx.clone() if copy else topk_idx
+        self.num_recv_tokens_per_expert_list: list[int] = []
+        self.token_metadata_at_forward = None
+        self.channel_linked_list = None
+        self.is_exact = is_exact
+        self.codes: Tensor | None = None  # int64 [rows]: (source rank * M + token) * K + k, -1 where no pick is
+        self.tokens: Tensor | None = None  # int32 [rows]: source token; not expanded
+        self.ids: Tensor | None = None  # not expanded: local ids received
+
+    def deterministic_sort(self, *args: Any, **named: Any) -> None:
+        """Nothing: the order is always the same."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _LATE:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        with torch.no_grad():
+            value = getattr(self, f"_make_{name}")()
+        self.__dict__[name] = value
+        return value
+
+    def _make_num_recv_tokens(self) -> int:
+        if not self.is_exact:
+            return self.ep.num_ranks * self.num_max_tokens_per_rank
+        if not self.do_expand:
+            return int(self.dispatched.handle.rows_shape[0])
+        return int(self.psum_num_recv_tokens_per_scaleup_rank[-1].item())
+
+    def _make_num_expanded_tokens(self) -> int:
+        return int(self.dispatched.handle.rows_shape[0])
+
+    def _make_num_unaligned_recv_tokens_per_expert(self) -> Tensor:
+        return self.dispatched.num_tokens_per_expert.clone()
+
+    def _make_psum_num_recv_tokens_per_expert(self) -> Tensor:
+        counts = self.dispatched.num_tokens_per_expert
+        if self.do_expand:
+            return self.dispatched.offsets[:-1] + counts
+        aligned = (counts + self.expert_alignment - 1) // self.expert_alignment * self.expert_alignment
+        return aligned.cumsum(0, dtype=torch.int32)
+
+    def _make_psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
+        if not self.do_expand:
+            return self.dispatched.offsets[1:].clone()
+        is_first, tokens, _ = self._lines()
+        ranks = torch.where(is_first, tokens // self.num_max_tokens_per_rank, self.ep.num_ranks)
+        counts = torch.zeros(self.ep.num_ranks + 1, dtype=torch.int32, device=ranks.device)
+        counts.scatter_add_(0, ranks, torch.ones_like(ranks, dtype=torch.int32))
+        return counts[:-1].cumsum(0, dtype=torch.int32)
+
+    def _make_recv_src_metadata(self) -> Tensor:
+        top_k, num_lines = self.ep.top_k, self.num_recv_tokens
+        device = self.topk_idx.device
+        table = torch.full((num_lines + 1, 2 + top_k), -1, dtype=torch.int32, device=device)
+        table[:, 1] = 0
+        if not self.do_expand and self.tokens is not None:
+            rows = torch.arange(len(self.tokens), dtype=torch.int32, device=device)
+            ranks = torch.searchsorted(self.psum_num_recv_tokens_per_scaleup_rank, rows, right=True)
+            table[:num_lines, 0] = ranks.to(torch.int32) * self.num_max_tokens_per_rank + self.tokens
+            return table[:num_lines]
+        _, tokens, line = self._lines()
+        order, codes = self._order, self._sorted_codes
+        line = torch.where(codes >= 0, line, num_lines)
+        table[line, 0] = tokens.to(torch.int32)
+        table[line, 2 + codes.clamp(min=0) % top_k] = order.to(torch.int32)
+        return table[:num_lines]
+
+    def _lines(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the expanded rows by code: whether each is the first of its token, its token, and the token's line."""
+        assert self.codes is not None  # noqa: S101  # for mypy
+        if "_order" not in self.__dict__:
+            codes = torch.where(self.codes >= 0, self.codes, 1 << 62)
+            order = codes.argsort(stable=True)
+            self.__dict__["_order"], self.__dict__["_sorted_codes"] = order, self.codes[order]
+        codes = self.__dict__["_sorted_codes"]
+        tokens = torch.where(codes >= 0, codes // self.ep.top_k, -1)
+        before = torch.cat([tokens.new_full((1,), -1), tokens[:-1]])
+        is_first = (tokens != before) & (tokens >= 0)
+        return is_first, tokens, is_first.cumsum(0) - 1
+
+    def _make_dst_buffer_slot_idx(self) -> Tensor:
+        ids = self.topk_idx.to(torch.int64)
+        owners = torch.where((ids >= 0) & (ids < self.num_experts), ids // self.ep.num_local_experts, self.ep.num_ranks)
+        goes = torch.zeros((len(ids), self.ep.num_ranks + 1), dtype=torch.int32, device=ids.device)
+        goes.scatter_(1, owners, 1)
+        number = goes.cumsum(0, dtype=torch.int32) - 1 + self.ep.comm.rank * self.num_max_tokens_per_rank
+        return torch.where(owners < self.ep.num_ranks, number.gather(1, owners), -1)

@@ -1,0 +1,89 @@
+"""Windows of the shapes that a buffer meets: made at the first call, larger ones where a rank has more tokens."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+
+from weft import env
+from weft.deep_ep.ranks import Ranks
+from weft.errors import InvalidState
+from weft.expert_parallel import ExpertParallel
+
+__all__ = ["Layers", "ShapeOf"]
+
+_LEAST_HEAP = 64 << 20
+_LEAST_TOKENS = 512
+DEADLINE_S = 100.0
+
+
+class ShapeOf(NamedTuple):
+    """What an `ExpertParallel` serves; `kind`: "normal", or "low_latency" with two windows."""
+
+    num_experts: int
+    top_k: int
+    hidden: int
+    dtype: torch.dtype
+    kind: str = "normal"
+
+
+class Layers:
+    """Of one buffer. A handle keeps the object that made it, so the smaller ones live until their last handle goes."""
+
+    def __init__(self, ranks: Ranks, *, heap_bytes: int, deadline_s: float = DEADLINE_S) -> None:
+        chosen = env.deep_ep()
+        self.ranks = ranks
+        self.deadline_s = chosen.timeout_s or deadline_s
+        self._heap_bytes = max(_LEAST_HEAP, heap_bytes)
+        self._preset_tokens = chosen.max_tokens
+        self._newest: dict[ShapeOf, ExpertParallel] = {}
+        self._all: weakref.WeakSet[ExpertParallel] = weakref.WeakSet()
+
+    def has(self, shape: ShapeOf, max_tokens: int) -> bool:
+        """Whether a call of so many tokens needs no new window."""
+        found = self._newest.get(shape)
+        return found is not None and found.max_tokens_per_rank >= max_tokens
+
+    def get(self, shape: ShapeOf, max_tokens: int, heap_bytes: int = 0) -> ExpertParallel:
+        """With room for `max_tokens`, equal on all ranks. Collective where it is new.
+
+        Raises:
+            InvalidState: it would be new, inside of a graph capture.
+        """
+        found = self._newest.get(shape)
+        if found is not None and found.max_tokens_per_rank >= max_tokens:
+            return found
+        if is_capturing():
+            raise InvalidState("run this call once before capturing it: its first call meets the other ranks")
+        made = ExpertParallel(
+            self.ranks.comm, num_experts=shape.num_experts, top_k=shape.top_k, hidden=shape.hidden, dtype=shape.dtype,
+            max_tokens_per_rank=max_tokens, deadline_s=self.deadline_s, heap_bytes=max(self._heap_bytes, heap_bytes),
+            num_windows=2 if shape.kind == "low_latency" else 1,
+        )  # fmt: skip
+        self._newest[shape] = made
+        self._all.add(made)
+        return made
+
+    def agreed(self, shape: ShapeOf, num_tokens: int) -> ExpertParallel:
+        """With room for the largest T of any rank, which the ranks tell each other. Collective, the host waits."""
+        most = max(row[0] for row in self.ranks.gather([num_tokens], self.deadline_s))
+        room = max(_LEAST_TOKENS, self._preset_tokens, 1 << max(0, most - 1).bit_length())
+        return self.get(shape, max(most, min(room, (1 << 24) - 1)))
+
+    def close(self) -> None:
+        """Local, never waits."""
+        for each in list(self._all):
+            each.close()
+        self._newest.clear()
+
+    def num_sms(self, value: Any) -> int | None:
+        """DeepEP's `num_sms` as Weft takes it."""
+        most = self.ranks.comm.max_num_sms
+        return min(int(value), most) if value and most else None
+
+
+def is_capturing() -> bool:
+    """Whether the current stream records a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

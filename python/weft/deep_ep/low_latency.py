@@ -1,0 +1,368 @@
+"""Low-latency calls of V1 `Buffer`: few tokens, rows by expert, weights given to combine by the tokens' owner."""
+# check: allow-in-file function-size: parameters as in DeepEP
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+
+import torch
+from torch import Tensor
+
+from weft.deep_ep.buffer_base import BufferBase
+from weft.deep_ep.errors import refused
+from weft.deep_ep.expanded import names_of_picks, numbers_of
+from weft.deep_ep.layers import ShapeOf
+from weft.deep_ep.rows import along, bare, form_of, summed
+from weft.deep_ep.streams import public_call
+from weft.deep_ep.utils.event import EventOverlap
+from weft.deep_ep.utils.math import as_bytes
+from weft.errors import InvalidArgument, InvalidState
+from weft.limits import MAX_SMALL_TOKENS, QUANTIZE_GROUP
+from weft.limits import memory as memory_of
+from weft.log import logger
+
+if TYPE_CHECKING:
+    from weft.expert_parallel import ExpertParallel
+    from weft.handle import Dispatched
+
+__all__ = ["LowLatency", "LowLatencyHandle"]
+
+_GUESSED_TOPK = 8
+
+
+class LowLatencyHandle(tuple):  # type: ignore[type-arg]
+    """Of a low-latency dispatch: (src_info, layout_range, M, H, E); the first two are made when they are asked for.
+
+    src_info int32 [L, R M]: source token of each row. layout_range int64 [L, R]: first row << 32 | number of rows, by
+    source rank.
+    """
+
+    buffer: Any
+    ep: ExpertParallel
+    dispatched: Dispatched
+    output: Tensor | None
+
+    def __new__(cls, buffer: Any, ep: ExpertParallel, dispatched: Dispatched, max_tokens: int) -> LowLatencyHandle:
+        """Handle of a result whose weights are the codes of picks."""
+        self = super().__new__(cls, (None, None, max_tokens, ep.hidden, ep.num_experts))
+        self.buffer, self.ep, self.dispatched, self.output = buffer, ep, bare(dispatched), None
+        return self
+
+    @property
+    def max_tokens(self) -> int:
+        """M of the dispatch."""
+        return int(tuple.__getitem__(self, 2))
+
+    def is_row(self) -> Tensor:
+        """bool [L, R M]: whether a pick lies there."""
+        counts = self.dispatched.num_tokens_per_expert
+        return (
+            torch.arange(self.dispatched.handle.rows_shape[1], dtype=torch.int32, device=counts.device)
+            < counts[:, None]
+        )
+
+    def codes(self) -> Tensor:
+        """int64 [L, R M]: (source rank * M + token) * K + k of each row; 0 where none is."""
+        return numbers_of(self.dispatched.topk_weights, self.is_row()).clamp(min=0)
+
+    def sources(self) -> tuple[Tensor, Tensor]:
+        """int64 [L, R M] twice: source rank and token of each row."""
+        tokens = self.codes() // self.ep.top_k
+        return tokens // self.max_tokens, tokens % self.max_tokens
+
+    def _item(self, idx: int) -> Any:
+        if idx == 0:
+            return self.sources()[1].to(torch.int32)
+        if idx == 1:
+            ranks, _ = self.sources()
+            ranks = torch.where(self.is_row(), ranks, self.ep.num_ranks)
+            counts = torch.zeros((len(ranks), self.ep.num_ranks + 1), dtype=torch.int64, device=ranks.device)
+            counts.scatter_add_(1, ranks, torch.ones_like(ranks))
+            counts = counts[:, :-1]
+            return ((counts.cumsum(1) - counts) << 32) | counts
+        return tuple.__getitem__(self, idx)
+
+    @overload
+    def __getitem__(self, idx: SupportsIndex) -> Any: ...
+    @overload
+    def __getitem__(self, idx: slice) -> tuple[Any, ...]: ...
+    def __getitem__(self, idx: Any) -> Any:
+        found = range(5)[idx]
+        return tuple(map(self._item, found)) if isinstance(found, range) else self._item(found)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._item, range(5))
+
+    def __repr__(self) -> str:
+        return f"deep_ep.Buffer low-latency handle({self.dispatched.handle})"
+
+
+class LowLatency(BufferBase):
+    """The low-latency half of `Buffer`."""
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes that Weft's two windows of this shape take, for 8 picks a token. Local."""
+        shape: dict[str, Any] = {
+            "num_ranks": num_ranks, "num_experts": -(-num_experts // num_ranks) * num_ranks, "top_k": _GUESSED_TOPK,
+            "hidden": -(-hidden // 8) * 8, "max_tokens_per_rank": num_max_dispatch_tokens_per_rank, "num_windows": 2,
+        }  # fmt: skip
+        engine = "nvlink" if torch.cuda.is_available() else "cpu"
+        return memory_of(**shape, heap_bytes=_rows_bytes(shape), engine=engine)["windows_bytes"]
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Nothing has to be cleaned."""
+        self._check_alive("clean_low_latency_buffer")
+
+    @public_call
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        dispatch_wait_recv_cost_stats: Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        *,
+        topk_weights: Tensor | None = None,
+        x_global_scale: Tensor | None = None,
+        use_nvfp4: bool = False,
+        use_ue8m0_for_sf: bool = False,
+    ) -> tuple[Any, ...]:
+        """(recv_x, recv_count, handle, event, hook). Collective.
+
+        recv_x [L, R M, H] bf16, or with use_fp8 (e4m3, scales [L, R M, H / 128] by column; use_ue8m0: int32, four
+        exponents a word). Rows of an expert are at its first recv_count places (int32 [L], valid after the hook).
+        return_recv_hook: only send; `hook()` receives.
+
+        Raises:
+            InvalidArgument, InvalidState: as `weft.ExpertParallel.dispatch`. NotSupported: NVFP4, topk_weights.
+        """
+        self._check_alive("low_latency_dispatch")
+        if use_nvfp4 or x_global_scale is not None or use_ue8m0_for_sf:
+            raise refused(
+                "low_latency_dispatch(use_nvfp4=True)", "NVFP4 on the way", "use_fp8=True, or quantise before"
+            )
+        if topk_weights is not None:
+            raise refused(
+                "low_latency_dispatch(topk_weights=)", "weights with the tokens", "give them to low_latency_combine"
+            )
+        if dispatch_wait_recv_cost_stats is not None:
+            raise refused(
+                "dispatch_wait_recv_cost_stats", "waits counted in the call", "weft.ExpertParallel.stats has wait_us"
+            )
+        if async_finish and return_recv_hook:
+            raise InvalidArgument("async_finish and return_recv_hook are both True; allowed is one of the two")
+        if use_ue8m0 and not round_scale:
+            raise InvalidArgument("use_ue8m0 is True without round_scale; scales of exponents are rounded: set both")
+        form = form_of(x)
+        if form.data.dtype != torch.bfloat16:
+            raise InvalidArgument(
+                f"x is {form.data.dtype}; allowed is bf16 (view other bits as bf16 with use_fp8=False)"
+            )
+        max_tokens = num_max_dispatch_tokens_per_rank
+        ep = self._of_low_latency(topk_idx, form.hidden, max_tokens, num_experts)
+        is_staged = return_recv_hook and max_tokens <= MAX_SMALL_TOKENS
+        quantize = None if not use_fp8 else "fp8_ue8m0" if round_scale else "fp8"
+        names = names_of_picks(topk_idx, self.rank, max_tokens, self.group_size)
+        window, self._next_window = self._next_window, 1 - self._next_window
+
+        late: list[Callable[[], object]] = []
+        count = torch.empty(ep.num_local_experts, dtype=torch.int32, device=ep.device)
+
+        def work() -> tuple[Any, Any]:
+            r = ep.dispatch(
+                form.data, topk_idx, names, layout="masked", capacity=self.group_size * max_tokens,
+                max_tokens=max_tokens, quantize=quantize, scale_layout="column_major" if use_fp8 else "row_major",
+                staged=is_staged, window=window,
+            )  # fmt: skip
+            late.append(r.wait)
+            late.append(lambda: count.copy_(r.num_tokens_per_expert))
+            if cumulative_local_expert_recv_stats is not None:
+                late.append(lambda: cumulative_local_expert_recv_stats.add_(count))
+            rows = _rows_of(r, late, is_rounded=round_scale and not use_ue8m0)
+            if not return_recv_hook:
+                _run(late)
+            return (rows, LowLatencyHandle(self, ep, r, max_tokens)), r
+
+        (rows, handle), event = self._streams.run(work, None, async_finish, (x, topk_idx))
+        return rows, count, handle, event, _once(lambda: _run(late)) if return_recv_hook else None
+
+    @public_call
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: Any,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Tensor | None = None,
+        combine_wait_recv_cost_stats: Tensor | None = None,
+        overlap: bool = False,
+        src_signals: Tensor | None = None,
+        src_signal_expect_value: int = 0,
+        *,
+        packed_recv_count: Tensor | None = None,
+        comp_signal: Tensor | None = None,
+        block_m: int | None = None,
+        threshold: int | None = None,
+        num_sms: int | None = None,
+    ) -> tuple[Tensor, EventOverlap, Callable[[], None] | None]:
+        """(combined_x [T, H] bf16, event, hook). Collective.
+
+        The sum over k with topk_idx[t, k] >= 0 of topk_weights[t, k] * row of (t, k), in fp32, rounded once; ids may
+        have turned -1 since the dispatch. zero_copy: of the rows in `get_next_low_latency_combine_buffer(handle)`.
+        use_logfmt has no effect: rows travel as they are.
+        """
+        self._check_alive("low_latency_combine")
+        if overlap or src_signals is not None or comp_signal is not None:
+            raise refused(
+                "low_latency_combine(overlap=True)", "signals of experts", "call it when the experts are done"
+            )
+        if combine_wait_recv_cost_stats is not None:
+            raise refused(
+                "combine_wait_recv_cost_stats", "waits counted in the call", "weft.ExpertParallel.stats has wait_us"
+            )
+        if use_logfmt:
+            if zero_copy:
+                raise InvalidArgument("use_logfmt and zero_copy are both True; allowed is one of the two")
+            logger.info("deep_ep: use_logfmt has no effect: rows travel as they are, which is more exact")
+        if async_finish and return_recv_hook:
+            raise InvalidArgument("async_finish and return_recv_hook are both True; allowed is one of the two")
+        mine = self._own_low_latency(handle)
+        ep, routing = mine.ep, mine.dispatched.handle
+        rows = mine.output if zero_copy else x
+        if rows is None:
+            raise InvalidState("zero_copy without get_next_low_latency_combine_buffer(handle), which has the rows")
+        num_tokens = routing.num_tokens
+        wanted = (num_tokens, ep.top_k)
+        if tuple(topk_idx.shape) != wanted or tuple(topk_weights.shape) != wanted:
+            raise InvalidArgument(
+                f"topk_idx is {list(topk_idx.shape)}, topk_weights {list(topk_weights.shape)}; allowed is "
+                f"{list(wanted)}, as the dispatch had them"
+            )
+        result = torch.empty((num_tokens, ep.hidden), dtype=torch.bfloat16, device=ep.device) if out is None else out
+        is_staged = return_recv_hook and routing.is_small
+
+        def work() -> tuple[Any, None]:
+            sent = summed(
+                ep, routing, _weighted(mine, rows, topk_idx, topk_weights), staged=is_staged, window=routing.window
+            )
+            if not return_recv_hook:
+                result.copy_(sent)
+            return sent, None
+
+        sent, event = self._streams.run(work, None, async_finish, (rows, topk_idx, topk_weights))
+        hook = _once(lambda: result.copy_(sent.wait() if is_staged else sent)) if return_recv_hook else None
+        return result, event, hook
+
+    def get_next_low_latency_combine_buffer(self, handle: Any) -> Tensor:
+        """bf16 [L, R M, H] for the rows of the next `low_latency_combine(zero_copy=True)` with this handle."""
+        self._check_alive("get_next_low_latency_combine_buffer")
+        mine = self._own_low_latency(handle)
+        if mine.output is None:
+            mine.output = mine.ep.empty_output(mine.dispatched)
+        return mine.output
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Refused: a lost rank breaks the group until `weft.Communicator.rebuild`."""
+        raise refused(
+            "low_latency_update_mask_buffer", "masks of ranks", "weft.Communicator.rebuild goes on without them"
+        )
+
+    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
+        """Fill int32 [R]: 1 for a rank that the group has lost."""
+        self._check_alive("low_latency_query_mask_buffer")
+        lost = [int(rank not in self._ranks.comm.active_ranks) for rank in range(self.group_size)]
+        mask_status.copy_(torch.tensor(lost, dtype=mask_status.dtype, device=mask_status.device))
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Nothing has to be cleaned."""
+        self._check_alive("low_latency_clean_mask_buffer")
+
+    def _of_low_latency(self, topk_idx: Tensor, hidden: int, max_tokens: int, num_experts: int) -> ExpertParallel:
+        if topk_idx.dim() != 2 or topk_idx.dtype not in (torch.int64, torch.int32):
+            raise InvalidArgument(
+                f"topk_idx is {list(topk_idx.shape)} {topk_idx.dtype}; allowed is [T, K] int64 or int32"
+            )
+        top_k = topk_idx.shape[1]
+        if num_experts <= 0 or num_experts % self.group_size:
+            raise InvalidArgument(
+                f"num_experts is {num_experts}; allowed are multiples of the number of ranks, {self.group_size}"
+            )
+        room = 2 * (num_experts // self.group_size) * self.group_size * max_tokens * hidden
+        return self._layers.get(
+            ShapeOf(num_experts, top_k, hidden, torch.bfloat16, "low_latency"), max_tokens, heap_bytes=room
+        )
+
+    def _own_low_latency(self, handle: Any) -> LowLatencyHandle:
+        if not isinstance(handle, LowLatencyHandle):
+            raise InvalidArgument(f"handle is {type(handle)!r}; the handle of a low_latency_dispatch is expected")
+        if handle.buffer is not self:
+            raise InvalidState("the handle is of another buffer; a call needs the buffer that made it")
+        return handle
+
+
+def _rows_bytes(shape: dict[str, int]) -> int:
+    return 2 * shape["num_experts"] * shape["max_tokens_per_rank"] * shape["hidden"]
+
+
+def _rows_of(r: Dispatched, late: list[Callable[[], object]], *, is_rounded: bool) -> Any:
+    """recv_x; `is_rounded`: scales are floats, written from the exponents when they are there."""
+    if isinstance(r.x, Tensor):
+        return r.x
+    data, words = r.x
+    if not is_rounded or words is None or data is None:
+        return data, words
+    num_scales, pitch = -(-data.shape[-1] // QUANTIZE_GROUP), -(-words.shape[1] // 4) * 4
+    columns = torch.empty((len(words), num_scales, pitch), dtype=torch.float32, device=words.device)
+    scales = columns.mT[:, : words.shape[1]]
+
+    def write() -> None:
+        exponents = as_bytes(words)[..., :num_scales].to(torch.int32)
+        scales.copy_((exponents << 23).view(torch.float32))
+
+    late.append(write)
+    return data, scales
+
+
+def _weighted(handle: LowLatencyHandle, rows: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+    """fp32 [L, R M, H]: rows times the weights of their picks, which their owners send along; absent picks are 0."""
+    weights = torch.where(topk_idx >= 0, topk_weights.to(torch.float32), 0.0)
+    is_there = (topk_idx >= 0).to(torch.float32)
+    sent = torch.cat([weights, is_there], dim=1).contiguous()
+    routing = handle.dispatched.handle
+    got = along(handle.ep, routing, sent.view(torch.uint8), window=routing.window).view(torch.float32)
+    top_k = handle.ep.top_k
+    lane = (handle.codes() % top_k)[..., None]
+    weight, there = got[..., :top_k].gather(-1, lane), got[..., top_k:].gather(-1, lane)
+    keep = (there != 0) & handle.is_row()[..., None]
+    return torch.where(keep, rows.to(torch.float32) * weight, 0.0)
+
+
+def _run(functions: list[Callable[[], object]]) -> None:
+    for each in functions:
+        each()
+
+
+def _once(function: Callable[[], object]) -> Callable[[], None]:
+    """Calls it the first time alone."""
+    left = [function]
+
+    def hook() -> None:
+        if left:
+            with torch.no_grad():
+                left.pop()()
+
+    return hook

@@ -1,0 +1,105 @@
+"""The ranks of a group: one communicator for all buffers of this process on it, and small words between them."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from weft import env
+from weft.communicator import Communicator
+from weft.deep_ep.errors import refused
+from weft.errors import InvalidState
+from weft.expert_parallel import ExpertParallel
+from weft.quantized import Quantized
+
+__all__ = ["Ranks", "ranks_of"]
+
+_kept: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()
+_LEAST_WORDS = 8
+
+
+def ranks_of(group: Any, comm: Any = None) -> Ranks:
+    """Of a process group, or of a `weft.Communicator` (which stays its owner's). Collective where the group is new.
+
+    Raises:
+        ValueError: neither `group` nor `comm` is given.
+        NotSupported: `comm`, an MPI communicator.
+    """
+    if group is None and comm is not None:
+        raise refused("comm=", "ranks of MPI", "pass group=, a torch.distributed group of any backend")
+    if group is None:
+        raise ValueError("group is None; a torch.distributed process group is expected")
+    found = _kept.get(group)
+    if found is None or found.is_closed:
+        found = _kept[group] = Ranks(group)
+    found.num_users += 1
+    return found
+
+
+class Ranks:
+    """A communicator, counted: closed with its last buffer."""
+
+    def __init__(self, group: Any) -> None:
+        self.num_users = 0
+        self._is_owner = not isinstance(group, Communicator)
+        self._mail: dict[int, ExpertParallel] = {}
+        self.comm = _connect(group) if self._is_owner else group
+        self.rank, self.num_ranks = self.comm.rank, self.comm.num_ranks
+        self.device = self.comm.device
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its last buffer is gone."""
+        return self.comm._closed
+
+    def release(self) -> None:
+        """A buffer is gone. Local, never waits."""
+        self.num_users -= 1
+        if self.num_users > 0:
+            return
+        with contextlib.suppress(InvalidState):  # inside a call of another thread: the end of the process closes it
+            for each in self._mail.values():
+                each.close()
+            self._mail.clear()
+            if self._is_owner:
+                self.comm.close()
+
+    def gather(self, words: Sequence[int], deadline_s: float | None = None) -> list[list[int]]:
+        """Equally many int32 words of every rank, by rank. Collective; the host waits."""
+        mine = torch.tensor([words], dtype=torch.int32, device=self.device)
+        return [row[: len(words)] for row in self._told(mine, None, deadline_s).tolist()]
+
+    def gather_tensor(self, words: torch.Tensor, deadline_s: float | None = None) -> torch.Tensor:
+        """int32 [n] of every rank -> [R, n]. Collective; the host waits."""
+        return self._told(words.to(torch.int32)[None], None, deadline_s)[:, : words.numel()]
+
+    def barrier(self, deadline_s: float | None = None) -> None:
+        """Ranks meet on the current stream; on the cpu engine the host waits."""
+        self._told(torch.zeros((1, 1), dtype=torch.int32, device=self.device), self.num_ranks, deadline_s)
+
+    def _told(self, mine: torch.Tensor, capacity: int | None, deadline_s: float | None) -> torch.Tensor:
+        num_words = max(_LEAST_WORDS, 1 << (mine.shape[1] - 1).bit_length())
+        ep = self._mail.get(num_words)
+        if ep is None:
+            ep = self._mail[num_words] = ExpertParallel(
+                self.comm, num_experts=self.num_ranks, top_k=self.num_ranks, hidden=num_words, max_tokens_per_rank=1,
+                heap_bytes=0,
+            )  # fmt: skip
+        row = torch.zeros((1, num_words), dtype=torch.int32, device=self.device)
+        row[:, : mine.shape[1]] = mine
+        everyone = torch.arange(self.num_ranks, dtype=torch.int64, device=self.device)[None]
+        r = ep.dispatch(Quantized(row.view(torch.uint8)), everyone, capacity=capacity, deadline_s=deadline_s)
+        rows: torch.Tensor = r.x.data  # of a Quantized
+        return rows.view(torch.int32)
+
+
+def _connect(group: Any) -> Communicator:
+    """Collective. The process is bound as placement="process" does, unless WEFT_PLACEMENT says otherwise."""
+    chosen = env.deep_ep()
+    device = chosen.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    placement = "auto" if env.set_among(["WEFT_PLACEMENT"]) else "process"
+    return Communicator.from_process_group(group, device=device, placement=placement)

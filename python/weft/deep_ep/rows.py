@@ -1,0 +1,170 @@
+"""Rows on their way: x in the forms that DeepEP takes, and what travels beside the rows or along a handle."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.deep_ep.utils.math import as_bytes
+from weft.errors import InvalidArgument
+from weft.expert_parallel import ExpertParallel
+from weft.handle import Dispatched, Handle
+from weft.limits import max_row_bytes
+from weft.quantized import Quantized
+
+__all__ = ["Form", "Sent", "along", "bare", "form_of", "send", "sum_of_lanes", "summed"]
+
+_PLAIN = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Form(NamedTuple):
+    """x taken apart: `data` [T, ...], `scales` of 4 bytes [T, S] or None; `hidden`, `dtype` of the window it takes."""
+
+    data: Tensor
+    scales: Tensor | None
+    hidden: int
+    dtype: torch.dtype
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether Weft knows it as rows of floats; else they are bytes."""
+        return self.scales is None and self.data.dtype in _PLAIN
+
+
+class Sent(NamedTuple):
+    """What arrived: `x` in the form that was sent, the words beside each row; None: x went along a handle in pieces."""
+
+    x: Any
+    side: Tensor | None
+    dispatched: Dispatched | None
+
+
+def bare(r: Dispatched) -> Dispatched:
+    """The result without its rows, for a handle to keep: it would keep their memory."""
+    return Dispatched(torch.empty(0, dtype=torch.uint8, device="cpu"), r.handle, r.overflow, r.event, r.calls)
+
+
+def form_of(x: Any, name: str = "x") -> Form:
+    """A tensor [T, H], or (data [T, H] of one byte, scales [T, S] of four).
+
+    Raises:
+        InvalidArgument: it is neither, or data is not contiguous.
+    """
+    is_pair = isinstance(x, (tuple, list)) and len(x) == 2
+    data, scales = x if is_pair else (x, None)
+    if not isinstance(data, Tensor) or data.dim() != 2 or not data.is_contiguous():
+        raise InvalidArgument(
+            f"{name} is {_said(data)}; allowed is a contiguous [T, H] tensor, or (data of one byte [T, H], scales)"
+        )
+    if scales is None:
+        if data.dtype in _PLAIN:
+            return Form(data, None, data.shape[1], data.dtype)
+        row_bytes = data.shape[1] * data.element_size()
+        return Form(data, None, -(-row_bytes // 16) * 8, torch.bfloat16)
+    if data.element_size() != 1:
+        raise InvalidArgument(f"{name}[0] is {_said(data)}; allowed beside scales are data of one byte, as FP8")
+    if not isinstance(scales, Tensor) or scales.dim() != 2 or len(scales) != len(data) or scales.element_size() != 4:
+        raise InvalidArgument(f"{name}[1] is {_said(scales)}; allowed are [T, S] fp32 or int32 scales")
+    return Form(data, scales, data.shape[1], torch.bfloat16)
+
+
+def _said(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(type(value))
+    return f"{list(value.shape)} {value.dtype}{'' if value.is_contiguous() else ', not contiguous'}"
+
+
+def send(
+    ep: ExpertParallel, form: Form, *, side: Tensor | None = None, handle: Handle | None = None, **options: Any
+) -> Sent:
+    """`ep.dispatch` of x and, beside each row, `side` (int32 [T, P]): in the same call where a row has the room.
+
+    With a `handle` x may be wider than the window's rows: it goes in pieces.
+    """
+    if form.is_plain and side is None and form.hidden == ep.hidden:
+        plain = ep.dispatch(form.data, handle=handle, **options)
+        return Sent(plain.x, None, plain)
+    data = as_bytes(form.data)
+    scales = None if form.scales is None else form.scales.contiguous().view(torch.int32)
+    num_scales = 0 if scales is None else scales.shape[1]
+    room = max_row_bytes(ep.hidden) - data.shape[1] - 4 * num_scales
+    has_side = side is not None and 4 * side.shape[1] <= room
+    r: Dispatched | None
+    later = {name: options[name] for name in ("num_sms", "window", "deadline_s") if name in options}
+    if handle is not None and room < 0:
+        rows = along(ep, handle, data, **later)
+        got = None if scales is None else along(ep, handle, as_bytes(scales), **later).view(torch.int32)
+        r = None
+    else:
+        words = [each for each in (scales, side if has_side else None) if each is not None]
+        beside = None if not words else words[0] if len(words) == 1 else torch.cat(words, dim=1)
+        r = ep.dispatch(Quantized(data, beside), handle=handle, **_of_rows(options, beside))
+        rows, got = _taken(r.x)
+        handle = r.handle if handle is None else handle
+    arrived = None
+    if side is not None and has_side and r is not None and got is not None:
+        arrived, got = got[..., num_scales:], got[..., :num_scales]
+    elif side is not None:
+        arrived = along(ep, handle, as_bytes(side), **later).view(torch.int32)
+    value: Any = rows if rows.dtype == form.data.dtype else rows.view(form.data.dtype)
+    if form.scales is not None and got is not None:
+        is_by_row = options.get("scale_layout", "row_major") == "row_major"
+        value = (value, (got.contiguous() if is_by_row else got).view(form.scales.dtype))
+    return Sent(value, arrived, r)
+
+
+def _of_rows(options: dict[str, Any], beside: Tensor | None) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "scale_layout" or beside is not None}
+
+
+def _taken(x: Any) -> tuple[Tensor, Tensor | None]:
+    return x.data, x.scales
+
+
+def along(ep: ExpertParallel, handle: Handle | None, data: Tensor, **options: Any) -> Tensor:
+    """uint8 [T, B] -> [rows..., B] along the routing of a handle, any B; in pieces where a row may not be so wide."""
+    width = max_row_bytes(ep.hidden)
+    num_bytes = data.shape[1]
+    if num_bytes % 16:
+        data = torch.nn.functional.pad(data, (0, -num_bytes % 16))
+    pieces = []
+    for start in range(0, data.shape[1], width):
+        piece = Quantized(data[:, start : start + width].contiguous())
+        pieces.append(_taken(ep.dispatch(piece, handle=handle, **options).x)[0])
+    if not pieces:
+        return data.new_empty((*handle.rows_shape, 0)) if handle is not None else data
+    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
+    return whole if whole.shape[-1] == num_bytes else whole[..., :num_bytes].contiguous()
+
+
+def summed(ep: ExpertParallel, handle: Handle, x: Tensor, **options: Any) -> Any:
+    """`ep.combine(x, weighted=False)` of rows of any width; with side= (y, side)."""
+    width = ep.hidden
+    if x.shape[-1] == width:
+        return ep.combine(x, handle, weighted=False, **options)
+    bias, side = options.pop("bias", None), options.pop("side", None)
+    num_columns = x.shape[-1]
+    pieces: list[Tensor] = []
+    values = None
+    for start in range(0, max(1, num_columns), width):
+        part = x[..., start : start + width]
+        missing = width - part.shape[-1]
+        part = torch.nn.functional.pad(part, (0, missing)).contiguous()
+        more = None if bias is None else torch.nn.functional.pad(bias[..., start : start + width], (0, missing))
+        asked_side = side if start == 0 else None
+        found = ep.combine(
+            part, handle, weighted=False, bias=None if more is None else more.contiguous(), side=asked_side, **options
+        )
+        if asked_side is not None:
+            found, values = found
+        pieces.append(found)
+    y = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1))[:, :num_columns].contiguous()
+    return y if side is None else (y, values)
+
+
+def sum_of_lanes(ep: ExpertParallel, handle: Handle, values: Tensor, **options: Any) -> Tensor:
+    """fp32 [N, K] of a rank_major handle -> [T, K]: every lane summed over all ranks that hold the token."""
+    found: Tensor = summed(ep, handle, values.to(torch.float32), **options)
+    return found

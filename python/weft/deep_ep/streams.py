@@ -1,0 +1,90 @@
+"""Where a call runs: on the current stream, or on the communication stream of its buffer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from weft.deep_ep.utils.event import EventHandle, EventOverlap, cuda_event
+from weft.errors import Unsupported
+
+__all__ = ["Streams", "public_call"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def public_call(function: F) -> F:
+    """Of a method that sends: without gradients, and not for torch.compile to look into."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **named: Any) -> Any:
+        with torch.no_grad():
+            return function(*args, **named)
+
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable would load dynamo here
+    return run  # type: ignore[return-value]
+
+
+class Streams:
+    """The communication stream of a buffer; on the cpu engine there is none, and every call is complete at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = None
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """Made when first asked for.
+
+        Raises:
+            Unsupported: the buffer's tokens are in host memory.
+        """
+        if self._device.type != "cuda":
+            raise Unsupported("get_comm_stream", f"device {self._device}", "a CUDA device: calls are complete at once")
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        stream: torch.cuda.Stream = self._stream
+        return stream
+
+    def run(
+        self, work: Callable[[], tuple[Any, Any]], previous: Any, is_async: bool, inputs: Any = ()
+    ) -> tuple[Any, EventOverlap]:
+        """`work()` returns its values, and the `weft.Dispatched` whose memory they lie in or None.
+
+        Without `is_async` and `previous` on the current stream. Else on the communication stream, behind `previous`,
+        or behind the current stream where there is none; then the event of an async call stands for its end, and the
+        current stream waits for a synchronous one.
+        """
+        before = cuda_event(previous)
+        if self._device.type != "cuda":
+            return work()[0], EventOverlap(EventHandle() if is_async else None)
+        if before is None and not is_async:
+            return work()[0], EventOverlap()
+        current = torch.cuda.current_stream(self._device)
+        if before is None:
+            self.stream.wait_stream(current)
+        else:
+            self.stream.wait_event(before)
+        with torch.cuda.stream(self.stream):
+            values, dispatched = work()
+            event = EventHandle()
+        _record(inputs, self.stream)
+        _record(values, current)
+        if dispatched is not None:
+            dispatched.record_stream(current)
+        if is_async:
+            return values, EventOverlap(event)
+        event.current_stream_wait()
+        return values, EventOverlap()
+
+
+def _record(values: Any, stream: torch.cuda.Stream) -> None:
+    if isinstance(values, torch.Tensor):
+        if values.is_cuda:
+            values.record_stream(stream)
+    elif type(values) in (tuple, list):  # a handle is a tuple of another kind, and makes its items when asked
+        for each in values:
+            _record(each, stream)

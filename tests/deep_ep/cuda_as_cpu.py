@@ -1,0 +1,132 @@
+"""Runs programs that are written for GPUs on the CPU: device "cuda" is "cpu", NCCL is gloo, streams are nothing.
+
+    python tests/deep_ep/cuda_as_cpu.py SCRIPT [ARGUMENT...]
+
+`import deep_ep` is Weft's there. For DeepEP's own test files, which are not part of this repository.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+
+def _is_cuda(value: Any) -> bool:
+    is_device = isinstance(value, torch.device) and value.type == "cuda"
+    return is_device or (isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")))
+
+
+class CudaAsCpu(TorchFunctionMode):
+    """Of every function of torch that is given a device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        args = tuple("cpu" if _is_cuda(each) else each for each in args)
+        return func(*args, **{name: "cpu" if _is_cuda(each) else each for name, each in (kwargs or {}).items()})
+
+
+class _Nothing:
+    """A stream, or an event that knows the time."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        self.at = 0.0
+
+    def record(self, *args: Any) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, later: Any) -> float:
+        return float(1e3 * (later.at - self.at))
+
+    def wait_stream(self, *args: Any) -> None:
+        pass
+
+    synchronize = wait = wait_event = wait_stream
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """gloo does not know FP8."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 and tensor.dtype != torch.bool else tensor
+
+
+def _spawn(fn: Any, args: Any = (), nprocs: int = 1, **named: Any) -> None:
+    """Forked: the mode and the loaded script are there. Where one fails the others are ended."""
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=fn, args=(rank, *args)) for rank in range(nprocs)]
+    for each in ranks:
+        each.start()
+    running = list(ranks)
+    while running and not any(each.exitcode for each in ranks):
+        connection.wait([each.sentinel for each in running])
+        running = [each for each in running if each.exitcode is None]
+    for each in running:
+        each.kill()
+    for each in ranks:
+        each.join()
+    codes = [each.exitcode for each in ranks]
+    if any(codes):
+        sys.exit(f"exit codes of the ranks: {codes}")
+
+
+@contextlib.contextmanager
+def cuda_as_cpu() -> Iterator[None]:
+    """For the rest of a process: what it replaces in torch stays so."""
+    nothing: Any = lambda *args, **named: None  # noqa: E731
+    cuda: Any = torch.cuda
+    for name in ("synchronize", "set_device", "_sleep", "manual_seed_all", "manual_seed"):
+        setattr(cuda, name, nothing)
+    cuda.Stream = cuda.Event = _Nothing
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.current_stream = _Nothing
+    cuda.nvtx.range = lambda *args: contextlib.nullcontext()
+    cuda.profiler.start = cuda.profiler.stop = nothing
+    torch.set_default_device = nothing
+    init, gather, exchange = dist.init_process_group, dist.all_gather_into_tensor, dist.all_to_all_single
+
+    def init_process_group(backend: Any = None, **named: Any) -> None:
+        named.pop("device_id", None)
+        init("gloo", **named)
+
+    def all_gather_into_tensor(output: torch.Tensor, value: torch.Tensor, **named: Any) -> Any:
+        return gather(_plain(output).view(-1), _plain(value).contiguous().view(-1), **named)
+
+    def all_to_all_single(output: torch.Tensor, value: torch.Tensor, *args: Any, **named: Any) -> Any:
+        return exchange(_plain(output), _plain(value), *args, **named)
+
+    dist.init_process_group = init_process_group
+    dist.all_gather_into_tensor, dist.all_to_all_single = all_gather_into_tensor, all_to_all_single
+    torch.multiprocessing.spawn = _spawn  # type: ignore[assignment]
+    torch.set_num_threads(1)
+    with CudaAsCpu():
+        yield
+
+
+def main(script: str, *arguments: str) -> None:
+    """Run a script as a program, with its folder on sys.path."""
+    import weft.deep_ep
+
+    weft.deep_ep.install()
+    sys.path.insert(0, str(Path(script).parent))
+    sys.argv = [script, *arguments]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+    with cuda_as_cpu():
+        runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
