@@ -29,8 +29,8 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 install := $(python) -m pip install --quiet
 only_missing := $(if $(strip $(VENV)),,--missing)
-# Where torch comes from, if not from pip's own index, e.g. TORCH_INDEX=https://download.pytorch.org/whl/cpu
-TORCH_INDEX ?=
+# Where torch comes from, if not from pip's own index. Machines without a GPU take the build for CPUs; TORCH_INDEX= does not.
+TORCH_INDEX ?= $(if $(wildcard /dev/nvidiactl /dev/dxg),,https://download.pytorch.org/whl/cpu)
 
 .PHONY: help
 help: ## list the commands
@@ -104,9 +104,16 @@ $(runtime): pyproject.toml constraints.txt tools/requirements.py
 	if [ -n "$(strip $(VENV))" ] && [ ! -x "$(python)" ]; then $(PYTHON) -m venv "$(VENV)"; fi
 	wanted=$$($(python) tools/requirements.py $(only_missing) dependencies build)
 	if [ -n "$$wanted" ]; then
-	  echo "[1/3] Installing torch and what builds Weft: about 1 GB on disk for CPUs, 6 GB with CUDA; a minute if pip has it already"
-	  [ -z "$(TORCH_INDEX)" ] || $(install) --index-url "$(TORCH_INDEX)" torch
-	  $(python) -m pip install $$wanted | { grep --line-buffered -E '^ *(Downloading|Installing|Building)' || true; } | cut -c1-100
+	  index=(); size="5 GB with CUDA"
+	  if [ -n "$(TORCH_INDEX)" ] && grep -q ^torch <<<"$$wanted"; then
+	    if $(python) -c 'import urllib.request as u; u.urlopen("$(TORCH_INDEX)/torch/", timeout=10)' 2>/dev/null; then
+	      index=(--extra-index-url "$(TORCH_INDEX)"); size="1 GB"
+	    else
+	      echo "$(TORCH_INDEX) is out of reach; torch comes from pip's own index"
+	    fi
+	  fi
+	  echo "[1/3] Installing torch and what builds Weft: $$size; about a minute if pip has it already"
+	  tools/progress.sh build/requirements.log $(python) -m pip install "$${index[@]}" $$wanted
 	fi
 	mkdir -p $(@D) && touch $@
 
@@ -120,5 +127,5 @@ package_files := $(shell find python include src -type f ! -name '*.so' ! -path 
 $(installed): $(runtime) CMakeLists.txt pyproject.toml $(package_files)
 	@echo "[2/3] Building and installing Weft: one to three minutes of compiling"
 	export PATH="$(scripts):$$PATH"
-	$(install) --no-build-isolation --no-deps --force-reinstall .
+	tools/progress.sh build/install.log $(python) -m pip install -v --no-build-isolation --no-deps --force-reinstall .
 	mkdir -p $(@D) && touch $@
