@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import typer
-from cli_lines import DOC, assert_documented, rows_of, weft_command
+from cli_lines import DOC, ROOT, assert_documented, rows_of, weft_command
 from typer.testing import CliRunner
 
 import weft
@@ -187,6 +187,44 @@ def test_colours_only_on_terminals_without_no_color(
         advance("working")
     assert ("\x1b[32m" in stream.getvalue()) == (is_terminal and not no_color)
     assert (bars.getvalue().strip() != "") == is_terminal
+
+
+def test_a_table_that_is_too_wide_leaves_columns_out_and_cuts_no_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns, row = ("operation", "median us", "bytes", "x all_to_all"), ("all_to_all_single", "12345", "678", "1.00")
+
+    def printed(width: int) -> str:
+        monkeypatch.setenv("COLUMNS", str(width))
+        with command_output(json_lines=False) as output:
+            output.table("", columns, [row], spare=(2, 1))
+        return capsys.readouterr().out
+
+    def has(text: str) -> list[bool]:
+        return [word in text for word in (*" ".join(columns).split(), *row)]
+
+    assert all(has(printed(80)))
+    assert "too narrow" not in printed(80)
+    assert all(has(printed(51)))
+    text = printed(50)
+    assert "too narrow for bytes: COLUMNS=120 shows all\n" in text
+    assert "678" not in text
+    assert all(has(text + "678"))
+    assert max(map(len, text.splitlines())) <= 50
+    text = printed(41)
+    assert "too narrow for median us, bytes" in text
+    assert "all_to_all_single" in text
+
+
+@pytest.mark.parametrize("root", ["dgx-h100"])
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_matrix_of_eight_gpus_fits(root: str, width: int) -> None:
+    folder = ROOT / "tests" / "data" / "machines" / root
+    text = weft_command("topo", "--root", str(folder), COLUMNS=str(width)).stdout
+    assert max(len(line) for line in text.splitlines() if line[:1] in "┃│┏└") <= width
+    assert all(f"mlx5_{idx} " in text for idx in range(12))
+    assert "ACTIVE" in text
+    assert ("too narrow" in text) == (width == 80)
 
 
 def options_of(command: str) -> Iterator[str]:

@@ -164,7 +164,7 @@ def _bench(output: Output, chosen: Options) -> None:
     )
     output.text(f"placement {machine['placement']}: CPUs {'; '.join(machine['rank_cpus'])}")
     cells = [_cells(row) for row in report.rows]
-    output.table("slowest rank; results were compared with the reference first", _COLUMNS, cells)
+    output.table("slowest rank; results were compared with the reference first", _COLUMNS, cells, spare=(7, 4, 3, 6))
     output.text(
         f"memory copy, all ranks at once: {machine['memory_copy_gb_per_s']:.2f} GB/s; "
         f"start-up: import {startup['import_s']:.2f} s, ranks {startup['start_s']:.2f} s, "

@@ -76,7 +76,8 @@ def _print(output: Output, rows: list[dict[str, Any]]) -> None:
     if links:
         output.table("links, all GPUs at once", ("kind", "bytes of a row", "SMs", "GB/s a GPU"), links)
     cases = [_cells(row) for row in by_kind.get("case", [])]
-    output.table("slowest rank; results were compared with the reference first", _COLUMNS, cases)
+    title = "slowest rank; results were compared with the reference first"
+    output.table(title, _COLUMNS, cases, spare=(4, 6, 9, 7))
     crossovers = [
         (row["op"], row["layout"], row["rows"], ("more than " if row["is_bound"] else "") + str(row["most_tokens"]))
         for row in by_kind.get("crossover", [])

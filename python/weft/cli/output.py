@@ -15,6 +15,7 @@ from typing import Any, TextIO
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from weft import env
 from weft.cli.progress import Steps, show_progress
@@ -80,17 +81,30 @@ class Output:
             self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def table(
-        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)
+        self,
+        title: str,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        *,
+        left: Collection[int] = (0,),
+        spare: Sequence[int] = (),
     ) -> None:
-        """Write a table for people (nothing with `json_lines`); columns not in `left` are right-aligned."""
+        """Write a table for people (nothing with `json_lines`); columns not in `left` are right-aligned.
+
+        Where the width would cut words, the columns `spare` are left out in that order, and a line says which.
+        """
         if self.json_lines:
             return
         table = Table(title=title, title_justify="left")
-        for i, column in enumerate(columns):
-            table.add_column(column, justify="left" if i in left else "right", overflow="fold")
+        kept, widths = _fit(columns, rows, spare, self.console.width)
+        for i, width in zip(kept, widths, strict=True):
+            table.add_column(columns[i], justify="left" if i in left else "right", overflow="fold", width=width)
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*(row[i] for i in kept))
         self.console.print(table)
+        if len(kept) < len(columns):
+            gone = ", ".join(column for i, column in enumerate(columns) if i not in kept)
+            self.text(f"too narrow for {gone}: COLUMNS=120 shows all")
 
     def note(self, text: str) -> None:
         """Write a line on stderr."""
@@ -111,6 +125,32 @@ class Output:
         A bar on a terminal; else a line every ten seconds. Both on stderr.
         """
         return show_progress(self._stderr, total, what, where)
+
+
+def _fit(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[int], total: int
+) -> tuple[list[int], list[int | None]]:
+    """The columns to show in `total` characters and their widths; None where rich finds them well by itself.
+
+    rich would shrink the widest column into its words. Here headers wrap first, then cells, all by the same share.
+    """
+    texts = [[Text.from_markup(cell).plain for cell in column] for column in zip(columns, *rows, strict=True)]
+    least = [max((len(word) for text in column for word in text.split()), default=0) for column in texts]
+    cells = [max((len(line) for text in column[1:] for line in text.splitlines()), default=0) for column in texts]
+    full = [max(pair) for pair in zip(least, cells, strict=True)]
+    kept = list(range(len(columns)))
+
+    def room() -> int:
+        return total - 1 - 3 * len(kept) - sum(least[i] for i in kept)
+
+    for i in spare:
+        if room() < 0:
+            kept.remove(i)
+    headers = [max(map(len, text.splitlines()), default=0) for text, *_ in texts]
+    if room() < 0 or sum(max(full[i], headers[i]) + 3 for i in kept) < total:
+        return kept, [None] * len(kept)
+    wanted = sum(full[i] - least[i] for i in kept)
+    return kept, [least[i] + (full[i] - least[i]) * min(room(), wanted) // max(wanted, 1) for i in kept]
 
 
 def _finite(value: Any) -> Any:

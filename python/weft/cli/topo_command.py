@@ -50,7 +50,8 @@ def topo(
         _show(output, machine, distances)
         _show_placements(output, placements)
         if show_settings:
-            for line in [*chosen.export_lines(), *(f"# {text}" for text in (*chosen.all_warnings(), *chosen.notes))]:
+            notes = (f"# {text}" for text in (*chosen.all_warnings(), *chosen.notes))
+            for line in [*chosen.export_lines(), *notes] or ["# nothing to set here for NCCL or NVSHMEM"]:
                 output.text(line)
         if svg is not None:
             nics = {entry.gpu: [choice.name for choice in entry.nics] for entry in placements if entry.gpu is not None}
@@ -83,7 +84,8 @@ def _show(output: Output, machine: Machine, distances: Matrix) -> None:
             (name, *row, _unknown(gpu.numa_node), format_cpus(gpu.cpus or ()) or "?", gpu.pci.address)
             for name, row, gpu in zip(distances.gpus, distances.gpu_gpu, machine.gpus, strict=True)
         ]
-        output.table("GPU x GPU", ("", *distances.gpus, "node", "CPUs", "PCI address"), rows)
+        columns = ("", *distances.gpus, "node", "CPUs", "PCI address")
+        output.table("GPU x GPU", columns, rows, spare=(len(columns) - 1, len(columns) - 2))
     if not machine.nics:
         output.text("no RDMA device")
     else:
@@ -94,7 +96,7 @@ def _show(output: Output, machine: Machine, distances: Matrix) -> None:
             facts = (nic.kind, state, rate, _unknown(nic.numa_node), nic.pci.address if nic.pci else "?")
             rows.append((escape(nic.name), *(row[idx] for row in distances.gpu_nic), *map(escape, facts)))
         columns = ("", *distances.gpus, "kind", "port", "Gb/s", "node", "PCI address")
-        output.table("NIC x GPU", columns, rows)
+        output.table("NIC x GPU", columns, rows, spare=[len(columns) - place for place in (1, 5, 2, 3)])
     words = {
         word.rstrip("0123456789") for rows in (distances.gpu_gpu, distances.gpu_nic) for row in rows for word in row
     }
