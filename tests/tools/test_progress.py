@@ -1,4 +1,4 @@
-"""Guards against an installation that is silent for minutes, or whose failure is swallowed by what shows its progress."""
+"""Guards against an installation that is silent for minutes, or a failure that its progress display swallows."""
 
 from __future__ import annotations
 
