@@ -104,6 +104,7 @@ class Board:
     """Words of a page that all ranks share, of which a GPU can write one."""
 
     PID, BEFORE, AFTER, AWAKE, LAST, ENDED = range(6)  # ENDED + rank: its operations that ended well
+    READY = ENDED + NUM_RANKS  # READY + rank: its first calls went well
 
     def __init__(self) -> None:
         self._page = mmap.mmap(-1, mmap.PAGESIZE)
@@ -207,6 +208,14 @@ def first_error(call: Callable[[], object], note: Callable[[int], None] = lambda
         note(num_calls)
 
 
+def wait_for_the_others(board: Board) -> None:
+    """Until their first calls went well: a rank that still checks the last of them would find the victim gone there."""
+    give_up_at = time.monotonic() + GIVE_UP_S
+    while not all(board.get(Board.READY + rank) for rank in LEFT):
+        assert time.monotonic() < give_up_at, "the first calls of another rank do not end"
+        time.sleep(0.001)
+
+
 def kill_at(point: Point, board: Board, reached: torch.Tensor) -> None:
     """Kill this process when it has come to the point and the others as far as they can."""
     give_up_at = time.monotonic() + GIVE_UP_S
@@ -240,7 +249,9 @@ def test_processes_of_which_one_dies_at_a_point(name: str, monkeypatch: pytest.M
         calls = Calls(comm, point.mode)
         for _ in range(GOOD_CALLS):
             calls.run()
+        board.set(Board.READY + comm.rank, 1)
         if comm.rank == VICTIM:
+            wait_for_the_others(board)
             threading.Thread(target=kill_at, args=(point, board, reached)).start()
         mine = Board.ENDED + comm.rank
         error = first_error(calls.step, lambda num_calls: board.set(mine, num_calls))
