@@ -100,8 +100,8 @@ def cuda_as_cpu() -> Iterator[None]:
         named.pop("device_id", None)
         init("gloo", **named)
 
-    def all_gather_into_tensor(output: torch.Tensor, value: torch.Tensor, **named: Any) -> Any:
-        return gather(_plain(output).view(-1), _plain(value).contiguous().view(-1), **named)
+    def all_gather_into_tensor(output: torch.Tensor, value: torch.Tensor, *args: Any, **named: Any) -> Any:
+        return gather(_plain(output).view(-1), _plain(value).contiguous().view(-1), *args, **named)
 
     def all_to_all_single(output: torch.Tensor, value: torch.Tensor, *args: Any, **named: Any) -> Any:
         return exchange(_plain(output), _plain(value), *args, **named)

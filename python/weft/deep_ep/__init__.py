@@ -16,6 +16,7 @@ from weft.deep_ep.buffer import Buffer
 from weft.deep_ep.buffers.elastic import ElasticBuffer, EPHandle
 from weft.deep_ep.config import Config
 from weft.deep_ep.errors import NotSupported
+from weft.deep_ep.hybrid_ep_buffer import HybridEPBuffer, HybridEpConfigInstance
 from weft.deep_ep.utils.envs import get_logical_domain_size, get_physical_domain_size
 from weft.deep_ep.utils.event import EventHandle, EventOverlap
 
@@ -26,6 +27,8 @@ __all__ = [
     "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
+    "HybridEPBuffer",
+    "HybridEpConfigInstance",
     "NotSupported",
     "__version__",
     "check_nccl_so",

@@ -1,0 +1,402 @@
+"""`HybridEPBuffer` of DeepEP's hybrid-ep branch: dispatch and combine, with rows by token or by expert."""
+# check: allow file-size: one class, much of it parameters
+# check: allow-in-file function-size: parameters as in DeepEP
+
+from __future__ import annotations
+
+import sys
+import warnings
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.deep_ep.buffer_base import Runtime
+from weft.deep_ep.expanded import dispatch_expanded, lanes_along
+from weft.deep_ep.hybrid_handle import HybridHandle
+from weft.deep_ep.layers import Layers, ShapeOf
+from weft.deep_ep.ranks import ranks_of
+from weft.deep_ep.rows import Form, along, bare, form_of, send, summed
+from weft.deep_ep.streams import public_call
+from weft.deep_ep.utils.math import as_bytes
+from weft.errors import InvalidArgument, InvalidState
+from weft.expert_parallel import ExpertParallel
+
+__all__ = ["HybridEPBuffer", "HybridEpConfigInstance", "indices_to_map"]
+
+
+@dataclass
+class HybridEpConfigInstance:
+    """What the original compiles its kernels for. It has no effect here."""
+
+    hidden_dim: int
+    max_num_of_tokens_per_rank: int
+    num_of_experts_per_rank: int
+    num_of_ranks_per_node: int
+    num_of_nodes: int = 1
+    pad_multiple: int = 0
+    use_fp8: bool = False
+
+    def is_valid(self, fuse: bool = False) -> bool:
+        """True."""
+        return True
+
+
+class _Routing(NamedTuple):
+    """Ids [T, K], weights fp32 [T, K] or None, and E."""
+
+    ids: Tensor
+    weights: Tensor | None
+    num_experts: int
+
+
+def indices_to_map(
+    topk_idx: Tensor, topk_weights: Tensor | None, num_of_tokens: int, num_of_experts: int
+) -> tuple[Tensor, Tensor | None]:
+    """Ids [T, K], -1 left out -> (bool [T, E], fp32 [T, E] or None), on their device."""
+    ids = torch.where((topk_idx >= 0) & (topk_idx < num_of_experts), topk_idx, num_of_experts).to(torch.int64)
+    chosen = torch.zeros((num_of_tokens, num_of_experts + 1), dtype=torch.bool, device=ids.device)
+    chosen.scatter_(1, ids, True)
+    probs = None
+    if topk_weights is not None:
+        probs = torch.zeros((num_of_tokens, num_of_experts + 1), dtype=torch.float32, device=ids.device)
+        probs = probs.scatter_(1, ids, topk_weights.to(torch.float32))[:, :num_of_experts].contiguous()
+    return chosen[:, :num_of_experts].contiguous(), probs
+
+
+class HybridEPBuffer:
+    """NVIDIA's buffer over Weft's windows. Constructing and the four calls are collective; all runs on the current
+    stream. What has no effect here is accepted. It ends with its last reference.
+
+    Attributes: group, rank, group_size, local_rank, num_of_hybrid_ep_ranks_per_nvlink_domain (R), node_rank (0),
+    num_of_nodes (1), runtime, configurer.
+
+    Raises:
+        As `Buffer`.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        hidden_dim: int,
+        max_num_of_tokens_per_rank: int,
+        num_local_experts: int,
+        use_fp8: bool = False,
+        num_sms_dispatch_api: int | None = None,
+        num_sms_combine_api: int | None = None,
+        num_sms_preprocessing_api: int | None = None,
+        num_blocks_permute: int | None = None,
+        num_blocks_unpermute: int | None = None,
+        load_cached_kernels: bool = False,
+        use_shared_buffer: bool = True,
+        enable_custom_allgather: bool = False,
+        num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
+        use_mnnvl: bool | None = None,
+    ) -> None:
+        self._destroyed = True  # until there is something to destroy
+        self._ranks = ranks_of(group)
+        self.group = group
+        self.rank, self.group_size = self._ranks.rank, self._ranks.num_ranks
+        self.num_of_hybrid_ep_ranks_per_nvlink_domain = self.group_size
+        self.local_rank, self.node_rank, self.num_of_nodes = self.rank, 0, 1
+        self.runtime = Runtime(self._ranks)
+        self.use_fp8 = use_fp8
+        self._config = HybridEpConfigInstance(
+            hidden_dim, max_num_of_tokens_per_rank, num_local_experts, self.group_size, use_fp8=use_fp8
+        )
+        self.configurer = SimpleNamespace(buffer_config=self._config)
+        rows = 2 * max_num_of_tokens_per_rank * min(self.group_size, 8) * 2 * hidden_dim
+        self._layers = Layers(self._ranks, heap_bytes=rows)
+        self._sms = self._layers.num_sms(num_sms_dispatch_api), self._layers.num_sms(num_sms_combine_api)
+        self._top_k: dict[int, int] = {}  # of routing maps, by E: the largest row seen
+        self._dropped: dict[ExpertParallel, Tensor] = {}  # counted before this call
+        self._destroyed = False
+
+    def empty_jit_cache(self) -> None:
+        """Nothing; `weft cache clear` empties Weft's."""
+
+    def update_template_config(
+        self,
+        hidden_dim: int | None = None,
+        num_of_tokens_per_rank: int | None = None,
+        num_local_experts: int | None = None,
+        pad_multiple: int | None = None,
+        use_fp8: bool | None = None,
+        fuse_permute_dispatch: bool = False,
+        **kwargs: Any,
+    ) -> HybridEpConfigInstance:
+        """The constructor's values with those given in their place."""
+        mine = self._config
+        return HybridEpConfigInstance(
+            mine.hidden_dim if hidden_dim is None else hidden_dim,
+            max(mine.max_num_of_tokens_per_rank, num_of_tokens_per_rank or 0),
+            mine.num_of_experts_per_rank if num_local_experts is None else num_local_experts,
+            self.group_size,
+            pad_multiple=pad_multiple or 0,
+            use_fp8=mine.use_fp8 if use_fp8 is None else use_fp8,
+        )
+
+    # ---- rows by expert
+
+    @public_call
+    def dispatch_with_permute(
+        self,
+        *,
+        hidden: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_of_experts_per_rank: int | None = None,
+        num_of_experts: int | None = None,
+        use_fp8: bool | None = None,
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        scaling_factor: Tensor | None = None,
+        num_permuted_tokens: int | Tensor | None = None,
+        pad_multiple: int | None = None,
+        handle: Any = None,
+        non_blocking: bool = False,
+        fuse_permute_dispatch: bool = False,
+        num_dispatched_tokens: Tensor | None = None,
+        use_host_meta: bool | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Any]:
+        """(rows, probs fp32 [rows] or None, scaling_factor or None, padded_tokens_per_expert int64 [L], handle).
+
+        One row a pick, by local expert, groups at multiples of pad_multiple, holes zero. num_permuted_tokens = n: n
+        rows; picks beyond them are dropped, and handle[-1] is not 0 then. non_blocking needs it, and the host does not
+        wait. With a handle: its routing; probs or topk_weights go along.
+        """
+        self._check_alive("dispatch_with_permute")
+        if num_dispatched_tokens is not None or use_host_meta is not None:
+            warnings.warn(
+                "deep_ep: num_dispatched_tokens has no effect; use non_blocking for use_host_meta", stacklevel=3
+            )
+        if use_host_meta is not None:
+            non_blocking = not use_host_meta
+        form = self._form(hidden, scaling_factor)
+        if handle is not None:
+            return self._permuted_again(self._own(handle, expands=True), form, (probs, topk_weights), non_blocking)
+        alignment = pad_multiple or 1
+        capacity = None if num_permuted_tokens is None else int(num_permuted_tokens)
+        if non_blocking and (capacity is None or capacity % alignment):
+            raise AssertionError(
+                f"num_permuted_tokens is {capacity} with non_blocking=True; it must be a multiple of "
+                f"pad_multiple, {alignment}"
+            )
+        routing = self._routing(topk_idx, topk_weights, routing_map, probs, num_of_experts, num_of_experts_per_rank)
+        routing, ep = self._ready(routing, routing_map, form, non_blocking=non_blocking)
+        got = dispatch_expanded(
+            ep, form, routing.ids, routing.weights, max_tokens=ep.max_tokens_per_rank, alignment=alignment,
+            capacity=capacity, zero_holes=True, num_sms=self._sms[0],
+        )  # fmt: skip
+        dropped = got.dispatched.overflow.clone()
+        before = self._dropped.get(ep)
+        self._dropped[ep] = dropped
+        flag = (dropped if before is None else dropped - before).to(torch.int32).view(1)
+        made = HybridHandle(self, ep, bare(got.dispatched), routing.ids, self._config, names=got.names, overflow=flag)
+        rows, scales = got.x if isinstance(got.x, tuple) else (got.x, None)
+        return rows, got.weights, scales, self._padded(made, non_blocking), made
+
+    def _permuted_again(
+        self, known: HybridHandle, form: Form, given: tuple[Tensor | None, Tensor | None], non_blocking: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Any]:
+        routing = known.dispatched.handle
+        sent = send(known.ep, form, handle=routing, zero_holes=True, num_sms=self._sms[0])
+        weights = _weights_of(known.ids, *given)
+        got = None
+        if weights is not None and known.names is not None:
+            got = lanes_along(known.ep, routing, known.names, weights, num_sms=self._sms[0])
+        rows, scales = sent.x if isinstance(sent.x, tuple) else (sent.x, None)
+        return rows, got, scales, self._padded(known, non_blocking), known
+
+    def _padded(self, handle: HybridHandle, non_blocking: bool) -> Tensor:
+        offsets = handle.dispatched.offsets
+        counts = (offsets[1:] - offsets[:-1]).to(torch.int64)
+        if non_blocking or not counts.is_cuda:
+            return counts
+        return counts.cpu().pin_memory()
+
+    @public_call
+    def combine_with_unpermute(
+        self,
+        *,
+        hidden: Tensor,
+        probs: Tensor | None = None,
+        handle: Any = None,
+        pad_multiple: int | None = None,
+        fuse_unpermute_combine: bool = False,
+        num_dispatched_tokens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(token [T, H], probs fp32 [T, E] or None): the plain sum over a token's picks; probs [rows] go along."""
+        self._check_alive("combine_with_unpermute")
+        known = self._own(handle, expands=True)
+        if probs is None:
+            return summed(known.ep, known.dispatched.handle, hidden, num_sms=self._sms[1]), None
+        token, lanes = summed(
+            known.ep, known.dispatched.handle, hidden, side=probs.to(torch.float32), num_sms=self._sms[1]
+        )
+        return token, _dense(lanes, known.ids, known.ep.num_experts)
+
+    # ---- rows by token
+
+    @public_call
+    def dispatch(
+        self,
+        hidden: Tensor,
+        scaling_factor: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_of_experts: int | None = None,
+        probs: Tensor | None = None,
+        routing_map: Tensor | None = None,
+        num_dispatched_tokens_tensor: Tensor | None = None,
+        num_dispatched_tokens: int | None = None,
+        handle: Any = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Any]:
+        """(rows [N, H], probs fp32 [N, E] or None, scaling_factor or None, handle of seven).
+
+        One row a token that has a pick here, by source rank, then token. probs hold this rank's L columns, else 0.
+        """
+        self._check_alive("dispatch")
+        form = self._form(hidden, scaling_factor)
+        if handle is not None:
+            known = self._own(handle, expands=False)
+            sent = send(known.ep, form, handle=known.dispatched.handle, num_sms=self._sms[0])
+            weights = _weights_of(known.ids, probs, topk_weights)
+            if weights is not None:
+                words = along(known.ep, known.dispatched.handle, as_bytes(weights.to(torch.float32)))
+                weights = words.view(torch.float32)
+        else:
+            routing = self._routing(topk_idx, topk_weights, routing_map, probs, num_of_experts, None)
+            routing, ep = self._ready(routing, routing_map, form, non_blocking=False)
+            sent = send(ep, form, topk_idx=routing.ids, topk_weights=routing.weights, num_sms=self._sms[0])
+            r = sent.dispatched
+            if r is None:
+                raise InvalidState("a first dispatch has a result")
+            known = HybridHandle(self, ep, bare(r), routing.ids, self._config, received=r.topk_idx)
+            weights = None if routing.weights is None else r.topk_weights
+        dense = None
+        if weights is not None and known.received is not None:
+            dense = _dense(weights, known.columns(), known.ep.num_experts)
+        rows, scales = sent.x if isinstance(sent.x, tuple) else (sent.x, None)
+        return rows, dense, scales, known
+
+    @public_call
+    def combine(self, hidden: Tensor, probs: Tensor | None = None, handle: Any = None) -> tuple[Tensor, Tensor | None]:
+        """(token [T, H], probs fp32 [T, E] or None): the plain sum of a token's rows, with this rank's columns of probs
+        [N, E]."""
+        self._check_alive("combine")
+        known = self._own(handle, expands=False)
+        if probs is None:
+            return summed(known.ep, known.dispatched.handle, hidden, num_sms=self._sms[1]), None
+        columns = known.columns()
+        side = torch.where(columns >= 0, probs.to(torch.float32).gather(1, columns.clamp(min=0)), 0.0)
+        token, lanes = summed(known.ep, known.dispatched.handle, hidden, side=side, num_sms=self._sms[1])
+        return token, _dense(lanes, known.ids, known.ep.num_experts)
+
+    # ---- the rest
+
+    def _form(self, hidden: Tensor, scaling_factor: Tensor | None) -> Form:
+        if hidden.element_size() != 1:
+            return form_of(hidden, "hidden")
+        if scaling_factor is None:
+            raise InvalidArgument(f"hidden is {hidden.dtype} without scaling_factor; FP8 rows have fp32 [T, H / 128]")
+        return form_of((hidden, scaling_factor), "hidden")
+
+    def _routing(
+        self,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        routing_map: Tensor | None,
+        probs: Tensor | None,
+        num_of_experts: int | None,
+        num_of_experts_per_rank: int | None,
+    ) -> _Routing:
+        """Of a map the ids are still to be made."""
+        num_local = num_of_experts_per_rank or self._config.num_of_experts_per_rank
+        num_experts = num_of_experts or num_local * self.group_size
+        if routing_map is not None:
+            if routing_map.dim() != 2 or routing_map.dtype != torch.bool:
+                raise InvalidArgument(
+                    f"routing_map is {list(routing_map.shape)} {routing_map.dtype}; allowed is bool [T, E]"
+                )
+            return _Routing(routing_map, probs, routing_map.shape[1])
+        if topk_idx is None:
+            raise InvalidArgument(
+                "neither routing_map nor topk_idx is given; one of the two is needed without a handle"
+            )
+        if topk_weights is None and probs is not None:
+            topk_weights = _weights_of(topk_idx, probs, None)
+        return _Routing(topk_idx, topk_weights, num_experts)
+
+    def _ready(
+        self, routing: _Routing, routing_map: Tensor | None, form: Form, *, non_blocking: bool
+    ) -> tuple[_Routing, ExpertParallel]:
+        """With ids, and a window for all ranks: they tell each other T and K, unless the host must not wait."""
+        num_tokens, num_experts = len(form.data), routing.num_experts
+        most = max(num_tokens, self._config.max_num_of_tokens_per_rank)
+        top_k = routing.ids.shape[1]
+        if routing_map is not None:
+            top_k = self._top_k.get(num_experts, 0)
+        if not non_blocking or top_k == 0:
+            mine = top_k
+            if routing_map is not None:
+                mine = max(1, top_k, int(routing_map.sum(1).max()) if num_tokens else 1)
+            told = self._ranks.gather([num_tokens, mine], self._layers.deadline_s)
+            most = max(most, *(row[0] for row in told))
+            if routing_map is not None:
+                top_k = self._top_k[num_experts] = max(row[1] for row in told)
+        if routing_map is not None:
+            ids = _ids_of(routing_map, top_k)
+            routing = _Routing(ids, _weights_of(ids, routing.weights, None), num_experts)
+        return routing, self._layers.get(ShapeOf(num_experts, top_k, form.hidden, form.dtype), most)
+
+    def _own(self, handle: Any, *, expands: bool) -> HybridHandle:
+        if not isinstance(handle, HybridHandle) or handle.expands != expands:
+            made_by = "dispatch_with_permute" if expands else "dispatch"
+            raise InvalidArgument(f"handle is {handle!r}; the handle of a {made_by} is expected")
+        if handle.buffer is not self:
+            raise InvalidState("the handle is of another buffer; a call needs the buffer that made it")
+        return handle
+
+    def _check_alive(self, what: str) -> None:
+        if self._destroyed:
+            raise InvalidState(f"{what}: the buffer was destroyed; make a new one")
+
+    def __del__(self) -> None:
+        if getattr(self, "_destroyed", True) or sys.is_finalizing():
+            return
+        self._destroyed = True
+        self._layers.close()
+        self._ranks.release()
+
+
+def _ids_of(routing_map: Tensor, top_k: int) -> Tensor:
+    """bool [T, E] -> int64 [T, K], ascending, -1 behind them. A row with more than K counts as out of range."""
+    num_experts = routing_map.shape[1]
+    width = min(top_k, num_experts)
+    values, ids = routing_map.to(torch.uint8).sort(dim=1, descending=True, stable=True)
+    ids = torch.where(values[:, :width] != 0, ids[:, :width], -1)
+    if width < top_k:
+        ids = torch.nn.functional.pad(ids, (0, top_k - width), value=-1)
+    if width < num_experts:
+        ids[:, 0] = torch.where(values[:, width] != 0, num_experts, ids[:, 0])
+    return ids
+
+
+def _weights_of(ids: Tensor, probs: Tensor | None, topk_weights: Tensor | None) -> Tensor | None:
+    """fp32 [T, K] of dense probs [T, E], or as they are given."""
+    if probs is None:
+        return None if topk_weights is None else topk_weights.to(torch.float32)
+    is_pick = (ids >= 0) & (ids < probs.shape[1])
+    found = probs.to(torch.float32).gather(1, torch.where(is_pick, ids, 0).to(torch.int64))
+    return torch.where(is_pick, found, 0.0)
+
+
+def _dense(lanes: Tensor, ids: Tensor, num_experts: int) -> Tensor:
+    """[n, K] values of ids -> fp32 [n, E], 0 elsewhere; an expert that is picked twice has the sum."""
+    is_pick = (ids >= 0) & (ids < num_experts)
+    columns = torch.where(is_pick, ids, num_experts).to(torch.int64)
+    dense = torch.zeros((len(ids), num_experts + 1), dtype=torch.float32, device=lanes.device)
+    return dense.scatter_add_(1, columns, lanes.to(torch.float32))[:, :num_experts].contiguous()
