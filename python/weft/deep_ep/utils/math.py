@@ -91,7 +91,7 @@ def per_token_cast_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     groups = padded.view(num_rows, num_groups, _GROUP).to(torch.float32)
     most = groups.abs().amax(dim=2).clamp(min=_LEAST_AMAX)
     data = (groups * (_MOST / most)[..., None]).to(torch.float8_e4m3fn)
-    return data.view(num_rows, -1)[:, :num_columns].contiguous(), most / _MOST
+    return data.view(num_rows, num_groups * _GROUP)[:, :num_columns].contiguous(), most / _MOST
 
 
 def per_token_cast_back(x_fp8: Tensor, x_scales: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def per_token_cast_back(x_fp8: Tensor, x_scales: Tensor) -> Tensor:
     num_groups = ceil_div(num_columns, _GROUP)
     values = torch.nn.functional.pad(x_fp8.to(torch.float32), (0, num_groups * _GROUP - num_columns))
     scaled = values.view(num_rows, num_groups, _GROUP) * x_scales.reshape(num_rows, -1)[:, :num_groups, None]
-    return scaled.to(torch.bfloat16).view(num_rows, -1)[:, :num_columns].contiguous()
+    return scaled.to(torch.bfloat16).view(num_rows, num_groups * _GROUP)[:, :num_columns].contiguous()
 
 
 def inplace_unique(x: Tensor, num_slots: int) -> None:
