@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import torch
 from torch import Tensor
@@ -17,8 +17,10 @@ from weft.deep_ep.rows import Form, bare, form_of, send, sum_of_lanes, summed
 from weft.deep_ep.streams import public_call
 from weft.deep_ep.utils.event import EventHandle, EventOverlap
 from weft.errors import InvalidArgument, InvalidState
-from weft.expert_parallel import ExpertParallel
-from weft.handle import Dispatched
+
+if TYPE_CHECKING:
+    from weft.expert_parallel import ExpertParallel
+    from weft.handle import Dispatched
 
 __all__ = ["Buffer", "BufferHandle", "bias_of"]
 

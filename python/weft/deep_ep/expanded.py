@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +10,10 @@ from torch import Tensor
 from weft.deep_ep.rows import Form, along, send
 from weft.deep_ep.utils.math import as_bytes
 from weft.errors import InvalidArgument, InvalidState
-from weft.expert_parallel import ExpertParallel
-from weft.handle import Dispatched, Handle
+
+if TYPE_CHECKING:
+    from weft.expert_parallel import ExpertParallel
+    from weft.handle import Dispatched, Handle
 
 __all__ = ["CODE_BASE", "Expanded", "dispatch_expanded", "lanes_along", "names_of_picks", "numbers_of"]
 

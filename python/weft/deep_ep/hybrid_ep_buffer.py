@@ -8,7 +8,7 @@ import sys
 import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ from weft.deep_ep.rows import Form, along, bare, form_of, send, summed
 from weft.deep_ep.streams import public_call
 from weft.deep_ep.utils.math import as_bytes
 from weft.errors import InvalidArgument, InvalidState
-from weft.expert_parallel import ExpertParallel
+
+if TYPE_CHECKING:
+    from weft.expert_parallel import ExpertParallel
 
 __all__ = ["HybridEPBuffer", "HybridEpConfigInstance", "indices_to_map"]
 

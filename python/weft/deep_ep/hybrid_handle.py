@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import torch
 from torch import Tensor
 
-from weft.expert_parallel import ExpertParallel
-from weft.handle import Dispatched
+if TYPE_CHECKING:
+    from weft.expert_parallel import ExpertParallel
+    from weft.handle import Dispatched
 
 __all__ = ["HybridHandle"]
 

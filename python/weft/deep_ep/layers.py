@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from weft import env
 from weft.deep_ep.ranks import Ranks
 from weft.errors import InvalidState
-from weft.expert_parallel import ExpertParallel
+
+if TYPE_CHECKING:
+    from weft.expert_parallel import ExpertParallel
 
 __all__ = ["Layers", "ShapeOf"]
 
@@ -57,6 +59,8 @@ class Layers:
             return found
         if is_capturing():
             raise InvalidState("run this call once before capturing it: its first call meets the other ranks")
+        from weft.expert_parallel import ExpertParallel  # with all that a call needs
+
         made = ExpertParallel(
             self.ranks.comm, num_experts=shape.num_experts, top_k=shape.top_k, hidden=shape.hidden, dtype=shape.dtype,
             max_tokens_per_rank=max_tokens, deadline_s=self.deadline_s, heap_bytes=max(self._heap_bytes, heap_bytes),

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weft import env
-from weft.communicator import Communicator
 from weft.deep_ep.errors import refused
 from weft.errors import InvalidState
-from weft.expert_parallel import ExpertParallel
 from weft.quantized import Quantized
+
+if TYPE_CHECKING:
+    from weft.communicator import Communicator
+    from weft.expert_parallel import ExpertParallel
 
 __all__ = ["Ranks", "ranks_of"]
 
@@ -44,6 +46,8 @@ class Ranks:
     """A communicator, counted: closed with its last buffer."""
 
     def __init__(self, group: Any) -> None:
+        from weft.communicator import Communicator  # with all that a call needs
+
         self.num_users = 0
         self._is_owner = not isinstance(group, Communicator)
         self._mail: dict[int, ExpertParallel] = {}
@@ -82,6 +86,8 @@ class Ranks:
         self._told(torch.zeros((1, 1), dtype=torch.int32, device=self.device), self.num_ranks, deadline_s)
 
     def _told(self, mine: torch.Tensor, capacity: int | None, deadline_s: float | None) -> torch.Tensor:
+        from weft.expert_parallel import ExpertParallel
+
         num_words = max(_LEAST_WORDS, 1 << (mine.shape[1] - 1).bit_length())
         ep = self._mail.get(num_words)
         if ep is None:
@@ -99,6 +105,8 @@ class Ranks:
 
 def _connect(group: Any) -> Communicator:
     """Collective. The process is bound as placement="process" does, unless WEFT_PLACEMENT says otherwise."""
+    from weft.communicator import Communicator
+
     chosen = env.deep_ep()
     device = chosen.device or ("cuda" if torch.cuda.is_available() else "cpu")
     placement = "auto" if env.set_among(["WEFT_PLACEMENT"]) else "process"

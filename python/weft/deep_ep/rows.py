@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from weft.deep_ep.utils.math import as_bytes
 from weft.errors import InvalidArgument
-from weft.expert_parallel import ExpertParallel
-from weft.handle import Dispatched, Handle
 from weft.limits import max_row_bytes
 from weft.quantized import Quantized
+
+if TYPE_CHECKING:
+    from weft.expert_parallel import ExpertParallel
+    from weft.handle import Dispatched, Handle
 
 __all__ = ["Form", "Sent", "along", "bare", "form_of", "send", "sum_of_lanes", "summed"]
 
@@ -43,6 +45,8 @@ class Sent(NamedTuple):
 
 def bare(r: Dispatched) -> Dispatched:
     """The result without its rows, for a handle to keep: it would keep their memory."""
+    from weft.handle import Dispatched  # with all that a call needs: not when this module is imported
+
     return Dispatched(torch.empty(0, dtype=torch.uint8, device="cpu"), r.handle, r.overflow, r.event, r.calls)
 
 

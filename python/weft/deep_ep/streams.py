@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,12 +20,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 def public_call(function: F) -> F:
     """Of a method that sends: without gradients, and not for torch.compile to look into."""
 
-    @functools.wraps(function)
-    def run(*args: Any, **named: Any) -> Any:
+    def without_gradients(*args: Any, **named: Any) -> Any:
         with torch.no_grad():
             return function(*args, **named)
 
-    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable would load dynamo here
+    calls = [without_gradients]  # the last counts
+
+    @functools.wraps(function)
+    def run(*args: Any, **named: Any) -> Any:
+        if len(calls) == 1 and "torch._dynamo" in sys.modules:  # which torch.compiler.disable would load
+            calls.append(torch.compiler.disable(without_gradients))
+        return calls[-1](*args, **named)
+
     return run  # type: ignore[return-value]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from weft.expert_parallel import ExpertParallel
-from weft.handle import Dispatched
+if TYPE_CHECKING:
+    from weft.expert_parallel import ExpertParallel
+    from weft.handle import Dispatched
 
 __all__ = ["EPHandle"]
 

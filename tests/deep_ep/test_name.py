@@ -1,0 +1,109 @@
+"""Guards against an `import deep_ep` that fails, loads too much, or finds another module than `weft.deep_ep`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import weft
+from weft.deep_ep import alias
+
+PYTHON_FOLDER = Path(weft.__file__).parents[1]
+
+
+def run(*arguments: str, path: tuple[str, ...] = (), **more: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, str(PYTHON_FOLDER)]), **more}
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_bare_process_loads_little() -> None:
+    """No CUDA, no native module, no compiler of torch, and the same module objects under both names."""
+    text = run("-c", """
+import importlib.metadata, importlib.util, sys
+assert importlib.util.find_spec("deep_ep").name == "deep_ep"
+import torch, weft
+before = set(sys.modules)
+import deep_ep
+from deep_ep.utils import EventHandle, EventOverlap
+heavy = {"weft._native", "weft.communicator", "torch._dynamo"} & (set(sys.modules) - before)
+assert not heavy, heavy
+assert not torch.cuda.is_initialized()
+import deep_ep.buffer, deep_ep.buffers.elastic, deep_ep.buffers.legacy, deep_ep.hybrid_ep_buffer
+import deep_ep.utils.comm, deep_ep.utils.envs, deep_ep.utils.gate, deep_ep.utils.math, deep_ep.utils.refs
+import deep_ep.utils.semantic, deep_ep.utils.testing
+import weft.deep_ep
+assert deep_ep is weft.deep_ep
+assert deep_ep.utils.math is weft.deep_ep.utils.math
+assert deep_ep.buffer.Buffer is deep_ep.buffers.legacy.Buffer is deep_ep.Buffer
+assert importlib.util.find_spec("deep_ep") and importlib.util.find_spec("deep_ep.utils")
+try:
+    import deep_ep.no_such_module
+except ModuleNotFoundError:
+    pass
+else:
+    raise AssertionError
+assert importlib.metadata.version("deep_ep") == deep_ep.__version__
+assert deep_ep.topk_idx_t == torch.int64
+print(deep_ep.__version__)
+""", path=(str(alias.folder()),))  # fmt: skip
+    assert text.strip() == f"2.1.0+weft.{weft.__version__}"
+
+
+def test_the_command_starts_programs(tmp_path: Path) -> None:
+    """And the programs that they start find it, too."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import subprocess, sys\nimport deep_ep\nassert deep_ep.weft\n"
+        "subprocess.run([sys.executable, '-c', 'import deep_ep; print(deep_ep.weft)'], check=True)\n"
+    )
+    assert run("-m", "weft.deep_ep", "run", str(program)).strip() == "True"
+    assert run("-m", "weft.deep_ep", "path").strip() == str(alias.folder())
+    found = json.loads(run("-m", "weft.deep_ep", "check", "--json", path=(str(alias.folder()),), NVSHMEM_IB_SL="3"))
+    assert found["is Weft's"] is True
+    assert found["set without effect"] == {"NVSHMEM_IB_SL": "3"}
+    assert found["other owners"] == []
+
+
+def test_ids_of_32_bits() -> None:
+    text = "import torch, weft.deep_ep as d; assert d.topk_idx_t == torch.int32"
+    run("-c", text, EP_NUM_TOPK_IDX_BITS="32")
+    run("-c", text, TOPK_IDX_BITS="32")
+
+
+def test_install_in_a_process(tmp_path: Path) -> None:
+    run("-c", "import weft.deep_ep as d; d.install(); d.install(); import deep_ep; assert deep_ep is d")
+    (tmp_path / "deep_ep.py").write_text("")
+    run("-c", """
+import deep_ep, weft, weft.deep_ep
+try:
+    weft.deep_ep.install()
+except weft.InvalidState as error:
+    assert "deep_ep.py" in str(error) and "weft" in str(error)
+else:
+    raise AssertionError
+""", path=(str(tmp_path),))  # fmt: skip
+
+
+def test_another_owner_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "sgl_deep_ep-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sgl-deep-ep\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert alias.other_owners() == ["sgl-deep-ep"]
+
+
+def test_the_version_is_written_once_more() -> None:
+    """importlib.metadata reads it from a folder's name and its file."""
+    (info,) = alias.folder().glob("*.dist-info")
+    version = f"2.1.0+weft.{weft.__version__}"
+    assert info.name == f"deep_ep-{version}.dist-info"
+    assert f"\nVersion: {version}\n" in (info / "METADATA").read_text()

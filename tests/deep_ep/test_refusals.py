@@ -1,0 +1,196 @@
+"""Guards against bad input that is not refused by a typed error with the name, the value and what is allowed, against a
+refused feature that does not say what to use, and against a lost rank that hangs the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import deep_ep_cases as cases
+import weft
+from weft import deep_ep
+
+
+class Rank:
+    """A buffer of each kind, and right arguments."""
+
+    def __init__(self, comm: weft.Communicator) -> None:
+        given = cases.make(comm.num_ranks, even=True)
+        self.num_experts = given.num_experts
+        self.x, self.ids, self.weights = (each[comm.rank] for each in (given.xs, given.ids, given.weights))
+        self.v1 = deep_ep.Buffer(comm, low_latency_mode=True)
+        self.v2 = deep_ep.ElasticBuffer(comm, num_max_tokens_per_rank=16)
+        self.hybrid = deep_ep.HybridEPBuffer(comm, 64, 16, 3)
+        per_rank, _, per_expert, in_rank, _ = self.v1.get_dispatch_layout(self.ids, self.num_experts)
+        self.layout = {
+            "num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert,
+        }  # fmt: skip
+
+    def normal(self, **more: Any) -> Any:
+        arguments = {"x": self.x, **self.layout, "topk_idx": self.ids, "topk_weights": self.weights, **more}
+        return self.v1.dispatch(**arguments)
+
+    def low(self, **more: Any) -> Any:
+        arguments = {
+            "x": self.x, "topk_idx": self.ids, "num_max_dispatch_tokens_per_rank": 16, "num_experts": self.num_experts,
+            "use_fp8": False, **more,
+        }  # fmt: skip
+        return self.v1.low_latency_dispatch(**arguments)
+
+    def permuted(self) -> Any:
+        return self.hybrid.dispatch_with_permute(hidden=self.x, topk_idx=self.ids)[4]
+
+    def elastic(self, **more: Any) -> Any:
+        arguments = {"x": self.x, "topk_idx": self.ids, "num_experts": self.num_experts, **more}
+        return self.v2.dispatch(**arguments)
+
+
+WRONG: dict[str, tuple[Callable[[Rank], Any], str]] = {
+    "layout ids": (lambda r: r.v1.get_dispatch_layout(r.ids.float(), r.num_experts), "topk_idx"),
+    "layout experts": (lambda r: r.v1.get_dispatch_layout(r.ids, r.num_experts + 1), "num_experts"),
+    "x of one dimension": (lambda r: r.normal(x=r.x[0]), "x is"),
+    "x strided": (lambda r: r.normal(x=r.x[:, ::2]), "contiguous"),
+    "scales of two bytes": (lambda r: r.normal(x=(r.x.view(torch.uint8), r.x)), "scales"),
+    "scales beside bf16": (lambda r: r.normal(x=(r.x, r.x.float())), "one byte"),
+    "rows of 15 bytes": (lambda r: r.normal(x=r.x.view(torch.uint8)[:, :15].contiguous()), "16"),
+    "weights alone": (lambda r: r.normal(topk_idx=None), "both or neither"),
+    "no layout": (lambda r: r.normal(num_tokens_per_expert=None), "get_dispatch_layout"),
+    "worst case of a mask": (
+        lambda r: r.normal(topk_idx=None, topk_weights=None, num_worst_tokens=9),
+        "num_worst_tokens",
+    ),
+    "ids beside a handle": (lambda r: r.normal(handle=r.normal()[4]), "handle"),
+    "no handle": (lambda r: r.v1.combine(r.x, 7), "handle"),
+    "rows of another number": (lambda r: r.v1.combine(torch.cat([r.x] * 9), r.normal()[4]), "expert_output"),
+    "three biases": (lambda r: r.v1.combine(r.x, r.normal()[4], bias=(r.x,) * 3), "bias"),
+    "experts of a count": (lambda r: r.normal(num_tokens_per_expert=r.ids[0, :1]), "num_tokens_per_expert"),
+    "too many tokens": (lambda r: r.low(num_max_dispatch_tokens_per_rank=2), "tokens"),
+    "not bf16": (lambda r: r.low(x=r.x.float()), "bf16"),
+    "ue8m0 alone": (lambda r: r.low(use_fp8=True, use_ue8m0=True), "round_scale"),
+    "event and hook": (lambda r: r.low(async_finish=True, return_recv_hook=True), "async_finish"),
+    "other ids in combine": (
+        lambda r: r.v1.low_latency_combine(r.low()[0], r.ids[1:], r.weights, r.low()[2]),
+        "topk_idx",
+    ),
+    "logfmt and zero copy": (
+        lambda r: r.v1.low_latency_combine(r.x, r.ids, r.weights, r.low()[2], use_logfmt=True, zero_copy=True),
+        "use_logfmt",
+    ),
+    "no experts": (lambda r: r.elastic(num_experts=None), "num_experts"),
+    "too many for V2": (lambda r: r.elastic(num_max_tokens_per_rank=4), "topk_idx"),
+    "sync with a handle": (lambda r: r.elastic(topk_idx=None, handle=r.elastic()[3], do_cpu_sync=True), "do_cpu_sync"),
+    "handle of V1 to V2": (lambda r: r.v2.combine(r.x, r.normal()[4]), "EPHandle"),
+    "FP8 without scales": (lambda r: r.hybrid.dispatch(r.x.view(torch.uint8), topk_idx=r.ids), "scaling_factor"),
+    "no routing": (lambda r: r.hybrid.dispatch(r.x), "routing_map"),
+    "map of numbers": (lambda r: r.hybrid.dispatch(r.x, routing_map=r.ids), "routing_map"),
+    "handle of the other call": (lambda r: r.hybrid.combine(r.x, handle=r.permuted()), "handle"),
+}
+
+REFUSED: dict[str, Callable[[Rank], Any]] = {
+    "shrink": lambda r: deep_ep.Buffer(r.v1.group, enable_shrink=True),
+    "MPI": lambda r: deep_ep.Buffer(None, comm=object()),
+    "memory on the host": lambda r: deep_ep.ElasticBuffer(r.v1.group, num_cpu_bytes=1),
+    "NVFP4": lambda r: r.low(use_nvfp4=True),
+    "weights with the tokens": lambda r: r.low(topk_weights=r.weights),
+    "statistics of waits": lambda r: r.low(dispatch_wait_recv_cost_stats=r.ids),
+    "signals": lambda r: r.v1.low_latency_combine(r.x, r.ids, r.weights, None, overlap=True),
+    "masks": lambda r: r.v1.low_latency_update_mask_buffer(0, True),
+    "engram": lambda r: r.v2.engram_write(r.x, anything=1),
+    "stages": lambda r: r.v2.pp_send(r.x, 1),
+    "gathers": lambda r: r.v2.all_gather(r.x),
+}
+
+
+def wrong_input(comm: weft.Communicator) -> None:
+    rank = Rank(comm)
+    for name, (call, word) in WRONG.items():
+        with pytest.raises(weft.InvalidArgument) as caught:
+            call(rank)
+        assert word in str(caught.value), (name, str(caught.value))
+        assert isinstance(caught.value, ValueError | RuntimeError)
+    for name, call in REFUSED.items():
+        with pytest.raises(deep_ep.NotSupported) as refused:
+            call(rank)
+        assert isinstance(refused.value, weft.Unsupported), name
+        assert ";" in str(refused.value)
+    with pytest.raises(ValueError, match="group"):
+        deep_ep.Buffer(None)
+    other = deep_ep.Buffer(comm)
+    with pytest.raises(weft.InvalidState, match="another buffer"):
+        other.combine(rank.x, rank.normal()[4])
+    lost = torch.ones(comm.num_ranks, dtype=torch.int32, device="cpu")
+    rank.v1.low_latency_query_mask_buffer(lost)
+    assert lost.tolist() == [0] * comm.num_ranks
+    recv, _, _, _, handle, _ = rank.normal()  # and all goes on
+    rank.v1.combine(recv, handle)
+
+
+def test_bad_input_is_named() -> None:
+    """On every rank at once; the calls after it are right."""
+    weft.spawn(wrong_input, 2, device="cpu")
+
+
+def ids_out_of_range(comm: weft.Communicator) -> None:
+    rank = Rank(comm)
+    wrong = rank.ids.clone()
+    wrong[0, 0], wrong[1, 0] = rank.num_experts + 5, -7
+    recv = rank.normal(topk_idx=wrong)
+    assert len(recv[0]) > 0  # the row of the bad id is not there, the others are
+    with pytest.raises(weft.InvalidArgument, match="out of range"):
+        rank.normal()
+
+
+def test_ids_out_of_range() -> None:
+    weft.spawn(ids_out_of_range, 1, device="cpu")
+
+
+def with_a_lost_rank(comm: weft.Communicator, kind: str) -> str:
+    rank = Rank(comm)
+    call = {
+        "v1": rank.normal, "low": rank.low, "v2": rank.elastic,
+        "hybrid": lambda: rank.hybrid.dispatch_with_permute(hidden=rank.x, topk_idx=rank.ids),
+    }[kind]  # fmt: skip
+    call()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            call()
+    except weft.PeerLost as error:
+        assert error.ranks == (1,)
+        rank.v1._end()
+        return "named"
+
+
+@pytest.mark.parametrize("kind", ["v1", "low", "v2", "hybrid"])
+def test_a_lost_rank_is_named(kind: str) -> None:
+    found = weft.spawn(with_a_lost_rank, 3, (kind,), device="cpu", on_failure="return")
+    assert [found[0], found[2]] == ["named", "named"]
+    assert isinstance(found[1], weft.PeerLost)
+
+
+def test_variables_are_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def body(comm: weft.Communicator) -> None:
+        for name, value in (
+            ("WEFT_DEEP_EP_MAX_TOKENS", "many"),
+            ("WEFT_DEEP_EP_TIMEOUT_S", "-1"),
+            ("WEFT_DEEP_EP_DEVICE", "tpu"),
+        ):
+            monkeypatch.setenv(name, value)
+            with pytest.raises(weft.InvalidArgument, match=name):
+                deep_ep.Buffer(comm)
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("WEFT_DEEP_EP_MAX_TOKENS", "3000")
+        monkeypatch.setenv("WEFT_DEEP_EP_TIMEOUT_S", "7")
+        rank = Rank(comm)
+        ep = rank.normal()[4].ep
+        assert (ep.max_tokens_per_rank, ep.deadline_s) == (3000, 7.0)
+
+    weft.spawn(body, 1, device="cpu")
