@@ -150,13 +150,7 @@ class DispatchResult:
 class Routing:
     def tensor(self, name: str, from_dlpack: Callable[[Any], Any]) -> Any | None: ...
     @property
-    def send_plan(self) -> int: ...
-    @property
-    def recv_plan(self) -> int: ...
-    @property
-    def topk_weights(self) -> int: ...
-    @property
-    def recv_plan_len(self) -> int: ...
+    def places(self) -> tuple[int, int, int, int, int]: ...
     @property
     def num_bad_ids(self) -> int: ...
     @property
@@ -194,6 +188,8 @@ class Window:
         recv_plan: int,
         recv_plan_len: int,
         num_rows: int,
+        out_x: int,
+        out_scales: int,
         from_dlpack: Callable[[Any], Any],
     ) -> tuple[Any, ...]: ...
     def combine_rows(
@@ -208,6 +204,9 @@ class Window:
         recv_plan: int,
         recv_plan_len: int,
         out: int,
+        bias: int,
+        side: int,
+        side_out: int,
     ) -> None: ...
     def empty(self, shape: Sequence[int], dtype: int, stream: int = 0) -> Any | None: ...
     @property

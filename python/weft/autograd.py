@@ -33,46 +33,41 @@ import functools
 import itertools
 import sys
 import weakref
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from weft.call.gradients import bias_gradient
-from weft.call.received import Received
+from weft.call.plan import Plan
 from weft.call.runner import Runner
-from weft.call.spec import LEAST_COLUMNS, RANK_MAJOR, Call, rows_shape
+from weft.call.spec import LEAST_COLUMNS
 from weft.call.tensors import plain
-from weft.errors import InvalidState
+from weft.errors import Error, InvalidState
+from weft.handle import Handle
 from weft.log import logger
 
-__all__ = ["Plans", "combine", "dispatch", "dispatch_again"]
+__all__ = ["combine", "dispatch", "dispatch_again"]
 
 _numbers = itertools.count()
-
-
-class Plans(NamedTuple):
-    """What a collective call of a backward needs of a handle; nothing of it is tracked by autograd."""
-
-    send_plan: Tensor
-    recv_plan: Tensor
-    tie: Tensor
-    sizes: Tensor
-    rows_shape: tuple[int, ...]
+_MOST_DEAD = 16  # references to records that may be gone
 
 
 class _Record:
     """A recorded call: whether its backward has run, and what is left of it in torch's graph."""
 
-    def __init__(self, calls: Runner) -> None:
-        self.calls, self.epoch = calls, calls.comm.epoch
-        self.is_done = False  # a backward has run
-        self.node: weakref.ref[Any] | None = None
-        self.hook: RemovableHandle | None = None
-        self.number = next(_numbers)
+    calls: Runner
+    epoch: int
+    number: int
+    is_done = False  # a backward has run
+    node: weakref.ref[Any] | None = None
+    hook: RemovableHandle | None = None
+    source: tuple[Any, int] = (None, 0)  # node and number of what has the hook: x, or the expert output
+    owner: Any = None  # keeps that node
 
     @property
     def is_over(self) -> bool:
@@ -80,6 +75,7 @@ class _Record:
         return self.is_done or self.epoch != self.calls.comm.epoch
 
     def __del__(self) -> None:
+        self.calls.comm.recorded.pop(self.number, None)
         if self.hook is not None:
             self.hook.remove()
 
@@ -88,22 +84,14 @@ class _Sent(_Record):
     """One recorded dispatch, first or repeated: what its backward needs, and whether it has run."""
 
     def __init__(
-        self,
-        calls: Runner,
-        call: Call,
-        x: Tensor,
-        x_is_tracked: bool,
-        has_weights: bool,
-        repeated: _Sent | None = None,
+        self, calls: Runner, plan: Plan, x: Tensor, x_is_tracked: bool, has_weights: bool, repeated: _Sent | None = None
     ) -> None:
-        super().__init__(calls)
-        self.call = call  # as called; backwards use call.in_backward()
+        self.calls, self.epoch, self.number = calls, calls.comm._native.epoch, next(_numbers)
+        self.plan = plan  # of the call; backwards use its `call.in_backward()`
         self.num_tokens, self.hidden, self.dtype = x.shape[0], x.shape[1], x.dtype
         self.x_is_tracked, self.has_weights = x_is_tracked, has_weights
-        self.received: Received | None = None  # from the node to `dispatch`, which takes it out
-        self.plans: Plans  # set by the node, like the next
-        self.weights: Tensor
-        self.topk_idx: Tensor | None = None  # rank_major, likewise
+        self.handle: Handle  # set by the node: what a collective call of a backward needs, nothing of it tracked
+        self.scales: Tensor | None = None  # from the node to `dispatch`, which takes them out
         self.first: _Sent | None = None  # whose routing this repeats: it has the weights
         if repeated is not None:
             self.first = repeated.first or repeated
@@ -111,7 +99,6 @@ class _Sent(_Record):
         self.early: Tensor | None = None  # gradient of x, until the hook on x takes it
         self.gradients: list[Tensor | None] = [None, None]  # of x and of the weights, as far as they are known
         self.collects = False  # a nested backward is to end at our node and leave its gradients here
-        self.source: GradientEdge | None = None  # of the tensor that has the hook
 
     def add(self, grad_x: Tensor | None, grad_weights: Tensor | None) -> None:
         """Add to the gradients at the received rows and weights."""
@@ -123,7 +110,8 @@ class _Sent(_Record):
     def adopt(self, record: _Sent | _Summed) -> None:
         """`record` was made of our handle."""
         family = (self.first or self).family
-        family[:] = [each for each in family if each() is not None]
+        if len(family) >= _MOST_DEAD:
+            family[:] = [each for each in family if each() is not None]
         family.append(weakref.ref(record))
 
     def relatives(self) -> list[_Sent | _Summed]:
@@ -134,7 +122,11 @@ class _Sent(_Record):
 
     def run_newer(self, number: int) -> None:
         """What of the family is newer than `number` and not visited, newest first, as on ranks that use it."""
-        newer = [record for record in self.relatives() if record.number > number and _is_unvisited(record)]
+        newer = []
+        for reference in (self.first or self).family:
+            record = reference()
+            if record is not None and record.number > number and not record.is_done and _is_unvisited(record):
+                newer.append(record)
         for record in sorted(newer, key=lambda record: record.number, reverse=True):
             if record.is_done:
                 continue  # in the backward of the experts of another one
@@ -149,55 +141,53 @@ class _Sent(_Record):
         self.run_newer(self.number)
         (grad_x, grad_weights), self.gradients = self.gradients, [None, None]
         self.is_done = True
-        self.calls.unused[:] = [record for record in self.calls.unused if _dispatch_of(record) is not self]
+        if self.calls.unused:
+            self.calls.unused[:] = [record for record in self.calls.unused if _dispatch_of(record) is not self]
         if not (self.x_is_tracked or self.has_weights):
             return None, None
-        grad, side = self.calls.combine(
-            self.call.in_backward(),
-            self._rows(grad_x),
-            None,
-            *self.plans[:3],
-            bias=None,
-            side=self._side(grad_weights) if self.has_weights else None,
-            num_tokens=self.num_tokens,
-        )
+        rows, side = self._rows(grad_x), self._side(grad_weights) if self.has_weights else None
+        plan = self.plan.back
+        if plan is None:
+            plan = self.plan.back = self.calls.combine_plan(
+                self.plan.call.in_backward(), rows, self.num_tokens, weighted=False, has_side=self.has_weights
+            )
+        grad, side, _ = self.calls.run(plan, self.handle.tie, rows, self.handle, None, side)
         return grad if self.x_is_tracked else None, side if self.has_weights else None
 
     def _rows(self, grad: Tensor | None) -> Tensor:
         if grad is not None and self.x_is_tracked:
             return grad.contiguous()
-        lead = rows_shape(self.weights, self.call.layout)
+        lead, device = self.handle.rows_shape, self.calls.device
         if self.x_is_tracked:
-            return torch.zeros((*lead, self.hidden), dtype=self.dtype, device=self.weights.device)
-        return torch.zeros((*lead, LEAST_COLUMNS), dtype=torch.float32, device=self.weights.device)
+            return torch.zeros((*lead, self.hidden), dtype=self.dtype, device=device)
+        return torch.zeros((*lead, LEAST_COLUMNS), dtype=torch.float32, device=device)
 
     def _side(self, grad: Tensor | None) -> Tensor:
         if grad is None:
-            return torch.zeros_like(self.weights)
-        return self.calls.side_of_picks(grad.contiguous(), self.topk_idx)
+            return torch.zeros_like(self.handle.weights)
+        return self.calls.side_of_picks(grad.contiguous(), self.handle)
 
 
 class _Summed(_Record):
     """One recorded combine: what its backward needs, and whether it has run."""
 
-    def __init__(self, sent: _Sent | None, calls: Runner, call: Call, clear_tail: bool, plans: Plans) -> None:
-        super().__init__(calls)
-        self.sent, self.call, self.clear_tail, self.plans = sent, call, clear_tail, plans
-        self.shape: tuple[int, int] = (0, 0)
-        self.dtype = torch.float32
+    def __init__(self, sent: _Sent | None, calls: Runner, plan: Plan, handle: Handle, dtype: torch.dtype) -> None:
+        self.calls, self.epoch, self.number = calls, calls.comm._native.epoch, next(_numbers)
+        self.sent, self.plan, self.handle, self.dtype = sent, plan, handle, dtype  # nothing of the handle is tracked
+        self.shape = (plan.num_tokens, plan.hidden)
         self.y: Tensor | None = None
         self.y_version = 0
         self.weights: Tensor | None = None
-        self.edge: GradientEdge | None = None  # of the expert output
 
     def run_backward(self, grad: Tensor | None, y: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Our call: gradients of the expert output and of the received weights."""
         self.is_done = True
         if grad is None:
             grad = torch.zeros(self.shape, dtype=self.dtype, device=self.calls.device)
-        rows, _ = self.calls.dispatch_again(
-            self.call.in_backward(), grad.contiguous(), None, *self.plans, self.shape[0], self.clear_tail
-        )
+        plan = self.plan.back
+        if plan is None:
+            plan = self.plan.back = self.calls.again_plan(self.plan.call.in_backward(), grad, None, 0, clears_tail=True)
+        rows, _, _ = self.calls.run(plan, self.handle.tie, grad, None, self.handle)
         return (rows, None) if self.weights is None else self.calls.gradients(rows, y, self.weights, in_place=True)
 
     def run_for_unused(self) -> Tensor:
@@ -212,15 +202,17 @@ class _Summed(_Record):
     def run_unvisited(self) -> None:
         """Neither the result nor the expert output was used: run the experts' backward too, down to the dispatches."""
         grad_y = self.run_for_unused()
-        if self.edge is None or self.sent is None:
+        if self.hook is None or self.sent is None:
             return
         dispatches = [record for record in self.sent.relatives() if isinstance(record, _Sent)]
-        ends = _ends_between(self.edge.node, self.sent, dispatches)
+        ends = _ends_between(self.source[0], self.sent, dispatches)
         if ends:
             for each in dispatches:
                 each.collects = True
             try:
-                torch.autograd.backward([self.edge], [grad_y.to(self.dtype)], retain_graph=True, inputs=ends)
+                torch.autograd.backward(
+                    [GradientEdge(*self.source)], [grad_y.to(self.dtype)], retain_graph=True, inputs=ends
+                )
             finally:
                 for each in dispatches:
                     each.collects = False
@@ -262,68 +254,71 @@ def _known(value: Any) -> Any:
 
 
 def dispatch(
-    calls: Runner,
-    call: Call,
-    x: Tensor,
-    scales: Tensor | None,
-    topk_idx: Tensor,
-    topk_weights: Tensor | None,
-    quantize: int,
-) -> tuple[Received, _Sent]:
-    """A first dispatch with gradients for x or topk_weights."""
-    x_is_tracked = x.requires_grad and not quantize
-    sent = _Sent(calls, call, x, x_is_tracked, topk_weights is not None)
-    rows, weights, tie = _Dispatch.apply(x, scales, topk_idx, topk_weights, None, quantize, sent)
-    received = _known(sent.received)._replace(x=rows, topk_weights=weights, tie=tie)
-    sent.received = None
-    _watch(sent, x if x_is_tracked else _known(topk_weights))
-    return received, sent
+    calls: Runner, plan: Plan, x: Tensor, scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None
+) -> tuple[Tensor, Tensor | None, Handle]:
+    """A first dispatch with gradients for x or topk_weights: rows, scales and the handle."""
+    x_is_tracked = x.requires_grad and not plan.quantize
+    sent = _Sent(calls, plan, x, x_is_tracked, topk_weights is not None)
+    rows, weights, tie = (_Dispatch.apply if torch._C._are_functorch_transforms_active() else _dispatch_node)(
+        x, scales, topk_idx, topk_weights, None, sent
+    )
+    calls.comm.recorded[sent.number] = weakref.ref(sent)
+    _hook(sent, x if x_is_tracked else _known(topk_weights), _input_is_complete)
+    row_scales, sent.scales = sent.scales, None
+    return rows, row_scales, sent.handle._changed(tie=tie, sent=sent, weights=weights)
 
 
-def dispatch_again(
-    calls: Runner, call: Call, x: Tensor, plans: Plans, weights: Tensor, repeated: _Sent | None
-) -> tuple[Tensor, Tensor, _Sent]:
-    """A repeated dispatch with gradients for x: its rows, the tie of its own handle, its record. `repeated`: that of
-    the handle."""
-    sent = _Sent(calls, call, x, True, False, repeated)
-    sent.plans, sent.weights = plans, weights.detach()
-    rows, _, tie = _Dispatch.apply(x, None, None, None, plans, 0, sent)
+def dispatch_again(calls: Runner, plan: Plan, x: Tensor, handle: Handle) -> tuple[Tensor, Handle]:
+    """A repeated dispatch with gradients for x: its rows, and a handle with its own tie and record."""
+    sent = _Sent(calls, plan, x, True, False, handle.sent)
+    rows, _, tie = (_Dispatch.apply if torch._C._are_functorch_transforms_active() else _dispatch_node)(
+        x, None, None, None, _untracked(handle), sent
+    )
     if sent.first is not None:
         sent.first.adopt(sent)
-    _watch(sent, x)
-    return rows, tie, sent
+    calls.comm.recorded[sent.number] = weakref.ref(sent)
+    _hook(sent, x, _input_is_complete)
+    return rows, handle._changed(tie=tie, sent=sent)
 
 
 def combine(
-    calls: Runner,
-    call: Call,
-    y: Tensor,
-    weights: Tensor | None,
-    plans: Plans,
-    sent: _Sent | None,
-    bias: Tensor | None,
-    side: Tensor | None,
-    num_tokens: int,
-) -> tuple[Tensor, Tensor]:
+    calls: Runner, plan: Plan, y: Tensor, handle: Handle, bias: Tensor | None, side: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """Combine with gradients for y, the received weights and bias, or only to lead on to those of the dispatch."""
-    detached = plans._replace(tie=plans.tie.detach())
-    record = _Summed(sent, calls, call, call.capacity >= 0, detached)
-    record.shape, record.dtype = (num_tokens, y.shape[-1]), y.dtype
-    out: tuple[Tensor, Tensor] = _Combine.apply(y, weights, plans.tie, bias, side, record)
+    sent: _Sent | None = handle.sent
+    record = _Summed(sent, calls, plan, _untracked(handle), y.dtype)
+    weights = handle.weights if plan.weighted else None
+    out: tuple[Tensor, Tensor | None] = (
+        _Combine.apply if torch._C._are_functorch_transforms_active() else _combine_node
+    )(y, weights, handle.tie, bias, side, record)
     if sent is not None:
         sent.adopt(record)
     if y.requires_grad:
-        record.edge = get_gradient_edge(y)
-        weak = weakref.ref(record)
-        record.hook = y.register_hook(lambda grad: _expert_output_is_complete(weak, grad))
+        _hook(record, y, _expert_output_is_complete)
     return out
 
 
-def _watch(sent: _Sent, tensor: Tensor) -> None:
-    weak = weakref.ref(sent)
-    sent.source = get_gradient_edge(tensor)
-    sent.calls.comm.recorded[sent.number] = sent
-    sent.hook = tensor.register_hook(lambda grad: _input_is_complete(weak, grad))
+def _untracked(handle: Handle) -> Handle:
+    """Without the graph that leads to its dispatch."""
+    if handle.sent is not None:
+        known: Handle = handle.sent.handle
+        return known
+    weights = handle.__dict__.get("weights")  # not asked for yet: nobody tracks them
+    if not (handle.tie.requires_grad or (weights is not None and weights.requires_grad)):
+        return handle
+    return handle._changed(tie=handle.tie.detach(), weights=handle.weights.detach())
+
+
+def _hook(record: _Sent | _Summed, tensor: Tensor, hook: Callable[..., Tensor | None]) -> None:
+    """`hook(weak reference to record, gradient)` when the gradient of `tensor` is complete."""
+    node = tensor.grad_fn
+    if node is None:  # a leaf
+        above = tensor.view_as(tensor).grad_fn
+        node = above.next_functions[0][0] if above is not None else None
+    elif isinstance(node, torch._C._FunctionBase):  # which the object that Python has of it does not keep
+        record.owner = tensor.view_as(tensor).grad_fn
+    record.source = (node, tensor.output_nr)
+    record.hook = tensor.register_hook(functools.partial(hook, weakref.ref(record)))
 
 
 # ---- nodes and hooks
@@ -337,25 +332,21 @@ class _Dispatch(torch.autograd.Function):
         scales: Tensor | None,
         topk_idx: Tensor | None,
         topk_weights: Tensor | None,
-        plans: Plans | None,
-        quantize: int,
+        handle: Handle | None,
         sent: _Sent,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        clear_tail = sent.call.capacity >= 0
         calls = sent.calls
-        if plans is None:
-            received = calls.dispatch(sent.call, x, scales, _known(topk_idx), topk_weights, quantize, clear_tail)
-            rows, weights, tie = received.x, received.topk_weights, received.tie.clone()
-            sent.received = received
-            sent.weights = weights.detach()
-            sent.topk_idx = received.topk_idx if sent.call.layout == RANK_MAJOR else None
-            lead = rows_shape(weights, sent.call.layout)
-            sent.plans = Plans(received.send_plan, received.recv_plan, tie.detach(), received.sizes, lead)
+        if handle is None:
+            rows, sent.scales, made = calls.run(sent.plan, None, x, scales, topk_idx, topk_weights)
+            weights, tie = made.weights, made.tie.clone()
+            made.__dict__["weights"], sent.handle = weights.detach(), made
         else:
-            rows, _ = calls.dispatch_again(sent.call, x, None, *plans, x.shape[0], clear_tail)
-            weights, tie = rows.new_empty(0, dtype=torch.float32), plans.tie.clone()
-        ctx.mark_non_differentiable(*([] if sent.x_is_tracked else [rows]), *([] if sent.has_weights else [weights]))
-        ctx.set_materialize_grads(False)
+            rows, _, _ = calls.run(sent.plan, handle.tie, x, None, handle)
+            weights, tie, sent.handle = rows.new_empty(0, dtype=torch.float32), handle.tie.clone(), handle
+        if not (sent.x_is_tracked and sent.has_weights):
+            untracked = ([] if sent.x_is_tracked else [rows]) + ([] if sent.has_weights else [weights])
+            ctx.mark_non_differentiable(*untracked)
+        ctx.materialize_grads = False
         ctx.sent, ctx.keeper = sent, _Keeper(sent)
         sent.node = weakref.ref(ctx)
         return rows, weights, tie
@@ -364,10 +355,13 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_x: Tensor | None, grad_weights: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
         sent: _Sent = ctx.sent
-        with sent.calls.comm.telling_peers():
-            sent.add(plain(grad_x, "the gradient of the rows"), plain(grad_weights, "the gradient of the weights"))
+        try:  # as comm.telling_peers()
+            sent.add(_plain(grad_x, "the gradient of the rows"), _plain(grad_weights, "the gradient of the weights"))
             grad, side = (None, None) if sent.collects else sent.run_backward()
-        return grad, None, None, side, None, None, None
+        except Error as error:
+            sent.calls.comm.note_refusal(error)
+            raise
+        return grad, None, None, side, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -380,16 +374,17 @@ class _Combine(torch.autograd.Function):
         bias: Tensor | None,
         side: Tensor | None,
         record: _Summed,
-    ) -> tuple[Tensor, Tensor]:
-        out, side_out = record.calls.combine(record.call, y, weights, *record.plans[:3], bias, side, record.shape[0])
+    ) -> tuple[Tensor, Tensor | None]:
+        out, side_out, _ = record.calls.run(record.plan, record.handle.tie, y, record.handle, bias, side)
         if weights is not None:
             record.weights = weights.detach()
             if ctx.needs_input_grad[1]:
                 ctx.save_for_backward(y)
-                if not _has_saved_tensor_hooks():
+                if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
                     record.y, record.y_version = y.detach(), y._version
-        ctx.mark_non_differentiable(side_out)
-        ctx.set_materialize_grads(False)
+        if side_out is not None:
+            ctx.mark_non_differentiable(side_out)
+        ctx.materialize_grads = False
         ctx.bias = None if bias is None else (bias.dim(), bias.dtype)
         ctx.record, ctx.keeper = record, _Keeper(record)
         record.node = weakref.ref(ctx)
@@ -399,15 +394,33 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
         record: _Summed = ctx.record
-        with record.calls.comm.telling_peers():
-            grad = plain(grad, "the gradient of the result of combine")
+        try:  # as comm.telling_peers()
+            grad = _plain(grad, "the gradient of the result of combine")
             saved = ctx.saved_tensors  # asked for once only: torch.utils.checkpoint recomputes the layer for it
             y = saved[0] if saved else None
             if record.sent is not None:
                 record.sent.run_newer(record.number)
             grad_y, grad_weights = record.run_backward(grad, y)
+        except Error as error:
+            record.calls.comm.note_refusal(error)
+            raise
         grad_bias = None if ctx.bias is None or grad is None else bias_gradient(grad, *ctx.bias)
-        return grad_y, grad_weights, torch.zeros_like(record.plans.tie), grad_bias, None, None
+        return grad_y, grad_weights, torch.zeros_like(record.handle.tie), grad_bias, None, None
+
+
+# `apply` without what it does for transforms of torch.func.
+_dispatch_node: Any = super(torch.autograd.Function, _Dispatch).apply
+_combine_node: Any = super(torch.autograd.Function, _Combine).apply
+
+
+def _plain(grad: Tensor | None, name: str) -> Tensor | None:
+    """As `plain`, which most are."""
+    if grad is None or (
+        type(grad) is Tensor and not grad.is_neg() and grad.layout is torch.strided and grad.data_ptr()
+    ):
+        return grad
+    given: Tensor | None = plain(grad, name)
+    return given
 
 
 def _expert_output_is_complete(weak: weakref.ref[_Summed], grad: Tensor) -> Tensor | None:
@@ -444,7 +457,9 @@ def _input_is_complete(weak: weakref.ref[_Sent], grad: Tensor | None) -> Tensor 
     # Several dispatches of one tensor may be missing; the first of their hooks runs them all, newest first, as the
     # backward of the other ranks comes to them.
     alike = [
-        each for each in list(sent.calls.comm.recorded.values()) if not each.is_over and each.source == sent.source
+        each
+        for reference in list(sent.calls.comm.recorded.values())
+        if (each := reference()) is not None and not each.is_over and each.source == sent.source
     ]
     for each in sorted(alike, key=lambda each: each.number, reverse=True):
         missing = _missing_gradient(each)
@@ -467,10 +482,6 @@ def _missing_gradient(sent: _Sent) -> Tensor | None:
             sent.calls.comm.rank,
         )
     return grad_x
-
-
-def _has_saved_tensor_hooks() -> bool:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 # ---- the graph of the experts

@@ -166,7 +166,7 @@ class Communicator(Shared):
         self._binding.apply()
         if placement is not None and placement.mode != "off":
             logger.info("rank %d: %s", native.rank, self._binding.placement)
-        self.recorded: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by weft.autograd
+        self.recorded: dict[int, weakref.ref[Any]] = {}  # by weft.autograd
         _living.add(self)
 
     # ---- constructors

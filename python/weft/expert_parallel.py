@@ -10,29 +10,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from weft import autograd
-from weft.call import check, ops, tensors, wrapped
+from weft.call import check, traced, wrapped
 from weft.call.cpu_calls import CpuCalls
+from weft.call.eager import Eager
 from weft.call.gpu_calls import GpuCalls
-from weft.call.half import Staged
-from weft.call.options import CombineOptions, DispatchOptions
-from weft.call.plan import Plan, Quick
-from weft.call.received import Received
+from weft.call.options import CombineOptions, DispatchOptions, options_of
 from weft.call.runner import Runner
-from weft.call.scales import by_column
 from weft.call.shape import Shape
 from weft.call.shared import Shared
-from weft.call.spec import RANK_MAJOR, Call, changed
 from weft.call.window import WindowSpec, released_on_error
 from weft.communicator import Communicator
 from weft.engine import DEFAULT_NUM_SMS, device_name
 from weft.errors import Error, InvalidState
-from weft.handle import Dispatched, Event, Handle
+from weft.handle import Dispatched, Handle
 from weft.kernels import tables
 from weft.kernels.tuning import most_num_sms
 from weft.limits import default_heap_bytes, dtype_name, landing_row_bytes, max_row_bytes, small_tokens
 from weft.log import logger
-from weft.quantized import Quantized, no_rows, typed
+from weft.quantized import Quantized, no_rows
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -125,15 +120,13 @@ class ExpertParallel(Shared):
         engine_calls = GpuCalls if comm.engine == "nvlink" else CpuCalls
         with released_on_error(windows):
             self.calls: Runner = engine_calls(comm, windows, numbers, num_experts, top_k, hidden, dtype)
-        self._token = self.calls.token
         self._overflow = self.calls.overflow
         self._shape = Shape(
             comm, comm.engine, comm.device, dtype, comm.num_ranks, num_experts, top_k, hidden, max_tokens_per_rank,
             num_windows, deadline_s, self.num_sms, num_sms is not None, most_sms, small_tokens(max_tokens_per_rank),
             tables.from_json(table),
         )  # fmt: skip
-        check.remember_calls(self._shape)
-        self._quick = Quick(self.calls, self.num_local_experts) if isinstance(self.calls, GpuCalls) else None
+        self._eager = Eager(self._shape, self.calls)
         wrapped.watch(self)
 
     # ---- the two calls
@@ -209,21 +202,23 @@ class ExpertParallel(Shared):
             Unsupported: FP8 with H not a multiple of 16, or gradients through FP8 rows.
             PeerTimeout, PeerLost: the communicator is broken until `comm.rebuild`.
         """
-        options = check.options_of(
-            DispatchOptions, num_sms, deadline_s, mode, staged, async_op, window, quantize, layout, alignment, capacity,
-            max_tokens, scale_layout, zero_holes,
-        )  # fmt: skip
-        if torch.compiler.is_compiling():
-            return self._dispatch(x, topk_idx, topk_weights, handle, options)
+        if torch.compiler.is_dynamo_compiling():
+            options = DispatchOptions(
+                num_sms, deadline_s, mode, staged, async_op, window, quantize, layout, alignment, capacity, max_tokens,
+                scale_layout, zero_holes,
+            )  # fmt: skip
+            checked = check.check_dispatch(self._shape, x, topk_idx, topk_weights, handle, options)
+            return traced.dispatch(self.calls, self._shape, checked, handle, options)
         try:  # as comm.telling_peers()
-            plan = None
-            if self._quick is not None and handle is None and tensors.stands_alone():
-                plan = self._quick.dispatch_plan(x, topk_idx, topk_weights, options)
-                if plan is not None and plan.call is not None and topk_idx is not None:
-                    dispatched = self._quick.dispatch(plan, x, topk_idx, topk_weights)
-                    if dispatched is not None:
-                        return dispatched
-            return self._dispatch(x, topk_idx, topk_weights, handle, options, plan=plan)
+            values = (
+                num_sms, deadline_s, mode, staged, async_op, window, quantize, layout, alignment, capacity, max_tokens,
+                scale_layout, zero_holes,
+            )  # fmt: skip
+            try:
+                options = options_of(DispatchOptions, *values)
+            except TypeError:  # an option without a hash
+                options = DispatchOptions(*values)
+            return self._eager.dispatch(x, topk_idx, topk_weights, handle, options)
         except Error as error:
             self.comm.note_refusal(error)
             raise
@@ -273,167 +268,20 @@ class ExpertParallel(Shared):
         Raises:
             As dispatch; Unsupported: wire="fp8" with H not a multiple of 16.
         """
-        options = check.options_of(CombineOptions, num_sms, deadline_s, mode, staged, async_op, window, weighted, wire)
-        if torch.compiler.is_compiling():
-            return self._combine(expert_output, handle, side, bias, out, options)
+        if torch.compiler.is_dynamo_compiling():
+            options = CombineOptions(num_sms, deadline_s, mode, staged, async_op, window, weighted, wire)
+            checked = check.check_combine(self._shape, expert_output, handle, side, bias, out, options)
+            return traced.combine(self.calls, self._shape, checked, out, handle, options)
         try:  # as comm.telling_peers()
-            plan = None
-            if self._quick is not None and side is bias is out is None and tensors.stands_alone():
-                plan = self._quick.combine_plan(expert_output, handle, options)
-                if plan is not None and plan.call is not None:
-                    combined = self._quick.combine(plan, expert_output, handle)
-                    if combined is not None:
-                        return combined
-            return self._combine(expert_output, handle, side, bias, out, options, plan=plan)
+            values = (num_sms, deadline_s, mode, staged, async_op, window, weighted, wire)
+            try:
+                options = options_of(CombineOptions, *values)
+            except TypeError:  # an option without a hash
+                options = CombineOptions(*values)
+            return self._eager.combine(expert_output, handle, side, bias, out, options)
         except Error as error:
             self.comm.note_refusal(error)
             raise
-
-    def _dispatch(
-        self,
-        x: Tensor | Quantized,
-        topk_idx: Tensor | None,
-        topk_weights: Tensor | None,
-        handle: Handle | None,
-        options: DispatchOptions,
-        *,
-        plan: Plan | None = None,
-    ) -> Dispatched:
-        """The whole way. `plan`: what it is to learn from these arguments."""
-        self._check_owner("dispatch", handle)
-        call, x, data, scales, topk_idx, topk_weights = check.check_dispatch(
-            self._shape, x, topk_idx, topk_weights, handle, options
-        )
-        code = check.QUANTIZE_CODES[options.quantize]
-        if handle is not None:
-            return self._dispatch_again(call, data, scales, handle, x, code)
-        assert topk_idx is not None  # noqa: S101  for mypy: checked above
-        is_tracked = torch.is_grad_enabled() and (
-            (data.requires_grad and not code) or (topk_weights is not None and topk_weights.requires_grad)
-        )
-        is_traced = tensors.is_traced(data, scales, topk_idx, topk_weights)
-        if call.is_staged:
-            check.check_staged(is_traced, is_tracked)
-        sent = None
-        if is_traced:
-            numbers = (call.numbers, call.deadline_s)
-            inputs = tensors.faked((data, scales, topk_idx, topk_weights, self._token), has_new_sizes=True)
-            ticket = ops.dispatch(*inputs, *numbers, code, is_tracked and call.capacity >= 0)
-            shape = (self.num_ranks, self.num_local_experts, self.calls.plans_on_device)
-            received = Received(*ops.receive(ticket, *inputs, *shape, *numbers, code))
-            received = received._replace(scales=by_column(received.scales, call.scale_dtype))
-        elif is_tracked:
-            call = call if call.zero_holes else changed(call, zero_holes=True)
-            data = data.view(torch.uint8) if data.element_size() == 1 else data  # FP8 would be differentiable
-            received, sent = autograd.dispatch(self.calls, call, data, scales, topk_idx, topk_weights, code)
-        else:
-            received = self.calls.dispatch(call, data, scales, topk_idx, topk_weights, code, False)
-            if plan is not None and self._quick is not None:
-                self._quick.learn_dispatch(plan, call, x, (data, scales), code, topk_idx)
-        rows, row_scales, out_idx, weights, sizes, send_plan, recv_plan, tie = received
-        handle = Handle(
-            send_plan, recv_plan, weights, out_idx if call.layout == RANK_MAJOR else None, sizes,
-            self.num_local_experts, tie, topk_idx.shape[0], call, sent,
-        )  # fmt: skip
-        if not is_traced:
-            self.calls.note_handle(handle)
-        return self._dispatched(typed(rows, row_scales, x, code, call.scale_dtype), handle, call)
-
-    def _combine(
-        self,
-        expert_output: Tensor,
-        handle: Handle,
-        side: Tensor | None,
-        bias: Tensor | None,
-        out: Tensor | None,
-        options: CombineOptions,
-        *,
-        plan: Plan | None = None,
-    ) -> Any:
-        """As `_dispatch`."""
-        given_out, weighted = out, options.weighted
-        self._check_owner("combine", handle)
-        call, expert_output, side, bias, out = check.check_combine(
-            self._shape, expert_output, handle, side, bias, out, options
-        )
-        if side is not None and call.layout == RANK_MAJOR:
-            side = side.unsqueeze(1).expand(-1, self.top_k) if side.dim() == 1 else side
-            side = self.calls.side_of_picks(side, handle.idx)
-        weights = handle.weights if weighted and call.layout != RANK_MAJOR else None
-        is_tracked = torch.is_grad_enabled() and (
-            expert_output.requires_grad or handle.tie.requires_grad or (bias is not None and bias.requires_grad)
-        )
-        is_traced = tensors.is_traced(expert_output, side, bias, handle.tie)
-        if call.is_staged:
-            check.check_staged(is_traced, is_tracked)
-        if is_traced:
-            inputs = tensors.faked((
-                expert_output, handle.weights, handle.send_plan, handle.recv_plan, handle.tie, handle.sizes, bias, side
-            ))  # fmt: skip
-            y, side_out = ops.combine(
-                *inputs, self.top_k, handle.num_tokens, call.numbers, call.deadline_s, weighted,
-                is_tracked and call.capacity >= 0,
-            )  # fmt: skip
-            y = y if out is None else out.copy_(y)
-        elif is_tracked:
-            plans = autograd.Plans(handle.send_plan, handle.recv_plan, handle.tie, handle.sizes, handle.rows_shape)
-            y, side_out = autograd.combine(
-                self.calls, call, expert_output, weights, plans, handle.sent, bias, side, handle.num_tokens
-            )
-        else:
-            y, side_out = self.calls.combine(
-                call, expert_output, weights, handle.send_plan, handle.recv_plan, handle.tie, bias, side,
-                handle.num_tokens, out,
-            )  # fmt: skip
-            if plan is not None and self._quick is not None:
-                self._quick.learn_combine(plan, call, expert_output, handle, weighted=weighted)
-        parts: list[Tensor | Event] = [y if given_out is None else given_out]
-        if side is not None:
-            parts.append(side_out)
-        if options.async_op:
-            parts.append(self.calls.event())
-        result = parts[0] if len(parts) == 1 else tuple(parts)
-        return Staged(result, self.calls.windows[call.window].half) if options.staged else result
-
-    def _dispatch_again(
-        self, call: Call, data: Tensor, scales: Tensor | None, handle: Handle, x: Tensor | Quantized, code: int
-    ) -> Dispatched:
-        is_tracked = torch.is_grad_enabled() and data.requires_grad and not code
-        is_traced = tensors.is_traced(data, scales, handle.tie)
-        if call.is_staged:
-            check.check_staged(is_traced, is_tracked)
-        clear_tail = is_tracked and call.capacity >= 0
-        sent, tie = None, handle.tie
-        if is_traced:
-            inputs = tensors.faked((
-                data, scales, handle.weights, handle.send_plan, handle.recv_plan, handle.tie, handle.sizes
-            ))  # fmt: skip
-            rows, out_scales = ops.dispatch_again(*inputs, call.numbers, call.deadline_s, clear_tail, code)
-            out_scales = by_column(out_scales, call.scale_dtype)
-        elif is_tracked:
-            call = call if call.zero_holes else changed(call, zero_holes=True)
-            tie = handle.tie.detach()
-            plans = autograd.Plans(handle.send_plan, handle.recv_plan, tie, handle.sizes, handle.rows_shape)
-            weights, repeated = handle.weights, handle.sent
-            rows, tie, sent = autograd.dispatch_again(self.calls, call, data, plans, weights, repeated)
-            out_scales = rows.new_empty(0)
-        else:
-            rows, out_scales = self.calls.dispatch_again(
-                call, data, scales, handle.send_plan, handle.recv_plan, handle.tie, handle.sizes, handle.rows_shape,
-                handle.num_tokens, False, code,
-            )  # fmt: skip
-            sent = handle.sent  # the tie leads to the same dispatch
-        return self._dispatched(typed(rows, out_scales, x, code, call.scale_dtype), handle.repeated(tie, sent), call)
-
-    def _dispatched(self, x: Tensor | Quantized, handle: Handle, call: Call) -> Dispatched:
-        half = self.calls.windows[call.window].half if call.is_staged else None
-        event = self.calls.event() if half is None else half.event
-        return Dispatched(x, handle, self._overflow, event, self.calls, half)
-
-    def _check_owner(self, what: str, handle: Any) -> None:
-        """Before the arguments: another object's handle has other shapes."""
-        if isinstance(handle, Handle) and not tensors.is_traced(handle.tie):
-            self.calls.check_tie(what, handle.tie)
 
     # ---- the rest
 

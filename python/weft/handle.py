@@ -66,13 +66,13 @@ class Handle:
 
     @classmethod
     def _lazily(
-        cls, made: Any, num_rows: int, num_local_experts: int, tie: torch.Tensor, num_tokens: int, call: Call
+        cls, made: Any, lead: tuple[int, ...], num_local_experts: int, tie: torch.Tensor, num_tokens: int, call: Call
     ) -> Handle:
-        """`made`: what has the `ROUTING`; `num_rows`: of the result, those of a capacity all (masked: of an expert)."""
+        """`made`: what has the `ROUTING`; `lead`: shape of the rows without their last dimension."""
         handle: Handle = object.__new__(cls)
         handle.__dict__.update(
-            made=made, made_rows=num_rows, num_local_experts=num_local_experts, tie=tie, num_tokens=num_tokens,
-            call=call, sent=None,
+            made=made, lead=lead, num_local_experts=num_local_experts, tie=tie, num_tokens=num_tokens, call=call,
+            sent=None,
         )  # fmt: skip
         return handle
 
@@ -148,18 +148,38 @@ class Handle:
     @property
     def rows_shape(self) -> tuple[int, ...]:
         """Shape of the rows without their last dimension: (N,), masked (L, C)."""
-        num_rows = self.__dict__.get("made_rows")
-        if num_rows is not None:
-            return (self.num_local_experts, num_rows) if self.layout == "masked" else (num_rows,)
-        return rows_shape(self.weights, self.call.layout)
+        lead: tuple[int, ...] | None = self.__dict__.get("lead")
+        return rows_shape(self.weights, self.call.layout) if lead is None else lead
+
+    def _places(self) -> tuple[int, int, int, int, int]:
+        """Where calls with this handle find sizes, send plan, receive plan (and its length) and weights."""
+        if "made" in self.__dict__:
+            found: tuple[int, int, int, int, int] = self.__dict__["made"].places
+            return found
+        recv_plan = self.recv_plan
+        plans = (self.sizes.data_ptr(), self.send_plan.data_ptr(), recv_plan.data_ptr(), recv_plan.numel())
+        return (*plans, self.weights.data_ptr())
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """Those there are, copies of users too."""
+        known = [self.__dict__.get(name) for name in _LAZY]
+        return [each for each in (*known, *self.__dict__.get("copies", {}).values()) if each is not None]
+
+    def _move(self, device: torch.device) -> None:
+        """Sizes, weights and ids to where the user's tensors lie; the plans stay."""
+        for name in ("sizes", "weights", "idx"):
+            here = getattr(self, name)
+            self.__dict__[name] = None if here is None else here.to(device)
 
     def repeated(self, tie: torch.Tensor, sent: Any) -> Handle:
         """The handle of a dispatch that repeats this routing."""
-        if tie is self.tie and sent is self.sent:
-            return self
-        repeated: Handle = object.__new__(type(self))
-        repeated.__dict__.update(self.__dict__, tie=tie, sent=sent)
-        return repeated
+        return self if tie is self.tie and sent is self.sent else self._changed(tie=tie, sent=sent)
+
+    def _changed(self, **fields: Any) -> Handle:
+        """The same routing with other fields."""
+        changed: Handle = object.__new__(type(self))
+        changed.__dict__.update(self.__dict__, **fields)
+        return changed
 
     def __repr__(self) -> str:
         capacity = "exact" if self.capacity is None else self.capacity
@@ -261,11 +281,8 @@ class Dispatched:
 
         Nothing happens where the tokens are in host memory.
         """
-        handle = self.handle
         data = [self.x] if isinstance(self.x, torch.Tensor) else [self.x.data, self.x.scales]
-        copies = handle.__dict__.get("copies", {}).values()
-        tensors = [*data, *copies, handle.idx, handle.weights, handle.sizes, handle.send_plan, handle.recv_plan]
-        self.calls.record_stream([each for each in tensors if each is not None], stream)
+        self.calls.record_stream([*data, self.handle], stream)
 
     def __repr__(self) -> str:
         return f"weft.Dispatched({self.handle.layout}, x={list(self.x.data.shape)} {self.x.data.dtype})"

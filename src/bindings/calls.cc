@@ -193,8 +193,8 @@ nb::object dispatch_first(CallWindow& window, DispatchArgs& args, u64 stream, i6
 }
 
 nb::object dispatch_again(CallWindow& window, DispatchArgs& args, u64 stream, i64 num_tokens, u64 x, u64 scales,
-                          u64 counts, u64 send_plan, u64 recv_plan, i64 recv_plan_len, i64 num_rows,
-                          nb::handle from_dlpack) {
+                          u64 counts, u64 send_plan, u64 recv_plan, i64 recv_plan_len, i64 num_rows, u64 out_x,
+                          u64 out_scales, nb::handle from_dlpack) {
   args.stream = stream;
   args.num_tokens = num_tokens;
   args.num_rows = num_rows;
@@ -206,13 +206,16 @@ nb::object dispatch_again(CallWindow& window, DispatchArgs& args, u64 stream, i6
   args.send_plan = send_plan;
   args.recv_plan = recv_plan;
   args.recv_plan_len = recv_plan_len;
+  args.room = num_rows;
+  args.out_x = out_x;
+  args.out_scales = out_scales;
   const DispatchResult result = dispatch_unlocked(window, args);
   return nb::make_tuple(is_made(window, result), to_tensor(result.x, from_dlpack),
                         to_tensor(result.scales, from_dlpack), result.rows_sent, result.bytes_sent);
 }
 
 void combine_rows(CallWindow& window, CombineArgs& args, u64 stream, i64 num_tokens, u64 y, i64 num_rows, u64 weights,
-                  u64 send_plan, u64 recv_plan, i64 recv_plan_len, u64 out) {
+                  u64 send_plan, u64 recv_plan, i64 recv_plan_len, u64 out, u64 bias, u64 side, u64 side_out) {
   args.stream = stream;
   args.num_tokens = num_tokens;
   args.y = y;
@@ -222,6 +225,9 @@ void combine_rows(CallWindow& window, CombineArgs& args, u64 stream, i64 num_tok
   args.recv_plan = recv_plan;
   args.recv_plan_len = recv_plan_len;
   args.out = out;
+  args.bias = bias;
+  args.side = side;
+  args.side_out = side_out;
   const ReleasedGil release;
   window.combine(args, signal_poll());
 }
@@ -240,12 +246,13 @@ void bind_routing(nb::module_& m) {
              }
              throw_internal("a routing has no " + name);
            })
-      .def_prop_ro("send_plan", [](const Routing& routing) { return address_of(routing.send_plan); })
-      .def_prop_ro("recv_plan", [](const Routing& routing) { return address_of(routing.recv_plan); })
-      .def_prop_ro(
-          "recv_plan_len",
-          [](const Routing& routing) { return routing.recv_plan.shape.empty() ? 0 : routing.recv_plan.shape[0]; })
-      .def_prop_ro("topk_weights", [](const Routing& routing) { return address_of(routing.topk_weights); })
+      .def_prop_ro("places",
+                   [](const Routing& routing) {
+                     const std::vector<i64>& plan = routing.recv_plan.shape;
+                     return nb::make_tuple(address_of(routing.sizes), address_of(routing.send_plan),
+                                           address_of(routing.recv_plan), plan.empty() ? i64{0} : plan[0],
+                                           address_of(routing.topk_weights));
+                   })
       .def_ro("num_bad_ids", &Routing::num_bad_ids)
       .def_ro("first_bad_id", &Routing::first_bad_id)
       .def_ro("first_bad_at", &Routing::first_bad_at)
@@ -312,9 +319,9 @@ void bind_calls(nb::module_& m) {
       .def("dispatch_first", &dispatch_first, "args"_a, "stream"_a, "num_tokens"_a, "x"_a, "scales"_a, "topk_idx"_a,
            "topk_weights"_a, "from_dlpack"_a)
       .def("dispatch_again", &dispatch_again, "args"_a, "stream"_a, "num_tokens"_a, "x"_a, "scales"_a, "counts"_a,
-           "send_plan"_a, "recv_plan"_a, "recv_plan_len"_a, "num_rows"_a, "from_dlpack"_a)
+           "send_plan"_a, "recv_plan"_a, "recv_plan_len"_a, "num_rows"_a, "out_x"_a, "out_scales"_a, "from_dlpack"_a)
       .def("combine_rows", &combine_rows, "args"_a, "stream"_a, "num_tokens"_a, "y"_a, "num_rows"_a, "weights"_a,
-           "send_plan"_a, "recv_plan"_a, "recv_plan_len"_a, "out"_a)
+           "send_plan"_a, "recv_plan"_a, "recv_plan_len"_a, "out"_a, "bias"_a, "side"_a, "side_out"_a)
       .def("empty", &empty, "shape"_a, "dtype"_a, "stream"_a = 0)
       .def_prop_ro("id", &CallWindow::id)
       .def("close", &CallWindow::close, Guard());

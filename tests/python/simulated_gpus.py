@@ -8,7 +8,6 @@ read through the addresses. Ranks are threads that meet at a barrier.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import threading
@@ -83,13 +82,11 @@ class SimulatedRouting:
         return self._tensors[name]
 
     @property
-    def recv_plan_len(self) -> int:
-        plan = self._tensors["recv_plan"]
-        return 0 if plan is None else plan.numel()
-
-    def __getattr__(self, name: str) -> int:
-        found = self._tensors[name]
-        return 0 if found is None else found.data_ptr()
+    def places(self) -> tuple[int, int, int, int, int]:
+        sizes, send_plan, recv_plan, weights = (self._tensors[name] for name in ROUTING[:4])
+        length = 0 if recv_plan is None else recv_plan.numel()
+        addresses = [0 if each is None else each.data_ptr() for each in (sizes, send_plan, recv_plan, weights)]
+        return (*addresses[:3], length, addresses[3])  # type: ignore[return-value]
 
 
 class SimulatedWindow:
@@ -215,13 +212,17 @@ class SimulatedWindow:
         recv_plan: int,
         recv_plan_len: int,
         num_rows: int,
+        out_x: int,
+        out_scales: int,
         from_dlpack: Callable[[Any], Tensor],
     ) -> tuple[Any, ...]:
         """The same with the routing of a handle."""
         args.stream, args.num_tokens, args.num_rows, args.x, args.scales = stream, num_tokens, num_rows, x, scales
         args.counts, args.send_plan, args.recv_plan = counts, send_plan, recv_plan
+        args.room, args.out_x, args.out_scales = num_rows, out_x, out_scales
         result = self.dispatch(args)
-        return (result.in_heap, *result.tensors(from_dlpack)[:2], 0, 0)
+        made = (None, None) if args.is_small else result.tensors(from_dlpack)[:2]
+        return (result.in_heap, *made, 0, 0)
 
     def _make_send_plan(self, args: Any) -> None:
         """And the sizes."""
@@ -396,10 +397,14 @@ class SimulatedWindow:
         recv_plan: int,
         recv_plan_len: int,
         out: int,
+        bias: int,
+        side: int,
+        side_out: int,
     ) -> None:
         """`combine`, with what differs between calls of equal arguments."""
         args.stream, args.num_tokens, args.y, args.num_rows, args.weights = stream, num_tokens, y, num_rows, weights
         args.send_plan, args.recv_plan, args.out = send_plan, recv_plan, out
+        args.bias, args.side, args.side_out = bias, side, side_out
         self.combine(args)
 
     def _contributed(self, args: Any) -> tuple[Any, ...]:
@@ -530,7 +535,8 @@ class SimulatedRanks:
         stream = Stream()
         patch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        patch.setattr(torch.cuda, "set_stream", lambda stream: None)
+        patch.setattr(torch.cuda, "current_device", lambda: None)
         patch.setattr(torch.cuda.nvtx, "range_push", lambda name: 0)
         patch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)

@@ -180,8 +180,12 @@ def test_asynchronous_calls_keep_the_plans_they_read(pool: Any, monkeypatch: pyt
     """Or whoever lets go of the handle gives their place to the next tensor of the caller's stream."""
     kept: list[int] = []
 
-    def record(calls: GpuCalls, tensors: Sequence[torch.Tensor], stream: Any) -> None:
-        kept.extend(tensor.data_ptr() for tensor in tensors)
+    def record(calls: GpuCalls, things: Sequence[Any], stream: Any) -> None:
+        for thing in things:
+            if isinstance(thing, weft.Handle):
+                kept.extend(thing._places())
+            elif thing is not None:
+                kept.append(thing.data_ptr())
 
     monkeypatch.setattr(GpuCalls, "record_stream", record)
     for handle in pool.run(2, combine_and_repeat_asynchronously, [0, 0]):

@@ -232,7 +232,7 @@ def test_what_else_is_told(comm: weft.Communicator, told: Any) -> None:
     assert told(lambda: ops.combine(rows(), *old, None, None, 2, 2, *its, True, False))
     assert told(lambda: ops.dispatch_again(rows(), None, *old, *its, False, 0))
     ep.close()
-    assert told(lambda: ops.dispatch(rows(), None, picks(), None, ep._token, *its, 0, False))
+    assert told(lambda: ops.dispatch(rows(), None, picks(), None, ep.calls.name, *its, 0, False))
     assert told(ep.warmup)
 
 

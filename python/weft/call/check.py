@@ -8,20 +8,16 @@ Every refusal names the argument, the value given and what is allowed.
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.call.options import OPTIONS, CallOptions, CombineOptions, DispatchOptions, is_one_of
-from weft.call.options import options_of as _options_of
 from weft.call.scales import word_dtype
 from weft.call.shape import Shape
-from weft.call.spec import DTYPE_CODES, RANK_MAJOR, Call, changed
+from weft.call.spec import DTYPE_CODES, RANK_MAJOR, Call
 from weft.call.tensors import is_traced, plain
 from weft.communicator import Communicator
 from weft.errors import InvalidArgument, Unsupported
@@ -42,24 +38,23 @@ from weft.quantized import Quantized
 __all__ = [
     "QUANTIZE_CODES",
     "WIRE_CODES",
+    "as_bytes",
+    "check_apart",
     "check_combine",
     "check_comm",
     "check_constructor",
     "check_dispatch",
     "check_dispatched",
     "check_staged",
-    "options_of",
-    "remember_calls",
+    "is_read_by_column",
 ]
 
-T = TypeVar("T")
 QUANTIZE_CODES = {None: 0, "fp8": 1, "fp8_ue8m0": 2}
 WIRE_CODES = {None: 0, "fp8": 1}
 _ID_DTYPES = (torch.int64, torch.int32)
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STRIDED = torch.strided
 _OF_HANDLE = ("layout", "alignment", "capacity", "max_tokens")  # options that a handle has, too
-_MOST_KNOWN = 256  # options of one ExpertParallel
 
 
 def check_comm(comm: Any) -> None:
@@ -92,14 +87,14 @@ def check_dispatch(
     x, topk_idx, topk_weights = _plain_rows(x), plain(topk_idx, "topk_idx"), plain(topk_weights, "topk_weights")
     form = "bytes" if isinstance(x, Quantized) else _form(x, options.quantize)
     if handle is not None:
-        call: Call = _known(ep, _repeated_call, form, _of_handle(handle), options)
+        call = _repeated_call(ep, form, _of_handle(handle), options)
         if topk_idx is not None or topk_weights is not None:
             raise InvalidArgument(
                 "topk_idx or topk_weights is given beside handle; allowed is one of the two: a handle has its routing"
             )
         num_tokens, most = handle.num_tokens, handle.num_tokens
     else:
-        call = _known(ep, _first_call, form, options)
+        call = _first_call(ep, form, options)
         num_tokens, most = -1, call.max_tokens
     data, scales = _check_x(ep, x, options.quantize, handle is not None)
     if data.shape[0] > most or (num_tokens >= 0 and data.shape[0] != num_tokens):
@@ -109,8 +104,7 @@ def check_dispatch(
         topk_weights = _check_topk(ep, topk_idx, topk_weights, data)
     if options.scale_layout != "row_major":
         dtype = _column_dtype(x, options.quantize, scales)
-        traced = torch.compiler.is_compiling()
-        call = replace(call, scale_dtype=dtype) if traced else changed(call, scale_dtype=dtype)
+        call = replace(call, scale_dtype=dtype)
     return call, x, data, scales, topk_idx, topk_weights
 
 
@@ -145,31 +139,6 @@ def _column_dtype(x: Tensor | Quantized, quantize: str | None, scales: Tensor | 
             "weft.Quantized with scales"
         )
     return word_dtype(x.scales.dtype)
-
-
-def options_of(kind: Callable[..., T], *values: Any) -> T:
-    """kind(*values), the same object for the same values of the same types."""
-    if torch.compiler.is_compiling():
-        return kind(*values)
-    try:
-        options: T = _options_of(kind, *values)
-    except TypeError:  # an option without a hash
-        options = kind(*values)
-    return options
-
-
-def remember_calls(ep: Shape) -> None:
-    """For `_known`: options that were allowed once are not looked at again."""
-    weak = weakref.proxy(ep)
-    functions = (_first_call, _repeated_call, _combine_call)
-    ep.known.update({each: functools.lru_cache(_MOST_KNOWN)(functools.partial(each, weak)) for each in functions})
-
-
-def _known(ep: Shape, check: Callable[..., Call], *options: Any) -> Call:
-    """check(ep, *options)."""
-    if torch.compiler.is_compiling():
-        return check(ep, *options)
-    return ep.known[check](*options)
 
 
 def _first_call(ep: Shape, form: str, options: DispatchOptions) -> Call:
@@ -330,11 +299,11 @@ def _check_quantized(ep: Shape, x: Quantized, quantize: Any) -> tuple[Tensor, Te
     _check_place("x.data", data, ep)
     if scales is not None:
         _check_place("x.scales", scales, ep)
-        scales = None if scales.shape[1] == 0 else scales if _is_read_by_column(ep, scales) else _bytes(scales)
-    return _bytes(data), scales
+        scales = None if scales.shape[1] == 0 else scales if is_read_by_column(ep, scales) else as_bytes(scales)
+    return as_bytes(data), scales
 
 
-def _is_read_by_column(ep: Shape, scales: Tensor) -> bool:
+def is_read_by_column(ep: Shape, scales: Tensor) -> bool:
     """Whether column-major scales may reach the engine as they are."""
     if type(scales) is not Tensor or scales.is_contiguous() or scales.requires_grad or torch.compiler.is_compiling():
         return False
@@ -343,7 +312,7 @@ def _is_read_by_column(ep: Shape, scales: Tensor) -> bool:
     return ep.engine == "nvlink" and scales.element_size() == 4 and lies_by_column
 
 
-def _bytes(rows: Tensor) -> Tensor:
+def as_bytes(rows: Tensor) -> Tensor:
     """[T, bytes of a row]; column-major ones are copied. Without rows the strides may be any.
 
     What engines can read where it lies keeps its dtype: they ask for no more than its size, and a view takes time.
@@ -393,7 +362,7 @@ def check_combine(
     """The call as native codes; expert_output, side, bias and out as the engine reads them."""
     y, side, bias = plain(y, "expert_output"), plain(side, "side"), plain(bias, "bias")
     out = _plain_out(out)
-    call = _known(ep, _combine_call, _form(y, options.wire), _of_handle(handle), options)
+    call = _combine_call(ep, _form(y, options.wire), _of_handle(handle), options)
     lead = list(handle.rows_shape)
     if not isinstance(y, Tensor):
         raise InvalidArgument(f"expert_output is {_shown(y)}; a tensor {[*lead, ep.hidden]} is expected")
@@ -416,8 +385,8 @@ def check_combine(
     if out is not None:
         _check_like("out", out, ([handle.num_tokens, ep.hidden],), (y.dtype,), ep)
         _check_out(y, handle, bias, out)
-        for name, read in (("expert_output", y), ("side", side), ("bias", bias)):
-            _check_apart(name, read, out)
+        if not is_traced(y, side, bias, out):
+            check_apart(out, y, side, bias)
     return call, y, side, bias, out
 
 
@@ -442,17 +411,20 @@ def _check_out(y: Tensor, handle: Handle, bias: Tensor | None, out: Tensor) -> N
         raise InvalidArgument("out is given while gradients are tracked; allowed under torch.no_grad() only")
 
 
-def _check_apart(name: str, read: Tensor | None, out: Tensor) -> None:
+def check_apart(out: Tensor, y: Tensor, side: Tensor | None, bias: Tensor | None) -> None:
     """Peers read the inputs while `out` is written. Traced calls fill a tensor of their own."""
-    if read is None or is_traced(out, read):
-        return
-    begin, out_begin = read.data_ptr(), out.data_ptr()
-    end, out_end = begin + read.nbytes, out_begin + out.nbytes
-    if begin < out_end and out_begin < end and read.nbytes and out.nbytes:
-        raise InvalidArgument(
-            f"out lies at {out_begin:#x} to {out_end:#x} and overlaps {name} at {begin:#x} to {end:#x}; allowed is "
-            f"memory that {name} does not use"
-        )
+    out_begin = out.data_ptr()
+    out_end = out_begin + out.nbytes
+    for name, read in (("expert_output", y), ("side", side), ("bias", bias)):
+        if read is None:
+            continue
+        begin = read.data_ptr()
+        end = begin + read.nbytes
+        if begin < out_end and out_begin < end and read.nbytes and out.nbytes:
+            raise InvalidArgument(
+                f"out lies at {out_begin:#x} to {out_end:#x} and overlaps {name} at {begin:#x} to {end:#x}; allowed is "
+                f"memory that {name} does not use"
+            )
 
 
 def _check_like(

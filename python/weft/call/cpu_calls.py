@@ -1,24 +1,23 @@
 """The cpu engine's calls: tensors may be anywhere, those not in host memory are copied."""
 
-# check: allow-in-file function-size: the flat arguments of the operators pass through
+# check: allow-in-file function-size: the tensors of a call pass through
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from weft import _load
-from weft.call.calling import Calling
-from weft.call.event import COMPLETE, Event
 from weft.call.gpu_tensors import from_dlpack
-from weft.call.received import Received
-from weft.call.runner import Kind, Routing, Runner
-from weft.call.spec import DTYPE_CODES, Call, changed
+from weft.call.plan import Plan
+from weft.call.runner import Runner
+from weft.call.spec import DTYPE_CODES, MASKED, Call
 from weft.call.tensors import address
-from weft.handle import ROUTING
+from weft.errors import InternalError
+from weft.handle import Handle
 
 if TYPE_CHECKING:
     from weft.call.window import Window
@@ -29,86 +28,65 @@ __all__ = ["CpuCalls"]
 class CpuCalls(Runner):
     """Every call is complete when it returns."""
 
-    def dispatch(self, call: Call, *args: Any) -> Received:
-        """See Runner."""
-        return super().dispatch(_in_one_way(call), *args)
-
-    def dispatch_again(self, call: Call, *args: Any) -> tuple[Tensor, Tensor]:
-        """See Runner."""
-        return super().dispatch_again(_in_one_way(call), *args)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.is_elsewhere = self.device.type != "cpu"
 
     def _read(self, tensor: Tensor) -> Tensor:
         """See Runner."""
         return _host(tensor)
 
-    def _read_scales(self, call: Call, scales: Tensor | None) -> Tensor | None:
+    def _read_scales(self, call: Call, scales: Tensor) -> Tensor:
         """See Runner."""
-        return None if scales is None else _host(scales)
+        return _host(scales)
 
-    def _is_written(self, out: Tensor) -> bool:
-        """See Runner."""
-        return out.device.type == "cpu"
-
-    def _given(self, tensor: Tensor) -> Tensor:
-        """See Runner."""
-        return tensor.to(self.device)
-
-    def _running(self, *args: Any, **named: Any) -> Calling:
-        """See Runner."""
-        return Calling(self, *args, **named)
-
-    def _pieces(self, call: Call, x: Tensor, scales: Tensor | None, quantize: int) -> list[Tensor]:
-        """See Runner."""
-        return [x]
-
-    def _columns(self, call: Call, y: Tensor, bias: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
-        """See Runner."""
-        return [(_host(y), None if bias is None else _host(bias))]
+    def _sum_in_parts(self, plan: Plan, stream: int, *tensors: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+        """See Runner: no row is too wide here."""
+        raise InternalError("the cpu engine sends whole rows")
 
     def _first(
-        self,
-        call: Call,
-        kind: Kind,
-        x: Tensor,
-        scales: Tensor | None,
-        topk_idx: Tensor,
-        weights: Tensor | None,
-        quantize: int,
-        run: Calling,
-    ) -> Received:
+        self, plan: Plan, stream: int, x: Tensor, scales: Tensor | None, topk_idx: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Handle]:
         """See Runner."""
-        _, _, rows, out_scales, routing = self.windows[call.window].native.dispatch_first(
-            kind.first, 0, topk_idx.shape[0], address(x), address(scales), address(topk_idx), address(weights),
-            from_dlpack,
+        _, num_rows, rows, out_scales, made = plan.window.native.dispatch_first(
+            plan.args, stream, plan.num_tokens, x.data_ptr(), 0 if scales is None else scales.data_ptr(),
+            topk_idx.data_ptr(), 0 if weights is None else weights.data_ptr(), from_dlpack,
         )  # fmt: skip
-        self.counters.add_sent(routing.rows_sent, routing.bytes_sent)
-        if routing.num_bad_ids:
-            self.bad_ids = self.bad_ids_text(routing.num_bad_ids, routing.first_bad_id, routing.first_bad_at)
-        sizes, send_plan, recv_plan, out_weights, out_idx = (routing.tensor(name, from_dlpack) for name in ROUTING)
-        out_scales = self._no_floats if out_scales is None else out_scales
-        out_idx = topk_idx.new_empty(0) if out_idx is None else out_idx
-        rows, out_scales, out_idx, out_weights, sizes = map(
-            self._given, (rows, out_scales, out_idx, out_weights, sizes)
-        )
-        return Received(rows, out_scales, out_idx, out_weights, sizes, send_plan, recv_plan, self.tie())
+        self.counters.rows_sent += made.rows_sent
+        self.counters.bytes_sent += made.bytes_sent
+        if made.num_bad_ids:
+            self.bad_ids = self.bad_ids_text(made.num_bad_ids, made.first_bad_id, made.first_bad_at)
+        lead = (self.num_local_experts, plan.call.capacity) if plan.call.layout == MASKED else (num_rows,)
+        tie = self.token if self._epoch == self.comm._native.epoch else self.tie()
+        handle = Handle._lazily(made, lead, self.num_local_experts, tie, plan.num_tokens, plan.call)
+        if self.is_elsewhere:
+            handle._move(self.device)
+        if self.is_elsewhere or plan.finishes:
+            rows, out_scales = self._given(plan, rows, out_scales, handle, is_first=True)
+        return rows, out_scales, handle
 
     def _again(
-        self,
-        call: Call,
-        kind: Kind,
-        x: Tensor,
-        scales: Tensor | None,
-        routing: Routing,
-        quantize: int,
-        run: Calling,
-    ) -> tuple[Tensor, Tensor]:
+        self, plan: Plan, stream: int, x: Tensor, scales: Tensor | None, handle: Handle
+    ) -> tuple[Tensor, Tensor | None, None]:
         """See Runner."""
-        _, rows, out_scales, *sent = self.windows[call.window].native.dispatch_again(
-            kind.again, 0, x.shape[0], address(x), address(scales), 0, address(routing.send_plan),
-            address(routing.recv_plan), routing.recv_plan.numel(), 0, from_dlpack,
+        made = handle.__dict__.get("made")
+        _, send_plan, recv_plan, recv_plan_len, _ = handle._places() if made is None else made.places
+        _, rows, out_scales, rows_sent, bytes_sent = plan.window.native.dispatch_again(
+            plan.args, stream, plan.num_tokens, x.data_ptr(), 0 if scales is None else scales.data_ptr(), 0, send_plan,
+            recv_plan, recv_plan_len, 0, 0, 0, from_dlpack,
         )  # fmt: skip
-        self.counters.add_sent(*sent)
-        return self._given(rows), self._given(self._no_floats if out_scales is None else out_scales)
+        self.counters.rows_sent += rows_sent
+        self.counters.bytes_sent += bytes_sent
+        if self.is_elsewhere or plan.finishes:
+            rows, out_scales = self._given(plan, rows, out_scales, handle, is_first=False)
+        return rows, out_scales, None
+
+    def _given(
+        self, plan: Plan, rows: Tensor, scales: Tensor | None, handle: Handle, *, is_first: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.is_elsewhere:
+            rows, scales = rows.to(self.device), None if scales is None else scales.to(self.device)
+        return self.finished(plan, rows, scales, handle, is_first=is_first)
 
     def _gradients(
         self, rows: Tensor, y: Tensor | None, weights: Tensor, out: Tensor, grad_weights: Tensor | None
@@ -135,24 +113,17 @@ class CpuCalls(Runner):
             return torch.empty(shape, dtype=dtype, device=self.device)
         return torch.from_dlpack(found)
 
-    def event(self) -> Event:
-        """See Runner."""
-        return COMPLETE
-
     def barrier(self, window: Window, deadline_s: float) -> None:
         """See Runner."""
         window.native.barrier(deadline_s)
 
-    def record_stream(self, tensors: Sequence[Tensor], stream: Any) -> None:
+    def record_stream(self, things: Iterable[Any], stream: Any) -> None:
         """See Runner."""
-        for tensor in tensors:
-            if tensor.is_cuda:
-                tensor.record_stream(stream)
-
-
-def _in_one_way(call: Call) -> Call:
-    """There are no other kernels for small batches here."""
-    return changed(call, is_small=False) if call.is_small else call
+        for thing in things:
+            if isinstance(thing, Handle):
+                self.record_stream(thing._tensors(), stream)
+            elif thing is not None and thing.is_cuda:
+                thing.record_stream(stream)
 
 
 def _host(tensor: Tensor) -> Tensor:

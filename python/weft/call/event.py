@@ -17,15 +17,13 @@ class Event:
 
     __slots__ = ("_event", "_stream")
 
-    def __init__(self, stream: Any = None) -> None:
-        self._stream, self._event = stream, None
+    def __init__(self, stream: Any = None, recorded: Any = None) -> None:
+        self._stream, self._event = stream, recorded  # an event of torch, or None: what is on the stream when asked
 
     @classmethod
     def recorded(cls, stream: Any) -> Event:
         """At what is on `stream` now."""
-        event = cls(stream)
-        event._cuda_event()
-        return event
+        return cls(stream, stream.record_event())
 
     def follow(self, later: Event) -> None:
         """Stand for the completion of a later part of the call."""

@@ -5,25 +5,25 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from weft import _load
-from weft.call.calling import Calling
-from weft.call.event import COMPLETE, Event
-from weft.call.gpu_tensors import as_tensor, dense, first_rows, from_dlpack, readable
-from weft.call.received import Received
-from weft.call.runner import Kind, Routing, Runner
-from weft.call.running import Running, has_nvtx_tool
+from weft.call.calling import has_nvtx_tool
+from weft.call.event import Event
+from weft.call.gpu_tensors import as_tensor, dense, first_rows, from_dlpack, is_by_column
+from weft.call.plan import Memory, Plan
+from weft.call.runner import Runner
 from weft.call.scales import empty_by_column, first_by_column
-from weft.call.spec import DTYPE_CODES, MASKED, RANK_MAJOR, Call
+from weft.call.spec import DTYPE_CODES, MASKED, RANK_MAJOR, Call, changed
 from weft.call.tensors import address
 from weft.errors import InvalidArgument, Unsupported
-from weft.handle import ROUTING
+from weft.handle import ROUTING, Handle
 from weft.limits import (
     LANDING_SLACK,
     MAX_CAPACITY,
@@ -46,7 +46,8 @@ _FP8 = 1  # code of quantize: scales are fp32, else bytes
 class GpuCalls(Runner):
     """Calls are launched on a stream and complete there. The host waits in a dispatch of exact sizes alone."""
 
-    plans_on_device = True
+    plans_on_device = has_small = True
+    alignment = ROW_MULTIPLE_BYTES
 
     def __init__(
         self,
@@ -62,8 +63,6 @@ class GpuCalls(Runner):
         self.overflow = torch.zeros((), dtype=torch.int64, device=self.device)
         self.max_tokens = windows[0].max_tokens
         self.landing_row_bytes = landing_row_bytes(hidden, dtype)
-        self.last_event: Event = COMPLETE
-        self.overflow_ptr = address(self.overflow)
         self.names_ranges = has_nvtx_tool()
 
     # ---- tensors
@@ -72,25 +71,9 @@ class GpuCalls(Runner):
         """See Runner."""
         return dense(tensor)
 
-    def _read_scales(self, call: Call, scales: Tensor | None) -> Tensor | None:
+    def _read_scales(self, call: Call, scales: Tensor) -> Tensor:
         """See Runner."""
-        return readable(call, scales)
-
-    def _is_written(self, out: Tensor) -> bool:
-        """See Runner."""
-        return out.data_ptr() % ROW_MULTIPLE_BYTES == 0
-
-    def _running(self, *args: Any, **named: Any) -> Calling:
-        """See Runner."""
-        return Running(self, *args, **named)
-
-    def _check_capture(self, call: Call) -> None:
-        """See Runner."""
-        if call.capacity < 0 and torch.cuda.is_current_stream_capturing():
-            raise InvalidArgument(
-                "capacity is None while a CUDA graph is captured; the number of rows is needed: the host can't wait "
-                "for the counts"
-            )
+        return scales if is_by_column(call, scales) else dense(scales)
 
     def _gradients(
         self, rows: Tensor, y: Tensor | None, weights: Tensor, out: Tensor, grad_weights: Tensor | None
@@ -105,30 +88,27 @@ class GpuCalls(Runner):
 
     # ---- around them
 
-    def before_call(self, what: str, call: Call, tie: Tensor | None) -> None:
-        """Bad ids are raised where the host waits anyway: by a dispatch of exact sizes."""
-        if what == "dispatch" and tie is None and call.capacity < 0:
-            super().before_call(what, call, tie)
-
-    def raise_bad_ids(self, remark: str = "") -> None:
-        """Raise what an earlier dispatch found in topk_idx, once."""
-        self._take_bad_ids()
-        super().raise_bad_ids(remark)
-
-    def _take_bad_ids(self) -> None:
+    def before_call(self, what: str) -> None:
+        """Where the host waits anyway, in a dispatch of exact sizes; a CUDA graph can't record that."""
+        if torch.cuda.is_current_stream_capturing():
+            raise InvalidArgument(
+                "capacity is None while a CUDA graph is captured; the number of rows is needed: the host can't wait "
+                "for the counts"
+            )
         for window in self.windows:
             found = None if window.closed or self.bad_ids else window.native.take_bad_ids()
             if found is not None:
                 self.bad_ids = self.bad_ids_text(*found)
+        if self.bad_ids is not None:
+            super().before_call(what)
 
-    def note_handle(self, handle: Any) -> None:
-        """See Runner."""
-        super().note_handle(handle)
-        call = handle.call
-        if call.is_async:
-            handle.__dict__["pending"] = self.last_event
-        if call.capacity >= 0 and torch.cuda.is_current_stream_capturing():
-            handle.__dict__["is_captured"] = True
+    def raise_bad_ids(self, remark: str = "") -> None:
+        """Raise what an earlier dispatch found in topk_idx, once."""
+        for window in self.windows:
+            found = None if window.closed or self.bad_ids else window.native.take_bad_ids()
+            if found is not None:
+                self.bad_ids = self.bad_ids_text(*found)
+        super().raise_bad_ids(remark)
 
     def wait(self) -> None:
         """Block the host until the calls made so far have ended; raise what they ended with."""
@@ -148,230 +128,306 @@ class GpuCalls(Runner):
         found = self.windows[window].native.empty(list(shape), DTYPE_CODES[dtype], stream)
         return torch.empty(shape, dtype=dtype, device=self.device) if found is None else as_tensor(found)
 
-    def event(self) -> Event:
-        """See Runner."""
-        return self.last_event
-
     def barrier(self, window: Window, deadline_s: float) -> None:
         """See Runner."""
         self.comm.meet(deadline_s)
 
-    def record_stream(self, tensors: Sequence[Tensor], stream: Any) -> None:
+    def record_stream(self, things: Iterable[Any], stream: Any) -> None:
         """See Runner."""
         # Of any window, also a closed one: results of one are given to calls of another, and outlive both.
-        for tensor in tensors:
-            if not tensor.is_cuda or tensor.numel() == 0:
-                continue
-            if not _load.native().gpu_record_stream(address(tensor), stream.cuda_stream):
-                tensor.record_stream(stream)
+        number, record = stream.cuda_stream, _load.native().gpu_record_stream
+        for thing in things:
+            if type(thing) is Handle:
+                others = thing.__dict__.get("copies")
+                made = thing.__dict__.get("made")
+                if made is not None:
+                    sizes, send_plan, recv_plan, _, weights = made.places
+                    for place in (sizes, send_plan, recv_plan, weights):
+                        record(place, number)
+                    others = None if others is None else others.values()
+                else:
+                    others = thing._tensors()
+                if others:
+                    self.record_stream(others, stream)
+            elif thing is not None and thing.is_cuda and thing.numel() > 0 and not record(thing.data_ptr(), number):
+                thing.record_stream(stream)
+
+    # ---- streams
+
+    def _run_in_scope(self, plan: Plan, tensors: tuple[Any, ...]) -> Any:
+        """See Runner."""
+        streams, is_async = plan.window.streams, plan.call.is_async
+        assert streams is not None  # noqa: S101  for mypy
+        caller = streams.current()
+        stream = streams.begin(caller, is_async)
+        self.last_event = Event(stream)
+        if not is_async:
+            plan.args.sends, plan.args.receives = True, False
+            made = plan.work(self, plan, stream.cuda_stream, *tensors)
+            self._stage(plan, made, functools.partial(self._receive, plan, stream, tensors, made))
+            return made
+        device = torch.cuda.current_device()  # which a change of streams changes
+        self.record_stream(tensors, stream)
+        torch.cuda.set_stream(stream)
+        try:  # results are made there and used on the caller's stream
+            made = plan.work(self, plan, stream.cuda_stream, *tensors)
+        finally:
+            self.last_event = Event(stream, stream.record_event())
+            torch.cuda.set_stream(caller)
+            if device != self.device.index:
+                torch.cuda.set_device(device)
+        self.record_stream(made, caller)
+        if isinstance(made[2], Handle):
+            made[2].__dict__["pending"] = self.last_event
+        return made
+
+    def _receive(self, plan: Plan, first: Any, tensors: tuple[Any, ...], made: tuple[Any, ...]) -> None:
+        """The other half of a staged call, on the current stream."""
+        assert plan.window.streams is not None  # noqa: S101  for mypy
+        stream, args, native = plan.window.streams.begin_here(), plan.args, plan.window.native
+        if stream is not first:
+            self.record_stream((*tensors, *made), stream)
+        args.sends, args.receives, args.stream = False, True, stream.cuda_stream
+        if plan.what == "dispatch":
+            native.dispatch(args)
+        else:
+            native.combine(args)
+            if made[0] is not made[2]:
+                made[0].copy_(made[2])
+        self.last_event = Event(stream)
 
     # ---- one native call
 
     def _first(
-        self,
-        call: Call,
-        kind: Kind,
-        x: Tensor,
-        scales: Tensor | None,
-        topk_idx: Tensor,
-        weights: Tensor | None,
-        quantize: int,
-        run: Calling,
-    ) -> Received:
-        if call.is_small:
-            args = self._dispatch_args(call, x, scales, quantize, topk_idx.shape[0], run.handle)
-            args.topk_idx, args.topk_weights = address(topk_idx), address(weights)
-            args.overflow, args.topk_is_int64 = self.overflow_ptr, topk_idx.dtype == torch.int64
-            return self._first_small(call, args, x, scales, quantize, run)
-        kind = kind if kind.is_whole else self.kind(call, x, scales, quantize, topk_idx.dtype)
-        native, args = self.windows[call.window].native, kind.first
-        addresses = (
-            run.handle, topk_idx.shape[0], address(x), address(scales), address(topk_idx),
-            address(weights), from_dlpack,
+        self, plan: Plan, stream: int, x: Tensor, scales: Tensor | None, topk_idx: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Handle]:
+        """See Runner."""
+        call, native, ordinary = plan.call, plan.window.native, None
+        places = (
+            plan.args, stream, plan.num_tokens, x.data_ptr(), 0 if scales is None else scales.data_ptr(),
+            topk_idx.data_ptr(), 0 if weights is None else weights.data_ptr(), from_dlpack,
         )  # fmt: skip
-        made, ordinary = native.dispatch_first(args, *addresses), None
+        made = native.dispatch_first(*places)
         if made is None:  # no room in the heap for sizes and send plan
-            args.num_tokens = topk_idx.shape[0]
-            ordinary = self._ordinary_sizes(call, args)
-            args.makes_send_plan = False
+            ordinary = self._ordinary_sizes(plan)
+            plan.args.makes_send_plan = False
             try:
-                made = native.dispatch_first(args, *addresses)
+                made = native.dispatch_first(*places)
             finally:
-                args.makes_send_plan = True
-        return self.received(call, args, made, x, scales, quantize, ordinary)
-
-    def received(
-        self,
-        call: Call,
-        args: Any,
-        made: tuple[Any, ...],
-        x: Tensor,
-        scales: Tensor | None,
-        quantize: int,
-        ordinary: tuple[Tensor, Tensor] | None,
-    ) -> Received:
-        """What a native dispatch has made, with what found no room in the heap; `ordinary`: sizes and send plan that it
-        was given."""
+                plan.args.makes_send_plan = True
         in_heap, num_rows, rows, out_scales, routing = made
-        sizes, send_plan, recv_plan, out_weights, out_idx = (routing.tensor(name, from_dlpack) for name in ROUTING)
-        if ordinary is not None:
-            sizes, send_plan = ordinary
-        no_ids = self._no_ids if args.topk_is_int64 else self._ints
-        if not in_heap:
-            lead = self._lead(call, num_rows)
-            rows, out_scales = self._ordinary(lead, x, scales, quantize)
-            out_idx, out_weights, recv_plan = self._ordinary_routing(call.layout, lead, no_ids)
-            self._unload(call, rows, out_scales, out_idx, out_weights, recv_plan)
-        out_scales = self._no_floats if out_scales is None else out_scales
-        out_idx = no_ids if out_idx is None else out_idx
-        return Received(rows, out_scales, out_idx, out_weights, sizes, send_plan, recv_plan, self.tie())
+        lead = plan.lead or (num_rows,)
+        if in_heap and ordinary is None:
+            tie = self.token if self._epoch == self.comm._native.epoch else self.tie()
+            handle = Handle._lazily(routing, lead, self.num_local_experts, tie, plan.num_tokens, call)
+        else:
+            sizes, send_plan = ordinary or (routing.tensor(name, from_dlpack) for name in ROUTING[:2])
+            recv_plan, out_weights, out_idx = (routing.tensor(name, from_dlpack) for name in ROUTING[2:])
+            if not in_heap:
+                rows, out_scales = self._ordinary(plan, lead)
+                out_idx, out_weights, recv_plan = self._ordinary_routing(plan, lead)
+                self._unload(plan, rows, out_scales, out_idx, out_weights, recv_plan)
+            handle = self._handle(plan, lead, sizes, send_plan, recv_plan, out_weights, out_idx)
+        if call.capacity >= 0 and torch.cuda.is_current_stream_capturing():
+            handle.__dict__["is_captured"] = True
+        if plan.finishes:
+            rows, out_scales = self.finished(plan, rows, out_scales, handle, is_first=True)
+        return rows, out_scales, handle
+
+    def _handle(self, plan: Plan, lead: tuple[int, ...], *routing: Any) -> Handle:
+        """Of tensors in the order of ROUTING."""
+        sizes, send_plan, recv_plan, weights, idx = routing
+        handle = Handle(
+            send_plan, recv_plan, weights, idx if plan.call.layout == RANK_MAJOR else None, sizes,
+            self.num_local_experts, self.tie(), plan.num_tokens, plan.call,
+        )  # fmt: skip
+        handle.__dict__["lead"] = lead
+        return handle
 
     def _first_small(
-        self,
-        call: Call,
-        args: Any,
-        x: Tensor,
-        scales: Tensor | None,
-        quantize: int,
-        run: Calling,
-    ) -> Received:
+        self, plan: Plan, stream: int, x: Tensor, scales: Tensor | None, topk_idx: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Handle]:
         """Into tensors for all that may come, rows in ordinary ones; without a capacity the host learns how many."""
-        lead = self._small_lead(call)
-        args.room = math.prod(lead)
-        if args.room > MAX_CAPACITY:
-            raise InvalidArgument(f"a result could have {args.room} rows; allowed are {MAX_CAPACITY}: set a capacity")
-        rows, out_scales = self._ordinary(lead, x, scales, quantize, call.scale_dtype)
-        sizes, send_plan, recv_plan, out_weights, out_idx = self._small_routing(call, args, lead)
-        self._give_sizes(args, address(sizes), sizes.shape[0])
-        args.out_x, args.out_scales = address(rows), address(out_scales)
-        args.out_ids, args.out_weights = address(out_idx), address(out_weights)
-        args.send_plan, args.recv_plan = address(send_plan), address(recv_plan)
-        parts = (rows, out_scales, out_idx, out_weights)
-        result = run.launch(self.windows[call.window].native.dispatch, args, (*parts, sizes, send_plan, recv_plan))
+        rows, out_scales = self._ordinary(plan, plan.lead)
+        places = (
+            x.data_ptr(), 0 if scales is None else scales.data_ptr(), topk_idx.data_ptr(),
+            0 if weights is None else weights.data_ptr(), rows.data_ptr() or address(rows),
+            0 if out_scales is None else out_scales.data_ptr() or address(out_scales),
+        )  # fmt: skip
+        call, args, native = plan.call, plan.args, plan.window.native
+        made = native.dispatch_small(args, plan.memory, stream, plan.num_tokens, *places)
+        if made is not None:
+            num_rows, routing = made
+            lead = plan.lead if call.capacity >= 0 else (num_rows,)
+            tie = self.token if self._epoch == self.comm._native.epoch else self.tie()
+            handle = Handle._lazily(routing, lead, self.num_local_experts, tie, plan.num_tokens, call)
+        else:  # no room in the heap, or a graph is recorded
+            parts = [self._new(shape, _OF_CODE[code]) for shape, code in self._small_wanted(call, args, plan.lead)]
+            self._give_sizes(args, address(parts[0]), parts[0].shape[0])
+            args.stream, args.num_tokens = stream, plan.num_tokens
+            args.x, args.scales, args.topk_idx, args.topk_weights, args.out_x, args.out_scales = places
+            args.send_plan, args.recv_plan, args.out_weights, args.out_ids = map(address, parts[1:])
+            num_rows = native.dispatch(args).result_rows
+            lead = plan.lead if call.capacity >= 0 else (num_rows,)
+            if call.capacity < 0:
+                parts[3:] = [first_rows(part, num_rows, plan.lead) for part in parts[3:]]
+            handle = self._handle(plan, lead, *parts)
         if call.capacity < 0:
-            num_rows = result.result_rows
-            rows, out_idx, out_weights = (first_rows(part, num_rows, lead) for part in (rows, out_idx, out_weights))
-            if args.scale_word_bytes:
-                out_scales = first_by_column(out_scales, num_rows)
-            else:
-                out_scales = first_rows(out_scales, num_rows, lead)
-        return Received(rows, out_scales, out_idx, out_weights, sizes, send_plan, recv_plan, self.tie())
+            rows = first_rows(rows, num_rows, plan.lead)
+            if out_scales is not None:
+                first = first_by_column(out_scales, num_rows) if plan.rows[1].by_column else None
+                out_scales = first_rows(out_scales, num_rows, plan.lead) if first is None else first
+        elif torch.cuda.is_current_stream_capturing():
+            handle.__dict__["is_captured"] = True
+        if plan.finishes:
+            rows, out_scales = self.finished(plan, rows, out_scales, handle, is_first=True)
+        return rows, out_scales, handle
 
     def _again(
-        self,
-        call: Call,
-        kind: Kind,
-        x: Tensor,
-        scales: Tensor | None,
-        routing: Routing,
-        quantize: int,
-        run: Calling,
-    ) -> tuple[Tensor, Tensor]:
-        if call.is_small:
-            args = self._dispatch_args(call, x, scales, quantize, x.shape[0], run.handle)
-            self._give_sizes(args, address(routing.sizes), routing.sizes.shape[0])
-            args.cached, args.num_rows = True, math.prod(routing.lead)
-            args.overflow = self.overflow_ptr if call.counts_dropped else 0
-            args.send_plan, args.recv_plan = address(routing.send_plan), address(routing.recv_plan)
-            rows, out_scales = self._ordinary(routing.lead, x, scales, quantize, call.scale_dtype)
-            args.room, args.out_x, args.out_scales = args.num_rows, address(rows), address(out_scales)
-            run.launch(self.windows[call.window].native.dispatch, args, (rows, out_scales, *routing[:3]))
-            return rows, out_scales
-        kind = kind if kind.is_whole else self.kind(call, x, scales, quantize)
-        in_heap, in_rows, in_scales, *_ = self.windows[call.window].native.dispatch_again(
-            kind.again, run.handle, x.shape[0], address(x), address(scales), address(routing.sizes),
-            address(routing.send_plan), address(routing.recv_plan), routing.recv_plan.numel(), math.prod(routing.lead),
-            from_dlpack,
+        self, plan: Plan, stream: int, x: Tensor, scales: Tensor | None, handle: Handle
+    ) -> tuple[Tensor, Tensor | None, None]:
+        """See Runner."""
+        lead: tuple[int, ...] = handle.__dict__.get("lead") or handle.rows_shape
+        made = handle.__dict__.get("made")
+        sizes, send_plan, recv_plan, recv_plan_len, _ = handle._places() if made is None else made.places
+        rows: Tensor | None = None
+        out_scales: Tensor | None = None
+        if plan.call.is_small:
+            rows, out_scales = self._ordinary(plan, lead)
+        in_heap, in_rows, in_scales, *_ = plan.window.native.dispatch_again(
+            plan.args, stream, plan.num_tokens, x.data_ptr(), 0 if scales is None else scales.data_ptr(), sizes,
+            send_plan, recv_plan, recv_plan_len, math.prod(lead),
+            0 if rows is None else rows.data_ptr() or address(rows),
+            0 if out_scales is None else out_scales.data_ptr() or address(out_scales), from_dlpack,
         )  # fmt: skip
-        if in_heap:
-            return in_rows, self._no_floats if in_scales is None else in_scales
-        rows, out_scales = self._ordinary(routing.lead, x, scales, quantize)
-        self._unload(call, rows, out_scales, recv_plan=routing.recv_plan)
-        return rows, out_scales
+        if rows is None:
+            rows, out_scales = in_rows, in_scales
+            if not in_heap:
+                rows, out_scales = self._ordinary(plan, lead)
+                self._unload(plan, rows, out_scales, None, None, handle.recv_plan)
+        if plan.finishes:
+            rows, out_scales = self.finished(plan, rows, out_scales, handle, is_first=False)
+        return rows, out_scales, None
 
-    def is_one_part(self, call: Call, y: Tensor) -> bool:
-        """Whether a combine sends whole rows."""
-        return not call.is_small or call.wire != 0 or y.shape[-1] * y.element_size() <= self.landing_row_bytes
+    # ---- rows in pieces
 
-    def _ordinary_sizes(self, call: Call, args: Any) -> tuple[Tensor, Tensor]:
-        """Ordinary tensors for the sizes and the send plan."""
-        sizes = self._ints.new_empty(self._sizes_len(call.layout))
-        self._give_sizes(args, address(sizes), sizes.shape[0])
-        send_plan = self._ints.new_empty(self._send_plan_len(call.layout, args.num_tokens))
-        args.send_plan = address(send_plan)
-        return sizes, send_plan
+    def _first_in_parts(
+        self, plan: Plan, stream: int, x: Tensor, scales: Tensor | None, topk_idx: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Handle]:
+        first, again = plan.parts[0], plan.parts[1:]
+        piece, *rest = _split(x, first.hidden)
+        rows, out_scales, handle = first.work(self, first, stream, piece, scales, topk_idx, weights)
+        parts = [self._again(part, stream, piece, None, handle)[0] for part, piece in zip(again, rest, strict=True)]
+        rows, out_scales = self.finished(plan, torch.cat([rows, *parts], dim=-1), out_scales, handle, is_first=True)
+        return rows, out_scales, handle
 
-    def small_kind(
-        self, call: Call, x: Tensor, scales: Tensor | None, quantize: int, topk_idx: Tensor
-    ) -> tuple[Any, Any, tuple[int, ...]]:
-        """Of a small-batch dispatch: native arguments and memory that such calls have in common, and the shape of their
-        rows without the last dimension, of exact sizes the most."""
-        args, lead = self._dispatch_args(call, x, scales, quantize, topk_idx.shape[0], 0), self._small_lead(call)
-        args.overflow, args.topk_is_int64 = self.overflow_ptr, topk_idx.dtype == torch.int64
-        args.room = math.prod(lead)
-        self._give_sizes(args, 0, self._sizes_len(call.layout))
-        return args, self.windows[call.window].native.together(self._small_wanted(call, args, lead)), lead
+    def _again_in_parts(
+        self, plan: Plan, stream: int, x: Tensor, scales: Tensor | None, handle: Handle
+    ) -> tuple[Tensor, Tensor | None, None]:
+        pieces = _split(x, plan.parts[0].hidden)
+        made = [
+            self._again(part, stream, piece, scales if part is plan.parts[0] else None, handle)
+            for part, piece in zip(plan.parts, pieces, strict=True)
+        ]
+        rows, out_scales = torch.cat([each[0] for each in made], dim=-1), made[0][1]
+        return (*self.finished(plan, rows, out_scales, handle, is_first=False), None)
+
+    def _sum_in_parts(self, plan: Plan, stream: int, *tensors: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+        """See Runner."""
+        y, handle, bias, side, *out = tensors
+        columns, sums, side_out = plan.parts[0].hidden, [], None
+        biases = [None] * len(plan.parts) if bias is None else bias.split(columns, dim=-1)
+        for part, rows, row_bias in zip(plan.parts, y.split(columns, dim=-1), biases, strict=True):
+            row_bias = None if row_bias is None else dense(row_bias)
+            total, given, _ = self._sum(part, stream, dense(rows), handle, row_bias, side)
+            sums.append(total)
+            side, side_out = None, given if side_out is None else side_out  # with the first
+        total = torch.cat(sums, dim=-1)
+        return total if out == [] or out[0] is None else out[0].copy_(total), side_out, total
+
+    # ---- plans
+
+    def _fit(self, plan: Plan, x: Tensor, scales: Tensor | None, topk_idx: Tensor | None) -> None:
+        """See Runner."""
+        call, quantize = plan.call, plan.quantize
+        plan.waits = topk_idx is not None and call.capacity < 0
+        if call.capacity >= 0:
+            plan.lead = (self.num_local_experts, call.capacity) if call.layout == MASKED else (call.capacity,)
+        plan.has_scope = call.is_async or call.is_staged
+        words = call.scale_dtype if call.is_small else None
+        plan.rows = _rows(x, scales, quantize, words)
+        columns = self._piece(call, x, scales, quantize)
+        if columns < x.shape[1]:
+            pieces = _split(x, columns)
+            more = changed(call, counts_dropped=False)  # the first piece has counted
+            one = self.again_plan(call, pieces[0], scales, 0)
+            if topk_idx is not None:
+                one = self.first_plan(call, pieces[0], scales, 0, topk_idx)
+            one.word_dtype, one.finishes = None, False  # `plan` sees to it
+            plan.work = type(self)._again_in_parts if topk_idx is None else type(self)._first_in_parts
+            plan.parts = (one, *(self.again_plan(more, piece, None, 0) for piece in pieces[1:]))
+        elif call.is_small and topk_idx is not None:
+            plan.lead, plan.work = plan.lead or (self._most_rows(call),), type(self)._first_small
+            plan.args.room = room = math.prod(plan.lead)
+            if room > MAX_CAPACITY:
+                raise InvalidArgument(f"a result could have {room} rows; allowed are {MAX_CAPACITY}: set a capacity")
+            plan.args.num_tokens = plan.num_tokens
+            self._give_sizes(plan.args, 0, self.sizes_len(call.layout))
+            plan.memory = plan.window.native.together(self._small_wanted(call, plan.args, plan.lead))
+
+    def _fit_sum(self, plan: Plan, y: Tensor, bias: Tensor | None, *, has_side: bool) -> None:
+        """See Runner."""
+        call, columns = plan.call, self.landing_row_bytes // y.element_size()
+        plan.has_scope = call.is_async or call.is_staged
+        if not call.is_small or call.wire or plan.hidden <= columns:
+            return
+        self._refuse_staged(call, plan.hidden * y.element_size(), self.landing_row_bytes)
+        biases = [None] * plan.hidden if bias is None else bias.split(columns, dim=-1)
+        plan.parts = tuple(
+            self.combine_plan(
+                call, rows, plan.num_tokens, weighted=plan.weighted, has_side=has_side and idx == 0, bias=biases[idx]
+            )
+            for idx, rows in enumerate(y.split(columns, dim=-1))
+        )
 
     def _small_wanted(self, call: Call, args: Any, lead: tuple[int, ...]) -> list[tuple[tuple[int, ...], int]]:
+        """In the order of ROUTING."""
         per_row = (*lead, self.top_k) if call.layout == RANK_MAJOR else lead
         return [
-            ((self._sizes_len(call.layout),), _INT32),
+            ((self.sizes_len(call.layout),), _INT32),
             ((self._send_plan_len(call.layout, args.num_tokens),), _INT32),
             ((self._recv_plan_len(call.layout),), _INT32),
             (per_row, DTYPE_CODES[torch.float32]),
             (per_row if call.layout == RANK_MAJOR else (0,), _INT64 if args.topk_is_int64 else _INT32),
         ]
 
-    def _small_routing(self, call: Call, args: Any, lead: tuple[int, ...]) -> list[Tensor]:
-        """Sizes, both plans, weights and ids: in the heap if there is room, else ordinary tensors."""
-        wanted = self._small_wanted(call, args, lead)
-        found = self.windows[call.window].native.empty_together(wanted, args.stream, from_dlpack)
-        if found is not None:
-            return list(found)
-        return [self._new(shape, _OF_CODE[code]) for shape, code in wanted]
+    def _piece(self, call: Call, x: Tensor, scales: Tensor | None, quantize: int) -> int:
+        """Columns of x that travel together: all, or as many as fit the landing, of rows wider than those that the
+        window is laid out for (fp32 rows of a bf16 object, opaque bytes). The same on all ranks, whether the heap has
+        room or not."""
+        columns: int = x.shape[1]
+        row_bytes, scale_bytes = columns * x.element_size(), 0
+        if scales is not None:
+            scale_bytes = scales.shape[1] * scales.element_size()
+        room = (self.landing_row_bytes - LANDING_SLACK - scale_bytes) // ROW_MULTIPLE_BYTES * ROW_MULTIPLE_BYTES
+        if quantize or row_bytes <= room:
+            return columns
+        if room <= 0:
+            most = self.landing_row_bytes - LANDING_SLACK - ROW_MULTIPLE_BYTES
+            raise Unsupported("x.scales wider than a row of x", f"{scale_bytes} bytes", f"at most {most}")
+        self._refuse_staged(call, row_bytes, room)
+        return room // x.element_size()
 
-    def _ordinary_routing(self, layout: int, lead: tuple[int, ...], no_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Ordinary tensors for ids of the type of `no_ids`, weights and the receive plan."""
-        per_row = (*lead, self.top_k) if layout == RANK_MAJOR else lead
-        return (
-            no_ids.new_empty(per_row) if layout == RANK_MAJOR else no_ids,
-            self._no_floats.new_empty(per_row),
-            self._ints.new_empty(self._recv_plan_len(layout)),
-        )
+    def _refuse_staged(self, call: Call, row_bytes: int, room: int) -> None:
+        if call.is_staged:
+            raise Unsupported("staged=True with rows that travel in pieces", f"{row_bytes} bytes", f"at most {room}")
 
-    def _ordinary(
-        self,
-        lead: tuple[int, ...],
-        x: Tensor,
-        scales: Tensor | None,
-        quantize: int,
-        words: torch.dtype | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Ordinary tensors for rows and scales; `words`: of column-major ones."""
-        columns = x.shape[1]
-        is_plain = x.dtype in DTYPE_CODES and not quantize
-        rows = x.new_empty((*lead, columns)) if is_plain else self._new((*lead, columns), torch.uint8)
-        if not quantize and scales is None:
-            return rows, self._no_floats
-        dtype = torch.float32 if quantize == _FP8 else torch.uint8
-        width = -(-columns // QUANTIZE_GROUP) if scales is None else scales.shape[1] * scales.element_size()
-        if words is not None:
-            return rows, empty_by_column(lead, width * dtype.itemsize, words, self.device)
-        return rows, self._new((*lead, width), dtype)
-
-    def _unload(
-        self,
-        call: Call,
-        rows: Tensor,
-        scales: Tensor,
-        topk_idx: Tensor | None = None,
-        weights: Tensor | None = None,
-        recv_plan: Tensor | None = None,
-    ) -> None:
-        args = _load.native().GpuUnloadArgs()
-        args.x, args.scales, args.topk_idx = address(rows), address(scales), address(topk_idx)
-        args.topk_weights, args.recv_plan = address(weights), address(recv_plan)
-        self.windows[call.window].native.unload(args)
+    def _most_rows(self, call: Call) -> int:
+        """Rows of a result without capacity if everything came here."""
+        tokens = self.num_ranks * call.max_tokens
+        if call.layout == RANK_MAJOR:
+            return tokens
+        return tokens * self.top_k + min(tokens * self.top_k, self.num_local_experts) * (call.alignment - 1)
 
     def _send_plan_len(self, layout: int, num_tokens: int) -> int:
         length: int = _load.native().gpu_send_plan_len(num_tokens, self.top_k, self.num_ranks, layout)
@@ -381,52 +437,70 @@ class GpuCalls(Runner):
         length: int = _load.native().gpu_recv_plan_len(self.max_tokens, self.top_k, self.num_ranks, layout)
         return length
 
-    def _lead(self, call: Call, num_rows: int) -> tuple[int, ...]:
-        return (self.num_local_experts, call.capacity) if call.layout == MASKED else (num_rows,)
-
-    def _small_lead(self, call: Call) -> tuple[int, ...]:
-        return self._lead(call, call.capacity if call.capacity >= 0 else self._most_rows(call))
+    # ---- ordinary tensors, for what finds no room in the heap
 
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        return self._ints.new_empty(shape, dtype=dtype)
 
-    def _most_rows(self, call: Call) -> int:
-        """Rows of a result without capacity if everything came here."""
-        tokens = self.num_ranks * call.max_tokens
-        if call.layout == RANK_MAJOR:
-            return tokens
-        return tokens * self.top_k + min(tokens * self.top_k, self.num_local_experts) * (call.alignment - 1)
+    def _ordinary_sizes(self, plan: Plan) -> tuple[Tensor, Tensor]:
+        """For the sizes and the send plan."""
+        sizes = self._new((self.sizes_len(plan.call.layout),), torch.int32)
+        self._give_sizes(plan.args, address(sizes), sizes.shape[0])
+        send_plan = self._new((self._send_plan_len(plan.call.layout, plan.num_tokens),), torch.int32)
+        plan.args.send_plan = address(send_plan)
+        return sizes, send_plan
 
-    def _columns(self, call: Call, y: Tensor, bias: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
-        """y and bias, or their columns in parts whose contributions fit the slots of a small batch: as `_pieces`."""
-        room = self.landing_row_bytes // y.element_size()
-        if not call.is_small or call.wire or y.shape[-1] <= room:
-            return [(dense(y), None if bias is None else dense(bias))]
-        self._refuse_staged(call, y.shape[-1] * y.element_size(), self.landing_row_bytes)
-        biases = [None] * y.shape[-1] if bias is None else bias.split(room, dim=-1)
-        return [
-            (dense(rows), None if part is None else dense(part))
-            for rows, part in zip(y.split(room, dim=-1), biases, strict=False)
-        ]
+    def _ordinary_routing(self, plan: Plan, lead: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """For ids, weights and the receive plan."""
+        is_rank_major = plan.call.layout == RANK_MAJOR
+        per_row = (*lead, self.top_k) if is_rank_major else lead
+        return (
+            self._new(per_row if is_rank_major else (0,), torch.int64 if plan.args.topk_is_int64 else torch.int32),
+            self._new(per_row, torch.float32),
+            self._new((self._recv_plan_len(plan.call.layout),), torch.int32),
+        )
 
-    def _refuse_staged(self, call: Call, row_bytes: int, room: int) -> None:
-        if call.is_staged:
-            raise Unsupported("staged=True with rows that travel in pieces", f"{row_bytes} bytes", f"at most {room}")
+    def _ordinary(self, plan: Plan, lead: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """For rows and scales."""
+        data, *of_scales = plan.rows
+        rows, scales = self._ints.new_empty((*lead, data.columns), dtype=data.dtype), None
+        if of_scales:
+            columns, dtype, is_by_column = of_scales[0]
+            if is_by_column:
+                scales = empty_by_column(lead, columns * dtype.itemsize, dtype, self.device)
+            else:
+                scales = self._ints.new_empty((*lead, columns), dtype=dtype)
+        return rows, scales
 
-    def _pieces(self, call: Call, x: Tensor, scales: Tensor | None, quantize: int) -> list[Tensor]:
-        """x, or its columns in parts that fit the landing, for rows wider than those that the window is laid out for
-        (fp32 rows of a bf16 object, opaque bytes). The same on all ranks, whether the heap has room or not."""
-        if quantize:
-            return [x]
-        row_bytes = x.shape[1] * x.element_size()
-        scale_bytes = 0 if scales is None else scales.shape[1] * scales.element_size()
-        room = (self.landing_row_bytes - LANDING_SLACK - scale_bytes) // ROW_MULTIPLE_BYTES * ROW_MULTIPLE_BYTES
-        if row_bytes <= room:
-            return [x]
-        if room <= 0:
-            most = self.landing_row_bytes - LANDING_SLACK - ROW_MULTIPLE_BYTES
-            raise Unsupported("x.scales wider than a row of x", f"{scale_bytes} bytes", f"at most {most}")
-        self._refuse_staged(call, row_bytes, room)
-        x = x.view(torch.uint8) if x.element_size() == 1 else x  # some dtypes of one byte can't be copied
-        columns = room // x.element_size()
-        return [part.contiguous() for part in x.split(columns, dim=1)]
+    def _unload(
+        self,
+        plan: Plan,
+        rows: Tensor,
+        scales: Tensor | None,
+        topk_idx: Tensor | None,
+        weights: Tensor | None,
+        recv_plan: Tensor,
+    ) -> None:
+        args = _load.native().GpuUnloadArgs()
+        args.x, args.scales, args.topk_idx = address(rows), address(scales), address(topk_idx)
+        args.topk_weights, args.recv_plan = address(weights), address(recv_plan)
+        plan.window.native.unload(args)
+
+
+def _rows(x: Tensor, scales: Tensor | None, quantize: int, words: torch.dtype | None) -> tuple[Memory, ...]:
+    """Of the result of a dispatch of such rows; `words`: of scales that are column-major."""
+    is_plain = x.dtype in DTYPE_CODES and not quantize
+    data = Memory(x.shape[1], x.dtype if is_plain else torch.uint8)
+    if not quantize and scales is None:
+        return (data,)
+    columns, dtype = -(-x.shape[1] // QUANTIZE_GROUP), torch.float32 if quantize == _FP8 else torch.uint8
+    if scales is not None:
+        columns = scales.shape[1] * scales.element_size()
+    if words is not None:
+        return data, Memory(-(-columns * dtype.itemsize // words.itemsize), words, True)
+    return data, Memory(columns, dtype)
+
+
+def _split(x: Tensor, columns: int) -> list[Tensor]:
+    x = x.view(torch.uint8) if x.element_size() == 1 else x  # some dtypes of one byte can't be copied
+    return [part.contiguous() for part in x.split(columns, dim=1)]

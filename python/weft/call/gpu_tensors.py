@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.call.spec import RANK_MAJOR, Call
 from weft.limits import ROW_MULTIPLE_BYTES
 
-__all__ = ["as_tensor", "clear", "column_bytes", "dense", "first_rows", "from_dlpack", "readable", "row_bytes"]
+__all__ = ["as_tensor", "column_bytes", "dense", "first_rows", "from_dlpack", "is_by_column", "row_bytes"]
 
 from_dlpack = torch._C._from_dlpack
 
@@ -25,20 +25,13 @@ def first_rows(tensor: Tensor, num_rows: int, lead: tuple[int, ...]) -> Tensor:
     if tensor.shape[:1] != lead:
         return tensor  # scales or ids that there are none of
     first = tensor.narrow(0, 0, num_rows)
-    if 2 * num_rows >= len(tensor):
-        return first
-    # Some dtypes of one byte can't be copied.
-    return first.view(torch.uint8).clone().view(tensor.dtype) if tensor.element_size() == 1 else first.clone()
+    return first if 2 * num_rows >= tensor.shape[0] else first.clone()
 
 
-def readable(call: Call, scales: Tensor | None) -> Tensor | None:
-    """Column-major scales as they are where the kernel reads them word by word, words of four bytes."""
-    if scales is None:
-        return None
-    is_by_column = not scales.is_contiguous() and scales.element_size() == 4 and scales.stride(0) == 1
-    if is_by_column and (call.is_small or call.layout == RANK_MAJOR):
-        return scales
-    return dense(scales)
+def is_by_column(call: Call, scales: Tensor) -> bool:
+    """Column-major ones that the kernel reads as they are, word by word, words of four bytes."""
+    lie_so = not scales.is_contiguous() and scales.element_size() == 4 and scales.stride(0) == 1
+    return lie_so and (call.is_small or call.layout == RANK_MAJOR)
 
 
 def column_bytes(scales: Tensor) -> int:
@@ -52,11 +45,6 @@ def dense(tensor: Tensor) -> Tensor:
         return tensor
     tensor = tensor.detach().contiguous()
     return tensor if tensor.data_ptr() % ROW_MULTIPLE_BYTES == 0 else tensor.clone()
-
-
-def clear(rows: Tensor, tail: Tensor) -> None:
-    """Zero the rows that `tail`, bool [N], marks."""
-    rows.masked_fill_(tail if rows.dim() == tail.dim() else tail.unsqueeze(-1), 0)
 
 
 def as_tensor(array: Any) -> Tensor:

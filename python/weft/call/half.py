@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 from weft.call.calling import Calling
 from weft.call.event import Event
 from weft.call.spec import Call
 
-__all__ = ["Half", "Staged", "note"]
+__all__ = ["Half", "Staged"]
 
 
 class Half:
@@ -18,12 +21,13 @@ class Half:
     `run` launches it on the current stream; None: the call has done everything already. `stream`: where it sent.
     """
 
-    def __init__(self, calls: Any, what: str, call: Call, run: Callable[[], None] | None = None) -> None:
-        self.event = calls.event()
+    def __init__(self, calls: Any, what: str, call: Call, tie: Tensor, run: Callable[[], None] | None = None) -> None:
+        self.event = Event()
+        self.event.follow(calls.last_event)
         self.after: list[Callable[[], Any]] = []  # to be done when it has received
         self.is_over = False
         self._calls, self._what, self._call, self._run = calls, what, call, run
-        self._tie = calls.tie()
+        self._tie = tie
 
     def blocks(self, epoch: int) -> bool:
         """Whether its window waits for it; a rebuild has made an end of it."""
@@ -39,20 +43,18 @@ class Half:
         with calls.comm.telling_peers():
             if window.closed:  # it stays open, and blocked by this half, as long as another ExpertParallel shares it
                 calls.raise_if_closed(what)
-            with calls.comm.alone(what), Calling(calls, what, self._call, self._tie, is_rest=True):
-                if self._run is not None:
-                    self._run()
-                for each in self.after:
-                    each()
+            with calls.comm.alone(what):
+                calls.check_tie(what, self._tie)
+                begin = time.perf_counter()
+                with Calling(what, self._call):
+                    if self._run is not None:
+                        self._run()
+                    for each in self.after:
+                        each()
+                calls.counters.add_rest(what, time.perf_counter() - begin)
         self.is_over, self._run = True, None
         window.half = None
-        self.event.follow(calls.event())
-
-
-def note(calls: Any, what: str, call: Call, run: Callable[[], None] | None = None) -> None:
-    """Behind the first half of a staged call: what `wait()` is to run."""
-    if call.is_staged:
-        calls.windows[call.window].half = Half(calls, what, call, run)
+        self.event.follow(calls.last_event)
 
 
 class Staged:

@@ -25,8 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.call.runner import by_token
+from weft.call.plan import Plan
+from weft.call.received import Received
+from weft.call.runner import Runner, by_token
 from weft.call.spec import MASKED, RANK_MAJOR, call_of_numbers, rows_shape
+from weft.handle import Handle
+from weft.routing import traces
 
 __all__ = ["combine", "dispatch", "dispatch_again", "receive"]
 
@@ -49,10 +53,26 @@ def dispatch(
     """A ticket (int64 [1]) for `receive`."""
     calls = by_token(token)
     with calls.comm.telling_peers():
-        received = calls.dispatch(
-            call_of_numbers(call, deadline_s), x, scales, topk_idx, topk_weights, quantize, clear_tail
-        )
+        key = (*call, deadline_s, x.dtype, x.shape, *_like(scales), topk_idx.dtype, quantize, clear_tail)
+        plan = calls.plans.get(key)
+        if plan is None:
+            its = call_of_numbers(call, deadline_s)
+            plan = calls.first_plan(its, x, calls.scales_of(its, scales), quantize, topk_idx, clears_tail=clear_tail)
+            calls.kept(key, plan)
+        if traces._recorders:
+            traces._note(topk_idx, topk_weights, calls.comm.rank, calls.num_experts)
+        rows, out_scales, handle = calls.run(plan, None, x, scales, topk_idx, topk_weights)
+    no_floats, no_ids = calls._no_floats, topk_idx.new_empty(0)
+    received = Received(
+        rows, no_floats if out_scales is None else out_scales, no_ids if handle.idx is None else handle.idx,
+        handle.weights, handle.sizes, handle.send_plan, handle.recv_plan, handle.tie,
+    )  # fmt: skip
     return torch.tensor([calls.results.put(received)], dtype=torch.int64, device="cpu")
+
+
+def _like(tensor: Tensor | None) -> tuple[Any, ...]:
+    """What a plan knows of it."""
+    return (None,) if tensor is None else (tensor.dtype, tensor.shape, tensor.stride())
 
 
 @dispatch.register_fake
@@ -153,13 +173,25 @@ def dispatch_again(
     quantize: int,
 ) -> tuple[Tensor, Tensor]:
     """(x, scales). `weights` received before are read for their shape alone: it gives the number of rows."""
-    calls, its, lead = by_token(tie), call_of_numbers(call, deadline_s), rows_shape(weights, call[0])
+    calls = by_token(tie)
     with calls.comm.telling_peers():
-        return _own(
-            calls.dispatch_again(
-                its, x, scales, send_plan, recv_plan, tie, sizes, lead, x.shape[0], clear_tail, quantize
+        key = ("again", *call, deadline_s, x.dtype, x.shape, *_like(scales), quantize, clear_tail)
+        plan = calls.plans.get(key)
+        if plan is None:
+            its = call_of_numbers(call, deadline_s)
+            plan = calls.kept(
+                key, calls.again_plan(its, x, calls.scales_of(its, scales), quantize, clears_tail=clear_tail)
             )
-        )
+        handle = _handle(calls, plan, send_plan, recv_plan, weights, sizes, tie)
+        rows, out_scales, _ = calls.run(plan, tie, x, scales, handle)
+        return _own(calls, rows, out_scales)
+
+
+def _handle(
+    calls: Runner, plan: Plan, send_plan: Tensor, recv_plan: Tensor, weights: Tensor, sizes: Tensor, tie: Tensor
+) -> Handle:
+    local = calls.num_local_experts
+    return Handle(send_plan, recv_plan, weights, None, sizes, local, tie, plan.num_tokens, plan.call)
 
 
 @dispatch_again.register_fake
@@ -186,10 +218,9 @@ def _dispatch_again_fake(
     return x.new_empty((*rows, x.shape[1]), dtype=dtype), out_scales
 
 
-def _own(results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Of an operator: its outputs are new tensors, while calls share empty ones."""
-    rows, other = results
-    return rows, other.clone() if other.numel() == 0 else other
+def _own(calls: Runner, rows: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of an operator: its outputs are new tensors, an absent one an empty tensor."""
+    return rows, calls._no_floats.new_empty(0) if other is None else other
 
 
 # ---- combine
@@ -213,11 +244,18 @@ def combine(
     clear_tail: bool,
 ) -> tuple[Tensor, Tensor]:
     """(y [T, H], side [T, K] or empty). `clear_tail` is for the backward: gradients of rows without data are zero."""
-    calls, used = by_token(tie), weights if weighted and call[0] != RANK_MAJOR else None
+    calls = by_token(tie)
     with calls.comm.telling_peers():
-        return _own(
-            calls.combine(call_of_numbers(call, deadline_s), y, used, send_plan, recv_plan, tie, bias, side, num_tokens)
-        )
+        of_bias = None if bias is None else (bias.dtype, bias.dim())
+        key = (*call, deadline_s, y.dtype, y.shape[-1], num_tokens, weighted, side is None, of_bias)
+        plan = calls.plans.get(key)
+        if plan is None:
+            its, has_side = call_of_numbers(call, deadline_s), side is not None
+            plan = calls.combine_plan(its, y, num_tokens, weighted=weighted, has_side=has_side, bias=bias)
+            calls.kept(key, plan)
+        handle = _handle(calls, plan, send_plan, recv_plan, weights, sizes, tie)
+        rows, side_out, _ = calls.run(plan, tie, y, handle, bias, side)
+        return _own(calls, rows, side_out)
 
 
 @combine.register_fake

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-__all__ = ["OPTIONS", "Accepts", "CallOptions", "CombineOptions", "DispatchOptions"]
+__all__ = ["OPTIONS", "Accepts", "CallOptions", "CombineOptions", "DispatchOptions", "options_of"]
 
 LAYOUTS = ("rank_major", "expert_major", "masked")
 QUANTIZE = ("fp8", "fp8_ue8m0")

@@ -36,10 +36,12 @@ class Counters:
     dispatch_s: float = 0.0
     combine_s: float = 0.0
 
-    def add_sent(self, rows: int, num_bytes: int) -> None:
-        """Of one dispatch, to other ranks."""
-        self.rows_sent += rows
-        self.bytes_sent += num_bytes
+    def add_rest(self, what: str, seconds: float) -> None:
+        """Of the other half of a staged call, which has been counted."""
+        if what == "dispatch":
+            self.dispatch_s += seconds
+        else:
+            self.combine_s += seconds
 
 
 class Results:

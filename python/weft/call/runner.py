@@ -4,71 +4,54 @@ read and results lie, streams, and rows in pieces, is in call/cpu_calls.py and c
 Nothing here knows autograd or torch.library.
 """
 
-# check: allow-in-file function-size: the flat arguments of the operators pass through
-# check: allow file-size: what both engines share, in one class
+# check: allow-in-file function-size: the tensors of a call pass through
 
 from __future__ import annotations
 
 import itertools
 import threading
+import time
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from weft import _load
-from weft.call import half
 from weft.call.calling import Calling
-from weft.call.event import Event
-from weft.call.gpu_tensors import clear, column_bytes, row_bytes
-from weft.call.received import Counters, Received, Results
+from weft.call.event import COMPLETE, Event
+from weft.call.half import Half
+from weft.call.plan import Plan, Planner
+from weft.call.received import Counters, Results
 from weft.call.scales import by_column
-from weft.call.spec import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call, changed
-from weft.call.tensors import address
+from weft.call.spec import MASKED, RANK_MAJOR
+from weft.call.tensors import address, plain
 from weft.call.window import Window
 from weft.errors import CapacityExceeded, InvalidArgument, InvalidState
-from weft.routing import traces
+from weft.handle import Handle
 
 if TYPE_CHECKING:
     from weft.communicator import Communicator
 
-__all__ = ["Kind", "Routing", "Runner", "by_token"]
+__all__ = ["Runner", "by_token"]
 
-_MOST_KINDS = 256  # of calls, whose arguments are kept
 _keys = itertools.count(1)
 _by_key: weakref.WeakValueDictionary[int, Runner] = weakref.WeakValueDictionary()
 
 
-class Routing(NamedTuple):
-    """What a repeated dispatch needs of a first one; `lead`: shape of its rows without the last dimension."""
-
-    send_plan: Tensor
-    recv_plan: Tensor
-    sizes: Tensor
-    lead: tuple[int, ...]
-
-
-class Kind(NamedTuple):
-    """What throughput dispatches of equal options and row formats have in common: native arguments, in which the
-    native calls fill in what differs."""
-
-    is_whole: bool  # rows are not sent in pieces
-    first: Any
-    again: Any  # with the routing of a handle
-
-
-class Runner(ABC):
+class Runner(Planner):
     """State of one ExpertParallel on the native side: windows, its number in each, counters, what to raise later.
 
-    `token` (float64 [2]: key, epoch) finds this object from inside an operator of torch.library; a copy of it, the
-    `tie`, is part of every handle: it proves whose the handle is, and of which epoch. Both are in host memory.
+    `name` (float64 [2]: key, epoch) finds this object from inside an operator of torch.library; `token`, or a copy of
+    it, is part of every handle, the `tie`: it proves whose the handle is, and of which epoch. All are in host memory.
     """
 
     MAX_UNUSED = 4  # unused results whose graphs are kept for a backward that may come (weft/autograd.py)
     plans_on_device = False  # where the plans of a handle lie
+    alignment = 1  # of tensors that the engine reads as they lie
+    is_elsewhere = False  # tensors lie where the engine can't read them
+    names_ranges = False  # a profiler listens that knows no other names
 
     def __init__(
         self,
@@ -90,143 +73,120 @@ class Runner(ABC):
         self.counters = Counters()
         self.unused: list[Any] = []
         self.results = Results()
+        self.last_event = COMPLETE  # completion of the last call
         self.closed = False
         # Absent results; new_empty of these costs half of torch.empty.
         memory = self.device if self.plans_on_device else "cpu"
         self._ints = torch.empty(0, dtype=torch.int32, device=memory)
         self._no_floats = torch.empty(0, dtype=torch.float32, device=memory)
         self._no_ids = torch.empty(0, dtype=torch.int64, device=memory)
-        self._kinds: dict[tuple[Any, ...], Any] = {}  # Kind of dispatches, native arguments of combines
+        self.plans = {}
         self.key = next(_keys)
         self._epoch = comm.epoch
-        self.token = torch.tensor([self.key, self._epoch], dtype=torch.float64, device="cpu")
+        self.name = self.token = torch.tensor([self.key, self._epoch], dtype=torch.float64, device="cpu")
         _by_key[self.key] = self
 
-    # ---- the three calls
+    # ---- a call
 
-    def dispatch(
-        self,
-        call: Call,
-        x: Tensor,
-        scales: Tensor | None,
-        topk_idx: Tensor,
-        topk_weights: Tensor | None,
-        quantize: int,
-        clear_tail: bool,
-    ) -> Received:
-        """Send rows where topk_idx says. `clear_tail`: zero what lies beyond num_rows (capacity)."""
-        x, scales, topk_idx = self._read(x), self._read_scales(call, scales), self._read(topk_idx)
-        weights = None if topk_weights is None else self._read(topk_weights)
-        self._check_capture(call)
-        if traces._recorders:
-            traces._note(topk_idx, weights, self.comm.rank, self.num_experts)
-        kind = self.kind(call, x, scales, quantize, topk_idx.dtype)
-        pieces = [x] if kind.is_whole else self._pieces(call, x, scales, quantize)
-        inputs = (*pieces, scales, topk_idx, weights) if call.is_async else ()
-        with self.alone("dispatch"), self._running("dispatch", call, inputs=inputs) as run:
-            received = self._first(call, kind, pieces[0], scales, topk_idx, weights, quantize, run)
-            if len(pieces) > 1:
-                routing = Routing(received.send_plan, received.recv_plan, received.sizes, tuple(received.x.shape[:-1]))
-                again = changed(call, counts_dropped=False)  # the first piece has counted
-                rest = [self._again(again, kind, piece, None, routing, 0, run)[0] for piece in pieces[1:]]
-                received = received._replace(x=torch.cat([received.x, *rest], dim=-1))
-            if clear_tail:
-                tail = self._tail(call.layout, received.x, received.sizes)
-                clear(received.x, tail)
-                clear(received.topk_weights, tail)
-                if call.layout == RANK_MAJOR:
-                    received.topk_idx.masked_fill_(tail.unsqueeze(-1), -1)
-            if call.scale_dtype is not None and not call.is_small:
-                received = received._replace(scales=by_column(received.scales, call.scale_dtype))
-            if run.keeps_results:
-                run.results = received[:-1]
-        half.note(self, "dispatch", call, run.receive)
-        return received
+    def run(self, plan: Plan, tie: Tensor | None, *tensors: Any, is_named: bool = False) -> Any:
+        """Make the call of a plan; `tie`: of the handle among `tensors`, which `_first`, `_again` and `_sum` list.
+        Results are theirs."""
+        if not is_named and (self.names_ranges or torch.autograd._profiler_enabled()):
+            with Calling(plan.what, plan.call, tells_nvtx=self.names_ranges):
+                return self.run(plan, tie, *tensors, is_named=True)
+        what, window, comm, lie_well = plan.what, plan.window, self.comm, not self.is_elsewhere
+        if self.closed:
+            self.raise_if_closed(what)
+        try:
+            for each in tensors:
+                if each is not None and type(each) is not Handle:
+                    place = each.data_ptr()
+                    if place == 0 or place % self.alignment or not each.is_contiguous() or each.is_neg():
+                        lie_well = False
+        except RuntimeError:  # it has no memory
+            lie_well = False
+        if not lie_well:
+            tensors = self._readable(plan, tensors)
+        with comm.alone(what):
+            if tie is not None and (tie is not self.token or self._epoch != comm._native.epoch):
+                self.check_tie(what, tie)
+            if window.half is not None:
+                self.raise_if_staged(what, plan.call.window)
+            if plan.waits or self.bad_ids is not None:
+                self.before_call(what)
+            begin, stream = time.perf_counter(), 0
+            if plan.has_scope:
+                made = self._run_in_scope(plan, tensors)
+            else:
+                if window.streams is not None:
+                    stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+                    known = stream == window.streams.last_handle
+                    at = window.streams.last if known else window.streams.begin_here()
+                    if self.last_event._event is not None or self.last_event._stream is not at:
+                        self.last_event = Event(at)  # else nobody has asked for it: calls share it
+                made = plan.work(self, plan, stream, *tensors)
+            counters, seconds = self.counters, time.perf_counter() - begin  # calls that failed do not count
+            if what == "dispatch":
+                counters.num_dispatches += 1
+                counters.dispatch_s += seconds
+            else:
+                counters.num_combines += 1
+                counters.combine_s += seconds
+        return made
 
-    def dispatch_again(
-        self,
-        call: Call,
-        x: Tensor,
-        scales: Tensor | None,
-        send_plan: Tensor,
-        recv_plan: Tensor,
-        tie: Tensor,
-        sizes: Tensor,
-        rows_shape: tuple[int, ...],
-        num_tokens: int,
-        clear_tail: bool,
-        quantize: int = 0,
-    ) -> tuple[Tensor, Tensor]:
-        """The routing of a handle with other rows: (x, scales). `sizes`: of the first dispatch."""
-        x, scales = self._read(x), self._read_scales(call, scales)
-        kind = self.kind(call, x, scales, quantize)
-        pieces = [x] if kind.is_whole else self._pieces(call, x, scales, quantize)
-        routing = Routing(send_plan, recv_plan, sizes, rows_shape)
-        inputs = (*pieces, scales, send_plan, recv_plan, sizes) if call.is_async else ()
-        with self.alone("dispatch"), self._running("dispatch", call, tie, inputs) as run:
-            rows, out_scales = self._again(call, kind, pieces[0], scales, routing, quantize, run)
-            if len(pieces) > 1:
-                again = changed(call, counts_dropped=False)  # the first piece has counted
-                rest = [self._again(again, kind, piece, None, routing, 0, run)[0] for piece in pieces[1:]]
-                rows = torch.cat([rows, *rest], dim=-1)
-            if clear_tail:
-                clear(rows, self._tail(call.layout, rows, sizes))
-            if not call.is_small:
-                out_scales = by_column(out_scales, call.scale_dtype)
-            run.results = (rows, out_scales)
-        half.note(self, "dispatch", call, run.receive)
-        return rows, out_scales
+    def _run_in_scope(self, plan: Plan, tensors: tuple[Any, ...]) -> Any:
+        """A staged call, or one on the window's own stream."""
+        made = plan.work(self, plan, 0, *tensors)
+        self._stage(plan, made, None)
+        return made
 
-    def combine(
+    def _stage(self, plan: Plan, made: Any, rest: Callable[[], None] | None) -> None:
+        """A staged call has sent; `rest`: receives, None if it has done that already."""
+        half = plan.window.half = Half(self, plan.what, plan.call, self.tie(), rest)
+        if isinstance(made[2], Handle):
+            made[2].__dict__["pending"] = half
+
+    def _readable(self, plan: Plan, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The same values where the engine reads them."""
+        read = list(tensors)
+        for idx, each in enumerate(tensors[:4]):  # behind them there is but `out`
+            if not isinstance(each, Tensor):
+                continue
+            each = plain(each, plan.names[idx]) if idx < len(plan.names) else each
+            is_scales = idx == 1 and plan.what == "dispatch"
+            read[idx] = self._read_scales(plan.call, each) if is_scales else self._read(each)
+            address(read[idx])
+        return tuple(read)
+
+    def _sum(
         self,
-        call: Call,
+        plan: Plan,
+        stream: int,
         y: Tensor,
-        weights: Tensor | None,
-        send_plan: Tensor,
-        recv_plan: Tensor,
-        tie: Tensor,
+        handle: Handle,
         bias: Tensor | None,
         side: Tensor | None,
-        num_tokens: int,
         out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Bring rows back and sum them: (y [T, H], side [T, K] or empty). `weights` None: plain sums."""
-        weights, side = (None if each is None else self._read(each) for each in (weights, side))
-        parts = self._columns(call, y, bias)
-        inputs = (*itertools.chain(*parts), weights, side, out, send_plan, recv_plan) if call.is_async else ()
-        with self.alone("combine"), self._running("combine", call, tie, inputs) as run:
-            into = out if out is not None and self._is_written(out) and len(parts) == 1 else None
-            sums: list[Tensor] = []
-            side_out = self._no_floats if side is None else self._no_floats.new_empty((num_tokens, self.top_k))
-            for idx, (rows, row_bias) in enumerate(parts):
-                sum_into = rows.new_empty((num_tokens, rows.shape[-1])) if into is None else into
-                sums.append(sum_into)
-                native, hidden = self.windows[call.window].native, rows.shape[-1]
-                addresses = (
-                    run.handle, num_tokens, address(rows), rows.numel() // hidden, address(weights),
-                    address(send_plan), address(recv_plan), recv_plan.numel(), address(sum_into),
-                )  # fmt: skip
-                if side is None and row_bias is None and not call.is_staged:
-                    native.combine_rows(self.combine_kind(call, rows.dtype, hidden), *addresses)
-                    continue
-                args = self._combine_args(call, rows.dtype, hidden, *addresses)
-                if side is not None and idx == 0:
-                    args.has_side, args.side, args.side_out = True, address(side), address(side_out)
-                if row_bias is not None:
-                    # The half that receives reads it, when the caller may have overwritten it.
-                    row_bias = row_bias.clone() if call.is_staged else row_bias
-                    args.bias, args.bias_is_2d = address(row_bias), row_bias.dim() == 2
-                    args.bias_is_fp32 = row_bias.dtype == torch.float32
-                run.launch(native.combine, args, (sum_into, side_out, row_bias, send_plan))
-            total = self._given(sums[0] if len(sums) == 1 else torch.cat(sums, dim=-1))
-            side_out = self._given(side_out)
-            result = total
-            if out is not None and out is not total:
-                result = out.copy_(total)
-                run.after.append(lambda: out.copy_(total))
-            run.results = (total, side_out)
-        half.note(self, "combine", call, run.receive)
-        return result, side_out
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """See Planner."""
+        if plan.parts:
+            return self._sum_in_parts(plan, stream, y, handle, bias, side, out)
+        side_out = None if side is None else self._no_floats.new_empty((plan.num_tokens, self.top_k))
+        is_into = out is not None and not self.is_elsewhere and out.data_ptr() % self.alignment == 0
+        total = out if out is not None and is_into else y.new_empty((plan.num_tokens, plan.hidden))
+        made = handle.__dict__.get("made")
+        _, send_plan, recv_plan, recv_plan_len, weights = handle._places() if made is None else made.places
+        on_host = self._read(handle.weights) if self.is_elsewhere and plan.weighted else None
+        weights = on_host.data_ptr() if on_host is not None else weights if plan.weighted else 0
+        plan.window.native.combine_rows(
+            plan.args, stream, plan.num_tokens, y.data_ptr(), y.numel() // plan.hidden, weights, send_plan, recv_plan,
+            recv_plan_len, total.data_ptr() or address(total), 0 if bias is None else bias.data_ptr(),
+            0 if side is None else side.data_ptr(),
+            0 if side_out is None else side_out.data_ptr() or address(side_out),
+        )  # fmt: skip
+        if self.is_elsewhere:
+            total, side_out = total.to(self.device), None if side_out is None else side_out.to(self.device)
+        return total if out is None or out is total else out.copy_(total), side_out, total
 
     def gradients(
         self, rows: Tensor, y: Tensor | None, weights: Tensor, *, in_place: bool = False
@@ -263,58 +223,8 @@ class Runner(ABC):
         """The same values where the engine reads them: contiguous, aligned."""
 
     @abstractmethod
-    def _read_scales(self, call: Call, scales: Tensor | None) -> Tensor | None:
-        """As `_read`; column-major ones as they are where the engine takes them."""
-
-    @abstractmethod
-    def _is_written(self, out: Tensor) -> bool:
-        """Whether the engine can write a result where `out` lies."""
-
-    def _given(self, tensor: Tensor) -> Tensor:
-        """A result on the device of the communicator."""
-        return tensor
-
-    @abstractmethod
-    def _running(self, *args: Any, **named: Any) -> Calling:
-        """Around a native call: `Calling(self, ...)`, and its stream."""
-
-    def _check_capture(self, call: Call) -> None:  # noqa: B027  of GPUs alone
-        """Refuse what a CUDA graph can't record."""
-
-    @abstractmethod
-    def _pieces(self, call: Call, x: Tensor, scales: Tensor | None, quantize: int) -> list[Tensor]:
-        """x, or its columns in parts that the engine can send at once."""
-
-    @abstractmethod
-    def _columns(self, call: Call, y: Tensor, bias: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
-        """y and bias as the engine reads them, or their columns in parts."""
-
-    @abstractmethod
-    def _first(
-        self,
-        call: Call,
-        kind: Kind,
-        x: Tensor,
-        scales: Tensor | None,
-        topk_idx: Tensor,
-        weights: Tensor | None,
-        quantize: int,
-        run: Calling,
-    ) -> Received:
-        """The native call of a first dispatch."""
-
-    @abstractmethod
-    def _again(
-        self,
-        call: Call,
-        kind: Kind,
-        x: Tensor,
-        scales: Tensor | None,
-        routing: Routing,
-        quantize: int,
-        run: Calling,
-    ) -> tuple[Tensor, Tensor]:
-        """The native call of a repeated one: rows and scales."""
+    def _sum_in_parts(self, plan: Plan, stream: int, *tensors: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+        """As `_sum`, of rows in pieces."""
 
     # ---- around them
 
@@ -322,15 +232,11 @@ class Runner(ABC):
     def empty(self, window: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised, in the heap of the window if there is room."""
 
-    @abstractmethod
-    def event(self) -> Event:
-        """Completion of the last call."""
-
-    def before_call(self, what: str, call: Call, tie: Tensor | None) -> None:
+    def before_call(self, what: str) -> None:
         """Refuse what can't be done now; nothing has been sent."""
         self.raise_bad_ids(f"; this {what} sent nothing and may be repeated")
 
-    def wait(self) -> None:  # noqa: B027  the cpu engine has nothing to wait for
+    def wait(self) -> None:
         """Block the host until the calls made so far have ended."""
 
     def window_stats(self, window: Window) -> dict[str, Any]:
@@ -342,13 +248,8 @@ class Runner(ABC):
         """Wait for all ranks. Collective."""
 
     @abstractmethod
-    def record_stream(self, tensors: Sequence[Tensor], stream: Any) -> None:
-        """The memory of these results is in use on `stream`."""
-
-    def note_handle(self, handle: Any) -> None:
-        """What copies of a new handle's tensors for the user have to follow (weft/handle.py)."""
-        if handle.call.is_staged:
-            handle.__dict__["pending"] = self.windows[handle.window].half
+    def record_stream(self, things: Iterable[Any], stream: Any) -> None:
+        """The memory of these tensors, and of what these handles have, is in use on `stream`."""
 
     def tie(self) -> Tensor:
         """For the handle of a dispatch. Handles of one epoch share it: nobody writes to it."""
@@ -357,12 +258,11 @@ class Runner(ABC):
             self.token = torch.tensor([self.key, self._epoch], dtype=torch.float64, device="cpu")
         return self.token
 
-    def side_of_picks(self, side: Tensor, topk_idx: Tensor | None) -> Tensor:
+    def side_of_picks(self, side: Tensor, handle: Handle) -> Tensor:
         """rank_major: side values [N, K] as combine wants them. The nvlink engine adds those of all ranks, so what
         belongs to no pick here becomes 0; the cpu engine looks for itself."""
-        if not self.plans_on_device or topk_idx is None:
-            return side
-        return side.masked_fill(topk_idx < 0, 0)
+        topk_idx = handle.idx if self.plans_on_device and handle.call.layout == RANK_MAJOR else None
+        return side if topk_idx is None else side.masked_fill(topk_idx < 0, 0)
 
     def raise_if_closed(self, what: str) -> None:
         """InvalidState if this ExpertParallel is closed."""
@@ -422,96 +322,23 @@ class Runner(ABC):
         last = sizes.shape[0] - 1
         return sizes[: self.num_local_experts], sizes[self.num_local_experts : last], sizes[last]
 
-    # ---- arguments of native calls
-
-    def kind(
-        self,
-        call: Call,
-        x: Tensor,
-        scales: Tensor | None,
-        quantize: int,
-        topk_dtype: torch.dtype = torch.int64,
-    ) -> Kind:
-        """Of a throughput dispatch."""
-        of_scales = () if scales is None else (scales.dtype, scales.shape[1], column_bytes(scales))
-        key = (call, x.dtype, x.shape[1], of_scales, quantize, topk_dtype)
-        kind: Kind | None = self._kinds.get(key)
-        if kind is None:
-            first, again = (self._dispatch_args(call, x, scales, quantize, 0, 0) for _ in range(2))
-            first.makes_send_plan, first.overflow = True, address(self.overflow)
-            first.topk_is_int64 = topk_dtype == torch.int64
-            again.cached, again.overflow = True, address(self.overflow) if call.counts_dropped else 0
-            self._give_sizes(again, 0, self._sizes_len(call.layout))
-            is_whole = len(self._pieces(call, x, scales, quantize)) == 1
-            kind = Kind(is_whole, first, again)
-            self._keep(key, kind)
-        return kind
-
-    def combine_kind(self, call: Call, dtype: torch.dtype, hidden: int) -> Any:
-        """Native arguments that combines have in common, without side and bias."""
-        key = (call, dtype, hidden)
-        args = self._kinds.get(key)
-        return args or self._keep(key, self._combine_args(call, dtype, hidden, *[0] * 9))
-
-    def _keep(self, key: tuple[Any, ...], made: Any) -> Any:
-        if len(self._kinds) >= _MOST_KINDS:
-            self._kinds.clear()
-        self._kinds[key] = made
-        return made
-
-    def _tail(self, layout: int, rows: Tensor, sizes: Tensor) -> Tensor:
-        """Which rows hold no data, bool [N] or [L, C], without asking the device how many do."""
-        number = torch.arange(rows.shape[1 if layout == MASKED else 0], dtype=torch.int32, device=self.device)
-        return number >= (sizes[: self.num_local_experts].unsqueeze(-1) if layout == MASKED else sizes[-1])
-
-    def _dispatch_args(
-        self, call: Call, x: Tensor, scales: Tensor | None, quantize: int, num_tokens: int, stream: int
-    ) -> Any:
-        code = DTYPE_CODES.get(x.dtype, BYTES)
-        hidden = x.shape[1] if code != BYTES else self.hidden
-        args: Any = _load.native().DispatchArgs(
-            *_common(call, hidden, num_tokens, stream), address(x), x.shape[1] * x.element_size(), code, quantize
-        )
-        args.object = self.numbers[call.window]
-        if scales is not None:
-            args.scales, args.scale_row_bytes = address(scales), row_bytes(scales)
-            args.scale_stride = column_bytes(scales)
-            args.scales_are_fp32 = scales.dtype == torch.float32
-        if not call.zero_holes:
-            args.zeroes_holes = False
-        if call.is_small and call.scale_dtype is not None and (quantize or scales is not None):
-            args.scale_word_bytes = call.scale_dtype.itemsize
-        return args
-
-    def _combine_args(
-        self,
-        call: Call,
-        dtype: torch.dtype,
-        hidden: int,
-        stream: int,
-        num_tokens: int,
-        y: int,
-        num_rows: int,
-        weights: int,
-        send_plan: int,
-        recv_plan: int,
-        recv_plan_len: int,
-        out: int,
-    ) -> Any:
-        args: Any = _load.native().CombineArgs(
-            *_common(call, hidden, num_tokens, stream), y, num_rows, DTYPE_CODES[dtype], weights, send_plan, recv_plan,
-            out, call.wire != 0,
-        )  # fmt: skip
-        args.recv_plan_len = recv_plan_len
-        args.object = self.numbers[call.window]
-        return args
-
-    def _give_sizes(self, args: Any, counts: int, sizes_len: int) -> None:
-        args.counts = counts
-        args.offsets, args.num_rows_out = counts + 4 * self.num_local_experts, counts + 4 * (sizes_len - 1)
-
-    def _sizes_len(self, layout: int) -> int:
-        return self.num_local_experts + (self.num_ranks if layout == RANK_MAJOR else self.num_local_experts) + 2
+    def finished(
+        self, plan: Plan, rows: Tensor, scales: Tensor | None, handle: Handle, *, is_first: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows and scales of a dispatch whose plan clears the tail or wants column-major scales."""
+        if plan.clears_tail:  # which rows hold no data, bool [N] or [L, C], without asking the device how many do
+            layout, sizes = plan.call.layout, handle.sizes
+            is_masked = layout == MASKED
+            number = torch.arange(rows.shape[1 if is_masked else 0], dtype=torch.int32, device=self.device)
+            tail = number >= (sizes[: self.num_local_experts].unsqueeze(-1) if is_masked else sizes[-1])
+            of_rows = tail.unsqueeze(-1)
+            rows.masked_fill_(of_rows, 0)
+            if is_first:
+                handle.weights.masked_fill_(of_rows if layout == RANK_MAJOR else tail, 0)
+            idx = handle.idx if is_first and layout == RANK_MAJOR else None
+            if idx is not None:
+                idx.masked_fill_(of_rows, -1)
+        return rows, scales if plan.word_dtype is None or scales is None else by_column(scales, plan.word_dtype)
 
     def bad_ids_text(self, num_bad: int, first_id: int, first_at: int) -> str:
         """For the user: what an earlier dispatch found."""
@@ -520,14 +347,6 @@ class Runner(ABC):
             f"topk_idx of an earlier dispatch had {num_bad} ids out of range, the first {first_id} at token {token}, "
             f"pick {pick}; allowed are -1 to {self.num_experts - 1}. They counted as -1"
         )
-
-
-def _common(call: Call, hidden: int, num_tokens: int, stream: int) -> tuple[Any, ...]:
-    """The first arguments of each native call."""
-    return (
-        call.layout, call.alignment, call.capacity, call.max_tokens, hidden, num_tokens, call.num_sms,
-        int(call.deadline_s * 1e9), stream, call.is_small,
-    )  # fmt: skip
 
 
 def by_token(token: Tensor) -> Runner:

@@ -44,7 +44,7 @@ def first_by_column(scales: Tensor, num_rows: int) -> Tensor:
     memory than that would be kept."""
     num_words, dtype = scales.shape[-1], scales.dtype
     first = scales.as_strided((num_rows, num_words), (1, column_rows(num_rows, dtype)))
-    if 2 * num_rows >= len(scales):
+    if 2 * num_rows >= scales.shape[0]:
         return first
     return empty_by_column((num_rows,), num_words * dtype.itemsize, dtype, scales.device).copy_(first)
 

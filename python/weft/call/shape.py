@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from weft.call.spec import Call
 from weft.communicator import Communicator
 from weft.kernels.tuning import Table
 
@@ -34,7 +32,6 @@ class Shape:
     most_num_sms: int  # that a call may take; 0: the cpu engine takes none
     small_tokens: int  # most tokens of a rank in a small-batch call
     table: Table  # which kernels are faster, measured (weft/kernels/tuning.py)
-    known: dict[Callable[..., Call], Callable[..., Call]] = field(default_factory=dict)  # of weft/call/check.py
 
     @property
     def num_local_experts(self) -> int:

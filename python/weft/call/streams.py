@@ -41,6 +41,10 @@ class WindowStreams:
             self.last, self.last_handle = stream, stream.cuda_stream
         return stream
 
+    def begin_here(self) -> torch.cuda.Stream:
+        """The current one, for the next call."""
+        return self.begin(self.current(), is_async=False)
+
     def wait(self) -> None:
         """Block the host until the calls made so far have ended, and what is on the current stream: replays of graphs.
         Kernels that wait for a peer may take until their deadline. Ctrl-C leaves the wait."""

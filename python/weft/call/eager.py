@@ -1,0 +1,237 @@
+"""Eager calls of an ExpertParallel: each goes along a plan, which its arguments and options find.
+
+The key has all that the checks of weft/call/check.py look at: types, shapes, strides, places, whether gradients are
+tracked. So a plan that is found needs no check; what has no plan yet is checked, and refused or learnt. What may differ
+between calls of one key, values and addresses, is looked at in every call (weft/call/runner.py).
+"""
+
+# check: allow-in-file function-size: the arguments of a call pass through
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft import autograd
+from weft.call import check, traced
+from weft.call.half import Staged
+from weft.call.options import CombineOptions, DispatchOptions
+from weft.call.plan import Plan
+from weft.call.runner import Runner
+from weft.call.shape import Shape
+from weft.call.spec import RANK_MAJOR, changed
+from weft.call.tensors import is_traced
+from weft.handle import Dispatched, Handle
+from weft.quantized import Quantized
+from weft.routing import traces
+
+__all__ = ["Eager"]
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_OF_FP8 = {1: torch.float32, 2: torch.float8_e8m0fnu}  # scales, by the code of quantize
+
+
+class Eager:
+    """The eager calls of one ExpertParallel."""
+
+    def __init__(self, shape: Shape, calls: Runner) -> None:
+        self._shape, self._calls = shape, calls
+
+    # ---- dispatch
+
+    def dispatch(self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any, options: DispatchOptions) -> Dispatched:
+        """See ExpertParallel."""
+        rows: Any
+        key = plan = None
+        data, scales = given = (x.data, x.scales) if type(x) is Quantized else (x, None)
+        if torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None:
+            try:
+                of_scales = of_idx = of_weights = None
+                if scales is not None:
+                    of_scales = (
+                        type(scales),
+                        scales.dtype,
+                        scales.shape,
+                        scales.stride(),
+                        scales.device,
+                        scales.layout,
+                        scales.requires_grad,
+                    )
+                if topk_idx is not None:
+                    of_idx = (type(topk_idx), topk_idx.dtype, topk_idx.shape, topk_idx.device, topk_idx.layout)
+                if topk_weights is not None:
+                    of_weights = (
+                        type(topk_weights), topk_weights.dtype, topk_weights.shape, topk_weights.device,
+                        topk_weights.layout, topk_weights.requires_grad,
+                    )  # fmt: skip
+                key = (
+                    options, torch.is_grad_enabled(), type(x), type(data), data.dtype, data.shape, data.device,
+                    data.layout, data.requires_grad, data.is_contiguous(), of_scales, of_idx, of_weights,
+                    None if handle is None else (handle.call, handle.num_tokens, type(handle.tie)),
+                )  # fmt: skip
+                plan = self._calls.plans.get(key)
+            except (AttributeError, RuntimeError, TypeError):  # refused by the checks
+                key = None
+        if plan is None:
+            self._check_owner("dispatch", handle)
+            given = (*given, topk_idx, topk_weights)
+            checked = check.check_dispatch(self._shape, x, topk_idx, topk_weights, handle, options)
+            _, x, data, scales, topk_idx, topk_weights = checked
+            tie = None if handle is None else handle.tie
+            if is_traced(data, scales, topk_idx, topk_weights, tie):
+                return traced.dispatch(self._calls, self._shape, checked, handle, options)
+            plan = self._kept(key, self._learn_dispatch(checked, handle, options), (*given, tie))
+        elif plan.as_bytes:
+            data = check.as_bytes(data)
+            scales = None if scales is None or plan.no_scale_columns else scales
+            if scales is not None and not check.is_read_by_column(self._shape, scales):
+                scales = check.as_bytes(scales)
+        if topk_weights is not None and topk_weights.dtype is not torch.float32:
+            topk_weights = topk_weights.float()  # exact
+        calls = self._calls
+        if traces._recorders and handle is None:
+            traces._note(topk_idx, topk_weights, calls.comm.rank, calls.num_experts)
+        if plan.is_tracked:
+            data = data.view(torch.uint8) if data.element_size() == 1 else data  # FP8 would be differentiable
+            if handle is None:
+                rows, row_scales, handle = autograd.dispatch(calls, plan, data, scales, topk_idx, topk_weights)
+            else:
+                row_scales, (rows, handle) = None, autograd.dispatch_again(calls, plan, data, handle)
+        elif handle is None:
+            rows, row_scales, handle = calls.run(plan, None, data, scales, topk_idx, topk_weights)
+        else:
+            rows, row_scales, _ = calls.run(plan, handle.tie, data, scales, handle)
+        if plan.data_dtype is not None:
+            rows = _quantized(plan, plan.data_dtype, rows, row_scales)
+        half = plan.window.half if plan.call.is_staged else None
+        return Dispatched(rows, handle, calls.overflow, calls.last_event if half is None else half.event, calls, half)
+
+    def _learn_dispatch(self, checked: tuple[Any, ...], handle: Handle | None, options: DispatchOptions) -> Plan:
+        """The plan of arguments that are right."""
+        call, x, data, scales, topk_idx, topk_weights = checked
+        calls, quantize = self._calls, check.QUANTIZE_CODES[options.quantize]
+        has_tracked = (data.requires_grad and not quantize) or (topk_weights is not None and topk_weights.requires_grad)
+        is_tracked = torch.is_grad_enabled() and has_tracked
+        if call.is_staged:
+            check.check_staged(False, is_tracked)
+        if is_tracked and not call.zero_holes:
+            call = changed(call, zero_holes=True)
+        calls.alone("dispatch")
+        given = (x.data, x.scales) if isinstance(x, Quantized) else (x, None)
+        sent = data.view(torch.uint8) if is_tracked and data.element_size() == 1 else data
+        words = calls.scales_of(call, scales)
+        names = ("x.data" if isinstance(x, Quantized) else "x", "x.scales", "topk_idx", "topk_weights")
+        if handle is None:
+            plan = calls.first_plan(call, sent, words, quantize, topk_idx, clears_tail=is_tracked, names=names)
+        else:
+            plan = calls.again_plan(call, sent, words, quantize, clears_tail=is_tracked, names=names[:2])
+        plan.is_tracked = is_tracked
+        if quantize or isinstance(x, Quantized):
+            plan.data_dtype = x.data.dtype if isinstance(x, Quantized) else torch.float8_e4m3fn
+            plan.scale_dtype = _OF_FP8.get(quantize)
+            if isinstance(x, Quantized) and x.scales is not None:
+                plan.scale_dtype, plan.no_scale_columns = x.scales.dtype, x.scales.shape[1] == 0
+            plan.scale_dtype = plan.scale_dtype if call.scale_dtype is None else call.scale_dtype
+        plan.as_bytes = data is not given[0] or scales is not given[1]
+        return plan
+
+    # ---- combine
+
+    def combine(self, y: Any, handle: Any, side: Any, bias: Any, out: Any, options: CombineOptions) -> Any:
+        """See ExpertParallel."""
+        key, plan, given_out = None, None, out
+        if torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None:
+            try:
+                known = handle.__dict__
+                tie, lead = known["tie"], known.get("lead") or handle.rows_shape
+                of_side = of_bias = of_out = None
+                if side is not None:
+                    rank = len(lead)
+                    of_side = (
+                        type(side), side.dtype, side.shape[:rank] == lead, side.shape[rank:], side.device, side.layout,
+                        side.requires_grad,
+                    )  # fmt: skip
+                if bias is not None:
+                    of_bias = (type(bias), bias.dtype, bias.shape, bias.device, bias.layout, bias.requires_grad)
+                if out is not None:
+                    of_out = (
+                        type(out), out.dtype, out.shape, out.device, out.layout, out.requires_grad, out.is_contiguous(),
+                        out.is_neg(), out.numel() > 0 and out.data_ptr() == 0,
+                    )  # fmt: skip
+                key = (
+                    options, torch.is_grad_enabled(), type(y), y.dtype, y.shape[:-1] == lead, y.shape[-1], y.device,
+                    y.layout, y.requires_grad, type(tie), tie.requires_grad, known["call"], known["num_tokens"],
+                    of_side, of_bias, of_out,
+                )  # fmt: skip
+                plan = self._calls.plans.get(key)
+            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError):  # refused by the checks
+                key = None
+        if plan is None:
+            self._check_owner("combine", handle)
+            given = (y, side, bias, out)
+            checked = check.check_combine(self._shape, y, handle, side, bias, out, options)
+            _, y, side, bias, out = checked
+            if is_traced(y, side, bias, handle.tie):
+                return traced.combine(self._calls, self._shape, checked, given_out, handle, options)
+            plan = self._kept(key, self._learn_combine(checked, handle, options), (*given, handle.tie))
+        elif out is not None:
+            check.check_apart(out, y, side, bias)
+        calls, call = self._calls, plan.call
+        if side is not None and call.layout == RANK_MAJOR:
+            side = side.unsqueeze(1).expand(-1, self._shape.top_k) if side.dim() == 1 else side
+            side = calls.side_of_picks(side, handle)
+        if bias is not None and call.is_staged:
+            bias = bias.clone()  # the half that receives reads it, when the caller may have overwritten it
+        if plan.is_tracked:
+            total, side_out = autograd.combine(calls, plan, y, handle, bias, side)
+        elif out is None:
+            total, side_out, _ = calls.run(plan, handle.tie, y, handle, bias, side)
+        else:
+            total, side_out, _ = calls.run(plan, handle.tie, y, handle, bias, side, out)
+        total = total if given_out is None else given_out
+        if side is None and not options.async_op and not options.staged:
+            return total
+        parts = [total] if side is None else [total, side_out]
+        if options.async_op:
+            parts.append(calls.last_event)
+        result = parts[0] if len(parts) == 1 else tuple(parts)
+        return Staged(result, plan.window.half) if options.staged else result
+
+    def _learn_combine(self, checked: tuple[Any, ...], handle: Handle, options: CombineOptions) -> Plan:
+        call, y, side, bias, _ = checked
+        is_tracked = torch.is_grad_enabled() and (
+            y.requires_grad or handle.tie.requires_grad or (bias is not None and bias.requires_grad)
+        )
+        if call.is_staged:
+            check.check_staged(False, is_tracked)
+        self._calls.alone("combine")
+        plan = self._calls.combine_plan(
+            call, y, handle.num_tokens, weighted=options.weighted, has_side=side is not None, bias=bias,
+            names=("expert_output", "", "bias", "side"),
+        )  # fmt: skip
+        plan.is_tracked = is_tracked
+        return plan
+
+    # ---- both
+
+    def _kept(self, key: Any, plan: Plan, given: tuple[Any, ...]) -> Plan:
+        """Not of tensors that stand for others."""
+        is_known = key is not None and all(each is None or type(each) in _PLAIN for each in given)
+        return self._calls.kept(key, plan) if is_known else plan
+
+    def _check_owner(self, what: str, handle: Any) -> None:
+        """Before the arguments: another object's handle has other shapes."""
+        if isinstance(handle, Handle) and not is_traced(handle.tie):
+            self._calls.check_tie(what, handle.tie)
+
+
+def _quantized(plan: Plan, data_dtype: torch.dtype, rows: Tensor, scales: Tensor | None) -> Quantized:
+    """What the native module gave, in the dtypes that the caller knows."""
+    dtype = plan.scale_dtype
+    if dtype is not None and plan.no_scale_columns:  # nothing was sent
+        scales = rows.new_empty((*rows.shape[:-1], 0), dtype=dtype)
+    elif scales is not None and dtype is not None and scales.dtype is not dtype:
+        scales = scales.view(dtype)
+    return Quantized(rows if rows.dtype is data_dtype else rows.view(data_dtype), scales)
