@@ -293,7 +293,7 @@ def main():
         print(f"{name.replace('_', ' '):20} {time_ms:8.3f} ms, the host {host_ms:.3f} ms")
     before = slowest["one_after_the_other"]
     transfers = before - slowest["computation"]
-    for name in ("received_later", "overlapped"):
+    for name in ("received_later", "overlapped") if options.on_gpu else ():
         saved = before - slowest[name]
         share = f"{saved / transfers:.0%} of the {transfers:.3f} ms of transfers"
         print(f"{name.replace('_', ' ')}: saves {saved:.3f} of {before:.3f} ms: {share}")

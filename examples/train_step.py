@@ -126,6 +126,7 @@ def main():
         if options.json:
             print(json.dumps({"kind": "train_step", "rank": comm.rank, **shape, "ms": found}), flush=True)
         elif comm.rank == 0:
+            print("Where the time of a training step goes: medians on rank 0, forward and backward.")
             print(f"{comm.num_ranks} ranks on the {comm.engine} engine, {shape}")
             for name, value in found.items():
                 print(f"{name:10} {value:9.3f} ms")

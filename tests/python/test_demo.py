@@ -173,6 +173,7 @@ def test_examples(command):
     command = [str(examples / word) if word.endswith(".py") else word for word in command]
     env = {**os.environ, "PYTHONPATH": str(Path(weft.__file__).parents[1])}
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=240, env=env, check=True)
+    assert "the losses fall" in done.stdout
     losses = re.findall(r"rank \d[^:]*: loss ([0-9.]+) -> (\d\.\d+)", done.stdout)  # lines may run into each other
     assert len(losses) in (2, 4), done.stdout
     assert all(float(last) < 0.2 < float(first) for first, last in losses)
@@ -188,6 +189,7 @@ def test_examples_have_small_sizes_on_cpus_and_say_what_they_show(example):
     assert path.read_text().startswith('"""' + out[0].removesuffix("."))
     assert out[1].startswith("On CPUs, with small sizes.")
     assert ("graphs" in out[1]) == (example != "overlap_gemm.py")
+    assert not any("saves" in line for line in out)  # a share of noise
 
 
 SMALL = ["--device", "cpu", "--ranks", "2", "--hidden", "128", "--width", "64", "--experts", "8", "--top-k", "2"]
@@ -221,7 +223,7 @@ def test_overlap_examples(example, flags, ways):
     times = re.findall(r"^(\w[\w ]*\w) +([0-9.]+) ms(?:, the host [0-9.]+ ms)?$", out, re.MULTILINE)
     assert [name for name, _ in times] == ways
     assert all(float(time_ms) > 0 for _, time_ms in times)
-    assert "saves" in out
+    assert "saves" not in out  # on CPUs that is a share of noise
 
 
 def test_decoding_example():
