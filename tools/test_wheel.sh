@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
 # Installs a wheel into a clean environment and runs `weft verify` there, with nothing but that environment on PATH:
-# no compiler, no CMake, no checkout. Usage: test_wheel.sh PYTHON WHEEL
+# no compiler, no CMake, no checkout. With the wheel of weft-deep-ep beside it `import deep_ep` is tried, too.
+# Usage: test_wheel.sh PYTHON WHEEL [WHEEL]
 set -euo pipefail
 python=$1
-wheel=$(realpath "$2")
+wheels=()
+for wheel in "${@:2}"; do wheels+=("$(realpath "$wheel")"); done
 export PIP_CONSTRAINT=${BASH_SOURCE[0]%/*}/../constraints.txt
 PIP_CONSTRAINT=$(realpath "$PIP_CONSTRAINT")
 home=$(mktemp -d)
 trap 'rm -rf "$home"' EXIT
 
 "$python" -m venv "$home/venv"
-"$home/venv/bin/python" -m pip install --quiet "$wheel"
+"$home/venv/bin/python" -m pip install --quiet "${wheels[@]}"
 cd "$home"
 run() { env -i HOME="$home" PATH="$home/venv/bin" LANG=C.UTF-8 "$@"; }
 for tool in cc gcc g++ clang cmake ninja nvcc; do
@@ -21,3 +23,6 @@ for tool in cc gcc g++ clang cmake ninja nvcc; do
 done
 run weft --version
 run weft verify --trials 3
+if [ ${#wheels[@]} -gt 1 ]; then
+  run python -c "import deep_ep.utils.math, weft.deep_ep; assert deep_ep is weft.deep_ep; print('deep_ep', deep_ep.__version__)"
+fi

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -101,9 +102,29 @@ def test_another_owner_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert alias.other_owners() == ["sgl-deep-ep"]
 
 
+def test_the_distribution_asks_for_its_weft(tmp_path: Path) -> None:
+    """weft-deep-ep of another version, or without weft: ImportError that says what to do."""
+    shutil.copytree(alias.folder() / "deep_ep", tmp_path / "deep_ep")
+    info = tmp_path / "weft_deep_ep-9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: weft-deep-ep\nVersion: 9.9\n")
+    text = "try:\n    import deep_ep\nexcept ImportError as error:\n    print(error)"
+    found = run("-c", text, path=(str(tmp_path),))
+    assert f"pip install weft-deep-ep=={weft.__version__}" in found
+    hidden = f"import sys; sys.modules['weft'] = None\n{text}"
+    assert "pip install weft" in run("-c", hidden, path=(str(tmp_path),))
+    info.rename(tmp_path / f"weft_deep_ep-{weft.__version__}.dist-info")
+    metadata = tmp_path / f"weft_deep_ep-{weft.__version__}.dist-info" / "METADATA"
+    metadata.write_text(f"Metadata-Version: 2.1\nName: weft-deep-ep\nVersion: {weft.__version__}\n")
+    assert (
+        run("-c", "import deep_ep, weft.deep_ep; print(deep_ep is weft.deep_ep)", path=(str(tmp_path),)).strip()
+        == "True"
+    )
+
+
 def test_the_version_is_written_once_more() -> None:
-    """importlib.metadata reads it from a folder's name and its file."""
-    (info,) = alias.folder().glob("*.dist-info")
+    """importlib.metadata reads it from a file and its name."""
+    (info,) = alias.folder().glob("*.egg-info")
     version = f"2.1.0+weft.{weft.__version__}"
-    assert info.name == f"deep_ep-{version}.dist-info"
-    assert f"\nVersion: {version}\n" in (info / "METADATA").read_text()
+    assert info.name == f"deep_ep-{version}.egg-info"
+    assert f"\nVersion: {version}\n" in info.read_text()

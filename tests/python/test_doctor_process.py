@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from doctor_machines import machine
 
-from weft.machine.doctor import Facts, Finding, diagnose, process, software
+from weft.machine.doctor import Facts, Finding, deep_ep, diagnose, process, software
 
 GPUS = Facts(machine(), live=True)
 NO_GPU = Facts(machine(gpus=(), pairs=()), live=True)
 
 
 def finding(name: str, facts: Facts = GPUS) -> Finding:
-    checks = [check for check in (*software.CHECKS, *process.CHECKS) if check.name == name]
+    checks = [check for check in (*software.CHECKS, *deep_ep.CHECKS, *process.CHECKS) if check.name == name]
     (only,) = diagnose(facts, checks)
     return only
 
@@ -84,6 +84,32 @@ def test_native_module(monkeypatch: pytest.MonkeyPatch, answer: Any, words: str)
     assert (found.status, words in found.found) == ("fail", True)
 
 
+def test_deep_ep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """None, Weft's, Weft's beside another, another's."""
+    monkeypatch.setattr(deep_ep, "origin", lambda: None)
+    assert finding("deep-ep").status == "n/a"
+    ours = Path(deep_ep.__file__).parents[2] / "deep_ep/top_level/deep_ep/__init__.py"
+    monkeypatch.setattr(deep_ep, "origin", lambda: str(ours))
+    monkeypatch.setattr(deep_ep, "owners", list)
+    assert (finding("deep-ep").status, str(ours) in finding("deep-ep").found) == ("ok", True)
+    monkeypatch.setattr(deep_ep, "owners", lambda: ["sgl-deep-ep"])
+    assert (finding("deep-ep").status, finding("deep-ep").fix) == ("warn", "pip uninstall sgl-deep-ep")
+    other = tmp_path / "deep_ep.py"
+    other.write_text("")
+    monkeypatch.setattr(deep_ep, "origin", lambda: str(other))
+    assert "not Weft's" in finding("deep-ep").found
+
+
+def test_owners_of_deep_ep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("sgl_deep_ep", "weft_deep_ep"):
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\n")
+        (info / "top_level.txt").write_text("deep_ep\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert deep_ep.owners() == ["sgl-deep-ep"]
+
+
 @pytest.mark.parametrize(
     ("check", "owner", "call", "status"),
     [
@@ -137,6 +163,7 @@ def test_a_recording_says_nothing_of_the_process() -> None:
         "torch",
         "nvrtc",
         "native-module",
+        "deep-ep",
         "memfd",
         "unix-socket",
         "pidfd",

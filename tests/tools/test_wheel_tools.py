@@ -21,6 +21,8 @@ NAMES = [
     "weft/planner/published.json",
     "weft/planner/fitted.json",
     "weft/planner/measured.json",
+    "weft/deep_ep/top_level/deep_ep/__init__.py",
+    "weft/deep_ep/top_level/deep_ep-2.1.0+weft.0.1.0.egg-info",
     "weft-0.1.0.dist-info/licenses/LICENSE",
 ]
 
@@ -35,9 +37,24 @@ def test_a_wheel_without_a_needed_file_fails(missing: str) -> None:
     assert check_wheel.check_names([name for name in NAMES if name != missing])
 
 
-@pytest.mark.parametrize("extra", ["weft/_native.cpython-311-x86_64-linux-gnu.so", "weft/__pycache__/a.pyc"])
+@pytest.mark.parametrize(
+    "extra", ["weft/_native.cpython-311-x86_64-linux-gnu.so", "weft/__pycache__/a.pyc", "deep_ep/__init__.py"]
+)
 def test_a_wheel_with_a_strange_file_fails(extra: str) -> None:
     assert check_wheel.check_names([*NAMES, extra])
+
+
+def test_the_wheel_of_the_name() -> None:
+    """weft-deep-ep in the source tree has the version of Weft, and holds one file."""
+    version = check_wheel.weft_version()
+    project = tomllib.loads((ROOT / "packaging/weft-deep-ep/pyproject.toml").read_text())["project"]
+    assert (project["version"], project["dependencies"]) == (version, [f"weft=={version}"])
+    names = ["deep_ep/__init__.py", f"weft_deep_ep-{version}.dist-info/METADATA"]
+    metadata = f"Version: {version}\nRequires-Dist: weft=={version}\n"
+    assert check_wheel.check_name_wheel(names, metadata, version) == []
+    assert check_wheel.check_name_wheel(names[1:], metadata, version)
+    assert check_wheel.check_name_wheel([*names, "deep_ep/utils.py"], metadata, version)
+    assert check_wheel.check_name_wheel(names, metadata, "9.9.9")
 
 
 @pytest.mark.parametrize("library", ["libstdc++.so.6", "libcudart.so.13", "libcuda.so.1", "libtorch.so", "libc10.so"])

@@ -9,6 +9,7 @@ from typing import NoReturn
 from weft import env
 from weft._version import __version__
 from weft.deep_ep import alias
+from weft.machine.doctor import deep_ep
 
 _WITHOUT_EFFECT = (
     "EP_JIT_CACHE_DIR", "EP_JIT_DEBUG", "EP_JIT_NVCC_COMPILER", "EP_NCCL_ROOT_DIR", "EP_REUSE_NCCL_COMM",
@@ -44,15 +45,13 @@ def _run(rest: list[str]) -> NoReturn:
 
 
 def _check(*, as_json: bool) -> None:
-    import importlib.util
-
-    spec = importlib.util.find_spec("deep_ep")
+    file = deep_ep.origin()
     found = {
-        "import deep_ep": None if spec is None else spec.origin,
-        "is Weft's": spec is not None and spec.origin is not None and "weft" in _text_of(spec.origin),
+        "import deep_ep": file,
+        "is Weft's": deep_ep.is_wefts(file),
         "weft": __version__,
         "version": f"2.1.0+weft.{__version__}",
-        "other owners": alias.other_owners(),
+        "other owners": deep_ep.owners(),
         "refused": list(_REFUSED),
         "set without effect": env.set_among(_WITHOUT_EFFECT),
     }
@@ -61,14 +60,6 @@ def _check(*, as_json: bool) -> None:
         return
     for name, value in found.items():
         print(f"{name}: {', '.join(map(str, value)) if isinstance(value, (list, dict)) else value}")  # noqa: T201
-
-
-def _text_of(origin: str) -> str:
-    try:
-        with open(origin, encoding="utf-8") as file:
-            return file.read()
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from weft.env import set_among
 from weft.machine import topology
-from weft.machine.doctor import cpu, gpu, memory, network, pcie, process, settings, software
+from weft.machine.doctor import cpu, deep_ep, gpu, memory, network, pcie, process, settings, software
 from weft.machine.doctor.model import Answer, Check, Facts, Finding, skip
 from weft.machine.redact import VARIABLES, redact
 
@@ -15,6 +15,7 @@ __all__ = ["CHECKS", "diagnose", "facts_of"]
 
 CHECKS: tuple[Check, ...] = (
     *software.CHECKS,
+    *deep_ep.CHECKS,
     *process.CHECKS,
     *gpu.CHECKS,
     *cpu.CHECKS,
