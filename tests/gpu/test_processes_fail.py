@@ -359,5 +359,5 @@ def test_processes_of_which_one_is_stopped_and_wakes_up(mode: str) -> None:
         return stop(calls) if comm.rank == VICTIM else go_on(calls)
 
     outcomes = spawned(work)
-    assert outcomes.pop(VICTIM) in ("PeerLost", "PeerTimeout")
+    assert outcomes.pop(VICTIM) in ("Evicted", "PeerTimeout")
     assert outcomes == [((VICTIM,), True)] * len(LEFT)
