@@ -31,11 +31,11 @@ def test_a_bare_process_loads_little() -> None:
     text = run("-c", """
 import importlib.metadata, importlib.util, sys
 assert importlib.util.find_spec("deep_ep").name == "deep_ep"
-import torch, weft
-before = set(sys.modules)
 import deep_ep
+assert "torch" not in sys.modules
+import torch
 from deep_ep.utils import EventHandle, EventOverlap
-heavy = {"weft._native", "weft.communicator", "torch._dynamo"} & (set(sys.modules) - before)
+heavy = {"weft._native", "weft.communicator", "torch._dynamo"} & set(sys.modules)
 assert not heavy, heavy
 assert not torch.cuda.is_initialized()
 import deep_ep.buffer, deep_ep.buffers.elastic, deep_ep.buffers.legacy, deep_ep.hybrid_ep_buffer
@@ -44,6 +44,8 @@ import deep_ep.utils.semantic, deep_ep.utils.testing
 import weft.deep_ep
 assert deep_ep is weft.deep_ep
 assert deep_ep.utils.math is weft.deep_ep.utils.math
+assert set(deep_ep.__all__) <= set(dir(deep_ep)) and all(hasattr(deep_ep, each) for each in deep_ep.__all__)
+assert not hasattr(deep_ep, "no_such_name") and not hasattr(deep_ep.utils, "no_such_name")
 assert deep_ep.buffer.Buffer is deep_ep.buffers.legacy.Buffer is deep_ep.Buffer
 assert importlib.util.find_spec("deep_ep") and importlib.util.find_spec("deep_ep.utils")
 try:
@@ -75,9 +77,11 @@ def test_the_command_starts_programs(tmp_path: Path) -> None:
 
 
 def test_ids_of_32_bits() -> None:
-    text = "import torch, weft.deep_ep as d; assert d.topk_idx_t == torch.int32"
-    run("-c", text, EP_NUM_TOPK_IDX_BITS="32")
-    run("-c", text, TOPK_IDX_BITS="32")
+    text = (
+        "from weft import env; assert env.topk_idx_bits() == 32; import torch, weft.deep_ep as d; print(d.topk_idx_t)"
+    )
+    assert run("-c", text, EP_NUM_TOPK_IDX_BITS="32").strip() == "torch.int32"
+    run("-c", text.split(";")[0] + ";" + text.split(";")[1], TOPK_IDX_BITS="32")
 
 
 def test_install_in_a_process(tmp_path: Path) -> None:
