@@ -90,8 +90,9 @@ def per_token_cast_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     padded = torch.nn.functional.pad(x, (0, num_groups * _GROUP - num_columns))
     groups = padded.view(num_rows, num_groups, _GROUP).to(torch.float32)
     most = groups.abs().amax(dim=2).clamp(min=_LEAST_AMAX)
-    data = (groups * (_MOST / most)[..., None]).to(torch.float8_e4m3fn)
-    return data.view(num_rows, num_groups * _GROUP)[:, :num_columns].contiguous(), most / _MOST
+    largest = torch.full_like(most, _MOST)  # a number and a tensor divide by way of a rounded reciprocal
+    data = (groups * (largest / most)[..., None]).to(torch.float8_e4m3fn)
+    return data.view(num_rows, num_groups * _GROUP)[:, :num_columns].contiguous(), most / largest
 
 
 def per_token_cast_back(x_fp8: Tensor, x_scales: Tensor) -> Tensor:
