@@ -13,7 +13,7 @@ namespace weft {
 namespace {
 
 constexpr uint32_t kMagic = 0x47504757;  // "WGPG"
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr size_t kHeaderBytes = 4096;
 constexpr size_t kRecordsAt = kHeaderBytes + PageRegister::kBytes;
 
@@ -28,7 +28,7 @@ struct Header {
 }  // namespace
 
 uint64_t GroupPage::bytes_for(int num_ranks) noexcept {
-  return kRecordsAt + static_cast<uint64_t>(num_ranks) * PageRegister::kNumWords * kRecordBytes;
+  return kRecordsAt + static_cast<uint64_t>(num_ranks) * PageRegister::kNumWords * 2 * kRecordBytes;
 }
 
 GroupPage::GroupPage(SharedMemory&& memory, int num_ranks)
@@ -58,23 +58,25 @@ std::shared_ptr<GroupPage> GroupPage::attach(OwnedFd fd, int num_ranks) {
 
 const GroupId& GroupPage::group() const noexcept { return reinterpret_cast<const Header*>(memory_.data())->group; }
 
-MembershipRecord* GroupPage::slot(int rank, uint32_t epoch) noexcept {
-  const size_t idx = static_cast<size_t>(rank) * PageRegister::kNumWords + epoch % PageRegister::kNumWords;
+MembershipRecord* GroupPage::slot(int rank, uint32_t epoch, bool is_planned) noexcept {
+  const size_t place = static_cast<size_t>(rank) * PageRegister::kNumWords + epoch % PageRegister::kNumWords;
+  const size_t idx = place * 2 + (is_planned ? 1 : 0);
   return reinterpret_cast<MembershipRecord*>(memory_.data() + kRecordsAt + idx * kRecordBytes);
 }
 
 void GroupPage::put(int rank, const MembershipRecord& record) noexcept {
   MembershipRecord sealed = record;
   seal_record(sealed);
-  std::memcpy(slot(rank, record.epoch), &sealed, sizeof(sealed));
+  std::memcpy(slot(rank, record.epoch, record.kind == ChangeKind::kPlanned), &sealed, sizeof(sealed));
 }
 
 std::optional<MembershipRecord> GroupPage::find(const RegisterWord& word) {
   if (word.writer >= num_ranks_) return std::nullopt;
   MembershipRecord record;
-  std::memcpy(&record, slot(word.writer, word.epoch), sizeof(record));
+  std::memcpy(&record, slot(word.writer, word.epoch, word.is_planned), sizeof(record));
   if (words_.read(word.epoch) != word) return std::nullopt;  // a committed word never changes: forgotten throws
   if (!record_problem(record, group(), word.epoch).empty()) return std::nullopt;
+  if ((record.kind == ChangeKind::kPlanned) != word.is_planned) return std::nullopt;
   return record;
 }
 

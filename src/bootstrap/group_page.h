@@ -26,10 +26,11 @@ class GroupPage {
   const GroupId& group() const noexcept;
   PageRegister& words() noexcept { return words_; }
 
-  // Before a register names it. The last 64 epochs of each rank are kept.
+  // Before a register names it. Of each rank's last 64 epochs both records are kept, that of a planned change and the other.
   void put(int rank, const MembershipRecord& record) noexcept;
 
-  // The record that a committed word names; none: it can't be believed. Error kInvalidState if it is forgotten meanwhile.
+  // The record that a committed or proposed word names; none: it can't be believed, or the proposal is over by now. Error
+  // kInvalidState if it is forgotten meanwhile.
   std::optional<MembershipRecord> find(const RegisterWord& word);
 
   int fd() const noexcept { return memory_.fd(); }
@@ -37,7 +38,7 @@ class GroupPage {
 
  private:
   GroupPage(SharedMemory&& memory, int num_ranks);
-  MembershipRecord* slot(int rank, uint32_t epoch) noexcept;
+  MembershipRecord* slot(int rank, uint32_t epoch, bool is_planned) noexcept;
 
   SharedMemory memory_;
   int num_ranks_;

@@ -15,6 +15,14 @@ using Failure = MembershipFailure;
 
 constexpr uint32_t kLastEpoch = std::numeric_limits<uint32_t>::max();
 
+RankSet occupied(const std::vector<uint64_t>& incarnations) {
+  RankSet slots;
+  for (size_t slot = 0; slot < incarnations.size(); ++slot) {
+    if (incarnations[slot] != 0) slots.add(static_cast<int>(slot));
+  }
+  return slots;
+}
+
 MembershipActions one(const Action& action) noexcept {
   MembershipActions actions;
   actions.add(action);
@@ -26,17 +34,56 @@ MembershipActions one(const Action& action) noexcept {
 Membership::Membership(int rank, const std::vector<uint64_t>& incarnations, const GroupId& group, uint32_t first_epoch)
     : rank_(rank),
       group_(group),
+      incarnation_(rank >= 0 && rank < static_cast<int>(incarnations.size()) ? incarnations[static_cast<size_t>(rank)]
+                                                                             : 0),
       incarnations_(incarnations),
-      founders_(RankSet::first(static_cast<int>(incarnations.size()))),
+      known_(occupied(incarnations)),
       epoch_(first_epoch),
       era_(first_epoch),
-      active_(founders_),
+      active_(known_),
       newest_(first_epoch),
-      newest_set_(founders_) {
-  if (incarnations.size() > kMaxControlRanks || !founders_.contains(rank)) {
+      newest_set_(known_),
+      newest_era_(first_epoch),
+      prepared_(incarnations.size()),
+      cells_(incarnations.size()) {
+  if (incarnations.size() > kMaxControlRanks || !known_.contains(rank)) {
     throw_invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(incarnations.size()) +
                            "; allowed: 1.." + std::to_string(kMaxControlRanks) + " ranks, this one among them");
   }
+  cell_.era = era_;
+}
+
+Membership::Membership(int rank, uint64_t incarnation, const Welcome& welcome, const GroupId& group)
+    : rank_(rank),
+      group_(group),
+      incarnation_(incarnation),
+      incarnations_(welcome.incarnations),
+      known_(occupied(welcome.incarnations)),
+      epoch_(welcome.epoch),
+      era_(welcome.era),
+      active_(known_),
+      newest_(welcome.epoch),
+      newest_set_(known_),
+      newest_era_(welcome.era),
+      is_member_(false),
+      prepared_(welcome.incarnations.size()),
+      cells_(welcome.incarnations.size()) {
+  const auto num_slots = static_cast<int>(welcome.incarnations.size());
+  if (num_slots > kMaxControlRanks || rank < 0 || rank >= num_slots || known_.contains(rank) || incarnation == 0) {
+    throw_invalid_argument("slot " + std::to_string(rank) + " of " + std::to_string(num_slots) +
+                           " can't be joined: it is taken, or there is none");
+  }
+  prepared_[static_cast<size_t>(rank)] = incarnation;
+  cell_.era = era_;
+  cell_.prepared.add(rank);
+}
+
+Membership::Welcome Membership::welcome() const {
+  Welcome welcome{std::vector<uint64_t>(incarnations_.size()), newest_, newest_era_};
+  for (int rank = newest_set_.next(0); rank >= 0; rank = newest_set_.next(rank + 1)) {
+    welcome.incarnations[static_cast<size_t>(rank)] = incarnations_[static_cast<size_t>(rank)];
+  }
+  return welcome;
 }
 
 MembershipActions Membership::step(const Event& event) noexcept {
@@ -47,8 +94,10 @@ MembershipActions Membership::step(const Event& event) noexcept {
       return lose(event.ranks);
     }
     case Event::Kind::kRecover: {
-      if (is_evicted()) return end(Failure::kEvicted, newest_set_);
       leave_meeting();
+      has_news_ |= is_asking();  // the answer will be taken for this call's, or for nobody's
+      waits_ = false;
+      if (is_evicted() || !is_member_ || !newest_set_.contains(rank_)) return end(Failure::kEvicted, newest_set_);
       wish_ = event.wish;
       phase_ = Phase::kReading;
       return read_next();
@@ -59,8 +108,7 @@ MembershipActions Membership::step(const Event& event) noexcept {
     }
     case Event::Kind::kWord: return take_word(event);
     case Event::Kind::kForgotten: {
-      const bool has_asked = phase_ == Phase::kLooking || phase_ == Phase::kReading || phase_ == Phase::kDeciding;
-      if (!has_asked && !is_meeting()) return {};
+      if (phase_ == Phase::kIdle || is_evicted()) return {};
       return end(Failure::kEvicted, {});  // who was left behind by that many changes is in none of them
     }
     case Event::Kind::kHere:
@@ -71,17 +119,29 @@ MembershipActions Membership::step(const Event& event) noexcept {
     case Event::Kind::kDeadline: return run_out();
     case Event::Kind::kLeave: {
       leave_meeting();
+      if (waits_) --cell_.passed;  // it comes to this boundary again
+      waits_ = false;
       if (is_evicted()) return {};
-      phase_ = Phase::kIdle;
-      return has_news_ ? look() : MembershipActions();
+      if (is_calling()) phase_ = Phase::kIdle;
+      return phase_ == Phase::kIdle && has_news_ ? look() : MembershipActions();
     }
+    case Event::Kind::kPrepared: return prepare(event.rank, event.incarnation);
+    case Event::Kind::kCell:
+      if (event.rank >= 0 && event.rank < static_cast<int>(cells_.size())) {
+        cells_[static_cast<size_t>(event.rank)] = *event.cell;
+      }
+      return progress();
+    case Event::Kind::kPropose: return want(event.change);
+    case Event::Kind::kBoundary: return boundary();
+    case Event::Kind::kPatience:
+      return waits_ && phase_ == Phase::kIdle && is_proposed() ? withdraw() : MembershipActions();
   }
   return {};
 }
 
 MembershipActions Membership::look() noexcept {
   has_news_ = false;
-  if (newest_ == kLastEpoch) return {};
+  if (newest_ == kLastEpoch || is_leaving()) return {};
   phase_ = Phase::kLooking;
   return read_next();
 }
@@ -95,6 +155,8 @@ MembershipActions Membership::take_word(const Event& event) noexcept {
   if (phase_ == Phase::kIdle || is_evicted() || event.word.epoch != newest_ + 1) return {};
   const bool is_committed = event.word.state == RegisterState::kCommitted;
   if (phase_ == Phase::kDeciding) is_unanswered_ = false;
+  if (phase_ == Phase::kSettling && is_draft_planned_) is_plan_unanswered_ = false;
+  see(event);
   if (is_meeting() && (!is_committed || mutants::kStayBehind)) return {};
   if (is_committed) {
     const bool is_mine = phase_ == Phase::kDeciding && event.word == wanted_;
@@ -104,34 +166,56 @@ MembershipActions Membership::take_word(const Event& event) noexcept {
   }
   if (phase_ == Phase::kReading) return choose(event.word);
   if (phase_ == Phase::kDeciding) return decide(event.word);  // a proposal came, or went, meanwhile
-  phase_ = Phase::kIdle;                                      // has looked: there is nothing newer
-  return has_news_ ? look() : MembershipActions();
+  MembershipActions actions = leave_boundary();
+  phase_ = Phase::kIdle;  // has looked: there is nothing newer
+  if (is_wanted_ && planned_.epoch == event.word.epoch && event.word != planned_) {
+    is_wanted_ = false;
+    actions.add({.kind = Action::Kind::kWithdrawn, .epoch = newest_});
+  }
+  actions.add(has_news_ ? look() : progress());
+  return actions;
 }
 
 // Committed is final, so each epoch is adopted, and then the one after it, until there is none.
 MembershipActions Membership::adopt(const MembershipRecord& record) noexcept {
   leave_meeting();
-  const RankSet left_out = newest_set_ - record.active - gone_;
-  newest_ = record.epoch;
-  newest_set_ = record.active;
-  here_ = {};
-  if (!newest_set_.contains(rank_) && !mutants::kSelfStays) return end(Failure::kEvicted, newest_set_);
+  const bool is_planned = record.kind == ChangeKind::kPlanned;
+  const RankSet left_out = is_planned ? RankSet() : newest_set_ - record.active - gone_;
+  take_in(record);
   MembershipActions actions;
+  if (is_wanted_) {
+    is_wanted_ = false;
+    const bool is_this = is_planned && record.id == change_.id;
+    actions.add({.kind = is_this ? Action::Kind::kChanged : Action::Kind::kWithdrawn, .epoch = newest_});
+  }
+  if (is_planned && !is_calling()) {  // this rank works on until its boundary, also if it leaves there
+    if (phase_ == Phase::kSettling) phase_ = Phase::kLooking;
+    actions.add(leave_boundary());
+  } else if (is_member_ && !newest_set_.contains(rank_) && !mutants::kSelfStays) {
+    actions.add(end(Failure::kEvicted, newest_set_));
+    return actions;
+  } else if (waits_) {
+    waits_ = false;
+    --cell_.passed;
+    actions.add({.kind = Action::Kind::kRaise, .failure = Failure::kOvertaken, .epoch = newest_, .ranks = newest_set_});
+  }
   if (!left_out.empty() && !mutants::kTellNobody) {
     actions.add({.kind = Action::Kind::kTell, .epoch = newest_, .ranks = left_out});
   }
-  if (phase_ == Phase::kLooking && newest_ == kLastEpoch) {
+  // Who leaves has no part in what comes next, and is not waited for.
+  if (!is_calling() && (newest_ == kLastEpoch || is_leaving())) {
     phase_ = Phase::kIdle;
     return actions;
   }
-  if (phase_ != Phase::kLooking) phase_ = Phase::kReading;
+  phase_ = is_calling() ? Phase::kReading : Phase::kLooking;
   actions.add(read_next());
   return actions;
 }
 
 // The register has nothing newer than newest_: go there if that is still possible, else decide the next one.
 MembershipActions Membership::choose(const RegisterWord& next) noexcept {
-  const bool is_fresh = newest_ > epoch_ && (newest_ > spent_ || mutants::kSameEpoch);
+  // A planned change that this rank has not come to has no meeting: the operations that led to it are broken.
+  const bool is_fresh = newest_ > epoch_ && !is_newest_planned_ && (newest_ > spent_ || mutants::kSameEpoch);
   if (!is_fresh || !(newest_set_ & gone_).empty()) return decide(next);
   if (!wish_.exactly.empty() && wish_.exactly != newest_set_) {
     const bool lacks_some = (newest_set_ - wish_.exactly).empty();  // which others have found gone, or have left out
@@ -166,6 +250,7 @@ MembershipActions Membership::decide(const RegisterWord& next) noexcept {
     draft_.active = set;
   }
   is_unanswered_ = true;
+  is_draft_planned_ = false;
   wanted_ = {newest_ + 1, RegisterState::kCommitted, static_cast<uint16_t>(next.version + 1),
              static_cast<uint16_t>(rank_)};
   return one({.kind = Action::Kind::kDecide, .epoch = newest_ + 1, .expected = next, .desired = wanted_});
@@ -181,7 +266,14 @@ MembershipActions Membership::meet(const RankSet& ranks) noexcept {
 // Each death costs the meeting that waits for the dead one epoch; all see the same register.
 MembershipActions Membership::lose(const RankSet& ranks) noexcept {
   gone_ = gone_ | ranks;
-  if (!is_meeting() || (newest_set_ & gone_).empty() || mutants::kWaitForDead) return {};
+  for (int slot = ranks.next(0); slot >= 0 && slot < static_cast<int>(prepared_.size()); slot = ranks.next(slot + 1)) {
+    if (slot == rank_) continue;
+    prepared_[static_cast<size_t>(slot)] = 0;
+    cells_[static_cast<size_t>(slot)] = {};
+  }
+  cell_.prepared = cell_.prepared - ranks;
+  if (!is_meeting()) return progress();
+  if ((newest_set_ & gone_).empty() || mutants::kWaitForDead) return {};
   leave_meeting();
   if (!(wish_.exactly & gone_).empty()) return end(Failure::kPeersLost, wish_.exactly & gone_);
   phase_ = Phase::kReading;
@@ -191,13 +283,20 @@ MembershipActions Membership::lose(const RankSet& ranks) noexcept {
 MembershipActions Membership::enter() noexcept {
   epoch_ = era_ = newest_;  // fresh pages: a new era
   active_ = newest_set_;
+  previous_ = {};
+  cell_.era = era_;
+  cell_.passed = 0;  // all begin alike
   phase_ = Phase::kIdle;
   MembershipActions actions = one({.kind = Action::Kind::kEnter, .epoch = epoch_, .ranks = active_});
-  if (has_news_) actions.add(look());
+  actions.add(has_news_ ? look() : progress());
   return actions;
 }
 
 MembershipActions Membership::run_out() noexcept {
+  if (waits_) {
+    has_news_ |= is_asking();
+    return end(Failure::kControlLost, {});
+  }
   switch (phase_) {
     case Phase::kReading:
     case Phase::kDeciding: return end(Failure::kControlLost, {});
@@ -209,6 +308,8 @@ MembershipActions Membership::run_out() noexcept {
 
 MembershipActions Membership::end(Failure failure, const RankSet& ranks) noexcept {
   leave_meeting();
+  if (waits_) --cell_.passed;  // it comes to this boundary again
+  waits_ = false;
   phase_ = failure == Failure::kEvicted ? Phase::kEvicted : Phase::kIdle;
   MembershipActions actions = one({.kind = Action::Kind::kRaise, .failure = failure, .epoch = newest_, .ranks = ranks});
   if (has_news_ && !is_evicted()) actions.add(look());
@@ -219,27 +320,34 @@ void Membership::leave_meeting() noexcept {
   if (is_meeting()) spent_ = newest_;
 }
 
-RankSet Membership::evicted() const noexcept { return founders_ - active_ - safe_to_delete(); }
+RankSet Membership::evicted() const noexcept { return known_ - active_ - newest_set_ - safe_to_delete() - leaving(); }
+
+RankSet Membership::leaving() const noexcept { return (left_ & known_) - active_ - newest_set_ - safe_to_delete(); }
 
 RankSet Membership::safe_to_delete() const noexcept {
-  return (founders_ - active_) & (mutants::kLostIsSafe ? gone_ : proven_);
+  return (known_ - active_) & (mutants::kLostIsSafe ? gone_ : proven_);
 }
 
-Origin Membership::origin() const noexcept {
-  return {group_, epoch_, era_, rank_, incarnations_[static_cast<size_t>(rank_)]};
-}
+Origin Membership::origin() const noexcept { return {group_, epoch_, era_, rank_, incarnation_}; }
 
-// Nobody comes back, so who is out here is out in every later epoch, too.
 bool Membership::knows(const Origin& origin) const noexcept {
   return active_.contains(origin.rank) && origin.group == group_ &&
          origin.incarnation == incarnations_[static_cast<size_t>(origin.rank)];
 }
 
 Hearing Membership::hear(const Origin& origin) const noexcept {
-  if (!mutants::kHearStrangers && !knows(origin)) return Hearing::kDropped;
-  if (origin.era == era_) return Hearing::kCounts;
-  if (origin.era < era_) return mutants::kHearAllEras ? Hearing::kCounts : Hearing::kDropped;
-  return Hearing::kLater;
+  const bool is_slot = origin.rank >= 0 && origin.rank < static_cast<int>(incarnations_.size());
+  if (origin.group != group_ && !mutants::kHearStrangers) return Hearing::kDropped;
+  if (!is_slot) return Hearing::kDropped;
+  if (origin.era < era_ && !mutants::kHearAllEras) return Hearing::kDropped;
+  const bool is_known = origin.incarnation == incarnations_[static_cast<size_t>(origin.rank)];
+  const bool is_member = is_known && (active_ | newest_set_ | previous_).contains(origin.rank);
+  if (!is_member && !mutants::kHearStrangers) {
+    // A joiner may have been taken in by a record that this rank has not read; who was left out does not come back.
+    const bool is_out = is_known && known_.contains(origin.rank);
+    return origin.epoch > newest_ && !is_out ? Hearing::kLater : Hearing::kDropped;
+  }
+  return origin.era > era_ ? Hearing::kLater : Hearing::kCounts;
 }
 
 }  // namespace weft

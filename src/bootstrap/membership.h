@@ -38,6 +38,26 @@ struct RecoverWish {
   int min_ranks = 1;  // with fewer nothing is decided
 };
 
+// A planned change: whom it takes in and lets go, at a boundary between two operations.
+struct ChangeWish {
+  RankSet add{};     // joiners: every member and every one of them must be prepared for them
+  RankSet remove{};  // members
+  uint64_t id = 0;   // of the wish; several ranks may ask for the same
+  uint64_t map_hash = 0;
+  uint64_t margin = 2;  // how many boundaries ahead of the furthest rank it takes effect
+};
+
+// What a rank shows the others: a cell that it alone writes.
+struct MembershipCell {
+  RankSet prepared{};   // joiners that it has connected, checked and mapped
+  uint64_t passed = 0;  // boundaries of `era`
+  uint32_t era = 0;
+  uint32_t acked_epoch = 0;  // the proposal that it has acknowledged last; 0: none
+  uint32_t acked_version = 0;
+  uint32_t reserved = 0;
+};
+static_assert(std::is_trivially_copyable_v<MembershipCell>);
+
 enum class MembershipFailure : uint8_t {
   kNone,
   kEvicted,      // a record without this rank was committed: no call works any more
@@ -47,14 +67,15 @@ enum class MembershipFailure : uint8_t {
   kOtherSet,     // `ranks` were decided, which is not the exact set
   kTooFew,       // only `ranks` are left
   kLastEpoch,    // there are no more epochs, or no more versions of the register
+  kOvertaken,    // at a boundary: a recovery has decided `epoch`, so the operations are broken; recover() goes there
   kDamaged,      // the record of `epoch` can't be believed
 };
 
 struct MembershipEvent {
   enum class Kind : uint8_t {
-    kRecover,  // a call of recover() begins, with `wish`
-    kLook,     // somebody says that an epoch was decided
-    kWord,     // what the register says of word.epoch, and the record that it names (null: damaged) if it is committed
+    kRecover,    // a call of recover() begins, with `wish`
+    kLook,       // somebody says that an epoch was decided
+    kWord,       // what the register says of word.epoch, and the record that it names (null: damaged) unless it is open
     kForgotten,  // the register serves later epochs by now
     kGone,       // `ranks` have ended, closed, or were cut off
     kProven,     // `ranks` are gone and touch no memory any more: the process has ended, or has closed in order
@@ -62,6 +83,11 @@ struct MembershipEvent {
     kRenewed,    // fresh memory for `epoch` is in place, this rank's and that of all members
     kDeadline,   // of the call
     kLeave,      // the call ends for a reason that is none of the membership's
+    kPrepared,   // this rank could take `rank` in, whose incarnation is `incarnation`; 0: not any more
+    kCell,       // `rank` shows `cell`
+    kPropose,    // `change` is wanted; one at a time
+    kBoundary,   // a call of boundary() begins
+    kPatience,   // boundary() has waited long enough for a decision
   };
 
   Kind kind = Kind::kLook;
@@ -70,12 +96,18 @@ struct MembershipEvent {
   RecoverWish wish{};
   RegisterWord word{};
   const MembershipRecord* record = nullptr;
+  int rank = -1;
+  uint64_t incarnation = 0;
+  const MembershipCell* cell = nullptr;
+  ChangeWish change{};
 };
 
 struct MembershipAction {
   enum class Kind : uint8_t {
     kRead,    // the register of `epoch`; answer: kWord or kForgotten
     kDecide,  // put draft() where others can read it, then compare-and-set; answer: kWord or kForgotten
+    kMove,    // compare-and-set alone: a proposal is decided or withdrawn; answer as of kDecide
+    kShow,    // cell() to all others, joiners too
     kTell,    // `ranks` that `epoch` was decided: they are to look
     kMeet,  // tell `ranks` that this rank is at the meeting of `epoch`; until the call ends, answers: kHere, kGone, and kWord
             // of the next epoch when that is committed and the meeting superseded: somebody who is waited for has said
@@ -83,6 +115,11 @@ struct MembershipAction {
     kRenew,  // fresh memory for `epoch` among `ranks`; answer: kRenewed, kGone, or kWord as above
     kEnter,  // `epoch` with `ranks`; the call has ended well
     kRaise,  // `failure`; the call has ended. kEvicted may also answer kLook
+    kPass,   // the boundary is passed, nothing has changed
+    kInstall,  // the boundary is passed, and with it `epoch` begins, with `ranks` and the pages there are. This rank is none of
+    // them: it has left. Of a joiner that was taken in: the first operation is the one behind boundary passed()
+    kChanged,    // the change that was wanted is `epoch`
+    kWithdrawn,  // it is not, and nothing has happened; it may be asked for again, with more margin
   };
 
   Kind kind = Kind::kRead;
@@ -105,27 +142,53 @@ class MembershipActions {
   bool empty() const noexcept { return num_ == 0; }
 
  private:
-  std::array<MembershipAction, 3> actions_{};
+  std::array<MembershipAction, 8> actions_{};
   size_t num_ = 0;
 };
 
 class Membership {
  public:
-  // All of `incarnations` (by rank; nonces) are active in `first_epoch`. Error kInvalidArgument if this rank is none of them.
+  // The founders: all of `incarnations` (by slot: nonces; 0: empty) are active in `first_epoch`. Error kInvalidArgument if this
+  // rank is none of them.
   Membership(int rank, const std::vector<uint64_t>& incarnations, const GroupId& group, uint32_t first_epoch);
+
+  // What a joiner is told: who is active in the newest epoch that its sponsor knows, by slot: nonces; 0: not active.
+  struct Welcome {
+    std::vector<uint64_t> incarnations;
+    uint32_t epoch = 0;
+    uint32_t era = 0;
+  };
+  // A joiner in an empty slot: it acknowledges what takes it in, and becomes a member by that. Error kInvalidArgument if the
+  // slot is taken.
+  Membership(int rank, uint64_t incarnation, const Welcome& welcome, const GroupId& group);
 
   MembershipActions step(const MembershipEvent& event) noexcept;
 
-  const MembershipRecord& draft() const noexcept { return draft_; }  // of the last kDecide; not sealed
+  const MembershipRecord& draft() const noexcept {
+    return is_draft_planned_ ? plan_ : draft_;
+  }  // of the last kDecide; not sealed
+  const MembershipCell& cell() const noexcept { return cell_; }
+  Welcome welcome() const;  // for a joiner
 
   uint32_t epoch() const noexcept { return epoch_; }  // entered
   uint32_t era() const noexcept { return era_; }
+  uint64_t passed() const noexcept { return cell_.passed; }  // boundaries of this era
+  bool is_member() const noexcept {
+    return is_member_;
+  }  // not: a joiner that was not taken in yet, or one that has left
+  bool is_leaving() const noexcept {  // a change lets it go, at a boundary that it has not come to
+    return is_member_ && !is_evicted() && !newest_set_.contains(rank_);
+  }
+  bool waits_at_boundary() const noexcept { return waits_; }
   const RankSet& active() const noexcept { return active_; }  // in epoch()
   uint32_t newest() const noexcept { return newest_; }        // the last epoch whose record was adopted
   bool is_evicted() const noexcept { return phase_ == Phase::kEvicted; }
-  bool is_calling() const noexcept { return phase_ != Phase::kIdle && phase_ != Phase::kLooking && !is_evicted(); }
+  bool is_calling() const noexcept {  // recover(); not boundary()
+    return phase_ == Phase::kReading || phase_ == Phase::kDeciding || is_meeting();
+  }
 
-  RankSet evicted() const noexcept;         // were active once, are left out, and may still live
+  RankSet evicted() const noexcept;         // were active once, were left out, and may still live
+  RankSet leaving() const noexcept;         // were let go by a planned change, and are not proven gone yet
   RankSet safe_to_delete() const noexcept;  // were active once, are left out, and are proven gone
 
   Origin origin() const noexcept;                     // of what this rank says
@@ -133,8 +196,11 @@ class Membership {
   Hearing hear(const Origin& origin) const noexcept;  // R22
 
  private:
-  enum class Phase : uint8_t { kIdle, kLooking, kReading, kDeciding, kMeeting, kRenewing, kEvicted };
+  enum class Phase : uint8_t { kIdle, kLooking, kSettling, kReading, kDeciding, kMeeting, kRenewing, kEvicted };
 
+  bool is_asking() const noexcept {
+    return phase_ == Phase::kLooking || phase_ == Phase::kSettling;
+  }  // for nobody's call
   bool is_meeting() const noexcept { return phase_ == Phase::kMeeting || phase_ == Phase::kRenewing; }
   MembershipActions look() noexcept;
   MembershipActions read_next() noexcept;
@@ -149,10 +215,35 @@ class Membership {
   MembershipActions run_out() noexcept;
   void leave_meeting() noexcept;
 
+  // Planned changes; membership_planned.cc.
+  MembershipActions progress() noexcept;
+  MembershipActions settle(const MembershipAction& action) noexcept;
+  MembershipActions prepare(int slot, uint64_t incarnation) noexcept;
+  MembershipActions want(const ChangeWish& change) noexcept;
+  MembershipActions acknowledge() noexcept;
+  MembershipActions commit() noexcept;
+  MembershipActions withdraw() noexcept;
+  MembershipActions propose() noexcept;
+  MembershipActions boundary() noexcept;
+  MembershipActions leave_boundary() noexcept;
+  MembershipActions install() noexcept;
+  void see(const MembershipEvent& event) noexcept;
+  void take_in(const MembershipRecord& record) noexcept;
+  bool is_proposed() const noexcept {
+    return proposal_.state == RegisterState::kProposed && proposal_.epoch == newest_ + 1;
+  }
+  bool has_acked() const noexcept;
+  bool have_all_acked() const noexcept;
+  bool is_prepared() const noexcept;
+  bool is_installable() const noexcept;
+  bool is_overtaken() const noexcept { return newest_ > epoch_ && !is_newest_planned_; }
+  bool can_propose() const noexcept;
+
   int rank_;
   GroupId group_;
-  std::vector<uint64_t> incarnations_;  // by rank
-  RankSet founders_;
+  uint64_t incarnation_;                // of this rank
+  std::vector<uint64_t> incarnations_;  // by slot: of whoever is or was active in it last
+  RankSet known_;                       // slots whose incarnation is or was active
 
   uint32_t epoch_;
   uint32_t era_;
@@ -161,6 +252,9 @@ class Membership {
   Phase phase_ = Phase::kIdle;
   uint32_t newest_;      // adopted, >= epoch_
   RankSet newest_set_;   // of its record
+  uint32_t newest_era_;  // likewise
+  bool is_newest_planned_ = false;
+  uint64_t newest_boundary_ = 0;
   uint32_t spent_ = 0;   // newest epoch whose meeting this rank has left: no epoch is tried twice
   RankSet here_;         // at the meeting of newest_
   RankSet gone_;         // also those that are not proven gone
@@ -170,6 +264,22 @@ class Membership {
   MembershipRecord draft_;
   bool has_news_ = false;       // was told of a decision during a call, and has not looked since
   bool is_unanswered_ = false;  // a kDecide with draft_ has had no answer yet
+
+  bool is_member_ = true;
+  RankSet previous_;                   // active in this era before epoch_
+  RankSet left_;                       // by a planned change
+  std::vector<uint64_t> prepared_;     // by slot: nonce of the joiner that this rank could take in; 0: none
+  std::vector<MembershipCell> cells_;  // of the others
+  MembershipCell cell_;                // of this rank
+  RegisterWord proposal_;              // what the register of newest_ + 1 said last
+  MembershipRecord proposed_;          // the record that it names, if it is a proposal
+  ChangeWish change_;                  // wanted here
+  bool is_wanted_ = false;             // change_ has not ended yet
+  RegisterWord planned_;               // the proposal that change_ has become; epoch 0: none yet
+  MembershipRecord plan_;              // its record
+  bool is_plan_unanswered_ = false;    // a kDecide with plan_ has had no answer yet
+  bool is_draft_planned_ = false;      // the last kDecide was for plan_
+  bool waits_ = false;                 // boundary() waits for a decision
 };
 
 }  // namespace weft

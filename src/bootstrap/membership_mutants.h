@@ -70,4 +70,28 @@ constexpr bool kNewDraft = true;  // a record is changed while a compare-and-set
 constexpr bool kNewDraft = false;
 #endif
 
+#if defined(WEFT_MUTANT_NO_ACK)
+constexpr bool kNoAck = true;  // a change is decided before all have acknowledged it
+#else
+constexpr bool kNoAck = false;
+#endif
+
+#if defined(WEFT_MUTANT_STALE_ACK)
+constexpr bool kStaleAck = true;  // a boundary that is past is acknowledged
+#else
+constexpr bool kStaleAck = false;
+#endif
+
+#if defined(WEFT_MUTANT_NO_WAIT)
+constexpr bool kNoWait = true;  // a boundary is passed though a change that was acknowledged for it is not decided
+#else
+constexpr bool kNoWait = false;
+#endif
+
+#if defined(WEFT_MUTANT_UNPREPARED)
+constexpr bool kUnprepared = true;  // a change is acknowledged before its joiners can be taken in
+#else
+constexpr bool kUnprepared = false;
+#endif
+
 }  // namespace weft::mutants

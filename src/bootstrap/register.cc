@@ -8,10 +8,12 @@
 namespace weft {
 namespace {
 
-// Epoch 32, state 2, version 14, writer 16. A zeroed word is epoch 0, which is before the first one.
+// Epoch 32, state 2, version 14, planned 1, writer 15. A zeroed word is epoch 0, which is before the first one.
 constexpr int kEpochShift = 32;
 constexpr int kStateShift = 30;
 constexpr int kVersionShift = 16;
+constexpr int kPlannedShift = 15;
+constexpr uint16_t kWriterMask = (1u << kPlannedShift) - 1;
 
 [[noreturn]] void throw_forgotten(uint32_t epoch, uint32_t newest) {
   throw_invalid_state("epoch " + std::to_string(epoch) + " is forgotten, its register serves epoch " +
@@ -22,7 +24,8 @@ constexpr int kVersionShift = 16;
 
 uint64_t RegisterWord::pack() const noexcept {
   return uint64_t{epoch} << kEpochShift | uint64_t{static_cast<uint8_t>(state)} << kStateShift |
-         uint64_t{static_cast<uint16_t>(version & kMaxRegisterVersion)} << kVersionShift | writer;
+         uint64_t{static_cast<uint16_t>(version & kMaxRegisterVersion)} << kVersionShift |
+         uint64_t{is_planned} << kPlannedShift | uint64_t{static_cast<uint16_t>(writer & kWriterMask)};
 }
 
 RegisterWord RegisterWord::unpack(uint64_t bits) noexcept {
@@ -30,14 +33,16 @@ RegisterWord RegisterWord::unpack(uint64_t bits) noexcept {
   word.epoch = static_cast<uint32_t>(bits >> kEpochShift);
   word.state = static_cast<RegisterState>(bits >> kStateShift & 3);
   word.version = static_cast<uint16_t>(bits >> kVersionShift & kMaxRegisterVersion);
-  word.writer = static_cast<uint16_t>(bits);
+  word.is_planned = (bits >> kPlannedShift & 1) != 0;
+  word.writer = static_cast<uint16_t>(bits & kWriterMask);
   return word;
 }
 
 bool may_become(const RegisterWord& from, const RegisterWord& to) noexcept {
   if (from.epoch == 0 || from.epoch != to.epoch || from.state == RegisterState::kCommitted) return false;
-  const bool same_record = from.version == to.version && from.writer == to.writer;
-  if (from.state == RegisterState::kProposed && to.state == RegisterState::kCommitted && same_record) return true;
+  const bool is_same = from.version == to.version && from.writer == to.writer && from.is_planned == to.is_planned;
+  if (from.state == RegisterState::kProposed && to.state == RegisterState::kCommitted && is_same) return true;
+  if (to.is_planned != (to.state == RegisterState::kProposed)) return false;  // what is decided at once is a recovery
   if (from.state == RegisterState::kOpen && to.state == RegisterState::kOpen) return false;
   return to.version > from.version;
 }
@@ -57,7 +62,7 @@ RegisterWord PageRegister::read(uint32_t epoch) {
   const RegisterWord found =
       RegisterWord::unpack(std::atomic_ref<uint64_t>(*word_of(epoch)).load(std::memory_order_acquire));
   if (found.epoch > epoch) throw_forgotten(epoch, found.epoch);
-  if (found.epoch < epoch) return {epoch, RegisterState::kOpen, 0, 0};  // still the word of 64 epochs ago
+  if (found.epoch < epoch) return {.epoch = epoch};  // still the word of 64 epochs ago
   return found;
 }
 
@@ -83,7 +88,7 @@ RegisterWord PageRegister::compare_set(const RegisterWord& expected, const Regis
     const RegisterWord found = RegisterWord::unpack(seen);
     if (found.epoch > expected.epoch) throw_forgotten(expected.epoch, found.epoch);
     const bool is_unwritten = found.epoch < expected.epoch;
-    const RegisterWord now = is_unwritten ? RegisterWord{expected.epoch, RegisterState::kOpen, 0, 0} : found;
+    const RegisterWord now = is_unwritten ? RegisterWord{.epoch = expected.epoch} : found;
     if (now != expected) return now;
     // Release: the record that the word names was written before. Acquire: so is whatever another writer's word names.
     if (word.compare_exchange_strong(seen, desired.pack(), std::memory_order_acq_rel)) return desired;

@@ -16,7 +16,9 @@ struct RegisterWord {
   uint32_t epoch = 0;
   RegisterState state = RegisterState::kOpen;
   uint16_t version = 0;  // 14 bits
-  uint16_t writer = 0;
+  uint16_t writer = 0;   // 15 bits
+  bool is_planned =
+      false;  // which of the writer's two records of the epoch: that of a planned change, or of a recovery
 
   uint64_t pack() const noexcept;
   static RegisterWord unpack(uint64_t bits) noexcept;

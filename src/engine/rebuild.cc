@@ -153,9 +153,11 @@ std::optional<Action> Communicator::ask(const Event& event) {
     step(event);
     for (; !wanted.empty(); wanted.pop_front()) {
       const Action action = wanted.front();
-      const bool decides = action.kind == Action::Kind::kDecide;
+      const bool decides = action.kind == Action::Kind::kDecide || action.kind == Action::Kind::kMove;
       if (action.kind == Action::Kind::kTell) {
         told = told | action.ranks;
+      } else if (action.kind == Action::Kind::kShow) {
+        continue;  // nobody proposes changes yet, so nobody looks at it
       } else if (!decides && action.kind != Action::Kind::kRead) {
         last = action;
       } else {
@@ -164,10 +166,10 @@ std::optional<Action> Communicator::ask(const Event& event) {
         try {
           answer.kind = Event::Kind::kWord;
           GroupPage& page = plane_->page();
-          if (decides) page.put(rank_, membership_.draft());
+          if (action.kind == Action::Kind::kDecide) page.put(rank_, membership_.draft());
           answer.word =
               decides ? page.words().compare_set(action.expected, action.desired) : page.words().read(action.epoch);
-          if (answer.word.state == RegisterState::kCommitted) record = page.find(answer.word);
+          if (answer.word.state != RegisterState::kOpen) record = page.find(answer.word);
           answer.record = record ? &*record : nullptr;
         } catch (const Error& error) {
           if (error.code != ErrorCode::kInvalidState) throw;
@@ -336,6 +338,7 @@ void Communicator::raise_failure(const Action& action) {
     case Failure::kDamaged: throw_internal("the record of epoch " + std::to_string(action.epoch + 1) + " is damaged");
     case Failure::kPeersLate:
     case Failure::kControlLost:
+    case Failure::kOvertaken:
     case Failure::kNone: break;
   }
   throw_internal("a rebuild that ended without a reason");

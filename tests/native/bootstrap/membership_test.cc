@@ -1,3 +1,4 @@
+// check: allow-in-file file-size: one machine, its register and its cases
 // Guards against two decisions for one epoch, decisions that change, records that are believed though they are damaged or
 // another group's, against a rank that was left behind and does not notice, and against wishes that are taken for orders.
 #include <sys/wait.h>
@@ -39,7 +40,12 @@ void check_code(ErrorCode code, const Statement& statement, int line) {
 #define CHECK_CODE(code, statement) check_code(ErrorCode::code, [&] { statement; }, __LINE__)
 
 RegisterWord word(uint32_t epoch, RegisterState state, uint16_t version, uint16_t writer) {
-  return {epoch, state, version, writer};
+  return {epoch, state, version, writer, state == RegisterState::kProposed};
+}
+
+RegisterWord committed(RegisterWord proposal) {
+  proposal.state = RegisterState::kCommitted;
+  return proposal;
 }
 
 // Everybody who takes part in epochs 1 to `num_epochs`, each with a record of its own; how many of its records won.
@@ -147,7 +153,10 @@ TEST(a_word_goes_only_where_it_may) {
   using enum RegisterState;
   CHECK(may_become(word(5, kOpen, 0, 0), word(5, kProposed, 1, 3)));
   CHECK(may_become(word(5, kOpen, 0, 0), word(5, kCommitted, 1, 3)));  // a recovery
-  CHECK(may_become(word(5, kProposed, 1, 3), word(5, kCommitted, 1, 3)));
+  CHECK(may_become(word(5, kProposed, 1, 3), committed(word(5, kProposed, 1, 3))));
+  CHECK(!may_become(word(5, kProposed, 1, 3), word(5, kCommitted, 1, 3)));            // its record of a recovery
+  CHECK(!may_become(word(5, kProposed, 1, 3), committed(word(5, kProposed, 2, 3))));  // nobody can have acknowledged it
+  CHECK(!may_become(word(5, kOpen, 0, 0), committed(word(5, kProposed, 1, 3))));
   CHECK(may_become(word(5, kProposed, 1, 3), word(5, kOpen, 2, 4)));        // withdrawn by another rank
   CHECK(may_become(word(5, kProposed, 1, 3), word(5, kCommitted, 2, 4)));   // overtaken by a recovery
   CHECK(!may_become(word(5, kProposed, 1, 3), word(5, kCommitted, 1, 4)));  // a record that nobody has acknowledged
@@ -168,15 +177,15 @@ TEST(a_register_changes_by_compare_and_set_only) {
   PageRegister other({page.data(), PageRegister::kBytes});
   const RegisterWord open = word(5, kOpen, 0, 0);
   const RegisterWord proposed = word(5, kProposed, 1, 3);
-  const RegisterWord committed = word(5, kCommitted, 1, 3);
+  const RegisterWord decided = committed(proposed);
   CHECK(mine.read(5) == open);
   CHECK(mine.compare_set(open, proposed) == proposed);
   CHECK(other.read(5) == proposed);
   CHECK(other.compare_set(open, word(5, kProposed, 1, 4)) == proposed);  // too late
-  CHECK(other.compare_set(proposed, committed) == committed);
-  CHECK(mine.compare_set(proposed, word(5, kOpen, 2, 3)) == committed);  // withdrawn too late
-  CHECK_CODE(kInvalidArgument, mine.compare_set(committed, word(5, kOpen, 2, 3)));
-  CHECK(mine.read(5) == committed);
+  CHECK(other.compare_set(proposed, decided) == decided);
+  CHECK(mine.compare_set(proposed, word(5, kOpen, 2, 3)) == decided);  // withdrawn too late
+  CHECK_CODE(kInvalidArgument, mine.compare_set(decided, word(5, kOpen, 2, 3)));
+  CHECK(mine.read(5) == decided);
   CHECK(mine.read(6) == word(6, kOpen, 0, 0));
   CHECK_CODE(kInvalidArgument, PageRegister({page.data(), PageRegister::kBytes - 1}));
   CHECK_CODE(kInvalidArgument, PageRegister({page.data() + 8, PageRegister::kBytes}));
@@ -290,6 +299,8 @@ struct Caller {
   explicit Caller(int rank, PageRegister& shared, std::map<uint32_t, MembershipRecord>& decided,
                   uint32_t first_epoch = 1)
       : membership(rank, {11, 12, 13, 14}, kGroup, first_epoch), words(shared), records(decided) {}
+  Caller(Membership machine, PageRegister& shared, std::map<uint32_t, MembershipRecord>& decided)
+      : membership(std::move(machine)), words(shared), records(decided) {}
 
   // The last action, kMeet, kEnter or kRaise; those told are kept.
   MembershipAction run(const Event& event) {
@@ -303,13 +314,15 @@ struct Caller {
       last = wanted.front();
       wanted.erase(wanted.begin());
       if (last.kind == MembershipAction::Kind::kTell) told = told | last.ranks;
-      const bool decides = last.kind == MembershipAction::Kind::kDecide;
+      const bool decides = last.kind == MembershipAction::Kind::kDecide || last.kind == MembershipAction::Kind::kMove;
+      kinds.push_back(last.kind);
       if (!decides && last.kind != MembershipAction::Kind::kRead) continue;
       Event answer{.kind = Event::Kind::kWord};
       try {
         answer.word = decides ? words.compare_set(last.expected, last.desired) : words.read(last.epoch);
-        if (decides && answer.word == last.desired) records[last.epoch] = membership.draft();
-        if (answer.word.state == RegisterState::kCommitted && !has_damage) answer.record = &records[answer.word.epoch];
+        const bool has_draft = last.kind == MembershipAction::Kind::kDecide;
+        if (has_draft && answer.word == last.desired) records[last.epoch] = membership.draft();
+        if (answer.word.state != RegisterState::kOpen && !has_damage) answer.record = &records[answer.word.epoch];
       } catch (const Error&) {
         answer.kind = Event::Kind::kForgotten;
       }
@@ -319,9 +332,18 @@ struct Caller {
   }
   MembershipAction recover(const RecoverWish& wish = {}) { return run({.kind = Event::Kind::kRecover, .wish = wish}); }
 
+  // Whether the last event led to such an action.
+  bool did(MembershipAction::Kind kind) const { return std::find(kinds.begin(), kinds.end(), kind) != kinds.end(); }
+  bool boundary(MembershipAction::Kind kind) {
+    kinds.clear();
+    run({.kind = Event::Kind::kBoundary});
+    return did(kind);
+  }
+
   Membership membership;
   PageRegister& words;
   std::map<uint32_t, MembershipRecord>& records;
+  std::vector<MembershipAction::Kind> kinds;
   RankSet told;
   bool has_damage = false;
 };
@@ -444,6 +466,150 @@ TEST(what_can_t_be_decided_or_believed_is_said) {
   Group silent;
   silent.callers[0].membership.step({.kind = Event::Kind::kRecover});
   CHECK_RAISES(kControlLost, Ranks(), silent.callers[0].run({.kind = Event::Kind::kDeadline}));
+}
+
+namespace {
+
+// Two members in slots 0 and 1 of three, and a joiner for slot 2, all on one register; what one shows all others see at once.
+struct Changing {
+  Changing() {
+    for (int rank = 0; rank < 2; ++rank) callers.emplace_back(Membership(rank, {11, 12, 0}, kGroup, 1), words, records);
+    callers.emplace_back(Membership(2, 13, callers[0].membership.welcome(), kGroup), words, records);
+  }
+  void show_all() {
+    for (Caller& from : callers) {
+      const MembershipCell cell = from.membership.cell();
+      for (Caller& to : callers) {
+        const int rank = from.membership.origin().rank;
+        if (&to != &from) to.run({.kind = Event::Kind::kCell, .rank = rank, .cell = &cell});
+      }
+    }
+  }
+  void look_all() {
+    for (Caller& caller : callers) caller.run({.kind = Event::Kind::kLook});
+  }
+  void prepare(std::vector<int> ranks) {
+    for (const int rank : ranks)
+      callers[static_cast<size_t>(rank)].run({.kind = Event::Kind::kPrepared, .rank = 2, .incarnation = 13});
+  }
+  void propose(const ChangeWish& change) { callers[0].run({.kind = Event::Kind::kPropose, .change = change}); }
+
+  SharedMemory page = SharedMemory::create(PageRegister::kBytes);
+  PageRegister words{{page.data(), PageRegister::kBytes}};
+  std::map<uint32_t, MembershipRecord> records;
+  std::vector<Caller> callers;
+};
+using Kind = MembershipAction::Kind;
+const ChangeWish kTakeIn{.add = RankSet::of({2}), .id = 5};
+
+}  // namespace
+
+TEST(a_joiner_is_taken_in_at_one_boundary) {
+  Changing group;
+  group.prepare({0, 1});
+  group.show_all();
+  group.propose(kTakeIn);
+  CHECK(group.words.read(2).state == RegisterState::kProposed);
+  CHECK_EQ(group.records[2].boundary, uint64_t{2});
+  group.look_all();
+  group.show_all();
+  CHECK(group.words.read(2).state == RegisterState::kCommitted);
+  group.look_all();
+  CHECK(group.callers[2].membership.is_member());
+  CHECK_EQ(group.callers[2].membership.passed(), uint64_t{2});
+  for (int rank : {0, 1}) {
+    Caller& member = group.callers[static_cast<size_t>(rank)];
+    CHECK(member.boundary(Kind::kPass));
+    CHECK_EQ(member.membership.epoch(), uint32_t{1});
+    CHECK(member.boundary(Kind::kInstall));
+    CHECK(member.membership.active() == RankSet::of({0, 1, 2}));
+    CHECK_EQ(member.membership.era(), uint32_t{1});  // the pages stay
+  }
+}
+
+TEST(nobody_is_proposed_before_all_are_prepared) {
+  Changing group;
+  group.prepare({0});
+  group.show_all();
+  group.propose(kTakeIn);
+  CHECK(group.words.read(2).state == RegisterState::kOpen);
+  group.prepare({1});
+  group.show_all();
+  CHECK(group.words.read(2).state == RegisterState::kProposed);
+}
+
+TEST(another_life_in_the_slot_is_not_acknowledged) {
+  Changing group;
+  group.prepare({0, 1});
+  group.show_all();
+  group.callers[1].run({.kind = Event::Kind::kPrepared, .rank = 2, .incarnation = 14});
+  group.propose(kTakeIn);
+  group.look_all();
+  group.show_all();
+  CHECK(group.words.read(2).state == RegisterState::kProposed);
+  CHECK(group.callers[1].boundary(Kind::kPass));
+  CHECK(group.callers[1].boundary(Kind::kPass));  // its boundary: what it has not acknowledged is withdrawn
+  CHECK(group.words.read(2).state == RegisterState::kOpen);
+}
+
+TEST(who_has_given_its_word_waits_until_it_has_waited_long_enough) {
+  Changing group;
+  group.prepare({0, 1});
+  group.show_all();
+  group.propose({.add = RankSet::of({2}), .id = 5, .margin = 1});
+  CHECK(!group.callers[0].boundary(Kind::kPass));
+  CHECK(group.callers[0].membership.waits_at_boundary());
+  group.callers[0].kinds.clear();
+  group.callers[0].run({.kind = Event::Kind::kPatience});
+  CHECK(group.callers[0].did(Kind::kPass));
+  CHECK(group.callers[0].did(Kind::kWithdrawn));
+  CHECK(group.words.read(2).state == RegisterState::kOpen);
+}
+
+TEST(a_death_withdraws_a_proposal) {
+  Changing group;
+  group.prepare({0, 1});
+  group.show_all();
+  group.propose(kTakeIn);
+  group.callers[1].run({.kind = Event::Kind::kLook});
+  group.callers[1].run({.kind = Event::Kind::kGone, .ranks = RankSet::of({2})});
+  CHECK(group.words.read(2).state == RegisterState::kOpen);
+}
+
+TEST(who_is_let_go_works_until_its_boundary) {
+  Changing group;
+  group.propose({.remove = RankSet::of({1}), .id = 6});
+  group.look_all();
+  group.show_all();
+  group.look_all();
+  Caller& leaver = group.callers[1];
+  CHECK(leaver.membership.is_leaving());
+  CHECK(leaver.boundary(Kind::kPass));
+  CHECK(leaver.boundary(Kind::kInstall));
+  CHECK(!leaver.membership.is_member());
+  CHECK(group.callers[0].boundary(Kind::kPass));
+  CHECK(group.callers[0].boundary(Kind::kInstall));
+  CHECK(group.callers[0].membership.leaving() == RankSet::of({1}));
+  group.callers[0].run({.kind = Event::Kind::kProven, .ranks = RankSet::of({1})});
+  CHECK(group.callers[0].membership.safe_to_delete() == RankSet::of({1}));
+}
+
+TEST(changes_that_make_no_sense_are_withdrawn_at_once) {
+  for (const ChangeWish& change : {ChangeWish{}, ChangeWish{.add = RankSet::of({1})},
+                                   ChangeWish{.remove = RankSet::of({2})}, ChangeWish{.remove = RankSet::of({0, 1})}}) {
+    Changing group;
+    group.propose(change);
+    CHECK(group.callers[0].did(Kind::kWithdrawn));
+    CHECK(group.words.read(2).state == RegisterState::kOpen);
+  }
+}
+
+TEST(a_slot_that_is_taken_can_t_be_joined) {
+  const Membership::Welcome welcome{{11, 0}, 3, 2};
+  CHECK_CODE(kInvalidArgument, Membership(0, 7, welcome, kGroup));
+  CHECK_CODE(kInvalidArgument, Membership(2, 7, welcome, kGroup));
+  CHECK_CODE(kInvalidArgument, Membership(1, 0, welcome, kGroup));
+  CHECK_EQ(Membership(1, 7, welcome, kGroup).era(), uint32_t{2});
 }
 
 int main(int argc, char** argv) { return run_tests(argc, argv); }

@@ -37,20 +37,22 @@ int main(int argc, char** argv) {
       return usage();
     }
   }
-  uint64_t num_steps = 0, num_epochs = 0;
+  uint64_t num_steps = 0, num_epochs = 0, num_installed = 0;
   for (uint64_t seed = first; seed < first + num_seeds; ++seed) {
     try {
       weft::test::World world(seed, prints_trace);
       world.run();
       num_steps += world.num_steps();
       num_epochs += world.num_epochs();
+      num_installed += world.num_installed();
     } catch (const weft::test::Found& found) {
       std::printf("found: %s\nweft-sim --seed %llu shows how\n", found.text.c_str(),
                   static_cast<unsigned long long>(seed));
       return 1;
     }
   }
-  std::printf("%llu seeds, %llu steps, %llu epochs: nothing found\n", static_cast<unsigned long long>(num_seeds),
-              static_cast<unsigned long long>(num_steps), static_cast<unsigned long long>(num_epochs));
+  std::printf("%llu seeds, %llu steps, %llu epochs, %llu planned changes of a rank: nothing found\n",
+              static_cast<unsigned long long>(num_seeds), static_cast<unsigned long long>(num_steps),
+              static_cast<unsigned long long>(num_epochs), static_cast<unsigned long long>(num_installed));
   return 0;
 }

@@ -7,6 +7,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -27,22 +28,39 @@ class World {
 
   uint64_t num_steps() const { return num_steps_; }
   uint64_t num_epochs() const { return decided_.size(); }
+  uint64_t num_installed() const { return num_installed_; }  // planned changes, by rank
 
  private:
-  enum class ItemKind : uint8_t { kRequest, kReply, kForgotten, kLook, kParcel, kAbort, kGone, kProven };
+  enum class ItemKind : uint8_t {
+    kRequest,
+    kReply,
+    kForgotten,
+    kLook,
+    kParcel,
+    kAbort,
+    kGone,
+    kProven,
+    kPrepared,
+    kCell
+  };
 
-  // Something on its way to `target`. Parcels, aborts and looks of one rank to another arrive in the order in which they left.
+  // Something on its way to `target`. Parcels, aborts, cells and looks of one rank to another arrive in the order in which they
+  // left.
   struct Item {
     ItemKind kind;
     int target;
     int source = -1;
     uint32_t epoch = 0;
-    int stage = 0;            // kParcel: 0 here, 1 fresh memory
-    uint64_t request = 0;     // kRequest, kReply, kForgotten
-    bool decides = false;     // kRequest
-    RegisterWord expected{};  // kRequest
-    RegisterWord word{};      // kRequest: desired; kReply: found
-    Origin origin{};          // kAbort
+    int stage = 0;              // kParcel: 0 here, 1 fresh memory
+    uint64_t request = 0;       // kRequest, kReply, kForgotten
+    bool decides = false;       // kRequest
+    RegisterWord expected{};    // kRequest
+    RegisterWord word{};        // kRequest: desired; kReply: found
+    MembershipRecord record{};  // kReply: that it names
+    Origin origin{};            // kAbort
+    bool is_forged = false;     // kAbort
+    uint64_t incarnation = 0;   // kPrepared
+    MembershipCell cell{};      // kCell
   };
 
   struct Node {
@@ -62,7 +80,21 @@ class World {
     RankSet unwanted;                                     // in any call so far
     std::set<uint32_t> met;                               // epochs whose meeting it has joined
     std::map<std::pair<uint32_t, int>, RankSet> parcels;  // by epoch and stage
-    std::vector<Origin> early;
+    std::vector<Item> early;
+    // Planned changes.
+    bool is_joiner = false;
+    bool has_left = false;
+    bool waits = false;                   // in boundary()
+    bool is_wanted = false;               // a change of its own has not ended
+    std::map<int, uint64_t> prepared;     // told to the machine: nonces by slot
+    std::pair<uint32_t, uint32_t> acked;  // epoch and version that it has shown last
+  };
+
+  // One collective operation: the one behind a boundary of an era.
+  struct Operation {
+    uint32_t epoch = 0;
+    RankSet members;
+    RankSet started;
   };
 
   int pick(int below) { return static_cast<int>(random_() % static_cast<uint64_t>(below)); }
@@ -88,8 +120,16 @@ class World {
   void ask_register(int rank, uint32_t epoch, bool decides, const MembershipAction* action);
   void serve(const Item& item);
   bool is_superseded(const Node& self) const;
+  void ring();
+  void join();
+  void want_change(int rank);
+  bool can_go_on(int rank);
+  void begin_operation(int rank);
+  void check_installed(int rank, const MembershipAction& action);
+  void check_shown(int rank);
   void settle();
   bool is_settled(uint32_t newest, const RankSet& set);
+  bool was_taken_in(int slot);
   void check_end(const RankSet& set);
 
   // What a machine wants.
@@ -99,12 +139,13 @@ class World {
   void look_at_parcels(int rank);
   void enter(int rank, const MembershipAction& action);
   void raise(int rank, const MembershipAction& action);
-  void hear(int rank, const Origin& origin);
+  void hear(int rank, const Item& item);
 
   uint32_t newest_decided() const { return decided_.empty() ? kFirstEpoch : decided_.rbegin()->first; }
   RankSet members_of(uint32_t epoch) const;
 
   static constexpr uint32_t kFirstEpoch = 1;
+  static constexpr int kSlots = 11;
 
   const uint64_t seed_;
   const bool prints_trace_;
@@ -113,14 +154,18 @@ class World {
   alignas(64) std::array<std::byte, PageRegister::kBytes> page_{};
   PageRegister register_{page_};
   bool register_is_away_ = false;
-  std::map<std::pair<int, uint32_t>, MembershipRecord> records_;  // by writer and epoch mod 64
+  std::map<std::tuple<int, uint32_t, bool>, MembershipRecord> records_;  // by writer, epoch mod 64, and whether planned
   std::map<uint32_t, MembershipRecord> decided_;
-  std::map<uint32_t, RankSet> said_here_;  // by epoch
+  std::map<uint32_t, RankSet> said_here_;                          // by epoch
+  std::map<std::pair<uint32_t, uint64_t>, Operation> operations_;  // by era and boundary
+  RankSet founders_;
   std::vector<Node> nodes_;
   std::vector<Item> items_;
   int kill_rate_ = 0, stop_rate_ = 0, cut_rate_ = 0, away_rate_ = 0, call_rate_ = 0, deadline_rate_ = 0;  // per mille
+  int join_rate_ = 0, change_rate_ = 0, patience_rate_ = 0;
   uint64_t num_requests_ = 0;
   uint64_t num_steps_ = 0;
+  uint64_t num_installed_ = 0;
 };
 
 }  // namespace weft::test
