@@ -143,6 +143,18 @@ class Layer:
         """Of an ordinary tensor."""
         return self.ep.combine(self.y, self.r.handle, mode=self.options["mode"])
 
+    def repeated_dispatch(self):
+        """With the handle of another."""
+        return self.ep.dispatch(self.x, handle=self.r.handle, mode=self.options["mode"])
+
+    def async_combine(self):
+        """On the stream of the window."""
+        return self.ep.combine(self.y, self.r.handle, mode=self.options["mode"], async_op=True)
+
+    def tracked_combine(self):
+        """With gradients, whose backward never comes."""
+        return self.ep.combine(self.y.requires_grad_(), self.r.handle, mode=self.options["mode"])
+
 
 def on_the_gpu(comm, folder):
     """-> {(op, tokens): (us of a call, MHz, {place: us from ZERO of each block, NaN if it never is there})}."""
@@ -188,7 +200,7 @@ class Timed:
 
     def __getattr__(self, name):
         found = getattr(self.native, name)
-        if name not in ("dispatch_first", "dispatch_small", "combine_rows"):
+        if name not in ("dispatch_first", "dispatch_small", "dispatch_again", "combine_rows"):
             return found
 
         def timed(*args):
@@ -219,7 +231,7 @@ def on_the_host(comm):
     found = {}
     for number, (mode, tokens) in enumerate((("latency", MOST_TOKENS), ("throughput", 4096))):
         layer = Layer(comm, 40 + number, tokens, mode)
-        for op in ("dispatch", "combine"):
+        for op in ("dispatch", "combine", "repeated_dispatch", "async_combine", "tracked_combine"):
             call = getattr(layer, op)
             for _ in range(HOST_ROUND):  # the first may compile
                 call()

@@ -50,15 +50,6 @@ std::vector<Array> reserve_together(Window& window, const Together& wanted, u64 
   return arrays;
 }
 
-nb::object empty_together(Window& window, const std::vector<std::pair<std::vector<i64>, int>>& wanted, u64 stream,
-                          nb::handle from_dlpack) {
-  nb::list made;
-  for (const Array& array : reserve_together(window, together(window, wanted), stream)) {
-    made.append(to_tensor(array, from_dlpack));
-  }
-  return nb::len(made) > 0 ? nb::object(made) : nb::none();
-}
-
 // A small batch -> number of rows (exact sizes; else -1), Routing. `wanted`: what a Routing has, in its order, which is made
 // here, of the most rows; rows and scales are the caller's. None: no room for it, or a graph is recorded; nothing has begun.
 std::optional<std::pair<i64, Routing>> dispatch_small(Window& window, DispatchArgs& args, const Together& wanted,
@@ -98,8 +89,7 @@ std::optional<std::pair<i64, Routing>> dispatch_small(Window& window, DispatchAr
 
 void bind_nvlink_calls(nb::module_& m, nb::class_<Window, CallWindow>& window) {
   const nb::class_<Together> opaque(m, "GpuTogether");  // Python hands it back as it is
-  window.def("empty_together", &empty_together, "wanted"_a, "stream"_a, "from_dlpack"_a)
-      .def("together", &together, "wanted"_a)
+  window.def("together", &together, "wanted"_a)
       .def("dispatch_small", &dispatch_small, "args"_a, "wanted"_a, "stream"_a, "num_tokens"_a, "x"_a, "scales"_a,
            "topk_idx"_a, "topk_weights"_a, "out_x"_a, "out_scales"_a);
 }

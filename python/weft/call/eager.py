@@ -9,6 +9,7 @@ between calls of one key, values and addresses, is looked at in every call (weft
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from torch import Tensor
 
 from weft import autograd
 from weft.call import check, traced
+from weft.call.check_tensors import as_bytes, check_apart, is_read_by_column
 from weft.call.half import Staged
 from weft.call.options import CombineOptions, DispatchOptions
 from weft.call.plan import Plan
 from weft.call.runner import Runner
 from weft.call.shape import Shape
-from weft.call.spec import RANK_MAJOR, changed
+from weft.call.spec import RANK_MAJOR
 from weft.call.tensors import is_traced
 from weft.handle import Dispatched, Handle
 from weft.quantized import Quantized
@@ -84,10 +86,10 @@ class Eager:
                 return traced.dispatch(self._calls, self._shape, checked, handle, options)
             plan = self._kept(key, self._learn_dispatch(checked, handle, options), (*given, tie))
         elif plan.as_bytes:
-            data = check.as_bytes(data)
+            data = as_bytes(data)
             scales = None if scales is None or plan.no_scale_columns else scales
-            if scales is not None and not check.is_read_by_column(self._shape, scales):
-                scales = check.as_bytes(scales)
+            if scales is not None and not is_read_by_column(self._shape, scales):
+                scales = as_bytes(scales)
         if topk_weights is not None and topk_weights.dtype is not torch.float32:
             topk_weights = topk_weights.float()  # exact
         calls = self._calls
@@ -117,7 +119,7 @@ class Eager:
         if call.is_staged:
             check.check_staged(False, is_tracked)
         if is_tracked and not call.zero_holes:
-            call = changed(call, zero_holes=True)
+            call = replace(call, zero_holes=True)
         calls.alone("dispatch")
         given = (x.data, x.scales) if isinstance(x, Quantized) else (x, None)
         sent = data.view(torch.uint8) if is_tracked and data.element_size() == 1 else data
@@ -177,7 +179,7 @@ class Eager:
                 return traced.combine(self._calls, self._shape, checked, given_out, handle, options)
             plan = self._kept(key, self._learn_combine(checked, handle, options), (*given, handle.tie))
         elif out is not None:
-            check.check_apart(out, y, side, bias)
+            check_apart(out, y, side, bias)
         calls, call = self._calls, plan.call
         if side is not None and call.layout == RANK_MAJOR:
             side = side.unsqueeze(1).expand(-1, self._shape.top_k) if side.dim() == 1 else side

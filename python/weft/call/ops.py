@@ -15,7 +15,6 @@ Arguments are tensors and numbers: the ExpertParallel is found by its token (wef
 """
 
 # check: allow-in-file function-size: the schema of an operator is a flat list
-# check: allow file-size: a few operators with long schemas
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def dispatch(
     """A ticket (int64 [1]) for `receive`."""
     calls = by_token(token)
     with calls.comm.telling_peers():
-        key = (*call, deadline_s, x.dtype, x.shape, *_like(scales), topk_idx.dtype, quantize, clear_tail)
+        key = ("first", *call, deadline_s, x.dtype, x.shape, *_like(scales), topk_idx.dtype, quantize, clear_tail)
         plan = calls.plans.get(key)
         if plan is None:
             its = call_of_numbers(call, deadline_s)
@@ -247,7 +246,7 @@ def combine(
     calls = by_token(tie)
     with calls.comm.telling_peers():
         of_bias = None if bias is None else (bias.dtype, bias.dim())
-        key = (*call, deadline_s, y.dtype, y.shape[-1], num_tokens, weighted, side is None, of_bias)
+        key = ("combine", *call, deadline_s, y.dtype, y.shape[-1], num_tokens, weighted, side is None, of_bias)
         plan = calls.plans.get(key)
         if plan is None:
             its, has_side = call_of_numbers(call, deadline_s), side is not None

@@ -153,6 +153,8 @@ class Runner(Planner):
             if not isinstance(each, Tensor):
                 continue
             each = plain(each, plan.names[idx]) if idx < len(plan.names) else each
+            if each.element_size() == 1 and each.is_contiguous():
+                each = each.view(torch.uint8)  # some dtypes of one byte can't be copied
             is_scales = idx == 1 and plan.what == "dispatch"
             read[idx] = self._read_scales(plan.call, each) if is_scales else self._read(each)
             address(read[idx])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +17,6 @@ __all__ = [
     "RANK_MAJOR",
     "Call",
     "call_of_numbers",
-    "changed",
     "numbers_in_backward",
     "rows_shape",
 ]
@@ -60,34 +57,22 @@ class Call:
     def in_backward(self) -> Call:
         """The same for a backward: rows as they are, on the stream that autograd chose; what it drops is counted."""
         if self.wire or self.is_async or self.capacity >= 0:
-            return changed(self, wire=0, is_async=False, counts_dropped=False)
+            return replace(self, wire=0, is_async=False, counts_dropped=False)
         return self
 
 
-@functools.lru_cache(maxsize=256)
-def _call_of(*numbers: Any) -> Call:
-    """The same object for the same values: what is kept for a call goes by it (Runner.kind)."""
-    layout, alignment, capacity, max_tokens, window, num_sms, wire, is_small, counts_dropped, deadline_s = numbers
+def call_of_numbers(numbers: Sequence[int], deadline_s: float) -> Call:
+    """What `Call.numbers` was made of; options that no traced call has are at their defaults."""
+    layout, alignment, capacity, max_tokens, window, num_sms, wire, is_small, counts_dropped = numbers
     return Call(
         layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, wire, is_small=bool(is_small),
         counts_dropped=bool(counts_dropped),
     )  # fmt: skip
 
 
-def call_of_numbers(numbers: Sequence[int], deadline_s: float) -> Call:
-    """What `Call.numbers` was made of; options that no traced call has are at their defaults."""
-    return _call_of(*numbers, deadline_s)
-
-
 def numbers_in_backward(numbers: Sequence[int]) -> list[int]:
     """As `Call.in_backward`."""
     return [*numbers[:6], 0, numbers[7], 0]
-
-
-@functools.lru_cache(maxsize=256)
-def changed(call: Call, **changes: Any) -> Call:
-    """`call` with other values, the same object each time."""
-    return replace(call, **changes)
 
 
 def rows_shape(weights: Tensor, layout: int) -> tuple[int, ...]:
