@@ -87,7 +87,8 @@ def chart() -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.25 * max(float(str(row[key])) for row in measured for key in ("weft", "best_peer")))
     axes.set_xlabel("us a call; shorter is better")
-    figure.suptitle(f"Measured on 2 x H100: T = 4096, H = 7168, K = 8, E = 256, {CHART_SMS} SMs", fontsize=10)
+    date = json.loads(PEERS.read_text(encoding="utf-8").splitlines()[0])["date"]
+    figure.suptitle(f"Measured on 2 x H100, {date}: T = 4096, H = 7168, K = 8, E = 256, {CHART_SMS} SMs", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper right", frameon=False)
     figure.tight_layout()

@@ -106,7 +106,9 @@ class Binding:
             return f"binding to {where} was refused: {refused}"
         if self.placement.mode == "auto":
             return f"{num_bound} threads of Weft on {where}" if num_bound else ""
-        return f"this thread on {where}" if self._own_thread_only else f"{num_bound} threads of this process on {where}"
+        if self._own_thread_only:
+            return f"this thread on {where}"
+        return f"{num_bound} thread{'s' * (num_bound != 1)} of this process on {where}"
 
     def _prefer(self, node: int) -> str:
         try:
