@@ -107,7 +107,6 @@ def forms(comm: weft.Communicator) -> None:
     rank, ids, weights = comm.rank, given.ids[comm.rank], given.weights[comm.rank]
     wanted = reference.dispatch(given.xs, given.ids, given.weights, num_experts=given.num_experts)
     mine, num_rows = wanted[rank], int(wanted[rank].num_rows)
-    owners = torch.cat([torch.full((len(x), 1), r, dtype=torch.int64, device="cpu") for r, x in enumerate(given.xs)])
     rows = [(place >= 0).any(1).nonzero()[:, 0] for place in mine.routing.rows][rank]
     buffer = deep_ep.Buffer(comm)
     for dtype in (torch.int64, torch.int16, torch.float16):
@@ -124,7 +123,18 @@ def forms(comm: weft.Communicator) -> None:
         assert scales.dtype == dtype
         assert scales.is_contiguous()
         assert torch.equal(scales, torch.cat([each[1] for each in pairs])[rows])
-    assert len(owners) == sum(map(len, given.xs))
+    numbers = torch.Generator(device="cpu").manual_seed(1)
+    packed = [
+        tuple(
+            torch.randint(-99, 99, (len(x), width), generator=numbers, dtype=torch.int64, device="cpu").to(kind)
+            for width, kind in ((16, torch.int32), (2, torch.int32), (1, torch.float32))
+        )
+        for x in given.xs
+    ]
+    recv, _, _, _, handle, _ = dispatched(buffer, packed[rank], ids, weights, given.num_experts)
+    for mine_part, parts in zip(recv, zip(*packed, strict=True), strict=True):
+        assert torch.equal(mine_part, torch.cat(parts)[rows])
+    assert buffer.combine(mine.x.clone(), handle)[0].shape == given.xs[rank].shape
 
     worst = num_rows + 7 if comm.num_ranks == 1 else 64
     recv, recv_ids, recv_weights, counts, handle, event = dispatched(

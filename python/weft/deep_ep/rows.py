@@ -28,6 +28,7 @@ class Form(NamedTuple):
     scales: Tensor | None
     hidden: int
     dtype: torch.dtype
+    parts: tuple[tuple[int, torch.dtype], ...] = ()  # what `scales` was made of: columns and dtype
 
     @property
     def is_plain(self) -> bool:
@@ -51,11 +52,13 @@ def bare(r: Dispatched) -> Dispatched:
 
 
 def form_of(x: Any, name: str = "x") -> Form:
-    """A tensor [T, H], or (data [T, H] of one byte, scales [T, S] of four).
+    """A tensor [T, H], (data [T, H] of one byte, scales [T, S] of four), or three parts of 4 bytes each.
 
     Raises:
         InvalidArgument: it is neither, or data is not contiguous.
     """
+    if isinstance(x, (tuple, list)) and len(x) == 3:
+        return _packed_form(x, name)
     is_pair = isinstance(x, (tuple, list)) and len(x) == 2
     data, scales = x if is_pair else (x, None)
     if not isinstance(data, Tensor) or data.dim() != 2 or not data.is_contiguous():
@@ -72,6 +75,16 @@ def form_of(x: Any, name: str = "x") -> Form:
     if not isinstance(scales, Tensor) or scales.dim() != 2 or len(scales) != len(data) or scales.element_size() != 4:
         raise InvalidArgument(f"{name}[1] is {_said(scales)}; allowed are [T, S] fp32 or int32 scales")
     return Form(data, scales, data.shape[1], torch.bfloat16)
+
+
+def _packed_form(x: Any, name: str) -> Form:
+    """NVFP4 of hybrid-ep: int32 [T, H / 8] of eight values, int32 [T, H / 64] of four scales, fp32 [T, *]."""
+    for number, each in enumerate(x):
+        if not isinstance(each, Tensor) or each.dim() != 2 or len(each) != len(x[0]) or each.element_size() != 4:
+            raise InvalidArgument(f"{name}[{number}] is {_said(each)}; allowed are [T, ...] of 4 bytes in three parts")
+    parts = tuple((each.shape[1], each.dtype) for each in x[1:])
+    words = torch.cat([each.contiguous().view(torch.int32) for each in x[1:]], dim=1)
+    return Form(x[0].contiguous(), words, 8 * x[0].shape[1], torch.bfloat16, parts)
 
 
 def _said(value: Any) -> str:
@@ -116,6 +129,9 @@ def send(
     if form.scales is not None and got is not None:
         is_by_row = options.get("scale_layout", "row_major") == "row_major"
         value = (value, (got.contiguous() if is_by_row else got).view(form.scales.dtype))
+    if form.parts:
+        split = value[1].split([width for width, _ in form.parts], dim=1)
+        value = (value[0], *(each.contiguous().view(kind) for each, (_, kind) in zip(split, form.parts, strict=True)))
     return Sent(value, arrived, r)
 
 
