@@ -171,6 +171,17 @@ def refuse(state: RankState) -> None:
         }.items():  # fmt: skip
             with pytest.raises(weft.InvalidArgument):
                 ep.dispatch(x, ids, weights, **{**options, name: value})
+        gone = [each.clone() for each in (x, ids, weights, weights.bfloat16(), y, torch.ones(16))]
+        ep.dispatch(x, ids, weights.bfloat16(), **options)  # there is a plan
+        ep.combine(y, r.handle, side=gone[5])
+        for each in gone:
+            each.untyped_storage().resize_(0)
+        for args in ((gone[0], ids, weights), (x, gone[1], weights), (x, ids, gone[2]), (x, ids, gone[3])):
+            with pytest.raises(weft.InvalidArgument, match="has no memory: its storage was freed"):
+                ep.dispatch(*args, **options)
+        for bad, named in ((gone[4], {}), (y, {"side": gone[5]})):
+            with pytest.raises(weft.InvalidArgument, match="has no memory: its storage was freed"):
+                ep.combine(bad, r.handle, **named)
         for bad in (y[:-1], y.int(), y.to_sparse(), y.to("meta"), None):
             with pytest.raises(weft.InvalidArgument):
                 ep.combine(bad, r.handle)

@@ -24,7 +24,7 @@ from weft.call.plan import Plan
 from weft.call.runner import Runner
 from weft.call.shape import Shape
 from weft.call.spec import RANK_MAJOR
-from weft.call.tensors import is_traced
+from weft.call.tensors import is_traced, plain
 from weft.handle import Dispatched, Handle
 from weft.quantized import Quantized
 from weft.routing import traces
@@ -53,14 +53,9 @@ class Eager:
                 of_scales = of_idx = of_weights = None
                 if scales is not None:
                     of_scales = (
-                        type(scales),
-                        scales.dtype,
-                        scales.shape,
-                        scales.stride(),
-                        scales.device,
-                        scales.layout,
+                        type(scales), scales.dtype, scales.shape, scales.stride(), scales.device, scales.layout,
                         scales.requires_grad,
-                    )
+                    )  # fmt: skip
                 if topk_idx is not None:
                     of_idx = (type(topk_idx), topk_idx.dtype, topk_idx.shape, topk_idx.device, topk_idx.layout)
                 if topk_weights is not None:
@@ -86,14 +81,15 @@ class Eager:
                 return traced.dispatch(self._calls, self._shape, checked, handle, options)
             plan = self._kept(key, self._learn_dispatch(checked, handle, options), (*given, tie))
         elif plan.as_bytes:
-            data = as_bytes(data)
-            scales = None if scales is None or plan.no_scale_columns else scales
+            data = as_bytes(plain(data, "x.data"))
+            scales = None if scales is None or plan.no_scale_columns else plain(scales, "x.scales")
             if scales is not None and not is_read_by_column(self._shape, scales):
                 scales = as_bytes(scales)
         if topk_weights is not None and topk_weights.dtype is not torch.float32:
-            topk_weights = topk_weights.float()  # exact
+            topk_weights = plain(topk_weights, "topk_weights").float()  # exact
         calls = self._calls
         if traces._recorders and handle is None:
+            topk_idx, topk_weights = plain(topk_idx, "topk_idx"), plain(topk_weights, "topk_weights")
             traces._note(topk_idx, topk_weights, calls.comm.rank, calls.num_experts)
         if plan.is_tracked:
             data = data.view(torch.uint8) if data.element_size() == 1 else data  # FP8 would be differentiable
@@ -182,10 +178,11 @@ class Eager:
             check_apart(out, y, side, bias)
         calls, call = self._calls, plan.call
         if side is not None and call.layout == RANK_MAJOR:
+            side = plain(side, "side")
             side = side.unsqueeze(1).expand(-1, self._shape.top_k) if side.dim() == 1 else side
             side = calls.side_of_picks(side, handle)
-        if bias is not None and call.is_staged:
-            bias = bias.clone()  # the half that receives reads it, when the caller may have overwritten it
+        if bias is not None and call.is_staged:  # the caller may overwrite it before the half that receives reads it
+            bias = plain(bias, "bias").clone()
         if plan.is_tracked:
             total, side_out = autograd.combine(calls, plan, y, handle, bias, side)
         elif out is None:
