@@ -147,7 +147,7 @@ class LowLatency(BufferBase):
             InvalidArgument, InvalidState: as `weft.ExpertParallel.dispatch`. NotSupported: NVFP4, topk_weights.
         """
         self._check_alive("low_latency_dispatch")
-        if use_nvfp4 or x_global_scale is not None or use_ue8m0_for_sf:
+        if use_nvfp4:
             raise refused(
                 "low_latency_dispatch(use_nvfp4=True)", "NVFP4 on the way", "use_fp8=True, or quantise before"
             )
