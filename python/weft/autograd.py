@@ -149,7 +149,7 @@ class _Sent(_Record):
         plan = self.plan.back
         if plan is None:
             plan = self.plan.back = self.calls.combine_plan(
-                self.plan.call.in_backward(), rows, self.num_tokens, weighted=False, has_side=self.has_weights
+                self.plan.call.in_backward(), rows, weighted=False, has_side=self.has_weights
             )
         grad, side, _ = self.calls.run(plan, self.handle.tie, rows, self.handle, None, side)
         return grad if self.x_is_tracked else None, side if self.has_weights else None
@@ -174,7 +174,7 @@ class _Summed(_Record):
     def __init__(self, sent: _Sent | None, calls: Runner, plan: Plan, handle: Handle, dtype: torch.dtype) -> None:
         self.calls, self.epoch, self.number = calls, calls.comm._native.epoch, next(_numbers)
         self.sent, self.plan, self.handle, self.dtype = sent, plan, handle, dtype  # nothing of the handle is tracked
-        self.shape = (plan.num_tokens, plan.hidden)
+        self.shape = (handle.num_tokens, plan.hidden)
         self.y: Tensor | None = None
         self.y_version = 0
         self.weights: Tensor | None = None

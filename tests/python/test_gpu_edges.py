@@ -210,6 +210,24 @@ def test_a_window_with_half_a_call_takes_no_other(pool: Any, mode: str) -> None:
     run(pool, work)
 
 
+def test_an_event_of_a_graph_is_not_that_of_calls_outside(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls share one until somebody asks for it."""
+
+    def work(state: RankState) -> None:
+        x, ids, weights = inputs(state.rank)
+        with make(state) as ep:
+            first = learn(ep, x, ids, weights)
+            state.comm.meet(30)
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            recorded = ep.dispatch(x, ids, weights, capacity=16).event._cuda_event()
+            state.comm.meet(30)
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+            state.comm.meet(30)
+            assert first.event._cuda_event() is not recorded
+
+    run(pool, work)
+
+
 @pytest.mark.parametrize("mode", ["throughput", "latency"])
 def test_gradients_of_weights_alone(pool: Any, mode: str) -> None:
     def work(state: RankState) -> None:

@@ -159,6 +159,7 @@ def refuse(state: RankState) -> None:
         wrong: list[tuple[Any, ...]] = [
             (x[:, :64], ids, weights), (x.float(), ids, weights), (x, ids[:2], weights), (x, ids.short(), weights),
             (x, ids, weights.double()), (x, ids, weights[:, :1]), (x, None, weights), (None, ids, weights),
+            (x.repeat(3, 1), ids.repeat(3, 1), weights.repeat(3, 1)), (x, ids, weights[:2]), (x[:2], ids, weights),
             (x.to_sparse(), ids, weights), (x.to("meta"), ids, weights), (x, ids.to("meta"), weights),
         ]  # fmt: skip
         for args in wrong:
@@ -258,16 +259,17 @@ def send_other_numbers(state: RankState, mode: str) -> None:
     x, _, weights = inputs(state.rank)
     with make(state) as ep:
         for number in range(1, 3 * TOKENS):
-            ids = torch.full((TOKENS, TOP_K), -1)
-            ids[: number % (TOKENS + 1), 0] = torch.arange(number % (TOKENS + 1)) % EXPERTS
-            r = ep.dispatch(x, ids, weights, mode=mode)
+            here = 1 + (number + state.rank) % TOKENS  # tokens, another number each time
+            ids = torch.full((here, TOP_K), -1)
+            ids[: number % (here + 1), 0] = torch.arange(number % (here + 1)) % EXPERTS
+            r = ep.dispatch(x[:here], ids, weights[:here], mode=mode)
             assert isinstance(r.x, Tensor)
             assert len(r.x) == int(r.num_rows) == len(r.topk_weights) == r.handle.rows_shape[0]
             for bad in (r.x.new_ones(len(r.x) + 1, HIDDEN), r.x.new_ones(1, len(r.x), HIDDEN)):
                 with pytest.raises(weft.InvalidArgument):
                     ep.combine(bad, r.handle)
             y = ep.combine(r.x, r.handle)
-            assert torch.equal(y, torch.where(ids[:, :1] >= 0, x, 0))
+            assert torch.equal(y, torch.where(ids[:, :1] >= 0, x[:here], 0))
 
 
 @pytest.mark.parametrize("mode", ["throughput", "latency"])

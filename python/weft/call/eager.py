@@ -2,7 +2,7 @@
 
 The key has all that the checks of weft/call/check.py look at: types, shapes, strides, places, whether gradients are
 tracked. So a plan that is found needs no check; what has no plan yet is checked, and refused or learnt. What may differ
-between calls of one key, values and addresses, is looked at in every call (weft/call/runner.py).
+between calls of one key, values, addresses, the number of tokens, is looked at in every call (weft/call/runner.py).
 """
 
 # check: allow-in-file function-size: the arguments of a call pass through
@@ -50,26 +50,33 @@ class Eager:
         data, scales = given = (x.data, x.scales) if type(x) is Quantized else (x, None)
         if torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None:
             try:
-                of_scales = of_idx = of_weights = None
+                of_scales = of_idx = of_weights = of_handle = None
+                num_tokens, *columns = data.shape
                 if scales is not None:
                     of_scales = (
-                        type(scales), scales.dtype, scales.shape, scales.stride(), scales.device, scales.layout,
-                        scales.requires_grad,
+                        type(scales), scales.dtype, scales.shape[0] == num_tokens, scales.shape[1:], scales.stride(),
+                        scales.is_contiguous(), scales.device, scales.layout, scales.requires_grad,
                     )  # fmt: skip
                 if topk_idx is not None:
-                    of_idx = (type(topk_idx), topk_idx.dtype, topk_idx.shape, topk_idx.device, topk_idx.layout)
+                    of_idx = (
+                        type(topk_idx), topk_idx.dtype, topk_idx.shape[0] == num_tokens, topk_idx.shape[1:],
+                        topk_idx.device, topk_idx.layout,
+                    )  # fmt: skip
                 if topk_weights is not None:
                     of_weights = (
-                        type(topk_weights), topk_weights.dtype, topk_weights.shape, topk_weights.device,
-                        topk_weights.layout, topk_weights.requires_grad,
+                        type(topk_weights), topk_weights.dtype, topk_weights.shape[0] == num_tokens,
+                        topk_weights.shape[1:], topk_weights.device, topk_weights.layout, topk_weights.requires_grad,
                     )  # fmt: skip
+                if handle is not None:
+                    of_handle = (handle.call, handle.num_tokens == num_tokens, type(handle.tie))
                 key = (
-                    options, torch.is_grad_enabled(), type(x), type(data), data.dtype, data.shape, data.device,
-                    data.layout, data.requires_grad, data.is_contiguous(), of_scales, of_idx, of_weights,
-                    None if handle is None else (handle.call, handle.num_tokens, type(handle.tie)),
+                    options, torch.is_grad_enabled(), type(x), type(data), data.dtype, *columns, data.device,
+                    data.layout, data.requires_grad, data.is_contiguous(), of_scales, of_idx, of_weights, of_handle,
                 )  # fmt: skip
                 plan = self._calls.plans.get(key)
-            except (AttributeError, RuntimeError, TypeError):  # refused by the checks
+                if plan is not None and num_tokens > plan.call.max_tokens:
+                    plan = None
+            except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # refused by the checks
                 key = None
         if plan is None:
             self._check_owner("dispatch", handle)
@@ -143,7 +150,7 @@ class Eager:
         if torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None:
             try:
                 known = handle.__dict__
-                tie, lead = known["tie"], known.get("lead") or handle.rows_shape
+                tie, lead, num_tokens = known["tie"], known.get("lead") or handle.rows_shape, known["num_tokens"]
                 of_side = of_bias = of_out = None
                 if side is not None:
                     rank = len(lead)
@@ -152,16 +159,17 @@ class Eager:
                         side.requires_grad,
                     )  # fmt: skip
                 if bias is not None:
-                    of_bias = (type(bias), bias.dtype, bias.shape, bias.device, bias.layout, bias.requires_grad)
+                    shape = bias.shape if bias.dim() == 1 else (bias.shape[0] == num_tokens, bias.shape[1:])
+                    of_bias = (type(bias), bias.dtype, shape, bias.device, bias.layout, bias.requires_grad)
                 if out is not None:
                     of_out = (
-                        type(out), out.dtype, out.shape, out.device, out.layout, out.requires_grad, out.is_contiguous(),
-                        out.is_neg(), out.numel() > 0 and out.data_ptr() == 0,
+                        type(out), out.dtype, out.shape[0] == num_tokens, out.shape[1:], out.device, out.layout,
+                        out.requires_grad, out.is_contiguous(), out.is_neg(), out.numel() > 0 and out.data_ptr() == 0,
                     )  # fmt: skip
                 key = (
                     options, torch.is_grad_enabled(), type(y), y.dtype, y.shape[:-1] == lead, y.shape[-1], y.device,
-                    y.layout, y.requires_grad, type(tie), tie.requires_grad, known["call"], known["num_tokens"],
-                    of_side, of_bias, of_out,
+                    y.layout, y.requires_grad, type(tie), tie.requires_grad, known["call"], of_side,
+                    of_bias, of_out,
                 )  # fmt: skip
                 plan = self._calls.plans.get(key)
             except (AttributeError, IndexError, KeyError, RuntimeError, TypeError):  # refused by the checks
@@ -207,7 +215,7 @@ class Eager:
             check.check_staged(False, is_tracked)
         self._calls.alone("combine")
         plan = self._calls.combine_plan(
-            call, y, handle.num_tokens, weighted=options.weighted, has_side=side is not None, bias=bias,
+            call, y, weighted=options.weighted, has_side=side is not None, bias=bias,
             names=("expert_output", "", "bias", "side"),
         )  # fmt: skip
         plan.is_tracked = is_tracked

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 __all__ = ["COMPLETE", "Event"]
 
 
@@ -30,10 +32,13 @@ class Event:
         self._stream, self._event = later._stream, later._event
 
     def _cuda_event(self) -> Any:
-        """Recorded when first asked for: calls that nobody waits for cost nothing."""
-        if self._event is None and self._stream is not None:
-            self._event = self._stream.record_event()
-        return self._event
+        """Recorded when first asked for: calls that nobody waits for cost nothing, and share it."""
+        if self._event is not None or self._stream is None:
+            return self._event
+        event = self._stream.record_event()
+        if not torch.cuda.is_current_stream_capturing():  # one of a graph is not for calls outside of it
+            self._event = event
+        return event
 
     def query(self) -> bool:
         """True once the call is complete. Never waits."""

@@ -247,7 +247,8 @@ class GpuCalls(GpuPlans):
             0 if out_scales is None else out_scales.data_ptr() or address(out_scales),
         )  # fmt: skip
         call, args, native = plan.call, plan.args, plan.window.native
-        made = native.dispatch_small(args, plan.memory, stream, plan.num_tokens, *places)
+        memory = plan.memory.get(plan.num_tokens) or self._memory(plan)
+        made = native.dispatch_small(args, memory, stream, plan.num_tokens, *places)
         if made is not None:
             num_rows, routing = made
             lead = plan.lead if call.capacity >= 0 else (num_rows,)
@@ -307,6 +308,8 @@ class GpuCalls(GpuPlans):
         self, plan: Plan, stream: int, x: Tensor, scales: Tensor | None, topk_idx: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Handle]:
         first, again = plan.parts[0], plan.parts[1:]
+        for part in plan.parts:
+            part.num_tokens = plan.num_tokens
         piece, *rest = split(x, first.hidden)
         rows, out_scales, handle = first.work(self, first, stream, piece, scales, topk_idx, weights)
         parts = [self._again(part, stream, piece, None, handle)[0] for part, piece in zip(again, rest, strict=True)]
@@ -317,6 +320,8 @@ class GpuCalls(GpuPlans):
         self, plan: Plan, stream: int, x: Tensor, scales: Tensor | None, handle: Handle
     ) -> tuple[Tensor, Tensor | None, None]:
         pieces = split(x, plan.parts[0].hidden)
+        for part in plan.parts:
+            part.num_tokens = plan.num_tokens
         made = [
             self._again(part, stream, piece, scales if part is plan.parts[0] else None, handle)
             for part, piece in zip(plan.parts, pieces, strict=True)
@@ -330,7 +335,7 @@ class GpuCalls(GpuPlans):
         columns, sums, side_out = plan.parts[0].hidden, [], None
         biases = [None] * len(plan.parts) if bias is None else bias.split(columns, dim=-1)
         for part, rows, row_bias in zip(plan.parts, y.split(columns, dim=-1), biases, strict=True):
-            row_bias = None if row_bias is None else dense(row_bias)
+            part.num_tokens, row_bias = plan.num_tokens, None if row_bias is None else dense(row_bias)
             total, given, _ = self._sum(part, stream, dense(rows), handle, row_bias, side)
             sums.append(total)
             side, side_out = None, given if side_out is None else side_out  # with the first

@@ -79,9 +79,7 @@ class GpuPlans(Runner):
             plan.args.room = room = math.prod(plan.lead)
             if room > MAX_CAPACITY:
                 raise InvalidArgument(f"a result could have {room} rows; allowed are {MAX_CAPACITY}: set a capacity")
-            plan.args.num_tokens = plan.num_tokens
             self._give_sizes(plan.args, 0, self.sizes_len(call.layout))
-            plan.memory = plan.window.native.together(self._small_wanted(call, plan.args, plan.lead))
 
     def _fit_sum(self, plan: Plan, y: Tensor, bias: Tensor | None, *, has_side: bool) -> None:
         """See Runner."""
@@ -92,21 +90,25 @@ class GpuPlans(Runner):
         self._refuse_staged(call, plan.hidden * y.element_size(), self.landing_row_bytes)
         biases = [None] * plan.hidden if bias is None else bias.split(columns, dim=-1)
         plan.parts = tuple(
-            self.combine_plan(
-                call, rows, plan.num_tokens, weighted=plan.weighted, has_side=has_side and idx == 0, bias=biases[idx]
-            )
+            self.combine_plan(call, rows, weighted=plan.weighted, has_side=has_side and idx == 0, bias=biases[idx])
             for idx, rows in enumerate(y.split(columns, dim=-1))
         )
 
-    def _small_wanted(self, call: Call, args: Any, lead: tuple[int, ...]) -> list[tuple[tuple[int, ...], int]]:
+    def _memory(self, plan: Plan) -> Any:
+        """Of a small batch of so many tokens."""
+        plan.memory[plan.num_tokens] = made = plan.window.native.together(self._small_wanted(plan))
+        return made
+
+    def _small_wanted(self, plan: Plan) -> list[tuple[tuple[int, ...], int]]:
         """In the order of ROUTING."""
+        call, lead = plan.call, plan.lead
         per_row = (*lead, self.top_k) if call.layout == RANK_MAJOR else lead
         return [
             ((self.sizes_len(call.layout),), _INT32),
-            ((self._send_plan_len(call.layout, args.num_tokens),), _INT32),
+            ((self._send_plan_len(call.layout, plan.num_tokens),), _INT32),
             ((self._recv_plan_len(call.layout),), _INT32),
             (per_row, DTYPE_CODES[torch.float32]),
-            (per_row if call.layout == RANK_MAJOR else (0,), _INT64 if args.topk_is_int64 else _INT32),
+            (per_row if call.layout == RANK_MAJOR else (0,), _INT64 if plan.args.topk_is_int64 else _INT32),
         ]
 
     def _piece(self, call: Call, x: Tensor, scales: Tensor | None, quantize: int) -> int:
@@ -152,7 +154,7 @@ class GpuPlans(Runner):
 
     def _ordinary_small(self, plan: Plan) -> list[Tensor]:
         """For what a small batch takes from the heap."""
-        return [self._new(shape, _OF_CODE[code]) for shape, code in self._small_wanted(plan.call, plan.args, plan.lead)]
+        return [self._new(shape, _OF_CODE[code]) for shape, code in self._small_wanted(plan)]
 
     def _ordinary_sizes(self, plan: Plan) -> tuple[Tensor, Tensor]:
         """For the sizes and the send plan."""

@@ -52,7 +52,7 @@ def dispatch(
     """A ticket (int64 [1]) for `receive`."""
     calls = by_token(token)
     with calls.comm.telling_peers():
-        key = ("first", *call, deadline_s, x.dtype, x.shape, *_like(scales), topk_idx.dtype, quantize, clear_tail)
+        key = ("first", *call, deadline_s, x.dtype, x.shape[1], *_like(scales), topk_idx.dtype, quantize, clear_tail)
         plan = calls.plans.get(key)
         if plan is None:
             its = call_of_numbers(call, deadline_s)
@@ -71,7 +71,7 @@ def dispatch(
 
 def _like(tensor: Tensor | None) -> tuple[Any, ...]:
     """What a plan knows of it."""
-    return (None,) if tensor is None else (tensor.dtype, tensor.shape, tensor.stride())
+    return (None,) if tensor is None else (tensor.dtype, tensor.shape[1], tensor.stride(), tensor.is_contiguous())
 
 
 @dispatch.register_fake
@@ -174,23 +174,22 @@ def dispatch_again(
     """(x, scales). `weights` received before are read for their shape alone: it gives the number of rows."""
     calls = by_token(tie)
     with calls.comm.telling_peers():
-        key = ("again", *call, deadline_s, x.dtype, x.shape, *_like(scales), quantize, clear_tail)
+        key = ("again", *call, deadline_s, x.dtype, x.shape[1], *_like(scales), quantize, clear_tail)
         plan = calls.plans.get(key)
         if plan is None:
             its = call_of_numbers(call, deadline_s)
             plan = calls.kept(
                 key, calls.again_plan(its, x, calls.scales_of(its, scales), quantize, clears_tail=clear_tail)
             )
-        handle = _handle(calls, plan, send_plan, recv_plan, weights, sizes, tie)
+        handle = _handle(calls, plan, x.shape[0], send_plan, recv_plan, weights, sizes, tie)
         rows, out_scales, _ = calls.run(plan, tie, x, scales, handle)
         return _own(calls, rows, out_scales)
 
 
-def _handle(
-    calls: Runner, plan: Plan, send_plan: Tensor, recv_plan: Tensor, weights: Tensor, sizes: Tensor, tie: Tensor
-) -> Handle:
-    local = calls.num_local_experts
-    return Handle(send_plan, recv_plan, weights, None, sizes, local, tie, plan.num_tokens, plan.call)
+def _handle(calls: Runner, plan: Plan, num_tokens: int, *routing: Tensor) -> Handle:
+    """`routing`: send plan, receive plan, weights, sizes and tie."""
+    send_plan, recv_plan, weights, sizes, tie = routing
+    return Handle(send_plan, recv_plan, weights, None, sizes, calls.num_local_experts, tie, num_tokens, plan.call)
 
 
 @dispatch_again.register_fake
@@ -246,13 +245,13 @@ def combine(
     calls = by_token(tie)
     with calls.comm.telling_peers():
         of_bias = None if bias is None else (bias.dtype, bias.dim())
-        key = ("combine", *call, deadline_s, y.dtype, y.shape[-1], num_tokens, weighted, side is None, of_bias)
+        key = ("combine", *call, deadline_s, y.dtype, y.shape[-1], weighted, side is None, of_bias)
         plan = calls.plans.get(key)
         if plan is None:
             its, has_side = call_of_numbers(call, deadline_s), side is not None
-            plan = calls.combine_plan(its, y, num_tokens, weighted=weighted, has_side=has_side, bias=bias)
+            plan = calls.combine_plan(its, y, weighted=weighted, has_side=has_side, bias=bias)
             calls.kept(key, plan)
-        handle = _handle(calls, plan, send_plan, recv_plan, weights, sizes, tie)
+        handle = _handle(calls, plan, num_tokens, send_plan, recv_plan, weights, sizes, tie)
         rows, side_out, _ = calls.run(plan, tie, y, handle, bias, side)
         return _own(calls, rows, side_out)
 

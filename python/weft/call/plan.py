@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -45,8 +45,8 @@ class Plan:
     window: Window
     args: Any  # of the native call, which fills in addresses and what else differs from call to call
     work: Callable[..., Any]  # method of the Runner: (runner, plan, stream, *tensors)
-    num_tokens: int  # of this rank
-    hidden: int = 0  # columns of the result
+    hidden: int  # columns of the result
+    num_tokens: int = 0  # of this rank, in the call that is made
     quantize: int = 0
     names: tuple[str, ...] = ()  # of the tensors, for refusals; none in a backward
     has_scope: bool = False  # its native call needs more around it than a stream
@@ -54,7 +54,7 @@ class Plan:
     # Of a dispatch:
     waits: bool = False  # the host waits on the GPU for the counts of the peers
     lead: tuple[int, ...] = ()  # of the rows: with a capacity; of small batches those there is memory for
-    memory: Any = None  # of small batches: what a first one takes from the heap
+    memory: dict[int, Any] = field(default_factory=dict)  # of small batches: what a first one takes from the heap, by T
     rows: tuple[Memory, ...] = ()  # data, and scales if any: where the heap has none
     clears_tail: bool = False  # rows beyond the last become zero
     word_dtype: torch.dtype | None = None  # scales become column-major words
@@ -106,7 +106,7 @@ class Planner(ABC):
         args = self._dispatch_args(call, x, scales, quantize)
         args.overflow, args.topk_is_int64 = address(self.overflow), topk_idx.dtype == torch.int64
         args.makes_send_plan = not self.is_small(call)
-        plan = self._dispatch_plan(call, args, type(self)._first, topk_idx.shape[0], x, quantize, names, clears_tail)
+        plan = self._dispatch_plan(call, args, type(self)._first, x, quantize, names, clears_tail)
         self._fit(plan, x, scales, topk_idx)
         return plan
 
@@ -124,7 +124,7 @@ class Planner(ABC):
         args = self._dispatch_args(call, x, scales, quantize)
         args.cached, args.overflow = True, address(self.overflow) if call.counts_dropped else 0
         self._give_sizes(args, 0, self.sizes_len(call.layout))
-        plan = self._dispatch_plan(call, args, type(self)._again, x.shape[0], x, quantize, names, clears_tail)
+        plan = self._dispatch_plan(call, args, type(self)._again, x, quantize, names, clears_tail)
         self._fit(plan, x, scales, None)
         return plan
 
@@ -132,7 +132,6 @@ class Planner(ABC):
         self,
         call: Call,
         y: Tensor,
-        num_tokens: int,
         *,
         weighted: bool,
         has_side: bool = False,
@@ -142,12 +141,12 @@ class Planner(ABC):
         """Of a combine."""
         hidden = y.shape[-1]
         args: Any = _load.native().CombineArgs(
-            *_common(call, hidden, num_tokens), 0, 0, DTYPE_CODES[y.dtype], 0, 0, 0, 0, call.wire != 0
+            *_common(call, hidden), 0, 0, DTYPE_CODES[y.dtype], 0, 0, 0, 0, call.wire != 0
         )
         args.object, args.has_side = self.numbers[call.window], has_side
         if bias is not None:
             args.bias_is_2d, args.bias_is_fp32 = bias.dim() == 2, bias.dtype == torch.float32
-        plan = Plan("combine", call, self.windows[call.window], args, type(self)._sum, num_tokens, hidden, names=names)
+        plan = Plan("combine", call, self.windows[call.window], args, type(self)._sum, hidden, names=names)
         plan.weighted = weighted and call.layout != RANK_MAJOR
         plan.has_scope = call.is_staged
         self._fit_sum(plan, y, bias, has_side=has_side)
@@ -158,14 +157,13 @@ class Planner(ABC):
         call: Call,
         args: Any,
         work: Callable[..., Any],
-        num_tokens: int,
         x: Tensor,
         quantize: int,
         names: tuple[str, ...],
         clears_tail: bool,
     ) -> Plan:
         window = self.windows[call.window]
-        plan = Plan("dispatch", call, window, args, work, num_tokens, x.shape[1], quantize, names)
+        plan = Plan("dispatch", call, window, args, work, x.shape[1], quantize=quantize, names=names)
         plan.has_scope = call.is_staged
         plan.word_dtype = None if self.is_small(call) else call.scale_dtype
         plan.clears_tail = clears_tail and call.capacity >= 0
@@ -190,7 +188,7 @@ class Planner(ABC):
         code = DTYPE_CODES.get(x.dtype, BYTES)
         hidden = x.shape[1] if code != BYTES else self.hidden
         args: Any = _load.native().DispatchArgs(
-            *_common(call, hidden, 0), 0, x.shape[1] * x.element_size(), code, quantize
+            *_common(call, hidden), 0, x.shape[1] * x.element_size(), code, quantize
         )
         args.object, args.is_small = self.numbers[call.window], self.is_small(call)
         if scales is not None:
@@ -238,9 +236,9 @@ class Planner(ABC):
         """Scales where the engine reads them; column-major ones as they are where it takes them."""
 
 
-def _common(call: Call, hidden: int, num_tokens: int) -> tuple[Any, ...]:
+def _common(call: Call, hidden: int) -> tuple[Any, ...]:
     """The first arguments of each native call."""
     return (
-        call.layout, call.alignment, call.capacity, call.max_tokens, hidden, num_tokens, call.num_sms,
+        call.layout, call.alignment, call.capacity, call.max_tokens, hidden, 0, call.num_sms,
         int(call.deadline_s * 1e9), 0, call.is_small,
     )  # fmt: skip

@@ -108,6 +108,7 @@ class Runner(Planner):
         if not lie_well:
             tensors = self._readable(plan, tensors)
         with comm.alone(what):
+            plan.num_tokens = tensors[1].num_tokens if what == "combine" else tensors[0].shape[0]
             if tie is not None and (tie is not self.token or self._epoch != comm._native.epoch):
                 self.check_tie(what, tie)
             if window.half is not None:
