@@ -16,6 +16,7 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "base/status.h"
+#include "bootstrap/greeting.h"
 #include "bootstrap/socket.h"
 
 namespace weft {
@@ -24,21 +25,6 @@ namespace {
 constexpr int kSliceMs = 50;
 constexpr int kRetryMs = 2;  // while a peer's backlog is full
 constexpr int kCallersAtOnce = 64;
-constexpr size_t kMaxRefusalText = 2000;
-
-struct Hello {
-  int32_t source;
-  int32_t target;
-  int32_t num_ranks;
-  uint32_t reserved;
-  uint64_t group;  // hash of the list of endpoints
-  Endpoint endpoint;
-};
-
-struct RefusalHead {
-  int32_t code;
-  int32_t culprit;  // -1: nobody in particular
-};
 
 std::string name_of(int rank) { return "rank " + std::to_string(rank); }
 
@@ -241,23 +227,22 @@ class Mesh {
 
   void greet(OwnedFd caller) {
     if (reader_.header.type == PacketType::kRefusal) throw_refusal("a rank");
-    Hello hello{};
-    if (reader_.payload.size() == sizeof(hello)) std::memcpy(&hello, reader_.payload.data(), sizeof(hello));
-    const bool awaited = hello.source > request_.rank && hello.source < num_ranks_ && !done(hello.source);
+    const int source = source_of(reader_.header, reader_.payload);
+    const bool awaited = source > request_.rank && source < num_ranks_ && !done(source);
     if (!awaited) refuse_caller(std::move(caller), "a greeting of a rank that is not waited for");
-    std::string problem = stranger(caller.get(), hello.source);
-    if (problem.empty()) problem = wrong_hello(hello.source);
+    std::string problem = stranger(caller.get(), source);
+    if (problem.empty()) problem = wrong_hello(source);
     if (!problem.empty()) refuse_caller(std::move(caller), problem);
-    check_alive(hello.source);
+    check_alive(source);
     if (reader_.has_lost_fds) {
       callers_.push_back(std::move(caller));  // so that tell_all() reaches it
-      throw_if_fds_lost(name_of(hello.source));
+      throw_if_fds_lost(name_of(source));
       return;
     }
     std::shared_ptr<PeerLife> life = std::make_shared<PeerLife>(std::move(reader_.fds.front()));
-    say_hello(caller.get(), hello.source);
-    connection(hello.source).socket = std::move(caller);
-    connection(hello.source).life = std::move(life);
+    say_hello(caller.get(), source);
+    connection(source).socket = std::move(caller);
+    connection(source).life = std::move(life);
   }
 
   // The caller has the pid and uid of a rank, so this is no passer-by but a group that can't work.
@@ -300,19 +285,7 @@ class Mesh {
 
   // What is wrong with the packet in reader_ as the greeting of `peer`; empty: nothing.
   std::string wrong_hello(int peer) {
-    Hello hello{};
-    if (reader_.header.type != PacketType::kHello || reader_.payload.size() != sizeof(hello)) {
-      return "something else than a greeting";
-    }
-    std::memcpy(&hello, reader_.payload.data(), sizeof(hello));
-    if (hello.group != group_ || hello.num_ranks != num_ranks_) {
-      return "a greeting for another group: the ranks were given different lists of endpoints";
-    }
-    if (hello.source != peer || hello.target != request_.rank || hello.endpoint != endpoint(peer)) {
-      return "a greeting from rank " + std::to_string(hello.source) + " to rank " + std::to_string(hello.target);
-    }
-    if (peer == 0) return reader_.header.num_fds == 2 ? "" : "a greeting without its life lock and the group's page";
-    return reader_.header.num_fds == 1 ? "" : "a greeting without its life lock";
+    return hello_problem(reader_.header, reader_.payload, {peer, request_.rank, num_ranks_, 0, group_, endpoint(peer)});
   }
 
   void take_fds(int peer) {
@@ -326,23 +299,11 @@ class Mesh {
   }
 
   [[noreturn]] void throw_refusal(const std::string& from) {
-    RefusalHead head{};
-    if (reader_.payload.size() < sizeof(head)) throw_invalid_argument(from + " sent a damaged refusal");
-    std::memcpy(&head, reader_.payload.data(), sizeof(head));
-    const auto text = reader_.payload.subspan(sizeof(head));
-    const bool known = head.code >= static_cast<int>(ErrorCode::kInvalidArgument) &&
-                       head.code <= static_cast<int>(ErrorCode::kInternalError);
-    const bool names_peer = head.culprit >= 0 && head.culprit < num_ranks_ && head.culprit != request_.rank;
-    throw Error(known ? static_cast<ErrorCode>(head.code) : ErrorCode::kInternalError,
-                from + " gave up connecting: " + std::string(reinterpret_cast<const char*>(text.data()), text.size()),
-                "connect", 0, names_peer ? std::vector<int>{head.culprit} : std::vector<int>{});
+    throw read_refusal(reader_.payload, from, request_.rank, num_ranks_);
   }
 
   void tell_all(const Error& error) noexcept {
-    const RefusalHead head{static_cast<int32_t>(error.code), error.peers.empty() ? -1 : error.peers.front()};
-    std::vector<std::byte> bytes(sizeof(head) + std::min(error.text.size(), kMaxRefusalText));
-    std::memcpy(bytes.data(), &head, sizeof(head));
-    std::memcpy(bytes.data() + sizeof(head), error.text.data(), bytes.size() - sizeof(head));
+    const std::vector<std::byte> bytes = pack_refusal(error);
     for (const Connection& known : connections_) {
       if (known.socket.valid()) send_small(known.socket.get(), PacketType::kRefusal, bytes);
     }

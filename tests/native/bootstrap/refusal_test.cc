@@ -6,6 +6,7 @@
 
 #include <cstring>
 
+#include "bootstrap/greeting.h"
 #include "bootstrap/handshake.h"
 #include "bootstrap/life_lock.h"
 #include "bootstrap/link.h"
@@ -472,6 +473,19 @@ TEST(of_a_peer_that_sends_without_end_some_packets_are_read_at_a_time) {
     CHECK(!link.receive(reader, events, 3));
     CHECK_EQ(num_read, so_far);
   }
+}
+
+TEST(whatever_a_refusal_holds_its_text_is_a_line_and_its_culprit_a_peer) {
+  Error error(ErrorCode::kPeerLost, "two\nlines \xff", "connect", 0, {3});
+  const Error told = read_refusal(pack_refusal(error), "rank 2", 1, 4);
+  CHECK(told.code == ErrorCode::kPeerLost);
+  CHECK(told.peers == std::vector<int>{3});
+  CHECK(told.text.find('\n') == std::string::npos && told.text.find('\xff') == std::string::npos);
+  for (const int culprit : {-1, 1, 4}) {
+    error.peers = {culprit};
+    CHECK(read_refusal(pack_refusal(error), "rank 2", 1, 4).peers.empty());
+  }
+  CHECK(read_refusal({}, "rank 2", 1, 4).code == ErrorCode::kInvalidArgument);
 }
 
 int main(int argc, char** argv) { return run_tests(argc, argv); }

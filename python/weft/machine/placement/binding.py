@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import os
 import threading
-from pathlib import Path
 
 from weft.log import logger
 from weft.machine.placement.model import Placement
@@ -136,7 +135,9 @@ def _threads(only_weft: bool) -> list[int]:
     found = []
     for entry in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):
-            name = Path(f"/proc/self/task/{entry}/comm").read_text().strip()
+            # Not a Path: it interns each part, and the table of these grows by megabytes over many rebuilds.
+            with open(f"/proc/self/task/{entry}/comm") as file:
+                name = file.read().strip()
             if not only_weft or name in WEFT_THREADS:
                 found.append(int(entry))
     return sorted(found)

@@ -1,0 +1,26 @@
+// Guards against a greeting or a refusal that crashes its reader, is taken for another rank's, or names no rank of the group.
+#include <cstdlib>
+#include <cstring>
+
+#include "bootstrap/greeting.h"
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  constexpr int kRank = 1, kRanks = 4;
+  if (size < sizeof(weft::PacketHeader)) return 0;
+  weft::PacketHeader header;
+  std::memcpy(&header, data, sizeof(header));
+  const auto payload = std::as_bytes(std::span(data, size)).subspan(sizeof(header));
+  weft::Hello expected;
+  expected.source = 2;
+  expected.target = kRank;
+  expected.num_ranks = kRanks;
+  if (weft::hello_problem(header, payload, expected).empty()) {
+    if (weft::source_of(header, payload) != 2 || std::memcmp(payload.data(), &expected, sizeof(expected)) != 0) abort();
+  }
+  const weft::Error error = weft::read_refusal(payload, "rank 2", kRank, kRanks);
+  for (const int peer : error.peers) {
+    if (peer < 0 || peer >= kRanks || peer == kRank) abort();
+  }
+  if (error.text.find('\n') != std::string::npos) abort();
+  return 0;
+}
