@@ -28,7 +28,6 @@ __all__ = [
 
 LEAST_CAPABILITY = (9, 0)  # bulk copies between shared memory and peers
 LEAST_DRIVER = 12040  # of CUDA 12.4: what src/base/cuda_driver.cc asks the driver for
-DEFAULT_NUM_SMS = 16
 _QUEUES = 32  # hardware queues of a context at most: streams beyond share one, and then wait for each other
 
 

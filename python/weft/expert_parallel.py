@@ -20,11 +20,11 @@ from weft.call.shape import Shape
 from weft.call.shared import Shared
 from weft.call.window import WindowSpec, released_on_error
 from weft.communicator import Communicator
-from weft.engine import DEFAULT_NUM_SMS, device_name
+from weft.engine import device_name
 from weft.errors import Error, InvalidState
 from weft.handle import Dispatched, Handle
 from weft.kernels import tables
-from weft.kernels.tuning import most_num_sms
+from weft.kernels.tuning import DEFAULT_NUM_SMS, most_num_sms
 from weft.limits import default_heap_bytes, dtype_name, landing_row_bytes, max_row_bytes, small_tokens
 from weft.log import logger
 from weft.quantized import Quantized, no_rows
@@ -49,8 +49,8 @@ class ExpertParallel(Shared):
         hidden: H, values a row; a row is a multiple of 16 bytes (with FP8: H a multiple of 16).
         max_tokens_per_rank: most tokens a rank may dispatch in a call; memory and the order of ranks depend on it.
         dtype: of x: torch.bfloat16, float16 or float32. Expert outputs may have any of these.
-        num_sms: SMs that a call uses on a GPU; None: 16, small batches 32 or 64 or what a table says, fewer where ranks
-            or many windows share a GPU. The cpu engine takes no notice.
+        num_sms: SMs that a call uses on a GPU; None: 16, by expert 24 (dispatch) and 32 (combine), small batches 32 or
+            64 or what a table says, fewer where ranks or many windows share a GPU. The cpu engine takes no notice.
         deadline_s: a call in which a peer does not take part ends after this many seconds with `PeerTimeout`.
         heap_bytes: receive memory, on a GPU taken from its memory here; None: 4 * max_tokens_per_rank * max(R, K) *
             (row bytes + 8 K). Results that find no room are copied to an ordinary tensor.

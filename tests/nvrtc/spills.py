@@ -37,7 +37,10 @@ def main() -> int:
     for field in dataclasses.fields(KernelShape):
         if field.name not in ("small_num_sms", "layouts"):
             parser.add_argument(
-                f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default, help="%(default)s"
+                f"--{field.name.replace('_', '-')}",
+                type=type(field.default or 0),
+                default=field.default,
+                help="%(default)s",
             )
     shape = KernelShape(**vars(parser.parse_args()))
     sources = {}  # once each: with other numbers of SMs they are the same but for a constant

@@ -67,7 +67,7 @@ def dispatch_of_rows(rows: str, *, is_small: bool) -> str:
     native, shape = _load.native(), SHAPES["bf16"]
     args = native.DispatchArgs()
     args.layout, args.topk_is_int64 = LAYOUTS.index("expert_major"), True
-    args.num_blocks = shape.small_num_sms[0] if is_small else shape.num_sms
+    args.num_blocks = shape.small_num_sms[0] if is_small else shape.num_sms_of("dispatch", "expert_major")
     args.row_bytes, args.scale_row_bytes = ROWS[rows]
     source: str = (native.render_small_dispatch if is_small else native.render_dispatch)(
         args,

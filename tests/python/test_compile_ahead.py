@@ -14,9 +14,8 @@ from weft.bench.cases import EXPERTS, TOP_K, Case, cases
 from weft.bench.options import SuiteOptions
 from weft.call import check
 from weft.call.options import CombineOptions, DispatchOptions
-from weft.engine import DEFAULT_NUM_SMS
 from weft.kernels import prebuild
-from weft.kernels.tuning import Table
+from weft.kernels.tuning import DEFAULT_NUM_SMS, Table
 from weft.limits import MAX_SMALL_TOKENS
 
 ARCH = "sm_90"

@@ -59,9 +59,26 @@ def test_table() -> None:
 def test_small_batches_in_flight_share_the_sms(num_windows: int, num_sms: int) -> None:
     most = most_num_sms(64, 132, num_windows)
     ep: Any = SimpleNamespace(has_num_sms=False, num_sms=16, most_num_sms=most, table=DEFAULT, engine="nvlink")
-    assert choose_num_sms(ep, 128, None, is_small=True) == num_sms
-    assert choose_num_sms(ep, 128, 80, is_small=True) == 80
-    assert choose_num_sms(ep, 128, None, is_small=False) == 16
+    assert choose_num_sms(ep, "dispatch", "masked", 128, None, is_small=True) == num_sms
+    assert choose_num_sms(ep, "dispatch", "masked", 128, 80, is_small=True) == 80
+
+
+def test_large_calls_by_expert_take_more_sms() -> None:
+    def of(op: str, layout: str, *, most: int = 64, said: int | None = None) -> int:
+        ep: Any = SimpleNamespace(
+            has_num_sms=said is not None,
+            num_sms=min(said or 16, most),
+            most_num_sms=most,
+            table=DEFAULT,
+            engine="nvlink",
+        )
+        return choose_num_sms(ep, op, layout, 4096, None, is_small=False)
+
+    for op, by_expert in (("dispatch", 24), ("combine", 32)):
+        found = [of(op, layout) for layout in ("rank_major", "expert_major", "masked")]
+        assert found == [16, by_expert, by_expert]
+        assert of(op, "expert_major", most=9) == of(op, "rank_major", most=9) == 9
+        assert of(op, "expert_major", said=7) == 7
 
 
 def test_windows_share_the_sms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def of_cases(chosen: Sequence[Case], options: SuiteOptions, table: Table) -> Ite
             top_k=TOP_K,
             hidden=options.hidden,
             tokens=case.tokens,
-            num_sms=case.num_sms or KernelShape.num_sms,
+            num_sms=case.num_sms or None,
             small_num_sms=(case.num_sms or small_num_sms(table, case.tokens),),
         )
         form = "bytes" if case.rows == "fp8" else "plain" if case.quantize == "none" else "quantized"

@@ -204,7 +204,7 @@ def of_points(options: TuneOptions, points: Sequence[Point]) -> Iterator[Launch]
             hidden=options.hidden,
             tokens=point.tokens,
             dtype=point.dtype,
-            num_sms=point.num_sms or KernelShape.num_sms,
+            num_sms=point.num_sms or None,
             small_num_sms=(point.num_sms,),
         )
         call = (f"{point.op} {point.layout}", shape, point.layout, point.mode == "latency")

@@ -167,7 +167,7 @@ def _first_call(ep: Shape, form: str, options: DispatchOptions) -> Call:
     if options.mode == "auto" and not options.staged and is_small:
         is_small = suits_small(ep, layout, capacity, max_tokens, options.num_sms)
     rows = -1 if capacity is None else capacity
-    call = _new_call(ep, options, (LAYOUTS.index(layout), alignment, rows, max_tokens), is_small=is_small)
+    call = _new_call(ep, "dispatch", options, (LAYOUTS.index(layout), alignment, rows, max_tokens), is_small=is_small)
     return call if options.zero_holes else replace(call, zero_holes=False)
 
 
@@ -245,12 +245,12 @@ def _check_of(of: Any, options: CallOptions) -> None:
 def _call_of_handle(ep: Shape, of: Call, op: str, form: str, options: CallOptions) -> Call:
     """Of a combine, or of a dispatch that repeats the handle's routing."""
     is_small = _is_small(ep, op, form, LAYOUTS[of.layout], of.max_tokens, options, of.is_small)
-    return _new_call(ep, options, (of.layout, of.alignment, of.capacity, of.max_tokens), is_small=is_small)
+    return _new_call(ep, op, options, (of.layout, of.alignment, of.capacity, of.max_tokens), is_small=is_small)
 
 
-def _new_call(ep: Shape, options: CallOptions, rows: tuple[int, int, int, int], *, is_small: bool) -> Call:
+def _new_call(ep: Shape, op: str, options: CallOptions, rows: tuple[int, int, int, int], *, is_small: bool) -> Call:
     """`rows`: layout, alignment, capacity and max_tokens."""
-    sms = choose_num_sms(ep, rows[3], options.num_sms, is_small=is_small)
+    sms = choose_num_sms(ep, op, LAYOUTS[rows[0]], rows[3], options.num_sms, is_small=is_small)
     deadline = ep.deadline_s if options.deadline_s is None else float(options.deadline_s)
     return Call(*rows, deadline, options.window, sms, 0, options.async_op, is_small, options.staged)
 

@@ -19,7 +19,7 @@ from weft import _load
 from weft.errors import InvalidArgument
 from weft.kernels import cache as kernel_cache
 from weft.kernels import paths as kernel_paths
-from weft.kernels.tuning import DEFAULT
+from weft.kernels.tuning import DEFAULT, default_num_sms
 from weft.limits import LAYOUTS, MAX_SMALL_TOKENS, QUANTIZE_GROUP
 from weft.machine import where
 
@@ -44,9 +44,13 @@ class KernelShape:
     hidden: int = 7168
     tokens: int = 4096  # max_tokens_per_rank
     dtype: str = "bf16"
-    num_sms: int = 16
+    num_sms: int | None = None  # None: what Weft takes by itself
     small_num_sms: tuple[int, ...] = (DEFAULT.num_sms_else, *(num_sms for _, num_sms in DEFAULT.num_sms))
     layouts: tuple[str, ...] = LAYOUTS
+
+    def num_sms_of(self, op: str, layout: str) -> int:
+        """Of a large call."""
+        return default_num_sms(op, layout) if self.num_sms is None else self.num_sms
 
     def __post_init__(self) -> None:
         for layout in self.layouts:
@@ -129,7 +133,8 @@ def small_dispatch_source(
 def _dispatch_args(shape: KernelShape, layout: str, rows: str, routing: str) -> Any:
     native, (code, item) = _load.native(), _CODES[shape.dtype]
     args: Any = native.DispatchArgs()
-    args.layout, args.num_blocks, args.hidden = LAYOUTS.index(layout), shape.num_sms, shape.hidden
+    args.layout, args.hidden = LAYOUTS.index(layout), shape.hidden
+    args.num_blocks = shape.num_sms_of("dispatch", layout)
     args.dtype, args.row_bytes = code, shape.hidden * item
     args.quantize = {"fp8": 1, "fp8_ue8m0": 2}.get(rows, 0)
     if rows == "fp8 rows":
@@ -207,7 +212,8 @@ def small_combine_source(
 
 def _combine_args(shape: KernelShape, layout: str, wire: str | None, *, has_side: bool) -> Any:
     args: Any = _load.native().CombineArgs()
-    args.layout, args.num_blocks, args.hidden = LAYOUTS.index(layout), shape.num_sms, shape.hidden
+    args.layout, args.hidden = LAYOUTS.index(layout), shape.hidden
+    args.num_blocks = shape.num_sms_of("combine", layout)
     args.dtype, args.wire_is_fp8, args.has_side = _CODES[shape.dtype][0], wire == "fp8", has_side
     return args
 

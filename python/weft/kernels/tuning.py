@@ -12,10 +12,12 @@ from weft.limits import SMALL_SHARED_BYTES, small_shared_bytes
 
 __all__ = [
     "DEFAULT",
+    "DEFAULT_NUM_SMS",
     "FORMS",
     "Table",
     "choose",
     "choose_num_sms",
+    "default_num_sms",
     "most_num_sms",
     "prefers_small",
     "small_num_sms",
@@ -47,6 +49,10 @@ class Table:
 
 DEFAULT = Table()
 
+# SMs of a large call for which nobody has said how many. By expert an SM stores a row to several places, or adds
+# several: such calls want more of them than the wire does (docs/decisions/0038).
+DEFAULT_NUM_SMS, DISPATCH_BY_EXPERT_NUM_SMS, COMBINE_BY_EXPERT_NUM_SMS = 16, 24, 32
+
 
 def choose(table: Table, op: str, layout: str, form: str, max_tokens: int) -> str:
     """The mode of an `op` whose ranks have at most `max_tokens` tokens: "latency" or "throughput"."""
@@ -64,6 +70,13 @@ def small_num_sms(table: Table, max_tokens: int) -> int:
         if max_tokens <= most:
             return num_sms
     return table.num_sms_else
+
+
+def default_num_sms(op: str, layout: str) -> int:
+    """SMs of a large call for which nobody has said how many, where there are so many."""
+    if layout == "rank_major":
+        return DEFAULT_NUM_SMS
+    return DISPATCH_BY_EXPERT_NUM_SMS if op == "dispatch" else COMBINE_BY_EXPERT_NUM_SMS
 
 
 class Layer(Protocol):
@@ -95,19 +108,19 @@ def suits_small(layer: Layer, layout: str, capacity: int | None, max_tokens: int
     few SMs may have no room for all places."""
     if layout == "expert_major" and capacity is None:
         return False
-    sms = choose_num_sms(layer, max_tokens, num_sms, is_small=True)
+    sms = choose_num_sms(layer, "dispatch", layout, max_tokens, num_sms, is_small=True)
     width, groups = (1, 1) if layout == "rank_major" else (layer.top_k, layer.num_local_experts)
     num_places = layer.num_ranks * -(-max(layer.small_tokens, sms) // sms) * width
     return small_shared_bytes(num_places, groups, layer.num_local_experts) <= SMALL_SHARED_BYTES
 
 
-def choose_num_sms(layer: Layer, max_tokens: int, num_sms: int | None, *, is_small: bool) -> int:
+def choose_num_sms(layer: Layer, op: str, layout: str, max_tokens: int, num_sms: int | None, *, is_small: bool) -> int:
     """SMs of a call; `num_sms`: what its caller has said."""
     if num_sms is not None:
         return num_sms
-    if not is_small or layer.has_num_sms or layer.engine == "cpu":
+    if layer.has_num_sms or layer.engine == "cpu":
         return layer.num_sms
-    return min(small_num_sms(layer.table, max_tokens), layer.most_num_sms)
+    return min(small_num_sms(layer.table, max_tokens) if is_small else default_num_sms(op, layout), layer.most_num_sms)
 
 
 def most_num_sms(max_num_sms: int, rank_sms: int, num_windows: int) -> int:
