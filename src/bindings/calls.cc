@@ -138,7 +138,8 @@ void bind_combine_args(nb::module_& m) {
       .def_rw("send_plan", &Args::send_plan)
       .def_rw("recv_plan", &Args::recv_plan)
       .def_rw("recv_plan_len", &Args::recv_plan_len)
-      .def_rw("wire_is_fp8", &Args::wire_is_fp8);
+      .def_rw("wire_is_fp8", &Args::wire_is_fp8)
+      .def_rw("stage_blocks", &Args::stage_blocks);
 }
 
 void bind_result(nb::module_& m) {

@@ -15,6 +15,7 @@
 #include "engine/nvlink/place_rows.h"
 #include "engine/nvlink/small_combine.h"
 #include "engine/nvlink/small_dispatch.h"
+#include "engine/nvlink/stage_rows.h"
 #include "engine/nvlink/unload.h"
 #include "jit/compiler.h"
 #include "jit/loaded_kernel.h"
@@ -108,6 +109,7 @@ void bind_jit(nb::module_& m) {
       },
       "args"_a, nb::kw_only(), "num_ranks"_a, "num_experts"_a, "top_k"_a);
   m.def("render_place_rows", &nvlink::render_place_rows);
+  m.def("render_stage_rows", &nvlink::render_stage_rows);
   m.def("render_unload", &nvlink::render_unload);
   m.def("render_gradients", &nvlink::render_gradients);
   m.def("render_link_limit", &render_link_limit, nb::kw_only(), "row_bytes"_a, "is_pull"_a);

@@ -92,6 +92,8 @@ struct CombineArgs : CallArgs {
   u64 send_plan = 0, recv_plan = 0;
   i64 recv_plan_len = 0;     // cpu
   bool wire_is_fp8 = false;  // contributions travel as e4m3 with a float scale per kQuantizeGroup values
+  // nvlink, rank_major rows that are not in the heap: SMs that bring them into the landing, from where they are pulled; 0: pushed
+  i32 stage_blocks = kAutoSpread;
 };
 
 // Memory that the host can reach.

@@ -30,6 +30,7 @@ class CombineCase:
     bias: str = ""  # "row": one for all tokens, "rows"
     bias_is_fp32: bool = False
     heap_ranks: tuple[int, ...] = ()  # whose rows lie in the heap, where peers may pull them
+    stage_blocks: int = 0  # rank_major: that bring rows of ordinary tensors into the landing; 0: they are pushed
     shared_bytes: int = 64 << 10
     num_combines: int = 1  # behind each dispatch; of two of small batches the second has the other parity
 
@@ -108,7 +109,29 @@ class CombineRunner(Runner):
         has_push, place = self._place_rows(rank, received, combined)
         fields |= {**place, "send_plan_tokens": self.case.tokens[rank]}
         program = start(self.source(has_push=has_push), self.combine_mutant)
-        return [Launch(program, {**fields, "first_token": first, "end_token": end}) for first, end in self._passes()]
+        launches = [
+            Launch(program, {**fields, "first_token": first, "end_token": end}) for first, end in self._passes()
+        ]
+        return [*self._bring(rank, fields), *launches]
+
+    def _bring(self, rank: int, fields: dict[str, int]) -> list[Launch]:
+        """As CombineCall::bring."""
+        layout = self.world.layout
+        if not self.combine.stage_blocks or fields["rows_offset"] != layout["landing_rows"]:
+            return []
+        names = ("rows", "num_rows")
+        staged = {
+            **{name: fields[name] for name in names},
+            "num_blocks": self.combine.stage_blocks,
+            "table": fields["recv_plan"],
+            "table_tokens": self.case.shape.max_tokens,
+            "max_tokens": self.call.max_tokens,
+            "num_sources": self.case.shape.num_ranks,
+            "rank": rank,
+            "landing": self.world.heap[rank] + layout["landing_rows"],
+            "row_bytes": self.combine.hidden * self.combine.dtype.itemsize,
+        }
+        return [Launch(self.world.compiler.start(_load.native().render_stage_rows(), self.combine_mutant), staged)]
 
     def _place_rows(self, rank: int, received: Received, combined: Combined) -> tuple[bool, dict[str, int]]:
         """Whether the rank pushes its rows, and where they lie."""
@@ -124,6 +147,9 @@ class CombineRunner(Runner):
             address = memory.put(y)
         may_be_pulled = not self.call.is_by_expert and not case.wire_is_fp8
         is_pulled = may_be_pulled and (received.num_rows == 0 or is_in_heap)
+        if case.stage_blocks and not is_pulled:
+            num_rows = min(received.num_rows, self.case.shape.num_ranks * self.call.max_tokens)
+            return False, {"rows": address, "rows_offset": self.world.layout["landing_rows"], "num_rows": num_rows}
         return not is_pulled, {"rows": address, "rows_offset": offset if is_pulled else 0}
 
     def _fields(self, rank: int, received: Received, combined: Combined) -> dict[str, int]:

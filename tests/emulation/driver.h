@@ -25,6 +25,7 @@
 #include "weft/kernels/place_rows_arguments.h"
 #include "weft/kernels/small/combine_args.h"
 #include "weft/kernels/small/dispatch_args.h"
+#include "weft/kernels/stage_rows_arguments.h"
 #include "weft/kernels/unload_arguments.h"
 
 namespace emulation {
@@ -252,6 +253,18 @@ inline void take(Fields& fields, weft::kernels::PlaceKernelArgs& args) {
   fields.take("is_masked", args.is_masked);
   fields.take("capacity", args.capacity);
   fields.take("zeroes_rows", args.zeroes_rows);
+}
+
+inline void take(Fields& fields, weft::kernels::StageKernelArgs& args) {
+  fields.take("table", args.table);
+  fields.take("table_tokens", args.table_tokens);
+  fields.take("max_tokens", args.max_tokens);
+  fields.take("num_sources", args.num_sources);
+  fields.take("rank", args.rank);
+  fields.take("rows", args.rows);
+  fields.take("landing", args.landing);
+  fields.take("num_rows", args.num_rows);
+  fields.take("row_bytes", args.row_bytes);
 }
 
 struct Copy {

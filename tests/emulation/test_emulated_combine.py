@@ -20,6 +20,16 @@ CASES = {
     "rank_major, pulled and pushed, bias": CombineCase(
         dispatch=PLAIN, hidden=600, heap_ranks=(0, 2), bias="rows", shared_bytes=24 << 10, num_combines=2
     ),
+    "rank_major, brought into the landing, one rank's rows in the heap": CombineCase(
+        dispatch=dataclasses.replace(
+            PLAIN, seed=5, tokens=(17, 0, 26), capacity=200, shape=dataclasses.replace(WINDOW, landing_row_bytes=4096)
+        ),
+        hidden=1864,
+        stage_blocks=2,
+        heap_ranks=(1,),
+        shared_bytes=24 << 10,
+        num_combines=2,
+    ),
     "rank_major, side, capacity, several passes": CombineCase(
         dispatch=dataclasses.replace(
             PLAIN, seed=1, tokens=(33, 0, 20), capacity=30, shape=dataclasses.replace(WINDOW, landing_row_bytes=256)
@@ -93,6 +103,13 @@ RINGS = {name: long(case) for name, case in RINGS.items()}
 CASES |= RINGS
 CASES["rank_major, pushed, two rings"] = CombineCase(
     dispatch=dataclasses.replace(PLAIN, seed=8), hidden=600, shared_bytes=160 << 10
+)
+BROUGHT = CASES["rank_major, brought into the landing, one rank's rows in the heap"]
+STAGE = "weft/kernels/stage_rows.cuh"
+STAGE_MUTANTS = (
+    Mutant("a row is brought to the next one's place", STAGE, "if (row >= 0) copy(row,", "if (row >= 0) copy(row ^ 1,"),
+    Mutant("only the first piece is brought", STAGE, "copy(row, item % num_pieces_);", "copy(row, 0);"),
+    Mutant("rows of one source are left out", STAGE, "other < a.rank ? other : other + 1;", "other;"),
 )
 RING = "weft/kernels/combine/ring.cuh"
 RING_MUTANTS = (
@@ -264,6 +281,12 @@ def test_a_piece_left_early_is_found(compiler: Compiler) -> None:
 def test_mistakes_in_waits_are_found(compiler: Compiler, mutant: Mutant) -> None:
     """The same of rows that others pull, and of headers."""
     assert is_found(lambda seed: run_combine(compiler, reseeded(PULLED, seed), mutant))
+
+
+@pytest.mark.parametrize("mutant", STAGE_MUTANTS, ids=lambda mutant: mutant.name)
+def test_mistakes_in_what_is_brought_are_found(compiler: Compiler, mutant: Mutant) -> None:
+    """The same of rows that are pulled from the landing."""
+    assert is_found(lambda seed: run_combine(compiler, reseeded(BROUGHT, seed), mutant), tries=2)
 
 
 def test_a_silent_rank_is_found(compiler: Compiler) -> None:

@@ -33,7 +33,13 @@ ACQUIRE_FENCE = rf"{ACQUIRE}\n{FENCE}"
 
 def headers(name: str) -> tuple[int, int]:
     """How many kinds of headers a kernel sends and waits for. A small combine sends those of early units too."""
-    number = 0 if name in ("unload", "gradients", "place rows") else 3 if name.startswith("small combine") else 2
+    number = (
+        0
+        if name in ("unload", "gradients", "place rows", "stage rows")
+        else 3
+        if name.startswith("small combine")
+        else 2
+    )
     return (0 if name.endswith("receives") else number), (0 if name.endswith("sends") else number)
 
 

@@ -124,6 +124,7 @@ def test_prebuild_fills_a_cache_that_the_next_run_finds(tmp_path: Path) -> None:
         ("combine", "rank_major", "bf16", "any"),
         ("small combine", "rank_major", "bf16 -> fp8", "up to 512"),
         ("place rows", "", "", "any"),
+        ("stage rows", "", "", "any"),
     }
     *_, again = rows_of(CliRunner().invoke(app, command).stdout)
     assert again["found"] == len(built)

@@ -26,7 +26,8 @@ struct OperationConfig {
   u8 has_side = 0;              // combine: each row carries top_k floats
   u8 is_cached = 0;             // dispatch: the routing comes from a handle
   u8 mode = 0;
-  u8 is_small = 0;  // by the kernels for small batches; 2: a dispatch in two launches
+  u8 is_small =
+      0;  // by the kernels for small batches; 2: dispatch in two launches, combine of rows brought to the landing
   u32 alignment = 1;
   u32 hidden = 0;
   i64 capacity = kNoCapacity;

@@ -85,6 +85,7 @@ def kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:
     yield from _combine_kernels(shape, shared_bytes)
     yield from _small_combine_kernels(shape)
     yield "place rows", _load.native().render_place_rows()
+    yield "stage rows", _load.native().render_stage_rows()
     yield "unload", _load.native().render_unload()
     yield "gradients", _load.native().render_gradients()
 

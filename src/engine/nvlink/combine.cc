@@ -8,6 +8,8 @@
 #include "engine/address.h"
 #include "engine/nvlink/combine_config.h"
 #include "engine/nvlink/small_combine.h"
+#include "engine/nvlink/stage_rows.h"
+#include "weft/kernels/stage_rows_arguments.h"
 
 namespace weft::nvlink {
 
@@ -32,8 +34,11 @@ void CombineCall::run() {
   if (a_.num_rows < 0 || a_.num_rows > INT32_MAX) {
     throw_invalid_argument("expert_output has " + std::to_string(a_.num_rows) + " rows; allowed: at most 2147483647");
   }
+  // Rows as they are are as wide in a push as in a pull.
+  is_brought_ = is_brought(w_.shape_, a_) && tokens_in_landing(this->config(false), w_.layout_) >= a_.max_tokens;
   const CombineKernelConfig config = this->config(!is_pulled());
   const Kernel& kernel = prepare(config);
+  const Kernel* stage_kernel = brings() ? &stage_rows_kernel(*w_.gpu_) : nullptr;
   const i64 pass_tokens = tokens_in_landing(config, w_.layout_);
   if (pass_tokens < 1) {
     throw_unsupported("combine of rows of " + std::to_string(config.wire_row_bytes()) + " bytes in a window for " +
@@ -42,7 +47,9 @@ void CombineCall::run() {
   }
   kernels::CombineKernelArgs args = kernel_arguments();
   for (i64 first = 0; first == 0 || first < a_.max_tokens; first += pass_tokens) {
-    args.print = w_.begin(combine_operation(a_, config.wire_row_bytes()), a_.timeout_ns, a_.stream).print;
+    const OperationConfig operation = combine_operation(a_, config.wire_row_bytes(), is_brought_);
+    args.print = w_.begin(operation, a_.timeout_ns, a_.stream).print;
+    if (stage_kernel != nullptr) bring(*stage_kernel);
     args.first_token = static_cast<i32>(first);
     args.end_token = static_cast<i32>(std::min(first + pass_tokens, a_.max_tokens));
     w_.launch(kernel, a_.num_blocks, a_.stream, &args);
@@ -51,7 +58,29 @@ void CombineCall::run() {
 }
 
 // A rank without rows has nothing to push.
-bool CombineCall::is_pulled() const { return may_be_pulled_ && (a_.num_rows == 0 || w_.owns(a_.y)); }
+bool CombineCall::is_pulled() const { return may_be_pulled_ && (is_brought_ || a_.num_rows == 0 || w_.owns(a_.y)); }
+
+// Whether this rank's rows must be brought into the landing.
+bool CombineCall::brings() const { return is_brought_ && a_.num_rows > 0 && !w_.owns(a_.y); }
+
+// Rows that the landing has no room for are none: no more can have come.
+i64 CombineCall::rows_in_landing() const { return std::min(a_.num_rows, w_.shape_.num_ranks * a_.max_tokens); }
+
+// Behind the call before, which has ended on all ranks that read or write this landing, in front of the kernel that tells peers of it.
+void CombineCall::bring(const Kernel& kernel) const {
+  kernels::StageKernelArgs args;
+  args.table = reinterpret_cast<const i32*>(a_.recv_plan);
+  args.table_tokens = w_.shape_.max_tokens;
+  args.max_tokens = static_cast<i32>(a_.max_tokens);
+  args.num_sources = w_.shape_.num_ranks;
+  args.rank = w_.comm_->rank();
+  args.rows = reinterpret_cast<const u8*>(a_.y);
+  args.landing = w_.heap_->memory().data() + w_.layout_.landing_rows;
+  args.num_rows = rows_in_landing();
+  args.row_bytes = a_.hidden * dtype_bytes(a_.dtype);
+  const i32 num_sms = w_.gpu_->kernels->num_multiprocessors();
+  w_.start(kernel, a_.stage_blocks > 0 ? std::min(a_.stage_blocks, num_sms) : num_sms, a_.stream, &args);
+}
 
 CombineKernelConfig CombineCall::config(bool has_push) const {
   return kernel_config(w_.shape_, a_, has_push, w_.gpu_->kernels->shared_bytes());
@@ -65,7 +94,7 @@ const Kernel& CombineCall::prepare(const CombineKernelConfig& config) {
   return w_.prepare(config, a_.timeout_ns, poll_);
 }
 
-OperationConfig combine_operation(const CombineArgs& args, i64 wire_row_bytes) {
+OperationConfig combine_operation(const CombineArgs& args, i64 wire_row_bytes, bool is_brought) {
   OperationConfig operation;
   operation.kind = OpKind::kCombine;
   operation.layout = args.layout;
@@ -73,7 +102,7 @@ OperationConfig combine_operation(const CombineArgs& args, i64 wire_row_bytes) {
   operation.dtype = args.dtype;
   operation.has_side = args.has_side ? 1 : 0;
   operation.mode = static_cast<u8>(args.num_blocks);  // blocks of the same number meet, so there must be as many
-  operation.is_small = args.is_small ? 1 : 0;
+  operation.is_small = args.is_small ? 1 : is_brought ? 2 : 0;
   operation.alignment = static_cast<u32>(args.alignment);
   operation.hidden = static_cast<u32>(args.hidden);
   operation.capacity = args.capacity;
@@ -87,8 +116,8 @@ kernels::CombineKernelArgs CombineCall::kernel_arguments() const {
   args.view = w_.view_;
   args.object = a_.object;
   args.rows = reinterpret_cast<const u8*>(a_.y);
-  args.rows_offset = is_pulled() && a_.num_rows > 0 ? w_.heap_offset(a_.y) : 0;
-  args.num_rows = a_.num_rows;
+  args.rows_offset = brings() ? w_.layout_.landing_rows : is_pulled() && a_.num_rows > 0 ? w_.heap_offset(a_.y) : 0;
+  args.num_rows = brings() ? rows_in_landing() : a_.num_rows;
   args.weights = reinterpret_cast<const float*>(a_.weights);
   args.side = reinterpret_cast<const float*>(a_.side);
   args.send_plan = reinterpret_cast<const i32*>(a_.send_plan);

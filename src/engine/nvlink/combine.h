@@ -12,7 +12,7 @@ CombineKernelConfig kernel_config(const GpuWindowShape& shape, const CombineArgs
                                   int shared_bytes);
 
 // `wire_row_bytes`: of a contribution on its way.
-OperationConfig combine_operation(const CombineArgs& args, i64 wire_row_bytes);
+OperationConfig combine_operation(const CombineArgs& args, i64 wire_row_bytes, bool is_brought = false);
 
 class CombineCall {
  public:
@@ -22,6 +22,9 @@ class CombineCall {
  private:
   CombineKernelConfig config(bool has_push) const;
   bool is_pulled() const;
+  bool brings() const;
+  void bring(const Kernel& kernel) const;
+  i64 rows_in_landing() const;
   const Kernel& prepare(const CombineKernelConfig& config);
   kernels::CombineKernelArgs kernel_arguments() const;
 
@@ -29,6 +32,7 @@ class CombineCall {
   const CombineArgs& a_;
   const Poll& poll_;
   const bool may_be_pulled_;  // equal on all ranks
+  bool is_brought_ = false;   // equal on all ranks: nobody pushes
 };
 
 }  // namespace weft::nvlink

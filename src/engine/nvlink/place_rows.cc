@@ -41,7 +41,10 @@ i32 num_straight(const GpuWindowShape& shape, const DispatchArgs& args) {
   return static_cast<i32>(kernels::kStraightOf * std::clamp(spare / more, 0.0, 1.0));
 }
 
-const Kernel& place_rows_kernel(Gpu& gpu) { return gpu.kernels->prepare(kSource, kernels::kPlaceThreads, 0); }
+const Kernel& place_rows_kernel(Gpu& gpu) {
+  const cuda::RelaxedCaptureScope relaxed;
+  return gpu.kernels->prepare(kSource, kernels::kPlaceThreads, 0);
+}
 
 std::string render_place_rows() { return kSource; }
 

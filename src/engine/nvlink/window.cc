@@ -100,6 +100,7 @@ Window::Window(std::shared_ptr<Communicator> comm, std::shared_ptr<Gpu> gpu, con
     prepare_unload();
     prepare_gradients();
     prepare_place_rows();
+    prepare_stage_rows();
     if (comm_->is_local()) meet(deadline_ns, poll);
   } catch (...) {
     gpu_->give_back_host_page(host_);

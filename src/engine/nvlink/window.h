@@ -184,6 +184,7 @@ class Window : public CallWindow {
   void prepare_unload();
   void prepare_gradients();
   void prepare_place_rows();
+  void prepare_stage_rows();
   struct Remains;
   void keep_for_graph(const Capture& capture);
 

@@ -1,0 +1,39 @@
+#include "engine/nvlink/stage_rows.h"
+
+#include "engine/nvlink/window.h"
+#include "weft/kernels/stage_rows_arguments.h"
+
+namespace weft::nvlink {
+namespace {
+
+const char* const kSource =
+    "#include \"weft/kernels/stage_rows.cuh\"\n"
+    "extern \"C\" __global__ void __launch_bounds__(weft::kernels::kStageThreads, 1) weft_kernel(\n"
+    "    const __grid_constant__ weft::kernels::StageKernelArgs args) {\n"
+    "  weft::ptx::wait_for_kernel_before();\n"
+    "  weft::kernels::stage_rows(args);\n"
+    "}\n";
+
+// Where it was measured to be faster than a push (docs/decisions/0039).
+constexpr i32 kMostStageRanks = 2;
+
+}  // namespace
+
+bool is_brought(const GpuWindowShape& shape, const CombineArgs& args) {
+  if (args.layout != Layout::kRankMajor || args.wire_is_fp8 || args.is_small || args.stage_blocks == 0) return false;
+  return shape.num_ranks > 1 && (args.stage_blocks > 0 || shape.num_ranks <= kMostStageRanks);
+}
+
+const Kernel& stage_rows_kernel(Gpu& gpu) {
+  const cuda::RelaxedCaptureScope relaxed;
+  return gpu.kernels->prepare(kSource, kernels::kStageThreads, 0);
+}
+
+std::string render_stage_rows() { return kSource; }
+
+// Ranks on one GPU must not load a kernel while others wait, and only some of them may need this one.
+void Window::prepare_stage_rows() {
+  if (comm_->is_local()) stage_rows_kernel(*gpu_);
+}
+
+}  // namespace weft::nvlink
