@@ -107,7 +107,7 @@ CASES["rank_major, pushed, two rings"] = CombineCase(
 BROUGHT = CASES["rank_major, brought into the landing, one rank's rows in the heap"]
 STAGE = "weft/kernels/stage_rows.cuh"
 STAGE_MUTANTS = (
-    Mutant("a row is brought to the next one's place", STAGE, "if (row >= 0) copy(row,", "if (row >= 0) copy(row ^ 1,"),
+    Mutant("a row is brought to the next one's place", STAGE, "(a.landing + at", "(a.landing + at + a.row_bytes"),
     Mutant("only the first piece is brought", STAGE, "copy(row, item % num_pieces_);", "copy(row, 0);"),
     Mutant("rows of one source are left out", STAGE, "other < a.rank ? other : other + 1;", "other;"),
 )
