@@ -128,6 +128,32 @@ def test_against_the_reference(num_ranks: int) -> None:
     weft.spawn(against_the_reference, num_ranks, device="cpu")
 
 
+def with_weights(comm: weft.Communicator) -> None:
+    """Seven results: the weight and the source rank of each row."""
+    given = cases.make(comm.num_ranks, tokens=M, top_k=3)
+    wanted = reference.dispatch(
+        given.xs, given.ids, given.weights, num_experts=given.num_experts, layout="masked", capacity=comm.num_ranks * M
+    )[comm.rank]
+    buffer = deep_ep.Buffer(comm)
+    for with_hook in (False, True):
+        recv, count, weights, ranks, handle, _, hook = buffer.low_latency_dispatch(
+            given.xs[comm.rank], given.ids[comm.rank], M, given.num_experts, use_fp8=False,
+            topk_weights=given.weights[comm.rank], return_recv_hook=with_hook,
+        )  # fmt: skip
+        if with_hook:
+            hook()
+        for expert, num_rows in enumerate(count.tolist()):
+            assert torch.equal(recv[expert, :num_rows], wanted.x[expert, :num_rows])
+            assert torch.equal(weights[expert, :num_rows], wanted.topk_weights[expert, :num_rows])
+            sizes = handle[1][expert] & 0xFFFFFFFF
+            sources = torch.arange(comm.num_ranks, dtype=torch.int64, device="cpu").repeat_interleave(sizes)
+            assert ranks[expert, :num_rows].tolist() == sources.tolist()
+
+
+def test_weights_with_the_tokens() -> None:
+    weft.spawn(with_weights, 3, device="cpu")
+
+
 def two_micro_batches(comm: weft.Communicator) -> None:
     buffer = deep_ep.Buffer(comm, low_latency_mode=True)
     sent, results = [], []

@@ -96,7 +96,6 @@ REFUSED: dict[str, Callable[[Rank], Any]] = {
     "MPI": lambda r: deep_ep.Buffer(None, comm=object()),
     "memory on the host": lambda r: deep_ep.ElasticBuffer(r.v1.group, num_cpu_bytes=1),
     "NVFP4": lambda r: r.low(use_nvfp4=True),
-    "weights with the tokens": lambda r: r.low(topk_weights=r.weights),
     "statistics of waits": lambda r: r.low(dispatch_wait_recv_cost_stats=r.ids),
     "signals": lambda r: r.v1.low_latency_combine(r.x, r.ids, r.weights, None, overlap=True),
     "masks": lambda r: r.v1.low_latency_update_mask_buffer(0, True),

@@ -19,7 +19,7 @@ _WITHOUT_EFFECT = (
 )  # fmt: skip
 _REFUSED = (
     "Buffer(enable_shrink=True)", "Buffer(comm=)", "low_latency_dispatch(use_nvfp4=True)",
-    "low_latency_dispatch(topk_weights=)", "low_latency_combine(overlap=True)", "low_latency_update_mask_buffer",
+    "low_latency_combine(overlap=True)", "low_latency_update_mask_buffer", "statistics of waits",
     "ElasticBuffer.engram_*", "ElasticBuffer.pp_*", "ElasticBuffer agrs, all_gather", "num_cpu_bytes > 0",
 )  # fmt: skip
 

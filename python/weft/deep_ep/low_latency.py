@@ -141,19 +141,16 @@ class LowLatency(BufferBase):
 
         recv_x [L, R M, H] bf16, or with use_fp8 (e4m3, scales [L, R M, H / 128] by column; use_ue8m0: int32, four
         exponents a word). Rows of an expert are at its first recv_count places (int32 [L], valid after the hook).
-        return_recv_hook: only send; `hook()` receives.
+        return_recv_hook: only send; `hook()` receives. With topk_weights seven: behind recv_count fp32 [L, R M], the
+        weight of each row, and int32 [L, R M], its source rank; they travel in a call of their own.
 
         Raises:
-            InvalidArgument, InvalidState: as `weft.ExpertParallel.dispatch`. NotSupported: NVFP4, topk_weights.
+            InvalidArgument, InvalidState: as `weft.ExpertParallel.dispatch`. NotSupported: NVFP4, statistics of waits.
         """
         self._check_alive("low_latency_dispatch")
         if use_nvfp4:
             raise refused(
                 "low_latency_dispatch(use_nvfp4=True)", "NVFP4 on the way", "use_fp8=True, or quantise before"
-            )
-        if topk_weights is not None:
-            raise refused(
-                "low_latency_dispatch(topk_weights=)", "weights with the tokens", "give them to low_latency_combine"
             )
         if dispatch_wait_recv_cost_stats is not None:
             raise refused(
@@ -189,12 +186,14 @@ class LowLatency(BufferBase):
             if cumulative_local_expert_recv_stats is not None:
                 late.append(lambda: cumulative_local_expert_recv_stats.add_(count))
             rows = _rows_of(r, late, is_rounded=round_scale and not use_ue8m0)
+            handle = LowLatencyHandle(self, ep, r, max_tokens)
+            beside = () if topk_weights is None else _beside_rows(handle, topk_weights, late)
             if not return_recv_hook:
                 _run(late)
-            return (rows, LowLatencyHandle(self, ep, r, max_tokens)), r
+            return (rows, beside, handle), r
 
-        (rows, handle), event = self._streams.run(work, None, async_finish, (x, topk_idx))
-        return rows, count, handle, event, _once(lambda: _run(late)) if return_recv_hook else None
+        (rows, beside, handle), event = self._streams.run(work, None, async_finish, (x, topk_idx, topk_weights))
+        return rows, count, *beside, handle, event, _once(lambda: _run(late)) if return_recv_hook else None
 
     @public_call
     def low_latency_combine(
@@ -335,6 +334,26 @@ def _rows_of(r: Dispatched, late: list[Callable[[], object]], *, is_rounded: boo
 
     late.append(write)
     return data, scales
+
+
+def _beside_rows(
+    handle: LowLatencyHandle, topk_weights: Tensor, late: list[Callable[[], object]]
+) -> tuple[Tensor, Tensor]:
+    """The weights of the rows and their source ranks, to be written when the rows are there; 0 where none is."""
+    shape, device = handle.dispatched.handle.rows_shape, handle.ep.device
+    weights = torch.zeros(shape, dtype=torch.float32, device=device)
+    ranks = torch.zeros(shape, dtype=torch.int32, device=device)
+
+    def write() -> None:
+        routing = handle.dispatched.handle
+        got = along(handle.ep, routing, as_bytes(topk_weights.to(torch.float32)), window=routing.window)
+        lane = (handle.codes() % handle.ep.top_k)[..., None]
+        found = got.view(torch.float32).gather(-1, lane)[..., 0]
+        weights.copy_(torch.where(handle.is_row(), found, 0.0))
+        ranks.copy_(handle.sources()[0])
+
+    late.append(write)
+    return weights, ranks
 
 
 def _weighted(handle: LowLatencyHandle, rows: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
