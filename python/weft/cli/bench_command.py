@@ -10,6 +10,7 @@ import typer
 from weft.bench.cases import SUITES
 from weft.bench.options import Options, SuiteOptions
 from weft.cli import options
+from weft.cli.bench_control import run_control
 from weft.cli.bench_late import run_who_is_late
 from weft.cli.bench_suite import run_suite
 from weft.cli.output import EXIT_FAILED, Output, command_output
@@ -34,6 +35,8 @@ _COLUMNS = (
 _SUITE_HELP = f"""Run cases with targets at their own shapes: {", ".join(SUITES)}, with commas between, or all. What
 --device cuda does when no shape is given."""
 _LATE_HELP = "Time nothing; show who waited how long for whom, with one rank delayed on purpose."
+_CONTROL_HELP = """Time the control plane: --iters groups (10) are made, rebuilt, lose a rank by kill -9 and go on,
+and leave out one that is late."""
 _PLOT_HELP = "Draw the suite's bandwidth against SMs and T (png, pdf, svg; needs matplotlib)."
 # Flags that make `weft bench --device cuda` time this one shape.
 _SHAPE_FLAGS = [
@@ -89,11 +92,15 @@ def bench(
     late_us: Annotated[
         float, typer.Option("--late-us", metavar="N", min=0, help="By how much, before each step.")
     ] = 5000,
+    control: Annotated[bool, typer.Option("--control", help=_CONTROL_HELP)] = False,
     json: options.Json = False,
 ) -> None:
     """Time dispatch, combine and both; results are checked first."""
     with command_output(json_lines=json) as output:
         given = {name for name in ctx.params if _is_given(ctx, name)}
+        if control:
+            run_control(output, ranks, iters if "iters" in given else 10, device)
+            return
         if suite is None and device == "cuda" and not given.intersection(_SHAPE_FLAGS) and not who_is_late:
             suite = "all"
         if suite is not None:
