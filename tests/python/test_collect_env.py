@@ -161,7 +161,7 @@ def test_weft_s_own_variables_are_all_listed() -> None:
 def test_long_values_are_cut_and_no_variable_is_listed_twice() -> None:
     assert len(redact_variable("NCCL_DEBUG", "x" * 5000)) == 200
     assert len(set(VARIABLES)) == len(VARIABLES)
-    assert not [name for name in VARIABLES if "TOKEN" in name or "KEY" in name or "SECRET" in name]
+    assert not [name for name in VARIABLES if re.search("TOKEN(?!S)|KEY|SECRET", name)]
 
 
 def test_broken_machines_do_not_raise(tmp_path: Path) -> None:

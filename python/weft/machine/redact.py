@@ -16,6 +16,7 @@ __all__ = ["VARIABLES", "redact", "redact_names", "redact_variable"]
 # Documented variables only, each by its full name: a prefix would let a token through that somebody named NCCL_KEY.
 VARIABLES = (
     *("WEFT_LOG_LEVEL", "WEFT_PLACEMENT", "WEFT_SPIN_US", "WEFT_CACHE_DIR"),
+    *("WEFT_DEEP_EP_DEVICE", "WEFT_DEEP_EP_MAX_TOKENS", "WEFT_DEEP_EP_TIMEOUT_S"),
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "MKL_NUM_THREADS", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"),
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"),
