@@ -134,6 +134,7 @@ def _abort_in_rebuild(comm: weft.Communicator, was_broken: bool) -> tuple[Any, i
     return first, comm.epoch, step(ep)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("was_broken", [False, True])
 def test_abort_ends_a_rebuild_and_the_next_one_works(was_broken: bool) -> None:
     """Also where the communicator was broken before, by another error."""
@@ -255,6 +256,7 @@ WAITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_daemon_thread_in_a_wait_does_not_crash_the_end_of_the_process(wait: str, tmp_path: Path) -> None:
     """Else `terminate called without an active exception`: such a thread is ended by unwinding."""

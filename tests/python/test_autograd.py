@@ -251,6 +251,7 @@ class Model(nn.Module):
         return h.square().sum() + total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
 @pytest.mark.parametrize(
     ("variant", "same_as"),

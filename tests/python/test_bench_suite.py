@@ -32,6 +32,7 @@ def of_kind(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["kind"] == kind]
 
 
+@pytest.mark.slow
 def test_every_suite_runs_checks_and_is_documented(tmp_path: Path) -> None:
     picture = tmp_path / "bandwidth.png"
     rows = run("--suite", "all", "--ranks", "2", "--plot", str(picture))

@@ -44,6 +44,7 @@ def bench(*args: str) -> list[dict[str, Any]]:
     return rows_of(result.stdout)
 
 
+@pytest.mark.slow
 def test_a_process_prints_rows_that_are_complete() -> None:
     done = weft_command("bench", *SMALL)
     assert done.returncode == 0, done.stderr

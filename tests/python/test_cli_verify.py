@@ -158,6 +158,7 @@ def dispatch_once(comm: weft.Communicator) -> None:
         ep.dispatch(torch.zeros((5 + comm.rank, 16), dtype=torch.bfloat16), topk_idx, topk_weights)
 
 
+@pytest.mark.slow
 def test_kills_are_seen_and_survived() -> None:
     result = CliRunner().invoke(app, ["verify", "--kill", "--trials", "10", "--ranks", "3", "--json"])
     assert result.exit_code == 0, result.output

@@ -109,11 +109,13 @@ def test_operator_of_a_closed_object(ep: weft.ExpertParallel) -> None:
 # ---- whole layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_compiled_layer(ep: weft.ExpertParallel, layout: str) -> None:
     compare(Layer(ep, layout), "aot_eager", Inputs(0).x.detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["expert_major", "rank_major_capacity"])
 def test_layer_compiled_by_inductor(ep: weft.ExpertParallel, layout: str) -> None:
     compare(Layer(ep, layout), "inductor", Inputs(0).x.detach())

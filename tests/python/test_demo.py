@@ -160,6 +160,7 @@ def test_sum_over_ranks(num_values):
         assert torch.equal(twice, 2 * expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
@@ -179,6 +180,7 @@ def test_examples(command):
     assert all(float(last) < 0.2 < float(first) for first, last in losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", ["overlap_gemm.py", "decode_graph.py", "decode_overlap.py"])
 def test_examples_have_small_sizes_on_cpus_and_say_what_they_show(example):
     """Sizes of a real model took minutes on a CPU, in silence."""
@@ -234,6 +236,7 @@ def test_decoding_example():
     assert "6 repeated steps with changing routing on each rank: 0 differ from the eager step" in out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_leaves_nothing():
     code = (

@@ -56,6 +56,7 @@ def test_an_expert_output_outlives_the_epoch_of_its_combine(ep: weft.ExpertParal
         y.sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recomputed_layers_leave_nothing(ep: weft.ExpertParallel, use_reentrant: bool) -> None:
     """The graph of a recomputation dies before it has had a backward, and is no result that was not used."""

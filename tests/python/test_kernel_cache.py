@@ -91,6 +91,7 @@ def test_no_folder_is_an_empty_cache(tmp_path: Path) -> None:
     assert kernel_cache.clear(str(tmp_path / "none")) == (0, 0)
 
 
+@pytest.mark.slow
 def test_prebuild_fills_a_cache_that_the_next_run_finds(tmp_path: Path) -> None:
     shape = [
         "--ranks",

@@ -389,6 +389,7 @@ def test_forked_child_is_refused(ep: weft.ExpertParallel) -> None:
 # ---- other ways to start
 
 
+@pytest.mark.slow
 def test_from_env_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

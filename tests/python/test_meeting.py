@@ -216,6 +216,7 @@ def test_another_version_s_call_is_waited_out(store: dist.Store) -> None:
 # ---- who is missing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["tcp"], indirect=True)
 @pytest.mark.parametrize("missing", [0, 3])
 @pytest.mark.parametrize("patient", ["rank 0", "the others", "none"])
@@ -452,6 +453,7 @@ with weft.Communicator.from_env(timeout_s=60) as comm, weft.Communicator.from_en
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "exit", "before"])
 def test_a_restart_by_torchrun(tmp_path: Path, how: str) -> None:
     script = tmp_path / "train.py"
@@ -468,6 +470,7 @@ def can_unshare() -> bool:
     return tried.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_unshare(), reason="unshare --pid is not permitted here")
 @pytest.mark.parametrize(
     ("options", "text"),

@@ -227,6 +227,7 @@ def test_rows_fit_the_heap_and_their_plan_does_not(pool: Pool, layout: str) -> N
     checked(pool, replace(case, heap="small", top_k=40, hidden=16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
 @pytest.mark.parametrize("heap", ["plenty", "none", "full_on_one"])
 def test_megabytes(pool: Pool, layout: str, heap: str) -> None:

@@ -79,6 +79,7 @@ def run(command: list[str], folder: Path, timeout_s: float = 120) -> subprocess.
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", PYTHON_BLOCKS, ids=lambda block: block.file_name)
 def test_python_block_runs(block: Block, scripts: Path) -> None:
     result = run([sys.executable, block.file_name], scripts)
@@ -106,6 +107,7 @@ def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_exists(command: str, scripts: Path) -> None:
     program, *arguments = shlex.split(command, comments=True)

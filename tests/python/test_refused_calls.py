@@ -164,6 +164,7 @@ def _calls(comm: weft.Communicator, ep: weft.ExpertParallel, what: str) -> tuple
     return lambda: ep.combine(r.x[:, :8], r.handle), lambda: ep.combine(r.x, r.handle, deadline_s=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "says"),
     [

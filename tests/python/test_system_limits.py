@@ -142,6 +142,7 @@ def descriptors() -> Iterator[int]:
     yield from range(used + 1, used + 32)
 
 
+@pytest.mark.slow
 def test_too_few_descriptors_at_every_place() -> None:
     ended_well = refused = 0
     texts = ""

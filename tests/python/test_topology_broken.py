@@ -103,6 +103,7 @@ JUNK = (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), name=st.sampled_from(NAMES))
 def test_damaged_trees_never_raise(data: st.DataObject, name: str, tmp_path: Path) -> None:

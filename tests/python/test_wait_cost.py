@@ -14,6 +14,7 @@ from weft.kernels import prebuild
 KERNELS = ("small dispatch masked, fp8, int64 ids", "small combine by expert, plain")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", wait_cost.CHANGES)
 def test_every_change_finds_its_place(kernels: str, tmp_path: Path) -> None:
     folder = wait_cost.copy_of_headers(tmp_path / "include", wait_cost.CHANGES[kernels])

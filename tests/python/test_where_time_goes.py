@@ -25,6 +25,7 @@ def test_every_place_is_noted_once(op: str, tmp_path: Path) -> None:
     assert text.count("begin_notes();") == text.count(f"end_notes({len(places) - 1});") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", where_time_goes.PLACES)
 def test_kernels_that_note_compile(op: str, tmp_path: Path) -> None:
     address = 0x7F0000000000

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import record_tests
 
 TESTS = """
@@ -27,6 +28,7 @@ def test_never_runs(): pass
 """
 
 
+@pytest.mark.slow
 def test_what_became_of_tests(tmp_path: Path) -> None:
     file = tmp_path / "test_some.py"
     file.write_text(TESTS)

@@ -131,6 +131,7 @@ def run_soak(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env=env)
 
 
+@pytest.mark.slow
 def test_a_run_counts_its_calls_and_says_where_to_go_on() -> None:
     done = run_soak("--rounds", "24", "--repeats", "4")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -140,6 +141,7 @@ def test_a_run_counts_its_calls_and_says_where_to_go_on() -> None:
     assert row["words"] > 100_000
 
 
+@pytest.mark.slow
 def test_graphs_of_every_mode_and_layout() -> None:
     few = ("--graph-sets", "12", "--set-replays", "20", "--turns", "3")
     done = run_soak("--rounds", "0", "--graph-seconds", "100", *few)
@@ -172,6 +174,7 @@ def spoilt(word: str, result: Any, *, is_again: bool) -> torch.Tensor | None:
     return None if is_again else parts[word]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["rounds", "graphs"])
 @pytest.mark.parametrize("word", ["sum", "side", "row", "repeated row", "weight", "id", "count"])
 def test_a_wrong_word_ends_a_run(part: str, word: str) -> None:
