@@ -45,6 +45,9 @@ def test_tables_follow_the_files(performance: ModuleType, tmp_path: Path, monkey
     machine |= {"torch": "3", "tokens": 4096, "hidden": 7168, "top_k": 8, "experts": 256}
     peer = {"kind": "peer", "call": "dispatch", "sms": 16, "weft": 200, "best_peer": 100, "peer": "other", "floor": 90}
     write(tmp_path / performance.BESIDE_PEERS, [machine, peer])
+    now = {"kind": "now", "call": "quantize", "sms": "16", "before": 221.3, "now": 150.1, "must": 150, "unit": "us"}
+    raw = {"kind": "two_ranks", "row": "of one variant", "num_sms": 16, "time_us": 1.5}
+    write(tmp_path / performance.SINCE, [{**machine, "before": "kernels of then"}, raw, now])
     case = {"kind": "case", "suite": "targets", "name": "combine", "num_sms": 8, "time_us": 50.4, "link_us": 40.0}
     refused = {"kind": "case", "suite": "targets", "name": "left out"}
     target = {"kind": "target", "unit": "us", "must": 100.0}
@@ -60,7 +63,10 @@ def test_tables_follow_the_files(performance: ModuleType, tmp_path: Path, monkey
     page = performance.page()
     assert "| dispatch | 16 | 200 us | 90 | 100 (other) | 0.50 |" in page
     assert "| combine | 8 | 50 | 40 | 0.79 |" in page
+    assert "| quantize | 16 | 221.3 | 150.1 us | 150 |" in page
+    assert "Before: kernels of then." in page
     assert "left out" not in page
+    assert "of one variant" not in page
     assert "1 of 2 targets are met. Missed:" in page
     assert "| late | 125 | 100 us | 25.0% |" in page
     assert "| kept |" not in page
