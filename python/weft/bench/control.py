@@ -74,10 +74,9 @@ def _operate(ep: weft.ExpertParallel, x: torch.Tensor) -> None:
 
     ids = torch.tensor([[0, 2]] * len(x), dtype=torch.int64, device=x.device)  # two experts a rank
     received = ep.dispatch(x, ids)
-    output = ep.empty_output(received)
-    output.copy_(torch.as_tensor(received.x))
-    combined = ep.combine(output, received.handle)
-    if not torch.equal(combined, 2 * x):
+    rows = received.x
+    combined = ep.combine(rows, received.handle) if isinstance(rows, torch.Tensor) else None
+    if combined is None or not torch.equal(combined, 2 * x):
         raise InternalError("a combine gave another sum than twice its input")
 
 
