@@ -47,7 +47,7 @@ from weft.call.plan import Plan
 from weft.call.runner import Runner
 from weft.call.spec import LEAST_COLUMNS
 from weft.call.tensors import plain
-from weft.errors import Error, InvalidState
+from weft.errors import Error, InvalidArgument, InvalidState
 from weft.handle import Handle
 from weft.log import logger
 
@@ -415,11 +415,16 @@ _combine_node: Any = super(torch.autograd.Function, _Combine).apply
 
 def _plain(grad: Tensor | None, name: str) -> Tensor | None:
     """As `plain`, which most are."""
-    if grad is None or (
-        type(grad) is Tensor and not grad.is_neg() and grad.layout is torch.strided and grad.data_ptr()
-    ):
-        return grad
-    given: Tensor | None = plain(grad, name)
+    try:
+        if grad is None or (
+            type(grad) is Tensor and not grad.is_neg() and grad.layout is torch.strided and grad.data_ptr()
+        ):
+            return grad
+    except RuntimeError:  # it has no memory: told below
+        assert grad is not None  # noqa: S101  for mypy
+    given: Tensor = plain(grad, name)
+    if given.layout is not torch.strided:
+        raise InvalidArgument(f"{name} has layout {given.layout}; allowed is a dense tensor, torch.strided")
     return given
 
 

@@ -114,9 +114,17 @@ class WithoutMemory(torch.autograd.Function):
         return grad
 
 
-def tracked(ep: weft.ExpertParallel, **options: Any) -> torch.Tensor:
+class Sparse(WithoutMemory):
+    """A gradient that is no dense tensor."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad.contiguous().to_sparse()
+
+
+def tracked(ep: weft.ExpertParallel, x: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
     """The result of a layer by expert, whose backward is a dispatch."""
-    r = ep.dispatch(rows().requires_grad_(), picks(), layout="expert_major", **options)
+    r = ep.dispatch((rows() if x is None else x).requires_grad_(), picks(), layout="expert_major", **options)
     y: torch.Tensor = ep.combine(r.x, r.handle, **options)
     return y
 
@@ -153,6 +161,16 @@ def _calls(comm: weft.Communicator, ep: weft.ExpertParallel, what: str) -> tuple
     if what == "gradient":
         y = tracked(ep, deadline_s=1.0)
         return lambda: WithoutMemory.apply(y).sum().backward(), lambda: y.sum().backward()  # type: ignore[no-untyped-call]
+    if what == "batched gradient":
+        x = rows()
+        y = tracked(ep, x, deadline_s=1.0)
+        several = torch.ones(3, *y.shape, dtype=y.dtype)
+        other_x = rows().requires_grad_()
+        torch.autograd.grad(other_x * 1, other_x, several, is_grads_batched=True)  # the first one takes longer
+        return lambda: torch.autograd.grad(y, x, several, is_grads_batched=True), lambda: y.sum().backward()
+    if what == "sparse gradient":
+        y = tracked(ep, deadline_s=1.0)
+        return lambda: Sparse.apply(y).sum().backward(), lambda: y.sum().backward()  # type: ignore[no-untyped-call]
     other = weft.ExpertParallel(comm, **SHAPE) if what == "other object" else ep
     r = other.dispatch(rows(), picks())
     if what == "old epoch":
@@ -175,6 +193,8 @@ def _calls(comm: weft.Communicator, ep: weft.ExpertParallel, what: str) -> tuple
         ("staged", "Unsupported: staged=True with gradients"),
         ("closed", "InvalidState: dispatch: the ExpertParallel is closed"),
         ("gradient", "InvalidArgument: the gradient of the result of combine has no memory"),
+        ("batched gradient", "InvalidArgument: the gradient of the result of combine belongs to a transform"),
+        ("sparse gradient", "InvalidArgument: the gradient of the result of combine has layout torch.sparse_coo"),
         ("old epoch", "InvalidState: dispatch: the handle is of epoch"),
         ("other object", "InvalidState: combine: the handle is of another ExpertParallel"),
     ],

@@ -127,4 +127,4 @@ class CpuCalls(Runner):
 
 
 def _host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu").contiguous()
+    return tensor.detach().to("cpu").contiguous().resolve_neg()

@@ -40,7 +40,9 @@ def column_bytes(scales: Tensor) -> int:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Contiguous and aligned for bulk copies."""
+    """Contiguous and aligned for bulk copies, with the signs of a negated view."""
+    if tensor.is_neg():
+        tensor = tensor.detach().resolve_neg()
     if tensor.is_contiguous() and tensor.data_ptr() % ROW_MULTIPLE_BYTES == 0:
         return tensor
     tensor = tensor.detach().contiguous()

@@ -41,7 +41,8 @@ def plain(value: Any, name: str) -> Any:
         return value
     if value.is_nested:
         raise InvalidArgument(f"{name} is a nested tensor; give its .values()")
-    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+    is_batched = torch._C._functorch.is_legacy_batchedtensor(value)  # is_grads_batched
+    if is_batched or torch._C._functorch.is_functorch_wrapped_tensor(value):
         raise InvalidArgument(f"{name} belongs to a transform of torch.func; call Weft outside of vmap, grad and jvp")
     if value.is_neg():
         value = value.resolve_neg()
