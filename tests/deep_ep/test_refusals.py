@@ -134,6 +134,86 @@ def test_bad_input_is_named() -> None:
     weft.spawn(wrong_input, 2, device="cpu")
 
 
+def _cut(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:-1].contiguous()
+
+
+# Each: what every rank does first, then the wrong call of one rank alone, and a word of its text.
+ALONE: dict[str, tuple[Callable[[Rank], Any], Callable[[Rank, Any], Any], str]] = {
+    "V1 weights": (lambda r: None, lambda r, _: r.normal(topk_weights=_cut(r.weights)), "topk_weights"),
+    "V1 ids": (lambda r: None, lambda r, _: r.normal(topk_idx=r.ids.short()), "topk_idx"),
+    "V1 experts": (
+        lambda r: None,
+        lambda r, _: r.normal(num_tokens_per_expert=r.ids.new_zeros(1 << 21)),
+        "num_experts",
+    ),
+    "V1 weights back": (
+        lambda r: r.normal(),
+        lambda r, had: r.v1.combine(had[0], had[4], topk_weights=r.weights[:1]),
+        "topk_weights",
+    ),
+    "low tokens": (lambda r: None, lambda r, _: r.low(num_max_dispatch_tokens_per_rank=9), "tokens"),
+    "low ids": (lambda r: None, lambda r, _: r.low(topk_idx=_cut(r.ids)), "topk_idx"),
+    "low weights": (lambda r: None, lambda r, _: r.low(topk_weights=_cut(r.weights)), "topk_weights"),
+    "low one row": (lambda r: r.low(), lambda r, had: _low(r, had, x=had[0][:1, :1]), "x is"),
+    "low out": (
+        lambda r: r.low(),
+        lambda r, had: _low(r, had, out=torch.zeros((2, *r.x.shape), dtype=torch.bfloat16, device="cpu")),
+        "out is",
+    ),
+    "low fp32 out": (lambda r: r.low(), lambda r, had: _low(r, had, out=torch.zeros_like(r.x.float())), "out is"),
+    "V2 weights": (lambda r: None, lambda r, _: r.elastic(topk_weights=_cut(r.weights)), "topk_weights"),
+    "V2 weights again": (
+        lambda r: r.elastic(),
+        lambda r, had: r.elastic(topk_idx=None, num_experts=None, handle=had[3], topk_weights=_cut(r.weights)),
+        "topk_weights",
+    ),
+    "hybrid weights": (
+        lambda r: None,
+        lambda r, _: r.hybrid.dispatch_with_permute(hidden=r.x, topk_idx=r.ids, topk_weights=_cut(r.weights)),
+        "topk_weights",
+    ),
+    "hybrid ids": (lambda r: None, lambda r, _: r.hybrid.dispatch(r.x, topk_idx=_cut(r.ids)), "topk_idx"),
+    "hybrid map": (
+        lambda r: None,
+        lambda r, _: r.hybrid.dispatch(r.x, routing_map=r.ids.new_zeros((2, 6), dtype=torch.bool)),
+        "routing_map",
+    ),
+    "hybrid padding": (
+        lambda r: None,
+        lambda r, _: r.hybrid.dispatch_with_permute(hidden=r.x, topk_idx=r.ids, pad_multiple=-4),
+        "pad_multiple",
+    ),
+    "hybrid weights again": (
+        lambda r: r.hybrid.dispatch_with_permute(hidden=r.x, topk_idx=r.ids),
+        lambda r, had: r.hybrid.dispatch_with_permute(hidden=r.x, handle=had[4], topk_weights=_cut(r.weights)),
+        "topk_weights",
+    ),
+}  # fmt: skip
+
+
+def _low(r: Rank, had: Any, **more: Any) -> Any:
+    arguments = {"x": had[0], "topk_idx": r.ids, "topk_weights": r.weights, "handle": had[2], **more}
+    return r.v1.low_latency_combine(**arguments)
+
+
+def wrong_on_one_rank(comm: weft.Communicator) -> None:
+    os.environ["WEFT_DEEP_EP_TIMEOUT_S"] = "30"
+    rank = Rank(comm)
+    for name, (first, call, word) in ALONE.items():
+        had = first(rank)
+        if comm.rank == 0:
+            with pytest.raises(weft.InvalidArgument) as caught:
+                call(rank, had)
+            assert word in str(caught.value), (name, str(caught.value))
+        for each in (rank.normal, rank.low, rank.elastic, rank.permuted):  # corrected: with the other rank, which waits
+            each()
+
+
+def test_a_corrected_call_goes_on() -> None:
+    weft.spawn(wrong_on_one_rank, 2, device="cpu")
+
+
 def ids_out_of_range(comm: weft.Communicator) -> None:
     rank = Rank(comm)
     wrong = rank.ids.clone()

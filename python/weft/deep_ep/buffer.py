@@ -13,7 +13,7 @@ from weft.deep_ep.buffer_base import BufferBase
 from weft.deep_ep.config import COMBINE, DISPATCH, Config, config_for
 from weft.deep_ep.layers import ShapeOf, is_capturing
 from weft.deep_ep.low_latency import LowLatency
-from weft.deep_ep.rows import Form, bare, form_of, send, sum_of_lanes, summed
+from weft.deep_ep.rows import Form, bare, check_first, check_weights, form_of, send, sum_of_lanes, summed
 from weft.deep_ep.streams import public_call
 from weft.deep_ep.utils.event import EventHandle, EventOverlap
 from weft.errors import InvalidArgument, InvalidState
@@ -200,8 +200,10 @@ class Buffer(LowLatency, BufferBase):
             )
         if (topk_idx is None) != (topk_weights is None):
             raise InvalidArgument("topk_idx and topk_weights are given both or neither; one is missing")
-        if num_worst_tokens and topk_idx is None:
-            raise InvalidArgument(f"num_worst_tokens is {num_worst_tokens} without topk_idx; allowed is 0 there")
+        if num_worst_tokens < 0 or (num_worst_tokens and topk_idx is None):
+            raise InvalidArgument(f"num_worst_tokens is {num_worst_tokens}; allowed are 0, and with topk_idx more")
+        if expert_alignment < 1:
+            raise InvalidArgument(f"expert_alignment is {expert_alignment}; allowed are 1 and more")
         given = _Given(form, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment)
         values, event = self._streams.run(
             lambda: self._first(given, num_worst_tokens, num_sms), previous_event, async_finish,
@@ -221,6 +223,7 @@ class Buffer(LowLatency, BufferBase):
         if ids is None:  # K = R picks: an expert of each rank that is to have the token
             first_expert = torch.arange(num_ranks, dtype=torch.int64, device=given.in_rank.device)
             ids = torch.where(given.in_rank, first_expert * (num_experts // num_ranks), -1)
+        check_first(given.form, ids, weights, self._ranks.device)
         shape = ShapeOf(num_experts, ids.shape[1], given.form.hidden, given.form.dtype)
         num_tokens = len(given.form.data)
         if num_worst_tokens and (is_capturing() or (self._ranks.device.type == "cuda" and self._layers.has(shape, 0))):
@@ -271,8 +274,14 @@ class Buffer(LowLatency, BufferBase):
         mine = self._own(handle)
         num_sms = self._layers.num_sms(config.num_sms if config is not None else None)
 
+        ep, routing = mine.ep, mine.dispatched.handle
+        if topk_weights is not None:
+            if topk_weights.dim() != 2:
+                raise InvalidArgument(f"topk_weights is {list(topk_weights.shape)}; allowed is [N, K]")
+            num_rows, num_lanes = routing.rows_shape[0], topk_weights.shape[1]
+            check_weights("topk_weights", topk_weights, (num_rows, num_lanes), ep.device)
+
         def work() -> tuple[Any, None]:
-            ep, routing = mine.ep, mine.dispatched.handle
             y = summed(ep, routing, x, bias=bias_of(bias), num_sms=num_sms)
             weights = None if topk_weights is None else sum_of_lanes(ep, routing, topk_weights, num_sms=num_sms)
             return (y, weights), None

@@ -18,10 +18,11 @@ from weft.deep_ep.expanded import dispatch_expanded, lanes_along
 from weft.deep_ep.hybrid_handle import HybridHandle
 from weft.deep_ep.layers import Layers, ShapeOf
 from weft.deep_ep.ranks import ranks_of
-from weft.deep_ep.rows import Form, along, bare, form_of, send, summed
+from weft.deep_ep.rows import Form, along, bare, check_first, check_weights, form_of, send, summed
 from weft.deep_ep.streams import public_call
 from weft.deep_ep.utils.math import as_bytes
 from weft.errors import InvalidArgument, InvalidState
+from weft.limits import MAX_ALIGNMENT
 
 if TYPE_CHECKING:
     from weft.expert_parallel import ExpertParallel
@@ -113,7 +114,6 @@ class HybridEPBuffer:
         self._layers = Layers(self._ranks, heap_bytes=rows)
         self._sms = self._layers.num_sms(num_sms_dispatch_api), self._layers.num_sms(num_sms_combine_api)
         self._top_k: dict[int, int] = {}  # of routing maps, by E: the largest row seen
-        self._dropped: dict[ExpertParallel, Tensor] = {}  # counted before this call
         self._destroyed = False
 
     def empty_jit_cache(self) -> None:
@@ -181,6 +181,11 @@ class HybridEPBuffer:
             return self._permuted_again(self._own(handle, expands=True), form, (probs, topk_weights), non_blocking)
         alignment = pad_multiple or 1
         capacity = None if num_permuted_tokens is None else int(num_permuted_tokens)
+        if not 1 <= alignment <= MAX_ALIGNMENT or (capacity is not None and capacity < 0):
+            raise InvalidArgument(
+                f"pad_multiple is {alignment}, num_permuted_tokens {capacity}; allowed are 1 to {MAX_ALIGNMENT}, "
+                "and 0 or more"
+            )
         if non_blocking and (capacity is None or capacity % alignment):
             raise AssertionError(
                 f"num_permuted_tokens is {capacity} with non_blocking=True; it must be a multiple of "
@@ -188,14 +193,12 @@ class HybridEPBuffer:
             )
         routing = self._routing(topk_idx, topk_weights, routing_map, probs, num_of_experts, num_of_experts_per_rank)
         routing, ep = self._ready(routing, routing_map, form, non_blocking=non_blocking)
+        before = ep.calls.overflow.clone()  # here, so that it is counted anew when a graph replays
         got = dispatch_expanded(
             ep, form, routing.ids, routing.weights, max_tokens=ep.max_tokens_per_rank, alignment=alignment,
             capacity=capacity, zero_holes=True, num_sms=self._sms[0],
         )  # fmt: skip
-        dropped = got.dispatched.overflow.clone()
-        before = self._dropped.get(ep)
-        self._dropped[ep] = dropped
-        flag = (dropped if before is None else dropped - before).to(torch.int32).view(1)
+        flag = (got.dispatched.overflow - before).to(torch.int32).view(1)
         made = HybridHandle(self, ep, bare(got.dispatched), routing.ids, self._config, names=got.names, overflow=flag)
         rows, scales = got.x if isinstance(got.x, tuple) else (got.x, None)
         return rows, got.weights, scales, self._padded(made, non_blocking), made
@@ -204,8 +207,8 @@ class HybridEPBuffer:
         self, known: HybridHandle, form: Form, given: tuple[Tensor | None, Tensor | None], non_blocking: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Any]:
         routing = known.dispatched.handle
+        weights = _weights_again(known, *given)
         sent = send(known.ep, form, handle=routing, zero_holes=True, num_sms=self._sms[0])
-        weights = _weights_of(known.ids, *given)
         got = None
         if weights is not None and known.names is not None:
             got = lanes_along(known.ep, routing, known.names, weights, num_sms=self._sms[0])
@@ -264,8 +267,8 @@ class HybridEPBuffer:
         form = self._form(hidden, scaling_factor)
         if handle is not None:
             known = self._own(handle, expands=False)
+            weights = _weights_again(known, probs, topk_weights)
             sent = send(known.ep, form, handle=known.dispatched.handle, num_sms=self._sms[0])
-            weights = _weights_of(known.ids, probs, topk_weights)
             if weights is not None:
                 words = along(known.ep, known.dispatched.handle, as_bytes(weights.to(torch.float32)))
                 weights = words.view(torch.float32)
@@ -329,6 +332,7 @@ class HybridEPBuffer:
                 "neither routing_map nor topk_idx is given; one of the two is needed without a handle"
             )
         if topk_weights is None and probs is not None:
+            check_weights("probs", probs, (len(topk_idx), num_experts), self._ranks.device)
             topk_weights = _weights_of(topk_idx, probs, None)
         return _Routing(topk_idx, topk_weights, num_experts)
 
@@ -337,6 +341,20 @@ class HybridEPBuffer:
     ) -> tuple[_Routing, ExpertParallel]:
         """With ids, and a window for all ranks: they tell each other T and K, unless the host must not wait."""
         num_tokens, num_experts = len(form.data), routing.num_experts
+        device = self._ranks.device
+        if routing_map is None:
+            check_first(form, routing.ids, routing.weights, device, "hidden")
+        else:
+            check_first(form, None, None, device, "hidden", picks=False)
+            if len(routing_map) != num_tokens or routing_map.device != device:
+                raise InvalidArgument(
+                    f"routing_map is {list(routing_map.shape)} on {routing_map.device}; allowed is [{num_tokens}, E] "
+                    f"on {device}, T as hidden has it"
+                )
+            if routing.weights is not None:
+                check_weights("probs", routing.weights, routing_map.shape, device)
+        picks = 1 if routing_map is not None else routing.ids.shape[1]
+        self._layers.check(ShapeOf(num_experts, picks, form.hidden, form.dtype), num_tokens)
         most = max(num_tokens, self._config.max_num_of_tokens_per_rank)
         top_k = routing.ids.shape[1]
         if routing_map is not None:
@@ -385,6 +403,16 @@ def _ids_of(routing_map: Tensor, top_k: int) -> Tensor:
     if width < num_experts:
         ids[:, 0] = torch.where(values[:, width] != 0, num_experts, ids[:, 0])
     return ids
+
+
+def _weights_again(known: HybridHandle, probs: Tensor | None, topk_weights: Tensor | None) -> Tensor | None:
+    """Of a call along a handle; checked, as nothing is sent yet."""
+    num_tokens, top_k = known.ids.shape
+    if probs is not None:
+        check_weights("probs", probs, (num_tokens, known.ep.num_experts), known.ep.device)
+    elif topk_weights is not None:
+        check_weights("topk_weights", topk_weights, (num_tokens, top_k), known.ep.device)
+    return _weights_of(known.ids, probs, topk_weights)
 
 
 def _weights_of(ids: Tensor, probs: Tensor | None, topk_weights: Tensor | None) -> Tensor | None:

@@ -10,6 +10,7 @@ import torch
 from weft import env
 from weft.deep_ep.ranks import Ranks
 from weft.errors import InvalidState
+from weft.limits import check_shape, dtype_name
 
 if TYPE_CHECKING:
     from weft.expert_parallel import ExpertParallel
@@ -70,8 +71,20 @@ class Layers:
         self._all.add(made)
         return made
 
+    def check(self, shape: ShapeOf, num_tokens: int) -> None:
+        """Whether a window of this shape can be. Local: before the ranks tell each other anything.
+
+        Raises:
+            InvalidArgument, Unsupported: as `weft.ExpertParallel`.
+        """
+        check_shape({
+            "num_ranks": self.ranks.num_ranks, "num_experts": shape.num_experts, "top_k": shape.top_k,
+            "hidden": shape.hidden, "max_tokens_per_rank": num_tokens, "dtype": dtype_name(shape.dtype),
+        })  # fmt: skip
+
     def agreed(self, shape: ShapeOf, num_tokens: int) -> ExpertParallel:
         """With room for the largest T of any rank, which the ranks tell each other. Collective, the host waits."""
+        self.check(shape, num_tokens)
         most = max(row[0] for row in self.ranks.gather([num_tokens], self.deadline_s))
         room = max(_LEAST_TOKENS, self._preset_tokens, 1 << max(0, most - 1).bit_length())
         return self.get(shape, max(most, min(room, (1 << 24) - 1)))

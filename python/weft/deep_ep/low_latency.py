@@ -13,7 +13,7 @@ from weft.deep_ep.buffer_base import BufferBase
 from weft.deep_ep.errors import refused
 from weft.deep_ep.expanded import names_of_picks, numbers_of
 from weft.deep_ep.layers import ShapeOf
-from weft.deep_ep.rows import along, bare, form_of, summed
+from weft.deep_ep.rows import along, bare, check_first, check_picks, check_weights, form_of, summed
 from weft.deep_ep.streams import public_call
 from weft.deep_ep.utils.event import EventOverlap
 from weft.deep_ep.utils.math import as_bytes
@@ -166,12 +166,15 @@ class LowLatency(BufferBase):
                 f"x is {form.data.dtype}; allowed is bf16 (view other bits as bf16 with use_fp8=False)"
             )
         max_tokens = num_max_dispatch_tokens_per_rank
+        check_first(form, topk_idx, topk_weights, self._ranks.device)
+        if len(topk_idx) > max_tokens:
+            raise InvalidArgument(
+                f"x has {len(topk_idx)} tokens; allowed are 0 to num_max_dispatch_tokens_per_rank = {max_tokens}"
+            )
         ep = self._of_low_latency(topk_idx, form.hidden, max_tokens, num_experts)
         is_staged = return_recv_hook and max_tokens <= MAX_SMALL_TOKENS
         quantize = None if not use_fp8 else "fp8_ue8m0" if round_scale else "fp8"
         names = names_of_picks(topk_idx, self.rank, max_tokens, self.group_size)
-        window, self._next_window = self._next_window, 1 - self._next_window
-
         late: list[Callable[[], object]] = []
         count = torch.empty(ep.num_local_experts, dtype=torch.int32, device=ep.device)
 
@@ -179,8 +182,9 @@ class LowLatency(BufferBase):
             r = ep.dispatch(
                 form.data, topk_idx, names, layout="masked", capacity=self.group_size * max_tokens,
                 max_tokens=max_tokens, quantize=quantize, scale_layout="column_major" if use_fp8 else "row_major",
-                staged=is_staged, window=window,
+                staged=is_staged, window=self._next_window,
             )  # fmt: skip
+            self._next_window = 1 - self._next_window  # a refused call has sent nothing: the next takes its window
             late.append(r.wait)
             late.append(lambda: count.copy_(r.num_tokens_per_expert))
             if cumulative_local_expert_recv_stats is not None:
@@ -245,12 +249,15 @@ class LowLatency(BufferBase):
         if rows is None:
             raise InvalidState("zero_copy without get_next_low_latency_combine_buffer(handle), which has the rows")
         num_tokens = routing.num_tokens
-        wanted = (num_tokens, ep.top_k)
-        if tuple(topk_idx.shape) != wanted or tuple(topk_weights.shape) != wanted:
-            raise InvalidArgument(
-                f"topk_idx is {list(topk_idx.shape)}, topk_weights {list(topk_weights.shape)}; allowed is "
-                f"{list(wanted)}, as the dispatch had them"
-            )
+        check_picks(topk_idx, None, num_tokens, ep.device)
+        if topk_idx.shape[1] != ep.top_k:
+            raise InvalidArgument(f"topk_idx has {topk_idx.shape[1]} picks; allowed are {ep.top_k}, as in the dispatch")
+        check_weights("topk_weights", topk_weights, topk_idx.shape, ep.device)
+        check_weights("x", rows, (*routing.rows_shape, ep.hidden), ep.device)
+        if out is not None:
+            check_weights("out", out, (num_tokens, ep.hidden), ep.device)
+            if out.dtype != torch.bfloat16:
+                raise InvalidArgument(f"out is {out.dtype}; allowed is bf16")
         result = torch.empty((num_tokens, ep.hidden), dtype=torch.bfloat16, device=ep.device) if out is None else out
         is_staged = return_recv_hook and routing.is_small
 
@@ -291,10 +298,6 @@ class LowLatency(BufferBase):
         self._check_alive("low_latency_clean_mask_buffer")
 
     def _of_low_latency(self, topk_idx: Tensor, hidden: int, max_tokens: int, num_experts: int) -> ExpertParallel:
-        if topk_idx.dim() != 2 or topk_idx.dtype not in (torch.int64, torch.int32):
-            raise InvalidArgument(
-                f"topk_idx is {list(topk_idx.shape)} {topk_idx.dtype}; allowed is [T, K] int64 or int32"
-            )
         top_k = topk_idx.shape[1]
         if num_experts <= 0 or num_experts % self.group_size:
             raise InvalidArgument(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,9 +17,22 @@ if TYPE_CHECKING:
     from weft.expert_parallel import ExpertParallel
     from weft.handle import Dispatched, Handle
 
-__all__ = ["Form", "Sent", "along", "bare", "form_of", "send", "sum_of_lanes", "summed"]
+__all__ = [
+    "Form",
+    "Sent",
+    "along",
+    "bare",
+    "check_first",
+    "check_picks",
+    "check_weights",
+    "form_of",
+    "send",
+    "sum_of_lanes",
+    "summed",
+]
 
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
+_ROW_MULTIPLE = 16
 
 
 class Form(NamedTuple):
@@ -91,6 +105,56 @@ def _said(value: Any) -> str:
     if not isinstance(value, Tensor):
         return repr(type(value))
     return f"{list(value.shape)} {value.dtype}{'' if value.is_contiguous() else ', not contiguous'}"
+
+
+def check_first(
+    form: Form, topk_idx: Any, topk_weights: Any, device: torch.device, name: str = "x", *, picks: bool = True
+) -> None:
+    """Of a first dispatch, before the first word goes to a peer: a rank that is refused here may call again.
+
+    Raises:
+        InvalidArgument: rows, ids or weights are not what a window takes.
+    """
+    for each in (form.data, form.scales):
+        if each is not None and each.device != device:
+            raise InvalidArgument(f"{name} is on {each.device}; allowed is the device of the buffer, {device}")
+    row_bytes = form.data.shape[1] * form.data.element_size()
+    if row_bytes == 0 or row_bytes % _ROW_MULTIPLE:
+        raise InvalidArgument(f"{name} has rows of {row_bytes} bytes; allowed are multiples of {_ROW_MULTIPLE}")
+    num_scales = 0 if form.scales is None else form.scales.shape[1]
+    if row_bytes + 4 * num_scales > max_row_bytes(form.hidden):
+        raise InvalidArgument(
+            f"{name} has rows of {row_bytes} bytes with {num_scales} scales; allowed are {max_row_bytes(form.hidden)} "
+            "bytes together"
+        )
+    if picks:
+        check_picks(topk_idx, topk_weights, len(form.data), device)
+
+
+def check_picks(topk_idx: Any, topk_weights: Any, num_tokens: int, device: torch.device) -> None:
+    """Ids [T, K], and weights of their shape or None.
+
+    Raises:
+        InvalidArgument: they are not.
+    """
+    is_right = isinstance(topk_idx, Tensor) and topk_idx.dim() == 2 and len(topk_idx) == num_tokens
+    if not is_right or topk_idx.dtype not in (torch.int64, torch.int32) or topk_idx.device != device:
+        raise InvalidArgument(
+            f"topk_idx is {_said(topk_idx)}; allowed is [{num_tokens}, K] int64 or int32 on {device}, T as x has it"
+        )
+    if topk_weights is not None:
+        check_weights("topk_weights", topk_weights, topk_idx.shape, device)
+
+
+def check_weights(name: str, weights: Any, shape: Sequence[int], device: torch.device) -> None:
+    """Floats of a shape.
+
+    Raises:
+        InvalidArgument: they are not.
+    """
+    is_right = isinstance(weights, Tensor) and tuple(weights.shape) == tuple(shape)
+    if not is_right or weights.dtype not in _PLAIN or weights.device != device:
+        raise InvalidArgument(f"{name} is {_said(weights)}; allowed is {list(shape)} fp32, bf16 or fp16 on {device}")
 
 
 def send(

@@ -19,7 +19,7 @@ from weft.deep_ep.errors import refused
 from weft.deep_ep.expanded import dispatch_expanded, lanes_along
 from weft.deep_ep.layers import Layers, ShapeOf
 from weft.deep_ep.ranks import ranks_of
-from weft.deep_ep.rows import Form, along, bare, form_of, send, summed
+from weft.deep_ep.rows import Form, along, bare, check_first, check_weights, form_of, send, summed
 from weft.deep_ep.streams import Streams, public_call
 from weft.deep_ep.utils.event import EventHandle, EventOverlap, cuda_event
 from weft.deep_ep.utils.math import align, as_bytes
@@ -200,6 +200,9 @@ class ElasticBuffer(Absent):
                 raise InvalidArgument(
                     "do_cpu_sync is True with a handle, whose sizes are known; allowed are None, False"
                 )
+            if topk_weights is not None:
+                shape = (known.dispatched.handle.num_tokens, known.ep.top_k)
+                check_weights("topk_weights", topk_weights, shape, known.ep.device)
             options |= {"zero_holes": do_zero_padding} if known.do_expand else {}
             work: Callable[[], tuple[Any, Any]] = lambda: self._again(known, form, topk_weights, options)  # noqa: E731
         else:
@@ -208,6 +211,9 @@ class ElasticBuffer(Absent):
             most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
             if most <= 0:
                 raise InvalidArgument("num_max_tokens_per_rank is given neither here nor to the constructor")
+            check_first(form, topk_idx, topk_weights, self._ranks.device)
+            if len(topk_idx) > most:
+                raise InvalidArgument(f"topk_idx is {list(topk_idx.shape)}; allowed is [T, K] with T up to {most}")
             given = _Given(form, topk_idx, topk_weights, num_experts, most, expert_alignment or 1)
             given.is_exact, given.copy, given.num_sms = do_cpu_sync is not False, do_handle_copy, num_sms
             options |= {"zero_holes": do_zero_padding} if do_expand else {}
@@ -229,10 +235,6 @@ class ElasticBuffer(Absent):
 
     def _first(self, given: _Given, options: dict[str, Any]) -> tuple[Any, Any]:
         ep = self._layer(given)
-        if given.topk_idx.dim() != 2 or len(given.topk_idx) > given.max_tokens:
-            raise InvalidArgument(
-                f"topk_idx is {list(given.topk_idx.shape)}; allowed is [T, K] with T up to {given.max_tokens}"
-            )
         numbers = torch.arange(len(given.topk_idx), dtype=torch.int32, device=given.topk_idx.device)
         sent = send(
             ep, given.form, side=numbers[:, None], topk_idx=given.topk_idx, topk_weights=given.topk_weights,
