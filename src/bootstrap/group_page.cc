@@ -2,6 +2,7 @@
 
 #include <sys/random.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <string>
@@ -67,14 +68,26 @@ MembershipRecord* GroupPage::slot(int rank, uint32_t epoch, bool is_planned) noe
 void GroupPage::put(int rank, const MembershipRecord& record) noexcept {
   MembershipRecord sealed = record;
   seal_record(sealed);
-  std::memcpy(slot(rank, record.epoch, record.kind == ChangeKind::kPlanned), &sealed, sizeof(sealed));
+  MembershipRecord* place = slot(rank, record.epoch, record.kind == ChangeKind::kPlanned);
+  // First its epoch, so that nobody believes half of the record that lay here to be damaged.
+  std::atomic_ref<uint32_t>(place->epoch).store(record.epoch, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);  // pairs with the one in find()
+  std::memcpy(place, &sealed, sizeof(sealed));
 }
 
 std::optional<MembershipRecord> GroupPage::find(const RegisterWord& word) {
   if (word.writer >= num_ranks_) return std::nullopt;
   MembershipRecord record;
-  std::memcpy(&record, slot(word.writer, word.epoch, word.is_planned), sizeof(record));
+  MembershipRecord* place = slot(word.writer, word.epoch, word.is_planned);
+  std::memcpy(&record, place, sizeof(record));
+  std::atomic_thread_fence(std::memory_order_acquire);       // what follows is looked at after the copy
   if (words_.read(word.epoch) != word) return std::nullopt;  // a committed word never changes: forgotten throws
+  // The writer uses its place again before it tries the later word, which it may never set.
+  const uint32_t later = std::atomic_ref<uint32_t>(place->epoch).load(std::memory_order_relaxed);
+  if (later > word.epoch) {
+    throw_invalid_state("the record of epoch " + std::to_string(word.epoch) + " is forgotten, that of epoch " +
+                        std::to_string(later) + " has its place by now");
+  }
   if (!record_problem(record, group(), word.epoch).empty()) return std::nullopt;
   if ((record.kind == ChangeKind::kPlanned) != word.is_planned) return std::nullopt;
   return record;

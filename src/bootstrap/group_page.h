@@ -30,7 +30,7 @@ class GroupPage {
   void put(int rank, const MembershipRecord& record) noexcept;
 
   // The record that a committed or proposed word names; none: it can't be believed, or the proposal is over by now. Error
-  // kInvalidState if it is forgotten meanwhile.
+  // kInvalidState if it is forgotten meanwhile: its word, or its place, serves a later epoch.
   std::optional<MembershipRecord> find(const RegisterWord& word);
 
   int fd() const noexcept { return memory_.fd(); }

@@ -107,10 +107,7 @@ MembershipActions Membership::step(const Event& event) noexcept {
       return has_news_ ? MembershipActions() : look();
     }
     case Event::Kind::kWord: return take_word(event);
-    case Event::Kind::kForgotten: {
-      if (phase_ == Phase::kIdle || is_evicted()) return {};
-      return end(Failure::kEvicted, {});  // who was left behind by that many changes is in none of them
-    }
+    case Event::Kind::kForgotten: return skip(event.epoch);
     case Event::Kind::kHere:
       return event.epoch == newest_ && phase_ == Phase::kMeeting ? meet(event.ranks) : MembershipActions();
     case Event::Kind::kRenewed: {
@@ -148,14 +145,17 @@ MembershipActions Membership::look() noexcept {
 
 MembershipActions Membership::read_next() noexcept {
   if (newest_ == kLastEpoch && phase_ == Phase::kReading) return choose({});
-  return one({.kind = Action::Kind::kRead, .epoch = newest_ + 1});
+  return one({.kind = Action::Kind::kRead, .epoch = newest_ + num_forgotten_ + 1});
 }
 
 MembershipActions Membership::take_word(const Event& event) noexcept {
-  if (phase_ == Phase::kIdle || is_evicted() || event.word.epoch != newest_ + 1) return {};
+  if (phase_ == Phase::kIdle || is_evicted() || event.word.epoch != newest_ + num_forgotten_ + 1) return {};
   const bool is_committed = event.word.state == RegisterState::kCommitted;
   if (phase_ == Phase::kDeciding) is_unanswered_ = false;
   if (phase_ == Phase::kSettling && is_draft_planned_) is_plan_unanswered_ = false;
+  if (num_forgotten_ > 0) {  // the first one behind them was committed long ago
+    return is_committed && event.record != nullptr ? catch_up(*event.record) : end(Failure::kDamaged, {});
+  }
   see(event);
   if (is_meeting() && (!is_committed || mutants::kStayBehind)) return {};
   if (is_committed) {
@@ -174,6 +174,24 @@ MembershipActions Membership::take_word(const Event& event) noexcept {
   }
   actions.add(has_news_ ? look() : progress());
   return actions;
+}
+
+// This rank was late for `epoch`: the oldest record that is still kept says whether the others count on it.
+MembershipActions Membership::skip(uint32_t epoch) noexcept {
+  if (phase_ == Phase::kIdle || is_evicted() || epoch != newest_ + num_forgotten_ + 1) return {};
+  if (!is_member_ || epoch == kLastEpoch) return end(Failure::kEvicted, {});
+  leave_meeting();
+  ++num_forgotten_;
+  phase_ = is_calling() ? Phase::kReading : Phase::kLooking;
+  return read_next();
+}
+
+// A planned change needs this rank's word, so who has come in the epochs between is not known here, and can't be followed.
+MembershipActions Membership::catch_up(const MembershipRecord& record) noexcept {
+  const bool is_known = (record.active - newest_set_).empty();
+  if (is_known && record.active.contains(rank_)) return adopt(record);
+  take_in(record);
+  return end(Failure::kEvicted, newest_set_);
 }
 
 // Committed is final, so each epoch is adopted, and then the one after it, until there is none.

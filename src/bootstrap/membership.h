@@ -76,7 +76,7 @@ struct MembershipEvent {
     kRecover,    // a call of recover() begins, with `wish`
     kLook,       // somebody says that an epoch was decided
     kWord,       // what the register says of word.epoch, and the record that it names (null: damaged) unless it is open
-    kForgotten,  // the register serves later epochs by now
+    kForgotten,  // of `epoch`: its word or its record serves a later one by now
     kGone,       // `ranks` have ended, closed, or were cut off
     kProven,     // `ranks` are gone and touch no memory any more: the process has ended, or has closed in order
     kHere,       // `ranks` are at the meeting of `epoch`
@@ -206,6 +206,8 @@ class Membership {
   MembershipActions read_next() noexcept;
   MembershipActions take_word(const MembershipEvent& event) noexcept;
   MembershipActions adopt(const MembershipRecord& record) noexcept;
+  MembershipActions skip(uint32_t epoch) noexcept;
+  MembershipActions catch_up(const MembershipRecord& record) noexcept;
   MembershipActions choose(const RegisterWord& next) noexcept;
   MembershipActions decide(const RegisterWord& next) noexcept;
   MembershipActions meet(const RankSet& ranks) noexcept;
@@ -250,9 +252,10 @@ class Membership {
   RankSet active_;
 
   Phase phase_ = Phase::kIdle;
-  uint32_t newest_;      // adopted, >= epoch_
-  RankSet newest_set_;   // of its record
-  uint32_t newest_era_;  // likewise
+  uint32_t newest_;             // adopted, >= epoch_
+  uint32_t num_forgotten_ = 0;  // epochs behind newest_ that can't be read any more
+  RankSet newest_set_;          // of its record
+  uint32_t newest_era_;         // likewise
   bool is_newest_planned_ = false;
   uint64_t newest_boundary_ = 0;
   uint32_t spent_ = 0;   // newest epoch whose meeting this rank has left: no epoch is tried twice

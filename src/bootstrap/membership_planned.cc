@@ -32,6 +32,7 @@ void Membership::see(const MembershipEvent& event) noexcept {
 // Of a record that was committed: who belongs, and which incarnations are in the new slots.
 void Membership::take_in(const MembershipRecord& record) noexcept {
   newest_ = record.epoch;
+  num_forgotten_ = 0;
   newest_era_ = record.era;
   left_ = record.kind == ChangeKind::kPlanned ? left_ | (newest_set_ - record.active) : left_;
   newest_set_ = record.active;

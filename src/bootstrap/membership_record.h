@@ -23,8 +23,8 @@ struct NewMember {
   uint32_t reserved = 0;
 };
 
-// Plain bytes, of 4 KiB whatever the number of ranks. A reader copies it, calls record_problem(), and then looks whether
-// the register still names it.
+// Plain bytes, of 4 KiB whatever the number of ranks. A reader copies it, looks whether the register still names
+// it, and then calls record_problem().
 struct MembershipRecord {
   uint32_t magic = kRecordMagic;
   uint16_t version = kRecordVersion;

@@ -174,6 +174,7 @@ std::optional<Action> Communicator::ask(const Event& event) {
         } catch (const Error& error) {
           if (error.code != ErrorCode::kInvalidState) throw;
           answer.kind = Event::Kind::kForgotten;
+          answer.epoch = action.kind == Action::Kind::kRead ? action.epoch : action.expected.epoch;
         }
         step(answer);
       }
@@ -222,6 +223,7 @@ Event Communicator::word_after(u32 epoch) {
     event.record = kept_record_ ? &*kept_record_ : nullptr;
   } catch (const Error&) {
     event.kind = Event::Kind::kForgotten;
+    event.epoch = epoch + 1;
   }
   return event;
 }
@@ -243,9 +245,12 @@ bool Communicator::is_superseded(u32 epoch) const {
   RankSet needed = RankSet::of(plane_->silent_ranks());
   needed.add(rank_);
   for (u32 later = epoch + 1; words.is_decided(later); ++later) {
-    if (words.is_decided(later + PageRegister::kNumWords)) return true;  // left behind
-    const std::optional<MembershipRecord> record = plane_->page().find(words.read(later));
-    if (!record || !(needed - record->active).empty()) return true;
+    try {
+      const std::optional<MembershipRecord> record = plane_->page().find(words.read(later));
+      if (!record || !(needed - record->active).empty()) return true;
+    } catch (const Error&) {
+      return true;  // forgotten: left behind
+    }
   }
   return false;
 }

@@ -80,6 +80,13 @@ TEST(records_of_64_epochs_are_kept) {
   CHECK(page->words().is_decided(15) && !page->words().is_decided(0));
 }
 
+TEST(a_record_is_forgotten_once_its_place_is_used_again) {
+  const auto page = GroupPage::create(kNumRanks);
+  const RegisterWord decided = decide(*page, 1, 2, {0, 1});
+  page->put(1, record_of(*page, 66, {0}));  // of a writer that dies before its word
+  CHECK_ERROR(kInvalidState, {}, page->find(decided));
+}
+
 TEST(what_is_no_page_of_this_group_is_refused) {
   const auto page = GroupPage::create(kNumRanks);
   CHECK_ERROR(kInvalidArgument, {}, another_view(*page, kNumRanks + 1));

@@ -325,6 +325,7 @@ struct Caller {
         if (answer.word.state != RegisterState::kOpen && !has_damage) answer.record = &records[answer.word.epoch];
       } catch (const Error&) {
         answer.kind = Event::Kind::kForgotten;
+        answer.epoch = last.epoch;
       }
       step(answer);
     }
@@ -459,13 +460,55 @@ TEST(what_can_t_be_decided_or_believed_is_said) {
   damaged.callers[0].recover();
   damaged.callers[1].has_damage = true;
   CHECK_RAISES(kDamaged, Ranks(), damaged.callers[1].recover());
-  Group forgotten;
-  std::vector<RegisterWord> decided;
-  decide(forgotten.words, 3, 100, decided);
-  CHECK_RAISES(kEvicted, Ranks(), forgotten.callers[0].recover());
   Group silent;
   silent.callers[0].membership.step({.kind = Event::Kind::kRecover});
   CHECK_RAISES(kControlLost, Ranks(), silent.callers[0].run({.kind = Event::Kind::kDeadline}));
+}
+
+// Retried recoveries decide an epoch each, and the register forgets those that the late rank never read.
+TEST(a_late_rank_that_every_record_names_goes_on) {
+  for (const bool calls : {true, false}) {
+    Group group;
+    for (uint32_t epoch = 2; epoch < 200; ++epoch) CHECK_EQ(group.callers[0].recover().epoch, epoch);
+    Caller& late = group.callers[1];
+    if (!calls) {
+      late.run({.kind = Event::Kind::kLook});
+      CHECK_EQ(late.membership.newest(), 199u);
+    }
+    const MembershipAction meeting = late.recover();
+    CHECK(meeting.kind == MembershipAction::Kind::kMeet);
+    CHECK_EQ(meeting.epoch, 199u);
+    CHECK(meeting.ranks == RankSet::first(4));
+    CHECK(!late.membership.is_evicted());
+  }
+}
+
+TEST(a_late_rank_that_waits_in_a_meeting_goes_on) {
+  Group group;
+  CHECK_EQ(group.callers[1].recover().epoch, 2u);
+  for (uint32_t epoch = 3; epoch < 200; ++epoch) group.callers[0].recover();
+  const MembershipAction meeting = group.callers[1].run({.kind = Event::Kind::kForgotten, .epoch = 3});
+  CHECK(meeting.kind == MembershipAction::Kind::kMeet);
+  CHECK_EQ(meeting.epoch, group.callers[0].membership.newest());
+}
+
+TEST(a_late_rank_that_was_left_out_is_told_of_the_epoch) {
+  Group group;
+  group.callers[0].recover({.evict = RankSet::of({1})});
+  for (int turn = 0; turn < 100; ++turn) group.callers[0].recover();
+  const MembershipAction raised = group.callers[1].recover();
+  CHECK(raised.failure == Failure::kEvicted && raised.ranks == RankSet::of({0, 2, 3}));
+  CHECK(raised.epoch > 2 && !group.records[raised.epoch].active.contains(1));
+}
+
+TEST(a_late_rank_believes_no_record_that_is_damaged_or_open) {
+  Group group;
+  for (int turn = 0; turn < 100; ++turn) group.callers[0].recover();
+  group.callers[1].has_damage = true;
+  CHECK_RAISES(kDamaged, Ranks(), group.callers[1].recover());
+  Group open;
+  open.callers[1].membership.step({.kind = Event::Kind::kRecover});
+  CHECK_RAISES(kDamaged, Ranks(), open.callers[1].run({.kind = Event::Kind::kForgotten, .epoch = 2}));
 }
 
 namespace {
