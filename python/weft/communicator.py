@@ -368,10 +368,12 @@ class Communicator(Shared):
         """Epoch, active ranks, and those that were left out; local, never waits.
 
         Raises:
-            InvalidState: it is closed.
+            InvalidState: it is closed, or this is a forked child.
         """
         if self._closed:
             raise InvalidState("the communicator is closed; make a new one")
+        if self._pid != _Process.pid:  # another thread of the parent may have held a lock at the fork
+            raise InvalidState(f"membership: this is a forked child (pid {os.getpid()}); make a communicator in it")
         native = self._native
         return Membership(native.epoch, self._active, tuple(native.evicted_ranks()), tuple(native.safe_to_delete()))
 

@@ -1,6 +1,7 @@
 """Guards against a recovery that needs lists to agree, a group that splits, and an evicted rank that is not told."""
 
 import os
+import pathlib
 import pickle
 import signal
 import time
@@ -103,6 +104,41 @@ def test_a_late_rank_is_left_out_and_told() -> None:
         assert membership.active == (0, 1)
         assert membership.epoch == change.epoch
         assert membership.evicted + membership.safe_to_delete == (2,)
+
+
+def _retried(comm: Any, done: pathlib.Path) -> tuple[int, ...]:
+    ep = weft.ExpertParallel(comm, **SHAPE)
+    if comm.rank == 0:
+        for _ in range(70):
+            with pytest.raises(weft.PeerTimeout):
+                comm.recover(deadline_s=0.01)
+        done.touch()
+    while not done.exists():
+        time.sleep(0.01)
+    active: tuple[int, ...] = comm.recover().active
+    _call(ep)
+    return active
+
+
+def test_a_late_rank_that_every_record_names_goes_on(tmp_path: pathlib.Path) -> None:
+    """More recoveries are retried than the page has registers; the rank that they wait for is no evicted one."""
+    assert weft.spawn(_retried, 2, (tmp_path / "done",), device="cpu") == [(0, 1), (0, 1)]
+
+
+def _membership_in_a_child(comm: Any) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _ = comm.membership
+        except weft.InvalidState as error:
+            os._exit(0 if "forked child" in str(error) else 2)
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_membership_is_refused_in_a_forked_child() -> None:
+    """A lock that another thread of the parent held at the fork would keep it for ever."""
+    weft.spawn(_membership_in_a_child, 1, device="cpu")
 
 
 def _wrong_arguments(comm: Any) -> None:
