@@ -8,6 +8,8 @@ import os
 import random
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,44 @@ def with_a_late_rank(comm: weft.Communicator, kind: str) -> str:
 @pytest.mark.parametrize("kind", ["v1", "low", "v2", "hybrid", "barrier"])
 def test_a_late_rank_is_named(kind: str) -> None:
     assert weft.spawn(with_a_late_rank, 2, (kind,), device="cpu") == ["named", "late"]
+
+
+def destroyed_beside_a_call(comm: weft.Communicator, told: Path) -> None:
+    """Rank 1 comes to the call only after rank 0 has tried."""
+    v1 = deep_ep.Buffer(comm, explicitly_destroy=True)
+    v2 = deep_ep.ElasticBuffer(comm, num_max_tokens_per_rank=16, explicitly_destroy=True)
+    third = deep_ep.HybridEPBuffer(comm, 64, 16, 3)
+    given = cases.make(comm.num_ranks, even=True)
+    x, ids = given.xs[comm.rank], given.ids[comm.rank]
+    v1.low_latency_dispatch(x, ids, 16, given.num_experts)
+    third.dispatch(x, topk_idx=ids)
+    v2.barrier()
+    if comm.rank == 1:
+        while not told.exists():
+            time.sleep(0.01)
+        v2.barrier()
+    else:
+        waiting = threading.Thread(target=v2.barrier)
+        waiting.start()
+        while not comm._busy.locked():
+            time.sleep(0.01)
+        with pytest.raises(weft.InvalidState, match="another thread"):
+            v1.destroy()
+        ended = [each.calls for each in third._layers._all]
+        del third
+        told.touch()
+        waiting.join()
+    v1.low_latency_dispatch(x, ids, 16, given.num_experts)  # still there
+    v2.barrier()
+    if comm.rank == 0:
+        assert [each.closed for each in ended] == [True]
+    v1.destroy()
+    v2.destroy()
+    assert comm.rank == 1 or v1._ranks.num_users == 0
+
+
+def test_destroy_beside_a_call_of_another_thread(tmp_path: Path) -> None:
+    weft.spawn(destroyed_beside_a_call, 2, (tmp_path / "told",), device="cpu")
 
 
 def random_shapes(comm: weft.Communicator, seeds: range) -> None:

@@ -112,6 +112,7 @@ class BufferBase:
         """Give everything back. Local, never waits for a peer; may be called twice.
 
         Raises:
+            InvalidState: another thread is inside a call; nothing was given back, call it again afterwards.
             AssertionError: the buffer was made without explicitly_destroy=True.
         """
         if not self.explicitly_destroy:
@@ -121,9 +122,9 @@ class BufferBase:
     def _end(self) -> None:
         if self._destroyed:
             return
+        self._layers.close()  # refused inside a call of another thread: nothing is lost, and destroy may come again
         self._destroyed = True
         self.runtime = None
-        self._layers.close()
         self._ranks.release()
 
     def _check_alive(self, what: str) -> None:
@@ -133,4 +134,6 @@ class BufferBase:
     def __del__(self) -> None:
         if getattr(self, "_destroyed", True) or sys.is_finalizing():
             return
-        self._end()
+        self._destroyed = True
+        self._layers.end()
+        self._ranks.release()

@@ -388,7 +388,7 @@ class HybridEPBuffer:
         if getattr(self, "_destroyed", True) or sys.is_finalizing():
             return
         self._destroyed = True
-        self._layers.close()
+        self._layers.end()
         self._ranks.release()
 
 

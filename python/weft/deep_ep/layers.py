@@ -90,9 +90,20 @@ class Layers:
         return self.get(shape, max(most, min(room, (1 << 24) - 1)))
 
     def close(self) -> None:
-        """Local, never waits."""
+        """Local, never waits.
+
+        Raises:
+            InvalidState: as `weft.ExpertParallel.close`; it may be called again.
+        """
         for each in list(self._all):
             each.close()
+        self._newest.clear()
+
+    def end(self) -> None:
+        """Of a buffer that nobody has any more: inside a call of another thread the next call closes them."""
+        for each in list(self._all):
+            if not each.calls.closed:
+                self.ranks.comm.close_ended(each.calls)
         self._newest.clear()
 
     def num_sms(self, value: Any) -> int | None:

@@ -174,11 +174,11 @@ class LowLatency(BufferBase):
         ep = self._of_low_latency(topk_idx, form.hidden, max_tokens, num_experts)
         is_staged = return_recv_hook and max_tokens <= MAX_SMALL_TOKENS
         quantize = None if not use_fp8 else "fp8_ue8m0" if round_scale else "fp8"
-        names = names_of_picks(topk_idx, self.rank, max_tokens, self.group_size)
         late: list[Callable[[], object]] = []
-        count = torch.empty(ep.num_local_experts, dtype=torch.int32, device=ep.device)
 
         def work() -> tuple[Any, Any]:
+            names = names_of_picks(topk_idx, self.rank, max_tokens, self.group_size)
+            count = torch.empty(ep.num_local_experts, dtype=torch.int32, device=ep.device)
             r = ep.dispatch(
                 form.data, topk_idx, names, layout="masked", capacity=self.group_size * max_tokens,
                 max_tokens=max_tokens, quantize=quantize, scale_layout="column_major" if use_fp8 else "row_major",
@@ -194,9 +194,10 @@ class LowLatency(BufferBase):
             beside = () if topk_weights is None else _beside_rows(handle, topk_weights, late)
             if not return_recv_hook:
                 _run(late)
-            return (rows, beside, handle), r
+            return (rows, count, beside, handle), r
 
-        (rows, beside, handle), event = self._streams.run(work, None, async_finish, (x, topk_idx, topk_weights))
+        inputs = (x, topk_idx, topk_weights, cumulative_local_expert_recv_stats)
+        (rows, count, beside, handle), event = self._streams.run(work, None, async_finish, inputs)
         return rows, count, *beside, handle, event, _once(lambda: _run(late)) if return_recv_hook else None
 
     @public_call
@@ -258,18 +259,20 @@ class LowLatency(BufferBase):
             check_weights("out", out, (num_tokens, ep.hidden), ep.device)
             if out.dtype != torch.bfloat16:
                 raise InvalidArgument(f"out is {out.dtype}; allowed is bf16")
-        result = torch.empty((num_tokens, ep.hidden), dtype=torch.bfloat16, device=ep.device) if out is None else out
         is_staged = return_recv_hook and routing.is_small
 
         def work() -> tuple[Any, None]:
             sent = summed(
                 ep, routing, _weighted(mine, rows, topk_idx, topk_weights), staged=is_staged, window=routing.window
             )
+            shape = (num_tokens, ep.hidden)
+            result = torch.empty(shape, dtype=torch.bfloat16, device=ep.device) if out is None else out
             if not return_recv_hook:
                 result.copy_(sent)
-            return sent, None
+            return (sent, result), None
 
-        sent, event = self._streams.run(work, None, async_finish, (rows, topk_idx, topk_weights))
+        inputs = (rows, topk_idx, topk_weights, out)
+        (sent, result), event = self._streams.run(work, None, async_finish, inputs)
         hook = _once(lambda: result.copy_(sent.wait() if is_staged else sent)) if return_recv_hook else None
         return result, event, hook
 

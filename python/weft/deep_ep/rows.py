@@ -42,7 +42,8 @@ class Form(NamedTuple):
     scales: Tensor | None
     hidden: int
     dtype: torch.dtype
-    parts: tuple[tuple[int, torch.dtype], ...] = ()  # what `scales` was made of: columns and dtype
+    parts: tuple[tuple[int, torch.dtype], ...] = ()  # of three parts: columns and dtype of the last two
+    rest: Tensor | None = None  # the third; `send` packs it beside `scales`, on the stream of its work
 
     @property
     def is_plain(self) -> bool:
@@ -97,8 +98,14 @@ def _packed_form(x: Any, name: str) -> Form:
         if not isinstance(each, Tensor) or each.dim() != 2 or len(each) != len(x[0]) or each.element_size() != 4:
             raise InvalidArgument(f"{name}[{number}] is {_said(each)}; allowed are [T, ...] of 4 bytes in three parts")
     parts = tuple((each.shape[1], each.dtype) for each in x[1:])
-    words = torch.cat([each.contiguous().view(torch.int32) for each in x[1:]], dim=1)
-    return Form(x[0].contiguous(), words, 8 * x[0].shape[1], torch.bfloat16, parts)
+    return Form(x[0], x[1], 8 * x[0].shape[1], torch.bfloat16, parts, x[2])
+
+
+def _packed(form: Form) -> Form:
+    if form.scales is None or form.rest is None:
+        return form
+    words = torch.cat([each.contiguous().view(torch.int32) for each in (form.scales, form.rest)], dim=1)
+    return form._replace(data=form.data.contiguous(), scales=words, rest=None)
 
 
 def _said(value: Any) -> str:
@@ -115,13 +122,13 @@ def check_first(
     Raises:
         InvalidArgument: rows, ids or weights are not what a window takes.
     """
-    for each in (form.data, form.scales):
+    for each in (form.data, form.scales, form.rest):
         if each is not None and each.device != device:
             raise InvalidArgument(f"{name} is on {each.device}; allowed is the device of the buffer, {device}")
     row_bytes = form.data.shape[1] * form.data.element_size()
     if row_bytes == 0 or row_bytes % _ROW_MULTIPLE:
         raise InvalidArgument(f"{name} has rows of {row_bytes} bytes; allowed are multiples of {_ROW_MULTIPLE}")
-    num_scales = 0 if form.scales is None else form.scales.shape[1]
+    num_scales = sum(each.shape[1] for each in (form.scales, form.rest) if each is not None)
     if row_bytes + 4 * num_scales > max_row_bytes(form.hidden):
         raise InvalidArgument(
             f"{name} has rows of {row_bytes} bytes with {num_scales} scales; allowed are {max_row_bytes(form.hidden)} "
@@ -164,6 +171,7 @@ def send(
 
     With a `handle` x may be wider than the window's rows: it goes in pieces.
     """
+    form = _packed(form)
     if form.is_plain and side is None and form.hidden == ep.hidden:
         plain = ep.dispatch(form.data, handle=handle, **options)
         return Sent(plain.x, None, plain)

@@ -61,20 +61,21 @@ class Streams:
     ) -> tuple[Any, EventOverlap]:
         """`work()` returns its values, and the `weft.Dispatched` whose memory they lie in or None.
 
-        Without `is_async` and `previous` on the current stream. Else on the communication stream, behind `previous`,
-        or behind the current stream where there is none; then the event of an async call stands for its end, and the
-        current stream waits for a synchronous one.
+        Without `is_async` and `previous` on the current stream. Else on the communication stream, behind `previous`
+        (each of a tuple), or behind the current stream where there is none; then the event of an async call stands for
+        its end, and the current stream waits for a synchronous one.
         """
-        before = cuda_event(previous)
+        events = [cuda_event(each) for each in (previous if isinstance(previous, tuple) else (previous,))]
+        before = [each for each in events if each is not None]
         if self._device.type != "cuda":
             return work()[0], EventOverlap(EventHandle() if is_async else None)
-        if before is None and not is_async:
+        if not before and not is_async:
             return work()[0], EventOverlap()
         current = torch.cuda.current_stream(self._device)
-        if before is None:
+        if not before:
             self.stream.wait_stream(current)
-        else:
-            self.stream.wait_event(before)
+        for each in before:
+            self.stream.wait_event(each)
         with torch.cuda.stream(self.stream):
             values, dispatched = work()
             event = EventHandle()

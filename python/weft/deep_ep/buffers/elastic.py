@@ -21,7 +21,7 @@ from weft.deep_ep.layers import Layers, ShapeOf
 from weft.deep_ep.ranks import ranks_of
 from weft.deep_ep.rows import Form, along, bare, check_first, check_weights, form_of, send, summed
 from weft.deep_ep.streams import Streams, public_call
-from weft.deep_ep.utils.event import EventHandle, EventOverlap, cuda_event
+from weft.deep_ep.utils.event import EventHandle, EventOverlap
 from weft.deep_ep.utils.math import align, as_bytes
 from weft.errors import InvalidArgument, InvalidState
 from weft.limits import memory as memory_of
@@ -188,7 +188,7 @@ class ElasticBuffer(Absent):
         """
         self._check_alive("dispatch")
         form = form_of(x)
-        before = _both(previous_event, previous_event_before_epilogue)
+        before = (previous_event, previous_event_before_epilogue)
         by_column = use_tma_aligned_col_major_sf and form.scales is not None
         scale_layout = "column_major" if by_column else "row_major"
         options: dict[str, Any] = {"scale_layout": scale_layout, "num_sms": self._layers.num_sms(num_sms)}
@@ -226,7 +226,9 @@ class ElasticBuffer(Absent):
                 cumulative_local_expert_recv_stats.add_(values[3].dispatched.num_tokens_per_expert)
             return values, dispatched
 
-        values, event = self._streams.run(counted, before, async_with_compute_stream, (x, topk_idx, topk_weights))
+        values, event = self._streams.run(
+            counted, before, async_with_compute_stream, (x, topk_idx, topk_weights, cumulative_local_expert_recv_stats)
+        )
         return (*values, event)
 
     def _layer(self, given: _Given) -> Any:
@@ -315,9 +317,10 @@ class ElasticBuffer(Absent):
         if once and topk_weights is not None:
             raise InvalidArgument("topk_weights with an expanded handle need allow_multiple_reduction=True")
         ep, routing = known.ep, known.dispatched.handle
-        options: dict[str, Any] = {"num_sms": self._layers.num_sms(num_sms or known.num_sms), "bias": bias_of(bias)}
+        options: dict[str, Any] = {"num_sms": self._layers.num_sms(num_sms or known.num_sms)}
 
         def work() -> tuple[Any, None]:
+            options["bias"] = bias_of(bias)
             if topk_weights is not None:
                 return summed(ep, routing, x, side=topk_weights.to(torch.float32), **options), None
             if once and x.dtype != torch.float32:
@@ -326,7 +329,7 @@ class ElasticBuffer(Absent):
                 return (summed(ep, routing, x.to(torch.float32), **wide).to(x.dtype), None), None
             return (summed(ep, routing, x, **options), None), None
 
-        before = _both(previous_event, previous_event_before_epilogue)
+        before = (previous_event, previous_event_before_epilogue)
         values, event = self._streams.run(work, before, async_with_compute_stream, (x, topk_weights, bias))
         return (*values, event)
 
@@ -341,9 +344,9 @@ class ElasticBuffer(Absent):
     def _end(self) -> None:
         if self._destroyed:
             return
+        self._layers.close()  # refused inside a call of another thread: nothing is lost, and destroy may come again
         self._destroyed = True
         self.runtime = None
-        self._layers.close()
         self._ranks.release()
 
     def _check_alive(self, what: str) -> None:
@@ -359,7 +362,9 @@ class ElasticBuffer(Absent):
 
     def __del__(self) -> None:
         if not getattr(self, "_destroyed", True) and not sys.is_finalizing():
-            self._end()
+            self._destroyed = True
+            self._layers.end()
+            self._ranks.release()
 
 
 class _Given:
@@ -386,16 +391,6 @@ def _result(dispatched: Any) -> Any:
     if dispatched is None:
         raise InvalidState("a first dispatch has a result")
     return dispatched
-
-
-def _both(first: Any, second: Any) -> Any:
-    """The later of two previous events: the call waits for both before it sends."""
-    event = cuda_event(first)
-    late = cuda_event(second)
-    if event is not None and late is not None:
-        torch.cuda.current_stream().wait_event(late)
-        return EventHandle()
-    return event if late is None else late
 
 
 def _num_ranks(group: Any) -> int:
