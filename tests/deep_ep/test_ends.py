@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import deep_ep_cases as cases
 import weft
 from weft import deep_ep, reference
+from weft.deep_ep import ranks
 
 PYTHON_FOLDER = Path(weft.__file__).parents[1]
 
@@ -71,7 +73,10 @@ def with_a_late_rank(comm: weft.Communicator, kind: str) -> str:
         "hybrid": lambda: hybrid.dispatch_with_permute(hidden=x, topk_idx=ids),
         "barrier": v2.barrier,
     }  # fmt: skip
-    calls[kind]()
+    if kind == "first":  # the first meeting of all
+        calls[kind] = v2.barrier
+    else:
+        calls[kind]()
     if comm.rank == 1:  # alive, and waiting for something else
         with contextlib.suppress(weft.PeerTimeout):
             comm.meet(60.0)
@@ -84,7 +89,7 @@ def with_a_late_rank(comm: weft.Communicator, kind: str) -> str:
     return "named"
 
 
-@pytest.mark.parametrize("kind", ["v1", "low", "v2", "hybrid", "barrier"])
+@pytest.mark.parametrize("kind", ["v1", "low", "v2", "hybrid", "barrier", "first"])
 def test_a_late_rank_is_named(kind: str) -> None:
     assert weft.spawn(with_a_late_rank, 2, (kind,), device="cpu") == ["named", "late"]
 
@@ -125,6 +130,41 @@ def destroyed_beside_a_call(comm: weft.Communicator, told: Path) -> None:
 
 def test_destroy_beside_a_call_of_another_thread(tmp_path: Path) -> None:
     weft.spawn(destroyed_beside_a_call, 2, (tmp_path / "told",), device="cpu")
+
+
+def test_ranks_connect_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setenv("WEFT_DEEP_EP_TIMEOUT_S", "7")
+    monkeypatch.setattr(weft.Communicator, "from_process_group", lambda group, **named: given.update(named))
+    ranks._connect(None)
+    assert given["timeout_s"] == 7.0
+
+
+def kept(comm: weft.Communicator) -> None:
+    def made() -> list[Any]:
+        return [
+            deep_ep.Buffer(comm), deep_ep.ElasticBuffer(comm, num_max_tokens_per_rank=8),
+            deep_ep.HybridEPBuffer(comm, 64, 8, 3),
+        ]  # fmt: skip
+
+    buffers = made()
+    buffers[1].barrier()
+    known = weakref.ref(buffers[0]._ranks)
+    assert {id(each._ranks) for each in buffers} == {id(known())}
+    for make in (
+        lambda: deep_ep.ElasticBuffer(comm, num_gpu_timeout_secs="many"),
+        lambda: deep_ep.HybridEPBuffer(comm, 64, "many", 3),
+        lambda: deep_ep.Buffer(comm, "many"),
+    ):
+        with pytest.raises(TypeError):
+            make()
+    assert buffers[0]._ranks.num_users == 3
+    del buffers
+    assert known() is None
+
+
+def test_a_communicator_is_not_kept() -> None:
+    weft.spawn(kept, 1, device="cpu")
 
 
 def random_shapes(comm: weft.Communicator, seeds: range) -> None:

@@ -242,6 +242,9 @@ def with_a_lost_rank(comm: weft.Communicator, kind: str) -> str:
             call()
     except weft.PeerLost as error:
         assert error.ranks == (1,)
+        buffer = {"v2": rank.v2, "hybrid": rank.hybrid}.get(kind, rank.v1)
+        buffer.comm.rebuild([0, 2])
+        call()
         rank.v1._end()
         return "named"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from weft.deep_ep.layers import Layers
 from weft.deep_ep.ranks import Ranks, ranks_of
 from weft.deep_ep.streams import Streams
 from weft.errors import InvalidState
+
+if TYPE_CHECKING:
+    from weft.communicator import Communicator
 
 __all__ = ["BufferBase", "Runtime"]
 
@@ -71,7 +74,7 @@ class BufferBase:
         self._destroyed = True  # until there is something to destroy
         if enable_shrink:
             raise refused(
-                "Buffer(enable_shrink=True)", "masks of lost ranks", "weft.Communicator.rebuild goes on without them"
+                "Buffer(enable_shrink=True)", "masks of lost ranks", "buffer.comm.rebuild(ranks) goes on without them"
             )
         if not allow_nvlink_for_low_latency_mode:
             warnings.warn(
@@ -85,11 +88,17 @@ class BufferBase:
         self.enable_shrink = enable_shrink
         self.nvshmem_qp_depth = 1024
         self.runtime: Runtime | None = Runtime(self._ranks)
-        self._layers = Layers(self._ranks, heap_bytes=num_nvl_bytes)
+        with self._ranks.released_on_error():
+            self._layers = Layers(self._ranks, heap_bytes=num_nvl_bytes)
         self._streams = Streams(self._ranks.device)
         self._scratch: Tensor | None = None
         self._next_window = 0
         self._destroyed = False
+
+    @property
+    def comm(self) -> Communicator:
+        """Of the group: `comm.rebuild(ranks)` goes on without ranks that are lost."""
+        return self._ranks.comm
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False

@@ -25,6 +25,7 @@ from weft.errors import InvalidArgument, InvalidState
 from weft.limits import MAX_ALIGNMENT
 
 if TYPE_CHECKING:
+    from weft.communicator import Communicator
     from weft.expert_parallel import ExpertParallel
 
 __all__ = ["HybridEPBuffer", "HybridEpConfigInstance", "indices_to_map"]
@@ -110,11 +111,17 @@ class HybridEPBuffer:
             hidden_dim, max_num_of_tokens_per_rank, num_local_experts, self.group_size, use_fp8=use_fp8
         )
         self.configurer = SimpleNamespace(buffer_config=self._config)
-        rows = 2 * max_num_of_tokens_per_rank * min(self.group_size, 8) * 2 * hidden_dim
-        self._layers = Layers(self._ranks, heap_bytes=rows)
-        self._sms = self._layers.num_sms(num_sms_dispatch_api), self._layers.num_sms(num_sms_combine_api)
+        with self._ranks.released_on_error():
+            rows = 2 * max_num_of_tokens_per_rank * min(self.group_size, 8) * 2 * hidden_dim
+            self._layers = Layers(self._ranks, heap_bytes=rows)
+            self._sms = self._layers.num_sms(num_sms_dispatch_api), self._layers.num_sms(num_sms_combine_api)
         self._top_k: dict[int, int] = {}  # of routing maps, by E: the largest row seen
         self._destroyed = False
+
+    @property
+    def comm(self) -> Communicator:
+        """Of the group: `comm.rebuild(ranks)` goes on without ranks that are lost."""
+        return self._ranks.comm
 
     def empty_jit_cache(self) -> None:
         """Nothing; `weft cache clear` empties Weft's."""

@@ -285,9 +285,9 @@ class LowLatency(BufferBase):
         return mine.output
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Refused: a lost rank breaks the group until `weft.Communicator.rebuild`."""
+        """Refused: a lost rank breaks the group until `buffer.comm.rebuild(ranks)`."""
         raise refused(
-            "low_latency_update_mask_buffer", "masks of ranks", "weft.Communicator.rebuild goes on without them"
+            "low_latency_update_mask_buffer", "masks of ranks", "buffer.comm.rebuild(ranks) goes on without them"
         )
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["Ranks", "ranks_of"]
 
 _kept: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()
+_of_comm: weakref.WeakKeyDictionary[Any, weakref.ref[Ranks]] = weakref.WeakKeyDictionary()  # Ranks keep their key
 _LEAST_WORDS = 8
+_DEADLINE_S = 100.0
 
 
 def ranks_of(group: Any, comm: Any = None) -> Ranks:
@@ -35,9 +37,15 @@ def ranks_of(group: Any, comm: Any = None) -> Ranks:
         raise refused("comm=", "ranks of MPI", "pass group=, a torch.distributed group of any backend")
     if group is None:
         raise ValueError("group is None; a torch.distributed process group is expected")
-    found = _kept.get(group)
+    env.deep_ep()  # what is wrong there is refused before the ranks meet
+    known = _of_comm.get(group)
+    found = _kept.get(group) if known is None else known()
     if found is None or found.is_closed:
-        found = _kept[group] = Ranks(group)
+        found = Ranks(group)
+        if found.is_owner:
+            _kept[group] = found
+        else:
+            _of_comm[group] = weakref.ref(found)
     found.num_users += 1
     return found
 
@@ -49,9 +57,9 @@ class Ranks:
         from weft.communicator import Communicator  # with all that a call needs
 
         self.num_users = 0
-        self._is_owner = not isinstance(group, Communicator)
+        self.is_owner = not isinstance(group, Communicator)
         self._mail: dict[int, ExpertParallel] = {}
-        self.comm = _connect(group) if self._is_owner else group
+        self.comm = _connect(group) if self.is_owner else group
         self.rank, self.num_ranks = self.comm.rank, self.comm.num_ranks
         self.device = self.comm.device
 
@@ -59,6 +67,15 @@ class Ranks:
     def is_closed(self) -> bool:
         """Whether its last buffer is gone."""
         return self.comm._closed
+
+    @contextlib.contextmanager
+    def released_on_error(self) -> Iterator[None]:
+        """Around the rest of a buffer's constructor."""
+        try:
+            yield
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
         """A buffer is gone. Local, never waits."""
@@ -69,7 +86,7 @@ class Ranks:
             for each in self._mail.values():
                 each.close()
             self._mail.clear()
-            if self._is_owner:
+            if self.is_owner:
                 self.comm.close()
 
     def gather(self, words: Sequence[int], deadline_s: float | None = None) -> list[list[int]]:
@@ -93,7 +110,7 @@ class Ranks:
         if ep is None:
             ep = self._mail[num_words] = ExpertParallel(
                 self.comm, num_experts=self.num_ranks, top_k=self.num_ranks, hidden=num_words, max_tokens_per_rank=1,
-                heap_bytes=0,
+                heap_bytes=0, deadline_s=deadline_s or _DEADLINE_S,
             )  # fmt: skip
         row = torch.zeros((1, num_words), dtype=torch.int32, device=self.device)
         row[:, : mine.shape[1]] = mine
@@ -105,9 +122,10 @@ class Ranks:
 
 def _connect(group: Any) -> Communicator:
     """Collective. The process is bound as placement="process" does, unless WEFT_PLACEMENT says otherwise."""
-    from weft.communicator import Communicator
+    from weft.communicator import CONNECT_TIMEOUT_S, Communicator
 
     chosen = env.deep_ep()
     device = chosen.device or ("cuda" if torch.cuda.is_available() else "cpu")
     placement = "auto" if env.set_among(["WEFT_PLACEMENT"]) else "process"
-    return Communicator.from_process_group(group, device=device, placement=placement)
+    timeout_s = chosen.timeout_s or CONNECT_TIMEOUT_S
+    return Communicator.from_process_group(group, device=device, placement=placement, timeout_s=timeout_s)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from weft.deep_ep.utils.event import EventHandle, EventOverlap
 from weft.deep_ep.utils.math import align, as_bytes
 from weft.errors import InvalidArgument, InvalidState
 from weft.limits import memory as memory_of
+
+if TYPE_CHECKING:
+    from weft.communicator import Communicator
 
 __all__ = ["EPHandle", "ElasticBuffer"]
 
@@ -69,7 +72,8 @@ class ElasticBuffer(Absent):
         self.rank_idx, self.num_ranks = self._ranks.rank, self._ranks.num_ranks
         self.num_max_tokens_per_rank, self.hidden, self.num_topk = num_max_tokens_per_rank, hidden, num_topk
         if num_bytes is None:
-            num_bytes = _size_hint(self.num_ranks, max(1, num_max_tokens_per_rank), max(8, hidden), num_topk)
+            with self._ranks.released_on_error():
+                num_bytes = _size_hint(self.num_ranks, max(1, num_max_tokens_per_rank), max(8, hidden), num_topk)
         self.num_bytes = num_bytes
         self.num_allocated_qps = num_allocated_qps or (65 if allow_hybrid_mode else 17)
         self.allow_hybrid_mode, self.allow_multiple_reduction = allow_hybrid_mode, allow_multiple_reduction
@@ -80,12 +84,18 @@ class ElasticBuffer(Absent):
         self.num_rdma_ranks, self.num_nvlink_ranks = 1, self.num_ranks
         self.nccl_comm_handle = None
         self.runtime: Runtime | None = Runtime(self._ranks)
-        seconds = float(min(num_cpu_timeout_secs, num_gpu_timeout_secs))
-        self._layers = Layers(self._ranks, heap_bytes=num_bytes, deadline_s=seconds)
+        with self._ranks.released_on_error():
+            seconds = float(min(num_cpu_timeout_secs, num_gpu_timeout_secs))
+            self._layers = Layers(self._ranks, heap_bytes=num_bytes, deadline_s=seconds)
         self._streams = Streams(self._ranks.device)
         self._destroyed = False
 
     # ---- what it is
+
+    @property
+    def comm(self) -> Communicator:
+        """Of the group: `comm.rebuild(ranks)` goes on without ranks that are lost."""
+        return self._ranks.comm
 
     @staticmethod
     def get_buffer_size_hint(
