@@ -332,9 +332,13 @@ void Communicator::raise_failure(const Action& action) {
     case Failure::kPeersLost:
       throw_peer_lost("rebuild", ranks,
                       me + ranks_text(ranks) + " is gone too, or left out by the others; rebuild without it");
-    case Failure::kTooFew:
-      throw_peer_lost("recover", (membership_.active() - action.ranks).ranks(),
+    case Failure::kTooFew: {
+      std::unique_lock lock(membership_mutex_);
+      const std::vector<int> lost = (membership_.active() - action.ranks).ranks();
+      lock.unlock();
+      throw_peer_lost("recover", lost,
                       me + "only " + ranks_text(ranks) + " would be left, which is fewer than min_ranks");
+    }
     case Failure::kOtherSet:
       throw_invalid_argument(
           "ranks: epoch " + std::to_string(action.epoch) + " was decided with " + ranks_text(ranks) +
