@@ -286,8 +286,13 @@ def combine(
 ) -> tuple[Tensor, Tensor | None]:
     """Combine with gradients for y, the received weights and bias, or only to lead on to those of the dispatch."""
     sent: _Sent | None = handle.sent
-    record = _Summed(sent, calls, plan, _untracked(handle), y.dtype)
     weights = handle.weights if plan.weighted else None
+    if weights is not None and weights.requires_grad and y.is_inference():
+        raise InvalidArgument(
+            "expert_output was made under torch.inference_mode(), and gradients of the weights need it; give its "
+            ".clone(), made outside"
+        )
+    record = _Summed(sent, calls, plan, _untracked(handle), y.dtype)
     out: tuple[Tensor, Tensor | None] = (
         _Combine.apply if torch._C._are_functorch_transforms_active() else _combine_node
     )(y, weights, handle.tie, bias, side, record)

@@ -14,7 +14,7 @@ from weft.call import check, traced, wrapped
 from weft.call.cpu_calls import CpuCalls
 from weft.call.eager import Eager
 from weft.call.gpu_calls import GpuCalls
-from weft.call.options import CombineOptions, DispatchOptions, options_of
+from weft.call.options import VALUE_TYPES, CombineOptions, DispatchOptions, options_of
 from weft.call.runner import Runner
 from weft.call.shape import Shape
 from weft.call.shared import Shared
@@ -214,10 +214,8 @@ class ExpertParallel(Shared):
                 num_sms, deadline_s, mode, staged, async_op, window, quantize, layout, alignment, capacity, max_tokens,
                 scale_layout, zero_holes,
             )  # fmt: skip
-            try:
-                options = options_of(DispatchOptions, *values)
-            except TypeError:  # an option without a hash
-                options = DispatchOptions(*values)
+            is_plain = VALUE_TYPES.issuperset(map(type, values))
+            options = options_of(DispatchOptions, *values) if is_plain else DispatchOptions(*values)
             return self._eager.dispatch(x, topk_idx, topk_weights, handle, options)
         except Error as error:
             self.comm.note_refusal(error)
@@ -274,10 +272,8 @@ class ExpertParallel(Shared):
             return traced.combine(self.calls, self._shape, checked, out, handle, options)
         try:  # as comm.telling_peers()
             values = (num_sms, deadline_s, mode, staged, async_op, window, weighted, wire)
-            try:
-                options = options_of(CombineOptions, *values)
-            except TypeError:  # an option without a hash
-                options = CombineOptions(*values)
+            is_plain = VALUE_TYPES.issuperset(map(type, values))
+            options = options_of(CombineOptions, *values) if is_plain else CombineOptions(*values)
             return self._eager.combine(expert_output, handle, side, bias, out, options)
         except Error as error:
             self.comm.note_refusal(error)

@@ -55,7 +55,8 @@ class Eager:
                 if scales is not None:
                     of_scales = (
                         type(scales), scales.dtype, scales.shape[0] == num_tokens, scales.shape[1:], scales.stride(),
-                        scales.is_contiguous(), scales.device, scales.layout, scales.requires_grad,
+                        scales.stride()[-1] >= num_tokens, scales.is_contiguous(), scales.device, scales.layout,
+                        scales.requires_grad,
                     )  # fmt: skip
                 if topk_idx is not None:
                     of_idx = (
@@ -79,7 +80,8 @@ class Eager:
             except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # refused by the checks
                 key = None
         if plan is None:
-            self._check_owner("dispatch", handle)
+            if self._check_owner("dispatch", handle) and key is not None:
+                return self.dispatch(x, topk_idx, topk_weights, handle, options)
             given = (*given, topk_idx, topk_weights)
             checked = check.check_dispatch(self._shape, x, topk_idx, topk_weights, handle, options)
             _, x, data, scales, topk_idx, topk_weights = checked
@@ -123,6 +125,7 @@ class Eager:
             check.check_staged(False, is_tracked)
         if is_tracked and not call.zero_holes:
             call = replace(call, zero_holes=True)
+        call = calls.known(call)
         calls.alone("dispatch")
         given = (x.data, x.scales) if isinstance(x, Quantized) else (x, None)
         sent = data.view(torch.uint8) if is_tracked and data.element_size() == 1 else data
@@ -175,7 +178,8 @@ class Eager:
             except (AttributeError, IndexError, KeyError, RuntimeError, TypeError):  # refused by the checks
                 key = None
         if plan is None:
-            self._check_owner("combine", handle)
+            if self._check_owner("combine", handle) and key is not None:
+                return self.combine(y, handle, side, bias, out, options)
             given = (y, side, bias, out)
             checked = check.check_combine(self._shape, y, handle, side, bias, out, options)
             _, y, side, bias, out = checked
@@ -228,10 +232,15 @@ class Eager:
         is_known = key is not None and all(each is None or type(each) in _PLAIN for each in given)
         return self._calls.kept(key, plan) if is_known else plan
 
-    def _check_owner(self, what: str, handle: Any) -> None:
-        """Before the arguments: another object's handle has other shapes."""
-        if isinstance(handle, Handle) and not is_traced(handle.tie):
-            self._calls.check_tie(what, handle.tie)
+    def _check_owner(self, what: str, handle: Any) -> bool:
+        """Before the arguments: another object's handle has other shapes. Whether there may be a plan after all: the
+        handle, of a compiled dispatch, had a Call that no key has."""
+        if not isinstance(handle, Handle) or is_traced(handle.tie):
+            return False
+        self._calls.check_tie(what, handle.tie)
+        call = handle.call
+        handle.__dict__["call"] = self._calls.known(call)
+        return handle.call is not call
 
 
 def _quantized(plan: Plan, data_dtype: torch.dtype, rows: Tensor, scales: Tensor | None) -> Quantized:

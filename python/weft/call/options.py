@@ -8,9 +8,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from types import NoneType
 from typing import Any, NamedTuple
 
-__all__ = ["OPTIONS", "Accepts", "CallOptions", "CombineOptions", "DispatchOptions", "options_of"]
+__all__ = ["OPTIONS", "VALUE_TYPES", "Accepts", "CallOptions", "CombineOptions", "DispatchOptions", "options_of"]
 
 LAYOUTS = ("rank_major", "expert_major", "masked")
 QUANTIZE = ("fp8", "fp8_ue8m0")
@@ -108,7 +109,11 @@ OPTIONS: dict[type[CallOptions], dict[str, Accepts]] = {
 }
 
 
+VALUE_TYPES = frozenset((NoneType, bool, int, float, str))
+
+
 @functools.lru_cache(maxsize=1024, typed=True)
 def options_of(kind: Any, *values: Any) -> Any:
-    """kind(*values), the same object for the same values of the same types: what is kept for a call goes by it."""
+    """kind(*values), the same object for the same values of the same types: what is kept for a call goes by it. Only
+    of VALUE_TYPES: others are refused, and would be kept alive."""
     return kind(*values)

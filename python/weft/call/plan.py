@@ -83,13 +83,21 @@ class Planner(ABC):
     numbers: list[int]
     overflow: Tensor
     plans: dict[Any, Plan]
+    calls: dict[tuple[Any, ...], Call]  # by value
 
     def kept(self, key: Any, plan: Plan) -> Plan:
-        """`plan`, which is found again by `key` in `plans`."""
+        """`plan`, which is found again by `key` in `plans`. The oldest makes room."""
         if len(self.plans) >= _MOST_PLANS:
-            self.plans.clear()
+            self.plans.pop(next(iter(self.plans)), None)
         self.plans[key] = plan
         return plan
+
+    def known(self, call: Call) -> Call:
+        """The one object for calls of equal values: keys have it by identity."""
+        values = tuple(vars(call).values())
+        if len(self.calls) >= _MOST_PLANS and values not in self.calls:
+            self.calls.pop(next(iter(self.calls)), None)
+        return self.calls.setdefault(values, call)
 
     def first_plan(
         self,

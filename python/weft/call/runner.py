@@ -80,7 +80,7 @@ class Runner(Planner):
         self._ints = torch.empty(0, dtype=torch.int32, device=memory)
         self._no_floats = torch.empty(0, dtype=torch.float32, device=memory)
         self._no_ids = torch.empty(0, dtype=torch.int64, device=memory)
-        self.plans = {}
+        self.plans, self.calls = {}, {}
         self.key = next(_keys)
         self._epoch = comm.epoch
         self.name = self.token = torch.tensor([self.key, self._epoch], dtype=torch.float64, device="cpu")
