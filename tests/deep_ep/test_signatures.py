@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import pytest
+import torch
 
 from weft import deep_ep
 
@@ -128,3 +129,9 @@ def test_configs_of_every_number_of_ranks() -> None:
             deep_ep.Config(*wrong)
     with pytest.raises(AssertionError, match="even"):
         deep_ep.Buffer.set_num_sms(3)
+
+
+def test_hints_of_what_is_refused() -> None:
+    hint = deep_ep.ElasticBuffer.get_engram_storage_size_hint(1000, 4096, 24, torch.float8_e4m3fn)
+    assert hint == (4 << 20, 0)
+    assert deep_ep.ElasticBuffer.get_pp_buffer_size_hint(3 << 20, 2) == 24 << 20

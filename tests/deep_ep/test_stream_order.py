@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import deep_ep_cases as cases
 import weft
 from weft import deep_ep
+from weft.deep_ep import buffer as buffer_module
 from weft.deep_ep import streams
 
 
@@ -112,3 +113,29 @@ def temporaries(comm: weft.Communicator, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_temporaries_are_made_where_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     weft.spawn(temporaries, 1, (monkeypatch,), device="cpu")
+
+
+def later_and_larger(comm: weft.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a graph capture: the host asks nobody."""
+    given = cases.make(1, tokens=600)
+    buffer = deep_ep.Buffer(comm)
+
+    def call(num_tokens: int) -> Any:
+        ids = given.ids[0][:num_tokens]
+        _, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, given.num_experts)
+        return buffer.dispatch(
+            given.xs[0][:num_tokens], is_token_in_rank=in_rank, num_tokens_per_expert=per_expert, topk_idx=ids,
+            topk_weights=given.weights[0][:num_tokens], num_worst_tokens=2,
+        )  # fmt: skip
+
+    call(1)
+    monkeypatch.setattr(buffer_module, "is_capturing", lambda: True)
+    with pytest.raises(weft.InvalidArgument, match="num_worst_tokens"):
+        call(600)
+    handle = call(9)[4]
+    with pytest.raises(weft.CapacityExceeded):
+        handle.ep.check()
+
+
+def test_worst_tokens_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    weft.spawn(later_and_larger, 1, (monkeypatch,), device="cpu")

@@ -305,7 +305,11 @@ def events(comm: weft.Communicator) -> None:
         assert called == [1]
         assert event.event is None
         event.current_stream_wait()
-        assert event() is event
+        event.register_hook_after_wait(lambda called=called: called.append(2))
+        with event() as entered:
+            assert entered is event
+            assert called == [1]
+        assert called == [1, 2]
     with pytest.raises(weft.InvalidArgument, match="previous_event"):
         dispatched(buffer, x, ids, weights, given.num_experts, previous_event="now")
     with pytest.raises(weft.Unsupported, match="CUDA"):

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from weft.deep_ep.errors import refused
+import torch
 
-__all__ = ["Absent"]
+from weft.deep_ep.errors import refused
+from weft.deep_ep.utils.math import align
+
+__all__ = ["HINT_MULTIPLE", "Absent"]
+
+HINT_MULTIPLE = 2 << 20
 
 _STORAGE = ("storage on other machines", "keep tensors with torch.distributed")
 _RINGS = ("sending between pipeline stages", "use torch.distributed.isend and irecv")
@@ -23,15 +28,25 @@ def _absent(name: str, why: tuple[str, str]) -> Any:
 
 
 class Absent:
-    """Each raises `NotSupported`, whatever it is given."""
+    """Each raises `NotSupported`, whatever it is given; two hints are arithmetic."""
+
+    @staticmethod
+    def get_engram_storage_size_hint(
+        num_entries: int, hidden: int, num_max_tokens_per_rank: int, dtype: torch.dtype = torch.bfloat16
+    ) -> tuple[int, int]:
+        """Bytes of the entries and of those that are fetched, a multiple of 2 MiB; and 0 on the host. Local."""
+        return align((num_entries + num_max_tokens_per_rank) * hidden * dtype.itemsize, HINT_MULTIPLE), 0
+
+    @staticmethod
+    def get_pp_buffer_size_hint(num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> int:
+        """Bytes of the tensors on their way to and from two neighbours, a multiple of 2 MiB. Local."""
+        return align(4 * num_max_inflight_tensors * num_max_tensor_bytes, HINT_MULTIPLE)
 
     engram_write = _absent("engram_write", _STORAGE)
     engram_fetch = _absent("engram_fetch", _STORAGE)
-    get_engram_storage_size_hint = _absent("get_engram_storage_size_hint", _STORAGE)
     pp_set_config = _absent("pp_set_config", _RINGS)
     pp_send = _absent("pp_send", _RINGS)
     pp_recv = _absent("pp_recv", _RINGS)
-    get_pp_buffer_size_hint = _absent("get_pp_buffer_size_hint", _RINGS)
     create_agrs_session = _absent("create_agrs_session", _GATHERS)
     destroy_agrs_session = _absent("destroy_agrs_session", _GATHERS)
     agrs_new_session = _absent("agrs_new_session", _GATHERS)

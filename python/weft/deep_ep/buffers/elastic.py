@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.deep_ep.buffer import bias_of
 from weft.deep_ep.buffer_base import Runtime
-from weft.deep_ep.buffers.absent import Absent
+from weft.deep_ep.buffers.absent import HINT_MULTIPLE, Absent
 from weft.deep_ep.buffers.elastic_handle import EPHandle
 from weft.deep_ep.errors import refused
 from weft.deep_ep.expanded import dispatch_expanded, lanes_along
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EPHandle", "ElasticBuffer"]
 
-_HINT_MULTIPLE = 2 << 20
 _GUESSED_TOPK = 8
 
 
@@ -414,4 +413,4 @@ def _size_hint(num_ranks: int, max_tokens: int, hidden: int, num_topk: int) -> i
     num_bytes = memory_of(num_ranks, num_ranks, top_k, align(hidden, 8), max_tokens, heap_bytes=heap, engine=engine)[
         "windows_bytes"
     ]
-    return align(num_bytes, _HINT_MULTIPLE)
+    return align(num_bytes, HINT_MULTIPLE)

@@ -35,6 +35,7 @@ class EventOverlap:
         self.event = event
         self.extra_tensors = extra_tensors
         self.hook_after_wait: Callable[[], Any] | None = None
+        self._releases = False
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
         """The current stream waits for the event, if there is one; then the hook runs. `release_handle`: drop both."""
@@ -51,15 +52,16 @@ class EventOverlap:
         self.hook_after_wait = hook
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:
-        """As `current_stream_wait`; for `with event():`."""
-        self.current_stream_wait(release_handle)
+        """For `with event():`, which waits at its end; `release_handle` as in `current_stream_wait`."""
+        self._releases = release_handle
         return self
 
     def __enter__(self) -> EventOverlap:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.current_stream_wait()
+        release, self._releases = self._releases, False
+        self.current_stream_wait(release)
 
 
 def cuda_event(previous: Any) -> Any:
