@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 import weft
 from pool import RankState
+from weft.call.event import COMPLETE
 
 
 @pytest.fixture(params=["cpu", "nvlink"])
@@ -154,3 +156,28 @@ def test_what_is_refused_as_an_option_is_not_kept() -> None:
     del value
     gc.collect()
     assert dies() is None
+
+
+def test_an_event_is_not_that_of_a_call_of_another_thread(run: Any) -> None:
+    """Which begins as soon as this one is through."""
+
+    def work(state: RankState) -> None:
+        x, ids, weights = inputs(state.rank)
+        with make(state) as ep:
+            real, others = ep.calls.run, []
+
+            def run_and_be_overtaken(*args: Any, **options: Any) -> Any:
+                made = real(*args, **options)
+                ep.calls.run = real  # type: ignore[method-assign]
+                options = {"async_op": True, "window": 1, "capacity": 16}
+                with ThreadPoolExecutor(1) as pool:
+                    others.append(pool.submit(ep.dispatch, x, ids, weights, **options).result().event)
+                return made
+
+            for _ in range(2):
+                ep.calls.run = run_and_be_overtaken  # type: ignore[method-assign]
+                event = ep.dispatch(x, ids, weights, capacity=16).event
+                assert event is not others[-1] or event is COMPLETE
+            assert len(others) == 2
+
+    run(work)

@@ -113,7 +113,7 @@ class Eager:
         if plan.data_dtype is not None:
             rows = _quantized(plan, plan.data_dtype, rows, row_scales)
         half = plan.window.half if plan.call.is_staged else None
-        return Dispatched(rows, handle, calls.overflow, calls.last_event if half is None else half.event, calls, half)
+        return Dispatched(rows, handle, calls.overflow, calls.last.event if half is None else half.event, calls, half)
 
     def _learn_dispatch(self, checked: tuple[Any, ...], handle: Handle | None, options: DispatchOptions) -> Plan:
         """The plan of arguments that are right."""
@@ -206,7 +206,7 @@ class Eager:
             return total
         parts = [total] if side is None else [total, side_out]
         if options.async_op:
-            parts.append(calls.last_event)
+            parts.append(calls.last.event)
         result = parts[0] if len(parts) == 1 else tuple(parts)
         return Staged(result, plan.window.half) if options.staged else result
 

@@ -152,7 +152,7 @@ class GpuCalls(GpuPlans):
         assert streams is not None  # noqa: S101  for mypy
         caller = streams.current()
         stream = streams.begin(caller, is_async)
-        self.last_event = Event(stream)
+        self.last.event = Event(stream)
         if not is_async:
             plan.args.sends, plan.args.receives = True, False
             made = plan.work(self, plan, stream.cuda_stream, *tensors)
@@ -164,13 +164,13 @@ class GpuCalls(GpuPlans):
         try:  # results are made there and used on the caller's stream
             made = plan.work(self, plan, stream.cuda_stream, *tensors)
         finally:
-            self.last_event = Event(stream, stream.record_event())
+            self.last.event = Event(stream, stream.record_event())
             torch.cuda.set_stream(caller)
             if device != self.device.index:
                 torch.cuda.set_device(device)
         self.record_stream(made, caller)
         if isinstance(made[2], Handle):
-            made[2].__dict__["pending"] = self.last_event
+            made[2].__dict__["pending"] = self.last.event
         return made
 
     def _receive(self, plan: Plan, first: Any, tensors: tuple[Any, ...], made: tuple[Any, ...]) -> None:
@@ -186,7 +186,7 @@ class GpuCalls(GpuPlans):
             native.combine(args)
             if made[0] is not made[2]:
                 made[0].copy_(made[2])
-        self.last_event = Event(stream)
+        self.last.event = Event(stream)
 
     # ---- one native call
 

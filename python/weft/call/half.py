@@ -23,7 +23,7 @@ class Half:
 
     def __init__(self, calls: Any, what: str, call: Call, tie: Tensor, run: Callable[[], None] | None = None) -> None:
         self.event = Event()
-        self.event.follow(calls.last_event)
+        self.event.follow(calls.last.event)
         self.after: list[Callable[[], Any]] = []  # to be done when it has received
         self.is_over = False
         self._calls, self._what, self._call, self._run = calls, what, call, run
@@ -54,7 +54,7 @@ class Half:
                 calls.counters.add_rest(what, time.perf_counter() - begin)
         self.is_over, self._run = True, None
         window.half = None
-        self.event.follow(calls.last_event)
+        self.event.follow(calls.last.event)
 
 
 class Staged:

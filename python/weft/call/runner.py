@@ -40,6 +40,12 @@ _keys = itertools.count(1)
 _by_key: weakref.WeakValueDictionary[int, Runner] = weakref.WeakValueDictionary()
 
 
+class _Last(threading.local):
+    """Of the calls of this thread: another's may come before it is asked."""
+
+    event = COMPLETE  # completion of the last one
+
+
 class Runner(Planner):
     """State of one ExpertParallel on the native side: windows, its number in each, counters, what to raise later.
 
@@ -73,7 +79,7 @@ class Runner(Planner):
         self.counters = Counters()
         self.unused: list[Any] = []
         self.results = Results()
-        self.last_event = COMPLETE  # completion of the last call
+        self.last = _Last()
         self.closed = False
         # Absent results; new_empty of these costs half of torch.empty.
         memory = self.device if self.plans_on_device else "cpu"
@@ -123,8 +129,8 @@ class Runner(Planner):
                     stream = torch._C._cuda_getCurrentRawStream(self.device.index)
                     known = stream == window.streams.last_handle
                     at = window.streams.last if known else window.streams.begin_here()
-                    if self.last_event._event is not None or self.last_event._stream is not at:
-                        self.last_event = Event(at)  # else nobody has asked for it: calls share it
+                    if self.last.event._event is not None or self.last.event._stream is not at:
+                        self.last.event = Event(at)  # else nobody has asked for it: calls share it
                 made = plan.work(self, plan, stream, *tensors)
             counters, seconds = self.counters, time.perf_counter() - begin  # calls that failed do not count
             if what == "dispatch":

@@ -39,7 +39,7 @@ def dispatch(
         rows, out_scales = ops.dispatch_again(*inputs, *numbers, clears_tail, code)
         out_scales = by_column(out_scales, call.scale_dtype)
         given = typed(rows, out_scales, x, code, call.scale_dtype)
-        return Dispatched(given, handle.repeated(handle.tie, None), calls.overflow, calls.last_event, calls)
+        return Dispatched(given, handle.repeated(handle.tie, None), calls.overflow, calls.last.event, calls)
     inputs = tensors.faked((data, scales, topk_idx, topk_weights, calls.name), has_new_sizes=True)
     ticket = ops.dispatch(*inputs, *numbers, code, clears_tail)
     of_object = (shape.num_ranks, shape.num_local_experts, calls.plans_on_device)
@@ -51,7 +51,7 @@ def dispatch(
         tie, topk_idx.shape[0], call,
     )  # fmt: skip
     given = typed(rows, row_scales, x, code, call.scale_dtype)
-    return Dispatched(given, made, calls.overflow, calls.last_event, calls)
+    return Dispatched(given, made, calls.overflow, calls.last.event, calls)
 
 
 def combine(
@@ -80,5 +80,5 @@ def combine(
     if side is not None:
         parts.append(side_out)
     if options.async_op:
-        parts.append(calls.last_event)
+        parts.append(calls.last.event)
     return parts[0] if len(parts) == 1 else tuple(parts)
