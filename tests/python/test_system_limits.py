@@ -106,9 +106,15 @@ def test_shared_memory_that_is_denied(error_number: int) -> None:
     assert error_number != errno.EPERM or is_on_the_page(str(error))
 
 
-@pytest.mark.parametrize("most", [0, 65_536, 600_000])  # no room for the life lock, the group's page, the window
+@pytest.mark.parametrize("most", [0, 65_536, 1_100_000])  # no room for the life lock, the group's page, the window
 def test_file_sizes_that_are_limited(most: int) -> None:
-    errors = limited(rlimit(resource.RLIMIT_FSIZE, most), lambda: spawned(on_failure="return"))
+    def work(comm: weft.Communicator) -> float:
+        return one_step(comm, heap_bytes=4 << 20)
+
+    def call() -> Any:
+        return weft.spawn(work, 2, device="cpu", placement="off", on_failure="return")
+
+    errors = limited(rlimit(resource.RLIMIT_FSIZE, most), call)
     assert {type(error) for error in errors} <= {weft.CapacityExceeded, weft.PeerLost}
     refused = [error for error in errors if isinstance(error, weft.CapacityExceeded)]
     assert refused
