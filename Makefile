@@ -113,7 +113,7 @@ $(runtime): pyproject.toml constraints.txt tools/requirements.py
 	    fi
 	  fi
 	  echo "[1/3] Installing torch and what builds Weft: $$size; about a minute if pip has it already"
-	  tools/progress.sh build/requirements.log $(python) -m pip install "$${index[@]}" $$wanted
+	  tools/progress.sh build/requirements.log $(python) -m pip install --no-compile "$${index[@]}" $$wanted
 	fi
 	mkdir -p $(@D) && touch $@
 
@@ -125,7 +125,7 @@ $(environment): $(runtime)
 # The package as a user would have it: not editable, built anew whenever one of its files is newer.
 package_files := $(shell find python include src -type f ! -name '*.so' ! -path '*/__pycache__/*' 2>/dev/null)
 $(installed): $(runtime) CMakeLists.txt pyproject.toml $(package_files)
-	@echo "[2/3] Building and installing Weft: one to three minutes of compiling"
+	@echo "[2/3] Building and installing Weft: half a minute to two minutes of compiling"
 	export PATH="$(scripts):$$PATH"
 	tools/progress.sh build/install.log $(python) -m pip install -v --no-build-isolation --no-deps --force-reinstall .
 	mkdir -p $(@D) && touch $@

@@ -22,7 +22,7 @@ namespace {
 using nvlink::Window;
 using Guard = nb::call_guard<ReleasedGil>;
 
-std::shared_ptr<Window> make_window(std::shared_ptr<Communicator> comm, std::shared_ptr<nvlink::Gpu> gpu,
+std::shared_ptr<Window> make_gpu_window(std::shared_ptr<Communicator> comm, std::shared_ptr<nvlink::Gpu> gpu,
                                     i32 num_experts, i32 top_k, i64 max_tokens, i64 landing_row_bytes, i32 num_blocks,
                                     u64 heap_bytes, i64 small_tokens, double timeout_s) {
   GpuWindowShape shape;
@@ -49,7 +49,7 @@ void bind_unload_args(nb::module_& m) {
       .def_rw("recv_plan", &UnloadArgs::recv_plan);
 }
 
-nb::dict stats(const Window& window) {
+nb::dict gpu_stats(const Window& window) {
   const nvlink::WindowStats& seen = window.stats();
   nb::dict all;
   all["num_dispatches"] = seen.num_dispatches;
@@ -64,11 +64,11 @@ nb::dict stats(const Window& window) {
   return all;
 }
 
-void bind_window(nb::module_& m) {
+void bind_gpu_window(nb::module_& m) {
   nb::class_<Window, CallWindow> window(m, "GpuWindow");
   bind_nvlink_calls(m, window);
   window
-      .def(nb::new_(&make_window), "comm"_a, "gpu"_a, nb::kw_only(), "num_experts"_a, "top_k"_a, "max_tokens"_a,
+      .def(nb::new_(&make_gpu_window), "comm"_a, "gpu"_a, nb::kw_only(), "num_experts"_a, "top_k"_a, "max_tokens"_a,
            "landing_row_bytes"_a, "num_blocks"_a, "heap_bytes"_a, "small_tokens"_a = 0, "timeout_s"_a = 100.0)
       .def("unload", &Window::unload, "args"_a, Guard())
       .def(
@@ -87,7 +87,7 @@ void bind_window(nb::module_& m) {
              if (!seen) return std::nullopt;
              return std::make_tuple(seen->count, seen->first_id, seen->first_at);
            })
-      .def("stats", &stats)
+      .def("stats", &gpu_stats)
       .def_prop_ro("heap_used", &Window::heap_used)
       .def_prop_ro("heap_peak", &Window::heap_peak);
 }
@@ -113,7 +113,7 @@ void bind_nvlink(nb::module_& m) {
       .def_ro("index", &nvlink::Gpu::index)
       .def_prop_ro("num_sms", [](const nvlink::Gpu& gpu) { return gpu.kernels->num_multiprocessors(); });
   bind_unload_args(m);
-  bind_window(m);
+  bind_gpu_window(m);
   m.def("gpu_leave_graphs_to_the_exit", &nvlink::leave_graphs_to_the_exit, nb::call_guard<ReleasedGil>());
   m.def("gpu_record_stream", &nvlink::ReceiveHeap::record_stream, "ptr"_a, "stream"_a);
   m.def(

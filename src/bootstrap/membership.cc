@@ -23,12 +23,6 @@ RankSet occupied(const std::vector<uint64_t>& incarnations) {
   return slots;
 }
 
-MembershipActions one(const Action& action) noexcept {
-  MembershipActions actions;
-  actions.add(action);
-  return actions;
-}
-
 }  // namespace
 
 Membership::Membership(int rank, const std::vector<uint64_t>& incarnations, const GroupId& group, uint32_t first_epoch)

@@ -146,6 +146,12 @@ class MembershipActions {
   size_t num_ = 0;
 };
 
+inline MembershipActions one(const MembershipAction& action) noexcept {
+  MembershipActions actions;
+  actions.add(action);
+  return actions;
+}
+
 class Membership {
  public:
   // The founders: all of `incarnations` (by slot: nonces; 0: empty) are active in `first_epoch`. Error kInvalidArgument if this

@@ -10,12 +10,6 @@ namespace {
 
 using Action = MembershipAction;
 
-MembershipActions one(const Action& action) noexcept {
-  MembershipActions actions;
-  actions.add(action);
-  return actions;
-}
-
 std::span<const NewMember> new_members(const MembershipRecord& record) noexcept {
   return std::span(record.new_members).first(std::min<size_t>(record.num_new, record.new_members.size()));
 }

@@ -10,12 +10,6 @@
 #include "engine/nvlink/host_wait.h"
 
 namespace weft::nvlink {
-namespace {
-
-cuda::Stream stream_of(u64 stream) { return reinterpret_cast<cuda::Stream>(stream); }
-
-}  // namespace
-
 Event::~Event() {
   const std::lock_guard lock(gpu_.mutex_);
   gpu_.idle_events_.push_back(handle_);

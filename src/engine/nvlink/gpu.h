@@ -13,6 +13,8 @@
 
 namespace weft::nvlink {
 
+inline cuda::Stream stream_of(u64 stream) { return reinterpret_cast<cuda::Stream>(stream); }
+
 class Gpu;
 
 // A recorded event; goes back to its GPU for another use.

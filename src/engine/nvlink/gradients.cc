@@ -8,7 +8,7 @@
 namespace weft::nvlink {
 namespace {
 
-const char* const kSource =
+const char* const kGradientsSource =
     "#include \"weft/kernels/gradients.cuh\"\n"
     "extern \"C\" __global__ void __launch_bounds__(weft::kernels::kGradientThreads, 4) weft_kernel(\n"
     "    const __grid_constant__ weft::kernels::GradientKernelArgs args) {\n"
@@ -19,7 +19,7 @@ static_assert(kernels::kGradientBlocksPerSm == 4, "as the source has it");
 
 constexpr i64 kMostHidden = i64{1} << 28;  // far below what its counters hold
 
-const Kernel& gradient_kernel(Gpu& gpu) { return gpu.kernels->prepare(kSource, kernels::kGradientThreads, 0); }
+const Kernel& gradient_kernel(Gpu& gpu) { return gpu.kernels->prepare(kGradientsSource, kernels::kGradientThreads, 0); }
 
 void check_args(const GradientArgs& args) {
   const i64 row_bytes = args.hidden * dtype_bytes(args.dtype);
@@ -39,7 +39,7 @@ void check_args(const GradientArgs& args) {
 
 }  // namespace
 
-std::string render_gradients() { return kSource; }
+std::string render_gradients() { return kGradientsSource; }
 
 // Ranks on one GPU must not load a kernel while others wait, and only some of them may need this one.
 void Window::prepare_gradients() {

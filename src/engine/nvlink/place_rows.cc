@@ -10,7 +10,7 @@
 namespace weft::nvlink {
 namespace {
 
-const char* const kSource =
+const char* const kPlaceSource =
     "#include \"weft/kernels/place_rows.cuh\"\n"
     "extern \"C\" __global__ void __launch_bounds__(weft::kernels::kPlaceThreads, 1) weft_kernel(\n"
     "    const __grid_constant__ weft::kernels::PlaceKernelArgs args) {\n"
@@ -43,10 +43,10 @@ i32 num_straight(const GpuWindowShape& shape, const DispatchArgs& args) {
 
 const Kernel& place_rows_kernel(Gpu& gpu) {
   const cuda::RelaxedCaptureScope relaxed;
-  return gpu.kernels->prepare(kSource, kernels::kPlaceThreads, 0);
+  return gpu.kernels->prepare(kPlaceSource, kernels::kPlaceThreads, 0);
 }
 
-std::string render_place_rows() { return kSource; }
+std::string render_place_rows() { return kPlaceSource; }
 
 // Ranks on one GPU must not load a kernel while others wait.
 void Window::prepare_place_rows() {

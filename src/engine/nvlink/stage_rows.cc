@@ -6,7 +6,7 @@
 namespace weft::nvlink {
 namespace {
 
-const char* const kSource =
+const char* const kStageSource =
     "#include \"weft/kernels/stage_rows.cuh\"\n"
     "extern \"C\" __global__ void __launch_bounds__(weft::kernels::kStageThreads, 1) weft_kernel(\n"
     "    const __grid_constant__ weft::kernels::StageKernelArgs args) {\n"
@@ -26,10 +26,10 @@ bool is_brought(const GpuWindowShape& shape, const CombineArgs& args) {
 
 const Kernel& stage_rows_kernel(Gpu& gpu) {
   const cuda::RelaxedCaptureScope relaxed;
-  return gpu.kernels->prepare(kSource, kernels::kStageThreads, 0);
+  return gpu.kernels->prepare(kStageSource, kernels::kStageThreads, 0);
 }
 
-std::string render_stage_rows() { return kSource; }
+std::string render_stage_rows() { return kStageSource; }
 
 // Ranks on one GPU must not load a kernel while others wait, and only some of them may need this one.
 void Window::prepare_stage_rows() {

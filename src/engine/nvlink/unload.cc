@@ -9,7 +9,7 @@ namespace weft::nvlink {
 namespace {
 
 // One kernel for all shapes: what differs is in its arguments.
-const char* const kSource =
+const char* const kUnloadSource =
     "#include \"weft/kernels/unload.cuh\"\n"
     "extern \"C\" __global__ void __launch_bounds__(weft::kernels::kUnloadThreads, 2) weft_kernel(\n"
     "    const __grid_constant__ weft::kernels::UnloadKernelArgs args) {\n"
@@ -17,11 +17,11 @@ const char* const kSource =
     "  weft::kernels::unload(args);\n"
     "}\n";
 
-const Kernel& unload_kernel(Gpu& gpu) { return gpu.kernels->prepare(kSource, kernels::kUnloadThreads, 0); }
+const Kernel& unload_kernel(Gpu& gpu) { return gpu.kernels->prepare(kUnloadSource, kernels::kUnloadThreads, 0); }
 
 }  // namespace
 
-std::string render_unload() { return kSource; }
+std::string render_unload() { return kUnloadSource; }
 
 // Ranks on one GPU must not load a kernel while others wait, and only some of them may need this one.
 void Window::prepare_unload() {

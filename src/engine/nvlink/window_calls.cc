@@ -11,8 +11,6 @@ constexpr u64 kQueueNs = 600'000'000'000;  // longest that a call may wait in it
 
 constexpr size_t kMostCalls = 256;  // remembered for error texts, whatever the object
 
-cuda::Stream stream_of(u64 stream) { return reinterpret_cast<cuda::Stream>(stream); }
-
 }  // namespace
 
 // Ranks that are threads of one process wait for each other.
