@@ -41,15 +41,16 @@ def pytest_make_collect_report(
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
-    """A folder's tests run one after the other, since they look at what the machine has left over, or share its GPUs.
+    """A folder's tests run one after the other, since they share the machine's GPUs, or what was built for them.
 
-    Those of emulated kernels look at nothing but their own memory, and what a file compiles it uses several times.
+    Those of the package and of emulated kernels do so file by file: they look at nothing but their own processes, and
+    what a file compiles it uses several times.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class FolderScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = PurePosixPath(nodeid.split("::", 1)[0])
-            return str(file if file.parent.name == "emulation" else file.parent)
+            return str(file if file.parent.name in ("emulation", "python") else file.parent)
 
     return FolderScheduling(config, log) if config.getvalue("dist") == "loadscope" else None

@@ -23,8 +23,8 @@ using nvlink::Window;
 using Guard = nb::call_guard<ReleasedGil>;
 
 std::shared_ptr<Window> make_gpu_window(std::shared_ptr<Communicator> comm, std::shared_ptr<nvlink::Gpu> gpu,
-                                    i32 num_experts, i32 top_k, i64 max_tokens, i64 landing_row_bytes, i32 num_blocks,
-                                    u64 heap_bytes, i64 small_tokens, double timeout_s) {
+                                        i32 num_experts, i32 top_k, i64 max_tokens, i64 landing_row_bytes,
+                                        i32 num_blocks, u64 heap_bytes, i64 small_tokens, double timeout_s) {
   GpuWindowShape shape;
   shape.num_ranks = comm->num_ranks();
   shape.num_experts = num_experts;

@@ -47,11 +47,11 @@ def children() -> set[int]:
 def nothing_left():
     """No test leaves a process, a shared memory file or an open file behind."""
     torch.set_num_threads(1)
-    before = children(), set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+    before = children(), len(os.listdir("/proc/self/fd"))
     yield
     assert children() == before[0]
-    assert set(os.listdir("/dev/shm")) == before[1]
-    assert len(os.listdir("/proc/self/fd")) <= before[2] + 2  # modules imported meanwhile may keep some
+    assert not [name for name in os.listdir("/dev/shm") if "weft" in name]
+    assert len(os.listdir("/proc/self/fd")) <= before[1] + 2  # modules imported meanwhile may keep some
 
 
 def test_losses_agree_with_plain_torch(capfd):

@@ -12,6 +12,7 @@ import platform
 import re
 import resource
 import struct
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,15 @@ def limited(limit: Callable[[], None], call: Callable[[], Any]) -> Any:
                 outcome = error
             with os.fdopen(writing, "wb") as file:
                 pickle.dump(outcome, file)
-        finally:
             os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
     os.close(writing)
     with os.fdopen(reading, "rb") as file:
         data = file.read()
-    os.waitpid(pid, 0)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert status == 0, f"the limited child ended with {status} and said: {data!r}"
     return pickle.loads(data)
 
 
