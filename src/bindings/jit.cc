@@ -112,6 +112,7 @@ void bind_jit(nb::module_& m) {
   m.def("render_stage_rows", &nvlink::render_stage_rows);
   m.def("render_unload", &nvlink::render_unload);
   m.def("render_gradients", &nvlink::render_gradients);
+  m.def("kernel_symbol", &nvlink::symbol_of, "source"_a);
   m.def("render_link_limit", &render_link_limit, nb::kw_only(), "row_bytes"_a, "is_pull"_a);
   nb::class_<jit::LoadedKernel>(m, "LinkLimitKernel")
       .def(nb::new_([](int gpu, const nb::bytes& cubin) {

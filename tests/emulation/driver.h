@@ -1,5 +1,5 @@
 // The main function of an emulated kernel: included behind the source that the library renders, which has kConfig and
-// weft_kernel. Runs launches of one rank one after the other, all blocks of a launch at once, each in a process of its own.
+// the kernel. Runs launches of one rank one after the other, all blocks of a launch at once, each in a process of its own.
 //
 //   KERNEL MEMORY_FD NUM_BYTES SHARED_FILE SEED FIELDS_FILE...
 //

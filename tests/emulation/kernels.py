@@ -20,7 +20,7 @@ INCLUDE = HERE.parents[1] / "include"
 FLAGS = ("-std=c++20", "-O1", "-w", "-no-pie", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
 DYNAMIC = re.compile(r"extern __shared__ __align__\(\d+\) u8 (\w+)\[\];")
 LAUNCH_BOUNDS = re.compile(r"__launch_bounds__\(([^,]+), \d+\)")
-KERNEL_ARGS = re.compile(r"weft::kernels::(\w+Args) args")
+ENTRY = re.compile(r"(\w+)\(const __grid_constant__ weft::kernels::(\w+Args) args")
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,15 @@ class Compiler:
         return found
 
     def _compile_kernel(self, source: str, include: Path) -> Program:
-        bounds, args = LAUNCH_BOUNDS.search(source), KERNEL_ARGS.search(source)
-        if bounds is None or args is None:
+        bounds, entry = LAUNCH_BOUNDS.search(source), ENTRY.search(source)
+        if bounds is None or entry is None:
             raise ValueError(f"not the source of a kernel: {source}")
         has_config = "kConfig" in source
         shared = "complete(kConfig, args)" if has_config else "u64{0}"
         return self._compile(
             f'#include "emulator.h"\n{source}#include "driver.h"\nusing namespace emulation;\n'
-            f"int main(int, char** arguments) {{\n  using Args = weft::kernels::{args[1]};\n"
-            f"  return run_launches<Args>(weft_kernel, {bounds[1]}, [](Args& args) {{ return {shared}; }},"
+            f"int main(int, char** arguments) {{\n  using Args = weft::kernels::{entry[2]};\n"
+            f"  return run_launches<Args>(weft::{entry[1]}, {bounds[1]}, [](Args& args) {{ return {shared}; }},"
             " arguments);\n}\n",
             include,
         )

@@ -10,11 +10,13 @@ namespace {
 
 const char* const kGradientsSource =
     "#include \"weft/kernels/gradients.cuh\"\n"
-    "extern \"C\" __global__ void __launch_bounds__(weft::kernels::kGradientThreads, 4) weft_kernel(\n"
-    "    const __grid_constant__ weft::kernels::GradientKernelArgs args) {\n"
+    "namespace weft {\n"
+    "__global__ void __launch_bounds__(weft::kernels::kGradientThreads, 4)\n"
+    "    gradients_kernel(const __grid_constant__ weft::kernels::GradientKernelArgs args) {\n"
     "  weft::ptx::wait_for_kernel_before();\n"
     "  weft::kernels::gradients(args);\n"
-    "}\n";
+    "}\n"
+    "}  // namespace weft\n";
 static_assert(kernels::kGradientBlocksPerSm == 4, "as the source has it");
 
 constexpr i64 kMostHidden = i64{1} << 28;  // far below what its counters hold

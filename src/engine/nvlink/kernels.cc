@@ -53,22 +53,25 @@ std::string initialisers(const Config& config) {
   return all;
 }
 
-// A kernel: the header of its entry, whose name it has, and what its types begin with.
+// A kernel: the header of its entry, whose name it has, what its types begin with, and the name that profilers show.
 struct Entry {
   const char* header;
   const char* kernel;
   const char* type;
+  const char* name;
 };
 
 template <class Config>
 std::string entry(const Entry& of, const Config& config) {
   const std::string kernel = of.kernel, type = of.type;
   return std::string("#include \"weft/kernels/") + of.header + "\"\nconstexpr weft::" + type + "KernelConfig kConfig{" +
-         initialisers(config) + "};\nextern \"C\" __global__ void __launch_bounds__(kConfig.num_threads(), 1) " +
-         "weft_kernel(const __grid_constant__ weft::kernels::" + type +
+         initialisers(config) + "};\nnamespace weft {\n__global__ void __launch_bounds__(kConfig.num_threads(), 1) " +
+         of.name + "(const __grid_constant__ weft::kernels::" + type +
          "KernelArgs args) {\n  weft::ptx::wait_for_kernel_before();\n  weft::kernels::" + kernel +
-         "<kConfig>(args);\n}\n";
+         "<kConfig>(args);\n}\n}  // namespace weft\n";
 }
+
+std::string with_length(const std::string& name) { return std::to_string(name.size()) + name; }
 
 template <class Config>
 std::string key_of_fields(const Config& config) {
@@ -86,16 +89,26 @@ std::string key_of_fields(const Config& config) {
 }  // namespace
 
 std::string render(const DispatchKernelConfig& config) {
-  return entry({"dispatch/entry.cuh", "dispatch", "Dispatch"}, config);
+  return entry({"dispatch/entry.cuh", "dispatch", "Dispatch", "dispatch_kernel"}, config);
 }
 std::string render(const CombineKernelConfig& config) {
-  return entry({"combine/entry.cuh", "combine", "Combine"}, config);
+  return entry({"combine/entry.cuh", "combine", "Combine", "combine_kernel"}, config);
 }
 std::string render(const SmallDispatchKernel& kernel) {
-  return entry({"small/dispatch_entry.cuh", "small_dispatch", "SmallDispatch"}, kernel.config);
+  return entry({"small/dispatch_entry.cuh", "small_dispatch", "SmallDispatch", "dispatch_kernel"}, kernel.config);
 }
 std::string render(const SmallCombineKernelConfig& config) {
-  return entry({"small/combine_entry.cuh", "small_combine", "SmallCombine"}, config);
+  return entry({"small/combine_entry.cuh", "small_combine", "SmallCombine", "combine_kernel"}, config);
+}
+
+std::string symbol_of(const std::string& source) {
+  const std::string before = "(const __grid_constant__ weft::kernels::";
+  const size_t name_end = source.find(before), type = name_end + before.size();
+  const size_t type_end = name_end == source.npos ? source.npos : source.find(' ', type);
+  if (type_end == source.npos) throw_internal("this is not the source of a kernel");
+  const size_t name = source.rfind(' ', name_end) + 1;
+  return "_ZN4weft" + with_length(source.substr(name, name_end - name)) + "ENS_7kernels" +
+         with_length(source.substr(type, type_end - type)) + "E";
 }
 
 std::string key_of(const DispatchKernelConfig& config) { return "d" + key_of_fields(config); }
@@ -168,7 +181,8 @@ const Kernel& Kernels::prepare(const std::string& source, unsigned num_threads, 
   Kernel kernel;
   kernel.num_threads = num_threads;
   kernel.shared_bytes = shared_bytes;
-  cuda::check(cuda::driver().module_get_function(&kernel.function, module, "weft_kernel"), "cuModuleGetFunction");
+  cuda::check(cuda::driver().module_get_function(&kernel.function, module, symbol_of(source).c_str()),
+              "cuModuleGetFunction");
   cuda::check(
       cuda::driver().function_set_attribute(kernel.function, cuda::kMaxDynamicShared, static_cast<int>(shared_bytes)),
       "cuFuncSetAttribute");

@@ -26,6 +26,9 @@ std::string render(const CombineKernelConfig& config);
 std::string render(const SmallDispatchKernel& kernel);
 std::string render(const SmallCombineKernelConfig& config);
 
+// The name in its cubin of the kernel that a source has, weft::NAME(weft::kernels::ARGS) as the Itanium C++ ABI mangles it.
+std::string symbol_of(const std::string& source);
+
 // What tells configurations apart without rendering: the bytes of all fields.
 std::string key_of(const DispatchKernelConfig& config);
 std::string key_of(const CombineKernelConfig& config);

@@ -12,11 +12,13 @@ namespace {
 
 const char* const kPlaceSource =
     "#include \"weft/kernels/place_rows.cuh\"\n"
-    "extern \"C\" __global__ void __launch_bounds__(weft::kernels::kPlaceThreads, 1) weft_kernel(\n"
-    "    const __grid_constant__ weft::kernels::PlaceKernelArgs args) {\n"
+    "namespace weft {\n"
+    "__global__ void __launch_bounds__(weft::kernels::kPlaceThreads, 1)\n"
+    "    place_rows_kernel(const __grid_constant__ weft::kernels::PlaceKernelArgs args) {\n"
     "  weft::ptx::wait_for_kernel_before();\n"
     "  weft::kernels::place_rows(args);\n"
-    "}\n";
+    "}\n"
+    "}  // namespace weft\n";
 
 // Bytes in a microsecond: the wire, and bulk stores of an SM.
 constexpr double kWire = 345e3, kStore = 50e3;

@@ -8,11 +8,13 @@ namespace {
 
 const char* const kStageSource =
     "#include \"weft/kernels/stage_rows.cuh\"\n"
-    "extern \"C\" __global__ void __launch_bounds__(weft::kernels::kStageThreads, 1) weft_kernel(\n"
-    "    const __grid_constant__ weft::kernels::StageKernelArgs args) {\n"
+    "namespace weft {\n"
+    "__global__ void __launch_bounds__(weft::kernels::kStageThreads, 1)\n"
+    "    stage_rows_kernel(const __grid_constant__ weft::kernels::StageKernelArgs args) {\n"
     "  weft::ptx::wait_for_kernel_before();\n"
     "  weft::kernels::stage_rows(args);\n"
-    "}\n";
+    "}\n"
+    "}  // namespace weft\n";
 
 // Where it was measured to be faster than a push (docs/decisions/0039).
 constexpr i32 kMostStageRanks = 2;

@@ -11,11 +11,13 @@ namespace {
 // One kernel for all shapes: what differs is in its arguments.
 const char* const kUnloadSource =
     "#include \"weft/kernels/unload.cuh\"\n"
-    "extern \"C\" __global__ void __launch_bounds__(weft::kernels::kUnloadThreads, 2) weft_kernel(\n"
-    "    const __grid_constant__ weft::kernels::UnloadKernelArgs args) {\n"
+    "namespace weft {\n"
+    "__global__ void __launch_bounds__(weft::kernels::kUnloadThreads, 2)\n"
+    "    unload_kernel(const __grid_constant__ weft::kernels::UnloadKernelArgs args) {\n"
     "  weft::ptx::wait_for_kernel_before();\n"
     "  weft::kernels::unload(args);\n"
-    "}\n";
+    "}\n"
+    "}  // namespace weft\n";
 
 const Kernel& unload_kernel(Gpu& gpu) { return gpu.kernels->prepare(kUnloadSource, kernels::kUnloadThreads, 0); }
 
