@@ -234,6 +234,42 @@ class Communicator(Shared):
         return cls._connect(rank, num_ranks, share, device, origin, timeout_s, engine=engine, placement=placement)
 
     @classmethod
+    def from_allgather(
+        cls,
+        rank: int,
+        num_ranks: int,
+        allgather: Callable[[bytes], Sequence[bytes]],
+        *,
+        device: torch.device | str | int | None = None,
+        engine: str = "auto",
+        placement: str | Placement = "auto",
+        timeout_s: float = CONNECT_TIMEOUT_S,
+    ) -> Communicator:
+        """Ranks that can gather bytes in a way of their own, such as mpi4py's `comm.allgather`. Collective.
+
+        `allgather` is called once, with bytes of this rank, equally many on each, and returns those of all ranks, by
+        rank; what it raises is raised here. It is not used afterwards. `device`: "auto": the current GPU where torch
+        sees one; default: the CPU. `timeout_s`: to connect, once all are gathered. `engine` and `placement` as in
+        `from_process_group`.
+
+        Raises:
+            InvalidArgument: an argument is not allowed (before `allgather` is called), or what it returned, or the
+                ranks asked for different engines.
+            Unsupported: the ranks are not on one machine and in one pid namespace, or engine="nvlink" can't be.
+            PeerTimeout, PeerLost: a rank did not connect.
+        """
+        for name, value, most in (("num_ranks", num_ranks, MAX_RANKS), ("rank", rank, num_ranks)):
+            least = int(name == "num_ranks")
+            if type(value) is not int or not least <= value < most + least:
+                raise InvalidArgument(f"{name} is {value!r}; allowed are {least} to {most - 1 + least}")
+        if not callable(allgather):
+            raise InvalidArgument(f"allgather is {allgather!r}; allowed is a function of bytes")
+        return cls._connect(
+            rank, num_ranks, lambda endpoint: list(allgather(endpoint)), device, "allgather", timeout_s, engine=engine,
+            placement=placement,
+        )  # fmt: skip
+
+    @classmethod
     def from_env(
         cls,
         device: torch.device | str | int | None = None,
@@ -304,10 +340,11 @@ class Communicator(Shared):
         mine = local.resolve(wanted, local_rank=rank, num_local_ranks=num_ranks, device=where)
         listener = native.Listener()
         endpoints = share(listener.endpoint())
-        if len(endpoints) != num_ranks or any(len(endpoint) != ENDPOINT_BYTES for endpoint in endpoints):
+        lengths = [len(each) if isinstance(each, bytes) else -1 for each in endpoints]
+        if len(endpoints) != num_ranks or any(length != ENDPOINT_BYTES for length in lengths):
             raise InvalidArgument(
                 f"the endpoints of {num_ranks} ranks were expected, {ENDPOINT_BYTES} bytes each; got lengths "
-                f"{[len(endpoint) for endpoint in endpoints]}: do all ranks run the same version of Weft?"
+                f"{lengths}: do all ranks run the same version of Weft?"
             )
         left_s = max(deadline - time.monotonic(), _LEAST_CONNECT_S)
         connected = native.Communicator.connect(rank, endpoints, listener, left_s)

@@ -14,6 +14,7 @@ from weft.call import check, traced, wrapped
 from weft.call.cpu_calls import CpuCalls
 from weft.call.eager import Eager
 from weft.call.gpu_calls import GpuCalls
+from weft.call.maps import picks_of_map
 from weft.call.options import VALUE_TYPES, CombineOptions, DispatchOptions, options_of
 from weft.call.runner import Runner
 from weft.call.shape import Shape
@@ -163,7 +164,8 @@ class ExpertParallel(Shared):
                 differ between ranks. Column-major scales of 4 bytes are read as they lie in rank_major and in small
                 batches on GPUs; what else is not contiguous is copied first.
             topk_idx: [T, K] int32 or int64; -1: no expert. Ids out of range count as -1, and the next call raises (on a
-                GPU the next dispatch without capacity).
+                GPU the next dispatch without capacity). Or a map, bool [T, E], with topk_weights [T, E]: its ids
+                ascending, on a GPU some kernels more; a row with more than K counts as an id out of range.
             topk_weights: [T, K] fp32, or bf16 or fp16, converted exactly; None: 1. Given on every rank or on none if
                 gradients are wanted.
             handle: repeat its routing with this x (any of the three dtypes) in place of topk_idx and topk_weights.
@@ -202,6 +204,9 @@ class ExpertParallel(Shared):
             Unsupported: FP8 with H not a multiple of 16, or gradients through FP8 rows.
             PeerTimeout, PeerLost: the communicator is broken until `comm.rebuild`.
         """
+        if isinstance(topk_idx, Tensor) and topk_idx.dtype is torch.bool:
+            with self.comm.telling_peers():
+                topk_idx, topk_weights = picks_of_map(topk_idx, topk_weights, self.num_experts, self.top_k)
         if torch.compiler.is_dynamo_compiling():
             options = DispatchOptions(
                 num_sms, deadline_s, mode, staged, async_op, window, quantize, layout, alignment, capacity, max_tokens,

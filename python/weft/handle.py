@@ -14,6 +14,7 @@ from weft.call.spec import Call, rows_shape
 from weft.limits import LAYOUTS
 
 if TYPE_CHECKING:
+    from weft.call.sources import Sources
     from weft.quantized import Quantized
 
 __all__ = ["Dispatched", "Event", "Handle"]
@@ -262,6 +263,15 @@ class Dispatched:
         """int32 [], rows that hold data (holes of expert_major included; masked: the sum of kept picks)."""
         sizes: torch.Tensor = self.handle.of_user("sizes")
         return sizes[-1]
+
+    def sources(self) -> Sources:
+        """Who sent each row: source rank, token there, and pick. Local; a staged dispatch has to be received first. On
+        a GPU it takes some kernels on the current stream, and the host does not wait. Not in compiled code.
+        """
+        from weft.call.sources import sources_of
+
+        calls = self.calls
+        return sources_of(self.handle, calls.num_ranks, calls.top_k, is_on_device=calls.plans_on_device)
 
     def wait(self) -> Dispatched:
         """Receive what a `staged=True` dispatch has sent, on the current stream of the GPU, where its results may then

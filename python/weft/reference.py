@@ -11,7 +11,7 @@ they count as -1): this module explains results, ``weft.ExpertParallel`` explain
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -29,8 +29,10 @@ __all__ = [
     "dequantize_fp8",
     "dispatch",
     "dispatch_backward",
+    "picks_of_map",
     "quantize_fp8",
     "repeat_dispatch",
+    "sources",
     "through_fp8",
 ]
 
@@ -220,6 +222,40 @@ def _starts(sizes: Tensor) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), sizes.cumsum(0)])
 
 
+def picks_of_map(
+    routing_map: Tensor, probs: Tensor | None, num_experts: int, top_k: int
+) -> tuple[Tensor, Tensor | None]:
+    """A map bool [T, E] and weights [T, E] as ids and weights [T, K]: ascending, -1 and 0 behind them; E in the first
+    place of a row with more than K."""
+    ids = torch.full((len(routing_map), top_k), -1, dtype=torch.int64, device="cpu")
+    weights = torch.zeros((len(routing_map), top_k), dtype=torch.float32, device="cpu")
+    for token, row in enumerate(routing_map.tolist()):
+        chosen = [expert for expert in range(num_experts) if row[expert]]
+        for k, expert in enumerate(chosen[:top_k]):
+            ids[token, k] = num_experts if k == 0 and len(chosen) > top_k else expert
+            if probs is not None:
+                weights[token, k] = probs[token, expert]
+    return ids, None if probs is None else weights
+
+
+def sources(routing: Routing | Sequence[Dispatched]) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """Per rank source rank, token and k (rank_major: None) of each of its rows, int32; -1 where none is."""
+    routing = _routing(routing)
+    found = []
+    for rows, shape in zip(routing.rows, routing.row_shape, strict=True):
+        tables = [torch.full(shape, -1, dtype=torch.int32, device="cpu") for _ in range(3)]
+        first = 0
+        for rank, count in enumerate(routing.num_tokens):
+            for token, of_token in enumerate(rows[first : first + count].tolist()):
+                for k, row in enumerate(of_token):
+                    for table, value in zip(tables, (rank, token, k), strict=True):
+                        if row >= 0:
+                            table.view(-1)[row] = value
+            first += count
+        found.append((tables[0], tables[1], None if routing.layout == "rank_major" else tables[2]))
+    return found
+
+
 def _received_ids(place: _Place) -> Tensor:
     """rank_major: [N, K] local ids of the rows, -1 elsewhere."""
     ids = torch.full((*place.row_shape, place.local.shape[1]), -1, dtype=torch.int64, device="cpu")
@@ -313,6 +349,8 @@ def combine(
     sides: None = ...,
     biases: Sequence[Tensor | None] | None = ...,
     wire: str | None = ...,
+    order: str = ...,
+    owner_weights: Sequence[Tensor] | None = ...,
 ) -> list[Tensor]: ...
 @overload
 def combine(
@@ -323,6 +361,8 @@ def combine(
     sides: Sequence[Tensor],
     biases: Sequence[Tensor | None] | None = ...,
     wire: str | None = ...,
+    order: str = ...,
+    owner_weights: Sequence[Tensor] | None = ...,
 ) -> list[tuple[Tensor, Tensor]]: ...
 def combine(
     outputs: Sequence[Tensor],
@@ -332,6 +372,8 @@ def combine(
     sides: Sequence[Tensor] | None = None,
     biases: Sequence[Tensor | None] | None = None,
     wire: str | None = None,
+    order: str = "rank",
+    owner_weights: Sequence[Tensor] | None = None,
 ) -> list[Tensor] | list[tuple[Tensor, Tensor]]:
     """Bring expert outputs back to the tokens' owners and sum them.
 
@@ -340,41 +382,99 @@ def combine(
     [N, K] or [N] (the same for every pick), expert_major [N], masked [L, C]. biases: [T, H] or [H].
     Returns per rank y [T, H], with sides (y, side [T, K] fp32). ``weighted`` is ignored in rank_major, whose rows are a
     rank's partial sums already.
+
+    order: "rank": contributions of ranks ascending, then the bias. "last_pick": the bias, then contributions by the
+    last k that the rank has a pick of. "pick" (not rank_major, no wire): the bias, then rows by k, nothing rounded
+    between. owner_weights, with "pick" alone: per rank [T, K] fp32 in place of the weights received; a pick of weight 0
+    is absent.
     """
     routing = _routing(routing)
     hidden, dtype = outputs[0].shape[-1], outputs[0].dtype
     num_tokens, top_k = routing.rows[0].shape
     total = torch.zeros((num_tokens, hidden), dtype=torch.float32, device="cpu")
-    side_total = torch.zeros((num_tokens, top_k), dtype=torch.float32, device="cpu")
-    for rank in routing.active_ranks:
-        rows = routing.rows[rank]
-        y = outputs[rank].detach().reshape(-1, hidden).to(torch.float32)
-        weights = routing.weights[rank].detach().reshape(-1)
-        partial = torch.zeros((num_tokens, hidden), dtype=torch.float32, device="cpu")
+    if order != "rank" and biases is not None:
+        total = total + _by_token(biases, routing.num_tokens, hidden)
+    weights = [None if not weighted or routing.layout == "rank_major" else each for each in routing.weights]
+    if order == "pick":
+        owner = (
+            None
+            if owner_weights is None
+            else torch.cat([each[:n].detach() for each, n in zip(owner_weights, routing.num_tokens, strict=True)])
+        )
         for k in range(top_k):
-            (token,) = (rows[:, k] >= 0).nonzero(as_tuple=True)
-            row = rows[token, k]
-            if routing.layout == "rank_major":
-                partial[token] = y[row]
-            else:
-                product = weights[row, None] * y[row] if weighted else y[row]
-                partial[token] = partial[token] + product
-            if sides is not None:
-                side_total[token, k] = side_total[token, k] + _side(sides[rank].detach(), row, k, routing.layout)
-        (present,) = (rows >= 0).any(dim=1).nonzero(as_tuple=True)
-        if wire == "fp8":
-            contribution = through_fp8(partial[present])
-        else:
-            contribution = partial[present].to(dtype).to(torch.float32)
-        total[present] = total[present] + contribution
-
+            for rank in routing.active_ranks:
+                token, product = _products(outputs[rank], routing.rows[rank][:, k], weights[rank], owner, k)
+                total[token] = total[token] + product
+    else:
+        for present, contribution in _contributions(outputs, routing, weights, wire, by_last_pick=order == "last_pick"):
+            total[present] = total[present] + contribution
     ys = list(torch.split(total, list(routing.num_tokens)))
-    if biases is not None:
+    if order == "rank" and biases is not None:
         ys = [y if bias is None else y + bias.detach().to(torch.float32) for y, bias in zip(ys, biases, strict=True)]
     ys = [y.to(dtype) for y in ys]
     if sides is None:
         return ys
+    side_total = torch.zeros((num_tokens, top_k), dtype=torch.float32, device="cpu")
+    for rank in routing.active_ranks:
+        for k in range(top_k):
+            (token,) = (routing.rows[rank][:, k] >= 0).nonzero(as_tuple=True)
+            values = _side(sides[rank].detach(), routing.rows[rank][token, k], k, routing.layout)
+            side_total[token, k] = side_total[token, k] + values
     return list(zip(ys, torch.split(side_total, list(routing.num_tokens)), strict=True))
+
+
+def _by_token(biases: Sequence[Tensor | None], num_tokens: Sequence[int], hidden: int) -> Tensor:
+    """fp32 [sum of T, H], 0 where no bias is."""
+    rows = []
+    for bias, count in zip(biases, num_tokens, strict=True):
+        given = torch.zeros(hidden, dtype=torch.float32, device="cpu") if bias is None else bias.detach()
+        rows.append((given[:count] if given.dim() == 2 else given).to(torch.float32).expand(count, hidden))
+    return torch.cat(rows)
+
+
+def _products(
+    output: Tensor, rows: Tensor, weights: Tensor | None, owner_weights: Tensor | None, k: int
+) -> tuple[Tensor, Tensor]:
+    """Of pick k: tokens whose pick has a row here (rows [tokens], -1: none), and the weighted rows in fp32."""
+    is_here = rows >= 0
+    if owner_weights is not None:
+        is_here = is_here & (owner_weights[:, k] != 0)
+    (token,) = is_here.nonzero(as_tuple=True)
+    y = output.detach().reshape(-1, output.shape[-1]).to(torch.float32)[rows[token]]
+    if owner_weights is not None:
+        return token, owner_weights[token, k, None] * y
+    return token, y if weights is None else weights.detach().reshape(-1)[rows[token], None] * y
+
+
+def _contributions(
+    outputs: Sequence[Tensor],
+    routing: Routing,
+    weights: Sequence[Tensor | None],
+    wire: str | None,
+    *,
+    by_last_pick: bool,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens, and what a rank adds to each, fp32 as it arrives: rank by rank, or by the last k of each in the token."""
+    num_tokens, top_k = routing.rows[0].shape
+    hidden, dtype = outputs[0].shape[-1], outputs[0].dtype
+    of_ranks = []
+    for rank in routing.active_ranks:
+        rows = routing.rows[rank]
+        partial = torch.zeros((num_tokens, hidden), dtype=torch.float32, device="cpu")
+        for k in range(top_k):
+            token, product = _products(outputs[rank], rows[:, k], weights[rank], None, k)
+            partial[token] = product if routing.layout == "rank_major" else partial[token] + product
+        arrived = through_fp8(partial) if wire == "fp8" else partial.to(dtype).to(torch.float32)
+        last = torch.where(rows >= 0, torch.arange(top_k, dtype=torch.int64, device="cpu"), -1).amax(dim=1)
+        if by_last_pick:
+            of_ranks.append((arrived, last))
+        else:
+            (present,) = (last >= 0).nonzero(as_tuple=True)
+            yield present, arrived[present]
+    for k in range(top_k):
+        for arrived, last in of_ranks:
+            (present,) = (last == k).nonzero(as_tuple=True)
+            yield present, arrived[present]
 
 
 def _routing(routing: Routing | Sequence[Dispatched]) -> Routing:

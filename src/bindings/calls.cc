@@ -125,7 +125,9 @@ void bind_combine_args(nb::module_& m) {
              args->wire_is_fp8 = wire_is_fp8;
            });
   def_number<Args, Args>(args, "dtype", &Args::dtype);
+  def_number<Args, Args>(args, "order", &Args::order);
   args.def_rw("y", &Args::y)
+      .def_rw("owner_weights", &Args::owner_weights)
       .def_rw("num_rows", &Args::num_rows)
       .def_rw("weights", &Args::weights)
       .def_rw("side", &Args::side)

@@ -5,6 +5,7 @@
 #include "engine/array.h"
 #include "weft/config/base.h"
 #include "weft/config/operation.h"
+#include "weft/config/order.h"
 
 namespace weft {
 
@@ -90,7 +91,9 @@ struct CombineArgs : CallArgs {
   u64 out = 0;       // [num_tokens, hidden], written
   u64 side_out = 0;  // float [num_tokens, K], written if has_side
   u64 send_plan = 0, recv_plan = 0;
-  i64 recv_plan_len = 0;     // cpu
+  i64 recv_plan_len = 0;             // cpu
+  SumOrder order = SumOrder::kRank;  // cpu; the kernels know kRank alone
+  u64 owner_weights = 0;  // float [num_tokens, K], SumOrder::kPick: in place of `weights`; a pick of weight 0 is absent
   bool wire_is_fp8 = false;  // contributions travel as e4m3 with a float scale per kQuantizeGroup values
   // nvlink, rank_major rows that are not in the heap: SMs that bring them into the landing, from where they are pulled; 0: pushed
   i32 stage_blocks = kAutoSpread;

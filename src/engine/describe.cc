@@ -17,6 +17,7 @@ const char* phase_name(u32 phase) {
 std::string describe(const OperationConfig& config) {
   constexpr const char* kLayouts[] = {"rank_major", "expert_major", "masked"};
   constexpr const char* kDtypes[] = {"bytes", "bfloat16", "float16", "float32"};
+  constexpr const char* kOrders[] = {"rank", "last_pick", "pick"};
   constexpr const char* kQuantize[] = {"None", "'fp8'", "'fp8_ue8m0'"};
   std::string text = std::string(op_name(static_cast<u32>(config.kind)));
   if (config.kind == OpKind::kBarrier) return text;
@@ -30,6 +31,7 @@ std::string describe(const OperationConfig& config) {
     text += std::string(is_dispatch ? ", quantize=" : ", wire=") + kQuantize[static_cast<int>(config.quantize)];
   }
   if (config.handle != 0) text += ", handle of sequence " + std::to_string(config.handle);
+  if (!is_dispatch && config.is_cached != 0) text += std::string(", order='") + kOrders[config.is_cached] + "'";
   if (config.has_side != 0) text += ", with side";
   if (config.is_small == 1) text += ", small batches";
   if (config.is_small == 2) text += ", in two launches";

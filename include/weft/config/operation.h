@@ -24,7 +24,7 @@ struct OperationConfig {
   Quantize quantize = Quantize::kNone;
   Dtype dtype = Dtype::kBytes;  // of the rows on the wire
   u8 has_side = 0;              // combine: each row carries top_k floats
-  u8 is_cached = 0;             // dispatch: the routing comes from a handle
+  u8 is_cached = 0;             // dispatch: the routing comes from a handle. combine: its SumOrder
   u8 mode = 0;
   u8 is_small =
       0;  // by the kernels for small batches; 2: dispatch in two launches, combine of rows brought to the landing

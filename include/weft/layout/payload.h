@@ -12,10 +12,11 @@ namespace weft {
 // Where the rows of one source go in the receiver's memory. Offsets are bytes from the start of the receiver's heap;
 // every value is checked by the writer of the rows before it is used (R19).
 struct Placement {
-  u64 in_heap = 0;        // 1: final places in the heap; 0: the staging ring of (source, receiver)
-  u64 x = 0;              // row 0 of the result
-  u64 scales = 0;         // row 0 of its scales
-  u64 meta_idx = 0;       // int32 [M, top_k] local expert ids, rank-major over all sources
+  u64 in_heap = 0;  // 1: final places in the heap; 0: the staging ring of (source, receiver)
+  u64 x = 0;        // row 0 of the result
+  u64 scales = 0;   // row 0 of its scales
+  u64 meta_idx =
+      0;  // int32 [M, top_k] local expert ids, rank-major over all sources; before it their tokens (cpu/plan.h)
   u64 meta_weights = 0;   // float [M, top_k]
   i64 num_rows = 0;       // rows that the result holds
   i64 meta_start = 0;     // first rank-major row of this source

@@ -59,9 +59,25 @@ void check_addresses(const CombineArgs& args) {
   check_address("out", args.out, args.num_tokens * args.hidden);
   check_address("send plan", args.send_plan, 1);
   check_address("receive plan", args.recv_plan, 1);
+  check_address("weights of the owner", args.owner_weights, args.owner_weights == 0 ? 0 : args.num_tokens);
   if (!args.has_side) return;
   check_address("side", args.side, args.num_rows);
   check_address("side of the result", args.side_out, args.num_tokens);
+}
+
+void check_order(const CombineArgs& args, const WindowShape& shape) {
+  if (args.order != SumOrder::kPick) {
+    if (args.owner_weights != 0) throw_invalid_argument("weights: given; allowed with order 'pick' alone");
+    return;
+  }
+  if (args.layout == Layout::kRankMajor)
+    throw_invalid_argument("order: 'pick'; rows of layout 'rank_major' are sums of picks already");
+  if (args.wire_is_fp8)
+    throw_invalid_argument("order: 'pick'; allowed with FP8 on the wire are 'rank' and 'last_pick'");
+  if (args.max_tokens * shape.top_k > kMaxRowsPerPair) {
+    throw_invalid_argument(range_text("picks of a rank with order 'pick'", args.max_tokens * shape.top_k,
+                                      "up to " + std::to_string(kMaxRowsPerPair)));
+  }
 }
 
 // In ordinary memory, which a handle keeps for as long as it likes.
@@ -117,6 +133,7 @@ void Window::combine(const CombineArgs& args, const Poll& poll) {
   check_row(args.hidden * dtype_bytes(args.dtype), 0, shape_);
   if (args.wire_is_fp8 && args.hidden % 16 != 0)
     throw_invalid_argument(range_text("hidden", args.hidden, "multiples of 16 with FP8 on the wire"));
+  check_order(args, shape_);
   check_addresses(args);
   check_plans(memory_at<i32>(args.send_plan), memory_at<i32>(args.recv_plan), args.recv_plan_len, args.num_tokens,
               args.layout, args.capacity, {hash_, static_cast<i32>(comm_->epoch()), comm_->rank()});

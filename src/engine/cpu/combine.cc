@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "base/clock.h"
-#include "weft/config/order.h"
 
 namespace weft::cpu {
 namespace {
@@ -18,6 +17,7 @@ OperationConfig config_of(const CombineArgs& args, u64 window_hash) {
   config.dtype = args.dtype;
   config.quantize = args.wire_is_fp8 ? Quantize::kFp8 : Quantize::kNone;
   config.has_side = args.has_side ? 1 : 0;
+  config.is_cached = static_cast<u8>(args.order);
   config.alignment = static_cast<u32>(args.alignment);
   config.hidden = static_cast<u32>(args.hidden);
   config.capacity = args.capacity;
@@ -42,8 +42,10 @@ CombineCall::CombineCall(Window& window, const CombineArgs& args, const Poll& po
       op_(window, config_of(args, window.hash_), args.timeout_ns, poll),
       send_{memory_at<i32>(args.send_plan), args.num_tokens, top_k_, num_ranks_},
       recv_{memory_at<i32>(args.recv_plan), memory_at<PlanHeader>(args.recv_plan)->num_meta_rows, top_k_, num_ranks_},
-      is_fp8_(args.wire_is_fp8) {
-  const u64 side_bytes = args.has_side ? static_cast<u64>(top_k_) * sizeof(float) : 0;
+      is_fp8_(args.wire_is_fp8),
+      order_(order_of(args.order)) {
+  u64 side_bytes = args.has_side ? static_cast<u64>(top_k_) * sizeof(float) : 0;
+  if (is_by_pick()) side_bytes = 2 * sizeof(float);  // weight and side of the pick
   const i64 data_bytes = is_fp8_ ? args.hidden : row_bytes_;
   const i64 scale_row_bytes = is_fp8_ ? scale_bytes(args.hidden, Quantize::kFp8) : 0;
   record_ = RecordLayout::make(static_cast<u64>(data_bytes), static_cast<u64>(scale_row_bytes), side_bytes);
@@ -57,13 +59,14 @@ CombineCall::CombineCall(Window& window, const CombineArgs& args, const Poll& po
 void CombineCall::run() {
   const u64 start_ns = now_ns();
   WEFT_FAIL_POINT("combine.before_count");
+  count_rows();
   prepare_landing();
   send_counts();
   WEFT_FAIL_POINT("combine.after_count");
   op_.wait_all(Phase::kCount);
   read_counts();
   w_.scratch_.row.resize(static_cast<size_t>(record_.bytes));
-  if (is_fp8_) w_.scratch_.sum.resize(static_cast<size_t>(a_.hidden));
+  if (is_fp8_ || is_by_pick()) w_.scratch_.sum.resize(static_cast<size_t>(a_.hidden));
   if (a_.has_side) std::fill_n(memory_at<float>(a_.side_out), a_.num_tokens * top_k_, 0.0f);
   const auto all_pushed = [&] {
     return std::all_of(op_.peers().begin(), op_.peers().end(),
@@ -94,14 +97,14 @@ void CombineCall::run() {
 // Landing areas for whoever may push: room for everything in the heap, else the staging rings.
 void CombineCall::prepare_landing() {
   u64 num_bytes = 0;
-  for (int peer : op_.peers()) num_bytes += static_cast<u64>(send_.num_rows_to()[peer]) * record_.bytes;
+  for (int peer : op_.peers()) num_bytes += static_cast<u64>(contributors_[peer].num_rows) * record_.bytes;
   if (num_bytes > 0) {
     if (std::optional<Block> block = w_.reserve(num_bytes, 0)) landing_block_ = std::move(*block);
   }
   u8* next = landing_block_.data;
   for (int peer : op_.peers()) {
     Contributor& from = contributors_[peer];
-    const u32 num_rows = static_cast<u32>(send_.num_rows_to()[peer]);
+    const u32 num_rows = static_cast<u32>(from.num_rows);
     from.landing_records = num_rows;
     from.landing = next;
     if (next == nullptr) {
@@ -120,7 +123,7 @@ void CombineCall::send_counts() {
       auto* payload = op_.payload_to<CountPayload>(Phase::kCount, peer);
       *payload = CountPayload{};
       payload->config = op_.config();
-      payload->num_rows = recv_.source_offset()[peer + 1] - recv_.source_offset()[peer];
+      payload->num_rows = owners_[peer].num_rows;
       payload->rows_in_heap = pull_ ? 1 : 0;
       payload->rows_offset = pull_offset_;
       payload->landing_in_heap = in_heap ? 1 : 0;
@@ -134,7 +137,7 @@ void CombineCall::send_counts() {
 void CombineCall::read_counts() {
   for (int peer : op_.peers()) {
     const auto* payload = op_.payload_from<CountPayload>(Phase::kCount, peer);
-    if (payload->num_rows != send_.num_rows_to()[peer]) op_.fail_internal(Phase::kCount, peer);
+    if (payload->num_rows != contributors_[peer].num_rows) op_.fail_internal(Phase::kCount, peer);
     check_pull(peer, *payload);
     check_landing(peer, *payload);
   }
@@ -144,7 +147,7 @@ void CombineCall::read_counts() {
 void CombineCall::check_pull(int peer, const CountPayload& payload) {
   Contributor& from = contributors_[peer];
   from.pulls = payload.rows_in_heap != 0;
-  from.num_records = needs_records(peer) ? static_cast<u32>(send_.num_rows_to()[peer]) : 0;
+  from.num_records = needs_records(peer) ? static_cast<u32>(from.num_rows) : 0;
   if (!from.pulls) return;
   i64 last_row = send_.row_start()[peer] + send_.num_rows_to()[peer];
   if (a_.capacity >= 0) last_row = std::min(last_row, a_.capacity);
@@ -158,12 +161,11 @@ void CombineCall::check_pull(int peer, const CountPayload& payload) {
 // R19: this rank writes only inside the peer's heap or its own staging ring there.
 void CombineCall::check_landing(int peer, const CountPayload& payload) {
   Owner& owner = owners_[peer];
-  const i64 num_rows = recv_.source_offset()[peer + 1] - recv_.source_offset()[peer];
-  owner.num_records = pushes_records() ? static_cast<u32>(num_rows) : 0;
+  owner.num_records = pushes_records() ? static_cast<u32>(owner.num_rows) : 0;
   const bool in_heap = payload.landing_in_heap != 0;
   const CheckedSize end = CheckedSize(payload.landing_offset) + CheckedSize(payload.landing_rows) * record_.bytes;
   const u64 limit = in_heap ? w_.peers_[peer].heap.bytes() : w_.layout_.ring_bytes;
-  const bool has_room = num_rows == 0 || payload.landing_rows > 0;
+  const bool has_room = owner.num_rows == 0 || payload.landing_rows > 0;
   if (!end.ok || end.value > limit || !has_room) op_.fail_internal(Phase::kCount, peer);
   owner.landing = in_heap ? w_.heap_of(peer) + payload.landing_offset : w_.control_of(peer) + w_.layout_.ring(rank_);
   owner.landing_records = static_cast<u32>(payload.landing_rows);
@@ -186,7 +188,12 @@ bool CombineCall::push_records(int owner_rank) {
   if (consumed > owner.num_pushed) op_.fail_internal(Phase::kReduce, owner_rank);
   const i64 first = recv_.source_offset()[owner_rank];
   while (owner.num_pushed < owner.num_records && owner.num_pushed - consumed < owner.landing_records) {
-    write_record(first + owner.num_pushed, owner.landing + (owner.num_pushed % owner.landing_records) * record.bytes);
+    u8* place = owner.landing + (owner.num_pushed % owner.landing_records) * record.bytes;
+    if (is_by_pick()) {
+      write_pick(owner, place);
+    } else {
+      write_record(first + owner.num_pushed, place);
+    }
     ++owner.num_pushed;
     if (owner.num_pushed % kPushBatch == 0) op_.post(owner_rank, Channel::kLanded, owner.num_pushed);
     WEFT_FAIL_POINT("combine.mid_push");
@@ -211,7 +218,6 @@ void CombineCall::contribution(i64 meta_row, u8* data) {
 }
 
 bool CombineCall::partial_sum(i64 meta_row, void* place, bool as_fp32) {
-  static_assert(Order{}.has_contributions_by_pick());
   const u8* y = memory_at<u8>(a_.y);
   const void* rows[kMaxTopk];
   float weights[kMaxTopk];
@@ -275,7 +281,9 @@ bool CombineCall::token_is_here(i64 token) const {
   return true;
 }
 
-bool CombineCall::can_sum() const { return next_token_ < a_.num_tokens && token_is_here(next_token_); }
+bool CombineCall::can_sum() const {
+  return next_token_ < a_.num_tokens && (is_by_pick() ? pick_is_here() : token_is_here(next_token_));
+}
 
 bool CombineCall::sum_tokens() {
   for (int peer : op_.peers()) {
@@ -283,13 +291,13 @@ bool CombineCall::sum_tokens() {
     from.num_landed = sync::load_progress(op_.progress_from(peer, Channel::kLanded), op_.turn());
     if (from.num_landed > from.num_records) op_.fail_internal(Phase::kReduce, peer);
   }
-  const i64 before = next_token_;
-  while (next_token_ < a_.num_tokens && sum_token(next_token_)) {
+  const i64 before = next_token_, before_k = next_k_;
+  while (next_token_ < a_.num_tokens && (is_by_pick() ? sum_picks(next_token_) : sum_token(next_token_))) {
     ++next_token_;
     WEFT_FAIL_POINT("combine.mid_sum");
   }
   for (int peer : op_.peers()) post_consumed(peer, next_token_ == a_.num_tokens);
-  return next_token_ > before;
+  return next_token_ > before || next_k_ > before_k;
 }
 
 // Tells the contributor of the room in its landing area; not needed where everything fits at once.
@@ -318,9 +326,14 @@ void CombineCall::read_side(i64 token, int contributor, const float* values) {
   }
 }
 
+const void* CombineCall::bias_of(i64 token) const {
+  if (a_.bias == 0) return nullptr;
+  const i64 bias_row_bytes = a_.hidden * (a_.bias_is_fp32 ? 4 : dtype_bytes(a_.dtype));
+  return memory_at<u8>(a_.bias) + (a_.bias_is_2d ? token * bias_row_bytes : 0);
+}
+
 // False: something of the token has not landed yet.
 bool CombineCall::sum_token(i64 token) {
-  static_assert(Order{}.has_ascending_ranks_then_bias());
   for (int peer : op_.peers()) {
     const i32 slot = send_.slot()[token * num_ranks_ + peer];
     if (slot >= 0 && contributors_[peer].num_records != 0 && static_cast<u32>(slot) >= contributors_[peer].num_landed)
@@ -329,12 +342,14 @@ bool CombineCall::sum_token(i64 token) {
   const void* rows[kMaxRanks];
   const float* scales[kMaxRanks];
   RowSum sum;
+  std::array<i64, kMaxRanks> last;  // of the ranks behind `rows`
   for (int rank = 0; rank < num_ranks_; ++rank) {
     const i32 slot = send_.slot()[token * num_ranks_ + rank];
     if (slot < 0) continue;
     Contributor& from = contributors_[rank];
     const i64 row = send_.row_start()[rank] + slot;
     const bool counts = has_row(token, rank);
+    if (counts && order_.reduction == Reduction::kByLastPick) last[sum.num_rows] = last_pick(token, rank);
     if (rank == rank_) {
       float side[kMaxTopk];
       const i64 meta_row = recv_.source_offset()[rank_] + slot;
@@ -351,6 +366,13 @@ bool CombineCall::sum_token(i64 token) {
     if (a_.has_side) read_side(token, rank, reinterpret_cast<const float*>(landed + record.meta));
     if (from.num_records != 0) from.num_consumed = static_cast<u32>(slot) + 1;
   }
+  // Few, and most often in order.
+  for (i32 end = 1; order_.reduction == Reduction::kByLastPick && end < sum.num_rows; ++end) {
+    for (i32 idx = end; idx > 0 && last[idx] < last[idx - 1]; --idx) {
+      std::swap(last[idx], last[idx - 1]);
+      std::swap(rows[idx], rows[idx - 1]);
+    }
+  }
   for (i32 idx = 0; is_fp8_ && idx < sum.num_rows; ++idx)
     scales[idx] = reinterpret_cast<const float*>(static_cast<const u8*>(rows[idx]) + record_.scales);
   sum.scales = is_fp8_ ? scales : nullptr;
@@ -358,10 +380,8 @@ bool CombineCall::sum_token(i64 token) {
   sum.hidden = a_.hidden;
   sum.dtype = a_.dtype;
   sum.bias_is_fp32 = a_.bias_is_fp32;
-  if (a_.bias != 0) {
-    const i64 bias_row_bytes = a_.hidden * (a_.bias_is_fp32 ? 4 : dtype_bytes(a_.dtype));
-    sum.bias = memory_at<u8>(a_.bias) + (a_.bias_is_2d ? token * bias_row_bytes : 0);
-  }
+  sum.bias_is_first = order_.bias == Bias::kFirst;
+  sum.bias = bias_of(token);
   sum_rows(sum, memory_at<u8>(a_.out) + token * row_bytes_);
   return true;
 }

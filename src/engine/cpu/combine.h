@@ -1,7 +1,8 @@
 // One combine of the CPU engine. The protocol is docs/protocols/cpu-combine.md; in short:
 //   count   to every peer: my rows lie in my heap (pull them), or I push partial sums; and where pushed rows may land here
 //           (FP8 on the wire is always pushed)
-//   (data)  owners walk their tokens in order and add the ranks' rows ascending: pulled from the peer's heap, or landed
+//   (data)  owners walk their tokens in order and add the ranks' rows, ascending or as the order of the call says: pulled from
+//           the peer's heap, or landed. By pick every row travels by itself, with its weight, and is always pushed
 //   reduce  to every peer: I have read everything of yours
 // The call ends with the `reduce` header of every peer: nobody reads the caller's rows any more (R20).
 #pragma once
@@ -9,6 +10,7 @@
 #include "engine/cpu/operation.h"
 #include "engine/cpu/plan.h"
 #include "engine/cpu/rows.h"
+#include "weft/config/order.h"
 
 namespace weft::cpu {
 
@@ -25,6 +27,7 @@ class CombineCall {
     i64 rows_limit = 0;        // bytes of its heap from there
     u8* landing = nullptr;     // its records arrive here
     u32 landing_records = 0;
+    i64 num_rows = 0;      // that it has for this rank: of tokens, by pick of kept picks
     u32 num_records = 0;   // that it will send
     u32 num_landed = 0;    // seen
     u32 num_consumed = 0;  // read
@@ -34,13 +37,17 @@ class CombineCall {
   struct Owner {
     u8* landing = nullptr;
     u32 landing_records = 0;
+    i64 num_rows = 0;  // that this rank has for it
     u32 num_records = 0;
     u32 num_pushed = 0;
+    i64 next_pick = 0;  // by pick: in the receive plan, where the search for the next kept one goes on
   };
 
+  bool is_by_pick() const { return order_.sum_domain == SumDomain::kPick; }
   bool pushes_records() const { return !pull_ || a_.has_side; }
   bool needs_records(int contributor) const { return !contributors_[contributor].pulls || a_.has_side; }
 
+  void count_rows();
   void prepare_landing();
   void send_counts();
   void read_counts();
@@ -54,6 +61,7 @@ class CombineCall {
   bool partial_sum(i64 meta_row, void* place, bool as_fp32);  // false: no pick of this row was kept
   void contribution(i64 meta_row, u8* data);                  // as it travels: data, then scales, as in a record
   void write_side(i64 meta_row, float* values) const;
+  void write_pick(Owner& owner, u8* record) const;
 
   // As owner.
   bool can_sum() const;
@@ -63,6 +71,11 @@ class CombineCall {
   bool has_row(i64 token, int contributor) const;
   const void* own_row(i64 meta_row);
   void read_side(i64 token, int contributor, const float* values);
+  const void* bias_of(i64 token) const;
+  i64 last_pick(i64 token, int contributor) const;
+  bool pick_is_here() const;
+  bool sum_picks(i64 token);
+  void add_pick(i64 at, const void* row, float weight, float side);
   void post_consumed(int contributor, bool at_end);
 
   Window& w_;
@@ -75,6 +88,7 @@ class CombineCall {
   const SendPlanView<const i32> send_;
   const RecvPlanView<const i32> recv_;
   const bool is_fp8_;
+  const Order order_;
   bool pull_ = false;  // this rank's rows lie in its heap in the right order, and travel as they are
   u64 pull_offset_ = 0;
   RecordLayout record_;  // with data; a pulled row's record has only the side values
@@ -83,6 +97,7 @@ class CombineCall {
   std::array<Owner, kMaxRanks> owners_{};
   Block landing_block_;
   i64 next_token_ = 0;
+  i64 next_k_ = 0;  // by pick: of that token
 };
 
 }  // namespace weft::cpu

@@ -51,8 +51,9 @@ DispatchCall::DispatchCall(Window& window, const DispatchArgs& args, const Poll&
       wire_row_bytes_(config_of(args, 0).row_bytes),
       wire_scale_bytes_(config_of(args, 0).scale_row_bytes),
       op_(window, config_of(args, window.hash_), args.timeout_ns, poll),
-      record_(RecordLayout::make(static_cast<u64>(wire_row_bytes_), static_cast<u64>(wire_scale_bytes_),
-                                 args.cached ? 0 : static_cast<u64>(top_k_) * (sizeof(i32) + sizeof(float)))),
+      record_(
+          RecordLayout::make(static_cast<u64>(wire_row_bytes_), static_cast<u64>(wire_scale_bytes_),
+                             args.cached ? 0 : static_cast<u64>(2 * top_k_ + 1) * sizeof(i32))),  // ids, weights, token
       ring_records_(static_cast<u32>(
           std::min<u64>(window.layout_.ring_bytes / std::max<u64>(record_.bytes, 1), kMaxRowsPerPair))),
       send_{memory_at<i32>(args.send_plan), args.num_tokens, top_k_, num_ranks_} {}
@@ -249,6 +250,7 @@ void DispatchCall::read_placements() {
   own.placement = placement_for(rank_);
   own.x = x_block_.data;
   own.scales = x_block_.data + scales_offset_;
+  own.meta_token = a_.cached ? nullptr : recv_.token();
   own.meta_idx = a_.cached ? nullptr : recv_.expert();
   own.meta_weights = meta_weights_;
   for (int peer : op_.peers()) {
@@ -263,6 +265,7 @@ void DispatchCall::read_placements() {
     target.scales = heap + target.placement.scales;
     if (a_.cached) continue;
     target.meta_idx = reinterpret_cast<i32*>(heap + target.placement.meta_idx);
+    target.meta_token = target.meta_idx - padded_ints(target.placement.num_meta_rows);
     target.meta_weights = reinterpret_cast<float*>(heap + target.placement.meta_weights);
   }
   if (a_.cached) return;
@@ -278,7 +281,8 @@ void DispatchCall::check_placement(int rank, const Placement& placement) const {
   };
   const bool rows_fit = placement.meta_start >= 0 && placement.num_meta_rows >= 0 &&
                         placement.meta_start <= placement.num_meta_rows - targets_[rank].num_rows;
-  const bool meta_fits = a_.cached || (fits(placement.meta_idx, placement.num_meta_rows, top_k_ * 4) &&
+  const bool has_tokens = rows_fit && placement.meta_idx / 4 >= static_cast<u64>(padded_ints(placement.num_meta_rows));
+  const bool meta_fits = a_.cached || (has_tokens && fits(placement.meta_idx, placement.num_meta_rows, top_k_ * 4) &&
                                        fits(placement.meta_weights, placement.num_meta_rows, top_k_ * 4));
   const bool memory_fits =
       placement.in_heap == 0 || (fits(placement.x, placement.num_rows, wire_row_bytes_) &&

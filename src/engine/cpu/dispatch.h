@@ -21,6 +21,7 @@ class DispatchCall {
     Placement placement;
     u8* x = nullptr;
     u8* scales = nullptr;
+    i32* meta_token = nullptr;
     i32* meta_idx = nullptr;
     float* meta_weights = nullptr;
     bool staged = false;

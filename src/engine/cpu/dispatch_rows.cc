@@ -64,6 +64,7 @@ void DispatchCall::send_token(i64 token) {
     if (slot < 0 || target.staged) continue;
     num_places += gather_places(token, destination, target, x_places + num_places, scale_places + num_places);
     if (a_.cached) continue;
+    target.meta_token[target.placement.meta_start + slot] = static_cast<i32>(token);
     const i64 meta = (target.placement.meta_start + slot) * top_k_;
     write_meta(token, destination, target.meta_idx + meta, target.meta_weights + meta);
   }
@@ -119,6 +120,7 @@ bool DispatchCall::push_staged(int destination) {
     if (!a_.cached) {
       i32* ids = reinterpret_cast<i32*>(record + record_.meta);
       write_meta(token, destination, ids, reinterpret_cast<float*>(ids + top_k_));
+      ids[2 * top_k_] = static_cast<i32>(token);
     }
     ++target.num_landed;
   }
@@ -142,6 +144,7 @@ bool DispatchCall::drain_staged(int source) {
       const i32* ids = reinterpret_cast<const i32*>(record + record_.meta);
       std::copy_n(ids, top_k_, recv_.expert() + meta_row * top_k_);
       std::copy_n(reinterpret_cast<const float*>(ids + top_k_), top_k_, meta_weights_ + meta_row * top_k_);
+      recv_.token()[meta_row] = ids[2 * top_k_];
       place_meta_rows(source, from.num_consumed + 1);
     }
     for (i64 k = 0; k < (a_.layout == Layout::kRankMajor ? 1 : top_k_); ++k) {

@@ -50,19 +50,23 @@ inline i64 send_plan_len(i64 num_tokens, i64 top_k, i64 num_ranks) {
   return kPlanHeaderInts + 2 * num_ranks + num_tokens * (2 * top_k + num_ranks);
 }
 
-// header | source_offset [R + 1], padded to 16 bytes | expert [M, K] local ids, -1 = none | row [M, K] as pick_row above
+// header | source_offset [R + 1] | token [M] of its source | expert [M, K] local ids, -1 = none | row [M, K] as pick_row above
+//   the first two padded to 16 bytes. Sources find `token` before `expert`, whose place they are told
+constexpr i64 padded_ints(i64 count) { return static_cast<i64>(align_up(static_cast<u64>(count), 4)); }
+
 template <class Int>
 struct RecvPlanView {
   Int* base;
   i64 num_meta_rows, top_k, num_ranks;
 
   Int* source_offset() const { return base + kPlanHeaderInts; }
-  Int* expert() const { return source_offset() + static_cast<i64>(align_up(static_cast<u64>(num_ranks) + 1, 4)); }
+  Int* token() const { return source_offset() + padded_ints(num_ranks + 1); }
+  Int* expert() const { return token() + padded_ints(num_meta_rows); }
   Int* row() const { return expert() + num_meta_rows * top_k; }
 };
 
 inline i64 recv_plan_len(i64 num_meta_rows, i64 top_k, i64 num_ranks, Layout layout) {
-  return kPlanHeaderInts + static_cast<i64>(align_up(static_cast<u64>(num_ranks) + 1, 4)) +
+  return kPlanHeaderInts + padded_ints(num_ranks + 1) + padded_ints(num_meta_rows) +
          num_meta_rows * top_k * (layout == Layout::kRankMajor ? 1 : 2);
 }
 

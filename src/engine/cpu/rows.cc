@@ -41,12 +41,24 @@ inline __attribute__((always_inline)) void add_e4m3(const u8* row, const float* 
 }
 
 template <class Format>
+inline __attribute__((always_inline)) void add_bias(const RowSum& sum, i64 first, i64 count, float* total) {
+  if (sum.bias != nullptr && sum.bias_is_fp32) {
+    const float* bias = static_cast<const float*>(sum.bias) + first;
+    for (i64 idx = 0; idx < count; ++idx) total[idx] += bias[idx];
+  } else if (sum.bias != nullptr) {
+    const auto* bias = static_cast<const typename Format::Storage*>(sum.bias) + first;
+    for (i64 idx = 0; idx < count; ++idx) total[idx] += Format::load(bias[idx]);
+  }
+}
+
+template <class Format>
 inline __attribute__((always_inline)) void sum_rows_of(const RowSum& sum, void* result) {
   using Storage = typename Format::Storage;
   alignas(64) float total[kChunk];
   for (i64 first = 0; first < sum.hidden; first += kChunk) {
     const i64 count = std::min(kChunk, sum.hidden - first);
     for (i64 idx = 0; idx < count; ++idx) total[idx] = 0.0f;
+    if (sum.bias_is_first) add_bias<Format>(sum, first, count, total);
     for (i32 row = 0; row < sum.num_rows; ++row) {
       if (sum.scales != nullptr) {
         add_e4m3(static_cast<const u8*>(sum.rows[row]), sum.scales[row], first, count, total);
@@ -60,13 +72,7 @@ inline __attribute__((always_inline)) void sum_rows_of(const RowSum& sum, void* 
         for (i64 idx = 0; idx < count; ++idx) total[idx] += Format::load(elements[idx]);
       }
     }
-    if (sum.bias != nullptr && sum.bias_is_fp32) {
-      const float* bias = static_cast<const float*>(sum.bias) + first;
-      for (i64 idx = 0; idx < count; ++idx) total[idx] += bias[idx];
-    } else if (sum.bias != nullptr) {
-      const Storage* bias = static_cast<const Storage*>(sum.bias) + first;
-      for (i64 idx = 0; idx < count; ++idx) total[idx] += Format::load(bias[idx]);
-    }
+    if (!sum.bias_is_first) add_bias<Format>(sum, first, count, total);
     if (sum.result_is_fp32) {
       std::copy_n(total, count, static_cast<float*>(result) + first);
       continue;
@@ -79,6 +85,23 @@ inline __attribute__((always_inline)) void sum_rows_of(const RowSum& sum, void* 
 WEFT_CLONES void sum_rows_bf16(const RowSum& sum, void* result) { sum_rows_of<Bf16>(sum, result); }
 WEFT_CLONES void sum_rows_fp16(const RowSum& sum, void* result) { sum_rows_of<Fp16>(sum, result); }
 WEFT_CLONES void sum_rows_fp32(const RowSum& sum, void* result) { sum_rows_of<Fp32>(sum, result); }
+
+template <class Format>
+inline __attribute__((always_inline)) void add_row_of(const void* row, const float* weight, i64 hidden, float* total) {
+  const auto* elements = static_cast<const typename Format::Storage*>(row);
+  if (weight == nullptr) {
+    for (i64 idx = 0; idx < hidden; ++idx) total[idx] += Format::load(elements[idx]);
+    return;
+  }
+  const float factor = *weight;
+  for (i64 idx = 0; idx < hidden; ++idx) total[idx] += factor * Format::load(elements[idx]);
+}
+
+template <class Format>
+inline __attribute__((always_inline)) void round_row_of(const float* total, i64 hidden, void* result) {
+  auto* place = static_cast<typename Format::Storage*>(result);
+  for (i64 idx = 0; idx < hidden; ++idx) place[idx] = Format::store(total[idx]);
+}
 
 WEFT_CLONES void load_group(Dtype dtype, const void* row, i64 first, i64 count, float* values) {
   if (dtype == Dtype::kBf16) return load_chunk<Bf16>(row, first, count, values);
@@ -162,6 +185,18 @@ void sum_rows(const RowSum& sum, void* result) {
     case Dtype::kFp16: return sum_rows_fp16(sum, result);
     default: return sum_rows_fp32(sum, result);
   }
+}
+
+WEFT_CLONES void add_row(Dtype dtype, const void* row, const float* weight, i64 hidden, float* total) {
+  if (dtype == Dtype::kBf16) return add_row_of<Bf16>(row, weight, hidden, total);
+  if (dtype == Dtype::kFp16) return add_row_of<Fp16>(row, weight, hidden, total);
+  add_row_of<Fp32>(row, weight, hidden, total);
+}
+
+WEFT_CLONES void round_row(Dtype dtype, const float* total, i64 hidden, void* result) {
+  if (dtype == Dtype::kBf16) return round_row_of<Bf16>(total, hidden, result);
+  if (dtype == Dtype::kFp16) return round_row_of<Fp16>(total, hidden, result);
+  round_row_of<Fp32>(total, hidden, result);
 }
 
 }  // namespace weft::cpu

@@ -23,7 +23,7 @@ WEFT_HD constexpr i64 scale_bytes(i64 hidden, Quantize format) {
   return num_scales(hidden) * (format == Quantize::kFp8 ? 4 : 1);
 }
 
-// sum = 0; sum += [weights[r] *] rows[r] in order; sum += bias; all in float, each product and sum rounded; one rounding
+// sum = 0; sum += [weights[r] *] rows[r] in order; sum += bias (or before the rows); all in float, each product and sum rounded; one rounding
 // to `dtype` at the end. rows [num_rows] of [hidden] in `dtype`, with `scales` in e4m3.
 struct RowSum {
   const void* const* rows = nullptr;
@@ -33,9 +33,14 @@ struct RowSum {
   i32 num_rows = 0;
   const void* bias = nullptr;  // [hidden] or null
   bool bias_is_fp32 = false;   // else in `dtype`
+  bool bias_is_first = false;
   i64 hidden = 0;
   Dtype dtype = Dtype::kFp32;
 };
 void sum_rows(const RowSum& sum, void* result);
+
+// The same in steps, for a row that is added when it comes: total [hidden] += [weight *] row; then rounded to `dtype`.
+void add_row(Dtype dtype, const void* row, const float* weight, i64 hidden, float* total);
+void round_row(Dtype dtype, const float* total, i64 hidden, void* result);
 
 }  // namespace weft::cpu

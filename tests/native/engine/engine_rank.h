@@ -250,7 +250,12 @@ class EngineRank {
     std::vector<u8> bias = make_bias(call, t.num_tokens);
     std::vector<u8> out(static_cast<size_t>(t.num_tokens * call.hidden * element), 0xee);
     std::vector<float> side_out(static_cast<size_t>(t.num_tokens * shape_.top_k), -1.0f);
+    std::vector<float> owner_weights;
+    for (i64 pick = 0; call.weighted_by_owner && pick < t.num_tokens * shape_.top_k; ++pick)
+      owner_weights.push_back(call.owner_weight(rank(), pick / shape_.top_k, pick % shape_.top_k));
     CombineArgs args;
+    args.order = call.order;
+    args.owner_weights = address_of(call.weighted_by_owner ? owner_weights.data() : nullptr);
     args.y = address_of(y);
     args.num_rows = num_rows;
     args.weights = address_of(call.weighted && !by_rank ? reinterpret_cast<const float*>(result.topk_weights.block.data)

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "weft/config/operation.h"
+#include "weft/config/order.h"
 #include "weft/ptx/convert.h"
 
 namespace weft::test {
@@ -74,6 +75,8 @@ struct Call {
   bool weighted = false, has_side = false, has_bias = false, bias_is_2d = false, bias_is_fp32 = false;
   bool output_in_heap = false, again = false, ids_are_int64 = false;
   u64 routing = 0;  // how ids are drawn
+  SumOrder order = SumOrder::kRank;
+  bool weighted_by_owner = false;
 
   static Call make(const JobShape& shape, u64 id) {
     const auto draw = [&](u64 salt, u64 range) { return mix(shape.seed, id, salt) % range; };
@@ -96,6 +99,8 @@ struct Call {
     call.again = draw(13, 3) == 0;
     call.ids_are_int64 = draw(14, 2) != 0;
     call.routing = draw(15, 6);
+    call.order = static_cast<SumOrder>(draw(16, call.layout == Layout::kRankMajor ? 2 : 3));
+    call.weighted_by_owner = call.order == SumOrder::kPick && draw(17, 2) != 0;
     return call;
   }
 
@@ -114,6 +119,10 @@ struct Call {
     return static_cast<i64>((value >> 8) % num_experts);
   }
   float weight(int rank, i64 token, i64 k) const { return number(mix(id, 300, rank, token, k)); }
+  float owner_weight(int rank, i64 token, i64 k) const {  // one in four is 0: the pick is absent
+    const u64 value = mix(id, 800, rank, token, k);
+    return value % 4 == 0 ? 0.0f : number(value >> 8);
+  }
   float x(int rank, i64 token, i64 column, u64 turn) const {
     return number(mix(id, 400 + turn, rank, token * 100000 + column));
   }
@@ -166,12 +175,18 @@ class Model {
     }
     std::vector<float> result;
     for (i64 column = 0; column < call_.hidden; ++column) {
-      float sum = 0.0f;
-      for (int rank : active_) sum = add_part(sum, owner, rank, kept, column);
+      float sum = 0.0f, bias = 0.0f;
       if (call_.has_bias) {
-        const float bias = call_.bias(owner, token, column);
-        sum = sum + (call_.bias_is_fp32 ? bias : round_to(call_.dtype, bias));
+        bias = call_.bias(owner, token, column);
+        bias = call_.bias_is_fp32 ? bias : round_to(call_.dtype, bias);
       }
+      if (call_.order != SumOrder::kRank) sum = sum + bias;
+      if (call_.order == SumOrder::kPick) {
+        for (const Pick& pick : kept) sum = add_pick(sum, owner, pick, column);
+      } else {
+        for (int rank : contributors(kept)) sum = add_part(sum, owner, rank, kept, column);
+      }
+      if (call_.order == SumOrder::kRank) sum = sum + bias;
       result.push_back(round_to(call_.dtype, sum));
     }
     return result;
@@ -184,6 +199,27 @@ class Model {
   }
 
  private:
+  // Ranks in the order of their contributions.
+  std::vector<int> contributors(const std::vector<Pick>& kept) const {
+    if (call_.order == SumOrder::kRank) return active_;
+    std::vector<int> ranks;
+    for (size_t at = 0; at < kept.size(); ++at) {
+      const auto comes_later = [&](const Pick& pick) { return pick.source == kept[at].source; };
+      if (std::none_of(kept.begin() + static_cast<i64>(at) + 1, kept.end(), comes_later))
+        ranks.push_back(kept[at].source);
+    }
+    return ranks;
+  }
+
+  float add_pick(float sum, int owner, const Pick& pick, i64 column) const {
+    const float value = round_to(call_.dtype, call_.y(pick.source, {owner, pick.token, pick.k}, column));
+    if (call_.weighted_by_owner) {
+      const float weight = call_.owner_weight(owner, pick.token, pick.k);
+      return weight == 0.0f ? sum : sum + weight * value;
+    }
+    return sum + (call_.weighted ? call_.weight(owner, pick.token, pick.k) * value : value);
+  }
+
   // sum, plus what `rank` contributes to the token if any of its picks was kept there.
   float add_part(float sum, int owner, int rank, const std::vector<Pick>& kept, i64 column) const {
     float part = 0.0f;

@@ -1,0 +1,41 @@
+"""Routing maps: which experts a token goes to as a row of bools, in place of a list of ids."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.errors import InvalidArgument
+
+__all__ = ["picks_of_map"]
+
+
+def picks_of_map(
+    routing_map: Tensor, probs: Tensor | None, num_experts: int, top_k: int
+) -> tuple[Tensor, Tensor | None]:
+    """bool [T, E] and weights [T, E] or None -> ids int64 [T, K], ascending, -1 behind them, and their weights [T, K].
+
+    Of a row with more than K experts the first K are taken, and one of them becomes E, which is out of range: the call
+    counts it as a bad id. Some kernels on the current stream; gradients flow to `probs`.
+
+    Raises:
+        InvalidArgument: shapes do not fit.
+    """
+    if routing_map.dim() != 2 or routing_map.shape[1] != num_experts:
+        raise InvalidArgument(f"topk_idx is a map {list(routing_map.shape)}; allowed is [T, {num_experts}] of bools")
+    if probs is not None and probs.shape != routing_map.shape:
+        raise InvalidArgument(
+            f"topk_weights is {list(probs.shape)} beside a map; allowed is {list(routing_map.shape)}, a weight a bool"
+        )
+    width = min(top_k, num_experts)
+    values, order = routing_map.to(torch.uint8).sort(dim=1, descending=True, stable=True)
+    is_pick, order = values[:, :width] != 0, order[:, :width]
+    ids = torch.where(is_pick, order, -1)
+    weights = None if probs is None else torch.where(is_pick, probs.gather(1, order), 0.0)
+    if width < num_experts:
+        is_full = values[:, width : width + 1] != 0
+        ids = torch.cat([torch.where(is_full, num_experts, ids[:, :1]), ids[:, 1:]], dim=1)
+    if width < top_k:
+        ids = torch.nn.functional.pad(ids, (0, top_k - width), value=-1)
+        weights = None if weights is None else torch.nn.functional.pad(weights, (0, top_k - width))
+    return ids, weights

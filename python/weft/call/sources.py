@@ -1,0 +1,78 @@
+"""Who sent what: from the receive plan of a handle to a table by row."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.call.spec import RANK_MAJOR
+
+__all__ = ["Sources", "sources_of"]
+
+_CPU_HEADER, _CPU_NUM_META_ROWS = 16, 7  # PlanHeader of src/engine/cpu/plan.h in int32, and a place in it
+_GPU_HEADER = 32  # kGpuPlanHeader of include/weft/layout/gpu_plan.h
+
+
+class Sources(NamedTuple):
+    """Where the rows of a dispatch came from: int32 tensors of the rows' shape without its last dimension, [N] or
+    [L, C]; -1 where there is no row.
+
+    Attributes:
+        rank: that sent it.
+        token: its number on that rank.
+        pick: k of the token's pick; None in rank_major, where a row is a token.
+    """
+
+    rank: Tensor
+    token: Tensor
+    pick: Tensor | None
+
+
+def sources_of(handle: Any, num_ranks: int, top_k: int, *, is_on_device: bool) -> Sources:
+    """Of a weft.Handle. Local; on a GPU some kernels on the current stream, and no host wait."""
+    entries = _on_device(handle, num_ranks, top_k) if is_on_device else _on_host(handle, num_ranks, top_k)
+    rank, token, rows = entries
+    shape, device = handle.rows_shape, handle.sizes.device
+    num_rows = math.prod(shape)
+    place = torch.where((rows >= 0) & (rows < num_rows), rows, num_rows).to(torch.int64).reshape(-1)
+
+    def by_row(values: Tensor) -> Tensor:
+        found = torch.full((num_rows + 1,), -1, dtype=torch.int32, device=rows.device)
+        found[place] = values.to(torch.int32).expand(rows.shape).reshape(-1)
+        return found[:num_rows].view(shape).to(device)
+
+    lanes = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device)
+    pick = None if handle.call.layout == RANK_MAJOR else by_row(lanes[None])
+    return Sources(by_row(rank[:, None]), by_row(token[:, None]), pick)
+
+
+def _on_host(handle: Any, num_ranks: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rank and token of each (token, source) received, [M], and its rows [M, 1 or K]; -1: none."""
+    plan = handle.recv_plan
+    num_meta_rows = int(plan[_CPU_NUM_META_ROWS])
+    offsets = plan[_CPU_HEADER + 1 : _CPU_HEADER + 1 + num_ranks].contiguous()
+    first = _CPU_HEADER + _padded(num_ranks + 1)
+    token = plan[first : first + num_meta_rows]
+    number = torch.arange(num_meta_rows, dtype=torch.int32, device=plan.device)
+    rank = torch.searchsorted(offsets, number, right=True, out_int32=True)
+    if handle.call.layout == RANK_MAJOR:
+        return rank, token, number[:, None]
+    first += _padded(num_meta_rows) + num_meta_rows * top_k
+    return rank, token, plan[first : first + num_meta_rows * top_k].view(num_meta_rows, top_k)
+
+
+def _on_device(handle: Any, num_ranks: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_on_host`, of every token that a source may have."""
+    plan, max_tokens = handle.recv_plan, handle.max_tokens
+    width = 1 if handle.call.layout == RANK_MAJOR else top_k
+    number = torch.arange(num_ranks * max_tokens, dtype=torch.int32, device=plan.device)
+    rank, token = number // max(1, max_tokens), number % max(1, max_tokens)
+    rows = plan[_GPU_HEADER : _GPU_HEADER + len(number) * width].view(len(number), width)
+    return rank, token, torch.where((token < plan[:num_ranks][rank.to(torch.int64)])[:, None], rows, -1)
+
+
+def _padded(count: int) -> int:
+    return -(-count // 4) * 4

@@ -1,0 +1,63 @@
+"""Guards against a routing map that sends tokens elsewhere than the ids it stands for, or loses a pick in silence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from weft import reference
+from weft.call.maps import picks_of_map
+
+NUM_EXPERTS, TOP_K = 8, 3
+
+
+def make(rank: int, num_tokens: int = 11, most: int = TOP_K) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of 0 to `most` experts."""
+    generator = torch.Generator(device="cpu").manual_seed(rank)
+    scores = torch.rand((num_tokens, NUM_EXPERTS), generator=generator, dtype=torch.float32, device="cpu")
+    number = torch.randint(most + 1, (num_tokens, 1), generator=generator, dtype=torch.int64, device="cpu")
+    chosen = scores.argsort(dim=1).argsort(dim=1) < number
+    return chosen, torch.rand(chosen.shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 8, 10])
+@pytest.mark.parametrize("has_probs", [True, False])
+def test_picks_are_those_of_the_reference(top_k: int, has_probs: bool) -> None:
+    for most in (0, 3, 8):
+        chosen, probs = make(most, most=most)
+        given = probs if has_probs else None
+        for found, right in zip(
+            picks_of_map(chosen, given, NUM_EXPERTS, top_k),
+            reference.picks_of_map(chosen, given, NUM_EXPERTS, top_k),
+            strict=True,
+        ):
+            assert (found is None) == (right is None)
+            assert found is None or right is None or torch.equal(found, right)
+
+
+def calls(comm: weft.Communicator) -> None:
+    with weft.ExpertParallel(comm, num_experts=NUM_EXPERTS, top_k=TOP_K, hidden=16, max_tokens_per_rank=11) as ep:
+        chosen, probs = make(comm.rank)
+        x = torch.randn((11, 16), dtype=torch.float32, device="cpu").bfloat16()
+        probs.requires_grad_()
+        ids, weights = reference.picks_of_map(chosen, probs.detach(), NUM_EXPERTS, TOP_K)
+        for layout in ("rank_major", "expert_major"):
+            by_map = ep.dispatch(x, chosen, probs, layout=layout)
+            by_ids = ep.dispatch(x, ids, weights, layout=layout)
+            assert torch.equal(by_map.x, by_ids.x)
+            assert torch.equal(by_map.topk_weights, by_ids.topk_weights)
+        y = ep.combine(by_map.x, by_map.handle)
+        y.float().sum().backward()
+        assert probs.grad is not None
+        assert torch.equal(probs.grad != 0, chosen & (x.float().sum(1) != 0)[:, None])
+        for wrong in ((chosen[:, 1:], None), (chosen, probs[:, 1:].detach())):
+            with pytest.raises(weft.InvalidArgument, match="map"):
+                ep.dispatch(x, *wrong)
+        ep.dispatch(x, make(7, most=8)[0])
+        with pytest.raises(weft.InvalidArgument, match=f"first {NUM_EXPERTS} at"):
+            ep.check()
+
+
+def test_calls_take_maps() -> None:
+    weft.spawn(calls, 2, device="cpu")
