@@ -174,3 +174,32 @@ def two_micro_batches(comm: weft.Communicator) -> None:
 
 def test_results_are_not_overwritten() -> None:
     weft.spawn(two_micro_batches, 2, device="cpu")
+
+
+def waits(comm: weft.Communicator, kind: str) -> None:
+    """Nanoseconds for each rank, added; a rank that comes late is waited for."""
+    given = cases.make(comm.num_ranks, tokens=M, top_k=3, even=True)
+    rank, num_ranks = comm.rank, comm.num_ranks
+    x, ids, weights = given.xs[rank], given.ids[rank], given.weights[rank]
+    buffer = deep_ep.Buffer(comm)
+    recv, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, M, given.num_experts, use_fp8=False)
+    buffer.low_latency_combine(recv, ids, weights, handle)
+    table = torch.full((num_ranks, num_ranks), 7, dtype=torch.int64, device="cpu")
+    stats = table if kind == "table" else table[rank]
+    before = table.clone()
+    buffer.low_latency_dispatch(
+        x, ids, M, given.num_experts, use_fp8=False, dispatch_wait_recv_cost_stats=stats, return_recv_hook=True
+    )[4]()
+    after_dispatch = table.clone()
+    buffer.low_latency_combine(recv, ids, weights, handle, combine_wait_recv_cost_stats=stats)
+    others = [each for each in range(num_ranks) if each != rank]
+    for older, newer in ((before, after_dispatch), (after_dispatch, table)):
+        assert torch.equal(older[others], newer[others])  # rows of other ranks are theirs
+        assert int(newer[rank, rank]) == 7
+        assert bool((newer[rank] >= older[rank]).all())
+    assert int(table[rank].sum()) > 7 * num_ranks
+
+
+@pytest.mark.parametrize("kind", ["table", "row"])
+def test_statistics_of_waits(kind: str) -> None:
+    weft.spawn(waits, 2, (kind,), device="cpu")

@@ -47,6 +47,9 @@ assert deep_ep.utils.math is weft.deep_ep.utils.math
 assert set(deep_ep.__all__) <= set(dir(deep_ep)) and all(hasattr(deep_ep, each) for each in deep_ep.__all__)
 assert not hasattr(deep_ep, "no_such_name") and not hasattr(deep_ep.utils, "no_such_name")
 assert deep_ep.buffer.Buffer is deep_ep.buffers.legacy.Buffer is deep_ep.Buffer
+from deep_ep._C import Config, EventHandle as Event, is_sm90_compiled, topk_idx_t
+assert Config is deep_ep.Config and Event is EventHandle and is_sm90_compiled() and topk_idx_t is deep_ep.topk_idx_t
+assert deep_ep._C is weft.deep_ep._C
 assert importlib.util.find_spec("deep_ep") and importlib.util.find_spec("deep_ep.utils")
 try:
     import deep_ep.no_such_module

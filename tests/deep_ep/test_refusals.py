@@ -3,6 +3,7 @@ refused feature that does not say what to use, and against a lost rank that hang
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -66,6 +67,7 @@ WRONG: dict[str, tuple[Callable[[Rank], Any], str]] = {
     ),
     "ids beside a handle": (lambda r: r.normal(handle=r.normal()[4]), "handle"),
     "no handle": (lambda r: r.v1.combine(r.x, 7), "handle"),
+    "comm of another kind": (lambda r: deep_ep.Buffer(None, comm=object()), "Get_rank"),
     "rows of another number": (lambda r: r.v1.combine(torch.cat([r.x] * 9), r.normal()[4]), "expert_output"),
     "three biases": (lambda r: r.v1.combine(r.x, r.normal()[4], bias=(r.x,) * 3), "bias"),
     "experts of a count": (lambda r: r.normal(num_tokens_per_expert=r.ids[0, :1]), "num_tokens_per_expert"),
@@ -81,6 +83,13 @@ WRONG: dict[str, tuple[Callable[[Rank], Any], str]] = {
         lambda r: r.v1.low_latency_combine(r.x, r.ids, r.weights, r.low()[2], use_logfmt=True, zero_copy=True),
         "use_logfmt",
     ),
+    "waits of a dispatch": (lambda r: r.low(dispatch_wait_recv_cost_stats=r.ids), "dispatch_wait_recv_cost_stats"),
+    "waits of a combine": (
+        lambda r: r.v1.low_latency_combine(
+            r.x, r.ids, r.weights, None, combine_wait_recv_cost_stats=r.ids[0].to(torch.int32)
+        ),
+        "combine_wait_recv_cost_stats",
+    ),
     "no experts": (lambda r: r.elastic(num_experts=None), "num_experts"),
     "too many for V2": (lambda r: r.elastic(num_max_tokens_per_rank=4), "topk_idx"),
     "sync with a handle": (lambda r: r.elastic(topk_idx=None, handle=r.elastic()[3], do_cpu_sync=True), "do_cpu_sync"),
@@ -93,12 +102,11 @@ WRONG: dict[str, tuple[Callable[[Rank], Any], str]] = {
 
 REFUSED: dict[str, Callable[[Rank], Any]] = {
     "shrink": lambda r: deep_ep.Buffer(r.v1.group, enable_shrink=True),
-    "MPI": lambda r: deep_ep.Buffer(None, comm=object()),
     "memory on the host": lambda r: deep_ep.ElasticBuffer(r.v1.group, num_cpu_bytes=1),
     "NVFP4": lambda r: r.low(use_nvfp4=True),
-    "statistics of waits": lambda r: r.low(dispatch_wait_recv_cost_stats=r.ids),
     "signals": lambda r: r.v1.low_latency_combine(r.x, r.ids, r.weights, None, overlap=True),
     "masks": lambda r: r.v1.low_latency_update_mask_buffer(0, True),
+    "PCIe": lambda r: r.v1.dispatch_pcie(r.x, anything=1),
     "engram": lambda r: r.v2.engram_write(r.x, anything=1),
     "stages": lambda r: r.v2.pp_send(r.x, 1),
     "gathers": lambda r: r.v2.all_gather(r.x),
@@ -152,6 +160,46 @@ ALONE: dict[str, tuple[Callable[[Rank], Any], Callable[[Rank, Any], Any], str]] 
         lambda r, had: r.v1.combine(had[0], had[4], topk_weights=r.weights[:1]),
         "topk_weights",
     ),
+    "V1 wide rows": (lambda r: r.normal(), lambda r, had: _v1(r, had, torch.cat([had[0]] * 2, dim=1)), "64"),
+    "V1 narrow rows": (lambda r: r.normal(), lambda r, had: _v1(r, had, had[0][:, :32].contiguous()), "64"),
+    "V1 rows without a dimension": (lambda r: r.normal(), lambda r, had: _v1(r, had, had[0][0]), "x is"),
+    "V2 wide rows": (
+        lambda r: r.elastic(),
+        lambda r, had: r.v2.combine(torch.cat([had[0]] * 2, dim=1), had[3]),
+        "64",
+    ),
+    "hybrid wide rows": (
+        lambda r: r.hybrid.dispatch_with_permute(hidden=r.x, topk_idx=r.ids),
+        lambda r, had: r.hybrid.combine_with_unpermute(hidden=torch.cat([had[0]] * 2, dim=1), handle=had[4]),
+        "64",
+    ),
+    "hybrid wide rows by token": (
+        lambda r: r.hybrid.dispatch(r.x, topk_idx=r.ids),
+        lambda r, had: r.hybrid.combine(torch.cat([had[0]] * 2, dim=1), handle=had[3]),
+        "64",
+    ),
+    "low counts": (
+        lambda r: None,
+        lambda r, _: r.low(cumulative_local_expert_recv_stats=torch.zeros(2, dtype=torch.int32, device="cpu")),
+        "cumulative_local_expert_recv_stats",
+    ),
+    "low float counts": (
+        lambda r: None,
+        lambda r, _: r.low(cumulative_local_expert_recv_stats=torch.zeros(3, dtype=torch.float32, device="cpu")),
+        "cumulative_local_expert_recv_stats",
+    ),
+    "V2 counts": (
+        lambda r: None,
+        lambda r, _: r.elastic(cumulative_local_expert_recv_stats=torch.zeros((1, 3), dtype=torch.int32, device="cpu")),
+        "cumulative_local_expert_recv_stats",
+    ),
+    "V2 counts again": (
+        lambda r: r.elastic(),
+        lambda r, had: r.elastic(
+            topk_idx=None, num_experts=None, handle=had[3], cumulative_local_expert_recv_stats=r.ids[0, :1]
+        ),
+        "cumulative_local_expert_recv_stats",
+    ),
     "low tokens": (lambda r: None, lambda r, _: r.low(num_max_dispatch_tokens_per_rank=9), "tokens"),
     "low ids": (lambda r: None, lambda r, _: r.low(topk_idx=_cut(r.ids)), "topk_idx"),
     "low weights": (lambda r: None, lambda r, _: r.low(topk_weights=_cut(r.weights)), "topk_weights"),
@@ -197,6 +245,10 @@ def _low(r: Rank, had: Any, **more: Any) -> Any:
     return r.v1.low_latency_combine(**arguments)
 
 
+def _v1(r: Rank, had: Any, x: torch.Tensor) -> Any:
+    return r.v1.combine(x, had[4])
+
+
 def wrong_on_one_rank(comm: weft.Communicator) -> None:
     os.environ["WEFT_DEEP_EP_TIMEOUT_S"] = "30"
     rank = Rank(comm)
@@ -212,6 +264,36 @@ def wrong_on_one_rank(comm: weft.Communicator) -> None:
 
 def test_a_corrected_call_goes_on() -> None:
     weft.spawn(wrong_on_one_rank, 2, device="cpu")
+
+
+def peers_are_told(comm: weft.Communicator, kind: str) -> str:
+    os.environ["WEFT_DEEP_EP_TIMEOUT_S"] = "2"
+    rank = Rank(comm)
+    calls: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any]]] = {
+        "V1": (rank.normal, lambda had, x: _v1(rank, had, x)),
+        "low": (rank.low, lambda had, x: _low(rank, had, x=x)),
+        "V2": (rank.elastic, lambda had, x: rank.v2.combine(x, had[3])),
+        "hybrid": (
+            lambda: rank.hybrid.dispatch(rank.x, topk_idx=rank.ids),
+            lambda had, x: rank.hybrid.combine(x, handle=had[3]),
+        ),
+    }  # fmt: skip
+    first, combine = calls[kind]
+    had = first()
+    if comm.rank == 0:
+        with pytest.raises(weft.InvalidArgument, match="64"):
+            combine(had, torch.cat([had[0]] * 2, dim=-1))
+        with contextlib.suppress(weft.PeerTimeout, weft.PeerLost):
+            comm.meet(60.0)
+        return "refused"
+    with pytest.raises(weft.PeerTimeout, match="allowed is"):
+        combine(had, had[0])
+    return "told"
+
+
+@pytest.mark.parametrize("kind", ["V1", "low", "V2", "hybrid"])
+def test_peers_are_told_of_a_refusal(kind: str) -> None:
+    assert weft.spawn(peers_are_told, 2, (kind,), device="cpu") == ["refused", "told"]
 
 
 def ids_out_of_range(comm: weft.Communicator) -> None:

@@ -41,7 +41,7 @@ _HOME = {
     "get_logical_domain_size": "utils.envs",
     "get_physical_domain_size": "utils.envs",
 }
-_MODULES = ("buffer", "buffers", "hybrid_ep_buffer", "utils")
+_MODULES = ("_C", "buffer", "buffers", "hybrid_ep_buffer", "utils")
 
 __all__ = [
     "Buffer",

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from weft.deep_ep.buffer_base import BufferBase
+from weft.deep_ep.buffers.absent import absent
 from weft.deep_ep.config import COMBINE, DISPATCH, Config, config_for
 from weft.deep_ep.layers import ShapeOf, is_capturing
 from weft.deep_ep.low_latency import LowLatency
-from weft.deep_ep.rows import Form, bare, check_first, check_weights, form_of, send, sum_of_lanes, summed
-from weft.deep_ep.streams import public_call
+from weft.deep_ep.rows import Form, bare, check_first, check_rows, check_weights, form_of, send, sum_of_lanes, summed
+from weft.deep_ep.streams import collective_call, public_call
 from weft.deep_ep.utils.event import EventHandle, EventOverlap
 from weft.errors import InvalidArgument, InvalidState
 
@@ -29,19 +30,23 @@ class BufferHandle(tuple):  # type: ignore[type-arg]
     """Of a dispatch: a tuple of six, whose items are made when they are asked for.
 
     Items: rank_prefix_matrix int32 [R, R], of which column `rank` is known: rows here from the sources up to i.
-    Two channel matrices, which Weft has none of (int32 [R, 0]). recv_src_idx int32 [N], not known: -1.
-    is_token_in_rank bool [T, R]. send_head, none (int32 [T, 0]).
+    Two channel matrices, which Weft has none of (int32 [R, 0]). recv_src_idx int32 [N]: token of each row on its
+    source. is_token_in_rank bool [T, R]. send_head, none (int32 [T, 0]).
     """
 
     buffer: Any
     ep: ExpertParallel
     dispatched: Dispatched
     is_token_in_rank: Tensor | None
+    widths: set[int]  # of rows that went along it
 
-    def __new__(cls, buffer: Any, ep: ExpertParallel, dispatched: Dispatched, in_rank: Tensor | None) -> BufferHandle:
+    def __new__(
+        cls, buffer: Any, ep: ExpertParallel, dispatched: Dispatched, in_rank: Tensor | None, num_columns: int
+    ) -> BufferHandle:
         """`in_rank` as it was given to dispatch."""
         self = super().__new__(cls, (None,) * 6)
         self.buffer, self.ep, self.dispatched, self.is_token_in_rank = buffer, ep, bare(dispatched), in_rank
+        self.widths = {num_columns}
         return self
 
     def _item(self, idx: int) -> Tensor:
@@ -52,7 +57,7 @@ class BufferHandle(tuple):  # type: ignore[type-arg]
             matrix[:, self.ep.comm.rank] = self.dispatched.offsets[1:]
             return matrix
         if idx == 3:
-            return torch.full(self.dispatched.handle.rows_shape, -1, dtype=torch.int32, device=device)
+            return self.dispatched.sources().token
         if idx == 4:
             if self.is_token_in_rank is not None:
                 return self.is_token_in_rank
@@ -133,15 +138,12 @@ class Buffer(LowLatency, BufferBase):
             raise InvalidArgument(
                 f"topk_idx is {list(topk_idx.shape)} {topk_idx.dtype}; allowed is [T, K] int64 or int32"
             )
-        if num_experts <= 0 or num_experts % num_ranks:
-            raise InvalidArgument(
-                f"num_experts is {num_experts}; allowed are multiples of the number of ranks, {num_ranks}"
-            )
+        num_local = self._num_local(num_experts)
 
         def work() -> tuple[Any, None]:
             ids = topk_idx.to(torch.int64)
             ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
-            owners = ids // (num_experts // num_ranks)
+            owners = ids // num_local
             in_rank = torch.zeros((len(ids), num_ranks + 1), dtype=torch.bool, device=ids.device)
             in_rank = in_rank.scatter_(1, owners, True)[:, :num_ranks].contiguous()
             picks = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
@@ -152,7 +154,7 @@ class Buffer(LowLatency, BufferBase):
         values, event = self._streams.run(work, previous_event, async_finish, (topk_idx,))
         return (*values, event)
 
-    @public_call
+    @collective_call
     def dispatch(
         self,
         x: Any,
@@ -190,6 +192,7 @@ class Buffer(LowLatency, BufferBase):
 
             def again() -> tuple[Any, Any]:
                 sent = send(mine.ep, form, handle=mine.dispatched.handle, num_sms=num_sms)
+                mine.widths.add(form.num_columns)
                 return sent.x, sent.dispatched
 
             recv_x, event = self._streams.run(again, previous_event, async_finish, x)
@@ -241,7 +244,7 @@ class Buffer(LowLatency, BufferBase):
         r = sent.dispatched
         if r is None:
             raise InvalidState("a first dispatch has a result")
-        handle = BufferHandle(self, ep, r, given.in_rank)
+        handle = BufferHandle(self, ep, r, given.in_rank, given.form.num_columns)
         if given.topk_idx is None:
             return (sent.x, None, None, self._share(given), handle), r
         if not num_worst_tokens:
@@ -258,7 +261,7 @@ class Buffer(LowLatency, BufferBase):
         mine = total[self.rank * num_local : (self.rank + 1) * num_local].tolist()
         return [-(-each // given.alignment) * given.alignment for each in mine]
 
-    @public_call
+    @collective_call
     def combine(
         self,
         x: Tensor,
@@ -273,13 +276,17 @@ class Buffer(LowLatency, BufferBase):
         """(combined_x [T, H], combined_topk_weights fp32 [T, K] or None, event). Collective.
 
         The plain sum of a token's rows, fp32 inside, plus the bias or both of two. topk_weights fp32 [N, K]: every lane
-        summed over all ranks that hold the token.
+        summed over all ranks that hold the token. H is that of the dispatch, or of a later one along this handle.
+
+        Raises:
+            InvalidArgument, InvalidState: as `weft.ExpertParallel.combine`.
         """
         self._check_alive("combine")
         mine = self._own(handle)
         num_sms = self._layers.num_sms(config.num_sms if config is not None else None)
 
         ep, routing = mine.ep, mine.dispatched.handle
+        check_rows("x", x, mine.widths)
         if topk_weights is not None:
             if topk_weights.dim() != 2:
                 raise InvalidArgument(f"topk_weights is {list(topk_weights.shape)}; allowed is [N, K]")
@@ -333,6 +340,8 @@ class Buffer(LowLatency, BufferBase):
             x, handle, topk_weights, bias, config, previous_event, async_finish, allocate_on_comm_stream
         )
         return found
+
+    dispatch_pcie = absent("dispatch_pcie", ("rows over PCIe to other machines", "use dispatch, on one machine"))
 
     def _own(self, handle: Any) -> BufferHandle:
         if not isinstance(handle, BufferHandle):

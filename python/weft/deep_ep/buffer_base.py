@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from weft.deep_ep.ending import Ending
 from weft.deep_ep.errors import refused
 from weft.deep_ep.layers import Layers
 from weft.deep_ep.ranks import Ranks, ranks_of
 from weft.deep_ep.streams import Streams
-from weft.errors import InvalidState
-
-if TYPE_CHECKING:
-    from weft.communicator import Communicator
+from weft.errors import InvalidArgument
 
 __all__ = ["BufferBase", "Runtime"]
 
@@ -47,11 +44,9 @@ class Runtime:
         return self._ranks.device.index or 0
 
 
-class BufferBase:
+class BufferBase(Ending):
     """Constructor, attributes and end of `Buffer`."""
 
-    _ranks: Ranks
-    _layers: Layers
     _streams: Streams
 
     def __init__(
@@ -71,7 +66,6 @@ class BufferBase:
         allow_nvlink_for_normal_mode: bool = True,
         num_nvl_peers: int = 0,
     ) -> None:
-        self._destroyed = True  # until there is something to destroy
         if enable_shrink:
             raise refused(
                 "Buffer(enable_shrink=True)", "masks of lost ranks", "buffer.comm.rebuild(ranks) goes on without them"
@@ -95,10 +89,17 @@ class BufferBase:
         self._next_window = 0
         self._destroyed = False
 
-    @property
-    def comm(self) -> Communicator:
-        """Of the group: `comm.rebuild(ranks)` goes on without ranks that are lost."""
-        return self._ranks.comm
+    def _num_local(self, num_experts: int) -> int:
+        """Experts of a rank.
+
+        Raises:
+            InvalidArgument: `num_experts` is no multiple of the number of ranks.
+        """
+        if num_experts <= 0 or num_experts % self.group_size:
+            raise InvalidArgument(
+                f"num_experts is {num_experts}; allowed are multiples of the number of ranks, {self.group_size}"
+            )
+        return num_experts // self.group_size
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
@@ -124,25 +125,4 @@ class BufferBase:
             InvalidState: another thread is inside a call; nothing was given back, call it again afterwards.
             AssertionError: the buffer was made without explicitly_destroy=True.
         """
-        if not self.explicitly_destroy:
-            raise AssertionError("destroy() of a Buffer that was made without explicitly_destroy=True")
-        self._end()
-
-    def _end(self) -> None:
-        if self._destroyed:
-            return
-        self._layers.close()  # refused inside a call of another thread: nothing is lost, and destroy may come again
-        self._destroyed = True
-        self.runtime = None
-        self._ranks.release()
-
-    def _check_alive(self, what: str) -> None:
-        if self._destroyed:
-            raise InvalidState(f"{what}: the buffer was destroyed; make a new one")
-
-    def __del__(self) -> None:
-        if getattr(self, "_destroyed", True) or sys.is_finalizing():
-            return
-        self._destroyed = True
-        self._layers.end()
-        self._ranks.release()
+        self._destroy()

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -13,19 +12,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from weft.call.maps import picks_of_map
 from weft.deep_ep.buffer_base import Runtime
-from weft.deep_ep.expanded import dispatch_expanded, lanes_along
+from weft.deep_ep.ending import Ending
+from weft.deep_ep.expanded import lane_of, words_of
 from weft.deep_ep.hybrid_handle import HybridHandle
 from weft.deep_ep.layers import Layers, ShapeOf
 from weft.deep_ep.ranks import ranks_of
-from weft.deep_ep.rows import Form, along, bare, check_first, check_weights, form_of, send, summed
-from weft.deep_ep.streams import public_call
-from weft.deep_ep.utils.math import as_bytes
+from weft.deep_ep.rows import Form, bare, check_first, check_rows, check_weights, form_of, send, summed
+from weft.deep_ep.streams import collective_call
 from weft.errors import InvalidArgument, InvalidState
 from weft.limits import MAX_ALIGNMENT
 
 if TYPE_CHECKING:
-    from weft.communicator import Communicator
     from weft.expert_parallel import ExpertParallel
 
 __all__ = ["HybridEPBuffer", "HybridEpConfigInstance", "indices_to_map"]
@@ -70,7 +69,7 @@ def indices_to_map(
     return chosen[:, :num_of_experts].contiguous(), probs
 
 
-class HybridEPBuffer:
+class HybridEPBuffer(Ending):
     """NVIDIA's buffer over Weft's windows. Constructing and the four calls are collective; all runs on the current
     stream. What has no effect here is accepted. It ends with its last reference.
 
@@ -99,7 +98,6 @@ class HybridEPBuffer:
         num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
         use_mnnvl: bool | None = None,
     ) -> None:
-        self._destroyed = True  # until there is something to destroy
         self._ranks = ranks_of(group)
         self.group = group
         self.rank, self.group_size = self._ranks.rank, self._ranks.num_ranks
@@ -117,11 +115,6 @@ class HybridEPBuffer:
             self._sms = self._layers.num_sms(num_sms_dispatch_api), self._layers.num_sms(num_sms_combine_api)
         self._top_k: dict[int, int] = {}  # of routing maps, by E: the largest row seen
         self._destroyed = False
-
-    @property
-    def comm(self) -> Communicator:
-        """Of the group: `comm.rebuild(ranks)` goes on without ranks that are lost."""
-        return self._ranks.comm
 
     def empty_jit_cache(self) -> None:
         """Nothing; `weft cache clear` empties Weft's."""
@@ -149,7 +142,7 @@ class HybridEPBuffer:
 
     # ---- rows by expert
 
-    @public_call
+    @collective_call
     def dispatch_with_permute(
         self,
         *,
@@ -201,24 +194,32 @@ class HybridEPBuffer:
         routing = self._routing(topk_idx, topk_weights, routing_map, probs, num_of_experts, num_of_experts_per_rank)
         routing, ep = self._ready(routing, routing_map, form, non_blocking=non_blocking)
         before = ep.calls.overflow.clone()  # here, so that it is counted anew when a graph replays
-        got = dispatch_expanded(
-            ep, form, routing.ids, routing.weights, max_tokens=ep.max_tokens_per_rank, alignment=alignment,
+        sent = send(
+            ep, form, topk_idx=routing.ids, topk_weights=routing.weights, layout="expert_major", alignment=alignment,
             capacity=capacity, zero_holes=True, num_sms=self._sms[0],
         )  # fmt: skip
-        flag = (got.dispatched.overflow - before).to(torch.int32).view(1)
-        made = HybridHandle(self, ep, bare(got.dispatched), routing.ids, self._config, names=got.names, overflow=flag)
-        rows, scales = got.x if isinstance(got.x, tuple) else (got.x, None)
-        return rows, got.weights, scales, self._padded(made, non_blocking), made
+        r = sent.dispatched
+        if r is None:
+            raise InvalidState("a first dispatch has a result")
+        flag = (r.overflow - before).to(torch.int32).view(1)
+        made = HybridHandle(self, ep, bare(r), routing.ids, self._config, overflow=flag)
+        made.widths.add(form.num_columns)
+        rows, scales = sent.x if isinstance(sent.x, tuple) else (sent.x, None)
+        weights = None if routing.weights is None else r.topk_weights
+        return rows, weights, scales, self._padded(made, non_blocking), made
 
     def _permuted_again(
         self, known: HybridHandle, form: Form, given: tuple[Tensor | None, Tensor | None], non_blocking: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Any]:
         routing = known.dispatched.handle
         weights = _weights_again(known, *given)
-        sent = send(known.ep, form, handle=routing, zero_holes=True, num_sms=self._sms[0])
-        got = None
-        if weights is not None and known.names is not None:
-            got = lanes_along(known.ep, routing, known.names, weights, num_sms=self._sms[0])
+        sent = send(
+            known.ep, form, side=words_of(weights), handle=routing, zero_holes=True, num_sms=self._sms[0]
+        )  # fmt: skip
+        known.widths.add(form.num_columns)
+        got, pick = None, None if sent.side is None else known.dispatched.sources().pick
+        if sent.side is not None and pick is not None:
+            got = lane_of(sent.side, pick)
         rows, scales = sent.x if isinstance(sent.x, tuple) else (sent.x, None)
         return rows, got, scales, self._padded(known, non_blocking), known
 
@@ -229,7 +230,7 @@ class HybridEPBuffer:
             return counts
         return counts.cpu().pin_memory()
 
-    @public_call
+    @collective_call
     def combine_with_unpermute(
         self,
         *,
@@ -243,6 +244,7 @@ class HybridEPBuffer:
         """(token [T, H], probs fp32 [T, E] or None): the plain sum over a token's picks; probs [rows] go along."""
         self._check_alive("combine_with_unpermute")
         known = self._own(handle, expands=True)
+        check_rows("hidden", hidden, known.widths)
         if probs is None:
             return summed(known.ep, known.dispatched.handle, hidden, num_sms=self._sms[1]), None
         token, lanes = summed(
@@ -252,7 +254,7 @@ class HybridEPBuffer:
 
     # ---- rows by token
 
-    @public_call
+    @collective_call
     def dispatch(
         self,
         hidden: Tensor,
@@ -275,10 +277,10 @@ class HybridEPBuffer:
         if handle is not None:
             known = self._own(handle, expands=False)
             weights = _weights_again(known, probs, topk_weights)
-            sent = send(known.ep, form, handle=known.dispatched.handle, num_sms=self._sms[0])
-            if weights is not None:
-                words = along(known.ep, known.dispatched.handle, as_bytes(weights.to(torch.float32)))
-                weights = words.view(torch.float32)
+            sent = send(
+                known.ep, form, side=words_of(weights), handle=known.dispatched.handle, num_sms=self._sms[0]
+            )  # fmt: skip
+            weights = None if sent.side is None else sent.side.contiguous().view(torch.float32)
         else:
             routing = self._routing(topk_idx, topk_weights, routing_map, probs, num_of_experts, None)
             routing, ep = self._ready(routing, routing_map, form, non_blocking=False)
@@ -288,18 +290,20 @@ class HybridEPBuffer:
                 raise InvalidState("a first dispatch has a result")
             known = HybridHandle(self, ep, bare(r), routing.ids, self._config, received=r.topk_idx)
             weights = None if routing.weights is None else r.topk_weights
+        known.widths.add(form.num_columns)
         dense = None
         if weights is not None and known.received is not None:
             dense = _dense(weights, known.columns(), known.ep.num_experts)
         rows, scales = sent.x if isinstance(sent.x, tuple) else (sent.x, None)
         return rows, dense, scales, known
 
-    @public_call
+    @collective_call
     def combine(self, hidden: Tensor, probs: Tensor | None = None, handle: Any = None) -> tuple[Tensor, Tensor | None]:
         """(token [T, H], probs fp32 [T, E] or None): the plain sum of a token's rows, with this rank's columns of probs
         [N, E]."""
         self._check_alive("combine")
         known = self._own(handle, expands=False)
+        check_rows("hidden", hidden, known.widths)
         if probs is None:
             return summed(known.ep, known.dispatched.handle, hidden, num_sms=self._sms[1]), None
         columns = known.columns()
@@ -375,8 +379,7 @@ class HybridEPBuffer:
             if routing_map is not None:
                 top_k = self._top_k[num_experts] = max(row[1] for row in told)
         if routing_map is not None:
-            ids = _ids_of(routing_map, top_k)
-            routing = _Routing(ids, _weights_of(ids, routing.weights, None), num_experts)
+            routing = _Routing(*picks_of_map(routing_map, routing.weights, num_experts, top_k), num_experts)
         return routing, self._layers.get(ShapeOf(num_experts, top_k, form.hidden, form.dtype), most)
 
     def _own(self, handle: Any, *, expands: bool) -> HybridHandle:
@@ -386,30 +389,6 @@ class HybridEPBuffer:
         if handle.buffer is not self:
             raise InvalidState("the handle is of another buffer; a call needs the buffer that made it")
         return handle
-
-    def _check_alive(self, what: str) -> None:
-        if self._destroyed:
-            raise InvalidState(f"{what}: the buffer was destroyed; make a new one")
-
-    def __del__(self) -> None:
-        if getattr(self, "_destroyed", True) or sys.is_finalizing():
-            return
-        self._destroyed = True
-        self._layers.end()
-        self._ranks.release()
-
-
-def _ids_of(routing_map: Tensor, top_k: int) -> Tensor:
-    """bool [T, E] -> int64 [T, K], ascending, -1 behind them. A row with more than K counts as out of range."""
-    num_experts = routing_map.shape[1]
-    width = min(top_k, num_experts)
-    values, ids = routing_map.to(torch.uint8).sort(dim=1, descending=True, stable=True)
-    ids = torch.where(values[:, :width] != 0, ids[:, :width], -1)
-    if width < top_k:
-        ids = torch.nn.functional.pad(ids, (0, top_k - width), value=-1)
-    if width < num_experts:
-        ids[:, 0] = torch.where(values[:, width] != 0, num_experts, ids[:, 0])
-    return ids
 
 
 def _weights_again(known: HybridHandle, probs: Tensor | None, topk_weights: Tensor | None) -> Tensor | None:

@@ -29,8 +29,8 @@ class HybridHandle(tuple):  # type: ignore[type-arg]
     ep: ExpertParallel
     dispatched: Dispatched
     ids: Tensor  # [T, K] of this rank's tokens
-    names: Tensor | None  # of expanded rows
     received: Tensor | None  # [N, K] local ids of the rows, where they are one a token
+    widths: set[int]  # of rows that went along it
 
     def __new__(
         cls,
@@ -40,22 +40,21 @@ class HybridHandle(tuple):  # type: ignore[type-arg]
         ids: Tensor,
         config: Any,
         *,
-        names: Tensor | None = None,
         overflow: Tensor | None = None,
         received: Tensor | None = None,
     ) -> HybridHandle:
-        """With `names` of rows by expert, with `received` of rows by token."""
+        """With `overflow` of rows by expert, with `received` of rows by token."""
         tail: tuple[Any, ...] = (len(ids), config)
-        items = (None,) * 5 + tail if names is None else (None,) * 8 + (*tail, overflow)
+        items = (None,) * 5 + tail if overflow is None else (None,) * 8 + (*tail, overflow)
         self = super().__new__(cls, items)
         self.buffer, self.ep, self.dispatched = buffer, ep, dispatched
-        self.ids, self.names, self.received = ids.clone(), names, received
+        self.ids, self.received, self.widths = ids.clone(), received, set()
         return self
 
     @property
     def expands(self) -> bool:
         """Whether it is of dispatch_with_permute."""
-        return self.names is not None
+        return self.received is None
 
     def columns(self) -> Tensor:
         """int64 [N, K]: the experts of the rows, -1 where the pick is another rank's."""
@@ -69,7 +68,7 @@ class HybridHandle(tuple):  # type: ignore[type-arg]
         if value is not None:
             return value
         if idx == _NUM_DISPATCHED:
-            if self.names is None:
+            if not self.expands:
                 return self.dispatched.num_rows.to(torch.int32).view(1)
             return self._lines().any(1).sum(dtype=torch.int32).view(1)
         if idx == _ROUTING_MAP:
@@ -82,13 +81,13 @@ class HybridHandle(tuple):  # type: ignore[type-arg]
     def _lines(self) -> Tensor:
         """bool [n, L]."""
         num_local, device = self.ep.num_local_experts, self.ids.device
-        if self.names is None:
-            received = self.received
-            assert received is not None  # noqa: S101  # for mypy
+        received = self.received
+        if received is not None:
             columns = torch.where(received >= 0, received, num_local).to(torch.int64)
             table = torch.zeros((len(received), num_local + 1), dtype=torch.bool, device=device)
             return table.scatter_(1, columns, True)[:, :num_local].contiguous()
-        names = torch.where(self.names >= 0, self.names // self.ep.top_k, 1 << 62)
+        rank, token, _ = self.dispatched.sources()
+        names = torch.where(rank >= 0, rank.to(torch.int64) * self.ep.max_tokens_per_rank + token, 1 << 62)
         tokens, order = names.sort(stable=True)
         is_first = torch.cat([tokens.new_ones(1), (tokens[1:] != tokens[:-1]).to(tokens.dtype)])[: len(tokens)]
         offsets = self.dispatched.offsets

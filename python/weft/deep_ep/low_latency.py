@@ -11,12 +11,13 @@ from torch import Tensor
 
 from weft.deep_ep.buffer_base import BufferBase
 from weft.deep_ep.errors import refused
-from weft.deep_ep.expanded import names_of_picks, numbers_of
+from weft.deep_ep.expanded import lane_of
 from weft.deep_ep.layers import ShapeOf
-from weft.deep_ep.rows import along, bare, check_first, check_picks, check_weights, form_of, summed
-from weft.deep_ep.streams import public_call
+from weft.deep_ep.rows import along, bare, check_counts, check_first, check_picks, check_weights, form_of, summed
+from weft.deep_ep.streams import collective_call
 from weft.deep_ep.utils.event import EventOverlap
 from weft.deep_ep.utils.math import as_bytes
+from weft.deep_ep.waits import counting_waits, row_of_waits
 from weft.errors import InvalidArgument, InvalidState
 from weft.limits import MAX_SMALL_TOKENS, QUANTIZE_GROUP
 from weft.limits import memory as memory_of
@@ -44,7 +45,7 @@ class LowLatencyHandle(tuple):  # type: ignore[type-arg]
     output: Tensor | None
 
     def __new__(cls, buffer: Any, ep: ExpertParallel, dispatched: Dispatched, max_tokens: int) -> LowLatencyHandle:
-        """Handle of a result whose weights are the codes of picks."""
+        """Handle of a result."""
         self = super().__new__(cls, (None, None, max_tokens, ep.hidden, ep.num_experts))
         self.buffer, self.ep, self.dispatched, self.output = buffer, ep, bare(dispatched), None
         return self
@@ -54,29 +55,12 @@ class LowLatencyHandle(tuple):  # type: ignore[type-arg]
         """M of the dispatch."""
         return int(tuple.__getitem__(self, 2))
 
-    def is_row(self) -> Tensor:
-        """bool [L, R M]: whether a pick lies there."""
-        counts = self.dispatched.num_tokens_per_expert
-        return (
-            torch.arange(self.dispatched.handle.rows_shape[1], dtype=torch.int32, device=counts.device)
-            < counts[:, None]
-        )
-
-    def codes(self) -> Tensor:
-        """int64 [L, R M]: (source rank * M + token) * K + k of each row; 0 where none is."""
-        return numbers_of(self.dispatched.topk_weights, self.is_row()).clamp(min=0)
-
-    def sources(self) -> tuple[Tensor, Tensor]:
-        """int64 [L, R M] twice: source rank and token of each row."""
-        tokens = self.codes() // self.ep.top_k
-        return tokens // self.max_tokens, tokens % self.max_tokens
-
     def _item(self, idx: int) -> Any:
         if idx == 0:
-            return self.sources()[1].to(torch.int32)
+            return self.dispatched.sources().token
         if idx == 1:
-            ranks, _ = self.sources()
-            ranks = torch.where(self.is_row(), ranks, self.ep.num_ranks)
+            ranks = self.dispatched.sources().rank.to(torch.int64)
+            ranks = torch.where(ranks >= 0, ranks, self.ep.num_ranks)
             counts = torch.zeros((len(ranks), self.ep.num_ranks + 1), dtype=torch.int64, device=ranks.device)
             counts.scatter_add_(1, ranks, torch.ones_like(ranks))
             counts = counts[:, :-1]
@@ -117,7 +101,7 @@ class LowLatency(BufferBase):
         """Nothing has to be cleaned."""
         self._check_alive("clean_low_latency_buffer")
 
-    @public_call
+    @collective_call
     def low_latency_dispatch(
         self,
         x: Tensor,
@@ -142,20 +126,18 @@ class LowLatency(BufferBase):
         recv_x [L, R M, H] bf16, or with use_fp8 (e4m3, scales [L, R M, H / 128] by column; use_ue8m0: int32, four
         exponents a word). Rows of an expert are at its first recv_count places (int32 [L], valid after the hook).
         return_recv_hook: only send; `hook()` receives. With topk_weights seven: behind recv_count fp32 [L, R M], the
-        weight of each row, and int32 [L, R M], its source rank; they travel in a call of their own.
+        weight of each row, and int32 [L, R M], its source rank.
 
         Raises:
-            InvalidArgument, InvalidState: as `weft.ExpertParallel.dispatch`. NotSupported: NVFP4, statistics of waits.
+            InvalidArgument, InvalidState: as `weft.ExpertParallel.dispatch`. NotSupported: NVFP4; on a GPU statistics
+                of waits, which are nanoseconds added to int64 [R] or to this rank's row of [R, R].
         """
         self._check_alive("low_latency_dispatch")
         if use_nvfp4:
             raise refused(
                 "low_latency_dispatch(use_nvfp4=True)", "NVFP4 on the way", "use_fp8=True, or quantise before"
             )
-        if dispatch_wait_recv_cost_stats is not None:
-            raise refused(
-                "dispatch_wait_recv_cost_stats", "waits counted in the call", "weft.ExpertParallel.stats has wait_us"
-            )
+        waits = row_of_waits("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, self._ranks)
         if async_finish and return_recv_hook:
             raise InvalidArgument("async_finish and return_recv_hook are both True; allowed is one of the two")
         if use_ue8m0 and not round_scale:
@@ -171,19 +153,23 @@ class LowLatency(BufferBase):
             raise InvalidArgument(
                 f"x has {len(topk_idx)} tokens; allowed are 0 to num_max_dispatch_tokens_per_rank = {max_tokens}"
             )
+        num_local = self._num_local(num_experts)
+        check_counts(
+            "cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, num_local, self._ranks.device
+        )
         ep = self._of_low_latency(topk_idx, form.hidden, max_tokens, num_experts)
         is_staged = return_recv_hook and max_tokens <= MAX_SMALL_TOKENS
         quantize = None if not use_fp8 else "fp8_ue8m0" if round_scale else "fp8"
         late: list[Callable[[], object]] = []
 
         def work() -> tuple[Any, Any]:
-            names = names_of_picks(topk_idx, self.rank, max_tokens, self.group_size)
             count = torch.empty(ep.num_local_experts, dtype=torch.int32, device=ep.device)
-            r = ep.dispatch(
-                form.data, topk_idx, names, layout="masked", capacity=self.group_size * max_tokens,
-                max_tokens=max_tokens, quantize=quantize, scale_layout="column_major" if use_fp8 else "row_major",
-                staged=is_staged, window=self._next_window,
-            )  # fmt: skip
+            with counting_waits(ep, self._next_window, waits):
+                r = ep.dispatch(
+                    form.data, topk_idx, topk_weights, layout="masked", capacity=self.group_size * max_tokens,
+                    max_tokens=max_tokens, quantize=quantize, scale_layout="column_major" if use_fp8 else "row_major",
+                    staged=is_staged, window=self._next_window,
+                )  # fmt: skip
             self._next_window = 1 - self._next_window  # a refused call has sent nothing: the next takes its window
             late.append(r.wait)
             late.append(lambda: count.copy_(r.num_tokens_per_expert))
@@ -191,7 +177,7 @@ class LowLatency(BufferBase):
                 late.append(lambda: cumulative_local_expert_recv_stats.add_(count))
             rows = _rows_of(r, late, is_rounded=round_scale and not use_ue8m0)
             handle = LowLatencyHandle(self, ep, r, max_tokens)
-            beside = () if topk_weights is None else _beside_rows(handle, topk_weights, late)
+            beside = () if topk_weights is None else (r.topk_weights, _source_ranks(handle, late))
             if not return_recv_hook:
                 _run(late)
             return (rows, count, beside, handle), r
@@ -200,7 +186,7 @@ class LowLatency(BufferBase):
         (rows, count, beside, handle), event = self._streams.run(work, None, async_finish, inputs)
         return rows, count, *beside, handle, event, _once(lambda: _run(late)) if return_recv_hook else None
 
-    @public_call
+    @collective_call
     def low_latency_combine(
         self,
         x: Tensor,
@@ -234,10 +220,7 @@ class LowLatency(BufferBase):
             raise refused(
                 "low_latency_combine(overlap=True)", "signals of experts", "call it when the experts are done"
             )
-        if combine_wait_recv_cost_stats is not None:
-            raise refused(
-                "combine_wait_recv_cost_stats", "waits counted in the call", "weft.ExpertParallel.stats has wait_us"
-            )
+        waits = row_of_waits("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, self._ranks)
         if use_logfmt:
             if zero_copy:
                 raise InvalidArgument("use_logfmt and zero_copy are both True; allowed is one of the two")
@@ -262,9 +245,10 @@ class LowLatency(BufferBase):
         is_staged = return_recv_hook and routing.is_small
 
         def work() -> tuple[Any, None]:
-            sent = summed(
-                ep, routing, _weighted(mine, rows, topk_idx, topk_weights), staged=is_staged, window=routing.window
-            )
+            with counting_waits(ep, routing.window, waits):
+                sent = summed(
+                    ep, routing, _weighted(mine, rows, topk_idx, topk_weights), staged=is_staged, window=routing.window
+                )
             shape = (num_tokens, ep.hidden)
             result = torch.empty(shape, dtype=torch.bfloat16, device=ep.device) if out is None else out
             if not return_recv_hook:
@@ -302,11 +286,7 @@ class LowLatency(BufferBase):
 
     def _of_low_latency(self, topk_idx: Tensor, hidden: int, max_tokens: int, num_experts: int) -> ExpertParallel:
         top_k = topk_idx.shape[1]
-        if num_experts <= 0 or num_experts % self.group_size:
-            raise InvalidArgument(
-                f"num_experts is {num_experts}; allowed are multiples of the number of ranks, {self.group_size}"
-            )
-        room = 2 * (num_experts // self.group_size) * self.group_size * max_tokens * hidden
+        room = 2 * num_experts * max_tokens * hidden
         return self._layers.get(
             ShapeOf(num_experts, top_k, hidden, torch.bfloat16, "low_latency"), max_tokens, heap_bytes=room
         )
@@ -342,24 +322,11 @@ def _rows_of(r: Dispatched, late: list[Callable[[], object]], *, is_rounded: boo
     return data, scales
 
 
-def _beside_rows(
-    handle: LowLatencyHandle, topk_weights: Tensor, late: list[Callable[[], object]]
-) -> tuple[Tensor, Tensor]:
-    """The weights of the rows and their source ranks, to be written when the rows are there; 0 where none is."""
-    shape, device = handle.dispatched.handle.rows_shape, handle.ep.device
-    weights = torch.zeros(shape, dtype=torch.float32, device=device)
-    ranks = torch.zeros(shape, dtype=torch.int32, device=device)
-
-    def write() -> None:
-        routing = handle.dispatched.handle
-        got = along(handle.ep, routing, as_bytes(topk_weights.to(torch.float32)), window=routing.window)
-        lane = (handle.codes() % handle.ep.top_k)[..., None]
-        found = got.view(torch.float32).gather(-1, lane)[..., 0]
-        weights.copy_(torch.where(handle.is_row(), found, 0.0))
-        ranks.copy_(handle.sources()[0])
-
-    late.append(write)
-    return weights, ranks
+def _source_ranks(handle: LowLatencyHandle, late: list[Callable[[], object]]) -> Tensor:
+    """int32 [L, R M], 0 where no row is; to be written when the rows are there."""
+    ranks = torch.zeros(handle.dispatched.handle.rows_shape, dtype=torch.int32, device=handle.ep.device)
+    late.append(lambda: ranks.copy_(handle.dispatched.sources().rank.clamp(min=0)))
+    return ranks
 
 
 def _weighted(handle: LowLatencyHandle, rows: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
@@ -367,13 +334,12 @@ def _weighted(handle: LowLatencyHandle, rows: Tensor, topk_idx: Tensor, topk_wei
     weights = torch.where(topk_idx >= 0, topk_weights.to(torch.float32), 0.0)
     is_there = (topk_idx >= 0).to(torch.float32)
     sent = torch.cat([weights, is_there], dim=1).contiguous()
-    routing = handle.dispatched.handle
-    got = along(handle.ep, routing, sent.view(torch.uint8), window=routing.window).view(torch.float32)
-    top_k = handle.ep.top_k
-    lane = (handle.codes() % top_k)[..., None]
-    weight, there = got[..., :top_k].gather(-1, lane), got[..., top_k:].gather(-1, lane)
-    keep = (there != 0) & handle.is_row()[..., None]
-    return torch.where(keep, rows.to(torch.float32) * weight, 0.0)
+    routing, top_k = handle.dispatched.handle, handle.ep.top_k
+    got = along(handle.ep, routing, sent.view(torch.uint8), window=routing.window).view(torch.int32)
+    pick = handle.dispatched.sources().pick
+    assert pick is not None  # noqa: S101  # for mypy
+    weight, there = lane_of(got[..., :top_k], pick), lane_of(got[..., top_k:], pick)
+    return torch.where((there != 0)[..., None], rows.to(torch.float32) * weight[..., None], 0.0)
 
 
 def _run(functions: list[Callable[[], object]]) -> None:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft import env
-from weft.deep_ep.errors import refused
-from weft.errors import InvalidState
+from weft.errors import InvalidArgument, InvalidState
 from weft.quantized import Quantized
 
 if TYPE_CHECKING:
@@ -21,23 +20,24 @@ if TYPE_CHECKING:
 __all__ = ["Ranks", "ranks_of"]
 
 _kept: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()
+_of_mpi: dict[int, Ranks] = {}  # by id of a communicator of MPI, which can't be referred to weakly; Ranks keep it
 _of_comm: weakref.WeakKeyDictionary[Any, weakref.ref[Ranks]] = weakref.WeakKeyDictionary()  # Ranks keep their key
 _LEAST_WORDS = 8
 _DEADLINE_S = 100.0
 
 
 def ranks_of(group: Any, comm: Any = None) -> Ranks:
-    """Of a process group, or of a `weft.Communicator` (which stays its owner's). Collective where the group is new.
+    """Of a process group, of a `weft.Communicator` (which stays its owner's), or without a group of `comm`, which has
+    Get_rank, Get_size and allgather as mpi4py's. Collective where it is new.
 
     Raises:
-        ValueError: neither `group` nor `comm` is given.
-        NotSupported: `comm`, an MPI communicator.
+        ValueError: neither `group` nor `comm` is given. InvalidArgument: `comm` lacks one of the three.
     """
-    if group is None and comm is not None:
-        raise refused("comm=", "ranks of MPI", "pass group=, a torch.distributed group of any backend")
-    if group is None:
-        raise ValueError("group is None; a torch.distributed process group is expected")
+    if group is None and comm is None:
+        raise ValueError("group is None; a torch.distributed process group is expected, or comm= of MPI")
     env.deep_ep()  # what is wrong there is refused before the ranks meet
+    if group is None:
+        return _ranks_of_mpi(comm)
     known = _of_comm.get(group)
     found = _kept.get(group) if known is None else known()
     if found is None or found.is_closed:
@@ -50,6 +50,17 @@ def ranks_of(group: Any, comm: Any = None) -> Ranks:
     return found
 
 
+def _ranks_of_mpi(comm: Any) -> Ranks:
+    missing = [name for name in ("Get_rank", "Get_size", "allgather") if not callable(getattr(comm, name, None))]
+    if missing:
+        raise InvalidArgument(f"comm is {type(comm)!r} without {missing[0]}; allowed is a communicator as mpi4py's")
+    found = _of_mpi.get(id(comm))
+    if found is None or found.is_closed:
+        found = _of_mpi[id(comm)] = Ranks(comm)
+    found.num_users += 1
+    return found
+
+
 class Ranks:
     """A communicator, counted: closed with its last buffer."""
 
@@ -57,6 +68,7 @@ class Ranks:
         from weft.communicator import Communicator  # with all that a call needs
 
         self.num_users = 0
+        self.source = group if hasattr(group, "Get_size") else None
         self.is_owner = not isinstance(group, Communicator)
         self._mail: dict[int, ExpertParallel] = {}
         self.comm = _connect(group) if self.is_owner else group
@@ -88,6 +100,8 @@ class Ranks:
             self._mail.clear()
             if self.is_owner:
                 self.comm.close()
+        if self.source is not None:
+            _of_mpi.pop(id(self.source), None)
 
     def gather(self, words: Sequence[int], deadline_s: float | None = None) -> list[list[int]]:
         """Equally many int32 words of every rank, by rank. Collective; the host waits."""
@@ -127,5 +141,9 @@ def _connect(group: Any) -> Communicator:
     chosen = env.deep_ep()
     device = chosen.device or ("cuda" if torch.cuda.is_available() else "cpu")
     placement = "auto" if env.set_among(["WEFT_PLACEMENT"]) else "process"
-    timeout_s = chosen.timeout_s or CONNECT_TIMEOUT_S
-    return Communicator.from_process_group(group, device=device, placement=placement, timeout_s=timeout_s)
+    options: Any = {
+        "device": device, "placement": placement, "timeout_s": chosen.timeout_s or CONNECT_TIMEOUT_S,
+    }  # fmt: skip
+    if hasattr(group, "Get_size"):
+        return Communicator.from_allgather(group.Get_rank(), group.Get_size(), group.allgather, **options)
+    return Communicator.from_process_group(group, **options)

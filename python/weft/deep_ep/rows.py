@@ -22,8 +22,10 @@ __all__ = [
     "Sent",
     "along",
     "bare",
+    "check_counts",
     "check_first",
     "check_picks",
+    "check_rows",
     "check_weights",
     "form_of",
     "send",
@@ -44,6 +46,11 @@ class Form(NamedTuple):
     dtype: torch.dtype
     parts: tuple[tuple[int, torch.dtype], ...] = ()  # of three parts: columns and dtype of the last two
     rest: Tensor | None = None  # the third; `send` packs it beside `scales`, on the stream of its work
+
+    @property
+    def num_columns(self) -> int:
+        """H as the caller sees it: of the rows that come back, too."""
+        return self.hidden if self.parts else self.data.shape[1]
 
     @property
     def is_plain(self) -> bool:
@@ -162,6 +169,31 @@ def check_weights(name: str, weights: Any, shape: Sequence[int], device: torch.d
     is_right = isinstance(weights, Tensor) and tuple(weights.shape) == tuple(shape)
     if not is_right or weights.dtype not in _PLAIN or weights.device != device:
         raise InvalidArgument(f"{name} is {_said(weights)}; allowed is {list(shape)} fp32, bf16 or fp16 on {device}")
+
+
+def check_rows(name: str, x: Any, widths: set[int]) -> None:
+    """Rows for a combine, as wide as those that came along the handle: the pieces in which others travel are as many as
+    their width needs, and ranks that differ in it would wait for each other.
+
+    Raises:
+        InvalidArgument: they are not.
+    """
+    if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[1] not in widths:
+        known = " or ".join(map(str, sorted(widths)))
+        raise InvalidArgument(f"{name} is {_said(x)}; allowed is [N, {known}], as the rows dispatched with this handle")
+
+
+def check_counts(name: str, counts: Any, num_experts: int, device: torch.device) -> None:
+    """Counters of the local experts that a call adds to, or None; `num_experts` is E / R.
+
+    Raises:
+        InvalidArgument: they are not.
+    """
+    if counts is None:
+        return
+    is_right = isinstance(counts, Tensor) and tuple(counts.shape) == (num_experts,)
+    if not is_right or counts.dtype not in (torch.int32, torch.int64) or counts.device != device:
+        raise InvalidArgument(f"{name} is {_said(counts)}; allowed is [{num_experts}] int32 or int64 on {device}")
 
 
 def send(

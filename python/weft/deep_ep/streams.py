@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 
 from weft.deep_ep.utils.event import EventHandle, EventOverlap, cuda_event
-from weft.errors import Unsupported
+from weft.errors import Error, Unsupported
 
-__all__ = ["Streams", "public_call"]
+__all__ = ["Streams", "collective_call", "public_call"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,6 +33,20 @@ def public_call(function: F) -> F:
         return calls[-1](*args, **named)
 
     return run  # type: ignore[return-value]
+
+
+def collective_call(function: F) -> F:
+    """As `public_call`. What this rank refuses, its peers are told: they wait for the corrected call."""
+
+    @functools.wraps(function)
+    def told(self: Any, *args: Any, **named: Any) -> Any:
+        try:
+            return function(self, *args, **named)
+        except Error as error:
+            self.comm.note_refusal(error)
+            raise
+
+    return public_call(told)  # type: ignore[return-value]
 
 
 class Streams:

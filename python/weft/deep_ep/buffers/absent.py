@@ -9,7 +9,7 @@ import torch
 from weft.deep_ep.errors import refused
 from weft.deep_ep.utils.math import align
 
-__all__ = ["HINT_MULTIPLE", "Absent"]
+__all__ = ["HINT_MULTIPLE", "Absent", "absent"]
 
 HINT_MULTIPLE = 2 << 20
 
@@ -18,7 +18,9 @@ _RINGS = ("sending between pipeline stages", "use torch.distributed.isend and ir
 _GATHERS = ("gathers of tensors", "use torch.distributed.all_gather_into_tensor")
 
 
-def _absent(name: str, why: tuple[str, str]) -> Any:
+def absent(name: str, why: tuple[str, str]) -> Any:
+    """A method that raises `NotSupported`, whatever it is given; `why`: what it needs, and what to use instead."""
+
     def refuse(self: Any, *args: Any, **named: Any) -> NoReturn:
         raise refused(name, *why)
 
@@ -42,16 +44,16 @@ class Absent:
         """Bytes of the tensors on their way to and from two neighbours, a multiple of 2 MiB. Local."""
         return align(4 * num_max_inflight_tensors * num_max_tensor_bytes, HINT_MULTIPLE)
 
-    engram_write = _absent("engram_write", _STORAGE)
-    engram_fetch = _absent("engram_fetch", _STORAGE)
-    pp_set_config = _absent("pp_set_config", _RINGS)
-    pp_send = _absent("pp_send", _RINGS)
-    pp_recv = _absent("pp_recv", _RINGS)
-    create_agrs_session = _absent("create_agrs_session", _GATHERS)
-    destroy_agrs_session = _absent("destroy_agrs_session", _GATHERS)
-    agrs_new_session = _absent("agrs_new_session", _GATHERS)
-    agrs_set_config = _absent("agrs_set_config", _GATHERS)
-    agrs_get_inplace_tensor = _absent("agrs_get_inplace_tensor", _GATHERS)
-    get_agrs_num_max_session_bytes = _absent("get_agrs_num_max_session_bytes", _GATHERS)
-    get_agrs_buffer_size_hint = _absent("get_agrs_buffer_size_hint", _GATHERS)
-    all_gather = _absent("all_gather", _GATHERS)
+    engram_write = absent("engram_write", _STORAGE)
+    engram_fetch = absent("engram_fetch", _STORAGE)
+    pp_set_config = absent("pp_set_config", _RINGS)
+    pp_send = absent("pp_send", _RINGS)
+    pp_recv = absent("pp_recv", _RINGS)
+    create_agrs_session = absent("create_agrs_session", _GATHERS)
+    destroy_agrs_session = absent("destroy_agrs_session", _GATHERS)
+    agrs_new_session = absent("agrs_new_session", _GATHERS)
+    agrs_set_config = absent("agrs_set_config", _GATHERS)
+    agrs_get_inplace_tensor = absent("agrs_get_inplace_tensor", _GATHERS)
+    get_agrs_num_max_session_bytes = absent("get_agrs_num_max_session_bytes", _GATHERS)
+    get_agrs_buffer_size_hint = absent("get_agrs_buffer_size_hint", _GATHERS)
+    all_gather = absent("all_gather", _GATHERS)

@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,26 +14,24 @@ from weft.deep_ep.buffer import bias_of
 from weft.deep_ep.buffer_base import Runtime
 from weft.deep_ep.buffers.absent import HINT_MULTIPLE, Absent
 from weft.deep_ep.buffers.elastic_handle import EPHandle
+from weft.deep_ep.ending import Ending
 from weft.deep_ep.errors import refused
-from weft.deep_ep.expanded import dispatch_expanded, lanes_along
+from weft.deep_ep.expanded import lane_of, words_of
 from weft.deep_ep.layers import Layers, ShapeOf
 from weft.deep_ep.ranks import ranks_of
-from weft.deep_ep.rows import Form, along, bare, check_first, check_weights, form_of, send, summed
-from weft.deep_ep.streams import Streams, public_call
+from weft.deep_ep.rows import Form, bare, check_counts, check_first, check_rows, check_weights, form_of, send, summed
+from weft.deep_ep.streams import Streams, collective_call
 from weft.deep_ep.utils.event import EventHandle, EventOverlap
-from weft.deep_ep.utils.math import align, as_bytes
+from weft.deep_ep.utils.math import align
 from weft.errors import InvalidArgument, InvalidState
 from weft.limits import memory as memory_of
-
-if TYPE_CHECKING:
-    from weft.communicator import Communicator
 
 __all__ = ["EPHandle", "ElasticBuffer"]
 
 _GUESSED_TOPK = 8
 
 
-class ElasticBuffer(Absent):
+class ElasticBuffer(Absent, Ending):
     """DeepEP's V2 buffer over Weft's windows. Constructing, dispatch, combine and barrier are collective.
 
     Attributes as the parameters, and rank_idx, num_ranks, num_scaleout_ranks (1), num_scaleup_ranks (R), runtime.
@@ -63,7 +60,6 @@ class ElasticBuffer(Absent):
         num_gpu_timeout_secs: int = 100,
         explicitly_destroy: bool = False,
     ) -> None:
-        self._destroyed = True  # until there is something to destroy
         if num_cpu_bytes:
             raise refused(f"ElasticBuffer(num_cpu_bytes={num_cpu_bytes})", "memory on the host", "leave it 0")
         self._ranks = ranks_of(group)
@@ -90,11 +86,6 @@ class ElasticBuffer(Absent):
         self._destroyed = False
 
     # ---- what it is
-
-    @property
-    def comm(self) -> Communicator:
-        """Of the group: `comm.rebuild(ranks)` goes on without ranks that are lost."""
-        return self._ranks.comm
 
     @staticmethod
     def get_buffer_size_hint(
@@ -163,7 +154,7 @@ class ElasticBuffer(Absent):
 
     # ---- the two calls
 
-    @public_call
+    @collective_call
     def dispatch(
         self,
         x: Any,
@@ -213,6 +204,7 @@ class ElasticBuffer(Absent):
                 shape = (known.dispatched.handle.num_tokens, known.ep.top_k)
                 check_weights("topk_weights", topk_weights, shape, known.ep.device)
             options |= {"zero_holes": do_zero_padding} if known.do_expand else {}
+            num_local = known.ep.num_local_experts
             work: Callable[[], tuple[Any, Any]] = lambda: self._again(known, form, topk_weights, options)  # noqa: E731
         else:
             if topk_idx is None or num_experts is None:
@@ -226,17 +218,21 @@ class ElasticBuffer(Absent):
             given = _Given(form, topk_idx, topk_weights, num_experts, most, expert_alignment or 1)
             given.is_exact, given.copy, given.num_sms = do_cpu_sync is not False, do_handle_copy, num_sms
             options |= {"zero_holes": do_zero_padding} if do_expand else {}
+            num_local = num_experts // self.num_ranks
             first = self._first_expanded if do_expand else self._first
             work = lambda: first(given, options)  # noqa: E731
 
+        stats = cumulative_local_expert_recv_stats
+        check_counts("cumulative_local_expert_recv_stats", stats, num_local, self._ranks.device)
+
         def counted() -> tuple[Any, Any]:
             values, dispatched = work()
-            if cumulative_local_expert_recv_stats is not None:
-                cumulative_local_expert_recv_stats.add_(values[3].dispatched.num_tokens_per_expert)
+            if stats is not None:
+                stats.add_(values[3].dispatched.num_tokens_per_expert)
             return values, dispatched
 
         values, event = self._streams.run(
-            counted, before, async_with_compute_stream, (x, topk_idx, topk_weights, cumulative_local_expert_recv_stats)
+            counted, before, async_with_compute_stream, (x, topk_idx, topk_weights, stats)
         )
         return (*values, event)
 
@@ -246,15 +242,14 @@ class ElasticBuffer(Absent):
 
     def _first(self, given: _Given, options: dict[str, Any]) -> tuple[Any, Any]:
         ep = self._layer(given)
-        numbers = torch.arange(len(given.topk_idx), dtype=torch.int32, device=given.topk_idx.device)
         sent = send(
-            ep, given.form, side=numbers[:, None], topk_idx=given.topk_idx, topk_weights=given.topk_weights,
+            ep, given.form, topk_idx=given.topk_idx, topk_weights=given.topk_weights,
             capacity=None if given.is_exact else self.num_ranks * given.max_tokens, max_tokens=given.max_tokens,
             **options,
         )  # fmt: skip
         r = _result(sent.dispatched)
         handle = self._handle(ep, r, given)
-        handle.tokens, handle.ids = sent.side[:, 0].clone() if sent.side is not None else None, r.topk_idx
+        handle.ids = r.topk_idx
         received = None if handle.ids is None else handle.ids.clone()
         return (sent.x, received, r.topk_weights if given.topk_weights is not None else None, handle), r
 
@@ -262,20 +257,21 @@ class ElasticBuffer(Absent):
         ep = self._layer(given)
         top_k, num_local = ep.top_k, ep.num_local_experts
         worst = self.num_ranks * given.max_tokens * min(top_k, num_local) + (given.alignment - 1) * num_local
-        got = dispatch_expanded(
-            ep, given.form, given.topk_idx, given.topk_weights, max_tokens=given.max_tokens, alignment=given.alignment,
-            capacity=None if given.is_exact else align(worst, given.alignment), **options,
+        sent = send(
+            ep, given.form, topk_idx=given.topk_idx, topk_weights=given.topk_weights, layout="expert_major",
+            alignment=given.alignment, capacity=None if given.is_exact else align(worst, given.alignment),
+            max_tokens=given.max_tokens, **options,
         )  # fmt: skip
-        handle = self._handle(ep, got.dispatched, given)
-        handle.codes = got.names
-        return (got.x, None, got.weights, handle), got.dispatched
+        r = _result(sent.dispatched)
+        weights = r.topk_weights if given.topk_weights is not None else None
+        return (sent.x, None, weights, self._handle(ep, r, given)), r
 
     def _handle(self, ep: Any, r: Any, given: _Given) -> EPHandle:
         handle = EPHandle(
             self, ep, bare(r), given.topk_idx, max_tokens=given.max_tokens, is_exact=given.is_exact,
             num_sms=given.num_sms, copy=given.copy,
         )  # fmt: skip
-        handle.expert_alignment = given.alignment
+        handle.expert_alignment, handle.widths = given.alignment, {given.form.num_columns}
         if given.is_exact:
             counts = r.num_tokens_per_expert.tolist()
             handle.num_recv_tokens_per_expert_list = [align(each, given.alignment) for each in counts]
@@ -285,19 +281,19 @@ class ElasticBuffer(Absent):
         self, known: EPHandle, form: Form, topk_weights: Tensor | None, options: dict[str, Any]
     ) -> tuple[Any, Any]:
         ep, routing = known.ep, known.dispatched.handle
-        sent = send(ep, form, handle=routing, **options)
+        sent = send(ep, form, side=words_of(topk_weights), handle=routing, **options)
+        known.widths.add(form.num_columns)
         weights = None
-        if topk_weights is not None and known.do_expand:
-            assert known.codes is not None  # noqa: S101  # for mypy
-            weights = lanes_along(ep, routing, known.codes, topk_weights, num_sms=options["num_sms"])
-        elif topk_weights is not None:
-            assert known.ids is not None  # noqa: S101  # for mypy
-            words = along(ep, routing, as_bytes(topk_weights.to(torch.float32)), num_sms=options["num_sms"])
-            weights = torch.where(known.ids >= 0, words.view(torch.float32), 0.0)
+        if sent.side is not None and known.ids is not None:
+            weights = torch.where(known.ids >= 0, sent.side.contiguous().view(torch.float32), 0.0)
+        elif sent.side is not None:
+            pick = known.dispatched.sources().pick
+            assert pick is not None  # noqa: S101  # for mypy
+            weights = lane_of(sent.side, pick)
         ids = None if known.ids is None else known.ids.clone()
         return (sent.x, ids, weights, known), sent.dispatched
 
-    @public_call
+    @collective_call
     def combine(
         self,
         x: Tensor,
@@ -322,6 +318,7 @@ class ElasticBuffer(Absent):
         """
         self._check_alive("combine")
         known = self._own(handle)
+        check_rows("x", x, known.widths)
         once = known.do_expand and not self.allow_multiple_reduction
         if once and topk_weights is not None:
             raise InvalidArgument("topk_weights with an expanded handle need allow_multiple_reduction=True")
@@ -346,21 +343,7 @@ class ElasticBuffer(Absent):
 
     def destroy(self) -> None:
         """As `Buffer.destroy`."""
-        if not self.explicitly_destroy:
-            raise AssertionError("destroy() of an ElasticBuffer that was made without explicitly_destroy=True")
-        self._end()
-
-    def _end(self) -> None:
-        if self._destroyed:
-            return
-        self._layers.close()  # refused inside a call of another thread: nothing is lost, and destroy may come again
-        self._destroyed = True
-        self.runtime = None
-        self._ranks.release()
-
-    def _check_alive(self, what: str) -> None:
-        if self._destroyed:
-            raise InvalidState(f"{what}: the buffer was destroyed; make a new one")
+        self._destroy()
 
     def _own(self, handle: Any) -> EPHandle:
         if not isinstance(handle, EPHandle):
@@ -368,12 +351,6 @@ class ElasticBuffer(Absent):
         if handle.buffer is not self:
             raise InvalidState("the handle is of another buffer; a call needs the buffer that made it")
         return handle
-
-    def __del__(self) -> None:
-        if not getattr(self, "_destroyed", True) and not sys.is_finalizing():
-            self._destroyed = True
-            self._layers.end()
-            self._ranks.release()
 
 
 class _Given:

@@ -55,13 +55,12 @@ class EPHandle:
         self.do_expand = handle.layout == "expert_major"
         self.num_experts, self.num_max_tokens_per_rank, self.num_sms = ep.num_experts, max_tokens, num_sms
         self.expert_alignment = 1
+        self.widths: set[int] = set()  # of rows that went along it
         self.topk_idx = topk_idx.clone() if copy else topk_idx
         self.num_recv_tokens_per_expert_list: list[int] = []
         self.token_metadata_at_forward = None
         self.channel_linked_list = None
         self.is_exact = is_exact
-        self.codes: Tensor | None = None  # int64 [rows]: (source rank * M + token) * K + k, -1 where no pick is
-        self.tokens: Tensor | None = None  # int32 [rows]: source token; not expanded
         self.ids: Tensor | None = None  # not expanded: local ids received
 
     def deterministic_sort(self, *args: Any, **named: Any) -> None:
@@ -109,10 +108,9 @@ class EPHandle:
         device = self.topk_idx.device
         table = torch.full((num_lines + 1, 2 + top_k), -1, dtype=torch.int32, device=device)
         table[:, 1] = 0
-        if not self.do_expand and self.tokens is not None:
-            rows = torch.arange(len(self.tokens), dtype=torch.int32, device=device)
-            ranks = torch.searchsorted(self.psum_num_recv_tokens_per_scaleup_rank, rows, right=True)
-            table[:num_lines, 0] = ranks.to(torch.int32) * self.num_max_tokens_per_rank + self.tokens
+        if not self.do_expand:
+            rank, token, _ = self.dispatched.sources()
+            table[:num_lines, 0] = torch.where(rank >= 0, rank * self.num_max_tokens_per_rank + token, -1)
             return table[:num_lines]
         _, tokens, line = self._lines()
         order, codes = self._order, self._sorted_codes
@@ -123,11 +121,13 @@ class EPHandle:
 
     def _lines(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of the expanded rows by code: whether each is the first of its token, its token, and the token's line."""
-        assert self.codes is not None  # noqa: S101  # for mypy
         if "_order" not in self.__dict__:
-            codes = torch.where(self.codes >= 0, self.codes, 1 << 62)
-            order = codes.argsort(stable=True)
-            self.__dict__["_order"], self.__dict__["_sorted_codes"] = order, self.codes[order]
+            rank, token, pick = self.dispatched.sources()
+            assert pick is not None  # noqa: S101  # for mypy
+            codes = (rank.to(torch.int64) * self.num_max_tokens_per_rank + token) * self.ep.top_k + pick
+            order = torch.where(rank >= 0, codes, 1 << 62).argsort(stable=True)
+            self.__dict__["_order"] = order
+            self.__dict__["_sorted_codes"] = torch.where(rank >= 0, codes, -1)[order]
         codes = self.__dict__["_sorted_codes"]
         tokens = torch.where(codes >= 0, codes // self.ep.top_k, -1)
         before = torch.cat([tokens.new_full((1,), -1), tokens[:-1]])
