@@ -69,6 +69,26 @@ def test_who_is_late_without_a_delay_names_nobody() -> None:
     assert rows[-1]["late_rank"] is None
 
 
+def test_deep_ep_is_timed_beside_the_calls_of_weft() -> None:
+    flags = ("--deep-ep", "--ranks", "2", "--device", "cpu")
+    rows = bench(*flags)
+    assert_documented(rows)
+    assert [row["kind"] for row in rows] == ["machine"] + ["deep_ep"] * 10
+    assert {row["call"].split(".")[0] for row in rows[1:]} == {"Buffer", "ElasticBuffer", "HybridEPBuffer"}
+    for row in rows[1:]:
+        assert min(row["weft_us"], row["deep_ep_us"]) > 0
+        assert row["over_us"] == row["deep_ep_us"] - row["weft_us"]
+    table = CliRunner().invoke(app, ["bench", *SMALL[:-1], *flags])
+    assert "Buffer.low_latency_combine" in table.output
+
+
+@pytest.mark.parametrize("flags", [["--quantize", "fp8"], ["--dtype", "fp32"], ["--trace", "x.npz"]])
+def test_deep_ep_refuses(flags: list[str]) -> None:
+    result = CliRunner().invoke(app, ["bench", *SMALL, "--deep-ep", *flags])
+    assert result.exit_code == 2
+    assert flags[0].strip("-") in rows_of(result.stdout)[0]["text"]
+
+
 @pytest.mark.parametrize(
     ("flags", "named"), [(["--late-rank", "4"], "late_rank is 4"), (["--trace", "x.npz"], "trace")]
 )
@@ -176,7 +196,7 @@ def test_tables_of_the_docs_are_those_of_the_result_files() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("flags", [[], ["--suite", "small"], ["--tokens", "16"], ["--who-is-late"]])
+@pytest.mark.parametrize("flags", [[], ["--suite", "small"], ["--tokens", "16"], ["--who-is-late"], ["--deep-ep"]])
 def test_without_a_gpu_nothing_is_printed_before_the_error(flags: list[str]) -> None:
     result = CliRunner().invoke(app, ["bench", "--device", "cuda", "--ranks", "2", *flags])
     assert result.exit_code == 3

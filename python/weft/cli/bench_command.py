@@ -11,6 +11,7 @@ from weft.bench.cases import SUITES
 from weft.bench.options import Options, SuiteOptions
 from weft.cli import options
 from weft.cli.bench_control import run_control
+from weft.cli.bench_deep_ep import run_deep_ep
 from weft.cli.bench_late import run_who_is_late
 from weft.cli.bench_suite import run_suite
 from weft.cli.output import EXIT_FAILED, Output, command_output
@@ -37,6 +38,7 @@ _SUITE_HELP = f"""Run cases with targets at their own shapes: {", ".join(SUITES)
 _LATE_HELP = "Time nothing; show who waited how long for whom, with one rank delayed on purpose."
 _CONTROL_HELP = """Time the control plane: --iters groups (10) are made, rebuilt, lose a rank by kill -9 and go on,
 and leave out one that is late."""
+_DEEP_EP_HELP = "Time the calls of weft.deep_ep beside Weft's own that do the same: host time a call."
 _PLOT_HELP = "Draw the suite's bandwidth against SMs and T (png, pdf, svg; needs matplotlib)."
 # Flags that make `weft bench --device cuda` time this one shape.
 _SHAPE_FLAGS = [
@@ -93,6 +95,7 @@ def bench(
         float, typer.Option("--late-us", metavar="N", min=0, help="By how much, before each step.")
     ] = 5000,
     control: Annotated[bool, typer.Option("--control", help=_CONTROL_HELP)] = False,
+    deep_ep: Annotated[bool, typer.Option("--deep-ep", help=_DEEP_EP_HELP)] = False,
     json: options.Json = False,
 ) -> None:
     """Time dispatch, combine and both; results are checked first."""
@@ -101,7 +104,8 @@ def bench(
         if control:
             run_control(output, ranks, iters if "iters" in given else 10, device)
             return
-        if suite is None and device == "cuda" and not given.intersection(_SHAPE_FLAGS) and not who_is_late:
+        asks_else = who_is_late or deep_ep
+        if suite is None and device == "cuda" and not given.intersection(_SHAPE_FLAGS) and not asks_else:
             suite = "all"
         if suite is not None:
             common: dict[str, Any] = {"ranks": ranks, "seed": seed, "device": device, "baseline": baseline}
@@ -134,10 +138,12 @@ def bench(
             warmup=warmup,
             num_sms=num_sms,
             mode=mode,
-            baseline=baseline and not who_is_late,
+            baseline=baseline and not asks_else,
         )
         if who_is_late:
             run_who_is_late(output, one_shape, late_rank, late_us)
+        elif deep_ep:
+            run_deep_ep(output, one_shape)
         else:
             _bench(output, one_shape)
 

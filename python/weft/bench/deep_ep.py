@@ -1,0 +1,201 @@
+"""What `weft.deep_ep` adds to a call: `weft bench --deep-ep` times Weft's own calls and those of its three buffers, one
+after the other in one run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from weft.bench.options import Options
+from weft.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import weft
+
+Row = dict[str, Any]
+
+_MOST_FEW_TOKENS = 128  # of a rank in a low-latency call
+_HEAP_BYTES = 256 << 20
+_DEADLINE_S = 100.0
+
+
+class Pair(NamedTuple):
+    """Two calls that do the same: Weft's own, and that of a buffer, whose name it has."""
+
+    name: str
+    own: Callable[[], Any]
+    theirs: Callable[[], Any]
+
+
+class Timed(NamedTuple):
+    """Median host time until the calls of a pair returned, in microseconds."""
+
+    name: str
+    own_us: float
+    theirs_us: float
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Of each pair the times on the rank whose own call took longest."""
+
+    calls: tuple[Timed, ...]
+    engine: str
+
+    def rows(self) -> list[Row]:
+        """JSON objects, one a call."""
+        return [
+            {
+                "kind": "deep_ep", "call": each.name, "engine": self.engine, "weft_us": each.own_us,
+                "deep_ep_us": each.theirs_us, "over_us": each.theirs_us - each.own_us,
+            }
+            for each in self.calls
+        ]  # fmt: skip
+
+
+def deep_ep(options: Options) -> Overhead:
+    """`options.iters` pairs of each call, after `options.warmup`, in every layout that the buffers have.
+
+    Raises:
+        InvalidArgument: a trace, FP8, or rows that are not BF16.
+    """
+    import weft
+
+    for name, value, allowed in (
+        ("trace", options.trace, None), ("quantize", options.quantize, "none"), ("dtype", options.dtype, "bf16"),
+    ):  # fmt: skip
+        if value != allowed:
+            raise InvalidArgument(f"{name} is {value!r}; allowed where calls of weft.deep_ep are timed: {allowed!r}")
+    options = options.complete()
+    ranks = weft.spawn(
+        _run_rank, num_ranks=options.ranks, args=(options,), device=options.device, placement=options.placement
+    )
+    by_call = zip(*(timed for timed, _ in ranks), strict=True)
+    return Overhead(tuple(max(timed, key=lambda each: each.own_us) for timed in by_call), ranks[0][1])
+
+
+def _run_rank(comm: weft.Communicator, options: Options) -> tuple[list[Timed], str]:
+    """Collective."""
+    found = [_timed(comm, pair, options) for pair in _pairs(comm, options)]
+    return found, str(comm.engine)
+
+
+def _timed(comm: weft.Communicator, pair: Pair, options: Options) -> Timed:
+    import torch
+
+    own_us: list[float] = []
+    theirs_us: list[float] = []
+    comm.meet(_DEADLINE_S)
+    for number in range(options.warmup + options.iters):
+        turns = ((pair.own, own_us), (pair.theirs, theirs_us))
+        for call, times in turns if number % 2 == 0 else turns[::-1]:
+            begin = time.perf_counter_ns()
+            call()
+            times.append((time.perf_counter_ns() - begin) / 1e3)
+    if comm.device.type == "cuda":
+        torch.cuda.synchronize(comm.device)
+    counted = [times[options.warmup :] for times in (own_us, theirs_us)]
+    return Timed(pair.name, statistics.median(counted[0]), statistics.median(counted[1]))
+
+
+def _pairs(comm: weft.Communicator, options: Options) -> Iterator[Pair]:
+    """Collective: each makes its first calls, and the next pair ends what it made."""
+    import torch
+
+    import weft
+    from weft import routing
+    from weft.verify.check import DTYPES
+
+    made = (options.routing, options.tokens, options.experts, options.top_k)
+    ids, weights = routing.make(*made, rank=comm.rank, num_ranks=options.ranks, seed=options.seed)
+    ids, weights = ids.to(comm.device), weights.to(comm.device)
+    x = torch.zeros((len(ids), options.hidden), dtype=DTYPES[options.dtype], device=comm.device)
+    with weft.ExpertParallel(
+        comm, num_experts=options.experts, top_k=options.top_k, hidden=options.hidden, dtype=x.dtype,
+        max_tokens_per_rank=max(1, options.tokens), heap_bytes=_HEAP_BYTES, num_windows=2,
+    ) as ep:  # fmt: skip
+        yield from _of_v1(comm, ep, x, ids, weights)
+        few = slice(0, _MOST_FEW_TOKENS)
+        yield from _of_low_latency(comm, ep, x[few], ids[few], weights[few])
+        yield from _of_v2(comm, ep, x, ids, weights)
+        yield from _of_hybrid(comm, ep, x, ids, weights)
+
+
+def _of_v1(comm: Any, ep: Any, x: Any, ids: Any, weights: Any) -> Iterator[Pair]:
+    from weft.deep_ep import Buffer
+
+    buffer = Buffer(comm, _HEAP_BYTES)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, ep.num_experts)
+
+    def dispatch() -> Any:
+        return buffer.dispatch(
+            x, num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert, topk_idx=ids,
+            topk_weights=weights,
+        )  # fmt: skip
+
+    own, theirs = ep.dispatch(x, ids, weights), dispatch()
+    y, handle = own.x.clone(), theirs[4]
+    yield Pair("Buffer.dispatch", lambda: ep.dispatch(x, ids, weights), dispatch)
+    yield Pair(
+        "Buffer.dispatch(handle=)", lambda: ep.dispatch(x, handle=own.handle), lambda: buffer.dispatch(x, handle=handle)
+    )
+    yield Pair("Buffer.combine", lambda: ep.combine(y, own.handle), lambda: buffer.combine(y, handle))
+
+
+def _of_low_latency(comm: Any, ep: Any, x: Any, ids: Any, weights: Any) -> Iterator[Pair]:
+    from weft.deep_ep import Buffer
+
+    buffer, most = Buffer(comm, low_latency_mode=True), min(_MOST_FEW_TOKENS, ep.max_tokens_per_rank)
+    options = {"layout": "masked", "capacity": comm.num_ranks * most, "max_tokens": most}
+
+    def dispatch() -> Any:
+        return buffer.low_latency_dispatch(x, ids, most, ep.num_experts, use_fp8=False)
+
+    own, theirs = ep.dispatch(x, ids, weights, **options), dispatch()
+    y, handle = own.x.clone(), theirs[2]
+    yield Pair("Buffer.low_latency_dispatch", lambda: ep.dispatch(x, ids, weights, **options), dispatch)
+    yield Pair(
+        "Buffer.low_latency_combine", lambda: ep.combine(y, own.handle),
+        lambda: buffer.low_latency_combine(y, ids, weights, handle),
+    )  # fmt: skip
+
+
+def _of_v2(comm: Any, ep: Any, x: Any, ids: Any, weights: Any) -> Iterator[Pair]:
+    from weft.deep_ep import ElasticBuffer
+
+    buffer = ElasticBuffer(comm, _HEAP_BYTES, num_max_tokens_per_rank=ep.max_tokens_per_rank)
+
+    def dispatch(**options: Any) -> Any:
+        return buffer.dispatch(x, ids, weights, num_experts=ep.num_experts, **options)
+
+    own, theirs = ep.dispatch(x, ids, weights), dispatch()
+    y = own.x.clone()
+    yield Pair("ElasticBuffer.dispatch", lambda: ep.dispatch(x, ids, weights), dispatch)
+    yield Pair("ElasticBuffer.combine", lambda: ep.combine(y, own.handle), lambda: buffer.combine(y, theirs[3]))
+    yield Pair(
+        "ElasticBuffer.dispatch(do_expand=True)", lambda: ep.dispatch(x, ids, weights, layout="expert_major"),
+        lambda: dispatch(do_expand=True),
+    )  # fmt: skip
+
+
+def _of_hybrid(comm: Any, ep: Any, x: Any, ids: Any, weights: Any) -> Iterator[Pair]:
+    from weft.deep_ep import HybridEPBuffer
+
+    buffer = HybridEPBuffer(comm, ep.hidden, ep.max_tokens_per_rank, ep.num_local_experts)
+
+    def dispatch() -> Any:
+        return buffer.dispatch_with_permute(
+            hidden=x, topk_idx=ids, topk_weights=weights, num_of_experts=ep.num_experts, pad_multiple=16
+        )
+
+    options = {"layout": "expert_major", "alignment": 16}
+    own, theirs = ep.dispatch(x, ids, weights, **options), dispatch()
+    y = own.x.clone()
+    yield Pair("HybridEPBuffer.dispatch_with_permute", lambda: ep.dispatch(x, ids, weights, **options), dispatch)
+    yield Pair(
+        "HybridEPBuffer.combine_with_unpermute", lambda: ep.combine(y, own.handle, weighted=False),
+        lambda: buffer.combine_with_unpermute(hidden=y, handle=theirs[4]),
+    )  # fmt: skip

@@ -1,0 +1,26 @@
+"""`weft bench --deep-ep`: runs weft.bench.deep_ep and prints what the package adds to each call."""
+
+from __future__ import annotations
+
+from weft.bench.options import Options
+from weft.cli.output import Output
+
+
+def run_deep_ep(output: Output, options: Options) -> None:
+    """Print rows (`--json`) or the table."""
+    from weft.bench.apart import apart
+    from weft.bench.deep_ep import deep_ep
+    from weft.bench.suite import machine_facts
+
+    with output.progress(1, "bench"):
+        found = deep_ep(options)
+    if output.json_lines:
+        output.row({"kind": "machine", **apart(machine_facts, options.device)})
+    for row in found.rows():
+        output.row(row)
+    cells = [
+        (each.name, f"{each.own_us:.1f}", f"{each.theirs_us:.1f}", f"{each.theirs_us - each.own_us:.1f}")
+        for each in found.calls
+    ]
+    columns = ("call of weft.deep_ep", "Weft's own us", "its us", "more us")
+    output.table(f"{found.engine} engine, host time a call, median of {options.iters} pairs", columns, cells)
