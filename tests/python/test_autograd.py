@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from weft.autograd import _Sent
+from weft.call.records import Sent
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "rank_major": {"layout": "rank_major"},
@@ -391,7 +391,7 @@ def test_what_a_rebuild_has_overtaken_has_no_backward() -> None:
 
 def count_records() -> int:
     gc.collect()
-    return sum(type(each) is _Sent for each in gc.get_objects())
+    return sum(type(each) is Sent for each in gc.get_objects())
 
 
 def test_forwards_without_a_backward_do_not_pile_up(ep: weft.ExpertParallel) -> None:
