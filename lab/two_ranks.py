@@ -103,7 +103,7 @@ def rows() -> Iterator[Row]:
 
 
 def give(make: Callable[..., Any], names: dict[str, str]) -> Callable[..., Any]:
-    """Native arguments with what the variant gives."""
+    """Native specs with what the variant gives."""
 
     def made(*args: Any, **named: Any) -> Any:
         native = make(*args, **named)
@@ -116,8 +116,8 @@ def give(make: Callable[..., Any], names: dict[str, str]) -> Callable[..., Any]:
 
 
 NATIVE: Any = _load.native()
-NATIVE.DispatchArgs = give(NATIVE.DispatchArgs, {"spread": "spread_blocks"})
-NATIVE.CombineArgs = give(NATIVE.CombineArgs, {"stage": "stage_blocks"})
+NATIVE.DispatchSpec = give(NATIVE.DispatchSpec, {"spread": "spread_blocks"})
+NATIVE.CombineSpec = give(NATIVE.CombineSpec, {"stage": "stage_blocks"})
 
 
 class Side:

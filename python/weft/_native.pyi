@@ -15,9 +15,6 @@ def send_plan_len(num_tokens: int, top_k: int, num_ranks: int, num_local_experts
 def window_bytes(
     num_ranks: int, num_experts: int, top_k: int, max_tokens: int, max_row_bytes: int, staging_bytes: int = 0
 ) -> tuple[int, int]: ...
-def gradients(
-    dtype: int, hidden: int, num_rows: int, rows: int, y: int, weights: int, out: int, grad_weights: int
-) -> None: ...
 def compile_kernel(source: str, *, arch: str, nvrtc: str, include: str, cache: str) -> bytes: ...
 def render_link_limit(*, row_bytes: int, is_pull: bool) -> str: ...
 
@@ -49,6 +46,7 @@ class Communicator:
     def active_ranks(self) -> list[int]: ...
     def broken(self) -> bool: ...
     def raise_if_broken(self) -> None: ...
+    def meet(self, timeout_s: float) -> None: ...
     def exchange(self, tag: int, payload: bytes, timeout_s: float) -> list[bytes]: ...
     def detections(self) -> list[tuple[int, str, int]]: ...
     def rebuild(self, ranks: Sequence[int], timeout_s: float) -> None: ...
@@ -59,63 +57,71 @@ class Communicator:
     def note_refusal(self, text: str) -> None: ...
     def close(self, why: str = "") -> None: ...
 
-class _CallArgs:
+class _CallSpec:
     layout: int
     alignment: int
     capacity: int
     max_tokens: int
     hidden: int
-    num_tokens: int
+    dtype: int
     num_blocks: int
     object: int
     timeout_ns: int
-    stream: int
     is_small: bool
     sends: bool
     receives: bool
+    def __init__(self, **fields: int) -> None: ...
 
-class DispatchArgs(_CallArgs):
-    dtype: int
-    quantize: int
-    x: int
+class DispatchSpec(_CallSpec):
     row_bytes: int
-    scales: int
+    quantize: int
     scale_row_bytes: int
-    scales_are_fp32: bool
-    topk_idx: int
     topk_is_int64: bool
-    topk_weights: int
     cached: bool
+    zeroes_holes: bool
+    scale_stride: int
+    scales_are_fp32: bool
+    scale_word_bytes: int
+    spread_blocks: int
+
+class CombineSpec(_CallSpec):
+    has_side: bool
+    bias_is_2d: bool
+    bias_is_fp32: bool
+    order: int
+    wire_is_fp8: bool
+    stage_blocks: int
+
+class _Buffers:
+    stream: int
+    num_tokens: int
     send_plan: int
     recv_plan: int
     recv_plan_len: int
-    num_rows: int
-    counts: int
-    offsets: int
-    num_rows_out: int
+    def __init__(self, **fields: int) -> None: ...
+
+class DispatchBuffers(_Buffers):
+    x: int
+    scales: int
+    topk_idx: int
+    topk_weights: int
+    sizes: int
     overflow: int
-    room: int
+    num_rows: int
     out_x: int
     out_scales: int
     out_ids: int
     out_weights: int
 
-class CombineArgs(_CallArgs):
-    dtype: int
+class CombineBuffers(_Buffers):
     y: int
     num_rows: int
     weights: int
+    owner_weights: int
     side: int
-    has_side: bool
     bias: int
-    bias_is_2d: bool
-    bias_is_fp32: bool
     out: int
     side_out: int
-    send_plan: int
-    recv_plan: int
-    recv_plan_len: int
-    wire_is_fp8: bool
 
 class DispatchResult:
     @property
@@ -162,28 +168,34 @@ class Routing:
     @property
     def bytes_sent(self) -> int: ...
 
+class Together: ...
+
 class Window:
-    def dispatch(self, args: DispatchArgs) -> DispatchResult: ...
-    def combine(self, args: CombineArgs) -> None: ...
+    def dispatch(self, spec: DispatchSpec, buffers: DispatchBuffers) -> DispatchResult: ...
+    def combine(self, spec: CombineSpec, buffers: CombineBuffers) -> None: ...
     def dispatch_first(
         self,
-        args: DispatchArgs,
+        spec: DispatchSpec,
         stream: int,
         num_tokens: int,
         x: int,
         scales: int,
         topk_idx: int,
         topk_weights: int,
+        overflow: int,
         from_dlpack: Callable[[Any], Any],
+        sizes: int = 0,
+        send_plan: int = 0,
     ) -> tuple[Any, ...] | None: ...
     def dispatch_again(
         self,
-        args: DispatchArgs,
+        spec: DispatchSpec,
         stream: int,
         num_tokens: int,
         x: int,
         scales: int,
-        counts: int,
+        overflow: int,
+        sizes: int,
         send_plan: int,
         recv_plan: int,
         recv_plan_len: int,
@@ -192,9 +204,25 @@ class Window:
         out_scales: int,
         from_dlpack: Callable[[Any], Any],
     ) -> tuple[Any, ...]: ...
+    def together(self, wanted: Sequence[tuple[Sequence[int], int]]) -> Together: ...
+    def dispatch_small(
+        self,
+        spec: DispatchSpec,
+        wanted: Together,
+        stream: int,
+        num_tokens: int,
+        x: int,
+        scales: int,
+        topk_idx: int,
+        topk_weights: int,
+        overflow: int,
+        room: int,
+        out_x: int,
+        out_scales: int,
+    ) -> tuple[int, Routing] | None: ...
     def combine_rows(
         self,
-        args: CombineArgs,
+        spec: CombineSpec,
         stream: int,
         num_tokens: int,
         y: int,
@@ -208,7 +236,21 @@ class Window:
         side: int,
         side_out: int,
     ) -> None: ...
+    def gradients(
+        self,
+        stream: int,
+        dtype: int,
+        hidden: int,
+        num_rows: int,
+        rows: int,
+        y: int,
+        weights: int,
+        out: int,
+        grad_weights: int,
+    ) -> None: ...
     def empty(self, shape: Sequence[int], dtype: int, stream: int = 0) -> Any | None: ...
+    def barrier(self, deadline_s: float) -> None: ...
+    def stats(self) -> dict[str, Any]: ...
     @property
     def id(self) -> int: ...
     def close(self) -> None: ...
@@ -227,8 +269,6 @@ class CpuWindow(Window):
         timeout_s: float = 100.0,
     ) -> None: ...
     def owns(self, ptr: int) -> bool: ...
-    def stats(self) -> dict[str, Any]: ...
-    def barrier(self, deadline_s: float) -> None: ...
 
 def gpu_leave_graphs_to_the_exit() -> None: ...
 def gpu_record_stream(ptr: int, stream: int) -> bool: ...
@@ -252,15 +292,6 @@ class Gpu:
     @property
     def num_sms(self) -> int: ...
 
-class GpuUnloadArgs:
-    x: int
-    scales: int
-    topk_idx: int
-    topk_weights: int
-    recv_plan: int
-
-class GpuTogether: ...
-
 class GpuWindow(Window):
     def __init__(
         self,
@@ -276,25 +307,9 @@ class GpuWindow(Window):
         small_tokens: int = 0,
         timeout_s: float = 100.0,
     ) -> None: ...
-    def together(self, wanted: Sequence[tuple[Sequence[int], int]]) -> GpuTogether: ...
-    def dispatch_small(
-        self,
-        args: DispatchArgs,
-        wanted: GpuTogether,
-        stream: int,
-        num_tokens: int,
-        x: int,
-        scales: int,
-        topk_idx: int,
-        topk_weights: int,
-        out_x: int,
-        out_scales: int,
-    ) -> tuple[int, Routing] | None: ...
-    def unload(self, args: GpuUnloadArgs) -> None: ...
+    def receive(self, stream: int) -> None: ...
+    def unload(self, to: DispatchBuffers) -> None: ...
     def check(self) -> None: ...
     def take_bad_ids(self) -> tuple[int, int, int] | None: ...
-    def stats(self) -> dict[str, Any]: ...
     @property
     def heap_used(self) -> int: ...
-    @property
-    def heap_peak(self) -> int: ...

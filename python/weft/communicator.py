@@ -55,9 +55,8 @@ __all__ = ["Communicator", "Topology", "Window", "WindowSpec", "released_on_erro
 CONNECT_TIMEOUT_S = 300.0
 _LEAST_CONNECT_S = 1.0  # for ranks that met right before the deadline
 _THREADS = "threads of one process"
-_COMPARE_TAG = 1 << 22  # exchange tags of constructors: this plus their number; all below 1 << 25
+_COMPARE_TAG = 1 << 22  # exchange tags of constructors: this plus their number; all below 1 << 24
 _ENGINE_TAG = 1 << 23  # of the choice of the engine
-_MEETING_TAG = 1 << 24  # of `meet`: this plus its number
 _LOCAL_CALLS = ("check", "empty_output")  # nobody waits for them
 _EXIT_GRACE_S = 10.0  # when the process ends, for threads that are in a call and neither wait nor return
 _BETWEEN_CALLS_S = 0.05  # then, for threads that make one call after the other to come to the next one
@@ -150,7 +149,6 @@ class Communicator(Shared):
         self.device = device
         self._origin = origin
         self._choice = self._choose(facts)
-        self._num_meetings = 0
         self._has_refused = False  # the peers were told so
         self._kept: list[object] = []  # what lives until close()
         self._pid = os.getpid()
@@ -529,7 +527,6 @@ class Communicator(Shared):
         self._active = tuple(self._native.active_ranks)
         self._binding.apply()  # to threads that the change has started
         self._num_compared = 0  # the native module adds the epoch to the tag: ranks count alike again
-        self._num_meetings = 0
 
     def abort(self, reason: str = "") -> None:
         """End every wait of this rank now, and over the control plane those of the others: the call under way, and on
@@ -660,9 +657,7 @@ class Communicator(Shared):
 
     def meet(self, deadline_s: float) -> None:
         """Wait on the host until every active rank is here. Collective."""
-        self._native.raise_if_broken()
-        self._num_meetings += 1
-        self._native.exchange(_MEETING_TAG + self._num_meetings, b"", deadline_s)
+        self._native.meet(deadline_s)
 
     def open_windows(
         self,

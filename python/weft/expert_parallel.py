@@ -332,7 +332,7 @@ class ExpertParallel(Shared):
         """
         with self.comm.telling_peers(), self.calls.alone("warmup"):
             for window in self.calls.windows:
-                self.calls.barrier(window, self.deadline_s)
+                window.native.barrier(self.deadline_s)
         if self.comm.engine == "cpu":
             return
         same = {name: options[name] for name in ("num_sms", "mode", "staged") if name in options}
@@ -388,7 +388,7 @@ class ExpertParallel(Shared):
             wait_us; the calls in it were counted once, when they were captured.
         """
         num_dropped = int(self._overflow)  # first: on a GPU it waits
-        windows = [self.calls.window_stats(window) for window in self.calls.windows if not window.closed]
+        windows = [window.native.stats() for window in self.calls.windows if not window.closed]
         return {
             **vars(self.calls.counters),
             "num_dropped": num_dropped,

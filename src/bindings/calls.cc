@@ -2,13 +2,19 @@
 #include "bindings/calls.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <type_traits>
+
 #include "base/status.h"
 #include "bindings/arrays.h"
 #include "bindings/gil.h"
+#include "engine/call_fields.h"
+#include "memory/heap.h"
 #include "weft/layout/checked.h"
 
 namespace nb = nanobind;
@@ -17,131 +23,59 @@ using namespace nb::literals;
 namespace weft::bindings {
 namespace {
 
-// An enum as the plain number that Python's side has.
-template <class Args, class Base, class Enum>
-void def_number(nb::class_<Args>& args, const char* name, Enum Base::* field) {
-  args.def_prop_rw(
-      name, [field](const Args& self) { return static_cast<int>(self.*field); },
-      [field](Args& self, int value) { self.*field = static_cast<Enum>(value); });
+// What a dispatch makes beside its rows: later calls take addresses, and what nobody asks for need not become a tensor.
+struct Routing {
+  Array sizes, send_plan, recv_plan, topk_weights, topk_idx;
+  i64 num_bad_ids = 0, first_bad_id = 0, first_bad_at = 0;  // cpu, as in DispatchResult
+  i64 rows_sent = 0, bytes_sent = 0;
+};
+
+template <auto kMember>
+std::string name_of() {
+  const fields::Name name = fields::member_name<kMember>();
+  return {name.data, name.length};
 }
 
-template <class Args>
-void bind_call_args(nb::class_<Args>& args) {
-  def_number<Args, CallArgs>(args, "layout", &CallArgs::layout);
-  args.def(nb::init<>())
-      .def_rw("alignment", &Args::alignment)
-      .def_rw("capacity", &Args::capacity)
-      .def_rw("max_tokens", &Args::max_tokens)
-      .def_rw("hidden", &Args::hidden)
-      .def_rw("num_tokens", &Args::num_tokens)
-      .def_rw("num_blocks", &Args::num_blocks)
-      .def_rw("object", &Args::object)
-      .def_rw("timeout_ns", &Args::timeout_ns)
-      .def_rw("stream", &Args::stream)
-      .def_rw("is_small", &Args::is_small)
-      .def_rw("sends", &Args::sends)
-      .def_rw("receives", &Args::receives);
+template <class Value>
+auto number_of(Value value) {
+  if constexpr (std::is_enum_v<Value>) {
+    return static_cast<int>(value);
+  } else {
+    return value;
+  }
 }
 
-CallArgs call_args(int layout, i64 alignment, i64 capacity, i64 max_tokens, i64 hidden, i64 num_tokens, i32 num_blocks,
-                   u64 timeout_ns, u64 stream, bool is_small) {
-  return {.layout = static_cast<Layout>(layout),
-          .alignment = alignment,
-          .capacity = capacity,
-          .max_tokens = max_tokens,
-          .hidden = hidden,
-          .num_tokens = num_tokens,
-          .num_blocks = num_blocks,
-          .timeout_ns = timeout_ns,
-          .stream = stream,
-          .is_small = is_small};
+template <auto kMember, class Type>
+void set(Type& self, nb::handle value) {
+  auto& field = self.*kMember;
+  using Field = std::remove_reference_t<decltype(field)>;
+  field = static_cast<Field>(nb::cast<decltype(number_of(field))>(value));
 }
 
-// What every call has comes in one go: to set a field from Python takes as long as to pass ten numbers.
-void bind_dispatch_args(nb::module_& m) {
-  using Args = DispatchArgs;
-  nb::class_<Args> args(m, "DispatchArgs");
-  bind_call_args(args);
-  args.def("__init__", [](Args* args, int layout, i64 alignment, i64 capacity, i64 max_tokens, i64 hidden,
-                          i64 num_tokens, i32 num_blocks, u64 timeout_ns, u64 stream, bool is_small, u64 x,
-                          i64 row_bytes, int dtype, int quantize) {
-    new (args) Args();
-    static_cast<CallArgs&>(*args) = call_args(layout, alignment, capacity, max_tokens, hidden, num_tokens, num_blocks,
-                                              timeout_ns, stream, is_small);
-    args->x = x;
-    args->row_bytes = row_bytes;
-    args->dtype = static_cast<Dtype>(dtype);
-    args->quantize = static_cast<Quantize>(quantize);
+template <class Type>
+void set_field(Type& self, const std::string& name, nb::handle value) {
+  bool is_known = false;
+  visit_members<Type>([&]<auto kMember>() {
+    if (is_known || name != name_of<kMember>()) return;
+    is_known = true;
+    set<kMember>(self, value);
   });
-  def_number<Args, Args>(args, "dtype", &Args::dtype);
-  def_number<Args, Args>(args, "quantize", &Args::quantize);
-  args.def_rw("x", &Args::x)
-      .def_rw("row_bytes", &Args::row_bytes)
-      .def_rw("scales", &Args::scales)
-      .def_rw("scale_row_bytes", &Args::scale_row_bytes)
-      .def_rw("scale_stride", &Args::scale_stride)
-      .def_rw("scales_are_fp32", &Args::scales_are_fp32)
-      .def_rw("topk_idx", &Args::topk_idx)
-      .def_rw("topk_is_int64", &Args::topk_is_int64)
-      .def_rw("topk_weights", &Args::topk_weights)
-      .def_rw("cached", &Args::cached)
-      .def_rw("send_plan", &Args::send_plan)
-      .def_rw("recv_plan", &Args::recv_plan)
-      .def_rw("recv_plan_len", &Args::recv_plan_len)
-      .def_rw("num_rows", &Args::num_rows)
-      .def_rw("counts", &Args::counts)
-      .def_rw("offsets", &Args::offsets)
-      .def_rw("num_rows_out", &Args::num_rows_out)
-      .def_rw("overflow", &Args::overflow)
-      .def_rw("zeroes_holes", &Args::zeroes_holes)
-      .def_rw("spread_blocks", &Args::spread_blocks)
-      .def_rw("makes_send_plan", &Args::makes_send_plan)
-      .def_rw("room", &Args::room)
-      .def_rw("scale_word_bytes", &Args::scale_word_bytes)
-      .def_rw("out_x", &Args::out_x)
-      .def_rw("out_scales", &Args::out_scales)
-      .def_rw("out_ids", &Args::out_ids)
-      .def_rw("out_weights", &Args::out_weights);
+  if (!is_known) throw nb::attribute_error(("no field " + name).c_str());
 }
 
-void bind_combine_args(nb::module_& m) {
-  using Args = CombineArgs;
-  nb::class_<Args> args(m, "CombineArgs");
-  bind_call_args(args);
-  args.def("__init__",
-           [](Args* args, int layout, i64 alignment, i64 capacity, i64 max_tokens, i64 hidden, i64 num_tokens,
-              i32 num_blocks, u64 timeout_ns, u64 stream, bool is_small, u64 y, i64 num_rows, int dtype, u64 weights,
-              u64 send_plan, u64 recv_plan, u64 out, bool wire_is_fp8) {
-             new (args) Args();
-             static_cast<CallArgs&>(*args) = call_args(layout, alignment, capacity, max_tokens, hidden, num_tokens,
-                                                       num_blocks, timeout_ns, stream, is_small);
-             args->y = y;
-             args->num_rows = num_rows;
-             args->dtype = static_cast<Dtype>(dtype);
-             args->weights = weights;
-             args->send_plan = send_plan;
-             args->recv_plan = recv_plan;
-             args->out = out;
-             args->wire_is_fp8 = wire_is_fp8;
-           });
-  def_number<Args, Args>(args, "dtype", &Args::dtype);
-  def_number<Args, Args>(args, "order", &Args::order);
-  args.def_rw("y", &Args::y)
-      .def_rw("owner_weights", &Args::owner_weights)
-      .def_rw("num_rows", &Args::num_rows)
-      .def_rw("weights", &Args::weights)
-      .def_rw("side", &Args::side)
-      .def_rw("has_side", &Args::has_side)
-      .def_rw("bias", &Args::bias)
-      .def_rw("bias_is_2d", &Args::bias_is_2d)
-      .def_rw("bias_is_fp32", &Args::bias_is_fp32)
-      .def_rw("out", &Args::out)
-      .def_rw("side_out", &Args::side_out)
-      .def_rw("send_plan", &Args::send_plan)
-      .def_rw("recv_plan", &Args::recv_plan)
-      .def_rw("recv_plan_len", &Args::recv_plan_len)
-      .def_rw("wire_is_fp8", &Args::wire_is_fp8)
-      .def_rw("stage_blocks", &Args::stage_blocks);
+// A struct as a class of Python's side that has its fields, is made of any of them by name, and has enums as plain numbers.
+template <class Type>
+void bind_fields(nb::module_& m, const char* name) {
+  nb::class_<Type> bound(m, name);
+  bound.def("__init__", [](Type* self, const nb::kwargs& given) {
+    new (self) Type();
+    for (const auto& [key, value] : given) set_field(*self, nb::cast<std::string>(key), value);
+  });
+  visit_members<Type>([&]<auto kMember>() {
+    bound.def_prop_rw(
+        name_of<kMember>().c_str(), [](const Type& self) { return number_of(self.*kMember); },
+        [](Type& self, nb::handle value) { set<kMember>(self, value); });
+  });
 }
 
 void bind_result(nb::module_& m) {
@@ -162,22 +96,61 @@ void bind_result(nb::module_& m) {
       .def_ro("bytes_sent", &DispatchResult::bytes_sent);
 }
 
-// The calls that are made most often, in one go: `args` says what is equal in all calls of a kind, the rest differs from call to
-// call. To make the arguments anew, or to set one field from Python, takes a good part of a launch's time.
+// Numbers of Python's side beyond those of Dtype.
+constexpr int kInt32 = 4, kInt64 = 5;
+
+Array array_of(const CallWindow& window, const std::vector<i64>& shape, int dtype) {
+  Array array;
+  array.is_integer = dtype >= kInt32;
+  array.is_int64 = dtype == kInt64;
+  if (!array.is_integer) array.dtype = static_cast<Dtype>(dtype);
+  array.shape = shape;
+  array.gpu = window.gpu_index();
+  return array;
+}
+
+u64 bytes_of(const Array& array) {
+  const i64 item_bytes = array.is_integer ? (array.is_int64 ? 8 : 4) : dtype_bytes(array.dtype);
+  CheckedSize num_bytes(static_cast<u64>(item_bytes));
+  bool is_sound = true;
+  for (i64 length : array.shape) {
+    is_sound = is_sound && length >= 0;
+    num_bytes = num_bytes * static_cast<u64>(length);
+  }
+  if (!is_sound || !num_bytes.ok)
+    throw_invalid_argument("shape: lengths must be 0 or more, their product within 64 bits");
+  return num_bytes.value;
+}
+
+u64 address_of(const Array& array) { return reinterpret_cast<u64>(array.block.data); }
+
+// The calls that are made most often: a spec, and what differs from call to call. To make an object or to set one field from Python
+// takes a good part of a launch's time, so the buffers come as plain numbers.
+
+DispatchResult dispatch_unlocked(CallWindow& window, const DispatchArgs& args) {
+  const ReleasedGil release;
+  return window.dispatch(args, signal_poll());
+}
 
 // Without room in the heap rows of GPUs wait for the caller's memory; the cpu engine finds other memory itself.
 bool is_made(const CallWindow& window, const DispatchResult& result) {
   return result.in_heap || window.gpu_index() < 0;
 }
 
-nb::object dispatch_first(CallWindow& window, DispatchArgs& args, u64 stream, i64 num_tokens, u64 x, u64 scales,
-                          u64 topk_idx, u64 topk_weights, nb::handle from_dlpack) {
+// `sizes` and `send_plan`: 0, or where they go, behind a call that found no room for them and returned None.
+nb::object dispatch_first(CallWindow& window, const DispatchSpec& spec, u64 stream, i64 num_tokens, u64 x, u64 scales,
+                          u64 topk_idx, u64 topk_weights, u64 overflow, nb::handle from_dlpack, u64 sizes,
+                          u64 send_plan) {
+  DispatchArgs args{spec, {}};
   args.stream = stream;
   args.num_tokens = num_tokens;
   args.x = x;
   args.scales = scales;
   args.topk_idx = topk_idx;
   args.topk_weights = topk_weights;
+  args.overflow = overflow;
+  args.sizes = sizes;
+  args.send_plan = send_plan;
   DispatchResult made = dispatch_unlocked(window, args);
   if (!made.has_begun) return nb::none();
   const auto tensor = [&](const Array& array) { return to_tensor(array, from_dlpack); };
@@ -195,21 +168,20 @@ nb::object dispatch_first(CallWindow& window, DispatchArgs& args, u64 stream, i6
                         std::move(routing));
 }
 
-nb::object dispatch_again(CallWindow& window, DispatchArgs& args, u64 stream, i64 num_tokens, u64 x, u64 scales,
-                          u64 counts, u64 send_plan, u64 recv_plan, i64 recv_plan_len, i64 num_rows, u64 out_x,
-                          u64 out_scales, nb::handle from_dlpack) {
+nb::object dispatch_again(CallWindow& window, const DispatchSpec& spec, u64 stream, i64 num_tokens, u64 x, u64 scales,
+                          u64 overflow, u64 sizes, u64 send_plan, u64 recv_plan, i64 recv_plan_len, i64 num_rows,
+                          u64 out_x, u64 out_scales, nb::handle from_dlpack) {
+  DispatchArgs args{spec, {}};
   args.stream = stream;
   args.num_tokens = num_tokens;
-  args.num_rows = num_rows;
   args.x = x;
   args.scales = scales;
-  args.offsets += counts - args.counts;  // the sizes lie together
-  args.num_rows_out += counts - args.counts;
-  args.counts = counts;
+  args.overflow = overflow;
+  args.sizes = sizes;
   args.send_plan = send_plan;
   args.recv_plan = recv_plan;
   args.recv_plan_len = recv_plan_len;
-  args.room = num_rows;
+  args.num_rows = num_rows;
   args.out_x = out_x;
   args.out_scales = out_scales;
   const DispatchResult result = dispatch_unlocked(window, args);
@@ -217,8 +189,10 @@ nb::object dispatch_again(CallWindow& window, DispatchArgs& args, u64 stream, i6
                         to_tensor(result.scales, from_dlpack), result.rows_sent, result.bytes_sent);
 }
 
-void combine_rows(CallWindow& window, CombineArgs& args, u64 stream, i64 num_tokens, u64 y, i64 num_rows, u64 weights,
-                  u64 send_plan, u64 recv_plan, i64 recv_plan_len, u64 out, u64 bias, u64 side, u64 side_out) {
+void combine_rows(CallWindow& window, const CombineSpec& spec, u64 stream, i64 num_tokens, u64 y, i64 num_rows,
+                  u64 weights, u64 send_plan, u64 recv_plan, i64 recv_plan_len, u64 out, u64 bias, u64 side,
+                  u64 side_out) {
+  CombineArgs args{spec, {}};
   args.stream = stream;
   args.num_tokens = num_tokens;
   args.y = y;
@@ -233,6 +207,92 @@ void combine_rows(CallWindow& window, CombineArgs& args, u64 stream, i64 num_tok
   args.side_out = side_out;
   const ReleasedGil release;
   window.combine(args, signal_poll());
+}
+
+// What a Routing has, in its order, for small batches: shapes and dtypes, to lie in one block. Tensors of torch take longer to make.
+struct Together {
+  std::vector<Array> arrays;  // without memory
+  std::vector<u64> begins;
+  u64 num_bytes = 0;
+};
+
+Together together(const CallWindow& window, const std::vector<std::pair<std::vector<i64>, int>>& wanted) {
+  Together all;
+  CheckedSize end;
+  for (const auto& [shape, dtype] : wanted) {
+    all.arrays.push_back(array_of(window, shape, dtype));
+    all.begins.push_back(align_up(end.value, Heap::kAlignment));
+    end = CheckedSize(all.begins.back()) + CheckedSize(bytes_of(all.arrays.back()));
+    if (!end.ok) throw_invalid_argument("shapes: their bytes must be within 64 bits");
+  }
+  all.num_bytes = end.value;
+  return all;
+}
+
+// The arrays in memory of the heap; none without room, or while `stream` records a graph, whose blocks would be taken for good.
+std::vector<Array> reserve_together(CallWindow& window, const Together& wanted, u64 stream) {
+  const std::optional<Block> block = window.reserve(wanted.num_bytes, stream, CallWindow::OnCapture::kNothing);
+  if (!block) return {};
+  std::vector<Array> arrays = wanted.arrays;
+  for (size_t idx = 0; idx < arrays.size(); ++idx) {
+    arrays[idx].block = *block;
+    arrays[idx].block.data += wanted.begins[idx];
+  }
+  return arrays;
+}
+
+// A small batch -> number of rows (exact sizes; else -1), Routing, which is made here, of the most rows; rows and scales are the
+// caller's. None: no room for it, or a graph is recorded; nothing has begun.
+std::optional<std::pair<i64, Routing>> dispatch_small(CallWindow& window, const DispatchSpec& spec,
+                                                      const Together& wanted, u64 stream, i64 num_tokens, u64 x,
+                                                      u64 scales, u64 topk_idx, u64 topk_weights, u64 overflow,
+                                                      i64 room, u64 out_x, u64 out_scales) {
+  std::vector<Array> made = reserve_together(window, wanted, stream);
+  if (made.size() != 5) return std::nullopt;
+  DispatchArgs args{spec, {}};
+  args.stream = stream;
+  args.num_tokens = num_tokens;
+  args.x = x;
+  args.scales = scales;
+  args.topk_idx = topk_idx;
+  args.topk_weights = topk_weights;
+  args.overflow = overflow;
+  args.num_rows = room;
+  args.out_x = out_x;
+  args.out_scales = out_scales;
+  args.sizes = address_of(made[0]);
+  args.send_plan = address_of(made[1]);
+  args.recv_plan = address_of(made[2]);
+  args.out_weights = address_of(made[3]);
+  args.out_ids = address_of(made[4]);
+  const i64 num_rows = dispatch_unlocked(window, args).result_rows;
+  if (num_rows >= 0) {
+    made[3].shape[0] = num_rows;
+    if (args.layout == Layout::kRankMajor) made[4].shape[0] = num_rows;
+  }
+  return std::pair{num_rows, Routing{.sizes = std::move(made[0]),
+                                     .send_plan = std::move(made[1]),
+                                     .recv_plan = std::move(made[2]),
+                                     .topk_weights = std::move(made[3]),
+                                     .topk_idx = std::move(made[4])}};
+}
+
+void gradients(CallWindow& window, u64 stream, int dtype, i64 hidden, i64 num_rows, u64 rows, u64 y, u64 weights,
+               u64 out, u64 grad_weights) {
+  window.gradients({stream, static_cast<Dtype>(dtype), hidden, num_rows, rows, y, weights, out, grad_weights});
+}
+
+nb::dict stats(const CallWindow& window) {
+  nb::dict all;
+  for (const Count& count : window.counts()) {
+    std::visit([&](const auto& value) { all[count.name] = nb::cast(value); }, count.value);
+  }
+  return all;
+}
+
+u64 timeout_ns(double seconds) {
+  constexpr double kLongestS = 1e9;
+  return static_cast<u64>(std::min(std::max(seconds, 0.0), kLongestS) * 1e9);
 }
 
 void bind_routing(nb::module_& m) {
@@ -273,59 +333,46 @@ nb::object empty(CallWindow& window, const std::vector<i64>& shape, int dtype, u
 
 }  // namespace
 
-// Numbers of Python's side beyond those of Dtype.
-constexpr int kInt32 = 4, kInt64 = 5;
-
-Array array_of(const CallWindow& window, const std::vector<i64>& shape, int dtype) {
-  Array array;
-  array.is_integer = dtype >= kInt32;
-  array.is_int64 = dtype == kInt64;
-  if (!array.is_integer) array.dtype = static_cast<Dtype>(dtype);
-  array.shape = shape;
-  array.gpu = window.gpu_index();
-  return array;
-}
-
-u64 bytes_of(const Array& array) {
-  const i64 item_bytes = array.is_integer ? (array.is_int64 ? 8 : 4) : dtype_bytes(array.dtype);
-  CheckedSize num_bytes(static_cast<u64>(item_bytes));
-  bool is_sound = true;
-  for (i64 length : array.shape) {
-    is_sound = is_sound && length >= 0;
-    num_bytes = num_bytes * static_cast<u64>(length);
-  }
-  if (!is_sound || !num_bytes.ok)
-    throw_invalid_argument("shape: lengths must be 0 or more, their product within 64 bits");
-  return num_bytes.value;
-}
-
-u64 address_of(const Array& array) { return reinterpret_cast<u64>(array.block.data); }
-
-DispatchResult dispatch_unlocked(CallWindow& window, const DispatchArgs& args) {
-  const ReleasedGil release;
-  return window.dispatch(args, signal_poll());
-}
-
 void bind_calls(nb::module_& m) {
   using Guard = nb::call_guard<ReleasedGil>;
-  bind_dispatch_args(m);
-  bind_combine_args(m);
+  bind_fields<DispatchSpec>(m, "DispatchSpec");
+  bind_fields<DispatchBuffers>(m, "DispatchBuffers");
+  bind_fields<CombineSpec>(m, "CombineSpec");
+  bind_fields<CombineBuffers>(m, "CombineBuffers");
   bind_result(m);
   bind_routing(m);
+  const nb::class_<Together> opaque(m, "Together");  // Python hands it back as it is
   nb::class_<CallWindow>(m, "Window")
       .def(
-          "dispatch", [](CallWindow& window, const DispatchArgs& args) { return window.dispatch(args, signal_poll()); },
-          "args"_a, Guard())
+          "dispatch",
+          [](CallWindow& window, const DispatchSpec& spec, const DispatchBuffers& buffers) {
+            return window.dispatch({spec, buffers}, signal_poll());
+          },
+          "spec"_a, "buffers"_a, Guard())
       .def(
-          "combine", [](CallWindow& window, const CombineArgs& args) { window.combine(args, signal_poll()); }, "args"_a,
-          Guard())
-      .def("dispatch_first", &dispatch_first, "args"_a, "stream"_a, "num_tokens"_a, "x"_a, "scales"_a, "topk_idx"_a,
-           "topk_weights"_a, "from_dlpack"_a)
-      .def("dispatch_again", &dispatch_again, "args"_a, "stream"_a, "num_tokens"_a, "x"_a, "scales"_a, "counts"_a,
-           "send_plan"_a, "recv_plan"_a, "recv_plan_len"_a, "num_rows"_a, "out_x"_a, "out_scales"_a, "from_dlpack"_a)
-      .def("combine_rows", &combine_rows, "args"_a, "stream"_a, "num_tokens"_a, "y"_a, "num_rows"_a, "weights"_a,
+          "combine",
+          [](CallWindow& window, const CombineSpec& spec, const CombineBuffers& buffers) {
+            window.combine({spec, buffers}, signal_poll());
+          },
+          "spec"_a, "buffers"_a, Guard())
+      .def("dispatch_first", &dispatch_first, "spec"_a, "stream"_a, "num_tokens"_a, "x"_a, "scales"_a, "topk_idx"_a,
+           "topk_weights"_a, "overflow"_a, "from_dlpack"_a, "sizes"_a = 0, "send_plan"_a = 0)
+      .def("dispatch_again", &dispatch_again, "spec"_a, "stream"_a, "num_tokens"_a, "x"_a, "scales"_a, "overflow"_a,
+           "sizes"_a, "send_plan"_a, "recv_plan"_a, "recv_plan_len"_a, "num_rows"_a, "out_x"_a, "out_scales"_a,
+           "from_dlpack"_a)
+      .def("together", &together, "wanted"_a)
+      .def("dispatch_small", &dispatch_small, "spec"_a, "wanted"_a, "stream"_a, "num_tokens"_a, "x"_a, "scales"_a,
+           "topk_idx"_a, "topk_weights"_a, "overflow"_a, "room"_a, "out_x"_a, "out_scales"_a)
+      .def("combine_rows", &combine_rows, "spec"_a, "stream"_a, "num_tokens"_a, "y"_a, "num_rows"_a, "weights"_a,
            "send_plan"_a, "recv_plan"_a, "recv_plan_len"_a, "out"_a, "bias"_a, "side"_a, "side_out"_a)
+      .def("gradients", &gradients, "stream"_a, "dtype"_a, "hidden"_a, "num_rows"_a, "rows"_a, "y"_a, "weights"_a,
+           "out"_a, "grad_weights"_a, Guard())
       .def("empty", &empty, "shape"_a, "dtype"_a, "stream"_a = 0)
+      .def(
+          "barrier",
+          [](CallWindow& window, double deadline_s) { window.barrier(timeout_ns(deadline_s), signal_poll()); },
+          "deadline_s"_a, Guard())
+      .def("stats", &stats)
       .def_prop_ro("id", &CallWindow::id)
       .def("close", &CallWindow::close, Guard());
 }

@@ -82,32 +82,32 @@ void bind_jit(nb::module_& m) {
       "source"_a, nb::kw_only(), "arch"_a, "nvrtc"_a, "include"_a, "cache"_a);
   m.def(
       "render_dispatch",
-      [](const DispatchArgs& args, i32 num_ranks, i32 num_experts, i32 top_k, i64 max_tokens, int shared_bytes) {
+      [](const DispatchSpec& spec, i32 num_ranks, i32 num_experts, i32 top_k, i64 max_tokens, int shared_bytes) {
         const GpuWindowShape shape = shape_of(num_ranks, num_experts, top_k, max_tokens);
-        return nvlink::render(nvlink::kernel_config(shape, args, shared_bytes));
+        return nvlink::render(nvlink::kernel_config(shape, spec, shared_bytes));
       },
-      "args"_a, nb::kw_only(), "num_ranks"_a, "num_experts"_a, "top_k"_a, "max_tokens"_a, "shared_bytes"_a);
+      "spec"_a, nb::kw_only(), "num_ranks"_a, "num_experts"_a, "top_k"_a, "max_tokens"_a, "shared_bytes"_a);
   m.def(
       "render_small_dispatch",
-      [](const DispatchArgs& args, i32 num_ranks, i32 num_experts, i32 top_k, i64 max_tokens, int shared_bytes) {
+      [](const DispatchSpec& spec, i32 num_ranks, i32 num_experts, i32 top_k, i64 max_tokens, int shared_bytes) {
         GpuWindowShape shape = shape_of(num_ranks, num_experts, top_k, max_tokens);
         shape.small_tokens = max_tokens;
-        return nvlink::render(nvlink::small_kernel(shape, args, shared_bytes));
+        return nvlink::render(nvlink::small_kernel(shape, spec, shared_bytes));
       },
-      "args"_a, nb::kw_only(), "num_ranks"_a, "num_experts"_a, "top_k"_a, "max_tokens"_a, "shared_bytes"_a);
+      "spec"_a, nb::kw_only(), "num_ranks"_a, "num_experts"_a, "top_k"_a, "max_tokens"_a, "shared_bytes"_a);
   m.def(
       "render_combine",
-      [](const CombineArgs& args, i32 num_ranks, i32 num_experts, i32 top_k, bool has_push, int shared_bytes) {
+      [](const CombineSpec& spec, i32 num_ranks, i32 num_experts, i32 top_k, bool has_push, int shared_bytes) {
         const GpuWindowShape shape = shape_of(num_ranks, num_experts, top_k, 0);
-        return nvlink::render(nvlink::kernel_config(shape, args, has_push, shared_bytes));
+        return nvlink::render(nvlink::kernel_config(shape, spec, has_push, shared_bytes));
       },
-      "args"_a, nb::kw_only(), "num_ranks"_a, "num_experts"_a, "top_k"_a, "has_push"_a, "shared_bytes"_a);
+      "spec"_a, nb::kw_only(), "num_ranks"_a, "num_experts"_a, "top_k"_a, "has_push"_a, "shared_bytes"_a);
   m.def(
       "render_small_combine",
-      [](const CombineArgs& args, i32 num_ranks, i32 num_experts, i32 top_k) {
-        return nvlink::render(nvlink::small_kernel(shape_of(num_ranks, num_experts, top_k, 0), args));
+      [](const CombineSpec& spec, i32 num_ranks, i32 num_experts, i32 top_k) {
+        return nvlink::render(nvlink::small_kernel(shape_of(num_ranks, num_experts, top_k, 0), spec));
       },
-      "args"_a, nb::kw_only(), "num_ranks"_a, "num_experts"_a, "top_k"_a);
+      "spec"_a, nb::kw_only(), "num_ranks"_a, "num_experts"_a, "top_k"_a);
   m.def("render_place_rows", &nvlink::render_place_rows);
   m.def("render_stage_rows", &nvlink::render_stage_rows);
   m.def("render_unload", &nvlink::render_unload);

@@ -19,7 +19,6 @@
 #include "bindings/nvlink.h"
 #include "bootstrap/control_plane.h"
 #include "engine/communicator.h"
-#include "engine/cpu/gradients.h"
 #include "engine/cpu/plan.h"
 #include "engine/cpu/window.h"
 
@@ -29,17 +28,10 @@ using namespace nb::literals;
 namespace weft::bindings {
 namespace {
 
-constexpr u64 kArgumentsTag = u64{1} << 60;  // exchange() of Python; the other bits are the caller's
-
 void check_signals() {
   const Visit visit;
   if (!visit) return;
   if (PyErr_CheckSignals() != 0) throw nb::python_error();
-}
-
-u64 timeout_ns(double seconds) {
-  constexpr double kLongestS = 1e9;
-  return static_cast<u64>(std::min(std::max(seconds, 0.0), kLongestS) * 1e9);
 }
 
 template <class T>
@@ -97,7 +89,7 @@ std::vector<nb::bytes> exchange(Communicator& comm, u64 tag, const nb::bytes& pa
   std::vector<Parcel> parcels;
   {
     const ReleasedGil release;
-    parcels = comm.exchange(kArgumentsTag | tag, mine, {}, deadline_after_s(timeout_s), signal_poll());
+    parcels = comm.exchange(kCallerTag | tag, mine, {}, deadline_after_s(timeout_s), signal_poll());
   }
   std::vector<nb::bytes> all;
   for (const Parcel& parcel : parcels)
@@ -120,6 +112,9 @@ void bind_communicator(nb::module_& m) {
       .def_prop_ro("active_ranks", [](const Communicator& comm) { return comm.active_ranks(); })
       .def("broken", &Communicator::is_broken)
       .def("raise_if_broken", &Communicator::raise_if_broken)
+      .def(
+          "meet", [](Communicator& comm, double timeout_s) { comm.meet(deadline_after_s(timeout_s), signal_poll()); },
+          "timeout_s"_a, nb::call_guard<ReleasedGil>())
       .def("exchange", &exchange, "tag"_a, "payload"_a, "timeout_s"_a)
       .def(
           "rebuild",
@@ -148,39 +143,6 @@ void bind_communicator(nb::module_& m) {
       .def("close", &Communicator::close, "why"_a = "", nb::call_guard<ReleasedGil>());
 }
 
-void gradients(int dtype, i64 hidden, i64 num_rows, uintptr_t rows_ptr, uintptr_t y_ptr, uintptr_t weights_ptr,
-               uintptr_t out_ptr, uintptr_t grad_weights_ptr) {
-  cpu::GradientArgs args;
-  args.dtype = static_cast<Dtype>(dtype);
-  args.hidden = hidden;
-  args.num_rows = num_rows;
-  args.rows = pointer<void>(rows_ptr);
-  args.y = pointer<void>(y_ptr);
-  args.weights = pointer<float>(weights_ptr);
-  args.out = pointer<void>(out_ptr);
-  args.grad_weights = pointer<float>(grad_weights_ptr);
-  cpu::gradients(args);
-}
-
-nb::dict stats(const cpu::Window& window) {
-  const cpu::WindowStats& seen = window.stats();
-  nb::dict all;
-  all["num_dispatches"] = seen.num_dispatches;
-  all["num_combines"] = seen.num_combines;
-  all["rows_sent"] = seen.rows_sent;
-  all["bytes_sent"] = seen.bytes_sent;
-  all["rows_received"] = seen.rows_received;
-  all["num_staged"] = seen.num_staged;
-  all["dispatch_s"] = static_cast<double>(seen.dispatch_ns) * 1e-9;
-  all["combine_s"] = static_cast<double>(seen.combine_ns) * 1e-9;
-  all["wait_us"] = microseconds(seen.waited_ns);
-  all["heap_bytes"] = window.heap_bytes();
-  all["heap_used"] = window.heap_used();
-  all["heap_peak"] = window.heap_peak();
-  all["control_bytes"] = window.layout().total_bytes;
-  return all;
-}
-
 std::shared_ptr<cpu::Window> make_window(std::shared_ptr<Communicator> comm, i32 num_experts, i32 top_k, i64 max_tokens,
                                          i64 max_row_bytes, u64 heap_bytes, u64 staging_bytes, double timeout_s) {
   WindowShape shape;
@@ -196,16 +158,10 @@ std::shared_ptr<cpu::Window> make_window(std::shared_ptr<Communicator> comm, i32
 
 void bind_window(nb::module_& m) {
   using cpu::Window;
-  using Guard = nb::call_guard<ReleasedGil>;
   nb::class_<Window, CallWindow>(m, "CpuWindow")
       .def(nb::new_(&make_window), "comm"_a, nb::kw_only(), "num_experts"_a, "top_k"_a, "max_tokens"_a,
            "max_row_bytes"_a, "heap_bytes"_a, "staging_bytes"_a = 0, "timeout_s"_a = 100.0)
-      .def(
-          "barrier", [](Window& window, double deadline_s) { window.barrier(timeout_ns(deadline_s), signal_poll()); },
-          "deadline_s"_a, Guard())
-      .def(
-          "owns", [](const Window& window, uintptr_t ptr) { return window.owns(pointer<void>(ptr)); }, "ptr"_a)
-      .def("stats", &stats);
+      .def("owns", [](const Window& window, uintptr_t ptr) { return window.owns(pointer<void>(ptr)); }, "ptr"_a);
 }
 
 }  // namespace
@@ -213,12 +169,6 @@ void bind_window(nb::module_& m) {
 const Poll& signal_poll() {
   static const auto* poll = new Poll(check_signals);  // for threads that are still in a wait when the process ends
   return *poll;
-}
-
-std::vector<double> microseconds(const std::vector<u64>& nanoseconds) {
-  std::vector<double> numbers;
-  for (const u64 each : nanoseconds) numbers.push_back(static_cast<double>(each) * 1e-3);
-  return numbers;
 }
 
 NB_MODULE(_native, m) {
@@ -265,8 +215,6 @@ NB_MODULE(_native, m) {
         return std::pair{layout.staging, layout.total_bytes - layout.staging};
       },
       "num_ranks"_a, "num_experts"_a, "top_k"_a, "max_tokens"_a, "max_row_bytes"_a, "staging_bytes"_a = 0);
-  m.def("gradients", &gradients, nb::call_guard<ReleasedGil>(), "dtype"_a, "hidden"_a, "num_rows"_a, "rows"_a, "y"_a,
-        "weights"_a, "out"_a, "grad_weights"_a);
   bind_bootstrap(m);
   bind_communicator(m);
   bind_calls(m);

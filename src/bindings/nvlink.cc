@@ -8,7 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "base/clock.h"
-#include "bindings/arrays.h"
+#include "bindings/calls.h"
 #include "bindings/gil.h"
 #include "engine/nvlink/window.h"
 #include "weft/layout/gpu_plan.h"
@@ -38,48 +38,13 @@ std::shared_ptr<Window> make_gpu_window(std::shared_ptr<Communicator> comm, std:
                                   signal_poll());
 }
 
-void bind_unload_args(nb::module_& m) {
-  using nvlink::UnloadArgs;
-  nb::class_<UnloadArgs>(m, "GpuUnloadArgs")
-      .def(nb::init<>())
-      .def_rw("x", &UnloadArgs::x)
-      .def_rw("scales", &UnloadArgs::scales)
-      .def_rw("topk_idx", &UnloadArgs::topk_idx)
-      .def_rw("topk_weights", &UnloadArgs::topk_weights)
-      .def_rw("recv_plan", &UnloadArgs::recv_plan);
-}
-
-nb::dict gpu_stats(const Window& window) {
-  const nvlink::WindowStats& seen = window.stats();
-  nb::dict all;
-  all["num_dispatches"] = seen.num_dispatches;
-  all["num_combines"] = seen.num_combines;
-  all["num_staged"] = seen.num_staged;
-  all["wait_us"] = microseconds(window.waited_ns());
-  all["heap_bytes"] = window.heap_bytes();
-  all["heap_used"] = window.heap_used();
-  all["heap_peak"] = window.heap_peak();
-  all["control_bytes"] = window.layout().control_bytes;
-  all["landing_bytes"] = window.layout().landing_bytes;
-  return all;
-}
-
 void bind_gpu_window(nb::module_& m) {
-  nb::class_<Window, CallWindow> window(m, "GpuWindow");
-  bind_nvlink_calls(m, window);
-  window
+  nb::class_<Window, CallWindow>(m, "GpuWindow")
       .def(nb::new_(&make_gpu_window), "comm"_a, "gpu"_a, nb::kw_only(), "num_experts"_a, "top_k"_a, "max_tokens"_a,
            "landing_row_bytes"_a, "num_blocks"_a, "heap_bytes"_a, "small_tokens"_a = 0, "timeout_s"_a = 100.0)
-      .def("unload", &Window::unload, "args"_a, Guard())
       .def(
-          "gradients",
-          [](Window& window, u64 stream, int dtype, i64 hidden, i64 num_rows, u64 rows, u64 y, u64 weights, u64 out,
-             u64 grad_weights) {
-            window.gradients(
-                {stream, static_cast<Dtype>(dtype), hidden, num_rows, rows, y, weights, out, grad_weights});
-          },
-          "stream"_a, "dtype"_a, "hidden"_a, "num_rows"_a, "rows"_a, "y"_a, "weights"_a, "out"_a, "grad_weights"_a,
-          Guard())
+          "receive", [](Window& window, u64 stream) { window.receive(stream, signal_poll()); }, "stream"_a, Guard())
+      .def("unload", &Window::unload, "to"_a, Guard())
       .def("check", &Window::check, Guard())
       .def("take_bad_ids",
            [](Window& window) -> std::optional<std::tuple<i64, i64, i64>> {
@@ -87,9 +52,7 @@ void bind_gpu_window(nb::module_& m) {
              if (!seen) return std::nullopt;
              return std::make_tuple(seen->count, seen->first_id, seen->first_at);
            })
-      .def("stats", &gpu_stats)
-      .def_prop_ro("heap_used", &Window::heap_used)
-      .def_prop_ro("heap_peak", &Window::heap_peak);
+      .def_prop_ro("heap_used", &Window::heap_used);
 }
 
 std::tuple<u64, u64> window_bytes(i32 num_ranks, i32 num_experts, i32 top_k, i64 max_tokens, i64 landing_row_bytes,
@@ -112,7 +75,6 @@ void bind_nvlink(nb::module_& m) {
            "index"_a, nb::kw_only(), "nvrtc"_a, "include"_a, "cache"_a)
       .def_ro("index", &nvlink::Gpu::index)
       .def_prop_ro("num_sms", [](const nvlink::Gpu& gpu) { return gpu.kernels->num_multiprocessors(); });
-  bind_unload_args(m);
   bind_gpu_window(m);
   m.def("gpu_leave_graphs_to_the_exit", &nvlink::leave_graphs_to_the_exit, nb::call_guard<ReleasedGil>());
   m.def("gpu_record_stream", &nvlink::ReceiveHeap::record_stream, "ptr"_a, "stream"_a);

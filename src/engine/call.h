@@ -1,6 +1,9 @@
-// A call as the bindings hand it to a window of either engine: plain numbers, and addresses of the memory that the engine works on
-// as numbers, too.
+// A call as the bindings hand it to a window of either engine, in two parts. The spec is what a kernel and a plan of Python's side
+// are chosen by: equal in all calls of a plan. The buffers are what differs from call to call: how many rows, and where they are.
+// Addresses are numbers; 0 stands for what is not given.
 #pragma once
+
+#include <vector>
 
 #include "engine/array.h"
 #include "weft/config/base.h"
@@ -9,56 +12,97 @@
 
 namespace weft {
 
-// What both calls have. Equal on all ranks but for num_tokens, stream, timeout_ns and what is an address. The cpu engine reads
-// no num_blocks, stream, is_small, sends and receives.
-struct CallArgs {
+constexpr i32 kAutoBlocks = -1;  // as many as are free where that pays, else 0
+
+// What both calls have. Equal on all ranks but for timeout_ns. The cpu engine reads no num_blocks, is_small, sends and receives.
+struct CallSpec {
   Layout layout = Layout::kRankMajor;
   i64 alignment = 1;
   i64 capacity = kNoCapacity;
   i64 max_tokens = 0;  // of any rank in this call
   i64 hidden = 0;
-  i64 num_tokens = 0;  // of this rank
+  Dtype dtype = Dtype::kBytes;  // of the rows that are given
   i32 num_blocks = 16;
   u32 object = 0;  // number of the ExpertParallel among those of the window
   u64 timeout_ns = 0;
-  u64 stream = 0;
   bool is_small = false;  // by the kernels for small batches
-  bool sends = true;      // small batches: this launch is the half that sends, the half that receives, or both
+  bool sends = true;      // small batches: the half that sends, the half that receives, or both
   bool receives = true;
 };
 
-constexpr i32 kAutoSpread = -1;  // as many as are free where that pays, else 0
-
-struct DispatchArgs : CallArgs {
-  u64 x = 0;  // [num_tokens] rows of row_bytes
+struct DispatchSpec : CallSpec {
   i64 row_bytes = 0;
-  Dtype dtype = Dtype::kBytes;  // of x
   Quantize quantize = Quantize::kNone;
-  u64 scales = 0;  // [num_tokens] rows of scale_row_bytes that travel along, or 0
-  i64 scale_row_bytes = 0;
-  u64 topk_idx = 0;  // [num_tokens, K]; not read when cached
-  bool topk_is_int64 = true;
-  u64 topk_weights = 0;   // float [num_tokens, K], or 0: all 1
-  bool cached = false;    // the routing is that of the plans
-  u64 send_plan = 0;      // int32, written, or read when cached
-  u64 recv_plan = 0;      // int32, read when cached
-  i64 recv_plan_len = 0;  // cpu, when cached
-  i64 num_rows = 0;       // nvlink, cached without capacity: rows of the result (N)
-  // Written. nvlink, when cached and not rank_major: read, as the first dispatch wrote them; cpu, when cached: 0.
-  u64 counts = 0;                // int32 [L]
-  u64 offsets = 0;               // int32 [R + 1] or [L + 1]
-  u64 num_rows_out = 0;          // int32 []
-  u64 overflow = 0;              // int64 [], added to; of a cached call it may be 0: nobody counts
-  bool zeroes_holes = true;      // expert_major
-  bool makes_send_plan = false;  // a first dispatch, not small: the engine finds memory for send plan and sizes, too
+  i64 scale_row_bytes = 0;    // of scales that travel along
+  bool topk_is_int64 = true;  // type of the ids that come in and go out; ranks may differ
+  bool cached = false;        // the routing is that of the plans
+  bool zeroes_holes = true;   // expert_major
   // nvlink alone
   i64 scale_stride = 0;          // bytes between columns of scales in words of 4 (rank_major, or small); 0: row by row
   bool scales_are_fp32 = false;  // those of the result are, too; else bytes
-  i32 spread_blocks = kAutoSpread;  // by expert, not small: SMs of place_rows; 0: one kernel does all
-  // Small batches: the caller's memory for `room` rows, written; recv_plan, of gpu_recv_plan_len, too.
-  i64 room = 0;
-  i32 scale_word_bytes = 0;  // out_scales are column-major, of such words; 0: row by row
+  i32 scale_word_bytes = 0;      // small: scales of the result are column-major, of such words; 0: row by row
+  i32 spread_blocks = kAutoBlocks;  // by expert, not small: SMs of place_rows; 0: one kernel does all
+};
+
+struct CombineSpec : CallSpec {
+  bool has_side = false;
+  bool bias_is_2d = false, bias_is_fp32 = false;
+  SumOrder order = SumOrder::kRank;  // cpu; the kernels know kRank alone
+  bool wire_is_fp8 = false;          // contributions travel as e4m3 with a float scale per kQuantizeGroup values
+  // nvlink, rank_major rows that are not in the heap: SMs that bring them into the landing, from where they are pulled; 0: pushed
+  i32 stage_blocks = kAutoBlocks;
+};
+
+// What both calls have.
+struct Buffers {
+  u64 stream = 0;         // nvlink
+  i64 num_tokens = 0;     // of this rank
+  u64 send_plan = 0;      // int32, of a first dispatch written
+  u64 recv_plan = 0;      // int32, read; of a first small dispatch written, of gpu_recv_plan_len
+  i64 recv_plan_len = 0;  // cpu
+};
+
+struct DispatchBuffers : Buffers {
+  u64 x = 0;             // [num_tokens] rows of row_bytes
+  u64 scales = 0;        // [num_tokens] rows of scale_row_bytes
+  u64 topk_idx = 0;      // [num_tokens, K]; not read when cached
+  u64 topk_weights = 0;  // float [num_tokens, K], or 0: all 1
+  // int32: counts [L], offsets [R + 1] or [L + 1], number of rows. Written, with the send plan; 0: the engine finds memory for both
+  // (not small). When cached, nvlink and not rank_major: read, as the first dispatch wrote them.
+  u64 sizes = 0;
+  u64 overflow = 0;  // int64 [], added to; of a cached call it may be 0: nobody counts
+  // Small batches: the caller's memory for `num_rows` rows, written. nvlink, cached: num_rows is what the handle's results have.
+  i64 num_rows = 0;
   u64 out_x = 0, out_scales = 0, out_ids = 0, out_weights = 0;
+};
+
+struct CombineBuffers : Buffers {
+  u64 y = 0;              // [num_rows, hidden] in the layout of the dispatch (masked: L * C rows)
+  i64 num_rows = 0;       // of y, all of them
+  u64 weights = 0;        // float [num_rows], or 0: plain sum
+  u64 owner_weights = 0;  // float [num_tokens, K], SumOrder::kPick: in place of `weights`; a pick of weight 0 is absent
+  u64 side = 0;           // float [num_rows, K] (rank_major) or [num_rows], or 0 with has_side: no rows
+  u64 bias = 0;           // [hidden] or [num_tokens, hidden], or 0
+  u64 out = 0;            // [num_tokens, hidden], written
+  u64 side_out = 0;       // float [num_tokens, K], written if has_side
+};
+
+struct DispatchArgs : DispatchSpec, DispatchBuffers {
+  bool makes_send_plan() const { return !cached && !is_small && sizes == 0; }
+};
+struct CombineArgs : CombineSpec, CombineBuffers {};
+
+// Gradients of a weighted combine at this rank's rows. nvlink: rows are multiples of 16 bytes, at multiples of 16.
+struct GradientArgs {
+  u64 stream = 0;               // nvlink
+  Dtype dtype = Dtype::kBytes;  // of rows, y and out
+  i64 hidden = 0;
+  i64 num_rows = 0;
+  u64 rows = 0;          // [num_rows, hidden], gradient of the token that each row belongs to
+  u64 y = 0;             // [num_rows, hidden], or 0: weights need no gradient
+  u64 weights = 0;       // float [num_rows]
+  u64 out = 0;           // [num_rows, hidden], may be `rows`
+  u64 grad_weights = 0;  // float [num_rows]; not written without y
 };
 
 struct DispatchResult {
@@ -66,7 +110,7 @@ struct DispatchResult {
   // any other call on the window. Shapes: x [rows, ...] or [L, C, ...]; scales bytes (float with Quantize::kFp8, and if those
   // given are).
   Array x, scales, topk_idx, topk_weights, recv_plan;
-  Array send_plan, sizes;  // with makes_send_plan; sizes: counts, offsets, number of rows
+  Array send_plan, sizes;  // if the engine makes them
   bool has_begun = true;   // else there is no room for a send plan and nothing was done: call again with memory for it
   bool in_heap = true;
   i64 result_rows = 0;  // N (masked: L * C), rows that x has
@@ -77,26 +121,6 @@ struct DispatchResult {
   i64 first_bad_at = 0;  // flat position in topk_idx
   i64 rows_sent = 0;     // to other ranks
   i64 bytes_sent = 0;    // to other ranks
-};
-
-struct CombineArgs : CallArgs {
-  u64 y = 0;         // [num_rows, hidden] in the layout of the dispatch (masked: L * C rows)
-  i64 num_rows = 0;  // of y, all of them
-  Dtype dtype = Dtype::kBf16;
-  u64 weights = 0;  // float [num_rows], or 0: plain sum
-  u64 side = 0;     // float [num_rows, K] (rank_major) or [num_rows], or 0 with has_side: no rows
-  bool has_side = false;
-  u64 bias = 0;  // [hidden] or [num_tokens, hidden], or 0
-  bool bias_is_2d = false, bias_is_fp32 = false;
-  u64 out = 0;       // [num_tokens, hidden], written
-  u64 side_out = 0;  // float [num_tokens, K], written if has_side
-  u64 send_plan = 0, recv_plan = 0;
-  i64 recv_plan_len = 0;             // cpu
-  SumOrder order = SumOrder::kRank;  // cpu; the kernels know kRank alone
-  u64 owner_weights = 0;  // float [num_tokens, K], SumOrder::kPick: in place of `weights`; a pick of weight 0 is absent
-  bool wire_is_fp8 = false;  // contributions travel as e4m3 with a float scale per kQuantizeGroup values
-  // nvlink, rank_major rows that are not in the heap: SMs that bring them into the landing, from where they are pulled; 0: pushed
-  i32 stage_blocks = kAutoSpread;
 };
 
 // Memory that the host can reach.

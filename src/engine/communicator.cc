@@ -85,6 +85,12 @@ std::vector<Parcel> Communicator::exchange(u64 tag, const std::vector<std::byte>
   }
 }
 
+void Communicator::meet(u64 deadline_ns, const Poll& poll) {
+  raise_if_broken();
+  if (std::exchange(meeting_epoch_, epoch_) != epoch_) num_meetings_ = 0;
+  exchange(kMeetingTag + ++num_meetings_, {}, {}, deadline_ns, poll);
+}
+
 void Communicator::add_window(MemberWindow* window) {
   const std::lock_guard lock(mutex_);
   windows_.push_back(window);

@@ -17,7 +17,9 @@
 
 namespace weft {
 
-constexpr int kTagNumberBits = 25;  // of the tag of an exchange; 32 bits of the epoch follow
+constexpr int kTagNumberBits = 25;        // of the tag of an exchange; 32 bits of the epoch follow
+constexpr u64 kCallerTag = u64{1} << 60;  // the kind of exchanges that Python's side asks for, and of meet()
+constexpr u64 kMeetingTag = kCallerTag | u64{1} << 24;  // plus the number of the meeting in this epoch
 
 u64 mask_of(const std::vector<int>& ranks);
 std::string text_of(
@@ -42,6 +44,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // the bits 57 to 61, and a number below 2^kTagNumberBits; what lies between is the epoch's.
   std::vector<Parcel> exchange(u64 tag, const std::vector<std::byte>& bytes, const std::vector<int>& fds,
                                u64 deadline_ns, const Poll& poll);
+
+  // Waits on the host until every active rank is here; as exchange(), and kPeerLost if it is broken.
+  void meet(u64 deadline_ns, const Poll& poll);
 
   // A new epoch on fresh memory (R10, R13), with whoever is left: the ranks that are active, less those that are gone, less
   // `evict`. Who belongs is decided once (R11): a rank whose wish comes too late goes along with what was decided. Works on
@@ -140,6 +145,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   u64 active_mask_ = 0;
   std::vector<int> active_;
   u64 next_window_id_ = 1;
+  u32 meeting_epoch_ = 0;  // in which the meetings are counted
+  u64 num_meetings_ = 0;
 
   mutable std::mutex membership_mutex_;  // before mutex_; held for as long as it takes to ask the page
   Membership membership_;

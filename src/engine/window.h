@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <variant>
 #include <vector>
 
 #include "bootstrap/control_plane.h"
@@ -25,14 +26,32 @@ class MemberWindow {
                      const Poll& poll) = 0;
 };
 
+// Something that a window counts: a number, or microseconds or seconds.
+struct Count {
+  const char* name;
+  std::variant<u64, double, std::vector<double>> value;
+};
+
+inline std::vector<double> microseconds(const std::vector<u64>& nanoseconds) {
+  std::vector<double> numbers;
+  for (const u64 each : nanoseconds) numbers.push_back(static_cast<double>(each) * 1e-3);
+  return numbers;
+}
+
 // What the bindings ask of a window, whatever it is made of. Errors: kInvalidArgument before anything is sent, kInvalidState,
 // kPeerLost, kPeerTimeout.
 class CallWindow : public MemberWindow {
  public:
   virtual DispatchResult dispatch(const DispatchArgs& args, const Poll& poll) = 0;
   virtual void combine(const CombineArgs& args, const Poll& poll) = 0;
-  // Memory of the heap for expert outputs, which kernels on `stream` may use from now on; nothing if there is no room.
-  virtual std::optional<Block> reserve(u64 num_bytes, u64 stream) = 0;
+  virtual void gradients(const GradientArgs& args) = 0;        // local: nothing is sent
+  virtual void barrier(u64 timeout_ns, const Poll& poll) = 0;  // waits on the host until every active rank is here
+  // Memory of the heap, which kernels on `stream` may use from now on; nothing if there is no room. Under capture the block belongs
+  // to the window for good, or there is none.
+  enum class OnCapture { kForGood, kNothing };
+  virtual std::optional<Block> reserve(u64 num_bytes, u64 stream, OnCapture on_capture) = 0;
+  std::optional<Block> reserve(u64 num_bytes, u64 stream) { return reserve(num_bytes, stream, OnCapture::kForGood); }
+  virtual std::vector<Count> counts() const = 0;
   virtual int gpu_index() const = 0;  // whose memory the heap is, -1: the host's
   virtual void close() = 0;           // local, may be called twice
 };

@@ -174,7 +174,7 @@ class CombineRunner(Runner):
         }
 
     def _args(self) -> Any:
-        case, args = self.combine, _load.native().CombineArgs()
+        case, args = self.combine, _load.native().CombineSpec()
         args.layout, args.num_blocks, args.hidden = LAYOUTS.index(self.case.layout), self.case.num_blocks, case.hidden
         args.dtype, args.wire_is_fp8, args.has_side = DTYPES[case.dtype], case.wire_is_fp8, case.has_side
         return args

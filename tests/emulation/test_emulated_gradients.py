@@ -27,9 +27,11 @@ def inputs(num_rows: int, hidden: int, dtype: torch.dtype, seed: int = 0) -> tup
 
 def on_cpu(rows: Tensor, y: Tensor | None, weights: Tensor) -> tuple[Tensor, Tensor]:
     """By the cpu engine."""
-    out, dots = torch.empty_like(rows), torch.full_like(weights, 7.0)
-    _load.native().gradients(
-        DTYPE_CODES[rows.dtype], rows.shape[1], len(rows), rows.data_ptr(), 0 if y is None else y.data_ptr(),
+    out, dots, native = torch.empty_like(rows), torch.full_like(weights, 7.0), _load.native()
+    comm = native.Communicator.local(native.LocalHub(1), 0)
+    shape = {"num_experts": 1, "top_k": 1, "max_tokens": 1, "max_row_bytes": 16, "heap_bytes": 4096}
+    native.CpuWindow(comm, **shape).gradients(
+        0, DTYPE_CODES[rows.dtype], rows.shape[1], len(rows), rows.data_ptr(), 0 if y is None else y.data_ptr(),
         weights.data_ptr(), out.data_ptr(), dots.data_ptr(),
     )  # fmt: skip
     return out, dots

@@ -225,7 +225,7 @@ def dispatch_args(
     call: Call, rows: Rows, *, is_int64: bool = True, is_cached: bool = False, is_small: bool = False
 ) -> object:
     """What the native functions render a dispatch from."""
-    args = _load.native().DispatchArgs()
+    args = _load.native().DispatchSpec()
     args.layout, args.num_blocks, args.hidden = LAYOUTS.index(call.layout), call.num_blocks, rows.hidden
     args.dtype, args.row_bytes, args.quantize = rows.dtype_code, rows.row_bytes, rows.quantize
     args.scale_row_bytes = 0 if rows.quantize else rows.scale_bytes

@@ -61,25 +61,21 @@ class Rank:
         plan_len = _native.gpu_send_plan_len(x.shape[0], top_k, ranks, code)
         out: dict[str, Any] = {
             "send_plan": torch.empty(plan_len, dtype=torch.int32, device=self.device),
-            "counts": torch.full((num_local,), -7, dtype=torch.int32, device=self.device),
-            "offsets": torch.full(((num_local if code else ranks) + 1,), -7, dtype=torch.int32, device=self.device),
-            "num_rows": torch.full((1,), -7, dtype=torch.int32, device=self.device),
             "overflow": torch.zeros(1, dtype=torch.int64, device=self.device),
         }
-        args = _native.DispatchArgs()
-        args.layout, args.alignment, args.capacity, args.max_tokens = (
-            code,
-            alignment,
-            capacity,
-            self.shape["max_tokens"],
-        )
-        args.hidden, args.num_tokens, args.num_blocks = x.shape[1], x.shape[0], num_blocks
-        args.timeout_ns, args.stream = int(timeout_s * 1e9), torch.cuda.current_stream().cuda_stream
-        args.x, args.row_bytes, args.dtype = x.data_ptr(), x.shape[1] * x.element_size(), DTYPES[x.dtype]
-        args.topk_idx, args.topk_is_int64, args.topk_weights = ids.data_ptr(), True, weights.data_ptr()
-        args.send_plan, args.counts, args.offsets = (out[key].data_ptr() for key in ("send_plan", "counts", "offsets"))
-        args.num_rows_out, args.overflow = out["num_rows"].data_ptr(), out["overflow"].data_ptr()
-        result = self.window.dispatch(args)
+        sizes = torch.full((num_local + (num_local if code else ranks) + 2,), -7, dtype=torch.int32, device=self.device)
+        out |= {"counts": sizes[:num_local], "offsets": sizes[num_local:-1], "num_rows": sizes[-1:]}
+        spec = _native.DispatchSpec(
+            layout=code, alignment=alignment, capacity=capacity, max_tokens=self.shape["max_tokens"], hidden=x.shape[1],
+            num_blocks=num_blocks, timeout_ns=int(timeout_s * 1e9), row_bytes=x.shape[1] * x.element_size(),
+            dtype=DTYPES[x.dtype],
+        )  # fmt: skip
+        buffers = _native.DispatchBuffers(
+            stream=torch.cuda.current_stream().cuda_stream, num_tokens=x.shape[0], x=x.data_ptr(),
+            topk_idx=ids.data_ptr(), topk_weights=weights.data_ptr(), send_plan=out["send_plan"].data_ptr(),
+            sizes=sizes.data_ptr(), overflow=out["overflow"].data_ptr(),
+        )  # fmt: skip
+        result = self.window.dispatch(spec, buffers)
         out["in_heap"] = result.in_heap
         if result.in_heap:
             for name in ("x", "topk_weights", "recv_plan", "topk_idx"):
@@ -98,10 +94,11 @@ class Rank:
         out["topk_weights"] = torch.full(weights, float("nan"), device=self.device)
         out["topk_idx"] = torch.full(weights, -9, dtype=torch.int64, device=self.device) if code == 0 else None
         out["recv_plan"] = torch.empty(plan_len, dtype=torch.int32, device=self.device)
-        args = _native.GpuUnloadArgs()
-        args.x, args.topk_weights, args.recv_plan = (out[key].data_ptr() for key in ("x", "topk_weights", "recv_plan"))
-        args.topk_idx = 0 if out["topk_idx"] is None else out["topk_idx"].data_ptr()
-        self.window.unload(args)
+        to = _native.DispatchBuffers(
+            out_x=out["x"].data_ptr(), out_weights=out["topk_weights"].data_ptr(),
+            out_ids=0 if out["topk_idx"] is None else out["topk_idx"].data_ptr(), recv_plan=out["recv_plan"].data_ptr(),
+        )  # fmt: skip
+        self.window.unload(to)
         return out
 
 

@@ -65,7 +65,7 @@ def is_wanted(shape: str, name: str) -> bool:
 def dispatch_of_rows(rows: str, *, is_small: bool) -> str:
     """A dispatch by expert of one of ROWS, of the first shape else: `weft cache prebuild` has none."""
     native, shape = _load.native(), SHAPES["bf16"]
-    args = native.DispatchArgs()
+    args = native.DispatchSpec()
     args.layout, args.topk_is_int64 = LAYOUTS.index("expert_major"), True
     args.num_blocks = shape.small_num_sms[0] if is_small else shape.num_sms_of("dispatch", "expert_major")
     args.row_bytes, args.scale_row_bytes = ROWS[rows]

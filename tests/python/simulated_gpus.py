@@ -9,6 +9,7 @@ read through the addresses. Ranks are threads that meet at a barrier.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -34,6 +35,14 @@ DTYPES = {0: torch.uint8, 1: torch.bfloat16, 2: torch.float16, 3: torch.float32}
 LAYOUTS = ("rank_major", "expert_major", "masked")
 QUANTIZE = (None, "fp8", "fp8_ue8m0")
 POISON = 0xFB
+SMALL = ("sizes", "send_plan", "recv_plan", "out_weights", "out_ids")  # as in ROUTING
+OUT = {"x": "out_x", "scales": "out_scales", "topk_idx": "out_ids", "topk_weights": "out_weights"}
+
+
+def both(spec: Any, buffers: Any) -> Any:
+    """The fields of a spec and of buffers."""
+    names = {name: each for each in (spec, buffers) for name in dir(each) if not name.startswith("_")}
+    return SimpleNamespace(**{name: getattr(each, name) for name, each in names.items()})
 
 
 def at(address: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -93,13 +102,13 @@ class SimulatedWindow:
     """One rank's window. Every third result finds no room in the heap; with heap_bytes=0 none does."""
 
     id = 1
-    heap_used = heap_peak = 0
 
     def __init__(self, hub: Hub, comm: Communicator, spec: WindowSpec) -> None:
-        self.hub, self.rank, self.spec = hub, comm.rank, spec
+        self.hub, self.comm, self.rank, self.spec = hub, comm, comm.rank, spec
         self.num_calls = 0
         self.staged: dict[str, Tensor] | None = None
         self.sent: Any = None  # by the first half of a call
+        self.half: Any = None  # that call
         self.made: dict[str, Tensor] = {}  # the send plan, in the heap
         self.num_small = 0
         self.bad_ids: tuple[int, int, int] | None = None
@@ -130,37 +139,52 @@ class SimulatedWindow:
         words = columns.as_strided((args.num_tokens, num_words), (1, ld)).contiguous()
         return Quantized(data, words.view(torch.uint8).view(shape))
 
-    def dispatch(self, args: Any) -> Any:
+    def dispatch(self, spec: Any, buffers: Any) -> Any:
         """As the kernel: rows of all ranks, and for a first dispatch plans, counts and ids."""
+        return self._dispatch(both(spec, buffers))
+
+    def _dispatch(self, args: Any) -> Any:
         assert self.staged is None, "unload comes first"
         self.made = {}
-        if args.makes_send_plan and not self._has_room():
-            return SimpleNamespace(has_begun=False)
-        if args.makes_send_plan:
+        if not args.sizes:
+            if not self._has_room():
+                return SimpleNamespace(has_begun=False)
             self._make_send_plan(args)
         if self._begins(args):
             rows = self._rows(args)
             self.sent = (rows,) if args.cached else self._taken(args, rows)
         if not args.receives:
+            self.half = functools.partial(self._dispatch, args)
             return SimpleNamespace(in_heap=False, result_rows=-1)
         sent, self.sent = self.sent, None
         return self._again(args, *sent) if args.cached else self._first(args, *sent)
 
+    def receive(self, stream: int) -> None:
+        """The other half of what has sent."""
+        half, self.half = self.half, None
+        half.args[0].sends, half.args[0].receives = False, True
+        half()
+
     def dispatch_first(
         self,
-        args: Any,
+        spec: Any,
         stream: int,
         num_tokens: int,
         x: int,
         scales: int,
         topk_idx: int,
         topk_weights: int,
+        overflow: int,
         from_dlpack: Callable[[Any], Tensor],
+        sizes: int = 0,
+        send_plan: int = 0,
     ) -> tuple[Any, ...] | None:
-        """`dispatch`, with what differs between calls of equal arguments."""
-        args.stream, args.num_tokens, args.x, args.scales = stream, num_tokens, x, scales
-        args.topk_idx, args.topk_weights = topk_idx, topk_weights
-        result = self.dispatch(args)
+        """`dispatch`, with buffers as numbers."""
+        buffers = weft._native.DispatchBuffers(
+            stream=stream, num_tokens=num_tokens, x=x, scales=scales, topk_idx=topk_idx, topk_weights=topk_weights,
+            overflow=overflow, sizes=sizes, send_plan=send_plan,
+        )  # fmt: skip
+        result = self.dispatch(spec, buffers)
         if not result.has_begun:
             return None
         rows, row_scales, out_idx, out_weights, *plans = result.tensors(from_dlpack)
@@ -172,7 +196,7 @@ class SimulatedWindow:
 
     def dispatch_small(
         self,
-        args: Any,
+        spec: Any,
         wanted: list[tuple[tuple[int, ...], int]],
         stream: int,
         num_tokens: int,
@@ -180,6 +204,8 @@ class SimulatedWindow:
         scales: int,
         topk_idx: int,
         topk_weights: int,
+        overflow: int,
+        room: int,
         out_x: int,
         out_scales: int,
     ) -> tuple[int, SimulatedRouting] | None:
@@ -187,27 +213,26 @@ class SimulatedWindow:
         made = self.empty_together(wanted, stream, torch._C._from_dlpack)
         if made is None:
             return None
-        args.stream, args.num_tokens, args.x, args.scales = stream, num_tokens, x, scales
-        args.topk_idx, args.topk_weights, args.out_x, args.out_scales = topk_idx, topk_weights, out_x, out_scales
-        num_local = self.spec.num_experts // self.hub.num_ranks
-        addresses = [each.data_ptr() for each in made]
-        args.counts, args.offsets = addresses[0], addresses[0] + 4 * num_local
-        args.num_rows_out = addresses[0] + 4 * (len(made[0]) - 1)
-        args.send_plan, args.recv_plan, args.out_weights, args.out_ids = addresses[1:]
-        num_rows = self.dispatch(args).result_rows
-        if args.capacity >= 0:
+        places = dict(zip(SMALL, (each.data_ptr() for each in made), strict=True))
+        buffers = weft._native.DispatchBuffers(
+            stream=stream, num_tokens=num_tokens, x=x, scales=scales, topk_idx=topk_idx, topk_weights=topk_weights,
+            overflow=overflow, num_rows=room, out_x=out_x, out_scales=out_scales, **places,
+        )  # fmt: skip
+        num_rows = self.dispatch(spec, buffers).result_rows
+        if spec.capacity >= 0:
             return -1, SimulatedRouting(*made)
         sizes, send_plan, recv_plan, weights, idx = made
         return num_rows, SimulatedRouting(sizes, send_plan, recv_plan, weights[:num_rows], idx[:num_rows])
 
     def dispatch_again(
         self,
-        args: Any,
+        spec: Any,
         stream: int,
         num_tokens: int,
         x: int,
         scales: int,
-        counts: int,
+        overflow: int,
+        sizes: int,
         send_plan: int,
         recv_plan: int,
         recv_plan_len: int,
@@ -217,11 +242,13 @@ class SimulatedWindow:
         from_dlpack: Callable[[Any], Tensor],
     ) -> tuple[Any, ...]:
         """The same with the routing of a handle."""
-        args.stream, args.num_tokens, args.num_rows, args.x, args.scales = stream, num_tokens, num_rows, x, scales
-        args.counts, args.send_plan, args.recv_plan = counts, send_plan, recv_plan
-        args.room, args.out_x, args.out_scales = num_rows, out_x, out_scales
-        result = self.dispatch(args)
-        made = (None, None) if args.is_small else result.tensors(from_dlpack)[:2]
+        buffers = weft._native.DispatchBuffers(
+            stream=stream, num_tokens=num_tokens, x=x, scales=scales, overflow=overflow, sizes=sizes,
+            send_plan=send_plan, recv_plan=recv_plan, recv_plan_len=recv_plan_len, num_rows=num_rows, out_x=out_x,
+            out_scales=out_scales,
+        )  # fmt: skip
+        result = self.dispatch(spec, buffers)
+        made = (None, None) if spec.is_small else result.tensors(from_dlpack)[:2]
         return (result.in_heap, *made, 0, 0)
 
     def _make_send_plan(self, args: Any) -> None:
@@ -229,8 +256,7 @@ class SimulatedWindow:
         assert not any((args.is_small, args.cached)), "the caller has memory for it"
         num_local = self.spec.num_experts // self.hub.num_ranks
         sizes = torch.full((num_local + (num_local if args.layout else self.hub.num_ranks) + 2,), -7, dtype=torch.int32)
-        args.counts, args.offsets = sizes.data_ptr(), sizes[num_local:].data_ptr()
-        args.num_rows_out = sizes[-1:].data_ptr()
+        args.sizes = sizes.data_ptr()
         self.made["sizes"] = sizes
         length = weft._native.gpu_send_plan_len(args.num_tokens, self.spec.top_k, self.hub.num_ranks, args.layout)
         plan = self.made["send_plan"] = torch.full((length,), -7, dtype=torch.int32)
@@ -300,9 +326,8 @@ class SimulatedWindow:
             self.bad_ids = (len(bad), int(flat[bad[0]]), int(bad[0]))
 
     def _write_sizes(self, args: Any, mine: reference.Dispatched) -> None:
-        at(args.counts, mine.num_tokens_per_expert.shape, torch.int32).copy_(mine.num_tokens_per_expert)
-        at(args.offsets, mine.offsets.shape, torch.int32).copy_(mine.offsets)
-        at(args.num_rows_out, (), torch.int32).copy_(mine.num_rows)
+        sizes = torch.cat([mine.num_tokens_per_expert, mine.offsets, mine.num_rows.view(1)])
+        at(args.sizes, sizes.shape, torch.int32).copy_(sizes)
         at(args.overflow, (), torch.int64).add_(mine.overflow)
 
     def _routing(self, args: Any) -> reference.Routing:
@@ -318,7 +343,7 @@ class SimulatedWindow:
         num_rows = int(torch.Size(routing.row_shape[self.rank]).numel())
         assert args.num_rows == num_rows, "the host must know the rows of a handle"
         if routing.layout != "rank_major":  # the kernel finds the holes by them
-            counts = at(args.counts, (self.spec.num_experts // self.hub.num_ranks,), torch.int32)
+            counts = at(args.sizes, (self.spec.num_experts // self.hub.num_ranks,), torch.int32)
             here = [(each >= 0).sum() for each in [routing.rows[self.rank]]]
             assert int(counts.sum()) == int(here[0]), "counts are those of the first dispatch"
         if args.overflow:
@@ -345,23 +370,22 @@ class SimulatedWindow:
 
     def _small_result(self, args: Any, parts: dict[str, Tensor], num_rows: int) -> Any:
         """Into the caller's tensors, which may have more rows."""
-        assert num_rows <= args.room
-        names = {"x": "out_x", "scales": "out_scales", "topk_idx": "out_ids", "topk_weights": "out_weights"}
+        assert num_rows <= args.num_rows
         for name, part in parts.items():
-            address = getattr(args, names.get(name, name))
+            address = getattr(args, OUT.get(name, name))
             if name == "scales" and args.scale_word_bytes:
                 part = _columns(part, args.scale_word_bytes)
             (aligned if name == "x" else at)(address, part.shape, part.dtype).copy_(part)
         return SimpleNamespace(in_heap=False, result_rows=num_rows)
 
-    def unload(self, args: Any) -> None:
+    def unload(self, to: Any) -> None:
         """Copy what was staged to where the caller wants it."""
         staged, self.staged = self.staged, None
         assert staged is not None, "nothing to unload"
         if "recv_plan" not in staged:
-            assert args.recv_plan, "a repeated dispatch unloads by its handle's plan"
+            assert to.recv_plan, "a repeated dispatch unloads by its handle's plan"
         for name, part in staged.items():
-            at(getattr(args, name), part.shape, part.dtype).copy_(part)
+            at(getattr(to, OUT.get(name, name)), part.shape, part.dtype).copy_(part)
 
     # ---- combine
 
@@ -375,8 +399,11 @@ class SimulatedWindow:
             at(dots, (num_rows,), torch.float32).copy_((grads.double() * others).sum(-1))
         aligned(out, (num_rows, hidden), DTYPES[dtype]).copy_(grads * scale[:, None])
 
-    def combine(self, args: Any) -> None:
+    def combine(self, spec: Any, buffers: Any) -> None:
         """As the kernel; in rank_major side values of all rows of a token are added, whose picks they may be."""
+        self._combine(both(spec, buffers))
+
+    def _combine(self, args: Any) -> None:
         assert self.staged is None, "unload comes first"
         self.num_calls += 1
         if self._begins(args):
@@ -384,10 +411,12 @@ class SimulatedWindow:
         if args.receives:
             sent, self.sent = self.sent, None
             self._sum(args, *sent)
+        else:
+            self.half = functools.partial(self._combine, args)
 
     def combine_rows(
         self,
-        args: Any,
+        spec: Any,
         stream: int,
         num_tokens: int,
         y: int,
@@ -401,11 +430,12 @@ class SimulatedWindow:
         side: int,
         side_out: int,
     ) -> None:
-        """`combine`, with what differs between calls of equal arguments."""
-        args.stream, args.num_tokens, args.y, args.num_rows, args.weights = stream, num_tokens, y, num_rows, weights
-        args.send_plan, args.recv_plan, args.out = send_plan, recv_plan, out
-        args.bias, args.side, args.side_out = bias, side, side_out
-        self.combine(args)
+        """`combine`, with buffers as numbers."""
+        buffers = weft._native.CombineBuffers(
+            stream=stream, num_tokens=num_tokens, y=y, num_rows=num_rows, weights=weights, send_plan=send_plan,
+            recv_plan=recv_plan, recv_plan_len=recv_plan_len, out=out, bias=bias, side=side, side_out=side_out,
+        )  # fmt: skip
+        self.combine(spec, buffers)
 
     def _contributed(self, args: Any) -> tuple[Any, ...]:
         dtype, layout = DTYPES[args.dtype], LAYOUTS[args.layout]
@@ -486,8 +516,17 @@ class SimulatedWindow:
         found, self.bad_ids = self.bad_ids, None
         return found
 
+    def barrier(self, deadline_s: float) -> None:
+        self.comm.meet(deadline_s)
+
     def stats(self) -> dict[str, Any]:
-        return {"num_staged": 0, "num_small": self.num_small, "wait_us": [0.0] * self.hub.num_ranks}
+        return {
+            "heap_used": 0,
+            "heap_peak": 0,
+            "num_staged": 0,
+            "num_small": self.num_small,
+            "wait_us": [0.0] * self.hub.num_ranks,
+        }
 
     def close(self) -> None: ...
 

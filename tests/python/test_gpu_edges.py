@@ -131,9 +131,9 @@ def test_deadlines_and_sms_arrive_at_the_window(pool: Any, monkeypatch: pytest.M
     for name in ("dispatch", "combine"):
         real = getattr(SimulatedWindow, name)
 
-        def spy(self: SimulatedWindow, args: Any, real: Any = real) -> Any:
-            seen.append((args.timeout_ns, args.num_blocks))
-            return real(self, args)
+        def spy(self: SimulatedWindow, spec: Any, buffers: Any, real: Any = real) -> Any:
+            seen.append((spec.timeout_ns, spec.num_blocks))
+            return real(self, spec, buffers)
 
         monkeypatch.setattr(SimulatedWindow, name, spy)
 

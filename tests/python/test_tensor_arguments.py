@@ -216,34 +216,43 @@ def test_the_native_module_refuses_address_0(ep: weft.ExpertParallel) -> None:
     sizes = torch.zeros(32, dtype=torch.int32)
     plan = torch.zeros(_load.native().send_plan_len(5, 2, 1, 8), dtype=torch.int32)
     overflow = torch.zeros((), dtype=torch.int64)
-    call = {"layout": 1, "max_tokens": 64, "num_tokens": 5, "hidden": 16, "dtype": 3, "timeout_ns": 10**9}
-    places = dict.fromkeys(("counts", "offsets", "num_rows_out"), sizes.data_ptr())
+    call = {"layout": 1, "max_tokens": 64, "hidden": 16, "dtype": 3, "timeout_ns": 10**9}
     sent = {
-        "x": X.data_ptr(), "topk_idx": IDX.data_ptr(), "send_plan": plan.data_ptr(), "row_bytes": 64,
-        "overflow": overflow.data_ptr(), **places, **call,
+        "num_tokens": 5, "x": X.data_ptr(), "topk_idx": IDX.data_ptr(), "send_plan": plan.data_ptr(),
+        "overflow": overflow.data_ptr(), "sizes": sizes.data_ptr(),
     }  # fmt: skip
-    for name in ("x", "topk_idx", "send_plan", "overflow", *places):
+    native = _load.native()
+    for name in ("x", "topk_idx", "send_plan", "overflow"):
+        spec = native.DispatchSpec(**call, row_bytes=64)
         with pytest.raises(weft.InvalidArgument, match="no memory at address 0"):
-            window.dispatch(filled(_load.native().DispatchArgs(), **{**sent, name: 0}))
+            window.dispatch(spec, native.DispatchBuffers(**{**sent, name: 0}))
+    spec = native.DispatchSpec(**{**call, "dtype": 0}, row_bytes=48, scale_row_bytes=4)
     with pytest.raises(weft.InvalidArgument, match="scales: no memory at address 0"):
-        window.dispatch(
-            filled(_load.native().DispatchArgs(), **{**sent, "dtype": 0, "row_bytes": 48, "scale_row_bytes": 4})
-        )
+        window.dispatch(spec, native.DispatchBuffers(**sent))
     out, handle = torch.zeros(5, 16), r.handle
     combined = {
-        "y": r.x.data_ptr(), "num_rows": len(r.x), "has_side": True, "side": r.x.data_ptr(), "out": out.data_ptr(),
+        "num_tokens": 5, "y": r.x.data_ptr(), "num_rows": len(r.x), "side": r.x.data_ptr(), "out": out.data_ptr(),
         "side_out": out.data_ptr(), "send_plan": handle.send_plan.data_ptr(), "recv_plan": handle.recv_plan.data_ptr(),
-        "recv_plan_len": handle.recv_plan.numel(), **call,
+        "recv_plan_len": handle.recv_plan.numel(),
     }  # fmt: skip
     for name in ("y", "side", "out", "side_out", "send_plan", "recv_plan"):
         with pytest.raises(weft.InvalidArgument, match="no memory at address 0"):
-            window.combine(filled(_load.native().CombineArgs(), **{**combined, name: 0}))
+            window.combine(native.CombineSpec(**call, has_side=True), native.CombineBuffers(**{**combined, name: 0}))
 
 
-def filled(args: Any, **fields: Any) -> Any:
-    for name, value in fields.items():
-        setattr(args, name, value)
-    return args
+def test_specs_and_buffers_have_the_fields_of_their_structs() -> None:
+    """Given by name, read and written, enums as numbers; a name that no struct has is refused."""
+    native = _load.native()
+    spec = native.DispatchSpec(layout=2, dtype=3, quantize=1, capacity=7, cached=True)
+    assert (spec.layout, spec.dtype, spec.quantize, spec.capacity, spec.cached) == (2, 3, 1, 7, True)
+    assert (spec.alignment, spec.topk_is_int64, spec.receives) == (1, True, True), "defaults"
+    spec.layout, spec.object = 1, 2**32 - 1
+    assert (spec.layout, spec.object) == (1, 2**32 - 1)
+    buffers = native.CombineBuffers(stream=2**63, side_out=5)
+    assert (buffers.stream, buffers.side_out, buffers.num_tokens) == (2**63, 5, 0)
+    for make in (native.DispatchSpec, native.CombineSpec, native.DispatchBuffers, native.CombineBuffers):
+        with pytest.raises(AttributeError, match="no field nothing"):
+            make(nothing=1)
 
 
 # ---- results and handles

@@ -65,7 +65,13 @@ template <auto... kMembers>
 struct List {
   static constexpr u64 kCount = sizeof...(kMembers);
 
-  // `visit(name, value)` for each, in the order of declaration.
+  // `visit.operator()<member>()` for each, in the order of declaration.
+  template <class Visit>
+  static constexpr void each(Visit visit) {
+    (visit.template operator()<kMembers>(), ...);
+  }
+
+  // `visit(name, value)` for each.
   template <class Config, class Visit>
   static constexpr void walk(const Config& config, Visit visit) {
     (visit(member_name<kMembers>(), config.*kMembers), ...);

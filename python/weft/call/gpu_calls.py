@@ -5,9 +5,8 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,23 +15,22 @@ from weft import _load
 from weft.call.calling import has_nvtx_tool
 from weft.call.event import Event
 from weft.call.gpu_plans import GpuPlans, split
-from weft.call.gpu_tensors import as_tensor, dense, first_rows, from_dlpack, is_by_column
+from weft.call.gpu_tensors import dense, first_rows, from_dlpack, is_by_column
 from weft.call.plan import Plan
 from weft.call.scales import first_by_column
-from weft.call.spec import DTYPE_CODES, RANK_MAJOR, Call
+from weft.call.spec import RANK_MAJOR, Call
 from weft.call.tensors import address
 from weft.errors import InvalidArgument
 from weft.handle import ROUTING, Handle
-from weft.limits import (
-    ROW_MULTIPLE_BYTES,
-    landing_row_bytes,
-)
-
-if TYPE_CHECKING:
-    from weft.call.window import Window
-    from weft.communicator import Communicator
+from weft.limits import ROW_MULTIPLE_BYTES, landing_row_bytes
 
 __all__ = ["GpuCalls"]
+
+# Addresses of a small batch, of what `ROUTING` has at the end.
+_SMALL = (
+    "x", "scales", "topk_idx", "topk_weights", "out_x", "out_scales",
+    "sizes", "send_plan", "recv_plan", "out_weights", "out_ids",
+)  # fmt: skip
 
 
 class GpuCalls(GpuPlans):
@@ -41,20 +39,11 @@ class GpuCalls(GpuPlans):
     plans_on_device = has_small = True
     alignment = ROW_MULTIPLE_BYTES
 
-    def __init__(
-        self,
-        comm: Communicator,
-        windows: list[Window],
-        numbers: list[int],
-        num_experts: int,
-        top_k: int,
-        hidden: int,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__(comm, windows, numbers, num_experts, top_k, hidden, dtype)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.overflow = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.max_tokens = windows[0].max_tokens
-        self.landing_row_bytes = landing_row_bytes(hidden, dtype)
+        self.max_tokens = self.windows[0].max_tokens
+        self.landing_row_bytes = landing_row_bytes(self.hidden, self.dtype)
         self.names_ranges = has_nvtx_tool()
 
     # ---- tensors
@@ -67,16 +56,10 @@ class GpuCalls(GpuPlans):
         """See Runner."""
         return scales if is_by_column(call, scales) else dense(scales)
 
-    def _gradients(
-        self, rows: Tensor, y: Tensor | None, weights: Tensor, out: Tensor, grad_weights: Tensor | None
-    ) -> None:
+    def _stream(self) -> int:
         """See Runner."""
-        rows, y, weights = dense(rows), None if y is None else dense(y), dense(weights)
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        self.windows[0].native.gradients(
-            stream, DTYPE_CODES[rows.dtype], rows.shape[-1], weights.numel(), address(rows), address(y),
-            address(weights), address(out), address(grad_weights),
-        )  # fmt: skip
+        handle: int = torch._C._cuda_getCurrentRawStream(self.device.index)
+        return handle
 
     # ---- around them
 
@@ -110,20 +93,6 @@ class GpuCalls(GpuPlans):
                 with self.comm.alone("check"):
                     window.native.check()
 
-    def window_stats(self, window: Window) -> dict[str, Any]:
-        """See Runner."""
-        return {**window.native.stats(), "heap_used": window.native.heap_used, "heap_peak": window.native.heap_peak}
-
-    def empty(self, window: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """See Runner."""
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        found = self.windows[window].native.empty(list(shape), DTYPE_CODES[dtype], stream)
-        return torch.empty(shape, dtype=dtype, device=self.device) if found is None else as_tensor(found)
-
-    def barrier(self, window: Window, deadline_s: float) -> None:
-        """See Runner."""
-        self.comm.meet(deadline_s)
-
     def record_stream(self, things: Iterable[Any], stream: Any) -> None:
         """See Runner."""
         # Of any window, also a closed one: results of one are given to calls of another, and outlive both.
@@ -154,7 +123,6 @@ class GpuCalls(GpuPlans):
         stream = streams.begin(caller, is_async)
         self.last.event = Event(stream)
         if not is_async:
-            plan.args.sends, plan.args.receives = True, False
             made = plan.work(self, plan, stream.cuda_stream, *tensors)
             self._stage(plan, made, functools.partial(self._receive, plan, stream, tensors, made))
             return made
@@ -176,55 +144,39 @@ class GpuCalls(GpuPlans):
     def _receive(self, plan: Plan, first: Any, tensors: tuple[Any, ...], made: tuple[Any, ...]) -> None:
         """The other half of a staged call, on the current stream."""
         assert plan.window.streams is not None  # noqa: S101  for mypy
-        stream, args, native = plan.window.streams.begin_here(), plan.args, plan.window.native
+        stream = plan.window.streams.begin_here()
         if stream is not first:
             self.record_stream((*tensors, *made), stream)
-        args.sends, args.receives, args.stream = False, True, stream.cuda_stream
-        if plan.what == "dispatch":
-            native.dispatch(args)
-        else:
-            native.combine(args)
-            if made[0] is not made[2]:
-                made[0].copy_(made[2])
+        plan.window.native.receive(stream.cuda_stream)
+        if plan.what == "combine" and made[0] is not made[2]:
+            made[0].copy_(made[2])
         self.last.event = Event(stream)
 
-    # ---- one native call
+    # ---- what finds no room in the heap
 
-    def _first(
-        self, plan: Plan, stream: int, x: Tensor, scales: Tensor | None, topk_idx: Tensor, weights: Tensor | None
+    def _first_beside(
+        self, plan: Plan, places: tuple[Any, ...], made: tuple[Any, ...] | None
     ) -> tuple[Tensor, Tensor | None, Handle]:
         """See Runner."""
-        call, native, ordinary = plan.call, plan.window.native, None
-        places = (
-            plan.args, stream, plan.num_tokens, x.data_ptr(), 0 if scales is None else scales.data_ptr(),
-            topk_idx.data_ptr(), 0 if weights is None else weights.data_ptr(), from_dlpack,
-        )  # fmt: skip
-        made = native.dispatch_first(*places)
-        if made is None:  # no room in the heap for sizes and send plan
+        ordinary = None
+        if made is None:
             ordinary = self._ordinary_sizes(plan)
-            plan.args.makes_send_plan = False
-            try:
-                made = native.dispatch_first(*places)
-            finally:
-                plan.args.makes_send_plan = True
+            made = plan.window.native.dispatch_first(*places, *map(address, ordinary))
         in_heap, num_rows, rows, out_scales, routing = made
         lead = plan.lead or (num_rows,)
-        if in_heap and ordinary is None:
-            tie = self.token if self._epoch == self.comm._native.epoch else self.tie()
-            handle = Handle._lazily(routing, lead, self.num_local_experts, tie, plan.num_tokens, call)
-        else:
-            sizes, send_plan = ordinary or (routing.tensor(name, from_dlpack) for name in ROUTING[:2])
-            recv_plan, out_weights, out_idx = (routing.tensor(name, from_dlpack) for name in ROUTING[2:])
-            if not in_heap:
-                rows, out_scales = self._ordinary(plan, lead)
-                out_idx, out_weights, recv_plan = self._ordinary_routing(plan, lead)
-                self._unload(plan, rows, out_scales, out_idx, out_weights, recv_plan)
-            handle = self._handle(plan, lead, sizes, send_plan, recv_plan, out_weights, out_idx)
-        if call.capacity >= 0 and torch.cuda.is_current_stream_capturing():
-            handle.__dict__["is_captured"] = True
-        if plan.finishes:
-            rows, out_scales = self.finished(plan, rows, out_scales, handle, is_first=True)
-        return rows, out_scales, handle
+        sizes, send_plan = ordinary or (routing.tensor(name, from_dlpack) for name in ROUTING[:2])
+        recv_plan, weights, idx = (routing.tensor(name, from_dlpack) for name in ROUTING[2:])
+        if not in_heap:
+            rows, out_scales = self._ordinary(plan, lead)
+            idx, weights, recv_plan = self._ordinary_routing(plan, lead)
+            self._unload(plan, rows, out_scales, idx, weights, recv_plan)
+        return rows, out_scales, self._handle(plan, lead, sizes, send_plan, recv_plan, weights, idx)
+
+    def _again_beside(self, plan: Plan, lead: tuple[int, ...], handle: Handle) -> tuple[Tensor, Tensor | None]:
+        """See Runner."""
+        rows, scales = self._ordinary(plan, lead)
+        self._unload(plan, rows, scales, None, None, handle.recv_plan)
+        return rows, scales
 
     def _handle(self, plan: Plan, lead: tuple[int, ...], *routing: Any) -> Handle:
         """Of tensors in the order of ROUTING."""
@@ -241,14 +193,19 @@ class GpuCalls(GpuPlans):
     ) -> tuple[Tensor, Tensor | None, Handle]:
         """Into tensors for all that may come, rows in ordinary ones; without a capacity the host learns how many."""
         rows, out_scales = self._ordinary(plan, plan.lead)
+        into = (
+            rows.data_ptr() or address(rows),
+            0 if out_scales is None else out_scales.data_ptr() or address(out_scales),
+        )
         places = (
             x.data_ptr(), 0 if scales is None else scales.data_ptr(), topk_idx.data_ptr(),
-            0 if weights is None else weights.data_ptr(), rows.data_ptr() or address(rows),
-            0 if out_scales is None else out_scales.data_ptr() or address(out_scales),
+            0 if weights is None else weights.data_ptr(),
         )  # fmt: skip
-        call, args, native = plan.call, plan.args, plan.window.native
+        call, native = plan.call, plan.window.native
         memory = plan.memory.get(plan.num_tokens) or self._memory(plan)
-        made = native.dispatch_small(args, memory, stream, plan.num_tokens, *places)
+        made = native.dispatch_small(
+            plan.spec, memory, stream, plan.num_tokens, *places, plan.overflow, plan.room, *into
+        )
         if made is not None:
             num_rows, routing = made
             lead = plan.lead if call.capacity >= 0 else (num_rows,)
@@ -256,11 +213,7 @@ class GpuCalls(GpuPlans):
             handle = Handle._lazily(routing, lead, self.num_local_experts, tie, plan.num_tokens, call)
         else:  # no room in the heap, or a graph is recorded
             parts = self._ordinary_small(plan)
-            self._give_sizes(args, address(parts[0]), parts[0].shape[0])
-            args.stream, args.num_tokens = stream, plan.num_tokens
-            args.x, args.scales, args.topk_idx, args.topk_weights, args.out_x, args.out_scales = places
-            args.send_plan, args.recv_plan, args.out_weights, args.out_ids = map(address, parts[1:])
-            num_rows = native.dispatch(args).result_rows
+            num_rows = self._small_beside(plan, stream, (*places, *into, *map(address, parts)))
             lead = plan.lead if call.capacity >= 0 else (num_rows,)
             if call.capacity < 0:
                 parts[3:] = [first_rows(part, num_rows, plan.lead) for part in parts[3:]]
@@ -276,31 +229,14 @@ class GpuCalls(GpuPlans):
             rows, out_scales = self.finished(plan, rows, out_scales, handle, is_first=True)
         return rows, out_scales, handle
 
-    def _again(
-        self, plan: Plan, stream: int, x: Tensor, scales: Tensor | None, handle: Handle
-    ) -> tuple[Tensor, Tensor | None, None]:
-        """See Runner."""
-        lead: tuple[int, ...] = handle.__dict__.get("lead") or handle.rows_shape
-        made = handle.__dict__.get("made")
-        sizes, send_plan, recv_plan, recv_plan_len, _ = handle._places() if made is None else made.places
-        rows: Tensor | None = None
-        out_scales: Tensor | None = None
-        if plan.call.is_small:
-            rows, out_scales = self._ordinary(plan, lead)
-        in_heap, in_rows, in_scales, *_ = plan.window.native.dispatch_again(
-            plan.args, stream, plan.num_tokens, x.data_ptr(), 0 if scales is None else scales.data_ptr(), sizes,
-            send_plan, recv_plan, recv_plan_len, math.prod(lead),
-            0 if rows is None else rows.data_ptr() or address(rows),
-            0 if out_scales is None else out_scales.data_ptr() or address(out_scales), from_dlpack,
+    def _small_beside(self, plan: Plan, stream: int, places: tuple[int, ...]) -> int:
+        """The native call with all memory given; how many rows."""
+        buffers = _load.native().DispatchBuffers(
+            stream=stream, num_tokens=plan.num_tokens, overflow=plan.overflow, num_rows=plan.room,
+            **dict(zip(_SMALL, places, strict=True)),
         )  # fmt: skip
-        if rows is None:
-            rows, out_scales = in_rows, in_scales
-            if not in_heap:
-                rows, out_scales = self._ordinary(plan, lead)
-                self._unload(plan, rows, out_scales, None, None, handle.recv_plan)
-        if plan.finishes:
-            rows, out_scales = self.finished(plan, rows, out_scales, handle, is_first=False)
-        return rows, out_scales, None
+        num_rows: int = plan.window.native.dispatch(plan.spec, buffers).result_rows
+        return num_rows
 
     # ---- rows in pieces
 

@@ -18,7 +18,7 @@ from weft import _load
 from weft.call.plan import Memory, Plan
 from weft.call.runner import Runner
 from weft.call.scales import empty_by_column
-from weft.call.spec import DTYPE_CODES, MASKED, RANK_MAJOR, Call
+from weft.call.spec import DTYPE_CODES, RANK_MAJOR, Call
 from weft.call.tensors import address
 from weft.errors import InvalidArgument, Unsupported
 from weft.handle import Handle
@@ -59,8 +59,6 @@ class GpuPlans(Runner):
         """See Runner."""
         call, quantize = plan.call, plan.quantize
         plan.waits = topk_idx is not None and call.capacity < 0
-        if call.capacity >= 0:
-            plan.lead = (self.num_local_experts, call.capacity) if call.layout == MASKED else (call.capacity,)
         plan.has_scope = call.is_async or call.is_staged
         words = call.scale_dtype if call.is_small else None
         plan.rows = _rows(x, scales, quantize, words)
@@ -76,10 +74,9 @@ class GpuPlans(Runner):
             plan.parts = (one, *(self.again_plan(more, piece, None, 0) for piece in pieces[1:]))
         elif call.is_small and topk_idx is not None:
             plan.lead, plan.work = plan.lead or (self._most_rows(call),), type(self)._first_small
-            plan.args.room = room = math.prod(plan.lead)
+            plan.room = room = math.prod(plan.lead)
             if room > MAX_CAPACITY:
                 raise InvalidArgument(f"a result could have {room} rows; allowed are {MAX_CAPACITY}: set a capacity")
-            self._give_sizes(plan.args, 0, self.sizes_len(call.layout))
 
     def _fit_sum(self, plan: Plan, y: Tensor, bias: Tensor | None, *, has_side: bool) -> None:
         """See Runner."""
@@ -108,7 +105,7 @@ class GpuPlans(Runner):
             ((self._send_plan_len(call.layout, plan.num_tokens),), _INT32),
             ((self._recv_plan_len(call.layout),), _INT32),
             (per_row, DTYPE_CODES[torch.float32]),
-            (per_row if call.layout == RANK_MAJOR else (0,), _INT64 if plan.args.topk_is_int64 else _INT32),
+            (per_row if call.layout == RANK_MAJOR else (0,), _INT64 if plan.spec.topk_is_int64 else _INT32),
         ]
 
     def _piece(self, call: Call, x: Tensor, scales: Tensor | None, quantize: int) -> int:
@@ -158,18 +155,15 @@ class GpuPlans(Runner):
 
     def _ordinary_sizes(self, plan: Plan) -> tuple[Tensor, Tensor]:
         """For the sizes and the send plan."""
-        sizes = self._new((self.sizes_len(plan.call.layout),), torch.int32)
-        self._give_sizes(plan.args, address(sizes), sizes.shape[0])
-        send_plan = self._new((self._send_plan_len(plan.call.layout, plan.num_tokens),), torch.int32)
-        plan.args.send_plan = address(send_plan)
-        return sizes, send_plan
+        length = self._send_plan_len(plan.call.layout, plan.num_tokens)
+        return self._new((self.sizes_len(plan.call.layout),), torch.int32), self._new((length,), torch.int32)
 
     def _ordinary_routing(self, plan: Plan, lead: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """For ids, weights and the receive plan."""
         is_rank_major = plan.call.layout == RANK_MAJOR
         per_row = (*lead, self.top_k) if is_rank_major else lead
         return (
-            self._new(per_row if is_rank_major else (0,), torch.int64 if plan.args.topk_is_int64 else torch.int32),
+            self._new(per_row if is_rank_major else (0,), torch.int64 if plan.spec.topk_is_int64 else torch.int32),
             self._new(per_row, torch.float32),
             self._new((self._recv_plan_len(plan.call.layout),), torch.int32),
         )
@@ -195,10 +189,11 @@ class GpuPlans(Runner):
         weights: Tensor | None,
         recv_plan: Tensor,
     ) -> None:
-        args = _load.native().GpuUnloadArgs()
-        args.x, args.scales, args.topk_idx = address(rows), address(scales), address(topk_idx)
-        args.topk_weights, args.recv_plan = address(weights), address(recv_plan)
-        plan.window.native.unload(args)
+        to = _load.native().DispatchBuffers(
+            out_x=address(rows), out_scales=address(scales), out_ids=address(topk_idx), out_weights=address(weights),
+            recv_plan=address(recv_plan),
+        )  # fmt: skip
+        plan.window.native.unload(to)
 
 
 def _rows(x: Tensor, scales: Tensor | None, quantize: int, words: torch.dtype | None) -> tuple[Memory, ...]:

@@ -1,7 +1,7 @@
 """`Plan`: what calls of equal types, shapes and options have in common, and `Planner`, which makes them.
 
-A plan has the arguments of a native call, where its results go, and how they become those of the user. It is made once
-and found by a key (weft/call/eager.py, weft/call/ops.py); `Runner.run` makes the call.
+A plan has the spec of a native call, where its results go, and how they become those of the user. It is made once and
+found by a key (weft/call/eager.py, weft/call/ops.py); `Runner.run` makes the call, which adds the addresses.
 """
 
 # check: allow-in-file function-size: the tensors of a call pass through
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from weft import _load
 from weft.call.gpu_tensors import column_bytes, row_bytes
-from weft.call.spec import BYTES, DTYPE_CODES, RANK_MAJOR, Call
+from weft.call.spec import BYTES, DTYPE_CODES, MASKED, RANK_MAJOR, Call
+from weft.call.state import State
 from weft.call.tensors import address
 from weft.call.window import Window
 from weft.handle import Handle
@@ -43,7 +44,7 @@ class Plan:
     what: str  # "dispatch" or "combine"
     call: Call
     window: Window
-    args: Any  # of the native call, which fills in addresses and what else differs from call to call
+    spec: Any  # of the native call, equal in all calls
     work: Callable[..., Any]  # method of the Runner: (runner, plan, stream, *tensors)
     hidden: int  # columns of the result
     num_tokens: int = 0  # of this rank, in the call that is made
@@ -52,8 +53,11 @@ class Plan:
     has_scope: bool = False  # its native call needs more around it than a stream
     parts: tuple[Plan, ...] = ()  # of rows that travel in pieces of at most `hidden` columns
     # Of a dispatch:
+    is_small: bool = False  # by the kernels for small batches
+    overflow: int = 0  # address of what counts dropped picks; 0: nobody counts
     waits: bool = False  # the host waits on the GPU for the counts of the peers
     lead: tuple[int, ...] = ()  # of the rows: with a capacity; of small batches those there is memory for
+    room: int = 0  # of small batches: rows that there is memory for
     memory: dict[int, Any] = field(default_factory=dict)  # of small batches: what a first one takes from the heap, by T
     rows: tuple[Memory, ...] = ()  # data, and scales if any: where the heap has none
     clears_tail: bool = False  # rows beyond the last become zero
@@ -70,20 +74,15 @@ class Plan:
     back: Plan | None = None  # of its backward
 
 
-class Planner(ABC):
+class Planner(State, ABC):
     """Makes the plans of one ExpertParallel: the part of a Runner that knows the arguments of native calls."""
 
     has_small = False  # kernels for small batches
-    num_experts: int
-    num_local_experts: int
-    num_ranks: int
-    top_k: int
-    hidden: int
-    windows: list[Window]
-    numbers: list[int]
-    overflow: Tensor
-    plans: dict[Any, Plan]
-    calls: dict[tuple[Any, ...], Call]  # by value
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.plans: dict[Any, Plan] = {}
+        self.calls: dict[tuple[Any, ...], Call] = {}  # by value
 
     def kept(self, key: Any, plan: Plan) -> Plan:
         """`plan`, which is found again by `key` in `plans`. The oldest makes room."""
@@ -111,10 +110,9 @@ class Planner(ABC):
         names: tuple[str, ...] = (),
     ) -> Plan:
         """Of a dispatch with a routing of its own. Tensors like those that its calls have."""
-        args = self._dispatch_args(call, x, scales, quantize)
-        args.overflow, args.topk_is_int64 = address(self.overflow), topk_idx.dtype == torch.int64
-        args.makes_send_plan = not self.is_small(call)
-        plan = self._dispatch_plan(call, args, type(self)._first, x, quantize, names, clears_tail)
+        spec = self._dispatch_spec(call, x, scales, quantize, topk_is_int64=topk_idx.dtype == torch.int64)
+        plan = self._dispatch_plan(call, spec, type(self)._first, x, quantize, names, clears_tail)
+        plan.overflow = address(self.overflow)
         self._fit(plan, x, scales, topk_idx)
         return plan
 
@@ -129,10 +127,9 @@ class Planner(ABC):
         names: tuple[str, ...] = (),
     ) -> Plan:
         """Of a dispatch that repeats the routing of a handle."""
-        args = self._dispatch_args(call, x, scales, quantize)
-        args.cached, args.overflow = True, address(self.overflow) if call.counts_dropped else 0
-        self._give_sizes(args, 0, self.sizes_len(call.layout))
-        plan = self._dispatch_plan(call, args, type(self)._again, x, quantize, names, clears_tail)
+        spec = self._dispatch_spec(call, x, scales, quantize, cached=True)
+        plan = self._dispatch_plan(call, spec, type(self)._again, x, quantize, names, clears_tail)
+        plan.overflow = address(self.overflow) if call.counts_dropped else 0
         self._fit(plan, x, scales, None)
         return plan
 
@@ -148,13 +145,14 @@ class Planner(ABC):
     ) -> Plan:
         """Of a combine."""
         hidden = y.shape[-1]
-        args: Any = _load.native().CombineArgs(
-            *_common(call, hidden), 0, 0, DTYPE_CODES[y.dtype], 0, 0, 0, 0, call.wire != 0
-        )
-        args.object, args.has_side = self.numbers[call.window], has_side
+        of_bias = {}
         if bias is not None:
-            args.bias_is_2d, args.bias_is_fp32 = bias.dim() == 2, bias.dtype == torch.float32
-        plan = Plan("combine", call, self.windows[call.window], args, type(self)._sum, hidden, names=names)
+            of_bias = {"bias_is_2d": bias.dim() == 2, "bias_is_fp32": bias.dtype == torch.float32}
+        spec = _load.native().CombineSpec(
+            **self._common(call, hidden), dtype=DTYPE_CODES[y.dtype], is_small=call.is_small, has_side=has_side,
+            wire_is_fp8=call.wire != 0, **of_bias,
+        )  # fmt: skip
+        plan = Plan("combine", call, self.windows[call.window], spec, type(self)._sum, hidden, names=names)
         plan.weighted = weighted and call.layout != RANK_MAJOR
         plan.has_scope = call.is_staged
         self._fit_sum(plan, y, bias, has_side=has_side)
@@ -163,7 +161,7 @@ class Planner(ABC):
     def _dispatch_plan(
         self,
         call: Call,
-        args: Any,
+        spec: Any,
         work: Callable[..., Any],
         x: Tensor,
         quantize: int,
@@ -171,9 +169,11 @@ class Planner(ABC):
         clears_tail: bool,
     ) -> Plan:
         window = self.windows[call.window]
-        plan = Plan("dispatch", call, window, args, work, x.shape[1], quantize=quantize, names=names)
-        plan.has_scope = call.is_staged
-        plan.word_dtype = None if self.is_small(call) else call.scale_dtype
+        plan = Plan("dispatch", call, window, spec, work, x.shape[1], quantize=quantize, names=names)
+        plan.has_scope, plan.is_small = call.is_staged, self.is_small(call)
+        if call.capacity >= 0:
+            plan.lead = (self.num_local_experts, call.capacity) if call.layout == MASKED else (call.capacity,)
+        plan.word_dtype = None if plan.is_small else call.scale_dtype
         plan.clears_tail = clears_tail and call.capacity >= 0
         plan.finishes = plan.clears_tail or plan.word_dtype is not None
         return plan
@@ -186,31 +186,37 @@ class Planner(ABC):
         """Whether the kernels for small batches do it: the cpu engine has none."""
         return call.is_small and self.has_small
 
-    def _fit(self, plan: Plan, x: Tensor, scales: Tensor | None, topk_idx: Tensor | None) -> None:  # noqa: B027
+    def _fit(self, plan: Plan, x: Tensor, scales: Tensor | None, topk_idx: Tensor | None) -> None:
         """What the engine adds to the plan of a dispatch; `topk_idx`: of a first one."""
 
-    def _fit_sum(self, plan: Plan, y: Tensor, bias: Tensor | None, *, has_side: bool) -> None:  # noqa: B027
+    def _fit_sum(self, plan: Plan, y: Tensor, bias: Tensor | None, *, has_side: bool) -> None:
         """What the engine adds to the plan of a combine."""
 
-    def _dispatch_args(self, call: Call, x: Tensor, scales: Tensor | None, quantize: int) -> Any:
-        code = DTYPE_CODES.get(x.dtype, BYTES)
-        hidden = x.shape[1] if code != BYTES else self.hidden
-        args: Any = _load.native().DispatchArgs(
-            *_common(call, hidden), 0, x.shape[1] * x.element_size(), code, quantize
-        )
-        args.object, args.is_small = self.numbers[call.window], self.is_small(call)
+    def _dispatch_spec(self, call: Call, x: Tensor, scales: Tensor | None, quantize: int, **fields: Any) -> Any:
+        code, is_small = DTYPE_CODES.get(x.dtype, BYTES), self.is_small(call)
         if scales is not None:
-            args.scale_row_bytes, args.scale_stride = row_bytes(scales), column_bytes(scales)
-            args.scales_are_fp32 = scales.dtype == torch.float32
-        if not call.zero_holes:
-            args.zeroes_holes = False
-        if self.is_small(call) and call.scale_dtype is not None and (quantize or scales is not None):
-            args.scale_word_bytes = call.scale_dtype.itemsize
-        return args
+            fields |= {"scale_row_bytes": row_bytes(scales), "scale_stride": column_bytes(scales)}
+            fields["scales_are_fp32"] = scales.dtype == torch.float32
+        if is_small and call.scale_dtype is not None and (quantize or scales is not None):
+            fields["scale_word_bytes"] = call.scale_dtype.itemsize
+        return _load.native().DispatchSpec(
+            **self._common(call, x.shape[1] if code != BYTES else self.hidden), dtype=code, is_small=is_small,
+            row_bytes=x.shape[1] * x.element_size(), quantize=quantize, zeroes_holes=call.zero_holes, **fields,
+        )  # fmt: skip
 
-    def _give_sizes(self, args: Any, counts: int, sizes_len: int) -> None:
-        args.counts = counts
-        args.offsets, args.num_rows_out = counts + 4 * self.num_local_experts, counts + 4 * (sizes_len - 1)
+    def _common(self, call: Call, hidden: int) -> dict[str, Any]:
+        """What the specs of both calls have."""
+        return {
+            "layout": call.layout,
+            "alignment": call.alignment,
+            "capacity": call.capacity,
+            "max_tokens": call.max_tokens,
+            "hidden": hidden,
+            "num_blocks": call.num_sms,
+            "object": self.numbers[call.window],
+            "timeout_ns": int(call.deadline_s * 1e9),
+            "receives": not call.is_staged,
+        }
 
     def sizes_len(self, layout: int) -> int:
         """Of counts, offsets and the number of rows together."""
@@ -242,11 +248,3 @@ class Planner(ABC):
     @abstractmethod
     def _read_scales(self, call: Call, scales: Tensor) -> Tensor:
         """Scales where the engine reads them; column-major ones as they are where it takes them."""
-
-
-def _common(call: Call, hidden: int) -> tuple[Any, ...]:
-    """The first arguments of each native call."""
-    return (
-        call.layout, call.alignment, call.capacity, call.max_tokens, hidden, 0, call.num_sms,
-        int(call.deadline_s * 1e9), 0, call.is_small,
-    )  # fmt: skip

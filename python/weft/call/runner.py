@@ -1,5 +1,5 @@
-"""The calls between tensors and the native module: once for both engines. What differs between them, where tensors are
-read and results lie, streams, and rows in pieces, is in call/cpu_calls.py and call/gpu_calls.py.
+"""The calls between tensors and the native module: once for both engines. What differs between them, streams, rows in
+pieces, and results that find no room, is in call/gpu_calls.py and call/cpu_calls.py.
 
 Nothing here knows autograd or torch.library.
 """
@@ -8,89 +8,36 @@ Nothing here knows autograd or torch.library.
 
 from __future__ import annotations
 
-import itertools
-import threading
+import math
 import time
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.call.calling import Calling
-from weft.call.event import COMPLETE, Event
+from weft.call.event import Event
+from weft.call.gpu_tensors import as_tensor, from_dlpack
 from weft.call.half import Half
 from weft.call.plan import Plan, Planner
-from weft.call.received import Counters, Results
 from weft.call.scales import by_column
-from weft.call.spec import MASKED, RANK_MAJOR
+from weft.call.spec import DTYPE_CODES, MASKED, RANK_MAJOR
+from weft.call.state import by_key
 from weft.call.tensors import address, plain
-from weft.call.window import Window
-from weft.errors import CapacityExceeded, InvalidArgument, InvalidState
+from weft.errors import InternalError, InvalidState
 from weft.handle import Handle
-
-if TYPE_CHECKING:
-    from weft.communicator import Communicator
 
 __all__ = ["Runner", "by_token"]
 
-_keys = itertools.count(1)
-_by_key: weakref.WeakValueDictionary[int, Runner] = weakref.WeakValueDictionary()
-
-
-class _Last(threading.local):
-    """Of the calls of this thread: another's may come before it is asked."""
-
-    event = COMPLETE  # completion of the last one
-
 
 class Runner(Planner):
-    """State of one ExpertParallel on the native side: windows, its number in each, counters, what to raise later.
+    """Makes the calls of one ExpertParallel."""
 
-    `name` (float64 [2]: key, epoch) finds this object from inside an operator of torch.library; `token`, or a copy of
-    it, is part of every handle, the `tie`: it proves whose the handle is, and of which epoch. All are in host memory.
-    """
-
-    MAX_UNUSED = 4  # unused results whose graphs are kept for a backward that may come (weft/autograd.py)
-    plans_on_device = False  # where the plans of a handle lie
     alignment = 1  # of tensors that the engine reads as they lie
     is_elsewhere = False  # tensors lie where the engine can't read them
     names_ranges = False  # a profiler listens that knows no other names
-
-    def __init__(
-        self,
-        comm: Communicator,
-        windows: list[Window],
-        numbers: list[int],
-        num_experts: int,
-        top_k: int,
-        hidden: int,
-        dtype: torch.dtype,
-    ) -> None:
-        self.comm, self.windows, self.numbers, self.device = comm, windows, numbers, comm.device
-        self.num_experts, self.top_k, self.hidden = num_experts, top_k, hidden
-        self.num_ranks = comm.num_ranks
-        self.num_local_experts = num_experts // comm.num_ranks
-        self.overflow = torch.zeros((), dtype=torch.int64, device="cpu")
-        self.num_dropped_checked = 0
-        self.bad_ids: str | None = None
-        self.counters = Counters()
-        self.unused: list[Any] = []
-        self.results = Results()
-        self.last = _Last()
-        self.closed = False
-        # Absent results; new_empty of these costs half of torch.empty.
-        memory = self.device if self.plans_on_device else "cpu"
-        self._ints = torch.empty(0, dtype=torch.int32, device=memory)
-        self._no_floats = torch.empty(0, dtype=torch.float32, device=memory)
-        self._no_ids = torch.empty(0, dtype=torch.int64, device=memory)
-        self.plans, self.calls = {}, {}
-        self.key = next(_keys)
-        self._epoch = comm.epoch
-        self.name = self.token = torch.tensor([self.key, self._epoch], dtype=torch.float64, device="cpu")
-        _by_key[self.key] = self
 
     # ---- a call
 
@@ -167,6 +114,66 @@ class Runner(Planner):
             address(read[idx])
         return tuple(read)
 
+    # ---- native calls
+
+    def _first(
+        self, plan: Plan, stream: int, x: Tensor, scales: Tensor | None, topk_idx: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Handle]:
+        """See Planner."""
+        places = (
+            plan.spec, stream, plan.num_tokens, x.data_ptr(), 0 if scales is None else scales.data_ptr(),
+            topk_idx.data_ptr(), 0 if weights is None else weights.data_ptr(), plan.overflow, from_dlpack,
+        )  # fmt: skip
+        made = plan.window.native.dispatch_first(*places)
+        if made is None or not made[0]:
+            rows, out_scales, handle = self._first_beside(plan, places, made)
+        else:
+            _, num_rows, rows, out_scales, routing = made
+            tie = self.token if self._epoch == self.comm._native.epoch else self.tie()
+            lead = plan.lead or (num_rows,)
+            handle = Handle._lazily(routing, lead, self.num_local_experts, tie, plan.num_tokens, plan.call)
+        if not self.plans_on_device:
+            self.counters.rows_sent += routing.rows_sent
+            self.counters.bytes_sent += routing.bytes_sent
+            if routing.num_bad_ids:
+                self.bad_ids = self.bad_ids_text(routing.num_bad_ids, routing.first_bad_id, routing.first_bad_at)
+            if self.is_elsewhere:
+                handle._move(self.device)
+                rows, out_scales = rows.to(self.device), None if out_scales is None else out_scales.to(self.device)
+        elif plan.call.capacity >= 0 and torch.cuda.is_current_stream_capturing():
+            handle.__dict__["is_captured"] = True
+        if plan.finishes:
+            rows, out_scales = self.finished(plan, rows, out_scales, handle, is_first=True)
+        return rows, out_scales, handle
+
+    def _again(
+        self, plan: Plan, stream: int, x: Tensor, scales: Tensor | None, handle: Handle
+    ) -> tuple[Tensor, Tensor | None, None]:
+        """See Planner."""
+        lead: tuple[int, ...] = handle.__dict__.get("lead") or handle.rows_shape
+        made = handle.__dict__.get("made")
+        sizes, send_plan, recv_plan, recv_plan_len, _ = handle._places() if made is None else made.places
+        into: tuple[Tensor | None, Tensor | None] = (None, None)
+        if plan.is_small:
+            into = self._ordinary(plan, lead)
+        rows, out_scales = into
+        in_heap, in_rows, in_scales, rows_sent, bytes_sent = plan.window.native.dispatch_again(
+            plan.spec, stream, plan.num_tokens, x.data_ptr(), 0 if scales is None else scales.data_ptr(), plan.overflow,
+            sizes, send_plan, recv_plan, recv_plan_len, math.prod(lead),
+            0 if rows is None else rows.data_ptr() or address(rows),
+            0 if out_scales is None else out_scales.data_ptr() or address(out_scales), from_dlpack,
+        )  # fmt: skip
+        if rows is None:
+            rows, out_scales = (in_rows, in_scales) if in_heap else self._again_beside(plan, lead, handle)
+        if not self.plans_on_device:
+            self.counters.rows_sent += rows_sent
+            self.counters.bytes_sent += bytes_sent
+            if self.is_elsewhere:
+                rows, out_scales = rows.to(self.device), None if out_scales is None else out_scales.to(self.device)
+        if plan.finishes:
+            rows, out_scales = self.finished(plan, rows, out_scales, handle, is_first=False)
+        return rows, out_scales, None
+
     def _sum(
         self,
         plan: Plan,
@@ -188,7 +195,7 @@ class Runner(Planner):
         on_host = self._read(handle.weights) if self.is_elsewhere and plan.weighted else None
         weights = on_host.data_ptr() if on_host is not None else weights if plan.weighted else 0
         plan.window.native.combine_rows(
-            plan.args, stream, plan.num_tokens, y.data_ptr(), y.numel() // plan.hidden, weights, send_plan, recv_plan,
+            plan.spec, stream, plan.num_tokens, y.data_ptr(), y.numel() // plan.hidden, weights, send_plan, recv_plan,
             recv_plan_len, total.data_ptr() or address(total), 0 if bias is None else bias.data_ptr(),
             0 if side is None else side.data_ptr(),
             0 if side_out is None else side_out.data_ptr() or address(side_out),
@@ -213,17 +220,24 @@ class Runner(Planner):
         Returns:
             Gradients of y (product in fp32, rounded once) and of weights (dot product in fp32).
         """
-        rows = rows.contiguous()
-        out = rows if in_place else torch.empty_like(rows)
-        grad_weights = None if y is None else torch.empty_like(weights, memory_format=torch.contiguous_format)
-        self._gradients(rows, y, weights, out, grad_weights)
-        return out, grad_weights
+        given = rows.contiguous()
+        rows, y, weights = self._read(given), None if y is None else self._read(y), self._read(weights)
+        out = rows if in_place or self.is_elsewhere else torch.empty_like(rows)  # elsewhere `rows` is a copy
+        dots = None if y is None else torch.empty_like(weights)
+        self.windows[0].native.gradients(
+            self._stream(), DTYPE_CODES[rows.dtype], rows.shape[-1], weights.numel(), address(rows), address(y),
+            address(weights), address(out), address(dots),
+        )  # fmt: skip
+        if self.is_elsewhere:
+            out, dots = out.to(self.device), None if dots is None else dots.to(self.device)
+        return out, dots
 
-    @abstractmethod
-    def _gradients(
-        self, rows: Tensor, y: Tensor | None, weights: Tensor, out: Tensor, grad_weights: Tensor | None
-    ) -> None:
-        """Write `out` and `grad_weights`."""
+    def empty(self, window: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Uninitialised, in the heap of the window if there is room."""
+        found = None
+        if not self.is_elsewhere:
+            found = self.windows[window].native.empty(list(shape), DTYPE_CODES[dtype], self._stream())
+        return torch.empty(shape, dtype=dtype, device=self.device) if found is None else as_tensor(found)
 
     # ---- what differs between engines
 
@@ -231,105 +245,33 @@ class Runner(Planner):
     def _read(self, tensor: Tensor) -> Tensor:
         """The same values where the engine reads them: contiguous, aligned."""
 
-    @abstractmethod
+    def _stream(self) -> int:
+        """The current one."""
+        return 0
+
+    def _first_beside(
+        self, plan: Plan, places: tuple[Any, ...], made: tuple[Any, ...] | None
+    ) -> tuple[Tensor, Tensor | None, Handle]:
+        """As `_first`, where the heap has no room: `made` of rows; None: of sizes and send plan either."""
+        raise InternalError("the cpu engine finds other memory itself")
+
+    def _again_beside(self, plan: Plan, lead: tuple[int, ...], handle: Handle) -> tuple[Tensor, Tensor | None]:
+        """Rows and scales of a repeated dispatch for which the heap has no room."""
+        raise InternalError("the cpu engine finds other memory itself")
+
+    def _ordinary(self, plan: Plan, lead: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """For rows and scales, beside the heap."""
+        raise InternalError("the cpu engine finds other memory itself")
+
     def _sum_in_parts(self, plan: Plan, stream: int, *tensors: Any) -> tuple[Tensor, Tensor | None, Tensor]:
         """As `_sum`, of rows in pieces."""
-
-    # ---- around them
-
-    @abstractmethod
-    def empty(self, window: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised, in the heap of the window if there is room."""
-
-    def before_call(self, what: str) -> None:
-        """Refuse what can't be done now; nothing has been sent."""
-        self.raise_bad_ids(f"; this {what} sent nothing and may be repeated")
-
-    def wait(self) -> None:
-        """Block the host until the calls made so far have ended."""
-
-    def window_stats(self, window: Window) -> dict[str, Any]:
-        """What a native window counts."""
-        return dict(window.native.stats())
-
-    @abstractmethod
-    def barrier(self, window: Window, deadline_s: float) -> None:
-        """Wait for all ranks. Collective."""
+        raise InternalError("the cpu engine sends whole rows")
 
     @abstractmethod
     def record_stream(self, things: Iterable[Any], stream: Any) -> None:
         """The memory of these tensors, and of what these handles have, is in use on `stream`."""
 
-    def tie(self) -> Tensor:
-        """For the handle of a dispatch. Handles of one epoch share it: nobody writes to it."""
-        if self._epoch != self.comm.epoch:
-            self._epoch = self.comm.epoch
-            self.token = torch.tensor([self.key, self._epoch], dtype=torch.float64, device="cpu")
-        return self.token
-
-    def side_of_picks(self, side: Tensor, handle: Handle) -> Tensor:
-        """rank_major: side values [N, K] as combine wants them. The nvlink engine adds those of all ranks, so what
-        belongs to no pick here becomes 0; the cpu engine looks for itself."""
-        topk_idx = handle.idx if self.plans_on_device and handle.call.layout == RANK_MAJOR else None
-        return side if topk_idx is None else side.masked_fill(topk_idx < 0, 0)
-
-    def raise_if_closed(self, what: str) -> None:
-        """InvalidState if this ExpertParallel is closed."""
-        if self.closed:
-            raise InvalidState(f"{what}: the ExpertParallel is closed; make a new one")
-
-    def alone(self, what: str) -> threading.Lock:
-        """See Communicator.alone."""
-        if self.closed:
-            self.raise_if_closed(what)
-        return self.comm.alone(what)
-
-    def raise_if_staged(self, what: str, window: int) -> None:
-        """InvalidState if a staged call of the window has not been received."""
-        half = self.windows[window].half
-        if half is not None and half.blocks(self.comm.epoch) and not self.comm.broken:
-            raise InvalidState(
-                f"{what}: a staged call on window {window} has not been received; call its wait() first, or use "
-                "another window (num_windows=2)"
-            )
-
-    def raise_bad_ids(self, remark: str = "") -> None:
-        """Raise what an earlier dispatch found in topk_idx, once."""
-        if self.bad_ids is not None:
-            text, self.bad_ids = self.bad_ids, None
-            raise InvalidArgument(text + remark)
-
-    def raise_dropped(self) -> None:
-        """Raise if picks were dropped since the last time."""
-        dropped = int(self.overflow) - self.num_dropped_checked
-        self.num_dropped_checked += dropped
-        if dropped > 0:  # less than none: somebody wrote to it
-            raise CapacityExceeded(dropped)
-
-    def close(self) -> None:
-        """Let go of the windows. Local, may be called twice."""
-        if not self.closed:
-            self.closed = True
-            self.unused.clear()
-            for window in self.windows:
-                window.release()
-
-    def check_tie(self, what: str, tie: Tensor) -> None:
-        """InvalidState if a handle is of another ExpertParallel or another epoch."""
-        if tie is self.token and self._epoch == self.comm.epoch:
-            return
-        key, epoch = tie.tolist()
-        if key != self.key:
-            raise InvalidState(f"{what}: the handle is of another ExpertParallel; use the one that made it")
-        if epoch != self.comm.epoch:
-            raise InvalidState(
-                f"{what}: the handle is of epoch {int(epoch)}, a rebuild began epoch {self.comm.epoch}; dispatch anew"
-            )
-
-    def split_sizes(self, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """num_tokens_per_expert [L], offsets, num_rows []: views."""
-        last = sizes.shape[0] - 1
-        return sizes[: self.num_local_experts], sizes[self.num_local_experts : last], sizes[last]
+    # ---- results
 
     def finished(
         self, plan: Plan, rows: Tensor, scales: Tensor | None, handle: Handle, *, is_first: bool
@@ -349,14 +291,6 @@ class Runner(Planner):
                 idx.masked_fill_(of_rows, -1)
         return rows, scales if plan.word_dtype is None or scales is None else by_column(scales, plan.word_dtype)
 
-    def bad_ids_text(self, num_bad: int, first_id: int, first_at: int) -> str:
-        """For the user: what an earlier dispatch found."""
-        token, pick = divmod(first_at, self.top_k)
-        return (
-            f"topk_idx of an earlier dispatch had {num_bad} ids out of range, the first {first_id} at token {token}, "
-            f"pick {pick}; allowed are -1 to {self.num_experts - 1}. They counted as -1"
-        )
-
 
 def by_token(token: Tensor) -> Runner:
     """The object whose `token` or `tie` this is.
@@ -364,7 +298,7 @@ def by_token(token: Tensor) -> Runner:
     Raises:
         InvalidState: its ExpertParallel is gone.
     """
-    calls = _by_key.get(int(token[0]))
+    calls: Runner | None = by_key(int(token[0]))
     if calls is None:
         raise InvalidState("the ExpertParallel of this operation is gone: keep it as long as its handles and graphs")
     return calls

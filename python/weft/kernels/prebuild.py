@@ -1,6 +1,6 @@
 """Compiles the kernels of a shape ahead of time, for any architecture, without a GPU: `weft cache prebuild`.
 
-The native module derives a kernel's configuration from a call's arguments, here as in a real call, so what is compiled
+The native module derives a kernel's configuration from a call's spec, here as in a real call, so what is compiled
 here is found there by its content.
 """
 
@@ -105,7 +105,7 @@ def _small_dispatch_kernels(shape: KernelShape, shared_bytes: int) -> Iterator[t
 def dispatch_source(shape: KernelShape, layout: str, rows: str, routing: str, shared_bytes: int) -> str:
     """The kernel of a dispatch; `rows` is one of ROWS, `routing` one of ROUTINGS."""
     source: str = _load.native().render_dispatch(
-        _dispatch_args(shape, layout, rows, routing), **_window(shape), shared_bytes=shared_bytes
+        _dispatch_spec(shape, layout, rows, routing), **_window(shape), shared_bytes=shared_bytes
     )
     return source
 
@@ -122,27 +122,27 @@ def small_dispatch_source(
 ) -> str:
     """The kernel of a dispatch of at most MAX_SMALL_TOKENS tokens; as `dispatch_source`. `half`: one of HALVES;
     `by_column`: scales of the result."""
-    args = _dispatch_args(shape, layout, rows, routing)
-    args.scale_word_bytes = 4 if by_column else 0
-    args.num_blocks, args.sends, args.receives = shape.small_num_sms[0], half != "receives", half != "sends"
+    spec = _dispatch_spec(
+        shape, layout, rows, routing, scale_word_bytes=4 if by_column else 0, num_blocks=shape.small_num_sms[0],
+        sends=half != "receives", receives=half != "sends",
+    )  # fmt: skip
     window = _window(shape)
     window["max_tokens"] = min(window["max_tokens"], MAX_SMALL_TOKENS)
-    source: str = _load.native().render_small_dispatch(args, **window, shared_bytes=shared_bytes)
+    source: str = _load.native().render_small_dispatch(spec, **window, shared_bytes=shared_bytes)
     return source
 
 
-def _dispatch_args(shape: KernelShape, layout: str, rows: str, routing: str) -> Any:
-    native, (code, item) = _load.native(), _CODES[shape.dtype]
-    args: Any = native.DispatchArgs()
-    args.layout, args.hidden = LAYOUTS.index(layout), shape.hidden
-    args.num_blocks = shape.num_sms_of("dispatch", layout)
-    args.dtype, args.row_bytes = code, shape.hidden * item
-    args.quantize = {"fp8": 1, "fp8_ue8m0": 2}.get(rows, 0)
+def _dispatch_spec(shape: KernelShape, layout: str, rows: str, routing: str, **fields: Any) -> Any:
+    code, item = _CODES[shape.dtype]
+    fields = {"num_blocks": shape.num_sms_of("dispatch", layout), **fields}
     if rows == "fp8 rows":
-        args.dtype, args.row_bytes = _BYTES, shape.hidden
-        args.scale_row_bytes = -(-shape.hidden // QUANTIZE_GROUP) * 4
-    args.topk_is_int64, args.cached = routing != "int32 ids", routing == "handle"
-    return args
+        code, item = _BYTES, 1
+        fields["scale_row_bytes"] = -(-shape.hidden // QUANTIZE_GROUP) * 4
+    return _load.native().DispatchSpec(
+        layout=LAYOUTS.index(layout), hidden=shape.hidden, dtype=code, row_bytes=shape.hidden * item,
+        quantize={"fp8": 1, "fp8_ue8m0": 2}.get(rows, 0), topk_is_int64=routing != "int32 ids",
+        cached=routing == "handle", **fields,
+    )  # fmt: skip
 
 
 def _window(shape: KernelShape) -> dict[str, int]:
@@ -189,7 +189,7 @@ def combine_source(
 ) -> str:
     """The kernel of a combine; `has_push`: of rows that the owners of the tokens do not pull."""
     source: str = _load.native().render_combine(
-        _combine_args(shape, layout, wire, has_side=has_side),
+        _combine_spec(shape, layout, wire, has_side=has_side),
         num_ranks=shape.ranks,
         num_experts=shape.experts,
         top_k=shape.top_k,
@@ -203,20 +203,18 @@ def small_combine_source(
     shape: KernelShape, layout: str, wire: str | None, half: str = "", *, has_side: bool = False
 ) -> str:
     """The kernel of a combine of a small batch; `half` of a staged one: sends, receives."""
-    args = _combine_args(shape, layout, wire, has_side=has_side)
-    args.sends, args.receives = half != "receives", half != "sends"
+    spec = _combine_spec(shape, layout, wire, has_side=has_side, sends=half != "receives", receives=half != "sends")
     source: str = _load.native().render_small_combine(
-        args, num_ranks=shape.ranks, num_experts=shape.experts, top_k=shape.top_k
+        spec, num_ranks=shape.ranks, num_experts=shape.experts, top_k=shape.top_k
     )
     return source
 
 
-def _combine_args(shape: KernelShape, layout: str, wire: str | None, *, has_side: bool) -> Any:
-    args: Any = _load.native().CombineArgs()
-    args.layout, args.hidden = LAYOUTS.index(layout), shape.hidden
-    args.num_blocks = shape.num_sms_of("combine", layout)
-    args.dtype, args.wire_is_fp8, args.has_side = _CODES[shape.dtype][0], wire == "fp8", has_side
-    return args
+def _combine_spec(shape: KernelShape, layout: str, wire: str | None, **fields: bool) -> Any:
+    return _load.native().CombineSpec(
+        layout=LAYOUTS.index(layout), hidden=shape.hidden, num_blocks=shape.num_sms_of("combine", layout),
+        dtype=_CODES[shape.dtype][0], wire_is_fp8=wire == "fp8", **fields,
+    )  # fmt: skip
 
 
 def call_source(

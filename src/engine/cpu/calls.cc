@@ -48,9 +48,7 @@ void check_addresses(const DispatchArgs& args) {
     return;
   }
   check_address("topk_idx", args.topk_idx, args.num_tokens);
-  check_address("counts", args.counts, 1);
-  check_address("offsets", args.offsets, 1);
-  check_address("num_rows", args.num_rows_out, 1);
+  check_address("sizes", args.sizes, 1);
   check_address("overflow", args.overflow, 1);
 }
 
@@ -105,15 +103,13 @@ DispatchResult Window::dispatch(const DispatchArgs& given, const Poll& poll) {
     check_row(args.row_bytes, args.scale_row_bytes, shape_);
   }
   Array send_plan, sizes;
-  if (args.makes_send_plan) {
+  if (args.makes_send_plan()) {
     const i64 num_local = shape_.num_local_experts();
     const i64 num_groups = args.layout == Layout::kRankMajor ? shape_.num_ranks : num_local;
     send_plan = new_integers(send_plan_len(args.num_tokens, shape_.top_k, shape_.num_ranks));
     sizes = new_integers(num_local + num_groups + 2);
     args.send_plan = address_of(send_plan.block.data);
-    args.counts = address_of(sizes.block.data);
-    args.offsets = args.counts + static_cast<u64>(num_local) * sizeof(i32);
-    args.num_rows_out = args.offsets + static_cast<u64>(num_groups + 1) * sizeof(i32);
+    args.sizes = address_of(sizes.block.data);
   }
   check_addresses(args);
   if (args.cached) {

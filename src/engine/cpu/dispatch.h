@@ -37,6 +37,12 @@ class DispatchCall {
     u32 num_consumed = 0;  // staged: records copied out
   };
 
+  // What `sizes` has one after the other.
+  i64 num_groups() const { return a_.layout == Layout::kRankMajor ? num_ranks_ : num_local_; }
+  i32* counts() const { return memory_at<i32>(a_.sizes); }
+  i32* offsets() const { return counts() + num_local_; }
+  i32* num_rows() const { return offsets() + num_groups() + 1; }
+
   void read_handle();
   void build_send_plan();
   void count_token(const i64* experts, i64 token);

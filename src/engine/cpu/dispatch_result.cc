@@ -29,9 +29,8 @@ void DispatchCall::size_result() {
   if (a_.capacity >= 0 && a_.layout != Layout::kMasked) num_rows_ = std::min(total, a_.capacity);
   result_rows_ = a_.capacity >= 0 && a_.layout != Layout::kMasked ? a_.capacity : total;
 
-  const i64 num_offsets = (a_.layout == Layout::kRankMajor ? num_ranks_ : num_local_) + 1;
-  for (i64 idx = 0; idx < num_offsets; ++idx)
-    memory_at<i32>(a_.offsets)[idx] = static_cast<i32>(std::min(scratch.offsets[idx], result_rows_));
+  for (i64 idx = 0; idx <= num_groups(); ++idx)
+    offsets()[idx] = static_cast<i32>(std::min(scratch.offsets[idx], result_rows_));
   i64 num_picks = 0, num_kept = 0;
   for (i64 expert = 0; expert < num_local_; ++expert) {
     i64 count = 0;
@@ -39,7 +38,7 @@ void DispatchCall::size_result() {
     i64 kept = count;
     if (a_.layout == Layout::kMasked) kept = std::min(count, a_.capacity);
     if (a_.layout == Layout::kExpertMajor) kept = clamp_count(result_rows_ - scratch.offsets[expert], count);
-    memory_at<i32>(a_.counts)[expert] = static_cast<i32>(kept);
+    counts()[expert] = static_cast<i32>(kept);
     num_picks += count;
     num_kept += kept;
   }
@@ -169,7 +168,7 @@ void DispatchCall::write_outputs() {
   result_.recv_plan.block = plan_block_;
   result_.recv_plan.shape = {recv_plan_len(num_meta_rows_, top_k_, num_ranks_, a_.layout)};
   result_.recv_plan.is_integer = true;
-  *memory_at<i32>(a_.num_rows_out) = static_cast<i32>(num_rows_);
+  *num_rows() = static_cast<i32>(num_rows_);
   *memory_at<i64>(a_.overflow) += num_dropped_;
 }
 
@@ -198,15 +197,15 @@ void DispatchCall::write_topk() {
   result_.topk_idx.is_integer = true;
   result_.topk_idx.is_int64 = a_.topk_is_int64;
   if (num_rows_ < num_meta_rows_) {  // rows were dropped: count what was kept
-    std::fill_n(memory_at<i32>(a_.counts), num_local_, 0);
+    std::fill_n(counts(), num_local_, 0);
     i64 num_picks = 0;
     for (i64 pick = 0; pick < num_meta_rows_ * top_k_; ++pick) {
       if (recv_.expert()[pick] < 0) continue;
       ++num_picks;
-      if (pick < num_kept) ++memory_at<i32>(a_.counts)[recv_.expert()[pick]];
+      if (pick < num_kept) ++counts()[recv_.expert()[pick]];
     }
     num_dropped_ = num_picks;
-    for (i64 expert = 0; expert < num_local_; ++expert) num_dropped_ -= memory_at<i32>(a_.counts)[expert];
+    for (i64 expert = 0; expert < num_local_; ++expert) num_dropped_ -= counts()[expert];
   }
   std::fill(meta_weights_ + num_kept, meta_weights_ + std::max(num_meta_rows_, result_rows_) * top_k_, 0.0f);
   result_.topk_weights.block = plan_block_;

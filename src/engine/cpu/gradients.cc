@@ -41,10 +41,11 @@ inline __attribute__((always_inline)) void all_gradients(const GradientArgs& arg
   using Storage = typename Format::Storage;
   for (i64 row = 0; row < args.num_rows; ++row) {
     const i64 first = row * args.hidden;
-    const Storage* y = args.y == nullptr ? nullptr : static_cast<const Storage*>(args.y) + first;
-    const float sum = row_gradients<Format>(static_cast<const Storage*>(args.rows) + first, y, args.weights[row],
-                                            args.hidden, static_cast<Storage*>(args.out) + first);
-    if (y != nullptr) args.grad_weights[row] = sum;
+    const Storage* y = args.y == 0 ? nullptr : memory_at<Storage>(args.y) + first;
+    const float sum =
+        row_gradients<Format>(memory_at<Storage>(args.rows) + first, y, memory_at<float>(args.weights)[row],
+                              args.hidden, memory_at<Storage>(args.out) + first);
+    if (y != nullptr) memory_at<float>(args.grad_weights)[row] = sum;
   }
 }
 

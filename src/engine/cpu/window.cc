@@ -213,7 +213,24 @@ std::optional<u64> Window::heap_offset(const void* pointer) const {
   return static_cast<u64>(place - base);
 }
 
-std::optional<Block> Window::reserve(u64 num_bytes, u64 /*stream*/) {
+std::vector<Count> Window::counts() const {
+  const auto seconds = [](u64 nanoseconds) { return static_cast<double>(nanoseconds) * 1e-9; };
+  return {{"num_dispatches", stats_.num_dispatches},
+          {"num_combines", stats_.num_combines},
+          {"rows_sent", stats_.rows_sent},
+          {"bytes_sent", stats_.bytes_sent},
+          {"rows_received", stats_.rows_received},
+          {"num_staged", stats_.num_staged},
+          {"dispatch_s", seconds(stats_.dispatch_ns)},
+          {"combine_s", seconds(stats_.combine_ns)},
+          {"wait_us", microseconds(stats_.waited_ns)},
+          {"heap_bytes", heap_bytes()},
+          {"heap_used", heap_used()},
+          {"heap_peak", heap_peak()},
+          {"control_bytes", layout_.total_bytes}};
+}
+
+std::optional<Block> Window::reserve(u64 num_bytes, u64 /*stream*/, OnCapture /*on_capture*/) {
   if (closed_) throw_invalid_state("the window is closed");
   const std::optional<u64> offset = heap_->heap.reserve(num_bytes);
   if (!offset) return std::nullopt;

@@ -9,6 +9,7 @@
 
 #include "engine/call.h"
 #include "engine/communicator.h"
+#include "engine/cpu/gradients.h"
 #include "memory/heap.h"
 #include "memory/shared_memory.h"
 #include "weft/layout/payload.h"
@@ -50,14 +51,17 @@ class Window : public CallWindow {
 
   DispatchResult dispatch(const DispatchArgs& given, const Poll& poll) override;
   void combine(const CombineArgs& args, const Poll& poll) override;
-  void barrier(u64 timeout_ns, const Poll& poll);
+  void gradients(const GradientArgs& args) override { cpu::gradients(args); }
+  void barrier(u64 timeout_ns, const Poll& poll) override;
 
-  std::optional<Block> reserve(u64 num_bytes, u64 stream) override;
+  using CallWindow::reserve;
+  std::optional<Block> reserve(u64 num_bytes, u64 stream, OnCapture on_capture) override;
   int gpu_index() const override { return -1; }
   bool owns(const void* pointer) const { return heap_offset(pointer).has_value(); }
 
   void close() override;
   const WindowStats& stats() const { return stats_; }
+  std::vector<Count> counts() const override;
   u64 heap_used() const { return closed_ ? 0 : heap_->heap.used(); }
   u64 heap_peak() const { return closed_ ? 0 : heap_->heap.peak(); }
   u64 heap_bytes() const { return heap_bytes_; }

@@ -13,17 +13,17 @@
 
 namespace weft::nvlink {
 
-CombineKernelConfig kernel_config(const GpuWindowShape& shape, const CombineArgs& args, bool has_push,
+CombineKernelConfig kernel_config(const GpuWindowShape& shape, const CombineSpec& spec, bool has_push,
                                   int shared_bytes) {
   CombineKernelConfig config;
   config.num_ranks = shape.num_ranks;
-  config.num_blocks = args.num_blocks;
+  config.num_blocks = spec.num_blocks;
   config.top_k = shape.top_k;
-  config.hidden = static_cast<i32>(args.hidden);
-  config.dtype = args.dtype;
-  config.layout = args.layout == Layout::kRankMajor ? Layout::kRankMajor : Layout::kExpertMajor;  // one kernel for both
-  config.wire_is_fp8 = args.wire_is_fp8;
-  config.has_side = args.has_side;
+  config.hidden = static_cast<i32>(spec.hidden);
+  config.dtype = spec.dtype;
+  config.layout = spec.layout == Layout::kRankMajor ? Layout::kRankMajor : Layout::kExpertMajor;  // one kernel for both
+  config.wire_is_fp8 = spec.wire_is_fp8;
+  config.has_side = spec.has_side;
   return with_slots(config, has_push, shared_bytes);
 }
 
@@ -94,19 +94,19 @@ const Kernel& CombineCall::prepare(const CombineKernelConfig& config) {
   return w_.prepare(config, a_.timeout_ns, poll_);
 }
 
-OperationConfig combine_operation(const CombineArgs& args, i64 wire_row_bytes, bool is_brought) {
+OperationConfig combine_operation(const CombineSpec& spec, i64 wire_row_bytes, bool is_brought) {
   OperationConfig operation;
   operation.kind = OpKind::kCombine;
-  operation.layout = args.layout;
-  operation.quantize = args.wire_is_fp8 ? Quantize::kFp8 : Quantize::kNone;
-  operation.dtype = args.dtype;
-  operation.has_side = args.has_side ? 1 : 0;
-  operation.mode = static_cast<u8>(args.num_blocks);  // blocks of the same number meet, so there must be as many
-  operation.is_small = args.is_small ? 1 : is_brought ? 2 : 0;
-  operation.alignment = static_cast<u32>(args.alignment);
-  operation.hidden = static_cast<u32>(args.hidden);
-  operation.capacity = args.capacity;
-  operation.max_tokens = args.max_tokens;
+  operation.layout = spec.layout;
+  operation.quantize = spec.wire_is_fp8 ? Quantize::kFp8 : Quantize::kNone;
+  operation.dtype = spec.dtype;
+  operation.has_side = spec.has_side ? 1 : 0;
+  operation.mode = static_cast<u8>(spec.num_blocks);  // blocks of the same number meet, so there must be as many
+  operation.is_small = spec.is_small ? 1 : is_brought ? 2 : 0;
+  operation.alignment = static_cast<u32>(spec.alignment);
+  operation.hidden = static_cast<u32>(spec.hidden);
+  operation.capacity = spec.capacity;
+  operation.max_tokens = spec.max_tokens;
   operation.row_bytes = wire_row_bytes;
   return operation;
 }

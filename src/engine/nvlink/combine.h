@@ -8,11 +8,11 @@ namespace weft::nvlink {
 
 // The kernel of this call, for blocks of `shared_bytes`. `has_push`: this rank's rows are not pulled. Error kUnsupported: it
 // does not fit.
-CombineKernelConfig kernel_config(const GpuWindowShape& shape, const CombineArgs& args, bool has_push,
+CombineKernelConfig kernel_config(const GpuWindowShape& shape, const CombineSpec& spec, bool has_push,
                                   int shared_bytes);
 
 // `wire_row_bytes`: of a contribution on its way.
-OperationConfig combine_operation(const CombineArgs& args, i64 wire_row_bytes, bool is_brought = false);
+OperationConfig combine_operation(const CombineSpec& spec, i64 wire_row_bytes, bool is_brought = false);
 
 class CombineCall {
  public:

@@ -17,19 +17,19 @@
 
 namespace weft::nvlink {
 
-i64 wire_row_bytes(const DispatchArgs& args) { return args.quantize == Quantize::kNone ? args.row_bytes : args.hidden; }
+i64 wire_row_bytes(const DispatchSpec& spec) { return spec.quantize == Quantize::kNone ? spec.row_bytes : spec.hidden; }
 
-i64 wire_scale_bytes(const DispatchArgs& args) {
-  if (args.quantize == Quantize::kNone) return args.scale_row_bytes;
-  return (args.hidden + kQuantizeGroup - 1) / kQuantizeGroup * ptx::fp8_scale_bytes(args.quantize);
+i64 wire_scale_bytes(const DispatchSpec& spec) {
+  if (spec.quantize == Quantize::kNone) return spec.scale_row_bytes;
+  return (spec.hidden + kQuantizeGroup - 1) / kQuantizeGroup * ptx::fp8_scale_bytes(spec.quantize);
 }
 
-DispatchKernelConfig kernel_config(const GpuWindowShape& shape, const DispatchArgs& args, int shared_bytes) {
+DispatchKernelConfig kernel_config(const GpuWindowShape& shape, const DispatchSpec& spec, int shared_bytes) {
   DispatchKernelConfig config;
-  describe_rows(config, shape, args);
+  describe_rows(config, shape, spec);
   config.num_groups = static_cast<i32>((shape.max_tokens + 31) / 32);
-  config.is_cached = args.cached;
-  config.is_spread = is_spread(shape, args);
+  config.is_cached = spec.cached;
+  config.is_spread = is_spread(shape, spec);
   if (config.most_counted() >= sync::kMaxProgress) {
     throw_unsupported("dispatch of " + std::to_string(shape.max_tokens) + " tokens a call with top_k " +
                       std::to_string(shape.top_k) + " on " + std::to_string(config.num_blocks) +
@@ -38,21 +38,21 @@ DispatchKernelConfig kernel_config(const GpuWindowShape& shape, const DispatchAr
   return with_stages(config, shared_bytes);
 }
 
-OperationConfig dispatch_operation(const DispatchArgs& args, bool is_spread) {
+OperationConfig dispatch_operation(const DispatchSpec& spec, bool is_spread) {
   OperationConfig operation;
   operation.kind = OpKind::kDispatch;
-  operation.layout = args.layout;
-  operation.quantize = args.quantize;
-  operation.dtype = args.quantize == Quantize::kNone ? args.dtype : Dtype::kBytes;
-  operation.is_cached = args.cached ? 1 : 0;
-  operation.mode = static_cast<u8>(args.num_blocks);  // blocks of the same number meet, so there must be as many
-  operation.is_small = args.is_small ? 1 : is_spread ? 2 : 0;
-  operation.alignment = static_cast<u32>(args.alignment);
-  operation.hidden = static_cast<u32>(args.hidden);
-  operation.capacity = args.capacity;
-  operation.max_tokens = args.max_tokens;
-  operation.row_bytes = wire_row_bytes(args);
-  operation.scale_row_bytes = wire_scale_bytes(args);
+  operation.layout = spec.layout;
+  operation.quantize = spec.quantize;
+  operation.dtype = spec.quantize == Quantize::kNone ? spec.dtype : Dtype::kBytes;
+  operation.is_cached = spec.cached ? 1 : 0;
+  operation.mode = static_cast<u8>(spec.num_blocks);  // blocks of the same number meet, so there must be as many
+  operation.is_small = spec.is_small ? 1 : is_spread ? 2 : 0;
+  operation.alignment = static_cast<u32>(spec.alignment);
+  operation.hidden = static_cast<u32>(spec.hidden);
+  operation.capacity = spec.capacity;
+  operation.max_tokens = spec.max_tokens;
+  operation.row_bytes = wire_row_bytes(spec);
+  operation.scale_row_bytes = wire_scale_bytes(spec);
   return operation;
 }
 
@@ -76,7 +76,7 @@ DispatchResult DispatchCall::run() {
   Window::Turn turn;
   try {
     reserve();
-    if (a_.makes_send_plan && !routing_) {
+    if (a_.makes_send_plan() && !routing_) {
       DispatchResult result;
       result.has_begun = result.in_heap = false;
       return result;
@@ -105,17 +105,26 @@ const Kernel& DispatchCall::prepare() {
   return w_.prepare(config, a_.timeout_ns, poll_);
 }
 
+i64 sizes_len(const GpuWindowShape& shape, Layout layout) {
+  return shape.num_local_experts() + (layout == Layout::kRankMajor ? shape.num_ranks : shape.num_local_experts()) + 2;
+}
+
+std::tuple<i32*, i32*, i32*> parts_of_sizes(const GpuWindowShape& shape, Layout layout, u64 sizes) {
+  const auto at = [&](i64 idx) { return memory_at<i32>(sizes + 4 * static_cast<u64>(idx)); };
+  return {at(0), at(shape.num_local_experts()), at(sizes_len(shape, layout) - 1)};
+}
+
 // Row numbers are int32 on the device (R17), of rows beyond the capacity too.
-i64 most_rows(const GpuWindowShape& shape, const DispatchArgs& args) {
+i64 most_rows(const GpuWindowShape& shape, const DispatchSpec& spec) {
   const u64 num_local = static_cast<u64>(shape.num_local_experts());
-  CheckedSize rows = CheckedSize(static_cast<u64>(shape.num_ranks)) * static_cast<u64>(args.max_tokens);
-  if (args.layout != Layout::kRankMajor) {
+  CheckedSize rows = CheckedSize(static_cast<u64>(shape.num_ranks)) * static_cast<u64>(spec.max_tokens);
+  if (spec.layout != Layout::kRankMajor) {
     rows = rows * static_cast<u64>(shape.top_k) +
-           CheckedSize(num_local) * static_cast<u64>(std::max<i64>(args.alignment - 1, 0));
+           CheckedSize(num_local) * static_cast<u64>(std::max<i64>(spec.alignment - 1, 0));
   }
   const bool has_numbers = rows.ok && rows.value <= INT_MAX;
-  if (args.capacity >= 0) {
-    rows = CheckedSize(static_cast<u64>(args.capacity)) * (args.layout == Layout::kMasked ? num_local : 1);
+  if (spec.capacity >= 0) {
+    rows = CheckedSize(static_cast<u64>(spec.capacity)) * (spec.layout == Layout::kMasked ? num_local : 1);
   }
   if (!has_numbers || !rows.ok || rows.value > INT_MAX) {
     throw_invalid_argument(
@@ -140,8 +149,8 @@ void DispatchCall::reserve() {
       return std::exchange(at_.num_bytes, align_up(at_.num_bytes + static_cast<u64>(num_bytes), Heap::kAlignment));
     };
     at_.table = part(4 * recv_plan_len());
-    at_.send_plan = part(a_.makes_send_plan ? 4 * send_plan_len() : 0);
-    at_.sizes = part(a_.makes_send_plan ? 4 * sizes_len() : 0);
+    at_.send_plan = part(a_.makes_send_plan() ? 4 * send_plan_len() : 0);
+    at_.sizes = part(a_.makes_send_plan() ? 4 * sizes_len(w_.shape_, a_.layout) : 0);
     at_.weights = part(most_rows_ * 4 * (is_by_expert_ ? 1 : top_k));
     at_.ids = part(is_by_expert_ ? 0 : most_rows_ * top_k * id_bytes_);
     has_room = fixed(routing_, static_cast<i64>(at_.num_bytes));
@@ -196,15 +205,12 @@ kernels::DispatchKernelArgs DispatchCall::kernel_arguments(const Window::Turn& t
                     room_,      id_bytes_};
   args.send_plan = reinterpret_cast<i32*>(a_.send_plan);
   args.recv_plan = reinterpret_cast<i32*>(a_.recv_plan);
-  args.counts = reinterpret_cast<i32*>(a_.counts);
-  args.offsets = reinterpret_cast<i32*>(a_.offsets);
-  args.num_rows = reinterpret_cast<i32*>(a_.num_rows_out);
-  if (a_.makes_send_plan) {
+  u64 sizes = a_.sizes;
+  if (a_.makes_send_plan()) {
     args.send_plan = reinterpret_cast<i32*>(routing_->data + at_.send_plan);
-    args.counts = reinterpret_cast<i32*>(routing_->data + at_.sizes);
-    args.offsets = args.counts + w_.shape_.num_local_experts();
-    args.num_rows = args.counts + sizes_len() - 1;
+    sizes = address_of(routing_->data + at_.sizes);
   }
+  std::tie(args.counts, args.offsets, args.num_rows) = parts_of_sizes(w_.shape_, a_.layout, sizes);
   args.overflow = reinterpret_cast<i64*>(a_.overflow);
   args.num_straight = is_spread_ ? num_straight(w_.shape_, a_) : 0;
   return args;
@@ -277,10 +283,10 @@ DispatchResult DispatchCall::staged_result() {
   staged.scales = landing_scales();
   staged.scale_stride = static_cast<u64>(scale_bytes_);
   ++w_.stats_.num_staged;
-  if (a_.makes_send_plan) {
+  if (a_.makes_send_plan()) {
     w_.shrink(*routing_, at_.weights);
     result.send_plan = part(at_.send_plan, {send_plan_len()});
-    result.sizes = part(at_.sizes, {sizes_len()});
+    result.sizes = part(at_.sizes, {sizes_len(w_.shape_, a_.layout)});
   }
   return result;
 }
@@ -291,10 +297,6 @@ i64 DispatchCall::send_plan_len() const {
 
 i64 DispatchCall::recv_plan_len() const {
   return gpu_recv_plan_len(w_.shape_.max_tokens, w_.shape_.top_k, w_.shape_.num_ranks, a_.layout);
-}
-
-i64 DispatchCall::sizes_len() const {
-  return w_.shape_.num_local_experts() + (is_by_expert_ ? w_.shape_.num_local_experts() : w_.shape_.num_ranks) + 2;
 }
 
 Array DispatchCall::rows(std::optional<Block>& block, Dtype dtype, i64 row_bytes) {
@@ -344,28 +346,28 @@ DispatchResult DispatchCall::heap_result() {
     result.topk_idx.is_int64 = a_.topk_is_int64;
   }
   result.recv_plan = part(at_.table, {recv_plan_len()});
-  if (!a_.makes_send_plan) return result;
+  if (!a_.makes_send_plan()) return result;
   result.send_plan = part(at_.send_plan, {send_plan_len()});
-  result.sizes = part(at_.sizes, {sizes_len()});
+  result.sizes = part(at_.sizes, {sizes_len(w_.shape_, a_.layout)});
   return result;
 }
 
 static void check_addresses(const DispatchArgs& args) {
   check_address("x", args.x, args.num_tokens * args.row_bytes);
   if (args.quantize == Quantize::kNone) check_address("scales", args.scales, args.num_tokens * args.scale_row_bytes);
-  if (!args.makes_send_plan) check_address("send plan", args.send_plan, args.num_tokens);
+  if (!args.makes_send_plan()) check_address("send plan", args.send_plan, args.num_tokens);
   if (args.cached || args.is_small) check_address("receive plan", args.recv_plan, 1);
   if (!args.cached) {
     check_address("topk_idx", args.topk_idx, args.num_tokens);
     check_address("overflow", args.overflow, 1);
   }
-  if (!args.makes_send_plan && (!args.cached || args.layout != Layout::kRankMajor)) {
-    check_address("sizes", args.counts, 1);
+  if (!args.makes_send_plan() && (!args.cached || args.layout != Layout::kRankMajor)) {
+    check_address("sizes", args.sizes, 1);
   }
   if (!args.is_small) return;
-  check_address("rows of the result", args.out_x, args.room * wire_row_bytes(args));
-  check_address("scales of the result", args.out_scales, args.room * wire_scale_bytes(args));
-  if (!args.cached) check_address("weights of the result", args.out_weights, args.room);
+  check_address("rows of the result", args.out_x, args.num_rows * wire_row_bytes(args));
+  check_address("scales of the result", args.out_scales, args.num_rows * wire_scale_bytes(args));
+  if (!args.cached) check_address("weights of the result", args.out_weights, args.num_rows);
 }
 
 DispatchResult Window::dispatch(const DispatchArgs& args, const Poll& poll) {

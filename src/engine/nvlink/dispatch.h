@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <tuple>
 
 #include "engine/nvlink/window.h"
 #include "weft/layout/gpu_plan.h"
@@ -9,31 +10,34 @@
 namespace weft::nvlink {
 
 // The kernel of this call, for blocks of `shared_bytes`. Error kUnsupported: it does not fit.
-DispatchKernelConfig kernel_config(const GpuWindowShape& shape, const DispatchArgs& args, int shared_bytes);
+DispatchKernelConfig kernel_config(const GpuWindowShape& shape, const DispatchSpec& spec, int shared_bytes);
 
 // Bytes of a row, and of its scales, as they travel.
-i64 wire_row_bytes(const DispatchArgs& args);
-i64 wire_scale_bytes(const DispatchArgs& args);
+i64 wire_row_bytes(const DispatchSpec& spec);
+i64 wire_scale_bytes(const DispatchSpec& spec);
 // Of a result, if all ranks send what they may. Error kInvalidArgument: more than have numbers.
-i64 most_rows(const GpuWindowShape& shape, const DispatchArgs& args);
-OperationConfig dispatch_operation(const DispatchArgs& args, bool is_spread = false);
+i64 most_rows(const GpuWindowShape& shape, const DispatchSpec& spec);
+// Of counts, offsets and the number of rows together.
+i64 sizes_len(const GpuWindowShape& shape, Layout layout);
+std::tuple<i32*, i32*, i32*> parts_of_sizes(const GpuWindowShape& shape, Layout layout, u64 sizes);
+OperationConfig dispatch_operation(const DispatchSpec& spec, bool is_spread = false);
 
 // What the configurations of both dispatch kernels have in common.
 template <class Config>
-void describe_rows(Config& config, const GpuWindowShape& shape, const DispatchArgs& args) {
+void describe_rows(Config& config, const GpuWindowShape& shape, const DispatchSpec& spec) {
   config.num_ranks = shape.num_ranks;
   config.num_experts = shape.num_experts;
   config.top_k = shape.top_k;
-  config.num_blocks = args.num_blocks;
-  config.row_bytes = static_cast<i32>(args.row_bytes);
-  config.scale_row_bytes = static_cast<i32>(wire_scale_bytes(args));
-  config.quantize = args.quantize;
-  if (args.quantize != Quantize::kNone) {
-    config.hidden = static_cast<i32>(args.hidden);
-    config.dtype = args.dtype;
+  config.num_blocks = spec.num_blocks;
+  config.row_bytes = static_cast<i32>(spec.row_bytes);
+  config.scale_row_bytes = static_cast<i32>(wire_scale_bytes(spec));
+  config.quantize = spec.quantize;
+  if (spec.quantize != Quantize::kNone) {
+    config.hidden = static_cast<i32>(spec.hidden);
+    config.dtype = spec.dtype;
   }
-  config.layout = args.layout;
-  config.topk_is_int64 = args.topk_is_int64;
+  config.layout = spec.layout;
+  config.topk_is_int64 = spec.topk_is_int64;
 }
 
 class DispatchCall {
@@ -56,7 +60,6 @@ class DispatchCall {
   Array part(u64 first, std::vector<i64> shape) const;
   i64 send_plan_len() const;
   i64 recv_plan_len() const;
-  i64 sizes_len() const;
 
   // What a first dispatch makes beside the rows lies in one block: offsets there.
   struct Routing {

@@ -27,19 +27,19 @@ constexpr i32 kMostSpreadRanks = 2, kMostSpreadBlocks = 32;
 
 }  // namespace
 
-bool is_spread(const GpuWindowShape& shape, const DispatchArgs& args) {
-  if (args.layout == Layout::kRankMajor || args.is_small || args.spread_blocks == 0) return false;
-  if (args.spread_blocks > 0) return true;
-  return shape.num_ranks <= kMostSpreadRanks && args.num_blocks <= kMostSpreadBlocks &&
-         args.quantize == Quantize::kNone;
+bool is_spread(const GpuWindowShape& shape, const DispatchSpec& spec) {
+  if (spec.layout == Layout::kRankMajor || spec.is_small || spec.spread_blocks == 0) return false;
+  if (spec.spread_blocks > 0) return true;
+  return shape.num_ranks <= kMostSpreadRanks && spec.num_blocks <= kMostSpreadBlocks &&
+         spec.quantize == Quantize::kNone;
 }
 
 // Of uniform routing, in rows for each of a rank's tokens.
-i32 num_straight(const GpuWindowShape& shape, const DispatchArgs& args) {
+i32 num_straight(const GpuWindowShape& shape, const DispatchSpec& spec) {
   const double ranks = shape.num_ranks, own = 1 - std::pow(1 - 1 / ranks, shape.top_k), wire = (ranks - 1) * own;
   const double more = shape.top_k / ranks - own;
   if (more <= 0) return 0;
-  const double spare = wire / kWire * kStore * args.num_blocks - wire - own;
+  const double spare = wire / kWire * kStore * spec.num_blocks - wire - own;
   return static_cast<i32>(kernels::kStraightOf * std::clamp(spare / more, 0.0, 1.0));
 }
 

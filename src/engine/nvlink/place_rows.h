@@ -4,17 +4,17 @@
 
 #include <string>
 
+#include "engine/call.h"
 #include "engine/nvlink/gpu.h"
-#include "engine/nvlink/types.h"
 #include "weft/layout/gpu_window.h"
 
 namespace weft::nvlink {
 
 // Whether a call is made so; from values equal on all ranks.
-bool is_spread(const GpuWindowShape& shape, const DispatchArgs& args);
+bool is_spread(const GpuWindowShape& shape, const DispatchSpec& spec);
 // Of kStraightOf tokens, whose own rows the first launch stores to all their places: as many as it has stores left for while rows
 // are on the wire.
-i32 num_straight(const GpuWindowShape& shape, const DispatchArgs& args);
+i32 num_straight(const GpuWindowShape& shape, const DispatchSpec& spec);
 
 const Kernel& place_rows_kernel(Gpu& gpu);
 std::string render_place_rows();

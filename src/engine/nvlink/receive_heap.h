@@ -13,9 +13,9 @@
 #include <set>
 #include <vector>
 
+#include "engine/call.h"
 #include "engine/nvlink/device_memory.h"
 #include "engine/nvlink/gpu.h"
-#include "engine/nvlink/types.h"
 #include "memory/heap.h"
 
 namespace weft::nvlink {

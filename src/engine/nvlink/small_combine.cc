@@ -9,17 +9,17 @@
 
 namespace weft::nvlink {
 
-SmallCombineKernelConfig small_kernel(const GpuWindowShape& shape, const CombineArgs& args) {
+SmallCombineKernelConfig small_kernel(const GpuWindowShape& shape, const CombineSpec& spec) {
   SmallCombineKernelConfig config;
   config.num_ranks = shape.num_ranks;
   config.top_k = shape.top_k;
-  config.hidden = static_cast<i32>(args.hidden);
-  config.dtype = args.dtype;
-  config.layout = args.layout == Layout::kRankMajor ? Layout::kRankMajor : Layout::kExpertMajor;  // one kernel for both
-  config.wire_is_fp8 = args.wire_is_fp8;
-  config.has_side = args.has_side;
-  config.sends = args.sends;
-  config.receives = args.receives;
+  config.hidden = static_cast<i32>(spec.hidden);
+  config.dtype = spec.dtype;
+  config.layout = spec.layout == Layout::kRankMajor ? Layout::kRankMajor : Layout::kExpertMajor;  // one kernel for both
+  config.wire_is_fp8 = spec.wire_is_fp8;
+  config.has_side = spec.has_side;
+  config.sends = spec.sends;
+  config.receives = spec.receives;
   return config;
 }
 

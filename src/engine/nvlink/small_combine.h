@@ -8,7 +8,7 @@
 namespace weft::nvlink {
 
 // The kernel of this call.
-SmallCombineKernelConfig small_kernel(const GpuWindowShape& shape, const CombineArgs& args);
+SmallCombineKernelConfig small_kernel(const GpuWindowShape& shape, const CombineSpec& spec);
 
 class SmallCombineCall {
  public:

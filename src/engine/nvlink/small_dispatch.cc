@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "base/status.h"
@@ -9,21 +10,21 @@
 
 namespace weft::nvlink {
 
-SmallDispatchKernel small_kernel(const GpuWindowShape& shape, const DispatchArgs& args, int shared_bytes) {
+SmallDispatchKernel small_kernel(const GpuWindowShape& shape, const DispatchSpec& spec, int shared_bytes) {
   SmallDispatchKernel kernel;
   SmallDispatchKernelConfig& config = kernel.config;
-  describe_rows(config, shape, args);
-  config.is_cached = args.cached;
-  config.sends = args.sends;
-  config.receives = args.receives;
-  config.scale_word_bytes = args.receives ? args.scale_word_bytes : 0;
-  if (args.cached) return kernel;
-  const i64 units = std::max<i64>(shape.small_tokens, args.num_blocks);
-  const i64 units_each = (units + args.num_blocks - 1) / args.num_blocks;
+  describe_rows(config, shape, spec);
+  config.is_cached = spec.cached;
+  config.sends = spec.sends;
+  config.receives = spec.receives;
+  config.scale_word_bytes = spec.receives ? spec.scale_word_bytes : 0;
+  if (spec.cached) return kernel;
+  const i64 units = std::max<i64>(shape.small_tokens, spec.num_blocks);
+  const i64 units_each = (units + spec.num_blocks - 1) / spec.num_blocks;
   kernel.num_places = static_cast<i32>(shape.num_ranks * units_each * config.width());
   if (config.shared_bytes(kernel.num_places) > shared_bytes) {
     throw_unsupported("small batches of " + std::to_string(shape.small_tokens) + " tokens with " +
-                      std::to_string(shape.num_experts) + " experts on " + std::to_string(args.num_blocks) +
+                      std::to_string(shape.num_experts) + " experts on " + std::to_string(spec.num_blocks) +
                       " SMs; need: mode=\"throughput\", more SMs or fewer tokens");
   }
   return kernel;
@@ -106,15 +107,13 @@ kernels::SmallDispatchKernelArgs SmallDispatchCall::kernel_arguments(const Windo
   args.topk_idx = reinterpret_cast<const void*>(a_.topk_idx);
   args.topk_weights = reinterpret_cast<const float*>(a_.topk_weights);
   args.send_plan = reinterpret_cast<i32*>(a_.send_plan);
-  args.room = a_.room;
+  args.room = a_.num_rows;
   args.out_x = reinterpret_cast<u8*>(a_.out_x);
   args.out_scales = reinterpret_cast<u8*>(a_.out_scales);
   args.out_ids = reinterpret_cast<void*>(a_.out_ids);
   args.out_weights = reinterpret_cast<float*>(a_.out_weights);
   args.recv_plan = reinterpret_cast<i32*>(a_.recv_plan);
-  args.counts = reinterpret_cast<i32*>(a_.counts);
-  args.offsets = reinterpret_cast<i32*>(a_.offsets);
-  args.num_rows = reinterpret_cast<i32*>(a_.num_rows_out);
+  std::tie(args.counts, args.offsets, args.num_rows) = parts_of_sizes(w_.shape_, a_.layout, a_.sizes);
   args.overflow = reinterpret_cast<i64*>(a_.overflow);
   return args;
 }

@@ -12,7 +12,7 @@ struct SmallDispatchKernel {
   SmallDispatchKernelConfig config;
   i32 num_places = 0;  // entries of the receive plan that a block keeps
 };
-SmallDispatchKernel small_kernel(const GpuWindowShape& shape, const DispatchArgs& args, int shared_bytes);
+SmallDispatchKernel small_kernel(const GpuWindowShape& shape, const DispatchSpec& spec, int shared_bytes);
 
 class SmallDispatchCall {
  public:

@@ -21,9 +21,9 @@ constexpr i32 kMostStageRanks = 2;
 
 }  // namespace
 
-bool is_brought(const GpuWindowShape& shape, const CombineArgs& args) {
-  if (args.layout != Layout::kRankMajor || args.wire_is_fp8 || args.is_small || args.stage_blocks == 0) return false;
-  return shape.num_ranks > 1 && (args.stage_blocks > 0 || shape.num_ranks <= kMostStageRanks);
+bool is_brought(const GpuWindowShape& shape, const CombineSpec& spec) {
+  if (spec.layout != Layout::kRankMajor || spec.wire_is_fp8 || spec.is_small || spec.stage_blocks == 0) return false;
+  return shape.num_ranks > 1 && (spec.stage_blocks > 0 || shape.num_ranks <= kMostStageRanks);
 }
 
 const Kernel& stage_rows_kernel(Gpu& gpu) {

@@ -30,7 +30,7 @@ void Window::prepare_unload() {
   if (comm_->is_local()) unload_kernel(*gpu_);
 }
 
-void Window::unload(const UnloadArgs& args) {
+void Window::unload(const DispatchBuffers& to) {
   if (closed_) throw_invalid_state("the window is closed");
   if (!staged_.is_there) throw_invalid_state("unload: the last call of this window left nothing in the landing");
   const StagedRows staged = std::exchange(staged_, StagedRows());
@@ -40,9 +40,9 @@ void Window::unload(const UnloadArgs& args) {
   const auto stream = reinterpret_cast<cuda::Stream>(staged.stream);
   const u64 heap = heap_->memory().address();
   const bool is_by_expert = staged.layout != Layout::kRankMajor;
-  const auto copy = [&](u64 to, u64 from, i64 num_bytes) {
-    if (to == 0 || num_bytes == 0) return;
-    cuda::check(driver.copy_async(to, heap + from, static_cast<u64>(num_bytes), stream), "cuMemcpyDtoDAsync");
+  const auto copy = [&](u64 place, u64 from, i64 num_bytes) {
+    if (place == 0 || num_bytes == 0) return;
+    cuda::check(driver.copy_async(place, heap + from, static_cast<u64>(num_bytes), stream), "cuMemcpyDtoDAsync");
   };
   const auto fill = [&](u64 place, u8 byte, i64 num_bytes) {
     if (place == 0 || num_bytes == 0) return;
@@ -54,20 +54,20 @@ void Window::unload(const UnloadArgs& args) {
   if (is_by_expert) {
     // Holes; the tails of masked groups are undefined.
     if (staged.layout == Layout::kExpertMajor && staged.zeroes_holes) {
-      zero(args.x, staged.num_rows * staged.row_bytes);
-      zero(args.scales, staged.num_rows * staged.scale_row_bytes);
+      zero(to.out_x, staged.num_rows * staged.row_bytes);
+      zero(to.out_scales, staged.num_rows * staged.scale_row_bytes);
     }
-    if (!staged.is_cached) zero(args.topk_weights, staged.num_rows * 4);
+    if (!staged.is_cached) zero(to.out_weights, staged.num_rows * 4);
   } else if (!staged.is_cached) {
-    copy(args.topk_idx, layout_.landing_ids, num_rows * shape_.top_k * staged.id_bytes);
-    copy(args.topk_weights, layout_.landing_weights, num_rows * shape_.top_k * 4);
+    copy(to.out_ids, layout_.landing_ids, num_rows * shape_.top_k * staged.id_bytes);
+    copy(to.out_weights, layout_.landing_weights, num_rows * shape_.top_k * 4);
     // A capacity beyond what all ranks can send: ids -1, weights 0.
     const i64 num_kept = num_rows * shape_.top_k, num_rest = (staged.num_rows - num_rows) * shape_.top_k;
-    fill(args.topk_idx + static_cast<u64>(num_kept * staged.id_bytes), 0xff, num_rest * staged.id_bytes);
-    zero(args.topk_weights + static_cast<u64>(num_kept * 4), num_rest * 4);
+    fill(to.out_ids + static_cast<u64>(num_kept * staged.id_bytes), 0xff, num_rest * staged.id_bytes);
+    zero(to.out_weights + static_cast<u64>(num_kept * 4), num_rest * 4);
   }
   if (!staged.is_cached) {
-    copy(args.recv_plan, layout_.landing_table,
+    copy(to.recv_plan, layout_.landing_table,
          gpu_recv_plan_len(staged.max_tokens, shape_.top_k, shape_.num_ranks, staged.layout) * 4);
   }
 
@@ -85,9 +85,9 @@ void Window::unload(const UnloadArgs& args) {
   kernel_args.num_sources = shape_.num_ranks;
   kernel_args.top_k = shape_.top_k;
   kernel_args.num_rows = num_rows;
-  kernel_args.x = reinterpret_cast<u8*>(args.x);
-  kernel_args.x_scales = reinterpret_cast<u8*>(args.scales);
-  kernel_args.x_weights = staged.is_cached ? nullptr : reinterpret_cast<float*>(args.topk_weights);
+  kernel_args.x = reinterpret_cast<u8*>(to.out_x);
+  kernel_args.x_scales = reinterpret_cast<u8*>(to.out_scales);
+  kernel_args.x_weights = staged.is_cached ? nullptr : reinterpret_cast<float*>(to.out_weights);
   kernel_args.row_bytes = staged.row_bytes;
   kernel_args.scale_row_bytes = staged.scale_row_bytes;
   if (num_rows == 0) return note_work(staged.stream);

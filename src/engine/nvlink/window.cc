@@ -269,7 +269,7 @@ void Window::install(const std::vector<int>& ranks, u32 epoch, Memory memory, st
   }
   std::ranges::copy(waited_ns(), words.waited_ns);
   control_.replace(std::move(memory.control));
-  is_half_done_ = false;
+  half_ = Half();
   if (heap_ == nullptr || !heap_->renew(memory.heap)) {
     if (heap_ != nullptr) heap_->close();
     if (heap_ != nullptr && heap_->has_captured()) old_heaps_.push_back(heap_);
@@ -337,6 +337,18 @@ std::vector<u64> Window::waited_ns() const {
       "cuMemcpyDtoHAsync");
   gpu_->settle();
   return waited;
+}
+
+std::vector<Count> Window::counts() const {
+  return {{"num_dispatches", stats_.num_dispatches},
+          {"num_combines", stats_.num_combines},
+          {"num_staged", stats_.num_staged},
+          {"wait_us", microseconds(waited_ns())},
+          {"heap_bytes", heap_bytes()},
+          {"heap_used", heap_used()},
+          {"heap_peak", heap_peak()},
+          {"control_bytes", layout_.control_bytes},
+          {"landing_bytes", layout_.landing_bytes}};
 }
 
 bool Window::owns(u64 address) const { return !closed_ && heap_->owns(address); }

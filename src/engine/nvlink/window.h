@@ -8,6 +8,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "base/clock.h"
@@ -15,12 +16,17 @@
 #include "engine/nvlink/gpu.h"
 #include "engine/nvlink/gradients.h"
 #include "engine/nvlink/receive_heap.h"
-#include "engine/nvlink/types.h"
 #include "engine/nvlink/unload.h"
 #include "weft/kernels/dispatch/args.h"
 #include "weft/layout/gpu_window.h"
 
 namespace weft::nvlink {
+
+struct WindowStats {
+  u64 num_dispatches = 0;
+  u64 num_combines = 0;
+  u64 num_staged = 0;  // results that found no room in the heap
+};
 
 struct BadIds {
   i64 count = 0;
@@ -39,21 +45,21 @@ class Window : public CallWindow {
 
   // On the caller's stream. Without a capacity the host waits for the counts while the rows are on their way (dispatch.cc).
   DispatchResult dispatch(const DispatchArgs& args, const Poll& poll) override;
-  // Out of the landing, on the stream of the dispatch before; no other call may come between (unload.cc).
-  void unload(const UnloadArgs& args);
+  // Out of the landing into `to`: out_x, out_scales, and of a first dispatch out_ids, out_weights and recv_plan, of
+  // gpu_recv_plan_len, in the sizes of DispatchResult. On the stream of the dispatch before; no other call may come between
+  // (unload.cc).
+  void unload(const DispatchBuffers& to);
   // On the caller's stream (combine.cc).
   void combine(const CombineArgs& args, const Poll& poll) override;
+  // The other half of the staged call that has sent, on a stream. Error kInvalidState: there is none.
+  void receive(u64 stream, const Poll& poll);
 
-  // Of a weighted combine, on the stream that is given; local (gradients.cc).
-  void gradients(const GradientArgs& args);
+  // On the stream that is given (gradients.cc).
+  void gradients(const GradientArgs& args) override;
+  void barrier(u64 timeout_ns, const Poll& poll) override;
 
-  // A block of the heap that kernels on `stream` may use from now on, or nothing if there is no room. Under capture the
-  // block belongs to the window for good, or there is none.
-  enum class OnCapture { kForGood, kNothing };
-  std::optional<Block> reserve(u64 num_bytes, u64 stream, OnCapture on_capture);
-  std::optional<Block> reserve(u64 num_bytes, u64 stream) override {
-    return reserve(num_bytes, stream, OnCapture::kForGood);
-  }
+  using CallWindow::reserve;
+  std::optional<Block> reserve(u64 num_bytes, u64 stream, OnCapture on_capture) override;
   // Whether an address lies in the heap of the present epoch.
   bool owns(u64 address) const;
 
@@ -66,6 +72,7 @@ class Window : public CallWindow {
   void close() override;
 
   const WindowStats& stats() const { return stats_; }
+  std::vector<Count> counts() const override;
   // By peer, since this window was made: for how long this rank's kernels have waited for its headers. Zeros once closed.
   std::vector<u64> waited_ns() const;
   u64 heap_bytes() const { return heap_bytes_; }
@@ -124,8 +131,13 @@ class Window : public CallWindow {
 
   // A staged call's half that receives follows the half that sends, with no other call in between (R5). Before anything else of
   // a call; note_half() after launch(). Error: kInvalidState.
-  void check_half(const CallArgs& args);
-  void note_half(const CallArgs& args) { is_half_done_ = !args.receives; }
+  using Half = std::variant<std::monostate, DispatchArgs, CombineArgs>;
+  void check_half(const CallSpec& spec);
+  template <class Args>
+  void note_half(const Args& args) {
+    half_ = args.receives ? Half() : Half(args);
+  }
+  bool has_half() const { return half_.index() != 0; }
 
   // Once for each begin(). Errors: kInvalidArgument (more blocks than there is room for), kCudaError.
   void launch(const Kernel& kernel, i32 num_blocks, u64 stream, void* args);
@@ -223,7 +235,7 @@ class Window : public CallWindow {
   u64 kept_for_id_ = 0;               // of the capture whose graph was last made to hold remains_
   std::shared_ptr<Remains> remains_;  // null: nothing was captured
   StagedRows staged_;                 // what unload() has to do; dispatch.cc sets it after launch()
-  bool is_half_done_ = false;         // of a staged call: sent, not received
+  Half half_;                         // a staged call that has sent and not received
   bool is_retired_ = false;
   bool closed_ = false;
 };

@@ -59,17 +59,36 @@ void Window::order_after_calls(u64 stream, const Capture& capture) {
   cuda::check(cuda::driver().stream_wait_event(stream_of(stream), event->handle(), 0), "cuStreamWaitEvent");
 }
 
-void Window::check_half(const CallArgs& args) {
-  if (is_half_done_ != args.sends) return;
+void Window::check_half(const CallSpec& spec) {
+  if (has_half() != spec.sends) return;
   check();  // what broke the window comes first
   comm_->raise_if_unusable();
-  if (args.sends) {
+  if (spec.sends) {
     throw_invalid_state(
         "a staged call of this window has not been received; call its wait() first, or use two windows "
         "(num_windows=2)");
   }
   throw_invalid_state("wait() of a staged call that this window has ended already");
 }
+
+void Window::receive(u64 stream, const Poll& poll) {
+  const auto other_half = [&](auto args) {
+    args.sends = false;
+    args.receives = true;
+    args.stream = stream;
+    return args;
+  };
+  CallSpec none;
+  none.sends = false;
+  if (!has_half()) check_half(none);
+  if (const auto* sent = std::get_if<DispatchArgs>(&half_)) {
+    dispatch(other_half(*sent), poll);
+  } else {
+    combine(other_half(std::get<CombineArgs>(half_)), poll);
+  }
+}
+
+void Window::barrier(u64 timeout_ns, const Poll& poll) { comm_->meet(now_ns() + timeout_ns, poll); }
 
 void Window::check_num_blocks(i32 num_blocks) const {
   const i32 num_sms = gpu_->kernels->num_multiprocessors();

@@ -73,8 +73,7 @@ class EngineRank {
     std::vector<float> weights;
     std::vector<i32> send_plan, recv_plan;
     std::vector<u8> x;
-    std::vector<i32> counts, offsets;
-    i32 num_rows = -1;
+    std::vector<i32> sizes;  // counts, offsets, number of rows
     i64 overflow = 0;
   };
 
@@ -89,8 +88,8 @@ class EngineRank {
       }
     }
     t.send_plan.resize(static_cast<size_t>(cpu::send_plan_len(t.num_tokens, shape_.top_k, shape_.num_ranks)));
-    t.counts.assign(static_cast<size_t>(shape_.num_local), -1);
-    t.offsets.assign(static_cast<size_t>(std::max<i64>(shape_.num_ranks, shape_.num_local) + 1), -1);
+    const i64 num_groups = call.layout == Layout::kRankMajor ? shape_.num_ranks : shape_.num_local;
+    t.sizes.assign(static_cast<size_t>(shape_.num_local + num_groups + 2), -1);
     return t;
   }
 
@@ -119,9 +118,7 @@ class EngineRank {
     args.capacity = call.capacity;
     args.max_tokens = shape_.max_tokens;
     args.timeout_ns = timeout_ns_;
-    args.counts = address_of(t.counts.data());
-    args.offsets = address_of(t.offsets.data());
-    args.num_rows_out = address_of(&t.num_rows);
+    args.sizes = address_of(t.sizes.data());
     args.overflow = address_of(&t.overflow);
     return args;
   }
@@ -165,11 +162,12 @@ class EngineRank {
 
   void check_dispatch(const Call& call, const Model& model, const Tensors& t, const DispatchResult& result) {
     const Received& expected = model.received(rank());
-    CHECK_EQ(i64{t.num_rows}, expected.num_rows);
+    const i32 *counts = t.sizes.data(), *offsets = counts + shape_.num_local;
+    CHECK_EQ(i64{t.sizes.back()}, expected.num_rows);
     CHECK_EQ(result.num_rows, expected.num_rows);
     CHECK_EQ(t.overflow, expected.num_dropped);
-    for (size_t idx = 0; idx < expected.offsets.size(); ++idx) CHECK_EQ(i64{t.offsets[idx]}, expected.offsets[idx]);
-    for (size_t idx = 0; idx < expected.counts.size(); ++idx) CHECK_EQ(i64{t.counts[idx]}, expected.counts[idx]);
+    for (size_t idx = 0; idx < expected.offsets.size(); ++idx) CHECK_EQ(i64{offsets[idx]}, expected.offsets[idx]);
+    for (size_t idx = 0; idx < expected.counts.size(); ++idx) CHECK_EQ(i64{counts[idx]}, expected.counts[idx]);
     i64 num_bad = 0;
     for (i64 id : t.ids64) num_bad += id < -1 || id >= shape_.num_experts() ? 1 : 0;
     CHECK_EQ(result.num_bad_ids, num_bad);

@@ -48,11 +48,14 @@ u64 in_seconds(double seconds) { return deadline_after_s(seconds); }
 constexpr u64 kSomewhere = 1 << 20;
 
 void give_memory(DispatchArgs& args) {
-  args.x = args.topk_idx = args.send_plan = args.recv_plan = args.overflow = args.counts = kSomewhere;
-  args.offsets = args.num_rows_out = args.out_x = args.out_ids = args.out_weights = kSomewhere;
+  args.x = args.topk_idx = args.send_plan = args.recv_plan = args.overflow = args.sizes = kSomewhere;
+  args.out_x = args.out_ids = args.out_weights = kSomewhere;
 }
 
-void give_memory(CombineArgs& args) { args.y = args.out = args.send_plan = args.recv_plan = kSomewhere; }
+void give_memory(CombineArgs& args) {
+  args.dtype = Dtype::kBf16;
+  args.y = args.out = args.send_plan = args.recv_plan = kSomewhere;
+}
 
 struct Rank {
   int me;
@@ -70,7 +73,7 @@ struct Rank {
                           bool makes_send_plan = false) {
     DispatchArgs args;
     give_memory(args);
-    args.makes_send_plan = makes_send_plan;
+    if (makes_send_plan) args.sizes = 0;
     args.capacity = capacity;
     args.alignment = alignment;
     args.max_tokens = args.num_tokens = 16;
@@ -240,9 +243,9 @@ TEST(a_full_heap_goes_to_the_landing_and_is_unloaded) {
     std::vector<float> weights(6, -5.0f);
     std::vector<i32> plan(static_cast<size_t>(gpu_recv_plan_len(16, 2, kNumRanks, Layout::kRankMajor)), -5);
     fake_cuda::set_kernel({});
-    UnloadArgs args;
-    args.topk_idx = reinterpret_cast<u64>(ids.data());
-    args.topk_weights = reinterpret_cast<u64>(weights.data());
+    DispatchBuffers args;
+    args.out_ids = reinterpret_cast<u64>(ids.data());
+    args.out_weights = reinterpret_cast<u64>(weights.data());
     args.recv_plan = reinterpret_cast<u64>(plan.data());
     rank.window->unload(args);
     CHECK_EQ(ids[5], i64{0});  // the landing is zeroed
@@ -263,7 +266,7 @@ TEST(calls_come_behind_what_an_unload_of_no_rows_copies) {
     CHECK_EQ(rank.dispatch().result_rows, i64{0});
     rank.meet();
     std::vector<i32> plan(static_cast<size_t>(gpu_recv_plan_len(16, 2, kNumRanks, Layout::kRankMajor)));
-    UnloadArgs args;
+    DispatchBuffers args;
     args.recv_plan = reinterpret_cast<u64>(plan.data());
     const u64 own_stream = stream_of(rank.me);
     fake_cuda::hold(own_stream);
@@ -823,13 +826,19 @@ TEST(a_staged_combine_is_two_launches_in_turn) {
           args.receives = receives;
           rank.window->combine(args, kNoPoll);
         };
+        const auto receive = [&] { rank.window->receive(stream_of(rank.me + 9), kNoPoll); };
         CHECK_EQ(error_of([&] { combine(false, true); }).code, ErrorCode::kInvalidState);
+        says(error_of(receive), "has ended already");
         combine(true, false);
         says(error_of([&] { combine(true, false); }), "has not been received");
         says(error_of([&] { rank.dispatch(4); }), "has not been received");
         combine(false, true);
         combine(true, true);
         CHECK_EQ(rank.window->stats().num_combines, u64{2});
+        combine(true, false);
+        receive();  // what was given to the half that sent, on another stream
+        says(error_of(receive), "has ended already");
+        CHECK_EQ(rank.window->stats().num_combines, u64{3});
         args.max_tokens = 9;
         says(error_of([&] { combine(true, true); }), "allowed in a small-batch call: 0..8");
         args.max_tokens = 8;
