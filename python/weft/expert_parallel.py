@@ -1,7 +1,5 @@
 """`ExpertParallel`: dispatch and combine for one shape of MoE layer. Checks of arguments are in weft/call/check.py."""
 
-# check: allow file-size: the public methods of one class, most of it their docstrings
-
 from __future__ import annotations
 
 import sys
@@ -11,24 +9,17 @@ import torch
 from torch import Tensor
 
 from weft.call import check, traced, wrapped
-from weft.call.cpu_calls import CpuCalls
 from weft.call.eager import Eager
-from weft.call.gpu_calls import GpuCalls
 from weft.call.maps import picks_of_map
+from weft.call.opening import opened
 from weft.call.options import VALUE_TYPES, CombineOptions, DispatchOptions, options_of
-from weft.call.runner import Runner
-from weft.call.shape import Shape
 from weft.call.shared import Shared
-from weft.call.window import WindowSpec, released_on_error
+from weft.call.warmup import run_all
 from weft.communicator import Communicator
-from weft.engine import device_name
 from weft.errors import Error, InvalidState
 from weft.handle import Dispatched, Handle
-from weft.kernels import tables
-from weft.kernels.tuning import DEFAULT_NUM_SMS, most_num_sms
-from weft.limits import default_heap_bytes, dtype_name, landing_row_bytes, max_row_bytes, small_tokens
-from weft.log import logger
-from weft.quantized import Quantized, no_rows
+from weft.limits import dtype_name
+from weft.quantized import Quantized
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -78,7 +69,7 @@ class ExpertParallel(Shared):
         heap_bytes: int | None = None,
         num_windows: int = 1,
     ) -> None:
-        shape = {
+        arguments = {
             "num_experts": num_experts,
             "top_k": top_k,
             "hidden": hidden,
@@ -91,42 +82,14 @@ class ExpertParallel(Shared):
         }
         check.check_comm(comm)
         with comm.telling_peers():
-            check.check_constructor(comm, dtype, shape)
-        heap = heap_bytes
-        if heap is None:
-            heap = default_heap_bytes(comm.num_ranks, top_k, hidden, max_tokens_per_rank, dtype)
-        specs = [
-            WindowSpec(
-                num_experts,
-                top_k,
-                max(1, max_tokens_per_rank),
-                max_row_bytes(hidden),
-                heap,
-                idx,
-                landing_row_bytes(hidden, dtype) if comm.engine == "nvlink" else 0,
-                small_tokens(max_tokens_per_rank) if comm.engine == "nvlink" else 0,
-            )
-            for idx in range(num_windows)
-        ]
-        windows, numbers, table = comm.open_windows(
-            "ExpertParallel", shape, specs, deadline_s, lambda: _measured_table(comm)
-        )
+            check.check_constructor(comm, dtype, arguments)
+        self.calls, self._shape = opened(comm, dtype, arguments)
         self.comm, self.dtype, self.device = comm, dtype, comm.device
         self.num_experts, self.top_k, self.hidden = num_experts, top_k, hidden
         self.num_local_experts = num_experts // comm.num_ranks
         self.max_tokens_per_rank, self.num_windows, self.deadline_s = max_tokens_per_rank, num_windows, deadline_s
-        self.num_ranks = comm.num_ranks
-        most_sms = most_num_sms(comm.max_num_sms, comm._choice.rank_sms, num_windows)
-        self.num_sms = min(DEFAULT_NUM_SMS, most_sms) if num_sms is None else num_sms
-        engine_calls = GpuCalls if comm.engine == "nvlink" else CpuCalls
-        with released_on_error(windows):
-            self.calls: Runner = engine_calls(comm, windows, numbers, num_experts, top_k, hidden, dtype)
+        self.num_ranks, self.num_sms = comm.num_ranks, self._shape.num_sms
         self._overflow = self.calls.overflow
-        self._shape = Shape(
-            comm, comm.engine, comm.device, dtype, comm.num_ranks, num_experts, top_k, hidden, max_tokens_per_rank,
-            num_windows, deadline_s, self.num_sms, num_sms is not None, most_sms, small_tokens(max_tokens_per_rank),
-            tables.from_json(table),
-        )  # fmt: skip
         self._eager = Eager(self._shape, self.calls)
         wrapped.watch(self)
 
@@ -335,26 +298,10 @@ class ExpertParallel(Shared):
                 window.native.barrier(self.deadline_s)
         if self.comm.engine == "cpu":
             return
-        same = {name: options[name] for name in ("num_sms", "mode", "staged") if name in options}
-        x = torch.empty((0, self.hidden), dtype=self.dtype, device=self.device) if x is None else no_rows(x)
-        ids = torch.empty((0, self.top_k), dtype=topk_dtype, device=self.device)
-        for idx in range(self.num_windows):
-            with torch.no_grad():
-                r = self.dispatch(x, ids, window=idx, **options).wait()
-                self.dispatch(x, handle=r.handle, window=idx, **same).wait()
-                outputs, values = [self.empty_output(r)], r.topk_weights if side else None
-                outputs.append(torch.empty_like(outputs[0], dtype=output_dtype))
-                if outputs[1].dtype != self.dtype:
-                    del outputs[0]
-                    if not options.get("staged"):  # which have no gradients
-                        self.dispatch(outputs[0].new_empty(0, self.hidden), handle=r.handle, window=idx, **same)
-                if weighted and r.handle.layout != "rank_major" and not options.get("staged"):
-                    rows = outputs[-1].new_empty((0, self.hidden))
-                    self.calls.gradients(rows, rows, rows.new_empty(0, dtype=torch.float32))
-                for output in outputs:
-                    y = self.combine(output, r.handle, weighted=weighted, side=values, wire=wire, window=idx, **same)
-                    if options.get("staged"):
-                        y.wait()
+        run_all(
+            self, x, options, wire=wire, weighted=weighted, has_side=side, topk_dtype=topk_dtype,
+            output_dtype=output_dtype,
+        )  # fmt: skip
         self.calls.wait()
 
     def check(self) -> None:
@@ -438,11 +385,3 @@ class ExpertParallel(Shared):
             f"max_tokens_per_rank={self.max_tokens_per_rank}, {dtype_name(self.dtype)}, "
             f"engine={self.comm.engine}{state})"
         )
-
-
-def _measured_table(comm: Communicator) -> dict[str, Any]:
-    """What rank 0 hands to all: its ranks alone may find another one, or none."""
-    name = device_name(comm.device)
-    found = tables.find(name, comm.num_ranks)
-    logger.debug("tuning table for %s, %d ranks: %s", name, comm.num_ranks, found.source)
-    return tables.as_json(found.table)

@@ -91,7 +91,7 @@ def test_a_constructor_that_fails_gives_its_windows_back(monkeypatch: pytest.Mon
             if what == "second window":
                 patch.setattr(weft.Communicator, "_new_window", refuse)
             elif comm.rank == 1:
-                patch.setattr(weft.expert_parallel, "CpuCalls", refuse)
+                patch.setattr(weft.call.opening, "CpuCalls", refuse)
             if what == "second window" or comm.rank == 1:
                 error = raised(lambda: weft.ExpertParallel(comm, **shape))
                 assert str(error) == "no room"

@@ -1,0 +1,67 @@
+"""What an ExpertParallel is made of, together with the other ranks: its windows and the Runner of their calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weft.call.cpu_calls import CpuCalls
+from weft.call.gpu_calls import GpuCalls
+from weft.call.runner import Runner
+from weft.call.shape import Shape
+from weft.call.window import WindowSpec, released_on_error
+from weft.communicator import Communicator
+from weft.engine import device_name
+from weft.kernels import tables
+from weft.kernels.tuning import DEFAULT_NUM_SMS, most_num_sms
+from weft.limits import default_heap_bytes, landing_row_bytes, max_row_bytes, small_tokens
+from weft.log import logger
+
+__all__ = ["opened"]
+
+
+def opened(comm: Communicator, dtype: torch.dtype, arguments: dict[str, Any]) -> tuple[Runner, Shape]:
+    """Of an ExpertParallel with these arguments, which have been checked on this rank. Collective.
+
+    Raises:
+        InvalidArgument: an argument differs between ranks; and as `Communicator.open_windows`.
+    """
+    num_experts, top_k, hidden = (arguments[name] for name in ("num_experts", "top_k", "hidden"))
+    max_tokens, num_windows = arguments["max_tokens_per_rank"], arguments["num_windows"]
+    num_sms, deadline_s, heap = (arguments[name] for name in ("num_sms", "deadline_s", "heap_bytes"))
+    if heap is None:
+        heap = default_heap_bytes(comm.num_ranks, top_k, hidden, max_tokens, dtype)
+    specs = [
+        WindowSpec(
+            num_experts,
+            top_k,
+            max(1, max_tokens),
+            max_row_bytes(hidden),
+            heap,
+            idx,
+            landing_row_bytes(hidden, dtype) if comm.engine == "nvlink" else 0,
+            small_tokens(max_tokens) if comm.engine == "nvlink" else 0,
+        )
+        for idx in range(num_windows)
+    ]
+    windows, numbers, table = comm.open_windows(
+        "ExpertParallel", arguments, specs, deadline_s, lambda: _measured_table(comm)
+    )
+    most_sms = most_num_sms(comm.max_num_sms, comm._choice.rank_sms, num_windows)
+    shape = Shape(
+        comm, comm.engine, comm.device, dtype, comm.num_ranks, num_experts, top_k, hidden, max_tokens, num_windows,
+        deadline_s, min(DEFAULT_NUM_SMS, most_sms) if num_sms is None else num_sms, num_sms is not None, most_sms,
+        small_tokens(max_tokens), tables.from_json(table),
+    )  # fmt: skip
+    make = GpuCalls if comm.engine == "nvlink" else CpuCalls
+    with released_on_error(windows):
+        return make(comm, windows, numbers, num_experts, top_k, hidden, dtype), shape
+
+
+def _measured_table(comm: Communicator) -> dict[str, Any]:
+    """What rank 0 hands to all: its ranks alone may find another one, or none."""
+    name = device_name(comm.device)
+    found = tables.find(name, comm.num_ranks)
+    logger.debug("tuning table for %s, %d ranks: %s", name, comm.num_ranks, found.source)
+    return tables.as_json(found.table)
