@@ -50,5 +50,5 @@ def counting_waits(ep: ExpertParallel, window: int, row: Tensor | None) -> Itera
 
 
 def _waited_ns(ep: ExpertParallel, window: int) -> Tensor:
-    waited_us = ep.calls.window_stats(ep.calls.windows[window])["wait_us"]
+    waited_us = ep.calls.windows[window].native.stats()["wait_us"]
     return torch.tensor([round(1000 * each) for each in waited_us], dtype=torch.int64, device="cpu")
