@@ -235,6 +235,7 @@ class Window:
         bias: int,
         side: int,
         side_out: int,
+        owner_weights: int = 0,
     ) -> None: ...
     def gradients(
         self,

@@ -16,7 +16,7 @@ from weft.call.options import VALUE_TYPES, CombineOptions, DispatchOptions, opti
 from weft.call.shared import Shared
 from weft.call.warmup import run_all
 from weft.communicator import Communicator
-from weft.errors import Error, InvalidState
+from weft.errors import Error, InvalidState, Unsupported
 from weft.handle import Dispatched, Handle
 from weft.limits import dtype_name
 from weft.quantized import Quantized
@@ -195,10 +195,12 @@ class ExpertParallel(Shared):
         handle: Handle,
         *,
         weighted: bool = True,
+        weights: Tensor | None = None,
         side: Tensor | None = None,
         bias: Tensor | None = None,
         out: Tensor | None = None,
         wire: str | None = None,
+        order: str = "rank",
         num_sms: int | None = None,
         deadline_s: float | None = None,
         mode: str = "auto",
@@ -216,12 +218,18 @@ class ExpertParallel(Shared):
                 ranks. A tensor of `empty_output` saves a copy.
             handle: of the dispatch; it may serve again.
             weighted: False: the plain sum in every layout.
+            weights: [T, K] fp32, bf16 or fp16 of this rank's own tokens, with order="pick": in place of those that
+                dispatch was given. A pick of weight 0 is absent, whatever its row holds. No gradients.
             side: fp32, a float a row ([N], [L, C]; rank_major [N] or [N, K]), summed per (t, k); given on all ranks or
                 none. No gradients flow through it.
             bias: [T, H] or [H], in the dtype of the output or fp32; added last.
             out: [T, H] contiguous, to be filled and returned; not with gradients.
             wire: "fp8": what ranks contribute to a token travels as FP8 with a scale per 128 values; sums stay fp32
                 (docs/semantics.md has the error). None: in the dtype of expert_output.
+            order: of the additions, equal on all ranks; cpu engine. "rank": each rank sums its picks of a token and
+                rounds, ranks are added ascending, the bias last. "last_pick": the bias first, then ranks by the last k
+                that each has a pick of. "pick" (not rank_major): the bias, then every pick's row by itself, by k,
+                rounded once: the bits do not depend on the number of ranks. More travels: a row a pick.
             mode: as in dispatch. The handle of a small-batch dispatch needs "auto" or "latency".
             staged: send, and return a `weft.Staged` at once; its `wait()` receives, on any stream, before the next call
                 on this window, and returns y. As in dispatch.
@@ -235,14 +243,16 @@ class ExpertParallel(Shared):
             As dispatch; Unsupported: wire="fp8" with H not a multiple of 16.
         """
         if torch.compiler.is_dynamo_compiling():
-            options = CombineOptions(num_sms, deadline_s, mode, staged, async_op, window, weighted, wire)
+            options = CombineOptions(num_sms, deadline_s, mode, staged, async_op, window, weighted, wire, order)
+            if weights is not None:
+                raise Unsupported("weights= of combine in compiled code", "a traced call", "a call outside")
             checked = check.check_combine(self._shape, expert_output, handle, side, bias, out, options)
             return traced.combine(self.calls, self._shape, checked, out, handle, options)
         try:  # as comm.telling_peers()
-            values = (num_sms, deadline_s, mode, staged, async_op, window, weighted, wire)
+            values = (num_sms, deadline_s, mode, staged, async_op, window, weighted, wire, order)
             is_plain = VALUE_TYPES.issuperset(map(type, values))
             options = options_of(CombineOptions, *values) if is_plain else CombineOptions(*values)
-            return self._eager.combine(expert_output, handle, side, bias, out, options)
+            return self._eager.combine(expert_output, handle, side, bias, out, options, weights)
         except Error as error:
             self.comm.note_refusal(error)
             raise

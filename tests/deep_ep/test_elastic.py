@@ -75,16 +75,15 @@ def by_token(comm: weft.Communicator) -> None:
             rows = torch.randn(
                 (len(again[0] if isinstance(again, tuple) else again), 64), dtype=torch.float32, device="cpu"
             )
-            outputs = [
-                torch.full((*part.topk_weights.shape[:1], 64), r + 0.5, device="cpu").bfloat16()
-                for r, part in enumerate(wanted)
-            ]
+            outputs = [many_magnitudes(part.topk_weights.shape[:1], seed=r) for r, part in enumerate(wanted)]
             rows[:num_rows] = outputs[rank].float()
             sides = [part.topk_weights for part in wanted]
             for number in range(3):
-                bias = [torch.full_like(x, 0.25) for x in given.xs] if number else None
+                bias = [many_magnitudes(x.shape[:1], seed=9) for x in given.xs] if number else None
                 more = None if bias is None else [each.float() * number for each in bias]
-                y, lanes = reference.combine(outputs, wanted, weighted=False, sides=sides, biases=more)[rank]
+                y, lanes = reference.combine(
+                    outputs, wanted, weighted=False, sides=sides, biases=more, order="last_pick"
+                )[rank]
                 own = None if bias is None else bias[rank] if number == 1 else (bias[rank], bias[rank])
                 side = torch.zeros((len(rows), ids.shape[1]), dtype=torch.float32, device="cpu")
                 side[:num_rows] = sides[rank]
@@ -92,6 +91,15 @@ def by_token(comm: weft.Communicator) -> None:
                 assert torch.equal(combined, y)
                 assert torch.equal(combined_weights, lanes)
     buffer.destroy()
+
+
+def many_magnitudes(lead: Any, seed: int) -> Tensor:
+    """bf16 [..., 64]: sums of them show their order."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    exponents = torch.randint(-12, 12, (*lead, 64), generator=generator, dtype=torch.int32, device="cpu")
+    return torch.ldexp(
+        torch.randn((*lead, 64), generator=generator, dtype=torch.float32, device="cpu"), exponents
+    ).bfloat16()
 
 
 def check_tables(handle: Any, given: cases.Data, rank: int, *, sync: bool) -> None:
@@ -176,12 +184,13 @@ def by_expert(comm: weft.Communicator) -> None:
                 rows[:num_rows] = outputs[rank]
                 if several:
                     y, lanes = reference.combine(
-                        outputs, wanted, weighted=False, sides=[part.topk_weights for part in wanted]
-                    )[rank]
+                        outputs, wanted, weighted=False, sides=[part.topk_weights for part in wanted],
+                        order="last_pick",
+                    )[rank]  # fmt: skip
                     combined, combined_weights, _ = buffer.combine(rows, handle, recv_weights)
                     assert torch.equal(combined_weights, lanes)
                 else:
-                    y = reference.combine([each.float() for each in outputs], wanted, weighted=False)[rank].bfloat16()
+                    y = reference.combine(outputs, wanted, weighted=False, order="pick")[rank]
                     combined, _, _ = buffer.combine(rows, handle)
                     with pytest.raises(weft.InvalidArgument, match="allow_multiple_reduction"):
                         buffer.combine(rows, handle, recv_weights)

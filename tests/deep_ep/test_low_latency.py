@@ -100,14 +100,7 @@ def check_combine(buffer: Any, handle: Any, given: cases.Data, rank: int, wanted
     for each in ids:
         each[: len(each) // 2, 1] = -1
     used = [torch.where(idx >= 0, w, 0.0) for idx, w in zip(ids, given.weights, strict=True)]
-    again = reference.dispatch(
-        given.xs, given.ids, used, num_experts=given.num_experts, layout="masked", capacity=given.num_ranks * M
-    )
-    multiplied = [
-        torch.where(torch.isnan(rows), 0, rows).float() * part.topk_weights[..., None]
-        for rows, part in zip(outputs, again, strict=True)
-    ]
-    y = reference.combine(multiplied, again, weighted=False)[rank].bfloat16()
+    y = reference.combine(outputs, wanted, order="pick", owner_weights=used)[rank]
     for zero_copy in (False, True):
         if zero_copy:
             buffer.get_next_low_latency_combine_buffer(handle)[:] = outputs[rank]

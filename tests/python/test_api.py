@@ -67,7 +67,7 @@ def test_signatures() -> None:
     }  # fmt: skip
     assert defaults(weft.ExpertParallel.combine) == {
         "expert_output": empty, "handle": empty, "weighted": True, "side": None, "bias": None, "out": None,
-        "wire": None, **common,
+        "wire": None, "weights": None, "order": "rank", **common,
     }  # fmt: skip
     spawn = {"fn": empty, "num_ranks": 4, "args": (), "device": "auto", "isolation": "process"}
     assert defaults(weft.spawn).items() >= spawn.items()

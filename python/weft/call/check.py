@@ -24,7 +24,7 @@ from weft.call.check_tensors import (
     plain_out,
     shown,
 )
-from weft.call.options import OPTIONS, CallOptions, CombineOptions, DispatchOptions, is_one_of
+from weft.call.options import OPTIONS, ORDERS, CallOptions, CombineOptions, DispatchOptions, is_one_of
 from weft.call.scales import word_dtype
 from weft.call.shape import Shape
 from weft.call.spec import DTYPE_CODES, Call
@@ -52,6 +52,7 @@ __all__ = [
     "check_constructor",
     "check_dispatch",
     "check_dispatched",
+    "check_owner_weights",
     "check_staged",
 ]
 
@@ -188,7 +189,42 @@ def _combine_call(ep: Shape, form: str, of: Any, options: CombineOptions) -> Cal
             f"wire={wire!r} with hidden={ep.hidden}", f"hidden {ep.hidden}", f"a multiple of {FP8_HIDDEN_MULTIPLE}"
         )
     _check_of(of, options)
-    return replace(_call_of_handle(ep, of, "combine", form, options), wire=WIRE_CODES[wire])
+    if options.order != "rank":
+        _check_order(ep, of, options)
+    call = _call_of_handle(ep, of, "combine", form, options)
+    return replace(call, wire=WIRE_CODES[wire], order=ORDERS.index(options.order))
+
+
+def _check_order(ep: Shape, of: Any, options: CombineOptions) -> None:
+    """Of an order of additions that is not the default."""
+    if ep.engine != "cpu":
+        raise Unsupported(f"order={options.order!r}", f"the {ep.engine} engine", "the cpu engine, or order='rank'")
+    if options.order == "pick" and of.layout == LAYOUTS.index("rank_major"):
+        raise InvalidArgument(
+            "order is 'pick' with layout 'rank_major', whose rows are sums of picks already; allowed are 'rank' and "
+            "'last_pick'"
+        )
+    if options.order == "pick" and options.wire is not None:
+        raise InvalidArgument(
+            f"wire is {options.wire!r} with order='pick', whose rows travel as they are; allowed is None"
+        )
+
+
+def check_owner_weights(ep: Shape, y: Any, handle: Any, weights: Any, options: CombineOptions) -> Tensor:
+    """Weights that combine is given by the tokens' owner, as the engine reads them."""
+    if options.order != "pick":
+        raise InvalidArgument(f"weights are given with order={options.order!r}; allowed with order='pick' alone")
+    _of_handle(handle)
+    weights = plain(weights, "weights")
+    if not isinstance(weights, Tensor):
+        raise InvalidArgument(f"weights is {shown(weights)}; a tensor {[handle.num_tokens, ep.top_k]} is expected")
+    check_like("weights", weights, ([handle.num_tokens, ep.top_k],), (torch.float32, torch.bfloat16, torch.float16), ep)
+    tracked = [each for each in (y, weights, handle.tie) if isinstance(each, Tensor) and each.requires_grad]
+    if torch.is_grad_enabled() and tracked:
+        raise Unsupported("weights= of combine with gradients", "inputs that require grad", "weights given to dispatch")
+    if is_traced(y, weights, handle.tie):
+        raise Unsupported("weights= of combine in compiled code", "a traced call", "a call outside")
+    return weights.detach().to(device="cpu", dtype=torch.float32).contiguous()
 
 
 def _is_small(

@@ -147,8 +147,12 @@ class Eager:
 
     # ---- combine
 
-    def combine(self, y: Any, handle: Any, side: Any, bias: Any, out: Any, options: CombineOptions) -> Any:
+    def combine(
+        self, y: Any, handle: Any, side: Any, bias: Any, out: Any, options: CombineOptions, weights: Any = None
+    ) -> Any:
         """See ExpertParallel."""
+        if weights is not None:
+            weights = check.check_owner_weights(self._shape, y, handle, weights, options)
         key, plan, given_out = None, None, out
         if torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None:
             try:
@@ -179,7 +183,7 @@ class Eager:
                 key = None
         if plan is None:
             if self._check_owner("combine", handle) and key is not None:
-                return self.combine(y, handle, side, bias, out, options)
+                return self.combine(y, handle, side, bias, out, options, weights)
             given = (y, side, bias, out)
             checked = check.check_combine(self._shape, y, handle, side, bias, out, options)
             _, y, side, bias, out = checked
@@ -197,10 +201,10 @@ class Eager:
             bias = plain(bias, "bias").clone()
         if plan.is_tracked:
             total, side_out = autograd.combine(calls, plan, y, handle, bias, side)
-        elif out is None:
+        elif out is None and weights is None:
             total, side_out, _ = calls.run(plan, handle.tie, y, handle, bias, side)
         else:
-            total, side_out, _ = calls.run(plan, handle.tie, y, handle, bias, side, out)
+            total, side_out, _ = calls.run(plan, handle.tie, y, handle, bias, side, out, weights)
         total = total if given_out is None else given_out
         if side is None and not options.async_op and not options.staged:
             return total

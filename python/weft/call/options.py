@@ -18,6 +18,7 @@ QUANTIZE = ("fp8", "fp8_ue8m0")
 SCALE_LAYOUTS = ("row_major", "column_major")
 MODES = ("auto", "throughput", "latency")
 WIRES = ("fp8",)
+ORDERS = ("rank", "last_pick", "pick")  # SumOrder of include/weft/config/order.h
 MAX_NUM_SMS = 64  # blocks of a GPU kernel: windows are laid out for so many
 MAX_TOKENS_PER_RANK = (1 << 24) - 1  # kMaxRowsPerPair of include/weft/layout/window.h
 MAX_ALIGNMENT = 1 << 20
@@ -102,6 +103,7 @@ class CombineOptions(CallOptions):
 
     weighted: bool = _option(True, _FLAG)
     wire: str | None = _option(None, _one_of(None, *WIRES))
+    order: str = _option("rank", _one_of(*ORDERS))
 
 
 OPTIONS: dict[type[CallOptions], dict[str, Accepts]] = {

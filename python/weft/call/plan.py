@@ -150,7 +150,7 @@ class Planner(State, ABC):
             of_bias = {"bias_is_2d": bias.dim() == 2, "bias_is_fp32": bias.dtype == torch.float32}
         spec = _load.native().CombineSpec(
             **self._common(call, hidden), dtype=DTYPE_CODES[y.dtype], is_small=call.is_small, has_side=has_side,
-            wire_is_fp8=call.wire != 0, **of_bias,
+            wire_is_fp8=call.wire != 0, order=call.order, **of_bias,
         )  # fmt: skip
         plan = Plan("combine", call, self.windows[call.window], spec, type(self)._sum, hidden, names=names)
         plan.weighted = weighted and call.layout != RANK_MAJOR
@@ -242,8 +242,8 @@ class Planner(State, ABC):
 
     @abstractmethod
     def _sum(self, plan: Plan, stream: int, *tensors: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-        """That of a combine, of y, handle, bias, side and `out` if given: y [T, H], which is `out` if there is one,
-        side [T, K], and where the engine wrote."""
+        """That of a combine, of y, handle, bias, side, `out` and the owner's weights, the last two if given: y [T, H],
+        which is `out` if there is one, side [T, K], and where the engine wrote."""
 
     @abstractmethod
     def _read_scales(self, call: Call, scales: Tensor) -> Tensor:

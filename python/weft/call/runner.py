@@ -103,7 +103,7 @@ class Runner(Planner):
     def _readable(self, plan: Plan, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         """The same values where the engine reads them."""
         read = list(tensors)
-        for idx, each in enumerate(tensors[:4]):  # behind them there is but `out`
+        for idx, each in enumerate(tensors[:4]):  # behind them there are but `out` and owner's weights
             if not isinstance(each, Tensor):
                 continue
             each = plain(each, plan.names[idx]) if idx < len(plan.names) else each
@@ -183,6 +183,7 @@ class Runner(Planner):
         bias: Tensor | None,
         side: Tensor | None,
         out: Tensor | None = None,
+        owner_weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """See Planner."""
         if plan.parts:
@@ -199,6 +200,7 @@ class Runner(Planner):
             recv_plan_len, total.data_ptr() or address(total), 0 if bias is None else bias.data_ptr(),
             0 if side is None else side.data_ptr(),
             0 if side_out is None else side_out.data_ptr() or address(side_out),
+            *(() if owner_weights is None else (address(owner_weights),)),
         )  # fmt: skip
         if self.is_elsewhere:
             total, side_out = total.to(self.device), None if side_out is None else side_out.to(self.device)

@@ -45,34 +45,35 @@ class Call:
     scale_dtype: torch.dtype | None = None  # dispatch: of column-major scales (weft/call/scales.py); None: row-major
     zero_holes: bool = True  # dispatch, expert_major
     counts_dropped: bool = True  # a dispatch that repeats a routing: picks that it drops go to `overflow`
+    order: int = 0  # combine: code of the order of additions
 
     @property
     def numbers(self) -> list[int]:
         """What operators of torch.library take in place of this, beside the deadline."""
         return [
             self.layout, self.alignment, self.capacity, self.max_tokens, self.window, self.num_sms, self.wire,
-            int(self.is_small), int(self.counts_dropped),
+            int(self.is_small), int(self.counts_dropped), self.order,
         ]  # fmt: skip
 
     def in_backward(self) -> Call:
         """The same for a backward: rows as they are, on the stream that autograd chose; what it drops is counted."""
-        if self.wire or self.is_async or self.capacity >= 0:
-            return replace(self, wire=0, is_async=False, counts_dropped=False)
+        if self.wire or self.is_async or self.capacity >= 0 or self.order:
+            return replace(self, wire=0, is_async=False, counts_dropped=False, order=0)
         return self
 
 
 def call_of_numbers(numbers: Sequence[int], deadline_s: float) -> Call:
     """What `Call.numbers` was made of; options that no traced call has are at their defaults."""
-    layout, alignment, capacity, max_tokens, window, num_sms, wire, is_small, counts_dropped = numbers
+    layout, alignment, capacity, max_tokens, window, num_sms, wire, is_small, counts_dropped, order = numbers
     return Call(
         layout, alignment, capacity, max_tokens, deadline_s, window, num_sms, wire, is_small=bool(is_small),
-        counts_dropped=bool(counts_dropped),
+        counts_dropped=bool(counts_dropped), order=order,
     )  # fmt: skip
 
 
 def numbers_in_backward(numbers: Sequence[int]) -> list[int]:
     """As `Call.in_backward`."""
-    return [*numbers[:6], 0, numbers[7], 0]
+    return [*numbers[:6], 0, numbers[7], 0, 0]
 
 
 def rows_shape(weights: Tensor, layout: int) -> tuple[int, ...]:

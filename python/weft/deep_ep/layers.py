@@ -44,6 +44,11 @@ class Layers:
         self._newest: dict[ShapeOf, ExpertParallel] = {}
         self._all: weakref.WeakSet[ExpertParallel] = weakref.WeakSet()
 
+    @property
+    def has_orders(self) -> bool:
+        """Whether combine adds in other orders than by rank."""
+        return self.ranks.comm.engine == "cpu"
+
     def has(self, shape: ShapeOf, max_tokens: int) -> bool:
         """Whether a call of so many tokens needs no new window."""
         found = self._newest.get(shape)

@@ -212,8 +212,9 @@ class LowLatency(BufferBase):
         """(combined_x [T, H] bf16, event, hook). Collective.
 
         The sum over k with topk_idx[t, k] >= 0 of topk_weights[t, k] * row of (t, k), in fp32, rounded once; ids may
-        have turned -1 since the dispatch. zero_copy: of the rows in `get_next_low_latency_combine_buffer(handle)`.
-        use_logfmt has no effect: rows travel as they are.
+        have turned -1 since the dispatch, and a weight of 0 counts as that. Added by k on the cpu engine, else by rank.
+        zero_copy: of the rows in `get_next_low_latency_combine_buffer(handle)`. use_logfmt has no effect: rows travel
+        as they are.
         """
         self._check_alive("low_latency_combine")
         if overlap or src_signals is not None or comp_signal is not None:
@@ -242,13 +243,16 @@ class LowLatency(BufferBase):
             check_weights("out", out, (num_tokens, ep.hidden), ep.device)
             if out.dtype != torch.bfloat16:
                 raise InvalidArgument(f"out is {out.dtype}; allowed is bf16")
-        is_staged = return_recv_hook and routing.is_small
+        is_staged = return_recv_hook and routing.is_small and not self._layers.has_orders
 
         def work() -> tuple[Any, None]:
             with counting_waits(ep, routing.window, waits):
-                sent = summed(
-                    ep, routing, _weighted(mine, rows, topk_idx, topk_weights), staged=is_staged, window=routing.window
-                )
+                if self._layers.has_orders:
+                    weights = torch.where(topk_idx >= 0, topk_weights.to(torch.float32), 0.0)
+                    sent = ep.combine(rows, routing, order="pick", weights=weights, window=routing.window)
+                else:
+                    weighted = _weighted(mine, rows, topk_idx, topk_weights)
+                    sent = summed(ep, routing, weighted, staged=is_staged, window=routing.window)
             shape = (num_tokens, ep.hidden)
             result = torch.empty(shape, dtype=torch.bfloat16, device=ep.device) if out is None else out
             if not return_recv_hook:
