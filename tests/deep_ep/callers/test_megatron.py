@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,7 +45,9 @@ def make_layer(backend: str, num_ranks: int) -> Any:
         params_dtype=torch.float32, moe_permute_fusion=False,
     )  # fmt: skip
     spec = get_moe_module_spec(use_te=False, num_experts=NUM_LOCAL * num_ranks, moe_grouped_gemm=False)
-    return MoELayer(config, spec.submodules)
+    # Since 0.17 the spec is a partial of the layer.
+    submodules = spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
+    return MoELayer(config, submodules)
 
 
 def dense(layer: Any, x: torch.Tensor, num_ranks: int) -> torch.Tensor:
