@@ -23,6 +23,7 @@ from weft import _load, env
 from weft.call.shared import Shared
 from weft.call.streams import WindowStreams
 from weft.call.window import Window, WindowSpec, released_on_error
+from weft.deciding import Decide, Network, Secret, by_store, of_group, serve
 from weft.engine import Choice, Facts, choose_engine, driver_gpu, look
 from weft.errors import (
     Aborted,
@@ -41,11 +42,13 @@ from weft.log import logger
 from weft.machine.placement import local
 from weft.machine.placement.binding import Binding
 from weft.machine.placement.model import Placement
-from weft.meeting import ENDPOINT_BYTES, meet_by_env
+from weft.meeting import ENDPOINT_BYTES, hosts_store, meet_by_env
 from weft.membership import Change, Membership
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+    from torch.distributed import Store
 
     from weft import _native
     from weft.machine.topology import Machine
@@ -113,7 +116,7 @@ class Topology:
     """What is known about where the ranks are.
 
     Attributes: `host` name of this machine, `num_cpus` this process may use, `scaleup` ranks reached by load and store
-    (this one included), `scaleout` ranks reached over a network (none yet), `machine` all about this machine.
+    (this one included), `scaleout` ranks on other machines, which no rows reach yet, `machine` all about this machine.
     """
 
     host: str
@@ -178,11 +181,15 @@ class Communicator(Shared):
         engine: str = "auto",
         placement: str | Placement = "auto",
         timeout_s: float = CONNECT_TIMEOUT_S,
+        decide: Decide | None = None,
+        secret: Secret = None,
     ) -> Communicator:
         """Ranks of a torch.distributed group (default: the whole world). Collective over it.
 
         Any backend serves, gloo included: only one fixed-size tensor of bytes a rank is gathered, nothing is pickled,
-        and the group is not used afterwards. `device`: where x lives; "auto": the current GPU where torch sees one;
+        and the group is not used afterwards. The ranks may be on several machines: they connect over TCP and agree on
+        who belongs to the group, but no rows cross machines yet; docs/several_machines.md has `decide` and `secret`.
+        `device`: where x lives; "auto": the current GPU where torch sees one;
         default: the current GPU with a group of NCCL, else the CPU. `engine`: "auto", "cpu" or "nvlink". `placement`:
         "auto" binds Weft's own threads to cores near this rank's GPU, "process" the whole process and its memory, "off"
         nothing, a `weft.Placement` what it says; docs/placement.md. Taken back by `close`. `timeout_s`: for all ranks
@@ -193,7 +200,7 @@ class Communicator(Shared):
             InvalidArgument: an argument is not allowed (before the group is used: the call may be repeated), or the
                 ranks asked for different engines.
             InvalidState: torch.distributed is not initialised, or this process is not in `group`.
-            Unsupported: the ranks are not on one machine and in one pid namespace, or engine="nvlink" can't be.
+            Unsupported: a rank on another machine can't be reached, or engine="nvlink" can't be.
             PeerTimeout: a rank did not come within `timeout_s`; of the gather, torch does not say which (`peers` is
                 empty).
             PeerLost: a rank ended while the ranks connected.
@@ -229,7 +236,10 @@ class Communicator(Shared):
             return [bytes(each.cpu().tolist()) for each in gathered]
 
         origin = "torch.distributed group"
-        return cls._connect(rank, num_ranks, share, device, origin, timeout_s, engine=engine, placement=placement)
+        network = Network.make(decide or _decide_in(group), secret)
+        return cls._connect(
+            rank, num_ranks, share, device, origin, timeout_s, engine=engine, placement=placement, network=network
+        )
 
     @classmethod
     def from_allgather(
@@ -275,6 +285,8 @@ class Communicator(Shared):
         engine: str = "auto",
         placement: str | Placement = "auto",
         timeout_s: float = CONNECT_TIMEOUT_S,
+        decide: Decide | None = None,
+        secret: Secret = None,
     ) -> Communicator:
         """Ranks started by torchrun, or by anything that sets its variables; without them a group of one rank.
         Collective.
@@ -282,14 +294,15 @@ class Communicator(Shared):
         The ranks meet in the store at MASTER_ADDR:MASTER_PORT, which rank 0 hosts where torchrun does not. Needs no
         `init_process_group` and does not disturb one. What ended processes left in the store is not believed, so it
         works after a restart. device="cuda" is the GPU of LOCAL_RANK, "auto" the same where torch sees a GPU; default:
-        the CPU. `timeout_s`: for all ranks to come and to connect. `engine` and `placement` as in `from_process_group`.
+        the CPU. `timeout_s`: for all ranks to come and to connect. Ranks on several machines, `engine`, `placement`,
+        `decide` and `secret` as in `from_process_group`.
 
         Raises:
             InvalidArgument: an argument is not allowed, or RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR or MASTER_PORT is
                 missing or wrong (before anything is sent: the call may be repeated); or the ranks asked for different
                 engines.
             InvalidState: another process came as this rank after this one.
-            Unsupported: the ranks are not on one machine and in one pid namespace, or engine="nvlink" can't be.
+            Unsupported: a rank on another machine can't be reached, or engine="nvlink" can't be.
             PeerTimeout: naming the ranks that did not come within `timeout_s`.
             PeerLost: a rank ended while the ranks connected.
         """
@@ -298,7 +311,7 @@ class Communicator(Shared):
         origin = "one rank, torchrun's variables are not set" if found is None else "torchrun"
         if device in ("cuda", "auto") and torch.cuda.is_available():
             device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
-        kept: list[object] = []
+        kept: list[Store] = []
 
         def share(endpoint: bytes) -> list[bytes]:
             if place.num_ranks == 1:
@@ -307,10 +320,15 @@ class Communicator(Shared):
             kept.append(store)
             return endpoints
 
+        def decide_in_it(key: str, expected: str, desired: str) -> bytes | str:
+            return by_store(kept[0])(key, expected, desired)
+
+        network = Network.make(decide or decide_in_it, secret)
         comm = cls._connect(
-            place.rank, place.num_ranks, share, device, origin, timeout_s, engine=engine, placement=placement
-        )
-        comm._kept = kept
+            place.rank, place.num_ranks, share, device, origin, timeout_s, engine=engine, placement=placement,
+            network=network if place.num_ranks > 1 else None,
+        )  # fmt: skip
+        comm._kept = list(kept) if hosts_store(place) else []
         return comm
 
     @classmethod
@@ -325,8 +343,10 @@ class Communicator(Shared):
         *,
         engine: str = "auto",
         placement: str | Placement = "auto",
+        network: Network | None = None,
     ) -> Communicator:
-        """Connect processes: `share` is given this rank's endpoint and returns those of all ranks.
+        """Connect processes: `share` is given this rank's endpoint and returns those of all ranks. With a `network`
+        they may be on several machines.
 
         Whatever can be refused here is refused before the first peer hears of this rank, so the call may be repeated.
         """
@@ -336,7 +356,7 @@ class Communicator(Shared):
         where = _device(device)
         facts = look(where, engine)
         mine = local.resolve(wanted, local_rank=rank, num_local_ranks=num_ranks, device=where)
-        listener = native.Listener()
+        listener = native.Listener() if network is None else native.Listener(True, network.interface, network.port)
         endpoints = share(listener.endpoint())
         lengths = [len(each) if isinstance(each, bytes) else -1 for each in endpoints]
         if len(endpoints) != num_ranks or any(length != ENDPOINT_BYTES for length in lengths):
@@ -345,7 +365,15 @@ class Communicator(Shared):
                 f"{lengths}: do all ranks run the same version of Weft?"
             )
         left_s = max(deadline - time.monotonic(), _LEAST_CONNECT_S)
-        connected = native.Communicator.connect(rank, endpoints, listener, left_s)
+        if network is None:
+            connected = native.Communicator.connect(rank, endpoints, listener, left_s)
+        else:
+            decider = native.Decider()
+            connected = native.Communicator.connect(
+                rank, endpoints, listener, left_s, decider=decider, secret=network.secret
+            )
+            if not all(map(connected.is_near, range(num_ranks))):
+                serve(decider, network.decide)  # ends with the communicator
         return cls(connected, where, origin, facts, placement=mine)
 
     @classmethod
@@ -371,7 +399,8 @@ class Communicator(Shared):
         try:
             mine = json.dumps(facts.to_json()).encode()
             told = self._native.exchange(_ENGINE_TAG, mine, CONNECT_TIMEOUT_S)
-            return choose_engine({rank: Facts.from_json(json.loads(text)) for rank, text in enumerate(told)})
+            far = [rank for rank in range(len(told)) if not self._native.is_near(rank)]
+            return choose_engine({rank: Facts.from_json(json.loads(text)) for rank, text in enumerate(told)}, far)
         except BaseException:
             self._native.close()
             raise
@@ -442,8 +471,10 @@ class Communicator(Shared):
 
     @property
     def topology(self) -> Topology:
-        """Where the ranks are: all on this machine."""
-        return Topology(socket.gethostname(), len(os.sched_getaffinity(0)), self._active)
+        """Where the active ranks are."""
+        near = tuple(rank for rank in self._active if self._native.is_near(rank))
+        far = tuple(rank for rank in self._active if rank not in near)
+        return Topology(socket.gethostname(), len(os.sched_getaffinity(0)), near, far)
 
     @property
     def placement(self) -> Placement:
@@ -475,6 +506,7 @@ class Communicator(Shared):
                 the text names.
             Evicted: ranks were decided without this one.
             PeerTimeout, PeerLost: one of them did not take part; rebuild may be called again.
+            ControlLost: the ranks are on several machines, and the store in which they decide does not answer.
             Aborted: one of them called `abort` meanwhile; rebuild may be called again.
             InvalidState: inside another call; or the GPU must be asked whether replays of CUDA graphs have ended, and
                 something in this process captures one, which that spoils. The others wait for this rank: call rebuild
@@ -507,7 +539,7 @@ class Communicator(Shared):
             Evicted: the others have decided to go on without this rank.
             PeerLost: fewer than `min_ranks` ranks are left; nothing was decided.
             PeerTimeout: names who did not come; `recover(evict=those)` goes on without them.
-            Aborted, InvalidState: as `rebuild`.
+            ControlLost, Aborted, InvalidState: as `rebuild`.
         """
         before = self._active
         with self.telling_peers():
@@ -679,6 +711,7 @@ class Communicator(Shared):
         """
         with self.telling_peers():
             alone = self.alone(what)
+            self._native.check_one_machine(what)
         with alone:
             kept = [self._windows.get(spec) for spec in specs]
             serials = [-1 if window is None or window.closed else window.serial for window in kept]
@@ -733,6 +766,20 @@ class Communicator(Shared):
         self._windows[spec] = window
         self._all_windows.add(window)
         return window
+
+
+def _decide_in(group: torch.distributed.ProcessGroup | None) -> Decide:
+    """In the group's own store; looked up when it is needed."""
+    found: list[Decide] = []
+
+    def decide(key: str, expected: str, desired: str) -> bytes | str:
+        import torch.distributed.distributed_c10d as c10d
+
+        if not found:
+            found.append(of_group(c10d._get_process_group_store(group or c10d._get_default_group())))
+        return found[0](key, expected, desired)
+
+    return decide
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -91,8 +91,9 @@ def look(device: torch.device, engine: str) -> Facts:
     )
 
 
-def choose_engine(facts: Mapping[int, Facts]) -> Choice:
-    """The engine for ranks with these facts. Pure: all ranks have the same facts and so decide alike.
+def choose_engine(facts: Mapping[int, Facts], far: Sequence[int] = ()) -> Choice:
+    """The engine for ranks with these facts, of which those `far` are on other machines. Pure: all ranks have the same
+    facts and so decide alike.
 
     Raises:
         InvalidArgument: the ranks asked for different engines.
@@ -103,7 +104,7 @@ def choose_engine(facts: Mapping[int, Facts]) -> Choice:
         found = "; ".join(f"{each.engine!r} on rank {rank}" for rank, each in facts.items())
         raise InvalidArgument(f"engine differs between ranks: {found}. It must be equal on all ranks")
     (engine,) = asked
-    problem = _problem(facts)
+    problem = "the ranks are on several machines" if far else _problem(facts)
     if problem:
         if engine == "nvlink":
             raise Unsupported(

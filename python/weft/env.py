@@ -9,6 +9,8 @@
 | `LOCAL_WORLD_SIZE` | set by torchrun: ranks of this machine, for `weft run` |
 | `MASTER_ADDR`, `MASTER_PORT` | set by torchrun: the store through which the ranks of `from_env` find each other |
 | `TORCHELASTIC_USE_AGENT_STORE`, `TORCHELASTIC_RUN_ID` | set by torchrun: who hosts that store; a prefix of its keys |
+| `WEFT_CONTROL_INTERFACE` | the network interface through which ranks of several machines meet; not set: all of them |
+| `WEFT_CONTROL_PORT` | the first of 256 TCP ports for that, of which each rank takes a free one; not set: any port |
 | `CUDA_VISIBLE_DEVICES` | read, not set: which GPU a device number means, for placement |
 | `WEFT_CACHE_DIR` | folder of kernels and tuning tables; empty: none. Not set: `weft` in `XDG_CACHE_HOME`, `~/.cache` |
 | `EP_NUM_TOPK_IDX_BITS`, `TOPK_IDX_BITS` | 32: `deep_ep.topk_idx_t` is torch.int32; read when it is imported |
@@ -37,6 +39,7 @@ __all__ = [
     "Torchrun",
     "cache_folder",
     "columns",
+    "control",
     "cuda_queues",
     "deep_ep",
     "launched",
@@ -138,6 +141,18 @@ def placement() -> str:
     if mode not in _PLACEMENTS:
         raise InvalidArgument(f"WEFT_PLACEMENT is {mode!r} in the environment; allowed are {', '.join(_PLACEMENTS)}")
     return mode
+
+
+def control() -> tuple[str, int]:
+    """WEFT_CONTROL_INTERFACE and WEFT_CONTROL_PORT: "" and 0 where they are not set.
+
+    Raises:
+        InvalidArgument: the port is none.
+    """
+    port = _number("WEFT_CONTROL_PORT", os.environ.get("WEFT_CONTROL_PORT", "0"))
+    if port > _MAX_PORT:
+        raise InvalidArgument(f"WEFT_CONTROL_PORT is {port} in the environment; allowed are 1 to {_MAX_PORT}")
+    return os.environ.get("WEFT_CONTROL_INTERFACE", ""), port
 
 
 def local_rank() -> tuple[int, int]:

@@ -13,6 +13,7 @@ __all__ = [
     "Aborted",
     "CapacityExceeded",
     "CompileError",
+    "ControlLost",
     "CudaError",
     "Error",
     "Evicted",
@@ -146,6 +147,12 @@ class Evicted(Error):
         return type(self), (self.epoch, self.text)
 
 
+class ControlLost(Error):
+    """The store in which ranks of several machines decide who belongs to the group did not answer: nothing was decided
+    by this rank, and no membership changes until it answers. `rebuild` or `recover` may be called again; `close`
+    works."""
+
+
 class CompileError(Error):
     """A kernel could not be compiled."""
 
@@ -185,6 +192,7 @@ def from_native(code: int, text: str, op: str = "", seq: int = 0, peers: Sequenc
         7: CompileError,
         8: CudaError,
         9: InternalError,
+        12: ControlLost,
     }
     error = plain.get(code, InternalError)(text)
     error._is_of_all = bool(op)  # what an operation found; before it there is none

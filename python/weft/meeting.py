@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from weft.env import Torchrun
 
-__all__ = ["ENDPOINT_BYTES", "Meeting", "meet", "meet_by_env"]
+__all__ = ["ENDPOINT_BYTES", "Meeting", "hosts_store", "meet", "meet_by_env"]
 
-ENDPOINT_BYTES = 128
+ENDPOINT_BYTES = 256
 _CALL = struct.Struct("<4sHH16s")  # magic, version, number of ranks, nonce
-_MAGIC, _VERSION = b"WEFM", 1
+_MAGIC, _VERSION = b"WEFM", 2
 _WAITING, _COMPLETE, _LATE = b"waiting ", b"complete", b"late    "  # all of one length
 _ABSENT = bytes(ENDPOINT_BYTES)
 
@@ -229,8 +229,9 @@ def _parse_state(value: bytes | None, num_ranks: int) -> tuple[bytes, list[bytes
 # ---- torch's store
 
 
-def meet_by_env(place: Torchrun, endpoint: bytes, timeout_s: float) -> tuple[list[bytes], object]:
-    """`meet` in the store that the environment names; also what must live as long as a peer may use that store.
+def meet_by_env(place: Torchrun, endpoint: bytes, timeout_s: float) -> tuple[list[bytes], Store]:
+    """`meet` in the store that the environment names; also that store, which rank 0 may host: it must live as long as a
+    peer may use it.
 
     Raises:
         PeerTimeout, InvalidState: as `meet`.
@@ -273,14 +274,14 @@ def _bounded(me: Meeting, work: Callable[[], T]) -> T:
     return results[0]
 
 
-def _meet_at_last(place: Torchrun, me: Meeting) -> tuple[list[bytes], object]:
+def _meet_at_last(place: Torchrun, me: Meeting) -> tuple[list[bytes], Store]:
     """Tries again while the store is not there, or is no more: rank 0 may come late, or anew."""
     import torch.distributed as dist
 
     while True:
         try:
-            store = _open(place, me)
-            return meet(dist.PrefixStore(f"weft/{place.run_id}", store), me), store if _hosts(place) else None
+            store = dist.PrefixStore(f"weft/{place.run_id}", _open(place, me))
+            return meet(store, me), store
         except (Error, _Left):
             raise
         except (OSError, RuntimeError) as error:
@@ -289,7 +290,8 @@ def _meet_at_last(place: Torchrun, me: Meeting) -> tuple[list[bytes], object]:
         me.stop.wait(_REOPEN_S)
 
 
-def _hosts(place: Torchrun) -> bool:
+def hosts_store(place: Torchrun) -> bool:
+    """Whether this rank hosts the store that the environment names, as it does without an agent of torchrun."""
     return place.rank == 0 and not place.has_agent_store
 
 
@@ -299,10 +301,10 @@ def _open(place: Torchrun, me: Meeting) -> TCPStore:
 
     left_s = max(me.deadline - time.monotonic(), _REOPEN_S)
     try:
-        if not _hosts(place):  # torch's own client writes lines to stderr while nobody listens
+        if not hosts_store(place):  # torch's own client writes lines to stderr while nobody listens
             socket.create_connection((place.address, place.port), min(left_s, _LINGER_S)).close()
         store = dist.TCPStore(
-            place.address, place.port, None, _hosts(place), timedelta(seconds=left_s), wait_for_workers=False,
+            place.address, place.port, None, hosts_store(place), timedelta(seconds=left_s), wait_for_workers=False,
             multi_tenant=True,
         )  # fmt: skip
     except UnicodeError as error:

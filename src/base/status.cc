@@ -58,6 +58,7 @@ const char* error_code_name(ErrorCode code) noexcept {
     case ErrorCode::kInternalError: return "InternalError";
     case ErrorCode::kAborted: return "Aborted";
     case ErrorCode::kEvicted: return "Evicted";
+    case ErrorCode::kControlLost: return "ControlLost";
   }
   return "InternalError";
 }

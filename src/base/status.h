@@ -21,6 +21,7 @@ enum class ErrorCode : int {
   kInternalError,
   kAborted,
   kEvicted,
+  kControlLost,
 };
 
 // "PeerLost", "InvalidArgument", ...

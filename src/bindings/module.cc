@@ -65,23 +65,53 @@ void translate(const std::exception_ptr& pointer, void*) {
 }
 
 void bind_bootstrap(nb::module_& m) {
-  nb::class_<Listener>(m, "Listener").def(nb::init<>()).def("endpoint", [](const Listener& listener) {
-    return nb::bytes(reinterpret_cast<const char*>(&listener.endpoint()), sizeof(Endpoint));
-  });
+  nb::class_<Listener>(m, "Listener")
+      .def(
+          "__init__",
+          [](Listener* self, bool has_door, std::string interface, int port, const std::string& machine) {
+            const DoorOptions door{std::move(interface), static_cast<uint16_t>(port)};
+            new (self) Listener(has_door ? &door : nullptr, machine);
+          },
+          "has_door"_a = false, "interface"_a = "", "port"_a = 0, "machine"_a = "")
+      .def("endpoint", [](const Listener& listener) {
+        return nb::bytes(reinterpret_cast<const char*>(&listener.endpoint()), sizeof(Endpoint));
+      });
+  const auto text = [](const nb::bytes& bytes) { return std::string(bytes.c_str(), bytes.size()); };
+  nb::class_<Decider>(m, "Decider")
+      .def(nb::init<>())
+      .def("next",
+           [](Decider& decider) -> nb::object {
+             std::optional<Decider::Request> request;
+             {
+               const ReleasedGil release;
+               request = decider.next();
+             }
+             if (!request) return nb::none();
+             return nb::make_tuple(request->number, request->key, request->expected, request->desired);
+           })
+      .def(
+          "answer",
+          [text](Decider& decider, u64 number, const nb::bytes& value) { decider.answer(number, text(value)); },
+          "number"_a, "value"_a)
+      .def("fail", &Decider::fail, "number"_a, "why"_a)
+      .def("close", &Decider::close);
   nb::class_<LocalHub>(m, "LocalHub")
       .def(nb::init<int>(), "num_ranks"_a)
       .def_prop_ro("num_ranks", &LocalHub::num_ranks);
 }
 
 std::shared_ptr<Communicator> connect(int rank, const std::vector<nb::bytes>& endpoints, Listener& listener,
-                                      double timeout_s, u32 first_epoch) {
+                                      double timeout_s, u32 first_epoch, std::shared_ptr<Decider> decider,
+                                      const nb::bytes& secret) {
   std::vector<Endpoint> parsed;
   for (size_t idx = 0; idx < endpoints.size(); ++idx) {
     parsed.push_back(parse_endpoint(to_bytes(endpoints[idx]), "endpoints[" + std::to_string(idx) + "]"));
   }
+  const Across across{std::move(decider), to_bytes(secret)};
   const ReleasedGil release;
   return Communicator::create(
-      connect_processes(rank, parsed, std::move(listener), deadline_after_s(timeout_s), signal_poll()), first_epoch);
+      connect_processes(rank, parsed, std::move(listener), deadline_after_s(timeout_s), signal_poll(), across),
+      first_epoch);
 }
 
 std::vector<nb::bytes> exchange(Communicator& comm, u64 tag, const nb::bytes& payload, double timeout_s) {
@@ -99,7 +129,8 @@ std::vector<nb::bytes> exchange(Communicator& comm, u64 tag, const nb::bytes& pa
 
 void bind_communicator(nb::module_& m) {
   nb::class_<Communicator>(m, "Communicator")
-      .def_static("connect", &connect, "rank"_a, "endpoints"_a, "listener"_a, "timeout_s"_a, "first_epoch"_a = 1)
+      .def_static("connect", &connect, "rank"_a, "endpoints"_a, "listener"_a, "timeout_s"_a, "first_epoch"_a = 1,
+                  "decider"_a.none() = std::shared_ptr<Decider>(), "secret"_a = nb::bytes(""))
       .def_static(
           "local",
           [](std::shared_ptr<LocalHub> hub, int rank, u32 first_epoch) {
@@ -110,6 +141,9 @@ void bind_communicator(nb::module_& m) {
       .def_prop_ro("num_ranks", &Communicator::num_ranks)
       .def_prop_ro("epoch", &Communicator::epoch)
       .def_prop_ro("active_ranks", [](const Communicator& comm) { return comm.active_ranks(); })
+      .def(
+          "is_near", [](const Communicator& comm, int rank) { return comm.is_near(rank); }, "rank"_a)
+      .def("check_one_machine", &Communicator::check_one_machine, "what"_a)
       .def("broken", &Communicator::is_broken)
       .def("raise_if_broken", &Communicator::raise_if_broken)
       .def(

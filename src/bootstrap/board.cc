@@ -14,6 +14,7 @@ constexpr uint64_t kPollIntervalNs = 50'000'000;
 
 AbortCode abort_code(DetectionChannel channel) {
   if (channel == DetectionChannel::kGoodbye) return AbortCode::kPeerClosed;
+  if (channel == DetectionChannel::kUnreachable) return AbortCode::kUnreachable;
   return channel == DetectionChannel::kRefused ? AbortCode::kRefused : AbortCode::kPeerLost;
 }
 
@@ -26,6 +27,7 @@ const char* detection_channel_name(DetectionChannel channel) noexcept {
     case DetectionChannel::kPidfd: return "pidfd";
     case DetectionChannel::kGoodbye: return "goodbye";
     case DetectionChannel::kRefused: return "refused";
+    case DetectionChannel::kUnreachable: return "unreachable";
   }
   return "unknown";
 }

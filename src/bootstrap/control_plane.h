@@ -15,7 +15,7 @@
 #include "base/fd.h"
 #include "base/text.h"
 #include "bootstrap/endpoint.h"
-#include "bootstrap/group_page.h"
+#include "bootstrap/ledger.h"
 #include "weft/config/base.h"
 
 namespace weft {
@@ -29,8 +29,9 @@ enum class AbortCode : uint32_t {
   kRefused,
   kInternal,
   kAborted,
-  kDecided,  // no abort: an epoch was decided that leaves the receiver out; it is to look
-  kEvicted,  // never sent: this rank has looked
+  kUnreachable,  // as kPeerLost, but nobody knows whether the process has ended: its machine does not answer
+  kDecided,      // no abort: an epoch was decided that leaves the receiver out; it is to look
+  kEvicted,      // never sent: this rank has looked
 };
 
 // Why the ranks of a communicator leave their operations. Plain bytes: it travels as it is.
@@ -100,11 +101,12 @@ struct Parcel {
 };
 
 enum class DetectionChannel : uint32_t {
-  kOwnerDeath,  // the robust mutex of the peer lost its owner
-  kSocketEnd,   // its socket closed without a goodbye
-  kPidfd,       // its process ended
-  kGoodbye,     // it closed its control plane
-  kRefused,     // it sent something that is no message of ours and was cut off
+  kOwnerDeath,   // the robust mutex of the peer lost its owner
+  kSocketEnd,    // its socket closed without a goodbye
+  kPidfd,        // its process ended
+  kGoodbye,      // it closed its control plane
+  kRefused,      // it sent something that is no message of ours and was cut off
+  kUnreachable,  // its machine has not answered for kUnreachableAfterMs
 };
 const char* detection_channel_name(DetectionChannel channel) noexcept;
 
@@ -133,12 +135,13 @@ class ControlPlane {
   virtual int num_ranks() const noexcept = 0;
   virtual bool is_local() const noexcept { return false; }  // ranks are threads of this process
 
-  virtual GroupPage& page() const noexcept = 0;  // what the ranks decide with; shared by all of them
+  virtual Ledger& ledger() const noexcept = 0;        // what the ranks decide with; shared by all of them
+  virtual bool is_near(int rank) const noexcept = 0;  // on this rank's machine: it can be given file descriptors
   virtual const std::vector<uint64_t>& incarnations() const noexcept = 0;  // by rank: nonces, equal on all ranks
 
   // Collective among `members` (which hold this rank, and are the same list on each of them): every member gives bytes
   // and fds and gets those of all, indexed by rank (ranks outside `members` have empty parcels). fds stay the caller's;
-  // the received ones are the receiver's. Parcels of other tags are kept for their own exchange; exchanges of one tag
+  // the received ones are the receiver's. Descriptors only among ranks of one machine (is_near), else kUnsupported. Parcels of other tags are kept for their own exchange; exchanges of one tag
   // match in the order of the calls. `poll` (may be empty) is called at least every 100 ms and may throw to leave.
   // Returns when everything is received and everything of this rank is on its way.
   // Errors: kPeerLost naming the members that are gone (died, were refused, or closed before they gave anything) unless
@@ -194,14 +197,22 @@ class ControlPlane {
   virtual void close(std::string_view why = {}) noexcept = 0;
 };
 
-// Full mesh among the processes of `endpoints` (index = rank) over unix sockets: pid, uid, start time and boot id of
-// each peer are checked before a byte of it is believed. Collective; `listener` is the one whose endpoint is
+// How ranks of several machines decide, and what they have to know.
+struct Across {
+  std::shared_ptr<Decider>
+      decider;  // served by the caller until the control plane is closed, which closes it; none: one machine
+  std::vector<std::byte> secret;  // besides the keys in the endpoints; equal on all ranks
+};
+
+// Full mesh among the processes of `endpoints` (index = rank): on one machine over unix sockets, pid, uid, start time and boot id
+// of each peer are checked before a byte of it is believed; between machines over TCP, by proof of the group's secret. Collective; `listener` is the one whose endpoint is
 // endpoints[rank]. From here on a death of a peer is noticed by owner death of its robust mutex, its socket, its pidfd.
-// Errors: kInvalidArgument (a bad rank or endpoint, ranks that were given different lists), kUnsupported (ranks on
-// several machines or of several users), kPeerLost (a peer ended meanwhile), kPeerTimeout (a peer did not come by
+// Errors: kInvalidArgument (a bad rank or endpoint, ranks that were given different lists, a wrong secret), kUnsupported (ranks on
+// several machines and no `across.decider`, or of several users), kPeerLost (a peer ended meanwhile), kPeerTimeout (a peer did not come by
 // `deadline_ns`). `poll`: as in exchange.
 std::unique_ptr<ControlPlane> connect_processes(int rank, const std::vector<Endpoint>& endpoints, Listener&& listener,
-                                                uint64_t deadline_ns, const ControlPlane::Poll& poll);
+                                                uint64_t deadline_ns, const ControlPlane::Poll& poll,
+                                                const Across& across = {});
 
 // Where the threads of one process meet.
 class LocalHub {

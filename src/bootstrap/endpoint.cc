@@ -63,11 +63,17 @@ void check_proc() {
                     std::to_string(getpid()) + "); mount a /proc of this one, as unshare --mount-proc does");
 }
 
-std::string random_name() {
-  std::array<uint8_t, 16> random{};
+template <size_t kBytes>
+std::array<uint8_t, kBytes> random_bytes() {
+  std::array<uint8_t, kBytes> random{};
   if (getrandom(random.data(), random.size(), 0) != static_cast<ssize_t>(random.size())) {
     throw_system_error("getrandom", errno);
   }
+  return random;
+}
+
+std::string random_name() {
+  const auto random = random_bytes<16>();
   constexpr std::string_view kDigits = "0123456789abcdef";
   std::string name = "weft-";
   for (const uint8_t byte : random) {
@@ -105,10 +111,18 @@ Endpoint parse_endpoint(std::span<const std::byte> bytes, const std::string& wha
     throw_invalid_argument(what + " is damaged (name of " + std::to_string(endpoint.name_bytes) + " bytes, pid " +
                            std::to_string(endpoint.pid) + ")");
   }
+  if (endpoint.num_addresses > kMaxAddresses || (endpoint.num_addresses != 0 && endpoint.port == 0)) {
+    throw_invalid_argument(what + " is damaged (" + std::to_string(endpoint.num_addresses) + " addresses, port " +
+                           std::to_string(endpoint.port) + ")");
+  }
   return endpoint;
 }
 
-Listener::Listener() {
+bool on_one_machine(const Endpoint& a, const Endpoint& b) noexcept {
+  return a.boot_id == b.boot_id && a.pid_namespace == b.pid_namespace && a.network_namespace == b.network_namespace;
+}
+
+Listener::Listener(const DoorOptions* door, std::string_view machine) {
   check_proc();
   endpoint_.magic = kEndpointMagic;
   endpoint_.version = kEndpointVersion;
@@ -119,6 +133,18 @@ Listener::Listener() {
   if (endpoint_.start_time == 0) throw_no_proc("/proc/PID/stat");
   endpoint_.pid_namespace = this_namespace("/proc/self/ns/pid");
   endpoint_.network_namespace = this_namespace("/proc/self/ns/net");
+  endpoint_.nonce = random_bytes<16>();
+  endpoint_.key = random_bytes<32>();
+  for (size_t at = 0; at < machine.size(); ++at) {
+    uint8_t& byte = endpoint_.boot_id[at % endpoint_.boot_id.size()];
+    byte = static_cast<uint8_t>(byte ^ (static_cast<uint8_t>(machine[at]) + at / endpoint_.boot_id.size()));
+  }
+  if (door != nullptr) {
+    door_.emplace(*door);
+    endpoint_.port = door_->port();
+    endpoint_.num_addresses = static_cast<uint16_t>(door_->addresses().size());
+    std::copy(door_->addresses().begin(), door_->addresses().end(), endpoint_.addresses.begin());
+  }
   const std::string name = random_name();
   endpoint_.name_bytes = static_cast<uint16_t>(name.size());
   std::copy(name.begin(), name.end(), endpoint_.name.begin());

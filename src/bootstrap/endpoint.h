@@ -4,17 +4,20 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <type_traits>
 
 #include "base/fd.h"
+#include "bootstrap/network.h"
 
 namespace weft {
 
-inline constexpr size_t kEndpointBytes = 128;
+inline constexpr size_t kEndpointBytes = 256;
 inline constexpr uint32_t kEndpointMagic = 0x54464557;  // "WEFT"
-inline constexpr uint16_t kEndpointVersion = 2;
+inline constexpr uint16_t kEndpointVersion = 3;
 
 // One incarnation of a rank. Plain bytes: it may be copied as kEndpointBytes bytes through any transport.
 struct Endpoint {
@@ -28,7 +31,13 @@ struct Endpoint {
   std::array<char, 64> name{};  // abstract unix socket name without its leading zero byte
   uint64_t pid_namespace = 0;   // inode numbers: equal where pids, and abstract sockets, mean the same
   uint64_t network_namespace = 0;
-  std::array<uint8_t, 8> reserved{};  // zero
+  std::array<uint8_t, 16> nonce{};    // random: of this incarnation
+  std::array<uint8_t, 32> key{};      // random; its share of the group's key, known to who saw the endpoint itself
+  uint16_t num_addresses = 0;         // for ranks of other machines; 0: it can't be called by them
+  uint16_t port = 0;                  // TCP
+  std::array<uint8_t, 4> reserved{};  // zero
+  std::array<IpAddress, kMaxAddresses> addresses{};
+  std::array<uint8_t, 16> reserved_too{};  // zero
 
   bool operator==(const Endpoint&) const = default;
 };
@@ -40,19 +49,25 @@ Endpoint parse_endpoint(std::span<const std::byte> bytes, const std::string& wha
 // Start time of a live process (field 22 of /proc/PID/stat), 0 if there is no such process.
 uint64_t process_start_time(int pid);
 
-// The listening socket of this rank: abstract, so nothing appears in the file system and nothing is left behind.
-// Made before the endpoints are exchanged, so that a peer that knows an endpoint can always connect.
+// One machine is where ranks see each other's processes and abstract sockets: one boot, one pid and one network namespace.
+bool on_one_machine(const Endpoint& a, const Endpoint& b) noexcept;
+
+// Where a rank is called by those of its machine, and by those of others if it has a door: abstract, so nothing appears in the file
+// system and nothing is left behind. Made before the endpoints are exchanged, so that a peer that knows an endpoint can always connect.
 class Listener {
  public:
-  // Errors: kCapacityExceeded (no descriptor left), kUnsupported (no sockets, or no /proc of this pid namespace).
-  Listener();
+  // `door`: ranks of other machines may belong to the group. `machine`: for tests, ranks of another name count as those of another
+  // machine. Errors: kCapacityExceeded (no descriptor left), kUnsupported (no sockets, or no /proc of this pid namespace), those of Door.
+  explicit Listener(const DoorOptions* door = nullptr, std::string_view machine = {});
 
   const Endpoint& endpoint() const noexcept { return endpoint_; }
   int fd() const noexcept { return fd_.get(); }
+  Door* door() noexcept { return door_ ? &*door_ : nullptr; }
 
  private:
   Endpoint endpoint_;
   OwnedFd fd_;
+  std::optional<Door> door_;
 };
 
 }  // namespace weft

@@ -1,6 +1,7 @@
 #include "bootstrap/greeting.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <string_view>
 
@@ -18,25 +19,65 @@ struct RefusalHead {
 
 }  // namespace
 
+GroupSecret group_secret(std::span<const Endpoint> endpoints, std::span<const std::byte> secret) {
+  GroupSecret all;
+  all.key = hmac_sha256(secret, std::as_bytes(endpoints));
+  constexpr std::string_view kPurpose = "weft group id";
+  all.id =
+      hmac_sha256(std::as_bytes(endpoints), std::as_bytes(std::span(kPurpose)));  // tells nothing of the keys in it
+  return all;
+}
+
+Hello make_hello(int source, int target, std::span<const Endpoint> endpoints, const GroupSecret& secret) noexcept {
+  Hello hello;
+  hello.bytes = sizeof(hello);
+  hello.source = source;
+  hello.target = target;
+  hello.num_ranks = static_cast<int32_t>(endpoints.size());
+  hello.group = secret.id;
+  hello.target_nonce = endpoints[static_cast<size_t>(target)].nonce;
+  hello.endpoint = endpoints[static_cast<size_t>(source)];
+  hello.endpoint.key = {};
+  const auto before = std::as_bytes(std::span<const Hello, 1>(&hello, 1)).first(offsetof(Hello, proof));
+  hello.proof = hmac_sha256(std::as_bytes(std::span(secret.key)), before);
+  return hello;
+}
+
 int source_of(const PacketHeader& header, std::span<const std::byte> payload) noexcept {
   Hello hello;
   if (header.type != PacketType::kHello || payload.size() != sizeof(hello)) return -1;
   std::memcpy(&hello, payload.data(), sizeof(hello));
-  return hello.source;
+  return hello.magic == kHelloMagic && hello.version == kHelloVersion ? hello.source : -1;
 }
 
 std::string hello_problem(const PacketHeader& header, std::span<const std::byte> payload, const Hello& expected) {
   Hello hello;
-  if (header.type != PacketType::kHello || payload.size() != sizeof(hello)) return "something else than a greeting";
+  if (header.type != PacketType::kHello) return "something else than a greeting";
+  if (payload.size() < offsetof(Hello, source)) return "a greeting of " + std::to_string(payload.size()) + " bytes";
+  std::memcpy(static_cast<void*>(&hello), payload.data(), offsetof(Hello, source));
+  if (hello.magic != kHelloMagic) return "a greeting with a wrong magic number";
+  if (hello.version != kHelloVersion) {
+    return "a greeting of version " + std::to_string(hello.version) + "; this Weft speaks version " +
+           std::to_string(kHelloVersion);
+  }
+  if (payload.size() != sizeof(hello) || hello.bytes != sizeof(hello)) {
+    return "a greeting of " + std::to_string(payload.size()) + " bytes that names " + std::to_string(hello.bytes) +
+           "; one has " + std::to_string(sizeof(hello));
+  }
   std::memcpy(&hello, payload.data(), sizeof(hello));
-  if (hello.group != expected.group || hello.num_ranks != expected.num_ranks) {
+  if (hello.num_ranks != expected.num_ranks) {
+    return "a greeting for a group of " + std::to_string(hello.num_ranks) + " ranks; this one has " +
+           std::to_string(expected.num_ranks) + " (the ranks were given different lists of endpoints)";
+  }
+  if (hello.group != expected.group) {
     return "a greeting for another group: the ranks were given different lists of endpoints";
   }
-  if (hello != expected) {
+  if (hello.source != expected.source || hello.target != expected.target) {
     return "a greeting from rank " + std::to_string(hello.source) + " to rank " + std::to_string(hello.target);
   }
-  if (expected.source == 0) return header.num_fds == 2 ? "" : "a greeting without its life lock and the group's page";
-  return header.num_fds == 1 ? "" : "a greeting without its life lock";
+  if (!equal_digests(hello.proof, expected.proof))
+    return "a greeting without the proof that it knows the group's secret";
+  return hello == expected ? "" : "a greeting that was changed on its way";
 }
 
 std::vector<std::byte> pack_refusal(const Error& error) {

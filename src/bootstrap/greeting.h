@@ -1,6 +1,7 @@
 // What two ranks say first on a new connection, and what one says that gives up. docs/protocols/bootstrap.md.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -8,28 +9,48 @@
 #include <type_traits>
 #include <vector>
 
+#include "base/sha256.h"
 #include "base/status.h"
 #include "bootstrap/endpoint.h"
 #include "bootstrap/socket.h"
 
 namespace weft {
 
+inline constexpr uint32_t kHelloMagic = 0x4c484657;  // "WFHL"
+inline constexpr uint16_t kHelloVersion = 1;
+
+// What the members of a group have in common, from the endpoints of all: it travelled through the user's group.
+struct GroupSecret {
+  Digest id{};   // may be shown
+  Digest key{};  // may not
+};
+// `secret`: what the user gave besides; empty: nothing.
+GroupSecret group_secret(std::span<const Endpoint> endpoints, std::span<const std::byte> secret);
+
+// One for unix sockets, for TCP and for doors. Plain bytes.
 struct Hello {
+  uint32_t magic = kHelloMagic;
+  uint16_t version = kHelloVersion;
+  uint16_t bytes = 0;  // of all of it
   int32_t source = -1;
   int32_t target = -1;
   int32_t num_ranks = 0;
   uint32_t reserved = 0;
-  uint64_t group = 0;  // hash of the list of endpoints
-  Endpoint endpoint{};
+  Digest group{};                          // GroupSecret::id
+  std::array<uint8_t, 16> target_nonce{};  // of the target's endpoint; that of the source is in its own
+  Endpoint endpoint{};                     // of the source, its key left out
+  Digest proof{};                          // HMAC of all before with GroupSecret::key
 
   bool operator==(const Hello&) const = default;
 };
-static_assert(std::is_trivially_copyable_v<Hello>);
+static_assert(std::is_trivially_copyable_v<Hello> && sizeof(Hello) == 360);
+
+Hello make_hello(int source, int target, std::span<const Endpoint> endpoints, const GroupSecret& secret) noexcept;
 
 // Who says so in `packet`: its rank; -1: it is no hello.
 int source_of(const PacketHeader& header, std::span<const std::byte> payload) noexcept;
 
-// What is wrong with the packet as the hello `expected`; empty: nothing. Its descriptors: the life lock, of rank 0 the page too.
+// What is wrong with the packet as the hello `expected`; empty: nothing. Descriptors are the caller's to check.
 std::string hello_problem(const PacketHeader& header, std::span<const std::byte> payload, const Hello& expected);
 
 // A refusal, and the error that its receiver raises: `from` gave up. Whatever is in it, the text is a line of valid UTF-8, and

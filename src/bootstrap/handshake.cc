@@ -17,6 +17,7 @@
 #include "base/log.h"
 #include "base/status.h"
 #include "bootstrap/greeting.h"
+#include "bootstrap/network_mesh.h"
 #include "bootstrap/socket.h"
 
 namespace weft {
@@ -32,27 +33,6 @@ constexpr const char* kShareProcesses =
     "; let the ranks share one: shareProcessNamespace: true in the pod, --pid=host or --pid=container:NAME of docker "
     "run";
 
-// Pids of two namespaces may be equal and mean two processes, so this comes before any pid is looked at.
-void check_namespaces(int rank, const Endpoint& own, int peer, const Endpoint& other) {
-  const std::string who = name_of(peer) + " runs in another ";
-  if (other.pid_namespace != own.pid_namespace) {
-    throw_unsupported(who + "pid namespace than " + name_of(rank) + ", so they can't watch each other's process" +
-                      kShareProcesses);
-  }
-  if (other.network_namespace != own.network_namespace) {
-    throw_unsupported(who + "network namespace than " + name_of(rank) +
-                      ", so they can't connect; let the ranks share one: containers of one pod, or --network=host");
-  }
-}
-
-uint64_t hash_of(const std::vector<Endpoint>& endpoints) {  // FNV-1a
-  uint64_t hash = 0xcbf29ce484222325u;
-  for (const std::byte byte : std::as_bytes(std::span(endpoints))) {
-    hash = (hash ^ static_cast<uint64_t>(byte)) * 0x100000001b3u;
-  }
-  return hash;
-}
-
 OwnedFd open_pidfd(int pid) { return OwnedFd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0))); }
 
 class Mesh {
@@ -60,7 +40,8 @@ class Mesh {
   explicit Mesh(const MeshRequest& request)
       : request_(request),
         num_ranks_(static_cast<int>(request.endpoints.size())),
-        group_(hash_of(request.endpoints)),
+        is_one_machine_(on_one_machine(request.endpoints)),
+        network_(request.rank, request.endpoints, request.secret, request.door),
         connections_(request.endpoints.size()) {}
 
   std::vector<Connection> run() {
@@ -74,6 +55,9 @@ class Mesh {
       tell_all(Error(ErrorCode::kPeerLost, "it was interrupted", "connect", 0, {request_.rank}));
       throw;
     }
+    for (int peer = 0; peer < num_ranks_; ++peer) {
+      if (network_.is_remote(peer)) connection(peer).wire = network_.take(peer);
+    }
     return std::move(connections_);
   }
 
@@ -82,14 +66,22 @@ class Mesh {
   Connection& connection(int peer) { return connections_[static_cast<size_t>(peer)]; }
   bool done(int peer) { return connection(peer).life != nullptr; }
 
-  std::vector<int> not_done() {
+  std::vector<int> not_done() {  // of this machine
     std::vector<int> peers;
     for (int peer = 0; peer < num_ranks_; ++peer) {
-      if (peer != request_.rank && !done(peer)) peers.push_back(peer);
+      if (peer != request_.rank && !network_.is_remote(peer) && !done(peer)) peers.push_back(peer);
     }
     return peers;
   }
-  bool complete() { return not_done().empty(); }
+  std::vector<int> all_not_done() {
+    std::vector<int> peers = not_done();
+    for (int peer = 0; peer < num_ranks_; ++peer) {
+      if (network_.is_remote(peer) && !network_.done(peer)) peers.push_back(peer);
+    }
+    std::sort(peers.begin(), peers.end());
+    return peers;
+  }
+  bool complete() { return all_not_done().empty(); }
 
   [[noreturn]] void throw_lost(int peer, const std::string& how) {
     throw_peer_lost("connect", {peer}, name_of(peer) + " (pid " + std::to_string(endpoint(peer).pid) + ") " + how);
@@ -113,31 +105,34 @@ class Mesh {
   }
 
   void step() {
-    bool retry = false;
+    bool retry = network_.is_retrying();
     for (const int peer : not_done()) {
-      if (peer < request_.rank && !connection(peer).socket.valid()) retry |= !start(peer);
+      if (peer < request_.rank && !connection(peer).wire.valid()) retry |= !start(peer);
     }
     if (request_.poll) request_.poll();
     wait_for_news(retry ? kRetryMs : kSliceMs);
     accept_callers();
     for (const int peer : not_done()) {
-      if (peer < request_.rank && connection(peer).socket.valid()) finish(peer);
+      if (peer < request_.rank && connection(peer).wire.valid()) finish(peer);
     }
     greet_callers();
-    const std::vector<int> late = not_done();
-    for (const int peer : late) check_pidfd(peer);
+    for (const int peer : not_done()) check_pidfd(peer);
+    network_.step();
+    const std::vector<int> late = all_not_done();
     if (!late.empty() && now_ns() >= request_.deadline_ns) {
-      throw_peer_timeout("connect", 0, late, ranks_text(late) + " did not connect by the deadline");
+      throw_peer_timeout("connect", 0, late,
+                         ranks_text(late) + " did not connect by the deadline" + network_.hint(late));
     }
   }
 
   void wait_for_news(int longest_ms) {
     std::vector<pollfd> waited{{request_.listener, POLLIN, 0}};
     for (const int peer : not_done()) {
-      if (connection(peer).socket.valid()) waited.push_back({connection(peer).socket.get(), POLLIN, 0});
+      if (connection(peer).wire.valid()) waited.push_back({connection(peer).wire.fd(), POLLIN, 0});
       if (connection(peer).pidfd.valid()) waited.push_back({connection(peer).pidfd.get(), POLLIN, 0});
     }
     for (const OwnedFd& caller : callers_) waited.push_back({caller.get(), POLLIN, 0});
+    network_.add_waited(waited);
     ::poll(waited.data(), waited.size(), longest_ms);
   }
 
@@ -167,13 +162,14 @@ class Mesh {
     if (!problem.empty()) throw_invalid_argument("the endpoint of " + name_of(peer) + " is not its own: " + problem);
     check_alive(peer);
     say_hello(socket.get(), peer);
-    connection(peer).socket = std::move(socket);
+    connection(peer).wire = std::move(socket);
     return true;
   }
 
   void finish(int peer) {
-    switch (reader_.receive(connection(peer).socket.get())) {
+    switch (reader_.receive(connection(peer).wire.fd())) {
       case ReceiveResult::kNothing: return;
+      case ReceiveResult::kUnreachable:
       case ReceiveResult::kEnd: throw_lost(peer, "closed the connection while the ranks connected");
       case ReceiveResult::kBad: throw_invalid_argument(name_of(peer) + " sent " + reader_.problem);
       case ReceiveResult::kPacket: break;
@@ -218,6 +214,7 @@ class Mesh {
     for (OwnedFd& caller : waiting) {
       switch (reader_.receive(caller.get())) {
         case ReceiveResult::kNothing: callers_.push_back(std::move(caller)); break;
+        case ReceiveResult::kUnreachable:
         case ReceiveResult::kEnd: break;  // if it was a rank, its pidfd tells
         case ReceiveResult::kBad: refuse_caller(std::move(caller), reader_.problem);
         case ReceiveResult::kPacket: greet(std::move(caller)); break;
@@ -228,10 +225,12 @@ class Mesh {
   void greet(OwnedFd caller) {
     if (reader_.header.type == PacketType::kRefusal) throw_refusal("a rank");
     const int source = source_of(reader_.header, reader_.payload);
-    const bool awaited = source > request_.rank && source < num_ranks_ && !done(source);
-    if (!awaited) refuse_caller(std::move(caller), "a greeting of a rank that is not waited for");
-    std::string problem = stranger(caller.get(), source);
-    if (problem.empty()) problem = wrong_hello(source);
+    const bool awaited = source > request_.rank && source < num_ranks_ && !network_.is_remote(source) && !done(source);
+    // Compared with that of another rank if it is of none that is awaited: what is no greeting of this group is told as that.
+    const int supposed = awaited ? source : (request_.rank == 0 ? num_ranks_ - 1 : 0);
+    std::string problem = awaited ? stranger(caller.get(), source) : std::string();
+    if (problem.empty()) problem = wrong_hello(supposed);
+    if (problem.empty() && !awaited) problem = "a greeting of a rank that is not waited for";
     if (!problem.empty()) refuse_caller(std::move(caller), problem);
     check_alive(source);
     if (reader_.has_lost_fds) {
@@ -241,7 +240,7 @@ class Mesh {
     }
     std::shared_ptr<PeerLife> life = std::make_shared<PeerLife>(std::move(reader_.fds.front()));
     say_hello(caller.get(), source);
-    connection(source).socket = std::move(caller);
+    connection(source).wire = std::move(caller);
     connection(source).life = std::move(life);
   }
 
@@ -271,26 +270,29 @@ class Mesh {
   }
 
   void say_hello(int socket, int peer) {
-    const Hello hello{request_.rank, peer, num_ranks_, 0, group_, endpoint(request_.rank)};
+    const Hello hello = make_hello(request_.rank, peer, request_.endpoints, request_.secret);
     std::vector<OwnedFd> fds;
     fds.push_back(OwnedFd::duplicate(request_.life_fd));
-    if (request_.rank == 0) fds.push_back(OwnedFd::duplicate(request_.page_fd));
-    PacketHeader header;
-    header.type = PacketType::kHello;
-    header.message_bytes = header.payload_bytes = sizeof(hello);
+    if (request_.page_fd >= 0) fds.push_back(OwnedFd::duplicate(request_.page_fd));
+    PacketHeader header = small_header(PacketType::kHello, sizeof(hello));
     header.num_fds = static_cast<uint32_t>(fds.size());
     // A fresh socket has room; a peer that is gone already is noticed by its pidfd or by the end of the connection.
     send_packet(socket, header, std::as_bytes(std::span<const Hello, 1>(&hello, 1)), fds);
   }
 
-  // What is wrong with the packet in reader_ as the greeting of `peer`; empty: nothing.
+  // What is wrong with the packet in reader_ as the greeting of `peer`; empty: nothing. With it come its life lock and, of rank 0
+  // of a group on one machine, the group's page.
   std::string wrong_hello(int peer) {
-    return hello_problem(reader_.header, reader_.payload, {peer, request_.rank, num_ranks_, 0, group_, endpoint(peer)});
+    std::string problem = hello_problem(reader_.header, reader_.payload,
+                                        make_hello(peer, request_.rank, request_.endpoints, request_.secret));
+    const bool has_page = peer == 0 && is_one_machine_;
+    if (!problem.empty() || reader_.header.num_fds == (has_page ? 2 : 1)) return problem;
+    return has_page ? "a greeting without its life lock and the group's page" : "a greeting without its life lock";
   }
 
   void take_fds(int peer) {
     std::shared_ptr<PeerLife> life = std::make_shared<PeerLife>(std::move(reader_.fds[0]));
-    if (peer == 0) connection(peer).page = GroupPage::attach(std::move(reader_.fds[1]), num_ranks_);
+    if (peer == 0 && is_one_machine_) connection(peer).page = GroupPage::attach(std::move(reader_.fds[1]), num_ranks_);
     connection(peer).life = std::move(life);
   }
 
@@ -305,14 +307,16 @@ class Mesh {
   void tell_all(const Error& error) noexcept {
     const std::vector<std::byte> bytes = pack_refusal(error);
     for (const Connection& known : connections_) {
-      if (known.socket.valid()) send_small(known.socket.get(), PacketType::kRefusal, bytes);
+      if (known.wire.valid()) send_small(known.wire.fd(), PacketType::kRefusal, bytes);
     }
+    network_.tell_all(bytes);
     for (const OwnedFd& caller : callers_) send_small(caller.get(), PacketType::kRefusal, bytes);
   }
 
   const MeshRequest& request_;
   const int num_ranks_;
-  const uint64_t group_;
+  const bool is_one_machine_;
+  NetworkMesh network_;
   std::vector<Connection> connections_;
   std::vector<OwnedFd> callers_;  // accepted, of the right process, greeting still to come
   PacketReader reader_;
@@ -320,7 +324,25 @@ class Mesh {
 
 }  // namespace
 
-void check_endpoints(int rank, const std::vector<Endpoint>& endpoints, const Endpoint& own) {
+bool on_one_machine(const std::vector<Endpoint>& endpoints) noexcept {
+  return std::all_of(endpoints.begin(), endpoints.end(),
+                     [&](const Endpoint& each) { return on_one_machine(each, endpoints.front()); });
+}
+
+// Pids of two namespaces may be equal and mean two processes, so this comes before any pid is looked at.
+std::string apart_text(int rank, const Endpoint& own, int peer, const Endpoint& other) {
+  const std::string who = name_of(peer) + " runs in another ";
+  if (other.boot_id != own.boot_id) {
+    return name_of(peer) + " runs on another machine than " + name_of(rank) + " (their boot ids differ)";
+  }
+  if (other.pid_namespace != own.pid_namespace) {
+    return who + "pid namespace than " + name_of(rank) + ", so they can't watch each other's process" + kShareProcesses;
+  }
+  return who + "network namespace than " + name_of(rank) +
+         ", so they can't connect; let the ranks share one: containers of one pod, or --network=host";
+}
+
+void check_endpoints(int rank, const std::vector<Endpoint>& endpoints, const Endpoint& own, bool may_span) {
   const auto num_ranks = static_cast<int>(endpoints.size());
   if (num_ranks < 1 || num_ranks > kMaxRanks) {
     throw_invalid_argument(std::to_string(num_ranks) + " endpoints; allowed: 1.." + std::to_string(kMaxRanks));
@@ -328,19 +350,23 @@ void check_endpoints(int rank, const std::vector<Endpoint>& endpoints, const End
   if (rank < 0 || rank >= num_ranks) {
     throw_invalid_argument("rank is " + std::to_string(rank) + "; allowed: 0.." + std::to_string(num_ranks - 1));
   }
+  const bool is_one_machine = on_one_machine(endpoints);
   for (int peer = 0; peer < num_ranks; ++peer) {
     const Endpoint& other = endpoints[static_cast<size_t>(peer)];
     const std::string what = "endpoints[" + std::to_string(peer) + "]";
     parse_endpoint(std::as_bytes(std::span<const Endpoint, 1>(&other, 1)), what);
-    if (other.boot_id != own.boot_id) {
-      throw_unsupported(name_of(peer) + " runs on another machine than " + name_of(rank) +
-                        " (their boot ids differ); this engine needs all ranks on one machine");
+    if (!on_one_machine(other, own) && !may_span) {
+      throw_unsupported(apart_text(rank, own, peer, other) +
+                        ". Ranks of several machines meet by from_env() or from_process_group() alone");
     }
-    if (other.uid != own.uid) {
+    if (may_span && !is_one_machine && other.num_addresses == 0) {
+      throw_unsupported(name_of(peer) + " has no network address by which ranks of other machines could reach it" +
+                        (on_one_machine(other, own) ? "" : "; " + apart_text(rank, own, peer, other)));
+    }
+    if (other.uid != own.uid && on_one_machine(other, own)) {
       throw_unsupported(name_of(peer) + " runs as user " + std::to_string(other.uid) + ", " + name_of(rank) +
                         " as user " + std::to_string(own.uid) + "; all ranks need the same user");
     }
-    check_namespaces(rank, own, peer, other);
     for (int before = 0; before < peer; ++before) {
       if (endpoints[static_cast<size_t>(before)].name != other.name) continue;
       throw_invalid_argument(what + " is the same as endpoints[" + std::to_string(before) + "]");

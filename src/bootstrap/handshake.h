@@ -3,38 +3,49 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "base/fd.h"
 #include "bootstrap/control_plane.h"
 #include "bootstrap/endpoint.h"
+#include "bootstrap/greeting.h"
 #include "bootstrap/group_page.h"
 #include "bootstrap/life_lock.h"
+#include "bootstrap/wire.h"
 
 namespace weft {
 
 struct Connection {
-  OwnedFd socket;
-  OwnedFd pidfd;  // invalid where the kernel gives none
-  std::shared_ptr<PeerLife> life;
-  std::shared_ptr<GroupPage> page;  // of rank 0 alone: it makes the group's
+  Wire wire;
+  OwnedFd pidfd;                    // invalid where the kernel gives none, and of a rank of another machine
+  std::shared_ptr<PeerLife> life;   // likewise
+  std::shared_ptr<GroupPage> page;  // of rank 0 alone, on one machine: it makes the group's
 };
 
 struct MeshRequest {
   int rank;
   const std::vector<Endpoint>& endpoints;
   int listener;  // of this rank
+  int door;      // open; -1 unless there are ranks of other machines
   int life_fd;   // page of this rank's LifeLock
-  int page_fd;   // GroupPage; -1 unless this is rank 0
+  int page_fd;   // GroupPage; -1 unless this is rank 0 and the group is on one machine
   uint64_t deadline_ns;
   const ControlPlane::Poll& poll;
+  GroupSecret secret;
 };
 
-// Throws kInvalidArgument or kUnsupported unless these can be the endpoints of a group in which `own` is `rank`'s.
-void check_endpoints(int rank, const std::vector<Endpoint>& endpoints, const Endpoint& own);
+// Throws kInvalidArgument or kUnsupported unless these can be the endpoints of a group in which `own` is `rank`'s. `may_span`: over
+// several machines.
+void check_endpoints(int rank, const std::vector<Endpoint>& endpoints, const Endpoint& own, bool may_span = false);
 
-// Rank i connects to all j < i and is connected to by the others. Result by rank, this rank's entry is empty.
+// Why two ranks are not on one machine, and what would mend it: "rank 1 runs on another machine than rank 0 (...)".
+std::string apart_text(int rank, const Endpoint& own, int peer, const Endpoint& other);
+
+// Rank i connects to all j < i and is connected to by the others: by unix sockets on its machine, by TCP to those of others. Result by rank, this rank's entry is empty.
 // Errors as connect_processes; a rank that fails tells the others why, as far as they are connected.
 std::vector<Connection> connect_mesh(const MeshRequest& request);
+
+bool on_one_machine(const std::vector<Endpoint>& endpoints) noexcept;  // all of them
 
 }  // namespace weft

@@ -12,6 +12,8 @@
 namespace weft {
 namespace {
 
+std::span<const std::byte> bytes_of(const std::vector<std::byte>& bytes) { return bytes; }
+
 template <class Plain>
 std::span<const std::byte> bytes_of(const Plain& plain) {
   return std::as_bytes(std::span<const Plain, 1>(&plain, 1));
@@ -38,6 +40,13 @@ void Link::send_note(const Note& note) noexcept {
   flush_small();
 }
 
+void Link::send_decision(std::shared_ptr<const std::vector<std::byte>> decision) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (broken_) return;
+  waiting_decision_ = std::move(decision);
+  flush_small();
+}
+
 void Link::flush() noexcept {
   const std::lock_guard lock(mutex_);
   if (!flush_small()) return;
@@ -50,25 +59,30 @@ void Link::flush() noexcept {
 
 bool Link::waits_for_room() const noexcept {
   const std::lock_guard lock(mutex_);
-  return !outgoing_.empty() || waiting_abort_.has_value() || waiting_note_.has_value();
+  return !outgoing_.empty() || waiting_abort_.has_value() || waiting_note_.has_value() || waiting_decision_ ||
+         wire_.has_unsent();
 }
 
 bool Link::unsent() const noexcept {
   const std::lock_guard lock(mutex_);
-  return !outgoing_.empty();
+  return !outgoing_.empty() || wire_.has_unsent();
 }
 
 // False: there is no room for what follows, or nobody who would read it.
 bool Link::flush_small() noexcept {
+  if (broken_) return false;
+  const SendResult rest = wire_.flush();
+  if (rest == SendResult::kGone) drop_outgoing();
+  if (rest != SendResult::kSent) return false;
   const auto send = [this](auto& waiting, PacketType type) {
-    if (broken_) return false;
     if (!waiting) return true;
-    const SendResult result = send_small(socket_.get(), type, bytes_of(*waiting));
+    const SendResult result = wire_.send(small_header(type, bytes_of(*waiting).size()), bytes_of(*waiting), {});
     if (result == SendResult::kGone) drop_outgoing();
     if (result == SendResult::kSent) waiting.reset();
     return result == SendResult::kSent;
   };
-  return send(waiting_abort_, PacketType::kAbort) && send(waiting_note_, PacketType::kNote);
+  return send(waiting_abort_, PacketType::kAbort) && send(waiting_decision_, PacketType::kDecision) &&
+         send(waiting_note_, PacketType::kNote);
 }
 
 bool Link::flush_packet(Outgoing& outgoing) noexcept {
@@ -83,7 +97,7 @@ bool Link::flush_packet(Outgoing& outgoing) noexcept {
   header.offset = static_cast<uint32_t>(outgoing.offset);
   header.payload_bytes = static_cast<uint32_t>(part.size());
   header.num_fds = static_cast<uint32_t>(fds.size());
-  const SendResult result = send_packet(socket_.get(), header, part, fds);
+  const SendResult result = wire_.send(header, part, fds);
   if (result == SendResult::kSent) outgoing.offset += part.size();
   if (result == SendResult::kGone) drop_outgoing();
   return result == SendResult::kSent;
@@ -94,6 +108,7 @@ void Link::drop_outgoing() noexcept {
   outgoing_.clear();
   waiting_abort_.reset();
   waiting_note_.reset();
+  waiting_decision_.reset();
 }
 
 void Link::shut() noexcept {
@@ -105,26 +120,28 @@ void Link::shut() noexcept {
 void Link::say_goodbye(std::string_view why) noexcept {
   flush();
   const std::lock_guard lock(mutex_);
-  if (!broken_) send_small(socket_.get(), PacketType::kGoodbye, std::as_bytes(std::span(why.data(), why.size())));
+  const auto text = std::as_bytes(std::span(why.data(), why.size()));
+  if (!broken_) wire_.send(small_header(PacketType::kGoodbye, text.size()), text, {});
   shut_locked();
 }
 
 void Link::shut_locked() noexcept {
   drop_outgoing();
-  if (socket_.valid()) ::shutdown(socket_.get(), SHUT_RDWR);
+  if (wire_.valid()) ::shutdown(wire_.fd(), SHUT_RDWR);
 }
 
 void Link::close() noexcept {
   const std::lock_guard lock(mutex_);
-  socket_.reset();
+  wire_.reset();
   incoming_ = {};
 }
 
 bool Link::receive(PacketReader& reader, const Events& events, int most_packets) {
   for (int number = 0; number < most_packets; ++number) {
     std::string problem;
-    switch (reader.receive(socket_.get())) {
+    switch (wire_.receive(reader)) {
       case ReceiveResult::kNothing: return false;
+      case ReceiveResult::kUnreachable: is_unreachable_ = true; return true;
       case ReceiveResult::kEnd: return true;
       case ReceiveResult::kBad: problem = reader.problem; break;
       case ReceiveResult::kPacket: problem = take(reader, events); break;
@@ -165,6 +182,7 @@ std::string Link::take(PacketReader& reader, const Events& events) {
     }
     case PacketType::kRefusal: events.goodbye({}); return {};  // it gave up while it connected to others
     case PacketType::kHello: return "a second greeting";
+    case PacketType::kDecision: return events.decision ? events.decision(payload) : "a decision";
   }
   return "a packet of unknown type";
 }

@@ -14,11 +14,13 @@ namespace weft {
 struct LocalHub::State {
   std::vector<std::unique_ptr<Board>> boards;  // by rank, there from the start
   std::vector<std::atomic<bool>> taken;
-  std::shared_ptr<GroupPage> page;
+  std::shared_ptr<PageLedger> ledger;
   std::vector<uint64_t> incarnations;  // one a thread; the page's group is the hub's own, so numbers will do
 
-  explicit State(int num_ranks) : taken(static_cast<size_t>(num_ranks)), page(GroupPage::create(num_ranks)) {
+  explicit State(int num_ranks) : taken(static_cast<size_t>(num_ranks)) {
+    const std::shared_ptr<GroupPage> page = GroupPage::create(num_ranks);
     page->drop_fd();
+    ledger = std::make_shared<PageLedger>(page);
     for (int rank = 0; rank < num_ranks; ++rank) {
       boards.push_back(std::make_unique<Board>(rank, num_ranks));
       incarnations.push_back(static_cast<uint64_t>(rank) + 1);
@@ -42,7 +44,8 @@ class LocalControlPlane final : public ControlPlane {
   int rank() const noexcept override { return rank_; }
   int num_ranks() const noexcept override { return static_cast<int>(hub_->boards.size()); }
   bool is_local() const noexcept override { return true; }
-  GroupPage& page() const noexcept override { return *hub_->page; }
+  Ledger& ledger() const noexcept override { return *hub_->ledger; }
+  bool is_near(int) const noexcept override { return true; }
   const std::vector<uint64_t>& incarnations() const noexcept override { return hub_->incarnations; }
 
   std::vector<Parcel> exchange(const std::vector<int>& members, uint64_t tag, const std::vector<std::byte>& bytes,

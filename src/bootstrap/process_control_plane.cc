@@ -1,11 +1,15 @@
+// check: allow-in-file file-size: one class
 // Processes as ranks. Threads: one monitor (all sockets and pidfds), one watcher a peer (its life lock), one holder of
 // our own life lock. The monitor always reads, so two ranks that send much to each other never wait for each other.
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -54,27 +58,35 @@ void watch(const std::shared_ptr<PeerLife>& life, const std::shared_ptr<Board>& 
 struct Peer {
   Peer(int rank_in, Connection&& connection)
       : rank(rank_in),
-        link(std::move(connection.socket)),
+        link(std::move(connection.wire)),
         pidfd(std::move(connection.pidfd)),
         life(connection.life),
+        is_near(life != nullptr),
         running(pidfd.valid()) {}
+
+  bool said_goodbye() const { return life && life->said_goodbye(); }
 
   const int rank;
   Link link;
-  OwnedFd pidfd;                   // monitor only, while it runs
-  std::shared_ptr<PeerLife> life;  // empty: all of this peer was given back
-  bool connected = true;           // monitor only: its socket has not ended
-  bool running;                    // monitor only: its pidfd has not fired
+  OwnedFd pidfd;  // monitor only, while it runs
+  std::shared_ptr<PeerLife> life;
+  const bool is_near;          // on this machine; else it has neither pidfd nor life page
+  bool is_given_back = false;  // monitor only: all of this peer was given back
+  bool connected = true;       // monitor only: its socket has not ended
+  bool running;                // monitor only: its pidfd has not fired
 };
 
 class ProcessControlPlane final : public ControlPlane {
  public:
   ProcessControlPlane(int rank, std::vector<uint64_t>&& incarnations, std::unique_ptr<LifeLock> own_life,
-                      std::shared_ptr<GroupPage> page, std::vector<Connection>&& connections)
+                      std::shared_ptr<Ledger> ledger, std::vector<Connection>&& connections,
+                      std::shared_ptr<StoreLedger> store, std::shared_ptr<Decider> decider)
       : rank_(rank),
         num_ranks_(static_cast<int>(incarnations.size())),
         incarnations_(std::move(incarnations)),
-        page_(std::move(page)),
+        ledger_(std::move(ledger)),
+        store_(std::move(store)),
+        decider_(std::move(decider)),
         board_(std::make_shared<Board>(rank, num_ranks_)),
         own_life_(std::move(own_life)),
         wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
@@ -85,9 +97,10 @@ class ProcessControlPlane final : public ControlPlane {
       peers_[static_cast<size_t>(peer)] =
           std::make_unique<Peer>(peer, std::move(connections[static_cast<size_t>(peer)]));
     }
+    if (store_) store_->set_announce([this](const Decision& decision) { publish_decision(decision); });
     try {
       for (const auto& peer : peers_) {
-        if (!peer) continue;
+        if (!peer || !peer->is_near) continue;
         start_thread("weft-watch", [life = peer->life, board = board_, rank = peer->rank] {
           watch(life, board, rank);
         }).detach();
@@ -106,7 +119,11 @@ class ProcessControlPlane final : public ControlPlane {
 
   int rank() const noexcept override { return rank_; }
   int num_ranks() const noexcept override { return num_ranks_; }
-  GroupPage& page() const noexcept override { return *page_; }
+  Ledger& ledger() const noexcept override { return *ledger_; }
+  bool is_near(int rank) const noexcept override {
+    const auto& peer = peers_[static_cast<size_t>(rank)];
+    return !peer || peer->is_near;
+  }
   const std::vector<uint64_t>& incarnations() const noexcept override { return incarnations_; }
 
   std::vector<Parcel> exchange(const std::vector<int>& members, uint64_t tag, const std::vector<std::byte>& bytes,
@@ -122,7 +139,12 @@ class ProcessControlPlane final : public ControlPlane {
     told.reporter = rank_;
     told.is_ours = 0;
     Link& link = peers_[static_cast<size_t>(rank)]->link;
-    link.send_abort(told);
+    if (store_ && reason.code == AbortCode::kDecided) {
+      const std::optional<Decision> newest = store_->newest();
+      if (newest) link.send_decision(std::make_shared<std::vector<std::byte>>(pack_decision(*newest)));
+    } else {
+      link.send_abort(told);
+    }
     if (link.waits_for_room()) wake_monitor();
   }
 
@@ -156,6 +178,8 @@ class ProcessControlPlane final : public ControlPlane {
   void close(std::string_view why) noexcept override { close_once(why); }
 
  private:
+  void publish_decision(const Decision& decision);
+  std::string hear_decision(std::span<const std::byte> bytes);
   void run_monitor();
   std::vector<pollfd> watched_fds();
   void read_from(Peer& peer, PacketReader& reader, int most_packets);
@@ -167,7 +191,9 @@ class ProcessControlPlane final : public ControlPlane {
   const int rank_;
   const int num_ranks_;
   const std::vector<uint64_t> incarnations_;
-  const std::shared_ptr<GroupPage> page_;
+  const std::shared_ptr<Ledger> ledger_;
+  const std::shared_ptr<StoreLedger> store_;  // the same, between machines
+  const std::shared_ptr<Decider> decider_;    // likewise
   const int owner_pid_ = getpid();
   std::shared_ptr<Board> board_;  // shared with the watchers
   std::unique_ptr<LifeLock> own_life_;
@@ -180,6 +206,11 @@ std::vector<Parcel> ProcessControlPlane::exchange(const std::vector<int>& member
                                                   const std::vector<std::byte>& bytes, const std::vector<int>& fds,
                                                   uint64_t deadline_ns, const Poll& poll) {
   board_->check(members, tag, bytes.size(), fds.size());
+  for (const int member : members) {
+    if (fds.empty() || is_near(member)) continue;
+    throw_unsupported("rank " + std::to_string(member) + " runs on another machine than rank " + std::to_string(rank_) +
+                      ", so it can't be given file descriptors");
+  }
   auto message = std::make_shared<OutgoingMessage>(OutgoingMessage{tag, bytes, {}});
   Parcel mine{bytes, {}};
   for (const int fd : fds) {
@@ -230,7 +261,7 @@ void ProcessControlPlane::run_monitor() {
       }
       if (ended) {
         peer.running = false;
-        if (peer.life->said_goodbye()) {
+        if (peer.said_goodbye()) {
           board_->gone(peer.rank, DetectionChannel::kGoodbye, kClosedText);
         } else {
           board_->gone(peer.rank, DetectionChannel::kPidfd, "died");
@@ -244,15 +275,17 @@ void ProcessControlPlane::run_monitor() {
 // R24: what belongs to a peer goes with it, each part when it has told all it can tell. One that closed in order, and one
 // that is gone and no member any more, have nothing more to tell.
 void ProcessControlPlane::give_back(Peer& peer) noexcept {
-  if (!peer.life) return;
-  if (!peer.connected && peer.life->said_goodbye()) peer.running = false;
+  if (peer.is_given_back) return;
+  if (!peer.connected && peer.said_goodbye()) peer.running = false;
   if (!board_->is_watched(peer.rank)) peer.connected = false;  // its pidfd still proves its end
   if (!peer.running) peer.pidfd.reset();
   if (!peer.connected) {
     peer.link.shut();
     peer.link.close();
   }
-  if (!peer.running && !peer.connected) peer.life.reset();
+  if (peer.running || peer.connected) return;
+  peer.life.reset();
+  peer.is_given_back = true;
 }
 
 // Entry 0: wake_; then for each rank its socket and its pidfd (-1, which poll skips, where there is nothing to see).
@@ -281,14 +314,38 @@ void ProcessControlPlane::read_from(Peer& peer, PacketReader& reader, int most_p
       [&](const Note& note) { board_->note(rank, note); },
       [&](const std::string& why) { board_->gone(rank, DetectionChannel::kGoodbye, kClosedText, why); },
       [&](const std::string& why) { board_->gone(rank, DetectionChannel::kRefused, why); },
+      [&](std::span<const std::byte> bytes) { return hear_decision(bytes); },
   };
   if (!peer.link.receive(reader, events, most_packets)) return;
   peer.connected = false;
-  if (peer.life->said_goodbye()) {
+  if (peer.said_goodbye()) {
     board_->gone(rank, DetectionChannel::kGoodbye, kClosedText);
+  } else if (peer.link.is_unreachable()) {
+    board_->gone(rank, DetectionChannel::kUnreachable,
+                 "is unreachable: its machine, or the network between, does not answer");
   } else {
     board_->gone(rank, DetectionChannel::kSocketEnd, "died (its connection ended)");
   }
+}
+
+// To all, those that are left out and those that are no members any more included: who is in a meeting that it ends, leaves it.
+void ProcessControlPlane::publish_decision(const Decision& decision) {
+  const auto bytes = std::make_shared<const std::vector<std::byte>>(pack_decision(decision));
+  for (const auto& peer : peers_) {
+    if (!peer) continue;
+    peer->link.send_decision(bytes);
+    if (peer->link.waits_for_room()) wake_monitor();
+  }
+}
+
+std::string ProcessControlPlane::hear_decision(std::span<const std::byte> bytes) {
+  const std::optional<Decision> decision = store_ ? read_decision(bytes, store_->group()) : std::nullopt;
+  if (!decision) return "a decision that can't be believed";
+  if (!store_->learn(*decision)) return {};
+  AbortReason told;
+  told.code = AbortCode::kDecided;
+  board_->published(told);
+  return {};
 }
 
 void ProcessControlPlane::wake_monitor() noexcept {
@@ -300,6 +357,7 @@ void ProcessControlPlane::wake_monitor() noexcept {
 void ProcessControlPlane::close_once(std::string_view why) noexcept {
   if (getpid() != owner_pid_ || board_->closed()) return;
   const std::string line = one_line(why, AbortReason::kTextBytes);
+  if (decider_) decider_->close();
   own_life_->say_goodbye();  // first: whatever the peers see from now on is no death
   board_->close();
   wake_monitor();
@@ -324,20 +382,35 @@ void ProcessControlPlane::leak() noexcept {
 }  // namespace
 
 std::unique_ptr<ControlPlane> connect_processes(int rank, const std::vector<Endpoint>& endpoints, Listener&& listener,
-                                                uint64_t deadline_ns, const ControlPlane::Poll& poll) {
-  const Listener own_listener(std::move(listener));  // closed on return, whatever happens
-  check_endpoints(rank, endpoints, own_listener.endpoint());
+                                                uint64_t deadline_ns, const ControlPlane::Poll& poll,
+                                                const Across& across) {
+  Listener own_listener(std::move(listener));  // closed on return, whatever happens
+  check_endpoints(rank, endpoints, own_listener.endpoint(), across.decider != nullptr);
+  const bool is_one_machine = on_one_machine(endpoints);
+  const GroupSecret secret = group_secret(endpoints, across.secret);
   auto life = std::make_unique<LifeLock>();
   std::shared_ptr<GroupPage> page;
-  if (rank == 0) page = GroupPage::create(static_cast<int>(endpoints.size()));
+  if (rank == 0 && is_one_machine) page = GroupPage::create(static_cast<int>(endpoints.size()));
   const int page_fd = page ? page->fd() : -1;
-  auto connections = connect_mesh({rank, endpoints, own_listener.fd(), life->fd(), page_fd, deadline_ns, poll});
-  if (!page) page = connections[0].page;
-  page->drop_fd();
+  if (!is_one_machine) own_listener.door()->open();
+  const int door = is_one_machine ? -1 : own_listener.door()->fd();
+  auto connections =
+      connect_mesh({rank, endpoints, own_listener.fd(), door, life->fd(), page_fd, deadline_ns, poll, secret});
+  std::shared_ptr<Ledger> ledger;
+  std::shared_ptr<StoreLedger> store;
+  if (is_one_machine) {
+    if (!page) page = connections[0].page;
+    page->drop_fd();
+    ledger = std::make_shared<PageLedger>(page);
+  } else {
+    GroupId group{};
+    std::copy_n(secret.id.begin(), group.size(), group.begin());
+    ledger = store = std::make_shared<StoreLedger>(group, across.decider);
+  }
   std::vector<uint64_t> incarnations;
   for (const Endpoint& endpoint : endpoints) incarnations.push_back(incarnation_of(endpoint));
-  return std::make_unique<ProcessControlPlane>(rank, std::move(incarnations), std::move(life), std::move(page),
-                                               std::move(connections));
+  return std::make_unique<ProcessControlPlane>(rank, std::move(incarnations), std::move(life), std::move(ledger),
+                                               std::move(connections), std::move(store), across.decider);
 }
 
 }  // namespace weft

@@ -80,17 +80,19 @@ SendResult send_packet(int socket, const PacketHeader& header, std::span<const s
   }
 }
 
-SendResult send_small(int socket, PacketType type, std::span<const std::byte> payload) noexcept {
+PacketHeader small_header(PacketType type, size_t num_bytes) noexcept {
   PacketHeader header;
   header.type = type;
-  header.message_bytes = header.payload_bytes = static_cast<uint32_t>(payload.size());
-  return send_packet(socket, header, payload, {});
+  header.message_bytes = header.payload_bytes = static_cast<uint32_t>(num_bytes);
+  return header;
+}
+
+SendResult send_small(int socket, PacketType type, std::span<const std::byte> payload) noexcept {
+  return send_packet(socket, small_header(type, payload.size()), payload, {});
 }
 
 ReceiveResult PacketReader::receive(int socket) {
-  fds.clear();
-  has_lost_fds = false;
-  problem.clear();
+  clear();
   iovec part{buffer_.data(), buffer_.size()};
   ControlBuffer control;
   msghdr message{};
@@ -111,21 +113,41 @@ ReceiveResult PacketReader::receive(int socket) {
   return ReceiveResult::kBad;
 }
 
-bool PacketReader::well_formed(size_t num_bytes, int flags) {
-  const auto refuse = [this](std::string text) {
-    problem = std::move(text);
-    return false;
-  };
-  if (num_bytes < sizeof(PacketHeader)) return refuse("a packet of " + std::to_string(num_bytes) + " bytes");
-  std::memcpy(&header, buffer_.data(), sizeof(PacketHeader));
+void PacketReader::clear() noexcept {
+  fds.clear();
+  has_lost_fds = false;
+  problem.clear();
+}
+
+bool PacketReader::refuse(std::string text) {
+  problem = std::move(text);
+  return false;
+}
+
+bool PacketReader::take(std::span<const std::byte> bytes) {
+  std::memcpy(buffer_.data(), bytes.data(), std::min(bytes.size(), buffer_.size()));
+  return well_formed(bytes.size(), 0);
+}
+
+bool PacketReader::check_header(std::span<const std::byte> bytes) {
+  if (bytes.size() < sizeof(PacketHeader)) return refuse("a packet of " + std::to_string(bytes.size()) + " bytes");
+  std::memcpy(&header, bytes.data(), sizeof(PacketHeader));
   if (header.magic != kPacketMagic) return refuse("a packet with a wrong magic number");
   if (header.version != kPacketVersion) {
     return refuse("a packet of version " + std::to_string(header.version) + "; this Weft speaks version " +
                   std::to_string(kPacketVersion));
   }
-  if (header.type < PacketType::kHello || header.type > PacketType::kNote) {
+  if (header.type < PacketType::kHello || header.type > PacketType::kDecision) {
     return refuse("a packet of unknown type " + std::to_string(static_cast<int>(header.type)));
   }
+  if (header.payload_bytes > kMaxPayloadBytes) {
+    return refuse("a packet of " + std::to_string(header.payload_bytes) + " bytes");
+  }
+  return true;
+}
+
+bool PacketReader::well_formed(size_t num_bytes, int flags) {
+  if (!check_header({buffer_.data(), num_bytes})) return false;
   const bool whole = header.type == PacketType::kMessage || header.message_bytes == header.payload_bytes;
   const uint64_t end = uint64_t{header.offset} + header.payload_bytes;
   if ((flags & MSG_TRUNC) != 0 || header.payload_bytes != num_bytes - sizeof(PacketHeader) || !whole ||

@@ -17,10 +17,10 @@
 namespace weft {
 
 inline constexpr uint32_t kPacketMagic = 0x4b504657;  // "WFPK"
-inline constexpr uint16_t kPacketVersion = 3;
+inline constexpr uint16_t kPacketVersion = 4;
 inline constexpr size_t kMaxPayloadBytes = 32 << 10;  // of one packet: several fit into a socket's default buffer
 
-enum class PacketType : uint16_t { kHello = 1, kRefusal, kMessage, kAbort, kGoodbye, kNote };
+enum class PacketType : uint16_t { kHello = 1, kRefusal, kMessage, kAbort, kGoodbye, kNote, kDecision };
 
 struct PacketHeader {
   uint32_t magic = kPacketMagic;
@@ -54,10 +54,12 @@ enum class SendResult { kSent, kFull, kGone };
 SendResult send_packet(int socket, const PacketHeader& header, std::span<const std::byte> payload,
                        std::span<const OwnedFd> fds) noexcept;
 
+PacketHeader small_header(PacketType type, size_t num_bytes) noexcept;
+
 // A message that fits into one packet.
 SendResult send_small(int socket, PacketType type, std::span<const std::byte> payload) noexcept;
 
-enum class ReceiveResult { kPacket, kNothing, kEnd, kBad };
+enum class ReceiveResult { kPacket, kNothing, kEnd, kUnreachable, kBad };  // kUnreachable: of streams alone
 
 class PacketReader {
  public:
@@ -67,6 +69,12 @@ class PacketReader {
   // process has no room for more. kBad: `problem` says what is wrong with it.
   ReceiveResult receive(int socket);
 
+  // The same of a stream, from bytes that have come: clear() first; check_header() as soon as a header is there, so that nothing is
+  // waited for that it should not announce; then take() a whole packet, which stays valid until clear(). False: `problem`.
+  void clear() noexcept;
+  bool check_header(std::span<const std::byte> bytes);
+  bool take(std::span<const std::byte> bytes);
+
   PacketHeader header;
   std::span<const std::byte> payload;
   std::vector<OwnedFd> fds;
@@ -75,6 +83,7 @@ class PacketReader {
 
  private:
   bool well_formed(size_t num_bytes, int flags);
+  bool refuse(std::string text);
 
   std::vector<std::byte> buffer_;
 };

@@ -47,7 +47,7 @@ Communicator::Communicator(std::unique_ptr<ControlPlane> plane, u32 first_epoch)
       rank_(plane_->rank()),
       num_ranks_(plane_->num_ranks()),
       epoch_(first_epoch),
-      membership_(rank_, plane_->incarnations(), plane_->page().group(), first_epoch),
+      membership_(rank_, plane_->incarnations(), plane_->ledger().group(), first_epoch),
       next_epoch_(first_epoch + 1) {
   for (int rank = 0; rank < num_ranks_; ++rank) active_.push_back(rank);
   active_mask_ = mask_of(active_);
@@ -103,6 +103,17 @@ void Communicator::remove_window(MemberWindow* window) {
   std::erase(windows_, window);
 }
 
+void Communicator::check_one_machine(const std::string& what) const {
+  std::vector<int> far;
+  for (const int rank : active_) {
+    if (!is_near(rank)) far.push_back(rank);
+  }
+  if (far.empty()) return;
+  throw_unsupported("rank " + std::to_string(rank_) + ": " + ranks_text(far) + (far.size() == 1 ? " runs" : " run") +
+                    " on another machine; " + what +
+                    " needs all active ranks on one, since rows do not cross machines yet");
+}
+
 bool Communicator::is_broken() const {
   const std::lock_guard lock(mutex_);
   return reason_.code != AbortCode::kNone;
@@ -141,6 +152,10 @@ Error Communicator::error_of(const AbortReason& reason) const {
     case AbortCode::kPeerLost:
       return Error(ErrorCode::kPeerLost, me + culprit + " is gone: its process ended" + way_out, op, reason.sequence,
                    {reason.rank});
+    case AbortCode::kUnreachable:
+      return Error(ErrorCode::kPeerLost,
+                   me + culprit + " is unreachable: its machine, or the network between, does not answer" + way_out, op,
+                   reason.sequence, {reason.rank});
     case AbortCode::kPeerClosed:
       return Error(ErrorCode::kPeerLost, me + culprit + closed_text(reason) + way_out, op, reason.sequence,
                    {reason.rank});
@@ -191,6 +206,7 @@ void Communicator::log_left(const AbortReason& reason, u32 op_kind) const {
   std::string what = "rank " + std::to_string(reason.rank);
   switch (reason.code) {
     case AbortCode::kPeerLost: what += " is gone (process ended)"; break;
+    case AbortCode::kUnreachable: what += " is unreachable (its machine does not answer)"; break;
     case AbortCode::kPeerClosed: what += closed_text(reason); break;
     case AbortCode::kInterrupted: what += " was interrupted"; break;
     case AbortCode::kPeerTimeout:
@@ -318,7 +334,7 @@ Origin Communicator::origin() const {
 
 std::map<int, std::string> Communicator::refusals(u64 ranks) const {
   std::map<int, std::string> all;
-  const GroupId group = plane_->page().group();
+  const GroupId group = plane_->ledger().group();
   for (const int rank : ranks_of(ranks & active_mask_)) {
     const Note note = plane_->note_of(rank);
     const std::string text = text_of(note);

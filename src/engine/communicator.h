@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -36,7 +37,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Signals in the windows carry the low 16 bits: every epoch has fresh pages, so an old word with the same is on none (R23).
   u32 epoch() const { return epoch_; }
   const std::vector<int>& active_ranks() const { return active_; }
-  bool is_local() const { return plane_->is_local(); }  // ranks are threads of one process
+  bool is_local() const { return plane_->is_local(); }            // ranks are threads of one process
+  bool is_near(int rank) const { return plane_->is_near(rank); }  // on this rank's machine
+  // Error kUnsupported unless all active ranks are on one machine: `what` needs that.
+  void check_one_machine(const std::string& what) const;
   bool is_active(int rank) const { return (active_mask_ >> rank & 1) != 0; }
   std::vector<Detection> detections() const { return plane_->detections(); }
 
@@ -115,12 +119,22 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     u64 deadline_ns;
     const Poll& poll;
     std::vector<Parcel> parcels;  // of the last meeting, by rank
+    Wait wait() const { return {deadline_ns, poll}; }
   };
   void check_members(const std::vector<int>& ranks) const;
   void check_idle();
   void note_gone();
   void run_recovery(const RecoverWish& wish, u64 deadline_ns, const Poll& poll);
-  std::optional<MembershipAction> ask(const MembershipEvent& event);
+  std::optional<MembershipAction> ask(const MembershipEvent& event, const Wait& wait);
+  struct Driven {
+    std::optional<MembershipAction> last;  // that is wanted of the caller
+    RankSet told;                          // who is to be told to look
+    std::exception_ptr failure;            // what the wait was left with
+  };
+  Driven drive(const MembershipEvent& event, const Wait& wait);  // driver_mutex_ is held
+  void finish(const Driven& driven);
+  MembershipEvent do_on_ledger(const MembershipAction& action, const Wait& wait);
+  MembershipActions step(const MembershipEvent& event);
   MembershipEvent word_after(u32 epoch);
   std::optional<MembershipAction> take_part(const MembershipAction& action, Call& call);
   bool is_superseded(u32 epoch) const;
@@ -131,6 +145,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   [[noreturn]] void raise_failure(const MembershipAction& action);
   void note_eviction(const MembershipAction& action);
   void look();
+  void look_if_told();
   void enter_epoch(const std::vector<int>& ranks, u32 epoch);
   bool ends_attempt(const AbortReason& reason);  // mutex_ is held
   void raise_if_attempt_aborted();
@@ -148,10 +163,14 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   u32 meeting_epoch_ = 0;  // in which the meetings are counted
   u64 num_meetings_ = 0;
 
-  mutable std::mutex membership_mutex_;  // before mutex_; held for as long as it takes to ask the page
+  std::mutex driver_mutex_;  // before the two below; of whoever drives the machine, while it waits for a store, too
+  std::atomic<bool> is_told_{false};             // somebody said that an epoch was decided, and nobody has looked since
+  std::optional<MembershipRecord> kept_record_;  // for the machine, while it reads it; driver_mutex_
+  std::optional<MembershipRecord> meeting_record_;  // likewise; of the thread that recovers
+  std::string control_lost_text_;                   // of the thread that recovers
+  mutable std::mutex membership_mutex_;             // before mutex_; never held for long
   Membership membership_;
-  std::optional<MembershipRecord> kept_record_;  // for the machine, while it reads it
-  std::atomic<u32> next_epoch_;                  // after the newest one known: what look() looks at
+  std::atomic<u32> next_epoch_;  // after the newest one known: what look() looks at
 
   mutable std::mutex mutex_;  // guards what follows; never held while calling what may wait or call back
   std::vector<MemberWindow*> windows_;

@@ -128,11 +128,15 @@ void Communicator::run_recovery(const RecoverWish& wish, u64 deadline_ns, const 
     const std::lock_guard lock(self->mutex_);
     self->attempt_ = 0;
   });
-  Call call{deadline_ns, poll, {}};
+  const Poll watch = [&] {
+    if (poll) poll();
+    raise_if_attempt_aborted();
+  };
+  Call call{deadline_ns, watch, {}};
   Event begin;
   begin.kind = Event::Kind::kRecover;
   begin.wish = wish;
-  std::optional<Action> action = ask(begin);
+  std::optional<Action> action = ask(begin, call.wait());
   while (action && action->kind != Action::Kind::kEnter) {  // bounded: all waits in it end at the deadline
     action = take_part(*action, call);
   }
@@ -140,51 +144,92 @@ void Communicator::run_recovery(const RecoverWish& wish, u64 deadline_ns, const 
   enter_epoch(action->ranks.ranks(), action->epoch);
 }
 
-// Tells the machine what happened and does what it wants of the page; the last thing that is wanted of others is the caller's.
-std::optional<Action> Communicator::ask(const Event& event) {
-  std::optional<Action> last;
-  RankSet told;
+MembershipActions Communicator::step(const Event& event) {
+  const std::lock_guard lock(membership_mutex_);
+  const MembershipActions actions = membership_.step(event);
+  next_epoch_.store(membership_.newest() + 1, std::memory_order_relaxed);
+  return actions;
+}
+
+// Tells the machine what happened and does what it wants of the ledger; the last thing that is wanted of others is the caller's.
+std::optional<Action> Communicator::ask(const Event& event, const Wait& wait) {
+  Driven driven;
   {
-    const std::lock_guard lock(membership_mutex_);
-    std::deque<Action> wanted;
-    const auto step = [&](const Event& next) {
-      for (const Action& action : membership_.step(next)) wanted.push_back(action);
-    };
-    step(event);
-    for (; !wanted.empty(); wanted.pop_front()) {
-      const Action action = wanted.front();
-      const bool decides = action.kind == Action::Kind::kDecide || action.kind == Action::Kind::kMove;
-      if (action.kind == Action::Kind::kTell) {
-        told = told | action.ranks;
-      } else if (action.kind == Action::Kind::kShow) {
-        continue;  // nobody proposes changes yet, so nobody looks at it
-      } else if (!decides && action.kind != Action::Kind::kRead) {
-        last = action;
-      } else {
-        Event answer;
-        std::optional<MembershipRecord> record;
-        try {
-          answer.kind = Event::Kind::kWord;
-          GroupPage& page = plane_->page();
-          if (action.kind == Action::Kind::kDecide) page.put(rank_, membership_.draft());
-          answer.word =
-              decides ? page.words().compare_set(action.expected, action.desired) : page.words().read(action.epoch);
-          if (answer.word.state != RegisterState::kOpen) record = page.find(answer.word);
-          answer.record = record ? &*record : nullptr;
-        } catch (const Error& error) {
-          if (error.code != ErrorCode::kInvalidState) throw;
-          answer.kind = Event::Kind::kForgotten;
-          answer.epoch = action.kind == Action::Kind::kRead ? action.epoch : action.expected.epoch;
-        }
-        step(answer);
+    const std::lock_guard lock(driver_mutex_);
+    driven = drive(event, wait);
+  }
+  finish(driven);
+  look_if_told();  // who was told meanwhile found this thread at the wheel
+  if (driven.failure) std::rethrow_exception(driven.failure);
+  return driven.last;
+}
+
+Communicator::Driven Communicator::drive(const Event& event, const Wait& wait) {
+  Driven driven;
+  std::deque<Action> wanted;
+  const auto take = [&](const Event& next) {
+    for (const Action& action : step(next)) wanted.push_back(action);
+  };
+  take(event);
+  while (!wanted.empty()) {  // bounded: an answer leads on to the next epoch, or ends
+    const Action action = wanted.front();
+    wanted.pop_front();
+    if (action.kind == Action::Kind::kTell) {
+      driven.told = driven.told | action.ranks;
+    } else if (action.kind == Action::Kind::kShow) {
+      continue;  // nobody proposes changes yet, so nobody looks at it
+    } else if (action.kind != Action::Kind::kRead && action.kind != Action::Kind::kDecide &&
+               action.kind != Action::Kind::kMove) {
+      driven.last = action;
+    } else {
+      try {
+        take(do_on_ledger(action, wait));
+      } catch (...) {  // the caller leaves: what the machine wants after that waits for nobody
+        driven.failure = std::current_exception();
+        Event left;
+        left.kind = Event::Kind::kLeave;
+        take(left);
       }
     }
-    next_epoch_.store(membership_.newest() + 1, std::memory_order_relaxed);
   }
+  return driven;
+}
+
+// Without the driver's lock: who is told may look at once, in this thread, and tell this rank.
+void Communicator::finish(const Driven& driven) {
   AbortReason decided;
   decided.code = AbortCode::kDecided;
-  for (const int rank : told.ranks()) plane_->tell(rank, decided);
-  return last;
+  for (const int rank : driven.told.ranks()) plane_->tell(rank, decided);
+}
+
+// Who looks for nobody's call takes what is known here, and never waits.
+Event Communicator::do_on_ledger(const Action& action, const Wait& wait) {
+  Ledger& ledger = plane_->ledger();
+  Event answer;
+  answer.kind = Event::Kind::kWord;
+  answer.epoch = action.kind == Action::Kind::kRead ? action.epoch : action.expected.epoch;
+  try {
+    std::unique_lock lock(membership_mutex_);
+    const bool is_calling = membership_.is_calling();
+    const MembershipRecord draft = membership_.draft();
+    lock.unlock();
+    Decision found;
+    if (action.kind == Action::Kind::kRead) {
+      found = is_calling ? ledger.read(action.epoch, wait) : ledger.find(action.epoch);
+    } else {
+      const bool is_new = action.kind == Action::Kind::kDecide;
+      found = ledger.set(rank_, is_new ? &draft : nullptr, action.expected, action.desired, wait);
+    }
+    answer.word = found.word;
+    kept_record_ = found.record;
+    answer.record = kept_record_ ? &*kept_record_ : nullptr;
+    if (found.is_forgotten) answer.kind = Event::Kind::kForgotten;
+  } catch (const Error& error) {
+    if (error.code != ErrorCode::kControlLost) throw;
+    control_lost_text_ = error.text;
+    answer.kind = Event::Kind::kDeadline;
+  }
+  return answer;
 }
 
 std::optional<Action> Communicator::take_part(const Action& action, Call& call) {
@@ -193,7 +238,7 @@ std::optional<Action> Communicator::take_part(const Action& action, Call& call) 
   try {
     event = action.kind == Action::Kind::kMeet ? meet(action, call) : renew(action, call);
   } catch (const Superseded&) {
-    const std::optional<Action> next = ask(word_after(action.epoch));
+    const std::optional<Action> next = ask(word_after(action.epoch), call.wait());
     if (!next) throw_internal("a decision that can't be found again");
     return next;
   } catch (Error& error) {
@@ -201,30 +246,27 @@ std::optional<Action> Communicator::take_part(const Action& action, Call& call) 
     if (error.code == ErrorCode::kPeerLost) event.kind = Event::Kind::kGone;
     if (error.code == ErrorCode::kPeerTimeout) event.kind = Event::Kind::kDeadline;
     event.ranks = RankSet::of(error.peers);
-    const std::optional<Action> next = ask(event);
+    const std::optional<Action> next = ask(event, call.wait());
     if (error.code == ErrorCode::kPeerLost && next) return next;
     if (next && next->failure == Failure::kEvicted) raise_failure(*next);
     if (error.code == ErrorCode::kPeerTimeout) error.text += text_of(refusals(mask_of(error.peers)));
     throw;
   } catch (...) {
     event.kind = Event::Kind::kLeave;
-    ask(event);
+    ask(event, call.wait());
     throw;
   }
-  return ask(event);
+  return ask(event, call.wait());
 }
 
 Event Communicator::word_after(u32 epoch) {
+  const Decision found = plane_->ledger().find(epoch + 1);
   Event event;
-  event.kind = Event::Kind::kWord;
-  try {
-    event.word = plane_->page().words().read(epoch + 1);
-    kept_record_ = plane_->page().find(event.word);
-    event.record = kept_record_ ? &*kept_record_ : nullptr;
-  } catch (const Error&) {
-    event.kind = Event::Kind::kForgotten;
-    event.epoch = epoch + 1;
-  }
+  event.kind = found.is_forgotten ? Event::Kind::kForgotten : Event::Kind::kWord;
+  event.epoch = epoch + 1;
+  event.word = found.word;
+  meeting_record_ = found.record;
+  event.record = meeting_record_ ? &*meeting_record_ : nullptr;
   return event;
 }
 
@@ -239,18 +281,15 @@ void Communicator::watch_meeting(u32 epoch, const Call& call, WaitLog& log) {
 // Whether somebody who is waited for in the meeting of `epoch` will not come any more, or this rank is not wanted. Who has ended
 // this meeting and begun the next one owes nothing: its parcels are here, or come before those of the next one.
 bool Communicator::is_superseded(u32 epoch) const {
-  PageRegister& words = plane_->page().words();
-  if (!words.is_decided(epoch + 1)) return false;
+  Ledger& ledger = plane_->ledger();
+  if (!ledger.is_decided(epoch + 1)) return false;
   if ((plane_->newest_silent_tag(kRebuildTag, kPrefixMask) >> kStepBits & 0xffffffff) > epoch) return true;
   RankSet needed = RankSet::of(plane_->silent_ranks());
   needed.add(rank_);
-  for (u32 later = epoch + 1; words.is_decided(later); ++later) {
-    try {
-      const std::optional<MembershipRecord> record = plane_->page().find(words.read(later));
-      if (!record || !(needed - record->active).empty()) return true;
-    } catch (const Error&) {
-      return true;  // forgotten: left behind
-    }
+  for (u32 later = epoch + 1; ledger.is_decided(later); ++later) {
+    const Decision found = ledger.find(later);
+    if (found.is_forgotten || !found.record) return true;  // left behind
+    if (!(needed - found.record->active).empty()) return true;
   }
   return false;
 }
@@ -345,8 +384,8 @@ void Communicator::raise_failure(const Action& action) {
           " before this call; a later wish does not change that. Call rebuild() with them, or recover()");
     case Failure::kLastEpoch: throw_invalid_state("rebuild: no more epochs; make a new communicator");
     case Failure::kDamaged: throw_internal("the record of epoch " + std::to_string(action.epoch + 1) + " is damaged");
+    case Failure::kControlLost: throw Error(ErrorCode::kControlLost, me + control_lost_text_, "recover", 0, {});
     case Failure::kPeersLate:
-    case Failure::kControlLost:
     case Failure::kOvertaken:
     case Failure::kNone: break;
   }
@@ -364,9 +403,24 @@ void Communicator::note_eviction(const Action& action) {
 
 // Before each call, and when another rank says so: whether an epoch was decided that this rank is not in.
 void Communicator::look() {
-  if (!plane_->page().words().is_decided(next_epoch_.load(std::memory_order_relaxed))) return;
-  const std::optional<Action> action = ask(Event{});
-  if (action && action->failure == Failure::kEvicted) note_eviction(*action);
+  if (!plane_->ledger().is_decided(next_epoch_.load(std::memory_order_relaxed))) return;
+  is_told_ = true;
+  look_if_told();
+}
+
+// Who finds another thread driving leaves it to that one, which looks when it has done with the wheel: nobody waits here.
+void Communicator::look_if_told() {
+  while (is_told_) {  // bounded: each turn takes what was told
+    Driven driven;
+    {
+      const std::unique_lock lock(driver_mutex_, std::try_to_lock);
+      if (!lock.owns_lock()) return;
+      if (!is_told_.exchange(false)) return;
+      driven = drive(Event{}, Wait{0, {}});
+    }
+    finish(driven);
+    if (driven.last && driven.last->failure == Failure::kEvicted) note_eviction(*driven.last);
+  }
 }
 
 // Whether an abort that a member published in an attempt to rebuild is about this rank: it is in the same attempt, or an earlier

@@ -32,7 +32,7 @@ size_t send_one(int socket, const uint8_t* data, size_t size) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   int ends[2];
   if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) != 0) abort();
-  weft::Link link{weft::OwnedFd(ends[0])};
+  weft::Link link{weft::Wire(weft::OwnedFd(ends[0]))};
   const weft::OwnedFd peer(ends[1]);
   for (size_t at = 0; at < size;) at += send_one(peer.get(), data + at, size - at);
   size_t num_bytes = 0;
@@ -45,6 +45,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       [](const weft::Note& note) { static_cast<void>(weft::text_of(note)); },
       [](const std::string&) {},
       [&](const std::string&) { is_refused = true; },
+      [](std::span<const std::byte> bytes) { return bytes.empty() ? std::string() : std::string("a decision"); },
   };
   weft::PacketReader reader;
   const bool has_ended = link.receive(reader, events, 1 << 10);

@@ -65,6 +65,7 @@ Window::Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64
       heap_bytes_(std::max(heap_bytes, kSmallestHeap)),
       id_(comm_->next_window_id()),
       peers_(static_cast<size_t>(shape.num_ranks)) {
+  comm_->check_one_machine("a window");
   hash_ = hash_bytes(&shape_, sizeof(shape_), hash_bytes(&id_, sizeof(id_)));
   stats_.waited_ns.resize(static_cast<size_t>(shape.num_ranks));
   Memory memory = allocate();

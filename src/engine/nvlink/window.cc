@@ -89,6 +89,7 @@ Window::Window(std::shared_ptr<Communicator> comm, std::shared_ptr<Gpu> gpu, con
       heap_bytes_(align_up(heap_bytes, Heap::kAlignment)),
       id_(comm_->next_window_id()),
       peers_(static_cast<size_t>(shape.num_ranks)) {
+  comm_->check_one_machine("a window");
   hash_ = hash_bytes(&shape_, sizeof(shape_), hash_bytes(&id_, sizeof(id_)));
   const cuda::ContextScope scope(gpu_->context);
   // Threads on one GPU: what follows may wait for kernels, so all that was launched must be able to end.

@@ -145,7 +145,8 @@ TEST(descriptors_and_pages_of_a_peer_go_with_it) {
     self.parent.tell(1);
     if (self.rank == 1) pause();
     if (self.rank == 2) {
-      self.plane->close();  // and its process lives on
+      CHECK_EQ(self.parent.hear(), 1u);  // rank 0 has counted
+      self.plane->close();               // and its process lives on
       self.parent.hear();
       return;
     }
@@ -161,6 +162,7 @@ TEST(descriptors_and_pages_of_a_peer_go_with_it) {
     self.exchange({0, 3}, 2);
   });
   for (int rank = 0; rank < 4; ++rank) CHECK_EQ(ranks.pipe(rank).hear(), 1u);
+  ranks.pipe(2).tell(1);
   ranks.signal(1, SIGKILL);
   ranks.join(1, SIGKILL);
   ranks.pipe(3).tell(2);

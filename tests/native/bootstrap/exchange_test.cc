@@ -22,7 +22,7 @@ void run_threads(int num_ranks, const std::function<void(Rank&)>& body) {
   for (int rank = 0; rank < num_ranks; ++rank) {
     threads.emplace_back([&, rank] {
       try {
-        Rank self{rank, num_ranks, WordPipe(-1), {}, {}, connect_threads(hub, rank)};
+        Rank self{rank, num_ranks, WordPipe(-1), Listener(), {}, connect_threads(hub, rank)};
         body(self);
       } catch (const std::exception& error) {
         report_failure("thread rank", rank, std::string("unexpected exception: ") + error.what());

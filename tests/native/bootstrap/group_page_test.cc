@@ -116,10 +116,12 @@ TEST(a_greeting_without_the_page_of_this_group_is_refused) {
         connect_mesh({0,
                       self.endpoints,
                       self.listener.fd(),
+                      -1,
                       life.fd(),
                       has_page ? page->fd() : life.fd(),
                       deadline_after_s(kLongS),
-                      {}});
+                      {},
+                      group_secret(self.endpoints, {})});
       } catch (const Error& error) {  // or it has both greetings before it is refused
         CHECK(error.code == ErrorCode::kInvalidArgument || error.code == ErrorCode::kPeerLost);
       }

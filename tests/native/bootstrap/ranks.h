@@ -2,17 +2,24 @@
 #pragma once
 
 #include <dirent.h>
+#include <fcntl.h>
 #include <poll.h>
+#include <sys/file.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <csignal>
 #include <cstdint>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <utility>
@@ -100,6 +107,67 @@ class WordPipe {
   int fd_;
 };
 
+// What several machines decide in: compare-and-set in files that all ranks of a test reach.
+class FileStore {
+ public:
+  FileStore() {
+    std::string folder = "/tmp/weft-test-XXXXXX";
+    if (mkdtemp(folder.data()) == nullptr) report_failure(__FILE__, __LINE__, "mkdtemp");
+    folder_ = folder;
+  }
+  ~FileStore() {
+    if (getpid() == owner_) std::filesystem::remove_all(folder_);
+  }
+  FileStore(const FileStore&) = delete;
+  FileStore& operator=(const FileStore&) = delete;
+
+  std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired) const {
+    const OwnedFd lock(open((folder_ + "/lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+    flock(lock.get(), LOCK_EX);
+    std::string path = folder_ + "/" + key;
+    std::replace(path.begin() + static_cast<ptrdiff_t>(folder_.size()) + 1, path.end(), '/', '.');
+    std::stringstream held;
+    held << std::ifstream(path).rdbuf();
+    if (held.str() != expected || desired.empty()) return held.str();
+    std::ofstream(path) << desired;
+    return desired;
+  }
+  size_t num_keys() const {
+    size_t count = 0;
+    for (const auto& each : std::filesystem::directory_iterator(folder_)) count += each.path().filename() != "lock";
+    return count;
+  }
+
+ private:
+  const pid_t owner_ = getpid();
+  std::string folder_;
+};
+
+// A decider of this rank and the thread that serves it.
+class ServedDecider {
+ public:
+  using CompareSet = std::function<std::string(const std::string&, const std::string&, const std::string&)>;
+  explicit ServedDecider(CompareSet compare_set)
+      : decider(std::make_shared<Decider>()), thread_([held = decider, compare_set = std::move(compare_set)] {
+          while (const auto request = held->next()) {
+            try {
+              held->answer(request->number, compare_set(request->key, request->expected, request->desired));
+            } catch (const std::exception& error) {
+              held->fail(request->number, error.what());
+            }
+          }
+        }) {}
+  ~ServedDecider() {
+    decider->close();
+    thread_.join();
+  }
+
+  const std::shared_ptr<Decider> decider;
+
+ private:
+  std::thread thread_;
+};
+
 // Inside a forked rank.
 struct Rank {
   int rank;
@@ -109,8 +177,8 @@ struct Rank {
   std::vector<Endpoint> endpoints;
   std::unique_ptr<ControlPlane> plane;  // after connect()
 
-  void connect(double timeout_s = kLongS) {
-    plane = connect_processes(rank, endpoints, std::move(listener), deadline_after_s(timeout_s), {});
+  void connect(double timeout_s = kLongS, const Across& across = {}) {
+    plane = connect_processes(rank, endpoints, std::move(listener), deadline_after_s(timeout_s), {}, across);
   }
   // An exchange among `members` in which every parcel is checked.
   void exchange(const std::vector<int>& members, uint64_t tag, double timeout_s = kLongS, size_t num_bytes = 24) {
@@ -127,7 +195,9 @@ struct Rank {
 // Forks ranks that run `body` and leave; the test (the parent) holds no connection to any control plane.
 class ForkedRanks {
  public:
-  ForkedRanks(int num_ranks, const std::function<void(Rank&)>& body) {
+  // `machines`: by rank, names of machines that this one plays; empty: one machine, and no doors.
+  ForkedRanks(int num_ranks, const std::function<void(Rank&)>& body, std::vector<std::string> machines = {})
+      : machines_(std::move(machines)) {
     for (int rank = 0; rank < num_ranks; ++rank) start(rank, num_ranks, body);
     std::vector<Endpoint> endpoints(static_cast<size_t>(num_ranks));
     for (int rank = 0; rank < num_ranks; ++rank) {
@@ -187,11 +257,12 @@ class ForkedRanks {
     pipes_.emplace_back(ends[0]);
   }
 
-  static int run(int rank, int num_ranks, WordPipe parent, const std::function<void(Rank&)>& body) {
+  int run(int rank, int num_ranks, WordPipe parent, const std::function<void(Rank&)>& body) const {
     alarm(100);  // a rank that hangs fails its test
     num_failures() = 0;
     try {
-      Rank self{rank, num_ranks, parent, {}, {}, {}};
+      const DoorOptions door{"lo"};
+      Rank self{rank, num_ranks, parent, Listener(machines_.empty() ? nullptr : &door, machine_of(rank)), {}, {}};
       self.endpoints.resize(static_cast<size_t>(num_ranks));
       const Endpoint own = self.listener.endpoint();
       CHECK_EQ(send(parent.fd(), &own, sizeof(own), MSG_NOSIGNAL), ssize_t{sizeof(own)});
@@ -204,6 +275,9 @@ class ForkedRanks {
     return exit_code();
   }
 
+  std::string machine_of(int rank) const { return machines_.empty() ? "" : machines_[static_cast<size_t>(rank)]; }
+
+  const std::vector<std::string> machines_;
   std::vector<pid_t> pids_;
   std::vector<WordPipe> pipes_;
 };

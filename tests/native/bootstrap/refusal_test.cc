@@ -35,10 +35,17 @@ struct RawPeer {
   explicit RawPeer(Rank& self) {
     if (self.rank == 0) page = GroupPage::create(self.num_ranks);
     const int page_fd = page ? page->fd() : -1;
-    connections =
-        connect_mesh({self.rank, self.endpoints, self.listener.fd(), life.fd(), page_fd, deadline_after_s(kLongS), {}});
+    connections = connect_mesh({self.rank,
+                                self.endpoints,
+                                self.listener.fd(),
+                                -1,
+                                life.fd(),
+                                page_fd,
+                                deadline_after_s(kLongS),
+                                {},
+                                group_secret(self.endpoints, {})});
   }
-  int socket(int peer) const { return connections[static_cast<size_t>(peer)].socket.get(); }
+  int socket(int peer) const { return connections[static_cast<size_t>(peer)].wire.fd(); }
 
   LifeLock life;
   std::shared_ptr<GroupPage> page;
@@ -161,9 +168,12 @@ TEST(endpoints_are_checked) {
   bad.name_bytes = 65;
   CHECK_ERROR(kInvalidArgument, {}, parse(bad));
   bad = good;
+  bad.num_addresses = kMaxAddresses + 1;  // nor 1 without a port
+  CHECK_ERROR(kInvalidArgument, {}, parse(bad));
+  bad = good;
   bad.pid = 0;
   CHECK_ERROR(kInvalidArgument, {}, parse(bad));
-  CHECK_ERROR(kInvalidArgument, {}, parse_endpoint(plain_bytes(good).first(127), "endpoints[0]"));
+  CHECK_ERROR(kInvalidArgument, {}, parse_endpoint(plain_bytes(good).first(255), "endpoints[0]"));
 }
 
 TEST(lists_of_endpoints_are_checked) {
@@ -220,8 +230,9 @@ TEST(wrong_greetings_are_refused) {
     send_packet(socket, header, {}, {});
   });
   check_greeting_refused([](Rank&, int socket) { send_small(socket, PacketType::kHello, {}); });
-  check_greeting_refused(
-      [](Rank&, int socket) { send_small(socket, PacketType::kHello, std::vector<std::byte>(152, std::byte{1})); });
+  check_greeting_refused([](Rank&, int socket) {
+    send_small(socket, PacketType::kHello, std::vector<std::byte>(sizeof(Hello), std::byte{1}));
+  });
   check_greeting_refused([](Rank&, int socket) { send_small(socket, PacketType::kGoodbye, {}); });
 }
 
@@ -234,15 +245,11 @@ TEST(a_greeting_for_another_rank_is_refused) {
         if (target != 0) CHECK_ERROR(kInvalidArgument, {}, self.connect());
         return;
       }
-      struct {  // as in handshake.cc
-        int32_t source, target, num_ranks;
-        uint32_t reserved;
-        uint64_t group;
-        Endpoint endpoint;
-      } hello{1, target, 2, 0, 0xcbf29ce484222325u, self.endpoints[1]};
-      for (const std::byte byte : std::as_bytes(std::span(self.endpoints))) {
-        hello.group = (hello.group ^ static_cast<uint64_t>(byte)) * 0x100000001b3u;
-      }
+      const auto secret = group_secret(self.endpoints, {});
+      Hello hello = make_hello(1, 0, self.endpoints, secret);
+      hello.target = target;
+      const auto before = plain_bytes(hello).first(offsetof(Hello, proof));
+      hello.proof = hmac_sha256(std::as_bytes(std::span(secret.key)), before);
       const LifeLock life;
       const OwnedFd socket = call(self.endpoints[0]);
       std::vector<OwnedFd> fds;
@@ -274,7 +281,7 @@ TEST(strangers_are_turned_away) {
           std::vector<OwnedFd> sockets;                       // more than a rank accepts at a time
           for (int idx = 0; idx < 150; ++idx) sockets.push_back(call(self.endpoints[0]));
           for (const OwnedFd& socket : sockets) {
-            send_small(socket.get(), PacketType::kHello, std::vector<std::byte>(152));
+            send_small(socket.get(), PacketType::kHello, std::vector<std::byte>(sizeof(Hello)));
             PacketReader reader;
             pollfd ended{socket.get(), POLLIN, 0};
             if (poll(&ended, 1, 30'000) != 1 || reader.receive(socket.get()) != ReceiveResult::kEnd) _exit(1);
@@ -340,6 +347,7 @@ TEST(mixed_up_messages_cut_their_sender_off) {
     send_small(socket, PacketType::kAbort, plain_bytes(reason));
   });
   check_cut_off([](int socket) { send_small(socket, PacketType::kNote, std::vector<std::byte>(9)); });
+  check_cut_off([](int socket) { send_small(socket, PacketType::kDecision, std::vector<std::byte>(9)); });
   check_cut_off([](int socket) {
     send_small(socket, PacketType::kGoodbye, std::vector<std::byte>(AbortReason::kTextBytes + 1, std::byte{'x'}));
   });
@@ -467,7 +475,7 @@ TEST(of_a_peer_that_sends_without_end_some_packets_are_read_at_a_time) {
   Link link{OwnedFd(ends[0])};
   for (int number = 0; number < 7; ++number) send_small(peer.get(), PacketType::kGoodbye, {});
   int num_read = 0;
-  const Link::Events events{{}, {}, {}, [&](const std::string&) { ++num_read; }, {}};
+  const Link::Events events{{}, {}, {}, [&](const std::string&) { ++num_read; }, {}, {}};
   PacketReader reader;
   for (const int so_far : {3, 6, 7, 7}) {
     CHECK(!link.receive(reader, events, 3));

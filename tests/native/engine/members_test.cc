@@ -48,7 +48,7 @@ AbortReason late(const ControlPlane& plane, int rank, u32 epoch) {
   reason.code = AbortCode::kPeerTimeout;
   reason.rank = rank;
   reason.epoch = reason.era = epoch;
-  reason.group = plane.page().group();
+  reason.group = plane.ledger().group();
   reason.incarnation = plane.incarnations()[static_cast<size_t>(plane.rank())];
   return reason;
 }
@@ -196,7 +196,10 @@ TEST(a_rank_is_told_that_another_set_was_decided) {
   std::atomic<int> stage{0};
   with_planes(3, [&](int rank, std::unique_ptr<ControlPlane> plane) {
     auto comm = Communicator::create(std::move(plane));
-    if (rank == 0) rebuild(*comm, {0, 1});
+    if (rank == 0) {
+      CHECK(comes_true([&] { return comm->is_broken(); }));  // rank 2 is broken, too, before it is told
+      rebuild(*comm, {0, 1});
+    }
     if (rank == 1) {
       CHECK(comes_true([&] { return stage == 1; }));
       CHECK_ERROR(kPeerLost, {2}, rebuild(*comm, {0, 1, 2}));

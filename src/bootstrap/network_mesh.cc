@@ -1,0 +1,248 @@
+#include "bootstrap/network_mesh.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include "base/clock.h"
+#include "base/log.h"
+#include "base/status.h"
+
+namespace weft {
+namespace {
+
+constexpr size_t kCallersAtOnce = 64;
+constexpr uint64_t kCallerPatienceNs = 10'000'000'000;  // for the greeting of one that has called
+constexpr uint64_t kAddressPatienceNs = 2'000'000'000;  // for an address that does not answer, where there are others
+constexpr uint64_t kAgainNs = 20'000'000;
+// Every rank opens its door as soon as it has the list of endpoints, so only a busy machine opens it later than others call.
+constexpr uint64_t kDoorPatienceNs = 15'000'000'000;
+
+std::string error_text(int error_number) { return std::system_category().message(error_number); }
+
+}  // namespace
+
+NetworkMesh::NetworkMesh(int rank, const std::vector<Endpoint>& endpoints, const GroupSecret& secret, int door)
+    : rank_(rank),
+      endpoints_(endpoints),
+      secret_(secret),
+      door_(door),
+      remote_(endpoints.size()),
+      done_(endpoints.size()),
+      calls_(endpoints.size()) {
+  const Endpoint& own = endpoint(rank);
+  for (size_t peer = 0; peer < endpoints.size(); ++peer) remote_[peer] = !on_one_machine(own, endpoints[peer]);
+  for (size_t idx = 0; door >= 0 && idx < own.num_addresses; ++idx) {
+    if (is_private(own.addresses[idx])) continue;
+    log_line(kLogWarning, "rank " + std::to_string(rank) + " listens at " + text_of(own.addresses[idx]) +
+                              ", which is no address of a private network; what the ranks tell each other is not "
+                              "encrypted. WEFT_CONTROL_INTERFACE names the interface to use");
+    break;
+  }
+}
+
+std::string NetworkMesh::place_of(int peer) const {
+  const Endpoint& other = endpoint(peer);
+  const size_t idx = calls_[static_cast<size_t>(peer)].address_idx;
+  return "rank " + std::to_string(peer) + " at " + text_of(other.addresses[idx % kMaxAddresses]) + " port " +
+         std::to_string(other.port);
+}
+
+void NetworkMesh::add_waited(std::vector<pollfd>& waited) const {
+  if (door_ >= 0) waited.push_back({door_, POLLIN, 0});
+  for (const Call& each : calls_) {
+    if (each.wire.valid())
+      waited.push_back({each.wire.fd(), static_cast<short>(each.is_connected ? POLLIN : POLLOUT), 0});
+  }
+  for (const Caller& each : callers_) waited.push_back({each.wire.fd(), POLLIN, 0});
+  for (const Wire& each : done_) {
+    if (each.valid()) waited.push_back({each.fd(), POLLRDHUP, 0});
+  }
+}
+
+bool NetworkMesh::is_retrying() const {
+  for (int peer = 0; peer < rank_; ++peer) {
+    if (is_called(peer) && !calls_[static_cast<size_t>(peer)].wire.valid()) return true;
+  }
+  return false;
+}
+
+void NetworkMesh::step() {
+  if (door_ < 0) return;
+  for (int peer = 0; peer < rank_; ++peer) {
+    if (is_called(peer)) follow(peer);
+  }
+  accept_callers();
+  hear_callers();
+  check_done();
+}
+
+// --- the calling side ------------------------------------------------------------------------------------------------
+
+void NetworkMesh::follow(int peer) {
+  Call& each = call(peer);
+  if (!each.wire.valid()) begin(peer);
+  if (!each.wire.valid()) return;
+  if (each.is_connected) return hear(peer);
+  const int state = call_state(each.wire.fd());
+  if (state == EINPROGRESS) {
+    const bool has_others = endpoint(peer).num_addresses > 1;
+    if (has_others && now_ns() - each.since_ns > kAddressPatienceNs) give_up(peer, "no answer", false);
+    return;
+  }
+  if (state == ECONNREFUSED) {
+    if (each.refused_since_ns == 0) each.refused_since_ns = now_ns();
+    if (now_ns() - each.refused_since_ns > kDoorPatienceNs) {
+      throw_peer_lost("connect", {peer}, place_of(peer) + " does not listen: it gave up, or has ended");
+    }
+  }
+  if (state != 0) return give_up(peer, error_text(state), false);
+  each.is_connected = true;
+  each.refused_since_ns = 0;
+  say_hello(each.wire, peer);
+}
+
+void NetworkMesh::begin(int peer) {
+  Call& each = call(peer);
+  if (now_ns() < each.again_ns) return;
+  each.is_connected = false;
+  each.since_ns = now_ns();
+  each.wire = Wire(start_call(endpoint(peer).addresses[each.address_idx], endpoint(peer).port), Wire::Kind::kStream);
+  if (!each.wire.valid()) give_up(peer, error_text(errno), false);
+}
+
+void NetworkMesh::hear(int peer) {
+  Call& each = call(peer);
+  switch (each.wire.receive(reader_)) {
+    case ReceiveResult::kNothing: return;
+    case ReceiveResult::kUnreachable:
+    case ReceiveResult::kEnd: return give_up(peer, "the connection ended before its greeting came", false);
+    case ReceiveResult::kBad: return give_up(peer, "it sent " + reader_.problem, true);
+    case ReceiveResult::kPacket: break;
+  }
+  if (reader_.header.type == PacketType::kRefusal) {
+    const Error refusal =
+        read_refusal(reader_.payload, "rank " + std::to_string(peer), rank_, static_cast<int>(endpoints_.size()));
+    if (each.num_refused + 1 >= endpoint(peer).num_addresses) throw Error(refusal);
+    return give_up(peer, refusal.text, true);
+  }
+  const std::string problem =
+      hello_problem(reader_.header, reader_.payload, make_hello(peer, rank_, endpoints_, secret_));
+  if (!problem.empty()) return give_up(peer, "it sent " + problem, true);
+  done_[static_cast<size_t>(peer)] = std::exchange(each.wire, Wire());
+}
+
+// `is_answer`: there is somebody, but not this rank. An address may be one that several machines have for themselves, so the
+// others are tried before that counts.
+void NetworkMesh::give_up(int peer, const std::string& problem, bool is_answer) {
+  Call& each = call(peer);
+  each.problem = place_of(peer) + ": " + problem;
+  each.wire.reset();
+  each.again_ns = now_ns() + kAgainNs;
+  each.num_refused = is_answer ? each.num_refused + 1 : 0;
+  if (is_answer && each.num_refused >= endpoint(peer).num_addresses) throw_invalid_argument(each.problem);
+  each.address_idx = (each.address_idx + 1) % endpoint(peer).num_addresses;
+}
+
+// --- the called side -------------------------------------------------------------------------------------------------
+
+// Those that are waiting, but so few at a time that callers without end don't keep the ranks from their deadline. Of more than
+// kCallersAtOnce that have not greeted the oldest goes: a rank greets at once, and calls again if it is turned away.
+void NetworkMesh::accept_callers() {
+  for (size_t turn = 0; turn < kCallersAtOnce; ++turn) {
+    OwnedFd caller = accept_caller(door_);
+    if (!caller.valid()) {
+      if (errno == EMFILE || errno == ENFILE || errno == ENOMEM) throw_system_error("accepting a connection", errno);
+      if (errno == EAGAIN || errno == EWOULDBLOCK) return;
+      continue;  // it has gone by now, or the network has an error of its own
+    }
+    callers_.push_back({Wire(std::move(caller), Wire::Kind::kStream), now_ns()});
+    if (callers_.size() > kCallersAtOnce) hear_callers();
+    if (callers_.size() > kCallersAtOnce) callers_.pop_front();
+  }
+}
+
+void NetworkMesh::hear_callers() {
+  const uint64_t time_ns = now_ns();
+  std::erase_if(callers_, [&](Caller& caller) {
+    switch (caller.wire.receive(reader_)) {
+      case ReceiveResult::kNothing: return time_ns - caller.since_ns > kCallerPatienceNs;
+      case ReceiveResult::kUnreachable:
+      case ReceiveResult::kEnd: return true;
+      case ReceiveResult::kBad: refuse(caller, reader_.problem); return true;
+      case ReceiveResult::kPacket: break;
+    }
+    greet(caller);
+    return true;
+  });
+}
+
+bool NetworkMesh::greet(Caller& caller) {
+  const int source = source_of(reader_.header, reader_.payload);
+  const bool is_rank = source > rank_ && source < static_cast<int>(endpoints_.size()) && is_remote(source);
+  // Compared with that of any rank if it is of none: the texts for another version, group or size do not depend on which.
+  const int supposed = is_rank ? source : (rank_ == 0 ? static_cast<int>(endpoints_.size()) - 1 : 0);
+  std::string problem =
+      hello_problem(reader_.header, reader_.payload, make_hello(supposed, rank_, endpoints_, secret_));
+  if (problem.empty() && (!is_rank || done(source))) problem = "a greeting of a rank that is not waited for";
+  if (!problem.empty()) {
+    refuse(caller, problem);
+    return false;
+  }
+  say_hello(caller.wire, source);
+  done_[static_cast<size_t>(source)] = std::move(caller.wire);
+  return true;
+}
+
+void NetworkMesh::refuse(Caller& caller, const std::string& problem) {
+  turned_away_ = "a caller from " + text_of(caller_address(caller.wire.fd())) + " sent " + problem;
+  log_line(kLogWarning, "rank " + std::to_string(rank_) + " turned a caller away: it came from " +
+                            text_of(caller_address(caller.wire.fd())) + " and sent " + problem);
+  const auto bytes =
+      pack_refusal(Error(ErrorCode::kInvalidArgument, "it turned this rank away, which had sent " + problem));
+  caller.wire.send(small_header(PacketType::kRefusal, bytes.size()), bytes, {});
+}
+
+// --- both ------------------------------------------------------------------------------------------------------------
+
+void NetworkMesh::say_hello(Wire& wire, int peer) {
+  const Hello hello = make_hello(rank_, peer, endpoints_, secret_);
+  // A fresh connection has room; one that has ended is noticed by its end.
+  wire.send(small_header(PacketType::kHello, sizeof(hello)), std::as_bytes(std::span<const Hello, 1>(&hello, 1)), {});
+}
+
+void NetworkMesh::check_done() {
+  for (int peer = 0; peer < static_cast<int>(done_.size()); ++peer) {
+    if (!done(peer)) continue;
+    Wire& wire = done_[static_cast<size_t>(peer)];
+    pollfd ended{wire.fd(), POLLRDHUP, 0};
+    if (::poll(&ended, 1, 0) != 1) continue;
+    if (wire.receive(reader_) == ReceiveResult::kPacket && reader_.header.type == PacketType::kRefusal) {
+      throw Error(
+          read_refusal(reader_.payload, "rank " + std::to_string(peer), rank_, static_cast<int>(endpoints_.size())));
+    }
+    throw_peer_lost("connect", {peer}, "rank " + std::to_string(peer) + " ended while the ranks connected");
+  }
+}
+
+void NetworkMesh::tell_all(std::span<const std::byte> refusal) noexcept {
+  const auto tell = [&](Wire& wire) {
+    if (wire.valid()) wire.send(small_header(PacketType::kRefusal, refusal.size()), refusal, {});
+  };
+  for (Wire& wire : done_) tell(wire);
+  for (Call& each : calls_) {
+    if (each.is_connected) tell(each.wire);
+  }
+}
+
+std::string NetworkMesh::hint(const std::vector<int>& ranks) const {
+  std::string all;
+  for (const int peer : ranks) {
+    const std::string& problem = calls_[static_cast<size_t>(peer)].problem;
+    if (all.empty() && !problem.empty()) all = "; " + problem;
+  }
+  return turned_away_.empty() ? all : all + "; " + turned_away_;
+}
+
+}  // namespace weft
