@@ -3,7 +3,7 @@
 //
 //   KERNEL MEMORY_FD NUM_BYTES SHARED_FILE SEED FIELDS_FILE...
 //
-// MEMORY_FD: the memory of all ranks, mapped at kGlobalBase. SHARED_FILE: "address bytes" lines: __shared__ variables. A
+// MEMORY_FD: the memory of all ranks, mapped at kGlobalBase. SHARED_FILE: a list of __shared__ variables, see run_block.h. A
 // FIELDS_FILE for each launch: "name value" lines: the kernel's arguments, with addresses as numbers, and what the host copies
 // when the kernel has ended: copyN_to, copyN_from, copyN_bytes.
 #pragma once
@@ -16,6 +16,7 @@
 #include <map>
 #include <string>
 
+#include "run_block.h"
 #include "weft/config/kernel.h"
 #include "weft/config/small_dispatch_kernel.h"
 #include "weft/config/small_kernel.h"
@@ -30,7 +31,6 @@
 
 namespace emulation {
 
-using weft::i64;
 using weft::u16;
 
 constexpr u64 kGlobalBase = 0x200000000000ull;  // machine.py has the same
@@ -294,28 +294,6 @@ inline void map_memory(int file, u64 num_bytes) {
   global_end = global_begin + num_bytes;
 }
 
-inline void* dynamic_shared_map = nullptr;
-inline u64 dynamic_shared_map_bytes = 0;
-
-// Ends exactly at a page that nobody may touch, but for what brings its beginning to a multiple of 128.
-inline void make_dynamic_shared(u64 num_bytes) {
-  constexpr u64 kPage = 4096;
-  dynamic_shared_bytes = (num_bytes + 127) / 128 * 128;
-  const u64 room = (dynamic_shared_bytes + kPage - 1) / kPage * kPage;
-  void* base = mmap(nullptr, room + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (base == MAP_FAILED || mprotect(static_cast<u8*>(base) + room, kPage, PROT_NONE) != 0) fail("no shared memory");
-  dynamic_shared_map = base;
-  dynamic_shared_map_bytes = room + kPage;
-  dynamic_shared = static_cast<u8*>(base) + room - dynamic_shared_bytes;
-  memset(dynamic_shared, poison, dynamic_shared_bytes);
-}
-
-inline void poison_shared(const char* path) {
-  std::ifstream file(path);
-  u64 address = 0, num_bytes = 0;
-  while (file >> address >> num_bytes) memset(reinterpret_cast<void*>(address), poison, num_bytes);
-}
-
 inline void tell_fault(int signal, siginfo_t* info, void*) {
   fprintf(stderr, "block %u thread %u: signal %d at address %p\n", blockIdx.x, threadIdx.x, signal, info->si_addr);
   _exit(9);
@@ -331,31 +309,24 @@ inline void catch_faults() {
   for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigaction(signal, &action, nullptr);
 }
 
-template <class Args>
-struct Launch {
-  void (*kernel)(const Args);
-  Args args;
-};
+inline int tell(const Failed& mistake) {
+  fprintf(stderr, "%s\n", mistake.text.c_str());
+  fflush(stderr);
+  return 9;
+}
 
+// A block in a process of its own.
 template <class Args>
-[[noreturn]] void run_block(Launch<Args>& launch, u32 idx, u32 num_threads, u64 seed, const char* shared_variables) {
+[[noreturn]] void end_with_block(void (*kernel)(const Args), const Args& args, const Grid& grid, u32 idx) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
-  blockIdx.x = idx;
-  blockDim.x = num_threads;
-  random_state = (seed * 64 + idx) * 0x9e3779b97f4a7c15ull | 1u;
-  for (i32 round = 0; round < 8; ++round) random_below(2);
   catch_faults();
-  poison_shared(shared_variables);
-  usleep(random_below(3) * 500);
-  block = new Block;
-  block->run(
-      num_threads,
-      [](void* given) {
-        const auto* mine = static_cast<const Launch<Args>*>(given);
-        mine->kernel(mine->args);
-      },
-      &launch);
-  _exit(0);
+  int result = 0;
+  try {
+    run_block(kernel, args, grid, idx);
+  } catch (const Failed& mistake) {
+    result = tell(mistake);
+  }
+  _exit(result);
 }
 
 // The first block that fails ends the others.
@@ -372,37 +343,43 @@ inline int wait_for(const std::vector<pid_t>& blocks) {
 }
 
 template <class Args>
-int run_launch(Launch<Args> launch, const char* fields_path, u32 num_threads, u64 (*complete)(Args&), u64 seed,
-               const char* shared_variables) {
+int run_launch(void (*kernel)(const Args), const char* fields_path, Grid grid, u64 (*complete)(Args&)) {
   Fields fields(fields_path);
-  fields.take("num_blocks", gridDim.x);
+  Args args;
+  fields.take("num_blocks", grid.num_blocks);
   fields.take("poison", poison);
-  take(fields, launch.args);
+  take(fields, args);
   const std::vector<Copy> copies = take_copies(fields);
   fields.check_all_taken();
-  make_dynamic_shared(complete(launch.args));
+  gridDim.x = grid.num_blocks;
+  grid.shared_bytes = complete(args);
   std::vector<pid_t> blocks;
-  for (u32 idx = 0; idx < gridDim.x; ++idx) {
+  for (u32 idx = 0; idx < grid.num_blocks; ++idx) {
     const pid_t process = fork();
-    if (process == 0) run_block(launch, idx, num_threads, seed, shared_variables);
+    if (process == 0) end_with_block(kernel, args, grid, idx);
     blocks.push_back(process);
   }
   const int result = wait_for(blocks);
   for (const Copy& copy : copies) memcpy(copy.to, copy.from, copy.num_bytes);
-  munmap(dynamic_shared_map, dynamic_shared_map_bytes);
   return result;
 }
 
 template <class Args>
-int run_launches(void (*kernel)(const Args), u32 num_threads, u64 (*complete)(Args&), char** arguments) {
+int run_launches(void (*kernel)(const Args), u32 num_threads, u64 (*complete)(Args&), char** arguments) try {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   map_memory(atoi(arguments[1]), strtoull(arguments[2], nullptr, 10));
-  u64 seed = strtoull(arguments[4], nullptr, 10) * 1000;
+  Grid grid;
+  grid.num_threads = num_threads;
+  grid.shared_variables = arguments[3];
+  grid.seed = strtoull(arguments[4], nullptr, 10) * 1000;
   for (char** path = arguments + 5; *path != nullptr; ++path) {
-    const int result = run_launch<Args>({kernel, {}}, *path, num_threads, complete, ++seed, arguments[3]);
+    ++grid.seed;
+    const int result = run_launch<Args>(kernel, *path, grid, complete);
     if (result != 0) return result;
   }
   return 0;
+} catch (const Failed& mistake) {
+  return tell(mistake);
 }
 
 // ---- what depends on the configuration too: dynamic shared memory, and arguments that the host computes from it

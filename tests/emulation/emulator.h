@@ -1,5 +1,5 @@
-// One block of a CUDA kernel on the CPU: every thread is a fiber of one operating-system thread, every block a process, so a
-// `__shared__` variable is `static`. README.md says what this finds and what it cannot.
+// One block of a CUDA kernel on the CPU: every thread is a fiber of one operating-system thread, which no other block has, so
+// a `__shared__` variable is `thread_local`. README.md says what this finds and what it cannot.
 //
 // Fibers change only where a thread may have to wait, and then to any that can go on: a missing barrier shows, because nothing
 // runs in its natural order. A run is repeated by its seed, but for how fast the blocks are relative to each other.
@@ -18,12 +18,13 @@
 #include <list>
 #include <memory>
 #include <set>
+#include <string>
 #include <vector>
 
 #define __device__
 #define __host__
 #define __global__
-#define __shared__ static
+#define __shared__ static thread_local
 #define __align__(num_bytes) alignas(num_bytes)
 #define __grid_constant__
 #define __launch_bounds__(...)
@@ -33,14 +34,20 @@
 struct Index {
   unsigned x = 0;
 };
-inline Index threadIdx, blockIdx, gridDim, blockDim;
+inline thread_local Index threadIdx, blockIdx, gridDim, blockDim;
 
 namespace emulation {
 
 using weft::i32;
+using weft::i64;
 using weft::u32;
 using weft::u64;
 using weft::u8;
+
+// A mistake that was found; whoever runs the block tells it.
+struct Failed {
+  std::string text;
+};
 
 [[noreturn, gnu::format(printf, 1, 2)]] inline void fail(const char* format, ...) {
   char text[400];
@@ -48,12 +55,10 @@ using weft::u8;
   va_start(values, format);
   vsnprintf(text, sizeof(text), format, values);
   va_end(values);
-  fprintf(stderr, "block %u thread %u: %s\n", blockIdx.x, threadIdx.x, text);
-  fflush(stderr);
-  _exit(9);
+  throw Failed{"block " + std::to_string(blockIdx.x) + " thread " + std::to_string(threadIdx.x) + ": " + text};
 }
 
-inline u64 random_state = 1;
+inline thread_local u64 random_state = 1;
 inline u32 random_below(u32 limit) {  // xorshift64*
   random_state ^= random_state >> 12;
   random_state ^= random_state << 25;
@@ -62,16 +67,18 @@ inline u32 random_below(u32 limit) {  // xorshift64*
 }
 
 // Now and then the whole block stands still for up to some milliseconds.
+inline thread_local u32 most_sleep_us = 4000;
 inline void maybe_sleep() {
-  if (random_below(6) == 0) usleep(random_below(4000));
+  if (random_below(6) == 0) usleep(random_below(most_sleep_us));
 }
 
 // Memory that nobody has written holds this.
-inline u8 poison = 0x5b;
-inline u8* dynamic_shared = nullptr;  // behind it lies a page that nobody may touch
-inline u64 dynamic_shared_bytes = 0;
+inline thread_local u8 poison = 0x5b;
+inline thread_local u8* dynamic_shared = nullptr;  // behind it lies a page that nobody may touch
+inline thread_local u64 dynamic_shared_bytes = 0;
 inline u8* global_begin = nullptr;
-inline u8* global_end = nullptr;
+inline u8* global_end = reinterpret_cast<u8*>(~u64{0});
+inline thread_local const int* given_up = nullptr;  // not 0 once another block has found a mistake
 
 // ---- bulk copies. A load is done late, at any time until somebody needs it, in every other block not before. A store reads shared memory when the thread waits
 // for that, and writes when the thread waits for that: as late as it may.
@@ -135,15 +142,22 @@ class Block {
  public:
   using Body = void (*)(void*);
 
-  // Runs `body(argument)` in every thread.
+  Block() = default;
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+  ~Block() {
+    if (stacks_ != nullptr) munmap(stacks_, kStackBytes * fibers_.size());
+  }
+
+  // Runs `body(argument)` in every thread. Throws Failed.
   void run(u32 num_threads, Body body, void* argument) {
-    constexpr u64 kStackBytes = 128 << 10;
     body_ = body;
     argument_ = argument;
     warps_.resize((num_threads + 31) / 32);
     void* stacks = mmap(nullptr, kStackBytes * num_threads, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (stacks == MAP_FAILED) fail("no memory for stacks");
+    stacks_ = stacks;
     for (u32 idx = 0; idx < num_threads; ++idx) {
       fibers_.push_back(std::make_unique<Fiber>());
       Fiber* fiber = fibers_.back().get();
@@ -208,6 +222,7 @@ class Block {
   // Lets others go on; this thread looks again later. `is_remote`: another block may change what it waits for.
   void poll(const char* what, bool is_remote) {
     if (is_remote && lets_next_begin_) fail("%s: a wait for another block behind let_next_kernel_begin", what);
+    if (given_up != nullptr && __atomic_load_n(given_up, __ATOMIC_RELAXED) != 0) fail("given up with another block");
     self_->waits_for = what;
     polls_remote_ = polls_remote_ || is_remote;
     polling_.push_back(self_);
@@ -256,7 +271,10 @@ class Block {
     ready_[idx] = ready_.back();
     ready_.pop_back();
     threadIdx.x = self_->index;
-    if (_setjmp(scheduler_) != 0) return;
+    if (_setjmp(scheduler_) != 0) {
+      if (!found_.empty()) throw Failed{found_};
+      return;
+    }
     if (self_->has_started) _longjmp(self_->context, 1);
     self_->has_started = true;
     setcontext(&self_->start);
@@ -301,10 +319,14 @@ class Block {
         counts.emplace_back(fiber->waits_for, 0);
       ++counts.back().second;
     }
-    for (const auto& [what, count] : counts) fprintf(stderr, "  %u threads: %s\n", count, what);
-    fail("no thread can go on");
+    std::string all;
+    for (const auto& [what, count] : counts) all += std::string(", ") + std::to_string(count) + ": " + what;
+    fail("no thread can go on%s", all.c_str());
   }
 
+  static constexpr u64 kStackBytes = 128 << 10;
+  void* stacks_ = nullptr;
+  std::string found_;  // a mistake of a thread
   Body body_ = nullptr;
   void* argument_ = nullptr;
   jmp_buf scheduler_;
@@ -321,13 +343,17 @@ class Block {
   bool lets_next_begin_ = false;
 };
 
-inline Block* block = nullptr;
+inline thread_local Block* block = nullptr;
 
 inline void Block::enter() {
-  block->body_(block->argument_);
   Fiber& self = block->self();
-  if (!self.stores.empty()) fail("ended without waiting for %zu bulk stores", self.stores.size());
-  if (!self.fetches.empty()) fail("ended without waiting for %zu fetches", self.fetches.size());
+  try {
+    block->body_(block->argument_);
+    if (!self.stores.empty()) fail("ended without waiting for %zu bulk stores", self.stores.size());
+    if (!self.fetches.empty()) fail("ended without waiting for %zu fetches", self.fetches.size());
+  } catch (const Failed& mistake) {
+    block->found_ = mistake.text;
+  }
   self.waits_for = "ended";
   ++block->num_ended_;
   block->note_change();

@@ -17,7 +17,9 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 INCLUDE = HERE.parents[1] / "include"
-FLAGS = ("-std=c++20", "-O1", "-w", "-no-pie", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
+FLAGS = ("-std=c++20", "-O1", "-w", "-pthread", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
+# Libraries of several kernels lie in one process: nothing of one may stand for the same of another.
+LIBRARY_FLAGS = ("-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique")
 DYNAMIC = re.compile(r"extern __shared__ __align__\(\d+\) u8 (\w+)\[\];")
 LAUNCH_BOUNDS = re.compile(r"__launch_bounds__\(([^,]+), \d+\)")
 ENTRY = re.compile(r"(\w+)\(const __grid_constant__ weft::kernels::(\w+Args) args")
@@ -55,69 +57,101 @@ class Compiler:
     """Compiles each source once, some at a time. Everything lies in one folder, which `close` removes."""
 
     def __init__(self, jobs: int = 2) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="emulated-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="emulated-"))
         self._pool = ThreadPoolExecutor(jobs)
         self._lock = threading.Lock()
         self._includes: dict[Mutant | None, Path] = {}
-        self._programs: dict[tuple[str, Mutant | None], Future[Program]] = {}
+        self._programs: dict[tuple[str, Mutant | None, bool], Future[Program]] = {}
+        self._prefixes: dict[tuple[str, ...], Path] = {}
+        self._prefix_lock = threading.Lock()
 
     def close(self) -> None:
         """Remove what was compiled."""
         self._pool.shutdown(cancel_futures=True)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
-    def start(self, source: str, mutant: Mutant | None = None) -> "Future[Program]":
-        """Begin to compile a kernel."""
+    def start(self, source: str, mutant: Mutant | None = None, *, is_library: bool = False) -> "Future[Program]":
+        """Begin to compile a kernel: a program that runs it, or a library for the emulated GPU."""
         with self._lock:
-            key = (source, mutant)
+            key = (source, mutant, is_library)
             if key not in self._programs:
-                self._programs[key] = self._pool.submit(self._compile_kernel, source, self._include(mutant))
+                compile_it = self._compile_library if is_library else self._compile_kernel
+                self._programs[key] = self._pool.submit(compile_it, source, self._include(mutant))
             return self._programs[key]
 
     def layout(self, shape: dict[str, int]) -> dict[str, int]:
         """Where things lie in a window of this shape."""
         with self._lock:
-            key = ("layout", None)
+            key = ("layout", None, False)
             if key not in self._programs:
                 text = (HERE / "layout.cc").read_text()
                 self._programs[key] = self._pool.submit(self._compile, text, self._include(None))
-        fields = self._folder / f"shape-{_digest(str(shape))}"
+        fields = self.folder / f"shape-{_digest(str(shape))}"
         fields.write_text("".join(f"{name} {value}\n" for name, value in shape.items()))
         program = self._programs[key].result().path
         told = subprocess.run([program, fields], capture_output=True, check=True, timeout=60).stdout
         found: dict[str, int] = json.loads(told)
         return found
 
+    def _compile_library(self, source: str, include: Path) -> Program:
+        _, kernel, args = _parts(source)
+        return self._compile(
+            f'{source}#include "library.h"\n'
+            f'#define EXPORTED extern "C" __attribute__((visibility("default")))\n'
+            f"EXPORTED size_t emulated_args_bytes() {{ return sizeof(weft::kernels::{args}); }}\n"
+            "EXPORTED int emulated_launch(const emulation::LaunchRequest* request) {\n"
+            "  static const auto* list = new std::string(emulation::shared_variables_of((void*)emulated_launch));\n"
+            f"  return emulation::launch({kernel}, *request, *list);\n}}\n",
+            include,
+            LIBRARY_FLAGS,
+        )
+
     def _compile_kernel(self, source: str, include: Path) -> Program:
-        bounds, entry = LAUNCH_BOUNDS.search(source), ENTRY.search(source)
-        if bounds is None or entry is None:
-            raise ValueError(f"not the source of a kernel: {source}")
+        bounds, kernel, args = _parts(source)
         has_config = "kConfig" in source
         shared = "complete(kConfig, args)" if has_config else "u64{0}"
         return self._compile(
-            f'#include "emulator.h"\n{source}#include "driver.h"\nusing namespace emulation;\n'
-            f"int main(int, char** arguments) {{\n  using Args = weft::kernels::{entry[2]};\n"
-            f"  return run_launches<Args>(weft::{entry[1]}, {bounds[1]}, [](Args& args) {{ return {shared}; }},"
+            f'{source}#include "driver.h"\nusing namespace emulation;\n'
+            f"int main(int, char** arguments) {{\n  using Args = weft::kernels::{args};\n"
+            f"  return run_launches<Args>({kernel}, {bounds}, [](Args& args) {{ return {shared}; }},"
             " arguments);\n}\n",
             include,
         )
 
-    def _compile(self, text: str, include: Path) -> Program:
-        path = self._folder / f"program-{_digest(text, str(include))}"
-        path.with_suffix(".cc").write_text(text)
-        command = ["nice", "-n", "10", "g++", *FLAGS, f"-I{include}", f"-I{HERE}", str(path.with_suffix(".cc"))]
-        compiled = subprocess.run([*command, "-o", str(path)], capture_output=True, text=True, timeout=300)
-        if compiled.returncode != 0:
-            raise RuntimeError(f"g++ refused {path.with_suffix('.cc')}:\n{compiled.stderr[:4000]}")
+    def _compile(self, text: str, include: Path, more_flags: tuple[str, ...] = ()) -> Program:
+        path = self.folder / f"program-{_digest(text, str(include))}"
+        source = path.with_suffix(".cc")
+        source.write_text(f'#include "prefix.h"\n{text}')
+        _run_compiler([*more_flags, f"-I{self._prefix(more_flags)}", f"-I{include}", f"-I{HERE}", str(source)], path)
         shared_variables = path.with_suffix(".shared_variables")
-        shared_variables.write_text("".join(f"{address} {size}\n" for address, size in _shared_variables(path)))
+        shared_variables.write_text("".join(f"{offset} {size}\n" for offset, size in _shared_variables(path)))
         return Program(path, shared_variables)
+
+    def _prefix(self, more_flags: tuple[str, ...]) -> Path:
+        """The folder of a precompiled header: half of what compiling takes is the same for all kernels."""
+        with self._prefix_lock:
+            if more_flags not in self._prefixes:
+                folder = self.folder / f"prefix-{len(self._prefixes)}"
+                folder.mkdir()
+                header = folder / "prefix.h"
+                header.write_text('#include "emulator.h"\n#include "run_block.h"\n#include <map>\n#include <thread>\n')
+                options = [*more_flags, f"-I{INCLUDE}", f"-I{HERE}", "-x", "c++-header", str(header)]
+                _run_compiler(options, folder / "prefix.h.gch")
+                self._prefixes[more_flags] = folder
+            return self._prefixes[more_flags]
 
     def _include(self, mutant: Mutant | None) -> Path:
         if mutant not in self._includes:
-            self._includes[mutant] = self._folder / f"include-{len(self._includes)}"
+            self._includes[mutant] = self.folder / f"include-{len(self._includes)}"
             _write_headers(self._includes[mutant], mutant)
         return self._includes[mutant]
+
+
+def _run_compiler(options: list[str], target: Path) -> None:
+    command = ["nice", "-n", "10", "g++", *FLAGS, *options, "-o", str(target)]
+    compiled = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if compiled.returncode != 0:
+        raise RuntimeError(f"g++ refused {options[-1]}:\n{compiled.stderr[:4000]}")
 
 
 def _write_headers(folder: Path, mutant: Mutant | None) -> None:
@@ -133,15 +167,25 @@ def _write_headers(folder: Path, mutant: Mutant | None) -> None:
         path.write_text(DYNAMIC.sub(r"u8* const \1 = emulation::dynamic_shared;", path.read_text()))
 
 
+def _parts(source: str) -> tuple[str, str, str]:
+    """Of a kernel's source: its launch bounds, its name and the type of its arguments."""
+    bounds, entry = LAUNCH_BOUNDS.search(source), ENTRY.search(source)
+    if bounds is None or entry is None:
+        raise ValueError(f"not the source of a kernel: {source}")
+    return bounds[1], f"weft::{entry[1]}", entry[2]
+
+
 def _shared_variables(path: Path) -> list[tuple[int, int]]:
-    """Addresses and sizes of the variables of functions in namespace weft: those that were __shared__."""
-    listed = subprocess.run(["nm", "-S", str(path)], capture_output=True, text=True, check=True, timeout=60).stdout
-    found = []
-    for line in listed.splitlines():
-        words = line.split()
-        if len(words) == 4 and words[2] in "bBdDuV" and words[3].startswith("_ZZN4weft"):
-            found.append((int(words[0], 16), int(words[1], 16)))
-    return found
+    """Places, as run_block.h wants them, and sizes of the thread_local variables of functions in namespace weft."""
+    listed = subprocess.run(["readelf", "-sW", str(path)], capture_output=True, text=True, check=True, timeout=60)
+    places, beside = {}, 0
+    for words in map(str.split, listed.stdout.splitlines()):
+        if len(words) == 8 and words[3] == "TLS" and words[6] != "UND":
+            if words[7] == "_ZN9emulation12random_stateE":
+                beside = int(words[1], 16)
+            elif words[7].startswith("_ZZN4weft"):
+                places[int(words[1], 16)] = int(words[2], 0)
+    return [(place - beside, num_bytes) for place, num_bytes in places.items()]
 
 
 def _digest(*texts: str) -> str:

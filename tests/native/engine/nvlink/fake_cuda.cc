@@ -1,6 +1,7 @@
 // check: allow file-size: one driver, a few lines a function
 #include "engine/nvlink/fake_cuda.h"
 
+#include <dlfcn.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -16,6 +17,7 @@
 #include <thread>
 
 #include "base/cuda_driver.h"
+#include "launch_request.h"
 
 namespace fake_cuda {
 namespace {
@@ -23,6 +25,8 @@ namespace {
 using namespace weft::cuda;
 
 constexpr Result kInvalidValue = 1, kOutOfMemory = 2, kNotPermitted = 800, kCapturedEvent = 907;
+constexpr Result kLaunchFailed = 719;
+constexpr int kCompileFailed = 6;  // NVRTC_ERROR_COMPILATION
 constexpr size_t kGranularity = size_t{2} << 20;
 
 struct StreamState {
@@ -50,6 +54,12 @@ struct Physical {
   ~Physical() { close(fd); }
 };
 
+// An emulated kernel.
+struct EmulatedKernel {
+  emulation::LaunchFunction launch = nullptr;
+  size_t args_bytes = 0;
+};
+
 struct UserObjectState {
   void* what = nullptr;
   void (*destroy)(void*) = nullptr;
@@ -67,6 +77,12 @@ struct State {
   AllocationHandle next_handle = 1;
   std::map<ino_t, std::weak_ptr<Physical>> by_file;
   std::vector<std::pair<uint64_t, uint64_t>> waits;
+  Compile compile = nullptr;
+  std::map<uint64_t, std::vector<std::function<Result()>>> recorded;  // by capture: what a replay does
+  std::string found;                                                  // by an emulated kernel: a mistake
+  int given_up = 0;
+  uint64_t seed = 1;
+  int num_multiprocessors = 132, shared_memory = 232448;
   KernelBody kernel;
   int num_launches = 0;
   unsigned shared_bytes = 0;
@@ -99,6 +115,21 @@ void submit(Stream stream) {
   if (!at.is_held) at.done = at.submitted;
 }
 
+// Work of a stream: done now, or in emulation, where a stream records a graph, when that is replayed.
+Result enqueue(Stream stream, std::function<Result()> work) {
+  State& s = state();
+  bool is_recorded = false;
+  {
+    const std::lock_guard lock(s.mutex);
+    const StreamState& at = s.streams[reinterpret_cast<uint64_t>(stream)];
+    is_recorded = s.compile != nullptr && at.capture != kNotCapturing;
+    if (is_recorded) s.recorded[at.capture_id].push_back(std::move(work));
+  }
+  const Result result = is_recorded ? kSuccess : work();
+  submit(stream);
+  return result;
+}
+
 ino_t file_of(int fd) {
   struct stat status{};
   fstat(fd, &status);
@@ -119,9 +150,12 @@ Result device_get(Device* device, int index) {
   return index == 0 ? kSuccess : kInvalidValue;
 }
 Result device_get_attribute(int* value, int attribute, Device) {
-  const std::map<int, int> known = {{kComputeMajor, 9},      {kComputeMinor, 0},
-                                    {kMultiprocessors, 132}, {kMaxSharedPerBlock, 232448},
-                                    {kRdmaSupported, 1},     {kFabricSupported, state().has_fabric ? 1 : 0}};
+  const std::map<int, int> known = {{kComputeMajor, 9},
+                                    {kComputeMinor, 0},
+                                    {kMultiprocessors, state().num_multiprocessors},
+                                    {kMaxSharedPerBlock, state().shared_memory},
+                                    {kRdmaSupported, 1},
+                                    {kFabricSupported, state().has_fabric ? 1 : 0}};
   const auto found = known.find(attribute);
   *value = found == known.end() ? 0 : found->second;
   return kSuccess;
@@ -243,25 +277,25 @@ Result host_free(void* place) {
   return kSuccess;
 }
 Result memset_async(DevicePtr address, unsigned char value, size_t bytes, Stream stream) {
-  std::memset(reinterpret_cast<void*>(address), value, bytes);
-  submit(stream);
-  return kSuccess;
+  return enqueue(stream, [=] {
+    std::memset(reinterpret_cast<void*>(address), value, bytes);
+    return kSuccess;
+  });
+}
+Result copy_bytes(void* to, const void* from, size_t bytes, Stream stream) {
+  return enqueue(stream, [=] {
+    std::memcpy(to, from, bytes);
+    return kSuccess;
+  });
 }
 Result copy_async(DevicePtr to, DevicePtr from, size_t bytes, Stream stream) {
-  std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
-  submit(stream);
-  return kSuccess;
+  return copy_bytes(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes, stream);
 }
 Result copy_from_host_async(DevicePtr to, const void* from, size_t bytes, Stream stream) {
-  std::memcpy(reinterpret_cast<void*>(to), from, bytes);
-  submit(stream);
-  return kSuccess;
+  return copy_bytes(reinterpret_cast<void*>(to), from, bytes, stream);
 }
-
 Result copy_to_host_async(void* to, DevicePtr from, size_t bytes, Stream stream) {
-  std::memcpy(to, reinterpret_cast<void*>(from), bytes);
-  submit(stream);
-  return kSuccess;
+  return copy_bytes(to, reinterpret_cast<const void*>(from), bytes, stream);
 }
 
 Result stream_create(Stream* stream, unsigned) {
@@ -348,28 +382,70 @@ Result event_query(Event event) {
   if (of->is_captured) return kCapturedEvent;
   return s.streams[of->stream].done >= of->mark ? kSuccess : kNotReady;
 }
-Result module_load(Module* module, const void*) {
+// What the compiler gives for an emulated kernel is the path of its library.
+Result module_load(Module* module, const void* image) {
+  const auto* path = static_cast<const char*>(image);
   *module = reinterpret_cast<Module>(uintptr_t{32});
+  if (*path == '/') *module = static_cast<Module>(dlopen(path, RTLD_NOW | RTLD_LOCAL));
+  if (*module == nullptr) return kInvalidValue;
   return injected("cuModuleLoadData");
 }
 Result module_unload(Module) { return kSuccess; }
-Result module_get_function(Function* function, Module, const char*) {
+Result module_get_function(Function* function, Module module, const char*) {
   *function = reinterpret_cast<Function>(uintptr_t{48});
+  if (module == reinterpret_cast<Module>(uintptr_t{32})) return kSuccess;
+  auto* const args_bytes = reinterpret_cast<emulation::ArgsBytesFunction>(dlsym(module, emulation::kArgsBytesSymbol));
+  auto* const launch = reinterpret_cast<emulation::LaunchFunction>(dlsym(module, emulation::kLaunchSymbol));
+  if (launch == nullptr || args_bytes == nullptr) return kInvalidValue;
+  *function = reinterpret_cast<Function>(new EmulatedKernel{launch, args_bytes()});
   return kSuccess;
 }
 Result function_set_attribute(Function, int, int) { return kSuccess; }
-Result launch(const LaunchConfig* config, Function, void** params, void**) {
+
+// In the calling thread, which returns when all blocks have ended. A mistake that they have found fails the GPU.
+Result run_emulated(const EmulatedKernel& kernel, const LaunchConfig& config, const void* args) {
+  constexpr uint32_t kMostSleepUs = 200;
+  State& s = state();
+  char found[1000] = {};
+  emulation::LaunchRequest request;
+  request.args = args;
+  request.num_blocks = config.blocks[0];
+  request.num_threads = config.threads[0];
+  request.shared_bytes = config.shared_bytes;
+  request.most_sleep_us = kMostSleepUs;
+  request.given_up = &s.given_up;
+  request.found = found;
+  request.found_bytes = sizeof(found);
+  {
+    const std::lock_guard lock(s.mutex);
+    request.seed = s.seed++;
+  }
+  if (kernel.launch(&request) == 0) return kSuccess;
+  const std::lock_guard lock(s.mutex);
+  if (s.found.empty()) s.found = found;
+  s.gpu_result = kLaunchFailed;
+  return kLaunchFailed;
+}
+
+Result launch(const LaunchConfig* config, Function function, void** params, void**) {
   if (const Result result = injected("cuLaunchKernelEx"); result != kSuccess) return result;
-  if (state().gpu_result != 0) return state().gpu_result;
-  submit(config->stream);
+  State& s = state();
+  if (s.gpu_result != 0) return s.gpu_result;
   KernelBody body;
   {
-    State& s = state();
     const std::lock_guard lock(s.mutex);
     ++s.num_launches;
     s.shared_bytes = config->shared_bytes;
     body = s.kernel;
   }
+  if (function != reinterpret_cast<Function>(uintptr_t{48})) {
+    const auto* const kernel = reinterpret_cast<const EmulatedKernel*>(function);
+    const auto* const given = static_cast<const unsigned char*>(params[0]);
+    return enqueue(config->stream, [kernel, plain = *config, args = std::vector(given, given + kernel->args_bytes)] {
+      return run_emulated(*kernel, plain, args.data());
+    });
+  }
+  submit(config->stream);
   if (body) body(params[0]);
   return kSuccess;
 }
@@ -435,6 +511,18 @@ void set_kernel(KernelBody body) {
   const std::lock_guard lock(state().mutex);
   state().kernel = std::move(body);
 }
+void compile_with(Compile compile) { state().compile = compile; }
+int replay(uint64_t id) {
+  std::vector<std::function<Result()>> work;
+  {
+    const std::lock_guard lock(state().mutex);
+    work = state().recorded[id];
+  }
+  for (const std::function<Result()>& each : work) {
+    if (const Result result = each(); result != kSuccess) return result;
+  }
+  return kSuccess;
+}
 void hold(uint64_t stream) {
   const std::lock_guard lock(state().mutex);
   state().streams[stream].is_held = true;
@@ -465,6 +553,7 @@ void destroy_graph(uint64_t id) {
   {
     const std::lock_guard lock(state().mutex);
     held = std::exchange(state().graphs[id], {});
+    state().recorded.erase(id);
   }
   for (UserObjectState* each : held) destroy_object(each);
 }
@@ -537,28 +626,58 @@ int nvrtcVersion(int* major, int* minor) {
   *minor = 0;
   return 0;
 }
-int nvrtcCreateProgram(void** program, const char*, const char*, int, const char* const*, const char* const*) {
-  *program = program;
+// A program is its source, then, in emulation, the path of a library or what the compiler says.
+int nvrtcCreateProgram(void** program, const char* source, const char*, int, const char* const*, const char* const*) {
+  *program = new std::string(source);
   return 0;
 }
-int nvrtcCompileProgram(void*, int, const char* const*) { return 0; }
-int nvrtcDestroyProgram(void**) { return 0; }
-int nvrtcGetProgramLogSize(void*, size_t* num_bytes) {
-  *num_bytes = 1;
+int nvrtcCompileProgram(void* program, int, const char* const*) {
+  auto& text = *static_cast<std::string*>(program);
+  const fake_cuda::Compile compile = fake_cuda::state().compile;
+  if (compile == nullptr) {
+    text = "cube";
+    return 0;
+  }
+  char made[4000] = {};
+  const int result = compile(text.c_str(), made, sizeof(made));
+  text = made;
+  return result == 0 ? 0 : fake_cuda::kCompileFailed;
+}
+int nvrtcDestroyProgram(void** program) {
+  delete static_cast<std::string*>(*program);
   return 0;
 }
-int nvrtcGetProgramLog(void*, char* log) {
-  *log = '\0';
+int nvrtcGetProgramLogSize(void* program, size_t* num_bytes) {
+  *num_bytes = static_cast<std::string*>(program)->size() + 1;
   return 0;
 }
-int nvrtcGetCUBINSize(void*, size_t* num_bytes) {
-  *num_bytes = 4;
+int nvrtcGetProgramLog(void* program, char* log) {
+  std::strcpy(log, static_cast<std::string*>(program)->c_str());
   return 0;
 }
-int nvrtcGetCUBIN(void*, char* cubin) {
-  std::memcpy(cubin, "cube", 4);
-  return 0;
-}
+int nvrtcGetCUBINSize(void* program, size_t* num_bytes) { return nvrtcGetProgramLogSize(program, num_bytes); }
+int nvrtcGetCUBIN(void* program, char* cubin) { return nvrtcGetProgramLog(program, cubin); }
 const char* nvrtcGetErrorString(int) { return "NVRTC_ERROR"; }
+
+// ---- for Python: the emulated GPU
+
+void emulated_gpu_start(fake_cuda::Compile compile, int num_multiprocessors, int shared_memory) {
+  fake_cuda::compile_with(compile);
+  fake_cuda::state().num_multiprocessors = num_multiprocessors;
+  fake_cuda::state().shared_memory = shared_memory;
+}
+// What a kernel has found, "" if nothing; the GPU works again.
+void emulated_gpu_found(char* text, size_t num_bytes) {
+  fake_cuda::State& s = fake_cuda::state();
+  const std::lock_guard lock(s.mutex);
+  std::strncpy(text, s.found.c_str(), num_bytes - 1);
+  s.found.clear();
+  s.given_up = s.gpu_result = 0;
+}
+void emulated_gpu_seed(uint64_t seed) { fake_cuda::state().seed = seed; }
+void emulated_gpu_begin_capture(uint64_t stream, uint64_t id) { fake_cuda::begin_capture(stream, id); }
+void emulated_gpu_end_capture(uint64_t stream) { fake_cuda::end_capture(stream); }
+int emulated_gpu_replay(uint64_t id) { return fake_cuda::replay(id); }
+void emulated_gpu_destroy_graph(uint64_t id) { fake_cuda::destroy_graph(id); }
 
 }  // extern "C"

@@ -1,7 +1,9 @@
 // A CUDA driver without a GPU, for tests of the host side: libcuda.so.1 and NVRTC in one library. Memory is host memory
-// that can really be mapped, shared and unmapped. Streams run at once, unless a test holds one; kernels are what a test says.
+// that can really be mapped, shared and unmapped. Streams run at once, unless a test holds one; kernels are what a test says,
+// or the real ones, compiled for the CPU: tests/emulation/emulated_gpu.py.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <utility>
@@ -13,8 +15,15 @@ namespace fake_cuda {
 using KernelBody = std::function<void(void* args)>;
 
 void set_kernel(KernelBody body);  // empty: kernels do nothing
-void hold(uint64_t stream);        // work of this stream does not end ...
-void let_go(uint64_t stream);      // ... until here
+
+// In place of NVRTC: from the source of a kernel to the path of a library that runs it (tests/emulation/library.h), or to why
+// there is none. 0, or it did not compile. From then on kernels are run, and graphs record.
+using Compile = int (*)(const char* source, char* path, size_t num_bytes);
+void compile_with(Compile compile);
+int replay(uint64_t id);  // the graph of a capture; 0, or what the first call that failed has answered
+
+void hold(uint64_t stream);    // work of this stream does not end ...
+void let_go(uint64_t stream);  // ... until here
 void begin_capture(uint64_t stream, uint64_t id);
 void end_capture(uint64_t stream);
 // What the graph of a capture holds is let go in another thread, which may not call the driver.

@@ -1,0 +1,222 @@
+"""One emulated GPU, on which Python, the host code and the real kernels run together.
+
+The driver is that of the native tests (tests/native/engine/nvlink/fake_cuda.cc), as libcuda.so.1 and as NVRTC: it
+compiles a kernel with g++ and runs its blocks as threads, and the thread that launches it waits for them. Ranks are
+threads of this process and share the GPU. Device memory is host memory, so tensors are those of the CPU, and what torch
+does between two calls is in order with them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import itertools
+import subprocess
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kernels import HERE, INCLUDE, Compiler, Mutant
+from torch import Tensor
+
+import weft
+import weft.call.gpu_calls
+import weft.call.gpu_tensors
+import weft.call.streams
+import weft.communicator
+from pool import RankFailed, RankState
+from weft import _load
+from weft.engine import Facts
+
+NUM_SMS = 8  # of the GPU, for all ranks
+SHARED_BYTES = 64 << 10  # of a block: few stages, which are used several times
+_HOST = 1  # kDLCPU
+_DEVICE_TYPE = 8  # where it lies in a DLManagedTensor
+_REAL_FROM_DLPACK = torch._C._from_dlpack
+
+
+class EmulatedGpu:
+    """That of this process, for the native module sees a driver once."""
+
+    def __init__(self) -> None:
+        self.mutant: Mutant | None = None
+        self._compiler = Compiler()
+        self._loaded: dict[Mutant | None, Any] = {}
+        atexit.register(self._compiler.close)
+        self.driver_path = str(self._compiler.folder / "libcuda.so.1")
+        roots = HERE.parents[1]
+        folders = (roots / "src", INCLUDE, roots / "tests" / "native", HERE)
+        source = roots / "tests" / "native" / "engine" / "nvlink" / "fake_cuda.cc"
+        subprocess.run(
+            ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-Wl,-soname,libcuda.so.1",
+             *(f"-I{each}" for each in folders), str(source), "-o", self.driver_path],
+            check=True, timeout=300,
+        )  # fmt: skip
+        self.driver = ctypes.CDLL(self.driver_path)
+        self._compile = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t)(self._made)
+        self.driver.emulated_gpu_start(self._compile, NUM_SMS, SHARED_BYTES)
+        for name in ("begin_capture", "end_capture", "replay", "destroy_graph", "seed"):
+            getattr(self.driver, f"emulated_gpu_{name}").argtypes = [ctypes.c_uint64] * (1 + (name == "begin_capture"))
+
+    def _made(self, source: bytes, answer: int, num_bytes: int) -> int:
+        """In place of NVRTC, for the driver: the path of the library of a kernel."""
+        text = source.decode()
+        try:
+            made = self._compiler.start(text, self.mutant, is_library=True)
+            # Where ranks are threads the other type of ids is compiled next.
+            for one, other in ((1, 0), (0, 1)):
+                if f".topk_is_int64 = {one}" in text:
+                    sibling = text.replace(f".topk_is_int64 = {one}", f".topk_is_int64 = {other}")
+                    self._compiler.start(sibling, self.mutant, is_library=True)
+            said, status = str(made.result().path), 0
+        except Exception as error:  # the driver has it raised
+            said, status = str(error), 1
+        said_bytes = said.encode()[: num_bytes - 1] + b"\0"
+        ctypes.memmove(answer, said_bytes, len(said_bytes))
+        return status
+
+    @property
+    def native(self) -> Any:
+        """The native module's GPU, with its kernels."""
+        if self.mutant not in self._loaded:
+            made = _load.native().Gpu(0, nvrtc=self.driver_path, include=str(INCLUDE), cache="")
+            self._loaded[self.mutant] = made
+        return self._loaded[self.mutant]
+
+    def found(self) -> str:
+        """The mistake that a block has found since it was last asked, or ""."""
+        text = ctypes.create_string_buffer(1000)
+        self.driver.emulated_gpu_found(text, len(text))
+        return text.value.decode()
+
+
+@functools.cache
+def gpu() -> EmulatedGpu:
+    """The emulated GPU of this process."""
+    return EmulatedGpu()
+
+
+# ---- what torch has of a GPU
+
+
+def on_host(array: Any) -> Tensor:
+    """`from_dlpack` of memory of the GPU, which torch takes for the host's."""
+    capsule = array if type(array).__name__ == "PyCapsule" else array.__dlpack__()
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    device = ctypes.c_int32.from_address(pointer(capsule, b"dltensor") + _DEVICE_TYPE)
+    device.value = _HOST
+    tensor: Tensor = _REAL_FROM_DLPACK(capsule)
+    return tensor
+
+
+class Stream:
+    """A stream on which everything has happened."""
+
+    _numbers = itertools.count(1)
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.cuda_stream = 0x10000 + next(self._numbers)
+        self.is_capturing = False
+
+    def query(self) -> bool:
+        """Whether all has ended."""
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for all."""
+
+    def wait_stream(self, other: Any) -> None:
+        """Come behind another."""
+
+    def record_event(self) -> Any:
+        """An event that has happened."""
+        return SimpleNamespace(query=lambda: True, wait=lambda stream=None: None, synchronize=lambda: None)
+
+
+class _Current(threading.local):
+    def __init__(self) -> None:
+        self.stream = Stream()
+
+
+class Graph:
+    """What calls in `record` launch, again and again."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self) -> None:
+        self.number = next(self._numbers)
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """The calls in the block are recorded and not made."""
+        stream: Any = torch.cuda.current_stream()
+        gpu().driver.emulated_gpu_begin_capture(stream.cuda_stream, self.number)
+        stream.is_capturing = True
+        try:
+            yield
+        finally:
+            stream.is_capturing = False
+            gpu().driver.emulated_gpu_end_capture(stream.cuda_stream)
+
+    def replay(self) -> None:
+        """Make the calls."""
+        status = gpu().driver.emulated_gpu_replay(self.number)
+        assert status == 0, f"the driver answered {status}"
+
+    def destroy(self) -> None:
+        """Let go of what the calls use."""
+        gpu().driver.emulated_gpu_destroy_graph(self.number)
+
+
+class EmulatedRanks:
+    """`run` as that of `Pool`, on ranks that share the emulated GPU."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, mutant: Mutant | None = None) -> None:
+        current = _Current()
+        cuda: Any = torch.cuda
+        patch.setattr(cuda, "current_stream", lambda device=None: current.stream)
+        patch.setattr(cuda, "set_stream", lambda stream: setattr(current, "stream", stream))
+        patch.setattr(cuda, "is_current_stream_capturing", lambda: current.stream.is_capturing)
+        patch.setattr(cuda, "current_device", lambda: None)
+        patch.setattr(cuda.nvtx, "range_push", lambda name: 0)
+        patch.setattr(cuda.nvtx, "range_pop", lambda: None)
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current.stream.cuda_stream, raising=False)
+        patch.setattr(torch._C, "_from_dlpack", on_host)
+        patch.setattr(torch, "from_dlpack", on_host)
+        for module in (weft.call.gpu_calls, weft.call.gpu_tensors):
+            patch.setattr(module, "from_dlpack", on_host)
+        patch.setattr(weft.call.streams, "own_stream", lambda device: Stream())
+        patch.setattr(weft.call.streams, "give_back_stream", lambda stream: None)
+        facts = {"problem": "", "uuid": "emulated", "name": "emulated GPU", "capability": (9, 0), "num_sms": NUM_SMS}
+        patch.setattr(weft.communicator, "look", lambda device, engine: Facts(engine, **facts))
+        patch.setattr(weft.communicator, "driver_gpu", lambda index: gpu().native)
+        patch.setattr(gpu(), "mutant", mutant)
+        gpu().found()
+
+    def run(
+        self,
+        num_ranks: int,
+        function: Callable[[RankState, Any], Any],
+        args: Sequence[Any],
+        *,
+        may_die: Collection[int] = (),
+    ) -> list[Any]:
+        """See Pool."""
+
+        def work(comm: weft.Communicator) -> Any:
+            assert comm.engine == "nvlink", comm
+            return function(RankState(comm.rank, {num_ranks: comm}, num_ranks), args[comm.rank])
+
+        outcomes = weft.spawn(work, num_ranks, device="cpu", isolation="thread", on_failure="return")
+        failed = [f"rank {rank}: {each!r}" for rank, each in enumerate(outcomes) if isinstance(each, BaseException)]
+        found = gpu().found()
+        if failed or found:
+            raise RankFailed("\n".join([*([f"emulated GPU: {found}"] if found else []), *failed]))
+        return outcomes

@@ -1,0 +1,142 @@
+"""Guards against wrong words between Python, the host code and the kernels: calls of the Python API run the real host
+code and the real kernels on one emulated GPU, and are compared bit for bit with weft.reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from emulated_gpu import EmulatedRanks, Graph
+from kernels import Mutant
+from test_emulated_dispatch import OWN_TYPE
+from test_property import checked, checked_gradients, with_call
+
+import weft
+from pool import RankFailed, RankState
+from weft import reference
+
+LAYOUTS = ("rank_major", "expert_major", "masked")
+PAIR: dict[str, Any] = {"tokens": (5, 17), "biases": ("row", "none"), "ids_are_int64": (True, False)}
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """They share one GPU."""
+    return EmulatedRanks(monkeypatch)
+
+
+def of_two(**changed: Any) -> Any:
+    """A case of two ranks."""
+    return replace(with_call(**(PAIR | changed)), num_ranks=2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(ranks: Any, layout: str) -> None:
+    """Dispatch, its repetition and combine, of heap tensors too."""
+    checked(ranks, of_two(layout=layout, alignment=4))
+
+
+def test_results_without_room_in_the_heap(ranks: Any) -> None:
+    """They are staged, and unloaded."""
+    checked(ranks, replace(of_two(), heap="none"))
+    checked(ranks, replace(of_two(layout="expert_major", alignment=4), heap="full_on_one"))
+
+
+def test_rows_in_fp8(ranks: Any) -> None:
+    """Quantised by the kernel, there and back."""
+    checked(ranks, of_two(rows="fp8", wire="fp8", side=None))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_small_batches(ranks: Any, layout: str) -> None:
+    """In one go and in halves."""
+    for mode in ("latency", "staged"):
+        checked(ranks, of_two(layout=layout, mode=mode, capacity="ample", side=None))
+
+
+def test_capacity_exceeded(ranks: Any) -> None:
+    """What is dropped is counted, and said."""
+    checked(ranks, of_two(capacity="exceeded"))
+
+
+def test_gradients(ranks: Any) -> None:
+    """With the kernel that makes those of a weighted combine."""
+    checked_gradients(ranks, of_two(layout="expert_major"))
+
+
+def replay(state: RankState, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A graph of a dispatch and a combine: what each replay gives, of inputs that change."""
+    ep = weft.ExpertParallel(state.comm, num_experts=6, top_k=4, hidden=48, max_tokens_per_rank=17)
+    x, ids, weights = inputs(state.rank, seed)
+    graph, seen = Graph(), []
+    r = ep.dispatch(x, ids, weights, capacity=40)  # kernels are compiled
+    ep.combine(r.x, r.handle)
+    with graph.record():
+        r = ep.dispatch(x, ids, weights, capacity=40)
+        y = ep.combine(r.x, r.handle)
+    for turn in range(3):
+        for mine, new in zip((x, ids, weights), inputs(state.rank, seed + turn), strict=True):
+            mine.copy_(new)
+        graph.replay()
+        assert isinstance(r.x, torch.Tensor)
+        seen.append((r.x[: int(r.num_rows)].clone(), y.clone()))
+    state.comm.meet(10)
+    graph.destroy()
+    ep.check()
+    ep.close()
+    return seen
+
+
+def inputs(rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of a rank: x, ids, weights."""
+    generator = torch.Generator().manual_seed(2 * seed + rank)
+    x = torch.randn(9, 48, generator=generator).bfloat16()
+    return x, torch.randint(-1, 6, (9, 4), generator=generator), torch.rand(9, 4, generator=generator)
+
+
+def test_graphs_are_replayed(ranks: Any) -> None:
+    """With other inputs and another routing each time."""
+    seen = ranks.run(2, replay, [7, 7])
+    for turn in range(3):
+        xs, ids, weights = (list(each) for each in zip(*(inputs(rank, 7 + turn) for rank in range(2)), strict=True))
+        wanted = reference.dispatch(xs, ids, weights, num_experts=6, capacity=40)
+        sums = reference.combine([each.x for each in wanted], wanted)
+        for rank in range(2):
+            x, y = seen[rank][turn]
+            want = wanted[rank].x
+            assert isinstance(want, torch.Tensor)
+            assert torch.equal(x, want[: len(x)])
+            assert len(x) == int(wanted[rank].num_rows)
+            assert torch.equal(y, sums[rank])
+
+
+WRONG_PLACE = Mutant(
+    "the last 16 bytes of a row are not sent",
+    "weft/ptx/bulk.cuh",
+    "  self.stores.push_back({static_cast<u8*>(global), static_cast<const u8*>(shared), num_bytes, self.group});",
+    "  self.stores.push_back({static_cast<u8*>(global), static_cast<const u8*>(shared), num_bytes - 16, self.group});",
+)
+
+
+@pytest.mark.parametrize("mutant", [OWN_TYPE, WRONG_PLACE], ids=lambda mutant: mutant.name)
+def test_mistakes_of_kernels_are_found(monkeypatch: pytest.MonkeyPatch, mutant: Mutant) -> None:
+    """Behind Python and the host code too."""
+    ranks: Any = EmulatedRanks(monkeypatch, mutant)
+    with pytest.raises((AssertionError, RankFailed)):
+        checked(ranks, of_two(repeat=None, side=None, heap_output=False))
+
+
+def test_what_a_block_finds_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every rank, at once."""
+    waits_for_nothing = Mutant(
+        "nobody waits for the last copies",
+        "weft/kernels/dispatch/stages.cuh",
+        "ptx::bulk_wait_all();\n    ptx::fence_proxy_async_global();\n    __syncwarp();",
+        "__syncwarp();",
+    )
+    ranks: Any = EmulatedRanks(monkeypatch, waits_for_nothing)
+    with pytest.raises(RankFailed, match=r"ended without waiting for .* bulk stores"):
+        checked(ranks, of_two(repeat=None, side=None, heap_output=False))
