@@ -44,8 +44,7 @@ using weft::u32;
 using weft::u64;
 using weft::u8;
 
-// A mistake that was found; whoever runs the block tells it.
-struct Failed {
+struct Failed {  // a mistake that was found; whoever runs the block tells it
   std::string text;
 };
 

@@ -1,396 +1,306 @@
-"""A rank's part of a benchmark: check the results against weft.reference, then time them."""
+"""A rank's part of the suite: for each case check the results, then time the calls. Collective in every step."""
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import dataclasses
+import functools
+import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 import weft
-from weft import reference, routing
-from weft.bench.baseline import AllToAll
-from weft.bench.options import Options
+from weft.bench.cases import CALLS_IN_GRAPH, EXPERTS, TOP_K, Case
+from weft.bench.grouped_gemm import Experts
+from weft.bench.options import SuiteOptions
+from weft.bench.samples import Samples
+from weft.bench.small_worker import small_calls
+from weft.bench.suite_baseline import Baselines, with_baseline
+from weft.bench.timing import PROFILED, profile_calls, time_calls, time_replays
+from weft.bench.worker import Barrier, result_bytes
+from weft.limits import default_heap_bytes
 from weft.machine import where
-from weft.verify.cases import loaded_trace
-from weft.verify.check import DTYPES, Mismatch, expect_equal
+from weft.verify.check import Mismatch, poison
 
-_COPY_BYTES = 64 << 20
-_COPY_ITERS = 12
-_BARRIER_S = 300.0
-
-
-class Barrier(Protocol):
-    """Waits until every rank of the machine has come here; multiprocessing's and threading's barriers do."""
-
-    def wait(self, timeout: float | None = None, /) -> int: ...
+EXPERT_WIDTH = 2048  # of the step's experts: H -> 2 x 2048 -> H, as in DeepSeek-V3
+_MEET_S = 300.0
+_SAMPLES = 200  # of replays
+_DEADLINE_S = 30.0
 
 
-@dataclass(frozen=True)
-class Timed:
-    """Calls of one operation on one rank, back to back."""
+class Meeting:
+    """Where ranks wait for each other and compare notes, beside the engine under test."""
 
-    call_us: list[float]  # per call: inputs ready to outputs usable
-    total_us: float  # first start to last end
-    gpu_us: list[float] | None = None  # per call, between events on the stream; None on a CPU
+    def __init__(self, barrier: Barrier, store: TCPStore, rank: int, num_ranks: int) -> None:
+        self._barrier, self.store, self.rank, self.num_ranks = barrier, store, rank, num_ranks
+        self._number = 0
 
+    def wait(self) -> None:
+        """Until every rank has come."""
+        self._barrier.wait(_MEET_S)
 
-@dataclass
-class RankReport:
-    """What one rank measured. `timed` is by library and operation: ("weft", "dispatch"), ..."""
-
-    started_at_ns: int
-    engine: str
-    device: str
-    placement: weft.Placement
-    first_call_s: float = 0.0
-    timed: dict[tuple[str, str], Timed] = field(default_factory=dict)
-    copy_from_ns: int = 0
-    copy_to_ns: int = 0
-    copied_bytes: int = 0
-    num_tokens: int = 0
-    rows_received: int = 0
-    rows_sent: int = 0  # to other ranks: what crosses a wire, one row per (token, rank)
-    rows_kept: int = 0  # to this rank itself
-    dispatch_row_bytes: int = 0
-    combine_row_bytes: int = 0
-    dispatch_result_bytes: int = 0
-    combine_result_bytes: int = 0
-    stats: dict[str, Any] = field(default_factory=dict)
+    def gather(self, text: str) -> list[str]:
+        """Every rank's text."""
+        self._number += 1
+        self.store.set(f"{self._number}/{self.rank}", text)
+        return [self.store.get(f"{self._number}/{rank}").decode() for rank in range(self.num_ranks)]
 
 
-@dataclass(frozen=True)
-class Job:
-    """One rank's inputs and the results every library must give."""
+class Worker:
+    """One rank with its ExpertParallel objects, one per T."""
 
-    x: Tensor
-    topk_idx: Tensor
-    topk_weights: Tensor
-    outputs: Tensor  # what the experts are said to have computed: x's layout
-    want: reference.Dispatched
-    want_y: Tensor
+    deadline_s = _DEADLINE_S
 
+    def __init__(self, comm: weft.Communicator, options: SuiteOptions, meeting: Meeting) -> None:
+        self.comm, self.options, self.meeting = comm, options, meeting
+        self.on_gpu = comm.device.type == "cuda"
+        self.samples = Samples(comm, options.hidden, options.seed)
+        self.objects: dict[int, weft.ExpertParallel] = {}
+        self.experts: Experts | None = None
+        self.step_y: Tensor | None = None
+        self.memory: dict[str, int] = {}  # of the call made last, see `note_memory`
 
-def run_rank(comm: weft.Communicator, options: Options, barrier: Barrier, store_port: int) -> RankReport:
-    """Everything one rank does. Collective. Raises Mismatch if a result is wrong."""
-    report = RankReport(time.monotonic_ns(), str(comm.engine), str(comm.device), comm.placement)
-    say = where.say if comm.rank == 0 else _say_nothing
-    say("inputs, and what the reference makes of them")
-    job = _make_job(comm, options)
-    report.num_tokens = len(job.x)
-    barrier.wait(_BARRIER_S)
-    from_ns = time.monotonic_ns()
-    ep = weft.ExpertParallel(
-        comm,
-        num_experts=options.experts,
-        top_k=options.top_k,
-        hidden=options.hidden,
-        max_tokens_per_rank=max(1, _max_tokens(options)),
-        dtype=DTYPES[options.dtype],
-        num_sms=options.num_sms,
-    )
-    with ep:
-        say("first call of Weft, compared with the reference")
-        weft_calls = WeftCalls(ep, options, job)
-        weft_calls.dispatch()
-        report.first_call_s = (time.monotonic_ns() - from_ns) / 1e9
-        _check_weft(weft_calls, job)
-        _count(report, options, job, weft_calls, comm.rank)
-        operations = {
-            "dispatch": weft_calls.dispatch,
-            "combine": weft_calls.combine_heap,
-            "combine_ordinary": weft_calls.combine_ordinary,
-            "both": weft_calls.both,
-        }
-        for name, call in operations.items():
-            say(f"{options.iters} calls of Weft: {name}")
-            report.timed["weft", name] = _time_calls(call, options, comm.device, barrier)
-        if options.baseline:
-            say(f"{options.iters} calls of all_to_all_single for each operation")
-            _run_baseline(report, comm, options, job, barrier, store_port)
-        say("memory copies")
-        _measure_copies(report, options, comm.device, barrier)
-        report.stats = dict(ep.stats())
-        weft_calls.drop()
-    barrier.wait(_BARRIER_S)
-    return report
-
-
-def _say_nothing(text: str) -> None:
-    """Only rank 0 tells how far it is."""
-
-
-def _max_tokens(options: Options) -> int:
-    if options.trace is None:
-        return options.tokens
-    dispatches = loaded_trace(options.trace).dispatches
-    return max(len(recorded[0].topk_idx) for recorded in dispatches.values())
-
-
-def _make_job(comm: weft.Communicator, options: Options) -> Job:
-    """Inputs of every rank, as each rank can make them, and this rank's share of the reference's results."""
-    trace = {} if options.trace is None else {"trace": loaded_trace(options.trace)}
-    num_tokens: Any = options.tokens if options.trace is None else None
-    xs, idxs, weights = [], [], []
-    for rank in range(options.ranks):
-        topk_idx, topk_weights = routing.make(
-            options.routing,
-            num_tokens,
-            options.experts,
-            options.top_k,
-            rank=rank,
-            num_ranks=options.ranks,
-            seed=options.seed,
-            **trace,
-        )
-        generator = torch.Generator().manual_seed(options.seed * 1009 + rank)
-        xs.append(
-            torch.randn((len(topk_idx), options.hidden), generator=generator, dtype=torch.float32, device="cpu").to(
-                DTYPES[options.dtype]
+    def ep(self, tokens: int) -> weft.ExpertParallel:
+        """The object for at most this many tokens a call."""
+        if tokens not in self.objects:
+            self.objects[tokens] = weft.ExpertParallel(
+                self.comm,
+                num_experts=EXPERTS,
+                top_k=TOP_K,
+                hidden=self.options.hidden,
+                max_tokens_per_rank=tokens,
+                heap_bytes=self.heap_bytes(tokens),
+                deadline_s=_DEADLINE_S,
             )
+        return self.objects[tokens]
+
+    def heap_bytes(self, tokens: int) -> int:
+        """What ExpertParallel takes by itself, given in so many words, so that it can be subtracted."""
+        return default_heap_bytes(self.comm.num_ranks, TOP_K, self.options.hidden, tokens, torch.bfloat16)
+
+    def measure_memory(self) -> dict[str, Any]:
+        """GPU memory that constructing an object takes, beside the heap."""
+        tokens = max(1, self.options.tokens)
+        if not self.on_gpu:
+            self.ep(tokens)
+            return {}
+        torch.zeros(1, device=self.comm.device, dtype=torch.float32)  # the context itself is not Weft's
+        torch.cuda.empty_cache()
+        self.meeting.wait()
+        free_before, _ = torch.cuda.mem_get_info()
+        torch_before = torch.cuda.memory_reserved()
+        self.ep(tokens)
+        torch_bytes = torch.cuda.memory_reserved() - torch_before
+        taken = free_before - torch.cuda.mem_get_info()[0] - torch_bytes
+        heap = self.heap_bytes(tokens)
+        return {"heap_bytes": heap, "registered_bytes": taken - heap, "tokens": tokens}
+
+    # ---- one case
+
+    def run(self, case: Case) -> dict[str, Any]:
+        """Check, then time. The result is this rank's; a case that is refused or wrong on any rank is not timed."""
+        self.samples.use(case)
+        with contextlib.ExitStack() as stack:
+            refused = wrong = ""
+            call: Callable[[], None] = _nothing
+            try:
+                call = stack.enter_context(self._prepared(case))
+            except weft.Unsupported as error:
+                refused = str(error)
+            except (Mismatch, weft.InvalidArgument) as error:
+                wrong = f"rank {self.comm.rank}: {type(error).__name__}: {error}"
+            notes = [json.loads(text) for text in self.meeting.gather(json.dumps([refused, wrong]))]
+            refusals, problems = ([note[idx] for note in notes if note[idx]] for idx in (0, 1))
+            if refusals or problems:
+                return {"unsupported": refusals[0] if refusals else None, "problems": problems}
+            return {**self._timed(case, call), **self.memory}
+
+    def _timed(self, case: Case, call: Callable[[], None]) -> dict[str, Any]:
+        device = self.comm.device
+        iters = self.options.iters if case.suite in ("targets", "step") else max(1, self.options.iters // 2)
+        is_replay = self.on_gpu and case.is_graphed
+        if is_replay:
+            times = time_replays(call, num_calls=CALLS_IN_GRAPH, samples=_SAMPLES, meet=self.meeting.wait)
+        else:
+            times = time_calls(call, iters=iters, warmup=self.options.warmup, device=device, meet=self.meeting.wait)
+        traffic = self.samples.traffic()
+        return {
+            "gpu_us": times.gpu_us,
+            "host_us": times.host_us,
+            "out_rows": traffic.out_rows(),
+            "in_rows": traffic.in_rows(),
+            "logical_rows": traffic.logical_rows(),
+        }
+
+    def is_profiled(self, case: Case) -> bool:
+        """Whether the profiler records the case."""
+        return self.on_gpu and case.suite in ("targets", "routings", "step", "small")
+
+    def profile(self, case: Case) -> dict[str, Any] | None:
+        """What the GPU runs in a case that was right when it was timed."""
+        self.samples.use(case)
+        num_calls = CALLS_IN_GRAPH if case.is_graphed else 1
+        with self._prepared(case) as call:
+            work = profile_calls(call, iters=PROFILED, meet=self.meeting.wait, num_calls=num_calls)
+        return None if work is None else dataclasses.asdict(work)
+
+    def note_memory(self, ep: weft.ExpertParallel, received: weft.Dispatched | None, y: Tensor | None) -> None:
+        """Bytes of a call's results, and the most of the object's heap that has been in use."""
+        num_bytes = result_bytes(received) + (0 if y is None else y.nbytes)
+        heap_peak = sum(int(window["heap_peak"]) for window in ep.stats()["windows"])
+        self.memory = {"result_bytes": num_bytes, "heap_peak_bytes": heap_peak}
+
+    def _prepared(self, case: Case) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        if case.is_graphed:
+            return small_calls(self, case)
+        prepare = {"dispatch": self._dispatch, "combine": self._combine, "step": self._step}[case.op]
+        return prepare(case)
+
+    def _dispatch_call(self, case: Case, handle: weft.Handle | None = None) -> Callable[[], weft.Dispatched]:
+        """The call with its arguments, which are not looked for while it is timed."""
+        x = self.samples.x(case.rows)
+        ep, quantize = self.ep(case.tokens), None if case.quantize == "none" else case.quantize
+        if handle is not None:
+            return functools.partial(ep.dispatch, x, handle=handle, num_sms=case.num_sms, quantize=quantize)
+        return functools.partial(
+            ep.dispatch,
+            x,
+            self.samples.topk_idx,
+            self.samples.topk_weights,
+            layout=case.layout,
+            alignment=case.alignment,
+            quantize=quantize,
+            scale_layout=case.scale_layout,
+            capacity=self.samples.capacity(case),
+            num_sms=case.num_sms,
         )
-        idxs.append(topk_idx)
-        weights.append(topk_weights)
-    expected = reference.dispatch(
-        xs,
-        idxs,
-        weights,
-        num_experts=options.experts,
-        layout=options.layout,
-        alignment=options.alignment,
-        quantize=None if options.quantize == "none" else options.quantize,
-        capacity=options.capacity,
-    )
-    outputs = []
-    for rank, part in enumerate(expected):
-        shape = part.x.shape if isinstance(part.x, Tensor) else part.x.data.shape
-        generator = torch.Generator().manual_seed(options.seed * 1009 + 500 + rank)
-        outputs.append(
-            torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(DTYPES[options.dtype])
-        )
-    rank, device = comm.rank, comm.device
-    y: Any = reference.combine(outputs, expected)[rank]  # no sides: a tensor
-    return Job(
-        x=xs[rank].to(device),
-        topk_idx=idxs[rank].to(device),
-        topk_weights=weights[rank].to(device),
-        outputs=outputs[rank].to(device),
-        want=expected[rank],
-        want_y=y,
-    )
 
+    @contextlib.contextmanager
+    def _dispatch(self, case: Case) -> Iterator[Callable[[], None]]:
+        handle = self._dispatch_call(case)().handle if case.is_cached else None
+        dispatch = self._dispatch_call(case, handle)
+        received: list[weft.Dispatched] = []
 
-class WeftCalls:
-    """The public calls that are timed. Results of the call before are dropped first: one result is alive at a time."""
+        def call() -> None:
+            received.clear()  # one result is alive at a time
+            received.append(dispatch())
 
-    def __init__(self, ep: weft.ExpertParallel, options: Options, job: Job) -> None:
-        self.ep, self.job, self.options = ep, job, options
-        self.quantize = None if options.quantize == "none" else options.quantize
-        self.received: weft.Dispatched | None = None
-        self.y: Tensor | None = None
-        self._kept: weft.Dispatched | None = None
-        self._heap_output: Tensor | None = None
-
-    def dispatch(self) -> None:
-        """ep.dispatch."""
-        self.received = None
-        self.received = self._dispatch()
-
-    def _dispatch(self) -> weft.Dispatched:
-        options = self.options
-        return self.ep.dispatch(
-            self.job.x,
-            self.job.topk_idx,
-            self.job.topk_weights,
-            layout=options.layout,
-            alignment=options.alignment,
-            quantize=self.quantize,
-            capacity=options.capacity,
-            mode=options.mode,
-        )
-
-    def keep_output(self) -> None:
-        """Put the expert outputs into a heap tensor, for every later combine. Collective (dispatches)."""
-        self._kept = self._dispatch()
-        self._heap_output = self.ep.empty_output(self._kept)
-        self._heap_output.copy_(self.job.outputs)
-
-    def combine_heap(self) -> None:
-        """ep.combine of a heap tensor."""
-        self._combine(self._kept, self._heap_output)
-
-    def combine_ordinary(self) -> None:
-        """ep.combine of an ordinary tensor."""
-        self._combine(self._kept, self.job.outputs)
-
-    def both(self) -> None:
-        """ep.dispatch, then ep.combine with its handle; the expert outputs lie in the heap already."""
-        self.dispatch()
-        self._combine(self.received, self._heap_output)
-
-    def _combine(self, received: weft.Dispatched | None, outputs: Tensor | None) -> None:
-        if received is None or outputs is None:
-            raise TypeError("combine before dispatch")
-        self.y = None
-        self.y = self.ep.combine(outputs, received.handle, mode=self.options.mode)
-
-    def drop(self) -> None:
-        """Let go of every tensor."""
-        self.received = self.y = self._kept = self._heap_output = None
-
-
-def _check_weft(calls: WeftCalls, job: Job) -> None:
-    calls.dispatch()
-    if calls.received is None:
-        raise TypeError("no result")
-    _expect_rows("weft dispatch", calls.received.x, job.want)
-    calls.keep_output()
-    for call in (calls.combine_heap, calls.combine_ordinary, calls.both):
         call()
-        if calls.y is not None:
-            expect_equal(f"weft {call.__name__}: y", calls.y, job.want_y)
+        for part in _parts(received[0].x):
+            poison(part)
+        call()
+        if case.is_cached:
+            want = self.samples.expected(case)[self.comm.rank]
+            self.samples.check_rows(received[0].x, want.x, int(want.num_rows))
+        else:
+            self.samples.check_dispatched(case, received[0])
+        self.note_memory(self.ep(case.tokens), received[0], None)
+        yield call
+
+    @contextlib.contextmanager
+    def _combine(self, case: Case) -> Iterator[Callable[[], None]]:
+        ep, received = self.ep(case.tokens), self._dispatch_call(case)()
+        outputs, want = self.samples.outputs(case)
+        if case.source == "heap":
+            in_heap = ep.empty_output(received)
+            in_heap.copy_(outputs)
+            outputs = in_heap
+        y: list[Tensor] = []
+
+        def call() -> None:
+            y.clear()
+            y.append(ep.combine(outputs, received.handle, wire=case.wire, num_sms=case.num_sms))
+
+        call()
+        poison(y[0])
+        call()
+        self.samples.check_y(y[0], want)
+        self.note_memory(ep, None, y[0])
+        yield call
+
+    @contextlib.contextmanager
+    def _step(self, case: Case) -> Iterator[Callable[[], None]]:
+        ep, dispatch = self.ep(case.tokens), self._dispatch_call(case)
+
+        def call() -> None:
+            received = dispatch()
+            assert isinstance(received.x, Tensor)  # noqa: S101  for mypy: BF16 rows
+            output = self.step_experts()(received.x, received.offsets)
+            self.step_y = ep.combine(output, received.handle, num_sms=case.num_sms)
+
+        call()  # its y is compared with that of the baseline's step
+        self.note_memory(ep, None, self.step_y)
+        yield call
+
+    def step_experts(self) -> Experts:
+        """The experts of this rank, made when first asked for: some GB."""
+        if self.experts is None:
+            num_local = EXPERTS // self.comm.num_ranks
+            width = min(EXPERT_WIDTH, self.options.hidden)
+            self.experts = Experts(num_local, self.options.hidden, width, device=self.comm.device, dtype=torch.bfloat16)
+        return self.experts
+
+    def close(self) -> None:
+        """Give all objects back."""
+        for ep in self.objects.values():
+            ep.close()
 
 
-def _expect_rows(
-    name: str, got: Tensor | weft.Quantized, want: reference.Dispatched, scales: Tensor | None = None
+def _parts(x: Tensor | weft.Quantized) -> list[Tensor]:
+    return [x] if isinstance(x, Tensor) else [part for part in (x.data, x.scales) if part is not None]
+
+
+def _nothing() -> None:
+    """Stands in for a call that could not be prepared."""
+
+
+def run_rank(
+    comm: weft.Communicator, cases: tuple[Case, ...], options: SuiteOptions, barrier: Barrier, port: int, folder: Path
 ) -> None:
-    """Compare rows; FP8 may come as bytes. masked and bounded rows that hold nothing are not compared."""
-    data = got if isinstance(got, Tensor) else got.data
-    scales = scales if isinstance(got, Tensor) else got.scales
-    want_data = want.x if isinstance(want.x, Tensor) else want.x.data
-    want_scales = None if isinstance(want.x, Tensor) else want.x.scales
-    filled = _filled(want, want_data)
-    expect_equal(f"{name}: x", filled(_plain(data)), filled(_plain(want_data)))
-    if want_scales is not None:
-        if scales is None:
-            raise Mismatch(f"{name}: no scales")
-        expect_equal(f"{name}: scales", filled(_plain(scales)), filled(_plain(want_scales)))
+    """All cases on one rank. Results go to a file as they come: nothing is lost if a later case fails."""
+    if comm.device.type == "cuda":
+        torch.cuda.set_device(comm.device)
+    meeting = Meeting(barrier, TCPStore("127.0.0.1", port, is_master=False), comm.rank, comm.num_ranks)
+    worker = Worker(comm, options, meeting)
+    with (folder / f"rank{comm.rank}.jsonl").open("w", encoding="utf-8") as file:
 
+        def note(**values: Any) -> None:
+            file.write(json.dumps(values) + "\n")
+            file.flush()
 
-def _plain(values: Tensor) -> Tensor:
-    values = values.detach().cpu()
-    return values.view(torch.uint8) if values.element_size() == 1 else values
+        def say(text: str) -> None:
+            if comm.rank == 0:
+                where.say(text)
 
-
-def _filled(want: reference.Dispatched, rows: Tensor) -> Callable[[Tensor], Tensor]:
-    if rows.ndim == 2:
-        num_rows = int(want.num_rows)
-        return lambda part: part[:num_rows]
-    mask = torch.arange(rows.shape[1], dtype=torch.int64, device="cpu")[None, :] < want.num_tokens_per_expert[:, None]
-    return lambda part: part[mask]
-
-
-def _count(report: RankReport, options: Options, job: Job, calls: WeftCalls, me: int) -> None:
-    """Rows and bytes that the counting rules need, from the routing alone."""
-    num_local = options.experts // options.ranks
-    owner = torch.where(job.topk_idx >= 0, job.topk_idx // num_local, -1).cpu()
-    for rank in range(options.ranks):
-        num_rows = int((owner == rank).any(dim=1).sum())
-        report.rows_sent += num_rows * (rank != me)
-        report.rows_kept += num_rows * (rank == me)
-    x = job.want.x
-    data, scales = (x, None) if isinstance(x, Tensor) else (x.data, x.scales)
-    report.rows_received = int(job.want.num_rows)
-    scale_bytes = 0 if scales is None else scales.shape[-1] * scales.element_size()
-    report.dispatch_row_bytes = options.hidden * data.element_size() + scale_bytes
-    report.combine_row_bytes = options.hidden * job.outputs.element_size()
-    report.dispatch_result_bytes = result_bytes(calls.received)
-    report.combine_result_bytes = 0 if calls.y is None else calls.y.nbytes
-
-
-def result_bytes(received: weft.Dispatched | None) -> int:
-    """Of the tensors that a dispatch returned."""
-    if received is None:
-        return 0
-    got = (received.x,) if isinstance(received.x, Tensor) else (received.x.data, received.x.scales)
-    parts = (*got, received.topk_idx, received.topk_weights, received.num_tokens_per_expert, received.offsets)
-    return sum(part.nbytes for part in parts if part is not None)
-
-
-def _run_baseline(
-    report: RankReport, comm: weft.Communicator, options: Options, job: Job, barrier: Barrier, store_port: int
-) -> None:
-    """Check the baseline's results, then time it. Its process group lives only here."""
-    on_gpu = comm.device.type == "cuda"
-    if on_gpu and torch.cuda.device_count() < options.ranks:
-        have, need = f"{torch.cuda.device_count()} GPUs", f"{options.ranks}, one a rank for NCCL; or --no-baseline"
-        raise weft.Unsupported("the all_to_all_single baseline", have, need)
-    backend = "nccl" if on_gpu else "gloo"
-    store = TCPStore("127.0.0.1", store_port, is_master=False)
-    dist.init_process_group(backend, store=store, rank=comm.rank, world_size=options.ranks)
-    try:
-        library = AllToAll(
-            num_experts=options.experts,
-            layout=options.layout,
-            alignment=options.alignment,
-            quantize=None if options.quantize == "none" else options.quantize,
-            capacity=options.capacity,
-        )
-        received = library.dispatch(job.x, job.topk_idx, job.topk_weights)
-        _expect_rows("all_to_all dispatch", received.x, job.want, received.scales)
-        y = library.combine(job.outputs, received, len(job.x))
-        expect_equal("all_to_all combine: y", y, job.want_y)
-
-        def dispatch() -> None:
-            library.dispatch(job.x, job.topk_idx, job.topk_weights)
-
-        def combine() -> None:
-            library.combine(job.outputs, received, len(job.x))
-
-        def both() -> None:
-            library.combine(job.outputs, library.dispatch(job.x, job.topk_idx, job.topk_weights), len(job.x))
-
-        for name, call in {"dispatch": dispatch, "combine": combine, "both": both}.items():
-            report.timed["all_to_all", name] = _time_calls(call, options, comm.device, barrier)
-    finally:
-        dist.destroy_process_group()
-
-
-def _time_calls(call: Callable[[], None], options: Options, device: torch.device, barrier: Barrier) -> Timed:
-    """Warm up, meet, then time calls back to back: nothing but the calls between the first start and the last end."""
-    for _ in range(options.warmup):
-        call()
-    on_gpu = device.type == "cuda"
-    events = [(_event(), _event()) for _ in range(options.iters if on_gpu else 0)]
-    if on_gpu:
-        torch.cuda.synchronize(device)
-    barrier.wait(_BARRIER_S)
-    stamps = [time.perf_counter_ns()]
-    for i in range(options.iters):
-        if on_gpu:
-            events[i][0].record()
-        call()
-        if on_gpu:
-            events[i][1].record()
-        stamps.append(time.perf_counter_ns())
-    if on_gpu:
-        torch.cuda.synchronize(device)
-    total_us = (time.perf_counter_ns() - stamps[0]) / 1e3
-    call_us = [(end - start) / 1e3 for start, end in itertools.pairwise(stamps)]
-    return Timed(call_us, total_us, [a.elapsed_time(b) * 1e3 for a, b in events] if on_gpu else None)
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
-
-
-def _measure_copies(report: RankReport, options: Options, device: torch.device, barrier: Barrier) -> None:
-    """Copy 64 MiB again and again, all ranks at once; the parent sees when the first starts and the last ends."""
-    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    target.copy_(source)
-    barrier.wait(_BARRIER_S)
-    report.copy_from_ns = time.monotonic_ns()
-    num_copies = min(_COPY_ITERS, options.iters)
-    for _ in range(num_copies):
-        target.copy_(source)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    report.copy_to_ns = time.monotonic_ns()
-    report.copied_bytes = num_copies * _COPY_BYTES
+        started = time.perf_counter()
+        memory = worker.measure_memory()
+        note(kind="memory", start_s=time.perf_counter() - started, engine=str(comm.engine), **memory)
+        # Once a profiler has run in a process, the host's part of a call takes half as long again: times come first.
+        timed = []
+        for number, case in enumerate(cases):
+            say(f"case {number + 1} of {len(cases)}, {case.name}, T = {case.tokens}")
+            result = worker.run(case)
+            note(kind="case", number=number, **result)
+            if worker.is_profiled(case) and "gpu_us" in result:
+                timed.append((number, case))
+        baselines = with_baseline(cases) if options.baseline else {}
+        if baselines:
+            with Baselines(worker, "times") as library:
+                for key, case in baselines.items():
+                    say(f"baseline of {case.name}, T = {case.tokens}")
+                    note(kind="baseline", key=key, **library.run(case))
+        for number, case in timed:
+            say(f"kernels of case {number + 1} of {len(cases)}, {case.name}")
+            note(kind="work", number=number, work=worker.profile(case))
+        if baselines and worker.on_gpu:
+            with Baselines(worker, "kernels") as library:
+                for key, case in baselines.items():
+                    note(kind="baseline_work", key=key, kernel_us=library.profile(case))
+        worker.close()
+    meeting.wait()
