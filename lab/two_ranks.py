@@ -34,6 +34,7 @@ from weft.bench.apart import apart
 from weft.bench.cases import ALIGNMENT, EXPERTS, TOP_K, Case
 from weft.bench.samples import Samples
 from weft.bench.suite import machine_facts
+from weft.bench.timing import time_calls
 from weft.kernels import paths as kernel_paths
 from weft.kernels import prebuild
 from weft.kernels.prebuild import KernelShape
@@ -77,10 +78,11 @@ def rows() -> Iterator[Row]:
     few: tuple[int, ...] = (8, 16, 24)
 
     def dispatch(**options: Any) -> Case:
-        return Case(suite="targets", op="dispatch", **{"tokens": TOKENS, **options})
+        return Case(suite="targets", op="dispatch", **{"tokens": TOKENS, "hidden": HIDDEN, **options})
 
     def combine(**options: Any) -> Case:
-        return Case(suite="targets", op="combine", **{"source": "ordinary", "tokens": TOKENS, **options})
+        shape = {"source": "ordinary", "tokens": TOKENS, "hidden": HIDDEN}
+        return Case(suite="targets", op="combine", **{**shape, **options})
 
     yield Row("by expert, FP8", dispatch(rows="fp8", **by_expert), (16, 24, 32))
     yield Row("by expert, FP8, holes left", dispatch(rows="fp8", **by_expert), (16, 24), zero_holes=False)
@@ -96,7 +98,8 @@ def rows() -> Iterator[Row]:
     for tokens, sizes in itertools.product((256, 1024), ("exact", "capacity")):
         yield Row(f"T = {tokens}, {sizes}", dispatch(rows="fp8", tokens=tokens, sizes=sizes, mode="throughput"), (16,))
     for kind, tokens in itertools.product(("graph", "eager"), (128, 32, 8)):
-        case = Case(suite="small", op="both", layout="masked", quantize="fp8", sizes="capacity", tokens=tokens)
+        shape = {"layout": "masked", "quantize": "fp8", "sizes": "capacity", "tokens": tokens, "hidden": HIDDEN}
+        case = Case(suite="small", op="both", **shape)
         yield Row(f"{kind}, T = {tokens}", case, (None,), kind=kind)
     for experts in (256, 128):
         yield Row(f"step, E = {experts}", dispatch(**by_expert), (None,), kind="step")
@@ -299,24 +302,8 @@ def _parts(x: Tensor | weft.Quantized) -> list[Tensor]:
 
 def time_round(comm: weft.Communicator, call: Callable[[], None], iters: int) -> tuple[list[float], list[float]]:
     """us of each call: on the stream from the end of the one before, and of the host."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(iters + 1)] if ON_GPU else []
-    synchronize()
-    comm.meet(DEADLINE_S)
-    for _ in range(3):
-        call()
-    if ON_GPU:
-        events[0].record()
-    host = []
-    for idx in range(iters):
-        start = time.perf_counter_ns()
-        call()
-        host.append((time.perf_counter_ns() - start) / 1e3)
-        if ON_GPU:
-            events[idx + 1].record()
-    synchronize()
-    if not ON_GPU:
-        return host, host
-    return [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)], host
+    times = time_calls(call, iters=iters, warmup=3, device=comm.device, meet=lambda: comm.meet(DEADLINE_S))
+    return times.gpu_us, times.host_us
 
 
 def measure(
@@ -338,7 +325,7 @@ def run_rank(
     """Every row; what was measured goes to a file as it comes."""
     if ON_GPU:
         torch.cuda.set_device(comm.device)
-    samples = Samples(comm, HIDDEN, 0)
+    samples = Samples(comm, 0)
     sides = [Side(comm, variant, number) for number, variant in enumerate(variants)]
     with (Path(folder) / f"speed{comm.rank}.jsonl").open("w", encoding="utf-8") as file:
         for row, num_sms in launches(wanted):

@@ -4,58 +4,56 @@ from __future__ import annotations
 
 import pytest
 
-import weft
-from weft.bench.options import Options
-from weft.bench.report import _copy_rate, _rates, _times
-from weft.bench.worker import RankReport, Timed
+from weft.bench.options import Options, one_shape
+from weft.bench.ranks import Row, times
+from weft.bench.report import _copy_rate, _rates, _with_mean
 
-
-def report(**values: int) -> RankReport:
-    made = RankReport(0, "cpu", "cpu", weft.Placement(mode="off"))
-    for name, value in values.items():
-        setattr(made, name, value)
-    return made
-
-
-RANKS = [
-    report(num_tokens=10, rows_received=30, rows_sent=7, rows_kept=3, dispatch_row_bytes=100, combine_row_bytes=50),
-    report(num_tokens=20, rows_received=6, rows_sent=9, rows_kept=1, dispatch_row_bytes=100, combine_row_bytes=50),
+ROWS = {"out_rows": [7, 9], "logical_rows": [10, 10], "result_bytes": 5}
+RANKS: list[Row] = [
+    {**ROWS, "num_tokens": 10, "received_rows": 30},
+    {**ROWS, "num_tokens": 20, "received_rows": 6},
 ]
 
 
 def test_a_call_takes_as_long_as_its_slowest_rank() -> None:
-    one = Timed(call_us=[1.0, 10.0, 3.0], total_us=30.0)
-    other = Timed(call_us=[5.0, 2.0, 4.0], total_us=33.0)
-    times = _times([one, other])
-    assert (times["time_us"], times["time_p99_us"], times["host_us"]) == (5.0, 10.0, 5.0)
-    assert times["time_mean_us"] == 33.0 / 3
-
-
-def test_times_of_a_gpu_come_before_those_of_the_host() -> None:
-    both = [Timed(call_us=[1.0], total_us=1.0, gpu_us=[7.0]), Timed(call_us=[2.0], total_us=2.0, gpu_us=[6.0])]
-    assert _times(both)["time_us"] == 7.0
-    assert _times(both)["host_us"] == 2.0
+    notes = [
+        {"gpu_us": [1.0, 10.0, 3.0], "host_us": [1.0, 1.0, 1.0]},
+        {"gpu_us": [5.0, 2.0, 4.0], "host_us": [3.0, 0.5, 2.0]},
+    ]
+    found = times(notes)
+    assert (found["time_us"], found["time_p99_us"], found["host_us"]) == (5.0, 10.0, 2.0)
+    assert _with_mean(notes)["time_mean_us"] == 14.0 / 3
 
 
 @pytest.mark.parametrize(
     ("op", "copied", "wire", "logical"),
     [
-        ("dispatch", (30 + 6) * 100, 9 * 100, 10 * 100),
-        ("combine", ((30 + 10) / 2 + (6 + 20) / 2) * 50, 9 * 50, 10 * 50),  # read where they came, written once a token
-        ("both", (30 + 6) * 100 + ((30 + 10) / 2 + (6 + 20) / 2) * 50, 9 * 150, 10 * 150),
+        ("dispatch", (30 + 6) * 128, 9 * 128, 10 * 128),
+        (
+            "combine",
+            ((30 + 10) / 2 + (6 + 20) / 2) * 128,
+            9 * 128,
+            10 * 128,
+        ),  # read where they came, written once a token
+        ("both", (30 + 6) * 128 + ((30 + 10) / 2 + (6 + 20) / 2) * 128, 9 * 256, 10 * 256),
     ],
 )
 def test_bytes_of_an_operation(op: str, copied: float, wire: int, logical: int) -> None:
-    rates = _rates(Options(), op, RANKS, {"time_us": 2.0}, copy_rate=1e6)
+    case = next(case for case in one_shape(Options(hidden=64)) if case.op == op)
+    rates = _rates(case, RANKS, 2.0, copy_rate=1e6)
     assert rates["memory_copy_bound_us"] == pytest.approx(copied)
     assert rates["ratio_vs_memory_copy"] == pytest.approx(copied / 2.0)
-    assert (rates["wire_bytes"], rates["logical_bytes"]) == (wire, logical)
+    assert (rates["wire_bytes"], rates["logical_bytes"], rates["result_bytes"]) == (wire, logical, 5)
     assert rates["wire_gb_per_s"] == pytest.approx(wire / 2e-6 / 1e9)
 
 
+@pytest.mark.parametrize(("quantize", "row_bytes"), [("none", 260), ("fp8", 138), ("fp8_ue8m0", 132)])
+def test_scales_travel_with_their_rows(quantize: str, row_bytes: int) -> None:
+    """130 values have two scales."""
+    case = one_shape(Options(hidden=130, quantize=quantize))[0]
+    assert _rates(case, RANKS, 2.0, None)["wire_bytes"] == 9 * row_bytes
+
+
 def test_copies_of_all_ranks_count_from_the_first_to_the_last() -> None:
-    ranks = [
-        report(copy_from_ns=0, copy_to_ns=10, copied_bytes=40),
-        report(copy_from_ns=10, copy_to_ns=20, copied_bytes=60),
-    ]
-    assert _copy_rate(ranks) == pytest.approx(100 / 20e-9)
+    copies = [{"from_ns": 0, "to_ns": 10, "copied_bytes": 40}, {"from_ns": 10, "to_ns": 20, "copied_bytes": 60}]
+    assert _copy_rate(copies) == pytest.approx(100 / 20e-9)

@@ -68,7 +68,7 @@ def test_a_wrong_result_is_a_row_without_times(monkeypatch: pytest.MonkeyPatch) 
     for row in of_kind(rows, "case"):
         assert ("time_us" in row) == (row["op"] == "dispatch")
         assert len(row["problems"]) == (row["op"] == "combine")
-        assert not row["problems"] or row["problems"][0].startswith("rank 1: Mismatch: y")
+        assert not row["problems"] or row["problems"][0].startswith("rank 1: Mismatch: y of combine")
 
 
 def test_rows_that_were_complete_come_before_the_error(monkeypatch: pytest.MonkeyPatch) -> None:

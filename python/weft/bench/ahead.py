@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft import env
-from weft.bench.cases import EXPERTS, TOP_K, Case
+from weft.bench.cases import Case
 from weft.bench.options import SuiteOptions
 from weft.errors import InvalidArgument, Unsupported
 from weft.kernels import prebuild
@@ -57,9 +57,9 @@ def of_cases(chosen: Sequence[Case], options: SuiteOptions, table: Table) -> Ite
     for case in chosen:
         shape = KernelShape(
             ranks=options.ranks,
-            experts=EXPERTS,
-            top_k=TOP_K,
-            hidden=options.hidden,
+            experts=case.experts,
+            top_k=case.top_k,
+            hidden=case.hidden,
             tokens=case.tokens,
             num_sms=case.num_sms or None,
             small_num_sms=(case.num_sms or small_num_sms(table, case.tokens),),

@@ -1,4 +1,4 @@
-"""The baselines of the suite: the same jobs over all_to_all_single, and the exchange of packed rows alone."""
+"""The baselines of cases: the same jobs over all_to_all_single, and the exchange of packed rows alone."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from weft.bench.baseline import AllToAll, Received
-from weft.bench.cases import CALLS_IN_GRAPH, EXPERTS, Case
-from weft.bench.suite_rank import SuiteRank
-from weft.bench.timing import PROFILED, profile_calls, time_calls, time_replays
+import weft
+from weft.bench.all_to_all import AllToAll, Received
+from weft.bench.cases import CALLS_IN_GRAPH, ONE_SHAPE, Case
+from weft.bench.rank import BenchRank
+from weft.bench.timing import PROFILED, Times, profile_calls, time_calls, time_replays
 from weft.verify.check import Mismatch, expect_equal
 
 _ITERS, _WARMUP = 20, 3
@@ -43,12 +44,15 @@ def with_baseline(cases: Iterable[Case]) -> dict[str, Case]:
 class Baselines:
     """A process group, with a name of its own, and what runs over it. A context manager; collective."""
 
-    def __init__(self, worker: SuiteRank, name: str) -> None:
+    def __init__(self, worker: BenchRank, name: str) -> None:
         self.worker, self.device, self.name = worker, worker.comm.device, name
 
     def __enter__(self) -> Baselines:
         store = PrefixStore(f"baselines {self.name}", self.worker.meeting.store)
         comm = self.worker.comm
+        if self.worker.on_gpu and torch.cuda.device_count() < comm.num_ranks:
+            have, need = f"{torch.cuda.device_count()} GPUs", f"{comm.num_ranks}, one a rank for NCCL; or --no-baseline"
+            raise weft.Unsupported("the all_to_all_single baseline", have, need)
         backend = "nccl" if self.worker.on_gpu else "gloo"
         dist.init_process_group(
             backend,
@@ -63,15 +67,17 @@ class Baselines:
         dist.destroy_process_group()
 
     def run(self, case: Case) -> dict[str, Any]:
-        """Check, then time; for steps the experts alone too."""
+        """Check, then time; of suites the packed exchange too, and for steps the experts alone."""
         call, received = self._checked(case)
-        result = {"gpu_us": self._time(call)}
+        if case.suite == ONE_SHAPE:
+            return dataclasses.asdict(self._time(call, self.worker.options.iters, self.worker.options.warmup))
+        result = {"gpu_us": self._time(call).gpu_us}
         if case.op == "step":
             experts, offsets = self.worker.step_experts(), _offsets(received)
-            result["gemm_us"] = self._time(lambda: experts(received.x, offsets))
+            result["gemm_us"] = self._time(lambda: experts(received.x, offsets)).gpu_us
         exchange = self._packed_exchange(case, received)
         is_graphed = case.is_graphed and self.worker.on_gpu
-        result["packed_us"] = self._time_graph(exchange) if is_graphed else self._time(exchange)
+        result["packed_us"] = self._time_graph(exchange) if is_graphed else self._time(exchange).gpu_us
         return result
 
     def profile(self, case: Case) -> float | None:
@@ -85,11 +91,11 @@ class Baselines:
         samples = self.worker.samples
         samples.use(case)
         library = AllToAll(
-            num_experts=EXPERTS,
+            num_experts=case.experts,
             layout=case.layout,
             alignment=case.alignment,
             quantize=None if case.quantize == "none" else case.quantize,
-            capacity=None,
+            capacity=samples.capacity(case) if case.layout == "masked" else None,
         )
         x = samples.x(case.rows)
         data, scales = (x, None) if isinstance(x, Tensor) else (x.data, x.scales)
@@ -98,7 +104,7 @@ class Baselines:
             return library.dispatch(data, samples.topk_idx, samples.topk_weights, scales)
 
         received = dispatch()
-        self._check_rows(case, received.x)
+        self._check_rows(case, received)
         if case.op == "dispatch":
             return dispatch, received
         if case.op == "step":
@@ -119,7 +125,7 @@ class Baselines:
 
     def _packed_exchange(self, case: Case, received: Received) -> Callable[[], None]:
         """all_to_all_single of rows that are packed already: there, back, or both."""
-        hidden = self.worker.options.hidden
+        hidden = case.hidden
         is_narrow = case.rows == "fp8" or case.quantize != "none"
         there = hidden + hidden // 128 * 4 if is_narrow and case.op != "combine" else 2 * hidden
 
@@ -139,12 +145,21 @@ class Baselines:
 
         return both
 
-    def _check_rows(self, case: Case, rows: Tensor) -> None:
+    def _check_rows(self, case: Case, received: Received) -> None:
         """What arrived, in the sampled columns; FP8 as bytes."""
         samples = self.worker.samples
-        want = samples.expected(case)[samples.rank].x
-        data = want if isinstance(want, Tensor) else want.data.view(torch.uint8)
-        expect_equal("all_to_all dispatch: x", samples.cut(rows), data)
+        want = samples.expected(case)[samples.rank]
+        data = want.x if isinstance(want.x, Tensor) else want.x.data.view(torch.uint8)
+        pairs = [("x", samples.cut(received.x), data)]
+        if received.scales is not None and isinstance(want.x, weft.Quantized) and want.x.scales is not None:
+            scales, wanted = received.scales, want.x.scales
+            scales = scales if scales.element_size() > 1 else scales.view(torch.uint8)
+            wanted = wanted if wanted.element_size() > 1 else wanted.view(torch.uint8)
+            pairs.append(("scales", scales[..., samples.groups.to(scales.device)], wanted))
+        for name, got, expected in pairs:
+            if case.layout == "masked":
+                got, expected = samples.picks_of(want, got), samples.picks_of(want, expected)
+            expect_equal(f"all_to_all dispatch: {name}", got, expected)
 
     def _check(self, case: Case, y: Tensor, want: Tensor) -> None:
         samples = self.worker.samples
@@ -154,9 +169,8 @@ class Baselines:
             return
         _check_close("all_to_all combine: y", got, want)
 
-    def _time(self, call: Any) -> list[float]:
-        meet = self.worker.meeting.wait
-        return time_calls(call, iters=_ITERS, warmup=_WARMUP, device=self.device, meet=meet).gpu_us
+    def _time(self, call: Any, iters: int = _ITERS, warmup: int = _WARMUP) -> Times:
+        return time_calls(call, iters=iters, warmup=warmup, device=self.device, meet=self.worker.meeting.wait)
 
     def _time_graph(self, call: Callable[[], None]) -> list[float]:
         call()

@@ -1,4 +1,4 @@
-"""The cases of `weft bench --suite`: which calls, at which shape, and what they are to reach. No torch here.
+"""The cases of `weft bench`: which calls, at which shape, and what they are to reach. No torch here.
 
 The reference shape is H = 7168, K = 8, E = 256, 4 ranks. Targets are microseconds with uniform routing on 4 x H200, at
 T = 4096 but for those of small batches, everything inside the boundary (docs/benchmarking.md, "How Weft counts").
@@ -14,6 +14,7 @@ from typing import Any
 
 HIDDEN, EXPERTS, TOP_K, TOKENS, RANKS = 7168, 256, 8, 4096, 4
 CALLS_IN_GRAPH = 10  # of small batches, on a GPU
+ONE_SHAPE = "one shape"  # what cases are listed under that are no suite's
 SUITES = ("targets", "routings", "tokens", "sms", "step", "small")
 ALIGNMENT = 128  # of expert_major groups: what grouped GEMMs in FP8 ask for
 SMALL_SWEEP = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # T at which both kinds of kernels are timed
@@ -50,6 +51,11 @@ class Case:
     routing_options: Mapping[str, Any] = field(default_factory=dict)
     goal: Goal | None = None
     is_quarter: bool = False  # T is a quarter of that of the targets, where the rate is to be nearly the same
+    hidden: int = HIDDEN
+    experts: int = EXPERTS
+    top_k: int = TOP_K
+    dtype: str = "bf16"
+    capacity: int | None = None  # of dispatch; None with sizes="capacity": what the routing needs and a tenth more
 
     @property
     def link_kind(self) -> str:
@@ -186,7 +192,12 @@ def _small_case(suite: str, op: str, form: dict[str, str], **options: Any) -> Ca
 
 
 def cases(
-    suites: tuple[str, ...], *, tokens: int = TOKENS, ranks: int = RANKS, trace: str | None = None
+    suites: tuple[str, ...],
+    *,
+    tokens: int = TOKENS,
+    ranks: int = RANKS,
+    trace: str | None = None,
+    hidden: int = HIDDEN,
 ) -> tuple[Case, ...]:
     """The cases of these suites in order. Fewer `tokens` than 4096 scale every T, for a quick run. Goals are of 4096
     tokens and four ranks: else nothing has one.
@@ -199,7 +210,7 @@ def cases(
         "step": _step,
         "small": _small,
     }
-    chosen = [case for suite in suites for case in makers[suite]()]
+    chosen = [dataclasses.replace(case, hidden=hidden) for suite in suites for case in makers[suite]()]
     if tokens != TOKENS:
         chosen = [dataclasses.replace(case, tokens=max(1, case.tokens * tokens // TOKENS)) for case in chosen]
     if (tokens, ranks) != (TOKENS, RANKS):

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from weft.bench.cases import EXPERTS, HIDDEN, SUITES, TOKENS
+from weft.bench.cases import EXPERTS, HIDDEN, ONE_SHAPE, SUITES, TOKENS, Case
 from weft.errors import InvalidArgument
 
 
@@ -53,6 +53,30 @@ class Options:
         if options.layout != "masked" and options.capacity is not None and options.baseline:
             raise InvalidArgument(f"capacity={options.capacity}: the baseline has it only in masked; add --no-baseline")
         return options
+
+
+def one_shape(options: Options) -> tuple[Case, ...]:
+    """The operations of one shape, of complete options: dispatch, combine of either tensor, and both."""
+    dispatch = Case(
+        suite=ONE_SHAPE,
+        op="dispatch",
+        layout=options.layout,
+        alignment=options.alignment,
+        quantize=options.quantize,
+        sizes="exact" if options.capacity is None else "capacity",
+        num_sms=options.num_sms or 0,
+        mode=options.mode,
+        tokens=options.tokens,
+        routing=options.routing,
+        routing_options={} if options.trace is None else {"trace": options.trace},
+        hidden=options.hidden,
+        experts=options.experts,
+        top_k=options.top_k,
+        dtype=options.dtype,
+        capacity=options.capacity,
+    )
+    later = (("combine", "heap"), ("combine", "ordinary"), ("both", "heap"))
+    return (dispatch, *(dataclasses.replace(dispatch, op=op, source=source) for op, source in later))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""A rank of the suite as its parts see it (the whole is weft.bench.suite_worker.Worker)."""
+"""A rank of a benchmark as its parts see it (the whole is weft.bench.worker.Worker)."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Any, Protocol
 
 import weft
 from weft.bench.grouped_gemm import Experts
-from weft.bench.options import SuiteOptions
+from weft.bench.options import Options, SuiteOptions
 from weft.bench.samples import Samples
 
-__all__ = ["SuiteRank"]
+__all__ = ["BenchRank"]
 
 
-class SuiteRank(Protocol):
+class BenchRank(Protocol):
     """What small calls and baselines ask of it."""
 
     comm: weft.Communicator
-    options: SuiteOptions
+    options: Options | SuiteOptions
     meeting: Any  # where the ranks meet
     samples: Samples
     on_gpu: bool

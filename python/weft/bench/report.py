@@ -1,35 +1,24 @@
-"""Starts the ranks of a benchmark and makes rows of what they measured."""
+"""Measures one shape and makes rows of it (docs/benchmarking.md)."""
 
 from __future__ import annotations
 
-import multiprocessing
+import dataclasses
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from weft.bench.options import Options
+from weft.bench.cases import Case
+from weft.bench.options import Options, one_shape
+from weft.bench.ranks import Row, run_cases, times
 from weft.machine import where
-from weft.machine.topology.parse import format_cpus
 
-if TYPE_CHECKING:
-    from weft.bench.worker import RankReport
-
-Row = dict[str, Any]
-
-# (row's op, where the expert outputs lie, key of RankReport.timed for Weft, the same for the baseline)
-_OPERATIONS = (
-    ("dispatch", None, "dispatch", "dispatch"),
-    ("combine", "heap", "combine", "combine"),
-    ("combine", "ordinary", "combine_ordinary", "combine"),
-    ("both", "heap", "both", "both"),
-)
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_SCALE_BYTES = {"none": 0, "fp8": 4, "fp8_ue8m0": 1}  # of a scale, of 128 values each
 _IMPORT_CODE = """import sys, time
 sys.path.insert(0, sys.argv[1])
 start = time.perf_counter()
@@ -59,25 +48,24 @@ def run(options: Options) -> Report:
     where.say("start-up time")
     load_average = os.getloadavg()[0]
     import_s = _import_seconds()
-    from torch._C._distributed_c10d import TCPStore
+    chosen = one_shape(options)
+    if options.trace is not None:
+        from weft.verify.cases import loaded_trace
 
-    import weft
-    from weft.bench.worker import run_rank
-
-    barrier = multiprocessing.get_context("fork").Barrier(options.ranks)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if options.baseline else None
+        most = max(len(recorded[0].topk_idx) for recorded in loaded_trace(options.trace).dispatches.values())
+        chosen = tuple(dataclasses.replace(case, tokens=most) for case in chosen)
     where.say(f"starting {options.ranks} ranks")
     spawned_at_ns = time.monotonic_ns()
-    ranks: list[RankReport] = weft.spawn(
-        run_rank,
-        num_ranks=options.ranks,
-        args=(options, barrier, 0 if store is None else store.port),
-        device=options.device,
-        placement=options.placement,
-    )
-    copy_rate = _copy_rate(ranks)
-    start_s = (max(rank.started_at_ns for rank in ranks) - spawned_at_ns) / 1e9
-    first_call_s = max(rank.first_call_s for rank in ranks)
+    notes, error = run_cases(chosen, options)
+    if error is not None:
+        raise error
+    by_kind: dict[str, list[list[Row]]] = {}
+    for note in notes:
+        by_kind.setdefault(note[0]["kind"], []).append(note)
+    (ranks,), (copies,) = by_kind["rank"], by_kind["copies"]
+    copy_rate = _copy_rate(copies)
+    start_s = (max(rank["started_at_ns"] for rank in ranks) - spawned_at_ns) / 1e9
+    first_call_s = max(rank["first_call_s"] for rank in ranks)
     startup = {
         "kind": "startup",
         "import_s": import_s,
@@ -85,19 +73,35 @@ def run(options: Options) -> Report:
         "first_call_s": first_call_s,
         "total_s": import_s + start_s + first_call_s,
     }
-    rows = []
-    for op, source, weft_key, baseline_key in _OPERATIONS:
-        shape = _shape(options)
-        baseline = _times([rank.timed["all_to_all", baseline_key] for rank in ranks]) if options.baseline else None
-        times = _times([rank.timed["weft", weft_key] for rank in ranks])
-        common = {"kind": "bench", "op": op, **shape}
-        ratio = None if baseline is None else baseline["time_us"] / times["time_us"]
-        row = {**common, "library": "weft", "source": source, **times}
-        rows.append({**row, **_rates(options, op, ranks, times, copy_rate), "ratio_vs_all_to_all": ratio})
-        if baseline is not None and source != "ordinary":
-            row = {**common, "library": "all_to_all_single", "source": None, **baseline}
-            rows.append({**row, **_rates(options, op, ranks, baseline, copy_rate), "ratio_vs_all_to_all": 1.0})
-    return Report(_machine(ranks, copy_rate, load_average), startup, tuple(rows))
+    baselines = {note[0]["key"]: note for note in by_kind.get("baseline", [])}
+    rows: list[Row] = []
+    for note in by_kind["case"]:
+        rows += _rows_of(options, chosen[note[0]["number"]], note, baselines, copy_rate, ranks[0]["device"])
+    return Report(_machine(ranks, copies, copy_rate, load_average), startup, tuple(rows))
+
+
+def _rows_of(
+    options: Options, case: Case, note: list[Row], baselines: dict[str, list[Row]], copy_rate: float, device: str
+) -> list[Row]:
+    """Of Weft, then of the baseline, which does not know where the expert outputs lie."""
+    from weft.bench.baselines import baseline_key
+
+    common = {"kind": "bench", "op": case.op, **_shape(options)}
+    mine, other = _with_mean(note), baselines.get(baseline_key(case))
+    theirs = None if other is None else _with_mean(other)
+    ratio = None if theirs is None else theirs["time_us"] / mine["time_us"]
+    rates = _rates(case, note, mine["time_us"], copy_rate if device.startswith("cpu") else None)
+    rows = [{**common, "library": "weft", "source": case.source, **mine, **rates, "ratio_vs_all_to_all": ratio}]
+    if theirs is not None and case.source != "ordinary":
+        rates = _rates(case, note, theirs["time_us"], copy_rate if device.startswith("cpu") else None)
+        library = {"library": "all_to_all_single", "source": None}
+        rows.append({**common, **library, **theirs, **rates, "ratio_vs_all_to_all": 1.0})
+    return rows
+
+
+def _with_mean(note: list[Row]) -> Row:
+    """`times`, with the slowest rank's whole loop / calls."""
+    return {**times(note), "time_mean_us": max(sum(rank["gpu_us"]) / len(rank["gpu_us"]) for rank in note)}
 
 
 def _shape(options: Options) -> Row:
@@ -106,52 +110,38 @@ def _shape(options: Options) -> Row:
     return {name: getattr(options, name) for name in (*names, *more)}
 
 
-def _times(ranks: Sequence[Any]) -> Row:
-    """Of each call the slowest rank; of these the median and p99. mean: the slowest rank's whole loop / calls."""
-    per_rank = [rank.gpu_us if rank.gpu_us is not None else rank.call_us for rank in ranks]
-    slowest = sorted(max(calls) for calls in zip(*per_rank, strict=True))
-    host = sorted(max(calls) for calls in zip(*(rank.call_us for rank in ranks), strict=True))
-    return {
-        "time_us": statistics.median(slowest),
-        "time_p99_us": slowest[min(len(slowest) - 1, int(0.99 * len(slowest)))],
-        "time_mean_us": max(rank.total_us for rank in ranks) / len(slowest),
-        "host_us": statistics.median(host),
-    }
-
-
-def _rates(options: Options, op: str, ranks: Sequence[RankReport], times: Row, copy_rate: float) -> Row:
-    """Bytes, rates and the memory-copy bound of one row. Rates: the busiest rank; bound: all ranks."""
-    does_dispatch, does_combine = op in ("dispatch", "both"), op in ("combine", "both")
-    wire, result, bound_bytes, logical = [], [], 0.0, []
+def _rates(case: Case, ranks: Sequence[Row], time_us: float, copy_rate: float | None) -> Row:
+    """Bytes, rates and the memory-copy bound of one row. Rates: the busiest rank; bound: all ranks; None without a rate
+    of copies.
+    """
+    values = case.hidden if case.quantize != "none" else case.hidden * _BYTES[case.dtype]
+    dispatch_bytes = (values + -(-case.hidden // 128) * _SCALE_BYTES[case.quantize]) * (case.op != "combine")
+    combine_bytes = case.hidden * _BYTES[case.dtype] * (case.op != "dispatch")
+    wire = max(ranks[0]["out_rows"]) * (dispatch_bytes + combine_bytes)
+    logical = max(ranks[0]["logical_rows"]) * (dispatch_bytes + combine_bytes)
+    bound_bytes = 0.0
     for rank in ranks:
-        dispatch_bytes = rank.dispatch_row_bytes * does_dispatch
-        combine_bytes = rank.combine_row_bytes * does_combine
-        wire.append(rank.rows_sent * (dispatch_bytes + combine_bytes))
-        logical.append((rank.rows_sent + rank.rows_kept) * (dispatch_bytes + combine_bytes))
-        result.append(rank.dispatch_result_bytes * does_dispatch + rank.combine_result_bytes * does_combine)
-        bound_bytes += rank.rows_received * dispatch_bytes
-        bound_bytes += (rank.rows_received + rank.num_tokens) / 2 * combine_bytes
-    is_cpu = ranks[0].device.startswith("cpu")
-    bound_us = bound_bytes / copy_rate * 1e6 if is_cpu else None
-    seconds = times["time_us"] / 1e6
+        bound_bytes += rank["received_rows"] * dispatch_bytes
+        bound_bytes += (rank["received_rows"] + rank["num_tokens"]) / 2 * combine_bytes
+    bound_us = None if copy_rate is None else bound_bytes / copy_rate * 1e6
     return {
-        "wire_bytes": max(wire),
-        "wire_gb_per_s": max(wire) / seconds / 1e9,
-        "logical_bytes": max(logical),
-        "logical_gb_per_s": max(logical) / seconds / 1e9,
-        "result_bytes": max(result),
+        "wire_bytes": wire,
+        "wire_gb_per_s": wire / time_us / 1e3,
+        "logical_bytes": logical,
+        "logical_gb_per_s": logical / time_us / 1e3,
+        "result_bytes": max(rank["result_bytes"] for rank in ranks),
         "memory_copy_bound_us": bound_us,
-        "ratio_vs_memory_copy": None if bound_us is None else bound_us / times["time_us"],
+        "ratio_vs_memory_copy": None if bound_us is None else bound_us / time_us,
     }
 
 
-def _copy_rate(ranks: Sequence[RankReport]) -> float:
+def _copy_rate(copies: Sequence[Row]) -> float:
     """Bytes a second that all ranks together copied while they copied at once."""
-    from_ns, to_ns = min(rank.copy_from_ns for rank in ranks), max(rank.copy_to_ns for rank in ranks)
-    return sum(rank.copied_bytes for rank in ranks) / ((to_ns - from_ns) / 1e9)
+    from_ns, to_ns = min(rank["from_ns"] for rank in copies), max(rank["to_ns"] for rank in copies)
+    return float(sum(rank["copied_bytes"] for rank in copies) / ((to_ns - from_ns) / 1e9))
 
 
-def _machine(ranks: Sequence[RankReport], copy_rate: float, load_average: float) -> Row:
+def _machine(ranks: Sequence[Row], copies: Sequence[Row], copy_rate: float, load_average: float) -> Row:
     import torch
 
     import weft
@@ -168,23 +158,21 @@ def _machine(ranks: Sequence[RankReport], copy_rate: float, load_average: float)
         "cpus": len(os.sched_getaffinity(0)),
         "load_average": load_average,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "device": rank.device,
-        "device_name": torch.cuda.get_device_name() if rank.device.startswith("cuda") else None,
-        "engine": rank.engine,
-        "placement": rank.placement.mode,
-        "rank_cpus": [format_cpus(each.placement.cpus) for each in ranks],
-        "rank_nics": [[str(nic) for nic in each.placement.nics] for each in ranks],
+        "device": rank["device"],
+        "device_name": torch.cuda.get_device_name() if rank["device"].startswith("cuda") else None,
+        "engine": rank["engine"],
+        "placement": rank["placement"],
+        "rank_cpus": [each["cpus"] for each in ranks],
+        "rank_nics": [each["nics"] for each in ranks],
         "memory_copy_gb_per_s": copy_rate / 1e9,
-        "window_bytes": _largest(ranks, "control_bytes", "heap_bytes"),
-        "heap_peak_bytes": _largest(ranks, "heap_peak"),
+        "window_bytes": _largest(copies, "control_bytes", "heap_bytes"),
+        "heap_peak_bytes": _largest(copies, "heap_peak"),
     }
 
 
-def _largest(ranks: Sequence[RankReport], *names: str) -> int | None:
+def _largest(ranks: Sequence[Row], *names: str) -> int | None:
     """The sum of these figures of all windows of a rank, of the rank that has most; None if they are not told."""
-    sums = [
-        sum(int(window.get(name, 0)) for window in rank.stats.get("windows", ()) for name in names) for rank in ranks
-    ]
+    sums = [sum(int(window.get(name, 0)) for window in rank["windows"] for name in names) for rank in ranks]
     return max(sums) or None
 
 

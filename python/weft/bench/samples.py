@@ -1,4 +1,5 @@
-"""Data of the suite's cases, and their results against weft.reference: every row, in some groups of 128 columns.
+"""Data of a case, and its results against weft.reference: of suites every row in some groups of 128 columns, of one
+shape every word.
 
 Everything that dispatch and combine do is done column by column, or in groups of 128 columns (FP8 scales). So the
 reference, run on a few such groups cut out of every rank's rows, says what these columns of the whole result must be,
@@ -15,8 +16,9 @@ from torch import Tensor
 
 import weft
 from weft import reference, routing
-from weft.bench.cases import EXPERTS, TOP_K, Case
-from weft.verify.check import Mismatch, expect_equal
+from weft.bench.cases import ONE_SHAPE, Case
+from weft.verify.cases import loaded_trace
+from weft.verify.check import DTYPES, Mismatch, expect_equal
 
 _GROUP = reference.GROUP
 _NUM_SAMPLED = 3  # groups: the first, the last, one between
@@ -44,34 +46,45 @@ class Traffic:
 
 
 class Samples:
-    """Inputs of this rank and expected results, for one T and routing at a time."""
+    """Inputs of this rank and expected results, for one shape, T and routing at a time."""
 
-    def __init__(self, comm: weft.Communicator, hidden: int, seed: int) -> None:
-        self.rank, self.num_ranks, self.device = comm.rank, comm.num_ranks, comm.device
-        self.hidden, self.seed = hidden, seed
+    def __init__(self, comm: weft.Communicator, seed: int) -> None:
+        self.rank, self.num_ranks, self.device, self.seed = comm.rank, comm.num_ranks, comm.device, seed
         self._workload: Any = None
         self._sums: dict[Any, Tensor] = {}  # of all workloads: the reference takes seconds for them
-        num_groups = hidden // _GROUP
-        groups = sorted({0, num_groups - 1, (seed * 7919 + 1) % num_groups}) if num_groups else []
-        self.groups = torch.tensor(groups[:_NUM_SAMPLED], dtype=torch.int64, device="cpu")
-        self.columns = (self.groups[:, None] * _GROUP + torch.arange(_GROUP, dtype=torch.int64, device="cpu")).flatten()
+
+    def _choose_columns(self, case: Case) -> None:
+        num_groups = -(-case.hidden // _GROUP)
+        groups = list(range(num_groups))
+        if case.suite != ONE_SHAPE:
+            groups = sorted({0, num_groups - 1, (self.seed * 7919 + 1) % num_groups})[:_NUM_SAMPLED]
+        self.groups = torch.tensor(groups, dtype=torch.int64, device="cpu")
+        columns = (self.groups[:, None] * _GROUP + torch.arange(_GROUP, dtype=torch.int64, device="cpu")).flatten()
+        self.columns = columns[columns < case.hidden]
 
     def use(self, case: Case) -> None:
         """Make the routing of the case, if it is not that of the case before."""
-        key = (case.tokens, case.routing, tuple(sorted((name, str(v)) for name, v in case.routing_options.items())))
+        shape = (case.hidden, case.experts, case.top_k, case.dtype, case.tokens)
+        options = tuple(sorted((name, str(v)) for name, v in case.routing_options.items()))
+        key = (case.suite == ONE_SHAPE, *shape, case.routing, options)
         if key == self._workload:
             return
-        self._workload = key
+        self._workload, self.shape, self.num_local = key, case, case.experts // self.num_ranks
+        self._choose_columns(case)
+        num_tokens: Any = case.tokens
+        given = dict(case.routing_options)
+        if case.routing == "trace" and case.suite == ONE_SHAPE:  # as many as were recorded
+            num_tokens, given["trace"] = None, loaded_trace(given["trace"])
         pairs = [
             routing.make(
                 case.routing,
-                case.tokens,
-                EXPERTS,
-                TOP_K,
+                num_tokens,
+                case.experts,
+                case.top_k,
                 rank=rank,
                 num_ranks=self.num_ranks,
                 seed=self.seed,
-                **case.routing_options,
+                **given,
             )
             for rank in range(self.num_ranks)
         ]
@@ -82,12 +95,11 @@ class Samples:
 
     def traffic(self) -> Traffic:
         """Who sends how many rows to whom."""
-        num_local = EXPERTS // self.num_ranks
-        owners = [torch.where(ids >= 0, ids // num_local, -1) for ids in self.ids]
+        owners = [torch.where(ids >= 0, ids // self.num_local, -1) for ids in self.ids]
         return Traffic([[int((own == d).any(dim=1).sum()) for d in range(self.num_ranks)] for own in owners])
 
     def x(self, rows: str) -> _Rows:
-        """This rank's x: "bf16" [T, H], or "fp8": quantised, with a scale per 128."""
+        """This rank's x [T, H]: "bf16", of the case's dtype, or "fp8": quantised, with a scale per 128."""
         return self._input(rows)[0]
 
     def _input(self, rows: str) -> tuple[_Rows, list[_Rows]]:
@@ -97,7 +109,7 @@ class Samples:
         return self._inputs[rows]
 
     def _make_input(self, rows: str, rank: int, *, whole: bool = False) -> _Rows:
-        x = self._random((len(self.ids[rank]), self.hidden), rank)
+        x = self._random((len(self.ids[rank]), self.shape.hidden), rank)
         x = x if whole else self.cut(x)
         if rows == "bf16":
             return x if whole else x.cpu()
@@ -106,18 +118,18 @@ class Samples:
 
     def _random(self, shape: tuple[int, ...], number: int) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(self.seed * 1009 + number)
-        return torch.randn(shape, generator=generator, device=self.device, dtype=torch.bfloat16)
+        return torch.randn(shape, generator=generator, device=self.device, dtype=DTYPES[self.shape.dtype])
 
     def expected(self, case: Case) -> list[reference.Dispatched]:
         """What every rank receives, in the sampled columns."""
-        key = (case.rows, case.layout, case.alignment, case.quantize)
-        capacity = self.capacity(case) if case.layout == "masked" else None
+        key = (case.rows, case.layout, case.alignment, case.quantize, case.capacity)
+        capacity = self.capacity(case) if case.layout == "masked" else case.capacity
         if key not in self._expected:
             self._expected[key] = reference.dispatch(
                 self._input(case.rows)[1],
                 self.ids,
                 self.weights,
-                num_experts=EXPERTS,
+                num_experts=case.experts,
                 layout=case.layout,
                 alignment=case.alignment,
                 quantize=None if case.quantize == "none" else case.quantize,
@@ -126,9 +138,11 @@ class Samples:
         return self._expected[key]
 
     def capacity(self, case: Case) -> int | None:
-        """A tenth more rows than the fullest rank gets, if the case has a capacity; masked: what an expert can get."""
-        if case.sizes != "capacity":
-            return None
+        """The case's own; else a tenth more rows than the fullest rank gets, if it has one; masked: what an expert
+        can get.
+        """
+        if case.sizes != "capacity" or case.capacity is not None:
+            return case.capacity
         if case.layout == "masked":
             return self.num_ranks * case.tokens
         fullest = max(int(part.num_rows) for part in self.expected(case))
@@ -141,11 +155,11 @@ class Samples:
         expected = self.expected(case)
 
         def whole(rank: int) -> Tensor:
-            part = expected[rank]
-            lead = part.topk_weights.shape if case.layout == "masked" else (int(part.num_rows),)
-            return self._random((*lead, self.hidden), 500 + rank)
+            x = expected[rank].x
+            lead = (x if isinstance(x, Tensor) else x.data).shape[:-1]
+            return self._random((*lead, case.hidden), 500 + rank)
 
-        key = (self._workload, case.layout, case.alignment, case.wire)
+        key = (self._workload, case.layout, case.alignment, case.wire, case.capacity)
         if key not in self._sums:
             sampled = [self.cut(whole(rank)).cpu() for rank in range(self.num_ranks)]
             self._sums[key] = reference.combine(sampled, expected, wire=case.wire)[self.rank]
@@ -162,9 +176,9 @@ class Samples:
         if case.layout == "masked":
             self._check_masked(got, want)
             return
-        expect_equal("topk_weights", got.topk_weights[:num_rows], want.topk_weights)
+        expect_equal("topk_weights", got.topk_weights[:num_rows], want.topk_weights[:num_rows])
         if want.topk_idx is not None and got.topk_idx is not None:
-            expect_equal("topk_idx", got.topk_idx[:num_rows], want.topk_idx)
+            expect_equal("topk_idx", got.topk_idx[:num_rows], want.topk_idx[:num_rows])
         self.check_rows(got.x, want.x, num_rows)
 
     def check_rows(self, got: _Rows, want: _Rows, num_rows: int) -> None:
@@ -172,21 +186,20 @@ class Samples:
         if isinstance(got, Tensor) or isinstance(want, Tensor):
             if not (isinstance(got, Tensor) and isinstance(want, Tensor)):
                 raise Mismatch(f"x: a {type(got).__name__}, expected a {type(want).__name__}")
-            expect_equal("x", self.cut(got[:num_rows]), want)
+            expect_equal("x", self.cut(got[:num_rows]), _bytes(want)[:num_rows].view(want.dtype))
             return
-        expect_equal("x.data", self.cut(got.data[:num_rows]), want.data)
+        expect_equal("x.data", self.cut(got.data[:num_rows]), _bytes(want.data)[:num_rows].view(want.data.dtype))
         if got.scales is None or want.scales is None:
             raise Mismatch("x: no scales")
-        expect_equal("x.scales", got.scales[:num_rows, self.groups.to(got.scales.device)], want.scales)
+        columns = self.groups.to(got.scales.device)
+        scales = _bytes(got.scales)[:num_rows, columns].view(got.scales.dtype)
+        expect_equal("x.scales", scales, _bytes(want.scales)[:num_rows].view(want.scales.dtype))
 
     def _check_masked(self, got: weft.Dispatched, want: reference.Dispatched) -> None:
         """Rows and weights of picks; the tails of the experts hold nothing."""
-        index = torch.arange(want.topk_weights.shape[1], dtype=torch.int64, device="cpu")
-        filled = index < want.num_tokens_per_expert[:, None]
 
         def of_picks(part: Tensor) -> Tensor:
-            words = part.view(torch.uint8) if part.element_size() == 1 else part
-            return words[filled.to(part.device)].view(part.dtype)
+            return self.picks_of(want, part)
 
         def rows(x: _Rows) -> _Rows:
             if isinstance(x, Tensor):
@@ -194,13 +207,23 @@ class Samples:
             return weft.Quantized(of_picks(x.data), None if x.scales is None else of_picks(x.scales))
 
         expect_equal("topk_weights", of_picks(got.topk_weights), of_picks(want.topk_weights))
-        self.check_rows(rows(got.x), rows(want.x), int(filled.sum()))
+        self.check_rows(rows(got.x), rows(want.x), int(want.num_tokens_per_expert.sum()))
+
+    def picks_of(self, want: reference.Dispatched, part: Tensor) -> Tensor:
+        """Of a masked result [L, C, ...] what holds a pick."""
+        index = torch.arange(want.topk_weights.shape[1], dtype=torch.int64, device="cpu")
+        filled = index < want.num_tokens_per_expert[:, None]
+        return _bytes(part)[filled.to(part.device)].view(part.dtype)
 
     def check_y(self, y: Tensor, want: Tensor) -> None:
         """Sums."""
-        expect_equal("y", self.cut(y), want)
+        expect_equal("y of combine", self.cut(y), want)
 
     def cut(self, rows: Tensor) -> Tensor:
         """The sampled columns."""
-        words = rows.view(torch.uint8) if rows.element_size() == 1 else rows
-        return words.index_select(-1, self.columns.to(rows.device)).view(rows.dtype)
+        return _bytes(rows).index_select(-1, self.columns.to(rows.device)).view(rows.dtype)
+
+
+def _bytes(part: Tensor) -> Tensor:
+    """Types of one byte as bytes: torch indexes few of the others."""
+    return part.view(torch.uint8) if part.element_size() == 1 else part

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.bench.cases import CALLS_IN_GRAPH, EXPERTS, TOP_K, Case
-from weft.bench.suite_rank import SuiteRank
+from weft.bench.cases import CALLS_IN_GRAPH, Case
+from weft.bench.rank import BenchRank
 from weft.limits import default_heap_bytes
 from weft.verify.check import Mismatch, poison
 
@@ -19,16 +19,16 @@ _RESULTS_ALIVE = CALLS_IN_GRAPH + 4  # what a capture has taken from the heap st
 
 
 @contextlib.contextmanager
-def small_calls(worker: SuiteRank, case: Case) -> Iterator[Callable[[], None]]:
+def small_calls(worker: BenchRank, case: Case) -> Iterator[Callable[[], None]]:
     """What a decoding step calls, after its results were right: on a GPU a replay of CALLS_IN_GRAPH such calls, on a
     CPU one of them. With an object of its own: captured results keep their part of the heap. Collective.
     """
     capacity = worker.samples.capacity(case)
     ep = weft.ExpertParallel(
         worker.comm,
-        num_experts=EXPERTS,
-        top_k=TOP_K,
-        hidden=worker.options.hidden,
+        num_experts=case.experts,
+        top_k=case.top_k,
+        hidden=case.hidden,
         max_tokens_per_rank=case.tokens,
         heap_bytes=_heap_bytes(worker, case, capacity or 0),
         deadline_s=worker.deadline_s,
@@ -57,19 +57,19 @@ def small_calls(worker: SuiteRank, case: Case) -> Iterator[Callable[[], None]]:
         yield call
 
 
-def _heap_bytes(worker: SuiteRank, case: Case, capacity: int) -> int:
-    rows = capacity * (EXPERTS // worker.comm.num_ranks if case.layout == "masked" else 1)
-    row_bytes = worker.options.hidden * (1 if case.rows == "fp8" or case.quantize != "none" else 2)
+def _heap_bytes(worker: BenchRank, case: Case, capacity: int) -> int:
+    rows = capacity * (case.experts // worker.comm.num_ranks if case.layout == "masked" else 1)
+    row_bytes = case.hidden * (1 if case.rows == "fp8" or case.quantize != "none" else 2)
     row_bytes += row_bytes // 16 + 64
-    plan_bytes = 4 * worker.comm.num_ranks * case.tokens * TOP_K + 4096
-    least = default_heap_bytes(worker.comm.num_ranks, TOP_K, worker.options.hidden, case.tokens, torch.bfloat16)
+    plan_bytes = 4 * worker.comm.num_ranks * case.tokens * case.top_k + 4096
+    least = default_heap_bytes(worker.comm.num_ranks, case.top_k, case.hidden, case.tokens, torch.bfloat16)
     return least + _RESULTS_ALIVE * (rows * row_bytes + plan_bytes)
 
 
 class _Calls:
     """dispatch, combine or both. Results of the call before are dropped first."""
 
-    def __init__(self, worker: SuiteRank, case: Case, ep: weft.ExpertParallel, capacity: int | None) -> None:
+    def __init__(self, worker: BenchRank, case: Case, ep: weft.ExpertParallel, capacity: int | None) -> None:
         self.case, self.ep, self.samples = case, ep, worker.samples
         self.options: dict[str, Any] = {"mode": case.mode, "num_sms": case.num_sms or None}
         self.dispatch_options = {

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import statistics
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from weft.bench.ahead import compile_ahead, of_cases
 from weft.bench.apart import COMPILE_S, apart
-from weft.bench.cases import EXPERTS, TOKENS, TOP_K, Case, cases
+from weft.bench.cases import TOKENS, Case, cases
 from weft.bench.link import LinkPoint, measure, rising
 from weft.bench.options import SuiteOptions
+from weft.bench.ranks import run_cases, slowest, times
 from weft.bench.report import commit, cpu_name
 from weft.kernels import tables as tuning_files
 from weft.kernels.paths import nvrtc_version
@@ -35,14 +32,11 @@ def run_suite(options: SuiteOptions) -> Iterator[Row]:
     A device that is not there is refused before any row. If a rank fails, the rows of the cases that were complete
     come first, then its error is raised. A wrong result is a row with `problems` and no times.
     """
-    from torch._C._distributed_c10d import TCPStore
-
-    import weft
-    from weft.bench.suite_worker import run_rank
     from weft.communicator import _device
 
     apart(_device, options.device)
-    chosen = cases(options.suites, tokens=options.tokens, ranks=options.ranks, trace=options.trace)
+    shape = {"tokens": options.tokens, "ranks": options.ranks, "hidden": options.hidden}
+    chosen = cases(options.suites, trace=options.trace, **shape)
     machine = {**apart(machine_facts, options.device), "ranks": options.ranks, "seed": options.seed}
     machine["placement"] = options.placement
     yield {"kind": "machine", **machine}
@@ -55,21 +49,7 @@ def run_suite(options: SuiteOptions) -> Iterator[Row]:
         table = tuning_files.find(machine["device_name"], options.ranks).table
         apart(compile_ahead, [*of_cases(chosen, options, table)], machine["arch"], timeout_s=COMPILE_S)
 
-    barrier = multiprocessing.get_context("fork").Barrier(options.ranks)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    error: BaseException | None = None
-    with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
-        try:
-            weft.spawn(
-                run_rank,
-                num_ranks=options.ranks,
-                args=(chosen, options, barrier, store.port, Path(folder)),
-                device=options.device,
-                placement=options.placement,
-            )
-        except BaseException as caught:  # noqa: BLE001  raised again below
-            error = caught
-        notes = _notes(Path(folder), options.ranks)
+    notes, error = run_cases(chosen, options)
     _add_work(notes)
     baselines = _baselines(notes)
     rows = [
@@ -94,13 +74,6 @@ def has_problems(rows: Sequence[Row]) -> bool:
 # ---- what the ranks wrote
 
 
-def _notes(folder: Path, num_ranks: int) -> list[list[Row]]:
-    """For each step that every rank completed, the ranks' objects."""
-    files = [folder / f"rank{rank}.jsonl" for rank in range(num_ranks)]
-    lines = [file.read_text(encoding="utf-8").splitlines() if file.exists() else [] for file in files]
-    return [[json.loads(line) for line in step] for step in zip(*lines, strict=False)]
-
-
 def _add_work(notes: list[list[Row]]) -> None:
     """To the cases what the profiler has recorded of them later, None without."""
     works = {note[0]["number"]: [rank["work"] for rank in note] for note in notes if note[0]["kind"] == "work"}
@@ -110,18 +83,13 @@ def _add_work(notes: list[list[Row]]) -> None:
                 rank["work"] = work
 
 
-def _slowest(per_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Of each call the slowest rank."""
-    return [max(calls) for calls in zip(*per_rank, strict=True)]
-
-
 def _baselines(notes: list[list[Row]]) -> dict[str, Row]:
     """Medians by key, of the slowest rank in each call; with `kernel_us` where the profiler gave it."""
     found: dict[str, Row] = {}
     for note in notes:
         if note[0]["kind"] == "baseline":
             found[note[0]["key"]] = {
-                name: statistics.median(_slowest([rank[name] for rank in note]))
+                name: statistics.median(slowest([rank[name] for rank in note]))
                 for name in ("gpu_us", "packed_us", "gemm_us")
                 if name in note[0]
             }
@@ -141,7 +109,7 @@ def ratio_vs_all_to_all(row: Row) -> float | None:
 
 
 def _case_row(case: Case, note: list[Row], options: SuiteOptions, limits: Any, baselines: dict[str, Row]) -> Row:
-    from weft.bench.suite_baseline import baseline_key
+    from weft.bench.baselines import baseline_key
 
     row: Row = {
         "kind": "case",
@@ -163,20 +131,17 @@ def _case_row(case: Case, note: list[Row], options: SuiteOptions, limits: Any, b
         "tokens": case.tokens,
         "routing": case.routing,
         "routing_options": {name: str(value) for name, value in case.routing_options.items()},
-        "hidden": options.hidden,
-        "experts": EXPERTS,
-        "top_k": TOP_K,
+        "hidden": case.hidden,
+        "experts": case.experts,
+        "top_k": case.top_k,
         "ranks": options.ranks,
         "problems": note[0].get("problems", []),
         "unsupported": note[0].get("unsupported"),
     }
     if "gpu_us" not in note[0]:
         return row
-    slowest = sorted(_slowest([rank["gpu_us"] for rank in note]))
-    row["iters"] = len(slowest)
-    row["time_us"] = statistics.median(slowest)
-    row["time_p99_us"] = slowest[min(len(slowest) - 1, int(0.99 * len(slowest)))]
-    row["host_us"] = statistics.median(_slowest([rank["host_us"] for rank in note]))
+    row["iters"] = len(note[0]["gpu_us"])
+    row |= times(note)
     row |= {key: max(rank[key] for rank in note) for key in ("result_bytes", "heap_peak_bytes") if key in note[0]}
     row |= _work(note)
     row |= _traffic(case, note[0], options, limits, row["time_us"])

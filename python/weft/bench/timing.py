@@ -16,6 +16,8 @@ import torch
 PROFILED = 10  # calls that the profiler's figures are of
 _LEFT_OUT = 3  # recorded calls, or samples, that are not counted
 _REPLAYS = 5  # in a sample
+_COPY_BYTES = 64 << 20
+_MOST_COPIES = 12
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,21 @@ def time_calls(
         return Times(host_us, host_us)
     torch.cuda.synchronize(device)
     return Times([a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)], host_us)
+
+
+def time_copies(*, iters: int, device: torch.device, meet: Callable[[], None]) -> dict[str, int]:
+    """Copy 64 MiB again and again, all ranks at once: when this rank began and ended, and how many bytes it copied."""
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    target.copy_(source)
+    meet()
+    begin_ns = time.monotonic_ns()
+    num_copies = min(_MOST_COPIES, iters)
+    for _ in range(num_copies):
+        target.copy_(source)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return {"from_ns": begin_ns, "to_ns": time.monotonic_ns(), "copied_bytes": num_copies * _COPY_BYTES}
 
 
 def time_replays(replay: Callable[[], None], *, num_calls: int, samples: int, meet: Callable[[], None]) -> Times:
