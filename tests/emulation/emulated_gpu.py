@@ -13,6 +13,7 @@ import ctypes
 import functools
 import itertools
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,6 @@ from torch import Tensor
 
 import weft
 import weft.call.gpu_calls
-import weft.call.gpu_tensors
 import weft.call.streams
 import weft.communicator
 from pool import RankFailed, RankState
@@ -190,8 +190,9 @@ class EmulatedRanks:
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current.stream.cuda_stream, raising=False)
         patch.setattr(torch._C, "_from_dlpack", on_host)
         patch.setattr(torch, "from_dlpack", on_host)
-        for module in (weft.call.gpu_calls, weft.call.gpu_tensors):
-            patch.setattr(module, "from_dlpack", on_host)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("weft.") and getattr(module, "from_dlpack", None) is _REAL_FROM_DLPACK:
+                patch.setattr(module, "from_dlpack", on_host)
         patch.setattr(weft.call.streams, "own_stream", lambda device: Stream())
         patch.setattr(weft.call.streams, "give_back_stream", lambda stream: None)
         facts = {"problem": "", "uuid": "emulated", "name": "emulated GPU", "capability": (9, 0), "num_sms": NUM_SMS}
