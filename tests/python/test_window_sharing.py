@@ -63,10 +63,10 @@ def test_a_rank_whose_engine_can_not_be_chosen_is_lost_to_the_others(monkeypatch
     hub, is_over = _load.native().LocalHub(2), threading.Event()
     choose = communicator.choose_engine
 
-    def refuse_on_rank_1(facts: Any) -> Any:
+    def refuse_on_rank_1(facts: Any, far: Any) -> Any:
         if threading.current_thread().name == "weft-rank-1":
             raise weft.Unsupported("this engine", "nothing", "another one")
-        return choose(facts)
+        return choose(facts, far)
 
     def rank(comm: weft.Communicator) -> None:
         native = _load.native().Communicator.local(hub, comm.rank)
