@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -48,6 +49,10 @@ def follow(pipe: Connection, comm: weft.Communicator) -> None:
                 result = comm.recover(*rest[:1], deadline_s=rest[1] if len(rest) > 1 else LONG_S).active
             elif word == "rebuild":
                 comm.rebuild(*rest)
+                result = comm.active_ranks
+            elif word == "settle":  # until those are out; ranks may die meanwhile
+                while not set(comm.active_ranks).isdisjoint(rest[0]):
+                    comm.recover(deadline_s=LONG_S)
                 result = comm.active_ranks
             elif word == "abort":
                 comm.abort(*rest)
@@ -321,3 +326,42 @@ def test_a_program_decides_where_it_likes(three: Hosts, tmp_path: Path) -> None:
     assert tell(ranks[1:], "recover") == [(1, 2)] * 2
     assert [path.name.rsplit(".", 1)[1] for path in tmp_path.glob("weft.membership.*")] == ["2"]
     close(ranks[1:])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_a_hundred_kills(three: Hosts) -> None:
+    """One rank or two die at any moment of a wait or of the recovery: those left are all told, and agree."""
+    store = three.start(0, host_store, three.address(0), 29700)
+    store.hear()
+    random = Random(20261126)
+    for trial in range(100):
+        per_host = random.choice([1, 2])
+        ranks = three.start_ranks(
+            serve, ranks_per_host=per_host, port=29700, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID=trial
+        )
+        for rank in ranks:
+            rank.hear()
+        victims = random.sample(range(3 * per_host), random.choice([1, 2]))
+        left = [rank for number, rank in enumerate(ranks) if number not in victims]
+        told = [rank for number, rank in enumerate(ranks) if number != victims[0]]
+        for rank in told:
+            rank.say(("meet", LONG_S))
+        time.sleep(random.random() * 0.02)
+        ranks[victims[0]].signal(signal.SIGKILL)
+        for rank in told:
+            error, _ = rank.hear()
+            assert isinstance(error, weft.PeerLost), (trial, error)
+            assert error.ranks == (victims[0],)
+        for rank in told:
+            rank.say(("settle", tuple(victims)))
+        time.sleep(random.random() * 0.02)
+        for victim in victims[1:]:
+            ranks[victim].signal(signal.SIGKILL)
+        expected = tuple(sorted(set(range(3 * per_host)) - set(victims)))
+        assert [rank.hear()[0] for rank in left] == [expected] * len(left), trial
+        assert tell(left, "meet", LONG_S) == ["met"] * len(left)
+        assert len({epoch for epoch, _ in tell(left, "state")}) == 1
+        close(left)
+        for rank in ranks:
+            rank.process.join(LONG_S)

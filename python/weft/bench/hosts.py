@@ -1,14 +1,13 @@
 """Several machines on one: a network namespace a host, joined by a bridge, with torchrun's variables in each.
 
-Ranks are forked from the test, which has imported torch. A namespace counts as a machine of its own, and its cable can
-be pulled. Needs root; where that is denied tests are skipped by name.
+Ranks are forked from this process, which has imported torch. A namespace counts as a machine of its own, and its cable
+can be pulled. Needs root.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import itertools
 import multiprocessing
 import os
@@ -20,7 +19,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-import pytest
+from weft.errors import InternalError
+
+__all__ = ["LONG_S", "HostRank", "Hosts"]
 
 LONG_S = 60.0
 _CLONE_NEWNET = 0x40000000
@@ -31,21 +32,8 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=30)
 
 
-@functools.cache
-def have_hosts() -> bool:
-    """Whether this process may make network namespaces and join them."""
-    try:
-        with Hosts(2):
-            return True
-    except (OSError, subprocess.SubprocessError):
-        return False
-
-
-needs_hosts = pytest.mark.skipif("not __import__('hosts').have_hosts()", reason="network namespaces are denied here")
-
-
 class HostRank:
-    """A rank, as the test sees it: `say` and `hear` are its end of a pipe."""
+    """A rank, as its parent sees it: `say` and `hear` are its end of a pipe."""
 
     def __init__(self, process: Any, pipe: Connection) -> None:
         self.process, self.pipe = process, pipe
@@ -56,13 +44,14 @@ class HostRank:
     def hear(self, timeout_s: float = LONG_S) -> Any:
         """What it says next; its error is raised here."""
         if not self.pipe.poll(timeout_s):
-            raise TimeoutError("the rank says nothing")
+            raise InternalError("the rank says nothing")
         try:
             what = self.pipe.recv()
         except EOFError:
-            raise RuntimeError(f"the rank has ended with {self.process.exitcode}") from None
+            self.process.join()
+            raise InternalError(f"the rank has ended with {self.process.exitcode}") from None
         if isinstance(what, _Failed):
-            raise AssertionError(what.text)
+            raise InternalError(what.text)
         return what
 
     def signal(self, number: int) -> None:
@@ -71,7 +60,8 @@ class HostRank:
     def end(self) -> None:
         """Wait for an orderly end."""
         self.process.join(LONG_S)
-        assert self.process.exitcode == 0
+        if self.process.exitcode != 0:
+            raise InternalError(f"the rank has ended with {self.process.exitcode}")
 
 
 class _Failed:
@@ -140,6 +130,8 @@ class Hosts:
 
     def start(self, host: int, body: Callable[..., None], *args: object, **variables: object) -> HostRank:
         """Fork a process of `host` that runs body(pipe, *args) with these variables."""
+        import weft.communicator  # noqa: F401  with torch: imported once, before the fork
+
         ours, theirs = multiprocessing.Pipe()
         process = multiprocessing.get_context("fork").Process(
             target=self._run, args=(host, ours, theirs, body, args, variables), daemon=True
@@ -178,13 +170,16 @@ class Hosts:
         variables: dict[str, object],
     ) -> None:
         parents.close()
+        import torch
+
+        torch.set_num_threads(1)  # the parent's OpenMP pool does not exist here
         os.environ.update({name: str(value) for name, value in variables.items()})
         code = 1
         try:
             self.enter(host)
             body(pipe, *args)
             code = 0
-        except BaseException:
+        except BaseException:  # noqa: BLE001  brought to the parent
             with contextlib.suppress(OSError):
                 pipe.send(_Failed(traceback.format_exc()))
         finally:

@@ -95,6 +95,10 @@ def bench(
         float, typer.Option("--late-us", metavar="N", min=0, help="By how much, before each step.")
     ] = 5000,
     control: Annotated[bool, typer.Option("--control", help=_CONTROL_HELP)] = False,
+    hosts: Annotated[
+        int | None,
+        typer.Option("--hosts", metavar="N", help="With --control: between so many network namespaces; needs root."),
+    ] = None,
     deep_ep: Annotated[bool, typer.Option("--deep-ep", help=_DEEP_EP_HELP)] = False,
     json: options.Json = False,
 ) -> None:
@@ -102,7 +106,7 @@ def bench(
     with command_output(json_lines=json) as output:
         given = {name for name in ctx.params if _is_given(ctx, name)}
         if control:
-            run_control(output, ranks, iters if "iters" in given else 10, device)
+            run_control(output, ranks, iters if "iters" in given else 10, device, hosts)
             return
         asks_else = who_is_late or deep_ep
         if suite is None and device == "cuda" and not given.intersection(_SHAPE_FLAGS) and not asks_else:
