@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -50,6 +50,7 @@ __all__ = [
     "run_with_path",
     "set_among",
     "set_cuda_queues",
+    "set_variables",
     "topk_idx_bits",
     "torchrun",
 ]
@@ -237,6 +238,11 @@ def launched() -> tuple[str, int, int, int]:
 def set_among(names: Iterable[str]) -> dict[str, str]:
     """Those of the named variables that are set, as they are: for reports, not for settings."""
     return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def set_variables(values: Mapping[str, str]) -> None:
+    """Of this process, which a benchmark has started as one of torchrun's ranks."""
+    os.environ.update(values)
 
 
 def cache_folder() -> str:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from weft import env
 from weft.errors import InternalError
 
 __all__ = ["LONG_S", "HostRank", "Hosts"]
@@ -173,7 +174,7 @@ class Hosts:
         import torch
 
         torch.set_num_threads(1)  # the parent's OpenMP pool does not exist here
-        os.environ.update({name: str(value) for name, value in variables.items()})
+        env.set_variables({name: str(value) for name, value in variables.items()})
         code = 1
         try:
             self.enter(host)
