@@ -11,6 +11,7 @@ import pytest
 import torch
 from emulated_gpu import EmulatedRanks, Graph
 from kernels import Mutant
+from property_cases import IDS
 from test_emulated_dispatch import OWN_TYPE
 from test_property import checked, checked_gradients, with_call
 
@@ -39,6 +40,44 @@ def test_layouts(ranks: Any, layout: str) -> None:
     checked(ranks, of_two(layout=layout, alignment=4))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ids_tokens_and_capacities(ranks: Any, layout: str) -> None:
+    """Every kind of ids, ranks without tokens, capacities to the row, ids out of range that are told later."""
+    cases: list[dict[str, Any]] = [{"ids": ids} for ids in IDS]
+    cases += [{"tokens": (0, 0)}, {"tokens": (0, 1), "ids": "one_expert"}, {"check_late": True}]
+    cases += [{"capacity": capacity} for capacity in ("met", "exceeded", "ample", "zero")]
+    for changed in cases:
+        checked(ranks, of_two(layout=layout, alignment=4, **changed))
+
+
+def test_old_results_survive_later_calls(ranks: Any) -> None:
+    """They are looked at again when all calls have been made."""
+    call = of_two(alignment=4).calls[0]
+    several = tuple(
+        replace(call, seed=n, layout=LAYOUTS[n % 3], capacity="met" if n % 3 == 2 else None, tokens=(n, 17))
+        for n in range(9)
+    )
+    checked(ranks, replace(of_two(), calls=several))
+
+
+def call_asynchronously(state: RankState, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and sums of a call on the window's own stream, and of the same call on the caller's."""
+    x, ids, weights = inputs(state.rank, seed)
+    with weft.ExpertParallel(state.comm, num_experts=6, top_k=4, hidden=48, max_tokens_per_rank=17) as ep:
+        r = ep.dispatch(x, ids, weights, capacity=40, async_op=True)
+        r.event.wait()
+        y, event = ep.combine(r.x, r.handle, async_op=True)
+        event.synchronize()
+        want = ep.dispatch(x, ids, weights, capacity=40)
+        return y, ep.combine(want.x, want.handle)
+
+
+def test_asynchronous_calls(ranks: Any) -> None:
+    """On a stream of the window."""
+    for y, want in ranks.run(2, call_asynchronously, [3, 3]):
+        assert torch.equal(y, want)
+
+
 def test_results_without_room_in_the_heap(ranks: Any) -> None:
     """They are staged, and unloaded."""
     checked(ranks, replace(of_two(), heap="none"))
@@ -55,11 +94,6 @@ def test_small_batches(ranks: Any, layout: str) -> None:
     """In one go and in halves."""
     for mode in ("latency", "staged"):
         checked(ranks, of_two(layout=layout, mode=mode, capacity="ample", side=None))
-
-
-def test_capacity_exceeded(ranks: Any) -> None:
-    """What is dropped is counted, and said."""
-    checked(ranks, of_two(capacity="exceeded"))
 
 
 def test_gradients(ranks: Any) -> None:
