@@ -347,6 +347,19 @@ def check_imports(texts: dict[str, str]) -> list[Finding]:
     ]
 
 
+MAX_ROOT_FILES = 20
+
+
+def check_root(paths: list[str]) -> list[Finding]:
+    """The folder python/weft itself has at most 20 modules: the public names; the rest lies in a folder by topic."""
+    modules = [
+        path for path in paths if PurePosixPath(path).parent == PurePosixPath("python/weft") and path.endswith(".py")
+    ]
+    if len(modules) <= MAX_ROOT_FILES:
+        return []
+    return [Finding("python/weft", 1, "root-files", f"{len(modules)} modules, allowed are {MAX_ROOT_FILES}")]
+
+
 def check_text(path: str, text: str) -> list[Finding]:
     """Return the findings in one file, without those that a line allows with a reason."""
     source = read_source(path, text)
@@ -378,6 +391,7 @@ def main(arguments: list[str]) -> int:
             continue
         findings += check_text(name, text)
     modules = sorted((ROOT / "python/weft").rglob("*.py*"))
+    findings += check_root([str(path.relative_to(ROOT)) for path in modules])
     findings += check_imports(
         {str(path.relative_to(ROOT)): path.read_text() for path in modules if path.suffix in PYTHON_SUFFIXES}
     )

@@ -48,9 +48,11 @@ def public_names() -> list[str]:
 
 
 def _attributes(kind: type) -> Iterator[tuple[str, Any]]:
-    for name in sorted({*getattr(kind, "__dataclass_fields__", {}), *vars(kind)}):
+    found: dict[str, Any] = dict.fromkeys(getattr(kind, "__dataclass_fields__", ()))
+    for base in reversed(kind.__mro__):
+        found |= vars(base) if base.__module__.split(".")[0] == "weft" else {}
+    for name, value in sorted(found.items()):
         if not name.startswith("_"):
-            value = vars(kind).get(name)
             yield name, value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
 
 

@@ -218,7 +218,8 @@ class _ThreadRanks:
         import torch
 
         from weft import _load
-        from weft.communicator import Communicator, _device
+        from weft.communicator import Communicator
+        from weft.group.joining import device_of
 
         # Backwards run in the thread that asks for them: torch has one thread a GPU for the backwards of all others,
         # and there the first rank to wait would keep every other from coming.
@@ -227,7 +228,7 @@ class _ThreadRanks:
         try:
             device = self.job.device_of(rank)
             mine = local.resolve(
-                self.job.placement, local_rank=rank, num_local_ranks=self.job.num_ranks, device=_device(device)
+                self.job.placement, local_rank=rank, num_local_ranks=self.job.num_ranks, device=device_of(device)
             )
             native = self._started(_load.native().Communicator.local(self.hub, rank))
             comm = Communicator._local(native, device, engine=self.job.engine, placement=mine)

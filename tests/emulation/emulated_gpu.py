@@ -29,6 +29,8 @@ import weft
 import weft.call.gpu_calls
 import weft.call.streams
 import weft.communicator
+import weft.group.joining
+import weft.group.windows
 from pool import RankFailed, RankState
 from weft import _load
 from weft.engine import Facts
@@ -196,8 +198,8 @@ class EmulatedRanks:
         patch.setattr(weft.call.streams, "own_stream", lambda device: Stream())
         patch.setattr(weft.call.streams, "give_back_stream", lambda stream: None)
         facts = {"problem": "", "uuid": "emulated", "name": "emulated GPU", "capability": (9, 0), "num_sms": NUM_SMS}
-        patch.setattr(weft.communicator, "look", lambda device, engine: Facts(engine, **facts))
-        patch.setattr(weft.communicator, "driver_gpu", lambda index: gpu().native)
+        patch.setattr(weft.group.joining, "look", lambda device, engine: Facts(engine, **facts))
+        patch.setattr(weft.group.windows, "driver_gpu", lambda index: gpu().native)
         patch.setattr(gpu(), "mutant", mutant)
         gpu().found()
 

@@ -291,7 +291,7 @@ def _leave_in_a_call(comm: weft.Communicator) -> str:
 
         threading.Thread(target=wait, daemon=True).start()
         time.sleep(0.5)
-        sys.modules["weft.communicator"]._leave_at_exit()  # as at exit, which ranks of spawn leave out
+        sys.modules["weft.group.turns"]._leave_at_exit()  # as at exit, which ranks of spawn leave out
         with pytest.raises(weft.InvalidState):
             step(ep)
         assert not returned, "the thread came back to Python"

@@ -12,7 +12,8 @@ from test_errors import SHAPE, raised
 from test_lifecycle import sum_of_all
 
 import weft
-from weft import _load, communicator
+from weft import _load
+from weft.group import joining
 
 
 def num_mappings() -> int:
@@ -61,7 +62,7 @@ def test_closing_a_communicator_frees_the_windows_of_objects_that_live() -> None
 def test_a_rank_whose_engine_can_not_be_chosen_is_lost_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though its caller keeps the error, and with it all that the constructor had made."""
     hub, is_over = _load.native().LocalHub(2), threading.Event()
-    choose = communicator.choose_engine
+    choose = joining.choose_engine
 
     def refuse_on_rank_1(facts: Any, far: Any) -> Any:
         if threading.current_thread().name == "weft-rank-1":
@@ -86,7 +87,7 @@ def test_a_rank_whose_engine_can_not_be_chosen_is_lost_to_the_others(monkeypatch
     def patch(comm: weft.Communicator) -> None:
         comm.meet(60)
         if comm.rank == 0:
-            monkeypatch.setattr(communicator, "choose_engine", refuse_on_rank_1)
+            monkeypatch.setattr(joining, "choose_engine", refuse_on_rank_1)
         comm.meet(60)
         rank(comm)
 

@@ -100,7 +100,7 @@ def test_every_rule_has_a_bad_snippet() -> None:
     source = Path(checks.__file__).read_text()
     used = set(re.findall(r'(?:find\(source, |, number, |, 1, |, node\.lineno, )"([a-z-]+)"', source))
     assert used
-    assert used - {"import-circle"} <= names  # which is about several files
+    assert used - {"import-circle", "root-files"} <= names  # which are about several files
 
 
 def test_allowance_needs_a_reason_and_the_right_rule() -> None:
@@ -150,3 +150,12 @@ def test_two_circles_are_two_findings() -> None:
     texts = {"a": "import weft.b", "b": "import weft.a", "c": "import weft.d", "d": "import weft.c, weft.a"}
     found = checks.check_imports({f"python/weft/{name}.py": text for name, text in texts.items()})
     assert len(found) == 2
+
+
+def test_the_root_of_the_package_stays_small() -> None:
+    """Modules in folders, and what is no module, count for nothing."""
+    most = [f"python/weft/m{idx}.py" for idx in range(checks.MAX_ROOT_FILES)]
+    others = ["python/weft/call/plan.py", "python/weft/py.typed", "python/weft/_native.pyi"]
+    assert checks.check_root(most + others) == []
+    found = checks.check_root([*most, *others, "python/weft/more.py"])
+    assert [(finding.rule, finding.message) for finding in found] == [("root-files", "21 modules, allowed are 20")]

@@ -32,9 +32,9 @@ def run_suite(options: SuiteOptions) -> Iterator[Row]:
     A device that is not there is refused before any row. If a rank fails, the rows of the cases that were complete
     come first, then its error is raised. A wrong result is a row with `problems` and no times.
     """
-    from weft.communicator import _device
+    from weft.group.joining import device_of
 
-    apart(_device, options.device)
+    apart(device_of, options.device)
     shape = {"tokens": options.tokens, "ranks": options.ranks, "hidden": options.hidden}
     chosen = cases(options.suites, trace=options.trace, **shape)
     machine = {**apart(machine_facts, options.device), "ranks": options.ranks, "seed": options.seed}

@@ -136,7 +136,8 @@ class Ranks:
 
 def _connect(group: Any) -> Communicator:
     """Collective. The process is bound as placement="process" does, unless WEFT_PLACEMENT says otherwise."""
-    from weft.communicator import CONNECT_TIMEOUT_S, Communicator
+    from weft.communicator import Communicator
+    from weft.group.joining import CONNECT_TIMEOUT_S
 
     chosen = env.deep_ep()
     device = chosen.device or ("cuda" if torch.cuda.is_available() else "cpu")

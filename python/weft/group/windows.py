@@ -1,0 +1,130 @@
+"""Windows that objects of a communicator share: made together by all ranks, found again by their shape."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from weft import _load
+from weft.call.streams import WindowStreams
+from weft.call.window import Window, WindowSpec, released_on_error
+from weft.engine import Choice, driver_gpu
+from weft.errors import InvalidArgument, rank_list
+from weft.group.turns import Turns
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Windows"]
+
+_COMPARE_TAG = 1 << 22  # exchange tags of constructors: this plus their number; all below 1 << 24
+
+
+class Windows(Turns):
+    """The part of a communicator that has its windows."""
+
+    device: torch.device
+    _choice: Choice
+    _rank: int
+    _active: tuple[int, ...]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._windows: dict[WindowSpec, Window] = {}
+        self._all_windows: weakref.WeakSet[Window] = weakref.WeakSet()
+        self._num_compared = 0
+
+    def open_windows(
+        self,
+        what: str,
+        arguments: dict[str, Any],
+        specs: Sequence[WindowSpec],
+        deadline_s: float,
+        tell: Callable[[], dict[str, Any]],
+    ) -> tuple[list[Window], list[int], dict[str, Any]]:
+        """Compare the arguments of a constructor over all ranks, then share or make its windows, and number the object
+        in each. Collective.
+
+        A window is shared only if every rank still has it: closing is local, so ranks may differ in what they have. A
+        constructor may also have failed on some ranks: the largest number that a rank proposes is free on all.
+        What the first active rank has to `tell` is handed to all.
+
+        Raises:
+            InvalidArgument: on every rank, naming the first argument that differs, its values and their ranks.
+        """
+        with self.telling_peers():
+            alone = self.alone(what)
+            self._native.check_one_machine(what)
+        with alone:
+            kept = [self._windows.get(spec) for spec in specs]
+            serials = [-1 if window is None or window.closed else window.serial for window in kept]
+            told = tell() if self._rank == self._active[0] else None
+            objects = [0 if window is None else window.next_object for window in kept]
+            message = {"what": what, "arguments": arguments, "serials": serials, "objects": objects, "told": told}
+            answers = self._exchange_json(message, deadline_s)
+            _compare(answers)
+            shared = [list({answer["serials"][idx] for answer in answers.values()}) for idx in range(len(specs))]
+            windows: list[Window] = []
+            with released_on_error(windows):
+                for spec, mine, found in zip(specs, kept, shared, strict=True):
+                    window = (
+                        mine
+                        if mine is not None and len(found) == 1 and found[0] >= 0
+                        else self._new_window(spec, deadline_s)
+                    )
+                    window.num_users += 1
+                    windows.append(window)
+                numbers = [
+                    max(answer["objects"][idx] for answer in answers.values()) if window is kept[idx] else 0
+                    for idx, window in enumerate(windows)
+                ]
+                for window, number in zip(windows, numbers, strict=True):
+                    window.next_object = number + 1
+            return windows, numbers, answers[self._active[0]]["told"]
+
+    def _exchange_json(self, message: dict[str, Any], deadline_s: float) -> dict[int, dict[str, Any]]:
+        payload = json.dumps(message).encode()
+        self._native.raise_if_broken()
+        tag = _COMPARE_TAG + self._num_compared
+        self._num_compared += 1
+        payloads = self._native.exchange(tag, payload, deadline_s)
+        return {rank: json.loads(payloads[rank]) for rank in self._active}
+
+    def _new_window(self, spec: WindowSpec, deadline_s: float) -> Window:
+        shape: dict[str, Any] = {
+            "num_experts": spec.num_experts,
+            "top_k": spec.top_k,
+            "max_tokens": spec.max_tokens,
+            "heap_bytes": spec.heap_bytes,
+            "timeout_s": deadline_s,
+        }
+        if self._choice.engine == "nvlink":
+            shape |= {"landing_row_bytes": spec.landing_row_bytes, "num_blocks": self._choice.max_num_sms}
+            shape["small_tokens"] = spec.small_tokens
+            native = _load.native().GpuWindow(self._native, driver_gpu(self.device.index), **shape)
+            window = Window(native, native.id, spec.max_tokens, WindowStreams(self.device))
+        else:
+            native = _load.native().CpuWindow(self._native, max_row_bytes=spec.max_row_bytes, **shape)
+            window = Window(native, native.id, spec.max_tokens)
+        self._windows[spec] = window
+        self._all_windows.add(window)
+        return window
+
+
+def _compare(answers: dict[int, dict[str, Any]]) -> None:
+    """All ranks see the same answers, so all raise the same error."""
+    _compare_field("constructor called", {rank: answer["what"] for rank, answer in answers.items()})
+    names = next(iter(answers.values()))["arguments"]
+    for name in names:
+        _compare_field(name, {rank: answer["arguments"].get(name) for rank, answer in answers.items()})
+
+
+def _compare_field(name: str, values: dict[int, Any]) -> None:
+    by_value: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        by_value.setdefault(str(value), []).append(rank)
+    if len(by_value) > 1:
+        found = "; ".join(f"{value} on {rank_list(ranks)}" for value, ranks in by_value.items())
+        raise InvalidArgument(f"{name} differs between ranks: {found}. It must be equal on all ranks")
