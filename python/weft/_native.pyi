@@ -94,6 +94,7 @@ class DispatchSpec(_CallSpec):
     topk_is_int64: bool
     cached: bool
     zeroes_holes: bool
+    tells_need: bool
     scale_stride: int
     scales_are_fp32: bool
     scale_word_bytes: int

@@ -153,6 +153,7 @@ nb::object dispatch_first(CallWindow& window, const DispatchSpec& spec, u64 stre
   args.send_plan = send_plan;
   DispatchResult made = dispatch_unlocked(window, args);
   if (!made.has_begun) return nb::none();
+  if (made.needed_tokens > 0) return nb::int_(made.needed_tokens);
   const auto tensor = [&](const Array& array) { return to_tensor(array, from_dlpack); };
   Routing routing{.sizes = std::move(made.sizes),
                   .send_plan = std::move(made.send_plan),

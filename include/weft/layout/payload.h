@@ -41,6 +41,9 @@ struct NotifyPayload {
   Placement placement;
 };
 
+// Error code of a refusal that is none: `text` begins with the number of tokens (i64) for which the rank needs room.
+constexpr u32 kNeedOfRoom = 1000;
+
 // A refusal: instead of either payload (R3).
 struct RefusalPayload {
   u32 error_code = 0;

@@ -78,6 +78,7 @@ class Planner(State, ABC):
     """Makes the plans of one ExpertParallel: the part of a Runner that knows the arguments of native calls."""
 
     has_small = False  # kernels for small batches
+    tells_need = False  # see Shape; cpu engine
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -110,7 +111,8 @@ class Planner(State, ABC):
         names: tuple[str, ...] = (),
     ) -> Plan:
         """Of a dispatch with a routing of its own. Tensors like those that its calls have."""
-        spec = self._dispatch_spec(call, x, scales, quantize, topk_is_int64=topk_idx.dtype == torch.int64)
+        of_engine = {"tells_need": True} if self.tells_need else {}
+        spec = self._dispatch_spec(call, x, scales, quantize, topk_is_int64=topk_idx.dtype == torch.int64, **of_engine)
         plan = self._dispatch_plan(call, spec, type(self)._first, x, quantize, names, clears_tail)
         plan.overflow = address(self.overflow)
         self._fit(plan, x, scales, topk_idx)

@@ -22,6 +22,7 @@ from weft.call.event import Event
 from weft.call.gpu_tensors import as_tensor, from_dlpack
 from weft.call.half import Half
 from weft.call.plan import Plan, Planner
+from weft.call.room import NeedsRoom
 from weft.call.scales import by_column
 from weft.call.spec import DTYPE_CODES, MASKED, RANK_MAJOR
 from weft.call.state import by_key
@@ -125,6 +126,8 @@ class Runner(Planner):
             topk_idx.data_ptr(), 0 if weights is None else weights.data_ptr(), plan.overflow, from_dlpack,
         )  # fmt: skip
         made = plan.window.native.dispatch_first(*places)
+        if type(made) is int:
+            raise NeedsRoom(made)
         if made is None or not made[0]:
             rows, out_scales, handle = self._first_beside(plan, places, made)
         else:

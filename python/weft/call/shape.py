@@ -33,6 +33,8 @@ class Shape:
     small_tokens: int  # most tokens of a rank in a small-batch call
     table: Table  # which kernels are faster, measured (weft/kernels/tuning.py)
 
+    tells_need: bool = False  # more tokens than fit are told to the other ranks (NeedsRoom), not refused here
+
     @property
     def num_local_experts(self) -> int:
         """Experts of each rank."""

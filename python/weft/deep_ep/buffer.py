@@ -14,7 +14,18 @@ from weft.deep_ep.buffers.absent import absent
 from weft.deep_ep.config import COMBINE, DISPATCH, Config, config_for
 from weft.deep_ep.layers import ShapeOf, is_capturing
 from weft.deep_ep.low_latency import LowLatency
-from weft.deep_ep.rows import Form, bare, check_first, check_rows, check_weights, form_of, send, sum_of_lanes, summed
+from weft.deep_ep.rows import (
+    Form,
+    Sent,
+    bare,
+    check_first,
+    check_rows,
+    check_weights,
+    form_of,
+    send,
+    sum_of_lanes,
+    summed,
+)
 from weft.deep_ep.streams import collective_call, public_call
 from weft.deep_ep.utils.event import EventHandle, EventOverlap
 from weft.errors import InvalidArgument, InvalidState
@@ -236,11 +247,11 @@ class Buffer(LowLatency, BufferBase):
                     f"x has {num_tokens} tokens; allowed with num_worst_tokens are {ep.max_tokens_per_rank}, which the "
                     "ranks agreed on before: set WEFT_DEEP_EP_MAX_TOKENS, or call it first without num_worst_tokens"
                 )
+            sent = self._sent(ep, given.form, ids, weights, num_worst_tokens, num_sms)
         else:
-            ep = self._layers.agreed(shape, num_tokens)
-        sent = send(
-            ep, given.form, topk_idx=ids, topk_weights=weights, capacity=num_worst_tokens or None, num_sms=num_sms
-        )
+            ep, sent = self._layers.run(
+                shape, num_tokens, lambda ep: self._sent(ep, given.form, ids, weights, num_worst_tokens, num_sms)
+            )
         r = sent.dispatched
         if r is None:
             raise InvalidState("a first dispatch has a result")
@@ -253,6 +264,11 @@ class Buffer(LowLatency, BufferBase):
         is_row = torch.arange(num_worst_tokens, dtype=torch.int32, device=ids.device) < r.num_rows
         recv_idx = torch.where(is_row[:, None], r.topk_idx, -1)  # type: ignore[arg-type]
         return (sent.x, recv_idx, r.topk_weights, [], handle), r
+
+    def _sent(
+        self, ep: Any, form: Form, ids: Tensor, weights: Tensor | None, num_worst_tokens: int, num_sms: int | None
+    ) -> Sent:
+        return send(ep, form, topk_idx=ids, topk_weights=weights, capacity=num_worst_tokens or None, num_sms=num_sms)
 
     def _share(self, given: _Given) -> list[int]:
         """Of this rank's experts: the sum over ranks of what they have counted."""

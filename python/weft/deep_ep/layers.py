@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from weft import env
+from weft.call.room import NeedsRoom
 from weft.deep_ep.ranks import Ranks
 from weft.errors import InvalidState
 from weft.limits import check_shape, dtype_name
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from weft.expert_parallel import ExpertParallel
 
 __all__ = ["Layers", "ShapeOf"]
+
+T = TypeVar("T")
 
 _LEAST_HEAP = 64 << 20
 _LEAST_TOKENS = 512
@@ -46,7 +50,7 @@ class Layers:
 
     @property
     def has_orders(self) -> bool:
-        """Whether combine adds in other orders than by rank."""
+        """Whether combine adds in other orders than by rank, and dispatch tells the ranks which one needs more room."""
         return self.ranks.comm.engine == "cpu"
 
     def has(self, shape: ShapeOf, max_tokens: int) -> bool:
@@ -72,6 +76,8 @@ class Layers:
             max_tokens_per_rank=max_tokens, deadline_s=self.deadline_s, heap_bytes=max(self._heap_bytes, heap_bytes),
             num_windows=2 if shape.kind == "low_latency" else 1,
         )  # fmt: skip
+        if self.has_orders:
+            made._shape.tells_need = made.calls.tells_need = True
         self._newest[shape] = made
         self._all.add(made)
         return made
@@ -90,9 +96,27 @@ class Layers:
     def agreed(self, shape: ShapeOf, num_tokens: int) -> ExpertParallel:
         """With room for the largest T of any rank, which the ranks tell each other. Collective, the host waits."""
         self.check(shape, num_tokens)
-        most = max(row[0] for row in self.ranks.gather([num_tokens], self.deadline_s))
+        return self._with_room(shape, max(row[0] for row in self.ranks.gather([num_tokens], self.deadline_s)))
+
+    def _with_room(self, shape: ShapeOf, most: int) -> ExpertParallel:
         room = max(_LEAST_TOKENS, self._preset_tokens, 1 << max(0, most - 1).bit_length())
         return self.get(shape, max(most, min(room, (1 << 24) - 1)))
+
+    def run(self, shape: ShapeOf, num_tokens: int, dispatch: Callable[[ExpertParallel], T]) -> tuple[ExpertParallel, T]:
+        """`dispatch(ep)`, which begins with a first dispatch of `num_tokens` tokens, with room for the largest T of any
+        rank. On the cpu engine that tells the ranks if there is not enough; then all make larger windows, and call it
+        again. Else they tell each other T before. Collective, the host waits.
+        """
+        known = self._newest.get(shape)
+        if known is None or not self.has_orders:
+            ep = self.agreed(shape, num_tokens)
+            return ep, dispatch(ep)
+        self.check(shape, num_tokens)
+        try:
+            return known, dispatch(known)
+        except NeedsRoom as need:
+            ep = self._with_room(shape, need.num_tokens)
+        return ep, dispatch(ep)
 
     def close(self) -> None:
         """Local, never waits.

@@ -43,12 +43,11 @@ class WeftEP(EPImplementation):  # type: ignore[misc]  # transformers may not be
         """[T, H], [T, K], [T, K] -> [T, H], the weighted sum of the experts' outputs."""
         num_tokens, hidden = hidden_states.shape
         num_experts = self.num_local_experts * self._ranks.num_ranks
-        with torch.no_grad():
-            shape = ShapeOf(num_experts, top_k_index.shape[1], hidden, hidden_states.dtype)
-            ep = self._layers.agreed(shape, num_tokens)
+        shape = ShapeOf(num_experts, top_k_index.shape[1], hidden, hidden_states.dtype)
+        x, weights = hidden_states.contiguous(), top_k_weights.to(torch.float32)
+        ep, r = self._layers.run(shape, num_tokens, lambda ep: ep.dispatch(x, top_k_index, weights))
         if not self._kept or self._kept[-1] is not ep:
             self._kept.append(ep)
-        r = ep.dispatch(hidden_states.contiguous(), top_k_index, top_k_weights.to(torch.float32))
         rows, ids, weights = r.x, r.topk_idx, r.topk_weights.to(hidden_states.dtype)
         if ids is None or not isinstance(rows, Tensor):
             raise Unsupported("rows without local ids")

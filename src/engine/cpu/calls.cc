@@ -13,11 +13,11 @@ std::string range_text(const std::string& name, i64 value, const std::string& al
   return name + ": " + std::to_string(value) + "; allowed: " + allowed;
 }
 
-void check_tokens(i64 num_tokens, i64 max_tokens, const WindowShape& shape) {
+void check_tokens(i64 num_tokens, i64 max_tokens, const WindowShape& shape, bool tells_need = false) {
   if (max_tokens < 0 || max_tokens > shape.max_tokens) {
     throw_invalid_argument(range_text("max_tokens", max_tokens, "0 to " + std::to_string(shape.max_tokens)));
   }
-  if (num_tokens < 0 || num_tokens > max_tokens) {
+  if (num_tokens < 0 || num_tokens > (tells_need ? kMaxRowsPerPair : max_tokens)) {
     throw_invalid_argument(range_text("num_tokens", num_tokens, "0 to max_tokens = " + std::to_string(max_tokens)));
   }
 }
@@ -91,7 +91,7 @@ Array new_integers(i64 length) {
 
 DispatchResult Window::dispatch(const DispatchArgs& given, const Poll& poll) {
   DispatchArgs args = given;
-  check_tokens(args.num_tokens, args.max_tokens, shape_);
+  check_tokens(args.num_tokens, args.max_tokens, shape_, args.tells_need && !args.cached);
   check_capacity(args.layout, args.capacity, args.alignment);
   if (args.quantize != Quantize::kNone) {
     if (args.dtype == Dtype::kBytes)

@@ -60,6 +60,11 @@ DispatchCall::DispatchCall(Window& window, const DispatchArgs& args, const Poll&
 
 DispatchResult DispatchCall::run() {
   const u64 start_ns = now_ns();
+  const bool tells_need = a_.tells_need && !a_.cached;
+  if (tells_need && a_.num_tokens > a_.max_tokens) {
+    result_.needed_tokens = op_.wait_for_need(a_.num_tokens);
+    return std::move(result_);
+  }
   if (a_.cached) {
     read_handle();
   } else {
@@ -75,6 +80,8 @@ DispatchResult DispatchCall::run() {
   }
   send_counts();
   WEFT_FAIL_POINT("dispatch.after_count");
+  if (tells_need) result_.needed_tokens = op_.wait_for_need(0);
+  if (result_.needed_tokens > 0) return std::move(result_);
   op_.wait_all(Phase::kCount);
   if (!a_.cached) {
     read_counts();

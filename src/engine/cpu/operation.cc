@@ -5,6 +5,7 @@
 
 #include "base/clock.h"
 #include "base/log.h"
+#include "weft/layout/routing.h"
 
 namespace weft::cpu {
 namespace {
@@ -136,6 +137,30 @@ void Operation::refuse(Phase phase, ErrorCode code, const std::string& text) {
   throw Error(
       code, "rank " + std::to_string(rank_) + " could not take part: " + text + "; the call was given up on every rank",
       op_name(static_cast<u32>(config_.kind)), turn_.sequence, {rank_});
+}
+
+i64 Operation::wait_for_need(i64 mine) {
+  for (int peer : peers()) {
+    if (mine == 0) break;
+    send_header(Phase::kCount, peer, kRefusalFingerprint, [&] {
+      auto* refusal = payload_to<RefusalPayload>(Phase::kCount, peer);
+      refusal->error_code = kNeedOfRoom;
+      std::memcpy(refusal->text, &mine, sizeof(mine));
+    });
+  }
+  wait_headers(Phase::kCount);
+  i64 most = mine;
+  for (int peer : peers()) {
+    const auto* refusal = payload_from<RefusalPayload>(Phase::kCount, peer);
+    const bool refuses =
+        sync::classify_header(header_from(Phase::kCount, peer), turn_, fingerprint_) == sync::HeaderState::kRefusal;
+    if (!refuses || refusal->error_code != kNeedOfRoom) continue;
+    i64 needed = 0;
+    std::memcpy(&needed, refusal->text, sizeof(needed));
+    most = std::max(most, clamp_count(needed, kMaxRowsPerPair));
+  }
+  if (most > 0) finish();
+  return most;
 }
 
 AbortReason Operation::reason(AbortCode code, Phase phase, int culprit) const {

@@ -92,6 +92,9 @@ class Operation {
 
   // Says to everyone that this rank cannot take part, and leaves as they do (R3). Every rank raises the error.
   [[noreturn]] void refuse(Phase phase, ErrorCode code, const std::string& text);
+  // After the headers of `count`, or in place of them if `mine` is not 0: the largest number of tokens for which a rank needs
+  // room; 0: none does. Else the operation has ended on every rank alike, and the communicator is whole.
+  i64 wait_for_need(i64 mine);
   // A peer's words make no sense (R19): everyone leaves, the communicator is broken.
   [[noreturn]] void fail_internal(Phase phase, int culprit);
 
