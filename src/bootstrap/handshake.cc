@@ -25,7 +25,6 @@ namespace {
 
 constexpr int kSliceMs = 50;
 constexpr int kRetryMs = 2;  // while a peer's backlog is full
-constexpr int kCallersAtOnce = 64;
 
 std::string name_of(int rank) { return "rank " + std::to_string(rank); }
 
@@ -185,7 +184,7 @@ class Mesh {
 
   // Those in the queue, but so few at a time that callers without end don't keep step() from its deadline.
   void accept_callers() {
-    for (int turn = 0; turn < kCallersAtOnce; ++turn) {
+    for (size_t turn = 0; turn < kCallersAtOnce; ++turn) {
       OwnedFd caller(accept4(request_.listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       if (!caller.valid()) {
         if (errno == EINTR || errno == ECONNABORTED) continue;

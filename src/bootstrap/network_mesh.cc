@@ -12,7 +12,6 @@
 namespace weft {
 namespace {
 
-constexpr size_t kCallersAtOnce = 64;
 constexpr uint64_t kCallerPatienceNs = 10'000'000'000;  // for the greeting of one that has called
 constexpr uint64_t kAddressPatienceNs = 2'000'000'000;  // for an address that does not answer, where there are others
 constexpr uint64_t kAgainNs = 20'000'000;

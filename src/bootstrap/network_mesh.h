@@ -15,6 +15,9 @@
 
 namespace weft {
 
+// Taken from a door in one turn.
+inline constexpr size_t kCallersAtOnce = 64;
+
 class NetworkMesh {
  public:
   // Rank i calls every j < i of another machine. `door`: open; -1 if there are no other machines.
