@@ -1,5 +1,5 @@
-"""Guards against calls along a plan that do otherwise than the first of their kind, where something is unusual; on both
-engines."""
+"""Guards against calls along a plan that do otherwise than the first of their kind, where something is unusual; on the
+cpu engine and on one emulated GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_gpus import SimulatedRanks
+from emulated_gpu import EmulatedRanks
 from test_quick import inputs, make
 from torch import Tensor
 
@@ -21,11 +21,11 @@ from pool import RankState
 from weft.call.event import COMPLETE
 
 
-@pytest.fixture(params=["cpu", "nvlink"])
+@pytest.fixture(params=["cpu", pytest.param("nvlink", marks=pytest.mark.slow)])  # kernels are compiled
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """run(work): `work(state)` on two ranks of an engine."""
     if request.param == "nvlink":
-        ranks: Any = SimulatedRanks(monkeypatch)
+        ranks: Any = EmulatedRanks(monkeypatch)
         monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: -1)  # no tool listens
         return lambda work: ranks.run(2, lambda state, _: work(state), [None] * 2)  # type: ignore[return-value]
 
