@@ -36,7 +36,9 @@ class CudaAsCpu(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         args = tuple("cpu" if _is_cuda(each) else each for each in args)
-        return func(*args, **{name: "cpu" if _is_cuda(each) else each for name, each in (kwargs or {}).items()})
+        named = {name: "cpu" if _is_cuda(each) else each for name, each in (kwargs or {}).items()}
+        named.pop("pin_memory", None)  # there is no such memory
+        return func(*args, **named)
 
 
 class _Nothing:
