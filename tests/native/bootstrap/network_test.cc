@@ -277,6 +277,12 @@ TEST(a_flood_of_callers_keeps_no_rank_out) {
                           if (number % 3 == 0)
                             send(held.back().get(), "WFPK", 4, MSG_NOSIGNAL);  // begins as a packet does
                         }
+                        // One that greets later than it calls is heard, too: those before it are cut off, not this one.
+                        const OwnedFd slow = call(self.endpoints[0]);
+                        usleep(200'000);
+                        Hello hello = make_hello(1, 0, self.endpoints, group_secret(self.endpoints, {}));
+                        ++hello.num_ranks;
+                        CHECK(contains(answer_to(slow.get(), packet_of(hello)), "a group of 3 ranks"));
                         connect(self);
                         self.exchange({0, 1}, 1);
                         return;
@@ -388,6 +394,8 @@ struct StreamPair {
   StreamPair() {
     int ends[2];
     CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends), 0);
+    const int least = 1;  // so that a packet leaves in parts
+    CHECK_EQ(setsockopt(ends[0], SOL_SOCKET, SO_SNDBUF, &least, sizeof(least)), 0);
     one = Wire(OwnedFd(ends[0]), Wire::Kind::kStream);
     other = Wire(OwnedFd(ends[1]), Wire::Kind::kStream);
   }
