@@ -7,17 +7,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import emulated_gpu
 import pytest
 import torch
-from simulated_gpus import SimulatedRanks, SimulatedWindow
 from test_quick import EXPERTS, HIDDEN, fp8, inputs
 
 import weft
 from pool import RankState
 
-WINDOWS = str(Path(__file__).with_name("simulated_gpus.py"))
+GPU = emulated_gpu.__file__
 WEFT = str(Path(weft.__file__).parent)
-ENGINES = ("cpu", "nvlink")
 MOST = 20
 # Of a dispatch, its combine, and the backward of both, where one is more than MOST (of the backward, two calls, twice
 # as many). It only shrinks.
@@ -25,17 +24,17 @@ TODAY: dict[tuple[str, str], tuple[int, ...]] = {("nvlink", "gradients, async_op
 
 
 def num_calls(work: Callable[[], Any]) -> int:
-    """Python functions of Weft that `work` runs, and of torch below them, but for what the simulated windows do."""
-    seen = in_weft = in_window = 0
+    """Python functions of Weft that `work` runs, and of torch below them, but for what the emulated GPU does."""
+    seen = in_weft = in_gpu = 0
 
     def count(frame: Any, event: str, arg: object) -> None:
-        nonlocal seen, in_weft, in_window
+        nonlocal seen, in_weft, in_gpu
         if event not in ("call", "return"):
             return
         file, step = frame.f_code.co_filename, 1 if event == "call" else -1
-        if file == WINDOWS:
-            in_window += step
-        elif not in_window:
+        if file == GPU:
+            in_gpu += step
+        elif not in_gpu:
             in_weft += step * file.startswith(WEFT)
             seen += event == "call" and (in_weft > 0)
 
@@ -125,9 +124,8 @@ def counts_of(state: RankState, kind: str) -> tuple[int, ...]:
 
 
 @pytest.fixture
-def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedRanks]:
-    ranks = SimulatedRanks(monkeypatch)
-    monkeypatch.setattr(SimulatedWindow, "_has_room", lambda self: True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[emulated_gpu.EmulatedRanks]:
+    ranks = emulated_gpu.EmulatedRanks(monkeypatch)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: -1)  # no tool listens
     return ranks  # type: ignore[return-value]
 
@@ -137,10 +135,10 @@ def on_cpu(comm: weft.Communicator, kind: str) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_later_call_runs_few_python_functions(simulated: Any, engine: str, kind: str) -> None:
+@pytest.mark.parametrize("engine", ["cpu", pytest.param("nvlink", marks=pytest.mark.slow)])  # kernels are compiled
+def test_a_later_call_runs_few_python_functions(emulated: Any, engine: str, kind: str) -> None:
     if engine == "nvlink":
-        counted = simulated.run(2, counts_of, [kind] * 2)
+        counted = emulated.run(2, counts_of, [kind] * 2)
     else:
         counted = weft.spawn(on_cpu, 2, (kind,), device="cpu", isolation="thread")
     allowed = TODAY.get((engine, kind), (MOST, MOST, 2 * MOST))
