@@ -181,6 +181,16 @@ def refusals(comm: weft.Communicator) -> None:
         y = r.x.clone().requires_grad_()
         with pytest.raises(weft.Unsupported, match="weights"):
             ep.combine(y, r.handle, order="pick", weights=torch.ones((3, 4), device="cpu", dtype=torch.float32))
+        bias = torch.zeros(32, dtype=torch.bfloat16, device="cpu").requires_grad_()
+        weights = torch.ones((3, 4), device="cpu", dtype=torch.float32)
+        with pytest.raises(weft.Unsupported, match="weights"):
+            ep.combine(r.x, r.handle, bias=bias, order="pick", weights=weights)
+        memory = torch.ones((3, 32), dtype=torch.float32, device="cpu")
+        with pytest.raises(weft.InvalidArgument, match=r"out lies at .* overlaps weights"):
+            ep.combine(
+                r.x, r.handle, order="pick", weights=memory.view(-1)[:12].view(3, 4),
+                out=memory.view(torch.bfloat16).view(-1)[:96].view(3, 32),
+            )  # fmt: skip
         assert torch.equal(ep.combine(r.x, r.handle, weighted=False, order="pick"), 4 * x)
         with pytest.raises(weft.InvalidArgument, match="pick"):  # ranks asked for different orders
             ep.combine(r.x, r.handle, order="pick" if comm.rank else "rank")
@@ -188,6 +198,26 @@ def refusals(comm: weft.Communicator) -> None:
 
 def test_what_does_not_go_together_is_refused() -> None:
     weft.spawn(refusals, 2, device="cpu")
+
+
+def all_for_one(comm: weft.Communicator) -> Tensor:
+    """Every pick goes to the last rank, in a compiled call, where a rank keeps nothing that says whether rows are weighted."""
+    with weft.ExpertParallel(comm, num_experts=4, top_k=1, hidden=16, max_tokens_per_rank=5) as ep:
+        x = torch.ones((5, 16), dtype=torch.bfloat16, device="cpu")
+        ids = torch.full((5, 1), 3, dtype=torch.int64, device="cpu")
+        weights = torch.full((5, 1), 0.5, dtype=torch.float32, device="cpu")
+
+        @torch.compile(backend="eager")
+        def layer(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            r = ep.dispatch(x, ids, weights, layout="expert_major")
+            return ep.combine(r.x, r.handle, order="pick")
+
+        return layer(x, ids, weights)
+
+
+def test_a_rank_without_rows_knows_the_weights_of_its_tokens() -> None:
+    for y in weft.spawn(all_for_one, 2, device="cpu"):
+        assert torch.equal(y, torch.full((5, 16), 0.5, dtype=torch.bfloat16, device="cpu"))
 
 
 def gradients(comm: weft.Communicator) -> None:

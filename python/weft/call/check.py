@@ -218,8 +218,10 @@ def _check_order(ep: Shape, of: Any, options: CombineOptions) -> None:
         )
 
 
-def check_owner_weights(ep: Shape, y: Any, handle: Any, weights: Any, options: CombineOptions) -> Tensor:
-    """Weights that combine is given by the tokens' owner, as the engine reads them."""
+def check_owner_weights(
+    ep: Shape, others: tuple[Any, ...], handle: Any, weights: Any, options: CombineOptions
+) -> Tensor:
+    """Weights that combine is given by the tokens' owner, as the engine reads them. `others`: its other tensors."""
     if options.order != "pick":
         raise InvalidArgument(f"weights are given with order={options.order!r}; allowed with order='pick' alone")
     _of_handle(handle)
@@ -227,10 +229,10 @@ def check_owner_weights(ep: Shape, y: Any, handle: Any, weights: Any, options: C
     if not isinstance(weights, Tensor):
         raise InvalidArgument(f"weights is {shown(weights)}; a tensor {[handle.num_tokens, ep.top_k]} is expected")
     check_like("weights", weights, ([handle.num_tokens, ep.top_k],), (torch.float32, torch.bfloat16, torch.float16), ep)
-    tracked = [each for each in (y, weights, handle.tie) if isinstance(each, Tensor) and each.requires_grad]
-    if torch.is_grad_enabled() and tracked:
+    tensors = [each for each in (*others, weights, handle.tie) if isinstance(each, Tensor)]
+    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         raise Unsupported("weights= of combine with gradients", "inputs that require grad", "weights given to dispatch")
-    if is_traced(y, weights, handle.tie):
+    if is_traced(*tensors):
         raise Unsupported("weights= of combine in compiled code", "a traced call", "a call outside")
     return weights.detach().to(device="cpu", dtype=torch.float32).contiguous()
 
@@ -329,7 +331,7 @@ def check_combine(
         check_like("out", out, ([handle.num_tokens, ep.hidden],), (y.dtype,), ep)
         check_out(y, handle, bias, out)
         if not is_traced(y, side, bias, out):
-            check_apart(out, y, side, bias)
+            check_apart(out, expert_output=y, side=side, bias=bias)
     return call, y, side, bias, out
 
 

@@ -165,11 +165,11 @@ def check_out(y: Tensor, handle: Handle, bias: Tensor | None, out: Tensor) -> No
         raise InvalidArgument("out is given while gradients are tracked; allowed under torch.no_grad() only")
 
 
-def check_apart(out: Tensor, y: Tensor, side: Tensor | None, bias: Tensor | None) -> None:
+def check_apart(out: Tensor, **inputs: Tensor | None) -> None:
     """Peers read the inputs while `out` is written. Traced calls fill a tensor of their own."""
     out_begin = out.data_ptr()
     out_end = out_begin + out.nbytes
-    for name, read in (("expert_output", y), ("side", side), ("bias", bias)):
+    for name, read in inputs.items():
         if read is None:
             continue
         begin = read.data_ptr()

@@ -152,7 +152,9 @@ class Eager:
     ) -> Any:
         """See ExpertParallel."""
         if weights is not None:
-            weights = check.check_owner_weights(self._shape, y, handle, weights, options)
+            weights = check.check_owner_weights(self._shape, (y, side, bias), handle, weights, options)
+            if isinstance(out, torch.Tensor) and out.device == weights.device:
+                check_apart(out, weights=weights)
         key, plan, given_out = None, None, out
         if torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None:
             try:
@@ -191,7 +193,7 @@ class Eager:
                 return traced.combine(self._calls, self._shape, checked, given_out, handle, options)
             plan = self._kept(key, self._learn_combine(checked, handle, options), (*given, handle.tie))
         elif out is not None:
-            check_apart(out, y, side, bias)
+            check_apart(out, expert_output=y, side=side, bias=bias)
         calls, call = self._calls, plan.call
         if side is not None and call.layout == RANK_MAJOR:
             side = plain(side, "side")

@@ -95,9 +95,8 @@ bool CombineCall::sum_picks(i64 token) {
 void CombineCall::add_pick(i64 at, const void* row, float weight, float side) {
   if (a_.has_side) memory_at<float>(a_.side_out)[at] = 0.0f + side;
   if (a_.owner_weights != 0) weight = memory_at<float>(a_.owner_weights)[at];
-  if (a_.owner_weights != 0 && weight == 0.0f) return;  // absent: whatever the row holds
-  const bool is_weighted = a_.owner_weights != 0 || a_.weights != 0;
-  add_row(a_.dtype, row, is_weighted ? &weight : nullptr, a_.hidden, w_.scratch_.sum.data());
+  if (a_.owner_weights != 0 && weight == 0.0f) return;                 // absent: whatever the row holds
+  add_row(a_.dtype, row, &weight, a_.hidden, w_.scratch_.sum.data());  // the owner may have no weights of its own rows
 }
 
 }  // namespace weft::cpu

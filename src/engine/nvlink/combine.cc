@@ -144,6 +144,9 @@ static void check_addresses(const CombineArgs& args) {
 }
 
 void Window::combine(const CombineArgs& args, const Poll& poll) {
+  if (args.order != SumOrder::kRank || args.owner_weights != 0) {
+    throw_unsupported("an order of additions other than 'rank' on the nvlink engine; need: the cpu engine");
+  }
   check_addresses(args);
   const cuda::ContextScope scope(gpu_->context);
   check_half(args);

@@ -371,6 +371,7 @@ static void check_addresses(const DispatchArgs& args) {
 }
 
 DispatchResult Window::dispatch(const DispatchArgs& args, const Poll& poll) {
+  if (args.tells_need) throw_unsupported("a dispatch that asks for room on the nvlink engine; need: the cpu engine");
   check_addresses(args);
   const cuda::ContextScope scope(gpu_->context);
   check_half(args);
