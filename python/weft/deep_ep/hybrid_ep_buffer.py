@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,7 @@ from weft.deep_ep.expanded import lane_of, words_of
 from weft.deep_ep.hybrid_handle import HybridHandle
 from weft.deep_ep.layers import Layers, ShapeOf
 from weft.deep_ep.ranks import ranks_of
-from weft.deep_ep.rows import Form, bare, check_first, check_rows, check_weights, form_of, send, summed
+from weft.deep_ep.rows import Form, Sent, bare, check_first, check_rows, check_weights, form_of, send, summed
 from weft.deep_ep.streams import collective_call
 from weft.errors import InvalidArgument, InvalidState
 from weft.limits import MAX_ALIGNMENT
@@ -192,16 +193,20 @@ class HybridEPBuffer(Ending):
                 f"pad_multiple, {alignment}"
             )
         routing = self._routing(topk_idx, topk_weights, routing_map, probs, num_of_experts, num_of_experts_per_rank)
-        routing, ep = self._ready(routing, routing_map, form, non_blocking=non_blocking)
-        before = ep.calls.overflow.clone()  # here, so that it is counted anew when a graph replays
-        sent = send(
-            ep, form, topk_idx=routing.ids, topk_weights=routing.weights, layout="expert_major", alignment=alignment,
-            capacity=capacity, zero_holes=True, num_sms=self._sms[0],
-        )  # fmt: skip
+        before: list[Tensor] = []  # picks dropped; counted anew when a graph replays
+
+        def dispatch(ep: ExpertParallel, picks: _Routing) -> Sent:
+            before[:] = [ep.calls.overflow.clone()]
+            return send(
+                ep, form, topk_idx=picks.ids, topk_weights=picks.weights, layout="expert_major", alignment=alignment,
+                capacity=capacity, zero_holes=True, num_sms=self._sms[0],
+            )  # fmt: skip
+
+        routing, ep, sent = self._sent(routing, routing_map, form, dispatch, non_blocking=non_blocking)
         r = sent.dispatched
         if r is None:
             raise InvalidState("a first dispatch has a result")
-        flag = (r.overflow - before).to(torch.int32).view(1)
+        flag = (r.overflow - before[0]).to(torch.int32).view(1)
         made = HybridHandle(self, ep, bare(r), routing.ids, self._config, overflow=flag)
         made.widths.add(form.num_columns)
         rows, scales = sent.x if isinstance(sent.x, tuple) else (sent.x, None)
@@ -283,8 +288,13 @@ class HybridEPBuffer(Ending):
             weights = None if sent.side is None else sent.side.contiguous().view(torch.float32)
         else:
             routing = self._routing(topk_idx, topk_weights, routing_map, probs, num_of_experts, None)
-            routing, ep = self._ready(routing, routing_map, form, non_blocking=False)
-            sent = send(ep, form, topk_idx=routing.ids, topk_weights=routing.weights, num_sms=self._sms[0])
+            routing, ep, sent = self._sent(
+                routing, routing_map, form,
+                lambda ep, picks: send(
+                    ep, form, topk_idx=picks.ids, topk_weights=picks.weights, num_sms=self._sms[0]
+                ),
+                non_blocking=False,
+            )  # fmt: skip
             r = sent.dispatched
             if r is None:
                 raise InvalidState("a first dispatch has a result")
@@ -346,6 +356,25 @@ class HybridEPBuffer(Ending):
             check_weights("probs", probs, (len(topk_idx), num_experts), self._ranks.device)
             topk_weights = _weights_of(topk_idx, probs, None)
         return _Routing(topk_idx, topk_weights, num_experts)
+
+    def _sent(
+        self,
+        routing: _Routing,
+        routing_map: Tensor | None,
+        form: Form,
+        dispatch: Callable[[ExpertParallel, _Routing], Sent],
+        *,
+        non_blocking: bool,
+    ) -> tuple[_Routing, ExpertParallel, Sent]:
+        """With ids, in a window that has the room: found in the call itself where it can be (Layers.run)."""
+        if routing_map is not None or non_blocking:
+            routing, ep = self._ready(routing, routing_map, form, non_blocking=non_blocking)
+            return routing, ep, dispatch(ep, routing)
+        check_first(form, routing.ids, routing.weights, self._ranks.device, "hidden")
+        shape = ShapeOf(routing.num_experts, routing.ids.shape[1], form.hidden, form.dtype)
+        most = max(len(form.data), self._config.max_num_of_tokens_per_rank)
+        ep, sent = self._layers.run(shape, most, lambda ep: dispatch(ep, routing))
+        return routing, ep, sent
 
     def _ready(
         self, routing: _Routing, routing_map: Tensor | None, form: Form, *, non_blocking: bool
