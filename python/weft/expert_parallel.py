@@ -222,7 +222,7 @@ class ExpertParallel(Shared):
                 dispatch was given. A pick of weight 0 is absent, whatever its row holds. No gradients.
             side: fp32, a float a row ([N], [L, C]; rank_major [N] or [N, K]), summed per (t, k); given on all ranks or
                 none. No gradients flow through it.
-            bias: [T, H] or [H], in the dtype of the output or fp32; added last.
+            bias: [T, H] or [H], in the dtype of the output or fp32; added as `order` says.
             out: [T, H] contiguous, to be filled and returned; not with gradients.
             wire: "fp8": what ranks contribute to a token travels as FP8 with a scale per 128 values; sums stay fp32
                 (docs/semantics.md has the error). None: in the dtype of expert_output.

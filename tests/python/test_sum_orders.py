@@ -162,6 +162,12 @@ WRONG: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
         ),
         "weights",
     ),
+    "weights of a plain sum": (
+        lambda ep, r, y: ep.combine(
+            y, r.handle, order="pick", weighted=False, weights=torch.zeros((3, 4), dtype=torch.float32, device="cpu")
+        ),
+        "weighted",
+    ),
     "FP8 by pick": (lambda ep, r, y: ep.combine(y, r.handle, order="pick", wire="fp8"), "wire"),
 }
 
@@ -201,7 +207,7 @@ def test_what_does_not_go_together_is_refused() -> None:
 
 
 def all_for_one(comm: weft.Communicator) -> Tensor:
-    """Every pick goes to the last rank, in a compiled call, where a rank keeps nothing that says whether rows are weighted."""
+    """Every pick goes to the last rank, in a compiled call, where rank 0 has no memory of weights of its own rows."""
     with weft.ExpertParallel(comm, num_experts=4, top_k=1, hidden=16, max_tokens_per_rank=5) as ep:
         x = torch.ones((5, 16), dtype=torch.bfloat16, device="cpu")
         ids = torch.full((5, 1), 3, dtype=torch.int64, device="cpu")

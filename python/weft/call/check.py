@@ -224,6 +224,8 @@ def check_owner_weights(
     """Weights that combine is given by the tokens' owner, as the engine reads them. `others`: its other tensors."""
     if options.order != "pick":
         raise InvalidArgument(f"weights are given with order={options.order!r}; allowed with order='pick' alone")
+    if not options.weighted:
+        raise InvalidArgument("weighted is False and weights are given; allowed is one of them")
     _of_handle(handle)
     weights = plain(weights, "weights")
     if not isinstance(weights, Tensor):
