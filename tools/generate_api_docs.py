@@ -98,9 +98,17 @@ def code_block(text: str) -> str:
     return f"```python\n{text}\n```"
 
 
+def private_bases(cls: type) -> list[type]:
+    """Return the bases that a class is split into: Weft's own, and no public name."""
+    import weft
+
+    public = {getattr(weft, name) for name in weft.__all__ if isinstance(getattr(weft, name), type)}
+    return [base for base in cls.__mro__[1:] if base.__module__.startswith("weft") and base not in public]
+
+
 def describe_members(name: str, cls: type) -> Iterator[str]:
-    """Yield a section for each public method and property that the class itself defines."""
-    for member, value in vars(cls).items():
+    """Yield a section for each public method and property that the class or a base that is not public defines."""
+    for member, value in [each for owner in (*private_bases(cls), cls) for each in vars(owner).items()]:
         if member.startswith("_"):
             continue
         raw = value.__func__ if isinstance(value, classmethod | staticmethod) else value
@@ -115,9 +123,10 @@ def describe_members(name: str, cls: type) -> Iterator[str]:
 def describe(name: str, item: object) -> Iterator[str]:
     """Yield the sections of one public name."""
     if isinstance(item, type):
-        bases = [base.__name__ for base in item.__bases__ if base is not object]
+        split = private_bases(item)
+        bases = [base.__name__ for base in item.__bases__ if base is not object and base not in split]
         title = f"### `weft.{name}`" + (f" ({', '.join(bases)})" if bases else "")
-        has_constructor = "__init__" in vars(item) or hasattr(item, "__dataclass_fields__")
+        has_constructor = any("__init__" in vars(each) for each in (item, *split)) or hasattr(item, "__dataclass_fields__")
         call = code_block(format_signature(f"weft.{name}", item)) + "\n\n" if has_constructor else ""
         yield f"{title}\n\n{call}{format_docstring(item)}"
         yield from describe_members(name, item)
