@@ -126,7 +126,8 @@ def describe(name: str, item: object) -> Iterator[str]:
         split = private_bases(item)
         bases = [base.__name__ for base in item.__bases__ if base is not object and base not in split]
         title = f"### `weft.{name}`" + (f" ({', '.join(bases)})" if bases else "")
-        has_constructor = any("__init__" in vars(each) for each in (item, *split)) or hasattr(item, "__dataclass_fields__")
+        makers = ("__init__", "__dataclass_fields__")
+        has_constructor = any(maker in vars(each) for each in (item, *split) for maker in makers)
         call = code_block(format_signature(f"weft.{name}", item)) + "\n\n" if has_constructor else ""
         yield f"{title}\n\n{call}{format_docstring(item)}"
         yield from describe_members(name, item)
