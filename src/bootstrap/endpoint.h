@@ -65,6 +65,8 @@ class Listener {
   Door* door() noexcept { return door_ ? &*door_ : nullptr; }
 
  private:
+  void make_door(const DoorOptions& options);
+
   Endpoint endpoint_;
   OwnedFd fd_;
   std::optional<Door> door_;

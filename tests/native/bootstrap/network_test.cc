@@ -2,8 +2,12 @@
 // lose, mix up or tear packets. One machine plays several, over its loopback interface.
 #include "bootstrap/network.h"
 
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 
 #include <cstring>
 
@@ -369,6 +373,33 @@ TEST(doors_keep_to_their_interface_and_ports) {
   pollfd waited{taken.get(), POLLOUT, 0};
   CHECK_EQ(poll(&waited, 1, 10'000), 1);
   CHECK_EQ(call_state(taken.get()), 0);
+}
+
+// A group on one machine needs no network.
+TEST(a_sandbox_that_denies_tcp_is_no_reason_to_fail) {
+  ForkedRanks ranks(1, [](Rank&) {
+    const auto load = [](size_t at) {
+      return sock_filter BPF_STMT(BPF_LD | BPF_W | BPF_ABS, static_cast<uint32_t>(at));
+    };
+    std::array<sock_filter, 7> filter{
+        load(offsetof(seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_socket, 0, 3),
+        load(offsetof(seccomp_data, args)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, AF_INET, 2, 0),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, AF_INET6, 1, 0),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+    };
+    const sock_fprog program{filter.size(), filter.data()};
+    CHECK_EQ(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+    CHECK_EQ(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program), 0);
+    const DoorOptions any;
+    Listener listener(&any);
+    CHECK(listener.door() == nullptr && listener.endpoint().num_addresses == 0);
+    const DoorOptions asked{"lo"};
+    CHECK_ERROR(kUnsupported, {}, const Listener none(&asked));
+  });
+  ranks.join_all();
 }
 
 TEST(public_addresses_are_told_from_private_ones) {
