@@ -71,3 +71,30 @@ def needs(comm: weft.Communicator) -> int:
 
 def test_every_rank_knows_who_needs_most() -> None:
     assert weft.spawn(needs, 3, device="cpu") == [7, 7, 7]
+
+
+def differs(comm: weft.Communicator) -> None:
+    """Rank 0 needs room; rank 1, and with it nobody else, makes another call: no rank goes on alone."""
+    with weft.ExpertParallel(comm, num_experts=3, top_k=1, hidden=16, max_tokens_per_rank=4) as ep:
+        ep._shape.tells_need = ep.calls.tells_need = True
+        ids = torch.zeros((8, 1), dtype=torch.int64, device="cpu")
+        x = torch.ones((8, 16), dtype=torch.bfloat16, device="cpu")
+        r = ep.dispatch(x[:4], ids[:4])
+        others = [
+            lambda: ep.combine(r.x, r.handle),
+            lambda: ep.dispatch(x[:4], handle=r.handle),
+            lambda: ep.dispatch(x[:4], ids[:4], layout="expert_major"),
+            lambda: ep.dispatch(x, ids, layout="expert_major"),
+        ]
+        for other in others:
+            count = 8 if comm.rank == 0 else 4
+            call = other if comm.rank == 1 else lambda count=count: ep.dispatch(x[:count], ids[:count])
+            with pytest.raises(weft.InvalidArgument) as caught:
+                call()
+            assert str(caught.value).count("dispatch") + str(caught.value).count("combine") >= 2
+            assert "rank 0" in str(caught.value) or "rank 1" in str(caught.value)
+        assert torch.equal(ep.combine(r.x, r.handle), x[:4])
+
+
+def test_another_call_beside_a_need_is_refused_on_every_rank() -> None:
+    weft.spawn(differs, 3, device="cpu")

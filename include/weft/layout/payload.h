@@ -41,14 +41,21 @@ struct NotifyPayload {
   Placement placement;
 };
 
-// Error code of a refusal that is none: `text` begins with the number of tokens (i64) for which the rank needs room.
-constexpr u32 kNeedOfRoom = 1000;
-
 // A refusal: instead of either payload (R3).
 struct RefusalPayload {
   u32 error_code = 0;
   char text[124] = {};
 };
 static_assert(sizeof(RefusalPayload) <= WindowLayout::kPayloadFixedBytes);
+
+// A refusal with the error code kNeedOfRoom: the rank would take part in this call with room for so many tokens.
+constexpr u32 kNeedOfRoom = 1000;
+
+struct NeedPayload {
+  u32 error_code = kNeedOfRoom;  // as in RefusalPayload
+  i64 num_tokens = 0;
+  OperationConfig config;
+};
+static_assert(sizeof(NeedPayload) <= WindowLayout::kPayloadFixedBytes);
 
 }  // namespace weft

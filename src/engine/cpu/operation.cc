@@ -84,27 +84,48 @@ void Operation::wait_headers(Phase phase) {
 
 void Operation::wait_all(Phase phase) {
   wait_headers(phase);
-  // Everybody has everybody's header now, so all ranks come to the same verdict.
+  raise_disagreement(phase, false);
+}
+
+// Everybody has everybody's header now, so all ranks come to the same verdict.
+void Operation::raise_disagreement(Phase phase, bool allows_needs) {
   int refusing = -1, differing = -1;
   for (int peer : peers()) {
-    const sync::HeaderState state = sync::classify_header(header_from(phase, peer), turn_, fingerprint_);
-    if (state == sync::HeaderState::kRefusal && (refusing < 0 || peer < refusing)) refusing = peer;
-    const bool differs =
-        state == sync::HeaderState::kMismatch || (state == sync::HeaderState::kMatch && is_of_other_call(phase, peer));
+    const sync::HeaderState state = state_of(phase, peer);
+    const bool is_need = needs_room(phase, peer);
+    const bool differs = state == sync::HeaderState::kMismatch ||
+                         ((state == sync::HeaderState::kMatch || is_need) && is_of_other_call(phase, peer));
+    const bool refuses = state == sync::HeaderState::kRefusal && !differs && !(is_need && allows_needs);
+    if (refuses && (refusing < 0 || peer < refusing)) refusing = peer;
     if (differs && (differing < 0 || peer < differing)) differing = peer;
   }
   if (refusing >= 0) raise_refusal(phase, refusing);
   if (differing >= 0) raise_mismatch(differing);
 }
 
+sync::HeaderState Operation::state_of(Phase phase, int peer) const {
+  return sync::classify_header(header_from(phase, peer), turn_, fingerprint_);
+}
+
+bool Operation::needs_room(Phase phase, int peer) const {
+  return phase == Phase::kCount && state_of(phase, peer) == sync::HeaderState::kRefusal &&
+         payload_from<NeedPayload>(phase, peer)->error_code == kNeedOfRoom;
+}
+
+OperationConfig Operation::config_from(int peer) const {
+  if (needs_room(Phase::kCount, peer)) return payload_from<NeedPayload>(Phase::kCount, peer)->config;
+  return payload_from<CountPayload>(Phase::kCount, peer)->config;
+}
+
 // Two calls may have one fingerprint; the first payload says the rest.
 bool Operation::is_of_other_call(Phase phase, int peer) const {
-  return phase == Phase::kCount &&
-         std::memcmp(&payload_from<CountPayload>(phase, peer)->config, &config_, sizeof(config_)) != 0;
+  if (phase != Phase::kCount) return false;
+  const OperationConfig other = config_from(peer);
+  return std::memcmp(&other, &config_, sizeof(config_)) != 0;
 }
 
 void Operation::raise_mismatch(int peer) {
-  const OperationConfig other = payload_from<CountPayload>(Phase::kCount, peer)->config;
+  const OperationConfig other = config_from(peer);
   finish();
   throw Error(ErrorCode::kInvalidArgument,
               mismatch_text({rank_, describe(config_), config_.object}, {peer, describe(other), other.object}),
@@ -115,11 +136,16 @@ void Operation::raise_refusal(Phase phase, int peer) {
   RefusalPayload refusal = *payload_from<RefusalPayload>(phase, peer);
   refusal.text[sizeof(refusal.text) - 1] = '\0';
   const bool is_known = refusal.error_code >= 1 && refusal.error_code <= static_cast<u32>(ErrorCode::kInternalError);
+  ErrorCode code = is_known ? static_cast<ErrorCode>(refusal.error_code) : ErrorCode::kInternalError;
+  std::string text = refusal.text;
+  if (needs_room(phase, peer)) {
+    code = ErrorCode::kInvalidArgument;
+    text = "it needs room for " + std::to_string(payload_from<NeedPayload>(phase, peer)->num_tokens) + " tokens";
+  }
   finish();
-  throw Error(is_known ? static_cast<ErrorCode>(refusal.error_code) : ErrorCode::kInternalError,
-              "rank " + std::to_string(peer) + " could not take part: " + refusal.text +
-                  "; the call was given up on every rank",
-              op_name(static_cast<u32>(config_.kind)), turn_.sequence, {peer});
+  throw Error(
+      code, "rank " + std::to_string(peer) + " could not take part: " + text + "; the call was given up on every rank",
+      op_name(static_cast<u32>(config_.kind)), turn_.sequence, {peer});
 }
 
 void Operation::refuse(Phase phase, ErrorCode code, const std::string& text) {
@@ -142,22 +168,15 @@ void Operation::refuse(Phase phase, ErrorCode code, const std::string& text) {
 i64 Operation::wait_for_need(i64 mine) {
   for (int peer : peers()) {
     if (mine == 0) break;
-    send_header(Phase::kCount, peer, kRefusalFingerprint, [&] {
-      auto* refusal = payload_to<RefusalPayload>(Phase::kCount, peer);
-      refusal->error_code = kNeedOfRoom;
-      std::memcpy(refusal->text, &mine, sizeof(mine));
-    });
+    send_header(Phase::kCount, peer, kRefusalFingerprint,
+                [&] { *payload_to<NeedPayload>(Phase::kCount, peer) = {kNeedOfRoom, mine, config_}; });
   }
   wait_headers(Phase::kCount);
+  raise_disagreement(Phase::kCount, true);
   i64 most = mine;
   for (int peer : peers()) {
-    const auto* refusal = payload_from<RefusalPayload>(Phase::kCount, peer);
-    const bool refuses =
-        sync::classify_header(header_from(Phase::kCount, peer), turn_, fingerprint_) == sync::HeaderState::kRefusal;
-    if (!refuses || refusal->error_code != kNeedOfRoom) continue;
-    i64 needed = 0;
-    std::memcpy(&needed, refusal->text, sizeof(needed));
-    most = std::max(most, clamp_count(needed, kMaxRowsPerPair));
+    if (!needs_room(Phase::kCount, peer)) continue;
+    most = std::max(most, clamp_count(payload_from<NeedPayload>(Phase::kCount, peer)->num_tokens, kMaxRowsPerPair));
   }
   if (most > 0) finish();
   return most;

@@ -93,7 +93,7 @@ class Operation {
   // Says to everyone that this rank cannot take part, and leaves as they do (R3). Every rank raises the error.
   [[noreturn]] void refuse(Phase phase, ErrorCode code, const std::string& text);
   // After the headers of `count`, or in place of them if `mine` is not 0: the largest number of tokens for which a rank needs
-  // room; 0: none does. Else the operation has ended on every rank alike, and the communicator is whole.
+  // room; 0: none does. Else the operation has ended on every rank alike, and the communicator is whole. Raises as wait_all.
   i64 wait_for_need(i64 mine);
   // A peer's words make no sense (R19): everyone leaves, the communicator is broken.
   [[noreturn]] void fail_internal(Phase phase, int culprit);
@@ -119,7 +119,12 @@ class Operation {
     return -1;
   }
   u64 header_from(Phase phase, int peer) const;
+  sync::HeaderState state_of(Phase phase, int peer) const;
+  bool needs_room(Phase phase, int peer) const;  // its header stands for a need, not for a call without one
+  OperationConfig config_from(int peer) const;
   bool is_of_other_call(Phase phase, int peer) const;
+  // Where a peer refuses, or makes another call; `allows_needs`: not where one needs room for this call.
+  void raise_disagreement(Phase phase, bool allows_needs);
   void wait_headers(Phase phase);
   [[noreturn]] void raise_refusal(Phase phase, int peer);
   [[noreturn]] void raise_mismatch(int peer);
