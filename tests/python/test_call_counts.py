@@ -131,14 +131,15 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[emulated_gpu.EmulatedR
 
 
 def on_cpu(comm: weft.Communicator, kind: str) -> tuple[int, ...]:
+    assert comm.engine == "cpu", comm
     return counts_of(RankState(comm.rank, {2: comm}, 2), kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ["cpu", pytest.param("nvlink", marks=pytest.mark.slow)])  # kernels are compiled
-def test_a_later_call_runs_few_python_functions(emulated: Any, engine: str, kind: str) -> None:
+def test_a_later_call_runs_few_python_functions(request: pytest.FixtureRequest, engine: str, kind: str) -> None:
     if engine == "nvlink":
-        counted = emulated.run(2, counts_of, [kind] * 2)
+        counted = request.getfixturevalue("emulated").run(2, counts_of, [kind] * 2)
     else:
         counted = weft.spawn(on_cpu, 2, (kind,), device="cpu", isolation="thread")
     allowed = TODAY.get((engine, kind), (MOST, MOST, 2 * MOST))
