@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.call import check, traced, wrapped
 from weft.call.eager import Eager
-from weft.call.maps import picks_of_map
+from weft.call.maps import checked_picks
 from weft.call.opening import opened
 from weft.call.options import VALUE_TYPES, CombineOptions, DispatchOptions, options_of
 from weft.call.shared import Shared
@@ -169,7 +169,7 @@ class ExpertParallel(Shared):
         """
         if isinstance(topk_idx, Tensor) and topk_idx.dtype is torch.bool:
             with self.comm.telling_peers():
-                topk_idx, topk_weights = picks_of_map(topk_idx, topk_weights, self.num_experts, self.top_k)
+                topk_idx, topk_weights = checked_picks(self._shape, topk_idx, topk_weights)
         if torch.compiler.is_dynamo_compiling():
             options = DispatchOptions(
                 num_sms, deadline_s, mode, staged, async_op, window, quantize, layout, alignment, capacity, max_tokens,

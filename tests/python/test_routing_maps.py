@@ -59,5 +59,31 @@ def calls(comm: weft.Communicator) -> None:
             ep.check()
 
 
+def wrong(comm: weft.Communicator) -> None:
+    """Refused by a typed error before anything is sent; a peer that waits is told."""
+    with weft.ExpertParallel(comm, num_experts=NUM_EXPERTS, top_k=TOP_K, hidden=16, max_tokens_per_rank=11) as ep:
+        chosen, probs = make(0)
+        x = torch.ones((11, 16), dtype=torch.bfloat16, device="cpu")
+        for routing_map, weights in (
+            (chosen, probs.tolist()),
+            (chosen, probs.to("meta")),
+            (chosen, probs.to_sparse()),
+            (chosen, probs.double()),
+            (chosen.to("meta"), None),
+            (chosen.to("meta"), probs),
+            (chosen.to_sparse(), probs),
+        ):
+            comm._has_refused = False
+            with pytest.raises(weft.InvalidArgument, match="topk_"):
+                ep.dispatch(x, routing_map, weights)
+            assert comm._has_refused  # the peers are told
+        r = ep.dispatch(x, chosen, probs.bfloat16())
+        assert r.topk_weights is not None
+
+
+def test_wrong_maps_are_refused_and_told() -> None:
+    weft.spawn(wrong, 2, device="cpu")
+
+
 def test_calls_take_maps() -> None:
     weft.spawn(calls, 2, device="cpu")

@@ -25,6 +25,7 @@ __all__ = [
     "check_place",
     "check_side",
     "check_topk",
+    "check_weights_dtype",
     "check_x",
     "is_read_by_column",
     "plain_out",
@@ -134,11 +135,16 @@ def check_topk(ep: Shape, topk_idx: Any, topk_weights: Any, data: Tensor) -> Ten
         raise InvalidArgument(
             f"topk_weights has shape {list(topk_weights.shape)}; allowed is that of topk_idx, {allowed}"
         )
+    check_weights_dtype(topk_weights)
+    check_place("topk_weights", topk_weights, ep)
+    return topk_weights.float()  # exact
+
+
+def check_weights_dtype(topk_weights: Tensor) -> None:
+    """Of a dispatch: what becomes fp32 without rounding."""
     if topk_weights.dtype not in _WEIGHT_DTYPES:
         allowed = "torch.float32, torch.bfloat16 or torch.float16"
         raise InvalidArgument(f"topk_weights has dtype {topk_weights.dtype}; allowed is {allowed}")
-    check_place("topk_weights", topk_weights, ep)
-    return topk_weights.float()  # exact
 
 
 def plain_out(out: Any) -> Any:

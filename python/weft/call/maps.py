@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from weft.call.check_tensors import check_place, check_weights_dtype, shown
+from weft.call.shape import Shape
+from weft.call.tensors import plain
 from weft.errors import InvalidArgument
 
-__all__ = ["picks_of_map"]
+__all__ = ["checked_picks", "picks_of_map"]
+
+
+def checked_picks(ep: Shape, routing_map: Tensor, probs: Any) -> tuple[Tensor, Tensor | None]:
+    """`picks_of_map` of what users pass to a dispatch of `ep`.
+
+    Raises:
+        InvalidArgument: types, devices or shapes do not fit.
+    """
+    routing_map, probs = plain(routing_map, "topk_idx"), plain(probs, "topk_weights")
+    check_place("topk_idx", routing_map, ep)
+    if probs is not None:
+        if not isinstance(probs, Tensor):
+            raise InvalidArgument(f"topk_weights is {shown(probs)}; a tensor [T, {ep.num_experts}] or None is expected")
+        check_weights_dtype(probs)
+        check_place("topk_weights", probs, ep)
+    return picks_of_map(routing_map, probs, ep.num_experts, ep.top_k)
 
 
 def picks_of_map(
