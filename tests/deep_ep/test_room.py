@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import weft
-from weft import deep_ep
+from weft import deep_ep, routing
 from weft.call.room import NeedsRoom
 from weft.deep_ep.ranks import Ranks
 
@@ -46,6 +47,24 @@ def grows(comm: weft.Communicator, worst: int) -> None:
 @pytest.mark.parametrize("worst", [0, 20000])
 def test_windows_grow_in_the_call(worst: int) -> None:
     weft.spawn(grows, 3, (worst,), device="cpu")
+
+
+def records(comm: weft.Communicator) -> None:
+    buffer, num_experts = deep_ep.Buffer(comm), 2 * comm.num_ranks
+    for count in (3, 600 + comm.rank, 4):
+        x = torch.ones((count, 32), dtype=torch.float32, device="cpu")
+        ids = (torch.arange(2 * count, dtype=torch.int64, device="cpu") % num_experts).view(count, 2)
+        dispatched(buffer, x, ids, num_experts)
+
+
+def test_a_call_that_grows_its_windows_is_recorded_once(tmp_path: Path) -> None:
+    with routing.record(tmp_path / "t.npz"):
+        weft.spawn(records, 2, device="cpu")
+    trace = routing.load_trace(tmp_path / "t.npz")
+    for rank in range(2):
+        its, *of_buffer = [len(each.topk_idx) for each in trace.dispatches[rank]]
+        assert its == 1  # in the first call the ranks tell each other T
+        assert of_buffer == [3, 600 + rank, 4]
 
 
 def needs(comm: weft.Communicator) -> int:

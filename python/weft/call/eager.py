@@ -97,9 +97,7 @@ class Eager:
         if topk_weights is not None and topk_weights.dtype is not torch.float32:
             topk_weights = plain(topk_weights, "topk_weights").float()  # exact
         calls = self._calls
-        if traces._recorders and handle is None:
-            topk_idx, topk_weights = plain(topk_idx, "topk_idx"), plain(topk_weights, "topk_weights")
-            traces._note(topk_idx, topk_weights, calls.comm.rank, calls.num_experts)
+        is_first = handle is None
         if plan.is_tracked:
             data = data.view(torch.uint8) if data.element_size() == 1 else data  # FP8 would be differentiable
             if handle is None:
@@ -110,6 +108,9 @@ class Eager:
             rows, row_scales, handle = calls.run(plan, None, data, scales, topk_idx, topk_weights)
         else:
             rows, row_scales, _ = calls.run(plan, handle.tie, data, scales, handle)
+        if traces._recorders and is_first:  # a call that has failed may come again
+            topk_idx, topk_weights = plain(topk_idx, "topk_idx"), plain(topk_weights, "topk_weights")
+            traces._note(topk_idx, topk_weights, calls.comm.rank, calls.num_experts)
         if plan.data_dtype is not None:
             rows = _quantized(plan, plan.data_dtype, rows, row_scales)
         half = plan.window.half if plan.call.is_staged else None

@@ -58,9 +58,9 @@ def dispatch(
             its = call_of_numbers(call, deadline_s)
             plan = calls.first_plan(its, x, calls.scales_of(its, scales), quantize, topk_idx, clears_tail=clear_tail)
             calls.kept(key, plan)
+        rows, out_scales, handle = calls.run(plan, None, x, scales, topk_idx, topk_weights)
         if traces._recorders:
             traces._note(topk_idx, topk_weights, calls.comm.rank, calls.num_experts)
-        rows, out_scales, handle = calls.run(plan, None, x, scales, topk_idx, topk_weights)
     no_floats, no_ids = calls._no_floats, topk_idx.new_empty(0)
     received = Received(
         rows, no_floats if out_scales is None else out_scales, no_ids if handle.idx is None else handle.idx,

@@ -228,7 +228,7 @@ def record(file: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _note(topk_idx: Tensor, topk_weights: Tensor | None, rank: int, num_experts: int) -> None:
-    """Called by every dispatch that has ids, while ``_recorders`` is not empty."""
+    """Called after every dispatch that has ids, while ``_recorders`` is not empty."""
     from weft.engine import to_host
 
     ids = to_host(topk_idx.detach()).numpy()
