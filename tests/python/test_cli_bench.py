@@ -12,6 +12,7 @@ from cli_lines import DOC, ROOT, assert_documented, rows_of, weft_command
 from typer.testing import CliRunner
 
 import weft
+import weft.deep_ep
 from weft.cli import app
 
 SMALL = [
@@ -82,7 +83,18 @@ def test_deep_ep_is_timed_beside_the_calls_of_weft() -> None:
     assert "Buffer.low_latency_combine" in table.output
 
 
-@pytest.mark.parametrize("flags", [["--quantize", "fp8"], ["--dtype", "fp32"], ["--trace", "x.npz"]])
+def test_a_wrong_sum_of_deep_ep_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = weft.deep_ep.Buffer.combine
+    monkeypatch.setattr(weft.deep_ep.Buffer, "combine", lambda *args, **more: (right(*args, **more)[0] + 1,))
+    result = CliRunner().invoke(app, ["bench", *SMALL, "--deep-ep", "--ranks", "2", "--device", "cpu"])
+    assert result.exit_code == 1
+    assert "Buffer.combine is not the sum of Weft's own call" in result.output
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--quantize", "fp8"], ["--dtype", "fp32"], ["--trace", "x.npz"], ["--layout", "masked"], ["--mode", "latency"]],
+)
 def test_deep_ep_refuses(flags: list[str]) -> None:
     result = CliRunner().invoke(app, ["bench", *SMALL, "--deep-ep", *flags])
     assert result.exit_code == 2

@@ -23,7 +23,7 @@ _DEADLINE_S = 100.0
 
 
 class Pair(NamedTuple):
-    """Two calls that do the same: Weft's own, and that of a buffer, whose name it has."""
+    """Weft's own call, and the one for it of a buffer, whose name it has. Buffers may add in another order."""
 
     name: str
     own: Callable[[], Any]
@@ -60,13 +60,14 @@ def deep_ep(options: Options) -> Overhead:
     """`options.iters` pairs of each call, after `options.warmup`, in every layout that the buffers have.
 
     Raises:
-        InvalidArgument: a trace, FP8, or rows that are not BF16.
+        InvalidArgument: an option that the buffers' calls do not have: a trace, a layout, FP8, other rows than BF16.
+        weft.verify.check.Mismatch: a buffer's combine gave another sum than Weft's own.
     """
     import weft
 
-    for name, value, allowed in (
-        ("trace", options.trace, None), ("quantize", options.quantize, "none"), ("dtype", options.dtype, "bf16"),
-    ):  # fmt: skip
+    usual = Options()
+    for name in ("trace", "quantize", "dtype", "layout", "alignment", "capacity", "num_sms", "mode"):
+        value, allowed = getattr(options, name), getattr(usual, name)
         if value != allowed:
             raise InvalidArgument(f"{name} is {value!r}; allowed where calls of weft.deep_ep are timed: {allowed!r}")
     options = options.complete()
@@ -79,8 +80,25 @@ def deep_ep(options: Options) -> Overhead:
 
 def _run_rank(comm: weft.Communicator, options: Options) -> tuple[list[Timed], str]:
     """Collective."""
-    found = [_timed(comm, pair, options) for pair in _pairs(comm, options)]
+    found = []
+    for pair in _pairs(comm, options):
+        _check(comm, pair)
+        found.append(_timed(comm, pair, options))
     return found, str(comm.engine)
+
+
+def _check(comm: weft.Communicator, pair: Pair) -> None:
+    """Sums of the same rows, each along its own routing: the order of the rows that were received is seen, too."""
+    import torch
+
+    from weft.verify.check import Mismatch
+
+    own, theirs = pair.own(), pair.theirs()
+    if not isinstance(own, torch.Tensor):  # of a dispatch
+        return
+    theirs = theirs[0] if isinstance(theirs, tuple) else theirs
+    if own.shape != theirs.shape or not torch.allclose(own.float(), theirs.float(), rtol=0.05, atol=0.05):
+        raise Mismatch(f"rank {comm.rank}: {pair.name} is not the sum of Weft's own call")
 
 
 def _timed(comm: weft.Communicator, pair: Pair, options: Options) -> Timed:
@@ -112,7 +130,8 @@ def _pairs(comm: weft.Communicator, options: Options) -> Iterator[Pair]:
     made = (options.routing, options.tokens, options.experts, options.top_k)
     ids, weights = routing.make(*made, rank=comm.rank, num_ranks=options.ranks, seed=options.seed)
     ids, weights = ids.to(comm.device), weights.to(comm.device)
-    x = torch.zeros((len(ids), options.hidden), dtype=DTYPES[options.dtype], device=comm.device)
+    torch.manual_seed(options.seed + comm.rank)
+    x = torch.randn((len(ids), options.hidden), dtype=torch.float32, device=comm.device).to(DTYPES[options.dtype])
     with weft.ExpertParallel(
         comm, num_experts=options.experts, top_k=options.top_k, hidden=options.hidden, dtype=x.dtype,
         max_tokens_per_rank=max(1, options.tokens), heap_bytes=_HEAP_BYTES, num_windows=2,

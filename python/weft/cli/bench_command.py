@@ -38,7 +38,7 @@ _SUITE_HELP = f"""Run cases with targets at their own shapes: {", ".join(SUITES)
 _LATE_HELP = "Time nothing; show who waited how long for whom, with one rank delayed on purpose."
 _CONTROL_HELP = """Time the control plane: --iters groups (10) are made, rebuilt, lose a rank by kill -9 and go on,
 and leave out one that is late."""
-_DEEP_EP_HELP = "Time the calls of weft.deep_ep beside Weft's own that do the same: host time a call."
+_DEEP_EP_HELP = "Time the calls of weft.deep_ep beside Weft's own: host time a call."
 _PLOT_HELP = "Draw the suite's bandwidth against SMs and T (png, pdf, svg; needs matplotlib)."
 # Flags that make `weft bench --device cuda` time this one shape.
 _SHAPE_FLAGS = [
@@ -144,12 +144,18 @@ def bench(
             mode=mode,
             baseline=baseline and not asks_else,
         )
-        if who_is_late:
-            run_who_is_late(output, one_shape, late_rank, late_us)
-        elif deep_ep:
-            run_deep_ep(output, one_shape)
-        else:
-            _bench(output, one_shape)
+        from weft.verify.check import Mismatch
+
+        try:
+            if who_is_late:
+                run_who_is_late(output, one_shape, late_rank, late_us)
+            elif deep_ep:
+                run_deep_ep(output, one_shape)
+            else:
+                _bench(output, one_shape)
+        except Mismatch as mismatch:
+            output.error(mismatch)
+            raise typer.Exit(EXIT_FAILED) from mismatch
 
 
 def _is_given(ctx: typer.Context, name: str) -> bool:
@@ -160,14 +166,9 @@ def _is_given(ctx: typer.Context, name: str) -> bool:
 def _bench(output: Output, chosen: Options) -> None:
     from weft.bench import run
     from weft.machine import where
-    from weft.verify.check import Mismatch
 
-    try:
-        with output.progress(1, "bench", where.read):
-            report = run(chosen)
-    except Mismatch as mismatch:
-        output.error(mismatch)
-        raise typer.Exit(EXIT_FAILED) from mismatch
+    with output.progress(1, "bench", where.read):
+        report = run(chosen)
     for row in report.all_rows():
         output.row(row)
     machine, startup, shape = report.machine, report.startup, report.rows[0]
