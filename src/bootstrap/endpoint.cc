@@ -12,7 +12,6 @@
 #include <cstring>
 #include <string_view>
 
-#include "base/log.h"
 #include "base/status.h"
 #include "bootstrap/socket.h"
 
@@ -123,15 +122,17 @@ bool on_one_machine(const Endpoint& a, const Endpoint& b) noexcept {
   return a.boot_id == b.boot_id && a.pid_namespace == b.pid_namespace && a.network_namespace == b.network_namespace;
 }
 
-// A sandbox may deny TCP, which a group on one machine does not need.
+// A group on one machine needs no door, so what is in its way counts only when the endpoints show several.
 void Listener::make_door(const DoorOptions& options) {
   try {
     door_.emplace(options);
   } catch (const Error& error) {
-    const bool is_asked_for = !options.interface.empty() || options.first_port != 0;
-    if (is_asked_for || error.code == ErrorCode::kCapacityExceeded) throw;
-    log_line(kLogInfo, "ranks of other machines can't reach this one: " + error.text);
+    door_problem_ = error;
+    return;
   }
+  endpoint_.port = door_->port();
+  endpoint_.num_addresses = static_cast<uint16_t>(door_->addresses().size());
+  std::copy(door_->addresses().begin(), door_->addresses().end(), endpoint_.addresses.begin());
 }
 
 Listener::Listener(const DoorOptions* door, std::string_view machine) {
@@ -151,14 +152,7 @@ Listener::Listener(const DoorOptions* door, std::string_view machine) {
     uint8_t& byte = endpoint_.boot_id[at % endpoint_.boot_id.size()];
     byte = static_cast<uint8_t>(byte ^ (static_cast<uint8_t>(machine[at]) + at / endpoint_.boot_id.size()));
   }
-  if (door != nullptr) {
-    make_door(*door);
-  }
-  if (door_) {
-    endpoint_.port = door_->port();
-    endpoint_.num_addresses = static_cast<uint16_t>(door_->addresses().size());
-    std::copy(door_->addresses().begin(), door_->addresses().end(), endpoint_.addresses.begin());
-  }
+  if (door != nullptr) make_door(*door);
   const std::string name = random_name();
   endpoint_.name_bytes = static_cast<uint16_t>(name.size());
   std::copy(name.begin(), name.end(), endpoint_.name.begin());

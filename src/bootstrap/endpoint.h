@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "base/fd.h"
+#include "base/status.h"
 #include "bootstrap/network.h"
 
 namespace weft {
@@ -52,17 +53,20 @@ uint64_t process_start_time(int pid);
 // One machine is where ranks see each other's processes and abstract sockets: one boot, one pid and one network namespace.
 bool on_one_machine(const Endpoint& a, const Endpoint& b) noexcept;
 
-// Where a rank is called by those of its machine, and by those of others if it has a door: abstract, so nothing appears in the file
-// system and nothing is left behind. Made before the endpoints are exchanged, so that a peer that knows an endpoint can always connect.
+// Where a rank is called by those of its machine, and by those of others if it has a door: abstract, so nothing appears in
+// the file system and nothing is left behind. Made before the endpoints are exchanged, so that a peer that knows an
+// endpoint can always connect.
 class Listener {
  public:
-  // `door`: ranks of other machines may belong to the group. `machine`: for tests, ranks of another name count as those of another
-  // machine. Errors: kCapacityExceeded (no descriptor left), kUnsupported (no sockets, or no /proc of this pid namespace), those of Door.
+  // `door`: ranks of other machines may belong to the group. `machine`: for tests, ranks of another name count as those of
+  // another machine. Errors: kCapacityExceeded (no descriptor left), kUnsupported (no sockets, or no /proc of this pid
+  // namespace).
   explicit Listener(const DoorOptions* door = nullptr, std::string_view machine = {});
 
   const Endpoint& endpoint() const noexcept { return endpoint_; }
   int fd() const noexcept { return fd_.get(); }
   Door* door() noexcept { return door_ ? &*door_ : nullptr; }
+  const std::optional<Error>& door_problem() const noexcept { return door_problem_; }  // why it has none, if it should
 
  private:
   void make_door(const DoorOptions& options);
@@ -70,6 +74,7 @@ class Listener {
   Endpoint endpoint_;
   OwnedFd fd_;
   std::optional<Door> door_;
+  std::optional<Error> door_problem_;
 };
 
 }  // namespace weft

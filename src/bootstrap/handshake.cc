@@ -341,7 +341,8 @@ std::string apart_text(int rank, const Endpoint& own, int peer, const Endpoint& 
          ", so they can't connect; let the ranks share one: containers of one pod, or --network=host";
 }
 
-void check_endpoints(int rank, const std::vector<Endpoint>& endpoints, const Endpoint& own, bool may_span) {
+void check_endpoints(int rank, const std::vector<Endpoint>& endpoints, const Endpoint& own, bool may_span,
+                     const std::optional<Error>& door_problem) {
   const auto num_ranks = static_cast<int>(endpoints.size());
   if (num_ranks < 1 || num_ranks > kMaxRanks) {
     throw_invalid_argument(std::to_string(num_ranks) + " endpoints; allowed: 1.." + std::to_string(kMaxRanks));
@@ -359,6 +360,7 @@ void check_endpoints(int rank, const std::vector<Endpoint>& endpoints, const End
                         ". Ranks of several machines meet by from_env() or from_process_group() alone");
     }
     if (may_span && !is_one_machine && other.num_addresses == 0) {
+      if (door_problem) throw Error(*door_problem);
       throw_unsupported(name_of(peer) + " has no network address by which ranks of other machines could reach it" +
                         (on_one_machine(other, own) ? "" : "; " + apart_text(rank, own, peer, other)));
     }

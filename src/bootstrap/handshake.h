@@ -3,10 +3,12 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/fd.h"
+#include "base/status.h"
 #include "bootstrap/control_plane.h"
 #include "bootstrap/endpoint.h"
 #include "bootstrap/greeting.h"
@@ -36,8 +38,9 @@ struct MeshRequest {
 };
 
 // Throws kInvalidArgument or kUnsupported unless these can be the endpoints of a group in which `own` is `rank`'s. `may_span`: over
-// several machines.
-void check_endpoints(int rank, const std::vector<Endpoint>& endpoints, const Endpoint& own, bool may_span = false);
+// several machines; `door_problem`: why `own` has no address, thrown if they are.
+void check_endpoints(int rank, const std::vector<Endpoint>& endpoints, const Endpoint& own, bool may_span = false,
+                     const std::optional<Error>& door_problem = {});
 
 // Why two ranks are not on one machine, and what would mend it: "rank 1 runs on another machine than rank 0 (...)".
 std::string apart_text(int rank, const Endpoint& own, int peer, const Endpoint& other);

@@ -385,7 +385,7 @@ std::unique_ptr<ControlPlane> connect_processes(int rank, const std::vector<Endp
                                                 uint64_t deadline_ns, const ControlPlane::Poll& poll,
                                                 const Across& across) {
   Listener own_listener(std::move(listener));  // closed on return, whatever happens
-  check_endpoints(rank, endpoints, own_listener.endpoint(), across.decider != nullptr);
+  check_endpoints(rank, endpoints, own_listener.endpoint(), across.decider != nullptr, own_listener.door_problem());
   const bool is_one_machine = on_one_machine(endpoints);
   const GroupSecret secret = group_secret(endpoints, across.secret);
   auto life = std::make_unique<LifeLock>();

@@ -11,6 +11,7 @@ import pickle
 import platform
 import re
 import resource
+import socket
 import struct
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import weft
 
@@ -72,15 +74,20 @@ def rlimit(which: int, most: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(which, (most, most))
 
 
-def denied(*calls: int, error_number: int) -> Callable[[], None]:
-    """These system calls fail with this error from now on, as under a container's seccomp profile."""
+def denied(*calls: int, error_number: int, first_argument: int | None = None) -> Callable[[], None]:
+    """These system calls (with this argument) fail with this error from now on, as under a container's seccomp
+    profile."""
 
     def deny() -> None:
         load, equal, give = 0x20, 0x15, 0x06
         allow, refuse = 0x7FFF0000, 0x00050000 | error_number
         steps = [(load, 0, 0, 0)]
         for call in calls:
-            steps += [(equal, 0, 1, call), (give, 0, 0, refuse)]
+            if first_argument is None:
+                steps += [(equal, 0, 1, call), (give, 0, 0, refuse)]
+            else:
+                steps += [(equal, 0, 4, call), (load, 0, 0, 16), (equal, 0, 1, first_argument), (give, 0, 0, refuse)]
+                steps.append((load, 0, 0, 0))
         steps.append((give, 0, 0, allow))
         code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
         program = ctypes.create_string_buffer(struct.pack("H6xP", len(steps), ctypes.addressof(code)))
@@ -96,7 +103,7 @@ def spawned(num_ranks: int = 2, **options: Any) -> list[Any]:
     return weft.spawn(one_step, num_ranks, device="cpu", placement="off", **options)
 
 
-MEMFD_CREATE, CLONE, FORK, VFORK, CLONE3 = 319, 56, 57, 58, 435
+SOCKET, MEMFD_CREATE, CLONE, FORK, VFORK, CLONE3 = 41, 319, 56, 57, 58, 435
 
 
 @x86_only
@@ -196,6 +203,26 @@ def test_threads_that_are_limited(isolation: str) -> None:
     assert "starting" in str(error)
     assert "thread" in str(error)
     assert "ulimit -u, RLIMIT_NPROC" in str(error)
+
+
+def engine_of_a_group(limit: Callable[[], None]) -> str:
+    """Of one rank, under `limit`; for all it knows before the gather there are peers on other machines."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    limit()
+    with weft.Communicator.from_process_group(placement="off") as comm:
+        return comm.engine
+
+
+@x86_only
+@pytest.mark.parametrize("error_number", [errno.EPERM, errno.EAFNOSUPPORT])
+def test_one_machine_needs_no_network_interfaces(error_number: int) -> None:
+    deny = denied(SOCKET, error_number=error_number, first_argument=socket.AF_NETLINK)
+    assert limited(lambda: None, lambda: engine_of_a_group(deny)) == "cpu"
+
+
+def test_one_machine_needs_no_door() -> None:
+    wrong = {"WEFT_CONTROL_INTERFACE": "no-such-interface"}
+    assert limited(lambda: None, lambda: engine_of_a_group(lambda: os.environ.update(wrong))) == "cpu"
 
 
 def test_no_proc() -> None:
