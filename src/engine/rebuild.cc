@@ -1,4 +1,4 @@
-// check: allow-in-file file-size: the driver of one machine, read together
+// check: allow-in-file file-size: the driver of one state machine, read together
 // recover() and rebuild(): the ranks decide who belongs to a new epoch, meet, and back every window with fresh memory (R10,
 // R11, R13). The rules are those of docs/protocols/membership.md and of Membership, whose driver this is.
 #include <algorithm>
@@ -123,6 +123,8 @@ void Communicator::run_recovery(const RecoverWish& wish, u64 deadline_ns, const 
   {
     const std::lock_guard lock(mutex_);
     attempt_abort_ = AbortReason{};
+    // From now on: the store may be asked for long before the first meeting, and an abort must end that, too.
+    attempt_ = next_epoch_.load(std::memory_order_relaxed);
   }
   const std::unique_ptr<Communicator, void (*)(Communicator*)> end(this, [](Communicator* self) {
     const std::lock_guard lock(self->mutex_);

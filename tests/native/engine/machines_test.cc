@@ -173,6 +173,42 @@ TEST(without_the_store_no_membership_changes_and_all_else_goes_on) {
   }
 }
 
+// The first thing a recovery does between machines is to ask the store.
+TEST(an_abort_ends_a_recovery_that_waits_for_the_store) {
+  const FileStore store;
+  ForkedRanks ranks(2,
+                    [&](Rank& self) {
+                      std::atomic<bool> is_away{false}, is_asked{false};
+                      const Member member(
+                          self, [&](const std::string& key, const std::string& expected, const std::string& desired) {
+                            is_asked = is_away.load();
+                            while (is_away) usleep(1000);
+                            return store.compare_set(key, expected, desired);
+                          });
+                      member.exchange(1);
+                      is_away = true;
+                      std::thread other([&] {
+                        CHECK(comes_true([&] { return is_asked.load(); }));
+                        self.parent.tell(1);
+                        CHECK_EQ(self.parent.hear(), 2u);
+                        if (self.rank == 0) member.comm->abort("enough");
+                      });
+                      CHECK_ERROR(kAborted, {0}, member.recover());
+                      other.join();
+                      is_away = false;
+                      self.parent.tell(3);
+                      CHECK_EQ(self.parent.hear(), 4u);
+                      member.recover();
+                      member.exchange(2);
+                    },
+                    {"a", "b"});
+  for (const int rank : {0, 1}) CHECK_EQ(ranks.pipe(rank).hear(), 1u);
+  for (const int rank : {0, 1}) ranks.pipe(rank).tell(2);
+  for (const int rank : {0, 1}) CHECK_EQ(ranks.pipe(rank).hear(), 3u);
+  for (const int rank : {0, 1}) ranks.pipe(rank).tell(4);
+  ranks.join_all();
+}
+
 TEST(a_meeting_ends_when_a_later_epoch_was_decided) {
   const FileStore store;
   ForkedRanks ranks(3,
