@@ -364,13 +364,16 @@ void check_endpoints(int rank, const std::vector<Endpoint>& endpoints, const End
       throw_unsupported(name_of(peer) + " has no network address by which ranks of other machines could reach it" +
                         (on_one_machine(other, own) ? "" : "; " + apart_text(rank, own, peer, other)));
     }
-    if (other.uid != own.uid && on_one_machine(other, own)) {
-      throw_unsupported(name_of(peer) + " runs as user " + std::to_string(other.uid) + ", " + name_of(rank) +
-                        " as user " + std::to_string(own.uid) + "; all ranks need the same user");
-    }
     for (int before = 0; before < peer; ++before) {
-      if (endpoints[static_cast<size_t>(before)].name != other.name) continue;
-      throw_invalid_argument(what + " is the same as endpoints[" + std::to_string(before) + "]");
+      const Endpoint& earlier = endpoints[static_cast<size_t>(before)];
+      if (earlier.name == other.name) {
+        throw_invalid_argument(what + " is the same as endpoints[" + std::to_string(before) + "]");
+      }
+      // Of every machine, so that no rank waits for one that this keeps from connecting.
+      if (earlier.uid != other.uid && on_one_machine(earlier, other)) {
+        throw_unsupported(name_of(peer) + " runs as user " + std::to_string(other.uid) + ", " + name_of(before) +
+                          " as user " + std::to_string(earlier.uid) + "; all ranks of a machine need the same user");
+      }
     }
   }
   if (endpoints[static_cast<size_t>(rank)] != own) {

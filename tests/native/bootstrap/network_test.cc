@@ -357,23 +357,6 @@ TEST(without_a_store_or_an_address_ranks_stay_on_one_machine) {
       ErrorCode::kUnsupported, {}, [&] { check_endpoints(0, endpoints, first.endpoint(), true); }, __FILE__, __LINE__);
 }
 
-// A wrong interface, a full range of ports, a sandbox without them: nothing that a group of one machine has to know.
-TEST(a_door_that_can_t_be_made_matters_between_machines_alone) {
-  const DoorOptions wrong{"no-such-interface"};
-  const Listener first(&wrong, "a");
-  const Listener near(&wrong, "a");
-  const Listener far(&wrong, "b");
-  CHECK_EQ(first.endpoint().num_addresses, 0);
-  check_endpoints(0, {first.endpoint(), near.endpoint()}, first.endpoint(), true, first.door_problem());
-  try {
-    check_endpoints(1, {far.endpoint(), first.endpoint()}, first.endpoint(), true, first.door_problem());
-    CHECK(false);
-  } catch (const Error& error) {
-    CHECK_EQ(error.code, ErrorCode::kInvalidArgument);
-    CHECK(contains(error.text, "no-such-interface"));
-  }
-}
-
 TEST(doors_keep_to_their_interface_and_ports) {
   CHECK_ERROR(kInvalidArgument, {}, Door(DoorOptions{"no-such-interface"}));
   const Door any({"lo"});
