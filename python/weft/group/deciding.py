@@ -11,7 +11,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -37,7 +37,7 @@ class Network:
     """What a rank needs for peers on other machines: how to `decide`, and the `secret` of the user, if any."""
 
     decide: Decide
-    secret: bytes = b""
+    secret: bytes = field(default=b"", repr=False)
     interface: str = ""
     port: int = 0
 
@@ -70,9 +70,8 @@ def of_group(store: Store) -> Decide:
     group's for as long as it likes, and holds it up."""
     import torch.distributed as dist
 
-    base, prefixes = store, []
+    base = store
     while isinstance(base, dist.PrefixStore):
-        prefixes.append(base)
         base = base.underlying_store
     if not isinstance(base, dist.TCPStore):
         return by_store(store)
@@ -93,7 +92,9 @@ def serve(decider: _native.Decider, decide: Decide) -> None:
             number, key, expected, desired = request
             try:
                 value = decide(key, expected, desired)
-                answer = value.encode() if isinstance(value, str) else bytes(value)
+                if not isinstance(value, str | bytes):
+                    raise TypeError(f"decide returned {value!r}; allowed are bytes and str")
+                answer = value.encode() if isinstance(value, str) else value
             except Exception as error:  # noqa: BLE001  of whatever store: it is tried again, then ControlLost has it
                 decider.fail(number, f"{type(error).__name__}: {error}".encode(errors="replace").decode())
             else:
@@ -103,7 +104,8 @@ def serve(decider: _native.Decider, decide: Decide) -> None:
 
 
 def _read_secret(secret: Secret) -> bytes:
-    """Of a file that its owner alone can read, or an open descriptor."""
+    """Of a file that its owner alone can read, or an open descriptor: who made that has chosen who may. Of a file it is
+    read from the start, so that the descriptor serves again."""
     if secret is None:
         return b""
     if isinstance(secret, bool) or not isinstance(secret, str | os.PathLike | int):
@@ -113,13 +115,14 @@ def _read_secret(secret: Secret) -> bytes:
         fd = os.dup(secret) if isinstance(secret, int) else os.open(secret, os.O_RDONLY | os.O_CLOEXEC)
         with open(fd, "rb") as file:
             about = os.fstat(fd)
-            is_shared = stat.S_ISREG(about.st_mode) and (about.st_mode & 0o077 or about.st_uid != os.geteuid())
-            if is_shared:
+            is_file = stat.S_ISREG(about.st_mode)
+            is_shared = about.st_mode & 0o077 or about.st_uid != os.geteuid()
+            if is_file and is_shared and not isinstance(secret, int):
                 raise InvalidArgument(
                     f"secret: {name} can be read by others (mode {about.st_mode & 0o777:04o}, owner {about.st_uid}); "
                     "make it this user's, with mode 0600"
                 )
-            found = file.read(_MOST_SECRET + 1)
+            found = os.pread(fd, _MOST_SECRET + 1, 0) if is_file else file.read(_MOST_SECRET + 1)
     except OSError as error:
         raise InvalidArgument(f"secret: {name} can't be read: {error}") from error
     if not _LEAST_SECRET <= len(found) <= _MOST_SECRET:
