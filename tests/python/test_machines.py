@@ -110,6 +110,21 @@ def test_ranks_meet_and_go_on_after_a_death(three: Hosts) -> None:
     close(left)
 
 
+def share_cores(pipe: Connection, mode: str) -> None:
+    with connect(placement=mode) as comm:
+        pipe.send((comm.placement.local_rank, comm.placement.num_local_ranks))
+        pipe.recv()
+
+
+def test_ranks_share_the_cores_of_their_machine_alone(three: Hosts) -> None:
+    for port, mode in ((29631, "off"), (29632, "process")):
+        ranks = three.start_ranks(share_cores, mode, ranks_per_host=2, port=port)
+        assert [rank.hear() for rank in ranks] == [(0, 2), (1, 2)] * 3
+        for rank in ranks:
+            rank.say("go")
+            rank.end()
+
+
 def test_a_stopped_rank_is_left_out_and_told(three: Hosts) -> None:
     ranks = three.start_ranks(serve)
     for rank in ranks:

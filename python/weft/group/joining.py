@@ -266,8 +266,10 @@ class Joining(Windows):
             connected = native.Communicator.connect(
                 rank, endpoints, listener, left_s, decider=decider, secret=network.secret
             )
-            if not all(map(connected.is_near, range(num_ranks))):
+            near = [each for each in range(num_ranks) if connected.is_near(each)]
+            if len(near) < num_ranks:
                 serve(decider, network.decide)  # ends with the communicator
+                mine = local.resolve(wanted, local_rank=near.index(rank), num_local_ranks=len(near), device=where)
         return cls(connected, where, origin, facts, placement=mine)
 
     @classmethod
