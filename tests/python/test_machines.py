@@ -296,15 +296,18 @@ def test_the_secret_is_asked_for(three: Hosts, tmp_path: Path) -> None:
     assert "can be read by others (mode 0644" in str(error)
 
 
-def by_group(pipe: Connection, address: str) -> None:
+def by_group(pipe: Connection, address: str, is_kept: bool) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://{address}:29620", rank=int(os.environ["RANK"]), world_size=3)
     comm = weft.Communicator.from_process_group(timeout_s=LONG_S)
+    if not is_kept:
+        dist.destroy_process_group()
     pipe.send("made")
     follow(pipe, comm)
 
 
-def test_ranks_of_a_process_group(three: Hosts) -> None:
-    ranks = three.start_ranks(by_group, three.address(0), GLOO_SOCKET_IFNAME="eth0")
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_ranks_of_a_process_group(three: Hosts, is_kept: bool) -> None:
+    ranks = three.start_ranks(by_group, three.address(0), is_kept, GLOO_SOCKET_IFNAME="eth0")
     for rank in ranks:
         assert rank.hear() == "made"
     assert tell(ranks, "meet", LONG_S) == ["met"] * 3

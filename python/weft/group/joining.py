@@ -303,14 +303,15 @@ class Joining(Windows):
 
 
 def _decide_in(group: torch.distributed.ProcessGroup | None) -> Decide:
-    """In the group's own store; looked up when it is needed."""
+    """In the group's own store, which is kept: the group may be destroyed before the first question."""
+    import torch.distributed.distributed_c10d as c10d
+
+    store = c10d._get_process_group_store(group or c10d._get_default_group())
     found: list[Decide] = []
 
     def decide(key: str, expected: str, desired: str) -> bytes | str:
-        import torch.distributed.distributed_c10d as c10d
-
         if not found:
-            found.append(of_group(c10d._get_process_group_store(group or c10d._get_default_group())))
+            found.append(of_group(store))
         return found[0](key, expected, desired)
 
     return decide
