@@ -70,7 +70,7 @@ def test_a_call_that_grows_its_windows_is_recorded_once(tmp_path: Path) -> None:
 def needs(comm: weft.Communicator) -> int:
     """The call ends on every rank alike, and the next one is right; a late rank is waited for."""
     with weft.ExpertParallel(comm, num_experts=3, top_k=1, hidden=16, max_tokens_per_rank=4) as ep:
-        ep._shape.tells_need = ep.calls.tells_need = True
+        ep.calls.tell_need()
         found = 0
         for turn in range(4):
             count = 5 + comm.rank if turn % 2 == 0 else 4
@@ -95,7 +95,7 @@ def test_every_rank_knows_who_needs_most() -> None:
 def differs(comm: weft.Communicator) -> None:
     """Rank 0 needs room; rank 1, and with it nobody else, makes another call: no rank goes on alone."""
     with weft.ExpertParallel(comm, num_experts=3, top_k=1, hidden=16, max_tokens_per_rank=4) as ep:
-        ep._shape.tells_need = ep.calls.tells_need = True
+        ep.calls.tell_need()
         ids = torch.zeros((8, 1), dtype=torch.int64, device="cpu")
         x = torch.ones((8, 16), dtype=torch.bfloat16, device="cpu")
         r = ep.dispatch(x[:4], ids[:4])

@@ -49,14 +49,14 @@ def opened(comm: Communicator, dtype: torch.dtype, arguments: dict[str, Any]) ->
         "ExpertParallel", arguments, specs, deadline_s, lambda: _measured_table(comm)
     )
     most_sms = most_num_sms(comm.max_num_sms, comm._choice.rank_sms, num_windows)
-    shape = Shape(
-        comm, comm.engine, comm.device, dtype, comm.num_ranks, num_experts, top_k, hidden, max_tokens, num_windows,
-        deadline_s, min(DEFAULT_NUM_SMS, most_sms) if num_sms is None else num_sms, num_sms is not None, most_sms,
-        small_tokens(max_tokens), tables.from_json(table),
-    )  # fmt: skip
     make = GpuCalls if comm.engine == "nvlink" else CpuCalls
     with released_on_error(windows):
-        return make(comm, windows, numbers, num_experts, top_k, hidden, dtype), shape
+        calls = make(comm, windows, numbers, num_experts, top_k, hidden, dtype)
+        return calls, Shape(
+            comm, comm.engine, comm.device, dtype, comm.num_ranks, num_experts, top_k, hidden, max_tokens, num_windows,
+            deadline_s, min(DEFAULT_NUM_SMS, most_sms) if num_sms is None else num_sms, num_sms is not None, most_sms,
+            small_tokens(max_tokens), tables.from_json(table), calls,
+        )  # fmt: skip
 
 
 def _measured_table(comm: Communicator) -> dict[str, Any]:

@@ -78,12 +78,17 @@ class Planner(State, ABC):
     """Makes the plans of one ExpertParallel: the part of a Runner that knows the arguments of native calls."""
 
     has_small = False  # kernels for small batches
-    tells_need = False  # see Shape; cpu engine
+    tells_need = False  # see tell_need
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.plans: dict[Any, Plan] = {}
         self.calls: dict[tuple[Any, ...], Call] = {}  # by value
+
+    def tell_need(self) -> None:
+        """From now on more tokens than fit are told to the other ranks (NeedsRoom), not refused here. On all ranks
+        alike, before the first call; cpu engine."""
+        self.tells_need = True
 
     def kept(self, key: Any, plan: Plan) -> Plan:
         """`plan`, which is found again by `key` in `plans`. The oldest makes room."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from weft.communicator import Communicator
 from weft.kernels.tuning import Table
+
+if TYPE_CHECKING:
+    from weft.call.plan import Planner
 
 __all__ = ["Shape"]
 
@@ -33,7 +37,12 @@ class Shape:
     small_tokens: int  # most tokens of a rank in a small-batch call
     table: Table  # which kernels are faster, measured (weft/kernels/tuning.py)
 
-    tells_need: bool = False  # more tokens than fit are told to the other ranks (NeedsRoom), not refused here
+    calls: Planner
+
+    @property
+    def tells_need(self) -> bool:
+        """Whether more tokens than fit are told to the other ranks (NeedsRoom), not refused here."""
+        return self.calls.tells_need
 
     @property
     def num_local_experts(self) -> int:

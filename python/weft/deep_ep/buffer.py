@@ -28,6 +28,7 @@ from weft.deep_ep.rows import (
 )
 from weft.deep_ep.streams import collective_call, public_call
 from weft.deep_ep.utils.event import EventHandle, EventOverlap
+from weft.deep_ep.utils.math import align
 from weft.errors import InvalidArgument, InvalidState
 
 if TYPE_CHECKING:
@@ -259,7 +260,7 @@ class Buffer(LowLatency, BufferBase):
         if given.topk_idx is None:
             return (sent.x, None, None, self._share(given), handle), r
         if not num_worst_tokens:
-            counts = [-(-each // given.alignment) * given.alignment for each in r.num_tokens_per_expert.tolist()]
+            counts = [align(each, given.alignment) for each in r.num_tokens_per_expert.tolist()]
             return (sent.x, r.topk_idx, r.topk_weights, counts, handle), r
         is_row = torch.arange(num_worst_tokens, dtype=torch.int32, device=ids.device) < r.num_rows
         recv_idx = torch.where(is_row[:, None], r.topk_idx, -1)  # type: ignore[arg-type]
@@ -275,7 +276,7 @@ class Buffer(LowLatency, BufferBase):
         total = self._ranks.gather_tensor(given.num_tokens_per_expert, self._layers.deadline_s).sum(0)
         num_local = total.numel() // self.group_size
         mine = total[self.rank * num_local : (self.rank + 1) * num_local].tolist()
-        return [-(-each // given.alignment) * given.alignment for each in mine]
+        return [align(each, given.alignment) for each in mine]
 
     @collective_call
     def combine(

@@ -77,7 +77,7 @@ class Layers:
             num_windows=2 if shape.kind == "low_latency" else 1,
         )  # fmt: skip
         if self.has_orders:
-            made._shape.tells_need = made.calls.tells_need = True
+            made.calls.tell_need()
         self._newest[shape] = made
         self._all.add(made)
         return made

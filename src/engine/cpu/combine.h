@@ -24,7 +24,6 @@ class CombineCall {
   struct Contributor {
     bool pulls = false;        // its rows are read from its heap
     const u8* rows = nullptr;  // row 0 there
-    i64 rows_limit = 0;        // bytes of its heap from there
     u8* landing = nullptr;     // its records arrive here
     u32 landing_records = 0;
     i64 num_rows = 0;      // that it has for this rank: of tokens, by pick of kept picks
