@@ -1,0 +1,44 @@
+// Guards against lists of endpoints that some ranks take and others refuse, and against groups on one machine that need a network.
+#include "bootstrap/endpoint.h"
+
+#include <vector>
+
+#include "bootstrap/handshake.h"
+#include "bootstrap/ranks.h"
+
+using namespace weft;        // NOLINT(google-build-using-namespace)
+using namespace weft::test;  // NOLINT(google-build-using-namespace)
+
+// A wrong interface, a full range of ports, a sandbox without them: nothing that a group of one machine has to know.
+TEST(a_door_that_can_t_be_made_matters_between_machines_alone) {
+  const DoorOptions wrong{"no-such-interface"};
+  const Listener first(&wrong, "a");
+  const Listener near(&wrong, "a");
+  const Listener far(&wrong, "b");
+  CHECK_EQ(first.endpoint().num_addresses, 0);
+  check_endpoints(0, {first.endpoint(), near.endpoint()}, first.endpoint(), true, first.door_problem());
+  try {
+    check_endpoints(1, {far.endpoint(), first.endpoint()}, first.endpoint(), true, first.door_problem());
+    CHECK(false);
+  } catch (const Error& error) {
+    CHECK_EQ(error.code, ErrorCode::kInvalidArgument);
+    CHECK(error.text.find("no-such-interface") != std::string::npos);
+  }
+}
+
+// Every rank refuses it, those of other machines too: they would wait for ranks that can't connect.
+TEST(users_that_differ_on_one_machine_are_refused_everywhere) {
+  const DoorOptions door{"lo"};
+  const Listener first(&door, "a");
+  const Listener second(&door, "b");
+  const Listener third(&door, "b");
+  std::vector<Endpoint> endpoints{first.endpoint(), second.endpoint(), third.endpoint()};
+  for (Endpoint* each : {&endpoints[1], &endpoints[2]}) ++each->uid;
+  for (int rank = 0; rank < 3; ++rank) check_endpoints(rank, endpoints, endpoints[static_cast<size_t>(rank)], true);
+  --endpoints[2].uid;
+  for (int rank = 0; rank < 3; ++rank) {
+    CHECK_ERROR(kUnsupported, {}, check_endpoints(rank, endpoints, endpoints[static_cast<size_t>(rank)], true));
+  }
+}
+
+int main(int argc, char** argv) { return run_tests(argc, argv); }
