@@ -8,6 +8,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstddef>
 #include <cstring>
 
 #include "base/clock.h"
@@ -240,6 +241,14 @@ NB_MODULE(_native, m) {
       "send_plan_len",
       [](i64 num_tokens, i64 top_k, i64 num_ranks, i64) { return cpu::send_plan_len(num_tokens, top_k, num_ranks); },
       "num_tokens"_a, "top_k"_a, "num_ranks"_a, "num_local_experts"_a);
+  m.attr("recv_plan_num_meta_rows") = offsetof(cpu::PlanHeader, num_meta_rows) / sizeof(i32);
+  m.def(
+      "recv_plan_places",
+      [](i64 num_meta_rows, i64 top_k, i64 num_ranks) {
+        const cpu::RecvPlanPlaces places{num_meta_rows, top_k, num_ranks};
+        return nb::make_tuple(places.source_offset(), places.token(), places.row());
+      },
+      "num_meta_rows"_a, "top_k"_a, "num_ranks"_a);
   m.def(
       "window_bytes",
       [](i32 num_ranks, i32 num_experts, i32 top_k, i64 max_tokens, i64 max_row_bytes, u64 staging_bytes) {

@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from weft import _load
 from weft.call.spec import RANK_MAJOR
 
 __all__ = ["Sources", "sources_of"]
-
-_CPU_HEADER, _CPU_NUM_META_ROWS = 16, 7  # PlanHeader of src/engine/cpu/plan.h in int32, and a place in it
-_GPU_HEADER = 32  # kGpuPlanHeader of include/weft/layout/gpu_plan.h
 
 
 class Sources(NamedTuple):
@@ -51,17 +49,16 @@ def sources_of(handle: Any, num_ranks: int, top_k: int, *, is_on_device: bool) -
 
 def _on_host(handle: Any, num_ranks: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Rank and token of each (token, source) received, [M], and its rows [M, 1 or K]; -1: none."""
-    plan = handle.recv_plan
-    num_meta_rows = int(plan[_CPU_NUM_META_ROWS])
-    offsets = plan[_CPU_HEADER + 1 : _CPU_HEADER + 1 + num_ranks].contiguous()
-    first = _CPU_HEADER + _padded(num_ranks + 1)
+    plan, native = handle.recv_plan, _load.native()
+    num_meta_rows = int(plan[native.recv_plan_num_meta_rows])
+    at_offsets, first, at_rows = native.recv_plan_places(num_meta_rows, top_k, num_ranks)
+    offsets = plan[at_offsets + 1 : at_offsets + 1 + num_ranks].contiguous()
     token = plan[first : first + num_meta_rows]
     number = torch.arange(num_meta_rows, dtype=torch.int32, device=plan.device)
     rank = torch.searchsorted(offsets, number, right=True, out_int32=True)
     if handle.call.layout == RANK_MAJOR:
         return rank, token, number[:, None]
-    first += _padded(num_meta_rows) + num_meta_rows * top_k
-    return rank, token, plan[first : first + num_meta_rows * top_k].view(num_meta_rows, top_k)
+    return rank, token, plan[at_rows : at_rows + num_meta_rows * top_k].view(num_meta_rows, top_k)
 
 
 def _on_device(handle: Any, num_ranks: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,9 +67,6 @@ def _on_device(handle: Any, num_ranks: int, top_k: int) -> tuple[Tensor, Tensor,
     width = 1 if handle.call.layout == RANK_MAJOR else top_k
     number = torch.arange(num_ranks * max_tokens, dtype=torch.int32, device=plan.device)
     rank, token = number // max(1, max_tokens), number % max(1, max_tokens)
-    rows = plan[_GPU_HEADER : _GPU_HEADER + len(number) * width].view(len(number), width)
+    first = _load.native().gpu_plan_header
+    rows = plan[first : first + len(number) * width].view(len(number), width)
     return rank, token, torch.where((token < plan[:num_ranks][rank.to(torch.int64)])[:, None], rows, -1)
-
-
-def _padded(count: int) -> int:
-    return -(-count // 4) * 4

@@ -54,15 +54,26 @@ inline i64 send_plan_len(i64 num_tokens, i64 top_k, i64 num_ranks) {
 //   the first two padded to 16 bytes. Sources find `token` before `expert`, whose place they are told
 constexpr i64 padded_ints(i64 count) { return static_cast<i64>(align_up(static_cast<u64>(count), 4)); }
 
+// Where these lie, in int32s.
+struct RecvPlanPlaces {
+  i64 num_meta_rows, top_k, num_ranks;
+
+  i64 source_offset() const { return kPlanHeaderInts; }
+  i64 token() const { return source_offset() + padded_ints(num_ranks + 1); }
+  i64 expert() const { return token() + padded_ints(num_meta_rows); }
+  i64 row() const { return expert() + num_meta_rows * top_k; }
+};
+
 template <class Int>
 struct RecvPlanView {
   Int* base;
   i64 num_meta_rows, top_k, num_ranks;
 
-  Int* source_offset() const { return base + kPlanHeaderInts; }
-  Int* token() const { return source_offset() + padded_ints(num_ranks + 1); }
-  Int* expert() const { return token() + padded_ints(num_meta_rows); }
-  Int* row() const { return expert() + num_meta_rows * top_k; }
+  RecvPlanPlaces places() const { return {num_meta_rows, top_k, num_ranks}; }
+  Int* source_offset() const { return base + places().source_offset(); }
+  Int* token() const { return base + places().token(); }
+  Int* expert() const { return base + places().expert(); }
+  Int* row() const { return base + places().row(); }
 };
 
 inline i64 recv_plan_len(i64 num_meta_rows, i64 top_k, i64 num_ranks, Layout layout) {
