@@ -111,7 +111,9 @@ void Communicator::check_one_machine(const std::string& what) const {
   if (far.empty()) return;
   throw_unsupported("rank " + std::to_string(rank_) + ": " + ranks_text(far) + (far.size() == 1 ? " runs" : " run") +
                     " on another machine; " + what +
-                    " needs all active ranks on one, since rows do not cross machines yet");
+                    " needs all active ranks on one, since rows do not cross machines yet. Containers of one machine "
+                    "share it with one pid and one network namespace: shareProcessNamespace: true in the pod, or "
+                    "--pid=host --network=host");
 }
 
 bool Communicator::is_broken() const {
