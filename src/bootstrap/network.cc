@@ -191,7 +191,7 @@ OwnedFd start_call(const IpAddress& address, uint16_t port) {
 
 int call_state(int socket) {
   pollfd waited{socket, POLLOUT, 0};
-  if (::poll(&waited, 1, 0) == 0) return EINPROGRESS;
+  if (::poll(&waited, 1, 0) <= 0) return EINPROGRESS;
   int error = 0;
   socklen_t bytes = sizeof(error);
   return getsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &bytes) == 0 ? error : errno;

@@ -14,6 +14,7 @@ namespace {
 
 constexpr uint64_t kCallerPatienceNs = 10'000'000'000;  // for the greeting of one that has called
 constexpr uint64_t kAddressPatienceNs = 2'000'000'000;  // for an address that does not answer, where there are others
+constexpr uint64_t kSilencePatienceNs = kCallerPatienceNs + 2'000'000'000;  // likewise, for one that takes the call
 constexpr uint64_t kAgainNs = 20'000'000;
 // Every rank opens its door as soon as it has the list of endpoints, so only a busy machine opens it later than others call.
 constexpr uint64_t kDoorPatienceNs = 15'000'000'000;
@@ -87,19 +88,28 @@ void NetworkMesh::follow(int peer) {
   const int state = call_state(each.wire.fd());
   if (state == EINPROGRESS) {
     const bool has_others = endpoint(peer).num_addresses > 1;
-    if (has_others && now_ns() - each.since_ns > kAddressPatienceNs) give_up(peer, "no answer", false);
-    return;
+    if (!has_others || now_ns() - each.since_ns <= kAddressPatienceNs) return;
+    each.refused_since_ns = 0;
+    return give_up(peer, "no answer", false);
   }
-  if (state == ECONNREFUSED) {
-    if (each.refused_since_ns == 0) each.refused_since_ns = now_ns();
-    if (now_ns() - each.refused_since_ns > kDoorPatienceNs) {
-      throw_peer_lost("connect", {peer}, place_of(peer) + " does not listen: it gave up, or has ended");
-    }
-  }
-  if (state != 0) return give_up(peer, error_text(state), false);
+  if (state != 0) return call_failed(peer, state);
   each.is_connected = true;
   each.refused_since_ns = 0;
+  each.problem = place_of(peer) + ": connected, but no greeting came";
   say_hello(each.wire, peer);
+}
+
+// What the kernel says of a call. Only who is refused at all addresses, time after time, takes the rank for gone.
+void NetworkMesh::call_failed(int peer, int error_number) {
+  Call& each = call(peer);
+  if (error_number != ECONNREFUSED) {
+    each.refused_since_ns = 0;
+  } else if (each.refused_since_ns == 0) {
+    each.refused_since_ns = now_ns();
+  } else if (now_ns() - each.refused_since_ns > kDoorPatienceNs) {
+    throw_peer_lost("connect", {peer}, place_of(peer) + " does not listen: it gave up, or has ended");
+  }
+  give_up(peer, error_text(error_number), false);
 }
 
 void NetworkMesh::begin(int peer) {
@@ -108,13 +118,17 @@ void NetworkMesh::begin(int peer) {
   each.is_connected = false;
   each.since_ns = now_ns();
   each.wire = Wire(start_call(endpoint(peer).addresses[each.address_idx], endpoint(peer).port), Wire::Kind::kStream);
-  if (!each.wire.valid()) give_up(peer, error_text(errno), false);
+  if (!each.wire.valid()) call_failed(peer, errno);
 }
 
 void NetworkMesh::hear(int peer) {
   Call& each = call(peer);
   switch (each.wire.receive(reader_)) {
-    case ReceiveResult::kNothing: return;
+    case ReceiveResult::kNothing:
+      if (endpoint(peer).num_addresses > 1 && now_ns() - each.since_ns > kSilencePatienceNs) {
+        give_up(peer, "it took the call and said nothing", false);
+      }
+      return;
     case ReceiveResult::kUnreachable:
     case ReceiveResult::kEnd: return give_up(peer, "the connection ended before its greeting came", false);
     case ReceiveResult::kBad: return give_up(peer, "it sent " + reader_.problem, true);
@@ -226,6 +240,11 @@ void NetworkMesh::check_done() {
 }
 
 void NetworkMesh::tell_all(std::span<const std::byte> refusal) noexcept {
+  try {
+    if (door_ >= 0) accept_callers();
+    hear_callers();  // who has greeted by now is a rank, and is told
+  } catch (...) {    // it leaves as it is
+  }
   const auto tell = [&](Wire& wire) {
     if (wire.valid()) wire.send(small_header(PacketType::kRefusal, refusal.size()), refusal, {});
   };

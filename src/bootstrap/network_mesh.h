@@ -58,6 +58,7 @@ class NetworkMesh {
   std::string place_of(int peer) const;
   void follow(int peer);
   void begin(int peer);
+  void call_failed(int peer, int error_number);
   void hear(int peer);
   void give_up(int peer, const std::string& problem, bool is_answer);
   void accept_callers();

@@ -1,0 +1,93 @@
+// Guards against an address that takes calls and says nothing keeping a rank from its other addresses, and against callers that are not
+// told why a rank gave up.
+#include "bootstrap/network_mesh.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <cstring>
+
+#include "bootstrap/ranks.h"
+
+using namespace weft;        // NOLINT(google-build-using-namespace)
+using namespace weft::test;  // NOLINT(google-build-using-namespace)
+
+namespace {
+
+IpAddress loopback(uint8_t last) { return {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 127, 0, 0, last}; }
+
+// Two ranks of two machines, in one thread.
+struct Two {
+  Two() : doors{Listener(&lo, "a"), Listener(&lo, "b")} {
+    for (Listener& each : doors) {
+      each.door()->open();
+      endpoints.push_back(each.endpoint());
+    }
+  }
+  NetworkMesh mesh(int rank) { return {rank, endpoints, secret, doors[static_cast<size_t>(rank)].door()->fd()}; }
+
+  const DoorOptions lo{"lo"};
+  std::array<Listener, 2> doors;
+  std::vector<Endpoint> endpoints;
+  GroupSecret secret = group_secret({}, {});
+};
+
+// The kernel takes its calls; nobody ever reads them.
+OwnedFd silent(const IpAddress& address, uint16_t port) {
+  OwnedFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in name{};
+  name.sin_family = AF_INET;
+  name.sin_port = htons(port);
+  std::memcpy(&name.sin_addr, &address[12], sizeof(name.sin_addr));
+  CHECK_EQ(bind(fd.get(), reinterpret_cast<const sockaddr*>(&name), sizeof(name)), 0);
+  CHECK_EQ(listen(fd.get(), 8), 0);
+  return fd;
+}
+
+}  // namespace
+
+TEST(a_silent_address_does_not_keep_a_rank_from_the_others) {
+  Two two;
+  const OwnedFd nobody = silent(loopback(2), two.endpoints[0].port);
+  two.endpoints[0].addresses = {loopback(2), loopback(1)};
+  two.endpoints[0].num_addresses = 2;
+  two.secret = group_secret(two.endpoints, {});
+  NetworkMesh called = two.mesh(0);
+  NetworkMesh calling = two.mesh(1);
+  const uint64_t deadline_ns = deadline_after_s(2 * kLongS);
+  bool is_named = false;
+  while (!(calling.done(0) && called.done(1)) && now_ns() < deadline_ns) {
+    calling.step();
+    called.step();
+    is_named |= calling.hint({0}).find("127.0.0.2 port") != std::string::npos;
+    usleep(2000);
+  }
+  CHECK(calling.done(0) && called.done(1));
+  CHECK(is_named);
+}
+
+// Its greeting has come, but nobody has looked when the rank gives up.
+TEST(who_has_greeted_is_told_why_a_rank_gives_up) {
+  Two two;
+  two.secret = group_secret(two.endpoints, {});
+  NetworkMesh calling = two.mesh(1);
+  const uint64_t deadline_ns = deadline_after_s(kLongS);
+  while (calling.hint({0}).find("no greeting came") == std::string::npos && now_ns() < deadline_ns) {
+    calling.step();
+    usleep(500);
+  }
+  two.mesh(0).tell_all(pack_refusal(Error(ErrorCode::kUnsupported, "it found no device")));
+  try {
+    while (now_ns() < deadline_ns) {
+      calling.step();
+      usleep(500);
+    }
+    CHECK(false);
+  } catch (const Error& error) {
+    CHECK_EQ(error.code, ErrorCode::kUnsupported);
+    CHECK(error.text.find("it found no device") != std::string::npos);
+  }
+}
+
+int main(int argc, char** argv) { return run_tests(argc, argv); }
