@@ -141,8 +141,9 @@ class ControlPlane {
 
   // Collective among `members` (which hold this rank, and are the same list on each of them): every member gives bytes
   // and fds and gets those of all, indexed by rank (ranks outside `members` have empty parcels). fds stay the caller's;
-  // the received ones are the receiver's. Descriptors only among ranks of one machine (is_near), else kUnsupported. Parcels of other tags are kept for their own exchange; exchanges of one tag
-  // match in the order of the calls. `poll` (may be empty) is called at least every 100 ms and may throw to leave.
+  // the received ones are the receiver's. Descriptors only among ranks of one machine (is_near), else
+  // kUnsupported. Parcels of other tags are kept for their own exchange; exchanges of one tag match in the order of the
+  // calls. `poll` (may be empty) is called at least every 100 ms and may throw to leave.
   // Returns when everything is received and everything of this rank is on its way.
   // Errors: kPeerLost naming the members that are gone (died, were refused, or closed before they gave anything) unless
   // all parcels had arrived; kPeerTimeout naming the silent ones, never before `deadline_ns` (of now_ns());
@@ -204,12 +205,13 @@ struct Across {
   std::vector<std::byte> secret;  // besides the keys in the endpoints; equal on all ranks
 };
 
-// Full mesh among the processes of `endpoints` (index = rank): on one machine over unix sockets, pid, uid, start time and boot id
-// of each peer are checked before a byte of it is believed; between machines over TCP, by proof of the group's secret. Collective; `listener` is the one whose endpoint is
-// endpoints[rank]. From here on a death of a peer is noticed by owner death of its robust mutex, its socket, its pidfd.
-// Errors: kInvalidArgument (a bad rank or endpoint, ranks that were given different lists, a wrong secret), kUnsupported (ranks on
-// several machines and no `across.decider`, or of several users), kPeerLost (a peer ended meanwhile), kPeerTimeout (a peer did not come by
-// `deadline_ns`). `poll`: as in exchange.
+// Full mesh among the processes of `endpoints` (index = rank): on one machine over unix sockets, pid, uid, start time and
+// boot id of each peer are checked before a byte of it is believed; between machines over TCP, by proof of the group's
+// secret. Collective; `listener` is the one whose endpoint is endpoints[rank]. From here on a death of a peer is noticed by
+// owner death of its robust mutex, its socket, its pidfd.
+// Errors: kInvalidArgument (a bad rank or endpoint, ranks that were given different lists, a wrong secret), kUnsupported
+// (ranks on several machines and no `across.decider`, or of several users of a machine), what kept `listener` from having a
+// door, kPeerLost (a peer ended meanwhile), kPeerTimeout (a peer did not come by `deadline_ns`). `poll`: as in exchange.
 std::unique_ptr<ControlPlane> connect_processes(int rank, const std::vector<Endpoint>& endpoints, Listener&& listener,
                                                 uint64_t deadline_ns, const ControlPlane::Poll& poll,
                                                 const Across& across = {});

@@ -51,7 +51,7 @@ std::string Decider::compare_set(const std::string& key, const std::string& expe
       waited_ = 0;
       return *std::exchange(value_, std::nullopt);
     }
-    if (closed_) throw_control_lost("is not asked any more: the communicator was closed");
+    if (closed_) throw_invalid_state("the communicator was closed while it asked the store");
     if (failure_ && retry_ns == 0) {
       if (failing_since_ns == 0) failing_since_ns = time_ns;
       retry_ns = time_ns + kRetryNs;

@@ -1,5 +1,5 @@
-// Compare-and-set in a store that lies elsewhere and may not answer: whoever has the store serves, the ledger asks and does not wait
-// for longer than it wants to. docs/protocols/membership.md.
+// Compare-and-set in a store that lies elsewhere and may not answer: whoever has the store serves, the ledger asks and
+// does not wait for longer than it wants to. docs/protocols/membership.md.
 #pragma once
 
 #include <condition_variable>
@@ -19,8 +19,9 @@ struct Wait {
 
 class Decider {
  public:
-  // `key` holds "" until it is written. Makes it `desired` if it holds `expected`; returns what it holds afterwards. With both empty it
-  // only reads. One thread at a time. Error kControlLost if there is no answer by the deadline, or if the store has failed for kPatienceNs on end.
+  // `key` holds "" until it is written. Makes it `desired` if it holds `expected`; returns what it holds afterwards. With
+  // both empty it only reads. One thread at a time. Errors: kControlLost if there is no answer by the deadline, or if the
+  // store has failed for kPatienceNs on end; kInvalidState after close().
   std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired,
                           const Wait& wait);
   void post(std::string key, std::string expected, std::string desired);  // nobody waits for it
@@ -33,7 +34,7 @@ class Decider {
   std::optional<Request> next();  // waits; nothing: close() was called
   void answer(uint64_t number, const std::string& value);
   void fail(uint64_t number, const std::string& why);  // the store could not be asked: it is tried again
-  void close();                                        // whoever waits gets kControlLost; safe to repeat
+  void close();                                        // whoever waits gets kInvalidState; safe to repeat
 
  private:
   static constexpr uint64_t kPatienceNs = 5'000'000'000;

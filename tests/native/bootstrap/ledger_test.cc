@@ -115,7 +115,7 @@ TEST(a_store_that_does_not_answer_is_control_lost) {
   };
   CHECK_ERROR(kInvalidState, {}, ledger.read(2, {deadline_after_s(kLongS), leave}));
   nobody_serves->close();
-  CHECK_ERROR(kControlLost, {}, ledger.read(2, wait_s(kLongS)));
+  CHECK_ERROR(kInvalidState, {}, ledger.read(2, wait_s(kLongS)));
 }
 
 TEST(a_store_that_comes_back_is_asked_again) {
