@@ -13,6 +13,11 @@ namespace {
 
 bool must_wait(int error_number) { return error_number == EAGAIN || error_number == EWOULDBLOCK; }
 
+bool is_unreachable(int error_number) {
+  return error_number == ETIMEDOUT || error_number == EHOSTUNREACH || error_number == ENETUNREACH ||
+         error_number == EHOSTDOWN;
+}
+
 // How many bytes left; -1: none could, or ever will, as errno says.
 ssize_t send_some(int socket, std::span<iovec> parts) noexcept {
   msghdr message{};
@@ -47,7 +52,7 @@ SendResult Wire::send_stream(const PacketHeader& header, std::span<const std::by
       {{&sent_header, sizeof(sent_header)},
        {const_cast<std::byte*>(payload.data()), payload.size()}}};  // sendmsg does not write there
   const ssize_t sent = send_some(socket_.get(), parts);
-  if (sent < 0) return must_wait(errno) ? SendResult::kFull : SendResult::kGone;
+  if (sent < 0) return unsent_result(errno);
   const auto bytes = std::as_bytes(std::span<const PacketHeader, 1>(&header, 1));
   size_t done = static_cast<size_t>(sent);
   if (done < bytes.size()) unsent_.assign(bytes.begin() + sent, bytes.end());
@@ -60,10 +65,17 @@ SendResult Wire::flush() noexcept {
   while (!unsent_.empty()) {
     std::array<iovec, 1> parts{{{unsent_.data(), unsent_.size()}}};
     const ssize_t sent = send_some(socket_.get(), parts);
-    if (sent < 0) return must_wait(errno) ? SendResult::kFull : SendResult::kGone;
+    if (sent < 0) return unsent_result(errno);
     unsent_.erase(unsent_.begin(), unsent_.begin() + sent);
   }
   return SendResult::kSent;
+}
+
+// The kernel tells the end of a connection once, to whoever asks first: a sender keeps it for the receiver.
+SendResult Wire::unsent_result(int error_number) noexcept {
+  if (must_wait(error_number)) return SendResult::kFull;
+  std::atomic_ref(send_error_).store(error_number, std::memory_order_relaxed);
+  return SendResult::kGone;
 }
 
 size_t Wire::wanted() const noexcept {
@@ -94,10 +106,10 @@ ReceiveResult Wire::receive(PacketReader& reader) {
     const int error = errno;
     incoming_.resize(before + static_cast<size_t>(std::max<ssize_t>(num_bytes, 0)));
     if (num_bytes < 0 && must_wait(error)) return ReceiveResult::kNothing;
-    if (num_bytes < 0 && (error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH || error == EHOSTDOWN)) {
-      return ReceiveResult::kUnreachable;
-    }
-    if (num_bytes <= 0) return ReceiveResult::kEnd;
+    if (num_bytes > 0) continue;
+    const int told = std::atomic_ref(send_error_).load(std::memory_order_relaxed);
+    const bool is_lost = is_unreachable(told) || (num_bytes < 0 && is_unreachable(error));
+    return is_lost ? ReceiveResult::kUnreachable : ReceiveResult::kEnd;
   }
 }
 

@@ -1,6 +1,7 @@
 // One end of a connection that carries packets: a unix socket, which keeps them whole, or a TCP stream, which does not.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <span>
 #include <vector>
@@ -35,12 +36,14 @@ class Wire {
 
  private:
   SendResult send_stream(const PacketHeader& header, std::span<const std::byte> payload) noexcept;
+  SendResult unsent_result(int error_number) noexcept;
   size_t wanted() const noexcept;
 
   OwnedFd socket_;
   Kind kind_ = Kind::kPackets;
-  std::vector<std::byte> unsent_;    // of the packet that has begun
-  std::vector<std::byte> incoming_;  // likewise
+  alignas(std::atomic_ref<int>::required_alignment) int send_error_ = 0;  // why nothing leaves any more
+  std::vector<std::byte> unsent_;                                         // of the packet that has begun
+  std::vector<std::byte> incoming_;                                       // likewise
 };
 
 }  // namespace weft
