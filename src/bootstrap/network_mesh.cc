@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <iterator>
+#include <span>
 #include <system_error>
 #include <utility>
 
@@ -19,6 +21,20 @@ constexpr uint64_t kAgainNs = 20'000'000;
 // Every rank opens its door as soon as it has the list of endpoints, so only a busy machine opens it later than others call.
 constexpr uint64_t kDoorPatienceNs = 15'000'000'000;
 
+// Without those that this machine has, too: whoever listens there is here (containers' bridges have the same address on every
+// machine). Of one that has no others all: one machine may play several.
+std::vector<IpAddress> addresses_to_call(const Endpoint& own, const Endpoint& other) {
+  const auto listed = [](const Endpoint& each) {
+    return std::span(each.addresses).first(std::min<size_t>(each.num_addresses, each.addresses.size()));
+  };
+  const auto all = listed(other);
+  std::vector<IpAddress> left;
+  std::copy_if(all.begin(), all.end(), std::back_inserter(left), [&](const IpAddress& each) {
+    return std::find(listed(own).begin(), listed(own).end(), each) == listed(own).end();
+  });
+  return left.empty() ? std::vector<IpAddress>(all.begin(), all.end()) : left;
+}
+
 std::string error_text(int error_number) { return std::system_category().message(error_number); }
 
 }  // namespace
@@ -32,7 +48,10 @@ NetworkMesh::NetworkMesh(int rank, const std::vector<Endpoint>& endpoints, const
       done_(endpoints.size()),
       calls_(endpoints.size()) {
   const Endpoint& own = endpoint(rank);
-  for (size_t peer = 0; peer < endpoints.size(); ++peer) remote_[peer] = !on_one_machine(own, endpoints[peer]);
+  for (size_t peer = 0; peer < endpoints.size(); ++peer) {
+    remote_[peer] = !on_one_machine(own, endpoints[peer]);
+    calls_[peer].addresses = addresses_to_call(own, endpoints[peer]);
+  }
   for (size_t idx = 0; door >= 0 && idx < own.num_addresses; ++idx) {
     if (is_private(own.addresses[idx])) continue;
     log_line(kLogWarning, "rank " + std::to_string(rank) + " listens at " + text_of(own.addresses[idx]) +
@@ -43,10 +62,9 @@ NetworkMesh::NetworkMesh(int rank, const std::vector<Endpoint>& endpoints, const
 }
 
 std::string NetworkMesh::place_of(int peer) const {
-  const Endpoint& other = endpoint(peer);
-  const size_t idx = calls_[static_cast<size_t>(peer)].address_idx;
-  return "rank " + std::to_string(peer) + " at " + text_of(other.addresses[idx % kMaxAddresses]) + " port " +
-         std::to_string(other.port);
+  const Call& each = calls_[static_cast<size_t>(peer)];
+  return "rank " + std::to_string(peer) + " at " + text_of(each.addresses[each.address_idx]) + " port " +
+         std::to_string(endpoint(peer).port);
 }
 
 void NetworkMesh::add_waited(std::vector<pollfd>& waited) const {
@@ -87,7 +105,7 @@ void NetworkMesh::follow(int peer) {
   if (each.is_connected) return hear(peer);
   const int state = call_state(each.wire.fd());
   if (state == EINPROGRESS) {
-    const bool has_others = endpoint(peer).num_addresses > 1;
+    const bool has_others = each.addresses.size() > 1;
     if (!has_others || now_ns() - each.since_ns <= kAddressPatienceNs) return;
     each.refused_since_ns = 0;
     return give_up(peer, "no answer", false);
@@ -117,7 +135,7 @@ void NetworkMesh::begin(int peer) {
   if (now_ns() < each.again_ns) return;
   each.is_connected = false;
   each.since_ns = now_ns();
-  each.wire = Wire(start_call(endpoint(peer).addresses[each.address_idx], endpoint(peer).port), Wire::Kind::kStream);
+  each.wire = Wire(start_call(each.addresses[each.address_idx], endpoint(peer).port), Wire::Kind::kStream);
   if (!each.wire.valid()) call_failed(peer, errno);
 }
 
@@ -125,7 +143,7 @@ void NetworkMesh::hear(int peer) {
   Call& each = call(peer);
   switch (each.wire.receive(reader_)) {
     case ReceiveResult::kNothing:
-      if (endpoint(peer).num_addresses > 1 && now_ns() - each.since_ns > kSilencePatienceNs) {
+      if (each.addresses.size() > 1 && now_ns() - each.since_ns > kSilencePatienceNs) {
         give_up(peer, "it took the call and said nothing", false);
       }
       return;
@@ -137,7 +155,7 @@ void NetworkMesh::hear(int peer) {
   if (reader_.header.type == PacketType::kRefusal) {
     const Error refusal =
         read_refusal(reader_.payload, "rank " + std::to_string(peer), rank_, static_cast<int>(endpoints_.size()));
-    if (each.num_refused + 1 >= endpoint(peer).num_addresses) throw Error(refusal);
+    if (each.num_refused + 1 >= each.addresses.size()) throw Error(refusal);
     return give_up(peer, refusal.text, true);
   }
   const std::string problem =
@@ -154,8 +172,8 @@ void NetworkMesh::give_up(int peer, const std::string& problem, bool is_answer) 
   each.wire.reset();
   each.again_ns = now_ns() + kAgainNs;
   each.num_refused = is_answer ? each.num_refused + 1 : 0;
-  if (is_answer && each.num_refused >= endpoint(peer).num_addresses) throw_invalid_argument(each.problem);
-  each.address_idx = (each.address_idx + 1) % endpoint(peer).num_addresses;
+  if (is_answer && each.num_refused >= each.addresses.size()) throw_invalid_argument(each.problem);
+  each.address_idx = (each.address_idx + 1) % each.addresses.size();
 }
 
 // --- the called side -------------------------------------------------------------------------------------------------

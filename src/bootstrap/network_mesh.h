@@ -39,6 +39,7 @@ class NetworkMesh {
  private:
   struct Call {
     Wire wire;
+    std::vector<IpAddress> addresses;  // in this order
     size_t address_idx = 0;
     bool is_connected = false;
     uint64_t since_ns = 0;          // of this call

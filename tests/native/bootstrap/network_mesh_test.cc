@@ -52,6 +52,7 @@ TEST(a_silent_address_does_not_keep_a_rank_from_the_others) {
   const OwnedFd nobody = silent(loopback(2), two.endpoints[0].port);
   two.endpoints[0].addresses = {loopback(2), loopback(1)};
   two.endpoints[0].num_addresses = 2;
+  two.endpoints[1].addresses[0] = loopback(3);  // so that rank 0's second address is not its own; nobody calls it
   two.secret = group_secret(two.endpoints, {});
   NetworkMesh called = two.mesh(0);
   NetworkMesh calling = two.mesh(1);
@@ -65,6 +66,23 @@ TEST(a_silent_address_does_not_keep_a_rank_from_the_others) {
   }
   CHECK(calling.done(0) && called.done(1));
   CHECK(is_named);
+}
+
+// Bridges of containers have the same address on every machine: who listens there is of this machine.
+TEST(an_address_that_both_machines_have_is_not_called) {
+  Two two;
+  const uint16_t port = two.endpoints[0].port;
+  const OwnedFd nobody = silent(loopback(2), port);
+  two.endpoints[0].addresses = {loopback(1), loopback(2)};  // and 127.0.0.1 is rank 1's, too
+  two.endpoints[0].num_addresses = 2;
+  two.secret = group_secret(two.endpoints, {});
+  NetworkMesh calling = two.mesh(1);
+  const uint64_t deadline_ns = deadline_after_s(kLongS);
+  while (calling.hint({0}).empty() && now_ns() < deadline_ns) {
+    calling.step();
+    usleep(500);
+  }
+  CHECK(calling.hint({0}).find("127.0.0.2 port") != std::string::npos);
 }
 
 // Its greeting has come, but nobody has looked when the rank gives up.
