@@ -40,7 +40,7 @@ class Mesh {
       : request_(request),
         num_ranks_(static_cast<int>(request.endpoints.size())),
         is_one_machine_(on_one_machine(request.endpoints)),
-        network_(request.rank, request.endpoints, request.secret, request.door),
+        network_(request.rank, request.endpoints, request.secret, request.door, {}),
         connections_(request.endpoints.size()) {}
 
   std::vector<Connection> run() {

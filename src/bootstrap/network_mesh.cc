@@ -14,12 +14,7 @@
 namespace weft {
 namespace {
 
-constexpr uint64_t kCallerPatienceNs = 10'000'000'000;  // for the greeting of one that has called
-constexpr uint64_t kAddressPatienceNs = 2'000'000'000;  // for an address that does not answer, where there are others
-constexpr uint64_t kSilencePatienceNs = kCallerPatienceNs + 2'000'000'000;  // likewise, for one that takes the call
 constexpr uint64_t kAgainNs = 20'000'000;
-// Every rank opens its door as soon as it has the list of endpoints, so only a busy machine opens it later than others call.
-constexpr uint64_t kDoorPatienceNs = 15'000'000'000;
 
 // Without those that this machine has, too: whoever listens there is here (containers' bridges have the same address on every
 // machine). Of one that has no others all: one machine may play several.
@@ -39,11 +34,13 @@ std::string error_text(int error_number) { return std::system_category().message
 
 }  // namespace
 
-NetworkMesh::NetworkMesh(int rank, const std::vector<Endpoint>& endpoints, const GroupSecret& secret, int door)
+NetworkMesh::NetworkMesh(int rank, const std::vector<Endpoint>& endpoints, const GroupSecret& secret, int door,
+                         const Patience& patience)
     : rank_(rank),
       endpoints_(endpoints),
       secret_(secret),
       door_(door),
+      patience_(patience),
       remote_(endpoints.size()),
       done_(endpoints.size()),
       calls_(endpoints.size()) {
@@ -106,7 +103,7 @@ void NetworkMesh::follow(int peer) {
   const int state = call_state(each.wire.fd());
   if (state == EINPROGRESS) {
     const bool has_others = each.addresses.size() > 1;
-    if (!has_others || now_ns() - each.since_ns <= kAddressPatienceNs) return;
+    if (!has_others || now_ns() - each.since_ns <= patience_.address_ns) return;
     each.refused_since_ns = 0;
     return give_up(peer, "no answer", false);
   }
@@ -124,7 +121,7 @@ void NetworkMesh::call_failed(int peer, int error_number) {
     each.refused_since_ns = 0;
   } else if (each.refused_since_ns == 0) {
     each.refused_since_ns = now_ns();
-  } else if (now_ns() - each.refused_since_ns > kDoorPatienceNs) {
+  } else if (now_ns() - each.refused_since_ns > patience_.door_ns) {
     throw_peer_lost("connect", {peer}, place_of(peer) + " does not listen: it gave up, or has ended");
   }
   give_up(peer, error_text(error_number), false);
@@ -143,7 +140,7 @@ void NetworkMesh::hear(int peer) {
   Call& each = call(peer);
   switch (each.wire.receive(reader_)) {
     case ReceiveResult::kNothing:
-      if (each.addresses.size() > 1 && now_ns() - each.since_ns > kSilencePatienceNs) {
+      if (each.addresses.size() > 1 && now_ns() - each.since_ns > patience_.silence_ns) {
         give_up(peer, "it took the call and said nothing", false);
       }
       return;
@@ -198,7 +195,7 @@ void NetworkMesh::hear_callers() {
   const uint64_t time_ns = now_ns();
   std::erase_if(callers_, [&](Caller& caller) {
     switch (caller.wire.receive(reader_)) {
-      case ReceiveResult::kNothing: return time_ns - caller.since_ns > kCallerPatienceNs;
+      case ReceiveResult::kNothing: return time_ns - caller.since_ns > patience_.caller_ns;
       case ReceiveResult::kUnreachable:
       case ReceiveResult::kEnd: return true;
       case ReceiveResult::kBad: refuse(caller, reader_.problem); return true;

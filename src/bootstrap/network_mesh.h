@@ -20,8 +20,17 @@ inline constexpr size_t kCallersAtOnce = 64;
 
 class NetworkMesh {
  public:
+  struct Patience {
+    uint64_t caller_ns = 10'000'000'000;              // for the greeting of one that has called
+    uint64_t address_ns = 2'000'000'000;              // for an address that does not answer, where there are others
+    uint64_t silence_ns = caller_ns + 2'000'000'000;  // likewise, for one that takes the call
+    // Every rank opens its door as soon as it has the list of endpoints: only a busy machine does later than others call.
+    uint64_t door_ns = 15'000'000'000;
+  };
+
   // Rank i calls every j < i of another machine. `door`: open; -1 if there are no other machines.
-  NetworkMesh(int rank, const std::vector<Endpoint>& endpoints, const GroupSecret& secret, int door);
+  NetworkMesh(int rank, const std::vector<Endpoint>& endpoints, const GroupSecret& secret, int door,
+              const Patience& patience);
 
   bool is_remote(int peer) const { return remote_[static_cast<size_t>(peer)]; }
   bool done(int peer) const { return done_[static_cast<size_t>(peer)].valid(); }
@@ -73,6 +82,7 @@ class NetworkMesh {
   const std::vector<Endpoint>& endpoints_;
   const GroupSecret& secret_;
   const int door_;
+  const Patience patience_;
   std::vector<bool> remote_;    // by rank
   std::vector<Wire> done_;      // by rank
   std::vector<Call> calls_;     // by rank

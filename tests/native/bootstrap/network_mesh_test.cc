@@ -15,6 +15,8 @@ using namespace weft::test;  // NOLINT(google-build-using-namespace)
 
 namespace {
 
+constexpr uint64_t kShortNs = 200'000'000;
+
 IpAddress loopback(uint8_t last) { return {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 127, 0, 0, last}; }
 
 // Two ranks of two machines, in one thread.
@@ -25,7 +27,9 @@ struct Two {
       endpoints.push_back(each.endpoint());
     }
   }
-  NetworkMesh mesh(int rank) { return {rank, endpoints, secret, doors[static_cast<size_t>(rank)].door()->fd()}; }
+  NetworkMesh mesh(int rank, const NetworkMesh::Patience& patience = {}) {
+    return {rank, endpoints, secret, doors[static_cast<size_t>(rank)].door()->fd(), patience};
+  }
 
   const DoorOptions lo{"lo"};
   std::array<Listener, 2> doors;
@@ -34,14 +38,14 @@ struct Two {
 };
 
 // The kernel takes its calls; nobody ever reads them.
-OwnedFd silent(const IpAddress& address, uint16_t port) {
+OwnedFd silent(const IpAddress& address, uint16_t port, int most_waiting = 8) {
   OwnedFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_in name{};
   name.sin_family = AF_INET;
   name.sin_port = htons(port);
   std::memcpy(&name.sin_addr, &address[12], sizeof(name.sin_addr));
   CHECK_EQ(bind(fd.get(), reinterpret_cast<const sockaddr*>(&name), sizeof(name)), 0);
-  CHECK_EQ(listen(fd.get(), 8), 0);
+  CHECK_EQ(listen(fd.get(), most_waiting), 0);
   return fd;
 }
 
@@ -55,8 +59,8 @@ TEST(a_silent_address_does_not_keep_a_rank_from_the_others) {
   two.endpoints[1].addresses[0] = loopback(3);  // so that rank 0's second address is not its own; nobody calls it
   two.secret = group_secret(two.endpoints, {});
   NetworkMesh called = two.mesh(0);
-  NetworkMesh calling = two.mesh(1);
-  const uint64_t deadline_ns = deadline_after_s(2 * kLongS);
+  NetworkMesh calling = two.mesh(1, {.silence_ns = kShortNs});
+  const uint64_t deadline_ns = deadline_after_s(kLongS);
   bool is_named = false;
   while (!(calling.done(0) && called.done(1)) && now_ns() < deadline_ns) {
     calling.step();
@@ -66,6 +70,28 @@ TEST(a_silent_address_does_not_keep_a_rank_from_the_others) {
   }
   CHECK(calling.done(0) && called.done(1));
   CHECK(is_named);
+}
+
+// Refused at one address, while another says nothing: it may be that the rank is behind that one.
+TEST(only_refusals_on_end_are_a_rank_that_has_gone) {
+  Two two;
+  two.endpoints[0].addresses = {loopback(2), loopback(3)};
+  two.secret = group_secret(two.endpoints, {});
+  const auto call_for = [&](uint16_t num_addresses, double seconds) {
+    two.endpoints[0].num_addresses = num_addresses;
+    NetworkMesh calling = two.mesh(1, {.address_ns = kShortNs / 4, .door_ns = kShortNs});
+    const uint64_t deadline_ns = deadline_after_s(seconds);
+    while (now_ns() < deadline_ns) {
+      calling.step();
+      usleep(500);
+    }
+  };
+  CHECK_ERROR(kPeerLost, {0}, call_for(1, kLongS));
+  // A queue of one that is full: the kernel lets further calls wait.
+  const OwnedFd full = silent(loopback(3), two.endpoints[0].port, 0);
+  std::vector<OwnedFd> callers;
+  for (int number = 0; number < 4; ++number) callers.push_back(start_call(loopback(3), two.endpoints[0].port));
+  call_for(2, 1.0);
 }
 
 // Bridges of containers have the same address on every machine: who listens there is of this machine.
