@@ -45,7 +45,8 @@ void check_endpoints(int rank, const std::vector<Endpoint>& endpoints, const End
 // Why two ranks are not on one machine, and what would mend it: "rank 1 runs on another machine than rank 0 (...)".
 std::string apart_text(int rank, const Endpoint& own, int peer, const Endpoint& other);
 
-// Rank i connects to all j < i and is connected to by the others: by unix sockets on its machine, by TCP to those of others. Result by rank, this rank's entry is empty.
+// Rank i connects to all j < i and is connected to by the others: by unix sockets on its machine, by TCP to those of
+// others. Result by rank, this rank's entry is empty.
 // Errors as connect_processes; a rank that fails tells the others why, as far as they are connected.
 std::vector<Connection> connect_mesh(const MeshRequest& request);
 
