@@ -19,6 +19,8 @@ import weft
 from pool import RankFailed, RankState
 from weft import reference
 
+pytestmark = pytest.mark.emulated_gpu
+
 LAYOUTS = ("rank_major", "expert_major", "masked")
 PAIR: dict[str, Any] = {"tokens": (5, 17), "biases": ("row", "none"), "ids_are_int64": (True, False)}
 

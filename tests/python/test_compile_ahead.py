@@ -61,7 +61,7 @@ def calls_of(case: Case, table: Table, ranks: int, hidden: int) -> Iterator[tupl
 @pytest.mark.parametrize("table", TABLES, ids=["default", "throughput", "by form", "by handle"])
 def test_what_the_suites_launch_is_compiled(table: Table, tokens: int) -> None:
     options = SuiteOptions(suites=SUITES, device="cuda", tokens=tokens, hidden=1024)
-    chosen = [case for case in cases(SUITES, tokens=tokens) if case.op != "step"]
+    chosen = [case for case in cases(SUITES, tokens=tokens, hidden=1024) if case.op != "step"]
     for case in chosen:
         ahead = {launch.source(ARCH) for launch in of_cases([case], options, table)}
         for op, call in calls_of(case, table, options.ranks, options.hidden):
