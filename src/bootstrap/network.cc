@@ -84,16 +84,16 @@ std::vector<IpAddress> find_addresses(const std::string& interface) {
   ifaddrs* first = nullptr;
   if (getifaddrs(&first) != 0) throw_system_error("reading the network interfaces", errno);
   const std::unique_ptr<ifaddrs, void (*)(ifaddrs*)> owner(first, freeifaddrs);
-  std::vector<IpAddress> found;
+  std::vector<IpAddress> found;  // IPv4 first
+  size_t num_mapped = 0;
   for (const ifaddrs* each = first; each != nullptr; each = each->ifa_next) {
     const bool is_up = (each->ifa_flags & IFF_UP) != 0;
     const IpAddress address = address_of(each->ifa_addr);
     if (!is_up || address == IpAddress{}) continue;
     if (interface.empty() ? is_loopback(address) || is_link_local(address) : interface != each->ifa_name) continue;
     if (is_link_local(address) && !is_mapped(address)) continue;  // means nothing without an interface
-    found.push_back(address);
+    found.insert(is_mapped(address) ? found.begin() + static_cast<ptrdiff_t>(num_mapped++) : found.end(), address);
   }
-  std::stable_partition(found.begin(), found.end(), is_mapped);
   if (found.size() > kMaxAddresses) found.resize(kMaxAddresses);
   return found;
 }

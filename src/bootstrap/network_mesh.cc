@@ -258,7 +258,7 @@ void NetworkMesh::tell_all(std::span<const std::byte> refusal) noexcept {
   try {
     if (door_ >= 0) accept_callers();
     hear_callers();  // who has greeted by now is a rank, and is told
-  } catch (...) {    // it leaves as it is
+  } catch (...) {    // NOLINT(bugprone-empty-catch): it leaves as it is
   }
   const auto tell = [&](Wire& wire) {
     if (wire.valid()) wire.send(small_header(PacketType::kRefusal, refusal.size()), refusal, {});

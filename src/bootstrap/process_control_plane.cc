@@ -78,6 +78,7 @@ struct Peer {
 
 class ProcessControlPlane final : public ControlPlane {
  public:
+  // NOLINTNEXTLINE(readability-function-size): what connecting has made, each a thing of its own
   ProcessControlPlane(int rank, std::vector<uint64_t>&& incarnations, std::unique_ptr<LifeLock> own_life,
                       std::shared_ptr<Ledger> ledger, std::vector<Connection>&& connections,
                       std::shared_ptr<StoreLedger> store, std::shared_ptr<Decider> decider)
