@@ -13,7 +13,7 @@ struct LaunchRequest {
   uint64_t seed = 0;
   uint32_t most_sleep_us = 1;  // of a block that stands still now and then
   int* given_up = nullptr;     // set by a block that has found a mistake: all blocks of all ranks end
-  char* found = nullptr;       // what it is, in words
+  char* found = nullptr;       // what it is, in words: of the first block of all ranks, others end because of it
   size_t found_bytes = 0;
 };
 

@@ -3,8 +3,8 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
 #include <cstring>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -31,25 +31,22 @@ int launch(void (*kernel)(const Args), const LaunchRequest& request, const std::
   grid.shared_bytes = request.shared_bytes;
   grid.seed = request.seed;
   grid.shared_variables = shared_variables.c_str();
-  std::mutex mutex;
-  std::string found;
+  std::atomic<bool> has_failed = false;
   const auto run = [&](u32 idx) {
     most_sleep_us = request.most_sleep_us;
     given_up = request.given_up;
     try {
       run_block(kernel, args, grid, idx);
     } catch (const Failed& mistake) {
-      const std::lock_guard lock(mutex);
-      if (found.empty()) found = mistake.text;
-      __atomic_store_n(request.given_up, 1, __ATOMIC_RELAXED);
+      has_failed = true;
+      const bool is_first = __atomic_exchange_n(request.given_up, 1, __ATOMIC_RELAXED) == 0;
+      if (is_first) strncpy(request.found, mistake.text.c_str(), request.found_bytes - 1);
     }
   };
   std::vector<std::thread> blocks;
   for (u32 idx = 0; idx < grid.num_blocks; ++idx) blocks.emplace_back(run, idx);
   for (std::thread& each : blocks) each.join();
-  if (found.empty()) return 0;
-  strncpy(request.found, found.c_str(), request.found_bytes - 1);
-  return 1;
+  return has_failed ? 1 : 0;
 }
 
 }  // namespace emulation

@@ -422,7 +422,7 @@ Result run_emulated(const EmulatedKernel& kernel, const LaunchConfig& config, co
   }
   if (kernel.launch(&request) == 0) return kSuccess;
   const std::lock_guard lock(s.mutex);
-  if (s.found.empty()) s.found = found;
+  if (found[0] != '\0') s.found = found;  // the others have ended because of it
   s.gpu_result = kLaunchFailed;
   return kLaunchFailed;
 }
