@@ -15,6 +15,7 @@ from weft._version import __version__
 if TYPE_CHECKING:
     from weft import reference as reference
     from weft import routing as routing
+    from weft.call.expert_map import ExpertMap
     from weft.call.half import Staged
     from weft.communicator import Communicator, Topology
     from weft.errors import (
@@ -53,6 +54,7 @@ _HOME = {
     "Error": "errors",
     "Event": "handle",
     "Evicted": "errors",
+    "ExpertMap": "call.expert_map",
     "ExpertParallel": "expert_parallel",
     "Handle": "handle",
     "InternalError": "errors",
@@ -86,6 +88,7 @@ __all__ = [
     "Error",
     "Event",
     "Evicted",
+    "ExpertMap",
     "ExpertParallel",
     "Handle",
     "InternalError",

@@ -121,6 +121,7 @@ class DispatchBuffers(_Buffers):
     scales: int
     topk_idx: int
     topk_weights: int
+    experts: int
     sizes: int
     overflow: int
     num_rows: int
@@ -202,6 +203,7 @@ class Window:
         from_dlpack: Callable[[Any], Any],
         sizes: int = 0,
         send_plan: int = 0,
+        experts: int = 0,
     ) -> tuple[Any, ...] | None: ...
     def dispatch_again(
         self,

@@ -1,5 +1,7 @@
 """`ExpertParallel`: dispatch and combine for one shape of MoE layer. Checks of arguments are in weft/call/check.py."""
 
+# check: allow file-size: what the two calls do is written down in one place
+
 from __future__ import annotations
 
 import sys
@@ -10,10 +12,10 @@ from torch import Tensor
 
 from weft.call import check, traced, wrapped
 from weft.call.eager import Eager
+from weft.call.elastic import Elastic
 from weft.call.maps import checked_picks
 from weft.call.opening import opened
 from weft.call.options import VALUE_TYPES, CombineOptions, DispatchOptions, options_of
-from weft.call.shared import Shared
 from weft.call.warmup import run_all
 from weft.communicator import Communicator
 from weft.errors import Error, InvalidState, Unsupported
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["ExpertParallel"]
 
 
-class ExpertParallel(Shared):
+class ExpertParallel(Elastic):
     """Sends tokens to the ranks of their experts and brings the experts' outputs back.
 
     E experts, R ranks: expert e lives on rank e // (E / R). Constructing is collective: every rank passes equal
@@ -36,7 +38,7 @@ class ExpertParallel(Shared):
 
     Args:
         comm: the ranks.
-        num_experts: E, a multiple of the number of ranks.
+        num_experts: E, a multiple of the number of ranks; None with num_logical_experts: the least that holds them all.
         top_k: K, picks a token, 1 to 128; duplicates count each.
         hidden: H, values a row; a row is a multiple of 16 bytes (with FP8: H a multiple of 16).
         max_tokens_per_rank: most tokens a rank may dispatch in a call; memory and the order of ranks depend on it.
@@ -46,6 +48,9 @@ class ExpertParallel(Shared):
         deadline_s: a call in which a peer does not take part ends after this many seconds with `PeerTimeout`.
         heap_bytes: receive memory, on a GPU taken from its memory here; None: 4 * max_tokens_per_rank * max(R, K) *
             (row bytes + 8 K). Results that find no room are copied to an ordinary tensor.
+        num_logical_experts: N, any number from 1 to E: ids in topk_idx are logical, 0 to N - 1, and a `weft.ExpertMap`
+            says which of the E physical experts holds each, `ExpertMap.spread` at the beginning. Whatever else speaks
+            of experts, received ids and counts too, means physical ones. None: ids are physical. cpu engine.
         num_windows: calls that may be in flight at once, each on its own `window`. On a GPU all together take at most
             the SMs that the rank has.
 
@@ -59,7 +64,7 @@ class ExpertParallel(Shared):
         self,
         comm: Communicator,
         *,
-        num_experts: int,
+        num_experts: int | None = None,
         top_k: int,
         hidden: int,
         max_tokens_per_rank: int,
@@ -68,6 +73,7 @@ class ExpertParallel(Shared):
         deadline_s: float = 100.0,
         heap_bytes: int | None = None,
         num_windows: int = 1,
+        num_logical_experts: int | None = None,
     ) -> None:
         arguments = {
             "num_experts": num_experts,
@@ -79,14 +85,17 @@ class ExpertParallel(Shared):
             "deadline_s": deadline_s,
             "heap_bytes": heap_bytes,
             "num_windows": num_windows,
+            "num_logical_experts": num_logical_experts,
         }
         check.check_comm(comm)
+        if num_experts is None and type(num_logical_experts) is int:
+            arguments["num_experts"] = -(-num_logical_experts // comm.num_ranks) * comm.num_ranks
         with comm.telling_peers():
             check.check_constructor(comm, dtype, arguments)
         self.calls, self._shape = opened(comm, dtype, arguments)
         self.comm, self.dtype, self.device = comm, dtype, comm.device
-        self.num_experts, self.top_k, self.hidden = num_experts, top_k, hidden
-        self.num_local_experts = num_experts // comm.num_ranks
+        self.num_experts, self.top_k, self.hidden = self._shape.num_experts, top_k, hidden
+        self.num_logical_experts, self.num_local_experts = num_logical_experts, self._shape.num_local_experts
         self.max_tokens_per_rank, self.num_windows, self.deadline_s = max_tokens_per_rank, num_windows, deadline_s
         self.num_ranks, self.num_sms = comm.num_ranks, self._shape.num_sms
         self._overflow = self.calls.overflow
@@ -107,6 +116,7 @@ class ExpertParallel(Shared):
         quantize: str | None = None,
         scale_layout: str = "row_major",
         zero_holes: bool = True,
+        absent: str = "drop",
         capacity: int | None = None,
         max_tokens: int | None = None,
         num_sms: int | None = None,
@@ -143,6 +153,9 @@ class ExpertParallel(Shared):
             zero_holes: expert_major: rows between groups are zero; False: undefined, which saves the stores. Their
                 weights are 0 anyway, and where gradients are tracked or torch.compile traces the call so are the rows.
                 Ranks may differ, and a handle does not keep it.
+            absent: picks whose expert no active rank has: "drop": nothing is added for them; "renormalize": the weights
+                of the token's other picks are scaled so that their sum is that of all (docs/elasticity.md). Ranks may
+                differ. cpu engine, not in compiled code.
             capacity: most rows (masked: rows an expert), equal on all ranks; exact sizes if None. Picks beyond it are
                 dropped and counted in `overflow`; rows beyond `num_rows` are undefined, zero if gradients are tracked.
             max_tokens: most tokens of any rank in this call, equal on all ranks; None: max_tokens_per_rank.
@@ -173,14 +186,14 @@ class ExpertParallel(Shared):
         if torch.compiler.is_dynamo_compiling():
             options = DispatchOptions(
                 num_sms, deadline_s, mode, staged, async_op, window, quantize, layout, alignment, capacity, max_tokens,
-                scale_layout, zero_holes,
+                scale_layout, zero_holes, absent,
             )  # fmt: skip
             checked = check.check_dispatch(self._shape, x, topk_idx, topk_weights, handle, options)
             return traced.dispatch(self.calls, self._shape, checked, handle, options)
         try:  # as comm.telling_peers()
             values = (
                 num_sms, deadline_s, mode, staged, async_op, window, quantize, layout, alignment, capacity, max_tokens,
-                scale_layout, zero_holes,
+                scale_layout, zero_holes, absent,
             )  # fmt: skip
             is_plain = VALUE_TYPES.issuperset(map(type, values))
             options = options_of(DispatchOptions, *values) if is_plain else DispatchOptions(*values)

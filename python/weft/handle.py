@@ -142,6 +142,12 @@ class Handle:
         return self.call.window
 
     @property
+    def map_number(self) -> int:
+        """Which expert map its picks went by: 1 for that of the constructor, one more with each `set_expert_map`; 0
+        without num_logical_experts."""
+        return int(self.tie[2])
+
+    @property
     def is_small(self) -> bool:
         """Of a small-batch dispatch: only the small-batch kernels understand its plans."""
         return self.call.is_small

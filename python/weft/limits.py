@@ -133,6 +133,7 @@ ACCEPTS: dict[str, Accepts] = {
     "engine": Accepts(lambda value: is_one_of(value, ENGINES), ", ".join(ENGINES)),
     "num_ranks": Accepts(is_int(1, MAX_RANKS), f"1 to {MAX_RANKS}"),
     "num_experts": Accepts(is_int(1, MAX_EXPERTS), f"1 to {MAX_EXPERTS}"),
+    "num_logical_experts": Accepts(or_none(is_int(1, MAX_EXPERTS)), f"None, or 1 to {MAX_EXPERTS}"),
     "top_k": Accepts(is_int(1, MAX_TOP_K), f"1 to {MAX_TOP_K}"),
     "hidden": Accepts(is_int(1, MAX_HIDDEN), f"1 to {MAX_HIDDEN}"),
     "max_tokens_per_rank": Accepts(is_int(0, MAX_TOKENS_PER_RANK), f"0 to {MAX_TOKENS_PER_RANK}"),
@@ -153,6 +154,12 @@ def _agree(options: dict[str, Any]) -> bool:
     if row_bytes % ROW_MULTIPLE_BYTES or (quantize and (hidden or FP8_HIDDEN_MULTIPLE) % FP8_HIDDEN_MULTIPLE):
         return False
     if options.get("num_experts", 0) % options.get("num_ranks", 1):
+        return False
+    if (options.get("num_logical_experts") or 0) > options.get("num_experts", MAX_EXPERTS):
+        return False
+    if options.get("engine") == "nvlink" and (
+        options.get("num_logical_experts") is not None or options.get("absent", "drop") != "drop"
+    ):
         return False
     if "max_tokens_per_rank" in options and (options.get("max_tokens") or 0) > options["max_tokens_per_rank"]:
         return False
@@ -269,6 +276,11 @@ def check_shape(shape: dict[str, Any]) -> None:
     if num_experts % num_ranks:
         raise InvalidArgument(
             f"num_experts is {num_experts}; allowed are multiples of the number of ranks, {num_ranks}"
+        )
+    num_logical = shape.get("num_logical_experts")
+    if num_logical is not None and num_logical > num_experts:
+        raise InvalidArgument(
+            f"num_logical_experts is {num_logical}; allowed are None and 1 to num_experts = {num_experts}"
         )
     item = DTYPE_BYTES[dtype_name(shape["dtype"])]
     if shape["hidden"] * item % ROW_MULTIPLE_BYTES:

@@ -18,6 +18,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from weft.call.expert_map import ExpertMap
 from weft.quantized import Quantized
 
 __all__ = [
@@ -26,11 +27,14 @@ __all__ = [
     "Routing",
     "combine",
     "combine_backward",
+    "covered_experts",
     "dequantize_fp8",
     "dispatch",
     "dispatch_backward",
+    "physical_ids",
     "picks_of_map",
     "quantize_fp8",
+    "renormalized",
     "repeat_dispatch",
     "sources",
     "through_fp8",
@@ -96,6 +100,8 @@ def dispatch(
     scale_layout: str = "row_major",
     capacity: int | None = None,
     active_ranks: Iterable[int] | None = None,
+    expert_map: ExpertMap | None = None,
+    absent: str = "drop",
 ) -> list[Dispatched]:
     """Send every token to the ranks that hold its experts.
 
@@ -104,12 +110,20 @@ def dispatch(
     number of ranks. quantize: None, "fp8" or "fp8_ue8m0". scale_layout: "row_major" or "column_major"
     (``weft.Quantized``). Ranks not in ``active_ranks`` (None: all) send and receive nothing: the entries given for them
     are ignored but their K, and picks of their experts are absent. Capacity: rows in all, masked: rows an expert.
+    expert_map: ids are logical (``physical_ids``). absent: "drop", or "renormalize" (``renormalized``).
     """
     num_ranks = len(xs)
     num_local = num_experts // num_ranks
     active = tuple(range(num_ranks)) if active_ranks is None else tuple(sorted(active_ranks))
     if topk_weights is None:
         topk_weights = [torch.ones(idx.shape, dtype=torch.float32, device="cpu") for idx in topk_idxs]
+    if absent == "renormalize":
+        covered = covered_experts(num_experts, num_ranks, active, expert_map)
+        topk_weights = [renormalized(*each, covered) for each in zip(topk_weights, topk_idxs, strict=True)]
+    if expert_map is not None:
+        topk_idxs = [
+            physical_ids(idx, expert_map, rank, active, num_local).to(idx.dtype) for rank, idx in enumerate(topk_idxs)
+        ]
     num_tokens = tuple(len(idx) if rank in active else 0 for rank, idx in enumerate(topk_idxs))
     source = torch.repeat_interleave(
         torch.arange(num_ranks, dtype=torch.int64, device="cpu"),
@@ -147,6 +161,57 @@ def dispatch(
         )
         for rank in range(num_ranks)
     ]
+
+
+def physical_ids(
+    topk_idx: Tensor, expert_map: ExpertMap, rank: int, active_ranks: Sequence[int], num_local: int
+) -> Tensor:
+    """Ids of logical experts [T, K] of one rank as physical ones, int64; -1: none.
+
+    Of the replicas on active ranks, in the order of the map, those on this rank if there are any, else all; of n pick
+    (token, k) takes number (token + rank) mod n.
+    """
+    choices = []
+    for row in expert_map.replicas.tolist():
+        there = [slot for slot in row if slot >= 0 and slot // num_local in active_ranks]
+        mine = [slot for slot in there if slot // num_local == rank]
+        choices.append(mine or there)
+    found = torch.full(topk_idx.shape, -1, dtype=torch.int64, device="cpu")
+    for token, row in enumerate(topk_idx.tolist()):
+        for k, logical in enumerate(row):
+            of_it = choices[logical] if 0 <= logical < len(choices) else []
+            if of_it:
+                found[token, k] = of_it[(token + rank) % len(of_it)]
+    return found
+
+
+def covered_experts(
+    num_experts: int, num_ranks: int, active_ranks: Sequence[int], expert_map: ExpertMap | None = None
+) -> Tensor:
+    """bool, by id (logical with a map): whether an active rank has the expert."""
+    rows = [[slot] for slot in range(num_experts)] if expert_map is None else expert_map.replicas.tolist()
+    num_local = num_experts // num_ranks
+    found = [any(slot >= 0 and slot // num_local in active_ranks for slot in row) for row in rows]
+    return torch.tensor(found, dtype=torch.bool, device="cpu")
+
+
+def renormalized(topk_weights: Tensor, topk_idx: Tensor, covered: Tensor) -> Tensor:
+    """Weights [T, K] fp32 of one rank: where picks of a token are absent the others are scaled by S / P, S the sum of
+    the weights of all its picks, P of those left, by ascending k; P = 0: as they are. Gradients flow."""
+    rows = []
+    for weights, ids in zip(topk_weights, topk_idx.tolist(), strict=True):
+        picks = [k for k, expert in enumerate(ids) if 0 <= expert < len(covered)]
+        left = [k for k in picks if covered[ids[k]]]
+        whole, part = weights.new_zeros(()), weights.new_zeros(())
+        for k in picks:
+            whole = whole + weights[k]
+        for k in left:
+            part = part + weights[k]
+        is_scaled = len(left) < len(picks) and bool(part != 0)
+        scale = whole / part if is_scaled else whole
+        of_token = [weights[k] * scale if is_scaled and k in left else weights[k] for k in range(len(ids))]
+        rows.append(torch.stack(of_token))
+    return torch.stack(rows) if rows else topk_weights
 
 
 @dataclass(frozen=True)

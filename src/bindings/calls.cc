@@ -140,7 +140,7 @@ bool is_made(const CallWindow& window, const DispatchResult& result) {
 // `sizes` and `send_plan`: 0, or where they go, behind a call that found no room for them and returned None.
 nb::object dispatch_first(CallWindow& window, const DispatchSpec& spec, u64 stream, i64 num_tokens, u64 x, u64 scales,
                           u64 topk_idx, u64 topk_weights, u64 overflow, nb::handle from_dlpack, u64 sizes,
-                          u64 send_plan) {
+                          u64 send_plan, u64 experts) {
   DispatchArgs args{spec, {}};
   args.stream = stream;
   args.num_tokens = num_tokens;
@@ -151,6 +151,7 @@ nb::object dispatch_first(CallWindow& window, const DispatchSpec& spec, u64 stre
   args.overflow = overflow;
   args.sizes = sizes;
   args.send_plan = send_plan;
+  args.experts = experts;
   DispatchResult made = dispatch_unlocked(window, args);
   if (!made.has_begun) return nb::none();
   if (made.needed_tokens > 0) return nb::int_(made.needed_tokens);
@@ -358,7 +359,7 @@ void bind_calls(nb::module_& m) {
           },
           "spec"_a, "buffers"_a, Guard())
       .def("dispatch_first", &dispatch_first, "spec"_a, "stream"_a, "num_tokens"_a, "x"_a, "scales"_a, "topk_idx"_a,
-           "topk_weights"_a, "overflow"_a, "from_dlpack"_a, "sizes"_a = 0, "send_plan"_a = 0)
+           "topk_weights"_a, "overflow"_a, "from_dlpack"_a, "sizes"_a = 0, "send_plan"_a = 0, "experts"_a = 0)
       .def("dispatch_again", &dispatch_again, "spec"_a, "stream"_a, "num_tokens"_a, "x"_a, "scales"_a, "overflow"_a,
            "sizes"_a, "send_plan"_a, "recv_plan"_a, "recv_plan_len"_a, "num_rows"_a, "out_x"_a, "out_scales"_a,
            "from_dlpack"_a)

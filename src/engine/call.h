@@ -68,6 +68,7 @@ struct DispatchBuffers : Buffers {
   u64 scales = 0;        // [num_tokens] rows of scale_row_bytes
   u64 topk_idx = 0;      // [num_tokens, K]; not read when cached
   u64 topk_weights = 0;  // float [num_tokens, K], or 0: all 1
+  u64 experts = 0;       // cpu, not cached: ids are logical and go through this ExpertTable; 0: they are physical
   // int32: counts [L], offsets [R + 1] or [L + 1], number of rows. Written, with the send plan; 0: the engine finds memory for both
   // (not small). When cached, nvlink and not rank_major: read, as the first dispatch wrote them.
   u64 sizes = 0;

@@ -40,8 +40,8 @@ template <>
 struct Of<DispatchBuffers> {
   using C = DispatchBuffers;
   using Base = Buffers;
-  using All = List<&C::x, &C::scales, &C::topk_idx, &C::topk_weights, &C::sizes, &C::overflow, &C::num_rows, &C::out_x,
-                   &C::out_scales, &C::out_ids, &C::out_weights>;
+  using All = List<&C::x, &C::scales, &C::topk_idx, &C::topk_weights, &C::experts, &C::sizes, &C::overflow,
+                   &C::num_rows, &C::out_x, &C::out_scales, &C::out_ids, &C::out_weights>;
 };
 
 template <>

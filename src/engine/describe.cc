@@ -1,8 +1,20 @@
 #include "engine/describe.h"
 
+#include <array>
+#include <cstdio>
+
 #include "weft/layout/window.h"
 
 namespace weft {
+namespace {
+
+std::string hex(u64 number) {
+  std::array<char, 17> text{};
+  std::snprintf(text.data(), text.size(), "%016llx", static_cast<unsigned long long>(number));
+  return text.data();
+}
+
+}  // namespace
 
 const char* op_name(u32 op_kind) {
   constexpr const char* kNames[kNumOpKinds] = {"communicator", "dispatch", "combine", "barrier"};
@@ -30,7 +42,11 @@ std::string describe(const OperationConfig& config) {
   if (is_dispatch || config.quantize != Quantize::kNone) {
     text += std::string(is_dispatch ? ", quantize=" : ", wire=") + kQuantize[static_cast<int>(config.quantize)];
   }
-  if (config.handle != 0) text += ", handle of sequence " + std::to_string(config.handle);
+  if (is_dispatch && config.is_cached == 0) {
+    if (config.handle != 0) text += ", expert map " + hex(config.handle);
+  } else if (config.handle != 0) {
+    text += ", handle of sequence " + std::to_string(config.handle);
+  }
   if (!is_dispatch && config.is_cached != 0) text += std::string(", order='") + kOrders[config.is_cached] + "'";
   if (config.has_side != 0) text += ", with side";
   if (config.is_small == 1) text += ", small batches";

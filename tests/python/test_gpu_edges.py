@@ -69,6 +69,20 @@ def test_rows_that_fit_without_their_scales(pool: Any) -> None:
     run(pool, work)
 
 
+def test_logical_experts_are_refused(pool: Any) -> None:
+    def work(state: RankState) -> None:
+        shape: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden": 64, "max_tokens_per_rank": 8}
+        with pytest.raises(weft.Unsupported, match="num_logical_experts"):
+            weft.ExpertParallel(state.comm, num_logical_experts=3, **shape)
+        with weft.ExpertParallel(state.comm, **shape) as ep:
+            assert ep.uncovered == ()
+            with pytest.raises(weft.Unsupported, match="absent='renormalize'"):
+                ep.dispatch(torch.zeros((1, 64), dtype=torch.bfloat16), torch.zeros((1, 2), dtype=torch.int64),
+                            absent="renormalize")  # fmt: skip
+
+    run(pool, work)
+
+
 def test_columns_of_scales_that_lie_on_each_other(pool: Any) -> None:
     """They are copied: a stride of zero means that scales lie row by row."""
 

@@ -35,7 +35,7 @@ struct OperationConfig {
   i64 row_bytes = 0;        // data bytes of one row on the wire
   i64 scale_row_bytes = 0;  // scale or side-data bytes of one row on the wire
   u64 window_hash = 0;      // of the WindowShape and the window's number
-  u64 handle = 0;           // combine, cached dispatch: sequence of the dispatch whose routing is used
+  u64 handle = 0;           // sequence of the dispatch whose routing is used; else the expert map's digest
   u64 object = 0;           // number of the ExpertParallel among those of its window; last, mixed in by itself
 };
 static_assert(sizeof(OperationConfig) == 72);

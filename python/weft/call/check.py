@@ -55,6 +55,7 @@ from weft.quantized import Quantized
 __all__ = [
     "QUANTIZE_CODES",
     "WIRE_CODES",
+    "check_absent",
     "check_combine",
     "check_comm",
     "check_constructor",
@@ -83,6 +84,8 @@ def check_constructor(comm: Communicator, dtype: Any, shape: dict[str, Any]) -> 
     if shape["deadline_s"] is None:
         raise InvalidArgument(f"deadline_s is None; allowed: {ACCEPTS['deadline_s'].allowed}")
     check_shape({"num_ranks": comm.num_ranks, **shape})
+    if comm.engine == "nvlink" and shape["num_logical_experts"] is not None:
+        raise Unsupported("num_logical_experts", "the nvlink engine", "the cpu engine, or physical ids in topk_idx")
     if comm.engine == "nvlink" and shape["num_windows"] > comm._choice.rank_sms:
         raise InvalidArgument(
             f"num_windows is {shape['num_windows']}; allowed are 1 to {comm._choice.rank_sms} here: a call of each may "
@@ -170,6 +173,8 @@ def _first_call(ep: Shape, form: str, options: DispatchOptions) -> Call:
         raise InvalidArgument(
             f"max_tokens is {max_tokens}; allowed are 0 to max_tokens_per_rank = {ep.max_tokens_per_rank}"
         )
+    if options.absent != "drop" and ep.engine != "cpu":
+        raise Unsupported(f"absent={options.absent!r}", f"the {ep.engine} engine", "the cpu engine, or absent='drop'")
     if options.staged and capacity is None:
         raise InvalidArgument("capacity is None with staged=True; the number of rows is needed: the host does not wait")
     is_small = _is_small(ep, "dispatch", form, layout, max_tokens, options)
@@ -183,6 +188,8 @@ def _first_call(ep: Shape, form: str, options: DispatchOptions) -> Call:
 def _repeated_call(ep: Shape, form: str, of: Any, options: DispatchOptions) -> Call:
     """The `Call` for `dispatch(handle=...)`; `of`: the call that made the handle."""
     _check_options(ep, options, _OF_HANDLE)
+    if options.absent != "drop":
+        raise InvalidArgument(f"absent is {options.absent!r} beside handle, whose weights are there; allowed is 'drop'")
     _check_of(of, options)
     call = _call_of_handle(ep, of, "dispatch", form, options)
     return call if options.zero_holes else replace(call, zero_holes=False)
@@ -366,6 +373,12 @@ def check_staged(is_traced: bool, is_tracked: bool) -> None:
         raise Unsupported("staged=True with gradients", "inputs that require grad", "torch.no_grad(), or staged=False")
     if is_traced:
         raise Unsupported("staged=True in compiled code", "a traced call", "staged=False, or a call outside")
+
+
+def check_absent(options: DispatchOptions) -> None:
+    """Of a dispatch in compiled code, which would keep the membership that was there when it was compiled."""
+    if options.absent != "drop":
+        raise Unsupported(f"absent={options.absent!r} in compiled code", "a traced call", "a call outside")
 
 
 def check_dispatched(dispatched: Any) -> None:

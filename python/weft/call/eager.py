@@ -98,6 +98,11 @@ class Eager:
             topk_weights = plain(topk_weights, "topk_weights").float()  # exact
         calls = self._calls
         is_first = handle is None
+        if calls.has_map and handle is not None:
+            calls.check_map(handle.tie)
+        if options.absent != "drop":
+            topk_idx = plain(topk_idx, "topk_idx")
+            topk_weights = calls.experts.renormalized(topk_idx, topk_weights, calls.comm.active_ranks)
         if plan.is_tracked:
             data = data.view(torch.uint8) if data.element_size() == 1 else data  # FP8 would be differentiable
             if handle is None:
@@ -110,7 +115,7 @@ class Eager:
             rows, row_scales, _ = calls.run(plan, handle.tie, data, scales, handle)
         if traces._recorders and is_first:  # a call that has failed may come again
             topk_idx, topk_weights = plain(topk_idx, "topk_idx"), plain(topk_weights, "topk_weights")
-            traces._note(topk_idx, topk_weights, calls.comm.rank, calls.num_experts)
+            traces._note(topk_idx, topk_weights, calls.comm.rank, calls.experts.num_ids)
         if plan.data_dtype is not None:
             rows = _quantized(plan, plan.data_dtype, rows, row_scales)
         half = plan.window.half if plan.call.is_staged else None

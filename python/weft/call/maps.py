@@ -25,10 +25,10 @@ def checked_picks(ep: Shape, routing_map: Tensor, probs: Any) -> tuple[Tensor, T
     check_place("topk_idx", routing_map, ep)
     if probs is not None:
         if not isinstance(probs, Tensor):
-            raise InvalidArgument(f"topk_weights is {shown(probs)}; a tensor [T, {ep.num_experts}] or None is expected")
+            raise InvalidArgument(f"topk_weights is {shown(probs)}; a tensor [T, {ep.num_ids}] or None is expected")
         check_weights_dtype(probs)
         check_place("topk_weights", probs, ep)
-    return picks_of_map(routing_map, probs, ep.num_experts, ep.top_k)
+    return picks_of_map(routing_map, probs, ep.num_ids, ep.top_k)
 
 
 def picks_of_map(

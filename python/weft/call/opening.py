@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from weft.call.cpu_calls import CpuCalls
+from weft.call.experts import Experts
 from weft.call.gpu_calls import GpuCalls
 from weft.call.runner import Runner
 from weft.call.shape import Shape
@@ -51,10 +52,12 @@ def opened(comm: Communicator, dtype: torch.dtype, arguments: dict[str, Any]) ->
     most_sms = most_num_sms(comm.max_num_sms, comm._choice.rank_sms, num_windows)
     make = GpuCalls if comm.engine == "nvlink" else CpuCalls
     with released_on_error(windows):
-        calls = make(comm, windows, numbers, num_experts, top_k, hidden, dtype)
+        experts = Experts(comm.rank, comm.num_ranks, num_experts, arguments["num_logical_experts"])
+        calls = make(comm, windows, numbers, experts, top_k, hidden, dtype)
         return calls, Shape(
-            comm, comm.engine, comm.device, dtype, comm.num_ranks, num_experts, top_k, hidden, max_tokens, num_windows,
-            deadline_s, min(DEFAULT_NUM_SMS, most_sms) if num_sms is None else num_sms, num_sms is not None, most_sms,
+            comm, comm.engine, comm.device, dtype, comm.num_ranks, num_experts, experts.num_ids, top_k, hidden,
+            max_tokens, num_windows, deadline_s, min(DEFAULT_NUM_SMS, most_sms) if num_sms is None else num_sms,
+            num_sms is not None, most_sms,
             small_tokens(max_tokens), tables.from_json(table), calls,
         )  # fmt: skip
 

@@ -60,7 +60,7 @@ def dispatch(
             calls.kept(key, plan)
         rows, out_scales, handle = calls.run(plan, None, x, scales, topk_idx, topk_weights)
         if traces._recorders:
-            traces._note(topk_idx, topk_weights, calls.comm.rank, calls.num_experts)
+            traces._note(topk_idx, topk_weights, calls.comm.rank, calls.experts.num_ids)
     no_floats, no_ids = calls._no_floats, topk_idx.new_empty(0)
     received = Received(
         rows, no_floats if out_scales is None else out_scales, no_ids if handle.idx is None else handle.idx,
@@ -147,7 +147,7 @@ def _receive_fake(
         x.new_empty(num_local_experts + num_groups + 2, dtype=int32),
         plans.new_empty(new_size(), dtype=int32),
         plans.new_empty(new_size(), dtype=int32),
-        token.new_empty(2),
+        token.new_empty(3),
     )
 
 
@@ -174,6 +174,8 @@ def dispatch_again(
     """(x, scales). `weights` received before are read for their shape alone: it gives the number of rows."""
     calls = by_token(tie)
     with calls.comm.telling_peers():
+        if calls.has_map and call[8]:  # counts_dropped: no backward
+            calls.check_map(tie)
         key = ("again", *call, deadline_s, x.dtype, x.shape[1], *_like(scales), quantize, clear_tail)
         plan = calls.plans.get(key)
         if plan is None:

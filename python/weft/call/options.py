@@ -18,6 +18,7 @@ QUANTIZE = ("fp8", "fp8_ue8m0")
 SCALE_LAYOUTS = ("row_major", "column_major")
 MODES = ("auto", "throughput", "latency")
 WIRES = ("fp8",)
+ABSENT = ("drop", "renormalize")
 ORDERS = ("rank", "last_pick", "pick")  # SumOrder of include/weft/config/order.h
 MAX_NUM_SMS = 64  # blocks of a GPU kernel: windows are laid out for so many
 MAX_TOKENS_PER_RANK = (1 << 24) - 1  # kMaxRowsPerPair of include/weft/layout/window.h
@@ -95,6 +96,7 @@ class DispatchOptions(CallOptions):
     )
     scale_layout: str = _option("row_major", _one_of(*SCALE_LAYOUTS))
     zero_holes: bool = _option(True, _FLAG)
+    absent: str = _option("drop", _one_of(*ABSENT))
 
 
 @dataclass(frozen=True, eq=False)

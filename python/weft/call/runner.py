@@ -121,10 +121,12 @@ class Runner(Planner):
         self, plan: Plan, stream: int, x: Tensor, scales: Tensor | None, topk_idx: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Handle]:
         """See Planner."""
-        places = (
+        places: tuple[Any, ...] = (
             plan.spec, stream, plan.num_tokens, x.data_ptr(), 0 if scales is None else scales.data_ptr(),
             topk_idx.data_ptr(), 0 if weights is None else weights.data_ptr(), plan.overflow, from_dlpack,
         )  # fmt: skip
+        if self.has_map:
+            places = (*places, 0, 0, self.experts.address(self.comm._active))
         made = plan.window.native.dispatch_first(*places)
         if type(made) is int:
             raise NeedsRoom(made)

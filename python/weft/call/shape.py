@@ -26,6 +26,7 @@ class Shape:
     dtype: torch.dtype
     num_ranks: int
     num_experts: int
+    num_ids: int  # of experts in topk_idx: num_logical_experts, or num_experts
     top_k: int
     hidden: int
     max_tokens_per_rank: int

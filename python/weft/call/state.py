@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from weft.call.event import COMPLETE
+from weft.call.expert_map import ExpertMap
+from weft.call.experts import Experts
 from weft.call.received import Counters, Results
 from weft.call.spec import RANK_MAJOR
 from weft.call.window import Window
@@ -39,8 +41,9 @@ class _Last(threading.local):
 class State:
     """State of one ExpertParallel on the native side: windows, its number in each, counters, what to raise later.
 
-    `name` (float64 [2]: key, epoch) finds this object from inside an operator of torch.library; `token`, or a copy of
-    it, is part of every handle, the `tie`: it proves whose the handle is, and of which epoch. All are in host memory.
+    `name` (float64 [3]: key, epoch, number of the expert map) finds this object from inside an operator of
+    torch.library; `token`, or a copy of it, is part of every handle, the `tie`: it proves whose the handle is, of which
+    epoch and of which map. All are in host memory.
     """
 
     MAX_UNUSED = 4  # unused results whose graphs are kept for a backward that may come (weft/autograd.py)
@@ -51,15 +54,16 @@ class State:
         comm: Communicator,
         windows: list[Window],
         numbers: list[int],
-        num_experts: int,
+        experts: Experts,
         top_k: int,
         hidden: int,
         dtype: torch.dtype,
     ) -> None:
         self.comm, self.windows, self.numbers, self.device = comm, windows, numbers, comm.device
-        self.num_experts, self.top_k, self.hidden, self.dtype = num_experts, top_k, hidden, dtype
+        self.experts, self.top_k, self.hidden, self.dtype = experts, top_k, hidden, dtype
+        self.has_map = experts.map is not None
         self.num_ranks = comm.num_ranks
-        self.num_local_experts = num_experts // comm.num_ranks
+        self.num_local_experts = experts.num_experts // comm.num_ranks
         self.overflow = torch.zeros((), dtype=torch.int64, device="cpu")
         self.num_dropped_checked = 0
         self.bad_ids: str | None = None
@@ -75,7 +79,7 @@ class State:
         self._no_ids = torch.empty(0, dtype=torch.int64, device=memory)
         self.key = next(_keys)
         self._epoch = comm.epoch
-        self.name = self.token = torch.tensor([self.key, self._epoch], dtype=torch.float64, device="cpu")
+        self.name = self.token = self._new_token()
         _by_key[self.key] = self
 
     # ---- handles
@@ -84,19 +88,36 @@ class State:
         """For the handle of a dispatch. Handles of one epoch share it: nobody writes to it."""
         if self._epoch != self.comm.epoch:
             self._epoch = self.comm.epoch
-            self.token = torch.tensor([self.key, self._epoch], dtype=torch.float64, device="cpu")
+            self.token = self._new_token()
         return self.token
+
+    def _new_token(self) -> Tensor:
+        return torch.tensor([self.key, self._epoch, self.experts.number], dtype=torch.float64, device="cpu")
+
+    def install_map(self, expert_map: ExpertMap) -> None:
+        """From now on picks go by it. Local."""
+        self.experts.install(expert_map)
+        self.token = self._new_token()
 
     def check_tie(self, what: str, tie: Tensor) -> None:
         """InvalidState if a handle is of another ExpertParallel or another epoch."""
         if tie is self.token and self._epoch == self.comm.epoch:
             return
-        key, epoch = tie.tolist()
+        key, epoch, _ = tie.tolist()
         if key != self.key:
             raise InvalidState(f"{what}: the handle is of another ExpertParallel; use the one that made it")
         if epoch != self.comm.epoch:
             raise InvalidState(
                 f"{what}: the handle is of epoch {int(epoch)}, a rebuild began epoch {self.comm.epoch}; dispatch anew"
+            )
+
+    def check_map(self, tie: Tensor) -> None:
+        """InvalidState if a dispatch is to repeat the routing of an earlier map."""
+        number = int(tie[2])
+        if tie is not self.token and number != self.experts.number:
+            raise InvalidState(
+                f"dispatch: the handle is of expert map number {number}, and number {self.experts.number} "
+                f"({self.experts.map}) is installed: its slots may hold other experts by now; dispatch anew"
             )
 
     def side_of_picks(self, side: Tensor, handle: Handle) -> Tensor:
@@ -149,7 +170,7 @@ class State:
         token, pick = divmod(first_at, self.top_k)
         return (
             f"topk_idx of an earlier dispatch had {num_bad} ids out of range, the first {first_id} at token {token}, "
-            f"pick {pick}; allowed are -1 to {self.num_experts - 1}. They counted as -1"
+            f"pick {pick}; allowed are -1 to {self.experts.num_ids - 1}. They counted as -1"
         )
 
     # ---- the end

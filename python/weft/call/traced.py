@@ -25,6 +25,7 @@ def dispatch(
     calls: Runner, shape: Shape, checked: tuple[Any, ...], handle: Handle | None, options: DispatchOptions
 ) -> Dispatched:
     """`checked`: what check_dispatch gives."""
+    check.check_absent(options)
     call, x, data, scales, topk_idx, topk_weights = checked
     code = check.QUANTIZE_CODES[options.quantize]
     has_tracked = (data.requires_grad and not code) or (topk_weights is not None and topk_weights.requires_grad)

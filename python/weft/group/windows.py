@@ -84,6 +84,14 @@ class Windows(Turns):
                     window.next_object = number + 1
             return windows, numbers, answers[self._active[0]]["told"]
 
+    def compare(self, what: str, arguments: dict[str, Any], deadline_s: float) -> None:
+        """Whether all ranks call the same with equal arguments. Collective, inside a turn.
+
+        Raises:
+            InvalidArgument: on every rank, naming the first argument that differs, its values and their ranks.
+        """
+        _compare(self._exchange_json({"what": what, "arguments": arguments}, deadline_s))
+
     def _exchange_json(self, message: dict[str, Any], deadline_s: float) -> dict[int, dict[str, Any]]:
         payload = json.dumps(message).encode()
         self._native.raise_if_broken()
@@ -115,7 +123,7 @@ class Windows(Turns):
 
 def _compare(answers: dict[int, dict[str, Any]]) -> None:
     """All ranks see the same answers, so all raise the same error."""
-    _compare_field("constructor called", {rank: answer["what"] for rank, answer in answers.items()})
+    _compare_field("call", {rank: answer["what"] for rank, answer in answers.items()})
     names = next(iter(answers.values()))["arguments"]
     for name in names:
         _compare_field(name, {rank: answer["arguments"].get(name) for rank, answer in answers.items()})

@@ -5,6 +5,7 @@
 #include <new>
 
 #include "base/clock.h"
+#include "engine/cpu/expert_table.h"
 #include "engine/cpu/rows.h"
 
 namespace weft::cpu {
@@ -27,6 +28,7 @@ OperationConfig config_of(const DispatchArgs& args, u64 window_hash) {
   config.window_hash = window_hash;
   config.object = args.object;
   if (args.cached) config.handle = static_cast<u64>(memory_at<PlanHeader>(args.send_plan)->sequence);
+  if (!args.cached && args.experts != 0) config.handle = ExpertTable{memory_at<i32>(args.experts)}.digest();
   return config;
 }
 
@@ -169,17 +171,20 @@ void DispatchCall::build_send_plan() {
 void DispatchCall::count_token(const i64* experts, i64 token) {
   i32* slot = send_.slot() + token * num_ranks_;
   i32* expert = send_.expert() + token * top_k_;
+  const ExpertTable logical{memory_at<i32>(a_.experts)};
   std::fill_n(slot, num_ranks_, -1);
   for (i64 k = 0; k < top_k_; ++k) {
     expert[k] = -1;
-    if (!experts_.contains(experts[k])) {
+    const bool is_id = a_.experts == 0 ? experts_.contains(experts[k]) : logical.contains(experts[k]);
+    if (!is_id) {
       if (experts[k] != -1 && result_.num_bad_ids++ == 0) {
         result_.first_bad_id = experts[k];
         result_.first_bad_at = token * top_k_ + k;
       }
       continue;
     }
-    const i32 id = static_cast<i32>(experts[k]);
+    const i32 id = static_cast<i32>(a_.experts == 0 ? experts[k] : logical.replica_of(experts[k], token, rank_));
+    if (id < 0) continue;
     const i32 destination = experts_.rank_of(id);
     if (!w_.comm_->is_active(destination)) continue;
     expert[k] = id;
