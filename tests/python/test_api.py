@@ -54,16 +54,17 @@ def defaults(function: object) -> dict[str, object]:
 def test_signatures() -> None:
     empty = inspect.Parameter.empty
     assert defaults(weft.ExpertParallel) == {
-        "comm": empty, "num_experts": empty, "top_k": empty, "hidden": empty, "max_tokens_per_rank": empty,
+        "comm": empty, "num_experts": None, "top_k": empty, "hidden": empty, "max_tokens_per_rank": empty,
         "dtype": torch.bfloat16, "num_sms": None, "deadline_s": 100.0, "heap_bytes": None, "num_windows": 1,
+        "num_logical_experts": None,
     }  # fmt: skip
     common = {
         "num_sms": None, "deadline_s": None, "mode": "auto", "staged": False, "async_op": False, "window": 0
     }  # fmt: skip
     assert defaults(weft.ExpertParallel.dispatch) == {
         "x": empty, "topk_idx": None, "topk_weights": None, "handle": None, "layout": "rank_major", "alignment": 1,
-        "quantize": None, "scale_layout": "row_major", "zero_holes": True, "capacity": None, "max_tokens": None,
-        **common,
+        "quantize": None, "scale_layout": "row_major", "zero_holes": True, "absent": "drop", "capacity": None,
+        "max_tokens": None, **common,
     }  # fmt: skip
     assert defaults(weft.ExpertParallel.combine) == {
         "expert_output": empty, "handle": empty, "weighted": True, "side": None, "bias": None, "out": None,
