@@ -105,6 +105,7 @@ class CombineSpec(_CallSpec):
     bias_is_2d: bool
     bias_is_fp32: bool
     order: int
+    sum_domain: int
     wire_is_fp8: bool
     stage_blocks: int
 

@@ -51,8 +51,9 @@ class ExpertParallel(Elastic):
         num_logical_experts: N, any number from 1 to E: ids in topk_idx are logical, 0 to N - 1, and a `weft.ExpertMap`
             says which of the E physical experts holds each, `ExpertMap.spread` at the beginning. Whatever else speaks
             of experts, received ids and counts too, means physical ones. None: ids are physical. cpu engine.
-        num_windows: calls that may be in flight at once, each on its own `window`. On a GPU all together take at most
-            the SMs that the rank has.
+        num_windows: calls that may be in flight at once, each on its own `window`; on a GPU within the rank's SMs.
+        sum_domain: d, 1 to R: combine and the gradient of x add up d ranks at a time, round, and add these sums
+            (docs/semantics.md); None, 1 or R: no domains. cpu engine.
 
     Raises:
         InvalidArgument: an argument is not allowed (on this rank), or differs between ranks (on every rank).
@@ -74,6 +75,7 @@ class ExpertParallel(Elastic):
         heap_bytes: int | None = None,
         num_windows: int = 1,
         num_logical_experts: int | None = None,
+        sum_domain: int | None = None,
     ) -> None:
         arguments = {
             "num_experts": num_experts,
@@ -86,6 +88,7 @@ class ExpertParallel(Elastic):
             "heap_bytes": heap_bytes,
             "num_windows": num_windows,
             "num_logical_experts": num_logical_experts,
+            "sum_domain": sum_domain,
         }
         check.check_comm(comm)
         if num_experts is None and type(num_logical_experts) is int:

@@ -140,6 +140,7 @@ ACCEPTS: dict[str, Accepts] = {
     "dtype": Accepts(lambda value: dtype_name(value) in DTYPE_BYTES, ", ".join(DTYPE_BYTES)),
     "heap_bytes": Accepts(or_none(is_int(0, MAX_HEAP_BYTES)), f"None, or 0 to {MAX_HEAP_BYTES}"),
     "num_windows": Accepts(is_int(1, MAX_WINDOWS), f"1 to {MAX_WINDOWS}"),
+    "sum_domain": Accepts(or_none(is_int(1, MAX_RANKS)), "None, or 1 to the number of ranks"),
     **OPTIONS[DispatchOptions],
     **OPTIONS[CombineOptions],
 }
@@ -153,7 +154,10 @@ def _agree(options: dict[str, Any]) -> bool:
     row_bytes = DTYPE_BYTES[dtype_name(options.get("dtype", "bfloat16"))] * (hidden or ROW_MULTIPLE_BYTES)
     if row_bytes % ROW_MULTIPLE_BYTES or (quantize and (hidden or FP8_HIDDEN_MULTIPLE) % FP8_HIDDEN_MULTIPLE):
         return False
-    if options.get("num_experts", 0) % options.get("num_ranks", 1):
+    num_ranks = options.get("num_ranks", 1)
+    if options.get("num_experts", 0) % num_ranks:
+        return False
+    if "num_ranks" in options and (options.get("sum_domain") or 1) > num_ranks:
         return False
     if (options.get("num_logical_experts") or 0) > options.get("num_experts", MAX_EXPERTS):
         return False
@@ -281,6 +285,10 @@ def check_shape(shape: dict[str, Any]) -> None:
     if num_logical is not None and num_logical > num_experts:
         raise InvalidArgument(
             f"num_logical_experts is {num_logical}; allowed are None and 1 to num_experts = {num_experts}"
+        )
+    if (shape.get("sum_domain") or 1) > num_ranks:
+        raise InvalidArgument(
+            f"sum_domain is {shape['sum_domain']}; allowed: None, or 1 to the number of ranks, {num_ranks}"
         )
     item = DTYPE_BYTES[dtype_name(shape["dtype"])]
     if shape["hidden"] * item % ROW_MULTIPLE_BYTES:

@@ -416,6 +416,7 @@ def combine(
     wire: str | None = ...,
     order: str = ...,
     owner_weights: Sequence[Tensor] | None = ...,
+    sum_domain: int | None = ...,
 ) -> list[Tensor]: ...
 @overload
 def combine(
@@ -428,6 +429,7 @@ def combine(
     wire: str | None = ...,
     order: str = ...,
     owner_weights: Sequence[Tensor] | None = ...,
+    sum_domain: int | None = ...,
 ) -> list[tuple[Tensor, Tensor]]: ...
 def combine(
     outputs: Sequence[Tensor],
@@ -439,6 +441,7 @@ def combine(
     wire: str | None = None,
     order: str = "rank",
     owner_weights: Sequence[Tensor] | None = None,
+    sum_domain: int | None = None,
 ) -> list[Tensor] | list[tuple[Tensor, Tensor]]:
     """Bring expert outputs back to the tokens' owners and sum them.
 
@@ -452,6 +455,10 @@ def combine(
     last k that the rank has a pick of. "pick" (not rank_major, no wire): the bias, then rows by k, nothing rounded
     between. owner_weights, with "pick" alone: per rank [T, K] fp32 in place of the weights received; a pick of weight 0
     is absent.
+
+    sum_domain: d, neither 1 nor the number of ranks (None): ranks 0 to d - 1, d to 2 d - 1 and so on are domains.
+    Contributions have the outputs' type. Those of a domain are added in the said order, rounded once to the wire type,
+    and domains are added ascending in their stead. "pick" has none.
     """
     routing = _routing(routing)
     hidden, dtype = outputs[0].shape[-1], outputs[0].dtype
@@ -471,7 +478,8 @@ def combine(
                 token, product = _products(outputs[rank], routing.rows[rank][:, k], weights[rank], owner, k)
                 total[token] = total[token] + product
     else:
-        for present, contribution in _contributions(outputs, routing, weights, wire, by_last_pick=order == "last_pick"):
+        by_last_pick = order == "last_pick"
+        for present, contribution in _by_domain(outputs, routing, weights, wire, sum_domain, by_last_pick=by_last_pick):
             total[present] = total[present] + contribution
     ys = list(torch.split(total, list(routing.num_tokens)))
     if order == "rank" and biases is not None:
@@ -511,19 +519,47 @@ def _products(
     return token, y if weights is None else weights.detach().reshape(-1)[rows[token], None] * y
 
 
+def _by_domain(
+    outputs: Sequence[Tensor],
+    routing: Routing,
+    weights: Sequence[Tensor | None],
+    wire: str | None,
+    sum_domain: int | None,
+    *,
+    by_last_pick: bool,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens, and what a domain adds to each, fp32 as it arrives; without domains what a rank does."""
+    num_ranks, dtype = len(routing.rows), outputs[0].dtype
+    if sum_domain is None or sum_domain in (1, num_ranks):
+        yield from _contributions(outputs, routing, weights, wire, routing.active_ranks, by_last_pick=by_last_pick)
+        return
+    for first in range(0, num_ranks, sum_domain):
+        ranks = [rank for rank in routing.active_ranks if first <= rank < first + sum_domain]
+        total = torch.zeros((len(routing.rows[0]), outputs[0].shape[-1]), dtype=torch.float32, device="cpu")
+        is_present = torch.zeros(len(total), dtype=torch.bool, device="cpu")
+        for present, contribution in _contributions(outputs, routing, weights, None, ranks, by_last_pick=by_last_pick):
+            total[present] = total[present] + contribution
+            is_present[present] = True
+        arrived = through_fp8(total) if wire == "fp8" else total.to(dtype).to(torch.float32)
+        (present,) = is_present.nonzero(as_tuple=True)
+        yield present, arrived[present]
+
+
 def _contributions(
     outputs: Sequence[Tensor],
     routing: Routing,
     weights: Sequence[Tensor | None],
     wire: str | None,
+    ranks: Sequence[int],
     *,
     by_last_pick: bool,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens, and what a rank adds to each, fp32 as it arrives: rank by rank, or by the last k of each in the token."""
+    """Tokens, and what each of `ranks` adds to them, fp32 as it arrives: rank by rank, or by the last k of each in the
+    token."""
     num_tokens, top_k = routing.rows[0].shape
     hidden, dtype = outputs[0].shape[-1], outputs[0].dtype
     of_ranks = []
-    for rank in routing.active_ranks:
+    for rank in ranks:
         rows = routing.rows[rank]
         partial = torch.zeros((num_tokens, hidden), dtype=torch.float32, device="cpu")
         for k in range(top_k):
@@ -554,7 +590,11 @@ def _side(side: Tensor, row: Tensor, k: int, layout: str) -> Tensor:
 
 
 def dispatch_backward(
-    grad_xs: Sequence[Tensor], routing: Routing | Sequence[Dispatched], grad_weights: Sequence[Tensor] | None = None
+    grad_xs: Sequence[Tensor],
+    routing: Routing | Sequence[Dispatched],
+    grad_weights: Sequence[Tensor] | None = None,
+    *,
+    sum_domain: int | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients of dispatch: from those of its rows and of the weights received.
 
@@ -563,7 +603,7 @@ def dispatch_backward(
     """
     routing = _routing(routing)
     sides = [torch.zeros_like(w) for w in routing.weights] if grad_weights is None else grad_weights
-    back = combine(grad_xs, routing, weighted=False, sides=sides)
+    back = combine(grad_xs, routing, weighted=False, sides=sides, sum_domain=sum_domain)
     return [pair[0] for pair in back], [pair[1] for pair in back]
 
 

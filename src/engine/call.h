@@ -49,7 +49,8 @@ struct CombineSpec : CallSpec {
   bool has_side = false;
   bool bias_is_2d = false, bias_is_fp32 = false;
   SumOrder order = SumOrder::kRank;  // cpu; the kernels know kRank alone
-  bool wire_is_fp8 = false;          // contributions travel as e4m3 with a float scale per kQuantizeGroup values
+  i32 sum_domain = 0;                // ranks of a domain; 0: none (weft/config/order.h)
+  bool wire_is_fp8 = false;          // what is added travels as e4m3 with a float scale per kQuantizeGroup values
   // nvlink, rank_major rows that are not in the heap: SMs that bring them into the landing, from where they are pulled; 0: pushed
   i32 stage_blocks = kAutoBlocks;
 };

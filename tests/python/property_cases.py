@@ -74,6 +74,7 @@ class Case:
     heap: str  # "plenty", "none", "small" (room for some results), "full_on_one"
     calls: tuple[Call, ...]
     active_ranks: tuple[int, ...] | None = None  # those left after a rebuild
+    sum_domain: int | None = None
 
     @property
     def num_experts(self) -> int:
@@ -148,6 +149,7 @@ def build(case: Case) -> tuple[list[RankPlan], list[Expected]]:
                 "dtype": DTYPES[case.dtype],
                 "deadline_s": 60.0,
                 "heap_bytes": {"none": 0, "small": 1 << 16}.get(case.heap),
+                "sum_domain": case.sum_domain,
             },
             # "none": a GPU's heap is rounded up to whole pages of 2 MiB
             hog_heap=case.heap == "none"
@@ -199,16 +201,13 @@ def _build_call(case: Case, call: Call) -> tuple[list[RankCall], Expected]:
             torch.randn(w.shape[:1] if call.side == "row" else w.shape, generator=generator) for w in routing.weights
         ]
     biases = [_bias(case, call, rank, generator) for rank in range(case.num_ranks)]
+    sums: dict[str, Any] = {"weighted": call.weighted, "biases": biases, "wire": call.wire}
+    sums["sum_domain"] = case.sum_domain
     if sides is None:
-        ys = reference.combine(outputs, routing, weighted=call.weighted, biases=biases, wire=call.wire)
+        ys = reference.combine(outputs, routing, **sums)
         combined: list[tuple[Tensor, Tensor | None]] = [(y, None) for y in ys]
     else:
-        combined = [
-            (y, side)
-            for y, side in reference.combine(
-                outputs, routing, weighted=call.weighted, sides=sides, biases=biases, wire=call.wire
-            )
-        ]
+        combined = [(y, side) for y, side in reference.combine(outputs, routing, sides=sides, **sums)]
     rank_calls = [
         RankCall(
             x=xs[rank],

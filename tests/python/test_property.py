@@ -216,6 +216,20 @@ def test_ids(pool: Pool, layout: str, ids: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
+@pytest.mark.parametrize("sum_domain", [1, 2, 3, 4])
+def test_sums_of_domains(pool: Pool, layout: str, sum_domain: int) -> None:
+    """Even ones and uneven ones; pulled and pushed; rows of whole and of broken groups of 128."""
+    for hidden, wire, heap, output_dtype in (
+        (48, None, "plenty", "bfloat16"), (2064, "fp8", "plenty", "bfloat16"), (144, "fp8", "none", "float32"),
+    ):  # fmt: skip
+        case = with_call(layout=layout, wire=wire, ids="distinct", tokens=(60, 0, 17, 9), output_dtype=output_dtype)
+        case = replace(case, hidden=hidden, heap=heap, sum_domain=sum_domain)
+        checked(pool, case)
+        if wire is None:
+            checked_gradients(pool, case)
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
 @pytest.mark.parametrize("heap", ["none", "full_on_one"])
 def test_heap_without_room(pool: Pool, layout: str, heap: str) -> None:
     checked(pool, replace(with_call(layout=layout, tokens=(300, 2, 0, 100)), heap=heap))

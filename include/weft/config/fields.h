@@ -115,7 +115,7 @@ struct Of<SmallCombineKernelConfig> {
 template <>
 struct Of<Order> {
   using C = Order;
-  using All = List<&C::sum_domain, &C::within, &C::bias, &C::reduction>;
+  using All = List<&C::contribution, &C::within, &C::bias, &C::reduction, &C::sum_domain, &C::sum_is_fp8>;
 };
 
 // A field that is a struct of fields itself: whoever walks goes on in it.

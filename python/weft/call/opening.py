@@ -53,7 +53,7 @@ def opened(comm: Communicator, dtype: torch.dtype, arguments: dict[str, Any]) ->
     make = GpuCalls if comm.engine == "nvlink" else CpuCalls
     with released_on_error(windows):
         experts = Experts(comm.rank, comm.num_ranks, num_experts, arguments["num_logical_experts"])
-        calls = make(comm, windows, numbers, experts, top_k, hidden, dtype)
+        calls = make(comm, windows, numbers, experts, top_k, hidden, dtype, arguments["sum_domain"] or 0)
         return calls, Shape(
             comm, comm.engine, comm.device, dtype, comm.num_ranks, num_experts, experts.num_ids, top_k, hidden,
             max_tokens, num_windows, deadline_s, min(DEFAULT_NUM_SMS, most_sms) if num_sms is None else num_sms,

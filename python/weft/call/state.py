@@ -58,11 +58,12 @@ class State:
         top_k: int,
         hidden: int,
         dtype: torch.dtype,
+        sum_domain: int = 0,
     ) -> None:
         self.comm, self.windows, self.numbers, self.device = comm, windows, numbers, comm.device
         self.experts, self.top_k, self.hidden, self.dtype = experts, top_k, hidden, dtype
         self.has_map = experts.map is not None
-        self.num_ranks = comm.num_ranks
+        self.num_ranks, self.sum_domain = comm.num_ranks, sum_domain
         self.num_local_experts = experts.num_experts // comm.num_ranks
         self.overflow = torch.zeros((), dtype=torch.int64, device="cpu")
         self.num_dropped_checked = 0

@@ -64,6 +64,9 @@ void check_addresses(const CombineArgs& args) {
 }
 
 void check_order(const CombineArgs& args, const WindowShape& shape) {
+  if (args.sum_domain < 0 || args.sum_domain > shape.num_ranks) {
+    throw_invalid_argument(range_text("sum_domain", args.sum_domain, "0 to " + std::to_string(shape.num_ranks)));
+  }
   if (args.order != SumOrder::kPick) {
     if (args.owner_weights != 0) throw_invalid_argument("weights: given; allowed with order 'pick' alone");
     return;

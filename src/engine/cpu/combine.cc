@@ -42,14 +42,18 @@ CombineCall::CombineCall(Window& window, const CombineArgs& args, const Poll& po
       op_(window, config_of(args, window.hash_), args.timeout_ns, poll),
       send_{memory_at<i32>(args.send_plan), args.num_tokens, top_k_, num_ranks_},
       recv_{memory_at<i32>(args.recv_plan), memory_at<PlanHeader>(args.recv_plan)->num_meta_rows, top_k_, num_ranks_},
-      is_fp8_(args.wire_is_fp8),
-      order_(order_of(args.order)) {
+      order_(order_of(args.order, args.sum_domain, window.shape_.num_ranks, args.wire_is_fp8)),
+      is_fp8_(args.wire_is_fp8 && !order_.has_domains()) {
   u64 side_bytes = args.has_side ? static_cast<u64>(top_k_) * sizeof(float) : 0;
   if (is_by_pick()) side_bytes = 2 * sizeof(float);  // weight and side of the pick
-  const i64 data_bytes = is_fp8_ ? args.hidden : row_bytes_;
-  const i64 scale_row_bytes = is_fp8_ ? scale_bytes(args.hidden, Quantize::kFp8) : 0;
-  record_ = RecordLayout::make(static_cast<u64>(data_bytes), static_cast<u64>(scale_row_bytes), side_bytes);
+  const auto record = [&](bool is_fp8, u64 meta_bytes) {
+    const i64 data_bytes = is_fp8 ? args.hidden : row_bytes_;
+    const i64 scale_row_bytes = is_fp8 ? scale_bytes(args.hidden, Quantize::kFp8) : 0;
+    return RecordLayout::make(static_cast<u64>(data_bytes), static_cast<u64>(scale_row_bytes), meta_bytes);
+  };
+  record_ = record(is_fp8_, side_bytes);
   side_record_ = RecordLayout::make(0, 0, side_bytes);
+  sum_record_ = record(args.wire_is_fp8, 0);
   if (args.layout != Layout::kRankMajor || is_fp8_) return;
   const auto offset = window.heap_offset(memory_at<void>(args.y));
   pull_ = offset.has_value();
@@ -66,7 +70,8 @@ void CombineCall::run() {
   op_.wait_all(Phase::kCount);
   read_counts();
   w_.scratch_.row.resize(static_cast<size_t>(record_.bytes));
-  if (is_fp8_ || is_by_pick()) w_.scratch_.sum.resize(static_cast<size_t>(a_.hidden));
+  if (a_.wire_is_fp8 || is_by_pick()) w_.scratch_.sum.resize(static_cast<size_t>(a_.hidden));
+  if (order_.has_domains()) w_.scratch_.domains.resize(static_cast<size_t>(num_ranks_) * sum_record_.bytes);
   if (a_.has_side) std::fill_n(memory_at<float>(a_.side_out), a_.num_tokens * top_k_, 0.0f);
   const auto all_pushed = [&] {
     return std::all_of(op_.peers().begin(), op_.peers().end(),
@@ -342,14 +347,14 @@ bool CombineCall::sum_token(i64 token) {
   const void* rows[kMaxRanks];
   const float* scales[kMaxRanks];
   RowSum sum;
-  std::array<i64, kMaxRanks> last;  // of the ranks behind `rows`
+  std::array<i64, kMaxRanks> place;  // of the ranks behind `rows`
   for (int rank = 0; rank < num_ranks_; ++rank) {
     const i32 slot = send_.slot()[token * num_ranks_ + rank];
     if (slot < 0) continue;
     Contributor& from = contributors_[rank];
     const i64 row = send_.row_start()[rank] + slot;
     const bool counts = has_row(token, rank);
-    if (counts && order_.reduction == Reduction::kByLastPick) last[sum.num_rows] = last_pick(token, rank);
+    if (counts) place[sum.num_rows] = place_in_order(token, rank);
     if (rank == rank_) {
       float side[kMaxTopk];
       const i64 meta_row = recv_.source_offset()[rank_] + slot;
@@ -368,14 +373,15 @@ bool CombineCall::sum_token(i64 token) {
   }
   // Few, and most often in order.
   for (i32 end = 1; order_.reduction == Reduction::kByLastPick && end < sum.num_rows; ++end) {
-    for (i32 idx = end; idx > 0 && last[idx] < last[idx - 1]; --idx) {
-      std::swap(last[idx], last[idx - 1]);
+    for (i32 idx = end; idx > 0 && place[idx] < place[idx - 1]; --idx) {
+      std::swap(place[idx], place[idx - 1]);
       std::swap(rows[idx], rows[idx - 1]);
     }
   }
-  for (i32 idx = 0; is_fp8_ && idx < sum.num_rows; ++idx)
-    scales[idx] = reinterpret_cast<const float*>(static_cast<const u8*>(rows[idx]) + record_.scales);
-  sum.scales = is_fp8_ ? scales : nullptr;
+  if (order_.has_domains()) sum.num_rows = sum_domains(place.data(), sum.num_rows, rows);
+  for (i32 idx = 0; a_.wire_is_fp8 && idx < sum.num_rows; ++idx)
+    scales[idx] = reinterpret_cast<const float*>(static_cast<const u8*>(rows[idx]) + sum_record_.scales);
+  sum.scales = a_.wire_is_fp8 ? scales : nullptr;
   sum.rows = rows;
   sum.hidden = a_.hidden;
   sum.dtype = a_.dtype;

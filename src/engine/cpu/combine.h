@@ -42,7 +42,7 @@ class CombineCall {
     i64 next_pick = 0;  // by pick: in the receive plan, where the search for the next kept one goes on
   };
 
-  bool is_by_pick() const { return order_.sum_domain == SumDomain::kPick; }
+  bool is_by_pick() const { return order_.contribution == Contribution::kOfPick; }
   bool pushes_records() const { return !pull_ || a_.has_side; }
   bool needs_records(int contributor) const { return !contributors_[contributor].pulls || a_.has_side; }
 
@@ -72,10 +72,12 @@ class CombineCall {
   void read_side(i64 token, int contributor, const float* values);
   const void* bias_of(i64 token) const;
   i64 last_pick(i64 token, int contributor) const;
+  i64 place_in_order(i64 token, int contributor) const;
   bool pick_is_here() const;
   bool sum_picks(i64 token);
   void add_pick(i64 at, const void* row, float weight, float side);
   void post_consumed(int contributor, bool at_end);
+  i32 sum_domains(const i64* places, i32 num_rows, const void** rows) const;
 
   Window& w_;
   const CombineArgs& a_;
@@ -86,12 +88,13 @@ class CombineCall {
   Operation op_;
   const SendPlanView<const i32> send_;
   const RecvPlanView<const i32> recv_;
-  const bool is_fp8_;
   const Order order_;
+  const bool is_fp8_;  // contributions; the sums of domains are else
   bool pull_ = false;  // this rank's rows lie in its heap in the right order, and travel as they are
   u64 pull_offset_ = 0;
   RecordLayout record_;  // with data; a pulled row's record has only the side values
   RecordLayout side_record_;
+  RecordLayout sum_record_;                            // what the owner adds: a contribution, or the sum of a domain
   std::array<Contributor, kMaxRanks> contributors_{};  // on the stack: a call allocates nothing
   std::array<Owner, kMaxRanks> owners_{};
   Block landing_block_;

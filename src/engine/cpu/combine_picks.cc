@@ -1,4 +1,4 @@
-// What the orders of additions other than "rank" need: the last pick of a rank, and rows that travel pick by pick.
+// What the orders of additions other than "rank" need: the last pick of a rank, sums of domains, and rows that travel pick by pick.
 #include <algorithm>
 #include <cstring>
 
@@ -37,6 +37,34 @@ i64 CombineCall::last_pick(i64 token, int contributor) const {
     if (expert >= 0 && is_kept && experts_.rank_of(expert) == contributor) return k;
   }
   return 0;
+}
+
+// Among the contributions to a token: domains ascending, in one of them as the order says.
+i64 CombineCall::place_in_order(i64 token, int contributor) const {
+  const i64 last = order_.reduction == Reduction::kByLastPick ? last_pick(token, contributor) : 0;
+  return order_.domain_of(contributor) * kMaxTopk + last;
+}
+
+// `rows`: contributions in their order, and where each stands. In their stead the sums of domains, rounded as they would travel.
+// How many there are.
+i32 CombineCall::sum_domains(const i64* places, i32 num_rows, const void** rows) const {
+  i32 num_domains = 0;
+  for (i32 first = 0, end = 0; first < num_rows; first = end) {
+    while (end < num_rows && places[end] / kMaxTopk == places[first] / kMaxTopk) ++end;
+    RowSum sum;
+    sum.rows = rows + first;
+    sum.num_rows = end - first;
+    sum.hidden = a_.hidden;
+    sum.dtype = a_.dtype;
+    sum.result_is_fp32 = order_.sum_is_fp8;
+    u8* place = w_.scratch_.domains.data() + static_cast<u64>(num_domains) * sum_record_.bytes;
+    sum_rows(sum, order_.sum_is_fp8 ? static_cast<void*>(w_.scratch_.sum.data()) : place);
+    if (order_.sum_is_fp8)
+      quantize_contribution(w_.scratch_.sum.data(), a_.hidden, place,
+                            reinterpret_cast<float*>(place + sum_record_.scales));
+    rows[num_domains++] = place;
+  }
+  return num_domains;
 }
 
 // The next kept pick of an owner: tokens in its order, then k. There is one: records are as many as kept picks.

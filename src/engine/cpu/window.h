@@ -123,7 +123,7 @@ class Window : public CallWindow {
   struct Scratch {
     std::vector<i32> counts_to, counts_from;
     std::vector<i64> starts, next_row, offsets, rows_from;
-    std::vector<u8> row, scales;
+    std::vector<u8> row, scales, domains;
     std::vector<float> sum;
   } scratch_;
 };
