@@ -2,6 +2,7 @@
 // that are believed though they are no decision.
 #include "bootstrap/ledger.h"
 
+#include <atomic>
 #include <cstring>
 #include <thread>
 
@@ -139,16 +140,21 @@ TEST(a_store_that_comes_back_is_asked_again) {
 // A call that has ended left a request behind: its answer is nobody's.
 TEST(late_answers_are_dropped) {
   Decider decider;
-  const std::function<void()> poll;
-  CHECK_ERROR(kControlLost, {}, decider.compare_set("first", "", "", {deadline_after_s(0), poll}));
+  CHECK_ERROR(kControlLost, {}, decider.compare_set("first", "", "", {deadline_after_s(0), {}}));
+  std::atomic<int> num_looks = 0;
+  std::atomic<bool> has_answer = false;
   std::thread server([&] {
     const auto request = decider.next();
     CHECK_EQ(request->key, std::string("second"));  // the first was taken back
     decider.answer(request->number - 1, "of the first");
+    // The caller has looked since: once may have begun before.
+    for (const int before = num_looks; num_looks < before + 2 && !has_answer;) std::this_thread::yield();
     decider.answer(request->number, "of the second");
   });
-  CHECK_EQ(decider.compare_set("second", "", "", {deadline_after_s(kLongS), poll}), std::string("of the second"));
+  const std::string answer = decider.compare_set("second", "", "", {deadline_after_s(kLongS), [&] { ++num_looks; }});
+  has_answer = true;
   server.join();
+  CHECK_EQ(answer, std::string("of the second"));
 }
 
 TEST(values_are_read_back_as_written) {

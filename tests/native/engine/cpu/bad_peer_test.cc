@@ -339,6 +339,7 @@ TEST(places_outside_of_its_heap) {
   placed([](Placement& p) { p.num_meta_rows = 1; });  // less than this rank sends
   placed([](Placement& p) { p.meta_start = -1; });
   placed([](Placement& p) { p.meta_start = 12; });
+  placed([](Placement& p) { p.in_heap = 0, p.meta_start = -1; });  // rows of a result that has no place in the heap
   placed([](Placement& p) { p.meta_idx = kRoom - 16; });
   placed([](Placement& p) { p.meta_weights = ~u64{0}; });
 }
