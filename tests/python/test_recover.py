@@ -106,6 +106,55 @@ def test_a_late_rank_is_left_out_and_told() -> None:
         assert membership.evicted + membership.safe_to_delete == (2,)
 
 
+def _calls_everything(comm: Any, done: pathlib.Path) -> Any:
+    ep = weft.ExpertParallel(comm, **SHAPE)
+    r = ep.dispatch(torch.ones((2, 16), dtype=torch.bfloat16), torch.tensor([[0, 1], [2, 3]]))
+    if comm.rank < 2:
+        active = comm.recover((2,)).active
+        for _ in range(50):
+            _call(ep)
+            time.sleep(0.02)
+        while not done.exists():
+            time.sleep(0.01)
+        _call(ep)
+        return active, comm.membership.active
+    time.sleep(0.5)  # asleep while the others go on
+    refused = {
+        "dispatch": lambda: _call(ep),
+        "combine": lambda: ep.combine(r.x, r.handle),
+        "warmup": lambda: ep.warmup(),
+        "object": lambda: weft.ExpertParallel(comm, **SHAPE),
+        "meet": lambda: comm.meet(30.0),
+        "raise_if_broken": lambda: comm.raise_if_broken(),
+        "recover": lambda: comm.recover(),
+        "evict all": lambda: comm.recover((0, 1)),
+        "rebuild": lambda: comm.rebuild([0, 1, 2]),
+        "alone": lambda: comm.rebuild([2]),
+    }
+    told = {}
+    for name, call in refused.items():
+        start = time.monotonic()
+        try:
+            call()
+            told[name] = "nothing"
+        except weft.Error as error:
+            told[name] = type(error).__name__ if time.monotonic() - start < 30 else "late"
+    comm.abort("still here")
+    assert comm.broken
+    assert comm.membership.active  # what it knew last; these never wait
+    ep.stats()
+    ep.close()
+    comm.close()
+    done.touch()
+    return told
+
+
+def test_an_evicted_rank_that_calls_everything_disturbs_nobody(tmp_path: pathlib.Path) -> None:
+    first, second, told = weft.spawn(_calls_everything, num_ranks=3, device="cpu", args=(tmp_path / "done",))
+    assert first == second == ((0, 1), (0, 1))
+    assert set(told.values()) == {"Evicted"}, told
+
+
 def _retried(comm: Any, done: pathlib.Path) -> tuple[int, ...]:
     ep = weft.ExpertParallel(comm, **SHAPE)
     if comm.rank == 0:
