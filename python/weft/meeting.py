@@ -6,6 +6,7 @@ docs/protocols/bootstrap.md, "Meeting in a store", has the keys and why nothing 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
 import struct
@@ -27,11 +28,13 @@ __all__ = ["ENDPOINT_BYTES", "Meeting", "hosts_store", "meet", "meet_by_env"]
 
 ENDPOINT_BYTES = 256
 _CALL = struct.Struct("<4sHH16s")  # magic, version, number of ranks, nonce
-_MAGIC, _VERSION = b"WEFM", 2
+_MAGIC, _VERSION = b"WEFM", 3
 _WAITING, _COMPLETE, _LATE = b"waiting ", b"complete", b"late    "  # all of one length
 _ABSENT = bytes(ENDPOINT_BYTES)
+_MARK_BYTES = 8
 
 _LOOK_S = (0.002, 0.05)  # between two looks into the store: the first, the longest
+_LOOK_S_A_RANK = 0.0005  # the longest of a large group, which would keep a store busy with looks alone
 _LINGER_S = 1.0  # of rank 0, for the others to read that it gave up
 _STUCK_S = 2.0  # after the deadline, for a look that has not come back
 _REOPEN_S = 0.2  # between two tries to reach a store
@@ -90,7 +93,7 @@ def meet(store: Store, me: Meeting) -> list[bytes]:
 def _host(store: Store, me: Meeting) -> list[bytes]:
     before = _Call.parse(_get(store, "call"))
     if before is not None:
-        for key in ("state", *map(str, range(1, before.num_ranks))):
+        for key in ("state", "all", *map(str, range(1, before.num_ranks))):
             store.delete_key(f"{before.nonce}/{key}")
     call = _Call(me.num_ranks, os.urandom(16).hex())
     _set(store, "call", call.pack())
@@ -101,15 +104,17 @@ def _host(store: Store, me: Meeting) -> list[bytes]:
             raise me.replaced()
         present = [_read(store, call, known, rank) for rank in range(1, me.num_ranks)]
         complete = all(present)  # at once: one that came may have left since, or was started anew
+        if complete:
+            _set(store, f"{call.nonce}/all", b"".join(known))
         if complete or known != told:
-            _set(store, f"{call.nonce}/state", (_COMPLETE if complete else _WAITING) + b"".join(known))
+            _set(store, f"{call.nonce}/state", (_COMPLETE if complete else _WAITING) + _marks(known))
             told = list(known)
         if complete:
             return known
     if me.stop.is_set():  # the others wait for this rank, whoever else has not come
         known[0] = _ABSENT
     late = [rank for rank in range(me.num_ranks) if known[rank] == _ABSENT]
-    _set(store, f"{call.nonce}/state", _LATE + b"".join(known))
+    _set(store, f"{call.nonce}/state", _LATE + _marks(known))
     _linger(store, call, [rank for rank in range(1, me.num_ranks) if rank not in late])
     if me.stop.is_set():
         raise _Left
@@ -148,11 +153,12 @@ def _follow(store: Store, me: Meeting) -> list[bytes]:
                 late, why = [0], f"it does not answer at {me.where}"
             if not nonce:
                 continue
-            kind, endpoints = _parse_state(_get(store, f"{nonce}/state"), me.num_ranks)
-            if endpoints and endpoints[me.rank] == me.endpoint:
-                late = [rank for rank, endpoint in enumerate(endpoints) if endpoint == _ABSENT]
+            kind, marks = _parse_state(_get(store, f"{nonce}/state"), me.num_ranks)
+            if marks and marks[me.rank] == _mark(me.endpoint):
+                late = [rank for rank, mark in enumerate(marks) if mark == _mark(_ABSENT)]
                 why = f"rank 0 waits for the same at {me.where}"
-                if kind == _COMPLETE:
+                endpoints = _pieces(_get(store, f"{nonce}/all") or b"", ENDPOINT_BYTES) if kind == _COMPLETE else []
+                if len(endpoints) == me.num_ranks and endpoints[me.rank] == me.endpoint:
                     return endpoints
                 if kind == _LATE:
                     raise me.late(late, f"rank 0 gave up at {me.where}")
@@ -173,7 +179,7 @@ def _follow(store: Store, me: Meeting) -> list[bytes]:
 
 def _looks(me: Meeting) -> Iterator[None]:
     """One turn a look into the store, at least one, until the deadline or until the caller has gone."""
-    pause_s, longest_s = _LOOK_S
+    pause_s, longest_s = _LOOK_S[0], max(_LOOK_S[1], _LOOK_S_A_RANK * me.num_ranks)
     while not me.stop.is_set():
         yield
         left_s = me.deadline - time.monotonic()
@@ -218,12 +224,25 @@ class _Call:
         return cls(num_ranks, nonce.hex()) if (magic, version) == (_MAGIC, _VERSION) else None
 
 
+def _mark(endpoint: bytes) -> bytes:
+    """What stands for an endpoint in a state, which every rank reads again and again; zeros for none."""
+    return bytes(_MARK_BYTES) if endpoint == _ABSENT else hashlib.sha256(endpoint).digest()[:_MARK_BYTES]
+
+
+def _marks(endpoints: Sequence[bytes]) -> bytes:
+    return b"".join(map(_mark, endpoints))
+
+
+def _pieces(value: bytes, size: int) -> list[bytes]:
+    return [value[at : at + size] for at in range(0, len(value), size)]
+
+
 def _parse_state(value: bytes | None, num_ranks: int) -> tuple[bytes, list[bytes]]:
-    """Kind and endpoints; nothing of what has another size."""
+    """Kind and marks; nothing of what has another size."""
     start = len(_WAITING)
-    if value is None or len(value) != start + num_ranks * ENDPOINT_BYTES:
+    if value is None or len(value) != start + num_ranks * _MARK_BYTES:
         return b"", []
-    return value[:start], [value[at : at + ENDPOINT_BYTES] for at in range(start, len(value), ENDPOINT_BYTES)]
+    return value[:start], _pieces(value[start:], _MARK_BYTES)
 
 
 # ---- torch's store
