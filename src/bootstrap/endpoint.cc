@@ -1,7 +1,6 @@
 #include "bootstrap/endpoint.h"
 
 #include <fcntl.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -12,6 +11,7 @@
 #include <cstring>
 #include <string_view>
 
+#include "base/random.h"
 #include "base/status.h"
 #include "bootstrap/socket.h"
 
@@ -61,15 +61,6 @@ void check_proc() {
   if (pid == std::to_string(getpid())) return;
   throw_unsupported("/proc is that of another pid namespace (it calls this process " + pid + ", which is pid " +
                     std::to_string(getpid()) + "); mount a /proc of this one, as unshare --mount-proc does");
-}
-
-template <size_t kBytes>
-std::array<uint8_t, kBytes> random_bytes() {
-  std::array<uint8_t, kBytes> random{};
-  if (getrandom(random.data(), random.size(), 0) != static_cast<ssize_t>(random.size())) {
-    throw_system_error("getrandom", errno);
-  }
-  return random;
 }
 
 std::string random_name() {

@@ -28,7 +28,8 @@ GroupSecret group_secret(std::span<const Endpoint> endpoints, std::span<const st
   return all;
 }
 
-Hello make_hello(int source, int target, std::span<const Endpoint> endpoints, const GroupSecret& secret) noexcept {
+Hello make_hello(int source, int target, std::span<const Endpoint> endpoints, const GroupSecret& secret,
+                 const Drawn& drawn) noexcept {
   Hello hello;
   hello.bytes = sizeof(hello);
   hello.source = source;
@@ -36,6 +37,8 @@ Hello make_hello(int source, int target, std::span<const Endpoint> endpoints, co
   hello.num_ranks = static_cast<int32_t>(endpoints.size());
   hello.group = secret.id;
   hello.target_nonce = endpoints[static_cast<size_t>(target)].nonce;
+  hello.challenge = drawn.source;
+  hello.answer = drawn.target;
   hello.endpoint = endpoints[static_cast<size_t>(source)];
   hello.endpoint.key = {};
   const auto before = std::as_bytes(std::span<const Hello, 1>(&hello, 1)).first(offsetof(Hello, proof));
@@ -48,6 +51,28 @@ int source_of(const PacketHeader& header, std::span<const std::byte> payload) no
   if (header.type != PacketType::kHello || payload.size() != sizeof(hello)) return -1;
   std::memcpy(&hello, payload.data(), sizeof(hello));
   return hello.magic == kHelloMagic && hello.version == kHelloVersion ? hello.source : -1;
+}
+
+Nonce challenge_of(const PacketHeader& header, std::span<const std::byte> payload) noexcept {
+  Hello hello;
+  if (header.type == PacketType::kHello && payload.size() == sizeof(hello)) {
+    std::memcpy(&hello, payload.data(), sizeof(hello));
+  }
+  return hello.challenge;
+}
+
+std::string challenge_problem(const PacketHeader& header, std::span<const std::byte> payload, Nonce* drawn) {
+  Challenge challenge;
+  if (header.type != PacketType::kChallenge) return "something else than a challenge";
+  if (payload.size() != sizeof(challenge)) return "a challenge of " + std::to_string(payload.size()) + " bytes";
+  std::memcpy(static_cast<void*>(&challenge), payload.data(), sizeof(challenge));
+  if (challenge.magic != kChallengeMagic) return "a challenge with a wrong magic number";
+  if (challenge.version != kHelloVersion || challenge.bytes != sizeof(challenge)) {
+    return "a challenge of version " + std::to_string(challenge.version) + " that names " +
+           std::to_string(challenge.bytes) + " bytes; this Weft speaks version " + std::to_string(kHelloVersion);
+  }
+  *drawn = challenge.drawn;
+  return {};
 }
 
 std::string hello_problem(const PacketHeader& header, std::span<const std::byte> payload, const Hello& expected) {
@@ -75,6 +100,7 @@ std::string hello_problem(const PacketHeader& header, std::span<const std::byte>
   if (hello.source != expected.source || hello.target != expected.target) {
     return "a greeting from rank " + std::to_string(hello.source) + " to rank " + std::to_string(hello.target);
   }
+  if (hello.answer != expected.answer) return "a greeting that does not answer the challenge of this connection";
   if (!equal_digests(hello.proof, expected.proof))
     return "a greeting without the proof that it knows the group's secret";
   return hello == expected ? "" : "a greeting that was changed on its way";

@@ -1,13 +1,11 @@
 #include "bootstrap/group_page.h"
 
-#include <sys/random.h>
-
 #include <atomic>
-#include <cerrno>
 #include <cstring>
 #include <string>
 #include <utility>
 
+#include "base/random.h"
 #include "base/status.h"
 
 namespace weft {
@@ -39,10 +37,7 @@ GroupPage::GroupPage(SharedMemory&& memory, int num_ranks)
 
 std::shared_ptr<GroupPage> GroupPage::create(int num_ranks) {
   SharedMemory memory = SharedMemory::create(bytes_for(num_ranks));
-  Header header{kMagic, kVersion, num_ranks, 0, {}};
-  if (getrandom(header.group.data(), header.group.size(), 0) != static_cast<ssize_t>(header.group.size())) {
-    throw_system_error("getrandom", errno);
-  }
+  const Header header{kMagic, kVersion, num_ranks, 0, random_bytes<sizeof(GroupId)>()};
   std::memcpy(memory.data(), &header, sizeof(header));
   return std::shared_ptr<GroupPage>(new GroupPage(std::move(memory), num_ranks));
 }

@@ -181,7 +181,8 @@ std::string Link::take(PacketReader& reader, const Events& events) {
       return {};
     }
     case PacketType::kRefusal: events.goodbye({}); return {};  // it gave up while it connected to others
-    case PacketType::kHello: return "a second greeting";
+    case PacketType::kHello:
+    case PacketType::kChallenge: return "a second greeting";
     case PacketType::kDecision: return events.decision ? events.decision(payload) : "a decision";
   }
   return "a packet of unknown type";

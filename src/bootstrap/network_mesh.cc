@@ -9,6 +9,7 @@
 
 #include "base/clock.h"
 #include "base/log.h"
+#include "base/random.h"
 #include "base/status.h"
 
 namespace weft {
@@ -111,7 +112,6 @@ void NetworkMesh::follow(int peer) {
   each.is_connected = true;
   each.refused_since_ns = 0;
   each.problem = place_of(peer) + ": connected, but no greeting came";
-  say_hello(each.wire, peer);
 }
 
 // What the kernel says of a call. Only who is refused at all addresses, time after time, takes the rank for gone.
@@ -130,7 +130,7 @@ void NetworkMesh::call_failed(int peer, int error_number) {
 void NetworkMesh::begin(int peer) {
   Call& each = call(peer);
   if (now_ns() < each.again_ns) return;
-  each.is_connected = false;
+  each.is_connected = each.has_greeted = false;
   each.since_ns = now_ns();
   each.wire = Wire(start_call(each.addresses[each.address_idx], endpoint(peer).port), Wire::Kind::kStream);
   if (!each.wire.valid()) call_failed(peer, errno);
@@ -155,10 +155,28 @@ void NetworkMesh::hear(int peer) {
     if (each.num_refused + 1 >= each.addresses.size()) throw Error(refusal);
     return give_up(peer, refusal.text, true);
   }
-  const std::string problem =
-      hello_problem(reader_.header, reader_.payload, make_hello(peer, rank_, endpoints_, secret_));
+  std::string problem;
+  if (!each.has_greeted) {
+    problem = answer_challenge(peer);
+    if (!problem.empty()) give_up(peer, "it sent " + problem, true);
+    return;
+  }
+  const Drawn drawn{challenge_of(reader_.header, reader_.payload), each.drawn};
+  problem = hello_problem(reader_.header, reader_.payload, make_hello(peer, rank_, endpoints_, secret_, drawn));
   if (!problem.empty()) return give_up(peer, "it sent " + problem, true);
   done_[static_cast<size_t>(peer)] = std::exchange(each.wire, Wire());
+}
+
+// What is wrong with the packet in reader_ as the challenge of `peer`; empty: nothing, and it is answered.
+std::string NetworkMesh::answer_challenge(int peer) {
+  Call& each = call(peer);
+  Nonce challenge{};
+  std::string problem = challenge_problem(reader_.header, reader_.payload, &challenge);
+  if (!problem.empty()) return problem;
+  each.drawn = random_bytes<sizeof(Nonce)>();
+  each.has_greeted = true;
+  say_hello(each.wire, peer, {each.drawn, challenge});
+  return {};
 }
 
 // `is_answer`: there is somebody, but not this rank. An address may be one that several machines have for themselves, so the
@@ -175,9 +193,17 @@ void NetworkMesh::give_up(int peer, const std::string& problem, bool is_answer) 
 
 // --- the called side -------------------------------------------------------------------------------------------------
 
+// Each rank that is still to call has room besides the strangers.
+size_t NetworkMesh::most_callers() const {
+  size_t most = kCallersAtOnce;
+  for (int peer = rank_ + 1; peer < static_cast<int>(endpoints_.size()); ++peer) most += is_remote(peer) && !done(peer);
+  return most;
+}
+
 // Those that are waiting, but so few at a time that callers without end don't keep the ranks from their deadline. Of more than
-// kCallersAtOnce that have not greeted the oldest goes: a rank greets at once, and calls again if it is turned away.
+// most_callers() that have not greeted the oldest goes: a rank greets at once, and calls again if it is turned away.
 void NetworkMesh::accept_callers() {
+  const size_t most = most_callers();
   for (size_t turn = 0; turn < kCallersAtOnce; ++turn) {
     OwnedFd caller = accept_caller(door_);
     if (!caller.valid()) {
@@ -185,9 +211,13 @@ void NetworkMesh::accept_callers() {
       if (errno == EAGAIN || errno == EWOULDBLOCK) return;
       continue;  // it has gone by now, or the network has an error of its own
     }
-    callers_.push_back({Wire(std::move(caller), Wire::Kind::kStream), now_ns()});
-    if (callers_.size() > kCallersAtOnce) hear_callers();
-    if (callers_.size() > kCallersAtOnce) callers_.pop_front();
+    Challenge challenge;
+    challenge.drawn = random_bytes<sizeof(Nonce)>();
+    callers_.push_back({Wire(std::move(caller), Wire::Kind::kStream), now_ns(), challenge.drawn});
+    callers_.back().wire.send(small_header(PacketType::kChallenge, sizeof(challenge)),
+                              std::as_bytes(std::span<const Challenge, 1>(&challenge, 1)), {});
+    if (callers_.size() > most) hear_callers();
+    if (callers_.size() > most) callers_.pop_front();
   }
 }
 
@@ -211,14 +241,15 @@ bool NetworkMesh::greet(Caller& caller) {
   const bool is_rank = source > rank_ && source < static_cast<int>(endpoints_.size()) && is_remote(source);
   // Compared with that of any rank if it is of none: the texts for another version, group or size do not depend on which.
   const int supposed = is_rank ? source : (rank_ == 0 ? static_cast<int>(endpoints_.size()) - 1 : 0);
+  const Drawn drawn{challenge_of(reader_.header, reader_.payload), caller.drawn};
   std::string problem =
-      hello_problem(reader_.header, reader_.payload, make_hello(supposed, rank_, endpoints_, secret_));
+      hello_problem(reader_.header, reader_.payload, make_hello(supposed, rank_, endpoints_, secret_, drawn));
   if (problem.empty() && (!is_rank || done(source))) problem = "a greeting of a rank that is not waited for";
   if (!problem.empty()) {
     refuse(caller, problem);
     return false;
   }
-  say_hello(caller.wire, source);
+  say_hello(caller.wire, source, {drawn.target, drawn.source});
   done_[static_cast<size_t>(source)] = std::move(caller.wire);
   return true;
 }
@@ -234,18 +265,19 @@ void NetworkMesh::refuse(Caller& caller, const std::string& problem) {
 
 // --- both ------------------------------------------------------------------------------------------------------------
 
-void NetworkMesh::say_hello(Wire& wire, int peer) {
-  const Hello hello = make_hello(rank_, peer, endpoints_, secret_);
+void NetworkMesh::say_hello(Wire& wire, int peer, const Drawn& drawn) {
+  const Hello hello = make_hello(rank_, peer, endpoints_, secret_, drawn);
   // A fresh connection has room; one that has ended is noticed by its end.
   wire.send(small_header(PacketType::kHello, sizeof(hello)), std::as_bytes(std::span<const Hello, 1>(&hello, 1)), {});
 }
 
 void NetworkMesh::check_done() {
+  std::vector<pollfd> ended;  // one call of the kernel for all of them
+  for (const Wire& wire : done_) ended.push_back({wire.fd(), POLLRDHUP, 0});
+  if (::poll(ended.data(), ended.size(), 0) <= 0) return;
   for (int peer = 0; peer < static_cast<int>(done_.size()); ++peer) {
-    if (!done(peer)) continue;
+    if (ended[static_cast<size_t>(peer)].revents == 0) continue;
     Wire& wire = done_[static_cast<size_t>(peer)];
-    pollfd ended{wire.fd(), POLLRDHUP, 0};
-    if (::poll(&ended, 1, 0) != 1) continue;
     if (wire.receive(reader_) == ReceiveResult::kPacket && reader_.header.type == PacketType::kRefusal) {
       throw Error(
           read_refusal(reader_.payload, "rank " + std::to_string(peer), rank_, static_cast<int>(endpoints_.size())));
@@ -257,15 +289,36 @@ void NetworkMesh::check_done() {
 void NetworkMesh::tell_all(std::span<const std::byte> refusal) noexcept {
   try {
     if (door_ >= 0) accept_callers();
-    hear_callers();  // who has greeted by now is a rank, and is told
-  } catch (...) {    // NOLINT(bugprone-empty-catch): it leaves as it is
+    hear_farewell();
+  } catch (...) {  // NOLINT(bugprone-empty-catch): it leaves as it is
   }
   const auto tell = [&](Wire& wire) {
     if (wire.valid()) wire.send(small_header(PacketType::kRefusal, refusal.size()), refusal, {});
   };
   for (Wire& wire : done_) tell(wire);
   for (Call& each : calls_) {
-    if (each.is_connected) tell(each.wire);
+    if (each.has_greeted) tell(each.wire);
+  }
+}
+
+// Only ranks that have greeted are told why this one gives up, and believe it: the last chance for greetings that are on their way,
+// in both directions.
+void NetworkMesh::hear_farewell() {
+  const uint64_t end_ns = now_ns() + patience_.farewell_ns;
+  // check: allow spin-loop: sleeps in poll and ends after farewell_ns
+  for (;;) {
+    hear_callers();
+    std::vector<pollfd> waited;
+    for (const Caller& each : callers_) waited.push_back({each.wire.fd(), POLLIN, 0});
+    for (int peer = 0; peer < rank_; ++peer) {
+      Call& each = call(peer);
+      if (!is_called(peer) || !each.is_connected || each.has_greeted) continue;
+      const ReceiveResult result = each.wire.receive(reader_);
+      if (result == ReceiveResult::kNothing) waited.push_back({each.wire.fd(), POLLIN, 0});
+      if (result == ReceiveResult::kPacket) answer_challenge(peer);
+    }
+    if (waited.empty() || now_ns() >= end_ns) return;
+    ::poll(waited.data(), waited.size(), 10);
   }
 }
 

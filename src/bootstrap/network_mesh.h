@@ -15,13 +15,14 @@
 
 namespace weft {
 
-// Taken from a door in one turn.
+// Taken from a door in one turn. So many may wait to greet, besides the ranks that are still to call.
 inline constexpr size_t kCallersAtOnce = 64;
 
 class NetworkMesh {
  public:
   struct Patience {
     uint64_t caller_ns = 10'000'000'000;              // for the greeting of one that has called
+    uint64_t farewell_ns = 1'000'000'000;             // likewise, if this rank gives up: to tell it why
     uint64_t address_ns = 2'000'000'000;              // for an address that does not answer, where there are others
     uint64_t silence_ns = caller_ns + 2'000'000'000;  // likewise, for one that takes the call
     // Every rank opens its door as soon as it has the list of endpoints: only a busy machine does later than others call.
@@ -51,6 +52,8 @@ class NetworkMesh {
     std::vector<IpAddress> addresses;  // in this order
     size_t address_idx = 0;
     bool is_connected = false;
+    bool has_greeted = false;
+    Nonce drawn{};                  // for this call
     uint64_t since_ns = 0;          // of this call
     uint64_t again_ns = 0;          // not before
     uint64_t refused_since_ns = 0;  // by the kernel: nobody listens there
@@ -60,6 +63,7 @@ class NetworkMesh {
   struct Caller {
     Wire wire;
     uint64_t since_ns;
+    Nonce drawn;
   };
 
   const Endpoint& endpoint(int peer) const { return endpoints_[static_cast<size_t>(peer)]; }
@@ -70,13 +74,16 @@ class NetworkMesh {
   void begin(int peer);
   void call_failed(int peer, int error_number);
   void hear(int peer);
+  std::string answer_challenge(int peer);
   void give_up(int peer, const std::string& problem, bool is_answer);
   void accept_callers();
   void hear_callers();
+  void hear_farewell();
   bool greet(Caller& caller);  // true: it is a rank now
   void refuse(Caller& caller, const std::string& problem);
   void check_done();
-  void say_hello(Wire& wire, int peer);
+  void say_hello(Wire& wire, int peer, const Drawn& drawn);
+  size_t most_callers() const;
 
   const int rank_;
   const std::vector<Endpoint>& endpoints_;

@@ -137,7 +137,7 @@ bool PacketReader::check_header(std::span<const std::byte> bytes) {
     return refuse("a packet of version " + std::to_string(header.version) + "; this Weft speaks version " +
                   std::to_string(kPacketVersion));
   }
-  if (header.type < PacketType::kHello || header.type > PacketType::kDecision) {
+  if (header.type < PacketType::kHello || header.type > PacketType::kChallenge) {
     return refuse("a packet of unknown type " + std::to_string(static_cast<int>(header.type)));
   }
   if (header.payload_bytes > kMaxPayloadBytes) {

@@ -17,10 +17,10 @@
 namespace weft {
 
 inline constexpr uint32_t kPacketMagic = 0x4b504657;  // "WFPK"
-inline constexpr uint16_t kPacketVersion = 4;
+inline constexpr uint16_t kPacketVersion = 5;
 inline constexpr size_t kMaxPayloadBytes = 32 << 10;  // of one packet: several fit into a socket's default buffer
 
-enum class PacketType : uint16_t { kHello = 1, kRefusal, kMessage, kAbort, kGoodbye, kNote, kDecision };
+enum class PacketType : uint16_t { kHello = 1, kRefusal, kMessage, kAbort, kGoodbye, kNote, kDecision, kChallenge };
 
 struct PacketHeader {
   uint32_t magic = kPacketMagic;

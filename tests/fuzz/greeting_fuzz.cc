@@ -1,4 +1,4 @@
-// Guards against a greeting or a refusal that crashes its reader, is taken for another rank's, or names no rank of the group.
+// Guards against a greeting, a challenge or a refusal that crashes its reader, is taken for another rank's, or names no rank of the group.
 #include <cstdlib>
 #include <cstring>
 
@@ -17,6 +17,16 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (weft::hello_problem(header, payload, expected).empty()) {
     if (weft::source_of(header, payload) != 2 || std::memcmp(payload.data(), &expected, sizeof(expected)) != 0) abort();
   }
+  weft::Nonce drawn{};
+  if (weft::challenge_problem(header, payload, &drawn).empty()) {
+    const weft::Challenge accepted{.drawn = drawn};
+    if (std::memcmp(payload.data(), &accepted, sizeof(accepted)) != 0) abort();
+  } else if (drawn != weft::Nonce{}) {
+    abort();
+  }
+  const weft::Nonce challenge = weft::challenge_of(header, payload);
+  if (challenge != weft::Nonce{} && weft::source_of(header, payload) == -1 && payload.size() != sizeof(weft::Hello))
+    abort();
   const weft::Error error = weft::read_refusal(payload, "rank 2", kRank, kRanks);
   for (const int peer : error.peers) {
     if (peer < 0 || peer >= kRanks || peer == kRank) abort();

@@ -7,6 +7,7 @@
 #include <sys/socket.h>
 
 #include <cstring>
+#include <thread>
 
 #include "bootstrap/ranks.h"
 
@@ -111,8 +112,8 @@ TEST(an_address_that_both_machines_have_is_not_called) {
   CHECK(calling.hint({0}).find("127.0.0.2 port") != std::string::npos);
 }
 
-// Its greeting has come, but nobody has looked when the rank gives up.
-TEST(who_has_greeted_is_told_why_a_rank_gives_up) {
+// It has called, but nobody has looked when the rank gives up.
+TEST(who_has_called_is_told_why_a_rank_gives_up) {
   Two two;
   two.secret = group_secret(two.endpoints, {});
   NetworkMesh calling = two.mesh(1);
@@ -121,7 +122,10 @@ TEST(who_has_greeted_is_told_why_a_rank_gives_up) {
     calling.step();
     usleep(500);
   }
-  two.mesh(0).tell_all(pack_refusal(Error(ErrorCode::kUnsupported, "it found no device")));
+  std::thread other([&] {
+    two.mesh(0, {.farewell_ns = 20'000'000'000})
+        .tell_all(pack_refusal(Error(ErrorCode::kUnsupported, "it found no device")));
+  });
   try {
     while (now_ns() < deadline_ns) {
       calling.step();
@@ -132,6 +136,7 @@ TEST(who_has_greeted_is_told_why_a_rank_gives_up) {
     CHECK_EQ(error.code, ErrorCode::kUnsupported);
     CHECK(error.text.find("it found no device") != std::string::npos);
   }
+  other.join();
 }
 
 int main(int argc, char** argv) { return run_tests(argc, argv); }

@@ -1,5 +1,5 @@
-// Guards against ranks of several machines that do not find each other, believe a stranger, or hang on one, and against streams that
-// lose, mix up or tear packets. One machine plays several, over its loopback interface.
+// Guards against ranks of several machines that do not find each other, believe a stranger, or hang on one. One machine plays
+// several, over its loopback interface.
 #include "bootstrap/network.h"
 
 #include <linux/filter.h>
@@ -41,6 +41,25 @@ OwnedFd call(const Endpoint& endpoint) {
   return {};
 }
 
+// What the called side has drawn for this connection.
+Nonce challenge_from(int socket) {
+  Wire wire(OwnedFd::duplicate(socket), Wire::Kind::kStream);
+  PacketReader reader;
+  Nonce drawn{};
+  pollfd waited{socket, POLLIN, 0};
+  for (;;) {
+    if (poll(&waited, 1, 20'000) != 1) break;
+    const ReceiveResult result = wire.receive(reader);
+    if (result == ReceiveResult::kNothing) continue;
+    if (result != ReceiveResult::kPacket) break;
+    CHECK_EQ(challenge_problem(reader.header, reader.payload, &drawn), std::string());
+    CHECK(drawn != Nonce{});
+    return drawn;
+  }
+  report_failure(__FILE__, __LINE__, "no challenge came");
+  return drawn;
+}
+
 // What comes back: a refusal's text, "end", or "silence".
 std::string answer_to(int socket, std::span<const std::byte> bytes, int longest_ms = 20'000) {
   send(socket, bytes.data(), bytes.size(), MSG_NOSIGNAL);
@@ -54,6 +73,7 @@ std::string answer_to(int socket, std::span<const std::byte> bytes, int longest_
       case ReceiveResult::kPacket: break;
       default: return "end";
     }
+    if (reader.header.type == PacketType::kChallenge) continue;
     if (reader.header.type != PacketType::kRefusal) return "no refusal";
     return read_refusal(reader.payload, "rank 0", 1, 2).text;
   }
@@ -61,7 +81,7 @@ std::string answer_to(int socket, std::span<const std::byte> bytes, int longest_
 
 template <class Plain>
 std::vector<std::byte> packet_of(const Plain& payload, PacketHeader header = {}) {
-  header.type = PacketType::kHello;
+  if (header.type == PacketType{}) header.type = PacketType::kHello;
   header.message_bytes = header.payload_bytes = sizeof(payload);
   std::vector<std::byte> bytes(sizeof(header) + sizeof(payload));
   std::memcpy(bytes.data(), &header, sizeof(header));
@@ -198,15 +218,17 @@ TEST(hostile_callers_change_nothing) {
       [](Rank& self) {
         if (self.rank == 1) {
           const GroupSecret secret = group_secret(self.endpoints, {});
-          const Hello good = make_hello(1, 0, self.endpoints, secret);
+          const Hello good = make_hello(1, 0, self.endpoints, secret, {Nonce{1}, Nonce{2}});
           const auto check = [&](std::span<const std::byte> bytes, const std::string& text) {
             const std::string answer = answer_to(call(self.endpoints[0]).get(), bytes);
             if (!contains(answer, text)) report_failure(__FILE__, __LINE__, text + " expected, got " + answer);
           };
           const auto check_hello = [&](const std::string& text, const std::function<void(Hello&)>& change) {
-            Hello hello = good;
+            const OwnedFd caller = call(self.endpoints[0]);
+            Hello hello = make_hello(1, 0, self.endpoints, secret, {Nonce{1}, challenge_from(caller.get())});
             change(hello);
-            check(packet_of(hello), text);
+            const std::string answer = answer_to(caller.get(), packet_of(hello));
+            if (!contains(answer, text)) report_failure(__FILE__, __LINE__, text + " expected, got " + answer);
           };
           const std::string request = "GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n";
           check(std::as_bytes(std::span(request)), "wrong magic number");
@@ -221,7 +243,8 @@ TEST(hostile_callers_change_nothing) {
           check(packet_of(std::array<std::byte, 4>{}), "a greeting of 4 bytes");
           check(packet_of(std::array<std::byte, 100>{}), "a greeting with a wrong magic number");
           check_hello("wrong magic number", [](Hello& hello) { ++hello.magic; });
-          check_hello("a greeting of version 2", [](Hello& hello) { ++hello.version; });
+          check_hello("a greeting of version " + std::to_string(kHelloVersion + 1),
+                      [](Hello& hello) { ++hello.version; });
           check_hello("a greeting of", [](Hello& hello) { ++hello.bytes; });
           check_hello("a group of 3 ranks", [](Hello& hello) { ++hello.num_ranks; });
           check_hello("another group", [](Hello& hello) { hello.group[0] ^= 1; });
@@ -231,6 +254,12 @@ TEST(hostile_callers_change_nothing) {
           check_hello("without the proof", [](Hello& hello) { hello.proof[31] ^= 1; });
           check_hello("was changed", [](Hello& hello) { hello.target_nonce[0] ^= 1; });
           check_hello("was changed", [](Hello& hello) { hello.endpoint.pid ^= 1; });
+          check_hello("does not answer the challenge", [](Hello& hello) { hello.answer[0] ^= 1; });
+          check_hello("does not answer the challenge", [&](Hello& hello) {
+            hello.answer = {};
+            prove(hello, secret);
+          });
+          check_hello("without the proof", [](Hello& hello) { hello.challenge[0] ^= 1; });
           check_hello("without the proof", [&](Hello& hello) {
             hello.endpoint.pid ^= 1;
             prove(hello, secret);
@@ -284,7 +313,8 @@ TEST(a_flood_of_callers_keeps_no_rank_out) {
                         // One that greets later than it calls is heard, too: those before it are cut off, not this one.
                         const OwnedFd slow = call(self.endpoints[0]);
                         usleep(200'000);
-                        Hello hello = make_hello(1, 0, self.endpoints, group_secret(self.endpoints, {}));
+                        Hello hello = make_hello(1, 0, self.endpoints, group_secret(self.endpoints, {}),
+                                                 {Nonce{1}, challenge_from(slow.get())});
                         ++hello.num_ranks;
                         CHECK(contains(answer_to(slow.get(), packet_of(hello)), "a group of 3 ranks"));
                         connect(self);
@@ -299,23 +329,65 @@ TEST(a_flood_of_callers_keeps_no_rank_out) {
   ranks.join_all();
 }
 
+// Who has heard what a rank said on another connection can say it again, and is refused by both sides.
+TEST(a_recorded_greeting_is_of_no_use_on_another_connection) {
+  ForkedRanks ranks(2,
+                    [](Rank& self) {
+                      if (self.rank == 1) {
+                        const GroupSecret secret = group_secret(self.endpoints, {});
+                        OwnedFd first = call(self.endpoints[0]);
+                        const Nonce drawn = challenge_from(first.get());
+                        const auto recorded = packet_of(make_hello(1, 0, self.endpoints, secret, {Nonce{1}, drawn}));
+                        first.reset();  // it never arrived
+                        const OwnedFd second = call(self.endpoints[0]);
+                        CHECK(challenge_from(second.get()) != drawn);
+                        CHECK(contains(answer_to(second.get(), recorded), "does not answer the challenge"));
+                      }
+                      connect(self);
+                      self.exchange({0, 1}, 1);
+                    },
+                    {"a", "b"});
+  ranks.join_all();
+}
+
 TEST(who_answers_for_a_rank_and_is_another_is_not_believed) {
-  for (const bool is_noise : {true, false}) {
-    ForkedRanks ranks(2,
-                      [&](Rank& self) {
-                        if (self.rank == 1) return CHECK_ERROR(kInvalidArgument, {}, connect(self));
-                        self.listener.door()->open();
-                        pollfd waited{self.listener.door()->fd(), POLLIN, 0};
-                        CHECK_EQ(poll(&waited, 1, 30'000), 1);
-                        const OwnedFd caller = accept_caller(self.listener.door()->fd());
-                        Hello hello = make_hello(0, 1, self.endpoints,
-                                                 group_secret(self.endpoints, std::as_bytes(std::span("x"))));
-                        const auto bytes = packet_of(hello);
-                        if (is_noise) send(caller.get(), std::string(100, 'x').data(), 100, MSG_NOSIGNAL);
-                        if (!is_noise) send(caller.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
-                        CHECK_EQ(self.parent.hear(), 1u);
-                      },
-                      {"a", "b"});
+  enum class Answer { kNoise, kNoChallenge, kOtherSecret, kRecorded };
+  for (const Answer kind : {Answer::kNoise, Answer::kNoChallenge, Answer::kOtherSecret, Answer::kRecorded}) {
+    ForkedRanks ranks(
+        2,
+        [&](Rank& self) {
+          if (self.rank == 1) return CHECK_ERROR(kInvalidArgument, {}, connect(self));
+          self.listener.door()->open();
+          pollfd waited{self.listener.door()->fd(), POLLIN, 0};
+          CHECK_EQ(poll(&waited, 1, 30'000), 1);
+          const OwnedFd caller = accept_caller(self.listener.door()->fd());
+          const auto say = [&](std::span<const std::byte> bytes) {
+            send(caller.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+          };
+          const std::string noise(100, 'x');
+          if (kind == Answer::kNoise) say(std::as_bytes(std::span(noise)));
+          if (kind == Answer::kOtherSecret || kind == Answer::kRecorded) {
+            say(packet_of(Challenge{.drawn = {7}}, PacketHeader{.type = PacketType::kChallenge}));
+            Wire wire(OwnedFd::duplicate(caller.get()), Wire::Kind::kStream);
+            PacketReader reader;
+            waited.fd = caller.get();
+            while (poll(&waited, 1, 30'000) == 1 && wire.receive(reader) == ReceiveResult::kNothing) {
+            }
+            const Nonce drawn = challenge_of(reader.header, reader.payload);
+            CHECK(drawn != Nonce{});
+            if (kind == Answer::kRecorded) {
+              say(packet_of(make_hello(0, 1, self.endpoints, group_secret(self.endpoints, {}), {Nonce{7}, Nonce{8}})));
+            } else {
+              const GroupSecret other = group_secret(self.endpoints, std::as_bytes(std::span("x")));
+              say(packet_of(make_hello(0, 1, self.endpoints, other, {Nonce{7}, drawn})));
+            }
+          }
+          if (kind == Answer::kNoChallenge) {
+            say(packet_of(make_hello(0, 1, self.endpoints, group_secret(self.endpoints, {}))));
+          }
+          CHECK_EQ(self.parent.hear(), 1u);
+        },
+        {"a", "b"});
     ranks.join(1);
     ranks.pipe(0).tell(1);
     ranks.join(0);
@@ -418,83 +490,6 @@ TEST(public_addresses_are_told_from_private_ones) {
   }
   CHECK_EQ(text_of(mapped(10, 1, 2, 3)), std::string("10.1.2.3"));
   CHECK_EQ(text_of(IpAddress{0xfd, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 7}), std::string("fd00::7"));
-}
-
-namespace {
-
-struct StreamPair {
-  StreamPair() {
-    int ends[2];
-    CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends), 0);
-    const int least = 1;  // so that a packet leaves in parts
-    CHECK_EQ(setsockopt(ends[0], SOL_SOCKET, SO_SNDBUF, &least, sizeof(least)), 0);
-    one = Wire(OwnedFd(ends[0]), Wire::Kind::kStream);
-    other = Wire(OwnedFd(ends[1]), Wire::Kind::kStream);
-  }
-  Wire one, other;
-};
-
-}  // namespace
-
-TEST(packets_come_whole_out_of_a_stream_that_is_full) {
-  StreamPair pair;
-  PacketReader reader;
-  uint32_t num_sent = 0;
-  uint32_t num_come = 0;
-  for (int turn = 0; turn < 2000; ++turn) {
-    const std::vector<std::byte> payload((num_sent * 7919) % kMaxPayloadBytes, static_cast<std::byte>(num_sent));
-    PacketHeader header = small_header(PacketType::kMessage, payload.size());
-    header.tag = num_sent;
-    const SendResult result = pair.one.send(header, payload, {});
-    CHECK(result != SendResult::kGone);
-    if (result == SendResult::kSent) {
-      ++num_sent;
-      continue;
-    }
-    for (int most = 0; most < 3 && pair.other.receive(reader) == ReceiveResult::kPacket; ++most) {
-      CHECK_EQ(reader.header.tag, uint64_t{num_come});
-      CHECK_EQ(reader.payload.size(), size_t{(num_come * 7919) % kMaxPayloadBytes});
-      CHECK(std::all_of(reader.payload.begin(), reader.payload.end(),
-                        [&](std::byte each) { return each == static_cast<std::byte>(num_come); }));
-      ++num_come;
-    }
-    pair.one.flush();
-  }
-  while (pair.one.flush() == SendResult::kFull || num_come < num_sent) {
-    if (pair.other.receive(reader) == ReceiveResult::kPacket) CHECK_EQ(reader.header.tag, uint64_t{num_come++});
-  }
-  CHECK(num_sent > 100);
-  CHECK(pair.other.receive(reader) == ReceiveResult::kNothing);
-  pair.one.reset();
-  CHECK(pair.other.receive(reader) == ReceiveResult::kEnd);
-}
-
-TEST(a_stream_takes_no_descriptors) {
-  StreamPair pair;
-  std::vector<OwnedFd> fds;
-  fds.push_back(OwnedFd(memfd_create("test", MFD_CLOEXEC)));
-  CHECK(pair.one.send(small_header(PacketType::kMessage, 0), {}, fds) == SendResult::kGone);
-  PacketHeader header = small_header(PacketType::kMessage, 0);
-  header.num_fds = 1;
-  PacketReader reader;
-  CHECK(pair.one.send(header, {}, {}) == SendResult::kSent);
-  CHECK(pair.other.receive(reader) == ReceiveResult::kBad);
-}
-
-TEST(a_packet_in_pieces_is_one) {
-  StreamPair pair;
-  PacketReader reader;
-  const std::vector<std::byte> payload(100, std::byte{5});
-  const PacketHeader header = small_header(PacketType::kNote, payload.size());
-  std::vector<std::byte> bytes(sizeof(header));
-  std::memcpy(bytes.data(), &header, sizeof(header));
-  bytes.insert(bytes.end(), payload.begin(), payload.end());
-  for (size_t at = 0; at < bytes.size(); ++at) {
-    CHECK(pair.other.receive(reader) == ReceiveResult::kNothing);
-    CHECK_EQ(send(pair.one.fd(), &bytes[at], 1, 0), 1);
-  }
-  CHECK(pair.other.receive(reader) == ReceiveResult::kPacket);
-  CHECK_EQ(reader.payload.size(), payload.size());
 }
 
 int main(int argc, char** argv) { return run_tests(argc, argv); }
