@@ -57,6 +57,7 @@ ENGINES = ("cpu", "nvlink")
 MAX_GPU_RANKS = 16  # kMaxGpuRanks of include/weft/layout/gpu_window.h
 LANDING_SLACK = 256  # alignment of what lies in the landing (include/weft/layout/gpu_window.h)
 MAX_RANKS = 64  # kMaxRanks of include/weft/config/base.h
+MAX_CONTROL_RANKS = 1024  # kMaxControlRanks of src/bootstrap/rank_set.h
 MAX_TOP_K = 128  # kMaxTopk of include/weft/layout/window.h
 MAX_EXPERTS = 1 << 20
 MAX_HIDDEN = 1 << 20
@@ -72,14 +73,16 @@ _PAGE = 4096
 class Limits:
     """Bounds of this build; what is beyond them raises `InvalidArgument` or `Unsupported`.
 
-    Attributes: `engines` there are; `max_ranks` of the cpu engine; `max_gpu_ranks` of the nvlink engine, `max_num_sms`
-    of a call there; `max_top_k`, `max_tokens_per_rank`; `dtypes` of x and expert outputs; `layouts`; `quantize`
-    formats and `scale_layouts` in a call, `wires` of combine; `row_multiple_bytes`: an unquantised row is a multiple of
-    it; `fp8_hidden_multiple`: hidden is a multiple of it with FP8; `quantize_group` values share one FP8 scale.
+    Attributes: `engines` there are; `max_ranks` of an `ExpertParallel` of the cpu engine, `max_control_ranks` of a
+    `Communicator`; `max_gpu_ranks` of the nvlink engine, `max_num_sms` of a call there; `max_top_k`,
+    `max_tokens_per_rank`; `dtypes` of x and expert outputs; `layouts`; `quantize` formats and `scale_layouts` in a
+    call, `wires` of combine; `row_multiple_bytes`: an unquantised row is a multiple of it; `fp8_hidden_multiple`:
+    hidden is a multiple of it with FP8; `quantize_group` values share one FP8 scale.
     """
 
     engines: tuple[str, ...] = ENGINES
     max_ranks: int = MAX_RANKS
+    max_control_ranks: int = MAX_CONTROL_RANKS
     max_gpu_ranks: int = MAX_GPU_RANKS
     max_num_sms: int = MAX_NUM_SMS
     max_top_k: int = MAX_TOP_K
@@ -131,7 +134,7 @@ def dtype_name(dtype: Any) -> str:
 # What each argument accepts by itself: those of a constructor, and the options of the calls.
 ACCEPTS: dict[str, Accepts] = {
     "engine": Accepts(lambda value: is_one_of(value, ENGINES), ", ".join(ENGINES)),
-    "num_ranks": Accepts(is_int(1, MAX_RANKS), f"1 to {MAX_RANKS}"),
+    "num_ranks": Accepts(is_int(1, MAX_RANKS), f"1 to {MAX_RANKS}, though a Communicator may have {MAX_CONTROL_RANKS}"),
     "num_experts": Accepts(is_int(1, MAX_EXPERTS), f"1 to {MAX_EXPERTS}"),
     "num_logical_experts": Accepts(or_none(is_int(1, MAX_EXPERTS)), f"None, or 1 to {MAX_EXPERTS}"),
     "top_k": Accepts(is_int(1, MAX_TOP_K), f"1 to {MAX_TOP_K}"),

@@ -57,7 +57,7 @@ def spawn(
 
     Args:
         fn: any callable, closures and lambdas too; its result must be picklable with isolation="process".
-        num_ranks: 1 to `weft.limits().max_ranks`.
+        num_ranks: 1 to `weft.limits().max_control_ranks`; an `ExpertParallel` takes up to `max_ranks`.
         args: handed to every rank as they are.
         device: where the tokens live: "cpu", "cuda" (GPU rank % number of GPUs) or "auto" (cuda where torch sees a
             GPU). It is the current device of the rank.
@@ -149,7 +149,7 @@ class _Outcome:
 def _check(fn: Any, num_ranks: Any, args: Any, device: Any, isolation: Any, on_failure: Any, engine: Any) -> None:
     from weft.limits import limits
 
-    most = limits().max_ranks
+    most = limits().max_control_ranks
     if not callable(fn):
         raise InvalidArgument(f"fn is {fn!r}; a callable fn(comm, *args) is expected")
     if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or not 1 <= num_ranks <= most:

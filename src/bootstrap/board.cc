@@ -45,7 +45,6 @@ Board::Board(int rank, int num_ranks)
       parcels_(static_cast<size_t>(num_ranks)),
       num_parcels_(static_cast<size_t>(num_ranks)),
       members_(static_cast<size_t>(num_ranks), true),
-      notes_(static_cast<size_t>(num_ranks)),
       fates_(static_cast<size_t>(num_ranks)) {}
 
 void Board::put(int source, uint64_t tag, Parcel&& parcel) {
@@ -54,12 +53,15 @@ void Board::put(int source, uint64_t tag, Parcel&& parcel) {
   Parcels& parcels = parcels_[static_cast<size_t>(source)];
   size_t& num_parcels = num_parcels_[static_cast<size_t>(source)];
   parcels[tag].push_back(std::move(parcel));
+  const bool was_awaited = is_awaited(source, tag);
+  if (was_awaited) awaited_.remove(source);
   if (++num_parcels > kMostParcels) {
     const auto lowest = parcels.begin();
+    if (waits_for_ == lowest->first && waits_with_.contains(source)) awaited_.add(source);
     num_parcels -= lowest->second.size();
     parcels.erase(lowest);
   }
-  changed_.notify_all();
+  if (was_awaited && awaited_.empty()) changed_.notify_all();  // of a large group nobody wakes up for each of them
 }
 
 void Board::keep_members(const std::vector<int>& members) {
@@ -79,21 +81,18 @@ bool Board::is_watched(int peer) const {
 
 void Board::note(int source, const Note& note) {
   const std::lock_guard lock(mutex_);
-  notes_[static_cast<size_t>(source)] = note;
+  notes_[source] = note;
 }
 
 Note Board::note_of(int rank) const {
   const std::lock_guard lock(mutex_);
-  return notes_[static_cast<size_t>(rank)];
+  const auto note = notes_.find(rank);
+  return note == notes_.end() ? Note{} : note->second;
 }
 
 std::vector<int> Board::silent_ranks() const {
   const std::lock_guard lock(mutex_);
-  std::vector<int> ranks;
-  for (const int member : waits_with_) {
-    if (waits_for_ && !has_parcel(member, *waits_for_)) ranks.push_back(member);
-  }
-  return ranks;
+  return awaited_.ranks();
 }
 
 void Board::gone(int peer, DetectionChannel channel, const std::string& how, std::string_view why) {
@@ -136,9 +135,7 @@ size_t Board::num_parcels(int source) const {
 uint64_t Board::newest_silent_tag(uint64_t prefix, uint64_t mask) const {
   const std::lock_guard lock(mutex_);
   uint64_t newest = 0;
-  if (!waits_for_) return newest;
-  for (const int source : waits_with_) {
-    if (has_parcel(source, *waits_for_)) continue;
+  for (const int source : awaited_.ranks()) {
     for (const auto& [tag, parcels] : parcels_[static_cast<size_t>(source)]) {
       if ((tag & mask) == prefix) newest = std::max(newest, tag);
     }
@@ -215,8 +212,10 @@ std::vector<Parcel> Board::collect(const Request& request) {
   {
     const std::lock_guard lock(mutex_);
     waits_for_ = request.tag;
-    waits_with_ = request.members;
-    std::erase(waits_with_, rank_);
+    waits_with_ = RankSet::of(request.members);
+    for (const int member : request.members) {
+      if (member != rank_ && !has_parcel(member, request.tag)) awaited_.add(member);
+    }
   }
   try {
     auto parcels = wait_for_parcels(request);
@@ -232,7 +231,7 @@ std::vector<Parcel> Board::collect(const Request& request) {
 void Board::stop_waiting() noexcept {
   const std::lock_guard lock(mutex_);
   waits_for_.reset();
-  waits_with_.clear();
+  waits_with_ = awaited_ = {};
 }
 
 std::vector<Parcel> Board::wait_for_parcels(const Request& request) {
@@ -242,13 +241,13 @@ std::vector<Parcel> Board::wait_for_parcels(const Request& request) {
   for (;;) {
     const uint64_t time_ns = now_ns();
     if (closed()) throw_invalid_state("the control plane was closed during an exchange");
-    std::vector<int> silent = missing(request);
+    std::vector<int> silent = awaited_.ranks();
     if (silent.empty()) {
       silent = request.unsent();
       std::erase_if(silent, [this](int peer) { return fate(peer).gone; });
       if (silent.empty()) return take(request);
     } else {
-      throw_if_lost(request, silent);
+      throw_if_lost(request);
     }
     // What is complete was taken above, whatever the poll thinks of it.
     if (request.poll && time_ns >= next_poll_ns) {
@@ -264,14 +263,6 @@ std::vector<Parcel> Board::wait_for_parcels(const Request& request) {
     const uint64_t wait_ns = std::min(request.deadline_ns - time_ns, kPollIntervalNs);
     changed_.wait_for(lock, std::chrono::nanoseconds(wait_ns));
   }
-}
-
-std::vector<int> Board::missing(const Request& request) const {
-  std::vector<int> ranks;
-  for (const int member : request.members) {
-    if (member != rank_ && !has_parcel(member, request.tag)) ranks.push_back(member);
-  }
-  return ranks;
 }
 
 std::vector<Parcel> Board::take(const Request& request) {
@@ -290,12 +281,11 @@ std::vector<Parcel> Board::take(const Request& request) {
 
 // A member that died ends the exchange even if its own parcel came: others may have seen the death before its parcel,
 // given up, and will send nothing more. One that said goodbye matters only if its parcel is missing: it had sent all.
-void Board::throw_if_lost(const Request& request, const std::vector<int>& silent) const {
+void Board::throw_if_lost(const Request& request) const {
   std::vector<int> lost;
   std::string text;
   for (const int member : request.members) {
-    const bool is_silent = std::find(silent.begin(), silent.end(), member) != silent.end();
-    if (!fate(member).gone || (fate(member).orderly && !is_silent)) continue;
+    if (!fate(member).gone || (fate(member).orderly && !awaited_.contains(member))) continue;
     lost.push_back(member);
     text += (text.empty() ? "rank " : "; rank ") + std::to_string(member) + " " + fate(member).how;
   }

@@ -79,12 +79,12 @@ class Board {
   const Fate& fate(int peer) const { return fates_[static_cast<size_t>(peer)]; }
   bool is_member(int peer) const { return members_[static_cast<size_t>(peer)]; }
   bool has_parcel(int source, uint64_t tag) const { return parcels_[static_cast<size_t>(source)].contains(tag); }
+  bool is_awaited(int source, uint64_t tag) const { return waits_for_ == tag && awaited_.contains(source); }
 
   std::vector<Parcel> wait_for_parcels(const Request& request);
   void stop_waiting() noexcept;
-  std::vector<int> missing(const Request& request) const;
   std::vector<Parcel> take(const Request& request);
-  void throw_if_lost(const Request& request, const std::vector<int>& silent) const;
+  void throw_if_lost(const Request& request) const;
   void spend(uint64_t tag) noexcept;
 
   const int rank_;
@@ -97,9 +97,10 @@ class Board {
   std::vector<Parcels> parcels_;       // by source
   std::vector<size_t> num_parcels_;    // by source
   std::vector<bool> members_;          // by rank: it belongs
-  std::vector<Note> notes_;            // by rank
+  std::map<int, Note> notes_;          // by rank, of those that have said something
   std::optional<uint64_t> waits_for_;  // tag of the exchange under way
-  std::vector<int> waits_with_;        // its members
+  RankSet waits_with_;                 // its members
+  RankSet awaited_;                    // those of them whose parcel is not there
   std::set<uint64_t> spent_tags_;
   std::vector<Fate> fates_;  // by rank
   std::vector<Detection> detections_;

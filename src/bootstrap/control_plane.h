@@ -16,6 +16,7 @@
 #include "base/text.h"
 #include "bootstrap/endpoint.h"
 #include "bootstrap/ledger.h"
+#include "bootstrap/rank_set.h"
 #include "weft/config/base.h"
 
 namespace weft {
@@ -49,7 +50,7 @@ struct AbortReason {
   uint64_t sequence = 0;  // of the broken operation; 0 outside operations
   uint32_t phase = 0;
   uint32_t op_kind = 0;
-  uint64_t peers = 0;                   // bit r: rank r was late too
+  RankSet peers;                        // who was late too
   uint64_t attempt = 0;                 // kAborted: the epoch that the reporter was about to enter; 0: none
   std::array<char, kTextBytes> text{};  // why, where somebody said it: one line, zeros behind it. Read it by text_of()
 };
@@ -219,7 +220,7 @@ std::unique_ptr<ControlPlane> connect_processes(int rank, const std::vector<Endp
 // Where the threads of one process meet.
 class LocalHub {
  public:
-  explicit LocalHub(int num_ranks);  // 1..kMaxRanks, else Error kInvalidArgument
+  explicit LocalHub(int num_ranks);  // 1..kMaxControlRanks, else Error kInvalidArgument
   ~LocalHub();
   LocalHub(const LocalHub&) = delete;
   LocalHub& operator=(const LocalHub&) = delete;

@@ -1,6 +1,7 @@
 #include "bootstrap/handshake.h"
 
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -8,6 +9,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -16,6 +18,7 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "base/status.h"
+#include "bootstrap/endpoint_list.h"
 #include "bootstrap/greeting.h"
 #include "bootstrap/network_mesh.h"
 #include "bootstrap/socket.h"
@@ -27,10 +30,6 @@ constexpr int kSliceMs = 50;
 constexpr int kRetryMs = 2;  // while a peer's backlog is full
 
 std::string name_of(int rank) { return "rank " + std::to_string(rank); }
-
-constexpr const char* kShareProcesses =
-    "; let the ranks share one: shareProcessNamespace: true in the pod, --pid=host or --pid=container:NAME of docker "
-    "run";
 
 OwnedFd open_pidfd(int pid) { return OwnedFd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0))); }
 
@@ -45,6 +44,7 @@ class Mesh {
 
   std::vector<Connection> run() {
     try {
+      check_descriptors();
       open_pidfds();
       while (!complete()) step();
     } catch (const Error& error) {
@@ -92,6 +92,22 @@ class Mesh {
     }
   }
 
+  // Before anybody is called: half connected, a large group would take long to say what is missing.
+  void check_descriptors() {
+    size_t needed = 0;
+    for (const int peer : all_not_done()) needed += network_.is_remote(peer) ? 1 : 2;
+    rlimit limit{};
+    if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return;
+    std::error_code error;
+    std::filesystem::directory_iterator each("/proc/self/fd", error);
+    size_t open = 0;
+    for (; !error && each != std::filesystem::directory_iterator(); each.increment(error)) ++open;
+    if (open + needed <= limit.rlim_cur) return;
+    throw_system_error("connecting " + std::to_string(num_ranks_) + " ranks, which takes " + std::to_string(needed) +
+                           " file descriptors besides the " + std::to_string(open) + " that are open",
+                       EMFILE);
+  }
+
   // Opened before the start time is compared: from then on the descriptor stands for the right incarnation.
   void open_pidfds() {
     for (const int peer : not_done()) {
@@ -115,7 +131,7 @@ class Mesh {
       if (peer < request_.rank && connection(peer).wire.valid()) finish(peer);
     }
     greet_callers();
-    for (const int peer : not_done()) check_pidfd(peer);
+    check_pidfds();
     network_.step();
     const std::vector<int> late = all_not_done();
     if (!late.empty() && now_ns() >= request_.deadline_ns) {
@@ -135,11 +151,27 @@ class Mesh {
     ::poll(waited.data(), waited.size(), longest_ms);
   }
 
-  void check_pidfd(int peer) {
+  // With a pidfd that costs no reading of /proc, which takes the longer the more threads the process has.
+  void check_running(int peer) {
     if (!connection(peer).pidfd.valid()) return check_alive(peer);
     pollfd ended{connection(peer).pidfd.get(), POLLIN, 0};
-    if (::poll(&ended, 1, 0) == 1) throw_lost(peer, "ended while the ranks connected");
+    if (::poll(&ended, 1, 0) == 1) throw_ended(peer);
   }
+
+  void check_pidfds() {
+    const std::vector<int> peers = not_done();
+    std::vector<pollfd> ended;
+    for (const int peer : peers) {
+      if (!connection(peer).pidfd.valid()) check_alive(peer);
+      ended.push_back({connection(peer).pidfd.get(), POLLIN, 0});
+    }
+    if (::poll(ended.data(), ended.size(), 0) <= 0) return;
+    for (size_t idx = 0; idx < peers.size(); ++idx) {
+      if (ended[idx].revents != 0) throw_ended(peers[idx]);
+    }
+  }
+
+  [[noreturn]] void throw_ended(int peer) { throw_lost(peer, "ended while the ranks connected"); }
 
   // --- the connecting side -------------------------------------------------------------------------------------------
 
@@ -155,11 +187,12 @@ class Mesh {
       throw_system_error("connecting to " + name_of(peer), errno);
     }
     if (credentials(socket.get()).pid == 0) {
-      throw_unsupported(name_of(peer) + " is not in the pid namespace of " + name_of(request_.rank) + kShareProcesses);
+      throw_unsupported(name_of(peer) + " is not in the pid namespace of " + name_of(request_.rank) +
+                        share_processes_text());
     }
     const std::string problem = stranger(socket.get(), peer);
     if (!problem.empty()) throw_invalid_argument("the endpoint of " + name_of(peer) + " is not its own: " + problem);
-    check_alive(peer);
+    check_running(peer);
     say_hello(socket.get(), peer);
     connection(peer).wire = std::move(socket);
     return true;
@@ -197,10 +230,11 @@ class Mesh {
   }
 
   bool may_be_peer(int socket) {
+    const ucred found = credentials(socket);
     std::string problem = "no rank is waited for";
     for (const int peer : not_done()) {
       if (peer < request_.rank) continue;
-      problem = stranger(socket, peer);
+      problem = stranger(found, peer);
       if (problem.empty()) return true;
     }
     log_line(kLogWarning, "turned a connection away: " + problem);
@@ -231,7 +265,7 @@ class Mesh {
     if (problem.empty()) problem = wrong_hello(supposed);
     if (problem.empty() && !awaited) problem = "a greeting of a rank that is not waited for";
     if (!problem.empty()) refuse_caller(std::move(caller), problem);
-    check_alive(source);
+    check_running(source);
     if (reader_.has_lost_fds) {
       callers_.push_back(std::move(caller));  // so that tell_all() reaches it
       throw_if_fds_lost(name_of(source));
@@ -260,8 +294,8 @@ class Mesh {
   }
 
   // What speaks against the other end being the process of `peer`; empty: nothing.
-  std::string stranger(int socket, int peer) {
-    const ucred found = credentials(socket);
+  std::string stranger(int socket, int peer) { return stranger(credentials(socket), peer); }
+  std::string stranger(const ucred& found, int peer) {
     if (found.pid == endpoint(peer).pid && found.uid == endpoint(peer).uid) return {};
     return "it comes from pid " + std::to_string(found.pid) + " of user " + std::to_string(found.uid) + ", " +
            name_of(peer) + " is pid " + std::to_string(endpoint(peer).pid) + " of user " +
@@ -308,8 +342,8 @@ class Mesh {
     for (const Connection& known : connections_) {
       if (known.wire.valid()) send_small(known.wire.fd(), PacketType::kRefusal, bytes);
     }
-    network_.tell_all(bytes);
     for (const OwnedFd& caller : callers_) send_small(caller.get(), PacketType::kRefusal, bytes);
+    network_.tell_all(bytes);
   }
 
   const MeshRequest& request_;
@@ -322,64 +356,6 @@ class Mesh {
 };
 
 }  // namespace
-
-bool on_one_machine(const std::vector<Endpoint>& endpoints) noexcept {
-  return std::all_of(endpoints.begin(), endpoints.end(),
-                     [&](const Endpoint& each) { return on_one_machine(each, endpoints.front()); });
-}
-
-// Pids of two namespaces may be equal and mean two processes, so this comes before any pid is looked at.
-std::string apart_text(int rank, const Endpoint& own, int peer, const Endpoint& other) {
-  const std::string who = name_of(peer) + " runs in another ";
-  if (other.boot_id != own.boot_id) {
-    return name_of(peer) + " runs on another machine than " + name_of(rank) + " (their boot ids differ)";
-  }
-  if (other.pid_namespace != own.pid_namespace) {
-    return who + "pid namespace than " + name_of(rank) + ", so they can't watch each other's process" + kShareProcesses;
-  }
-  return who + "network namespace than " + name_of(rank) +
-         ", so they can't connect; let the ranks share one: containers of one pod, or --network=host";
-}
-
-void check_endpoints(int rank, const std::vector<Endpoint>& endpoints, const Endpoint& own, bool may_span,
-                     const std::optional<Error>& door_problem) {
-  const auto num_ranks = static_cast<int>(endpoints.size());
-  if (num_ranks < 1 || num_ranks > kMaxRanks) {
-    throw_invalid_argument(std::to_string(num_ranks) + " endpoints; allowed: 1.." + std::to_string(kMaxRanks));
-  }
-  if (rank < 0 || rank >= num_ranks) {
-    throw_invalid_argument("rank is " + std::to_string(rank) + "; allowed: 0.." + std::to_string(num_ranks - 1));
-  }
-  const bool is_one_machine = on_one_machine(endpoints);
-  for (int peer = 0; peer < num_ranks; ++peer) {
-    const Endpoint& other = endpoints[static_cast<size_t>(peer)];
-    const std::string what = "endpoints[" + std::to_string(peer) + "]";
-    parse_endpoint(std::as_bytes(std::span<const Endpoint, 1>(&other, 1)), what);
-    if (!on_one_machine(other, own) && !may_span) {
-      throw_unsupported(apart_text(rank, own, peer, other) +
-                        ". Ranks of several machines meet by from_env() or from_process_group() alone");
-    }
-    if (may_span && !is_one_machine && other.num_addresses == 0) {
-      if (door_problem) throw Error(*door_problem);
-      throw_unsupported(name_of(peer) + " has no network address by which ranks of other machines could reach it" +
-                        (on_one_machine(other, own) ? "" : "; " + apart_text(rank, own, peer, other)));
-    }
-    for (int before = 0; before < peer; ++before) {
-      const Endpoint& earlier = endpoints[static_cast<size_t>(before)];
-      if (earlier.name == other.name) {
-        throw_invalid_argument(what + " is the same as endpoints[" + std::to_string(before) + "]");
-      }
-      // Of every machine, so that no rank waits for one that this keeps from connecting.
-      if (earlier.uid != other.uid && on_one_machine(earlier, other)) {
-        throw_unsupported(name_of(peer) + " runs as user " + std::to_string(other.uid) + ", " + name_of(before) +
-                          " as user " + std::to_string(earlier.uid) + "; all ranks of a machine need the same user");
-      }
-    }
-  }
-  if (endpoints[static_cast<size_t>(rank)] != own) {
-    throw_invalid_argument("endpoints[" + std::to_string(rank) + "] is not the endpoint of this rank's listener");
-  }
-}
 
 std::vector<Connection> connect_mesh(const MeshRequest& request) { return Mesh(request).run(); }
 

@@ -11,6 +11,7 @@
 #include "base/status.h"
 #include "bootstrap/control_plane.h"
 #include "bootstrap/endpoint.h"
+#include "bootstrap/endpoint_list.h"
 #include "bootstrap/greeting.h"
 #include "bootstrap/group_page.h"
 #include "bootstrap/life_lock.h"
@@ -37,19 +38,9 @@ struct MeshRequest {
   GroupSecret secret;
 };
 
-// Throws kInvalidArgument or kUnsupported unless these can be the endpoints of a group in which `own` is `rank`'s. `may_span`: over
-// several machines; `door_problem`: why `own` has no address, thrown if they are.
-void check_endpoints(int rank, const std::vector<Endpoint>& endpoints, const Endpoint& own, bool may_span = false,
-                     const std::optional<Error>& door_problem = {});
-
-// Why two ranks are not on one machine, and what would mend it: "rank 1 runs on another machine than rank 0 (...)".
-std::string apart_text(int rank, const Endpoint& own, int peer, const Endpoint& other);
-
 // Rank i connects to all j < i and is connected to by the others: by unix sockets on its machine, by TCP to those of
 // others. Result by rank, this rank's entry is empty.
 // Errors as connect_processes; a rank that fails tells the others why, as far as they are connected.
 std::vector<Connection> connect_mesh(const MeshRequest& request);
-
-bool on_one_machine(const std::vector<Endpoint>& endpoints) noexcept;  // all of them
 
 }  // namespace weft

@@ -108,8 +108,9 @@ class LocalControlPlane final : public ControlPlane {
 }  // namespace
 
 LocalHub::LocalHub(int num_ranks) {
-  if (num_ranks < 1 || num_ranks > kMaxRanks) {
-    throw_invalid_argument("num_ranks is " + std::to_string(num_ranks) + "; allowed: 1.." + std::to_string(kMaxRanks));
+  if (num_ranks < 1 || num_ranks > kMaxControlRanks) {
+    throw_invalid_argument("num_ranks is " + std::to_string(num_ranks) + "; allowed: 1.." +
+                           std::to_string(kMaxControlRanks));
   }
   state_ = std::make_shared<State>(num_ranks);
 }

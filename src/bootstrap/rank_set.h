@@ -26,6 +26,14 @@ class RankSet {
     return set;
   }
 
+  // Bit r: rank r, of the first 64: the masks of windows, whose groups have no more.
+  static RankSet of_mask(uint64_t mask) {
+    RankSet set;
+    set.words_[0] = mask;
+    return set;
+  }
+  uint64_t mask() const { return words_[0]; }
+
   static constexpr bool is_rank(int rank) { return rank >= 0 && rank < kMaxControlRanks; }
 
   bool contains(int rank) const { return is_rank(rank) && (word(rank) >> (rank % 64) & 1u) != 0; }

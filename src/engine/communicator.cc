@@ -11,24 +11,6 @@
 #include "weft/layout/window.h"
 
 namespace weft {
-namespace {
-
-std::vector<int> ranks_of(u64 mask) {
-  std::vector<int> ranks;
-  for (int rank = 0; rank < kMaxRanks; ++rank) {
-    if ((mask >> rank & 1) != 0) ranks.push_back(rank);
-  }
-  return ranks;
-}
-
-}  // namespace
-
-u64 mask_of(const std::vector<int>& ranks) {
-  u64 mask = 0;
-  for (int rank : ranks) mask |= u64{1} << rank;
-  return mask;
-}
-
 std::string text_of(const std::map<int, std::string>& refusals) {
   std::string all;
   for (const auto& [rank, text] : refusals) all += "; rank " + std::to_string(rank) + " refused its call: " + text;
@@ -50,7 +32,7 @@ Communicator::Communicator(std::unique_ptr<ControlPlane> plane, u32 first_epoch)
       membership_(rank_, plane_->incarnations(), plane_->ledger().group(), first_epoch),
       next_epoch_(first_epoch + 1) {
   for (int rank = 0; rank < num_ranks_; ++rank) active_.push_back(rank);
-  active_mask_ = mask_of(active_);
+  active_set_ = RankSet::of(active_);
 }
 
 Communicator::~Communicator() { close(); }
@@ -66,7 +48,7 @@ std::vector<Parcel> Communicator::exchange(u64 tag, const std::vector<std::byte>
   const Poll watch = [&] {
     if (poll) poll();
     if (is_broken()) throw error_of(reason());
-    log.look(mask_of(plane_->silent_ranks()));
+    log.look(RankSet::of(plane_->silent_ranks()));
   };
   AbortReason failure;
   failure.rank = failure.reporter = rank_;
@@ -76,7 +58,7 @@ std::vector<Parcel> Communicator::exchange(u64 tag, const std::vector<std::byte>
     if (error.code != ErrorCode::kPeerTimeout) throw;
     failure.code = AbortCode::kPeerTimeout;
     failure.rank = error.peers.empty() ? rank_ : error.peers.front();
-    failure.peers = mask_of(error.peers);
+    failure.peers = RankSet::of(error.peers);
     fail(failure);
   } catch (...) {
     failure.code = AbortCode::kInterrupted;
@@ -94,7 +76,7 @@ void Communicator::meet(u64 deadline_ns, const Poll& poll) {
 void Communicator::add_window(MemberWindow* window) {
   const std::lock_guard lock(mutex_);
   windows_.push_back(window);
-  if (closed_ranks_ != 0) window->notice_closed(closed_ranks_);
+  if (!closed_ranks_.empty()) window->notice_closed(closed_ranks_.mask());
   if (reason_.code != AbortCode::kNone) window->leave_waits();
 }
 
@@ -165,18 +147,18 @@ Error Communicator::error_of(const AbortReason& reason) const {
       return Error(ErrorCode::kPeerTimeout, me + culprit + " was interrupted in " + place + way_out, op,
                    reason.sequence, {reason.rank});
     case AbortCode::kPeerTimeout:
-      if (reason.reporter >= 0 && (reason.peers >> reason.reporter & 1u) != 0) {
+      if (reason.peers.contains(reason.reporter)) {
         return Error(ErrorCode::kPeerTimeout,
                      me + "the GPU of rank " + std::to_string(reason.reporter) +
                          " did not get through its own part of " + place +
                          " before the deadline: other work may hold SMs, and all blocks of a call must run at once" +
                          way_out,
-                     op, reason.sequence, ranks_of(reason.peers));
+                     op, reason.sequence, reason.peers.ranks());
       }
       return Error(ErrorCode::kPeerTimeout,
-                   me + ranks_text(ranks_of(reason.peers)) + " did not answer rank " + std::to_string(reason.reporter) +
+                   me + ranks_text(reason.peers.ranks()) + " did not answer rank " + std::to_string(reason.reporter) +
                        " in " + place + " before its deadline" + refusals_ + way_out,
-                   op, reason.sequence, ranks_of(reason.peers));
+                   op, reason.sequence, reason.peers.ranks());
     case AbortCode::kAborted: {
       const std::string text = text_of(reason);
       return Error(ErrorCode::kAborted,
@@ -187,7 +169,7 @@ Error Communicator::error_of(const AbortReason& reason) const {
     case AbortCode::kEvicted:
       return Error(ErrorCode::kEvicted,
                    me + "the others have gone on without this rank: epoch " + std::to_string(reason.epoch) +
-                       " was decided" + (reason.peers == 0 ? "" : " with " + ranks_text(ranks_of(reason.peers))) +
+                       " was decided" + (reason.peers.empty() ? "" : " with " + ranks_text(reason.peers.ranks())) +
                        "; close() the communicator",
                    op, reason.epoch, {rank_});
     case AbortCode::kRefused:
@@ -212,9 +194,9 @@ void Communicator::log_left(const AbortReason& reason, u32 op_kind) const {
     case AbortCode::kPeerClosed: what += closed_text(reason); break;
     case AbortCode::kInterrupted: what += " was interrupted"; break;
     case AbortCode::kPeerTimeout:
-      what = (reason.peers >> reason.reporter & 1u) != 0
+      what = reason.peers.contains(reason.reporter)
                  ? "the GPU of rank " + std::to_string(reason.reporter) + " did not get through its own part in time"
-                 : ranks_text(ranks_of(reason.peers)) + " did not come before the deadline of rank " +
+                 : ranks_text(reason.peers.ranks()) + " did not come before the deadline of rank " +
                        std::to_string(reason.reporter);
       break;
     case AbortCode::kAborted: {
@@ -236,8 +218,8 @@ std::string Communicator::closed_text(const AbortReason& reason) const {
 
 AbortReason Communicator::reason() const {
   const std::lock_guard lock(mutex_);
-  if (reason_.code != AbortCode::kNone || (closed_ranks_ & active_mask_) == 0) return reason_;
-  return goodbyes_.at(__builtin_ctzll(closed_ranks_ & active_mask_));
+  const int closed = (closed_ranks_ & active_set_).next(0);
+  return reason_.code != AbortCode::kNone || closed < 0 ? reason_ : goodbyes_.at(closed);
 }
 
 void Communicator::adopt(const AbortReason& reason) {
@@ -262,9 +244,9 @@ void Communicator::on_abort(const AbortReason& reason) {
   if (is_ours && !is_active(reason.rank)) return;
   if (is_ours && reason.code == AbortCode::kPeerClosed) {
     // It had sent all it owed before: only what still waits for it ends.
-    closed_ranks_ |= u64{1} << reason.rank;
+    closed_ranks_.add(reason.rank);
     goodbyes_.insert_or_assign(reason.rank, reason);
-    for (MemberWindow* window : windows_) window->notice_closed(closed_ranks_);
+    for (MemberWindow* window : windows_) window->notice_closed(closed_ranks_.mask());
     return;
   }
   if (!is_ours) {
@@ -334,10 +316,10 @@ Origin Communicator::origin() const {
   return membership_.origin();
 }
 
-std::map<int, std::string> Communicator::refusals(u64 ranks) const {
+std::map<int, std::string> Communicator::refusals(const RankSet& ranks) const {
   std::map<int, std::string> all;
   const GroupId group = plane_->ledger().group();
-  for (const int rank : ranks_of(ranks & active_mask_)) {
+  for (const int rank : (ranks & active_set_).ranks()) {
     const Note note = plane_->note_of(rank);
     const std::string text = text_of(note);
     if (text.empty() || note.epoch != epoch_ || note.group != group) continue;
@@ -346,12 +328,12 @@ std::map<int, std::string> Communicator::refusals(u64 ranks) const {
   return all;
 }
 
-void WaitLog::look(u64 late_ranks) {
+void WaitLog::look(const RankSet& late) {
   constexpr u64 kPatienceNs = 1'000'000'000;
   const u64 now = now_ns();
   if (start_ns_ == 0) start_ns_ = now;
   if (now - start_ns_ < kPatienceNs) return;
-  for (const auto& [rank, text] : comm_.refusals(late_ranks)) {
+  for (const auto& [rank, text] : comm_.refusals(late)) {
     if (std::exchange(logged_[rank], text) == text) continue;
     log_line(kLogWarning, "rank " + std::to_string(comm_.rank()) + ": waiting for rank " + std::to_string(rank) +
                               ", which refused its call: " + text);

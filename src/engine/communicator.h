@@ -22,7 +22,6 @@ constexpr int kTagNumberBits = 25;        // of the tag of an exchange; 32 bits 
 constexpr u64 kCallerTag = u64{1} << 60;  // the kind of exchanges that Python's side asks for, and of meet()
 constexpr u64 kMeetingTag = kCallerTag | u64{1} << 24;  // plus the number of the meeting in this epoch
 
-u64 mask_of(const std::vector<int>& ranks);
 std::string text_of(
     const std::map<int, std::string>& refusals);  // "; rank 1 refused its call: ...", for the end of a text
 
@@ -41,7 +40,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool is_near(int rank) const { return plane_->is_near(rank); }  // on this rank's machine
   // Error kUnsupported unless all active ranks are on one machine: `what` needs that.
   void check_one_machine(const std::string& what) const;
-  bool is_active(int rank) const { return (active_mask_ >> rank & 1) != 0; }
+  bool is_active(int rank) const { return active_set_.contains(rank); }
   std::vector<Detection> detections() const { return plane_->detections(); }
 
   // Collective among the active ranks, in the same order: every rank's bytes (and descriptors), by rank. `tag`: a kind, one of
@@ -88,7 +87,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // The calls below are for windows.
 
   // Why they refused their calls: those of `ranks` that did, in this epoch.
-  std::map<int, std::string> refusals(u64 ranks) const;
+  std::map<int, std::string> refusals(const RankSet& ranks) const;
 
   void add_window(MemberWindow* window);
   void remove_window(MemberWindow* window);
@@ -157,8 +156,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   const int rank_;
   const int num_ranks_;
   u32 epoch_;
-  u64 active_mask_ = 0;
   std::vector<int> active_;
+  RankSet active_set_;  // the same
   u64 next_window_id_ = 1;
   u32 meeting_epoch_ = 0;  // in which the meetings are counted
   u64 num_meetings_ = 0;
@@ -174,7 +173,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   mutable std::mutex mutex_;  // guards what follows; never held while calling what may wait or call back
   std::vector<MemberWindow*> windows_;
-  u64 closed_ranks_ = 0;                 // said goodbye; the next operation with them breaks
+  RankSet closed_ranks_;                 // said goodbye; the next operation with them breaks
   std::map<int, AbortReason> goodbyes_;  // of those, with what they said
   AbortReason reason_;                   // code kNone: not broken
   std::string refusals_;                 // when it broke, of those that were late
@@ -188,7 +187,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 class WaitLog {
  public:
   explicit WaitLog(const Communicator& comm) : comm_(comm) {}
-  void look(u64 late_ranks);  // from a poll
+  void look(const RankSet& late);  // from a poll
 
  private:
   const Communicator& comm_;

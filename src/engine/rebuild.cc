@@ -251,7 +251,7 @@ std::optional<Action> Communicator::take_part(const Action& action, Call& call) 
     const std::optional<Action> next = ask(event, call.wait());
     if (error.code == ErrorCode::kPeerLost && next) return next;
     if (next && next->failure == Failure::kEvicted) raise_failure(*next);
-    if (error.code == ErrorCode::kPeerTimeout) error.text += text_of(refusals(mask_of(error.peers)));
+    if (error.code == ErrorCode::kPeerTimeout) error.text += text_of(refusals(RankSet::of(error.peers)));
     throw;
   } catch (...) {
     event.kind = Event::Kind::kLeave;
@@ -276,7 +276,7 @@ Event Communicator::word_after(u32 epoch) {
 void Communicator::watch_meeting(u32 epoch, const Call& call, WaitLog& log) {
   if (call.poll) call.poll();
   raise_if_attempt_aborted();
-  log.look(mask_of(plane_->silent_ranks()));
+  log.look(RankSet::of(plane_->silent_ranks()));
   if (is_superseded(epoch)) throw Superseded{};
 }
 
@@ -322,7 +322,8 @@ Event Communicator::renew(const Action& action, Call& call) {
   half_done.code = AbortCode::kPeerTimeout;
   half_done.rank = half_done.reporter = rank_;
   half_done.epoch = epoch_;
-  half_done.peers = mask_of(ranks) & ~(u64{1} << rank_);
+  half_done.peers = RankSet::of(ranks);
+  half_done.peers.remove(rank_);
   adopt(half_done);
   WaitLog log(*this);
   u64 tag = tag_of(action.epoch) + 1;
@@ -399,7 +400,7 @@ void Communicator::note_eviction(const Action& action) {
   evicted.code = AbortCode::kEvicted;
   evicted.rank = evicted.reporter = rank_;
   evicted.epoch = action.epoch;
-  evicted.peers = mask_of(action.ranks.ranks());
+  evicted.peers = action.ranks;
   adopt(evicted);
 }
 
@@ -451,10 +452,10 @@ void Communicator::enter_epoch(const std::vector<int>& ranks, u32 epoch) {
     const std::lock_guard lock(mutex_);
     epoch_ = epoch;
     active_ = ranks;
-    active_mask_ = mask_of(ranks);
+    active_set_ = RankSet::of(ranks);
     reason_ = attempt_abort_;
     attempt_ = 0;
-    closed_ranks_ &= active_mask_;
+    closed_ranks_ = closed_ranks_ & active_set_;
     refusals_.clear();
     early = std::exchange(early_, {});
   }

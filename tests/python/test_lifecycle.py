@@ -126,9 +126,9 @@ def children() -> set[int]:
     ("change", "text"),
     [
         ({"fn": 3}, r"fn is 3; a callable fn\(comm, \*args\) is expected"),
-        ({"num_ranks": 0}, "num_ranks is 0; allowed are 1 to 64"),
-        ({"num_ranks": 65}, "num_ranks is 65; allowed are 1 to 64"),
-        ({"num_ranks": True}, "num_ranks is True; allowed are 1 to 64"),
+        ({"num_ranks": 0}, "num_ranks is 0; allowed are 1 to 1024"),
+        ({"num_ranks": 1025}, "num_ranks is 1025; allowed are 1 to 1024"),
+        ({"num_ranks": True}, "num_ranks is True; allowed are 1 to 1024"),
         ({"args": 5}, "args is 5; a tuple or another sequence is expected, of what fn takes after comm"),
         ({"device": "tpu"}, "device is 'tpu'; allowed are 'auto', 'cpu', 'cuda'"),
         ({"isolation": "fibre"}, "isolation is 'fibre'; allowed are 'process', 'thread'"),

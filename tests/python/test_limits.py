@@ -76,3 +76,17 @@ def test_small_tokens() -> None:
 def test_supports_at_its_bounds(least: dict[str, Any], beyond: dict[str, Any]) -> None:
     assert weft.supports(**least)
     assert not weft.supports(**beyond)
+
+
+def test_a_group_may_have_more_ranks_than_a_layer() -> None:
+    def rank(comm: weft.Communicator) -> tuple[int, ...]:
+        text = "num_ranks is 65; allowed: 1 to 64, though a Communicator may have 1024"
+        with pytest.raises(weft.InvalidArgument, match=text):
+            weft.ExpertParallel(comm, num_experts=65, top_k=1, hidden=64, max_tokens_per_rank=1)
+        if comm.rank == 3:
+            return ()
+        return comm.recover(evict=[3]).active
+
+    left = tuple(each for each in range(65) if each != 3)
+    results = weft.spawn(rank, 65, isolation="thread")
+    assert results == [() if each == 3 else left for each in range(65)]

@@ -307,7 +307,7 @@ def place(rank: int, num_ranks: int, port: int) -> Any:
         ({"MASTER_PORT": "65536"}, "MASTER_PORT is 65536 in the environment; allowed are 1 to 65535"),
         ({"MASTER_PORT": "9" * 5000}, "MASTER_PORT is '9999"),
         ({"WORLD_SIZE": "1025"}, "WORLD_SIZE is 1025 in the environment; allowed are 1 to 1024"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0 in the environment; allowed are 1 to 64"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0 in the environment; allowed are 1 to 1024"),
         ({"LOCAL_RANK": "first"}, "LOCAL_RANK is 'first' in the environment; a number from 0 is expected"),
         ({"RANK": None}, "RANK is None and WORLD_SIZE is '2' in the environment"),
         ({"RANK": "-1"}, "RANK is '-1' in the environment"),

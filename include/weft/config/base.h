@@ -24,6 +24,6 @@ using i64 = __INT64_TYPE__;
 static_assert(sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof(u64) == 8);
 
 constexpr i32 kCacheLine = 64;
-constexpr i32 kMaxRanks = 64;  // width of the rank masks in abort reasons
+constexpr i32 kMaxRanks = 64;  // of a window: the width of its masks. A communicator may have more
 
 }  // namespace weft

@@ -16,7 +16,7 @@ from weft.engine import Choice, Facts, choose_engine, look
 from weft.errors import InvalidArgument, InvalidState, PeerTimeout, Unsupported
 from weft.group.deciding import Decide, Network, Secret, by_store, of_group, serve
 from weft.group.windows import Windows
-from weft.limits import MAX_RANKS, MAX_SECONDS
+from weft.limits import MAX_CONTROL_RANKS, MAX_SECONDS
 from weft.log import logger
 from weft.machine.placement import local
 from weft.machine.placement.binding import Binding
@@ -160,7 +160,7 @@ class Joining(Windows):
             Unsupported: the ranks are not on one machine and in one pid namespace, or engine="nvlink" can't be.
             PeerTimeout, PeerLost: a rank did not connect.
         """
-        for name, value, most in (("num_ranks", num_ranks, MAX_RANKS), ("rank", rank, num_ranks)):
+        for name, value, most in (("num_ranks", num_ranks, MAX_CONTROL_RANKS), ("rank", rank, num_ranks)):
             least = int(name == "num_ranks")
             if type(value) is not int or not least <= value < most + least:
                 raise InvalidArgument(f"{name} is {value!r}; allowed are {least} to {most - 1 + least}")
@@ -200,7 +200,7 @@ class Joining(Windows):
             PeerTimeout: naming the ranks that did not come within `timeout_s`.
             PeerLost: a rank ended while the ranks connected.
         """
-        found = env.torchrun(MAX_RANKS)
+        found = env.torchrun(MAX_CONTROL_RANKS)
         place = found or env.Torchrun(0, 1, 0)
         origin = "one rank, torchrun's variables are not set" if found is None else "torchrun"
         if device in ("cuda", "auto") and torch.cuda.is_available():

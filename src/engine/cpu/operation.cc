@@ -217,7 +217,7 @@ void Operation::break_off(sync::WaitResult result, Phase phase, u64 late_peers) 
     window_.comm_->leave_broken();
   }
   AbortReason timeout = reason(AbortCode::kPeerTimeout, phase, -1);
-  timeout.peers = late_peers;
+  timeout.peers = RankSet::of_mask(late_peers);
   for (int peer = kMaxRanks - 1; peer >= 0; --peer) {
     if ((late_peers >> peer & 1) != 0) timeout.rank = peer;
   }

@@ -67,7 +67,7 @@ class Operation {
         if (op.poll_) op.poll_();
         u64 late_ranks = 0;
         for (int peer : op.peers()) late_ranks |= late(peer) ? u64{1} << peer : 0;
-        log.look(late_ranks);
+        log.look(RankSet::of_mask(late_ranks));
       }
     } watch{*this, late, WaitLog(*window_.comm_)};
     const Poll look = [&watch] { watch.look(); };  // one reference: no memory is allocated for it

@@ -278,7 +278,7 @@ void Window::record_error(const AbortReason& reason) {
   record.reporter = reason.reporter;
   record.epoch = reason.epoch;
   record.sequence = reason.sequence;
-  record.late_peers = reason.peers;
+  record.late_peers = reason.peers.mask();
   sync::record_error(words(), record);
   heap_->heap.quarantine();
 }

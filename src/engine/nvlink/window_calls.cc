@@ -153,7 +153,7 @@ i64 Window::wait_for_counts(u64 ticket, u64, const Poll& poll) {
   const Poll look = [&] {
     if (poll) poll();
     if (comm_->is_aborted()) comm_->leave_broken();  // the kernel may not have begun: it does nothing then
-    log.look(~u64{0});
+    log.look(RankSet::of_mask(~u64{0}));
   };
   try {
     is_in_time = wait_on_host(is_told_or_over, now_ns() + timeout_ns_ + kQueueNs, look);

@@ -64,8 +64,8 @@ void Window::raise_error() {
     case ErrorCause::kAborted: break;
     default: reason.code = AbortCode::kInternal; break;
   }
-  reason.peers = report_left(record, kind);
-  if (reason.rank < 0) reason.rank = reason.peers == 0 ? comm_->rank() : std::countr_zero(reason.peers);
+  reason.peers = RankSet::of_mask(report_left(record, kind));
+  if (reason.rank < 0) reason.rank = reason.peers.empty() ? comm_->rank() : reason.peers.next(0);
   const bool is_told = reason.code == AbortCode::kNone;  // somebody else found out why
   if (!comm_->is_closed()) comm_->log_left(is_told ? comm_->reason() : reason, reason.op_kind);
   if (is_told) comm_->leave_broken();

@@ -198,7 +198,6 @@ TEST(wrong_arguments_are_refused_and_change_nothing) {
   CHECK_ERROR(kInvalidArgument, {}, connect_threads(hub, 2));
   CHECK_ERROR(kInvalidArgument, {}, connect_threads(nullptr, 0));
   CHECK_ERROR(kInvalidArgument, {}, LocalHub(0));
-  CHECK_ERROR(kInvalidArgument, {}, LocalHub(65));
 }
 
 TEST(a_late_rank_is_named_and_never_before_the_deadline) {
@@ -248,13 +247,14 @@ TEST(published_reasons_reach_all_others_whole) {
     told.sequence = 1ull << 40;
     told.phase = 3;
     told.op_kind = 4;
-    told.peers = 5;
+    told.peers = RankSet::of({0, 2, 1023});
     if (self.rank == 1) self.plane->publish_abort(told);
     if (self.rank != 1) {
       CHECK(ear.wait_for(1));
       const AbortReason heard = ear.heard().at(0);
       CHECK(heard.code == AbortCode::kPeerTimeout && heard.rank == 2 && heard.reporter == 1 && heard.epoch == 7 &&
-            heard.sequence == 1ull << 40 && heard.phase == 3 && heard.op_kind == 4 && heard.peers == 5);
+            heard.sequence == 1ull << 40 && heard.phase == 3 && heard.op_kind == 4);
+      CHECK(heard.peers == told.peers);
       CHECK(heard.era == 6 && heard.group == told.group && heard.incarnation == 8);
     }
     CHECK_EQ(ear.heard().size(), self.rank == 1 ? 0u : 1u);
