@@ -132,6 +132,7 @@ class Communicator(Joining):
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "broken" if self.broken else f"epoch {self.epoch}"
+        state += ", asleep" if self._is_asleep else ""
         lost = "" if len(self._active) == self._num_ranks else f", active {rank_list(self._active)}"
         return (
             f"weft.Communicator(rank {self._rank} of {self._num_ranks}{lost}, engine={self.engine} "
@@ -242,6 +243,7 @@ class Communicator(Joining):
             return
         with self.closing("close()"):
             self._closed = True
+            self._stop_sharing()
             for window in list(self._all_windows):
                 window.close()
             self._windows.clear()

@@ -54,6 +54,8 @@ class ExpertParallel(Elastic):
         num_windows: calls that may be in flight at once, each on its own `window`; on a GPU within the rank's SMs.
         sum_domain: d, 1 to R: combine and the gradient of x add up d ranks at a time, round, and add these sums
             (docs/semantics.md); None, 1 or R: no domains. cpu engine.
+        max_heap_bytes: up to which `resize` may let the heap grow: addresses are reserved, no memory; None: heap_bytes.
+            cpu engine.
 
     Raises:
         InvalidArgument: an argument is not allowed (on this rank), or differs between ranks (on every rank).
@@ -76,6 +78,7 @@ class ExpertParallel(Elastic):
         num_windows: int = 1,
         num_logical_experts: int | None = None,
         sum_domain: int | None = None,
+        max_heap_bytes: int | None = None,
     ) -> None:
         arguments = {
             "num_experts": num_experts,
@@ -89,6 +92,7 @@ class ExpertParallel(Elastic):
             "num_windows": num_windows,
             "num_logical_experts": num_logical_experts,
             "sum_domain": sum_domain,
+            "max_heap_bytes": max_heap_bytes,
         }
         check.check_comm(comm)
         if num_experts is None and type(num_logical_experts) is int:
@@ -99,6 +103,7 @@ class ExpertParallel(Elastic):
         self.comm, self.dtype, self.device = comm, dtype, comm.device
         self.num_experts, self.top_k, self.hidden = self._shape.num_experts, top_k, hidden
         self.num_logical_experts, self.num_local_experts = num_logical_experts, self._shape.num_local_experts
+        self._most_heap_bytes = max_heap_bytes or 0
         self.max_tokens_per_rank, self.num_windows, self.deadline_s = max_tokens_per_rank, num_windows, deadline_s
         self.num_ranks, self.num_sms = comm.num_ranks, self._shape.num_sms
         self._overflow = self.calls.overflow

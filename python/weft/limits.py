@@ -142,6 +142,7 @@ ACCEPTS: dict[str, Accepts] = {
     "max_tokens_per_rank": Accepts(is_int(0, MAX_TOKENS_PER_RANK), f"0 to {MAX_TOKENS_PER_RANK}"),
     "dtype": Accepts(lambda value: dtype_name(value) in DTYPE_BYTES, ", ".join(DTYPE_BYTES)),
     "heap_bytes": Accepts(or_none(is_int(0, MAX_HEAP_BYTES)), f"None, or 0 to {MAX_HEAP_BYTES}"),
+    "max_heap_bytes": Accepts(or_none(is_int(0, MAX_HEAP_BYTES)), f"None, or 0 to {MAX_HEAP_BYTES}"),
     "num_windows": Accepts(is_int(1, MAX_WINDOWS), f"1 to {MAX_WINDOWS}"),
     "sum_domain": Accepts(or_none(is_int(1, MAX_RANKS)), "None, or 1 to the number of ranks"),
     **OPTIONS[DispatchOptions],
@@ -153,6 +154,10 @@ def _agree(options: dict[str, Any]) -> bool:
     """What several options must satisfy together."""
     hidden, quantize = options.get("hidden"), options.get("quantize") or options.get("wire")
     if options.get("engine") == "nvlink" and options.get("num_ranks", 1) > MAX_GPU_RANKS:
+        return False
+    if options.get("max_heap_bytes") is not None and (
+        options.get("engine") == "nvlink" or options["max_heap_bytes"] < (options.get("heap_bytes") or 0)
+    ):
         return False
     row_bytes = DTYPE_BYTES[dtype_name(options.get("dtype", "bfloat16"))] * (hidden or ROW_MULTIPLE_BYTES)
     if row_bytes % ROW_MULTIPLE_BYTES or (quantize and (hidden or FP8_HIDDEN_MULTIPLE) % FP8_HIDDEN_MULTIPLE):

@@ -163,6 +163,12 @@ void bind_communicator(nb::module_& m) {
             comm.recover(evict, min_ranks, deadline_after_s(timeout_s), signal_poll());
           },
           "evict"_a, "min_ranks"_a, "timeout_s"_a, nb::call_guard<ReleasedGil>())
+      .def("group",
+           [](const Communicator& comm) {
+             const GroupId group = comm.group();
+             return nb::bytes(reinterpret_cast<const char*>(group.data()), group.size());
+           })
+      .def("incarnation", &Communicator::incarnation, "rank"_a)
       .def("evicted_ranks", &Communicator::evicted_ranks)
       .def("safe_to_delete", &Communicator::safe_to_delete)
       .def("detections",
@@ -179,7 +185,8 @@ void bind_communicator(nb::module_& m) {
 }
 
 std::shared_ptr<cpu::Window> make_window(std::shared_ptr<Communicator> comm, i32 num_experts, i32 top_k, i64 max_tokens,
-                                         i64 max_row_bytes, u64 heap_bytes, u64 staging_bytes, double timeout_s) {
+                                         i64 max_row_bytes, u64 heap_bytes, u64 staging_bytes, double timeout_s,
+                                         u64 most_heap_bytes) {
   WindowShape shape;
   shape.num_ranks = comm->num_ranks();
   shape.num_experts = num_experts;
@@ -188,14 +195,22 @@ std::shared_ptr<cpu::Window> make_window(std::shared_ptr<Communicator> comm, i32
   shape.max_row_bytes = max_row_bytes;
   shape.staging_bytes = staging_bytes;
   const ReleasedGil release;
-  return std::make_shared<cpu::Window>(std::move(comm), shape, heap_bytes, deadline_after_s(timeout_s), signal_poll());
+  return std::make_shared<cpu::Window>(std::move(comm), shape, heap_bytes, deadline_after_s(timeout_s), signal_poll(),
+                                       most_heap_bytes);
 }
 
 void bind_window(nb::module_& m) {
   using cpu::Window;
   nb::class_<Window, CallWindow>(m, "CpuWindow")
       .def(nb::new_(&make_window), "comm"_a, nb::kw_only(), "num_experts"_a, "top_k"_a, "max_tokens"_a,
-           "max_row_bytes"_a, "heap_bytes"_a, "staging_bytes"_a = 0, "timeout_s"_a = 100.0)
+           "max_row_bytes"_a, "heap_bytes"_a, "staging_bytes"_a = 0, "timeout_s"_a = 100.0, "most_heap_bytes"_a = 0)
+      .def(
+          "resize",
+          [](Window& window, u64 heap_bytes, double timeout_s) {
+            window.resize(heap_bytes, deadline_after_s(timeout_s), signal_poll());
+          },
+          "heap_bytes"_a, "timeout_s"_a, nb::call_guard<ReleasedGil>())
+      .def("release_memory", &Window::release_memory, nb::call_guard<ReleasedGil>())
       .def("owns", [](const Window& window, uintptr_t ptr) { return window.owns(pointer<void>(ptr)); }, "ptr"_a);
 }
 

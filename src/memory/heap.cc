@@ -68,6 +68,19 @@ void Heap::release(uint64_t offset) {
   give_back(offset, block_bytes);
 }
 
+void Heap::grow(uint64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  const uint64_t wanted = bytes / kAlignment * kAlignment;
+  if (wanted <= bytes_) return;
+  insert_free(bytes_, wanted - bytes_);
+  bytes_ = wanted;
+}
+
+uint64_t Heap::bytes() const {
+  const std::lock_guard lock(mutex_);
+  return bytes_;
+}
+
 void Heap::quarantine() {
   const std::lock_guard lock(mutex_);
   in_quarantine_ = true;

@@ -27,6 +27,9 @@ class Heap {
   // Frees the block at `offset`. Error kInvalidArgument if no block starts there.
   void release(uint64_t offset);
 
+  // Room for `bytes` bytes in all, rounded down; no less than there are.
+  void grow(uint64_t bytes);
+
   // From now on what is released (or split off) makes no room: a broken operation's peers may still write there
   // (R20).
   void quarantine();
@@ -34,7 +37,7 @@ class Heap {
   // Every peer acknowledged a later epoch or is gone: what was held back makes room again.
   void end_quarantine();
 
-  uint64_t bytes() const noexcept { return bytes_; }
+  uint64_t bytes() const;
   uint64_t used() const;  // bytes of live blocks
   uint64_t largest_free() const;
   uint64_t quarantined() const;  // bytes released that make no room yet
@@ -44,8 +47,8 @@ class Heap {
   void give_back(uint64_t offset, uint64_t bytes);
   void insert_free(uint64_t offset, uint64_t bytes);
 
-  const uint64_t bytes_;
   mutable std::mutex mutex_;
+  uint64_t bytes_;
   std::map<uint64_t, uint64_t> live_;                      // offset -> bytes
   std::map<uint64_t, uint64_t> free_;                      // offset -> bytes, never two adjacent
   std::set<std::pair<uint64_t, uint64_t>> free_by_bytes_;  // (bytes, offset) of free_

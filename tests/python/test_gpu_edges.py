@@ -69,6 +69,21 @@ def test_rows_that_fit_without_their_scales(pool: Any) -> None:
     run(pool, work)
 
 
+def test_heaps_neither_grow_nor_sleep(pool: Any) -> None:
+    def work(state: RankState) -> None:
+        shape: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden": 64, "max_tokens_per_rank": 8}
+        with pytest.raises(weft.Unsupported, match="max_heap_bytes"):
+            weft.ExpertParallel(state.comm, max_heap_bytes=1 << 30, **shape)
+        with weft.ExpertParallel(state.comm, **shape) as ep:
+            with pytest.raises(weft.Unsupported, match="resize"):
+                ep.resize(heap_bytes=1 << 30)
+            with pytest.raises(weft.Unsupported, match="sleep"):
+                state.comm.sleep()
+            assert not state.comm.is_asleep
+
+    run(pool, work)
+
+
 def test_logical_experts_are_refused(pool: Any) -> None:
     def work(state: RankState) -> None:
         shape: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden": 64, "max_tokens_per_rank": 8}

@@ -4,6 +4,7 @@ Every refusal names the argument, the value given and what is allowed.
 """
 
 # check: allow-in-file function-size: one parameter for each argument of the public call
+# check: allow file-size: what users may pass, in one place
 
 from __future__ import annotations
 
@@ -49,6 +50,7 @@ from weft.limits import (
     MAX_ALIGNMENT,
     ROW_MULTIPLE_BYTES,
     check_shape,
+    default_heap_bytes,
 )
 from weft.quantized import Quantized
 
@@ -84,6 +86,7 @@ def check_constructor(comm: Communicator, dtype: Any, shape: dict[str, Any]) -> 
     if shape["deadline_s"] is None:
         raise InvalidArgument(f"deadline_s is None; allowed: {ACCEPTS['deadline_s'].allowed}")
     check_shape({"num_ranks": comm.num_ranks, **shape})
+    _check_growth(comm, dtype, shape)
     if comm.engine == "nvlink" and shape["num_logical_experts"] is not None:
         raise Unsupported("num_logical_experts", "the nvlink engine", "the cpu engine, or physical ids in topk_idx")
     if comm.engine != "cpu" and shape["sum_domain"] not in (None, 1, comm.num_ranks):
@@ -97,6 +100,19 @@ def check_constructor(comm: Communicator, dtype: Any, shape: dict[str, Any]) -> 
         )
     most = most_num_sms(comm.max_num_sms, comm._choice.rank_sms, shape["num_windows"])
     _check_num_sms(most, shape["num_windows"], shape["num_sms"])
+
+
+def _check_growth(comm: Communicator, dtype: Any, shape: dict[str, Any]) -> None:
+    most, least = shape["max_heap_bytes"], shape["heap_bytes"]
+    if most is None:
+        return
+    if comm.engine == "nvlink":
+        raise Unsupported("max_heap_bytes", "the nvlink engine", "the cpu engine, or None")
+    if least is None:
+        sizes = (shape["top_k"], shape["hidden"], shape["max_tokens_per_rank"])
+        least = default_heap_bytes(comm.num_ranks, *sizes, dtype)
+    if most < least:
+        raise InvalidArgument(f"max_heap_bytes is {most}; allowed are None and heap_bytes = {least} or more")
 
 
 def check_dispatch(

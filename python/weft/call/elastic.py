@@ -6,7 +6,8 @@ from weft.call.expert_map import ExpertMap
 from weft.call.runner import Runner
 from weft.call.shared import Shared
 from weft.communicator import Communicator
-from weft.group.joining import positive_seconds
+from weft.errors import InvalidArgument, Unsupported
+from weft.group.turns import positive_seconds
 
 __all__ = ["Elastic"]
 
@@ -18,6 +19,7 @@ class Elastic(Shared):
     comm: Communicator
     deadline_s: float
     num_windows: int
+    _most_heap_bytes: int
 
     @property
     def expert_map(self) -> ExpertMap | None:
@@ -51,3 +53,42 @@ class Elastic(Shared):
         with turn:
             self.comm.compare("set_expert_map", {"object": self.calls.numbers, "expert_map": str(given)}, seconds)
             self.calls.install_map(given)
+
+    @property
+    def heap_bytes(self) -> int:
+        """Of each window of this object now: what it was made with, or what `resize` made of it."""
+        return min(int(window.native.stats()["heap_bytes"]) for window in self.calls.windows if not window.closed)
+
+    @property
+    def max_heap_bytes(self) -> int:
+        """Up to which `resize` may let the heap grow."""
+        return max(self._most_heap_bytes, self.heap_bytes)
+
+    def resize(self, *, heap_bytes: int, deadline_s: float | None = None) -> None:
+        """Give each window of this object a heap of `heap_bytes`; objects that share a window share that. Collective,
+        between two calls, with equal arguments. Tensors in the heap stay where they are, and so do handles. Heaps only
+        grow. `deadline_s`: None: that of the object.
+
+        Raises:
+            InvalidArgument: less than there is, or more than max_heap_bytes (on this rank); or ranks differ.
+            InvalidState: closed, busy in another thread, forked, or asleep.
+            Unsupported: the nvlink engine.
+            CapacityExceeded: the system refused it on a rank; raised on all. Windows before the one have grown.
+            PeerTimeout, PeerLost: a rank did not take part.
+        """
+        calls = self.calls
+        with self.comm.telling_peers():
+            if self.comm.engine != "cpu":
+                raise Unsupported("resize", f"the {self.comm.engine} engine", "the cpu engine")
+            turn = calls.alone("resize")
+            least = max(int(window.native.stats()["heap_bytes"]) for window in calls.windows)
+            if type(heap_bytes) is not int or not least <= heap_bytes <= self.max_heap_bytes:
+                raise InvalidArgument(
+                    f"heap_bytes is {heap_bytes!r}; allowed are {least}, what there is, to max_heap_bytes = "
+                    f"{self.max_heap_bytes}"
+                )
+            seconds = self.deadline_s if deadline_s is None else positive_seconds("deadline_s", deadline_s)
+        with turn:
+            self.comm.compare("resize", {"object": calls.numbers, "heap_bytes": heap_bytes}, seconds)
+            for window in calls.windows:
+                window.native.resize(heap_bytes, seconds)

@@ -43,6 +43,7 @@ def opened(comm: Communicator, dtype: torch.dtype, arguments: dict[str, Any]) ->
             idx,
             landing_row_bytes(hidden, dtype) if comm.engine == "nvlink" else 0,
             small_tokens(max_tokens) if comm.engine == "nvlink" else 0,
+            arguments["max_heap_bytes"] or 0,
         )
         for idx in range(num_windows)
     ]

@@ -24,6 +24,7 @@ class WindowSpec:
     idx: int = 0
     landing_row_bytes: int = 0  # nvlink engine: room for one row that finds none in the heap, or in a small batch
     small_tokens: int = 0  # nvlink engine: most tokens of a rank in a small-batch call
+    most_heap_bytes: int = 0  # cpu engine: up to which the heap may grow
 
 
 class Window:

@@ -15,8 +15,9 @@ from weft import _load, env
 from weft.engine import Choice, Facts, choose_engine, look
 from weft.errors import InvalidArgument, InvalidState, PeerTimeout, Unsupported
 from weft.group.deciding import Decide, Network, Secret, by_store, of_group, serve
-from weft.group.windows import Windows
-from weft.limits import MAX_CONTROL_RANKS, MAX_SECONDS
+from weft.group.sleeping import Sleeping
+from weft.group.turns import positive_seconds
+from weft.limits import MAX_CONTROL_RANKS
 from weft.log import logger
 from weft.machine.placement import local
 from weft.machine.placement.binding import Binding
@@ -38,7 +39,7 @@ _ENGINE_TAG = 1 << 23  # of the exchange for the choice of the engine
 Made = TypeVar("Made", bound="Joining")
 
 
-class Joining(Windows):
+class Joining(Sleeping):
     """The part of a communicator that makes it."""
 
     def __init__(
@@ -315,13 +316,6 @@ def _decide_in(group: torch.distributed.ProcessGroup | None) -> Decide:
         return found[0](key, expected, desired)
 
     return decide
-
-
-def positive_seconds(name: str, value: float) -> float:
-    """`value` as a float, if it is a time to wait."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_SECONDS:
-        raise InvalidArgument(f"{name} is {value!r}; allowed are seconds above 0, up to {MAX_SECONDS:g}")
-    return float(value)
 
 
 def device_of(device: torch.device | str | int | None) -> torch.device:

@@ -15,13 +15,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from weft import _load
 from weft.call.shared import Shared
-from weft.errors import Aborted, Error, Evicted, InternalError, InvalidState, PeerLost, PeerTimeout
+from weft.errors import (
+    Aborted,
+    Error,
+    Evicted,
+    InternalError,
+    InvalidArgument,
+    InvalidState,
+    PeerLost,
+    PeerTimeout,
+)
+from weft.limits import MAX_SECONDS
 
 if TYPE_CHECKING:
     from weft import _native
 
-__all__ = ["Process", "Turns", "first_line"]
+__all__ = ["Process", "Turns", "first_line", "positive_seconds"]
 
+_ASLEEP_CALLS = ("gather", "rebuild", "recover", "wake")
 _LOCAL_CALLS = ("check", "empty_output")  # nobody waits for them
 _EXIT_GRACE_S = 10.0  # when the process ends, for threads that are in a call and neither wait nor return
 _BETWEEN_CALLS_S = 0.05  # then, for threads that make one call after the other to come to the next one
@@ -81,6 +92,7 @@ class Turns(Shared):
 
     def __init__(self) -> None:
         self._has_refused = False  # the peers were told so
+        self._is_asleep = False
         self._pid = os.getpid()
         self._busy = threading.Lock()
         self._ended: list[_Closable] = []  # of objects that were dropped inside a call: closed before the next
@@ -108,6 +120,8 @@ class Turns(Shared):
             raise InvalidState(
                 f"{what}: another thread is inside a call of this communicator; one thread at a time may use it"
             )
+        if self._is_asleep and what not in _ASLEEP_CALLS:
+            raise InvalidState(f"{what}: the communicator is asleep; call comm.wake() on every rank first")
         if self._has_refused and what not in _LOCAL_CALLS:
             self._has_refused = False
             self._native.note_refusal("")
@@ -161,3 +175,10 @@ def first_line(error: BaseException) -> str:
     text = (str(error).splitlines() or [""])[0]
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return line.encode(errors="replace").decode()
+
+
+def positive_seconds(name: str, value: float) -> float:
+    """`value` as a float, if it is a time to wait."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_SECONDS:
+        raise InvalidArgument(f"{name} is {value!r}; allowed are seconds above 0, up to {MAX_SECONDS:g}")
+    return float(value)

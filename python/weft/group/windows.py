@@ -92,13 +92,26 @@ class Windows(Turns):
         """
         _compare(self._exchange_json({"what": what, "arguments": arguments}, deadline_s))
 
+    def _told(self, what: str, value: Any, deadline_s: float) -> dict[int, Any]:
+        """What each active rank says in a call that all make. Collective, inside a turn."""
+        answers = self._exchange_json({"what": what, "arguments": {}, "value": value}, deadline_s)
+        _compare(answers)
+        return {rank: answer["value"] for rank, answer in answers.items()}
+
     def _exchange_json(self, message: dict[str, Any], deadline_s: float) -> dict[int, dict[str, Any]]:
-        payload = json.dumps(message).encode()
+        payloads = self._exchange_bytes(json.dumps(message).encode(), deadline_s)
+        others = [rank for rank, payload in payloads.items() if not payload.startswith(b"{")]
+        if others:
+            raise InvalidArgument(f"{message['what']}: {rank_list(others)} made another call meanwhile, such as gather")
+        return {rank: json.loads(payload) for rank, payload in payloads.items()}
+
+    def _exchange_bytes(self, payload: bytes, deadline_s: float) -> dict[int, bytes]:
+        """By active rank. Collective, inside a turn; every rank makes these in the same order."""
         self._native.raise_if_broken()
         tag = _COMPARE_TAG + self._num_compared
         self._num_compared += 1
         payloads = self._native.exchange(tag, payload, deadline_s)
-        return {rank: json.loads(payloads[rank]) for rank in self._active}
+        return {rank: payloads[rank] for rank in self._active}
 
     def _new_window(self, spec: WindowSpec, deadline_s: float) -> Window:
         shape: dict[str, Any] = {
@@ -114,7 +127,8 @@ class Windows(Turns):
             native = _load.native().GpuWindow(self._native, driver_gpu(self.device.index), **shape)
             window = Window(native, native.id, spec.max_tokens, WindowStreams(self.device))
         else:
-            native = _load.native().CpuWindow(self._native, max_row_bytes=spec.max_row_bytes, **shape)
+            shape |= {"max_row_bytes": spec.max_row_bytes, "most_heap_bytes": spec.most_heap_bytes}
+            native = _load.native().CpuWindow(self._native, **shape)
             window = Window(native, native.id, spec.max_tokens)
         self._windows[spec] = window
         self._all_windows.add(window)

@@ -14,11 +14,14 @@ namespace {
 
 constexpr u64 kWindowTag = u64{1} << 61;
 constexpr u64 kAttachedTag = kWindowTag | u64{1} << 60;
+constexpr u64 kPieceTag = kWindowTag | u64{1} << 59;  // of resize()
+constexpr u64 kGrownTag = kPieceTag | u64{1} << 60;
 
 // Followed by the text of the refusal, if there is one.
 struct MemoryOffer {
   WindowShape shape;
-  u64 heap_bytes;    // may differ from rank to rank
+  u64 heap_bytes;  // may differ from rank to rank, and the next, too
+  u64 most_heap_bytes;
   u64 refusal_code;  // 0: the memory is there
 };
 
@@ -58,11 +61,12 @@ constexpr u64 kSmallestHeap = 4096;
 }  // namespace
 
 Window::Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64 heap_bytes, u64 deadline_ns,
-               const Poll& poll)
+               const Poll& poll, u64 most_heap_bytes)
     : comm_(std::move(comm)),
       shape_(shape),
       layout_(checked_layout(shape)),
       heap_bytes_(std::max(heap_bytes, kSmallestHeap)),
+      most_heap_bytes_(std::max(most_heap_bytes, heap_bytes_)),
       id_(comm_->next_window_id()),
       peers_(static_cast<size_t>(shape.num_ranks)) {
   comm_->check_one_machine("a window");
@@ -83,7 +87,7 @@ Window::Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64
 Window::Memory Window::allocate() const {
   Memory memory;
   try {
-    memory.heap = std::make_shared<ReceiveHeap>(heap_bytes_);
+    memory.heap = std::make_shared<ReceiveHeap>(heap_bytes_, most_heap_bytes_);
     memory.control = SharedMemory::create(layout_.total_bytes);
     new (memory.control.data()) ControlWords();
   } catch (const Error& error) {
@@ -102,19 +106,104 @@ void Window::attach(std::vector<Parcel>& parcels, u64 deadline_ns, const Poll& p
     try {
       parcels[rank].check_fds(2, "rank " + std::to_string(rank));
       peers_[rank].control = SharedMemory::attach(std::move(parcels[rank].fds[0]), layout_.total_bytes);
-      peers_[rank].heap = SharedMemory::attach(std::move(parcels[rank].fds[1]), offer.heap_bytes);
+      peers_[rank].heap =
+          SharedMemory::attach(std::move(parcels[rank].fds[1]), offer.heap_bytes, offer.most_heap_bytes);
       peers_[rank].control.drop_fd();
       peers_[rank].heap.drop_fd();
     } catch (const Error& error) {
       refusal = static_cast<char>(error.code) + error.text;
     }
   }
-  const std::vector<Parcel> verdicts = comm_->exchange(kAttachedTag | id_, bytes_of(refusal), {}, deadline_ns, poll);
+  raise_refusals(kAttachedTag, refusal, heap_bytes_, deadline_ns, poll);
+}
+
+// A rank's refusal, empty if it has none, is raised on all ranks.
+void Window::raise_refusals(u64 tag, const std::string& mine, u64 heap_bytes, u64 deadline_ns, const Poll& poll) {
+  const std::vector<Parcel> verdicts = comm_->exchange(tag | id_, bytes_of(mine), {}, deadline_ns, poll);
   for (int rank : comm_->active_ranks()) {
     const std::vector<std::byte>& verdict = verdicts[rank].bytes;
     if (verdict.empty()) continue;
-    throw no_memory(rank, heap_bytes_, layout_.total_bytes, static_cast<u64>(verdict[0]), text_of(verdict, 1));
+    throw no_memory(rank, heap_bytes, layout_.total_bytes, static_cast<u64>(verdict[0]), text_of(verdict, 1));
   }
+}
+
+// docs/protocols/headers.md: a piece of each rank, mapped by all; when everyone has told so, the allocators learn of them.
+void Window::resize(u64 heap_bytes, u64 deadline_ns, const Poll& poll) {
+  if (closed_) throw_invalid_state("the window is closed");
+  if (heap_bytes < heap_bytes_ || heap_bytes > most_heap_bytes_) {
+    throw_invalid_argument("heap_bytes: " + std::to_string(heap_bytes) + "; allowed: " + std::to_string(heap_bytes_) +
+                           " to " + std::to_string(most_heap_bytes_));
+  }
+  const u64 piece_bytes = SharedMemory::piece_bytes(heap_bytes_, heap_bytes);
+  const std::vector<u64> before = mapped_bytes();
+  std::string refusal;
+  const auto try_to = [&](const auto& work) {
+    try {
+      if (refusal.empty()) work();
+    } catch (const Error& error) {
+      refusal = static_cast<char>(error.code) + error.text;
+    }
+  };
+  OwnedFd piece;
+  try_to([&] {
+    if (piece_bytes == 0) return;
+    piece = SharedMemory::make_piece(piece_bytes);
+    heap_->memory.append(piece, piece_bytes);
+  });
+  std::vector<std::byte> told(sizeof(piece_bytes));
+  std::memcpy(told.data(), &piece_bytes, sizeof(piece_bytes));
+  const auto tell = [&](const std::vector<int>& fds) {
+    return comm_->exchange(kPieceTag | id_, told, fds, deadline_ns, poll);
+  };
+  std::vector<Parcel> parcels;
+  try {
+    parcels = tell(piece.valid() && refusal.empty() ? std::vector<int>{piece.get()} : std::vector<int>{});
+  } catch (const Error& error) {
+    if (error.code != ErrorCode::kCapacityExceeded) throw;  // no descriptor to send: nothing has been sent
+    refusal = static_cast<char>(error.code) + error.text;
+    parcels = tell({});
+  }
+  for (int rank : comm_->active_ranks()) {
+    if (rank == comm_->rank() || (parcels[rank].fds.empty() && !parcels[rank].has_lost_fds)) continue;
+    try_to([&] {
+      parcels[rank].check_fds(1, "rank " + std::to_string(rank));
+      u64 its_bytes = 0;
+      if (parcels[rank].bytes.size() != sizeof(its_bytes)) throw_internal("a piece of a heap of no size");
+      std::memcpy(&its_bytes, parcels[rank].bytes.data(), sizeof(its_bytes));
+      peers_[rank].heap.append(parcels[rank].fds[0], its_bytes);
+    });
+  }
+  try {
+    raise_refusals(kGrownTag, refusal, heap_bytes, deadline_ns, poll);
+  } catch (...) {
+    cut(before);
+    throw;
+  }
+  heap_bytes_ = heap_bytes;
+  heap_->heap.grow(heap_bytes);
+}
+
+// Of the heaps, by rank.
+std::vector<u64> Window::mapped_bytes() const {
+  std::vector<u64> all;
+  for (int rank = 0; rank < shape_.num_ranks; ++rank)
+    all.push_back(rank == comm_->rank() ? heap_->memory.bytes() : peers_[rank].heap.bytes());
+  return all;
+}
+
+void Window::cut(const std::vector<u64>& mapped) {
+  for (int rank = 0; rank < shape_.num_ranks; ++rank)
+    (rank == comm_->rank() ? heap_->memory : peers_[rank].heap).cut(mapped[rank]);
+}
+
+// Headers and words stay: the sequence goes on.
+void Window::release_memory() {
+  if (closed_) return;
+  if (heap_->heap.used() > 0) {
+    throw_invalid_state(std::to_string(heap_->heap.used()) + " bytes of the heap are in use by results of calls");
+  }
+  heap_->memory.release(0);
+  control_.release(layout_.staging);
 }
 
 Window::~Window() { close(); }
@@ -130,7 +219,7 @@ void Window::close() {
 std::vector<Parcel> Window::exchange_memory(ControlPlane* plane, const std::vector<int>& ranks, u64 tag,
                                             const Memory& memory, u64 deadline_ns, const Poll& poll) {
   const auto offer_all = [&](const std::optional<Error>& refusal, const std::vector<int>& fds) {
-    const MemoryOffer mine{shape_, heap_bytes_, refusal ? static_cast<u64>(refusal->code) : 0};
+    const MemoryOffer mine{shape_, heap_bytes_, most_heap_bytes_, refusal ? static_cast<u64>(refusal->code) : 0};
     std::vector<std::byte> bytes = bytes_of(std::string(sizeof(mine), '\0') + (refusal ? refusal->text : ""));
     std::memcpy(bytes.data(), &mine, sizeof(mine));
     return plane == nullptr ? comm_->exchange(tag, bytes, fds, deadline_ns, poll)
@@ -181,7 +270,7 @@ void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, 
     std::memcpy(&offer, parcels[rank].bytes.data(), sizeof(offer));
     parcels[rank].check_fds(2, "rank " + std::to_string(rank));
     SharedMemory fresh = SharedMemory::attach(std::move(parcels[rank].fds[0]), layout_.total_bytes);
-    peers[rank].heap = SharedMemory::attach(std::move(parcels[rank].fds[1]), offer.heap_bytes);
+    peers[rank].heap = SharedMemory::attach(std::move(parcels[rank].fds[1]), offer.heap_bytes, offer.most_heap_bytes);
     peers[rank].heap.drop_fd();
     peers[rank].control = std::move(peers_[rank].control);
     if (peers[rank].control.valid()) {

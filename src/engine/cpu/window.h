@@ -20,7 +20,7 @@ namespace weft::cpu {
 
 // Receive memory of one epoch. Tensors hold it, so it outlives a rebuild and the window itself (R13).
 struct ReceiveHeap {
-  explicit ReceiveHeap(u64 bytes) : memory(SharedMemory::create(bytes)), heap(bytes) {}
+  ReceiveHeap(u64 bytes, u64 most_bytes) : memory(SharedMemory::create(bytes, most_bytes)), heap(bytes) {}
   SharedMemory memory;
   Heap heap;
 };
@@ -43,8 +43,9 @@ class Window : public CallWindow {
  public:
   // Collective among the active ranks. Errors: kInvalidArgument (sizes beyond 64 bits, shapes that differ),
   // kUnsupported and kCapacityExceeded (what the system refused on a rank; raised on all), kPeerLost, kPeerTimeout.
+  // `most_heap_bytes`: up to which resize() may go; at most `heap_bytes`: it may not.
   Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64 heap_bytes, u64 deadline_ns,
-         const Poll& poll);
+         const Poll& poll, u64 most_heap_bytes = 0);
   ~Window() override;
   Window(const Window&) = delete;
   Window& operator=(const Window&) = delete;
@@ -53,6 +54,13 @@ class Window : public CallWindow {
   void combine(const CombineArgs& args, const Poll& poll) override;
   void gradients(const GradientArgs& args) override { cpu::gradients(args); }
   void barrier(u64 timeout_ns, const Poll& poll) override;
+
+  // A heap of `heap_bytes`, no less than it has: collective among the active ranks, between two operations. Errors as the
+  // constructor; what a rank could not make or map is raised on all, and nobody's heap has grown.
+  void resize(u64 heap_bytes, u64 deadline_ns, const Poll& poll);
+  // Gives the physical memory of heap and staging back, until it is used again. Local, while no rank is in an operation or begins
+  // one. Error kInvalidState: blocks of the heap are in use.
+  void release_memory();
 
   using CallWindow::reserve;
   std::optional<Block> reserve(u64 num_bytes, u64 stream, OnCapture on_capture) override;
@@ -104,12 +112,16 @@ class Window : public CallWindow {
   // What every rank says of its memory, and its descriptors (control, heap), by rank.
   std::vector<Parcel> exchange_memory(ControlPlane* plane, const std::vector<int>& ranks, u64 tag, const Memory& memory,
                                       u64 deadline_ns, const Poll& poll);
+  void raise_refusals(u64 tag, const std::string& mine, u64 heap_bytes, u64 deadline_ns, const Poll& poll);
+  std::vector<u64> mapped_bytes() const;
+  void cut(const std::vector<u64>& mapped);
   void check_offer(int rank, const Parcel& parcel) const;
 
   std::shared_ptr<Communicator> comm_;
   const WindowShape shape_;
   const WindowLayout layout_;
-  const u64 heap_bytes_;
+  u64 heap_bytes_;
+  const u64 most_heap_bytes_;
   const u64 id_;
   u64 hash_ = 0;
   SharedMemory control_;

@@ -228,6 +228,59 @@ TEST(shared_memory_replaced_keeps_its_address_and_leaves_the_old_one_alone) {
   CHECK_EQ(num_open_fds(), before);
 }
 
+TEST(shared_memory_grows_by_pieces_and_gives_its_pages_back) {
+  const int before = num_open_fds();
+  {
+    CHECK_EQ(SharedMemory::piece_bytes(5000, 8192), uint64_t{0});
+    CHECK_EQ(SharedMemory::piece_bytes(5000, 8193), uint64_t{4096});
+    SharedMemory heap = SharedMemory::create(5000, 20000);
+    CHECK_EQ(heap.bytes(), uint64_t{8192});
+    SharedMemory view = SharedMemory::attach(OwnedFd::duplicate(heap.fd()), 5000, 20000);
+    std::byte* const address = heap.data();
+    address[1] = std::byte{1};
+    const OwnedFd piece = SharedMemory::make_piece(8192);
+    heap.append(piece, 8192);
+    view.append(OwnedFd::duplicate(piece.get()), 8192);
+    CHECK(heap.data() == address);
+    CHECK_EQ(heap.bytes(), uint64_t{16384});
+    address[16383] = std::byte{7};
+    CHECK(view.data()[16383] == std::byte{7});
+    CHECK_THROWS(heap.append(SharedMemory::make_piece(8192), 8192), Error, is_invalid_argument);  // beyond 20480
+    CHECK_THROWS(heap.append(piece, 4096), Error, is_invalid_argument);
+    heap.release(4096);
+    CHECK(view.data()[16383] == std::byte{0});
+    CHECK(view.data()[1] == std::byte{1});
+    heap.release(1);  // whole pages alone
+    CHECK(view.data()[1] == std::byte{1});
+    view.data()[16383] = std::byte{3};
+    CHECK(address[16383] == std::byte{3});
+    heap.cut(8192);
+    CHECK_EQ(heap.bytes(), uint64_t{8192});
+    heap.append(SharedMemory::make_piece(4096), 4096);
+    CHECK(address[8192] == std::byte{0});
+    CHECK_THROWS(SharedMemory::create(4096).append(SharedMemory::make_piece(4096), 4096), Error, is_invalid_argument);
+  }
+  CHECK_EQ(num_open_fds(), before);
+}
+
+TEST(heap_grows_behind_what_lies_there) {
+  Heap heap(1000);  // 768
+  CHECK_EQ(heap.bytes(), uint64_t{768});
+  const auto first = heap.reserve(700);
+  CHECK(first == uint64_t{0});
+  CHECK(!heap.reserve(256));
+  heap.grow(1279);
+  CHECK_EQ(heap.bytes(), uint64_t{1024});
+  const auto second = heap.reserve(256);
+  CHECK(second == uint64_t{768});
+  heap.grow(2048);
+  heap.grow(10);
+  CHECK_EQ(heap.bytes(), uint64_t{2048});
+  heap.release(*second);
+  CHECK_EQ(heap.largest_free(), uint64_t{1280});  // with the new room in one
+  CHECK(heap.reserve(1280) == uint64_t{768});
+}
+
 TEST(shared_memory_outlives_its_maker) {
   SharedMemory memory = SharedMemory::create(4096);
   const pid_t child = fork();

@@ -1,0 +1,287 @@
+"""Guards against tensors and bytes that arrive changed, at the wrong place or not at all, and against what is left of
+them: descriptors, threads, memory in forked children."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import weft
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64]
+
+
+def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * 100
+    return (values > 0) if dtype is torch.bool else values.to(dtype)
+
+
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(
+        one.reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8)
+    )
+
+
+def memfds() -> list[str]:
+    found = []
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            name = os.readlink(f"/proc/self/fd/{each}")
+            found += [name] if "weft-share" in name else []
+    return found
+
+
+def doors() -> list[str]:
+    with open("/proc/net/unix") as table:
+        return [line.split()[-1] for line in table if "@weft-share-" in line]
+
+
+# ---- gather
+
+
+def gathering(comm: weft.Communicator) -> None:
+    rank, ranks = comm.rank, range(comm.num_ranks)
+    assert comm.gather(bytes([rank]) * rank) == {each: bytes([each]) * each for each in ranks}
+    large = os.urandom(3 << 20) if rank == 0 else b"{"
+    found = comm.gather(large)
+    assert found[rank] == large
+    assert len(found[0]) == 3 << 20
+    for refused in ("text", bytes(16 << 20)):
+        with pytest.raises(weft.InvalidArgument, match=r"data (is a str|has 16777216 bytes)"):
+            comm.gather(refused)  # type: ignore[arg-type]
+    with pytest.raises(weft.InvalidArgument, match="deadline_s is 0"):
+        comm.gather(b"", deadline_s=0)
+    shape: dict[str, Any] = {"num_experts": 12, "top_k": 1, "hidden": 8, "max_tokens_per_rank": 4}
+    if rank == 0:  # others make another call
+        with pytest.raises(weft.InvalidArgument, match=r"gather: ranks? 1(, 2)? made another call"):
+            comm.gather(b"x")
+    else:
+        with pytest.raises(weft.InvalidArgument, match=r"ExpertParallel: rank 0 made another call"):
+            weft.ExpertParallel(comm, dtype=torch.float32, **shape)
+    assert comm.gather(b"again") == dict.fromkeys(ranks, b"again")
+    if rank == 2:
+        comm.close()
+        return
+    with pytest.raises(weft.PeerLost, match="rank 2"):
+        comm.gather(b"lost")
+    with pytest.raises(weft.PeerLost, match="rank 2"):
+        comm.gather(b"lost")
+    comm.recover()
+    assert comm.gather(b"left") == {0: b"left", 1: b"left"}
+    comm.close()
+    with pytest.raises(weft.InvalidState, match="closed"):
+        comm.gather(b"")
+
+
+@pytest.mark.parametrize("isolation", ["process", "thread"])
+def test_gather(isolation: str) -> None:
+    weft.spawn(gathering, 3, device="cpu", isolation=isolation)
+
+
+# ---- share and fetch
+
+
+def sharing(comm: weft.Communicator) -> None:
+    rank, peer = comm.rank, (comm.rank + 1) % comm.num_ranks
+    shapes = [(3, 5), (0, 4), (), (1 << 20,)]
+    for number, dtype in enumerate(DTYPES):
+        for idx, shape in enumerate(shapes):
+            comm.share(f"{number}/{idx}", tensor_of(dtype, shape, 10 * rank + idx))
+    comm.share("strided", tensor_of(torch.float32, (6, 4), rank).t())
+    comm.meet(20.0)
+    for number, dtype in enumerate(DTYPES):
+        for idx, shape in enumerate(shapes):
+            wanted = tensor_of(dtype, shape, 10 * peer + idx)
+            out = torch.zeros_like(wanted)
+            assert comm.fetch(f"{number}/{idx}", peer, out) is out
+            assert same_bytes(out, wanted), (dtype, shape)
+    out = torch.empty((4, 6), dtype=torch.float32, device="cpu")
+    assert torch.equal(comm.fetch("strided", peer, out), tensor_of(torch.float32, (6, 4), peer).t())
+    assert torch.equal(comm.fetch("strided", rank, out), tensor_of(torch.float32, (6, 4), rank).t())
+    comm.meet(20.0)
+    # A value is that of the moment; the name may be used again, or taken back.
+    mine = torch.full((4, 6), float(rank), device="cpu", dtype=torch.float32)
+    comm.share("strided", mine)
+    mine.zero_()
+    comm.share("0/0", None)
+    comm.share("never there", None)
+    comm.meet(20.0)
+    assert torch.equal(comm.fetch("strided", peer, out), torch.full_like(out, float(peer)))
+    before = out.clone()
+    with pytest.raises(
+        weft.InvalidArgument, match=rf"rank {peer} shares no '0/0'; it shares '0/1', '0/2', '0/3', '1/0'"
+    ):
+        comm.fetch("0/0", peer, out)
+    for refused, remark in (
+        (
+            torch.empty((6, 4), dtype=torch.float32),
+            r"out has shape \[6, 4\]; rank \d shares 'strided' with shape \[4, 6\]",
+        ),
+        (torch.empty((4, 6), dtype=torch.int32), r"out has dtype torch.int32; rank \d shares .* dtype torch.float32"),
+        (torch.empty((6, 4), dtype=torch.float32).t(), "strides"),
+        (torch.empty((4, 6), device="meta"), "dense tensor"),
+        (None, "dense tensor"),
+    ):
+        with pytest.raises(weft.InvalidArgument, match=remark):
+            comm.fetch("strided", peer, refused)  # type: ignore[arg-type]
+    assert torch.equal(out, before)
+    for name, of, remark in (
+        ("", peer, "name is ''"),
+        ("x" * 201, peer, "1 to 200 bytes"),
+        ("x", 9, "rank is 9; allowed"),
+    ):
+        with pytest.raises(weft.InvalidArgument, match=remark):
+            comm.fetch(name, of, out)
+    with pytest.raises(weft.InvalidArgument, match="dense tensor"):
+        comm.share("x", torch.empty(2, device="meta"))
+    comm.meet(20.0)
+    if os.getpid() != os.getppid() and comm._origin != "threads of one process":
+        assert memfds()
+        comm.close()
+        assert memfds() == []
+        assert not any(thread.name == "weft-share" for thread in threading.enumerate())
+    comm.close()
+    with pytest.raises(weft.InvalidState, match="closed"):
+        comm.share("x", out)
+    with pytest.raises(weft.InvalidState, match="closed"):
+        comm.fetch("x", peer, out)
+
+
+@pytest.mark.parametrize("isolation", ["process", "thread"])
+def test_share_and_fetch(isolation: str) -> None:
+    before = doors()
+    weft.spawn(sharing, 2, device="cpu", isolation=isolation)
+    assert set(doors()) <= set(before)
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+def owner_that_goes(comm: weft.Communicator, how: str) -> str:
+    out = torch.empty(4, dtype=torch.float32, device="cpu")
+    if comm.rank == 0 and how != "shares nothing":
+        comm.share("w", torch.arange(4, dtype=torch.float32, device="cpu"))
+    pid = int(comm.gather(str(os.getpid()).encode())[0])
+    if comm.rank == 0:
+        if how in ("kill", "stop"):
+            while True:  # the other one does it
+                signal.pause()
+        if how == "shares nothing":
+            comm.gather(b"")
+        comm.close()
+        return ""
+    if how in ("kill", "stop"):
+        os.kill(pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        while state_of(pid) not in ("Z", "X", "T"):
+            time.sleep(0.001)
+    kinds: dict[str, type[weft.Error]] = {"stop": weft.PeerTimeout, "shares nothing": weft.InvalidArgument}
+
+    def fetch_until_it_fails() -> None:
+        while True:  # closed: it may not have come to that
+            comm.fetch("w", 0, out, deadline_s=0.5 if how == "stop" else 60.0)
+
+    with pytest.raises(kinds.get(how, weft.PeerLost)) as caught:
+        fetch_until_it_fails()
+    if how == "stop":
+        assert caught.value.peers == (0,)  # type: ignore[attr-defined]
+        assert not comm.broken
+        os.kill(pid, signal.SIGCONT)
+        assert comm.fetch("w", 0, out).tolist() == [0, 1, 2, 3]
+        os.kill(pid, signal.SIGKILL)
+    elif how == "shares nothing":
+        comm.gather(b"")
+    else:
+        assert caught.value.ranks == (0,)  # type: ignore[attr-defined]
+        comm.recover()
+        with pytest.raises(weft.InvalidArgument, match=r"rank is 0; allowed are active ranks: \[1\]"):
+            comm.fetch("w", 0, out)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["close", "kill", "stop", "shares nothing"])
+def test_an_owner_that_does_not_answer(how: str) -> None:
+    texts = weft.spawn(owner_that_goes, 2, (how,), device="cpu", on_failure="return")
+    assert isinstance(texts[1], str), texts[1]
+    assert "shares nothing" in texts[1] or how != "shares nothing"
+
+
+def beside_calls(comm: weft.Communicator) -> None:
+    """The owner is inside a call, and the fetching rank too, by another thread."""
+    weights = tensor_of(torch.bfloat16, (64, 1024), 1)
+    if comm.rank == 0:
+        comm.share("w", weights)
+    comm.gather(b"")
+    found: list[Tensor] = []
+
+    def fetch() -> None:
+        for _ in range(20):
+            found.append(comm.fetch("w", 0, torch.empty_like(weights)))
+
+    if comm.rank == 1:
+        thread = threading.Thread(target=fetch)
+        thread.start()
+        while len(found) < 10:  # rank 0 waits in gather for this one
+            time.sleep(0.001)
+        comm.gather(b"")
+        thread.join()
+        assert all(same_bytes(each, weights) for each in found)
+        assert len(found) == 20
+    else:
+        comm.gather(b"")
+    comm.gather(b"")
+
+
+def test_fetch_beside_calls() -> None:
+    weft.spawn(beside_calls, 2, device="cpu")
+
+
+def forked(comm: weft.Communicator) -> None:
+    comm.share("w", torch.ones(4, dtype=torch.float32, device="cpu"))
+    assert len(memfds()) == 1
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            refused = 0
+            for call in (lambda: comm.share("x", None), lambda: comm.fetch("w", 0, torch.empty(4))):
+                try:
+                    call()
+                except weft.InvalidState:
+                    refused += 1
+            code = 0 if memfds() == [] and refused == 2 else 2
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    out = torch.empty(4, dtype=torch.float32, device="cpu")
+    assert comm.fetch("w", 0, out).tolist() == [1, 1, 1, 1]
+
+
+def test_a_forked_child_keeps_nothing() -> None:
+    weft.spawn(forked, 1, device="cpu")
+
+
+def without_memory(comm: weft.Communicator) -> None:
+    import resource
+
+    comm.share("small", torch.ones(4, device="cpu"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    number = len(memfds())
+    with pytest.raises(weft.CapacityExceeded, match="sharing a tensor"):
+        comm.share("large", torch.ones(1 << 20, device="cpu"))
+    assert len(memfds()) == number
+    assert comm.fetch("small", 0, torch.empty(4, device="cpu")).tolist() == [1, 1, 1, 1]
+
+
+def test_a_tensor_that_finds_no_memory() -> None:
+    weft.spawn(without_memory, 1, device="cpu")
