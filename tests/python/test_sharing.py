@@ -4,6 +4,7 @@ them: descriptors, threads, memory in forked children."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -268,6 +269,16 @@ def forked(comm: weft.Communicator) -> None:
 
 def test_a_forked_child_keeps_nothing() -> None:
     weft.spawn(forked, 1, device="cpu")
+
+
+def test_a_communicator_that_nobody_closes() -> None:
+    before = doors(), memfds()
+    comm = weft.Communicator.from_allgather(0, 1, lambda endpoint: [endpoint])
+    comm.share("w", torch.ones(4, device="cpu"))
+    assert (doors(), memfds()) != before
+    del comm
+    gc.collect()
+    assert (doors(), memfds()) == before
 
 
 def without_memory(comm: weft.Communicator) -> None:

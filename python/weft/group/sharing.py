@@ -94,6 +94,7 @@ class Sharing(Windows):
         try:
             if self._shelf is None:
                 self._shelf = _Shelf(self._address_of(self._rank))
+                weakref.finalize(self, self._shelf.close).atexit = False  # where nobody calls close()
             self._shelf.put(name, facts, tensor)
         except OSError as error:
             _load.native().raise_system_error("sharing a tensor", error.errno or 0)
