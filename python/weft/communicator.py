@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from weft.call.window import Window, WindowSpec, released_on_error
 from weft.errors import InvalidArgument, InvalidState, rank_list
-from weft.group.joining import Joining, positive_seconds
+from weft.group.changes import Changes
+from weft.group.joining import positive_seconds
 from weft.group.turns import Process, first_line
 from weft.machine.placement import local
 from weft.machine.placement.model import Placement
@@ -45,9 +46,9 @@ class Topology:
         return local.machine_here()
 
 
-class Communicator(Joining):
-    """A fixed group of ranks. Make one with `from_process_group`, `from_env` or inside `weft.spawn`; use it as a
-    context manager.
+class Communicator(Changes):
+    """A group of ranks; with `max_ranks` others may join it and leave. Make one with `from_process_group`, `from_env`,
+    `join` or inside `weft.spawn`; use it as a context manager.
 
     The engine is chosen here: `repr(comm)` says which and why. Constructing is collective, so is `rebuild`; `close`
     never waits for a peer. One thread at a time: a call while another thread is inside one raises `InvalidState`.
@@ -63,7 +64,8 @@ class Communicator(Joining):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks at the start; a rebuild does not change it, see `active_ranks`."""
+        """Ranks at the start, or `max_ranks`: experts and shapes follow it. No change of the membership changes it; see
+        `active_ranks`."""
         return self._num_ranks
 
     @property
@@ -88,7 +90,17 @@ class Communicator(Joining):
         if self._pid != Process.pid:  # another thread of the parent may have held a lock at the fork
             raise InvalidState(f"membership: this is a forked child (pid {os.getpid()}); make a communicator in it")
         native = self._native
-        return Membership(native.epoch, self._active, tuple(native.evicted_ranks()), tuple(native.safe_to_delete()))
+        is_open = native.is_open
+        return Membership(
+            native.epoch,
+            self._active,
+            tuple(native.evicted_ranks()),
+            tuple(native.safe_to_delete()),
+            tuple(native.prepared_ranks()) if is_open else (),
+            tuple(native.joining_ranks()) if is_open else (),
+            tuple(native.leaving_ranks()),
+            self._num_ranks,
+        )
 
     @property
     def engine(self) -> str:
@@ -166,8 +178,10 @@ class Communicator(Joining):
             wanted = _rebuild_ranks(ranks, self._active, self._rank)
             seconds = positive_seconds("deadline_s", deadline_s)
         with self.telling_peers(), self.alone("rebuild"):
+            before = self._active
             self._native.rebuild(wanted, seconds)
             self._begin_epoch()
+        self._tell(self._recovered(before, {rank for rank, _, _ in self._native.detections()}))
 
     def recover(self, evict: Iterable[int] = (), *, min_ranks: int = 1, deadline_s: float = 100.0) -> Change:
         """Go on in a new epoch with whoever is left after `PeerLost`, `PeerTimeout` or `Aborted`. Collective among
@@ -201,14 +215,14 @@ class Communicator(Joining):
                 self._native.recover(unwanted, min_ranks, seconds)
                 self._begin_epoch()
                 gone = {rank for rank, _, _ in self._native.detections()}
+        change = self._recovered(before, gone)
+        self._tell(change)
+        return change
+
+    def _recovered(self, before: tuple[int, ...], gone: set[int]) -> Change:
         left_out = [rank for rank in before if rank not in self._active]
         lost = tuple(rank for rank in left_out if rank in gone)
         return Change(self._native.epoch, self._active, lost, tuple(rank for rank in left_out if rank not in gone))
-
-    def _begin_epoch(self) -> None:
-        self._active = tuple(self._native.active_ranks)
-        self._binding.apply()  # to threads that the change has started
-        self._num_compared = 0  # the native module adds the epoch to the tag: ranks count alike again
 
     def abort(self, reason: str = "") -> None:
         """End every wait of this rank now, and over the control plane those of the others: the call under way, and on

@@ -3,7 +3,8 @@ module."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 __all__ = ["Change", "Membership"]
 
@@ -20,11 +21,19 @@ class Membership:
     """Ranks that were left out and may still live: nothing that they do reaches the members."""
     safe_to_delete: tuple[int, ...]
     """Ranks that were left out and have ended or closed: they touch no memory any more."""
+    standby: tuple[int, ...] = ()
+    """Ranks that have joined and for which this rank is prepared: one change away."""
+    joining: tuple[int, ...] = ()
+    """Ranks that have joined and are not ready."""
+    leaving: tuple[int, ...] = ()
+    """Ranks that a change has let go, and that have neither ended nor closed."""
+    slots: int = 0
+    """Most ranks that the group can have."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What `Communicator.recover` has done."""
+    """What `Communicator.recover` or `boundary` has done."""
 
     epoch: int
     """The new one."""
@@ -34,3 +43,13 @@ class Change:
     """Ranks left out that this rank knows to be gone: they have died, closed, or were cut off."""
     evicted: tuple[int, ...]
     """Ranks left out that may still live."""
+    id: int = 0
+    """Of a change that was proposed; 0: a recovery."""
+    added: tuple[int, ...] = ()
+    """Ranks that were taken in."""
+    removed: tuple[int, ...] = ()
+    """Ranks that a planned change has let go."""
+    boundary: int = 0
+    """Number of the boundary, counted from the last recovery."""
+    timings_us: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """Microseconds of this rank's call: "waited" for others, "installed" the rest."""

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from weft import _callable
-from weft.errors import Aborted, Error, InvalidArgument, InvalidState, PeerLost, PeerTimeout
+from weft.errors import Aborted, Error, InvalidArgument, InvalidState, PeerLost, PeerTimeout, Unsupported
 from weft.machine.placement import local
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def spawn(
     on_failure: str = "raise",
     engine: str = "auto",
     placement: str | Placement = "auto",
+    max_ranks: int | None = None,
 ) -> list[Any]:
     """Run `fn(comm, *args)` on `num_ranks` ranks of this machine and return their results in rank order.
 
@@ -71,6 +72,8 @@ def spawn(
         placement: "auto" binds Weft's own threads to each rank's share of the cores, "process" the ranks themselves
             (each process with its memory; each thread), "off" nothing; a `weft.Placement` is bound on every rank as it
             stands. docs/placement.md.
+        max_ranks: other processes may join the group, up to so many ranks (`Communicator.join`); None: nobody.
+            Processes on the cpu engine alone.
 
     Call it from the main thread of a program that is not inside a parallel operation: other threads of the parent do
     not exist in the ranks. Each rank runs torch with one thread. Nothing is left over, also after Ctrl-C or when this
@@ -88,6 +91,8 @@ def spawn(
         Whatever `fn` raised on a rank, with its traceback as a note.
     """
     _check(fn, num_ranks, args, device, isolation, on_failure, engine)
+    if max_ranks is not None and isolation == "thread":
+        raise Unsupported("max_ranks with isolation='thread'", "ranks that come and go", "isolation='process'")
     run = _run_processes if isolation == "process" else _run_threads
     outcomes = run(
         _Job(
@@ -97,6 +102,7 @@ def spawn(
             engine,
             stop_on_failure=on_failure == "raise",
             placement=local.check_placement(placement),
+            max_ranks=max_ranks,
         )
     )
     errors = [outcome for outcome in outcomes if outcome.error is not None]
@@ -115,6 +121,7 @@ class _Job:
     engine: str
     stop_on_failure: bool
     placement: str | Placement
+    max_ranks: int | None = None
 
     @property
     def may_use_cuda(self) -> bool:
@@ -409,8 +416,9 @@ def _run_child(job: _Job, rank: int, channel: socket.socket) -> NoReturn:
         origin = f"weft.spawn, pid {os.getpid()}"
         device = job.device_of(rank)
         comm = Communicator._connect(
-            rank, job.num_ranks, share, device, origin, engine=job.engine, placement=job.placement
-        )
+            rank, job.num_ranks, share, device, origin, engine=job.engine, placement=job.placement,
+            max_ranks=job.max_ranks,
+        )  # fmt: skip
         with comm:
             outcome.result = job.call(comm)
             _send_outcome(channel, outcome)

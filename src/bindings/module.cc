@@ -103,16 +103,85 @@ void bind_bootstrap(nb::module_& m) {
 
 std::shared_ptr<Communicator> connect(int rank, const std::vector<nb::bytes>& endpoints, Listener& listener,
                                       double timeout_s, u32 first_epoch, std::shared_ptr<Decider> decider,
-                                      const nb::bytes& secret) {
+                                      const nb::bytes& secret, int max_ranks) {
   std::vector<Endpoint> parsed;
   for (size_t idx = 0; idx < endpoints.size(); ++idx) {
     parsed.push_back(parse_endpoint(to_bytes(endpoints[idx]), "endpoints[" + std::to_string(idx) + "]"));
   }
   const Across across{std::move(decider), to_bytes(secret)};
   const ReleasedGil release;
-  return Communicator::create(
-      connect_processes(rank, parsed, std::move(listener), deadline_after_s(timeout_s), signal_poll(), across),
-      first_epoch);
+  return Communicator::create(connect_processes(rank, parsed, std::move(listener), deadline_after_s(timeout_s),
+                                                signal_poll(), across, {max_ranks}),
+                              first_epoch);
+}
+
+std::shared_ptr<Communicator> join(const std::string& address, int slot, Listener& listener, double timeout_s) {
+  return Communicator::join(
+      join_processes(address, slot, std::move(listener), deadline_after_s(timeout_s), signal_poll()));
+}
+
+const char* name_of(WantedChange::State state) {
+  switch (state) {
+    case WantedChange::State::kPreparing: return "preparing";
+    case WantedChange::State::kProposed: return "proposed";
+    case WantedChange::State::kCommitted: return "committed";
+    case WantedChange::State::kWithdrawn: return "withdrawn";
+  }
+  return "withdrawn";
+}
+
+nb::tuple tuple_of(const WantedChange& wanted) {
+  return nb::make_tuple(name_of(wanted.state), wanted.epoch, wanted.reason);
+}
+
+nb::object boundary(Communicator& comm, double timeout_s) {
+  std::optional<DoneChange> done;
+  {
+    const ReleasedGil release;
+    done = comm.boundary(deadline_after_s(timeout_s), signal_poll());
+  }
+  if (!done) return nb::none();
+  return nb::make_tuple(done->epoch, done->id, done->boundary, done->added, done->removed, done->active,
+                        static_cast<double>(done->waited_ns) * 1e-3, static_cast<double>(done->installed_ns) * 1e-3);
+}
+
+void bind_changes(nb::class_<Communicator>& communicator) {
+  communicator
+      .def_static("join", &join, "address"_a, "slot"_a, "listener"_a, "timeout_s"_a, nb::call_guard<ReleasedGil>())
+      .def_prop_ro("is_open", &Communicator::is_open)
+      .def_prop_ro("is_solo", &Communicator::is_solo)
+      .def("address", &Communicator::address)
+      .def("boundary", &boundary, "timeout_s"_a)
+      .def(
+          "propose",
+          [](Communicator& comm, const std::vector<int>& admit, const std::vector<int>& remove, u64 id,
+             double timeout_s) { comm.propose(admit, remove, id, deadline_after_s(timeout_s)); },
+          "admit"_a, "remove"_a, "id"_a, "timeout_s"_a, nb::call_guard<ReleasedGil>())
+      .def("wanted_change", [](Communicator& comm) { return tuple_of(comm.wanted_change()); })
+      .def(
+          "await_change",
+          [](Communicator& comm, double timeout_s) {
+            WantedChange wanted;
+            {
+              const ReleasedGil release;
+              wanted = comm.await_change(deadline_after_s(timeout_s), signal_poll());
+            }
+            return tuple_of(wanted);
+          },
+          "timeout_s"_a)
+      .def(
+          "ready", [](Communicator& comm, double timeout_s) { comm.ready(deadline_after_s(timeout_s), signal_poll()); },
+          "timeout_s"_a, nb::call_guard<ReleasedGil>())
+      .def("joining_ranks", &Communicator::joining_ranks)
+      .def("prepared_ranks", &Communicator::prepared_ranks)
+      .def("leaving_ranks", &Communicator::leaving_ranks)
+      .def("set_contract", &Communicator::set_contract, "contract"_a)
+      .def(
+          "ask_contract",
+          [](Communicator& comm, double timeout_s) {
+            return comm.ask_contract(deadline_after_s(timeout_s), signal_poll());
+          },
+          "timeout_s"_a, nb::call_guard<ReleasedGil>());
 }
 
 std::vector<nb::bytes> exchange(Communicator& comm, u64 tag, const nb::bytes& payload, double timeout_s) {
@@ -129,9 +198,11 @@ std::vector<nb::bytes> exchange(Communicator& comm, u64 tag, const nb::bytes& pa
 }
 
 void bind_communicator(nb::module_& m) {
-  nb::class_<Communicator>(m, "Communicator")
+  nb::class_<Communicator> communicator(m, "Communicator");
+  bind_changes(communicator);
+  communicator
       .def_static("connect", &connect, "rank"_a, "endpoints"_a, "listener"_a, "timeout_s"_a, "first_epoch"_a = 1,
-                  "decider"_a.none() = std::shared_ptr<Decider>(), "secret"_a = nb::bytes(""))
+                  "decider"_a.none() = std::shared_ptr<Decider>(), "secret"_a = nb::bytes(""), "max_ranks"_a = 0)
       .def_static(
           "local",
           [](std::shared_ptr<LocalHub> hub, int rank, u32 first_epoch) {
@@ -186,7 +257,7 @@ void bind_communicator(nb::module_& m) {
 
 std::shared_ptr<cpu::Window> make_window(std::shared_ptr<Communicator> comm, i32 num_experts, i32 top_k, i64 max_tokens,
                                          i64 max_row_bytes, u64 heap_bytes, u64 staging_bytes, double timeout_s,
-                                         u64 most_heap_bytes) {
+                                         u64 most_heap_bytes, u64 number) {
   WindowShape shape;
   shape.num_ranks = comm->num_ranks();
   shape.num_experts = num_experts;
@@ -195,6 +266,10 @@ std::shared_ptr<cpu::Window> make_window(std::shared_ptr<Communicator> comm, i32
   shape.max_row_bytes = max_row_bytes;
   shape.staging_bytes = staging_bytes;
   const ReleasedGil release;
+  if (number != 0) {  // of a newcomer, which makes it alone
+    return std::make_shared<cpu::Window>(std::move(comm), shape, heap_bytes, number, deadline_after_s(timeout_s),
+                                         signal_poll(), most_heap_bytes);
+  }
   return std::make_shared<cpu::Window>(std::move(comm), shape, heap_bytes, deadline_after_s(timeout_s), signal_poll(),
                                        most_heap_bytes);
 }
@@ -203,7 +278,8 @@ void bind_window(nb::module_& m) {
   using cpu::Window;
   nb::class_<Window, CallWindow>(m, "CpuWindow")
       .def(nb::new_(&make_window), "comm"_a, nb::kw_only(), "num_experts"_a, "top_k"_a, "max_tokens"_a,
-           "max_row_bytes"_a, "heap_bytes"_a, "staging_bytes"_a = 0, "timeout_s"_a = 100.0, "most_heap_bytes"_a = 0)
+           "max_row_bytes"_a, "heap_bytes"_a, "staging_bytes"_a = 0, "timeout_s"_a = 100.0, "most_heap_bytes"_a = 0,
+           "number"_a = 0)
       .def(
           "resize",
           [](Window& window, u64 heap_bytes, double timeout_s) {

@@ -45,11 +45,13 @@ Board::Board(int rank, int num_ranks)
       parcels_(static_cast<size_t>(num_ranks)),
       num_parcels_(static_cast<size_t>(num_ranks)),
       members_(static_cast<size_t>(num_ranks), true),
+      lives_(static_cast<size_t>(num_ranks)),
       fates_(static_cast<size_t>(num_ranks)) {}
 
-void Board::put(int source, uint64_t tag, Parcel&& parcel) {
+void Board::put(int source, uint64_t tag, Parcel&& parcel, uint64_t life) {
   const std::lock_guard lock(mutex_);
-  if (closed() || spent_tags_.contains(tag) || !is_member(source)) return;
+  if (closed() || spent_tags_.contains(tag) || !is_member(source) || life != lives_[static_cast<size_t>(source)])
+    return;
   Parcels& parcels = parcels_[static_cast<size_t>(source)];
   size_t& num_parcels = num_parcels_[static_cast<size_t>(source)];
   parcels[tag].push_back(std::move(parcel));
@@ -74,9 +76,28 @@ void Board::keep_members(const std::vector<int>& members) {
   }
 }
 
-bool Board::is_watched(int peer) const {
+uint64_t Board::replace(int slot) {
   const std::lock_guard lock(mutex_);
-  return is_member(peer) || !fate(peer).gone;
+  const auto idx = static_cast<size_t>(slot);
+  parcels_[idx].clear();
+  num_parcels_[idx] = 0;
+  notes_.erase(slot);
+  fates_[idx] = {};
+  members_[idx] = true;
+  std::erase_if(detections_, [&](const Detection& seen) { return seen.rank == slot; });
+  return ++lives_[idx];
+}
+
+void Board::drop_member(int slot) {
+  const std::lock_guard lock(mutex_);
+  members_[static_cast<size_t>(slot)] = false;
+  parcels_[static_cast<size_t>(slot)].clear();
+  num_parcels_[static_cast<size_t>(slot)] = 0;
+}
+
+bool Board::is_watched(int peer, uint64_t life) const {
+  const std::lock_guard lock(mutex_);
+  return life == lives_[static_cast<size_t>(peer)] && (is_member(peer) || !fate(peer).gone);
 }
 
 void Board::note(int source, const Note& note) {
@@ -95,12 +116,12 @@ std::vector<int> Board::silent_ranks() const {
   return awaited_.ranks();
 }
 
-void Board::gone(int peer, DetectionChannel channel, const std::string& how, std::string_view why) {
+void Board::gone(int peer, DetectionChannel channel, const std::string& how, std::string_view why, uint64_t life) {
   const uint64_t time_ns = now_ns();
   const std::string reason_given = one_line(why, AbortReason::kTextBytes);
   {
     const std::lock_guard lock(mutex_);
-    if (closed()) return;
+    if (closed() || life != lives_[static_cast<size_t>(peer)]) return;
     const bool known = std::any_of(detections_.begin(), detections_.end(), [&](const Detection& seen) {
       return seen.rank == peer && (seen.channel == channel || seen.channel == DetectionChannel::kGoodbye ||
                                    seen.channel == DetectionChannel::kRefused);

@@ -26,14 +26,18 @@ class Board {
   Board(int rank, int num_ranks);
 
   // --- filling -------------------------------------------------------------------------------------------------------
-  void put(int source, uint64_t tag, Parcel&& parcel);
+  // `life`: which incarnation of the slot this is about; of one that was replaced nothing counts any more.
+  void put(int source, uint64_t tag, Parcel&& parcel, uint64_t life = 0);
 
   // `peer` is gone; only the first call for a peer changes its state and reaches the abort handler. `why`: what it said itself.
-  void gone(int peer, DetectionChannel channel, const std::string& how, std::string_view why = {});
+  void gone(int peer, DetectionChannel channel, const std::string& how, std::string_view why = {}, uint64_t life = 0);
   void note(int source, const Note& note);
   void published(const AbortReason& reason) { relay_.post(reason); }
   void wake();  // lets collect() look again
   void keep_members(const std::vector<int>& members);
+  // Another incarnation in the slot, of which nothing has been heard; its number for put() and gone().
+  uint64_t replace(int slot);
+  void drop_member(int slot);  // as keep_members() with all others
 
   // --- reading -------------------------------------------------------------------------------------------------------
   std::vector<int> dead_ranks() const;
@@ -41,8 +45,8 @@ class Board {
   std::vector<Detection> detections() const;
   Note note_of(int rank) const;
   std::vector<int> silent_ranks() const;
-  bool is_watched(int peer) const;       // false: it is gone and no member any more
-  size_t num_parcels(int source) const;  // that nobody has collected
+  bool is_watched(int peer, uint64_t life = 0) const;  // false: it is gone and no member any more, or replaced
+  size_t num_parcels(int source) const;                // that nobody has collected
   uint64_t newest_silent_tag(uint64_t prefix, uint64_t mask) const;
   void forget_tags(uint64_t prefix, uint64_t mask, uint64_t below);
   AbortRelay& relay() noexcept { return relay_; }
@@ -97,6 +101,7 @@ class Board {
   std::vector<Parcels> parcels_;       // by source
   std::vector<size_t> num_parcels_;    // by source
   std::vector<bool> members_;          // by rank: it belongs
+  std::vector<uint64_t> lives_;        // by rank: how often its slot was taken anew
   std::map<int, Note> notes_;          // by rank, of those that have said something
   std::optional<uint64_t> waits_for_;  // tag of the exchange under way
   RankSet waits_with_;                 // its members

@@ -123,6 +123,8 @@ struct Detection {
 inline constexpr size_t kMaxMessageBytes = size_t{16} << 20;
 inline constexpr size_t kMaxMessageFds = 64;
 
+class OpenGroup;
+
 // One thread at a time calls exchange and close; everything else may be called from any thread.
 // In a child forked from a rank the object must not be used; destroying it there is harmless and tells nobody anything.
 class ControlPlane {
@@ -138,7 +140,9 @@ class ControlPlane {
 
   virtual Ledger& ledger() const noexcept = 0;        // what the ranks decide with; shared by all of them
   virtual bool is_near(int rank) const noexcept = 0;  // on this rank's machine: it can be given file descriptors
-  virtual const std::vector<uint64_t>& incarnations() const noexcept = 0;  // by rank: nonces, equal on all ranks
+  // By rank: nonces of those that connected at the start; 0: an empty slot. Equal on all of them.
+  virtual const std::vector<uint64_t>& incarnations() const noexcept = 0;
+  virtual OpenGroup* open_group() noexcept { return nullptr; }  // none: nobody can join
 
   // Collective among `members` (which hold this rank, and are the same list on each of them): every member gives bytes
   // and fds and gets those of all, indexed by rank (ranks outside `members` have empty parcels). fds stay the caller's;
@@ -206,16 +210,31 @@ struct Across {
   std::vector<std::byte> secret;  // besides the keys in the endpoints; equal on all ranks
 };
 
+// A group that newcomers may join.
+struct Capacity {
+  int num_slots = 0;  // 0: as many as endpoints, and nobody may join
+};
+
 // Full mesh among the processes of `endpoints` (index = rank): on one machine over unix sockets, pid, uid, start time and
 // boot id of each peer are checked before a byte of it is believed; between machines over TCP, by proof of the group's
 // secret. Collective; `listener` is the one whose endpoint is endpoints[rank]. From here on a death of a peer is noticed by
 // owner death of its robust mutex, its socket, its pidfd.
 // Errors: kInvalidArgument (a bad rank or endpoint, ranks that were given different lists, a wrong secret), kUnsupported
-// (ranks on several machines and no `across.decider`, or of several users of a machine), what kept `listener` from having a
+// (ranks on several machines and no `across.decider`, or with a `capacity`, or of several users of a machine), what kept `listener` from having a
 // door, kPeerLost (a peer ended meanwhile), kPeerTimeout (a peer did not come by `deadline_ns`). `poll`: as in exchange.
 std::unique_ptr<ControlPlane> connect_processes(int rank, const std::vector<Endpoint>& endpoints, Listener&& listener,
                                                 uint64_t deadline_ns, const ControlPlane::Poll& poll,
-                                                const Across& across = {});
+                                                const Across& across = {}, const Capacity& capacity = {});
+
+// A new process in a slot of a running group, connected to everybody in it: docs/protocols/joining.md.
+struct Newcomer {
+  std::unique_ptr<ControlPlane> plane;
+  Membership::Welcome welcome;
+};
+// Errors: kInvalidArgument (no address, the slot is taken), kInvalidState (this process is in the group), kUnsupported (another
+// machine, namespace, user or version), kCapacityExceeded (no slot is free), kPeerLost, kPeerTimeout.
+Newcomer join_processes(std::string_view address, int slot, Listener&& listener, uint64_t deadline_ns,
+                        const ControlPlane::Poll& poll);
 
 // Where the threads of one process meet.
 class LocalHub {

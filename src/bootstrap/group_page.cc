@@ -12,7 +12,7 @@ namespace weft {
 namespace {
 
 constexpr uint32_t kMagic = 0x47504757;  // "WGPG"
-constexpr uint32_t kVersion = 2;
+constexpr uint32_t kVersion = 3;
 constexpr size_t kHeaderBytes = 4096;
 constexpr size_t kRecordsAt = kHeaderBytes + PageRegister::kBytes;
 
@@ -24,10 +24,16 @@ struct Header {
   GroupId group;
 };
 
+uint64_t slots_at(int num_ranks) noexcept {
+  return kRecordsAt + static_cast<uint64_t>(num_ranks) * PageRegister::kNumWords * 2 * kRecordBytes;
+}
+
 }  // namespace
 
-uint64_t GroupPage::bytes_for(int num_ranks) noexcept {
-  return kRecordsAt + static_cast<uint64_t>(num_ranks) * PageRegister::kNumWords * 2 * kRecordBytes;
+uint64_t GroupPage::bytes_for(int num_ranks) noexcept { return slots_at(num_ranks) + SlotTable::bytes_for(num_ranks); }
+
+SlotTable GroupPage::slots() noexcept {
+  return {{memory_.data() + slots_at(num_ranks_), SlotTable::bytes_for(num_ranks_)}, num_ranks_};
 }
 
 GroupPage::GroupPage(SharedMemory&& memory, int num_ranks)

@@ -9,6 +9,7 @@
 #include "bootstrap/membership.h"
 #include "bootstrap/membership_record.h"
 #include "bootstrap/register.h"
+#include "bootstrap/slot_table.h"
 #include "memory/shared_memory.h"
 
 namespace weft {
@@ -32,6 +33,9 @@ class GroupPage {
   // The record that a committed or proposed word names; none: it can't be believed, or the proposal is over by now. Error
   // kInvalidState if it is forgotten meanwhile: its word, or its place, serves a later epoch.
   std::optional<MembershipRecord> find(const RegisterWord& word);
+
+  // Who has which slot; of groups that newcomers may join.
+  SlotTable slots() noexcept;
 
   int fd() const noexcept { return memory_.fd(); }
   void drop_fd() noexcept { memory_.drop_fd(); }  // when nobody joins any more

@@ -325,7 +325,9 @@ class Mesh {
 
   void take_fds(int peer) {
     std::shared_ptr<PeerLife> life = std::make_shared<PeerLife>(std::move(reader_.fds[0]));
-    if (peer == 0 && is_one_machine_) connection(peer).page = GroupPage::attach(std::move(reader_.fds[1]), num_ranks_);
+    if (peer == 0 && is_one_machine_)
+      connection(peer).page =
+          GroupPage::attach(std::move(reader_.fds[1]), request_.num_slots == 0 ? num_ranks_ : request_.num_slots);
     connection(peer).life = std::move(life);
   }
 

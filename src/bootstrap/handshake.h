@@ -36,6 +36,7 @@ struct MeshRequest {
   uint64_t deadline_ns;
   const ControlPlane::Poll& poll;
   GroupSecret secret;
+  int num_slots = 0;  // of the group's page; 0: as many as endpoints
 };
 
 // Rank i connects to all j < i and is connected to by the others: by unix sockets on its machine, by TCP to those of

@@ -170,6 +170,14 @@ class Membership {
 
   MembershipActions step(const MembershipEvent& event) noexcept;
 
+  // A boundary where nothing is due, proposed or wanted. False: step() has to be asked.
+  bool pass() noexcept {
+    const bool is_quiet = phase_ == Phase::kIdle && newest_ == epoch_ && !is_wanted_ && !is_proposed();
+    if (!is_member_ || !is_quiet) return false;
+    ++cell_.passed;
+    return true;
+  }
+
   const MembershipRecord& draft() const noexcept {
     return is_draft_planned_ ? plan_ : draft_;
   }  // of the last kDecide; not sealed
@@ -186,8 +194,12 @@ class Membership {
     return is_member_ && !is_evicted() && !newest_set_.contains(rank_);
   }
   bool waits_at_boundary() const noexcept { return waits_; }
+  bool has_proposed() const noexcept {
+    return is_wanted_ && planned_.epoch != 0;
+  }                                                           // what is wanted here stands in a register
   const RankSet& active() const noexcept { return active_; }  // in epoch()
   uint32_t newest() const noexcept { return newest_; }        // the last epoch whose record was adopted
+  const RankSet& newest_set() const noexcept { return newest_set_; }
   bool is_evicted() const noexcept { return phase_ == Phase::kEvicted; }
   bool is_calling() const noexcept {  // recover(); not boundary()
     return phase_ == Phase::kReading || phase_ == Phase::kDeciding || is_meeting();

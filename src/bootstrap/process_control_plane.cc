@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -15,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/status.h"
 #include "base/thread.h"
 #include "bootstrap/board.h"
@@ -22,42 +24,38 @@
 #include "bootstrap/handshake.h"
 #include "bootstrap/life_lock.h"
 #include "bootstrap/link.h"
+#include "bootstrap/newcomer.h"
+#include "bootstrap/open_group.h"
 
 namespace weft {
 namespace {
 
-// The name of its socket is 128 random bits of that process life.
-uint64_t incarnation_of(const Endpoint& endpoint) {
-  uint64_t nonce = 0xcbf29ce484222325u;  // FNV-1a
-  for (size_t at = 0; at < endpoint.name_bytes; ++at) {
-    nonce = (nonce ^ static_cast<uint8_t>(endpoint.name[at])) * 0x100000001b3u;
-  }
-  return nonce | 1;
-}
-
 constexpr const char* kClosedText = "closed its communicator";
 constexpr uint64_t kWatchSliceNs = 200'000'000;  // how long a watcher may outlive close()
-constexpr int kPacketsATurn = 64;                // of a peer, before the next one is heard
-constexpr int kPacketsLeft = 1 << 16;            // more than a socket holds
+constexpr uint64_t kFounderNs = 1'000'000'000;
+constexpr int kPacketsATurn = 64;      // of a peer, before the next one is heard
+constexpr int kPacketsLeft = 1 << 16;  // more than a socket holds
 
 // Runs detached and touches only what it shares: close() need not wait for it.
-void watch(const std::shared_ptr<PeerLife>& life, const std::shared_ptr<Board>& board, int peer) {
-  while (!board->closed() && board->is_watched(peer)) {
+void watch(const std::shared_ptr<PeerLife>& life, const std::shared_ptr<Board>& board, int peer, uint64_t number) {
+  while (!board->closed() && board->is_watched(peer, number)) {
     switch (life->wait(kWatchSliceNs)) {
       case PeerLife::State::kHeld: continue;
       case PeerLife::State::kReleased: return;  // an orderly end: its goodbye comes behind its last messages
       case PeerLife::State::kUnknown: return;   // the two other channels remain
       case PeerLife::State::kOwnerDied:
         // After a goodbye the owner may also be another watcher that died while it looked.
-        if (!life->said_goodbye()) board->gone(peer, DetectionChannel::kOwnerDeath, "died");
+        if (!life->said_goodbye()) board->gone(peer, DetectionChannel::kOwnerDeath, "died", {}, number);
         return;
     }
   }
 }
 
 struct Peer {
-  Peer(int rank_in, Connection&& connection)
+  Peer(int rank_in, Connection&& connection, uint64_t incarnation_in, uint64_t number_in = 0)
       : rank(rank_in),
+        incarnation(incarnation_in),
+        number(number_in),
         link(std::move(connection.wire)),
         pidfd(std::move(connection.pidfd)),
         life(connection.life),
@@ -67,6 +65,8 @@ struct Peer {
   bool said_goodbye() const { return life && life->said_goodbye(); }
 
   const int rank;
+  const uint64_t incarnation;
+  const uint64_t number;  // of this life of the slot, for the board
   Link link;
   OwnedFd pidfd;  // monitor only, while it runs
   std::shared_ptr<PeerLife> life;
@@ -76,12 +76,23 @@ struct Peer {
   bool running;                // monitor only: its pidfd has not fired
 };
 
-class ProcessControlPlane final : public ControlPlane {
+using Peers = std::vector<std::shared_ptr<Peer>>;  // by rank, empty at our own and at free slots
+
+// What a plane needs besides so that newcomers may join.
+struct OpenParts {
+  std::shared_ptr<GroupPage> page;
+  Listener listener;
+  GroupSecret secret;
+  SlotTable slots;
+};
+
+class ProcessControlPlane final : public ControlPlane, public OpenGroup {
  public:
   // NOLINTNEXTLINE(readability-function-size): what connecting has made, each a thing of its own
   ProcessControlPlane(int rank, std::vector<uint64_t>&& incarnations, std::unique_ptr<LifeLock> own_life,
                       std::shared_ptr<Ledger> ledger, std::vector<Connection>&& connections,
-                      std::shared_ptr<StoreLedger> store, std::shared_ptr<Decider> decider)
+                      std::shared_ptr<StoreLedger> store, std::shared_ptr<Decider> decider,
+                      std::optional<OpenParts> open = {})
       : rank_(rank),
         num_ranks_(static_cast<int>(incarnations.size())),
         incarnations_(std::move(incarnations)),
@@ -90,21 +101,20 @@ class ProcessControlPlane final : public ControlPlane {
         decider_(std::move(decider)),
         board_(std::make_shared<Board>(rank, num_ranks_)),
         own_life_(std::move(own_life)),
+        open_(std::move(open)),
         wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     if (!wake_.valid()) throw_system_error("eventfd", errno);
-    peers_.resize(static_cast<size_t>(num_ranks_));
+    auto peers = std::make_shared<Peers>(static_cast<size_t>(num_ranks_));
     for (int peer = 0; peer < num_ranks_; ++peer) {
-      if (peer == rank) continue;
-      peers_[static_cast<size_t>(peer)] =
-          std::make_unique<Peer>(peer, std::move(connections[static_cast<size_t>(peer)]));
+      const auto idx = static_cast<size_t>(peer);
+      if (peer == rank || !connections[idx].wire.valid()) continue;
+      (*peers)[idx] = std::make_shared<Peer>(peer, std::move(connections[idx]), incarnations_[idx]);
     }
+    peers_ = std::move(peers);
     if (store_) store_->set_announce([this](const Decision& decision) { publish_decision(decision); });
     try {
-      for (const auto& peer : peers_) {
-        if (!peer || !peer->is_near) continue;
-        start_thread("weft-watch", [life = peer->life, board = board_, rank = peer->rank] {
-          watch(life, board, rank);
-        }).detach();
+      for (const auto& peer : *peers_) {
+        if (peer && peer->is_near) start_watch(*peer);
       }
       monitor_ = start_thread("weft-monitor", [this] { run_monitor(); });
     } catch (...) {
@@ -122,7 +132,7 @@ class ProcessControlPlane final : public ControlPlane {
   int num_ranks() const noexcept override { return num_ranks_; }
   Ledger& ledger() const noexcept override { return *ledger_; }
   bool is_near(int rank) const noexcept override {
-    const auto& peer = peers_[static_cast<size_t>(rank)];
+    const auto peer = peer_of(rank);
     return !peer || peer->is_near;
   }
   const std::vector<uint64_t>& incarnations() const noexcept override { return incarnations_; }
@@ -131,7 +141,7 @@ class ProcessControlPlane final : public ControlPlane {
                                const std::vector<int>& fds, uint64_t deadline_ns, const Poll& poll) override;
 
   void publish_abort(const AbortReason& reason) noexcept override {
-    for (const auto& peer : peers_) {
+    for (const auto& peer : *all_peers()) {
       if (peer) tell(peer->rank, reason);
     }
   }
@@ -139,7 +149,9 @@ class ProcessControlPlane final : public ControlPlane {
     AbortReason told = reason;
     told.reporter = rank_;
     told.is_ours = 0;
-    Link& link = peers_[static_cast<size_t>(rank)]->link;
+    const auto peer = peer_of(rank);
+    if (!peer) return;
+    Link& link = peer->link;
     if (store_ && reason.code == AbortCode::kDecided) {
       const std::optional<Decision> newest = store_->newest();
       if (newest) link.send_decision(std::make_shared<std::vector<std::byte>>(pack_decision(*newest)));
@@ -152,7 +164,7 @@ class ProcessControlPlane final : public ControlPlane {
   void publish_note(const Note& note) noexcept override {
     board_->note(rank_, note);
     bool waiting = false;
-    for (const auto& peer : peers_) {
+    for (const auto& peer : *all_peers()) {
       if (!peer) continue;
       peer->link.send_note(note);
       waiting |= peer->link.waits_for_room();
@@ -178,11 +190,43 @@ class ProcessControlPlane final : public ControlPlane {
   std::vector<Detection> detections() const override { return board_->detections(); }
   void close(std::string_view why) noexcept override { close_once(why); }
 
+  // --- newcomers ---
+
+  OpenGroup* open_group() noexcept override { return open_ ? this : nullptr; }
+  SlotTable& slots() noexcept override { return open_->slots; }
+  const GroupSecret& secret() const noexcept override { return open_->secret; }
+  const Endpoint& endpoint() const noexcept override { return open_->listener.endpoint(); }
+  int door() const noexcept override { return open_->listener.fd(); }
+  int life_fd() const noexcept override { return own_life_->fd(); }
+  int page_fd() const noexcept override { return open_->page->fd(); }
+  bool has_peer(int slot, uint64_t incarnation) const override {
+    const auto peer = peer_of(slot);
+    return peer && peer->incarnation == incarnation;
+  }
+  std::vector<int> peers() const override;
+  void add_peer(int slot, uint64_t incarnation, Connection&& connection) override;
+  void drop_member(int slot) override {
+    board_->drop_member(slot);
+    wake_monitor();
+  }
+  void send(int slot, uint64_t tag, std::vector<std::byte> bytes, std::vector<OwnedFd> fds) override;
+  void set_listener(Listen listen) override {
+    const std::lock_guard lock(listen_mutex_);
+    listen_ = std::move(listen);
+  }
+  void note_ended(int rank) { board_->gone(rank, DetectionChannel::kPidfd, "died"); }  // before this rank came to it
+
  private:
+  std::shared_ptr<const Peers> all_peers() const {
+    const std::lock_guard lock(peers_mutex_);
+    return peers_;
+  }
+  std::shared_ptr<Peer> peer_of(int rank) const { return (*all_peers())[static_cast<size_t>(rank)]; }
+  void start_watch(const Peer& peer);
   void publish_decision(const Decision& decision);
   std::string hear_decision(std::span<const std::byte> bytes);
   void run_monitor();
-  std::vector<pollfd> watched_fds();
+  std::vector<pollfd> watched_fds(const Peers& peers);
   void read_from(Peer& peer, PacketReader& reader, int most_packets);
   void give_back(Peer& peer) noexcept;
   void wake_monitor() noexcept;
@@ -198,7 +242,11 @@ class ProcessControlPlane final : public ControlPlane {
   const int owner_pid_ = getpid();
   std::shared_ptr<Board> board_;  // shared with the watchers
   std::unique_ptr<LifeLock> own_life_;
-  std::vector<std::unique_ptr<Peer>> peers_;  // by rank, empty at our own
+  std::optional<OpenParts> open_;
+  mutable std::mutex peers_mutex_;
+  std::shared_ptr<const Peers> peers_;  // another list with each newcomer
+  std::mutex listen_mutex_;             // held while it is called
+  Listen listen_;
   OwnedFd wake_;
   std::thread monitor_;
 };
@@ -218,16 +266,19 @@ std::vector<Parcel> ProcessControlPlane::exchange(const std::vector<int>& member
     message->fds.push_back(OwnedFd::duplicate(fd));
     mine.fds.push_back(OwnedFd::duplicate(fd));
   }
+  const auto peers = all_peers();
   const auto unsent = [&] {
     std::vector<int> ranks;
     for (const int member : members) {
-      if (member != rank_ && peers_[static_cast<size_t>(member)]->link.unsent()) ranks.push_back(member);
+      if (member != rank_ && (*peers)[static_cast<size_t>(member)]->link.unsent()) ranks.push_back(member);
     }
     return ranks;
   };
   for (const int member : members) {
     if (member == rank_) continue;
-    Link& link = peers_[static_cast<size_t>(member)]->link;
+    if (!(*peers)[static_cast<size_t>(member)])
+      throw_peer_lost("exchange", {member}, "rank " + std::to_string(member) + " died");
+    Link& link = (*peers)[static_cast<size_t>(member)]->link;
     link.queue(message);
     link.flush();
   }
@@ -240,16 +291,17 @@ std::vector<Parcel> ProcessControlPlane::exchange(const std::vector<int>& member
 void ProcessControlPlane::run_monitor() {
   PacketReader reader;
   while (!board_->closed()) {
-    std::vector<pollfd> fds = watched_fds();
+    const auto peers = all_peers();
+    std::vector<pollfd> fds = watched_fds(*peers);
     if (::poll(fds.data(), fds.size(), -1) < 0) continue;
     if (fds[0].revents != 0) {
       uint64_t count = 0;
       while (read(wake_.get(), &count, sizeof(count)) > 0) {
       }
     }
-    for (size_t idx = 0; idx < peers_.size(); ++idx) {
-      if (!peers_[idx]) continue;
-      Peer& peer = *peers_[idx];
+    for (size_t idx = 0; idx < peers->size(); ++idx) {
+      if (!(*peers)[idx]) continue;
+      Peer& peer = *(*peers)[idx];
       const pollfd& socket = fds[1 + 2 * idx];
       const bool ended = fds[2 + 2 * idx].revents != 0;
       if ((socket.revents & POLLOUT) != 0) {
@@ -263,9 +315,9 @@ void ProcessControlPlane::run_monitor() {
       if (ended) {
         peer.running = false;
         if (peer.said_goodbye()) {
-          board_->gone(peer.rank, DetectionChannel::kGoodbye, kClosedText);
+          board_->gone(peer.rank, DetectionChannel::kGoodbye, kClosedText, {}, peer.number);
         } else {
-          board_->gone(peer.rank, DetectionChannel::kPidfd, "died");
+          board_->gone(peer.rank, DetectionChannel::kPidfd, "died", {}, peer.number);
         }
       }
       give_back(peer);
@@ -278,7 +330,7 @@ void ProcessControlPlane::run_monitor() {
 void ProcessControlPlane::give_back(Peer& peer) noexcept {
   if (peer.is_given_back) return;
   if (!peer.connected && peer.said_goodbye()) peer.running = false;
-  if (!board_->is_watched(peer.rank)) peer.connected = false;  // its pidfd still proves its end
+  if (!board_->is_watched(peer.rank, peer.number)) peer.connected = false;  // its pidfd still proves its end
   if (!peer.running) peer.pidfd.reset();
   if (!peer.connected) {
     peer.link.shut();
@@ -290,9 +342,9 @@ void ProcessControlPlane::give_back(Peer& peer) noexcept {
 }
 
 // Entry 0: wake_; then for each rank its socket and its pidfd (-1, which poll skips, where there is nothing to see).
-std::vector<pollfd> ProcessControlPlane::watched_fds() {
+std::vector<pollfd> ProcessControlPlane::watched_fds(const Peers& peers) {
   std::vector<pollfd> fds{{wake_.get(), POLLIN, 0}};
-  for (const auto& peer : peers_) {
+  for (const auto& peer : peers) {
     const bool connected = peer && peer->connected;
     const bool full = connected && peer->link.waits_for_room();
     fds.push_back({connected ? peer->link.fd() : -1, static_cast<short>(full ? POLLIN | POLLOUT : POLLIN), 0});
@@ -304,7 +356,11 @@ std::vector<pollfd> ProcessControlPlane::watched_fds() {
 void ProcessControlPlane::read_from(Peer& peer, PacketReader& reader, int most_packets) {
   const int rank = peer.rank;
   const Link::Events events{
-      [&](uint64_t tag, Parcel&& parcel) { board_->put(rank, tag, std::move(parcel)); },
+      [&](uint64_t tag, Parcel&& parcel) {
+        if ((tag & kDirectTag) == 0) return board_->put(rank, tag, std::move(parcel), peer.number);
+        const std::lock_guard lock(listen_mutex_);
+        if (listen_) listen_(rank, tag, std::move(parcel));
+      },
       [&](const AbortReason& reason) {
         AbortReason heard = reason;
         heard.reporter = rank;
@@ -313,26 +369,26 @@ void ProcessControlPlane::read_from(Peer& peer, PacketReader& reader, int most_p
         board_->published(heard);
       },
       [&](const Note& note) { board_->note(rank, note); },
-      [&](const std::string& why) { board_->gone(rank, DetectionChannel::kGoodbye, kClosedText, why); },
-      [&](const std::string& why) { board_->gone(rank, DetectionChannel::kRefused, why); },
+      [&](const std::string& why) { board_->gone(rank, DetectionChannel::kGoodbye, kClosedText, why, peer.number); },
+      [&](const std::string& why) { board_->gone(rank, DetectionChannel::kRefused, why, {}, peer.number); },
       [&](std::span<const std::byte> bytes) { return hear_decision(bytes); },
   };
   if (!peer.link.receive(reader, events, most_packets)) return;
   peer.connected = false;
   if (peer.said_goodbye()) {
-    board_->gone(rank, DetectionChannel::kGoodbye, kClosedText);
+    board_->gone(rank, DetectionChannel::kGoodbye, kClosedText, {}, peer.number);
   } else if (peer.link.is_unreachable()) {
     board_->gone(rank, DetectionChannel::kUnreachable,
-                 "is unreachable: its machine, or the network between, does not answer");
+                 "is unreachable: its machine, or the network between, does not answer", {}, peer.number);
   } else {
-    board_->gone(rank, DetectionChannel::kSocketEnd, "died (its connection ended)");
+    board_->gone(rank, DetectionChannel::kSocketEnd, "died (its connection ended)", {}, peer.number);
   }
 }
 
 // To all, those that are left out and those that are no members any more included: who is in a meeting that it ends, leaves it.
 void ProcessControlPlane::publish_decision(const Decision& decision) {
   const auto bytes = std::make_shared<const std::vector<std::byte>>(pack_decision(decision));
-  for (const auto& peer : peers_) {
+  for (const auto& peer : *all_peers()) {
     if (!peer) continue;
     peer->link.send_decision(bytes);
     if (peer->link.waits_for_room()) wake_monitor();
@@ -363,19 +419,57 @@ void ProcessControlPlane::close_once(std::string_view why) noexcept {
   board_->close();
   wake_monitor();
   if (monitor_.joinable()) monitor_.join();
-  for (const auto& peer : peers_) {
+  for (const auto& peer : *all_peers()) {
     if (!peer) continue;
     peer->link.say_goodbye(line);
     peer->link.close();
     peer->pidfd.reset();
   }
   own_life_->release();
+  if (open_) open_->page->drop_fd();
+}
+
+void ProcessControlPlane::start_watch(const Peer& peer) {
+  start_thread("weft-watch", [life = peer.life, board = board_, rank = peer.rank, number = peer.number] {
+    watch(life, board, rank, number);
+  }).detach();
+}
+
+std::vector<int> ProcessControlPlane::peers() const {
+  const std::vector<int> dead = board_->dead_ranks();
+  std::vector<int> slots;
+  for (const auto& peer : *all_peers()) {
+    if (peer && std::find(dead.begin(), dead.end(), peer->rank) == dead.end()) slots.push_back(peer->rank);
+  }
+  return slots;
+}
+
+void ProcessControlPlane::add_peer(int slot, uint64_t incarnation, Connection&& connection) {
+  const auto old = peer_of(slot);
+  const auto peer = std::make_shared<Peer>(slot, std::move(connection), incarnation, board_->replace(slot));
+  start_watch(*peer);
+  auto list = std::make_shared<Peers>(*all_peers());
+  (*list)[static_cast<size_t>(slot)] = peer;
+  {
+    const std::lock_guard lock(peers_mutex_);
+    peers_ = std::move(list);
+  }
+  if (old) old->link.shut();
+  wake_monitor();
+}
+
+void ProcessControlPlane::send(int slot, uint64_t tag, std::vector<std::byte> bytes, std::vector<OwnedFd> fds) {
+  const auto peer = peer_of(slot);
+  if (!peer) return;
+  peer->link.queue(std::make_shared<OutgoingMessage>(OutgoingMessage{tag, std::move(bytes), std::move(fds)}));
+  peer->link.flush();
+  if (peer->link.unsent()) wake_monitor();
 }
 
 // In a forked child: the threads are not here, locks may be held for ever, and the peers are none of its business.
 void ProcessControlPlane::leak() noexcept {
   new std::thread(std::move(monitor_));
-  new std::vector<std::unique_ptr<Peer>>(std::move(peers_));
+  new std::shared_ptr<const Peers>(std::move(peers_));
   new std::shared_ptr<Board>(std::move(board_));
   own_life_.release();  // NOLINT(bugprone-unused-return-value): leaked on purpose
 }
@@ -384,24 +478,35 @@ void ProcessControlPlane::leak() noexcept {
 
 std::unique_ptr<ControlPlane> connect_processes(int rank, const std::vector<Endpoint>& endpoints, Listener&& listener,
                                                 uint64_t deadline_ns, const ControlPlane::Poll& poll,
-                                                const Across& across) {
-  Listener own_listener(std::move(listener));  // closed on return, whatever happens
+                                                const Across& across, const Capacity& capacity) {
+  Listener own_listener(std::move(listener));  // closed on return, unless newcomers may call
   check_endpoints(rank, endpoints, own_listener.endpoint(), across.decider != nullptr, own_listener.door_problem());
   const bool is_one_machine = on_one_machine(endpoints);
+  const bool is_open = capacity.num_slots != 0;
+  const auto num_founders = static_cast<int>(endpoints.size());
+  const int num_slots = is_open ? capacity.num_slots : num_founders;
+  if (is_open && (num_slots < num_founders || num_slots > kMaxRanks)) {
+    throw_invalid_argument("max_ranks is " + std::to_string(num_slots) + "; allowed are the " +
+                           std::to_string(num_founders) + " ranks of the group to " + std::to_string(kMaxRanks));
+  }
+  if (is_open && !is_one_machine) {
+    throw_unsupported("max_ranks: newcomers join groups on one machine, and the ranks of this one are on several");
+  }
   const GroupSecret secret = group_secret(endpoints, across.secret);
   auto life = std::make_unique<LifeLock>();
   std::shared_ptr<GroupPage> page;
-  if (rank == 0 && is_one_machine) page = GroupPage::create(static_cast<int>(endpoints.size()));
+  if (rank == 0 && is_one_machine) page = GroupPage::create(num_slots);
   const int page_fd = page ? page->fd() : -1;
   if (!is_one_machine) own_listener.door()->open();
   const int door = is_one_machine ? -1 : own_listener.door()->fd();
-  auto connections =
-      connect_mesh({rank, endpoints, own_listener.fd(), door, life->fd(), page_fd, deadline_ns, poll, secret});
+  auto connections = connect_mesh(
+      {rank, endpoints, own_listener.fd(), door, life->fd(), page_fd, deadline_ns, poll, secret, num_slots});
+  connections.resize(static_cast<size_t>(num_slots));
   std::shared_ptr<Ledger> ledger;
   std::shared_ptr<StoreLedger> store;
   if (is_one_machine) {
     if (!page) page = connections[0].page;
-    page->drop_fd();
+    if (!is_open) page->drop_fd();
     ledger = std::make_shared<PageLedger>(page);
   } else {
     GroupId group{};
@@ -410,8 +515,58 @@ std::unique_ptr<ControlPlane> connect_processes(int rank, const std::vector<Endp
   }
   std::vector<uint64_t> incarnations;
   for (const Endpoint& endpoint : endpoints) incarnations.push_back(incarnation_of(endpoint));
+  incarnations.resize(static_cast<size_t>(num_slots));
+  std::optional<OpenParts> open;
+  if (is_open) {
+    SlotTable slots = page->slots();
+    slots.claim(rank, own_listener.endpoint());
+    open.emplace(OpenParts{page, std::move(own_listener), secret, slots});
+  }
   return std::make_unique<ProcessControlPlane>(rank, std::move(incarnations), std::move(life), std::move(ledger),
-                                               std::move(connections), std::move(store), across.decider);
+                                               std::move(connections), std::move(store), across.decider,
+                                               std::move(open));
+}
+
+Newcomer join_processes(std::string_view address, int slot, Listener&& listener, uint64_t deadline_ns,
+                        const ControlPlane::Poll& poll) {
+  Listener own_listener(std::move(listener));
+  const Endpoint own = own_listener.endpoint();
+  const Sponsored sponsored = find_sponsor(JoinAddress::parse(address), slot, own, deadline_ns, poll);
+  const JoinWelcome& welcome = sponsored.welcome;
+  auto life = std::make_unique<LifeLock>();
+  SlotTable slots = sponsored.page->slots();
+  std::vector<Connection> connections(static_cast<size_t>(welcome.num_slots));
+  Membership::Welcome members{{}, welcome.epoch, welcome.era};
+  members.incarnations.assign(welcome.incarnations.begin(), welcome.incarnations.begin() + welcome.num_slots);
+  std::vector<uint64_t> incarnations(static_cast<size_t>(welcome.num_slots));
+  incarnations[static_cast<size_t>(welcome.slot)] = incarnation_of(own);
+  std::vector<int> ended;
+  for (int other = 0; other < welcome.num_slots; ++other) {
+    const auto idx = static_cast<size_t>(other);
+    const bool is_member = members.incarnations[idx] != 0;
+    std::optional<Endpoint> endpoint = slots.endpoint(other);
+    // A founder claims its slot when it has connected, which may be a moment after another one is asked to sponsor.
+    const uint64_t patience_ns = std::min(deadline_ns, now_ns() + kFounderNs);
+    while (is_member && !endpoint && now_ns() < patience_ns) {
+      ::poll(nullptr, 0, 1);
+      endpoint = slots.endpoint(other);
+    }
+    if (other == welcome.slot || (!is_member && (other > welcome.slot || !endpoint))) continue;
+    std::optional<Connection> connection;
+    if (endpoint) {
+      const Caller self{welcome.slot, own, welcome.secret, life->fd()};
+      connection = call_rank(self, other, welcome.num_slots, *endpoint, deadline_ns, poll);
+    }
+    if (connection) connections[idx] = std::move(*connection);
+    if (connection) incarnations[idx] = incarnation_of(*endpoint);
+    if (!connection && is_member) ended.push_back(other);
+  }
+  auto plane = std::make_unique<ProcessControlPlane>(
+      welcome.slot, std::move(incarnations), std::move(life), std::make_shared<PageLedger>(sponsored.page),
+      std::move(connections), nullptr, nullptr,
+      OpenParts{sponsored.page, std::move(own_listener), welcome.secret, slots});
+  for (const int rank : ended) plane->note_ended(rank);
+  return {std::move(plane), std::move(members)};
 }
 
 }  // namespace weft

@@ -8,6 +8,7 @@
 #include "base/env.h"
 #include "base/log.h"
 #include "engine/describe.h"
+#include "engine/elastic.h"
 #include "weft/layout/window.h"
 
 namespace weft {
@@ -21,18 +22,32 @@ std::shared_ptr<Communicator> Communicator::create(std::unique_ptr<ControlPlane>
   static_cast<void>(env());  // a bad variable is refused here, not in the first wait
   std::shared_ptr<Communicator> comm(new Communicator(std::move(plane), first_epoch));
   comm->plane_->set_abort_handler([raw = comm.get()](const AbortReason& reason) { raw->on_abort(reason); });
+  if (comm->elastic_) comm->elastic_->start();
   return comm;
 }
 
-Communicator::Communicator(std::unique_ptr<ControlPlane> plane, u32 first_epoch)
+std::shared_ptr<Communicator> Communicator::join(Newcomer&& newcomer) {
+  static_cast<void>(env());
+  std::shared_ptr<Communicator> comm(
+      new Communicator(std::move(newcomer.plane), kSoloEpoch, std::move(newcomer.welcome)));
+  comm->plane_->set_abort_handler([raw = comm.get()](const AbortReason& reason) { raw->on_abort(reason); });
+  comm->elastic_->start();
+  return comm;
+}
+
+Communicator::Communicator(std::unique_ptr<ControlPlane> plane, u32 first_epoch,
+                           std::optional<Membership::Welcome> welcome)
     : plane_(std::move(plane)),
       rank_(plane_->rank()),
       num_ranks_(plane_->num_ranks()),
       epoch_(first_epoch),
-      membership_(rank_, plane_->incarnations(), plane_->ledger().group(), first_epoch),
-      next_epoch_(first_epoch + 1) {
-  for (int rank = 0; rank < num_ranks_; ++rank) active_.push_back(rank);
+      membership_(welcome ? Membership(rank_, plane_->incarnations()[static_cast<size_t>(rank_)], *welcome,
+                                       plane_->ledger().group())
+                          : Membership(rank_, plane_->incarnations(), plane_->ledger().group(), first_epoch)),
+      next_epoch_(membership_.newest() + 1) {
+  active_ = welcome ? std::vector<int>{rank_} : membership_.active().ranks();
   active_set_ = RankSet::of(active_);
+  if (OpenGroup* group = plane_->open_group()) elastic_ = std::make_unique<Elastic>(*this, *group);
 }
 
 Communicator::~Communicator() { close(); }
@@ -74,10 +89,17 @@ void Communicator::meet(u64 deadline_ns, const Poll& poll) {
 }
 
 void Communicator::add_window(MemberWindow* window) {
-  const std::lock_guard lock(mutex_);
-  windows_.push_back(window);
-  if (!closed_ranks_.empty()) window->notice_closed(closed_ranks_.mask());
-  if (reason_.code != AbortCode::kNone) window->leave_waits();
+  {
+    const std::lock_guard lock(mutex_);
+    windows_.push_back(window);
+    if (!closed_ranks_.empty()) window->notice_closed(closed_ranks_.mask());
+    if (reason_.code != AbortCode::kNone) window->leave_waits();
+  }
+  if (elastic_ && !elastic_->is_solo) unprepare_all(true);  // whoever is prepared has not mapped this one
+}
+
+void Communicator::note_changed_window() {
+  if (elastic_ && !elastic_->is_solo) unprepare_all(false);
 }
 
 void Communicator::remove_window(MemberWindow* window) {
@@ -119,6 +141,7 @@ void Communicator::raise_if_broken() {
 
 void Communicator::raise_if_unusable() {
   if (is_closed()) throw_invalid_state("the communicator is closed");
+  if (has_left_) throw_invalid_state("this rank has left the group; close() the communicator");
   look();
   const AbortReason first = reason();
   if (first.code != AbortCode::kNone) throw error_of(first);
@@ -237,6 +260,7 @@ void Communicator::adopt_locked(const AbortReason& reason) {
 
 void Communicator::on_abort(const AbortReason& reason) {
   if (reason.code == AbortCode::kDecided) return look();
+  if (elastic_) elastic_->wake();
   // Held to the end: what is about this epoch must not be adopted in the next one.
   const std::lock_guard membership_lock(membership_mutex_);
   const std::lock_guard lock(mutex_);
@@ -254,6 +278,10 @@ void Communicator::on_abort(const AbortReason& reason) {
     const bool is_of_this_attempt = membership_.knows(origin) && ends_attempt(reason);
     const Hearing hearing = membership_.hear(origin);  // R22
     if (hearing == Hearing::kDropped && !is_of_this_attempt) return;
+    if (elastic_ && elastic_->is_solo) {  // about operations that this rank has no part in yet
+      early_.insert_or_assign(reason.reporter, reason);
+      return;
+    }
     if (!is_of_this_attempt && (hearing == Hearing::kLater || reason.epoch > epoch_)) {
       early_.insert_or_assign(reason.reporter, reason);
       return;
@@ -347,6 +375,7 @@ void Communicator::close(const std::string& why) {
     closed_ = true;
     for (MemberWindow* window : windows_) window->leave_waits();
   }
+  if (elastic_) elastic_->stop();
   plane_->close(why);
 }
 

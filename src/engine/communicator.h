@@ -12,6 +12,7 @@
 
 #include "base/status.h"
 #include "bootstrap/control_plane.h"
+#include "bootstrap/handshake.h"
 #include "bootstrap/membership.h"
 #include "engine/poll.h"
 #include "engine/window.h"
@@ -25,10 +26,33 @@ constexpr u64 kMeetingTag = kCallerTag | u64{1} << 24;  // plus the number of th
 std::string text_of(
     const std::map<int, std::string>& refusals);  // "; rank 1 refused its call: ...", for the end of a text
 
+struct Elastic;  // elastic.h
+enum class Errand : u64;
+
+// What a planned change has done.
+struct DoneChange {
+  u32 epoch = 0;
+  u64 id = 0;
+  u64 boundary = 0;
+  std::vector<int> added, removed, active;
+  u64 waited_ns = 0;     // for the decision; of a new rank: for the members
+  u64 installed_ns = 0;  // the rest of the call
+};
+
+// A change that is wanted here.
+struct WantedChange {
+  enum class State { kPreparing, kProposed, kCommitted, kWithdrawn };
+  State state = State::kPreparing;
+  u32 epoch = 0;       // kCommitted
+  std::string reason;  // kWithdrawn
+};
+
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
   // Takes a connected control plane. Every rank begins in the same epoch (tests begin in a late one) with all ranks active.
   static std::shared_ptr<Communicator> create(std::unique_ptr<ControlPlane> plane, u32 first_epoch = 1);
+  // A newcomer: it works alone, in epoch 1, until a record takes it in.
+  static std::shared_ptr<Communicator> join(Newcomer&& newcomer);
   ~Communicator();
 
   int rank() const { return rank_; }
@@ -67,6 +91,33 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::vector<int> evicted_ranks();   // were left out, and may still live
   std::vector<int> safe_to_delete();  // were left out, and are proven gone
 
+  // --- open groups (docs/protocols/joining.md); the others raise kInvalidState ---
+
+  bool is_open() const { return elastic_ != nullptr; }
+  bool is_solo() const;  // a newcomer that was not taken in yet
+  std::string address();
+
+  // A place between two operations, counted alike on all active ranks. What was decided for it is done here; a newcomer waits to be
+  // taken in, and returns nothing at the deadline. Errors: what the communicator broke with; kPeerLost or kPeerTimeout if a
+  // recovery was decided that this rank has not followed; kControlLost at the deadline.
+  std::optional<DoneChange> boundary(u64 deadline_ns, const Poll& poll);
+  // Wants a change, until `deadline_ns`; one at a time. Local. Errors: kInvalidArgument, kInvalidState.
+  void propose(const std::vector<int>& admit, const std::vector<int>& remove, u64 id, u64 deadline_ns);
+  WantedChange wanted_change();  // the last one
+  // Waits until it is decided, or `deadline_ns`.
+  WantedChange await_change(u64 deadline_ns, const Poll& poll);
+
+  // A newcomer says to all that it has made its objects. Error kInvalidState naming windows that the members have and it has not.
+  void ready(u64 deadline_ns, const Poll& poll);
+  std::vector<int> joining_ranks();   // connected, not prepared for by this rank
+  std::vector<int> prepared_ranks();  // one change away
+  std::vector<int> leaving_ranks();
+  // What a newcomer needs to make its objects alone, in words of the caller; of this rank, and of a member.
+  void set_contract(std::string contract);
+  std::string ask_contract(u64 deadline_ns, const Poll& poll);
+  // For a window of a newcomer: to and from all ranks that it is connected to.
+  void share_window(MemberWindow& window, u64 deadline_ns, const Poll& poll);
+
   // Never communicates beyond a best-effort goodbye (R18). Result memory stays valid as long as it is held.
   // `why`: what made the caller leave, in one line, for the errors of the others; empty: nothing special.
   void close(const std::string& why = {});
@@ -93,6 +144,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   void add_window(MemberWindow* window);
   void remove_window(MemberWindow* window);
+  void note_changed_window();  // what newcomers have mapped of it is not all of it any more
   u64 next_window_id() { return next_window_id_++; }
 
   // Ends an operation for everyone: the first reason is kept, published and thrown as a typed error (R9). Epoch and members
@@ -107,7 +159,29 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void give_up(AbortReason reason);
 
  private:
-  Communicator(std::unique_ptr<ControlPlane> plane, u32 first_epoch);
+  Communicator(std::unique_ptr<ControlPlane> plane, u32 first_epoch, std::optional<Membership::Welcome> welcome = {});
+
+  friend struct Elastic;
+  Elastic& elastic(const char* what) const;
+  void show_cell_locked() noexcept;  // membership_mutex_ is held
+  void show_cell();
+  void deliver(const MembershipAction& action);
+  std::optional<MembershipAction> wait_at_boundary(u64 deadline_ns, const Poll& poll);
+  std::optional<MembershipAction> wait_to_be_taken_in(u64 deadline_ns, const Poll& poll);
+  DoneChange carry_out(const MembershipAction& action, u64 deadline_ns, const Poll& poll);
+  void meet_members(const MembershipRecord& record, u64 deadline_ns, const Poll& poll);
+  void change_windows(const MemberWindow::Step& step);
+  void unprepare_all(bool is_for_new_window);
+  void admit(int slot, u64 incarnation, Connection&& connection);
+  Parcel inquire(int slot, Errand errand, std::vector<std::byte> bytes, std::vector<OwnedFd> fds, const Wait& wait);
+  void serve(int slot, u64 tag, Parcel&& parcel);
+  std::vector<std::byte> serve_ready(int slot, const Parcel& parcel);
+  void refresh_windows(u64 deadline_ns, const Poll& poll);
+  void turn_member();
+  void read_cells();
+  void renew_wish();
+  void free_claims();
+  void call_strangers();
 
   void on_abort(const AbortReason& reason);      // monitor thread
   void adopt(const AbortReason& reason);         // the first reason of this epoch wins; sets every window's abort word
@@ -130,9 +204,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   struct Driven {
     std::optional<MembershipAction> last;  // that is wanted of the caller
     RankSet told;                          // who is to be told to look
+    bool rings = false;                    // others are to look at this rank's cell, or at the register
     std::exception_ptr failure;            // what the wait was left with
   };
   Driven drive(const MembershipEvent& event, const Wait& wait);  // driver_mutex_ is held
+  Driven drive(const std::vector<MembershipEvent>& events, const Wait& wait);
   void finish(const Driven& driven);
   MembershipEvent do_on_ledger(const MembershipAction& action, const Wait& wait);
   MembershipActions step(const MembershipEvent& event);
@@ -181,8 +257,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::string refusals_;                 // when it broke, of those that were late
   std::map<int, AbortReason> early_;     // of an epoch this rank has not entered yet: the latest of each reporter
   bool closed_ = false;
+  bool has_left_ = false;
   u32 attempt_ = 0;            // the epoch that this rank is about to enter; 0: none
   AbortReason attempt_abort_;  // code kNone: the attempt under way was not aborted
+
+  std::unique_ptr<Elastic> elastic_;  // none: nobody joins or leaves
 };
 
 // For one wait: after a second it logs who of those waited for has refused its call, each once.

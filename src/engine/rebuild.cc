@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "engine/communicator.h"
+#include "engine/elastic.h"
 #include "weft/config/operation.h"
 
 namespace weft {
@@ -73,6 +74,7 @@ void Communicator::check_idle() {
 }
 
 void Communicator::rebuild(std::vector<int> ranks, u64 deadline_ns, const Poll& poll) {
+  if (is_solo()) throw_invalid_state("rebuild: this rank is no member of the group yet");
   std::sort(ranks.begin(), ranks.end());
   if (!is_closed()) check_members(ranks);
   check_idle();
@@ -82,6 +84,7 @@ void Communicator::rebuild(std::vector<int> ranks, u64 deadline_ns, const Poll& 
 }
 
 void Communicator::recover(const std::vector<int>& evict, int min_ranks, u64 deadline_ns, const Poll& poll) {
+  if (is_solo()) throw_invalid_state("recover: this rank is no member of the group yet");
   check_idle();
   for (const int rank : evict) {
     if (rank >= 0 && rank < num_ranks_) continue;
@@ -107,15 +110,23 @@ std::vector<int> Communicator::safe_to_delete() {
 
 // What is learnt during a call comes from its exchanges.
 void Communicator::note_gone() {
-  const std::lock_guard lock(membership_mutex_);
-  if (membership_.is_calling()) return;
-  Event event;
-  event.kind = Event::Kind::kGone;
-  event.ranks = RankSet::of(plane_->dead_ranks());
-  membership_.step(event);
-  event.kind = Event::Kind::kProven;
-  event.ranks = RankSet::of(plane_->ended_ranks());
-  membership_.step(event);
+  Driven driven;
+  {
+    const std::lock_guard driver_lock(driver_mutex_);
+    Event gone, proven;
+    {
+      // A slot is given to another incarnation under this lock, too.
+      const std::lock_guard lock(membership_mutex_);
+      if (membership_.is_calling()) return;
+      gone.kind = Event::Kind::kGone;
+      gone.ranks = RankSet::of(plane_->dead_ranks());
+      proven.kind = Event::Kind::kProven;
+      proven.ranks = RankSet::of(plane_->ended_ranks());
+    }
+    driven = drive({gone, proven}, Wait{0, {}});
+  }
+  finish(driven);
+  look_if_told();  // who was told meanwhile found this thread at the wheel
 }
 
 void Communicator::run_recovery(const RecoverWish& wish, u64 deadline_ns, const Poll& poll) {
@@ -144,6 +155,7 @@ void Communicator::run_recovery(const RecoverWish& wish, u64 deadline_ns, const 
   }
   if (!action) throw_internal("the membership wants nothing though a call is under way");
   enter_epoch(action->ranks.ranks(), action->epoch);
+  if (elastic_) unprepare_all(false);  // what newcomers have mapped is not in use any more
 }
 
 MembershipActions Communicator::step(const Event& event) {
@@ -167,25 +179,33 @@ std::optional<Action> Communicator::ask(const Event& event, const Wait& wait) {
 }
 
 Communicator::Driven Communicator::drive(const Event& event, const Wait& wait) {
+  return drive(std::vector<Event>{event}, wait);
+}
+
+Communicator::Driven Communicator::drive(const std::vector<Event>& events, const Wait& wait) {
   Driven driven;
   std::deque<Action> wanted;
   const auto take = [&](const Event& next) {
     for (const Action& action : step(next)) wanted.push_back(action);
   };
-  take(event);
+  for (const Event& event : events) take(event);
   while (!wanted.empty()) {  // bounded: an answer leads on to the next epoch, or ends
     const Action action = wanted.front();
     wanted.pop_front();
     if (action.kind == Action::Kind::kTell) {
       driven.told = driven.told | action.ranks;
     } else if (action.kind == Action::Kind::kShow) {
-      continue;  // nobody proposes changes yet, so nobody looks at it
+      show_cell();
+      driven.rings = true;
+    } else if (elastic_ && elastic_->takes(action)) {
+      deliver(action);
     } else if (action.kind != Action::Kind::kRead && action.kind != Action::Kind::kDecide &&
                action.kind != Action::Kind::kMove) {
       driven.last = action;
     } else {
       try {
         take(do_on_ledger(action, wait));
+        driven.rings |= action.kind == Action::Kind::kMove || action.kind == Action::Kind::kDecide;
       } catch (...) {  // the caller leaves: what the machine wants after that waits for nobody
         driven.failure = std::current_exception();
         Event left;
@@ -202,6 +222,7 @@ void Communicator::finish(const Driven& driven) {
   AbortReason decided;
   decided.code = AbortCode::kDecided;
   for (const int rank : driven.told.ranks()) plane_->tell(rank, decided);
+  if (elastic_ && driven.rings) elastic_->ring();
 }
 
 // Who looks for nobody's call takes what is known here, and never waits.
@@ -459,7 +480,11 @@ void Communicator::enter_epoch(const std::vector<int>& ranks, u32 epoch) {
     refusals_.clear();
     early = std::exchange(early_, {});
   }
-  plane_->keep_members(ranks);
+  std::vector<int> kept = ranks;
+  if (elastic_) {
+    for (const int newcomer : elastic_->newcomers()) kept.push_back(newcomer);
+  }
+  plane_->keep_members(kept);
   for (const auto& [reporter, reason] : early) on_abort(reason);
   for (int dead : plane_->dead_ranks()) {  // lost while the new epoch was made
     AbortReason lost;

@@ -5,7 +5,9 @@
 #include <variant>
 #include <vector>
 
+#include "base/status.h"
 #include "bootstrap/control_plane.h"
+#include "bootstrap/rank_set.h"
 #include "engine/call.h"
 #include "engine/poll.h"
 
@@ -22,6 +24,19 @@ class MemberWindow {
   virtual void retire() = 0;                                 // another rank has it no more: it is of no use
   virtual bool is_busy() const = 0;                          // an operation is in flight
   // Fresh memory for the members of `epoch`, collective (R13, R14). The tags `tag` and `tag` + 1 are free for it.
+  // For ranks that were not there when the window was made; any thread, while the window is on the communicator. Descriptors and
+  // sizes, of this rank's memory and of theirs. Errors: kInvalidArgument (another shape), what the system refuses.
+  virtual Parcel offer() const { throw_unsupported("this engine takes no newcomers in"); }
+  virtual void take_in(int /*slot*/, Parcel&& /*offer*/) {}
+  virtual bool has_taken_in(int /*slot*/) const { return false; }  // any thread
+  // A planned change, between two operations: pages and sequences stay. A window that a new rank has not mapped is of no use.
+  struct Step {
+    u32 epoch;
+    RankSet added, removed;
+    bool is_new;      // this rank: it begins where `members` are
+    RankSet members;  // that were there before
+  };
+  virtual void change(const Step& /*step*/) { retire(); }
   virtual void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u32 epoch, u64 deadline_ns,
                      const Poll& poll) = 0;
 };

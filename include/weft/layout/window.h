@@ -1,6 +1,7 @@
 // Where everything lies in a window's control memory. Formulas only; docs/protocols/headers.md explains the words.
 //
-//   ControlWords | headers (phase, parity, source, block) | progress (channel, source) | payload slots | staging rings
+//   ControlWords | headers (phase, parity, source, block) | progress (channel, source) | starts (source) | payload slots |
+//   staging rings
 //
 // Every cell has one writer. Cells are addressed only through WindowLayout, never by pointer arithmetic elsewhere (R1).
 #pragma once
@@ -49,6 +50,12 @@ struct alignas(kCacheLine) ControlWords {
   alignas(kCacheLine) ErrorRecord error = {};
 };
 
+// Where a rank that was taken in begins: one cell a member, in the memory of the new rank. docs/protocols/joining.md.
+struct alignas(kCacheLine) StartCell {
+  u64 sequence = 0;  // of the member's last operation, before `epoch` is there
+  u64 epoch = 0;     // in which the new rank begins; release
+};
+
 // Largest shape that a window serves. Equal on every rank; its hash is part of every fingerprint.
 struct WindowShape {
   i32 num_ranks = 0;
@@ -82,6 +89,7 @@ struct WindowLayout {
   i32 num_blocks = 1;
   u64 headers = 0;
   u64 progress = 0;
+  u64 starts = 0;
   u64 payloads = 0;
   u64 payload_bytes = 0;  // one slot
   u64 staging = 0;
@@ -111,13 +119,15 @@ struct WindowLayout {
 
     const CheckedSize headers = CheckedSize(sizeof(ControlWords));
     const CheckedSize progress = headers + header_cells * kCacheLine;
-    const CheckedSize payloads = progress + CheckedSize(kNumChannels) * ranks * kCacheLine;
+    const CheckedSize starts = progress + CheckedSize(kNumChannels) * ranks * kCacheLine;
+    const CheckedSize payloads = starts + CheckedSize(sizeof(StartCell)) * ranks;
     const CheckedSize staging = (payloads + payload * CheckedSize(2 * kNumParities) * ranks).aligned(4096);
     const CheckedSize total = staging + ring * ranks;
     layout.num_ranks = shape.num_ranks;
     layout.num_blocks = shape.num_blocks;
     layout.headers = headers.value;
     layout.progress = progress.value;
+    layout.starts = starts.value;
     layout.payloads = payloads.value;
     layout.payload_bytes = payload.value;
     layout.staging = staging.value;
@@ -138,6 +148,7 @@ struct WindowLayout {
   WEFT_HD constexpr u64 progress_word(Channel channel, i32 source) const {
     return progress + (static_cast<u64>(channel) * static_cast<u64>(num_ranks) + static_cast<u64>(source)) * kCacheLine;
   }
+  WEFT_HD constexpr u64 start(i32 source) const { return starts + static_cast<u64>(source) * sizeof(StartCell); }
   // Payload slots exist for the phases `count` and `notify`.
   WEFT_HD constexpr u64 payload(Phase phase, u64 sequence, i32 source) const {
     const u64 row = (static_cast<u64>(phase) * kNumParities + parity(sequence)) * static_cast<u64>(num_ranks);

@@ -186,6 +186,7 @@ class State:
             self.unused.clear()
             for window in self.windows:
                 window.release()
+            self.comm.note_closed_object(self.windows[0].serial, self.numbers[0])
 
 
 def by_key(key: int) -> Any:

@@ -23,6 +23,7 @@ from weft.machine.placement import local
 from weft.machine.placement.binding import Binding
 from weft.machine.placement.model import Placement
 from weft.meeting import ENDPOINT_BYTES, hosts_store, meet_by_env
+from weft.membership import Change
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -47,15 +48,16 @@ class Joining(Sleeping):
         native: _native.Communicator,
         device: torch.device,
         origin: str,
-        facts: Facts,
+        facts: Facts | Choice,
         *,
         placement: Placement | None = None,
     ) -> None:
+        """`facts`: for the choice of the engine, which is made together; or the choice itself."""
         super().__init__()
         self._native = native
         self.device = device
         self._origin = origin
-        self._choice = self._choose(facts)
+        self._choice = facts if isinstance(facts, Choice) else self._choose(facts)
         self._kept: list[object] = []  # what lives until close()
         self._closed = False
         self._rank, self._num_ranks = native.rank, native.num_ranks
@@ -64,6 +66,8 @@ class Joining(Sleeping):
         self._binding.apply()
         if placement is not None and placement.mode != "off":
             logger.info("rank %d: %s", native.rank, self._binding.placement)
+        self._listeners: list[Callable[[Change], object]] = []
+        self._publish_contract()
         self.recorded: dict[int, weakref.ref[Any]] = {}  # by weft.autograd
         self._lives()
 
@@ -78,6 +82,7 @@ class Joining(Sleeping):
         timeout_s: float = CONNECT_TIMEOUT_S,
         decide: Decide | None = None,
         secret: Secret = None,
+        max_ranks: int | None = None,
     ) -> Made:
         """Ranks of a torch.distributed group (default: the whole world). Collective over it.
 
@@ -90,6 +95,7 @@ class Joining(Sleeping):
         nothing, a `weft.Placement` what it says; docs/placement.md. Taken back by `close`. `timeout_s`: for all ranks
         to call it and to connect. The gather itself can't be taken back: after a timeout use the group no more; torch
         may wait for the group's own timeout when the process ends.
+        `max_ranks`: others may `join` later, up to so many ranks, on one machine and the cpu engine; None: nobody.
 
         Raises:
             InvalidArgument: an argument is not allowed (before the group is used: the call may be repeated), or the
@@ -133,8 +139,9 @@ class Joining(Sleeping):
         origin = "torch.distributed group"
         network = Network.make(decide or _decide_in(group), secret)
         return cls._connect(
-            rank, num_ranks, share, device, origin, timeout_s, engine=engine, placement=placement, network=network
-        )
+            rank, num_ranks, share, device, origin, timeout_s, engine=engine, placement=placement, network=network,
+            max_ranks=max_ranks,
+        )  # fmt: skip
 
     @classmethod
     def from_allgather(
@@ -147,13 +154,14 @@ class Joining(Sleeping):
         engine: str = "auto",
         placement: str | Placement = "auto",
         timeout_s: float = CONNECT_TIMEOUT_S,
+        max_ranks: int | None = None,
     ) -> Made:
         """Ranks that can gather bytes in a way of their own, such as mpi4py's `comm.allgather`. Collective.
 
         `allgather` is called once, with bytes of this rank, equally many on each, and returns those of all ranks, by
         rank; what it raises is raised here. It is not used afterwards. `device`: "auto": the current GPU where torch
-        sees one; default: the CPU. `timeout_s`: to connect, once all are gathered. `engine` and `placement` as in
-        `from_process_group`.
+        sees one; default: the CPU. `timeout_s`: to connect, once all are gathered. `engine`, `placement` and
+        `max_ranks` as in `from_process_group`.
 
         Raises:
             InvalidArgument: an argument is not allowed (before `allgather` is called), or what it returned, or the
@@ -169,7 +177,7 @@ class Joining(Sleeping):
             raise InvalidArgument(f"allgather is {allgather!r}; allowed is a function of bytes")
         return cls._connect(
             rank, num_ranks, lambda endpoint: list(allgather(endpoint)), device, "allgather", timeout_s, engine=engine,
-            placement=placement,
+            placement=placement, max_ranks=max_ranks,
         )  # fmt: skip
 
     @classmethod
@@ -182,6 +190,7 @@ class Joining(Sleeping):
         timeout_s: float = CONNECT_TIMEOUT_S,
         decide: Decide | None = None,
         secret: Secret = None,
+        max_ranks: int | None = None,
     ) -> Made:
         """Ranks started by torchrun, or by anything that sets its variables; without them a group of one rank.
         Collective.
@@ -190,7 +199,7 @@ class Joining(Sleeping):
         `init_process_group` and does not disturb one. What ended processes left in the store is not believed, so it
         works after a restart. device="cuda" is the GPU of LOCAL_RANK, "auto" the same where torch sees a GPU; default:
         the CPU. `timeout_s`: for all ranks to come and to connect. Ranks on several machines, `engine`, `placement`,
-        `decide` and `secret` as in `from_process_group`.
+        `decide`, `secret` and `max_ranks` as in `from_process_group`.
 
         Raises:
             InvalidArgument: an argument is not allowed, or RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR or MASTER_PORT is
@@ -221,7 +230,7 @@ class Joining(Sleeping):
         network = Network.make(decide or decide_in_it, secret)
         comm = cls._connect(
             place.rank, place.num_ranks, share, device, origin, timeout_s, engine=engine, placement=placement,
-            network=network if place.num_ranks > 1 else None,
+            network=network if place.num_ranks > 1 else None, max_ranks=max_ranks,
         )  # fmt: skip
         comm._kept = list(kept) if hosts_store(place) else []
         return comm
@@ -239,6 +248,7 @@ class Joining(Sleeping):
         engine: str = "auto",
         placement: str | Placement = "auto",
         network: Network | None = None,
+        max_ranks: int | None = None,
     ) -> Made:
         """Connect processes: `share` is given this rank's endpoint and returns those of all ranks. With a `network`
         they may be on several machines.
@@ -246,6 +256,8 @@ class Joining(Sleeping):
         Whatever can be refused here is refused before the first peer hears of this rank, so the call may be repeated.
         """
         wanted = local.check_placement(placement)
+        if max_ranks is not None and (type(max_ranks) is not int or not num_ranks <= max_ranks <= MAX_RANKS):
+            raise InvalidArgument(f"max_ranks is {max_ranks!r}; allowed are None and {num_ranks} to {MAX_RANKS}")
         deadline = time.monotonic() + positive_seconds("timeout_s", timeout_s)
         native = _load.native()
         where = device_of(device)
@@ -261,11 +273,11 @@ class Joining(Sleeping):
             )
         left_s = max(deadline - time.monotonic(), _LEAST_CONNECT_S)
         if network is None:
-            connected = native.Communicator.connect(rank, endpoints, listener, left_s)
+            connected = native.Communicator.connect(rank, endpoints, listener, left_s, max_ranks=max_ranks or 0)
         else:
             decider = native.Decider()
             connected = native.Communicator.connect(
-                rank, endpoints, listener, left_s, decider=decider, secret=network.secret
+                rank, endpoints, listener, left_s, decider=decider, secret=network.secret, max_ranks=max_ranks or 0
             )
             near = [each for each in range(num_ranks) if connected.is_near(each)]
             if len(near) < num_ranks:
@@ -296,8 +308,12 @@ class Joining(Sleeping):
         try:
             mine = json.dumps(facts.to_json()).encode()
             told = self._native.exchange(_ENGINE_TAG, mine, CONNECT_TIMEOUT_S)
-            far = [rank for rank in range(len(told)) if not self._native.is_near(rank)]
-            return choose_engine({rank: Facts.from_json(json.loads(text)) for rank, text in enumerate(told)}, far)
+            ranks = list(self._native.active_ranks)
+            far = [rank for rank in ranks if not self._native.is_near(rank)]
+            choice = choose_engine({rank: Facts.from_json(json.loads(told[rank])) for rank in ranks}, far)
+            if self._native.is_open and choice.engine == "nvlink":
+                raise Unsupported("max_ranks on the nvlink engine", "ranks that come and go", 'engine="cpu"')
+            return choice
         except BaseException:
             self._native.close()
             raise

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from weft import _load
 from weft.call.streams import WindowStreams
 from weft.call.window import Window, WindowSpec, released_on_error
 from weft.engine import Choice, driver_gpu
-from weft.errors import InvalidArgument, rank_list
+from weft.errors import InvalidArgument, InvalidState, rank_list
 from weft.group.turns import Turns
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class Windows(Turns):
         self._windows: dict[WindowSpec, Window] = {}
         self._all_windows: weakref.WeakSet[Window] = weakref.WeakSet()
         self._num_compared = 0
+        # What a rank that joins needs to make its objects alone: each with its arguments, windows and numbers.
+        self._objects: list[dict[str, Any]] = []
 
     def open_windows(
         self,
@@ -57,6 +60,9 @@ class Windows(Turns):
         with self.telling_peers():
             alone = self.alone(what)
             self._native.check_one_machine(what)
+        if self._native.is_solo:
+            with alone:
+                return self._adopted_windows(what, arguments, specs, deadline_s)
         with alone:
             kept = [self._windows.get(spec) for spec in specs]
             serials = [-1 if window is None or window.closed else window.serial for window in kept]
@@ -82,7 +88,71 @@ class Windows(Turns):
                 ]
                 for window, number in zip(windows, numbers, strict=True):
                     window.next_object = number + 1
-            return windows, numbers, answers[self._active[0]]["told"]
+            everywhere = answers[self._active[0]]["told"]
+            self._note_object(what, arguments, windows, numbers, everywhere)
+            return windows, numbers, everywhere
+
+    def _note_object(
+        self, what: str, arguments: dict[str, Any], windows: list[Window], numbers: list[int], told: dict[str, Any]
+    ) -> None:
+        if not self._native.is_open:
+            return
+        serials = [window.serial for window in windows]
+        values = json.loads(json.dumps(arguments))
+        self._objects.append({"what": what, "arguments": values, "serials": serials, "numbers": numbers, "told": told})
+        self._publish_contract()
+
+    def note_closed_object(self, serial: int, number: int) -> None:
+        """The object with this number in this window is closed: nobody who joins makes it any more."""
+        kept = [each for each in self._objects if (each["serials"][0], each["numbers"][0]) != (serial, number)]
+        if len(kept) < len(self._objects) and not self._closed:
+            self._objects = kept
+            self._publish_contract()
+
+    def _publish_contract(self) -> None:
+        self._native.set_contract(json.dumps({"choice": asdict(self._choice), "objects": self._objects}))
+
+    def _adopted_windows(
+        self, what: str, arguments: dict[str, Any], specs: Sequence[WindowSpec], deadline_s: float
+    ) -> tuple[list[Window], list[int], dict[str, Any]]:
+        """Of a rank that has joined: those of the members' object with equal arguments that it has not made yet. Not
+        collective.
+
+        Raises:
+            InvalidArgument: there is none; names the first argument that differs, and both values.
+            InvalidState: the members have no object that this rank has not made.
+        """
+        objects = json.loads(self._native.ask_contract(deadline_s))["objects"]
+        made = [(each["serials"], each["numbers"]) for each in self._objects]
+        left = [each for each in objects if each["what"] == what and (each["serials"], each["numbers"]) not in made]
+        if not left:
+            raise InvalidState(
+                f"{what}: the group has no object of this kind that this rank has not made; members make objects "
+                "first, and a rank that joins makes the same"
+            )
+        values = json.loads(json.dumps(arguments))
+        found = next((each for each in left if each["arguments"] == values), None)
+        if found is None:
+            theirs = left[0]["arguments"]
+            name = next(name for name in values if values[name] != theirs.get(name))
+            raise InvalidArgument(
+                f"{name} is {values[name]} on this rank, which joins, and {theirs.get(name)} in the group. It must be "
+                "equal on all ranks"
+            )
+        windows: list[Window] = []
+        with released_on_error(windows):
+            for spec, serial in zip(specs, found["serials"], strict=True):
+                mine = self._windows.get(spec)
+                is_known = mine is not None and not mine.closed and mine.serial == serial
+                window = mine if is_known and mine is not None else self._new_window(spec, deadline_s, serial)
+                window.num_users += 1
+                windows.append(window)
+        numbers: list[int] = found["numbers"]
+        for window, number in zip(windows, numbers, strict=True):
+            window.next_object = max(window.next_object, number + 1)
+        told: dict[str, Any] = found["told"]
+        self._note_object(what, arguments, windows, numbers, told)
+        return windows, numbers, told
 
     def compare(self, what: str, arguments: dict[str, Any], deadline_s: float) -> None:
         """Whether all ranks call the same with equal arguments. Collective, inside a turn.
@@ -113,7 +183,8 @@ class Windows(Turns):
         payloads = self._native.exchange(tag, payload, deadline_s)
         return {rank: payloads[rank] for rank in self._active}
 
-    def _new_window(self, spec: WindowSpec, deadline_s: float) -> Window:
+    def _new_window(self, spec: WindowSpec, deadline_s: float, number: int = 0) -> Window:
+        """`number`: of a window that the members have; 0: all make a new one together."""
         shape: dict[str, Any] = {
             "num_experts": spec.num_experts,
             "top_k": spec.top_k,
@@ -128,7 +199,7 @@ class Windows(Turns):
             window = Window(native, native.id, spec.max_tokens, WindowStreams(self.device))
         else:
             shape |= {"max_row_bytes": spec.max_row_bytes, "most_heap_bytes": spec.most_heap_bytes}
-            native = _load.native().CpuWindow(self._native, **shape)
+            native = _load.native().CpuWindow(self._native, number=number, **shape)
             window = Window(native, native.id, spec.max_tokens)
         self._windows[spec] = window
         self._all_windows.add(window)

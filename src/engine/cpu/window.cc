@@ -78,9 +78,111 @@ Window::Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64
   attach(parcels, deadline_ns, poll);
   control_ = std::move(memory.control);
   heap_ = std::move(memory.heap);
-  control_.drop_fd();
-  heap_->memory.drop_fd();
+  if (!comm_->is_open()) {  // else newcomers are to have them, too
+    control_.drop_fd();
+    heap_->memory.drop_fd();
+  }
   comm_->add_window(this);
+}
+
+Window::Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64 heap_bytes, u64 id, u64 deadline_ns,
+               const Poll& poll, u64 most_heap_bytes)
+    : comm_(std::move(comm)),
+      shape_(shape),
+      layout_(checked_layout(shape)),
+      heap_bytes_(std::max(heap_bytes, kSmallestHeap)),
+      most_heap_bytes_(std::max(most_heap_bytes, heap_bytes_)),
+      id_(id),
+      peers_(static_cast<size_t>(shape.num_ranks)) {
+  hash_ = hash_bytes(&shape_, sizeof(shape_), hash_bytes(&id_, sizeof(id_)));
+  stats_.waited_ns.resize(static_cast<size_t>(shape.num_ranks));
+  Memory memory = allocate();
+  if (memory.refusal)
+    throw no_memory(comm_->rank(), heap_bytes_, layout_.total_bytes, static_cast<u64>(memory.refusal->code),
+                    memory.refusal->text);
+  control_ = std::move(memory.control);
+  heap_ = std::move(memory.heap);
+  comm_->add_window(this);
+  try {
+    comm_->share_window(*this, deadline_ns, poll);
+  } catch (...) {
+    comm_->remove_window(this);
+    throw;
+  }
+}
+
+Parcel Window::offer() const {
+  const std::lock_guard lock(peers_mutex_);
+  if (has_grown_) {
+    throw_unsupported("rank " + std::to_string(comm_->rank()) +
+                      ": the heap of the window has grown, so newcomers can't map it; after a recovery they can");
+  }
+  const MemoryOffer mine{shape_, heap_bytes_, most_heap_bytes_, 0};
+  Parcel parcel;
+  parcel.bytes = bytes_of(std::string(reinterpret_cast<const char*>(&mine), sizeof(mine)));
+  parcel.fds.push_back(OwnedFd::duplicate(control_.fd()));
+  parcel.fds.push_back(OwnedFd::duplicate(heap_->memory.fd()));
+  return parcel;
+}
+
+Window::Peer Window::map(int rank, Parcel&& parcel) const {
+  check_offer(rank, parcel);
+  parcel.check_fds(2, "rank " + std::to_string(rank));
+  MemoryOffer offer;
+  std::memcpy(&offer, parcel.bytes.data(), sizeof(offer));
+  Peer peer;
+  peer.control = SharedMemory::attach(std::move(parcel.fds[0]), layout_.total_bytes);
+  peer.heap = SharedMemory::attach(std::move(parcel.fds[1]), offer.heap_bytes, offer.most_heap_bytes);
+  peer.control.drop_fd();
+  peer.heap.drop_fd();
+  return peer;
+}
+
+void Window::take_in(int slot, Parcel&& offer) {
+  Peer peer = map(slot, std::move(offer));
+  const std::lock_guard lock(peers_mutex_);
+  peers_.at(static_cast<size_t>(slot)) = std::move(peer);
+}
+
+bool Window::has_taken_in(int slot) const {
+  const std::lock_guard lock(peers_mutex_);
+  return is_retired_ || (slot < static_cast<int>(peers_.size()) && peers_[static_cast<size_t>(slot)].control.valid());
+}
+
+// R14: who has left has ended its operations, and so has this rank, so nothing of it is used here any more.
+void Window::change(const Step& step) {
+  const std::lock_guard lock(peers_mutex_);
+  for (const int rank : step.removed.ranks()) peers_[static_cast<size_t>(rank)] = Peer();
+  if (is_retired_) return;
+  for (const int rank : step.added.ranks()) {
+    if (rank == comm_->rank()) continue;
+    if (!peers_[static_cast<size_t>(rank)].control.valid()) return retire();
+    if (step.is_new) continue;  // both are: neither knows where to begin
+    auto* cell = reinterpret_cast<StartCell*>(control_of(rank) + layout_.start(comm_->rank()));
+    ptx::st_relaxed_sys(&cell->sequence, words()->sequence);
+    ptx::st_release_sys(&cell->epoch, step.epoch);  // pairs with the acquire in begin()
+  }
+  if (step.is_new) begin(step);
+}
+
+// Pages are kept, so sequence and parity go on (R21).
+void Window::begin(const Step& step) {
+  std::optional<u64> sequence;
+  int first = -1;
+  for (const int rank : step.members.ranks()) {
+    const auto* cell = reinterpret_cast<const StartCell*>(control_of(comm_->rank()) + layout_.start(rank));
+    const u64 epoch = ptx::ld_acquire_sys(&cell->epoch);
+    const u64 theirs = ptx::ld_relaxed_sys(&cell->sequence);
+    if (epoch != step.epoch) throw_internal("rank " + std::to_string(rank) + " did not say where a new rank begins");
+    if (sequence && *sequence != theirs) {
+      throw_invalid_state(
+          "the ranks came to one boundary after different numbers of calls: " + std::to_string(*sequence) +
+          " on rank " + std::to_string(first) + ", " + std::to_string(theirs) + " on rank " + std::to_string(rank));
+    }
+    sequence = theirs;
+    first = rank;
+  }
+  if (sequence) words()->sequence = *sequence;
 }
 
 // What the system refuses is kept, and the exchange tells every rank.
@@ -181,6 +283,8 @@ void Window::resize(u64 heap_bytes, u64 deadline_ns, const Poll& poll) {
   }
   heap_bytes_ = heap_bytes;
   heap_->heap.grow(heap_bytes);
+  if (piece_bytes != 0) has_grown_ = true;
+  comm_->note_changed_window();
 }
 
 // Of the heaps, by rank.
@@ -280,9 +384,13 @@ void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, 
     }
     peers[rank].control.drop_fd();
   }
+  const std::lock_guard lock(peers_mutex_);
+  has_grown_ = false;
   control_.replace(std::move(memory.control));
-  control_.drop_fd();
-  memory.heap->memory.drop_fd();
+  if (!comm_->is_open()) {
+    control_.drop_fd();
+    memory.heap->memory.drop_fd();
+  }
   heap_ = std::move(memory.heap);
   peers_ = std::move(peers);
 }

@@ -2,7 +2,9 @@
 // after the other needs. docs/protocols/headers.md says who writes which word.
 #pragma once
 
+#include <atomic>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <vector>
@@ -46,6 +48,10 @@ class Window : public CallWindow {
   // `most_heap_bytes`: up to which resize() may go; at most `heap_bytes`: it may not.
   Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64 heap_bytes, u64 deadline_ns,
          const Poll& poll, u64 most_heap_bytes = 0);
+  // Of a rank that is not taken in yet: the window of that number of the group in `members`, one of which each must have. Not
+  // collective. Errors besides: kInvalidState (a member has closed it).
+  Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64 heap_bytes, u64 id, u64 deadline_ns,
+         const Poll& poll, u64 most_heap_bytes);
   ~Window() override;
   Window(const Window&) = delete;
   Window& operator=(const Window&) = delete;
@@ -82,6 +88,10 @@ class Window : public CallWindow {
   u64 id() const override { return id_; }
   void retire() override { is_retired_ = true; }
   bool is_busy() const override;
+  Parcel offer() const override;
+  void take_in(int slot, Parcel&& offer) override;
+  bool has_taken_in(int slot) const override;
+  void change(const Step& step) override;
   void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u32 epoch, u64 deadline_ns,
              const Poll& poll) override;
 
@@ -116,6 +126,8 @@ class Window : public CallWindow {
   std::vector<u64> mapped_bytes() const;
   void cut(const std::vector<u64>& mapped);
   void check_offer(int rank, const Parcel& parcel) const;
+  Peer map(int rank, Parcel&& parcel) const;
+  void begin(const Step& step);
 
   std::shared_ptr<Communicator> comm_;
   const WindowShape shape_;
@@ -126,10 +138,13 @@ class Window : public CallWindow {
   u64 hash_ = 0;
   SharedMemory control_;
   std::shared_ptr<ReceiveHeap> heap_;
+  mutable std::mutex
+      peers_mutex_;  // of the list and of those that are no members; of the others in a call none is needed
   std::vector<Peer> peers_;
   WindowStats stats_;
   bool closed_ = false;
-  bool is_retired_ = false;
+  std::atomic<bool> has_grown_ = false;  // its heap is of several pieces
+  std::atomic<bool> is_retired_ = false;
 
   // Kept between calls so that a call allocates nothing but its result.
   struct Scratch {

@@ -1,0 +1,299 @@
+"""Ranks that join and leave a running group: docs/protocols/joining.md has the protocol."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from weft import _load
+from weft.engine import Choice, look
+from weft.errors import InvalidArgument, InvalidState, PeerTimeout, Unsupported, rank_list
+from weft.group.joining import CONNECT_TIMEOUT_S, Joining, device_of, positive_seconds
+from weft.machine.placement import local
+from weft.machine.placement.model import Placement
+from weft.membership import Change
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Changes", "Ticket"]
+
+CHANGE_TIMEOUT_S = 100.0
+
+Made = TypeVar("Made", bound="Changes")
+
+
+class Ticket:
+    """A change that was proposed on this rank. `id`: its number, `state`: "preparing" (somebody named is not ready),
+    "proposed", "committed" or "withdrawn", `reason`: why it was withdrawn."""
+
+    def __init__(self, comm: Changes, number: int) -> None:
+        self._comm, self.id = comm, number
+        self._told: tuple[str, int, str] = ("preparing", 0, "")
+
+    @property
+    def state(self) -> str:
+        """Now; never waits."""
+        return self._look()[0]
+
+    @property
+    def reason(self) -> str:
+        """Of a withdrawn one; else ""."""
+        return self._look()[2]
+
+    def wait(self, timeout_s: float = CHANGE_TIMEOUT_S) -> str:
+        """Wait until it is committed or withdrawn, at most so long; its state then. Committed is not carried out yet:
+        each rank does that at its own `boundary()`.
+
+        Raises:
+            InvalidArgument: a bad `timeout_s`.
+        """
+        seconds = positive_seconds("timeout_s", timeout_s)
+        if self._comm._ticket is self and not self._comm._closed:
+            self._told = self._comm._native.await_change(seconds)
+        return self._told[0]
+
+    def _look(self) -> tuple[str, int, str]:
+        if self._comm._ticket is self and not self._comm._closed:
+            self._told = self._comm._native.wanted_change()
+        return self._told
+
+    def __repr__(self) -> str:
+        state, epoch, reason = self._look()
+        more = f" in epoch {epoch}" if state == "committed" else f": {reason}" if reason else ""
+        return f"weft.Ticket({state}{more})"
+
+
+class Changes(Joining):
+    """The part of a communicator by which ranks come and go."""
+
+    _ticket: Ticket | None = None
+
+    @classmethod
+    def join(
+        cls: type[Made],
+        address: str,
+        *,
+        slot: int | None = None,
+        device: torch.device | str | int | None = None,
+        placement: str | Placement = "auto",
+        timeout_s: float = CONNECT_TIMEOUT_S,
+    ) -> Made:
+        """Become a rank of a running group that was made with `max_ranks`: any new process of its user on its machine.
+        Nobody else is disturbed.
+
+        Make the objects that the members have, with equal arguments and alone; until the group takes this rank in they
+        work with it alone, so a first call can warm up. Then `ready()`, and `boundary()` until it returns a change.
+
+        `address`: `comm.address` of any member. `slot`: the rank to become; None: the lowest free one. `device`: as in
+        `from_process_group`. `timeout_s`: to connect to every rank.
+
+        Raises:
+            InvalidArgument: no address, or another group lives there; the slot is taken; `placement`.
+            InvalidState: this process is a rank of the group already.
+            Unsupported: the group is on another machine, in another pid or network namespace, of another user, version
+                of Weft or engine.
+            CapacityExceeded: no slot is free.
+            PeerLost: nobody answers at the address. PeerTimeout: a rank did not within `timeout_s`.
+        """
+        wanted = local.check_placement(placement)
+        deadline = time.monotonic() + positive_seconds("timeout_s", timeout_s)
+        if not isinstance(address, str):
+            raise InvalidArgument(f"address is {address!r}; allowed is a str, comm.address of a rank of the group")
+        if slot is not None and (type(slot) is not int or slot < 0):
+            raise InvalidArgument(f"slot is {slot!r}; allowed are None and ranks from 0")
+        where = device_of(device)
+        native = _load.native()
+        connected = native.Communicator.join(
+            address, -1 if slot is None else slot, native.Listener(), max(deadline - time.monotonic(), 0.001)
+        )
+        try:
+            contract = json.loads(connected.ask_contract(max(deadline - time.monotonic(), 1.0)))
+            choice = Choice(**contract["choice"])
+            if choice.engine != "cpu" or look(where, "cpu").engine != "cpu":
+                raise Unsupported(f"joining a group on the {choice.engine} engine", "newcomers", "the cpu engine")
+            mine = local.resolve(wanted, local_rank=connected.rank, num_local_ranks=connected.num_ranks, device=where)
+        except BaseException:
+            connected.close()
+            raise
+        return cls(connected, where, f"join, slot {connected.rank}", choice, placement=mine)
+
+    # ---- what others need to know
+
+    @property
+    def address(self) -> str:
+        """For `join`: where the doors of this group are. It holds no secret. Local.
+
+        Raises:
+            InvalidState: the group was not made with `max_ranks`, or it is closed.
+        """
+        self._raise_if_closed("address")
+        return self._native.address()
+
+    @property
+    def is_member(self) -> bool:
+        """False of a rank that has joined and was not taken in yet: its calls are with itself alone."""
+        return not self._native.is_solo
+
+    def ready(self, *, deadline_s: float = CHANGE_TIMEOUT_S) -> None:
+        """Say to all members that this rank, which has joined, has made its objects: now a change may take it in.
+
+        Raises:
+            InvalidState: it is a member already; or members have objects that it has not made, whose windows are named.
+            PeerTimeout: a member does not answer.
+        """
+        seconds = positive_seconds("deadline_s", deadline_s)
+        with self.alone("ready"):
+            self._native.ready(seconds)
+
+    # ---- changes
+
+    def propose(
+        self,
+        admit: Iterable[int] = (),
+        remove: Iterable[int] = (),
+        *,
+        id: int | str | None = None,
+        deadline_s: float = CHANGE_TIMEOUT_S,
+    ) -> Ticket:
+        """Want ranks to be taken in, all or none, and others let go. Local, returns at once; the members agree while
+        they work, and carry it out together at a later `boundary()`, or never.
+
+        On any member; on several of them with one `id`, and then it happens once. Until `deadline_s` it waits for ranks
+        that are not there or not `ready()`, and is tried again where it was withdrawn.
+
+        Raises:
+            InvalidArgument: `admit` holds active ranks, or `remove` others.
+            InvalidState: an earlier change of this rank is not decided; or the group was not made with `max_ranks`.
+        """
+        seconds = positive_seconds("deadline_s", deadline_s)
+        coming, going = _ranks("admit", admit, self._num_ranks), _ranks("remove", remove, self._num_ranks)
+        number = _number_of(id)
+        with self.alone("propose"):
+            self._native.propose(coming, going, number, seconds)
+            self._ticket = Ticket(self, number)
+        return self._ticket
+
+    def boundary(self, deadline_s: float | None = None) -> Change | None:
+        """A place between two steps: every active rank comes here equally often. Does what was decided for it, and says
+        what changed; else None. Without a change due it waits for nobody.
+
+        A rank that has joined waits here until it is taken in; None: not before `deadline_s` (None: 100 s).
+
+        After a change handles of earlier dispatches are void; objects, connections and memory stay. A rank that is let
+        go finds itself in `removed`: it calls `close()`.
+
+        Raises:
+            PeerLost, PeerTimeout, Aborted: the group is broken; `recover`.
+            Evicted: the others have gone on without this rank. ControlLost: no decision by the deadline.
+            InvalidState: the group was not made with `max_ranks`; or inside another call.
+        """
+        seconds = CHANGE_TIMEOUT_S if deadline_s is None else positive_seconds("deadline_s", deadline_s)
+        with self.alone("boundary"):
+            done = self._native.boundary(seconds)
+            if done is None:
+                return None
+            self._begin_epoch()
+        epoch, number, boundary, added, removed, active, waited_us, installed_us = done
+        change = Change(
+            epoch,
+            tuple(active),
+            (),
+            (),
+            id=number,
+            added=tuple(added),
+            removed=tuple(removed),
+            boundary=boundary,
+            timings_us={"waited": waited_us, "installed": installed_us},
+        )
+        self._tell(change)
+        return change
+
+    def change(
+        self, admit: Iterable[int] = (), remove: Iterable[int] = (), *, deadline_s: float = CHANGE_TIMEOUT_S
+    ) -> Change:
+        """`propose` and the boundaries up to it, for who has no loop of steps. Collective among the active ranks, with
+        equal arguments, like `rebuild`.
+
+        Raises:
+            As `propose` and `boundary`. PeerTimeout: somebody was not ready by the deadline; nothing has changed.
+        """
+        coming, going = sorted(admit), sorted(remove)
+        end = time.monotonic() + positive_seconds("deadline_s", deadline_s)
+        name = f"change {self.epoch} {coming} {going}"
+        ticket = self.propose(coming, going, id=name, deadline_s=deadline_s)
+        state = ticket.wait(deadline_s)
+        if state != "committed":
+            raise PeerTimeout(
+                "change", 0, (), f"rank {self._rank}: the change was not decided: {ticket.reason or state}"
+            )
+        while True:
+            done = self.boundary(max(end - time.monotonic(), 0.001))
+            if done is not None:
+                return done
+
+    def leave(self, step: Callable[[], object] | None = None, *, deadline_s: float = CHANGE_TIMEOUT_S) -> Change:
+        """Propose that this rank is let go, take part until then, and return; `close()` follows. `step`: this rank's
+        part of what the others do between two boundaries; None: nothing.
+
+        Raises:
+            As `propose` and `boundary`. PeerTimeout: it was not decided in time; this rank is a member as before.
+        """
+        end = time.monotonic() + positive_seconds("deadline_s", deadline_s)
+        ticket = self.propose(remove=[self._rank], deadline_s=deadline_s)
+        while True:
+            done = self.boundary(max(end - time.monotonic(), 0.001))
+            if done is not None and self._rank in done.removed:
+                return done
+            if ticket.state == "withdrawn":
+                raise PeerTimeout("leave", 0, (), f"rank {self._rank}: {ticket.reason}")
+            if step is not None:
+                step()
+
+    def on_change(self, fn: Callable[[Change], object]) -> None:
+        """Call `fn(change)` after each change of the membership, in the thread that is inside `boundary`, `recover` or
+        `rebuild`; what it raises is raised there.
+
+        Raises:
+            InvalidArgument: `fn` can't be called.
+        """
+        if not callable(fn):
+            raise InvalidArgument(f"fn is {fn!r}; allowed is a function of a weft.Change")
+        self._listeners.append(fn)
+
+    def _tell(self, change: Change) -> None:
+        for listener in list(self._listeners):
+            listener(change)
+
+    def _raise_if_closed(self, what: str) -> None:
+        if self._closed:
+            raise InvalidState(f"{what}: the communicator is closed; make a new one")
+
+    def _begin_epoch(self) -> None:
+        self._active = tuple(self._native.active_ranks)
+        self._binding.apply()  # to threads that the change has started
+        self._num_compared = 0  # the native module adds the epoch to the tag: ranks count alike again
+
+
+def _ranks(name: str, ranks: Iterable[int], num_ranks: int) -> list[int]:
+    listed: list[Any] = list(ranks) if isinstance(ranks, Iterable) else [None]
+    if any(type(rank) is not int or not 0 <= rank < num_ranks for rank in listed):
+        raise InvalidArgument(f"{name} is {ranks!r}; allowed are ranks, 0 to {num_ranks - 1}")
+    if len(set(listed)) < len(listed):
+        raise InvalidArgument(f"{name} is {ranks!r}: {rank_list(listed)}; allowed is each rank once")
+    return sorted(listed)
+
+
+def _number_of(name: int | str | None) -> int:
+    """64 bits: ranks that name one change alike mean the same one."""
+    if name is None:
+        return secrets.randbits(63) | 1
+    if isinstance(name, str):
+        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") | 1
+    if type(name) is not int or not 0 < name < 2**64:
+        raise InvalidArgument(f"id is {name!r}; allowed are None, a str, and ints from 1 to 2**64 - 1")
+    return name

@@ -1,0 +1,136 @@
+#include "bootstrap/newcomer.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <string>
+#include <utility>
+
+#include "base/clock.h"
+#include "bootstrap/reception.h"
+
+namespace weft {
+namespace {
+
+constexpr int kSliceMs = 50;
+constexpr int kRetryMs = 2;  // while the backlog of a door is full
+
+// A connected socket; none: nobody listens there.
+OwnedFd call_door(std::string_view name, uint64_t deadline_ns, const ControlPlane::Poll& poll) {
+  OwnedFd socket = make_socket();
+  const SocketAddress address(name);
+  while (::connect(socket.get(), address.get(), address.bytes()) != 0) {
+    if (errno != EAGAIN && errno != EINTR) return {};
+    if (now_ns() >= deadline_ns) throw_peer_timeout("join", 0, {}, "a door of the group took no call by the deadline");
+    if (poll) poll();
+    ::poll(nullptr, 0, kRetryMs);
+  }
+  const ProcessBehind found = process_behind(socket.get());
+  if (found.uid != geteuid()) {
+    throw_unsupported("the group runs as user " + std::to_string(found.uid) + ", this process as user " +
+                      std::to_string(geteuid()) + "; all ranks of a machine need the same user");
+  }
+  return socket;
+}
+
+// False: the other end is gone.
+bool await_packet(int socket, PacketReader& reader, uint64_t deadline_ns, const ControlPlane::Poll& poll) {
+  for (;;) {  // check: allow spin-loop: sleeps in poll() and ends at the deadline
+    switch (reader.receive(socket)) {
+      case ReceiveResult::kPacket: return true;
+      case ReceiveResult::kNothing: break;
+      case ReceiveResult::kBad: throw_invalid_argument("the address: who answers there sent " + reader.problem);
+      case ReceiveResult::kEnd:
+      case ReceiveResult::kUnreachable: return false;
+    }
+    if (now_ns() >= deadline_ns)
+      throw_peer_timeout("join", 0, {}, "a rank of the group did not answer by the deadline");
+    if (poll) poll();
+    pollfd waited{socket, POLLIN, 0};
+    ::poll(&waited, 1, kSliceMs);
+  }
+}
+
+template <class Plain>
+std::span<const std::byte> bytes_of(const Plain& plain) {
+  return std::as_bytes(std::span<const Plain, 1>(&plain, 1));
+}
+
+}  // namespace
+
+Sponsored find_sponsor(const JoinAddress& address, int wanted_slot, const Endpoint& own, uint64_t deadline_ns,
+                       const ControlPlane::Poll& poll) {
+  const bool is_same_network = address.network_namespace == own.network_namespace;
+  if (address.boot_id != own.boot_id || address.pid_namespace != own.pid_namespace || !is_same_network) {
+    throw_unsupported(std::string("the group lives ") +
+                      (address.boot_id != own.boot_id ? "on another machine"
+                       : is_same_network              ? "in another pid namespace"
+                                                      : "in another network namespace") +
+                      " than this process; newcomers join on the machine of the group, in its namespaces");
+  }
+  JoinRequest request;
+  request.slot = wanted_slot;
+  request.library = library_version();
+  request.group = address.group;
+  request.endpoint = own;
+  request.endpoint.key = {};
+  PacketReader reader;
+  std::optional<Error> denial;
+  for (const std::string& door : address.doors) {
+    OwnedFd socket = call_door(door, deadline_ns, poll);
+    if (!socket.valid()) continue;
+    send_small(socket.get(), PacketType::kHello, bytes_of(request));
+    if (!await_packet(socket.get(), reader, deadline_ns, poll)) continue;
+    if (reader.header.type == PacketType::kRefusal) {
+      Error found = read_denial(reader.payload);
+      if (found.code != ErrorCode::kEvicted) throw std::move(found);
+      denial = std::move(found);  // that rank is no member any more; another one may be
+      continue;
+    }
+    const JoinWelcome welcome = read_welcome(reader.header, reader.payload);
+    if (reader.has_lost_fds) throw_system_error("receiving the group's page", EMFILE);
+    if (reader.fds.size() != 1) throw_invalid_argument("the address: who answers there sent no page");
+    std::shared_ptr<GroupPage> page = GroupPage::attach(std::move(reader.fds.front()), welcome.num_slots);
+    if (page->group() != address.group) throw_invalid_argument("address: another group lives there by now");
+    return {std::move(socket), welcome, std::move(page)};
+  }
+  if (denial) throw Error(*denial);
+  throw_peer_lost("join", {}, "nobody answers at the address: its ranks have ended, or have left the group");
+}
+
+std::optional<Connection> call_rank(const Caller& caller, int slot, int num_slots, const Endpoint& endpoint,
+                                    uint64_t deadline_ns, const ControlPlane::Poll& poll) {
+  Connection connection;
+  connection.pidfd = open_process(endpoint.pid);  // before the start time is compared: it stands for the right life
+  if (process_start_time(endpoint.pid) != endpoint.start_time) return std::nullopt;
+  OwnedFd socket = call_door({endpoint.name.data(), endpoint.name_bytes}, deadline_ns, poll);
+  if (!socket.valid()) return std::nullopt;
+  if (process_behind(socket.get()).pid != endpoint.pid) {
+    throw_invalid_argument("the endpoint of rank " + std::to_string(slot) + " is not its own");
+  }
+  std::vector<Endpoint> endpoints(static_cast<size_t>(num_slots));
+  endpoints[static_cast<size_t>(caller.slot)] = caller.endpoint;
+  endpoints[static_cast<size_t>(slot)] = endpoint;
+  const Hello hello = make_hello(caller.slot, slot, endpoints, caller.secret);
+  std::vector<OwnedFd> fds;
+  fds.push_back(OwnedFd::duplicate(caller.life_fd));
+  PacketHeader header = small_header(PacketType::kHello, sizeof(hello));
+  header.num_fds = 1;
+  send_packet(socket.get(), header, bytes_of(hello), fds);
+  PacketReader reader;
+  if (!await_packet(socket.get(), reader, deadline_ns, poll)) return std::nullopt;
+  if (reader.header.type == PacketType::kRefusal) throw read_denial(reader.payload);
+  const std::string problem =
+      hello_problem(reader.header, reader.payload, make_hello(slot, caller.slot, endpoints, caller.secret));
+  if (!problem.empty()) throw_invalid_argument("rank " + std::to_string(slot) + " sent " + problem);
+  if (reader.has_lost_fds) throw_system_error("receiving a file descriptor of a rank", EMFILE);
+  if (reader.fds.size() != 1) throw_invalid_argument("rank " + std::to_string(slot) + " sent no life lock");
+  connection.life = std::make_shared<PeerLife>(std::move(reader.fds.front()));
+  connection.wire = std::move(socket);
+  return connection;
+}
+
+}  // namespace weft

@@ -1,0 +1,70 @@
+// The door of a rank of an open group: it hears who calls, sponsors newcomers, and connects to those that others sponsor.
+// docs/protocols/joining.md.
+#pragma once
+
+#include <poll.h>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include "base/fd.h"
+#include "bootstrap/joining.h"
+#include "bootstrap/open_group.h"
+
+namespace weft {
+
+class Reception {
+ public:
+  // What it asks its rank.
+  struct Host {
+    std::function<Membership::Welcome()> welcome;  // throws Error where this rank can't sponsor
+    // Whether the last owner of the slot has been let go of, so that a new one may be connected.
+    std::function<bool(int slot)> has_room;
+    std::function<void(int slot, uint64_t incarnation, Connection&&)> admit;
+  };
+  Reception(OpenGroup& group, const GroupId& id, int rank, Host host)
+      : group_(group), id_(id), rank_(rank), host_(std::move(host)) {}
+
+  void add_waited(std::vector<pollfd>& waited) const;
+  bool is_waiting() const noexcept;  // for something that no descriptor tells
+  bool has_room(int slot) const { return host_.has_room(slot); }
+  void step();  // never waits
+
+ private:
+  struct Visitor {
+    OwnedFd socket;
+    uint64_t since_ns = 0;
+    int slot = -1;             // sponsored, or greeted
+    uint64_t incarnation = 0;  // likewise
+    bool is_sponsored = false;
+    std::optional<Hello> hello{};  // it waits for its slot
+    OwnedFd life{};
+  };
+
+  void accept_callers();
+  bool hear(Visitor& caller);                                     // false: done with it
+  void sponsor(Visitor& caller);                                  // throws what the newcomer is to raise
+  void check_caller(int socket, const Endpoint& endpoint) const;  // likewise
+  int choose_slot(int wanted, const Membership::Welcome& welcome, const Endpoint& endpoint);
+  void greet(Visitor& caller);
+  bool take(Visitor& caller);  // false: it has to wait
+
+  OpenGroup& group_;
+  const GroupId id_;
+  const int rank_;
+  const Host host_;
+  std::vector<Visitor> callers_;
+  PacketReader reader_;
+};
+
+// Of the process at the other end; pid 0: it is not in this process's pid namespace.
+struct ProcessBehind {
+  int pid = 0;
+  uint32_t uid = 0;
+};
+ProcessBehind process_behind(int socket);
+OwnedFd open_process(int pid);  // invalid where the kernel gives none
+
+}  // namespace weft

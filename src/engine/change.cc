@@ -1,0 +1,301 @@
+// Planned changes: a rank comes to a boundary, and there ranks come and go on the pages there are. The rules are those of
+// docs/protocols/membership.md and docs/protocols/joining.md.
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+#include "base/clock.h"
+#include "engine/elastic.h"
+
+namespace weft {
+namespace {
+
+using Action = MembershipAction;
+using Event = MembershipEvent;
+using Failure = MembershipFailure;
+
+constexpr u64 kDecideWithinNs = 5'000'000;  // whoever has waited so long at a boundary withdraws the proposal
+constexpr u64 kSliceNs = 1'000'000;         // of a wait: cells tell, and a bell wakes earlier
+constexpr u64 kPollNs = 50'000'000;
+
+Event event_of(Event::Kind kind) {
+  Event event;
+  event.kind = kind;
+  return event;
+}
+
+}  // namespace
+
+Elastic& Communicator::elastic(const char* what) const {
+  if (elastic_) return *elastic_;
+  throw_invalid_state(std::string(what) +
+                      ": ranks come and go only in a group of processes on one machine that was made with max_ranks=");
+}
+
+bool Communicator::is_solo() const { return elastic_ && elastic_->is_solo; }
+
+void Communicator::show_cell_locked() noexcept {
+  Elastic& e = *elastic_;
+  e.shown = {membership_.cell(), e.installed, 0, e.next_window_id};
+  e.group.slots().show(rank_, e.shown);
+}
+
+void Communicator::show_cell() {
+  if (!elastic_) return;
+  const std::lock_guard lock(membership_mutex_);
+  show_cell_locked();
+}
+
+// Of whichever thread drives the machine: the answer to boundary(), and what becomes of the change that is wanted here.
+void Communicator::deliver(const Action& action) {
+  Elastic& e = *elastic_;
+  const std::lock_guard lock(e.mutex);
+  switch (action.kind) {
+    case Action::Kind::kChanged:
+      e.wish.is_open = false;
+      e.wish.told = {WantedChange::State::kCommitted, action.epoch, {}};
+      break;
+    case Action::Kind::kWithdrawn: e.wish.again = e.wish.is_open; break;
+    default: e.outcome = action;
+  }
+  e.changed.notify_all();
+}
+
+// ---- boundary --------------------------------------------------------------------------------------------------------
+
+std::optional<DoneChange> Communicator::boundary(u64 deadline_ns, const Poll& poll) {
+  raise_if_unusable();
+  Elastic& e = elastic("boundary");
+  std::optional<Action> action;
+  const u64 start_ns = now_ns();
+  if (e.is_solo) {
+    action = wait_to_be_taken_in(deadline_ns, poll);
+    if (!action) return std::nullopt;
+  } else {
+    {
+      const std::lock_guard lock(membership_mutex_);
+      if (membership_.pass()) {
+        show_cell_locked();
+        return std::nullopt;
+      }
+    }
+    action = wait_at_boundary(deadline_ns, poll);
+  }
+  const u64 waited_ns = now_ns() - start_ns;
+  if (action->kind == Action::Kind::kPass) return std::nullopt;
+  if (action->kind == Action::Kind::kInstall) {
+    DoneChange done = carry_out(*action, deadline_ns, poll);
+    done.waited_ns += waited_ns;
+    done.installed_ns = now_ns() - start_ns - done.waited_ns;
+    return done;
+  }
+  raise_if_unusable();  // what the machine found may be known better here
+  const std::string me = "rank " + std::to_string(rank_) + ": ";
+  if (action->failure == Failure::kOvertaken) {
+    const std::vector<int> out = (RankSet::of(active_) - action->ranks).ranks();
+    throw_peer_timeout("boundary", 0, out,
+                       me + "the others have begun to recover (epoch " + std::to_string(action->epoch) +
+                           " is decided); call recover()");
+  }
+  if (action->failure == Failure::kControlLost) {
+    throw Error(ErrorCode::kControlLost, me + "a change of the membership was not decided by the deadline", "boundary");
+  }
+  raise_failure(*action);
+}
+
+std::optional<Action> Communicator::wait_at_boundary(u64 deadline_ns, const Poll& poll) {
+  Elastic& e = *elastic_;
+  {
+    const std::lock_guard lock(e.mutex);
+    e.outcome.reset();
+  }
+  e.is_at_boundary = true;
+  const std::unique_ptr<Elastic, void (*)(Elastic*)> end(&e, [](Elastic* self) { self->is_at_boundary = false; });
+  const auto outcome = [&]() -> std::optional<Action> {
+    const std::lock_guard lock(e.mutex);
+    return e.outcome;
+  };
+  ask(event_of(Event::Kind::kBoundary), Wait{deadline_ns, {}});
+  u64 patience_ns = now_ns() + kDecideWithinNs;
+  u64 poll_ns = now_ns() + kPollNs;
+  for (;;) {  // check: allow spin-loop: sleeps on a condition variable and ends at the deadline
+    {
+      std::unique_lock lock(e.mutex);
+      if (!e.outcome) e.changed.wait_for(lock, std::chrono::nanoseconds(kSliceNs));
+      if (e.outcome) return e.outcome;
+    }
+    const u64 now = now_ns();
+    if (is_closed() || is_broken()) {
+      ask(event_of(Event::Kind::kLeave), Wait{0, {}});
+      if (const auto found = outcome()) return found;  // it was decided just now
+      raise_if_unusable();
+    }
+    if (poll && now >= poll_ns) {
+      poll_ns = now + kPollNs;
+      try {
+        poll();
+      } catch (...) {
+        ask(event_of(Event::Kind::kLeave), Wait{0, {}});
+        const auto found = outcome();
+        if (found && found->kind == Action::Kind::kInstall) carry_out(*found, deadline_ns, {});
+        throw;
+      }
+    }
+    if (now >= deadline_ns) {
+      ask(event_of(Event::Kind::kDeadline), Wait{0, {}});
+      if (const auto found = outcome()) return found;
+    } else if (now >= patience_ns) {
+      patience_ns = now + kDecideWithinNs;
+      ask(event_of(Event::Kind::kPatience), Wait{0, {}});
+    }
+  }
+}
+
+// A newcomer; nothing: the deadline has come.
+std::optional<Action> Communicator::wait_to_be_taken_in(u64 deadline_ns, const Poll& poll) {
+  Elastic& e = *elastic_;
+  u64 poll_ns = 0;
+  for (;;) {  // check: allow spin-loop: sleeps on a condition variable and ends at the deadline
+    bool is_to_refresh = false;
+    {
+      std::unique_lock lock(e.mutex);
+      if (!e.outcome && !e.needs_refresh && now_ns() < deadline_ns) {
+        e.changed.wait_for(lock, std::chrono::nanoseconds(std::min(kPollNs, deadline_ns - now_ns())));
+      }
+      if (e.outcome && e.outcome->kind == Action::Kind::kInstall) return e.outcome;
+      is_to_refresh = e.is_ready && e.needs_refresh;
+    }
+    if (is_closed()) throw_invalid_state("the communicator was closed while it waited to be taken in");
+    look();
+    raise_if_unusable();
+    if (is_to_refresh) ready(deadline_ns, poll);
+    const u64 now = now_ns();
+    if (poll && now >= poll_ns) {
+      poll_ns = now + kPollNs;
+      poll();
+    }
+    if (now >= deadline_ns) return std::nullopt;
+  }
+}
+
+// Between two operations of this rank.
+DoneChange Communicator::carry_out(const Action& action, u64 deadline_ns, const Poll& poll) {
+  Elastic& e = *elastic_;
+  const Decision found = plane_->ledger().find(action.epoch);
+  if (!found.record) throw_internal("the record of epoch " + std::to_string(action.epoch) + " is damaged");
+  const MembershipRecord& record = *found.record;
+  RankSet added;
+  for (u32 idx = 0; idx < record.num_new; ++idx) added.add(static_cast<int>(record.new_members[idx].slot));
+  const bool was_solo = e.is_solo;
+  const Decision last = plane_->ledger().find(action.epoch - 1);
+  RankSet before = RankSet::of(active_);
+  if (was_solo)
+    before = last.record ? last.record->active : action.epoch - 1 == e.first_epoch ? e.first_set : action.ranks - added;
+  const RankSet removed = before - action.ranks;
+  DoneChange done{action.epoch, record.id, record.boundary, added.ranks(), removed.ranks(), action.ranks.ranks(), 0, 0};
+  std::map<int, AbortReason> early;
+  {
+    const std::lock_guard lock(mutex_);
+    epoch_ = action.epoch;
+    has_left_ = !action.ranks.contains(rank_);
+    active_ = has_left_ ? std::vector<int>{rank_} : action.ranks.ranks();
+    active_set_ = RankSet::of(active_);
+    closed_ranks_ = closed_ranks_ & active_set_;
+    if (!has_left_) refusals_.clear();
+    early = std::exchange(early_, {});
+  }
+  {
+    const std::lock_guard lock(e.mutex);
+    e.outcome.reset();
+    for (const int slot : added.ranks()) e.newcomers_.erase(slot);
+  }
+  MemberWindow::Step step{action.epoch, added, removed, was_solo, action.ranks - added};
+  if (has_left_) step.removed = before - RankSet::of({rank_});
+  if (was_solo) {
+    e.is_solo = false;
+    const u64 start_ns = now_ns();
+    meet_members(record, deadline_ns, poll);
+    done.waited_ns = now_ns() - start_ns;
+  }
+  change_windows(step);
+  for (const int rank : step.removed.ranks()) e.group.drop_member(rank);
+  {
+    const std::lock_guard lock(membership_mutex_);
+    e.installed = action.epoch;
+    e.next_window_id = next_window_id_;
+    show_cell_locked();
+  }
+  e.ring();
+  if (has_left_) return done;
+  for (const auto& [reporter, reason] : early) on_abort(reason);
+  for (const int dead : plane_->dead_ranks()) {  // lost before it belonged here
+    AbortReason lost;
+    lost.code = AbortCode::kPeerLost;
+    lost.rank = dead;
+    lost.reporter = rank_;
+    lost.is_ours = 1;
+    if (is_active(dead)) adopt(lost);
+  }
+  return done;
+}
+
+void Communicator::change_windows(const MemberWindow::Step& step) {
+  std::vector<MemberWindow*> windows;
+  {
+    const std::lock_guard lock(mutex_);
+    windows = windows_;
+  }
+  for (MemberWindow* window : windows) {
+    if (has_left_) window->retire();
+    window->change(step);
+  }
+}
+
+// A new rank: until all members have come to the boundary, and have said where it begins.
+void Communicator::meet_members(const MembershipRecord& record, u64 deadline_ns, const Poll& poll) {
+  Elastic& e = *elastic_;
+  RankSet waited = record.active;
+  for (u32 idx = 0; idx < record.num_new; ++idx) waited.remove(static_cast<int>(record.new_members[idx].slot));
+  AbortReason failure;
+  failure.rank = failure.reporter = rank_;
+  u64 poll_ns = 0;
+  for (;;) {  // check: allow spin-loop: sleeps on a condition variable and ends at the deadline
+    for (const int rank : waited.ranks()) {
+      const std::optional<SlotCell> cell = e.group.slots().look(rank);
+      if (!cell || cell->installed < record.epoch) continue;
+      next_window_id_ = std::max(next_window_id_, cell->next_window_id);
+      waited.remove(rank);
+    }
+    if (waited.empty()) return;
+    const std::vector<int> dead = plane_->dead_ranks();
+    for (const int rank : waited.ranks()) {
+      if (std::find(dead.begin(), dead.end(), rank) == dead.end()) continue;
+      failure.code = AbortCode::kPeerLost;
+      failure.rank = rank;
+      fail(failure);
+    }
+    raise_if_unusable();
+    const u64 now = now_ns();
+    if (now >= deadline_ns) {
+      failure.code = AbortCode::kPeerTimeout;
+      failure.rank = waited.next(0);
+      failure.peers = waited;
+      fail(failure);
+    }
+    if (poll && now >= poll_ns) {
+      poll_ns = now + kPollNs;
+      try {
+        poll();
+      } catch (...) {
+        failure.code = AbortCode::kInterrupted;
+        give_up(failure);
+        throw;
+      }
+    }
+    std::unique_lock lock(e.mutex);
+    e.changed.wait_for(lock, std::chrono::nanoseconds(kSliceNs));
+  }
+}
+
+}  // namespace weft

@@ -1,0 +1,285 @@
+// The thread of a rank of an open group: it hears newcomers and the others' cells, and serves what they ask for.
+#include "engine/elastic.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+#include "base/clock.h"
+#include "base/log.h"
+#include "base/thread.h"
+#include "bootstrap/newcomer.h"
+
+namespace weft {
+namespace {
+
+using Action = MembershipAction;
+using Event = MembershipEvent;
+
+constexpr int kSlowTurnMs = 200;                // when nothing is heard: what no descriptor tells
+constexpr int kFastTurnMs = 5;                  // while somebody waits for that
+constexpr u64 kStrangerNs = 500'000'000;        // so long the other one has to call
+constexpr u64 kCallStrangerNs = 1'000'000'000;  // and to take a call
+
+}  // namespace
+
+Elastic::Elastic(Communicator& self, OpenGroup& open_group)
+    : comm(self),
+      group(open_group),
+      first_epoch(self.membership_.newest()),
+      first_set(self.membership_.newest_set()),
+      owner_pid_(getpid()),
+      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!wake_.valid()) throw_system_error("eventfd", errno);
+  is_solo = !comm.membership_.is_member();
+  for (const int peer : group.peers()) {
+    if (is_solo && !comm.membership_.newest_set().contains(peer)) newcomers_.insert(peer);
+  }
+  Reception::Host host;
+  host.welcome = [this] {
+    const std::lock_guard lock(comm.membership_mutex_);
+    const Membership& membership = comm.membership_;
+    if (!membership.is_member() || membership.is_leaving() || membership.is_evicted()) {
+      throw Error(ErrorCode::kEvicted, "this rank is no member of the group", "join");
+    }
+    return membership.welcome();
+  };
+  host.has_room = [this](int slot) {
+    const std::lock_guard lock(comm.membership_mutex_);
+    const bool is_member = comm.membership_.active().contains(slot) || comm.membership_.newest_set().contains(slot);
+    const std::vector<int> ended = comm.plane_->ended_ranks();
+    const std::vector<int> connected = group.peers();
+    const bool has_ended = std::find(ended.begin(), ended.end(), slot) != ended.end();
+    const bool is_connected = std::find(connected.begin(), connected.end(), slot) != connected.end();
+    return !is_member && (has_ended || !is_connected);
+  };
+  host.admit = [this](int slot, u64 incarnation, Connection&& connection) {
+    comm.admit(slot, incarnation, std::move(connection));
+  };
+  reception = std::make_unique<Reception>(group, comm.plane_->ledger().group(), comm.rank_, std::move(host));
+}
+
+void Elastic::start() {
+  comm.show_cell();
+  group.set_listener([this](int slot, u64 tag, Parcel&& parcel) {
+    const Errand kind = errand_of(tag);
+    if (kind != Errand::kBell) {
+      const std::lock_guard lock(mutex);
+      if (kind == Errand::kAnswer) {
+        if (asked.contains(number_of(tag))) answers.insert_or_assign(number_of(tag), std::move(parcel));
+        changed.notify_all();
+        return;
+      }
+      inbox.push_back({slot, tag, std::move(parcel)});
+    }
+    wake();
+  });
+  thread_ = start_thread("weft-member", [this] { run(); });
+  ring();
+}
+
+void Elastic::stop() noexcept {
+  if (getpid() != owner_pid_) {  // the thread is not here, and locks may be held for ever
+    new std::thread(std::move(thread_));
+    return;
+  }
+  if (is_stopping.exchange(true)) return;
+  group.set_listener({});
+  wake();
+  {
+    const std::lock_guard lock(mutex);
+    changed.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+void Elastic::wake() noexcept {
+  const u64 one = 1;
+  [[maybe_unused]] const ssize_t written = write(wake_.get(), &one, sizeof(one));  // full: it wakes anyway
+}
+
+void Elastic::ring() {
+  for (const int peer : group.peers()) group.send(peer, tag_of(Errand::kBell, 0), {}, {});
+}
+
+std::vector<int> Elastic::newcomers() const {
+  const std::lock_guard lock(mutex);
+  return {newcomers_.begin(), newcomers_.end()};
+}
+
+bool Elastic::takes(const Action& action) const {
+  switch (action.kind) {
+    case Action::Kind::kPass:
+    case Action::Kind::kInstall:
+    case Action::Kind::kChanged:
+    case Action::Kind::kWithdrawn: return true;
+    case Action::Kind::kRaise: return is_at_boundary && action.failure != MembershipFailure::kEvicted;
+    default: return false;
+  }
+}
+
+void Elastic::run() {
+  while (!is_stopping) {
+    std::vector<pollfd> waited{{wake_.get(), POLLIN, 0}};
+    reception->add_waited(waited);
+    const bool is_waited_for = reception->is_waiting() || !strangers.empty();
+    ::poll(waited.data(), waited.size(), is_waited_for ? kFastTurnMs : kSlowTurnMs);
+    u64 count = 0;
+    while (read(wake_.get(), &count, sizeof(count)) > 0) {
+    }
+    if (is_stopping) return;
+    try {
+      comm.turn_member();
+    } catch (const Error& error) {  // what a peer sent, or the system refused: the caller's thread goes on
+      log_line(kLogWarning, "rank " + std::to_string(comm.rank_) + ", changes of the membership: " + error.text);
+    }
+  }
+}
+
+// ---- the thread's turn -----------------------------------------------------------------------------------------------
+
+void Communicator::turn_member() {
+  Elastic& e = *elastic_;
+  e.reception->step();
+  std::deque<Elastic::Letter> letters;
+  {
+    const std::lock_guard lock(e.mutex);
+    letters.swap(e.inbox);
+  }
+  for (Elastic::Letter& letter : letters) serve(letter.slot, letter.tag, std::move(letter.parcel));
+  note_gone();
+  read_cells();
+  is_told_ = true;
+  look_if_told();
+  renew_wish();
+  free_claims();
+  call_strangers();
+  const std::lock_guard lock(e.mutex);
+  e.changed.notify_all();
+}
+
+void Communicator::admit(int slot, u64 incarnation, Connection&& connection) {
+  Elastic& e = *elastic_;
+  {
+    const std::lock_guard driver_lock(driver_mutex_);  // nobody tells the machine of the last owner's end any more
+    e.group.add_peer(slot, incarnation, std::move(connection));
+  }
+  {
+    const std::lock_guard lock(e.mutex);
+    e.newcomers_.insert(slot);
+    e.seen.erase(slot);
+    e.strangers.erase(slot);
+  }
+  log_line(kLogInfo, "rank " + std::to_string(rank_) + ": a newcomer has connected in slot " + std::to_string(slot));
+}
+
+void Communicator::read_cells() {
+  Elastic& e = *elastic_;
+  for (const int peer : e.group.peers()) {
+    const std::optional<SlotCell> cell = e.group.slots().look(peer);
+    if (!cell) continue;
+    {
+      const std::lock_guard lock(e.mutex);
+      const auto [seen, is_new] = e.seen.try_emplace(peer, *cell);
+      if (!is_new && std::memcmp(&seen->second, &*cell, sizeof(*cell)) == 0) continue;
+      seen->second = *cell;
+    }
+    Event event;
+    event.kind = Event::Kind::kCell;
+    event.rank = peer;
+    event.cell = &cell->membership;
+    ask(event, Wait{0, {}});
+  }
+}
+
+// Of ranks that are proven gone and belong to nothing any more.
+void Communicator::free_claims() {
+  Elastic& e = *elastic_;
+  const std::vector<int> connected = e.group.peers();
+  RankSet kept;
+  {
+    const std::lock_guard lock(membership_mutex_);
+    kept = membership_.active() | membership_.newest_set();
+  }
+  std::vector<int> dead = plane_->dead_ranks();
+  for (const int slot : dead) {
+    const std::lock_guard lock(e.mutex);
+    e.newcomers_.erase(slot);
+  }
+  for (const int slot : plane_->ended_ranks()) {
+    if (kept.contains(slot)) continue;
+    const u64 incarnation = e.group.slots().claimed(slot);
+    if (incarnation != 0 && e.group.has_peer(slot, incarnation)) e.group.slots().free(slot, incarnation);
+  }
+}
+
+// Two newcomers that came at the same time: the one in the higher slot calls. It leaves the other one time to call by itself.
+void Communicator::call_strangers() {
+  Elastic& e = *elastic_;
+  SlotTable& slots = e.group.slots();
+  for (int slot = 0; slot < rank_; ++slot) {
+    const u64 incarnation = slots.claimed(slot);
+    if (incarnation == 0 || e.group.has_peer(slot, incarnation)) {
+      e.strangers.erase(slot);
+      continue;
+    }
+    const auto [since, is_new] = e.strangers.try_emplace(slot, now_ns());
+    const std::optional<Endpoint> endpoint = slots.endpoint(slot);
+    if (is_new || now_ns() - since->second < kStrangerNs || !endpoint || !e.reception->has_room(slot)) continue;
+    since->second = now_ns();
+    const weft::Caller self{rank_, e.group.endpoint(), e.group.secret(), e.group.life_fd()};
+    std::optional<Connection> connection =
+        call_rank(self, slot, slots.num_slots(), *endpoint, now_ns() + kCallStrangerNs, {});
+    if (connection) admit(slot, incarnation, std::move(*connection));
+    if (!connection && process_start_time(endpoint->pid) != endpoint->start_time) slots.free(slot, incarnation);
+  }
+}
+
+std::vector<int> Communicator::joining_ranks() {
+  std::vector<int> ranks;
+  for (const int slot : elastic("membership").newcomers()) {
+    const std::lock_guard lock(membership_mutex_);
+    if (!membership_.cell().prepared.contains(slot)) ranks.push_back(slot);
+  }
+  return ranks;
+}
+
+std::vector<int> Communicator::prepared_ranks() {
+  std::vector<int> ranks;
+  for (const int slot : elastic("membership").newcomers()) {
+    const std::lock_guard lock(membership_mutex_);
+    if (membership_.cell().prepared.contains(slot)) ranks.push_back(slot);
+  }
+  return ranks;
+}
+
+std::vector<int> Communicator::leaving_ranks() {
+  const std::lock_guard lock(membership_mutex_);
+  return membership_.leaving().ranks();
+}
+
+std::string Communicator::address() {
+  OpenGroup& group = elastic("address").group;
+  JoinAddress address;
+  const Endpoint& own = group.endpoint();
+  address.boot_id = own.boot_id;
+  address.pid_namespace = own.pid_namespace;
+  address.network_namespace = own.network_namespace;
+  address.group = plane_->ledger().group();
+  const auto add = [&](const std::optional<Endpoint>& endpoint) {
+    if (endpoint) address.doors.emplace_back(endpoint->name.data(), endpoint->name_bytes);
+  };
+  add(own);
+  for (const int rank : active_) {
+    if (rank != rank_) add(group.slots().endpoint(rank));
+  }
+  return address.text();
+}
+
+}  // namespace weft

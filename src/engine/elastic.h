@@ -1,0 +1,107 @@
+// What a rank of an open group has besides: a thread that hears newcomers, cells and requests of others while the caller's thread
+// is elsewhere, and what the two threads tell each other. docs/protocols/joining.md.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/fd.h"
+#include "bootstrap/reception.h"
+#include "engine/communicator.h"
+
+namespace weft {
+
+inline constexpr u32 kSoloEpoch = 1;  // no group has taken a newcomer in by its first epoch
+
+// Of the messages between two ranks; in the tag, before the number of the request.
+enum class Errand : u64 {
+  kBell,      // look at cells and registers
+  kAnswer,    // to a request: code, and the text of an error or what was asked for
+  kWindow,    // number of a window, and its offer
+  kContract,  // nothing
+  kReady,     // numbers of windows
+  kUnready,   // to a newcomer: what it had prepared counts no more. 1: a window was made; 0: the memory is fresh
+};
+
+constexpr int kErrandBits = 56;
+inline u64 tag_of(Errand errand, u64 number) { return kDirectTag | static_cast<u64>(errand) << kErrandBits | number; }
+inline Errand errand_of(u64 tag) { return static_cast<Errand>((tag & ~kDirectTag) >> kErrandBits); }
+inline u64 number_of(u64 tag) { return tag & ((u64{1} << kErrandBits) - 1); }
+
+struct Elastic {
+  Elastic(Communicator& self, OpenGroup& open_group);
+  ~Elastic() { stop(); }
+  Elastic(const Elastic&) = delete;
+  Elastic& operator=(const Elastic&) = delete;
+
+  void start();
+  void stop() noexcept;  // in a forked child: nothing
+  void wake() noexcept;
+  void ring();  // all others
+
+  std::vector<int> newcomers() const;  // connected, and not taken in yet
+  // Whether the action is the answer to a call of boundary(), or about the change that is wanted here.
+  bool takes(const MembershipAction& action) const;
+
+  Communicator& comm;
+  OpenGroup& group;
+  std::unique_ptr<Reception> reception;
+  const u32 first_epoch;    // that this rank has known, and
+  const RankSet first_set;  // who was in it
+  std::atomic<bool> is_solo{false};
+  std::atomic<bool> is_stopping{false};
+  std::atomic<bool> is_at_boundary{false};
+
+  mutable std::mutex mutex;  // of what follows; a leaf
+  std::condition_variable changed;
+  struct Letter {
+    int slot;
+    u64 tag;
+    Parcel parcel;
+  };
+  std::deque<Letter> inbox;
+  std::map<u64, Parcel> answers;  // by number of the request
+  std::set<u64> asked;            // whose answer is waited for
+  u64 num_asked = 0;
+  std::optional<MembershipAction> outcome;  // of boundary(); of a newcomer: it was taken in
+  std::set<int> newcomers_;
+  std::map<int, SlotCell> seen;  // by slot: cells told to the machine
+  std::string contract;
+  bool needs_refresh = false;  // a newcomer's windows have to be shared anew
+  bool is_ready = false;
+
+  struct Wish {
+    ChangeWish change;
+    u64 deadline_ns = 0;
+    WantedChange told;
+    bool is_open = false;  // not decided
+    bool again = false;    // it was withdrawn, and is to be wanted anew
+  } wish;
+
+  // Of the thread alone.
+  std::map<int, u64> strangers;  // by slot: since when it is claimed by somebody whom this rank is not connected to
+
+  // Shown in the cell; membership_mutex_.
+  u32 installed = 0;
+  u64 next_window_id = 1;
+  SlotCell shown;
+
+ private:
+  void run();
+
+  const pid_t owner_pid_;
+  OwnedFd wake_;
+  std::thread thread_;
+};
+
+}  // namespace weft

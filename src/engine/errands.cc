@@ -1,0 +1,282 @@
+// What a rank of an open group asks another one for, and is asked for: windows, contracts, and whether all is made.
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <utility>
+
+#include "base/clock.h"
+#include "base/log.h"
+#include "engine/elastic.h"
+
+namespace weft {
+namespace {
+
+using Event = MembershipEvent;
+
+constexpr u64 kOtherNewcomerNs = 1'000'000'000;  // for an answer of a rank that is no member
+constexpr u64 kWaitSliceNs = 50'000'000;
+
+struct AnswerHead {
+  u64 code;  // 0: what was asked for follows, else the text of the error
+};
+
+std::vector<std::byte> pack_answer(u64 code, std::span<const std::byte> body) {
+  const AnswerHead head{code};
+  std::vector<std::byte> bytes(sizeof(head) + body.size());
+  std::memcpy(bytes.data(), &head, sizeof(head));
+  std::copy(body.begin(), body.end(), bytes.begin() + sizeof(head));
+  return bytes;
+}
+
+std::vector<u64> numbers_of(std::span<const std::byte> bytes) {
+  std::vector<u64> numbers(bytes.size() / sizeof(u64));
+  if (!numbers.empty()) std::memcpy(numbers.data(), bytes.data(), numbers.size() * sizeof(u64));
+  return numbers;
+}
+
+std::vector<std::byte> bytes_of(const std::vector<u64>& numbers) {
+  const auto bytes = std::as_bytes(std::span(numbers));
+  return {bytes.begin(), bytes.end()};
+}
+
+}  // namespace
+
+// Error as the other rank's refusal; kPeerLost, kPeerTimeout.
+Parcel Communicator::inquire(int slot, Errand errand, std::vector<std::byte> bytes, std::vector<OwnedFd> fds,
+                             const Wait& wait) {
+  Elastic& e = *elastic_;
+  u64 number;
+  {
+    const std::lock_guard lock(e.mutex);
+    number = ++e.num_asked;
+    e.asked.insert(number);
+  }
+  const std::unique_ptr<Elastic, std::function<void(Elastic*)>> done(&e, [number](Elastic* elastic) {
+    const std::lock_guard lock(elastic->mutex);
+    elastic->asked.erase(number);
+    elastic->answers.erase(number);
+  });
+  e.group.send(slot, tag_of(errand, number), std::move(bytes), std::move(fds));
+  Parcel parcel;
+  for (;;) {  // check: allow spin-loop: sleeps on a condition variable and ends at the deadline
+    const std::vector<int> connected = e.group.peers();
+    const bool lives = std::find(connected.begin(), connected.end(), slot) != connected.end();
+    if (wait.poll) wait.poll();
+    std::unique_lock lock(e.mutex);
+    if (!e.answers.contains(number) && lives) e.changed.wait_for(lock, std::chrono::nanoseconds(kWaitSliceNs));
+    const auto found = e.answers.find(number);
+    if (found != e.answers.end()) {
+      parcel = std::move(found->second);
+      break;
+    }
+    if (!lives)
+      throw_peer_lost("join", {slot}, "rank " + std::to_string(slot) + " ended, or closed, before it answered");
+    if (is_closed()) throw_invalid_state("the communicator was closed while it waited for an answer");
+    if (now_ns() >= wait.deadline_ns) {
+      throw_peer_timeout("join", 0, {slot}, "rank " + std::to_string(slot) + " did not answer by the deadline");
+    }
+  }
+  AnswerHead head{};
+  if (parcel.bytes.size() < sizeof(head)) throw_internal("a malformed answer of rank " + std::to_string(slot));
+  std::memcpy(&head, parcel.bytes.data(), sizeof(head));
+  parcel.bytes.erase(parcel.bytes.begin(), parcel.bytes.begin() + sizeof(head));
+  if (head.code == 0) return parcel;
+  const bool is_known = head.code <= static_cast<u64>(ErrorCode::kControlLost);
+  throw Error(is_known ? static_cast<ErrorCode>(head.code) : ErrorCode::kInternalError,
+              std::string(reinterpret_cast<const char*>(parcel.bytes.data()), parcel.bytes.size()), "join", 0, {slot});
+}
+
+void Communicator::serve(int slot, u64 tag, Parcel&& parcel) {
+  Elastic& e = *elastic_;
+  Parcel answer;
+  u64 code = 0;
+  try {
+    switch (errand_of(tag)) {
+      case Errand::kWindow: {
+        u64 id = 0;
+        if (parcel.bytes.size() < sizeof(id)) throw_invalid_argument("a malformed offer of a window");
+        std::memcpy(&id, parcel.bytes.data(), sizeof(id));
+        parcel.bytes.erase(parcel.bytes.begin(), parcel.bytes.begin() + sizeof(id));
+        const std::lock_guard lock(mutex_);  // nobody closes it meanwhile
+        const auto found =
+            std::find_if(windows_.begin(), windows_.end(), [&](const MemberWindow* each) { return each->id() == id; });
+        if (found == windows_.end()) {
+          throw_invalid_state("rank " + std::to_string(rank_) + " has no window " + std::to_string(id) + " (any more)");
+        }
+        (*found)->take_in(slot, std::move(parcel));
+        answer = (*found)->offer();
+        break;
+      }
+      case Errand::kContract: {
+        const std::lock_guard lock(e.mutex);
+        const auto bytes = std::as_bytes(std::span(e.contract));
+        answer.bytes.assign(bytes.begin(), bytes.end());
+        break;
+      }
+      case Errand::kReady: answer.bytes = serve_ready(slot, parcel); break;
+      case Errand::kUnready: {
+        const std::vector<u64> why = numbers_of(parcel.bytes);
+        const bool is_for_new_window = !why.empty() && why.front() == 1;
+        const std::lock_guard lock(e.mutex);
+        if (!is_for_new_window) e.needs_refresh = true;
+        if (is_for_new_window && std::exchange(e.is_ready, false)) {
+          log_line(kLogWarning,
+                   "rank " + std::to_string(rank_) +
+                       ": the group has made another window; make the same object here, and call ready() again");
+        }
+        e.changed.notify_all();
+        return;
+      }
+      default: throw_invalid_argument("an errand of an unknown kind");
+    }
+  } catch (const Error& error) {
+    code = static_cast<u64>(error.code);
+    const auto bytes = std::as_bytes(std::span(error.text));
+    answer = Parcel();
+    answer.bytes.assign(bytes.begin(), bytes.end());
+  }
+  e.group.send(slot, tag_of(Errand::kAnswer, number_of(tag)), pack_answer(code, answer.bytes), std::move(answer.fds));
+}
+
+// Numbers of windows that this rank has and the newcomer has not; none: this rank is prepared for it.
+std::vector<std::byte> Communicator::serve_ready(int slot, const Parcel& parcel) {
+  const std::vector<u64> theirs = numbers_of(parcel.bytes);
+  std::vector<u64> missing;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const MemberWindow* window : windows_) {
+      const bool has_it = std::find(theirs.begin(), theirs.end(), window->id()) != theirs.end();
+      if (!has_it || !window->has_taken_in(slot)) missing.push_back(window->id());
+    }
+  }
+  if (missing.empty()) {
+    Event event;
+    event.kind = Event::Kind::kPrepared;
+    event.rank = slot;
+    event.incarnation = elastic_->group.slots().claimed(slot);
+    ask(event, Wait{0, {}});
+  }
+  return bytes_of(missing);
+}
+
+void Communicator::share_window(MemberWindow& window, u64 deadline_ns, const Poll& poll) {
+  Elastic& e = *elastic_;
+  RankSet members;
+  {
+    const std::lock_guard lock(membership_mutex_);
+    members = membership_.newest_set();
+  }
+  for (const int peer : e.group.peers()) {
+    const bool is_member = members.contains(peer);
+    const u64 until_ns = is_member ? deadline_ns : std::min(deadline_ns, now_ns() + kOtherNewcomerNs);
+    Parcel offer = window.offer();
+    std::vector<std::byte> bytes(sizeof(u64) + offer.bytes.size());
+    const u64 id = window.id();
+    std::memcpy(bytes.data(), &id, sizeof(id));
+    std::copy(offer.bytes.begin(), offer.bytes.end(), bytes.begin() + sizeof(id));
+    try {
+      window.take_in(peer, inquire(peer, Errand::kWindow, std::move(bytes), std::move(offer.fds), {until_ns, poll}));
+    } catch (const Error& error) {  // another newcomer asks when it makes the window
+      if (is_member && error.code != ErrorCode::kPeerLost) throw;
+    }
+  }
+}
+
+void Communicator::refresh_windows(u64 deadline_ns, const Poll& poll) {
+  std::vector<MemberWindow*> windows;
+  {
+    const std::lock_guard lock(mutex_);
+    windows = windows_;
+  }
+  for (MemberWindow* window : windows) share_window(*window, deadline_ns, poll);
+}
+
+void Communicator::ready(u64 deadline_ns, const Poll& poll) {
+  Elastic& e = elastic("ready");
+  if (!e.is_solo) throw_invalid_state("ready: this rank is a member of the group already");
+  std::unique_lock refresh_lock(e.mutex);
+  const bool needs_refresh = std::exchange(e.needs_refresh, false);
+  refresh_lock.unlock();
+  if (needs_refresh) refresh_windows(deadline_ns, poll);
+  std::vector<u64> ids;
+  RankSet members;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const MemberWindow* window : windows_) ids.push_back(window->id());
+  }
+  {
+    const std::lock_guard lock(membership_mutex_);
+    members = membership_.newest_set();
+  }
+  std::map<u64, size_t> missing;  // by window: how many members have it
+  size_t num_members = 0;
+  for (const int peer : e.group.peers()) {
+    try {
+      const Parcel answer = inquire(peer, Errand::kReady, bytes_of(ids), {}, {deadline_ns, poll});
+      const std::vector<u64> lacks = numbers_of(answer.bytes);
+      if (members.contains(peer)) {
+        ++num_members;
+        for (const u64 id : lacks) ++missing[id];
+        continue;
+      }
+      if (lacks.empty()) {  // of two newcomers the later one is prepared for both
+        Event event;
+        event.kind = Event::Kind::kPrepared;
+        event.rank = peer;
+        event.incarnation = e.group.slots().claimed(peer);
+        ask(event, Wait{0, {}});
+      }
+    } catch (const Error& error) {
+      if (error.code != ErrorCode::kPeerLost) throw;
+    }
+  }
+  std::string text;
+  for (const auto& [id, count] : missing) {  // what a member has closed is of no use to anybody
+    if (count == num_members) text += (text.empty() ? "" : ", ") + std::to_string(id);
+  }
+  if (!text.empty()) {
+    throw_invalid_state("ready: the group has windows that this rank has not: " + text +
+                        "; make the objects that the members have, and call ready() again");
+  }
+  const std::lock_guard lock(e.mutex);
+  e.is_ready = true;
+}
+
+void Communicator::set_contract(std::string contract) {
+  if (!elastic_) return;
+  const std::lock_guard lock(elastic_->mutex);
+  elastic_->contract = std::move(contract);
+}
+
+std::string Communicator::ask_contract(u64 deadline_ns, const Poll& poll) {
+  static_cast<void>(elastic("join"));
+  RankSet members;
+  {
+    const std::lock_guard lock(membership_mutex_);
+    members = membership_.newest_set();
+  }
+  for (const int member : members.ranks()) {
+    try {
+      const Parcel answer = inquire(member, Errand::kContract, {}, {}, {deadline_ns, poll});
+      return {reinterpret_cast<const char*>(answer.bytes.data()), answer.bytes.size()};
+    } catch (const Error& error) {
+      if (error.code != ErrorCode::kPeerLost) throw;  // the next one knows it, too
+    }
+  }
+  throw_peer_lost("join", {}, "no member of the group answers any more");
+}
+
+// Newcomers have to be prepared for anew: `is_for_new_window`: one that they lack; else all memory is fresh.
+void Communicator::unprepare_all(bool is_for_new_window) {
+  Elastic& e = *elastic_;
+  for (const int slot : e.newcomers()) {
+    Event event;
+    event.kind = Event::Kind::kPrepared;
+    event.rank = slot;
+    ask(event, Wait{0, {}});
+    e.group.send(slot, tag_of(Errand::kUnready, 0), bytes_of({is_for_new_window ? u64{1} : u64{0}}), {});
+  }
+}
+
+}  // namespace weft
