@@ -40,6 +40,7 @@ def _newcomer_dies(outer_comm: Any, until: str) -> dict[str, Any]:
     if comm is not None:
         ep = make_ep(comm)
         checked_step(ep, number_of(comm))
+        comm.meet(LONG_S)
         if comm.rank == 0:
             child = _fork_newcomer(address, until)
             ticket = comm.propose(admit=[2], deadline_s=LONG_S)
@@ -107,6 +108,7 @@ def _member_dies(outer_comm: Any, moment: str) -> tuple[int, ...]:
     if comm is not None:
         ep = make_ep(comm)
         checked_step(ep, number_of(comm))
+        outer.wait()
         if moment == "before ready" and comm.rank == 1:
             outer.wait()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -122,6 +124,7 @@ def _member_dies(outer_comm: Any, moment: str) -> tuple[int, ...]:
             comm.propose(admit=[3])
         change = run_until(comm, ep, [0, 2, 3])
     else:
+        outer.wait()
         comm = weft.Communicator.join(address, device="cpu")
         ep = make_ep(comm)
         if moment == "before ready":
