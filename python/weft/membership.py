@@ -27,7 +27,7 @@ class Membership:
     """Ranks that have joined and are not ready."""
     leaving: tuple[int, ...] = ()
     """Ranks that a change has let go, and that have neither ended nor closed."""
-    slots: int = 0
+    slots: int = field(default=0, compare=False)
     """Most ranks that the group can have."""
 
 
