@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from weft.call.window import Window, WindowSpec, released_on_error
 from weft.errors import InvalidArgument, InvalidState, rank_list
-from weft.group.changes import Changes
+from weft.group.changes import Changes, spare_ranks
 from weft.group.joining import positive_seconds
 from weft.group.turns import Process, first_line
 from weft.machine.placement import local
@@ -183,13 +183,23 @@ class Communicator(Changes):
             self._begin_epoch()
         self._tell(self._recovered(before, {rank for rank, _, _ in self._native.detections()}))
 
-    def recover(self, evict: Iterable[int] = (), *, min_ranks: int = 1, deadline_s: float = 100.0) -> Change:
+    def recover(
+        self,
+        evict: Iterable[int] = (),
+        *,
+        spares: str | int | Iterable[int] = "auto",
+        min_ranks: int = 1,
+        deadline_s: float = 100.0,
+    ) -> Change:
         """Go on in a new epoch with whoever is left after `PeerLost`, `PeerTimeout` or `Aborted`. Collective among
         those, and it waits for them. They need not agree on a list: who belongs is decided once, the first rank's
         record counts on all of them. When a further rank dies meanwhile, it goes on without that one by itself.
 
         `evict`: live ranks to leave out, such as `PeerTimeout.peers`; this rank among them is ignored. A rank whose
         wish comes too late goes along with what was decided. Everything else is as after `rebuild`.
+
+        `spares`: of the ranks that have joined and are `ready()`, whom to take in: "auto": the lowest, as many as are
+        lost; 0: none; or these ranks. One that is not ready stays out.
 
         ```python
         try:
@@ -208,11 +218,12 @@ class Communicator(Changes):
         before = self._active
         with self.telling_peers():
             unwanted = _evicted_ranks(evict, self._num_ranks)
+            wanted = spare_ranks(spares, self._num_ranks)
             seconds = positive_seconds("deadline_s", deadline_s)
             if type(min_ranks) is not int or min_ranks < 1:
                 raise InvalidArgument(f"min_ranks is {min_ranks!r}; allowed is an int of at least 1")
             with self.alone("recover"):
-                self._native.recover(unwanted, min_ranks, seconds)
+                self._native.recover(unwanted, min_ranks, seconds, wanted)
                 self._begin_epoch()
                 gone = {rank for rank, _, _ in self._native.detections()}
         change = self._recovered(before, gone)
@@ -222,7 +233,13 @@ class Communicator(Changes):
     def _recovered(self, before: tuple[int, ...], gone: set[int]) -> Change:
         left_out = [rank for rank in before if rank not in self._active]
         lost = tuple(rank for rank in left_out if rank in gone)
-        return Change(self._native.epoch, self._active, lost, tuple(rank for rank in left_out if rank not in gone))
+        return Change(
+            self._native.epoch,
+            self._active,
+            lost,
+            tuple(rank for rank in left_out if rank not in gone),
+            added=tuple(rank for rank in self._active if rank not in before),
+        )
 
     def abort(self, reason: str = "") -> None:
         """End every wait of this rank now, and over the control plane those of the others: the call under way, and on

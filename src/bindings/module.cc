@@ -154,9 +154,11 @@ void bind_changes(nb::class_<Communicator>& communicator) {
       .def("boundary", &boundary, "timeout_s"_a)
       .def(
           "propose",
-          [](Communicator& comm, const std::vector<int>& admit, const std::vector<int>& remove, u64 id,
-             double timeout_s) { comm.propose(admit, remove, id, deadline_after_s(timeout_s)); },
-          "admit"_a, "remove"_a, "id"_a, "timeout_s"_a, nb::call_guard<ReleasedGil>())
+          [](Communicator& comm, std::vector<int> admit, std::vector<int> remove, std::vector<int> suspend, u64 id,
+             double timeout_s) {
+            comm.propose({std::move(admit), std::move(remove), std::move(suspend), id}, deadline_after_s(timeout_s));
+          },
+          "admit"_a, "remove"_a, "suspend"_a, "id"_a, "timeout_s"_a, nb::call_guard<ReleasedGil>())
       .def("wanted_change", [](Communicator& comm) { return tuple_of(comm.wanted_change()); })
       .def(
           "await_change",
@@ -230,10 +232,11 @@ void bind_communicator(nb::module_& m) {
           "ranks"_a, "timeout_s"_a, nb::call_guard<ReleasedGil>())
       .def(
           "recover",
-          [](Communicator& comm, const std::vector<int>& evict, int min_ranks, double timeout_s) {
-            comm.recover(evict, min_ranks, deadline_after_s(timeout_s), signal_poll());
+          [](Communicator& comm, const std::vector<int>& evict, int min_ranks, double timeout_s,
+             const std::optional<std::vector<int>>& spares) {
+            comm.recover(evict, min_ranks, spares, deadline_after_s(timeout_s), signal_poll());
           },
-          "evict"_a, "min_ranks"_a, "timeout_s"_a, nb::call_guard<ReleasedGil>())
+          "evict"_a, "min_ranks"_a, "timeout_s"_a, "spares"_a.none() = nb::none(), nb::call_guard<ReleasedGil>())
       .def("group",
            [](const Communicator& comm) {
              const GroupId group = comm.group();

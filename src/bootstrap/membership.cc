@@ -200,7 +200,11 @@ MembershipActions Membership::adopt(const MembershipRecord& record) noexcept {
     const bool is_this = is_planned && record.id == change_.id;
     actions.add({.kind = is_this ? Action::Kind::kChanged : Action::Kind::kWithdrawn, .epoch = newest_});
   }
-  if (is_planned && !is_calling()) {  // this rank works on until its boundary, also if it leaves there
+  const bool is_here = incarnations_[static_cast<size_t>(rank_)] == incarnation_ && newest_set_.contains(rank_);
+  if (!is_planned && !is_member_ && is_here) {  // as a spare: its place is at the meeting
+    is_member_ = true;
+    actions.add({.kind = Action::Kind::kRaise, .failure = Failure::kOvertaken, .epoch = newest_, .ranks = newest_set_});
+  } else if (is_planned && !is_calling()) {  // this rank works on until its boundary, also if it leaves there
     if (phase_ == Phase::kSettling) phase_ = Phase::kLooking;
     actions.add(leave_boundary());
   } else if (is_member_ && !newest_set_.contains(rank_) && !mutants::kSelfStays) {
@@ -260,12 +264,32 @@ MembershipActions Membership::decide(const RegisterWord& next) noexcept {
     draft_.group = group_;
     draft_.epoch = draft_.era = newest_ + 1;
     draft_.active = set;
+    take_spares(draft_);
   }
   is_unanswered_ = true;
   is_draft_planned_ = false;
   wanted_ = {newest_ + 1, RegisterState::kCommitted, static_cast<uint16_t>(next.version + 1),
              static_cast<uint16_t>(rank_)};
   return one({.kind = Action::Kind::kDecide, .epoch = newest_ + 1, .expected = next, .desired = wanted_});
+}
+
+// All memory will be fresh, so a spare needs no more than to be connected to all and to have the same windows: it is prepared for.
+void Membership::take_spares(MembershipRecord& record) const noexcept {
+  int room = wish_.takes_all_spares ? wish_.spares.count() : newest_set_.count() - record.active.count();
+  const RankSet left = record.active;
+  for (int slot = wish_.spares.next(0); slot >= 0 && room > 0; slot = wish_.spares.next(slot + 1)) {
+    const auto idx = static_cast<size_t>(slot);
+    const bool is_free = idx < prepared_.size() && !newest_set_.contains(slot) && !gone_.contains(slot);
+    if (!is_free || prepared_[idx] == 0 || record.num_new == record.new_members.size()) continue;
+    bool is_known = true;
+    for (int rank = left.next(0); rank >= 0; rank = left.next(rank + 1)) {
+      is_known &= rank == rank_ || cells_[static_cast<size_t>(rank)].prepared.contains(slot);
+    }
+    if (!is_known) continue;
+    record.active.add(slot);
+    record.new_members[record.num_new++] = {.nonce = prepared_[idx], .slot = static_cast<uint32_t>(slot)};
+    --room;
+  }
 }
 
 MembershipActions Membership::meet(const RankSet& ranks) noexcept {

@@ -36,13 +36,18 @@ struct RecoverWish {
   RankSet evict{};    // live ranks that are to be left out; this rank itself never is
   RankSet exactly{};  // not empty: exactly these, else the call fails
   int min_ranks = 1;  // with fewer nothing is decided
+  // Newcomers that may be taken in, the lowest first and in place of those that are lost, if all that are left are prepared for
+  // them. `takes_all_spares`: all of them, however many are lost.
+  RankSet spares{};
+  bool takes_all_spares = false;
 };
 
 // A planned change: whom it takes in and lets go, at a boundary between two operations.
 struct ChangeWish {
-  RankSet add{};     // joiners: every member and every one of them must be prepared for them
-  RankSet remove{};  // members
-  uint64_t id = 0;   // of the wish; several ranks may ask for the same
+  RankSet add{};      // joiners: every member and every one of them must be prepared for them
+  RankSet remove{};   // members
+  RankSet suspend{};  // of those: they stay connected, and may be taken in again
+  uint64_t id = 0;    // of the wish; several ranks may ask for the same
   uint64_t map_hash = 0;
   uint64_t margin = 2;  // how many boundaries ahead of the furthest rank it takes effect
 };
@@ -114,7 +119,8 @@ struct MembershipAction {
             // something in a later epoch, or it or this rank is missing in a later record
     kRenew,  // fresh memory for `epoch` among `ranks`; answer: kRenewed, kGone, or kWord as above
     kEnter,  // `epoch` with `ranks`; the call has ended well
-    kRaise,  // `failure`; the call has ended. kEvicted may also answer kLook
+    kRaise,  // `failure`; the call has ended. kEvicted may also answer kLook, and to a joiner kOvertaken: a recovery has taken it in,
+             // and recover() goes there
     kPass,   // the boundary is passed, nothing has changed
     kInstall,  // the boundary is passed, and with it `epoch` begins, with `ranks` and the pages there are. This rank is none of
     // them: it has left. Of a joiner that was taken in: the first operation is the one behind boundary passed()
@@ -196,7 +202,7 @@ class Membership {
   bool waits_at_boundary() const noexcept { return waits_; }
   bool has_proposed() const noexcept {
     return is_wanted_ && planned_.epoch != 0;
-  }                                                           // what is wanted here stands in a register
+  }  // what is wanted here stands in a register
   const RankSet& active() const noexcept { return active_; }  // in epoch()
   uint32_t newest() const noexcept { return newest_; }        // the last epoch whose record was adopted
   const RankSet& newest_set() const noexcept { return newest_set_; }
@@ -228,6 +234,7 @@ class Membership {
   MembershipActions catch_up(const MembershipRecord& record) noexcept;
   MembershipActions choose(const RegisterWord& next) noexcept;
   MembershipActions decide(const RegisterWord& next) noexcept;
+  void take_spares(MembershipRecord& record) const noexcept;
   MembershipActions meet(const RankSet& ranks) noexcept;
   MembershipActions lose(const RankSet& ranks) noexcept;
   MembershipActions enter() noexcept;

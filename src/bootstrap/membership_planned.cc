@@ -68,7 +68,8 @@ MembershipActions Membership::want(const ChangeWish& change) noexcept {
   is_wanted_ = true;
   planned_ = {};
   const bool is_odd = !(change.add & newest_set_).empty() || !(change.remove - newest_set_).empty() ||
-                      ((newest_set_ | change.add) - change.remove).empty() || (change.add | change.remove).empty();
+                      ((newest_set_ | change.add) - change.remove).empty() || (change.add | change.remove).empty() ||
+                      !(change.suspend - change.remove).empty();
   if (is_odd || !is_member_ || newest_ == ~uint32_t{0}) {
     is_wanted_ = false;
     return one({.kind = Action::Kind::kWithdrawn, .epoch = newest_});
@@ -179,6 +180,7 @@ MembershipActions Membership::propose() noexcept {
   plan_.boundary = furthest + change_.margin;
   plan_.map_hash = change_.map_hash;
   plan_.active = (newest_set_ | change_.add) - change_.remove;
+  plan_.standby = change_.suspend;
   for (int slot = change_.add.next(0); slot >= 0; slot = change_.add.next(slot + 1)) {
     if (plan_.num_new == plan_.new_members.size()) break;
     plan_.new_members[plan_.num_new++] = {.nonce = prepared_[static_cast<size_t>(slot)],

@@ -72,6 +72,11 @@ std::optional<DoneChange> Communicator::boundary(u64 deadline_ns, const Poll& po
   if (e.is_solo) {
     action = wait_to_be_taken_in(deadline_ns, poll);
     if (!action) return std::nullopt;
+    if (action->kind == Action::Kind::kRaise) {
+      DoneChange done = follow_recovery(deadline_ns, poll);
+      done.waited_ns = now_ns() - start_ns;
+      return done;
+    }
   } else {
     {
       const std::lock_guard lock(membership_mutex_);
@@ -163,7 +168,7 @@ std::optional<Action> Communicator::wait_to_be_taken_in(u64 deadline_ns, const P
       if (!e.outcome && !e.needs_refresh && now_ns() < deadline_ns) {
         e.changed.wait_for(lock, std::chrono::nanoseconds(std::min(kPollNs, deadline_ns - now_ns())));
       }
-      if (e.outcome && e.outcome->kind == Action::Kind::kInstall) return e.outcome;
+      if (e.outcome) return e.outcome;
       is_to_refresh = e.is_ready && e.needs_refresh;
     }
     if (is_closed()) throw_invalid_state("the communicator was closed while it waited to be taken in");
@@ -195,11 +200,12 @@ DoneChange Communicator::carry_out(const Action& action, u64 deadline_ns, const 
   const RankSet removed = before - action.ranks;
   DoneChange done{action.epoch, record.id, record.boundary, added.ranks(), removed.ranks(), action.ranks.ranks(), 0, 0};
   std::map<int, AbortReason> early;
+  const bool is_suspended = record.standby.contains(rank_);
   {
     const std::lock_guard lock(mutex_);
     epoch_ = action.epoch;
-    has_left_ = !action.ranks.contains(rank_);
-    active_ = has_left_ ? std::vector<int>{rank_} : action.ranks.ranks();
+    has_left_ = !action.ranks.contains(rank_) && !is_suspended;
+    active_ = has_left_ || is_suspended ? std::vector<int>{rank_} : action.ranks.ranks();
     active_set_ = RankSet::of(active_);
     closed_ranks_ = closed_ranks_ & active_set_;
     if (!has_left_) refusals_.clear();
@@ -212,6 +218,7 @@ DoneChange Communicator::carry_out(const Action& action, u64 deadline_ns, const 
   }
   MemberWindow::Step step{action.epoch, added, removed, was_solo, action.ranks - added};
   if (has_left_) step.removed = before - RankSet::of({rank_});
+  step.removed = is_suspended ? RankSet() : step.removed - record.standby;
   if (was_solo) {
     e.is_solo = false;
     const u64 start_ns = now_ns();
@@ -226,8 +233,9 @@ DoneChange Communicator::carry_out(const Action& action, u64 deadline_ns, const 
     e.next_window_id = next_window_id_;
     show_cell_locked();
   }
+  keep_suspended(record.standby & removed);
   e.ring();
-  if (has_left_) return done;
+  if (has_left_ || is_suspended) return done;
   for (const auto& [reporter, reason] : early) on_abort(reason);
   for (const int dead : plane_->dead_ranks()) {  // lost before it belonged here
     AbortReason lost;
@@ -237,6 +245,41 @@ DoneChange Communicator::carry_out(const Action& action, u64 deadline_ns, const 
     lost.is_ours = 1;
     if (is_active(dead)) adopt(lost);
   }
+  return done;
+}
+
+// Who is suspended keeps its memory and connections, and so do the others: it is prepared for, like a newcomer. On the rank itself it
+// is the machine of a newcomer again.
+void Communicator::keep_suspended(const RankSet& ranks) {
+  Elastic& e = *elastic_;
+  for (const int slot : ranks.ranks()) {
+    {
+      const std::lock_guard lock(e.mutex);
+      if (slot != rank_) e.newcomers_.insert(slot);
+      if (slot == rank_) e.is_ready = true;
+    }
+    if (slot == rank_) e.is_solo = true;
+    Event event = event_of(Event::Kind::kPrepared);
+    event.rank = slot;
+    event.incarnation = e.group.slots().claimed(slot);
+    ask(event, Wait{0, {}});
+  }
+}
+
+// Of a newcomer that a recovery has taken in: its place is at the meeting, where all memory is made anew.
+DoneChange Communicator::follow_recovery(u64 deadline_ns, const Poll& poll) {
+  Elastic& e = *elastic_;
+  {
+    const std::lock_guard lock(e.mutex);
+    e.outcome.reset();
+    e.is_ready = e.needs_refresh = false;
+  }
+  e.is_solo = false;
+  run_recovery(RecoverWish{}, deadline_ns, poll);
+  DoneChange done;
+  done.epoch = epoch_;
+  done.active = active_;
+  done.added = {rank_};
   return done;
 }
 

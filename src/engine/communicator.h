@@ -83,6 +83,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // kInvalidArgument (a bad list), kInvalidState (closed, an operation in flight), kPeerLost (fewer than `min_ranks` are left;
   // nothing is decided), kPeerTimeout (names who did not come), kEvicted, kAborted.
   void recover(const std::vector<int>& evict, int min_ranks, u64 deadline_ns, const Poll& poll);
+  // As recover(), and newcomers that are ready are taken in: `spares`, or without that the lowest in place of those lost.
+  void recover(const std::vector<int>& evict, int min_ranks, const std::optional<std::vector<int>>& spares,
+               u64 deadline_ns, const Poll& poll);
 
   // As recover(), with exactly `ranks`, a subset of the active ones that holds this rank. Errors besides: kInvalidArgument
   // (another set was decided), kPeerLost (one of `ranks` is gone too: try again without it).
@@ -102,7 +105,12 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // recovery was decided that this rank has not followed; kControlLost at the deadline.
   std::optional<DoneChange> boundary(u64 deadline_ns, const Poll& poll);
   // Wants a change, until `deadline_ns`; one at a time. Local. Errors: kInvalidArgument, kInvalidState.
-  void propose(const std::vector<int>& admit, const std::vector<int>& remove, u64 id, u64 deadline_ns);
+  struct Wanted {
+    std::vector<int> admit, remove;
+    std::vector<int> suspend{};  // of `remove`: they keep their memory and connections, and may be admitted again
+    u64 id = 0;
+  };
+  void propose(const Wanted& wanted, u64 deadline_ns);
   WantedChange wanted_change();  // the last one
   // Waits until it is decided, or `deadline_ns`.
   WantedChange await_change(u64 deadline_ns, const Poll& poll);
@@ -170,6 +178,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::optional<MembershipAction> wait_to_be_taken_in(u64 deadline_ns, const Poll& poll);
   DoneChange carry_out(const MembershipAction& action, u64 deadline_ns, const Poll& poll);
   void meet_members(const MembershipRecord& record, u64 deadline_ns, const Poll& poll);
+  void keep_suspended(const RankSet& ranks);
+  DoneChange follow_recovery(u64 deadline_ns, const Poll& poll);
   void change_windows(const MemberWindow::Step& step);
   void unprepare_all(bool is_for_new_window);
   void admit(int slot, u64 incarnation, Connection&& connection);

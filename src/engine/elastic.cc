@@ -113,13 +113,20 @@ std::vector<int> Elastic::newcomers() const {
   return {newcomers_.begin(), newcomers_.end()};
 }
 
+void Elastic::forget_newcomers(const std::vector<int>& ranks) {
+  const std::lock_guard lock(mutex);
+  for (const int rank : ranks) newcomers_.erase(rank);
+}
+
 bool Elastic::takes(const Action& action) const {
   switch (action.kind) {
     case Action::Kind::kPass:
     case Action::Kind::kInstall:
     case Action::Kind::kChanged:
     case Action::Kind::kWithdrawn: return true;
-    case Action::Kind::kRaise: return is_at_boundary && action.failure != MembershipFailure::kEvicted;
+    case Action::Kind::kRaise:
+      return (is_at_boundary && action.failure != MembershipFailure::kEvicted) ||
+             (is_solo && action.failure == MembershipFailure::kOvertaken);
     default: return false;
   }
 }
@@ -166,6 +173,10 @@ void Communicator::turn_member() {
 
 void Communicator::admit(int slot, u64 incarnation, Connection&& connection) {
   Elastic& e = *elastic_;
+  Event unprepared;  // the last owner's end may not have been told to the machine
+  unprepared.kind = Event::Kind::kPrepared;
+  unprepared.rank = slot;
+  ask(unprepared, Wait{0, {}});
   {
     const std::lock_guard driver_lock(driver_mutex_);  // nobody tells the machine of the last owner's end any more
     e.group.add_peer(slot, incarnation, std::move(connection));

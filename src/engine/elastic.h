@@ -50,6 +50,7 @@ struct Elastic {
   void ring();  // all others
 
   std::vector<int> newcomers() const;  // connected, and not taken in yet
+  void forget_newcomers(const std::vector<int>& ranks);
   // Whether the action is the answer to a call of boundary(), or about the change that is wanted here.
   bool takes(const MembershipAction& action) const;
 

@@ -84,6 +84,11 @@ void Communicator::rebuild(std::vector<int> ranks, u64 deadline_ns, const Poll& 
 }
 
 void Communicator::recover(const std::vector<int>& evict, int min_ranks, u64 deadline_ns, const Poll& poll) {
+  recover(evict, min_ranks, std::vector<int>{}, deadline_ns, poll);
+}
+
+void Communicator::recover(const std::vector<int>& evict, int min_ranks, const std::optional<std::vector<int>>& spares,
+                           u64 deadline_ns, const Poll& poll) {
   if (is_solo()) throw_invalid_state("recover: this rank is no member of the group yet");
   check_idle();
   for (const int rank : evict) {
@@ -93,6 +98,9 @@ void Communicator::recover(const std::vector<int>& evict, int min_ranks, u64 dea
   RecoverWish wish;
   wish.evict = RankSet::of(evict);
   wish.min_ranks = min_ranks;
+  if (elastic_ && !spares) wish.spares = RankSet::of(prepared_ranks());
+  if (spares) wish.spares = RankSet::of(*spares);
+  wish.takes_all_spares = spares.has_value();
   run_recovery(wish, deadline_ns, poll);
 }
 
@@ -482,6 +490,7 @@ void Communicator::enter_epoch(const std::vector<int>& ranks, u32 epoch) {
   }
   std::vector<int> kept = ranks;
   if (elastic_) {
+    elastic_->forget_newcomers(ranks);
     for (const int newcomer : elastic_->newcomers()) kept.push_back(newcomer);
   }
   plane_->keep_members(kept);

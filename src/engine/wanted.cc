@@ -22,7 +22,8 @@ Event event_of(Event::Kind kind) {
 
 }  // namespace
 
-void Communicator::propose(const std::vector<int>& admit, const std::vector<int>& remove, u64 id, u64 deadline_ns) {
+void Communicator::propose(const Wanted& wanted, u64 deadline_ns) {
+  const auto& [admit, remove, suspend, id] = wanted;
   raise_if_unusable();
   Elastic& e = elastic("propose");
   if (e.is_solo) throw_invalid_state("propose: this rank is no member of the group yet");
@@ -45,6 +46,7 @@ void Communicator::propose(const std::vector<int>& admit, const std::vector<int>
     e.wish = {};
     e.wish.change.add = RankSet::of(admit);
     e.wish.change.remove = RankSet::of(remove);
+    e.wish.change.suspend = RankSet::of(suspend);
     e.wish.change.id = id;
     e.wish.deadline_ns = deadline_ns;
     e.wish.is_open = true;

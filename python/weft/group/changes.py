@@ -156,6 +156,8 @@ class Changes(Joining):
         self,
         admit: Iterable[int] = (),
         remove: Iterable[int] = (),
+        suspend: Iterable[int] = (),
+        resume: Iterable[int] = (),
         *,
         id: int | str | None = None,
         deadline_s: float = CHANGE_TIMEOUT_S,
@@ -163,18 +165,24 @@ class Changes(Joining):
         """Want ranks to be taken in, all or none, and others let go. Local, returns at once; the members agree while
         they work, and carry it out together at a later `boundary()`, or never.
 
+        `suspend`: active ranks that take no part from then on but keep memory, objects and connections, as a rank does
+        that has joined; `resume`: such ranks, taken in again.
+
         On any member; on several of them with one `id`, and then it happens once. Until `deadline_s` it waits for ranks
         that are not there or not `ready()`, and is tried again where it was withdrawn.
 
         Raises:
-            InvalidArgument: `admit` holds active ranks, or `remove` others.
+            InvalidArgument: `admit` or `resume` holds active ranks, or `remove` or `suspend` others.
             InvalidState: an earlier change of this rank is not decided; or the group was not made with `max_ranks`.
         """
         seconds = positive_seconds("deadline_s", deadline_s)
-        coming, going = _ranks("admit", admit, self._num_ranks), _ranks("remove", remove, self._num_ranks)
+        count = self._num_ranks
+        resting = _ranks("suspend", suspend, count)
+        coming = sorted({*_ranks("admit", admit, count), *_ranks("resume", resume, count)})
+        going = sorted({*_ranks("remove", remove, count), *resting})
         number = _number_of(id)
         with self.alone("propose"):
-            self._native.propose(coming, going, number, seconds)
+            self._native.propose(coming, going, resting, number, seconds)
             self._ticket = Ticket(self, number)
         return self._ticket
 
@@ -214,7 +222,13 @@ class Changes(Joining):
         return change
 
     def change(
-        self, admit: Iterable[int] = (), remove: Iterable[int] = (), *, deadline_s: float = CHANGE_TIMEOUT_S
+        self,
+        admit: Iterable[int] = (),
+        remove: Iterable[int] = (),
+        suspend: Iterable[int] = (),
+        resume: Iterable[int] = (),
+        *,
+        deadline_s: float = CHANGE_TIMEOUT_S,
     ) -> Change:
         """`propose` and the boundaries up to it, for who has no loop of steps. Collective among the active ranks, with
         equal arguments, like `rebuild`.
@@ -222,10 +236,9 @@ class Changes(Joining):
         Raises:
             As `propose` and `boundary`. PeerTimeout: somebody was not ready by the deadline; nothing has changed.
         """
-        coming, going = sorted(admit), sorted(remove)
+        parts = [sorted(each) for each in (admit, remove, suspend, resume)]
         end = time.monotonic() + positive_seconds("deadline_s", deadline_s)
-        name = f"change {self.epoch} {coming} {going}"
-        ticket = self.propose(coming, going, id=name, deadline_s=deadline_s)
+        ticket = self.propose(*parts, id=f"change {self.epoch} {parts}", deadline_s=deadline_s)
         state = ticket.wait(deadline_s)
         if state != "committed":
             raise PeerTimeout(
@@ -286,6 +299,17 @@ def _ranks(name: str, ranks: Iterable[int], num_ranks: int) -> list[int]:
     if len(set(listed)) < len(listed):
         raise InvalidArgument(f"{name} is {ranks!r}: {rank_list(listed)}; allowed is each rank once")
     return sorted(listed)
+
+
+def spare_ranks(spares: str | int | Iterable[int], num_ranks: int) -> list[int] | None:
+    """None: as many as are lost."""
+    if spares == "auto":
+        return None
+    if spares == 0 and not isinstance(spares, str):
+        return []
+    if isinstance(spares, str | int):
+        raise InvalidArgument(f"spares is {spares!r}; allowed are 'auto', 0 and a list of ranks that are ready")
+    return _ranks("spares", spares, num_ranks)
 
 
 def _number_of(name: int | str | None) -> int:

@@ -17,7 +17,7 @@ from weft.errors import InvalidArgument, InvalidState, PeerTimeout, Unsupported
 from weft.group.deciding import Decide, Network, Secret, by_store, of_group, serve
 from weft.group.sleeping import Sleeping
 from weft.group.turns import positive_seconds
-from weft.limits import MAX_CONTROL_RANKS
+from weft.limits import MAX_CONTROL_RANKS, MAX_RANKS
 from weft.log import logger
 from weft.machine.placement import local
 from weft.machine.placement.binding import Binding

@@ -285,6 +285,12 @@ RecoverWish World::random_wish(int rank) {
     wish.exactly.add(rank);
   }
   if (chance(50)) wish.min_ranks = 1 + pick(num_ranks());
+  if (chance(400)) {
+    for (const auto& [slot, incarnation] : node(rank).prepared) {
+      if (incarnation != 0) wish.spares.add(slot);
+    }
+    wish.takes_all_spares = chance(300);
+  }
   wish.evict.remove(rank);
   return wish;
 }
@@ -429,7 +435,8 @@ void World::serve(const Item& item) {
     reply.record = record;
   }
   const bool has_changed = item.decides && reply.kind == ItemKind::kReply && reply.word == item.word;
-  if (has_changed && (reply.word.is_planned || reply.word.state != RegisterState::kCommitted)) ring();
+  const bool takes_spares = reply.kind == ItemKind::kReply && reply.record.num_new > 0;
+  if (has_changed && (reply.word.is_planned || reply.word.state != RegisterState::kCommitted || takes_spares)) ring();
   if (reply.kind == ItemKind::kReply && reply.word.state == RegisterState::kCommitted) {
     const MembershipRecord& record = reply.record;
     const auto [known, is_new] = decided_.try_emplace(reply.word.epoch, record);
@@ -578,7 +585,10 @@ void World::raise(int rank, const Action& action) {
     case Failure::kPeersLate: return check(!action.ranks.contains(rank), rank, "a rank is late for itself");
     case Failure::kTooFew: return check(was_calling, rank, "an error comes without a call");
     case Failure::kControlLost: return check(was_calling, rank, "an error comes without a call");
-    case Failure::kOvertaken: return check(was_calling, rank, "an error comes without a call");
+    case Failure::kOvertaken: {
+      const bool is_spare = self.is_joiner && self.membership.is_member() && action.ranks.contains(rank);
+      return check(was_calling || is_spare, rank, "an error comes without a call");
+    }
     case Failure::kOtherSet: return check(self.exactly != action.ranks, rank, "the set that was decided is refused");
     case Failure::kNone:
     case Failure::kLastEpoch:

@@ -1,0 +1,121 @@
+"""Guards against a spare that does not take the place of the dead, and a suspended rank that comes back with other
+memory or a wrong word."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+from joining_cases import LONG_S, Outer, checked_step, make_ep, mappings, number_of, open_group, run_until
+
+import weft
+
+
+def _spare(outer_comm: Any, spares: Any) -> tuple[weft.Change, int]:
+    """Three ranks and a spare in slot 3; rank 1 is killed."""
+    outer = Outer(outer_comm)
+    comm, address = open_group(outer, 3, 4)
+    if comm is not None:
+        ep = make_ep(comm)
+        checked_step(ep, number_of(comm))
+        outer.wait()
+        outer.wait()
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            while True:
+                checked_step(ep, number_of(comm))
+        except (weft.PeerLost, weft.PeerTimeout):
+            change = comm.recover(spares=spares)
+        if spares == 0:
+            checked_step(ep, number_of(comm))
+            if comm.rank == 0:
+                comm.propose(admit=[3])
+            change = run_until(comm, ep, [0, 2, 3])
+    else:
+        outer.wait()
+        comm = weft.Communicator.join(address, device="cpu")
+        ep = make_ep(comm)
+        checked_step(ep, 5)
+        comm.ready()
+        outer.wait()
+        found = comm.boundary(LONG_S)
+        assert found is not None
+        change = found
+        if spares == 0:
+            checked_step(ep, number_of(comm))
+    for _ in range(3):
+        checked_step(ep, number_of(comm))
+        assert comm.boundary(LONG_S) is None
+    checked_step(ep, number_of(comm))
+    return change, comm.epoch
+
+
+@pytest.mark.parametrize("spares", ["auto", [3], 0])
+def test_a_spare_takes_the_place_of_the_dead(spares: Any) -> None:
+    """In one step with the recovery, or not at all."""
+    seen = weft.spawn(_spare, num_ranks=4, args=(spares,), device="cpu", on_failure="return")
+    assert isinstance(seen.pop(1), weft.PeerLost)
+    for change, _ in seen:
+        assert change.active == (0, 2, 3)
+        assert change.added == (3,)
+    assert len({epoch for _, epoch in seen}) == 1
+
+
+def _suspended(comm: Any) -> list[tuple[int, ...]]:
+    ep = make_ep(comm)
+    checked_step(ep, number_of(comm))
+    comm.meet(LONG_S)
+    before = mappings()
+    changes = []
+    if comm.rank == 0:
+        comm.propose(suspend=[2])
+    changes.append(run_until(comm, ep, [0, 1]) if comm.rank != 2 else _until_suspended(comm, ep))
+    if comm.rank == 2:
+        assert (comm.is_member, comm.active_ranks) == (False, (2,))
+        checked_step(ep, 9)  # alone
+        change = comm.boundary(LONG_S)
+        assert change is not None
+        checked_step(ep, number_of(comm))
+        changes.append(change)
+    else:
+        checked_step(ep, number_of(comm))
+        assert comm.membership.standby == (2,)
+        if comm.rank == 1:
+            comm.propose(resume=[2])
+        changes.append(run_until(comm, ep, [0, 1, 2]))
+    for _ in range(3):
+        assert comm.boundary(LONG_S) is None
+        checked_step(ep, number_of(comm))
+    assert before <= mappings()
+    comm.meet(LONG_S)
+    return [change.active for change in changes]
+
+
+def _until_suspended(comm: Any, ep: Any) -> weft.Change:
+    while True:
+        change = comm.boundary(LONG_S)
+        if change is not None:
+            assert change.removed == (2,)
+            return change
+        checked_step(ep, number_of(comm))
+
+
+def test_a_rank_is_suspended_and_resumed() -> None:
+    """Its memory and connections stay, and so do those of the others."""
+    seen = weft.spawn(_suspended, num_ranks=3, device="cpu", max_ranks=3)
+    assert seen == [[(0, 1), (0, 1, 2)]] * 3
+
+
+def test_spares_that_are_none() -> None:
+    """Refused before anything is decided."""
+
+    def refused(comm: Any) -> int:
+        for spares in ("none", 1, [7], [0, 0], True):
+            with pytest.raises(weft.InvalidArgument, match="spares"):
+                comm.recover(spares=spares)
+        return comm.epoch
+
+    assert weft.spawn(refused, num_ranks=1, device="cpu", max_ranks=2) == [1]
