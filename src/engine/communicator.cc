@@ -98,6 +98,11 @@ void Communicator::add_window(MemberWindow* window) {
   if (elastic_ && !elastic_->is_solo) unprepare_all(true);  // whoever is prepared has not mapped this one
 }
 
+u64 Communicator::incarnation(int rank) const {
+  const u64 founder = plane_->incarnations().at(static_cast<size_t>(rank));
+  return elastic_ ? elastic_->group.slots().claimed(rank) : founder;
+}
+
 void Communicator::note_changed_window() {
   if (elastic_ && !elastic_->is_solo) unprepare_all(false);
 }

@@ -66,7 +66,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void check_one_machine(const std::string& what) const;
   bool is_active(int rank) const { return active_set_.contains(rank); }
   GroupId group() const { return plane_->ledger().group(); }
-  u64 incarnation(int rank) const { return plane_->incarnations().at(static_cast<size_t>(rank)); }
+  u64 incarnation(int rank) const;  // of whoever has that slot; 0: nobody
   std::vector<Detection> detections() const { return plane_->detections(); }
 
   // Collective among the active ranks, in the same order: every rank's bytes (and descriptors), by rank. `tag`: a kind, one of

@@ -1,3 +1,4 @@
+// check: allow-in-file file-size: the memory of one class: made together, grown, renewed, and shared with newcomers
 #include "engine/cpu/window.h"
 
 #include <algorithm>
