@@ -98,7 +98,7 @@ def _recover_after_a_death(comm: Any, ep: Any) -> None:
         while True:
             checked_step(ep, number_of(comm))
     except (weft.PeerLost, weft.PeerTimeout):
-        comm.recover()
+        comm.recover(spares=0)
 
 
 def _member_dies(outer_comm: Any, moment: str) -> tuple[int, ...]:
