@@ -165,7 +165,7 @@ std::optional<Action> Communicator::wait_to_be_taken_in(u64 deadline_ns, const P
     bool is_to_refresh = false;
     {
       std::unique_lock lock(e.mutex);
-      if (!e.outcome && !e.needs_refresh && now_ns() < deadline_ns) {
+      if (!e.outcome && !(e.is_ready && e.needs_refresh) && now_ns() < deadline_ns) {
         e.changed.wait_for(lock, std::chrono::nanoseconds(std::min(kPollNs, deadline_ns - now_ns())));
       }
       if (e.outcome) return e.outcome;

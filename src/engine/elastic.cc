@@ -186,6 +186,7 @@ void Communicator::admit(int slot, u64 incarnation, Connection&& connection) {
     e.newcomers_.insert(slot);
     e.seen.erase(slot);
     e.strangers.erase(slot);
+    if (e.is_solo) e.needs_refresh = true;  // two that may be taken in together have to be prepared for each other
   }
   log_line(kLogInfo, "rank " + std::to_string(rank_) + ": a newcomer has connected in slot " + std::to_string(slot));
 }

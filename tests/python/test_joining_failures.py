@@ -43,9 +43,12 @@ def _newcomer_dies(outer_comm: Any, until: str) -> dict[str, Any]:
         comm.meet(LONG_S)
         if comm.rank == 0:
             child = _fork_newcomer(address, until)
-            ticket = comm.propose(admit=[2], deadline_s=LONG_S)
+            if until != "ready":  # else it may be taken in before it is killed
+                ticket = comm.propose(admit=[2], deadline_s=LONG_S)
             if until != "taken in":
                 assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+            if until == "ready":
+                ticket = comm.propose(admit=[2], deadline_s=LONG_S)
         outer.wait()
         if until == "taken in":
             with pytest.raises((weft.PeerLost, weft.PeerTimeout)):

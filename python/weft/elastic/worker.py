@@ -3,6 +3,7 @@ reference."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -21,6 +22,7 @@ __all__ = ["Load", "Report", "work"]
 
 STEP_DEADLINE_S = 60.0
 JOIN_S = 10.0
+LEFTOVERS_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Report:
     pause_ms: float = 0.0  # the longest time between two steps, less the median one
     change_ms: float = 0.0  # inside the call that carried the change out
     recover_ms: float = 0.0
-    gb_s: float = 0.0  # bytes sent to other ranks by dispatch, over the time of the steps
+    gb_s: float = 0.0  # bytes sent to other ranks by dispatch, over the time inside it
     left: bool = False
     error: str = ""
     address: str = ""
@@ -128,7 +130,8 @@ def _work(pipe: Connection, rank: int, num_founders: int, slots: int, load: Load
         if report.left:
             me.ep.close()
             comm.close()
-            report.leftovers = tuple(_leftovers())
+            del me, comm
+            report.leftovers = _leftovers()
         pipe.send(report)
         if report.left:
             return
@@ -160,16 +163,18 @@ def _play(me: _Rank, phase: Phase | None, proposes: bool) -> Report:
     gaps: list[float] = []
     last = time.perf_counter()
     is_there = active == phase.ranks
-    sent = me.ep.stats()["bytes_sent"]
-    start = last
+    before = me.ep.stats()
     dies_at = load.ops // 2
     while report.ops < load.ops:
         try:
             if not is_there:
                 begin = time.perf_counter()
                 change = comm.boundary(STEP_DEADLINE_S)
-                if change is not None:
+                if change is not None and comm.rank in change.added:
+                    last = time.perf_counter()  # it has disturbed nobody so far
+                elif change is not None:
                     report.change_ms = (time.perf_counter() - begin) * 1e3
+                if change is not None:
                     if comm.rank in change.removed:
                         report.left = True
                         return report
@@ -188,13 +193,23 @@ def _play(me: _Rank, phase: Phase | None, proposes: bool) -> Report:
         last = now
     gaps.sort()
     report.pause_ms = (gaps[-1] - gaps[len(gaps) // 2]) * 1e3
-    report.gb_s = (me.ep.stats()["bytes_sent"] - sent) / (last - start) / 1e9
+    grown = {name: me.ep.stats()[name] - before[name] for name in ("bytes_sent", "dispatch_s")}
+    report.gb_s = grown["bytes_sent"] / grown["dispatch_s"] / 1e9
     report.epoch, report.active, report.address = comm.epoch, comm.active_ranks, comm.address
     return report
 
 
-def _leftovers() -> list[str]:
-    """Memory of Weft that this process still maps, or has open."""
+def _leftovers() -> tuple[str, ...]:
+    """What stays of a communicator that was closed: threads that watch peers look up now and then."""
+    gc.collect()
+    end = time.monotonic() + LEFTOVERS_S
+    while (found := _held()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return tuple(found)
+
+
+def _held() -> list[str]:
+    """Memory of Weft that this process maps, or has open."""
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:weft" in line]
     found = []
     for name in os.listdir("/proc/self/fd"):
