@@ -54,10 +54,10 @@ class FakeRank {
         heap_(SharedMemory::create(kRoom)) {
     struct Offer {
       WindowShape shape;
-      u64 heap_bytes, refusal_code;
+      u64 heap_bytes, most_heap_bytes, refusal_code;
     };
     new (control_.data()) ControlWords();
-    const Offer mine{shape(), heap_.bytes(), 0};
+    const Offer mine{shape(), heap_.bytes(), heap_.bytes(), 0};
     std::vector<std::byte> bytes(sizeof(mine));
     std::memcpy(bytes.data(), &mine, sizeof(mine));
     const u64 first_window = u64{1} << 61 | u64{1} << kTagNumberBits | 1;  // epoch 1, window 1
