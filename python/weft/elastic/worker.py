@@ -87,14 +87,14 @@ class _Rank:
             )
             weights.append(torch.randn((tokens, self.load.top_k), generator=draw, dtype=torch.float32, device="cpu"))
         options: dict[str, Any] = {"num_experts": ep.num_experts, "layout": "expert_major"}
-        wanted = reference.dispatch(xs, ids, weights, active_ranks=comm.active_ranks, **options)
+        wanted: list[Any] = list(reference.dispatch(xs, ids, weights, active_ranks=comm.active_ranks, **options))
         mine = comm.rank
-        found = ep.dispatch(xs[mine], ids[mine], weights[mine], layout="expert_major")
+        found: Any = ep.dispatch(xs[mine], ids[mine], weights[mine], layout="expert_major")
         if dies:
             os.kill(os.getpid(), signal.SIGKILL)
         outputs = [each.x * (slot + 2) for slot, each in enumerate(wanted)]
         y = ep.combine(outputs[mine], found.handle)
-        right = reference.combine(outputs, wanted)[mine]
+        right: Any = reference.combine(outputs, wanted)[mine]
         return torch.equal(found.x, wanted[mine].x) and torch.equal(y, right)
 
 

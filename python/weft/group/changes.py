@@ -238,7 +238,7 @@ class Changes(Joining):
         """
         parts = [sorted(each) for each in (admit, remove, suspend, resume)]
         end = time.monotonic() + positive_seconds("deadline_s", deadline_s)
-        ticket = self.propose(*parts, id=f"change {self.epoch} {parts}", deadline_s=deadline_s)
+        ticket = self.propose(*parts, id=f"change {self._native.epoch} {parts}", deadline_s=deadline_s)
         state = ticket.wait(deadline_s)
         if state != "committed":
             raise PeerTimeout(
