@@ -53,7 +53,7 @@ class ExpertParallel(Elastic):
             of experts, received ids and counts too, means physical ones. None: ids are physical. cpu engine.
         num_windows: calls that may be in flight at once, each on its own `window`; on a GPU within the rank's SMs.
         sum_domain: d, 1 to R: combine and the gradient of x add up d ranks at a time, round, and add these sums
-            (docs/semantics.md); None, 1 or R: no domains. cpu engine.
+            (docs/semantics.md); None, 1 or R: no domains.
         max_heap_bytes: up to which `resize` may let the heap grow: addresses are reserved, no memory; None: heap_bytes.
             cpu engine.
 

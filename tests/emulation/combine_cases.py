@@ -25,6 +25,7 @@ class CombineCase:
     hidden: int = 64
     dtype: torch.dtype = torch.bfloat16
     wire_is_fp8: bool = False
+    sum_domain: int = 0
     is_weighted: bool = True
     has_side: bool = False
     bias: str = ""  # "row": one for all tokens, "rows"
@@ -33,6 +34,11 @@ class CombineCase:
     stage_blocks: int = 0  # rank_major: that bring rows of ordinary tensors into the landing; 0: they are pushed
     shared_bytes: int = 64 << 10
     num_combines: int = 1  # behind each dispatch; of two of small batches the second has the other parity
+
+    @property
+    def contributions_are_fp8(self) -> bool:
+        """With FP8 on the wire, unless it is the sums of domains that are rounded to it."""
+        return self.wire_is_fp8 and self.sum_domain == 0
 
 
 @dataclass
@@ -145,7 +151,7 @@ class CombineRunner(Runner):
             memory.view(address, len(data))[:] = data
         else:
             address = memory.put(y)
-        may_be_pulled = not self.call.is_by_expert and not case.wire_is_fp8
+        may_be_pulled = not self.call.is_by_expert and not case.contributions_are_fp8
         is_pulled = may_be_pulled and (received.num_rows == 0 or is_in_heap)
         if case.stage_blocks and not is_pulled:
             num_rows = min(received.num_rows, self.case.shape.num_ranks * self.call.max_tokens)
@@ -177,6 +183,7 @@ class CombineRunner(Runner):
         case, args = self.combine, _load.native().CombineSpec()
         args.layout, args.num_blocks, args.hidden = LAYOUTS.index(self.case.layout), self.case.num_blocks, case.hidden
         args.dtype, args.wire_is_fp8, args.has_side = DTYPES[case.dtype], case.wire_is_fp8, case.has_side
+        args.sum_domain = case.sum_domain
         return args
 
     def _small_source(self, *, sends: bool, receives: bool) -> str:
@@ -212,7 +219,7 @@ class CombineRunner(Runner):
     def wire_row_bytes(self) -> int:
         """As CombineKernelConfig::wire_row_bytes."""
         case = self.combine
-        if not case.wire_is_fp8:
+        if not case.contributions_are_fp8:
             return case.hidden * case.dtype.itemsize
         found = re.search(r"\.chunk = (\d+)", self.source(has_push=True))
         assert found is not None
@@ -243,6 +250,7 @@ class CombineRunner(Runner):
             sides=zeros if combined.sides is None else combined.sides,
             biases=combined.biases,
             wire=wire,
+            sum_domain=case.sum_domain or None,
         )
         found = []
         for rank, (y, side) in enumerate(pairs):

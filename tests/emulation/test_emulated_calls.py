@@ -98,6 +98,17 @@ def test_small_batches(ranks: Any, layout: str) -> None:
         checked(ranks, of_two(layout=layout, mode=mode, capacity="ample", side=None))
 
 
+def test_sums_of_domains(ranks: Any) -> None:
+    """Of two ranks and of one: rows as they are, sums of picks in FP8, small batches, the gradient of x."""
+    three: dict[str, Any] = {"tokens": (5, 0, 17), "biases": ("row", "none", "full"), "ids_are_int64": (True,) * 3}
+    for changed in (
+        {}, {"layout": "expert_major", "wire": "fp8", "side": None},
+        {"mode": "latency", "wire": "fp8", "capacity": "ample", "side": None},
+    ):  # fmt: skip
+        checked(ranks, replace(with_call(**(three | changed)), num_ranks=3, sum_domain=2))
+    checked_gradients(ranks, replace(with_call(**three), num_ranks=3, sum_domain=2))
+
+
 def test_gradients(ranks: Any) -> None:
     """With the kernel that makes those of a weighted combine."""
     checked_gradients(ranks, of_two(layout="expert_major"))

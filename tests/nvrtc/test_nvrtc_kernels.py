@@ -29,6 +29,8 @@ SHAPES = {
     "fp32, 2 ranks": KernelShape(ranks=2, experts=32, top_k=2, hidden=272, dtype="fp32", num_sms=3, tokens=192),
     "16 ranks, K = 40": KernelShape(ranks=16, top_k=40, tokens=1024),
     "H = 5120": KernelShape(experts=160, hidden=5120),
+    "domains": KernelShape(sum_domain=2),
+    "domains, fp32": KernelShape(ranks=16, sum_domain=8, dtype="fp32", hidden=2880, tokens=192),
 }
 OF_MANY = (  # of the shape of 16 ranks
     "dispatch rank_major, plain, int64 ids",
@@ -54,6 +56,8 @@ def is_wanted(shape: str, name: str) -> bool:
         return name in OF_MANY
     if shape == "H = 5120":  # whose row is cut into three units, of which one is shorter
         return name == "combine rank_major, fp8"
+    if shape.startswith("domains"):
+        return name.startswith(("combine", "small combine")) and not name.endswith(("sends", "receives"))
     if name.endswith(("sends", "receives")) or "by column" in name or "side" in name:
         return False
     is_fp16 = shape.startswith("fp16")
@@ -151,7 +155,7 @@ def test_every_kernel_is_looked_at() -> None:
     sources = [source for _, source in prebuild.kernels(KernelShape(), 227 << 10)]
     rendered = set(re.findall(r'#include "weft/kernels/([\w/]+)\.cuh"', " ".join(sources)))
     entries = {header for header in headers if "/" not in header or header.endswith("entry")}
-    assert entries - {"numbers", "post", "route", "words"} == rendered | {"link_limit"}
+    assert entries - {"domains", "numbers", "post", "route", "words"} == rendered | {"link_limit"}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

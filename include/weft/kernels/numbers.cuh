@@ -114,14 +114,18 @@ struct Fp8Numbers {
     }
   }
 
-  __device__ static void store(u8* row, i32 element, const float* values) {
+  __device__ static Codes pack(const float* values) {
     Codes codes;
 #pragma unroll
     for (i32 word = 0; word < kCount / 4; ++word) {
       codes.word[word] = ptx::floats_to_e4m3(values[4 * word], values[4 * word + 1]) |
                          static_cast<u32>(ptx::floats_to_e4m3(values[4 * word + 2], values[4 * word + 3])) << 16;
     }
-    *reinterpret_cast<Codes*>(row + element) = codes;
+    return codes;
+  }
+
+  __device__ static void store(u8* row, i32 element, const float* values) {
+    *reinterpret_cast<Codes*>(row + element) = pack(values);
   }
 };
 

@@ -89,10 +89,6 @@ def check_constructor(comm: Communicator, dtype: Any, shape: dict[str, Any]) -> 
     _check_growth(comm, dtype, shape)
     if comm.engine == "nvlink" and shape["num_logical_experts"] is not None:
         raise Unsupported("num_logical_experts", "the nvlink engine", "the cpu engine, or physical ids in topk_idx")
-    if comm.engine != "cpu" and shape["sum_domain"] not in (None, 1, comm.num_ranks):
-        raise Unsupported(
-            f"sum_domain={shape['sum_domain']}", f"the {comm.engine} engine", "the cpu engine, or sum_domain=None"
-        )
     if comm.engine == "nvlink" and shape["num_windows"] > comm._choice.rank_sms:
         raise InvalidArgument(
             f"num_windows is {shape['num_windows']}; allowed are 1 to {comm._choice.rank_sms} here: a call of each may "

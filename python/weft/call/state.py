@@ -64,6 +64,7 @@ class State:
         self.experts, self.top_k, self.hidden, self.dtype = experts, top_k, hidden, dtype
         self.has_map = experts.map is not None
         self.num_ranks, self.sum_domain = comm.num_ranks, sum_domain
+        self.has_domains = 1 < sum_domain < comm.num_ranks
         self.num_local_experts = experts.num_experts // comm.num_ranks
         self.overflow = torch.zeros((), dtype=torch.int64, device="cpu")
         self.num_dropped_checked = 0

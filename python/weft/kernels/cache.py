@@ -121,7 +121,8 @@ def _described(file: Path) -> tuple[str, str, str, str]:
     if not dtype and "row_bytes" in config:
         dtype = f"{config['row_bytes']} bytes"
     quantize = config.get("quantize", 0)
-    dtype += " -> fp8" if config.get("wire_is_fp8") else _QUANTIZE[quantize] if quantize < len(_QUANTIZE) else ""
+    is_fp8 = config.get("wire_is_fp8") or config.get("sum_is_fp8")
+    dtype += " -> fp8" if is_fp8 else _QUANTIZE[quantize] if quantize < len(_QUANTIZE) else ""
     return name, layout, dtype, f"up to {MAX_SMALL_TOKENS}" if name.startswith("small") else "any"
 
 

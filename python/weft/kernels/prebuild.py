@@ -47,6 +47,7 @@ class KernelShape:
     num_sms: int | None = None  # None: what Weft takes by itself
     small_num_sms: tuple[int, ...] = (DEFAULT.num_sms_else, *(num_sms for _, num_sms in DEFAULT.num_sms))
     layouts: tuple[str, ...] = LAYOUTS
+    sum_domain: int = 0  # of ExpertParallel; 0: none
 
     def num_sms_of(self, op: str, layout: str) -> int:
         """Of a large call."""
@@ -157,9 +158,10 @@ def _window(shape: KernelShape) -> dict[str, int]:
 def _combine_kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:
     """Only rank_major rows in their own type may be pulled, from the heap."""
     for layout, wire, side in _combine_forms(shape):
-        for has_push in (False, True) if layout == "rank_major" and wire is None else (True,):
+        may_be_pulled = layout == "rank_major" and (wire is None or shape.sum_domain > 0)
+        for has_push in (False, True) if may_be_pulled else (True,):
             where = "" if has_push else " from the heap"
-            name = f"combine {_layout_name(layout)}{where}, {wire or 'plain'}{', side' if side else ''}"
+            name = f"combine {_layout_name(layout)}{where}, {_wire_name(shape, wire)}{', side' if side else ''}"
             yield name, combine_source(shape, layout, wire, shared_bytes, has_push=has_push, has_side=side)
 
 
@@ -167,7 +169,7 @@ def _small_combine_kernels(shape: KernelShape) -> Iterator[tuple[str, str]]:
     """Whole calls, and the two halves of staged ones."""
     for layout, wire, side in _combine_forms(shape):
         for half in HALVES:
-            name = f"small combine {_layout_name(layout)}, {wire or 'plain'}{', side' if side else ''}"
+            name = f"small combine {_layout_name(layout)}, {_wire_name(shape, wire)}{', side' if side else ''}"
             yield f"{name}, {half}" if half else name, small_combine_source(shape, layout, wire, half, has_side=side)
 
 
@@ -182,6 +184,12 @@ def _combine_forms(shape: KernelShape) -> Iterator[tuple[str, str | None, bool]]
 
 def _layout_name(layout: str) -> str:
     return layout if layout == "rank_major" else "by expert"
+
+
+def _wire_name(shape: KernelShape, wire: str | None) -> str:
+    if shape.sum_domain == 0:
+        return wire or "plain"
+    return f"domains of {shape.sum_domain}" + (f" in {wire}" if wire else "")
 
 
 def combine_source(
@@ -213,7 +221,7 @@ def small_combine_source(
 def _combine_spec(shape: KernelShape, layout: str, wire: str | None, **fields: bool) -> Any:
     return _load.native().CombineSpec(
         layout=LAYOUTS.index(layout), hidden=shape.hidden, num_blocks=shape.num_sms_of("combine", layout),
-        dtype=_CODES[shape.dtype][0], wire_is_fp8=wire == "fp8", **fields,
+        dtype=_CODES[shape.dtype][0], wire_is_fp8=wire == "fp8", sum_domain=shape.sum_domain, **fields,
     )  # fmt: skip
 
 

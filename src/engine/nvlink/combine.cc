@@ -22,13 +22,21 @@ CombineKernelConfig kernel_config(const GpuWindowShape& shape, const CombineSpec
   config.hidden = static_cast<i32>(spec.hidden);
   config.dtype = spec.dtype;
   config.layout = spec.layout == Layout::kRankMajor ? Layout::kRankMajor : Layout::kExpertMajor;  // one kernel for both
-  config.wire_is_fp8 = spec.wire_is_fp8;
+  config.order = order_of(spec.order, spec.sum_domain, shape.num_ranks, spec.wire_is_fp8);
+  config.wire_is_fp8 = contributions_are_fp8(shape, spec);
   config.has_side = spec.has_side;
   return with_slots(config, has_push, shared_bytes);
 }
 
+bool contributions_are_fp8(const GpuWindowShape& shape, const CombineSpec& spec) {
+  return spec.wire_is_fp8 && !order_of(spec.order, spec.sum_domain, shape.num_ranks, spec.wire_is_fp8).has_domains();
+}
+
 CombineCall::CombineCall(Window& window, const CombineArgs& args, const Poll& poll)
-    : w_(window), a_(args), poll_(poll), may_be_pulled_(args.layout == Layout::kRankMajor && !args.wire_is_fp8) {}
+    : w_(window),
+      a_(args),
+      poll_(poll),
+      may_be_pulled_(args.layout == Layout::kRankMajor && !contributions_are_fp8(window.shape_, args)) {}
 
 void CombineCall::run() {
   if (a_.num_rows < 0 || a_.num_rows > INT32_MAX) {
@@ -146,6 +154,10 @@ static void check_addresses(const CombineArgs& args) {
 void Window::combine(const CombineArgs& args, const Poll& poll) {
   if (args.order != SumOrder::kRank || args.owner_weights != 0) {
     throw_unsupported("an order of additions other than 'rank' on the nvlink engine; need: the cpu engine");
+  }
+  if (args.sum_domain < 0 || args.sum_domain > shape_.num_ranks) {
+    throw_invalid_argument("sum_domain: " + std::to_string(args.sum_domain) + "; allowed: 0 to " +
+                           std::to_string(shape_.num_ranks));
   }
   check_addresses(args);
   const cuda::ContextScope scope(gpu_->context);

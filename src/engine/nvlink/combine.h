@@ -11,6 +11,9 @@ namespace weft::nvlink {
 CombineKernelConfig kernel_config(const GpuWindowShape& shape, const CombineSpec& spec, bool has_push,
                                   int shared_bytes);
 
+// With FP8 on the wire; not where it is the sums of domains that are rounded to it.
+bool contributions_are_fp8(const GpuWindowShape& shape, const CombineSpec& spec);
+
 // `wire_row_bytes`: of a contribution on its way.
 OperationConfig combine_operation(const CombineSpec& spec, i64 wire_row_bytes, bool is_brought = false);
 

@@ -70,7 +70,7 @@ void share_out(CombineKernelConfig& config, bool has_push, i32 room) {
 }  // namespace
 
 CombineKernelConfig with_slots(CombineKernelConfig config, bool has_push, int shared_bytes) {
-  i32 unit = config.wire_is_fp8 ? kQuantizeGroup : 16 / dtype_bytes(config.dtype);
+  i32 unit = config.wire_is_fp8 || config.order.sum_is_fp8 ? kQuantizeGroup : 16 / dtype_bytes(config.dtype);
   // Nothing is asked where all units are whole.
   if (config.wire_is_fp8 && config.hidden % config.most_of_unit() == 0) unit = config.most_of_unit();
   const i32 most_chunks = (config.hidden + unit - 1) / unit;

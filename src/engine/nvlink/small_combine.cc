@@ -16,7 +16,8 @@ SmallCombineKernelConfig small_kernel(const GpuWindowShape& shape, const Combine
   config.hidden = static_cast<i32>(spec.hidden);
   config.dtype = spec.dtype;
   config.layout = spec.layout == Layout::kRankMajor ? Layout::kRankMajor : Layout::kExpertMajor;  // one kernel for both
-  config.wire_is_fp8 = spec.wire_is_fp8;
+  config.order = order_of(spec.order, spec.sum_domain, shape.num_ranks, spec.wire_is_fp8);
+  config.wire_is_fp8 = contributions_are_fp8(shape, spec);
   config.has_side = spec.has_side;
   config.sends = spec.sends;
   config.receives = spec.receives;

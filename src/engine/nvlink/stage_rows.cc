@@ -1,5 +1,6 @@
 #include "engine/nvlink/stage_rows.h"
 
+#include "engine/nvlink/combine.h"
 #include "engine/nvlink/window.h"
 #include "weft/kernels/stage_rows_arguments.h"
 
@@ -22,7 +23,8 @@ constexpr i32 kMostStageRanks = 2;
 }  // namespace
 
 bool is_brought(const GpuWindowShape& shape, const CombineSpec& spec) {
-  if (spec.layout != Layout::kRankMajor || spec.wire_is_fp8 || spec.is_small || spec.stage_blocks == 0) return false;
+  if (spec.layout != Layout::kRankMajor || spec.is_small || spec.stage_blocks == 0) return false;
+  if (contributions_are_fp8(shape, spec)) return false;
   return shape.num_ranks > 1 && (spec.stage_blocks > 0 || shape.num_ranks <= kMostStageRanks);
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "weft/kernels/combine/block.cuh"
+#include "weft/kernels/domains.cuh"
 #include "weft/kernels/numbers.cuh"
 
 namespace weft::kernels {
@@ -52,7 +53,7 @@ class CombineReduce {
       if (goes_on) {
         const u8* own = nullptr;
         if constexpr (kConfig.adds_own_rows()) {
-          if (item.owner != kNoOwn)
+          if (own_place(item) != kNoOwn)
             own = own_row(b_.s.own_row[ring_][reader.cell()]) + item.chunk * kConfig.part() * Row::kBytes;
         }
         add_item(item, own, warp);
@@ -63,8 +64,16 @@ class CombineReduce {
   }
 
  private:
-  // In place of an item's owner stands which of its contributions is this rank's own row, added from where it is; or kNoOwn.
+  static constexpr bool kHasDomains = kConfig.order.has_domains();
+  // In place of an item's owner stands which of its contributions is this rank's own row, added from where it is; or kNoOwn. With
+  // domains the mask of its contributors, from which this follows.
   static constexpr u16 kNoOwn = 0xffff;
+  static_assert(!kHasDomains || kRanks <= 16);
+  __device__ i32 own_place(const RingItem& item) const {
+    if constexpr (!kHasDomains) return item.owner;
+    const u32 own_lane = 1u << b_.a.view.rank;
+    return (item.owner & own_lane) != 0 ? __popc(item.owner & (own_lane - 1)) : kNoOwn;
+  }
   __device__ const u8* own_row(i32 row) const { return b_.a.rows + static_cast<i64>(row) * kConfig.row_bytes(); }
 
   // Lanes of a token in read_plan: the next power of two.
@@ -108,14 +117,15 @@ class CombineReduce {
     if (is_lost) b_.leave();
     if (__any_sync(0xffffffffu, is_lost || b_.has_failed())) return false;
     u32 loaded = __ballot_sync(0xffffffffu, row >= 0);  // whose rows come into slots
+    const u16 contributors = static_cast<u16>(loaded);
     i32 own = -1;
-    u16 own_place = kNoOwn;
+    u16 place_of_own = kNoOwn;
     if constexpr (kConfig.adds_own_rows()) {
       const u32 own_lane = 1u << b_.a.view.rank;
       loaded &= ~own_lane;
       own = __shfl_sync(0xffffffffu, row, b_.a.view.rank);
       if (own >= 0) {
-        own_place = static_cast<u16>(__popc(loaded & (own_lane - 1)));
+        place_of_own = static_cast<u16>(__popc(loaded & (own_lane - 1)));
         if (b_.lane == 0) ptx::bulk_prefetch(own_row(own), static_cast<u32>(kConfig.row_bytes()));
       }
     }
@@ -137,7 +147,8 @@ class CombineReduce {
       if constexpr (kConfig.adds_own_rows()) {
         if (b_.lane == 0) b_.s.own_row[ring_][writer.cell()] = own;
       }
-      writer.announce({.count = count, .index = index, .chunk = static_cast<u16>(part), .owner = own_place},
+      const u16 owner = kHasDomains ? contributors : place_of_own;
+      writer.announce({.count = count, .index = index, .chunk = static_cast<u16>(part), .owner = owner},
                       static_cast<u32>(count) * num_bytes);
       if (is_loaded) {
         ptx::bulk_load(b_.reduce_slot(ring_, writer.slot(__popc(loaded & ptx::lanes_below()))),
@@ -156,18 +167,19 @@ class CombineReduce {
 #pragma unroll
     for (i32 idx = 0; idx < kAtOnce; ++idx) {
       const i32 at = first + idx;
-      i32 slot = item.first + at - (kConfig.adds_own_rows() && at > item.owner ? 1 : 0);
+      i32 slot = item.first + at - (kConfig.adds_own_rows() && at > own_place(item) ? 1 : 0);
       if (slot >= kConfig.ring_slots()) slot -= kConfig.ring_slots();
-      rows[idx] = kConfig.adds_own_rows() && at == item.owner ? own : b_.reduce_slot(ring_, slot);
+      rows[idx] = kConfig.adds_own_rows() && at == own_place(item) ? own : b_.reduce_slot(ring_, slot);
     }
   }
-  __device__ static i32 num_rows(const RingItem& item) {
-    return item.count + (kConfig.adds_own_rows() && item.owner != kNoOwn ? 1 : 0);
+  __device__ i32 num_rows(const RingItem& item) const {
+    return item.count + (kConfig.adds_own_rows() && own_place(item) != kNoOwn ? 1 : 0);
   }
 
   // By code that knows how many there are: nothing is asked between loads and additions. With a bias one by one, which saves
   // registers.
   __device__ void add_item(const RingItem& item, const u8* own, i32 warp) const {
+    if constexpr (kHasDomains) return add_domains(item, own, warp);
     const i32 count = num_rows(item);
     if (b_.a.bias != nullptr) return add_rows<1, true>(item, own, warp);
     if (count <= 1) return add_rows<1>(item, own, warp);
@@ -205,6 +217,44 @@ class CombineReduce {
       for (i32 part = 0; part < kVector; part += Row::kVector) {
         *reinterpret_cast<Packed*>(out + (element + part) * Row::kBytes) = Row::pack(&total[part]);
       }
+    }
+  }
+
+  // Domain by domain, ranks ascending in each.
+  __device__ void add_domains(const RingItem& item, const u8* own, i32 warp) const {
+    using Sums = Domains<kConfig.order, kConfig.dtype>;
+    constexpr i32 kMost = kConfig.order.sum_domain < kAtOnce ? kConfig.order.sum_domain : kAtOnce;
+    const i32 elements = kConfig.part_elements(item.chunk);
+    const i32 column = item.chunk * kConfig.part();
+    u8* out = b_.a.out + b_.token_of(item.index) * static_cast<i64>(kConfig.row_bytes()) + column * Row::kBytes;
+    for (i32 first = warp * 32 * kVector; first < elements; first += kWarps * 32 * kVector) {
+      // The whole warp goes through the loop, but only lanes before the end know the scale of what they have.
+      const i32 element = min(first + b_.lane * kVector, elements - kVector);
+      const Place place = place_of(element, elements);
+      float total[kVector] = {};
+      i32 next = 0;
+#pragma unroll 1
+      for (u32 left = item.owner; left != 0;) {
+        const u32 domain = Sums::first_of(left);
+        left &= ~domain;
+        float sum[kVector] = {};
+#pragma unroll 1
+        for (const i32 end = next + __popc(domain); next < end;) {
+          const u8* rows[kAtOnce];
+          find_rows(item, own, next, rows);
+          const bool is_full = end - next >= kMost;
+          if (is_full) {
+            add_vectors<kMost>(rows, place, sum);
+          } else {
+            add_vectors<1>(rows, place, sum);
+          }
+          next += is_full ? kMost : 1;
+        }
+        Sums::add(sum, total);
+      }
+      if (b_.a.bias != nullptr) add_bias(b_.token_of(item.index), column + element, total);
+      if (first + b_.lane * kVector < elements)
+        *reinterpret_cast<Packed*>(out + element * Row::kBytes) = Row::pack(total);
     }
   }
 

@@ -2,6 +2,7 @@
 // ranks, and writes it.
 #pragma once
 
+#include "weft/kernels/domains.cuh"
 #include "weft/kernels/numbers.cuh"
 #include "weft/kernels/small/combine_block.cuh"
 
@@ -68,6 +69,7 @@ class SmallCombineReduce {
 
   template <i32 kVectors>
   __device__ void add(const transport::Flight& flight, const SmallPlace& place, const GpuRankMask& from) const {
+    if constexpr (kConfig.order.has_domains()) return add_domains<kVectors>(flight, place, from.word);
     constexpr i32 kAtOnce = at_once(kVectors);
     const u8* first = b_.slot(flight, b_.a.view.rank, 0, place.token);
     const u64 stride = static_cast<u64>(b_.a.view.layout.small_tokens) * b_.a.view.layout.small_row_bytes;
@@ -89,6 +91,30 @@ class SmallCombineReduce {
 #pragma unroll
         for (i32 vector = 0; vector < kVectors; ++vector) add_part(part[idx][vector], total[vector]);
       }
+    }
+#pragma unroll
+    for (i32 idx = 0; idx < kVectors; ++idx) write(place.token, b_.element(place, idx), place.end, total[idx]);
+  }
+
+  // Domain by domain, one contribution at a time: a second sum takes the registers of more.
+  template <i32 kVectors>
+  __device__ void add_domains(const transport::Flight& flight, const SmallPlace& place, u32 left) const {
+    using Sums = Domains<kConfig.order, kConfig.dtype>;
+    const u8* first = b_.slot(flight, b_.a.view.rank, 0, place.token);
+    const u64 stride = static_cast<u64>(b_.a.view.layout.small_tokens) * b_.a.view.layout.small_row_bytes;
+    float total[kVectors][kVector] = {};
+    while (left != 0) {
+      u32 domain = Sums::first_of(left);
+      left &= ~domain;
+      float sum[kVectors][kVector] = {};
+      for (; domain != 0; domain &= domain - 1) {
+        Part part[kVectors];
+        load(first + static_cast<u64>(__ffs(static_cast<i32>(domain)) - 1) * stride, place, part);
+#pragma unroll
+        for (i32 idx = 0; idx < kVectors; ++idx) add_part(part[idx], sum[idx]);
+      }
+#pragma unroll
+      for (i32 idx = 0; idx < kVectors; ++idx) Sums::add(sum[idx], total[idx]);
     }
 #pragma unroll
     for (i32 idx = 0; idx < kVectors; ++idx) write(place.token, b_.element(place, idx), place.end, total[idx]);
