@@ -73,7 +73,8 @@ def test_signatures() -> None:
     spawn = {"fn": empty, "num_ranks": 4, "args": (), "device": "auto", "isolation": "process"}
     assert defaults(weft.spawn).items() >= spawn.items()
     connect = {
-        "device": None, "engine": "auto", "placement": "auto", "timeout_s": 300.0, "decide": None, "secret": None
+        "device": None, "engine": "auto", "placement": "auto", "timeout_s": 300.0, "decide": None, "secret": None,
+        "max_ranks": None,
     }  # fmt: skip
     assert defaults(weft.Communicator.from_process_group) == {"group": None, **connect}
     assert defaults(weft.Communicator.from_env) == connect
