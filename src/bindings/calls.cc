@@ -132,6 +132,20 @@ DispatchResult dispatch_unlocked(CallWindow& window, const DispatchArgs& args) {
   return window.dispatch(args, signal_poll());
 }
 
+// What a first dispatch is given by its caller.
+DispatchArgs first_args(const DispatchSpec& spec, u64 stream, i64 num_tokens, u64 x, u64 scales, u64 topk_idx,
+                        u64 topk_weights, u64 overflow) {
+  DispatchArgs args{spec, {}};
+  args.stream = stream;
+  args.num_tokens = num_tokens;
+  args.x = x;
+  args.scales = scales;
+  args.topk_idx = topk_idx;
+  args.topk_weights = topk_weights;
+  args.overflow = overflow;
+  return args;
+}
+
 // Without room in the heap rows of GPUs wait for the caller's memory; the cpu engine finds other memory itself.
 bool is_made(const CallWindow& window, const DispatchResult& result) {
   return result.in_heap || window.gpu_index() < 0;
@@ -141,14 +155,7 @@ bool is_made(const CallWindow& window, const DispatchResult& result) {
 nb::object dispatch_first(CallWindow& window, const DispatchSpec& spec, u64 stream, i64 num_tokens, u64 x, u64 scales,
                           u64 topk_idx, u64 topk_weights, u64 overflow, nb::handle from_dlpack, u64 sizes,
                           u64 send_plan, u64 experts) {
-  DispatchArgs args{spec, {}};
-  args.stream = stream;
-  args.num_tokens = num_tokens;
-  args.x = x;
-  args.scales = scales;
-  args.topk_idx = topk_idx;
-  args.topk_weights = topk_weights;
-  args.overflow = overflow;
+  DispatchArgs args = first_args(spec, stream, num_tokens, x, scales, topk_idx, topk_weights, overflow);
   args.sizes = sizes;
   args.send_plan = send_plan;
   args.experts = experts;
@@ -252,14 +259,7 @@ std::optional<std::pair<i64, Routing>> dispatch_small(CallWindow& window, const 
                                                       i64 room, u64 out_x, u64 out_scales) {
   std::vector<Array> made = reserve_together(window, wanted, stream);
   if (made.size() != 5) return std::nullopt;
-  DispatchArgs args{spec, {}};
-  args.stream = stream;
-  args.num_tokens = num_tokens;
-  args.x = x;
-  args.scales = scales;
-  args.topk_idx = topk_idx;
-  args.topk_weights = topk_weights;
-  args.overflow = overflow;
+  DispatchArgs args = first_args(spec, stream, num_tokens, x, scales, topk_idx, topk_weights, overflow);
   args.num_rows = room;
   args.out_x = out_x;
   args.out_scales = out_scales;
