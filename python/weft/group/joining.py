@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,7 @@ from weft.membership import Change
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+    from typing_extensions import Self
 
     from weft import _native
 
@@ -36,8 +37,6 @@ CONNECT_TIMEOUT_S = 300.0
 _LEAST_CONNECT_S = 1.0  # for ranks that met right before the deadline
 _THREADS = "threads of one process"
 _ENGINE_TAG = 1 << 23  # of the exchange for the choice of the engine
-
-Made = TypeVar("Made", bound="Joining")
 
 
 class Joining(Sleeping):
@@ -73,7 +72,7 @@ class Joining(Sleeping):
 
     @classmethod
     def from_process_group(
-        cls: type[Made],
+        cls,
         group: torch.distributed.ProcessGroup | None = None,
         *,
         device: torch.device | str | int | None = None,
@@ -83,7 +82,7 @@ class Joining(Sleeping):
         decide: Decide | None = None,
         secret: Secret = None,
         max_ranks: int | None = None,
-    ) -> Made:
+    ) -> Self:
         """Ranks of a torch.distributed group (default: the whole world). Collective over it.
 
         Any backend serves, gloo included: only one fixed-size tensor of bytes a rank is gathered, nothing is pickled,
@@ -145,7 +144,7 @@ class Joining(Sleeping):
 
     @classmethod
     def from_allgather(
-        cls: type[Made],
+        cls,
         rank: int,
         num_ranks: int,
         allgather: Callable[[bytes], Sequence[bytes]],
@@ -155,7 +154,7 @@ class Joining(Sleeping):
         placement: str | Placement = "auto",
         timeout_s: float = CONNECT_TIMEOUT_S,
         max_ranks: int | None = None,
-    ) -> Made:
+    ) -> Self:
         """Ranks that can gather bytes in a way of their own, such as mpi4py's `comm.allgather`. Collective.
 
         `allgather` is called once, with bytes of this rank, equally many on each, and returns those of all ranks, by
@@ -182,7 +181,7 @@ class Joining(Sleeping):
 
     @classmethod
     def from_env(
-        cls: type[Made],
+        cls,
         device: torch.device | str | int | None = None,
         *,
         engine: str = "auto",
@@ -191,7 +190,7 @@ class Joining(Sleeping):
         decide: Decide | None = None,
         secret: Secret = None,
         max_ranks: int | None = None,
-    ) -> Made:
+    ) -> Self:
         """Ranks started by torchrun, or by anything that sets its variables; without them a group of one rank.
         Collective.
 
@@ -237,7 +236,7 @@ class Joining(Sleeping):
 
     @classmethod
     def _connect(
-        cls: type[Made],
+        cls,
         rank: int,
         num_ranks: int,
         share: Callable[[bytes], list[bytes]],
@@ -249,7 +248,7 @@ class Joining(Sleeping):
         placement: str | Placement = "auto",
         network: Network | None = None,
         max_ranks: int | None = None,
-    ) -> Made:
+    ) -> Self:
         """Connect processes: `share` is given this rank's endpoint and returns those of all ranks. With a `network`
         they may be on several machines.
 
@@ -287,13 +286,13 @@ class Joining(Sleeping):
 
     @classmethod
     def _local(
-        cls: type[Made],
+        cls,
         native: _native.Communicator,
         device: torch.device | str | int | None = None,
         *,
         engine: str = "auto",
         placement: Placement | None = None,
-    ) -> Made:
+    ) -> Self:
         """A rank that is a thread of this process; `placement` (resolved) binds this thread alone."""
         try:
             where = device_of(device)
