@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import weft
-from pool import Pool, RankFailed, RankState
+from pool import Pool, RankState, run_threads
 
 NUM_GPUS = torch.cuda.device_count()  # by NVML: CUDA is not started
 _cpu = Tensor.cpu
@@ -64,14 +63,7 @@ class ThreadRanks:
         *,
         may_die: Collection[int] = (),
     ) -> list[Any]:
-        def work(comm: weft.Communicator) -> Any:
-            return OnDevice(function)(RankState(comm.rank, {num_ranks: comm}, num_ranks), args[comm.rank])
-
-        outcomes = weft.spawn(work, num_ranks, device="cuda", isolation="thread", on_failure="return")
-        failed = [f"rank {rank}: {each!r}" for rank, each in enumerate(outcomes) if isinstance(each, BaseException)]
-        if failed:
-            raise RankFailed("\n".join(failed))
-        return outcomes
+        return run_threads(num_ranks, OnDevice(function), args, device="cuda")
 
 
 class ProcessRanks:

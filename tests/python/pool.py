@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from weft import Communicator
+from weft import Communicator, spawn
 
 MAX_RANKS = 8
 ANSWER_TIMEOUT_S = 120.0
@@ -45,6 +45,21 @@ class RankState:
     @property
     def comm(self) -> Communicator:
         return self.communicators[self.num_ranks]
+
+
+def run_threads(
+    num_ranks: int, function: Callable[[RankState, Any], Any], args: Sequence[Any], *, device: str
+) -> list[Any]:
+    """As `Pool.run`, on ranks that are threads of this process."""
+
+    def work(comm: Communicator) -> Any:
+        return function(RankState(comm.rank, {num_ranks: comm}, num_ranks), args[comm.rank])
+
+    outcomes = spawn(work, num_ranks, device=device, isolation="thread", on_failure="return")
+    failed = [f"rank {rank}: {each!r}" for rank, each in enumerate(outcomes) if isinstance(each, BaseException)]
+    if failed:
+        raise RankFailed("\n".join(failed))
+    return outcomes
 
 
 class Pool:
