@@ -22,11 +22,12 @@ import torch
 import weft
 import weft.engine
 from weft.bench.apart import apart
-from weft.bench.suite import machine_facts
+from weft.bench.facts import machine_facts
+from weft.bench.timing import replays_in_turn
 from weft.kernels import paths as kernel_paths
 
 HIDDEN, EXPERTS, TOP_K, DEADLINE_S = 7168, 256, 8, 20.0
-SAMPLES, LEFT_OUT = 60, 5
+SAMPLES = 60
 Case = dict[str, Any]
 CASES: tuple[Case, ...] = (
     {"tokens": 4096, "layout": "rank_major", "quantize": None},
@@ -37,7 +38,7 @@ CASES: tuple[Case, ...] = (
 )
 SMALL_TOKENS = 128  # and fewer: the kernels for small batches
 PATHS = kernel_paths.compiler_paths()
-Timed = tuple[torch.cuda.CUDAGraph, int, int, Any]  # calls in it, how often it is replayed in a sample, what it uses
+Timed = tuple[torch.cuda.CUDAGraph, int, Any]  # calls in it, what it uses
 KEPT: list[Any] = []  # what windows use
 
 
@@ -92,31 +93,18 @@ def graphs_of(comm: weft.Communicator, case: Case, number: int) -> tuple[weft.Ex
     options = {name: case[name] for name in ("layout", "quantize")} | {"capacity": capacity, "mode": mode}
     r = ep.dispatch(x, ids, weights, max_tokens=tokens, **options)
     y = torch.zeros(*r.handle.rows_shape, HIDDEN, dtype=torch.bfloat16, device=comm.device)
-    num_calls, num_replays = (10, 5) if is_small else (4, 2)
+    num_calls = 10 if is_small else 4
     made = {
         "dispatch": captured(lambda: ep.dispatch(x, ids, weights, max_tokens=tokens, **options), num_calls),
         "combine": captured(lambda: ep.combine(y, r.handle, mode=mode), num_calls),
     }
-    return ep, {op: (graph, num_calls, num_replays, kept) for op, (graph, kept) in made.items()}
+    return ep, {op: (graph, num_calls, kept) for op, (graph, kept) in made.items()}
 
 
 def times_in_turn(comm: weft.Communicator, graphs: Sequence[Timed]) -> list[list[float]]:
     """Of each graph: us of a call, by sample."""
-    events: list[list[tuple[Any, Any]]] = [[] for _ in graphs]
-    torch.cuda.current_stream().synchronize()
-    comm.meet(DEADLINE_S)
-    for _ in range(SAMPLES + LEFT_OUT):
-        for (graph, _, num_replays, _), pairs in zip(graphs, events, strict=True):
-            pairs.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
-            pairs[-1][0].record()
-            for _ in range(num_replays):
-                graph.replay()
-            pairs[-1][1].record()
-    torch.cuda.current_stream().synchronize()
-    return [
-        [begin.elapsed_time(end) * 1e3 / (num_calls * num_replays) for begin, end in pairs[LEFT_OUT:]]
-        for (_, num_calls, num_replays, _), pairs in zip(graphs, events, strict=True)
-    ]
+    timed = [(graph.replay, num_calls) for graph, num_calls, _ in graphs]
+    return [times.gpu_us for times in replays_in_turn(timed, samples=SAMPLES, meet=lambda: comm.meet(DEADLINE_S))]
 
 
 def run_rank(

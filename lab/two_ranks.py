@@ -32,8 +32,8 @@ import weft.engine
 from weft import _load, env
 from weft.bench.apart import apart
 from weft.bench.cases import ALIGNMENT, EXPERTS, TOP_K, Case
+from weft.bench.facts import machine_facts
 from weft.bench.samples import Samples
-from weft.bench.suite import machine_facts
 from weft.bench.timing import time_calls
 from weft.kernels import paths as kernel_paths
 from weft.kernels import prebuild

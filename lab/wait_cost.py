@@ -17,7 +17,7 @@ import compare_kernels
 
 import weft
 from weft.bench.apart import apart
-from weft.bench.suite import machine_facts
+from weft.bench.facts import machine_facts
 from weft.kernels import paths as kernel_paths
 
 AS_THEY_ARE = "as they are"

@@ -7,6 +7,7 @@ behind their end, in CUDA graphs. Host: whole calls, and their native part.
 docs/benchmarking.md explains the fields.
 """
 
+import functools
 import json
 import shutil
 import statistics
@@ -21,7 +22,8 @@ from compare_kernels import captured
 import weft
 import weft.engine
 from weft.bench.apart import apart
-from weft.bench.suite import machine_facts
+from weft.bench.facts import machine_facts
+from weft.bench.timing import replays_in_turn, time_calls
 from weft.kernels import paths as kernel_paths
 
 DISPATCH, COMBINE = "small/dispatch_entry.cuh", "small/combine_entry.cuh"
@@ -77,7 +79,7 @@ __device__ inline void end_notes(i32 end) {
 }
 """
 HIDDEN, EXPERTS, TOP_K, MOST_TOKENS = 7168, 256, 8, 128
-CALLS, REPLAYS, SAMPLES, LEFT_OUT, HOST_CALLS, HOST_ROUND = 10, 5, 60, 5, 400, 20
+CALLS, SAMPLES, HOST_CALLS, HOST_ROUND = 10, 60, 400, 20
 KEPT = []  # what windows use
 
 
@@ -168,20 +170,10 @@ def on_the_gpu(comm, folder):
             kernel_paths.compiler_paths, number = original, number + 1
             graph, result = captured(getattr(layer, op), CALLS)
             kept.append((layer, graph, result))
-            comm.meet(60.0)
-            times = []
-            for sample in range(SAMPLES + LEFT_OUT):
-                if sample == LEFT_OUT:
-                    sums.zero_()
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                for _ in range(REPLAYS):
-                    graph.replay()
-                end.record()
-                times.append((begin, end))
             clock_mhz = torch.cuda.clock_rate(comm.device)
-            torch.cuda.synchronize()
-            call_us = statistics.median(a.elapsed_time(b) for a, b in times[LEFT_OUT:]) * 1e3 / (CALLS * REPLAYS)
+            timed, meet = [(graph.replay, CALLS)], functools.partial(comm.meet, 60.0)
+            (times,) = replays_in_turn(timed, samples=SAMPLES, meet=meet, begin=sums.zero_)
+            call_us = statistics.median(times.gpu_us)
             blocks = sums[sums[:, 0, 1] > 0].double()
             means = (blocks[..., 0] / blocks[..., 1] / clock_mhz).T.tolist()
             found[op, tokens] = call_us, clock_mhz, dict(zip(places_of(op), means, strict=False))
@@ -212,18 +204,11 @@ class Timed:
         return timed
 
 
-def host_us(call):
+def host_us(comm, call):
     """Of a call: mean over calls, of which none finds HOST_ROUND others in front of it on the GPU."""
-    seconds = 0.0
-    for number in range(HOST_CALLS):
-        if number % HOST_ROUND == 0:
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        result = call()
-        seconds += time.perf_counter() - begin
-        del result
-    torch.cuda.synchronize()
-    return seconds / HOST_CALLS * 1e6
+    options = {"iters": HOST_ROUND, "warmup": 0, "device": comm.device, "meet": lambda: None}
+    rounds = [time_calls(call, **options) for _ in range(HOST_CALLS // HOST_ROUND)]
+    return statistics.mean(us for times in rounds for us in times.host_us)
 
 
 def on_the_host(comm):
@@ -235,10 +220,10 @@ def on_the_host(comm):
             call = getattr(layer, op)
             for _ in range(HOST_ROUND):  # the first may compile
                 call()
-            whole_us = host_us(call)
+            whole_us = host_us(comm, call)
             window = layer.ep.calls.windows[0]
             window.native = timed = Timed(window.native)
-            host_us(call)
+            host_us(comm, call)
             native_us = timed.seconds / HOST_CALLS * 1e6
             window.native = timed.native
             found[mode, op] = {"host_us": whole_us, "native_us": native_us}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from weft.bench.options import Options, one_shape
 from weft.bench.ranks import Row, times
-from weft.bench.report import _copy_rate, _rates, _with_mean
+from weft.bench.report import _bound, _copy_rate, _with_mean
+from weft.bench.rows import row_bytes, traffic
 
 ROWS = {"out_rows": [7, 9], "logical_rows": [10, 10], "result_bytes": 5}
 RANKS: list[Row] = [
@@ -40,18 +43,19 @@ def test_a_call_takes_as_long_as_its_slowest_rank() -> None:
 )
 def test_bytes_of_an_operation(op: str, copied: float, wire: int, logical: int) -> None:
     case = next(case for case in one_shape(Options(hidden=64)) if case.op == op)
-    rates = _rates(case, RANKS, 2.0, copy_rate=1e6)
+    rates = traffic(case, RANKS[0], 2.0) | _bound(case, RANKS, 2.0, copy_rate=1e6)
     assert rates["memory_copy_bound_us"] == pytest.approx(copied)
     assert rates["ratio_vs_memory_copy"] == pytest.approx(copied / 2.0)
     assert (rates["wire_bytes"], rates["logical_bytes"], rates["result_bytes"]) == (wire, logical, 5)
     assert rates["wire_gb_per_s"] == pytest.approx(wire / 2e-6 / 1e9)
 
 
-@pytest.mark.parametrize(("quantize", "row_bytes"), [("none", 260), ("fp8", 138), ("fp8_ue8m0", 132)])
-def test_scales_travel_with_their_rows(quantize: str, row_bytes: int) -> None:
+@pytest.mark.parametrize(("quantize", "num_bytes"), [("none", 260), ("fp8", 138), ("fp8_ue8m0", 132)])
+def test_scales_travel_with_their_rows(quantize: str, num_bytes: int) -> None:
     """130 values have two scales."""
     case = one_shape(Options(hidden=130, quantize=quantize))[0]
-    assert _rates(case, RANKS, 2.0, None)["wire_bytes"] == 9 * row_bytes
+    assert traffic(case, RANKS[0], 2.0)["wire_bytes"] == 9 * num_bytes
+    assert row_bytes(replace(case, op="step", quantize="none", rows="fp8", wire="fp8")) == (138, 138)
 
 
 def test_copies_of_all_ranks_count_from_the_first_to_the_last() -> None:

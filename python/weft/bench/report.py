@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.bench.cases import Case
+from weft.bench.facts import cpu_name, machine_facts
 from weft.bench.options import Options, one_shape
 from weft.bench.ranks import Row, run_cases, times
+from weft.bench.rows import row_bytes, traffic
 from weft.machine import where
 
-_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-_SCALE_BYTES = {"none": 0, "fp8": 4, "fp8_ue8m0": 1}  # of a scale, of 128 values each
 _IMPORT_CODE = """import sys, time
 sys.path.insert(0, sys.argv[1])
 start = time.perf_counter()
@@ -87,15 +87,18 @@ def _rows_of(
     from weft.bench.baselines import baseline_key
 
     common = {"kind": "bench", "op": case.op, **_shape(options)}
-    mine, other = _with_mean(note), baselines.get(baseline_key(case))
-    theirs = None if other is None else _with_mean(other)
+    copies, other = copy_rate if device.startswith("cpu") else None, baselines.get(baseline_key(case))
+
+    def measured(of_library: list[Row]) -> Row:
+        found = _with_mean(of_library)
+        return found | traffic(case, note[0], found["time_us"]) | _bound(case, note, found["time_us"], copies)
+
+    mine, theirs = measured(note), None if other is None else measured(other)
     ratio = None if theirs is None else theirs["time_us"] / mine["time_us"]
-    rates = _rates(case, note, mine["time_us"], copy_rate if device.startswith("cpu") else None)
-    rows = [{**common, "library": "weft", "source": case.source, **mine, **rates, "ratio_vs_all_to_all": ratio}]
+    rows = [{**common, "library": "weft", "source": case.source, **mine, "ratio_vs_all_to_all": ratio}]
     if theirs is not None and case.source != "ordinary":
-        rates = _rates(case, note, theirs["time_us"], copy_rate if device.startswith("cpu") else None)
         library = {"library": "all_to_all_single", "source": None}
-        rows.append({**common, **library, **theirs, **rates, "ratio_vs_all_to_all": 1.0})
+        rows.append({**common, **library, **theirs, "ratio_vs_all_to_all": 1.0})
     return rows
 
 
@@ -110,25 +113,15 @@ def _shape(options: Options) -> Row:
     return {name: getattr(options, name) for name in (*names, *more)}
 
 
-def _rates(case: Case, ranks: Sequence[Row], time_us: float, copy_rate: float | None) -> Row:
-    """Bytes, rates and the memory-copy bound of one row. Rates: the busiest rank; bound: all ranks; None without a rate
-    of copies.
-    """
-    values = case.hidden if case.quantize != "none" else case.hidden * _BYTES[case.dtype]
-    dispatch_bytes = (values + -(-case.hidden // 128) * _SCALE_BYTES[case.quantize]) * (case.op != "combine")
-    combine_bytes = case.hidden * _BYTES[case.dtype] * (case.op != "dispatch")
-    wire = max(ranks[0]["out_rows"]) * (dispatch_bytes + combine_bytes)
-    logical = max(ranks[0]["logical_rows"]) * (dispatch_bytes + combine_bytes)
+def _bound(case: Case, ranks: Sequence[Row], time_us: float, copy_rate: float | None) -> Row:
+    """The memory-copy bound, of all ranks; None without a rate of copies."""
+    dispatch_bytes, combine_bytes = row_bytes(case)
     bound_bytes = 0.0
     for rank in ranks:
         bound_bytes += rank["received_rows"] * dispatch_bytes
         bound_bytes += (rank["received_rows"] + rank["num_tokens"]) / 2 * combine_bytes
     bound_us = None if copy_rate is None else bound_bytes / copy_rate * 1e6
     return {
-        "wire_bytes": wire,
-        "wire_gb_per_s": wire / time_us / 1e3,
-        "logical_bytes": logical,
-        "logical_gb_per_s": logical / time_us / 1e3,
         "result_bytes": max(rank["result_bytes"] for rank in ranks),
         "memory_copy_bound_us": bound_us,
         "ratio_vs_memory_copy": None if bound_us is None else bound_us / time_us,
@@ -142,16 +135,10 @@ def _copy_rate(copies: Sequence[Row]) -> float:
 
 
 def _machine(ranks: Sequence[Row], copies: Sequence[Row], copy_rate: float, load_average: float) -> Row:
-    import torch
-
-    import weft
-
     rank = ranks[0]
     return {
         "kind": "machine",
-        "weft": weft.__version__,
-        "commit": commit(),
-        "torch": torch.__version__,
+        **machine_facts(rank["device"]),
         "python": platform.python_version(),
         "os": platform.platform(),
         "cpu": cpu_name(),
@@ -159,7 +146,6 @@ def _machine(ranks: Sequence[Row], copies: Sequence[Row], copy_rate: float, load
         "load_average": load_average,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "device": rank["device"],
-        "device_name": torch.cuda.get_device_name() if rank["device"].startswith("cuda") else None,
         "engine": rank["engine"],
         "placement": rank["placement"],
         "rank_cpus": [each["cpus"] for each in ranks],
@@ -181,29 +167,3 @@ def _import_seconds() -> float:
     command = [sys.executable, "-c", _IMPORT_CODE, str(Path(__file__).parents[2])]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     return float(done.stdout)
-
-
-def commit() -> str | None:
-    """The commit of the source tree this package lies in, "+" if it has changes; None if it lies in none."""
-    root = Path(__file__).resolve().parents[3]
-    if not (root / ".git").exists():
-        return None
-    try:
-        head = subprocess.run(
-            ["git", "-C", root, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
-        )
-        dirty = subprocess.run(
-            ["git", "-C", root, "diff", "--quiet", "HEAD", "--", "python", "src", "include"], check=False
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return head.stdout.strip() + ("+" if dirty.returncode else "")
-
-
-def cpu_name() -> str | None:
-    """Of the processor, as Linux gives it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)

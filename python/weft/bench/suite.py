@@ -9,14 +9,12 @@ from typing import Any
 from weft.bench.ahead import compile_ahead, of_cases
 from weft.bench.apart import COMPILE_S, apart
 from weft.bench.cases import TOKENS, Case, cases
+from weft.bench.facts import machine_facts
 from weft.bench.link import LinkPoint, measure, rising
 from weft.bench.options import SuiteOptions
-from weft.bench.ranks import run_cases, slowest, times
-from weft.bench.report import commit, cpu_name
+from weft.bench.ranks import Row, run_cases, slowest, times
+from weft.bench.rows import row_bytes, traffic
 from weft.kernels import tables as tuning_files
-from weft.kernels.paths import nvrtc_version
-
-Row = dict[str, Any]
 
 _SWEEP = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32)  # SMs of the link's curve
 _MUST_RATIO, _STRETCH_RATIO = 0.90, 0.96  # of the link's limit, 16 SMs
@@ -144,7 +142,7 @@ def _case_row(case: Case, note: list[Row], options: SuiteOptions, limits: Any, b
     row |= times(note)
     row |= {key: max(rank[key] for rank in note) for key in ("result_bytes", "heap_peak_bytes") if key in note[0]}
     row |= _work(note)
-    row |= _traffic(case, note[0], options, limits, row["time_us"])
+    row |= traffic(case, note[0], row["time_us"]) | _link(case, note[0], limits, row["time_us"])
     baseline = baselines.get(baseline_key(case), {})
     row["all_to_all_us"], row["packed_us"] = baseline.get("gpu_us"), baseline.get("packed_us")
     row["all_to_all_kernel_us"] = baseline.get("kernel_us")
@@ -168,26 +166,13 @@ def _work(note: list[Row]) -> Row:
     }
 
 
-def row_bytes(case: Case, hidden: int) -> int:
-    """Bytes of a row on the wire, scales included; of a step both ways together."""
-    narrow, wide = hidden + 4 * (hidden // 128), 2 * hidden
-    dispatched = narrow if case.rows == "fp8" or case.quantize != "none" else wide
-    combined = narrow if case.wire == "fp8" else wide
-    both = dispatched + combined
-    return {"dispatch": dispatched, "combine": combined, "both": both, "step": both}[case.op]
-
-
-def _traffic(case: Case, note: Row, options: SuiteOptions, limits: Any, time_us: float) -> Row:
-    """Bytes and rates. Wire: of the rank that sends most. Link: of the busiest direction of any rank."""
-    num_bytes = row_bytes(case, options.hidden)
-    wire, logical = max(note["out_rows"]) * num_bytes, max(note["logical_rows"]) * num_bytes
+def _link(case: Case, note: Row, limits: Any, time_us: float) -> Row:
+    """Bytes of the busiest direction of any rank's link, and its limit."""
+    num_bytes = sum(row_bytes(case))
     busiest = max(*note["out_rows"], *note["in_rows"]) * num_bytes
-    limit = limits.get(_point(case, options.hidden)) if _has_limit(case) else None
+    limit = limits.get(_point(case)) if _has_limit(case) else None
     return {
         "row_bytes": num_bytes,
-        "wire_bytes": wire,
-        "wire_gb_per_s": wire / time_us / 1e3,
-        "logical_gb_per_s": logical / time_us / 1e3,
         "link_bytes": busiest,
         "link_kind": case.link_kind,
         "link_gb_per_s": None if limit is None else limit / 1e9,
@@ -204,23 +189,18 @@ def _memory_row(note: list[Row]) -> Row:
 # ---- links, machine, targets
 
 
-def _point(case: Case, hidden: int) -> LinkPoint:
+def _point(case: Case) -> LinkPoint:
     """The limit that a case is set against; rows with scales count as rows, since scales travel beside them."""
-    data = row_bytes(case, hidden) if case.op == "step" else _data_bytes(case, hidden)
-    return LinkPoint(case.link_kind, data, case.num_sms)
+    is_wide = sum(row_bytes(case)) == 2 * case.hidden
+    return LinkPoint(case.link_kind, case.hidden * (2 if is_wide else 1), case.num_sms)
 
 
 def _has_limit(case: Case) -> bool:
     return case.op != "step" and not case.is_graphed
 
 
-def _data_bytes(case: Case, hidden: int) -> int:
-    is_narrow = row_bytes(case, hidden) != 2 * hidden
-    return hidden if is_narrow else 2 * hidden
-
-
 def _link_rates(chosen: Sequence[Case], options: SuiteOptions) -> dict[LinkPoint, float]:
-    points = {_point(case, options.hidden) for case in chosen if _has_limit(case)}
+    points = {_point(case) for case in chosen if _has_limit(case)}
     for kind, num_bytes in (("push", 2 * options.hidden), ("push", options.hidden), ("pull", 2 * options.hidden)):
         points |= {LinkPoint(kind, num_bytes, num_sms) for num_sms in _SWEEP}
     return measure(points, options.ranks)
@@ -237,51 +217,6 @@ def _link_rows(rates: dict[LinkPoint, float], limits: dict[LinkPoint, float], st
             "measured_gb_per_s": rate / 1e9,
             **stamp,
         }
-
-
-def machine_facts(device: str) -> Row:
-    """What it runs on. The GPU's facts come from NVML: no CUDA before the ranks are forked."""
-    import torch
-
-    import weft
-
-    gpu = _gpu_facts() if device != "cpu" else {}
-    num_gpus = gpu.pop("num_gpus", 0)
-    return {
-        "commit": commit(),
-        "machine": f"{num_gpus} x {gpu['device_name']}" if gpu else cpu_name(),
-        "arch": gpu.get("arch"),
-        "driver": gpu.get("driver"),
-        "cuda_driver": gpu.get("cuda_driver"),
-        "device_name": gpu.get("device_name"),
-        "torch": torch.__version__,
-        "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()) if gpu else None,
-        "nvrtc": nvrtc_version(),
-        "weft": weft.__version__,
-    }
-
-
-def _gpu_facts() -> Row:
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return {}
-    try:
-        num_gpus = pynvml.nvmlDeviceGetCount()
-        if num_gpus == 0:
-            return {}
-        version = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-        return {
-            "num_gpus": num_gpus,
-            "device_name": pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)),
-            "arch": "sm_{}{}".format(*pynvml.nvmlDeviceGetCudaComputeCapability(pynvml.nvmlDeviceGetHandleByIndex(0))),
-            "driver": pynvml.nvmlSystemGetDriverVersion(),
-            "cuda_driver": f"{version // 1000}.{version % 1000 // 10}",
-        }
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _target_rows(rows: Sequence[Row], memory: Sequence[Row]) -> Iterator[Row]:

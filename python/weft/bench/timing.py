@@ -6,7 +6,7 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,23 +84,44 @@ def time_copies(*, iters: int, device: torch.device, meet: Callable[[], None]) -
 
 def time_replays(replay: Callable[[], None], *, num_calls: int, samples: int, meet: Callable[[], None]) -> Times:
     """Times of a call that a captured graph makes `num_calls` times: the mean over some replays between two events, so
-    many times. The first samples, in which ranks wait for a late start, are not counted.
+    many times.
     """
-    torch.cuda.synchronize()
+    return replays_in_turn([(replay, num_calls)], samples=samples, meet=meet)[0]
+
+
+def replays_in_turn(
+    graphs: Sequence[tuple[Callable[[], None], int]],
+    *,
+    samples: int,
+    meet: Callable[[], None],
+    begin: Callable[[], object] | None = None,
+) -> list[Times]:
+    """Times of the calls of several graphs, (replay, calls in it), replayed in turn, so that what drifts falls on all.
+
+    The first samples, in which ranks wait for a late start, are not counted; `begin` is called behind them. Ranks may
+    be threads: the host waits for its own stream alone.
+    """
+    stream = torch.cuda.current_stream()
+    stream.synchronize()
     meet()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(samples + _LEFT_OUT + 1)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range((samples + _LEFT_OUT) * len(graphs) + 1)]
     events[0].record()
     stamps = [time.perf_counter_ns()]
-    for event in events[1:]:
-        for _ in range(_REPLAYS):
-            replay()
-        event.record()
-        stamps.append(time.perf_counter_ns())
-    torch.cuda.synchronize()
-    each = 1e3 / (_REPLAYS * num_calls)
-    gpu_us = [a.elapsed_time(b) * each for a, b in itertools.pairwise(events)]
-    host_us = [(end - start) / 1e6 * each for start, end in itertools.pairwise(stamps)]
-    return Times(gpu_us[_LEFT_OUT:], host_us[_LEFT_OUT:])
+    for turn in range(samples + _LEFT_OUT):
+        if turn == _LEFT_OUT and begin is not None:
+            begin()
+        for replay, _ in graphs:
+            for _ in range(_REPLAYS):
+                replay()
+            events[len(stamps)].record()
+            stamps.append(time.perf_counter_ns())
+    stream.synchronize()
+    found = []
+    for first, (_, num_calls) in enumerate(graphs, start=_LEFT_OUT * len(graphs)):
+        each, places = 1e3 / (_REPLAYS * num_calls), range(first, len(events) - 1, len(graphs))
+        gpu_us = [events[at].elapsed_time(events[at + 1]) * each for at in places]
+        found.append(Times(gpu_us, [(stamps[at + 1] - stamps[at]) / 1e6 * each for at in places]))
+    return found
 
 
 def profile_calls(

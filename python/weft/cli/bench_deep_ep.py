@@ -10,7 +10,7 @@ def run_deep_ep(output: Output, options: Options) -> None:
     """Print rows (`--json`) or the table."""
     from weft.bench.apart import apart
     from weft.bench.deep_ep import deep_ep
-    from weft.bench.suite import machine_facts
+    from weft.bench.facts import machine_facts
 
     with output.progress(1, "bench"):
         found = deep_ep(options)

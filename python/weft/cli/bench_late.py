@@ -11,8 +11,8 @@ from weft.cli.output import EXIT_FAILED, Output
 def run_who_is_late(output: Output, options: Options, late_rank: int | None, late_us: float) -> None:
     """Print rows (`--json`) or the matrix; exit 1 if the rank that was delayed is not the one waited for longest."""
     from weft.bench.apart import apart
+    from weft.bench.facts import machine_facts
     from weft.bench.late import who_is_late
-    from weft.bench.suite import machine_facts
 
     with output.progress(1, "bench"):
         waits = who_is_late(options, late_rank, late_us)

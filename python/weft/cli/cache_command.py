@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from weft import env
-from weft.bench.report import commit, cpu_name
+from weft.bench.facts import commit, cpu_name
 from weft.cli import options
 from weft.cli.options import examples_epilog
 from weft.cli.output import command_output

@@ -73,7 +73,7 @@ def tune(
 
 def _measure(output: Output, chosen: TuneOptions) -> tuple[Tuned, dict[str, Any]]:
     from weft.bench.apart import apart
-    from weft.bench.suite import machine_facts
+    from weft.bench.facts import machine_facts
     from weft.bench.tune import tune as measure
 
     machine: dict[str, Any] = apart(machine_facts, chosen.device)

@@ -105,7 +105,7 @@ def _run_kills(output: Output, fixed: Fixed, trials: int, seed: int, device: str
     from collections import Counter
 
     from weft.bench.apart import apart
-    from weft.bench.suite import machine_facts
+    from weft.bench.facts import machine_facts
     from weft.verify.kill import KillResult, percentile, run_kills
 
     results: list[KillResult] = []

@@ -1,0 +1,33 @@
+"""What the rows of one shape and of the suites have in common: the bytes of a case, and their rates
+(docs/benchmarking.md).
+"""
+
+from __future__ import annotations
+
+from weft.bench.cases import Case
+from weft.bench.ranks import Row
+
+__all__ = ["row_bytes", "traffic"]
+
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_SCALE_BYTES = {"none": 0, "fp8": 4, "fp8_ue8m0": 1}  # of a scale, of 128 values each
+
+
+def row_bytes(case: Case) -> tuple[int, int]:
+    """Bytes of a row on the wire, scales included: on its way to the experts, and back; 0 where the case has no such
+    way.
+    """
+    wide, num_groups = case.hidden * _BYTES[case.dtype], -(-case.hidden // 128)
+    scale_bytes = _SCALE_BYTES["fp8" if case.rows == "fp8" else case.quantize]
+    dispatched = case.hidden + num_groups * scale_bytes if scale_bytes else wide
+    combined = case.hidden + 4 * num_groups if case.wire == "fp8" else wide
+    return dispatched * (case.op != "combine"), combined * (case.op != "dispatch")
+
+
+def traffic(case: Case, note: Row, time_us: float) -> Row:
+    """Bytes to other ranks, of the rank that sends most, and with those that stay; `note`: of a rank."""
+    found: Row = {}
+    for name, rows in (("wire", note["out_rows"]), ("logical", note["logical_rows"])):
+        found[f"{name}_bytes"] = max(rows) * sum(row_bytes(case))
+        found[f"{name}_gb_per_s"] = found[f"{name}_bytes"] / time_us / 1e3
+    return found
