@@ -42,17 +42,13 @@ demo: $(installed) ## train a small MoE language model over four ranks (DEMO="--
 	@echo "[3/3] weft demo"
 	$(python) -m weft.cli demo $(DEMO)
 
-# They want processes in which no other test has looked for a GPU.
-emulated_gpu := tests/emulation/test_emulated_calls.py tests/python/test_plan_edges.py tests/python/test_call_counts.py
-
 .PHONY: test
 test: native-test $(environment) $(installed) ## run every test (TESTS="tests/python -k capacity" for some)
 	$(python) -m pytest $(if $(TESTS),$(TESTS),-n $(JOBS) --maxprocesses 8 --dist loadscope)
-	$(if $(TESTS),,$(python) -m pytest -q -m emulated_gpu $(emulated_gpu) -n $(JOBS) --maxprocesses 8 --dist loadscope)
 
 .PHONY: test-quick
 test-quick: $(environment) $(installed) ## run the quick tests of the package: no C++, no compiled kernels, no slow ones
-	$(python) -m pytest tests/python tests/tools -m "not slow and not long and not emulated_gpu" -n $(JOBS) --maxprocesses 8 --dist loadscope -q
+	$(python) -m pytest tests/python tests/tools -m "not slow and not long" -n $(JOBS) --maxprocesses 8 --dist loadscope -q
 
 .PHONY: native-test
 native-test: $(environment) ## build and run the C++ tests alone (SANITIZERS=ON for those with sanitizers too)

@@ -1,14 +1,15 @@
 """One emulated GPU, on which Python, the host code and the real kernels run together.
 
-The driver is that of the native tests (tests/native/engine/nvlink/fake_cuda.cc), as libcuda.so.1 and as NVRTC: it
-compiles a kernel with g++ and runs its blocks as threads, and the thread that launches it waits for them. Ranks are
-threads of this process and share the GPU. Device memory is host memory, so tensors are those of the CPU, and what torch
-does between two calls is in order with them.
+The driver is that of the native tests (tests/native/engine/nvlink/fake_cuda.cc), as libcuda.so.1 and as NVRTC: it has
+g++ compile a kernel that is launched, runs its blocks as threads, and lets the thread that launches it wait for them.
+Ranks are threads of this process and share the GPU. Device memory is host memory, so tensors are those of the CPU, and
+what torch does between two calls is in order with them.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -16,7 +17,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +31,7 @@ import weft.call.streams
 import weft.communicator
 import weft.group.joining
 import weft.group.windows
-from pool import RankFailed, RankState
+from pool import RankFailed, RankState, run_threads
 from weft import _load
 from weft.engine import Facts
 
@@ -40,12 +40,16 @@ SHARED_BYTES = 64 << 10  # of a block: few stages, which are used several times
 _HOST = 1  # kDLCPU
 _DEVICE_TYPE = 8  # where it lies in a DLManagedTensor
 _REAL_FROM_DLPACK = torch._C._from_dlpack
+IDLE = Mutant("kernels that do nothing, and are not compiled", "", "", "")
 
 
 class EmulatedGpu:
     """That of this process, for the native module sees a driver once."""
 
     def __init__(self) -> None:
+        with contextlib.suppress(OSError):
+            ctypes.CDLL("libcuda.so.1")
+            pytest.skip("this machine has a CUDA driver: tests/gpu runs the kernels")
         self.mutant: Mutant | None = None
         self._compiler = Compiler()
         self._loaded: dict[Mutant | None, Any] = {}
@@ -55,27 +59,25 @@ class EmulatedGpu:
         folders = (roots / "src", INCLUDE, roots / "tests" / "native", HERE)
         source = roots / "tests" / "native" / "engine" / "nvlink" / "fake_cuda.cc"
         subprocess.run(
-            ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-Wl,-soname,libcuda.so.1",
+            ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread",
+             "-Wl,-soname,libcuda.so.1,-Bsymbolic",  # its own symbols, where another NVRTC is loaded too
              *(f"-I{each}" for each in folders), str(source), "-o", self.driver_path],
             check=True, timeout=300,
         )  # fmt: skip
         self.driver = ctypes.CDLL(self.driver_path)
         self._compile = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t)(self._made)
         self.driver.emulated_gpu_start(self._compile, NUM_SMS, SHARED_BYTES)
-        for name in ("begin_capture", "end_capture", "replay", "destroy_graph", "seed"):
+        for name in ("begin_capture", "end_capture", "replay", "destroy_graph", "seed", "given"):
             getattr(self.driver, f"emulated_gpu_{name}").argtypes = [ctypes.c_uint64] * (1 + (name == "begin_capture"))
 
     def _made(self, source: bytes, answer: int, num_bytes: int) -> int:
-        """In place of NVRTC, for the driver: the path of the library of a kernel."""
-        text = source.decode()
+        """For the driver: the path of the library of a kernel, when it is first launched."""
         try:
-            made = self._compiler.start(text, self.mutant, is_library=True)
-            # Where ranks are threads the other type of ids is compiled next.
-            for one, other in ((1, 0), (0, 1)):
-                if f".topk_is_int64 = {one}" in text:
-                    sibling = text.replace(f".topk_is_int64 = {one}", f".topk_is_int64 = {other}")
-                    self._compiler.start(sibling, self.mutant, is_library=True)
-            said, status = str(made.result().path), 0
+            if self.mutant is IDLE:
+                said, status = "", 0
+            else:
+                made = self._compiler.start(source.decode(), self.mutant, is_library=True)
+                said, status = str(made.result().path), 0
         except Exception as error:  # the driver has it raised
             said, status = str(error), 1
         said_bytes = said.encode()[: num_bytes - 1] + b"\0"
@@ -89,6 +91,11 @@ class EmulatedGpu:
             made = _load.native().Gpu(0, nvrtc=self.driver_path, include=str(INCLUDE), cache="")
             self._loaded[self.mutant] = made
         return self._loaded[self.mutant]
+
+    def given(self, stream: Any) -> int:
+        """How many pieces of work a stream has been given."""
+        number: int = self.driver.emulated_gpu_given(stream.cuda_stream)
+        return number
 
     def found(self) -> str:
         """The mistake that a block has found since it was last asked, or ""."""
@@ -155,7 +162,7 @@ class Graph:
     def __init__(self) -> None:
         self.number = next(self._numbers)
 
-    @contextmanager
+    @contextlib.contextmanager
     def record(self) -> Iterator[None]:
         """The calls in the block are recorded and not made."""
         stream: Any = torch.cuda.current_stream()
@@ -177,8 +184,26 @@ class Graph:
         gpu().driver.emulated_gpu_destroy_graph(self.number)
 
 
+class Noting:
+    """A native window that lets `note(name of a method, arguments)` see each call; what that raises is raised."""
+
+    def __init__(self, native: Any, note: Callable[[str, tuple[Any, ...]], None]) -> None:
+        self._native, self._note = native, note
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._native, name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any, **named: Any) -> Any:
+            self._note(name, args)
+            return found(*args, **named)
+
+        return call
+
+
 class EmulatedRanks:
-    """`run` as that of `Pool`, on ranks that share the emulated GPU."""
+    """`run` as that of `Pool`, on ranks that share the emulated GPU. `mutant`: a mistake in the kernels, or IDLE."""
 
     def __init__(self, patch: pytest.MonkeyPatch, mutant: Mutant | None = None) -> None:
         current = _Current()
@@ -213,13 +238,17 @@ class EmulatedRanks:
     ) -> list[Any]:
         """See Pool."""
 
-        def work(comm: weft.Communicator) -> Any:
-            assert comm.engine == "nvlink", comm
-            return function(RankState(comm.rank, {num_ranks: comm}, num_ranks), args[comm.rank])
+        def on_gpu(state: RankState, argument: Any) -> Any:
+            assert state.comm.engine == "nvlink", state.comm
+            return function(state, argument)
 
-        outcomes = weft.spawn(work, num_ranks, device="cpu", isolation="thread", on_failure="return")
-        failed = [f"rank {rank}: {each!r}" for rank, each in enumerate(outcomes) if isinstance(each, BaseException)]
-        found = gpu().found()
-        if failed or found:
-            raise RankFailed("\n".join([*([f"emulated GPU: {found}"] if found else []), *failed]))
+        outcomes, text = [], ""
+        try:
+            outcomes = run_threads(num_ranks, on_gpu, args, device="cpu")
+        except RankFailed as failed:
+            text = str(failed)
+        if found := gpu().found():
+            text = f"emulated GPU: {found}\n{text}"
+        if text:
+            raise RankFailed(text)
         return outcomes

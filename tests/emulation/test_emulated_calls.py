@@ -19,8 +19,6 @@ import weft
 from pool import RankFailed, RankState
 from weft import reference
 
-pytestmark = pytest.mark.emulated_gpu
-
 LAYOUTS = ("rank_major", "expert_major", "masked")
 PAIR: dict[str, Any] = {"tokens": (5, 17), "biases": ("row", "none"), "ids_are_int64": (True, False)}
 
@@ -87,14 +85,39 @@ def test_results_without_room_in_the_heap(ranks: Any) -> None:
 
 
 def test_rows_in_fp8(ranks: Any) -> None:
-    """Quantised by the kernel, there and back."""
+    """Quantised by the kernel, there and back; given as FP8, and opaque ones."""
     checked(ranks, of_two(rows="fp8", wire="fp8", side=None))
+    for layout, rows in zip(LAYOUTS, ("quantized_ue8m0", "bytes_with_side", "quantized_fp8"), strict=True):
+        wire = "fp8" if layout != "rank_major" else None
+        checked(ranks, of_two(layout=layout, rows=rows, wire=wire, repeat="quantized", heap_output=False))
+
+
+def test_column_major_scales(ranks: Any) -> None:
+    """Made so by the kernel, by the host, and given so. 656 values have six scales: one int32 of UE8M0 is not full."""
+    for changed in (
+        {"layout": "masked", "rows": "fp8_ue8m0", "mode": "latency", "scale_layout": "column_major"},
+        {"layout": "expert_major", "rows": "quantized_fp8", "scale_layout": "column_major"},
+        {"layout": "rank_major", "rows": "quantized_fp8", "mode": "staged", "capacity": "ample", "columns_given": True},
+    ):
+        checked(ranks, replace(of_two(side=None, repeat=None, heap_output=False, **changed), hidden=656))
+
+
+def test_holes_that_nobody_needs(ranks: Any) -> None:
+    """They keep what lay there."""
+    checked(ranks, of_two(layout="expert_major", alignment=16, zero_holes=False))
+
+
+def test_wide_rows_travel_in_pieces(ranks: Any) -> None:
+    """fp32 rows of a bf16 object and opaque rows with side data are wider than a row of the landing."""
+    case = of_two(repeat="float32", output_dtype="float32", side=None, heap_output=False)
+    checked(ranks, replace(case, hidden=2064))
+    checked(ranks, replace(of_two(rows="bytes_with_side", side=None), hidden=8))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_small_batches(ranks: Any, layout: str) -> None:
     """In one go and in halves."""
-    for mode in ("latency", "staged"):
+    for mode in ("latency", "staged", "mixed"):
         checked(ranks, of_two(layout=layout, mode=mode, capacity="ample", side=None))
 
 
@@ -109,9 +132,17 @@ def test_sums_of_domains(ranks: Any) -> None:
     checked_gradients(ranks, replace(with_call(**three), num_ranks=3, sum_domain=2))
 
 
+def test_one_rank_alone(ranks: Any) -> None:
+    """Nobody to wait for."""
+    checked(ranks, replace(with_call(layout="expert_major", tokens=(40,), biases=("full",)), num_ranks=1))
+
+
 def test_gradients(ranks: Any) -> None:
-    """With the kernel that makes those of a weighted combine."""
+    """With the kernel that makes those of a weighted combine; rows beyond the last are zero."""
     checked_gradients(ranks, of_two(layout="expert_major"))
+    for capacity in ("ample", "exceeded"):
+        checked_gradients(ranks, of_two(layout="masked", capacity=capacity))
+    checked_gradients(ranks, of_two(layout="rank_major", weighted=False, capacity="ample"))
 
 
 def replay(state: RankState, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

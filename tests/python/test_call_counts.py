@@ -136,7 +136,7 @@ def on_cpu(comm: weft.Communicator, kind: str) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ["cpu", pytest.param("nvlink", marks=pytest.mark.emulated_gpu)])
+@pytest.mark.parametrize("engine", ["cpu", "nvlink"])
 def test_a_later_call_runs_few_python_functions(request: pytest.FixtureRequest, engine: str, kind: str) -> None:
     if engine == "nvlink":
         counted = request.getfixturevalue("emulated").run(2, counts_of, [kind] * 2)

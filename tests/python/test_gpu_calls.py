@@ -1,35 +1,16 @@
-"""Guards against wrong addresses, sizes and plans between the API and the windows of GPUs: the matrix of test_property
-through weft.call.gpu_calls, on simulated windows. tests/gpu has the same on real ones.
+"""Guards against wrong streams, lifetimes and kinds of calls between the API and the windows of GPUs, on one emulated
+GPU. Every word of such calls: tests/emulation/test_emulated_calls.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from simulated_gpus import SimulatedRanks, Stream
-from test_property import (  # noqa: F401  collected here with this module's `pool`
-    checked,
-    checked_gradients,
-    test_capacity_to_the_row,
-    test_column_major_scales,
-    test_column_major_scales_given,
-    test_gradients_of_each_layout,
-    test_heap_without_room,
-    test_holes_that_nobody_needs,
-    test_ids,
-    test_ids_out_of_range_are_told_once_by_the_next_call,
-    test_layouts_and_rows,
-    test_modes,
-    test_old_results_survive_later_calls,
-    test_one_rank_alone,
-    test_ranks_without_tokens,
-    with_call,
-)
+from emulated_gpu import IDLE, EmulatedRanks, Stream
 
 import weft
 from pool import RankState
@@ -39,38 +20,24 @@ from weft.call.streams import WindowStreams
 
 
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedRanks]:
-    return SimulatedRanks(monkeypatch)  # type: ignore[return-value]
+def pool(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Ranks on the emulated GPU."""
+    return EmulatedRanks(monkeypatch)
 
 
-@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
-def test_fp8_on_the_wire_of_simulated_windows(pool: Any, layout: str) -> None:
-    checked(pool, with_call(layout=layout, wire="fp8"))
-
-
-def test_wide_rows_travel_in_pieces(pool: Any) -> None:
-    """fp32 rows of a bf16 object and opaque rows with side data are wider than a row of the landing."""
-    for layout in ("rank_major", "expert_major", "masked"):
-        case = with_call(layout=layout, repeat="float32", output_dtype="float32")
-        checked(pool, replace(case, hidden=2064))
-    for hidden in (8, 4096):
-        checked(pool, replace(with_call(rows="bytes_with_side"), hidden=hidden))
-
-
-@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "masked"])
-def test_rows_beyond_the_last_are_zero_for_gradients(pool: Any, layout: str) -> None:
-    for capacity in ("ample", "exceeded"):
-        checked_gradients(pool, with_call(layout=layout, capacity=capacity, alignment=4))
+@pytest.fixture
+def idle(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The same, with kernels that do nothing."""
+    return EmulatedRanks(monkeypatch, IDLE)
 
 
 def make(state: RankState) -> weft.ExpertParallel:
-    return weft.ExpertParallel(state.comm, num_experts=4, top_k=2, hidden=64, max_tokens_per_rank=8, num_windows=2)
+    return weft.ExpertParallel(state.comm, num_experts=4, top_k=2, hidden=128, max_tokens_per_rank=8, num_windows=2)
 
 
 def call_asynchronously(state: RankState, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     ep = make(state)
-    ep.warmup(layout="masked", capacity=4, wire="fp8")
-    x = torch.arange(4 * 64).view(4, 64).bfloat16() + state.rank
+    x = torch.arange(4 * 128).view(4, 128).bfloat16() + state.rank
     r = ep.dispatch(x, torch.tensor([[0, 1], [1, 2], [3, -1], [0, 0]]), async_op=True, window=1)
     r.event.wait()
     y, event = ep.combine(r.x, r.handle, async_op=True, window=1)
@@ -78,7 +45,7 @@ def call_asynchronously(state: RankState, seed: int) -> tuple[torch.Tensor, torc
     assert event.query()
     r.record_stream(torch.cuda.current_stream())  # type: ignore[no-untyped-call]
     assert "windows" in ep.stats()
-    assert ep.stats()["num_dispatches"] == 1 + 4, "two for each window in warmup"
+    assert ep.stats()["num_dispatches"] == 1
     ep.close()
     return x, y
 
@@ -104,7 +71,7 @@ def warm_up_for_rows_of_all_kinds(state: RankState, seed: int) -> tuple[list[Any
     ep.dispatch, ep.combine, ep.empty_output = noted_dispatch, noted_combine, noted_output  # type: ignore[method-assign]
     rows = weft.Quantized(torch.ones(3, 64, dtype=torch.uint8), torch.ones(3, 4))
     by_column = weft.Quantized(rows.data, torch.ones(4, 4).T[:3])
-    for x in (rows, by_column, weft.Quantized(rows.data), torch.ones(3, 64).bfloat16()):
+    for x in (rows, by_column, weft.Quantized(rows.data), torch.ones(3, 128).bfloat16()):
         ep.warmup(x=x, side=True, layout="expert_major", capacity=4)
     with pytest.raises(weft.InvalidArgument, match="x is a list"):
         ep.warmup(x=[1.0])  # type: ignore[arg-type]
@@ -114,9 +81,9 @@ def warm_up_for_rows_of_all_kinds(state: RankState, seed: int) -> tuple[list[Any
     return dispatches, combines
 
 
-def test_warmup_for_rows_of_all_kinds(pool: Any) -> None:
+def test_warmup_for_rows_of_all_kinds(idle: Any) -> None:
     """Dispatch, its repetition and both combines in each window, with the kind of rows that it is shown, but none."""
-    for dispatches, combines in pool.run(2, warm_up_for_rows_of_all_kinds, [0, 0]):
+    for dispatches, combines in idle.run(2, warm_up_for_rows_of_all_kinds, [0, 0]):
         refused = [("list", 1), ("Quantized", 0)]
         assert dispatches == [("Quantized", 0)] * 12 + [("Tensor", 0)] * 4 + refused
         assert combines == [(True, True), (True, False)] * 8
@@ -137,16 +104,16 @@ def warm_up_for_other_outputs(state: RankState, seed: int) -> tuple[list[torch.d
         return combine(y, *args, **options)
 
     ep.dispatch, ep.combine = noted_dispatch, noted_combine  # type: ignore[method-assign]
-    ep.warmup(output_dtype=torch.float32, layout="expert_major")
+    ep.warmup(output_dtype=torch.float32, layout="expert_major", capacity=4)
     ep.close()
     return dispatches, combines
 
 
-def test_warmup_for_outputs_of_another_dtype(pool: Any) -> None:
+def test_warmup_for_outputs_of_another_dtype(idle: Any) -> None:
     """In each window, and their gradients repeat the dispatch. The heap's outputs have the object's dtype: they lie in
     ordinary tensors.
     """
-    for dispatches, combines in pool.run(2, warm_up_for_other_outputs, [0, 0]):
+    for dispatches, combines in idle.run(2, warm_up_for_other_outputs, [0, 0]):
         assert dispatches == [torch.bfloat16, torch.bfloat16, torch.float32] * 2
         assert combines == [torch.float32] * 2
 
@@ -157,9 +124,9 @@ def warm_up_staged(state: RankState, seed: int) -> None:
     ep.close()
 
 
-def test_warmup_of_staged_calls_repeats_no_wide_rows(pool: Any) -> None:
+def test_warmup_of_staged_calls_repeats_no_wide_rows(idle: Any) -> None:
     """Staged calls have no gradients to send, and refuse rows that travel in pieces."""
-    pool.run(2, warm_up_staged, [0, 0])
+    idle.run(2, warm_up_staged, [0, 0])
 
 
 def test_asynchronous_calls(pool: Any) -> None:
@@ -170,9 +137,9 @@ def test_asynchronous_calls(pool: Any) -> None:
 
 def combine_and_repeat_asynchronously(state: RankState, seed: int) -> weft.Handle:
     ep = make(state)
-    r = ep.dispatch(torch.zeros(4, 64).bfloat16(), torch.tensor([[0, 1], [1, 2], [3, -1], [0, 0]]))
+    r = ep.dispatch(torch.zeros(4, 128).bfloat16(), torch.tensor([[0, 1], [1, 2], [3, -1], [0, 0]]))
     ep.combine(r.x, r.handle, async_op=True)
-    ep.dispatch(torch.zeros(4, 64).bfloat16(), handle=r.handle, async_op=True).event.wait()
+    ep.dispatch(torch.zeros(4, 128).bfloat16(), handle=r.handle, async_op=True).event.wait()
     return r.handle
 
 
@@ -216,18 +183,18 @@ def read_unaligned_and_strided(state: RankState, seed: int) -> torch.Tensor:
     """Contiguous but not at a multiple of 16 bytes; columns of a wider tensor; column-major scales."""
     ep = make(state)
     ids = torch.tensor([[0, 1], [1, 2], [3, -1], [0, 0]])
-    base = torch.randn(4 * 64 + 3, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    odd = base[3:].view(4, 64)
-    wide = torch.cat([odd, odd], dim=1)[:, 64:]
+    base = torch.randn(4 * 128 + 3, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    odd = base[3:].view(4, 128)
+    wide = torch.cat([odd, odd], dim=1)[:, 128:]
     first = ep.dispatch(odd, ids)
     assert torch.equal(first.x, ep.dispatch(wide, handle=first.handle).x)
     scales = torch.randn(1, 4).t()
-    quantised = weft.Quantized(odd.view(torch.uint8)[:, :64].contiguous(), scales)
+    quantised = weft.Quantized(odd.view(torch.uint8)[:, :128].contiguous(), scales)
     received = ep.dispatch(quantised, handle=first.handle).x
     assert isinstance(received, weft.Quantized)
     assert received.scales is not None
     assert received.scales.shape == (len(first.x), 1)
-    out = torch.empty(4 * 64 + 1, dtype=torch.bfloat16)[1:].view(4, 64)
+    out = torch.empty(4 * 128 + 1, dtype=torch.bfloat16)[1:].view(4, 128)
     assert ep.combine(first.x, first.handle, out=out) is out
     return out - ep.combine(first.x, first.handle)
 
@@ -241,7 +208,7 @@ def take_turns(state: RankState, seed: int) -> list[weft.Quantized]:
     """Equal calls but for the strides of scales."""
     ep = make(state)
     ids = torch.tensor([[0, 1], [1, 2], [3, -1], [0, 0]])
-    data = torch.arange(4 * 64).view(4, 64).to(torch.uint8) + seed
+    data = torch.arange(4 * 128).view(4, 128).to(torch.uint8) + seed
     scales = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
     column_major = scales.t().contiguous().t()
     given = (column_major, scales, scales, column_major, scales)
@@ -268,8 +235,8 @@ def test_waiting_covers_the_current_stream(pool: Any, monkeypatch: pytest.Monkey
 
 def spoil_results_and_repeat(state: RankState, layout: str) -> list[torch.Tensor]:
     """What later calls with a handle give, and what `overflow` counts, after the caller wrote to its results."""
-    ep = weft.ExpertParallel(state.comm, num_experts=4, top_k=2, hidden=64, max_tokens_per_rank=8)
-    x = torch.arange(4 * 64).view(4, 64).bfloat16() + state.rank
+    ep = weft.ExpertParallel(state.comm, num_experts=4, top_k=2, hidden=128, max_tokens_per_rank=8)
+    x = torch.arange(4 * 128).view(4, 128).bfloat16() + state.rank
     ids = torch.tensor([[0, 1], [1, 2], [3, -1], [0, 0]])
     weights = torch.rand(4, 2, generator=torch.Generator().manual_seed(1))
     kept: list[torch.Tensor] = []
@@ -313,8 +280,8 @@ def test_copies_for_the_caller_follow_a_call_in_halves(pool: Any) -> None:
 
 
 def copies_of_a_staged_dispatch(state: RankState, seed: int) -> None:
-    ep = weft.ExpertParallel(state.comm, num_experts=4, top_k=2, hidden=64, max_tokens_per_rank=8)
-    x, ids = torch.ones(4, 64).bfloat16(), torch.tensor([[0, 1], [1, 2], [3, -1], [0, 0]])
+    ep = weft.ExpertParallel(state.comm, num_experts=4, top_k=2, hidden=128, max_tokens_per_rank=8)
+    x, ids = torch.ones(4, 128).bfloat16(), torch.tensor([[0, 1], [1, 2], [3, -1], [0, 0]])
     r = ep.dispatch(x, ids, torch.ones(4, 2), layout="masked", capacity=8, staged=True)
     counts, weights = r.num_tokens_per_expert, r.topk_weights  # before they are there
     r.wait()

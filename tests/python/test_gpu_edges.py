@@ -1,17 +1,16 @@
 """Guards against calls of the nvlink engine that are right as long as nothing is unusual, with and without a plan. On
-simulated windows.
+one emulated GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import _lru_cache_wrapper
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from simulated_gpus import SimulatedRanks, SimulatedWindow
+from emulated_gpu import IDLE, EmulatedRanks, Graph, Noting, Stream, gpu
 from test_quick import EXPERTS, HIDDEN, TOKENS, TOP_K, inputs, make
 
 import weft
@@ -19,11 +18,11 @@ from pool import RankState
 
 
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedRanks]:
-    monkeypatch.setattr(SimulatedWindow, "_has_room", lambda self: True)
-    ranks = SimulatedRanks(monkeypatch)
+def pool(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Ranks on the emulated GPU."""
+    ranks = EmulatedRanks(monkeypatch)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: -1)  # no tool listens
-    return ranks  # type: ignore[return-value]
+    return ranks
 
 
 def run(pool: Any, work: Any) -> None:
@@ -155,29 +154,27 @@ def test_a_bias_may_be_overwritten_before_a_staged_combine_has_received(pool: An
     run(pool, work)
 
 
-def test_deadlines_and_sms_arrive_at_the_window(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deadlines_and_sms_arrive_at_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
-    for name in ("dispatch", "combine"):
-        real = getattr(SimulatedWindow, name)
 
-        def spy(self: SimulatedWindow, spec: Any, buffers: Any, real: Any = real) -> Any:
-            seen.append((spec.timeout_ns, spec.num_blocks))
-            return real(self, spec, buffers)
-
-        monkeypatch.setattr(SimulatedWindow, name, spy)
+    def note(name: str, args: tuple[Any, ...]) -> None:
+        if hasattr(args[0] if args else None, "timeout_ns"):
+            seen.append((args[0].timeout_ns, args[0].num_blocks))
 
     def work(state: RankState) -> None:
         x, ids, weights = inputs(state.rank)
-        with make(state, deadline_s=40.0, num_sms=5) as ep:
-            for options in ({}, {"deadline_s": 2.5, "num_sms": 7}):
+        with make(state, deadline_s=40.0, num_sms=2) as ep:
+            window = ep.calls.windows[0]
+            window.native = Noting(window.native, note)
+            for options in ({}, {"deadline_s": 2.5, "num_sms": 1}):
                 for mode in ("throughput", "latency"):
                     for _ in range(3):
                         r = ep.dispatch(x, ids, weights, capacity=16, mode=mode, **options)
                         ep.combine(r.x, r.handle, mode=mode, **options)
                         ep.dispatch(x, handle=r.handle, mode=mode, **options)
 
-    run(pool, work)
-    assert sorted(set(seen)) == [(2_500_000_000, 7), (40_000_000_000, 5)]
+    run(EmulatedRanks(monkeypatch, IDLE), work)
+    assert sorted(set(seen)) == [(2_500_000_000, 1), (40_000_000_000, 2)]
     assert len(seen) == 2 * 2 * 2 * 3 * 3
 
 
@@ -195,7 +192,7 @@ def num_kept(made: Any, seen: set[int]) -> list[int]:
     return [number for each in vars(made).values() for number in num_kept(each, seen)]
 
 
-def test_what_is_kept_for_calls_is_bounded(pool: Any) -> None:
+def test_what_is_kept_for_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(state: RankState) -> None:
         x, ids, weights = inputs(state.rank)
         with make(state) as ep:
@@ -206,7 +203,7 @@ def test_what_is_kept_for_calls_is_bounded(pool: Any) -> None:
             assert kept
             assert max(kept) <= 256
 
-    run(pool, work)
+    run(EmulatedRanks(monkeypatch, IDLE), work)
 
 
 # ---- a plan is there, and something else is not as it was
@@ -239,20 +236,17 @@ def test_a_window_with_half_a_call_takes_no_other(pool: Any, mode: str) -> None:
     run(pool, work)
 
 
-def test_an_event_of_a_graph_is_not_that_of_calls_outside(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_of_a_graph_is_not_that_of_calls_outside(pool: Any) -> None:
     """Calls share one until somebody asks for it."""
 
     def work(state: RankState) -> None:
         x, ids, weights = inputs(state.rank)
         with make(state) as ep:
-            first = learn(ep, x, ids, weights)
-            state.comm.meet(30)
-            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-            recorded = ep.dispatch(x, ids, weights, capacity=16).event._cuda_event()
-            state.comm.meet(30)
-            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-            state.comm.meet(30)
+            first, graph = learn(ep, x, ids, weights), Graph()
+            with graph.record():
+                recorded = ep.dispatch(x, ids, weights, capacity=16).event._cuda_event()
             assert first.event._cuda_event() is not recorded
+            graph.destroy()
 
     run(pool, work)
 
@@ -296,37 +290,23 @@ def test_a_recorder_sees_calls_of_all_kinds(pool: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["throughput", "latency"])
-def test_a_call_on_another_stream_runs_there(pool: Any, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_a_call_on_another_stream_runs_there(pool: Any, mode: str) -> None:
     """And its event is of that one."""
-    handles: dict[int, list[int]] = {0: [], 1: []}
-
-    class OtherStream:
-        cuda_stream = 77
-
-        def query(self) -> bool:
-            return True
-
-    real = SimulatedWindow._begins
-
-    def spy(self: SimulatedWindow, args: Any) -> bool:
-        handles[self.rank].append(args.stream)
-        return real(self, args)
-
-    monkeypatch.setattr(SimulatedWindow, "_begins", spy)
 
     def work(state: RankState) -> None:
         x, ids, weights = inputs(state.rank)
         with make(state) as ep:
             learn(ep, x, ids, weights, mode=mode)
-            state.comm.meet(30)
+            first, other = torch.cuda.current_stream(), Stream()
             if state.rank == 0:
-                other = OtherStream()
-                monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: other)
-                monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
-            state.comm.meet(30)
-            handles[state.rank].clear()
-            learn(ep, x, ids, weights, mode=mode)
-            assert set(handles[state.rank]) == {77}
-            assert ep.calls.windows[0].streams.last_handle == 77
+                torch.cuda.set_stream(other)  # type: ignore[arg-type]
+            before = [gpu().given(each) for each in (first, other)]
+            r = learn(ep, x, ids, weights, mode=mode)
+            given = [gpu().given(each) - number for each, number in zip((first, other), before, strict=True)]
+            mine = given.pop(1 - state.rank)
+            assert mine >= 6, "a kernel a call, and what orders them"
+            assert given == [state.rank == 0], "an event, for which the other waits"
+            assert ep.calls.windows[0].streams.last_handle == torch.cuda.current_stream().cuda_stream
+            assert r.event._stream is torch.cuda.current_stream()
 
     run(pool, work)

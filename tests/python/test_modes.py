@@ -1,5 +1,5 @@
 """Guards against a choice of kernels that ranks could make differently, handles that meet the wrong kernels, and halves
-of staged calls that are lost or overtaken. On the cpu engine and on simulated windows of GPUs.
+of staged calls that are lost or overtaken. On the cpu engine and on one emulated GPU.
 """
 
 from __future__ import annotations
@@ -11,36 +11,51 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_gpus import SimulatedRanks
+from emulated_gpu import IDLE, EmulatedRanks, Noting
 
 import weft
-from pool import RankState
 from weft.kernels.tuning import DEFAULT, Table, choose, choose_num_sms, most_num_sms, small_num_sms
 from weft.limits import small_shared_bytes
 
 
 def make(comm: weft.Communicator, **changes: Any) -> weft.ExpertParallel:
-    shape = {"num_experts": 8, "top_k": 2, "hidden": 64, "max_tokens_per_rank": 600, "num_windows": 2}
+    shape = {"num_experts": 4, "top_k": 2, "hidden": 128, "max_tokens_per_rank": 600, "num_windows": 2}
     return weft.ExpertParallel(comm, **(shape | changes))  # type: ignore[arg-type]
 
 
 def rows(num_tokens: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(num_tokens, 64).bfloat16(), torch.arange(2 * num_tokens).view(-1, 2) % 8
+    return torch.randn(num_tokens, 128).bfloat16(), torch.arange(2 * num_tokens).view(-1, 2) % 4
 
 
-@pytest.fixture(params=["cpu", "simulated"])
+def kinds_of_calls(ep: weft.ExpertParallel) -> list[bool]:
+    """Of each native call on window 0 from now on, whether it is one of a small batch."""
+    seen: list[bool] = []
+
+    def note(name: str, args: tuple[Any, ...]) -> None:
+        if hasattr(args[0] if args else None, "is_small"):
+            seen.append(bool(args[0].is_small))
+
+    window = ep.calls.windows[0]
+    window.native = Noting(window.native, note)
+    return seen
+
+
+def on_gpu(
+    patch: pytest.MonkeyPatch, work: Callable[[weft.Communicator], Any], num_ranks: int = 1, **changed: Any
+) -> list[Any]:
+    """work(comm) on ranks that share the emulated GPU."""
+    ranks = EmulatedRanks(patch, **changed)
+    return ranks.run(num_ranks, lambda state, _: work(state.comm), [None] * num_ranks)
+
+
+@pytest.fixture(params=["cpu", "nvlink"])
 def on_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`on_ranks(work, num_ranks=1)`: work(comm) on ranks of either engine."""
 
     def run(work: Callable[[weft.Communicator], Any], num_ranks: int = 1) -> list[Any]:
-        if request.param == "cpu":
-            return weft.spawn(work, num_ranks, device="cpu", isolation="thread")
-        ranks = SimulatedRanks(monkeypatch)
-
-        def on_state(state: RankState, argument: None) -> Any:
-            return work(state.comm)
-
-        return ranks.run(num_ranks, on_state, [None] * num_ranks)
+        if request.param == "nvlink":
+            return on_gpu(monkeypatch, work, num_ranks)
+        return weft.spawn(work, num_ranks, device="cpu", isolation="thread")
 
     return run
 
@@ -85,9 +100,9 @@ def test_windows_share_the_sms(monkeypatch: pytest.MonkeyPatch) -> None:
     """No choice of SMs lets calls of all windows wait for SMs that each other's blocks hold."""
     shape = {"num_experts": 8, "top_k": 2, "hidden": 64, "max_tokens_per_rank": 8}
 
-    def work(state: RankState, argument: None) -> None:
-        comm, sms = state.comm, state.comm._choice.rank_sms
-        few = {**shape, "num_windows": sms // 10}
+    def work(comm: weft.Communicator) -> None:
+        sms = comm._choice.rank_sms
+        few = {**shape, "num_windows": sms // 2}
         with weft.ExpertParallel(comm, **few) as ep:
             assert ep.num_sms == sms // few["num_windows"] < 16
             text = rf"num_sms is 16 with num_windows = {few['num_windows']}; allowed are 1 to {ep.num_sms} here"
@@ -98,7 +113,7 @@ def test_windows_share_the_sms(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(weft.InvalidArgument, match=rf"num_windows is {sms + 1}; allowed are 1 to {sms} here"):
             weft.ExpertParallel(comm, **shape, num_windows=sms + 1)
 
-    SimulatedRanks(monkeypatch).run(2, work, [None] * 2)
+    on_gpu(monkeypatch, work, 2, mutant=IDLE)
 
 
 @pytest.mark.parametrize(
@@ -137,12 +152,12 @@ def test_supports() -> None:
 def test_the_handle_decides(on_ranks: Any) -> None:
     """A small-batch dispatch is repeated and combined by small batches; any routing of few tokens may be."""
 
-    def work(comm: weft.Communicator) -> list[int]:
+    def work(comm: weft.Communicator) -> tuple[str, list[int]]:
         ep, (x, ids) = make(comm), rows()
-        seen = []
+        seen, are_small = [], kinds_of_calls(ep)
 
         def num_small() -> int:
-            return int(ep.stats()["windows"][0].get("num_small", 0))
+            return sum(are_small)
 
         small = ep.dispatch(x, ids, mode="latency", max_tokens=8)
         for refused in (ep.combine, lambda x, handle, **mode: ep.dispatch(x, handle=handle, **mode)):
@@ -159,54 +174,63 @@ def test_the_handle_decides(on_ranks: Any) -> None:
         with pytest.raises(weft.InvalidArgument, match="mode is 'latency' with max_tokens = 600"):
             ep.combine(large.x, ep.dispatch(x, ids).handle, mode="latency")
         ep.close()
-        return seen
+        return comm.engine, seen
 
-    for seen in on_ranks(work, 2):
-        assert seen in ([0, 0, 0], [2, 2, 4])
+    for engine, seen in on_ranks(work, 2):
+        assert engine == "cpu" or seen == [2, 2, 4]
+
+
+def of_few(ep: weft.ExpertParallel, **options: Any) -> bool:
+    """Whether a dispatch of few tokens is one of a small batch."""
+    return ep.dispatch(*rows(), **{"max_tokens": 100, "capacity": 64, **options}).handle.is_small
 
 
 def test_automatic_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what all ranks know."""
 
-    def work(state: RankState, argument: None) -> None:
-        ep, (x, ids) = make(state.comm), rows()
+    def work(comm: weft.Communicator) -> None:
+        ep, (x, ids) = make(comm), rows()
         ep._shape.table = Table(most_tokens=((("dispatch", "masked", "quantized"), 0),), most_tokens_else=100)
-
-        def is_small(**options: Any) -> bool:
-            return ep.dispatch(x, ids, **{"max_tokens": 100, "capacity": 64, **options}).handle.is_small
-
-        assert is_small()
-        assert is_small(layout="masked")
-        assert is_small(layout="expert_major")
-        assert is_small(capacity=None)
-        assert not is_small(capacity=None, layout="expert_major"), "would take memory for the worst case"
-        assert is_small(capacity=None, layout="expert_major", mode="latency")
-        assert not is_small(max_tokens=101)
-        assert not is_small(max_tokens=None)
-        assert not is_small(layout="masked", quantize="fp8")
-        assert is_small(num_sms=1), "places of 1 block"
-        r = ep.dispatch(x, ids, mode="throughput", max_tokens=8)
-        before = ep.stats()["windows"][0]["num_small"]
+        assert of_few(ep)
+        assert of_few(ep, layout="masked")
+        assert of_few(ep, layout="expert_major")
+        assert not of_few(ep, max_tokens=101)
+        assert not of_few(ep, max_tokens=None)
+        assert not of_few(ep, layout="masked", quantize="fp8")
+        assert of_few(ep, num_sms=1), "places of 1 block"
+        r = ep.dispatch(x, ids, mode="throughput", max_tokens=8, capacity=64)
+        are_small = kinds_of_calls(ep)
         ep.combine(r.x, r.handle)
-        assert ep.stats()["windows"][0]["num_small"] == before + 1
         ep._shape.table = Table(most_tokens=((("combine", "rank_major", "wide"), 0),), most_tokens_else=100)
         ep.combine(r.x.float(), r.handle)
-        assert ep.stats()["windows"][0]["num_small"] == before + 1
+        assert are_small[0]
+        assert not any(are_small[1:])
         ep.close()
-        fp32 = make(state.comm, dtype=torch.float32)
+        fp32 = make(comm, dtype=torch.float32)
         fp32._shape.table = Table(most_tokens=((("dispatch", "masked", "wide"), 8),), most_tokens_else=100)
         for layout, max_tokens, expected in (("masked", 8, True), ("masked", 9, False), ("rank_major", 9, True)):
             r = fp32.dispatch(x.float(), ids, layout=layout, capacity=64, max_tokens=max_tokens)
             assert r.handle.is_small == expected
         fp32.close()
-        wide = make(state.comm, top_k=128, num_experts=128)
+        wide = make(comm, top_k=128, num_experts=128, num_windows=1)
         wide_ids = torch.arange(6 * 128).view(6, 128) % 128
-        for num_sms, expected in ((1, False), (32, True)):  # 512 * 128 * 4 bytes in one block
+        for num_sms, expected in ((1, False), (8, True)):  # 512 * 128 * 4 bytes in one block
             r = wide.dispatch(x, wide_ids, layout="masked", capacity=6, max_tokens=8, num_sms=num_sms)
             assert r.handle.is_small == expected
         wide.close()
 
-    SimulatedRanks(monkeypatch).run(1, work, [None])
+    on_gpu(monkeypatch, work, mutant=IDLE)
+
+
+def test_automatic_choice_for_exact_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(comm: weft.Communicator) -> None:
+        with make(comm) as ep:
+            ep._shape.table = Table(most_tokens_else=100)
+            assert of_few(ep, capacity=None)
+            assert not of_few(ep, capacity=None, layout="expert_major"), "would take memory for the worst case"
+            assert of_few(ep, capacity=None, layout="expert_major", mode="latency")
+
+    on_gpu(monkeypatch, work)
 
 
 def test_shared_memory_formula() -> None:
@@ -222,7 +246,7 @@ def test_halves(on_ranks: Any, layout: str) -> None:
         ep, (x, ids) = make(comm), rows()
         options: dict[str, Any] = {"layout": layout, "capacity": 32, "max_tokens": 8}
         whole = ep.dispatch(x, ids.to(torch.int32), **options)
-        expected = ep.combine(whole.x, whole.handle, bias=torch.ones(64))
+        expected = ep.combine(whole.x, whole.handle, bias=torch.ones(128))
         given = x.clone()
         r = ep.dispatch(given, ids.to(torch.int32), staged=True, **options)
         given.fill_(9)
@@ -240,8 +264,8 @@ def test_halves(on_ranks: Any, layout: str) -> None:
             assert r.topk_idx.dtype == torch.int32
             assert torch.equal(r.topk_idx[: int(r.num_rows)], whole.topk_idx[: int(r.num_rows)])
         again = ep.dispatch(x, handle=r.handle, staged=True).wait()
-        out = torch.empty(6, 64, dtype=torch.bfloat16)
-        half = ep.combine(again.x, r.handle, bias=torch.ones(64), out=out, side=r.topk_weights, staged=True)
+        out = torch.empty(6, 128, dtype=torch.bfloat16)
+        half = ep.combine(again.x, r.handle, bias=torch.ones(128), out=out, side=r.topk_weights, staged=True)
         assert isinstance(half, weft.Staged)
         with pytest.raises(weft.InvalidState, match="has not been received"):
             ep.dispatch(x, handle=r.handle)
@@ -288,8 +312,8 @@ def test_gradients_have_no_halves(on_ranks: Any) -> None:
 
 
 def test_wide_rows_have_no_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(state: RankState, argument: None) -> None:
-        ep = make(state.comm, hidden=512)
+    def work(comm: weft.Communicator) -> None:
+        ep = make(comm, hidden=512)
         x, ids = torch.randn(6, 512).bfloat16(), rows()[1]
         r = ep.dispatch(x, ids, capacity=32, max_tokens=8)
         for refused in (
@@ -300,7 +324,7 @@ def test_wide_rows_have_no_halves(monkeypatch: pytest.MonkeyPatch) -> None:
                 refused()
         ep.close()
 
-    SimulatedRanks(monkeypatch).run(1, work, [None])
+    on_gpu(monkeypatch, work, mutant=IDLE)
 
 
 def test_rebuild_makes_an_end_of_halves() -> None:
@@ -311,7 +335,7 @@ def test_rebuild_makes_an_end_of_halves() -> None:
         comm.rebuild(range(2))
         with pytest.raises(weft.InvalidState, match="of epoch"):
             r.wait()
-        assert int(ep.dispatch(x, ids, staged=True, **options).wait().num_rows) == (8, 4)[comm.rank]
+        assert int(ep.dispatch(x, ids, staged=True, **options).wait().num_rows) == 6
         ep.close()
 
     weft.spawn(work, 2, device="cpu", isolation="thread")

@@ -21,7 +21,7 @@ from pool import RankState
 from weft.call.event import COMPLETE
 
 
-@pytest.fixture(params=["cpu", pytest.param("nvlink", marks=pytest.mark.emulated_gpu)])  # kernels are compiled
+@pytest.fixture(params=["cpu", "nvlink"])
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """run(work): `work(state)` on two ranks of an engine."""
     if request.param == "nvlink":

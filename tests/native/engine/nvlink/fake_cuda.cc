@@ -26,7 +26,6 @@ using namespace weft::cuda;
 
 constexpr Result kInvalidValue = 1, kOutOfMemory = 2, kNotPermitted = 800, kCapturedEvent = 907;
 constexpr Result kLaunchFailed = 719;
-constexpr int kCompileFailed = 6;  // NVRTC_ERROR_COMPILATION
 constexpr size_t kGranularity = size_t{2} << 20;
 
 struct StreamState {
@@ -54,9 +53,13 @@ struct Physical {
   ~Physical() { close(fd); }
 };
 
-// An emulated kernel.
+// An emulated kernel, and the module that it is alone in. Compiled when it is first launched: where ranks are threads the engine
+// prepares every form that some rank may need.
 struct EmulatedKernel {
-  emulation::LaunchFunction launch = nullptr;
+  std::string source;
+  std::once_flag once;
+  std::string problem;                         // why there is none
+  emulation::LaunchFunction launch = nullptr;  // null: it does nothing
   size_t args_bytes = 0;
 };
 
@@ -382,25 +385,48 @@ Result event_query(Event event) {
   if (of->is_captured) return kCapturedEvent;
   return s.streams[of->stream].done >= of->mark ? kSuccess : kNotReady;
 }
-// What the compiler gives for an emulated kernel is the path of its library.
+// What the compiler gives for an emulated kernel is its source.
 Result module_load(Module* module, const void* image) {
-  const auto* path = static_cast<const char*>(image);
   *module = reinterpret_cast<Module>(uintptr_t{32});
-  if (*path == '/') *module = static_cast<Module>(dlopen(path, RTLD_NOW | RTLD_LOCAL));
-  if (*module == nullptr) return kInvalidValue;
+  if (state().compile != nullptr) {
+    auto* const kernel = new EmulatedKernel();
+    kernel->source = static_cast<const char*>(image);
+    *module = reinterpret_cast<Module>(kernel);
+  }
   return injected("cuModuleLoadData");
 }
 Result module_unload(Module) { return kSuccess; }
 Result module_get_function(Function* function, Module module, const char*) {
   *function = reinterpret_cast<Function>(uintptr_t{48});
-  if (module == reinterpret_cast<Module>(uintptr_t{32})) return kSuccess;
-  auto* const args_bytes = reinterpret_cast<emulation::ArgsBytesFunction>(dlsym(module, emulation::kArgsBytesSymbol));
-  auto* const launch = reinterpret_cast<emulation::LaunchFunction>(dlsym(module, emulation::kLaunchSymbol));
-  if (launch == nullptr || args_bytes == nullptr) return kInvalidValue;
-  *function = reinterpret_cast<Function>(new EmulatedKernel{launch, args_bytes()});
+  if (state().compile != nullptr) *function = reinterpret_cast<Function>(module);
   return kSuccess;
 }
+
+void load(EmulatedKernel& kernel) {
+  char answer[4000] = {};
+  const int status = state().compile(kernel.source.c_str(), answer, sizeof(answer));
+  if (status != 0) kernel.problem = answer;
+  if (status != 0 || answer[0] == '\0') return;
+  void* const library = dlopen(answer, RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    kernel.problem = dlerror();
+    return;
+  }
+  kernel.launch = reinterpret_cast<emulation::LaunchFunction>(dlsym(library, emulation::kLaunchSymbol));
+  const auto args_bytes = reinterpret_cast<emulation::ArgsBytesFunction>(dlsym(library, emulation::kArgsBytesSymbol));
+  kernel.args_bytes = args_bytes();
+}
+
 Result function_set_attribute(Function, int, int) { return kSuccess; }
+
+// The GPU is of no use from here on, until the text has been asked for.
+Result fail_with(const std::string& text) {
+  const std::lock_guard lock(state().mutex);
+  if (!text.empty()) state().found = text;
+  state().gpu_result = kLaunchFailed;
+  state().given_up = 1;
+  return kLaunchFailed;
+}
 
 // In the calling thread, which returns when all blocks have ended. A mistake that they have found fails the GPU.
 Result run_emulated(const EmulatedKernel& kernel, const LaunchConfig& config, const void* args) {
@@ -420,11 +446,8 @@ Result run_emulated(const EmulatedKernel& kernel, const LaunchConfig& config, co
     const std::lock_guard lock(s.mutex);
     request.seed = s.seed++;
   }
-  if (kernel.launch(&request) == 0) return kSuccess;
-  const std::lock_guard lock(s.mutex);
-  if (found[0] != '\0') s.found = found;  // the others have ended because of it
-  s.gpu_result = kLaunchFailed;
-  return kLaunchFailed;
+  return kernel.launch(&request) == 0 ? kSuccess
+                                      : fail_with(found);  // without a text because of what another has found
 }
 
 Result launch(const LaunchConfig* config, Function function, void** params, void**) {
@@ -439,10 +462,12 @@ Result launch(const LaunchConfig* config, Function function, void** params, void
     body = s.kernel;
   }
   if (function != reinterpret_cast<Function>(uintptr_t{48})) {
-    const auto* const kernel = reinterpret_cast<const EmulatedKernel*>(function);
+    auto* const kernel = reinterpret_cast<EmulatedKernel*>(function);
+    std::call_once(kernel->once, [kernel] { load(*kernel); });
+    if (!kernel->problem.empty()) return fail_with(kernel->problem);
     const auto* const given = static_cast<const unsigned char*>(params[0]);
     return enqueue(config->stream, [kernel, plain = *config, args = std::vector(given, given + kernel->args_bytes)] {
-      return run_emulated(*kernel, plain, args.data());
+      return kernel->launch == nullptr ? kSuccess : run_emulated(*kernel, plain, args.data());
     });
   }
   submit(config->stream);
@@ -626,22 +651,14 @@ int nvrtcVersion(int* major, int* minor) {
   *minor = 0;
   return 0;
 }
-// A program is its source, then, in emulation, the path of a library or what the compiler says.
+// A program is its source, then what it is compiled to: in emulation the same.
 int nvrtcCreateProgram(void** program, const char* source, const char*, int, const char* const*, const char* const*) {
   *program = new std::string(source);
   return 0;
 }
 int nvrtcCompileProgram(void* program, int, const char* const*) {
-  auto& text = *static_cast<std::string*>(program);
-  const fake_cuda::Compile compile = fake_cuda::state().compile;
-  if (compile == nullptr) {
-    text = "cube";
-    return 0;
-  }
-  char made[4000] = {};
-  const int result = compile(text.c_str(), made, sizeof(made));
-  text = made;
-  return result == 0 ? 0 : fake_cuda::kCompileFailed;
+  if (fake_cuda::state().compile == nullptr) *static_cast<std::string*>(program) = "cube";
+  return 0;
 }
 int nvrtcDestroyProgram(void** program) {
   delete static_cast<std::string*>(*program);
@@ -677,6 +694,10 @@ void emulated_gpu_found(char* text, size_t num_bytes) {
 void emulated_gpu_seed(uint64_t seed) { fake_cuda::state().seed = seed; }
 void emulated_gpu_begin_capture(uint64_t stream, uint64_t id) { fake_cuda::begin_capture(stream, id); }
 void emulated_gpu_end_capture(uint64_t stream) { fake_cuda::end_capture(stream); }
+uint64_t emulated_gpu_given(uint64_t stream) {
+  const std::lock_guard lock(fake_cuda::state().mutex);
+  return fake_cuda::state().streams[stream].submitted;
+}
 int emulated_gpu_replay(uint64_t id) { return fake_cuda::replay(id); }
 void emulated_gpu_destroy_graph(uint64_t id) { fake_cuda::destroy_graph(id); }
 

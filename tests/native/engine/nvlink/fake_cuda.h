@@ -16,8 +16,8 @@ using KernelBody = std::function<void(void* args)>;
 
 void set_kernel(KernelBody body);  // empty: kernels do nothing
 
-// In place of NVRTC: from the source of a kernel to the path of a library that runs it (tests/emulation/library.h), or to why
-// there is none. 0, or it did not compile. From then on kernels are run, and graphs record.
+// From the source of a kernel to the path of a library that runs it (tests/emulation/library.h), "" for one that does nothing, or
+// to why there is none. 0, or it did not compile. From then on kernels are run, and graphs record.
 using Compile = int (*)(const char* source, char* path, size_t num_bytes);
 void compile_with(Compile compile);
 int replay(uint64_t id);  // the graph of a capture; 0, or what the first call that failed has answered
