@@ -22,9 +22,9 @@ from pathlib import Path
 LAYERS, ROUND = 5, 20  # objects; calls between two waits for the GPU
 SHAPE = {"num_experts": 64, "top_k": 8, "hidden": 2048}
 LARGE, SMALL = 512, 32  # tokens
-OF_LARGE = {"mode": "throughput", "layout": "rank_major", "capacity": "all"}
+OF_LARGE = {"mode": "throughput", "layout": "rank_major"}
 BY_EXPERT = OF_LARGE | {"layout": "expert_major", "alignment": 16}
-OF_SMALL = {"mode": "latency", "layout": "masked", "quantize": "fp8", "capacity": "all"}
+OF_SMALL = {"mode": "latency", "layout": "masked", "quantize": "fp8"}
 # Of each case: tokens, options of dispatch, of combine; "handle": a repeated dispatch, "tracked": with gradients.
 CASES = {
     "throughput": (LARGE, OF_LARGE, {}, ""),
@@ -67,8 +67,11 @@ def one_step(ep, name, times):
 
     tokens, dispatch_options, combine_options, kind = CASES[name]
     x, ids, weights = inputs(ep, tokens)
-    rows = min(tokens * ep.num_ranks * (1 if dispatch_options["layout"] == "rank_major" else ep.top_k), 16384)
-    options = dispatch_options | {"capacity": tokens if dispatch_options["layout"] == "masked" else rows}
+    if dispatch_options["layout"] == "masked":
+        capacity = tokens * ep.num_ranks
+    else:
+        capacity = tokens * ep.num_ranks * ep.top_k + dispatch_options.get("alignment", 1) * ep.num_experts
+    options = dispatch_options | {"capacity": capacity}
     options["max_tokens"] = tokens
     given = x.requires_grad_(kind == "tracked")
     if kind == "handle":
