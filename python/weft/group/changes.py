@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from weft import _load
 from weft.engine import Choice, look
@@ -19,12 +19,11 @@ from weft.membership import Change
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Self
 
 __all__ = ["Changes", "Ticket"]
 
 CHANGE_TIMEOUT_S = 100.0
-
-Made = TypeVar("Made", bound="Changes")
 
 
 class Ticket:
@@ -75,14 +74,14 @@ class Changes(Joining):
 
     @classmethod
     def join(
-        cls: type[Made],
+        cls,
         address: str,
         *,
         slot: int | None = None,
         device: torch.device | str | int | None = None,
         placement: str | Placement = "auto",
         timeout_s: float = CONNECT_TIMEOUT_S,
-    ) -> Made:
+    ) -> Self:
         """Become a rank of a running group that was made with `max_ranks`: any new process of its user on its machine.
         Nobody else is disturbed.
 
