@@ -252,6 +252,18 @@ def test_a_full_group_says_so() -> None:
     weft.spawn(_full, num_ranks=2, device="cpu", max_ranks=2)
 
 
+def _nobody_stays(comm: Any) -> None:
+    with pytest.raises(weft.InvalidArgument, match="leaves none of the active ranks"):
+        comm.propose(admit=[2], remove=[0, 1])
+    with pytest.raises(weft.InvalidArgument, match="leaves none of the active ranks"):
+        comm.propose(suspend=[0, 1])
+
+
+def test_a_change_keeps_a_member() -> None:
+    """A newcomer learns from those that stay where to begin."""
+    weft.spawn(_nobody_stays, num_ranks=2, device="cpu", max_ranks=3)
+
+
 def _closed(comm: Any) -> None:
     for call in (comm.boundary, lambda: comm.address, lambda: comm.propose(remove=[1]), comm.ready, comm.leave):
         with pytest.raises(weft.InvalidState, match="max_ranks"):

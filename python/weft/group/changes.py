@@ -171,7 +171,8 @@ class Changes(Joining):
         that are not there or not `ready()`, and is tried again where it was withdrawn.
 
         Raises:
-            InvalidArgument: `admit` or `resume` holds active ranks, or `remove` or `suspend` others.
+            InvalidArgument: `admit` or `resume` holds active ranks, or `remove` or `suspend` others; or none of the
+                active ranks would be left.
             InvalidState: an earlier change of this rank is not decided; or the group was not made with `max_ranks`.
         """
         seconds = positive_seconds("deadline_s", deadline_s)
@@ -179,6 +180,11 @@ class Changes(Joining):
         resting = _ranks("suspend", suspend, count)
         coming = sorted({*_ranks("admit", admit, count), *_ranks("resume", resume, count)})
         going = sorted({*_ranks("remove", remove, count), *resting})
+        if set(self._active) <= set(going):
+            raise InvalidArgument(
+                f"a change without {rank_list(going)} leaves none of the active ranks, of whom new ones learn where "
+                "to begin"
+            )
         number = _number_of(id)
         with self.alone("propose"):
             self._native.propose(coming, going, resting, number, seconds)
