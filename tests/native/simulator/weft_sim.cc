@@ -17,7 +17,7 @@ int usage() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  uint64_t first = 1, num_seeds = 10'000;
+  uint64_t first = 1, num_seeds = WEFT_SIM_SEEDS;
   bool prints_trace = false;
   for (int idx = 1; idx < argc; ++idx) {
     const std::string name = argv[idx];
