@@ -114,7 +114,11 @@ bool Membership::is_prepared() const noexcept {
 // was given binds: whoever has given it waits at the boundary.
 MembershipActions Membership::acknowledge() noexcept {
   const RankSet named = newest_set_ | proposed_.active;
-  if (proposed_.epoch != proposal_.epoch || !(named & gone_).empty()) return withdraw();
+  // Of no use is for members to say: who has just come may know less of them than they do.
+  if (!is_member_ && !proposed_.active.contains(rank_)) return {};
+  if (proposed_.epoch != proposal_.epoch || !(named & gone_).empty()) {
+    return is_member_ ? withdraw() : MembershipActions();
+  }
   MembershipActions actions;
   if (!has_acked()) {
     const bool is_past = is_member_ && cell_.passed >= proposed_.boundary;

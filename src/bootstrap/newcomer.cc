@@ -16,7 +16,8 @@ namespace weft {
 namespace {
 
 constexpr int kSliceMs = 50;
-constexpr int kRetryMs = 2;  // while the backlog of a door is full
+constexpr u64 kDoorNs = 5'000'000'000;  // for the answer of a door, where there is another one
+constexpr int kRetryMs = 2;             // while the backlog of a door is full
 
 // A connected socket; none: nobody listens there.
 OwnedFd call_door(std::string_view name, uint64_t deadline_ns, const ControlPlane::Poll& poll) {
@@ -83,7 +84,14 @@ Sponsored find_sponsor(const JoinAddress& address, int wanted_slot, const Endpoi
     OwnedFd socket = call_door(door, deadline_ns, poll);
     if (!socket.valid()) continue;
     send_small(socket.get(), PacketType::kHello, bytes_of(request));
-    if (!await_packet(socket.get(), reader, deadline_ns, poll)) continue;
+    const bool is_last = &door == &address.doors.back();
+    try {
+      const u64 until_ns = is_last ? deadline_ns : std::min(deadline_ns, now_ns() + kDoorNs);
+      if (!await_packet(socket.get(), reader, until_ns, poll)) continue;
+    } catch (const Error& error) {
+      if (is_last || error.code != ErrorCode::kPeerTimeout) throw;
+      continue;  // a stopped rank, maybe
+    }
     if (reader.header.type == PacketType::kRefusal) {
       Error found = read_denial(reader.payload);
       if (found.code != ErrorCode::kEvicted) throw std::move(found);
@@ -121,7 +129,12 @@ std::optional<Connection> call_rank(const Caller& caller, int slot, int num_slot
   header.num_fds = 1;
   send_packet(socket.get(), header, bytes_of(hello), fds);
   PacketReader reader;
-  if (!await_packet(socket.get(), reader, deadline_ns, poll)) return std::nullopt;
+  if (!await_packet(socket.get(), reader, deadline_ns, poll)) {
+    // Cut off unread: it has ended, or had no room for another caller just now.
+    if (process_start_time(endpoint.pid) != endpoint.start_time) return std::nullopt;
+    ::poll(nullptr, 0, kSliceMs);
+    return call_rank(caller, slot, num_slots, endpoint, deadline_ns, poll);
+  }
   if (reader.header.type == PacketType::kRefusal) throw read_denial(reader.payload);
   const std::string problem =
       hello_problem(reader.header, reader.payload, make_hello(slot, caller.slot, endpoints, caller.secret));

@@ -37,7 +37,11 @@ class OpenGroup {
   // To one rank, never blocks, best effort; `tag` has kDirectTag.
   virtual void send(int slot, uint64_t tag, std::vector<std::byte> bytes, std::vector<OwnedFd> fds) = 0;
   // Such messages of others, in a thread of the control plane: it must be quick. Empty: none.
-  using Listen = std::function<void(int slot, uint64_t tag, Parcel&&)>;
+  struct Sender {
+    int slot;
+    uint64_t incarnation;
+  };
+  using Listen = std::function<void(const Sender& sender, uint64_t tag, Parcel&&)>;
   virtual void set_listener(Listen listen) = 0;
 };
 

@@ -81,7 +81,8 @@ using Peers = std::vector<std::shared_ptr<Peer>>;  // by rank, empty at our own 
 // What a plane needs besides so that newcomers may join.
 struct OpenParts {
   std::shared_ptr<GroupPage> page;
-  Listener listener;
+  std::optional<Listener> listener;  // until close()
+  Endpoint endpoint;
   GroupSecret secret;
   SlotTable slots;
 };
@@ -195,8 +196,8 @@ class ProcessControlPlane final : public ControlPlane, public OpenGroup {
   OpenGroup* open_group() noexcept override { return open_ ? this : nullptr; }
   SlotTable& slots() noexcept override { return open_->slots; }
   const GroupSecret& secret() const noexcept override { return open_->secret; }
-  const Endpoint& endpoint() const noexcept override { return open_->listener.endpoint(); }
-  int door() const noexcept override { return open_->listener.fd(); }
+  const Endpoint& endpoint() const noexcept override { return open_->endpoint; }
+  int door() const noexcept override { return open_->listener ? open_->listener->fd() : -1; }
   int life_fd() const noexcept override { return own_life_->fd(); }
   int page_fd() const noexcept override { return open_->page->fd(); }
   bool has_peer(int slot, uint64_t incarnation) const override {
@@ -359,7 +360,7 @@ void ProcessControlPlane::read_from(Peer& peer, PacketReader& reader, int most_p
       [&](uint64_t tag, Parcel&& parcel) {
         if ((tag & kDirectTag) == 0) return board_->put(rank, tag, std::move(parcel), peer.number);
         const std::lock_guard lock(listen_mutex_);
-        if (listen_) listen_(rank, tag, std::move(parcel));
+        if (listen_) listen_({rank, peer.incarnation}, tag, std::move(parcel));
       },
       [&](const AbortReason& reason) {
         AbortReason heard = reason;
@@ -426,7 +427,9 @@ void ProcessControlPlane::close_once(std::string_view why) noexcept {
     peer->pidfd.reset();
   }
   own_life_->release();
-  if (open_) open_->page->drop_fd();
+  if (!open_) return;
+  open_->listener.reset();  // who calls is refused from now on
+  open_->page->drop_fd();
 }
 
 void ProcessControlPlane::start_watch(const Peer& peer) {
@@ -520,7 +523,8 @@ std::unique_ptr<ControlPlane> connect_processes(int rank, const std::vector<Endp
   if (is_open) {
     SlotTable slots = page->slots();
     slots.claim(rank, own_listener.endpoint());
-    open.emplace(OpenParts{page, std::move(own_listener), secret, slots});
+    const Endpoint own = own_listener.endpoint();
+    open.emplace(OpenParts{page, std::move(own_listener), own, secret, slots});
   }
   return std::make_unique<ProcessControlPlane>(rank, std::move(incarnations), std::move(life), std::move(ledger),
                                                std::move(connections), std::move(store), across.decider,
@@ -535,6 +539,9 @@ Newcomer join_processes(std::string_view address, int slot, Listener&& listener,
   const JoinWelcome& welcome = sponsored.welcome;
   auto life = std::make_unique<LifeLock>();
   SlotTable slots = sponsored.page->slots();
+  // Given back if this fails; destroyed last, when nothing of this incarnation is left.
+  const auto free_claim = [&](SlotTable* table) { table->free(welcome.slot, incarnation_of(own)); };
+  std::unique_ptr<SlotTable, decltype(free_claim)> claim(&slots, free_claim);
   std::vector<Connection> connections(static_cast<size_t>(welcome.num_slots));
   Membership::Welcome members{{}, welcome.epoch, welcome.era};
   members.incarnations.assign(welcome.incarnations.begin(), welcome.incarnations.begin() + welcome.num_slots);
@@ -564,7 +571,8 @@ Newcomer join_processes(std::string_view address, int slot, Listener&& listener,
   auto plane = std::make_unique<ProcessControlPlane>(
       welcome.slot, std::move(incarnations), std::move(life), std::make_shared<PageLedger>(sponsored.page),
       std::move(connections), nullptr, nullptr,
-      OpenParts{sponsored.page, std::move(own_listener), welcome.secret, slots});
+      OpenParts{sponsored.page, std::move(own_listener), own, welcome.secret, slots});
+  claim.release();
   for (const int rank : ended) plane->note_ended(rank);
   return {std::move(plane), std::move(members)};
 }

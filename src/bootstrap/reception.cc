@@ -60,7 +60,7 @@ void Reception::step() {
     try {
       stays = hear(caller);
     } catch (const Error& error) {
-      if (caller.is_sponsored || caller.slot >= 0) group_.slots().free(caller.slot, caller.incarnation);
+      if (caller.is_sponsored && !caller.is_welcomed) group_.slots().free(caller.slot, caller.incarnation);
       send_small(caller.socket.get(), PacketType::kRefusal, pack_denial(error));
       log_line(kLogInfo, "rank " + std::to_string(rank_) + " turned a newcomer away: " + error.text);
     }
@@ -86,9 +86,7 @@ bool Reception::hear(Visitor& caller) {
     case ReceiveResult::kNothing: return caller.is_sponsored || now_ns() - caller.since_ns < kCallerNs;
     case ReceiveResult::kPacket: break;
     default: {
-      const bool is_connected = caller.is_sponsored && group_.has_peer(caller.slot, caller.incarnation);
-      if (caller.is_sponsored && !is_connected) group_.slots().free(caller.slot, caller.incarnation);
-      return false;
+      return false;  // who gives up frees its slot itself, and members free that of a process that has ended
     }
   }
   if (caller.is_sponsored) return true;  // it has nothing to say here any more
@@ -128,6 +126,7 @@ void Reception::sponsor(Visitor& caller) {
   caller.incarnation = incarnation_of(request.endpoint);
   caller.is_sponsored = true;
   send_with_fd(caller.socket.get(), bytes_of(welcome), group_.page_fd());
+  caller.is_welcomed = true;
 }
 
 int Reception::choose_slot(int wanted, const Membership::Welcome& welcome, const Endpoint& endpoint) {
@@ -139,6 +138,7 @@ int Reception::choose_slot(int wanted, const Membership::Welcome& welcome, const
   }
   for (int slot = 0; slot < num_slots; ++slot) {
     const std::optional<Endpoint> owner = slots.endpoint(slot);
+    if (owner && incarnation_of(*owner) == incarnation_of(endpoint)) return slot;  // a sponsor has ended meanwhile
     if (owner && owner->pid == endpoint.pid && owner->start_time == endpoint.start_time) {
       throw_invalid_state("this process is rank " + std::to_string(slot) + " of the group already");
     }

@@ -31,6 +31,7 @@ class Reception {
   bool is_waiting() const noexcept;  // for something that no descriptor tells
   bool has_room(int slot) const { return host_.has_room(slot); }
   void step();  // never waits
+  void close() noexcept { callers_.clear(); }
 
  private:
   struct Visitor {
@@ -39,6 +40,7 @@ class Reception {
     int slot = -1;             // sponsored, or greeted
     uint64_t incarnation = 0;  // likewise
     bool is_sponsored = false;
+    bool is_welcomed = false;
     std::optional<Hello> hello{};  // it waits for its slot
     OwnedFd life{};
   };

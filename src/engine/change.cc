@@ -18,6 +18,7 @@ using Failure = MembershipFailure;
 constexpr u64 kDecideWithinNs = 5'000'000;  // whoever has waited so long at a boundary withdraws the proposal
 constexpr u64 kSliceNs = 1'000'000;         // of a wait: cells tell, and a bell wakes earlier
 constexpr u64 kPollNs = 50'000'000;
+constexpr u64 kRecoverNs = 100'000'000'000;
 
 Event event_of(Event::Kind kind) {
   Event event;
@@ -73,7 +74,7 @@ std::optional<DoneChange> Communicator::boundary(u64 deadline_ns, const Poll& po
     action = wait_to_be_taken_in(deadline_ns, poll);
     if (!action) return std::nullopt;
     if (action->kind == Action::Kind::kRaise) {
-      DoneChange done = follow_recovery(deadline_ns, poll);
+      DoneChange done = follow_recovery(poll);
       done.waited_ns = now_ns() - start_ns;
       return done;
     }
@@ -90,7 +91,7 @@ std::optional<DoneChange> Communicator::boundary(u64 deadline_ns, const Poll& po
   const u64 waited_ns = now_ns() - start_ns;
   if (action->kind == Action::Kind::kPass) return std::nullopt;
   if (action->kind == Action::Kind::kInstall) {
-    DoneChange done = carry_out(*action, deadline_ns, poll);
+    DoneChange done = carry_out(*action);
     done.waited_ns += waited_ns;
     done.installed_ns = now_ns() - start_ns - done.waited_ns;
     return done;
@@ -143,13 +144,15 @@ std::optional<Action> Communicator::wait_at_boundary(u64 deadline_ns, const Poll
       } catch (...) {
         ask(event_of(Event::Kind::kLeave), Wait{0, {}});
         const auto found = outcome();
-        if (found && found->kind == Action::Kind::kInstall) carry_out(*found, deadline_ns, {});
+        if (found && found->kind == Action::Kind::kInstall) carry_out(*found);
         throw;
       }
     }
     if (now >= deadline_ns) {
       ask(event_of(Event::Kind::kDeadline), Wait{0, {}});
       if (const auto found = outcome()) return found;
+      raise_if_unusable();
+      throw Error(ErrorCode::kControlLost, "a change of the membership was not decided by the deadline", "boundary");
     } else if (now >= patience_ns) {
       patience_ns = now + kDecideWithinNs;
       ask(event_of(Event::Kind::kPatience), Wait{0, {}});
@@ -163,13 +166,21 @@ std::optional<Action> Communicator::wait_to_be_taken_in(u64 deadline_ns, const P
   u64 poll_ns = 0;
   for (;;) {  // check: allow spin-loop: sleeps on a condition variable and ends at the deadline
     bool is_to_refresh = false;
+    std::optional<Action> taken;
     {
       std::unique_lock lock(e.mutex);
-      if (!e.outcome && !(e.is_ready && e.needs_refresh) && now_ns() < deadline_ns) {
+      if (e.outcome) {
+        e.changed.wait_for(lock, std::chrono::nanoseconds(kSliceNs));
+      } else if (!(e.is_ready && e.needs_refresh) && now_ns() < deadline_ns) {
         e.changed.wait_for(lock, std::chrono::nanoseconds(std::min(kPollNs, deadline_ns - now_ns())));
       }
-      if (e.outcome) return e.outcome;
+      taken = e.outcome;
       is_to_refresh = e.is_ready && e.needs_refresh;
+    }
+    if (taken && taken->kind != Action::Kind::kInstall) return taken;
+    if (taken) {  // kept for the next call, if the members do not come by the deadline
+      const Decision found = plane_->ledger().find(taken->epoch);
+      if (!found.record || may_begin(*found.record)) return taken;
     }
     if (is_closed()) throw_invalid_state("the communicator was closed while it waited to be taken in");
     look();
@@ -185,7 +196,7 @@ std::optional<Action> Communicator::wait_to_be_taken_in(u64 deadline_ns, const P
 }
 
 // Between two operations of this rank.
-DoneChange Communicator::carry_out(const Action& action, u64 deadline_ns, const Poll& poll) {
+DoneChange Communicator::carry_out(const Action& action) {
   Elastic& e = *elastic_;
   const Decision found = plane_->ledger().find(action.epoch);
   if (!found.record) throw_internal("the record of epoch " + std::to_string(action.epoch) + " is damaged");
@@ -216,15 +227,16 @@ DoneChange Communicator::carry_out(const Action& action, u64 deadline_ns, const 
     e.outcome.reset();
     for (const int slot : added.ranks()) e.newcomers_.erase(slot);
   }
-  MemberWindow::Step step{action.epoch, added, removed, was_solo, action.ranks - added};
+  MemberWindow::Step step{
+      action.epoch, added, removed, was_solo, action.ranks - added, RankSet::of(plane_->dead_ranks())};
   if (has_left_) step.removed = before - RankSet::of({rank_});
   step.removed = is_suspended ? RankSet() : step.removed - record.standby;
+  RankSet late;  // of a group that has broken before all came to the boundary: nothing begins here before recover()
   if (was_solo) {
+    late = not_installed(record);
     e.is_solo = false;
-    const u64 start_ns = now_ns();
-    meet_members(record, deadline_ns, poll);
-    done.waited_ns = now_ns() - start_ns;
   }
+  if (!late.empty()) step.members = {};
   change_windows(step);
   for (const int rank : step.removed.ranks()) e.group.drop_member(rank);
   {
@@ -237,6 +249,14 @@ DoneChange Communicator::carry_out(const Action& action, u64 deadline_ns, const 
   e.ring();
   if (has_left_ || is_suspended) return done;
   for (const auto& [reporter, reason] : early) on_abort(reason);
+  if (!late.empty()) {
+    AbortReason broken;
+    broken.code = AbortCode::kPeerTimeout;
+    broken.rank = late.next(0);
+    broken.reporter = rank_;
+    broken.peers = late;
+    adopt(broken);  // not told to anybody: the others know better
+  }
   for (const int dead : plane_->dead_ranks()) {  // lost before it belonged here
     AbortReason lost;
     lost.code = AbortCode::kPeerLost;
@@ -267,7 +287,7 @@ void Communicator::keep_suspended(const RankSet& ranks) {
 }
 
 // Of a newcomer that a recovery has taken in: its place is at the meeting, where all memory is made anew.
-DoneChange Communicator::follow_recovery(u64 deadline_ns, const Poll& poll) {
+DoneChange Communicator::follow_recovery(const Poll& poll) {
   Elastic& e = *elastic_;
   {
     const std::lock_guard lock(e.mutex);
@@ -275,7 +295,8 @@ DoneChange Communicator::follow_recovery(u64 deadline_ns, const Poll& poll) {
     e.is_ready = e.needs_refresh = false;
   }
   e.is_solo = false;
-  run_recovery(RecoverWish{}, deadline_ns, poll);
+  run_recovery(RecoverWish{}, now_ns() + kRecoverNs,
+               poll);  // the others wait for this rank, whoever called with which deadline
   DoneChange done;
   done.epoch = epoch_;
   done.active = active_;
@@ -295,50 +316,35 @@ void Communicator::change_windows(const MemberWindow::Step& step) {
   }
 }
 
-// A new rank: until all members have come to the boundary, and have said where it begins.
-void Communicator::meet_members(const MembershipRecord& record, u64 deadline_ns, const Poll& poll) {
-  Elastic& e = *elastic_;
+// Of those that were members before: who has not come to the boundary yet.
+RankSet Communicator::not_installed(const MembershipRecord& record) {
   RankSet waited = record.active;
   for (u32 idx = 0; idx < record.num_new; ++idx) waited.remove(static_cast<int>(record.new_members[idx].slot));
-  AbortReason failure;
-  failure.rank = failure.reporter = rank_;
-  u64 poll_ns = 0;
-  for (;;) {  // check: allow spin-loop: sleeps on a condition variable and ends at the deadline
-    for (const int rank : waited.ranks()) {
-      const std::optional<SlotCell> cell = e.group.slots().look(rank);
-      if (!cell || cell->installed < record.epoch) continue;
-      next_window_id_ = std::max(next_window_id_, cell->next_window_id);
-      waited.remove(rank);
-    }
-    if (waited.empty()) return;
-    const std::vector<int> dead = plane_->dead_ranks();
-    for (const int rank : waited.ranks()) {
-      if (std::find(dead.begin(), dead.end(), rank) == dead.end()) continue;
-      failure.code = AbortCode::kPeerLost;
-      failure.rank = rank;
-      fail(failure);
-    }
-    raise_if_unusable();
-    const u64 now = now_ns();
-    if (now >= deadline_ns) {
-      failure.code = AbortCode::kPeerTimeout;
-      failure.rank = waited.next(0);
-      failure.peers = waited;
-      fail(failure);
-    }
-    if (poll && now >= poll_ns) {
-      poll_ns = now + kPollNs;
-      try {
-        poll();
-      } catch (...) {
-        failure.code = AbortCode::kInterrupted;
-        give_up(failure);
-        throw;
-      }
-    }
-    std::unique_lock lock(e.mutex);
-    e.changed.wait_for(lock, std::chrono::nanoseconds(kSliceNs));
+  for (const int rank : waited.ranks()) {
+    const std::optional<SlotCell> cell = elastic_->group.slots().look(rank);
+    if (!cell || cell->installed < record.epoch) continue;
+    next_window_id_ = std::max(next_window_id_, cell->next_window_id);
+    waited.remove(rank);
   }
+  return waited;
+}
+
+// Whether a new rank need not wait any more: all members have come, or they will not.
+bool Communicator::may_begin(const MembershipRecord& record) {
+  const RankSet waited = not_installed(record);
+  const RankSet gone = RankSet::of(plane_->dead_ranks());
+  if (waited.empty() || !(waited & gone).empty() || plane_->ledger().is_decided(record.epoch + 1)) return true;
+  const std::lock_guard membership_lock(membership_mutex_);
+  const std::lock_guard lock(mutex_);
+  return std::any_of(early_.begin(), early_.end(), [&](const auto& each) {
+    return membership_.hear(origin_of(each.second, each.first)) == Hearing::kCounts;
+  });
+}
+
+bool Communicator::is_outside() const {
+  if (!elastic_) return false;
+  const std::lock_guard lock(mutex_);
+  return has_left_ || elastic_->is_solo;
 }
 
 }  // namespace weft

@@ -308,7 +308,7 @@ void Communicator::give_up(AbortReason reason) {
     const std::lock_guard lock(mutex_);
     for (MemberWindow* window : windows_) window->record_error(reason_);
   }
-  if (reason.code != AbortCode::kEvicted) plane_->publish_abort(reason);
+  if (reason.code != AbortCode::kEvicted && !is_outside()) plane_->publish_abort(reason);
 }
 
 void Communicator::abort(const std::string& text) {
@@ -324,7 +324,7 @@ void Communicator::abort(const std::string& text) {
     if (attempt_ != 0) attempt_abort_ = reason;
   }
   adopt(reason);
-  plane_->publish_abort(reason);
+  if (!is_outside()) plane_->publish_abort(reason);
 }
 
 void Communicator::fail(const AbortReason& reason) {

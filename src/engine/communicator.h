@@ -176,10 +176,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void deliver(const MembershipAction& action);
   std::optional<MembershipAction> wait_at_boundary(u64 deadline_ns, const Poll& poll);
   std::optional<MembershipAction> wait_to_be_taken_in(u64 deadline_ns, const Poll& poll);
-  DoneChange carry_out(const MembershipAction& action, u64 deadline_ns, const Poll& poll);
-  void meet_members(const MembershipRecord& record, u64 deadline_ns, const Poll& poll);
+  DoneChange carry_out(const MembershipAction& action);
   void keep_suspended(const RankSet& ranks);
-  DoneChange follow_recovery(u64 deadline_ns, const Poll& poll);
+  DoneChange follow_recovery(const Poll& poll);
   void change_windows(const MemberWindow::Step& step);
   void unprepare_all(bool is_for_new_window);
   void admit(int slot, u64 incarnation, Connection&& connection);
@@ -192,6 +191,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void renew_wish();
   void free_claims();
   void call_strangers();
+  void unmap(int slot);
+  RankSet not_installed(const MembershipRecord& record);
+  bool may_begin(const MembershipRecord& record);
+  bool is_outside() const;  // solo, or it has left: what happens here is nobody else's business
 
   void on_abort(const AbortReason& reason);      // monitor thread
   void adopt(const AbortReason& reason);         // the first reason of this epoch wins; sets every window's abort word

@@ -67,7 +67,7 @@ Elastic::Elastic(Communicator& self, OpenGroup& open_group)
 
 void Elastic::start() {
   comm.show_cell();
-  group.set_listener([this](int slot, u64 tag, Parcel&& parcel) {
+  group.set_listener([this](const OpenGroup::Sender& sender, u64 tag, Parcel&& parcel) {
     const Errand kind = errand_of(tag);
     if (kind != Errand::kBell) {
       const std::lock_guard lock(mutex);
@@ -76,7 +76,7 @@ void Elastic::start() {
         changed.notify_all();
         return;
       }
-      inbox.push_back({slot, tag, std::move(parcel)});
+      inbox.push_back({sender, tag, std::move(parcel)});
     }
     wake();
   });
@@ -97,6 +97,7 @@ void Elastic::stop() noexcept {
     changed.notify_all();
   }
   if (thread_.joinable()) thread_.join();
+  reception->close();
 }
 
 void Elastic::wake() noexcept {
@@ -159,7 +160,10 @@ void Communicator::turn_member() {
     const std::lock_guard lock(e.mutex);
     letters.swap(e.inbox);
   }
-  for (Elastic::Letter& letter : letters) serve(letter.slot, letter.tag, std::move(letter.parcel));
+  for (Elastic::Letter& letter : letters) {
+    const auto& [slot, incarnation] = letter.sender;
+    if (e.group.has_peer(slot, incarnation)) serve(slot, letter.tag, std::move(letter.parcel));
+  }
   note_gone();
   read_cells();
   is_told_ = true;
@@ -177,6 +181,7 @@ void Communicator::admit(int slot, u64 incarnation, Connection&& connection) {
   unprepared.kind = Event::Kind::kPrepared;
   unprepared.rank = slot;
   ask(unprepared, Wait{0, {}});
+  unmap(slot);
   {
     const std::lock_guard driver_lock(driver_mutex_);  // nobody tells the machine of the last owner's end any more
     e.group.add_peer(slot, incarnation, std::move(connection));
@@ -189,6 +194,13 @@ void Communicator::admit(int slot, u64 incarnation, Connection&& connection) {
     if (e.is_solo) e.needs_refresh = true;  // two that may be taken in together have to be prepared for each other
   }
   log_line(kLogInfo, "rank " + std::to_string(rank_) + ": a newcomer has connected in slot " + std::to_string(slot));
+}
+
+// R14: of a newcomer that has ended, or of one that had the slot before.
+void Communicator::unmap(int slot) {
+  const std::lock_guard lock(mutex_);
+  const MemberWindow::Step step{epoch_, {}, RankSet::of({slot}), false, {}, {}};
+  for (MemberWindow* window : windows_) window->change(step);
 }
 
 void Communicator::read_cells() {
@@ -221,8 +233,17 @@ void Communicator::free_claims() {
   }
   std::vector<int> dead = plane_->dead_ranks();
   for (const int slot : dead) {
-    const std::lock_guard lock(e.mutex);
-    e.newcomers_.erase(slot);
+    if (kept.contains(slot)) continue;
+    std::unique_lock lock(e.mutex);
+    const bool was_newcomer = e.newcomers_.erase(slot) != 0;
+    lock.unlock();
+    if (was_newcomer) unmap(slot);
+  }
+  for (int slot = 0; slot < num_ranks_; ++slot) {  // claimed by a process that ended before it came here
+    const u64 incarnation = e.group.slots().claimed(slot);
+    if (incarnation == 0 || slot == rank_ || kept.contains(slot) || e.group.has_peer(slot, incarnation)) continue;
+    const std::optional<Endpoint> endpoint = e.group.slots().endpoint(slot);
+    if (endpoint && process_start_time(endpoint->pid) != endpoint->start_time) e.group.slots().free(slot, incarnation);
   }
   for (const int slot : plane_->ended_ranks()) {
     if (kept.contains(slot)) continue;

@@ -66,7 +66,7 @@ struct Elastic {
   mutable std::mutex mutex;  // of what follows; a leaf
   std::condition_variable changed;
   struct Letter {
-    int slot;
+    OpenGroup::Sender sender;
     u64 tag;
     Parcel parcel;
   };
@@ -87,6 +87,7 @@ struct Elastic {
     WantedChange told;
     bool is_open = false;  // not decided
     bool again = false;    // it was withdrawn, and is to be wanted anew
+    u64 again_ns = 0;      // not before
   } wish;
 
   // Of the thread alone.

@@ -231,6 +231,7 @@ void Communicator::finish(const Driven& driven) {
   decided.code = AbortCode::kDecided;
   for (const int rank : driven.told.ranks()) plane_->tell(rank, decided);
   if (elastic_ && driven.rings) elastic_->ring();
+  if (driven.last && driven.last->failure == Failure::kEvicted) note_eviction(*driven.last);
 }
 
 // Who looks for nobody's call takes what is known here, and never waits.
@@ -332,7 +333,9 @@ Event Communicator::meet(const Action& action, Call& call) {
   {
     const std::lock_guard lock(mutex_);
     attempt_ = action.epoch;
-    for (const MemberWindow* window : windows_) ids.push_back(window->id());
+    for (const MemberWindow* window : windows_) {
+      if (!window->is_retired()) ids.push_back(window->id());
+    }
   }
   WaitLog log(*this);
   call.parcels = plane_->exchange(action.ranks.ranks(), tag, pack({next_window_id_, ids.size()}, ids), {},

@@ -39,7 +39,9 @@ void Communicator::propose(const Wanted& wanted, u64 deadline_ns) {
   check("admit", admit, false);
   check("remove", remove, true);
   if (admit.empty() && remove.empty()) throw_invalid_argument("a change needs ranks to admit or to remove");
-  if (admit.empty() && remove.size() >= active_.size()) throw_invalid_argument("remove: nobody would be left");
+  if (remove.size() >= active_.size()) {
+    throw_invalid_argument("remove: none of the active ranks would be left, of whom new ones learn where to begin");
+  }
   {
     const std::lock_guard lock(e.mutex);
     if (e.wish.is_open) throw_invalid_state("propose: a change of this rank is not decided yet; wait for its ticket");
@@ -86,7 +88,9 @@ void Communicator::renew_wish() {
   {
     const std::lock_guard lock(e.mutex);
     e.wish.told.state = has_proposed ? WantedChange::State::kProposed : WantedChange::State::kPreparing;
-    again = std::exchange(e.wish.again, false);
+    again = e.wish.again && now_ns() >= e.wish.again_ns;
+    if (again) e.wish.again = false;
+    if (again) e.wish.again_ns = now_ns() + std::min<u64>(e.wish.change.margin * 1'000'000, 1'000'000'000);
   }
   if (is_done) {
     ask(event_of(Event::Kind::kPropose), Wait{0, {}});

@@ -21,8 +21,9 @@ class MemberWindow {
   virtual void leave_waits() = 0;                            // any thread: every wait that is not satisfied ends
   virtual void record_error(const AbortReason& reason) = 0;  // R9
   virtual u64 id() const = 0;                                // equal on all ranks that have it
-  virtual void retire() = 0;                                 // another rank has it no more: it is of no use
-  virtual bool is_busy() const = 0;                          // an operation is in flight
+  virtual bool is_retired() const { return false; }
+  virtual void retire() = 0;         // another rank has it no more: it is of no use
+  virtual bool is_busy() const = 0;  // an operation is in flight
   // Fresh memory for the members of `epoch`, collective (R13, R14). The tags `tag` and `tag` + 1 are free for it.
   // For ranks that were not there when the window was made; any thread, while the window is on the communicator. Descriptors and
   // sizes, of this rank's memory and of theirs. Errors: kInvalidArgument (another shape), what the system refuses.
@@ -35,6 +36,7 @@ class MemberWindow {
     RankSet added, removed;
     bool is_new;      // this rank: it begins where `members` are
     RankSet members;  // that were there before
+    RankSet gone{};   // their memory may be unmapped already
   };
   virtual void change(const Step& /*step*/) { retire(); }
   virtual void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u32 epoch, u64 deadline_ns,

@@ -279,3 +279,47 @@ def test_a_group_without_max_ranks_stays_as_it_is() -> None:
         weft.spawn(_closed, num_ranks=2, device="cpu", isolation="thread", max_ranks=4)
     with pytest.raises(weft.InvalidArgument, match="max_ranks is 1; allowed are None and 2 to 64"):
         weft.spawn(_closed, num_ranks=2, device="cpu", max_ranks=1)
+
+
+def _impatient(outer_comm: Any) -> tuple[int, bool]:
+    outer = Outer(outer_comm)
+    comm, address = open_group(outer, 2, 3)
+    num_waits = 0
+    if comm is not None:
+        ep = make_ep(comm)
+        outer.wait()
+        outer.wait()
+        if comm.rank == 0:
+            with pytest.raises(weft.InvalidArgument, match="none of the active ranks would be left"):
+                comm.propose(admit=[2], remove=[0, 1])
+            assert comm.propose(admit=[2]).wait(LONG_S) == "committed"
+            time.sleep(0.2)  # it is decided, and nobody has come to the boundary
+        run_until(comm, ep, [0, 1, 2])
+    else:
+        outer.wait()
+        comm = weft.Communicator.join(address, device="cpu")
+        ep = make_ep(comm)
+        comm.ready()
+        outer.wait()
+        while comm.boundary(deadline_s=0.02) is None:
+            num_waits += 1
+        checked_step(ep, number_of(comm))
+    checked_step(ep, number_of(comm))
+    outer.wait()
+    comm.close()
+    outer.wait()
+    is_refused = False
+    if outer.rank == 2:
+        try:
+            weft.Communicator.join(address, device="cpu", timeout_s=5.0)
+        except weft.PeerLost:  # its doors are closed though its processes live
+            is_refused = True
+    outer.wait()
+    return num_waits, is_refused
+
+
+def test_a_newcomer_may_wait_in_small_pieces() -> None:
+    """A deadline that passes between the decision and the boundary breaks nothing; a closed group has no doors."""
+    seen = weft.spawn(_impatient, num_ranks=3, device="cpu")
+    assert seen[2][0] > 0
+    assert seen[2][1]

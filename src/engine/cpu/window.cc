@@ -157,7 +157,10 @@ void Window::change(const Step& step) {
   if (is_retired_) return;
   for (const int rank : step.added.ranks()) {
     if (rank == comm_->rank()) continue;
-    if (!peers_[static_cast<size_t>(rank)].control.valid()) return retire();
+    if (!peers_[static_cast<size_t>(rank)].control.valid()) {
+      if (step.gone.contains(rank)) continue;  // the operation behind this will break
+      return retire();
+    }
     if (step.is_new) continue;  // both are: neither knows where to begin
     auto* cell = reinterpret_cast<StartCell*>(control_of(rank) + layout_.start(comm_->rank()));
     ptx::st_relaxed_sys(&cell->sequence, words()->sequence);

@@ -86,6 +86,7 @@ class Window : public CallWindow {
   void leave_waits() override;
   void record_error(const AbortReason& reason) override;
   u64 id() const override { return id_; }
+  bool is_retired() const override { return is_retired_; }
   void retire() override { is_retired_ = true; }
   bool is_busy() const override;
   Parcel offer() const override;
