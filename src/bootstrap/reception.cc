@@ -16,6 +16,7 @@ namespace weft {
 namespace {
 
 constexpr size_t kMostCallers = 64;
+constexpr uint64_t kPauseNs = 100'000'000;
 constexpr uint64_t kCallerNs = 10'000'000'000;  // for what a caller has to say
 
 template <class Plain>
@@ -43,7 +44,7 @@ ProcessBehind process_behind(int socket) {
 OwnedFd open_process(int pid) { return OwnedFd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0))); }
 
 void Reception::add_waited(std::vector<pollfd>& waited) const {
-  waited.push_back({group_.door(), POLLIN, 0});
+  waited.push_back({now_ns() < pause_ns_ ? -1 : group_.door(), POLLIN, 0});
   for (const Visitor& caller : callers_) waited.push_back({caller.hello ? -1 : caller.socket.get(), POLLIN, 0});
 }
 
@@ -73,6 +74,7 @@ void Reception::accept_callers() {
     OwnedFd socket(accept4(group_.door(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket.valid()) {
       if (errno == EINTR || errno == ECONNABORTED) continue;
+      if (errno == EMFILE || errno == ENFILE) pause_ns_ = now_ns() + kPauseNs;
       return;  // nobody, or no descriptor left: the next turn tries again
     }
     if (callers_.size() >= kMostCallers || process_behind(socket.get()).uid != geteuid()) continue;  // unread

@@ -58,6 +58,7 @@ class Reception {
   const int rank_;
   const Host host_;
   std::vector<Visitor> callers_;
+  uint64_t pause_ns_ = 0;  // nobody is let in before: no descriptor was left
   PacketReader reader_;
 };
 

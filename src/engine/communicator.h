@@ -192,6 +192,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void free_claims();
   void call_strangers();
   void unmap(int slot);
+  bool has_all_of(int slot) const;
   RankSet not_installed(const MembershipRecord& record);
   bool may_begin(const MembershipRecord& record);
   bool is_outside() const;  // solo, or it has left: what happens here is nobody else's business

@@ -186,9 +186,14 @@ void Communicator::admit(int slot, u64 incarnation, Connection&& connection) {
     const std::lock_guard driver_lock(driver_mutex_);  // nobody tells the machine of the last owner's end any more
     e.group.add_peer(slot, incarnation, std::move(connection));
   }
+  bool is_member = false;
+  {
+    const std::lock_guard lock(membership_mutex_);
+    is_member = membership_.newest_set().contains(slot);
+  }
   {
     const std::lock_guard lock(e.mutex);
-    e.newcomers_.insert(slot);
+    if (!is_member) e.newcomers_.insert(slot);
     e.seen.erase(slot);
     e.strangers.erase(slot);
     if (e.is_solo) e.needs_refresh = true;  // two that may be taken in together have to be prepared for each other
@@ -256,7 +261,14 @@ void Communicator::free_claims() {
 void Communicator::call_strangers() {
   Elastic& e = *elastic_;
   SlotTable& slots = e.group.slots();
-  for (int slot = 0; slot < rank_; ++slot) {
+  if (!e.is_solo) return;  // members are called
+  RankSet members;
+  {
+    const std::lock_guard lock(membership_mutex_);
+    members = membership_.newest_set();
+  }
+  for (int slot = 0; slot < num_ranks_; ++slot) {
+    if (slot == rank_ || (slot > rank_ && !members.contains(slot))) continue;
     const u64 incarnation = slots.claimed(slot);
     if (incarnation == 0 || e.group.has_peer(slot, incarnation)) {
       e.strangers.erase(slot);
@@ -264,7 +276,8 @@ void Communicator::call_strangers() {
     }
     const auto [since, is_new] = e.strangers.try_emplace(slot, now_ns());
     const std::optional<Endpoint> endpoint = slots.endpoint(slot);
-    if (is_new || now_ns() - since->second < kStrangerNs || !endpoint || !e.reception->has_room(slot)) continue;
+    if (is_new || now_ns() - since->second < kStrangerNs || !endpoint) continue;
+    if (!members.contains(slot) && !e.reception->has_room(slot)) continue;
     since->second = now_ns();
     const weft::Caller self{rank_, e.group.endpoint(), e.group.secret(), e.group.life_fd()};
     std::optional<Connection> connection =

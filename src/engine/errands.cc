@@ -198,7 +198,13 @@ void Communicator::ready(u64 deadline_ns, const Poll& poll) {
   std::unique_lock refresh_lock(e.mutex);
   const bool needs_refresh = std::exchange(e.needs_refresh, false);
   refresh_lock.unlock();
-  if (needs_refresh) refresh_windows(deadline_ns, poll);
+  try {
+    if (needs_refresh) refresh_windows(deadline_ns, poll);
+  } catch (...) {
+    const std::lock_guard lock(e.mutex);
+    e.needs_refresh = true;
+    throw;
+  }
   std::vector<u64> ids;
   RankSet members;
   {
@@ -220,7 +226,7 @@ void Communicator::ready(u64 deadline_ns, const Poll& poll) {
         for (const u64 id : lacks) ++missing[id];
         continue;
       }
-      if (lacks.empty()) {  // of two newcomers the later one is prepared for both
+      if (lacks.empty() && has_all_of(peer)) {  // of two newcomers the later one is prepared for both
         Event event;
         event.kind = Event::Kind::kPrepared;
         event.rank = peer;
@@ -241,6 +247,13 @@ void Communicator::ready(u64 deadline_ns, const Poll& poll) {
   }
   const std::lock_guard lock(e.mutex);
   e.is_ready = true;
+}
+
+// Whether this rank has mapped the windows of another one.
+bool Communicator::has_all_of(int slot) const {
+  const std::lock_guard lock(mutex_);
+  return std::all_of(windows_.begin(), windows_.end(),
+                     [&](const MemberWindow* window) { return window->has_taken_in(slot); });
 }
 
 void Communicator::set_contract(std::string contract) {
