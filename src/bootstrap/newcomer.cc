@@ -109,8 +109,10 @@ Sponsored find_sponsor(const JoinAddress& address, int wanted_slot, const Endpoi
   throw_peer_lost("join", {}, "nobody answers at the address: its ranks have ended, or have left the group");
 }
 
-std::optional<Connection> call_rank(const Caller& caller, int slot, int num_slots, const Endpoint& endpoint,
-                                    uint64_t deadline_ns, const ControlPlane::Poll& poll) {
+namespace {
+
+std::optional<Connection> call_once(const Caller& caller, int slot, int num_slots, const Endpoint& endpoint,
+                                    uint64_t deadline_ns, const ControlPlane::Poll& poll, bool& is_cut_off) {
   Connection connection;
   connection.pidfd = open_process(endpoint.pid);  // before the start time is compared: it stands for the right life
   if (process_start_time(endpoint.pid) != endpoint.start_time) return std::nullopt;
@@ -130,10 +132,8 @@ std::optional<Connection> call_rank(const Caller& caller, int slot, int num_slot
   send_packet(socket.get(), header, bytes_of(hello), fds);
   PacketReader reader;
   if (!await_packet(socket.get(), reader, deadline_ns, poll)) {
-    // Cut off unread: it has ended, or had no room for another caller just now.
-    if (process_start_time(endpoint.pid) != endpoint.start_time) return std::nullopt;
-    ::poll(nullptr, 0, kSliceMs);
-    return call_rank(caller, slot, num_slots, endpoint, deadline_ns, poll);
+    is_cut_off = true;
+    return std::nullopt;
   }
   if (reader.header.type == PacketType::kRefusal) throw read_denial(reader.payload);
   const std::string problem =
@@ -144,6 +144,22 @@ std::optional<Connection> call_rank(const Caller& caller, int slot, int num_slot
   connection.life = std::make_shared<PeerLife>(std::move(reader.fds.front()));
   connection.wire = std::move(socket);
   return connection;
+}
+
+}  // namespace
+
+// Cut off unread: it has ended, or had no room for another caller just now.
+std::optional<Connection> call_rank(const Caller& caller, int slot, int num_slots, const Endpoint& endpoint,
+                                    uint64_t deadline_ns, const ControlPlane::Poll& poll) {
+  for (;;) {  // check: allow spin-loop: sleeps in poll() and ends at the deadline
+    bool is_cut_off = false;
+    std::optional<Connection> connection = call_once(caller, slot, num_slots, endpoint, deadline_ns, poll, is_cut_off);
+    if (connection || !is_cut_off) return connection;
+    if (now_ns() >= deadline_ns) {
+      throw_peer_timeout("join", 0, {slot}, "rank " + std::to_string(slot) + " took no call by the deadline");
+    }
+    ::poll(nullptr, 0, kSliceMs);
+  }
 }
 
 }  // namespace weft
