@@ -66,7 +66,8 @@ void Communicator::deliver(const Action& action) {
 // ---- boundary --------------------------------------------------------------------------------------------------------
 
 std::optional<DoneChange> Communicator::boundary(u64 deadline_ns, const Poll& poll) {
-  raise_if_unusable();
+  raise_if_broken();  // a rank that leaves may have closed before this one comes here
+  if (has_left_) raise_if_unusable();
   Elastic& e = elastic("boundary");
   std::optional<Action> action;
   const u64 start_ns = now_ns();

@@ -24,7 +24,7 @@ Event event_of(Event::Kind kind) {
 
 void Communicator::propose(const Wanted& wanted, u64 deadline_ns) {
   const auto& [admit, remove, suspend, id] = wanted;
-  raise_if_unusable();
+  raise_if_broken();
   Elastic& e = elastic("propose");
   if (e.is_solo) throw_invalid_state("propose: this rank is no member of the group yet");
   const auto check = [&](const char* name, const std::vector<int>& ranks, bool are_active) {

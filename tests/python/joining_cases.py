@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -32,6 +34,17 @@ class Outer:
     def wait(self) -> None:
         """Until all are here."""
         self.tell()
+
+    def die(self, gone_on: pathlib.Path, num_others: int) -> NoReturn:
+        """By SIGKILL, behind a `wait` that all others have returned from: each has said so by `go_on`."""
+        while len(list(gone_on.iterdir())) < num_others:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("still here")
+
+    def go_on(self, gone_on: pathlib.Path) -> None:
+        """This process has returned from its `wait`: another one may die."""
+        (gone_on / str(self.rank)).touch()
 
 
 def open_group(outer: Outer, num_founders: int, max_ranks: int) -> tuple[weft.Communicator | None, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import signal
 import time
 from typing import Any
@@ -104,7 +105,7 @@ def _recover_after_a_death(comm: Any, ep: Any) -> None:
         comm.recover(spares=0)
 
 
-def _member_dies(outer_comm: Any, moment: str) -> tuple[int, ...]:
+def _member_dies(outer_comm: Any, moment: str, gone_on: pathlib.Path) -> tuple[int, ...]:
     """Rank 1 of three dies while rank 3 joins; the preparation of rank 3 serves those left."""
     outer = Outer(outer_comm)
     comm, address = open_group(outer, 3, 4)
@@ -112,16 +113,11 @@ def _member_dies(outer_comm: Any, moment: str) -> tuple[int, ...]:
         ep = make_ep(comm)
         checked_step(ep, number_of(comm))
         outer.wait()
-        if moment == "before ready" and comm.rank == 1:
-            outer.wait()
-            os.kill(os.getpid(), signal.SIGKILL)
         outer.wait()
-        if moment == "before ready":
-            _recover_after_a_death(comm, ep)
-        if moment == "when ready":
-            if comm.rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            _recover_after_a_death(comm, ep)
+        if comm.rank == 1:
+            outer.die(gone_on, 3)
+        outer.go_on(gone_on)
+        _recover_after_a_death(comm, ep)
         checked_step(ep, number_of(comm))
         if comm.rank == 0:
             comm.propose(admit=[3])
@@ -130,12 +126,12 @@ def _member_dies(outer_comm: Any, moment: str) -> tuple[int, ...]:
         outer.wait()
         comm = weft.Communicator.join(address, device="cpu")
         ep = make_ep(comm)
+        if moment == "when ready":
+            comm.ready()
+        outer.wait()
+        outer.go_on(gone_on)
         if moment == "before ready":
-            outer.wait()
             comm.ready()
-        else:
-            comm.ready()
-            outer.wait()
         found = comm.boundary(LONG_S)
         assert found is not None
         change = found
@@ -147,9 +143,9 @@ def _member_dies(outer_comm: Any, moment: str) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("moment", ["before ready", "when ready"])
-def test_a_member_dies_while_another_rank_joins(moment: str) -> None:
+def test_a_member_dies_while_another_rank_joins(moment: str, tmp_path: pathlib.Path) -> None:
     """The others recover, and the newcomer is taken in afterwards without doing anything anew."""
-    seen = weft.spawn(_member_dies, num_ranks=4, args=(moment,), device="cpu", on_failure="return")
+    seen = weft.spawn(_member_dies, num_ranks=4, args=(moment, tmp_path), device="cpu", on_failure="return")
     assert isinstance(seen.pop(1), weft.PeerLost)
     assert seen == [(0, 2, 3)] * 3
 
