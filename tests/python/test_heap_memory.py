@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -144,6 +145,86 @@ def losing_a_rank_asleep(comm: weft.Communicator) -> None:
 
 def test_a_rank_that_dies_asleep() -> None:
     outcomes = weft.spawn(losing_a_rank_asleep, 3, device="cpu", on_failure="return")
+    assert outcomes[:2] == [None, None]
+
+
+class Interrupted(Exception):
+    """As what a signal handler raises."""
+
+
+def interrupted(comm: weft.Communicator, call: Callable[[], None], number: int) -> None:
+    """On rank 1 `call` ends just after its exchange of that number, with which it ends well on the others."""
+    told, left = comm._told, [number]
+
+    def told_and_interrupted(what: str, value: Any, deadline_s: float) -> dict[int, Any]:
+        found = told(what, value, deadline_s)
+        left[0] -= 1
+        if left[0] == 0:
+            raise Interrupted
+        return found
+
+    if comm.rank != 1:
+        call()
+        return
+    comm._told = told_and_interrupted  # type: ignore[method-assign]
+    with pytest.raises(Interrupted):
+        call()
+    del comm._told  # type: ignore[method-assign]
+
+
+def half_asleep(comm: weft.Communicator) -> None:
+    with opened(comm) as ep:
+        interrupted(comm, comm.sleep, 2)
+        assert comm.is_asleep == (comm.rank == 0)
+        comm.wake()
+        called(ep)
+        comm.sleep()
+        interrupted(comm, comm.wake, 1)
+        assert comm.is_asleep == (comm.rank == 1)
+        comm.wake()
+        called(ep)
+        with pytest.raises(weft.InvalidState, match="not asleep"):
+            comm.wake()
+        called(ep)
+
+
+def test_ranks_of_which_some_are_asleep() -> None:
+    weft.spawn(half_asleep, 2, device="cpu")
+
+
+def killed_in(comm: weft.Communicator, call: str, number: int) -> None:
+    """Rank 2 dies just before or after the others have heard of it: whoever sleeps then, all wake up."""
+    with opened(comm, num_experts=6) as ep:
+        if call == "wake":
+            comm.sleep()
+        if comm.rank == 2:
+            told, left = comm._told, [number]
+
+            def told_and_killed(what: str, value: Any, deadline_s: float) -> dict[int, Any]:
+                found = told(what, value, deadline_s)
+                left[0] -= 1
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return found
+
+            comm._told = told_and_killed  # type: ignore[method-assign]
+        with contextlib.suppress(weft.PeerLost):
+            getattr(comm, call)()
+        with contextlib.suppress(weft.PeerLost):
+            comm.gather(b"")
+        comm.recover()
+        is_any_asleep = b"1" in comm.gather(b"%d" % comm.is_asleep).values()
+        if is_any_asleep:
+            comm.wake()
+        else:
+            with pytest.raises(weft.InvalidState, match="not asleep"):
+                comm.wake()
+        called(ep)
+
+
+@pytest.mark.parametrize(("call", "number"), [("sleep", 2), ("wake", 1)])
+def test_a_rank_that_dies_in_the_last_exchange(call: str, number: int) -> None:
+    outcomes = weft.spawn(killed_in, 3, (call, number), device="cpu", on_failure="return")
     assert outcomes[:2] == [None, None]
 
 

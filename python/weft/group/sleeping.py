@@ -35,7 +35,7 @@ class Sleeping(Sharing):
                 closed, forked, busy, asleep already.
             Unsupported: the nvlink engine.
             CapacityExceeded: the system refused it on a rank; raised on all, the communicator is awake.
-            PeerTimeout, PeerLost: a rank did not take part.
+            PeerTimeout, PeerLost: a rank did not take part. Some ranks may be asleep: `recover`, and `wake` on all.
         """
         with self.telling_peers():
             if self._choice.engine != "cpu":
@@ -60,21 +60,22 @@ class Sleeping(Sharing):
             self._is_asleep = True
 
     def wake(self, *, deadline_s: float = 100.0) -> None:
-        """End a `sleep`: calls may be made again. Collective among the active ranks. Memory comes back as calls touch
-        it.
+        """End a `sleep`: calls may be made again. Collective among the active ranks, also those that are awake: a
+        `sleep` or `wake` that ended in an error may have happened on some ranks alone, and `recover` may have taken a
+        rank in meanwhile. Memory comes back as calls touch it.
 
         Raises:
-            InvalidState: not asleep, closed, forked or busy.
+            InvalidState: no rank is asleep (on every rank); closed, forked or busy.
             PeerTimeout, PeerLost: a rank did not take part.
         """
         with self.telling_peers():
             seconds = positive_seconds("deadline_s", deadline_s)
             turn = self.alone("wake")
-            if not self._is_asleep:
-                raise InvalidState("wake: the communicator is not asleep")
         with turn:
-            self._told("wake", None, seconds)
+            is_any_asleep = any(self._told("wake", self._is_asleep, seconds).values())
             self._is_asleep = False
+        if not is_any_asleep:
+            raise InvalidState("wake: the communicator is not asleep")
 
 
 def _released(windows: list[Window]) -> str:
