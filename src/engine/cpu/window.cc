@@ -233,7 +233,7 @@ void Window::raise_refusals(u64 tag, const std::string& mine, u64 heap_bytes, u6
   }
 }
 
-// docs/protocols/headers.md: a piece of each rank, mapped by all; when everyone has told so, the allocators learn of them.
+// docs/protocols/heap.md: a piece of each rank, mapped by all; when everyone has told so, the allocators learn of them.
 void Window::resize(u64 heap_bytes, u64 deadline_ns, const Poll& poll) {
   if (closed_) throw_invalid_state("the window is closed");
   if (heap_bytes < heap_bytes_ || heap_bytes > most_heap_bytes_) {
@@ -241,7 +241,14 @@ void Window::resize(u64 heap_bytes, u64 deadline_ns, const Poll& poll) {
                            " to " + std::to_string(most_heap_bytes_));
   }
   const u64 piece_bytes = SharedMemory::piece_bytes(heap_bytes_, heap_bytes);
-  const std::vector<u64> before = mapped_bytes();
+  std::vector<std::pair<int, u64>> before;  // of the heaps to which pieces were added: newcomers' may come meanwhile
+  const auto append = [&](int rank, const OwnedFd& fd, u64 bytes) {
+    const std::lock_guard lock(peers_mutex_);
+    SharedMemory& heap = rank == comm_->rank() ? heap_->memory : peers_[static_cast<size_t>(rank)].heap;
+    const u64 mapped = heap.bytes();
+    heap.append(fd, bytes);
+    before.emplace_back(rank, mapped);
+  };
   std::string refusal;
   const auto try_to = [&](const auto& work) {
     try {
@@ -254,7 +261,7 @@ void Window::resize(u64 heap_bytes, u64 deadline_ns, const Poll& poll) {
   try_to([&] {
     if (piece_bytes == 0) return;
     piece = SharedMemory::make_piece(piece_bytes);
-    heap_->memory.append(piece, piece_bytes);
+    append(comm_->rank(), piece, piece_bytes);
   });
   std::vector<std::byte> told(sizeof(piece_bytes));
   std::memcpy(told.data(), &piece_bytes, sizeof(piece_bytes));
@@ -276,7 +283,7 @@ void Window::resize(u64 heap_bytes, u64 deadline_ns, const Poll& poll) {
       u64 its_bytes = 0;
       if (parcels[rank].bytes.size() != sizeof(its_bytes)) throw_internal("a piece of a heap of no size");
       std::memcpy(&its_bytes, parcels[rank].bytes.data(), sizeof(its_bytes));
-      peers_[rank].heap.append(parcels[rank].fds[0], its_bytes);
+      append(rank, parcels[rank].fds[0], its_bytes);
     });
   }
   try {
@@ -285,23 +292,19 @@ void Window::resize(u64 heap_bytes, u64 deadline_ns, const Poll& poll) {
     cut(before);
     throw;
   }
-  heap_bytes_ = heap_bytes;
+  {
+    const std::lock_guard lock(peers_mutex_);
+    heap_bytes_ = heap_bytes;
+    if (piece_bytes != 0) has_grown_ = true;
+  }
   heap_->heap.grow(heap_bytes);
-  if (piece_bytes != 0) has_grown_ = true;
   comm_->note_changed_window();
 }
 
-// Of the heaps, by rank.
-std::vector<u64> Window::mapped_bytes() const {
-  std::vector<u64> all;
-  for (int rank = 0; rank < shape_.num_ranks; ++rank)
-    all.push_back(rank == comm_->rank() ? heap_->memory.bytes() : peers_[rank].heap.bytes());
-  return all;
-}
-
-void Window::cut(const std::vector<u64>& mapped) {
-  for (int rank = 0; rank < shape_.num_ranks; ++rank)
-    (rank == comm_->rank() ? heap_->memory : peers_[rank].heap).cut(mapped[rank]);
+void Window::cut(const std::vector<std::pair<int, u64>>& mapped) {
+  const std::lock_guard lock(peers_mutex_);
+  for (const auto& [rank, bytes] : mapped)
+    (rank == comm_->rank() ? heap_->memory : peers_[static_cast<size_t>(rank)].heap).cut(bytes);
 }
 
 // Headers and words stay: the sequence goes on.

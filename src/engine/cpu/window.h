@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "engine/call.h"
@@ -124,8 +125,7 @@ class Window : public CallWindow {
   std::vector<Parcel> exchange_memory(ControlPlane* plane, const std::vector<int>& ranks, u64 tag, const Memory& memory,
                                       u64 deadline_ns, const Poll& poll);
   void raise_refusals(u64 tag, const std::string& mine, u64 heap_bytes, u64 deadline_ns, const Poll& poll);
-  std::vector<u64> mapped_bytes() const;
-  void cut(const std::vector<u64>& mapped);
+  void cut(const std::vector<std::pair<int, u64>>& mapped);  // rank, bytes before
   void check_offer(int rank, const Parcel& parcel) const;
   Peer map(int rank, Parcel&& parcel) const;
   void begin(const Step& step);
