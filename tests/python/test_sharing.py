@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import weft
+from weft.group import sharing as sharing_module
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64]
 
@@ -279,6 +280,26 @@ def test_a_communicator_that_nobody_closes() -> None:
     del comm
     gc.collect()
     assert (doors(), memfds()) == before
+
+
+def test_two_threads_that_share_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = weft.Communicator.from_allgather(0, 1, lambda endpoint: [endpoint])
+    made = sharing_module._Shelf.__init__
+    second = threading.Thread(target=lambda: comm.share("b", torch.full((2,), 2.0, device="cpu")))
+
+    def made_beside(shelf: Any, address: str) -> None:
+        if not second.ident:
+            second.start()
+            second.join(1.0)  # it waits for this thread
+        made(shelf, address)
+
+    monkeypatch.setattr(sharing_module._Shelf, "__init__", made_beside)
+    comm.share("a", torch.ones(2, device="cpu"))
+    second.join()
+    out = torch.empty(2, device="cpu")
+    assert [comm.fetch(name, 0, out).tolist() for name in "ab"] == [[1, 1], [2, 2]]
+    comm.close()
+    assert memfds() == []
 
 
 def without_memory(comm: weft.Communicator) -> None:

@@ -46,6 +46,7 @@ class Sharing(Windows):
     def __init__(self) -> None:
         super().__init__()
         self._shelf: _Shelf | None = None
+        self._shelf_lock = threading.RLock()  # a signal handler may close the communicator inside of share()
 
     def gather(self, data: bytes, *, deadline_s: float = 100.0) -> dict[int, bytes]:
         """What every active rank gives, by rank; lengths may differ. Collective among the active ranks, as a
@@ -92,12 +93,20 @@ class Sharing(Windows):
         _check_tensor("tensor", tensor)
         facts = {"shape": list(tensor.shape), "dtype": str(tensor.dtype)}
         try:
+            self._shelf_of_this_rank().put(name, facts, tensor)
+        except OSError as error:
+            _load.native().raise_system_error("sharing a tensor", error.errno or 0)
+
+    def _shelf_of_this_rank(self) -> _Shelf:
+        """Made by the first thread that shares."""
+        with self._shelf_lock:
+            self._check_usable("share")
             if self._shelf is None:
                 self._shelf = _Shelf(self._address_of(self._rank))
                 weakref.finalize(self, self._shelf.close).atexit = False  # where nobody calls close()
-            self._shelf.put(name, facts, tensor)
-        except OSError as error:
-            _load.native().raise_system_error("sharing a tensor", error.errno or 0)
+                if self._closed:
+                    self._shelf.close()
+            return self._shelf
 
     def fetch(self, name: str, rank: int, out: Tensor, *, deadline_s: float = 100.0) -> Tensor:
         """Copy what `rank` shares as `name` to `out`, and return it. That rank is not disturbed: it may be in a call,
@@ -202,8 +211,10 @@ class Sharing(Windows):
             raise InvalidState(f"{what}: this is a forked child (pid {os.getpid()}); make a communicator in it")
 
     def _stop_sharing(self) -> None:
-        if self._shelf is not None:
-            self._shelf.close()
+        with self._shelf_lock:
+            shelf = self._shelf
+        if shelf is not None:
+            shelf.close()
 
 
 class _Shelf:
