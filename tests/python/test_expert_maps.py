@@ -3,6 +3,8 @@ that nobody has, maps that differ between ranks, and handles of an earlier map."
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -283,3 +285,42 @@ def test_gpus_refuse_logical_experts() -> None:
     assert not weft.supports(engine="nvlink", num_logical_experts=7)
     assert not weft.supports(engine="nvlink", absent="renormalize")
     assert not weft.supports(num_experts=4, num_logical_experts=5)
+
+
+class BesideAnotherThread:
+    """A native window beside which a thread asks for what other ranks cover, while it is inside a dispatch."""
+
+    def __init__(self, ep: weft.ExpertParallel, native: Any) -> None:
+        self.ep, self.native, self.num_calls = ep, native, 0
+
+    def dispatch_first(self, *places: Any) -> Any:
+        experts = self.ep.calls.experts
+        table = experts.table(self.ep.comm.active_ranks)
+        assert table is not None
+        assert places[-1] == table.data_ptr()
+        kept = weakref.ref(table)
+        del table
+        assert experts.uncovered((0,)) != ()
+        gc.collect()
+        assert kept() is not None, "the table that the call reads is gone"
+        self.num_calls += 1
+        return self.native.dispatch_first(*places)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.native, name)
+
+
+def reading_a_table(comm: weft.Communicator) -> None:
+    job = Job()
+    with opened(comm) as ep:
+        ep.set_expert_map(a_map())
+        window = ep.calls.windows[0]
+        native, window.native = window.native, BesideAnotherThread(ep, window.native)
+        r = ep.dispatch(job.xs[comm.rank], job.ids[comm.rank])
+        assert window.native.num_calls == 1
+        window.native = native
+        del r
+
+
+def test_a_table_that_a_call_reads_stays() -> None:
+    weft.spawn(reading_a_table, NUM_RANKS, device="cpu")

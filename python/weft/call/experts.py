@@ -13,6 +13,9 @@ from weft.errors import InvalidArgument
 
 __all__ = ["Experts"]
 
+_Tables = tuple[Tensor | None, Tensor]
+_Kept = tuple[ExpertMap | None, tuple[int, ...], _Tables]  # the map and the active ranks for which the tables are
+
 
 class Experts:
     """Of one ExpertParallel on one rank. `number`: of the map that is installed, 0 without one; handles have it."""
@@ -23,8 +26,7 @@ class Experts:
         self.num_ids = num_experts if num_logical_experts is None else num_logical_experts
         self.number = 0
         self.map: ExpertMap | None = None
-        self._of: tuple[int, ...] = ()  # the active ranks for which the tables are
-        self._kept: tuple[Tensor | None, Tensor] = (None, torch.empty(0, dtype=torch.bool, device="cpu"))
+        self._kept: _Kept | None = None
         if num_logical_experts is not None:
             self.install(ExpertMap.spread(num_logical_experts, num_experts, num_ranks))
 
@@ -52,18 +54,17 @@ class Experts:
 
     def install(self, expert_map: ExpertMap) -> None:
         """From now on picks go by it. Local: that all ranks do so between the same two calls is the caller's part."""
-        self.map, self._of = expert_map, ()
+        self.map, self._kept = expert_map, None
         self.number += 1
 
     def uncovered(self, active: tuple[int, ...]) -> tuple[int, ...]:
         """Ids of experts that no active rank has, ascending."""
         return tuple((~self._tables(active)[1]).nonzero().flatten().tolist())
 
-    def address(self, active: tuple[int, ...]) -> int:
-        """Of the table that a dispatch reads (src/engine/cpu/expert_table.h), 0 without a map; valid until the next one
-        is asked for."""
-        table = self._tables(active)[0]
-        return 0 if table is None else table.data_ptr()
+    def table(self, active: tuple[int, ...]) -> Tensor | None:
+        """What a dispatch reads (src/engine/cpu/expert_table.h), None without a map. Whoever reads it by its address
+        holds it meanwhile: a thread that asks for other ranks replaces the one that is kept here."""
+        return self._tables(active)[0]
 
     def renormalized(self, topk_idx: Tensor, weights: Tensor | None, active: tuple[int, ...]) -> Tensor | None:
         """Weights [T, K] in fp32; those of a token of which picks are absent, scaled so that the sum stays. Gradients
@@ -84,24 +85,26 @@ class Experts:
         scale = wanted / torch.where(is_scaled, kept, 1.0)
         return torch.where(is_scaled[:, None] & is_kept, weights * scale[:, None], weights)
 
-    def _tables(self, active: tuple[int, ...]) -> tuple[Tensor | None, Tensor]:
+    def _tables(self, active: tuple[int, ...]) -> _Tables:
         """What a dispatch reads, and which ids are covered, bool [num_ids]."""
-        if self._of != active:
-            self._kept, self._of = self._made(torch.tensor(active, dtype=torch.int32, device="cpu")), active
-        return self._kept
+        kept, expert_map = self._kept, self.map
+        if kept is None or kept[0] is not expert_map or kept[1] != active:
+            made = self._made(expert_map, torch.tensor(active, dtype=torch.int32, device="cpu"))
+            self._kept = kept = (expert_map, active, made)
+        return kept[2]
 
-    def _made(self, active: Tensor) -> tuple[Tensor | None, Tensor]:
-        if self.map is None:
+    def _made(self, expert_map: ExpertMap | None, active: Tensor) -> _Tables:
+        if expert_map is None:
             slots = torch.arange(self.num_experts, dtype=torch.int32, device="cpu")
             return None, torch.isin(slots // self._num_local, active)
-        replicas = self.map._replicas
+        replicas = expert_map._replicas
         place = torch.where(replicas < 0, -1, replicas // self._num_local)
         is_there = torch.isin(place, active)
         is_mine = is_there & (place == self._rank)
         is_choice = torch.where(is_mine.any(dim=1, keepdim=True), is_mine, is_there)
         counts = is_choice.sum(dim=1)
         first = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
-        digest = self.map._digest.to_bytes(8, "little")
+        digest = expert_map._digest.to_bytes(8, "little")
         halves = [int.from_bytes(digest[at : at + 4], "little", signed=True) for at in (0, 4)]
         head = torch.tensor([len(counts), *halves, 0], dtype=torch.int32, device="cpu")
         return torch.cat([head, first, replicas[is_choice]]), counts > 0

@@ -126,7 +126,8 @@ class Runner(Planner):
             topk_idx.data_ptr(), 0 if weights is None else weights.data_ptr(), plan.overflow, from_dlpack,
         )  # fmt: skip
         if self.has_map:
-            places = (*places, 0, 0, self.experts.address(self.comm._active))
+            table = self.experts.table(self.comm._active)  # held until this returns
+            places = (*places, 0, 0, address(table))
         made = plan.window.native.dispatch_first(*places)
         if type(made) is int:
             raise NeedsRoom(made)
