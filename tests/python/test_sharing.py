@@ -272,6 +272,35 @@ def test_a_forked_child_keeps_nothing() -> None:
     weft.spawn(forked, 1, device="cpu")
 
 
+def forked_beside_a_caller(comm: weft.Communicator) -> None:
+    comm.share("w", torch.ones(4, dtype=torch.float32, device="cpu"))
+    shelf, is_held, may_go = comm._shelf, threading.Event(), threading.Event()
+    assert shelf is not None
+
+    def hold() -> None:
+        with shelf._lock:
+            is_held.set()
+            may_go.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    is_held.wait()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(10)  # ends it where it hangs
+        shelf.close()
+        os._exit(0)
+    may_go.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert comm.fetch("w", 0, torch.empty(4, dtype=torch.float32, device="cpu")).tolist() == [1, 1, 1, 1]
+
+
+def test_a_child_that_was_forked_beside_a_caller() -> None:
+    weft.spawn(forked_beside_a_caller, 1, device="cpu")
+
+
 def test_a_communicator_that_nobody_closes() -> None:
     before = doors(), memfds()
     comm = weft.Communicator.from_allgather(0, 1, lambda endpoint: [endpoint])

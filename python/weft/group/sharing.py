@@ -221,7 +221,7 @@ class _Shelf:
     """What a rank shares: sealed memfds by name, and the thread that hands them out. A forked child lets go of all."""
 
     def __init__(self, address: str) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may close the communicator inside of put()
         self._items: dict[str, tuple[dict[str, Any], int]] = {}
         self._is_closed = False
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -253,7 +253,9 @@ class _Shelf:
             os.close(old[1])
 
     def close(self) -> None:
-        """Nobody is answered any more, and the memory is given back."""
+        """Nobody is answered any more, and the memory is given back. Nothing in a forked child."""
+        if self._is_closed:
+            return
         with contextlib.suppress(OSError):
             self._door.shutdown(socket.SHUT_RDWR)
         self._thread.join(2 * _CALLER_S)
@@ -265,7 +267,8 @@ class _Shelf:
             os.close(fd)
 
     def forget(self) -> None:
-        """In a forked child."""
+        """In a forked child: the lock may be one of a thread that it has not."""
+        self._lock, self._is_closed = threading.RLock(), True
         self._door.close()
         for _, fd in self._items.values():
             with contextlib.suppress(OSError):
