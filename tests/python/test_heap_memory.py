@@ -279,6 +279,9 @@ def growing(comm: weft.Communicator) -> None:
         assert heap_stats(ep, "heap_bytes") == [most] * 2
         called(ep)
         assert heap_stats(ep, "num_staged") == [1, 1]
+    for look in (lambda: ep.heap_bytes, lambda: ep.max_heap_bytes):
+        with pytest.raises(weft.InvalidState, match="closed"):
+            look()
     with opened(comm) as ep:
         assert ep.max_heap_bytes == ep.heap_bytes
         with pytest.raises(weft.InvalidArgument, match="to max_heap_bytes"):

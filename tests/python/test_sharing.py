@@ -311,6 +311,45 @@ def test_a_communicator_that_nobody_closes() -> None:
     assert (doors(), memfds()) == before
 
 
+def test_more_names_than_a_message_takes() -> None:
+    comm = weft.Communicator.from_allgather(0, 1, lambda endpoint: [endpoint])
+    one = torch.ones(1, device="cpu")
+    for number in range(60):
+        comm.share("\u00e9" * 98 + f"{number:02}", one)  # of 6 bytes a letter in a message
+    with pytest.raises(weft.InvalidArgument, match=r"it shares '\u00e9+00', .* and \d+ more"):
+        comm.fetch("w", 0, one)
+    comm.close()
+
+
+def without_descriptors(comm: weft.Communicator) -> None:
+    import resource
+
+    out = torch.zeros(4, dtype=torch.float32, device="cpu")
+    if comm.rank == 0:
+        comm.share("w", torch.ones(4, dtype=torch.float32, device="cpu"))
+    comm.gather(b"")
+    if comm.rank == 1:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        highest = max(int(each) for each in os.listdir("/proc/self/fd"))
+        fds = [os.dup(0)]
+        while fds[-1] <= highest:
+            fds.append(os.dup(0))  # no hole is left below
+        for number, remark in ((0, "making a socket"), (1, "taking the descriptor")):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (fds[-1] + 1 + number, limits[1]))
+            with pytest.raises(weft.CapacityExceeded, match=remark):
+                comm.fetch("w", 0, out)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in fds:
+            os.close(fd)
+        assert out.tolist() == [0, 0, 0, 0]
+        assert comm.fetch("w", 0, out).tolist() == [1, 1, 1, 1]
+    comm.gather(b"")
+
+
+def test_a_fetch_that_finds_no_descriptors() -> None:
+    weft.spawn(without_descriptors, 2, device="cpu")
+
+
 def test_two_threads_that_share_first(monkeypatch: pytest.MonkeyPatch) -> None:
     comm = weft.Communicator.from_allgather(0, 1, lambda endpoint: [endpoint])
     made = sharing_module._Shelf.__init__

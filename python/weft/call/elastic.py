@@ -6,7 +6,7 @@ from weft.call.expert_map import ExpertMap
 from weft.call.runner import Runner
 from weft.call.shared import Shared
 from weft.communicator import Communicator
-from weft.errors import InvalidArgument, Unsupported
+from weft.errors import InvalidArgument, InvalidState, Unsupported
 from weft.group.turns import positive_seconds
 
 __all__ = ["Elastic"]
@@ -56,8 +56,15 @@ class Elastic(Shared):
 
     @property
     def heap_bytes(self) -> int:
-        """Of each window of this object now: what it was made with, or what `resize` made of it."""
-        return min(int(window.native.stats()["heap_bytes"]) for window in self.calls.windows if not window.closed)
+        """Of each window of this object now: what it was made with, or what `resize` made of it.
+
+        Raises:
+            InvalidState: closed.
+        """
+        found = [int(window.native.stats()["heap_bytes"]) for window in self.calls.windows if not window.closed]
+        if not found:
+            raise InvalidState("heap_bytes: the ExpertParallel is closed; make a new one")
+        return min(found)
 
     @property
     def max_heap_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -122,6 +123,7 @@ class Sharing(Windows):
             Unsupported: `rank` is on another machine, or `out` on a GPU.
             PeerLost: `rank` has died or closed. What it broke of other calls, they raise themselves.
             PeerTimeout: `rank` did not answer; the communicator is as it was.
+            CapacityExceeded: no descriptors.
         """
         self._check_usable("fetch")
         _check_name(name)
@@ -153,7 +155,8 @@ class Sharing(Windows):
 
     def _ask(self, name: str, rank: int, deadline: float) -> tuple[dict[str, Any], int]:
         """What it answers, and a descriptor, -1 if none came."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as call:
+        flags = 0
+        with _new_socket() as call:
             try:
                 self._connect_to(call, rank, deadline)
                 _check_user(call, f"rank {rank}")
@@ -161,7 +164,7 @@ class Sharing(Windows):
                 while True:
                     call.settimeout(_SLICE_S)
                     with contextlib.suppress(TimeoutError):
-                        message, fds, _, _ = socket.recv_fds(call, _MAX_MESSAGE, 1, _CLOSE_ON_EXEC)
+                        message, fds, flags, _ = socket.recv_fds(call, _MAX_MESSAGE, 1, _CLOSE_ON_EXEC)
                         break
                     self._raise_if_gone(rank, deadline)
             except ConnectionRefusedError:
@@ -169,6 +172,8 @@ class Sharing(Windows):
                 return {"names": [], "total": 0}, -1
             except OSError:
                 message, fds = b"", []
+        if flags & socket.MSG_CTRUNC:
+            _load.native().raise_system_error("fetch: taking the descriptor of a tensor", errno.EMFILE)
         if not message:  # it ended in the middle
             self._wait_for_death(rank, deadline)
             raise PeerTimeout("fetch", 0, (rank,), f"fetch: rank {rank} has stopped to answer; fetch again")
@@ -293,8 +298,8 @@ class _Shelf:
                 facts, fd = self._items[name]
                 socket.send_fds(call, [json.dumps(facts).encode()], [fd])
                 return
-            names = sorted(self._items)
-        call.sendall(json.dumps({"names": names[:_NAMES_SHOWN], "total": len(names)}).encode())
+            names = list(self._items)
+        call.sendall(_listing(names))
 
 
 _shelves: weakref.WeakSet[_Shelf] = weakref.WeakSet()
@@ -306,6 +311,21 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _new_socket() -> socket.socket:
+    try:
+        return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        _load.native().raise_system_error("fetch: making a socket", error.errno or 0)
+
+
+def _listing(names: list[str]) -> bytes:
+    """The first names, as many as a message takes."""
+    shown = sorted(names)[:_NAMES_SHOWN]
+    while len(message := json.dumps({"names": shown, "total": len(names)}).encode()) > _MAX_MESSAGE:
+        shown.pop()
+    return message
 
 
 def _check_user(call: socket.socket, who: str) -> None:
