@@ -350,6 +350,52 @@ def test_a_fetch_that_finds_no_descriptors() -> None:
     weft.spawn(without_descriptors, 2, device="cpu")
 
 
+def test_a_shelf_that_ends_in_its_own_thread() -> None:
+    """Where the last reference of a communicator goes while it answers."""
+    comm = weft.Communicator.from_allgather(0, 1, lambda endpoint: [endpoint])
+    comm.share("w", torch.ones(1, device="cpu"))
+    shelf = comm._shelf
+    assert shelf is not None
+    assert len(memfds()) == 1
+    shelf._answer = lambda call: shelf.close()  # type: ignore[method-assign]
+    with pytest.raises((weft.PeerTimeout, weft.InvalidArgument)):
+        comm.fetch("w", 0, torch.ones(1, device="cpu"))
+    shelf._thread.join()
+    assert memfds() == []
+    comm.close()
+
+
+def owner_without_descriptors(comm: weft.Communicator) -> None:
+    import resource
+
+    out = torch.zeros(4, dtype=torch.float32, device="cpu")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if comm.rank == 0:
+        highest = max(int(each) for each in os.listdir("/proc/self/fd"))
+        fds = [os.dup(0)]
+        while fds[-1] <= highest:
+            fds.append(os.dup(0))  # no hole is left below
+        comm.share("w", torch.ones(4, dtype=torch.float32, device="cpu"))  # its door is the next one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (fds[-1] + 2, limits[1]))
+    comm.gather(b"")
+    if comm.rank == 1:
+        with contextlib.suppress(weft.PeerTimeout):  # the system may have set one descriptor aside
+            comm.fetch("w", 0, out, deadline_s=0.2)
+        with pytest.raises(weft.PeerTimeout):
+            comm.fetch("w", 0, out, deadline_s=0.2)
+    comm.gather(b"")
+    if comm.rank == 0:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    comm.gather(b"")
+    if comm.rank == 1:
+        assert comm.fetch("w", 0, out).tolist() == [1, 1, 1, 1]
+    comm.gather(b"")
+
+
+def test_an_owner_that_finds_no_descriptors() -> None:
+    weft.spawn(owner_without_descriptors, 2, device="cpu")
+
+
 def test_two_threads_that_share_first(monkeypatch: pytest.MonkeyPatch) -> None:
     comm = weft.Communicator.from_allgather(0, 1, lambda endpoint: [endpoint])
     made = sharing_module._Shelf.__init__

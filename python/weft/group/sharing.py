@@ -229,6 +229,7 @@ class _Shelf:
         self._lock = threading.RLock()  # a signal handler may close the communicator inside of put()
         self._items: dict[str, tuple[dict[str, Any], int]] = {}
         self._is_closed = False
+        self._call: socket.socket | None = None  # whom the thread answers
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._door.bind(address)
@@ -259,17 +260,23 @@ class _Shelf:
 
     def close(self) -> None:
         """Nobody is answered any more, and the memory is given back. Nothing in a forked child."""
-        if self._is_closed:
-            return
-        with contextlib.suppress(OSError):
-            self._door.shutdown(socket.SHUT_RDWR)
-        self._thread.join(2 * _CALLER_S)
         with self._lock:
+            if self._is_closed:
+                return
             self._is_closed = True
-            items, self._items = self._items, {}
-        self._door.close()
-        for _, fd in items.values():
-            os.close(fd)
+            for each in (self._door, self._call):
+                with contextlib.suppress(OSError):
+                    if each is not None:
+                        each.shutdown(socket.SHUT_RDWR)
+        try:
+            if self._thread is not threading.current_thread():
+                self._thread.join(2 * _CALLER_S)
+        finally:
+            self._door.close()
+            with self._lock:
+                items, self._items = self._items, {}
+            for _, fd in items.values():
+                os.close(fd)
 
     def forget(self) -> None:
         """In a forked child: the lock may be one of a thread that it has not."""
@@ -281,13 +288,20 @@ class _Shelf:
         self._items = {}
 
     def _serve(self) -> None:
-        while True:
+        while not self._is_closed:
             try:
                 call, _ = self._door.accept()
-            except OSError:
-                return  # closed
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, Error), call:
-                self._answer(call)
+            except OSError:  # closed, or no descriptors
+                time.sleep(_SLICE_S)
+                continue
+            with call:
+                with self._lock:
+                    self._call = None if self._is_closed else call
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError, Error):
+                    if self._call is not None:
+                        self._answer(call)
+                with self._lock:
+                    self._call = None
 
     def _answer(self, call: socket.socket) -> None:
         call.settimeout(_CALLER_S)
