@@ -274,12 +274,12 @@ class Communicator(Changes):
             return
         with self.closing("close()"):
             self._closed = True
-            self._stop_sharing()
             for window in list(self._all_windows):
                 window.close()
             self._windows.clear()
             self._ended.clear()
             self._native.close(why)
+            self._stop_sharing()  # peers that find nobody there have been told
             self._kept.clear()
             self._binding.restore()
 

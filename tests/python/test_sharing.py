@@ -167,7 +167,10 @@ def test_share_and_fetch(isolation: str) -> None:
 
 
 def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):  # it was waited for
+        return "X"
 
 
 def owner_that_goes(comm: weft.Communicator, how: str) -> str:
@@ -175,6 +178,9 @@ def owner_that_goes(comm: weft.Communicator, how: str) -> str:
     if comm.rank == 0 and how != "shares nothing":
         comm.share("w", torch.arange(4, dtype=torch.float32, device="cpu"))
     pid = int(comm.gather(str(os.getpid()).encode())[0])
+    if comm.rank == 1 and how != "shares nothing":
+        comm.fetch("w", 0, out)  # that one has shared is known from now on
+    comm.gather(b"")
     if comm.rank == 0:
         if how in ("kill", "stop"):
             while True:  # the other one does it
@@ -209,6 +215,43 @@ def owner_that_goes(comm: weft.Communicator, how: str) -> str:
         with pytest.raises(weft.InvalidArgument, match=r"rank is 0; allowed are active ranks: \[1\]"):
             comm.fetch("w", 0, out)
     return str(caught.value)
+
+
+class LateDetections:
+    """The native communicator of a rank that is slow to notice a death."""
+
+    def __init__(self, native: Any) -> None:
+        self.native, self.num_looks = native, 0
+
+    def detections(self) -> Any:
+        self.num_looks += 1
+        return self.native.detections() if self.num_looks > 60 else []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.native, name)
+
+
+def noticing_late(comm: weft.Communicator) -> None:
+    out = torch.empty(4, dtype=torch.float32, device="cpu")
+    if comm.rank == 0:
+        comm.share("w", torch.arange(4, dtype=torch.float32, device="cpu"))
+    pid = int(comm.gather(str(os.getpid()).encode())[0])
+    if comm.rank == 0:
+        while True:  # the other one kills it
+            signal.pause()
+    comm.fetch("w", 0, out)
+    os.kill(pid, signal.SIGKILL)
+    while state_of(pid) not in ("Z", "X"):
+        time.sleep(0.001)
+    native, comm._native = comm._native, LateDetections(comm._native)  # type: ignore[assignment]
+    with pytest.raises(weft.PeerLost):
+        comm.fetch("w", 0, out)
+    comm._native = native
+
+
+def test_a_death_that_is_noticed_late() -> None:
+    outcomes = weft.spawn(noticing_late, 2, device="cpu", on_failure="return")
+    assert outcomes[1] is None
 
 
 @pytest.mark.parametrize("how", ["close", "kill", "stop", "shares nothing"])
@@ -358,8 +401,8 @@ def test_a_shelf_that_ends_in_its_own_thread() -> None:
     assert shelf is not None
     assert len(memfds()) == 1
     shelf._answer = lambda call: shelf.close()  # type: ignore[method-assign]
-    with pytest.raises((weft.PeerTimeout, weft.InvalidArgument)):
-        comm.fetch("w", 0, torch.ones(1, device="cpu"))
+    with pytest.raises(weft.PeerTimeout):
+        comm.fetch("w", 0, torch.ones(1, device="cpu"), deadline_s=0.1)
     shelf._thread.join()
     assert memfds() == []
     comm.close()

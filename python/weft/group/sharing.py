@@ -32,7 +32,7 @@ _MAX_MESSAGE = 32 << 10
 _NAMES_SHOWN = 64
 _CALLER_S = 1.0  # for a caller to say what it wants
 _SLICE_S = 0.02  # between two looks whether the owner lives
-_DEATH_S = 0.5  # for a death to be noticed that its socket has shown
+_DEATH_S = 0.5  # for a death to be noticed of one that was never seen sharing
 _SEALS = 0x0001 | 0x0002 | 0x0004 | 0x0008  # F_SEAL_SEAL, _SHRINK, _GROW, _WRITE
 _ADD_SEALS = 1033
 _CLOSE_ON_EXEC = 0x40000000  # MSG_CMSG_CLOEXEC
@@ -48,6 +48,7 @@ class Sharing(Windows):
         super().__init__()
         self._shelf: _Shelf | None = None
         self._shelf_lock = threading.RLock()  # a signal handler may close the communicator inside of share()
+        self._seen_sharing: set[str] = set()  # doors that were open
 
     def gather(self, data: bytes, *, deadline_s: float = 100.0) -> dict[int, bytes]:
         """What every active rank gives, by rank; lengths may differ. Collective among the active ranks, as a
@@ -155,8 +156,19 @@ class Sharing(Windows):
 
     def _ask(self, name: str, rank: int, deadline: float) -> tuple[dict[str, Any], int]:
         """What it answers, and a descriptor, -1 if none came."""
-        flags = 0
-        with _new_socket() as call:
+        while True:
+            message, fd = self._ask_once(name, rank, deadline)
+            if message:
+                return json.loads(message), fd
+            self._raise_if_gone(rank, deadline)  # it ended in the middle
+            time.sleep(_SLICE_S)
+
+    def _ask_once(self, name: str, rank: int, deadline: float) -> tuple[bytes, int]:
+        try:
+            call = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            _load.native().raise_system_error("fetch: making a socket", error.errno or 0)
+        with call:
             try:
                 self._connect_to(call, rank, deadline)
                 _check_user(call, f"rank {rank}")
@@ -169,15 +181,12 @@ class Sharing(Windows):
                     self._raise_if_gone(rank, deadline)
             except ConnectionRefusedError:
                 self._wait_for_death(rank, deadline)
-                return {"names": [], "total": 0}, -1
+                return _listing([]), -1
             except OSError:
-                message, fds = b"", []
+                return b"", -1
         if flags & socket.MSG_CTRUNC:
             _load.native().raise_system_error("fetch: taking the descriptor of a tensor", errno.EMFILE)
-        if not message:  # it ended in the middle
-            self._wait_for_death(rank, deadline)
-            raise PeerTimeout("fetch", 0, (rank,), f"fetch: rank {rank} has stopped to answer; fetch again")
-        return json.loads(message), fds[0] if fds else -1
+        return message, fds[0] if fds else -1
 
     def _connect_to(self, call: socket.socket, rank: int, deadline: float) -> None:
         """A stopped owner's queue of callers may be full."""
@@ -185,6 +194,7 @@ class Sharing(Windows):
         while True:
             try:
                 call.connect(self._address_of(rank))
+                self._seen_sharing.add(self._address_of(rank))
                 return
             except BlockingIOError:
                 self._raise_if_gone(rank, deadline)
@@ -198,9 +208,9 @@ class Sharing(Windows):
             raise PeerTimeout("fetch", 0, (rank,), f"fetch: rank {rank} did not answer before the deadline")
 
     def _wait_for_death(self, rank: int, deadline: float) -> None:
-        """Its socket says that it is gone, or that it shares nothing: other signs of a death come within a moment."""
+        """Its socket says that it is gone, which ends the wait by an error, or that it never shared anything."""
         end = min(deadline, time.monotonic() + _DEATH_S)
-        while time.monotonic() < end:
+        while self._address_of(rank) in self._seen_sharing or time.monotonic() < end:
             self._raise_if_gone(rank, deadline)
             time.sleep(_SLICE_S)
 
@@ -217,9 +227,8 @@ class Sharing(Windows):
 
     def _stop_sharing(self) -> None:
         with self._shelf_lock:
-            shelf = self._shelf
-        if shelf is not None:
-            shelf.close()
+            if self._shelf is not None:
+                self._shelf.close()
 
 
 class _Shelf:
@@ -325,13 +334,6 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def _new_socket() -> socket.socket:
-    try:
-        return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    except OSError as error:
-        _load.native().raise_system_error("fetch: making a socket", error.errno or 0)
 
 
 def _listing(names: list[str]) -> bytes:
