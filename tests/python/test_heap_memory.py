@@ -242,9 +242,12 @@ def growing(comm: weft.Communicator) -> None:
         inside = ep.empty_output(r)  # no room either
         small = ep.dispatch(x[:8], ids[:8])
         values, place = small.x.clone(), small.x.data_ptr()  # type: ignore[union-attr]
-        for refused in (least - 1, most + 1, 1.5, None):
-            with pytest.raises(weft.InvalidArgument, match=rf"allowed are {least}, what there is, to max_heap_bytes"):
+        for refused in (1.5, None):
+            with pytest.raises(weft.InvalidArgument, match="an int is expected"):
                 ep.resize(heap_bytes=refused)  # type: ignore[arg-type]
+        for too_much in (least - 1, most + 1):
+            with pytest.raises(weft.InvalidArgument, match=rf"allowed are {least}, what there is, to max_heap_bytes"):
+                ep.resize(heap_bytes=too_much)
         with pytest.raises(
             weft.InvalidArgument, match=r"heap_bytes differs between ranks: \d+ on rank 0; \d+ on rank 1"
         ):
@@ -324,6 +327,36 @@ def refusing(comm: weft.Communicator) -> None:
 
 def test_a_rank_that_can_not_grow() -> None:
     weft.spawn(refusing, 2, device="cpu")
+
+
+class Grown:
+    """The native window of a rank whose heap has grown alone."""
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
+
+    def stats(self) -> dict[str, Any]:
+        return self.native.stats() | {"heap_bytes": 2 << 20}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.native, name)
+
+
+def grown_alone(comm: weft.Communicator) -> None:
+    with opened(comm, heap_bytes=1 << 20, max_heap_bytes=8 << 20) as ep:
+        window = ep.calls.windows[0]
+        native = window.native
+        if comm.rank == 1:
+            window.native = Grown(native)
+        with pytest.raises(weft.InvalidArgument, match=rf"allowed are {2 << 20}, what there is, to .* = {8 << 20}"):
+            ep.resize(heap_bytes=3 << 19, deadline_s=5.0)  # room enough on rank 0
+        window.native = native
+        ep.resize(heap_bytes=4 << 20)
+        called(ep)
+
+
+def test_a_size_that_one_rank_has_passed() -> None:
+    weft.spawn(grown_alone, 2, device="cpu")
 
 
 def losing_a_rank_that_grows(comm: weft.Communicator) -> None:

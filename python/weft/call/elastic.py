@@ -77,7 +77,8 @@ class Elastic(Shared):
         grow. `deadline_s`: None: that of the object.
 
         Raises:
-            InvalidArgument: less than there is, or more than max_heap_bytes (on this rank); or ranks differ.
+            InvalidArgument: no int (on this rank); on every rank: less than a rank has, more than max_heap_bytes, or
+                ranks differ.
             InvalidState: closed, busy in another thread, forked, or asleep.
             Unsupported: the nvlink engine.
             CapacityExceeded: the system refused it on a rank; raised on all. Windows before the one have grown.
@@ -88,14 +89,17 @@ class Elastic(Shared):
             if self.comm.engine != "cpu":
                 raise Unsupported("resize", f"the {self.comm.engine} engine", "the cpu engine")
             turn = calls.alone("resize")
+            if type(heap_bytes) is not int:
+                raise InvalidArgument(f"heap_bytes is {heap_bytes!r}; an int is expected")
             least = max(int(window.native.stats()["heap_bytes"]) for window in calls.windows)
-            if type(heap_bytes) is not int or not least <= heap_bytes <= self.max_heap_bytes:
-                raise InvalidArgument(
-                    f"heap_bytes is {heap_bytes!r}; allowed are {least}, what there is, to max_heap_bytes = "
-                    f"{self.max_heap_bytes}"
-                )
             seconds = self.deadline_s if deadline_s is None else positive_seconds("deadline_s", deadline_s)
         with turn:
-            self.comm.compare("resize", {"object": calls.numbers, "heap_bytes": heap_bytes}, seconds)
+            given = {"object": calls.numbers, "heap_bytes": heap_bytes}
+            bounds = self.comm._told("resize", [least, self.max_heap_bytes], seconds, given).values()
+            least, most = max(each[0] for each in bounds), min(each[1] for each in bounds)
+            if not least <= heap_bytes <= most:
+                raise InvalidArgument(
+                    f"heap_bytes is {heap_bytes}; allowed are {least}, what there is, to max_heap_bytes = {most}"
+                )
             for window in calls.windows:
                 window.native.resize(heap_bytes, seconds)

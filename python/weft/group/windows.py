@@ -162,9 +162,11 @@ class Windows(Turns):
         """
         _compare(self._exchange_json({"what": what, "arguments": arguments}, deadline_s))
 
-    def _told(self, what: str, value: Any, deadline_s: float) -> dict[int, Any]:
-        """What each active rank says in a call that all make. Collective, inside a turn."""
-        answers = self._exchange_json({"what": what, "arguments": {}, "value": value}, deadline_s)
+    def _told(
+        self, what: str, value: Any, deadline_s: float, arguments: dict[str, Any] | None = None
+    ) -> dict[int, Any]:
+        """What each active rank says in a call that all make, with equal `arguments`. Collective, inside a turn."""
+        answers = self._exchange_json({"what": what, "arguments": arguments or {}, "value": value}, deadline_s)
         _compare(answers)
         return {rank: answer["value"] for rank, answer in answers.items()}
 
