@@ -55,11 +55,6 @@ bool await_packet(int socket, PacketReader& reader, uint64_t deadline_ns, const 
   }
 }
 
-template <class Plain>
-std::span<const std::byte> bytes_of(const Plain& plain) {
-  return std::as_bytes(std::span<const Plain, 1>(&plain, 1));
-}
-
 }  // namespace
 
 Sponsored find_sponsor(const JoinAddress& address, int wanted_slot, const Endpoint& own, uint64_t deadline_ns,
@@ -83,7 +78,7 @@ Sponsored find_sponsor(const JoinAddress& address, int wanted_slot, const Endpoi
   for (const std::string& door : address.doors) {
     OwnedFd socket = call_door(door, deadline_ns, poll);
     if (!socket.valid()) continue;
-    send_small(socket.get(), PacketType::kHello, bytes_of(request));
+    send_small(socket.get(), PacketType::kHello, payload_of(request));
     const bool is_last = &door == &address.doors.back();
     try {
       const u64 until_ns = is_last ? deadline_ns : std::min(deadline_ns, now_ns() + kDoorNs);
@@ -111,13 +106,18 @@ Sponsored find_sponsor(const JoinAddress& address, int wanted_slot, const Endpoi
 
 namespace {
 
-std::optional<Connection> call_once(const Caller& caller, int slot, int num_slots, const Endpoint& endpoint,
-                                    uint64_t deadline_ns, const ControlPlane::Poll& poll, bool& is_cut_off) {
+struct Called {
+  std::optional<Connection> connection;
+  bool is_cut_off = false;  // unread
+};
+
+Called call_once(const CallingRank& caller, int slot, int num_slots, const Endpoint& endpoint, uint64_t deadline_ns,
+                 const ControlPlane::Poll& poll) {
   Connection connection;
   connection.pidfd = open_process(endpoint.pid);  // before the start time is compared: it stands for the right life
-  if (process_start_time(endpoint.pid) != endpoint.start_time) return std::nullopt;
+  if (process_start_time(endpoint.pid) != endpoint.start_time) return {};
   OwnedFd socket = call_door({endpoint.name.data(), endpoint.name_bytes}, deadline_ns, poll);
-  if (!socket.valid()) return std::nullopt;
+  if (!socket.valid()) return {};
   if (process_behind(socket.get()).pid != endpoint.pid) {
     throw_invalid_argument("the endpoint of rank " + std::to_string(slot) + " is not its own");
   }
@@ -129,12 +129,9 @@ std::optional<Connection> call_once(const Caller& caller, int slot, int num_slot
   fds.push_back(OwnedFd::duplicate(caller.life_fd));
   PacketHeader header = small_header(PacketType::kHello, sizeof(hello));
   header.num_fds = 1;
-  send_packet(socket.get(), header, bytes_of(hello), fds);
+  send_packet(socket.get(), header, payload_of(hello), fds);
   PacketReader reader;
-  if (!await_packet(socket.get(), reader, deadline_ns, poll)) {
-    is_cut_off = true;
-    return std::nullopt;
-  }
+  if (!await_packet(socket.get(), reader, deadline_ns, poll)) return {std::nullopt, true};
   if (reader.header.type == PacketType::kRefusal) throw read_denial(reader.payload);
   const std::string problem =
       hello_problem(reader.header, reader.payload, make_hello(slot, caller.slot, endpoints, caller.secret));
@@ -143,18 +140,17 @@ std::optional<Connection> call_once(const Caller& caller, int slot, int num_slot
   if (reader.fds.size() != 1) throw_invalid_argument("rank " + std::to_string(slot) + " sent no life lock");
   connection.life = std::make_shared<PeerLife>(std::move(reader.fds.front()));
   connection.wire = std::move(socket);
-  return connection;
+  return {std::move(connection)};
 }
 
 }  // namespace
 
 // Cut off unread: it has ended, or had no room for another caller just now.
-std::optional<Connection> call_rank(const Caller& caller, int slot, int num_slots, const Endpoint& endpoint,
+std::optional<Connection> call_rank(const CallingRank& caller, int slot, int num_slots, const Endpoint& endpoint,
                                     uint64_t deadline_ns, const ControlPlane::Poll& poll) {
   for (;;) {  // check: allow spin-loop: sleeps in poll() and ends at the deadline
-    bool is_cut_off = false;
-    std::optional<Connection> connection = call_once(caller, slot, num_slots, endpoint, deadline_ns, poll, is_cut_off);
-    if (connection || !is_cut_off) return connection;
+    Called called = call_once(caller, slot, num_slots, endpoint, deadline_ns, poll);
+    if (!called.is_cut_off) return std::move(called.connection);
     if (now_ns() >= deadline_ns) {
       throw_peer_timeout("join", 0, {slot}, "rank " + std::to_string(slot) + " took no call by the deadline");
     }

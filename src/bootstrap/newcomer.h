@@ -26,14 +26,14 @@ struct Sponsored {
 Sponsored find_sponsor(const JoinAddress& address, int wanted_slot, const Endpoint& own, uint64_t deadline_ns,
                        const ControlPlane::Poll& poll);
 
-struct Caller {  // whoever says hello first
+struct CallingRank {  // whoever says hello first
   int slot;
   const Endpoint& endpoint;
   const GroupSecret& secret;
   int life_fd;
 };
 // A connection to the rank in `slot`; none: it has ended, or has closed. Errors: those of its refusal, kPeerTimeout.
-std::optional<Connection> call_rank(const Caller& caller, int slot, int num_slots, const Endpoint& endpoint,
+std::optional<Connection> call_rank(const CallingRank& caller, int slot, int num_slots, const Endpoint& endpoint,
                                     uint64_t deadline_ns, const ControlPlane::Poll& poll);
 
 }  // namespace weft

@@ -479,6 +479,7 @@ void ProcessControlPlane::leak() noexcept {
 
 }  // namespace
 
+// NOLINTNEXTLINE(readability-function-size): what connecting needs, each a thing of its own
 std::unique_ptr<ControlPlane> connect_processes(int rank, const std::vector<Endpoint>& endpoints, Listener&& listener,
                                                 uint64_t deadline_ns, const ControlPlane::Poll& poll,
                                                 const Across& across, const Capacity& capacity) {
@@ -561,7 +562,7 @@ Newcomer join_processes(std::string_view address, int slot, Listener&& listener,
     if (other == welcome.slot || (!is_member && (other > welcome.slot || !endpoint))) continue;
     std::optional<Connection> connection;
     if (endpoint) {
-      const Caller self{welcome.slot, own, welcome.secret, life->fd()};
+      const CallingRank self{welcome.slot, own, welcome.secret, life->fd()};
       connection = call_rank(self, other, welcome.num_slots, *endpoint, deadline_ns, poll);
     }
     if (connection) connections[idx] = std::move(*connection);
@@ -572,7 +573,7 @@ Newcomer join_processes(std::string_view address, int slot, Listener&& listener,
       welcome.slot, std::move(incarnations), std::move(life), std::make_shared<PageLedger>(sponsored.page),
       std::move(connections), nullptr, nullptr,
       OpenParts{sponsored.page, std::move(own_listener), own, welcome.secret, slots});
-  claim.release();
+  claim.release();  // NOLINT(bugprone-unused-return-value): the slot is this rank's now
   for (const int rank : ended) plane->note_ended(rank);
   return {std::move(plane), std::move(members)};
 }

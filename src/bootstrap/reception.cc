@@ -19,11 +19,6 @@ constexpr size_t kMostCallers = 64;
 constexpr uint64_t kPauseNs = 100'000'000;
 constexpr uint64_t kCallerNs = 10'000'000'000;  // for what a caller has to say
 
-template <class Plain>
-std::span<const std::byte> bytes_of(const Plain& plain) {
-  return std::as_bytes(std::span<const Plain, 1>(&plain, 1));
-}
-
 void send_with_fd(int socket, std::span<const std::byte> payload, int fd) {
   std::vector<OwnedFd> fds;
   fds.push_back(OwnedFd::duplicate(fd));
@@ -127,7 +122,7 @@ void Reception::sponsor(Visitor& caller) {
   caller.slot = welcome.slot = choose_slot(request.slot, members, request.endpoint);
   caller.incarnation = incarnation_of(request.endpoint);
   caller.is_sponsored = true;
-  send_with_fd(caller.socket.get(), bytes_of(welcome), group_.page_fd());
+  send_with_fd(caller.socket.get(), payload_of(welcome), group_.page_fd());
   caller.is_welcomed = true;
 }
 
@@ -197,7 +192,7 @@ bool Reception::take(Visitor& caller) {
   std::vector<Endpoint> endpoints(static_cast<size_t>(group_.slots().num_slots()));
   endpoints[static_cast<size_t>(caller.slot)] = caller.hello->endpoint;
   endpoints[static_cast<size_t>(rank_)] = group_.endpoint();
-  send_with_fd(caller.socket.get(), bytes_of(make_hello(rank_, caller.slot, endpoints, group_.secret())),
+  send_with_fd(caller.socket.get(), payload_of(make_hello(rank_, caller.slot, endpoints, group_.secret())),
                group_.life_fd());
   connection.wire = std::move(caller.socket);
   host_.admit(caller.slot, caller.incarnation, std::move(connection));

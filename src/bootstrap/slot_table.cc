@@ -14,7 +14,7 @@ void store_words(Plain* place, const Plain& value) noexcept {
   static_assert(sizeof(Plain) % sizeof(uint64_t) == 0 && alignof(Plain) >= alignof(uint64_t));
   const auto* from = reinterpret_cast<const std::byte*>(&value);
   for (size_t at = 0; at < sizeof(Plain); at += sizeof(uint64_t)) {
-    uint64_t word;
+    uint64_t word = 0;
     std::memcpy(&word, from + at, sizeof(word));
     auto* to = reinterpret_cast<uint64_t*>(reinterpret_cast<std::byte*>(place) + at);
     std::atomic_ref<uint64_t>(*to).store(word, std::memory_order_relaxed);

@@ -56,6 +56,12 @@ SendResult send_packet(int socket, const PacketHeader& header, std::span<const s
 
 PacketHeader small_header(PacketType type, size_t num_bytes) noexcept;
 
+// The bytes of plain data.
+template <class Plain>
+std::span<const std::byte> payload_of(const Plain& plain) noexcept {
+  return std::as_bytes(std::span<const Plain, 1>(&plain, 1));
+}
+
 // A message that fits into one packet.
 SendResult send_small(int socket, PacketType type, std::span<const std::byte> payload) noexcept;
 

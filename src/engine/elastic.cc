@@ -279,7 +279,7 @@ void Communicator::call_strangers() {
     if (is_new || now_ns() - since->second < kStrangerNs || !endpoint) continue;
     if (!members.contains(slot) && !e.reception->has_room(slot)) continue;
     since->second = now_ns();
-    const weft::Caller self{rank_, e.group.endpoint(), e.group.secret(), e.group.life_fd()};
+    const CallingRank self{rank_, e.group.endpoint(), e.group.secret(), e.group.life_fd()};
     std::optional<Connection> connection =
         call_rank(self, slot, slots.num_slots(), *endpoint, now_ns() + kCallStrangerNs, {});
     if (connection) admit(slot, incarnation, std::move(*connection));

@@ -46,7 +46,7 @@ std::vector<std::byte> bytes_of(const std::vector<u64>& numbers) {
 Parcel Communicator::inquire(int slot, Errand errand, std::vector<std::byte> bytes, std::vector<OwnedFd> fds,
                              const Wait& wait) {
   Elastic& e = *elastic_;
-  u64 number;
+  u64 number = 0;
   {
     const std::lock_guard lock(e.mutex);
     number = ++e.num_asked;

@@ -86,6 +86,7 @@ Window::Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64
   comm_->add_window(this);
 }
 
+// NOLINTNEXTLINE(readability-function-size): what its memory depends on, and how long it may take
 Window::Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64 heap_bytes, u64 id, u64 deadline_ns,
                const Poll& poll, u64 most_heap_bytes)
     : comm_(std::move(comm)),
