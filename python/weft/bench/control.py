@@ -29,6 +29,7 @@ MEASURED = {
     "evict_to_told_ms": "recover without a rank until that rank's wait raises",
 }
 _REBUILDS = 20  # of each group
+_MEET_S = 60.0
 
 
 def control(ranks: int, trials: int, device: str = "cpu") -> list[Row]:
@@ -105,10 +106,11 @@ def _killed(comm: weft.Communicator, clock: mmap.mmap) -> dict[str, float]:
         comm.rebuild(comm.active_ranks)
     rebuild_ms = _ms_since(begin) / _REBUILDS
     _operate(ep, x)
-    if comm.rank == comm.num_ranks - 1:
-        clock[:8] = struct.pack("q", time.monotonic_ns())
-        os.kill(os.getpid(), signal.SIGKILL)
     with contextlib.suppress(PeerLost):
+        comm.meet(_MEET_S)  # of many ranks some would still be in that operation
+        if comm.rank == comm.num_ranks - 1:
+            clock[:8] = struct.pack("q", time.monotonic_ns())
+            os.kill(os.getpid(), signal.SIGKILL)
         while True:
             _operate(ep, x)
     killed_ns: int = struct.unpack("q", clock[:8])[0]
