@@ -66,7 +66,9 @@ def dispatch(
     calls.comm.recorded[sent.number] = weakref.ref(sent)
     _hook(sent, x if x_is_tracked else _known(topk_weights), _input_is_complete)
     row_scales, sent.scales = sent.scales, None
-    return rows, row_scales, sent.handle._changed(tie=tie, sent=sent, weights=weights)
+    handle = object.__new__(Handle)
+    handle.__dict__.update(sent.handle.__dict__, tie=tie, sent=sent, weights=weights)
+    return rows, row_scales, handle
 
 
 def dispatch_again(calls: Runner, plan: Plan, x: Tensor, handle: Handle) -> tuple[Tensor, Handle]:
@@ -144,8 +146,10 @@ class _Dispatch(torch.autograd.Function):
         calls = sent.calls
         if handle is None:
             rows, sent.scales, made = calls.run(sent.plan, None, x, scales, topk_idx, topk_weights)
-            weights, tie = made.weights, made.tie.clone()
-            made.__dict__["weights"], sent.handle = weights.detach(), made
+            known, tie = made.__dict__, made.tie.clone()
+            routing = known.get("made")
+            weights = made.weights if routing is None else routing.tensor("topk_weights", torch._C._from_dlpack)
+            known["weights"], sent.handle = weights.detach(), made
         else:
             rows, _, _ = calls.run(sent.plan, handle.tie, x, None, handle)
             weights, tie, sent.handle = rows.new_empty(0, dtype=torch.float32), handle.tie.clone(), handle
@@ -153,7 +157,8 @@ class _Dispatch(torch.autograd.Function):
             untracked = ([] if sent.x_is_tracked else [rows]) + ([] if sent.has_weights else [weights])
             ctx.mark_non_differentiable(*untracked)
         ctx.materialize_grads = False
-        ctx.sent, ctx.keeper = sent, Keeper(sent)
+        ctx.sent, ctx.keeper = sent, Keeper()
+        ctx.keeper.record = sent
         sent.node = weakref.ref(ctx)
         return rows, weights, tie
 
@@ -162,7 +167,10 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, grad_x: Tensor | None, grad_weights: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
         sent: Sent = ctx.sent
         try:  # as comm.telling_peers()
-            sent.add(_plain(grad_x, "the gradient of the rows"), _plain(grad_weights, "the gradient of the weights"))
+            if grad_x is not None:
+                sent.add(0, _plain(grad_x, "the gradient of the rows"))
+            if grad_weights is not None:
+                sent.add(1, _plain(grad_weights, "the gradient of the weights"))
             grad, side = (None, None) if sent.collects else sent.run_backward()
         except Error as error:
             sent.calls.comm.note_refusal(error)
@@ -192,7 +200,8 @@ class _Combine(torch.autograd.Function):
             ctx.mark_non_differentiable(side_out)
         ctx.materialize_grads = False
         ctx.bias = None if bias is None else (bias.dim(), bias.dtype)
-        ctx.record, ctx.keeper = record, Keeper(record)
+        ctx.record, ctx.keeper = record, Keeper()
+        ctx.keeper.record = record
         record.node = weakref.ref(ctx)
         return out, side_out
 
@@ -201,7 +210,8 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
         record: Summed = ctx.record
         try:  # as comm.telling_peers()
-            grad = _plain(grad, "the gradient of the result of combine")
+            if grad is not None:
+                grad = _plain(grad, "the gradient of the result of combine")
             saved = ctx.saved_tensors  # asked for once only: torch.utils.checkpoint recomputes the layer for it
             y = saved[0] if saved else None
             if record.sent is not None:
@@ -219,15 +229,13 @@ _dispatch_node: Any = super(torch.autograd.Function, _Dispatch).apply
 _combine_node: Any = super(torch.autograd.Function, _Combine).apply
 
 
-def _plain(grad: Tensor | None, name: str) -> Tensor | None:
+def _plain(grad: Tensor, name: str) -> Tensor:
     """As `plain`, which most are."""
     try:
-        if grad is None or (
-            type(grad) is Tensor and not grad.is_neg() and grad.layout is torch.strided and grad.data_ptr()
-        ):
+        if type(grad) is Tensor and not grad.is_neg() and grad.layout is torch.strided and grad.data_ptr():
             return grad
     except RuntimeError:  # it has no memory: told below
-        assert grad is not None  # noqa: S101  for mypy
+        pass
     given: Tensor = plain(grad, name)
     if given.layout is not torch.strided:
         raise InvalidArgument(f"{name} has layout {given.layout}; allowed is a dense tensor, torch.strided")
@@ -249,7 +257,7 @@ def _input_is_complete(weak: weakref.ref[Sent], grad: Tensor | None) -> Tensor |
     if sent is None or sent.collects or grad is None:  # a nested backward, which ends at our node, looks beyond it
         return None
     if sent.is_done:
-        missing = _missing_gradient(sent)
+        missing, sent.early = sent.early, None
         return None if missing is None else grad + missing
     # Several dispatches of one tensor may be missing; the first of their hooks runs them all, newest first, as the
     # backward of the other ranks comes to them.

@@ -4,7 +4,6 @@ GPU. Every word of such calls: tests/emulation/test_emulated_calls.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,8 +146,8 @@ def test_asynchronous_calls_keep_the_plans_they_read(pool: Any, monkeypatch: pyt
     """Or whoever lets go of the handle gives their place to the next tensor of the caller's stream."""
     kept: list[int] = []
 
-    def record(calls: GpuCalls, things: Sequence[Any], stream: Any) -> None:
-        for thing in things:
+    def record(calls: GpuCalls, things: Any, stream: Any, also: Any = (), other: Any = None) -> None:
+        for thing in (*things, *also):
             if isinstance(thing, weft.Handle):
                 kept.extend(thing._places())
             elif thing is not None:
@@ -175,8 +174,9 @@ def test_whose_heap_a_tensor_lies_in_is_told_of_its_streams(monkeypatch: pytest.
         SimpleNamespace(is_cuda=True, numel=lambda: 1, data_ptr=lambda at=at: at, record_stream=torchs.append)
         for at in (1003, 3000)
     ]
-    GpuCalls.record_stream(SimpleNamespace(), tensors, stream := SimpleNamespace(cuda_stream=7))  # type: ignore[arg-type]
-    assert (heaps, torchs) == ([(1003, 7), (3000, 7)], [stream])
+    one, other = (SimpleNamespace(cuda_stream=number) for number in (7, 8))
+    GpuCalls.record_stream(SimpleNamespace(), tensors, one, tensors, other)  # type: ignore[arg-type]
+    assert (heaps, torchs) == ([(1003, 7), (3000, 7), (1003, 8), (3000, 8)], [one, other])
 
 
 def read_unaligned_and_strided(state: RankState, seed: int) -> torch.Tensor:

@@ -29,10 +29,11 @@ class CpuCalls(Runner):
         """See Planner."""
         return self._read(scales)
 
-    def record_stream(self, things: Iterable[Any], stream: Any) -> None:
+    def record_stream(self, things: Iterable[Any], stream: Any, also: Iterable[Any] = (), other: Any = None) -> None:
         """See Runner."""
-        for thing in things:
-            if isinstance(thing, Handle):
-                self.record_stream(thing._tensors(), stream)
-            elif thing is not None and thing.is_cuda:
-                thing.record_stream(stream)
+        for those, user in ((things, stream), (also, other)):
+            for thing in those:
+                if isinstance(thing, Handle):
+                    self.record_stream(thing._tensors(), user)
+                elif thing is not None and thing.is_cuda:
+                    thing.record_stream(user)

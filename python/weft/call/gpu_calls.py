@@ -93,25 +93,28 @@ class GpuCalls(GpuPlans):
                 with self.comm.alone("check"):
                     window.native.check()
 
-    def record_stream(self, things: Iterable[Any], stream: Any) -> None:
+    def record_stream(self, things: Iterable[Any], stream: Any, also: Iterable[Any] = (), other: Any = None) -> None:
         """See Runner."""
         # Of any window, also a closed one: results of one are given to calls of another, and outlive both.
-        number, record = stream.cuda_stream, _load.native().gpu_record_stream
-        for thing in things:
-            if type(thing) is Handle:
-                others = thing.__dict__.get("copies")
-                made = thing.__dict__.get("made")
-                if made is not None:
-                    sizes, send_plan, recv_plan, _, weights = made.places
-                    for place in (sizes, send_plan, recv_plan, weights):
-                        record(place, number)
-                    others = None if others is None else others.values()
-                else:
-                    others = thing._tensors()
-                if others:
-                    self.record_stream(others, stream)
-            elif thing is not None and thing.is_cuda and thing.numel() > 0 and not record(thing.data_ptr(), number):
-                thing.record_stream(stream)
+        record = _load.native().gpu_record_stream
+        for those, user in ((things, stream), (also, other)):
+            for thing in those:
+                if type(thing) is Handle:
+                    others = thing.__dict__.get("copies")
+                    made = thing.__dict__.get("made")
+                    if made is not None:
+                        sizes, send_plan, recv_plan, _, weights = made.places
+                        for place in (sizes, send_plan, recv_plan, weights):
+                            record(place, user.cuda_stream)
+                        others = None if others is None else others.values()
+                    else:
+                        others = thing._tensors()
+                    if others:
+                        self.record_stream(others, user)
+                elif thing is None or not thing.is_cuda or thing.numel() == 0:
+                    continue
+                elif not record(thing.data_ptr(), user.cuda_stream):
+                    thing.record_stream(user)
 
     # ---- streams
 
@@ -119,15 +122,13 @@ class GpuCalls(GpuPlans):
         """See Runner."""
         streams, is_async = plan.window.streams, plan.call.is_async
         assert streams is not None  # noqa: S101  for mypy
-        caller = streams.current()
-        stream = streams.begin(caller, is_async)
-        self.last.event = Event(stream)
+        stream, caller = streams.begin(is_async=is_async)
         if not is_async:
+            self.last.event = Event(stream)
             made = plan.work(self, plan, stream.cuda_stream, *tensors)
             self._stage(plan, made, functools.partial(self._receive, plan, stream, tensors, made))
             return made
-        device = torch.cuda.current_device()  # which a change of streams changes
-        self.record_stream(tensors, stream)
+        device, made = torch.cuda.current_device(), ()  # which a change of streams changes
         torch.cuda.set_stream(stream)
         try:  # results are made there and used on the caller's stream
             made = plan.work(self, plan, stream.cuda_stream, *tensors)
@@ -136,7 +137,7 @@ class GpuCalls(GpuPlans):
             torch.cuda.set_stream(caller)
             if device != self.device.index:
                 torch.cuda.set_device(device)
-        self.record_stream(made, caller)
+            self.record_stream(tensors, stream, made, caller)
         if isinstance(made[2], Handle):
             made[2].__dict__["pending"] = self.last.event
         return made
@@ -144,7 +145,7 @@ class GpuCalls(GpuPlans):
     def _receive(self, plan: Plan, first: Any, tensors: tuple[Any, ...], made: tuple[Any, ...]) -> None:
         """The other half of a staged call, on the current stream."""
         assert plan.window.streams is not None  # noqa: S101  for mypy
-        stream = plan.window.streams.begin_here()
+        stream, _ = plan.window.streams.begin()
         if stream is not first:
             self.record_stream((*tensors, *made), stream)
         plan.window.native.receive(stream.cuda_stream)
@@ -219,10 +220,11 @@ class GpuCalls(GpuPlans):
                 parts[3:] = [first_rows(part, num_rows, plan.lead) for part in parts[3:]]
             handle = self._handle(plan, lead, *parts)
         if call.capacity < 0:
-            rows = first_rows(rows, num_rows, plan.lead)
+            first = rows[:num_rows]  # as first_rows
+            rows = first if plan.room <= 2 * num_rows else first.clone()
             if out_scales is not None:
-                first = first_by_column(out_scales, num_rows) if plan.rows[1].by_column else None
-                out_scales = first_rows(out_scales, num_rows, plan.lead) if first is None else first
+                few = first_by_column(out_scales, num_rows) if plan.rows[1].by_column else None
+                out_scales = first_rows(out_scales, num_rows, plan.lead) if few is None else few
         elif torch.cuda.is_current_stream_capturing():
             handle.__dict__["is_captured"] = True
         if plan.finishes:

@@ -47,7 +47,7 @@ class Record:
     @property
     def is_over(self) -> bool:
         """A backward has run, or can't any more: its handle is of an older epoch."""
-        return self.is_done or self.epoch != self.calls.comm.epoch
+        return self.is_done or self.epoch != self.calls.comm._native.epoch
 
     def __del__(self) -> None:
         self.calls.comm.recorded.pop(self.number, None)
@@ -75,12 +75,10 @@ class Sent(Record):
         self.gradients: list[Tensor | None] = [None, None]  # of x and of the weights, as far as they are known
         self.collects = False  # a nested backward is to end at our node and leave its gradients here
 
-    def add(self, grad_x: Tensor | None, grad_weights: Tensor | None) -> None:
-        """Add to the gradients at the received rows and weights."""
-        for idx, grad in enumerate((grad_x, grad_weights)):
-            if grad is not None:
-                mine = self.gradients[idx]
-                self.gradients[idx] = grad if mine is None else mine + grad
+    def add(self, idx: int, grad: Tensor) -> None:
+        """Add to the gradient at the received rows (0) or weights (1)."""
+        mine = self.gradients[idx]
+        self.gradients[idx] = grad if mine is None else mine + grad
 
     def adopt(self, record: Sent | Summed) -> None:
         """`record` was made of our handle."""
@@ -120,7 +118,8 @@ class Sent(Record):
             self.calls.unused[:] = [record for record in self.calls.unused if _dispatch_of(record) is not self]
         if not (self.x_is_tracked or self.has_weights):
             return None, None
-        rows, side = self._rows(grad_x), self._side(grad_weights) if self.has_weights else None
+        rows = grad_x.contiguous() if grad_x is not None and self.x_is_tracked else self._no_rows()
+        side = self._side(grad_weights) if self.has_weights else None
         plan = self.plan.back
         if plan is None:
             plan = self.plan.back = self.calls.combine_plan(
@@ -129,9 +128,7 @@ class Sent(Record):
         grad, side, _ = self.calls.run(plan, self.handle.tie, rows, self.handle, None, side)
         return grad if self.x_is_tracked else None, side if self.has_weights else None
 
-    def _rows(self, grad: Tensor | None) -> Tensor:
-        if grad is not None and self.x_is_tracked:
-            return grad.contiguous()
+    def _no_rows(self) -> Tensor:
         lead, device = self.handle.rows_shape, self.calls.device
         if self.x_is_tracked:
             return torch.zeros((*lead, self.hidden), dtype=self.dtype, device=device)
@@ -170,8 +167,8 @@ class Summed(Record):
         if self.y is not None and self.y._version != self.y_version:
             raise InvalidState("expert_output was changed in place after combine; gradients need its old values")
         grad_y, grad_weights = self.run_backward(None, self.y)
-        if self.sent is not None:
-            (self.sent.first or self.sent).add(None, grad_weights)
+        if self.sent is not None and grad_weights is not None:
+            (self.sent.first or self.sent).add(1, grad_weights)
         return grad_y
 
     def run_unvisited(self) -> None:
@@ -194,15 +191,16 @@ class Summed(Record):
 
 
 class Keeper:
-    """Lives in a node. If the node dies before its backward, what it stands for was not used here: keep the record."""
+    """Lives in a node, which sets `record`. If the node dies before its backward, what it stands for was not used here:
+    keep the record."""
 
-    def __init__(self, record: Sent | Summed) -> None:
-        self.record = record
+    record: Sent | Summed | None = None
 
     def __del__(self) -> None:
-        if sys.is_finalizing():
+        record = self.record
+        if record is None or sys.is_finalizing():
             return
-        record, calls = self.record, self.record.calls
+        calls = record.calls
         is_recomputation = torch._C._current_graph_task_id() != -1  # torch.utils.checkpoint, inside a backward
         if record.is_over or is_recomputation or calls.closed or calls.comm.broken:
             return

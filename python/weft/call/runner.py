@@ -76,7 +76,7 @@ class Runner(Planner):
                 if window.streams is not None:
                     stream = torch._C._cuda_getCurrentRawStream(self.device.index)
                     known = stream == window.streams.last_handle
-                    at = window.streams.last if known else window.streams.begin_here()
+                    at = window.streams.last if known else window.streams.begin()[0]
                     if self.last.event._event is not None or self.last.event._stream is not at:
                         self.last.event = Event(at)  # else nobody has asked for it: calls share it
                 made = plan.work(self, plan, stream, *tensors)
@@ -276,8 +276,9 @@ class Runner(Planner):
         raise InternalError("the cpu engine sends whole rows")
 
     @abstractmethod
-    def record_stream(self, things: Iterable[Any], stream: Any) -> None:
-        """The memory of these tensors, and of what these handles have, is in use on `stream`."""
+    def record_stream(self, things: Iterable[Any], stream: Any, also: Iterable[Any] = (), other: Any = None) -> None:
+        """The memory of these tensors, and of what these handles have, is in use on `stream`; of those in `also` on
+        `other`."""
 
     # ---- results
 

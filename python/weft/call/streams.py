@@ -29,8 +29,9 @@ class WindowStreams:
             stream = self._known[handle] = torch.cuda.current_stream(self.device)
         return stream
 
-    def begin(self, caller: torch.cuda.Stream, is_async: bool) -> torch.cuda.Stream:
-        """The stream of the next call: `caller`, for an async call the own stream, which waits for `caller` first."""
+    def begin(self, *, is_async: bool = False) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """The stream of the next call, and the current one: the same, or the own one, which waits for it first."""
+        caller = self._known.get(torch._C._cuda_getCurrentRawStream(self.device.index)) or self.current()
         stream = caller
         if is_async:
             if self._own is None:
@@ -39,11 +40,7 @@ class WindowStreams:
             stream.wait_stream(caller)
         if stream is not self.last and not torch.cuda.is_current_stream_capturing():
             self.last, self.last_handle = stream, stream.cuda_stream
-        return stream
-
-    def begin_here(self) -> torch.cuda.Stream:
-        """The current one, for the next call."""
-        return self.begin(self.current(), is_async=False)
+        return stream, caller
 
     def wait(self) -> None:
         """Block the host until the calls made so far have ended, and what is on the current stream: replays of graphs.
