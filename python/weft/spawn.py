@@ -53,6 +53,7 @@ def spawn(
     engine: str = "auto",
     placement: str | Placement = "auto",
     max_ranks: int | None = None,
+    standby: int = 0,
 ) -> list[Any]:
     """Run `fn(comm, *args)` on `num_ranks` ranks of this machine and return their results in rank order.
 
@@ -72,8 +73,12 @@ def spawn(
         placement: "auto" binds Weft's own threads to each rank's share of the cores, "process" the ranks themselves
             (each process with its memory; each thread), "off" nothing; a `weft.Placement` is bound on every rank as it
             stands. docs/placement.md.
-        max_ranks: other processes may join the group, up to so many ranks (`Communicator.join`); None: nobody.
-            Processes on the cpu engine alone.
+        max_ranks: other processes may join the group, up to so many ranks (`Communicator.join`); None: nobody but the
+            spares. Processes on the cpu engine alone.
+        standby: so many spares besides, ranks num_ranks and up: `fn` runs there, too, with a communicator that has
+            joined with `standby=True` (`comm.is_member` is False). It makes its objects, and waits in
+            `comm.boundary()` until `recover` or a change takes it in. Their results come last; None of a spare that
+            waited until the members had come to their end.
 
     Call it from the main thread of a program that is not inside a parallel operation: other threads of the parent do
     not exist in the ranks. Each rank runs torch with one thread. Nothing is left over, also after Ctrl-C or when this
@@ -91,8 +96,10 @@ def spawn(
         Whatever `fn` raised on a rank, with its traceback as a note.
     """
     _check(fn, num_ranks, args, device, isolation, on_failure, engine)
-    if max_ranks is not None and isolation == "thread":
-        raise Unsupported("max_ranks with isolation='thread'", "ranks that come and go", "isolation='process'")
+    slots = _slots(num_ranks, standby, max_ranks)
+    if slots is not None and isolation == "thread":
+        what = "max_ranks with isolation='thread'" if standby == 0 else "standby with isolation='thread'"
+        raise Unsupported(what, "ranks that come and go", "isolation='process'")
     run = _run_processes if isolation == "process" else _run_threads
     outcomes = run(
         _Job(
@@ -102,7 +109,8 @@ def spawn(
             engine,
             stop_on_failure=on_failure == "raise",
             placement=local.check_placement(placement),
-            max_ranks=max_ranks,
+            max_ranks=slots,
+            standby=standby,
         )
     )
     errors = [outcome for outcome in outcomes if outcome.error is not None]
@@ -122,6 +130,7 @@ class _Job:
     stop_on_failure: bool
     placement: str | Placement
     max_ranks: int | None = None
+    standby: int = 0
 
     @property
     def may_use_cuda(self) -> bool:
@@ -171,6 +180,23 @@ def _check(fn: Any, num_ranks: Any, args: Any, device: Any, isolation: Any, on_f
     ):
         if value not in allowed:
             raise InvalidArgument(f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
+
+
+def _slots(num_ranks: int, standby: Any, max_ranks: Any) -> int | None:
+    """Of the group; None: nobody joins."""
+    from weft.limits import MAX_RANKS
+
+    if type(standby) is not int or standby < 0:
+        raise InvalidArgument(f"standby is {standby!r}; allowed is the number of spares, an int from 0")
+    if standby == 0:
+        return max_ranks  # type: ignore[no-any-return]  # looked at where the ranks connect
+    most = num_ranks + standby if max_ranks is None else max_ranks
+    if type(most) is not int or not num_ranks + standby <= most <= MAX_RANKS:
+        raise InvalidArgument(
+            f"standby is {standby} beside {num_ranks} ranks, and max_ranks {max_ranks!r}; allowed are as many ranks "
+            f"and spares as there are slots, up to {MAX_RANKS}"
+        )
+    return most
 
 
 def _root_cause(failed: list[_Outcome]) -> BaseException:
@@ -335,15 +361,19 @@ def _own_stream(device: str) -> Iterator[None]:
 
 @dataclass
 class _Child:
-    """A forked rank as its parent sees it. Messages are a length and a pickle: first the endpoint, then the outcome."""
+    """A forked rank as its parent sees it. Messages are a length and a pickle: first the endpoint, then, if there are
+    spares, the group's address, last the outcome. A spare says instead when it was taken in."""
 
     rank: int
     pid: int
     channel: socket.socket
+    is_spare: bool = False  # and waits
     received: bytearray = field(default_factory=bytearray)
     endpoint: bytes | None = None
+    address: str = ""
     outcome: _Outcome | None = None
     has_sent: bool = False
+    was_let_go: bool = False
 
     def take_message(self) -> Any | None:
         """The next whole message, else None. Pickle: the sender is our own child."""
@@ -367,9 +397,9 @@ def _run_processes(job: _Job) -> list[_Outcome]:
     _flush()
     children: list[_Child] = []
     try:
-        for rank in range(job.num_ranks):
+        for rank in range(job.num_ranks + job.standby):
             children.append(_fork(job, rank, children))
-        _supervise(children, job.stop_on_failure)
+        _supervise(children, job.num_ranks, job.stop_on_failure)
     finally:
         _kill(children)
     return [child.outcome or _Outcome(child.rank) for child in children]
@@ -384,7 +414,7 @@ def _fork(job: _Job, rank: int, earlier: list[_Child]) -> _Child:
         _raise_of(f"starting rank {rank}", error)
     if pid:
         theirs.close()
-        return _Child(rank, pid, ours)
+        return _Child(rank, pid, ours, is_spare=rank >= job.num_ranks)
     # From here on the child: it never returns into the caller's frames.
     try:
         gc.freeze()  # what the parent has to collect may wait, when it is collected, for threads that are not here
@@ -412,19 +442,29 @@ def _run_child(job: _Job, rank: int, channel: socket.socket) -> NoReturn:
         endpoints: list[bytes] = _receive(channel)
         return endpoints
 
+    comm: Communicator | None = None
     try:
         origin = f"weft.spawn, pid {os.getpid()}"
         device = job.device_of(rank)
-        comm = Communicator._connect(
-            rank, job.num_ranks, share, device, origin, engine=job.engine, placement=job.placement,
-            max_ranks=job.max_ranks,
-        )  # fmt: skip
+        if rank >= job.num_ranks:
+            comm = _spare(job, rank, device, channel)
+        else:
+            comm = Communicator._connect(
+                rank, job.num_ranks, share, device, origin, engine=job.engine, placement=job.placement,
+                max_ranks=job.max_ranks,
+            )  # fmt: skip
+            if job.standby:
+                _send(channel, comm.address)
         with comm:
             outcome.result = job.call(comm)
             _send_outcome(channel, outcome)
             channel.recv(1)  # the communicator stays open until every rank has come to its end
     except BaseException as error:  # noqa: BLE001  brought to the parent
-        if not outcome.when:
+        waits_in_vain = isinstance(error, PeerLost) and comm is not None and not comm.is_member
+        if not outcome.when and waits_in_vain and rank >= job.num_ranks:  # the group has ended without it
+            with contextlib.suppress(OSError):
+                _send_outcome(channel, outcome)
+        elif not outcome.when:
             outcome.error = error
             with contextlib.suppress(OSError):  # the parent is gone: nobody wants to know
                 _send_outcome(channel, outcome)
@@ -432,6 +472,16 @@ def _run_child(job: _Job, rank: int, channel: socket.socket) -> NoReturn:
         sys.modules["weft.routing.traces"]._finish()  # a trace that the parent began to record
     _flush()
     os._exit(0)
+
+
+def _spare(job: _Job, rank: int, device: str, channel: socket.socket) -> Communicator:
+    """Joined, once the others are connected; tells the parent when it is taken in."""
+    from weft.communicator import Communicator
+
+    address: str = _receive(channel)
+    comm = Communicator.join(address, slot=rank, standby=True, device=device, placement=job.placement)
+    comm.on_change(lambda change: _send(channel, "") if rank in change.added else None)
+    return comm
 
 
 def _send_outcome(channel: socket.socket, outcome: _Outcome) -> None:
@@ -494,7 +544,7 @@ def _selector() -> selectors.BaseSelector:
         _raise_of("waiting for the ranks", error)
 
 
-def _supervise(children: list[_Child], stop_on_failure: bool) -> None:
+def _supervise(children: list[_Child], num_ranks: int, stop_on_failure: bool) -> None:
     """Hand the endpoints round, collect the outcomes, and end what hangs after a failure."""
     give_up = float("inf")
     with _selector() as selector:
@@ -508,7 +558,9 @@ def _supervise(children: list[_Child], stop_on_failure: bool) -> None:
                 child = key.data
                 if not _read(child):
                     selector.unregister(child.channel)
-            _share_endpoints(children)
+            _share_endpoints([child for child in children if child.rank < num_ranks])
+            _share_address(children, num_ranks)
+            _let_go(children)
             if stop_on_failure and give_up == float("inf") and _has_failed(children):
                 give_up = time.monotonic() + GRACE_S
 
@@ -523,6 +575,9 @@ def _read(child: _Child) -> bool:
     while (message := child.take_message()) is not None:
         if child.endpoint is None and isinstance(message, bytes):
             child.endpoint = message
+        elif isinstance(message, str):
+            child.address = message
+            child.is_spare = False
         else:
             child.outcome, notes = message
             child.has_sent = True
@@ -562,6 +617,31 @@ def _share_endpoints(children: list[_Child]) -> None:
         for child in waiting:
             with contextlib.suppress(OSError):
                 child.channel.shutdown(socket.SHUT_WR)
+
+
+def _share_address(children: list[_Child], num_ranks: int) -> None:
+    """To the spares, when a rank has said it; once nobody will, their wait ends."""
+    founders = children[:num_ranks]
+    address = next((child.address for child in founders if child.address), "")
+    for child in children[num_ranks:]:
+        if child.endpoint is None and address:
+            with contextlib.suppress(OSError):  # killed meanwhile
+                _send(child.channel, address)
+            child.endpoint = b""
+        elif child.endpoint is None and any(each.outcome is not None for each in founders):
+            child.endpoint = b""
+            with contextlib.suppress(OSError):
+                child.channel.shutdown(socket.SHUT_WR)
+
+
+def _let_go(children: list[_Child]) -> None:
+    """When all but spares that still wait have come to their end, these close, which ends the spares' wait."""
+    if all(child.outcome is not None or child.is_spare for child in children):
+        for child in children:
+            if child.outcome is not None and not child.was_let_go:
+                child.was_let_go = True
+                with contextlib.suppress(OSError):  # it is gone already
+                    child.channel.shutdown(socket.SHUT_WR)
 
 
 def _has_failed(children: list[_Child]) -> bool:

@@ -134,11 +134,11 @@ nb::tuple tuple_of(const WantedChange& wanted) {
   return nb::make_tuple(name_of(wanted.state), wanted.epoch, wanted.reason);
 }
 
-nb::object boundary(Communicator& comm, double timeout_s) {
+nb::object boundary(Communicator& comm, double timeout_s, bool stands_by) {
   std::optional<DoneChange> done;
   {
     const ReleasedGil release;
-    done = comm.boundary(deadline_after_s(timeout_s), signal_poll());
+    done = comm.boundary(deadline_after_s(timeout_s), signal_poll(), stands_by);
   }
   if (!done) return nb::none();
   return nb::make_tuple(done->epoch, done->id, done->boundary, done->added, done->removed, done->active,
@@ -151,15 +151,17 @@ void bind_changes(nb::class_<Communicator>& communicator) {
       .def_prop_ro("is_open", &Communicator::is_open)
       .def_prop_ro("is_solo", &Communicator::is_solo)
       .def("address", &Communicator::address)
-      .def("boundary", &boundary, "timeout_s"_a)
+      .def("boundary", &boundary, "timeout_s"_a, "stands_by"_a = false)
       .def(
           "propose",
           [](Communicator& comm, std::vector<int> admit, std::vector<int> remove, std::vector<int> suspend, u64 id,
-             double timeout_s) {
-            comm.propose({std::move(admit), std::move(remove), std::move(suspend), id}, deadline_after_s(timeout_s));
+             double timeout_s, bool together) {
+            comm.propose({std::move(admit), std::move(remove), std::move(suspend), id, together},
+                         deadline_after_s(timeout_s));
           },
-          "admit"_a, "remove"_a, "suspend"_a, "id"_a, "timeout_s"_a, nb::call_guard<ReleasedGil>())
+          "admit"_a, "remove"_a, "suspend"_a, "id"_a, "timeout_s"_a, "together"_a, nb::call_guard<ReleasedGil>())
       .def("wanted_change", [](Communicator& comm) { return tuple_of(comm.wanted_change()); })
+      .def("withdraw_change", [](Communicator& comm) { return tuple_of(comm.withdraw_change()); })
       .def(
           "await_change",
           [](Communicator& comm, double timeout_s) {

@@ -123,6 +123,7 @@ MembershipActions Membership::step(const Event& event) noexcept {
       }
       return progress();
     case Event::Kind::kPropose: return want(event.change);
+    case Event::Kind::kTakeBack: return take_back();
     case Event::Kind::kBoundary: return boundary();
     case Event::Kind::kPatience:
       return waits_ && phase_ == Phase::kIdle && is_proposed() ? withdraw() : MembershipActions();

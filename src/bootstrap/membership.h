@@ -91,6 +91,7 @@ struct MembershipEvent {
     kPrepared,   // this rank could take `rank` in, whose incarnation is `incarnation`; 0: not any more
     kCell,       // `rank` shows `cell`
     kPropose,    // `change` is wanted; one at a time
+    kTakeBack,   // it is not any more. Of no use if it was committed
     kBoundary,   // a call of boundary() begins
     kPatience,   // boundary() has waited long enough for a decision
   };
@@ -176,6 +177,9 @@ class Membership {
 
   MembershipActions step(const MembershipEvent& event) noexcept;
 
+  // Of `joiners`, those that a change could take in now, together: all members and each of these are prepared for each.
+  RankSet admissible(const RankSet& joiners) const noexcept;
+
   // A boundary where nothing is due, proposed or wanted. False: step() has to be asked.
   bool pass() noexcept {
     const bool is_quiet = phase_ == Phase::kIdle && newest_ == epoch_ && !is_wanted_ && !is_proposed();
@@ -247,6 +251,8 @@ class Membership {
   MembershipActions settle(const MembershipAction& action) noexcept;
   MembershipActions prepare(int slot, uint64_t incarnation) noexcept;
   MembershipActions want(const ChangeWish& change) noexcept;
+  MembershipActions take_back() noexcept;
+  bool are_all_prepared(const RankSet& joiners) const noexcept;
   MembershipActions acknowledge() noexcept;
   MembershipActions commit() noexcept;
   MembershipActions withdraw() noexcept;

@@ -77,6 +77,16 @@ MembershipActions Membership::want(const ChangeWish& change) noexcept {
   return progress();
 }
 
+// What stands in the register is withdrawn first, and the answer says whether it was committed before.
+MembershipActions Membership::take_back() noexcept {
+  if (!is_wanted_) return {};
+  if (planned_.epoch == newest_ + 1) {
+    return phase_ == Phase::kIdle && is_proposed() && proposal_ == planned_ ? withdraw() : MembershipActions();
+  }
+  is_wanted_ = false;
+  return one({.kind = Action::Kind::kWithdrawn, .epoch = newest_});
+}
+
 // What the standing proposal, or the change that is wanted here, needs next of this rank. Nothing while it is busy.
 MembershipActions Membership::progress() noexcept {
   if (phase_ != Phase::kIdle || is_leaving()) return {};
@@ -158,14 +168,29 @@ MembershipActions Membership::withdraw() noexcept {
 bool Membership::can_propose() const noexcept {
   if (!is_wanted_ || planned_.epoch != 0 || !is_member_ || epoch_ != newest_) return false;
   if (is_plan_unanswered_ && plan_.epoch == newest_ + 1) return false;
-  const RankSet named = newest_set_ | change_.add;
+  return are_all_prepared(change_.add);
+}
+
+// Whether all members and these joiners live, and have shown that they are prepared for each of the joiners.
+bool Membership::are_all_prepared(const RankSet& joiners) const noexcept {
+  const RankSet named = newest_set_ | joiners;
   if (!(named & gone_).empty()) return false;
   for (int rank = named.next(0); rank >= 0; rank = named.next(rank + 1)) {
     if (rank >= static_cast<int>(cells_.size())) return false;
     const MembershipCell& cell = rank == rank_ ? cell_ : cells_[static_cast<size_t>(rank)];
-    if (!(change_.add - cell.prepared).empty()) return false;
+    if (!(joiners - cell.prepared).empty()) return false;
   }
   return true;
+}
+
+RankSet Membership::admissible(const RankSet& joiners) const noexcept {
+  RankSet found;
+  const RankSet wanted = joiners - newest_set_;
+  for (int slot = wanted.next(0); slot >= 0; slot = wanted.next(slot + 1)) {
+    found.add(slot);
+    if (!are_all_prepared(found)) found.remove(slot);
+  }
+  return found;
 }
 
 MembershipActions Membership::propose() noexcept {

@@ -19,6 +19,7 @@ constexpr u64 kDecideWithinNs = 5'000'000;  // whoever has waited so long at a b
 constexpr u64 kSliceNs = 1'000'000;         // of a wait: cells tell, and a bell wakes earlier
 constexpr u64 kPollNs = 50'000'000;
 constexpr u64 kRecoverNs = 100'000'000'000;
+constexpr u64 kPrepareNs = 2'000'000'000;  // for the answers of members, at a time
 
 Event event_of(Event::Kind kind) {
   Event event;
@@ -54,6 +55,11 @@ void Communicator::deliver(const Action& action) {
   const std::lock_guard lock(e.mutex);
   switch (action.kind) {
     case Action::Kind::kChanged:
+      if (!e.wish.together) {  // there may be more of it
+        e.wish.again = e.wish.is_open;
+        e.wake();
+        break;
+      }
       e.wish.is_open = false;
       e.wish.told = {WantedChange::State::kCommitted, action.epoch, {}};
       break;
@@ -65,14 +71,14 @@ void Communicator::deliver(const Action& action) {
 
 // ---- boundary --------------------------------------------------------------------------------------------------------
 
-std::optional<DoneChange> Communicator::boundary(u64 deadline_ns, const Poll& poll) {
+std::optional<DoneChange> Communicator::boundary(u64 deadline_ns, const Poll& poll, bool stands_by) {
   raise_if_broken();  // a rank that leaves may have closed before this one comes here
   if (has_left_) raise_if_unusable();
   Elastic& e = elastic("boundary");
   std::optional<Action> action;
   const u64 start_ns = now_ns();
   if (e.is_solo) {
-    action = wait_to_be_taken_in(deadline_ns, poll);
+    action = wait_to_be_taken_in(deadline_ns, poll, stands_by);
     if (!action) return std::nullopt;
     if (action->kind == Action::Kind::kRaise) {
       DoneChange done = follow_recovery(poll);
@@ -162,9 +168,11 @@ std::optional<Action> Communicator::wait_at_boundary(u64 deadline_ns, const Poll
 }
 
 // A newcomer; nothing: the deadline has come.
-std::optional<Action> Communicator::wait_to_be_taken_in(u64 deadline_ns, const Poll& poll) {
+std::optional<Action> Communicator::wait_to_be_taken_in(u64 deadline_ns, const Poll& poll, bool stands_by) {
   Elastic& e = *elastic_;
+  const auto has_to_prepare = [&] { return e.is_ready ? e.needs_refresh : stands_by; };
   u64 poll_ns = 0;
+  bool was_gone = false;
   for (;;) {  // check: allow spin-loop: sleeps on a condition variable and ends at the deadline
     bool is_to_refresh = false;
     std::optional<Action> taken;
@@ -172,11 +180,11 @@ std::optional<Action> Communicator::wait_to_be_taken_in(u64 deadline_ns, const P
       std::unique_lock lock(e.mutex);
       if (e.outcome) {
         e.changed.wait_for(lock, std::chrono::nanoseconds(kSliceNs));
-      } else if (!(e.is_ready && e.needs_refresh) && now_ns() < deadline_ns) {
+      } else if (!has_to_prepare() && now_ns() < deadline_ns) {
         e.changed.wait_for(lock, std::chrono::nanoseconds(std::min(kPollNs, deadline_ns - now_ns())));
       }
       taken = e.outcome;
-      is_to_refresh = e.is_ready && e.needs_refresh;
+      is_to_refresh = has_to_prepare();
     }
     if (taken && taken->kind != Action::Kind::kInstall) return taken;
     if (taken) {  // kept for the next call, if the members do not come by the deadline
@@ -186,7 +194,11 @@ std::optional<Action> Communicator::wait_to_be_taken_in(u64 deadline_ns, const P
     if (is_closed()) throw_invalid_state("the communicator was closed while it waited to be taken in");
     look();
     raise_if_unusable();
-    if (is_to_refresh) ready(deadline_ns, poll);
+    const bool is_gone = is_group_gone();
+    if (is_gone && std::exchange(was_gone, true)) {  // twice: what was decided before has been delivered meanwhile
+      throw_peer_lost("boundary", {}, "all members of the group have ended or closed, so nobody takes this rank in");
+    }
+    if (is_to_refresh && !is_gone) prepare_in_slices(deadline_ns, poll);
     const u64 now = now_ns();
     if (poll && now >= poll_ns) {
       poll_ns = now + kPollNs;
@@ -194,6 +206,24 @@ std::optional<Action> Communicator::wait_to_be_taken_in(u64 deadline_ns, const P
     }
     if (now >= deadline_ns) return std::nullopt;
   }
+}
+
+// A member that does not answer may be left out meanwhile, by the very recovery that takes this rank in.
+void Communicator::prepare_in_slices(u64 deadline_ns, const Poll& poll) {
+  const u64 until_ns = std::min(deadline_ns, now_ns() + kPrepareNs);
+  try {
+    ready(until_ns, poll);
+  } catch (const Error& error) {
+    if (error.code != ErrorCode::kPeerTimeout || until_ns == deadline_ns) throw;
+    const std::lock_guard lock(elastic_->mutex);
+    elastic_->needs_refresh = true;
+  }
+}
+
+// Members alone decide.
+bool Communicator::is_group_gone() {
+  const std::lock_guard lock(membership_mutex_);
+  return (membership_.newest_set() - RankSet::of(plane_->dead_ranks())).empty();
 }
 
 // Between two operations of this rank.

@@ -103,15 +103,19 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // A place between two operations, counted alike on all active ranks. What was decided for it is done here; a newcomer waits to be
   // taken in, and returns nothing at the deadline. Errors: what the communicator broke with; kPeerLost or kPeerTimeout if a
   // recovery was decided that this rank has not followed; kControlLost at the deadline.
-  std::optional<DoneChange> boundary(u64 deadline_ns, const Poll& poll);
+  // A newcomer that `stands_by` says by itself that it is ready. Besides: kPeerLost, when no member is left to take a newcomer in.
+  std::optional<DoneChange> boundary(u64 deadline_ns, const Poll& poll, bool stands_by = false);
   // Wants a change, until `deadline_ns`; one at a time. Local. Errors: kInvalidArgument, kInvalidState.
   struct Wanted {
     std::vector<int> admit, remove;
     std::vector<int> suspend{};  // of `remove`: they keep their memory and connections, and may be admitted again
     u64 id = 0;
+    bool together = true;  // else each of `admit` as soon as it can be, and `remove` with the first of them
   };
   void propose(const Wanted& wanted, u64 deadline_ns);
   WantedChange wanted_change();  // the last one
+  // Of no use if it is committed; what became of it.
+  WantedChange withdraw_change();
   // Waits until it is decided, or `deadline_ns`.
   WantedChange await_change(u64 deadline_ns, const Poll& poll);
 
@@ -175,7 +179,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void show_cell();
   void deliver(const MembershipAction& action);
   std::optional<MembershipAction> wait_at_boundary(u64 deadline_ns, const Poll& poll);
-  std::optional<MembershipAction> wait_to_be_taken_in(u64 deadline_ns, const Poll& poll);
+  std::optional<MembershipAction> wait_to_be_taken_in(u64 deadline_ns, const Poll& poll, bool stands_by);
+  bool is_group_gone();
+  void prepare_in_slices(u64 deadline_ns, const Poll& poll);
+  void swap_offers(MemberWindow& window, u64 deadline_ns, const Poll& poll);
+  void want_again();
+  void want_what_is_ready();
+  void take_back_wish();
   DoneChange carry_out(const MembershipAction& action);
   void keep_suspended(const RankSet& ranks);
   DoneChange follow_recovery(const Poll& poll);

@@ -82,12 +82,15 @@ struct Elastic {
   bool is_ready = false;
 
   struct Wish {
-    ChangeWish change;
+    ChangeWish change;  // that the machine is to decide; one of several, if not `together`
+    RankSet coming, going;
+    bool together = true;
     u64 deadline_ns = 0;
     WantedChange told;
-    bool is_open = false;  // not decided
-    bool again = false;    // it was withdrawn, and is to be wanted anew
-    u64 again_ns = 0;      // not before
+    bool is_open = false;        // not decided
+    bool is_taken_back = false;  // and is not to be
+    bool again = false;          // it was withdrawn, and is to be wanted anew
+    u64 again_ns = 0;            // not before
   } wish;
 
   // Of the thread alone.

@@ -23,7 +23,7 @@ Event event_of(Event::Kind kind) {
 }  // namespace
 
 void Communicator::propose(const Wanted& wanted, u64 deadline_ns) {
-  const auto& [admit, remove, suspend, id] = wanted;
+  const auto& [admit, remove, suspend, id, together] = wanted;
   raise_if_broken();
   Elastic& e = elastic("propose");
   if (e.is_solo) throw_invalid_state("propose: this rank is no member of the group yet");
@@ -46,72 +46,127 @@ void Communicator::propose(const Wanted& wanted, u64 deadline_ns) {
     const std::lock_guard lock(e.mutex);
     if (e.wish.is_open) throw_invalid_state("propose: a change of this rank is not decided yet; wait for its ticket");
     e.wish = {};
-    e.wish.change.add = RankSet::of(admit);
-    e.wish.change.remove = RankSet::of(remove);
+    e.wish.coming = RankSet::of(admit);
+    e.wish.going = RankSet::of(remove);
+    e.wish.change.add = e.wish.coming;
+    e.wish.change.remove = e.wish.going;
     e.wish.change.suspend = RankSet::of(suspend);
     e.wish.change.id = id;
+    e.wish.together = together || admit.empty();
+    e.wish.again = !e.wish.together;
     e.wish.deadline_ns = deadline_ns;
     e.wish.is_open = true;
   }
   Event event = event_of(Event::Kind::kPropose);
   event.change = e.wish.change;
-  ask(event, Wait{0, {}});
+  if (e.wish.together) ask(event, Wait{0, {}});
   e.wake();
+}
+
+// Of a change that need not happen at once: whoever could be taken in now, and with the first of them who is to go.
+void Communicator::want_what_is_ready() {
+  Elastic& e = *elastic_;
+  Event event = event_of(Event::Kind::kPropose);
+  {
+    const std::lock_guard membership_lock(membership_mutex_);
+    const RankSet& now = membership_.newest_set();
+    const std::lock_guard lock(e.mutex);
+    ChangeWish& change = e.wish.change;
+    const RankSet ready = membership_.admissible(e.wish.coming);
+    const bool is_new = ready != change.add || e.wish.again;
+    const bool is_of_use = !ready.empty() || (e.wish.coming - now).empty();
+    if (!is_of_use || !is_new || membership_.has_proposed() || now_ns() < e.wish.again_ns) return;
+    if (ready != change.add) change.margin = ChangeWish{}.margin;
+    change.add = ready;
+    change.remove = change.remove & now;
+    change.suspend = change.suspend & now;
+    e.wish.again = false;
+    e.wish.again_ns = now_ns() + std::min<u64>(change.margin * 1'000'000, 1'000'000'000);
+    event.change = change;
+    change.margin = std::min(change.margin * 2, kMostMargin);  // if it is withdrawn
+  }
+  ask(event, Wait{0, {}});
+}
+
+void Communicator::take_back_wish() {
+  Elastic& e = *elastic_;
+  ask(event_of(Event::Kind::kTakeBack), Wait{0, {}});
+  const std::lock_guard membership_lock(membership_mutex_);
+  const std::lock_guard lock(e.mutex);
+  if (!e.wish.is_open || membership_.has_proposed()) return;  // it was committed; or tried again
+  e.wish.is_open = e.wish.again = false;
+  e.wish.told = {WantedChange::State::kWithdrawn, 0, "it was taken back"};
+  e.changed.notify_all();
+}
+
+WantedChange Communicator::withdraw_change() {
+  Elastic& e = elastic("withdraw");
+  {
+    const std::lock_guard lock(e.mutex);
+    if (!e.wish.is_open) return e.wish.told;
+    e.wish.is_taken_back = true;
+  }
+  take_back_wish();
+  return wanted_change();
 }
 
 // A change that was withdrawn is wanted again with twice the margin, until its deadline.
 void Communicator::renew_wish() {
   Elastic& e = *elastic_;
-  bool is_done = false, is_lost = false, has_proposed = false;
-  RankSet lacking;
-  ChangeWish change;
+  bool is_lost = false, has_proposed = false, is_taken_back = false, together = true;
+  RankSet now, lacking, coming, going;
   {
     const std::lock_guard lock(e.mutex);
     if (!e.wish.is_open) return;
-    change = e.wish.change;
+    coming = e.wish.coming;
+    going = e.wish.going;
+    is_taken_back = e.wish.is_taken_back;
+    together = e.wish.together;
   }
+  if (is_taken_back) return take_back_wish();
   {
     const std::lock_guard lock(membership_mutex_);
     has_proposed = membership_.has_proposed();
-    const RankSet& now = membership_.newest_set();
-    is_done = (change.add - now).empty() && (change.remove & now).empty();
+    now = membership_.newest_set();
     is_lost = !membership_.is_member() || membership_.is_evicted();
-    lacking = change.add - membership_.cell().prepared;
+    lacking = coming - now - membership_.cell().prepared;
   }
-  const auto withdraw = [&](const std::string& reason) {
+  const bool is_done = (coming - now).empty() && (going & now).empty();
+  const auto end = [&](WantedChange::State state, u32 epoch, const std::string& reason) {
     ask(event_of(Event::Kind::kPropose), Wait{0, {}});  // nothing is wanted any more
     const std::lock_guard lock(e.mutex);
     e.wish.is_open = e.wish.again = false;
-    e.wish.told = {WantedChange::State::kWithdrawn, 0, reason};
+    e.wish.told = {state, epoch, reason};
   };
-  bool again = false;
+  if (is_done) {
+    return end(WantedChange::State::kCommitted, next_epoch_.load(std::memory_order_relaxed) - 1, {});
+  }
+  if (is_lost) return end(WantedChange::State::kWithdrawn, 0, "this rank is no member of the group any more");
+  if (now_ns() >= e.wish.deadline_ns && !has_proposed) {
+    const RankSet taken = together ? RankSet() : coming & now;
+    return end(WantedChange::State::kWithdrawn, 0,
+               (taken.empty() ? "" : ranks_text(taken.ranks()) + " came in; ") +
+                   (lacking.empty() ? "the ranks did not come to a boundary in time"
+                                    : ranks_text(lacking.ranks()) + " was not ready by the deadline"));
+  }
   {
     const std::lock_guard lock(e.mutex);
     e.wish.told.state = has_proposed ? WantedChange::State::kProposed : WantedChange::State::kPreparing;
-    again = e.wish.again && now_ns() >= e.wish.again_ns;
-    if (again) e.wish.again = false;
-    if (again) e.wish.again_ns = now_ns() + std::min<u64>(e.wish.change.margin * 1'000'000, 1'000'000'000);
   }
-  if (is_done) {
-    ask(event_of(Event::Kind::kPropose), Wait{0, {}});
-    const std::lock_guard lock(e.mutex);
-    e.wish.is_open = false;
-    e.wish.told = {WantedChange::State::kCommitted, next_epoch_.load(std::memory_order_relaxed) - 1, {}};
-    return;
-  }
-  if (is_lost) return withdraw("this rank is no member of the group any more");
-  if (now_ns() >= e.wish.deadline_ns && !has_proposed) {
-    return withdraw(lacking.empty() ? "the ranks did not come to a boundary in time"
-                                    : ranks_text(lacking.ranks()) + " was not ready by the deadline");
-  }
-  if (!again) return;
-  change.margin = std::min(change.margin * 2, kMostMargin);
+  together ? want_again() : want_what_is_ready();
+}
+
+void Communicator::want_again() {
+  Elastic& e = *elastic_;
+  Event event = event_of(Event::Kind::kPropose);
   {
     const std::lock_guard lock(e.mutex);
-    e.wish.change = change;
+    if (!e.wish.again || now_ns() < e.wish.again_ns) return;
+    e.wish.again = false;
+    e.wish.again_ns = now_ns() + std::min<u64>(e.wish.change.margin * 1'000'000, 1'000'000'000);
+    e.wish.change.margin = std::min(e.wish.change.margin * 2, kMostMargin);
+    event.change = e.wish.change;
   }
-  Event event = event_of(Event::Kind::kPropose);
-  event.change = change;
   ask(event, Wait{0, {}});
 }
 

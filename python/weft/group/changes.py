@@ -13,6 +13,7 @@ from weft import _load
 from weft.engine import Choice, look
 from weft.errors import InvalidArgument, InvalidState, PeerTimeout, Unsupported, rank_list
 from weft.group.joining import CONNECT_TIMEOUT_S, Joining, device_of, positive_seconds
+from weft.limits import MAX_SECONDS
 from weft.machine.placement import local
 from weft.machine.placement.model import Placement
 from weft.membership import Change
@@ -56,6 +57,18 @@ class Ticket:
             self._told = self._comm._native.await_change(seconds)
         return self._told[0]
 
+    def withdraw(self) -> str:
+        """Take it back, as far as it has not happened. Local, returns at once; the state then: "withdrawn", or
+        "committed" if that was earlier. Ranks that have proposed the same `id` still want it.
+
+        Raises:
+            InvalidState: inside another call of the communicator, or it is closed.
+        """
+        with self._comm.alone("withdraw"):
+            if self._comm._ticket is self:
+                self._told = self._comm._native.withdraw_change()
+        return self._told[0]
+
     def _look(self) -> tuple[str, int, str]:
         if self._comm._ticket is self and not self._comm._closed:
             self._told = self._comm._native.wanted_change()
@@ -78,6 +91,7 @@ class Changes(Joining):
         address: str,
         *,
         slot: int | None = None,
+        standby: bool = False,
         device: torch.device | str | int | None = None,
         placement: str | Placement = "auto",
         timeout_s: float = CONNECT_TIMEOUT_S,
@@ -88,11 +102,14 @@ class Changes(Joining):
         Make the objects that the members have, with equal arguments and alone; until the group takes this rank in they
         work with it alone, so a first call can warm up. Then `ready()`, and `boundary()` until it returns a change.
 
-        `address`: `comm.address` of any member. `slot`: the rank to become; None: the lowest free one. `device`: as in
-        `from_process_group`. `timeout_s`: to connect to every rank.
+        `address`: `comm.address` of any member. `slot`: the rank to become; None: the lowest free one. `standby`: a
+        spare, for `recover(spares=)` of the others or a change that admits it: it makes its objects, and then calls
+        `boundary()`, which says by itself that it is ready, again when the group has made its memory anew, and waits as
+        long as the group lives. `device`: as in `from_process_group`. `timeout_s`: to connect to every rank.
 
         Raises:
-            InvalidArgument: no address, or another group lives there; the slot is taken; `placement`.
+            InvalidArgument: no address, or another group lives there; the slot is taken; `standby` is no bool;
+                `placement`.
             InvalidState: this process is a rank of the group already.
             Unsupported: the group is on another machine, in another pid or network namespace, of another user, version
                 of Weft or engine.
@@ -105,6 +122,8 @@ class Changes(Joining):
             raise InvalidArgument(f"address is {address!r}; allowed is a str, comm.address of a rank of the group")
         if slot is not None and (type(slot) is not int or slot < 0):
             raise InvalidArgument(f"slot is {slot!r}; allowed are None and ranks from 0")
+        if not isinstance(standby, bool):
+            raise InvalidArgument(f"standby is {standby!r}; allowed are True and False")
         where = device_of(device)
         native = _load.native()
         connected = native.Communicator.join(
@@ -119,7 +138,9 @@ class Changes(Joining):
         except BaseException:
             connected.close()
             raise
-        return cls(connected, where, f"join, slot {connected.rank}", choice, placement=mine)
+        comm = cls(connected, where, f"join, slot {connected.rank}", choice, placement=mine)
+        comm._stands_by = standby
+        return comm
 
     # ---- what others need to know
 
@@ -158,21 +179,27 @@ class Changes(Joining):
         suspend: Iterable[int] = (),
         resume: Iterable[int] = (),
         *,
+        together: bool = True,
         id: int | str | None = None,
         deadline_s: float = CHANGE_TIMEOUT_S,
     ) -> Ticket:
         """Want ranks to be taken in, all or none, and others let go. Local, returns at once; the members agree while
         they work, and carry it out together at a later `boundary()`, or never.
 
+        `together=False`: ranks of `admit` and `resume` come in as they are ready, by several changes if need be, and
+        those of `remove` and `suspend` go with the first of them. The ticket is "committed" when all are in; at
+        `deadline_s` it is "withdrawn" and says who came in and who did not.
+
         `suspend`: active ranks that take no part from then on but keep memory, objects and connections, as a rank does
         that has joined; `resume`: such ranks, taken in again.
 
         On any member; on several of them with one `id`, and then it happens once. Until `deadline_s` it waits for ranks
-        that are not there or not `ready()`, and is tried again where it was withdrawn.
+        that are not there or not `ready()`, and is tried again where it was withdrawn. `Ticket.withdraw()` takes it
+        back.
 
         Raises:
             InvalidArgument: `admit` or `resume` holds active ranks, or `remove` or `suspend` others; or none of the
-                active ranks would be left.
+                active ranks would be left; or `together` is no bool.
             InvalidState: an earlier change of this rank is not decided; or the group was not made with `max_ranks`.
         """
         seconds = positive_seconds("deadline_s", deadline_s)
@@ -185,9 +212,11 @@ class Changes(Joining):
                 f"a change without {rank_list(going)} leaves none of the active ranks, of whom new ones learn where "
                 "to begin"
             )
+        if not isinstance(together, bool):
+            raise InvalidArgument(f"together is {together!r}; allowed are True and False")
         number = _number_of(id)
         with self.alone("propose"):
-            self._native.propose(coming, going, resting, number, seconds)
+            self._native.propose(coming, going, resting, number, seconds, together)
             self._ticket = Ticket(self, number)
         return self._ticket
 
@@ -195,19 +224,23 @@ class Changes(Joining):
         """A place between two steps: every active rank comes here equally often. Does what was decided for it, and says
         what changed; else None. Without a change due it waits for nobody.
 
-        A rank that has joined waits here until it is taken in; None: not before `deadline_s` (None: 100 s).
+        A rank that has joined waits here until it is taken in; None: not before `deadline_s` (None: 100 s; with
+        `standby` as long as the group lives).
 
         After a change handles of earlier dispatches are void; objects, connections and memory stay. A rank that is let
         go finds itself in `removed`: it calls `close()`.
 
         Raises:
-            PeerLost, PeerTimeout, Aborted: the group is broken; `recover`.
+            PeerLost, PeerTimeout, Aborted: the group is broken; `recover`. Of a rank that waits to be taken in:
+                PeerLost, all members have ended or closed.
             Evicted: the others have gone on without this rank. ControlLost: no decision by the deadline.
-            InvalidState: the group was not made with `max_ranks`; or inside another call.
+            InvalidState: the group was not made with `max_ranks`; or inside another call; or a spare lacks objects that
+                the group has made since: it makes them, too, and comes here again.
         """
-        seconds = CHANGE_TIMEOUT_S if deadline_s is None else positive_seconds("deadline_s", deadline_s)
+        longest = MAX_SECONDS if self._stands_by and not self.is_member else CHANGE_TIMEOUT_S
+        seconds = longest if deadline_s is None else positive_seconds("deadline_s", deadline_s)
         with self.alone("boundary"):
-            done = self._native.boundary(seconds)
+            done = self._native.boundary(seconds, self._stands_by)
             if done is None:
                 return None
             self._begin_epoch()

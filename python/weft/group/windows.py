@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Windows"]
 
+_LOOK_S = 0.01  # between two looks at what members have made
 _COMPARE_TAG = 1 << 22  # exchange tags of constructors: this plus their number; all below 1 << 24
 
 
@@ -30,6 +32,7 @@ class Windows(Turns):
     _choice: Choice
     _rank: int
     _active: tuple[int, ...]
+    _stands_by = False  # joined as a spare
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,15 +119,20 @@ class Windows(Turns):
         self, what: str, arguments: dict[str, Any], specs: Sequence[WindowSpec], deadline_s: float
     ) -> tuple[list[Window], list[int], dict[str, Any]]:
         """Of a rank that has joined: those of the members' object with equal arguments that it has not made yet. Not
-        collective.
+        collective. A spare waits until the members have made it.
 
         Raises:
             InvalidArgument: there is none; names the first argument that differs, and both values.
-            InvalidState: the members have no object that this rank has not made.
+            InvalidState: the members have no object that this rank has not made; of a spare, not by the deadline.
         """
-        objects = json.loads(self._native.ask_contract(deadline_s))["objects"]
         made = [(each["serials"], each["numbers"]) for each in self._objects]
-        left = [each for each in objects if each["what"] == what and (each["serials"], each["numbers"]) not in made]
+        end = time.monotonic() + deadline_s
+        while True:
+            objects = json.loads(self._native.ask_contract(deadline_s))["objects"]
+            left = [each for each in objects if each["what"] == what and (each["serials"], each["numbers"]) not in made]
+            if left or not self._stands_by or time.monotonic() > end:
+                break
+            time.sleep(_LOOK_S)
         if not left:
             raise InvalidState(
                 f"{what}: the group has no object of this kind that this rank has not made; members make objects "

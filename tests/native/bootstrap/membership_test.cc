@@ -609,6 +609,59 @@ TEST(who_has_given_its_word_waits_until_it_has_waited_long_enough) {
   CHECK(group.words.read(2).state == RegisterState::kOpen);
 }
 
+TEST(a_proposal_is_taken_back) {
+  Changing group;
+  group.prepare({0, 1});
+  group.show_all();
+  group.propose(kTakeIn);
+  CHECK(group.words.read(2).state == RegisterState::kProposed);
+  group.callers[0].kinds.clear();
+  group.callers[0].run({.kind = Event::Kind::kTakeBack});
+  CHECK(group.callers[0].did(Kind::kWithdrawn));
+  CHECK(group.words.read(2).state == RegisterState::kOpen);
+  group.callers[0].kinds.clear();
+  group.callers[0].run({.kind = Event::Kind::kTakeBack});  // nothing is wanted
+  CHECK(!group.callers[0].did(Kind::kWithdrawn));
+}
+
+TEST(what_was_committed_is_not_taken_back) {
+  Changing group;
+  group.prepare({0, 1});
+  group.show_all();
+  group.propose(kTakeIn);
+  for (const int rank : {1, 2}) group.callers[static_cast<size_t>(rank)].run({.kind = Event::Kind::kLook});
+  group.callers[1].run({.kind = Event::Kind::kCell, .rank = 2, .cell = &group.callers[2].membership.cell()});
+  group.callers[1].run({.kind = Event::Kind::kCell, .rank = 0, .cell = &group.callers[0].membership.cell()});
+  CHECK(group.words.read(2).state == RegisterState::kCommitted);
+  group.callers[0].kinds.clear();
+  group.callers[0].run({.kind = Event::Kind::kTakeBack});
+  CHECK(group.callers[0].did(Kind::kChanged));
+  CHECK(!group.callers[0].did(Kind::kWithdrawn));
+}
+
+TEST(a_wish_that_waits_is_taken_back_at_once) {
+  Changing group;
+  group.propose(kTakeIn);  // nobody is prepared
+  group.callers[0].kinds.clear();
+  group.callers[0].run({.kind = Event::Kind::kTakeBack});
+  CHECK(group.callers[0].did(Kind::kWithdrawn));
+  group.prepare({0, 1});
+  group.show_all();
+  CHECK(group.words.read(2).state == RegisterState::kOpen);
+}
+
+TEST(who_could_be_taken_in) {
+  Changing group;
+  const Membership& self = group.callers[0].membership;
+  group.prepare({0});
+  group.show_all();
+  CHECK(self.admissible(RankSet::of({1, 2})).empty());
+  group.prepare({1});
+  group.show_all();
+  CHECK(self.admissible(RankSet::of({1, 2})) == RankSet::of({2}));
+  CHECK(self.admissible(RankSet::of({1})).empty());
+}
+
 TEST(a_death_withdraws_a_proposal) {
   Changing group;
   group.prepare({0, 1});

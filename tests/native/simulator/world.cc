@@ -136,6 +136,10 @@ void World::disturb() {
     return step(rank, {.kind = Event::Kind::kPrepared, .rank = slot});
   }
   if (!self.is_wanted && chance(change_rate_)) return want_change(rank);
+  if (self.is_wanted && chance(20)) {
+    trace("rank", rank, "takes its change back");
+    return step(rank, {.kind = Event::Kind::kTakeBack});
+  }
   if (can_go_on(rank) && chance(800)) {
     trace("rank", rank, "comes to boundary", self.membership.passed() + 1);
     self.waits = true;
