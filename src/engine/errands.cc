@@ -160,7 +160,14 @@ std::vector<std::byte> Communicator::serve_ready(int slot, const Parcel& parcel)
   return bytes_of(missing);
 }
 
+// Heaps of the members may have grown: this rank's grows as it joins, and is shown once more.
 void Communicator::share_window(MemberWindow& window, u64 deadline_ns, const Poll& poll) {
+  do {
+    swap_offers(window, deadline_ns, poll);
+  } while (window.match_heaps());
+}
+
+void Communicator::swap_offers(MemberWindow& window, u64 deadline_ns, const Poll& poll) {
   Elastic& e = *elastic_;
   RankSet members;
   {

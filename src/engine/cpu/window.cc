@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <numeric>
 #include <utility>
 
 #include "base/clock.h"
@@ -18,7 +19,8 @@ constexpr u64 kAttachedTag = kWindowTag | u64{1} << 60;
 constexpr u64 kPieceTag = kWindowTag | u64{1} << 59;  // of resize()
 constexpr u64 kGrownTag = kPieceTag | u64{1} << 60;
 
-// Followed by the text of the refusal, if there is one.
+// Followed by the text of the refusal, if there is one; in an offer to a newcomer, or of one, by the bytes of each piece by which the
+// heap has grown, whose descriptors follow those of control memory and heap.
 struct MemoryOffer {
   WindowShape shape;
   u64 heap_bytes;  // may differ from rank to rank, and the next, too
@@ -115,26 +117,42 @@ Window::Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64
 
 Parcel Window::offer() const {
   const std::lock_guard lock(peers_mutex_);
-  if (has_grown_) {
-    throw_unsupported("rank " + std::to_string(comm_->rank()) +
-                      ": the heap of the window has grown, so newcomers can't map it; after a recovery they can");
+  const size_t num_fds = 2 + heap_->pieces.size();
+  if (num_fds > kMaxMessageFds) {
+    throw_unsupported("rank " + std::to_string(comm_->rank()) + ": the heap of the window has grown " +
+                      std::to_string(heap_->pieces.size()) + " times, so newcomers can't map it (at most " +
+                      std::to_string(kMaxMessageFds - 2) + "); after a recovery they can");
   }
   const MemoryOffer mine{shape_, heap_bytes_, most_heap_bytes_, 0};
   Parcel parcel;
-  parcel.bytes = bytes_of(std::string(reinterpret_cast<const char*>(&mine), sizeof(mine)));
+  parcel.bytes.resize(sizeof(mine) + heap_->pieces.size() * sizeof(u64));
+  std::memcpy(parcel.bytes.data(), &mine, sizeof(mine));
   parcel.fds.push_back(OwnedFd::duplicate(control_.fd()));
   parcel.fds.push_back(OwnedFd::duplicate(heap_->memory.fd()));
+  size_t at = sizeof(mine);
+  for (const ReceiveHeap::Piece& piece : heap_->pieces) {
+    std::memcpy(parcel.bytes.data() + at, &piece.bytes, sizeof(piece.bytes));
+    at += sizeof(piece.bytes);
+    parcel.fds.push_back(OwnedFd::duplicate(piece.fd.get()));
+  }
   return parcel;
 }
 
 Window::Peer Window::map(int rank, Parcel&& parcel) const {
   check_offer(rank, parcel);
-  parcel.check_fds(2, "rank " + std::to_string(rank));
   MemoryOffer offer;
   std::memcpy(&offer, parcel.bytes.data(), sizeof(offer));
+  std::vector<u64> pieces((parcel.bytes.size() - sizeof(offer)) / sizeof(u64));
+  if (!pieces.empty()) std::memcpy(pieces.data(), parcel.bytes.data() + sizeof(offer), pieces.size() * sizeof(u64));
+  parcel.check_fds(2 + pieces.size(), "rank " + std::to_string(rank));
+  const u64 bytes_of_pieces = std::accumulate(pieces.begin(), pieces.end(), u64{0});
+  const u64 first_bytes =
+      pieces.empty() ? offer.heap_bytes : SharedMemory::piece_bytes(bytes_of_pieces, offer.heap_bytes);
   Peer peer;
+  peer.heap_bytes = offer.heap_bytes;
   peer.control = SharedMemory::attach(std::move(parcel.fds[0]), layout_.total_bytes);
-  peer.heap = SharedMemory::attach(std::move(parcel.fds[1]), offer.heap_bytes, offer.most_heap_bytes);
+  peer.heap = SharedMemory::attach(std::move(parcel.fds[1]), first_bytes, offer.most_heap_bytes);
+  for (size_t idx = 0; idx < pieces.size(); ++idx) peer.heap.append(parcel.fds[2 + idx], pieces[idx]);
   peer.control.drop_fd();
   peer.heap.drop_fd();
   return peer;
@@ -144,6 +162,29 @@ void Window::take_in(int slot, Parcel&& offer) {
   Peer peer = map(slot, std::move(offer));
   const std::lock_guard lock(peers_mutex_);
   peers_.at(static_cast<size_t>(slot)) = std::move(peer);
+}
+
+// As resize(), of a rank that works alone: nobody waits for it.
+bool Window::match_heaps() {
+  u64 wanted = 0;
+  {
+    const std::lock_guard lock(peers_mutex_);
+    for (const Peer& peer : peers_) wanted = std::max(wanted, peer.heap_bytes);
+  }
+  wanted = std::min(wanted, most_heap_bytes_);
+  if (wanted <= heap_bytes_) return false;
+  const u64 piece_bytes = SharedMemory::piece_bytes(heap_bytes_, wanted);
+  OwnedFd piece = piece_bytes == 0 ? OwnedFd() : SharedMemory::make_piece(piece_bytes);
+  {
+    const std::lock_guard lock(peers_mutex_);
+    if (piece_bytes != 0) {
+      heap_->memory.append(piece, piece_bytes);
+      heap_->pieces.push_back({std::move(piece), piece_bytes});
+    }
+    heap_bytes_ = wanted;
+  }
+  heap_->heap.grow(wanted);
+  return true;
 }
 
 bool Window::has_taken_in(int slot) const {
@@ -296,7 +337,7 @@ void Window::resize(u64 heap_bytes, u64 deadline_ns, const Poll& poll) {
   {
     const std::lock_guard lock(peers_mutex_);
     heap_bytes_ = heap_bytes;
-    if (piece_bytes != 0) has_grown_ = true;
+    if (piece.valid() && comm_->is_open()) heap_->pieces.push_back({std::move(piece), piece_bytes});
   }
   heap_->heap.grow(heap_bytes);
   comm_->note_changed_window();
@@ -393,7 +434,6 @@ void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, 
     peers[rank].control.drop_fd();
   }
   const std::lock_guard lock(peers_mutex_);
-  has_grown_ = false;
   control_.replace(std::move(memory.control));
   if (!comm_->is_open()) {
     control_.drop_fd();

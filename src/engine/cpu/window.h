@@ -26,6 +26,12 @@ struct ReceiveHeap {
   ReceiveHeap(u64 bytes, u64 most_bytes) : memory(SharedMemory::create(bytes, most_bytes)), heap(bytes) {}
   SharedMemory memory;
   Heap heap;
+  // By which it has grown, for newcomers; without those of a group that nobody joins.
+  struct Piece {
+    OwnedFd fd;
+    u64 bytes;
+  };
+  std::vector<Piece> pieces;
 };
 
 struct WindowStats {
@@ -93,6 +99,7 @@ class Window : public CallWindow {
   Parcel offer() const override;
   void take_in(int slot, Parcel&& offer) override;
   bool has_taken_in(int slot) const override;
+  bool match_heaps() override;
   void change(const Step& step) override;
   void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u32 epoch, u64 deadline_ns,
              const Poll& poll) override;
@@ -105,6 +112,7 @@ class Window : public CallWindow {
   struct Peer {
     SharedMemory control;
     SharedMemory heap;
+    u64 heap_bytes = 0;  // as it said when it was taken in
   };
 
   ControlWords* words() const { return reinterpret_cast<ControlWords*>(control_.data()); }
@@ -144,7 +152,6 @@ class Window : public CallWindow {
   std::vector<Peer> peers_;
   WindowStats stats_;
   bool closed_ = false;
-  std::atomic<bool> has_grown_ = false;  // its heap is of several pieces
   std::atomic<bool> is_retired_ = false;
 
   // Kept between calls so that a call allocates nothing but its result.
