@@ -18,7 +18,7 @@ from weft.bench.apart import apart
 from weft.bench.suite import machine_facts
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-NAMES = ("moe_layer", "overlap_gemm", "decode_overlap", "decode_graph")
+NAMES = ("moe_layer", "overlap_gemm", "decode_overlap", "decode_graph", "elastic_serving")
 PROGRAMS = {f"{name}.py": [str(EXAMPLES / f"{name}.py")] for name in NAMES}
 PROGRAMS["weft demo"] = ["-m", "weft.cli", "demo", "--json"]
 DEMO_KEYS = ("ok", "problems", "placement", "losses", "baseline_losses", "early_difference", "overall_difference")

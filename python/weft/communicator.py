@@ -239,6 +239,7 @@ class Communicator(Changes):
             lost,
             tuple(rank for rank in left_out if rank not in gone),
             added=tuple(rank for rank in self._active if rank not in before),
+            uncovered=self._uncovered(self._active),
         )
 
     def abort(self, reason: str = "") -> None:

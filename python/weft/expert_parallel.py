@@ -38,7 +38,8 @@ class ExpertParallel(Elastic):
 
     Args:
         comm: the ranks.
-        num_experts: E, a multiple of the number of ranks; None with num_logical_experts: the least that holds them all.
+        num_experts: E, a multiple of the number of ranks; None with num_logical_experts: the least that holds them all
+            on `min_ranks` ranks.
         top_k: K, picks a token, 1 to 128; duplicates count each.
         hidden: H, values a row; a row is a multiple of 16 bytes (with FP8: H a multiple of 16).
         max_tokens_per_rank: most tokens a rank may dispatch in a call; memory and the order of ranks depend on it.
@@ -49,11 +50,14 @@ class ExpertParallel(Elastic):
         heap_bytes: receive memory, on a GPU taken from its memory here; None: 4 * max_tokens_per_rank * max(R, K) *
             (row bytes + 8 K). Results that find no room are copied to an ordinary tensor.
         num_logical_experts: N, any number from 1 to E: ids in topk_idx are logical, 0 to N - 1, and a `weft.ExpertMap`
-            says which of the E physical experts holds each, `ExpertMap.spread` at the beginning. Whatever else speaks
-            of experts, received ids and counts too, means physical ones. None: ids are physical. cpu engine.
+            says which of the E physical experts holds each: at the beginning `ExpertMap.spread` over the active ranks,
+            on a rank that joins the map of the members. Whatever else speaks of experts, received ids and counts too,
+            means physical ones. None: ids are physical. cpu engine.
         num_windows: calls that may be in flight at once, each on its own `window`; on a GPU within the rank's SMs.
         sum_domain: d, 1 to R: combine and the gradient of x add up d ranks at a time, round, and add these sums
             (docs/semantics.md); None, 1 or R: no domains.
+        min_ranks: with num_logical_experts and without num_experts: on as few ranks there shall be room for all logical
+            experts, E = R x ceil(N / min_ranks); None: R.
         max_heap_bytes: up to which `resize` may let the heap grow: addresses are reserved, no memory; None: heap_bytes.
             cpu engine.
 
@@ -79,6 +83,7 @@ class ExpertParallel(Elastic):
         num_logical_experts: int | None = None,
         sum_domain: int | None = None,
         max_heap_bytes: int | None = None,
+        min_ranks: int | None = None,
     ) -> None:
         arguments = {
             "num_experts": num_experts,
@@ -95,9 +100,10 @@ class ExpertParallel(Elastic):
             "max_heap_bytes": max_heap_bytes,
         }
         check.check_comm(comm)
-        if num_experts is None and type(num_logical_experts) is int:
-            arguments["num_experts"] = -(-num_logical_experts // comm.num_ranks) * comm.num_ranks
         with comm.telling_peers():
+            check.check_min_ranks(comm, min_ranks, num_experts, num_logical_experts)
+            if num_experts is None and type(num_logical_experts) is int:
+                arguments["num_experts"] = -(-num_logical_experts // (min_ranks or comm.num_ranks)) * comm.num_ranks
             check.check_constructor(comm, dtype, arguments)
         self.calls, self._shape = opened(comm, dtype, arguments)
         self.comm, self.dtype, self.device = comm, dtype, comm.device

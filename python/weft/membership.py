@@ -51,5 +51,8 @@ class Change:
     """Ranks that a planned change has let go."""
     boundary: int = 0
     """Number of the boundary, counted from the last recovery."""
+    uncovered: tuple[int, ...] = ()
+    """Logical experts that none of the ranks in `active` has, ascending, of any ExpertParallel of the communicator with
+    num_logical_experts; `ep.uncovered` tells them apart. Their picks are absent."""
     timings_us: Mapping[str, float] = field(default_factory=dict, compare=False)
     """Microseconds of this rank's call: "waited" for others, "installed" the rest."""

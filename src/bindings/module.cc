@@ -182,10 +182,10 @@ void bind_changes(nb::class_<Communicator>& communicator) {
       .def("set_contract", &Communicator::set_contract, "contract"_a)
       .def(
           "ask_contract",
-          [](Communicator& comm, double timeout_s) {
-            return comm.ask_contract(deadline_after_s(timeout_s), signal_poll());
+          [](Communicator& comm, double timeout_s, const std::vector<int>& of) {
+            return comm.ask_contract(deadline_after_s(timeout_s), signal_poll(), of);
           },
-          "timeout_s"_a, nb::call_guard<ReleasedGil>());
+          "timeout_s"_a, "of"_a = std::vector<int>(), nb::call_guard<ReleasedGil>());
 }
 
 std::vector<nb::bytes> exchange(Communicator& comm, u64 tag, const nb::bytes& payload, double timeout_s) {

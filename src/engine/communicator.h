@@ -126,7 +126,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::vector<int> leaving_ranks();
   // What a newcomer needs to make its objects alone, in words of the caller; of this rank, and of a member.
   void set_contract(std::string contract);
-  std::string ask_contract(u64 deadline_ns, const Poll& poll);
+  // `of`: these, in place of the members.
+  std::string ask_contract(u64 deadline_ns, const Poll& poll, const std::vector<int>& of = {});
   // For a window of a newcomer: to and from all ranks that it is connected to.
   void share_window(MemberWindow& window, u64 deadline_ns, const Poll& poll);
 

@@ -269,10 +269,10 @@ void Communicator::set_contract(std::string contract) {
   elastic_->contract = std::move(contract);
 }
 
-std::string Communicator::ask_contract(u64 deadline_ns, const Poll& poll) {
+std::string Communicator::ask_contract(u64 deadline_ns, const Poll& poll, const std::vector<int>& of) {
   static_cast<void>(elastic("join"));
-  RankSet members;
-  {
+  RankSet members = RankSet::of(of);
+  if (of.empty()) {
     const std::lock_guard lock(membership_mutex_);
     members = membership_.newest_set();
   }

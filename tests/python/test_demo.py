@@ -236,6 +236,20 @@ def test_decoding_example():
     assert "6 repeated steps with changing routing on each rank: 0 differ from the eager step" in out
 
 
+def test_elastic_serving():
+    """It grows, loses a rank, takes the spare, shrinks; every token was compared."""
+    path = Path(__file__).parents[2] / "examples" / "elastic_serving.py"
+    env = {**os.environ, "PYTHONPATH": str(Path(weft.__file__).parents[1])}
+    command = [sys.executable, str(path), "--steps", "10"]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=True).stdout
+    assert re.findall(r"^(.*), then ranks ([0-9, ]+): paused -?[0-9.]+ ms$", out, re.MULTILINE) == [
+        ("a change", "0, 1, 2, 3"),
+        ("kill -9", "0, 1, 2, 4"),
+        ("a change", "0, 1"),
+    ]
+    assert int(re.search(r"^(\d+) steps of rank 0", out, re.MULTILINE)[1]) >= 40
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_leaves_nothing():

@@ -324,3 +324,51 @@ def reading_a_table(comm: weft.Communicator) -> None:
 
 def test_a_table_that_a_call_reads_stays() -> None:
     weft.spawn(reading_a_table, NUM_RANKS, device="cpu")
+
+
+def _lost(comm: weft.Communicator) -> tuple[Any, ...]:
+    ep = opened(comm)
+    plain = opened(comm, num_logical_experts=None)
+    ep.set_expert_map(a_map())
+    comm.meet(60.0)
+    if comm.rank == 1:
+        comm.close()
+        return ()
+    with pytest.raises(weft.PeerLost):
+        comm.meet(60.0)
+    change = comm.recover()
+    assert plain.uncovered == (3, 4, 5)
+    return change.uncovered, ep.uncovered
+
+
+def test_a_recovery_names_experts_that_nobody_has() -> None:
+    """Logical ones alone: of physical ids each rank knows."""
+    assert weft.spawn(_lost, NUM_RANKS, device="cpu") == [((4,), (4,)), (), ((4,), (4,)), ((4,), (4,))]
+
+
+def _least(comm: weft.Communicator) -> tuple[int, int]:
+    for options, text in (
+        ({"min_ranks": 0}, "min_ranks is 0; allowed are None and 1 to num_ranks = 4"),
+        ({"min_ranks": 5}, "min_ranks is 5"),
+        ({"min_ranks": True}, "min_ranks is True"),
+        ({"min_ranks": 2, "num_experts": 9}, "min_ranks is 2; allowed is None unless"),
+        ({"min_ranks": 2, "num_logical_experts": None}, "min_ranks is 2; allowed is None unless"),
+    ):
+        with pytest.raises(weft.InvalidArgument, match=text):
+            opened(comm, **{"num_experts": None, **options})
+    with opened(comm, num_experts=None, min_ranks=2) as ep, opened(comm, num_experts=None) as tight:
+        return ep.num_experts, tight.num_experts
+
+
+def test_room_for_all_experts_on_few_ranks() -> None:
+    """E = R x ceil(N / min_ranks); without it N experts as tight as can be."""
+    assert weft.spawn(_least, NUM_RANKS, device="cpu") == [(16, 8)] * NUM_RANKS
+
+
+def test_a_spread_over_some_ranks() -> None:
+    assert weft.ExpertMap.spread(5, 12, 4, [3, 1]).replicas.flatten().tolist() == [3, 4, 5, 9, 10]
+    for ranks in ([], [0, 0], [4], [-1]):
+        with pytest.raises(weft.InvalidArgument, match="ranks is"):
+            weft.ExpertMap.spread(2, 8, 4, ranks)
+    with pytest.raises(weft.InvalidArgument, match="allowed are 1 to 4"):
+        weft.ExpertMap.spread(5, 8, 4, [0, 1])

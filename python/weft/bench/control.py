@@ -67,7 +67,7 @@ def control(ranks: int, trials: int, device: str = "cpu") -> list[Row]:
     ]
 
 
-def _operate(ep: weft.ExpertParallel, x: torch.Tensor) -> None:
+def operate(ep: weft.ExpertParallel, x: torch.Tensor) -> None:
     """A dispatch to the first experts of ranks 0 and 1 and a combine, whose result is compared."""
     import torch
 
@@ -81,7 +81,8 @@ def _operate(ep: weft.ExpertParallel, x: torch.Tensor) -> None:
         raise InternalError("a combine gave another sum than twice its input")
 
 
-def _begin(comm: weft.Communicator) -> tuple[weft.ExpertParallel, torch.Tensor, float]:
+def begin_calls(comm: weft.Communicator, *, waits: bool = False) -> tuple[weft.ExpertParallel, torch.Tensor, float]:
+    """An ExpertParallel, rows for it, and milliseconds of its constructor. `waits`: a spare, which makes no calls."""
     import torch
 
     import weft
@@ -90,8 +91,8 @@ def _begin(comm: weft.Communicator) -> tuple[weft.ExpertParallel, torch.Tensor, 
     ep = weft.ExpertParallel(comm, num_experts=2 * comm.num_ranks, top_k=2, hidden=64, max_tokens_per_rank=32)
     construct_ms = _ms_since(begin)
     x = torch.full((32, 64), comm.rank + 1.0, dtype=torch.bfloat16, device=comm.device)
-    for _ in range(3):
-        _operate(ep, x)
+    for _ in range(0 if waits else 3):
+        operate(ep, x)
     return ep, x, construct_ms
 
 
@@ -100,25 +101,25 @@ def _ms_since(begin_ns: int) -> float:
 
 
 def _killed(comm: weft.Communicator, clock: mmap.mmap) -> dict[str, float]:
-    ep, x, construct_ms = _begin(comm)
+    ep, x, construct_ms = begin_calls(comm)
     begin = time.monotonic_ns()
     for _ in range(_REBUILDS):
         comm.rebuild(comm.active_ranks)
     rebuild_ms = _ms_since(begin) / _REBUILDS
-    _operate(ep, x)
+    operate(ep, x)
     with contextlib.suppress(PeerLost):
         comm.meet(_MEET_S)  # of many ranks some would still be in that operation
         if comm.rank == comm.num_ranks - 1:
             clock[:8] = struct.pack("q", time.monotonic_ns())
             os.kill(os.getpid(), signal.SIGKILL)
         while True:
-            _operate(ep, x)
+            operate(ep, x)
     killed_ns: int = struct.unpack("q", clock[:8])[0]
     out_ms = _ms_since(killed_ns)
     begin = time.monotonic_ns()
     comm.recover()
     recover_ms = _ms_since(begin)
-    _operate(ep, x)
+    operate(ep, x)
     return {
         "construct_ms": construct_ms,
         "rebuild_ms": rebuild_ms,
@@ -129,12 +130,12 @@ def _killed(comm: weft.Communicator, clock: mmap.mmap) -> dict[str, float]:
 
 
 def _evicted(comm: weft.Communicator, clock: mmap.mmap) -> dict[str, float]:
-    ep, x, _ = _begin(comm)
+    ep, x, _ = begin_calls(comm)
     late = comm.num_ranks - 1
     if comm.rank == late:
         try:
             while True:
-                _operate(ep, x)  # waits for the others, which do not come
+                operate(ep, x)  # waits for the others, which do not come
         except Evicted:
             return {"evict_to_told_ms": _ms_since(struct.unpack("q", clock[:8])[0])}
     time.sleep(0.05)  # the late rank is to be inside its wait
@@ -144,5 +145,5 @@ def _evicted(comm: weft.Communicator, clock: mmap.mmap) -> dict[str, float]:
     else:
         time.sleep(0.05)
         comm.recover([late])
-    _operate(ep, x)
+    operate(ep, x)
     return {}

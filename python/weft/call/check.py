@@ -63,6 +63,7 @@ __all__ = [
     "check_constructor",
     "check_dispatch",
     "check_dispatched",
+    "check_min_ranks",
     "check_owner_weights",
     "check_staged",
 ]
@@ -96,6 +97,18 @@ def check_constructor(comm: Communicator, dtype: Any, shape: dict[str, Any]) -> 
         )
     most = most_num_sms(comm.max_num_sms, comm._choice.rank_sms, shape["num_windows"])
     _check_num_sms(most, shape["num_windows"], shape["num_sms"])
+
+
+def check_min_ranks(comm: Communicator, min_ranks: Any, num_experts: Any, num_logical_experts: Any) -> None:
+    """Of the constructor; what depends on it is compared between ranks as num_experts."""
+    if min_ranks is None:
+        return
+    if type(min_ranks) is not int or not 1 <= min_ranks <= comm.num_ranks:
+        raise InvalidArgument(f"min_ranks is {min_ranks!r}; allowed are None and 1 to num_ranks = {comm.num_ranks}")
+    if num_experts is not None or num_logical_experts is None:
+        raise InvalidArgument(
+            f"min_ranks is {min_ranks}; allowed is None unless num_logical_experts is given and num_experts is not"
+        )
 
 
 def _check_growth(comm: Communicator, dtype: Any, shape: dict[str, Any]) -> None:

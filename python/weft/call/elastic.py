@@ -36,7 +36,8 @@ class Elastic(Shared):
         """Go by another map from the next dispatch on. Collective, between two calls of this object, with equal maps.
 
         Handles of earlier maps serve combine and backward, but no dispatch any more. Weights of experts are the
-        caller's business: put them in place before. `deadline_s`: None: that of the object.
+        caller's business: put them in place before. A rank that joins later is handed the map. `deadline_s`: None: that
+        of the object.
 
         Raises:
             InvalidArgument: no map of N logical experts on num_experts physical ones (on this rank), or maps differ: on
@@ -53,6 +54,7 @@ class Elastic(Shared):
         with turn:
             self.comm.compare("set_expert_map", {"object": self.calls.numbers, "expert_map": str(given)}, seconds)
             self.calls.install_map(given)
+            self.comm.note_map(self.calls)
 
     @property
     def heap_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,12 +50,17 @@ class ExpertMap:
         self._digest = int.from_bytes(hashlib.sha256(said).digest()[:8], "little") or 1
 
     @classmethod
-    def spread(cls, num_logical_experts: int, num_experts: int, num_ranks: int) -> ExpertMap:
+    def spread(
+        cls, num_logical_experts: int, num_experts: int, num_ranks: int, ranks: Sequence[int] | None = None
+    ) -> ExpertMap:
         """Each logical expert once, in ascending order over the ranks, as evenly as can be: the first N % ranks get one
         more. With N = num_experts logical and physical ids are the same. What an ExpertParallel begins with.
 
+        `ranks`: on these of the num_ranks alone, such as `comm.active_ranks`; None: on all.
+
         Raises:
-            InvalidArgument: a number is below 1, num_experts is no multiple of num_ranks, or N is above num_experts.
+            InvalidArgument: a number is below 1, num_experts is no multiple of num_ranks, or N is above the physical
+                experts of the ranks; `ranks` are none of 0 to num_ranks - 1, or not distinct.
         """
         for name, value in (
             ("num_logical_experts", num_logical_experts), ("num_experts", num_experts), ("num_ranks", num_ranks),
@@ -63,13 +69,18 @@ class ExpertMap:
                 raise InvalidArgument(f"{name} is {value!r}; allowed is an int of at least 1")
         if num_experts % num_ranks:
             raise InvalidArgument(f"num_experts is {num_experts}; allowed are multiples of num_ranks = {num_ranks}")
-        if num_logical_experts > num_experts:
-            raise InvalidArgument(f"num_logical_experts is {num_logical_experts}; allowed are 1 to {num_experts}")
-        few, more = divmod(num_logical_experts, num_ranks)
+        there = sorted(range(num_ranks) if ranks is None else ranks)
+        if not there or len(set(there)) < len(there) or not 0 <= there[0] <= there[-1] < num_ranks:
+            raise InvalidArgument(f"ranks is {ranks!r}; allowed are distinct ranks, 0 to {num_ranks - 1}")
+        num_local = num_experts // num_ranks
+        if num_logical_experts > num_local * len(there):
+            raise InvalidArgument(
+                f"num_logical_experts is {num_logical_experts}; allowed are 1 to {num_local * len(there)}"
+            )
+        few, more = divmod(num_logical_experts, len(there))
         found: list[int] = []
-        for rank in range(num_ranks):
-            first = rank * (num_experts // num_ranks)
-            found += range(first, first + few + (rank < more))
+        for idx, rank in enumerate(there):
+            found += range(rank * num_local, rank * num_local + few + (idx < more))
         return cls(torch.tensor(found, dtype=torch.int32, device="cpu").unsqueeze(1))
 
     @property

@@ -20,7 +20,9 @@ _Kept = tuple[ExpertMap | None, tuple[int, ...], _Tables]  # the map and the act
 class Experts:
     """Of one ExpertParallel on one rank. `number`: of the map that is installed, 0 without one; handles have it."""
 
-    def __init__(self, rank: int, num_ranks: int, num_experts: int, num_logical_experts: int | None) -> None:
+    def __init__(
+        self, rank: int, num_ranks: int, num_experts: int, num_logical_experts: int | None, active: tuple[int, ...]
+    ) -> None:
         self._rank, self._num_local = rank, num_experts // num_ranks
         self.num_experts = num_experts
         self.num_ids = num_experts if num_logical_experts is None else num_logical_experts
@@ -28,7 +30,8 @@ class Experts:
         self.map: ExpertMap | None = None
         self._kept: _Kept | None = None
         if num_logical_experts is not None:
-            self.install(ExpertMap.spread(num_logical_experts, num_experts, num_ranks))
+            there = active if num_logical_experts <= self._num_local * len(active) else None
+            self.install(ExpertMap.spread(num_logical_experts, num_experts, num_ranks, there))
 
     def check(self, expert_map: object) -> ExpertMap:
         """A map that may be installed here.

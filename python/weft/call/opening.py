@@ -53,8 +53,14 @@ def opened(comm: Communicator, dtype: torch.dtype, arguments: dict[str, Any]) ->
     most_sms = most_num_sms(comm.max_num_sms, comm._choice.rank_sms, num_windows)
     make = GpuCalls if comm.engine == "nvlink" else CpuCalls
     with released_on_error(windows):
-        experts = Experts(comm.rank, comm.num_ranks, num_experts, arguments["num_logical_experts"])
+        num_logical = arguments["num_logical_experts"]
+        experts = Experts(comm.rank, comm.num_ranks, num_experts, num_logical, comm.active_ranks)
+        handed = comm.handed_map(windows[0].serial, numbers[0]) if comm._native.is_open else None
+        if handed is not None:
+            experts.install(handed)
         calls = make(comm, windows, numbers, experts, top_k, hidden, dtype, arguments["sum_domain"] or 0)
+        if experts.map is not None:
+            comm.note_map(calls)
         return calls, Shape(
             comm, comm.engine, comm.device, dtype, comm.num_ranks, num_experts, experts.num_ids, top_k, hidden,
             max_tokens, num_windows, deadline_s, min(DEFAULT_NUM_SMS, most_sms) if num_sms is None else num_sms,

@@ -12,6 +12,7 @@ from weft.bench.options import Options, SuiteOptions
 from weft.cli import options
 from weft.cli.bench_control import run_control
 from weft.cli.bench_deep_ep import run_deep_ep
+from weft.cli.bench_elastic import run_elastic
 from weft.cli.bench_late import run_who_is_late
 from weft.cli.bench_suite import run_suite
 from weft.cli.output import EXIT_FAILED, Output, command_output
@@ -38,6 +39,8 @@ _SUITE_HELP = f"""Run cases with targets at their own shapes: {", ".join(SUITES)
 _LATE_HELP = "Time nothing; show who waited how long for whom, with one rank delayed on purpose."
 _CONTROL_HELP = """Time the control plane: --iters groups (10) are made, rebuilt, lose a rank by kill -9 and go on,
 and leave out one that is late."""
+_ELASTIC_HELP = """Time ranks that come and go: --iters groups (10) take a warm spare in, lose ranks by kill -9,
+with and without a spare, let one go, and work on while a new process starts and joins."""
 _DEEP_EP_HELP = "Time the calls of weft.deep_ep beside Weft's own: host time a call."
 _PLOT_HELP = "Draw the suite's bandwidth against SMs and T (png, pdf, svg; needs matplotlib)."
 # Flags that make `weft bench --device cuda` time this one shape.
@@ -99,6 +102,7 @@ def bench(
         int | None,
         typer.Option("--hosts", metavar="N", help="With --control: between so many network namespaces; needs root."),
     ] = None,
+    elastic: Annotated[bool, typer.Option("--elastic", help=_ELASTIC_HELP)] = False,
     deep_ep: Annotated[bool, typer.Option("--deep-ep", help=_DEEP_EP_HELP)] = False,
     json: options.Json = False,
 ) -> None:
@@ -107,6 +111,9 @@ def bench(
         given = {name for name in ctx.params if _is_given(ctx, name)}
         if control:
             run_control(output, ranks, iters if "iters" in given else 10, device, hosts)
+            return
+        if elastic:
+            run_elastic(output, ranks, iters if "iters" in given else 10)
             return
         asks_else = who_is_late or deep_ep
         if suite is None and device == "cuda" and not given.intersection(_SHAPE_FLAGS) and not asks_else:

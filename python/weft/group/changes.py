@@ -244,6 +244,8 @@ class Changes(Joining):
             if done is None:
                 return None
             self._begin_epoch()
+            if self._rank in done[3]:
+                self._take_maps(self._active, seconds)
         epoch, number, boundary, added, removed, active, waited_us, installed_us = done
         change = Change(
             epoch,
@@ -254,6 +256,7 @@ class Changes(Joining):
             added=tuple(added),
             removed=tuple(removed),
             boundary=boundary,
+            uncovered=self._uncovered(tuple(active)),
             timings_us={"waited": waited_us, "installed": installed_us},
         )
         self._tell(change)

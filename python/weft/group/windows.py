@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from weft import _load
+from weft.call.expert_map import ExpertMap
 from weft.call.streams import WindowStreams
 from weft.call.window import Window, WindowSpec, released_on_error
 from weft.engine import Choice, driver_gpu
-from weft.errors import InvalidArgument, InvalidState, rank_list
+from weft.errors import InvalidArgument, InvalidState, PeerLost, PeerTimeout, rank_list
 from weft.group.turns import Turns
 
 if TYPE_CHECKING:
-    import torch
+    from weft.call.experts import Experts
 
 __all__ = ["Windows"]
 
 _LOOK_S = 0.01  # between two looks at what members have made
 _COMPARE_TAG = 1 << 22  # exchange tags of constructors: this plus their number; all below 1 << 24
+
+
+class _Mapped(Protocol):
+    """The calls of an ExpertParallel that goes by a map of experts."""
+
+    closed: bool
+    windows: list[Window]
+    numbers: list[int]
+    experts: Experts
+
+    def install_map(self, expert_map: ExpertMap) -> None: ...
 
 
 class Windows(Turns):
@@ -41,6 +56,8 @@ class Windows(Turns):
         self._num_compared = 0
         # What a rank that joins needs to make its objects alone: each with its arguments, windows and numbers.
         self._objects: list[dict[str, Any]] = []
+        self._mapped: weakref.WeakSet[_Mapped] = weakref.WeakSet()  # those that go by a map of experts
+        self._has_maps_of_members = True  # not: a rank that has joined, before it has asked
 
     def open_windows(
         self,
@@ -105,15 +122,62 @@ class Windows(Turns):
         self._objects.append({"what": what, "arguments": values, "serials": serials, "numbers": numbers, "told": told})
         self._publish_contract()
 
+    def note_map(self, calls: _Mapped) -> None:
+        """This object goes by another map: whoever joins is handed it."""
+        self._mapped.add(calls)
+        entry = self._object_of(calls)
+        if entry is not None and calls.experts.map is not None:
+            entry["map"] = calls.experts.map._replicas.tolist()
+            self._publish_contract()
+
+    def handed_map(self, serial: int, number: int) -> ExpertMap | None:
+        """Of the object with this number in this window on a rank that has joined: what the members go by."""
+        entry = next((each for each in self._objects if _key(each) == (serial, number)), None)
+        return _map_of(entry)
+
+    def _object_of(self, calls: _Mapped) -> dict[str, Any] | None:
+        key = (calls.windows[0].serial, calls.numbers[0])
+        return next((each for each in self._objects if _key(each) == key), None)
+
+    def _take_maps(self, active: Sequence[int], deadline_s: float) -> None:
+        """Of a rank that was taken in: a member that was there before hands over what is installed by now. Members
+        can't install another one before this rank takes part."""
+        self._has_maps_of_members = not self._mapped
+        for rank in active if self._mapped else ():
+            with contextlib.suppress(PeerLost, PeerTimeout):
+                if rank == self._rank:
+                    continue
+                contract = json.loads(self._native.ask_contract(deadline_s, [rank]))
+                if not contract["has_maps"]:
+                    continue  # it was taken in just now, too
+                by_key = {_key(each): each for each in contract["objects"]}
+                for calls in list(self._mapped):
+                    found = _map_of(by_key.get((calls.windows[0].serial, calls.numbers[0])))
+                    if found is not None and not calls.closed and found != calls.experts.map:
+                        calls.install_map(found)
+                        self.note_map(calls)
+                break
+        self._has_maps_of_members = True
+        self._publish_contract()
+
+    def _uncovered(self, active: tuple[int, ...]) -> tuple[int, ...]:
+        """Logical experts of any object that none of these ranks has."""
+        found: set[int] = set()
+        for calls in list(self._mapped):
+            if not calls.closed:
+                found.update(calls.experts.uncovered(active))
+        return tuple(sorted(found))
+
     def note_closed_object(self, serial: int, number: int) -> None:
         """The object with this number in this window is closed: nobody who joins makes it any more."""
-        kept = [each for each in self._objects if (each["serials"][0], each["numbers"][0]) != (serial, number)]
+        kept = [each for each in self._objects if _key(each) != (serial, number)]
         if len(kept) < len(self._objects) and not self._closed:
             self._objects = kept
             self._publish_contract()
 
     def _publish_contract(self) -> None:
-        self._native.set_contract(json.dumps({"choice": asdict(self._choice), "objects": self._objects}))
+        contract = {"choice": asdict(self._choice), "objects": self._objects, "has_maps": self._has_maps_of_members}
+        self._native.set_contract(json.dumps(contract))
 
     def _adopted_windows(
         self, what: str, arguments: dict[str, Any], specs: Sequence[WindowSpec], deadline_s: float
@@ -160,6 +224,8 @@ class Windows(Turns):
             window.next_object = max(window.next_object, number + 1)
         told: dict[str, Any] = found["told"]
         self._note_object(what, arguments, windows, numbers, told)
+        if "map" in found:
+            self._objects[-1]["map"] = found["map"]
         return windows, numbers, told
 
     def compare(self, what: str, arguments: dict[str, Any], deadline_s: float) -> None:
@@ -214,6 +280,16 @@ class Windows(Turns):
         self._windows[spec] = window
         self._all_windows.add(window)
         return window
+
+
+def _key(entry: dict[str, Any]) -> tuple[int, int]:
+    return entry["serials"][0], entry["numbers"][0]
+
+
+def _map_of(entry: dict[str, Any] | None) -> ExpertMap | None:
+    if entry is None or "map" not in entry:
+        return None
+    return ExpertMap(torch.tensor(entry["map"], dtype=torch.int32, device="cpu"))
 
 
 def _compare(answers: dict[int, dict[str, Any]]) -> None:

@@ -1,0 +1,205 @@
+"""Times of ranks that come and go: `weft bench --elastic`; docs/elasticity.md says what others have measured."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.bench.control import begin_calls, operate
+from weft.errors import InternalError, InvalidArgument, PeerLost, PeerTimeout
+
+if TYPE_CHECKING:
+    import torch
+
+    import weft
+
+Row = dict[str, Any]
+Times = dict[str, list[float]]
+
+ELASTIC = {
+    "idle_boundary_ms": "boundary() with nothing due",
+    "warm_join_pause_ms": "a warm spare is taken in: pause of the others",
+    "kill_to_full_strength_ms": "kill -9 until a right result with a spare",
+    "kill_to_fewer_ms": "kill -9 until a right result without one",
+    "leave_pause_ms": "a rank leaves: pause of the others",
+    "step_ms": "a step before a cold join",
+    "step_during_cold_join_ms": "a step while a new process starts and joins",
+}
+_STEPS, _BOUNDARIES, _BEFORE, _WAIT_S = 50, 1000, 200, 120.0
+_COLD = """
+import sys
+sys.path[:0] = sys.argv[2:]
+import weft
+from weft.bench.control import begin_calls, operate
+comm = weft.Communicator.join(sys.argv[1], device="cpu", standby=True)
+ep, x, _ = begin_calls(comm, waits=True)
+comm.boundary(120.0)
+operate(ep, x)
+comm.close()
+"""
+
+
+def elastic(ranks: int, trials: int) -> list[Row]:
+    """Time `trials` groups of `ranks` ranks on the cpu engine: a row for each of ELASTIC, with p50_ms, p99_ms, max_ms
+    and count. Every result of a step is compared before its time counts. A pause is the time from the end of one step
+    to that of the next, less the median of these.
+
+    Raises:
+        InvalidArgument: fewer than 3 ranks.
+    """
+    import weft
+
+    if ranks < 3:
+        raise InvalidArgument(f"ranks is {ranks}; allowed are 3 and more: two are killed or leave, and others go on")
+    times: Times = {name: [] for name in ELASTIC}
+    for _ in range(trials):
+        with mmap.mmap(-1, 8) as clock:  # when a victim was killed; shared by the ranks, which are forked
+            runs: tuple[tuple[Callable[..., Times], dict[str, Any]], ...] = (
+                (_come_and_go, {"standby": 2}),
+                (_cold_join, {"max_ranks": ranks + 1}),
+            )
+            for run, slots in runs:
+                told = weft.spawn(run, ranks, (clock,), device="cpu", engine="cpu", on_failure="return", **slots)
+                victims = (ranks - 1, ranks) if run is _come_and_go else ()
+                for rank, result in enumerate(told):
+                    if isinstance(result, BaseException) and rank not in victims:
+                        raise result
+                    if isinstance(result, dict):
+                        for name, all_ms in result.items():
+                            times[name] += all_ms
+    return [
+        {
+            "kind": "elastic",
+            "ranks": ranks,
+            "what": name,
+            "p50_ms": statistics.median(all_ms),
+            "p99_ms": sorted(all_ms)[min(len(all_ms) - 1, len(all_ms) * 99 // 100)],
+            "max_ms": max(all_ms),
+            "count": len(all_ms),
+        }
+        for name, all_ms in times.items()
+    ]
+
+
+class _Steps:
+    """A loop of steps and boundaries, and the times between the ends of two steps."""
+
+    def __init__(self, comm: weft.Communicator, ep: weft.ExpertParallel, x: torch.Tensor) -> None:
+        self.comm, self.ep, self.x = comm, ep, x
+        self.gaps: list[float] = []
+
+    def run(self, until: Callable[[], bool], wanted: tuple[int, ...] | None = None) -> None:
+        """To `wanted` active ranks, if it is given, and then until that is so; equal on all ranks."""
+        last = time.perf_counter()
+        while wanted is not None or not until():
+            change = self.comm.boundary(_WAIT_S)
+            if change is not None and change.active == wanted:
+                wanted = None
+            if change is not None and self.comm.rank in change.removed:
+                return
+            operate(self.ep, self.x)
+            now = time.perf_counter()
+            self.gaps.append((now - last) * 1e3)
+            last = now
+
+    def some(self, wanted: tuple[int, ...] | None = None) -> float:
+        """The longest gap less the median one, of a change to `wanted` and some steps; milliseconds."""
+        self.gaps = []
+        self.run(self._counted(), wanted)
+        return max(self.gaps) - statistics.median(self.gaps)
+
+    def _counted(self) -> Callable[[], bool]:
+        left = iter(range(_STEPS))
+        return lambda: next(left, None) is None
+
+    def until_standby(self, slot: int) -> None:
+        """Until all active ranks know the spare in that slot: they may take it in."""
+        while True:
+            known = b"1" if slot in self.comm.membership.standby else b"0"
+            if all(said == b"1" for said in self.comm.gather(known).values()):
+                return
+            time.sleep(0.005)
+
+    def recover_from(self, clock: mmap.mmap, victim: int, spares: str | int) -> float:
+        """`victim` kills itself; milliseconds until a right result of those left."""
+        if self.comm.rank == victim:
+            clock[:8] = struct.pack("q", time.monotonic_ns())
+            os.kill(os.getpid(), signal.SIGKILL)
+        with contextlib.suppress(PeerLost, PeerTimeout):
+            while True:
+                operate(self.ep, self.x)
+        self.comm.recover(spares=spares)
+        operate(self.ep, self.x)
+        killed_ns: int = struct.unpack("q", clock[:8])[0]
+        return (time.monotonic_ns() - killed_ns) / 1e6
+
+
+def _come_and_go(comm: weft.Communicator, clock: mmap.mmap) -> Times:
+    """Of `ranks` founders and two spares: the first comes in; the last founder dies and the second spare takes its
+    place; the first spare dies; the second one leaves."""
+    first, second = comm.num_ranks - 2, comm.num_ranks - 1
+    founders, victim = tuple(range(first)), first - 1
+    was_member = comm.is_member
+    ep, x, _ = begin_calls(comm, waits=not was_member)
+    steps = _Steps(comm, ep, x)
+    times: Times = {}
+    if was_member:
+        begin = time.perf_counter()
+        for _ in range(_BOUNDARIES):
+            comm.boundary()
+        times["idle_boundary_ms"] = [(time.perf_counter() - begin) * 1e3 / _BOUNDARIES]
+        steps.until_standby(first)
+        if comm.rank == 0:
+            comm.propose(admit=[first])
+        times["warm_join_pause_ms"] = [steps.some((*founders, first))]
+    elif comm.rank == first:
+        comm.boundary(_WAIT_S)
+        operate(ep, x)
+        steps.some()
+    if comm.rank != second:
+        steps.until_standby(second)
+        times["kill_to_full_strength_ms"] = [steps.recover_from(clock, victim, "auto")]
+    else:
+        comm.boundary(_WAIT_S)
+        operate(ep, x)
+    comm.meet(_WAIT_S)
+    times["kill_to_fewer_ms"] = [steps.recover_from(clock, first, 0)]
+    comm.meet(_WAIT_S)
+    if comm.rank == 0:
+        comm.propose(remove=[second])  # experts of ranks 0 and 1 are those that steps use
+    pause_ms = steps.some(tuple(rank for rank in comm.active_ranks if rank != second))
+    if comm.rank != second:
+        times["leave_pause_ms"] = [pause_ms]
+    return times
+
+
+def _cold_join(comm: weft.Communicator, clock: mmap.mmap) -> Times:
+    """Steps alone, and steps while a new interpreter starts, imports torch, joins and makes its objects."""
+    del clock
+    ep, x, _ = begin_calls(comm)
+    steps = _Steps(comm, ep, x)
+    steps.some()
+    before: list[float] = []
+    while len(before) < _BEFORE:
+        steps.some()
+        before += steps.gaps
+    steps.gaps = []
+    child = None
+    if comm.rank == 0:
+        comm.propose(admit=[comm.num_ranks - 1], deadline_s=_WAIT_S)
+        where = str(Path(__file__).parents[2])
+        child = subprocess.Popen([sys.executable, "-c", _COLD, comm.address, where, *sys.path])
+    steps.run(lambda: True, tuple(range(comm.num_ranks)))
+    if child is not None and child.wait(_WAIT_S) != 0:
+        raise InternalError(f"the process that joined ended with exit status {child.returncode}")
+    return {"step_ms": before, "step_during_cold_join_ms": steps.gaps[:-1]}  # the last one has the change
