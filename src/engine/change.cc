@@ -27,6 +27,22 @@ Event event_of(Event::Kind kind) {
   return event;
 }
 
+// Who has come in by recoveries up to `epoch`, since the record that took `rank` in: a further death makes more than one epoch of it.
+RankSet added_with(Ledger& ledger, u32 epoch, int rank) {
+  RankSet added = RankSet::of({rank});
+  for (; epoch > 0; --epoch) {
+    const Decision found = ledger.find(epoch);
+    if (!found.record) break;
+    RankSet newcomers;
+    for (u32 idx = 0; idx < found.record->num_new; ++idx) {
+      newcomers.add(static_cast<int>(found.record->new_members[idx].slot));
+    }
+    added = added | newcomers;
+    if (newcomers.contains(rank)) break;
+  }
+  return added;
+}
+
 }  // namespace
 
 Elastic& Communicator::elastic(const char* what) const {
@@ -331,7 +347,7 @@ DoneChange Communicator::follow_recovery(const Poll& poll) {
   DoneChange done;
   done.epoch = epoch_;
   done.active = active_;
-  done.added = {rank_};
+  done.added = (added_with(plane_->ledger(), epoch_, rank_) & RankSet::of(active_)).ranks();
   return done;
 }
 

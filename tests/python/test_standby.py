@@ -62,10 +62,41 @@ def test_a_spare_of_spawn_takes_the_place_of_the_dead(victim: int) -> None:
         assert [(each.added, each.active) for each in changes] == [((3,), tuple({0, 1, 2, 3} - {victim}))]
 
 
+def _loses_two(comm: Any) -> weft.Change:
+    ep = make_ep(comm)
+    if comm.is_member:
+        until(lambda: comm.membership.standby == (3, 4))
+        comm.meet(LONG_S)
+        try:
+            comm.meet(LONG_S)  # all have come out of the first one
+            if comm.rank > 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            while True:
+                checked_step(ep, number_of(comm))
+        except (weft.PeerLost, weft.PeerTimeout):
+            until(lambda: {rank for rank, _, _ in comm._native.detections()} >= {1, 2})
+            change: weft.Change = comm.recover()
+    else:
+        found = comm.boundary()
+        assert found is not None
+        change = found
+    checked_step(ep, number_of(comm))
+    return change
+
+
+def test_two_spares_come_in_together() -> None:
+    """One recovery; each of them hears of the other, too."""
+    seen = weft.spawn(_loses_two, 3, device="cpu", on_failure="return", standby=2)
+    for change in (seen[0], *seen[3:]):
+        assert (change.added, change.active) == ((3, 4), (0, 3, 4))
+
+
 def test_spares_that_nobody_needs() -> None:
     """They end with the group, with nothing to say."""
 
     def rank(comm: Any) -> int:
+        if comm.is_member:
+            time.sleep(0.5)  # a spare waits for what the members have not made yet
         ep = make_ep(comm)
         if not comm.is_member:
             comm.boundary()
