@@ -291,13 +291,9 @@ class Runner(Planner):
             is_masked = layout == MASKED
             number = torch.arange(rows.shape[1 if is_masked else 0], dtype=torch.int32, device=self.device)
             tail = number >= (sizes[: self.num_local_experts].unsqueeze(-1) if is_masked else sizes[-1])
-            of_rows = tail.unsqueeze(-1)
-            rows.masked_fill_(of_rows, 0)
-            if is_first:
-                handle.weights.masked_fill_(of_rows if layout == RANK_MAJOR else tail, 0)
-            idx = handle.idx if is_first and layout == RANK_MAJOR else None
-            if idx is not None:
-                idx.masked_fill_(of_rows, -1)
+            rows.masked_fill_(tail.unsqueeze(-1), 0)
+            if is_first and layout != RANK_MAJOR:  # whose ids and weights say it
+                handle.weights.masked_fill_(tail, 0)
         return rows, scales if plan.word_dtype is None or scales is None else by_column(scales, plan.word_dtype)
 
 
