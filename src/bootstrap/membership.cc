@@ -38,6 +38,8 @@ Membership::Membership(int rank, const std::vector<uint64_t>& incarnations, cons
       newest_(first_epoch),
       newest_set_(known_),
       newest_era_(first_epoch),
+      let_go_(incarnations.size()),
+      taken_in_(incarnations.size()),
       prepared_(incarnations.size()),
       cells_(incarnations.size()) {
   if (incarnations.size() > kMaxControlRanks || !known_.contains(rank)) {
@@ -60,6 +62,8 @@ Membership::Membership(int rank, uint64_t incarnation, const Welcome& welcome, c
       newest_set_(known_),
       newest_era_(welcome.era),
       is_member_(false),
+      let_go_(welcome.incarnations.size()),
+      taken_in_(welcome.incarnations.size()),
       prepared_(welcome.incarnations.size()),
       cells_(welcome.incarnations.size()) {
   const auto num_slots = static_cast<int>(welcome.incarnations.size());
@@ -378,7 +382,8 @@ Hearing Membership::hear(const Origin& origin) const noexcept {
   if (!is_slot) return Hearing::kDropped;
   if (origin.era < era_ && !mutants::kHearAllEras) return Hearing::kDropped;
   const bool is_known = origin.incarnation == incarnations_[static_cast<size_t>(origin.rank)];
-  const bool is_member = is_known && (active_ | newest_set_ | previous_).contains(origin.rank);
+  const bool is_member =
+      is_known && (active_ | newest_set_ | previous_).contains(origin.rank) && !was_outside(origin.rank, origin.epoch);
   if (!is_member && !mutants::kHearStrangers) {
     // A joiner may have been taken in by a record that this rank has not read; who was left out does not come back.
     const bool is_out = is_known && known_.contains(origin.rank);

@@ -25,6 +25,9 @@ struct Origin {
   uint64_t incarnation = 0;  // nonce of the sender's process life
 };
 
+// Pages are renewed at the latest so many epochs after they were made: signals on them carry 16 bits of the epoch (R23).
+inline constexpr uint32_t kMostEpochsOfEra = 1u << 15;
+
 enum class Hearing : uint8_t {
   kDropped,  // of a stranger, or of an era that is over
   kCounts,
@@ -210,6 +213,11 @@ class Membership {
   const RankSet& active() const noexcept { return active_; }  // in epoch()
   uint32_t newest() const noexcept { return newest_; }        // the last epoch whose record was adopted
   const RankSet& newest_set() const noexcept { return newest_set_; }
+  bool is_changing() const noexcept {
+    return newest_ > epoch_ || (is_proposed() && has_acked());
+  }  // this rank has given its word
+  // A planned change would be the first too many on these pages: recover() makes fresh ones.
+  bool is_era_over() const noexcept { return newest_ - newest_era_ >= kMostEpochsOfEra - 1; }
   bool is_evicted() const noexcept { return phase_ == Phase::kEvicted; }
   bool is_calling() const noexcept {  // recover(); not boundary()
     return phase_ == Phase::kReading || phase_ == Phase::kDeciding || is_meeting();
@@ -269,6 +277,7 @@ class Membership {
   bool have_all_acked() const noexcept;
   bool is_prepared() const noexcept;
   bool is_installable() const noexcept;
+  bool was_outside(int slot, uint32_t epoch) const noexcept;
   bool is_overtaken() const noexcept { return newest_ > epoch_ && !is_newest_planned_; }
   bool can_propose() const noexcept;
 
@@ -301,6 +310,8 @@ class Membership {
 
   bool is_member_ = true;
   RankSet previous_;                   // active in this era before epoch_
+  std::vector<uint32_t> let_go_;       // by slot: by which planned change last; 0: none
+  std::vector<uint32_t> taken_in_;     // by slot: by which record last; 0: a founder, or nobody
   RankSet left_;                       // by a planned change
   std::vector<uint64_t> prepared_;     // by slot: nonce of the joiner that this rank could take in; 0: none
   std::vector<MembershipCell> cells_;  // of the others

@@ -28,7 +28,11 @@ void Membership::take_in(const MembershipRecord& record) noexcept {
   newest_ = record.epoch;
   num_forgotten_ = 0;
   newest_era_ = record.era;
-  left_ = record.kind == ChangeKind::kPlanned ? left_ | (newest_set_ - record.active) : left_;
+  const RankSet let_go = record.kind == ChangeKind::kPlanned ? newest_set_ - record.active : RankSet();
+  left_ = left_ | let_go;
+  for (int slot = let_go.next(0); slot >= 0 && slot < static_cast<int>(let_go_.size()); slot = let_go.next(slot + 1)) {
+    let_go_[static_cast<size_t>(slot)] = record.epoch;
+  }
   newest_set_ = record.active;
   is_newest_planned_ = record.kind == ChangeKind::kPlanned;
   newest_boundary_ = record.boundary;
@@ -43,11 +47,19 @@ void Membership::take_in(const MembershipRecord& record) noexcept {
       proven_.remove(slot);
     }
     incarnations_[member.slot] = member.nonce;
+    taken_in_[member.slot] = record.epoch;
     prepared_[member.slot] = 0;
     cell_.prepared.remove(slot);
     known_.add(slot);
     left_.remove(slot);
   }
+}
+
+// Between the change that has let it go and the one that has taken it in again what it does is nobody else's business.
+bool Membership::was_outside(int slot, uint32_t epoch) const noexcept {
+  const auto idx = static_cast<size_t>(slot);
+  if (let_go_[idx] == 0 || epoch < let_go_[idx]) return false;
+  return taken_in_[idx] < let_go_[idx] || epoch < taken_in_[idx];
 }
 
 MembershipActions Membership::prepare(int slot, uint64_t incarnation) noexcept {
@@ -70,7 +82,7 @@ MembershipActions Membership::want(const ChangeWish& change) noexcept {
   const bool is_odd = !(change.add & newest_set_).empty() || !(change.remove - newest_set_).empty() ||
                       ((newest_set_ | change.add) - change.remove).empty() || (change.add | change.remove).empty() ||
                       !(change.suspend - change.remove).empty();
-  if (is_odd || !is_member_ || newest_ == ~uint32_t{0}) {
+  if (is_odd || !is_member_ || newest_ == ~uint32_t{0} || is_era_over()) {
     is_wanted_ = false;
     return one({.kind = Action::Kind::kWithdrawn, .epoch = newest_});
   }
@@ -126,7 +138,7 @@ MembershipActions Membership::acknowledge() noexcept {
   const RankSet named = newest_set_ | proposed_.active;
   // Of no use is for members to say: who has just come may know less of them than they do.
   if (!is_member_ && !proposed_.active.contains(rank_)) return {};
-  if (proposed_.epoch != proposal_.epoch || !(named & gone_).empty()) {
+  if (proposed_.epoch != proposal_.epoch || !(named & gone_).empty() || is_era_over()) {
     return is_member_ ? withdraw() : MembershipActions();
   }
   MembershipActions actions;
@@ -194,7 +206,7 @@ RankSet Membership::admissible(const RankSet& joiners) const noexcept {
 }
 
 MembershipActions Membership::propose() noexcept {
-  if (proposal_.version == kMaxRegisterVersion) return {};
+  if (proposal_.version >= kMaxProposedVersion) return {};  // until a recovery
   uint64_t furthest = cell_.passed;
   for (int rank = active_.next(0); rank >= 0; rank = active_.next(rank + 1)) {
     const MembershipCell& cell = cells_[static_cast<size_t>(rank)];

@@ -26,6 +26,8 @@ struct RegisterWord {
 };
 
 inline constexpr uint16_t kMaxRegisterVersion = (1u << 14) - 1;
+// Of a proposal: the two behind it are for withdrawing the last one, and for a recovery, which never lacks a version.
+inline constexpr uint16_t kMaxProposedVersion = kMaxRegisterVersion - 2;
 
 // Whether a word may become the other: of one epoch; a committed one never changes; a proposal is withdrawn, or followed
 // by another, with a higher version.

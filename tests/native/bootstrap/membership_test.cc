@@ -700,6 +700,106 @@ TEST(changes_that_make_no_sense_are_withdrawn_at_once) {
   }
 }
 
+// It knows less of the members than they do of each other.
+TEST(a_joiner_withdraws_nothing) {
+  Changing group;
+  group.prepare({0, 1});
+  group.show_all();
+  group.callers[2].run({.kind = Event::Kind::kGone, .ranks = RankSet::of({1})});
+  group.propose(kTakeIn);
+  group.callers[2].run({.kind = Event::Kind::kLook});
+  CHECK(group.words.read(2).state == RegisterState::kProposed);
+  group.callers[1].run({.kind = Event::Kind::kGone, .ranks = RankSet::of({2})});
+  group.callers[1].run({.kind = Event::Kind::kLook});
+  CHECK(group.words.read(2).state == RegisterState::kOpen);
+}
+
+TEST(a_register_that_proposals_have_used_up_serves_a_recovery) {
+  Changing group;
+  RegisterWord last = word(2, RegisterState::kProposed, kMaxProposedVersion, 0);
+  group.records[2] = MembershipRecord();  // of nobody: withdrawn by whoever reads it
+  group.words.compare_set({.epoch = 2}, last);
+  group.callers[1].run({.kind = Event::Kind::kLook});
+  last = group.words.read(2);
+  CHECK(last.state == RegisterState::kOpen);
+  group.propose({.remove = RankSet::of({1}), .id = 6});
+  CHECK(group.words.read(2) == last);
+  group.callers[0].recover({.evict = RankSet::of({1})});
+  CHECK(group.words.read(2).state == RegisterState::kCommitted);
+  CHECK(group.callers[0].membership.newest_set() == RankSet::of({0}));
+}
+
+// What a rank says counts in its era, but not what it says while it is suspended, or after it has left.
+TEST(who_was_let_go_is_not_heard) {
+  Changing group;
+  Membership& machine = group.callers[0].membership;
+  const auto change_to = [&](const ChangeWish& change) {
+    group.propose(change);
+    for (int turn = 0; turn < 3; ++turn) {
+      group.look_all();
+      group.show_all();
+    }
+    for (Caller& caller : group.callers) {
+      for (int turn = 0; turn < 2 && caller.membership.is_member(); ++turn) {
+        caller.run({.kind = Event::Kind::kBoundary});
+      }
+    }
+  };
+  const auto hears = [&](uint32_t epoch) { return machine.hear({kGroup, epoch, 1, 1, 12}) == Hearing::kCounts; };
+  change_to({.remove = RankSet::of({1}), .suspend = RankSet::of({1}), .id = 6});
+  CHECK_EQ(machine.epoch(), uint32_t{2});
+  CHECK(hears(1));  // it has given up the last operation before the boundary
+  CHECK(!hears(2));
+  CHECK(!hears(3));
+  for (const int rank : {0, 1}) {
+    group.callers[static_cast<size_t>(rank)].run({.kind = Event::Kind::kPrepared, .rank = 1, .incarnation = 12});
+  }
+  group.show_all();
+  change_to({.add = RankSet::of({1}), .id = 7});
+  CHECK_EQ(machine.epoch(), uint32_t{3});
+  CHECK(machine.active() == RankSet::of({0, 1}));
+  CHECK(!hears(2));
+  CHECK(hears(3));
+}
+
+// Signals in the pages carry 16 bits of the epoch, and planned changes keep them.
+TEST(pages_serve_so_many_epochs) {
+  Changing group;
+  const uint32_t last = kMostEpochsOfEra;  // of era 1
+  Caller joined(Membership(2, 13, {{11, 0, 0}, last - 1, 1}, kGroup), group.words, group.records);
+  MembershipRecord record;
+  record.kind = ChangeKind::kPlanned;
+  record.group = kGroup;
+  record.epoch = last;
+  record.era = 1;
+  record.active = RankSet::of({0, 2});
+  record.num_new = 1;
+  record.new_members[0] = {.nonce = 13, .slot = 2};
+  group.records[last] = record;
+  const RegisterWord proposed = word(last, RegisterState::kProposed, 1, 0);
+  group.words.compare_set({.epoch = last}, proposed);
+  group.words.compare_set(proposed, committed(proposed));
+  CHECK(!joined.membership.is_era_over());
+  joined.run({.kind = Event::Kind::kLook});
+  CHECK_EQ(joined.membership.epoch(), last);
+  CHECK(joined.membership.is_era_over());
+  joined.kinds.clear();
+  joined.run({.kind = Event::Kind::kPropose, .change = {.remove = RankSet::of({0}), .id = 8}});
+  CHECK(joined.did(Kind::kWithdrawn));
+  record.epoch = last + 1;
+  record.active = RankSet::of({2});
+  record.num_new = 0;
+  group.records[last + 1] = record;
+  group.words.compare_set({.epoch = last + 1}, word(last + 1, RegisterState::kProposed, 1, 0));
+  joined.run({.kind = Event::Kind::kLook});  // what another one proposes is withdrawn, too
+  CHECK(group.words.read(last + 1).state == RegisterState::kOpen);
+  joined.recover({.evict = RankSet::of({0})});
+  joined.run({.kind = Event::Kind::kHere, .epoch = last + 1, .ranks = RankSet::of({2})});
+  joined.run({.kind = Event::Kind::kRenewed, .epoch = last + 1});
+  CHECK_EQ(joined.membership.era(), last + 1);
+  CHECK(!joined.membership.is_era_over());
+}
+
 TEST(a_slot_that_is_taken_can_t_be_joined) {
   const Membership::Welcome welcome{{11, 0}, 3, 2};
   CHECK_CODE(kInvalidArgument, Membership(0, 7, welcome, kGroup));
