@@ -255,6 +255,7 @@ void bind_communicator(nb::module_& m) {
              }
              return all;
            })
+      .def("has_ended", &Communicator::has_ended, "rank"_a, nb::call_guard<ReleasedGil>())
       .def("abort", &Communicator::abort, "reason"_a, nb::call_guard<ReleasedGil>())
       .def("note_refusal", &Communicator::note_refusal, "text"_a, nb::call_guard<ReleasedGil>())
       .def("close", &Communicator::close, "why"_a = "", nb::call_guard<ReleasedGil>());

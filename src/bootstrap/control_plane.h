@@ -196,6 +196,9 @@ class ControlPlane {
   // Those of them that are proven to touch no memory any more: their process has ended, or they have closed in order.
   virtual std::vector<int> ended_ranks() const = 0;
   virtual std::vector<Detection> detections() const = 0;
+  // Whether a rank has closed or its process has ended by now: known before the calls above say so, and before any socket of it is
+  // closed, but only for ranks of this machine. Waits 20 ms where it has not.
+  virtual bool has_ended(int rank) const = 0;
 
   // Says goodbye, best effort, and stops. Never waits for a peer, works with all of them dead, safe to repeat; the
   // destructor calls it. After return the abort handler is not called any more. `why` (one line; empty: nothing special)

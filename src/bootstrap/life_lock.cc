@@ -96,4 +96,12 @@ PeerLife::State PeerLife::wait(uint64_t timeout_ns) noexcept {
   return owner_died ? State::kOwnerDied : State::kReleased;
 }
 
+bool PeerLife::has_ended() noexcept {
+  constexpr uint64_t kPatienceNs = 20'000'000;
+  if (said_goodbye()) return true;
+  const State state = wait(kPatienceNs);
+  return state == State::kReleased || state == State::kOwnerDied ||
+         page_->owner_died.load(std::memory_order_acquire) != 0;
+}
+
 }  // namespace weft

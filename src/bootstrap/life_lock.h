@@ -56,6 +56,9 @@ class PeerLife {
 
   // Blocks while the mutex is held, `timeout_ns` at most.
   State wait(uint64_t timeout_ns) noexcept;
+  // It has ended, in order or not. The kernel hands the mutex on before it closes anything of the process; another watcher may have it
+  // for a moment then, so this waits a little before it says no.
+  bool has_ended() noexcept;
   bool said_goodbye() const noexcept { return page_->goodbye.load(std::memory_order_acquire) != 0; }
 
  private:

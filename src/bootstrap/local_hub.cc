@@ -87,6 +87,10 @@ class LocalControlPlane final : public ControlPlane {
   void keep_members(const std::vector<int>& members) override { own().keep_members(members); }
   void forget_tags(uint64_t prefix, uint64_t mask, uint64_t below) override { own().forget_tags(prefix, mask, below); }
   std::vector<Detection> detections() const override { return own().detections(); }
+  bool has_ended(int rank) const override {
+    const std::vector<int> dead = dead_ranks();
+    return std::find(dead.begin(), dead.end(), rank) != dead.end();
+  }
   void close(std::string_view why) noexcept override { close_once(why); }
 
  private:

@@ -98,7 +98,7 @@ Sponsored find_sponsor(const JoinAddress& address, int wanted_slot, const Endpoi
     if (reader.fds.size() != 1) throw_invalid_argument("the address: who answers there sent no page");
     std::shared_ptr<GroupPage> page = GroupPage::attach(std::move(reader.fds.front()), welcome.num_slots);
     if (page->group() != address.group) throw_invalid_argument("address: another group lives there by now");
-    return {std::move(socket), welcome, std::move(page)};
+    return {welcome, std::move(page)};
   }
   if (denial) throw Error(*denial);
   throw_peer_lost("join", {}, "nobody answers at the address: its ranks have ended, or have left the group");

@@ -16,7 +16,6 @@
 namespace weft {
 
 struct Sponsored {
-  OwnedFd call;  // ended when the newcomer is connected to all: before that its end gives the slot back
   JoinWelcome welcome;
   std::shared_ptr<GroupPage> page;
 };

@@ -30,7 +30,9 @@ class OpenGroup {
   virtual std::vector<int> peers()
       const = 0;  // slots that this rank has connected to, and that are not known to be gone
   // A newcomer in `slot`, whose last owner is gone and no member. From here on its parcels count and its death is noticed.
-  virtual void add_peer(int slot, uint64_t incarnation, Connection&& connection) = 0;
+  // `answer`, which may be empty and does not throw, is called when nothing can fail any more, before anything is sent to it.
+  using Answer = std::function<void()>;
+  virtual void add_peer(int slot, uint64_t incarnation, Connection&& connection, const Answer& answer) = 0;
   // Parcels of this rank do not count any more; what is held of it is given back when it has ended.
   virtual void drop_member(int slot) = 0;
 

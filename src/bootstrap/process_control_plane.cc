@@ -63,17 +63,22 @@ struct Peer {
         running(pidfd.valid()) {}
 
   bool said_goodbye() const { return life && life->said_goodbye(); }
+  std::shared_ptr<PeerLife> held_life() const {
+    const std::lock_guard lock(life_mutex);
+    return life;
+  }
 
   const int rank;
   const uint64_t incarnation;
   const uint64_t number;  // of this life of the slot, for the board
   Link link;
-  OwnedFd pidfd;  // monitor only, while it runs
-  std::shared_ptr<PeerLife> life;
-  const bool is_near;          // on this machine; else it has neither pidfd nor life page
-  bool is_given_back = false;  // monitor only: all of this peer was given back
-  bool connected = true;       // monitor only: its socket has not ended
-  bool running;                // monitor only: its pidfd has not fired
+  OwnedFd pidfd;                   // monitor only, while it runs
+  mutable std::mutex life_mutex;   // of its end; the monitor alone ends it
+  std::shared_ptr<PeerLife> life;  // none: it is given back
+  const bool is_near;              // on this machine; else it has neither pidfd nor life page
+  bool is_given_back = false;      // monitor only: all of this peer was given back
+  bool connected = true;           // monitor only: its socket has not ended
+  bool running;                    // monitor only: its pidfd has not fired
 };
 
 using Peers = std::vector<std::shared_ptr<Peer>>;  // by rank, empty at our own and at free slots
@@ -189,6 +194,7 @@ class ProcessControlPlane final : public ControlPlane, public OpenGroup {
     board_->forget_tags(prefix, mask, below);
   }
   std::vector<Detection> detections() const override { return board_->detections(); }
+  bool has_ended(int rank) const override;
   void close(std::string_view why) noexcept override { close_once(why); }
 
   // --- newcomers ---
@@ -205,7 +211,7 @@ class ProcessControlPlane final : public ControlPlane, public OpenGroup {
     return peer && peer->incarnation == incarnation;
   }
   std::vector<int> peers() const override;
-  void add_peer(int slot, uint64_t incarnation, Connection&& connection) override;
+  void add_peer(int slot, uint64_t incarnation, Connection&& connection, const Answer& answer) override;
   void drop_member(int slot) override {
     board_->drop_member(slot);
     wake_monitor();
@@ -338,7 +344,10 @@ void ProcessControlPlane::give_back(Peer& peer) noexcept {
     peer.link.close();
   }
   if (peer.running || peer.connected) return;
-  peer.life.reset();
+  {
+    const std::lock_guard lock(peer.life_mutex);
+    peer.life.reset();
+  }
   peer.is_given_back = true;
 }
 
@@ -447,12 +456,27 @@ std::vector<int> ProcessControlPlane::peers() const {
   return slots;
 }
 
-void ProcessControlPlane::add_peer(int slot, uint64_t incarnation, Connection&& connection) {
+bool ProcessControlPlane::has_ended(int rank) const {
+  const auto peer = peer_of(rank);
+  const std::vector<int> dead = board_->dead_ranks();
+  if (rank == rank_ || (peer && !peer->is_near)) return false;
+  if (!peer || std::find(dead.begin(), dead.end(), rank) != dead.end()) return true;
+  const std::shared_ptr<PeerLife> life = peer->held_life();
+  return !life || life->has_ended();
+}
+
+void ProcessControlPlane::add_peer(int slot, uint64_t incarnation, Connection&& connection, const Answer& answer) {
   const auto old = peer_of(slot);
   const auto peer = std::make_shared<Peer>(slot, std::move(connection), incarnation, board_->replace(slot));
-  start_watch(*peer);
   auto list = std::make_shared<Peers>(*all_peers());
   (*list)[static_cast<size_t>(slot)] = peer;
+  try {
+    start_watch(*peer);
+  } catch (...) {  // as before: nobody is there
+    board_->gone(slot, DetectionChannel::kPidfd, "died", {}, peer->number);
+    throw;
+  }
+  if (answer) answer();
   {
     const std::lock_guard lock(peers_mutex_);
     peers_ = std::move(list);
@@ -523,7 +547,7 @@ std::unique_ptr<ControlPlane> connect_processes(int rank, const std::vector<Endp
   std::optional<OpenParts> open;
   if (is_open) {
     SlotTable slots = page->slots();
-    slots.claim(rank, own_listener.endpoint());
+    slots.claim(rank, own_listener.endpoint(), rank);
     const Endpoint own = own_listener.endpoint();
     open.emplace(OpenParts{page, std::move(own_listener), own, secret, slots});
   }
@@ -538,12 +562,13 @@ Newcomer join_processes(std::string_view address, int slot, Listener&& listener,
   const Endpoint own = own_listener.endpoint();
   const Sponsored sponsored = find_sponsor(JoinAddress::parse(address), slot, own, deadline_ns, poll);
   const JoinWelcome& welcome = sponsored.welcome;
-  auto life = std::make_unique<LifeLock>();
   SlotTable slots = sponsored.page->slots();
   // Given back if this fails; destroyed last, when nothing of this incarnation is left.
   const auto free_claim = [&](SlotTable* table) { table->free(welcome.slot, incarnation_of(own)); };
   std::unique_ptr<SlotTable, decltype(free_claim)> claim(&slots, free_claim);
+  slots.show(welcome.slot, SlotCell{});  // what the one before has shown is over
   std::vector<Connection> connections(static_cast<size_t>(welcome.num_slots));
+  auto life = std::make_unique<LifeLock>();  // says goodbye before the connections end
   Membership::Welcome members{{}, welcome.epoch, welcome.era};
   members.incarnations.assign(welcome.incarnations.begin(), welcome.incarnations.begin() + welcome.num_slots);
   std::vector<uint64_t> incarnations(static_cast<size_t>(welcome.num_slots));

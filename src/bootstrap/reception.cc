@@ -17,14 +17,18 @@ namespace {
 
 constexpr size_t kMostCallers = 64;
 constexpr uint64_t kPauseNs = 100'000'000;
-constexpr uint64_t kCallerNs = 10'000'000'000;  // for what a caller has to say
 
-void send_with_fd(int socket, std::span<const std::byte> payload, int fd) {
+std::vector<OwnedFd> copy_of(int fd) {
   std::vector<OwnedFd> fds;
   fds.push_back(OwnedFd::duplicate(fd));
+  return fds;
+}
+
+// A fresh socket has room.
+SendResult send_hello(int socket, std::span<const std::byte> payload, const std::vector<OwnedFd>& fds) noexcept {
   PacketHeader header = small_header(PacketType::kHello, payload.size());
   header.num_fds = 1;
-  send_packet(socket, header, payload, fds);  // a fresh socket has room; the end of the other one is noticed
+  return send_packet(socket, header, payload, fds);
 }
 
 }  // namespace
@@ -38,13 +42,16 @@ ProcessBehind process_behind(int socket) {
 
 OwnedFd open_process(int pid) { return OwnedFd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0))); }
 
+bool is_over(const Endpoint& endpoint) {
+  if (process_start_time(endpoint.pid) != endpoint.start_time) return true;
+  const OwnedFd socket = make_socket();
+  const SocketAddress address({endpoint.name.data(), endpoint.name_bytes});
+  return ::connect(socket.get(), address.get(), address.bytes()) != 0 && errno == ECONNREFUSED;
+}
+
 void Reception::add_waited(std::vector<pollfd>& waited) const {
   waited.push_back({now_ns() < pause_ns_ ? -1 : group_.door(), POLLIN, 0});
   for (const Visitor& caller : callers_) waited.push_back({caller.hello ? -1 : caller.socket.get(), POLLIN, 0});
-}
-
-bool Reception::is_waiting() const noexcept {
-  return std::any_of(callers_.begin(), callers_.end(), [](const Visitor& each) { return !each.is_sponsored; });
 }
 
 void Reception::step() {
@@ -56,8 +63,8 @@ void Reception::step() {
     try {
       stays = hear(caller);
     } catch (const Error& error) {
-      if (caller.is_sponsored && !caller.is_welcomed) group_.slots().free(caller.slot, caller.incarnation);
-      send_small(caller.socket.get(), PacketType::kRefusal, pack_denial(error));
+      // Without its socket: it was about to be connected; cut off, it calls again.
+      if (caller.socket.valid()) send_small(caller.socket.get(), PacketType::kRefusal, pack_denial(error));
       log_line(kLogInfo, "rank " + std::to_string(rank_) + " turned a newcomer away: " + error.text);
     }
     if (stays) callers_.push_back(std::move(caller));
@@ -78,21 +85,18 @@ void Reception::accept_callers() {
 }
 
 bool Reception::hear(Visitor& caller) {
-  if (caller.hello) return !take(caller);
-  switch (reader_.receive(caller.socket.get())) {
-    case ReceiveResult::kNothing: return caller.is_sponsored || now_ns() - caller.since_ns < kCallerNs;
-    case ReceiveResult::kPacket: break;
-    default: {
-      return false;  // who gives up frees its slot itself, and members free that of a process that has ended
+  const bool is_late = now_ns() - caller.since_ns >= host_.caller_ns;  // cut off, a newcomer calls again
+  if (!caller.hello) {
+    const ReceiveResult result = reader_.receive(caller.socket.get());
+    if (result == ReceiveResult::kNothing) return !is_late;
+    if (result != ReceiveResult::kPacket) return false;
+    if (is_join_request(reader_.header, reader_.payload)) {
+      sponsor(caller);
+      return false;  // what else it has to say it says to every rank
     }
+    greet(caller);
   }
-  if (caller.is_sponsored) return true;  // it has nothing to say here any more
-  if (is_join_request(reader_.header, reader_.payload)) {
-    sponsor(caller);
-    return true;
-  }
-  greet(caller);
-  return !take(caller);
+  return !take(caller) && !is_late;
 }
 
 // Both at once: the kernel tells who has connected, and the endpoint which life of that process it is.
@@ -119,30 +123,34 @@ void Reception::sponsor(Visitor& caller) {
   welcome.era = members.era;
   welcome.secret = group_.secret();
   std::copy_n(members.incarnations.begin(), welcome.num_slots, welcome.incarnations.begin());
-  caller.slot = welcome.slot = choose_slot(request.slot, members, request.endpoint);
-  caller.incarnation = incarnation_of(request.endpoint);
-  caller.is_sponsored = true;
-  send_with_fd(caller.socket.get(), payload_of(welcome), group_.page_fd());
-  caller.is_welcomed = true;
+  const std::vector<OwnedFd> page = copy_of(group_.page_fd());
+  welcome.slot = choose_slot(request.slot, members, request.endpoint);
+  // Who has its welcome gives its slot back itself, or ends: only here it is still this rank's to do.
+  const bool is_told = send_hello(caller.socket.get(), payload_of(welcome), page) == SendResult::kSent;
+  if (!is_told) group_.slots().free(welcome.slot, incarnation_of(request.endpoint));
 }
 
-int Reception::choose_slot(int wanted, const Membership::Welcome& welcome, const Endpoint& endpoint) {
+int Reception::choose_slot(int wanted, const Membership::Welcome& members, const Endpoint& endpoint) {
   SlotTable& slots = group_.slots();
   const int num_slots = slots.num_slots();
   if (wanted < -1 || wanted >= num_slots) {
     throw_invalid_argument("slot is " + std::to_string(wanted) + "; allowed are 0 to " + std::to_string(num_slots - 1) +
                            ", or None for any that is free");
   }
+  const uint64_t incarnation = incarnation_of(endpoint);
   for (int slot = 0; slot < num_slots; ++slot) {
+    if (slots.claimed(slot) == incarnation && slots.claim(slot, endpoint, rank_))
+      return slot;  // a sponsor ended meanwhile
     const std::optional<Endpoint> owner = slots.endpoint(slot);
-    if (owner && incarnation_of(*owner) == incarnation_of(endpoint)) return slot;  // a sponsor has ended meanwhile
-    if (owner && owner->pid == endpoint.pid && owner->start_time == endpoint.start_time) {
+    if (!owner || owner->pid != endpoint.pid || owner->start_time != endpoint.start_time) continue;
+    if (members.incarnations[static_cast<size_t>(slot)] != 0 || !is_over(*owner)) {
       throw_invalid_state("this process is rank " + std::to_string(slot) + " of the group already");
     }
+    slots.free(slot, incarnation_of(*owner));  // of an attempt that it has given up
   }
   for (int slot = 0; slot < num_slots; ++slot) {
     if (wanted >= 0 && slot != wanted) continue;
-    if (welcome.incarnations[static_cast<size_t>(slot)] == 0 && slots.claim(slot, endpoint)) return slot;
+    if (members.incarnations[static_cast<size_t>(slot)] == 0 && slots.claim(slot, endpoint, rank_)) return slot;
   }
   if (wanted >= 0) throw_invalid_argument("slot is " + std::to_string(wanted) + ", which another process has");
   throw Error(
@@ -173,7 +181,9 @@ void Reception::greet(Visitor& caller) {
   if (group_.slots().claimed(source) != incarnation) {
     throw Error(ErrorCode::kEvicted, "slot " + std::to_string(source) + " belongs to another process by now", "join");
   }
-  if (group_.has_peer(source, incarnation)) throw_invalid_state("this newcomer is connected already");
+  const std::vector<int> connected = group_.peers();
+  const bool is_connected = std::find(connected.begin(), connected.end(), source) != connected.end();
+  if (is_connected && group_.has_peer(source, incarnation)) throw_invalid_state("this newcomer is connected already");
   caller.hello = hello;
   caller.life = std::move(reader_.fds.front());
   caller.slot = source;
@@ -192,10 +202,13 @@ bool Reception::take(Visitor& caller) {
   std::vector<Endpoint> endpoints(static_cast<size_t>(group_.slots().num_slots()));
   endpoints[static_cast<size_t>(caller.slot)] = caller.hello->endpoint;
   endpoints[static_cast<size_t>(rank_)] = group_.endpoint();
-  send_with_fd(caller.socket.get(), payload_of(make_hello(rank_, caller.slot, endpoints, group_.secret())),
-               group_.life_fd());
+  const Hello hello = make_hello(rank_, caller.slot, endpoints, group_.secret());
+  const std::vector<OwnedFd> life = copy_of(group_.life_fd());
+  const int socket = caller.socket.get();
   connection.wire = std::move(caller.socket);
-  host_.admit(caller.slot, caller.incarnation, std::move(connection));
+  // Who has heard the hello counts on being watched.
+  const auto answer = [&] { send_hello(socket, payload_of(hello), life); };
+  host_.admit(caller.slot, caller.incarnation, std::move(connection), answer);
   return true;
 }
 

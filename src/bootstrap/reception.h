@@ -22,13 +22,15 @@ class Reception {
     std::function<Membership::Welcome()> welcome;  // throws Error where this rank can't sponsor
     // Whether the last owner of the slot has been let go of, so that a new one may be connected.
     std::function<bool(int slot)> has_room;
-    std::function<void(int slot, uint64_t incarnation, Connection&&)> admit;
+    // `answer` is called when nothing can fail any more, before anything else is sent to the newcomer.
+    std::function<void(int slot, uint64_t incarnation, Connection&&, const OpenGroup::Answer& answer)> admit;
+    uint64_t caller_ns = 10'000'000'000;  // for what a caller has to say, and for its slot to become free
   };
   Reception(OpenGroup& group, const GroupId& id, int rank, Host host)
       : group_(group), id_(id), rank_(rank), host_(std::move(host)) {}
 
   void add_waited(std::vector<pollfd>& waited) const;
-  bool is_waiting() const noexcept;  // for something that no descriptor tells
+  bool is_waiting() const noexcept { return !callers_.empty(); }  // for something that no descriptor tells
   bool has_room(int slot) const { return host_.has_room(slot); }
   void step();  // never waits
   void close() noexcept { callers_.clear(); }
@@ -37,10 +39,8 @@ class Reception {
   struct Visitor {
     OwnedFd socket;
     uint64_t since_ns = 0;
-    int slot = -1;             // sponsored, or greeted
-    uint64_t incarnation = 0;  // likewise
-    bool is_sponsored = false;
-    bool is_welcomed = false;
+    int slot = -1;                 // of one that has said hello
+    uint64_t incarnation = 0;      // likewise
     std::optional<Hello> hello{};  // it waits for its slot
     OwnedFd life{};
   };
@@ -49,7 +49,7 @@ class Reception {
   bool hear(Visitor& caller);                                     // false: done with it
   void sponsor(Visitor& caller);                                  // throws what the newcomer is to raise
   void check_caller(int socket, const Endpoint& endpoint) const;  // likewise
-  int choose_slot(int wanted, const Membership::Welcome& welcome, const Endpoint& endpoint);
+  int choose_slot(int wanted, const Membership::Welcome& members, const Endpoint& endpoint);
   void greet(Visitor& caller);
   bool take(Visitor& caller);  // false: it has to wait
 
@@ -69,5 +69,8 @@ struct ProcessBehind {
 };
 ProcessBehind process_behind(int socket);
 OwnedFd open_process(int pid);  // invalid where the kernel gives none
+// Whether the incarnation is over: its process has ended, or its door is closed, which is open from before it claims a slot until it
+// has given up or closed its communicator.
+bool is_over(const Endpoint& endpoint);
 
 }  // namespace weft

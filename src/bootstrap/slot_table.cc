@@ -35,10 +35,35 @@ Plain load_words(const Plain* place) noexcept {
 
 }  // namespace
 
-struct alignas(64) SlotTable::Place {
-  std::atomic<uint64_t> claim;      // incarnation
-  std::atomic<uint64_t> described;  // incarnation whose endpoint stands here
+namespace {
+
+// Whoever reads it looks at the incarnation before and after: of one incarnation the words are always the same.
+struct Described {
+  std::atomic<uint64_t> incarnation;
   Endpoint endpoint;
+
+  void write(uint64_t of, const Endpoint& from) noexcept {
+    if (incarnation.load(std::memory_order_relaxed) == of) return;
+    incarnation.store(0, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_release);
+    store_words(&endpoint, from);
+    incarnation.store(of, std::memory_order_release);
+  }
+  std::optional<Endpoint> read(uint64_t of) const noexcept {
+    if (incarnation.load(std::memory_order_acquire) != of) return std::nullopt;
+    const Endpoint found = load_words(&endpoint);
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (incarnation.load(std::memory_order_relaxed) != of || incarnation_of(found) != of) return std::nullopt;
+    return found;
+  }
+};
+
+}  // namespace
+
+struct alignas(64) SlotTable::Place {
+  std::atomic<uint64_t> claim;                // incarnation
+  Described owner;                            // who has claimed it
+  alignas(64) Described newcomer;             // for whom the owner claims a slot: known before the claim is
   alignas(64) std::atomic<uint64_t> version;  // of the cell; odd: it is being written
   SlotCell cell;
 };
@@ -57,17 +82,18 @@ SlotTable::Place* SlotTable::place(int slot) const noexcept { return reinterpret
 
 uint64_t SlotTable::claimed(int slot) const noexcept { return place(slot)->claim.load(std::memory_order_seq_cst); }
 
-bool SlotTable::claim(int slot, const Endpoint& endpoint) noexcept {
+bool SlotTable::claim(int slot, const Endpoint& endpoint, int sponsor) noexcept {
   Place* here = place(slot);
   const uint64_t incarnation = incarnation_of(endpoint);
-  uint64_t nobody = 0;
-  // Of two newcomers at least one sees the other: each claims first and looks afterwards.
-  if (!here->claim.compare_exchange_strong(nobody, incarnation, std::memory_order_seq_cst)) return false;
   Endpoint shown = endpoint;
   shown.key = {};
-  show(slot, SlotCell{});  // what the one before has shown is over
-  store_words(&here->endpoint, shown);
-  here->described.store(incarnation, std::memory_order_release);
+  place(sponsor)->newcomer.write(incarnation,
+                                 shown);  // a sponsor that ends behind the claim leaves none that is nobody's
+  uint64_t found = 0;
+  // Of two newcomers at least one sees the other: each claims first and looks afterwards.
+  const bool is_new = here->claim.compare_exchange_strong(found, incarnation, std::memory_order_seq_cst);
+  if (!is_new && found != incarnation) return false;
+  here->owner.write(incarnation, shown);
   return true;
 }
 
@@ -79,11 +105,12 @@ void SlotTable::free(int slot, uint64_t incarnation) noexcept {
 std::optional<Endpoint> SlotTable::endpoint(int slot) const noexcept {
   Place* here = place(slot);
   const uint64_t incarnation = claimed(slot);
-  if (incarnation == 0 || here->described.load(std::memory_order_acquire) != incarnation) return std::nullopt;
-  const Endpoint found = load_words(&here->endpoint);
-  std::atomic_thread_fence(std::memory_order_acquire);
-  if (claimed(slot) != incarnation || incarnation_of(found) != incarnation) return std::nullopt;
-  return found;
+  if (incarnation == 0) return std::nullopt;
+  std::optional<Endpoint> found = here->owner.read(incarnation);
+  for (int sponsor = 0; !found && sponsor < num_slots_; ++sponsor) {
+    found = place(sponsor)->newcomer.read(incarnation);
+  }
+  return claimed(slot) == incarnation ? found : std::nullopt;
 }
 
 void SlotTable::show(int slot, const SlotCell& cell) noexcept {

@@ -35,10 +35,11 @@ class SlotTable {
   int num_slots() const noexcept { return num_slots_; }
 
   uint64_t claimed(int slot) const noexcept;  // incarnation; 0: free
-  // A free slot for the incarnation of `endpoint`. False: another one has it.
-  bool claim(int slot, const Endpoint& endpoint) noexcept;
+  // A free slot for the incarnation of `endpoint`, by the rank in slot `sponsor`, one thread of it at a time. True also if that
+  // incarnation has the slot already: a sponsor before may have ended in the middle. False: another one has it.
+  bool claim(int slot, const Endpoint& endpoint, int sponsor) noexcept;
   void free(int slot, uint64_t incarnation) noexcept;  // nothing if another one has it by now
-  // Of the incarnation that has the slot, its key left out; none: it is free, or being claimed.
+  // Of the incarnation that has the slot, its key left out; none: it is free.
   std::optional<Endpoint> endpoint(int slot) const noexcept;
 
   void show(int slot, const SlotCell& cell) noexcept;  // by one thread at a time

@@ -269,10 +269,10 @@ DoneChange Communicator::carry_out(const Action& action) {
     if (!has_left_) refusals_.clear();
     early = std::exchange(early_, {});
   }
+  e.forget_newcomers(action.ranks.ranks());  // of changes that this rank had no part in, too
   {
     const std::lock_guard lock(e.mutex);
     e.outcome.reset();
-    for (const int slot : added.ranks()) e.newcomers_.erase(slot);
   }
   MemberWindow::Step step{
       action.epoch, added, removed, was_solo, action.ranks - added, RankSet::of(plane_->dead_ranks())};
@@ -284,7 +284,12 @@ DoneChange Communicator::carry_out(const Action& action) {
     e.is_solo = false;
   }
   if (!late.empty()) step.members = {};
-  change_windows(step);
+  std::optional<Error> refusal;  // of a new rank that does not know where to begin
+  try {
+    change_windows(step);
+  } catch (const Error& error) {
+    refusal = error;
+  }
   for (const int rank : step.removed.ranks()) e.group.drop_member(rank);
   {
     const std::lock_guard lock(membership_mutex_);
@@ -304,13 +309,10 @@ DoneChange Communicator::carry_out(const Action& action) {
     broken.peers = late;
     adopt(broken);  // not told to anybody: the others know better
   }
-  for (const int dead : plane_->dead_ranks()) {  // lost before it belonged here
-    AbortReason lost;
-    lost.code = AbortCode::kPeerLost;
-    lost.rank = dead;
-    lost.reporter = rank_;
-    lost.is_ours = 1;
-    if (is_active(dead)) adopt(lost);
+  adopt_lost();
+  if (refusal) {
+    abort(refusal->text);  // the others count on this rank
+    throw Error(*refusal);
   }
   return done;
 }

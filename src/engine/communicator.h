@@ -57,7 +57,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   int rank() const { return rank_; }
   int num_ranks() const { return num_ranks_; }
-  // Signals in the windows carry the low 16 bits: every epoch has fresh pages, so an old word with the same is on none (R23).
+  // Signals in the windows carry the low 16 bits: pages are renewed at the latest kMostEpochsOfEra epochs after they were made,
+  // so an old word with the same is on none (R23).
   u32 epoch() const { return epoch_; }
   const std::vector<int>& active_ranks() const { return active_; }
   bool is_local() const { return plane_->is_local(); }            // ranks are threads of one process
@@ -68,6 +69,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   GroupId group() const { return plane_->ledger().group(); }
   u64 incarnation(int rank) const;  // of whoever has that slot; 0: nobody
   std::vector<Detection> detections() const { return plane_->detections(); }
+  bool has_ended(int rank) const { return plane_->has_ended(rank); }
 
   // Collective among the active ranks, in the same order: every rank's bytes (and descriptors), by rank. `tag`: a kind, one of
   // the bits 57 to 61, and a number below 2^kTagNumberBits; what lies between is the epoch's.
@@ -158,6 +160,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void add_window(MemberWindow* window);
   void remove_window(MemberWindow* window);
   void note_changed_window();  // what newcomers have mapped of it is not all of it any more
+  // From true to false nobody is prepared for. Error kInvalidState with true: this rank has given its word for a change.
+  void hold_newcomers(bool holds);
   u64 next_window_id() { return next_window_id_++; }
 
   // Ends an operation for everyone: the first reason is kept, published and thrown as a typed error (R9). Epoch and members
@@ -192,7 +196,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   DoneChange follow_recovery(const Poll& poll);
   void change_windows(const MemberWindow::Step& step);
   void unprepare_all(bool is_for_new_window);
-  void admit(int slot, u64 incarnation, Connection&& connection);
+  void admit(int slot, u64 incarnation, Connection&& connection, const std::function<void()>& answer);
   Parcel inquire(int slot, Errand errand, std::vector<std::byte> bytes, std::vector<OwnedFd> fds, const Wait& wait);
   void serve(int slot, u64 tag, Parcel&& parcel);
   std::vector<std::byte> serve_ready(int slot, const Parcel& parcel);
@@ -204,12 +208,15 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void call_strangers();
   void unmap(int slot);
   bool has_all_of(int slot) const;
+  bool has_some_of(int slot) const;
+  bool ask_whether_all_is_made(const Wait& wait);
   RankSet not_installed(const MembershipRecord& record);
   bool may_begin(const MembershipRecord& record);
   bool is_outside() const;  // solo, or it has left: what happens here is nobody else's business
 
-  void on_abort(const AbortReason& reason);      // monitor thread
-  void adopt(const AbortReason& reason);         // the first reason of this epoch wins; sets every window's abort word
+  void on_abort(const AbortReason& reason);  // monitor thread
+  void adopt(const AbortReason& reason);     // the first reason of this epoch wins; sets every window's abort word
+  void adopt_lost();
   void adopt_locked(const AbortReason& reason);  // mutex_ is held
   struct Agreement {
     u64 next_window_id;

@@ -26,6 +26,7 @@ constexpr int kSlowTurnMs = 200;                // when nothing is heard: what n
 constexpr int kFastTurnMs = 5;                  // while somebody waits for that
 constexpr u64 kStrangerNs = 500'000'000;        // so long the other one has to call
 constexpr u64 kCallStrangerNs = 1'000'000'000;  // and to take a call
+constexpr u64 kUnknownNs = 500'000'000;         // between two looks whether one that never came here is over
 
 }  // namespace
 
@@ -59,8 +60,8 @@ Elastic::Elastic(Communicator& self, OpenGroup& open_group)
     const bool is_connected = std::find(connected.begin(), connected.end(), slot) != connected.end();
     return !is_member && (has_ended || !is_connected);
   };
-  host.admit = [this](int slot, u64 incarnation, Connection&& connection) {
-    comm.admit(slot, incarnation, std::move(connection));
+  host.admit = [this](int slot, u64 incarnation, Connection&& connection, const OpenGroup::Answer& answer) {
+    comm.admit(slot, incarnation, std::move(connection), answer);
   };
   reception = std::make_unique<Reception>(group, comm.plane_->ledger().group(), comm.rank_, std::move(host));
 }
@@ -160,9 +161,10 @@ void Communicator::turn_member() {
     const std::lock_guard lock(e.mutex);
     letters.swap(e.inbox);
   }
+  const RankSet dead = RankSet::of(plane_->dead_ranks());  // what they still offered is not to be mapped
   for (Elastic::Letter& letter : letters) {
     const auto& [slot, incarnation] = letter.sender;
-    if (e.group.has_peer(slot, incarnation)) serve(slot, letter.tag, std::move(letter.parcel));
+    if (!dead.contains(slot) && e.group.has_peer(slot, incarnation)) serve(slot, letter.tag, std::move(letter.parcel));
   }
   note_gone();
   read_cells();
@@ -175,17 +177,14 @@ void Communicator::turn_member() {
   e.changed.notify_all();
 }
 
-void Communicator::admit(int slot, u64 incarnation, Connection&& connection) {
+// A newcomer before it is a peer: whoever enters an epoch meanwhile keeps it.
+void Communicator::admit(int slot, u64 incarnation, Connection&& connection, const OpenGroup::Answer& answer) {
   Elastic& e = *elastic_;
   Event unprepared;  // the last owner's end may not have been told to the machine
   unprepared.kind = Event::Kind::kPrepared;
   unprepared.rank = slot;
   ask(unprepared, Wait{0, {}});
   unmap(slot);
-  {
-    const std::lock_guard driver_lock(driver_mutex_);  // nobody tells the machine of the last owner's end any more
-    e.group.add_peer(slot, incarnation, std::move(connection));
-  }
   bool is_member = false;
   {
     const std::lock_guard lock(membership_mutex_);
@@ -194,6 +193,16 @@ void Communicator::admit(int slot, u64 incarnation, Connection&& connection) {
   {
     const std::lock_guard lock(e.mutex);
     if (!is_member) e.newcomers_.insert(slot);
+  }
+  try {
+    const std::lock_guard driver_lock(driver_mutex_);  // nobody tells the machine of the last owner's end any more
+    e.group.add_peer(slot, incarnation, std::move(connection), answer);
+  } catch (...) {
+    e.forget_newcomers({slot});
+    throw;
+  }
+  {
+    const std::lock_guard lock(e.mutex);
     e.seen.erase(slot);
     e.strangers.erase(slot);
     if (e.is_solo) e.needs_refresh = true;  // two that may be taken in together have to be prepared for each other
@@ -227,28 +236,30 @@ void Communicator::read_cells() {
   }
 }
 
-// Of ranks that are proven gone and belong to nothing any more.
+// Of ranks that are gone and belong to nothing any more: their memory, and the slots of those that are proven gone.
 void Communicator::free_claims() {
   Elastic& e = *elastic_;
-  const std::vector<int> connected = e.group.peers();
   RankSet kept;
   {
     const std::lock_guard lock(membership_mutex_);
     kept = membership_.active() | membership_.newest_set();
   }
-  std::vector<int> dead = plane_->dead_ranks();
-  for (const int slot : dead) {
+  for (const int slot : plane_->dead_ranks()) {
     if (kept.contains(slot)) continue;
-    std::unique_lock lock(e.mutex);
-    const bool was_newcomer = e.newcomers_.erase(slot) != 0;
-    lock.unlock();
-    if (was_newcomer) unmap(slot);
+    e.forget_newcomers({slot});
+    if (has_some_of(slot)) unmap(slot);
   }
-  for (int slot = 0; slot < num_ranks_; ++slot) {  // claimed by a process that ended before it came here
+  for (int slot = 0; slot < num_ranks_; ++slot) {  // claimed by one that ended, or gave up, before it came here
     const u64 incarnation = e.group.slots().claimed(slot);
-    if (incarnation == 0 || slot == rank_ || kept.contains(slot) || e.group.has_peer(slot, incarnation)) continue;
+    if (incarnation == 0 || slot == rank_ || kept.contains(slot) || e.group.has_peer(slot, incarnation)) {
+      e.unknown.erase(slot);
+      continue;
+    }
+    const auto [look_ns, is_new] = e.unknown.try_emplace(slot, now_ns() + kUnknownNs);
+    if (now_ns() < look_ns->second) continue;
+    look_ns->second = now_ns() + kUnknownNs;
     const std::optional<Endpoint> endpoint = e.group.slots().endpoint(slot);
-    if (endpoint && process_start_time(endpoint->pid) != endpoint->start_time) e.group.slots().free(slot, incarnation);
+    if (endpoint && is_over(*endpoint)) e.group.slots().free(slot, incarnation);
   }
   for (const int slot : plane_->ended_ranks()) {
     if (kept.contains(slot)) continue;
@@ -282,8 +293,7 @@ void Communicator::call_strangers() {
     const CallingRank self{rank_, e.group.endpoint(), e.group.secret(), e.group.life_fd()};
     std::optional<Connection> connection =
         call_rank(self, slot, slots.num_slots(), *endpoint, now_ns() + kCallStrangerNs, {});
-    if (connection) admit(slot, incarnation, std::move(*connection));
-    if (!connection && process_start_time(endpoint->pid) != endpoint->start_time) slots.free(slot, incarnation);
+    if (connection) admit(slot, incarnation, std::move(*connection), {});
   }
 }
 

@@ -81,6 +81,10 @@ struct Elastic {
   bool needs_refresh = false;  // a newcomer's windows have to be shared anew
   bool is_ready = false;
 
+  std::mutex prepare_mutex;  // before driver_mutex_; of
+  bool is_holding = false;   // nobody is prepared for: a window changes
+
+  std::mutex wish_mutex;  // before driver_mutex_: from one look at the wish to what is done about it
   struct Wish {
     ChangeWish change;  // that the machine is to decide; one of several, if not `together`
     RankSet coming, going;
@@ -95,6 +99,7 @@ struct Elastic {
 
   // Of the thread alone.
   std::map<int, u64> strangers;  // by slot: since when it is claimed by somebody whom this rank is not connected to
+  std::map<int, u64> unknown;    // likewise: when to look whether that one is over
 
   // Shown in the cell; membership_mutex_.
   u32 installed = 0;

@@ -16,6 +16,7 @@ using Event = MembershipEvent;
 
 constexpr u64 kOtherNewcomerNs = 1'000'000'000;  // for an answer of a rank that is no member
 constexpr u64 kWaitSliceNs = 50'000'000;
+constexpr u64 kAgainNs = 2'000'000;  // before all is offered again
 
 struct AnswerHead {
   u64 code;  // 0: what was asked for follows, else the text of the error
@@ -150,6 +151,8 @@ std::vector<std::byte> Communicator::serve_ready(int slot, const Parcel& parcel)
       if (!has_it || !window->has_taken_in(slot)) missing.push_back(window->id());
     }
   }
+  const std::lock_guard turn(elastic_->prepare_mutex);
+  if (elastic_->is_holding && missing.empty()) missing = theirs;  // to be offered again, and asked for
   if (missing.empty()) {
     Event event;
     event.kind = Event::Kind::kPrepared;
@@ -202,16 +205,31 @@ void Communicator::refresh_windows(u64 deadline_ns, const Poll& poll) {
 void Communicator::ready(u64 deadline_ns, const Poll& poll) {
   Elastic& e = elastic("ready");
   if (!e.is_solo) throw_invalid_state("ready: this rank is a member of the group already");
-  std::unique_lock refresh_lock(e.mutex);
-  const bool needs_refresh = std::exchange(e.needs_refresh, false);
-  refresh_lock.unlock();
-  try {
-    if (needs_refresh) refresh_windows(deadline_ns, poll);
-  } catch (...) {
-    const std::lock_guard lock(e.mutex);
+  for (;;) {  // check: allow spin-loop: each turn asks every rank, and ends at the deadline
+    std::unique_lock refresh_lock(e.mutex);
+    const bool needs_refresh = std::exchange(e.needs_refresh, false);
+    refresh_lock.unlock();
+    try {
+      if (needs_refresh) refresh_windows(deadline_ns, poll);
+      if (ask_whether_all_is_made({deadline_ns, poll})) break;
+    } catch (...) {
+      const std::lock_guard lock(e.mutex);
+      e.needs_refresh |= needs_refresh;
+      throw;
+    }
+    if (now_ns() >= deadline_ns)
+      throw_peer_timeout("ready", 0, {}, "the windows of the members changed until the deadline");
+    std::unique_lock lock(e.mutex);
     e.needs_refresh = true;
-    throw;
+    e.changed.wait_for(lock, std::chrono::nanoseconds(kAgainNs));
   }
+  const std::lock_guard lock(e.mutex);
+  e.is_ready = true;
+}
+
+// False: a member has not mapped this rank's part of a window that both have, or not the memory that it has now.
+bool Communicator::ask_whether_all_is_made(const Wait& wait) {
+  Elastic& e = *elastic_;
   std::vector<u64> ids;
   RankSet members;
   {
@@ -225,10 +243,12 @@ void Communicator::ready(u64 deadline_ns, const Poll& poll) {
   std::map<u64, size_t> missing;  // by window: how many members have it
   size_t num_members = 0;
   for (const int peer : e.group.peers()) {
+    const bool is_member = members.contains(peer);
+    const u64 until_ns = is_member ? wait.deadline_ns : std::min(wait.deadline_ns, now_ns() + kOtherNewcomerNs);
     try {
-      const Parcel answer = inquire(peer, Errand::kReady, bytes_of(ids), {}, {deadline_ns, poll});
+      const Parcel answer = inquire(peer, Errand::kReady, bytes_of(ids), {}, {until_ns, wait.poll});
       const std::vector<u64> lacks = numbers_of(answer.bytes);
-      if (members.contains(peer)) {
+      if (is_member) {
         ++num_members;
         for (const u64 id : lacks) ++missing[id];
         continue;
@@ -240,20 +260,29 @@ void Communicator::ready(u64 deadline_ns, const Poll& poll) {
         event.incarnation = e.group.slots().claimed(peer);
         ask(event, Wait{0, {}});
       }
-    } catch (const Error& error) {
-      if (error.code != ErrorCode::kPeerLost) throw;
+    } catch (const Error& error) {  // another newcomer, which may be stopped, holds up nobody
+      if (is_member && error.code != ErrorCode::kPeerLost) throw;
     }
   }
+  bool is_all = true;
   std::string text;
-  for (const auto& [id, count] : missing) {  // what a member has closed is of no use to anybody
-    if (count == num_members) text += (text.empty() ? "" : ", ") + std::to_string(id);
+  for (const auto& [id, count] : missing) {
+    const bool is_here = std::find(ids.begin(), ids.end(), id) != ids.end();
+    if (is_here) is_all = false;
+    // What a member has closed is of no use to anybody.
+    if (!is_here && count == num_members) text += (text.empty() ? "" : ", ") + std::to_string(id);
   }
   if (!text.empty()) {
     throw_invalid_state("ready: the group has windows that this rank has not: " + text +
                         "; make the objects that the members have, and call ready() again");
   }
-  const std::lock_guard lock(e.mutex);
-  e.is_ready = true;
+  return is_all;
+}
+
+bool Communicator::has_some_of(int slot) const {
+  const std::lock_guard lock(mutex_);
+  return std::any_of(windows_.begin(), windows_.end(),
+                     [&](const MemberWindow* window) { return window->has_taken_in(slot); });
 }
 
 // Whether this rank has mapped the windows of another one.
@@ -296,6 +325,24 @@ void Communicator::unprepare_all(bool is_for_new_window) {
     event.rank = slot;
     ask(event, Wait{0, {}});
     e.group.send(slot, tag_of(Errand::kUnready, 0), bytes_of({is_for_new_window ? u64{1} : u64{0}}), {});
+  }
+}
+
+// While memory of a window changes: what a newcomer has mapped before must not be acknowledged.
+void Communicator::hold_newcomers(bool holds) {
+  if (!elastic_) return;
+  Elastic& e = *elastic_;
+  {
+    const std::lock_guard turn(e.prepare_mutex);
+    e.is_holding = holds;
+    if (holds) unprepare_all(false);
+  }
+  if (!holds) return;
+  look();
+  const std::lock_guard lock(membership_mutex_);
+  if (membership_.is_changing()) {
+    throw_invalid_state("a change of the membership is under way on rank " + std::to_string(rank_) +
+                        "; go on to the boundary where it takes effect, and try again");
   }
 }
 

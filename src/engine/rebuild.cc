@@ -498,7 +498,12 @@ void Communicator::enter_epoch(const std::vector<int>& ranks, u32 epoch) {
   }
   plane_->keep_members(kept);
   for (const auto& [reporter, reason] : early) on_abort(reason);
-  for (int dead : plane_->dead_ranks()) {  // lost while the new epoch was made
+  adopt_lost();
+}
+
+// Who was lost while an epoch was made, or before it belonged here, breaks it at once.
+void Communicator::adopt_lost() {
+  for (const int dead : plane_->dead_ranks()) {
     AbortReason lost;
     lost.code = AbortCode::kPeerLost;
     lost.rank = dead;

@@ -43,6 +43,15 @@ void Communicator::propose(const Wanted& wanted, u64 deadline_ns) {
     throw_invalid_argument("remove: none of the active ranks would be left, of whom new ones learn where to begin");
   }
   {
+    const std::lock_guard lock(membership_mutex_);
+    if (membership_.is_era_over()) {
+      throw_invalid_state(
+          "propose: there were " + std::to_string(kMostEpochsOfEra) +
+          " changes since the memory of the windows was made; call recover() on all ranks, which makes it anew");
+    }
+  }
+  const std::lock_guard turn(e.wish_mutex);
+  {
     const std::lock_guard lock(e.mutex);
     if (e.wish.is_open) throw_invalid_state("propose: a change of this rank is not decided yet; wait for its ticket");
     e.wish = {};
@@ -58,7 +67,7 @@ void Communicator::propose(const Wanted& wanted, u64 deadline_ns) {
     e.wish.is_open = true;
   }
   Event event = event_of(Event::Kind::kPropose);
-  event.change = e.wish.change;
+  event.change = e.wish.change;  // nobody else writes it meanwhile
   if (e.wish.together) ask(event, Wait{0, {}});
   e.wake();
 }
@@ -101,6 +110,7 @@ void Communicator::take_back_wish() {
 
 WantedChange Communicator::withdraw_change() {
   Elastic& e = elastic("withdraw");
+  const std::lock_guard turn(e.wish_mutex);
   {
     const std::lock_guard lock(e.mutex);
     if (!e.wish.is_open) return e.wish.told;
@@ -113,6 +123,7 @@ WantedChange Communicator::withdraw_change() {
 // A change that was withdrawn is wanted again with twice the margin, until its deadline.
 void Communicator::renew_wish() {
   Elastic& e = *elastic_;
+  const std::lock_guard turn(e.wish_mutex);  // the wish below is one and the same
   bool is_lost = false, has_proposed = false, is_taken_back = false, together = true;
   RankSet now, lacking, coming, going;
   {
@@ -142,7 +153,11 @@ void Communicator::renew_wish() {
     return end(WantedChange::State::kCommitted, next_epoch_.load(std::memory_order_relaxed) - 1, {});
   }
   if (is_lost) return end(WantedChange::State::kWithdrawn, 0, "this rank is no member of the group any more");
-  if (now_ns() >= e.wish.deadline_ns && !has_proposed) {
+  if (now_ns() >= e.wish.deadline_ns && has_proposed) {
+    ask(event_of(Event::Kind::kTakeBack), Wait{0, {}});  // the answer says what has become of it
+    return e.wake();
+  }
+  if (now_ns() >= e.wish.deadline_ns) {
     const RankSet taken = together ? RankSet() : coming & now;
     return end(WantedChange::State::kWithdrawn, 0,
                (taken.empty() ? "" : ranks_text(taken.ranks()) + " came in; ") +

@@ -321,3 +321,50 @@ def test_a_newcomer_may_wait_in_small_pieces() -> None:
     seen = weft.spawn(_impatient, num_ranks=3, device="cpu")
     assert seen[2][0] > 0
     assert seen[2][1]
+
+
+def _two_tickets(comm: Any) -> None:
+    first = comm.propose(admit=[1], deadline_s=0.01)
+    assert comm._native.await_change(LONG_S)[0] == "withdrawn"  # nobody has looked at the ticket
+    second = comm.propose(admit=[1])
+    assert (first.state, first.reason) == ("withdrawn", "rank 1 was not ready by the deadline")
+    assert second.state == "preparing"
+
+
+def test_a_ticket_tells_of_its_own_change() -> None:
+    """Also when the next one was proposed before anybody looked at it."""
+    weft.spawn(_two_tickets, num_ranks=1, device="cpu", max_ranks=2)
+
+
+class _Interrupting:
+    """The native communicator of a rank that is interrupted behind a change."""
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
+
+    def boundary(self, timeout_s: float, stands_by: bool) -> None:
+        if self.native.boundary(timeout_s, stands_by) is not None:
+            raise KeyboardInterrupt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.native, name)
+
+
+def _interrupted(comm: Any) -> None:
+    ep = make_ep(comm)
+    if comm.rank == 1:
+        run_until(comm, ep, [0])
+        return
+    comm.propose(remove=[1])
+    native, comm._native = comm._native, _Interrupting(comm._native)
+    with pytest.raises(KeyboardInterrupt):
+        run_until(comm, ep, [0])
+    comm._native = native
+    assert comm.active_ranks == (0,)
+    assert comm.membership.active == (0,)
+    checked_step(ep, 1)
+
+
+def test_a_rank_is_interrupted_behind_a_change() -> None:
+    """What was decided is done there, too."""
+    weft.spawn(_interrupted, num_ranks=2, device="cpu", max_ranks=2)

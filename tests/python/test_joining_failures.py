@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import pytest
-from joining_cases import LONG_S, Outer, checked_step, make_ep, number_of, open_group, run_until
+from joining_cases import LONG_S, Outer, checked_step, descriptors, make_ep, mappings, number_of, open_group, run_until
 
 import weft
 
@@ -192,3 +192,49 @@ def test_a_change_that_nobody_joins_for_is_withdrawn() -> None:
     """At the ticket's deadline, with a reason; nothing has happened."""
     first, _ = weft.spawn(_withdrawn, num_ranks=2, device="cpu", max_ranks=3)
     assert first == ("withdrawn", "rank 2 was not ready by the deadline")
+
+
+def _held() -> tuple[set[str], set[str], int]:
+    return mappings(), descriptors(), len(os.listdir("/proc/self/task"))
+
+
+def _fork_newcomer_that_closes(address: str) -> int:
+    """It closes when it is ready, and lives on."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        comm = weft.Communicator.join(address, device="cpu", placement="off")
+        make_ep(comm)
+        comm.ready()
+        comm.close()
+        signal.pause()
+    finally:
+        os._exit(1)
+
+
+def _gone_newcomer(comm: Any, how: str) -> None:
+    ep = make_ep(comm)
+    checked_step(ep, number_of(comm))
+    comm.meet(LONG_S)
+    before = _held()
+    comm.meet(LONG_S)
+    if comm.rank == 0:
+        child = _fork_newcomer(comm.address, "ready") if how == "killed" else _fork_newcomer_that_closes(comm.address)
+    ends = time.monotonic() + LONG_S
+    while _held() == before and time.monotonic() < ends:  # until it is seen
+        time.sleep(0.0005)
+    while _held() != before and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert _held() == before
+    comm.meet(LONG_S)
+    checked_step(ep, number_of(comm))
+    if comm.rank == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("how", ["killed", "closed"])
+def test_a_newcomer_that_is_gone_leaves_nothing(how: str) -> None:
+    """Neither memory, nor descriptors, nor threads at those that it had come to."""
+    weft.spawn(_gone_newcomer, num_ranks=2, args=(how,), device="cpu", max_ranks=3)

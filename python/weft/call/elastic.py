@@ -81,7 +81,8 @@ class Elastic(Shared):
         Raises:
             InvalidArgument: no int (on this rank); on every rank: less than a rank has, more than max_heap_bytes, or
                 ranks differ.
-            InvalidState: closed, busy in another thread, forked, or asleep.
+            InvalidState: closed, busy in another thread, forked, or asleep; on every rank: a change of the membership
+                is under way, which the next boundaries carry out.
             Unsupported: the nvlink engine.
             CapacityExceeded: the system refused it on a rank; raised on all. Windows before the one have grown.
             PeerTimeout, PeerLost: a rank did not take part.

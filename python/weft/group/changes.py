@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Changes", "Ticket"]
 
 CHANGE_TIMEOUT_S = 100.0
+_DECIDE_S = 10.0  # behind the deadline of a change, for its withdrawal
 
 
 class Ticket:
@@ -200,7 +201,8 @@ class Changes(Joining):
         Raises:
             InvalidArgument: `admit` or `resume` holds active ranks, or `remove` or `suspend` others; or none of the
                 active ranks would be left; or `together` is no bool.
-            InvalidState: an earlier change of this rank is not decided; or the group was not made with `max_ranks`.
+            InvalidState: an earlier change of this rank is not decided; or the group was not made with `max_ranks`; or
+                there were 2**15 changes on the same memory: `recover` on all ranks makes it anew.
         """
         seconds = positive_seconds("deadline_s", deadline_s)
         count = self._num_ranks
@@ -216,6 +218,8 @@ class Changes(Joining):
             raise InvalidArgument(f"together is {together!r}; allowed are True and False")
         number = _number_of(id)
         with self.alone("propose"):
+            if self._ticket is not None:
+                self._ticket._look()  # what became of it: from now on the native module tells of the next one
             self._native.propose(coming, going, resting, number, seconds, together)
             self._ticket = Ticket(self, number)
         return self._ticket
@@ -240,10 +244,15 @@ class Changes(Joining):
         longest = MAX_SECONDS if self._stands_by and not self.is_member else CHANGE_TIMEOUT_S
         seconds = longest if deadline_s is None else positive_seconds("deadline_s", deadline_s)
         with self.alone("boundary"):
-            done = self._native.boundary(seconds, self._stands_by)
-            if done is None:
-                return None
-            self._begin_epoch()
+            try:
+                done = self._native.boundary(seconds, self._stands_by)
+                if done is None:
+                    return None
+                self._begin_epoch()
+            except BaseException:  # Ctrl-C may come behind the change: what was decided is done
+                if tuple(self._native.active_ranks) != self._active:
+                    self._begin_epoch()
+                raise
             if self._rank in done[3]:
                 self._take_maps(self._active, seconds)
         epoch, number, boundary, added, removed, active, waited_us, installed_us = done
@@ -280,7 +289,7 @@ class Changes(Joining):
         parts = [sorted(each) for each in (admit, remove, suspend, resume)]
         end = time.monotonic() + positive_seconds("deadline_s", deadline_s)
         ticket = self.propose(*parts, id=f"change {self._native.epoch} {parts}", deadline_s=deadline_s)
-        state = ticket.wait(deadline_s)
+        state = ticket.wait(min(deadline_s + _DECIDE_S, MAX_SECONDS))  # withdrawn or not: one of both by then
         if state != "committed":
             raise PeerTimeout(
                 "change", 0, (), f"rank {self._rank}: the change was not decided: {ticket.reason or state}"

@@ -300,7 +300,10 @@ void Window::resize(u64 heap_bytes, u64 deadline_ns, const Poll& poll) {
     }
   };
   OwnedFd piece;
+  const std::unique_ptr<Communicator, void (*)(Communicator*)> held(
+      comm_.get(), [](Communicator* comm) { comm->hold_newcomers(false); });
   try_to([&] {
+    comm_->hold_newcomers(true);
     if (piece_bytes == 0) return;
     piece = SharedMemory::make_piece(piece_bytes);
     append(comm_->rank(), piece, piece_bytes);
