@@ -32,7 +32,6 @@ _MAX_MESSAGE = 32 << 10
 _NAMES_SHOWN = 64
 _CALLER_S = 1.0  # for a caller to say what it wants
 _SLICE_S = 0.02  # between two looks whether the owner lives
-_DEATH_S = 0.5  # for a death to be noticed of one that was never seen sharing
 _SEALS = 0x0001 | 0x0002 | 0x0004 | 0x0008  # F_SEAL_SEAL, _SHRINK, _GROW, _WRITE
 _ADD_SEALS = 1033
 _CLOSE_ON_EXEC = 0x40000000  # MSG_CMSG_CLOEXEC
@@ -48,7 +47,6 @@ class Sharing(Windows):
         super().__init__()
         self._shelf: _Shelf | None = None
         self._shelf_lock = threading.RLock()  # a signal handler may close the communicator inside of share()
-        self._seen_sharing: set[str] = set()  # doors that were open
 
     def gather(self, data: bytes, *, deadline_s: float = 100.0) -> dict[int, bytes]:
         """What every active rank gives, by rank; lengths may differ. Collective among the active ranks, as a
@@ -180,7 +178,8 @@ class Sharing(Windows):
                         break
                     self._raise_if_gone(rank, deadline)
             except ConnectionRefusedError:
-                self._wait_for_death(rank, deadline)
+                if self._native.has_ended(rank):  # that shows before its door is shut
+                    raise PeerLost((rank,), f"fetch: rank {rank} has died or closed its communicator") from None
                 return _listing([]), -1
             except OSError:
                 return b"", -1
@@ -194,7 +193,6 @@ class Sharing(Windows):
         while True:
             try:
                 call.connect(self._address_of(rank))
-                self._seen_sharing.add(self._address_of(rank))
                 return
             except BlockingIOError:
                 self._raise_if_gone(rank, deadline)
@@ -206,13 +204,6 @@ class Sharing(Windows):
             raise PeerLost((rank,), f"fetch: rank {rank} has died or closed its communicator")
         if time.monotonic() > deadline:
             raise PeerTimeout("fetch", 0, (rank,), f"fetch: rank {rank} did not answer before the deadline")
-
-    def _wait_for_death(self, rank: int, deadline: float) -> None:
-        """Its socket says that it is gone, which ends the wait by an error, or that it never shared anything."""
-        end = min(deadline, time.monotonic() + _DEATH_S)
-        while self._address_of(rank) in self._seen_sharing or time.monotonic() < end:
-            self._raise_if_gone(rank, deadline)
-            time.sleep(_SLICE_S)
 
     def _address_of(self, rank: int) -> str:
         """Of the incarnation that has this rank: nobody outside of the group knows the numbers that it is made of."""
