@@ -100,8 +100,10 @@ class _Steps:
 
     def run(self, until: Callable[[], bool], wanted: tuple[int, ...] | None = None) -> None:
         """To `wanted` active ranks, if it is given, and then until that is so; equal on all ranks."""
-        last = time.perf_counter()
+        begin = last = time.perf_counter()
         while wanted is not None or not until():
+            if last - begin > 2 * _WAIT_S:
+                raise PeerTimeout("bench", 0, (), f"no change to ranks {wanted} within {2 * _WAIT_S:g} s")
             change = self.comm.boundary(_WAIT_S)
             if change is not None and change.active == wanted:
                 wanted = None
