@@ -1,3 +1,4 @@
+// check: allow-in-file file-size: one change, from its boundary to its end
 // Planned changes: a rank comes to a boundary, and there ranks come and go on the pages there are. The rules are those of
 // docs/protocols/membership.md and docs/protocols/joining.md.
 #include <algorithm>
@@ -25,6 +26,15 @@ Event event_of(Event::Kind kind) {
   Event event;
   event.kind = kind;
   return event;
+}
+
+AbortReason lateness_of(const RankSet& late, int reporter) {
+  AbortReason broken;
+  broken.code = AbortCode::kPeerTimeout;
+  broken.rank = late.next(0);
+  broken.reporter = reporter;
+  broken.peers = late;
+  return broken;
 }
 
 // Who has come in by recoveries up to `epoch`, since the record that took `rank` in: a further death makes more than one epoch of it.
@@ -301,14 +311,7 @@ DoneChange Communicator::carry_out(const Action& action) {
   e.ring();
   if (has_left_ || is_suspended) return done;
   for (const auto& [reporter, reason] : early) on_abort(reason);
-  if (!late.empty()) {
-    AbortReason broken;
-    broken.code = AbortCode::kPeerTimeout;
-    broken.rank = late.next(0);
-    broken.reporter = rank_;
-    broken.peers = late;
-    adopt(broken);  // not told to anybody: the others know better
-  }
+  if (!late.empty()) adopt(lateness_of(late, rank_));  // not told to anybody: the others know better
   adopt_lost();
   if (refusal) {
     abort(refusal->text);  // the others count on this rank
@@ -358,6 +361,8 @@ void Communicator::change_windows(const MemberWindow::Step& step) {
   {
     const std::lock_guard lock(mutex_);
     windows = windows_;
+    std::erase_if(goodbyes_, [this](const auto& each) { return !closed_ranks_.contains(each.first); });
+    for (MemberWindow* window : windows_) window->notice_closed(closed_ranks_.mask());  // slots are taken by others
   }
   for (MemberWindow* window : windows) {
     if (has_left_) window->retire();
