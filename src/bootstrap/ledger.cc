@@ -1,8 +1,23 @@
 #include "bootstrap/ledger.h"
 
 #include "base/status.h"
+#include "weft/config/fail_point.h"
 
 namespace weft {
+namespace {
+
+// Of a fail point beside a compare-and-set.
+[[maybe_unused]] const char* move_name(const RegisterWord& desired, bool is_new, bool is_done) {
+  switch (desired.state) {
+    case RegisterState::kProposed: return is_done ? "propose.done" : "propose.recorded";
+    case RegisterState::kOpen: return is_done ? "withdraw.done" : "withdraw.begun";
+    case RegisterState::kCommitted: break;
+  }
+  if (is_new) return is_done ? "decide.done" : "decide.recorded";
+  return is_done ? "commit.done" : "commit.begun";
+}
+
+}  // namespace
 
 Decision PageLedger::entry_of(const RegisterWord& word) {
   Decision entry{.word = word};
@@ -23,7 +38,10 @@ Decision PageLedger::set(int rank, const MembershipRecord* draft, const Register
                          const RegisterWord& desired, const Wait&) {
   try {
     if (draft != nullptr) page_->put(rank, *draft);
-    return entry_of(page_->words().compare_set(expected, desired));
+    WEFT_FAIL_POINT(move_name(desired, draft != nullptr, false));
+    const RegisterWord word = page_->words().compare_set(expected, desired);
+    WEFT_FAIL_POINT(move_name(desired, draft != nullptr, true));
+    return entry_of(word);
   } catch (const Error& error) {
     if (error.code != ErrorCode::kInvalidState) throw;
     return {.word = {.epoch = expected.epoch}, .is_forgotten = true};

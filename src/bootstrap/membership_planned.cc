@@ -77,11 +77,14 @@ MembershipActions Membership::prepare(int slot, uint64_t incarnation) noexcept {
 
 MembershipActions Membership::want(const ChangeWish& change) noexcept {
   change_ = change;
+  change_.add = change.add - newest_set_;  // what a recovery has done of it is not wanted any more
+  change_.remove = change.remove & newest_set_;
+  change_.suspend = change.suspend & newest_set_;
   is_wanted_ = true;
   planned_ = {};
-  const bool is_odd = !(change.add & newest_set_).empty() || !(change.remove - newest_set_).empty() ||
-                      ((newest_set_ | change.add) - change.remove).empty() || (change.add | change.remove).empty() ||
-                      !(change.suspend - change.remove).empty();
+  const bool is_odd = (change_.add | change_.remove).empty() ||
+                      ((newest_set_ | change_.add) - change_.remove).empty() ||
+                      !(change_.suspend - change_.remove).empty();
   if (is_odd || !is_member_ || newest_ == ~uint32_t{0} || is_era_over()) {
     is_wanted_ = false;
     return one({.kind = Action::Kind::kWithdrawn, .epoch = newest_});

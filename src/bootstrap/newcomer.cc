@@ -11,6 +11,7 @@
 
 #include "base/clock.h"
 #include "bootstrap/reception.h"
+#include "weft/config/fail_point.h"
 
 namespace weft {
 namespace {
@@ -78,7 +79,9 @@ Sponsored find_sponsor(const JoinAddress& address, int wanted_slot, const Endpoi
   for (const std::string& door : address.doors) {
     OwnedFd socket = call_door(door, deadline_ns, poll);
     if (!socket.valid()) continue;
+    WEFT_FAIL_POINT("join.called");
     send_small(socket.get(), PacketType::kHello, payload_of(request));
+    WEFT_FAIL_POINT("join.asked");
     const bool is_last = &door == &address.doors.back();
     try {
       const u64 until_ns = is_last ? deadline_ns : std::min(deadline_ns, now_ns() + kDoorNs);
@@ -98,6 +101,7 @@ Sponsored find_sponsor(const JoinAddress& address, int wanted_slot, const Endpoi
     if (reader.fds.size() != 1) throw_invalid_argument("the address: who answers there sent no page");
     std::shared_ptr<GroupPage> page = GroupPage::attach(std::move(reader.fds.front()), welcome.num_slots);
     if (page->group() != address.group) throw_invalid_argument("address: another group lives there by now");
+    WEFT_FAIL_POINT("join.welcomed");
     return {welcome, std::move(page)};
   }
   if (denial) throw Error(*denial);
@@ -130,6 +134,7 @@ Called call_once(const CallingRank& caller, int slot, int num_slots, const Endpo
   PacketHeader header = small_header(PacketType::kHello, sizeof(hello));
   header.num_fds = 1;
   send_packet(socket.get(), header, payload_of(hello), fds);
+  WEFT_FAIL_POINT("join.greeted");
   PacketReader reader;
   if (!await_packet(socket.get(), reader, deadline_ns, poll)) return {std::nullopt, true};
   if (reader.header.type == PacketType::kRefusal) throw read_denial(reader.payload);
@@ -140,6 +145,7 @@ Called call_once(const CallingRank& caller, int slot, int num_slots, const Endpo
   if (reader.fds.size() != 1) throw_invalid_argument("rank " + std::to_string(slot) + " sent no life lock");
   connection.life = std::make_shared<PeerLife>(std::move(reader.fds.front()));
   connection.wire = std::move(socket);
+  WEFT_FAIL_POINT("join.answered");
   return {std::move(connection)};
 }
 

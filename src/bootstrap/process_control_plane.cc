@@ -26,6 +26,7 @@
 #include "bootstrap/link.h"
 #include "bootstrap/newcomer.h"
 #include "bootstrap/open_group.h"
+#include "weft/config/fail_point.h"
 
 namespace weft {
 namespace {
@@ -594,12 +595,14 @@ Newcomer join_processes(std::string_view address, int slot, Listener&& listener,
     if (connection) incarnations[idx] = incarnation_of(*endpoint);
     if (!connection && is_member) ended.push_back(other);
   }
+  WEFT_FAIL_POINT("join.connected");
   auto plane = std::make_unique<ProcessControlPlane>(
       welcome.slot, std::move(incarnations), std::move(life), std::make_shared<PageLedger>(sponsored.page),
       std::move(connections), nullptr, nullptr,
       OpenParts{sponsored.page, std::move(own_listener), own, welcome.secret, slots});
   claim.release();  // NOLINT(bugprone-unused-return-value): the slot is this rank's now
   for (const int rank : ended) plane->note_ended(rank);
+  WEFT_FAIL_POINT("join.made");
   return {std::move(plane), std::move(members)};
 }
 

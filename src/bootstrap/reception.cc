@@ -11,6 +11,7 @@
 
 #include "base/clock.h"
 #include "base/log.h"
+#include "weft/config/fail_point.h"
 
 namespace weft {
 namespace {
@@ -116,6 +117,7 @@ void Reception::sponsor(Visitor& caller) {
   const JoinRequest request = read_join_request(reader_.payload);
   check_caller(caller.socket.get(), request.endpoint);
   if (request.group != id_) throw_invalid_argument("address: another group lives there by now");
+  WEFT_FAIL_POINT("sponsor.heard");
   const Membership::Welcome members = host_.welcome();
   JoinWelcome welcome;
   welcome.num_slots = group_.slots().num_slots();
@@ -125,9 +127,11 @@ void Reception::sponsor(Visitor& caller) {
   std::copy_n(members.incarnations.begin(), welcome.num_slots, welcome.incarnations.begin());
   const std::vector<OwnedFd> page = copy_of(group_.page_fd());
   welcome.slot = choose_slot(request.slot, members, request.endpoint);
+  WEFT_FAIL_POINT("sponsor.claimed");
   // Who has its welcome gives its slot back itself, or ends: only here it is still this rank's to do.
   const bool is_told = send_hello(caller.socket.get(), payload_of(welcome), page) == SendResult::kSent;
   if (!is_told) group_.slots().free(welcome.slot, incarnation_of(request.endpoint));
+  WEFT_FAIL_POINT("sponsor.welcomed");
 }
 
 int Reception::choose_slot(int wanted, const Membership::Welcome& members, const Endpoint& endpoint) {
@@ -207,7 +211,11 @@ bool Reception::take(Visitor& caller) {
   const int socket = caller.socket.get();
   connection.wire = std::move(caller.socket);
   // Who has heard the hello counts on being watched.
-  const auto answer = [&] { send_hello(socket, payload_of(hello), life); };
+  const auto answer = [&] {
+    WEFT_FAIL_POINT("greet.heard");
+    send_hello(socket, payload_of(hello), life);
+    WEFT_FAIL_POINT("greet.answered");
+  };
   host_.admit(caller.slot, caller.incarnation, std::move(connection), answer);
   return true;
 }

@@ -8,6 +8,7 @@
 
 #include "base/clock.h"
 #include "engine/elastic.h"
+#include "weft/config/fail_point.h"
 
 namespace weft {
 namespace {
@@ -67,6 +68,7 @@ void Communicator::show_cell_locked() noexcept {
   Elastic& e = *elastic_;
   e.shown = {membership_.cell(), e.installed, 0, e.next_window_id};
   e.group.slots().show(rank_, e.shown);
+  WEFT_FAIL_POINT(e.shown.membership.acked_epoch > membership_.newest() ? "acknowledge.shown" : "cell.shown");
 }
 
 void Communicator::show_cell() {
@@ -121,9 +123,9 @@ std::optional<DoneChange> Communicator::boundary(u64 deadline_ns, const Poll& po
     }
     action = wait_at_boundary(deadline_ns, poll);
   }
-  const u64 waited_ns = now_ns() - start_ns;
   if (action->kind == Action::Kind::kPass) return std::nullopt;
   if (action->kind == Action::Kind::kInstall) {
+    const u64 waited_ns = now_ns() - start_ns;
     DoneChange done = carry_out(*action);
     done.waited_ns += waited_ns;
     done.installed_ns = now_ns() - start_ns - done.waited_ns;
@@ -133,6 +135,7 @@ std::optional<DoneChange> Communicator::boundary(u64 deadline_ns, const Poll& po
   const std::string me = "rank " + std::to_string(rank_) + ": ";
   if (action->failure == Failure::kOvertaken) {
     const std::vector<int> out = (RankSet::of(active_) - action->ranks).ranks();
+    give_up_overtaken(out);
     throw_peer_timeout("boundary", 0, out,
                        me + "the others have begun to recover (epoch " + std::to_string(action->epoch) +
                            " is decided); call recover()");
@@ -257,6 +260,7 @@ DoneChange Communicator::carry_out(const Action& action) {
   Elastic& e = *elastic_;
   const Decision found = plane_->ledger().find(action.epoch);
   if (!found.record) throw_internal("the record of epoch " + std::to_string(action.epoch) + " is damaged");
+  WEFT_FAIL_POINT("install.before");
   const MembershipRecord& record = *found.record;
   RankSet added;
   for (u32 idx = 0; idx < record.num_new; ++idx) added.add(static_cast<int>(record.new_members[idx].slot));
@@ -284,6 +288,7 @@ DoneChange Communicator::carry_out(const Action& action) {
     const std::lock_guard lock(e.mutex);
     e.outcome.reset();
   }
+  WEFT_FAIL_POINT("install.entered");
   MemberWindow::Step step{
       action.epoch, added, removed, was_solo, action.ranks - added, RankSet::of(plane_->dead_ranks())};
   if (has_left_) step.removed = before - RankSet::of({rank_});
@@ -301,12 +306,14 @@ DoneChange Communicator::carry_out(const Action& action) {
     refusal = error;
   }
   for (const int rank : step.removed.ranks()) e.group.drop_member(rank);
+  WEFT_FAIL_POINT("install.mapped");
   {
     const std::lock_guard lock(membership_mutex_);
     e.installed = action.epoch;
     e.next_window_id = next_window_id_;
     show_cell_locked();
   }
+  WEFT_FAIL_POINT("install.shown");
   keep_suspended(record.standby & removed);
   e.ring();
   if (has_left_ || is_suspended) return done;
@@ -393,12 +400,6 @@ bool Communicator::may_begin(const MembershipRecord& record) {
   return std::any_of(early_.begin(), early_.end(), [&](const auto& each) {
     return membership_.hear(origin_of(each.second, each.first)) == Hearing::kCounts;
   });
-}
-
-bool Communicator::is_outside() const {
-  if (!elastic_) return false;
-  const std::lock_guard lock(mutex_);
-  return has_left_ || elastic_->is_solo;
 }
 
 }  // namespace weft

@@ -141,7 +141,9 @@ bool Communicator::is_closed() const {
 }
 
 void Communicator::raise_if_broken() {
-  if (is_closed() || is_broken()) raise_if_unusable();
+  if (!is_closed() && !is_broken()) return;
+  if (elastic_) tell_loss();
+  raise_if_unusable();
 }
 
 void Communicator::raise_if_unusable() {

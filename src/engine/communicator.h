@@ -212,6 +212,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool ask_whether_all_is_made(const Wait& wait);
   RankSet not_installed(const MembershipRecord& record);
   bool may_begin(const MembershipRecord& record);
+  void tell_loss();
+  void give_up_overtaken(const std::vector<int>& out);
   bool is_outside() const;  // solo, or it has left: what happens here is nobody else's business
 
   void on_abort(const AbortReason& reason);  // monitor thread

@@ -15,6 +15,7 @@
 #include "base/log.h"
 #include "base/thread.h"
 #include "bootstrap/newcomer.h"
+#include "weft/config/fail_point.h"
 
 namespace weft {
 namespace {
@@ -53,7 +54,9 @@ Elastic::Elastic(Communicator& self, OpenGroup& open_group)
   };
   host.has_room = [this](int slot) {
     const std::lock_guard lock(comm.membership_mutex_);
-    const bool is_member = comm.membership_.active().contains(slot) || comm.membership_.newest_set().contains(slot);
+    // Of a newcomer the active set is that of its welcome, with which it has no operations.
+    const bool is_active = !is_solo && comm.membership_.active().contains(slot);
+    const bool is_member = is_active || comm.membership_.newest_set().contains(slot);
     const std::vector<int> ended = comm.plane_->ended_ranks();
     const std::vector<int> connected = group.peers();
     const bool has_ended = std::find(ended.begin(), ended.end(), slot) != ended.end();
@@ -207,6 +210,7 @@ void Communicator::admit(int slot, u64 incarnation, Connection&& connection, con
     e.strangers.erase(slot);
     if (e.is_solo) e.needs_refresh = true;  // two that may be taken in together have to be prepared for each other
   }
+  WEFT_FAIL_POINT("greet.admitted");
   log_line(kLogInfo, "rank " + std::to_string(rank_) + ": a newcomer has connected in slot " + std::to_string(slot));
 }
 
@@ -215,6 +219,8 @@ void Communicator::unmap(int slot) {
   const std::lock_guard lock(mutex_);
   const MemberWindow::Step step{epoch_, {}, RankSet::of({slot}), false, {}, {}};
   for (MemberWindow* window : windows_) window->change(step);
+  closed_ranks_.remove(slot);  // who said goodbye was its owner before
+  goodbyes_.erase(slot);
 }
 
 void Communicator::read_cells() {
@@ -336,6 +342,35 @@ std::string Communicator::address() {
     if (rank != rank_) add(group.slots().endpoint(rank));
   }
   return address.text();
+}
+
+// Of a death that this rank has seen itself: whoever is past a boundary at which the dead was let go, and waits for this rank behind
+// it, learns of it in no other way.
+void Communicator::tell_loss() {
+  AbortReason lost;
+  {
+    const std::lock_guard lock(mutex_);
+    lost = reason_;
+  }
+  if (lost.code == AbortCode::kNone || lost.is_ours == 0 || is_outside()) return;
+  set_origin(lost, origin());
+  lost.is_ours = 0;
+  plane_->publish_abort(lost);
+}
+
+// Whoever waits for this rank in an operation is to follow the others, too.
+void Communicator::give_up_overtaken(const std::vector<int>& out) {
+  AbortReason left;
+  left.code = AbortCode::kPeerTimeout;
+  left.rank = left.reporter = rank_;
+  left.peers = RankSet::of(out);
+  give_up(left);
+}
+
+bool Communicator::is_outside() const {
+  if (!elastic_) return false;
+  const std::lock_guard lock(mutex_);
+  return has_left_ || elastic_->is_solo;
 }
 
 }  // namespace weft

@@ -8,6 +8,7 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "engine/elastic.h"
+#include "weft/config/fail_point.h"
 
 namespace weft {
 namespace {
@@ -106,6 +107,7 @@ void Communicator::serve(int slot, u64 tag, Parcel&& parcel) {
           throw_invalid_state("rank " + std::to_string(rank_) + " has no window " + std::to_string(id) + " (any more)");
         }
         (*found)->take_in(slot, std::move(parcel));
+        WEFT_FAIL_POINT("window.taken");
         answer = (*found)->offer();
         break;
       }
@@ -160,6 +162,7 @@ std::vector<std::byte> Communicator::serve_ready(int slot, const Parcel& parcel)
     event.incarnation = elastic_->group.slots().claimed(slot);
     ask(event, Wait{0, {}});
   }
+  WEFT_FAIL_POINT("ready.served");
   return bytes_of(missing);
 }
 
@@ -182,11 +185,13 @@ void Communicator::swap_offers(MemberWindow& window, u64 deadline_ns, const Poll
     const u64 until_ns = is_member ? deadline_ns : std::min(deadline_ns, now_ns() + kOtherNewcomerNs);
     Parcel offer = window.offer();
     std::vector<std::byte> bytes(sizeof(u64) + offer.bytes.size());
+    WEFT_FAIL_POINT("window.offered");
     const u64 id = window.id();
     std::memcpy(bytes.data(), &id, sizeof(id));
     std::copy(offer.bytes.begin(), offer.bytes.end(), bytes.begin() + sizeof(id));
     try {
       window.take_in(peer, inquire(peer, Errand::kWindow, std::move(bytes), std::move(offer.fds), {until_ns, poll}));
+      WEFT_FAIL_POINT("window.shared");
     } catch (const Error& error) {  // another newcomer asks when it makes the window
       if (is_member && error.code != ErrorCode::kPeerLost) throw;
     }
@@ -247,6 +252,7 @@ bool Communicator::ask_whether_all_is_made(const Wait& wait) {
     const u64 until_ns = is_member ? wait.deadline_ns : std::min(wait.deadline_ns, now_ns() + kOtherNewcomerNs);
     try {
       const Parcel answer = inquire(peer, Errand::kReady, bytes_of(ids), {}, {until_ns, wait.poll});
+      WEFT_FAIL_POINT("ready.answered");
       const std::vector<u64> lacks = numbers_of(answer.bytes);
       if (is_member) {
         ++num_members;

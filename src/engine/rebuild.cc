@@ -10,6 +10,7 @@
 
 #include "engine/communicator.h"
 #include "engine/elastic.h"
+#include "weft/config/fail_point.h"
 #include "weft/config/operation.h"
 
 namespace weft {
@@ -154,6 +155,8 @@ void Communicator::run_recovery(const RecoverWish& wish, u64 deadline_ns, const 
     raise_if_attempt_aborted();
   };
   Call call{deadline_ns, watch, {}};
+  WEFT_FAIL_POINT("recover.begun");
+  if (elastic_) tell_loss();
   Event begin;
   begin.kind = Event::Kind::kRecover;
   begin.wish = wish;
@@ -162,7 +165,9 @@ void Communicator::run_recovery(const RecoverWish& wish, u64 deadline_ns, const 
     action = take_part(*action, call);
   }
   if (!action) throw_internal("the membership wants nothing though a call is under way");
+  WEFT_FAIL_POINT("recover.renewed");
   enter_epoch(action->ranks.ranks(), action->epoch);
+  WEFT_FAIL_POINT("recover.entered");
   if (elastic_) unprepare_all(false);  // what newcomers have mapped is not in use any more
 }
 
@@ -340,6 +345,7 @@ Event Communicator::meet(const Action& action, Call& call) {
   WaitLog log(*this);
   call.parcels = plane_->exchange(action.ranks.ranks(), tag, pack({next_window_id_, ids.size()}, ids), {},
                                   call.deadline_ns, [&] { watch_meeting(action.epoch, call, log); });
+  WEFT_FAIL_POINT("recover.met");
   Event event;
   event.kind = Event::Kind::kHere;
   event.epoch = action.epoch;
@@ -362,6 +368,7 @@ Event Communicator::renew(const Action& action, Call& call) {
   for (MemberWindow* window : agreed.windows) {
     window->renew(*plane_, ranks, tag, action.epoch, call.deadline_ns, [&] { watch_meeting(action.epoch, call, log); });
     tag += 2;
+    WEFT_FAIL_POINT("recover.backed");
   }
   next_window_id_ = agreed.next_window_id;
   Event event;
@@ -492,11 +499,13 @@ void Communicator::enter_epoch(const std::vector<int>& ranks, u32 epoch) {
     early = std::exchange(early_, {});
   }
   std::vector<int> kept = ranks;
+  std::unique_lock driver_lock(driver_mutex_);  // nobody is let in between the list and its use
   if (elastic_) {
     elastic_->forget_newcomers(ranks);
     for (const int newcomer : elastic_->newcomers()) kept.push_back(newcomer);
   }
   plane_->keep_members(kept);
+  driver_lock.unlock();
   for (const auto& [reporter, reason] : early) on_abort(reason);
   adopt_lost();
 }

@@ -581,6 +581,16 @@ TEST(nobody_is_proposed_before_all_are_prepared) {
   CHECK(group.words.read(2).state == RegisterState::kProposed);
 }
 
+TEST(what_is_there_already_is_not_proposed_again) {
+  Changing group;
+  group.prepare({0, 1});
+  group.show_all();
+  group.propose({.add = RankSet::of({1, 2}), .id = 5});  // a recovery has taken rank 1 in meanwhile
+  CHECK(group.words.read(2).state == RegisterState::kProposed);
+  CHECK(group.records[2].active == RankSet::of({0, 1, 2}));
+  CHECK_EQ(group.records[2].num_new, uint32_t{1});
+}
+
 TEST(another_life_in_the_slot_is_not_acknowledged) {
   Changing group;
   group.prepare({0, 1});
