@@ -8,7 +8,7 @@ import typer
 
 from weft.cli import options
 from weft.cli.output import EXIT_FAILED, Output, command_output
-from weft.errors import InvalidArgument
+from weft.errors import InvalidArgument, Unsupported
 from weft.verify import Fixed, repeat_command
 
 ModeName = Literal["auto", "throughput", "latency", "mixed", "staged", "graph"]
@@ -18,6 +18,10 @@ _MODE_HELP = (
     "Random in every trial unless given, with --kill in turn."
 )
 _DEATHS_HELP = "With --kill: ranks killed one after the other in each trial, fewer than there are."
+_REJOIN_HELP = (
+    "With --kill: one group lives on while --trials of its ranks are killed, and spares and new processes join in "
+    "their place; --ranks, --tokens and --hidden count; cpu engine."
+)
 _KILL_HELP = "Kill a random rank at a random moment in each trial; report what survivors see and how soon."
 
 
@@ -37,6 +41,7 @@ def verify(
     seed: options.Seed = 0,
     device: options.Device = "auto",
     kill: Annotated[bool, typer.Option("--kill", help=_KILL_HELP)] = False,
+    rejoin: Annotated[bool, typer.Option("--rejoin", help=_REJOIN_HELP)] = False,
     deaths: Annotated[int, typer.Option("--deaths", metavar="N", min=1, help=_DEATHS_HELP)] = 1,
     json: options.Json = False,
 ) -> None:
@@ -57,7 +62,13 @@ def verify(
     with command_output(json_lines=json) as output:
         if mode == "graph" and not kill:
             raise InvalidArgument("mode is 'graph'; allowed with --kill only")
-        if kill:
+        if rejoin and not kill:
+            raise InvalidArgument("--rejoin is allowed with --kill only")
+        if rejoin and device == "cuda":
+            raise Unsupported("newcomers on GPUs", "--rejoin", "--device cpu")
+        if rejoin:
+            ok = _run_rejoins(output, fixed, trials, seed)
+        elif kill:
             ok = _run_kills(output, fixed, trials, seed, device, deaths)
         else:
             ok = _run_trials(output, fixed, trials, seed, device)
@@ -144,6 +155,45 @@ def _run_kills(output: Output, fixed: Fixed, trials: int, seed: int, device: str
         f"verify --kill: {verdict}: PeerLost named the victim everywhere, rebuild worked, bits right"
         if not failed
         else f"verify --kill: {verdict}",
+        style="bold red" if failed else "green",
+    )
+    return not failed
+
+
+def _run_rejoins(output: Output, fixed: Fixed, trials: int, seed: int) -> bool:
+    import dataclasses
+
+    from weft.verify.kill import percentile
+    from weft.verify.rejoin import RejoinResult, run_rejoins, slope
+
+    sizes = {"ranks": fixed.ranks, "tokens": fixed.tokens, "hidden": fixed.hidden}
+    results: list[RejoinResult] = []
+    with output.progress(trials, "verify --kill --rejoin") as advance:
+        given = {name: value for name, value in sizes.items() if value is not None}
+        for result in run_rejoins(trials=trials, seed=seed, **given):
+            advance(f"verify --kill --rejoin: rank {result.victim}")
+            results.append(result)
+            output.row({"kind": "rejoin", "ok": result.ok, **dataclasses.asdict(result)})
+            for problem in result.problems:
+                output.text(f"FAILED trial {result.trial}, seed {seed}: {problem}", style="bold red")
+    rows = []
+    for what in ("notice_us", "out_us", "right_us", "full_us"):
+        for by in ("spare", "new"):
+            values = [getattr(result, what) for result in results if result.by == by and result.ok]
+            p50, p99, worst = percentile(values, 0.5), percentile(values, 0.99), max(values, default=0.0)
+            rows.append((f"{what[:-3]}, {by}", str(len(values)), f"{p50:.0f}", f"{p99:.0f}", f"{worst:.0f}"))
+            row = {"kind": "times", "what": what, "by": by, "count": len(values)}
+            output.row({**row, "p50_us": p50, "p99_us": p99, "max_us": worst})
+    failed = sum(not result.ok for result in results) + (len(results) < trials)
+    witnessed = [result.witness.rss_bytes for result in results if result.witness is not None]
+    growth = slope(witnessed[len(witnessed) // 10 :])
+    summary = {"kind": "summary", "ok": not failed, "trials": trials, "failed": failed, "rss_bytes_per_kill": growth}
+    output.row(summary)
+    output.table("kill -9, from the kill", ("until, place taken by", "count", "p50", "p99", "max"), rows)
+    output.text(
+        f"verify --kill --rejoin: {failed} of {trials} kills FAILED"
+        if failed
+        else f"verify --kill --rejoin: {trials} kills ok: bits right, nothing left, {growth:.0f} bytes more a kill",
         style="bold red" if failed else "green",
     )
     return not failed

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,7 +19,7 @@ import weft
 from weft import reference
 from weft.elastic.plan import Phase
 
-__all__ = ["Load", "Report", "work"]
+__all__ = ["Load", "Report", "Steps", "held_things", "work"]
 
 STEP_DEADLINE_S = 60.0
 JOIN_S = 10.0
@@ -55,7 +56,10 @@ class Report:
     leftovers: tuple[str, ...] = field(default_factory=tuple)
 
 
-class _Rank:
+class Steps:
+    """A dispatch and a combine of the active ranks, again and again: each draws the rows of all from the epoch and the number of
+    the step in it, and compares its own with the reference."""
+
     def __init__(self, comm: weft.Communicator, load: Load) -> None:
         self.comm, self.load = comm, load
         self.ep = weft.ExpertParallel(
@@ -69,9 +73,10 @@ class _Rank:
         )
         self.count = (0, 0)  # epoch, and steps in it
 
-    def step(self, dies: bool = False) -> bool:
-        """One dispatch and one combine; whether all words were right."""
+    def step(self, note: Callable[[str], object] | None = None, mode: str = "auto") -> bool:
+        """One dispatch and one combine; whether all words were right. `note` is told which of them begins."""
         comm, ep = self.comm, self.ep
+        note = note or str
         epoch, count = self.count
         self.count = comm.epoch, count + 1 if epoch == comm.epoch else 1
         seed = self.count[0] * 100_003 + self.count[1]
@@ -89,12 +94,13 @@ class _Rank:
         options: dict[str, Any] = {"num_experts": ep.num_experts, "layout": "expert_major"}
         wanted: list[Any] = list(reference.dispatch(xs, ids, weights, active_ranks=comm.active_ranks, **options))
         mine = comm.rank
-        found: Any = ep.dispatch(xs[mine], ids[mine], weights[mine], layout="expert_major")
-        if dies:
-            os.kill(os.getpid(), signal.SIGKILL)
         outputs = [each.x * (slot + 2) for slot, each in enumerate(wanted)]
-        y = ep.combine(outputs[mine], found.handle)
         right: Any = reference.combine(outputs, wanted)[mine]
+        note("dispatch")
+        found: Any = ep.dispatch(xs[mine], ids[mine], weights[mine], layout="expert_major", mode=mode)
+        note("combine")
+        y = ep.combine(outputs[mine], found.handle, mode=mode)
+        note("other")
         return torch.equal(found.x, wanted[mine].x) and torch.equal(y, right)
 
 
@@ -119,7 +125,7 @@ def _work(pipe: Connection, rank: int, num_founders: int, slots: int, load: Load
         comm = weft.Communicator.from_allgather(rank, num_founders, share, device="cpu", max_ranks=slots)
     else:
         comm = _join(pipe.recv(), rank)
-    me = _Rank(comm, load)
+    me = Steps(comm, load)
     if num_founders:
         pipe.send(comm.address)
     else:
@@ -149,7 +155,7 @@ def _join(address: str, rank: int) -> weft.Communicator:
             time.sleep(0.01)
 
 
-def _play(me: _Rank, phase: Phase | None, proposes: bool) -> Report:
+def _play(me: Steps, phase: Phase | None, proposes: bool) -> Report:
     """One phase: to its ranks, then its steps; None: the end."""
     comm, load = me.comm, me.load
     report = Report(comm.rank)
@@ -181,7 +187,7 @@ def _play(me: _Rank, phase: Phase | None, proposes: bool) -> Report:
                     is_there = change.active == phase.ranks
             dies = is_there and comm.rank in phase.killed and report.ops == dies_at
             if comm.is_member or is_there:
-                report.wrong += not me.step(dies)
+                report.wrong += not me.step(_die if dies else None)
                 report.ops += is_there
         except (weft.PeerLost, weft.PeerTimeout):
             begin = time.perf_counter()
@@ -199,16 +205,21 @@ def _play(me: _Rank, phase: Phase | None, proposes: bool) -> Report:
     return report
 
 
+def _die(before: str) -> None:
+    if before == "combine":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _leftovers() -> tuple[str, ...]:
     """What stays of a communicator that was closed: threads that watch peers look up now and then."""
     gc.collect()
     end = time.monotonic() + LEFTOVERS_S
-    while (found := _held()) and time.monotonic() < end:
+    while (found := held_things()) and time.monotonic() < end:
         time.sleep(0.01)
     return tuple(found)
 
 
-def _held() -> list[str]:
+def held_things() -> list[str]:
     """Memory of Weft that this process maps, or has open."""
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:weft" in line]
     found = []
