@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from cli_lines import assert_documented, rows_of
+from cli_lines import assert_documented, rows_of, weft_command
 from typer.testing import CliRunner
 
 import weft
@@ -30,6 +30,7 @@ from weft.verify import Fixed, TrialResult, draw_case, repeat_command, run_trial
 from weft.verify.check import Mismatch, expect_equal
 from weft.verify.kill_board import Board
 from weft.verify.kill_calls import OPERATIONS, draw_kill_case
+from weft.verify.rejoin import slope
 
 
 def test_right_results_pass() -> None:
@@ -172,6 +173,44 @@ def test_kills_are_seen_and_survived() -> None:
         assert all(detection_us > 0 for detection_us in kill["detection_us"])
     check_counts(rows, {"throughput": 3, "small": 5, "small staged": 2})  # on CPUs graphs are plain calls
     assert {row["what"] for row in rows if row["kind"] == "times"} >= {"detection", "rebuild"}
+
+
+@pytest.mark.slow
+def test_ranks_are_killed_and_others_join() -> None:
+    """Spares and new processes take the places; a rank that is never killed holds no more afterwards."""
+    flags = ["verify", "--kill", "--rejoin", "--trials", "6", "--ranks", "3", "--device", "cpu", "--json"]
+    done = weft_command(*flags)
+    assert done.returncode == 0, done.stdout
+    rows = rows_of(done.stdout)
+    assert_documented(rows)
+    kills = [row for row in rows if row["kind"] == "rejoin"]
+    assert [kill["trial"] for kill in kills] == list(range(6))
+    assert {kill["by"] for kill in kills} == {"spare", "new"}
+    for kill in kills:
+        assert kill["ok"], kill["problems"]
+        assert 0 < kill["notice_us"] <= kill["out_us"] <= kill["right_us"] <= kill["full_us"]
+        assert kill["victim"] != 2  # the witness
+        assert kill["witness"]["fds"] == kills[0]["witness"]["fds"]
+    assert rows[-1]["kind"] == "summary"
+
+
+def test_rejoin_has_its_limits() -> None:
+    """Refused before a process is started."""
+    for flags, text in (
+        (["--rejoin"], "--kill only"),
+        (["--kill", "--rejoin", "--device", "cuda"], "newcomers on GPUs"),
+        (["--kill", "--rejoin", "--ranks", "1"], "2 to 31"),
+    ):
+        result = CliRunner().invoke(app, ["verify", *flags])
+        assert result.exit_code != 0
+        assert text in result.output
+
+
+def test_the_slope_of_memory() -> None:
+    """Of a line, whatever lies around it."""
+    assert slope([]) == slope([5.0]) == 0.0
+    assert slope([1.0, 3.0, 5.0, 7.0]) == pytest.approx(2.0)
+    assert abs(slope([0.0, 1.0, 0.0, 1.0, 0.0])) < 0.1
 
 
 def check_counts(rows: list[dict[str, Any]], kills: dict[str, int]) -> None:

@@ -31,7 +31,7 @@ def test_the_plans_of_others(name: str) -> None:
 def test_drawn_plans() -> None:
     """The same ones for a seed; a table for people."""
     assert draw_plan(3) == draw_plan(3)
-    done = weft_command("elastic", "--trials", "2", "--seed", "1", "--ops", "4")
+    done = weft_command("elastic", "--drawn", "2", "--seed", "1", "--ops", "4")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "plan seed 1" in done.stdout
     assert "plan seed 2" in done.stdout

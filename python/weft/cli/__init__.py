@@ -41,7 +41,7 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, str]] = {
     demo: ("weft demo --steps 60 --no-baseline", "weft demo --kill-rank 2"),
     verify: ("weft verify --trials 20", "weft verify --kill --device cpu --trials 4"),
     bench: ("weft bench --tokens 512 --iters 20", "weft bench --device cuda --suite targets --json"),
-    elastic: ("weft elastic plan.json --ops 50", "weft elastic --trials 20 --json"),
+    elastic: ("weft elastic plan.json --ops 50", "weft elastic --drawn 20 --json"),
     tune: ("weft tune", "weft tune --ranks 8 --tokens 16 --tokens 128 --output table.json"),
     plan: (
         "weft plan --preset dgx-h100 --ranks 64 --groups 8 --topk-groups 4",

@@ -21,7 +21,7 @@ def elastic(
     experts: Annotated[int, typer.Option("--experts", metavar="N", min=1, help="Experts a rank.")] = 2,
     ops: Annotated[int, typer.Option("--ops", metavar="N", min=2, help="Dispatches and combines a phase.")] = 20,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of drawn plans: the first one's.")] = 0,
-    trials: Annotated[int, typer.Option("--trials", metavar="N", min=1, help="Drawn plans.")] = 1,
+    drawn: Annotated[int, typer.Option("--drawn", "--trials", metavar="N", min=1, help="How many plans.")] = 1,
     json: options.Json = False,
 ) -> None:
     """Let ranks join and leave a running group by a plan, every word against the reference; cpu engine."""
@@ -32,7 +32,7 @@ def elastic(
 
         load = Load(tokens, hidden, experts, top_k, ops)
         plans = [(plan, read_plan(plan))] if plan is not None else []
-        plans += [(f"seed {each}", draw_plan(each)) for each in range(seed, seed + trials) if plan is None]
+        plans += [(f"seed {each}", draw_plan(each)) for each in range(seed, seed + drawn) if plan is None]
         has_failed = False
         for name, phases in plans:
             rows: list[tuple[str, ...]] = []

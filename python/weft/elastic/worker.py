@@ -57,8 +57,8 @@ class Report:
 
 
 class Steps:
-    """A dispatch and a combine of the active ranks, again and again: each draws the rows of all from the epoch and the number of
-    the step in it, and compares its own with the reference."""
+    """A dispatch and a combine of the active ranks, again and again: each draws the rows of all from the epoch and the
+    number of the step in it, and compares its own with the reference."""
 
     def __init__(self, comm: weft.Communicator, load: Load) -> None:
         self.comm, self.load = comm, load

@@ -1,8 +1,9 @@
 """`weft verify --kill --rejoin`: one group that lives on while its ranks are killed, and others join in their place.
 
-In each trial a rank dies by SIGKILL at a random moment. In half of them a spare stands by, and the recovery takes it in; in the
-others a new process joins in the slot of the dead. Every word of every step is compared. One of the first ranks, the witness, is
-spared all the time: what it holds must not grow. Times are CLOCK_MONOTONIC, from just before kill(2).
+In each trial a rank dies by SIGKILL at a random moment. In half of them a spare stands by, and the recovery takes it
+in; in the others a new process joins in the slot of the dead. Every word of every step is compared. One of the first
+ranks, the witness, is spared all the time: what it holds must not grow. Times are CLOCK_MONOTONIC, from just before
+kill(2).
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ def slope(values: Sequence[float]) -> float:
     return sum((at - middle) * value for at, value in enumerate(values)) / spread if spread else 0.0
 
 
-def run_rejoins(*, trials: int, seed: int, ranks: int = 4, tokens: int = 32, hidden: int = 64) -> Iterator[RejoinResult]:
+def run_rejoins(
+    *, trials: int, seed: int, ranks: int = 4, tokens: int = 32, hidden: int = 64
+) -> Iterator[RejoinResult]:
     """Kill `trials` ranks of one group of `ranks`, one after the other; the run ends with the first hang.
 
     Raises:
@@ -146,7 +149,9 @@ class _Run:
         if by == "new" and not problems:
             self._start(victim, is_founder=False)
         full = f"all {self._group.ranks} run again"
-        self._await(full, lambda: self._all_run() and all(board.get(each, Word.FULL_AT) for each in survivors), problems)
+        self._await(
+            full, lambda: self._all_run() and all(board.get(each, Word.FULL_AT) for each in survivors), problems
+        )
         for slot in survivors:
             named = board.get(slot, Word.NAMED)
             if named & ~(1 << victim):

@@ -1,4 +1,4 @@
-"""A rank of weft.verify.rejoin: it founds the group or joins it, works, recovers, and takes others in until it is killed."""
+"""A rank of weft.verify.rejoin: founds the group or joins it, works, recovers, takes others in, until it is killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Group:
 
 
 def run_rank(pipe: Connection, slot: int, is_founder: bool, group: Group) -> None:
-    """Its life: says nothing by the pipe but its endpoint, if it founds the group, and in the end what went wrong; ""."""
+    """Its life. By the pipe it says its endpoint, if it founds the group, and at the end what went wrong, or ""."""
     torch.set_num_threads(1)
     try:
         comm = _found(pipe, slot, group) if is_founder else _join(pipe, slot)
