@@ -131,6 +131,7 @@ class ExpertParallel(Elastic):
         scale_layout: str = "row_major",
         zero_holes: bool = True,
         absent: str = "drop",
+        host_counts: bool = False,
         capacity: int | None = None,
         max_tokens: int | None = None,
         num_sms: int | None = None,
@@ -170,6 +171,8 @@ class ExpertParallel(Elastic):
             absent: picks whose expert no active rank has: "drop": nothing is added for them; "renormalize": the weights
                 of the token's other picks are scaled so that their sum is that of all (docs/elasticity.md). Ranks may
                 differ. cpu engine, not in compiled code.
+            host_counts: the host learns `num_tokens_per_expert_list` with the number of rows, long before the call has
+                ended on a GPU. Without capacity or a handle. Ranks may differ in it, but those that are threads.
             capacity: most rows (masked: rows an expert), equal on all ranks; exact sizes if None. Picks beyond it are
                 dropped and counted in `overflow`; rows beyond `num_rows` are undefined, zero if gradients are tracked.
             max_tokens: most tokens of any rank in this call, equal on all ranks; None: max_tokens_per_rank.
@@ -200,14 +203,14 @@ class ExpertParallel(Elastic):
         if torch.compiler.is_dynamo_compiling():
             options = DispatchOptions(
                 num_sms, deadline_s, mode, staged, async_op, window, quantize, layout, alignment, capacity, max_tokens,
-                scale_layout, zero_holes, absent,
+                scale_layout, zero_holes, absent, host_counts,
             )  # fmt: skip
             checked = check.check_dispatch(self._shape, x, topk_idx, topk_weights, handle, options)
             return traced.dispatch(self.calls, self._shape, checked, handle, options)
         try:  # as comm.telling_peers()
             values = (
                 num_sms, deadline_s, mode, staged, async_op, window, quantize, layout, alignment, capacity, max_tokens,
-                scale_layout, zero_holes, absent,
+                scale_layout, zero_holes, absent, host_counts,
             )  # fmt: skip
             is_plain = VALUE_TYPES.issuperset(map(type, values))
             options = options_of(DispatchOptions, *values) if is_plain else DispatchOptions(*values)
@@ -316,9 +319,9 @@ class ExpertParallel(Elastic):
         """Prepare what the first calls would prepare, and wait for all ranks. Collective.
 
         On a GPU: compiles and loads the kernels of a dispatch with `options` (those of `dispatch`: layout, alignment,
-        quantize, scale_layout, zero_holes, capacity, max_tokens, num_sms, mode, staged; with async_op the window's
-        stream, too) and ids of `topk_dtype`, its repetition and its combine, from the heap and of ordinary tensors, by
-        running each without tokens. Takes the memory of one result and of two outputs meanwhile.
+        quantize, scale_layout, zero_holes, host_counts, capacity, max_tokens, num_sms, mode, staged; with async_op the
+        window's stream, too) and ids of `topk_dtype`, its repetition and its combine, from the heap and of ordinary
+        tensors, by running each without tokens. Takes the memory of one result and of two outputs meanwhile.
 
         Args:
             x: rows like those that calls will send, of which none is sent here; None: [T, H] in the object's dtype.

@@ -259,6 +259,13 @@ class Dispatched:
         return sizes[: self.handle.num_local_experts]
 
     @property
+    def num_tokens_per_expert_list(self) -> list[int]:
+        """The same as Python ints. Of a dispatch with host_counts=True, or along its handle, the host knows them; else
+        on a GPU it waits for the call."""
+        counts: tuple[int, ...] | None = self.handle.__dict__.get("counts")
+        return self.num_tokens_per_expert.tolist() if counts is None else list(counts)
+
+    @property
     def offsets(self) -> torch.Tensor:
         """int32: rank_major [R + 1] by source rank; expert_major and masked [L + 1] by expert."""
         sizes: torch.Tensor = self.handle.of_user("sizes")
@@ -269,6 +276,19 @@ class Dispatched:
         """int32 [], rows that hold data (holes of expert_major included; masked: the sum of kept picks)."""
         sizes: torch.Tensor = self.handle.of_user("sizes")
         return sizes[-1]
+
+    @property
+    def dropped(self) -> torch.Tensor:
+        """int32 [], picks of this dispatch for which the result had no room on this rank; those of a handle, which its
+        every dispatch drops again. Not in compiled code."""
+        from weft import _load
+
+        handle, native = self.handle, _load.native()
+        place = native.gpu_plan_dropped if self.calls.plans_on_device else native.recv_plan_dropped
+        number = handle.recv_plan[place]
+        if handle.__dict__.get("is_captured", False) and not torch.cuda.is_current_stream_capturing():
+            return number  # renewed by each replay
+        return _copy(number, handle.__dict__.get("pending")).to(handle.sizes.device)
 
     def sources(self) -> Sources:
         """Who sent each row: source rank, token there, and pick. Local; a staged dispatch has to be received first. On

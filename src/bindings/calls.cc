@@ -28,6 +28,7 @@ struct Routing {
   Array sizes, send_plan, recv_plan, topk_weights, topk_idx;
   i64 num_bad_ids = 0, first_bad_id = 0, first_bad_at = 0;  // cpu, as in DispatchResult
   i64 rows_sent = 0, bytes_sent = 0;
+  std::vector<i32> counts;  // nvlink, likewise
 };
 
 template <auto kMember>
@@ -92,6 +93,7 @@ void bind_result(nb::module_& m) {
       .def_ro("has_begun", &DispatchResult::has_begun)
       .def_ro("in_heap", &DispatchResult::in_heap)
       .def_ro("result_rows", &DispatchResult::result_rows)
+      .def_ro("counts", &DispatchResult::counts)
       .def_ro("rows_sent", &DispatchResult::rows_sent)
       .def_ro("bytes_sent", &DispatchResult::bytes_sent);
 }
@@ -172,7 +174,8 @@ nb::object dispatch_first(CallWindow& window, const DispatchSpec& spec, u64 stre
                   .first_bad_id = made.first_bad_id,
                   .first_bad_at = made.first_bad_at,
                   .rows_sent = made.rows_sent,
-                  .bytes_sent = made.bytes_sent};
+                  .bytes_sent = made.bytes_sent,
+                  .counts = std::move(made.counts)};
   return nb::make_tuple(is_made(window, made), made.result_rows, tensor(made.x), tensor(made.scales),
                         std::move(routing));
 }
@@ -268,7 +271,8 @@ std::optional<std::pair<i64, Routing>> dispatch_small(CallWindow& window, const 
   args.recv_plan = address_of(made[2]);
   args.out_weights = address_of(made[3]);
   args.out_ids = address_of(made[4]);
-  const i64 num_rows = dispatch_unlocked(window, args).result_rows;
+  DispatchResult result = dispatch_unlocked(window, args);
+  const i64 num_rows = result.result_rows;
   if (num_rows >= 0) {
     made[3].shape[0] = num_rows;
     if (args.layout == Layout::kRankMajor) made[4].shape[0] = num_rows;
@@ -277,7 +281,8 @@ std::optional<std::pair<i64, Routing>> dispatch_small(CallWindow& window, const 
                                      .send_plan = std::move(made[1]),
                                      .recv_plan = std::move(made[2]),
                                      .topk_weights = std::move(made[3]),
-                                     .topk_idx = std::move(made[4])}};
+                                     .topk_idx = std::move(made[4]),
+                                     .counts = std::move(result.counts)}};
 }
 
 void gradients(CallWindow& window, u64 stream, int dtype, i64 hidden, i64 num_rows, u64 rows, u64 y, u64 weights,
@@ -322,6 +327,7 @@ void bind_routing(nb::module_& m) {
       .def_ro("num_bad_ids", &Routing::num_bad_ids)
       .def_ro("first_bad_id", &Routing::first_bad_id)
       .def_ro("first_bad_at", &Routing::first_bad_at)
+      .def_ro("counts", &Routing::counts)
       .def_ro("rows_sent", &Routing::rows_sent)
       .def_ro("bytes_sent", &Routing::bytes_sent);
 }

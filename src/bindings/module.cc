@@ -339,6 +339,7 @@ NB_MODULE(_native, m) {
       [](i64 num_tokens, i64 top_k, i64 num_ranks, i64) { return cpu::send_plan_len(num_tokens, top_k, num_ranks); },
       "num_tokens"_a, "top_k"_a, "num_ranks"_a, "num_local_experts"_a);
   m.attr("recv_plan_num_meta_rows") = offsetof(cpu::PlanHeader, num_meta_rows) / sizeof(i32);
+  m.attr("recv_plan_dropped") = offsetof(cpu::PlanHeader, num_tokens) / sizeof(i32);
   m.def(
       "recv_plan_places",
       [](i64 num_meta_rows, i64 top_k, i64 num_ranks) {

@@ -85,6 +85,7 @@ void bind_nvlink(nb::module_& m) {
       },
       "num_tokens"_a, "top_k"_a, "num_ranks"_a, "layout"_a);
   m.attr("gpu_plan_header") = kGpuPlanHeader;
+  m.attr("gpu_plan_dropped") = kGpuPlanDropped;
   m.def(
       "gpu_recv_plan_len",
       [](i64 max_tokens, i32 top_k, i32 num_ranks, int layout) {

@@ -42,6 +42,7 @@ struct DispatchSpec : CallSpec {
   i64 scale_stride = 0;          // bytes between columns of scales in words of 4 (rank_major, or small); 0: row by row
   bool scales_are_fp32 = false;  // those of the result are, too; else bytes
   i32 scale_word_bytes = 0;      // small: scales of the result are column-major, of such words; 0: row by row
+  bool tells_counts = false;     // exact sizes: the host hears the counts, too
   i32 spread_blocks = kAutoBlocks;  // by expert, not small: SMs of place_rows; 0: one kernel does all
 };
 
@@ -116,7 +117,8 @@ struct DispatchResult {
   Array send_plan, sizes;  // if the engine makes them
   bool has_begun = true;   // else there is no room for a send plan and nothing was done: call again with memory for it
   bool in_heap = true;
-  i64 result_rows = 0;  // N (masked: L * C), rows that x has
+  i64 result_rows = 0;      // N (masked: L * C), rows that x has
+  std::vector<i32> counts;  // nvlink, with tells_counts: picks of each local expert
   // cpu, where the host sees them
   i64 needed_tokens = 0;  // with tells_need: what max_tokens would have to be; nothing was sent, all else is empty
   i64 num_rows = 0;       // that hold data

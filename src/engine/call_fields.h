@@ -20,7 +20,8 @@ struct Of<DispatchSpec> {
   using C = DispatchSpec;
   using Base = CallSpec;
   using All = List<&C::row_bytes, &C::quantize, &C::scale_row_bytes, &C::topk_is_int64, &C::cached, &C::zeroes_holes,
-                   &C::tells_need, &C::scale_stride, &C::scales_are_fp32, &C::scale_word_bytes, &C::spread_blocks>;
+                   &C::tells_need, &C::scale_stride, &C::scales_are_fp32, &C::scale_word_bytes, &C::tells_counts,
+                   &C::spread_blocks>;
 };
 
 template <>

@@ -4,6 +4,7 @@ code and the real kernels on one emulated GPU, and are compared bit for bit with
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +49,32 @@ def test_ids_tokens_and_capacities(ranks: Any, layout: str) -> None:
     cases += [{"capacity": capacity} for capacity in ("met", "exceeded", "ample", "zero")]
     for changed in cases:
         checked(ranks, of_two(layout=layout, alignment=4, **changed))
+
+
+def counts_of_exact_calls(state: RankState, seed: int) -> None:
+    """As the kernel tells the host."""
+    x, ids, weights = inputs(state.rank, seed)
+    with weft.ExpertParallel(state.comm, num_experts=6, top_k=4, hidden=48, max_tokens_per_rank=17) as ep:
+        for layout, mode in itertools.product(LAYOUTS[:2], ("throughput", "latency")):
+            r = ep.dispatch(x, ids, weights, layout=layout, mode=mode, host_counts=True)
+            want = r.num_tokens_per_expert.tolist()
+            assert r.handle.__dict__["counts"] == tuple(want) != (0, 0, 0)
+            assert r.num_tokens_per_expert_list == want
+            repeated = ep.dispatch(x, handle=r.handle)
+            assert repeated.num_tokens_per_expert_list == want
+        assert "counts" not in ep.dispatch(x, ids, weights).handle.__dict__
+
+
+def test_counts_that_the_host_learns_with_the_number_of_rows(ranks: Any) -> None:
+    """As the kernels of each layout and mode that has exact sizes tell them."""
+    ranks.run(2, counts_of_exact_calls, [3, 3])
+
+
+@pytest.mark.parametrize("mode", ["throughput", "latency"])
+def test_counts_where_the_heap_has_no_room(ranks: Any, mode: str) -> None:
+    """They come with the landing's rows, too."""
+    call: dict[str, Any] = {"layout": "expert_major", "alignment": 4, "mode": mode, "repeat": None, "side": None}
+    checked(ranks, replace(of_two(host_counts=True, heap_output=False, **call), heap="none"))
 
 
 def test_old_results_survive_later_calls(ranks: Any) -> None:

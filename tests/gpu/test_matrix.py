@@ -12,6 +12,7 @@ from test_property import (  # noqa: F401  the cases of the cpu engine, collecte
     test_capacity_to_the_row,
     test_column_major_scales,
     test_column_major_scales_given,
+    test_counts_on_the_host,
     test_every_word_is_the_references,
     test_fp8_on_the_wire,
     test_gradients_are_the_references,

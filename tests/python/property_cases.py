@@ -51,6 +51,7 @@ class Call:
     scale_layout: str = "row_major"  # "column_major" where rows have scales
     zero_holes: bool = True
     columns_given: bool = False  # scales of 4 bytes that are given lie by column
+    host_counts: bool = False
 
     @property
     def dispatch_mode(self) -> str:
@@ -213,7 +214,7 @@ def _build_call(case: Case, call: Call) -> tuple[list[RankCall], Expected]:
             x=xs[rank],
             topk_idx=ids[rank],
             topk_weights=None if weights is None else weights[rank],
-            dispatch={**options, **holes, "mode": call.dispatch_mode},
+            dispatch={**options, **holes, "mode": call.dispatch_mode, "host_counts": call.host_counts},
             repeat_x=None if repeat_xs is None else repeat_xs[rank],
             repeat={**repeat, **holes},
             output=outputs[rank],
@@ -377,6 +378,9 @@ def _run_call(ep: weft.ExpertParallel, call: RankCall) -> Seen:
         for name in ("x", "topk_idx", "topk_weights", "num_tokens_per_expert", "offsets", "num_rows")
     }
     result["overflow"] = r.overflow.clone()
+    result["dropped"] = r.dropped
+    if call.dispatch["host_counts"]:
+        result["listed"] = torch.tensor(r.num_tokens_per_expert_list, dtype=torch.int32)
     seen = Seen(result, errors=[])
     late = call.check_late  # the same on all ranks, whether they have such ids or not
     if not late:
@@ -481,8 +485,11 @@ def compare(case: Case, plans: list[RankPlan], expected: list[Expected], seen: l
 
 def _compare_dispatched(at: str, call: Call, d: reference.Dispatched, got: dict[str, Any], dropped: int) -> list[str]:
     problems = compare_tensor(f"{at}: overflow", torch.tensor(dropped), got["overflow"])
+    problems += compare_tensor(f"{at}: dropped", d.overflow.to(torch.int32), got["dropped"])
     for name in ("num_tokens_per_expert", "offsets", "num_rows"):
         problems += compare_tensor(f"{at}: {name}", getattr(d, name), got[name])
+    if call.host_counts:
+        problems += compare_tensor(f"{at}: num_tokens_per_expert_list", d.num_tokens_per_expert, got["listed"])
     problems += _compare_rows(f"{at}: x", call, d, d.x, got["x"], is_x=True)
     for name in ("topk_idx", "topk_weights"):
         problems += _compare_rows(f"{at}: {name}", call, d, getattr(d, name), got[name])

@@ -63,8 +63,8 @@ def test_signatures() -> None:
     }  # fmt: skip
     assert defaults(weft.ExpertParallel.dispatch) == {
         "x": empty, "topk_idx": None, "topk_weights": None, "handle": None, "layout": "rank_major", "alignment": 1,
-        "quantize": None, "scale_layout": "row_major", "zero_holes": True, "absent": "drop", "capacity": None,
-        "max_tokens": None, **common,
+        "quantize": None, "scale_layout": "row_major", "zero_holes": True, "absent": "drop",
+        "host_counts": False, "capacity": None, "max_tokens": None, **common,
     }  # fmt: skip
     assert defaults(weft.ExpertParallel.combine) == {
         "expert_output": empty, "handle": empty, "weighted": True, "side": None, "bias": None, "out": None,
@@ -348,7 +348,7 @@ def test_limits_and_supports() -> None:
         {"num_sms": 65}, {"top_k": 129}, {"hidden": 12}, {"hidden": 24, "quantize": "fp8"},
         {"num_experts": 10, "num_ranks": 4}, {"layout": "masked", "capacity": None}, {"dtype": torch.float64},
         {"max_tokens": 9, "max_tokens_per_rank": 8}, {"window": 1, "num_windows": 1}, {"mode": "fast"},
-        {"scale_layout": "flat"}, {"zero_holes": 1},
+        {"scale_layout": "flat"}, {"zero_holes": 1}, {"host_counts": 1},
     ]  # fmt: skip
     for options in refused:
         assert not weft.supports(**options), options

@@ -64,6 +64,7 @@ def calls(draw: st.DrawFn, num_ranks: int, case_dtype: str, with_fp8: bool = Tru
         scale_layout=draw(st.sampled_from(["row_major", "column_major"])),
         zero_holes=draw(st.booleans()),
         columns_given=draw(st.booleans()),
+        host_counts=draw(st.booleans()),
     )
 
 
@@ -196,6 +197,15 @@ def test_column_major_scales_given(pool: Pool, layout: str) -> None:
             layout=layout, rows="quantized_fp8", repeat="quantized", capacity=capacity, mode=mode, columns_given=True
         )
         checked(pool, replace(case, hidden=656))
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major"])
+@pytest.mark.parametrize("mode", ["throughput", "latency"])
+def test_counts_on_the_host(pool: Pool, layout: str, mode: str) -> None:
+    """Also where ranks have no tokens, and where the heap has no room."""
+    case = with_call(layout=layout, mode=mode, alignment=4, host_counts=True, side=None)
+    checked(pool, case)
+    checked(pool, replace(case, heap="none"))
 
 
 def test_holes_that_nobody_needs(pool: Pool) -> None:

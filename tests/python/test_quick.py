@@ -170,7 +170,7 @@ def refuse(state: RankState) -> None:
         for name, value in {
             "capacity": 16.0, "alignment": True, "layout": "other", "num_sms": 0, "deadline_s": -1.0, "window": 2,
             "quantize": [], "max_tokens": 9, "mode": "slow", "scale_layout": "column_major", "async_op": 1,
-            "zero_holes": 1,
+            "zero_holes": 1, "host_counts": 1,
         }.items():  # fmt: skip
             with pytest.raises(weft.InvalidArgument):
                 ep.dispatch(x, ids, weights, **{**options, name: value})

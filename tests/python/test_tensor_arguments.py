@@ -345,7 +345,7 @@ def test_whose_handle_comes_before_its_shape(solo: weft.Communicator, ep: weft.E
 STRANGE: list[Any] = [torch.tensor(1), torch.zeros(2), torch.zeros(2, 2, dtype=torch.int64), [1], {}, object(), 1.5j]
 DISPATCH_OPTIONS = [
     "layout", "alignment", "quantize", "scale_layout", "zero_holes", "capacity", "max_tokens", "num_sms", "deadline_s",
-    "mode", "staged", "async_op", "window",
+    "mode", "staged", "async_op", "window", "host_counts",
 ]  # fmt: skip
 COMBINE_OPTIONS = ["weighted", "wire", "num_sms", "deadline_s", "mode", "staged", "async_op", "window"]
 
@@ -356,7 +356,7 @@ def test_options_of_another_kind_are_refused(ep: weft.ExpertParallel, value: Any
     for name in DISPATCH_OPTIONS:
         with pytest.raises(weft.InvalidArgument, match=name):
             ep.dispatch(X, IDX, **{name: value})
-        if name not in ("scale_layout", "zero_holes"):
+        if name not in ("scale_layout", "zero_holes", "host_counts"):
             with pytest.raises(weft.InvalidArgument, match=name):
                 ep.dispatch(X, handle=r.handle, **{name: value})
         assert not weft.supports(**{name: value})

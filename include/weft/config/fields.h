@@ -84,9 +84,10 @@ struct Of;
 template <>
 struct Of<DispatchKernelConfig> {
   using C = DispatchKernelConfig;
-  using All = List<&C::num_ranks, &C::num_experts, &C::top_k, &C::num_blocks, &C::row_bytes, &C::scale_row_bytes,
-                   &C::hidden, &C::num_stages, &C::num_fan_stages, &C::num_groups, &C::num_quantize_warps, &C::dtype,
-                   &C::quantize, &C::layout, &C::topk_is_int64, &C::is_cached, &C::is_spread, &C::route>;
+  using All =
+      List<&C::num_ranks, &C::num_experts, &C::top_k, &C::num_blocks, &C::row_bytes, &C::scale_row_bytes, &C::hidden,
+           &C::num_stages, &C::num_fan_stages, &C::num_groups, &C::num_quantize_warps, &C::dtype, &C::quantize,
+           &C::layout, &C::topk_is_int64, &C::is_cached, &C::is_spread, &C::tells_counts, &C::route>;
 };
 
 template <>
@@ -102,7 +103,7 @@ struct Of<SmallDispatchKernelConfig> {
   using C = SmallDispatchKernelConfig;
   using All = List<&C::num_ranks, &C::num_experts, &C::top_k, &C::num_blocks, &C::row_bytes, &C::scale_row_bytes,
                    &C::scale_word_bytes, &C::hidden, &C::dtype, &C::quantize, &C::layout, &C::topk_is_int64,
-                   &C::is_cached, &C::sends, &C::receives>;
+                   &C::is_cached, &C::sends, &C::receives, &C::tells_counts>;
 };
 
 template <>

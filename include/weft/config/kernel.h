@@ -35,6 +35,7 @@ struct DispatchKernelConfig {
   bool topk_is_int64 = true;  // type of the ids that come in and go out
   bool is_cached = false;     // the routing comes from a handle
   bool is_spread = false;     // by expert: another kernel copies rows to the places of their other picks
+  bool tells_counts = false;  // the host hears how many picks each local expert gets
   Route route = Route::kDirect;
 
   // Runs of its tokens that a block plans on their own when rows are placed by expert: few, since each needs a count for every

@@ -23,6 +23,7 @@ struct SmallDispatchKernelConfig {
   bool is_cached = false;     // the routing is that of a handle, of a dispatch of any kind
   bool sends = true;          // the halves of staged use; both in a plain call
   bool receives = true;
+  bool tells_counts = false;  // the host hears how many picks each local expert gets
 
   static constexpr i32 kWarps = 16;  // that move rows
 

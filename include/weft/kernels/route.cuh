@@ -45,4 +45,13 @@ struct BadIds {
   }
 };
 
+// Picks that a local expert gets; with tells_counts the host hears it too, under the name of the call.
+template <auto kConfig, class Args>
+__device__ inline void write_count(const Args& a, i32 expert, i32 count) {
+  a.counts[expert] = count;
+  if constexpr (kConfig.tells_counts) {
+    ptx::st_relaxed_sys(transport::told_counts(a.view.host) + expert, transport::pack_count(a.ticket, count));
+  }
+}
+
 }  // namespace weft::kernels

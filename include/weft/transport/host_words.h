@@ -33,6 +33,13 @@ struct HostWords {
   ErrorRecord error = {};              // kernel: first reason (R9); its code is an ErrorCause
 };
 
+// Behind these words in their page: how many picks each local expert gets, said to a host that asked for it. Each word has the
+// low half of the call's ticket in its high half, so it needs no order with others.
+constexpr u64 kHostPageBytes = 4096;
+constexpr i32 kMostToldCounts = static_cast<i32>((kHostPageBytes - sizeof(HostWords)) / sizeof(u64));
+WEFT_HD inline u64* told_counts(HostWords* host) { return reinterpret_cast<u64*>(host + 1); }
+WEFT_HD constexpr u64 pack_count(u64 ticket, i32 count) { return ticket << 32 | static_cast<u32>(count); }
+
 // Who calls: the number of the object and the handle that the operation works with, 0 if it makes one; the low bits of both.
 WEFT_HD constexpr u32 pack_caller(u32 object, u16 handle) { return object << 16 | handle; }
 WEFT_HD constexpr u16 caller_bits(u32 caller) {

@@ -211,7 +211,9 @@ def _first_call(ep: Shape, form: str, options: DispatchOptions) -> Call:
         is_small = suits_small(ep, layout, capacity, max_tokens, options.num_sms)
     rows = -1 if capacity is None else capacity
     call = _new_call(ep, "dispatch", options, (LAYOUTS.index(layout), alignment, rows, max_tokens), is_small=is_small)
-    return call if options.zero_holes else replace(call, zero_holes=False)
+    if options.zero_holes and not options.host_counts:
+        return call
+    return replace(call, zero_holes=options.zero_holes, tells_counts=options.host_counts and capacity is None)
 
 
 def _repeated_call(ep: Shape, form: str, of: Any, options: DispatchOptions) -> Call:

@@ -157,7 +157,7 @@ class GpuCalls(GpuPlans):
 
     def _first_beside(
         self, plan: Plan, places: tuple[Any, ...], made: tuple[Any, ...] | None
-    ) -> tuple[Tensor, Tensor | None, Handle]:
+    ) -> tuple[Tensor, Tensor | None, Handle, Any]:
         """See Runner."""
         ordinary = None
         if made is None:
@@ -171,7 +171,7 @@ class GpuCalls(GpuPlans):
             rows, out_scales = self._ordinary(plan, lead)
             idx, weights, recv_plan = self._ordinary_routing(plan, lead)
             self._unload(plan, rows, out_scales, idx, weights, recv_plan)
-        return rows, out_scales, self._handle(plan, lead, sizes, send_plan, recv_plan, weights, idx)
+        return rows, out_scales, self._handle(plan, lead, sizes, send_plan, recv_plan, weights, idx), routing
 
     def _again_beside(self, plan: Plan, lead: tuple[int, ...], handle: Handle) -> tuple[Tensor, Tensor | None]:
         """See Runner."""
@@ -214,11 +214,14 @@ class GpuCalls(GpuPlans):
             handle = Handle._lazily(routing, lead, self.num_local_experts, tie, plan.num_tokens, call)
         else:  # no room in the heap, or a graph is recorded
             parts = self._ordinary_small(plan)
-            num_rows = self._small_beside(plan, stream, (*places, *into, *map(address, parts)))
+            routing = self._small_beside(plan, stream, (*places, *into, *map(address, parts)))
+            num_rows = routing.result_rows
             lead = plan.lead if call.capacity >= 0 else (num_rows,)
             if call.capacity < 0:
                 parts[3:] = [first_rows(part, num_rows, plan.lead) for part in parts[3:]]
             handle = self._handle(plan, lead, *parts)
+        if call.tells_counts:
+            handle.__dict__["counts"] = tuple(routing.counts or handle.sizes[: self.num_local_experts].tolist())
         if call.capacity < 0:
             first = rows[:num_rows]  # as first_rows
             rows = first if plan.room <= 2 * num_rows else first.clone()
@@ -231,14 +234,13 @@ class GpuCalls(GpuPlans):
             rows, out_scales = self.finished(plan, rows, out_scales, handle, is_first=True)
         return rows, out_scales, handle
 
-    def _small_beside(self, plan: Plan, stream: int, places: tuple[int, ...]) -> int:
-        """The native call with all memory given; how many rows."""
+    def _small_beside(self, plan: Plan, stream: int, places: tuple[int, ...]) -> Any:
+        """The native call with all memory given, and its result."""
         buffers = _load.native().DispatchBuffers(
             stream=stream, num_tokens=plan.num_tokens, overflow=plan.overflow, num_rows=plan.room,
             **dict(zip(_SMALL, places, strict=True)),
         )  # fmt: skip
-        num_rows: int = plan.window.native.dispatch(plan.spec, buffers).result_rows
-        return num_rows
+        return plan.window.native.dispatch(plan.spec, buffers)
 
     # ---- rows in pieces
 

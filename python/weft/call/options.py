@@ -97,6 +97,7 @@ class DispatchOptions(CallOptions):
     scale_layout: str = _option("row_major", _one_of(*SCALE_LAYOUTS))
     zero_holes: bool = _option(True, _FLAG)
     absent: str = _option("drop", _one_of(*ABSENT))
+    host_counts: bool = _option(False, _FLAG)
 
 
 @dataclass(frozen=True, eq=False)

@@ -204,6 +204,8 @@ class Planner(State, ABC):
         if scales is not None:
             fields |= {"scale_row_bytes": row_bytes(scales), "scale_stride": column_bytes(scales)}
             fields["scales_are_fp32"] = scales.dtype == torch.float32
+        if call.tells_counts and not fields.get("cached", False):
+            fields["tells_counts"] = True
         if is_small and call.scale_dtype is not None and (quantize or scales is not None):
             fields["scale_word_bytes"] = call.scale_dtype.itemsize
         return _load.native().DispatchSpec(

@@ -132,12 +132,15 @@ class Runner(Planner):
         if type(made) is int:
             raise NeedsRoom(made)
         if made is None or not made[0]:
-            rows, out_scales, handle = self._first_beside(plan, places, made)
+            rows, out_scales, handle, routing = self._first_beside(plan, places, made)
         else:
             _, num_rows, rows, out_scales, routing = made
             tie = self.token if self._epoch == self.comm._native.epoch else self.tie()
             lead = plan.lead or (num_rows,)
             handle = Handle._lazily(routing, lead, self.num_local_experts, tie, plan.num_tokens, plan.call)
+        if plan.call.tells_counts:
+            counts = routing.counts or handle.sizes[: self.num_local_experts].tolist()
+            handle.__dict__["counts"] = tuple(counts)
         if not self.plans_on_device:
             self.counters.rows_sent += routing.rows_sent
             self.counters.bytes_sent += routing.bytes_sent
@@ -259,8 +262,9 @@ class Runner(Planner):
 
     def _first_beside(
         self, plan: Plan, places: tuple[Any, ...], made: tuple[Any, ...] | None
-    ) -> tuple[Tensor, Tensor | None, Handle]:
-        """As `_first`, where the heap has no room: `made` of rows; None: of sizes and send plan either."""
+    ) -> tuple[Tensor, Tensor | None, Handle, Any]:
+        """As `_first`, where the heap has no room: `made` of rows; None: of sizes and send plan either. And what the
+        native call gave."""
         raise InternalError("the cpu engine finds other memory itself")
 
     def _again_beside(self, plan: Plan, lead: tuple[int, ...], handle: Handle) -> tuple[Tensor, Tensor | None]:

@@ -29,7 +29,8 @@ LEAST_COLUMNS = 4  # a row of 16 bytes in fp32: what a backward sends where only
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What is equal on all ranks in a call, as the native module wants it; the last two are for this rank alone."""
+    """What is equal on all ranks in a call, as the native module wants it, and what is for this rank alone: deadline_s,
+    scale_dtype, zero_holes, tells_counts."""
 
     layout: int
     alignment: int
@@ -46,6 +47,7 @@ class Call:
     zero_holes: bool = True  # dispatch, expert_major
     counts_dropped: bool = True  # a dispatch that repeats a routing: picks that it drops go to `overflow`
     order: int = 0  # combine: code of the order of additions
+    tells_counts: bool = False  # a first dispatch of exact sizes: the host learns the counts, too
 
     @property
     def numbers(self) -> list[int]:

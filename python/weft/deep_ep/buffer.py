@@ -260,7 +260,7 @@ class Buffer(LowLatency, BufferBase):
         if given.topk_idx is None:
             return (sent.x, None, None, self._share(given), handle), r
         if not num_worst_tokens:
-            counts = [align(each, given.alignment) for each in r.num_tokens_per_expert.tolist()]
+            counts = [align(each, given.alignment) for each in r.num_tokens_per_expert_list]
             return (sent.x, r.topk_idx, r.topk_weights, counts, handle), r
         is_row = torch.arange(num_worst_tokens, dtype=torch.int32, device=ids.device) < r.num_rows
         recv_idx = torch.where(is_row[:, None], r.topk_idx, -1)  # type: ignore[arg-type]
@@ -269,7 +269,10 @@ class Buffer(LowLatency, BufferBase):
     def _sent(
         self, ep: Any, form: Form, ids: Tensor, weights: Tensor | None, num_worst_tokens: int, num_sms: int | None
     ) -> Sent:
-        return send(ep, form, topk_idx=ids, topk_weights=weights, capacity=num_worst_tokens or None, num_sms=num_sms)
+        return send(
+            ep, form, topk_idx=ids, topk_weights=weights, capacity=num_worst_tokens or None, num_sms=num_sms,
+            host_counts=True,
+        )  # fmt: skip
 
     def _share(self, given: _Given) -> list[int]:
         """Of this rank's experts: the sum over ranks of what they have counted."""

@@ -22,6 +22,7 @@ from weft.deep_ep.layers import Layers, ShapeOf
 from weft.deep_ep.ranks import ranks_of
 from weft.deep_ep.rows import Form, Sent, bare, check_first, check_rows, check_weights, form_of, send, summed
 from weft.deep_ep.streams import collective_call
+from weft.deep_ep.utils.math import align
 from weft.errors import InvalidArgument, InvalidState
 from weft.limits import MAX_ALIGNMENT
 
@@ -193,20 +194,18 @@ class HybridEPBuffer(Ending):
                 f"pad_multiple, {alignment}"
             )
         routing = self._routing(topk_idx, topk_weights, routing_map, probs, num_of_experts, num_of_experts_per_rank)
-        before: list[Tensor] = []  # picks dropped; counted anew when a graph replays
 
         def dispatch(ep: ExpertParallel, picks: _Routing) -> Sent:
-            before[:] = [ep.calls.overflow.clone()]
             return send(
                 ep, form, topk_idx=picks.ids, topk_weights=picks.weights, layout="expert_major", alignment=alignment,
-                capacity=capacity, zero_holes=True, num_sms=self._sms[0],
+                capacity=capacity, zero_holes=True, num_sms=self._sms[0], host_counts=True,
             )  # fmt: skip
 
         routing, ep, sent = self._sent(routing, routing_map, form, dispatch, non_blocking=non_blocking)
         r = sent.dispatched
         if r is None:
             raise InvalidState("a first dispatch has a result")
-        flag = (r.overflow - before[0]).to(torch.int32).view(1)
+        flag = r.dropped.view(1)
         made = HybridHandle(self, ep, bare(r), routing.ids, self._config, overflow=flag)
         made.widths.add(form.num_columns)
         rows, scales = sent.x if isinstance(sent.x, tuple) else (sent.x, None)
@@ -229,6 +228,10 @@ class HybridEPBuffer(Ending):
         return rows, got, scales, self._padded(known, non_blocking), known
 
     def _padded(self, handle: HybridHandle, non_blocking: bool) -> Tensor:
+        routing = handle.dispatched.handle
+        if not non_blocking and handle.ep.device.type == "cuda" and routing.capacity is None:
+            known = [align(each, routing.alignment) for each in handle.dispatched.num_tokens_per_expert_list]
+            return torch.tensor(known, dtype=torch.int64, device="cpu").pin_memory()
         offsets = handle.dispatched.offsets
         counts = (offsets[1:] - offsets[:-1]).to(torch.int64)
         if non_blocking or not counts.is_cuda:

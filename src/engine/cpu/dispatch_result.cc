@@ -121,12 +121,13 @@ void DispatchCall::finish_result() {
     header.magic = kRecvPlanMagic;
     header.num_meta_rows = static_cast<i32>(num_meta_rows_);
     header.num_rows = static_cast<i32>(num_rows_);
-    std::memcpy(recv_.base, &header, sizeof(header));
     for (i64 source = 0; source <= num_ranks_; ++source) {
       recv_.source_offset()[source] =
           static_cast<i32>(source < num_ranks_ ? sources_[source].first_meta_row : num_meta_rows_);
     }
     write_outputs();
+    header.num_tokens = static_cast<i32>(num_dropped_);
+    std::memcpy(recv_.base, &header, sizeof(header));
   } else if (a_.overflow != 0) {
     *memory_at<i64>(a_.overflow) += count_dropped();
   }

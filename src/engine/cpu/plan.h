@@ -15,7 +15,7 @@ struct PlanHeader {
   i32 num_ranks = 0;
   i32 num_local_experts = 0;
   i32 top_k = 0;
-  i32 num_tokens = 0;     // send plan: T of this rank
+  i32 num_tokens = 0;     // send plan: T of this rank; receive plan: picks that found no room here
   i32 num_meta_rows = 0;  // receive plan: M, (token, source) pairs received
   i32 num_rows = 0;       // receive plan: rows that hold data
   i32 alignment = 1;

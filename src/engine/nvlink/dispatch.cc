@@ -38,6 +38,11 @@ DispatchKernelConfig kernel_config(const GpuWindowShape& shape, const DispatchSp
   return with_stages(config, shared_bytes);
 }
 
+bool tells_counts(const GpuWindowShape& shape, const DispatchSpec& spec) {
+  return spec.tells_counts && spec.receives && spec.capacity < 0 && !spec.cached &&
+         shape.num_local_experts() <= transport::kMostToldCounts;
+}
+
 OperationConfig dispatch_operation(const DispatchSpec& spec, bool is_spread) {
   OperationConfig operation;
   operation.kind = OpKind::kDispatch;
@@ -88,10 +93,14 @@ DispatchResult DispatchCall::run() {
     if (w_.num_launches_ == num_launches) cancel();
     throw;
   }
-  num_rows_ = is_exact_ ? w_.wait_for_counts(turn.ticket, a_.stream, poll_) : most_rows_;
+  num_rows_ = most_rows_;
+  std::vector<i32> counts;
+  if (is_exact_) std::tie(num_rows_, counts) = w_.wait_for_counts(a_, turn.ticket, poll_);
   ++w_.stats_.num_dispatches;
   if (is_spread_ && !is_staged()) place_rows(*place_kernel);
-  return is_staged() ? staged_result() : heap_result();
+  DispatchResult result = is_staged() ? staged_result() : heap_result();
+  result.counts = std::move(counts);
+  return result;
 }
 
 // Ranks on one GPU must not load a kernel while others wait, and each may have ids of another type.

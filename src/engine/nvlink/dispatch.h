@@ -15,6 +15,8 @@ DispatchKernelConfig kernel_config(const GpuWindowShape& shape, const DispatchSp
 // Bytes of a row, and of its scales, as they travel.
 i64 wire_row_bytes(const DispatchSpec& spec);
 i64 wire_scale_bytes(const DispatchSpec& spec);
+// Whether the kernel tells the host how many picks each local expert gets: asked for, of exact sizes, and there is room for them.
+bool tells_counts(const GpuWindowShape& shape, const DispatchSpec& spec);
 // Of a result, if all ranks send what they may. Error kInvalidArgument: more than have numbers.
 i64 most_rows(const GpuWindowShape& shape, const DispatchSpec& spec);
 // Of counts, offsets and the number of rows together.
@@ -37,6 +39,7 @@ void describe_rows(Config& config, const GpuWindowShape& shape, const DispatchSp
     config.dtype = spec.dtype;
   }
   config.layout = spec.layout;
+  config.tells_counts = tells_counts(shape, spec);
   config.topk_is_int64 = spec.topk_is_int64;
 }
 

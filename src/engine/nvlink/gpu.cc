@@ -8,6 +8,7 @@
 #include "base/status.h"
 #include "base/thread.h"
 #include "engine/nvlink/host_wait.h"
+#include "weft/transport/host_words.h"
 
 namespace weft::nvlink {
 Event::~Event() {
@@ -82,11 +83,10 @@ cuda::Event Gpu::take_event() {
 void Gpu::settle() { cuda::check(cuda::driver().stream_synchronize(house_keeping), "cuStreamSynchronize"); }
 
 void* Gpu::take_host_page() {
-  constexpr size_t kPageBytes = 4096;
   const std::lock_guard lock(mutex_);
   void* page = nullptr;
   if (idle_pages_.empty()) {
-    cuda::check(cuda::driver().host_alloc(&page, kPageBytes, cuda::kHostAllocMapped), "cuMemHostAlloc");
+    cuda::check(cuda::driver().host_alloc(&page, transport::kHostPageBytes, cuda::kHostAllocMapped), "cuMemHostAlloc");
   } else {
     page = idle_pages_.back();
     idle_pages_.pop_back();

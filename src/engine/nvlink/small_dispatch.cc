@@ -43,7 +43,8 @@ DispatchResult SmallDispatchCall::run() {
   if (a_.receives) ++w_.stats_.num_dispatches;
   DispatchResult result;
   result.in_heap = false;
-  result.result_rows = is_exact() ? w_.wait_for_counts(turn.ticket, a_.stream, poll_) : -1;
+  result.result_rows = -1;
+  if (is_exact()) std::tie(result.result_rows, result.counts) = w_.wait_for_counts(a_, turn.ticket, poll_);
   return result;
 }
 

@@ -95,7 +95,7 @@ Window::Window(std::shared_ptr<Communicator> comm, std::shared_ptr<Gpu> gpu, con
   // Threads on one GPU: what follows may wait for kernels, so all that was launched must be able to end.
   if (comm_->is_local()) gpu_->has_thread_ranks = true;
   if (comm_->is_local()) meet(deadline_ns, poll);
-  host_ = new (gpu_->take_host_page()) transport::HostWords();
+  host_ = new (std::memset(gpu_->take_host_page(), 0, transport::kHostPageBytes)) transport::HostWords();
   try {
     connect(nullptr, comm_->active_ranks(), comm_->epoch(), kWindowTag | id_, deadline_ns, poll);
     prepare_unload();

@@ -8,6 +8,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -146,7 +147,8 @@ class Window : public CallWindow {
   // The next call, on whatever stream, comes behind what this one has by now.
   void note_work(u64 stream);
   // Returns the number of rows of the result. Errors: what the kernel found, kPeerLost, kPeerTimeout, kCudaError.
-  i64 wait_for_counts(u64 ticket, u64 stream, const Poll& poll);
+  // How many rows; with tells_counts also what each local expert gets.
+  std::pair<i64, std::vector<i32>> wait_for_counts(const DispatchSpec& spec, u64 ticket, const Poll& poll);
   // After launch(): gives back what follows the first bytes of a block.
   void shrink(Block& block, u64 keep_bytes);
   // Offset from the start of the heap memory, as placements have it.

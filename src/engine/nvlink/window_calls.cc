@@ -1,4 +1,7 @@
 // What dispatch and combine share: order among streams, the kernel's start, the counts that the host waits for.
+#include <utility>
+
+#include "engine/nvlink/dispatch.h"
 #include "engine/nvlink/host_wait.h"
 #include "engine/nvlink/window.h"
 #include "weft/ptx/memory.h"
@@ -143,10 +146,18 @@ void Window::note_work(u64 stream) {
 
 void Window::shrink(Block& block, u64 keep_bytes) { heap_->shrink(block, keep_bytes, last_event_); }
 
-i64 Window::wait_for_counts(u64 ticket, u64, const Poll& poll) {
-  const auto is_told = [&] {
-    return ptx::ld_acquire_sys(&host_->counted_ticket) == ticket || ptx::ld_acquire_sys(error_word()) != 0;
+std::pair<i64, std::vector<i32>> Window::wait_for_counts(const DispatchSpec& spec, u64 ticket, const Poll& poll) {
+  std::vector<i32> counts(tells_counts(shape_, spec) ? static_cast<size_t>(shape_.num_local_experts()) : 0);
+  size_t num_told = 0;
+  const auto has_counts = [&] {
+    for (const u64* told = transport::told_counts(host_); num_told < counts.size(); ++num_told) {
+      const u64 word = ptx::ld_acquire_sys(told + num_told);
+      counts[num_told] = static_cast<i32>(word & 0xffffffffu);
+      if (word >> 32 != (ticket & 0xffffffffu)) return false;
+    }
+    return ptx::ld_acquire_sys(&host_->counted_ticket) == ticket;
   };
+  const auto is_told = [&] { return has_counts() || ptx::ld_acquire_sys(error_word()) != 0; };
   const auto is_told_or_over = [&] { return is_told() || last_event_->is_done(); };
   bool is_in_time = false;
   WaitLog log(*comm_);
@@ -168,7 +179,7 @@ i64 Window::wait_for_counts(u64 ticket, u64, const Poll& poll) {
     throw;
   }
   check();
-  if (ptx::ld_acquire_sys(&host_->counted_ticket) == ticket) return host_->num_rows;
+  if (has_counts()) return {host_->num_rows, std::move(counts)};
   if (is_in_time) throw_gpu_failure("dispatch ended without counts");
   throw_gpu_failure("dispatch has not begun: work before it on its stream does not end");
 }

@@ -85,7 +85,7 @@ class DispatchCount : public DispatchIds<kConfig> {
       for (i32 expert = thread; expert < kLocal; expert += (kWarps - first_warp) * 32) {
         i32 sum = 0;
         for (i32 source = 0; source < kRanks; ++source) sum += picks_of(source, kPlacement.expert_of(rank(), expert));
-        a.counts[expert] = sum;
+        write_count<kConfig>(a, expert, sum);
       }
       if (thread == 0) write_rank_offsets();
       if (thread == 0) recv_plan()[kGpuPlanDropped] = 0;  // as far as is known before all rows are here
@@ -308,7 +308,7 @@ class DispatchCount : public DispatchIds<kConfig> {
       // The group begins where the one before it ends, holes included.
       const i32 begin = is_masked || local == 0 ? 0 : this->hole_end()[local - 1];
       a.offsets[local] = is_masked ? local * static_cast<i32>(a.capacity) : begin;
-      a.counts[local] = end - begin;
+      write_count<kConfig>(a, local, end - begin);
       num_kept += end - begin;
       num_dropped += total - (end - begin);
     }

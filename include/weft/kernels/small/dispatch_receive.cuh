@@ -80,10 +80,11 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
     if constexpr (kByExpert) {
       for (i32 group = thread; group < kGroups; group += Base::kThreads) {
         a.offsets[group] = kIsMasked ? group * static_cast<i32>(a.capacity) : min(begins()[group], limit());
-        a.counts[group] = kept_of(group);
+        write_count<kConfig>(a, group, kept_of(group));
       }
     } else {
-      for (i32 expert = thread; expert < kLocal; expert += Base::kThreads) a.counts[expert] = kept()[expert];
+      for (i32 expert = thread; expert < kLocal; expert += Base::kThreads)
+        write_count<kConfig>(a, expert, kept()[expert]);
     }
     if (warp == 0) write_sums();
   }

@@ -245,7 +245,7 @@ class ElasticBuffer(Absent, Ending):
         sent = send(
             ep, given.form, topk_idx=given.topk_idx, topk_weights=given.topk_weights,
             capacity=None if given.is_exact else self.num_ranks * given.max_tokens, max_tokens=given.max_tokens,
-            **options,
+            host_counts=True, **options,
         )  # fmt: skip
         r = _result(sent.dispatched)
         handle = self._handle(ep, r, given)
@@ -260,7 +260,7 @@ class ElasticBuffer(Absent, Ending):
         sent = send(
             ep, given.form, topk_idx=given.topk_idx, topk_weights=given.topk_weights, layout="expert_major",
             alignment=given.alignment, capacity=None if given.is_exact else align(worst, given.alignment),
-            max_tokens=given.max_tokens, **options,
+            max_tokens=given.max_tokens, host_counts=True, **options,
         )  # fmt: skip
         r = _result(sent.dispatched)
         weights = r.topk_weights if given.topk_weights is not None else None
@@ -273,7 +273,7 @@ class ElasticBuffer(Absent, Ending):
         )  # fmt: skip
         handle.expert_alignment, handle.widths = given.alignment, {given.form.num_columns}
         if given.is_exact:
-            counts = r.num_tokens_per_expert.tolist()
+            counts = r.num_tokens_per_expert_list
             handle.num_recv_tokens_per_expert_list = [align(each, given.alignment) for each in counts]
         return handle
 
