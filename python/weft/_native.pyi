@@ -336,6 +336,20 @@ class CpuWindow(Window):
 def gpu_leave_graphs_to_the_exit() -> None: ...
 def gpu_record_stream(ptr: int, stream: int) -> bool: ...
 def gpu_send_plan_len(num_tokens: int, top_k: int, num_ranks: int, layout: int) -> int: ...
+def count_picks(
+    gpu: Gpu | None,
+    stream: int,
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    num_ranks: int,
+    is_int64: bool,
+    topk_idx: int,
+    experts: int,
+    ranks: int,
+    is_in_rank: int,
+) -> None: ...
+
 gpu_plan_header: int
 gpu_plan_dropped: int
 recv_plan_num_meta_rows: int

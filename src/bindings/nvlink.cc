@@ -10,6 +10,7 @@
 #include "base/clock.h"
 #include "bindings/calls.h"
 #include "bindings/gil.h"
+#include "engine/nvlink/count_picks.h"
 #include "engine/nvlink/window.h"
 #include "weft/layout/gpu_plan.h"
 
@@ -63,6 +64,15 @@ std::tuple<u64, u64> window_bytes(i32 num_ranks, i32 num_experts, i32 top_k, i64
   return {layout.control_bytes, layout.landing_bytes};
 }
 
+// `gpu`: None: in memory of the host.
+void count_picks(const std::shared_ptr<nvlink::Gpu>& gpu, u64 stream, i64 num_tokens, i32 top_k, i32 num_experts,
+                 i32 num_ranks, bool is_int64, u64 topk_idx, u64 experts, u64 ranks, u64 is_in_rank) {
+  const CountPicks call{topk_idx, experts, ranks, is_in_rank, num_tokens, top_k, num_experts, num_ranks, is_int64};
+  const ReleasedGil release;
+  if (gpu == nullptr) return weft::count_picks(call);
+  nvlink::count_picks(*gpu, stream, call);
+}
+
 }  // namespace
 
 void bind_nvlink(nb::module_& m) {
@@ -86,6 +96,8 @@ void bind_nvlink(nb::module_& m) {
       "num_tokens"_a, "top_k"_a, "num_ranks"_a, "layout"_a);
   m.attr("gpu_plan_header") = kGpuPlanHeader;
   m.attr("gpu_plan_dropped") = kGpuPlanDropped;
+  m.def("count_picks", &count_picks, "gpu"_a.none(), "stream"_a, "num_tokens"_a, "top_k"_a, "num_experts"_a,
+        "num_ranks"_a, "is_int64"_a, "topk_idx"_a, "experts"_a, "ranks"_a, "is_in_rank"_a);
   m.def(
       "gpu_recv_plan_len",
       [](i64 max_tokens, i32 top_k, i32 num_ranks, int layout) {

@@ -35,7 +35,7 @@ def headers(name: str) -> tuple[int, int]:
     """How many kinds of headers a kernel sends and waits for. A small combine sends those of early units too."""
     number = (
         0
-        if name in ("unload", "gradients", "place rows", "stage rows")
+        if name in ("unload", "gradients", "place rows", "stage rows", "count picks")
         else 3
         if name.startswith("small combine")
         else 2

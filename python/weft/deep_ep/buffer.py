@@ -150,18 +150,16 @@ class Buffer(LowLatency, BufferBase):
             raise InvalidArgument(
                 f"topk_idx is {list(topk_idx.shape)} {topk_idx.dtype}; allowed is [T, K] int64 or int32"
             )
-        num_local = self._num_local(num_experts)
+        self._num_local(num_experts)
 
         def work() -> tuple[Any, None]:
-            ids = topk_idx.to(torch.int64)
-            ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
-            owners = ids // num_local
-            in_rank = torch.zeros((len(ids), num_ranks + 1), dtype=torch.bool, device=ids.device)
-            in_rank = in_rank.scatter_(1, owners, True)[:, :num_ranks].contiguous()
-            picks = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
-            flat = ids.reshape(-1)
-            picks.scatter_add_(0, flat, torch.ones(flat.shape, dtype=torch.int32, device=ids.device))
-            return (in_rank.sum(0, dtype=torch.int32), None, picks[:num_experts].clone(), in_rank), None
+            from weft.call.count_picks import (
+                count_picks,  # with all that a call needs: not when this module is imported
+            )
+
+            on_gpu = self._ranks.comm.engine == "nvlink"
+            ranks, experts, in_rank = count_picks(topk_idx, num_experts, num_ranks, runs_kernels=on_gpu)
+            return (ranks, None, experts, in_rank), None
 
         values, event = self._streams.run(work, previous_event, async_finish, (topk_idx,))
         return (*values, event)

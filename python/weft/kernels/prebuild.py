@@ -89,6 +89,7 @@ def kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:
     yield "stage rows", _load.native().render_stage_rows()
     yield "unload", _load.native().render_unload()
     yield "gradients", _load.native().render_gradients()
+    yield "count picks", _load.native().render_count_picks()
 
 
 def _small_dispatch_kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:
