@@ -44,6 +44,13 @@ def against_the_reference(comm: weft.Communicator, dtype: torch.dtype, duplicate
     recv_idx.fill_(7)  # the caller's own, as all results are
     recv_weights.zero_()
 
+    num_rows, room = len(mine.x), comm.num_ranks * max(map(len, given.xs)) + 3
+    worst = layout_and_dispatch(buffer, x, ids, weights, given.num_experts, num_worst_tokens=room)
+    assert (len(worst[0]), worst[3]) == (room, [])
+    assert torch.equal(worst[1][:num_rows], mine.topk_idx)
+    assert bool((worst[1][num_rows:] == -1).all())
+    assert not bool(worst[2][num_rows:].any())
+
     again = buffer.dispatch(x, handle=handle)
     assert again[1:5] == (None, None, None, None)
     assert torch.equal(again[0], mine.x)

@@ -493,6 +493,10 @@ def _compare_dispatched(at: str, call: Call, d: reference.Dispatched, got: dict[
     problems += _compare_rows(f"{at}: x", call, d, d.x, got["x"], is_x=True)
     for name in ("topk_idx", "topk_weights"):
         problems += _compare_rows(f"{at}: {name}", call, d, getattr(d, name), got[name])
+    if call.layout == "rank_major":
+        ids, weights = (got[name][int(d.num_rows) :] for name in ("topk_idx", "topk_weights"))
+        if bool((ids != -1).any()) or bool(weights.any()):
+            problems.append(f"{at}: rows behind num_rows have ids or weights")
     return problems
 
 

@@ -260,9 +260,7 @@ class Buffer(LowLatency, BufferBase):
         if not num_worst_tokens:
             counts = [align(each, given.alignment) for each in r.num_tokens_per_expert_list]
             return (sent.x, r.topk_idx, r.topk_weights, counts, handle), r
-        is_row = torch.arange(num_worst_tokens, dtype=torch.int32, device=ids.device) < r.num_rows
-        recv_idx = torch.where(is_row[:, None], r.topk_idx, -1)  # type: ignore[arg-type]
-        return (sent.x, recv_idx, r.topk_weights, [], handle), r
+        return (sent.x, r.topk_idx, r.topk_weights, [], handle), r  # behind num_rows ids are -1
 
     def _sent(
         self, ep: Any, form: Form, ids: Tensor, weights: Tensor | None, num_worst_tokens: int, num_sms: int | None
