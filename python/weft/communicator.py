@@ -181,6 +181,8 @@ class Communicator(Changes):
             before = self._active
             self._native.rebuild(wanted, seconds)
             self._begin_epoch()
+            if not self._has_maps_of_members:
+                self._take_maps()
         self._tell(self._recovered(before, {rank for rank, _, _ in self._native.detections()}))
 
     def recover(
@@ -225,6 +227,8 @@ class Communicator(Changes):
             with self.alone("recover"):
                 self._native.recover(unwanted, min_ranks, seconds, wanted)
                 self._begin_epoch()
+                if not self._has_maps_of_members:
+                    self._take_maps()
                 gone = {rank for rank, _, _ in self._native.detections()}
         change = self._recovered(before, gone)
         self._tell(change)

@@ -51,8 +51,8 @@ class ExpertParallel(Elastic):
             (row bytes + 8 K). Results that find no room are copied to an ordinary tensor.
         num_logical_experts: N, any number from 1 to E: ids in topk_idx are logical, 0 to N - 1, and a `weft.ExpertMap`
             says which of the E physical experts holds each: at the beginning `ExpertMap.spread` over the active ranks,
-            on a rank that joins the map of the members. Whatever else speaks of experts, received ids and counts too,
-            means physical ones. None: ids are physical. cpu engine.
+            or all slots if these have no room; on a rank that joins the map of the members. Whatever else speaks of
+            experts, received ids and counts too, means physical ones. None: ids are physical. cpu engine.
         num_windows: calls that may be in flight at once, each on its own `window`; on a GPU within the rank's SMs.
         sum_domain: d, 1 to R: combine and the gradient of x add up d ranks at a time, round, and add these sums
             (docs/semantics.md); None, 1 or R: no domains.

@@ -40,6 +40,7 @@ __all__ = ["spawn"]
 GRACE_S = 10.0  # after the first failure the other ranks have this long to come to an end by themselves
 THREAD_GRACE_S = 0.5  # the same for ranks that are threads, and then their communicators are closed
 _LENGTH_BYTES = 8
+_WAITS, _WORKS = "waits", "works"  # what a spare says
 
 
 def spawn(
@@ -362,12 +363,12 @@ def _own_stream(device: str) -> Iterator[None]:
 @dataclass
 class _Child:
     """A forked rank as its parent sees it. Messages are a length and a pickle: first the endpoint, then, if there are
-    spares, the group's address, last the outcome. A spare says instead when it was taken in."""
+    spares, the group's address, last the outcome. A spare says instead whether it waits."""
 
     rank: int
     pid: int
     channel: socket.socket
-    is_spare: bool = False  # and waits
+    waits: bool = False  # a spare that has joined, and is no member
     received: bytearray = field(default_factory=bytearray)
     endpoint: bytes | None = None
     address: str = ""
@@ -414,7 +415,7 @@ def _fork(job: _Job, rank: int, earlier: list[_Child]) -> _Child:
         _raise_of(f"starting rank {rank}", error)
     if pid:
         theirs.close()
-        return _Child(rank, pid, ours, is_spare=rank >= job.num_ranks)
+        return _Child(rank, pid, ours)
     # From here on the child: it never returns into the caller's frames.
     try:
         gc.freeze()  # what the parent has to collect may wait, when it is collected, for threads that are not here
@@ -475,12 +476,13 @@ def _run_child(job: _Job, rank: int, channel: socket.socket) -> NoReturn:
 
 
 def _spare(job: _Job, rank: int, device: str, channel: socket.socket) -> Communicator:
-    """Joined, once the others are connected; tells the parent when it is taken in."""
+    """Joined, once the others are connected; tells the parent at each change whether it is a member."""
     from weft.communicator import Communicator
 
     address: str = _receive(channel)
     comm = Communicator.join(address, slot=rank, standby=True, device=device, placement=job.placement)
-    comm.on_change(lambda change: _send(channel, "") if rank in change.added else None)
+    comm.on_change(lambda change: _send(channel, _WORKS if comm.is_member else _WAITS))
+    _send(channel, _WAITS)
     return comm
 
 
@@ -576,8 +578,7 @@ def _read(child: _Child) -> bool:
         if child.endpoint is None and isinstance(message, bytes):
             child.endpoint = message
         elif isinstance(message, str):
-            child.address = message
-            child.is_spare = False
+            child.address, child.waits = message, message == _WAITS
         else:
             child.outcome, notes = message
             child.has_sent = True
@@ -636,7 +637,7 @@ def _share_address(children: list[_Child], num_ranks: int) -> None:
 
 def _let_go(children: list[_Child]) -> None:
     """When all but spares that still wait have come to their end, these close, which ends the spares' wait."""
-    if all(child.outcome is not None or child.is_spare for child in children):
+    if all(child.outcome is not None or child.waits for child in children):
         for child in children:
             if child.outcome is not None and not child.was_let_go:
                 child.was_let_go = True

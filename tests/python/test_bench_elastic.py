@@ -16,7 +16,7 @@ def test_each_time_is_of_each_rank_that_goes_on() -> None:
     counts = {row["what"]: row["count"] for row in rows}
     assert set(counts) == set(ELASTIC)
     assert counts.pop("step_ms") == 3 * 200
-    assert counts.pop("step_during_cold_join_ms") >= 0
+    assert counts.pop("step_during_cold_join_ms") > 0
     assert counts == {
         "idle_boundary_ms": 2,  # of those that tell: a killed rank does not
         "warm_join_pause_ms": 2,

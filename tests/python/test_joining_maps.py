@@ -3,11 +3,15 @@ which experts nobody has."""
 
 from __future__ import annotations
 
+import os
+import pathlib
+import signal
 from typing import Any
 
 import torch
 from joining_cases import Outer, open_group
 from test_expert_maps import Job, opened
+from test_standby import until
 
 import weft
 
@@ -87,3 +91,67 @@ def test_a_suspended_rank_is_handed_the_map() -> None:
     assert [handed for _, handed, _ in seen] == [Late.second] * 3
     gone = (5, 6)  # of rank 2 in the first map
     assert [uncovered for _, _, uncovered in seen] == [[gone, (6,)]] * 3
+
+
+def _lowest_slots(comm: weft.Communicator) -> Any:
+    """Ranks 0 and 1 are suspended and come back together: neither knows the map that rank 2 has installed."""
+    ep = opened(comm, num_experts=None, num_logical_experts=7, min_ranks=1)
+    if comm.rank == 2:
+        comm.propose(suspend=[0, 1])
+    change = None
+    while change is None:
+        change = comm.boundary(60.0)
+    if comm.rank == 2:
+        ep.set_expert_map(Late.second)
+        comm.propose(admit=[0, 1])
+    change = None
+    while change is None:
+        change = comm.boundary(60.0)
+    job = Job(num_ids=7)
+    r = ep.dispatch(job.xs[comm.rank], job.ids[comm.rank])
+    ep.combine(r.x, r.handle)
+    comm.meet(60.0)
+    return ep.expert_map
+
+
+def test_ranks_that_come_back_together_ask_one_that_was_there() -> None:
+    assert weft.spawn(_lowest_slots, 3, device="cpu", max_ranks=3) == [Late.second] * 3
+
+
+def _stopped(comm: weft.Communicator, where: pathlib.Path) -> Any:
+    """Rank 0 is stopped while the spare wants to ask it for the map; rank 1 goes on without it."""
+    ep = opened(comm, num_experts=None, num_logical_experts=7, min_ranks=1)
+    if comm.is_member:
+        (where / str(comm.rank)).write_text(str(os.getpid()))
+        until(lambda: comm.membership.standby == (2,))
+        comm.meet(60.0)
+    if comm.rank == 0:
+        comm.on_change(lambda change: os.kill(os.getpid(), signal.SIGSTOP))
+        comm.propose(admit=[2])
+    pid = int((where / "0").read_text()) if comm.rank == 1 else 0
+    if comm.rank == 1:
+        until(lambda: _state_of(pid) == "T")
+    while True:
+        change = comm.boundary(60.0)
+        if change is not None:
+            break
+    if comm.rank == 1:
+        comm.recover([0], deadline_s=30.0)
+        os.kill(pid, signal.SIGKILL)
+    if comm.rank == 2:
+        try:
+            while True:
+                ep.dispatch(Job(num_ids=7).xs[2], Job(num_ids=7).ids[2], deadline_s=2.0)
+        except (weft.PeerLost, weft.PeerTimeout):
+            comm.recover([0], deadline_s=30.0)
+    return comm.active_ranks
+
+
+def _state_of(pid: int) -> str:
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_stopped_member_holds_up_no_rank_that_asks_for_the_map(tmp_path: pathlib.Path) -> None:
+    seen = weft.spawn(_stopped, 2, (tmp_path,), device="cpu", standby=1, on_failure="return")
+    assert isinstance(seen[0], weft.PeerLost)
+    assert seen[1:] == [(1, 2), (1, 2)]

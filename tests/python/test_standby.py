@@ -107,6 +107,33 @@ def test_spares_that_nobody_needs() -> None:
     assert weft.spawn(rank, 2, device="cpu", standby=2) == [0, 1, None, None]
 
 
+def test_quick_founders() -> None:
+    """They are done before the spare has joined."""
+    seen = weft.spawn(lambda comm: comm.rank if comm.is_member else comm.boundary(), 1, device="cpu", standby=1)
+    assert seen == [0, None]
+
+
+def test_a_spare_that_is_suspended_ends_with_the_group() -> None:
+    def rank(comm: Any) -> int | None:
+        ep = make_ep(comm)
+        if comm.is_member:
+            until(lambda: comm.membership.standby == (1,))
+            comm.propose(admit=[1])
+            run_until(comm, ep, [0, 1])
+            comm.propose(suspend=[1])
+            run_until(comm, ep, [0])
+            return 0
+        assert comm.boundary() is not None
+        checked_step(ep, number_of(comm))
+        while comm.is_member:
+            if comm.boundary(LONG_S) is None:
+                checked_step(ep, number_of(comm))
+        comm.boundary()
+        raise AssertionError("taken in again")
+
+    assert weft.spawn(rank, 1, device="cpu", standby=1) == [0, None]
+
+
 def test_a_spare_that_fails_is_told_of() -> None:
     def rank(comm: Any) -> None:
         if not comm.is_member:

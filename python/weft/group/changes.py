@@ -253,8 +253,10 @@ class Changes(Joining):
                 if tuple(self._native.active_ranks) != self._active:
                     self._begin_epoch()
                 raise
-            if self._rank in done[3]:
-                self._take_maps(self._active, seconds)
+            if self._native.is_solo:  # suspended
+                self._note_maps(False)
+            elif not self._has_maps_of_members:
+                self._take_maps()
         epoch, number, boundary, added, removed, active, waited_us, installed_us = done
         change = Change(
             epoch,

@@ -66,7 +66,7 @@ class Joining(Sleeping):
         if placement is not None and placement.mode != "off":
             logger.info("rank %d: %s", native.rank, self._binding.placement)
         self._listeners: list[Callable[[Change], object]] = []
-        self._publish_contract()
+        self._note_maps(not native.is_solo)
         self.recorded: dict[int, weakref.ref[Any]] = {}  # by weft.autograd
         self._lives()
 

@@ -17,7 +17,7 @@ from weft.call.expert_map import ExpertMap
 from weft.call.streams import WindowStreams
 from weft.call.window import Window, WindowSpec, released_on_error
 from weft.engine import Choice, driver_gpu
-from weft.errors import InvalidArgument, InvalidState, PeerLost, PeerTimeout, rank_list
+from weft.errors import Error, InvalidArgument, InvalidState, rank_list
 from weft.group.turns import Turns
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Windows"]
 
 _LOOK_S = 0.01  # between two looks at what members have made
+_ASK_S = 1.0  # for one member to answer
 _COMPARE_TAG = 1 << 22  # exchange tags of constructors: this plus their number; all below 1 << 24
 
 
@@ -139,26 +140,36 @@ class Windows(Turns):
         key = (calls.windows[0].serial, calls.numbers[0])
         return next((each for each in self._objects if _key(each) == key), None)
 
-    def _take_maps(self, active: Sequence[int], deadline_s: float) -> None:
-        """Of a rank that was taken in: a member that was there before hands over what is installed by now. Members
-        can't install another one before this rank takes part."""
-        self._has_maps_of_members = not self._mapped
-        for rank in active if self._mapped else ():
-            with contextlib.suppress(PeerLost, PeerTimeout):
-                if rank == self._rank:
-                    continue
-                contract = json.loads(self._native.ask_contract(deadline_s, [rank]))
-                if not contract["has_maps"]:
-                    continue  # it was taken in just now, too
-                by_key = {_key(each): each for each in contract["objects"]}
-                for calls in list(self._mapped):
-                    found = _map_of(by_key.get((calls.windows[0].serial, calls.numbers[0])))
-                    if found is not None and not calls.closed and found != calls.experts.map:
-                        calls.install_map(found)
-                        self.note_map(calls)
-                break
-        self._has_maps_of_members = True
+    def _note_maps(self, has_maps: bool) -> None:
+        """Whether this rank goes by the maps of the members: whoever asks it for them is told so."""
+        self._has_maps_of_members = has_maps
         self._publish_contract()
+
+    def _take_maps(self) -> None:
+        """Of a rank that was taken in: a member that was there before hands over what is installed by now. Members
+        can't install another one before this rank takes part. Nobody waits for a member that is stopped: with no answer
+        the maps stay, and the next `recover` asks again."""
+        others = [rank for rank in self._active if rank != self._rank]
+        for rank in others if self._mapped else ():
+            if self._native.broken():
+                return
+            with contextlib.suppress(Error):
+                contract = json.loads(self._native.ask_contract(_ASK_S, [rank]))
+                if contract["has_maps"]:
+                    self._install_maps(contract)
+                    break
+        else:
+            if others and self._mapped:
+                return
+        self._note_maps(True)
+
+    def _install_maps(self, contract: dict[str, Any]) -> None:
+        by_key = {_key(each): each for each in contract["objects"]}
+        for calls in list(self._mapped):
+            found = _map_of(by_key.get((calls.windows[0].serial, calls.numbers[0])))
+            if found is not None and not calls.closed and found != calls.experts.map:
+                calls.install_map(found)
+                self.note_map(calls)
 
     def _uncovered(self, active: tuple[int, ...]) -> tuple[int, ...]:
         """Logical experts of any object that none of these ranks has."""
