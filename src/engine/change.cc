@@ -54,6 +54,17 @@ RankSet added_with(Ledger& ledger, u32 epoch, int rank) {
   return added;
 }
 
+// Of a new rank that does not know where to begin.
+template <class Work>
+std::optional<Error> refusal_of(const Work& work) {
+  try {
+    work();
+  } catch (const Error& error) {
+    return error;
+  }
+  return std::nullopt;
+}
+
 }  // namespace
 
 Elastic& Communicator::elastic(const char* what) const {
@@ -299,12 +310,7 @@ DoneChange Communicator::carry_out(const Action& action) {
     e.is_solo = false;
   }
   if (!late.empty()) step.members = {};
-  std::optional<Error> refusal;  // of a new rank that does not know where to begin
-  try {
-    change_windows(step);
-  } catch (const Error& error) {
-    refusal = error;
-  }
+  const std::optional<Error> refusal = refusal_of([&] { change_windows(step); });
   for (const int rank : step.removed.ranks()) e.group.drop_member(rank);
   WEFT_FAIL_POINT("install.mapped");
   {

@@ -146,6 +146,7 @@ void Communicator::renew_wish() {
   const auto end = [&](WantedChange::State state, u32 epoch, const std::string& reason) {
     ask(event_of(Event::Kind::kPropose), Wait{0, {}});  // nothing is wanted any more
     const std::lock_guard lock(e.mutex);
+    if (!e.wish.is_open) return;  // it was decided meanwhile
     e.wish.is_open = e.wish.again = false;
     e.wish.told = {state, epoch, reason};
   };
@@ -153,11 +154,13 @@ void Communicator::renew_wish() {
     return end(WantedChange::State::kCommitted, next_epoch_.load(std::memory_order_relaxed) - 1, {});
   }
   if (is_lost) return end(WantedChange::State::kWithdrawn, 0, "this rank is no member of the group any more");
-  if (now_ns() >= e.wish.deadline_ns && has_proposed) {
-    ask(event_of(Event::Kind::kTakeBack), Wait{0, {}});  // the answer says what has become of it
-    return e.wake();
-  }
   if (now_ns() >= e.wish.deadline_ns) {
+    // First, since boundary() may propose it at any time: what stands in the register is withdrawn, or was committed.
+    ask(event_of(Event::Kind::kTakeBack), Wait{0, {}});
+    {
+      const std::lock_guard lock(membership_mutex_);
+      if (membership_.has_proposed()) return e.wake();  // not answered yet
+    }
     const RankSet taken = together ? RankSet() : coming & now;
     return end(WantedChange::State::kWithdrawn, 0,
                (taken.empty() ? "" : ranks_text(taken.ranks()) + " came in; ") +
@@ -166,6 +169,7 @@ void Communicator::renew_wish() {
   }
   {
     const std::lock_guard lock(e.mutex);
+    if (!e.wish.is_open) return;
     e.wish.told.state = has_proposed ? WantedChange::State::kProposed : WantedChange::State::kPreparing;
   }
   together ? want_again() : want_what_is_ready();
