@@ -17,7 +17,7 @@ using Event = MembershipEvent;
 
 constexpr u64 kOtherNewcomerNs = 1'000'000'000;  // for an answer of a rank that is no member
 constexpr u64 kWaitSliceNs = 50'000'000;
-constexpr u64 kAgainNs = 2'000'000;  // before all is offered again
+constexpr u64 kOfferAgainNs = 2'000'000;  // before all is offered again
 
 struct AnswerHead {
   u64 code;  // 0: what was asked for follows, else the text of the error
@@ -226,7 +226,7 @@ void Communicator::ready(u64 deadline_ns, const Poll& poll) {
       throw_peer_timeout("ready", 0, {}, "the windows of the members changed until the deadline");
     std::unique_lock lock(e.mutex);
     e.needs_refresh = true;
-    e.changed.wait_for(lock, std::chrono::nanoseconds(kAgainNs));
+    e.changed.wait_for(lock, std::chrono::nanoseconds(kOfferAgainNs));
   }
   const std::lock_guard lock(e.mutex);
   e.is_ready = true;
