@@ -63,6 +63,15 @@ WEFT_HD inline void fence_sys() {
 #endif
 }
 
+// Everything stored before is visible to whoever acquires the sum.
+WEFT_HD inline void add_release_sys(u64* word, u64 value) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+#else
+  __atomic_fetch_add(word, value, __ATOMIC_RELEASE);
+#endif
+}
+
 // Stores `value` if the word is `expected`; returns what it was.
 WEFT_HD inline u64 atom_cas_acquire_sys(u64* word, u64 expected, u64 value) {
 #if defined(__CUDA_ARCH__)

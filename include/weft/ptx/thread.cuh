@@ -50,10 +50,6 @@ __device__ inline u64 atom_add_gpu(u64* word, u64 value) {
   asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(word), "l"(value) : "memory");
   return before;
 }
-// Everything stored before is visible to whoever acquires the sum.
-__device__ inline void add_release_sys(u64* word, u64 value) {
-  asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
-}
 
 // A word that threads of a block hand to each other: everything stored before is visible to whoever reads it.
 __device__ inline void st_release_cta(u32* word, u32 value) {

@@ -33,6 +33,8 @@ inline void st_relaxed_sys(u64* word, u64 value) {
 
 inline void fence_sys() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 
+inline void add_release_sys(u64* word, u64 value) { __atomic_fetch_add(word, value, __ATOMIC_RELEASE); }
+
 inline u64 atom_cas_acquire_sys(u64* word, u64 expected, u64 value) {
   __atomic_compare_exchange_n(word, &expected, value, false, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
   return expected;

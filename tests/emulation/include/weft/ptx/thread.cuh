@@ -32,8 +32,6 @@ inline u32 atom_inc_gpu(u32* word) { return atomicAdd(word, 1u); }
 
 inline u64 atom_add_gpu(u64* word, u64 value) { return __atomic_fetch_add(word, value, __ATOMIC_RELAXED); }
 
-inline void add_release_sys(u64* word, u64 value) { __atomic_fetch_add(word, value, __ATOMIC_RELEASE); }
-
 inline void st_release_cta(u32* word, u32 value) {
   *word = value;
   emulation::block->note_change();
