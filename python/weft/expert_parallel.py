@@ -58,6 +58,9 @@ class ExpertParallel(Elastic):
             (docs/semantics.md); None, 1 or R: no domains.
         min_ranks: with num_logical_experts and without num_experts: on as few ranks there shall be room for all logical
             experts, E = R x ceil(N / min_ranks); None: R.
+        node_ranks: d, 1 to R: ranks 0 to d - 1, d to 2 d - 1 and so on are nodes, though on one machine. A row crosses
+            to another node once, as it would over a network, and sums are those of sum_domain=d; no order="pick";
+            None: one node (docs/protocols/rail.md). cpu engine.
         max_heap_bytes: up to which `resize` may let the heap grow: addresses are reserved, no memory; None: heap_bytes.
             cpu engine.
 
@@ -84,6 +87,7 @@ class ExpertParallel(Elastic):
         sum_domain: int | None = None,
         max_heap_bytes: int | None = None,
         min_ranks: int | None = None,
+        node_ranks: int | None = None,
     ) -> None:
         arguments = {
             "num_experts": num_experts,
@@ -98,6 +102,7 @@ class ExpertParallel(Elastic):
             "num_logical_experts": num_logical_experts,
             "sum_domain": sum_domain,
             "max_heap_bytes": max_heap_bytes,
+            "node_ranks": node_ranks,
         }
         check.check_comm(comm)
         with comm.telling_peers():

@@ -145,9 +145,15 @@ ACCEPTS: dict[str, Accepts] = {
     "max_heap_bytes": Accepts(or_none(is_int(0, MAX_HEAP_BYTES)), f"None, or 0 to {MAX_HEAP_BYTES}"),
     "num_windows": Accepts(is_int(1, MAX_WINDOWS), f"1 to {MAX_WINDOWS}"),
     "sum_domain": Accepts(or_none(is_int(1, MAX_RANKS)), "None, or 1 to the number of ranks"),
+    "node_ranks": Accepts(or_none(is_int(1, MAX_RANKS)), "None, or 1 to the number of ranks"),
     **OPTIONS[DispatchOptions],
     **OPTIONS[CombineOptions],
 }
+
+
+def _sums_are_of_nodes(shape: dict[str, Any], num_ranks: int) -> bool:
+    nodes, domain = shape.get("node_ranks"), shape.get("sum_domain")
+    return nodes is None or domain in (None, nodes) or nodes >= num_ranks
 
 
 def _agree(options: dict[str, Any]) -> bool:
@@ -165,7 +171,13 @@ def _agree(options: dict[str, Any]) -> bool:
     num_ranks = options.get("num_ranks", 1)
     if options.get("num_experts", 0) % num_ranks:
         return False
-    if "num_ranks" in options and (options.get("sum_domain") or 1) > num_ranks:
+    if "num_ranks" in options and max(options.get("sum_domain") or 1, options.get("node_ranks") or 1) > num_ranks:
+        return False
+    if options.get("node_ranks") is not None and options.get("engine") == "nvlink":
+        return False
+    if 0 < (options.get("node_ranks") or 0) < num_ranks and options.get("order") == "pick":
+        return False
+    if not _sums_are_of_nodes(options, num_ranks):
         return False
     if (options.get("num_logical_experts") or 0) > options.get("num_experts", MAX_EXPERTS):
         return False
@@ -297,6 +309,14 @@ def check_shape(shape: dict[str, Any]) -> None:
     if (shape.get("sum_domain") or 1) > num_ranks:
         raise InvalidArgument(
             f"sum_domain is {shape['sum_domain']}; allowed: None, or 1 to the number of ranks, {num_ranks}"
+        )
+    if (shape.get("node_ranks") or 1) > num_ranks:
+        raise InvalidArgument(
+            f"node_ranks is {shape['node_ranks']}; allowed: None, or 1 to the number of ranks, {num_ranks}"
+        )
+    if not _sums_are_of_nodes(shape, num_ranks):
+        raise InvalidArgument(
+            f"sum_domain is {shape['sum_domain']}; allowed with node_ranks={shape['node_ranks']}: None, or the same"
         )
     item = DTYPE_BYTES[dtype_name(shape["dtype"])]
     if shape["hidden"] * item % ROW_MULTIPLE_BYTES:

@@ -263,7 +263,7 @@ void bind_communicator(nb::module_& m) {
 
 std::shared_ptr<cpu::Window> make_window(std::shared_ptr<Communicator> comm, i32 num_experts, i32 top_k, i64 max_tokens,
                                          i64 max_row_bytes, u64 heap_bytes, u64 staging_bytes, double timeout_s,
-                                         u64 most_heap_bytes, u64 number) {
+                                         u64 most_heap_bytes, u64 number, i64 node_ranks) {
   WindowShape shape;
   shape.num_ranks = comm->num_ranks();
   shape.num_experts = num_experts;
@@ -271,6 +271,7 @@ std::shared_ptr<cpu::Window> make_window(std::shared_ptr<Communicator> comm, i32
   shape.max_tokens = max_tokens;
   shape.max_row_bytes = max_row_bytes;
   shape.staging_bytes = staging_bytes;
+  shape.node_ranks = node_ranks;
   const ReleasedGil release;
   if (number != 0) {  // of a newcomer, which makes it alone
     return std::make_shared<cpu::Window>(std::move(comm), shape, heap_bytes, number, deadline_after_s(timeout_s),
@@ -285,7 +286,7 @@ void bind_window(nb::module_& m) {
   nb::class_<Window, CallWindow>(m, "CpuWindow")
       .def(nb::new_(&make_window), "comm"_a, nb::kw_only(), "num_experts"_a, "top_k"_a, "max_tokens"_a,
            "max_row_bytes"_a, "heap_bytes"_a, "staging_bytes"_a = 0, "timeout_s"_a = 100.0, "most_heap_bytes"_a = 0,
-           "number"_a = 0)
+           "number"_a = 0, "node_ranks"_a = 0)
       .def(
           "resize",
           [](Window& window, u64 heap_bytes, double timeout_s) {

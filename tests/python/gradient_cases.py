@@ -46,7 +46,8 @@ def build_gradients(case: Case) -> tuple[list[RankGradients], list[Gradients]]:
     grad_weights = [normal(w.shape) for w in routing.weights]
     combined = reference.combine_backward(grad_ys, [c.output for c in rank_calls], routing, weighted=call.weighted)
     totals = [a + b for a, b in zip(combined.weights, grad_weights, strict=True)]
-    grad_x, grad_topk = reference.dispatch_backward(grad_rows, routing, totals, sum_domain=case.sum_domain)
+    sum_domain = case.node_ranks or case.sum_domain
+    grad_x, grad_topk = reference.dispatch_backward(grad_rows, routing, totals, sum_domain=sum_domain)
     given = [
         RankGradients(
             expert_parallel=plans[rank].expert_parallel,

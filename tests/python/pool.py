@@ -65,8 +65,8 @@ def run_threads(
 class Pool:
     """The parent's side. Use as a context manager, or call ``stop``. `device`: None, or "cuda", GPU rank % number."""
 
-    def __init__(self, device: str | None = None) -> None:
-        self._device = device
+    def __init__(self, device: str | None = None, max_ranks: int = MAX_RANKS) -> None:
+        self._device, self._max_ranks = device, max_ranks
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         self._sizes: set[int] = set()
@@ -112,7 +112,7 @@ class Pool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("fork")
-        for rank in range(MAX_RANKS):
+        for rank in range(self._max_ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=_rank_main, args=(rank, theirs, [*self._connections, ours]), daemon=True)
             process.start()

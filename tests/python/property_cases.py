@@ -76,6 +76,7 @@ class Case:
     calls: tuple[Call, ...]
     active_ranks: tuple[int, ...] | None = None  # those left after a rebuild
     sum_domain: int | None = None
+    node_ranks: int | None = None  # sums are those of nodes then
 
     @property
     def num_experts(self) -> int:
@@ -151,6 +152,7 @@ def build(case: Case) -> tuple[list[RankPlan], list[Expected]]:
                 "deadline_s": 60.0,
                 "heap_bytes": {"none": 0, "small": 1 << 16}.get(case.heap),
                 "sum_domain": case.sum_domain,
+                "node_ranks": case.node_ranks,
             },
             # "none": a GPU's heap is rounded up to whole pages of 2 MiB
             hog_heap=case.heap == "none"
@@ -203,7 +205,7 @@ def _build_call(case: Case, call: Call) -> tuple[list[RankCall], Expected]:
         ]
     biases = [_bias(case, call, rank, generator) for rank in range(case.num_ranks)]
     sums: dict[str, Any] = {"weighted": call.weighted, "biases": biases, "wire": call.wire}
-    sums["sum_domain"] = case.sum_domain
+    sums["sum_domain"] = case.node_ranks or case.sum_domain
     if sides is None:
         ys = reference.combine(outputs, routing, **sums)
         combined: list[tuple[Tensor, Tensor | None]] = [(y, None) for y in ys]

@@ -86,7 +86,8 @@ def cases(draw: st.DrawFn) -> Case:
         dtype=dtype,
         heap=draw(st.sampled_from(["plenty", "plenty", "none", "small", "full_on_one"])),
         calls=some_calls,
-        sum_domain=draw(st.one_of(st.none(), st.integers(1, num_ranks))),
+        sum_domain=(sums := draw(st.one_of(st.none(), st.integers(1, num_ranks)))),
+        node_ranks=draw(st.one_of(st.none(), st.integers(1, num_ranks))) if sums is None else None,
     )
 
 

@@ -1,6 +1,6 @@
 // Where everything lies in a window's control memory. Formulas only; docs/protocols/headers.md explains the words.
 //
-//   ControlWords | headers (phase, parity, source, block) | progress (channel, source) | starts (source) | payload slots |
+//   ControlWords | headers (phase, parity, source, block) | progress (channel, source, owner) | starts (source) | payload slots |
 //   staging rings
 //
 // Every cell has one writer. Cells are addressed only through WindowLayout, never by pointer arithmetic elsewhere (R1).
@@ -65,7 +65,9 @@ struct WindowShape {
   i64 max_tokens = 0;     // a rank, a call
   i64 max_row_bytes = 0;  // data and scales of one row
   u64 staging_bytes = 0;  // one ring; 0: chosen here
+  i64 node_ranks = 0;     // ranks of a node (layout/rail.h); 0: all are one node
 
+  WEFT_HD constexpr bool has_nodes() const { return node_ranks > 0 && node_ranks < num_ranks; }
   WEFT_HD constexpr i32 num_local_experts() const { return num_experts / num_ranks; }
 };
 
@@ -87,6 +89,8 @@ struct RecordLayout {
 struct WindowLayout {
   i32 num_ranks = 0;
   i32 num_blocks = 1;
+  i32 num_owners =
+      1;  // about which a rank has progress words of each other: with nodes those that it forwards for, too
   u64 headers = 0;
   u64 progress = 0;
   u64 starts = 0;
@@ -103,28 +107,33 @@ struct WindowLayout {
     if (shape.num_ranks < 1 || shape.num_ranks > kMaxRanks || shape.top_k < 1 || shape.top_k > kMaxTopk) return layout;
     if (shape.num_experts < 1 || shape.num_experts % shape.num_ranks != 0 || shape.num_blocks < 1) return layout;
     if (shape.max_tokens < 0 || shape.max_tokens > kMaxRowsPerPair || shape.max_row_bytes < 0) return layout;
+    if (shape.node_ranks < 0) return layout;
     const u64 ranks = static_cast<u64>(shape.num_ranks);
     const u64 blocks = static_cast<u64>(shape.num_blocks);
     const CheckedSize header_cells = CheckedSize(kNumPhases * kNumParities) * ranks * blocks;
+    const u64 num_local = static_cast<u64>(shape.num_local_experts());
+    const u64 num_owners = shape.has_nodes() ? ranks : 1;
+    // With nodes a rank tells its mates where the rows of every source begin: of each first row, then first rows by expert.
+    const CheckedSize payload_ints =
+        shape.has_nodes() ? CheckedSize(ranks) * CheckedSize(num_local + 1) : CheckedSize(num_local + ranks);
     const CheckedSize payload =
-        (CheckedSize(kPayloadFixedBytes) +
-         CheckedSize(sizeof(i32)) * CheckedSize(static_cast<u64>(shape.num_local_experts()) + ranks))
-            .aligned(kCacheLine);
+        (CheckedSize(kPayloadFixedBytes) + CheckedSize(sizeof(i32)) * payload_ints).aligned(kCacheLine);
     const CheckedSize record = CheckedSize(static_cast<u64>(shape.max_row_bytes)) + CheckedSize(64) +
                                CheckedSize(static_cast<u64>(shape.top_k) * 8);
-    CheckedSize ring = record * CheckedSize(4);
+    CheckedSize ring = record * CheckedSize(num_owners > 4 ? num_owners : 4);
     if (ring.ok && ring.value < kMinRingBytes) ring = CheckedSize(kMinRingBytes);
     if (ring.ok && shape.staging_bytes > ring.value) ring = CheckedSize(shape.staging_bytes);
     ring = ring.aligned(4096);
 
     const CheckedSize headers = CheckedSize(sizeof(ControlWords));
     const CheckedSize progress = headers + header_cells * kCacheLine;
-    const CheckedSize starts = progress + CheckedSize(kNumChannels) * ranks * kCacheLine;
+    const CheckedSize starts = progress + CheckedSize(kNumChannels) * ranks * num_owners * kCacheLine;
     const CheckedSize payloads = starts + CheckedSize(sizeof(StartCell)) * ranks;
     const CheckedSize staging = (payloads + payload * CheckedSize(2 * kNumParities) * ranks).aligned(4096);
     const CheckedSize total = staging + ring * ranks;
     layout.num_ranks = shape.num_ranks;
     layout.num_blocks = shape.num_blocks;
+    layout.num_owners = static_cast<i32>(num_owners);
     layout.headers = headers.value;
     layout.progress = progress.value;
     layout.starts = starts.value;
@@ -145,8 +154,11 @@ struct WindowLayout {
     return headers +
            ((row + static_cast<u64>(source)) * static_cast<u64>(num_blocks) + static_cast<u64>(block)) * kCacheLine;
   }
-  WEFT_HD constexpr u64 progress_word(Channel channel, i32 source) const {
-    return progress + (static_cast<u64>(channel) * static_cast<u64>(num_ranks) + static_cast<u64>(source)) * kCacheLine;
+  // `owner`: whose rows they are; without nodes the writer's or the reader's own.
+  WEFT_HD constexpr u64 progress_word(Channel channel, i32 source, i32 owner = 0) const {
+    const u64 row = static_cast<u64>(channel) * static_cast<u64>(num_ranks) + static_cast<u64>(source);
+    const u64 column = num_owners == 1 ? 0 : static_cast<u64>(owner);
+    return progress + (row * static_cast<u64>(num_owners) + column) * kCacheLine;
   }
   WEFT_HD constexpr u64 start(i32 source) const { return starts + static_cast<u64>(source) * sizeof(StartCell); }
   // Payload slots exist for the phases `count` and `notify`.

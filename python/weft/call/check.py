@@ -90,6 +90,8 @@ def check_constructor(comm: Communicator, dtype: Any, shape: dict[str, Any]) -> 
     _check_growth(comm, dtype, shape)
     if comm.engine == "nvlink" and shape["num_logical_experts"] is not None:
         raise Unsupported("num_logical_experts", "the nvlink engine", "the cpu engine, or physical ids in topk_idx")
+    if comm.engine == "nvlink" and shape["node_ranks"] is not None:
+        raise Unsupported("node_ranks", "the nvlink engine", "the cpu engine, or None")
     if comm.engine == "nvlink" and shape["num_windows"] > comm._choice.rank_sms:
         raise InvalidArgument(
             f"num_windows is {shape['num_windows']}; allowed are 1 to {comm._choice.rank_sms} here: a call of each may "

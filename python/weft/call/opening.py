@@ -31,6 +31,9 @@ def opened(comm: Communicator, dtype: torch.dtype, arguments: dict[str, Any]) ->
     num_experts, top_k, hidden = (arguments[name] for name in ("num_experts", "top_k", "hidden"))
     max_tokens, num_windows = arguments["max_tokens_per_rank"], arguments["num_windows"]
     num_sms, deadline_s, heap = (arguments[name] for name in ("num_sms", "deadline_s", "heap_bytes"))
+    node_ranks = arguments["node_ranks"] or 0
+    if node_ranks >= comm.num_ranks:
+        node_ranks = 0  # one node
     if heap is None:
         heap = default_heap_bytes(comm.num_ranks, top_k, hidden, max_tokens, dtype)
     specs = [
@@ -44,6 +47,7 @@ def opened(comm: Communicator, dtype: torch.dtype, arguments: dict[str, Any]) ->
             landing_row_bytes(hidden, dtype) if comm.engine == "nvlink" else 0,
             small_tokens(max_tokens) if comm.engine == "nvlink" else 0,
             arguments["max_heap_bytes"] or 0,
+            node_ranks,
         )
         for idx in range(num_windows)
     ]
@@ -58,7 +62,8 @@ def opened(comm: Communicator, dtype: torch.dtype, arguments: dict[str, Any]) ->
         handed = comm.handed_map(windows[0].serial, numbers[0]) if comm._native.is_open else None
         if handed is not None:
             experts.install(handed)
-        calls = make(comm, windows, numbers, experts, top_k, hidden, dtype, arguments["sum_domain"] or 0)
+        sum_domain = node_ranks or arguments["sum_domain"] or 0
+        calls = make(comm, windows, numbers, experts, top_k, hidden, dtype, sum_domain)
         if experts.map is not None:
             comm.note_map(calls)
         return calls, Shape(

@@ -286,6 +286,7 @@ class Windows(Turns):
             window = Window(native, native.id, spec.max_tokens, WindowStreams(self.device))
         else:
             shape |= {"max_row_bytes": spec.max_row_bytes, "most_heap_bytes": spec.most_heap_bytes}
+            shape["node_ranks"] = spec.node_ranks
             native = _load.native().CpuWindow(self._native, number=number, **shape)
             window = Window(native, native.id, spec.max_tokens)
         self._windows[spec] = window

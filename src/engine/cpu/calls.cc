@@ -1,4 +1,5 @@
 // The calls of a window: what can be checked here is checked before anything is sent; then the operation runs.
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -67,6 +68,11 @@ void check_order(const CombineArgs& args, const WindowShape& shape) {
   if (args.sum_domain < 0 || args.sum_domain > shape.num_ranks) {
     throw_invalid_argument(range_text("sum_domain", args.sum_domain, "0 to " + std::to_string(shape.num_ranks)));
   }
+  if (shape.has_nodes() && args.order == SumOrder::kPick)
+    throw_unsupported("order: 'pick'; between nodes sums of nodes travel, with order 'rank' or 'last_pick'");
+  if (shape.has_nodes() && std::max(args.sum_domain, 1) != shape.node_ranks)
+    throw_invalid_argument(
+        range_text("sum_domain", args.sum_domain, std::to_string(shape.node_ranks) + ", the ranks of a node"));
   if (args.order != SumOrder::kPick) {
     if (args.owner_weights != 0) throw_invalid_argument("weights: given; allowed with order 'pick' alone");
     return;
@@ -117,7 +123,8 @@ DispatchResult Window::dispatch(const DispatchArgs& given, const Poll& poll) {
   check_addresses(args);
   if (args.cached) {
     check_plans(memory_at<i32>(args.send_plan), memory_at<i32>(args.recv_plan), args.recv_plan_len, args.num_tokens,
-                args.layout, args.capacity, {hash_, static_cast<i32>(comm_->epoch()), comm_->rank()});
+                args.layout, args.capacity,
+                {hash_, static_cast<i32>(comm_->epoch()), comm_->rank(), shape_.has_nodes()});
   }
   DispatchResult result = DispatchCall(*this, args, poll).run();
   result.send_plan = std::move(send_plan);
@@ -135,7 +142,7 @@ void Window::combine(const CombineArgs& args, const Poll& poll) {
   check_order(args, shape_);
   check_addresses(args);
   check_plans(memory_at<i32>(args.send_plan), memory_at<i32>(args.recv_plan), args.recv_plan_len, args.num_tokens,
-              args.layout, args.capacity, {hash_, static_cast<i32>(comm_->epoch()), comm_->rank()});
+              args.layout, args.capacity, {hash_, static_cast<i32>(comm_->epoch()), comm_->rank(), shape_.has_nodes()});
   const i64 num_rows = result_rows(*memory_at<PlanHeader>(args.recv_plan));
   if (args.num_rows != num_rows) {
     throw_invalid_argument(
@@ -156,6 +163,9 @@ void Window::barrier(u64 timeout_ns, const Poll& poll) {
       payload->config = config;
     });
   }
+  CountPayload payload;
+  payload.config = config;
+  op.send_messages(payload);
   op.wait_all(Phase::kCount);
   op.finish();
 }

@@ -54,6 +54,10 @@ CombineCall::CombineCall(Window& window, const CombineArgs& args, const Poll& po
   record_ = record(is_fp8_, side_bytes);
   side_record_ = RecordLayout::make(0, 0, side_bytes);
   sum_record_ = record(args.wire_is_fp8, 0);
+  rail_record_ = record(args.wire_is_fp8, side_bytes);
+  own_.owner = rank_;
+  own_.plan = send_;
+  if (op_.has_rails()) find_routes();
   if (args.layout != Layout::kRankMajor || is_fp8_) return;
   const auto offset = window.heap_offset(memory_at<void>(args.y));
   pull_ = offset.has_value();
@@ -73,22 +77,22 @@ void CombineCall::run() {
   if (a_.wire_is_fp8 || is_by_pick()) w_.scratch_.sum.resize(static_cast<size_t>(a_.hidden));
   if (order_.has_domains()) w_.scratch_.domains.resize(static_cast<size_t>(num_ranks_) * sum_record_.bytes);
   if (a_.has_side) std::fill_n(memory_at<float>(a_.side_out), a_.num_tokens * top_k_, 0.0f);
-  const auto all_pushed = [&] {
-    return std::all_of(op_.peers().begin(), op_.peers().end(),
-                       [&](int peer) { return owners_[peer].num_pushed == owners_[peer].num_records; });
+  const auto is_summed = [](const Route& route) { return route.next_token == route.plan.num_tokens; };
+  const auto all_done = [&] {
+    return is_summed(own_) && std::all_of(routes_.begin(), routes_.end(), is_summed) &&
+           std::all_of(op_.others().begin(), op_.others().end(),
+                       [&](int owner) { return owners_[owner].num_pushed == owners_[owner].num_records; });
   };
-  while (next_token_ < a_.num_tokens || !all_pushed()) {
+  while (!all_done()) {
     bool moved = false;
-    for (int peer : op_.peers()) moved = push_records(peer) || moved;
+    for (int owner : op_.others()) moved = push_records(owner) || moved;
     moved = sum_tokens() || moved;
     if (moved) continue;
     const auto any_can_move = [&] {
-      return can_sum() || std::any_of(op_.peers().begin(), op_.peers().end(), [&](int peer) { return can_push(peer); });
+      return can_sum() ||
+             std::any_of(op_.others().begin(), op_.others().end(), [&](int owner) { return can_push(owner); });
     };
-    op_.wait(Phase::kReduce, any_can_move, [&](int peer) {
-      const Contributor& from = contributors_[peer];
-      return owners_[peer].num_pushed < owners_[peer].num_records || from.num_consumed < from.num_records;
-    });
+    op_.wait(Phase::kReduce, any_can_move, [&](int peer) { return owes(peer); });
   }
   WEFT_FAIL_POINT("combine.before_reduce");
   for (int peer : op_.peers()) op_.send(Phase::kReduce, peer, [] {});
@@ -99,89 +103,13 @@ void CombineCall::run() {
   w_.stats_.combine_ns += now_ns() - start_ns;
 }
 
-// Landing areas for whoever may push: room for everything in the heap, else the staging rings.
-void CombineCall::prepare_landing() {
-  u64 num_bytes = 0;
-  for (int peer : op_.peers()) num_bytes += static_cast<u64>(contributors_[peer].num_rows) * record_.bytes;
-  if (num_bytes > 0) {
-    if (std::optional<Block> block = w_.reserve(num_bytes, 0)) landing_block_ = std::move(*block);
-  }
-  u8* next = landing_block_.data;
-  for (int peer : op_.peers()) {
-    Contributor& from = contributors_[peer];
-    const u32 num_rows = static_cast<u32>(from.num_rows);
-    from.landing_records = num_rows;
-    from.landing = next;
-    if (next == nullptr) {
-      from.landing = w_.control_of(rank_) + w_.layout_.ring(peer);
-      from.landing_records = static_cast<u32>(std::min<u64>(w_.layout_.ring_bytes / record_.bytes, kMaxRowsPerPair));
-    } else {
-      next += static_cast<u64>(num_rows) * record_.bytes;
-    }
-  }
-}
-
-void CombineCall::send_counts() {
-  for (int peer : op_.peers()) {
-    op_.send(Phase::kCount, peer, [&] {
-      const bool in_heap = landing_block_.data != nullptr;
-      auto* payload = op_.payload_to<CountPayload>(Phase::kCount, peer);
-      *payload = CountPayload{};
-      payload->config = op_.config();
-      payload->num_rows = owners_[peer].num_rows;
-      payload->rows_in_heap = pull_ ? 1 : 0;
-      payload->rows_offset = pull_offset_;
-      payload->landing_in_heap = in_heap ? 1 : 0;
-      payload->landing_offset =
-          in_heap ? landing_block_.offset + static_cast<u64>(contributors_[peer].landing - landing_block_.data) : 0;
-      payload->landing_rows = contributors_[peer].landing_records;
-    });
-  }
-}
-
-void CombineCall::read_counts() {
-  for (int peer : op_.peers()) {
-    const auto* payload = op_.payload_from<CountPayload>(Phase::kCount, peer);
-    if (payload->num_rows != contributors_[peer].num_rows) op_.fail_internal(Phase::kCount, peer);
-    check_pull(peer, *payload);
-    check_landing(peer, *payload);
-  }
-}
-
-// R19: this rank reads only inside the peer's heap.
-void CombineCall::check_pull(int peer, const CountPayload& payload) {
-  Contributor& from = contributors_[peer];
-  from.pulls = payload.rows_in_heap != 0;
-  from.num_records = needs_records(peer) ? static_cast<u32>(from.num_rows) : 0;
-  if (!from.pulls) return;
-  i64 last_row = send_.row_start()[peer] + send_.num_rows_to()[peer];
-  if (a_.capacity >= 0) last_row = std::min(last_row, a_.capacity);
-  const CheckedSize end =
-      CheckedSize(payload.rows_offset) + CheckedSize(static_cast<u64>(last_row)) * static_cast<u64>(row_bytes_);
-  const bool reads_nothing = send_.num_rows_to()[peer] == 0;
-  if (!reads_nothing && (!end.ok || end.value > w_.peers_[peer].heap.bytes())) op_.fail_internal(Phase::kCount, peer);
-  from.rows = w_.heap_of(peer) + payload.rows_offset;
-}
-
-// R19: this rank writes only inside the peer's heap or its own staging ring there.
-void CombineCall::check_landing(int peer, const CountPayload& payload) {
-  Owner& owner = owners_[peer];
-  owner.num_records = pushes_records() ? static_cast<u32>(owner.num_rows) : 0;
-  const bool in_heap = payload.landing_in_heap != 0;
-  const CheckedSize end = CheckedSize(payload.landing_offset) + CheckedSize(payload.landing_rows) * record_.bytes;
-  const u64 limit = in_heap ? w_.peers_[peer].heap.bytes() : w_.layout_.ring_bytes;
-  const bool has_room = owner.num_rows == 0 || payload.landing_rows > 0;
-  if (!end.ok || end.value > limit || !has_room) op_.fail_internal(Phase::kCount, peer);
-  owner.landing = in_heap ? w_.heap_of(peer) + payload.landing_offset : w_.control_of(peer) + w_.layout_.ring(rank_);
-  owner.landing_records = static_cast<u32>(payload.landing_rows);
-}
-
 // ---- contributor ----------------------------------------------------------------------------------------------------
 
 bool CombineCall::can_push(int owner_rank) const {
   const Owner& owner = owners_[owner_rank];
   if (owner.num_pushed == owner.num_records) return false;
-  const u32 consumed = sync::load_progress(op_.progress_from(owner_rank, Channel::kConsumed), op_.turn());
+  const int to = op_.forwarder(owner_rank);
+  const u32 consumed = sync::load_progress(op_.progress_from(to, Channel::kConsumed, owner_rank), op_.turn());
   return owner.num_pushed - consumed < owner.landing_records;
 }
 
@@ -189,8 +117,9 @@ bool CombineCall::push_records(int owner_rank) {
   if (!can_push(owner_rank)) return false;
   Owner& owner = owners_[owner_rank];
   const RecordLayout& record = pull_ ? side_record_ : record_;
-  const u32 consumed = sync::load_progress(op_.progress_from(owner_rank, Channel::kConsumed), op_.turn());
-  if (consumed > owner.num_pushed) op_.fail_internal(Phase::kReduce, owner_rank);
+  const int to = op_.forwarder(owner_rank);
+  const u32 consumed = sync::load_progress(op_.progress_from(to, Channel::kConsumed, owner_rank), op_.turn());
+  if (consumed > owner.num_pushed) op_.fail_internal(Phase::kReduce, to);
   const i64 first = recv_.source_offset()[owner_rank];
   while (owner.num_pushed < owner.num_records && owner.num_pushed - consumed < owner.landing_records) {
     u8* place = owner.landing + (owner.num_pushed % owner.landing_records) * record.bytes;
@@ -200,10 +129,10 @@ bool CombineCall::push_records(int owner_rank) {
       write_record(first + owner.num_pushed, place);
     }
     ++owner.num_pushed;
-    if (owner.num_pushed % kPushBatch == 0) op_.post(owner_rank, Channel::kLanded, owner.num_pushed);
+    if (owner.num_pushed % kPushBatch == 0) op_.post(to, Channel::kLanded, owner_rank, owner.num_pushed);
     WEFT_FAIL_POINT("combine.mid_push");
   }
-  op_.post(owner_rank, Channel::kLanded, owner.num_pushed);
+  op_.post(to, Channel::kLanded, owner_rank, owner.num_pushed);
   return true;
 }
 
@@ -263,57 +192,75 @@ void CombineCall::write_side(i64 meta_row, float* values) const {
 // ---- owner ----------------------------------------------------------------------------------------------------------
 
 // Whether any pick of the token was kept on that rank.
-bool CombineCall::has_row(i64 token, int contributor) const {
-  const i32 slot = send_.slot()[token * num_ranks_ + contributor];
+bool CombineCall::has_row(const Route& route, i64 token, int contributor) const {
+  const SendPlanView<const i32>& plan = route.plan;
+  const i32 slot = plan.slot()[token * num_ranks_ + contributor];
   if (slot < 0) return false;
-  if (a_.layout == Layout::kRankMajor) return a_.capacity < 0 || send_.row_start()[contributor] + slot < a_.capacity;
+  if (a_.layout == Layout::kRankMajor) return a_.capacity < 0 || plan.row_start()[contributor] + slot < a_.capacity;
   for (i64 k = 0; k < top_k_; ++k) {
-    const i32 expert = send_.expert()[token * top_k_ + k];
-    if (expert >= 0 && experts_.rank_of(expert) == contributor && send_.pick_row()[token * top_k_ + k] >= 0)
-      return true;
+    const i32 expert = plan.expert()[token * top_k_ + k];
+    if (expert >= 0 && experts_.rank_of(expert) == contributor && plan.pick_row()[token * top_k_ + k] >= 0) return true;
   }
   return false;
 }
 
-bool CombineCall::token_is_here(i64 token) const {
+bool CombineCall::token_is_here(const Route& route, i64 token) const {
   for (int peer : op_.peers()) {
-    const i32 slot = send_.slot()[token * num_ranks_ + peer];
-    const Contributor& from = contributors_[peer];
+    const i32 slot = route.plan.slot()[token * num_ranks_ + peer];
+    const Contributor& from = route.contributors[peer];
     if (slot < 0 || from.num_records == 0 || static_cast<u32>(slot) < from.num_landed) continue;
-    if (static_cast<u32>(slot) >= sync::load_progress(op_.progress_from(peer, Channel::kLanded), op_.turn()))
-      return false;
+    const u64* landed = op_.progress_from(peer, Channel::kLanded, route.owner);
+    if (static_cast<u32>(slot) >= sync::load_progress(landed, op_.turn())) return false;
   }
   return true;
 }
 
+bool CombineCall::can_sum(const Route& route) const {
+  if (route.next_token == route.plan.num_tokens) return false;
+  if (is_by_pick()) return pick_is_here();
+  return token_is_here(route, route.next_token) && rails_are_ready(route, route.next_token);
+}
+
 bool CombineCall::can_sum() const {
-  return next_token_ < a_.num_tokens && (is_by_pick() ? pick_is_here() : token_is_here(next_token_));
+  return can_sum(own_) ||
+         std::any_of(routes_.begin(), routes_.end(), [&](const Route& route) { return can_sum(route); });
+}
+
+void CombineCall::note_landed(Route& route) {
+  for (int peer : op_.peers()) {
+    Contributor& from = route.contributors[peer];
+    from.num_landed = sync::load_progress(op_.progress_from(peer, Channel::kLanded, route.owner), op_.turn());
+    if (from.num_landed > from.num_records) op_.fail_internal(Phase::kReduce, peer);
+  }
+}
+
+bool CombineCall::sum_route(Route& route) {
+  note_landed(route);
+  const i64 before = route.next_token, before_k = next_k_;
+  while (route.next_token < route.plan.num_tokens &&
+         (is_by_pick() ? sum_picks(route.next_token) : sum_token(route, route.next_token))) {
+    ++route.next_token;
+    WEFT_FAIL_POINT("combine.mid_sum");
+  }
+  for (int peer : op_.peers()) post_consumed(route, peer);
+  return route.next_token > before || next_k_ > before_k;
 }
 
 bool CombineCall::sum_tokens() {
-  for (int peer : op_.peers()) {
-    Contributor& from = contributors_[peer];
-    from.num_landed = sync::load_progress(op_.progress_from(peer, Channel::kLanded), op_.turn());
-    if (from.num_landed > from.num_records) op_.fail_internal(Phase::kReduce, peer);
-  }
-  const i64 before = next_token_, before_k = next_k_;
-  while (next_token_ < a_.num_tokens && (is_by_pick() ? sum_picks(next_token_) : sum_token(next_token_))) {
-    ++next_token_;
-    WEFT_FAIL_POINT("combine.mid_sum");
-  }
-  for (int peer : op_.peers()) post_consumed(peer, next_token_ == a_.num_tokens);
-  return next_token_ > before || next_k_ > before_k;
+  bool moved = false;
+  for_routes([&](Route& route) { moved = sum_route(route) || moved; });
+  return moved;
 }
 
 // Tells the contributor of the room in its landing area; not needed where everything fits at once.
-void CombineCall::post_consumed(int peer, bool at_end) {
-  Contributor& from = contributors_[peer];
+void CombineCall::post_consumed(Route& route, int peer) {
+  Contributor& from = route.contributors[peer];
   if (from.num_records <= from.landing_records || from.num_consumed == from.num_posted) return;
   const bool is_due = from.num_consumed - from.num_posted >= std::max(1u, from.landing_records / 4);
   const bool runs_dry = from.num_consumed == from.num_landed;
-  if (!is_due && !runs_dry && !at_end) return;
+  if (!is_due && !runs_dry && route.next_token < route.plan.num_tokens) return;
   from.num_posted = from.num_consumed;
-  op_.post(peer, Channel::kConsumed, from.num_posted);
+  op_.post(peer, Channel::kConsumed, route.owner, from.num_posted);
 }
 
 // This rank's own rows need no wire, but the same rounding.
@@ -323,11 +270,11 @@ const void* CombineCall::own_row(i64 meta_row) {
   return w_.scratch_.row.data();
 }
 
-void CombineCall::read_side(i64 token, int contributor, const float* values) {
+void CombineCall::read_side(const Route& route, i64 token, int contributor, const float* values, float* side) const {
   for (i64 k = 0; k < top_k_; ++k) {
-    const i32 expert = send_.expert()[token * top_k_ + k];
+    const i32 expert = route.plan.expert()[token * top_k_ + k];
     if (expert >= 0 && experts_.rank_of(expert) == contributor)
-      memory_at<float>(a_.side_out)[token * top_k_ + k] = 0.0f + values[k];  // a sum from +0: -0 becomes +0
+      side[k] = 0.0f + values[k];  // a sum from +0: -0 becomes +0
   }
 }
 
@@ -337,48 +284,63 @@ const void* CombineCall::bias_of(i64 token) const {
   return memory_at<u8>(a_.bias) + (a_.bias_is_2d ? token * bias_row_bytes : 0);
 }
 
-// False: something of the token has not landed yet.
-bool CombineCall::sum_token(i64 token) {
-  for (int peer : op_.peers()) {
-    const i32 slot = send_.slot()[token * num_ranks_ + peer];
-    if (slot >= 0 && contributors_[peer].num_records != 0 && static_cast<u32>(slot) >= contributors_[peer].num_landed)
-      return false;
-  }
-  const void* rows[kMaxRanks];
-  const float* scales[kMaxRanks];
-  RowSum sum;
+// The contributions of this node in their order, with domains their sums. Returns how many.
+i32 CombineCall::gather_rows(Route& route, i64 token, const void** rows, float* side) {
+  i32 num_rows = 0;
   std::array<i64, kMaxRanks> place;  // of the ranks behind `rows`
   for (int rank = 0; rank < num_ranks_; ++rank) {
-    const i32 slot = send_.slot()[token * num_ranks_ + rank];
-    if (slot < 0) continue;
-    Contributor& from = contributors_[rank];
-    const i64 row = send_.row_start()[rank] + slot;
-    const bool counts = has_row(token, rank);
-    if (counts) place[sum.num_rows] = place_in_order(token, rank);
+    const i32 slot = route.plan.slot()[token * num_ranks_ + rank];
+    if (slot < 0 || !op_.map().are_mates(rank_, rank)) continue;
+    Contributor& from = route.contributors[rank];
+    const i64 row = route.plan.row_start()[rank] + slot;
+    const bool counts = has_row(route, token, rank);
+    if (counts) place[num_rows] = place_in_order(route, token, rank);
     if (rank == rank_) {
-      float side[kMaxTopk];
-      const i64 meta_row = recv_.source_offset()[rank_] + slot;
-      if (counts) rows[sum.num_rows++] = own_row(meta_row);
+      float mine[kMaxTopk];
+      const i64 meta_row = recv_.source_offset()[route.owner] + slot;
+      if (counts) rows[num_rows++] = own_row(meta_row);
       if (a_.has_side) {
-        write_side(meta_row, side);
-        read_side(token, rank, side);
+        write_side(meta_row, mine);
+        read_side(route, token, rank, mine, side);
       }
       continue;
     }
     const RecordLayout& record = from.pulls ? side_record_ : record_;
     const u8* landed = from.landing + (static_cast<u32>(slot) % std::max(1u, from.landing_records)) * record.bytes;
-    if (counts) rows[sum.num_rows++] = from.pulls ? from.rows + row * row_bytes_ : landed;
-    if (a_.has_side) read_side(token, rank, reinterpret_cast<const float*>(landed + record.meta));
+    if (counts) rows[num_rows++] = from.pulls ? from.rows + row * row_bytes_ : landed;
+    if (a_.has_side) read_side(route, token, rank, reinterpret_cast<const float*>(landed + record.meta), side);
     if (from.num_records != 0) from.num_consumed = static_cast<u32>(slot) + 1;
   }
   // Few, and most often in order.
-  for (i32 end = 1; order_.reduction == Reduction::kByLastPick && end < sum.num_rows; ++end) {
+  for (i32 end = 1; order_.reduction == Reduction::kByLastPick && end < num_rows; ++end) {
     for (i32 idx = end; idx > 0 && place[idx] < place[idx - 1]; --idx) {
       std::swap(place[idx], place[idx - 1]);
       std::swap(rows[idx], rows[idx - 1]);
     }
   }
-  if (order_.has_domains()) sum.num_rows = sum_domains(place.data(), sum.num_rows, rows);
+  return order_.has_domains() ? sum_domains(place.data(), num_rows, rows) : num_rows;
+}
+
+// False: something of the token has not come yet, or its sum has no place to go.
+bool CombineCall::sum_token(Route& route, i64 token) {
+  for (int peer : op_.peers()) {
+    const i32 slot = route.plan.slot()[token * num_ranks_ + peer];
+    const Contributor& from = route.contributors[peer];
+    if (slot >= 0 && from.num_records != 0 && static_cast<u32>(slot) >= from.num_landed) return false;
+  }
+  if (!rails_are_ready(route, token)) return false;
+  const void* rows[kMaxRanks];
+  const float* scales[kMaxRanks];
+  if (!is_own(route)) {
+    float side[kMaxTopk] = {};
+    const i32 num_rows = gather_rows(route, token, rows, side);
+    put_sum(route, num_rows > 0 ? rows[0] : nullptr, side);
+    return true;
+  }
+  RowSum sum;
+  sum.num_rows =
+      gather_rows(route, token, rows, a_.has_side ? memory_at<float>(a_.side_out) + token * top_k_ : nullptr);
+  if (op_.has_rails()) sum.num_rows = add_inflows(token, sum.num_rows, rows);
   for (i32 idx = 0; a_.wire_is_fp8 && idx < sum.num_rows; ++idx)
     scales[idx] = reinterpret_cast<const float*>(static_cast<const u8*>(rows[idx]) + sum_record_.scales);
   sum.scales = a_.wire_is_fp8 ? scales : nullptr;
@@ -389,6 +351,7 @@ bool CombineCall::sum_token(i64 token) {
   sum.bias_is_first = order_.bias == Bias::kFirst;
   sum.bias = bias_of(token);
   sum_rows(sum, memory_at<u8>(a_.out) + token * row_bytes_);
+  if (op_.has_rails()) pass_inflows(token);
   return true;
 }
 

@@ -11,15 +11,19 @@ void CombineCall::count_rows() {
   if (is_by_pick()) {
     for (i64 pick = 0; pick < a_.num_tokens * top_k_; ++pick) {
       if (send_.expert()[pick] >= 0 && send_.pick_row()[pick] >= 0)
-        ++contributors_[experts_.rank_of(send_.expert()[pick])].num_rows;
+        ++own_.contributors[experts_.rank_of(send_.expert()[pick])].num_rows;
     }
   }
-  for (int peer : op_.peers()) {
+  for_routes([&](Route& route) {
+    for (int peer : op_.peers()) {
+      if (!is_by_pick()) route.contributors[peer].num_rows = route.plan.num_rows_to()[peer];
+    }
+  });
+  for (int peer : op_.others()) {
     Owner& owner = owners_[peer];
     const i64 first = recv_.source_offset()[peer], end = recv_.source_offset()[peer + 1];
     owner.next_pick = first * top_k_;
     if (!is_by_pick()) {
-      contributors_[peer].num_rows = send_.num_rows_to()[peer];
       owner.num_rows = end - first;
     } else {
       owner.num_rows =
@@ -29,19 +33,19 @@ void CombineCall::count_rows() {
 }
 
 // The last k of the token whose pick that rank kept.
-i64 CombineCall::last_pick(i64 token, int contributor) const {
+i64 CombineCall::last_pick(const Route& route, i64 token, int contributor) const {
   for (i64 k = top_k_ - 1; k > 0; --k) {
     const i64 at = token * top_k_ + k;
-    const i32 expert = send_.expert()[at];
-    const bool is_kept = a_.layout == Layout::kRankMajor || send_.pick_row()[at] >= 0;
+    const i32 expert = route.plan.expert()[at];
+    const bool is_kept = a_.layout == Layout::kRankMajor || route.plan.pick_row()[at] >= 0;
     if (expert >= 0 && is_kept && experts_.rank_of(expert) == contributor) return k;
   }
   return 0;
 }
 
 // Among the contributions to a token: domains ascending, in one of them as the order says.
-i64 CombineCall::place_in_order(i64 token, int contributor) const {
-  const i64 last = order_.reduction == Reduction::kByLastPick ? last_pick(token, contributor) : 0;
+i64 CombineCall::place_in_order(const Route& route, i64 token, int contributor) const {
+  const i64 last = order_.reduction == Reduction::kByLastPick ? last_pick(route, token, contributor) : 0;
   return order_.domain_of(contributor) * kMaxTopk + last;
 }
 
@@ -79,12 +83,12 @@ void CombineCall::write_pick(Owner& owner, u8* record) const {
 
 // Whether something can be added: the next kept pick of the token, or its end.
 bool CombineCall::pick_is_here() const {
-  for (i64 at = next_token_ * top_k_ + next_k_; at < (next_token_ + 1) * top_k_; ++at) {
+  for (i64 at = own_.next_token * top_k_ + next_k_; at < (own_.next_token + 1) * top_k_; ++at) {
     const i32 expert = send_.expert()[at];
     if (expert < 0 || send_.pick_row()[at] < 0) continue;
     const int rank = experts_.rank_of(expert);
-    return rank == rank_ || sync::load_progress(op_.progress_from(rank, Channel::kLanded), op_.turn()) >
-                                contributors_[rank].num_consumed;
+    return rank == rank_ || sync::load_progress(op_.progress_from(rank, Channel::kLanded, rank_), op_.turn()) >
+                                own_.contributors[rank].num_consumed;
   }
   return true;
 }
@@ -108,7 +112,7 @@ bool CombineCall::sum_picks(i64 token) {
       add_pick(at, memory_at<u8>(a_.y) + row * row_bytes_, weight, a_.has_side ? memory_at<float>(a_.side)[row] : 0.0f);
       continue;
     }
-    Contributor& from = contributors_[rank];
+    Contributor& from = own_.contributors[rank];
     if (from.num_consumed == from.num_landed) return false;
     const u8* record = from.landing + (from.num_consumed % from.landing_records) * record_.bytes;
     const float* meta = reinterpret_cast<const float*>(record + record_.meta);

@@ -58,7 +58,14 @@ DispatchCall::DispatchCall(Window& window, const DispatchArgs& args, const Poll&
                              args.cached ? 0 : static_cast<u64>(2 * top_k_ + 1) * sizeof(i32))),  // ids, weights, token
       ring_records_(static_cast<u32>(
           std::min<u64>(window.layout_.ring_bytes / std::max<u64>(record_.bytes, 1), kMaxRowsPerPair))),
-      send_{memory_at<i32>(args.send_plan), args.num_tokens, top_k_, num_ranks_} {}
+      send_{memory_at<i32>(args.send_plan), args.num_tokens, top_k_, num_ranks_},
+      rail_record_(RecordLayout::make(static_cast<u64>(wire_row_bytes_), static_cast<u64>(wire_scale_bytes_),
+                                      args.cached ? 0 : static_cast<u64>(top_k_) * sizeof(float))) {
+  own_.source = rank_;
+  own_.plan = send_;
+  targets_[rank_].is_here = true;
+  for (int peer : op_.peers()) targets_[peer].is_here = true;
+}
 
 DispatchResult DispatchCall::run() {
   const u64 start_ns = now_ns();
@@ -72,6 +79,7 @@ DispatchResult DispatchCall::run() {
   } else {
     build_send_plan();
   }
+  if (op_.has_rails()) count_outflows();
   WEFT_FAIL_POINT("dispatch.before_count");
   if (a_.cached) {
     try {
@@ -87,12 +95,14 @@ DispatchResult DispatchCall::run() {
   op_.wait_all(Phase::kCount);
   if (!a_.cached) {
     read_counts();
+    if (op_.has_rails()) read_messages();
     size_result();
     try {
       reserve_result();
     } catch (const std::bad_alloc&) {
       op_.refuse(Phase::kNotify, ErrorCode::kCapacityExceeded, "no memory for the result of dispatch");
     }
+    build_forward_plans();
     send_placements();
     WEFT_FAIL_POINT("dispatch.after_notify");
     zero_holes();
@@ -101,9 +111,16 @@ DispatchResult DispatchCall::run() {
     zero_holes();
   }
   read_placements();
-  if (!a_.cached) fill_pick_rows();
-  send_rows();
-  run_staging();
+  if (!a_.cached) {
+    fill_pick_rows(rank_, send_);
+    for (Route& route : routes_) fill_pick_rows(route.source, route.plan);
+  }
+  if (op_.has_rails()) {
+    run_rails();
+  } else {
+    send_rows();
+    run_staging();
+  }
   WEFT_FAIL_POINT("dispatch.after_send");
   op_.wait_all(Phase::kSend);
   finish_result();
@@ -127,6 +144,14 @@ void DispatchCall::read_handle() {
     sources_[source].first_meta_row = recv_.source_offset()[source];
     sources_[source].num_meta_rows = recv_.source_offset()[source + 1] - recv_.source_offset()[source];
     targets_[source].num_rows = send_.num_rows_to()[source];
+  }
+  if (op_.has_rails()) {
+    const i64 length = recv_plan_len(num_meta_rows_, top_k_, num_ranks_, a_.layout);
+    const ForwardPlans plans{recv_.base, length, a_.recv_plan_len};
+    plans.for_each(top_k_, num_ranks_, [&](const SendPlanView<i32>& plan, i32 source) {
+      routes_.emplace_back().source = source;
+      routes_.back().plan = plan;
+    });
   }
   if (a_.layout == Layout::kRankMajor) return;
   // Group sizes again, for the holes between the groups.
@@ -207,6 +232,10 @@ void DispatchCall::send_counts() {
       }
     });
   }
+  if (!op_.has_rails()) return;
+  CountPayload payload;
+  payload.config = op_.config();
+  op_.send_messages(payload, [&](int node, RailMessage* message) { return write_message(node, message); });
 }
 
 void DispatchCall::read_counts() {
@@ -214,7 +243,7 @@ void DispatchCall::read_counts() {
   i32* counts = w_.scratch_.counts_from.data();
   std::copy_n(&w_.scratch_.counts_to[rank_ * num_local_], num_local_, counts + rank_ * num_local_);
   sources_[rank_].num_meta_rows = targets_[rank_].num_rows;
-  for (int peer : op_.peers()) {
+  for (int peer : op_.others()) {
     const auto* payload = op_.payload_from<CountPayload>(Phase::kCount, peer);
     const i64 num_rows = clamp_count(payload->num_rows, a_.max_tokens);
     i64 num_picks = 0;
@@ -250,9 +279,12 @@ void DispatchCall::send_placements() {
     op_.send(Phase::kNotify, peer, [&] {
       auto* payload = op_.payload_to<NotifyPayload>(Phase::kNotify, peer);
       payload->placement = placement_for(peer);
-      const i64* starts = &w_.scratch_.starts[peer * num_local_];
-      for (i64 expert = 0; expert < num_local_; ++expert)
-        local_counts(payload)[expert] = static_cast<i32>(starts[expert]);
+      i32* told = local_counts(payload);
+      const i64 first = op_.has_rails() ? 0 : peer, num_sources = op_.has_rails() ? num_ranks_ : 1;
+      for (i64 source = 0; op_.has_rails() && source < num_ranks_; ++source)
+        *told++ = static_cast<i32>(sources_[source].first_meta_row);
+      const i64* starts = &w_.scratch_.starts[first * num_local_];
+      for (i64 idx = 0; idx < num_sources * num_local_; ++idx) told[idx] = static_cast<i32>(starts[idx]);
     });
   }
 }
@@ -269,7 +301,7 @@ void DispatchCall::read_placements() {
     Target& target = targets_[peer];
     target.placement = a_.cached ? op_.payload_from<CountPayload>(Phase::kCount, peer)->placement
                                  : op_.payload_from<NotifyPayload>(Phase::kNotify, peer)->placement;
-    check_placement(peer, target.placement);
+    check_placement(peer, target.num_rows, target.placement);
     target.staged = target.placement.in_heap == 0;
     if (target.staged) continue;
     u8* heap = w_.heap_of(peer);
@@ -283,16 +315,31 @@ void DispatchCall::read_placements() {
   if (a_.cached) return;
   for (i64 rank = 0; rank < num_ranks_; ++rank)
     send_.row_start()[rank] = static_cast<i32>(targets_[rank].placement.meta_start);
+  for (Route& route : routes_) {
+    route.plan.row_start()[rank_] = static_cast<i32>(sources_[route.source].first_meta_row);
+    for (int peer : op_.peers()) {
+      Placement placement = targets_[peer].placement;
+      placement.meta_start = local_counts(op_.payload_from<NotifyPayload>(Phase::kNotify, peer))[route.source];
+      check_placement(peer, route.plan.num_rows_to()[peer], placement);
+      route.plan.row_start()[peer] = static_cast<i32>(placement.meta_start);
+    }
+  }
+}
+
+// Where the rows of a source begin in each group of a destination in this node.
+const i32* DispatchCall::told_starts(int destination, int source) const {
+  const i32* told = local_counts(op_.payload_from<NotifyPayload>(Phase::kNotify, destination));
+  return op_.has_rails() ? told + num_ranks_ + source * num_local_ : told;
 }
 
 // R19: nothing that a peer says makes this rank write outside the peer's heap.
-void DispatchCall::check_placement(int rank, const Placement& placement) const {
+void DispatchCall::check_placement(int rank, i64 num_rows, const Placement& placement) const {
   const auto fits = [&](u64 offset, i64 rows, i64 row_bytes) {
     const CheckedSize end = CheckedSize(offset) + CheckedSize(static_cast<u64>(rows)) * static_cast<u64>(row_bytes);
     return rows >= 0 && end.ok && end.value <= w_.peers_[rank].heap.bytes();
   };
   const bool rows_fit = placement.meta_start >= 0 && placement.num_meta_rows >= 0 &&
-                        placement.meta_start <= placement.num_meta_rows - targets_[rank].num_rows;
+                        placement.meta_start <= placement.num_meta_rows - num_rows;
   const bool has_tokens = rows_fit && placement.meta_idx / 4 >= static_cast<u64>(padded_ints(placement.num_meta_rows));
   const bool meta_fits = a_.cached || (has_tokens && fits(placement.meta_idx, placement.num_meta_rows, top_k_ * 4) &&
                                        fits(placement.meta_weights, placement.num_meta_rows, top_k_ * 4));
@@ -303,24 +350,24 @@ void DispatchCall::check_placement(int rank, const Placement& placement) const {
 }
 
 // The row of every pick on its destination: tokens in order, then k, as the receiver counts them too.
-void DispatchCall::fill_pick_rows() {
+void DispatchCall::fill_pick_rows(int source, const SendPlanView<i32>& plan) {
   if (a_.layout == Layout::kRankMajor) return;
   std::vector<i64>& next = w_.scratch_.rows_from;
   next.assign(static_cast<size_t>(num_ranks_ * num_local_), 0);
-  std::copy_n(&w_.scratch_.starts[rank_ * num_local_], num_local_, &next[rank_ * num_local_]);
+  std::copy_n(&w_.scratch_.starts[source * num_local_], num_local_, &next[rank_ * num_local_]);
   for (int peer : op_.peers()) {
-    const i32* starts = local_counts(op_.payload_from<NotifyPayload>(Phase::kNotify, peer));
+    const i32* starts = told_starts(peer, source);
     for (i64 expert = 0; expert < num_local_; ++expert) next[peer * num_local_ + expert] = std::max(starts[expert], 0);
   }
-  for (i64 pick = 0; pick < a_.num_tokens * top_k_; ++pick) {
-    const i32 expert = send_.expert()[pick];
-    send_.pick_row()[pick] = -1;
-    if (expert < 0) continue;
+  for (i64 pick = 0; pick < plan.num_tokens * top_k_; ++pick) {
+    const i32 expert = plan.expert()[pick];
+    plan.pick_row()[pick] = -1;
+    if (expert < 0 || !targets_[experts_.rank_of(expert)].is_here) continue;
     const i64 row = next[expert]++;
     const bool is_masked = a_.layout == Layout::kMasked;
     const i64 limit = is_masked ? a_.capacity : targets_[experts_.rank_of(expert)].placement.num_rows;
     if (row < limit)
-      send_.pick_row()[pick] = static_cast<i32>(is_masked ? experts_.local_id(expert) * a_.capacity + row : row);
+      plan.pick_row()[pick] = static_cast<i32>(is_masked ? experts_.local_id(expert) * a_.capacity + row : row);
   }
 }
 

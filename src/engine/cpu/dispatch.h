@@ -24,10 +24,33 @@ class DispatchCall {
     i32* meta_token = nullptr;
     i32* meta_idx = nullptr;
     float* meta_weights = nullptr;
+    bool is_here = false;  // in this node
     bool staged = false;
     i64 num_rows = 0;    // (token, destination) pairs to send
     i64 next_token = 0;  // staged: first token not looked at yet
     u32 num_landed = 0;  // staged: records in the ring so far
+  };
+  // A rank of another node for which this one forwards, or this rank itself: rows that it stores to the ranks of its node.
+  struct Route {
+    int source = 0;
+    SendPlanView<i32> plan{};
+    i64 next = 0;                                // row that is stored next
+    i64 token = -1;                              // of the row before
+    std::array<u32, kMaxRanks> num_landed = {};  // staged: records in the ring of each destination so far
+  };
+  // To another node: this rank's ring to its forwarder there.
+  struct Outflow {
+    int node = 0;
+    int peer = 0;
+    i64 num_rows = 0;  // of this call
+    i64 num_put = 0;   // rows in the ring so far, and of these in the chunk that is not put yet
+    i32 in_chunk = 0;
+  };
+  // Of a row on its way to the ranks of this node.
+  struct Row {
+    i64 idx = 0;  // in its plan
+    i32 token = 0;
+    const float* weights = nullptr;  // [K]; null: all 1
   };
   // What comes from one source.
   struct Source {
@@ -47,27 +70,53 @@ class DispatchCall {
   void build_send_plan();
   void count_token(const i64* experts, i64 token);
   void send_counts();
+  u64 write_message(int node, RailMessage* message) const;
   void read_counts();
+  void read_messages();
+  void build_forward_plans();
+  bool goes_to(i64 token, int node) const;
+  void count_outflows();
+  i64 forward_ints() const;
+  const i32* told_starts(int destination, int source) const;
   void size_result();
   void reserve_result();
   Placement placement_for(int source) const;
   void send_placements();
   void read_placements();
-  void check_placement(int rank, const Placement& placement) const;
-  void fill_pick_rows();
+  void check_placement(int rank, i64 num_rows, const Placement& placement) const;
+  void fill_pick_rows(int source, const SendPlanView<i32>& plan);
   void zero_holes();
 
   void send_rows();
   void send_token(i64 token);
+  Row own_row(i64 token) const;
   const void* prepare_row(i64 token, const void** scales);
-  i32 gather_places(i64 token, int destination, Target& target, u8** x_places, u8** scale_places) const;
-  void write_meta(i64 token, int destination, i32* ids, float* weights) const;
+  i32 place_row(const SendPlanView<i32>& plan, const Row& row, u8** x_places, u8** scale_places);
+  i32 gather_places(const SendPlanView<i32>& plan, i64 row, int destination, u8** x_places, u8** scale_places) const;
+  void write_meta(const SendPlanView<i32>& plan, const Row& row, int destination, i32* ids, float* weights) const;
+  void write_record(u8* record, const SendPlanView<i32>& plan, const Row& row, int destination, const void* x,
+                    const void* scales) const;
+  void store_row(const void* x, const void* scales, u8* const* x_places, u8* const* scale_places, i32 num_places) const;
+
+  // With nodes: everything moves in one loop.
+  void run_rails();
+  bool has_room(const Route& route) const;
+  bool can_send_own() const;
+  bool can_forward(const Route& route) const;
+  bool send_own();
+  bool forward(Route& route);
+  void store_from(Route& route, const Row& row, const void* x, const void* scales);
+  i32 place_in_rings(const Row& row, u8** x_places, u8** scale_places);
+  void put_chunks(const Row& row);
+  void push_records(Route& route, const Row& row, const void* x, const void* scales);
+  bool owes(int peer) const;
 
   void run_staging();
   bool push_staged(int destination);
   bool drain_staged(int source);
   bool can_push(int destination) const;
   bool can_drain(int source) const;
+  bool is_drained(int source) const;
   bool staging_done() const;
 
   void place_meta_rows(int source, i64 end);
@@ -92,6 +141,10 @@ class DispatchCall {
 
   std::array<Target, kMaxRanks> targets_{};  // on the stack: a call allocates nothing but its result
   std::array<Source, kMaxRanks> sources_{};
+  Route own_;
+  std::vector<Route> routes_;      // of other nodes' ranks
+  std::vector<Outflow> outflows_;  // to other nodes
+  RecordLayout rail_record_;       // a row in a chunk
   Block x_block_, plan_block_;
   u64 scales_offset_ = 0;
   float* meta_weights_ = nullptr;

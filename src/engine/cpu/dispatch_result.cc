@@ -55,7 +55,7 @@ void DispatchCall::reserve_result() {
   const CheckedSize scales_at = (CheckedSize(rows) * static_cast<u64>(wire_row_bytes_)).aligned(Heap::kAlignment);
   const CheckedSize x_bytes = scales_at + CheckedSize(rows) * static_cast<u64>(wire_scale_bytes_);
   const CheckedSize plan_at =
-      CheckedSize(static_cast<u64>(recv_plan_len(num_meta_rows_, top_k_, num_ranks_, a_.layout)) * 4);
+      CheckedSize(static_cast<u64>(recv_plan_len(num_meta_rows_, top_k_, num_ranks_, a_.layout) + forward_ints()) * 4);
   const CheckedSize weights_at = plan_at.aligned(Heap::kAlignment);
   const CheckedSize outputs_at = (weights_at + CheckedSize(std::max(meta, rows)) * top_k * 4).aligned(Heap::kAlignment);
   const CheckedSize plan_bytes =
@@ -155,6 +155,11 @@ void DispatchCall::finish_result() {
     result_.bytes_sent +=
         targets_[peer].num_rows * static_cast<i64>(wire_row_bytes_ + wire_scale_bytes_ + (a_.cached ? 0 : top_k_ * 8));
   }
+  for (const Outflow& flow : outflows_) {  // once a node
+    result_.rows_sent += flow.num_rows;
+    result_.bytes_sent +=
+        flow.num_rows * static_cast<i64>(wire_row_bytes_ + wire_scale_bytes_ + (a_.cached ? 0 : top_k_ * 6));
+  }
   w_.stats_.rows_sent += static_cast<u64>(result_.rows_sent);
   w_.stats_.bytes_sent += static_cast<u64>(result_.bytes_sent);
   w_.stats_.rows_received += static_cast<u64>(num_meta_rows_);
@@ -167,7 +172,7 @@ void DispatchCall::write_outputs() {
     write_weights();
   }
   result_.recv_plan.block = plan_block_;
-  result_.recv_plan.shape = {recv_plan_len(num_meta_rows_, top_k_, num_ranks_, a_.layout)};
+  result_.recv_plan.shape = {recv_plan_len(num_meta_rows_, top_k_, num_ranks_, a_.layout) + forward_ints()};
   result_.recv_plan.is_integer = true;
   *num_rows() = static_cast<i32>(num_rows_);
   *memory_at<i64>(a_.overflow) += num_dropped_;

@@ -23,60 +23,79 @@ const void* DispatchCall::prepare_row(i64 token, const void** scales) {
 }
 
 // Final places of a token on one destination: one row (rank_major), or one for each pick that has a row.
-i32 DispatchCall::gather_places(i64 token, int destination, Target& target, u8** x_places, u8** scale_places) const {
-  const auto place = [&](i64 row, i32 idx) {
-    x_places[idx] = target.x + row * wire_row_bytes_;
-    scale_places[idx] = target.scales + row * wire_scale_bytes_;
+i32 DispatchCall::gather_places(const SendPlanView<i32>& plan, i64 idx, int destination, u8** x_places,
+                                u8** scale_places) const {
+  const Target& target = targets_[destination];
+  const auto place = [&](i64 row, i32 number) {
+    x_places[number] = target.x + row * wire_row_bytes_;
+    scale_places[number] = target.scales + row * wire_scale_bytes_;
   };
   if (a_.layout == Layout::kRankMajor) {
-    const i64 row = send_.row_start()[destination] + send_.slot()[token * num_ranks_ + destination];
+    const i64 row = plan.row_start()[destination] + plan.slot()[idx * num_ranks_ + destination];
     if (row >= target.placement.num_rows) return 0;
     place(row, 0);
     return 1;
   }
   i32 num_places = 0;
   for (i64 k = 0; k < top_k_; ++k) {
-    const i32 expert = send_.expert()[token * top_k_ + k];
-    const i64 row = send_.pick_row()[token * top_k_ + k];
+    const i32 expert = plan.expert()[idx * top_k_ + k];
+    const i64 row = plan.pick_row()[idx * top_k_ + k];
     if (expert >= 0 && row >= 0 && experts_.rank_of(expert) == destination) place(row, num_places++);
   }
   return num_places;
 }
 
-void DispatchCall::write_meta(i64 token, int destination, i32* ids, float* weights) const {
+void DispatchCall::write_meta(const SendPlanView<i32>& plan, const Row& row, int destination, i32* ids,
+                              float* weights) const {
   for (i64 k = 0; k < top_k_; ++k) {
-    const i32 expert = send_.expert()[token * top_k_ + k];
+    const i32 expert = plan.expert()[row.idx * top_k_ + k];
     const bool is_here = expert >= 0 && experts_.rank_of(expert) == destination;
     ids[k] = is_here ? experts_.local_id(expert) : -1;
-    weights[k] = !is_here ? 0.0f : a_.topk_weights == 0 ? 1.0f : memory_at<float>(a_.topk_weights)[token * top_k_ + k];
+    weights[k] = !is_here ? 0.0f : row.weights == nullptr ? 1.0f : row.weights[k];
   }
+}
+
+DispatchCall::Row DispatchCall::own_row(i64 token) const {
+  return {token, static_cast<i32>(token),
+          a_.topk_weights == 0 ? nullptr : memory_at<float>(a_.topk_weights) + token * top_k_};
+}
+
+// Its places on the ranks of this node that have room for it, where ids and weights are written, too.
+i32 DispatchCall::place_row(const SendPlanView<i32>& plan, const Row& row, u8** x_places, u8** scale_places) {
+  i32 num_places = 0;
+  for (i64 step = 1; step <= num_ranks_; ++step) {
+    const int destination = static_cast<int>((rank_ + step) % num_ranks_);
+    const i32 slot = plan.slot()[row.idx * num_ranks_ + destination];
+    Target& target = targets_[destination];
+    if (slot < 0 || target.staged || !target.is_here) continue;
+    num_places += gather_places(plan, row.idx, destination, x_places + num_places, scale_places + num_places);
+    if (a_.cached) continue;
+    const i64 meta = plan.row_start()[destination] + slot;
+    target.meta_token[meta] = row.token;
+    write_meta(plan, row, destination, target.meta_idx + meta * top_k_, target.meta_weights + meta * top_k_);
+  }
+  return num_places;
+}
+
+void DispatchCall::store_row(const void* x, const void* scales, u8* const* x_places, u8* const* scale_places,
+                             i32 num_places) const {
+#if defined(WEFT_FAIL_POINTS)
+  copy_row(x, static_cast<u64>(wire_row_bytes_) / 32 * 16, x_places, num_places, streaming_);
+  WEFT_FAIL_POINT("dispatch.mid_row");
+#endif
+  copy_row(x, static_cast<u64>(wire_row_bytes_), x_places, num_places, streaming_);
+  if (wire_scale_bytes_ > 0) copy_row(scales, static_cast<u64>(wire_scale_bytes_), scale_places, num_places, false);
 }
 
 // Each row is read once and stored to all its places, beginning with the next higher rank.
 void DispatchCall::send_token(i64 token) {
   u8* x_places[kMaxTopk];
   u8* scale_places[kMaxTopk];
-  i32 num_places = 0;
-  for (i64 step = 1; step <= num_ranks_; ++step) {
-    const int destination = static_cast<int>((rank_ + step) % num_ranks_);
-    const i32 slot = send_.slot()[token * num_ranks_ + destination];
-    Target& target = targets_[destination];
-    if (slot < 0 || target.staged) continue;
-    num_places += gather_places(token, destination, target, x_places + num_places, scale_places + num_places);
-    if (a_.cached) continue;
-    target.meta_token[target.placement.meta_start + slot] = static_cast<i32>(token);
-    const i64 meta = (target.placement.meta_start + slot) * top_k_;
-    write_meta(token, destination, target.meta_idx + meta, target.meta_weights + meta);
-  }
+  const i32 num_places = place_row(send_, own_row(token), x_places, scale_places);
   if (num_places == 0) return;
   const void* scales = nullptr;
-  const void* row = prepare_row(token, &scales);
-#if defined(WEFT_FAIL_POINTS)
-  copy_row(row, static_cast<u64>(wire_row_bytes_) / 32 * 16, x_places, num_places, streaming_);
-  WEFT_FAIL_POINT("dispatch.mid_row");
-#endif
-  copy_row(row, static_cast<u64>(wire_row_bytes_), x_places, num_places, streaming_);
-  if (wire_scale_bytes_ > 0) copy_row(scales, static_cast<u64>(wire_scale_bytes_), scale_places, num_places, false);
+  const void* x = prepare_row(token, &scales);
+  store_row(x, scales, x_places, scale_places, num_places);
 }
 
 void DispatchCall::send_rows() {
@@ -93,20 +112,36 @@ void DispatchCall::send_rows() {
 bool DispatchCall::can_push(int destination) const {
   const Target& target = targets_[destination];
   if (!target.staged || target.next_token == a_.num_tokens) return false;
-  const u32 consumed = sync::load_progress(op_.progress_from(destination, Channel::kConsumed), op_.turn());
+  const u32 consumed = sync::load_progress(op_.progress_from(destination, Channel::kConsumed, rank_), op_.turn());
   return target.num_landed - consumed < ring_records_;
 }
 
-bool DispatchCall::can_drain(int source) const {
+// Whether everything of that source is out of its ring; what this rank stores itself was never in one.
+bool DispatchCall::is_drained(int source) const {
   const Source& from = sources_[source];
-  if (!staged_ || source == rank_ || from.num_consumed == from.num_meta_rows) return false;
-  return sync::load_progress(op_.progress_from(source, Channel::kLanded), op_.turn()) > from.num_consumed;
+  return !staged_ || op_.forwarder(source) == rank_ || from.num_consumed == from.num_meta_rows;
+}
+
+bool DispatchCall::can_drain(int source) const {
+  if (is_drained(source)) return false;
+  const u64* landed = op_.progress_from(op_.forwarder(source), Channel::kLanded, source);
+  return sync::load_progress(landed, op_.turn()) > sources_[source].num_consumed;
+}
+
+void DispatchCall::write_record(u8* record, const SendPlanView<i32>& plan, const Row& row, int destination,
+                                const void* x, const void* scales) const {
+  std::memcpy(record, x, static_cast<u64>(wire_row_bytes_));
+  if (wire_scale_bytes_ > 0) std::memcpy(record + record_.scales, scales, static_cast<u64>(wire_scale_bytes_));
+  if (a_.cached) return;
+  i32* ids = reinterpret_cast<i32*>(record + record_.meta);
+  write_meta(plan, row, destination, ids, reinterpret_cast<float*>(ids + top_k_));
+  ids[2 * top_k_] = row.token;
 }
 
 bool DispatchCall::push_staged(int destination) {
   if (!can_push(destination)) return false;
   Target& target = targets_[destination];
-  const u32 consumed = sync::load_progress(op_.progress_from(destination, Channel::kConsumed), op_.turn());
+  const u32 consumed = sync::load_progress(op_.progress_from(destination, Channel::kConsumed, rank_), op_.turn());
   if (consumed > target.num_landed) op_.fail_internal(Phase::kSend, destination);
   const u32 before = target.num_landed;
   u8* ring = w_.control_of(destination) + w_.layout_.ring(rank_);
@@ -115,16 +150,11 @@ bool DispatchCall::push_staged(int destination) {
     if (send_.slot()[token * num_ranks_ + destination] < 0) continue;
     u8* record = ring + (target.num_landed % ring_records_) * record_.bytes;
     const void* scales = nullptr;
-    std::memcpy(record, prepare_row(token, &scales), static_cast<u64>(wire_row_bytes_));
-    if (wire_scale_bytes_ > 0) std::memcpy(record + record_.scales, scales, static_cast<u64>(wire_scale_bytes_));
-    if (!a_.cached) {
-      i32* ids = reinterpret_cast<i32*>(record + record_.meta);
-      write_meta(token, destination, ids, reinterpret_cast<float*>(ids + top_k_));
-      ids[2 * top_k_] = static_cast<i32>(token);
-    }
+    const void* x = prepare_row(token, &scales);
+    write_record(record, send_, own_row(token), destination, x, scales);
     ++target.num_landed;
   }
-  if (target.num_landed > before) op_.post(destination, Channel::kLanded, target.num_landed);
+  if (target.num_landed > before) op_.post(destination, Channel::kLanded, rank_, target.num_landed);
   WEFT_FAIL_POINT("dispatch.staged_push");
   if (target.next_token == a_.num_tokens) op_.send(Phase::kSend, destination, [] {});
   return true;
@@ -134,7 +164,8 @@ bool DispatchCall::push_staged(int destination) {
 bool DispatchCall::drain_staged(int source) {
   if (!can_drain(source)) return false;
   Source& from = sources_[source];
-  const u32 landed = sync::load_progress(op_.progress_from(source, Channel::kLanded), op_.turn());
+  const int sender = op_.forwarder(source);
+  const u32 landed = sync::load_progress(op_.progress_from(sender, Channel::kLanded, source), op_.turn());
   if (landed > from.num_meta_rows) op_.fail_internal(Phase::kSend, source);
   const u8* ring = w_.control_of(rank_) + w_.layout_.ring(source);
   for (; from.num_consumed < landed; ++from.num_consumed) {
@@ -155,7 +186,7 @@ bool DispatchCall::drain_staged(int source) {
                   static_cast<u64>(wire_scale_bytes_));
     }
   }
-  op_.post(source, Channel::kConsumed, from.num_consumed);
+  op_.post(sender, Channel::kConsumed, source, from.num_consumed);
   WEFT_FAIL_POINT("dispatch.staged_drain");
   return true;
 }
@@ -163,7 +194,7 @@ bool DispatchCall::drain_staged(int source) {
 bool DispatchCall::staging_done() const {
   for (int peer : op_.peers()) {
     if (targets_[peer].staged && targets_[peer].next_token < a_.num_tokens) return false;
-    if (staged_ && sources_[peer].num_consumed < sources_[peer].num_meta_rows) return false;
+    if (!is_drained(peer)) return false;
   }
   return true;
 }
@@ -187,7 +218,7 @@ void DispatchCall::run_staging() {
     };
     op_.wait(Phase::kSend, any_can_move, [&](int peer) {
       const bool owes_room = targets_[peer].staged && targets_[peer].next_token < a_.num_tokens;
-      return owes_room || (staged_ && sources_[peer].num_consumed < sources_[peer].num_meta_rows);
+      return owes_room || !is_drained(peer);
     });
   }
 }

@@ -18,7 +18,12 @@ u64 deadline_of(u64 timeout_ns) {
 }  // namespace
 
 Operation::Operation(Window& window, const OperationConfig& config, u64 timeout_ns, const Poll& poll)
-    : window_(window), config_(config), fingerprint_(fingerprint(config)), poll_(poll), rank_(window.comm_->rank()) {
+    : window_(window),
+      config_(config),
+      fingerprint_(fingerprint(config)),
+      poll_(poll),
+      rank_(window.comm_->rank()),
+      rails_(window) {
   Communicator& comm = *window.comm_;
   if (window.closed_) throw_invalid_state("the window is closed");
   if (window.is_retired_) {
@@ -38,7 +43,13 @@ Operation::Operation(Window& window, const OperationConfig& config, u64 timeout_
   ptx::st_relaxed_sys(&words->deadline_ns, deadline_ns_);
   for (int step = 1; step < comm.num_ranks(); ++step) {
     const int peer = (rank_ + step) % comm.num_ranks();
-    if (comm.is_active(peer)) peers_[num_peers_++] = peer;
+    if (!comm.is_active(peer)) continue;
+    others_[num_others_++] = peer;
+    if (map().are_mates(rank_, peer)) {
+      peers_[num_peers_++] = peer;
+    } else if (forwarder(peer) == rank_) {
+      to_relay_ |= u64{1} << peer;
+    }
   }
 }
 
@@ -60,19 +71,62 @@ bool Operation::has_header(Phase phase, int peer) const {
   return sync::classify_header(header_from(phase, peer), turn_, fingerprint_) != sync::HeaderState::kNotYet;
 }
 
-void Operation::post(int peer, Channel channel, u32 n) {
-  sync::post_progress(progress_at(peer, channel), turn_, n);
+void Operation::relay_messages() {
+  rails_.settle_some();
+  for (int source : others()) {
+    if ((to_relay_ >> source & 1) == 0) continue;
+    const RailMessage* message = rails_.take_message(source);
+    if (message == nullptr) continue;
+    to_relay_ &= ~(u64{1} << source);
+    if (sync::classify_header(message->header, turn_, fingerprint_) == sync::HeaderState::kNotYet)
+      fail_internal(Phase::kCount, source);
+    messages_[static_cast<size_t>(source)] = message;
+    relay(source, *message);
+  }
+}
+
+// Each rank of this node finds in its own cells what the source would have written there on one machine.
+void Operation::relay(int source, const RailMessage& message) {
+  const auto print = static_cast<u16>(message.header & 0xffff);
+  CountPayload payload;
+  std::memcpy(&payload, message.payload, sizeof(payload));
+  const bool has_counts =
+      print != kRefusalFingerprint && payload.config.kind == OpKind::kDispatch && payload.config.is_cached == 0;
+  const auto* begin = reinterpret_cast<const u8*>(&message);
+  const auto tell = [&](int rank) {
+    u8* control = window_.control_of(rank);
+    u8* place = control + window_.layout_.payload(Phase::kCount, turn_.sequence, source);
+    auto* cell = reinterpret_cast<u64*>(control + window_.layout_.header(Phase::kCount, turn_.sequence, source));
+    sync::send_header(cell, message.header, [&] {
+      std::memcpy(place, message.payload, sizeof(message.payload));
+      if (!has_counts) return;
+      const auto* counts = reinterpret_cast<const i32*>(begin + rails_.layout().counts(map().index(rank)));
+      reinterpret_cast<CountPayload*>(place)->num_rows = counts[0];
+      std::memcpy(place + WindowLayout::kPayloadFixedBytes, counts + 1,
+                  static_cast<size_t>(window_.shape_.num_local_experts()) * sizeof(i32));
+    });
+    ring_doorbell(reinterpret_cast<ControlWords*>(control));
+  };
+  for (int peer : peers()) tell(peer);
+  tell(rank_);
+}
+
+void Operation::post(int peer, Channel channel, int owner, u32 n) {
+  sync::post_progress(progress_at(peer, channel, owner), turn_, n);
   ring_doorbell(reinterpret_cast<ControlWords*>(window_.control_of(peer)));
 }
 
 // The wait for each peer counts from here until a look first finds its header; for one that is there already it is nothing.
 void Operation::wait_headers(Phase phase) {
-  const auto is_late = [&](int peer) { return !has_header(phase, peer); };
+  const auto is_late = [&](int peer) {
+    return (phase == Phase::kCount || map().are_mates(rank_, peer)) && !has_header(phase, peer);
+  };
+  relay_messages();
   u64 late_peers = 0;
-  for (int peer : peers()) late_peers |= is_late(peer) ? u64{1} << peer : 0;
+  for (int peer : senders(phase)) late_peers |= is_late(peer) ? u64{1} << peer : 0;
   const u64 start_ns = now_ns();
   const auto note_arrivals = [&] {
-    for (int peer : peers()) {
+    for (int peer : senders(phase)) {
       if ((late_peers >> peer & 1) == 0 || is_late(peer)) continue;
       window_.stats_.waited_ns[peer] += now_ns() - start_ns;
       late_peers &= ~(u64{1} << peer);
@@ -90,7 +144,7 @@ void Operation::wait_all(Phase phase) {
 // Everybody has everybody's header now, so all ranks come to the same verdict.
 void Operation::raise_disagreement(Phase phase, bool allows_needs) {
   int refusing = -1, differing = -1;
-  for (int peer : peers()) {
+  for (int peer : senders(phase)) {
     const sync::HeaderState state = state_of(phase, peer);
     const bool is_need = needs_room(phase, peer);
     const bool differs = state == sync::HeaderState::kMismatch ||
@@ -149,6 +203,16 @@ void Operation::raise_refusal(Phase phase, int peer) {
 }
 
 void Operation::refuse(Phase phase, ErrorCode code, const std::string& text) {
+  if (phase != Phase::kCount && has_rails()) {  // too late for ranks of other nodes, who may send rows
+    window_.comm_->abort("rank " + std::to_string(rank_) + " could not take part: " + text);
+    window_.comm_->leave_broken();
+  }
+  if (has_rails()) {
+    RefusalPayload refusal;
+    refusal.error_code = static_cast<u32>(code);
+    text.copy(refusal.text, sizeof(refusal.text) - 1);
+    put_refusals(&refusal, sizeof(refusal));
+  }
   for (int peer : peers()) {
     send_header(phase, peer, kRefusalFingerprint, [&] {
       auto* refusal = payload_to<RefusalPayload>(phase, peer);
@@ -171,10 +235,14 @@ i64 Operation::wait_for_need(i64 mine) {
     send_header(Phase::kCount, peer, kRefusalFingerprint,
                 [&] { *payload_to<NeedPayload>(Phase::kCount, peer) = {kNeedOfRoom, mine, config_}; });
   }
+  if (mine != 0) {
+    const NeedPayload need{kNeedOfRoom, mine, config_};
+    put_refusals(&need, sizeof(need));
+  }
   wait_headers(Phase::kCount);
   raise_disagreement(Phase::kCount, true);
   i64 most = mine;
-  for (int peer : peers()) {
+  for (int peer : others()) {
     if (!needs_room(Phase::kCount, peer)) continue;
     most = std::max(most, clamp_count(payload_from<NeedPayload>(Phase::kCount, peer)->num_tokens, kMaxRowsPerPair));
   }
@@ -203,7 +271,7 @@ void Operation::break_off(sync::WaitResult result, Phase phase, u64 late_peers) 
   ErrorRecord& record = window_.words()->error;
   record.expected = sync::pack_header(turn_, fingerprint_);
   std::string cells;
-  for (int peer : peers()) {
+  for (int peer : others()) {
     if ((late_peers >> peer & 1) != 0) record.seen = header_from(phase, peer);
     cells += " rank " + std::to_string(peer) + ":" + std::to_string(header_from(phase, peer) >> 16 & 0xffffffffu);
   }

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <array>
+#include <cstring>
 #include <span>
 #include <string>
 
 #include "engine/cpu/pause.h"
+#include "engine/cpu/rail_host.h"
 #include "engine/cpu/window.h"
 #include "engine/describe.h"
 #include "weft/config/fail_point.h"
@@ -25,8 +27,17 @@ class Operation {
   sync::Turn turn() const { return turn_; }
   int rank() const { return rank_; }
   const OperationConfig& config() const { return config_; }
-  // Active peers, beginning with the next higher rank, so that not everyone aims at the same one.
+  // Active peers of this node, whose memory this rank stores to, beginning with the next higher rank, so that not everyone aims at
+  // the same one.
   std::span<const int> peers() const { return {peers_.data(), num_peers_}; }
+  // All active ranks but this one, in the same order.
+  std::span<const int> others() const { return {others_.data(), num_others_}; }
+  RailHost& rails() { return rails_; }
+  const RailHost& rails() const { return rails_; }
+  const RailMap& map() const { return rails_.map(); }
+  bool has_rails() const { return map().has_rails(); }
+  // Who sends what is of `owner` in this node: the owner itself, or its forwarder here.
+  int forwarder(int owner) const { return map().forwarder(owner, map().node(rank_)); }
 
   template <class Payload>
   Payload* payload_to(Phase phase, int peer) const {
@@ -37,11 +48,12 @@ class Operation {
     return reinterpret_cast<const Payload*>(window_.control_of(rank_) +
                                             window_.layout_.payload(phase, turn_.sequence, peer));
   }
-  u64* progress_at(int peer, Channel channel) const {  // written by this rank, waited for by the peer
-    return reinterpret_cast<u64*>(window_.control_of(peer) + window_.layout_.progress_word(channel, rank_));
+  // `owner`: whose rows they are, in a window with nodes.
+  u64* progress_at(int peer, Channel channel, int owner) const {  // written by this rank, waited for by the peer
+    return reinterpret_cast<u64*>(window_.control_of(peer) + window_.layout_.progress_word(channel, rank_, owner));
   }
-  u64* progress_from(int peer, Channel channel) const {  // written by the peer
-    return reinterpret_cast<u64*>(window_.control_of(rank_) + window_.layout_.progress_word(channel, peer));
+  u64* progress_from(int peer, Channel channel, int owner) const {  // written by the peer
+    return reinterpret_cast<u64*>(window_.control_of(rank_) + window_.layout_.progress_word(channel, peer, owner));
   }
 
   // The header of `phase` to one peer, after its payload.
@@ -49,9 +61,20 @@ class Operation {
   void send(Phase phase, int peer, const WritePayload& write_payload) {
     send_header(phase, peer, fingerprint_, write_payload);
   }
-  void post(int peer, Channel channel, u32 n);
+  void post(int peer, Channel channel, int owner, u32 n);
+  // To the forwarders of all other nodes, who tell their ranks in this one's stead: the payload of `count`, and what write_more(node,
+  // message) stores behind it; that returns the bytes of the whole.
+  template <class WriteMore>
+  void send_messages(const CountPayload& payload, const WriteMore& write_more) {
+    put_messages(fingerprint_, &payload, sizeof(payload), write_more);
+  }
+  void send_messages(const CountPayload& payload) {
+    send_messages(payload, [](int, RailMessage*) { return sizeof(RailMessage); });
+  }
+  // Of a source that this rank forwards for, after the headers of `count`.
+  const RailMessage* message_of(int source) const { return messages_[static_cast<size_t>(source)]; }
 
-  // The headers of `phase` from every active peer. Errors: kInvalidArgument on every rank alike if fingerprints differ,
+  // The headers of `phase` from every active peer, those of `count` from every active rank. Errors: kInvalidArgument on every rank alike if fingerprints differ,
   // the reason of a refusal (both advance the sequence and leave the communicator whole); kPeerLost, kPeerTimeout.
   void wait_all(Phase phase);
   bool has_header(Phase phase, int peer) const;
@@ -66,13 +89,16 @@ class Operation {
       void look() {
         if (op.poll_) op.poll_();
         u64 late_ranks = 0;
-        for (int peer : op.peers()) late_ranks |= late(peer) ? u64{1} << peer : 0;
+        for (int peer : op.others()) late_ranks |= late(peer) ? u64{1} << peer : 0;
         log.look(RankSet::of_mask(late_ranks));
       }
     } watch{*this, late, WaitLog(*window_.comm_)};
     const Poll look = [&watch] { watch.look(); };  // one reference: no memory is allocated for it
     SleepingPause pause(window_.words(), deadline_ns_, look);
-    const auto ready_or_hopeless = [&] { return ready() || late_and_closed(late) >= 0; };
+    const auto ready_or_hopeless = [&] {
+      relay_messages();
+      return ready() || late_and_closed(late) >= 0;
+    };
     sync::WaitResult result;
     try {
       result = sync::wait_until(ready_or_hopeless, pause);
@@ -86,7 +112,7 @@ class Operation {
       window_.comm_->fail(reason(AbortCode::kPeerClosed, phase, closed));
     }
     u64 late_peers = 0;
-    for (int peer : peers()) late_peers |= late(peer) ? u64{1} << peer : 0;
+    for (int peer : others()) late_peers |= late(peer) ? u64{1} << peer : 0;
     break_off(result, phase, late_peers);
   }
 
@@ -108,16 +134,38 @@ class Operation {
     sync::send_header(cell, sync::pack_header(turn_, print), write_payload);
     ring_doorbell(reinterpret_cast<ControlWords*>(control));
   }
-  // A peer that owes something and will not send it. The word is read first: what the peer had sent is visible then.
+  // A peer that owes something and will not send it. The word is read first: what the peer had sent is visible then, to this rank or
+  // to the one that forwards for it here, and then it is for that one to say.
   template <class Late>
-  int late_and_closed(const Late& late) const {
+  int late_and_closed(const Late& late) {
     const u64 closed = ptx::ld_acquire_sys(&window_.words()->closed_peers);
     if (closed == 0) return -1;
-    for (int peer : peers()) {
+    relay_messages();
+    for (int peer : others()) {
+      if (!map().are_mates(rank_, peer) && forwarder(peer) != rank_) continue;
       if ((closed >> peer & 1) != 0 && late(peer)) return peer;
     }
     return -1;
   }
+  template <class WriteMore>
+  void put_messages(u16 print, const void* payload, size_t payload_bytes, const WriteMore& write_more) {
+    for (int node = 0; has_rails() && node < map().num_nodes(); ++node) {
+      const int peer = node == map().node(rank_) ? -1 : map().forwarder(rank_, node);
+      if (peer < 0) continue;
+      RailMessage* message = rails_.message_to(peer);
+      *message = RailMessage{};
+      message->header = sync::pack_header(turn_, print);
+      std::memcpy(message->payload, payload, payload_bytes);
+      rails_.put_message(peer, write_more(node, message));
+    }
+  }
+  void put_refusals(const void* payload, size_t payload_bytes) {
+    put_messages(kRefusalFingerprint, payload, payload_bytes, [](int, RailMessage*) { return sizeof(RailMessage); });
+  }
+  // As a forwarder: what has come of the messages goes to the ranks of this node. Called in every wait.
+  void relay_messages();
+  void relay(int source, const RailMessage& message);
+  std::span<const int> senders(Phase phase) const { return phase == Phase::kCount ? others() : peers(); }
   u64 header_from(Phase phase, int peer) const;
   sync::HeaderState state_of(Phase phase, int peer) const;
   bool needs_room(Phase phase, int peer) const;  // its header stands for a need, not for a call without one
@@ -139,8 +187,11 @@ class Operation {
   const int rank_;
   u64 deadline_ns_ = 0;
   sync::Turn turn_;
-  std::array<int, kMaxRanks> peers_{};
-  size_t num_peers_ = 0;
+  RailHost rails_;
+  std::array<int, kMaxRanks> others_{}, peers_{};
+  size_t num_others_ = 0, num_peers_ = 0;
+  std::array<const RailMessage*, kMaxRanks> messages_{};
+  u64 to_relay_ = 0;  // sources whose message has not come
   bool ended_ = false;
 };
 

@@ -81,6 +81,38 @@ inline i64 recv_plan_len(i64 num_meta_rows, i64 top_k, i64 num_ranks, Layout lay
          num_meta_rows * top_k * (layout == Layout::kRankMajor ? 1 : 2);
 }
 
+// In a window with nodes the receive plan goes on: number of forward plans, then these, each part from a multiple of 4. A forward plan
+// is the send plan of the rows that came from a rank of another node for which this one forwards (header: rank, num_tokens). It
+// has places in this node alone.
+struct ForwardPlans {
+  i32* base;  // of the receive plan
+  i64 begin;  // its length without them
+  i64 end;    // with them
+
+  static i64 ints_of(i64 num_rows, i64 top_k, i64 num_ranks) {
+    return padded_ints(send_plan_len(num_rows, top_k, num_ranks));
+  }
+  i64 first() const { return padded_ints(begin) + 4; }
+  i32& count() const { return base[padded_ints(begin)]; }
+  // visit(send plan) of each. False: the array does not hold what it says.
+  template <class Visit>
+  bool for_each(i64 top_k, i64 num_ranks, const Visit& visit) const {
+    if (first() > end) return false;
+    i64 at = first();
+    for (i32 idx = 0; idx < count(); ++idx) {
+      if (end - at < kPlanHeaderInts) return false;
+      const auto& header = *reinterpret_cast<const PlanHeader*>(base + at);
+      if (header.magic != kSendPlanMagic || header.num_tokens < 0 || header.rank < 0 || header.rank >= num_ranks)
+        return false;
+      const i64 length = ints_of(header.num_tokens, top_k, num_ranks);
+      if (end - at < length) return false;
+      visit(SendPlanView<i32>{base + at, header.num_tokens, top_k, num_ranks}, header.rank);
+      at += length;
+    }
+    return at == end;
+  }
+};
+
 // Rows of the tensor that dispatch gave, and that combine takes (masked: over all experts).
 inline i64 result_rows(const PlanHeader& recv) {
   if (static_cast<Layout>(recv.layout) == Layout::kMasked) return recv.num_local_experts * recv.capacity;
@@ -92,6 +124,7 @@ struct PlanIdentity {
   u64 window_hash;
   i32 epoch;
   i32 rank;
+  bool has_nodes;
 };
 void check_plans(const i32* send_plan, const i32* recv_plan, i64 recv_plan_len, i64 num_tokens, Layout layout,
                  i64 capacity, const PlanIdentity& identity);

@@ -61,6 +61,24 @@ std::string text_of(const std::vector<std::byte>& bytes, size_t from) {
 // Rows at offset 0 would make "no offset" ambiguous in messages, and a heap of no bytes cannot be mapped.
 constexpr u64 kSmallestHeap = 4096;
 
+RailLayout rail_layout(const WindowShape& shape) {
+  if (!shape.has_nodes()) return {};
+  RailShape rails;
+  rails.num_lanes = shape.num_ranks;  // only those of peers are touched, and memory that is not costs nothing here
+  rails.node_ranks = static_cast<i32>(shape.node_ranks);
+  rails.num_local_experts = shape.num_local_experts();
+  rails.top_k = shape.top_k;
+  rails.max_tokens = shape.max_tokens;
+  rails.max_row_bytes = shape.max_row_bytes;
+  const RailLayout layout = RailLayout::make(rails);
+  if (!layout.ok) {
+    throw_invalid_argument("window shape: nodes of " + std::to_string(shape.node_ranks) + " ranks with " +
+                           std::to_string(rails.num_local_experts) + " experts each; allowed: up to " +
+                           std::to_string(kNoRailExpert - 1) + " experts a node, sizes within 64 bits");
+  }
+  return layout;
+}
+
 }  // namespace
 
 Window::Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64 heap_bytes, u64 deadline_ns,
@@ -68,6 +86,8 @@ Window::Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64
     : comm_(std::move(comm)),
       shape_(shape),
       layout_(checked_layout(shape)),
+      rail_layout_(rail_layout(shape)),
+      control_bytes_(layout_.total_bytes + rail_layout_.total_bytes),
       heap_bytes_(std::max(heap_bytes, kSmallestHeap)),
       most_heap_bytes_(std::max(most_heap_bytes, heap_bytes_)),
       id_(comm_->next_window_id()),
@@ -94,6 +114,8 @@ Window::Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64
     : comm_(std::move(comm)),
       shape_(shape),
       layout_(checked_layout(shape)),
+      rail_layout_(rail_layout(shape)),
+      control_bytes_(layout_.total_bytes + rail_layout_.total_bytes),
       heap_bytes_(std::max(heap_bytes, kSmallestHeap)),
       most_heap_bytes_(std::max(most_heap_bytes, heap_bytes_)),
       id_(id),
@@ -102,7 +124,7 @@ Window::Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64
   stats_.waited_ns.resize(static_cast<size_t>(shape.num_ranks));
   Memory memory = allocate();
   if (memory.refusal)
-    throw no_memory(comm_->rank(), heap_bytes_, layout_.total_bytes, static_cast<u64>(memory.refusal->code),
+    throw no_memory(comm_->rank(), heap_bytes_, control_bytes_, static_cast<u64>(memory.refusal->code),
                     memory.refusal->text);
   control_ = std::move(memory.control);
   heap_ = std::move(memory.heap);
@@ -116,6 +138,7 @@ Window::Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64
 }
 
 Parcel Window::offer() const {
+  if (shape_.has_nodes()) throw_unsupported("a window with nodes takes no newcomers in");
   const std::lock_guard lock(peers_mutex_);
   const size_t num_fds = 2 + heap_->pieces.size();
   if (num_fds > kMaxMessageFds) {
@@ -150,7 +173,7 @@ Window::Peer Window::map(int rank, Parcel&& parcel) const {
       pieces.empty() ? offer.heap_bytes : SharedMemory::piece_bytes(bytes_of_pieces, offer.heap_bytes);
   Peer peer;
   peer.heap_bytes = offer.heap_bytes;
-  peer.control = SharedMemory::attach(std::move(parcel.fds[0]), layout_.total_bytes);
+  peer.control = SharedMemory::attach(std::move(parcel.fds[0]), control_bytes_);
   peer.heap = SharedMemory::attach(std::move(parcel.fds[1]), first_bytes, offer.most_heap_bytes);
   for (size_t idx = 0; idx < pieces.size(); ++idx) peer.heap.append(parcel.fds[2 + idx], pieces[idx]);
   peer.control.drop_fd();
@@ -196,6 +219,7 @@ bool Window::has_taken_in(int slot) const {
 void Window::change(const Step& step) {
   const std::lock_guard lock(peers_mutex_);
   for (const int rank : step.removed.ranks()) peers_[static_cast<size_t>(rank)] = Peer();
+  if (shape_.has_nodes()) retire();  // chunks of rings have numbers that a newcomer does not know
   if (is_retired_) return;
   for (const int rank : step.added.ranks()) {
     if (rank == comm_->rank()) continue;
@@ -236,7 +260,7 @@ Window::Memory Window::allocate() const {
   Memory memory;
   try {
     memory.heap = std::make_shared<ReceiveHeap>(heap_bytes_, most_heap_bytes_);
-    memory.control = SharedMemory::create(layout_.total_bytes);
+    memory.control = SharedMemory::create(control_bytes_);
     new (memory.control.data()) ControlWords();
   } catch (const Error& error) {
     memory.refusal = error;
@@ -253,7 +277,7 @@ void Window::attach(std::vector<Parcel>& parcels, u64 deadline_ns, const Poll& p
     std::memcpy(&offer, parcels[rank].bytes.data(), sizeof(offer));
     try {
       parcels[rank].check_fds(2, "rank " + std::to_string(rank));
-      peers_[rank].control = SharedMemory::attach(std::move(parcels[rank].fds[0]), layout_.total_bytes);
+      peers_[rank].control = SharedMemory::attach(std::move(parcels[rank].fds[0]), control_bytes_);
       peers_[rank].heap =
           SharedMemory::attach(std::move(parcels[rank].fds[1]), offer.heap_bytes, offer.most_heap_bytes);
       peers_[rank].control.drop_fd();
@@ -271,7 +295,7 @@ void Window::raise_refusals(u64 tag, const std::string& mine, u64 heap_bytes, u6
   for (int rank : comm_->active_ranks()) {
     const std::vector<std::byte>& verdict = verdicts[rank].bytes;
     if (verdict.empty()) continue;
-    throw no_memory(rank, heap_bytes, layout_.total_bytes, static_cast<u64>(verdict[0]), text_of(verdict, 1));
+    throw no_memory(rank, heap_bytes, control_bytes_, static_cast<u64>(verdict[0]), text_of(verdict, 1));
   }
 }
 
@@ -359,7 +383,7 @@ void Window::release_memory() {
     throw_invalid_state(std::to_string(heap_->heap.used()) + " bytes of the heap are in use by results of calls");
   }
   heap_->memory.release(0);
-  control_.release(layout_.staging);
+  if (!shape_.has_nodes()) control_.release(layout_.staging);  // behind it lie the words of rings
 }
 
 Window::~Window() { close(); }
@@ -402,8 +426,7 @@ void Window::check_offer(int rank, const Parcel& parcel) const {
   if (parcel.bytes.size() < sizeof(offer)) throw_internal(name + " sent a malformed window");
   std::memcpy(&offer, parcel.bytes.data(), sizeof(offer));
   if (offer.refusal_code != 0) {
-    throw no_memory(rank, offer.heap_bytes, layout_.total_bytes, offer.refusal_code,
-                    text_of(parcel.bytes, sizeof(offer)));
+    throw no_memory(rank, offer.heap_bytes, control_bytes_, offer.refusal_code, text_of(parcel.bytes, sizeof(offer)));
   }
   if (std::memcmp(&offer.shape, &shape_, sizeof(shape_)) != 0) {
     throw_invalid_argument("the window of " + name + " has another shape (" + std::to_string(offer.shape.num_experts) +
@@ -425,7 +448,7 @@ void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, 
     MemoryOffer offer;
     std::memcpy(&offer, parcels[rank].bytes.data(), sizeof(offer));
     parcels[rank].check_fds(2, "rank " + std::to_string(rank));
-    SharedMemory fresh = SharedMemory::attach(std::move(parcels[rank].fds[0]), layout_.total_bytes);
+    SharedMemory fresh = SharedMemory::attach(std::move(parcels[rank].fds[0]), control_bytes_);
     peers[rank].heap = SharedMemory::attach(std::move(parcels[rank].fds[1]), offer.heap_bytes, offer.most_heap_bytes);
     peers[rank].heap.drop_fd();
     peers[rank].control = std::move(peers_[rank].control);
@@ -448,6 +471,12 @@ void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, 
 
 u8* Window::control_of(int rank) const {
   return reinterpret_cast<u8*>(rank == comm_->rank() ? control_.data() : peers_[rank].control.data());
+}
+
+RailMap Window::rail_map() const {
+  RailMap map{shape_.num_ranks, static_cast<i32>(shape_.node_ranks), 0};
+  for (int rank : comm_->active_ranks()) map.active |= u64{1} << rank;
+  return map;
 }
 
 u8* Window::heap_of(int rank) const {
@@ -476,7 +505,7 @@ std::vector<Count> Window::counts() const {
           {"heap_bytes", heap_bytes()},
           {"heap_used", heap_used()},
           {"heap_peak", heap_peak()},
-          {"control_bytes", layout_.total_bytes}};
+          {"control_bytes", control_bytes_}};
 }
 
 std::optional<Block> Window::reserve(u64 num_bytes, u64 /*stream*/, OnCapture /*on_capture*/) {

@@ -16,6 +16,7 @@
 #include "memory/heap.h"
 #include "memory/shared_memory.h"
 #include "weft/layout/payload.h"
+#include "weft/layout/rail.h"
 #include "weft/layout/routing.h"
 #include "weft/layout/window.h"
 
@@ -106,6 +107,7 @@ class Window : public CallWindow {
 
  private:
   friend class Operation;
+  friend class RailHost;
   friend class DispatchCall;
   friend class CombineCall;
 
@@ -118,6 +120,7 @@ class Window : public CallWindow {
   ControlWords* words() const { return reinterpret_cast<ControlWords*>(control_.data()); }
   u8* control_of(int rank) const;
   u8* heap_of(int rank) const;
+  RailMap rail_map() const;  // of the members now
   std::optional<u64> heap_offset(const void* pointer) const;
   // A block of the heap, or of ordinary memory if there is no room. Throws std::bad_alloc.
   Block reserve_or_allocate(u64 num_bytes);
@@ -141,6 +144,8 @@ class Window : public CallWindow {
   std::shared_ptr<Communicator> comm_;
   const WindowShape shape_;
   const WindowLayout layout_;
+  const RailLayout rail_layout_;  // behind it
+  const u64 control_bytes_;       // of both
   u64 heap_bytes_;
   const u64 most_heap_bytes_;
   const u64 id_;

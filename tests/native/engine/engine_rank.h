@@ -27,6 +27,7 @@ class EngineRank {
     window.max_tokens = shape.max_tokens;
     window.max_row_bytes = shape.max_row_bytes;
     window.staging_bytes = staging_bytes;
+    window.node_ranks = shape.node_ranks;
     window_ = std::make_unique<cpu::Window>(comm_, window, heap_bytes, now_ns() + kConnectNs, Poll{});
   }
 
@@ -154,6 +155,7 @@ class EngineRank {
     args.alignment = call.alignment;
     args.max_tokens = shape_.max_tokens;
     args.timeout_ns = timeout_ns_;
+    args.sum_domain = shape_.node_ranks;
     window_->combine(args, {});
   }
 
@@ -276,6 +278,7 @@ class EngineRank {
     args.alignment = call.alignment;
     args.max_tokens = shape_.max_tokens;
     args.timeout_ns = timeout_ns_;
+    args.sum_domain = shape_.node_ranks;
     window_->combine(args, {});
     check_combine(call, model, t.num_tokens, out, side_out);
   }

@@ -20,6 +20,7 @@ struct JobShape {
   i64 max_tokens = 60;
   i64 max_row_bytes = 2048;
   u64 seed = 1;
+  int node_ranks = 0;  // ranks of a node; 0: all are one
 
   i64 num_experts() const { return num_ranks * num_local; }
 };
@@ -100,6 +101,7 @@ struct Call {
     call.ids_are_int64 = draw(14, 2) != 0;
     call.routing = draw(15, 6);
     call.order = static_cast<SumOrder>(draw(16, call.layout == Layout::kRankMajor ? 2 : 3));
+    if (shape.node_ranks > 0 && call.order == SumOrder::kPick) call.order = SumOrder::kLastPick;
     call.weighted_by_owner = call.order == SumOrder::kPick && draw(17, 2) != 0;
     return call;
   }
@@ -184,7 +186,7 @@ class Model {
       if (call_.order == SumOrder::kPick) {
         for (const Pick& pick : kept) sum = add_pick(sum, owner, pick, column);
       } else {
-        for (int rank : contributors(kept)) sum = add_part(sum, owner, rank, kept, column);
+        sum = add_parts(sum, owner, kept, column);
       }
       if (call_.order == SumOrder::kRank) sum = sum + bias;
       result.push_back(round_to(call_.dtype, sum));
@@ -209,6 +211,20 @@ class Model {
         ranks.push_back(kept[at].source);
     }
     return ranks;
+  }
+
+  // Of all ranks; with nodes those of a node first, rounded.
+  float add_parts(float sum, int owner, const std::vector<Pick>& kept, i64 column) const {
+    const std::vector<int> ranks = contributors(kept);
+    const int size = shape_.node_ranks == 0 ? shape_.num_ranks : shape_.node_ranks;
+    for (int first = 0; first < shape_.num_ranks; first += size) {
+      float part = shape_.node_ranks == 0 ? sum : 0.0f;
+      for (int rank : ranks) {
+        if (rank >= first && rank < first + size) part = add_part(part, owner, rank, kept, column);
+      }
+      sum = shape_.node_ranks == 0 ? part : sum + round_to(call_.dtype, part);
+    }
+    return sum;
   }
 
   float add_pick(float sum, int owner, const Pick& pick, i64 column) const {

@@ -53,8 +53,9 @@ void run_threads(const JobShape& shape, HeapOf heap_of) {
   for (std::thread& thread : threads) thread.join();
 }
 
-JobShape shape_of(int num_ranks, i64 num_local, i64 top_k, u64 seed) {
+JobShape shape_of(int num_ranks, i64 num_local, i64 top_k, u64 seed, int node_ranks = 0) {
   JobShape shape;
+  shape.node_ranks = node_ranks;
   shape.num_ranks = num_ranks;
   shape.num_local = num_local;
   shape.top_k = top_k;
@@ -76,10 +77,26 @@ TEST(large_rows_through_small_rings) {
   shape.max_tokens = 30;
   run_processes(shape, no_room_on_rank_1);
 }
+TEST(nodes_of_four_and_two) { run_processes(shape_of(6, 2, 4, 11, 4), room_everywhere); }
+TEST(nodes_of_two_where_little_fits) { run_processes(shape_of(6, 2, 5, 12, 2), little_room); }
+TEST(nodes_without_heap) { run_processes(shape_of(5, 3, 4, 13, 3), room_nowhere); }
+TEST(nodes_with_large_rows) {
+  JobShape shape = shape_of(4, 2, 2, 14, 2);
+  shape.max_row_bytes = 32768;
+  run_processes(shape, no_room_on_rank_1);
+}
 #endif
+TEST(nodes_of_threads) { run_threads(shape_of(5, 2, 4, 15, 2), room_everywhere); }
+TEST(nodes_of_threads_one_without_heap) { run_threads(shape_of(4, 3, 4, 16, 3), no_room_on_rank_1); }
 TEST(four_threads) { run_threads(shape_of(4, 3, 4, 9), room_everywhere); }
 TEST(three_threads_one_without_heap) { run_threads(shape_of(3, 3, 4, 10), no_room_on_rank_1); }
 
 }  // namespace
+
+#if defined(WEFT_FAIL_POINTS)
+namespace weft {
+void fail_point(const char*) {}
+}  // namespace weft
+#endif
 
 int main(int argc, char** argv) { return run_tests(argc, argv); }

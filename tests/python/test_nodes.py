@@ -1,0 +1,156 @@
+"""Guards against rows and sums between nodes that are not the reference's: nodes of one size and of several, each
+layout and form of rows, chunks that fill rings again and again, and results without room in the heap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import property_cases
+import pytest
+import torch
+from property_cases import Case
+from test_property import CALL, CASE, checked, checked_gradients
+from test_sum_orders import HIDDEN, NUM_EXPERTS, NUM_TOKENS, TOP_K, Job
+
+import weft
+from pool import Pool
+from weft import reference
+
+LAYOUTS = ("rank_major", "expert_major", "masked")
+SHAPES = [(4, 2), (6, 4), (8, 4), (12, 4), (8, 3), (4, 1)]  # ranks, and ranks of a node
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(max_ranks=12) as ranks:
+        yield ranks
+
+
+def nodes(num_ranks: int, node_ranks: int, tokens: tuple[int, ...] = (17, 0, 40, 9), **changed: Any) -> Case:
+    """`tokens` go round the ranks."""
+    changed.setdefault("capacity", "met" if changed.get("layout") == "masked" else None)
+    call = replace(
+        CALL,
+        tokens=tuple(tokens[rank % len(tokens)] for rank in range(num_ranks)),
+        biases=tuple(CALL.biases[rank % 4] for rank in range(num_ranks)),
+        ids_are_int64=tuple(rank % 3 != 1 for rank in range(num_ranks)),
+        **changed,
+    )
+    return replace(CASE, num_ranks=num_ranks, num_local=2, node_ranks=node_ranks, calls=(call,))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("num_ranks", "node_ranks"), SHAPES)
+def test_shapes(pool: Pool, num_ranks: int, node_ranks: int, layout: str) -> None:
+    """With weights, bias and side; a repetition with other rows; pulled and pushed; gradients."""
+    case = nodes(num_ranks, node_ranks, layout=layout)
+    checked(pool, case)
+    checked_gradients(pool, case)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rows", [rows for rows in property_cases.ROWS if rows != "plain"])
+def test_forms_of_rows(pool: Pool, layout: str, rows: str) -> None:
+    checked(pool, nodes(6, 4, layout=layout, rows=rows))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sums_in_fp8(pool: Pool, layout: str) -> None:
+    """Whole and broken groups of 128; nodes of one rank, whose contribution is the sum."""
+    for num_ranks, node_ranks in ((6, 4), (4, 1)):
+        for hidden, output_dtype in ((656, "bfloat16"), (144, "float32")):
+            case = nodes(num_ranks, node_ranks, layout=layout, wire="fp8", ids="distinct", output_dtype=output_dtype)
+            checked(pool, replace(case, hidden=hidden))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("capacity", ["met", "exceeded", "ample", "zero"])
+def test_capacity(pool: Pool, layout: str, capacity: str) -> None:
+    checked(pool, nodes(6, 4, layout=layout, capacity=capacity, alignment=4, side=None))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ids", property_cases.IDS)
+def test_ids(pool: Pool, layout: str, ids: str) -> None:
+    checked(pool, nodes(4, 2, layout=layout, ids=ids))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("heap", ["none", "full_on_one", "small"])
+def test_heap_without_room(pool: Pool, layout: str, heap: str) -> None:
+    checked(pool, replace(nodes(6, 4, (300, 2, 0, 100), layout=layout), heap=heap))
+
+
+def sizes(comm: weft.Communicator) -> None:
+    """Calls of many sizes on one object: chunks that are full, broken, and none."""
+    job_tokens = (0, 1, 16, 17, 65, 200)
+    with weft.ExpertParallel(comm, num_experts=12, top_k=3, hidden=16, max_tokens_per_rank=200, node_ranks=4) as ep:
+        for number, most in enumerate(job_tokens * 2):
+            generator = torch.Generator(device="cpu").manual_seed(number)
+            xs, ids = [], []
+            for rank in range(comm.num_ranks):
+                count = most if (rank + number) % 3 else most // 2
+                xs.append(torch.randn((count, 16), generator=generator, device="cpu", dtype=torch.float32).bfloat16())
+                draw: Any = {"generator": generator, "dtype": torch.int64, "device": "cpu"}
+                ids.append(torch.randint(-1, 12, (count, 3), **draw))
+            wanted = reference.dispatch(xs, ids, num_experts=12)
+            r = ep.dispatch(xs[comm.rank], ids[comm.rank])
+            assert torch.equal(r.x, wanted[comm.rank].x)
+            outputs = [each.x for each in wanted]
+            sums = reference.combine(outputs, wanted, sum_domain=4)
+            assert torch.equal(ep.combine(r.x, r.handle), sums[comm.rank]), most
+        assert ep.stats()["windows"]
+
+
+def test_calls_of_many_sizes() -> None:
+    weft.spawn(sizes, 6, device="cpu")
+
+
+def orders(comm: weft.Communicator) -> None:
+    job, rank = Job(comm.num_ranks, torch.bfloat16), comm.rank
+    shape: dict[str, Any] = {
+        "num_experts": NUM_EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "max_tokens_per_rank": NUM_TOKENS,
+    }  # fmt: skip
+    with weft.ExpertParallel(comm, **shape, node_ranks=2) as ep:
+        for layout in LAYOUTS:
+            results = job.dispatched(layout)
+            outputs = [job.outputs(results, each) for each in range(comm.num_ranks)]
+            options: dict[str, Any] = {"capacity": NUM_TOKENS * TOP_K} if layout == "masked" else {}
+            r = ep.dispatch(job.xs[rank], job.ids[rank], job.weights[rank], layout=layout, **options)
+            wanted = reference.combine(outputs, results, order="last_pick", sum_domain=2)[rank]
+            assert torch.equal(ep.combine(outputs[rank], r.handle, order="last_pick"), wanted), layout
+        with pytest.raises(weft.Unsupported, match="pick"):
+            ep.combine(outputs[rank], r.handle, order="pick")
+        x = torch.zeros((1, HIDDEN), dtype=torch.bfloat16, device="cpu")
+        ids = torch.zeros((1, TOP_K), dtype=torch.int64, device="cpu")
+        with pytest.raises(weft.InvalidArgument, match="different things"):  # seen by all, across nodes
+            ep.dispatch(x, ids, layout="expert_major", alignment=2 if rank == 3 else 1)
+        r = ep.dispatch(x, torch.full((1, TOP_K), NUM_EXPERTS - 1, dtype=torch.int64, device="cpu"))
+        assert r.num_rows.item() == (comm.num_ranks if rank == comm.num_ranks - 1 else 0)
+    with pytest.raises(weft.InvalidArgument, match="allowed with node_ranks=2: None, or the same"):
+        weft.ExpertParallel(comm, **shape, node_ranks=2, sum_domain=3)
+    with pytest.raises(weft.InvalidArgument, match="node_ranks"):  # on every rank
+        weft.ExpertParallel(comm, **shape, node_ranks=2 if rank else None)
+
+
+def test_orders_and_what_is_refused() -> None:
+    weft.spawn(orders, 4, device="cpu")
+    assert weft.supports(num_ranks=6, num_experts=12, node_ranks=4)
+    assert not weft.supports(num_ranks=6, num_experts=12, node_ranks=4, sum_domain=3)
+    assert not weft.supports(num_ranks=6, num_experts=12, node_ranks=7)
+
+
+def rows_sent(comm: weft.Communicator) -> int:
+    """Each token goes to all ranks."""
+    with weft.ExpertParallel(comm, num_experts=6, top_k=6, hidden=16, max_tokens_per_rank=10, node_ranks=4) as ep:
+        x = torch.ones((10, 16), dtype=torch.bfloat16, device="cpu")
+        r = ep.dispatch(x, torch.arange(6, dtype=torch.int64, device="cpu").expand(10, 6).contiguous())
+        assert torch.equal(ep.combine(r.x, r.handle), 6 * x)
+        sent: int = ep.stats()["windows"][0]["rows_sent"]
+        return sent
+
+
+def test_a_row_crosses_to_a_node_once() -> None:
+    assert weft.spawn(rows_sent, 6, device="cpu") == [40, 40, 40, 40, 20, 20]
