@@ -80,14 +80,16 @@ struct Elastic {
   std::string contract;
   bool needs_refresh = false;  // a newcomer's windows have to be shared anew
   bool is_ready = false;
+  u64 num_unready = 0;  // how often members have taken back that they are prepared for this rank
 
   std::mutex prepare_mutex;  // before driver_mutex_; of
   bool is_holding = false;   // nobody is prepared for: a window changes
 
   std::mutex wish_mutex;  // before driver_mutex_: from one look at the wish to what is done about it
   struct Wish {
-    ChangeWish change;  // that the machine is to decide; one of several, if not `together`
-    RankSet coming, going;
+    ChangeWish change;      // that the machine is to decide; one of several, if not `together`
+    RankSet coming, going;  // not `together`: those that are left of them
+    RankSet taken;          // and who has come in
     bool together = true;
     u64 deadline_ns = 0;
     WantedChange told;

@@ -122,6 +122,7 @@ void Communicator::serve(int slot, u64 tag, Parcel&& parcel) {
         const std::vector<u64> why = numbers_of(parcel.bytes);
         const bool is_for_new_window = !why.empty() && why.front() == 1;
         const std::lock_guard lock(e.mutex);
+        ++e.num_unready;
         if (!is_for_new_window) e.needs_refresh = true;
         if (is_for_new_window && std::exchange(e.is_ready, false)) {
           log_line(kLogWarning,
@@ -213,10 +214,15 @@ void Communicator::ready(u64 deadline_ns, const Poll& poll) {
   for (;;) {  // check: allow spin-loop: each turn asks every rank, and ends at the deadline
     std::unique_lock refresh_lock(e.mutex);
     const bool needs_refresh = std::exchange(e.needs_refresh, false);
+    const u64 num_unready = e.num_unready;
     refresh_lock.unlock();
     try {
       if (needs_refresh) refresh_windows(deadline_ns, poll);
-      if (ask_whether_all_is_made({deadline_ns, poll})) break;
+      if (ask_whether_all_is_made({deadline_ns, poll})) {
+        const std::lock_guard lock(e.mutex);
+        e.is_ready = e.num_unready == num_unready;  // nobody has taken its word back meanwhile
+        if (e.is_ready) return;
+      }
     } catch (...) {
       const std::lock_guard lock(e.mutex);
       e.needs_refresh |= needs_refresh;
@@ -228,8 +234,6 @@ void Communicator::ready(u64 deadline_ns, const Poll& poll) {
     e.needs_refresh = true;
     e.changed.wait_for(lock, std::chrono::nanoseconds(kOfferAgainNs));
   }
-  const std::lock_guard lock(e.mutex);
-  e.is_ready = true;
 }
 
 // False: a member has not mapped this rank's part of a window that both have, or not the memory that it has now.

@@ -38,7 +38,7 @@ void Communicator::propose(const Wanted& wanted, u64 deadline_ns) {
   };
   check("admit", admit, false);
   check("remove", remove, true);
-  if (admit.empty() && remove.empty()) throw_invalid_argument("a change needs ranks to admit or to remove");
+  if (admit.empty() && remove.empty() && together) throw_invalid_argument("a change needs ranks to admit or to remove");
   if (remove.size() >= active_.size()) {
     throw_invalid_argument("remove: none of the active ranks would be left, of whom new ones learn where to begin");
   }
@@ -87,7 +87,7 @@ void Communicator::want_what_is_ready() {
     if (!is_of_use || !is_new || membership_.has_proposed() || now_ns() < e.wish.again_ns) return;
     if (ready != change.add) change.margin = ChangeWish{}.margin;
     change.add = ready;
-    change.remove = change.remove & now;
+    change.remove = e.wish.going & now;
     change.suspend = change.suspend & now;
     e.wish.again = false;
     e.wish.again_ns = now_ns() + std::min<u64>(change.margin * 1'000'000, 1'000'000'000);
@@ -103,8 +103,13 @@ void Communicator::take_back_wish() {
   const std::lock_guard membership_lock(membership_mutex_);
   const std::lock_guard lock(e.mutex);
   if (!e.wish.is_open || membership_.has_proposed()) return;  // it was committed; or tried again
+  const RankSet& now = membership_.newest_set();
+  const RankSet taken = e.wish.together ? RankSet() : e.wish.taken | (e.wish.coming & now);
+  const bool is_done = (e.wish.coming - now).empty() && (e.wish.going & now).empty();
   e.wish.is_open = e.wish.again = false;
-  e.wish.told = {WantedChange::State::kWithdrawn, 0, "it was taken back"};
+  e.wish.told = {WantedChange::State::kWithdrawn, 0,
+                 (taken.empty() ? "" : ranks_text(taken.ranks()) + " came in; ") + "it was taken back"};
+  if (is_done) e.wish.told = {WantedChange::State::kCommitted, membership_.newest(), {}};
   e.changed.notify_all();
 }
 
@@ -142,6 +147,12 @@ void Communicator::renew_wish() {
     is_lost = !membership_.is_member() || membership_.is_evicted();
     lacking = coming - now - membership_.cell().prepared;
   }
+  if (!together) {  // who came in once is wanted no more, whatever becomes of it
+    const std::lock_guard lock(e.mutex);
+    e.wish.taken = e.wish.taken | (coming & now);
+    e.wish.coming = coming = coming - now;
+    e.wish.going = going = going & now;
+  }
   const bool is_done = (coming - now).empty() && (going & now).empty();
   const auto end = [&](WantedChange::State state, u32 epoch, const std::string& reason) {
     ask(event_of(Event::Kind::kPropose), Wait{0, {}});  // nothing is wanted any more
@@ -161,7 +172,7 @@ void Communicator::renew_wish() {
       const std::lock_guard lock(membership_mutex_);
       if (membership_.has_proposed()) return e.wake();  // not answered yet
     }
-    const RankSet taken = together ? RankSet() : coming & now;
+    const RankSet taken = e.wish.taken;
     return end(WantedChange::State::kWithdrawn, 0,
                (taken.empty() ? "" : ranks_text(taken.ranks()) + " came in; ") +
                    (lacking.empty() ? "the ranks did not come to a boundary in time"
@@ -169,7 +180,7 @@ void Communicator::renew_wish() {
   }
   {
     const std::lock_guard lock(e.mutex);
-    if (!e.wish.is_open) return;
+    if (!e.wish.is_open) return;  // decided just now
     e.wish.told.state = has_proposed ? WantedChange::State::kProposed : WantedChange::State::kPreparing;
   }
   together ? want_again() : want_what_is_ready();

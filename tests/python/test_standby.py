@@ -315,6 +315,40 @@ def test_what_a_deadline_leaves(together: bool) -> None:
     assert reason == ("" if together else "rank 1 came in; ") + "rank 2 was not ready by the deadline"
 
 
+def _suspended_again(comm: Any) -> tuple[Any, ...]:
+    ep = make_ep(comm)
+    if not comm.is_member:
+        assert comm.boundary() is not None
+        checked_step(ep, number_of(comm))
+        while comm.is_member:
+            if comm.boundary(LONG_S) is None:
+                checked_step(ep, number_of(comm))
+        comm.boundary()
+        raise AssertionError("taken in again")
+    ticket: Any = None
+    until(lambda: comm.membership.standby == (2,))
+    comm.meet(LONG_S)
+    if comm.rank == 0:
+        ticket = comm.propose(admit=[2, 3], together=False, id="grow")
+    run_until(comm, ep, [0, 1, 2])
+    if comm.rank == 1:
+        comm.propose(admit=[2, 3], together=False, id="grow").withdraw()
+        comm.propose(suspend=[2])
+    run_until(comm, ep, [0, 1])
+    until(lambda: comm.membership.standby == (2,))
+    for _ in range(200):  # a boundary lies ahead of each proposal
+        assert comm.boundary(LONG_S) is None
+        time.sleep(0.002)
+    comm.meet(LONG_S)
+    return (comm.active_ranks, *(() if ticket is None else (ticket.withdraw(), ticket.reason)))
+
+
+def test_who_came_in_once_is_wanted_no_more() -> None:
+    """A rank that is suspended stays so, while the same change waits for another one."""
+    seen = weft.spawn(_suspended_again, 2, device="cpu", standby=1, max_ranks=4)
+    assert seen == [((0, 1), "withdrawn", "rank 2 came in; it was taken back"), ((0, 1),), None]
+
+
 def _taken_back(comm: Any) -> list[str]:
     ep = make_ep(comm)
     states = []

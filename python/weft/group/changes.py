@@ -217,6 +217,8 @@ class Changes(Joining):
         if not isinstance(together, bool):
             raise InvalidArgument(f"together is {together!r}; allowed are True and False")
         number = _number_of(id)
+        if id is not None and not together:  # of another rank's wish some may be in
+            coming = [rank for rank in coming if rank not in self._active]
         with self.alone("propose"):
             if self._ticket is not None:
                 self._ticket._look()  # what became of it: from now on the native module tells of the next one
