@@ -148,7 +148,8 @@ class ProcessControlPlane final : public ControlPlane, public OpenGroup {
                                const std::vector<int>& fds, uint64_t deadline_ns, const Poll& poll) override;
 
   void publish_abort(const AbortReason& reason) noexcept override {
-    for (const auto& peer : *all_peers()) {
+    const auto list = all_peers();  // another thread may replace it meanwhile
+    for (const auto& peer : *list) {
       if (peer) tell(peer->rank, reason);
     }
   }
@@ -171,7 +172,8 @@ class ProcessControlPlane final : public ControlPlane, public OpenGroup {
   void publish_note(const Note& note) noexcept override {
     board_->note(rank_, note);
     bool waiting = false;
-    for (const auto& peer : *all_peers()) {
+    const auto list = all_peers();  // another thread may replace it meanwhile
+    for (const auto& peer : *list) {
       if (!peer) continue;
       peer->link.send_note(note);
       waiting |= peer->link.waits_for_room();
@@ -399,7 +401,8 @@ void ProcessControlPlane::read_from(Peer& peer, PacketReader& reader, int most_p
 // To all, those that are left out and those that are no members any more included: who is in a meeting that it ends, leaves it.
 void ProcessControlPlane::publish_decision(const Decision& decision) {
   const auto bytes = std::make_shared<const std::vector<std::byte>>(pack_decision(decision));
-  for (const auto& peer : *all_peers()) {
+  const auto list = all_peers();  // another thread may replace it meanwhile
+  for (const auto& peer : *list) {
     if (!peer) continue;
     peer->link.send_decision(bytes);
     if (peer->link.waits_for_room()) wake_monitor();
@@ -430,7 +433,8 @@ void ProcessControlPlane::close_once(std::string_view why) noexcept {
   board_->close();
   wake_monitor();
   if (monitor_.joinable()) monitor_.join();
-  for (const auto& peer : *all_peers()) {
+  const auto list = all_peers();  // another thread may replace it meanwhile
+  for (const auto& peer : *list) {
     if (!peer) continue;
     peer->link.say_goodbye(line);
     peer->link.close();
@@ -451,7 +455,8 @@ void ProcessControlPlane::start_watch(const Peer& peer) {
 std::vector<int> ProcessControlPlane::peers() const {
   const std::vector<int> dead = board_->dead_ranks();
   std::vector<int> slots;
-  for (const auto& peer : *all_peers()) {
+  const auto list = all_peers();  // another thread may replace it meanwhile
+  for (const auto& peer : *list) {
     if (peer && std::find(dead.begin(), dead.end(), peer->rank) == dead.end()) slots.push_back(peer->rank);
   }
   return slots;
