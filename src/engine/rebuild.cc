@@ -167,6 +167,7 @@ void Communicator::run_recovery(const RecoverWish& wish, u64 deadline_ns, const 
   if (!action) throw_internal("the membership wants nothing though a call is under way");
   WEFT_FAIL_POINT("recover.renewed");
   enter_epoch(action->ranks.ranks(), action->epoch);
+  if (elastic_) plane_->forget_tags(kRebuildTag, kPrefixMask, tag_of(action->epoch));  // of attempts that were left
   WEFT_FAIL_POINT("recover.entered");
   if (elastic_) unprepare_all(false);  // what newcomers have mapped is not in use any more
 }
