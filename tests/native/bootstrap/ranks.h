@@ -237,6 +237,11 @@ class ForkedRanks {
       CHECK_EQ(WEXITSTATUS(status), 0);
     }
   }
+  void await_stop(int rank) const {  // by SIGSTOP
+    int status = 0;
+    waitpid(pids_[static_cast<size_t>(rank)], &status, WUNTRACED);
+    CHECK(WIFSTOPPED(status));
+  }
   void join_all(const std::vector<int>& without = {}) {
     for (const int rank : all_but(num_ranks(), without)) join(rank);
   }

@@ -19,7 +19,9 @@ class EngineRank {
  public:
   EngineRank(std::unique_ptr<ControlPlane> plane, const JobShape& shape, u64 heap_bytes, u64 staging_bytes = 0,
              u32 first_epoch = 1)
-      : shape_(shape), comm_(Communicator::create(std::move(plane), first_epoch)) {
+      : EngineRank(Communicator::create(std::move(plane), first_epoch), shape, heap_bytes, staging_bytes) {}
+  EngineRank(std::shared_ptr<Communicator> comm, const JobShape& shape, u64 heap_bytes, u64 staging_bytes = 0)
+      : shape_(shape), comm_(std::move(comm)) {
     WindowShape window;
     window.num_ranks = shape.num_ranks;
     window.num_experts = static_cast<i32>(shape.num_experts());
@@ -28,7 +30,10 @@ class EngineRank {
     window.max_row_bytes = shape.max_row_bytes;
     window.staging_bytes = staging_bytes;
     window.node_ranks = shape.node_ranks;
-    window_ = std::make_unique<cpu::Window>(comm_, window, heap_bytes, now_ns() + kConnectNs, Poll{});
+    const u64 until_ns = now_ns() + kConnectNs;
+    window_ = comm_->is_solo()  // a newcomer: the members' first window
+                  ? std::make_unique<cpu::Window>(comm_, window, heap_bytes, u64{1}, until_ns, Poll{}, 0)
+                  : std::make_unique<cpu::Window>(comm_, window, heap_bytes, until_ns, Poll{});
   }
 
   Communicator& comm() { return *comm_; }
