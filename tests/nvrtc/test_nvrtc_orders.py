@@ -111,7 +111,7 @@ MISTAKES = {
         orders.ACQUIRE,
     ),
     "dispatch by expert: a planned chunk is told without a release": (
-        "ptx/thread.cuh",
+        "ptx/memory.h",
         '"red.release.sys.global.add.u64 ',
         '"red.relaxed.sys.global.add.u64 ',
         FIRST_BY_EXPERT,
