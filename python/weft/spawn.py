@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from weft import _callable
-from weft.errors import Aborted, Error, InvalidArgument, InvalidState, PeerLost, PeerTimeout, Unsupported
+from weft.errors import Aborted, Error, InvalidArgument, InvalidState, InvalidState, PeerLost, PeerTimeout, Unsupported
 from weft.machine.placement import local
 
 if TYPE_CHECKING:
@@ -563,6 +563,7 @@ def _supervise(children: list[_Child], num_ranks: int, stop_on_failure: bool) ->
             _share_endpoints([child for child in children if child.rank < num_ranks])
             _share_address(children, num_ranks)
             _let_go(children)
+            _forgive(children, num_ranks)
             if stop_on_failure and give_up == float("inf") and _has_failed(children):
                 give_up = time.monotonic() + GRACE_S
 
@@ -643,6 +644,14 @@ def _let_go(children: list[_Child]) -> None:
                 child.was_let_go = True
                 with contextlib.suppress(OSError):  # it is gone already
                     child.channel.shutdown(socket.SHUT_WR)
+
+
+def _forgive(children: list[_Child], num_ranks: int) -> None:
+    """A spare that still makes its objects when the others close has failed at nothing."""
+    if any(child.was_let_go for child in children[:num_ranks]):
+        for child in children[num_ranks:]:
+            if child.waits and child.outcome is not None and isinstance(child.outcome.error, PeerLost | InvalidState):
+                child.outcome.error = None
 
 
 def _has_failed(children: list[_Child]) -> bool:
