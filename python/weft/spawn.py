@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from weft import _callable
-from weft.errors import Aborted, Error, InvalidArgument, InvalidState, InvalidState, PeerLost, PeerTimeout, Unsupported
+from weft.errors import Aborted, Error, InvalidArgument, InvalidState, PeerLost, PeerTimeout, Unsupported
 from weft.machine.placement import local
 
 if TYPE_CHECKING:

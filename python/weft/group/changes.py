@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 import time
 from collections.abc import Callable, Iterable
@@ -13,6 +12,7 @@ from weft import _load
 from weft.engine import Choice, look
 from weft.errors import InvalidArgument, InvalidState, PeerTimeout, Unsupported, rank_list
 from weft.group.joining import CONNECT_TIMEOUT_S, Joining, device_of, positive_seconds
+from weft.group.windows import asked_contract
 from weft.limits import MAX_SECONDS
 from weft.machine.placement import local
 from weft.machine.placement.model import Placement
@@ -131,7 +131,7 @@ class Changes(Joining):
             address, -1 if slot is None else slot, native.Listener(), max(deadline - time.monotonic(), 0.001)
         )
         try:
-            contract = json.loads(connected.ask_contract(max(deadline - time.monotonic(), 1.0)))
+            contract = asked_contract(connected, max(deadline - time.monotonic(), 1.0))
             choice = Choice(**contract["choice"])
             if choice.engine != "cpu" or look(where, "cpu").engine != "cpu":
                 raise Unsupported(f"joining a group on the {choice.engine} engine", "newcomers", "the cpu engine")

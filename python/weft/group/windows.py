@@ -30,6 +30,17 @@ _ASK_S = 1.0  # for one member to answer
 _COMPARE_TAG = 1 << 22  # exchange tags of constructors: this plus their number; all below 1 << 24
 
 
+def asked_contract(native: Any, deadline_s: float, of: Sequence[int] = ()) -> dict[str, Any]:
+    """What a member says of the group. One that has only just connected has nothing to say yet, and is asked again."""
+    end = time.monotonic() + deadline_s
+    while not (text := native.ask_contract(max(end - time.monotonic(), 0.001), of)):
+        if time.monotonic() > end:
+            raise InvalidState("no member has said what its group is")
+        time.sleep(_LOOK_S)
+    contract: dict[str, Any] = json.loads(text)
+    return contract
+
+
 class _Mapped(Protocol):
     """The calls of an ExpertParallel that goes by a map of experts."""
 
@@ -154,7 +165,7 @@ class Windows(Turns):
             if self._native.broken():
                 return
             with contextlib.suppress(Error):
-                contract = json.loads(self._native.ask_contract(_ASK_S, [rank]))
+                contract = asked_contract(self._native, _ASK_S, [rank])
                 if contract["has_maps"]:
                     self._install_maps(contract)
                     break
@@ -203,7 +214,7 @@ class Windows(Turns):
         made = [(each["serials"], each["numbers"]) for each in self._objects]
         end = time.monotonic() + deadline_s
         while True:
-            objects = json.loads(self._native.ask_contract(deadline_s))["objects"]
+            objects = asked_contract(self._native, deadline_s)["objects"]
             left = [each for each in objects if each["what"] == what and (each["serials"], each["numbers"]) not in made]
             if left or not self._stands_by or time.monotonic() > end:
                 break
