@@ -6,12 +6,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from joining_cases import LONG_S, Outer, checked_step, make_ep, number_of, open_group, run_until
 
 import weft
+from weft.group.windows import asked_contract
 
 
 def until(is_so: Any) -> None:
@@ -107,6 +109,34 @@ def test_spares_that_nobody_needs() -> None:
         return int(comm.rank)
 
     assert weft.spawn(rank, 2, device="cpu", standby=2) == [0, 1, None, None]
+
+
+@pytest.mark.parametrize("error", [weft.InvalidState, ValueError])
+def test_a_spare_that_fails_when_the_others_have_closed(error: type[Exception]) -> None:
+    """Objects that are closed under its hands are no failure of its own; anything else is."""
+
+    def rank(comm: Any) -> int:
+        if comm.is_member:
+            return 0
+        with pytest.raises(weft.PeerLost):
+            comm.boundary()
+        raise error("of the spare")
+
+    if error is ValueError:
+        with pytest.raises(ValueError, match="of the spare"):
+            weft.spawn(rank, 1, device="cpu", standby=1)
+    else:
+        assert weft.spawn(rank, 1, device="cpu", standby=1) == [0, None]
+
+
+def test_a_member_that_has_nothing_to_say_is_asked_again() -> None:
+    """It has connected, and is about to say what the group is."""
+    answers = ["", "", '{"objects": []}']
+    native = SimpleNamespace(ask_contract=lambda deadline_s, of: answers.pop(0))
+    assert asked_contract(native, 10.0) == {"objects": []}
+    native.ask_contract = lambda deadline_s, of: ""
+    with pytest.raises(weft.InvalidState, match="what its group is"):
+        asked_contract(native, 0.0)
 
 
 def test_quick_founders() -> None:
