@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from joining_cases import LONG_S, Outer, checked_step, make_ep, number_of, open_group, run_until
@@ -22,6 +22,17 @@ def until(is_so: Any) -> None:
     while not is_so():
         assert time.monotonic() < end
         time.sleep(0.002)
+
+
+def _work_until_suspended(comm: Any, ep: Any) -> NoReturn:
+    """A spare, which the group's end finds waiting again."""
+    assert comm.boundary() is not None
+    checked_step(ep, number_of(comm))
+    while comm.is_member:
+        if comm.boundary(LONG_S) is None:
+            checked_step(ep, number_of(comm))
+    comm.boundary()
+    raise AssertionError("taken in again")
 
 
 # ---- spares
@@ -155,13 +166,7 @@ def test_a_spare_that_is_suspended_ends_with_the_group() -> None:
             comm.propose(suspend=[1])
             run_until(comm, ep, [0])
             return 0
-        assert comm.boundary() is not None
-        checked_step(ep, number_of(comm))
-        while comm.is_member:
-            if comm.boundary(LONG_S) is None:
-                checked_step(ep, number_of(comm))
-        comm.boundary()
-        raise AssertionError("taken in again")
+        _work_until_suspended(comm, ep)
 
     assert weft.spawn(rank, 1, device="cpu", standby=1) == [0, None]
 
@@ -350,13 +355,7 @@ def test_what_a_deadline_leaves(together: bool) -> None:
 def _suspended_again(comm: Any) -> tuple[Any, ...]:
     ep = make_ep(comm)
     if not comm.is_member:
-        assert comm.boundary() is not None
-        checked_step(ep, number_of(comm))
-        while comm.is_member:
-            if comm.boundary(LONG_S) is None:
-                checked_step(ep, number_of(comm))
-        comm.boundary()
-        raise AssertionError("taken in again")
+        _work_until_suspended(comm, ep)
     ticket: Any = None
     until(lambda: comm.membership.standby == (2,))
     comm.meet(LONG_S)
