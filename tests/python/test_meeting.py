@@ -41,7 +41,7 @@ def call(
 
 
 class Ranks:
-    """Threads that call `meet`; what each returned or raised."""
+    """Threads that call `meet`, each with a client of its own as processes have; what each returned or raised."""
 
     def __init__(self, store: dist.Store, calls: list[meeting.Meeting]) -> None:
         self.results: dict[int, list[bytes] | BaseException] = {}
@@ -52,7 +52,7 @@ class Ranks:
 
     def _run(self, idx: int, store: dist.Store) -> None:
         try:
-            self.results[idx] = meeting.meet(store, self.calls[idx])
+            self.results[idx] = meeting.meet(client_of(store), self.calls[idx])
         except BaseException as error:
             self.results[idx] = error
 
@@ -60,6 +60,15 @@ class Ranks:
         for thread in self.threads:
             thread.join(2 * LONG_S)
         return [self.results[idx] for idx in range(len(self.calls))]
+
+
+def client_of(store: dist.Store) -> dist.Store:
+    """TCPStore's client lets one thread wait for what is not there, and the others for that thread."""
+    if not isinstance(store, dist.TCPStore):
+        return store
+    client = store.clone()
+    client.set_timeout(timedelta(seconds=1))
+    return client
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
