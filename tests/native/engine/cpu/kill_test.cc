@@ -1,5 +1,5 @@
 // Guards against what a death may do to those who live on: a hang, a wrong word, a wrong name, something left behind, or a
-// communicator that can't go on. Ranks are processes of the engine built with fail points; 180 of them are killed.
+// communicator that can't go on. Ranks are processes of the engine built with fail points; 282 of them are killed.
 #include <cstdlib>
 #include <cstring>
 #include <random>
@@ -27,6 +27,7 @@ constexpr const char* kPoints[] = {
     "combine.mid_sum",       "combine.before_reduce", "combine.after_finish",
 };
 constexpr int kNumRanks = 5;
+constexpr int kNodeRanks = 2;  // where there are nodes: of 2, 2 and 1 rank
 constexpr int kKillsASet = 3;  // one after the other, with a rebuild after each
 constexpr unsigned kLongestS = 60;
 
@@ -37,8 +38,40 @@ struct Kill {
   int num_passes = 0;
 };
 
-JobShape job_shape(u64 seed) {
+// Between nodes not every rank comes to every point.
+enum class Needs { kNothing, kOtherNode, kMate, kSource };
+struct NodePoint {
+  const char* name;
+  Needs needs = Needs::kNothing;
+};
+constexpr NodePoint kNodePoints[] = {
+    {"dispatch.before_count"},
+    {"dispatch.after_count"},
+    {"dispatch.after_put", Needs::kOtherNode},  // who lives alone in the last node puts no row
+    {"dispatch.mid_forward", Needs::kSource},
+    {"dispatch.before_send"},
+    {"dispatch.after_finish"},
+    {"combine.after_count"},
+    {"combine.mid_push", Needs::kMate},
+    {"combine.after_put", Needs::kSource},
+    {"combine.mid_sum"},
+    {"combine.before_reduce"},
+    {"combine.after_finish"},
+};
+
+bool comes_to(int rank, Needs needs, const std::vector<int>& alive) {
+  RailMap map{kNumRanks, kNodeRanks, 0};
+  for (int each : alive) map.active |= u64{1} << each;
+  return needs == Needs::kNothing || std::any_of(alive.begin(), alive.end(), [&](int other) {
+           if (map.are_mates(rank, other)) return needs == Needs::kMate && other != rank;
+           return needs == Needs::kOtherNode ||
+                  (needs == Needs::kSource && map.forwarder(other, map.node(rank)) == rank);
+         });
+}
+
+JobShape job_shape(u64 seed, int node_ranks = 0) {
   JobShape shape;
+  shape.node_ranks = node_ranks;
   shape.num_ranks = kNumRanks;
   shape.num_local = 2;
   shape.top_k = 3;
@@ -71,8 +104,12 @@ void live(Rank& self, const std::vector<Kill>& kills, const JobShape& shape, u64
     for (u64 round = 0; round < kills.size(); ++round) {
       const Kill& kill = kills[round];
       rank.run_many(round * 1000000, 2);
-      if (kill.victim == self.rank) fuse = {kill.point, kill.num_passes};
       self.parent.tell(round);
+      if (kill.victim == self.rank) {
+        // A death right after a call may end that call elsewhere, so all have left the last one first.
+        self.parent.hear();
+        fuse = {kill.point, kill.num_passes};
+      }
       run_until_lost(rank, kill.victim, round * 1000000 + 2);
       gone.push_back(kill.victim);
       rank.rebuild(all_but(kNumRanks, gone));
@@ -86,8 +123,8 @@ void live(Rank& self, const std::vector<Kill>& kills, const JobShape& shape, u64
   leftovers.check();
 }
 
-void run_set(const std::vector<Kill>& kills, u64 seed, u64 heap_bytes) {
-  const JobShape shape = job_shape(seed);
+void run_set(const std::vector<Kill>& kills, u64 seed, u64 heap_bytes, int node_ranks) {
+  const JobShape shape = job_shape(seed, node_ranks);
   std::mt19937 random(static_cast<unsigned>(seed));
   const int before = num_failures();
   {
@@ -95,6 +132,7 @@ void run_set(const std::vector<Kill>& kills, u64 seed, u64 heap_bytes) {
     std::vector<int> gone;
     for (size_t round = 0; round < kills.size(); ++round) {
       for (int rank : all_but(kNumRanks, gone)) CHECK_EQ(ranks.pipe(rank).hear(), uint64_t{round});
+      ranks.pipe(kills[round].victim).tell(round);
       if (kills[round].point == nullptr) {
         usleep(static_cast<useconds_t>(random() % 15000));
         ranks.signal(kills[round].victim, SIGKILL);
@@ -112,9 +150,9 @@ void run_set(const std::vector<Kill>& kills, u64 seed, u64 heap_bytes) {
   std::fprintf(stderr, "%s\n", text.c_str());
 }
 
-// `num_kills` deaths in sets; `point_of(n)` says where the n-th is.
-template <class PointOf>
-void run_kills(int num_kills, u64 seed, u64 heap_bytes, const PointOf& point_of) {
+// `num_kills` deaths in sets; `choose(n, alive)` says who dies n-th, and where.
+template <class Choose>
+void run_sets(int num_kills, u64 seed, u64 heap_bytes, int node_ranks, const Choose& choose) {
   std::mt19937 random(static_cast<unsigned>(seed));
   const TestLeftovers leftovers;
   for (int first = 0; first < num_kills && num_failures() == 0; first += kKillsASet) {
@@ -122,13 +160,32 @@ void run_kills(int num_kills, u64 seed, u64 heap_bytes, const PointOf& point_of)
     std::shuffle(alive.begin(), alive.end(), random);
     std::vector<Kill> kills;
     for (int idx = 0; idx < kKillsASet; ++idx) {
-      const char* point = point_of(first + idx);
-      const bool is_in_loop = point != nullptr && std::strstr(point, "mid") != nullptr;
-      kills.push_back({alive[static_cast<size_t>(idx)], point, static_cast<int>(random() % (is_in_loop ? 100 : 5))});
+      Kill kill = choose(first + idx, alive);
+      const bool is_in_loop = kill.point != nullptr && std::strstr(kill.point, "mid") != nullptr;
+      kill.num_passes = static_cast<int>(random() % (is_in_loop ? 100 : 5));
+      kills.push_back(kill);
+      alive.erase(std::find(alive.begin(), alive.end(), kill.victim));
     }
-    run_set(kills, seed * 1000 + static_cast<u64>(first), heap_bytes);
+    run_set(kills, seed * 1000 + static_cast<u64>(first), heap_bytes, node_ranks);
   }
   leftovers.check();
+}
+
+template <class PointOf>
+void run_kills(int num_kills, u64 seed, u64 heap_bytes, const PointOf& point_of) {
+  run_sets(num_kills, seed, heap_bytes, 0,
+           [&](int idx, const std::vector<int>& alive) { return Kill{alive.front(), point_of(idx)}; });
+}
+
+// The first of `alive` that comes to the point dies there; does none, one dies at a random time.
+void run_kills_between_nodes(int num_kills, u64 seed, u64 heap_bytes) {
+  run_sets(num_kills, seed, heap_bytes, kNodeRanks, [](int idx, const std::vector<int>& alive) {
+    const NodePoint& point = kNodePoints[static_cast<size_t>(idx) % std::size(kNodePoints)];
+    for (int rank : alive) {
+      if (comes_to(rank, point.needs, alive)) return Kill{rank, point.name};
+    }
+    return Kill{alive.front(), nullptr};
+  });
 }
 
 constexpr u64 kRoom = 8u << 20;
@@ -143,6 +200,12 @@ TEST(kills_at_named_points) {
     const char* point = named_point(idx);
     return std::strstr(point, "staged") != nullptr ? "dispatch.mid_row" : point;
   });
+}
+// Nodes of 2, 2 and 1, fewer after each rebuild: somebody stands in for who is gone, and a node may be gone.
+TEST(kills_between_nodes) { run_kills_between_nodes(36, 5, kRoom); }
+TEST(kills_between_nodes_without_heap) { run_kills_between_nodes(36, 6, 0); }
+TEST(kills_between_nodes_at_random_times) {
+  run_sets(30, 7, kRoom, kNodeRanks, [](int, const std::vector<int>& alive) { return Kill{alive.front(), nullptr}; });
 }
 TEST(kills_at_random_times) { run_kills(60, 3, kRoom, no_point); }
 TEST(kills_at_random_times_without_heap) { run_kills(30, 4, 0, no_point); }
