@@ -1,8 +1,11 @@
 """Guards against rows and sums between nodes that are not the reference's: nodes of one size and of several, each
-layout and form of rows, chunks that fill rings again and again, and results without room in the heap."""
+layout and form of rows, chunks that fill rings again and again, results without room in the heap, and after deaths."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -154,3 +157,72 @@ def rows_sent(comm: weft.Communicator) -> int:
 
 def test_a_row_crosses_to_a_node_once() -> None:
     assert weft.spawn(rows_sent, 6, device="cpu") == [40, 40, 40, 40, 20, 20]
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def checked_call(comm: weft.Communicator, ep: weft.ExpertParallel, node_ranks: int, number: int, dies: str) -> None:
+    """A dispatch and a combine beside the reference of those who are left."""
+    generator = torch.Generator(device="cpu").manual_seed(number)
+    draw: Any = {"generator": generator, "dtype": torch.int64, "device": "cpu"}
+    xs, ids = [], []
+    for _ in range(comm.num_ranks):
+        count = int(torch.randint(0, 41, (), **draw))
+        xs.append(torch.randn((count, 16), generator=generator, device="cpu", dtype=torch.float32).bfloat16())
+        ids.append(torch.randint(-1, 12, (count, 3), **draw))
+    layout, rank = ("rank_major", "expert_major")[number % 2], comm.rank
+    wanted = reference.dispatch(xs, ids, num_experts=12, layout=layout, active_ranks=comm.active_ranks)
+    r = ep.dispatch(xs[rank], ids[rank], layout=layout)
+    assert torch.equal(r.x[: r.num_rows.item()], wanted[rank].x[: r.num_rows.item()]), number
+    if dies == "between":
+        die()
+    sums = reference.combine([each.x for each in wanted], wanted, sum_domain=node_ranks)
+    assert torch.equal(ep.combine(r.x, r.handle), sums[rank]), number
+
+
+def call_for_long(comm: weft.Communicator, ep: weft.ExpertParallel, node_ranks: int, first: int, dies: str) -> None:
+    if dies == "anywhere":
+        threading.Timer(0.1, die).start()
+    for number in range(first, first + 10_000):
+        if dies == "before" and number == first + 3:
+            die()
+        checked_call(comm, ep, node_ranks, number, dies if number == first + 3 else "")
+
+
+Deaths = tuple[tuple[int, str], ...]  # who dies, and when
+
+
+def go_on_without(comm: weft.Communicator, node_ranks: int, deaths: Deaths) -> list[weft.Change]:
+    """Calls go on until each of `deaths` has ended one; those left recover and begin their calls anew."""
+    changes = []
+    shape: dict[str, Any] = {"num_experts": 12, "top_k": 3, "hidden": 16, "max_tokens_per_rank": 40}
+    with weft.ExpertParallel(comm, **shape, node_ranks=node_ranks) as ep:
+        for turn, (victim, when) in enumerate(deaths):
+            with pytest.raises(weft.PeerLost) as caught:
+                call_for_long(comm, ep, node_ranks, turn * 10_000, when if comm.rank == victim else "")
+            assert caught.value.ranks == (victim,)
+            changes.append(comm.recover(caught.value.ranks))
+        for number in range(100_000, 100_004):
+            checked_call(comm, ep, node_ranks, number, "")
+    return changes
+
+
+@pytest.mark.parametrize(
+    ("node_ranks", "deaths"),
+    [
+        pytest.param(4, ((5, "between"), (1, "anywhere")), id="4+2, 4+1, 3+1"),
+        pytest.param(4, ((4, "before"), (0, "between")), id="index 0 of each node"),
+        pytest.param(2, ((2, "between"), (3, "before"), (5, "anywhere")), id="2+2+2, 2+1+2, 2+2, 2+1"),
+    ],
+)
+def test_deaths(node_ranks: int, deaths: Deaths) -> None:
+    seen = weft.spawn(go_on_without, 6, args=(node_ranks, deaths), device="cpu", on_failure="return")
+    gone = [victim for victim, _ in deaths]
+    for rank, changes in enumerate(seen):
+        if rank in gone:
+            assert isinstance(changes, weft.PeerLost)
+            continue
+        assert [change.lost + change.evicted for change in changes] == [(victim,) for victim in gone]
+        assert changes[-1].active == tuple(each for each in range(6) if each not in gone)
