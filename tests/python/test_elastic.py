@@ -4,6 +4,7 @@ is not."""
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -11,7 +12,10 @@ import pytest
 from cli_lines import rows_of, weft_command
 
 import weft
-from weft.elastic.plan import draw_plan, num_slots, read_plan
+from weft.elastic.plan import Phase, draw_plan, num_slots, read_plan
+from weft.elastic.run import play
+from weft.elastic.worker import Load
+from weft.machine.placement import local
 
 PLANS = pathlib.Path(__file__).parent.parent / "data/plans"
 
@@ -59,3 +63,18 @@ def test_what_a_plan_needs(tmp_path: pathlib.Path) -> None:
     done = weft_command("elastic", str(tmp_path / "none.json"))
     assert done.returncode == 2
     assert "can't be read as a plan" in done.stderr
+
+
+def test_ranks_inherit_what_costs_time(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is looked at once: not by each process that joins, while the others wait for a core."""
+    read = local.read_here
+
+    def noted(**options: Any) -> Any:
+        (tmp_path / str(os.getpid())).touch()
+        return read(**options)
+
+    monkeypatch.setattr(local, "read_here", noted)
+    monkeypatch.setattr(local, "_machines", {})
+    played = play([Phase((0,)), Phase((0, 1))], Load(ops=2), lambda _: None)
+    assert [each.error for each in played] == ["", ""]
+    assert {path.name for path in tmp_path.iterdir()} == {str(os.getpid())}

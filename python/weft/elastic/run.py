@@ -12,7 +12,7 @@ from multiprocessing.context import ForkProcess
 from typing import Any
 
 from weft.elastic.plan import Phase, num_slots
-from weft.elastic.worker import Load, Report, work
+from weft.elastic.worker import Load, Report, warm_up, work
 from weft.errors import Error, PeerTimeout
 
 __all__ = ["Played", "play"]
@@ -61,6 +61,7 @@ def play(phases: list[Phase], load: Load, done: Callable[[Played], object]) -> l
     """
     ranks: dict[int, _Process] = {}
     played = []
+    warm_up(load)
     try:
         address = _found(ranks, phases, load)
         for number, phase in enumerate(phases):

@@ -19,7 +19,7 @@ import weft
 from weft import reference
 from weft.elastic.plan import Phase
 
-__all__ = ["Load", "Report", "Steps", "held_things", "work"]
+__all__ = ["Load", "Report", "Steps", "held_things", "warm_up", "work"]
 
 STEP_DEADLINE_S = 60.0
 JOIN_S = 10.0
@@ -104,8 +104,16 @@ class Steps:
         return torch.equal(found.x, wanted[mine].x) and torch.equal(y, right)
 
 
+def warm_up(load: Load) -> None:
+    """What every rank needs and a forked one inherits: modules, what is known of the machine, torch at its first call."""
+    torch.set_num_threads(1)
+    with weft.Communicator.from_allgather(0, 1, lambda mine: [mine], device="cpu") as comm:
+        Steps(comm, load).step()
+
+
 def work(pipe: Connection, rank: int, num_founders: int, slots: int, load: Load) -> None:
     """The life of one rank: its parent sends phases until one is without it."""
+    gc.freeze()  # what the parent has made: looking through it would copy its memory
     torch.set_num_threads(1)
     report = Report(rank)
     try:

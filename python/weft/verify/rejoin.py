@@ -91,10 +91,12 @@ def run_rejoins(
     """
     if not 2 <= ranks <= 31:
         raise InvalidArgument(f"ranks={ranks}: allowed with --rejoin are 2 to 31")
-    from weft.elastic.worker import Load  # torch too, once: all ranks are forked from here
+    from weft.elastic.worker import Load, warm_up  # torch too, once: all ranks are forked from here
     from weft.verify.rejoin_rank import Group
 
-    run = _Run(Group(ranks, Load(tokens, hidden)), random.Random(f"weft verify rejoin {seed}"))
+    load = Load(tokens, hidden)
+    warm_up(load)
+    run = _Run(Group(ranks, load), random.Random(f"weft verify rejoin {seed}"))
     shared_memory_before = _names("/dev/shm")
     try:
         run.found()

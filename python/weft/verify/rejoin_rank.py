@@ -30,6 +30,7 @@ class Group:
 
 def run_rank(pipe: Connection, slot: int, is_founder: bool, group: Group) -> None:
     """Its life. By the pipe it says its endpoint, if it founds the group, and at the end what went wrong, or ""."""
+    gc.freeze()  # what the parent has made: looking through it would copy its memory
     torch.set_num_threads(1)
     try:
         comm = _found(pipe, slot, group) if is_founder else _join(pipe, slot)
