@@ -105,7 +105,7 @@ class Steps:
 
 
 def warm_up(load: Load) -> None:
-    """What every rank needs and a forked one inherits: modules, what is known of the machine, torch at its first call."""
+    """What each rank needs and a forked one inherits: modules, what is known of the machine, torch at its first call."""
     torch.set_num_threads(1)
     with weft.Communicator.from_allgather(0, 1, lambda mine: [mine], device="cpu") as comm:
         Steps(comm, load).step()
