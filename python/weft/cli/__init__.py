@@ -21,6 +21,7 @@ from weft.cli.elastic_command import elastic
 from weft.cli.options import examples_epilog
 from weft.cli.plan_command import plan
 from weft.cli.run_command import run
+from weft.cli.scaleout_command import scaleout
 from weft.cli.size_command import size
 from weft.cli.topo_command import topo
 from weft.cli.tune_command import tune
@@ -72,6 +73,7 @@ class _Command(TyperCommand):
 for _function, _examples in _EXAMPLES.items():
     app.command(cls=_Command, epilog=examples_epilog(_examples))(_function)
 app.add_typer(cache, name="cache")
+app.add_typer(scaleout, name="scaleout", hidden=True)  # until an engine uses what it brings
 
 
 def _print_version(wanted: bool) -> None:

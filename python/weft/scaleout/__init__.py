@@ -1,0 +1,1 @@
+"""What the network engine needs besides Weft: NCCL, and its headers for the kernel compiler."""
