@@ -103,6 +103,7 @@ bool Board::is_watched(int peer, uint64_t life) const {
 void Board::note(int source, const Note& note) {
   const std::lock_guard lock(mutex_);
   notes_[source] = note;
+  notes_[source].heard_ns = now_ns();
 }
 
 Note Board::note_of(int rank) const {

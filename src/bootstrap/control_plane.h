@@ -55,12 +55,15 @@ struct AbortReason {
   std::array<char, kTextBytes> text{};  // why, where somebody said it: one line, zeros behind it. Read it by text_of()
 };
 
-// What a rank lets the others know of itself, for their texts alone: that it refused its call, and why. Plain bytes.
+// What a rank lets the others know of itself, for their errors alone: that it refused its call, and why, or whom it waits for.
+// Plain bytes.
 struct Note {
   GroupId group{};  // as in AbortReason
   uint64_t incarnation = 0;
   uint32_t epoch = 0;
   uint32_t era = 0;
+  uint64_t heard_ns = 0;                             // set by the receiver
+  RankSet awaited;                                   // empty: nobody any more
   std::array<char, AbortReason::kTextBytes> text{};  // empty: nothing any more
 };
 

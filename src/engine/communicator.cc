@@ -187,7 +187,7 @@ Error Communicator::error_of(const AbortReason& reason) const {
       }
       return Error(ErrorCode::kPeerTimeout,
                    me + ranks_text(reason.peers.ranks()) + " did not answer rank " + std::to_string(reason.reporter) +
-                       " in " + place + " before its deadline" + refusals_ + way_out,
+                       " in " + place + " before its deadline" + text_of(reason) + refusals_ + way_out,
                    op, reason.sequence, reason.peers.ranks());
     case AbortCode::kAborted: {
       const std::string text = text_of(reason);
@@ -346,6 +346,29 @@ void Communicator::note_refusal(const std::string& text) {
   plane_->publish_note(note);
 }
 
+void Communicator::note_awaited(const RankSet& late) {
+  Note note;
+  set_origin(note, origin());
+  note.awaited = late;
+  plane_->publish_note(note);
+}
+
+RankSet Communicator::to_blame(const RankSet& late) const {
+  const GroupId group = plane_->ledger().group();
+  RankSet blamed, open = late, seen = late;
+  seen.add(rank_);
+  for (int rank = open.next(0); rank >= 0; rank = open.next(0)) {
+    open.remove(rank);
+    const Note note = plane_->note_of(rank);
+    const bool waits = note.epoch == epoch_ && note.group == group && now_ns() - note.heard_ns < WaitNote::kFreshNs;
+    const RankSet awaited = waits ? note.awaited & active_set_ : RankSet();
+    if (awaited.empty()) blamed.add(rank);
+    open = open | (awaited - seen);
+    seen = seen | awaited;
+  }
+  return blamed.empty() ? late : blamed;
+}
+
 Origin Communicator::origin() const {
   const std::lock_guard lock(membership_mutex_);
   return membership_.origin();
@@ -373,6 +396,19 @@ void WaitLog::look(const RankSet& late) {
     log_line(kLogWarning, "rank " + std::to_string(comm_.rank()) + ": waiting for rank " + std::to_string(rank) +
                               ", which refused its call: " + text);
   }
+}
+
+void WaitNote::look(const RankSet& late) {
+  const u64 now = now_ns();
+  if (next_ns_ == 0) next_ns_ = now + kPeriodNs;
+  if (now < next_ns_) return;
+  next_ns_ = now + kPeriodNs;
+  comm_.note_awaited(late);
+  has_told_ = true;
+}
+
+WaitNote::~WaitNote() {
+  if (has_told_) comm_.note_awaited({});
 }
 
 void Communicator::close(const std::string& why) {

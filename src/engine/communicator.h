@@ -156,6 +156,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // Why they refused their calls: those of `ranks` that did, in this epoch.
   std::map<int, std::string> refusals(const RankSet& ranks) const;
+  // Who keeps `late` from answering: in place of those who say that they wait, those for whom. All of `late`, if all say so.
+  RankSet to_blame(const RankSet& late) const;
+  void note_awaited(const RankSet& late);
 
   void add_window(MemberWindow* window);
   void remove_window(MemberWindow* window);
@@ -296,6 +299,23 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   AbortReason attempt_abort_;  // code kNone: the attempt under way was not aborted
 
   std::unique_ptr<Elastic> elastic_;  // none: nobody joins or leaves
+};
+
+// For one wait on a rank that may wait for another one: lets the others know whom it is for, again and again.
+class WaitNote {
+ public:
+  static constexpr u64 kPeriodNs = 400'000'000;
+  static constexpr u64 kFreshNs = 5 * kPeriodNs;  // a rank that was stopped in a wait says nothing new
+  explicit WaitNote(Communicator& comm) : comm_(comm) {}
+  ~WaitNote();
+  WaitNote(const WaitNote&) = delete;
+  WaitNote& operator=(const WaitNote&) = delete;
+  void look(const RankSet& late);  // from a poll
+
+ private:
+  Communicator& comm_;
+  u64 next_ns_ = 0;
+  bool has_told_ = false;
 };
 
 // For one wait: after a second it logs who of those waited for has refused its call, each once.

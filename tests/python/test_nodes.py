@@ -226,3 +226,32 @@ def test_deaths(node_ranks: int, deaths: Deaths) -> None:
             continue
         assert [change.lost + change.evicted for change in changes] == [(victim,) for victim in gone]
         assert changes[-1].active == tuple(each for each in range(6) if each not in gone)
+
+
+def test_a_late_rank_is_named_with_its_rail() -> None:
+    """Rank 3 doesn't come to the second call; the others go on without it."""
+    reader, writer = os.pipe()
+
+    def calls(comm: weft.Communicator) -> str:
+        with weft.ExpertParallel(comm, num_experts=12, top_k=3, hidden=16, max_tokens_per_rank=40, node_ranks=2) as ep:
+            checked_call(comm, ep, 2, 0, "")
+            if comm.rank == 3:
+                os.read(reader, 1)
+                with pytest.raises((weft.PeerTimeout, weft.Evicted)):
+                    checked_call(comm, ep, 2, 1, "")
+                return ""
+            x = torch.ones((1, 16), dtype=torch.bfloat16, device="cpu")
+            ids = torch.zeros((1, 3), dtype=torch.int64, device="cpu")
+            with pytest.raises(weft.PeerTimeout) as caught:
+                ep.dispatch(x, ids, deadline_s=4.0 if comm.rank == 0 else 60.0)
+            assert caught.value.peers == (3,)
+            assert comm.recover(caught.value.peers).active == (0, 1, 2)
+            os.write(writer, b"." if comm.rank == 0 else b"")
+            for number in range(4):
+                checked_call(comm, ep, 2, number, "")
+        return str(caught.value)
+
+    texts = weft.spawn(calls, 4, device="cpu")
+    assert all("rank 3: node 1, rail 1" in text for text in texts[:3]), texts
+    os.close(reader)
+    os.close(writer)

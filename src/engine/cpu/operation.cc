@@ -267,6 +267,17 @@ void Operation::fail_internal(Phase phase, int culprit) {
 
 void Operation::give_up(Phase phase) { window_.comm_->give_up(reason(AbortCode::kInterrupted, phase, rank_)); }
 
+// By which rails what `late` owes would have come to this node.
+std::string Operation::rails_text(const RankSet& late) const {
+  std::string text;
+  for (int peer : late.ranks()) {
+    if (map().are_mates(rank_, peer)) continue;
+    text += (text.empty() ? " (rank " : ", rank ") + std::to_string(peer) + ": node " +
+            std::to_string(map().node(peer)) + ", rail " + std::to_string(map().index(peer));
+  }
+  return text.empty() ? text : text + ")";
+}
+
 void Operation::break_off(sync::WaitResult result, Phase phase, u64 late_peers) {
   ErrorRecord& record = window_.words()->error;
   record.expected = sync::pack_header(turn_, fingerprint_);
@@ -286,9 +297,11 @@ void Operation::break_off(sync::WaitResult result, Phase phase, u64 late_peers) 
   }
   AbortReason timeout = reason(AbortCode::kPeerTimeout, phase, -1);
   timeout.peers = RankSet::of_mask(late_peers);
-  for (int peer = kMaxRanks - 1; peer >= 0; --peer) {
-    if ((late_peers >> peer & 1) != 0) timeout.rank = peer;
+  if (has_rails()) {
+    timeout.peers = window_.comm_->to_blame(timeout.peers);
+    set_text(timeout, rails_text(timeout.peers));
   }
+  timeout.rank = timeout.peers.next(0);
   window_.comm_->log_left(timeout, kind);
   window_.comm_->fail(timeout);
 }

@@ -86,13 +86,15 @@ class Operation {
       const Operation& op;
       const Late& late;
       WaitLog log;
+      WaitNote note;
       void look() {
         if (op.poll_) op.poll_();
         u64 late_ranks = 0;
         for (int peer : op.others()) late_ranks |= late(peer) ? u64{1} << peer : 0;
         log.look(RankSet::of_mask(late_ranks));
+        if (op.has_rails()) note.look(RankSet::of_mask(late_ranks));
       }
-    } watch{*this, late, WaitLog(*window_.comm_)};
+    } watch{*this, late, WaitLog(*window_.comm_), WaitNote(*window_.comm_)};
     const Poll look = [&watch] { watch.look(); };  // one reference: no memory is allocated for it
     SleepingPause pause(window_.words(), deadline_ns_, look);
     const auto ready_or_hopeless = [&] {
@@ -177,6 +179,7 @@ class Operation {
   [[noreturn]] void raise_refusal(Phase phase, int peer);
   [[noreturn]] void raise_mismatch(int peer);
   [[noreturn]] void break_off(sync::WaitResult result, Phase phase, u64 late_peers);
+  std::string rails_text(const RankSet& late) const;
   void give_up(Phase phase);
   AbortReason reason(AbortCode code, Phase phase, int culprit) const;
 

@@ -1,5 +1,5 @@
 // Guards against what a death may do to those who live on: a hang, a wrong word, a wrong name, something left behind, or a
-// communicator that can't go on. Ranks are processes of the engine built with fail points; 282 of them are killed.
+// communicator that can't go on. Ranks are processes of the engine built with fail points; 282 of them are killed, six stopped.
 #include <cstdlib>
 #include <cstring>
 #include <random>
@@ -13,10 +13,11 @@ using namespace weft::test;
 
 namespace {
 
-// Where this process is to end itself, if it is to. Set once the rank runs.
+// Where this process is to end or stop itself, if it is to. Set once the rank runs.
 struct Fuse {
   const char* point = nullptr;
   int num_passes = 0;  // passes of the point before the one that kills
+  int signal = SIGKILL;
 };
 Fuse fuse;
 
@@ -188,6 +189,53 @@ void run_kills_between_nodes(int num_kills, u64 seed, u64 heap_bytes) {
   });
 }
 
+// As live(), but ranks stop and stay. Who awaits what a stopped rank owes names it, and so do those who await such a rank.
+void live_beside_stopped(Rank& self, const std::vector<Kill>& stops, const JobShape& shape, u64 heap_bytes) {
+  alarm(kLongestS);
+  self.connect();
+  EngineRank rank(std::move(self.plane), shape, heap_bytes);
+  std::vector<int> gone;
+  for (u64 round = 0; round < stops.size(); ++round) {
+    const Kill& stop = stops[round];
+    rank.set_timeout_s(30);
+    rank.run_many(round * 1000000, 2);
+    self.parent.tell(round);
+    self.parent.hear();
+    if (stop.victim == self.rank) fuse = {stop.point, stop.num_passes, SIGSTOP};
+    rank.set_timeout_s(4);
+    CHECK_ERROR(kPeerTimeout, {stop.victim}, rank.run_many(round * 1000000 + 2, 100000));
+    gone.push_back(stop.victim);
+    rank.rebuild(all_but(kNumRanks, gone));
+  }
+  rank.set_timeout_s(30);
+  rank.run_many(9000000, 2);
+  rank.close();
+}
+
+void run_stops(const std::vector<Kill>& stops, u64 seed, u64 heap_bytes) {
+  const JobShape shape = job_shape(seed, kNodeRanks);
+  const int before = num_failures();
+  {
+    ForkedRanks ranks(kNumRanks, [&](Rank& self) { live_beside_stopped(self, stops, shape, heap_bytes); });
+    std::vector<int> gone;
+    for (size_t round = 0; round < stops.size() && num_failures() == before; ++round) {
+      for (int rank : all_but(kNumRanks, gone)) CHECK_EQ(ranks.pipe(rank).hear(), uint64_t{round});
+      for (int rank : all_but(kNumRanks, gone)) ranks.pipe(rank).tell(round);
+      ranks.await_stop(stops[round].victim);
+      gone.push_back(stops[round].victim);
+    }
+    if (num_failures() == before) ranks.join_all(gone);
+    for (int rank : gone) {
+      ranks.signal(rank, SIGKILL);
+      ranks.join(rank, SIGKILL);
+    }
+  }
+  if (num_failures() == before) return;
+  std::string text = "stops with seed " + std::to_string(seed) + ":";
+  for (const Kill& stop : stops) text += " rank " + std::to_string(stop.victim) + " at " + stop.point;
+  std::fprintf(stderr, "%s\n", text.c_str());
+}
+
 constexpr u64 kRoom = 8u << 20;
 
 const char* named_point(int idx) { return kPoints[static_cast<size_t>(idx) % std::size(kPoints)]; }
@@ -206,6 +254,10 @@ TEST(kills_between_nodes) { run_kills_between_nodes(36, 5, kRoom); }
 TEST(kills_between_nodes_without_heap) { run_kills_between_nodes(36, 6, 0); }
 TEST(kills_between_nodes_at_random_times) {
   run_sets(30, 7, kRoom, kNodeRanks, [](int, const std::vector<int>& alive) { return Kill{alive.front(), nullptr}; });
+}
+TEST(stops_between_nodes) {
+  run_stops({{3, "dispatch.after_put", 2}, {0, "dispatch.mid_forward", 20}, {1, "combine.mid_sum", 20}}, 8, kRoom);
+  run_stops({{2, "combine.after_put", 2}, {0, "combine.mid_push", 20}, {4, "dispatch.before_count", 2}}, 9, 0);
 }
 TEST(kills_at_random_times) { run_kills(60, 3, kRoom, no_point); }
 TEST(kills_at_random_times_without_heap) { run_kills(30, 4, 0, no_point); }
@@ -345,7 +397,7 @@ TEST(two_communicators_at_once) {
 namespace weft {
 void fail_point(const char* name) {
   if (fuse.point == nullptr || std::strcmp(name, fuse.point) != 0 || fuse.num_passes-- > 0) return;
-  kill(getpid(), SIGKILL);
+  kill(getpid(), fuse.signal);
   pause();
 }
 }  // namespace weft
