@@ -71,7 +71,9 @@ def test_sums_in_fp8(pool: Pool, layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("capacity", ["met", "exceeded", "ample", "zero"])
 def test_capacity(pool: Pool, layout: str, capacity: str) -> None:
-    checked(pool, nodes(6, 4, layout=layout, capacity=capacity, alignment=4, side=None))
+    """Enough tokens that the sums of a node that kept nothing come to slots in which rows were before."""
+    case = nodes(6, 4, (150, 3, 0, 70), layout=layout, capacity=capacity, alignment=4, side=None)
+    checked(pool, case)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
