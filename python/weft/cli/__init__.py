@@ -49,7 +49,7 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, str]] = {
         "weft plan --preset h800-deepep --ranks 128 --mode latency --compare",
     ),
     size: ("weft size --layers 24 --training", "weft size --engine nvlink --ranks 8 --tokens 4096"),
-    doctor: ("weft doctor", "weft doctor --all --no-measure"),
+    doctor: ("weft doctor --all --no-measure", "weft doctor --fleet host1.json host2.json"),
     run: (
         "weft run --bind --local-rank 0 --local-ranks 2 -- python train.py",
         "torchrun --nproc-per-node 8 --no-python weft run --bind -- python train.py",

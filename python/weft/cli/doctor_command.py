@@ -1,9 +1,9 @@
-"""`weft doctor`: weft.machine.doctor's findings as a table, exit code 1 if a check fails."""
+"""`weft doctor`: weft.machine.doctor's findings as a table, exit code 1 if a check fails; of a fleet, what differs."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,15 +12,21 @@ from rich.markup import escape
 
 from weft.cli import options
 from weft.cli.output import EXIT_FAILED, Output, command_output
+from weft.errors import InvalidArgument
 from weft.machine.doctor import CHECKS, Finding, diagnose, facts_of
+from weft.machine.doctor import fleet as fleets
 from weft.machine.doctor import measure as measurement
 
 _ROOT_HELP = "Look at a recording (weft topo --record) in place of this machine."
 _MEASURE_HELP = "Measure rates and latencies of the GPUs, 2 s and the start of torch; by default where there are GPUs."
+_FLEET_HELP = "Compare hosts: a file of each, named after it, with what `weft doctor --json` wrote there."
+_MOST_HOSTS = 8  # named in a line
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "n/a": "dim"}
 
 
 def doctor(
+    files: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="Hosts for --fleet.")] = None,
+    fleet: Annotated[bool, typer.Option("--fleet", help=_FLEET_HELP)] = False,
     root: Annotated[Path, typer.Option("--root", exists=True, help=_ROOT_HELP)] = Path("/"),
     measure: Annotated[bool | None, typer.Option("--measure/--no-measure", help=_MEASURE_HELP)] = None,
     every: Annotated[bool, typer.Option("--all", help="Show every check in a table, with why it matters.")] = False,
@@ -28,6 +34,11 @@ def doctor(
 ) -> None:
     """Check this machine and say what mends it; exit 1 if a check fails. Needs no GPU and no root."""
     with command_output(json_lines=json) as output:
+        if fleet or files:
+            if not fleet:
+                raise InvalidArgument(f"{(files or [])[0]} is given without --fleet")
+            _show_fleet(output, fleets.read_hosts(files or []))
+            return
         findings = []
         facts = facts_of(root)
         checks = CHECKS
@@ -72,6 +83,36 @@ def _show(output: Output, findings: Sequence[Finding], *, every: bool) -> None:
     complaints = f"failed: {len(failed)}, warnings: {len(warned)}"
     verdict = complaints if failed or warned else "nothing to mend"
     output.text(f"doctor: {verdict}", style="bold red" if failed else "yellow" if warned else "green")
+
+
+def _show_fleet(output: Output, hosts: Mapping[str, Sequence[Finding]]) -> None:
+    """What fails or warns on each host, then what hosts answer differently."""
+    num_failed = 0
+    for host, findings in hosts.items():
+        by_status = {status: [one for one in findings if one.status == status] for status in _STYLES}
+        num_failed += len(by_status["fail"])
+        output.row({"kind": "host", "host": host, "failed": len(by_status["fail"]), "warned": len(by_status["warn"])})
+        for finding in (*by_status["fail"], *by_status["warn"]):
+            style = _STYLES[finding.status]
+            output.text(f"{host}: {finding.status}: {finding.check}: {finding.found}", style=style)
+    found = fleets.differences(hosts)
+    for difference in found:
+        output.row({"kind": "difference", **dataclasses.asdict(difference)})
+        output.text(f"differs: {difference.check} ({difference.why})", style="bold")
+        for variant in difference.variants:
+            names = _some(variant.hosts)
+            output.text(f"  {variant.status}: {variant.found}: {names}")
+    output.row({"kind": "summary", "ok": not num_failed, "hosts": len(hosts), "differences": len(found)})
+    style = "bold red" if num_failed else "yellow" if found else "green"
+    alike = f"{_count(len(found), 'check')} differ{'s' * (len(found) == 1)}" if found else "all alike"
+    output.text(f"{_count(len(hosts), 'host')}: {alike}, {_count(num_failed, 'check')} failed", style=style)
+    if num_failed:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _some(hosts: Sequence[str]) -> str:
+    more = len(hosts) - _MOST_HOSTS
+    return ", ".join(hosts[:_MOST_HOSTS]) + (f" and {more} more" if more > 0 else "")
 
 
 def _count(number: int, what: str) -> str:
