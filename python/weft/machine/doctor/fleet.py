@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from weft.errors import InvalidArgument
 from weft.machine.doctor.model import Finding, Status
@@ -63,10 +63,10 @@ def _read(file: Path) -> tuple[Finding, ...]:
             raise InvalidArgument(f"{file}:{number}: no JSON; `weft doctor --json` writes a row a line") from error
         if not isinstance(row, dict) or row.get("kind") != "check":
             continue
-        values = [row.get(field) for field in _FIELDS]
-        if not all(isinstance(value, str) for value in values) or row["status"] not in get_args(Status):
+        values: dict[str, Any] = {field: row.get(field) for field in _FIELDS}
+        if not all(isinstance(value, str) for value in values.values()) or row["status"] not in get_args(Status):
             raise InvalidArgument(f"{file}:{number}: a check of another version of Weft; take all with one version")
-        findings.append(Finding(*values))
+        findings.append(Finding(**values))
     if not findings:
         raise InvalidArgument(f"{file} has no checks; write it with `weft doctor --json`")
     return tuple(findings)
