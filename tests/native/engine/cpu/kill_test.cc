@@ -304,19 +304,25 @@ void survive_all(Rank& self, const std::vector<int>& victims, const JobShape& sh
   leftovers.check();
 }
 
+void kill_two(const std::vector<int>& victims, u64 trial, int node_ranks) {
+  const JobShape shape = job_shape(700 + trial, node_ranks);
+  ForkedRanks ranks(kNumRanks, [&](Rank& self) { survive_all(self, victims, shape); });
+  for (int rank : all_but(kNumRanks)) ranks.pipe(rank).hear();
+  usleep(static_cast<useconds_t>(trial * 300));
+  ranks.signal(victims[0], SIGKILL);
+  usleep(static_cast<useconds_t>(trial % 5 * 400));
+  ranks.signal(victims[1], SIGKILL);
+  for (int victim : victims) ranks.join(victim, SIGKILL);
+  ranks.join_all(victims);
+}
+
 TEST(two_ranks_die_together) {
-  for (u64 trial = 0; trial < 15 && num_failures() == 0; ++trial) {
-    const JobShape shape = job_shape(700 + trial);
-    const std::vector<int> victims = {static_cast<int>(trial % 4), 4};
-    ForkedRanks ranks(kNumRanks, [&](Rank& self) { survive_all(self, victims, shape); });
-    for (int rank : all_but(kNumRanks)) ranks.pipe(rank).hear();
-    usleep(static_cast<useconds_t>(trial * 300));
-    ranks.signal(victims[0], SIGKILL);
-    usleep(static_cast<useconds_t>(trial % 5 * 400));
-    ranks.signal(victims[1], SIGKILL);
-    for (int victim : victims) ranks.join(victim, SIGKILL);
-    ranks.join_all(victims);
-  }
+  for (u64 trial = 0; trial < 15 && num_failures() == 0; ++trial) kill_two({static_cast<int>(trial % 4), 4}, trial, 0);
+}
+// Whole nodes, both ends of a rail, and of each node one.
+TEST(two_ranks_die_together_between_nodes) {
+  const std::vector<int> pairs[] = {{0, 1}, {2, 3}, {0, 2}, {1, 4}, {3, 0}};
+  for (u64 trial = 0; trial < 15 && num_failures() == 0; ++trial) kill_two(pairs[trial % 5], trial, kNodeRanks);
 }
 
 TEST(close_works_with_every_peer_dead) {
