@@ -114,9 +114,10 @@ def test_calls_of_many_sizes() -> None:
 
 
 def orders(comm: weft.Communicator) -> None:
-    job, rank = Job(comm.num_ranks, torch.bfloat16), comm.rank
+    job, rank = Job(comm.num_ranks, torch.float32), comm.rank
     shape: dict[str, Any] = {
         "num_experts": NUM_EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "max_tokens_per_rank": NUM_TOKENS,
+        "dtype": torch.float32,
     }  # fmt: skip
     with weft.ExpertParallel(comm, **shape, node_ranks=2) as ep:
         for layout in LAYOUTS:
@@ -124,11 +125,12 @@ def orders(comm: weft.Communicator) -> None:
             outputs = [job.outputs(results, each) for each in range(comm.num_ranks)]
             options: dict[str, Any] = {"capacity": NUM_TOKENS * TOP_K} if layout == "masked" else {}
             r = ep.dispatch(job.xs[rank], job.ids[rank], job.weights[rank], layout=layout, **options)
-            wanted = reference.combine(outputs, results, order="last_pick", sum_domain=2)[rank]
-            assert torch.equal(ep.combine(outputs[rank], r.handle, order="last_pick"), wanted), layout
+            for order in ("rank", "last_pick"):
+                wanted = reference.combine(outputs, results, order=order, sum_domain=2)[rank]
+                assert torch.equal(ep.combine(outputs[rank], r.handle, order=order), wanted), (layout, order)
         with pytest.raises(weft.Unsupported, match="pick"):
             ep.combine(outputs[rank], r.handle, order="pick")
-        x = torch.zeros((1, HIDDEN), dtype=torch.bfloat16, device="cpu")
+        x = torch.zeros((1, HIDDEN), dtype=torch.float32, device="cpu")
         ids = torch.zeros((1, TOP_K), dtype=torch.int64, device="cpu")
         with pytest.raises(weft.InvalidArgument, match="different things"):  # seen by all, across nodes
             ep.dispatch(x, ids, layout="expert_major", alignment=2 if rank == 3 else 1)
@@ -141,7 +143,7 @@ def orders(comm: weft.Communicator) -> None:
 
 
 def test_orders_and_what_is_refused() -> None:
-    weft.spawn(orders, 4, device="cpu")
+    weft.spawn(orders, 8, device="cpu")  # sums of two nodes show no order
     assert weft.supports(num_ranks=6, num_experts=12, node_ranks=4)
     assert not weft.supports(num_ranks=6, num_experts=12, node_ranks=4, sum_domain=3)
     assert not weft.supports(num_ranks=6, num_experts=12, node_ranks=7)
