@@ -190,6 +190,32 @@ TEST(a_rank_that_does_not_call_is_named_after_the_deadline) {
   ranks.join_all();
 }
 
+// Between nodes: a creditor sees only the next rank of a chain.
+TEST(blame_follows_those_who_say_that_they_wait) {
+  auto hub = std::make_shared<LocalHub>(kNumRanks);
+  std::vector<std::shared_ptr<Communicator>> comms;
+  for (int rank : all_but(kNumRanks)) comms.push_back(Communicator::create(connect_threads(hub, rank)));
+  const auto says = [&](int rank, const std::vector<int>& awaited) {
+    comms[static_cast<size_t>(rank)]->note_awaited(RankSet::of(awaited));
+  };
+  const auto blamed = [&](const std::vector<int>& late) {
+    return ranks_text(comms[0]->to_blame(RankSet::of(late)).ranks());
+  };
+  CHECK_EQ(blamed({1}), ranks_text({1}));
+  says(1, {0, 2});
+  CHECK_EQ(blamed({1}), ranks_text({2}));
+  CHECK_EQ(blamed({1, 3}), ranks_text({2, 3}));
+  says(2, {3});
+  CHECK_EQ(blamed({1}), ranks_text({3}));
+  says(3, {1, 0});  // in a circle
+  CHECK_EQ(blamed({1}), ranks_text({1}));
+  says(3, {});
+  says(1, {});
+  CHECK_EQ(blamed({1}), ranks_text({1}));
+  CHECK_EQ(blamed({2}), ranks_text({3}));
+  for (const auto& comm : comms) comm->close();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) { return run_tests(argc, argv); }
