@@ -17,6 +17,7 @@
 | `WEFT_DEEP_EP_DEVICE` | `cpu`: buffers of `deep_ep` keep to host memory; `cuda` |
 | `WEFT_DEEP_EP_MAX_TOKENS` | windows of `deep_ep.Buffer` begin with room for so many tokens of a rank |
 | `WEFT_DEEP_EP_TIMEOUT_S` | deadline of every call of `deep_ep`, in seconds |
+| `WEFT_DEEP_EP_STORE` | where ranks of `deep_ep.nixl_buffer` meet: `host:port` of a TCPStore, or the path of a file |
 | `PYTHONPATH` | `python -m weft.deep_ep run` adds the folder of `deep_ep` for the program that it becomes |
 | `COLUMNS` | width of what the commands print where they do not print on a terminal; 160 without it |
 | `CUDA_DEVICE_MAX_CONNECTIONS` | read by CUDA; `weft.spawn(isolation="thread")` sets it, and `CUDA_MODULE_LOADING` |
@@ -197,15 +198,16 @@ def run_with_path(folder: str, command: list[str]) -> NoReturn:
 @dataclass(frozen=True)
 class DeepEp:
     """What buffers of `weft.deep_ep` are told: `device`, "" for the usual one; `max_tokens` and `timeout_s`, 0 if not
-    set."""
+    set; `store`, "" if not set."""
 
     device: str = ""
     max_tokens: int = 0
     timeout_s: float = 0.0
+    store: str = ""
 
 
 def deep_ep() -> DeepEp:
-    """WEFT_DEEP_EP_DEVICE, WEFT_DEEP_EP_MAX_TOKENS and WEFT_DEEP_EP_TIMEOUT_S.
+    """WEFT_DEEP_EP_DEVICE, WEFT_DEEP_EP_MAX_TOKENS, WEFT_DEEP_EP_TIMEOUT_S and WEFT_DEEP_EP_STORE.
 
     Raises:
         InvalidArgument: one of them is set to what is not allowed.
@@ -218,7 +220,8 @@ def deep_ep() -> DeepEp:
         raise InvalidArgument(
             f"WEFT_DEEP_EP_MAX_TOKENS is {tokens} in the environment; allowed are 1 to {(1 << 24) - 1}"
         )
-    return DeepEp(device, tokens, _number("WEFT_DEEP_EP_TIMEOUT_S", os.environ.get("WEFT_DEEP_EP_TIMEOUT_S", "0")))
+    timeout_s = _number("WEFT_DEEP_EP_TIMEOUT_S", os.environ.get("WEFT_DEEP_EP_TIMEOUT_S", "0"))
+    return DeepEp(device, tokens, timeout_s, os.environ.get("WEFT_DEEP_EP_STORE", ""))
 
 
 def topk_idx_bits() -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from weft.env import Torchrun
 
-__all__ = ["ENDPOINT_BYTES", "Meeting", "hosts_store", "meet", "meet_by_env"]
+__all__ = ["ENDPOINT_BYTES", "Left", "Meeting", "hosts_store", "meet", "meet_by_env"]
 
 ENDPOINT_BYTES = 256
 _CALL = struct.Struct("<4sHH16s")  # magic, version, number of ranks, nonce
@@ -75,8 +75,8 @@ class Meeting:
         )
 
 
-class _Left(Exception):
-    """The caller has gone."""
+class Left(Exception):
+    """`Meeting.stop` was set: the caller has gone."""
 
 
 def meet(store: Store, me: Meeting) -> list[bytes]:
@@ -117,7 +117,7 @@ def _host(store: Store, me: Meeting) -> list[bytes]:
     _set(store, f"{call.nonce}/state", _LATE + _marks(known))
     _linger(store, call, [rank for rank in range(1, me.num_ranks) if rank not in late])
     if me.stop.is_set():
-        raise _Left
+        raise Left
     raise me.late(late, f"rank 0 waited at {me.where}")
 
 
@@ -169,7 +169,7 @@ def _follow(store: Store, me: Meeting) -> list[bytes]:
                 nonce = ""
                 raise me.replaced()
         if me.stop.is_set():
-            raise _Left
+            raise Left
         raise me.late(late, why)
     finally:
         if nonce:
@@ -301,7 +301,7 @@ def _meet_at_last(place: Torchrun, me: Meeting) -> tuple[list[bytes], Store]:
         try:
             store = dist.PrefixStore(f"weft/{place.run_id}", _open(place, me))
             return meet(store, me), store
-        except (Error, _Left):
+        except (Error, Left):
             raise
         except (OSError, RuntimeError) as error:
             if time.monotonic() >= me.deadline or me.stop.is_set():

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from weft.deep_ep.config import Config
     from weft.deep_ep.errors import NotSupported
     from weft.deep_ep.hybrid_ep_buffer import HybridEPBuffer, HybridEpConfigInstance
+    from weft.deep_ep.nixl import NixlBuffer, nixl_buffer
     from weft.deep_ep.utils.envs import get_logical_domain_size, get_physical_domain_size
     from weft.deep_ep.utils.event import EventHandle, EventOverlap
 
@@ -37,9 +38,11 @@ _HOME = {
     "EventOverlap": "utils.event",
     "HybridEPBuffer": "hybrid_ep_buffer",
     "HybridEpConfigInstance": "hybrid_ep_buffer",
+    "NixlBuffer": "nixl",
     "NotSupported": "errors",
     "get_logical_domain_size": "utils.envs",
     "get_physical_domain_size": "utils.envs",
+    "nixl_buffer": "nixl",
 }
 _MODULES = ("_C", "buffer", "buffers", "hybrid_ep_buffer", "utils")
 
@@ -52,6 +55,7 @@ __all__ = [
     "EventOverlap",
     "HybridEPBuffer",
     "HybridEpConfigInstance",
+    "NixlBuffer",
     "NotSupported",
     "__version__",
     "check_nccl_so",
@@ -61,6 +65,7 @@ __all__ = [
     "get_physical_domain_size",
     "init_jit",
     "install",
+    "nixl_buffer",
     "topk_idx_t",
     "weft",
 ]

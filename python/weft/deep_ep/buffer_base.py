@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.deep_ep.ending import Ending
-from weft.deep_ep.errors import refused
-from weft.deep_ep.layers import Layers
+from weft.deep_ep.layers import DEADLINE_S, Layers
 from weft.deep_ep.ranks import Ranks, ranks_of
 from weft.deep_ep.streams import Streams
 from weft.errors import InvalidArgument
@@ -48,6 +47,7 @@ class BufferBase(Ending):
     """Constructor, attributes and end of `Buffer`."""
 
     _streams: Streams
+    enable_shrink = False
 
     def __init__(
         self,
@@ -66,28 +66,36 @@ class BufferBase(Ending):
         allow_nvlink_for_normal_mode: bool = True,
         num_nvl_peers: int = 0,
     ) -> None:
-        if enable_shrink:
-            raise refused(
-                "Buffer(enable_shrink=True)", "masks of lost ranks", "buffer.comm.rebuild(ranks) goes on without them"
-            )
         if not allow_nvlink_for_low_latency_mode:
             warnings.warn(
                 "deep_ep: allow_nvlink_for_low_latency_mode=False has no effect: Weft has no other path", stacklevel=2
             )
-        self._ranks = ranks_of(group, comm)
         self.group = group
-        self.rank, self.group_size = self._ranks.rank, self._ranks.num_ranks
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         self.enable_shrink = enable_shrink
         self.nvshmem_qp_depth = 1024
-        self.runtime: Runtime | None = Runtime(self._ranks)
-        with self._ranks.released_on_error():
-            self._layers = Layers(self._ranks, heap_bytes=num_nvl_bytes)
-        self._streams = Streams(self._ranks.device)
+        self._open(ranks_of(group, comm, can_mask=enable_shrink), heap_bytes=num_nvl_bytes)
+
+    def _open(self, ranks: Ranks, *, heap_bytes: int = 0, deadline_s: float = DEADLINE_S) -> None:
+        """From here on there are ranks, of which this buffer is a user, and something to give back."""
+        self._ranks = ranks
+        self.rank, self.group_size = ranks.rank, ranks.num_ranks
+        with ranks.released_on_error():
+            self._layers = Layers(ranks, heap_bytes=heap_bytes, deadline_s=deadline_s)
+        self.runtime: Runtime | None = Runtime(ranks)
+        self._streams = Streams(ranks.device)
         self._scratch: Tensor | None = None
         self._next_window = 0
+        self._masks = ranks.masks if self.enable_shrink else None
+        if self._masks is not None:
+            self._masks.buffers.add(self)
         self._destroyed = False
+
+    def _slots(self, num_experts: int) -> tuple[int, int]:
+        """Of a low-latency call: experts that the windows are for, and ranks for whose rows there is room."""
+        self._num_local(num_experts)
+        return num_experts, self.group_size
 
     def _num_local(self, num_experts: int) -> int:
         """Experts of a rank.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -12,6 +13,7 @@ from weft import env
 from weft.call.room import NeedsRoom
 from weft.deep_ep.ranks import Ranks
 from weft.errors import InvalidState
+from weft.group.windows import asked_contract
 from weft.limits import check_shape, dtype_name
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ T = TypeVar("T")
 
 _LEAST_HEAP = 64 << 20
 _LEAST_TOKENS = 512
+_LOOK_S = 0.002
 DEADLINE_S = 100.0
 
 
@@ -76,11 +79,42 @@ class Layers:
             max_tokens_per_rank=max_tokens, deadline_s=self.deadline_s, heap_bytes=max(self._heap_bytes, heap_bytes),
             num_windows=2 if shape.kind == "low_latency" else 1,
         )  # fmt: skip
+        return self._kept(shape, made)
+
+    def _kept(self, shape: ShapeOf, made: ExpertParallel) -> ExpertParallel:
         if self.has_orders:
             made.calls.tell_need()
         self._newest[shape] = made
         self._all.add(made)
         return made
+
+    def _lacking(self) -> list[dict[str, Any]]:
+        comm = self.ranks.comm
+        made = [(each["serials"], each["numbers"]) for each in comm._objects]
+        theirs = asked_contract(comm._native, self.deadline_s)["objects"]
+        return [each for each in theirs if (each["serials"], each["numbers"]) not in made]
+
+    def catch_up(self, check: Callable[[dict[str, Any]], object] = bool, *, wait_s: float = 0.0) -> bool:
+        """Make what the members have made, and this rank, which has joined them or is suspended, has not. False:
+        nothing, also after `wait_s`: members speak of an object when all of it is there. `check` is asked before, with
+        the arguments of each."""
+        from weft.expert_parallel import ExpertParallel
+
+        end = time.monotonic() + wait_s
+        while not (lacking := self._lacking()) and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+        for each in lacking:
+            arguments = each["arguments"]
+            check(arguments)
+            dtype = getattr(torch, arguments["dtype"])
+            made = ExpertParallel(self.ranks.comm, **{**arguments, "dtype": dtype})
+            num_experts, top_k, hidden = (arguments[name] for name in ("num_experts", "top_k", "hidden"))
+            if arguments["heap_bytes"] == 0:  # words between ranks
+                self.ranks.mail[hidden] = made
+                continue
+            kind = "low_latency" if arguments["num_windows"] > 1 else "normal"
+            self._kept(ShapeOf(num_experts, top_k, hidden, dtype, kind), made)
+        return bool(lacking)
 
     def check(self, shape: ShapeOf, num_tokens: int) -> None:
         """Whether a window of this shape can be. Local: before the ranks tell each other anything.

@@ -43,6 +43,7 @@ class LowLatencyHandle(tuple):  # type: ignore[type-arg]
     ep: ExpertParallel
     dispatched: Dispatched
     output: Tensor | None
+    is_combined = False
 
     def __new__(cls, buffer: Any, ep: ExpertParallel, dispatched: Dispatched, max_tokens: int) -> LowLatencyHandle:
         """Handle of a result."""
@@ -153,11 +154,14 @@ class LowLatency(BufferBase):
             raise InvalidArgument(
                 f"x has {len(topk_idx)} tokens; allowed are 0 to num_max_dispatch_tokens_per_rank = {max_tokens}"
             )
-        num_local = self._num_local(num_experts)
+        num_slots, num_sources = self._slots(num_experts)
         check_counts(
-            "cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, num_local, self._ranks.device
-        )
-        ep = self._of_low_latency(topk_idx, form.hidden, max_tokens, num_experts)
+            "cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, num_slots // self.group_size,
+            self._ranks.device,
+        )  # fmt: skip
+        if self._masks is not None:
+            self._masks.boundary()
+        ep = self._of_low_latency(topk_idx, form.hidden, max_tokens, num_slots)
         is_staged = return_recv_hook and max_tokens <= MAX_SMALL_TOKENS
         quantize = None if not use_fp8 else "fp8_ue8m0" if round_scale else "fp8"
         late: list[Callable[[], object]] = []
@@ -166,11 +170,13 @@ class LowLatency(BufferBase):
             count = torch.empty(ep.num_local_experts, dtype=torch.int32, device=ep.device)
             with counting_waits(ep, self._next_window, waits):
                 r = ep.dispatch(
-                    form.data, topk_idx, topk_weights, layout="masked", capacity=self.group_size * max_tokens,
+                    form.data, topk_idx, topk_weights, layout="masked", capacity=num_sources * max_tokens,
                     max_tokens=max_tokens, quantize=quantize, scale_layout="column_major" if use_fp8 else "row_major",
                     staged=is_staged, window=self._next_window,
                 )  # fmt: skip
             self._next_window = 1 - self._next_window  # a refused call has sent nothing: the next takes its window
+            if self._masks is not None:
+                self._masks.note_dispatch()
             late.append(r.wait)
             late.append(lambda: count.copy_(r.num_tokens_per_expert))
             if cumulative_local_expert_recv_stats is not None:
@@ -253,6 +259,9 @@ class LowLatency(BufferBase):
                 else:
                     weighted = _weighted(mine, rows, topk_idx, topk_weights)
                     sent = summed(ep, routing, weighted, staged=is_staged, window=routing.window)
+            if self._masks is not None and not mine.is_combined:
+                self._masks.note_combine()
+            mine.is_combined = True
             shape = (num_tokens, ep.hidden)
             result = torch.empty(shape, dtype=torch.bfloat16, device=ep.device) if out is None else out
             if not return_recv_hook:
@@ -273,20 +282,34 @@ class LowLatency(BufferBase):
         return mine.output
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Refused: a lost rank breaks the group until `buffer.comm.rebuild(ranks)`."""
-        raise refused(
-            "low_latency_update_mask_buffer", "masks of ranks", "buffer.comm.rebuild(ranks) goes on without them"
-        )
+        """Want a rank to take no part (`mask`), or to take part again. Local, returns at once; on one rank or several.
+
+        The ranks agree while they work. From one of the next low-latency dispatches on it holds on all of them: picks
+        of its experts are absent, and its tokens reach nobody; in its own calls it is alone. Nothing else changes.
+
+        Raises:
+            NotSupported: the buffer was made without enable_shrink=True.
+            InvalidArgument: no rank, or this one.
+        """
+        self._check_alive("low_latency_update_mask_buffer")
+        if self._masks is None:
+            raise refused(
+                "low_latency_update_mask_buffer", "the group has no masks", "make the buffer with enable_shrink=True"
+            )
+        self._masks.want(rank_to_mask, mask=mask)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        """Fill int32 [R]: 1 for a rank that the group has lost."""
+        """Fill int32 [R]: 1 for a rank that takes no part in the calls of this one."""
         self._check_alive("low_latency_query_mask_buffer")
         lost = [int(rank not in self._ranks.comm.active_ranks) for rank in range(self.group_size)]
         mask_status.copy_(torch.tensor(lost, dtype=mask_status.dtype, device=mask_status.device))
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Nothing has to be cleaned."""
+        """Want all ranks that are masked and alive to take part again; as `low_latency_update_mask_buffer`. Without
+        enable_shrink nothing has to be cleaned."""
         self._check_alive("low_latency_clean_mask_buffer")
+        if self._masks is not None:
+            self._masks.want_all()
 
     def _of_low_latency(self, topk_idx: Tensor, hidden: int, max_tokens: int, num_experts: int) -> ExpertParallel:
         top_k = topk_idx.shape[1]

@@ -10,44 +10,58 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft import env
-from weft.errors import InvalidArgument, InvalidState
+from weft.deep_ep.errors import NotSupported, refused
+from weft.errors import InvalidArgument, InvalidState, Unsupported
 from weft.quantized import Quantized
 
 if TYPE_CHECKING:
     from weft.communicator import Communicator
+    from weft.deep_ep.masks import Masks
     from weft.expert_parallel import ExpertParallel
 
-__all__ = ["Ranks", "ranks_of"]
+__all__ = ["Ranks", "options_of_environment", "ranks_of"]
 
 _kept: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()
+_masked: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()  # of buffers with enable_shrink
 _of_mpi: dict[int, Ranks] = {}  # by id of a communicator of MPI, which can't be referred to weakly; Ranks keep it
 _of_comm: weakref.WeakKeyDictionary[Any, weakref.ref[Ranks]] = weakref.WeakKeyDictionary()  # Ranks keep their key
 _LEAST_WORDS = 8
 _DEADLINE_S = 100.0
 
 
-def ranks_of(group: Any, comm: Any = None) -> Ranks:
+def ranks_of(group: Any, comm: Any = None, *, can_mask: bool = False) -> Ranks:
     """Of a process group, of a `weft.Communicator` (which stays its owner's), or without a group of `comm`, which has
-    Get_rank, Get_size and allgather as mpi4py's. Collective where it is new.
+    Get_rank, Get_size and allgather as mpi4py's. Collective where it is new. `can_mask`: with masks; a communicator of
+    its own.
 
     Raises:
         ValueError: neither `group` nor `comm` is given. InvalidArgument: `comm` lacks one of the three.
+        NotSupported: masks on a GPU, of `comm`, or of a `weft.Communicator` without max_ranks.
     """
     if group is None and comm is None:
         raise ValueError("group is None; a torch.distributed process group is expected, or comm= of MPI")
     env.deep_ep()  # what is wrong there is refused before the ranks meet
     if group is None:
+        if can_mask:
+            raise _no_masks("ranks of MPI", "a torch.distributed group")
         return _ranks_of_mpi(comm)
     known = _of_comm.get(group)
-    found = _kept.get(group) if known is None else known()
+    kept = _masked if can_mask else _kept
+    found = kept.get(group) if known is None else known()
     if found is None or found.is_closed:
-        found = Ranks(group)
+        found = Ranks(group, can_mask=can_mask)
         if found.is_owner:
-            _kept[group] = found
+            kept[group] = found
         else:
             _of_comm[group] = weakref.ref(found)
+    if can_mask:
+        found.allow_masks()
     found.num_users += 1
     return found
+
+
+def _no_masks(of: str, instead: str) -> NotSupported:
+    return refused("Buffer(enable_shrink=True)", f"masks are not for {of}", f"use {instead}")
 
 
 def _ranks_of_mpi(comm: Any) -> Ranks:
@@ -62,18 +76,40 @@ def _ranks_of_mpi(comm: Any) -> Ranks:
 
 
 class Ranks:
-    """A communicator, counted: closed with its last buffer."""
+    """A communicator, counted: closed with its last buffer, unless it is the caller's."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, *, can_mask: bool = False, is_owner: bool | None = None) -> None:
+        """`is_owner` of a `weft.Communicator` that is closed with the last buffer; None: it is not."""
         from weft.communicator import Communicator  # with all that a call needs
 
         self.num_users = 0
         self.source = group if hasattr(group, "Get_size") else None
-        self.is_owner = not isinstance(group, Communicator)
+        is_made = not isinstance(group, Communicator)
+        self.is_owner = is_made if is_owner is None else is_owner
         self._mail: dict[int, ExpertParallel] = {}
-        self.comm = _connect(group) if self.is_owner else group
+        self.masks: Masks | None = None
+        self.comm = _connect(group, can_mask=can_mask) if is_made else group
         self.rank, self.num_ranks = self.comm.rank, self.comm.num_ranks
         self.device = self.comm.device
+
+    def allow_masks(self) -> Masks:
+        """Of all buffers of this communicator that want them.
+
+        Raises:
+            NotSupported: nobody can be suspended here.
+        """
+        from weft.deep_ep.masks import Masks
+
+        if not self.comm._native.is_open:
+            raise _no_masks("a weft.Communicator without max_ranks", "one that was made with max_ranks=")
+        if self.masks is None:
+            self.masks = Masks(self.comm)
+        return self.masks
+
+    @property
+    def mail(self) -> dict[int, ExpertParallel]:
+        """What words go by, by their number."""
+        return self._mail
 
     @property
     def is_closed(self) -> bool:
@@ -134,17 +170,29 @@ class Ranks:
         return rows.view(torch.int32)
 
 
-def _connect(group: Any) -> Communicator:
-    """Collective. The process is bound as placement="process" does, unless WEFT_PLACEMENT says otherwise."""
-    from weft.communicator import Communicator
+def options_of_environment() -> dict[str, Any]:
+    """For constructors of a communicator. The process is bound as placement="process" does, unless WEFT_PLACEMENT says
+    otherwise."""
     from weft.group.joining import CONNECT_TIMEOUT_S
 
     chosen = env.deep_ep()
     device = chosen.device or ("cuda" if torch.cuda.is_available() else "cpu")
     placement = "auto" if env.set_among(["WEFT_PLACEMENT"]) else "process"
-    options: Any = {
-        "device": device, "placement": placement, "timeout_s": chosen.timeout_s or CONNECT_TIMEOUT_S,
-    }  # fmt: skip
+    return {"device": device, "placement": placement, "timeout_s": chosen.timeout_s or CONNECT_TIMEOUT_S}
+
+
+def _connect(group: Any, *, can_mask: bool) -> Communicator:
+    """Collective."""
+    from weft.communicator import Communicator
+
+    options = options_of_environment()
     if hasattr(group, "Get_size"):
         return Communicator.from_allgather(group.Get_rank(), group.Get_size(), group.allgather, **options)
-    return Communicator.from_process_group(group, **options)
+    if not can_mask:
+        return Communicator.from_process_group(group, **options)
+    import torch.distributed as dist
+
+    try:
+        return Communicator.from_process_group(group, **options, max_ranks=dist.get_world_size(group))
+    except Unsupported as error:
+        raise _no_masks(str(error), "the cpu engine (WEFT_DEEP_EP_DEVICE=cpu) on one machine") from error

@@ -1,0 +1,113 @@
+"""Masks of ranks: who is masked is suspended, by all ranks at one boundary, which a low-latency dispatch is."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from weft.errors import InvalidArgument, InvalidState
+from weft.group.changes import Ticket
+
+if TYPE_CHECKING:
+    from weft.communicator import Communicator
+    from weft.membership import Change
+
+__all__ = ["Masks"]
+
+_LOOK_S = 0.001  # of a masked rank in each of its dispatches: whether it has been taken in again
+_BOTH_WINDOWS = 2
+
+
+class Masks:
+    """Of a communicator whose ranks may be suspended. What this rank wants of others is said at its next boundary.
+
+    After a change no handle works, so a dispatch is a boundary only where none is waited for: no dispatch before it is
+    without its combine, or both windows hold one, which then nobody combines. Ranks count alike.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.buffers: weakref.WeakSet[Any] = weakref.WeakSet()  # their windows begin again with every change
+        self._comm = comm
+        self._wanted: dict[int, bool] = {}
+        self._ticket: Ticket | None = None
+        self._num_open = 0  # dispatches without their combine
+        comm.on_change(self._begin_again)
+
+    def want(self, rank: int, *, mask: bool) -> None:
+        """Local: it is proposed at the next boundary.
+
+        Raises:
+            InvalidArgument: no rank, or a mask of this one.
+        """
+        if type(rank) is not int or not 0 <= rank < self._comm.num_ranks or (mask and rank == self._comm.rank):
+            raise InvalidArgument(
+                f"rank_to_mask is {rank!r}; allowed are ranks, 0 to {self._comm.num_ranks - 1}, and to be masked not "
+                f"this one, {self._comm.rank}"
+            )
+        if rank != self._comm.rank:
+            self._wanted[rank] = bool(mask)
+
+    def forget(self, rank: int) -> None:
+        """What was wanted of this one."""
+        self._wanted.pop(rank, None)
+
+    def want_all(self) -> None:
+        """Nobody masked who is connected."""
+        self._wanted = {rank: False for rank in self._connected() if rank not in self._comm.active_ranks}
+
+    def boundary(self) -> None:
+        """Of all ranks, before a dispatch. A masked rank does not wait, unless it wants to take part again itself."""
+        if 0 < self._num_open < _BOTH_WINDOWS:
+            return
+        self._num_open = 0
+        comm = self._comm
+        if comm.is_member:
+            self._propose()
+            comm.boundary()
+        elif self._look() is not None:
+            self._wanted.clear()
+
+    def note_dispatch(self) -> None:
+        """It waits for its combine."""
+        self._num_open += 1
+
+    def note_combine(self) -> None:
+        """Of a dispatch the first."""
+        self._num_open = max(0, self._num_open - 1)
+
+    def _look(self) -> Change | None:
+        """Of a masked rank."""
+        seconds = None if False in self._wanted.values() else _LOOK_S
+        while True:
+            try:
+                return self._comm.boundary(seconds)
+            except InvalidState:  # unless the members have made objects that this rank lacks
+                layers = next(iter(self.buffers))._layers
+                if not layers.catch_up(wait_s=layers.deadline_s):
+                    raise
+
+    def _connected(self) -> set[int]:
+        now = self._comm.membership
+        return {*now.active, *now.standby, *now.joining} - {self._comm.rank}
+
+    def _propose(self) -> None:
+        if not self._wanted:
+            return
+        active = set(self._comm.active_ranks)
+        self._wanted = {rank: mask for rank, mask in self._wanted.items() if mask == (rank in active)}
+        if not self._wanted or (self._ticket is not None and self._ticket.state in ("preparing", "proposed")):
+            return
+        ready = set(self._comm.membership.standby)
+        going = [rank for rank, mask in self._wanted.items() if mask]
+        coming = [rank for rank, mask in self._wanted.items() if not mask and rank in ready]
+        if going or coming:
+            name = f"mask {self._comm.epoch} {sorted(going)} {sorted(coming)}"
+            try:
+                self._ticket = self._comm.propose(suspend=going, resume=coming, id=name)
+            except InvalidState:  # another change of this rank is not decided yet
+                self._ticket = None
+
+    def _begin_again(self, _: Change) -> None:
+        self._num_open = 0
+        for each in self.buffers:
+            each._next_window = 0
