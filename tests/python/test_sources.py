@@ -30,12 +30,11 @@ def inputs(num_ranks: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return xs, ids
 
 
-def against_the_reference(comm: weft.Communicator, heap_bytes: int | None) -> None:
+def against_the_reference(comm: weft.Communicator, heap_bytes: int | None, node_ranks: int | None) -> None:
     xs, ids = inputs(comm.num_ranks)
     x, idx = xs[comm.rank], ids[comm.rank]
-    with weft.ExpertParallel(
-        comm, num_experts=3 * comm.num_ranks, top_k=4, hidden=32, max_tokens_per_rank=17, heap_bytes=heap_bytes
-    ) as ep:
+    shape: dict[str, Any] = {"num_experts": 3 * comm.num_ranks, "top_k": 4, "hidden": 32, "max_tokens_per_rank": 17}
+    with weft.ExpertParallel(comm, **shape, heap_bytes=heap_bytes, node_ranks=node_ranks) as ep:
         kept = []
         for name, options in CALLS.items():
             wanted = reference.dispatch(xs, ids, num_experts=3 * comm.num_ranks, **options)
@@ -49,9 +48,9 @@ def against_the_reference(comm: weft.Communicator, heap_bytes: int | None) -> No
 
 
 @pytest.mark.parametrize("heap_bytes", [None, 0])
-@pytest.mark.parametrize("num_ranks", [1, 3, 4])
-def test_sources_are_those_of_the_reference(num_ranks: int, heap_bytes: int | None) -> None:
-    weft.spawn(against_the_reference, num_ranks, (heap_bytes,), device="cpu")
+@pytest.mark.parametrize(("num_ranks", "node_ranks"), [(1, None), (3, None), (4, None), (5, 3)])
+def test_sources_are_those_of_the_reference(num_ranks: int, node_ranks: int | None, heap_bytes: int | None) -> None:
+    weft.spawn(against_the_reference, num_ranks, (heap_bytes, node_ranks), device="cpu")
 
 
 def test_rows_say_where_they_came_from() -> None:
