@@ -120,8 +120,8 @@ void DispatchCall::build_forward_plans() {
       const u16 expert = experts[pick];
       if (expert == kNoRailExpert) continue;
       const int destination = first + expert / static_cast<int>(num_local_);
-      if (expert >= size * num_local_ || !targets_[destination].is_here || left[expert]-- <= 0)
-        op_.fail_internal(Phase::kCount, route.source);
+      if (expert >= size * num_local_ || !targets_[destination].is_here) op_.fail_internal(Phase::kCount, route.source);
+      --left[expert];
       plan.expert()[pick] = static_cast<i32>(first * num_local_) + expert;
       i32& slot = plan.slot()[pick / top_k_ * num_ranks_ + destination];
       if (slot < 0) slot = plan.num_rows_to()[destination]++;
