@@ -104,6 +104,22 @@ def test_two_spares_come_in_together() -> None:
         assert (change.added, change.active) == ((3, 4), (0, 3, 4))
 
 
+def _makes_late(comm: Any) -> None:
+    if comm.is_member:
+        until(lambda: comm.membership.joining == (1,))
+        time.sleep(0.5)  # the spare looks for it meanwhile
+    kept = make_ep(comm)
+    if comm.is_member:
+        until(lambda: comm.membership.standby == (1,))
+    else:
+        comm.boundary()
+        raise AssertionError(f"taken in with {kept}")
+
+
+def test_a_spare_waits_for_what_members_make_late() -> None:
+    assert weft.spawn(_makes_late, 1, device="cpu", standby=1) == [None, None]
+
+
 def test_spares_that_nobody_needs() -> None:
     """They end with the group, with nothing to say."""
     kept = []  # an object that a member drops at its end is none that a spare could still make

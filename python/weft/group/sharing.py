@@ -158,7 +158,7 @@ class Sharing(Windows):
             message, fd = self._ask_once(name, rank, deadline)
             if message:
                 return json.loads(message), fd
-            self._raise_if_gone(rank, deadline)  # it ended in the middle
+            self._raise_if_late(rank, deadline)  # it ended in the middle
             time.sleep(_SLICE_S)
 
     def _ask_once(self, name: str, rank: int, deadline: float) -> tuple[bytes, int]:
@@ -176,7 +176,7 @@ class Sharing(Windows):
                     with contextlib.suppress(TimeoutError):
                         message, fds, flags, _ = socket.recv_fds(call, _MAX_MESSAGE, 1, _CLOSE_ON_EXEC)
                         break
-                    self._raise_if_gone(rank, deadline)
+                    self._raise_if_late(rank, deadline)
             except ConnectionRefusedError:
                 if self._native.has_ended(rank):  # that shows before its door is shut
                     raise PeerLost((rank,), f"fetch: rank {rank} has died or closed its communicator") from None
@@ -195,13 +195,11 @@ class Sharing(Windows):
                 call.connect(self._address_of(rank))
                 return
             except BlockingIOError:
-                self._raise_if_gone(rank, deadline)
+                self._raise_if_late(rank, deadline)
                 time.sleep(_SLICE_S)
 
-    def _raise_if_gone(self, rank: int, deadline: float) -> None:
+    def _raise_if_late(self, rank: int, deadline: float) -> None:
         self._check_usable("fetch")
-        if any(each == rank for each, _, _ in self._native.detections()):
-            raise PeerLost((rank,), f"fetch: rank {rank} has died or closed its communicator")
         if time.monotonic() > deadline:
             raise PeerTimeout("fetch", 0, (rank,), f"fetch: rank {rank} did not answer before the deadline")
 
