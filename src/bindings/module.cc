@@ -179,6 +179,7 @@ void bind_changes(nb::class_<Communicator>& communicator) {
       .def("joining_ranks", &Communicator::joining_ranks)
       .def("prepared_ranks", &Communicator::prepared_ranks)
       .def("leaving_ranks", &Communicator::leaving_ranks)
+      .def("members", &Communicator::members)
       .def("set_contract", &Communicator::set_contract, "contract"_a)
       .def(
           "ask_contract",

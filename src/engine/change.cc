@@ -224,7 +224,7 @@ std::optional<Action> Communicator::wait_to_be_taken_in(u64 deadline_ns, const P
         e.changed.wait_for(lock, std::chrono::nanoseconds(std::min(kPollNs, deadline_ns - now_ns())));
       }
       taken = e.outcome;
-      is_to_refresh = has_to_prepare();
+      is_to_refresh = !taken && has_to_prepare();
     }
     if (taken && taken->kind != Action::Kind::kInstall) return taken;
     if (taken) {  // kept for the next call, if the members do not come by the deadline
@@ -254,7 +254,7 @@ void Communicator::prepare_in_slices(u64 deadline_ns, const Poll& poll) {
   try {
     ready(until_ns, poll);
   } catch (const Error& error) {
-    if (error.code != ErrorCode::kPeerTimeout || until_ns == deadline_ns) throw;
+    if (error.code != ErrorCode::kPeerTimeout) throw;
     const std::lock_guard lock(elastic_->mutex);
     elastic_->needs_refresh = true;
   }
@@ -342,6 +342,7 @@ void Communicator::keep_suspended(const RankSet& ranks) {
       const std::lock_guard lock(e.mutex);
       if (slot != rank_) e.newcomers_.insert(slot);
       if (slot == rank_) e.is_ready = true;
+      if (slot == rank_) e.contract.clear();  // the caller says what it is worth now
     }
     if (slot == rank_) e.is_solo = true;
     Event event = event_of(Event::Kind::kPrepared);

@@ -102,8 +102,11 @@ u64 Communicator::incarnation(int rank) const {
   return elastic_ ? elastic_->group.slots().claimed(rank) : founder;
 }
 
+// Newcomers that have mapped less of it have to offer their own anew: whoever has not is prepared for by nobody.
 void Communicator::note_changed_window() {
-  if (elastic_ && !elastic_->is_solo) unprepare_all(false);
+  if (!elastic_ || elastic_->is_solo) return;
+  for (const int slot : elastic_->newcomers()) unmap(slot);
+  unprepare_all(false);
 }
 
 void Communicator::remove_window(MemberWindow* window) {

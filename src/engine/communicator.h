@@ -126,12 +126,14 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::vector<int> joining_ranks();   // connected, not prepared for by this rank
   std::vector<int> prepared_ranks();  // one change away
   std::vector<int> leaving_ranks();
+  std::vector<int> members();  // by the newest decision; a newcomer is none
   // What a newcomer needs to make its objects alone, in words of the caller; of this rank, and of a member.
   void set_contract(std::string contract);
   // `of`: these, in place of the members.
   std::string ask_contract(u64 deadline_ns, const Poll& poll, const std::vector<int>& of = {});
-  // For a window of a newcomer: to and from all ranks that it is connected to.
-  void share_window(MemberWindow& window, u64 deadline_ns, const Poll& poll);
+  // For a window of a newcomer: to and from all ranks that it is connected to. `is_new`: error kInvalidState if a member has it no
+  // more.
+  void share_window(MemberWindow& window, u64 deadline_ns, const Poll& poll, bool is_new = true);
 
   // Never communicates beyond a best-effort goodbye (R18). Result memory stays valid as long as it is held.
   // `why`: what made the caller leave, in one line, for the errors of the others; empty: nothing special.
@@ -190,7 +192,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::optional<MembershipAction> wait_to_be_taken_in(u64 deadline_ns, const Poll& poll, bool stands_by);
   bool is_group_gone();
   void prepare_in_slices(u64 deadline_ns, const Poll& poll);
-  void swap_offers(MemberWindow& window, u64 deadline_ns, const Poll& poll);
+  void swap_offers(MemberWindow& window, const RankSet& members, const Wait& wait, bool is_new);
+  void prepare(u64 deadline_ns, const Poll& poll);
   void want_again();
   void want_what_is_ready();
   void take_back_wish();

@@ -326,6 +326,11 @@ std::vector<int> Communicator::leaving_ranks() {
   return membership_.leaving().ranks();
 }
 
+std::vector<int> Communicator::members() {
+  const std::lock_guard lock(membership_mutex_);
+  return membership_.newest_set().ranks();
+}
+
 std::string Communicator::address() {
   OpenGroup& group = elastic("address").group;
   JoinAddress address;

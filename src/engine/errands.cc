@@ -19,6 +19,8 @@ constexpr u64 kOtherNewcomerNs = 1'000'000'000;  // for an answer of a rank that
 constexpr u64 kWaitSliceNs = 50'000'000;
 constexpr u64 kOfferAgainNs = 2'000'000;  // before all is offered again
 
+struct TakenIn {};  // meanwhile: there is nothing to prepare any more
+
 struct AnswerHead {
   u64 code;  // 0: what was asked for follows, else the text of the error
 };
@@ -100,11 +102,17 @@ void Communicator::serve(int slot, u64 tag, Parcel&& parcel) {
         if (parcel.bytes.size() < sizeof(id)) throw_invalid_argument("a malformed offer of a window");
         std::memcpy(&id, parcel.bytes.data(), sizeof(id));
         parcel.bytes.erase(parcel.bytes.begin(), parcel.bytes.begin() + sizeof(id));
-        const std::lock_guard lock(mutex_);  // nobody closes it meanwhile
+        const std::lock_guard membership_lock(membership_mutex_);  // nobody comes in meanwhile
+        const std::lock_guard lock(mutex_);                        // nor is it closed
         const auto found =
             std::find_if(windows_.begin(), windows_.end(), [&](const MemberWindow* each) { return each->id() == id; });
         if (found == windows_.end()) {
           throw_invalid_state("rank " + std::to_string(rank_) + " has no window " + std::to_string(id) + " (any more)");
+        }
+        // Operations use what is mapped of it, without a lock.
+        if (membership_.newest_set().contains(slot) || (!e.is_solo && membership_.active().contains(slot))) {
+          throw_invalid_state("rank " + std::to_string(rank_) + ": rank " + std::to_string(slot) +
+                              " belongs to the group already, with the windows that it had");
         }
         (*found)->take_in(slot, std::move(parcel));
         WEFT_FAIL_POINT("window.taken");
@@ -147,6 +155,7 @@ void Communicator::serve(int slot, u64 tag, Parcel&& parcel) {
 std::vector<std::byte> Communicator::serve_ready(int slot, const Parcel& parcel) {
   const std::vector<u64> theirs = numbers_of(parcel.bytes);
   std::vector<u64> missing;
+  const std::lock_guard turn(elastic_->prepare_mutex);  // what is found is what counts
   {
     const std::lock_guard lock(mutex_);
     for (const MemberWindow* window : windows_) {
@@ -154,7 +163,6 @@ std::vector<std::byte> Communicator::serve_ready(int slot, const Parcel& parcel)
       if (!has_it || !window->has_taken_in(slot)) missing.push_back(window->id());
     }
   }
-  const std::lock_guard turn(elastic_->prepare_mutex);
   if (elastic_->is_holding && missing.empty()) missing = theirs;  // to be offered again, and asked for
   if (missing.empty()) {
     Event event;
@@ -167,23 +175,23 @@ std::vector<std::byte> Communicator::serve_ready(int slot, const Parcel& parcel)
   return bytes_of(missing);
 }
 
-// Heaps of the members may have grown: this rank's grows as it joins, and is shown once more.
-void Communicator::share_window(MemberWindow& window, u64 deadline_ns, const Poll& poll) {
-  do {
-    swap_offers(window, deadline_ns, poll);
-  } while (window.match_heaps());
-}
-
-void Communicator::swap_offers(MemberWindow& window, u64 deadline_ns, const Poll& poll) {
-  Elastic& e = *elastic_;
+// Heaps of the members may have grown: this rank's grows as it joins, and is shown once more. Those of other newcomers do not
+// count: what members are prepared for does not grow.
+void Communicator::share_window(MemberWindow& window, u64 deadline_ns, const Poll& poll, bool is_new) {
   RankSet members;
   {
     const std::lock_guard lock(membership_mutex_);
     members = membership_.newest_set();
   }
-  for (const int peer : e.group.peers()) {
+  do {
+    swap_offers(window, members, {deadline_ns, poll}, is_new);
+  } while (window.match_heaps(members));
+}
+
+void Communicator::swap_offers(MemberWindow& window, const RankSet& members, const Wait& wait, bool is_new) {
+  for (const int peer : elastic_->group.peers()) {
     const bool is_member = members.contains(peer);
-    const u64 until_ns = is_member ? deadline_ns : std::min(deadline_ns, now_ns() + kOtherNewcomerNs);
+    const u64 until_ns = is_member ? wait.deadline_ns : std::min(wait.deadline_ns, now_ns() + kOtherNewcomerNs);
     Parcel offer = window.offer();
     std::vector<std::byte> bytes(sizeof(u64) + offer.bytes.size());
     WEFT_FAIL_POINT("window.offered");
@@ -191,10 +199,12 @@ void Communicator::swap_offers(MemberWindow& window, u64 deadline_ns, const Poll
     std::memcpy(bytes.data(), &id, sizeof(id));
     std::copy(offer.bytes.begin(), offer.bytes.end(), bytes.begin() + sizeof(id));
     try {
-      window.take_in(peer, inquire(peer, Errand::kWindow, std::move(bytes), std::move(offer.fds), {until_ns, poll}));
+      window.take_in(peer,
+                     inquire(peer, Errand::kWindow, std::move(bytes), std::move(offer.fds), {until_ns, wait.poll}));
       WEFT_FAIL_POINT("window.shared");
     } catch (const Error& error) {  // another newcomer asks when it makes the window
-      if (is_member && error.code != ErrorCode::kPeerLost) throw;
+      const bool is_of_no_use = !is_new && error.code == ErrorCode::kInvalidState;  // the member has closed it
+      if (is_member && !is_of_no_use && error.code != ErrorCode::kPeerLost) throw;
     }
   }
 }
@@ -205,12 +215,24 @@ void Communicator::refresh_windows(u64 deadline_ns, const Poll& poll) {
     const std::lock_guard lock(mutex_);
     windows = windows_;
   }
-  for (MemberWindow* window : windows) share_window(*window, deadline_ns, poll);
+  for (MemberWindow* window : windows) share_window(*window, deadline_ns, poll, false);
 }
 
 void Communicator::ready(u64 deadline_ns, const Poll& poll) {
   Elastic& e = elastic("ready");
   if (!e.is_solo) throw_invalid_state("ready: this rank is a member of the group already");
+  try {
+    prepare(deadline_ns, [&] {
+      if (poll) poll();
+      const std::lock_guard lock(e.mutex);
+      if (e.outcome) throw TakenIn{};
+    });
+  } catch (const TakenIn&) {  // boundary() says so
+  }
+}
+
+void Communicator::prepare(u64 deadline_ns, const Poll& poll) {
+  Elastic& e = *elastic_;
   for (;;) {  // check: allow spin-loop: each turn asks every rank, and ends at the deadline
     std::unique_lock refresh_lock(e.mutex);
     const bool needs_refresh = std::exchange(e.needs_refresh, false);
@@ -228,10 +250,10 @@ void Communicator::ready(u64 deadline_ns, const Poll& poll) {
       e.needs_refresh |= needs_refresh;
       throw;
     }
-    if (now_ns() >= deadline_ns)
-      throw_peer_timeout("ready", 0, {}, "the windows of the members changed until the deadline");
     std::unique_lock lock(e.mutex);
     e.needs_refresh = true;
+    if (now_ns() >= deadline_ns)
+      throw_peer_timeout("ready", 0, {}, "the windows of the members changed until the deadline");
     e.changed.wait_for(lock, std::chrono::nanoseconds(kOfferAgainNs));
   }
 }

@@ -5,6 +5,7 @@
 
 #include "base/clock.h"
 #include "engine/elastic.h"
+#include "weft/config/fail_point.h"
 
 namespace weft {
 namespace {
@@ -197,6 +198,7 @@ void Communicator::want_again() {
     e.wish.change.margin = std::min(e.wish.change.margin * 2, kMostMargin);
     event.change = e.wish.change;
   }
+  WEFT_FAIL_POINT("wish.again");
   ask(event, Wait{0, {}});
 }
 

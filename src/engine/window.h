@@ -30,8 +30,8 @@ class MemberWindow {
   virtual Parcel offer() const { throw_unsupported("this engine takes no newcomers in"); }
   virtual void take_in(int /*slot*/, Parcel&& /*offer*/) {}
   virtual bool has_taken_in(int /*slot*/) const { return false; }  // any thread
-  // Of a newcomer: makes its heap as large as the largest that it has taken in. True: it has to be offered again.
-  virtual bool match_heaps() { return false; }
+  // Of a newcomer: makes its heap as large as the largest of `members`. True: it has to be offered again.
+  virtual bool match_heaps(const RankSet& /*members*/) { return false; }
   // A planned change, between two operations: pages and sequences stay. A window that a new rank has not mapped is of no use.
   struct Step {
     u32 epoch;

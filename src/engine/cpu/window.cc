@@ -188,11 +188,11 @@ void Window::take_in(int slot, Parcel&& offer) {
 }
 
 // As resize(), of a rank that works alone: nobody waits for it.
-bool Window::match_heaps() {
+bool Window::match_heaps(const RankSet& members) {
   u64 wanted = 0;
   {
     const std::lock_guard lock(peers_mutex_);
-    for (const Peer& peer : peers_) wanted = std::max(wanted, peer.heap_bytes);
+    for (const int rank : members.ranks()) wanted = std::max(wanted, peers_.at(static_cast<size_t>(rank)).heap_bytes);
   }
   wanted = std::min(wanted, most_heap_bytes_);
   if (wanted <= heap_bytes_) return false;
@@ -243,7 +243,7 @@ void Window::begin(const Step& step) {
     const auto* cell = reinterpret_cast<const StartCell*>(control_of(comm_->rank()) + layout_.start(rank));
     const u64 epoch = ptx::ld_acquire_sys(&cell->epoch);
     const u64 theirs = ptx::ld_relaxed_sys(&cell->sequence);
-    if (epoch != step.epoch) throw_internal("rank " + std::to_string(rank) + " did not say where a new rank begins");
+    if (epoch != step.epoch) return retire();  // that rank has closed it
     if (sequence && *sequence != theirs) {
       throw_invalid_state(
           "the ranks came to one boundary after different numbers of calls: " + std::to_string(*sequence) +

@@ -100,7 +100,7 @@ class Window : public CallWindow {
   Parcel offer() const override;
   void take_in(int slot, Parcel&& offer) override;
   bool has_taken_in(int slot) const override;
-  bool match_heaps() override;
+  bool match_heaps(const RankSet& members) override;
   void change(const Step& step) override;
   void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u32 epoch, u64 deadline_ns,
              const Poll& poll) override;

@@ -682,6 +682,16 @@ TEST(a_death_withdraws_a_proposal) {
   CHECK(group.words.read(2).state == RegisterState::kOpen);
 }
 
+TEST(a_proposal_whose_record_is_damaged_is_withdrawn) {
+  Changing group;
+  group.prepare({0, 1});
+  group.show_all();
+  group.propose(kTakeIn);
+  group.callers[1].has_damage = true;
+  group.callers[1].run({.kind = Event::Kind::kLook});
+  CHECK(group.words.read(2).state == RegisterState::kOpen);
+}
+
 TEST(who_is_let_go_works_until_its_boundary) {
   Changing group;
   group.propose({.remove = RankSet::of({1}), .id = 6});
