@@ -112,6 +112,20 @@ def number_of(comm: weft.Communicator) -> int:
     return comm.epoch * 10_000 + count
 
 
+def stop(pid: int) -> None:
+    """Stop a process, and wait until it is."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_until_stopped(pid)
+
+
+def wait_until_stopped(pid: int) -> None:
+    """Bounded."""
+    end = time.monotonic() + LONG_S
+    while pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
 def mappings() -> set[str]:
     """Shared memory of this process: address and file."""
     lines = pathlib.Path("/proc/self/maps").read_text().splitlines()

@@ -9,7 +9,7 @@ import signal
 from typing import Any
 
 import torch
-from joining_cases import Outer, open_group
+from joining_cases import Outer, open_group, wait_until_stopped
 from test_expert_maps import Job, opened
 from test_standby import until
 
@@ -27,7 +27,7 @@ def _handed(outer_comm: weft.Communicator, kind: str) -> tuple[Any, ...]:
         comm = weft.Communicator.join(address, standby=True, device="cpu")
         ep = opened(comm, **shape)
         made_with = ep.expert_map
-        assert comm.boundary(0.05) is None
+        comm.ready()
         outer.wait()  # it is ready
         outer.wait()  # and the others go by another map
     else:
@@ -130,7 +130,7 @@ def _stopped(comm: weft.Communicator, where: pathlib.Path) -> Any:
         comm.propose(admit=[2])
     pid = int((where / "0").read_text()) if comm.rank == 1 else 0
     if comm.rank == 1:
-        until(lambda: _state_of(pid) == "T")
+        wait_until_stopped(pid)
     while True:
         change = comm.boundary(60.0)
         if change is not None:
@@ -145,10 +145,6 @@ def _stopped(comm: weft.Communicator, where: pathlib.Path) -> Any:
         except (weft.PeerLost, weft.PeerTimeout):
             comm.recover([0], deadline_s=30.0)
     return comm.active_ranks
-
-
-def _state_of(pid: int) -> str:
-    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_a_stopped_member_holds_up_no_rank_that_asks_for_the_map(tmp_path: pathlib.Path) -> None:

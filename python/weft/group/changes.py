@@ -242,6 +242,8 @@ class Changes(Joining):
             Evicted: the others have gone on without this rank. ControlLost: no decision by the deadline.
             InvalidState: the group was not made with `max_ranks`; or inside another call; or a spare lacks objects that
                 the group has made since: it makes them, too, and comes here again.
+            Unsupported: of a rank that waits to be taken in: a heap has grown more than 62 times, so it can't be mapped
+                before the group's next `recover`.
         """
         longest = MAX_SECONDS if self._stands_by and not self.is_member else CHANGE_TIMEOUT_S
         seconds = longest if deadline_s is None else positive_seconds("deadline_s", deadline_s)
@@ -255,9 +257,7 @@ class Changes(Joining):
                 if tuple(self._native.active_ranks) != self._active:
                     self._begin_epoch()
                 raise
-            if self._native.is_solo:  # suspended
-                self._note_maps(False)
-            elif not self._has_maps_of_members:
+            if not self._native.is_solo and not self._has_maps_of_members:
                 self._take_maps()
         epoch, number, boundary, added, removed, active, waited_us, installed_us = done
         change = Change(
@@ -344,6 +344,8 @@ class Changes(Joining):
         self._active = tuple(self._native.active_ranks)
         self._binding.apply()  # to threads that the change has started
         self._num_compared = 0  # the native module adds the epoch to the tag: ranks count alike again
+        if self._native.is_solo:  # suspended
+            self._note_maps(False)
 
 
 def _ranks(name: str, ranks: Iterable[int], num_ranks: int) -> list[int]:

@@ -17,7 +17,7 @@ from weft.call.expert_map import ExpertMap
 from weft.call.streams import WindowStreams
 from weft.call.window import Window, WindowSpec, released_on_error
 from weft.engine import Choice, driver_gpu
-from weft.errors import Error, InvalidArgument, InvalidState, rank_list
+from weft.errors import Error, InvalidArgument, InvalidState, PeerLost, rank_list
 from weft.group.turns import Turns
 
 if TYPE_CHECKING:
@@ -205,18 +205,22 @@ class Windows(Turns):
         self, what: str, arguments: dict[str, Any], specs: Sequence[WindowSpec], deadline_s: float
     ) -> tuple[list[Window], list[int], dict[str, Any]]:
         """Of a rank that has joined: those of the members' object with equal arguments that it has not made yet. Not
-        collective. A spare waits until the members have made it.
+        collective. Waits while members are about to make it, a spare also for their beginning.
 
         Raises:
             InvalidArgument: there is none; names the first argument that differs, and both values.
             InvalidState: the members have no object that this rank has not made; of a spare, not by the deadline.
         """
-        made = [(each["serials"], each["numbers"]) for each in self._objects]
+        made = [_key(each) for each in self._objects]
         end = time.monotonic() + deadline_s
         while True:
-            objects = asked_contract(self._native, deadline_s)["objects"]
-            left = [each for each in objects if each["what"] == what and (each["serials"], each["numbers"]) not in made]
-            if left or not self._stands_by or time.monotonic() > end:
+            of_members = self._objects_of_members(deadline_s)
+            found_by = [{_key(each) for each in objects if each["what"] == what} for objects in of_members]
+            # On some members only: the others are about to have made it, or these to have closed it.
+            everywhere, anywhere = set.intersection(*found_by), set.union(*found_by)
+            left = [each for each in of_members[0] if _key(each) in everywhere.difference(made)]
+            is_coming = self._stands_by or bool(anywhere - everywhere)
+            if left or not is_coming or time.monotonic() > end:
                 break
             time.sleep(_LOOK_S)
         if not left:
@@ -249,6 +253,16 @@ class Windows(Turns):
         if "map" in found:
             self._objects[-1]["map"] = found["map"]
         return windows, numbers, told
+
+    def _objects_of_members(self, deadline_s: float) -> list[list[dict[str, Any]]]:
+        """What each member says that it has made."""
+        found: list[list[dict[str, Any]]] = []
+        for rank in self._native.members():
+            with contextlib.suppress(PeerLost):
+                found.append(asked_contract(self._native, deadline_s, [rank])["objects"])
+        if not found:
+            raise PeerLost((), "no member of the group answers any more")
+        return found
 
     def compare(self, what: str, arguments: dict[str, Any], deadline_s: float) -> None:
         """Whether all ranks call the same with equal arguments. Collective, inside a turn.
