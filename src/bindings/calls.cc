@@ -93,6 +93,7 @@ void bind_result(nb::module_& m) {
       .def_ro("has_begun", &DispatchResult::has_begun)
       .def_ro("in_heap", &DispatchResult::in_heap)
       .def_ro("result_rows", &DispatchResult::result_rows)
+      .def_ro("needed_tokens", &DispatchResult::needed_tokens)
       .def_ro("counts", &DispatchResult::counts)
       .def_ro("rows_sent", &DispatchResult::rows_sent)
       .def_ro("bytes_sent", &DispatchResult::bytes_sent);
@@ -255,13 +256,13 @@ std::vector<Array> reserve_together(CallWindow& window, const Together& wanted, 
 }
 
 // A small batch -> number of rows (exact sizes; else -1), Routing, which is made here, of the most rows; rows and scales are the
-// caller's. None: no room for it, or a graph is recorded; nothing has begun.
-std::optional<std::pair<i64, Routing>> dispatch_small(CallWindow& window, const DispatchSpec& spec,
+// caller's. None: no room for it, or a graph is recorded; nothing has begun. An int: needed_tokens.
+nb::object dispatch_small(CallWindow& window, const DispatchSpec& spec,
                                                       const Together& wanted, u64 stream, i64 num_tokens, u64 x,
                                                       u64 scales, u64 topk_idx, u64 topk_weights, u64 overflow,
                                                       i64 room, u64 out_x, u64 out_scales) {
   std::vector<Array> made = reserve_together(window, wanted, stream);
-  if (made.size() != 5) return std::nullopt;
+  if (made.size() != 5) return nb::none();
   DispatchArgs args = first_args(spec, stream, num_tokens, x, scales, topk_idx, topk_weights, overflow);
   args.num_rows = room;
   args.out_x = out_x;
@@ -272,17 +273,18 @@ std::optional<std::pair<i64, Routing>> dispatch_small(CallWindow& window, const 
   args.out_weights = address_of(made[3]);
   args.out_ids = address_of(made[4]);
   DispatchResult result = dispatch_unlocked(window, args);
+  if (result.needed_tokens > 0) return nb::int_(result.needed_tokens);
   const i64 num_rows = result.result_rows;
   if (num_rows >= 0) {
     made[3].shape[0] = num_rows;
     if (args.layout == Layout::kRankMajor) made[4].shape[0] = num_rows;
   }
-  return std::pair{num_rows, Routing{.sizes = std::move(made[0]),
-                                     .send_plan = std::move(made[1]),
-                                     .recv_plan = std::move(made[2]),
-                                     .topk_weights = std::move(made[3]),
-                                     .topk_idx = std::move(made[4]),
-                                     .counts = std::move(result.counts)}};
+  return nb::make_tuple(num_rows, Routing{.sizes = std::move(made[0]),
+                                          .send_plan = std::move(made[1]),
+                                          .recv_plan = std::move(made[2]),
+                                          .topk_weights = std::move(made[3]),
+                                          .topk_idx = std::move(made[4]),
+                                          .counts = std::move(result.counts)});
 }
 
 void gradients(CallWindow& window, u64 stream, int dtype, i64 hidden, i64 num_rows, u64 rows, u64 y, u64 weights,

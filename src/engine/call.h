@@ -37,7 +37,7 @@ struct DispatchSpec : CallSpec {
   bool topk_is_int64 = true;  // type of the ids that come in and go out; ranks may differ
   bool cached = false;        // the routing is that of the plans
   bool zeroes_holes = true;   // expert_major
-  bool tells_need = false;    // cpu, not cached: a rank of more than max_tokens says so, and every rank leaves
+  bool tells_need = false;    // not cached, not in halves: a rank of more than max_tokens says so, and every rank leaves
   // nvlink alone
   i64 scale_stride = 0;          // bytes between columns of scales in words of 4 (rank_major, or small); 0: row by row
   bool scales_are_fp32 = false;  // those of the result are, too; else bytes
@@ -119,9 +119,11 @@ struct DispatchResult {
   bool in_heap = true;
   i64 result_rows = 0;      // N (masked: L * C), rows that x has
   std::vector<i32> counts;  // nvlink, with tells_counts: picks of each local expert
+  // With tells_need: what max_tokens would have to be; nothing was sent, all else is empty. nvlink: of exact sizes; with a capacity a
+  // later call raises NeedOfRoom.
+  i64 needed_tokens = 0;
   // cpu, where the host sees them
-  i64 needed_tokens = 0;  // with tells_need: what max_tokens would have to be; nothing was sent, all else is empty
-  i64 num_rows = 0;       // that hold data
+  i64 num_rows = 0;  // that hold data
   i64 num_bad_ids = 0;
   i64 first_bad_id = 0;
   i64 first_bad_at = 0;  // flat position in topk_idx

@@ -12,7 +12,7 @@ enum class ErrorCause : u32 {
   kNone = 0,
   kDeadline = 1,     // a peer is late
   kAborted = 2,      // the host said so
-  kMismatch = 3,     // a peer called something else; all give up this call and go on
+  kMismatch = 3,     // a peer called something else, or a rank needs more room; all give up this call and go on
   kBadPeerWord = 4,  // a count or a place that makes no sense (R19)
   kNoRoom = 5,       // a rank has neither heap nor landing for its rows; all give up this call and go on
   kBusy = 6,         // two operations of one window at once (R5)
@@ -29,7 +29,7 @@ struct HostWords {
   i64 first_bad_id = 0;                // kernel: in time before it
   u64 num_errors_read = 0;             // host: records that it has emptied
   u64 error_caller = 0;                // kernel: with the record: who calls, mixed into its expected fingerprint
-  u64 seen_caller[kMaxGpuRanks] = {};  // kernel: of the culprit of a kMismatch in `count`: who calls there
+  u64 seen_caller[kMaxGpuRanks] = {};  // kernel: by rank, of a kMismatch in `count`: who calls there, or pack_need(); host: 0
   ErrorRecord error = {};              // kernel: first reason (R9); its code is an ErrorCause
 };
 
@@ -48,6 +48,9 @@ WEFT_HD constexpr u16 caller_bits(u32 caller) {
 // In the cell of a `count` header: place of the word that says who calls.
 constexpr i32 kCallerWord = 1;
 static_assert((kCallerWord + 1) * sizeof(u64) <= kCacheLine);
+// Or, with the fingerprint of a refusal: for how many tokens the rank needs room. Callers have 32 bits.
+WEFT_HD constexpr u64 pack_need(i64 num_tokens) { return u64{1} << 63 | static_cast<u64>(num_tokens); }
+WEFT_HD constexpr i64 need_in(u64 word) { return word >> 63 == 0 ? 0 : static_cast<i64>(word & ~(u64{1} << 63)); }
 
 // How many ids are out of range (1 or more), and where the first of them is: a flat position in topk_idx.
 WEFT_HD constexpr u64 pack_bad_ids(i32 count, i32 first_at) {

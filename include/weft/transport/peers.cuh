@@ -78,6 +78,14 @@ class Peers<Route::kDirect> {
     sync::send_header(cell, sync::pack_header(flight.turn, flight.print), [] {});
   }
 
+  // In place of it: this rank can't take part, and `word` says why.
+  __device__ void refuse_call(const Flight& flight, i32 peer, u64 word) const {
+    u64* cell = reinterpret_cast<u64*>(view_.control[peer] +
+                                       view_.layout.header(Phase::kCount, flight.turn.sequence, view_.rank, 0));
+    cell[kCallerWord] = word;
+    sync::send_header(cell, sync::pack_header(flight.turn, kRefusalFingerprint), [] {});
+  }
+
   // Everything that this thread has stored before (bulk stores: that have completed and were fenced) is visible to the peer
   // that waits for progress n of this channel.
   __device__ void post(const Flight& flight, i32 peer, i32 block, i32 channel, u32 n) const {

@@ -141,7 +141,7 @@ def check_dispatch(
         num_tokens, most = handle.num_tokens, handle.num_tokens
     else:
         call = _first_call(ep, form, options)
-        num_tokens, most = -1, MAX_TOKENS_PER_RANK if ep.tells_need else call.max_tokens
+        num_tokens, most = -1, MAX_TOKENS_PER_RANK if ep.tells_need and not options.staged else call.max_tokens
     data, scales = check_x(ep, x, options.quantize, handle is not None)
     if data.shape[0] > most or (num_tokens >= 0 and data.shape[0] != num_tokens):
         allowed = f"0 to max_tokens = {most}" if num_tokens < 0 else f"{num_tokens}, the tokens of the handle"

@@ -17,6 +17,7 @@ from weft.call.event import Event
 from weft.call.gpu_plans import GpuPlans, split
 from weft.call.gpu_tensors import dense, first_rows, from_dlpack, is_by_column
 from weft.call.plan import Plan
+from weft.call.room import NeedsRoom
 from weft.call.scales import first_by_column
 from weft.call.spec import RANK_MAJOR, Call
 from weft.call.tensors import address
@@ -163,6 +164,8 @@ class GpuCalls(GpuPlans):
         if made is None:
             ordinary = self._ordinary_sizes(plan)
             made = plan.window.native.dispatch_first(*places, *map(address, ordinary))
+            if type(made) is int:
+                raise NeedsRoom(made)
         in_heap, num_rows, rows, out_scales, routing = made
         lead = plan.lead or (num_rows,)
         sizes, send_plan = ordinary or (routing.tensor(name, from_dlpack) for name in ROUTING[:2])
@@ -207,6 +210,8 @@ class GpuCalls(GpuPlans):
         made = native.dispatch_small(
             plan.spec, memory, stream, plan.num_tokens, *places, plan.overflow, plan.room, *into
         )
+        if type(made) is int:
+            raise NeedsRoom(made)
         if made is not None:
             num_rows, routing = made
             lead = plan.lead if call.capacity >= 0 else (num_rows,)
@@ -215,6 +220,8 @@ class GpuCalls(GpuPlans):
         else:  # no room in the heap, or a graph is recorded
             parts = self._ordinary_small(plan)
             routing = self._small_beside(plan, stream, (*places, *into, *map(address, parts)))
+            if routing.needed_tokens:
+                raise NeedsRoom(routing.needed_tokens)
             num_rows = routing.result_rows
             lead = plan.lead if call.capacity >= 0 else (num_rows,)
             if call.capacity < 0:

@@ -87,7 +87,7 @@ class Planner(State, ABC):
 
     def tell_need(self) -> None:
         """From now on more tokens than fit are told to the other ranks (NeedsRoom), not refused here. On all ranks
-        alike, before the first call; cpu engine."""
+        alike, before the first call."""
         self.tells_need = True
 
     def kept(self, key: Any, plan: Plan) -> Plan:

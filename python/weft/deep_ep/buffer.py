@@ -240,12 +240,7 @@ class Buffer(LowLatency, BufferBase):
         shape = ShapeOf(num_experts, ids.shape[1], given.form.hidden, given.form.dtype)
         num_tokens = len(given.form.data)
         if num_worst_tokens and (is_capturing() or (self._ranks.device.type == "cuda" and self._layers.has(shape, 0))):
-            ep = self._layers.get(shape, 0)  # the host waits for nobody
-            if num_tokens > ep.max_tokens_per_rank:
-                raise InvalidArgument(
-                    f"x has {num_tokens} tokens; allowed with num_worst_tokens are {ep.max_tokens_per_rank}, which the "
-                    "ranks agreed on before: set WEFT_DEEP_EP_MAX_TOKENS, or call it first without num_worst_tokens"
-                )
+            ep = self._layers.get(shape, 0)  # the host waits for nobody: if a rank has more tokens, a later call says it
             sent = self._sent(ep, given.form, ids, weights, num_worst_tokens, num_sms)
         else:
             ep, sent = self._layers.run(

@@ -53,7 +53,7 @@ class Layers:
 
     @property
     def has_orders(self) -> bool:
-        """Whether combine adds in other orders than by rank, and dispatch tells the ranks which one needs more room."""
+        """Whether combine adds in other orders than by rank."""
         return self.ranks.comm.engine == "cpu"
 
     def has(self, shape: ShapeOf, max_tokens: int) -> bool:
@@ -82,8 +82,7 @@ class Layers:
         return self._kept(shape, made)
 
     def _kept(self, shape: ShapeOf, made: ExpertParallel) -> ExpertParallel:
-        if self.has_orders:
-            made.calls.tell_need()
+        made.calls.tell_need()
         self._newest[shape] = made
         self._all.add(made)
         return made
@@ -138,11 +137,11 @@ class Layers:
 
     def run(self, shape: ShapeOf, num_tokens: int, dispatch: Callable[[ExpertParallel], T]) -> tuple[ExpertParallel, T]:
         """`dispatch(ep)`, which begins with a first dispatch of `num_tokens` tokens, with room for the largest T of any
-        rank. On the cpu engine that tells the ranks if there is not enough; then all make larger windows, and call it
-        again. Else they tell each other T before. Collective, the host waits.
+        rank. It tells the ranks if there is not enough; then all make larger windows, and call it again. Before the
+        first call of a shape they tell each other T. Collective, the host waits.
         """
         known = self._newest.get(shape)
-        if known is None or not self.has_orders:
+        if known is None:
             ep = self.agreed(shape, num_tokens)
             return ep, dispatch(ep)
         self.check(shape, num_tokens)

@@ -90,6 +90,7 @@ def kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:
     yield "unload", _load.native().render_unload()
     yield "gradients", _load.native().render_gradients()
     yield "count picks", _load.native().render_count_picks()
+    yield "need room", _load.native().render_need_room()
 
 
 def _small_dispatch_kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:

@@ -88,7 +88,7 @@ DispatchResult DispatchCall::run() {
     }
     turn = w_.begin(dispatch_operation(a_, is_spread_), a_.timeout_ns, a_.stream);
     kernels::DispatchKernelArgs kernel_args = kernel_arguments(turn);
-    w_.launch(kernel, a_.num_blocks, a_.stream, &kernel_args);
+    w_.launch_dispatch(kernel, a_, turn, &kernel_args, poll_);
   } catch (...) {
     if (w_.num_launches_ == num_launches) cancel();
     throw;
@@ -97,7 +97,7 @@ DispatchResult DispatchCall::run() {
   std::vector<i32> counts;
   if (is_exact_) std::tie(num_rows_, counts) = w_.wait_for_counts(a_, turn.ticket, poll_);
   ++w_.stats_.num_dispatches;
-  if (is_spread_ && !is_staged()) place_rows(*place_kernel);
+  if (is_spread_ && !is_staged() && !needs_room(a_)) place_rows(*place_kernel);
   DispatchResult result = is_staged() ? staged_result() : heap_result();
   result.counts = std::move(counts);
   return result;
@@ -105,6 +105,7 @@ DispatchResult DispatchCall::run() {
 
 // Ranks on one GPU must not load a kernel while others wait, and each may have ids of another type.
 const Kernel& DispatchCall::prepare() {
+  if (a_.tells_need && !a_.cached) w_.need_room_kernel(a_.timeout_ns, poll_);
   DispatchKernelConfig config = kernel_config(w_.shape_, a_, w_.gpu_->kernels->shared_bytes());
   for (const bool is_int64 : {true, false}) {
     config.topk_is_int64 = is_int64;
@@ -380,12 +381,23 @@ static void check_addresses(const DispatchArgs& args) {
 }
 
 DispatchResult Window::dispatch(const DispatchArgs& args, const Poll& poll) {
-  if (args.tells_need) throw_unsupported("a dispatch that asks for room on the nvlink engine; need: the cpu engine");
+  if (args.num_tokens > args.max_tokens && !needs_room(args)) {
+    throw_invalid_argument("num_tokens: " + std::to_string(args.num_tokens) + "; allowed: 0 to max_tokens = " +
+                           std::to_string(args.max_tokens));
+  }
   check_addresses(args);
   const cuda::ContextScope scope(gpu_->context);
   check_half(args);
   return watched([&] {
-    return args.is_small ? SmallDispatchCall(*this, args, poll).run() : DispatchCall(*this, args, poll).run();
+    const u64 num_launches = num_launches_;
+    try {
+      return args.is_small ? SmallDispatchCall(*this, args, poll).run() : DispatchCall(*this, args, poll).run();
+    } catch (const NeedOfRoom& need) {
+      if (num_launches_ == num_launches) throw;  // it was an earlier call's
+      DispatchResult result;
+      result.needed_tokens = need.num_tokens;
+      return result;
+    }
   });
 }
 

@@ -38,7 +38,7 @@ DispatchResult SmallDispatchCall::run() {
   const Kernel& kernel = prepare();
   const Window::Turn turn = w_.begin(dispatch_operation(a_), a_.timeout_ns, a_.stream);
   kernels::SmallDispatchKernelArgs kernel_args = kernel_arguments(turn);
-  w_.launch(kernel, a_.num_blocks, a_.stream, &kernel_args);
+  w_.launch_dispatch(kernel, a_, turn, &kernel_args, poll_);
   w_.note_half(a_);
   if (a_.receives) ++w_.stats_.num_dispatches;
   DispatchResult result;
@@ -50,6 +50,7 @@ DispatchResult SmallDispatchCall::run() {
 
 // As SmallCombineCall::prepare. Ranks on one GPU may have ids of different types, too.
 const Kernel& SmallDispatchCall::prepare() {
+  if (a_.tells_need && !a_.cached) w_.need_room_kernel(a_.timeout_ns, poll_);
   const bool is_staged = !a_.sends || !a_.receives;
   SmallDispatchKernel part = small_kernel(w_.shape_, a_, w_.gpu_->kernels->shared_bytes());
   const SmallDispatchKernel wanted = part;

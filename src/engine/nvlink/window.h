@@ -16,6 +16,7 @@
 #include "engine/communicator.h"
 #include "engine/nvlink/gpu.h"
 #include "engine/nvlink/gradients.h"
+#include "engine/nvlink/need_room.h"
 #include "engine/nvlink/receive_heap.h"
 #include "engine/nvlink/unload.h"
 #include "weft/kernels/dispatch/args.h"
@@ -146,6 +147,10 @@ class Window : public CallWindow {
   void start(const Kernel& kernel, i32 num_blocks, u64 stream, void* args);
   // The next call, on whatever stream, comes behind what this one has by now.
   void note_work(u64 stream);
+  // launch() of a dispatch, or where needs_room(), of a refusal; the call ends on every rank with NeedOfRoom.
+  void launch_dispatch(const Kernel& kernel, const DispatchArgs& call, const Turn& turn, void* args, const Poll& poll);
+  const Kernel& need_room_kernel(u64 timeout_ns, const Poll& poll);
+  i64 take_need();
   // Returns the number of rows of the result. Errors: what the kernel found, kPeerLost, kPeerTimeout, kCudaError.
   // How many rows; with tells_counts also what each local expert gets.
   std::pair<i64, std::vector<i32>> wait_for_counts(const DispatchSpec& spec, u64 ticket, const Poll& poll);
@@ -218,6 +223,7 @@ class Window : public CallWindow {
   i32 num_sharing_ = 0;           // ranks of this process on this GPU, if ranks are threads
   std::set<std::string> loaded_;  // sources of kernels that all of them have loaded
   std::map<std::string, const Kernel*> prepared_;
+  const Kernel* need_room_kernel_ = nullptr;
   WindowStats stats_;
 
   u64 ticket_ = 0;

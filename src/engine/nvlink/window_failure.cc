@@ -135,10 +135,12 @@ void Window::raise_given_up(const ErrorRecord& record, OpKind kind) {
   wait_for_kernels(now_ns() + kLastBlocksNs, no_poll);
   const bool is_mismatch = static_cast<ErrorCause>(record.code) == ErrorCause::kMismatch;
   const u64 seen_caller = is_mismatch ? host_->seen_caller[record.culprit] : 0;
+  const i64 needed = is_mismatch ? take_need() : 0;
   host_->error = ErrorRecord{};
   ptx::st_release_sys(&host_->num_errors_read, host_->num_errors_read + 1);
   const std::string culprit = rank_text(record.culprit);
   const std::string op = op_name(static_cast<u32>(kind));
+  if (needed > 0) throw NeedOfRoom(needed, op, record.sequence);
   const auto caller_of = [&](i32 rank, u64 header, u64 caller) {
     const OperationConfig* call = call_of(header, caller);
     if (call == nullptr) {

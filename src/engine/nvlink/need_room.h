@@ -1,0 +1,24 @@
+// A rank that has more tokens than its windows hold says so in place of its dispatch (docs/protocols/nvlink-dispatch.md).
+#pragma once
+
+#include <string>
+
+#include "base/status.h"
+#include "engine/call.h"
+
+namespace weft::nvlink {
+
+// What every rank of such a call raises. With exact sizes the dispatch catches it; else it is an error of a later call.
+class NeedOfRoom : public Error {
+ public:
+  NeedOfRoom(i64 num_tokens, std::string op, u64 sequence);
+
+  i64 num_tokens;  // the most of any rank
+};
+
+// Whether this rank's call is a refusal.
+bool needs_room(const DispatchArgs& args);
+
+std::string render_need_room();
+
+}  // namespace weft::nvlink
