@@ -261,10 +261,11 @@ class ExpertParallel(Elastic):
             out: [T, H] contiguous, to be filled and returned; not with gradients.
             wire: "fp8": what ranks contribute to a token travels as FP8 with a scale per 128 values; sums stay fp32
                 (docs/semantics.md has the error). None: in the dtype of expert_output.
-            order: of the additions, equal on all ranks; cpu engine. "rank": each rank sums its picks of a token and
+            order: of the additions, equal on all ranks. "rank": each rank sums its picks of a token and
                 rounds, ranks are added ascending, the bias last. "last_pick": the bias first, then ranks by the last k
                 that each has a pick of. "pick" (not rank_major): the bias, then every pick's row by itself, by k,
-                rounded once: the bits do not depend on the number of ranks. More travels: a row a pick.
+                rounded once: the bits do not depend on the number of ranks. More travels: a row a pick. On GPUs "pick"
+                needs weights= or weighted=False, and top_k up to 32 in calls that are no small batch.
             mode: as in dispatch. The handle of a small-batch dispatch needs "auto" or "latency".
             staged: send, and return a `weft.Staged` at once; its `wait()` receives, on any stream, before the next call
                 on this window, and returns y. As in dispatch.
@@ -281,6 +282,8 @@ class ExpertParallel(Elastic):
             options = CombineOptions(num_sms, deadline_s, mode, staged, async_op, window, weighted, wire, order)
             if weights is not None:
                 raise Unsupported("weights= of combine in compiled code", "a traced call", "a call outside")
+            if order == "pick" and weighted:
+                check.check_received_weights(self._shape)
             checked = check.check_combine(self._shape, expert_output, handle, side, bias, out, options)
             return traced.combine(self.calls, self._shape, checked, out, handle, options)
         try:  # as comm.telling_peers()

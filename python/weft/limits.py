@@ -62,6 +62,7 @@ MAX_TOP_K = 128  # kMaxTopk of include/weft/layout/window.h
 MAX_EXPERTS = 1 << 20
 MAX_HIDDEN = 1 << 20
 MAX_SMALL_TOKENS = 512  # a rank: windows have slots for so many in a small-batch call
+MOST_PICKS_ADDED = 32  # by pick, on GPUs, in calls that are no small batch
 SMALL_SHARED_BYTES = 224 << 10  # of a block, less the kernels' own variables; sm_120, untested, has 99 KiB
 MAX_HEAP_BYTES = 1 << 46
 MAX_WINDOWS = 1024
@@ -350,6 +351,19 @@ def small_shared_bytes(num_places: int, num_groups: int, num_local_experts: int)
 def small_tokens(max_tokens_per_rank: int) -> int:
     """Most tokens of a rank in a small-batch call of a window."""
     return min(max(1, max_tokens_per_rank), MAX_SMALL_TOKENS)
+
+
+def has_pick_slots(num_ranks: int, top_k: int, max_tokens_per_rank: int, max_tokens: int) -> bool:
+    """Whether the slots of a window hold a row a pick of a small batch of `max_tokens` tokens a rank."""
+    return max_tokens * top_k <= num_ranks * small_tokens(max_tokens_per_rank)
+
+
+def adds_by_pick(ep: Any, handle: Any) -> bool:
+    """Whether `combine(order="pick")` is there for a handle: on GPUs with few picks, or in a small batch."""
+    if ep.comm.engine == "cpu":
+        return True
+    has_slots = has_pick_slots(ep.num_ranks, ep.top_k, ep.max_tokens_per_rank, handle.max_tokens)
+    return has_slots if handle.is_small else ep.top_k <= MOST_PICKS_ADDED
 
 
 def landing_row_bytes(hidden: int, dtype: Any) -> int:

@@ -257,10 +257,9 @@ std::vector<Array> reserve_together(CallWindow& window, const Together& wanted, 
 
 // A small batch -> number of rows (exact sizes; else -1), Routing, which is made here, of the most rows; rows and scales are the
 // caller's. None: no room for it, or a graph is recorded; nothing has begun. An int: needed_tokens.
-nb::object dispatch_small(CallWindow& window, const DispatchSpec& spec,
-                                                      const Together& wanted, u64 stream, i64 num_tokens, u64 x,
-                                                      u64 scales, u64 topk_idx, u64 topk_weights, u64 overflow,
-                                                      i64 room, u64 out_x, u64 out_scales) {
+nb::object dispatch_small(CallWindow& window, const DispatchSpec& spec, const Together& wanted, u64 stream,
+                          i64 num_tokens, u64 x, u64 scales, u64 topk_idx, u64 topk_weights, u64 overflow, i64 room,
+                          u64 out_x, u64 out_scales) {
   std::vector<Array> made = reserve_together(window, wanted, stream);
   if (made.size() != 5) return nb::none();
   DispatchArgs args = first_args(spec, stream, num_tokens, x, scales, topk_idx, topk_weights, overflow);

@@ -37,7 +37,7 @@ struct DispatchSpec : CallSpec {
   bool topk_is_int64 = true;  // type of the ids that come in and go out; ranks may differ
   bool cached = false;        // the routing is that of the plans
   bool zeroes_holes = true;   // expert_major
-  bool tells_need = false;    // not cached, not in halves: a rank of more than max_tokens says so, and every rank leaves
+  bool tells_need = false;  // not cached, not in halves: a rank of more than max_tokens says so, and every rank leaves
   // nvlink alone
   i64 scale_stride = 0;          // bytes between columns of scales in words of 4 (rank_major, or small); 0: row by row
   bool scales_are_fp32 = false;  // those of the result are, too; else bytes
@@ -49,9 +49,9 @@ struct DispatchSpec : CallSpec {
 struct CombineSpec : CallSpec {
   bool has_side = false;
   bool bias_is_2d = false, bias_is_fp32 = false;
-  SumOrder order = SumOrder::kRank;  // cpu; the kernels know kRank alone
-  i32 sum_domain = 0;                // ranks of a domain; 0: none (weft/config/order.h)
-  bool wire_is_fp8 = false;          // what is added travels as e4m3 with a float scale per kQuantizeGroup values
+  SumOrder order = SumOrder::kRank;
+  i32 sum_domain = 0;        // ranks of a domain; 0: none (weft/config/order.h)
+  bool wire_is_fp8 = false;  // what is added travels as e4m3 with a float scale per kQuantizeGroup values
   // nvlink, rank_major rows that are not in the heap: SMs that bring them into the landing, from where they are pulled; 0: pushed
   i32 stage_blocks = kAutoBlocks;
 };

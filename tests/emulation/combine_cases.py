@@ -15,6 +15,7 @@ from torch import Tensor
 from world import DTYPES, LAYOUTS, Received
 
 from weft import _load, reference
+from weft.call.options import ORDERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,8 @@ class CombineCase:
     dtype: torch.dtype = torch.bfloat16
     wire_is_fp8: bool = False
     sum_domain: int = 0
-    is_weighted: bool = True
+    order: str = "rank"  # ORDERS
+    is_weighted: bool = True  # with order "pick" by the owner's weights, some of them 0
     has_side: bool = False
     bias: str = ""  # "row": one for all tokens, "rows"
     bias_is_fp32: bool = False
@@ -34,6 +36,11 @@ class CombineCase:
     stage_blocks: int = 0  # rank_major: that bring rows of ordinary tensors into the landing; 0: they are pushed
     shared_bytes: int = 64 << 10
     num_combines: int = 1  # behind each dispatch; of two of small batches the second has the other parity
+
+    @property
+    def is_by_pick(self) -> bool:
+        """Whether every pick's row travels."""
+        return self.order == "pick"
 
     @property
     def contributions_are_fp8(self) -> bool:
@@ -50,6 +57,7 @@ class Combined:
     biases: list[Tensor] | None
     out: list[int]
     side_out: list[int]
+    owner_weights: list[Tensor] | None
 
 
 class CombineRunner(Runner):
@@ -103,7 +111,15 @@ class CombineRunner(Runner):
             biases=biases,
             out=[self.memory.allocate(num * case.hidden * case.dtype.itemsize) for num in self.case.tokens],
             side_out=[self.memory.allocate(4 * num * case.dispatch.shape.top_k) for num in self.case.tokens],
+            owner_weights=self._owner_weights(),
         )
+
+    def _owner_weights(self) -> list[Tensor] | None:
+        if not self.combine.is_by_pick or not self.combine.is_weighted:
+            return None
+        shapes = [(num, self.case.shape.top_k) for num in self.case.tokens]
+        weights = [torch.randn(*shape, generator=self.generator) for shape in shapes]
+        return [each.masked_fill(torch.rand(each.shape, generator=self.generator) < 0.2, 0.0) for each in weights]
 
     def _launches(self, rank: int, received: Received, combined: Combined) -> list[Launch]:
         fields, start = self._fields(rank, received, combined), self.world.compiler.start
@@ -166,7 +182,8 @@ class CombineRunner(Runner):
         return {
             **self.world.view(rank, call.num_blocks),
             "num_rows": received.num_rows,
-            "weights": received.weights if call.is_by_expert and case.is_weighted else 0,
+            "weights": received.weights if call.is_by_expert and case.is_weighted and not case.is_by_pick else 0,
+            "owner_weights": memory.put(combined.owner_weights[rank]) if combined.owner_weights else 0,
             "side": memory.put(combined.sides[rank]) if combined.sides else 0,
             "send_plan": received.send_plan,
             "recv_plan": received.recv_plan,
@@ -183,7 +200,7 @@ class CombineRunner(Runner):
         case, args = self.combine, _load.native().CombineSpec()
         args.layout, args.num_blocks, args.hidden = LAYOUTS.index(self.case.layout), self.case.num_blocks, case.hidden
         args.dtype, args.wire_is_fp8, args.has_side = DTYPES[case.dtype], case.wire_is_fp8, case.has_side
-        args.sum_domain = case.sum_domain
+        args.sum_domain, args.order = case.sum_domain, ORDERS.index(case.order)
         return args
 
     def _small_source(self, *, sends: bool, receives: bool) -> str:
@@ -211,7 +228,8 @@ class CombineRunner(Runner):
         """Tokens [first, end) of each launch: as many as the landing holds contributions for."""
         layout, most = self.world.layout, self.call.max_tokens
         room = layout["landing_ids"] - layout["landing_rows"]
-        each = room // (self.case.shape.num_ranks * self.wire_row_bytes())
+        shape = self.case.shape
+        each = room // ((shape.top_k if self.combine.is_by_pick else shape.num_ranks) * self.wire_row_bytes())
         if each < 1:
             raise ValueError("the landing of this case is too small to combine")
         return [(first, min(first + each, most)) for first in range(0, max(most, 1), each)]
@@ -250,6 +268,8 @@ class CombineRunner(Runner):
             sides=zeros if combined.sides is None else combined.sides,
             biases=combined.biases,
             wire=wire,
+            order=case.order,
+            owner_weights=combined.owner_weights,
             sum_domain=case.sum_domain or None,
         )
         found = []

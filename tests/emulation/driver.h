@@ -179,6 +179,7 @@ inline void take(Fields& fields, weft::kernels::CombineKernelArgs& args) {
   fields.take("out", args.out);
   fields.take("side_out", args.side_out);
   fields.take("rail", args.rail);
+  fields.take("owner_weights", args.owner_weights);
 }
 
 inline void take(Fields& fields, weft::kernels::SmallCombineKernelArgs& args) {
@@ -200,6 +201,7 @@ inline void take(Fields& fields, weft::kernels::SmallCombineKernelArgs& args) {
   fields.take("bias_is_fp32", args.bias_is_fp32);
   fields.take("out", args.out);
   fields.take("side_out", args.side_out);
+  fields.take("owner_weights", args.owner_weights);
 }
 
 inline void take(Fields& fields, weft::kernels::UnloadKernelArgs& args) {

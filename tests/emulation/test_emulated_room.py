@@ -1,5 +1,5 @@
-"""Guards against a rank with more tokens than its windows hold that others wait for, that breaks the window, or of whose
-number ranks think otherwise; and against a window that such a call leaves unlike before.
+"""Guards against a rank with more tokens than its windows hold that others wait for, that breaks the window, or of
+whose number ranks think otherwise; and against a window that such a call leaves unlike before.
 """
 
 from __future__ import annotations

@@ -36,6 +36,8 @@ def headers(name: str) -> tuple[int, int]:
     number = (
         0
         if name in ("unload", "gradients", "place rows", "stage rows", "count picks")
+        else 1
+        if name == "need room"
         else 3
         if name.startswith("small combine")
         else 2
@@ -46,7 +48,7 @@ def headers(name: str) -> tuple[int, int]:
 def needs(name: str) -> dict[str, int]:
     """Chains, and how often they are in the kernel of that name (prebuild.kernels)."""
     of_headers = dict(zip((RELEASE, ACQUIRE), headers(name), strict=True))
-    more = {}
+    more = {RELEASE: 1} if name == "need room" else {}  # the owner word
     if name.startswith("dispatch"):
         more = _needs_of_dispatch(name)
     elif name.startswith("combine"):
@@ -80,10 +82,10 @@ def _needs_of_combine(name: str) -> dict[str, int]:
         FULL_WAIT: 2 * stores_in_bulk,
         WAIT_NOTE: 2 * stores_in_bulk,
         SYNC_NOTE: 3 * stores_by_threads(name),
-        FENCE: 2 + stores_in_bulk,
+        FENCE: 2 + stores_in_bulk + (" by pick" in name),
         FENCE_POST: int(stores_in_bulk),
         ACQUIRE_FENCE: 1,
-        FENCE_SHARED_STORE: int("by expert" in name),
+        FENCE_SHARED_STORE: int("by expert" in name and " by pick" not in name),
     }
 
 

@@ -29,6 +29,8 @@ SHAPES = {
     "fp32, 2 ranks": KernelShape(ranks=2, experts=32, top_k=2, hidden=272, dtype="fp32", num_sms=3, tokens=192),
     "16 ranks, K = 40": KernelShape(ranks=16, top_k=40, tokens=1024),
     "H = 5120": KernelShape(experts=160, hidden=5120),
+    "last pick": KernelShape(order="last_pick"),
+    "pick": KernelShape(order="pick"),
     "domains": KernelShape(sum_domain=2),
     "domains, fp32": KernelShape(ranks=16, sum_domain=8, dtype="fp32", hidden=2880, tokens=192),
 }
@@ -56,7 +58,7 @@ def is_wanted(shape: str, name: str) -> bool:
         return name in OF_MANY
     if shape == "H = 5120":  # whose row is cut into three units, of which one is shorter
         return name == "combine rank_major, fp8"
-    if shape.startswith("domains"):
+    if shape.startswith("domains") or "pick" in shape:
         return name.startswith(("combine", "small combine")) and not name.endswith(("sends", "receives"))
     if name.endswith(("sends", "receives")) or "by column" in name or "side" in name:
         return False
@@ -133,7 +135,7 @@ def test_kernel_has_no_spills_copies_in_bulk_and_keeps_orders(arch: str, shape: 
     case = (arch, shape, name)
     group, idx = compilations(of_long=is_long(case))[case]
     kernel = group.result()[idx]
-    moves_rows = not name.startswith(("unload", "gradients", "place", "stage", "small", "count"))
+    moves_rows = not name.startswith(("unload", "gradients", "place", "stage", "small", "count", "need"))
     stores_in_bulk = "from the heap" not in name and not orders.stores_by_threads(name)
     found = sass.problems(
         kernel,

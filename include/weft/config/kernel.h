@@ -102,10 +102,17 @@ struct CombineKernelConfig {
 
   WEFT_HD constexpr bool is_by_expert() const { return layout != Layout::kRankMajor; }
   WEFT_HD constexpr bool has_push() const { return push_slots > 0 || sum_warps > 0; }
-  // Contributions are computed before they are pushed; this rank's own goes to its own landing too.
-  WEFT_HD constexpr bool has_partials() const { return is_by_expert() || wire_is_fp8; }
+  // A contribution is a pick's row as it is, added by the owner with its weight; by expert alone.
+  WEFT_HD constexpr bool is_by_pick() const { return order.is_by_pick(); }
+  WEFT_HD constexpr bool makes_sums() const { return is_by_expert() && !is_by_pick(); }
+  // Contributions are computed before they are pushed.
+  WEFT_HD constexpr bool has_partials() const { return makes_sums() || wire_is_fp8; }
+  // This rank's own contributions go to its own landing too.
+  WEFT_HD constexpr bool lands_own() const { return has_partials() || is_by_pick(); }
   // This rank's own rows are added from where they are; bulk loads have enough to do with the rows that are pushed.
-  WEFT_HD constexpr bool adds_own_rows() const { return has_push() && !has_partials(); }
+  WEFT_HD constexpr bool adds_own_rows() const { return has_push() && !lands_own(); }
+  // To a token, at most.
+  WEFT_HD constexpr i32 contributions() const { return is_by_pick() ? top_k : num_ranks; }
   WEFT_HD constexpr i32 plan_width() const { return is_by_expert() ? top_k : 1; }  // of the receive plan
 
   WEFT_HD constexpr i32 row_bytes() const { return hidden * dtype_bytes(dtype); }
@@ -166,7 +173,11 @@ struct CombineKernelConfig {
     if (!has_push()) return 0;
     return plan_rows_bytes() + (has_partials() ? 2 * plan_tokens() * num_ranks * 16 : 0);
   }
-  WEFT_HD constexpr i32 shared_bytes() const { return slots_bytes() + plan_bytes(); }
+  // By pick: the owner's weights of the contributions in each cell.
+  WEFT_HD constexpr i32 pick_weights_bytes() const {
+    return is_by_pick() ? (reduce_rings * kRingCells * top_k * 4 + 15) / 16 * 16 : 0;
+  }
+  WEFT_HD constexpr i32 shared_bytes() const { return slots_bytes() + plan_bytes() + pick_weights_bytes(); }
 
   WEFT_HD constexpr bool makes_partials() const { return has_push() && has_partials(); }
   // 16-byte vectors that a lane of a warp that makes sums has of a row at a time: more where each costs no sums.

@@ -1,6 +1,6 @@
 // The order of additions of combine, as a field of its kernels: the only place that says it, and part of the contract
-// (docs/semantics.md, "Sums and bits"). Who adds asks for it here. The kernels know the first answer to each question, and do not
-// compile with another; the cpu engine knows those of order_of().
+// (docs/semantics.md, "Sums and bits"). Who adds asks for it here, and knows the answers of order_of(); the kernels have no domains but in
+// the order of the ranks.
 #pragma once
 
 #include "weft/config/base.h"
@@ -34,9 +34,9 @@ struct Order {
   WEFT_HD constexpr bool has_contributions_by_pick() const {
     return contribution == Contribution::kOfRank && within == Within::kByPick;
   }
-  WEFT_HD constexpr bool has_ascending_ranks_then_bias() const {
-    return reduction == Reduction::kAscending && bias == Bias::kLast;
-  }
+  WEFT_HD constexpr bool is_by_pick() const { return contribution == Contribution::kOfPick; }
+  WEFT_HD constexpr bool is_by_last_pick() const { return !is_by_pick() && reduction == Reduction::kByLastPick; }
+  WEFT_HD constexpr bool has_bias_first() const { return bias == Bias::kFirst; }
 };
 
 // What a call asks for by name: "rank", "last_pick", "pick".

@@ -26,6 +26,7 @@ struct SmallCombineKernelConfig {
   static constexpr i32 kNarrowRows = 8;  // most rows that it has one such access for
 
   WEFT_HD constexpr bool is_by_expert() const { return layout != Layout::kRankMajor; }
+  WEFT_HD constexpr bool is_by_pick() const { return order.is_by_pick(); }         // by expert alone
   WEFT_HD constexpr i32 plan_width() const { return is_by_expert() ? top_k : 1; }  // of the receive plan
   WEFT_HD constexpr i32 row_bytes() const { return hidden * dtype_bytes(dtype); }
 

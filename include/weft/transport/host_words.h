@@ -26,11 +26,12 @@ struct HostWords {
   u64 counted_ticket = 0;     // kernel: num_rows below belongs to the call with this ticket
   i64 num_rows = 0;           // kernel: rows of the result, before any clipping
   u64 bad_ids = 0;  // kernel: pack_bad_ids() of the last call that had any; taken by an exchange, so none gets lost
-  i64 first_bad_id = 0;                // kernel: in time before it
-  u64 num_errors_read = 0;             // host: records that it has emptied
-  u64 error_caller = 0;                // kernel: with the record: who calls, mixed into its expected fingerprint
-  u64 seen_caller[kMaxGpuRanks] = {};  // kernel: by rank, of a kMismatch in `count`: who calls there, or pack_need(); host: 0
-  ErrorRecord error = {};              // kernel: first reason (R9); its code is an ErrorCause
+  i64 first_bad_id = 0;     // kernel: in time before it
+  u64 num_errors_read = 0;  // host: records that it has emptied
+  u64 error_caller = 0;     // kernel: with the record: who calls, mixed into its expected fingerprint
+  // Kernel: by rank, of a kMismatch in `count`: who calls there, or pack_need(); host: 0 once it has read that.
+  u64 seen_caller[kMaxGpuRanks] = {};
+  ErrorRecord error = {};  // kernel: first reason (R9); its code is an ErrorCause
 };
 
 // Behind these words in their page: how many picks each local expert gets, said to a host that asked for it. Each word has the

@@ -51,6 +51,7 @@ from weft.limits import (
     ROW_MULTIPLE_BYTES,
     check_shape,
     default_heap_bytes,
+    has_pick_slots,
 )
 from weft.quantized import Quantized
 
@@ -65,6 +66,7 @@ __all__ = [
     "check_dispatched",
     "check_min_ranks",
     "check_owner_weights",
+    "check_received_weights",
     "check_staged",
 ]
 
@@ -239,14 +241,17 @@ def _combine_call(ep: Shape, form: str, of: Any, options: CombineOptions) -> Cal
     _check_of(of, options)
     if options.order != "rank":
         _check_order(ep, of, options)
+        if options.order == "pick" and options.mode == "auto" and not (options.staged or of.is_small):
+            has_slots = has_pick_slots(ep.num_ranks, ep.top_k, ep.max_tokens_per_rank, of.max_tokens)
+            options = options if has_slots else replace(options, mode="throughput")
     call = _call_of_handle(ep, of, "combine", form, options)
     return replace(call, wire=WIRE_CODES[wire], order=ORDERS.index(options.order))
 
 
 def _check_order(ep: Shape, of: Any, options: CombineOptions) -> None:
     """Of an order of additions that is not the default."""
-    if ep.engine != "cpu":
-        raise Unsupported(f"order={options.order!r}", f"the {ep.engine} engine", "the cpu engine, or order='rank'")
+    if ep.engine != "cpu" and options.order == "last_pick" and ep.calls.has_domains:
+        raise Unsupported("order='last_pick' with sum_domain", f"the {ep.engine} engine", "the cpu engine")
     if options.order == "pick" and of.layout == LAYOUTS.index("rank_major"):
         raise InvalidArgument(
             "order is 'pick' with layout 'rank_major', whose rows are sums of picks already; allowed are 'rank' and "
@@ -255,6 +260,14 @@ def _check_order(ep: Shape, of: Any, options: CombineOptions) -> None:
     if options.order == "pick" and options.wire is not None:
         raise InvalidArgument(
             f"wire is {options.wire!r} with order='pick', whose rows travel as they are; allowed is None"
+        )
+
+
+def check_received_weights(ep: Shape) -> None:
+    """Of a combine by pick that is given no weights."""
+    if ep.engine != "cpu":
+        raise Unsupported(
+            "order='pick' with the weights received", f"the {ep.engine} engine", "weights=, or weighted=False"
         )
 
 
@@ -276,7 +289,8 @@ def check_owner_weights(
         raise Unsupported("weights= of combine with gradients", "inputs that require grad", "weights given to dispatch")
     if is_traced(*tensors):
         raise Unsupported("weights= of combine in compiled code", "a traced call", "a call outside")
-    return weights.detach().to(device="cpu", dtype=torch.float32).contiguous()
+    place = torch.device("cpu") if ep.engine == "cpu" else weights.device
+    return weights.detach().to(device=place, dtype=torch.float32).contiguous()
 
 
 def _is_small(

@@ -157,6 +157,8 @@ class Eager:
         self, y: Any, handle: Any, side: Any, bias: Any, out: Any, options: CombineOptions, weights: Any = None
     ) -> Any:
         """See ExpertParallel."""
+        if weights is None and options.order == "pick" and options.weighted:
+            check.check_received_weights(self._shape)
         if weights is not None:
             weights = check.check_owner_weights(self._shape, (y, side, bias), handle, weights, options)
             if isinstance(out, torch.Tensor) and out.device == weights.device:

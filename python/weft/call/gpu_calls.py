@@ -278,13 +278,13 @@ class GpuCalls(GpuPlans):
 
     def _sum_in_parts(self, plan: Plan, stream: int, *tensors: Any) -> tuple[Tensor, Tensor | None, Tensor]:
         """See Runner."""
-        y, handle, bias, side, *out = tensors
+        y, handle, bias, side, out, owner_weights = tensors
         columns, sums, side_out = plan.parts[0].hidden, [], None
         biases = [None] * len(plan.parts) if bias is None else bias.split(columns, dim=-1)
         for part, rows, row_bias in zip(plan.parts, y.split(columns, dim=-1), biases, strict=True):
             part.num_tokens, row_bias = plan.num_tokens, None if row_bias is None else dense(row_bias)
-            total, given, _ = self._sum(part, stream, dense(rows), handle, row_bias, side)
+            total, given, _ = self._sum(part, stream, dense(rows), handle, row_bias, side, None, owner_weights)
             sums.append(total)
             side, side_out = None, given if side_out is None else side_out  # with the first
         total = torch.cat(sums, dim=-1)
-        return total if out == [] or out[0] is None else out[0].copy_(total), side_out, total
+        return total if out is None else out.copy_(total), side_out, total

@@ -196,7 +196,7 @@ class Runner(Planner):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """See Planner."""
         if plan.parts:
-            return self._sum_in_parts(plan, stream, y, handle, bias, side, out)
+            return self._sum_in_parts(plan, stream, y, handle, bias, side, out, owner_weights)
         side_out = None if side is None else self._no_floats.new_empty((plan.num_tokens, self.top_k))
         is_into = out is not None and not self.is_elsewhere and out.data_ptr() % self.alignment == 0
         total = out if out is not None and is_into else y.new_empty((plan.num_tokens, plan.hidden))

@@ -240,11 +240,14 @@ class Buffer(LowLatency, BufferBase):
         shape = ShapeOf(num_experts, ids.shape[1], given.form.hidden, given.form.dtype)
         num_tokens = len(given.form.data)
         if num_worst_tokens and (is_capturing() or (self._ranks.device.type == "cuda" and self._layers.has(shape, 0))):
-            ep = self._layers.get(shape, 0)  # the host waits for nobody: if a rank has more tokens, a later call says it
+            ep = self._layers.get(shape, 0)  # the host waits for nobody: of too many tokens a later call tells
             sent = self._sent(ep, given.form, ids, weights, num_worst_tokens, num_sms)
         else:
             ep, sent = self._layers.run(
-                shape, num_tokens, lambda ep: self._sent(ep, given.form, ids, weights, num_worst_tokens, num_sms)
+                shape,
+                num_tokens,
+                lambda ep: self._sent(ep, given.form, ids, weights, num_worst_tokens, num_sms),
+                has_capacity=num_worst_tokens > 0,
             )
         r = sent.dispatched
         if r is None:

@@ -201,7 +201,9 @@ class HybridEPBuffer(Ending):
                 capacity=capacity, zero_holes=True, num_sms=self._sms[0], host_counts=True,
             )  # fmt: skip
 
-        routing, ep, sent = self._sent(routing, routing_map, form, dispatch, non_blocking=non_blocking)
+        routing, ep, sent = self._sent(
+            routing, routing_map, form, dispatch, non_blocking=non_blocking, has_capacity=capacity is not None
+        )
         r = sent.dispatched
         if r is None:
             raise InvalidState("a first dispatch has a result")
@@ -368,6 +370,7 @@ class HybridEPBuffer(Ending):
         dispatch: Callable[[ExpertParallel, _Routing], Sent],
         *,
         non_blocking: bool,
+        has_capacity: bool = False,
     ) -> tuple[_Routing, ExpertParallel, Sent]:
         """With ids, in a window that has the room: found in the call itself where it can be (Layers.run)."""
         if routing_map is not None or non_blocking:
@@ -376,7 +379,7 @@ class HybridEPBuffer(Ending):
         check_first(form, routing.ids, routing.weights, self._ranks.device, "hidden")
         shape = ShapeOf(routing.num_experts, routing.ids.shape[1], form.hidden, form.dtype)
         most = max(len(form.data), self._config.max_num_of_tokens_per_rank)
-        ep, sent = self._layers.run(shape, most, lambda ep: dispatch(ep, routing))
+        ep, sent = self._layers.run(shape, most, lambda ep: dispatch(ep, routing), has_capacity=has_capacity)
         return routing, ep, sent
 
     def _ready(

@@ -51,11 +51,6 @@ class Layers:
         self._newest: dict[ShapeOf, ExpertParallel] = {}
         self._all: weakref.WeakSet[ExpertParallel] = weakref.WeakSet()
 
-    @property
-    def has_orders(self) -> bool:
-        """Whether combine adds in other orders than by rank."""
-        return self.ranks.comm.engine == "cpu"
-
     def has(self, shape: ShapeOf, max_tokens: int) -> bool:
         """Whether a call of so many tokens needs no new window."""
         found = self._newest.get(shape)
@@ -135,13 +130,16 @@ class Layers:
         room = max(_LEAST_TOKENS, self._preset_tokens, 1 << max(0, most - 1).bit_length())
         return self.get(shape, max(most, min(room, (1 << 24) - 1)))
 
-    def run(self, shape: ShapeOf, num_tokens: int, dispatch: Callable[[ExpertParallel], T]) -> tuple[ExpertParallel, T]:
+    def run(
+        self, shape: ShapeOf, num_tokens: int, dispatch: Callable[[ExpertParallel], T], *, has_capacity: bool = False
+    ) -> tuple[ExpertParallel, T]:
         """`dispatch(ep)`, which begins with a first dispatch of `num_tokens` tokens, with room for the largest T of any
         rank. It tells the ranks if there is not enough; then all make larger windows, and call it again. Before the
-        first call of a shape they tell each other T. Collective, the host waits.
+        first call of a shape they tell each other T, and on GPUs if it has a capacity: the host would not wait for it.
+        Collective, the host waits.
         """
         known = self._newest.get(shape)
-        if known is None:
+        if known is None or (has_capacity and self.ranks.comm.engine != "cpu"):
             ep = self.agreed(shape, num_tokens)
             return ep, dispatch(ep)
         self.check(shape, num_tokens)

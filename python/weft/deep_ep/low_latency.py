@@ -19,7 +19,7 @@ from weft.deep_ep.utils.event import EventOverlap
 from weft.deep_ep.utils.math import as_bytes
 from weft.deep_ep.waits import counting_waits, row_of_waits
 from weft.errors import InvalidArgument, InvalidState
-from weft.limits import MAX_SMALL_TOKENS, QUANTIZE_GROUP
+from weft.limits import MAX_SMALL_TOKENS, QUANTIZE_GROUP, adds_by_pick
 from weft.limits import memory as memory_of
 from weft.log import logger
 
@@ -218,7 +218,8 @@ class LowLatency(BufferBase):
         """(combined_x [T, H] bf16, event, hook). Collective.
 
         The sum over k with topk_idx[t, k] >= 0 of topk_weights[t, k] * row of (t, k), in fp32, rounded once; ids may
-        have turned -1 since the dispatch, and a weight of 0 counts as that. Added by k on the cpu engine, else by rank.
+        have turned -1 since the dispatch, and a weight of 0 counts as that. Added by k; by rank in small batches of
+        GPUs with more picks than ranks.
         zero_copy: of the rows in `get_next_low_latency_combine_buffer(handle)`. use_logfmt has no effect: rows travel
         as they are.
         """
@@ -249,13 +250,16 @@ class LowLatency(BufferBase):
             check_weights("out", out, (num_tokens, ep.hidden), ep.device)
             if out.dtype != torch.bfloat16:
                 raise InvalidArgument(f"out is {out.dtype}; allowed is bf16")
-        is_staged = return_recv_hook and routing.is_small and not self._layers.has_orders
+        is_by_pick = adds_by_pick(ep, routing)
+        is_staged = return_recv_hook and routing.is_small and ep.comm.engine != "cpu"
 
         def work() -> tuple[Any, None]:
             with counting_waits(ep, routing.window, waits):
-                if self._layers.has_orders:
+                if is_by_pick:
                     weights = torch.where(topk_idx >= 0, topk_weights.to(torch.float32), 0.0)
-                    sent = ep.combine(rows, routing, order="pick", weights=weights, window=routing.window)
+                    sent = ep.combine(
+                        rows, routing, order="pick", weights=weights, staged=is_staged, window=routing.window
+                    )
                 else:
                     weighted = _weighted(mine, rows, topk_idx, topk_weights)
                     sent = summed(ep, routing, weighted, staged=is_staged, window=routing.window)

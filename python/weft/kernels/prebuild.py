@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft import _load
+from weft.call.options import ORDERS
 from weft.errors import InvalidArgument
 from weft.kernels import cache as kernel_cache
 from weft.kernels import paths as kernel_paths
@@ -48,6 +49,7 @@ class KernelShape:
     small_num_sms: tuple[int, ...] = (DEFAULT.num_sms_else, *(num_sms for _, num_sms in DEFAULT.num_sms))
     layouts: tuple[str, ...] = LAYOUTS
     sum_domain: int = 0  # of ExpertParallel; 0: none
+    order: str = "rank"  # of combines
 
     def num_sms_of(self, op: str, layout: str) -> int:
         """Of a large call."""
@@ -163,7 +165,8 @@ def _combine_kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[st
         may_be_pulled = layout == "rank_major" and (wire is None or shape.sum_domain > 0)
         for has_push in (False, True) if may_be_pulled else (True,):
             where = "" if has_push else " from the heap"
-            name = f"combine {_layout_name(layout)}{where}, {_wire_name(shape, wire)}{', side' if side else ''}"
+            form = f"{_wire_name(shape, wire)}{', side' if side else ''}"
+            name = f"combine {_layout_name(layout)}{_order_name(shape)}{where}, {form}"
             yield name, combine_source(shape, layout, wire, shared_bytes, has_push=has_push, has_side=side)
 
 
@@ -171,7 +174,8 @@ def _small_combine_kernels(shape: KernelShape) -> Iterator[tuple[str, str]]:
     """Whole calls, and the two halves of staged ones."""
     for layout, wire, side in _combine_forms(shape):
         for half in HALVES:
-            name = f"small combine {_layout_name(layout)}, {_wire_name(shape, wire)}{', side' if side else ''}"
+            form = f"{_wire_name(shape, wire)}{', side' if side else ''}"
+            name = f"small combine {_layout_name(layout)}{_order_name(shape)}, {form}"
             yield f"{name}, {half}" if half else name, small_combine_source(shape, layout, wire, half, has_side=side)
 
 
@@ -179,13 +183,19 @@ def _combine_forms(shape: KernelShape) -> Iterator[tuple[str, str | None, bool]]
     """Layout, wire and whether side values come along; expert_major and masked share their kernels."""
     by_expert = [name for name in shape.layouts if name != "rank_major"]
     layouts = [name for name in shape.layouts if name == "rank_major"] + by_expert[:1]
-    for layout, wire, side in itertools.product(layouts, (None, "fp8"), (False, True)):
+    if shape.order == "pick":  # of rows as they are
+        layouts = by_expert[:1]
+    for layout, wire, side in itertools.product(layouts, (None, "fp8")[: 1 + (shape.order != "pick")], (False, True)):
         if wire is None or shape.hidden % 16 == 0:
             yield layout, wire, side
 
 
 def _layout_name(layout: str) -> str:
     return layout if layout == "rank_major" else "by expert"
+
+
+def _order_name(shape: KernelShape) -> str:
+    return "" if shape.order == "rank" else f" by {shape.order}"
 
 
 def _wire_name(shape: KernelShape, wire: str | None) -> str:
@@ -223,7 +233,8 @@ def small_combine_source(
 def _combine_spec(shape: KernelShape, layout: str, wire: str | None, **fields: bool) -> Any:
     return _load.native().CombineSpec(
         layout=LAYOUTS.index(layout), hidden=shape.hidden, num_blocks=shape.num_sms_of("combine", layout),
-        dtype=_CODES[shape.dtype][0], wire_is_fp8=wire == "fp8", sum_domain=shape.sum_domain, **fields,
+        dtype=_CODES[shape.dtype][0], wire_is_fp8=wire == "fp8", sum_domain=shape.sum_domain,
+        order=ORDERS.index(shape.order), **fields,
     )  # fmt: skip
 
 

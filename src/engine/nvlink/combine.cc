@@ -25,6 +25,10 @@ CombineKernelConfig kernel_config(const GpuWindowShape& shape, const CombineSpec
   config.order = order_of(spec.order, spec.sum_domain, shape.num_ranks, spec.wire_is_fp8);
   config.wire_is_fp8 = contributions_are_fp8(shape, spec);
   config.has_side = spec.has_side;
+  if (config.is_by_pick() && config.top_k > 32) {
+    throw_unsupported("order 'pick' with top_k " + std::to_string(config.top_k) +
+                      " on GPUs; need: at most 32, or a small batch (mode=\"latency\")");
+  }
   return with_slots(config, has_push, shared_bytes);
 }
 
@@ -109,6 +113,7 @@ OperationConfig combine_operation(const CombineSpec& spec, i64 wire_row_bytes, b
   operation.quantize = spec.wire_is_fp8 ? Quantize::kFp8 : Quantize::kNone;
   operation.dtype = spec.dtype;
   operation.has_side = spec.has_side ? 1 : 0;
+  operation.is_cached = static_cast<u8>(spec.order);
   operation.mode = static_cast<u8>(spec.num_blocks);  // blocks of the same number meet, so there must be as many
   operation.is_small = spec.is_small ? 1 : is_brought ? 2 : 0;
   operation.alignment = static_cast<u32>(spec.alignment);
@@ -138,6 +143,7 @@ kernels::CombineKernelArgs CombineCall::kernel_arguments() const {
   args.bias_row_bytes = a_.bias_is_2d ? a_.hidden * (a_.bias_is_fp32 ? 4 : dtype_bytes(a_.dtype)) : 0;
   args.out = reinterpret_cast<u8*>(a_.out);
   args.side_out = reinterpret_cast<float*>(a_.side_out);
+  args.owner_weights = reinterpret_cast<const float*>(a_.owner_weights);
   return args;
 }
 
@@ -151,10 +157,25 @@ static void check_addresses(const CombineArgs& args) {
   check_address("side of the result", args.side_out, args.num_tokens);
 }
 
-void Window::combine(const CombineArgs& args, const Poll& poll) {
-  if (args.order != SumOrder::kRank || args.owner_weights != 0) {
-    throw_unsupported("an order of additions other than 'rank' on the nvlink engine; need: the cpu engine");
+// Domains are added in the order of the ranks alone, and weights are multiplied by who adds: those received are with the rows.
+static void check_order(const CombineArgs& args) {
+  const bool is_by_pick = args.order == SumOrder::kPick;
+  if (args.order == SumOrder::kLastPick && args.sum_domain > 1) {
+    throw_unsupported("order 'last_pick' with sum_domain on GPUs; need: order 'rank', or the cpu engine");
   }
+  if (is_by_pick && args.weights != 0 && args.owner_weights == 0) {
+    throw_unsupported("order 'pick' with the weights received on GPUs; need: weights= of the owner, or weighted=False");
+  }
+  if (is_by_pick && (args.layout == Layout::kRankMajor || args.wire_is_fp8)) {
+    throw_invalid_argument(
+        "order 'pick' with rank_major or FP8 on the wire; allowed: expert_major and masked, rows as they are");
+  }
+  if (!is_by_pick && args.owner_weights != 0)
+    throw_invalid_argument("weights of the owner; allowed: with order 'pick'");
+}
+
+void Window::combine(const CombineArgs& args, const Poll& poll) {
+  check_order(args);
   if (args.sum_domain < 0 || args.sum_domain > shape_.num_ranks) {
     throw_invalid_argument("sum_domain: " + std::to_string(args.sum_domain) + "; allowed: 0 to " +
                            std::to_string(shape_.num_ranks));

@@ -31,7 +31,9 @@ i32 most_sum_warps(const CombineKernelConfig& config) {
   return (config.wire_is_fp8 ? 9 : 12) - side;
 }
 
-i32 fewest_reduce_slots(const CombineKernelConfig& config) { return config.num_ranks + (config.num_ranks + 1) / 2; }
+i32 fewest_reduce_slots(const CombineKernelConfig& config) {
+  return config.contributions() + (config.contributions() + 1) / 2;
+}
 
 // A ring for each group that adds where a contribution is a row, as long as each ring holds an item with half another behind it,
 // or two and a half items where rows are pushed: there a single ring was faster with fewer (decision 0032).
@@ -60,7 +62,9 @@ void share_out(CombineKernelConfig& config, bool has_push, i32 room) {
         slots_in(room - config.sum_warps * config.sum_warp_bytes(), config.reduce_slot_bytes(), config.num_ranks);
   } else if (has_push) {
     config.push_slots = 1;
-    config.push_slots = slots_in((room - config.plan_bytes()) / 2, config.push_slot_bytes(), config.num_ranks);
+    config.reduce_rings = 1;
+    room -= config.plan_bytes() + config.pick_weights_bytes();
+    config.push_slots = slots_in(room / 2, config.push_slot_bytes(), config.contributions());
     config.reduce_slots = config.push_slots;
   } else {
     config.reduce_slots = slots_in(room, config.reduce_slot_bytes(), config.num_ranks);
@@ -101,7 +105,7 @@ CombineKernelConfig with_slots(CombineKernelConfig config, bool has_push, int sh
 }
 
 i64 tokens_in_landing(const CombineKernelConfig& config, const GpuWindowLayout& layout) {
-  const u64 token_bytes = static_cast<u64>(config.num_ranks) * static_cast<u64>(config.wire_row_bytes());
+  const u64 token_bytes = static_cast<u64>(config.contributions()) * static_cast<u64>(config.wire_row_bytes());
   return static_cast<i64>((layout.landing_ids - layout.landing_rows) / token_bytes);
 }
 

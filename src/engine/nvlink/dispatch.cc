@@ -381,10 +381,6 @@ static void check_addresses(const DispatchArgs& args) {
 }
 
 DispatchResult Window::dispatch(const DispatchArgs& args, const Poll& poll) {
-  if (args.num_tokens > args.max_tokens && !needs_room(args)) {
-    throw_invalid_argument("num_tokens: " + std::to_string(args.num_tokens) + "; allowed: 0 to max_tokens = " +
-                           std::to_string(args.max_tokens));
-  }
   check_addresses(args);
   const cuda::ContextScope scope(gpu_->context);
   check_half(args);

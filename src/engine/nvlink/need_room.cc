@@ -38,7 +38,9 @@ std::string render_need_room() { return kNeedSource; }
 // By all ranks at their first call that may need it: ranks on one GPU must not load a kernel while others wait.
 const Kernel& Window::need_room_kernel(u64 timeout_ns, const Poll& poll) {
   if (need_room_kernel_ == nullptr) {
-    const auto prepare = [&]() -> const Kernel& { return gpu_->kernels->prepare(kNeedSource, kernels::kNeedThreads, 0); };
+    const auto prepare = [&]() -> const Kernel& {
+      return gpu_->kernels->prepare(kNeedSource, kernels::kNeedThreads, 0);
+    };
     need_room_kernel_ = &load(kNeedSource, prepare, timeout_ns, poll);
   }
   return *need_room_kernel_;

@@ -46,6 +46,11 @@ void SmallCombineCall::check() const {
     throw_invalid_argument("expert_output has " + std::to_string(a_.num_rows) + " rows; allowed: 0.." +
                            std::to_string(INT_MAX));
   }
+  if (config_.is_by_pick() && a_.max_tokens * config_.top_k > w_.shape_.num_ranks * w_.shape_.small_tokens) {
+    throw_invalid_argument("max_tokens is " + std::to_string(a_.max_tokens) +
+                           "; allowed in a small-batch call with order 'pick', whose slots hold a row a pick: 0.." +
+                           std::to_string(w_.shape_.num_ranks * w_.shape_.small_tokens / config_.top_k));
+  }
   const u64 slot_bytes = static_cast<u64>(config_.wire_row_bytes());
   if (slot_bytes > w_.layout_.small_row_bytes) {
     throw_invalid_argument(
@@ -88,6 +93,7 @@ kernels::SmallCombineKernelArgs SmallCombineCall::kernel_arguments() const {
   args.bias_row_bytes = a_.bias_is_2d ? a_.hidden * (a_.bias_is_fp32 ? 4 : dtype_bytes(a_.dtype)) : 0;
   args.out = reinterpret_cast<u8*>(a_.out);
   args.side_out = reinterpret_cast<float*>(a_.side_out);
+  args.owner_weights = reinterpret_cast<const float*>(a_.owner_weights);
   return args;
 }
 

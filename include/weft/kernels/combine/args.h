@@ -30,6 +30,7 @@ struct CombineKernelArgs {
   u8* out = nullptr;                          // [num_tokens, hidden]
   float* side_out = nullptr;                  // [num_tokens, K]
   const transport::LoopRail* rail = nullptr;  // Route::kLoop
+  const float* owner_weights = nullptr;       // by pick: [num_tokens, K], or null: 1
 };
 
 }  // namespace weft::kernels

@@ -98,9 +98,15 @@ struct CombineBlock {
 
   __device__ Peers peers() const { return transport::peers_of<kConfig.route>(a, flight); }
 
-  // Where the contribution of `contributor` to a token of `owner` lands.
+  // By pick: the weights of the contributions in a cell of a ring.
+  __device__ float* pick_weights(i32 ring, i32 cell) const {
+    u8* weights = dynamic + kConfig.slots_bytes() + kConfig.plan_bytes();
+    return reinterpret_cast<float*>(weights) + (ring * kRingCells + cell) * kConfig.top_k;
+  }
+
+  // Where the contribution of `contributor` to a token of `owner` lands; by pick: that of a pick.
   __device__ typename Peers::Place landing(i32 owner, i32 token, i32 contributor) const {
-    const i64 row = static_cast<i64>(token - a.first_token) * kRanks + contributor;
+    const i64 row = static_cast<i64>(token - a.first_token) * kConfig.contributions() + contributor;
     return peers().heap(owner) + a.view.layout.landing_rows + row * kConfig.wire_row_bytes();
   }
 

@@ -91,7 +91,7 @@ class Combine {
     const transport::WindowView& view = b_.a.view;
     Contributor from;
     if (rank == view.rank) {
-      from = {b_.a.rows, static_cast<i32>(b_.a.num_rows), kConfig.has_partials() ? 0u : 1u};
+      from = {b_.a.rows, static_cast<i32>(b_.a.num_rows), kConfig.lands_own() ? 0u : 1u};
     } else if (b_.flight.is_active(rank)) {
       const u8* slot = view.own_control() + view.layout.payload(b_.flight.turn.sequence, rank);
       const GpuCountPayload place = *reinterpret_cast<const GpuCountPayload*>(slot);
@@ -126,7 +126,7 @@ class Combine {
     if constexpr (kConfig.has_push()) {
       const CombinePush<kConfig> push(b_);
       constexpr i32 kMakers = kConfig.has_partials() ? kConfig.sum_warps : 1;
-      if constexpr (kConfig.is_by_expert()) {
+      if constexpr (kConfig.makes_sums()) {
         if (warp < kMakers) return CombineSum<kConfig>(b_, warp, push.num_pieces()).run();
         if (warp < kMakers + kConfig.push_warps()) return push.store_sums(warp - kMakers);
       } else if constexpr (kConfig.wire_is_fp8) {

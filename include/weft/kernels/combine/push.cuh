@@ -191,8 +191,18 @@ class CombinePush {
     ptx::st_release_cta(&b_.s.num_pushed[0], num_pushed);
   }
 
+  // By pick an item's owner has the pick above the rank.
+  static constexpr i32 kPickShift = 8;
+  static_assert(kMaxGpuRanks <= 1 << kPickShift && kMaxTopk <= 1 << kPickShift);
+  __device__ auto landing_of(const RingItem& item) const {
+    if constexpr (!kConfig.is_by_pick())
+      return b_.landing(item.owner, b_.token_of(item.index), b_.a.view.rank);
+    else
+      return b_.landing(item.owner & ((1 << kPickShift) - 1), b_.token_of(item.index), item.owner >> kPickShift);
+  }
+
   __device__ void store_item(const RingItem& item, const u8* slot) const {
-    const auto place = b_.landing(item.owner, b_.token_of(item.index), b_.a.view.rank);
+    const auto place = landing_of(item);
     b_.peers().put(place + static_cast<i64>(item.chunk) * kConfig.wire_bytes(kConfig.chunk), slot,
                    static_cast<u32>(kConfig.wire_bytes(kConfig.chunk_elements(item.chunk))));
     ptx::bulk_commit();
@@ -215,7 +225,7 @@ class CombinePush {
         const i32 index = piece * kConfig.plan_tokens() + entry / (kWidth * kRanks);
         row[step] = -1;
         if (entry >= kNum || index >= b_.s.num_items[source]) continue;
-        if (!kHasPartials && source == b_.a.view.rank) continue;  // read where they are
+        if (kConfig.adds_own_rows() && source == b_.a.view.rank) continue;  // read where they are
         row[step] = plan.row(source, b_.token_of(index))[entry % kWidth];
       }
 #pragma unroll
@@ -224,7 +234,7 @@ class CombinePush {
         if (entry >= kNum) break;
         const bool is_row = row[step] >= 0 && row[step] < b_.a.num_rows;  // R19
         b_.plan_rows(piece % 2)[entry] = is_row ? row[step] : -1;
-        if constexpr (kConfig.is_by_expert()) {
+        if constexpr (kConfig.makes_sums()) {
           b_.plan_weights(piece % 2)[entry] = is_row && b_.a.weights != nullptr ? b_.a.weights[row[step]] : 1.0f;
         }
       }
@@ -270,11 +280,28 @@ class CombinePush {
     for (i32 idx = 0; idx < kConfig.plan_tokens(); ++idx) {
       for (i32 turn = 0; turn < kRanks; ++turn) {
         const i32 owner = owner_at(idx, turn);
+        if constexpr (kConfig.is_by_pick()) {
+          if (!load_picks(writer, piece, idx, owner)) return b_.fail_copy();
+          continue;
+        }
         const i32 row = b_.plan_rows(piece % 2)[idx * kRanks + owner];
         const RingItem item{.count = 1, .index = piece * kConfig.plan_tokens() + idx, .owner = static_cast<u16>(owner)};
         if (row >= 0 && !load_row(writer, item, row)) return b_.fail_copy();
       }
     }
+  }
+
+  // Every row of a token goes out as it is. False: the GPU has gone wrong.
+  template <class Writer>
+  __device__ bool load_picks(Writer& writer, i32 piece, i32 idx, i32 owner) const {
+    for (i32 pick = 0; pick < kWidth; ++pick) {
+      const i32 row = b_.plan_rows(piece % 2)[(idx * kRanks + owner) * kWidth + pick];
+      const RingItem item{.count = 1,
+                          .index = piece * kConfig.plan_tokens() + idx,
+                          .owner = static_cast<u16>(pick << kPickShift | owner)};
+      if (row >= 0 && !load_row(writer, item, row)) return false;
+    }
+    return true;
   }
 
   // False: the GPU has gone wrong.

@@ -1,5 +1,5 @@
-// The owner's part of combine: contributions to this rank's tokens are loaded, added in the order of the ranks, written.
-// A contribution is a row in a peer's heap, or what the peer has pushed into this rank's landing.
+// The owner's part of combine: contributions to this rank's tokens are loaded, added in the order that is asked for, written.
+// A contribution is a row in a peer's heap, or what the peer has pushed into this rank's landing; by pick: the row of a pick there.
 #pragma once
 
 #include "weft/kernels/combine/block.cuh"
@@ -35,7 +35,12 @@ class CombineReduce {
         next = read_plan(turn + kBatch);
       }
       const i32 row = __shfl_sync(0xffffffffu, now, turn % kBatch * kPadded + b_.lane % kPadded);
-      if (!load_token(writer, index_of(turn), b_.lane < kRanks ? row : -1)) break;
+      const i32 mine = b_.lane < kRanks ? row : -1;
+      if constexpr (kConfig.is_by_pick()) {
+        if (!load_picks(writer, index_of(turn), mine)) break;
+      } else if (!load_token(writer, index_of(turn), mine)) {
+        break;
+      }
     }
     writer.end(kReaders);
   }
@@ -56,7 +61,11 @@ class CombineReduce {
           if (own_place(item) != kNoOwn)
             own = own_row(b_.s.own_row[ring_][reader.cell()]) + item.chunk * kConfig.part() * Row::kBytes;
         }
-        add_item(item, own, warp);
+        if constexpr (kConfig.is_by_pick()) {
+          add_picks(item, b_.pick_weights(ring_, reader.cell()), warp);
+        } else {
+          add_item(item, own, warp);
+        }
       }
       reader.release();
       warp = (warp + kTurn) % kWarps;
@@ -65,6 +74,9 @@ class CombineReduce {
 
  private:
   static constexpr bool kHasDomains = kConfig.order.has_domains();
+  static constexpr bool kByLastPick = kConfig.order.is_by_last_pick();
+  static constexpr i32 kTopk = kConfig.top_k;
+  static_assert(!kHasDomains || !kByLastPick);
   // In place of an item's owner stands which of its contributions is this rank's own row, added from where it is; or kNoOwn. With
   // domains the mask of its contributors, from which this follows.
   static constexpr u16 kNoOwn = 0xffff;
@@ -126,11 +138,15 @@ class CombineReduce {
       own = __shfl_sync(0xffffffffu, row, b_.a.view.rank);
       if (own >= 0) {
         place_of_own = static_cast<u16>(__popc(loaded & (own_lane - 1)));
+        if constexpr (kByLastPick)
+          place_of_own = static_cast<u16>(__shfl_sync(~0u, num_before(loaded, index), b_.a.view.rank));
         if (b_.lane == 0) ptx::bulk_prefetch(own_row(own), static_cast<u32>(kConfig.row_bytes()));
       }
     }
     const bool is_loaded = (loaded >> b_.lane & 1u) != 0;
     const i32 count = __popc(loaded);
+    i32 place_by_last = 0;
+    if constexpr (kByLastPick) place_by_last = num_before(loaded, index);
     const u8* source = nullptr;
     if (is_loaded) {
       const Contributor& from = b_.s.contributor[b_.lane];
@@ -151,13 +167,97 @@ class CombineReduce {
       writer.announce({.count = count, .index = index, .chunk = static_cast<u16>(part), .owner = owner},
                       static_cast<u32>(count) * num_bytes);
       if (is_loaded) {
-        ptx::bulk_load(b_.reduce_slot(ring_, writer.slot(__popc(loaded & ptx::lanes_below()))),
+        const i32 place = kByLastPick ? place_by_last : __popc(loaded & ptx::lanes_below());
+        ptx::bulk_load(b_.reduce_slot(ring_, writer.slot(place)),
                        source + static_cast<i64>(part) * kConfig.wire_bytes_of(kConfig.part()), num_bytes,
                        writer.barrier());
       }
       writer.advance(count);
     }
     return true;
+  }
+
+  // How many of the ranks in `others` are added before rank `lane`: those whose last pick of the token comes before its last.
+  __device__ i32 num_before(u32 others, i32 index) const {
+    const GpuSendPlan<const i32> plan{b_.a.send_plan, b_.a.send_plan_tokens, kConfig.is_by_expert() ? kTopk : kRanks};
+    const i32* destination = plan.destination() + static_cast<i64>(b_.token_of(index)) * kTopk;
+    i32 last = -1;
+    for (i32 first = 0; first < kTopk; first += 32) {
+      const i32 to = first + b_.lane < kTopk ? destination[first + b_.lane] : -1;
+#pragma unroll 1
+      for (i32 rank = 0; rank < kRanks; ++rank) {
+        const u32 picks = __ballot_sync(0xffffffffu, to == rank);
+        if (picks != 0 && b_.lane == rank) last = first + 31 - __clz(static_cast<i32>(picks));
+      }
+    }
+    i32 num = 0;
+#pragma unroll 1
+    for (i32 rank = 0; rank < kRanks; ++rank) {
+      const i32 other = __shfl_sync(0xffffffffu, last, rank);
+      const bool is_before = other < last || (other == last && rank < b_.lane);
+      num += (others >> rank & 1u) != 0 && is_before ? 1 : 0;
+    }
+    return num;
+  }
+
+  // By pick: lane k has to do with pick k. `row`: as load_token() has it, by rank.
+  template <class Writer>
+  __device__ bool load_picks(Writer& writer, i32 index, i32 row) {
+    static_assert(!kConfig.is_by_pick() || kTopk <= 32);
+    const bool is_lost = row >= 0 && !is_there(index, row);
+    if (is_lost) b_.leave();
+    if (__any_sync(0xffffffffu, is_lost || b_.has_failed())) return false;
+    const i64 token = b_.token_of(index);
+    const GpuSendPlan<const i32> plan{b_.a.send_plan, b_.a.send_plan_tokens, kTopk};
+    const bool is_pick = b_.lane < kTopk;
+    const i32 to = is_pick ? plan.destination()[token * kTopk + b_.lane] : -1;
+    const bool has_weight = is_pick && b_.a.owner_weights != nullptr;
+    const float weight = has_weight ? b_.a.owner_weights[token * kTopk + b_.lane] : 1.0f;
+    const bool is_loaded = to >= 0 && to < kRanks && b_.flight.is_active(to) && weight != 0.0f;
+    const u32 loaded = __ballot_sync(0xffffffffu, is_loaded);
+    const i32 count = __popc(loaded), place = __popc(loaded & ptx::lanes_below());
+    ptx::fence_proxy_async();  // what another lane has acquired is loaded in bulk by this one
+    const u8* source = is_loaded ? b_.landing(b_.a.view.rank, token, b_.lane).own() : nullptr;
+    for (i32 part = 0; part < kConfig.num_parts(); ++part) {
+      if (!writer.reserve(count)) {
+        b_.fail_copy();
+        return false;
+      }
+      const u32 num_bytes = static_cast<u32>(kConfig.wire_bytes_of(kConfig.part_elements(part)));
+      if (is_loaded) b_.pick_weights(ring_, writer.cell())[place] = weight;
+      writer.announce({.count = count, .index = index, .chunk = static_cast<u16>(part), .owner = kNoOwn},
+                      static_cast<u32>(count) * num_bytes);
+      if (is_loaded) {
+        ptx::bulk_load(b_.reduce_slot(ring_, writer.slot(place)),
+                       source + static_cast<i64>(part) * kConfig.wire_bytes_of(kConfig.part()), num_bytes,
+                       writer.barrier());
+      }
+      writer.advance(count);
+    }
+    return true;
+  }
+
+  // The bias, then each row times its weight.
+  __device__ void add_picks(const RingItem& item, const float* weights, i32 warp) const {
+    const i32 elements = kConfig.part_elements(item.chunk);
+    const i32 column = item.chunk * kConfig.part();
+    u8* out = b_.a.out + b_.token_of(item.index) * static_cast<i64>(kConfig.row_bytes()) + column * Row::kBytes;
+    for (i32 first = warp * 32 * kVector; first < elements; first += kWarps * 32 * kVector) {
+      const i32 element = min(first + b_.lane * kVector, elements - kVector);
+      float total[kVector] = {};
+      if (b_.a.bias != nullptr) add_bias(b_.token_of(item.index), column + element, total);
+#pragma unroll 1
+      for (i32 next = 0; next < item.count; ++next) {
+        const i32 slot = item.first + next;
+        float values[kVector];
+        Row::unpack(
+            Row::load(b_.reduce_slot(ring_, slot < kConfig.ring_slots() ? slot : slot - kConfig.ring_slots()), element),
+            values);
+#pragma unroll
+        for (i32 at = 0; at < kVector; ++at) total[at] += weights[next] * values[at];
+      }
+      *reinterpret_cast<Packed*>(out + element * Row::kBytes) = Row::pack(total);
+    }
   }
 
   static constexpr i32 kAtOnce = 4;  // contributions whose vectors are loaded together
@@ -200,9 +300,10 @@ class CombineReduce {
     for (i32 first = warp * 32 * kVector; first < elements; first += kWarps * 32 * kVector) {
       // Lanes beyond the end do the last vector too: the whole warp goes through the loop.
       const i32 element = min(first + b_.lane * kVector, elements - kVector);
-      static_assert(kConfig.order.has_ascending_ranks_then_bias());
       float total[kVector] = {};
       const Place place = place_of(element, elements);
+      constexpr bool kBiasFirst = kConfig.order.has_bias_first();
+      if constexpr (kHasBias && kBiasFirst) add_bias(b_.token_of(item.index), column + element, total);
       if (count > 0) add_vectors<kCount>(rows, place, total);
       if constexpr (kHasBias || (kCount == kAtOnce && kRanks > kAtOnce)) {
 #pragma unroll 1
@@ -212,7 +313,7 @@ class CombineReduce {
           add_vectors<1>(more, place, total);
         }
       }
-      if constexpr (kHasBias) add_bias(b_.token_of(item.index), column + element, total);
+      if constexpr (kHasBias && !kBiasFirst) add_bias(b_.token_of(item.index), column + element, total);
 #pragma unroll
       for (i32 part = 0; part < kVector; part += Row::kVector) {
         *reinterpret_cast<Packed*>(out + (element + part) * Row::kBytes) = Row::pack(&total[part]);

@@ -24,8 +24,9 @@ struct SmallCombineKernelArgs {
   const u8* bias = nullptr;  // in the dtype of the rows or float, or null
   i64 bias_row_bytes = 0;    // 0: one row for all tokens
   bool bias_is_fp32 = false;
-  u8* out = nullptr;          // [num_tokens, hidden]
-  float* side_out = nullptr;  // [num_tokens, K]
+  u8* out = nullptr;                     // [num_tokens, hidden]
+  float* side_out = nullptr;             // [num_tokens, K]
+  const float* owner_weights = nullptr;  // by pick: [num_tokens, K], or null: 1
 };
 
 }  // namespace weft::kernels

@@ -54,6 +54,11 @@ struct SmallCombineBlock {
     const auto heap = transport::DirectPeers(a.view).heap(owner);
     return (heap + a.view.layout.small_row(flight.turn.sequence, contributor, token)).address();
   }
+
+  // By pick: where the row of a pick lies. The slots of all contributors are dealt out by token and pick, since each has one writer.
+  __device__ u8* pick_slot(const transport::Flight& flight, i32 owner, i32 token, i32 k) const {
+    return slot(flight, owner, 0, token * kConfig.top_k + k);
+  }
 };
 
 }  // namespace weft::kernels

@@ -100,6 +100,9 @@ class SmallCombinePush {
       } else {
         store(packed, job.place, slot);
       }
+    } else if constexpr (kConfig.is_by_pick()) {
+#pragma unroll
+      for (i32 word = 0; word < kWords; ++word) push_picks<kVectors>(flight, job, row[word], word * 32);
     } else {
       float total[kVectors][kVector] = {};
       bool is_awaited = false;
@@ -113,6 +116,32 @@ class SmallCombinePush {
 #pragma unroll
         for (i32 idx = 0; idx < kVectors; ++idx) packed[idx] = Row::pack(total[idx]);
         store(packed, job.place, slot);
+      }
+    }
+  }
+
+  // Lane k has the row of pick first + k. Each goes out as it is; of picks that a capacity has dropped zeros.
+  template <i32 kVectors>
+  __device__ void push_picks(const transport::Flight& flight, const Job& job, i32 row, i32 first) const {
+    constexpr i32 kAtOnce = at_once(kVectors);
+    const u32 rows = __ballot_sync(0xffffffffu, row >= 0 && row < b_.a.num_rows);  // R19
+    u32 left = rows | __ballot_sync(0xffffffffu, row == kGpuDroppedRow);
+    while (left != 0) {
+      Packed packed[kAtOnce][kVectors];
+      i32 pick[kAtOnce];
+#pragma unroll
+      for (i32 idx = 0; idx < kAtOnce; ++idx) {
+        pick[idx] = __ffs(static_cast<i32>(left)) - 1;  // -1: no more
+        left &= left - 1;
+        const i32 next = __shfl_sync(0xffffffffu, row, max(pick[idx], 0));
+#pragma unroll
+        for (i32 vector = 0; vector < kVectors; ++vector) packed[idx][vector] = Packed{};
+        if (pick[idx] >= 0 && (rows >> pick[idx] & 1u) != 0) load(next, job.place, packed[idx]);
+      }
+#pragma unroll
+      for (i32 idx = 0; idx < kAtOnce; ++idx) {
+        if (pick[idx] < 0) break;
+        store(packed[idx], job.place, b_.pick_slot(flight, job.owner, job.place.token, first + pick[idx]));
       }
     }
   }

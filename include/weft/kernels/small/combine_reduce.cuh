@@ -1,5 +1,5 @@
-// The owner's part of combine for small batches: a warp adds one part of the contributions to a token, in the order of the
-// ranks, and writes it.
+// The owner's part of combine for small batches: a warp adds one part of the contributions to a token, in the order that is asked
+// for, and writes it.
 #pragma once
 
 #include "weft/kernels/domains.cuh"
@@ -14,6 +14,7 @@ class SmallCombineReduce {
   using Block = SmallCombineBlock<kConfig>;
   using Row = Numbers<kConfig.dtype>;
   static constexpr i32 kRanks = kConfig.num_ranks;
+  static constexpr i32 kTopk = kConfig.top_k;
   static constexpr i32 kWorkers = kConfig.kWorkers;
   static constexpr i32 kVector = Row::kVector;
   using Codes = Fp8Numbers<kVector>;
@@ -70,10 +71,11 @@ class SmallCombineReduce {
   template <i32 kVectors>
   __device__ void add(const transport::Flight& flight, const SmallPlace& place, const GpuRankMask& from) const {
     if constexpr (kConfig.order.has_domains()) return add_domains<kVectors>(flight, place, from.word);
+    if constexpr (kConfig.is_by_pick()) return add_picks<kVectors>(flight, place);
+    if constexpr (kConfig.order.is_by_last_pick()) return add_by_last_pick<kVectors>(flight, place, from.word);
     constexpr i32 kAtOnce = at_once(kVectors);
     const u8* first = b_.slot(flight, b_.a.view.rank, 0, place.token);
     const u64 stride = static_cast<u64>(b_.a.view.layout.small_tokens) * b_.a.view.layout.small_row_bytes;
-    static_assert(kConfig.order.has_ascending_ranks_then_bias());
     float total[kVectors][kVector] = {};
     for (u32 left = from.word; left != 0;) {
       Part part[kAtOnce][kVectors];
@@ -90,6 +92,100 @@ class SmallCombineReduce {
         if (!is_there[idx]) break;
 #pragma unroll
         for (i32 vector = 0; vector < kVectors; ++vector) add_part(part[idx][vector], total[vector]);
+      }
+    }
+#pragma unroll
+    for (i32 idx = 0; idx < kVectors; ++idx) write(place.token, b_.element(place, idx), place.end, total[idx]);
+  }
+
+  // Of pick first + lane: the rank that has it, or -1.
+  __device__ i32 destination(i32 token, i32 first) const {
+    const GpuSendPlan<const i32> plan{b_.a.send_plan, b_.a.num_tokens, kConfig.is_by_expert() ? kTopk : kRanks};
+    return first + b_.lane < kTopk ? plan.destination()[static_cast<i64>(token) * kTopk + first + b_.lane] : -1;
+  }
+
+  // What the sum begins with.
+  template <i32 kVectors>
+  __device__ void begin_with_bias(const SmallPlace& place, float (&total)[kVectors][kVector]) const {
+    if (b_.a.bias == nullptr) return;
+#pragma unroll
+    for (i32 idx = 0; idx < kVectors; ++idx) {
+      const i32 element = b_.element(place, idx);
+      if (element < place.end) add_bias(b_.a.bias + place.token * b_.a.bias_row_bytes, element, total[idx]);
+    }
+  }
+
+  // The bias, then ranks by their last pick of the token, one at a time.
+  template <i32 kVectors>
+  __device__ void add_by_last_pick(const transport::Flight& flight, const SmallPlace& place, u32 from) const {
+    const u8* first = b_.slot(flight, b_.a.view.rank, 0, place.token);
+    const u64 stride = static_cast<u64>(b_.a.view.layout.small_tokens) * b_.a.view.layout.small_row_bytes;
+    float total[kVectors][kVector] = {};
+    begin_with_bias(place, total);
+#pragma unroll 1
+    for (i32 begin = 0; begin < kTopk; begin += 32) {
+      const i32 to = destination(place.token, begin);
+      u32 later = 0;  // ranks that have picks behind these
+#pragma unroll 1
+      for (i32 next = begin + 32; next < kTopk; next += 32) later |= ranks_of(destination(place.token, next));
+      const bool is_from = to >= 0 && to < kRanks && (from >> to & 1u) != 0;
+      const u32 same = ptx::match_any(is_from ? to : -1);
+      u32 left = __ballot_sync(0xffffffffu, is_from && (same >> b_.lane) == 1u && (later >> to & 1u) == 0);
+#pragma unroll 1
+      for (; left != 0; left &= left - 1) {
+        const i32 rank = __shfl_sync(0xffffffffu, to, __ffs(static_cast<i32>(left)) - 1);
+        Part part[kVectors];
+        load(first + static_cast<u64>(rank) * stride, place, part);
+#pragma unroll
+        for (i32 idx = 0; idx < kVectors; ++idx) add_part(part[idx], total[idx]);
+      }
+    }
+#pragma unroll
+    for (i32 idx = 0; idx < kVectors; ++idx) write(place.token, b_.element(place, idx), place.end, total[idx]);
+  }
+
+  // Those that all lanes name.
+  __device__ static u32 ranks_of(i32 to) {
+    u32 ranks = to >= 0 && to < kRanks ? 1u << to : 0;
+#pragma unroll
+    for (i32 step = 1; step < 32; step *= 2) ranks |= __shfl_xor_sync(0xffffffffu, ranks, step);
+    return ranks;
+  }
+
+  // The bias, then the row of each pick times its weight. One of weight 0 is not read.
+  template <i32 kVectors>
+  __device__ void add_picks(const transport::Flight& flight, const SmallPlace& place) const {
+    constexpr i32 kAtOnce = at_once(kVectors);
+    float total[kVectors][kVector] = {};
+    begin_with_bias(place, total);
+#pragma unroll 1
+    for (i32 begin = 0; begin < kTopk; begin += 32) {
+      const i32 to = destination(place.token, begin);
+      const bool has_weight = begin + b_.lane < kTopk && b_.a.owner_weights != nullptr;
+      const i64 pick = static_cast<i64>(place.token) * kTopk + begin + b_.lane;
+      const float weight = has_weight ? b_.a.owner_weights[pick] : 1.0f;
+      const bool is_there = to >= 0 && to < kRanks && flight.is_active(to) && weight != 0.0f;
+      for (u32 left = __ballot_sync(0xffffffffu, is_there); left != 0;) {
+        Part part[kAtOnce][kVectors];
+        i32 k[kAtOnce];
+#pragma unroll
+        for (i32 idx = 0; idx < kAtOnce; ++idx) {
+          k[idx] = __ffs(static_cast<i32>(left)) - 1;  // -1: no more
+          left &= left - 1;
+          if (k[idx] >= 0) load(b_.pick_slot(flight, b_.a.view.rank, place.token, begin + k[idx]), place, part[idx]);
+        }
+#pragma unroll
+        for (i32 idx = 0; idx < kAtOnce; ++idx) {
+          if (k[idx] < 0) break;
+          const float factor = __shfl_sync(0xffffffffu, weight, k[idx]);
+#pragma unroll
+          for (i32 vector = 0; vector < kVectors; ++vector) {
+            float values[kVector];
+            Row::unpack(part[idx][vector].packed, values);
+#pragma unroll
+            for (i32 at = 0; at < kVector; ++at) total[vector][at] += factor * values[at];
+          }
+        }
       }
     }
 #pragma unroll
@@ -151,7 +247,8 @@ class SmallCombineReduce {
 
   __device__ void write(i64 token, i32 element, i32 end, float (&total)[kVector]) const {
     if (element >= end) return;
-    if (b_.a.bias != nullptr) add_bias(b_.a.bias + token * b_.a.bias_row_bytes, element, total);
+    constexpr bool kBiasFirst = kConfig.order.has_bias_first();
+    if (!kBiasFirst && b_.a.bias != nullptr) add_bias(b_.a.bias + token * b_.a.bias_row_bytes, element, total);
     *reinterpret_cast<Packed*>(b_.a.out + token * kConfig.row_bytes() + element * Row::kBytes) = Row::pack(total);
   }
 

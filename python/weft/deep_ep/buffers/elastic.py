@@ -24,6 +24,7 @@ from weft.deep_ep.streams import Streams, collective_call
 from weft.deep_ep.utils.event import EventHandle, EventOverlap
 from weft.deep_ep.utils.math import align
 from weft.errors import InvalidArgument, InvalidState
+from weft.limits import adds_by_pick
 from weft.limits import memory as memory_of
 
 __all__ = ["EPHandle", "ElasticBuffer"]
@@ -311,8 +312,8 @@ class ElasticBuffer(Absent, Ending):
 
         The plain sum of a token's rows, fp32 inside, and the bias or both of two. Expanded: a rank's rows of a token
         are summed and rounded first, unless the buffer has allow_multiple_reduction=False: then all are added in fp32
-        and rounded once. On the cpu engine the bias comes first, then ranks by their last pick, or else picks by k; on
-        GPUs ranks by number, then the bias. topk_weights [rows, K], expanded [rows]: of each pick what its rank gives.
+        and rounded once. The bias comes first, then ranks by their last pick, or else picks by k. topk_weights [rows,
+        K], expanded [rows]: of each pick what its rank gives.
 
         Raises:
             InvalidArgument: topk_weights with an expanded handle and allow_multiple_reduction=False. As `dispatch`.
@@ -328,11 +329,11 @@ class ElasticBuffer(Absent, Ending):
 
         def work() -> tuple[Any, None]:
             options["bias"] = bias_of(bias)
-            if self._layers.has_orders:
-                options["order"] = "pick" if once else "last_pick"
+            is_by_pick = once and adds_by_pick(ep, routing)
+            options["order"] = "pick" if is_by_pick else "last_pick"
             if topk_weights is not None:
                 return summed(ep, routing, x, side=topk_weights.to(torch.float32), **options), None
-            if once and not self._layers.has_orders and x.dtype != torch.float32:
+            if once and not is_by_pick and x.dtype != torch.float32:
                 more = options["bias"]
                 wide = options | {"bias": None if more is None else more.to(torch.float32)}
                 return (summed(ep, routing, x.to(torch.float32), **wide).to(x.dtype), None), None
