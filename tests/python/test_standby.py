@@ -225,12 +225,12 @@ def test_numbers_of_spares_that_can_not_be(options: dict[str, Any], text: str) -
         weft.Communicator.join("weft-group:1", standby=1)  # type: ignore[arg-type]
 
 
-def _falls_behind(outer_comm: Any) -> tuple[int, ...]:
+def _falls_behind(outer_comm: Any, standby: bool) -> tuple[int, ...]:
     outer = Outer(outer_comm)
     comm, address = open_group(outer, 2, 3)
     if comm is None:
         outer.wait()
-        comm = weft.Communicator.join(address, standby=True, device="cpu")
+        comm = weft.Communicator.join(address, standby=standby, device="cpu")
         first = make_ep(comm)
         comm.ready()
         outer.wait()  # it is ready
@@ -260,9 +260,10 @@ def _falls_behind(outer_comm: Any) -> tuple[int, ...]:
     return change.active
 
 
-def test_a_spare_hears_of_what_it_lacks() -> None:
-    """An object that the group has made since: it is no spare before it has made it, too."""
-    assert weft.spawn(_falls_behind, num_ranks=3, device="cpu") == [(0, 1, 2)] * 3
+@pytest.mark.parametrize("standby", [True, False])
+def test_a_spare_hears_of_what_it_lacks(standby: bool) -> None:
+    """An object that the group has made since: nobody takes it in before it has made it, too."""
+    assert weft.spawn(_falls_behind, 3, (standby,), device="cpu") == [(0, 1, 2)] * 3
 
 
 def _left_alone(outer_comm: Any) -> None:

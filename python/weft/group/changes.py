@@ -85,6 +85,7 @@ class Changes(Joining):
     """The part of a communicator by which ranks come and go."""
 
     _ticket: Ticket | None = None
+    _says_ready = False  # by itself from then on, as a spare does
 
     @classmethod
     def join(
@@ -170,6 +171,7 @@ class Changes(Joining):
         seconds = positive_seconds("deadline_s", deadline_s)
         with self.alone("ready"):
             self._native.ready(seconds)
+            self._says_ready = True
 
     # ---- changes
 
@@ -240,8 +242,8 @@ class Changes(Joining):
             PeerLost, PeerTimeout, Aborted: the group is broken; `recover`. Of a rank that waits to be taken in:
                 PeerLost, all members have ended or closed.
             Evicted: the others have gone on without this rank. ControlLost: no decision by the deadline.
-            InvalidState: the group was not made with `max_ranks`; or inside another call; or a spare lacks objects that
-                the group has made since: it makes them, too, and comes here again.
+            InvalidState: the group was not made with `max_ranks`; or inside another call; or a spare, or who was
+                `ready()`, lacks objects that the group has made since: it makes them, too, and comes here again.
             Unsupported: of a rank that waits to be taken in: a heap has grown more than 62 times, so it can't be mapped
                 before the group's next `recover`.
         """
@@ -249,7 +251,7 @@ class Changes(Joining):
         seconds = longest if deadline_s is None else positive_seconds("deadline_s", deadline_s)
         with self.alone("boundary"):
             try:
-                done = self._native.boundary(seconds, self._stands_by)
+                done = self._native.boundary(seconds, self._stands_by or self._says_ready)
                 if done is None:
                     return None
                 self._begin_epoch()
