@@ -1,4 +1,5 @@
 """The native module (src/bindings): raw pointers and plain values only, no torch."""
+# check: allow file-size: the names of one module
 
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -57,7 +58,8 @@ class Communicator:
     def address(self) -> str: ...
     def boundary(
         self, timeout_s: float, stands_by: bool = False
-    ) -> tuple[int, int, int, list[int], list[int], list[int], float, float] | None: ...
+    ) -> tuple[int, int, int, list[int], list[int], list[int], int, float, float] | None: ...
+    def map_since(self, epoch: int) -> int: ...
     def propose(
         self,
         admit: Sequence[int],
@@ -66,6 +68,7 @@ class Communicator:
         id: int,
         timeout_s: float,
         together: bool,
+        map_hash: int = 0,
     ) -> None: ...
     def wanted_change(self) -> tuple[str, int, str]: ...
     def withdraw_change(self) -> tuple[str, int, str]: ...

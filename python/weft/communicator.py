@@ -178,11 +178,10 @@ class Communicator(Changes):
             wanted = _rebuild_ranks(ranks, self._active, self._rank)
             seconds = positive_seconds("deadline_s", deadline_s)
         with self.telling_peers(), self.alone("rebuild"):
-            before = self._active
+            before, epoch = self._active, self._native.epoch
             self._native.rebuild(wanted, seconds)
             self._begin_epoch()
-            if not self._has_maps_of_members:
-                self._take_maps()
+            self._recover_maps(epoch)
         self._tell(self._recovered(before, {rank for rank, _, _ in self._native.detections()}))
 
     def recover(
@@ -225,10 +224,10 @@ class Communicator(Changes):
             if type(min_ranks) is not int or min_ranks < 1:
                 raise InvalidArgument(f"min_ranks is {min_ranks!r}; allowed is an int of at least 1")
             with self.alone("recover"):
+                epoch = self._native.epoch
                 self._native.recover(unwanted, min_ranks, seconds, wanted)
                 self._begin_epoch()
-                if not self._has_maps_of_members:
-                    self._take_maps()
+                self._recover_maps(epoch)
                 gone = {rank for rank, _, _ in self._native.detections()}
         change = self._recovered(before, gone)
         self._tell(change)

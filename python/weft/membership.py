@@ -51,6 +51,8 @@ class Change:
     """Ranks that a planned change has let go."""
     boundary: int = 0
     """Number of the boundary, counted from the last recovery."""
+    map_digest: str = ""
+    """Of the `weft.ExpertMap` that begins with it, as `ExpertMap.digest`; "": none."""
     uncovered: tuple[int, ...] = ()
     """Logical experts that none of the ranks in `active` has, ascending, of any ExpertParallel of the communicator with
     num_logical_experts; `ep.uncovered` tells them apart. Their picks are absent."""

@@ -141,7 +141,7 @@ nb::object boundary(Communicator& comm, double timeout_s, bool stands_by) {
     done = comm.boundary(deadline_after_s(timeout_s), signal_poll(), stands_by);
   }
   if (!done) return nb::none();
-  return nb::make_tuple(done->epoch, done->id, done->boundary, done->added, done->removed, done->active,
+  return nb::make_tuple(done->epoch, done->id, done->boundary, done->added, done->removed, done->active, done->map_hash,
                         static_cast<double>(done->waited_ns) * 1e-3, static_cast<double>(done->installed_ns) * 1e-3);
 }
 
@@ -152,14 +152,16 @@ void bind_changes(nb::class_<Communicator>& communicator) {
       .def_prop_ro("is_solo", &Communicator::is_solo)
       .def("address", &Communicator::address)
       .def("boundary", &boundary, "timeout_s"_a, "stands_by"_a = false)
+      .def("map_since", &Communicator::map_since, "epoch"_a)
       .def(
           "propose",
           [](Communicator& comm, std::vector<int> admit, std::vector<int> remove, std::vector<int> suspend, u64 id,
-             double timeout_s, bool together) {
-            comm.propose({std::move(admit), std::move(remove), std::move(suspend), id, together},
+             double timeout_s, bool together, u64 map_hash) {
+            comm.propose({std::move(admit), std::move(remove), std::move(suspend), id, together, map_hash},
                          deadline_after_s(timeout_s));
           },
-          "admit"_a, "remove"_a, "suspend"_a, "id"_a, "timeout_s"_a, "together"_a, nb::call_guard<ReleasedGil>())
+          "admit"_a, "remove"_a, "suspend"_a, "id"_a, "timeout_s"_a, "together"_a, "map_hash"_a = 0,
+          nb::call_guard<ReleasedGil>())
       .def("wanted_change", [](Communicator& comm) { return tuple_of(comm.wanted_change()); })
       .def("withdraw_change", [](Communicator& comm) { return tuple_of(comm.withdraw_change()); })
       .def(

@@ -82,7 +82,7 @@ MembershipActions Membership::want(const ChangeWish& change) noexcept {
   change_.suspend = change.suspend & newest_set_;
   is_wanted_ = true;
   planned_ = {};
-  const bool is_odd = (change_.add | change_.remove).empty() ||
+  const bool is_odd = ((change_.add | change_.remove).empty() && change_.map_hash == 0) ||
                       ((newest_set_ | change_.add) - change_.remove).empty() ||
                       !(change_.suspend - change_.remove).empty();
   if (is_odd || !is_member_ || newest_ == ~uint32_t{0} || is_era_over()) {

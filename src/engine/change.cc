@@ -281,7 +281,15 @@ DoneChange Communicator::carry_out(const Action& action) {
   if (was_solo)
     before = last.record ? last.record->active : action.epoch - 1 == e.first_epoch ? e.first_set : action.ranks - added;
   const RankSet removed = before - action.ranks;
-  DoneChange done{action.epoch, record.id, record.boundary, added.ranks(), removed.ranks(), action.ranks.ranks(), 0, 0};
+  DoneChange done{action.epoch,
+                  record.id,
+                  record.boundary,
+                  added.ranks(),
+                  removed.ranks(),
+                  action.ranks.ranks(),
+                  record.map_hash,
+                  0,
+                  0};
   std::map<int, AbortReason> early;
   const bool is_suspended = record.standby.contains(rank_);
   {
@@ -368,6 +376,17 @@ DoneChange Communicator::follow_recovery(const Poll& poll) {
   done.active = active_;
   done.added = (added_with(plane_->ledger(), epoch_, rank_) & RankSet::of(active_)).ranks();
   return done;
+}
+
+u64 Communicator::map_since(u32 epoch) const {
+  u64 found = 0;
+  for (u32 next = epoch + 1; next <= epoch_; ++next) {
+    const Decision decided = plane_->ledger().find(next);
+    if (decided.record && decided.record->kind == ChangeKind::kPlanned && decided.record->map_hash != 0) {
+      found = decided.record->map_hash;
+    }
+  }
+  return found;
 }
 
 void Communicator::change_windows(const MemberWindow::Step& step) {

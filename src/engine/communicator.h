@@ -35,6 +35,7 @@ struct DoneChange {
   u64 id = 0;
   u64 boundary = 0;
   std::vector<int> added, removed, active;
+  u64 map_hash = 0;      // of the expert map that begins with it; 0: none
   u64 waited_ns = 0;     // for the decision; of a new rank: for the members
   u64 installed_ns = 0;  // the rest of the call
 };
@@ -107,12 +108,15 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // recovery was decided that this rank has not followed; kControlLost at the deadline.
   // A newcomer that `stands_by` says by itself that it is ready. Besides: kPeerLost, when no member is left to take a newcomer in.
   std::optional<DoneChange> boundary(u64 deadline_ns, const Poll& poll, bool stands_by = false);
+  // Of the newest planned change behind `epoch`, which a recovery may have come to in place of this rank's boundary; 0: none.
+  u64 map_since(u32 epoch) const;
   // Wants a change, until `deadline_ns`; one at a time. Local. Errors: kInvalidArgument, kInvalidState.
   struct Wanted {
     std::vector<int> admit, remove;
     std::vector<int> suspend{};  // of `remove`: they keep their memory and connections, and may be admitted again
     u64 id = 0;
     bool together = true;  // else each of `admit` as soon as it can be, and `remove` with the first of them
+    u64 map_hash = 0;      // of an expert map that begins with the change; 0: none
   };
   void propose(const Wanted& wanted, u64 deadline_ns);
   WantedChange wanted_change();  // the last one

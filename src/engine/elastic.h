@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/fd.h"
+#include "bootstrap/ledger.h"
 #include "bootstrap/reception.h"
 #include "engine/communicator.h"
 
@@ -91,12 +92,21 @@ struct Elastic {
     RankSet coming, going;  // not `together`: those that are left of them
     RankSet taken;          // and who has come in
     bool together = true;
+    u32 since = 0;  // the epoch of this rank when it wanted it
     u64 deadline_ns = 0;
     WantedChange told;
     bool is_open = false;        // not decided
     bool is_taken_back = false;  // and is not to be
     bool again = false;          // it was withdrawn, and is to be wanted anew
     u64 again_ns = 0;            // not before
+    // Whether it has happened, when its ranks do not tell: with a map.
+    bool is_in(Ledger& ledger, u32 newest) const {
+      for (u32 epoch = since + 1; epoch <= newest; ++epoch) {
+        const Decision found = ledger.find(epoch);
+        if (found.record && found.record->id == change.id && found.record->map_hash == change.map_hash) return true;
+      }
+      return false;
+    }
   } wish;
 
   // Of the thread alone.

@@ -24,7 +24,7 @@ Event event_of(Event::Kind kind) {
 }  // namespace
 
 void Communicator::propose(const Wanted& wanted, u64 deadline_ns) {
-  const auto& [admit, remove, suspend, id, together] = wanted;
+  const auto& [admit, remove, suspend, id, together, map_hash] = wanted;
   raise_if_broken();
   Elastic& e = elastic("propose");
   if (e.is_solo) throw_invalid_state("propose: this rank is no member of the group yet");
@@ -39,7 +39,9 @@ void Communicator::propose(const Wanted& wanted, u64 deadline_ns) {
   };
   check("admit", admit, false);
   check("remove", remove, true);
-  if (admit.empty() && remove.empty() && together) throw_invalid_argument("a change needs ranks to admit or to remove");
+  if (admit.empty() && remove.empty() && together && map_hash == 0) {
+    throw_invalid_argument("a change needs ranks to admit or to remove, or an expert map");
+  }
   if (remove.size() >= active_.size()) {
     throw_invalid_argument("remove: none of the active ranks would be left, of whom new ones learn where to begin");
   }
@@ -62,6 +64,8 @@ void Communicator::propose(const Wanted& wanted, u64 deadline_ns) {
     e.wish.change.remove = e.wish.going;
     e.wish.change.suspend = RankSet::of(suspend);
     e.wish.change.id = id;
+    e.wish.change.map_hash = map_hash;
+    e.wish.since = epoch_;  // another rank's wish may have been decided, and this rank not have come to its boundary
     e.wish.together = together || admit.empty();
     e.wish.again = !e.wish.together;
     e.wish.deadline_ns = deadline_ns;
@@ -106,7 +110,8 @@ void Communicator::take_back_wish() {
   if (!e.wish.is_open || membership_.has_proposed()) return;  // it was committed; or tried again
   const RankSet& now = membership_.newest_set();
   const RankSet taken = e.wish.together ? RankSet() : e.wish.taken | (e.wish.coming & now);
-  const bool is_done = (e.wish.coming - now).empty() && (e.wish.going & now).empty();
+  const bool is_in = e.wish.change.map_hash == 0 || e.wish.is_in(plane_->ledger(), membership_.newest());
+  const bool is_done = (e.wish.coming - now).empty() && (e.wish.going & now).empty() && is_in;
   e.wish.is_open = e.wish.again = false;
   e.wish.told = {WantedChange::State::kWithdrawn, 0,
                  (taken.empty() ? "" : ranks_text(taken.ranks()) + " came in; ") + "it was taken back"};
@@ -130,8 +135,9 @@ WantedChange Communicator::withdraw_change() {
 void Communicator::renew_wish() {
   Elastic& e = *elastic_;
   const std::lock_guard turn(e.wish_mutex);  // the wish below is one and the same
-  bool is_lost = false, has_proposed = false, is_taken_back = false, together = true;
+  bool is_lost = false, has_proposed = false, is_taken_back = false, together = true, is_in = true;
   RankSet now, lacking, coming, going;
+  const u32 newest = next_epoch_.load(std::memory_order_relaxed) - 1;
   {
     const std::lock_guard lock(e.mutex);
     if (!e.wish.is_open) return;
@@ -139,6 +145,7 @@ void Communicator::renew_wish() {
     going = e.wish.going;
     is_taken_back = e.wish.is_taken_back;
     together = e.wish.together;
+    if (e.wish.change.map_hash != 0) is_in = e.wish.is_in(plane_->ledger(), newest);
   }
   if (is_taken_back) return take_back_wish();
   {
@@ -154,7 +161,7 @@ void Communicator::renew_wish() {
     e.wish.coming = coming = coming - now;
     e.wish.going = going = going & now;
   }
-  const bool is_done = (coming - now).empty() && (going & now).empty();
+  const bool is_done = (coming - now).empty() && (going & now).empty() && is_in;
   const auto end = [&](WantedChange::State state, u32 epoch, const std::string& reason) {
     ask(event_of(Event::Kind::kPropose), Wait{0, {}});  // nothing is wanted any more
     const std::lock_guard lock(e.mutex);

@@ -13,7 +13,7 @@ import pytest
 from joining_cases import LONG_S, Outer, checked_step, make_ep, number_of, open_group, run_until
 
 import weft
-from weft.group.windows import asked_contract
+from weft.group.maps import asked_contract
 
 
 def until(is_so: Any) -> None:

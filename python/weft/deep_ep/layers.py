@@ -13,7 +13,7 @@ from weft import env
 from weft.call.room import NeedsRoom
 from weft.deep_ep.ranks import Ranks
 from weft.errors import InvalidState
-from weft.group.windows import asked_contract
+from weft.group.maps import asked_contract
 from weft.limits import check_shape, dtype_name
 
 if TYPE_CHECKING:

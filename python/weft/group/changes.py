@@ -12,7 +12,7 @@ from weft import _load
 from weft.engine import Choice, look
 from weft.errors import InvalidArgument, InvalidState, PeerTimeout, Unsupported, rank_list
 from weft.group.joining import CONNECT_TIMEOUT_S, Joining, device_of, positive_seconds
-from weft.group.windows import asked_contract
+from weft.group.maps import asked_contract
 from weft.limits import MAX_SECONDS
 from weft.machine.placement import local
 from weft.machine.placement.model import Placement
@@ -21,6 +21,8 @@ from weft.membership import Change
 if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
+
+    from weft.call.expert_map import ExpertMap
 
 __all__ = ["Changes", "Ticket"]
 
@@ -32,9 +34,8 @@ class Ticket:
     """A change that was proposed on this rank. `id`: its number, `state`: "preparing" (somebody named is not ready),
     "proposed", "committed" or "withdrawn", `reason`: why it was withdrawn."""
 
-    def __init__(self, comm: Changes, number: int) -> None:
-        self._comm, self.id = comm, number
-        self._told: tuple[str, int, str] = ("preparing", 0, "")
+    def __init__(self, comm: Changes, number: int, told: tuple[str, int, str] = ("preparing", 0, "")) -> None:
+        self._comm, self.id, self._told = comm, number, told
 
     @property
     def state(self) -> str:
@@ -86,6 +87,7 @@ class Changes(Joining):
 
     _ticket: Ticket | None = None
     _says_ready = False  # by itself from then on, as a spare does
+    _last_map = 0, 0  # of the last change with one: its id, and the map's digest
 
     @classmethod
     def join(
@@ -182,6 +184,7 @@ class Changes(Joining):
         suspend: Iterable[int] = (),
         resume: Iterable[int] = (),
         *,
+        expert_map: ExpertMap | None = None,
         together: bool = True,
         id: int | str | None = None,
         deadline_s: float = CHANGE_TIMEOUT_S,
@@ -196,13 +199,18 @@ class Changes(Joining):
         `suspend`: active ranks that take no part from then on but keep memory, objects and connections, as a rank does
         that has joined; `resume`: such ranks, taken in again.
 
+        `expert_map`: of all ExpertParallel objects of this communicator with num_logical_experts. They go by it from
+        the boundary on that carries the change out, on all ranks; without ranks it is a change by itself. Its digest is
+        decided with the change; ranks that were not given it ask one that was, at that boundary. Weights come before.
+
         On any member; on several of them with one `id`, and then it happens once. Until `deadline_s` it waits for ranks
         that are not there or not `ready()`, and is tried again where it was withdrawn. `Ticket.withdraw()` takes it
         back.
 
         Raises:
             InvalidArgument: `admit` or `resume` holds active ranks, or `remove` or `suspend` others; or none of the
-                active ranks would be left; or `together` is no bool.
+                active ranks would be left; or `together` is no bool; or `expert_map` is none for one of the objects, or
+                comes with together=False or from a rank that is to go.
             InvalidState: an earlier change of this rank is not decided; or the group was not made with `max_ranks`; or
                 there were 2**15 changes on the same memory: `recover` on all ranks makes it anew.
         """
@@ -222,9 +230,12 @@ class Changes(Joining):
         if id is not None and not together:  # of another rank's wish some may be in
             coming = [rank for rank in coming if rank not in self._active]
         with self.alone("propose"):
+            digest = self._offered_digest(expert_map, going, together=together)
             if self._ticket is not None:
                 self._ticket._look()  # what became of it: from now on the native module tells of the next one
-            self._native.propose(coming, going, resting, number, seconds, together)
+            if digest and (number, digest) == self._last_map:  # by the proposal of another rank
+                return Ticket(self, number, ("committed", self._native.epoch, ""))
+            self._native.propose(coming, going, resting, number, seconds, together, digest)
             self._ticket = Ticket(self, number)
         return self._ticket
 
@@ -259,9 +270,12 @@ class Changes(Joining):
                 if tuple(self._native.active_ranks) != self._active:
                     self._begin_epoch()
                 raise
+            epoch, number, boundary, added, removed, active, digest, waited_us, installed_us = done
             if not self._native.is_solo and not self._has_maps_of_members:
                 self._take_maps()
-        epoch, number, boundary, added, removed, active, waited_us, installed_us = done
+            if digest and self._mapped and self._rank in active:
+                self._begin_map(digest)
+                self._last_map = number, digest
         change = Change(
             epoch,
             tuple(active),
@@ -271,6 +285,7 @@ class Changes(Joining):
             added=tuple(added),
             removed=tuple(removed),
             boundary=boundary,
+            map_digest=f"{digest:016x}" if digest else "",
             uncovered=self._uncovered(tuple(active)),
             timings_us={"waited": waited_us, "installed": installed_us},
         )
@@ -284,6 +299,7 @@ class Changes(Joining):
         suspend: Iterable[int] = (),
         resume: Iterable[int] = (),
         *,
+        expert_map: ExpertMap | None = None,
         deadline_s: float = CHANGE_TIMEOUT_S,
     ) -> Change:
         """`propose` and the boundaries up to it, for who has no loop of steps. Collective among the active ranks, with
@@ -294,7 +310,8 @@ class Changes(Joining):
         """
         parts = [sorted(each) for each in (admit, remove, suspend, resume)]
         end = time.monotonic() + positive_seconds("deadline_s", deadline_s)
-        ticket = self.propose(*parts, id=f"change {self._native.epoch} {parts}", deadline_s=deadline_s)
+        name = f"change {self._native.epoch} {parts} {expert_map and expert_map.digest}"
+        ticket = self.propose(*parts, expert_map=expert_map, id=name, deadline_s=deadline_s)
         state = ticket.wait(min(deadline_s + _DECIDE_S, MAX_SECONDS))  # withdrawn or not: one of both by then
         if state != "committed":
             raise PeerTimeout(

@@ -7,58 +7,27 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 
 from weft import _load
-from weft.call.expert_map import ExpertMap
 from weft.call.streams import WindowStreams
 from weft.call.window import Window, WindowSpec, released_on_error
-from weft.engine import Choice, driver_gpu
-from weft.errors import Error, InvalidArgument, InvalidState, PeerLost, rank_list
-from weft.group.turns import Turns
-
-if TYPE_CHECKING:
-    from weft.call.experts import Experts
+from weft.engine import driver_gpu
+from weft.errors import InvalidArgument, InvalidState, PeerLost, rank_list
+from weft.group.maps import Maps, asked_contract, key_of
 
 __all__ = ["Windows"]
 
 _LOOK_S = 0.01  # between two looks at what members have made
-_ASK_S = 1.0  # for one member to answer
 _COMPARE_TAG = 1 << 22  # exchange tags of constructors: this plus their number; all below 1 << 24
 
 
-def asked_contract(native: Any, deadline_s: float, of: Sequence[int] = ()) -> dict[str, Any]:
-    """What a member says of the group. One that has only just connected has nothing to say yet, and is asked again."""
-    end = time.monotonic() + deadline_s
-    while not (text := native.ask_contract(max(end - time.monotonic(), 0.001), of)):
-        if time.monotonic() > end:
-            raise InvalidState("no member has said what its group is")
-        time.sleep(_LOOK_S)
-    contract: dict[str, Any] = json.loads(text)
-    return contract
-
-
-class _Mapped(Protocol):
-    """The calls of an ExpertParallel that goes by a map of experts."""
-
-    closed: bool
-    windows: list[Window]
-    numbers: list[int]
-    experts: Experts
-
-    def install_map(self, expert_map: ExpertMap) -> None: ...
-
-
-class Windows(Turns):
+class Windows(Maps):
     """The part of a communicator that has its windows."""
 
     device: torch.device
-    _choice: Choice
-    _rank: int
-    _active: tuple[int, ...]
     _stands_by = False  # joined as a spare
 
     def __init__(self) -> None:
@@ -66,10 +35,6 @@ class Windows(Turns):
         self._windows: dict[WindowSpec, Window] = {}
         self._all_windows: weakref.WeakSet[Window] = weakref.WeakSet()
         self._num_compared = 0
-        # What a rank that joins needs to make its objects alone: each with its arguments, windows and numbers.
-        self._objects: list[dict[str, Any]] = []
-        self._mapped: weakref.WeakSet[_Mapped] = weakref.WeakSet()  # those that go by a map of experts
-        self._has_maps_of_members = True  # not: a rank that has joined, before it has asked
 
     def open_windows(
         self,
@@ -134,72 +99,12 @@ class Windows(Turns):
         self._objects.append({"what": what, "arguments": values, "serials": serials, "numbers": numbers, "told": told})
         self._publish_contract()
 
-    def note_map(self, calls: _Mapped) -> None:
-        """This object goes by another map: whoever joins is handed it."""
-        self._mapped.add(calls)
-        entry = self._object_of(calls)
-        if entry is not None and calls.experts.map is not None:
-            entry["map"] = calls.experts.map._replicas.tolist()
-            self._publish_contract()
-
-    def handed_map(self, serial: int, number: int) -> ExpertMap | None:
-        """Of the object with this number in this window on a rank that has joined: what the members go by."""
-        entry = next((each for each in self._objects if _key(each) == (serial, number)), None)
-        return _map_of(entry)
-
-    def _object_of(self, calls: _Mapped) -> dict[str, Any] | None:
-        key = (calls.windows[0].serial, calls.numbers[0])
-        return next((each for each in self._objects if _key(each) == key), None)
-
-    def _note_maps(self, has_maps: bool) -> None:
-        """Whether this rank goes by the maps of the members: whoever asks it for them is told so."""
-        self._has_maps_of_members = has_maps
-        self._publish_contract()
-
-    def _take_maps(self) -> None:
-        """Of a rank that was taken in: a member that was there before hands over what is installed by now. Members
-        can't install another one before this rank takes part. Nobody waits for a member that is stopped: with no answer
-        the maps stay, and the next `recover` asks again."""
-        others = [rank for rank in self._active if rank != self._rank]
-        for rank in others if self._mapped else ():
-            if self._native.broken():
-                return
-            with contextlib.suppress(Error):
-                contract = asked_contract(self._native, _ASK_S, [rank])
-                if contract["has_maps"]:
-                    self._install_maps(contract)
-                    break
-        else:
-            if others and self._mapped:
-                return
-        self._note_maps(True)
-
-    def _install_maps(self, contract: dict[str, Any]) -> None:
-        by_key = {_key(each): each for each in contract["objects"]}
-        for calls in list(self._mapped):
-            found = _map_of(by_key.get((calls.windows[0].serial, calls.numbers[0])))
-            if found is not None and not calls.closed and found != calls.experts.map:
-                calls.install_map(found)
-                self.note_map(calls)
-
-    def _uncovered(self, active: tuple[int, ...]) -> tuple[int, ...]:
-        """Logical experts of any object that none of these ranks has."""
-        found: set[int] = set()
-        for calls in list(self._mapped):
-            if not calls.closed:
-                found.update(calls.experts.uncovered(active))
-        return tuple(sorted(found))
-
     def note_closed_object(self, serial: int, number: int) -> None:
         """The object with this number in this window is closed: nobody who joins makes it any more."""
-        kept = [each for each in self._objects if _key(each) != (serial, number)]
+        kept = [each for each in self._objects if key_of(each) != (serial, number)]
         if len(kept) < len(self._objects) and not self._closed:
             self._objects = kept
             self._publish_contract()
-
-    def _publish_contract(self) -> None:
-        contract = {"choice": asdict(self._choice), "objects": self._objects, "has_maps": self._has_maps_of_members}
-        self._native.set_contract(json.dumps(contract))
 
     def _adopted_windows(
         self, what: str, arguments: dict[str, Any], specs: Sequence[WindowSpec], deadline_s: float
@@ -211,14 +116,14 @@ class Windows(Turns):
             InvalidArgument: there is none; names the first argument that differs, and both values.
             InvalidState: the members have no object that this rank has not made; of a spare, not by the deadline.
         """
-        made = [_key(each) for each in self._objects]
+        made = [key_of(each) for each in self._objects]
         end = time.monotonic() + deadline_s
         while True:
             of_members = self._objects_of_members(deadline_s)
-            found_by = [{_key(each) for each in objects if each["what"] == what} for objects in of_members]
+            found_by = [{key_of(each) for each in objects if each["what"] == what} for objects in of_members]
             # On some members only: the others are about to have made it, or these to have closed it.
             everywhere, anywhere = set.intersection(*found_by), set.union(*found_by)
-            left = [each for each in of_members[0] if _key(each) in everywhere.difference(made)]
+            left = [each for each in of_members[0] if key_of(each) in everywhere.difference(made)]
             is_coming = self._stands_by or bool(anywhere - everywhere)
             if left or not is_coming or time.monotonic() > end:
                 break
@@ -317,16 +222,6 @@ class Windows(Turns):
         self._windows[spec] = window
         self._all_windows.add(window)
         return window
-
-
-def _key(entry: dict[str, Any]) -> tuple[int, int]:
-    return entry["serials"][0], entry["numbers"][0]
-
-
-def _map_of(entry: dict[str, Any] | None) -> ExpertMap | None:
-    if entry is None or "map" not in entry:
-        return None
-    return ExpertMap(torch.tensor(entry["map"], dtype=torch.int32, device="cpu"))
 
 
 def _compare(answers: dict[int, dict[str, Any]]) -> None:

@@ -591,6 +591,23 @@ TEST(what_is_there_already_is_not_proposed_again) {
   CHECK_EQ(group.records[2].num_new, uint32_t{1});
 }
 
+TEST(a_map_of_experts_alone_is_a_change) {
+  Changing group;
+  group.propose({.id = 9, .map_hash = 77});
+  CHECK_EQ(group.records[2].map_hash, uint64_t{77});
+  CHECK(group.records[2].active == RankSet::of({0, 1}));
+  group.look_all();
+  group.show_all();
+  CHECK(group.words.read(2).state == RegisterState::kCommitted);
+  group.look_all();
+  for (int rank : {0, 1}) {
+    Caller& member = group.callers[static_cast<size_t>(rank)];
+    CHECK(member.boundary(Kind::kPass));
+    CHECK(member.boundary(Kind::kInstall));
+    CHECK(member.membership.active() == RankSet::of({0, 1}));
+  }
+}
+
 TEST(another_life_in_the_slot_is_not_acknowledged) {
   Changing group;
   group.prepare({0, 1});
