@@ -120,6 +120,11 @@ MembershipActions Membership::step(const Event& event) noexcept {
       if (is_calling()) phase_ = Phase::kIdle;
       return phase_ == Phase::kIdle && has_news_ ? look() : MembershipActions();
     }
+    case Event::Kind::kMet: {
+      gone_.remove(event.rank);
+      proven_.remove(event.rank);
+      return progress();
+    }
     case Event::Kind::kPrepared: return prepare(event.rank, event.incarnation);
     case Event::Kind::kCell:
       if (event.rank >= 0 && event.rank < static_cast<int>(cells_.size())) {

@@ -91,6 +91,7 @@ struct MembershipEvent {
     kRenewed,    // fresh memory for `epoch` is in place, this rank's and that of all members
     kDeadline,   // of the call
     kLeave,      // the call ends for a reason that is none of the membership's
+    kMet,        // another incarnation is connected in slot `rank`: the last one's end is not its own
     kPrepared,   // this rank could take `rank` in, whose incarnation is `incarnation`; 0: not any more
     kCell,       // `rank` shows `cell`
     kPropose,    // `change` is wanted; one at a time

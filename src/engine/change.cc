@@ -420,7 +420,12 @@ RankSet Communicator::not_installed(const MembershipRecord& record) {
 bool Communicator::may_begin(const MembershipRecord& record) {
   const RankSet waited = not_installed(record);
   const RankSet gone = RankSet::of(plane_->dead_ranks());
-  if (waited.empty() || !(waited & gone).empty() || plane_->ledger().is_decided(record.epoch + 1)) return true;
+  if (waited.empty() || !(waited & gone).empty()) return true;
+  if (plane_->ledger().is_decided(record.epoch + 1)) {
+    // Who has given its word for a further planned change has come through this one, and is about to show it.
+    const Decision next = plane_->ledger().find(record.epoch + 1);
+    if (!next.record || next.record->kind != ChangeKind::kPlanned) return true;
+  }
   const std::lock_guard membership_lock(membership_mutex_);
   const std::lock_guard lock(mutex_);
   return std::any_of(early_.begin(), early_.end(), [&](const auto& each) {

@@ -204,6 +204,11 @@ void Communicator::admit(int slot, u64 incarnation, Connection&& connection, con
     e.forget_newcomers({slot});
     throw;
   }
+  // A newcomer may meet a rank that the others have taken in before, in the slot of one whose end it has seen.
+  Event met;
+  met.kind = Event::Kind::kMet;
+  met.rank = slot;
+  ask(met, Wait{0, {}});
   {
     const std::lock_guard lock(e.mutex);
     e.seen.erase(slot);

@@ -751,6 +751,44 @@ TEST(a_joiner_withdraws_nothing) {
   CHECK(group.words.read(2).state == RegisterState::kOpen);
 }
 
+// It has seen the death of whoever had the slot before, and meets the one that the members have taken in late.
+TEST(a_joiner_goes_along_with_a_slot_that_is_taken_again) {
+  Changing group;
+  group.callers[2].run({.kind = Event::Kind::kGone, .ranks = RankSet::of({1})});
+  group.callers[0].run({.kind = Event::Kind::kGone, .ranks = RankSet::of({1})});
+  group.callers[0].recover({});
+  group.callers[0].run({.kind = Event::Kind::kHere, .epoch = 2, .ranks = RankSet::of({0})});
+  group.callers[0].run({.kind = Event::Kind::kRenewed, .epoch = 2});
+  CHECK_EQ(group.callers[0].membership.epoch(), uint32_t{2});
+  std::vector<Caller> living;
+  living.push_back(std::move(group.callers[0]));
+  living.push_back(std::move(group.callers[2]));
+  living.emplace_back(Membership(1, 14, living[0].membership.welcome(), kGroup), group.words, group.records);
+  group.callers = std::move(living);
+  const auto take_in = [&](int slot, uint64_t incarnation) {
+    for (Caller& caller : group.callers) {
+      if (!caller.membership.is_member()) continue;
+      caller.run({.kind = Event::Kind::kPrepared, .rank = slot, .incarnation = incarnation});
+    }
+    group.show_all();
+    group.propose({.add = RankSet::of({slot}), .id = incarnation});
+    for (int turn = 0; turn < 3; ++turn) {
+      group.look_all();
+      group.show_all();
+    }
+    for (Caller& caller : group.callers) {
+      for (int turn = 0; turn < 2 && caller.membership.epoch() < group.callers[0].membership.newest(); ++turn) {
+        if (caller.membership.is_member()) caller.run({.kind = Event::Kind::kBoundary});
+      }
+    }
+    group.show_all();
+    return group.callers[0].membership.newest_set();
+  };
+  CHECK(take_in(1, 14) == RankSet::of({0, 1}));
+  group.callers[1].run({.kind = Event::Kind::kMet, .rank = 1});
+  CHECK(take_in(2, 13) == RankSet::of({0, 1, 2}));
+}
+
 TEST(a_register_that_proposals_have_used_up_serves_a_recovery) {
   Changing group;
   RegisterWord last = word(2, RegisterState::kProposed, kMaxProposedVersion, 0);
