@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+import json as json_module
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from weft.cli import options
-from weft.cli.output import EXIT_FAILED, command_output
+from weft.cli.output import EXIT_FAILED, Output, command_output
+from weft.errors import Error
+
+if TYPE_CHECKING:
+    from weft.elastic.plan import Phase
+    from weft.elastic.steps import Load
 
 _PLAN_HELP = "JSON: a list of phases, each a list of active ranks; -2: rank 2 is killed in it. None: plans are drawn."
 
@@ -27,36 +33,54 @@ def elastic(
     """Let ranks join and leave a running group by a plan, every word against the reference; cpu engine."""
     with command_output(json_lines=json) as output:
         from weft.elastic.plan import draw_plan, read_plan
-        from weft.elastic.run import play
-        from weft.elastic.worker import Load
+        from weft.elastic.steps import Load
 
         load = Load(tokens, hidden, experts, top_k, ops)
         plans = [(plan, read_plan(plan))] if plan is not None else []
         plans += [(f"seed {each}", draw_plan(each)) for each in range(seed, seed + drawn) if plan is None]
-        has_failed = False
-        for name, phases in plans:
-            rows: list[tuple[str, ...]] = []
-
-            def tell(played: Any, name: str = name, rows: list[tuple[str, ...]] = rows) -> None:
-                row = {key: value for key, value in dataclasses.asdict(played).items() if key != "address"}
-                output.row({"kind": "phase", "plan": name, **row})
-                rows.append(
-                    (
-                        str(played.number),
-                        ",".join(f"-{rank}" if rank in played.killed else str(rank) for rank in played.ranks),
-                        str(played.ops),
-                        str(played.wrong),
-                        f"{played.change_ms:.2f}",
-                        f"{played.pause_ms:.1f}",
-                        f"{played.recover_ms:.1f}",
-                        f"{played.gb_s:.3f}",
-                        played.error or "; ".join(played.leftovers),
-                    )
-                )
-
-            all_played = play(phases, load, tell)
-            columns = ("phase", "ranks", "ops", "wrong", "change ms", "pause ms", "recover ms", "GB/s", "what else")
-            output.table(f"plan {name}", columns, rows, left=(1, 8))
-            has_failed |= any(each.wrong or each.error or each.leftovers for each in all_played)
-        if has_failed:
+        failed = [name for name, phases in plans if not _play(output, name, phases, load)]
+        if failed:
             raise typer.Exit(EXIT_FAILED)
+
+
+def _play(output: Output, name: str, phases: list[Phase], load: Load) -> bool:
+    """Whether all went well; else how to play it again stands in the output."""
+    from weft.elastic.plan import as_json
+    from weft.elastic.run import play
+
+    rows: list[tuple[str, ...]] = []
+
+    def tell(played: Any) -> None:
+        row = {key: value for key, value in dataclasses.asdict(played).items() if key != "address"}
+        output.row({"kind": "phase", "plan": name, **row})
+        rows.append(
+            (
+                str(played.number),
+                ",".join(f"-{rank}" if rank in played.killed else str(rank) for rank in played.ranks),
+                ",".join(map(str, played.standby)),
+                str(played.ops),
+                str(played.wrong),
+                f"{played.change_ms:.2f}",
+                f"{played.pause_ms:.1f}",
+                f"{played.recover_ms:.1f}",
+                f"{played.gb_s:.3f}",
+                played.error or "; ".join(played.leftovers),
+            )
+        )
+
+    hung: Error | None = None
+    has_failed = False
+    try:
+        has_failed = any(each.wrong or each.error or each.leftovers for each in play(phases, load, tell))
+    except Error as error:
+        hung = error
+    columns = ("phase", "ranks", "standby", "ops", "wrong", "change ms", "pause ms", "recover ms", "GB/s", "what else")
+    output.table(f"plan {name}", columns, rows, left=(1, 2, 9))
+    if has_failed or hung:
+        again = " ".join(f"--{field.replace('_', '-')} {value}" for field, value in dataclasses.asdict(load).items())
+        output.row({"kind": "failed", "plan": name, "phases": json_module.loads(as_json(phases)), "options": again})
+        output.text(f"FAILED plan {name}; `weft elastic PLAN.json {again}` plays it again:", style="bold red")
+        output.text(as_json(phases))
+    if hung:
+        raise hung
+    return not has_failed

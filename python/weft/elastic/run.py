@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
+from pathlib import Path
 from typing import Any
 
 from weft.elastic.plan import Phase, num_slots
-from weft.elastic.worker import Load, Report, warm_up, work
+from weft.elastic.playing import Report
+from weft.elastic.steps import Load, warm_up
+from weft.elastic.worker import work
 from weft.errors import Error, PeerTimeout
 
 __all__ = ["Played", "play"]
 
 PHASE_S = 300.0
+PAUSED_S = 0.02
+END_S = 10.0
 
 
 @dataclass(frozen=True)
 class Played:
-    """What came of one phase; times are of the slowest rank."""
+    """What came of one phase; times are of the slowest rank, `killed` are stopped ones, too."""
 
     number: int
     ranks: tuple[int, ...]
@@ -37,12 +44,14 @@ class Played:
     leftovers: tuple[str, ...]
     error: str = ""
     address: str = ""  # of the group, for who comes next
+    standby: tuple[int, ...] = ()
 
 
 @dataclass
 class _Process:
     process: ForkProcess
     pipe: Connection
+    is_active: bool = False
 
     def receive(self) -> Any:
         if not self.pipe.poll(PHASE_S):
@@ -53,7 +62,7 @@ class _Process:
             return None
 
 
-def play(phases: list[Phase], load: Load, done: Callable[[Played], object]) -> list[Played]:
+def play(phases: Sequence[Phase], load: Load, done: Callable[[Played], object]) -> list[Played]:
     """All phases, in order; `done` is told each.
 
     Raises:
@@ -65,13 +74,18 @@ def play(phases: list[Phase], load: Load, done: Callable[[Played], object]) -> l
     try:
         address = _found(ranks, phases, load)
         for number, phase in enumerate(phases):
-            before = tuple(ranks)
-            coming = [rank for rank in phase.ranks if rank not in ranks]
-            for rank in coming:
-                ranks[rank] = _start(rank, 0, num_slots(phases), load)
-                ranks[rank].pipe.send(address)
-            proposer = min((set(before) & set(phase.ranks)) or set(phase.ranks))
-            each = _phase(number, phase, ranks, proposer)
+            before = phases[number - 1] if number else None
+            for rank in phase.present:
+                if rank not in ranks:
+                    ranks[rank] = _start(rank, 0, num_slots(phases), load)
+                    ranks[rank].pipe.send(address)
+            for rank in phase.present if phase.spares or phase.stopped else ():  # who is stopped answers nobody
+                if not ranks[rank].is_active and before is not None:
+                    ranks[rank].pipe.send(("ready", -1))
+                    _expect(ranks[rank], str)
+            each = _phase(number, phase, ranks, min(set(before.left if before else phase.ranks) & set(phase.ranks)))
+            if number == len(phases) - 1 and not each.error:
+                each = dataclasses.replace(each, leftovers=each.leftovers + _close_all(ranks))
             played.append(each)
             done(each)
             if each.error or each.wrong:
@@ -82,7 +96,7 @@ def play(phases: list[Phase], load: Load, done: Callable[[Played], object]) -> l
         _end(ranks)
 
 
-def _found(ranks: dict[int, _Process], phases: list[Phase], load: Load) -> str:
+def _found(ranks: dict[int, _Process], phases: Sequence[Phase], load: Load) -> str:
     founders = phases[0].ranks
     for rank in founders:
         ranks[rank] = _start(rank, len(founders), num_slots(phases), load)
@@ -110,29 +124,33 @@ def _start(rank: int, num_founders: int, slots: int, load: Load) -> _Process:
 
 
 def _phase(number: int, phase: Phase, ranks: dict[int, _Process], proposer: int) -> Played:
-    for process in ranks.values():
-        process.pipe.send((phase, proposer))
+    standing = {rank for rank, process in ranks.items() if not process.is_active}
+    for rank, process in ranks.items():
+        ends = rank in standing and rank not in phase.present
+        process.pipe.send((None if ends else phase, proposer))
+    _wake(phase.paused, ranks, PAUSED_S)
     reports: dict[int, Report] = {}
-    error = ""
-    for rank, process in list(ranks.items()):
+    errors: list[str] = []
+    for rank in sorted(ranks, key=lambda each: each in phase.stopped):  # they sleep until the others are done
+        if rank in phase.stopped:
+            _wake((rank,), ranks, 0.0)
+        process = ranks[rank]
         found = process.receive()
         if isinstance(found, Report):
             reports[rank] = found
+            process.is_active = bool(found.active)
         if found is None or found.left:
             process.process.join(PHASE_S)
             is_killed = process.process.exitcode == -signal.SIGKILL and rank in phase.killed
             if found is None and not is_killed:
-                error = f"rank {rank} ended with exit status {process.process.exitcode}"
+                errors.append(f"rank {rank} ended with exit status {process.process.exitcode}")
             ranks.pop(rank).pipe.close()
-    stayed = [report for report in reports.values() if not report.left]
-    errors = [f"rank {rank}: {report.error}" for rank, report in reports.items() if report.error]
-    active = {report.active for report in stayed}
-    if not errors and active != {phase.left}:
-        errors = [f"active ranks are {sorted(active)}, not {phase.left}"]
+    errors += _errors(phase, reports)
+    stayed = [report for report in reports.values() if report.active]
     return Played(
         number,
         phase.ranks,
-        phase.killed,
+        phase.lost,
         phase.left,
         max((report.ops for report in stayed), default=0),
         sum(report.wrong for report in reports.values()),
@@ -141,19 +159,65 @@ def _phase(number: int, phase: Phase, ranks: dict[int, _Process], proposer: int)
         max((report.recover_ms for report in stayed), default=0.0),
         sum(report.gb_s for report in stayed) / max(1, len(stayed)),
         tuple(text for report in reports.values() for text in report.leftovers),
-        error or "; ".join(errors),
+        "; ".join(errors),
         next((report.address for report in stayed), ""),
+        phase.standing,
     )
 
 
+def _errors(phase: Phase, reports: dict[int, Report]) -> list[str]:
+    """What those that have come to the end of the phase find wrong."""
+    errors = [f"rank {rank}: {report.error}" for rank, report in reports.items() if report.error]
+    if errors:
+        return errors
+    for rank, report in reports.items():
+        wanted = phase.left if rank in phase.left else ()
+        if report.active != wanted:
+            errors.append(f"rank {rank}: active ranks are {report.active}, not {wanted}")
+        if report.evicted != (rank in phase.stopped):
+            errors.append(
+                f"rank {rank}: it was {'' if report.evicted else 'not '}told that the others went on without it"
+            )
+        if report.left != (rank not in phase.left + phase.standing):
+            errors.append(f"rank {rank}: it has {'' if report.left else 'not '}left")
+    missing = set(phase.left + phase.standing + phase.stopped) - set(reports)
+    return errors + [f"rank {rank} is not there" for rank in sorted(missing)]
+
+
+def _wake(ranks: Sequence[int], all_ranks: dict[int, _Process], after_s: float) -> None:
+    """Each of `ranks` stops by itself, or has something to say; so long after that it goes on."""
+    for rank in ranks:
+        process = all_ranks[rank]
+        end = time.monotonic() + PHASE_S
+        while not (is_stopped := _is_stopped(process.process.pid)) and not process.pipe.poll(0.001):
+            if time.monotonic() > end:
+                raise PeerTimeout("elastic", 0, (), f"rank {rank} (pid {process.process.pid}) does not stop")
+        if is_stopped and process.process.pid is not None:
+            time.sleep(after_s)
+            os.kill(process.process.pid, signal.SIGCONT)
+
+
+def _is_stopped(pid: int | None) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # it has ended
+        return False
+
+
+def _close_all(ranks: dict[int, _Process]) -> tuple[str, ...]:
+    """Those that are there in the end close; what they leave."""
+    for process in ranks.values():
+        process.pipe.send((None, -1))
+    reports = {rank: process.receive() for rank, process in ranks.items()}
+    for process in ranks.values():
+        process.process.join(END_S)
+    silent = [f"rank {rank} ended before it had closed" for rank, report in reports.items() if report is None]
+    return tuple(silent + [text for report in reports.values() if report for text in report.leftovers])
+
+
 def _end(ranks: dict[int, _Process]) -> None:
+    """Whatever has happened."""
     for process in ranks.values():
-        try:
-            process.pipe.send((None, -1))
-        except OSError:  # it has ended
-            continue
-    for process in ranks.values():
-        process.process.join(10.0)
         if process.process.is_alive() and process.process.pid is not None:
             os.kill(process.process.pid, signal.SIGKILL)
-            process.process.join()
+        process.process.join()

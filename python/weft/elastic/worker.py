@@ -1,114 +1,23 @@
-"""A rank of `weft elastic`: it founds the group or joins it, and does what its parent says, every word against the
-reference."""
+"""A rank of `weft elastic`: it founds the group or joins it, and does what its parent says."""
 
 from __future__ import annotations
 
 import gc
 import os
-import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import weft
-from weft import reference
-from weft.elastic.plan import Phase
+from weft.elastic.playing import Report, play_phase
+from weft.elastic.steps import Load, Steps
 
-__all__ = ["Load", "Report", "Steps", "held_things", "warm_up", "work"]
+__all__ = ["JOIN_S", "held_things", "work"]
 
-STEP_DEADLINE_S = 60.0
-JOIN_S = 10.0
+JOIN_S = 60.0
 LEFTOVERS_S = 5.0
-
-
-@dataclass(frozen=True)
-class Load:
-    """What a step dispatches and combines: up to `tokens` rows a rank of `hidden` fp32, `top_k` of `experts` a slot."""
-
-    tokens: int = 32
-    hidden: int = 64
-    experts: int = 2
-    top_k: int = 2
-    ops: int = 20
-
-
-@dataclass
-class Report:
-    """Of one rank in one phase."""
-
-    rank: int
-    epoch: int = 0
-    active: tuple[int, ...] = ()
-    ops: int = 0
-    wrong: int = 0  # calls with a wrong word
-    pause_ms: float = 0.0  # the longest time between two steps, less the median one
-    change_ms: float = 0.0  # inside the call that carried the change out
-    recover_ms: float = 0.0
-    gb_s: float = 0.0  # bytes sent to other ranks by dispatch, over the time inside it
-    left: bool = False
-    error: str = ""
-    address: str = ""
-    leftovers: tuple[str, ...] = field(default_factory=tuple)
-
-
-class Steps:
-    """A dispatch and a combine of the active ranks, again and again: each draws the rows of all from the epoch and the
-    number of the step in it, and compares its own with the reference."""
-
-    def __init__(self, comm: weft.Communicator, load: Load) -> None:
-        self.comm, self.load = comm, load
-        self.ep = weft.ExpertParallel(
-            comm,
-            num_experts=load.experts * comm.num_ranks,
-            top_k=load.top_k,
-            hidden=load.hidden,
-            max_tokens_per_rank=load.tokens,
-            dtype=torch.float32,
-            deadline_s=STEP_DEADLINE_S,
-        )
-        self.count = (0, 0)  # epoch, and steps in it
-
-    def step(self, note: Callable[[str], object] | None = None, mode: str = "auto") -> bool:
-        """One dispatch and one combine; whether all words were right. `note` is told which of them begins."""
-        comm, ep = self.comm, self.ep
-        note = note or str
-        epoch, count = self.count
-        self.count = comm.epoch, count + 1 if epoch == comm.epoch else 1
-        seed = self.count[0] * 100_003 + self.count[1]
-        xs, ids, weights = [], [], []
-        for slot in range(comm.num_ranks):
-            draw = torch.Generator(device="cpu").manual_seed(seed * 1000 + slot)
-            tokens = int(torch.randint(1, self.load.tokens + 1, (), generator=draw, dtype=torch.int64, device="cpu"))
-            xs.append(torch.randn((tokens, self.load.hidden), generator=draw, dtype=torch.float32, device="cpu"))
-            ids.append(
-                torch.randint(
-                    0, ep.num_experts, (tokens, self.load.top_k), generator=draw, dtype=torch.int64, device="cpu"
-                )
-            )
-            weights.append(torch.randn((tokens, self.load.top_k), generator=draw, dtype=torch.float32, device="cpu"))
-        options: dict[str, Any] = {"num_experts": ep.num_experts, "layout": "expert_major"}
-        wanted: list[Any] = list(reference.dispatch(xs, ids, weights, active_ranks=comm.active_ranks, **options))
-        mine = comm.rank
-        outputs = [each.x * (slot + 2) for slot, each in enumerate(wanted)]
-        right: Any = reference.combine(outputs, wanted)[mine]
-        note("dispatch")
-        found: Any = ep.dispatch(xs[mine], ids[mine], weights[mine], layout="expert_major", mode=mode)
-        note("combine")
-        y = ep.combine(outputs[mine], found.handle, mode=mode)
-        note("other")
-        return torch.equal(found.x, wanted[mine].x) and torch.equal(y, right)
-
-
-def warm_up(load: Load) -> None:
-    """What each rank needs and a forked one inherits: modules, what is known of the machine, torch at its first call."""
-    torch.set_num_threads(1)
-    with weft.Communicator.from_allgather(0, 1, lambda mine: [mine], device="cpu") as comm:
-        Steps(comm, load).step()
 
 
 def work(pipe: Connection, rank: int, num_founders: int, slots: int, load: Load) -> None:
@@ -136,11 +45,13 @@ def _work(pipe: Connection, rank: int, num_founders: int, slots: int, load: Load
     me = Steps(comm, load)
     if num_founders:
         pipe.send(comm.address)
-    else:
-        comm.ready()
     while True:
         phase, proposer = pipe.recv()
-        report = _play(me, phase, proposer == rank)
+        if phase == "ready":
+            comm.ready()
+            pipe.send(phase)
+            continue
+        report = play_phase(me, phase, proposer == rank)
         if report.left:
             me.ep.close()
             comm.close()
@@ -161,61 +72,6 @@ def _join(address: str, rank: int) -> weft.Communicator:
             if time.monotonic() > end:
                 raise
             time.sleep(0.01)
-
-
-def _play(me: Steps, phase: Phase | None, proposes: bool) -> Report:
-    """One phase: to its ranks, then its steps; None: the end."""
-    comm, load = me.comm, me.load
-    report = Report(comm.rank)
-    if phase is None:
-        report.left = True
-        return report
-    active = comm.active_ranks if comm.is_member else ()
-    if proposes and active != phase.ranks:
-        coming = [rank for rank in phase.ranks if rank not in active]
-        comm.propose(admit=coming, remove=[rank for rank in active if rank not in phase.ranks])
-    gaps: list[float] = []
-    last = time.perf_counter()
-    is_there = active == phase.ranks
-    before = me.ep.stats()
-    dies_at = load.ops // 2
-    while report.ops < load.ops:
-        try:
-            if not is_there:
-                begin = time.perf_counter()
-                change = comm.boundary(STEP_DEADLINE_S)
-                if change is not None and comm.rank in change.added:
-                    last = time.perf_counter()  # it has disturbed nobody so far
-                elif change is not None:
-                    report.change_ms = (time.perf_counter() - begin) * 1e3
-                if change is not None:
-                    if comm.rank in change.removed:
-                        report.left = True
-                        return report
-                    is_there = change.active == phase.ranks
-            dies = is_there and comm.rank in phase.killed and report.ops == dies_at
-            if comm.is_member or is_there:
-                report.wrong += not me.step(_die if dies else None)
-                report.ops += is_there
-        except (weft.PeerLost, weft.PeerTimeout):
-            begin = time.perf_counter()
-            comm.recover(spares=0)
-            report.recover_ms = (time.perf_counter() - begin) * 1e3
-            report.ops = dies_at  # all go on from there: one may have had the last step, and another not
-        now = time.perf_counter()
-        gaps.append(now - last)
-        last = now
-    gaps.sort()
-    report.pause_ms = (gaps[-1] - gaps[len(gaps) // 2]) * 1e3
-    grown = {name: me.ep.stats()[name] - before[name] for name in ("bytes_sent", "dispatch_s")}
-    report.gb_s = grown["bytes_sent"] / grown["dispatch_s"] / 1e9
-    report.epoch, report.active, report.address = comm.epoch, comm.active_ranks, comm.address
-    return report
-
-
-def _die(before: str) -> None:
-    if before == "combine":
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _leftovers() -> tuple[str, ...]:

@@ -91,7 +91,7 @@ def run_rejoins(
     """
     if not 2 <= ranks <= 31:
         raise InvalidArgument(f"ranks={ranks}: allowed with --rejoin are 2 to 31")
-    from weft.elastic.worker import Load, warm_up  # torch too, once: all ranks are forked from here
+    from weft.elastic.steps import Load, warm_up  # torch too, once: all ranks are forked from here
     from weft.verify.rejoin_rank import Group
 
     load = Load(tokens, hidden)

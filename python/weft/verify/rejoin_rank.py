@@ -9,7 +9,8 @@ from multiprocessing.connection import Connection
 import torch
 
 import weft
-from weft.elastic.worker import JOIN_S, Load, Steps, held_things
+from weft.elastic.steps import Load, Steps
+from weft.elastic.worker import JOIN_S, held_things
 from weft.verify.rejoin_board import Board, Word
 
 __all__ = ["DOING", "GIVE_UP_S", "Group", "run_rank"]
