@@ -353,6 +353,7 @@ void bind_calls(nb::module_& m) {
   bind_routing(m);
   const nb::class_<Together> opaque(m, "Together");  // Python hands it back as it is
   nb::class_<CallWindow>(m, "Window")
+      .def_prop_ro("is_retired", &CallWindow::is_retired)
       .def(
           "dispatch",
           [](CallWindow& window, const DispatchSpec& spec, const DispatchBuffers& buffers) {

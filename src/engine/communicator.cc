@@ -88,6 +88,8 @@ void Communicator::meet(u64 deadline_ns, const Poll& poll) {
 }
 
 void Communicator::add_window(MemberWindow* window) {
+  std::unique_lock<std::mutex> turn;  // between a look at the windows and what is told of it
+  if (elastic_) turn = std::unique_lock(elastic_->prepare_mutex);
   {
     const std::lock_guard lock(mutex_);
     windows_.push_back(window);

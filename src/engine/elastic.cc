@@ -222,8 +222,7 @@ void Communicator::admit(int slot, u64 incarnation, Connection&& connection, con
 // R14: of a newcomer that has ended, or of one that had the slot before.
 void Communicator::unmap(int slot) {
   const std::lock_guard lock(mutex_);
-  const MemberWindow::Step step{epoch_, {}, RankSet::of({slot}), false, {}, {}};
-  for (MemberWindow* window : windows_) window->change(step);
+  for (MemberWindow* window : windows_) window->unmap(slot);
   closed_ranks_.remove(slot);  // who said goodbye was its owner before
   goodbyes_.erase(slot);
 }

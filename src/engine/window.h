@@ -41,6 +41,8 @@ class MemberWindow {
     RankSet gone{};   // their memory may be unmapped already
   };
   virtual void change(const Step& /*step*/) { retire(); }
+  // What a rank that is no member has shown here.
+  virtual void unmap(int /*rank*/) {}
   virtual void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u32 epoch, u64 deadline_ns,
                      const Poll& poll) = 0;
 };

@@ -6,8 +6,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import property_cases
@@ -261,3 +263,26 @@ def test_a_late_rank_is_named_with_its_rail() -> None:
     assert all("rank 3: node 1, rail 1" in text for text in texts[:3]), texts
     os.close(reader)
     os.close(writer)
+
+
+def beside_a_newcomer(comm: weft.Communicator, end: str) -> None:
+    if not comm.is_member:
+        while not os.path.exists(end):
+            time.sleep(0.01)
+        return
+    while comm.membership.joining != (2,):
+        time.sleep(0.01)
+    with (
+        weft.ExpertParallel(comm, num_experts=12, top_k=3, hidden=16, max_tokens_per_rank=40, node_ranks=1) as ep,
+        weft.ExpertParallel(
+            comm, num_experts=12, top_k=3, hidden=64, max_tokens_per_rank=40, max_heap_bytes=8 << 20
+        ) as other,
+    ):
+        checked_call(comm, ep, 1, 0, "")
+        other.resize(heap_bytes=8 << 20)
+        checked_call(comm, ep, 1, 1, "")
+    open(end, "w").close()
+
+
+def test_a_newcomer_that_only_connects_changes_nothing(tmp_path: Path) -> None:
+    weft.spawn(beside_a_newcomer, 2, (str(tmp_path / "end"),), device="cpu", standby=1)

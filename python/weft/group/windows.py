@@ -62,7 +62,9 @@ class Windows(Maps):
                 return self._adopted_windows(what, arguments, specs, deadline_s)
         with alone:
             kept = [self._windows.get(spec) for spec in specs]
-            serials = [-1 if window is None or window.closed else window.serial for window in kept]
+            serials = [
+                -1 if window is None or window.closed or window.native.is_retired else window.serial for window in kept
+            ]
             told = tell() if self._rank == self._active[0] else None
             objects = [0 if window is None else window.next_object for window in kept]
             message = {"what": what, "arguments": arguments, "serials": serials, "objects": objects, "told": told}

@@ -99,7 +99,7 @@ void DispatchCall::build_forward_plans() {
   const ForwardPlans plans{recv_.base, recv_plan_len(num_meta_rows_, top_k_, num_ranks_, a_.layout), 0};
   plans.count() = static_cast<i32>(routes_.size());
   i32* next = recv_.base + plans.first();
-  std::vector<i32> left(static_cast<size_t>(size * num_local_));
+  std::vector<u32> left(static_cast<size_t>(size * num_local_));
   for (Route& route : routes_) {
     SendPlanView<i32>& plan = route.plan;
     plan.base = next;
@@ -126,7 +126,7 @@ void DispatchCall::build_forward_plans() {
       i32& slot = plan.slot()[pick / top_k_ * num_ranks_ + destination];
       if (slot < 0) slot = plan.num_rows_to()[destination]++;
     }
-    const bool are_all = std::all_of(left.begin(), left.end(), [](i32 count) { return count == 0; });
+    const bool are_all = std::all_of(left.begin(), left.end(), [](u32 count) { return count == 0; });
     for (int idx = 0; idx < size; ++idx) {
       if (!are_all || plan.num_rows_to()[first + idx] != part_of<i32>(message, layout.counts(idx))[0])
         op_.fail_internal(Phase::kCount, route.source);

@@ -215,6 +215,11 @@ bool Window::has_taken_in(int slot) const {
   return is_retired_ || (slot < static_cast<int>(peers_.size()) && peers_[static_cast<size_t>(slot)].control.valid());
 }
 
+void Window::unmap(int rank) {
+  const std::lock_guard lock(peers_mutex_);
+  peers_[static_cast<size_t>(rank)] = Peer();
+}
+
 // R14: who has left has ended its operations, and so has this rank, so nothing of it is used here any more.
 void Window::change(const Step& step) {
   const std::lock_guard lock(peers_mutex_);

@@ -95,6 +95,7 @@ class Window : public CallWindow {
   void record_error(const AbortReason& reason) override;
   u64 id() const override { return id_; }
   bool is_retired() const override { return is_retired_; }
+  void unmap(int rank) override;
   void retire() override { is_retired_ = true; }
   bool is_busy() const override;
   Parcel offer() const override;

@@ -87,6 +87,7 @@ class Window : public CallWindow {
   void leave_waits() override;
   void record_error(const AbortReason& reason) override;
   u64 id() const override { return id_; }
+  bool is_retired() const override { return is_retired_; }
   void retire() override { is_retired_ = true; }
   bool is_busy() const override;
   void renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u32 epoch, u64 deadline_ns,
