@@ -210,6 +210,10 @@ class NotedWindow final : public MemberWindow {
     const std::lock_guard lock(mutex_);
     return mapped_.contains(slot);
   }
+  void unmap(int rank) override {
+    const std::lock_guard lock(mutex_);
+    mapped_.remove(rank);
+  }
   void change(const Step& step) override {
     const std::lock_guard lock(mutex_);
     mapped_ = mapped_ - step.removed;
