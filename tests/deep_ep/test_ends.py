@@ -136,7 +136,7 @@ def test_ranks_connect_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setenv("WEFT_DEEP_EP_TIMEOUT_S", "7")
     monkeypatch.setattr(weft.Communicator, "from_process_group", lambda group, **named: given.update(named))
-    ranks._connect(None)
+    ranks._connect(None, can_mask=False)
     assert given["timeout_s"] == 7.0
 
 

@@ -107,8 +107,8 @@ def test_a_block_that_does_not_count(compiler: Compiler, layout: str, mutant: Mu
 GOES_WRONG = Mutant(
     "a block goes wrong when it has added some tokens",
     "weft/kernels/combine/reduce.cuh",
-    "      if (!load_token(writer,",
-    f"      if (b_.a.view.rank == {LATE} && turn == 5) b_.leave();\n      if (!load_token(writer,",
+    "      const i32 mine = b_.lane",
+    f"      if (b_.a.view.rank == {LATE} && turn == 5) b_.leave();\n      const i32 mine = b_.lane",
 )
 MANY = Case(
     shape=Shape(num_ranks=3, num_experts=12, top_k=3, max_tokens=120, landing_row_bytes=2048),

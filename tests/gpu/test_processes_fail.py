@@ -68,7 +68,7 @@ POINTS = {
     ),
     "combine, nothing is told": Point("throughput", "combine/entry.cuh", f"{CALL}b_.flight"),
     "combine, some rows are there": Point(
-        "throughput", "combine/push.cuh", "const auto place = b_.landing(item", "item.index > 2"
+        "throughput", "combine/push.cuh", "const auto place = landing_of(item", "item.index > 2"
     ),
     "combine, the end is not announced": Point("throughput", "combine/entry.cuh", f"if (has_peer) b_.{NOTIFY}"),
     "combine, one peer knows of the end": Point(

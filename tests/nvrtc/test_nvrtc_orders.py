@@ -140,7 +140,7 @@ MISTAKES = {
     ),
     "combine: pushed rows are loaded without a fence": (
         "kernels/combine/reduce.cuh",
-        "ptx::fence_proxy_async();",
+        "ptx::fence_proxy_async();\n",
         "",
         PUSHED,
         orders.ACQUIRE_FENCE,

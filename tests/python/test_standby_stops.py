@@ -130,7 +130,8 @@ def _proposes(comm: Any, where: pathlib.Path, is_left_out: bool) -> Any:
             return ticket.wait(LONG_S), ticket.reason
         run_until(comm, ep, [0, 1])
         return ticket.wait(LONG_S), ticket.reason
-    wait_until_stopped(_pid_of(where, 0))
+    if comm.rank == 1 or is_left_out:  # rank 1 may wake it at once
+        wait_until_stopped(_pid_of(where, 0))
     if is_left_out:
         comm.recover([0])
         checked_step(ep, number_of(comm))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 import torch
 from torch import Tensor
 
+from weft.call.room import NeedsRoom
 from weft.deep_ep.buffer_base import BufferBase
 from weft.deep_ep.buffers.absent import absent
 from weft.deep_ep.config import COMBINE, DISPATCH, Config, config_for
@@ -241,7 +242,14 @@ class Buffer(LowLatency, BufferBase):
         num_tokens = len(given.form.data)
         if num_worst_tokens and (is_capturing() or (self._ranks.device.type == "cuda" and self._layers.has(shape, 0))):
             ep = self._layers.get(shape, 0)  # the host waits for nobody: of too many tokens a later call tells
-            sent = self._sent(ep, given.form, ids, weights, num_worst_tokens, num_sms)
+            try:
+                sent = self._sent(ep, given.form, ids, weights, num_worst_tokens, num_sms)
+            except NeedsRoom as need:
+                raise InvalidArgument(
+                    f"a rank has {need.num_tokens} tokens; allowed with num_worst_tokens are {ep.max_tokens_per_rank}, "
+                    "which the ranks agreed on before: set WEFT_DEEP_EP_MAX_TOKENS, or call it first without "
+                    "num_worst_tokens"
+                ) from need
         else:
             ep, sent = self._layers.run(
                 shape,
