@@ -266,6 +266,13 @@ bool Communicator::is_group_gone() {
   return (membership_.newest_set() - RankSet::of(plane_->dead_ranks())).empty();
 }
 
+// Who was active before a change that takes this rank in.
+RankSet Communicator::set_before(const Action& action, const RankSet& added) const {
+  const Decision last = plane_->ledger().find(action.epoch - 1);
+  if (last.record) return last.record->active;
+  return action.epoch - 1 == elastic_->first_epoch ? elastic_->first_set : action.ranks - added;
+}
+
 // Between two operations of this rank.
 DoneChange Communicator::carry_out(const Action& action) {
   Elastic& e = *elastic_;
@@ -276,10 +283,7 @@ DoneChange Communicator::carry_out(const Action& action) {
   RankSet added;
   for (u32 idx = 0; idx < record.num_new; ++idx) added.add(static_cast<int>(record.new_members[idx].slot));
   const bool was_solo = e.is_solo;
-  const Decision last = plane_->ledger().find(action.epoch - 1);
-  RankSet before = RankSet::of(active_);
-  if (was_solo)
-    before = last.record ? last.record->active : action.epoch - 1 == e.first_epoch ? e.first_set : action.ranks - added;
+  const RankSet before = was_solo ? set_before(action, added) : RankSet::of(active_);
   const RankSet removed = before - action.ranks;
   DoneChange done{action.epoch,
                   record.id,

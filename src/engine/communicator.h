@@ -201,6 +201,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void want_again();
   void want_what_is_ready();
   void take_back_wish();
+  RankSet set_before(const MembershipAction& action, const RankSet& added) const;
   DoneChange carry_out(const MembershipAction& action);
   void keep_suspended(const RankSet& ranks);
   DoneChange follow_recovery(const Poll& poll);
