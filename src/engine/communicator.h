@@ -206,7 +206,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void keep_suspended(const RankSet& ranks);
   DoneChange follow_recovery(const Poll& poll);
   void change_windows(const MemberWindow::Step& step);
-  void unprepare_all(bool is_for_new_window);
+  void unprepare_all(bool is_for_new_window, const RankSet& but = {});
+  void hold_in_recovery(bool holds, const RankSet& taken_in);
   void admit(int slot, u64 incarnation, Connection&& connection, const std::function<void()>& answer);
   Parcel inquire(int slot, Errand errand, std::vector<std::byte> bytes, std::vector<OwnedFd> fds, const Wait& wait);
   void serve(int slot, u64 tag, Parcel&& parcel);

@@ -350,15 +350,24 @@ std::string Communicator::ask_contract(u64 deadline_ns, const Poll& poll, const 
 }
 
 // Newcomers have to be prepared for anew: `is_for_new_window`: one that they lack; else all memory is fresh.
-void Communicator::unprepare_all(bool is_for_new_window) {
+void Communicator::unprepare_all(bool is_for_new_window, const RankSet& but) {
   Elastic& e = *elastic_;
   for (const int slot : e.newcomers()) {
+    if (but.contains(slot)) continue;
     Event event;
     event.kind = Event::Kind::kPrepared;
     event.rank = slot;
     ask(event, Wait{0, {}});
     e.group.send(slot, tag_of(Errand::kUnready, 0), bytes_of({is_for_new_window ? u64{1} : u64{0}}), {});
   }
+}
+
+// Before a recovery renews all memory, and until this rank is in its epoch: a change must not count on what newcomers had mapped before.
+// `taken_in`: spares that come in with it.
+void Communicator::hold_in_recovery(bool holds, const RankSet& taken_in) {
+  const std::lock_guard turn(elastic_->prepare_mutex);
+  elastic_->is_holding = holds;
+  unprepare_all(false, taken_in);
 }
 
 // While memory of a window changes: what a newcomer has mapped before must not be acknowledged.

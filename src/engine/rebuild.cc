@@ -150,6 +150,10 @@ void Communicator::run_recovery(const RecoverWish& wish, u64 deadline_ns, const 
     const std::lock_guard lock(self->mutex_);
     self->attempt_ = 0;
   });
+  const std::unique_ptr<Communicator, void (*)(Communicator*)> held(elastic_ ? this : nullptr, [](Communicator* self) {
+    const std::lock_guard turn(self->elastic_->prepare_mutex);  // also where the call fails
+    self->elastic_->is_holding = false;
+  });
   const Poll watch = [&] {
     if (poll) poll();
     raise_if_attempt_aborted();
@@ -169,7 +173,7 @@ void Communicator::run_recovery(const RecoverWish& wish, u64 deadline_ns, const 
   enter_epoch(action->ranks.ranks(), action->epoch);
   if (elastic_) plane_->forget_tags(kRebuildTag, kPrefixMask, tag_of(action->epoch));  // of attempts that were left
   WEFT_FAIL_POINT("recover.entered");
-  if (elastic_) unprepare_all(false);  // what newcomers have mapped is not in use any more
+  if (elastic_) hold_in_recovery(false, {});  // what newcomers have mapped is not in use any more
 }
 
 MembershipActions Communicator::step(const Event& event) {
@@ -335,6 +339,7 @@ bool Communicator::is_superseded(u32 epoch) const {
 Event Communicator::meet(const Action& action, Call& call) {
   const u64 tag = tag_of(action.epoch);
   plane_->forget_tags(kRebuildTag, kPrefixMask, tag);
+  if (elastic_) hold_in_recovery(true, action.ranks);
   std::vector<u64> ids;
   {
     const std::lock_guard lock(mutex_);
