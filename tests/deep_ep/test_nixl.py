@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pathlib
 import socket
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from nixl_cases import LOCAL, Step, run
 
 import weft
 from weft import deep_ep
+from weft.deep_ep.nixl_meeting import MeetingPlace
 
 NUM_RANKS, NUM_NVL_BYTES, NUM_RDMA_BYTES = 4, 0, 1 << 20
 
@@ -231,6 +233,14 @@ def _by_tcp(outer: weft.Communicator, port: int) -> None:
         outer.meet(60.0)
         buffer.destroy()
         outer.meet(60.0)
+
+
+def test_the_meeting_has_short_waits_of_its_own() -> None:
+    """A key that is taken back between the look for it and the reading is waited for."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    before = store.timeout
+    place = MeetingPlace(0, store)
+    assert place._store.timeout <= timedelta(seconds=1) < before == store.timeout
 
 
 def test_a_tcp_store_and_normal_calls() -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["MeetingPlace"]
 
 _LOOK_S = 0.02
+_GET_S = 1.0  # a key may go between the look for it and the reading, which then waits for it
 _STORE_S = 10.0  # for one question to a store that is opened here
 
 
@@ -41,7 +42,7 @@ class MeetingPlace:
 
         self._rank = rank
         self._dead: dict[int, bytes] = {}  # addresses at which nobody answers
-        self._store: Store = dist.PrefixStore("weft/nixl", store if store is not None else _found_store(group))
+        self._store: Store = dist.PrefixStore("weft/nixl", _client(store if store is not None else _found_store(group)))
 
     def enter(self, wanted: Sequence[int], max_ranks: int, timeout_s: float) -> Communicator:
         """As a member of a new group of exactly `wanted`, or as a newcomer of the group that one of them is in.
@@ -154,6 +155,14 @@ class MeetingPlace:
             return None
         finally:
             done.set()
+
+
+def _client(store: Store) -> Store:
+    """Another client of the same store, with short waits: the caller's may wait for minutes."""
+    client: Store = store.clone()  # type: ignore[attr-defined]  # its stub does not know it
+    if client is not store:
+        client.set_timeout(timedelta(seconds=_GET_S))
+    return client
 
 
 def _found_store(group: Any) -> Store:
