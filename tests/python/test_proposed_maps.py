@@ -3,8 +3,7 @@ that go by different maps, newcomers that come in by the old one, and a map that
 
 from __future__ import annotations
 
-import os
-import signal
+import pathlib
 from typing import Any
 
 import pytest
@@ -114,7 +113,7 @@ def test_a_newcomer_begins_with_the_map_of_its_change() -> None:
     assert seen == [((1, 2, 3), other_map().digest, ())] * 4
 
 
-def _dies(outer_comm: weft.Communicator, proposers: tuple[int, ...]) -> set[str]:
+def _dies(outer_comm: weft.Communicator, proposers: tuple[int, ...], gone_on: pathlib.Path) -> set[str]:
     """The change is decided, and rank 0, which has proposed it, is killed before the others come to its boundary."""
     outer = Outer(outer_comm)
     comm, _ = open_group(outer, 3, 4)
@@ -127,7 +126,8 @@ def _dies(outer_comm: weft.Communicator, proposers: tuple[int, ...]) -> set[str]
     if comm.rank == 0:
         while ticket.state != "committed":
             comm.boundary(LONG_S)
-        os.kill(os.getpid(), signal.SIGKILL)
+        outer.die(gone_on, 2)
+    outer.go_on(gone_on)
 
     def work() -> None:
         assert comm.boundary(LONG_S) is None
@@ -142,9 +142,9 @@ def _dies(outer_comm: weft.Communicator, proposers: tuple[int, ...]) -> set[str]
 
 
 @pytest.mark.parametrize("proposers", [(0,), (0, 1)])
-def test_who_has_proposed_a_map_dies(proposers: tuple[int, ...]) -> None:
+def test_who_has_proposed_a_map_dies(proposers: tuple[int, ...], tmp_path: pathlib.Path) -> None:
     """All that are left go by one map: the new one, if one of them has it."""
-    seen = weft.spawn(_dies, 3, args=(proposers,), device="cpu", on_failure="return")
+    seen = weft.spawn(_dies, 3, args=(proposers, tmp_path), device="cpu", on_failure="return")
     assert seen[1] == seen[2]
     assert len(seen[1]) == 1
     assert (seen[1] == {a_map().digest}) == (1 in proposers)

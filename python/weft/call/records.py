@@ -50,6 +50,8 @@ class Record:
         return self.is_done or self.epoch != self.calls.comm._native.epoch
 
     def __del__(self) -> None:
+        if not hasattr(self, "calls"):  # an exception ended what was making it
+            return
         self.calls.comm.recorded.pop(self.number, None)
         if self.hook is not None:
             self.hook.remove()
