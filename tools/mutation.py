@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LEAST_SCORE = 0.9
 LEAST_MUTANTS = 150
 SEARCHED = ("python/weft", "src", "include/weft")  # where a text that has left its file may be
-LEAST_LIMIT_S = 60.0
+LEAST_LIMIT_S = 30.0
 TIMES_UNMUTATED = 6  # a run counts as hanging only after that many times the unmutated one
 
 

@@ -65,12 +65,14 @@ def counts_of_exact_calls(state: RankState, seed: int) -> None:
         assert "counts" not in ep.dispatch(x, ids, weights).handle.__dict__
 
 
+@pytest.mark.long
 def test_counts_that_the_host_learns_with_the_number_of_rows(ranks: Any) -> None:
     """As the kernels of each layout and mode that has exact sizes tell them."""
     ranks.run(2, counts_of_exact_calls, [3, 3])
 
 
 @pytest.mark.parametrize("mode", ["throughput", "latency"])
+@pytest.mark.long
 def test_counts_where_the_heap_has_no_room(ranks: Any, mode: str) -> None:
     """They come with the landing's rows, too."""
     call: dict[str, Any] = {"layout": "expert_major", "alignment": 4, "mode": mode, "repeat": None, "side": None}
@@ -111,6 +113,7 @@ def test_results_without_room_in_the_heap(ranks: Any) -> None:
     checked(ranks, replace(of_two(layout="expert_major", alignment=4), heap="full_on_one"))
 
 
+@pytest.mark.long
 def test_rows_in_fp8(ranks: Any) -> None:
     """Quantised by the kernel, there and back; given as FP8, and opaque ones."""
     checked(ranks, of_two(rows="fp8", wire="fp8", side=None))
@@ -119,6 +122,7 @@ def test_rows_in_fp8(ranks: Any) -> None:
         checked(ranks, of_two(layout=layout, rows=rows, wire=wire, repeat="quantized", heap_output=False))
 
 
+@pytest.mark.long
 def test_column_major_scales(ranks: Any) -> None:
     """Made so by the kernel, by the host, and given so. 656 values have six scales: one int32 of UE8M0 is not full."""
     for changed in (
@@ -134,6 +138,7 @@ def test_holes_that_nobody_needs(ranks: Any) -> None:
     checked(ranks, of_two(layout="expert_major", alignment=16, zero_holes=False))
 
 
+@pytest.mark.long
 def test_wide_rows_travel_in_pieces(ranks: Any) -> None:
     """fp32 rows of a bf16 object and opaque rows with side data are wider than a row of the landing."""
     case = of_two(repeat="float32", output_dtype="float32", side=None, heap_output=False)
@@ -148,6 +153,7 @@ def test_small_batches(ranks: Any, layout: str) -> None:
         checked(ranks, of_two(layout=layout, mode=mode, capacity="ample", side=None))
 
 
+@pytest.mark.long
 def test_sums_of_domains(ranks: Any) -> None:
     """Of two ranks and of one: rows as they are, sums of picks in FP8, small batches, the gradient of x."""
     three: dict[str, Any] = {"tokens": (5, 0, 17), "biases": ("row", "none", "full"), "ids_are_int64": (True,) * 3}
@@ -227,6 +233,7 @@ WRONG_PLACE = Mutant(
 
 
 @pytest.mark.parametrize("mutant", [OWN_TYPE, WRONG_PLACE], ids=lambda mutant: mutant.name)
+@pytest.mark.long
 def test_mistakes_of_kernels_are_found(monkeypatch: pytest.MonkeyPatch, mutant: Mutant) -> None:
     """Behind Python and the host code too."""
     ranks: Any = EmulatedRanks(monkeypatch, mutant)

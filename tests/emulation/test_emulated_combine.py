@@ -259,18 +259,21 @@ def test_combine_is_the_reference(compiler: Compiler, name: str) -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.long
 def test_mistakes_are_found(compiler: Compiler, mutant: Mutant) -> None:
     """An emulation that finds none of these proves nothing."""
     assert is_found(lambda seed: run_combine(compiler, reseeded(PUSHED, seed), mutant))
 
 
 @pytest.mark.parametrize("mutant", SUM_MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.long
 def test_mistakes_in_sums_are_found(compiler: Compiler, mutant: Mutant) -> None:
     """The same of rows that are fetched, added and pushed by warps that do not wait for each other."""
     assert run_combine(compiler, SUMMED) == []
     assert is_found(lambda seed: run_combine(compiler, reseeded(SUMMED, seed), mutant))
 
 
+@pytest.mark.long
 def test_a_piece_left_early_is_found(compiler: Compiler) -> None:
     """The same of the receive plan, whose pieces take turns in memory."""
     assert run_combine(compiler, LONG) == []
@@ -278,17 +281,20 @@ def test_a_piece_left_early_is_found(compiler: Compiler) -> None:
 
 
 @pytest.mark.parametrize("mutant", PULLED_MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.long
 def test_mistakes_in_waits_are_found(compiler: Compiler, mutant: Mutant) -> None:
     """The same of rows that others pull, and of headers."""
     assert is_found(lambda seed: run_combine(compiler, reseeded(PULLED, seed), mutant))
 
 
 @pytest.mark.parametrize("mutant", STAGE_MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.long
 def test_mistakes_in_what_is_brought_are_found(compiler: Compiler, mutant: Mutant) -> None:
     """The same of rows that are pulled from the landing."""
     assert is_found(lambda seed: run_combine(compiler, reseeded(BROUGHT, seed), mutant), tries=2)
 
 
+@pytest.mark.long
 def test_a_silent_rank_is_found(compiler: Compiler) -> None:
     """The others wait for it until the deadline."""
     assert is_found(lambda seed: run_silent(compiler, reseeded(EMPTY, seed), SILENT), tries=1)
@@ -296,18 +302,21 @@ def test_a_silent_rank_is_found(compiler: Compiler) -> None:
 
 @pytest.mark.parametrize("mutant", RING_MUTANTS, ids=lambda mutant: mutant.name)
 @pytest.mark.parametrize("name", RINGS)
+@pytest.mark.long
 def test_mistakes_in_rings_are_found(compiler: Compiler, name: str, mutant: Mutant) -> None:
     """The same of slots and cells that are used again."""
     assert is_found(lambda seed: run_combine(compiler, reseeded(RINGS[name], seed), mutant))
 
 
 @pytest.mark.parametrize("mutant", FP8_MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.long
 def test_mistakes_in_fp8_are_found(compiler: Compiler, mutant: Mutant) -> None:
     """The same of the scales of rows on the wire."""
     assert run_combine(compiler, QUANTIZED, mutant) != []
 
 
 @pytest.mark.parametrize("mutant", QUANTIZE_MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.long
 def test_mistakes_in_fp8_rows_are_found(compiler: Compiler, mutant: Mutant) -> None:
     """The same of warps that quantise and store and do not wait for each other."""
     assert is_found(lambda seed: run_combine(compiler, reseeded(long(QUANTIZED), seed), mutant))

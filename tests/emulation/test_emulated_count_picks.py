@@ -77,6 +77,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.long
 def test_mistakes_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     EmulatedRanks(monkeypatch, Mutant(name, KERNEL, *MISTAKES[name]))
     ids = ids_of(77, 4, 12, torch.int64)

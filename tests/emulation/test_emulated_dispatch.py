@@ -198,17 +198,20 @@ def test_dispatch_is_the_reference(compiler: Compiler, name: str) -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.long
 def test_mistakes_are_found(compiler: Compiler, mutant: Mutant) -> None:
     """An emulation that finds none of these proves nothing."""
     assert is_found(lambda seed: run_case(compiler, dataclasses.replace(FEW_STAGES, seed=seed), mutant))
 
 
+@pytest.mark.long
 def test_mistakes_of_ids_are_found(compiler: Compiler) -> None:
     """As above."""
     assert is_found(lambda seed: run_case(compiler, dataclasses.replace(MIXED_IDS, seed=seed), OWN_TYPE))
 
 
 @pytest.mark.parametrize("mutant", EXPERT_MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.long
 def test_mistakes_by_expert_are_found(compiler: Compiler, mutant: Mutant) -> None:
     """The same of what rows placed by expert alone need."""
     assert is_found(lambda seed: run_case(compiler, dataclasses.replace(TAKEN_OVER, seed=seed), mutant))

@@ -121,6 +121,7 @@ def test_sums_of_domains_are_the_references(compiler: Compiler, name: str) -> No
 
 
 @pytest.mark.parametrize(("mutant", "case"), MUTANTS, ids=lambda value: getattr(value, "name", ""))
+@pytest.mark.long
 def test_mistakes_are_found(compiler: Compiler, mutant: Mutant, case: CombineCase) -> None:
     """An emulation that finds none of these proves nothing. Of odd seeds: numbers of one size tell no scales apart."""
     assert is_found(lambda seed: run_combine(compiler, reseeded(case, 2 * seed + 1), mutant), tries=2)

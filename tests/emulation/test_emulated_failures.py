@@ -205,6 +205,7 @@ def repeated(runner: Runner, rounds: list[Round], ranks: tuple[int, ...]) -> lis
 
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major"])
 @pytest.mark.parametrize("is_small", [False, True])
+@pytest.mark.long
 def test_a_repetition_without_a_rank_that_was_there(compiler: Compiler, layout: str, *, is_small: bool) -> None:
     """A graph may be replayed after a rebuild: nothing goes to the rank that has left."""
     case = Case(shape=WINDOW, tokens=(16, 16, 16), num_rounds=1, layout=layout, is_small=is_small)
@@ -224,6 +225,7 @@ def test_a_repetition_without_a_rank_that_was_there(compiler: Compiler, layout: 
 
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major"])
 @pytest.mark.parametrize("is_small", [False, True])
+@pytest.mark.long
 def test_ranks_that_repeat_different_dispatches(
     compiler: Compiler, layout: str, monkeypatch: pytest.MonkeyPatch, *, is_small: bool
 ) -> None:

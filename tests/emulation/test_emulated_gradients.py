@@ -114,6 +114,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.long
 def test_mistakes_are_found(compiler: Compiler, name: str) -> None:
     rows, y, weights = inputs(29, 520, torch.bfloat16)
     mutant = Mutant(name, KERNEL, *MISTAKES[name])

@@ -88,6 +88,7 @@ def test_combine(compiler: Compiler, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.long
 def test_mistakes_are_found(compiler: Compiler, name: str) -> None:
     """In one of a few cases of other values."""
     assert is_found(lambda seed: run_combine(compiler, reseeded(CASES[name], seed), MUTANTS[name]))

@@ -59,6 +59,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.long
 def test_mistakes_are_found(compiler: Compiler, name: str) -> None:
     mutant = Mutant(name, KERNEL, *MISTAKES[name])
     case = dataclasses.replace(CASES["aligned groups, repeated, some own rows straight"], num_rounds=1)

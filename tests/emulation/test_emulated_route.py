@@ -120,6 +120,7 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.long
 def test_mutants_of_the_route_are_caught(compiler: Compiler, mutant: Mutant) -> None:
     """In one run of some."""
     for seed in range(4):

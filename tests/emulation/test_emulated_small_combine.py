@@ -115,16 +115,19 @@ def test_small_combine_is_the_reference(compiler: Compiler, name: str) -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.long
 def test_mistakes_are_found(compiler: Compiler, mutant: Mutant) -> None:
     """An emulation that finds none of these proves nothing."""
     assert is_found(lambda seed: run_combine(compiler, reseeded(CASES["rank_major, bias"], seed), mutant))
 
 
+@pytest.mark.long
 def test_mistakes_of_early_units_are_found(compiler: Compiler) -> None:
     """As above."""
     assert is_found(lambda seed: run_combine(compiler, reseeded(MANY, seed), EARLY))
 
 
+@pytest.mark.long
 def test_a_silent_rank_is_found(compiler: Compiler) -> None:
     """The others wait for it until the deadline."""
     assert is_found(lambda seed: run_silent(compiler, reseeded(EMPTY, seed), SILENT), tries=1)

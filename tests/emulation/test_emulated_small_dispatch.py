@@ -208,21 +208,25 @@ def test_small_dispatch_is_the_reference(compiler: Compiler, name: str) -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.long
 def test_mistakes_are_found(compiler: Compiler, mutant: Mutant) -> None:
     """An emulation that finds none of these proves nothing."""
     assert is_found(lambda seed: run_case(compiler, dataclasses.replace(PLAIN, seed=seed), mutant))
 
 
+@pytest.mark.long
 def test_mistakes_of_repetitions_are_found(compiler: Compiler) -> None:
     """As above."""
     assert is_found(lambda seed: run_case(compiler, dataclasses.replace(REPEATED, seed=seed), GAPS))
 
 
+@pytest.mark.long
 def test_mistakes_of_columns_are_found(compiler: Compiler) -> None:
     """As above."""
     assert is_found(lambda seed: run_case(compiler, dataclasses.replace(COLUMNS, seed=seed), UNPADDED))
 
 
+@pytest.mark.long
 def test_a_silent_rank_is_found(compiler: Compiler) -> None:
     """The others wait for it until the deadline."""
 
