@@ -217,8 +217,7 @@ def test_a_repetition_without_a_rank_that_was_there(compiler: Compiler, layout: 
         streams = repeated(runner, [made] * 3, (0, 1))
         Streams(runner.memory, streams, seed=1, timeout_s=60).run()
         for rank in (0, 1):
-            seen = words(runner, rank)
-            assert (seen["cause"], seen["broken"], seen["owner"]) == (0, 0, 0)
+            assert all(words(runner, rank)[word] == 0 for word in ("cause", "broken", "owner"))
     finally:
         runner.memory.close()
 
@@ -233,8 +232,7 @@ def test_ranks_that_repeat_different_dispatches(
     shape = Shape(max_tokens=32, small_tokens=32)
     case = Case(shape=shape, tokens=(32, 32), num_rounds=2, layout=layout, is_small=is_small)
     runner = Runner(compiler, case)
-    real, num_local = dispatch_cases.random_given, case.shape.num_experts // 2
-    rounds = []
+    rounds, real, num_local = [], dispatch_cases.random_given, case.shape.num_experts // 2
     for to in (1, 0):  # all rows go to one rank, then all to the other
 
         def given(*args: Any, to: int = to) -> Given:
@@ -488,13 +486,13 @@ def test_a_late_peer_is_noted(compiler: Compiler, kernel: str, tmp_path: Path) -
     memory, layout = runner.memory, runner.world.layout
     for launch in itertools.chain(*runner.streams):
         launch.program.result()  # compiled
-    begin = time.monotonic_ns()
     try:
+        begin = time.monotonic_ns()
         Streams(memory, runner.streams, seed=1, timeout_s=60).run()
         num_ns = time.monotonic_ns() - begin
         for rank in runner.ranks:
-            words = runner.world.control[rank] + layout["control.waited_ns"]
-            waited = [memory.word(words + 8 * peer) for peer in runner.ranks]
+            first = runner.world.control[rank] + layout["control.waited_ns"]
+            waited = [memory.word(first + 8 * peer) for peer in runner.ranks]
             assert waited[rank] == 0
             assert rank == LATE or waited[LATE] == max(waited) > LATE_NS / 2
             assert waited[LATE] < num_ns, "one block measures, not each"  # waits for two peers may overlap
