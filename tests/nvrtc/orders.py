@@ -91,7 +91,7 @@ def _needs_of_combine(name: str) -> dict[str, int]:
 
 def stores_by_threads(name: str) -> bool:
     """Rows of a throughput kernel that are not stored in bulk."""
-    return name.startswith("combine rank_major, fp8")
+    return name.startswith("combine rank_major") and ", fp8" in name
 
 
 def unmet(name: str, ptx: str) -> dict[str, int]:
