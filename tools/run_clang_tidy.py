@@ -1,4 +1,4 @@
-"""Runs clang-tidy on host sources, several at once. Usage: run_clang_tidy.py [FILE...], default all of src/.
+"""Runs clang-tidy on host sources, several at once. Usage: run_clang_tidy.py [FILE...], default src/ and lab/nic/.
 
 Configures build/tidy for its compile_commands.json. A file that passed is not looked at again until it, a header of
 the repository, or .clang-tidy changes: the digest of all these is kept in build/tidy/passed.
@@ -28,7 +28,7 @@ def configure() -> None:
 def hash_shared() -> bytes:
     """Return the digest of what every file's result depends on: all headers and the configuration."""
     digest = hashlib.sha256((ROOT / ".clang-tidy").read_bytes())
-    for path in sorted([*ROOT.glob("include/**/*.h"), *ROOT.glob("src/**/*.h")]):
+    for path in sorted(path for folder in ("include", "src", "lab/nic") for path in ROOT.glob(f"{folder}/**/*.h")):
         digest.update(path.read_bytes())
     return digest.digest()
 
@@ -48,8 +48,11 @@ def tidy(path: Path, shared: bytes) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Check the files named, or all of src/; print what was found and return the exit status."""
-    paths = [ROOT / name for name in arguments] or sorted(ROOT.glob("src/**/*.cc"))
+    """Check the files named, or all; print what was found and return the exit status."""
+    paths = [ROOT / name for name in arguments] or [
+        *sorted(ROOT.glob("src/**/*.cc")),
+        *sorted(ROOT.glob("lab/nic/*.cc")),
+    ]
     if not paths:
         return 0
     configure()
