@@ -17,6 +17,7 @@
 | `WEFT_DEEP_EP_DEVICE` | `cpu`: buffers of `deep_ep` keep to host memory; `cuda` |
 | `WEFT_DEEP_EP_MAX_TOKENS` | windows of `deep_ep.Buffer` begin with room for so many tokens of a rank |
 | `WEFT_DEEP_EP_TIMEOUT_S` | deadline of every call of `deep_ep`, in seconds |
+| `WEFT_DEEP_EP_NODE_RANKS` | on one machine so many ranks count as a machine for buffers of `deep_ep` |
 | `WEFT_DEEP_EP_STORE` | where ranks of `deep_ep.nixl_buffer` meet: `host:port` of a TCPStore, or the path of a file |
 | `PYTHONPATH` | `python -m weft.deep_ep run` adds the folder of `deep_ep` for the program that it becomes |
 | `COLUMNS` | width of what the commands print where they do not print on a terminal; 160 without it |
@@ -36,6 +37,7 @@ from typing import NoReturn
 from weft.errors import InvalidArgument
 
 __all__ = [
+    "MAX_SERVICE_LEVEL",
     "DeepEp",
     "Torchrun",
     "cache_folder",
@@ -43,12 +45,14 @@ __all__ = [
     "control",
     "cuda_queues",
     "deep_ep",
+    "hybrid_node_ranks",
     "launched",
     "local_rank",
     "log_level",
     "placement",
     "run_bound",
     "run_with_path",
+    "service_level",
     "set_among",
     "set_cuda_queues",
     "set_variables",
@@ -57,6 +61,7 @@ __all__ = [
 ]
 
 _MAX_PORT = 65535
+MAX_SERVICE_LEVEL = 15  # of InfiniBand
 _MAX_HOST = 253  # characters of a name in DNS
 _MAX_DIGITS = 9
 _PLACEMENTS = ("auto", "process", "off")
@@ -198,16 +203,18 @@ def run_with_path(folder: str, command: list[str]) -> NoReturn:
 @dataclass(frozen=True)
 class DeepEp:
     """What buffers of `weft.deep_ep` are told: `device`, "" for the usual one; `max_tokens` and `timeout_s`, 0 if not
-    set; `store`, "" if not set."""
+    set; `store`, "" if not set; `node_ranks`, 0 if not set."""
 
     device: str = ""
     max_tokens: int = 0
     timeout_s: float = 0.0
     store: str = ""
+    node_ranks: int = 0
 
 
 def deep_ep() -> DeepEp:
-    """WEFT_DEEP_EP_DEVICE, WEFT_DEEP_EP_MAX_TOKENS, WEFT_DEEP_EP_TIMEOUT_S and WEFT_DEEP_EP_STORE.
+    """WEFT_DEEP_EP_DEVICE, WEFT_DEEP_EP_MAX_TOKENS, WEFT_DEEP_EP_TIMEOUT_S, WEFT_DEEP_EP_STORE and
+    WEFT_DEEP_EP_NODE_RANKS.
 
     Raises:
         InvalidArgument: one of them is set to what is not allowed.
@@ -221,7 +228,30 @@ def deep_ep() -> DeepEp:
             f"WEFT_DEEP_EP_MAX_TOKENS is {tokens} in the environment; allowed are 1 to {(1 << 24) - 1}"
         )
     timeout_s = _number("WEFT_DEEP_EP_TIMEOUT_S", os.environ.get("WEFT_DEEP_EP_TIMEOUT_S", "0"))
-    return DeepEp(device, tokens, timeout_s, os.environ.get("WEFT_DEEP_EP_STORE", ""))
+    node_ranks = _number("WEFT_DEEP_EP_NODE_RANKS", os.environ.get("WEFT_DEEP_EP_NODE_RANKS", "0"))
+    return DeepEp(device, tokens, timeout_s, os.environ.get("WEFT_DEEP_EP_STORE", ""), node_ranks)
+
+
+def hybrid_node_ranks() -> int:
+    """NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN, which programs for `HybridEPBuffer` set; 0 if not set."""
+    name = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
+    return _number(name, os.environ.get(name, "0"))
+
+
+def service_level(name: str) -> int | None:
+    """NVSHMEM_IB_SL, of `Buffer`, or EP_OVERRIDE_RDMA_SL, which counts for `ElasticBuffer` in place of its sl_idx; None
+    if not set.
+
+    Raises:
+        InvalidArgument: it is no service level, 0 to 15.
+    """
+    given = os.environ.get(name)
+    if given is None:
+        return None
+    level = _number(name, given)
+    if level > MAX_SERVICE_LEVEL:
+        raise InvalidArgument(f"{name} is {level} in the environment; allowed are 0 to {MAX_SERVICE_LEVEL}")
+    return level
 
 
 def topk_idx_bits() -> int:

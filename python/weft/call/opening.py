@@ -64,6 +64,7 @@ def opened(comm: Communicator, dtype: torch.dtype, arguments: dict[str, Any]) ->
             experts.install(handed)
         sum_domain = node_ranks or arguments["sum_domain"] or 0
         calls = make(comm, windows, numbers, experts, top_k, hidden, dtype, sum_domain)
+        calls.has_nodes = node_ranks > 0
         if experts.map is not None:
             comm.note_map(calls)
         return calls, Shape(

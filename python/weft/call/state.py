@@ -65,6 +65,7 @@ class State:
         self.has_map = experts.map is not None
         self.num_ranks, self.sum_domain = comm.num_ranks, sum_domain
         self.has_domains = 1 < sum_domain < comm.num_ranks
+        self.has_nodes = False  # between which rows go by rails
         self.num_local_experts = experts.num_experts // comm.num_ranks
         self.overflow = torch.zeros((), dtype=torch.int64, device="cpu")
         self.num_dropped_checked = 0

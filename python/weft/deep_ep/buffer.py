@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from weft.call.room import NeedsRoom
 from weft.deep_ep.buffer_base import BufferBase
+from weft.deep_ep.buffer_handle import BufferHandle
 from weft.deep_ep.buffers.absent import absent
 from weft.deep_ep.config import COMBINE, DISPATCH, Config, config_for
 from weft.deep_ep.layers import ShapeOf, is_capturing
@@ -18,7 +18,6 @@ from weft.deep_ep.low_latency import LowLatency
 from weft.deep_ep.rows import (
     Form,
     Sent,
-    bare,
     check_first,
     check_rows,
     check_weights,
@@ -33,63 +32,9 @@ from weft.deep_ep.utils.math import align
 from weft.errors import InvalidArgument, InvalidState
 
 if TYPE_CHECKING:
-    from weft.expert_parallel import ExpertParallel
     from weft.handle import Dispatched
 
 __all__ = ["Buffer", "BufferHandle", "bias_of"]
-
-
-class BufferHandle(tuple):  # type: ignore[type-arg]
-    """Of a dispatch: a tuple of six, whose items are made when they are asked for.
-
-    Items: rank_prefix_matrix int32 [R, R], of which column `rank` is known: rows here from the sources up to i.
-    Two channel matrices, which Weft has none of (int32 [R, 0]). recv_src_idx int32 [N]: token of each row on its
-    source. is_token_in_rank bool [T, R]. send_head, none (int32 [T, 0]).
-    """
-
-    buffer: Any
-    ep: ExpertParallel
-    dispatched: Dispatched
-    is_token_in_rank: Tensor | None
-    widths: set[int]  # of rows that went along it
-
-    def __new__(
-        cls, buffer: Any, ep: ExpertParallel, dispatched: Dispatched, in_rank: Tensor | None, num_columns: int
-    ) -> BufferHandle:
-        """`in_rank` as it was given to dispatch."""
-        self = super().__new__(cls, (None,) * 6)
-        self.buffer, self.ep, self.dispatched, self.is_token_in_rank = buffer, ep, bare(dispatched), in_rank
-        self.widths = {num_columns}
-        return self
-
-    def _item(self, idx: int) -> Tensor:
-        num_ranks, device = self.ep.num_ranks, self.ep.device
-        num_tokens = self.dispatched.handle.num_tokens
-        if idx == 0:
-            matrix = torch.full((num_ranks, num_ranks), -1, dtype=torch.int32, device=device)
-            matrix[:, self.ep.comm.rank] = self.dispatched.offsets[1:]
-            return matrix
-        if idx == 3:
-            return self.dispatched.sources().token
-        if idx == 4:
-            if self.is_token_in_rank is not None:
-                return self.is_token_in_rank
-            return torch.zeros((num_tokens, 0), dtype=torch.bool, device=device)
-        return torch.zeros((num_tokens if idx == 5 else num_ranks, 0), dtype=torch.int32, device=device)
-
-    @overload
-    def __getitem__(self, idx: SupportsIndex) -> Any: ...
-    @overload
-    def __getitem__(self, idx: slice) -> tuple[Any, ...]: ...
-    def __getitem__(self, idx: Any) -> Any:
-        found = range(6)[idx]
-        return tuple(map(self._item, found)) if isinstance(found, range) else self._item(found)
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self._item, range(6))
-
-    def __repr__(self) -> str:
-        return f"deep_ep.Buffer handle({self.dispatched.handle})"
 
 
 class Buffer(LowLatency, BufferBase):
@@ -141,9 +86,10 @@ class Buffer(LowLatency, BufferBase):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
-        """(num_tokens_per_rank int32 [R], None, num_tokens_per_expert int32 [E], is_token_in_rank bool [T, R], event).
+        """(num_tokens_per_rank int32 [R], num_tokens_per_rdma_rank int32 [nodes], None in one node,
+        num_tokens_per_expert int32 [E], is_token_in_rank bool [T, R], event).
 
-        Tokens count once a rank, picks once each; ids out of range nowhere. Local.
+        Tokens count once a rank, once a node, picks once each; ids out of range nowhere. Local.
         """
         self._check_alive("get_dispatch_layout")
         num_ranks = self.group_size
@@ -160,7 +106,8 @@ class Buffer(LowLatency, BufferBase):
 
             on_gpu = self._ranks.comm.engine == "nvlink"
             ranks, experts, in_rank = count_picks(topk_idx, num_experts, num_ranks, runs_kernels=on_gpu)
-            return (ranks, None, experts, in_rank), None
+            by_node = None if self._nodes.num_nodes == 1 else self._nodes.tokens_by_node(in_rank)
+            return (ranks, by_node, experts, in_rank), None
 
         values, event = self._streams.run(work, previous_event, async_finish, (topk_idx,))
         return (*values, event)
@@ -212,6 +159,11 @@ class Buffer(LowLatency, BufferBase):
             raise InvalidArgument(
                 "num_tokens_per_expert and is_token_in_rank are needed without a handle: get_dispatch_layout has them"
             )
+        num_nodes = self._nodes.num_nodes
+        if num_tokens_per_rdma_rank is not None and tuple(num_tokens_per_rdma_rank.shape) != (num_nodes,):
+            raise InvalidArgument(
+                f"num_tokens_per_rdma_rank is {list(num_tokens_per_rdma_rank.shape)}; allowed is [{num_nodes}]"
+            )
         if (topk_idx is None) != (topk_weights is None):
             raise InvalidArgument("topk_idx and topk_weights are given both or neither; one is missing")
         if num_worst_tokens < 0 or (num_worst_tokens and topk_idx is None):
@@ -260,7 +212,7 @@ class Buffer(LowLatency, BufferBase):
         r = sent.dispatched
         if r is None:
             raise InvalidState("a first dispatch has a result")
-        handle = BufferHandle(self, ep, r, given.in_rank, given.form.num_columns)
+        handle = BufferHandle(self, ep, r, given.in_rank, given.form.num_columns, self._nodes)
         if given.topk_idx is None:
             return (sent.x, None, None, self._share(given), handle), r
         if not num_worst_tokens:
@@ -297,7 +249,8 @@ class Buffer(LowLatency, BufferBase):
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """(combined_x [T, H], combined_topk_weights fp32 [T, K] or None, event). Collective.
 
-        The plain sum of a token's rows, fp32 inside, plus the bias or both of two. topk_weights fp32 [N, K]: every lane
+        The plain sum of a token's rows, fp32 inside, plus the bias or both of two; with nodes first in each node,
+        rounded to what travels, then nodes ascending. topk_weights fp32 [N, K]: every lane
         summed over all ranks that hold the token. H is that of the dispatch, or of a later one along this handle.
 
         Raises:
@@ -339,7 +292,7 @@ class Buffer(LowLatency, BufferBase):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Any, Tensor | None, Tensor | None, list[int] | None, Any, EventOverlap]:
-        """As `dispatch`: all ranks are on one machine."""
+        """As `dispatch`, which knows of nodes by itself."""
         found: tuple[Any, Tensor | None, Tensor | None, list[int] | None, Any, EventOverlap] = self.dispatch(
             x, handle, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert, topk_idx,
             topk_weights, expert_alignment, 0, config, previous_event, async_finish, allocate_on_comm_stream,
@@ -357,13 +310,13 @@ class Buffer(LowLatency, BufferBase):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """As `combine`: all ranks are on one machine."""
+        """As `combine`, which knows of nodes by itself."""
         found: tuple[Tensor, Tensor | None, EventOverlap] = self.combine(
             x, handle, topk_weights, bias, config, previous_event, async_finish, allocate_on_comm_stream
         )
         return found
 
-    dispatch_pcie = absent("dispatch_pcie", ("rows over PCIe to other machines", "use dispatch, on one machine"))
+    dispatch_pcie = absent("dispatch_pcie", ("rows over PCIe to other machines", "use dispatch"))
 
     def _own(self, handle: Any) -> BufferHandle:
         if not isinstance(handle, BufferHandle):

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft import env
 from weft.deep_ep.ending import Ending
 from weft.deep_ep.layers import DEADLINE_S, Layers
+from weft.deep_ep.nodes import Network, Nodes
 from weft.deep_ep.ranks import Ranks, ranks_of
 from weft.deep_ep.streams import Streams
 from weft.errors import InvalidArgument
@@ -23,20 +25,20 @@ _SCRATCH_BYTES = 256
 class Runtime:
     """What callers ask the native object of the original."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, nodes: Nodes) -> None:
+        self._ranks, self._nodes = ranks, nodes
 
     def is_available(self) -> bool:
         """True."""
         return True
 
     def get_num_rdma_ranks(self) -> int:
-        """1: one machine."""
-        return 1
+        """Nodes of the group."""
+        return self._nodes.num_nodes
 
     def get_rdma_rank(self) -> int:
-        """0."""
-        return 0
+        """The node of this rank."""
+        return self._nodes.node
 
     def get_local_device_id(self) -> int:
         """Of the GPU; 0 in host memory."""
@@ -75,15 +77,19 @@ class BufferBase(Ending):
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         self.enable_shrink = enable_shrink
         self.nvshmem_qp_depth = 1024
+        if type(num_qps_per_rank) is not int or num_qps_per_rank < 1:
+            raise InvalidArgument(f"num_qps_per_rank is {num_qps_per_rank!r}; allowed are 1 and more")
+        self.network = Network(env.service_level("NVSHMEM_IB_SL"), num_qps_per_rank)
         self._open(ranks_of(group, comm, can_mask=enable_shrink), heap_bytes=num_nvl_bytes)
 
     def _open(self, ranks: Ranks, *, heap_bytes: int = 0, deadline_s: float = DEADLINE_S) -> None:
         """From here on there are ranks, of which this buffer is a user, and something to give back."""
         self._ranks = ranks
         self.rank, self.group_size = ranks.rank, ranks.num_ranks
+        self._nodes = ranks.nodes
         with ranks.released_on_error():
             self._layers = Layers(ranks, heap_bytes=heap_bytes, deadline_s=deadline_s)
-        self.runtime: Runtime | None = Runtime(ranks)
+        self.runtime: Runtime | None = Runtime(ranks, self._nodes)
         self._streams = Streams(ranks.device)
         self._scratch: Tensor | None = None
         self._next_window = 0

@@ -105,7 +105,7 @@ class HybridEPBuffer(Ending):
         self.rank, self.group_size = self._ranks.rank, self._ranks.num_ranks
         self.num_of_hybrid_ep_ranks_per_nvlink_domain = self.group_size
         self.local_rank, self.node_rank, self.num_of_nodes = self.rank, 0, 1
-        self.runtime = Runtime(self._ranks)
+        self.runtime = Runtime(self._ranks, self._ranks.nodes)
         self.use_fp8 = use_fp8
         self._config = HybridEpConfigInstance(
             hidden_dim, max_num_of_tokens_per_rank, num_local_experts, self.group_size, use_fp8=use_fp8

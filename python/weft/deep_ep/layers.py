@@ -11,6 +11,7 @@ import torch
 
 from weft import env
 from weft.call.room import NeedsRoom
+from weft.deep_ep.nodes import Nodes
 from weft.deep_ep.ranks import Ranks
 from weft.errors import InvalidState
 from weft.group.maps import asked_contract
@@ -42,9 +43,13 @@ class ShapeOf(NamedTuple):
 class Layers:
     """Of one buffer. A handle keeps the object that made it, so the smaller ones live until their last handle goes."""
 
-    def __init__(self, ranks: Ranks, *, heap_bytes: int, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(
+        self, ranks: Ranks, *, heap_bytes: int, deadline_s: float = DEADLINE_S, nodes: Nodes | None = None
+    ) -> None:
+        """`nodes` between which rows go by rails; None: those of the ranks."""
         chosen = env.deep_ep()
         self.ranks = ranks
+        self.nodes = nodes or ranks.nodes
         self.deadline_s = chosen.timeout_s or deadline_s
         self._heap_bytes = max(_LEAST_HEAP, heap_bytes)
         self._preset_tokens = chosen.max_tokens
@@ -67,12 +72,10 @@ class Layers:
             return found
         if is_capturing():
             raise InvalidState("run this call once before capturing it: its first call meets the other ranks")
-        from weft.expert_parallel import ExpertParallel  # with all that a call needs
-
-        made = ExpertParallel(
-            self.ranks.comm, num_experts=shape.num_experts, top_k=shape.top_k, hidden=shape.hidden, dtype=shape.dtype,
+        made = self.ranks.window(
+            num_experts=shape.num_experts, top_k=shape.top_k, hidden=shape.hidden, dtype=shape.dtype,
             max_tokens_per_rank=max_tokens, deadline_s=self.deadline_s, heap_bytes=max(self._heap_bytes, heap_bytes),
-            num_windows=2 if shape.kind == "low_latency" else 1,
+            num_windows=2 if shape.kind == "low_latency" else 1, node_ranks=self.nodes.node_ranks,
         )  # fmt: skip
         return self._kept(shape, made)
 

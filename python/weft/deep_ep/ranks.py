@@ -11,6 +11,7 @@ import torch
 
 from weft import env
 from weft.deep_ep.errors import NotSupported, refused
+from weft.deep_ep.nodes import Nodes, nodes_of
 from weft.errors import InvalidArgument, InvalidState, Unsupported
 from weft.quantized import Quantized
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from weft.deep_ep.masks import Masks
     from weft.expert_parallel import ExpertParallel
 
-__all__ = ["Ranks", "options_of_environment", "ranks_of"]
+__all__ = ["Ranks", "known_ranks", "options_of_environment", "ranks_of"]
 
 _kept: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()
 _masked: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()  # of buffers with enable_shrink
@@ -45,19 +46,25 @@ def ranks_of(group: Any, comm: Any = None, *, can_mask: bool = False) -> Ranks:
         if can_mask:
             raise _no_masks("ranks of MPI", "a torch.distributed group")
         return _ranks_of_mpi(comm)
-    known = _of_comm.get(group)
-    kept = _masked if can_mask else _kept
-    found = kept.get(group) if known is None else known()
-    if found is None or found.is_closed:
+    found = known_ranks(group, can_mask=can_mask)
+    if found is None:
         found = Ranks(group, can_mask=can_mask)
+        found.find_nodes(can_mask=can_mask)
         if found.is_owner:
-            kept[group] = found
+            (_masked if can_mask else _kept)[group] = found
         else:
             _of_comm[group] = weakref.ref(found)
     if can_mask:
         found.allow_masks()
     found.num_users += 1
     return found
+
+
+def known_ranks(group: Any, *, can_mask: bool = False) -> Ranks | None:
+    """Of a group of which there is a buffer; local."""
+    known = _of_comm.get(group)
+    found = (_masked if can_mask else _kept).get(group) if known is None else known()
+    return None if found is None or found.is_closed else found
 
 
 def _no_masks(of: str, instead: str) -> NotSupported:
@@ -70,7 +77,9 @@ def _ranks_of_mpi(comm: Any) -> Ranks:
         raise InvalidArgument(f"comm is {type(comm)!r} without {missing[0]}; allowed is a communicator as mpi4py's")
     found = _of_mpi.get(id(comm))
     if found is None or found.is_closed:
-        found = _of_mpi[id(comm)] = Ranks(comm)
+        found = Ranks(comm)
+        found.find_nodes()
+        _of_mpi[id(comm)] = found
     found.num_users += 1
     return found
 
@@ -91,6 +100,26 @@ class Ranks:
         self.comm = _connect(group, can_mask=can_mask) if is_made else group
         self.rank, self.num_ranks = self.comm.rank, self.comm.num_ranks
         self.device = self.comm.device
+        self.nodes = Nodes(self.rank, self.num_ranks, self.num_ranks)
+
+    def find_nodes(self, *, can_mask: bool = False) -> None:
+        """Collective where the ranks are on several machines.
+
+        Raises:
+            NotSupported, InvalidArgument: as `nodes_of`; several nodes, with masks. What is left is closed.
+        """
+        try:
+            self.nodes = nodes_of(self.comm, env.deep_ep().node_ranks)
+            if can_mask:
+                self._check_one_node()
+        except BaseException:
+            if self.is_owner:
+                self.comm.close()
+            raise
+
+    def _check_one_node(self) -> None:
+        if self.nodes.num_nodes > 1:
+            raise _no_masks("groups of several nodes", "a group for each node")
 
     def allow_masks(self) -> Masks:
         """Of all buffers of this communicator that want them.
@@ -100,11 +129,27 @@ class Ranks:
         """
         from weft.deep_ep.masks import Masks
 
+        self._check_one_node()
         if not self.comm._native.is_open:
             raise _no_masks("a weft.Communicator without max_ranks", "one that was made with max_ranks=")
         if self.masks is None:
             self.masks = Masks(self.comm)
         return self.masks
+
+    def window(self, **arguments: Any) -> ExpertParallel:
+        """As `weft.ExpertParallel`, whose arguments it takes. Collective.
+
+        Raises:
+            NotSupported: the ranks are on several machines.
+        """
+        from weft.expert_parallel import ExpertParallel  # with all that a call needs
+
+        try:
+            return ExpertParallel(self.comm, **arguments)
+        except Unsupported as error:
+            if not self.comm.topology.scaleout:
+                raise
+            raise refused("a call between machines", "no rows cross them yet", "use ranks of one machine") from error
 
     @property
     def mail(self) -> dict[int, ExpertParallel]:
@@ -153,14 +198,12 @@ class Ranks:
         self._told(torch.zeros((1, 1), dtype=torch.int32, device=self.device), self.num_ranks, deadline_s)
 
     def _told(self, mine: torch.Tensor, capacity: int | None, deadline_s: float | None) -> torch.Tensor:
-        from weft.expert_parallel import ExpertParallel
-
         num_words = max(_LEAST_WORDS, 1 << (mine.shape[1] - 1).bit_length())
         ep = self._mail.get(num_words)
         if ep is None:
-            ep = self._mail[num_words] = ExpertParallel(
-                self.comm, num_experts=self.num_ranks, top_k=self.num_ranks, hidden=num_words, max_tokens_per_rank=1,
-                heap_bytes=0, deadline_s=deadline_s or _DEADLINE_S,
+            ep = self._mail[num_words] = self.window(
+                num_experts=self.num_ranks, top_k=self.num_ranks, hidden=num_words, max_tokens_per_rank=1,
+                heap_bytes=0, deadline_s=deadline_s or _DEADLINE_S, node_ranks=self.nodes.node_ranks,
             )  # fmt: skip
         row = torch.zeros((1, num_words), dtype=torch.int32, device=self.device)
         row[:, : mine.shape[1]] = mine

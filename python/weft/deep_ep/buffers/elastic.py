@@ -79,7 +79,7 @@ class ElasticBuffer(Absent, Ending):
         self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
         self.num_rdma_ranks, self.num_nvlink_ranks = 1, self.num_ranks
         self.nccl_comm_handle = None
-        self.runtime: Runtime | None = Runtime(self._ranks)
+        self.runtime: Runtime | None = Runtime(self._ranks, self._ranks.nodes)
         with self._ranks.released_on_error():
             seconds = float(min(num_cpu_timeout_secs, num_gpu_timeout_secs))
             self._layers = Layers(self._ranks, heap_bytes=num_bytes, deadline_s=seconds)
