@@ -1,8 +1,5 @@
 #include "engine/cpu/rail_host.h"
 
-#include <cstring>
-
-#include "engine/cpu/pause.h"
 #include "engine/cpu/window.h"
 
 namespace weft::cpu {
@@ -55,49 +52,9 @@ const RailMessage* RailHost::take_message(int peer) const {
   return message;
 }
 
-void RailHost::settle(const Put& put) const {
-  u8* control = window_.control_of(put.peer);
-  u8* memory = control + window_.layout_.total_bytes;
-  const auto copy = [&] {
-    if (put.num_bytes > 0) std::memcpy(memory + put.to, memory_ + put.from, put.num_bytes);
-  };
-  sync::settle_put(copy, reinterpret_cast<u64*>(memory + put.signal));
-  ring_doorbell(reinterpret_cast<ControlWords*>(control));
+RailHost::Target RailHost::target(int peer) const {
+  u8* control = window_.control_of(peer);
+  return {control + window_.layout_.total_bytes, reinterpret_cast<ControlWords*>(control)};
 }
-
-#if defined(WEFT_FAIL_POINTS)
-namespace {
-u64 random_below(u64 limit) {
-  thread_local u64 state = 0x9e3779b97f4a7c15ull;
-  state ^= state << 13;
-  state ^= state >> 7;
-  state ^= state << 17;
-  return state % limit;
-}
-}  // namespace
-
-void RailHost::send(const Put& put) { held_.push_back(put); }
-
-void RailHost::settle_any() {
-  const auto any = held_.begin() + static_cast<i64>(random_below(held_.size()));
-  const Put put = *any;
-  held_.erase(any);
-  settle(put);
-}
-
-void RailHost::settle_some() {
-  if (held_.empty()) return;
-  if (random_below(2) == 0) settle_any();
-  ring_doorbell(window_.words());  // the wait does not sleep over what is left
-}
-
-RailHost::~RailHost() {
-  while (!held_.empty()) settle_any();
-}
-#else
-void RailHost::send(const Put& put) { settle(put); }
-void RailHost::settle_some() {}
-RailHost::~RailHost() = default;
-#endif
 
 }  // namespace weft::cpu

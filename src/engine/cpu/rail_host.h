@@ -1,9 +1,9 @@
 // The rails of a window on the host: rings and messages to and from the ranks that this one forwards for, and its own forwarders. The
-// protocol is docs/protocols/rail.md. Everything but settle() looks at this rank's own memory, so a network between machines is
-// another settle(), and whoever applies there what it sends.
+// protocol is docs/protocols/rail.md. Everything but send() looks at this rank's own memory, so a network between machines is
+// another send(), and whoever applies there what it sends.
 #pragma once
 
-#include <vector>
+#include <memory>
 
 #include "weft/layout/rail.h"
 #include "weft/sync/header.h"
@@ -16,7 +16,7 @@ class Window;
 class RailHost {
  public:
   explicit RailHost(const Window& window);
-  ~RailHost();
+  ~RailHost();  // what was sent has settled
   RailHost(const RailHost&) = delete;
   RailHost& operator=(const RailHost&) = delete;
 
@@ -36,7 +36,7 @@ class RailHost {
   void put_message(int peer, u64 num_bytes);
   const RailMessage* take_message(int peer) const;  // null: it has not come
 
-  // In every look of a wait. With fail points built in puts and credits settle late and in any order, here; else nothing is left.
+  // In every look of a wait.
   void settle_some();
 
  private:
@@ -46,16 +46,22 @@ class RailHost {
     int peer;
     u64 from, to, num_bytes, signal;
   };
+  struct Target {  // memory of a peer, and what its waits look at
+    u8* rails;
+    ControlWords* words;
+  };
+  Target target(int peer) const;
+
+  // rail_wire.cc: what is sent has settled on return. Native tests link tests/native/engine/cpu/reordering_wire.cc in its place.
+  class Wire;
   void send(const Put& put);
-  void settle(const Put& put) const;
-  void settle_any();
 
   const Window& window_;
   const RailMap map_;
   const RailLayout& layout_;
   const int rank_;
   u8* const memory_;
-  std::vector<Put> held_;
+  std::shared_ptr<Wire> wire_;
 };
 
 }  // namespace weft::cpu
