@@ -5,7 +5,8 @@ that fails then. Each runs in a copy of the tree, two at a time. Prints a table 
 less than 0.9, if there are fewer than 150 mutants, or if an entry is wrong: a text that is not found (or too often), a
 test that doesn't pass without the mutant, a mutant that doesn't compile.
 
-`--only` runs those whose area or name contains one of the texts; `--check` only looks for the texts.
+`--only` runs those whose area or name contains one of the texts; `--check` only looks for the texts. `--journal FILE`
+keeps what was killed, so that a run that was cut off goes on: an entry counts for the very same files alone.
 """
 
 # check: allow file-size: entries, copies of the tree, runs and the table of one program
@@ -16,6 +17,8 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import hashlib
+import json
 import os
 import re
 import resource
@@ -168,6 +171,46 @@ def run_command(command: list[str], folder: Path, limit_s: float, env: dict[str,
         return Run(child.returncode, output.read(), time.monotonic() - begin, has_hung)
 
 
+def files_of_the_tree() -> list[str]:
+    """All that git has or would take."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    return [name for name in listed.stdout.decode().split("\0") if name and (ROOT / name).is_file()]
+
+
+class Journal:
+    """Mutants that were killed, each with a digest of its entry and of all files but the entries and this program."""
+
+    def __init__(self, path: Path | None, tree: str = "") -> None:
+        self.path, self.tree = path, tree
+        is_there = path is not None and path.exists()
+        self._killed = {json.loads(line)["key"] for line in path.read_text().splitlines()} if is_there else set()
+
+    def _key(self, mutant: Mutant) -> str:
+        entry = json.dumps([self.tree, dataclasses.asdict(mutant)], sort_keys=True)
+        return hashlib.sha256(entry.encode()).hexdigest()
+
+    def has(self, mutant: Mutant) -> bool:
+        """Whether it was killed in an earlier run of the same files."""
+        return self._key(mutant) in self._killed
+
+    def add(self, outcome: Outcome) -> None:
+        """Note it, if it was killed."""
+        if self.path is not None and outcome.verdict == "killed":
+            with self.path.open("a") as file:
+                line = {"key": self._key(outcome.mutant), "area": outcome.mutant.area, "name": outcome.mutant.name}
+                print(json.dumps(line), file=file)
+
+
+def digest_of_the_tree() -> str:
+    """Of names and contents of the files that a mutant's test may depend on."""
+    digest = hashlib.sha256()
+    for name in sorted(files_of_the_tree()):
+        if not name.startswith(("tests/mutants/", "tools/mutation.py", "tests/tools/test_mutation.py", ".ci/")):
+            digest.update(name.encode() + b"\0" + hashlib.sha256((ROOT / name).read_bytes()).digest())
+    return digest.hexdigest()
+
+
 class Worker:
     """A copy of the tree in which one mutant after the other is built and run."""
 
@@ -184,16 +227,9 @@ class Worker:
             "CCACHE_NOHASHDIR": "1",
         }
         self._env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{self._env['PATH']}"
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=ROOT,
-            capture_output=True,
-            check=True,
-        )
-        for name in listed.stdout.decode().split("\0"):
-            if name and (ROOT / name).is_file():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, folder / name)
+        for name in files_of_the_tree():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
         self._configured: set[str] = set()
         self._module_is_old = not self._take_module()
 
@@ -269,7 +305,8 @@ class Worker:
 class Runner:
     """Mutants that are still to run, and how long each test takes without one."""
 
-    def __init__(self, mutants: Iterable[Mutant]) -> None:
+    def __init__(self, mutants: Iterable[Mutant], journal: Journal) -> None:
+        self._journal = journal
         # What must be compiled is taken from the front, the rest from the back: the second worker seldom builds.
         self._left = collections.deque(sorted(mutants, key=lambda each: (not each.is_native, each.tests, each.file)))
         self._lock = threading.Lock()
@@ -280,6 +317,9 @@ class Runner:
         self._unmutated: dict[str, float] = {}
         self._unmutated_locks = {group: threading.Lock() for group in self._groups}
         self.outcomes: list[Outcome] = []
+        for mutant in [each for each in self._left if journal.has(each)]:
+            self._left.remove(mutant)
+            self.outcomes.append(Outcome(mutant, "killed", note="in an earlier run"))
 
     def take(self, *, from_front: bool) -> Mutant | None:
         """The next one."""
@@ -338,6 +378,7 @@ class Runner:
             result = self.run_one(made, mutant)
             with self._lock:
                 self.outcomes.append(result)
+                self._journal.add(result)
                 print(_line(result), flush=True)
 
 
@@ -392,14 +433,31 @@ def problems(outcomes: list[Outcome], *, is_whole: bool) -> list[str]:
     return found
 
 
+def _has_case(mutant: Mutant) -> bool:
+    """Whether the native program has the case of an entry that names one."""
+    if not mutant.tests.startswith("native "):
+        return True
+    _, program, *cases = mutant.tests.split()
+    if not cases:
+        return True
+    folder = ROOT / "tests" / "native"
+    for source in folder.rglob("*_test.cc"):
+        names = {f"{each}_{source.stem.removesuffix('_test')}" for each in source.relative_to(folder).parts[:-1]}
+        if program.removesuffix("_test") in names and re.search(rf"TEST\(\w*{cases[0]}", source.read_text()):
+            return True
+    return False
+
+
 def check(mutants: list[Mutant]) -> int:
-    """Whether each text is there, once."""
+    """Whether each text is there, once, and each case of a native program."""
     status = 0
     for mutant in mutants:
         try:
             path, _ = mutated(mutant, ROOT)
             if path != ROOT / mutant.file:
                 print(f"moved: {mutant.area}: {mutant.name}: to {path.relative_to(ROOT)}")
+            if not _has_case(mutant):
+                raise Wrong(f"no such case: {mutant.tests}")
         except Wrong as error:
             print(f"wrong: {mutant.area}: {mutant.name}: {error}")
             status = 1
@@ -411,7 +469,8 @@ def main() -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="areas or names that contain one of these")
-    parser.add_argument("--check", action="store_true", help="look only whether the texts are there")
+    parser.add_argument("--check", action="store_true", help="look only whether texts and cases are there")
+    parser.add_argument("--journal", type=Path, help="file of what was killed, which is not run again")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     mutants = read_mutants(ROOT / "tests" / "mutants")
@@ -420,7 +479,8 @@ def main() -> int:
     if options.check:
         return check(mutants)
     begin = time.monotonic()
-    runner = Runner(mutants)
+    runner = Runner(mutants, Journal(options.journal, digest_of_the_tree()))
+    print(f"{len(runner.outcomes)} of {len(mutants)} were killed in an earlier run")
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         threads = []
         for idx in range(options.jobs):

@@ -88,6 +88,22 @@ def test_what_is_good_enough() -> None:
     assert last.split() == ["all", "9", "1", "0", "0", "0.90"]
 
 
+def test_only_what_was_killed_in_the_same_files_is_not_run_again(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    first, other = mutant("b"), mutant("c")
+    journal = mutation.Journal(path, "tree")
+    journal.add(Outcome(first, "killed"))
+    journal.add(Outcome(other, "survived"))
+    again = mutation.Journal(path, "tree")
+    assert [again.has(each) for each in (first, other)] == [True, False]
+    assert not again.has(mutant("b", "another text"))
+    assert not mutation.Journal(path, "another tree").has(first)
+    runner = mutation.Runner([first, other], again)
+    assert [outcome.mutant for outcome in runner.outcomes] == [first]
+    taken = runner.take(from_front=True), runner.take(from_front=True)
+    assert taken == (other, None)
+
+
 def test_a_run_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
     run = mutation.run_command(["bash", "-c", f"(sleep 2; touch {tmp_path}/late) & sleep 60"], tmp_path, 0.5, {})
     assert run.has_hung
