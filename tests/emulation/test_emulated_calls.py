@@ -12,6 +12,7 @@ import pytest
 import torch
 from emulated_gpu import EmulatedRanks, Graph
 from kernels import Mutant
+from order_cases import checked_orders
 from property_cases import IDS
 from test_emulated_dispatch import OWN_TYPE
 from test_property import checked, checked_gradients, with_call
@@ -252,3 +253,34 @@ def test_what_a_block_finds_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks: Any = EmulatedRanks(monkeypatch, waits_for_nothing)
     with pytest.raises(RankFailed, match=r"ended without waiting for .* bulk stores"):
         checked(ranks, of_two(repeat=None, side=None, heap_output=False))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_orders_of_sums(ranks: Any, dtype: torch.dtype) -> None:
+    """By last pick, and by pick with weights of the owner."""
+    ranks.run(2, checked_orders, [dtype] * 2)
+
+
+def weighted_by_owner(state: RankState, staged: bool) -> None:
+    """The sums by pick, bit for bit. The caller overwrites its weights as soon as the call has returned."""
+    x, ids, _ = inputs(state.rank, 3)
+    x, ids = (x[:0], ids[:0]) if state.rank else (x[:8], ids[:8])
+    with weft.ExpertParallel(state.comm, num_experts=6, top_k=4, hidden=48, max_tokens_per_rank=17) as ep:
+        for turn in range(2):
+            r = ep.dispatch(x, ids, layout="expert_major", mode="latency" if staged else "throughput", max_tokens=8)
+            weights = torch.rand(ids.shape, generator=torch.Generator().manual_seed(turn))
+            given = weights.clone()
+            sent = ep.combine(r.x, r.handle, order="pick", weights=given, staged=staged)
+            given.fill_(torch.nan)
+            y, want = sent.wait() if staged else sent, torch.zeros(len(x), 48)
+            for k in range(4):
+                want = torch.where((ids[:, k] >= 0)[:, None], want + weights[:, k, None] * x.float(), want)
+            assert torch.equal(y, want.bfloat16())
+        ep.check()
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_weights_of_the_owner(ranks: Any, staged: bool) -> None:
+    """A rank without tokens has none; those of a staged call may be overwritten before it is waited for."""
+    ranks.run(2, weighted_by_owner, [staged] * 2)

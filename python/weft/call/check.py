@@ -290,7 +290,8 @@ def check_owner_weights(
     if is_traced(*tensors):
         raise Unsupported("weights= of combine in compiled code", "a traced call", "a call outside")
     place = torch.device("cpu") if ep.engine == "cpu" else weights.device
-    return weights.detach().to(device=place, dtype=torch.float32).contiguous()
+    # Of a staged call the half that receives reads them, and the caller may overwrite what it gave before.
+    return weights.detach().to(device=place, dtype=torch.float32, copy=options.staged).contiguous()
 
 
 def _is_small(

@@ -157,13 +157,14 @@ static void check_addresses(const CombineArgs& args) {
   check_address("side of the result", args.side_out, args.num_tokens);
 }
 
-// Domains are added in the order of the ranks alone, and weights are multiplied by who adds: those received are with the rows.
+// Domains are added in the order of the ranks alone, and weights are multiplied by who adds: those received are with the rows. The
+// weights of an owner without tokens have no address.
 static void check_order(const CombineArgs& args) {
   const bool is_by_pick = args.order == SumOrder::kPick;
   if (args.order == SumOrder::kLastPick && args.sum_domain > 1) {
     throw_unsupported("order 'last_pick' with sum_domain on GPUs; need: order 'rank', or the cpu engine");
   }
-  if (is_by_pick && args.weights != 0 && args.owner_weights == 0) {
+  if (is_by_pick && args.weights != 0 && args.owner_weights == 0 && args.num_tokens > 0) {
     throw_unsupported("order 'pick' with the weights received on GPUs; need: weights= of the owner, or weighted=False");
   }
   if (is_by_pick && (args.layout == Layout::kRankMajor || args.wire_is_fp8)) {

@@ -1,0 +1,84 @@
+"""Guards against a deep_ep package that asks the kernels of GPUs for what they do not do, or reads answers wrongly:
+windows that grow in a call, and low-latency calls whose weights the owner has, on one emulated GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from emulated_gpu import EmulatedRanks
+
+from pool import RankState
+from weft import deep_ep
+from weft.deep_ep.ranks import Ranks
+
+pytestmark = pytest.mark.long
+HIDDEN, EXPERTS, TOP_K = 64, 8, 2
+
+
+def inputs(num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, ids and weights of a rank."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_tokens, HIDDEN, generator=generator).bfloat16()
+    ids = torch.randint(-1, EXPERTS, (num_tokens, TOP_K), generator=generator)
+    return x, ids, torch.randn(num_tokens, TOP_K, generator=generator)
+
+
+def grows(state: RankState, _: object) -> tuple[list[int], int]:
+    """Tokens that the window of each call has room for, and how often ranks told each other T before."""
+    buffer, rooms, asked = deep_ep.Buffer(state.comm), [], []
+    gather = buffer._ranks.gather
+    buffer._ranks.gather = lambda *given: asked.append(given) or gather(*given)  # type: ignore[func-returns-value]
+    for turn, count in enumerate((8, 600 if state.rank else 3, 5)):
+        x, ids, weights = inputs(count, 10 * turn + state.rank)
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS)
+        recv, _, _, counts, handle, _ = buffer.dispatch(
+            x, num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert, topk_idx=ids,
+            topk_weights=weights,
+        )  # fmt: skip
+        rooms.append(handle.ep.max_tokens_per_rank)
+        assert counts is not None
+        assert len(counts) == EXPERTS // 2
+        assert torch.equal(buffer.combine(recv, handle)[0], x * in_rank.sum(1, dtype=x.dtype)[:, None])
+    return rooms, len(asked)
+
+
+def test_windows_grow_in_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks tell each other T before the first call alone."""
+    assert hasattr(Ranks, "gather")
+    ranks: Any = EmulatedRanks(monkeypatch)
+    assert ranks.run(2, grows, [None] * 2) == [([512, 1024, 1024], 1)] * 2
+
+
+def combines(state: RankState, call: tuple[bool, int]) -> None:
+    """Weights of the owner, ids that have turned -1: the sums by k, bit for bit. With a hook the caller overwrites its
+    weights before it calls that. `call`: whether there is a hook, and how many tokens rank 1 has."""
+    has_hook, of_one = call
+    buffer = deep_ep.Buffer(state.comm, low_latency_mode=True)
+    for turn in range(3):
+        x, ids, weights = inputs(of_one if state.rank else 9 + turn, 10 * turn + state.rank)
+        rows, _, handle, _, hook = buffer.low_latency_dispatch(
+            x, ids, 12, EXPERTS, use_fp8=False, return_recv_hook=has_hook
+        )
+        if hook is not None:
+            hook()
+        ids[::3, 0] = -1
+        given = weights.clone()
+        y, _, hook = buffer.low_latency_combine(rows, ids, given, handle, return_recv_hook=has_hook)
+        given.fill_(torch.nan)
+        if hook is not None:
+            hook()
+        want = torch.zeros(len(x), HIDDEN)
+        for k in range(TOP_K):
+            is_there = (ids[:, k] >= 0)[:, None]
+            want = torch.where(is_there, want + weights[:, k, None] * x.float(), want)
+        assert torch.equal(y, want.bfloat16())
+
+
+@pytest.mark.parametrize("of_one", [5, 0])
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_low_latency_weights_are_the_owners(monkeypatch: pytest.MonkeyPatch, has_hook: bool, of_one: int) -> None:
+    """In one go, and in halves; a rank without tokens."""
+    EmulatedRanks(monkeypatch).run(2, combines, [(has_hook, of_one)] * 2)
