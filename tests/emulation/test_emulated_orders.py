@@ -70,13 +70,25 @@ PICK = {
 CASES = {f"last_pick: {name}": dataclasses.replace(case, order="last_pick") for name, case in LAST_PICK.items()}
 CASES |= {f"pick: {name}": dataclasses.replace(case, order="pick") for name, case in PICK.items()}
 
-REDUCE = "weft/kernels/combine/reduce.cuh"
+REDUCE, SMALL_REDUCE = "weft/kernels/combine/reduce.cuh", "weft/kernels/small/combine_reduce.cuh"
 MUTANTS = {
+    "last_pick: rank_major, pushed": Mutant(
+        "ranks are added by their number", REDUCE, "last = first + 31 - __clz", "last = first + 31 + 0 * __clz"
+    ),
+    "last_pick: small, rank_major, bias": Mutant(
+        "a rank is added at its first pick", SMALL_REDUCE, "(same >> b_.lane) == 1u &&", "__ffs(same) - 1 == b_.lane &&"
+    ),
     "pick: expert_major, the owner's weights, bias": Mutant(
         "a pick of weight 0 is read",
         REDUCE,
         "b_.flight.is_active(to) && weight != 0.0f;",
         "b_.flight.is_active(to);",
+    ),
+    "pick: small, masked, dropped picks, bias": Mutant(
+        "of a dropped pick the slot is left as it was",
+        "weft/kernels/small/combine_push.cuh",
+        "rows | __ballot_sync(0xffffffffu, row == kGpuDroppedRow);",
+        "rows;",
     ),
 }
 
