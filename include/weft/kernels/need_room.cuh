@@ -14,7 +14,7 @@ __device__ inline void need_room(const NeedRoomArgs& args) {
   if (flight.is_dead) return;
   const i32 peer = static_cast<i32>(threadIdx.x);
   const bool has_peer = peer < view.num_ranks && peer != view.rank && flight.is_active(peer);
-  const u64 need = transport::pack_need(args.num_tokens);
+  const u64 need = transport::pack_need(flight.turn.sequence, args.num_tokens);
   if (has_peer) transport::DirectPeers(view).refuse_call(flight, peer, need);
   // Others may need more, and who calls something else has given up too: what they say is noted, and everyone goes on.
   if (transport::wait_all(view, Phase::kCount, flight, 0) == transport::Verdict::kBroken) return;

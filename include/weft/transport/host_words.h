@@ -29,7 +29,7 @@ struct HostWords {
   i64 first_bad_id = 0;     // kernel: in time before it
   u64 num_errors_read = 0;  // host: records that it has emptied
   u64 error_caller = 0;     // kernel: with the record: who calls, mixed into its expected fingerprint
-  // Kernel: by rank, of a kMismatch in `count`: who calls there, or pack_need(); host: 0 once it has read that.
+  // Kernel: by rank, of a kMismatch in `count`: who calls there, or pack_need().
   u64 seen_caller[kMaxGpuRanks] = {};
   ErrorRecord error = {};  // kernel: first reason (R9); its code is an ErrorCause
 };
@@ -49,9 +49,15 @@ WEFT_HD constexpr u16 caller_bits(u32 caller) {
 // In the cell of a `count` header: place of the word that says who calls.
 constexpr i32 kCallerWord = 1;
 static_assert((kCallerWord + 1) * sizeof(u64) <= kCacheLine);
-// Or, with the fingerprint of a refusal: for how many tokens the rank needs room. Callers have 32 bits.
-WEFT_HD constexpr u64 pack_need(i64 num_tokens) { return u64{1} << 63 | static_cast<u64>(num_tokens); }
-WEFT_HD constexpr i64 need_in(u64 word) { return word >> 63 == 0 ? 0 : static_cast<i64>(word & ~(u64{1} << 63)); }
+// Or, with the fingerprint of a refusal: for how many tokens the rank needs room in the operation `sequence`. Callers have 32 bits.
+WEFT_HD constexpr u64 pack_need(u32 sequence, i64 num_tokens) {
+  constexpr i64 kMost = 0x7fffffff;
+  return u64{1} << 63 | static_cast<u64>(sequence) << 31 | static_cast<u64>(num_tokens < kMost ? num_tokens : kMost);
+}
+// 0: of another operation, or of no refusal.
+WEFT_HD constexpr i64 need_in(u64 word, u32 sequence) {
+  return word >> 31 == (u64{1} << 32 | sequence) ? static_cast<i64>(word & 0x7fffffff) : 0;
+}
 
 // How many ids are out of range (1 or more), and where the first of them is: a flat position in topk_idx.
 WEFT_HD constexpr u64 pack_bad_ids(i32 count, i32 first_at) {

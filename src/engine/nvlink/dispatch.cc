@@ -385,11 +385,10 @@ DispatchResult Window::dispatch(const DispatchArgs& args, const Poll& poll) {
   const cuda::ContextScope scope(gpu_->context);
   check_half(args);
   return watched([&] {
-    const u64 num_launches = num_launches_;
     try {
       return args.is_small ? SmallDispatchCall(*this, args, poll).run() : DispatchCall(*this, args, poll).run();
     } catch (const NeedOfRoom& need) {
-      if (num_launches_ == num_launches) throw;  // it was an earlier call's
+      if (!need.is_own) throw;  // it was an earlier call's
       DispatchResult result;
       result.needed_tokens = need.num_tokens;
       return result;

@@ -148,10 +148,13 @@ class Window : public CallWindow {
   void start(const Kernel& kernel, i32 num_blocks, u64 stream, void* args);
   // The next call, on whatever stream, comes behind what this one has by now.
   void note_work(u64 stream);
-  // launch() of a dispatch, or where needs_room(), of a refusal; the call ends on every rank with NeedOfRoom.
+  // launch() of a dispatch, or where needs_room(), of a refusal; the call ends on every rank with NeedOfRoom (need_room.cc).
   void launch_dispatch(const Kernel& kernel, const DispatchArgs& call, const Turn& turn, void* args, const Poll& poll);
   const Kernel& need_room_kernel(u64 timeout_ns, const Poll& poll);
-  i64 take_need();
+  bool has_need() const;          // what a kernel has found is that a rank needs room ...
+  bool has_need_at_work() const;  // ... and it still waits for others
+  i64 need_of(u64 sequence) const;
+  void raise_own_need();
   // Returns the number of rows of the result. Errors: what the kernel found, kPeerLost, kPeerTimeout, kCudaError.
   // How many rows; with tells_counts also what each local expert gets.
   std::pair<i64, std::vector<i32>> wait_for_counts(const DispatchSpec& spec, u64 ticket, const Poll& poll);
@@ -184,6 +187,7 @@ class Window : public CallWindow {
   }
   bool is_broken() const;
   bool hands_out() const;  // memory of the heap; error kInvalidState: the window is closed
+  void empty_record();
   [[noreturn]] void raise_error();
   [[noreturn]] void raise_given_up(const ErrorRecord& record, OpKind kind);
   [[noreturn]] void throw_gpu_failure(const std::string& what);

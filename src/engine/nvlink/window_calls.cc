@@ -157,7 +157,8 @@ std::pair<i64, std::vector<i32>> Window::wait_for_counts(const DispatchSpec& spe
     }
     return ptx::ld_acquire_sys(&host_->counted_ticket) == ticket;
   };
-  const auto is_told = [&] { return has_counts() || ptx::ld_acquire_sys(error_word()) != 0; };
+  // That a rank needs room is not all: others may need more, or an earlier call has said it (raise_own_need).
+  const auto is_told = [&] { return has_counts() || (ptx::ld_acquire_sys(error_word()) != 0 && !has_need()); };
   const auto is_told_or_over = [&] { return is_told() || last_event_->is_done(); };
   bool is_in_time = false;
   WaitLog log(*comm_);
@@ -178,8 +179,10 @@ std::pair<i64, std::vector<i32>> Window::wait_for_counts(const DispatchSpec& spe
     comm_->give_up(reason);
     throw;
   }
-  check();
+  if (!has_need()) check();
   if (has_counts()) return {host_->num_rows, std::move(counts)};
+  if (is_in_time && has_need()) raise_own_need();
+  check();
   if (is_in_time) throw_gpu_failure("dispatch ended without counts");
   throw_gpu_failure("dispatch has not begun: work before it on its stream does not end");
 }

@@ -25,7 +25,12 @@ std::string rank_text(i32 rank) { return "rank " + std::to_string(rank); }
 u64* Window::error_word() const { return reinterpret_cast<u64*>(&host_->error.code); }
 
 void Window::raise_found() {
-  if (ptx::ld_acquire_sys(error_word()) != 0) raise_error();
+  if (ptx::ld_acquire_sys(error_word()) != 0 && !has_need_at_work()) raise_error();
+}
+
+void Window::empty_record() {
+  host_->error = ErrorRecord{};
+  ptx::st_release_sys(&host_->num_errors_read, host_->num_errors_read + 1);
 }
 
 void Window::check() {
@@ -135,12 +140,11 @@ void Window::raise_given_up(const ErrorRecord& record, OpKind kind) {
   wait_for_kernels(now_ns() + kLastBlocksNs, no_poll);
   const bool is_mismatch = static_cast<ErrorCause>(record.code) == ErrorCause::kMismatch;
   const u64 seen_caller = is_mismatch ? host_->seen_caller[record.culprit] : 0;
-  const i64 needed = is_mismatch ? take_need() : 0;
-  host_->error = ErrorRecord{};
-  ptx::st_release_sys(&host_->num_errors_read, host_->num_errors_read + 1);
+  const bool is_need = has_need();
+  empty_record();
   const std::string culprit = rank_text(record.culprit);
   const std::string op = op_name(static_cast<u32>(kind));
-  if (needed > 0) throw NeedOfRoom(needed, op, record.sequence);
+  if (is_need) throw NeedOfRoom(need_of(record.sequence), false, op, record.sequence);
   const auto caller_of = [&](i32 rank, u64 header, u64 caller) {
     const OperationConfig* call = call_of(header, caller);
     if (call == nullptr) {

@@ -8,6 +8,7 @@
 #include <array>
 #include <atomic>
 #include <barrier>
+#include <chrono>
 #include <cstring>
 #include <functional>
 #include <thread>
@@ -134,6 +135,25 @@ auto leave(transport::ErrorCause cause, int steps, u64 seen = 0) {
     record.phase = static_cast<u32>(Phase::kCount);
     __atomic_store_n(&record.code, static_cast<u32>(cause), __ATOMIC_RELEASE);
   };
+}
+
+// What a refusal leaves with the host: rank 1 needs room for so many tokens in the operation `sequence`, and perhaps a record.
+void leave_need(void* args, u32 sequence, i64 num_tokens, bool has_place) {
+  auto* dispatch = static_cast<kernels::DispatchKernelArgs*>(args);
+  transport::HostWords* host = dispatch->view.host;
+  host->seen_caller[1] = transport::pack_need(sequence, num_tokens);
+  if (!has_place) return;
+  host->error.culprit = 1;
+  host->error.epoch = 1;
+  host->error.sequence = sequence;
+  host->error.expected = dispatch->print;
+  host->error.seen = sync::pack_header({1, sequence}, kRefusalFingerprint);
+  host->error.phase = static_cast<u32>(Phase::kCount);
+  __atomic_store_n(&host->error.code, static_cast<u32>(transport::ErrorCause::kMismatch), __ATOMIC_RELEASE);
+}
+
+void finish(void* args, u64 sequence) {
+  static_cast<kernels::DispatchKernelArgs*>(args)->view.host->finished_sequence = sequence;
 }
 
 template <class Call>
@@ -367,6 +387,105 @@ TEST(a_call_given_up_by_all_leaves_the_window_whole) {
     CHECK_EQ(rank.dispatch().result_rows, i64{3});
     CHECK(!rank.comm->is_broken());
     rank.meet();
+  });
+}
+
+TEST(who_needs_most_may_come_last) {  // or ranks would make windows of different sizes
+  with_ranks([](Rank& rank) {
+    transport::WindowView view = view_of(rank);
+    rank.meet();
+    fake_cuda::set_kernel([](void* args) { leave_need(args, 7, 600, true); });
+    fake_cuda::hold(stream_of(rank.me));
+    std::thread late([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1500));  // longer than any wait for blocks that leave
+      view.host->seen_caller[2] = transport::pack_need(7, 1500);
+      view.host->seen_caller[0] = transport::pack_need(6, 9000);  // of a call before
+      view.host->finished_sequence = 7;
+      fake_cuda::let_go(stream_of(rank.me));
+    });
+    const DispatchResult result = rank.dispatch();
+    late.join();
+    CHECK_EQ(result.needed_tokens, i64{1500});
+    rank.meet();
+    fake_cuda::set_kernel(count_rows);
+    CHECK_EQ(rank.dispatch().result_rows, i64{3});
+  });
+}
+
+TEST(a_need_of_an_earlier_call_is_told_by_one_that_sends_nothing) {
+  with_ranks([](Rank& rank) {
+    const transport::WindowView view = view_of(rank);
+    rank.meet();
+    fake_cuda::set_kernel([](void* args) {  // the record of a call with a capacity has just come
+      leave_need(args, 7, 40, true);
+      finish(args, 8);
+      count_rows(args);
+    });
+    CHECK_EQ(rank.dispatch().result_rows, i64{3});
+    rank.meet();
+    fake_cuda::set_kernel(count_rows);
+    const int num_launches = fake_cuda::num_launches();
+    rank.meet();
+    says(error_of([&] { rank.dispatch(); }), "a rank has 40 tokens");
+    rank.meet();
+    CHECK_EQ(fake_cuda::num_launches(), num_launches);
+    CHECK_EQ(view.host->error.code, u32{0});
+    rank.meet();
+    CHECK_EQ(rank.dispatch().result_rows, i64{3});
+  });
+}
+
+TEST(a_call_with_a_need_of_its_own_behind_one_that_was_not_read) {
+  with_ranks([](Rank& rank) {
+    fake_cuda::set_kernel([](void* args) {
+      leave_need(args, 7, 40, true);
+      leave_need(args, 8, 90, false);
+      finish(args, 8);
+    });
+    CHECK_EQ(rank.dispatch().needed_tokens, i64{90});
+    rank.meet();
+    fake_cuda::set_kernel(count_rows);
+    says(error_of([&] { rank.dispatch(); }), "a rank has more tokens");
+    CHECK_EQ(rank.dispatch().result_rows, i64{3});
+  });
+}
+
+TEST(a_need_whose_kernel_is_at_work_is_not_told_yet) {
+  with_ranks([](Rank& rank) {
+    fake_cuda::set_kernel([](void* args) { leave_need(args, 7, 40, true); });
+    fake_cuda::hold(stream_of(rank.me));
+    rank.dispatch(4);
+    rank.window->check();
+    rank.meet();
+    fake_cuda::set_kernel([](void*) {});
+    rank.dispatch(4);
+    fake_cuda::let_go(stream_of(rank.me));
+    says(error_of([&] { rank.window->check(); }), "a rank has 40 tokens");
+    rank.window->check();
+  });
+}
+
+TEST(a_need_does_not_hide_who_never_came) {
+  with_ranks([](Rank& rank) {
+    const transport::WindowView view = view_of(rank);
+    rank.meet();
+    view.words()->sequence = 6;
+    const u64 header = sync::pack_header({1, 7}, kRefusalFingerprint);
+    std::memcpy(view.control[rank.me] + view.layout.header(Phase::kCount, 7, 1, 0), &header, sizeof(header));
+    rank.meet();
+    fake_cuda::set_kernel([](void* args) {
+      leave_need(args, 7, 40, true);
+      finish(args, 6);
+      static_cast<kernels::DispatchKernelArgs*>(args)->view.words()->broken =
+          static_cast<u64>(transport::ErrorCause::kDeadline);
+    });
+    if (rank.me == 0) {
+      const Error late = error_of([&] { rank.dispatch(); });
+      CHECK_EQ(late.code, ErrorCode::kPeerTimeout);
+      CHECK(late.peers == std::vector<int>{2});
+    } else {
+      while (!rank.comm->is_broken()) usleep(500);
+    }
   });
 }
 
