@@ -77,7 +77,7 @@ def needs_by_capacity(state: RankState, mode: str) -> list[str]:
     with opened(state) as ep:
         x, ids, weights = inputs(13 if state.rank else 4, state.rank)
         ep.dispatch(x, ids, weights, capacity=40, mode=mode)
-        state.comm.meet(10)
+        state.comm.meet(300)
         for _ in range(2):
             try:
                 r = ep.dispatch(x[:4], ids[:4], weights[:4], capacity=40, mode=mode)
