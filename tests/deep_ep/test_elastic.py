@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def same(found: Any, wanted: Any, num_rows: int) -> None:
         assert torch.equal(found[:num_rows].float(), wanted[:num_rows].float())
 
 
-def by_token(comm: weft.Communicator) -> None:
+def by_token(comm: weft.Communicator, node_ranks: int | None = None) -> None:
     given = cases.make(comm.num_ranks)
     rank, num_experts = comm.rank, given.num_experts
     ids, weights = given.ids[rank], given.weights[rank]
@@ -63,7 +64,7 @@ def by_token(comm: weft.Communicator) -> None:
             assert torch.equal(recv_ids[:num_rows], mine.topk_idx)
             assert torch.equal(recv_weights[:num_rows], mine.topk_weights)
             recv_ids.fill_(9)  # the caller's own
-            check_tables(handle, given, rank, sync=sync)
+            check_tables(handle, given, rank, node_ranks, sync=sync)
             again, ids_again, weights_again, same_handle, _ = buffer.dispatch(
                 xs[rank], topk_weights=weights * 2, handle=handle
             )
@@ -82,7 +83,7 @@ def by_token(comm: weft.Communicator) -> None:
                 bias = [many_magnitudes(x.shape[:1], seed=9) for x in given.xs] if number else None
                 more = None if bias is None else [each.float() * number for each in bias]
                 y, lanes = reference.combine(
-                    outputs, wanted, weighted=False, sides=sides, biases=more, order="last_pick"
+                    outputs, wanted, weighted=False, sides=sides, biases=more, order="last_pick", sum_domain=node_ranks
                 )[rank]
                 own = None if bias is None else bias[rank] if number == 1 else (bias[rank], bias[rank])
                 side = torch.zeros((len(rows), ids.shape[1]), dtype=torch.float32, device="cpu")
@@ -102,7 +103,7 @@ def many_magnitudes(lead: Any, seed: int) -> Tensor:
     ).bfloat16()
 
 
-def check_tables(handle: Any, given: cases.Data, rank: int, *, sync: bool) -> None:
+def check_tables(handle: Any, given: cases.Data, rank: int, node_ranks: int | None, *, sync: bool) -> None:
     """Of a dispatch by token with alignment 4."""
     received, counts = [], [0] * given.num_local
     per_source = []
@@ -114,7 +115,8 @@ def check_tables(handle: Any, given: cases.Data, rank: int, *, sync: bool) -> No
         per_source.append(len(tokens))
         for expert in local[here].tolist():
             counts[expert] += 1
-    ends = torch.tensor(per_source, dtype=torch.int32, device="cpu").cumsum(0)
+    by_idx = [sum(per_source[idx :: node_ranks or given.num_ranks]) for idx in range(node_ranks or given.num_ranks)]
+    ends = torch.tensor(by_idx, dtype=torch.int32, device="cpu").cumsum(0)
     aligned = torch.tensor([align(each, 4) for each in counts], dtype=torch.int32, device="cpu")
     assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == ends.tolist()
     assert handle.num_unaligned_recv_tokens_per_expert.tolist() == counts
@@ -146,7 +148,7 @@ def iter_places(given: cases.Data, rank: int, starts: list[int]) -> dict[int, li
     return places
 
 
-def by_expert(comm: weft.Communicator) -> None:
+def by_expert(comm: weft.Communicator, node_ranks: int | None = None) -> None:
     given = cases.make(comm.num_ranks)
     rank, num_experts = comm.rank, given.num_experts
     ids, weights = given.ids[rank], given.weights[rank]
@@ -173,7 +175,7 @@ def by_expert(comm: weft.Communicator) -> None:
                 if isinstance(recv, tuple):
                     assert recv[1].stride() == (1, align(len(recv[1]), 4))
                 assert torch.equal(recv_weights[:num_rows], mine.topk_weights)
-                check_tables(handle, given, rank, sync=sync)
+                check_tables(handle, given, rank, node_ranks, sync=sync)
                 again, _, weights_again, _, _ = buffer.dispatch(
                     xs[rank], topk_weights=weights * 2, handle=handle, do_expand=True, do_zero_padding=True
                 )
@@ -185,17 +187,27 @@ def by_expert(comm: weft.Communicator) -> None:
                 if several:
                     y, lanes = reference.combine(
                         outputs, wanted, weighted=False, sides=[part.topk_weights for part in wanted],
-                        order="last_pick",
+                        order="last_pick", sum_domain=node_ranks,
                     )[rank]  # fmt: skip
                     combined, combined_weights, _ = buffer.combine(rows, handle, recv_weights)
                     assert torch.equal(combined_weights, lanes)
                 else:
-                    y = reference.combine(outputs, wanted, weighted=False, order="pick")[rank]
+                    if node_ranks is None:
+                        y = reference.combine(outputs, wanted, weighted=False, order="pick")[rank]
+                    else:
+                        y = in_fp32(outputs, wanted, node_ranks)[rank]
                     combined, _, _ = buffer.combine(rows, handle)
                     with pytest.raises(weft.InvalidArgument, match="allow_multiple_reduction"):
                         buffer.combine(rows, handle, recv_weights)
                 assert torch.equal(combined, y)
         buffer.destroy()
+
+
+def in_fp32(outputs: list[Tensor], wanted: Any, node_ranks: int) -> list[Tensor]:
+    """Sums of ranks and of nodes stay in fp32, the last one is rounded."""
+    wide = [each.float() for each in outputs]
+    sums = reference.combine(wide, wanted, weighted=False, order="last_pick", sum_domain=node_ranks)
+    return [each.bfloat16() for each in sums]
 
 
 def outputs_of(wanted: Any) -> list[Tensor]:
@@ -218,6 +230,81 @@ def test_by_token(num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_by_expert(num_ranks: int) -> None:
     weft.spawn(by_expert, num_ranks, device="cpu")
+
+
+@pytest.mark.parametrize("work", [by_token, by_expert])
+@pytest.mark.parametrize(("num_ranks", "node_ranks"), [(4, 2), (8, 2)])
+def test_several_nodes(monkeypatch: pytest.MonkeyPatch, num_ranks: int, node_ranks: int, work: Any) -> None:
+    monkeypatch.setenv("WEFT_DEEP_EP_NODE_RANKS", str(node_ranks))
+    weft.spawn(work, num_ranks, (node_ranks,), device="cpu")
+
+
+def nodes_once(comm: weft.Communicator) -> None:
+    """Without hybrid mode rows go from rank to rank; without several reductions sums of nodes are not rounded."""
+    given = cases.make(comm.num_ranks)
+    rank, num_ranks = comm.rank, comm.num_ranks
+    wanted = reference.dispatch(given.xs, given.ids, num_experts=given.num_experts)
+    outputs = outputs_of(wanted)
+    flat = reference.combine(outputs, wanted, weighted=False, order="last_pick")
+    rounded = reference.combine(outputs, wanted, weighted=False, order="last_pick", sum_domain=2)
+    wide = in_fp32(outputs, wanted, 2)
+    assert not torch.equal(torch.cat(rounded), torch.cat(wide))  # else this would show nothing
+    assert not torch.equal(torch.cat(rounded), torch.cat(flat))
+    for options, domains, y in (
+        ({"allow_hybrid_mode": False}, (1, num_ranks), flat),
+        ({}, (num_ranks // 2, 2), rounded),
+        ({"allow_multiple_reduction": False}, (num_ranks // 2, 2), wide),
+    ):
+        buffer = make_buffer(comm, **options)
+        assert buffer.get_logical_domain_size() == domains
+        assert (buffer.num_scaleout_ranks, buffer.num_scaleup_ranks) == domains
+        assert (buffer.scaleout_rank_idx, buffer.scaleup_rank_idx) == (rank // domains[1], rank % domains[1])
+        assert buffer.get_physical_domain_size() == (num_ranks // 2, 2)
+        assert (buffer.num_rdma_ranks, buffer.num_nvlink_ranks) == (num_ranks // 2, 2)
+        assert deep_ep.get_physical_domain_size(comm) == (num_ranks // 2, 2)
+        assert deep_ep.get_logical_domain_size(comm, options.get("allow_hybrid_mode", True)) == domains
+        _, _, _, handle, _ = buffer.dispatch(given.xs[rank], given.ids[rank], num_experts=given.num_experts)
+        bias = torch.zeros_like(given.xs[rank])
+        assert torch.equal(buffer.combine(outputs[rank], handle)[0], y[rank])
+        assert torch.equal(buffer.combine(outputs[rank], handle, bias=bias)[0], y[rank])
+        side = torch.ones((len(outputs[rank]), 4), dtype=torch.float32, device="cpu")
+        combined, lanes, _ = buffer.combine(outputs[rank], handle, side)
+        assert torch.equal(combined, y[rank])
+        assert torch.equal(lanes, (given.ids[rank] >= 0).float())
+        buffer.destroy()
+
+
+def test_what_is_summed_in_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_DEEP_EP_NODE_RANKS", "2")
+    weft.spawn(nodes_once, 6, device="cpu")
+
+
+def asked_of_the_network(comm: weft.Communicator) -> None:
+    assert make_buffer(comm).network == (3, 65)
+    assert make_buffer(comm, sl_idx=7, allow_hybrid_mode=False).network == (7, 17)
+    buffer = make_buffer(comm, num_allocated_qps=5)
+    assert (buffer.network, buffer.num_allocated_qps, buffer.get_theoretical_num_qps(24)) == ((3, 5), 5, 5)
+    given = cases.make(1)
+    for wrong in (-1, 6, None):
+        with pytest.raises(weft.InvalidArgument, match="allowed are 0 to num_allocated_qps, 5"):
+            buffer.dispatch(given.xs[0], given.ids[0], num_experts=given.num_experts, num_qps=wrong)
+    recv, _, _, handle, _ = buffer.dispatch(given.xs[0], given.ids[0], num_experts=given.num_experts, num_qps=5)
+    with pytest.raises(weft.InvalidArgument, match="num_qps is 6"):
+        buffer.combine(recv, handle, num_qps=6)
+    for wrong_options, said in (
+        ({"sl_idx": 16}, "sl_idx is 16; allowed are 0 to 15"), ({"num_allocated_qps": -1}, "num_allocated_qps is -1"),
+    ):  # fmt: skip
+        with pytest.raises(weft.InvalidArgument, match=said):
+            make_buffer(comm, **wrong_options)
+    os.environ["EP_OVERRIDE_RDMA_SL"] = "2"
+    assert make_buffer(comm, sl_idx=7).network == (2, 65)
+    os.environ["EP_OVERRIDE_RDMA_SL"] = "two"
+    with pytest.raises(weft.InvalidArgument, match="EP_OVERRIDE_RDMA_SL"):
+        make_buffer(comm)
+
+
+def test_service_level_and_queue_pairs() -> None:
+    weft.spawn(asked_of_the_network, 1, device="cpu")
 
 
 def other_calls(comm: weft.Communicator) -> None:

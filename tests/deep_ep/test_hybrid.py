@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,7 +46,7 @@ def outputs_of(wanted: Any) -> list[Tensor]:
     return [torch.randn(each, generator=generator, dtype=torch.float32, device="cpu").bfloat16() for each in shapes]
 
 
-def permuted(comm: weft.Communicator) -> None:
+def permuted(comm: weft.Communicator, node_ranks: int | None = None) -> None:
     given = cases.make(comm.num_ranks)
     rank, num_experts = comm.rank, given.num_experts
     maps, probs, ids, weights = maps_of(given)
@@ -91,7 +93,7 @@ def permuted(comm: weft.Communicator) -> None:
             assert torch.equal(twice[:num_rows], mine.topk_weights * 2)
 
             outputs = outputs_of(wanted)
-            y = reference.combine(outputs, wanted, weighted=False)[rank]
+            y = reference.combine(outputs, wanted, weighted=False, sum_domain=node_ranks)[rank]
             full = torch.zeros((len(rows), 64), dtype=torch.bfloat16, device="cpu")
             full[:num_rows] = outputs[rank]
             token, dense = buffer.combine_with_unpermute(hidden=full, probs=got, handle=handle)
@@ -104,7 +106,9 @@ def num_rows_of(wanted: Any) -> int:
     return max(int(part.num_rows) for part in wanted)
 
 
-def by_token(comm: weft.Communicator) -> None:
+def by_token(comm: weft.Communicator, node_ranks: int | None = None) -> None:
+    """probs have columns for the experts of the node."""
+    size = node_ranks or comm.num_ranks
     given = cases.make(comm.num_ranks)
     rank, num_experts = comm.rank, given.num_experts
     wanted = reference.dispatch(given.xs, given.ids, given.weights, num_experts=num_experts)
@@ -116,15 +120,26 @@ def by_token(comm: weft.Communicator) -> None:
     )
     assert no_scales is None
     assert torch.equal(rows, mine.x)
+    assert dense.shape == (len(rows), size * given.num_local)
+    local_rank = rank % size
+    assert (buffer.num_of_nodes, buffer.node_rank, buffer.local_rank) == (
+        comm.num_ranks // size,
+        rank // size,
+        local_rank,
+    )
+    assert buffer.num_of_hybrid_ep_ranks_per_nvlink_domain == size
+    config = buffer.configurer.buffer_config
+    assert (config.num_of_nodes, config.num_of_ranks_per_node) == (comm.num_ranks // size, size)
+    assert buffer.update_template_config(hidden_dim=8) == replace(config, hidden_dim=8)
     _, _, _, number, lines, num_tokens, _ = handle
     assert number.cpu().item() == len(rows)
     assert num_tokens == len(given.ids[rank])
     local = mine.topk_idx
     for expert in range(given.num_local):
         assert torch.equal(lines[:, expert], (local == expert).any(1))
-        column = dense[:, rank * given.num_local + expert]
+        column = dense[:, local_rank * given.num_local + expert]
         assert torch.allclose(column, torch.where(local == expert, mine.topk_weights, 0.0).sum(1))
-    assert dense.count_nonzero() == dense[:, rank * 3 : rank * 3 + 3].count_nonzero()
+    assert dense.count_nonzero() == dense[:, local_rank * 3 : local_rank * 3 + 3].count_nonzero()
     again, dense_again, _, same = buffer.dispatch(
         given.xs[rank], topk_idx=given.ids[rank], topk_weights=given.weights[rank], handle=handle
     )
@@ -133,7 +148,7 @@ def by_token(comm: weft.Communicator) -> None:
     assert torch.equal(dense_again, dense)
     outputs = outputs_of(wanted)
     token, back = buffer.combine(outputs[rank], dense, handle)
-    assert torch.equal(token, reference.combine(outputs, wanted, weighted=False)[rank])
+    assert torch.equal(token, reference.combine(outputs, wanted, weighted=False, sum_domain=node_ranks)[rank])
     assert torch.allclose(back, torch.where(chosen, probs, 0.0))
     assert buffer.combine(outputs[rank], None, handle)[1] is None
 
@@ -146,6 +161,34 @@ def test_rows_by_expert(num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 def test_rows_by_token(num_ranks: int) -> None:
     weft.spawn(by_token, num_ranks, device="cpu")
+
+
+@pytest.mark.parametrize("work", [permuted, by_token])
+@pytest.mark.parametrize(("num_ranks", "node_ranks"), [(4, 2), (8, 2)])
+def test_several_nodes(monkeypatch: pytest.MonkeyPatch, num_ranks: int, node_ranks: int, work: Any) -> None:
+    monkeypatch.setenv("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", str(node_ranks))
+    weft.spawn(work, num_ranks, (node_ranks,), device="cpu")
+
+
+def whose_nodes(comm: weft.Communicator) -> None:
+    """The variable of Hybrid's own counts for it alone; none of them for a single node."""
+    os.environ["WEFT_DEEP_EP_NODE_RANKS"] = "3"
+    assert make_buffer(comm).num_of_nodes == 2
+    os.environ["NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"] = "2"
+    assert make_buffer(comm).num_of_nodes == 3
+    assert deep_ep.ElasticBuffer(comm, num_bytes=1).num_scaleout_ranks == 2
+    os.environ["NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"] = "8"
+    assert make_buffer(comm).num_of_nodes == 1
+    os.environ["NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"] = "4"
+    with pytest.raises(deep_ep.NotSupported, match=r"HybridEPBuffer .* nodes of 4 ranks and a last one of 2"):
+        make_buffer(comm)
+    os.environ["NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"] = "all"
+    with pytest.raises(weft.InvalidArgument, match="NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"):
+        make_buffer(comm)
+
+
+def test_whose_variable_counts() -> None:
+    weft.spawn(whose_nodes, 6, device="cpu")
 
 
 def too_many(comm: weft.Communicator) -> None:

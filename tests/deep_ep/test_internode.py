@@ -186,6 +186,11 @@ def refusals(comm: weft.Communicator) -> None:
         )  # fmt: skip
     with pytest.raises(deep_ep.NotSupported, match="masks are not for groups of several nodes"):
         deep_ep.Buffer(comm, enable_shrink=True)
+    for made in (lambda: deep_ep.ElasticBuffer(comm, 1 << 20), lambda: deep_ep.HybridEPBuffer(comm, 64, 16, 3)):
+        with pytest.raises(deep_ep.NotSupported, match="nodes of 2 ranks and a last one of 1"):
+            made()
+    with pytest.raises(deep_ep.NotSupported, match=r"get_physical_domain_size .*use nodes of one size"):
+        deep_ep.get_physical_domain_size(comm)
     with pytest.raises(deep_ep.NotSupported, match="dispatch_pcie"):
         buffer.dispatch_pcie(x)
     found = buffer.dispatch(  # the layout is known from the mask

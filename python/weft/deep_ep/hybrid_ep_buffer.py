@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from weft import env
 from weft.call.maps import picks_of_map
 from weft.deep_ep.buffer_base import Runtime
 from weft.deep_ep.ending import Ending
 from weft.deep_ep.expanded import lane_of, words_of
 from weft.deep_ep.hybrid_handle import HybridHandle
 from weft.deep_ep.layers import Layers, ShapeOf
-from weft.deep_ep.ranks import ranks_of
+from weft.deep_ep.nodes import Nodes, nodes_of
+from weft.deep_ep.ranks import Ranks, ranks_of
 from weft.deep_ep.rows import Form, Sent, bare, check_first, check_rows, check_weights, form_of, send, summed
 from weft.deep_ep.streams import collective_call
 from weft.deep_ep.utils.math import align
@@ -75,11 +77,12 @@ class HybridEPBuffer(Ending):
     """NVIDIA's buffer over Weft's windows. Constructing and the four calls are collective; all runs on the current
     stream. What has no effect here is accepted. It ends with its last reference.
 
-    Attributes: group, rank, group_size, local_rank, num_of_hybrid_ep_ranks_per_nvlink_domain (R), node_rank (0),
-    num_of_nodes (1), runtime, configurer.
+    Attributes: group, rank, group_size, num_of_nodes, node_rank, local_rank (in its node),
+    num_of_hybrid_ep_ranks_per_nvlink_domain (of a node; on the cpu engine the variable of that name says it), runtime,
+    configurer.
 
     Raises:
-        As `Buffer`.
+        NotSupported: nodes of several sizes. As `Buffer`.
     """
 
     def __init__(
@@ -103,17 +106,19 @@ class HybridEPBuffer(Ending):
         self._ranks = ranks_of(group)
         self.group = group
         self.rank, self.group_size = self._ranks.rank, self._ranks.num_ranks
-        self.num_of_hybrid_ep_ranks_per_nvlink_domain = self.group_size
-        self.local_rank, self.node_rank, self.num_of_nodes = self.rank, 0, 1
-        self.runtime = Runtime(self._ranks, self._ranks.nodes)
+        with self._ranks.released_on_error():
+            nodes = _nodes_of(self._ranks).even("HybridEPBuffer", "use nodes of one size")
+        self.num_of_hybrid_ep_ranks_per_nvlink_domain = nodes.size
+        self.local_rank, self.node_rank, self.num_of_nodes = nodes.idx, nodes.node, nodes.num_nodes
+        self.runtime = Runtime(self._ranks, nodes)
         self.use_fp8 = use_fp8
         self._config = HybridEpConfigInstance(
-            hidden_dim, max_num_of_tokens_per_rank, num_local_experts, self.group_size, use_fp8=use_fp8
+            hidden_dim, max_num_of_tokens_per_rank, num_local_experts, nodes.size, nodes.num_nodes, use_fp8=use_fp8
         )
         self.configurer = SimpleNamespace(buffer_config=self._config)
         with self._ranks.released_on_error():
             rows = 2 * max_num_of_tokens_per_rank * min(self.group_size, 8) * 2 * hidden_dim
-            self._layers = Layers(self._ranks, heap_bytes=rows)
+            self._layers = Layers(self._ranks, heap_bytes=rows, nodes=nodes)
             self._sms = self._layers.num_sms(num_sms_dispatch_api), self._layers.num_sms(num_sms_combine_api)
         self._top_k: dict[int, int] = {}  # of routing maps, by E: the largest row seen
         self._destroyed = False
@@ -137,7 +142,8 @@ class HybridEPBuffer(Ending):
             mine.hidden_dim if hidden_dim is None else hidden_dim,
             max(mine.max_num_of_tokens_per_rank, num_of_tokens_per_rank or 0),
             mine.num_of_experts_per_rank if num_local_experts is None else num_local_experts,
-            self.group_size,
+            mine.num_of_ranks_per_node,
+            mine.num_of_nodes,
             pad_multiple=pad_multiple or 0,
             use_fp8=mine.use_fp8 if use_fp8 is None else use_fp8,
         )
@@ -278,9 +284,10 @@ class HybridEPBuffer(Ending):
         num_dispatched_tokens: int | None = None,
         handle: Any = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Any]:
-        """(rows [N, H], probs fp32 [N, E] or None, scaling_factor or None, handle of seven).
+        """(rows [N, H], probs fp32 [N, E of a node] or None, scaling_factor or None, handle of seven).
 
-        One row a token that has a pick here, by source rank, then token. probs hold this rank's L columns, else 0.
+        One row a token that has a pick here, by source rank, then token. probs have the columns of the node's experts,
+        and hold this rank's L, else 0.
         """
         self._check_alive("dispatch")
         form = self._form(hidden, scaling_factor)
@@ -308,20 +315,21 @@ class HybridEPBuffer(Ending):
         known.widths.add(form.num_columns)
         dense = None
         if weights is not None and known.received is not None:
-            dense = _dense(weights, known.columns(), known.ep.num_experts)
+            dense = _dense(weights, known.columns(self.local_rank), self._num_columns(known))
         rows, scales = sent.x if isinstance(sent.x, tuple) else (sent.x, None)
         return rows, dense, scales, known
 
     @collective_call
     def combine(self, hidden: Tensor, probs: Tensor | None = None, handle: Any = None) -> tuple[Tensor, Tensor | None]:
         """(token [T, H], probs fp32 [T, E] or None): the plain sum of a token's rows, with this rank's columns of probs
-        [N, E]."""
+        [N, E of a node]."""
         self._check_alive("combine")
         known = self._own(handle, expands=False)
         check_rows("hidden", hidden, known.widths)
         if probs is None:
             return summed(known.ep, known.dispatched.handle, hidden, num_sms=self._sms[1]), None
-        columns = known.columns()
+        columns = known.columns(self.local_rank)
+        check_weights("probs", probs, (len(columns), self._num_columns(known)), known.ep.device)
         side = torch.where(columns >= 0, probs.to(torch.float32).gather(1, columns.clamp(min=0)), 0.0)
         token, lanes = summed(known.ep, known.dispatched.handle, hidden, side=side, num_sms=self._sms[1])
         return token, _dense(lanes, known.ids, known.ep.num_experts)
@@ -417,6 +425,10 @@ class HybridEPBuffer(Ending):
             routing = _Routing(*picks_of_map(routing_map, routing.weights, num_experts, top_k), num_experts)
         return routing, self._layers.get(ShapeOf(num_experts, top_k, form.hidden, form.dtype), most)
 
+    def _num_columns(self, handle: HybridHandle) -> int:
+        """Experts of a node."""
+        return handle.ep.num_local_experts * self.num_of_hybrid_ep_ranks_per_nvlink_domain
+
     def _own(self, handle: Any, *, expands: bool) -> HybridHandle:
         if not isinstance(handle, HybridHandle) or handle.expands != expands:
             made_by = "dispatch_with_permute" if expands else "dispatch"
@@ -424,6 +436,14 @@ class HybridEPBuffer(Ending):
         if handle.buffer is not self:
             raise InvalidState("the handle is of another buffer; a call needs the buffer that made it")
         return handle
+
+
+def _nodes_of(ranks: Ranks) -> Nodes:
+    """Those of the ranks, unless NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN has others and the engine is "cpu"."""
+    asked = env.hybrid_node_ranks()
+    if asked in (0, ranks.nodes.size) or ranks.comm.engine == "nvlink":
+        return ranks.nodes
+    return nodes_of(ranks.comm, asked, "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN")
 
 
 def _weights_again(known: HybridHandle, probs: Tensor | None, topk_weights: Tensor | None) -> Tensor | None:

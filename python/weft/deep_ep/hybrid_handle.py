@@ -56,11 +56,11 @@ class HybridHandle(tuple):  # type: ignore[type-arg]
         """Whether it is of dispatch_with_permute."""
         return self.received is None
 
-    def columns(self) -> Tensor:
-        """int64 [N, K]: the experts of the rows, -1 where the pick is another rank's."""
+    def columns(self, local_rank: int) -> Tensor:
+        """int64 [N, K]: the experts of the rows by number in the node, -1 where the pick is another rank's."""
         received = self.received
         assert received is not None  # noqa: S101  # for mypy
-        first = self.ep.comm.rank * self.ep.num_local_experts
+        first = local_rank * self.ep.num_local_experts
         return torch.where(received >= 0, received.to(torch.int64) + first, -1)
 
     def _item(self, idx: int) -> Any:

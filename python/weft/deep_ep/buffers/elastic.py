@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft import env
 from weft.deep_ep.buffer import bias_of
 from weft.deep_ep.buffer_base import Runtime
 from weft.deep_ep.buffers.absent import HINT_MULTIPLE, Absent
@@ -18,6 +19,7 @@ from weft.deep_ep.ending import Ending
 from weft.deep_ep.errors import refused
 from weft.deep_ep.expanded import lane_of, words_of
 from weft.deep_ep.layers import Layers, ShapeOf
+from weft.deep_ep.nodes import Network, Nodes
 from weft.deep_ep.ranks import ranks_of
 from weft.deep_ep.rows import Form, bare, check_counts, check_first, check_rows, check_weights, form_of, send, summed
 from weft.deep_ep.streams import Streams, collective_call
@@ -35,11 +37,14 @@ _GUESSED_TOPK = 8
 class ElasticBuffer(Absent, Ending):
     """DeepEP's V2 buffer over Weft's windows. Constructing, dispatch, combine and barrier are collective.
 
-    Attributes as the parameters, and rank_idx, num_ranks, num_scaleout_ranks (1), num_scaleup_ranks (R), runtime.
-    Sizes that are not given come with the calls. What has no effect here is accepted.
+    Attributes as the parameters, and rank_idx, num_ranks, runtime; num_rdma_ranks and num_nvlink_ranks, nodes and ranks
+    of one; num_scaleout_ranks and num_scaleup_ranks, the same, without allow_hybrid_mode 1 and R; `network`: what is
+    kept for the network between machines. Sizes that are not given come with the calls. What has no effect here is
+    accepted.
 
     Raises:
-        NotSupported: num_cpu_bytes. As `Buffer`.
+        NotSupported: num_cpu_bytes; nodes of several sizes. InvalidArgument: sl_idx, or EP_OVERRIDE_RDMA_SL which
+            counts in its place, is not 0 to 15; num_allocated_qps is below 0. As `Buffer`.
     """
 
     def __init__(
@@ -63,26 +68,31 @@ class ElasticBuffer(Absent, Ending):
     ) -> None:
         if num_cpu_bytes:
             raise refused(f"ElasticBuffer(num_cpu_bytes={num_cpu_bytes})", "memory on the host", "leave it 0")
+        level = env.service_level("EP_OVERRIDE_RDMA_SL")
+        self.network = _network(sl_idx if level is None else level, num_allocated_qps, 65 if allow_hybrid_mode else 17)
         self._ranks = ranks_of(group)
         self.group = group
         self.rank_idx, self.num_ranks = self._ranks.rank, self._ranks.num_ranks
+        with self._ranks.released_on_error():
+            physical = self._ranks.nodes.even("ElasticBuffer", "use nodes of one size")
+        self._nodes = physical if allow_hybrid_mode else Nodes(self.rank_idx, self.num_ranks, self.num_ranks)
+        self.num_rdma_ranks, self.num_nvlink_ranks = physical.num_nodes, physical.size
+        self.num_scaleout_ranks, self.num_scaleup_ranks = self._nodes.num_nodes, self._nodes.size
+        self.scaleout_rank_idx, self.scaleup_rank_idx = self._nodes.node, self._nodes.idx
         self.num_max_tokens_per_rank, self.hidden, self.num_topk = num_max_tokens_per_rank, hidden, num_topk
         if num_bytes is None:
             with self._ranks.released_on_error():
                 num_bytes = _size_hint(self.num_ranks, max(1, num_max_tokens_per_rank), max(8, hidden), num_topk)
         self.num_bytes = num_bytes
-        self.num_allocated_qps = num_allocated_qps or (65 if allow_hybrid_mode else 17)
+        self.num_allocated_qps = self.network.num_qps
         self.allow_hybrid_mode, self.allow_multiple_reduction = allow_hybrid_mode, allow_multiple_reduction
         self.prefer_overlap_with_compute = prefer_overlap_with_compute
         self.deterministic, self.explicitly_destroy = deterministic, explicitly_destroy
-        self.num_scaleout_ranks, self.num_scaleup_ranks = 1, self.num_ranks
-        self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
-        self.num_rdma_ranks, self.num_nvlink_ranks = 1, self.num_ranks
         self.nccl_comm_handle = None
-        self.runtime: Runtime | None = Runtime(self._ranks, self._ranks.nodes)
+        self.runtime: Runtime | None = Runtime(self._ranks, physical)
         with self._ranks.released_on_error():
             seconds = float(min(num_cpu_timeout_secs, num_gpu_timeout_secs))
-            self._layers = Layers(self._ranks, heap_bytes=num_bytes, deadline_s=seconds)
+            self._layers = Layers(self._ranks, heap_bytes=num_bytes, deadline_s=seconds, nodes=self._nodes)
         self._streams = Streams(self._ranks.device)
         self._destroyed = False
 
@@ -116,17 +126,17 @@ class ElasticBuffer(Absent, Ending):
         return max(4, min(16, most) // 2 * 2)
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """A number to print: there are no queue pairs here."""
+        """What `num_qps` may be: most channels of a call, once there is a network."""
         wanted = num_sms * 16 + 1 if self.allow_hybrid_mode else min(num_sms, 9)
         return min(wanted, self.num_allocated_qps)
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """(1, R)."""
-        return 1, self.num_ranks
+        """(nodes, ranks of a node)."""
+        return self.num_rdma_ranks, self.num_nvlink_ranks
 
     def get_logical_domain_size(self) -> tuple[int, int]:
-        """(1, R)."""
-        return 1, self.num_ranks
+        """(nodes, ranks of a node); without allow_hybrid_mode (1, R), and rows go from rank to rank."""
+        return self.num_scaleout_ranks, self.num_scaleup_ranks
 
     @staticmethod
     def capture() -> EventHandle:
@@ -188,6 +198,7 @@ class ElasticBuffer(Absent, Ending):
             InvalidArgument, InvalidState: as `weft.ExpertParallel.dispatch`; what was given does not go together.
         """
         self._check_alive("dispatch")
+        self._check_qps(num_qps)
         form = form_of(x)
         before = (previous_event, previous_event_before_epilogue)
         by_column = use_tma_aligned_col_major_sf and form.scales is not None
@@ -312,32 +323,36 @@ class ElasticBuffer(Absent, Ending):
 
         The plain sum of a token's rows, fp32 inside, and the bias or both of two. Expanded: a rank's rows of a token
         are summed and rounded first, unless the buffer has allow_multiple_reduction=False: then all are added in fp32
-        and rounded once. The bias comes first, then ranks by their last pick, or else picks by k. topk_weights [rows,
-        K], expanded [rows]: of each pick what its rank gives.
+        and rounded once. The bias comes first, then ranks by their last pick, or else picks by k; of several nodes
+        first in each node, rounded, too, unless the buffer has allow_multiple_reduction=False, then nodes ascending.
+        topk_weights [rows, K], expanded [rows]: of each pick what its rank gives.
 
         Raises:
             InvalidArgument: topk_weights with an expanded handle and allow_multiple_reduction=False. As `dispatch`.
         """
         self._check_alive("combine")
+        self._check_qps(num_qps)
         known = self._own(handle)
         check_rows("x", x, known.widths)
         once = known.do_expand and not self.allow_multiple_reduction
         if once and topk_weights is not None:
             raise InvalidArgument("topk_weights with an expanded handle need allow_multiple_reduction=True")
         ep, routing = known.ep, known.dispatched.handle
+        # Sums that are not the last ones stay in fp32.
+        is_wide = once or (not self.allow_multiple_reduction and self.num_scaleout_ranks > 1)
         options: dict[str, Any] = {"num_sms": self._layers.num_sms(num_sms or known.num_sms)}
 
         def work() -> tuple[Any, None]:
-            options["bias"] = bias_of(bias)
+            more = bias_of(bias)
             is_by_pick = once and adds_by_pick(ep, routing)
             options["order"] = "pick" if is_by_pick else "last_pick"
-            if topk_weights is not None:
-                return summed(ep, routing, x, side=topk_weights.to(torch.float32), **options), None
-            if once and not is_by_pick and x.dtype != torch.float32:
-                more = options["bias"]
-                wide = options | {"bias": None if more is None else more.to(torch.float32)}
-                return (summed(ep, routing, x.to(torch.float32), **wide).to(x.dtype), None), None
-            return (summed(ep, routing, x, **options), None), None
+            rows = x
+            if is_wide and not is_by_pick:
+                rows, more = x.to(torch.float32), None if more is None else more.to(torch.float32)
+            if topk_weights is None:
+                return (summed(ep, routing, rows, bias=more, **options).to(x.dtype), None), None
+            y, lanes = summed(ep, routing, rows, bias=more, side=topk_weights.to(torch.float32), **options)
+            return (y.to(x.dtype), lanes), None
 
         before = (previous_event, previous_event_before_epilogue)
         values, event = self._streams.run(work, before, async_with_compute_stream, (x, topk_weights, bias))
@@ -348,6 +363,12 @@ class ElasticBuffer(Absent, Ending):
     def destroy(self) -> None:
         """As `Buffer.destroy`."""
         self._destroy()
+
+    def _check_qps(self, num_qps: int) -> None:
+        if type(num_qps) is not int or not 0 <= num_qps <= self.num_allocated_qps:
+            raise InvalidArgument(
+                f"num_qps is {num_qps!r}; allowed are 0 to num_allocated_qps, {self.num_allocated_qps}"
+            )
 
     def _own(self, handle: Any) -> EPHandle:
         if not isinstance(handle, EPHandle):
@@ -381,6 +402,14 @@ def _result(dispatched: Any) -> Any:
     if dispatched is None:
         raise InvalidState("a first dispatch has a result")
     return dispatched
+
+
+def _network(sl_idx: int, num_allocated_qps: int, usual_qps: int) -> Network:
+    if type(sl_idx) is not int or not 0 <= sl_idx <= env.MAX_SERVICE_LEVEL:
+        raise InvalidArgument(f"sl_idx is {sl_idx!r}; allowed are 0 to {env.MAX_SERVICE_LEVEL}")
+    if type(num_allocated_qps) is not int or num_allocated_qps < 0:
+        raise InvalidArgument(f"num_allocated_qps is {num_allocated_qps!r}; allowed are 0 and more")
+    return Network(sl_idx, num_allocated_qps or usual_qps)
 
 
 def _num_ranks(group: Any) -> int:

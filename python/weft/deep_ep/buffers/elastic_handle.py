@@ -30,6 +30,7 @@ class EPHandle:
         num_recv_tokens: N, without sync R M. num_expanded_tokens: rows, of an expanded dispatch.
         num_recv_tokens_per_expert_list: aligned counts, Python ints; [] without sync.
         psum_num_recv_tokens_per_scaleup_rank: int32 [R], inclusive: tokens from the ranks up to i; the last is N.
+            Between nodes of G ranks int32 [G]: from those of all nodes up to the i-th.
         psum_num_recv_tokens_per_expert: int32 [L]: inclusive sums of aligned counts; expanded: where each expert's rows
             end without their alignment.
         num_unaligned_recv_tokens_per_expert: int32 [L].
@@ -96,12 +97,15 @@ class EPHandle:
 
     def _make_psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
         if not self.do_expand:
-            return self.dispatched.offsets[1:].clone()
-        is_first, tokens, _ = self._lines()
-        ranks = torch.where(is_first, tokens // self.num_max_tokens_per_rank, self.ep.num_ranks)
-        counts = torch.zeros(self.ep.num_ranks + 1, dtype=torch.int32, device=ranks.device)
-        counts.scatter_add_(0, ranks, torch.ones_like(ranks, dtype=torch.int32))
-        return counts[:-1].cumsum(0, dtype=torch.int32)
+            offsets = self.dispatched.offsets
+            counts = offsets[1:] - offsets[:-1]
+        else:
+            is_first, tokens, _ = self._lines()
+            ranks = torch.where(is_first, tokens // self.num_max_tokens_per_rank, self.ep.num_ranks)
+            counts = torch.zeros(self.ep.num_ranks + 1, dtype=torch.int32, device=ranks.device)
+            counts = counts.scatter_add_(0, ranks, torch.ones_like(ranks, dtype=torch.int32))[:-1]
+        by_idx = counts.view(-1, self.buffer.num_scaleup_ranks).sum(0, dtype=torch.int32)
+        return by_idx.cumsum(0, dtype=torch.int32)
 
     def _make_recv_src_metadata(self) -> Tensor:
         top_k, num_lines = self.ep.top_k, self.num_recv_tokens

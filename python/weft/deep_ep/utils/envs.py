@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from weft import env
+from weft.deep_ep.ranks import known_ranks, ranks_of
 
 __all__ = [
     "check_fast_rdma_atomic_support",
@@ -91,13 +92,23 @@ def dist_print(s: str = "", once_in_node: bool = False) -> None:
 
 
 def get_physical_domain_size(group: Any) -> tuple[int, int]:
-    """(1, R): all ranks are on one machine."""
-    return 1, group.size()
+    """(nodes, ranks of a node). Local where there is a buffer of the group, else collective.
+
+    Raises:
+        NotSupported: as `ElasticBuffer`.
+    """
+    found = known_ranks(group)
+    if found is None:
+        found = ranks_of(group)
+        found.release()
+    nodes = found.nodes.even("get_physical_domain_size", "use nodes of one size")
+    return nodes.num_nodes, nodes.size
 
 
 def get_logical_domain_size(group: Any, allow_hybrid_mode: bool = True) -> tuple[int, int]:
-    """(1, R): all ranks reach each other by load and store."""
-    return 1, group.size()
+    """As `get_physical_domain_size`; without `allow_hybrid_mode` (1, R)."""
+    num_nodes, size = get_physical_domain_size(group)
+    return (num_nodes, size) if allow_hybrid_mode else (1, num_nodes * size)
 
 
 def check_nvlink_connections(group: Any) -> None:

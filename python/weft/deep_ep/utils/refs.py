@@ -79,20 +79,29 @@ def combine(
 ) -> Tensor:
     """bf16 [T, K, H] of a token's picks -> [T, H]. `reduce_in_rank`: first within a rank, counted at its last lane.
 
-    `reduce_in_scaleup`: first within a machine; here there is one.
+    `reduce_in_scaleup`: then within a node, likewise.
     """
-    num_tokens, num_topk, hidden = y.shape
-    owners = torch.where(topk_idx >= 0, topk_idx // (num_experts // (num_scaleout_ranks * num_scaleup_ranks)), -1)
-    total = torch.zeros((num_tokens, hidden), dtype=torch.float32, device=y.device)
+    num_local = num_experts // (num_scaleout_ranks * num_scaleup_ranks)
+    ranks = torch.where(topk_idx >= 0, topk_idx // num_local, -1)
+    parts = torch.where((ranks >= 0)[..., None], y, 0.0)
+    if reduce_in_rank:
+        parts = _reduced(parts, ranks)
+    if reduce_in_scaleup:
+        parts = _reduced(parts, torch.where(ranks >= 0, ranks // num_scaleup_ranks, -1))
+    total = torch.zeros((len(y), y.shape[2]), dtype=torch.float32, device=y.device)
     for each in bias if isinstance(bias, (tuple, list)) else (bias,):
         total = total if each is None else total + each.to(torch.float32)
-    for lane in range(num_topk):
+    for lane in range(y.shape[1]):
+        total = total + parts[:, lane].to(torch.float32)
+    return total.to(torch.bfloat16)
+
+
+def _reduced(parts: Tensor, owners: Tensor) -> Tensor:
+    """[T, K, H], of lanes [T, K] of one owner the sum, at its last lane; else 0."""
+    sums = torch.zeros_like(parts)
+    for lane in range(parts.shape[1]):
         mine = owners == owners[:, lane : lane + 1]
         is_last = ~mine[:, lane + 1 :].any(1)
-        if not reduce_in_rank:
-            part, counts = y[:, lane], owners[:, lane] >= 0
-        else:
-            part = ordered_accumulate(torch.where(mine[..., None], y, 0.0))
-            counts = is_last & (owners[:, lane] >= 0)
-        total = torch.where(counts[:, None], total + part.to(torch.float32), total)
-    return total.to(torch.bfloat16)
+        total = ordered_accumulate(torch.where(mine[..., None], parts, 0.0))
+        sums[:, lane] = torch.where(is_last[:, None], total, 0.0)
+    return sums
