@@ -1,8 +1,10 @@
 """Runs programs that are written for GPUs on the CPU: device "cuda" is "cpu", NCCL is gloo, streams are nothing.
 
-    python tests/deep_ep/cuda_as_cpu.py SCRIPT [ARGUMENT...]
+    python tests/deep_ep/cuda_as_cpu.py [--nodes N] SCRIPT [ARGUMENT...]
 
-`import deep_ep` is Weft's there. For DeepEP's own test files, which are not part of this repository.
+`import deep_ep` is Weft's there. For DeepEP's own test files, which are not part of this repository. With --nodes the
+script is started N times, with WORLD_SIZE and RANK as on N machines; variables of docs/deep_ep.md say how many ranks
+a node has.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import multiprocessing
 import os
 import runpy
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -116,6 +119,21 @@ def cuda_as_cpu() -> Iterator[None]:
         yield
 
 
+def free_port() -> str:
+    """Of this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def on_nodes(num_nodes: int, *arguments: str) -> int:
+    """Run `main` once for each node; 0 if all went well."""
+    of_all = {**os.environ, "MASTER_PORT": free_port(), "WORLD_SIZE": str(num_nodes)}
+    command = [sys.executable, __file__, *arguments]
+    nodes = [subprocess.Popen(command, env={**of_all, "RANK": str(node)}) for node in range(num_nodes)]
+    return max(abs(each.wait()) for each in nodes)
+
+
 def main(script: str, *arguments: str) -> None:
     """Run a script as a program, with its folder on sys.path."""
     import weft.deep_ep
@@ -123,12 +141,13 @@ def main(script: str, *arguments: str) -> None:
     weft.deep_ep.install()
     sys.path.insert(0, str(Path(script).parent))
     sys.argv = [script, *arguments]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+    if "WORLD_SIZE" not in os.environ:
+        os.environ["MASTER_PORT"] = free_port()
     with cuda_as_cpu():
         runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "--nodes":
+        sys.exit(on_nodes(int(sys.argv[2]), *sys.argv[3:]))
     main(*sys.argv[1:])

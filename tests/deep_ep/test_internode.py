@@ -4,6 +4,9 @@ reference with these domains has: nodes of one size and a smaller last one."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -171,6 +174,50 @@ def low_latency(comm: weft.Communicator, node_ranks: int) -> None:
 def test_low_latency(monkeypatch: pytest.MonkeyPatch, num_ranks: int, node_ranks: int) -> None:
     monkeypatch.setenv(NODES, str(node_ranks))
     weft.spawn(low_latency, num_ranks, (node_ranks,), device="cpu")
+
+
+PROGRAM = """
+import os
+import deep_ep, torch
+from deep_ep.utils.envs import get_logical_domain_size, init_dist
+
+def work(local_rank, num_local_ranks):
+    rank, num_ranks, group = init_dist(local_rank, num_local_ranks)
+    assert get_logical_domain_size(group) == (2, 2)
+    buffer = deep_ep.Buffer(group, 1 << 20, 1 << 20, explicitly_destroy=True)
+    assert buffer.runtime.get_rdma_rank() == int(os.environ["RANK"]) == rank // 2
+    x = torch.full((3, 64), rank + 1.0, device="cuda")
+    ids = torch.arange(num_ranks, device="cuda").expand(3, num_ranks).contiguous()
+    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, num_ranks)
+    assert per_node.tolist() == [3, 3]
+    rows, _, _, counts, handle, _ = buffer.dispatch(
+        x, num_tokens_per_rank=per_rank, num_tokens_per_rdma_rank=per_node, is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+    )
+    assert counts == [12]
+    assert handle[-4].tolist() == [3, 6, 9, 12]
+    combined, _, _ = buffer.combine(rows, handle)
+    assert torch.equal(combined, 4 * x)
+    buffer.destroy()
+    print(f"rank {rank} is done", flush=True)
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, args=(2,), nprocs=2)
+"""
+
+
+def test_a_program_on_two_nodes(tmp_path: Path) -> None:
+    """Started as on two machines, written for GPUs."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    runner = str(Path(__file__).with_name("cuda_as_cpu.py"))
+    python = os.pathsep.join(each for each in sys.path if each)
+    found = subprocess.run(
+        [sys.executable, runner, "--nodes", "2", str(script)], env={**os.environ, NODES: "2", "PYTHONPATH": python},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert sorted(found.stdout.split("\n"))[1:] == [f"rank {rank} is done" for rank in range(4)]
 
 
 def refusals(comm: weft.Communicator) -> None:

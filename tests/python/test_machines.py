@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hosts import LONG_S, HostRank, Hosts, needs_hosts
 
 import weft
+from weft import deep_ep
 
 pytestmark = [needs_hosts, pytest.mark.slow]
 
@@ -275,6 +276,49 @@ def refused(pipe: Connection, secrets: list[str | None]) -> None:
         comm.meet(LONG_S)
         pipe.send("met")
         pipe.recv()
+
+
+def make_buffers(pipe: Connection, node_ranks: str) -> None:
+    """Of deep_ep: nodes are machines. Whatever WEFT_DEEP_EP_NODE_RANKS says besides is refused on all ranks."""
+    os.environ["WEFT_DEEP_EP_NODE_RANKS"] = node_ranks
+    with connect() as comm:
+        try:
+            buffer = deep_ep.Buffer(comm)
+        except weft.InvalidArgument as error:
+            pipe.send(str(error))
+            return
+        assert buffer.runtime is not None
+        v2 = deep_ep.ElasticBuffer(comm, num_bytes=1 << 20, num_max_tokens_per_rank=4)
+        x = torch.ones((2, 64), dtype=torch.bfloat16, device="cpu")
+        ids = torch.tensor([[0, 1], [4, 5]], dtype=torch.int64, device="cpu")
+        per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, 6)
+        assert per_node is not None
+        refused = []
+        for call in (
+            lambda: buffer.dispatch(
+                x, num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert
+            ),
+            lambda: v2.dispatch(x, ids, num_experts=6),
+        ):
+            try:
+                call()
+            except deep_ep.NotSupported as error:
+                refused.append(str(error))
+        where = buffer.runtime.get_num_rdma_ranks(), buffer.runtime.get_rdma_rank()
+        pipe.send((where, v2.get_physical_domain_size(), per_node.tolist(), refused))
+
+
+def test_buffers_of_deep_ep_know_their_machines(three: Hosts) -> None:
+    ranks = three.start_ranks(make_buffers, "0", ranks_per_host=2)
+    for number, rank in enumerate(ranks):
+        where, domains, per_node, refused = rank.hear()
+        assert (where, domains, per_node) == ((3, number // 2), (3, 2), [1, 0, 1])
+        assert len(refused) == 2
+        assert all("no rows cross them yet" in text for text in refused)
+        rank.end()
+    for rank in three.start_ranks(make_buffers, "3", ranks_per_host=2, port=29633):
+        assert "WEFT_DEEP_EP_NODE_RANKS is 3; allowed is 2, the ranks of a machine" in rank.hear()
+        rank.end()
 
 
 def test_the_secret_is_asked_for(three: Hosts, tmp_path: Path) -> None:
