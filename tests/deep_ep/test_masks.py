@@ -95,6 +95,30 @@ def test_no_change_comes_between_a_dispatch_and_its_combine() -> None:
     weft.spawn(_two_in_flight, 3, device="cpu", max_ranks=3)
 
 
+def _refused_once(comm: weft.Communicator) -> None:
+    """Rank 1 alone repeats a dispatch; then rank 0 masks rank 2."""
+    buffer = deep_ep.Buffer(comm, low_latency_mode=True, enable_shrink=True, explicitly_destroy=True)
+    if comm.rank == 1:
+        ids = torch.zeros((1, 129), dtype=torch.int64, device="cpu")
+        x = torch.zeros((1, HIDDEN), dtype=torch.bfloat16, device="cpu")
+        for _ in range(3):
+            with pytest.raises(weft.InvalidArgument, match="top_k"):
+                buffer.low_latency_dispatch(x, ids, M, comm.num_ranks * LOCAL, use_fp8=False)
+    run(buffer, 0, comm.num_ranks)
+    if comm.rank == 0:
+        buffer.low_latency_update_mask_buffer(2, True)
+    wanted = (2,) if comm.rank == 2 else (0, 1)
+    at = run_until(buffer, wanted, 1)
+    run(buffer, at, comm.num_ranks)
+    buffer.destroy()
+
+
+def test_a_dispatch_that_is_repeated_is_one_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the ranks of a later mask go by it in different dispatches."""
+    monkeypatch.setenv("WEFT_DEEP_EP_TIMEOUT_S", "30")
+    weft.spawn(_refused_once, 3, device="cpu", max_ranks=3)
+
+
 def _of_a_group(comm: weft.Communicator, folder: pathlib.Path) -> None:
     store = dist.FileStore(str(folder / "store"), comm.num_ranks)
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.num_ranks)

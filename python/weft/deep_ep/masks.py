@@ -31,6 +31,8 @@ class Masks:
         self._wanted: dict[int, bool] = {}
         self._ticket: Ticket | None = None
         self._num_open = 0  # dispatches without their combine
+        # Of the next dispatch: a call that was refused is made again, and a change has begun at a boundary or at a meeting.
+        self._is_passed = False
         comm.on_change(self._begin_again)
 
     def want(self, rank: int, *, mask: bool) -> None:
@@ -56,19 +58,22 @@ class Masks:
         self._wanted = {rank: False for rank in self._connected() if rank not in self._comm.active_ranks}
 
     def boundary(self) -> None:
-        """Of all ranks, before a dispatch. A masked rank does not wait, unless it wants to take part again itself."""
-        if 0 < self._num_open < _BOTH_WINDOWS:
+        """Of all ranks, once before each dispatch, however often it is refused. A masked rank does not wait, unless it wants
+        to take part again itself."""
+        if self._is_passed or 0 < self._num_open < _BOTH_WINDOWS:
             return
         self._num_open = 0
         comm = self._comm
         if comm.is_member:
             self._propose()
             comm.boundary()
+            self._is_passed = True
         elif self._look() is not None:
             self._wanted.clear()
 
     def note_dispatch(self) -> None:
-        """It waits for its combine."""
+        """It was made, and waits for its combine."""
+        self._is_passed = False
         self._num_open += 1
 
     def note_combine(self) -> None:
@@ -109,5 +114,6 @@ class Masks:
 
     def _begin_again(self, _: Change) -> None:
         self._num_open = 0
+        self._is_passed = True  # ranks that come in begin with this dispatch
         for each in self.buffers:
             each._next_window = 0
