@@ -16,7 +16,7 @@ class Step:
     """One dispatch and its combine, by DeepEP's or NIXL's names. `number`, equal on all ranks, draws what they send;
     picks are among the experts of the first `num_ranks` ranks."""
 
-    def __init__(self, buffer: Any, number: int, num_ranks: int) -> None:
+    def __init__(self, buffer: Any, number: int, num_ranks: int, top_k: int = TOP_K) -> None:
         self.buffer, self.rank = buffer, buffer.rank
         self.num_rows, self.num_experts = num_ranks * M, num_ranks * LOCAL
         self.xs, self.ids, self.weights = [], [], []
@@ -24,8 +24,8 @@ class Step:
             generator = torch.Generator(device="cpu").manual_seed(1000 * number + slot)
             count = int(torch.randint(0, M + 1, (), generator=generator))
             self.xs.append(torch.randn((count, HIDDEN), generator=generator, device="cpu").to(torch.bfloat16))
-            self.ids.append(torch.randint(-1, self.num_experts, (count, TOP_K), generator=generator, device="cpu"))
-            self.weights.append(torch.rand((count, TOP_K), generator=generator, device="cpu"))
+            self.ids.append(torch.randint(-1, self.num_experts, (count, top_k), generator=generator, device="cpu"))
+            self.weights.append(torch.rand((count, top_k), generator=generator, device="cpu"))
 
     def dispatch_arguments(self) -> dict[str, Any]:
         return {
@@ -62,9 +62,9 @@ class Step:
         assert torch.equal(combined, wanted[self.rank])
 
 
-def run(buffer: Any, number: int, num_ranks: int) -> tuple[int, ...]:
+def run(buffer: Any, number: int, num_ranks: int, top_k: int = TOP_K) -> tuple[int, ...]:
     """A whole step; who took part."""
-    step = Step(buffer, number, num_ranks)
+    step = Step(buffer, number, num_ranks, top_k)
     step.check_dispatch(buffer.low_latency_dispatch(**step.dispatch_arguments()))
     step.check_combine(buffer.low_latency_combine(**step.combine_arguments())[0])
     return step.active

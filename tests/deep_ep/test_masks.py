@@ -119,6 +119,37 @@ def test_a_dispatch_that_is_repeated_is_one_boundary(monkeypatch: pytest.MonkeyP
     weft.spawn(_refused_once, 3, device="cpu", max_ranks=3)
 
 
+def _two_buffers(comm: weft.Communicator) -> None:
+    """While rank 2 is masked both buffers of the others meet a new shape, the second one's first; then all use them."""
+    buffers = [deep_ep.Buffer(comm, enable_shrink=True, explicitly_destroy=True) for _ in range(2)]
+    run(buffers[0], 0, 3)
+    if comm.rank == 0:
+        buffers[0].low_latency_update_mask_buffer(2, True)
+    run_until(buffers[0], (2,) if comm.rank == 2 else (0, 1), 1)
+    if comm.rank == 2:
+        buffers[0].low_latency_update_mask_buffer(0, False)
+    else:
+        assert run(buffers[1], 1, 3, top_k=2) == run(buffers[0], 2, 3, top_k=1) == (0, 1)
+        if comm.rank == 0:
+            buffers[0].low_latency_update_mask_buffer(2, False)
+    while run(buffers[0], 3, 3) != (0, 1, 2):  # a constant: rank 2 does not know which step this is
+        pass
+    for _ in range(2):
+        for top_k in (1, 2, 3):
+            for buffer in buffers:
+                assert run(buffer, 4, 3, top_k) == (0, 1, 2)
+        buffers.append(deep_ep.Buffer(comm, enable_shrink=True, explicitly_destroy=True))
+        buffers.pop(0).destroy()  # the others go on
+    for buffer in buffers:
+        buffer.destroy()
+
+
+def test_what_a_masked_rank_lacks_is_for_every_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it makes an object of the others alone, once it takes part again."""
+    monkeypatch.setenv("WEFT_DEEP_EP_TIMEOUT_S", "30")
+    weft.spawn(_two_buffers, 3, device="cpu", max_ranks=3)
+
+
 def _of_a_group(comm: weft.Communicator, folder: pathlib.Path) -> None:
     store = dist.FileStore(str(folder / "store"), comm.num_ranks)
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.num_ranks)

@@ -40,8 +40,19 @@ class ShapeOf(NamedTuple):
     kind: str = "normal"
 
 
+class _Made:
+    """What was made, by shape, and by how many buffers it is used."""
+
+    def __init__(self) -> None:
+        self.newest: dict[ShapeOf, ExpertParallel] = {}
+        self.all: weakref.WeakSet[ExpertParallel] = weakref.WeakSet()
+        self.num_users = 0
+
+
 class Layers:
-    """Of one buffer. A handle keeps the object that made it, so the smaller ones live until their last handle goes."""
+    """Of one buffer; where ranks come and go, of all buffers of their communicator: a rank that has to make what the
+    others have made meanwhile can't know for which buffer it was. A handle keeps the object that made it, so the
+    smaller ones live until their last handle goes."""
 
     def __init__(
         self, ranks: Ranks, *, heap_bytes: int, deadline_s: float = DEADLINE_S, nodes: Nodes | None = None
@@ -53,8 +64,11 @@ class Layers:
         self.deadline_s = chosen.timeout_s or deadline_s
         self._heap_bytes = max(_LEAST_HEAP, heap_bytes)
         self._preset_tokens = chosen.max_tokens
-        self._newest: dict[ShapeOf, ExpertParallel] = {}
-        self._all: weakref.WeakSet[ExpertParallel] = weakref.WeakSet()
+        self._made = _Made()
+        if ranks.comm._native.is_open:
+            self._made = ranks.made = ranks.made or self._made
+        self._newest, self._all = self._made.newest, self._made.all
+        self._made.num_users += 1
 
     def has(self, shape: ShapeOf, max_tokens: int) -> bool:
         """Whether a call of so many tokens needs no new window."""
@@ -153,17 +167,22 @@ class Layers:
         return ep, dispatch(ep)
 
     def close(self) -> None:
-        """Local, never waits.
+        """Its buffer ends: with the last one that uses them all are closed. Local, never waits.
 
         Raises:
             InvalidState: as `weft.ExpertParallel.close`; it may be called again.
         """
-        for each in list(self._all):
-            each.close()
-        self._newest.clear()
+        if self._made.num_users == 1:
+            for each in list(self._all):
+                each.close()
+            self._newest.clear()
+        self._made.num_users -= 1
 
     def end(self) -> None:
         """Of a buffer that nobody has any more: inside a call of another thread the next call closes them."""
+        self._made.num_users -= 1
+        if self._made.num_users > 0:
+            return
         for each in list(self._all):
             if not each.calls.closed:
                 self.ranks.comm.close_ended(each.calls)

@@ -10,6 +10,7 @@ from weft.group.changes import Ticket
 
 if TYPE_CHECKING:
     from weft.communicator import Communicator
+    from weft.deep_ep.layers import Layers
     from weft.membership import Change
 
 __all__ = ["Masks"]
@@ -33,6 +34,7 @@ class Masks:
         self._num_open = 0  # dispatches without their combine
         # Of the next dispatch: a call that was refused is made again, and a change has begun at a boundary or at a meeting.
         self._is_passed = False
+        comm._says_ready = True  # masked, it makes what the others have made since, and says so in its boundaries
         comm.on_change(self._begin_again)
 
     def want(self, rank: int, *, mask: bool) -> None:
@@ -57,7 +59,7 @@ class Masks:
         """Nobody masked who is connected."""
         self._wanted = {rank: False for rank in self._connected() if rank not in self._comm.active_ranks}
 
-    def boundary(self) -> None:
+    def boundary(self, layers: Layers) -> None:
         """Of all ranks, once before each dispatch, however often it is refused. A masked rank does not wait, unless it wants
         to take part again itself."""
         if self._is_passed or 0 < self._num_open < _BOTH_WINDOWS:
@@ -68,7 +70,7 @@ class Masks:
             self._propose()
             comm.boundary()
             self._is_passed = True
-        elif self._look() is not None:
+        elif self._look(layers) is not None:
             self._wanted.clear()
 
     def note_dispatch(self) -> None:
@@ -80,14 +82,13 @@ class Masks:
         """Of a dispatch the first."""
         self._num_open = max(0, self._num_open - 1)
 
-    def _look(self) -> Change | None:
+    def _look(self, layers: Layers) -> Change | None:
         """Of a masked rank."""
         seconds = None if False in self._wanted.values() else _LOOK_S
         while True:
             try:
                 return self._comm.boundary(seconds)
             except InvalidState:  # unless the members have made objects that this rank lacks
-                layers = next(iter(self.buffers))._layers
                 if not layers.catch_up(wait_s=layers.deadline_s):
                     raise
 

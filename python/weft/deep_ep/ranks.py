@@ -97,6 +97,7 @@ class Ranks:
         self.is_owner = is_made if is_owner is None else is_owner
         self._mail: dict[int, ExpertParallel] = {}
         self.masks: Masks | None = None
+        self.made: Any = None  # of all buffers, where ranks come and go
         self.comm = _connect(group, can_mask=can_mask) if is_made else group
         self.rank, self.num_ranks = self.comm.rank, self.comm.num_ranks
         self.device = self.comm.device
