@@ -3,8 +3,10 @@ get a wrong word, disturb the others, or can't come back."""
 
 from __future__ import annotations
 
+import os
 import pathlib
 import socket
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -150,6 +152,131 @@ def _not_activated(outer: weft.Communicator) -> None:
 def test_a_rank_is_connected_and_let_in_later() -> None:
     """And its masks are the same on all."""
     weft.spawn(_not_activated, num_ranks=3, device="cpu")
+
+
+def _removed_again(outer: weft.Communicator) -> None:
+    """Two groups, one after the other, in one store: the first one lets rank 3 go, the second one rank 2."""
+    rank = outer.rank
+    for gone in (3, 2):
+        buffer = _buffer(rank)
+        buffer.connect_ranks([0, 1, 2, 3])
+        assert run(buffer, 0, 4) == (0, 1, 2, 3)
+        if gone == 2 and rank == 0:
+            buffer._deadline_s = 0.2
+            with pytest.raises(weft.PeerTimeout, match="ranks 1, 2 did not call it"):
+                buffer.remove_ranks([3])
+            buffer._deadline_s = 100.0
+        outer.meet(60.0)
+        for _ in range(2 if gone == 2 else 0):
+            if rank < 2:
+                with pytest.raises(weft.InvalidArgument, match="must be equal on all ranks that stay"):
+                    buffer.remove_ranks([3] if rank == 1 else [2, 3])
+            outer.meet(60.0)
+        if rank == 1:
+            time.sleep(0.3)  # what it said before is not what it says now
+        if rank != gone:
+            buffer.remove_ranks([gone])
+            assert run(buffer, 1, 4) == tuple(each for each in range(4) if each != gone)
+        outer.meet(60.0)
+        buffer.destroy()
+        outer.meet(60.0)
+
+
+def test_what_was_said_of_an_earlier_removal_counts_no_more() -> None:
+    """Of another group, of an attempt that was given up, or of one that was refused."""
+    weft.spawn(_removed_again, num_ranks=4, device="cpu")
+
+
+def _masked_and_removed(outer: weft.Communicator) -> None:
+    """Rank 2 is masked; then it is removed, is told so, and comes back as a new buffer."""
+    rank = outer.rank
+    buffer = _buffer(rank, num_ranks=3)
+    buffer.connect_ranks([0, 1, 2])
+    if rank == 0:
+        buffer.update_mask_buffer(2, True)
+    while run(buffer, 0, 3) != ((2,) if rank == 2 else (0, 1)):
+        pass
+    outer.meet(60.0)
+    if rank < 2:
+        buffer.remove_ranks([2])
+        buffer.clean_mask_buffer()  # does not take it in again
+        for _ in range(5):
+            assert run(buffer, 1, 3) == (0, 1)
+    outer.meet(60.0)
+    if rank == 2:
+        with pytest.raises(weft.Evicted, match="while it was masked"):
+            run(buffer, 1, 3)
+    outer.meet(60.0)
+    if rank == 2:
+        buffer.destroy()
+        buffer = _buffer(rank, num_ranks=3)
+    buffer.connect_ranks([0, 1, 2])
+    for number in range(2, 5):
+        assert run(buffer, number, 3) == (0, 1, 2)
+    buffer.destroy()
+
+
+def test_a_masked_rank_is_removed() -> None:
+    """Like one that is not."""
+    weft.spawn(_masked_and_removed, num_ranks=3, device="cpu")
+
+
+def _mask_under_way(outer: weft.Communicator) -> None:
+    """Rank 0 wants rank 3 to take part again, which has ended meanwhile; all take rank 2 in."""
+    rank = outer.rank
+    buffer = _buffer(rank)
+    if rank == 2:
+        buffer.connect_ranks([0, 1])
+    else:
+        buffer.connect_ranks([1 - rank])
+        run(buffer, 0, 3)
+        if rank == 0:
+            masks = buffer._masks
+            masks._ticket = buffer.comm.propose(resume=[3])
+            masks.want(1, mask=True)
+        buffer.connect_ranks([2])
+    wanted = (1,) if rank == 1 else (0, 2)
+    while (active := run(buffer, 1, 3)) != wanted:  # other masks come afterwards
+        assert active == (0, 1, 2)
+    buffer.destroy()
+
+
+def test_a_mask_gives_way_to_a_rank_that_comes() -> None:
+    """Else the rank that wants it is refused, and the others wait for it."""
+    weft.spawn(_mask_under_way, num_ranks=3, device="cpu")
+
+
+def _late_newcomer(outer: weft.Communicator) -> None:
+    """Nobody takes rank 2 in within its time; afterwards they do."""
+    rank = outer.rank
+    buffer = _buffer(rank, num_ranks=3)
+    if rank == 2:
+        outer.meet(60.0)
+        for wrong in (2, 4):
+            with pytest.raises(weft.InvalidArgument, match=f"num_ranks is {wrong} on this rank, which joins, and 3"):
+                _buffer(wrong - 1, num_ranks=wrong).connect_ranks([0])
+        os.environ["WEFT_DEEP_EP_TIMEOUT_S"] = "2"
+        with pytest.raises(weft.PeerTimeout):
+            buffer.connect_ranks([0, 1])
+        with pytest.raises(weft.InvalidState, match="no ranks are connected"):
+            buffer.barrier()
+        del os.environ["WEFT_DEEP_EP_TIMEOUT_S"]
+        outer.meet(60.0)
+        buffer.connect_ranks([0, 1])
+    else:
+        buffer.connect_ranks([1 - rank])
+        run(buffer, 0, 3)
+        outer.meet(60.0)
+        outer.meet(60.0)
+        buffer.connect_ranks([2])
+    for number in range(3):
+        assert run(buffer, number, 3) == (0, 1, 2)
+    buffer.destroy()
+
+
+def test_a_newcomer_that_was_not_taken_in_may_come_again() -> None:
+    """With the same buffer; one with other numbers is refused at once, also where it has no slot."""
+    weft.spawn(_late_newcomer, num_ranks=3, device="cpu")
 
 
 def _refused(outer: weft.Communicator) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from weft.errors import InvalidArgument, InvalidState
+from weft.errors import Evicted, InvalidArgument, InvalidState
 from weft.group.changes import Ticket
 
 if TYPE_CHECKING:
@@ -29,10 +30,12 @@ class Masks:
     def __init__(self, comm: Communicator) -> None:
         self.buffers: weakref.WeakSet[Any] = weakref.WeakSet()  # their windows begin again with every change
         self._comm = comm
+        self.was_let_go: Callable[[int], bool] = lambda _: False  # whether the others have removed this incarnation
+        self._let_go: set[int] = set()  # incarnations that this rank has removed while they were masked
         self._wanted: dict[int, bool] = {}
         self._ticket: Ticket | None = None
         self._num_open = 0  # dispatches without their combine
-        # Of the next dispatch: a call that was refused is made again, and a change has begun at a boundary or at a meeting.
+        # The next dispatch's: a call that was refused is made again, and a change has begun at a boundary or a meeting.
         self._is_passed = False
         comm._says_ready = True  # masked, it makes what the others have made since, and says so in its boundaries
         comm.on_change(self._begin_again)
@@ -51,17 +54,34 @@ class Masks:
         if rank != self._comm.rank:
             self._wanted[rank] = bool(mask)
 
-    def forget(self, rank: int) -> None:
-        """What was wanted of this one."""
-        self._wanted.pop(rank, None)
+    def give_way(self, ranks: Iterable[int]) -> None:
+        """To a change that takes `ranks` in: of them nothing is wanted any more, and of others only afterwards."""
+        for rank in ranks:
+            self._wanted.pop(rank, None)
+        if self._ticket is not None:
+            self._ticket.withdraw()
+            self._ticket = None
+
+    def let_go(self, ranks: Sequence[int]) -> list[int]:
+        """They are to be removed. The incarnation of a masked one is over: nobody takes it in again. These ones."""
+        self.give_way(ranks)
+        now = self._comm.membership
+        over = [self._incarnation(rank) for rank in ranks if rank in (*now.standby, *now.joining)]
+        self._let_go.update(over)
+        return over
+
+    def is_over(self, rank: int) -> bool:
+        """Whether the slot of `rank` has somebody who was removed while it was masked."""
+        return self._incarnation(rank) in self._let_go
 
     def want_all(self) -> None:
         """Nobody masked who is connected."""
-        self._wanted = {rank: False for rank in self._connected() if rank not in self._comm.active_ranks}
+        now = self._comm.membership
+        self._wanted = {rank: False for rank in (*now.standby, *now.joining) if not self.is_over(rank)}
 
     def boundary(self, layers: Layers) -> None:
-        """Of all ranks, once before each dispatch, however often it is refused. A masked rank does not wait, unless it wants
-        to take part again itself."""
+        """Of all ranks, once before each dispatch, however often it is refused. A masked rank does not wait, unless it
+        wants to take part again itself."""
         if self._is_passed or 0 < self._num_open < _BOTH_WINDOWS:
             return
         self._num_open = 0
@@ -84,6 +104,10 @@ class Masks:
 
     def _look(self, layers: Layers) -> Change | None:
         """Of a masked rank."""
+        rank = self._comm.rank
+        if self.was_let_go(self._incarnation(rank)):
+            text = f"rank {rank}: the others have removed it while it was masked; destroy the buffer"
+            raise Evicted(self._comm.epoch, text)
         seconds = None if False in self._wanted.values() else _LOOK_S
         while True:
             try:
@@ -92,9 +116,8 @@ class Masks:
                 if not layers.catch_up(wait_s=layers.deadline_s):
                     raise
 
-    def _connected(self) -> set[int]:
-        now = self._comm.membership
-        return {*now.active, *now.standby, *now.joining} - {self._comm.rank}
+    def _incarnation(self, rank: int) -> int:
+        return int(self._comm._native.incarnation(rank))
 
     def _propose(self) -> None:
         if not self._wanted:
@@ -103,7 +126,7 @@ class Masks:
         self._wanted = {rank: mask for rank, mask in self._wanted.items() if mask == (rank in active)}
         if not self._wanted or (self._ticket is not None and self._ticket.state in ("preparing", "proposed")):
             return
-        ready = set(self._comm.membership.standby)
+        ready = {rank for rank in self._comm.membership.standby if not self.is_over(rank)}
         going = [rank for rank, mask in self._wanted.items() if mask]
         coming = [rank for rank, mask in self._wanted.items() if not mask and rank in ready]
         if going or coming:

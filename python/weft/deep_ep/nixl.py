@@ -102,7 +102,8 @@ class NixlBuffer(Buffer):
         self.tcp_store_group = tcp_store_group
         self._place = None
         if not self._destroyed:
-            self._meeting().show(self.comm.address)
+            self._meeting().show(self.comm)
+            self._ranks.allow_masks().was_let_go = self._meeting().was_let_go
 
     def connect_ranks(self, remote_ranks: Iterable[int], activate: bool = True) -> None:
         """Be one group with these ranks; this rank among them is ignored, those that are connected already too.
@@ -116,7 +117,8 @@ class NixlBuffer(Buffer):
         Raises:
             InvalidArgument: no ranks below num_ranks; or the group has other numbers than this rank.
             InvalidState: before update_memory_buffers; or nothing says where ranks meet.
-            PeerTimeout: naming who did not come; nothing has changed. NotSupported: nvlink engine.
+            PeerTimeout: naming who did not come; nothing has changed, and a rank that is new may call it again.
+            NotSupported: nvlink engine.
         """
         self._raise_if_over("connect_ranks")
         if not self.group_size:
@@ -125,36 +127,35 @@ class NixlBuffer(Buffer):
         timeout_s = env.deep_ep().timeout_s or 300.0
         if self._destroyed:
             self._enter(wanted, timeout_s, activate=activate)
-        elif activate and self._masks is not None:
-            for rank in wanted:
-                self._masks.forget(rank)
-        missing = [rank for rank in wanted if rank not in self.comm.active_ranks]
-        if self.comm.is_member and missing:
-            if activate:
-                self.comm.change(admit=missing, deadline_s=timeout_s)
-            else:
-                self._await_ready(missing, timeout_s)
+        else:
+            self._ranks.allow_masks().give_way(wanted if activate else ())
+        if self.comm.is_member:
+            self._take_in(wanted, timeout_s, activate=activate)
 
     def disconnect_ranks(self, remote_ranks: Iterable[int]) -> None:
         """Go on without these ranks, whether they live or not. Each rank that stays calls it, and waits for those; a
         rank that is removed calls it with itself among them or ends.
 
         What they still do reaches nobody; their calls raise `Evicted`. Memory is made anew. Others that are lost are
-        left out as well.
+        left out as well. A rank that is masked, or connected and not activated, is removed alike.
 
         Raises:
             InvalidArgument: no ranks below num_ranks, or other ones on another rank. PeerTimeout: naming who did not
                 come.
         """
         self._check_alive("remove_ranks")
-        gone = [rank for rank in self._checked(remote_ranks) if rank in self.comm.active_ranks]
+        comm, gone = self.comm, self._checked(remote_ranks)
         if self.rank in gone:
             self._end()
             return
-        if not gone or not self.comm.is_member:
+        if not gone or not comm.is_member:
             return
-        self._meeting().meet_those_left(self.comm, gone, self._deadline_s)
-        self.comm.recover(gone, spares=0, deadline_s=self._deadline_s)
+        # Also where this rank sees nobody in their slots: another one may not know yet that a masked rank has ended.
+        masks = self._ranks.allow_masks()
+        over = masks.let_go(gone)
+        with self._meeting().agreed_removal(comm, gone, self._deadline_s):
+            comm.recover(gone, spares=0, deadline_s=self._deadline_s)
+        self._meeting().let_go(over)
 
     remove_ranks = disconnect_ranks
 
@@ -193,14 +194,9 @@ class NixlBuffer(Buffer):
         deadline = time.monotonic() + timeout_s
         comm = self._meeting().enter(wanted, self.group_size, timeout_s)
         try:
-            if comm.num_ranks != self.group_size:
-                raise InvalidArgument(
-                    f"num_ranks is {self.group_size} on this rank, which joins, and {comm.num_ranks} in the group. It "
-                    "must be equal on all ranks"
-                )
             ranks = Ranks(comm, is_owner=True)
             ranks.num_users = 1
-            ranks.allow_masks()
+            ranks.allow_masks().was_let_go = self._meeting().was_let_go
         except BaseException:
             comm.close()
             raise
@@ -208,9 +204,9 @@ class NixlBuffer(Buffer):
         try:
             if not comm.is_member:
                 self._take_part(comm, deadline, activate=activate)
-            self._meeting().show(comm.address)
+            self._meeting().show(comm)
         except BaseException:
-            self._end()
+            super()._end()  # as before: it may be connected later
             raise
 
     def _take_part(self, comm: Communicator, deadline: float, *, activate: bool) -> None:
@@ -238,12 +234,21 @@ class NixlBuffer(Buffer):
                 "group. It must be equal on all ranks"
             )
 
-    def _await_ready(self, ranks: list[int], timeout_s: float) -> None:
+    def _take_in(self, wanted: list[int], timeout_s: float, *, activate: bool) -> None:
+        """Of a member. Who was removed while it was masked has to end before somebody comes in its place."""
+        comm, masks = self.comm, self._ranks.allow_masks()
+        missing = [rank for rank in wanted if rank not in comm.active_ranks]
         deadline = time.monotonic() + timeout_s
-        while late := [rank for rank in ranks if rank not in self.comm.membership.standby]:
+        while True:
+            standby = comm.membership.standby
+            late = [rank for rank in missing if masks.is_over(rank) or not (activate or rank in standby)]
+            if not late:
+                break
             if time.monotonic() > deadline:
                 raise PeerTimeout("connect_ranks", 0, tuple(late), f"connect_ranks: {rank_list(late)} did not come")
             time.sleep(_LOOK_S)
+        if missing and activate:
+            comm.change(admit=missing, deadline_s=_left(deadline))
 
     def _meeting(self) -> MeetingPlace:
         if self._place is None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +25,14 @@ __all__ = ["MeetingPlace"]
 
 _LOOK_S = 0.02
 _GET_S = 1.0  # a key may go between the look for it and the reading, which then waits for it
+_REFUSED = "refused:"
 _STORE_S = 10.0  # for one question to a store that is opened here
 
 
 class MeetingPlace:
-    """Keys of one store, of one rank: `address/RANK` of each rank that is a member, the meeting of the founders, and
-    `gone/EPOCH/RANK` of each rank that lets others go."""
+    """Keys of one store, of one rank: `member/RANK` of each member, with the number of the group's slots; the meeting
+    of the founders; `gone/GROUP/EPOCH/RANK` of each rank that lets others go, as long as it does; and
+    `over/INCARNATION` of who was let go while it was masked."""
 
     def __init__(self, rank: int, store: Any = None, group: Any = None) -> None:
         """`store`: of torch.distributed; None: that of `group`, or what WEFT_DEEP_EP_STORE names, or that of
@@ -48,15 +51,16 @@ class MeetingPlace:
         """As a member of a new group of exactly `wanted`, or as a newcomer of the group that one of them is in.
 
         Raises:
+            InvalidArgument: that group has another number of slots.
             NotSupported: there is no group, and the ranks are not those from 0 on.
             PeerTimeout: naming who did not come. As `weft.Communicator.join`, and its constructors.
         """
         deadline = time.monotonic() + timeout_s
         others = [rank for rank in wanted if rank != self._rank]
         while True:
-            address = self._address_of(others)
-            if address is not None:
-                joined = self._joined(*address, deadline)
+            shown = self._shown_by(others)
+            if shown is not None:
+                joined = self._joined(*shown, max_ranks, deadline)
                 if joined is not None:
                     return joined
             elif list(wanted) == list(range(len(wanted))):
@@ -76,57 +80,106 @@ class MeetingPlace:
                 )  # fmt: skip
             time.sleep(_LOOK_S)
 
-    def show(self, address: str) -> None:
+    def show(self, comm: Communicator) -> None:
         """This rank is a member: newcomers find the group here."""
-        _set(self._store, f"address/{self._rank}", address.encode())
+        _set(self._store, f"member/{self._rank}", f"{comm.num_ranks} {comm.address}".encode())
 
     def hide(self) -> None:
         """Not any more. Local; a store that is gone is nobody's loss."""
-        with contextlib.suppress(RuntimeError, OSError):
-            self._store.delete_key(f"address/{self._rank}")
+        self._drop(f"member/{self._rank}")
 
-    def meet_those_left(self, comm: Communicator, gone: Sequence[int], deadline_s: float) -> None:
-        """Wait until all ranks that are left let `gone` go, so that none is inside a call. A further death ends it."""
-        left = [rank for rank in comm.active_ranks if rank not in gone]
-        key = f"gone/{comm.epoch}/"
-        _set(self._store, key + str(self._rank), rank_list(gone).encode())
+    @contextlib.contextmanager
+    def agreed_removal(self, comm: Communicator, gone: Sequence[int], deadline_s: float) -> Iterator[None]:
+        """Inside, all ranks that are left let `gone` go, so that none is inside a call; a further death ends the wait.
+
+        Each notes an attempt and whom it lets go, and takes that back behind it. Who finds another list notes instead
+        which attempts it has refused: those end alike, and others wait for the next attempt of both.
+        """
+        place = f"gone/{comm._native.group().hex()}/{comm.epoch}/"
+        attempt = secrets.token_hex(8)
+        _set(self._store, f"{place}{self._rank}", f"{attempt} {rank_list(gone)}".encode())
+        try:
+            self._wait_for_removal(comm, place, (attempt, gone), deadline_s)
+            yield
+        except InvalidArgument:
+            raise
+        except BaseException:
+            self._drop(f"{place}{self._rank}")
+            raise
+        self._drop(f"{place}{self._rank}")
+
+    def let_go(self, incarnations: Sequence[int]) -> None:
+        """Of ranks that were removed while they were masked: nothing else tells them."""
+        for incarnation in incarnations:
+            _set(self._store, f"over/{incarnation}", b"1")
+
+    def was_let_go(self, incarnation: int) -> bool:
+        """Whether the others have removed the masked rank with this number."""
+        return _get(self._store, f"over/{incarnation}") is not None
+
+    def _wait_for_removal(
+        self, comm: Communicator, place: str, mine: tuple[str, Sequence[int]], deadline_s: float
+    ) -> None:
+        attempt, gone = mine
+        left = [rank for rank in comm.active_ranks if rank not in (*gone, self._rank)]
         end = time.monotonic() + deadline_s
-        while time.monotonic() < end:
-            told = {rank: _get(self._store, key + str(rank)) for rank in left}
-            other = [rank for rank, said in told.items() if said not in (None, rank_list(gone).encode())]
-            if other:
-                raise InvalidArgument(
-                    f"remove_ranks: {rank_list(gone)} on this rank, {(told[other[0]] or b'').decode()} on rank "
-                    f"{other[0]}. It must be equal on all ranks that stay"
-                )
+        while True:
+            late = []
             dead = {rank for rank, _, _ in comm._native.detections()}
-            if all(said is not None or rank in dead for rank, said in told.items()):
+            for rank in left:
+                head, _, theirs = (_get(self._store, f"{place}{rank}") or b"").decode().partition(" ")
+                is_refused = head.startswith(_REFUSED)
+                if attempt in head or (head and not is_refused and theirs != rank_list(gone)):
+                    _set(self._store, f"{place}{self._rank}", f"{_REFUSED}{head} {rank_list(gone)}".encode())
+                    raise InvalidArgument(
+                        f"remove_ranks: {rank_list(gone)} on this rank, {theirs} on rank {rank}. It must be equal on "
+                        "all ranks that stay"
+                    )
+                if (not head or is_refused) and rank not in dead:
+                    late.append(rank)
+            if not late:
                 return
+            if time.monotonic() > end:
+                raise PeerTimeout("remove_ranks", 0, tuple(late), f"remove_ranks: {rank_list(late)} did not call it")
             time.sleep(_LOOK_S)
-        late = [rank for rank, said in told.items() if said is None]
-        raise PeerTimeout("remove_ranks", 0, tuple(late), f"remove_ranks: {rank_list(late)} did not call it")
 
-    def _address_of(self, ranks: Sequence[int]) -> tuple[int, bytes] | None:
+    def _drop(self, key: str) -> None:
+        with contextlib.suppress(RuntimeError, OSError):
+            self._store.delete_key(key)
+
+    def _shown_by(self, ranks: Sequence[int]) -> tuple[int, bytes] | None:
         for rank in ranks:
-            found = _get(self._store, f"address/{rank}")
+            found = _get(self._store, f"member/{rank}")
             if found is not None and self._dead.get(rank) != found:
                 return rank, found
         return None
 
-    def _joined(self, rank: int, address: bytes, deadline: float) -> Communicator | None:
+    def _joined(self, rank: int, shown: bytes, max_ranks: int, deadline: float) -> Communicator | None:
         """None: nobody answers, or this rank's slot is not free yet."""
         from weft.communicator import Communicator
 
+        num_slots, _, address = shown.decode().partition(" ")
+        different = InvalidArgument(
+            f"num_ranks is {max_ranks} on this rank, which joins, and {num_slots} in the group. It must be equal on "
+            "all ranks"
+        )
         options = options_of_environment()
         options["timeout_s"] = max(deadline - time.monotonic(), 1.0)
         try:
-            return Communicator.join(address.decode(), slot=self._rank, **options)
+            joined = Communicator.join(address, slot=self._rank, **options)
         except PeerLost:
-            self._dead[rank] = address
-        except (CapacityExceeded, InvalidArgument, InvalidState, PeerTimeout):  # its last owner has the slot still
-            if time.monotonic() > deadline:
+            self._dead[rank] = shown
+            return None
+        except (CapacityExceeded, InvalidArgument, InvalidState, PeerTimeout) as error:
+            if isinstance(error, InvalidArgument) and num_slots != str(max_ranks):  # it may have no slot at all
+                raise different from error
+            if time.monotonic() > deadline:  # its last owner has the slot still
                 raise
-        return None
+            return None
+        if joined.num_ranks != max_ranks:
+            joined.close()
+            raise different
+        return joined
 
     def _founded(self, num_ranks: int, others: Sequence[int], max_ranks: int, deadline: float) -> Communicator | None:
         """None: a group is there by now, without this rank."""
@@ -138,7 +191,7 @@ class MeetingPlace:
         def watch() -> None:
             while not done.wait(_LOOK_S):
                 with contextlib.suppress(RuntimeError, OSError):
-                    if self._address_of(others) is not None:
+                    if self._shown_by(others) is not None:
                         stop.set()
                         return
 
