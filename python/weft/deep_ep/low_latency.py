@@ -160,7 +160,7 @@ class LowLatency(BufferBase):
             self._ranks.device,
         )  # fmt: skip
         if self._masks is not None:
-            self._masks.boundary(self._layers)
+            self._masks.boundary(lambda: self._layers.catch_up(wait_s=self._layers.deadline_s))
         ep = self._of_low_latency(topk_idx, form.hidden, max_tokens, num_slots)
         is_staged = return_recv_hook and max_tokens <= MAX_SMALL_TOKENS
         quantize = None if not use_fp8 else "fp8_ue8m0" if round_scale else "fp8"

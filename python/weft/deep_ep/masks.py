@@ -11,7 +11,6 @@ from weft.group.changes import Ticket
 
 if TYPE_CHECKING:
     from weft.communicator import Communicator
-    from weft.deep_ep.layers import Layers
     from weft.membership import Change
 
 __all__ = ["Masks"]
@@ -79,9 +78,9 @@ class Masks:
         now = self._comm.membership
         self._wanted = {rank: False for rank in (*now.standby, *now.joining) if not self.is_over(rank)}
 
-    def boundary(self, layers: Layers) -> None:
+    def boundary(self, catch_up: Callable[[], bool]) -> None:
         """Of all ranks, once before each dispatch, however often it is refused. A masked rank does not wait, unless it
-        wants to take part again itself."""
+        wants to take part again itself. `catch_up` makes what the members have made meanwhile; False: nothing."""
         if self._is_passed or 0 < self._num_open < _BOTH_WINDOWS:
             return
         self._num_open = 0
@@ -90,7 +89,7 @@ class Masks:
             self._propose()
             comm.boundary()
             self._is_passed = True
-        elif self._look(layers) is not None:
+        elif self._look(catch_up) is not None:
             self._wanted.clear()
 
     def note_dispatch(self) -> None:
@@ -102,7 +101,7 @@ class Masks:
         """Of a dispatch the first."""
         self._num_open = max(0, self._num_open - 1)
 
-    def _look(self, layers: Layers) -> Change | None:
+    def _look(self, catch_up: Callable[[], bool]) -> Change | None:
         """Of a masked rank."""
         rank = self._comm.rank
         if self.was_let_go(self._incarnation(rank)):
@@ -113,7 +112,7 @@ class Masks:
             try:
                 return self._comm.boundary(seconds)
             except InvalidState:  # unless the members have made objects that this rank lacks
-                if not layers.catch_up(wait_s=layers.deadline_s):
+                if not catch_up():
                     raise
 
     def _incarnation(self, rank: int) -> int:
