@@ -61,6 +61,8 @@ class ExpertParallel(Elastic):
         node_ranks: d, 1 to R: ranks 0 to d - 1, d to 2 d - 1 and so on are nodes, though on one machine. A row crosses
             to another node once, as it would over a network, and sums are those of sum_domain=d; no order="pick";
             None: one node (docs/protocols/rail.md). cpu engine.
+        small_tokens: most tokens of a rank in small-batch and staged calls; None: 512. At most max_tokens_per_rank is
+            taken. On a GPU each takes 2 R rows of window memory.
         max_heap_bytes: up to which `resize` may let the heap grow: addresses are reserved, no memory; None: heap_bytes.
             cpu engine.
 
@@ -88,6 +90,7 @@ class ExpertParallel(Elastic):
         max_heap_bytes: int | None = None,
         min_ranks: int | None = None,
         node_ranks: int | None = None,
+        small_tokens: int | None = None,
     ) -> None:
         arguments = {
             "num_experts": num_experts,
@@ -103,6 +106,7 @@ class ExpertParallel(Elastic):
             "sum_domain": sum_domain,
             "max_heap_bytes": max_heap_bytes,
             "node_ranks": node_ranks,
+            "small_tokens": small_tokens,
         }
         check.check_comm(comm)
         with comm.telling_peers():
@@ -116,6 +120,7 @@ class ExpertParallel(Elastic):
         self.num_logical_experts, self.num_local_experts = num_logical_experts, self._shape.num_local_experts
         self._most_heap_bytes = max_heap_bytes or 0
         self.max_tokens_per_rank, self.num_windows, self.deadline_s = max_tokens_per_rank, num_windows, deadline_s
+        self.small_tokens = self._shape.small_tokens
         self.num_ranks, self.num_sms = comm.num_ranks, self._shape.num_sms
         self._overflow = self.calls.overflow
         self._eager = Eager(self._shape, self.calls)
@@ -184,8 +189,9 @@ class ExpertParallel(Elastic):
             num_sms: SMs this call uses on a GPU, equal on all ranks; None: that of the object.
             deadline_s: of this call; None: that of the object.
             mode: "latency": the kernels for small batches, "throughput": the others, "auto": by max_tokens, layout and
-                form of the rows; equal on all ranks, the bits are the same. Latency needs max_tokens of at most 512;
-                its rows lie in ordinary tensors, `capacity` of them. The cpu engine has one way only.
+                form of the rows; equal on all ranks, the bits are the same. Latency needs max_tokens of at most
+                `small_tokens` of the object; its rows lie in ordinary tensors, `capacity` of them. The cpu engine has
+                one way only.
             staged: send, and return at once; `r.wait()` receives, on any stream, before the next call on this window.
                 Small-batch kernels only; needs `capacity`, and no gradients. The cpu engine receives in the call.
             async_op: on a GPU run on a stream of the window, which waits for the current one first; `r.event.wait()`

@@ -61,7 +61,7 @@ MAX_CONTROL_RANKS = 1024  # kMaxControlRanks of src/bootstrap/rank_set.h
 MAX_TOP_K = 128  # kMaxTopk of include/weft/layout/window.h
 MAX_EXPERTS = 1 << 20
 MAX_HIDDEN = 1 << 20
-MAX_SMALL_TOKENS = 512  # a rank: windows have slots for so many in a small-batch call
+MAX_SMALL_TOKENS = 512  # a rank: windows have slots for so many in a small-batch call, if nobody asks for more
 MOST_PICKS_ADDED = 32  # by pick, on GPUs, in calls that are no small batch
 SMALL_SHARED_BYTES = 224 << 10  # of a block, less the kernels' own variables; sm_120, untested, has 99 KiB
 MAX_HEAP_BYTES = 1 << 46
@@ -145,6 +145,7 @@ ACCEPTS: dict[str, Accepts] = {
     "heap_bytes": Accepts(or_none(is_int(0, MAX_HEAP_BYTES)), f"None, or 0 to {MAX_HEAP_BYTES}"),
     "max_heap_bytes": Accepts(or_none(is_int(0, MAX_HEAP_BYTES)), f"None, or 0 to {MAX_HEAP_BYTES}"),
     "num_windows": Accepts(is_int(1, MAX_WINDOWS), f"1 to {MAX_WINDOWS}"),
+    "small_tokens": Accepts(or_none(is_int(1, MAX_TOKENS_PER_RANK)), f"None, or 1 to {MAX_TOKENS_PER_RANK}"),
     "sum_domain": Accepts(or_none(is_int(1, MAX_RANKS)), "None, or 1 to the number of ranks"),
     "node_ranks": Accepts(or_none(is_int(1, MAX_RANKS)), "None, or 1 to the number of ranks"),
     **OPTIONS[DispatchOptions],
@@ -193,9 +194,8 @@ def _agree(options: dict[str, Any]) -> bool:
         return False
     if options.get("staged") and (options.get("async_op") or options.get("mode") == "throughput"):
         return False
-    if (options.get("staged") or options.get("mode") == "latency") and (options.get("max_tokens") or 0) > (
-        small_tokens(options.get("max_tokens_per_rank", MAX_TOKENS_PER_RANK))
-    ):
+    most = most_small_tokens(options.get("max_tokens_per_rank", MAX_TOKENS_PER_RANK), options.get("small_tokens"))
+    if (options.get("staged") or options.get("mode") == "latency") and (options.get("max_tokens") or 0) > most:
         return False
     layout = options.get("layout", "expert_major")  # any that allows the rest
     if options.get("alignment", 1) != 1 and layout != "expert_major":
@@ -229,6 +229,7 @@ def memory(
     num_layers: int = 1,
     training: bool = False,
     engine: str = "cpu",
+    small_tokens: int | None = None,
 ) -> dict[str, int]:
     """Bytes on each rank. Local, no device is touched, no torch is imported.
 
@@ -236,7 +237,7 @@ def memory(
         control_bytes: headers, progress words, payload slots and other small words of one window.
         staging_bytes: of one window; cpu: staging rings, one a rank; nvlink: the landing, a row for each token of each
             rank with its ids and weights, where rows land that find no heap; and the slots of small batches, two for
-            each of up to MAX_SMALL_TOKENS tokens of each rank.
+            each of up to small_tokens tokens (None: MAX_SMALL_TOKENS) of each rank.
         heap_bytes: receive memory of one window.
         windows_bytes: all of these times num_windows; layers of equal shape share their windows.
         rows_bytes: received rows of one layer with balanced routing (each token reaches min(top_k, num_ranks) ranks).
@@ -257,6 +258,7 @@ def memory(
         "dtype": dtype,
         "heap_bytes": heap_bytes,
         "num_windows": num_windows,
+        "small_tokens": small_tokens,
     }
     check_shape(shape)
     if engine not in ENGINES:
@@ -264,8 +266,9 @@ def memory(
     if engine == "nvlink":
         row_bytes = landing_row_bytes(hidden, dtype)
         control, staging = gpu_window_bytes(
-            num_ranks, num_experts, top_k, max(1, max_tokens_per_rank), row_bytes, small_tokens(max_tokens_per_rank)
-        )
+            num_ranks, num_experts, top_k, max(1, max_tokens_per_rank), row_bytes,
+            most_small_tokens(max_tokens_per_rank, small_tokens),
+        )  # fmt: skip
     else:
         control, staging = _load.native().window_bytes(
             num_ranks, num_experts, top_k, max_tokens_per_rank, max_row_bytes(hidden)
@@ -348,14 +351,14 @@ def small_shared_bytes(num_places: int, num_groups: int, num_local_experts: int)
     return _up(4 * ((warps + 2) * num_groups + num_local_experts + num_places), 128)
 
 
-def small_tokens(max_tokens_per_rank: int) -> int:
-    """Most tokens of a rank in a small-batch call of a window."""
-    return min(max(1, max_tokens_per_rank), MAX_SMALL_TOKENS)
+def most_small_tokens(max_tokens_per_rank: int, asked: int | None = None) -> int:
+    """Most tokens of a rank in a small-batch call of a window; `asked`: small_tokens of its ExpertParallel."""
+    return min(max(1, max_tokens_per_rank), MAX_SMALL_TOKENS if asked is None else asked)
 
 
-def has_pick_slots(num_ranks: int, top_k: int, max_tokens_per_rank: int, max_tokens: int) -> bool:
-    """Whether the slots of a window hold a row a pick of a small batch of `max_tokens` tokens a rank."""
-    return max_tokens * top_k <= num_ranks * small_tokens(max_tokens_per_rank)
+def has_pick_slots(num_ranks: int, top_k: int, small_tokens: int, max_tokens: int) -> bool:
+    """Whether the slots of a window for so many tokens hold a row a pick of a small batch of `max_tokens` a rank."""
+    return max_tokens * top_k <= num_ranks * small_tokens
 
 
 def adds_by_pick(ep: Any, handle: Any) -> bool:
@@ -363,7 +366,7 @@ def adds_by_pick(ep: Any, handle: Any) -> bool:
     batch."""
     if ep.comm.engine == "cpu":
         return not ep.calls.has_nodes
-    has_slots = has_pick_slots(ep.num_ranks, ep.top_k, ep.max_tokens_per_rank, handle.max_tokens)
+    has_slots = has_pick_slots(ep.num_ranks, ep.top_k, ep.small_tokens, handle.max_tokens)
     return has_slots if handle.is_small else ep.top_k <= MOST_PICKS_ADDED
 
 

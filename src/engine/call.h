@@ -120,7 +120,7 @@ struct DispatchResult {
   i64 result_rows = 0;      // N (masked: L * C), rows that x has
   std::vector<i32> counts;  // nvlink, with tells_counts: picks of each local expert
   // With tells_need: what max_tokens would have to be; nothing was sent, all else is empty. nvlink: of exact sizes; with a capacity a
-  // later call raises NeedOfRoom.
+  // later call raises NeedOfRoom before it sends anything.
   i64 needed_tokens = 0;
   // cpu, where the host sees them
   i64 num_rows = 0;  // that hold data

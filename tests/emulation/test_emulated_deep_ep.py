@@ -52,16 +52,17 @@ def test_windows_grow_in_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranks.run(2, grows, [None] * 2) == [([512, 1024, 1024], 1)] * 2
 
 
-def combines(state: RankState, call: tuple[bool, int]) -> None:
+def combines(state: RankState, call: tuple[bool, int, int]) -> None:
     """Weights of the owner, ids that have turned -1: the sums by k, bit for bit. With a hook the caller overwrites its
-    weights before it calls that. `call`: whether there is a hook, and how many tokens rank 1 has."""
-    has_hook, of_one = call
+    weights before it calls that. `call`: whether there is a hook, how many tokens rank 1 has, and the bound."""
+    has_hook, of_one, most = call
     buffer = deep_ep.Buffer(state.comm, low_latency_mode=True)
     for turn in range(3):
         x, ids, weights = inputs(of_one if state.rank else 9 + turn, 10 * turn + state.rank)
         rows, _, handle, _, hook = buffer.low_latency_dispatch(
-            x, ids, 12, EXPERTS, use_fp8=False, return_recv_hook=has_hook
+            x, ids, most, EXPERTS, use_fp8=False, return_recv_hook=has_hook
         )
+        assert handle.dispatched.handle.is_small or not has_hook
         if hook is not None:
             hook()
         ids[::3, 0] = -1
@@ -81,4 +82,9 @@ def combines(state: RankState, call: tuple[bool, int]) -> None:
 @pytest.mark.parametrize("has_hook", [False, True])
 def test_low_latency_weights_are_the_owners(monkeypatch: pytest.MonkeyPatch, has_hook: bool, of_one: int) -> None:
     """In one go, and in halves; a rank without tokens."""
-    EmulatedRanks(monkeypatch).run(2, combines, [(has_hook, of_one)] * 2)
+    EmulatedRanks(monkeypatch).run(2, combines, [(has_hook, of_one, 12)] * 2)
+
+
+def test_more_tokens_than_small_batches_have_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both calls are in halves."""
+    EmulatedRanks(monkeypatch).run(2, combines, [(True, 600, 600)] * 2)

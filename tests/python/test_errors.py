@@ -101,6 +101,7 @@ def test_unknown_native_code_is_internal() -> None:
         ({"num_windows": 1 << 40}, r"num_windows is 1099511627776; allowed: 1 to 1024"),
         ({"sum_domain": 0}, r"sum_domain is 0; allowed: None, or 1 to the number of ranks"),
         ({"sum_domain": True}, r"sum_domain is True; allowed: None, or 1 to the number of ranks"),
+        ({"small_tokens": 0}, r"small_tokens is 0; allowed: None, or 1 to 16777215"),
         ({"node_ranks": 0}, r"node_ranks is 0; allowed: None, or 1 to the number of ranks"),
         ({"node_ranks": 2}, r"node_ranks is 2; allowed: None, or 1 to the number of ranks, 1"),
         ({"sum_domain": 2}, r"sum_domain is 2; allowed: None, or 1 to the number of ranks, 1"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import weft
-from weft.limits import MAX_SMALL_TOKENS, default_heap_bytes, memory, small_tokens
+from weft.limits import MAX_SMALL_TOKENS, default_heap_bytes, memory, most_small_tokens
 
 SHAPE: dict[str, Any] = {
     "num_ranks": 4, "num_experts": 8, "top_k": 3, "hidden": 64, "max_tokens_per_rank": 10, "dtype": "float32"
@@ -51,7 +51,11 @@ def test_heap_without_a_size() -> None:
 
 def test_small_tokens() -> None:
     given = (0, 1, MAX_SMALL_TOKENS, MAX_SMALL_TOKENS + 1)
-    assert [small_tokens(each) for each in given] == [1, 1, MAX_SMALL_TOKENS, MAX_SMALL_TOKENS]
+    assert [most_small_tokens(each) for each in given] == [1, 1, MAX_SMALL_TOKENS, MAX_SMALL_TOKENS]
+    assert [most_small_tokens(1000, asked) for asked in (1, 900, 2000)] == [1, 900, 1000]
+    shape = {**SHAPE, "max_tokens_per_rank": 2000, "engine": "nvlink"}
+    staging = [memory(**shape, small_tokens=asked)["staging_bytes"] for asked in (None, MAX_SMALL_TOKENS, 1024)]
+    assert staging[0] == staging[1] < staging[2]
 
 
 @pytest.mark.parametrize(
@@ -68,6 +72,8 @@ def test_small_tokens() -> None:
         ({"engine": "nvlink", "num_ranks": 16}, {"engine": "nvlink", "num_ranks": 17, "num_experts": 17}),
         ({"mode": "latency", "max_tokens": 512}, {"mode": "latency", "max_tokens": 513}),
         ({"staged": True, "capacity": 4}, {"staged": True, "async_op": True}),
+        ({"staged": True, "max_tokens": 900, "small_tokens": 900}, {"staged": True, "max_tokens": 900}),
+        ({"small_tokens": 1}, {"small_tokens": 0}),
         ({"layout": "masked", "capacity": 0}, {"layout": "masked", "capacity": None}),
         ({"layout": "expert_major", "alignment": 8}, {"layout": "rank_major", "alignment": 8}),
     ],

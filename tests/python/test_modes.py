@@ -116,6 +116,22 @@ def test_windows_share_the_sms(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch, work, 2, mutant=IDLE)
 
 
+def test_staged_calls_of_many_tokens() -> None:
+    """As many as the object was made for; nobody else has room for them."""
+
+    def work(comm: weft.Communicator) -> None:
+        with make(comm, small_tokens=600) as ep:
+            x, ids = rows(520 if comm.rank == 0 else 3)
+            r = ep.dispatch(x, ids, layout="masked", capacity=600, staged=True).wait()
+            y = ep.combine(r.x, r.handle, staged=True).wait()
+            assert torch.equal(y, (2 * x.float()).bfloat16())
+            assert r.handle.is_small
+        with make(comm, small_tokens=599) as ep, pytest.raises(weft.InvalidArgument, match=r"are 0 to 599"):
+            ep.dispatch(*rows(), capacity=600, staged=True)
+
+    weft.spawn(work, 2, device="cpu", isolation="thread")
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

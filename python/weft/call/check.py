@@ -242,7 +242,7 @@ def _combine_call(ep: Shape, form: str, of: Any, options: CombineOptions) -> Cal
     if options.order != "rank":
         _check_order(ep, of, options)
         if options.order == "pick" and options.mode == "auto" and not (options.staged or of.is_small):
-            has_slots = has_pick_slots(ep.num_ranks, ep.top_k, ep.max_tokens_per_rank, of.max_tokens)
+            has_slots = has_pick_slots(ep.num_ranks, ep.top_k, ep.small_tokens, of.max_tokens)
             options = options if has_slots else replace(options, mode="throughput")
     call = _call_of_handle(ep, of, "combine", form, options)
     return replace(call, wire=WIRE_CODES[wire], order=ORDERS.index(options.order))

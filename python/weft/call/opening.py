@@ -16,7 +16,7 @@ from weft.communicator import Communicator
 from weft.engine import device_name
 from weft.kernels import tables
 from weft.kernels.tuning import DEFAULT_NUM_SMS, most_num_sms
-from weft.limits import default_heap_bytes, landing_row_bytes, max_row_bytes, small_tokens
+from weft.limits import default_heap_bytes, landing_row_bytes, max_row_bytes, most_small_tokens
 from weft.log import logger
 
 __all__ = ["opened"]
@@ -31,6 +31,7 @@ def opened(comm: Communicator, dtype: torch.dtype, arguments: dict[str, Any]) ->
     num_experts, top_k, hidden = (arguments[name] for name in ("num_experts", "top_k", "hidden"))
     max_tokens, num_windows = arguments["max_tokens_per_rank"], arguments["num_windows"]
     num_sms, deadline_s, heap = (arguments[name] for name in ("num_sms", "deadline_s", "heap_bytes"))
+    small_tokens = most_small_tokens(max_tokens, arguments["small_tokens"])
     node_ranks = arguments["node_ranks"] or 0
     if node_ranks >= comm.num_ranks:
         node_ranks = 0  # one node
@@ -45,7 +46,7 @@ def opened(comm: Communicator, dtype: torch.dtype, arguments: dict[str, Any]) ->
             heap,
             idx,
             landing_row_bytes(hidden, dtype) if comm.engine == "nvlink" else 0,
-            small_tokens(max_tokens) if comm.engine == "nvlink" else 0,
+            small_tokens if comm.engine == "nvlink" else 0,
             arguments["max_heap_bytes"] or 0,
             node_ranks,
         )
@@ -71,7 +72,7 @@ def opened(comm: Communicator, dtype: torch.dtype, arguments: dict[str, Any]) ->
             comm, comm.engine, comm.device, dtype, comm.num_ranks, num_experts, experts.num_ids, top_k, hidden,
             max_tokens, num_windows, deadline_s, min(DEFAULT_NUM_SMS, most_sms) if num_sms is None else num_sms,
             num_sms is not None, most_sms,
-            small_tokens(max_tokens), tables.from_json(table), calls,
+            small_tokens, tables.from_json(table), calls,
         )  # fmt: skip
 
 

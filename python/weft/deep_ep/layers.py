@@ -90,6 +90,7 @@ class Layers:
             num_experts=shape.num_experts, top_k=shape.top_k, hidden=shape.hidden, dtype=shape.dtype,
             max_tokens_per_rank=max_tokens, deadline_s=self.deadline_s, heap_bytes=max(self._heap_bytes, heap_bytes),
             num_windows=2 if shape.kind == "low_latency" else 1, node_ranks=self.nodes.node_ranks,
+            small_tokens=max(1, max_tokens) if shape.kind == "low_latency" else None,
         )  # fmt: skip
         return self._kept(shape, made)
 

@@ -19,7 +19,7 @@ from weft.deep_ep.utils.event import EventOverlap
 from weft.deep_ep.utils.math import as_bytes
 from weft.deep_ep.waits import counting_waits, row_of_waits
 from weft.errors import InvalidArgument, InvalidState
-from weft.limits import MAX_SMALL_TOKENS, QUANTIZE_GROUP, adds_by_pick
+from weft.limits import QUANTIZE_GROUP, adds_by_pick
 from weft.limits import memory as memory_of
 from weft.log import logger
 
@@ -94,6 +94,7 @@ class LowLatency(BufferBase):
         shape: dict[str, Any] = {
             "num_ranks": num_ranks, "num_experts": -(-num_experts // num_ranks) * num_ranks, "top_k": _GUESSED_TOPK,
             "hidden": -(-hidden // 8) * 8, "max_tokens_per_rank": num_max_dispatch_tokens_per_rank, "num_windows": 2,
+            "small_tokens": max(1, num_max_dispatch_tokens_per_rank),
         }  # fmt: skip
         engine = "nvlink" if torch.cuda.is_available() else "cpu"
         return memory_of(**shape, heap_bytes=_rows_bytes(shape), engine=engine)["windows_bytes"]
@@ -162,7 +163,6 @@ class LowLatency(BufferBase):
         if self._masks is not None:
             self._masks.boundary(lambda: self._layers.catch_up(wait_s=self._layers.deadline_s))
         ep = self._of_low_latency(topk_idx, form.hidden, max_tokens, num_slots)
-        is_staged = return_recv_hook and max_tokens <= MAX_SMALL_TOKENS
         quantize = None if not use_fp8 else "fp8_ue8m0" if round_scale else "fp8"
         late: list[Callable[[], object]] = []
 
@@ -172,7 +172,7 @@ class LowLatency(BufferBase):
                 r = ep.dispatch(
                     form.data, topk_idx, topk_weights, layout="masked", capacity=num_sources * max_tokens,
                     max_tokens=max_tokens, quantize=quantize, scale_layout="column_major" if use_fp8 else "row_major",
-                    staged=is_staged, window=self._next_window,
+                    staged=return_recv_hook, window=self._next_window,
                 )  # fmt: skip
             self._next_window = 1 - self._next_window  # a refused call has sent nothing: the next takes its window
             if self._masks is not None:

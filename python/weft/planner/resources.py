@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.limits import MAX_GPU_RANKS, gpu_window_bytes, landing_row_bytes, small_tokens
+from weft.limits import MAX_GPU_RANKS, gpu_window_bytes, landing_row_bytes, most_small_tokens
 from weft.memory import Part, Shape, parts
 from weft.planner.machines import Machine
 from weft.planner.model import Load
@@ -81,7 +81,7 @@ def memory_of(load: Load, network: Network | None, *, hidden: int, top_k: int, b
             ranks=size, tokens=load.num_tokens, hidden=hidden, experts=load.num_experts, top_k=top_k, engine="nvlink"
         )
         return parts(shape)
-    small = small_tokens(load.num_tokens)
+    small = most_small_tokens(load.num_tokens)
     row = landing_row_bytes(hidden, "bfloat16")
     words, _ = gpu_window_bytes(size, load.num_experts, top_k, load.num_tokens, row, small)
     slots = 2 * size * small * row
