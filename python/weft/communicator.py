@@ -124,10 +124,12 @@ class Communicator(Changes):
         return not self._closed and self._native.broken()
 
     def raise_if_broken(self) -> None:
-        """Raise the `PeerLost`, `PeerTimeout` or `Aborted` that broke it, or `InvalidState` if closed. Local, never
-        waits."""
+        """Raise the `PeerLost`, `PeerTimeout`, `Aborted` or `Evicted` that broke it, or `InvalidState` if closed or
+        forked. Local, never waits."""
         if self._closed:
             raise InvalidState("the communicator is closed; make a new one")
+        if self._pid != Process.pid:
+            raise InvalidState(f"this is a forked child (pid {os.getpid()}); make a communicator in it")
         self._native.raise_if_broken()
 
     @property
@@ -308,8 +310,13 @@ class Communicator(Changes):
     # ---- for ExpertParallel
 
     def meet(self, deadline_s: float) -> None:
-        """Wait on the host until every active rank is here. Collective."""
-        self._native.meet(deadline_s)
+        """Wait on the host until every active rank is here. Collective.
+
+        Raises:
+            InvalidState: closed, forked or busy. PeerTimeout, PeerLost: a rank did not come.
+        """
+        with self.alone("meet"):
+            self._native.meet(deadline_s)
 
 
 def _why_left(error: BaseException) -> str:

@@ -311,11 +311,13 @@ class ExpertParallel(Elastic):
 
         Raises:
             InvalidState: closed, busy in another thread, forked, or the result of another object or epoch.
+            Evicted: the others have gone on without this rank.
         """
         check.check_dispatched(dispatched)
         self.calls.raise_if_closed("empty_output")
         handle = dispatched.handle
         with self.comm.alone("empty_output"):
+            self.comm._native.raise_if_evicted()
             self.calls.check_tie("empty_output", handle.tie)
             return self.calls.empty(handle.window, (*handle.rows_shape, self.hidden), self.dtype)
 

@@ -18,6 +18,7 @@
 #include "bindings/gil.h"
 #include "bindings/jit.h"
 #include "bindings/nvlink.h"
+#include "bootstrap/build.h"
 #include "bootstrap/control_plane.h"
 #include "engine/communicator.h"
 #include "engine/cpu/plan.h"
@@ -225,6 +226,7 @@ void bind_communicator(nb::module_& m) {
       .def("check_one_machine", &Communicator::check_one_machine, "what"_a)
       .def("broken", &Communicator::is_broken)
       .def("raise_if_broken", &Communicator::raise_if_broken)
+      .def("raise_if_evicted", &Communicator::raise_if_evicted)
       .def(
           "meet", [](Communicator& comm, double timeout_s) { comm.meet(deadline_after_s(timeout_s), signal_poll()); },
           "timeout_s"_a, nb::call_guard<ReleasedGil>())
@@ -316,6 +318,7 @@ NB_MODULE(_native, m) {
     nb::dict info;
     info["compiler"] = __VERSION__;
     info["cplusplus"] = static_cast<i64>(__cplusplus);
+    info["sources"] = sources_text(this_build());
     return info;
   });
   m.def("keep_other_threads_out", &keep_other_threads_out);

@@ -55,8 +55,18 @@ bool read_number(std::string_view text, uint64_t& number) {
   return problem == std::errc{} && end == text.data() + text.size();
 }
 
-std::string version_text(const std::array<char, 32>& version) {
-  return one_line({version.data(), strnlen(version.data(), version.size())}, version.size());
+// Weft's version says more to a user, so it comes first.
+void check_build(const Build& theirs) {
+  const Build ours = this_build();
+  if (theirs == ours) return;
+  const bool is_other_version = theirs.version != ours.version;
+  const std::string theirs_text = is_other_version ? version_text(theirs) : sources_text(theirs);
+  const std::string ours_text = is_other_version ? version_text(ours) : sources_text(ours);
+  throw_unsupported(is_other_version
+                        ? "the newcomer is Weft " + theirs_text + ", the group Weft " + ours_text +
+                              "; all ranks need the same Weft"
+                        : "the newcomer's Weft was built from sources with the SHA-256 " + theirs_text +
+                              ", the group's from " + ours_text + "; all ranks need the same kernels and layouts");
 }
 
 }  // namespace
@@ -92,13 +102,6 @@ JoinAddress JoinAddress::parse(std::string_view text) {
   return address;
 }
 
-std::array<char, 32> library_version() noexcept {
-  std::array<char, 32> version{};
-  constexpr std::string_view kVersion = WEFT_VERSION;
-  std::copy_n(kVersion.begin(), std::min(kVersion.size(), version.size() - 1), version.begin());
-  return version;
-}
-
 bool is_join_request(const PacketHeader& header, std::span<const std::byte> payload) noexcept {
   uint32_t magic = 0;
   if (header.type != PacketType::kHello || payload.size() < sizeof(magic)) return false;
@@ -109,7 +112,7 @@ bool is_join_request(const PacketHeader& header, std::span<const std::byte> payl
 JoinRequest read_join_request(std::span<const std::byte> payload) {
   JoinRequest request;
   std::memcpy(static_cast<void*>(&request), payload.data(), std::min(payload.size(), sizeof(request)));
-  if (payload.size() < offsetof(JoinRequest, slot) || request.version != kJoinVersion) {
+  if (payload.size() >= offsetof(JoinRequest, slot) && request.version != kJoinVersion) {
     throw_unsupported("the newcomer speaks version " + std::to_string(request.version) +
                       " of joining, the group version " + std::to_string(kJoinVersion) +
                       "; all ranks need the same Weft");
@@ -118,9 +121,11 @@ JoinRequest read_join_request(std::span<const std::byte> payload) {
     throw_invalid_argument("a request to join of " + std::to_string(payload.size()) + " bytes; one has " +
                            std::to_string(sizeof(request)));
   }
-  if (request.library != library_version()) {
-    throw_unsupported("the newcomer is Weft " + version_text(request.library) + ", the group Weft " +
-                      version_text(library_version()) + "; all ranks need the same Weft");
+  check_build(request.build);
+  if (request.endpoint.version != kEndpointVersion) {
+    throw_unsupported("the endpoint of the newcomer is of version " + std::to_string(request.endpoint.version) +
+                      ", those of the group of version " + std::to_string(kEndpointVersion) +
+                      "; all ranks need the same Weft");
   }
   parse_endpoint(std::as_bytes(std::span<const Endpoint, 1>(&request.endpoint, 1)), "the endpoint of the newcomer");
   return request;

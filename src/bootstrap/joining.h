@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "bootstrap/build.h"
 #include "bootstrap/greeting.h"
 #include "bootstrap/membership.h"
 #include "weft/config/base.h"
@@ -20,7 +21,7 @@ namespace weft {
 
 inline constexpr uint32_t kJoinMagic = 0x4e4a4657;     // "WFJN"
 inline constexpr uint32_t kWelcomeMagic = 0x43574657;  // "WFWC"
-inline constexpr uint16_t kJoinVersion = 1;
+inline constexpr uint16_t kJoinVersion = 2;
 
 // Where an open group's doors are. It holds no secret.
 struct JoinAddress {
@@ -42,7 +43,7 @@ struct JoinRequest {
   uint16_t bytes = sizeof(JoinRequest);
   int32_t slot = -1;  // that is wanted; -1: any
   uint32_t reserved = 0;
-  std::array<char, 32> library{};  // Weft's version
+  Build build{};
   GroupId group{};
   Endpoint endpoint{};  // its key left out
 };
@@ -59,8 +60,6 @@ struct JoinWelcome {
   std::array<uint64_t, kMaxRanks> incarnations{};  // of the members, by slot
 };
 static_assert(std::is_trivially_copyable_v<JoinRequest> && std::is_trivially_copyable_v<JoinWelcome>);
-
-std::array<char, 32> library_version() noexcept;
 
 bool is_join_request(const PacketHeader& header, std::span<const std::byte> payload) noexcept;
 // Error kUnsupported naming both versions, kInvalidArgument if it makes no sense.

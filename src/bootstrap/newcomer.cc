@@ -38,13 +38,18 @@ OwnedFd call_door(std::string_view name, uint64_t deadline_ns, const ControlPlan
   return socket;
 }
 
+[[noreturn]] void throw_bad(const PacketReader& reader, const std::string& who) {
+  if (reader.is_other_version) throw_unsupported(who + reader.problem + "; all ranks need the same Weft");
+  throw_invalid_argument(who + reader.problem);
+}
+
 // False: the other end is gone.
 bool await_packet(int socket, PacketReader& reader, uint64_t deadline_ns, const ControlPlane::Poll& poll) {
   for (;;) {  // check: allow spin-loop: sleeps in poll() and ends at the deadline
     switch (reader.receive(socket)) {
       case ReceiveResult::kPacket: return true;
       case ReceiveResult::kNothing: break;
-      case ReceiveResult::kBad: throw_invalid_argument("the address: who answers there sent " + reader.problem);
+      case ReceiveResult::kBad: throw_bad(reader, "the address: who answers there sent ");
       case ReceiveResult::kEnd:
       case ReceiveResult::kUnreachable: return false;
     }
@@ -54,6 +59,52 @@ bool await_packet(int socket, PacketReader& reader, uint64_t deadline_ns, const 
     pollfd waited{socket, POLLIN, 0};
     ::poll(&waited, 1, kSliceMs);
   }
+}
+
+struct Asked {
+  std::optional<Sponsored> sponsored;
+  std::optional<Error> denial;  // that rank is no member any more; another one may be
+  bool is_cut_off = false;      // unread: a door had no room, or its rank has ended
+};
+
+// All doors, until one answers.
+Asked ask_doors(const JoinAddress& address, const JoinRequest& request, uint64_t deadline_ns,
+                const ControlPlane::Poll& poll) {
+  Asked asked;
+  PacketReader reader;
+  for (const std::string& door : address.doors) {
+    OwnedFd socket = call_door(door, deadline_ns, poll);
+    if (!socket.valid()) continue;
+    WEFT_FAIL_POINT("join.called");
+    send_small(socket.get(), PacketType::kHello, payload_of(request));
+    WEFT_FAIL_POINT("join.asked");
+    const bool is_last = &door == &address.doors.back();
+    try {
+      const u64 until_ns = is_last ? deadline_ns : std::min(deadline_ns, now_ns() + kDoorNs);
+      if (!await_packet(socket.get(), reader, until_ns, poll)) {
+        asked.is_cut_off = true;
+        continue;
+      }
+    } catch (const Error& error) {
+      if (is_last || error.code != ErrorCode::kPeerTimeout) throw;
+      continue;  // a stopped rank, maybe
+    }
+    if (reader.header.type == PacketType::kRefusal) {
+      Error found = read_denial(reader.payload);
+      if (found.code != ErrorCode::kEvicted) throw std::move(found);
+      asked.denial = std::move(found);
+      continue;
+    }
+    const JoinWelcome welcome = read_welcome(reader.header, reader.payload);
+    if (reader.has_lost_fds) throw_system_error("receiving the group's page", EMFILE);
+    if (reader.fds.size() != 1) throw_invalid_argument("the address: who answers there sent no page");
+    std::shared_ptr<GroupPage> page = GroupPage::attach(std::move(reader.fds.front()), welcome.num_slots);
+    if (page->group() != address.group) throw_invalid_argument("address: another group lives there by now");
+    WEFT_FAIL_POINT("join.welcomed");
+    asked.sponsored = Sponsored{welcome, std::move(page)};
+    return asked;
+  }
+  return asked;
 }
 
 }  // namespace
@@ -70,42 +121,23 @@ Sponsored find_sponsor(const JoinAddress& address, int wanted_slot, const Endpoi
   }
   JoinRequest request;
   request.slot = wanted_slot;
-  request.library = library_version();
+  request.build = this_build();
   request.group = address.group;
   request.endpoint = own;
   request.endpoint.key = {};
-  PacketReader reader;
-  std::optional<Error> denial;
-  for (const std::string& door : address.doors) {
-    OwnedFd socket = call_door(door, deadline_ns, poll);
-    if (!socket.valid()) continue;
-    WEFT_FAIL_POINT("join.called");
-    send_small(socket.get(), PacketType::kHello, payload_of(request));
-    WEFT_FAIL_POINT("join.asked");
-    const bool is_last = &door == &address.doors.back();
-    try {
-      const u64 until_ns = is_last ? deadline_ns : std::min(deadline_ns, now_ns() + kDoorNs);
-      if (!await_packet(socket.get(), reader, until_ns, poll)) continue;
-    } catch (const Error& error) {
-      if (is_last || error.code != ErrorCode::kPeerTimeout) throw;
-      continue;  // a stopped rank, maybe
+  for (;;) {  // check: allow spin-loop: sleeps in poll() and ends at the deadline
+    Asked asked = ask_doors(address, request, deadline_ns, poll);
+    if (asked.sponsored) return std::move(*asked.sponsored);
+    if (!asked.is_cut_off) {
+      if (asked.denial) throw Error(*asked.denial);
+      throw_peer_lost("join", {}, "nobody answers at the address: its ranks have ended, or have left the group");
     }
-    if (reader.header.type == PacketType::kRefusal) {
-      Error found = read_denial(reader.payload);
-      if (found.code != ErrorCode::kEvicted) throw std::move(found);
-      denial = std::move(found);  // that rank is no member any more; another one may be
-      continue;
+    if (now_ns() >= deadline_ns) {
+      throw_peer_timeout("join", 0, {}, "the doors of the group had no room for another caller by the deadline");
     }
-    const JoinWelcome welcome = read_welcome(reader.header, reader.payload);
-    if (reader.has_lost_fds) throw_system_error("receiving the group's page", EMFILE);
-    if (reader.fds.size() != 1) throw_invalid_argument("the address: who answers there sent no page");
-    std::shared_ptr<GroupPage> page = GroupPage::attach(std::move(reader.fds.front()), welcome.num_slots);
-    if (page->group() != address.group) throw_invalid_argument("address: another group lives there by now");
-    WEFT_FAIL_POINT("join.welcomed");
-    return {welcome, std::move(page)};
+    if (poll) poll();
+    ::poll(nullptr, 0, kSliceMs);
   }
-  if (denial) throw Error(*denial);
-  throw_peer_lost("join", {}, "nobody answers at the address: its ranks have ended, or have left the group");
 }
 
 namespace {

@@ -90,6 +90,9 @@ bool Reception::hear(Visitor& caller) {
   if (!caller.hello) {
     const ReceiveResult result = reader_.receive(caller.socket.get());
     if (result == ReceiveResult::kNothing) return !is_late;
+    if (result == ReceiveResult::kBad && reader_.is_other_version) {  // its own reader tells it the same
+      throw_unsupported("the newcomer sent " + reader_.problem + "; all ranks need the same Weft");
+    }
     if (result != ReceiveResult::kPacket) return false;
     if (is_join_request(reader_.header, reader_.payload)) {
       sponsor(caller);

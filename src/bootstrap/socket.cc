@@ -115,7 +115,7 @@ ReceiveResult PacketReader::receive(int socket) {
 
 void PacketReader::clear() noexcept {
   fds.clear();
-  has_lost_fds = false;
+  has_lost_fds = is_other_version = false;
   problem.clear();
 }
 
@@ -134,6 +134,7 @@ bool PacketReader::check_header(std::span<const std::byte> bytes) {
   std::memcpy(&header, bytes.data(), sizeof(PacketHeader));
   if (header.magic != kPacketMagic) return refuse("a packet with a wrong magic number");
   if (header.version != kPacketVersion) {
+    is_other_version = true;
     return refuse("a packet of version " + std::to_string(header.version) + "; this Weft speaks version " +
                   std::to_string(kPacketVersion));
   }

@@ -86,6 +86,7 @@ class PacketReader {
   std::vector<OwnedFd> fds;
   bool has_lost_fds = false;
   std::string problem;
+  bool is_other_version = false;  // kBad: the sender is another Weft
 
  private:
   bool well_formed(size_t num_bytes, int flags);

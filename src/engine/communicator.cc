@@ -158,6 +158,12 @@ void Communicator::raise_if_unusable() {
   if (first.code != AbortCode::kNone) throw error_of(first);
 }
 
+void Communicator::raise_if_evicted() {
+  look();
+  const AbortReason first = reason();
+  if (first.code == AbortCode::kEvicted) throw error_of(first);
+}
+
 Error Communicator::error_of(const AbortReason& reason) const {
   const std::string op = op_name(reason.op_kind);
   const std::string me = "rank " + std::to_string(rank_) + ": ";
@@ -313,7 +319,10 @@ void Communicator::give_up(AbortReason reason) {
   {
     const std::lock_guard lock(mutex_);
     for (MemberWindow* window : windows_) window->record_error(reason_);
+    if (reason_.code != AbortCode::kNone) reason = reason_;  // an earlier one stays: the others hear no other
   }
+  set_origin(reason, origin());
+  reason.is_ours = 0;
   if (reason.code != AbortCode::kEvicted && !is_outside()) plane_->publish_abort(reason);
 }
 

@@ -157,6 +157,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool is_closed() const;
   void raise_if_broken();    // not if a peer has merely closed
   void raise_if_unusable();  // kInvalidState if closed; the error it broke with if broken; kEvicted
+  void raise_if_evicted();   // of what serves a broken communicator, too
 
   // The calls below are for windows.
 

@@ -220,6 +220,7 @@ void Communicator::refresh_windows(u64 deadline_ns, const Poll& poll) {
 
 void Communicator::ready(u64 deadline_ns, const Poll& poll) {
   Elastic& e = elastic("ready");
+  raise_if_evicted();
   if (!e.is_solo) throw_invalid_state("ready: this rank is a member of the group already");
   try {
     prepare(deadline_ns, [&] {

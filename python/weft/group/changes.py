@@ -116,7 +116,7 @@ class Changes(Joining):
                 `placement`.
             InvalidState: this process is a rank of the group already.
             Unsupported: the group is on another machine, in another pid or network namespace, of another user, version
-                of Weft or engine.
+                of Weft or engine, or its Weft was built from other sources; both values are named.
             CapacityExceeded: no slot is free.
             PeerLost: nobody answers at the address. PeerTimeout: a rank did not within `timeout_s`.
         """

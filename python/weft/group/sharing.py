@@ -80,7 +80,7 @@ class Sharing(Windows):
 
         Raises:
             InvalidArgument: `name` is no str of 1 to 200 bytes, or `tensor` no dense tensor.
-            InvalidState: closed, or forked.
+            InvalidState: closed, or forked. Evicted: the others have gone on without this rank.
             Unsupported: the tensor is on a GPU.
             CapacityExceeded: no memory, or no descriptors.
         """
@@ -118,7 +118,7 @@ class Sharing(Windows):
         Raises:
             InvalidArgument: nothing of that name is shared there (the text names what is), `rank` is no active rank, or
                 shape or dtype of `out` are others; `out` is as it was.
-            InvalidState: closed, or forked.
+            InvalidState: closed, or forked. Evicted: the others have gone on without this rank.
             Unsupported: `rank` is on another machine, or `out` on a GPU.
             PeerLost: `rank` has died or closed. What it broke of other calls, they raise themselves.
             PeerTimeout: `rank` did not answer; the communicator is as it was.
@@ -213,6 +213,7 @@ class Sharing(Windows):
             raise InvalidState(f"{what}: the communicator is closed; make a new one")
         if self._pid != Process.pid:
             raise InvalidState(f"{what}: this is a forked child (pid {os.getpid()}); make a communicator in it")
+        self._native.raise_if_evicted()
 
     def _stop_sharing(self) -> None:
         with self._shelf_lock:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Process", "Turns", "first_line", "positive_seconds"]
 
-_ASLEEP_CALLS = ("gather", "rebuild", "recover", "wake")
+_ASLEEP_CALLS = ("gather", "meet", "rebuild", "recover", "wake")
 _LOCAL_CALLS = ("check", "empty_output")  # nobody waits for them
 _EXIT_GRACE_S = 10.0  # when the process ends, for threads that are in a call and neither wait nor return
 _BETWEEN_CALLS_S = 0.05  # then, for threads that make one call after the other to come to the next one

@@ -58,7 +58,7 @@ class Lobby final : public OpenGroup {
   std::optional<JoinWelcome> ask(const Endpoint& endpoint, int slot = -1) {
     JoinRequest request;
     request.slot = slot;
-    request.library = library_version();
+    request.build = build;
     request.group = page_->group();
     request.endpoint = endpoint;
     request.endpoint.key = {};
@@ -81,11 +81,11 @@ class Lobby final : public OpenGroup {
     return call;
   }
   // As a newcomer in slot 1 says it.
-  void say_hello(int call, const Listener& newcomer, int slot = 1) {
+  void say_hello(int call, const Listener& newcomer, const GroupSecret& secret = {}) {
     std::vector<Endpoint> endpoints(kSlots);
-    endpoints[static_cast<size_t>(slot)] = newcomer.endpoint();
+    endpoints[1] = newcomer.endpoint();
     endpoints[0] = endpoint();
-    const Hello hello = make_hello(slot, 0, endpoints, secret_);
+    const Hello hello = make_hello(1, 0, endpoints, secret);
     std::vector<OwnedFd> fds;
     fds.push_back(OwnedFd::duplicate(life_.fd()));
     PacketHeader header = small_header(PacketType::kHello, sizeof(hello));
@@ -94,6 +94,7 @@ class Lobby final : public OpenGroup {
   }
   const GroupId& id() const { return page_->group(); }
 
+  Build build = this_build();  // of who asks
   bool has_room = true, admit_fails = false;
   std::function<void()> before_answer;
   uint64_t caller_ns = Reception::Host{}.caller_ns;
@@ -163,12 +164,98 @@ TEST(a_claim_is_over_when_its_door_is_closed) {
   CHECK_EQ(lobby.slots().claimed(1), incarnation_of(second.endpoint()));
 }
 
+// The first difference is told, with both values, and no slot is lost.
+TEST(a_newcomer_that_differs_is_told_in_what) {
+  Lobby lobby;
+  const Listener newcomer;
+  const Build ours = this_build();
+  const auto check_refused = [&](const std::string& theirs_text, const std::string& ours_text) {
+    CHECK(!lobby.ask(newcomer.endpoint()));
+    CHECK_EQ(lobby.refusal.code, ErrorCode::kUnsupported);
+    for (const std::string& each : {theirs_text, ours_text}) {
+      if (lobby.refusal.text.find(each) == std::string::npos) {
+        report_failure(__FILE__, __LINE__, each + " expected, got " + lobby.refusal.text);
+      }
+    }
+    CHECK_EQ(lobby.slots().claimed(1), uint64_t{0});
+  };
+  ++lobby.build.sources[31];
+  check_refused(sources_text(lobby.build), sources_text(ours));
+  lobby.build.version = {'9', '.', '8', '\n'};
+  check_refused("is Weft 9.8", "the group Weft " + version_text(ours));
+  lobby.build.version.fill('x');  // without an end
+  check_refused("is Weft " + std::string(32, 'x'), "the group Weft " + version_text(ours));
+  lobby.build = ours;
+  CHECK(lobby.ask(newcomer.endpoint()));
+}
+
+// Its reader can't read an answer either, but says the same of it.
+TEST(packets_of_another_version_are_refused) {
+  Lobby lobby;
+  Reception reception(lobby, lobby.id(), 0, lobby.host());
+  const OwnedFd call = lobby.connect();
+  PacketHeader header = small_header(PacketType::kHello, 0);
+  header.version = kPacketVersion + 1;
+  CHECK(send_packet(call.get(), header, {}, {}) == SendResult::kSent);
+  reception.step();
+  PacketReader reader;
+  CHECK(reader.receive(call.get()) == ReceiveResult::kPacket);
+  const Error told = read_denial(reader.payload);
+  CHECK_EQ(told.code, ErrorCode::kUnsupported);
+  CHECK(told.text.find("version " + std::to_string(kPacketVersion + 1)) != std::string::npos);
+  CHECK(told.text.find("version " + std::to_string(kPacketVersion)) != std::string::npos);
+}
+
+// The slot is its own, but not the group, or it has not heard the secret of any sponsor.
+TEST(who_does_not_know_the_secret_is_not_connected) {
+  Lobby lobby;
+  const Listener newcomer;
+  lobby.slots().claim(1, newcomer.endpoint(), 0);
+  Reception reception(lobby, lobby.id(), 0, lobby.host());
+  for (const bool is_other_group : {false, true}) {
+    GroupSecret secret;
+    ++(is_other_group ? secret.id : secret.key)[0];
+    const OwnedFd call = lobby.connect();
+    lobby.say_hello(call.get(), newcomer, secret);
+    reception.step();
+    PacketReader reader;
+    CHECK(reader.receive(call.get()) == ReceiveResult::kPacket);
+    CHECK(reader.header.type == PacketType::kRefusal);
+    const Error told = read_denial(reader.payload);
+    CHECK_EQ(told.code, ErrorCode::kInvalidArgument);
+    CHECK(told.text.find(is_other_group ? "another group" : "the proof that it knows the group's secret") !=
+          std::string::npos);
+    CHECK(lobby.admitted.empty());
+  }
+}
+
+// It had the slot, slept, and calls when another incarnation has it.
+TEST(a_replaced_incarnation_is_evicted) {
+  Lobby lobby;
+  const Listener before, after;
+  lobby.slots().claim(1, before.endpoint(), 0);
+  lobby.slots().free(1, incarnation_of(before.endpoint()));
+  CHECK(lobby.slots().claim(1, after.endpoint(), 0));
+  Reception reception(lobby, lobby.id(), 0, lobby.host());
+  const OwnedFd call = lobby.connect();
+  lobby.say_hello(call.get(), before);
+  reception.step();
+  PacketReader reader;
+  CHECK(reader.receive(call.get()) == ReceiveResult::kPacket);
+  CHECK(reader.header.type == PacketType::kRefusal);
+  const Error told = read_denial(reader.payload);
+  CHECK_EQ(told.code, ErrorCode::kEvicted);
+  CHECK(told.text.find("slot 1 belongs to another process") != std::string::npos);
+  CHECK(lobby.admitted.empty());
+  CHECK_EQ(lobby.slots().claimed(1), incarnation_of(after.endpoint()));
+}
+
 // The welcome can't be sent: the slot is free again. Nothing else that happens at a door frees one.
 TEST(a_sponsor_frees_what_it_could_not_give) {
   Lobby lobby;
   const Listener newcomer;
   JoinRequest request;
-  request.library = library_version();
+  request.build = this_build();
   request.group = lobby.id();
   request.endpoint = newcomer.endpoint();
   request.endpoint.key = {};
@@ -275,6 +362,41 @@ TEST(a_newcomer_that_is_cut_off_unread_calls_again) {
   door.join();
   CHECK(was_cut_off);
   CHECK(connection.has_value());
+}
+
+// A group of one member whose door is full of callers that say nothing: it has room again when they are late.
+TEST(a_newcomer_finds_a_sponsor_behind_a_flood) {
+  Lobby lobby;
+  lobby.caller_ns = 200'000'000;
+  std::vector<OwnedFd> silent;
+  for (int idx = 0; idx < 64; ++idx) silent.push_back(lobby.connect());
+  Reception reception(lobby, lobby.id(), 0, lobby.host());
+  reception.step();
+  std::atomic<bool> is_done{false};
+  std::thread door([&] {
+    const uint64_t deadline_ns = deadline_after_s(kLongS);
+    while (!is_done && now_ns() < deadline_ns) {
+      reception.step();
+      usleep(1000);
+    }
+  });
+  const Listener newcomer;
+  const Endpoint& own = lobby.endpoint();
+  JoinAddress address;
+  address.boot_id = own.boot_id;
+  address.pid_namespace = own.pid_namespace;
+  address.network_namespace = own.network_namespace;
+  address.group = lobby.id();
+  address.doors = {{own.name.data(), own.name_bytes}};
+  std::optional<Sponsored> found;
+  try {
+    found = find_sponsor(address, -1, newcomer.endpoint(), deadline_after_s(kLongS), {});
+  } catch (const Error& error) {
+    report_failure(__FILE__, __LINE__, error.text);
+  }
+  is_done = true;
+  door.join();
+  CHECK(found && found->welcome.slot == 1);
 }
 
 // Else poll() would say again and again that somebody is there.

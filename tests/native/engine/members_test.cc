@@ -105,6 +105,39 @@ TEST(an_abort_that_comes_before_its_epoch_breaks_it) {
   }));
 }
 
+// Two ranks find two others late at the same time: who was second says to all what it raises itself.
+TEST(who_gives_up_tells_the_first_reason) {
+  std::atomic<int> told{-1};
+  std::atomic<bool> is_listening{false}, is_done{false};
+  with_planes(3, [&](int rank, std::unique_ptr<ControlPlane> plane) {
+    if (rank == 0) {
+      auto comm = Communicator::create(std::move(plane));
+      CHECK(comes_true([&] { return comm->is_broken(); }));
+      AbortReason own;
+      own.code = AbortCode::kPeerTimeout;
+      own.rank = 1;
+      own.peers = RankSet::of({1});
+      comm->give_up(own);
+      CHECK(comes_true([&] { return told != -1; }));
+      is_done = true;
+      comm->close();
+      return;
+    }
+    if (rank == 2) {
+      plane->set_abort_handler([&](const AbortReason& reason) {
+        if (reason.reporter == 0 && reason.code == AbortCode::kPeerTimeout) told = reason.rank;
+      });
+      is_listening = true;
+    } else {
+      CHECK(comes_true([&] { return is_listening.load(); }));
+      plane->publish_abort(late(*plane, 2, 1));
+    }
+    CHECK(comes_true([&] { return is_done.load(); }));
+    plane->set_abort_handler({});
+  });
+  CHECK_EQ(told.load(), 2);
+}
+
 TEST(an_abort_of_a_rank_that_was_left_out_breaks_nobody) {
   for (const bool says_late : {false, true}) {
     CHECK(!is_broken_after([&](int rank, ControlPlane& plane, bool is_rebuilt) {
