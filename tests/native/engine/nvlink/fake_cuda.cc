@@ -169,7 +169,7 @@ Result context_retain(Context* context, Device) {
 }
 Result context_release(Device) { return kSuccess; }
 Result context_push(Context) { return is_in_destructor ? kNotPermitted : injected("cuCtxPushCurrent"); }
-Result context_pop(Context*) { return kSuccess; }
+Result context_pop(Context* context) { return context_retain(context, 0); }  // there is one
 Result context_synchronize() {
   if (const Result result = injected("cuCtxSynchronize"); result != kSuccess) return result;
   State& s = state();
