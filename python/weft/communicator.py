@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from weft.call.window import Window, WindowSpec, released_on_error
 from weft.errors import InvalidArgument, InvalidState, rank_list
-from weft.group.changes import Changes, spare_ranks
+from weft.group.changes import Changes
 from weft.group.joining import positive_seconds
 from weft.group.turns import Process, first_line
+from weft.group.wishes import spare_ranks
 from weft.machine.placement import local
 from weft.machine.placement.model import Placement
 from weft.membership import Change, Membership
@@ -180,10 +181,11 @@ class Communicator(Changes):
             wanted = _rebuild_ranks(ranks, self._active, self._rank)
             seconds = positive_seconds("deadline_s", deadline_s)
         with self.telling_peers(), self.alone("rebuild"):
-            before, epoch = self._active, self._native.epoch
+            before = self._active
+            self._say_maps()
             self._native.rebuild(wanted, seconds)
             self._begin_epoch()
-            self._recover_maps(epoch)
+            self._follow_maps()
         self._tell(self._recovered(before, {rank for rank, _, _ in self._native.detections()}))
 
     def recover(
@@ -226,10 +228,10 @@ class Communicator(Changes):
             if type(min_ranks) is not int or min_ranks < 1:
                 raise InvalidArgument(f"min_ranks is {min_ranks!r}; allowed is an int of at least 1")
             with self.alone("recover"):
-                epoch = self._native.epoch
+                self._say_maps()
                 self._native.recover(unwanted, min_ranks, seconds, wanted)
                 self._begin_epoch()
-                self._recover_maps(epoch)
+                self._follow_maps()
                 gone = {rank for rank, _, _ in self._native.detections()}
         change = self._recovered(before, gone)
         self._tell(change)

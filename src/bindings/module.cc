@@ -153,7 +153,17 @@ void bind_changes(nb::class_<Communicator>& communicator) {
       .def_prop_ro("is_solo", &Communicator::is_solo)
       .def("address", &Communicator::address)
       .def("boundary", &boundary, "timeout_s"_a, "stands_by"_a = false)
-      .def("map_since", &Communicator::map_since, "epoch"_a)
+      .def("map_hashes", &Communicator::map_hashes, "first"_a, "last"_a)
+      .def("set_meeting_text",
+           [](Communicator& comm, const nb::bytes& text) { comm.set_meeting_text({text.c_str(), text.size()}); })
+      .def("meeting_texts",
+           [](const Communicator& comm) {
+             nb::dict by_rank;
+             for (const auto& [rank, text] : comm.meeting_texts().by_rank) {
+               by_rank[nb::int_(rank)] = nb::bytes(text.data(), text.size());
+             }
+             return nb::make_tuple(comm.meeting_texts().epoch, by_rank);
+           })
       .def(
           "propose",
           [](Communicator& comm, std::vector<int> admit, std::vector<int> remove, std::vector<int> suspend, u64 id,

@@ -382,12 +382,13 @@ DoneChange Communicator::follow_recovery(const Poll& poll) {
   return done;
 }
 
-u64 Communicator::map_since(u32 epoch) const {
-  u64 found = 0;
-  for (u32 next = epoch + 1; next <= epoch_; ++next) {
-    const Decision decided = plane_->ledger().find(next);
+std::vector<u64> Communicator::map_hashes(u32 first, u32 last) const {
+  std::vector<u64> found;
+  for (u32 epoch = last; epoch >= first && epoch > 0; --epoch) {
+    const Decision decided = plane_->ledger().find(epoch);
+    if (decided.is_forgotten) break;
     if (decided.record && decided.record->kind == ChangeKind::kPlanned && decided.record->map_hash != 0) {
-      found = decided.record->map_hash;
+      found.push_back(decided.record->map_hash);
     }
   }
   return found;

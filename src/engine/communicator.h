@@ -94,6 +94,15 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // (another set was decided), kPeerLost (one of `ranks` is gone too: try again without it).
   void rebuild(std::vector<int> ranks, u64 deadline_ns, const Poll& poll);
 
+  // What this rank says at the meeting of a recovery, in words of the caller, and what the ranks of the last one have said that
+  // this rank has entered: all of them have the same of each other. Of the thread that recovers.
+  struct MeetingTexts {
+    u32 epoch = 0;  // 0: there was none
+    std::map<int, std::string> by_rank{};
+  };
+  void set_meeting_text(std::string text);
+  const MeetingTexts& meeting_texts() const { return meeting_texts_; }
+
   std::vector<int> evicted_ranks();   // were left out, and may still live
   std::vector<int> safe_to_delete();  // were left out, and are proven gone
 
@@ -108,8 +117,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // recovery was decided that this rank has not followed; kControlLost at the deadline.
   // A newcomer that `stands_by` says by itself that it is ready. Besides: kPeerLost, when no member is left to take a newcomer in.
   std::optional<DoneChange> boundary(u64 deadline_ns, const Poll& poll, bool stands_by = false);
-  // Of the newest planned change behind `epoch`, which a recovery may have come to in place of this rank's boundary; 0: none.
-  u64 map_since(u32 epoch) const;
+  // Hashes of the expert maps that planned changes of the epochs from `first` to `last` have begun with, the newest first.
+  std::vector<u64> map_hashes(u32 first, u32 last) const;
   // Wants a change, until `deadline_ns`; one at a time. Local. Errors: kInvalidArgument, kInvalidState.
   struct Wanted {
     std::vector<int> admit, remove;
@@ -286,6 +295,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   u64 next_window_id_ = 1;
   u32 meeting_epoch_ = 0;  // in which the meetings are counted
   u64 num_meetings_ = 0;
+  MeetingTexts meeting_texts_;
 
   std::mutex driver_mutex_;  // before the two below; of whoever drives the machine, while it waits for a store, too
   std::atomic<bool> is_told_{false};             // somebody said that an epoch was decided, and nobody has looked since
@@ -303,6 +313,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   AbortReason reason_;                   // code kNone: not broken
   std::string refusals_;                 // when it broke, of those that were late
   std::map<int, AbortReason> early_;     // of an epoch this rank has not entered yet: the latest of each reporter
+  std::string meeting_text_;
   bool closed_ = false;
   bool has_left_ = false;
   u32 attempt_ = 0;            // the epoch that this rank is about to enter; 0: none

@@ -6,6 +6,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <span>
 #include <utility>
 
 #include "engine/communicator.h"
@@ -30,28 +31,37 @@ using Failure = MembershipFailure;
 
 u64 tag_of(u32 epoch) { return kRebuildTag | u64{epoch} << kStepBits; }
 
+// What a rank says at a meeting; the ids and the text follow.
 struct Proposal {
   u64 next_window_id = 0;
-  u64 num_windows = 0;  // their ids follow
+  u64 num_windows = 0;
 };
 
-std::vector<std::byte> pack(const Proposal& proposal, const std::vector<u64>& window_ids) {
-  std::vector<std::byte> bytes(sizeof(proposal) + window_ids.size() * sizeof(u64));
+std::vector<std::byte> pack(const Proposal& proposal, const std::vector<u64>& window_ids, const std::string& text) {
+  const auto ids = std::as_bytes(std::span(window_ids));
+  const auto said = std::as_bytes(std::span(text));
+  std::vector<std::byte> bytes(sizeof(proposal));
   std::memcpy(bytes.data(), &proposal, sizeof(proposal));
-  if (!window_ids.empty())
-    std::memcpy(bytes.data() + sizeof(proposal), window_ids.data(), window_ids.size() * sizeof(u64));
+  bytes.insert(bytes.end(), ids.begin(), ids.end());
+  bytes.insert(bytes.end(), said.begin(), said.end());
   return bytes;
 }
 
 std::vector<u64> unpack(const std::vector<std::byte>& bytes, Proposal* proposal) {
   if (bytes.size() < sizeof(*proposal)) throw_internal("a malformed rebuild message");
   std::memcpy(proposal, bytes.data(), sizeof(*proposal));
-  if (proposal->num_windows != (bytes.size() - sizeof(*proposal)) / sizeof(u64)) {
+  if (proposal->num_windows > (bytes.size() - sizeof(*proposal)) / sizeof(u64)) {
     throw_internal("a malformed rebuild message");
   }
   std::vector<u64> ids(proposal->num_windows);
   if (!ids.empty()) std::memcpy(ids.data(), bytes.data() + sizeof(*proposal), ids.size() * sizeof(u64));
   return ids;
+}
+
+std::string said_in(const std::vector<std::byte>& bytes) {
+  Proposal proposal;
+  const size_t begin = sizeof(proposal) + unpack(bytes, &proposal).size() * sizeof(u64);
+  return {reinterpret_cast<const char*>(bytes.data()) + begin, bytes.size() - begin};
 }
 
 }  // namespace
@@ -170,10 +180,20 @@ void Communicator::run_recovery(const RecoverWish& wish, u64 deadline_ns, const 
   }
   if (!action) throw_internal("the membership wants nothing though a call is under way");
   WEFT_FAIL_POINT("recover.renewed");
+  MeetingTexts told{action->epoch, {}};
+  for (const int rank : action->ranks.ranks()) {
+    told.by_rank.emplace(rank, said_in(call.parcels[static_cast<size_t>(rank)].bytes));
+  }
   enter_epoch(action->ranks.ranks(), action->epoch);
+  meeting_texts_ = std::move(told);
   if (elastic_) plane_->forget_tags(kRebuildTag, kPrefixMask, tag_of(action->epoch));  // of attempts that were left
   WEFT_FAIL_POINT("recover.entered");
   if (elastic_) hold_in_recovery(false, {});  // what newcomers have mapped is not in use any more
+}
+
+void Communicator::set_meeting_text(std::string text) {
+  const std::lock_guard lock(mutex_);
+  meeting_text_ = std::move(text);
 }
 
 MembershipActions Communicator::step(const Event& event) {
@@ -341,15 +361,17 @@ Event Communicator::meet(const Action& action, Call& call) {
   plane_->forget_tags(kRebuildTag, kPrefixMask, tag);
   if (elastic_) hold_in_recovery(true, action.ranks);
   std::vector<u64> ids;
+  std::string text;
   {
     const std::lock_guard lock(mutex_);
     attempt_ = action.epoch;
+    text = meeting_text_;
     for (const MemberWindow* window : windows_) {
       if (!window->is_retired()) ids.push_back(window->id());
     }
   }
   WaitLog log(*this);
-  call.parcels = plane_->exchange(action.ranks.ranks(), tag, pack({next_window_id_, ids.size()}, ids), {},
+  call.parcels = plane_->exchange(action.ranks.ranks(), tag, pack({next_window_id_, ids.size()}, ids, text), {},
                                   call.deadline_ns, [&] { watch_meeting(action.epoch, call, log); });
   WEFT_FAIL_POINT("recover.met");
   Event event;

@@ -54,7 +54,7 @@ class Elastic(Shared):
         with turn:
             self.comm.compare("set_expert_map", {"object": self.calls.numbers, "expert_map": str(given)}, seconds)
             self.calls.install_map(given)
-            self.comm.note_map(self.calls)
+            self.comm.note_map(self.calls, is_set=True)
 
     @property
     def heap_bytes(self) -> int:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from weft import _load
 from weft.engine import Choice, look
 from weft.errors import InvalidArgument, InvalidState, PeerTimeout, Unsupported, rank_list
 from weft.group.joining import CONNECT_TIMEOUT_S, Joining, device_of, positive_seconds
 from weft.group.maps import asked_contract
+from weft.group.wishes import checked_ranks, number_of
 from weft.limits import MAX_SECONDS
 from weft.machine.placement import local
 from weft.machine.placement.model import Placement
@@ -216,9 +215,9 @@ class Changes(Joining):
         """
         seconds = positive_seconds("deadline_s", deadline_s)
         count = self._num_ranks
-        resting = _ranks("suspend", suspend, count)
-        coming = sorted({*_ranks("admit", admit, count), *_ranks("resume", resume, count)})
-        going = sorted({*_ranks("remove", remove, count), *resting})
+        resting = checked_ranks("suspend", suspend, count)
+        coming = sorted({*checked_ranks("admit", admit, count), *checked_ranks("resume", resume, count)})
+        going = sorted({*checked_ranks("remove", remove, count), *resting})
         if set(self._active) <= set(going):
             raise InvalidArgument(
                 f"a change without {rank_list(going)} leaves none of the active ranks, of whom new ones learn where "
@@ -226,7 +225,7 @@ class Changes(Joining):
             )
         if not isinstance(together, bool):
             raise InvalidArgument(f"together is {together!r}; allowed are True and False")
-        number = _number_of(id)
+        number = number_of(id)
         if id is not None and not together:  # of another rank's wish some may be in
             coming = [rank for rank in coming if rank not in self._active]
         with self.alone("propose"):
@@ -261,21 +260,23 @@ class Changes(Joining):
         longest = MAX_SECONDS if self._stands_by and not self.is_member else CHANGE_TIMEOUT_S
         seconds = longest if deadline_s is None else positive_seconds("deadline_s", deadline_s)
         with self.alone("boundary"):
+            if self._native.is_solo:
+                self._say_maps()  # a recovery may take it in
             try:
                 done = self._native.boundary(seconds, self._stands_by or self._says_ready)
-                if done is None:
-                    return None
-                self._begin_epoch()
+                if done is not None:
+                    self._begin_epoch()
             except BaseException:  # Ctrl-C may come behind the change: what was decided is done
-                if tuple(self._native.active_ranks) != self._active:
+                if self._native.epoch > self._map_epoch:
                     self._begin_epoch()
                 raise
-            epoch, number, boundary, added, removed, active, digest, waited_us, installed_us = done
-            if not self._native.is_solo and not self._has_maps_of_members:
-                self._take_maps()
-            if digest and self._mapped and self._rank in active:
-                self._begin_map(digest)
-                self._last_map = number, digest
+            if self._lags and (done is None or self._rank in done[5]):
+                self._follow_maps()
+        if done is None:
+            return None
+        epoch, number, boundary, added, removed, active, digest, waited_us, installed_us = done
+        if digest:
+            self._last_map = number, digest
         change = Change(
             epoch,
             tuple(active),
@@ -363,36 +364,6 @@ class Changes(Joining):
         self._active = tuple(self._native.active_ranks)
         self._binding.apply()  # to threads that the change has started
         self._num_compared = 0  # the native module adds the epoch to the tag: ranks count alike again
-        if self._native.is_solo:  # suspended
-            self._note_maps(False)
-
-
-def _ranks(name: str, ranks: Iterable[int], num_ranks: int) -> list[int]:
-    listed: list[Any] = list(ranks) if isinstance(ranks, Iterable) else [None]
-    if any(type(rank) is not int or not 0 <= rank < num_ranks for rank in listed):
-        raise InvalidArgument(f"{name} is {ranks!r}; allowed are ranks, 0 to {num_ranks - 1}")
-    if len(set(listed)) < len(listed):
-        raise InvalidArgument(f"{name} is {ranks!r}: {rank_list(listed)}; allowed is each rank once")
-    return sorted(listed)
-
-
-def spare_ranks(spares: str | int | Iterable[int], num_ranks: int) -> list[int] | None:
-    """None: as many as are lost."""
-    if spares == "auto":
-        return None
-    if spares == 0 and not isinstance(spares, str):
-        return []
-    if isinstance(spares, str | int):
-        raise InvalidArgument(f"spares is {spares!r}; allowed are 'auto', 0 and a list of ranks that are ready")
-    return _ranks("spares", spares, num_ranks)
-
-
-def _number_of(name: int | str | None) -> int:
-    """64 bits: ranks that name one change alike mean the same one."""
-    if name is None:
-        return secrets.randbits(63) | 1
-    if isinstance(name, str):
-        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") | 1
-    if type(name) is not int or not 0 < name < 2**64:
-        raise InvalidArgument(f"id is {name!r}; allowed are None, a str, and ints from 1 to 2**64 - 1")
-    return name
+        self._lags = not self._native.is_solo
+        if not self._lags:  # suspended: what it installs from now on is its own business
+            self._forget_maps()

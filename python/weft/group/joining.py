@@ -66,7 +66,8 @@ class Joining(Sleeping):
         if placement is not None and placement.mode != "off":
             logger.info("rank %d: %s", native.rank, self._binding.placement)
         self._listeners: list[Callable[[Change], object]] = []
-        self._note_maps(not native.is_solo)
+        self._map_epoch = 0 if native.is_solo else native.epoch
+        self._publish_contract()
         self.recorded: dict[int, weakref.ref[Any]] = {}  # by weft.autograd
         self._lives()
 

@@ -6,9 +6,9 @@ import contextlib
 import json
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Maps", "asked_contract", "key_of", "map_of"]
 
+_Found = TypeVar("_Found")
+
 _LOOK_S = 0.01  # between two looks at what members say
-_ASK_S = 1.0  # for one member to answer
+_ASK_S = 1.0  # for one member to answer, at a time
+_ASK_ALL_S = 5.0  # for one that has what is asked for
 _MOST_OFFERED = 4  # maps of proposals that a rank keeps for others
 
 
@@ -62,13 +65,16 @@ class Maps(Turns):
         # What a rank that joins needs to make its objects alone: each with its arguments, windows and numbers.
         self._objects: list[dict[str, Any]] = []
         self._mapped: weakref.WeakSet[_Mapped] = weakref.WeakSet()  # those that go by a map of experts
-        self._has_maps_of_members = True  # not: a rank that has joined, before it has asked
         self._offered: list[ExpertMap] = []  # those that this rank has proposed, for whoever comes to their boundary
+        self._map_epoch = 0  # up to which the maps of this rank are right; 0: of a rank that is alone
+        self._num_set = 0  # set_expert_map in that epoch
+        self._lags = False  # behind a change of the membership, until the maps are those of its epoch
 
-    def note_map(self, calls: _Mapped) -> None:
-        """This object goes by another map: whoever joins is handed it."""
+    def note_map(self, calls: _Mapped, *, is_set: bool = False) -> None:
+        """This object goes by another map: whoever joins is handed it. `is_set`: by set_expert_map on all ranks."""
         self._mapped.add(calls)
-        entry = self._object_of(calls)
+        self._num_set += is_set
+        entry = next((each for each in self._objects if key_of(each) == _key(calls)), None)
         if entry is not None and calls.experts.map is not None:
             entry["map"] = calls.experts.map._replicas.tolist()
             self._publish_contract()
@@ -77,35 +83,6 @@ class Maps(Turns):
         """Of the object with this number in this window on a rank that has joined: what the members go by."""
         entry = next((each for each in self._objects if key_of(each) == (serial, number)), None)
         return map_of(entry)
-
-    def _object_of(self, calls: _Mapped) -> dict[str, Any] | None:
-        key = (calls.windows[0].serial, calls.numbers[0])
-        return next((each for each in self._objects if key_of(each) == key), None)
-
-    def _note_maps(self, has_maps: bool) -> None:
-        """Whether this rank goes by the maps of the members: whoever asks it for them is told so."""
-        self._has_maps_of_members = has_maps
-        self._publish_contract()
-
-    def _take_maps(self) -> None:
-        """Of a rank that was taken in: a member that was there before hands over what is installed by now. Members
-        can't install another one before this rank takes part. Nobody waits for a member that is stopped: with no answer
-        the maps stay, and the next `recover` asks again."""
-        others = [rank for rank in self._active if rank != self._rank]
-        num_answers = 0
-        for rank in others if self._mapped else ():
-            if self._native.broken():
-                return
-            with contextlib.suppress(Error):
-                contract = asked_contract(self._native, _ASK_S, [rank])
-                num_answers += 1
-                if contract["has_maps"]:
-                    self._install_maps(contract)
-                    break
-        else:
-            if self._mapped and num_answers < len(others):
-                return
-        self._note_maps(True)  # of the members, or, where none has them, of all: what each has
 
     def _offered_digest(self, expert_map: object, going: Sequence[int], *, together: bool) -> int:
         """Of a map that all objects of this communicator with logical experts may go by; from now on whoever asks this
@@ -122,7 +99,7 @@ class Maps(Turns):
                 f"expert_map with together={together}, without {rank_list(going)}; allowed is together=True, on a rank "
                 f"that stays (this one is {self._rank})"
             )
-        objects = [calls for calls in list(self._mapped) if not calls.closed]
+        objects = self._living()
         if not objects:
             raise InvalidArgument("expert_map is given, and no ExpertParallel here has num_logical_experts")
         for calls in objects:
@@ -131,70 +108,141 @@ class Maps(Turns):
         self._publish_contract()
         return found._digest
 
-    def _begin_map(self, digest: int, *, is_needed: bool = True) -> None:
-        """Of all that take part from this boundary on: what was proposed with the change. Not `is_needed`: of a
-        recovery; what nobody has, nobody goes by.
+    def _say_maps(self) -> None:
+        """Before a call that may recover: all that take part in that are told which maps this rank has."""
+        objects = [
+            [_key(calls), calls.experts.map._digest, calls.experts.map._replicas.tolist()]
+            for calls in self._living()
+            if calls.experts.map is not None
+        ]
+        offered = [[each._digest, each._replicas.tolist()] for each in self._offered]
+        said = {"at": [self._map_epoch, self._num_set], "objects": objects, "offered": offered}
+        self._native.set_meeting_text(json.dumps(said).encode())
+
+    def _forget_maps(self) -> None:
+        self._map_epoch = self._num_set = 0
+        self._publish_contract()
+
+    def _follow_maps(self) -> None:
+        """Behind a change of the membership that this rank is in: go by the maps of its epoch, as all do.
 
         Raises:
-            PeerLost: whoever has it is gone, and this rank goes by another one; `recover` brings it.
+            PeerLost: who has them is gone, or does not answer; `recover` brings them.
         """
-        found = self._offered_map(self._offered, digest) or self._asked_map(digest)
-        if found is None and not is_needed:
-            return
+        epoch = self._native.epoch
+        met, texts = self._native.meeting_texts()
+        if met > self._map_epoch:
+            self._settle_maps(met, [json.loads(texts[rank]) for rank in sorted(texts)])
+        if self._living():
+            if self._map_epoch < epoch - 1 and not self._take_maps(epoch - 1):
+                return  # broken: the next call says so
+            hashes = self._native.map_hashes(max(self._map_epoch, epoch - 1) + 1, epoch)
+            if hashes:
+                self._begin_map(hashes[0])
+        if epoch > self._map_epoch:
+            self._map_epoch, self._num_set = epoch, 0
+        self._lags = False
+        self._publish_contract()
+
+    def _settle_maps(self, epoch: int, told: list[dict[str, Any]]) -> None:
+        """Behind a recovery, by what its ranks have told each other, which is the same on all: the newest map of each
+        object, and over these the newest one that was decided since and that one of them has. What none of them has,
+        nobody goes by."""
+        newest: dict[tuple[int, int], tuple[list[int], list[list[int]]]] = {}
+        had: dict[int, list[list[int]]] = {}
+        for each in told:
+            had.update(each["offered"])
+            for key, digest, replicas in each["objects"]:
+                had[digest] = replicas
+                if tuple(key) not in newest or newest[tuple(key)][0] < each["at"]:
+                    newest[tuple(key)] = each["at"], replicas
+        for calls in self._living():
+            if _key(calls) in newest:
+                self._install(calls, _map_from(newest[_key(calls)][1]))
+        since = max(each["at"][0] for each in told)
+        begun = next((digest for digest in self._native.map_hashes(since + 1, epoch) if digest in had), None)
+        if begun is not None:
+            self._install_where_it_fits(_map_from(had[begun]))
+        self._map_epoch, self._num_set = epoch, 0
+
+    def _take_maps(self, epoch: int) -> bool:
+        """Of a rank that was taken in behind this epoch: what was installed in it. Members can't install another one
+        before this rank takes part. False: broken."""
+
+        def look(contract: dict[str, Any]) -> dict[str, Any] | None:
+            return contract if contract["map_epoch"] >= epoch else None
+
+        contract = self._asked(look)
+        if contract is None:
+            if self._native.broken():
+                return False
+            raise PeerLost((), "boundary: no member has said which maps of experts there are; call recover()")
+        by_key = {key_of(each): each for each in contract["objects"]}
+        for calls in self._living():
+            found = map_of(by_key.get(_key(calls)))
+            if found is not None:
+                self._install(calls, found)
+        return True
+
+    def _begin_map(self, digest: int) -> None:
+        """What was proposed with a change, at its boundary."""
+
+        def look(contract: dict[str, Any]) -> ExpertMap | None:
+            theirs = [*map(map_of, contract["objects"]), *map(_map_from, contract["maps"])]
+            return next((each for each in theirs if each is not None and each._digest == digest), None)
+
+        found = next((each for each in self._offered if each._digest == digest), None) or self._asked(look)
         if found is None:
-            self._note_maps(False)
             self._native.raise_if_broken()
             text = f"the map {digest:016x} that was proposed can't be had: who has proposed it does not answer"
             raise PeerLost((), f"boundary: {text}; call recover()")
-        for calls in list(self._mapped):
-            if not calls.closed:
-                calls.install_map(calls.experts.check(found))
-                self.note_map(calls)
+        self._install_where_it_fits(found)
 
-    def _recover_maps(self, epoch: int) -> None:
-        """Behind a recovery of a rank that was in `epoch`: what it was not told, and what has begun with a change that
-        it had not come to."""
-        if not self._has_maps_of_members:
-            self._take_maps()
-        digest = self._native.map_since(epoch) if self._mapped else 0
-        if digest:
-            self._begin_map(digest, is_needed=False)
-
-    def _asked_map(self, digest: int) -> ExpertMap | None:
-        for rank in self._active:
-            if rank == self._rank:
-                continue
-            with contextlib.suppress(Error):
-                contract = asked_contract(self._native, _ASK_S, [rank])
-                theirs = [*map(map_of, contract["objects"]), *(map_of({"map": each}) for each in contract["maps"])]
-                found = self._offered_map([each for each in theirs if each is not None], digest)
-                if found is not None:
-                    return found
+    def _asked(self, look: Callable[[dict[str, Any]], _Found | None]) -> _Found | None:
+        """What the first of the other active ranks has that has it; None: all have answered, or the group is broken, or
+        the time is over. One that does not answer holds up nobody for long."""
+        end = time.monotonic() + _ASK_ALL_S
+        waited = [rank for rank in self._active if rank != self._rank]
+        while waited and not self._native.broken() and time.monotonic() < end:
+            for rank in list(waited):
+                try:
+                    contract = asked_contract(self._native, _ASK_S, [rank])
+                except PeerLost:
+                    waited.remove(rank)
+                except Error:
+                    continue
+                else:
+                    found = look(contract)
+                    if found is not None:
+                        return found
+                    waited.remove(rank)
+            time.sleep(_LOOK_S)
         return None
 
-    @staticmethod
-    def _offered_map(maps: Sequence[ExpertMap], digest: int) -> ExpertMap | None:
-        return next((each for each in maps if each._digest == digest), None)
+    def _living(self) -> list[_Mapped]:
+        return [calls for calls in list(self._mapped) if not calls.closed]
 
-    def _install_maps(self, contract: dict[str, Any]) -> None:
-        by_key = {key_of(each): each for each in contract["objects"]}
-        for calls in list(self._mapped):
-            found = map_of(by_key.get((calls.windows[0].serial, calls.numbers[0])))
-            if found is not None and not calls.closed and found != calls.experts.map:
-                calls.install_map(found)
-                self.note_map(calls)
+    def _install(self, calls: _Mapped, expert_map: ExpertMap) -> None:
+        if expert_map != calls.experts.map:
+            calls.install_map(expert_map)
+            self.note_map(calls)
+
+    def _install_where_it_fits(self, expert_map: ExpertMap) -> None:
+        """One that was made since it was proposed may have other experts: that one keeps its own, on all ranks."""
+        for calls in self._living():
+            with contextlib.suppress(InvalidArgument):
+                self._install(calls, calls.experts.check(expert_map))
 
     def _uncovered(self, active: tuple[int, ...]) -> tuple[int, ...]:
         """Logical experts of any object that none of these ranks has."""
         found: set[int] = set()
-        for calls in list(self._mapped):
-            if not calls.closed:
-                found.update(calls.experts.uncovered(active))
+        for calls in self._living():
+            found.update(calls.experts.uncovered(active))
         return tuple(sorted(found))
 
     def _publish_contract(self) -> None:
         contract = {
-            "choice": asdict(self._choice), "objects": self._objects, "has_maps": self._has_maps_of_members,
+            "choice": asdict(self._choice), "objects": self._objects, "map_epoch": self._map_epoch,
             "maps": [each._replicas.tolist() for each in self._offered],
         }  # fmt: skip
         self._native.set_contract(json.dumps(contract))
@@ -209,4 +257,12 @@ def map_of(entry: dict[str, Any] | None) -> ExpertMap | None:
     """Of an object of a contract."""
     if entry is None or "map" not in entry:
         return None
-    return ExpertMap(torch.tensor(entry["map"], dtype=torch.int32, device="cpu"))
+    return _map_from(entry["map"])
+
+
+def _map_from(replicas: list[list[int]]) -> ExpertMap:
+    return ExpertMap(torch.tensor(replicas, dtype=torch.int32, device="cpu"))
+
+
+def _key(calls: _Mapped) -> tuple[int, int]:
+    return calls.windows[0].serial, calls.numbers[0]
