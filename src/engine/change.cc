@@ -387,9 +387,9 @@ std::vector<u64> Communicator::map_hashes(u32 first, u32 last) const {
   for (u32 epoch = last; epoch >= first && epoch > 0; --epoch) {
     const Decision decided = plane_->ledger().find(epoch);
     if (decided.is_forgotten) break;
-    if (decided.record && decided.record->kind == ChangeKind::kPlanned && decided.record->map_hash != 0) {
-      found.push_back(decided.record->map_hash);
-    }
+    if (decided.word.state != RegisterState::kCommitted) continue;
+    const bool is_planned = decided.record && decided.record->kind == ChangeKind::kPlanned;
+    found.push_back(is_planned ? decided.record->map_hash : 0);
   }
   return found;
 }

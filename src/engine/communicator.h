@@ -117,7 +117,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // recovery was decided that this rank has not followed; kControlLost at the deadline.
   // A newcomer that `stands_by` says by itself that it is ready. Besides: kPeerLost, when no member is left to take a newcomer in.
   std::optional<DoneChange> boundary(u64 deadline_ns, const Poll& poll, bool stands_by = false);
-  // Hashes of the expert maps that planned changes of the epochs from `first` to `last` have begun with, the newest first.
+  // Of each decided epoch from `first` to `last`, the newest first: the hash of the expert map that a planned change began with, or 0.
   std::vector<u64> map_hashes(u32 first, u32 last) const;
   // Wants a change, until `deadline_ns`; one at a time. Local. Errors: kInvalidArgument, kInvalidState.
   struct Wanted {

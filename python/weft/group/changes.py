@@ -11,7 +11,7 @@ from weft.engine import Choice, look
 from weft.errors import InvalidArgument, InvalidState, PeerTimeout, Unsupported, rank_list
 from weft.group.joining import CONNECT_TIMEOUT_S, Joining, device_of, positive_seconds
 from weft.group.maps import asked_contract
-from weft.group.wishes import checked_ranks, number_of
+from weft.group.wishes import checked_ranks, left_of, number_of
 from weft.limits import MAX_SECONDS
 from weft.machine.placement import local
 from weft.machine.placement.model import Placement
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Changes", "Ticket"]
 
 CHANGE_TIMEOUT_S = 100.0
+_LOOK_S = 0.002  # between two looks at what is decided
 _DECIDE_S = 10.0  # behind the deadline of a change, for its withdrawal
 
 
@@ -306,22 +307,52 @@ class Changes(Joining):
         """`propose` and the boundaries up to it, for who has no loop of steps. Collective among the active ranks, with
         equal arguments, like `rebuild`.
 
+        Changes that were decided or proposed before are carried out on the way, at their boundaries; `on_change` tells
+        of them. If one of these has done all that is wanted, or has let this rank go, it is returned.
+
         Raises:
             As `propose` and `boundary`. PeerTimeout: somebody was not ready by the deadline; nothing has changed.
         """
-        parts = [sorted(each) for each in (admit, remove, suspend, resume)]
+        wanted = {
+            "admit": sorted(admit), "remove": sorted(remove), "suspend": sorted(suspend), "resume": sorted(resume)
+        }  # fmt: skip
         end = time.monotonic() + positive_seconds("deadline_s", deadline_s)
-        name = f"change {self._native.epoch} {parts} {expert_map and expert_map.digest}"
-        ticket = self.propose(*parts, expert_map=expert_map, id=name, deadline_s=deadline_s)
-        state = ticket.wait(min(deadline_s + _DECIDE_S, MAX_SECONDS))  # withdrawn or not: one of both by then
-        if state != "committed":
-            raise PeerTimeout(
-                "change", 0, (), f"rank {self._rank}: the change was not decided: {ticket.reason or state}"
-            )
-        while True:
-            done = self.boundary(max(end - time.monotonic(), 0.001))
-            if done is not None:
-                return done
+        name = f"change {self._native.epoch} {list(wanted.values())} {expert_map and expert_map.digest}"
+        ticket: Ticket | None = None
+        last: Change | None = None
+        try:
+            while True:
+                left_s = max(end - time.monotonic(), 0.001)
+                if ticket is None and not self._is_undecided():
+                    if last is not None:
+                        wanted = left_of(wanted, self._active)
+                    if last is not None and expert_map is None and not any(wanted.values()):
+                        return last
+                    ticket = self.propose(*wanted.values(), expert_map=expert_map, id=name, deadline_s=left_s)
+                state, _, reason = self._native.await_change(_LOOK_S)
+                if self._is_change_due():
+                    last = self.boundary(left_s) or last
+                    if last is not None and (last.id == number_of(name) or self._rank not in last.active):
+                        return last
+                elif ticket is not None and state == "committed" and last is not None:
+                    return last
+                elif (ticket is not None and state == "withdrawn") or time.monotonic() > end + _DECIDE_S:
+                    text = f"rank {self._rank}: the change was not decided: {reason or state}"
+                    raise PeerTimeout("change", 0, (), text)
+                self._native.raise_if_broken()
+        except BaseException:
+            if ticket is not None and not self._closed:
+                ticket.withdraw()
+            raise
+
+    def _is_change_due(self) -> bool:
+        """Whether a decision waits for a boundary of this rank, or for its `recover`."""
+        epoch = self._native.epoch
+        return bool(self._native.map_hashes(epoch + 1, epoch + 1))
+
+    def _is_undecided(self) -> bool:
+        """An earlier proposal of this rank."""
+        return self._ticket is not None and self._ticket.state in ("preparing", "proposed")
 
     def leave(self, step: Callable[[], object] | None = None, *, deadline_s: float = CHANGE_TIMEOUT_S) -> Change:
         """Propose that this rank is let go, take part until then, and return; `close()` follows. `step`: this rank's

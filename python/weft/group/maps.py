@@ -136,8 +136,8 @@ class Maps(Turns):
         if self._living():
             if self._map_epoch < epoch - 1 and not self._take_maps(epoch - 1):
                 return  # broken: the next call says so
-            hashes = self._native.map_hashes(max(self._map_epoch, epoch - 1) + 1, epoch)
-            if hashes:
+            hashes = self._native.map_hashes(epoch, epoch) if self._map_epoch < epoch else []
+            if any(hashes):
                 self._begin_map(hashes[0])
         if epoch > self._map_epoch:
             self._map_epoch, self._num_set = epoch, 0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from weft.errors import InvalidArgument, rank_list
 
-__all__ = ["checked_ranks", "number_of", "spare_ranks"]
+__all__ = ["checked_ranks", "left_of", "number_of", "spare_ranks"]
 
 
 def checked_ranks(name: str, ranks: Iterable[int], num_ranks: int) -> list[int]:
@@ -20,6 +20,14 @@ def checked_ranks(name: str, ranks: Iterable[int], num_ranks: int) -> list[int]:
     if len(set(listed)) < len(listed):
         raise InvalidArgument(f"{name} is {ranks!r}: {rank_list(listed)}; allowed is each rank once")
     return sorted(listed)
+
+
+def left_of(wanted: dict[str, list[int]], active: Sequence[int]) -> dict[str, list[int]]:
+    """What is still to be done of it, by the names of `propose`."""
+    return {
+        name: [rank for rank in ranks if (rank in active) == (name in ("remove", "suspend"))]
+        for name, ranks in wanted.items()
+    }
 
 
 def spare_ranks(spares: str | int | Iterable[int], num_ranks: int) -> list[int] | None:

@@ -1,0 +1,80 @@
+"""Guards against `change` that waits out its deadline behind another change, or returns that one for its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+from joining_cases import LONG_S, checked_step, make_ep, number_of
+from test_expert_maps import a_map, opened
+from test_proposed_maps import step
+
+import weft
+
+
+def _behind_another(comm: weft.Communicator, is_decided: bool) -> tuple[Any, ...]:
+    """Rank 0 has proposed that rank 2 is suspended; all want a map, too, before anybody has come to that boundary."""
+    ep = opened(comm)
+    if comm.rank == 0:
+        ticket = comm.propose(suspend=[2])
+        if is_decided:
+            assert ticket.wait(LONG_S) == "committed"
+    comm.meet(LONG_S)
+    change = comm.change(expert_map=a_map(), deadline_s=20.0)
+    if is_decided:
+        assert change.active == (0, 1)
+        assert comm.rank == 2 or comm.boundary(LONG_S) is None  # all have passed equally many
+    while comm.is_member and comm.active_ranks != (0, 1):
+        comm.boundary(LONG_S)
+        if comm.is_member:
+            step(ep)
+    for _ in range(3 * comm.is_member):
+        assert comm.boundary(LONG_S) is None
+        step(ep)
+    if comm.is_member:
+        comm.meet(LONG_S)
+    return change.map_digest or change.removed, comm.active_ranks
+
+
+@pytest.mark.parametrize("is_decided", [True, False])
+def test_a_change_comes_with_those_before_it(is_decided: bool) -> None:
+    """Whether that one is decided already or not; who is let go by it before is told so."""
+    seen = weft.spawn(_behind_another, 3, (is_decided,), device="cpu", max_ranks=4)
+    assert seen[:2] == [(a_map().digest, (0, 1))] * 2
+    assert seen[2] in [(a_map().digest, (2,)), ((2,), (2,))][is_decided:]
+
+
+def _done_by_another(comm: weft.Communicator) -> tuple[Any, ...]:
+    ep = make_ep(comm)
+    if comm.rank == 0:
+        comm.propose(suspend=[2])
+    comm.meet(LONG_S)
+    change = comm.change(suspend=[2], deadline_s=20.0)
+    for _ in range(2 * (comm.rank != 2)):
+        checked_step(ep, number_of(comm))
+        assert comm.boundary(LONG_S) is None
+    if comm.rank != 2:
+        comm.meet(LONG_S)
+    return change.epoch, change.removed
+
+
+def test_what_another_change_has_done_is_not_done_again() -> None:
+    assert weft.spawn(_done_by_another, 3, device="cpu", max_ranks=4) == [(2, (2,))] * 3
+
+
+def _newcomer_that_dies(comm: weft.Communicator) -> str:
+    if comm.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(weft.PeerLost):
+        comm.change(admit=[3])
+    assert comm.recover().active == (0, 1)
+    comm.meet(LONG_S)
+    return repr(comm.change(suspend=[1]).removed)
+
+
+def test_a_rank_dies_while_others_wait_for_a_newcomer() -> None:
+    """They are told at once, and what they wanted is not wanted any more."""
+    seen = weft.spawn(_newcomer_that_dies, 3, device="cpu", max_ranks=4, on_failure="return")
+    assert seen[:2] == ["(1,)"] * 2
