@@ -240,10 +240,14 @@ class Maps(Turns):
             found.update(calls.experts.uncovered(active))
         return tuple(sorted(found))
 
+    def _made(self) -> dict[str, Any]:
+        """Of windows, which this part knows nothing of."""
+        return {}
+
     def _publish_contract(self) -> None:
         contract = {
             "choice": asdict(self._choice), "objects": self._objects, "map_epoch": self._map_epoch,
-            "maps": [each._replicas.tolist() for each in self._offered],
+            "maps": [each._replicas.tolist() for each in self._offered], **self._made(),
         }  # fmt: skip
         self._native.set_contract(json.dumps(contract))
 

@@ -35,6 +35,7 @@ class Windows(Maps):
         self._windows: dict[WindowSpec, Window] = {}
         self._all_windows: weakref.WeakSet[Window] = weakref.WeakSet()
         self._num_compared = 0
+        self._newest_window = 0
 
     def open_windows(
         self,
@@ -91,6 +92,11 @@ class Windows(Maps):
             self._note_object(what, arguments, windows, numbers, everywhere)
             return windows, numbers, everywhere
 
+    def _made(self) -> dict[str, Any]:
+        """For whoever joins: the newest window ever made here, and of those that are left which object comes next."""
+        nexts = [(window.serial, window.next_object) for window in list(self._all_windows) if not window.closed]
+        return {"newest": self._newest_window, "next": nexts}
+
     def _note_object(
         self, what: str, arguments: dict[str, Any], windows: list[Window], numbers: list[int], told: dict[str, Any]
     ) -> None:
@@ -121,12 +127,11 @@ class Windows(Maps):
         made = [key_of(each) for each in self._objects]
         end = time.monotonic() + deadline_s
         while True:
-            of_members = self._objects_of_members(deadline_s)
-            found_by = [{key_of(each) for each in objects if each["what"] == what} for objects in of_members]
-            # On some members only: the others are about to have made it, or these to have closed it.
-            everywhere, anywhere = set.intersection(*found_by), set.union(*found_by)
-            left = [each for each in of_members[0] if key_of(each) in everywhere.difference(made)]
-            is_coming = self._stands_by or bool(anywhere - everywhere)
+            members = self._contracts_of_members(end)
+            found_by = [{key_of(each) for each in said["objects"] if each["what"] == what} for said in members]
+            everywhere, anywhere = set.intersection(*found_by), set.union(*found_by).difference(made)
+            left = [each for each in members[0]["objects"] if key_of(each) in everywhere.difference(made)]
+            is_coming = self._stands_by or any(_is_to_make(said, key) for said in members for key in anywhere)
             if left or not is_coming or time.monotonic() > end:
                 break
             time.sleep(_LOOK_S)
@@ -149,7 +154,7 @@ class Windows(Maps):
             for spec, serial in zip(specs, found["serials"], strict=True):
                 mine = self._windows.get(spec)
                 is_known = mine is not None and not mine.closed and mine.serial == serial
-                window = mine if is_known and mine is not None else self._new_window(spec, deadline_s, serial)
+                window = mine if is_known and mine is not None else self._new_window(spec, _left(end), serial)
                 window.num_users += 1
                 windows.append(window)
         numbers: list[int] = found["numbers"]
@@ -161,12 +166,12 @@ class Windows(Maps):
             self._objects[-1]["map"] = found["map"]
         return windows, numbers, told
 
-    def _objects_of_members(self, deadline_s: float) -> list[list[dict[str, Any]]]:
+    def _contracts_of_members(self, end: float) -> list[dict[str, Any]]:
         """What each member says that it has made."""
-        found: list[list[dict[str, Any]]] = []
+        found: list[dict[str, Any]] = []
         for rank in self._native.members():
             with contextlib.suppress(PeerLost):
-                found.append(asked_contract(self._native, deadline_s, [rank])["objects"])
+                found.append(asked_contract(self._native, _left(end), [rank]))
         if not found:
             raise PeerLost((), "no member of the group answers any more")
         return found
@@ -223,7 +228,18 @@ class Windows(Maps):
             window = Window(native, native.id, spec.max_tokens)
         self._windows[spec] = window
         self._all_windows.add(window)
+        self._newest_window = max(self._newest_window, window.serial)
         return window
+
+
+def _is_to_make(said: dict[str, Any], key: tuple[int, int]) -> bool:
+    """Whether a member that others have this object before is about to make it; not: it has closed it."""
+    serial, number = key
+    return serial > said["newest"] or any(serial == window and number >= end for window, end in said["next"])
+
+
+def _left(end: float) -> float:
+    return max(end - time.monotonic(), 0.001)
 
 
 def _compare(answers: dict[int, dict[str, Any]]) -> None:
