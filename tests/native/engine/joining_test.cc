@@ -178,7 +178,7 @@ TEST(what_is_taken_back_is_not_proposed_again) {
   std::atomic<bool> is_wanted{false}, is_withdrawn{false};
   at_the_wish = [&] {
     is_wanted = true;
-    const uint64_t until_ns = deadline_after_s(0.1);  // it waits for this thread, so nothing comes of it
+    const uint64_t until_ns = deadline_after_s(1);  // it waits for this thread, so nothing comes of it
     while (!is_withdrawn && now_ns() < until_ns) usleep(500);
   };
   using Hook = std::function<void()>;
