@@ -144,6 +144,7 @@ class DispatchSpec(_CallSpec):
 
 class CombineSpec(_CallSpec):
     has_side: bool
+    adds_side: bool
     bias_is_2d: bool
     bias_is_fp32: bool
     order: int

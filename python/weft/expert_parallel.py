@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from weft.call import check, traced, wrapped
+from weft.call import along, check, traced, wrapped
 from weft.call.eager import Eager
 from weft.call.elastic import Elastic
 from weft.call.maps import checked_picks
@@ -135,6 +135,7 @@ class ExpertParallel(Elastic):
         topk_weights: Tensor | None = None,
         *,
         handle: Handle | None = None,
+        side: Tensor | None = None,
         layout: str = "rank_major",
         alignment: int = 1,
         quantize: str | None = None,
@@ -167,6 +168,8 @@ class ExpertParallel(Elastic):
             topk_weights: [T, K] fp32, or bf16 or fp16, converted exactly; None: 1. Given on every rank or on none if
                 gradients are wanted.
             handle: repeat its routing with this x (any of the three dtypes) in place of topk_idx and topk_weights.
+            side: [T, K] fp32, bf16 or fp16 beside a handle: travels with the rows, in the same call; `r.side` has it.
+                A row and 4 K bytes are at most 4 H bytes wide together. No gradients, not quantised, not compiled.
             layout: "rank_major" (one row a token and rank), "expert_major" (one row a pick, groups by expert) or
                 "masked" ([L, C, H]). With a handle: its own, or the default.
             alignment: expert_major: groups start at multiples of it.
@@ -212,6 +215,8 @@ class ExpertParallel(Elastic):
             with self.comm.telling_peers():
                 topk_idx, topk_weights = checked_picks(self._shape, topk_idx, topk_weights)
         if torch.compiler.is_dynamo_compiling():
+            if side is not None:
+                raise Unsupported("side= of dispatch in compiled code", "a traced call", "a call outside")
             options = DispatchOptions(
                 num_sms, deadline_s, mode, staged, async_op, window, quantize, layout, alignment, capacity, max_tokens,
                 scale_layout, zero_holes, absent, host_counts,
@@ -225,6 +230,9 @@ class ExpertParallel(Elastic):
             )  # fmt: skip
             is_plain = VALUE_TYPES.issuperset(map(type, values))
             options = options_of(DispatchOptions, *values) if is_plain else DispatchOptions(*values)
+            if side is not None:
+                along_what = handle if topk_idx is None else None
+                return along.dispatch(self._eager, self._shape, x, along_what, side, options)
             return self._eager.dispatch(x, topk_idx, topk_weights, handle, options)
         except Error as error:
             self.comm.note_refusal(error)
@@ -242,6 +250,7 @@ class ExpertParallel(Elastic):
         out: Tensor | None = None,
         wire: str | None = None,
         order: str = "rank",
+        side_lanes: str = "own",
         num_sms: int | None = None,
         deadline_s: float | None = None,
         mode: str = "auto",
@@ -263,6 +272,9 @@ class ExpertParallel(Elastic):
                 dispatch was given. A pick of weight 0 is absent, whatever its row holds. No gradients.
             side: fp32, a float a row ([N], [L, C]; rank_major [N] or [N, K]), summed per (t, k); given on all ranks or
                 none. No gradients flow through it.
+            side_lanes: "own": of each pick the value of the rank that has its expert. "all", rank_major alone: every
+                lane is summed over all ranks that hold the token, ascending, whatever its id is there. Equal on all
+                ranks; not in compiled code.
             bias: [T, H] or [H], in the dtype of the output or fp32; added as `order` says.
             out: [T, H] contiguous, to be filled and returned; not with gradients.
             wire: "fp8": what ranks contribute to a token travels as FP8 with a scale per 128 values; sums stay fp32
@@ -285,7 +297,9 @@ class ExpertParallel(Elastic):
             As dispatch; Unsupported: wire="fp8" with H not a multiple of 16.
         """
         if torch.compiler.is_dynamo_compiling():
-            options = CombineOptions(num_sms, deadline_s, mode, staged, async_op, window, weighted, wire, order)
+            options = CombineOptions(
+                num_sms, deadline_s, mode, staged, async_op, window, weighted, wire, order, side_lanes
+            )  # fmt: skip
             if weights is not None:
                 raise Unsupported("weights= of combine in compiled code", "a traced call", "a call outside")
             if order == "pick" and weighted:
@@ -293,7 +307,7 @@ class ExpertParallel(Elastic):
             checked = check.check_combine(self._shape, expert_output, handle, side, bias, out, options)
             return traced.combine(self.calls, self._shape, checked, out, handle, options)
         try:  # as comm.telling_peers()
-            values = (num_sms, deadline_s, mode, staged, async_op, window, weighted, wire, order)
+            values = (num_sms, deadline_s, mode, staged, async_op, window, weighted, wire, order, side_lanes)
             is_plain = VALUE_TYPES.issuperset(map(type, values))
             options = options_of(CombineOptions, *values) if is_plain else CombineOptions(*values)
             return self._eager.combine(expert_output, handle, side, bias, out, options, weights)

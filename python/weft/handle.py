@@ -253,6 +253,17 @@ class Dispatched:
         return self.handle.topk_weights
 
     @property
+    def side(self) -> torch.Tensor | None:
+        """Of a dispatch with side=: its values in the places of topk_weights, fp32, 0 where there is no pick. Local; on
+        a GPU some kernels on the current stream, so a staged or async call has to be waited for first. Else None."""
+        words = self.__dict__.get("words")
+        if words is None:
+            return None
+        from weft.call.sources import side_of
+
+        return side_of(words, self.topk_idx, None if self.topk_idx is not None else self.sources().pick)
+
+    @property
     def num_tokens_per_expert(self) -> torch.Tensor:
         """int32 [L], picks kept."""
         sizes: torch.Tensor = self.handle.of_user("sizes")
@@ -318,7 +329,7 @@ class Dispatched:
         Nothing happens where the tokens are in host memory.
         """
         data = [self.x] if isinstance(self.x, torch.Tensor) else [self.x.data, self.x.scales]
-        self.calls.record_stream([*data, self.handle], stream)
+        self.calls.record_stream([*data, self.__dict__.get("words"), self.handle], stream)
 
     def __repr__(self) -> str:
         return f"weft.Dispatched({self.handle.layout}, x={list(self.x.data.shape)} {self.x.data.dtype})"

@@ -197,6 +197,8 @@ def _agree(options: dict[str, Any]) -> bool:
     most = most_small_tokens(options.get("max_tokens_per_rank", MAX_TOKENS_PER_RANK), options.get("small_tokens"))
     if (options.get("staged") or options.get("mode") == "latency") and (options.get("max_tokens") or 0) > most:
         return False
+    if options.get("side_lanes") == "all" and options.get("layout", "rank_major") != "rank_major":
+        return False
     layout = options.get("layout", "expert_major")  # any that allows the rest
     if options.get("alignment", 1) != 1 and layout != "expert_major":
         return False

@@ -36,6 +36,7 @@ __all__ = [
     "quantize_fp8",
     "renormalized",
     "repeat_dispatch",
+    "repeat_side",
     "sources",
     "through_fp8",
 ]
@@ -346,6 +347,17 @@ def _scatter_picks(values: Tensor, rows: Tensor, row_shape: tuple[int, ...], lay
     return received
 
 
+def repeat_side(sides: Sequence[Tensor], routing: Routing | Sequence[Dispatched]) -> list[Tensor]:
+    """Floats of the tokens' owners along the same routing (``dispatch(x, handle=h, side=s).side``): per rank [T, K] ->
+    fp32 in the places of topk_weights, 0 where there is no pick."""
+    routing = _routing(routing)
+    values = torch.cat([each[:n].detach().to(torch.float32) for each, n in zip(sides, routing.num_tokens, strict=True)])
+    return [
+        _scatter_picks(values, rows, shape, routing.layout)
+        for rows, shape in zip(routing.rows, routing.row_shape, strict=True)
+    ]
+
+
 def repeat_dispatch(
     xs: Sequence[Tensor | Quantized],
     routing: Routing,
@@ -415,6 +427,7 @@ def combine(
     biases: Sequence[Tensor | None] | None = ...,
     wire: str | None = ...,
     order: str = ...,
+    side_lanes: str = ...,
     owner_weights: Sequence[Tensor] | None = ...,
     sum_domain: int | None = ...,
 ) -> list[Tensor]: ...
@@ -428,6 +441,7 @@ def combine(
     biases: Sequence[Tensor | None] | None = ...,
     wire: str | None = ...,
     order: str = ...,
+    side_lanes: str = ...,
     owner_weights: Sequence[Tensor] | None = ...,
     sum_domain: int | None = ...,
 ) -> list[tuple[Tensor, Tensor]]: ...
@@ -440,6 +454,7 @@ def combine(
     biases: Sequence[Tensor | None] | None = None,
     wire: str | None = None,
     order: str = "rank",
+    side_lanes: str = "own",
     owner_weights: Sequence[Tensor] | None = None,
     sum_domain: int | None = None,
 ) -> list[Tensor] | list[tuple[Tensor, Tensor]]:
@@ -450,6 +465,9 @@ def combine(
     [N, K] or [N] (the same for every pick), expert_major [N], masked [L, C]. biases: [T, H] or [H].
     Returns per rank y [T, H], with sides (y, side [T, K] fp32). ``weighted`` is ignored in rank_major, whose rows are a
     rank's partial sums already.
+
+    side_lanes: "own": of each pick the value at its rank. "all" (rank_major): every lane is summed over the ranks that
+    hold the token, ascending.
 
     order: "rank": contributions of ranks ascending, then the bias. "last_pick": the bias, then contributions by the
     last k that the rank has a pick of. "pick" (not rank_major, no wire): the bias, then rows by k, nothing rounded
@@ -489,9 +507,12 @@ def combine(
         return ys
     side_total = torch.zeros((num_tokens, top_k), dtype=torch.float32, device="cpu")
     for rank in routing.active_ranks:
+        rows = routing.rows[rank]
+        if side_lanes == "all":
+            rows = rows.amax(dim=1, keepdim=True).expand(-1, top_k)
         for k in range(top_k):
-            (token,) = (routing.rows[rank][:, k] >= 0).nonzero(as_tuple=True)
-            values = _side(sides[rank].detach(), routing.rows[rank][token, k], k, routing.layout)
+            (token,) = (rows[:, k] >= 0).nonzero(as_tuple=True)
+            values = _side(sides[rank].detach(), rows[token, k], k, routing.layout)
             side_total[token, k] = side_total[token, k] + values
     return list(zip(ys, torch.split(side_total, list(routing.num_tokens)), strict=True))
 

@@ -48,6 +48,8 @@ struct DispatchSpec : CallSpec {
 
 struct CombineSpec : CallSpec {
   bool has_side = false;
+  bool adds_side =
+      false;  // rank_major, has_side: each lane is summed over all ranks that hold the token, not taken from its pick's
   bool bias_is_2d = false, bias_is_fp32 = false;
   SumOrder order = SumOrder::kRank;
   i32 sum_domain = 0;        // ranks of a domain; 0: none (weft/config/order.h)

@@ -28,8 +28,8 @@ template <>
 struct Of<CombineSpec> {
   using C = CombineSpec;
   using Base = CallSpec;
-  using All = List<&C::has_side, &C::bias_is_2d, &C::bias_is_fp32, &C::order, &C::sum_domain, &C::wire_is_fp8,
-                   &C::stage_blocks>;
+  using All = List<&C::has_side, &C::adds_side, &C::bias_is_2d, &C::bias_is_fp32, &C::order, &C::sum_domain,
+                   &C::wire_is_fp8, &C::stage_blocks>;
 };
 
 template <>

@@ -48,7 +48,7 @@ std::string describe(const OperationConfig& config) {
     text += ", handle of sequence " + std::to_string(config.handle);
   }
   if (!is_dispatch && config.is_cached != 0) text += std::string(", order='") + kOrders[config.is_cached] + "'";
-  if (config.has_side != 0) text += ", with side";
+  if (config.has_side != 0) text += config.has_side == 2 ? ", with side of all ranks" : ", with side";
   if (config.is_small == 1) text += ", small batches";
   if (config.is_small == 2) text += ", in two launches";
   return text + ")";

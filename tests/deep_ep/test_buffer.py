@@ -71,7 +71,10 @@ def against_the_reference(comm: weft.Communicator, dtype: torch.dtype, duplicate
 
     lanes = [torch.rand(part.topk_weights.shape, dtype=torch.float32, device="cpu") for part in wanted]
     lanes = [torch.full_like(each, rank + 1.0) for rank, each in enumerate(lanes)]
+    counters = handle.ep.calls.counters
+    before = counters.num_combines
     _, summed, _ = buffer.combine(mine.x.clone(), handle, topk_weights=lanes[comm.rank])
+    assert counters.num_combines == before + 1
     owners = torch.where(ids >= 0, ids // given.num_local, -1)
     held = torch.stack([(owners == rank).any(1) * (rank + 1.0) for rank in range(comm.num_ranks)]).sum(0)
     assert torch.equal(summed, held[:, None].expand(-1, ids.shape[1]).to(torch.float32))

@@ -30,6 +30,7 @@ class CombineCase:
     order: str = "rank"  # ORDERS
     is_weighted: bool = True  # with order "pick" by the owner's weights, some of them 0
     has_side: bool = False
+    adds_side: bool = False  # rank_major: lanes are summed over all ranks that hold the token
     bias: str = ""  # "row": one for all tokens, "rows"
     bias_is_fp32: bool = False
     heap_ranks: tuple[int, ...] = ()  # whose rows lie in the heap, where peers may pull them
@@ -200,6 +201,7 @@ class CombineRunner(Runner):
         case, args = self.combine, _load.native().CombineSpec()
         args.layout, args.num_blocks, args.hidden = LAYOUTS.index(self.case.layout), self.case.num_blocks, case.hidden
         args.dtype, args.wire_is_fp8, args.has_side = DTYPES[case.dtype], case.wire_is_fp8, case.has_side
+        args.adds_side = case.adds_side
         args.sum_domain, args.order = case.sum_domain, ORDERS.index(case.order)
         return args
 
@@ -269,6 +271,7 @@ class CombineRunner(Runner):
             biases=combined.biases,
             wire=wire,
             order=case.order,
+            side_lanes="all" if case.adds_side else "own",
             owner_weights=combined.owner_weights,
             sum_domain=case.sum_domain or None,
         )

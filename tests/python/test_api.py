@@ -63,13 +63,14 @@ def test_signatures() -> None:
         "num_sms": None, "deadline_s": None, "mode": "auto", "staged": False, "async_op": False, "window": 0
     }  # fmt: skip
     assert defaults(weft.ExpertParallel.dispatch) == {
-        "x": empty, "topk_idx": None, "topk_weights": None, "handle": None, "layout": "rank_major", "alignment": 1,
+        "x": empty, "topk_idx": None, "topk_weights": None, "handle": None, "side": None, "layout": "rank_major",
+        "alignment": 1,
         "quantize": None, "scale_layout": "row_major", "zero_holes": True, "absent": "drop",
         "host_counts": False, "capacity": None, "max_tokens": None, **common,
     }  # fmt: skip
     assert defaults(weft.ExpertParallel.combine) == {
         "expert_output": empty, "handle": empty, "weighted": True, "side": None, "bias": None, "out": None,
-        "wire": None, "weights": None, "order": "rank", **common,
+        "wire": None, "weights": None, "order": "rank", "side_lanes": "own", **common,
     }  # fmt: skip
     spawn = {"fn": empty, "num_ranks": 4, "args": (), "device": "auto", "isolation": "process"}
     assert defaults(weft.spawn).items() >= spawn.items()

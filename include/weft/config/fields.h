@@ -95,7 +95,7 @@ struct Of<CombineKernelConfig> {
   using C = CombineKernelConfig;
   using All = List<&C::num_ranks, &C::num_blocks, &C::top_k, &C::hidden, &C::chunk, &C::slot_chunks, &C::reduce_slots,
                    &C::reduce_rings, &C::push_slots, &C::sum_warps, &C::dtype, &C::layout, &C::wire_is_fp8,
-                   &C::has_side, &C::route, &C::order>;
+                   &C::has_side, &C::adds_side, &C::route, &C::order>;
 };
 
 template <>
@@ -110,7 +110,7 @@ template <>
 struct Of<SmallCombineKernelConfig> {
   using C = SmallCombineKernelConfig;
   using All = List<&C::num_ranks, &C::top_k, &C::hidden, &C::dtype, &C::layout, &C::wire_is_fp8, &C::has_side,
-                   &C::sends, &C::receives, &C::order>;
+                   &C::adds_side, &C::sends, &C::receives, &C::order>;
 };
 
 template <>

@@ -97,6 +97,7 @@ struct CombineKernelConfig {
   Layout layout = Layout::kRankMajor;
   bool wire_is_fp8 = false;
   bool has_side = false;
+  bool adds_side = false;  // rank_major: lanes of side values are summed over all ranks that hold the token
   Route route = Route::kDirect;
   Order order;
 

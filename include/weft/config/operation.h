@@ -23,7 +23,7 @@ struct OperationConfig {
   Layout layout = Layout::kRankMajor;
   Quantize quantize = Quantize::kNone;
   Dtype dtype = Dtype::kBytes;  // of the rows on the wire
-  u8 has_side = 0;              // combine: each row carries top_k floats
+  u8 has_side = 0;              // combine: each row carries top_k floats; 2: adds_side
   u8 is_cached = 0;             // dispatch: the routing comes from a handle. combine: its SumOrder
   u8 mode = 0;
   u8 is_small =

@@ -16,7 +16,8 @@ struct SmallCombineKernelConfig {
   Layout layout = Layout::kRankMajor;
   bool wire_is_fp8 = false;
   bool has_side = false;
-  bool sends = true;  // which halves of the operation this kernel is
+  bool adds_side = false;  // as CombineKernelConfig
+  bool sends = true;       // which halves of the operation this kernel is
   bool receives = true;
   Order order;
 

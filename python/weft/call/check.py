@@ -380,6 +380,13 @@ def check_combine(
             f"{ROW_MULTIPLE_BYTES}"
         )
     check_place("expert_output", y, ep)
+    if options.side_lanes == "all":
+        call = replace(call, adds_side=True)
+        if side is None or call.layout != LAYOUTS.index("rank_major"):
+            given = "no side" if side is None else f"layout {LAYOUTS[call.layout]!r}"
+            raise InvalidArgument(f"side_lanes is 'all' with {given}; allowed beside side values of 'rank_major' alone")
+        if is_traced(y, side, bias, handle.tie):
+            raise Unsupported("side_lanes='all' in compiled code", "a traced call", "a call outside")
     if side is not None:
         check_side(ep, side, call, lead)
     if bias is not None:

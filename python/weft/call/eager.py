@@ -206,7 +206,7 @@ class Eager:
         if side is not None and call.layout == RANK_MAJOR:
             side = plain(side, "side")
             side = side.unsqueeze(1).expand(-1, self._shape.top_k) if side.dim() == 1 else side
-            side = calls.side_of_picks(side, handle)
+            side = side if call.adds_side else calls.side_of_picks(side, handle)
         if bias is not None and call.is_staged:  # the caller may overwrite it before the half that receives reads it
             bias = plain(bias, "bias").clone()
         if plan.is_tracked:

@@ -19,6 +19,7 @@ SCALE_LAYOUTS = ("row_major", "column_major")
 MODES = ("auto", "throughput", "latency")
 WIRES = ("fp8",)
 ABSENT = ("drop", "renormalize")
+SIDE_LANES = ("own", "all")
 ORDERS = ("rank", "last_pick", "pick")  # SumOrder of include/weft/config/order.h
 MAX_NUM_SMS = 64  # blocks of a GPU kernel: windows are laid out for so many
 MAX_TOKENS_PER_RANK = (1 << 24) - 1  # kMaxRowsPerPair of include/weft/layout/window.h
@@ -107,6 +108,7 @@ class CombineOptions(CallOptions):
     weighted: bool = _option(True, _FLAG)
     wire: str | None = _option(None, _one_of(None, *WIRES))
     order: str = _option("rank", _one_of(*ORDERS))
+    side_lanes: str = _option("own", _one_of(*SIDE_LANES))
 
 
 OPTIONS: dict[type[CallOptions], dict[str, Accepts]] = {

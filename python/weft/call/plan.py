@@ -157,7 +157,8 @@ class Planner(State, ABC):
             of_bias = {"bias_is_2d": bias.dim() == 2, "bias_is_fp32": bias.dtype == torch.float32}
         spec = _load.native().CombineSpec(
             **self._common(call, hidden), dtype=DTYPE_CODES[y.dtype], is_small=call.is_small, has_side=has_side,
-            wire_is_fp8=call.wire != 0, order=call.order, sum_domain=self.sum_domain, **of_bias,
+            adds_side=call.adds_side, wire_is_fp8=call.wire != 0, order=call.order, sum_domain=self.sum_domain,
+            **of_bias,
         )  # fmt: skip
         plan = Plan("combine", call, self.windows[call.window], spec, type(self)._sum, hidden, names=names)
         plan.weighted = weighted and call.layout != RANK_MAJOR

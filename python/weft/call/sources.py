@@ -11,7 +11,7 @@ from torch import Tensor
 from weft import _load
 from weft.call.spec import RANK_MAJOR
 
-__all__ = ["Sources", "sources_of"]
+__all__ = ["Sources", "side_of", "sources_of"]
 
 
 class Sources(NamedTuple):
@@ -70,3 +70,13 @@ def _on_device(handle: Any, num_ranks: int, top_k: int) -> tuple[Tensor, Tensor,
     first = _load.native().gpu_plan_header
     rows = plan[first : first + len(number) * width].view(len(number), width)
     return rank, token, torch.where((token < plan[:num_ranks][rank.to(torch.int64)])[:, None], rows, -1)
+
+
+def side_of(words: Tensor, topk_idx: Tensor | None, pick: Tensor | None) -> Tensor:
+    """Of the K words beside each row those of picks here, 0 elsewhere: fp32 [N, K] by `topk_idx`, or by `pick`."""
+    values = words.contiguous().view(torch.float32)
+    if topk_idx is not None:
+        return torch.where(topk_idx >= 0, values, 0.0)
+    assert pick is not None  # noqa: S101  # by expert each row is a pick's
+    mine = values.gather(-1, pick.clamp(min=0).to(torch.int64)[..., None]).squeeze(-1)
+    return torch.where(pick >= 0, mine, 0.0)

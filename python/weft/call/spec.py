@@ -47,6 +47,7 @@ class Call:
     zero_holes: bool = True  # dispatch, expert_major
     counts_dropped: bool = True  # a dispatch that repeats a routing: picks that it drops go to `overflow`
     order: int = 0  # combine: code of the order of additions
+    adds_side: bool = False  # combine: side values of all ranks that hold the token; never traced
     tells_counts: bool = False  # a first dispatch of exact sizes: the host learns the counts, too
 
     @property

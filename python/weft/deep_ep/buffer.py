@@ -269,9 +269,13 @@ class Buffer(LowLatency, BufferBase):
             check_weights("topk_weights", topk_weights, (num_rows, num_lanes), ep.device)
 
         def work() -> tuple[Any, None]:
-            y = summed(ep, routing, x, bias=bias_of(bias), num_sms=num_sms)
-            weights = None if topk_weights is None else sum_of_lanes(ep, routing, topk_weights, num_sms=num_sms)
-            return (y, weights), None
+            if topk_weights is None or topk_weights.shape[1] != ep.top_k or ep.calls.has_nodes:
+                y = summed(ep, routing, x, bias=bias_of(bias), num_sms=num_sms)
+                weights = None if topk_weights is None else sum_of_lanes(ep, routing, topk_weights, num_sms=num_sms)
+                return (y, weights), None
+            side = topk_weights.to(torch.float32)
+            pair = summed(ep, routing, x, bias=bias_of(bias), side=side, side_lanes="all", num_sms=num_sms)
+            return pair, None
 
         values, event = self._streams.run(work, previous_event, async_finish, (x, topk_weights, bias))
         return (*values, event)

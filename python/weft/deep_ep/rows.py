@@ -269,6 +269,7 @@ def summed(ep: ExpertParallel, handle: Handle, x: Tensor, **options: Any) -> Any
     if x.shape[-1] == width:
         return ep.combine(x, handle, weighted=False, **options)
     bias, side = options.pop("bias", None), options.pop("side", None)
+    lanes = options.pop("side_lanes", "own")
     num_columns = x.shape[-1]
     pieces: list[Tensor] = []
     values = None
@@ -279,8 +280,9 @@ def summed(ep: ExpertParallel, handle: Handle, x: Tensor, **options: Any) -> Any
         more = None if bias is None else torch.nn.functional.pad(bias[..., start : start + width], (0, missing))
         asked_side = side if start == 0 else None
         found = ep.combine(
-            part, handle, weighted=False, bias=None if more is None else more.contiguous(), side=asked_side, **options
-        )
+            part, handle, weighted=False, bias=None if more is None else more.contiguous(), side=asked_side,
+            side_lanes="own" if asked_side is None else lanes, **options,
+        )  # fmt: skip
         if asked_side is not None:
             found, values = found
         pieces.append(found)

@@ -73,6 +73,10 @@ void check_order(const CombineArgs& args, const WindowShape& shape) {
   if (shape.has_nodes() && std::max(args.sum_domain, 1) != shape.node_ranks)
     throw_invalid_argument(
         range_text("sum_domain", args.sum_domain, std::to_string(shape.node_ranks) + ", the ranks of a node"));
+  if (args.adds_side && shape.has_nodes())
+    throw_unsupported("side values of all ranks between nodes; need: one node, or side_lanes='own'");
+  if (args.adds_side && args.layout != Layout::kRankMajor)
+    throw_invalid_argument("side values of all ranks; allowed: with layout 'rank_major'");
   if (args.order != SumOrder::kPick) {
     if (args.owner_weights != 0) throw_invalid_argument("weights: given; allowed with order 'pick' alone");
     return;

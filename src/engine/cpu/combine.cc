@@ -16,7 +16,7 @@ OperationConfig config_of(const CombineArgs& args, u64 window_hash) {
   config.layout = args.layout;
   config.dtype = args.dtype;
   config.quantize = args.wire_is_fp8 ? Quantize::kFp8 : Quantize::kNone;
-  config.has_side = args.has_side ? 1 : 0;
+  config.has_side = args.has_side ? (args.adds_side ? 2 : 1) : 0;
   config.is_cached = static_cast<u8>(args.order);
   config.alignment = static_cast<u32>(args.alignment);
   config.hidden = static_cast<u32>(args.hidden);
@@ -185,7 +185,7 @@ void CombineCall::write_side(i64 meta_row, float* values) const {
     const i64 at = meta_row * top_k_ + k;
     const bool is_rank_major = a_.layout == Layout::kRankMajor;
     const i64 row = is_rank_major ? (a_.capacity >= 0 && meta_row >= a_.capacity ? -1 : at) : recv_.row()[at];
-    values[k] = recv_.expert()[at] >= 0 && row >= 0 ? memory_at<float>(a_.side)[row] : 0.0f;
+    values[k] = (recv_.expert()[at] >= 0 || a_.adds_side) && row >= 0 ? memory_at<float>(a_.side)[row] : 0.0f;
   }
 }
 
@@ -273,8 +273,11 @@ const void* CombineCall::own_row(i64 meta_row) {
 void CombineCall::read_side(const Route& route, i64 token, int contributor, const float* values, float* side) const {
   for (i64 k = 0; k < top_k_; ++k) {
     const i32 expert = route.plan.expert()[token * top_k_ + k];
-    if (expert >= 0 && experts_.rank_of(expert) == contributor)
+    if (a_.adds_side) {
+      side[k] += values[k];  // `side` is 0 before
+    } else if (expert >= 0 && experts_.rank_of(expert) == contributor) {
       side[k] = 0.0f + values[k];  // a sum from +0: -0 becomes +0
+    }
   }
 }
 

@@ -25,6 +25,7 @@ CombineKernelConfig kernel_config(const GpuWindowShape& shape, const CombineSpec
   config.order = order_of(spec.order, spec.sum_domain, shape.num_ranks, spec.wire_is_fp8);
   config.wire_is_fp8 = contributions_are_fp8(shape, spec);
   config.has_side = spec.has_side;
+  config.adds_side = spec.has_side && spec.adds_side;
   if (config.is_by_pick() && config.top_k > 32) {
     throw_unsupported("order 'pick' with top_k " + std::to_string(config.top_k) +
                       " on GPUs; need: at most 32, or a small batch (mode=\"latency\")");
@@ -112,7 +113,7 @@ OperationConfig combine_operation(const CombineSpec& spec, i64 wire_row_bytes, b
   operation.layout = spec.layout;
   operation.quantize = spec.wire_is_fp8 ? Quantize::kFp8 : Quantize::kNone;
   operation.dtype = spec.dtype;
-  operation.has_side = spec.has_side ? 1 : 0;
+  operation.has_side = spec.has_side ? (spec.adds_side ? 2 : 1) : 0;
   operation.is_cached = static_cast<u8>(spec.order);
   operation.mode = static_cast<u8>(spec.num_blocks);  // blocks of the same number meet, so there must be as many
   operation.is_small = spec.is_small ? 1 : is_brought ? 2 : 0;
@@ -173,6 +174,8 @@ static void check_order(const CombineArgs& args) {
   }
   if (!is_by_pick && args.owner_weights != 0)
     throw_invalid_argument("weights of the owner; allowed: with order 'pick'");
+  if (args.adds_side && args.layout != Layout::kRankMajor)
+    throw_invalid_argument("side values of all ranks; allowed: with layout 'rank_major'");
 }
 
 void Window::combine(const CombineArgs& args, const Poll& poll) {

@@ -19,6 +19,7 @@ SmallCombineKernelConfig small_kernel(const GpuWindowShape& shape, const Combine
   config.order = order_of(spec.order, spec.sum_domain, shape.num_ranks, spec.wire_is_fp8);
   config.wire_is_fp8 = contributions_are_fp8(shape, spec);
   config.has_side = spec.has_side;
+  config.adds_side = spec.has_side && spec.adds_side;
   config.sends = spec.sends;
   config.receives = spec.receives;
   return config;

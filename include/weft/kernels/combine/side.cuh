@@ -59,9 +59,20 @@ class CombineSide {
       const i32 k = at % kTopk;
       const i64 token = b_.token_of(at / kTopk);
       float total = 0.0f;
-      const i32 from = plan.destination()[token * kTopk + k];
-      if (from >= 0 && from < kRanks && b_.flight.is_active(from))
-        total += reinterpret_cast<const float*>(landing(b_.a.view.rank, from, token).own())[k];
+      const auto add = [&](i32 from) {
+        if (b_.flight.is_active(from))
+          total += reinterpret_cast<const float*>(landing(b_.a.view.rank, from, token).own())[k];
+      };
+      if constexpr (kConfig.adds_side) {
+        static_assert(!kConfig.is_by_expert());
+#pragma unroll 1
+        for (i32 from = 0; from < kRanks; ++from) {
+          if (plan.row()[token * kRanks + from] >= 0) add(from);  // what a capacity dropped has no row
+        }
+      } else {
+        const i32 from = plan.destination()[token * kTopk + k];
+        if (from >= 0 && from < kRanks) add(from);
+      }
       b_.a.side_out[token * kTopk + k] = total;
     }
   }

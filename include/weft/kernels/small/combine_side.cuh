@@ -41,8 +41,20 @@ class SmallCombineSide {
       const i32 token = token_of(at / kTopk);
       const i64 pick = static_cast<i64>(token) * kTopk + k;
       float total = 0.0f;
-      const i32 from = plan.destination()[pick];
-      if (from >= 0 && from < kRanks && flight.is_active(from)) total += *slot(flight, b_.a.view.rank, from, token, k);
+      const auto add = [&](i32 from) {
+        if (flight.is_active(from)) total += *slot(flight, b_.a.view.rank, from, token, k);
+      };
+      if constexpr (kConfig.adds_side) {
+        static_assert(!kConfig.is_by_expert());
+        const GpuRankMask ranks = plan.ranks(token);
+#pragma unroll 1
+        for (i32 from = 0; from < kRanks; ++from) {
+          if (ranks.has(from)) add(from);
+        }
+      } else {
+        const i32 from = plan.destination()[pick];
+        if (from >= 0 && from < kRanks) add(from);
+      }
       b_.a.side_out[pick] = total;
     }
   }
