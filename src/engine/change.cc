@@ -364,6 +364,30 @@ void Communicator::keep_suspended(const RankSet& ranks) {
   }
 }
 
+// Of a rank that is outside: who was suspended since is outside, too, and the two have to be prepared for each other, or no change
+// could take both in.
+void Elastic::meet_suspended() {
+  u32 newest = 0;
+  RankSet members, resting;
+  {
+    const std::lock_guard lock(comm.membership_mutex_);
+    newest = comm.membership_.newest();
+    members = comm.membership_.newest_set();
+    if (!is_solo) met_epoch = comm.membership_.epoch();
+  }
+  if (!is_solo) return;
+  for (u32 epoch = std::max(met_epoch, first_epoch) + 1; epoch <= newest; ++epoch) {
+    const Decision found = comm.plane_->ledger().find(epoch);
+    if (found.record) resting = resting | found.record->standby;
+  }
+  met_epoch = newest;
+  const RankSet outside = resting - members;
+  const std::lock_guard lock(mutex);
+  for (const int slot : outside.ranks()) {
+    if (slot != comm.rank_ && newcomers_.insert(slot).second) needs_refresh = true;
+  }
+}
+
 // Of a newcomer that a recovery has taken in: its place is at the meeting, where all memory is made anew.
 DoneChange Communicator::follow_recovery(const Poll& poll) {
   Elastic& e = *elastic_;

@@ -173,6 +173,7 @@ void Communicator::turn_member() {
   read_cells();
   is_told_ = true;
   look_if_told();
+  e.meet_suspended();
   renew_wish();
   free_claims();
   call_strangers();

@@ -52,6 +52,7 @@ struct Elastic {
 
   std::vector<int> newcomers() const;  // connected, and not taken in yet
   void forget_newcomers(const std::vector<int>& ranks);
+  void meet_suspended();
   // Whether the action is the answer to a call of boundary(), or about the change that is wanted here.
   bool takes(const MembershipAction& action) const;
 
@@ -110,6 +111,7 @@ struct Elastic {
   } wish;
 
   // Of the thread alone.
+  u32 met_epoch = 0;             // up to which it knows who was suspended
   std::map<int, u64> strangers;  // by slot: since when it is claimed by somebody whom this rank is not connected to
   std::map<int, u64> unknown;    // likewise: when to look whether that one is over
 

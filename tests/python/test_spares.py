@@ -111,6 +111,42 @@ def test_a_rank_is_suspended_and_resumed() -> None:
     assert seen == [[(0, 1), (0, 1, 2)]] * 3
 
 
+def _one_after_the_other(outer_comm: Any, has_newcomer: bool) -> tuple[int, ...]:
+    """Ranks 2 and 1 are suspended by two changes, or a process joins before rank 1 is; one change takes both in."""
+    outer = Outer(outer_comm)
+    comm, address = open_group(outer, 2 if has_newcomer else 3, 3)
+    if comm is None:
+        outer.wait()
+        comm = weft.Communicator.join(address, device="cpu")
+        ep = make_ep(comm)
+        comm.ready()
+        outer.wait()
+    else:
+        ep = make_ep(comm)
+        outer.wait()
+        outer.wait()
+    if comm.rank != 2 and not has_newcomer:
+        assert comm.change(suspend=[2]).active == (0, 1)
+    if comm.rank != 2:
+        assert comm.change(suspend=[1]).active == (0,)
+    elif not has_newcomer:
+        assert comm.change(suspend=[2]).removed == (2,)
+    change = comm.change(resume=[1], admit=[2]) if comm.rank == 0 else comm.boundary(LONG_S)
+    assert change is not None
+    for _ in range(3):
+        checked_step(ep, number_of(comm))
+        assert comm.boundary(LONG_S) is None
+    outer.wait()
+    comm.close()
+    return change.active
+
+
+@pytest.mark.parametrize("has_newcomer", [False, True])
+def test_ranks_that_went_out_one_after_the_other_come_in_together(has_newcomer: bool) -> None:
+    """The one that was outside before is prepared for the other, too."""
+    assert weft.spawn(_one_after_the_other, 3, (has_newcomer,), device="cpu") == [(0, 1, 2)] * 3
+
+
 def test_spares_that_are_none() -> None:
     """Refused before anything is decided."""
 
