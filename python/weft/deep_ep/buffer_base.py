@@ -81,6 +81,8 @@ class BufferBase(Ending):
             raise InvalidArgument(f"num_qps_per_rank is {num_qps_per_rank!r}; allowed are 1 and more")
         self.network = Network(env.service_level("NVSHMEM_IB_SL"), num_qps_per_rank)
         self._open(ranks_of(group, comm, can_mask=enable_shrink), heap_bytes=num_nvl_bytes)
+        if self._masks is not None:
+            self._masks.is_automatic = True
 
     def _open(self, ranks: Ranks, *, heap_bytes: int = 0, deadline_s: float = DEADLINE_S) -> None:
         """From here on there are ranks, of which this buffer is a user, and something to give back."""

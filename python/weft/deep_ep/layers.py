@@ -75,6 +75,10 @@ class Layers:
         found = self._newest.get(shape)
         return found is not None and found.max_tokens_per_rank >= max_tokens
 
+    def forget(self, shape: ShapeOf) -> None:
+        """It is made anew, by all ranks."""
+        self._newest.pop(shape, None)
+
     def get(self, shape: ShapeOf, max_tokens: int, heap_bytes: int = 0) -> ExpertParallel:
         """With room for `max_tokens`, equal on all ranks. Collective where it is new.
 

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from weft.deep_ep.buffer_base import BufferBase
 from weft.deep_ep.errors import refused
 from weft.deep_ep.expanded import lane_of
 from weft.deep_ep.layers import ShapeOf
-from weft.deep_ep.rows import along, bare, check_counts, check_first, check_picks, check_weights, form_of, summed
+from weft.deep_ep.low_latency_handle import LowLatencyHandle
+from weft.deep_ep.rows import along, check_counts, check_first, check_picks, check_weights, form_of, summed
 from weft.deep_ep.streams import collective_call
 from weft.deep_ep.utils.event import EventOverlap
 from weft.deep_ep.utils.math import as_bytes
@@ -27,60 +28,9 @@ if TYPE_CHECKING:
     from weft.expert_parallel import ExpertParallel
     from weft.handle import Dispatched
 
-__all__ = ["LowLatency", "LowLatencyHandle"]
+__all__ = ["LowLatency"]
 
 _GUESSED_TOPK = 8
-
-
-class LowLatencyHandle(tuple):  # type: ignore[type-arg]
-    """Of a low-latency dispatch: (src_info, layout_range, M, H, E); the first two are made when they are asked for.
-
-    src_info int32 [L, R M]: source token of each row. layout_range int64 [L, R]: first row << 32 | number of rows, by
-    source rank.
-    """
-
-    buffer: Any
-    ep: ExpertParallel
-    dispatched: Dispatched
-    output: Tensor | None
-    is_combined = False
-
-    def __new__(cls, buffer: Any, ep: ExpertParallel, dispatched: Dispatched, max_tokens: int) -> LowLatencyHandle:
-        """Handle of a result."""
-        self = super().__new__(cls, (None, None, max_tokens, ep.hidden, ep.num_experts))
-        self.buffer, self.ep, self.dispatched, self.output = buffer, ep, bare(dispatched), None
-        return self
-
-    @property
-    def max_tokens(self) -> int:
-        """M of the dispatch."""
-        return int(tuple.__getitem__(self, 2))
-
-    def _item(self, idx: int) -> Any:
-        if idx == 0:
-            return self.dispatched.sources().token
-        if idx == 1:
-            ranks = self.dispatched.sources().rank.to(torch.int64)
-            ranks = torch.where(ranks >= 0, ranks, self.ep.num_ranks)
-            counts = torch.zeros((len(ranks), self.ep.num_ranks + 1), dtype=torch.int64, device=ranks.device)
-            counts.scatter_add_(1, ranks, torch.ones_like(ranks))
-            counts = counts[:, :-1]
-            return ((counts.cumsum(1) - counts) << 32) | counts
-        return tuple.__getitem__(self, idx)
-
-    @overload
-    def __getitem__(self, idx: SupportsIndex) -> Any: ...
-    @overload
-    def __getitem__(self, idx: slice) -> tuple[Any, ...]: ...
-    def __getitem__(self, idx: Any) -> Any:
-        found = range(5)[idx]
-        return tuple(map(self._item, found)) if isinstance(found, range) else self._item(found)
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self._item, range(5))
-
-    def __repr__(self) -> str:
-        return f"deep_ep.Buffer low-latency handle({self.dispatched.handle})"
 
 
 class LowLatency(BufferBase):
@@ -160,29 +110,41 @@ class LowLatency(BufferBase):
             "cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, num_slots // self.group_size,
             self._ranks.device,
         )  # fmt: skip
-        if self._masks is not None:
-            self._masks.boundary(lambda: self._layers.catch_up(wait_s=self._layers.deadline_s))
-        ep = self._of_low_latency(topk_idx, form.hidden, max_tokens, num_slots)
+        shape = ShapeOf(num_slots, topk_idx.shape[1], form.hidden, torch.bfloat16, "low_latency")
         quantize = None if not use_fp8 else "fp8_ue8m0" if round_scale else "fp8"
         late: list[Callable[[], object]] = []
+        known = self._of_low_latency(shape, max_tokens) if self._masks is None else None
 
-        def work() -> tuple[Any, Any]:
-            count = torch.empty(ep.num_local_experts, dtype=torch.int32, device=ep.device)
+        def send(ep: ExpertParallel, data: Tensor, picks: Tensor, weights: Tensor | None) -> Dispatched:
             with counting_waits(ep, self._next_window, waits):
                 r = ep.dispatch(
-                    form.data, topk_idx, topk_weights, layout="masked", capacity=num_sources * max_tokens,
+                    data, picks, weights, layout="masked", capacity=num_sources * max_tokens,
                     max_tokens=max_tokens, quantize=quantize, scale_layout="column_major" if use_fp8 else "row_major",
                     staged=return_recv_hook, window=self._next_window,
                 )  # fmt: skip
             self._next_window = 1 - self._next_window  # a refused call has sent nothing: the next takes its window
+            return r
+
+        def call() -> tuple[ExpertParallel, Dispatched]:
             if self._masks is not None:
-                self._masks.note_dispatch()
+                self._masks.boundary(lambda: self._layers.catch_up(wait_s=self._layers.deadline_s))
+            ep = self._of_low_latency(shape, max_tokens) if known is None else known
+            return ep, send(ep, form.data, topk_idx, topk_weights)
+
+        def work() -> tuple[Any, Any]:
+            windows = (lambda: self._layers.has(shape, max_tokens), lambda: self._layers.forget(shape))
+            ep, r = call() if self._masks is None else self._masks.run(call, self._layers.deadline_s, windows)
+            count = torch.empty(ep.num_local_experts, dtype=torch.int32, device=ep.device)
             late.append(r.wait)
             late.append(lambda: count.copy_(r.num_tokens_per_expert))
             if cumulative_local_expert_recv_stats is not None:
                 late.append(lambda: cumulative_local_expert_recv_stats.add_(count))
             rows = _rows_of(r, late, is_rounded=round_scale and not use_ue8m0)
             handle = LowLatencyHandle(self, ep, r, max_tokens)
+            if self._masks is not None:
+                copies = form.data.clone(), topk_idx.clone(), None if topk_weights is None else topk_weights.clone()
+                handle.again = lambda: send(ep, *copies)
+                self._masks.note_dispatch(handle)
             beside = () if topk_weights is None else (r.topk_weights, _source_ranks(handle, late))
             if not return_recv_hook:
                 _run(late)
@@ -253,19 +215,24 @@ class LowLatency(BufferBase):
         is_by_pick = adds_by_pick(ep, routing)
         is_staged = return_recv_hook and routing.is_small and ep.comm.engine != "cpu"
 
-        def work() -> tuple[Any, None]:
+        def send(given: Tensor, picks: Tensor, of_picks: Tensor) -> Any:
+            placed, routing = mine.placed(given), mine.dispatched.handle
             with counting_waits(ep, routing.window, waits):
                 if is_by_pick:
-                    weights = torch.where(topk_idx >= 0, topk_weights.to(torch.float32), 0.0)
-                    sent = ep.combine(
-                        rows, routing, order="pick", weights=weights, staged=is_staged, window=routing.window
+                    weights = torch.where(picks >= 0, of_picks.to(torch.float32), 0.0)
+                    return ep.combine(
+                        placed, routing, order="pick", weights=weights, staged=is_staged, window=routing.window
                     )
-                else:
-                    weighted = _weighted(mine, rows, topk_idx, topk_weights)
-                    sent = summed(ep, routing, weighted, staged=is_staged, window=routing.window)
-            if self._masks is not None and not mine.is_combined:
-                self._masks.note_combine()
-            mine.is_combined = True
+                weighted = _weighted(mine, placed, picks, of_picks)
+                return summed(ep, routing, weighted, staged=is_staged, window=routing.window)
+
+        def work() -> tuple[Any, None]:
+            if self._masks is None:
+                sent = send(rows, topk_idx, topk_weights)
+            else:
+                sent = self._masks.run(lambda: send(rows, topk_idx, topk_weights), self._layers.deadline_s)
+                copies = mine.copied(rows), topk_idx.clone(), topk_weights.clone()
+                self._masks.journal.note_combine(mine, lambda: send(mine.restored(copies[0]), *copies[1:]))
             shape = (num_tokens, ep.hidden)
             result = torch.empty(shape, dtype=torch.bfloat16, device=ep.device) if out is None else out
             if not return_recv_hook:
@@ -315,12 +282,8 @@ class LowLatency(BufferBase):
         if self._masks is not None:
             self._masks.want_all()
 
-    def _of_low_latency(self, topk_idx: Tensor, hidden: int, max_tokens: int, num_experts: int) -> ExpertParallel:
-        top_k = topk_idx.shape[1]
-        room = 2 * num_experts * max_tokens * hidden
-        return self._layers.get(
-            ShapeOf(num_experts, top_k, hidden, torch.bfloat16, "low_latency"), max_tokens, heap_bytes=room
-        )
+    def _of_low_latency(self, shape: ShapeOf, max_tokens: int) -> ExpertParallel:
+        return self._layers.get(shape, max_tokens, heap_bytes=2 * shape.num_experts * max_tokens * shape.hidden)
 
     def _own_low_latency(self, handle: Any) -> LowLatencyHandle:
         if not isinstance(handle, LowLatencyHandle):
@@ -356,7 +319,7 @@ def _rows_of(r: Dispatched, late: list[Callable[[], object]], *, is_rounded: boo
 def _source_ranks(handle: LowLatencyHandle, late: list[Callable[[], object]]) -> Tensor:
     """int32 [L, R M], 0 where no row is; to be written when the rows are there."""
     ranks = torch.zeros(handle.dispatched.handle.rows_shape, dtype=torch.int32, device=handle.ep.device)
-    late.append(lambda: ranks.copy_(handle.dispatched.sources().rank.clamp(min=0)))
+    late.append(lambda: ranks.copy_(handle.seen.sources().rank.clamp(min=0)))
     return ranks
 
 

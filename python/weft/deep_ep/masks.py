@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from weft.errors import Evicted, InvalidArgument, InvalidState
+from weft.deep_ep.journal import Journal, Windows
+from weft.errors import Evicted, InvalidArgument, InvalidState, PeerLost, PeerTimeout
 from weft.group.changes import Ticket
 
 if TYPE_CHECKING:
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["Masks"]
 
 _LOOK_S = 0.001  # of a masked rank in each of its dispatches: whether it has been taken in again
-_BOTH_WINDOWS = 2
+
+T = TypeVar("T")
 
 
 class Masks:
@@ -33,7 +35,8 @@ class Masks:
         self._let_go: set[int] = set()  # incarnations that this rank has removed while they were masked
         self._wanted: dict[int, bool] = {}
         self._ticket: Ticket | None = None
-        self._num_open = 0  # dispatches without their combine
+        self.journal = Journal(comm)
+        self.is_automatic = False  # ranks that are lost or late in a low-latency call are masked by themselves
         # The next dispatch's: a call that was refused is made again, and a change has begun at a boundary or a meeting.
         self._is_passed = False
         comm._says_ready = True  # masked, it makes what the others have made since, and says so in its boundaries
@@ -81,9 +84,9 @@ class Masks:
     def boundary(self, catch_up: Callable[[], bool]) -> None:
         """Of all ranks, once before each dispatch, however often it is refused. A masked rank does not wait, unless it
         wants to take part again itself. `catch_up` makes what the members have made meanwhile; False: nothing."""
-        if self._is_passed or 0 < self._num_open < _BOTH_WINDOWS:
+        self.journal.begin_dispatch()
+        if self._is_passed or self.journal.open:
             return
-        self._num_open = 0
         comm = self._comm
         if comm.is_member:
             self._propose()
@@ -92,14 +95,26 @@ class Masks:
         elif self._look(catch_up) is not None:
             self._wanted.clear()
 
-    def note_dispatch(self) -> None:
-        """It was made, and waits for its combine."""
+    def note_dispatch(self, handle: Any) -> None:
+        """It has ended here."""
         self._is_passed = False
-        self._num_open += 1
+        self.journal.note_dispatch(handle, lambda: self._dispatch_last(handle))
 
-    def note_combine(self) -> None:
-        """Of a dispatch the first."""
-        self._num_open = max(0, self._num_open - 1)
+    def _dispatch_last(self, handle: Any) -> None:
+        handle.dispatch_again()
+        self._is_passed = False
+
+    def run(self, call: Callable[[], T], seconds: float, windows: Windows | None = None) -> T:
+        """`call()`, collective; if masks are automatic again without the ranks that are lost or late in it:
+        docs/protocols/masks.md."""
+        while True:
+            try:
+                return call()
+            except (PeerLost, PeerTimeout) as error:
+                if not self.is_automatic or not self._comm.is_member or not self._comm.broken:
+                    raise
+                lost = error
+            self.journal.mend(self._comm, lost, windows, seconds)
 
     def _look(self, catch_up: Callable[[], bool]) -> Change | None:
         """Of a masked rank."""
@@ -136,7 +151,8 @@ class Masks:
                 self._ticket = None
 
     def _begin_again(self, _: Change) -> None:
-        self._num_open = 0
+        if not self.journal.is_mending:
+            self.journal.begin(self._comm)
         self._is_passed = True  # ranks that come in begin with this dispatch
         for each in self.buffers:
             each._next_window = 0

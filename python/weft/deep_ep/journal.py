@@ -1,0 +1,105 @@
+"""What low-latency calls keep, so that they can be made again without ranks that were lost: docs/protocols/masks.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from weft.errors import PeerLost, PeerTimeout, rank_list
+from weft.log import logger
+
+if TYPE_CHECKING:
+    from weft.communicator import Communicator
+
+__all__ = ["Journal", "Windows"]
+
+Windows = tuple[Callable[[], bool], Callable[[], object]]  # of a call: whether they are there, and what forgets them
+_BOTH_WINDOWS = 2
+
+
+class Journal:
+    """Of a communicator whose ranks may be masked. A dispatch is known by its handle, which can make it again."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.is_mending = False
+        self.begin(comm)
+
+    def begin(self, comm: Communicator) -> None:
+        """The membership has changed: handles are void, and all ranks count from here on."""
+        self.open: list[Any] = []
+        self._before: list[Any] = []  # open before the last call
+        self._last: Callable[[], object] | None = None  # makes that one again
+        self._base, self._position = comm.epoch, 0
+
+    def begin_dispatch(self) -> None:
+        """Before anything of it can fail: if both windows hold a dispatch, nobody combines these."""
+        if len(self.open) >= _BOTH_WINDOWS:
+            self.open = []
+
+    def note_dispatch(self, handle: Any, again: Callable[[], object]) -> None:
+        """It has ended here."""
+        self._note(again)
+        self.open.append(handle)
+
+    def note_combine(self, handle: Any, again: Callable[[], object]) -> None:
+        """It has ended here."""
+        self._note(again)
+        self.open = [each for each in self.open if each is not handle]
+
+    def _note(self, again: Callable[[], object]) -> None:
+        self._before, self._last = list(self.open), again
+        self._position += 1
+
+    def mend(self, comm: Communicator, error: PeerLost | PeerTimeout, windows: Windows | None, seconds: float) -> None:
+        """Go on without the ranks of `error`, to where this rank's call begins again. `windows` of that call.
+
+        Raises:
+            `error`: on all ranks, they can't come to the same call. PeerTimeout: a rank did not come to that.
+            As `weft.Communicator.recover`.
+        """
+        late = error.peers if isinstance(error, PeerTimeout) else ()
+        before = comm.active_ranks
+        self.is_mending = True
+        try:
+            while True:
+                try:
+                    comm.recover(late, spares=0, deadline_s=seconds)
+                    late = ()
+                    is_ahead = self._compare(comm, error, windows, seconds)
+                except PeerLost as lost:
+                    if lost is error:
+                        raise
+                    continue
+                try:
+                    self._repeat(is_ahead=is_ahead)
+                except (PeerLost, PeerTimeout) as lost:
+                    late = lost.peers if isinstance(lost, PeerTimeout) else ()
+                    continue
+                break
+        except BaseException:
+            self.begin(comm)
+            raise
+        finally:
+            self.is_mending = False
+        gone = [rank for rank in before if rank not in comm.active_ranks]
+        logger.warning("deep_ep: rank %d goes on without %s: %s", comm.rank, rank_list(gone), error)
+
+    def _compare(self, comm: Communicator, error: Exception, windows: Windows | None, seconds: float) -> bool:
+        """Whether this rank has ended the call that others make again."""
+        mine = json.dumps([self._base, self._position, windows is None or windows[0]()]).encode()
+        told = [json.loads(each) for each in comm.gather(mine, deadline_s=seconds).values()]
+        least = min(position for _, position, _ in told)
+        if any(base != self._base or position > least + 1 for base, position, _ in told):
+            raise error
+        if self._position > least:
+            return True
+        if windows is not None and not all(has for _, position, has in told if position == least):
+            windows[1]()
+        return False
+
+    def _repeat(self, *, is_ahead: bool) -> None:
+        for handle in self._before if is_ahead else self.open:
+            handle.dispatch_again()
+        if is_ahead and self._last is not None:
+            self._last()
