@@ -10,6 +10,7 @@ import random
 import signal
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -214,6 +215,22 @@ def test_a_rank_is_stopped(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPat
     """The others wait for it until the deadline, and go on. Awake again it is told."""
     monkeypatch.setenv("WEFT_DEEP_EP_TIMEOUT_S", "15")
     assert _spawn(_stops, tmp_path) == [True] * R
+
+
+def _dropped(comm: weft.Communicator) -> bool:
+    buffer = deep_ep.Buffer(comm, low_latency_mode=True, enable_shrink=True)
+    for _ in range(2):
+        each = Round(buffer, 1)
+        each.dispatch()
+    each.combine()
+    gone = weakref.ref(buffer)
+    del buffer, each
+    return gone() is None
+
+
+def test_what_is_kept_does_not_keep_the_buffer() -> None:
+    """It ends with its last reference, as any other."""
+    assert _spawn(_dropped) == [True] * R
 
 
 class _FakeGroup:

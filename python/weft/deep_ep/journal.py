@@ -42,12 +42,12 @@ class Journal:
         self._note(again)
         self.open.append(handle)
 
-    def note_combine(self, handle: Any, again: Callable[[], object]) -> None:
+    def note_combine(self, handle: Any, again: Callable[[], object] | None) -> None:
         """It has ended here."""
         self._note(again)
         self.open = [each for each in self.open if each is not handle]
 
-    def _note(self, again: Callable[[], object]) -> None:
+    def _note(self, again: Callable[[], object] | None) -> None:
         self._before, self._last = list(self.open), again
         self._position += 1
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -115,14 +116,19 @@ class LowLatency(BufferBase):
         late: list[Callable[[], object]] = []
         known = self._of_low_latency(shape, max_tokens) if self._masks is None else None
 
+        owner = weakref.ref(self)  # what is kept so that it can be sent again does not keep the buffer
+
         def send(ep: ExpertParallel, data: Tensor, picks: Tensor, weights: Tensor | None) -> Dispatched:
-            with counting_waits(ep, self._next_window, waits):
+            buffer = owner()
+            if buffer is None:
+                raise InvalidState("low_latency_dispatch: the buffer is gone")
+            with counting_waits(ep, buffer._next_window, waits):
                 r = ep.dispatch(
                     data, picks, weights, layout="masked", capacity=num_sources * max_tokens,
                     max_tokens=max_tokens, quantize=quantize, scale_layout="column_major" if use_fp8 else "row_major",
-                    staged=return_recv_hook, window=self._next_window,
+                    staged=return_recv_hook, window=buffer._next_window,
                 )  # fmt: skip
-            self._next_window = 1 - self._next_window  # a refused call has sent nothing: the next takes its window
+            buffer._next_window = 1 - buffer._next_window  # a refused call has sent nothing: the next takes its window
             return r
 
         def call() -> tuple[ExpertParallel, Dispatched]:
@@ -141,9 +147,10 @@ class LowLatency(BufferBase):
                 late.append(lambda: cumulative_local_expert_recv_stats.add_(count))
             rows = _rows_of(r, late, is_rounded=round_scale and not use_ue8m0)
             handle = LowLatencyHandle(self, ep, r, max_tokens)
-            if self._masks is not None:
+            if self._masks is not None and self._masks.is_automatic:
                 copies = form.data.clone(), topk_idx.clone(), None if topk_weights is None else topk_weights.clone()
                 handle.again = lambda: send(ep, *copies)
+            if self._masks is not None:
                 self._masks.note_dispatch(handle)
             beside = () if topk_weights is None else (r.topk_weights, _source_ranks(handle, late))
             if not return_recv_hook:
@@ -227,12 +234,16 @@ class LowLatency(BufferBase):
                 return summed(ep, routing, weighted, staged=is_staged, window=routing.window)
 
         def work() -> tuple[Any, None]:
-            if self._masks is None:
+            masks = self._masks
+            if masks is None:
                 sent = send(rows, topk_idx, topk_weights)
             else:
-                sent = self._masks.run(lambda: send(rows, topk_idx, topk_weights), self._layers.deadline_s)
-                copies = mine.copied(rows), topk_idx.clone(), topk_weights.clone()
-                self._masks.journal.note_combine(mine, lambda: send(mine.restored(copies[0]), *copies[1:]))
+                sent = masks.run(lambda: send(rows, topk_idx, topk_weights), self._layers.deadline_s)
+                if masks.is_automatic:
+                    kept = mine.copied(rows), topk_idx.clone(), topk_weights.clone()
+                    masks.journal.note_combine(mine, lambda: send(mine.restored(kept[0]), *kept[1:]))
+                else:
+                    masks.journal.note_combine(mine, None)
             shape = (num_tokens, ep.hidden)
             result = torch.empty(shape, dtype=torch.bfloat16, device=ep.device) if out is None else out
             if not return_recv_hook:
@@ -288,7 +299,7 @@ class LowLatency(BufferBase):
     def _own_low_latency(self, handle: Any) -> LowLatencyHandle:
         if not isinstance(handle, LowLatencyHandle):
             raise InvalidArgument(f"handle is {type(handle)!r}; the handle of a low_latency_dispatch is expected")
-        if handle.buffer is not self:
+        if handle.owner() is not self:
             raise InvalidState("the handle is of another buffer; a call needs the buffer that made it")
         return handle
 

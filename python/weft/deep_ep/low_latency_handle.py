@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
@@ -24,7 +25,7 @@ class LowLatencyHandle(tuple):  # type: ignore[type-arg]
     source rank.
     """
 
-    buffer: Any
+    owner: weakref.ref[Any]  # its buffer, which may keep it
     ep: ExpertParallel
     dispatched: Dispatched
     seen: Dispatched  # whose rows the caller has; `dispatched` where it was not made again without ranks that were lost
@@ -34,7 +35,7 @@ class LowLatencyHandle(tuple):  # type: ignore[type-arg]
     def __new__(cls, buffer: Any, ep: ExpertParallel, dispatched: Dispatched, max_tokens: int) -> LowLatencyHandle:
         """Handle of a result."""
         self = super().__new__(cls, (None, None, max_tokens, ep.hidden, ep.num_experts))
-        self.buffer, self.ep, self.output = buffer, ep, None
+        self.owner, self.ep, self.output = weakref.ref(buffer), ep, None
         self.dispatched = self.seen = bare(dispatched)
         return self
 
