@@ -32,6 +32,7 @@ class Masks:
         self.buffers: weakref.WeakSet[Any] = weakref.WeakSet()  # their windows begin again with every change
         self._comm = comm
         self.was_let_go: Callable[[int], bool] = lambda _: False  # whether the others have removed this incarnation
+        self.masked: set[int] = set()  # by changes, or connected without being let in: alike on all members
         self._let_go: set[int] = set()  # incarnations that this rank has removed while they were masked
         self._wanted: dict[int, bool] = {}
         self._ticket: Ticket | None = None
@@ -67,9 +68,9 @@ class Masks:
     def let_go(self, ranks: Sequence[int]) -> list[int]:
         """They are to be removed. The incarnation of a masked one is over: nobody takes it in again. These ones."""
         self.give_way(ranks)
-        now = self._comm.membership
-        over = [self._incarnation(rank) for rank in ranks if rank in (*now.standby, *now.joining)]
+        over = [self._incarnation(rank) for rank in ranks if rank in self.masked]
         self._let_go.update(over)
+        self.masked.difference_update(ranks)
         return over
 
     def is_over(self, rank: int) -> bool:
@@ -150,7 +151,9 @@ class Masks:
             except InvalidState:  # another change of this rank is not decided yet
                 self._ticket = None
 
-    def _begin_again(self, _: Change) -> None:
+    def _begin_again(self, change: Change) -> None:
+        others = self._comm.membership.standby if self._comm.rank in change.added else ()
+        self.masked = {*self.masked, *change.removed, *others}.difference(change.active)
         if not self.journal.is_mending:
             self.journal.begin(self._comm)
         self._is_passed = True  # ranks that come in begin with this dispatch

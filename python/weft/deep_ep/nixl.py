@@ -148,10 +148,10 @@ class NixlBuffer(Buffer):
         if self.rank in gone:
             self._end()
             return
+        masks = self._ranks.allow_masks()
+        gone = [rank for rank in gone if rank in comm.active_ranks or rank in masks.masked]
         if not gone or not comm.is_member:
             return
-        # Also where this rank sees nobody in their slots: another one may not know yet that a masked rank has ended.
-        masks = self._ranks.allow_masks()
         over = masks.let_go(gone)
         with self._meeting().agreed_removal(comm, gone, self._deadline_s):
             comm.recover(gone, spares=0, deadline_s=self._deadline_s)
@@ -247,7 +247,9 @@ class NixlBuffer(Buffer):
             if time.monotonic() > deadline:
                 raise PeerTimeout("connect_ranks", 0, tuple(late), f"connect_ranks: {rank_list(late)} did not come")
             time.sleep(_LOOK_S)
-        if missing and activate:
+        if not activate:
+            masks.masked.update(missing)
+        elif missing:
             comm.change(admit=missing, deadline_s=_left(deadline))
 
     def _meeting(self) -> MeetingPlace:
