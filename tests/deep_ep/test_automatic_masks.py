@@ -35,11 +35,14 @@ class Round:
     """A dispatch and its combine; each result is that of the ranks that took part at its end, and a combine's perhaps
     that of those before."""
 
-    def __init__(self, buffer: Any, number: int, top_k: int = TOP_K) -> None:
-        self.buffer, self.step = buffer, Step(buffer, number, R, top_k)
+    def __init__(self, buffer: Any, number: int, top_k: int = TOP_K, has_hook: bool = False) -> None:
+        self.buffer, self.step, self.has_hook = buffer, Step(buffer, number, R, top_k), has_hook
 
     def dispatch(self) -> None:
-        results = self.buffer.low_latency_dispatch(**self.step.dispatch_arguments())
+        arguments = self.step.dispatch_arguments()
+        results = self.buffer.low_latency_dispatch(**arguments, return_recv_hook=self.has_hook)
+        if self.has_hook:
+            results[-1]()
         self.step.check_dispatch(results)
         self.rows = results[0]
         handle = results[2]
@@ -91,11 +94,11 @@ def _spawn(fn: Any, *args: Any) -> list[Any]:
     return weft.spawn(fn, R, args=args, device="cpu", max_ranks=R, on_failure="return")
 
 
-def _dies(comm: weft.Communicator, when: str) -> bool:
+def _dies(comm: weft.Communicator, when: str, has_hook: bool) -> bool:
     buffer = _made(comm)
     run(buffer, 0, R)
     top_k = 2 if when == "new shape" else TOP_K
-    rounds = [Round(buffer, number, top_k) for number in (1, 2)]
+    rounds = [Round(buffer, number, top_k, has_hook) for number in (1, 2)]
     is_victim = comm.rank == 2
     if is_victim and when in ("dispatch", "new shape"):
         _kill()
@@ -114,10 +117,11 @@ def _dies(comm: weft.Communicator, when: str) -> bool:
     return True
 
 
+@pytest.mark.parametrize("has_hook", [False, True])
 @pytest.mark.parametrize("when", ["dispatch", "between", "two", "new shape", "alone"])
-def test_a_rank_dies(when: str) -> None:
+def test_a_rank_dies(when: str, *, has_hook: bool) -> None:
     """Before a dispatch, before its combine, with two dispatches open, before windows are made; all but one."""
-    seen = _spawn(_dies, when)
+    seen = _spawn(_dies, when, has_hook)
     assert [each for each in seen if each is True] == [True] * (1 if when == "alone" else 3), seen
 
 
@@ -215,6 +219,25 @@ def test_a_rank_is_stopped(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPat
     """The others wait for it until the deadline, and go on. Awake again it is told."""
     monkeypatch.setenv("WEFT_DEEP_EP_TIMEOUT_S", "15")
     assert _spawn(_stops, tmp_path) == [True] * R
+
+
+def _comes_early(comm: weft.Communicator, folder: pathlib.Path) -> bool:
+    buffer = _made(comm)
+    run(buffer, 0, R)
+    while comm.rank != 0 and not (folder / "raised").exists():
+        time.sleep(0.001)
+    with pytest.raises(weft.PeerTimeout):
+        Round(buffer, 1).dispatch()
+    (folder / "raised").touch()
+    comm.recover()
+    _check_end(buffer, tuple(range(R)))
+    return True
+
+
+def test_who_is_early_leaves_nobody_out(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the ranks or more are late: all are told, and all go on together."""
+    monkeypatch.setenv("WEFT_DEEP_EP_TIMEOUT_S", "3")
+    assert _spawn(_comes_early, tmp_path) == [True] * R
 
 
 def _dropped(comm: weft.Communicator) -> bool:

@@ -55,10 +55,10 @@ class Journal:
         """Go on without the ranks of `error`, to where this rank's call begins again. `windows` of that call.
 
         Raises:
-            `error`: on all ranks, they can't come to the same call. PeerTimeout: a rank did not come to that.
-            As `weft.Communicator.recover`.
+            `error`: on all ranks, they can't come to the same call; or half of them or more are late: this one may be the
+            one that is early. PeerTimeout: a rank did not come to that. As `weft.Communicator.recover`.
         """
-        late = error.peers if isinstance(error, PeerTimeout) else ()
+        late = _late_in(error, comm)
         before = comm.active_ranks
         self.is_mending = True
         try:
@@ -74,7 +74,7 @@ class Journal:
                 try:
                     self._repeat(is_ahead=is_ahead)
                 except (PeerLost, PeerTimeout) as lost:
-                    late = lost.peers if isinstance(lost, PeerTimeout) else ()
+                    late = _late_in(lost, comm)
                     continue
                 break
         except BaseException:
@@ -103,3 +103,13 @@ class Journal:
             handle.dispatch_again()
         if is_ahead and self._last is not None:
             self._last()
+
+
+def _late_in(error: PeerLost | PeerTimeout, comm: Communicator) -> tuple[int, ...]:
+    """Whom a recovery is to leave out besides the dead: fewer than half of the active ranks, else `error` is raised."""
+    if not isinstance(error, PeerTimeout):
+        return ()
+    late = set(error.peers)
+    if not late or 2 * len(late.intersection(comm.active_ranks)) >= len(comm.active_ranks):
+        raise error
+    return tuple(error.peers)

@@ -113,6 +113,7 @@ class LowLatency(BufferBase):
         )  # fmt: skip
         shape = ShapeOf(num_slots, topk_idx.shape[1], form.hidden, torch.bfloat16, "low_latency")
         quantize = None if not use_fp8 else "fp8_ue8m0" if round_scale else "fp8"
+        is_staged = return_recv_hook and self._masks is None  # a half could not be made again
         late: list[Callable[[], object]] = []
         known = self._of_low_latency(shape, max_tokens) if self._masks is None else None
 
@@ -126,7 +127,7 @@ class LowLatency(BufferBase):
                 r = ep.dispatch(
                     data, picks, weights, layout="masked", capacity=num_sources * max_tokens,
                     max_tokens=max_tokens, quantize=quantize, scale_layout="column_major" if use_fp8 else "row_major",
-                    staged=return_recv_hook, window=buffer._next_window,
+                    staged=is_staged, window=buffer._next_window,
                 )  # fmt: skip
             buffer._next_window = 1 - buffer._next_window  # a refused call has sent nothing: the next takes its window
             return r

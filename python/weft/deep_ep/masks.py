@@ -65,13 +65,14 @@ class Masks:
             self._ticket.withdraw()
             self._ticket = None
 
-    def let_go(self, ranks: Sequence[int]) -> list[int]:
-        """They are to be removed. The incarnation of a masked one is over: nobody takes it in again. These ones."""
-        self.give_way(ranks)
-        over = [self._incarnation(rank) for rank in ranks if rank in self.masked]
+    def incarnations_of_masked(self, ranks: Iterable[int]) -> list[int]:
+        """Those of `ranks` that are masked."""
+        return [self._incarnation(rank) for rank in ranks if rank in self.masked]
+
+    def let_go(self, ranks: Sequence[int], over: Iterable[int]) -> None:
+        """They have been removed. Masked ones among them, incarnations `over`: nobody takes these in again."""
         self._let_go.update(over)
         self.masked.difference_update(ranks)
-        return over
 
     def is_over(self, rank: int) -> bool:
         """Whether the slot of `rank` has somebody who was removed while it was masked."""
@@ -112,7 +113,8 @@ class Masks:
             try:
                 return call()
             except (PeerLost, PeerTimeout) as error:
-                if not self.is_automatic or not self._comm.is_member or not self._comm.broken:
+                is_local = isinstance(error, PeerTimeout) and not self._comm.broken  # a death is one for all
+                if not self.is_automatic or not self._comm.is_member or is_local:
                     raise
                 lost = error
             self.journal.mend(self._comm, lost, windows, seconds)

@@ -152,9 +152,11 @@ class NixlBuffer(Buffer):
         gone = [rank for rank in gone if rank in comm.active_ranks or rank in masks.masked]
         if not gone or not comm.is_member:
             return
-        over = masks.let_go(gone)
+        masks.give_way(gone)
+        over = masks.incarnations_of_masked(gone)
         with self._meeting().agreed_removal(comm, gone, self._deadline_s):
             comm.recover(gone, spares=0, deadline_s=self._deadline_s)
+        masks.let_go(gone, over)
         self._meeting().let_go(over)
 
     remove_ranks = disconnect_ranks

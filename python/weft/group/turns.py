@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Process", "Turns", "first_line", "positive_seconds"]
 
 _ASLEEP_CALLS = ("gather", "meet", "rebuild", "recover", "wake")
-_LOCAL_CALLS = ("check", "empty_output")  # nobody waits for them
+_BESIDE_REFUSALS = ("check", "empty_output", "meet")  # peers that wait for a refused call still hear of it
 _EXIT_GRACE_S = 10.0  # when the process ends, for threads that are in a call and neither wait nor return
 _BETWEEN_CALLS_S = 0.05  # then, for threads that make one call after the other to come to the next one
 
@@ -122,7 +122,7 @@ class Turns(Shared):
             )
         if self._is_asleep and what not in _ASLEEP_CALLS:
             raise InvalidState(f"{what}: the communicator is asleep; call comm.wake() on every rank first")
-        if self._has_refused and what not in _LOCAL_CALLS:
+        if self._has_refused and what not in _BESIDE_REFUSALS:
             self._has_refused = False
             self._native.note_refusal("")
         while self._ended:
