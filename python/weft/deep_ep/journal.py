@@ -55,8 +55,8 @@ class Journal:
         """Go on without the ranks of `error`, to where this rank's call begins again. `windows` of that call.
 
         Raises:
-            `error`: on all ranks, they can't come to the same call; or half of them or more are late: this one may be the
-            one that is early. PeerTimeout: a rank did not come to that. As `weft.Communicator.recover`.
+            `error`: on all ranks, they can't come to the same call; or half of them or more are late: this one may be
+            the one that is early. PeerTimeout: a rank did not come to that. As `weft.Communicator.recover`.
         """
         late = _late_in(error, comm)
         before = comm.active_ranks
