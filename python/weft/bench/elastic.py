@@ -36,6 +36,7 @@ ELASTIC = {
     "step_during_cold_join_ms": "a step while a new process starts and joins",
 }
 _STEPS, _BOUNDARIES, _BEFORE, _WAIT_S = 50, 1000, 200, 120.0
+_LEAVE_S = 0.05  # before a rank dies, for the others to leave the call before, which would raise for it
 _COLD = """
 import sys
 sys.path[:0] = sys.argv[2:]
@@ -135,6 +136,7 @@ class _Steps:
     def recover_from(self, clock: mmap.mmap, victim: int, spares: str | int) -> float:
         """`victim` kills itself; milliseconds until a right result of those left."""
         if self.comm.rank == victim:
+            time.sleep(_LEAVE_S)
             clock[:8] = struct.pack("q", time.monotonic_ns())
             os.kill(os.getpid(), signal.SIGKILL)
         with contextlib.suppress(PeerLost, PeerTimeout):
