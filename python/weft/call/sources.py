@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weft import _load
 from weft.call.spec import RANK_MAJOR
+from weft.errors import InternalError
 
 __all__ = ["Sources", "side_of", "sources_of"]
 
@@ -77,6 +78,7 @@ def side_of(words: Tensor, topk_idx: Tensor | None, pick: Tensor | None) -> Tens
     values = words.contiguous().view(torch.float32)
     if topk_idx is not None:
         return torch.where(topk_idx >= 0, values, 0.0)
-    assert pick is not None  # noqa: S101  # by expert each row is a pick's
+    if pick is None:
+        raise InternalError("rows by expert without their picks")
     mine = values.gather(-1, pick.clamp(min=0).to(torch.int64)[..., None]).squeeze(-1)
     return torch.where(pick >= 0, mine, 0.0)
