@@ -36,6 +36,7 @@ import weft
 from gpu_ranks import NUM_GPUS
 
 test_property.MAX_RANKS = 8
+test_property.WITH_NODES = False  # the cpu engine alone has them
 
 
 @pytest.fixture(scope="module", params=["processes", "threads"])

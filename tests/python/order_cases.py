@@ -23,7 +23,7 @@ def checked_orders(state: RankState, dtype: torch.dtype) -> None:
     mine = [each[rank].to(device) for each in (job.xs, job.ids, job.weights, job.biases, job.owner_weights)]
     x, ids, weights, bias, owner_weights = mine
     with weft.ExpertParallel(
-        comm, num_experts=NUM_EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens_per_rank=NUM_TOKENS, dtype=dtype
+        comm, num_experts=NUM_EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens_per_rank=NUM_TOKENS * TOP_K, dtype=dtype
     ) as ep:
         for layout, mode in itertools.product(("rank_major", "expert_major", "masked"), ("throughput", "latency")):
             results = job.dispatched(layout)

@@ -18,6 +18,7 @@ from rebuild_cases import LossPlan, run_after_loss
 from pool import MAX_RANKS, Pool
 
 NUM_EXAMPLES = int(os.environ.get("WEFT_TEST_EXAMPLES", "200"))
+WITH_NODES = True  # whether some cases have nodes
 MAX_ELEMENTS = 400_000  # of expert outputs of a call over all ranks: larger cases get a smaller hidden
 
 
@@ -87,7 +88,7 @@ def cases(draw: st.DrawFn) -> Case:
         heap=draw(st.sampled_from(["plenty", "plenty", "none", "small", "full_on_one"])),
         calls=some_calls,
         sum_domain=(sums := draw(st.one_of(st.none(), st.integers(1, num_ranks)))),
-        node_ranks=draw(st.one_of(st.none(), st.integers(1, num_ranks))) if sums is None else None,
+        node_ranks=draw(st.one_of(st.none(), st.integers(1, num_ranks))) if WITH_NODES and sums is None else None,
     )
 
 
