@@ -1,5 +1,6 @@
 """Guards against a deep_ep package that asks the kernels of GPUs for what they do not do, or reads answers wrongly:
-windows that grow in a call, and low-latency calls whose weights the owner has, on one emulated GPU.
+windows that grow in a call, and low-latency calls whose weights the owner has, on one emulated GPU; and all cases that
+every engine runs.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from case_table import pairs, run_case
 from emulated_gpu import EmulatedRanks
+from gpu_steps import NAMES, run_step
 
 from pool import RankState
 from weft import deep_ep
@@ -88,3 +91,14 @@ def test_low_latency_weights_are_the_owners(monkeypatch: pytest.MonkeyPatch, has
 def test_more_tokens_than_small_batches_have_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both calls are in halves."""
     EmulatedRanks(monkeypatch).run(2, combines, [(True, 600, 600)] * 2)
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), pairs((2, 4)))
+def test_cases_of_every_engine(monkeypatch: pytest.MonkeyPatch, name: str, num_ranks: int) -> None:
+    EmulatedRanks(monkeypatch).run(num_ranks, run_case, [name] * num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_of_gpus(monkeypatch: pytest.MonkeyPatch, name: str, num_ranks: int) -> None:
+    EmulatedRanks(monkeypatch).run(num_ranks, run_step, [name] * num_ranks)

@@ -29,6 +29,7 @@ from weft.deep_ep.rows import (
 from weft.deep_ep.streams import collective_call, public_call
 from weft.deep_ep.utils.event import EventHandle, EventOverlap
 from weft.deep_ep.utils.math import align
+from weft.engine import to_host
 from weft.errors import InvalidArgument, InvalidState
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ class Buffer(LowLatency, BufferBase):
         """Of this rank's experts: the sum over ranks of what they have counted."""
         total = self._ranks.gather_tensor(given.num_tokens_per_expert, self._layers.deadline_s).sum(0)
         num_local = total.numel() // self.group_size
-        mine = total[self.rank * num_local : (self.rank + 1) * num_local].tolist()
+        mine = to_host(total[self.rank * num_local : (self.rank + 1) * num_local]).tolist()
         return [align(each, given.alignment) for each in mine]
 
     @collective_call

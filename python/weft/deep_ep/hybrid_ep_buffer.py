@@ -25,6 +25,7 @@ from weft.deep_ep.ranks import Ranks, ranks_of
 from weft.deep_ep.rows import Form, Sent, bare, check_first, check_rows, check_weights, form_of, send, summed
 from weft.deep_ep.streams import collective_call
 from weft.deep_ep.utils.math import align
+from weft.engine import to_host
 from weft.errors import InvalidArgument, InvalidState
 from weft.limits import MAX_ALIGNMENT
 
@@ -244,7 +245,7 @@ class HybridEPBuffer(Ending):
         counts = (offsets[1:] - offsets[:-1]).to(torch.int64)
         if non_blocking or not counts.is_cuda:
             return counts
-        return counts.cpu().pin_memory()
+        return to_host(counts).pin_memory()
 
     @collective_call
     def combine_with_unpermute(
@@ -416,7 +417,7 @@ class HybridEPBuffer(Ending):
         if not non_blocking or top_k == 0:
             mine = top_k
             if routing_map is not None:
-                mine = max(1, top_k, int(routing_map.sum(1).max()) if num_tokens else 1)
+                mine = max(1, top_k, int(to_host(routing_map.sum(1).max())) if num_tokens else 1)
             told = self._ranks.gather([num_tokens, mine], self._layers.deadline_s)
             most = max(most, *(row[0] for row in told))
             if routing_map is not None:

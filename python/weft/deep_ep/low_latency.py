@@ -221,7 +221,8 @@ class LowLatency(BufferBase):
             if out.dtype != torch.bfloat16:
                 raise InvalidArgument(f"out is {out.dtype}; allowed is bf16")
         is_by_pick = adds_by_pick(ep, routing)
-        is_staged = return_recv_hook and routing.is_small and ep.comm.engine != "cpu"
+        # fp32 rows, weighted where they are, have no slots: then the call does all of it, and the hook nothing
+        is_staged = return_recv_hook and is_by_pick and routing.is_small and ep.comm.engine != "cpu"
 
         def send(given: Tensor, picks: Tensor, of_picks: Tensor) -> Any:
             placed, routing = mine.placed(given), mine.dispatched.handle
@@ -232,7 +233,7 @@ class LowLatency(BufferBase):
                         placed, routing, order="pick", weights=weights, staged=is_staged, window=routing.window
                     )
                 weighted = _weighted(mine, placed, picks, of_picks)
-                return summed(ep, routing, weighted, staged=is_staged, window=routing.window)
+                return summed(ep, routing, weighted, window=routing.window)
 
         def work() -> tuple[Any, None]:
             masks = self._masks

@@ -12,6 +12,7 @@ import torch
 from weft import env
 from weft.deep_ep.errors import NotSupported, refused
 from weft.deep_ep.nodes import Nodes, nodes_of
+from weft.engine import to_host
 from weft.errors import InvalidArgument, InvalidState, Unsupported
 from weft.quantized import Quantized
 
@@ -188,7 +189,7 @@ class Ranks:
     def gather(self, words: Sequence[int], deadline_s: float | None = None) -> list[list[int]]:
         """Equally many int32 words of every rank, by rank. Collective; the host waits."""
         mine = torch.tensor([words], dtype=torch.int32, device=self.device)
-        return [row[: len(words)] for row in self._told(mine, None, deadline_s).tolist()]
+        return [row[: len(words)] for row in to_host(self._told(mine, None, deadline_s)).tolist()]
 
     def gather_tensor(self, words: torch.Tensor, deadline_s: float | None = None) -> torch.Tensor:
         """int32 [n] of every rank -> [R, n]. Collective; the host waits."""

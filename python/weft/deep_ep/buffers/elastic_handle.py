@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from weft.engine import to_host
+
 if TYPE_CHECKING:
     from weft.expert_parallel import ExpertParallel
     from weft.handle import Dispatched
@@ -80,7 +82,7 @@ class EPHandle:
             return self.ep.num_ranks * self.num_max_tokens_per_rank
         if not self.do_expand:
             return int(self.dispatched.handle.rows_shape[0])
-        return int(self.psum_num_recv_tokens_per_scaleup_rank[-1].item())
+        return int(to_host(self.psum_num_recv_tokens_per_scaleup_rank[-1]).item())
 
     def _make_num_expanded_tokens(self) -> int:
         return int(self.dispatched.handle.rows_shape[0])
