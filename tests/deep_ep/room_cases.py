@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import host_side
+import pytest
 import torch
 
 import weft
@@ -20,6 +21,9 @@ def dispatched(buffer: Any, x: torch.Tensor, ids: torch.Tensor, num_experts: int
 
 def grows(comm: weft.Communicator, worst: int) -> None:
     """In turn each rank has more than the windows hold, and then all have, each another number."""
+    if worst and comm.device.type == "cuda":
+        refuses(comm, worst)
+        return
     buffer, num_experts = host_side.buffer(comm), 2 * comm.num_ranks
     asked = []
     ranks = buffer._ranks
@@ -39,3 +43,19 @@ def grows(comm: weft.Communicator, worst: int) -> None:
     assert len(asked) == (len(sizes) if worst and host_side.on_gpu(comm) else 1)  # the first call of all
     rooms = [each.max_tokens_per_rank for each in made]
     assert rooms == [512, 1024, 2048, 4096, 8192, 8192]
+
+
+def refuses(comm: weft.Communicator, worst: int) -> None:
+    """On a GPU the host waits for nobody once there are windows: ranks are told of too many tokens, and go on."""
+    buffer, num_experts = host_side.buffer(comm), 2 * comm.num_ranks
+    for most in (8, 600, 8):
+        count = most if comm.rank == 0 else 3
+        x = torch.full((count, 32), comm.rank + 1.0, dtype=torch.float32, device="cpu")
+        ids = torch.zeros((count, 2), dtype=torch.int64, device="cpu")
+        if most > 512:
+            with pytest.raises(weft.InvalidArgument, match=f"a rank has {most} tokens"):
+                dispatched(buffer, x, ids, num_experts, num_worst_tokens=worst)[4].ep.check()
+        else:
+            recv, _, _, _, handle, _ = dispatched(buffer, x, ids, num_experts, num_worst_tokens=worst)
+            assert torch.equal(buffer.combine(recv, handle)[0], x)
+            handle.ep.check()
