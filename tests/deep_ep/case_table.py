@@ -39,6 +39,7 @@ CASES = {
     "V1 room of the worst case": Case(room_cases.grows, (20000,), (3, 4)),
     "V1 as callers": Case(shape_cases.throughput),
     "low latency": Case(low_latency_cases.against_the_reference),
+    "low latency of many picks": Case(low_latency_cases.against_the_reference, (17, 9), (2,)),
     "low latency weights": Case(low_latency_cases.with_weights),
     "low latency results": Case(low_latency_cases.two_micro_batches),
     "low latency as callers": Case(shape_cases.two_micro_batches),

@@ -47,6 +47,7 @@ def by_token(comm: weft.Communicator, node_ranks: int | None = None) -> None:
     rank, num_experts = comm.rank, given.num_experts
     ids, weights = given.ids[rank], given.weights[rank]
     buffer = make_buffer(comm)
+    buffer.dispatch(given.xs[rank], ids, num_experts=num_experts, num_max_tokens_per_rank=3 * M)  # a larger window
     for xs in forms(given):
         wanted = reference.dispatch([as_weft(x) for x in xs], given.ids, given.weights, num_experts=num_experts)
         mine = wanted[rank]

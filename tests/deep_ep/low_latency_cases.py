@@ -39,9 +39,9 @@ def rows_of(recv: Any, hidden: int) -> tuple[Tensor, Tensor | None]:
     return rows, scales
 
 
-def against_the_reference(comm: weft.Communicator) -> None:
+def against_the_reference(comm: weft.Communicator, top_k: int = 3, num_local: int = 3) -> None:
     num_ranks, hidden = comm.num_ranks, 512
-    given = cases.make(num_ranks, hidden=hidden, tokens=M, top_k=3)
+    given = cases.make(num_ranks, hidden=hidden, tokens=M, top_k=top_k, num_local=num_local)
     capacity = num_ranks * M
     buffer = host_side.buffer(comm, low_latency_mode=True, explicitly_destroy=True)
     x, ids = given.xs[comm.rank], given.ids[comm.rank]

@@ -63,13 +63,13 @@ def _on_host(handle: Any, num_ranks: int, top_k: int) -> tuple[Tensor, Tensor, T
 
 
 def _on_device(handle: Any, num_ranks: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_on_host`, of every token that a source may have."""
+    """As `_on_host`, of every token that a source may have: the plan has places for as many as the window."""
     plan, max_tokens = handle.recv_plan, handle.max_tokens
     width = 1 if handle.call.layout == RANK_MAJOR else top_k
     number = torch.arange(num_ranks * max_tokens, dtype=torch.int32, device=plan.device)
     rank, token = number // max(1, max_tokens), number % max(1, max_tokens)
-    first = _load.native().gpu_plan_header
-    rows = plan[first : first + len(number) * width].view(len(number), width)
+    places = plan[_load.native().gpu_plan_header :].view(num_ranks, -1, width)
+    rows = places[:, :max_tokens].reshape(len(number), width)
     return rank, token, torch.where((token < plan[:num_ranks][rank.to(torch.int64)])[:, None], rows, -1)
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["LowLatency"]
 
 _GUESSED_TOPK = 8
+_MOST_PICKS_A_RANK = 8
 
 
 class LowLatency(BufferBase):
@@ -42,13 +43,14 @@ class LowLatency(BufferBase):
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
         """Bytes that Weft's two windows of this shape take, for 8 picks a token. Local."""
+        engine = "nvlink" if torch.cuda.is_available() else "cpu"
+        room = room_of(num_max_dispatch_tokens_per_rank, _GUESSED_TOPK, num_ranks, engine)
         shape: dict[str, Any] = {
             "num_ranks": num_ranks, "num_experts": -(-num_experts // num_ranks) * num_ranks, "top_k": _GUESSED_TOPK,
-            "hidden": -(-hidden // 8) * 8, "max_tokens_per_rank": num_max_dispatch_tokens_per_rank, "num_windows": 2,
-            "small_tokens": max(1, num_max_dispatch_tokens_per_rank),
+            "hidden": -(-hidden // 8) * 8, "max_tokens_per_rank": room, "num_windows": 2, "small_tokens": max(1, room),
         }  # fmt: skip
-        engine = "nvlink" if torch.cuda.is_available() else "cpu"
-        return memory_of(**shape, heap_bytes=_rows_bytes(shape), engine=engine)["windows_bytes"]
+        heap_bytes = 2 * shape["num_experts"] * num_max_dispatch_tokens_per_rank * shape["hidden"]
+        return memory_of(**shape, heap_bytes=heap_bytes, engine=engine)["windows_bytes"]
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Nothing has to be cleaned."""
@@ -188,8 +190,8 @@ class LowLatency(BufferBase):
         """(combined_x [T, H] bf16, event, hook). Collective.
 
         The sum over k with topk_idx[t, k] >= 0 of topk_weights[t, k] * row of (t, k), in fp32, rounded once; ids may
-        have turned -1 since the dispatch, and a weight of 0 counts as that. Added by k; by rank in small batches of
-        GPUs with more picks than ranks.
+        have turned -1 since the dispatch, and a weight of 0 counts as that. Added by k; by rank on GPUs with more than
+        eight times as many picks as ranks.
         zero_copy: of the rows in `get_next_low_latency_combine_buffer(handle)`. use_logfmt has no effect: rows travel
         as they are.
         """
@@ -296,7 +298,8 @@ class LowLatency(BufferBase):
             self._masks.want_all()
 
     def _of_low_latency(self, shape: ShapeOf, max_tokens: int) -> ExpertParallel:
-        return self._layers.get(shape, max_tokens, heap_bytes=2 * shape.num_experts * max_tokens * shape.hidden)
+        room = room_of(max_tokens, shape.top_k, self.group_size, self._ranks.comm.engine)
+        return self._layers.get(shape, room, heap_bytes=2 * shape.num_experts * max_tokens * shape.hidden)
 
     def _own_low_latency(self, handle: Any) -> LowLatencyHandle:
         if not isinstance(handle, LowLatencyHandle):
@@ -306,8 +309,12 @@ class LowLatency(BufferBase):
         return handle
 
 
-def _rows_bytes(shape: dict[str, int]) -> int:
-    return 2 * shape["num_experts"] * shape["max_tokens_per_rank"] * shape["hidden"]
+def room_of(max_tokens: int, top_k: int, num_ranks: int, engine: str) -> int:
+    """Tokens of a rank that a window for `max_tokens` has room for. On GPUs a row for each pick comes back to its
+    token's owner, into slots for R tokens each: with more picks than ranks they must be more."""
+    if engine == "cpu" or top_k > _MOST_PICKS_A_RANK * num_ranks:
+        return max_tokens
+    return max(max_tokens, -(-max_tokens * top_k // num_ranks))
 
 
 def _rows_of(r: Dispatched, late: list[Callable[[], object]], *, is_rounded: bool) -> Any:
