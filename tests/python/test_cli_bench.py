@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import weft
 import weft.deep_ep
+from weft.bench.deep_ep import names_in
 from weft.cli import app
 
 SMALL = [
@@ -79,8 +80,20 @@ def test_deep_ep_is_timed_beside_the_calls_of_weft() -> None:
     for row in rows[1:]:
         assert min(row["weft_us"], row["deep_ep_us"]) > 0
         assert row["over_us"] == row["deep_ep_us"] - row["weft_us"]
+        assert row["weft_kernels"] is row["deep_ep_kernels"] is None
     table = CliRunner().invoke(app, ["bench", *SMALL[:-1], *flags])
     assert "Buffer.low_latency_combine" in table.output
+
+
+def test_names_of_kernels_in_a_trace() -> None:
+    """In the order in which they ran; copies are none."""
+    events = [
+        {"cat": "kernel", "ts": 9.5, "name": "void at::native::fill<int>(int, T)"},
+        {"cat": "gpu_memcpy", "ts": 2, "name": "Memcpy DtoD"},
+        {"cat": "kernel", "ts": 3, "name": "weft::dispatch_kernel<weft::Config{}>(weft::Args)"},
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert names_in(events) == ["weft::dispatch_kernel", "at::native::fill"]
 
 
 def test_a_wrong_sum_of_deep_ep_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

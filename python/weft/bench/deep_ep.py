@@ -3,10 +3,13 @@ after the other in one run."""
 
 from __future__ import annotations
 
+import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.bench.options import Options
@@ -31,11 +34,14 @@ class Pair(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """Median host time until the calls of a pair returned, in microseconds."""
+    """Median host time until the calls of a pair returned, in microseconds, and the kernels of each, by name; None: the
+    cpu engine has none."""
 
     name: str
     own_us: float
     theirs_us: float
+    own_kernels: list[str] | None
+    their_kernels: list[str] | None
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,7 @@ class Overhead:
             {
                 "kind": "deep_ep", "call": each.name, "engine": self.engine, "weft_us": each.own_us,
                 "deep_ep_us": each.theirs_us, "over_us": each.theirs_us - each.own_us,
+                "weft_kernels": each.own_kernels, "deep_ep_kernels": each.their_kernels,
             }
             for each in self.calls
         ]  # fmt: skip
@@ -106,17 +113,41 @@ def _timed(comm: weft.Communicator, pair: Pair, options: Options) -> Timed:
 
     own_us: list[float] = []
     theirs_us: list[float] = []
+    own_kernels, their_kernels = kernels_of(comm, pair.own), kernels_of(comm, pair.theirs)
     comm.meet(_DEADLINE_S)
     for number in range(options.warmup + options.iters):
         turns = ((pair.own, own_us), (pair.theirs, theirs_us))
         for call, times in turns if number % 2 == 0 else turns[::-1]:
+            if comm.device.type == "cuda":  # a queue that is full would make the host wait
+                torch.cuda.synchronize(comm.device)
             begin = time.perf_counter_ns()
             call()
             times.append((time.perf_counter_ns() - begin) / 1e3)
-    if comm.device.type == "cuda":
+    own, theirs = (statistics.median(times[options.warmup :]) for times in (own_us, theirs_us))
+    return Timed(pair.name, own, theirs, own_kernels, their_kernels)
+
+
+def kernels_of(comm: weft.Communicator, call: Callable[[], Any]) -> list[str] | None:
+    """Names of the kernels that a call runs on this rank's GPU, in order; copies and fills of memory are none."""
+    if comm.device.type != "cuda":
+        return None
+    import torch
+
+    torch.cuda.synchronize(comm.device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
         torch.cuda.synchronize(comm.device)
-    counted = [times[options.warmup :] for times in (own_us, theirs_us)]
-    return Timed(pair.name, statistics.median(counted[0]), statistics.median(counted[1]))
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    return names_in(events)
+
+
+def names_in(events: list[dict[str, Any]]) -> list[str]:
+    """Of the kernels in a trace of torch's profiler, without parameters."""
+    kernels = sorted((each for each in events if each.get("cat") == "kernel"), key=lambda each: float(each["ts"]))
+    return [str(each["name"]).removeprefix("void ").split("<")[0].split("(")[0] for each in kernels]
 
 
 def _pairs(comm: weft.Communicator, options: Options) -> Iterator[Pair]:

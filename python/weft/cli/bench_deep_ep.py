@@ -19,8 +19,11 @@ def run_deep_ep(output: Output, options: Options) -> None:
     for row in found.rows():
         output.row(row)
     cells = [
-        (each.name, f"{each.own_us:.1f}", f"{each.theirs_us:.1f}", f"{each.theirs_us - each.own_us:.1f}")
+        (
+            each.name, f"{each.own_us:.1f}", f"{each.theirs_us:.1f}", f"{each.theirs_us - each.own_us:.1f}",
+            *("-" if names is None else str(len(names)) for names in (each.own_kernels, each.their_kernels)),
+        )
         for each in found.calls
-    ]
-    columns = ("call of weft.deep_ep", "Weft's own us", "its us", "more us")
+    ]  # fmt: skip
+    columns = ("call of weft.deep_ep", "Weft's own us", "its us", "more us", "Weft's kernels", "its")
     output.table(f"{found.engine} engine, host time a call, median of {options.iters} pairs", columns, cells)

@@ -248,6 +248,8 @@ class LowLatency(BufferBase):
                     masks.journal.note_combine(mine, lambda: send(mine.restored(kept[0]), *kept[1:]))
                 else:
                     masks.journal.note_combine(mine, None)
+            if out is None and not return_recv_hook:
+                return (sent, sent.to(torch.bfloat16)), None
             shape = (num_tokens, ep.hidden)
             result = torch.empty(shape, dtype=torch.bfloat16, device=ep.device) if out is None else out
             if not return_recv_hook:
