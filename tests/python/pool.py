@@ -56,9 +56,9 @@ def run_threads(
         return function(RankState(comm.rank, {num_ranks: comm}, num_ranks), args[comm.rank])
 
     outcomes = spawn(work, num_ranks, device=device, isolation="thread", on_failure="return")
-    failed = [f"rank {rank}: {each!r}" for rank, each in enumerate(outcomes) if isinstance(each, BaseException)]
+    failed = [(rank, each) for rank, each in enumerate(outcomes) if isinstance(each, BaseException)]
     if failed:
-        raise RankFailed("\n".join(failed))
+        raise RankFailed("\n".join(f"rank {rank}: {''.join(traceback.format_exception(each))}" for rank, each in failed))
     return outcomes
 
 
