@@ -236,6 +236,22 @@ class Routing:
 
 class Together: ...
 
+class KnownCalls:
+    def __init__(self, exchange_api: Any, alignment: int) -> None: ...
+    def find(
+        self, values: tuple[Any, ...], kind: Any, origin: Any, lead: Any, tensors: tuple[Any, ...]
+    ) -> tuple[Any, int, tuple[int, ...]] | None: ...
+    def learn(
+        self,
+        values: tuple[Any, ...],
+        kind: Any,
+        origin: Any,
+        lead: Any,
+        most_rows: int | None,
+        tensors: tuple[Any, ...],
+        plan: Any,
+    ) -> None: ...
+
 class Window:
     @property
     def is_retired(self) -> bool: ...

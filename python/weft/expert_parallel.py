@@ -15,7 +15,7 @@ from weft.call.eager import Eager
 from weft.call.elastic import Elastic
 from weft.call.maps import checked_picks
 from weft.call.opening import opened
-from weft.call.options import VALUE_TYPES, CombineOptions, DispatchOptions, options_of
+from weft.call.options import CombineOptions, DispatchOptions
 from weft.call.warmup import run_all
 from weft.communicator import Communicator
 from weft.errors import Error, InvalidState, Unsupported
@@ -211,29 +211,24 @@ class ExpertParallel(Elastic):
             Unsupported: FP8 with H not a multiple of 16, or gradients through FP8 rows.
             PeerTimeout, PeerLost: the communicator is broken until `comm.rebuild`.
         """
-        if isinstance(topk_idx, Tensor) and topk_idx.dtype is torch.bool:
-            with self.comm.telling_peers():
-                topk_idx, topk_weights = checked_picks(self._shape, topk_idx, topk_weights)
+        values = (
+            num_sms, deadline_s, mode, staged, async_op, window, quantize, layout, alignment, capacity, max_tokens,
+            scale_layout, zero_holes, absent, host_counts,
+        )  # fmt: skip
         if torch.compiler.is_dynamo_compiling():
             if side is not None:
                 raise Unsupported("side= of dispatch in compiled code", "a traced call", "a call outside")
-            options = DispatchOptions(
-                num_sms, deadline_s, mode, staged, async_op, window, quantize, layout, alignment, capacity, max_tokens,
-                scale_layout, zero_holes, absent, host_counts,
-            )  # fmt: skip
+            if isinstance(topk_idx, Tensor) and topk_idx.dtype is torch.bool:
+                with self.comm.telling_peers():
+                    topk_idx, topk_weights = checked_picks(self._shape, topk_idx, topk_weights)
+            options = DispatchOptions(*values)
             checked = check.check_dispatch(self._shape, x, topk_idx, topk_weights, handle, options)
             return traced.dispatch(self.calls, self._shape, checked, handle, options)
         try:  # as comm.telling_peers()
-            values = (
-                num_sms, deadline_s, mode, staged, async_op, window, quantize, layout, alignment, capacity, max_tokens,
-                scale_layout, zero_holes, absent, host_counts,
-            )  # fmt: skip
-            is_plain = VALUE_TYPES.issuperset(map(type, values))
-            options = options_of(DispatchOptions, *values) if is_plain else DispatchOptions(*values)
-            if side is not None:
-                along_what = handle if topk_idx is None else None
-                return along.dispatch(self._eager, self._shape, x, along_what, side, options)
-            return self._eager.dispatch(x, topk_idx, topk_weights, handle, options)
+            if side is None:
+                return self._eager.dispatch(x, topk_idx, topk_weights, handle, values)
+            along_what = handle if topk_idx is None else None
+            return along.dispatch(self._eager, self._shape, x, along_what, side, values)
         except Error as error:
             self.comm.note_refusal(error)
             raise
@@ -308,9 +303,7 @@ class ExpertParallel(Elastic):
             return traced.combine(self.calls, self._shape, checked, out, handle, options)
         try:  # as comm.telling_peers()
             values = (num_sms, deadline_s, mode, staged, async_op, window, weighted, wire, order, side_lanes)
-            is_plain = VALUE_TYPES.issuperset(map(type, values))
-            options = options_of(CombineOptions, *values) if is_plain else CombineOptions(*values)
-            return self._eager.combine(expert_output, handle, side, bias, out, options, weights)
+            return self._eager.combine(expert_output, handle, side, bias, out, values, weights)
         except Error as error:
             self.comm.note_refusal(error)
             raise

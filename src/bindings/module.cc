@@ -17,6 +17,7 @@
 #include "bindings/calls.h"
 #include "bindings/gil.h"
 #include "bindings/jit.h"
+#include "bindings/known_calls.h"
 #include "bindings/nvlink.h"
 #include "bootstrap/build.h"
 #include "bootstrap/control_plane.h"
@@ -376,6 +377,7 @@ NB_MODULE(_native, m) {
   bind_bootstrap(m);
   bind_communicator(m);
   bind_calls(m);
+  bind_known_calls(m);
   bind_window(m);
   bind_nvlink(m);
   bind_jit(m);

@@ -24,12 +24,12 @@ __all__ = ["dispatch"]
 _WORD = 4
 
 
-def dispatch(eager: Eager, shape: Shape, x: Any, handle: Any, side: Any, options: DispatchOptions) -> Dispatched:
+def dispatch(eager: Eager, shape: Shape, x: Any, handle: Any, side: Any, values: tuple[Any, ...]) -> Dispatched:
     """`Eager.dispatch` of x and side [T, K] along a handle; `Dispatched.words` has what arrived."""
-    data, scales, side = _checked(shape, x, handle, side, options)
+    data, scales, side = _checked(shape, x, handle, side, DispatchOptions(*values))
     words = [each.view(torch.int32) for each in (scales, side) if each is not None]
     sent = Quantized(data.detach().view(torch.uint8), torch.cat(words, dim=1))
-    r = eager.dispatch(sent, None, None, handle, options)
+    r = eager.dispatch(sent, None, None, handle, values)
     assert isinstance(r.x, Quantized)  # noqa: S101  # for mypy
     rows, got = r.x.data, r.x.scales
     assert got is not None  # noqa: S101  # for mypy

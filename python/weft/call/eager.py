@@ -3,6 +3,9 @@
 The key has all that the checks of weft/call/check.py look at: types, shapes, strides, places, whether gradients are
 tracked. So a plan that is found needs no check; what has no plan yet is checked, and refused or learnt. What may differ
 between calls of one key, values, addresses, the number of tokens, is looked at in every call (weft/call/runner.py).
+
+To make a key takes longer than a launch, so calls of plain tensors, which are most, are first looked for among the last
+ones that look the same to the native module (src/bindings/known_calls.cc). It takes for known only what has such a key.
 """
 
 # check: allow-in-file function-size: the arguments of a call pass through
@@ -15,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft import autograd
+from weft import _load, autograd
 from weft.call import check, traced
 from weft.call.check_tensors import as_bytes, check_apart, is_read_by_column
 from weft.call.half import Staged
-from weft.call.options import CombineOptions, DispatchOptions
+from weft.call.maps import checked_picks
+from weft.call.options import VALUE_TYPES, CombineOptions, DispatchOptions, options_of
 from weft.call.plan import Plan
 from weft.call.runner import Runner
 from weft.call.shape import Shape
@@ -32,6 +36,8 @@ from weft.routing import traces
 __all__ = ["Eager"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_num_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+_EXCHANGE_API = "__dlpack_c_exchange_api__"  # of torch 2.10 and later: without it no call is known
 _OF_FP8 = {1: torch.float32, 2: torch.float8_e8m0fnu}  # scales, by the code of quantize
 
 
@@ -40,69 +46,87 @@ class Eager:
 
     def __init__(self, shape: Shape, calls: Runner) -> None:
         self._shape, self._calls = shape, calls
+        self._known = _load.native().KnownCalls(getattr(Tensor, _EXCHANGE_API, None), calls.alignment)
 
     # ---- dispatch
 
-    def dispatch(self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any, options: DispatchOptions) -> Dispatched:
-        """See ExpertParallel."""
+    def dispatch(self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any, values: tuple[Any, ...]) -> Dispatched:
+        """See ExpertParallel; `values`: of its options."""
         rows: Any
-        key = plan = None
+        calls, stands_alone = self._calls, _num_modes() == 0 and _transforms() is None
+        is_first = is_own = handle is None
+        found = origin = lead = None
         data, scales = given = (x.data, x.scales) if type(x) is Quantized else (x, None)
-        if torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None:
-            try:
-                of_scales = of_idx = of_weights = of_handle = None
-                num_tokens, *columns = data.shape
-                if scales is not None:
-                    of_scales = (
-                        type(scales), scales.dtype, scales.shape[0] == num_tokens, scales.shape[1:], scales.stride(),
-                        scales.stride()[-1] >= num_tokens, scales.is_contiguous(), scales.device, scales.layout,
-                        scales.requires_grad,
+        if type(handle) is Handle and topk_idx is None and topk_weights is None:
+            known = handle.__dict__
+            is_own, origin, lead = known["tie"] is calls.token, known["call"], (known["num_tokens"],)
+        if is_own and stands_alone and not traces._recorders:
+            found = self._known.find(values, type(x), origin, lead, (data, scales, topk_idx, topk_weights))
+        if found is not None:
+            plan, num_tokens, places = found
+        else:
+            num_tokens, places = -1, ()
+            if isinstance(topk_idx, Tensor) and topk_idx.dtype is torch.bool:
+                topk_idx, topk_weights = checked_picks(self._shape, topk_idx, topk_weights)
+            is_plain, key, plan = VALUE_TYPES.issuperset(map(type, values)), None, None
+            options = options_of(DispatchOptions, *values) if is_plain else DispatchOptions(*values)
+            if stands_alone:
+                try:
+                    of_scales = of_idx = of_weights = of_handle = None
+                    num_tokens, *columns = data.shape
+                    if scales is not None:
+                        of_scales = (
+                            type(scales), scales.dtype, scales.shape[0] == num_tokens, scales.shape[1:],
+                            scales.stride(), scales.stride()[-1] >= num_tokens, scales.is_contiguous(),
+                            scales.device, scales.layout, scales.requires_grad,
+                        )  # fmt: skip
+                    if topk_idx is not None:
+                        of_idx = (
+                            type(topk_idx), topk_idx.dtype, topk_idx.shape[0] == num_tokens, topk_idx.shape[1:],
+                            topk_idx.device, topk_idx.layout,
+                        )  # fmt: skip
+                    if topk_weights is not None:
+                        of_weights = (
+                            type(topk_weights), topk_weights.dtype, topk_weights.shape[0] == num_tokens,
+                            topk_weights.shape[1:], topk_weights.device, topk_weights.layout,
+                            topk_weights.requires_grad,
+                        )  # fmt: skip
+                    if handle is not None:
+                        of_handle = (handle.call, handle.num_tokens == num_tokens, type(handle.tie))
+                    key = (
+                        options, torch.is_grad_enabled(), type(x), type(data), data.dtype, *columns, data.device,
+                        data.layout, data.requires_grad, data.is_contiguous(), of_scales, of_idx, of_weights, of_handle,
                     )  # fmt: skip
-                if topk_idx is not None:
-                    of_idx = (
-                        type(topk_idx), topk_idx.dtype, topk_idx.shape[0] == num_tokens, topk_idx.shape[1:],
-                        topk_idx.device, topk_idx.layout,
-                    )  # fmt: skip
-                if topk_weights is not None:
-                    of_weights = (
-                        type(topk_weights), topk_weights.dtype, topk_weights.shape[0] == num_tokens,
-                        topk_weights.shape[1:], topk_weights.device, topk_weights.layout, topk_weights.requires_grad,
-                    )  # fmt: skip
-                if handle is not None:
-                    of_handle = (handle.call, handle.num_tokens == num_tokens, type(handle.tie))
-                key = (
-                    options, torch.is_grad_enabled(), type(x), type(data), data.dtype, *columns, data.device,
-                    data.layout, data.requires_grad, data.is_contiguous(), of_scales, of_idx, of_weights, of_handle,
-                )  # fmt: skip
-                plan = self._calls.plans.get(key)
-                if plan is not None and num_tokens > plan.call.max_tokens:
-                    plan = None
-            except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # refused by the checks
-                key = None
-        if plan is None:
-            if self._check_owner("dispatch", handle) and key is not None:
-                return self.dispatch(x, topk_idx, topk_weights, handle, options)
-            given = (*given, topk_idx, topk_weights)
-            checked = check.check_dispatch(self._shape, x, topk_idx, topk_weights, handle, options)
-            _, x, data, scales, topk_idx, topk_weights = checked
-            tie = None if handle is None else handle.tie
-            if is_traced(data, scales, topk_idx, topk_weights, tie):
-                return traced.dispatch(self._calls, self._shape, checked, handle, options)
-            plan = self._kept(key, self._learn_dispatch(checked, handle, options), (*given, tie))
-        elif plan.as_bytes:
-            data = as_bytes(plain(data, "x.data"))
-            scales = None if scales is None or plan.no_scale_columns else plain(scales, "x.scales")
-            if scales is not None and not is_read_by_column(self._shape, scales):
-                scales = as_bytes(scales)
-        if topk_weights is not None and topk_weights.dtype is not torch.float32:
-            topk_weights = plain(topk_weights, "topk_weights").float()  # exact
-        calls = self._calls
-        is_first = handle is None
-        if calls.has_map and handle is not None:
-            calls.check_map(handle.tie)
-        if options.absent != "drop":
-            topk_idx = plain(topk_idx, "topk_idx")
-            topk_weights = calls.experts.renormalized(topk_idx, topk_weights, calls.comm.active_ranks)
+                    plan = calls.plans.get(key)
+                    if plan is not None and num_tokens > plan.call.max_tokens:
+                        plan = None
+                except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # refused by the checks
+                    key = None
+            if plan is None:
+                if self._check_owner("dispatch", handle) and key is not None:
+                    return self.dispatch(x, topk_idx, topk_weights, handle, values)
+                given = (*given, topk_idx, topk_weights)
+                checked = check.check_dispatch(self._shape, x, topk_idx, topk_weights, handle, options)
+                _, x, data, scales, topk_idx, topk_weights = checked
+                tie = None if handle is None else handle.tie
+                if is_traced(data, scales, topk_idx, topk_weights, tie):
+                    return traced.dispatch(calls, self._shape, checked, handle, options)
+                plan = self._kept(key, self._learn_dispatch(checked, handle, options), (*given, tie))
+            else:
+                if plan.may_be_known and is_own:
+                    self._know(plan, values, type(x), origin, lead, (data, scales, topk_idx, topk_weights))
+                if plan.as_bytes:
+                    data = as_bytes(plain(data, "x.data"))
+                    scales = None if scales is None or plan.no_scale_columns else plain(scales, "x.scales")
+                    if scales is not None and not is_read_by_column(self._shape, scales):
+                        scales = as_bytes(scales)
+            if topk_weights is not None and topk_weights.dtype is not torch.float32:
+                topk_weights = plain(topk_weights, "topk_weights").float()  # exact
+            if calls.has_map and handle is not None:
+                calls.check_map(handle.tie)
+            if options.absent != "drop":
+                topk_idx = plain(topk_idx, "topk_idx")
+                topk_weights = calls.experts.renormalized(topk_idx, topk_weights, calls.comm.active_ranks)
         if plan.is_tracked:
             data = data.view(torch.uint8) if data.element_size() == 1 else data  # FP8 would be differentiable
             if handle is None:
@@ -110,9 +134,13 @@ class Eager:
             else:
                 row_scales, (rows, handle) = None, autograd.dispatch_again(calls, plan, data, handle)
         elif handle is None:
-            rows, row_scales, handle = calls.run(plan, None, data, scales, topk_idx, topk_weights)
+            rows, row_scales, handle = calls.run(
+                plan, None, data, scales, topk_idx, topk_weights, num_tokens=num_tokens, places=places
+            )
         else:
-            rows, row_scales, _ = calls.run(plan, handle.tie, data, scales, handle)
+            rows, row_scales, _ = calls.run(
+                plan, handle.tie, data, scales, handle, num_tokens=num_tokens, places=places
+            )
         if traces._recorders and is_first:  # a call that has failed may come again
             topk_idx, topk_weights = plain(topk_idx, "topk_idx"), plain(topk_weights, "topk_weights")
             traces._note(topk_idx, topk_weights, calls.comm.rank, calls.experts.num_ids)
@@ -149,14 +177,29 @@ class Eager:
                 plan.scale_dtype, plan.no_scale_columns = x.scales.dtype, x.scales.shape[1] == 0
             plan.scale_dtype = plan.scale_dtype if call.scale_dtype is None else call.scale_dtype
         plan.as_bytes = data is not given[0] or scales is not given[1]
+        are_read = topk_weights is None or topk_weights.dtype is torch.float32
+        plan.may_be_known = are_read and options.absent == "drop" and self._may_be_known(plan)
         return plan
 
     # ---- combine
 
     def combine(
-        self, y: Any, handle: Any, side: Any, bias: Any, out: Any, options: CombineOptions, weights: Any = None
+        self, y: Any, handle: Any, side: Any, bias: Any, out: Any, values: tuple[Any, ...], weights: Any = None
     ) -> Any:
-        """See ExpertParallel."""
+        """See ExpertParallel; `values`: of its options."""
+        calls, stands_alone = self._calls, _num_modes() == 0 and _transforms() is None
+        is_bare = side is None and bias is None and out is None and weights is None
+        if is_bare and stands_alone and type(handle) is Handle:
+            known = handle.__dict__
+            tie, lead, found = known["tie"], known.get("lead"), None
+            if tie is calls.token and lead is not None:
+                found = self._known.find(values, Handle, known["call"], lead, (y, None, None, None))
+            if found is not None:
+                plan, _, places = found
+                total, _, _ = calls.run(plan, tie, y, handle, None, None, num_tokens=known["num_tokens"], places=places)
+                return (total, calls.last.event) if plan.call.is_async else total
+        is_plain = VALUE_TYPES.issuperset(map(type, values))
+        options = options_of(CombineOptions, *values) if is_plain else CombineOptions(*values)
         if weights is None and options.order == "pick" and options.weighted:
             check.check_received_weights(self._shape)
         if weights is not None:
@@ -164,7 +207,7 @@ class Eager:
             if isinstance(out, torch.Tensor) and out.device == weights.device:
                 check_apart(out, weights=weights)
         key, plan, given_out = None, None, out
-        if torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None:
+        if stands_alone:
             try:
                 known = handle.__dict__
                 tie, lead, num_tokens = known["tie"], known.get("lead") or handle.rows_shape, known["num_tokens"]
@@ -188,21 +231,23 @@ class Eager:
                     y.layout, y.requires_grad, type(tie), tie.requires_grad, known["call"], of_side,
                     of_bias, of_out,
                 )  # fmt: skip
-                plan = self._calls.plans.get(key)
+                plan = calls.plans.get(key)
             except (AttributeError, IndexError, KeyError, RuntimeError, TypeError):  # refused by the checks
                 key = None
         if plan is None:
             if self._check_owner("combine", handle) and key is not None:
-                return self.combine(y, handle, side, bias, out, options, weights)
+                return self.combine(y, handle, side, bias, out, values, weights)
             given = (y, side, bias, out)
             checked = check.check_combine(self._shape, y, handle, side, bias, out, options)
             _, y, side, bias, out = checked
             if is_traced(y, side, bias, handle.tie):
-                return traced.combine(self._calls, self._shape, checked, given_out, handle, options)
+                return traced.combine(calls, self._shape, checked, given_out, handle, options)
             plan = self._kept(key, self._learn_combine(checked, handle, options), (*given, handle.tie))
         elif out is not None:
             check_apart(out, expert_output=y, side=side, bias=bias)
-        calls, call = self._calls, plan.call
+        elif plan.may_be_known and is_bare and tie is calls.token:
+            self._know(plan, values, Handle, known["call"], lead, (y, None, None, None))
+        call = plan.call
         if side is not None and call.layout == RANK_MAJOR:
             side = plain(side, "side")
             side = side.unsqueeze(1).expand(-1, self._shape.top_k) if side.dim() == 1 else side
@@ -237,9 +282,23 @@ class Eager:
             names=("expert_output", "", "bias", "side"),
         )  # fmt: skip
         plan.is_tracked = is_tracked
+        plan.may_be_known = side is None and bias is None and self._may_be_known(plan)
         return plan
 
     # ---- both
+
+    def _know(
+        self, plan: Plan, values: tuple[Any, ...], kind: Any, origin: Any, lead: Any, tensors: tuple[Any, ...]
+    ) -> None:
+        """From now on calls that look like this one go along `plan` at once."""
+        if VALUE_TYPES.issuperset(map(type, values)) and all(each is None or type(each) in _PLAIN for each in tensors):
+            most = plan.call.max_tokens if lead is None else None
+            self._known.learn(values, kind, origin, lead, most, tensors, plan)
+
+    def _may_be_known(self, plan: Plan) -> bool:
+        """Whether nothing is done to the tensors of its calls on the way to the native module."""
+        has_more = plan.is_tracked or plan.call.is_staged or bool(plan.parts)
+        return not (has_more or self._calls.has_map or self._calls.is_elsewhere)
 
     def _kept(self, key: Any, plan: Plan, given: tuple[Any, ...]) -> Plan:
         """Not of tensors that stand for others."""

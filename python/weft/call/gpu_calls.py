@@ -201,11 +201,7 @@ class GpuCalls(GpuPlans):
             rows.data_ptr() or address(rows),
             0 if out_scales is None else out_scales.data_ptr() or address(out_scales),
         )
-        places = (
-            x.data_ptr(), 0 if scales is None else scales.data_ptr(), topk_idx.data_ptr(),
-            0 if weights is None else weights.data_ptr(),
-        )  # fmt: skip
-        call, native = plan.call, plan.window.native
+        call, native, places = plan.call, plan.window.native, plan.places
         memory = plan.memory.get(plan.num_tokens) or self._memory(plan)
         made = native.dispatch_small(
             plan.spec, memory, stream, plan.num_tokens, *places, plan.overflow, plan.room, *into
@@ -255,11 +251,12 @@ class GpuCalls(GpuPlans):
         self, plan: Plan, stream: int, x: Tensor, scales: Tensor | None, topk_idx: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Handle]:
         first, again = plan.parts[0], plan.parts[1:]
-        for part in plan.parts:
-            part.num_tokens = plan.num_tokens
-        piece, *rest = split(x, first.hidden)
-        rows, out_scales, handle = first.work(self, first, stream, piece, scales, topk_idx, weights)
-        parts = [self._again(part, stream, piece, None, handle)[0] for part, piece in zip(again, rest, strict=True)]
+        pieces = split(x, first.hidden)
+        _place_parts(plan, pieces, plan.places[1:], (0,))
+        rows, out_scales, handle = first.work(self, first, stream, pieces[0], scales, topk_idx, weights)
+        parts = [
+            self._again(part, stream, piece, None, handle)[0] for part, piece in zip(again, pieces[1:], strict=True)
+        ]
         rows, out_scales = self.finished(plan, torch.cat([rows, *parts], dim=-1), out_scales, handle, is_first=True)
         return rows, out_scales, handle
 
@@ -267,8 +264,7 @@ class GpuCalls(GpuPlans):
         self, plan: Plan, stream: int, x: Tensor, scales: Tensor | None, handle: Handle
     ) -> tuple[Tensor, Tensor | None, None]:
         pieces = split(x, plan.parts[0].hidden)
-        for part in plan.parts:
-            part.num_tokens = plan.num_tokens
+        _place_parts(plan, pieces, plan.places[1:2], (0,))
         made = [
             self._again(part, stream, piece, scales if part is plan.parts[0] else None, handle)
             for part, piece in zip(plan.parts, pieces, strict=True)
@@ -282,9 +278,17 @@ class GpuCalls(GpuPlans):
         columns, sums, side_out = plan.parts[0].hidden, [], None
         biases = [None] * len(plan.parts) if bias is None else bias.split(columns, dim=-1)
         for part, rows, row_bias in zip(plan.parts, y.split(columns, dim=-1), biases, strict=True):
-            part.num_tokens, row_bias = plan.num_tokens, None if row_bias is None else dense(row_bias)
-            total, given, _ = self._sum(part, stream, dense(rows), handle, row_bias, side, None, owner_weights)
+            rows, row_bias = dense(rows), None if row_bias is None else dense(row_bias)
+            part.num_tokens, part.places = plan.num_tokens, (address(rows), 0, address(row_bias), address(side))
+            total, given, _ = self._sum(part, stream, rows, handle, row_bias, side, None, owner_weights)
             sums.append(total)
             side, side_out = None, given if side_out is None else side_out  # with the first
         total = torch.cat(sums, dim=-1)
         return total if out is None else out.copy_(total), side_out, total
+
+
+def _place_parts(plan: Plan, pieces: list[Tensor], of_first: tuple[int, ...], of_others: tuple[int, ...]) -> None:
+    """Where the parts of a plan find their pieces of x, and what goes with the first piece and with the others."""
+    for part, piece in zip(plan.parts, pieces, strict=True):
+        part.num_tokens = plan.num_tokens
+        part.places = (address(piece), *(of_first if part is plan.parts[0] else of_others))

@@ -48,6 +48,7 @@ class Plan:
     work: Callable[..., Any]  # method of the Runner: (runner, plan, stream, *tensors)
     hidden: int  # columns of the result
     num_tokens: int = 0  # of this rank, in the call that is made
+    places: tuple[int, ...] = ()  # in that call: of its tensors, in their order, 0 for what is none
     quantize: int = 0
     names: tuple[str, ...] = ()  # of the tensors, for refusals; none in a backward
     has_scope: bool = False  # its native call needs more around it than a stream
@@ -71,6 +72,7 @@ class Plan:
     scale_dtype: torch.dtype | None = None
     no_scale_columns: bool = False  # the user gave scales without any
     as_bytes: bool = False  # data or scales do not lie as the engine reads them
+    may_be_known: bool = False  # found at once by calls that look alike
     back: Plan | None = None  # of its backward
 
 

@@ -42,27 +42,43 @@ class Runner(Planner):
 
     # ---- a call
 
-    def run(self, plan: Plan, tie: Tensor | None, *tensors: Any, is_named: bool = False) -> Any:
+    def run(
+        self,
+        plan: Plan,
+        tie: Tensor | None,
+        *tensors: Any,
+        is_named: bool = False,
+        num_tokens: int = -1,
+        places: tuple[int, ...] = (),
+    ) -> Any:
         """Make the call of a plan; `tie`: of the handle among `tensors`, which `_first`, `_again` and `_sum` list.
-        Results are theirs."""
+        Results are theirs. `num_tokens`, `places`: of the tensors, if they are known to lie where the engine reads
+        them."""
         if not is_named and (self.names_ranges or torch.autograd._profiler_enabled()):
             with Calling(plan.what, plan.call, tells_nvtx=self.names_ranges):
-                return self.run(plan, tie, *tensors, is_named=True)
-        what, window, comm, lie_well = plan.what, plan.window, self.comm, not self.is_elsewhere
+                return self.run(plan, tie, *tensors, is_named=True, num_tokens=num_tokens, places=places)
+        what, window, comm = plan.what, plan.window, self.comm
         if self.closed:
             self.raise_if_closed(what)
-        try:
-            for each in tensors:
-                if each is not None and type(each) is not Handle:
-                    place = each.data_ptr()
-                    if place == 0 or place % self.alignment or not each.is_contiguous() or each.is_neg():
-                        lie_well = False
-        except RuntimeError:  # it has no memory
-            lie_well = False
-        if not lie_well:
-            tensors = self._readable(plan, tensors)
+        if not places:
+            lie_well, found = not self.is_elsewhere, []
+            try:
+                for each in tensors:
+                    place = 0
+                    if each is not None and type(each) is not Handle:
+                        place = each.data_ptr()
+                        if place == 0 or place % self.alignment or not each.is_contiguous() or each.is_neg():
+                            lie_well = False
+                    found.append(place)
+            except RuntimeError:  # it has no memory
+                lie_well = False
+            if not lie_well:
+                tensors = self._readable(plan, tensors)
+                found = [each.data_ptr() if isinstance(each, Tensor) else 0 for each in tensors]
+            places = tuple(found)
+            num_tokens = tensors[1].num_tokens if what == "combine" else tensors[0].shape[0]
         with comm.alone(what):
-            plan.num_tokens = tensors[1].num_tokens if what == "combine" else tensors[0].shape[0]
+            plan.num_tokens, plan.places = num_tokens, places
             if tie is not None and (tie is not self.token or self._epoch != comm._native.epoch):
                 self.check_tie(what, tie)
             if window.half is not None:
@@ -122,8 +138,7 @@ class Runner(Planner):
     ) -> tuple[Tensor, Tensor | None, Handle]:
         """See Planner."""
         places: tuple[Any, ...] = (
-            plan.spec, stream, plan.num_tokens, x.data_ptr(), 0 if scales is None else scales.data_ptr(),
-            topk_idx.data_ptr(), 0 if weights is None else weights.data_ptr(), plan.overflow, from_dlpack,
+            plan.spec, stream, plan.num_tokens, *plan.places, plan.overflow, from_dlpack
         )  # fmt: skip
         if self.has_map:
             table = self.experts.table(self.comm._active)  # held until this returns
@@ -167,8 +182,8 @@ class Runner(Planner):
             into = self._ordinary(plan, lead)
         rows, out_scales = into
         in_heap, in_rows, in_scales, rows_sent, bytes_sent = plan.window.native.dispatch_again(
-            plan.spec, stream, plan.num_tokens, x.data_ptr(), 0 if scales is None else scales.data_ptr(), plan.overflow,
-            sizes, send_plan, recv_plan, recv_plan_len, math.prod(lead),
+            plan.spec, stream, plan.num_tokens, *plan.places[:2], plan.overflow, sizes, send_plan, recv_plan,
+            recv_plan_len, math.prod(lead),
             0 if rows is None else rows.data_ptr() or address(rows),
             0 if out_scales is None else out_scales.data_ptr() or address(out_scales), from_dlpack,
         )  # fmt: skip
@@ -204,10 +219,10 @@ class Runner(Planner):
         _, send_plan, recv_plan, recv_plan_len, weights = handle._places() if made is None else made.places
         on_host = self._read(handle.weights) if self.is_elsewhere and plan.weighted else None
         weights = on_host.data_ptr() if on_host is not None else weights if plan.weighted else 0
+        y_at, _, bias_at, side_at = plan.places[:4]
         plan.window.native.combine_rows(
-            plan.spec, stream, plan.num_tokens, y.data_ptr(), y.numel() // plan.hidden, weights, send_plan, recv_plan,
-            recv_plan_len, total.data_ptr() or address(total), 0 if bias is None else bias.data_ptr(),
-            0 if side is None else side.data_ptr(),
+            plan.spec, stream, plan.num_tokens, y_at, y.numel() // plan.hidden, weights, send_plan, recv_plan,
+            recv_plan_len, total.data_ptr() or address(total), bias_at, side_at,
             0 if side_out is None else side_out.data_ptr() or address(side_out),
             *(() if owner_weights is None else (address(owner_weights),)),
         )  # fmt: skip
