@@ -292,6 +292,11 @@ class Runner:
                 self.streams[rank] += self.dispatcher.launch(rank, inputs, result, room=room, is_cached=True)
             round_.repeated.append(result)
 
+    def knows_kept(self, rank: int, to: int) -> bool:
+        """Whether a rank's plan leaves out what the capacity of another drops."""
+        del rank, to
+        return not self.case.is_small
+
     # ---- what came out
 
     def differences(self, round_: Round) -> list[str]:
@@ -384,7 +389,7 @@ class Runner:
         for to in case.active_ranks:
             kept = round_.wanted[0].routing.rows[to][begin : begin + num_tokens] >= 0
             wants = (ids >= 0) & (ids < shape.num_experts) & (ids // shape.num_local == to)
-            destination[wants if case.is_small else kept] = to
+            destination[kept if self.knows_kept(rank, to) else wants] = to
         mask = torch.zeros(num_tokens, dtype=torch.int32)
         for to in case.active_ranks:
             mask |= (destination == to).any(dim=1).to(torch.int32) << to

@@ -59,6 +59,11 @@ class Fields {
       field = static_cast<T>(number(name));
     }
   }
+  // What only some calls have.
+  template <class T>
+  void take_if(const char* name, T& field) {
+    if (values_.count(name) != 0) take(name, field);
+  }
   void check_all_taken() const {
     for (const auto& [name, value] : values_) fail("field %s: the kernel has no such argument", name.c_str());
   }
@@ -125,6 +130,7 @@ inline void take(Fields& fields, weft::kernels::DispatchKernelArgs& args) {
   fields.take("overflow", args.overflow);
   fields.take("rail", args.rail);
   fields.take("num_straight", args.num_straight);
+  fields.take_if("forward_plan", args.forward_plan);
 }
 
 inline void take(Fields& fields, weft::kernels::SmallDispatchKernelArgs& args) {
@@ -180,6 +186,7 @@ inline void take(Fields& fields, weft::kernels::CombineKernelArgs& args) {
   fields.take("side_out", args.side_out);
   fields.take("rail", args.rail);
   fields.take("owner_weights", args.owner_weights);
+  fields.take_if("forward_plan", args.forward_plan);
 }
 
 inline void take(Fields& fields, weft::kernels::SmallCombineKernelArgs& args) {

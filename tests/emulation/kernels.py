@@ -81,17 +81,20 @@ class Compiler:
 
     def layout(self, shape: dict[str, int]) -> dict[str, int]:
         """Where things lie in a window of this shape."""
+        found: dict[str, int] = json.loads(self.tell("layout.cc", shape))
+        return found
+
+    def tell(self, name: str, shape: dict[str, int]) -> str:
+        """What a program of this folder says of a shape."""
         with self._lock:
-            key = ("layout", None, False)
+            key = (name, None, False)
             if key not in self._programs:
-                text = (HERE / "layout.cc").read_text()
+                text = (HERE / name).read_text()
                 self._programs[key] = self._pool.submit(self._compile, text, self._include(None))
-        fields = self.folder / f"shape-{_digest(str(shape))}"
+        fields = self.folder / f"shape-{_digest(name, str(shape))}"
         fields.write_text("".join(f"{name} {value}\n" for name, value in shape.items()))
         program = self._programs[key].result().path
-        told = subprocess.run([program, fields], capture_output=True, check=True, timeout=60).stdout
-        found: dict[str, int] = json.loads(told)
-        return found
+        return subprocess.run([program, fields], capture_output=True, check=True, timeout=60, text=True).stdout
 
     def _compile_library(self, source: str, include: Path) -> Program:
         _, kernel, args = _parts(source)

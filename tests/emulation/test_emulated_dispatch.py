@@ -125,8 +125,7 @@ MUTANTS = (
     Mutant(
         "nobody waits for the header that says that rows are there",
         "weft/kernels/dispatch/entry.cuh",
-        "if (transport::wait_all(a.view, Phase::kSend, flight, static_cast<i32>(blockIdx.x)) =="
-        " transport::Verdict::kOk)",
+        "verdict = transport::wait_all(a.view, Phase::kSend, flight, block);",
         "",
     ),
     Mutant(

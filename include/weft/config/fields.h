@@ -87,7 +87,7 @@ struct Of<DispatchKernelConfig> {
   using All =
       List<&C::num_ranks, &C::num_experts, &C::top_k, &C::num_blocks, &C::row_bytes, &C::scale_row_bytes, &C::hidden,
            &C::num_stages, &C::num_fan_stages, &C::num_groups, &C::num_quantize_warps, &C::dtype, &C::quantize,
-           &C::layout, &C::topk_is_int64, &C::is_cached, &C::is_spread, &C::tells_counts, &C::route>;
+           &C::layout, &C::topk_is_int64, &C::is_cached, &C::is_spread, &C::tells_counts, &C::route, &C::node_ranks>;
 };
 
 template <>
@@ -95,7 +95,7 @@ struct Of<CombineKernelConfig> {
   using C = CombineKernelConfig;
   using All = List<&C::num_ranks, &C::num_blocks, &C::top_k, &C::hidden, &C::chunk, &C::slot_chunks, &C::reduce_slots,
                    &C::reduce_rings, &C::push_slots, &C::sum_warps, &C::dtype, &C::layout, &C::wire_is_fp8,
-                   &C::has_side, &C::adds_side, &C::route, &C::order>;
+                   &C::has_side, &C::adds_side, &C::route, &C::order, &C::node_ranks>;
 };
 
 template <>

@@ -37,6 +37,7 @@ struct DispatchKernelConfig {
   bool is_spread = false;     // by expert: another kernel copies rows to the places of their other picks
   bool tells_counts = false;  // the host hears how many picks each local expert gets
   Route route = Route::kDirect;
+  i32 node_ranks = 0;  // with nodes: most ranks of one (layout/rail.h)
 
   // Runs of its tokens that a block plans on their own when rows are placed by expert: few, since each needs a count for every
   // expert.
@@ -46,6 +47,10 @@ struct DispatchKernelConfig {
   WEFT_HD constexpr ExpertPlacement experts() const { return {num_ranks, num_local_experts()}; }
   WEFT_HD constexpr bool is_by_expert() const { return layout != Layout::kRankMajor; }
   WEFT_HD constexpr bool has_fan() const { return is_by_expert() && !is_spread; }
+  WEFT_HD constexpr bool has_nodes() const { return route == Route::kNodes; }
+  WEFT_HD constexpr i32 num_nodes() const { return has_nodes() ? (num_ranks + node_ranks - 1) / node_ranks : 1; }
+  // What has been stored is told while more is on its way.
+  WEFT_HD constexpr bool has_tell() const { return has_fan() || has_nodes(); }
   WEFT_HD constexpr bool is_quantized() const { return quantize != Quantize::kNone; }
   WEFT_HD constexpr i32 wire_row_bytes() const { return is_quantized() ? hidden : row_bytes; }
   // A row as it comes in, or as it goes out: quantised in place, with its scales behind the wider of the two.
@@ -61,7 +66,8 @@ struct DispatchKernelConfig {
     const i32 holes = is_by_expert() ? 2 * num_local_experts() * 4 : 0;
     const i32 groups = is_by_expert() ? kPeriods * num_experts * 4 : num_groups * num_ranks * 8;
     const i32 counts = (is_by_expert() ? 3 : 1) * num_experts * 4;
-    return (holes + (is_cached ? 0 : groups + counts) + 127) / 128 * 128;
+    const i32 nodes = has_nodes() ? num_groups * num_nodes() * 4 : 0;
+    return (holes + (is_cached ? 0 : groups + counts + nodes) + 127) / 128 * 128;
   }
   // A row as it has arrived.
   WEFT_HD constexpr i32 fan_stage_bytes() const { return (wire_row_bytes() + scale_row_bytes + 127) / 128 * 128; }
@@ -100,6 +106,7 @@ struct CombineKernelConfig {
   bool adds_side = false;  // rank_major: lanes of side values are summed over all ranks that hold the token
   Route route = Route::kDirect;
   Order order;
+  i32 node_ranks = 0;  // with nodes: most ranks of one, the domains of `order`
 
   WEFT_HD constexpr bool is_by_expert() const { return layout != Layout::kRankMajor; }
   WEFT_HD constexpr bool has_push() const { return push_slots > 0 || sum_warps > 0; }

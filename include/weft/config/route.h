@@ -7,7 +7,8 @@ namespace weft {
 
 enum class Route : u8 {
   kDirect = 0,  // its memory is mapped: load and store
-  kLoop = 1     // rings that a network empties, here one without hardware (transport/rail_loop.cuh)
+  kLoop = 1,    // rings that a network empties, here one without hardware (transport/rail_loop.cuh)
+  kNodes = 2    // that of a rank of this node is mapped; rails lead to other nodes (transport/rail_block.cuh)
 };
 
 // A set of ranks of a domain of at most kDomain, a bit each. Trivial, so that it may lie in shared memory; none() is the empty

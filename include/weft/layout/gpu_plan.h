@@ -57,4 +57,18 @@ WEFT_HD constexpr i64 gpu_recv_plan_len(i64 max_tokens, i32 top_k, i32 num_ranks
   return kGpuPlanHeader + num_ranks * max_tokens * (layout == Layout::kRankMajor ? 1 : top_k);
 }
 
+// With nodes: of each source that this rank forwards for, in the order of ranks: row [max_tokens, node_ranks], where the token's row
+// lies on each mate.
+constexpr i32 kNoForward = -1;     // the token did not come here
+constexpr i32 kForwardNoRow = -2;  // it came, and this mate has no row of it
+
+template <class Int>
+struct GpuForwardPlan {
+  Int* base;
+  i64 max_tokens;
+  i32 node_ranks;
+
+  WEFT_HD constexpr Int* row(i32 nth, i64 token) const { return base + (nth * max_tokens + token) * node_ranks; }
+};
+
 }  // namespace weft

@@ -48,8 +48,8 @@ constexpr u16 kNoRailExpert = 0xffff;  // in a message: no expert of this node
 
 // What a message begins with. A first dispatch goes on as RailLayout says.
 struct RailMessage {
-  u64 header = 0;  // sync/header.h; of a refusal, too
-  u64 unused = 0;
+  u64 header = 0;                                     // sync/header.h; of a refusal, too
+  u64 caller = 0;                                     // kernels: the word behind the header
   u8 payload[WindowLayout::kPayloadFixedBytes] = {};  // CountPayload, RefusalPayload or NeedPayload
 };
 

@@ -11,6 +11,7 @@
 #include "weft/config/route.h"
 #include "weft/ptx/bulk.cuh"
 #include "weft/transport/flight.cuh"
+#include "weft/transport/rail_block.cuh"
 #include "weft/transport/rail_loop.cuh"
 
 namespace weft::transport {
@@ -106,13 +107,39 @@ class Peers<Route::kDirect> {
 
 using DirectPeers = Peers<Route::kDirect>;
 
+// By load and store to the ranks of this node; rings lead to those of others.
+template <>
+class Peers<Route::kNodes> : public Peers<Route::kDirect> {
+ public:
+  using Rail = BlockRail;
+  using Ring = BlockRing;
+
+  __device__ Peers(const WindowView& view, const Rail& rail, const Flight&)
+      : Peers<Route::kDirect>(view), view_(view), rail_(rail) {}
+
+  __device__ const Rail& rail() const { return rail_; }
+  __device__ Ring ring(i32 peer, i32 block) const { return Ring(rail_, view_.rank, peer, block); }
+
+  // The first header of `source`, which it has sent by a message, to a rank of this node.
+  __device__ void relay_call(const Flight& flight, i32 source, i32 peer, u64 header, u64 caller) const {
+    u64* cell = reinterpret_cast<u64*>(view_.control[peer] +
+                                       view_.layout.header(Phase::kCount, flight.turn.sequence, source, 0));
+    cell[kCallerWord] = caller;
+    sync::send_header(cell, header, [] {});
+  }
+
+ private:
+  const WindowView& view_;
+  const Rail& rail_;
+};
+
 // Of a kernel's arguments.
 template <Route kRoute, class Args>
 __device__ Peers<kRoute> peers_of(const Args& args, const Flight& flight) {
   if constexpr (kRoute == Route::kDirect) {
     return Peers<kRoute>(args.view);
   } else {
-    return Peers<kRoute>(args.view, *args.rail, flight);
+    return Peers<kRoute>(args.view, *static_cast<const typename Peers<kRoute>::Rail*>(args.rail), flight);
   }
 }
 
@@ -128,9 +155,10 @@ __device__ void with_route(const Args& args, const Work& work) {
   if constexpr (kRoute == Route::kDirect) {
     work();
   } else {
-    if (serve_route(args.view, *args.rail)) return;
+    const auto& rail = *static_cast<const typename Peers<kRoute>::Rail*>(args.rail);
+    if (serve_route(args.view, rail)) return;
     work();
-    leave_route(args.view, *args.rail);
+    leave_route(args.view, rail);
   }
 }
 

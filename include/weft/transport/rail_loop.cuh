@@ -46,6 +46,8 @@ __device__ inline void copy_words(u8* to, const u8* from, u32 num_bytes) {
 template <>
 class Peers<Route::kLoop> {
  public:
+  using Rail = LoopRail;
+
   class Place {
    public:
     Place() = default;

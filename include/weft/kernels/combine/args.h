@@ -2,7 +2,6 @@
 #pragma once
 
 #include "weft/config/base.h"
-#include "weft/transport/rail_loop.h"
 #include "weft/transport/view.h"
 
 namespace weft::kernels {
@@ -27,10 +26,11 @@ struct CombineKernelArgs {
   const u8* bias = nullptr;  // in the dtype of the rows or float, or null
   i64 bias_row_bytes = 0;    // 0: one row for all tokens
   bool bias_is_fp32 = false;
-  u8* out = nullptr;                          // [num_tokens, hidden]
-  float* side_out = nullptr;                  // [num_tokens, K]
-  const transport::LoopRail* rail = nullptr;  // Route::kLoop
-  const float* owner_weights = nullptr;       // by pick: [num_tokens, K], or null: 1
+  u8* out = nullptr;                     // [num_tokens, hidden]
+  float* side_out = nullptr;             // [num_tokens, K]
+  const void* rail = nullptr;            // of the route: a LoopRail, a BlockRail
+  const float* owner_weights = nullptr;  // by pick: [num_tokens, K], or null: 1
+  const i32* forward_plan = nullptr;     // with nodes: GpuForwardPlan
 };
 
 }  // namespace weft::kernels

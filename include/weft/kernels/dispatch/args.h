@@ -3,7 +3,6 @@
 
 #include "weft/layout/gpu_plan.h"
 #include "weft/layout/gpu_window.h"
-#include "weft/transport/rail_loop.h"
 #include "weft/transport/view.h"
 
 namespace weft::kernels {
@@ -31,9 +30,10 @@ struct DispatchKernelArgs {
   i32* counts = nullptr;   // [L]
   i32* offsets = nullptr;  // [R + 1] or [L + 1]
   i32* num_rows = nullptr;
-  i64* overflow = nullptr;                    // added to
-  const transport::LoopRail* rail = nullptr;  // Route::kLoop
+  i64* overflow = nullptr;     // added to
+  const void* rail = nullptr;  // of the route: a LoopRail, a BlockRail
   i32 num_straight = 0;  // spread: of kStraightOf tokens, whose own rows go to all places here (place_rows_arguments.h)
+  i32* forward_plan = nullptr;  // with nodes: GpuForwardPlan
 };
 
 }  // namespace weft::kernels

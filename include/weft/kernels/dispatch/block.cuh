@@ -3,6 +3,7 @@
 
 #include "weft/config/kernel.h"
 #include "weft/kernels/dispatch/args.h"
+#include "weft/kernels/nodes.cuh"
 #include "weft/kernels/route.cuh"
 #include "weft/kernels/words.cuh"
 #include "weft/transport/peers.cuh"
@@ -12,8 +13,45 @@ namespace weft::kernels {
 constexpr i32 kRemembered = 64;        // items of a store warp that may wait for being told
 constexpr u32 kAllArrived = 1u << 31;  // in num_arrived: there are no more
 
+// What a stage holds that is no token of this rank, and the end of all.
+constexpr i32 kEndOfItems = -1;
+constexpr i32 kArrivedRow = -2;
+
+// With nodes: what the stages hold, and what a block has to do with its rings.
+template <DispatchKernelConfig kConfig, bool kHasNodes>
+struct DispatchNodeShared {};
 template <DispatchKernelConfig kConfig>
-struct DispatchShared {
+struct DispatchNodeShared<kConfig, true> {
+  static constexpr i32 kNodes = kConfig.num_nodes();
+  static constexpr i32 kRanks = kConfig.num_ranks;
+  // Of the item in a stage. An own token: its record in the ring to each node, -1: none. An arrived row: its source, its token
+  // there, and its record in [0].
+  i32 record[kConfig.num_stages][kNodes];
+  i32 source[kConfig.num_stages];
+  i32 source_token[kConfig.num_stages];
+  // To each node: who forwards there, -1: nobody; the first chunk of this call; records of this block, those dealt out, and those
+  // that are complete.
+  i32 forwarder[kNodes];
+  u64 first_put[kNodes];
+  i32 num_to[kNodes];
+  i32 num_rows_to[kNodes];  // of all blocks
+  i32 num_dealt[kNodes];
+  i32 num_stored[kNodes];
+  // From each rank that this one forwards for: the first chunk of this call; its rows before those of this block, and records of
+  // this block; those dealt out, and those stored; the token at which to look for the next; tokens of the run whose rows have
+  // places.
+  u64 first_taken[kRanks];
+  i32 first_row[kRanks];
+  i32 num_from[kRanks];
+  i32 num_loaded[kRanks];
+  i32 num_done[kRanks];
+  i32 next_token[kRanks];
+  u32 num_placed[kRanks];
+  i32 start_of[kRanks][kConfig.node_ranks];  // rank_major: its first row on each mate
+};
+
+template <DispatchKernelConfig kConfig>
+struct DispatchShared : DispatchNodeShared<kConfig, kConfig.has_nodes()> {
   using Place = typename transport::Peers<kConfig.route>::Place;
   u64 full[kConfig.num_stages];   // loaded
   u64 ready[kConfig.num_stages];  // quantised
@@ -69,7 +107,18 @@ struct DispatchState {
 
   __device__ i32 rank() const { return a.view.rank; }
   __device__ Peers peers() const { return transport::peers_of<kConfig.route>(a, flight); }
-  __device__ bool is_peer(i32 other) const { return other < kRanks && other != rank() && flight.is_active(other); }
+  // To which this rank stores.
+  __device__ bool is_peer(i32 other) const {
+    if constexpr (kConfig.has_nodes()) {
+      if (!is_near(other)) return false;
+    }
+    return other < kRanks && other != rank() && flight.is_active(other);
+  }
+  __device__ bool is_near(i32 other) const {
+    if constexpr (kConfig.has_nodes()) return nodes().map.are_mates(rank(), other);
+    return true;
+  }
+  __device__ auto nodes() const { return Nodes<kConfig>(a.view, peers(), flight); }
   __device__ bool is_staged(i32 other) const { return s.staged.has(other); }
 
   // ---- dynamic shared memory: holes | groups or periods | counts | stages | fan stages
@@ -87,6 +136,22 @@ struct DispatchState {
   // Picks of this rank's tokens for each expert.
   __device__ i32* mine() const {
     return index() + (kConfig.is_by_expert() ? kPeriods * kExperts : 2 * kRanks * kConfig.num_groups);
+  }
+  // With nodes: tokens that go to the node, in groups before this one.
+  __device__ i32& tokens_before(i32 node, i32 group) const {
+    return mine()[kExperts + node * kConfig.num_groups + group];
+  }
+  // Tokens of a group that go to the node.
+  __device__ u32 goers_to_node(const Nodes<kConfig>& nodes, i32 node, i32 group) const {
+    u32 all = 0;
+    for (i32 idx = 0; idx < nodes.map.size(node); ++idx) all |= goers(nodes.map.first(node) + idx, group);
+    return all;
+  }
+  // Bits of a group that are tokens from `begin` on, before `end`.
+  __device__ static u32 bits_between(i32 group, i32 begin, i32 end) {
+    const i32 low = min(max(begin - group * 32, 0), 32), high = min(max(end - group * 32, 0), 32);
+    const u32 below_high = high == 32 ? ~0u : (1u << high) - 1;
+    return low == 32 ? 0u : below_high & ~((1u << low) - 1);
   }
   __device__ i32* place() const { return mine() + kExperts; }      // row of this rank's first pick of the expert
   __device__ i32* total_of() const { return place() + kExperts; }  // picks of all ranks for the expert
@@ -136,6 +201,12 @@ struct DispatchState {
   // A copy of our own that does not end: the GPU has gone wrong, and this block says nothing more to anyone.
   __device__ bool wait_local(u64* barrier, u32 parity) {
     if (sync::wait_barrier(barrier, parity)) return true;
+    fail(transport::ErrorCause::kDeadline, Phase::kSend, rank());
+    return false;
+  }
+  // With nodes: the same of a copy whose begin may have to wait for a peer.
+  __device__ bool wait_long(u64* barrier, u32 parity) {
+    if (sync::wait_barrier(barrier, parity, &a.view.host->timeout_ns)) return true;
     fail(transport::ErrorCause::kDeadline, Phase::kSend, rank());
     return false;
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "weft/kernels/dispatch/ids.cuh"
+#include "weft/kernels/dispatch/nodes.cuh"
 #include "weft/layout/routing.h"
 
 namespace weft::kernels {
@@ -52,7 +53,8 @@ class DispatchCount : public DispatchIds<kConfig> {
     GpuPlacement placement;  // asked for here, since each load on its own takes a good part of a microsecond
     i32 num_tokens = 0;
     if (to < kRanks) num_tokens = tokens_of(to);
-    if (to < kRanks && flight.is_active(to)) placement = to == rank() ? a.placement : payload_from(to)->placement;
+    if (to < kRanks && flight.is_active(to) && this->is_near(to))
+      placement = to == rank() ? a.placement : payload_from(to)->placement;
     if constexpr (kConfig.is_cached) {
       if (threadIdx.x < kRanks) s.needed[threadIdx.x] = 0;
     } else if constexpr (kConfig.is_by_expert()) {
@@ -60,13 +62,18 @@ class DispatchCount : public DispatchIds<kConfig> {
       __syncthreads();
       for (i32 other = warp; other < kRanks; other += kWarps) place_experts(other);
     } else {
-      if (to < kRanks) place_ranks(to);
+      if (to < kRanks && this->is_near(to)) place_ranks(to);
       if (blockIdx.x == 0) check_picks();
+    }
+    if constexpr (kConfig.has_nodes()) {
+      for (i32 source = warp; source < kRanks; source += kWarps) {
+        DispatchNodes<kConfig>(*this).prepare(source, tokens_of(source));
+      }
     }
     __syncthreads();
     if (to < kRanks) s.num_tokens[to] = num_tokens;
     fail_if_bad();
-    if (to < kRanks && flight.is_active(to)) find_base(to, placement);
+    if (to < kRanks && flight.is_active(to) && this->is_near(to)) find_base(to, placement);
     if constexpr (kConfig.is_by_expert() && kConfig.is_cached) read_holes();
     return __syncthreads_or((s.has_failed | s.is_given_up) != 0 ? 1 : 0) == 0;
   }
@@ -181,6 +188,7 @@ class DispatchCount : public DispatchIds<kConfig> {
 #pragma unroll
     for (i32 source = 0; source < kRanks; ++source) {
       if (source == rank()) s.start[to] = sum;
+      if constexpr (kConfig.has_nodes()) s.start_of[source][to - this->nodes().first] = sum;
       sum += rows[source];
     }
     s.needed[to] = a.capacity >= 0 ? a.capacity : sum;
@@ -254,7 +262,13 @@ class DispatchCount : public DispatchIds<kConfig> {
                       place.table <= a.view.heap_bytes[to] &&
                       (kConfig.is_cached || table_bytes <= a.view.heap_bytes[to] - place.table));
     if (!is_sound) this->fail(transport::ErrorCause::kBadPeerWord, Phase::kCount, to);
-    if (is_staged && !a.fits_landing) give_up(to);
+    if (is_staged && !a.fits_landing) {
+      if constexpr (kConfig.has_nodes()) {
+        this->fail(transport::ErrorCause::kNoRoom, Phase::kCount, to);  // other nodes don't hear of it
+      } else {
+        give_up(to);
+      }
+    }
     if (is_staged) add_rank(s.staged, to);
     if (has_ids && is_int64) add_rank(s.with_int64, to);
     const Place heap = this->peers().heap(to);

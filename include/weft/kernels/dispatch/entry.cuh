@@ -8,11 +8,14 @@
 
 #include "weft/kernels/dispatch/count.cuh"
 #include "weft/kernels/dispatch/fan.cuh"
+#include "weft/kernels/dispatch/forward_plan.cuh"
 #include "weft/kernels/dispatch/ids_out.cuh"
+#include "weft/kernels/dispatch/messages.cuh"
 #include "weft/kernels/dispatch/plan.cuh"
 #include "weft/kernels/dispatch/quantize.cuh"
 #include "weft/kernels/dispatch/send.cuh"
 #include "weft/kernels/dispatch/tell.cuh"
+#include "weft/kernels/dispatch/tell_nodes.cuh"
 
 namespace weft::kernels {
 
@@ -22,6 +25,7 @@ class Dispatch {
   static constexpr i32 kFirstQuantizer = 1 + kStoreWarps;
   static constexpr i32 kFirstOther = kFirstQuantizer + kConfig.num_quantize_warps;
   static_assert(kConfig.num_stages % kStoreWarps == 0);
+  static_assert(!kConfig.has_nodes() || (!kConfig.is_by_expert() && !kConfig.is_cached), "docs/protocols/nodes.md");
   static_assert(kConfig.num_stages % (kConfig.is_quantized() ? kConfig.num_quantize_warps : 1) == 0);
 
   __device__ explicit Dispatch(const DispatchState<kConfig>& state)
@@ -36,12 +40,23 @@ class Dispatch {
     if (warp_ > 0) {
       is_counted = count_.count_tokens();
       if (blockIdx.x == 0 && is_counted) count_.send_counts();
+      if constexpr (kConfig.has_nodes()) {
+        DispatchMessages<kConfig> messages(state_);
+        messages.count_nodes();
+        if (blockIdx.x == 0 && is_counted) is_counted = messages.exchange();
+      }
     } else if (lane_ == 0) {
-      send_.load_rows(true);
+      // With nodes where a row goes is not known yet.
+      if constexpr (!kConfig.has_nodes()) send_.load_rows(true);
     }
     constexpr i32 kFirstWaiting = 32;  // the first warp may still be loading
     const transport::Verdict so_far = is_counted ? transport::Verdict::kOk : transport::Verdict::kBroken;
-    const transport::Verdict verdict = transport::wait_all(a.view, Phase::kCount, flight, 0, kFirstWaiting, so_far);
+    transport::Verdict verdict;
+    if constexpr (kConfig.has_nodes()) {
+      verdict = state_.nodes().wait_calls(kFirstWaiting, so_far);
+    } else {
+      verdict = transport::wait_all(a.view, Phase::kCount, flight, 0, kFirstWaiting, so_far);
+    }
     const bool goes_on = verdict == transport::Verdict::kOk && count_.find_places();
     if (!goes_on) {
       if (warp_ == 0 && lane_ == 0) send_.drain();
@@ -55,8 +70,13 @@ class Dispatch {
       const i32 peer = static_cast<i32>(threadIdx.x);
       if (state_.is_peer(peer)) state_.peers().notify(Phase::kSend, flight, peer, static_cast<i32>(blockIdx.x));
     }
-    if (transport::wait_all(a.view, Phase::kSend, flight, static_cast<i32>(blockIdx.x)) == transport::Verdict::kOk)
-      end();
+    const i32 block = static_cast<i32>(blockIdx.x);
+    if constexpr (kConfig.has_nodes()) {
+      verdict = transport::wait_all(a.view, Phase::kSend, state_.nodes().among_mates(), block);
+    } else {
+      verdict = transport::wait_all(a.view, Phase::kSend, flight, block);
+    }
+    if (verdict == transport::Verdict::kOk) end();
   }
 
  private:
@@ -78,6 +98,7 @@ class Dispatch {
       ptx::mbarrier_init(&s.empty[thread], 1);
     }
     if (thread < DispatchKernelConfig::kPeriods) s.num_planned[thread] = 0;
+    if constexpr (kConfig.has_nodes()) DispatchNodes<kConfig>(state_).init();
     if (thread < kConfig.num_fan_stages) ptx::mbarrier_init(&s.fan_full[thread], 1);
     if (thread < 32) ptx::fence_mbarrier_init();
     count_.clear();
@@ -110,8 +131,16 @@ class Dispatch {
           if (planner < kConfig.num_fan_warps()) DispatchFan<kConfig>(state_, plan, planner).run();
         }
       } else {
-        if constexpr (kConfig.scale_row_bytes > kConfig.staged_scale_bytes()) send_.store_scales(kFirstOther);
-        if constexpr (!kConfig.is_cached) DispatchIdsOut<kConfig>(state_).run(kFirstOther);
+        constexpr i32 kFirst = kFirstOther + (kConfig.has_nodes() ? 1 : 0);
+        if constexpr (kConfig.has_nodes()) {
+          if (warp_ == kFirstOther) {
+            DispatchTellNodes<kConfig>(state_).run();
+            return;
+          }
+          DispatchForwardPlan<kConfig>(state_).run(warp_ - kFirst, kConfig.num_warps() - kFirst);
+        }
+        if constexpr (kConfig.scale_row_bytes > kConfig.staged_scale_bytes()) send_.store_scales(kFirst);
+        if constexpr (!kConfig.is_cached) DispatchIdsOut<kConfig>(state_).run(kFirst);
       }
     }
   }

@@ -32,7 +32,8 @@ class DispatchIdsOut : public DispatchStore<kConfig, false> {
       for (i32 to = 0; to < kRanks; ++to) {
         const i32 row = row_of(token, to);
         plan.row()[static_cast<i64>(token) * kRanks + to] = row;
-        if (flight.is_active(to)) this->peers().put_words(s.table[to].template at<i32>(token), row);
+        if (flight.is_active(to) && this->is_near(to))
+          this->peers().put_words(s.table[to].template at<i32>(token), row);
         mask |= row >= 0 ? GpuRankMask::only(to) : GpuRankMask::none();
       }
       plan.set_ranks(token, mask);
@@ -76,6 +77,7 @@ class DispatchIdsOut : public DispatchStore<kConfig, false> {
         ids[idx] = is_here ? local : -1;
         weights.value[idx] = is_here ? weight[idx] : 0.0f;
       }
+      if (!this->is_near(to)) continue;
       const i64 place = static_cast<i64>(row) * kTopk + k;
       if (s.with_int64.has(to)) {
         write_ids<i64>(s.ids[to], place, ids);

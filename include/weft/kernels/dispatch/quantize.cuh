@@ -18,10 +18,14 @@ class DispatchQuantize : public DispatchState<kConfig> {
   __device__ void run(i32 quantizer) {
     for (i32 n = quantizer;; n += kConfig.num_quantize_warps) {
       const i32 idx = n % kConfig.num_stages;
-      const bool is_loaded = this->wait_local(&s.full[idx], (n / kConfig.num_stages) & 1);
+      const u32 parity = (n / kConfig.num_stages) & 1;
+      const bool is_loaded =
+          kConfig.has_nodes() ? this->wait_long(&s.full[idx], parity) : this->wait_local(&s.full[idx], parity);
       if (__all_sync(0xffffffffu, is_loaded ? 1 : 0) == 0) return;
-      const bool has_ended = s.token[idx] < 0;
-      if (!has_ended) quantize_row(this->stage(idx));
+      const bool has_ended = kConfig.has_nodes() ? s.token[idx] == kEndOfItems : s.token[idx] < 0;
+      const bool is_as_given =
+          kConfig.has_nodes() ? s.token[idx] >= 0 : !has_ended;  // it comes from another node as FP8
+      if (is_as_given) quantize_row(this->stage(idx));
       ptx::fence_proxy_async_shared();  // bulk stores read what was written here
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(&s.ready[idx]);

@@ -26,7 +26,7 @@ class DispatchSend : public DispatchStore<kConfig> {
     while (min(num_even_ends_, num_odd_ends_) < kEnds) {
       if (is_early && n_ == (kByExpert ? num_first(block()) : kConfig.num_stages)) return;
       const i32 token = take_token();
-      if (token < 0 && count_end() > kEnds) {
+      if ((kConfig.has_nodes() ? token == kEndOfItems : token < 0) && count_end() > kEnds) {
         if (n_ < kConfig.num_stages) s.token[n_] = -1;
         ++n_;  // nobody listens any more
         continue;
@@ -34,8 +34,10 @@ class DispatchSend : public DispatchStore<kConfig> {
       const i32 idx = n_ % kConfig.num_stages;
       if (n_ >= kConfig.num_stages && !this->wait_local(&s.empty[idx], (n_ / kConfig.num_stages - 1) & 1)) return;
       s.token[idx] = token;
-      if (token < 0) {
+      if (kConfig.has_nodes() ? token == kEndOfItems : token < 0) {
         ptx::mbarrier_arrive(&s.full[idx]);
+      } else if constexpr (kConfig.has_nodes()) {
+        load_item(token, idx);
       } else {
         load_row(token, idx);
       }
@@ -75,7 +77,10 @@ class DispatchSend : public DispatchStore<kConfig> {
 
   // The token of item n_, -1: there is none any more.
   __device__ i32 take_token() {
-    if constexpr (kByExpert) {
+    if constexpr (kConfig.has_nodes()) {
+      if (n_ == 0) token_ = this->queue_begin(block(), a.num_tokens);
+      return DispatchNodes<kConfig>(*this).take_item(token_, source_);
+    } else if constexpr (kByExpert) {
       if (n_ == 0) {
         token_ = 0;
         end_ = num_first(block());
@@ -140,6 +145,17 @@ class DispatchSend : public DispatchStore<kConfig> {
   // How many marks item n_'s warps have then. Two members, since an array indexed at run time would lie in local memory.
   __device__ i32 count_end() { return n_ % kStoreWarps == 0 ? ++num_even_ends_ : ++num_odd_ends_; }
 
+  // With nodes.
+  __device__ void load_item(i32 token, i32 idx) {
+    DispatchNodes<kConfig> nodes(*this);
+    if (token == kArrivedRow) {
+      nodes.load_arrived(source_, idx, this->stage(idx));
+    } else {
+      nodes.deal_records(token, idx);
+      load_row(token, idx);
+    }
+  }
+
   __device__ void load_row(i64 token, i32 idx) {
     constexpr i32 kScalesHere = kQuantized || !kAlignedScales || !kStagedScales ? 0 : kScaleBytes;
     ptx::mbarrier_arrive_expect(&s.full[idx], kConfig.row_bytes + kScalesHere);
@@ -149,7 +165,8 @@ class DispatchSend : public DispatchStore<kConfig> {
     }
   }
 
-  i32 n_ = 0;  // next item
+  i32 n_ = 0;       // next item
+  i32 source_ = 0;  // with nodes: of an arrived row
   i32 num_early_ = 0;
   i32 num_even_ends_ = 0, num_odd_ends_ = 0;
   i32 token_ = 0, end_ = 0, next_ = -1;  // of the chunk at hand, and the chunk after it; by expert: items of a queue

@@ -41,7 +41,7 @@ class DispatchStages : public DispatchState<kConfig> {
     ptx::bulk_wait_read<kReading>();
     __syncwarp();  // all lanes have read the stage
     if (lane == 0 && j >= kReading) free_stage(store_warp, j - kReading);
-    if constexpr (kConfig.has_fan()) {
+    if constexpr (kConfig.has_tell()) {
       constexpr i32 kPending = 2, kEvery = 2;  // items under way, and between two notes
       if ((j + 1) % kEvery == 0) note_arrived<kPending>(store_warp, j + 1);
     }
@@ -56,6 +56,28 @@ class DispatchStages : public DispatchState<kConfig> {
     if (lane == 0) ptx::st_release_cta(&s.num_arrived[store_warp], static_cast<u32>(num_stored - kPending));
   }
 
+  // The token of item j, for the warp that tells. False: the GPU has gone wrong.
+  __device__ bool remember(i32 store_warp, i32 j, i32 token) {
+    const u32* num_told = &s.num_told[store_warp];
+    const auto has_room = [&] { return ptx::ld_acquire_cta(num_told) + kRemembered > static_cast<u32>(j); };
+    if (!sync::wait_any_lane(has_room)) {
+      this->fail(transport::ErrorCause::kDeadline, Phase::kSend, this->rank());
+      return false;
+    }
+    __syncwarp();
+    if (lane == 0) s.sent[store_warp][j % kRemembered] = token;
+    return true;
+  }
+
+  // With nodes: item j is loaded. Who deals them out may wait for a peer; what is complete by then may be what it waits for.
+  __device__ bool wait_item(i32 store_warp, i32 j) {
+    u64* barrier = loaded(this->stage_of(store_warp, j));
+    const u32 parity = this->parity_of(store_warp, j);
+    const bool is_there = ptx::mbarrier_test_wait(barrier, parity);
+    if (__all_sync(0xffffffffu, is_there ? 1 : 0) == 0) note_arrived<0>(store_warp, j);
+    return this->wait_long(barrier, parity);
+  }
+
   __device__ u64* loaded(i32 idx) const { return kQuantized ? &s.ready[idx] : &s.full[idx]; }
 
   // All that the warp has stored: what it read is free, and what it stored is there.
@@ -65,13 +87,13 @@ class DispatchStages : public DispatchState<kConfig> {
     if (lane == 0) {
       for (i32 j = max(num_stored - kReading, 0); j < num_stored; ++j) free_stage(store_warp, j);
     }
-    if constexpr (kConfig.has_fan()) {
+    if constexpr (kConfig.has_tell()) {
       note_arrived<1>(store_warp, num_stored);
     }
     ptx::bulk_wait_all();
     ptx::fence_proxy_async_global();
     __syncwarp();
-    if constexpr (kConfig.has_fan()) {
+    if constexpr (kConfig.has_tell()) {
       const u32 arrived = s.has_failed == 0 ? static_cast<u32>(num_stored) | kAllArrived : kPostStops;
       if (lane == 0) ptx::st_release_cta(&s.num_arrived[store_warp], arrived);
     }

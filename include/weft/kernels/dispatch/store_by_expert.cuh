@@ -32,7 +32,7 @@ class DispatchStore<kConfig, true> : public DispatchStages<kConfig> {
       if (!has_next && !fetch(next, token)) break;
       const Item item = next;
       if constexpr (kConfig.has_fan()) {
-        if (!remember(store_warp, j, token)) break;
+        if (!this->remember(store_warp, j, token)) break;
       }
       store_picks(token, item, this->stage(idx));
       __syncwarp();
@@ -96,19 +96,6 @@ class DispatchStore<kConfig, true> : public DispatchStages<kConfig> {
     const bool is_loaded = ptx::mbarrier_test_wait(this->loaded(idx), this->parity_of(store_warp, j));
     if (__all_sync(0xffffffffu, is_loaded ? 1 : 0) == 0) return false;
     return s.token[idx] >= 0 && fetch(item, s.token[idx]);
-  }
-
-  // The token of item j, for the warp that tells. False: the GPU has gone wrong.
-  __device__ bool remember(i32 store_warp, i32 j, i32 token) {
-    const u32* num_told = &s.num_told[store_warp];
-    const auto has_room = [&] { return ptx::ld_acquire_cta(num_told) + kRemembered > static_cast<u32>(j); };
-    if (!sync::wait_any_lane(has_room)) {
-      this->fail(transport::ErrorCause::kDeadline, Phase::kSend, rank());
-      return false;
-    }
-    __syncwarp();
-    if (lane == 0) s.sent[store_warp][j % kRemembered] = token;
-    return true;
   }
 
   // The row goes to the place of its first pick on each rank; on this rank, to those of all its picks, unless another

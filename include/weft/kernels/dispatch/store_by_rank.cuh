@@ -2,6 +2,7 @@
 // (docs/protocols/nvlink-dispatch.md, steps 4 and 5). Each of kStoreWarps warps stores those of its stages.
 #pragma once
 
+#include "weft/kernels/dispatch/nodes.cuh"
 #include "weft/kernels/dispatch/stages.cuh"
 
 namespace weft::kernels {
@@ -21,11 +22,26 @@ class DispatchStore<kConfig, false> : public DispatchStages<kConfig> {
     i32 num_stored = 0;
     for (i32 j = 0;; ++j) {
       const i32 idx = this->stage_of(store_warp, j);
-      const bool is_loaded = this->wait_local(this->loaded(idx), this->parity_of(store_warp, j));
+      const bool is_loaded = kConfig.has_nodes() ? this->wait_item(store_warp, j)
+                                                 : this->wait_local(this->loaded(idx), this->parity_of(store_warp, j));
       if (__all_sync(0xffffffffu, is_loaded ? 1 : 0) == 0) break;
       const i32 token = s.token[idx];
-      if (token < 0) break;
-      store_to_ranks(lane < kRanks ? row_of(token, lane) : -1, this->stage(idx));
+      if (kConfig.has_nodes() ? token == kEndOfItems : token < 0) break;
+      if constexpr (kConfig.has_nodes()) {
+        DispatchNodes<kConfig> nodes(*this);
+        if (!this->remember(store_warp, j, nodes.remembered(token, idx))) break;
+        if (token == kArrivedRow) {
+          const bool is_placed = nodes.wait_placed(idx);
+          if (!is_placed) break;
+          store_to_ranks(nodes.arrived_row(idx), this->stage(idx));
+          nodes.store_picks(idx);
+        } else {
+          store_to_ranks(lane < kRanks && this->is_near(lane) ? row_of(token, lane) : -1, this->stage(idx));
+          nodes.store_records(token, idx, this->stage(idx));
+        }
+      } else {
+        store_to_ranks(lane < kRanks ? row_of(token, lane) : -1, this->stage(idx));
+      }
       __syncwarp();
       ptx::bulk_commit();
       this->after_store(store_warp, j);
@@ -61,7 +77,7 @@ class DispatchStore<kConfig, false> : public DispatchStages<kConfig> {
   }
 
  protected:
-  // The row of a token on a rank: how many came before it; -1: none.
+  // The row of a token on a rank: how many came before it; -1: none. On a rank of another node 0: its row is not known here.
   __device__ i32 row_of(i32 token, i32 to) const {
     if constexpr (kConfig.is_cached) {
       if (!flight.is_active(to)) return -1;
@@ -71,6 +87,9 @@ class DispatchStore<kConfig, false> : public DispatchStages<kConfig> {
     const u32 goers = this->goers(to, token / 32);
     const u32 bit = 1u << (token % 32);
     if ((goers & bit) == 0) return -1;
+    if constexpr (kConfig.has_nodes()) {
+      if (!this->is_near(to)) return 0;
+    }
     const i32 row = s.start[to] + this->rows_before(to, token / 32) + __popc(goers & (bit - 1));
     return row < s.limit[to] ? row : -1;
   }

@@ -1,0 +1,162 @@
+// The nodes of a kernel's ranks, as one of them sees them, and the first headers of an operation, which cross the network by messages
+// (docs/protocols/nodes.md). For dispatch and combine.
+#pragma once
+
+#include "weft/transport/peers.cuh"
+
+namespace weft::kernels {
+
+template <auto kConfig>
+class Nodes {
+ public:
+  using Peers = transport::Peers<kConfig.route>;
+  using Ring = typename Peers::Ring;
+  static constexpr i32 kRanks = kConfig.num_ranks;
+  static constexpr i32 kNodeRanks = kConfig.node_ranks;
+  static constexpr i32 kNodes = kConfig.num_nodes();
+
+  __device__ Nodes(const transport::WindowView& view, const Peers& peers, const transport::Flight& flight)
+      : map{kRanks, kNodeRanks, flight.active.word},
+        rank(view.rank),
+        node(map.node(view.rank)),
+        first(map.first(node)),
+        size(map.size(node)),
+        view_(view),
+        peers_(peers),
+        flight_(flight) {}
+
+  // A living rank of this node, this one too.
+  __device__ bool is_mate(i32 other) const { return map.are_mates(rank, other) && map.is_active(other); }
+  // This rank is the forwarder of `source` here.
+  __device__ bool brings(i32 source) const {
+    return map.is_active(source) && !map.are_mates(rank, source) && map.forwarder(source, node) == rank;
+  }
+  // Which of those it is.
+  __device__ i32 nth_brought(i32 source) const {
+    i32 nth = 0;
+    for (i32 other = 0; other < source; ++other) nth += brings(other) ? 1 : 0;
+    return nth;
+  }
+  // Where this rank's tokens for another node go; -1: nobody lives there.
+  __device__ i32 forwarder_in(i32 other_node) const { return map.rail(other_node, map.index(rank)); }
+  // The same operation among the ranks of this node.
+  __device__ transport::Flight among_mates() const {
+    transport::Flight mates = flight_;
+    mates.active = mates.active & GpuRankMask{GpuRankMask::first(size).word << first};
+    return mates;
+  }
+
+  __device__ const RailLayout& layout() const { return peers_.rail().layout; }
+  __device__ Ring ring(i32 peer) const { return peers_.ring(peer, static_cast<i32>(blockIdx.x)); }
+  __device__ u8* message_to(i32 peer) const { return messages(peer).message_out(message()); }
+  __device__ const u8* message_from(i32 source) const { return messages(source).message_in(message()); }
+
+  // By one thread: what a message begins with.
+  __device__ void begin_message(i32 peer, const GpuCountPayload& payload) const {
+    static_assert(sizeof(GpuCountPayload) <= WindowLayout::kPayloadFixedBytes);
+    auto* message = reinterpret_cast<RailMessage*>(message_to(peer));
+    message->header = sync::pack_header(flight_.turn, flight_.print);
+    message->caller = flight_.caller;
+    *reinterpret_cast<GpuCountPayload*>(message->payload) = payload;
+  }
+  // By one thread, behind a barrier since the message was written.
+  __device__ void put_message(i32 peer, u64 num_bytes) const {
+    ptx::fence_sys();
+    messages(peer).put_message(message(), static_cast<u32>(align_up(num_bytes, 16)));
+  }
+
+  // By a warp for each source that this rank brings, the first being `nth` of them: when the message is here, it goes into the
+  // source's cells at all mates and at this rank. `copy_parts(payload, message, mate)`: by the whole warp, what follows the
+  // fixed part of the payload. False: a message has not come, the reason is recorded.
+  template <class CopyParts>
+  __device__ bool relay_calls(i32 nth, i32 num_warps, const CopyParts& copy_parts) const {
+    bool is_right = true;
+    i32 num_brought = 0;
+    for (i32 source = 0; source < kRanks; ++source) {
+      if (!brings(source) || num_brought++ % num_warps != nth) continue;
+      is_right = relay_call(source, copy_parts) && is_right;
+    }
+    return is_right;
+  }
+
+  // The `count` header of every rank: one thread a peer, as transport::wait_all().
+  __device__ transport::Verdict wait_calls(i32 first_thread, transport::Verdict so_far) const {
+    const i32 peer = static_cast<i32>(threadIdx.x) - first_thread;
+    const bool is_peer = peer >= 0 && peer < kRanks && peer != rank && map.is_active(peer);
+    return transport::worst_of(is_peer && so_far == transport::Verdict::kOk ? wait_call(peer) : so_far);
+  }
+
+  const RailMap map;
+  const i32 rank, node, first, size;
+
+ private:
+  // Number of this operation's, of every pair.
+  __device__ u64 message() const {
+    return ptx::ld_relaxed_sys(&view_.words()->sequence) - peers_.rail().first_sequence;
+  }
+  __device__ Ring messages(i32 peer) const { return peers_.ring(peer, layout().num_blocks); }
+
+  template <class CopyParts>
+  __device__ bool relay_call(i32 source, const CopyParts& copy_parts) const {
+    const i32 lane = static_cast<i32>(threadIdx.x % ptx::kWarpLanes);
+    bool has_come = true;
+    if (lane == 0) has_come = wait_message(source);
+    if (__all_sync(0xffffffffu, has_come ? 1 : 0) == 0) return false;
+    __syncwarp();  // all lanes read what one has acquired
+    const auto* message = reinterpret_cast<const RailMessage*>(message_from(source));
+    for (i32 mate = first; mate < first + size; ++mate) {
+      if (!map.is_active(mate)) continue;
+      const auto slot = peers_.control(mate) + view_.layout.payload(flight_.turn.sequence, source);
+      for (i32 idx = lane; idx < static_cast<i32>(sizeof(GpuCountPayload) / sizeof(u64)); idx += 32) {
+        peers_.put_words(slot.template at<u64>(idx), reinterpret_cast<const u64*>(message->payload)[idx]);
+      }
+      copy_parts(slot + sizeof(GpuCountPayload), message_from(source), mate);
+    }
+    __syncwarp();
+    if (lane < size && map.is_active(first + lane)) {
+      peers_.relay_call(flight_, source, first + lane, message->header, message->caller);
+    }
+    return true;
+  }
+
+  __device__ bool wait_message(i32 source) const {
+    sync::LanePause pause(&view_.host->abort, u64{1} << source, &view_.host->timeout_ns);
+    const Ring ring = messages(source);
+    const u64 n = message();
+    const sync::WaitResult result = sync::wait_until([&] { return ring.has_message(n); }, pause);
+    return transport::settle(view_, flight_, result, Phase::kCount, source, 0);
+  }
+
+  // A forwarder that has not come keeps the headers of others back: it is named.
+  __device__ transport::Verdict wait_call(i32 peer) const {
+    const u64* cell = call_cell(peer);
+    const i32 forwarder = map.forwarder(peer, node);
+    u64* waited_ns = blockIdx.x == 0 ? &view_.words()->waited_ns[peer] : nullptr;
+    const u64 awaited = u64{1} << peer | u64{1} << forwarder;
+    sync::LanePause pause(&view_.host->abort, awaited, &view_.host->timeout_ns, 0, waited_ns);
+    u64 seen;
+    const sync::WaitResult result = sync::wait_header(cell, flight_.turn, pause, seen);
+    const bool is_kept_back = result != sync::WaitResult::kReady && forwarder != rank && !has_call(forwarder);
+    if (!transport::settle(view_, flight_, result, Phase::kCount, is_kept_back ? forwarder : peer, seen)) {
+      return transport::Verdict::kBroken;
+    }
+    return transport::judge(view_, Phase::kCount, flight_, peer, cell, seen);
+  }
+  __device__ const u64* call_cell(i32 peer) const {
+    return reinterpret_cast<const u64*>(view_.own_control() +
+                                        view_.layout.header(Phase::kCount, flight_.turn.sequence, peer, 0));
+  }
+  __device__ bool has_call(i32 peer) const {
+    const u64 seen = ptx::ld_relaxed_sys(call_cell(peer));
+    return sync::classify_header(seen, flight_.turn, flight_.print) != sync::HeaderState::kNotYet;
+  }
+
+  const transport::WindowView& view_;
+  const Peers peers_;
+  const transport::Flight& flight_;
+};
+
+// Nothing, of a kernel without nodes.
+struct NoNodes {};
+
+}  // namespace weft::kernels

@@ -1,0 +1,119 @@
+"""Runs of dispatches and combines whose ranks are in nodes: nothing of other nodes' ranks is mapped, rails lead there.
+
+The network is a block of each rank's grid, which carries chunks, messages and credits in any order.
+"""
+
+import dataclasses
+import struct
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from combine_cases import CombineCase, Combined, CombineRunner
+from dispatch_cases import Case, Runner
+from kernels import Compiler, Mutant, Program
+from machine import Launch
+from world import Inputs, Received, World
+
+NETWORK = 1  # blocks of the rail
+CHUNK_ROWS = 4  # few, so that a case has several chunks
+NODE_TIMEOUT_NS = 3_000_000_000  # of a mutant
+DIRECT = (".route = static_cast<weft::Route>(0)", ".node_ranks = 0")
+
+
+class NodeCompiler:
+    """Compiles for nodes of so many ranks."""
+
+    def __init__(self, compiler: Compiler, node_ranks: int, mutant: Mutant | None) -> None:
+        self._compiler, self._node_ranks, self._mutant = compiler, node_ranks, mutant
+
+    def start(self, source: str, mutant: Mutant | None = None) -> "Future[Program]":
+        """See Compiler.start."""
+        if DIRECT[0] in source:
+            wanted = (DIRECT[0].replace("(0)", "(2)"), f".node_ranks = {self._node_ranks}")
+            for old, new in zip(DIRECT, wanted, strict=True):
+                assert source.count(old) == 1
+                source = source.replace(old, new)
+        return self._compiler.start(source, mutant or self._mutant)
+
+
+class Nodes:
+    """What the host does for a runner's kernels with nodes."""
+
+    def __init__(self, compiler: Compiler, runner: Runner, node_ranks: int, mutant: Mutant | None) -> None:
+        self.runner, self.node_ranks = runner, node_ranks
+        self.world: World = runner.world
+        self._forward_plans: dict[int, int] = {}
+        self._rail = self._new_rail(compiler)
+        self._direct_view: Callable[[int, int], dict[str, int]] = self.world.view
+        self._direct_launch = runner.dispatcher.launch
+        self.world.view = self._view  # type: ignore[method-assign]
+        self.world.compiler = NodeCompiler(compiler, node_ranks, mutant)  # type: ignore[assignment]
+        runner.dispatcher.launch = self._launch  # type: ignore[method-assign]
+        runner.knows_kept = self.are_mates  # type: ignore[method-assign]
+        if mutant is not None:
+            self.world.set_timeout(NODE_TIMEOUT_NS)
+        if isinstance(runner, CombineRunner):
+            self._direct_combine = runner._launches
+            runner._launches = self._combine  # type: ignore[method-assign]
+
+    def _new_rail(self, compiler: Compiler) -> int:
+        memory, shape = self.world.memory, self.runner.case.shape
+        row_bytes = self.runner.wire.wire_bytes + self.runner.wire.scale_bytes
+        if isinstance(self.runner, CombineRunner):
+            row_bytes = max(row_bytes, self.runner.combine.hidden * self.runner.combine.dtype.itemsize)
+        fields = {
+            "num_lanes": shape.num_ranks,
+            "num_blocks": shape.num_blocks,
+            "node_ranks": self.node_ranks,
+            "num_local_experts": shape.num_local,
+            "top_k": shape.top_k,
+            "max_tokens": shape.max_tokens,
+            "max_row_bytes": row_bytes,
+            "chunk_rows": CHUNK_ROWS,
+        }
+        num_bytes, digits = compiler.tell("rail_memory.cc", fields).split()
+        rails = [memory.allocate(int(num_bytes)) for _ in range(shape.num_ranks)]
+        for address in rails:
+            memory.view(address, int(num_bytes))[:] = 0
+        pointers = struct.pack("<16Q", *rails, *[0] * (16 - shape.num_ranks))
+        data = pointers + bytes.fromhex(digits)[len(pointers) :]
+        rail = memory.allocate(len(data))
+        memory.view(rail, len(data))[:] = memoryview(data)
+        return rail
+
+    def are_mates(self, rank: int, other: int) -> bool:
+        """Of one node."""
+        return other // self.node_ranks == rank // self.node_ranks
+
+    def _view(self, rank: int, num_blocks: int) -> dict[str, int]:
+        fields = {**self._direct_view(rank, num_blocks + NETWORK), "rail": self._rail}
+        for other in range(self.runner.case.shape.num_ranks):
+            if not self.are_mates(rank, other):
+                fields |= {f"control{other}": 0, f"heap{other}": 0}
+        return fields
+
+    def _launch(
+        self, rank: int, inputs: Inputs, result: Received, *, room: int, is_cached: bool = False
+    ) -> list[Launch]:
+        launches = self._direct_launch(rank, inputs, result, room=room, is_cached=is_cached)
+        if result.send_plan not in self._forward_plans:
+            shape = self.runner.case.shape
+            num_bytes = 4 * shape.num_ranks * shape.max_tokens * self.node_ranks
+            self._forward_plans[result.send_plan] = self.world.memory.allocate(num_bytes)
+        return [self._with_plan(launches[0], result), *launches[1:]]
+
+    def _combine(self, rank: int, received: Received, combined: Combined) -> list[Launch]:
+        launches = self._direct_combine(rank, received, combined)
+        return [self._with_plan(each, received) if "first_token" in each.fields else each for each in launches]
+
+    def _with_plan(self, launch: Launch, received: Received) -> Launch:
+        fields = {**launch.fields, "forward_plan": self._forward_plans[received.send_plan]}
+        return dataclasses.replace(launch, fields=fields)
+
+
+def with_nodes(compiler: Compiler, case: Case | CombineCase, node_ranks: int, mutant: Mutant | None = None) -> Any:
+    """A runner of a dispatch, or of combines behind it."""
+    runner = Runner(compiler, case) if isinstance(case, Case) else CombineRunner(compiler, case)
+    Nodes(compiler, runner, node_ranks, mutant)
+    return runner
