@@ -159,7 +159,7 @@ def two_micro_batches(comm: weft.Communicator) -> None:
     buffer = host_side.buffer(comm, low_latency_mode=True)
     sent, results = [], []
     for seed in range(3):  # the third result is fine once the first two are received
-        given = cases.make(comm.num_ranks, tokens=M, seed=seed)
+        given = cases.make(comm.num_ranks, tokens=M, seed=seed, num_local=4)  # as many as picks: none is picked twice
         x, ids, weights = given.xs[comm.rank], given.ids[comm.rank], given.weights[comm.rank]
         recv, _, handle, _, hook = buffer.low_latency_dispatch(
             x, ids, M, given.num_experts, use_fp8=False, return_recv_hook=True

@@ -19,7 +19,7 @@ def test_rows_by_expert(num_ranks: int) -> None:
     weft.spawn(permuted, num_ranks, device="cpu")
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("num_ranks", RANKS)
 def test_rows_by_token(num_ranks: int) -> None:
     weft.spawn(by_token, num_ranks, device="cpu")
 

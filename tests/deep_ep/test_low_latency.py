@@ -21,8 +21,9 @@ def test_weights_with_the_tokens() -> None:
     weft.spawn(with_weights, 3, device="cpu")
 
 
-def test_results_are_not_overwritten() -> None:
-    weft.spawn(two_micro_batches, 2, device="cpu")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_results_are_not_overwritten(num_ranks: int) -> None:
+    weft.spawn(two_micro_batches, num_ranks, device="cpu")
 
 
 @pytest.mark.parametrize("kind", ["table", "row"])

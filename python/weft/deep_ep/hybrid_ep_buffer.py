@@ -267,7 +267,7 @@ class HybridEPBuffer(Ending):
         token, lanes = summed(
             known.ep, known.dispatched.handle, hidden, side=probs.to(torch.float32), num_sms=self._sms[1]
         )
-        return token, _dense(lanes, known.ids, known.ep.num_experts)
+        return token, _dense(lanes, known.ids, known.ep.num_experts, is_sum=False)
 
     # ---- rows by token
 
@@ -333,7 +333,7 @@ class HybridEPBuffer(Ending):
         check_weights("probs", probs, (len(columns), self._num_columns(known)), known.ep.device)
         side = torch.where(columns >= 0, probs.to(torch.float32).gather(1, columns.clamp(min=0)), 0.0)
         token, lanes = summed(known.ep, known.dispatched.handle, hidden, side=side, num_sms=self._sms[1])
-        return token, _dense(lanes, known.ids, known.ep.num_experts)
+        return token, _dense(lanes, known.ids, known.ep.num_experts, is_sum=False)
 
     # ---- the rest
 
@@ -466,9 +466,11 @@ def _weights_of(ids: Tensor, probs: Tensor | None, topk_weights: Tensor | None) 
     return torch.where(is_pick, found, 0.0)
 
 
-def _dense(lanes: Tensor, ids: Tensor, num_experts: int) -> Tensor:
-    """[n, K] values of ids -> fp32 [n, E], 0 elsewhere; an expert that is picked twice has the sum."""
+def _dense(lanes: Tensor, ids: Tensor, num_experts: int, *, is_sum: bool = True) -> Tensor:
+    """[n, K] values of ids -> fp32 [n, E], 0 elsewhere. An expert that is picked twice has the sum, or the value that
+    both picks have."""
     is_pick = (ids >= 0) & (ids < num_experts)
     columns = torch.where(is_pick, ids, num_experts).to(torch.int64)
     dense = torch.zeros((len(ids), num_experts + 1), dtype=torch.float32, device=lanes.device)
-    return dense.scatter_add_(1, columns, lanes.to(torch.float32))[:, :num_experts].contiguous()
+    scatter = dense.scatter_add_ if is_sum else dense.scatter_
+    return scatter(1, columns, lanes.to(torch.float32))[:, :num_experts].contiguous()
