@@ -47,6 +47,7 @@ void bind_gpu_window(nb::module_& m) {
           "receive", [](Window& window, u64 stream) { window.receive(stream, signal_poll()); }, "stream"_a, Guard())
       .def("unload", &Window::unload, "to"_a, Guard())
       .def("check", &Window::check, Guard())
+      .def("copy_waited_ns", &Window::copy_waited_ns, "to"_a, "stream"_a, Guard())
       .def("take_bad_ids",
            [](Window& window) -> std::optional<std::tuple<i64, i64, i64>> {
              const std::optional<nvlink::BadIds> seen = window.take_bad_ids();

@@ -67,11 +67,13 @@ def same(found: Tensor, wanted: Tensor, num_rows: int | None = None) -> None:
 def low_latency(comm: weft.Communicator, num_experts: int, *, has_hook: bool, is_fp8: bool) -> Step:
     """V1 with few tokens."""
     buffer, most = deep_ep.Buffer(comm, low_latency_mode=True), comm.num_ranks * M
+    waits = torch.zeros(comm.num_ranks, dtype=torch.int64, device=comm.device)
 
     def step(given: Inputs) -> Out:
         recv, count, handle, _, hook = buffer.low_latency_dispatch(
-            given.x, given.ids, M, num_experts, use_fp8=is_fp8, return_recv_hook=has_hook
-        )
+            given.x, given.ids, M, num_experts, use_fp8=is_fp8, return_recv_hook=has_hook,
+            dispatch_wait_recv_cost_stats=waits,
+        )  # fmt: skip
         if has_hook:
             hook()
         rows = (recv[0] if is_fp8 else recv).to(torch.bfloat16)
@@ -95,6 +97,8 @@ def low_latency(comm: weft.Communicator, num_experts: int, *, has_hook: bool, is
                 if scales is not None:
                     same(scales[expert], mine.x.scales[expert], num_rows)
             check_handle(HostHandle(handle), data, rank)
+            waited = waits.tolist()
+            assert min(waited) == waited[rank] == 0
             used = [torch.where(ids >= 0, w, 0.0) for ids, w in zip(data.ids, data.weights, strict=True)]
             if adds_by_pick(handle.ep, handle.dispatched.handle):
                 same(y, reference.combine(outputs, wanted, order="pick", owner_weights=used)[rank])

@@ -19,7 +19,7 @@ _WITHOUT_EFFECT = (
 )  # fmt: skip
 _REFUSED = (
     "Buffer(enable_shrink=True) on GPUs", "low_latency_dispatch(use_nvfp4=True)",
-    "low_latency_combine(overlap=True)", "statistics of waits on GPUs", "nixl_buffer on GPUs",
+    "low_latency_combine(overlap=True)", "nixl_buffer on GPUs",
     "ElasticBuffer.engram_*", "ElasticBuffer.pp_*", "ElasticBuffer agrs, all_gather", "num_cpu_bytes > 0",
     "Buffer.dispatch_pcie",
 )  # fmt: skip

@@ -19,7 +19,7 @@ from weft.deep_ep.rows import along, check_counts, check_first, check_picks, che
 from weft.deep_ep.streams import collective_call
 from weft.deep_ep.utils.event import EventOverlap
 from weft.deep_ep.utils.math import as_bytes
-from weft.deep_ep.waits import counting_waits, row_of_waits
+from weft.deep_ep.waits import counted, counting_waits, row_of_waits
 from weft.errors import InvalidArgument, InvalidState
 from weft.limits import QUANTIZE_GROUP, adds_by_pick
 from weft.limits import memory as memory_of
@@ -81,11 +81,11 @@ class LowLatency(BufferBase):
         recv_x [L, R M, H] bf16, or with use_fp8 (e4m3, scales [L, R M, H / 128] by column; use_ue8m0: int32, four
         exponents a word). Rows of an expert are at its first recv_count places (int32 [L], valid after the hook).
         return_recv_hook: only send; `hook()` receives. With topk_weights seven: behind recv_count fp32 [L, R M], the
-        weight of each row, and int32 [L, R M], its source rank.
+        weight of each row, and int32 [L, R M], its source rank. Statistics of waits are nanoseconds added to int64 [R],
+        or to this rank's row of [R, R].
 
         Raises:
-            InvalidArgument, InvalidState: as `weft.ExpertParallel.dispatch`. NotSupported: NVFP4; on a GPU statistics
-                of waits, which are nanoseconds added to int64 [R] or to this rank's row of [R, R].
+            InvalidArgument, InvalidState: as `weft.ExpertParallel.dispatch`. NotSupported: NVFP4.
         """
         self._check_alive("low_latency_dispatch")
         if use_nvfp4:
@@ -144,7 +144,7 @@ class LowLatency(BufferBase):
             windows = (lambda: self._layers.has(shape, max_tokens), lambda: self._layers.forget(shape))
             ep, r = call() if self._masks is None else self._masks.run(call, self._layers.deadline_s, windows)
             count = torch.empty(ep.num_local_experts, dtype=torch.int32, device=ep.device)
-            late.append(r.wait)
+            late.append(lambda: counted(ep, r.handle.window, waits, r.wait))
             late.append(lambda: count.copy_(r.num_tokens_per_expert))
             if cumulative_local_expert_recv_stats is not None:
                 late.append(lambda: cumulative_local_expert_recv_stats.add_(count))
@@ -160,7 +160,7 @@ class LowLatency(BufferBase):
                 _run(late)
             return (rows, count, beside, handle), r
 
-        inputs = (x, topk_idx, topk_weights, cumulative_local_expert_recv_stats)
+        inputs = (x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, waits)
         (rows, count, beside, handle), event = self._streams.run(work, None, async_finish, inputs)
         return rows, count, *beside, handle, event, _once(lambda: _run(late)) if return_recv_hook else None
 
@@ -256,10 +256,13 @@ class LowLatency(BufferBase):
                 result.copy_(sent)
             return (sent, result), None
 
-        inputs = (rows, topk_idx, topk_weights, out)
+        inputs = (rows, topk_idx, topk_weights, out, waits)
         (sent, result), event = self._streams.run(work, None, async_finish, inputs)
-        hook = _once(lambda: result.copy_(sent.wait() if is_staged else sent)) if return_recv_hook else None
-        return result, event, hook
+
+        def receive() -> None:
+            result.copy_(counted(ep, routing.window, waits, sent.wait) if is_staged else sent)
+
+        return result, event, _once(receive) if return_recv_hook else None
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> Tensor:
         """bf16 [L, R M, H] for the rows of the next `low_latency_combine(zero_copy=True)` with this handle."""

@@ -1,34 +1,32 @@
-"""Statistics of waits: nanoseconds that a call has waited for each rank, added to a tensor of the caller."""
+"""Statistics of waits: nanoseconds that a call has waited for each rank, added to a tensor of the caller, on a GPU in
+the order of the current stream."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from weft.deep_ep.errors import refused
 from weft.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from weft.deep_ep.ranks import Ranks
     from weft.expert_parallel import ExpertParallel
 
-__all__ = ["counting_waits", "row_of_waits"]
+__all__ = ["counted", "counting_waits", "row_of_waits"]
 
 
 def row_of_waits(name: str, stats: Any, ranks: Ranks) -> Tensor | None:
     """int64 [R] of this rank: `stats` itself, or its row of [R, R]; None if none is given.
 
     Raises:
-        InvalidArgument: it is something else. NotSupported: on a GPU.
+        InvalidArgument: it is something else.
     """
     if stats is None:
         return None
-    if ranks.device.type == "cuda":
-        raise refused(name, "waits counted in the call", "weft.ExpertParallel.stats has wait_us")
     num_ranks = ranks.num_ranks
     is_right = isinstance(stats, Tensor) and tuple(stats.shape) in ((num_ranks,), (num_ranks, num_ranks))
     if not is_right or stats.dtype != torch.int64 or stats.device != ranks.device:
@@ -40,7 +38,7 @@ def row_of_waits(name: str, stats: Any, ranks: Ranks) -> Tensor | None:
 
 @contextlib.contextmanager
 def counting_waits(ep: ExpertParallel, window: int, row: Tensor | None) -> Iterator[None]:
-    """Around calls of one window on the cpu engine, which end in here."""
+    """Around calls, or halves of calls, of one window, and of no other caller's."""
     if row is None:
         yield
         return
@@ -49,6 +47,17 @@ def counting_waits(ep: ExpertParallel, window: int, row: Tensor | None) -> Itera
     row += _waited_ns(ep, window) - before
 
 
+def counted(ep: ExpertParallel, window: int, row: Tensor | None, call: Callable[[], Any]) -> Any:
+    """`call()`, with its waits counted."""
+    with counting_waits(ep, window, row):
+        return call()
+
+
 def _waited_ns(ep: ExpertParallel, window: int) -> Tensor:
-    waited_us = ep.calls.windows[window].native.stats()["wait_us"]
+    native = ep.calls.windows[window].native
+    if ep.comm.engine == "nvlink":
+        words = torch.empty(ep.num_ranks, dtype=torch.int64, device=ep.device)
+        native.copy_waited_ns(words.data_ptr(), torch.cuda.current_stream(ep.device).cuda_stream)
+        return words
+    waited_us = native.stats()["wait_us"]
     return torch.tensor([round(1000 * each) for each in waited_us], dtype=torch.int64, device="cpu")

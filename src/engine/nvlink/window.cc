@@ -340,6 +340,15 @@ std::vector<u64> Window::waited_ns() const {
   return waited;
 }
 
+void Window::copy_waited_ns(u64 to, u64 stream) const {
+  if (closed_ || !control_.is_mapped()) throw_invalid_state("the window is closed");
+  const cuda::ContextScope scope(gpu_->context);
+  cuda::check(cuda::driver().copy_async(to, control_.address() + offsetof(GpuControlWords, waited_ns),
+                                        static_cast<size_t>(shape_.num_ranks) * sizeof(u64),
+                                        reinterpret_cast<cuda::Stream>(stream)),
+              "cuMemcpyDtoDAsync");
+}
+
 std::vector<Count> Window::counts() const {
   return {{"num_dispatches", stats_.num_dispatches},
           {"num_combines", stats_.num_combines},

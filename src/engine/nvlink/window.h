@@ -77,6 +77,8 @@ class Window : public CallWindow {
   std::vector<Count> counts() const override;
   // By peer, since this window was made: for how long this rank's kernels have waited for its headers. Zeros once closed.
   std::vector<u64> waited_ns() const;
+  // The same as u64 [R] to `to` in memory of the GPU, in the order of `stream`; a graph may record it.
+  void copy_waited_ns(u64 to, u64 stream) const;
   u64 heap_bytes() const { return heap_bytes_; }
   u64 heap_used() const { return closed_ ? 0 : heap_->used(); }
   u64 heap_peak() const { return closed_ ? 0 : heap_->peak(); }

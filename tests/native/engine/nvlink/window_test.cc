@@ -679,9 +679,14 @@ TEST(a_rebuild_keeps_how_long_ranks_have_waited) {
     rank.comm->rebuild({0, 1, 2}, in_seconds(20), kNoPoll);
     const u64 first = static_cast<u64>(10 * rank.me);
     CHECK((rank.window->waited_ns() == std::vector<u64>{first, first + 1, first + 2}));
+    std::vector<u64> copy(kNumRanks + 1, 5);
+    rank.window->copy_waited_ns(reinterpret_cast<u64>(copy.data()), reinterpret_cast<u64>(stream_of(1)));
+    CHECK((copy == std::vector<u64>{first, first + 1, first + 2, 5}));
     rank.meet();
     rank.window->close();
     CHECK(rank.window->waited_ns() == std::vector<u64>(kNumRanks));
+    CHECK_THROWS(rank.window->copy_waited_ns(reinterpret_cast<u64>(copy.data()), 0), Error,
+                 [](const Error& error) { CHECK_EQ(error.code, ErrorCode::kInvalidState); });
   });
 }
 
