@@ -38,8 +38,10 @@ def variables(options: argparse.Namespace, plugin: Path) -> dict[str, str]:
         "spread_us": options.spread_us,
         "seed": options.seed,
     }
-    if options.faults is not None:
-        card["faults"] = options.faults.resolve()
+    for name in ("faults", "report"):
+        path = getattr(options, name)
+        if path is not None:
+            card[name] = path.resolve()
     found = {
         "SOFTWARE_NIC": ",".join(f"{name}={value}" for name, value in card.items()),
         "NCCL_RMA_PLUGIN": str(plugin.resolve()),
@@ -61,6 +63,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--spread-us", type=float, default=20, help="a frame takes up to so much longer (20)")
     parser.add_argument("--seed", type=int, default=1, help="(1)")
     parser.add_argument("--faults", type=Path, help="a file that may change while it runs; see lab/README.md")
+    parser.add_argument("--report", type=Path, help="a file to which each card adds what it has carried")
     parser.add_argument("--nodes-of", type=int, default=1, help="ranks of a node, which share memory (1)")
     parser.add_argument("--threads", action="store_true", help="several ranks, as threads of a process, share a GPU")
     parser.add_argument("--plugin", type=Path, help="a plugin that is built already")

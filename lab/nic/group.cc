@@ -10,6 +10,8 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
+#include <fstream>
+#include <sstream>
 
 #include "base/clock.h"
 #include "base/random.h"
@@ -122,7 +124,11 @@ Listener::Listener() : fd_(make_stream()) {
 
 Group::Group(const Listener& listener, const std::vector<std::string>& names, int rank, const Settings& settings,
              u64 deadline_ns)
-    : rank_(rank), num_ports_(settings.model.num_ports), faults_path_(settings.faults_path), segments_(names.size()) {
+    : rank_(rank),
+      num_ports_(settings.model.num_ports),
+      faults_path_(settings.faults_path),
+      report_path_(settings.report_path),
+      segments_(names.size()) {
   const int num_ranks = static_cast<int>(names.size());
   const u64 segment_bytes = Nic::segment_bytes(num_ranks, settings.model);
   SharedMemory& mine = segments_[static_cast<size_t>(rank)];
@@ -150,6 +156,15 @@ void Group::progress() {
   const u64 now = now_ns();
   if (!faults_path_.empty() && now >= next_look_ns_) inflict_faults(now);
   nic_->progress(now);
+}
+
+void Group::report() const {
+  if (report_path_.empty()) return;
+  std::ostringstream line;
+  line << R"({"kind": "software_nic", "rank": )" << rank_ << R"(, "port_bytes": [)";
+  for (int port = 0; port < num_ports_; ++port) line << (port > 0 ? ", " : "") << nic_->port_bytes(port);
+  line << R"(], "frames_again": )" << nic_->num_again() << "}\n";
+  std::ofstream(report_path_, std::ios::app) << line.str();
 }
 
 void Group::inflict_faults(u64 now_ns) {

@@ -36,6 +36,8 @@ class Group {
   Nic& nic() { return *nic_; }  // under the mutex
   // Under the mutex: what has arrived, and the faults of now.
   void progress();
+  // Adds a line of JSON to the file of the settings, if they name one: what the card has carried.
+  void report() const;
 
  private:
   void inflict_faults(u64 now_ns);
@@ -43,6 +45,7 @@ class Group {
   const int rank_;
   const int num_ports_;
   const std::string faults_path_;
+  const std::string report_path_;
   u64 next_look_ns_ = 0;
   std::mutex mutex_;
   DeviceCopier copier_;

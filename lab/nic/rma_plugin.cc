@@ -143,8 +143,11 @@ rma::Result deregister(void* group, void* region) {
 rma::Result destroy_context(void*) { return rma::kSuccess; }
 
 rma::Result close_group(void* group) {
-  delete static_cast<Group*>(group);
-  return rma::kSuccess;
+  return guarded([&] {
+    const std::unique_ptr<Group> closed(&group_of(group));
+    closed->report();
+    return rma::kSuccess;
+  });
 }
 
 rma::Result close_listener(void* listener) {

@@ -30,6 +30,8 @@ Settings parse_settings(const std::string& text) {
     const std::string value = middle == std::string::npos ? "" : part.substr(middle + 1);
     if (key == "faults") {
       settings.faults_path = value;
+    } else if (key == "report") {
+      settings.report_path = value;
     } else if (key == "ports") {
       model.num_ports = static_cast<int>(number_of(key, value));
       if (model.num_ports < 1 || model.num_ports > 8) throw_invalid_argument("a software NIC has 1 to 8 ports");

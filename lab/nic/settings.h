@@ -11,9 +11,10 @@ namespace weft::nic {
 struct Settings {
   Model model;
   std::string faults_path;  // empty: none
+  std::string report_path;  // empty: none
 };
 
-// "ports=2,gb_s=5,latency_us=8.4,spread_us=20,seed=1,faults=/path", each if wanted; gb_s of a port, 0: no limit.
+// "ports=2,gb_s=5,latency_us=8.4,spread_us=20,seed=1,faults=/path,report=/path", each if wanted; gb_s of a port, 0: no limit.
 // Error kInvalidArgument: names what is wrong.
 Settings parse_settings(const std::string& text);
 

@@ -109,6 +109,16 @@ def by_nvcc(source: str, include: Path, folder: Path) -> list[int]:
     return answers((folder / "layouts.ptx").read_text(encoding="utf-8"))
 
 
+def test_the_program_of_the_lab_compiles(include: Path, tmp_path: Path) -> None:
+    """It runs on GPUs alone."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("nvcc is not installed")
+    places = [f"-I{each}" for each in (ROOT / "include", include, CUDA, CUDA / "cccl")]
+    command = [nvcc, "-std=c++20", "-arch=sm_90", "-c", *places, "-DNCCL_GIN_EFA_GDA_ENABLE=0", "-o", "gin_rings.o"]
+    subprocess.run([*command, str(ROOT / "lab" / "nic" / "gin_rings.cu")], cwd=tmp_path, check=True)
+
+
 @pytest.mark.parametrize(("backend", "least"), [("PROXY", 9), ("GDAKI", 74)])
 def test_structs_lie_where_nvcc_lays_them(include: Path, backend: str, least: int, tmp_path: Path) -> None:
     asked, source = layout_source(include, backend)

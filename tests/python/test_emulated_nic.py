@@ -23,12 +23,19 @@ def shown(*arguments: str) -> dict[str, str]:
 def test_the_command_is_given_card_and_plugin(tmp_path: Path) -> None:
     plugin = tmp_path / "plugin.so"
     plugin.touch()
-    found = shown(f"--plugin={plugin}", "--gb-s=5", "--spread-us=0", "--nodes-of=2", f"--faults={tmp_path}/faults")
+    found = shown(
+        f"--plugin={plugin}",
+        "--gb-s=5",
+        "--spread-us=0",
+        "--nodes-of=2",
+        f"--faults={tmp_path}/faults",
+        f"--report={tmp_path}/report",
+    )
     assert found["NCCL_RMA_PLUGIN"] == str(plugin)
     assert found["NCCL_GIN_TYPE"] == "2"
     assert found["NCCL_LSA_TEAM_SIZE"] == "2"
     assert "NCCL_MULTI_RANK_GPU_ENABLE" not in found
-    expected = f"ports=2,gb_s=5.0,latency_us=8.4,spread_us=0.0,seed=1,faults={tmp_path}/faults"
+    expected = f"ports=2,gb_s=5.0,latency_us=8.4,spread_us=0.0,seed=1,faults={tmp_path}/faults,report={tmp_path}/report"
     assert found["SOFTWARE_NIC"] == expected  # tests/native/lab/rma_plugin_test.cc reads such a text
     assert shown(f"--plugin={plugin}", "--threads")["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
 

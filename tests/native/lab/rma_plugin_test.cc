@@ -293,14 +293,38 @@ TEST(threads_exchange) {
   for (const int num_ranks : {1, 2, 4}) run_plugin_threads(num_ranks, exchange_once);
 }
 
+TEST(cards_report_what_they_have_carried) {
+  std::string path = "/tmp/software-nic-report-XXXXXX";
+  const int fd = mkstemp(path.data());
+  CHECK(fd >= 0);
+  ::close(fd);
+  set_nic("ports=2,report=" + path);
+  run_plugin_threads(2, exchange_once);
+  set_nic("");
+  std::ifstream file(path);
+  int num_lines = 0;
+  for (std::string line; std::getline(file, line); ++num_lines) {
+    u64 first = 0, second = 0;
+    const size_t at = line.find("\"port_bytes\": [");
+    CHECK(at != std::string::npos);
+    CHECK_EQ(std::sscanf(line.c_str() + at, "\"port_bytes\": [%lu, %lu]", &first, &second), 2);
+    CHECK(first > 0 && second > 0);
+    CHECK(line.ends_with("\"frames_again\": 0}"));
+  }
+  CHECK_EQ(num_lines, 2);
+  unlink(path.c_str());
+}
+
 TEST(settings_are_taken_or_named) {
-  const Settings settings = parse_settings("ports=3,gb_s=2.5,latency_us=8.4,spread_us=0,seed=9,faults=/a/b");
+  const Settings settings =
+      parse_settings("ports=3,gb_s=2.5,latency_us=8.4,spread_us=0,seed=9,faults=/a/b,report=/a/c");
   CHECK_EQ(settings.model.num_ports, 3);
   CHECK(settings.model.port_bytes_per_s == 2.5e9);
   CHECK_EQ(settings.model.latency_ns, 8400u);
   CHECK_EQ(settings.model.spread_ns, 0u);
   CHECK_EQ(settings.model.seed, 9u);
   CHECK_EQ(settings.faults_path, "/a/b");
+  CHECK_EQ(settings.report_path, "/a/c");
   CHECK(parse_settings("").model.spread_ns > 0);  // reordering is on
   for (const char* bad : {"ports=0", "ports=9", "gb_s=x", "gb_s=-1", "latency_us=", "speed=3"}) {
     CHECK_THROWS(parse_settings(bad), Error,
