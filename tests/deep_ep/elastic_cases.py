@@ -52,7 +52,7 @@ def by_token(comm: weft.Communicator, node_ranks: int | None = None) -> None:
         wanted = reference.dispatch([as_weft(x) for x in xs], given.ids, given.weights, num_experts=num_experts)
         mine = wanted[rank]
         num_rows = int(mine.num_rows)
-        for sync in (True, False):
+        for sync in (1, 0):
             total = torch.zeros(given.num_local, dtype=torch.int32, device="cpu")
             recv, recv_ids, recv_weights, handle, event = buffer.dispatch(
                 xs[rank], ids, weights, total, num_experts, expert_alignment=4, do_cpu_sync=sync

@@ -92,6 +92,14 @@ def test_timing_on_the_cpu(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().out == "seen"
 
 
+def test_kernels_of_the_barrier_are_not_counted() -> None:
+    one_call = [("weft::dispatch_kernel", 9.0), ("weft::dispatch_kernel", 1.0), ("weft::combine_kernel", 2.0)]
+    assert testing.seconds_of(one_call * 3, "dispatch", 3, 1) == [1.0] * 3
+    assert testing.seconds_of(one_call * 3, "combine", 3, 0) == [2.0] * 3
+    assert testing.seconds_of([], "combine", 3, 0) == []
+    assert testing.seconds_of(one_call, "dispatch", 3, 1) == [9.0, 1.0]
+
+
 def test_caches_of_methods() -> None:
     class Counter:
         calls = 0

@@ -58,7 +58,9 @@ def run_threads(
     outcomes = spawn(work, num_ranks, device=device, isolation="thread", on_failure="return")
     failed = [(rank, each) for rank, each in enumerate(outcomes) if isinstance(each, BaseException)]
     if failed:
-        raise RankFailed("\n".join(f"rank {rank}: {''.join(traceback.format_exception(each))}" for rank, each in failed))
+        raise RankFailed(
+            "\n".join(f"rank {rank}: {''.join(traceback.format_exception(each))}" for rank, each in failed)
+        )
     return outcomes
 
 

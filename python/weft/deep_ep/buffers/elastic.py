@@ -228,7 +228,8 @@ class ElasticBuffer(Absent, Ending):
             if len(topk_idx) > most:
                 raise InvalidArgument(f"topk_idx is {list(topk_idx.shape)}; allowed is [T, K] with T up to {most}")
             given = _Given(form, topk_idx, topk_weights, num_experts, most, expert_alignment or 1)
-            given.is_exact, given.copy, given.num_sms = do_cpu_sync is not False, do_handle_copy, num_sms
+            given.is_exact = do_cpu_sync is None or bool(do_cpu_sync)  # DeepEP's tests give 0 and 1
+            given.copy, given.num_sms = do_handle_copy, num_sms
             options |= {"zero_holes": do_zero_padding} if do_expand else {}
             num_local = num_experts // self.num_ranks
             first = self._first_expanded if do_expand else self._first

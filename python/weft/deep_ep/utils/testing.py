@@ -96,22 +96,36 @@ def bench_kineto(
 ) -> Any:
     """Seconds of a kernel of `fn` by torch's profiler: a float for a name, a tuple for several.
 
-    num_kernels_per_period > 1: a list, of the first, second ... kernel of that name in a call. A name with no
-    counterpart here, or no kernel (the cpu engine), is nan.
+    num_kernels_per_period > 1: a list, of the first, second ... kernel of that name in a call. Those of `barrier`,
+    which is a dispatch, are not counted. A name with no counterpart here, or no kernel (the cpu engine), is nan.
     """
     names = (kernel_names,) if isinstance(kernel_names, str) else tuple(kernel_names)
+    before = barrier if barrier_comm_profiling else None
     with (suppress_stdout_stderr if suppress_kineto_output else empty_suppress)():
-        durations = _profiled(fn, num_tests, trace_path, flush_l2, barrier if barrier_comm_profiling else None)
+        of_barrier = [] if before is None else _profiled(before, 1, None, False, None)
+        durations = _profiled(fn, num_tests, trace_path, flush_l2, before)
     found: list[Any] = []
     for name in names:
         kernel = "" if _NO_COUNTERPART in name else name.removesuffix("_impl").removesuffix("_kernel")
-        mine = [seconds for each, seconds in durations if kernel and kernel in each]
+        kernel = "dispatch" if kernel == "barrier" else kernel
+        mine = seconds_of(durations, kernel, num_tests, len(seconds_of(of_barrier, kernel))) if kernel else []
         if num_kernels_per_period == 1:
             found.append(sum(mine) / len(mine) if mine else math.nan)
             continue
         periods = [mine[first::num_kernels_per_period] for first in range(num_kernels_per_period)]
         found.append([sum(each) / len(each) if each else math.nan for each in periods])
     return found[0] if isinstance(kernel_names, str) else tuple(found)
+
+
+def seconds_of(
+    durations: Sequence[tuple[str, float]], kernel: str, num_calls: int = 1, num_before: int = 0
+) -> list[float]:
+    """Of the kernels whose name has `kernel` in it, without the first `num_before` of each call."""
+    mine = [seconds for name, seconds in durations if kernel in name]
+    if len(mine) % num_calls:  # calls differ
+        return mine
+    period = len(mine) // num_calls
+    return [seconds for number, seconds in enumerate(mine) if number % max(1, period) >= num_before]
 
 
 def _profiled(
