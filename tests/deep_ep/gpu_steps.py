@@ -1,8 +1,9 @@
-"""Steps of a layer through each buffer on a GPU, which a graph may hold: dispatch, identity experts, combine. Each is a
+"""Steps of a layer through each buffer, which a graph of a GPU may hold: dispatch, identity experts, combine. Each is a
 function of device tensors that do not move, and says what it must give."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +20,22 @@ from weft.deep_ep.hybrid_ep_buffer import indices_to_map
 from weft.engine import to_host
 from weft.limits import adds_by_pick
 
-HIDDEN, TOP_K, TOKENS = 512, 3, 13
+
+class Shape(NamedTuple):
+    """Of a layer; `most` bounds the tokens of a rank. `is_exact`: the host waits for sizes, where a step has that."""
+
+    num_local: int = 3
+    top_k: int = 3
+    hidden: int = 512
+    tokens: int = 13
+    most: int = M
+    alignment: int = 4
+    dtype: torch.dtype = torch.bfloat16
+    id_dtype: torch.dtype = torch.int64
+    is_exact: bool = False
+
+
+USUAL = Shape()
 
 
 class Inputs(NamedTuple):
@@ -42,20 +58,24 @@ class Out(NamedTuple):
 Step = Callable[[Inputs], Out]
 
 
-def make(comm: weft.Communicator, seed: int) -> cases.Data:
+def make(comm: weft.Communicator, seed: int, shape: Shape = USUAL) -> cases.Data:
     """As many tokens with every seed; in the first one, a token has all of its picks."""
-    given = cases.make(comm.num_ranks, hidden=HIDDEN, tokens=TOKENS, top_k=TOP_K, seed=seed)
+    given = cases.make(
+        comm.num_ranks, hidden=shape.hidden, tokens=shape.tokens, top_k=shape.top_k, seed=seed,
+        num_local=shape.num_local, dtype=shape.dtype,
+    )  # fmt: skip
     for ids in given.ids:
         if seed == 0:
-            ids[:1] = torch.arange(TOP_K, dtype=torch.int64, device="cpu")
+            ids[:1] = torch.arange(shape.top_k, dtype=torch.int64, device="cpu")
     return given
 
 
-def on_device(comm: weft.Communicator, given: cases.Data) -> Inputs:
+def on_device(comm: weft.Communicator, given: cases.Data, shape: Shape = USUAL) -> Inputs:
     """Of this rank."""
     ids, weights = given.ids[comm.rank], given.weights[comm.rank]
     chosen, probs = indices_to_map(ids, weights, len(ids), given.num_experts)
     assert probs is not None
+    ids = ids.to(shape.id_dtype)
     return Inputs(*(each.to(comm.device) for each in (given.xs[comm.rank], ids, weights, chosen, probs)))
 
 
@@ -64,14 +84,15 @@ def same(found: Tensor, wanted: Tensor, num_rows: int | None = None) -> None:
     assert torch.equal(to_host(found)[:num_rows].float(), wanted[:num_rows].float())
 
 
-def low_latency(comm: weft.Communicator, num_experts: int, *, has_hook: bool, is_fp8: bool) -> Step:
+def low_latency(comm: weft.Communicator, shape: Shape, *, has_hook: bool, is_fp8: bool) -> Step:
     """V1 with few tokens."""
-    buffer, most = deep_ep.Buffer(comm, low_latency_mode=True), comm.num_ranks * M
+    num_experts, most = comm.num_ranks * shape.num_local, comm.num_ranks * shape.most
+    buffer = deep_ep.Buffer(comm, low_latency_mode=True)
     waits = torch.zeros(comm.num_ranks, dtype=torch.int64, device=comm.device)
 
     def step(given: Inputs) -> Out:
         recv, count, handle, _, hook = buffer.low_latency_dispatch(
-            given.x, given.ids, M, num_experts, use_fp8=is_fp8, return_recv_hook=has_hook,
+            given.x, given.ids, shape.most, num_experts, use_fp8=is_fp8, return_recv_hook=has_hook,
             dispatch_wait_recv_cost_stats=waits,
         )  # fmt: skip
         if has_hook:
@@ -88,7 +109,7 @@ def low_latency(comm: weft.Communicator, num_experts: int, *, has_hook: bool, is
             wanted = reference.dispatch(
                 data.xs, data.ids, num_experts=num_experts, layout="masked", capacity=most, quantize=quantize
             )
-            mine, (here, scales) = wanted[rank], rows_of(recv, HIDDEN)
+            mine, (here, scales) = wanted[rank], rows_of(recv, shape.hidden)
             counts = mine.num_tokens_per_expert.tolist()
             assert count.tolist() == counts
             outputs = [(each.x.data if is_fp8 else each.x).to(torch.bfloat16) for each in wanted]
@@ -96,24 +117,25 @@ def low_latency(comm: weft.Communicator, num_experts: int, *, has_hook: bool, is
                 same(here[expert], outputs[rank][expert], num_rows)
                 if scales is not None:
                     same(scales[expert], mine.x.scales[expert], num_rows)
-            check_handle(HostHandle(handle), data, rank)
+            check_handle(HostHandle(handle), data, rank, hidden=shape.hidden, most=shape.most)
             waited = waits.tolist()
             assert min(waited) == waited[rank] == 0
             used = [torch.where(ids >= 0, w, 0.0) for ids, w in zip(data.ids, data.weights, strict=True)]
             if adds_by_pick(handle.ep, handle.dispatched.handle):
                 same(y, reference.combine(outputs, wanted, order="pick", owner_weights=used)[rank])
             else:
-                same(y, weighted_where_they_are(data, used, outputs)[rank])
+                same(y, weighted_where_they_are(data, used, outputs, shape.most)[rank])
 
         return Out((recv, count, y), check)
 
     return step
 
 
-def normal(comm: weft.Communicator, num_experts: int, *, is_async: bool = False) -> Step:
+def normal(comm: weft.Communicator, shape: Shape, *, is_async: bool = False) -> Step:
     """V1 with many tokens, in the worst case's room."""
-    buffer, room = deep_ep.Buffer(comm), comm.num_ranks * TOKENS + 3
-    layout_of = on_device(comm, make(comm, 0))
+    num_experts, room = comm.num_ranks * shape.num_local, comm.num_ranks * shape.tokens + 3
+    buffer = deep_ep.Buffer(comm)
+    layout_of = on_device(comm, make(comm, 0, shape), shape)
 
     def call(given: Inputs, worst: int) -> tuple[Any, ...]:
         per_rank, _, per_expert, in_rank, event = buffer.get_dispatch_layout(
@@ -135,7 +157,7 @@ def normal(comm: weft.Communicator, num_experts: int, *, is_async: bool = False)
     call(layout_of, 0)  # the windows, whatever T is
 
     def step(given: Inputs) -> Out:
-        found = call(given, room)
+        found = call(given, 0 if shape.is_exact else room)
 
         def check(data: cases.Data, rank: int) -> None:
             recv, ids, weights, y, lanes = found
@@ -154,15 +176,16 @@ def normal(comm: weft.Communicator, num_experts: int, *, is_async: bool = False)
     return step
 
 
-def elastic(comm: weft.Communicator, num_experts: int, *, expands: bool, is_async: bool = False) -> Step:
+def elastic(comm: weft.Communicator, shape: Shape, *, expands: bool, is_async: bool = False) -> Step:
     """V2 without a wait of the host."""
-    buffer = deep_ep.ElasticBuffer(comm, num_max_tokens_per_rank=M, hidden=HIDDEN)
-    layout: dict[str, Any] = {"layout": "expert_major", "alignment": 4} if expands else {}
+    num_experts = comm.num_ranks * shape.num_local
+    buffer = deep_ep.ElasticBuffer(comm, num_max_tokens_per_rank=shape.most, hidden=shape.hidden)
+    layout: dict[str, Any] = {"layout": "expert_major", "alignment": shape.alignment} if expands else {}
 
     def step(given: Inputs) -> Out:
         recv, ids, weights, handle, event = buffer.dispatch(
-            given.x, given.ids, given.weights, num_experts=num_experts, expert_alignment=4, do_cpu_sync=False,
-            do_expand=expands, do_zero_padding=expands, async_with_compute_stream=is_async,
+            given.x, given.ids, given.weights, num_experts=num_experts, expert_alignment=shape.alignment,
+            do_cpu_sync=shape.is_exact, do_expand=expands, do_zero_padding=expands, async_with_compute_stream=is_async,
         )  # fmt: skip
         assert (event.event is None) != is_async
         event.current_stream_wait()
@@ -187,17 +210,19 @@ def elastic(comm: weft.Communicator, num_experts: int, *, expands: bool, is_asyn
     return step
 
 
-def hybrid(comm: weft.Communicator, num_experts: int, *, by_map: bool) -> Step:
+def hybrid(comm: weft.Communicator, shape: Shape, *, by_map: bool) -> Step:
     """HybridEPBuffer, permuted and non-blocking."""
-    buffer = deep_ep.HybridEPBuffer(comm, HIDDEN, M, num_experts // comm.num_ranks)
-    room = comm.num_ranks * TOKENS * TOP_K // 8 * 8 + 8 * num_experts
+    num_experts, alignment = comm.num_ranks * shape.num_local, shape.alignment
+    buffer = deep_ep.HybridEPBuffer(comm, shape.hidden, shape.most, shape.num_local)
+    most = comm.num_ranks * shape.tokens * shape.top_k // alignment * alignment + alignment * num_experts
+    room = None if shape.is_exact else most
 
     def step(given: Inputs) -> Out:
         routing: dict[str, Any] = {"topk_idx": given.ids, "topk_weights": given.weights, "num_of_experts": num_experts}
         if by_map:
             routing = {"routing_map": given.routing_map, "probs": given.probs}
         rows, probs, _, padded, handle = buffer.dispatch_with_permute(
-            hidden=given.x, num_permuted_tokens=room, pad_multiple=8, non_blocking=True, **routing
+            hidden=given.x, num_permuted_tokens=room, pad_multiple=alignment, non_blocking=room is not None, **routing
         )
         y, dense = buffer.combine_with_unpermute(hidden=rows, probs=probs, handle=handle)
         flag = handle[-1] != 0
@@ -205,13 +230,15 @@ def hybrid(comm: weft.Communicator, num_experts: int, *, by_map: bool) -> Step:
         def check(data: cases.Data, rank: int) -> None:
             ids, weights = (data.ids, data.weights) if not by_map else ascending(data)
             wanted = reference.dispatch(
-                data.xs, ids, weights, num_experts=num_experts, layout="expert_major", alignment=8
+                data.xs, ids, weights, num_experts=num_experts, layout="expert_major", alignment=alignment
             )
             mine, num_rows = wanted[rank], int(wanted[rank].num_rows)
             same(rows, mine.x, num_rows)
             same(probs, mine.topk_weights, num_rows)
             assert not bool(flag)
-            assert padded.tolist() == [-(-each // 8) * 8 for each in mine.num_tokens_per_expert.tolist()]
+            assert padded.tolist() == [
+                -(-each // alignment) * alignment for each in mine.num_tokens_per_expert.tolist()
+            ]
             same(y, reference.combine([each.x for each in wanted], wanted, weighted=False)[rank])
             chosen, all_probs = indices_to_map(data.ids[rank], data.weights[rank], len(data.ids[rank]), num_experts)
             assert all_probs is not None
@@ -235,25 +262,51 @@ def ascending(data: cases.Data) -> tuple[list[Tensor], list[Tensor]]:
 def run_step(state: RankState, name: str) -> None:
     """One of `STEPS` or `ASYNC`, with two routings."""
     comm, is_async = state.comm, name.startswith("async ")
-    step = (ASYNC if is_async else STEPS)[name.removeprefix("async ")](comm, make(comm, 0).num_experts)
+    step = (ASYNC if is_async else STEPS)[name.removeprefix("async ")](comm, USUAL)
     for seed in range(2):
         given = make(comm, seed)
         step(on_device(comm, given)).check(given, comm.rank)
 
 
-STEPS: dict[str, Callable[[weft.Communicator, int], Step]] = {
-    "low latency": lambda comm, n: low_latency(comm, n, has_hook=False, is_fp8=False),
-    "low latency in halves": lambda comm, n: low_latency(comm, n, has_hook=True, is_fp8=False),
-    "low latency FP8": lambda comm, n: low_latency(comm, n, has_hook=True, is_fp8=True),
+STEPS: dict[str, Callable[[weft.Communicator, Shape], Step]] = {
+    "low latency": lambda comm, shape: low_latency(comm, shape, has_hook=False, is_fp8=False),
+    "low latency in halves": lambda comm, shape: low_latency(comm, shape, has_hook=True, is_fp8=False),
+    "low latency FP8": lambda comm, shape: low_latency(comm, shape, has_hook=True, is_fp8=True),
     "normal": normal,
-    "V2 by token": lambda comm, n: elastic(comm, n, expands=False),
-    "V2 by expert": lambda comm, n: elastic(comm, n, expands=True),
-    "hybrid": lambda comm, n: hybrid(comm, n, by_map=False),
-    "hybrid map": lambda comm, n: hybrid(comm, n, by_map=True),
+    "V2 by token": lambda comm, shape: elastic(comm, shape, expands=False),
+    "V2 by expert": lambda comm, shape: elastic(comm, shape, expands=True),
+    "hybrid": lambda comm, shape: hybrid(comm, shape, by_map=False),
+    "hybrid map": lambda comm, shape: hybrid(comm, shape, by_map=True),
 }
-ASYNC: dict[str, Callable[[weft.Communicator, int], Step]] = {
-    "normal": lambda comm, n: normal(comm, n, is_async=True),
-    "V2 by token": lambda comm, n: elastic(comm, n, expands=False, is_async=True),
-    "V2 by expert": lambda comm, n: elastic(comm, n, expands=True, is_async=True),
+ASYNC: dict[str, Callable[[weft.Communicator, Shape], Step]] = {
+    "normal": lambda comm, shape: normal(comm, shape, is_async=True),
+    "V2 by token": lambda comm, shape: elastic(comm, shape, expands=False, is_async=True),
+    "V2 by expert": lambda comm, shape: elastic(comm, shape, expands=True, is_async=True),
 }
+
+
+def random_steps(state: RankState, given: tuple[int, int]) -> None:
+    """(seed, how many) steps of random shapes, equal on all ranks."""
+    seed, count = given
+    numbers, comm = random.Random(seed), state.comm
+    for turn in range(count):
+        name = numbers.choice(list(STEPS))
+        few = name.startswith("low")
+        top_k = numbers.choice([1, 2, 3, 5, 8])
+        shape = Shape(
+            num_local=-(-top_k // comm.num_ranks) + numbers.randrange(5), top_k=top_k,
+            hidden=128 * numbers.randint(1, 6) if "FP8" in name else 8 * numbers.randint(1, 60),
+            tokens=(tokens := numbers.randint(0, 60)), most=max(1, tokens + numbers.randrange(40)),
+            alignment=numbers.choice([1, 4, 16]),
+            dtype=torch.bfloat16 if few or name.startswith("V2") else numbers.choice([torch.bfloat16, torch.float32]),
+            id_dtype=numbers.choice([torch.int64, torch.int32]), is_exact=numbers.random() < 0.5,
+        )  # fmt: skip
+        try:
+            step = STEPS[name](comm, shape)
+            data = make(comm, seed + turn, shape)
+            step(on_device(comm, data, shape)).check(data, comm.rank)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, step {turn}: {name}, {shape}: {error!r}") from error
+
+
 NAMES = [*STEPS, *(f"async {name}" for name in ASYNC)]

@@ -75,10 +75,9 @@ def against_the_reference(comm: weft.Communicator, top_k: int = 3, num_local: in
     buffer.destroy()
 
 
-def check_handle(handle: Any, given: cases.Data, rank: int) -> None:
-    src_info, layout_range, max_tokens, hidden, num_experts = handle
-    assert (max_tokens, hidden, num_experts) == (M, 512, given.num_experts)
-    assert handle[2:] == (M, 512, given.num_experts)
+def check_handle(handle: Any, given: cases.Data, rank: int, *, hidden: int = 512, most: int = M) -> None:
+    src_info, layout_range, *rest = handle
+    assert (*rest,) == handle[2:] == (most, hidden, given.num_experts)
     for local in range(given.num_local):
         expert, begin = rank * given.num_local + local, 0
         for source, ids in enumerate(given.ids):
@@ -122,10 +121,12 @@ def check_combine(buffer: Any, handle: Any, given: cases.Data, rank: int, wanted
         assert torch.equal(out, y)
 
 
-def weighted_where_they_are(given: cases.Data, used: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
+def weighted_where_they_are(
+    given: cases.Data, used: list[Tensor], outputs: list[Tensor], most: int = M
+) -> list[Tensor]:
     """Each rank multiplies its rows in fp32; ranks are added one after the other."""
     parts = reference.dispatch(
-        given.xs, given.ids, used, num_experts=given.num_experts, layout="masked", capacity=given.num_ranks * M
+        given.xs, given.ids, used, num_experts=given.num_experts, layout="masked", capacity=given.num_ranks * most
     )
     products = [
         torch.where(part.topk_weights[..., None] != 0, rows.float() * part.topk_weights[..., None], 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import host_side
 import pytest
 from case_table import pairs, run_case
-from gpu_steps import NAMES, run_step
+from gpu_steps import NAMES, random_steps, run_step
 
 import weft
 from pool import RankState
@@ -29,3 +29,12 @@ def one_step(comm: weft.Communicator, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_of_gpus_on_the_cpu_engine(name: str, num_ranks: int) -> None:
     weft.spawn(one_step, num_ranks, (name,), device="cpu")
+
+
+def random_ones(comm: weft.Communicator, seed: int, count: int) -> None:
+    random_steps(RankState(comm.rank, {comm.num_ranks: comm}, comm.num_ranks), (seed, count))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_random_shapes(num_ranks: int) -> None:
+    weft.spawn(random_ones, num_ranks, (num_ranks, 25), device="cpu")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from case_table import pairs, run_case
 from emulated_gpu import EmulatedRanks
-from gpu_steps import NAMES, run_step
+from gpu_steps import NAMES, random_steps, run_step
 
 from pool import RankState
 from weft import deep_ep
@@ -102,3 +102,8 @@ def test_cases_of_every_engine(monkeypatch: pytest.MonkeyPatch, name: str, num_r
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_of_gpus(monkeypatch: pytest.MonkeyPatch, name: str, num_ranks: int) -> None:
     EmulatedRanks(monkeypatch).run(num_ranks, run_step, [name] * num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_random_shapes(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
+    EmulatedRanks(monkeypatch).run(num_ranks, random_steps, [(num_ranks, 5)] * num_ranks)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from case_table import pairs, run_case
-from gpu_steps import ASYNC, STEPS, Inputs, make, on_device
+from gpu_steps import ASYNC, STEPS, USUAL, Inputs, make, on_device, random_steps
 from test_matrix import pool  # noqa: F401  a fixture
 
 import weft
@@ -30,6 +30,12 @@ def test_cases_of_every_engine(pool: Any, name: str, num_ranks: int) -> None:  #
     run(pool, num_ranks, run_case, name)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("seed", range(2))
+def test_random_shapes(pool: Any, num_ranks: int, seed: int) -> None:  # noqa: F811
+    run(pool, num_ranks, random_steps, (seed, 6))
+
+
 def refill(places: Inputs, given: Inputs) -> None:
     """The same tensors with other values."""
     for place, values in zip(places, given, strict=True):
@@ -40,7 +46,7 @@ def replays(state: RankState, name: str) -> None:
     """Captured once; each replay reads new rows, ids and weights from the same places."""
     comm = state.comm
     first = make(comm, 0)
-    places, step = on_device(comm, first), STEPS[name](comm, first.num_experts)
+    places, step = on_device(comm, first), STEPS[name](comm, USUAL)
     stream, graph = torch.cuda.Stream(comm.device), torch.cuda.CUDAGraph()
     torch.cuda.current_stream(comm.device).synchronize()
     with torch.cuda.stream(stream):
@@ -102,7 +108,7 @@ def test_the_first_call_is_not_captured(pool: Any) -> None:  # noqa: F811
 def behind_busy_streams(state: RankState, name: str) -> None:
     """Inputs come late on the current stream; results are used behind the event; everything may be dropped."""
     comm = state.comm
-    step = ASYNC[name](comm, make(comm, 0).num_experts)
+    step = ASYNC[name](comm, USUAL)
     for seed in range(3):
         given = make(comm, seed)
         values = on_device(comm, given)
@@ -168,7 +174,7 @@ def defaults_of_torch(state: RankState, _: object) -> None:
     torch.set_default_device("cuda")
     try:
         with torch.inference_mode():
-            outs = [kind(comm, given.num_experts)(places) for kind in STEPS.values()]
+            outs = [kind(comm, USUAL)(places) for kind in STEPS.values()]
             torch.cuda.current_stream(comm.device).synchronize()
     finally:
         torch.set_default_dtype(torch.float32)
