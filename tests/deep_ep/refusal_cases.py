@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -266,3 +268,24 @@ def ids_out_of_range(comm: weft.Communicator) -> None:
     assert len(recv[0]) > 0  # the row of the bad id is not there, the others are
     with pytest.raises(weft.InvalidArgument, match="out of range"):
         rank.normal()
+
+
+def with_a_lost_rank(comm: weft.Communicator, kind: str) -> str:
+    rank = Rank(comm)
+    call = {
+        "v1": rank.normal, "low": rank.low, "v2": rank.elastic,
+        "hybrid": lambda: rank.hybrid.dispatch_with_permute(hidden=rank.x, topk_idx=rank.ids),
+    }[kind]  # fmt: skip
+    call()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            call()
+    except weft.PeerLost as error:
+        assert error.ranks == (1,)
+        buffer = {"v2": rank.v2, "hybrid": rank.hybrid}.get(kind, rank.v1)
+        buffer.comm.rebuild([each for each in range(comm.num_ranks) if each != 1])
+        call()
+        rank.v1._end()
+        return "named"

@@ -5,13 +5,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from refusal_cases import Rank, ids_out_of_range, low_combine, v1_combine, wrong_input, wrong_on_one_rank
+from refusal_cases import (
+    Rank,
+    ids_out_of_range,
+    low_combine,
+    v1_combine,
+    with_a_lost_rank,
+    wrong_input,
+    wrong_on_one_rank,
+)
 
 import weft
 from weft import deep_ep
@@ -59,27 +66,6 @@ def test_peers_are_told_of_a_refusal(kind: str) -> None:
 
 def test_ids_out_of_range() -> None:
     weft.spawn(ids_out_of_range, 1, device="cpu")
-
-
-def with_a_lost_rank(comm: weft.Communicator, kind: str) -> str:
-    rank = Rank(comm)
-    call = {
-        "v1": rank.normal, "low": rank.low, "v2": rank.elastic,
-        "hybrid": lambda: rank.hybrid.dispatch_with_permute(hidden=rank.x, topk_idx=rank.ids),
-    }[kind]  # fmt: skip
-    call()
-    if comm.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        while True:
-            call()
-    except weft.PeerLost as error:
-        assert error.ranks == (1,)
-        buffer = {"v2": rank.v2, "hybrid": rank.hybrid}.get(kind, rank.v1)
-        buffer.comm.rebuild([0, 2])
-        call()
-        rank.v1._end()
-        return "named"
 
 
 @pytest.mark.parametrize("kind", ["v1", "low", "v2", "hybrid"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from case_table import pairs, run_case
 from gpu_steps import ASYNC, STEPS, USUAL, Inputs, make, on_device, random_steps
+from refusal_cases import with_a_lost_rank
 from test_matrix import pool  # noqa: F401  a fixture
 
 import weft
@@ -185,3 +186,19 @@ def defaults_of_torch(state: RankState, _: object) -> None:
 
 def test_default_device_and_dtype_of_processes(processes: ProcessRanks) -> None:
     run(processes, 2, defaults_of_torch, None)
+
+
+def loses_a_rank(state: RankState, kind: str) -> str:
+    """The survivor is told whom it has lost, and goes on alone."""
+    return with_a_lost_rank(state.comm, kind)
+
+
+@pytest.mark.parametrize("kind", ["v1", "low", "v2", "hybrid"])
+def test_a_lost_rank_is_named_by_processes(kind: str) -> None:
+    if torch.cuda.is_initialized():
+        pytest.skip("CUDA is in use in this process: run the tests of processes alone")
+    ranks = ProcessRanks()  # of its own: it loses a rank
+    try:
+        assert ranks.run(2, loses_a_rank, [kind] * 2, may_die=[1]) == ["named", None]
+    finally:
+        ranks.stop()
