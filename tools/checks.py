@@ -147,6 +147,14 @@ def foreign_include(source: Source) -> Iterator[Finding]:
 
 
 @rule
+def stable_api(source: Source) -> Iterator[Finding]:
+    """One module serves all Pythons from 3.12 on, so bindings take nothing but Python's stable API."""
+    if source.is_cpp and source.under("src/bindings"):
+        pattern = r"\bPy\w+_(GET|SET)_[A-Z]+\b|\bPyObject_(CallMethodNoArgs|CallMethodOneArg|CallOneArg|Vectorcall)\b"
+        yield from find(source, "stable-api", pattern, "not in Python's stable API")
+
+
+@rule
 def environment(source: Source) -> Iterator[Finding]:
     """The environment is read in one file of each language; docs/environment.md lists what is read."""
     if source.is_cpp and source.under("include", "src") and source.path != "src/base/env.cc":

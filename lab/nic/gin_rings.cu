@@ -9,7 +9,7 @@
 #include <cuda_runtime.h>
 #include <nccl.h>
 #include <nccl_device.h>
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 31, 0)
+#if __has_include(<nccl_device/host.h>)
 #include <nccl_device/host.h>
 #endif
 #include <unistd.h>

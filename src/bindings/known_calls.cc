@@ -176,9 +176,9 @@ class KnownCalls {
   }
 
   static bool has_lead(const KnownCall& call, const nb::dlpack::dltensor& tensor, nb::handle lead) {
-    if (!PyTuple_Check(lead.ptr()) || static_cast<size_t>(PyTuple_GET_SIZE(lead.ptr())) != call.num_lead) return false;
+    if (!PyTuple_Check(lead.ptr()) || static_cast<size_t>(PyTuple_Size(lead.ptr())) != call.num_lead) return false;
     for (size_t dim = 0; dim < call.num_lead; ++dim) {
-      PyObject* length = PyTuple_GET_ITEM(lead.ptr(), static_cast<Py_ssize_t>(dim));
+      PyObject* length = PyTuple_GetItem(lead.ptr(), static_cast<Py_ssize_t>(dim));
       if (!PyLong_CheckExact(length)) return false;
       if (PyLong_AsLongLong(length) != tensor.shape[dim]) return PyErr_Clear(), false;
     }
@@ -193,7 +193,7 @@ class KnownCalls {
       return made == Py_False;
     };
     return is_false(PyObject_GetAttr(tensor.ptr(), requires_grad_.ptr())) &&
-           is_false(PyObject_CallMethodNoArgs(tensor.ptr(), is_neg_.ptr()));
+           is_false(PyObject_CallMethodObjArgs(tensor.ptr(), is_neg_.ptr(), nullptr));
   }
 
   static nb::object as_found(const nb::object& plan, i64 rows, const std::array<u64, kMostTensors>& places,
@@ -201,7 +201,7 @@ class KnownCalls {
     nb::object all = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(num)));
     if (!all.is_valid()) throw nb::python_error();
     for (size_t idx = 0; idx < num; ++idx) {
-      PyTuple_SET_ITEM(all.ptr(), static_cast<Py_ssize_t>(idx), PyLong_FromUnsignedLongLong(places[idx]));
+      PyTuple_SetItem(all.ptr(), static_cast<Py_ssize_t>(idx), PyLong_FromUnsignedLongLong(places[idx]));
     }
     return nb::make_tuple(plan, rows, all);
   }

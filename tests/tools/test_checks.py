@@ -21,6 +21,8 @@ BAD = [
     ("toolkit-include", "src/base/driver.h", "#include <cuda.h>"),
     ("toolkit-include", "include/weft/ptx/load.cuh", "#include <cuda_fp8.h>"),
     ("python-include", "src/engine/cpu/window.cc", "#include <nanobind/nanobind.h>"),
+    ("stable-api", "src/bindings/arrays.cc", "PyTuple_SET_ITEM(made, 0, value);"),
+    ("stable-api", "src/bindings/arrays.cc", "PyObject_CallMethodNoArgs(tensor, name);"),
     ("environment", "src/engine/cpu/window.cc", 'auto* text = std::getenv("WEFT_LOG_LEVEL");'),
     ("environment", "python/weft/communicator.py", 'rank = os.environ["RANK"]'),
     ("environment", "python/weft/cli/app.py", "from os import getenv"),
