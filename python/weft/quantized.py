@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["Quantized", "no_rows", "typed"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)  # the constructor that dataclass makes takes twice as long
 class Quantized:
     """Data and the scales that belong to it. Given to `dispatch` it passes through unchanged; `dispatch(quantize=...)`
     returns one.
@@ -30,7 +30,11 @@ class Quantized:
     """
 
     data: torch.Tensor
-    scales: torch.Tensor | None = None
+    scales: torch.Tensor | None
+
+    def __init__(self, data: torch.Tensor, scales: torch.Tensor | None = None) -> None:
+        fields = self.__dict__
+        fields["data"], fields["scales"] = data, scales
 
     def __iter__(self) -> Iterator[torch.Tensor | None]:
         """`data, scales = quantized`."""

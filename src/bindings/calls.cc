@@ -29,6 +29,7 @@ struct Routing {
   i64 num_bad_ids = 0, first_bad_id = 0, first_bad_at = 0;  // cpu, as in DispatchResult
   i64 rows_sent = 0, bytes_sent = 0;
   std::vector<i32> counts;  // nvlink, likewise
+  bool is_captured = false;
 };
 
 template <auto kMember>
@@ -176,7 +177,8 @@ nb::object dispatch_first(CallWindow& window, const DispatchSpec& spec, u64 stre
                   .first_bad_at = made.first_bad_at,
                   .rows_sent = made.rows_sent,
                   .bytes_sent = made.bytes_sent,
-                  .counts = std::move(made.counts)};
+                  .counts = std::move(made.counts),
+                  .is_captured = made.is_captured};
   return nb::make_tuple(is_made(window, made), made.result_rows, tensor(made.x), tensor(made.scales),
                         std::move(routing));
 }
@@ -329,6 +331,7 @@ void bind_routing(nb::module_& m) {
       .def_ro("first_bad_id", &Routing::first_bad_id)
       .def_ro("first_bad_at", &Routing::first_bad_at)
       .def_ro("counts", &Routing::counts)
+      .def_ro("is_captured", &Routing::is_captured)
       .def_ro("rows_sent", &Routing::rows_sent)
       .def_ro("bytes_sent", &Routing::bytes_sent);
 }

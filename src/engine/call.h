@@ -119,8 +119,9 @@ struct DispatchResult {
   Array send_plan, sizes;  // if the engine makes them
   bool has_begun = true;   // else there is no room for a send plan and nothing was done: call again with memory for it
   bool in_heap = true;
-  i64 result_rows = 0;      // N (masked: L * C), rows that x has
-  std::vector<i32> counts;  // nvlink, with tells_counts: picks of each local expert
+  bool is_captured = false;  // nvlink: recorded in a graph
+  i64 result_rows = 0;       // N (masked: L * C), rows that x has
+  std::vector<i32> counts;   // nvlink, with tells_counts: picks of each local expert
   // With tells_need: what max_tokens would have to be; nothing was sent, all else is empty. nvlink: of exact sizes; with a capacity a
   // later call raises NeedOfRoom before it sends anything.
   i64 needed_tokens = 0;

@@ -176,6 +176,9 @@ class Eager:
             if isinstance(x, Quantized) and x.scales is not None:
                 plan.scale_dtype, plan.no_scale_columns = x.scales.dtype, x.scales.shape[1] == 0
             plan.scale_dtype = plan.scale_dtype if call.scale_dtype is None else call.scale_dtype
+            if call.capacity >= 0 and not (plan.finishes or plan.parts):  # ordinary tensors are given as they are made
+                dtypes = (plan.data_dtype, plan.scale_dtype)
+                plan.rows = tuple(each.of(dtype) for each, dtype in zip(plan.rows, dtypes, strict=False))
         plan.as_bytes = data is not given[0] or scales is not given[1]
         are_read = topk_weights is None or topk_weights.dtype is torch.float32
         plan.may_be_known = are_read and options.absent == "drop" and self._may_be_known(plan)

@@ -223,6 +223,8 @@ class GpuCalls(GpuPlans):
             if call.capacity < 0:
                 parts[3:] = [first_rows(part, num_rows, plan.lead) for part in parts[3:]]
             handle = self._handle(plan, lead, *parts)
+            if call.capacity >= 0 and torch.cuda.is_current_stream_capturing():
+                handle.__dict__["is_captured"] = True
         if call.tells_counts:
             handle.__dict__["counts"] = tuple(routing.counts or handle.sizes[: self.num_local_experts].tolist())
         if call.capacity < 0:
@@ -231,8 +233,6 @@ class GpuCalls(GpuPlans):
             if out_scales is not None:
                 few = first_by_column(out_scales, num_rows) if plan.rows[1].by_column else None
                 out_scales = first_rows(out_scales, num_rows, plan.lead) if few is None else few
-        elif torch.cuda.is_current_stream_capturing():
-            handle.__dict__["is_captured"] = True
         if plan.finishes:
             rows, out_scales = self.finished(plan, rows, out_scales, handle, is_first=True)
         return rows, out_scales, handle

@@ -28,6 +28,7 @@ __all__ = ["GpuPlans", "split"]
 
 _INT32, _INT64 = 4, 5  # of the native module, beside DTYPE_CODES
 _OF_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()} | {_INT32: torch.int32, _INT64: torch.int64}
+_MOST_SHAPES = 16  # of a plan; with exact sizes each call may have its own
 _FP8 = 1  # code of quantize: scales are fp32, else bytes
 
 
@@ -172,15 +173,14 @@ class GpuPlans(Runner):
 
     def _ordinary(self, plan: Plan, lead: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """For rows and scales."""
-        data, *of_scales = plan.rows
-        rows, scales = self._ints.new_empty((*lead, data.columns), dtype=data.dtype), None
-        if of_scales:
-            columns, dtype, is_by_column = of_scales[0]
-            if is_by_column:
-                scales = empty_by_column(lead, columns * dtype.itemsize, dtype, self.device)
+        made: list[Any] = [None, None]
+        for idx, (like, shape, strides) in enumerate(plan.shapes.get(lead) or _shapes(plan, lead, self._ints)):
+            if strides:  # with which new_empty takes two thirds of its time
+                made[idx] = like.new_empty_strided(shape, strides)
             else:
-                scales = self._ints.new_empty((*lead, columns), dtype=dtype)
-        return rows, scales
+                columns, dtype, _ = plan.rows[idx]
+                made[idx] = empty_by_column(lead, columns * dtype.itemsize, dtype, self.device)
+        return made[0], made[1]
 
     def _unload(
         self,
@@ -196,6 +196,18 @@ class GpuPlans(Runner):
             recv_plan=address(recv_plan),
         )  # fmt: skip
         plan.window.native.unload(to)
+
+
+def _shapes(plan: Plan, lead: tuple[int, ...], like: Tensor) -> tuple[tuple[Any, ...], ...]:
+    """Of rows and scales: a tensor of the dtype, shape, strides; none of the strides of scales that lie by column."""
+    found = []
+    for columns, dtype, is_by_column in plan.rows:
+        strides = (columns, 1) if len(lead) == 1 else (lead[1] * columns, columns, 1)
+        found.append((like.new_empty(0, dtype=dtype), (*lead, columns), () if is_by_column else strides))
+    if len(plan.shapes) >= _MOST_SHAPES:
+        plan.shapes.clear()
+    plan.shapes[lead] = made = tuple(found)
+    return made
 
 
 def _rows(x: Tensor, scales: Tensor | None, quantize: int, words: torch.dtype | None) -> tuple[Memory, ...]:

@@ -27,6 +27,7 @@ from weft.handle import Handle
 __all__ = ["Memory", "Plan", "Planner"]
 
 _MOST_PLANS = 256  # of one ExpertParallel
+_MADE = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32)  # that rows and scales are made in
 
 
 class Memory(NamedTuple):
@@ -35,6 +36,12 @@ class Memory(NamedTuple):
     columns: int
     dtype: torch.dtype
     by_column: bool = False  # scales that lie so
+
+    def of(self, dtype: torch.dtype | None) -> Memory:
+        """The same bytes in another dtype, where torch can make tensors of it; else as it is."""
+        if dtype not in _MADE or self.by_column:
+            return self
+        return Memory(self.columns * self.dtype.itemsize // dtype.itemsize, dtype)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +68,7 @@ class Plan:
     room: int = 0  # of small batches: rows that there is memory for
     memory: dict[int, Any] = field(default_factory=dict)  # of small batches: what a first one takes from the heap, by T
     rows: tuple[Memory, ...] = ()  # data, and scales if any: where the heap has none
+    shapes: dict[tuple[int, ...], Any] = field(default_factory=dict)  # of these, by the leading lengths
     clears_tail: bool = False  # rows beyond the last become zero
     word_dtype: torch.dtype | None = None  # scales become column-major words
     finishes: bool = False  # its results are not what the native call gives

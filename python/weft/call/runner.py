@@ -9,9 +9,9 @@ Nothing here knows autograd or torch.library.
 from __future__ import annotations
 
 import math
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ from weft.errors import InternalError, InvalidState
 from weft.handle import Handle
 
 __all__ = ["Runner", "by_token"]
+
+_is_profiled = torch.autograd._profiler_enabled
 
 
 class Runner(Planner):
@@ -54,7 +56,7 @@ class Runner(Planner):
         """Make the call of a plan; `tie`: of the handle among `tensors`, which `_first`, `_again` and `_sum` list.
         Results are theirs. `num_tokens`, `places`: of the tensors, if they are known to lie where the engine reads
         them."""
-        if not is_named and (self.names_ranges or torch.autograd._profiler_enabled()):
+        if not is_named and (self.names_ranges or _is_profiled()):
             with Calling(plan.what, plan.call, tells_nvtx=self.names_ranges):
                 return self.run(plan, tie, *tensors, is_named=True, num_tokens=num_tokens, places=places)
         what, window, comm = plan.what, plan.window, self.comm
@@ -85,18 +87,18 @@ class Runner(Planner):
                 self.raise_if_staged(what, plan.call.window)
             if plan.waits or self.bad_ids is not None:
                 self.before_call(what)
-            begin, stream = time.perf_counter(), 0
+            begin, stream, streams = perf_counter(), 0, window.streams
             if plan.has_scope:
                 made = self._run_in_scope(plan, tensors)
             else:
-                if window.streams is not None:
-                    stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-                    known = stream == window.streams.last_handle
-                    at = window.streams.last if known else window.streams.begin()[0]
-                    if self.last.event._event is not None or self.last.event._stream is not at:
-                        self.last.event = Event(at)  # else nobody has asked for it: calls share it
+                if streams is not None:
+                    stream = torch._C._cuda_getCurrentRawStream(streams.index)
+                    known = stream == streams.last_handle
+                    at, last = streams.last if known else streams.begin()[0], self.last
+                    if last.event._event is not None or last.event._stream is not at:
+                        last.event = Event(at)  # else nobody has asked for it: calls share it
                 made = plan.work(self, plan, stream, *tensors)
-            counters, seconds = self.counters, time.perf_counter() - begin  # calls that failed do not count
+            counters, seconds = self.counters, perf_counter() - begin  # calls that failed do not count
             if what == "dispatch":
                 counters.num_dispatches += 1
                 counters.dispatch_s += seconds
@@ -164,7 +166,7 @@ class Runner(Planner):
             if self.is_elsewhere:
                 handle._move(self.device)
                 rows, out_scales = rows.to(self.device), None if out_scales is None else out_scales.to(self.device)
-        elif plan.call.capacity >= 0 and torch.cuda.is_current_stream_capturing():
+        elif routing.is_captured:
             handle.__dict__["is_captured"] = True
         if plan.finishes:
             rows, out_scales = self.finished(plan, rows, out_scales, handle, is_first=True)
@@ -214,7 +216,9 @@ class Runner(Planner):
             return self._sum_in_parts(plan, stream, y, handle, bias, side, out, owner_weights)
         side_out = None if side is None else self._no_floats.new_empty((plan.num_tokens, self.top_k))
         is_into = out is not None and not self.is_elsewhere and out.data_ptr() % self.alignment == 0
-        total = out if out is not None and is_into else y.new_empty((plan.num_tokens, plan.hidden))
+        total = out if out is not None and is_into else None
+        if total is None:  # with strides new_empty takes two thirds of its time
+            total = y.new_empty_strided((plan.num_tokens, plan.hidden), (plan.hidden, 1))
         made = handle.__dict__.get("made")
         _, send_plan, recv_plan, recv_plan_len, weights = handle._places() if made is None else made.places
         on_host = self._read(handle.weights) if self.is_elsewhere and plan.weighted else None

@@ -15,7 +15,7 @@ class WindowStreams:
     """The stream of a window's async calls, and where the last call outside of graph captures ran."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.index = device, device.index
         self.last: torch.cuda.Stream | None = None
         self.last_handle = -1  # its number
         self._known: dict[int, torch.cuda.Stream] = {}  # by handle: asking torch for a Stream costs microseconds
@@ -23,7 +23,7 @@ class WindowStreams:
 
     def current(self) -> torch.cuda.Stream:
         """The current stream of this thread."""
-        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        handle = torch._C._cuda_getCurrentRawStream(self.index)
         stream = self._known.get(handle)
         if stream is None:
             stream = self._known[handle] = torch.cuda.current_stream(self.device)
@@ -31,7 +31,7 @@ class WindowStreams:
 
     def begin(self, *, is_async: bool = False) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         """The stream of the next call, and the current one: the same, or the own one, which waits for it first."""
-        caller = self._known.get(torch._C._cuda_getCurrentRawStream(self.device.index)) or self.current()
+        caller = self._known.get(torch._C._cuda_getCurrentRawStream(self.index)) or self.current()
         stream = caller
         if is_async:
             if self._own is None:

@@ -100,6 +100,7 @@ DispatchResult DispatchCall::run() {
   if (is_spread_ && !is_staged() && !needs_room(a_)) place_rows(*place_kernel);
   DispatchResult result = is_staged() ? staged_result() : heap_result();
   result.counts = std::move(counts);
+  result.is_captured = w_.capture_.is_active;
   return result;
 }
 
