@@ -24,10 +24,12 @@ std::string version_text(const Build& build) {
   return one_line({build.version.data(), strnlen(build.version.data(), build.version.size())}, build.version.size());
 }
 
-std::string sources_text(const Build& build) {
+std::string sources_text(const Build& build) { return hex_text(build.sources); }
+
+std::string hex_text(std::span<const uint8_t> bytes) {
   constexpr std::string_view kDigits = "0123456789abcdef";
   std::string text;
-  for (const uint8_t byte : build.sources) {
+  for (const uint8_t byte : bytes) {
     text += kDigits[byte >> 4];
     text += kDigits[byte & 15];
   }

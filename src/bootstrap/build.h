@@ -2,6 +2,8 @@
 #pragma once
 
 #include <array>
+#include <cstdint>
+#include <span>
 #include <string>
 
 #include "base/sha256.h"
@@ -22,5 +24,6 @@ Build this_build() noexcept;
 
 std::string version_text(const Build& build);  // one line, whatever is in it
 std::string sources_text(const Build& build);  // 64 digits
+std::string hex_text(std::span<const uint8_t> bytes);
 
 }  // namespace weft

@@ -13,6 +13,7 @@
 
 #include "base/random.h"
 #include "base/status.h"
+#include "bootstrap/build.h"
 #include "bootstrap/socket.h"
 
 namespace weft {
@@ -130,6 +131,9 @@ Listener::Listener(const DoorOptions* door, std::string_view machine) {
   check_proc();
   endpoint_.magic = kEndpointMagic;
   endpoint_.version = kEndpointVersion;
+  const Build build = this_build();
+  std::copy_n(build.version.begin(), endpoint_.weft_version.size(), endpoint_.weft_version.begin());
+  std::copy_n(build.sources.begin(), endpoint_.sources.size(), endpoint_.sources.begin());
   endpoint_.boot_id = this_boot_id();
   endpoint_.pid = getpid();
   endpoint_.uid = geteuid();

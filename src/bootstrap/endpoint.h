@@ -18,7 +18,7 @@ namespace weft {
 
 inline constexpr size_t kEndpointBytes = 256;
 inline constexpr uint32_t kEndpointMagic = 0x54464557;  // "WEFT"
-inline constexpr uint16_t kEndpointVersion = 3;
+inline constexpr uint16_t kEndpointVersion = 4;
 
 // One incarnation of a rank. Plain bytes: it may be copied as kEndpointBytes bytes through any transport.
 struct Endpoint {
@@ -28,9 +28,10 @@ struct Endpoint {
   std::array<uint8_t, 16> boot_id{};  // of this boot of the machine: equal on all ranks of one machine
   int32_t pid = 0;
   uint32_t uid = 0;
-  uint64_t start_time = 0;      // of the process in clock ticks since boot; tells a reused pid
-  std::array<char, 64> name{};  // abstract unix socket name without its leading zero byte
-  uint64_t pid_namespace = 0;   // inode numbers: equal where pids, and abstract sockets, mean the same
+  uint64_t start_time = 0;              // of the process in clock ticks since boot; tells a reused pid
+  std::array<char, 40> name{};          // abstract unix socket name without its leading zero byte
+  std::array<char, 24> weft_version{};  // as in Build, cut off
+  uint64_t pid_namespace = 0;           // inode numbers: equal where pids, and abstract sockets, mean the same
   uint64_t network_namespace = 0;
   std::array<uint8_t, 16> nonce{};    // random: of this incarnation
   std::array<uint8_t, 32> key{};      // random; its share of the group's key, known to who saw the endpoint itself
@@ -38,7 +39,7 @@ struct Endpoint {
   uint16_t port = 0;                  // TCP
   std::array<uint8_t, 4> reserved{};  // zero
   std::array<IpAddress, kMaxAddresses> addresses{};
-  std::array<uint8_t, 16> reserved_too{};  // zero
+  std::array<uint8_t, 16> sources{};  // the first bytes of Build::sources
 
   bool operator==(const Endpoint&) const = default;
 };

@@ -1,8 +1,11 @@
 #include "bootstrap/endpoint_list.h"
 
 #include <algorithm>
+#include <cstring>
 #include <span>
 
+#include "base/text.h"
+#include "bootstrap/build.h"
 #include "bootstrap/rank_set.h"
 
 namespace weft {
@@ -11,6 +14,23 @@ namespace {
 constexpr const char* kShareProcesses =
     "; let the ranks share one: shareProcessNamespace: true in the pod, --pid=host or --pid=container:NAME of docker "
     "run";
+
+// Ranks read each other's memory by the layouts that they were built with. Weft's version says more to a user, so it comes first.
+void check_same_build(const Endpoint& first, int peer, const Endpoint& other) {
+  if (other.weft_version != first.weft_version) {
+    const auto text = [](const Endpoint& each) {
+      const auto& version = each.weft_version;
+      return one_line({version.data(), strnlen(version.data(), version.size())}, version.size());
+    };
+    throw_unsupported(name_of(peer) + " is Weft " + text(other) + ", " + name_of(0) + " Weft " + text(first) +
+                      "; all ranks need the same Weft");
+  }
+  if (other.sources != first.sources) {
+    throw_unsupported(name_of(peer) + "'s Weft was built from sources whose SHA-256 begins with " +
+                      hex_text(other.sources) + ", that of " + name_of(0) + " from " + hex_text(first.sources) +
+                      "; all ranks need the same kernels and layouts");
+  }
+}
 
 }  // namespace
 
@@ -48,6 +68,7 @@ void check_endpoints(int rank, const std::vector<Endpoint>& endpoints, const End
     const Endpoint& other = endpoints[static_cast<size_t>(peer)];
     const std::string what = "endpoints[" + std::to_string(peer) + "]";
     parse_endpoint(std::as_bytes(std::span<const Endpoint, 1>(&other, 1)), what);
+    check_same_build(endpoints.front(), peer, other);
     if (!on_one_machine(other, own) && !may_span) {
       throw_unsupported(apart_text(rank, own, peer, other) +
                         ". Ranks of several machines meet by from_env() or from_process_group() alone");

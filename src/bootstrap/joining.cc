@@ -15,16 +15,6 @@ constexpr size_t kMostDoors = kMaxRanks;
 constexpr size_t kMostDoorBytes = 64;
 constexpr size_t kMostDenialBytes = 2000;
 
-std::string hex_of(std::span<const uint8_t> bytes) {
-  constexpr std::string_view kDigits = "0123456789abcdef";
-  std::string text;
-  for (const uint8_t byte : bytes) {
-    text += kDigits[byte >> 4];
-    text += kDigits[byte & 15];
-  }
-  return text;
-}
-
 [[noreturn]] void refuse_address(std::string_view text) {
   throw_invalid_argument("address is '" + one_line(text, 80) +
                          "'; allowed is what comm.address says on a rank of the group");
@@ -75,10 +65,10 @@ std::string JoinAddress::text() const {
   std::string all(kAddressKind);
   const auto add = [&all](std::string_view part) { all.append(1, ':').append(part); };
   add(kAddressVersion);
-  add(hex_of(boot_id));
+  add(hex_text(boot_id));
   add(std::to_string(pid_namespace));
   add(std::to_string(network_namespace));
-  add(hex_of(group));
+  add(hex_text(group));
   for (const std::string& door : doors) add(door);
   return all;
 }

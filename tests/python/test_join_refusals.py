@@ -86,7 +86,7 @@ def _calls(address: str) -> list[tuple[int, str, int, str]]:
         (_UNSUPPORTED, f"SHA-256 {other_sources.hex()}, the group's from {sources}", {"sources": other_sources}),
         (_UNSUPPORTED, f"Weft 9.8.7, the group Weft {weft.__version__}", {"weft": b"9.8.7", "sources": other_sources}),
         (_UNSUPPORTED, "speaks version 3 of joining, the group version 2", {"version": 3}),
-        (_UNSUPPORTED, "of version 9, those of the group of version 3", {"endpoint": later_endpoint}),
+        (_UNSUPPORTED, "of version 9, those of the group of version 4", {"endpoint": later_endpoint}),
         (_INVALID_ARGUMENT, "wrong magic number", {"endpoint": bytes(4) + endpoint[4:]}),
         (_INVALID_ARGUMENT, "another group lives there by now", {"group": bytes(16)}),
         (_INVALID_ARGUMENT, "slot is 1, which another process has", {"slot": 1}),

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "bootstrap/build.h"
 #include "bootstrap/handshake.h"
 #include "bootstrap/ranks.h"
 
@@ -42,3 +43,33 @@ TEST(users_that_differ_on_one_machine_are_refused_everywhere) {
 }
 
 int main(int argc, char** argv) { return run_tests(argc, argv); }
+
+// Guards against founders that read each other's memory by different layouts.
+TEST(endpoints_of_another_build_are_refused) {
+  const Listener first;
+  const Listener second;
+  const auto check = [&](int rank, const std::vector<Endpoint>& endpoints) {
+    check_endpoints(rank, endpoints, first.endpoint());
+  };
+  for (const bool is_first : {false, true}) {  // all ranks are told the same
+    Endpoint other_version = second.endpoint();
+    other_version.weft_version = {'9', '.', '9'};
+    other_version.sources[1] ^= 1;
+    Endpoint other_sources = second.endpoint();
+    other_sources.sources[15] ^= 1;
+    for (const Endpoint& other : {other_version, other_sources}) {
+      const bool is_version = other.weft_version != second.endpoint().weft_version;
+      try {
+        is_first ? check(1, {other, first.endpoint()}) : check(0, {first.endpoint(), other});
+        CHECK(false);
+      } catch (const Error& error) {
+        CHECK(error.code == ErrorCode::kUnsupported);
+        const Build ours = this_build();
+        const std::string mine = is_version ? "Weft " + version_text(ours) : sources_text(ours).substr(0, 32);
+        const std::string theirs = is_version ? "Weft 9.9" : hex_text(other.sources);
+        CHECK(error.text.find(mine) != std::string::npos);
+        CHECK(error.text.find(theirs) != std::string::npos);
+      }
+    }
+  }
+}

@@ -165,7 +165,7 @@ TEST(endpoints_are_checked) {
   bad.version = 1;
   CHECK_ERROR(kInvalidArgument, {}, parse(bad));
   bad = good;
-  bad.name_bytes = 65;
+  bad.name_bytes = 41;
   CHECK_ERROR(kInvalidArgument, {}, parse(bad));
   bad = good;
   bad.num_addresses = kMaxAddresses + 1;  // nor 1 without a port
