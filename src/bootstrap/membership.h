@@ -281,6 +281,9 @@ class Membership {
   bool was_outside(int slot, uint32_t epoch) const noexcept;
   bool is_overtaken() const noexcept { return newest_ > epoch_ && !is_newest_planned_; }
   bool can_propose() const noexcept;
+  bool leaves_nobody() const noexcept {  // of the members, of whom joiners learn where to begin
+    return (newest_set_ - change_.remove).empty();
+  }
 
   int rank_;
   GroupId group_;

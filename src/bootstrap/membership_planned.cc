@@ -82,8 +82,7 @@ MembershipActions Membership::want(const ChangeWish& change) noexcept {
   change_.suspend = change.suspend & newest_set_;
   is_wanted_ = true;
   planned_ = {};
-  const bool is_odd = ((change_.add | change_.remove).empty() && change_.map_hash == 0) ||
-                      ((newest_set_ | change_.add) - change_.remove).empty() ||
+  const bool is_odd = ((change_.add | change_.remove).empty() && change_.map_hash == 0) || leaves_nobody() ||
                       !(change_.suspend - change_.remove).empty();
   if (is_odd || !is_member_ || newest_ == ~uint32_t{0} || is_era_over()) {
     is_wanted_ = false;
@@ -181,7 +180,7 @@ MembershipActions Membership::withdraw() noexcept {
 // All that the change names have shown that they are prepared for its joiners, and this rank has come to the newest epoch. A
 // proposal of this rank that may still be on its way must not name another record than it was made for.
 bool Membership::can_propose() const noexcept {
-  if (!is_wanted_ || planned_.epoch != 0 || !is_member_ || epoch_ != newest_) return false;
+  if (!is_wanted_ || planned_.epoch != 0 || !is_member_ || epoch_ != newest_ || leaves_nobody()) return false;
   if (is_plan_unanswered_ && plan_.epoch == newest_ + 1) return false;
   return are_all_prepared(change_.add);
 }

@@ -368,11 +368,12 @@ void Communicator::keep_suspended(const RankSet& ranks) {
 // could take both in.
 void Elastic::meet_suspended() {
   u32 newest = 0;
-  RankSet members, resting;
+  RankSet members, resting, prepared;
   {
     const std::lock_guard lock(comm.membership_mutex_);
     newest = comm.membership_.newest();
     members = comm.membership_.newest_set();
+    prepared = comm.membership_.cell().prepared;
     if (!is_solo) met_epoch = comm.membership_.epoch();
   }
   if (!is_solo) return;
@@ -384,7 +385,10 @@ void Elastic::meet_suspended() {
   const RankSet outside = resting - members;
   const std::lock_guard lock(mutex);
   for (const int slot : outside.ranks()) {
-    if (slot != comm.rank_ && newcomers_.insert(slot).second) needs_refresh = true;
+    if (slot == comm.rank_) continue;
+    // It may have been outside before: taken in meanwhile without this rank, it is not prepared for any more.
+    const bool is_new = newcomers_.insert(slot).second;
+    needs_refresh |= is_new || !prepared.contains(slot);
   }
 }
 

@@ -173,6 +173,10 @@ void Communicator::renew_wish() {
     return end(WantedChange::State::kCommitted, next_epoch_.load(std::memory_order_relaxed) - 1, {});
   }
   if (is_lost) return end(WantedChange::State::kWithdrawn, 0, "this rank is no member of the group any more");
+  if ((now - going).empty()) {  // other changes were first
+    return end(WantedChange::State::kWithdrawn, 0,
+               "without " + ranks_text(going.ranks()) + " none of the active ranks would be left");
+  }
   if (now_ns() >= e.wish.deadline_ns) {
     // First, since boundary() may propose it at any time: what stands in the register is withdrawn, or was committed.
     ask(event_of(Event::Kind::kTakeBack), Wait{0, {}});

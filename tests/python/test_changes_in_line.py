@@ -78,3 +78,28 @@ def test_a_rank_dies_while_others_wait_for_a_newcomer() -> None:
     """They are told at once, and what they wanted is not wanted any more."""
     seen = weft.spawn(_newcomer_that_dies, 3, device="cpu", max_ranks=4, on_failure="return")
     assert seen[:2] == ["(1,)"] * 2
+
+
+def _outside_again(comm: weft.Communicator) -> tuple[int, ...]:
+    """Ranks 2 and 3 are outside; rank 2 comes in and leaves again, and then both are wanted at once."""
+    ep = make_ep(comm)
+    comm.meet(LONG_S)
+
+    def go(wanted: tuple[int, ...], **ranks: Any) -> None:
+        change = comm.change(**ranks, deadline_s=20.0) if comm.is_member else comm.boundary(LONG_S)
+        assert change is not None
+        assert change.active == wanted
+        if comm.is_member:
+            checked_step(ep, number_of(comm))
+
+    go((0, 1), suspend=[2, 3])
+    if comm.rank < 3:
+        go((0, 1, 2), resume=[2])
+        go((0, 1), suspend=[2])
+    go((0, 1, 2, 3), resume=[2, 3])
+    return comm.active_ranks
+
+
+def test_ranks_are_suspended_again_and_resumed_together() -> None:
+    """Who was outside all the time prepares for who is outside again."""
+    assert weft.spawn(_outside_again, 4, device="cpu", max_ranks=4) == [(0, 1, 2, 3)] * 4
