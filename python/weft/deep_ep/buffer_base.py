@@ -94,10 +94,8 @@ class BufferBase(Ending):
         self.runtime: Runtime | None = Runtime(ranks, self._nodes)
         self._streams = Streams(ranks.device)
         self._scratch: Tensor | None = None
-        self._next_window = 0
+        self._num_dispatches = 0  # low-latency ones that have ended
         self._masks = ranks.masks if self.enable_shrink else None
-        if self._masks is not None:
-            self._masks.buffers.add(self)
         self._destroyed = False
 
     def _slots(self, num_experts: int) -> tuple[int, int]:

@@ -42,6 +42,8 @@ class Ending:
             return
         self._layers.close()  # refused inside a call of another thread: nothing is lost, and destroy may come again
         self._destroyed = True
+        if self._ranks.masks is not None:
+            self._ranks.masks.journal.forget(self)
         self.runtime = None
         self._ranks.release()
 

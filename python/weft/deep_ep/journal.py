@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 __all__ = ["Journal", "Windows"]
 
 Windows = tuple[Callable[[], bool], Callable[[], object]]  # of a call: whether they are there, and what forgets them
-_BOTH_WINDOWS = 2
+_KEPT = 2  # dispatches of a buffer: whose results lie in its two windows
 
 
 class Journal:
     """Of a communicator whose ranks may be masked. A dispatch is known by its handle, which can make it again."""
 
     def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
         self.is_mending = False
         self.begin(comm)
 
@@ -32,14 +33,26 @@ class Journal:
         self._last: Callable[[], object] | None = None  # makes that one again
         self._base, self._position = comm.epoch, 0
 
-    def begin_dispatch(self) -> None:
-        """Before anything of it can fail: if both windows hold a dispatch, nobody combines these."""
-        if len(self.open) >= _BOTH_WINDOWS:
-            self.open = []
+    def begin_dispatch(self, buffer: Any) -> None:
+        """Before anything of it can fail: nobody combines the dispatch before the last one of this buffer any more."""
+        least = buffer._num_dispatches - _KEPT + 1
+        self.open = [each for each in self.open if each.owner() is not buffer or each.number >= least]
+
+    def forget(self, buffer: Any) -> None:
+        """It ends, by its user's will: on all ranks between the same two calls."""
+        self.open = [each for each in self.open if each.owner() is not buffer]
+
+    def has_lost(self, handle: Any) -> bool:
+        """Whether a dispatch has to be made again for a further combine. Alike on all ranks."""
+        is_void = int(handle.dispatched.handle.tie[1]) != self._comm.epoch
+        return is_void and handle.again is not None and handle.base == self._base
 
     def note_dispatch(self, handle: Any, again: Callable[[], object]) -> None:
         """It has ended here."""
         self._note(again)
+        buffer = handle.owner()
+        handle.base, handle.number = self._base, buffer._num_dispatches
+        buffer._num_dispatches += 1
         self.open.append(handle)
 
     def note_combine(self, handle: Any, again: Callable[[], object] | None) -> None:

@@ -47,6 +47,7 @@ class _Made:
         self.newest: dict[ShapeOf, ExpertParallel] = {}
         self.all: weakref.WeakSet[ExpertParallel] = weakref.WeakSet()
         self.num_users = 0
+        self.next_window: dict[ShapeOf, tuple[int, int]] = {}  # epoch, number: all buffers take turns
 
 
 class Layers:
@@ -78,6 +79,15 @@ class Layers:
     def forget(self, shape: ShapeOf) -> None:
         """It is made anew, by all ranks."""
         self._newest.pop(shape, None)
+
+    def next_window(self, shape: ShapeOf) -> int:
+        """Of the next low-latency dispatch; those of an epoch begin at 0, since ranks may have come."""
+        epoch, number = self._made.next_window.get(shape, (0, 0))
+        return number if epoch == self.ranks.comm.epoch else 0
+
+    def note_window(self, shape: ShapeOf, number: int) -> None:
+        """A dispatch has taken it. A refused one has sent nothing, so the next takes the same."""
+        self._made.next_window[shape] = self.ranks.comm.epoch, 1 - number
 
     def get(self, shape: ShapeOf, max_tokens: int, heap_bytes: int = 0) -> ExpertParallel:
         """With room for `max_tokens`, equal on all ranks. Collective where it is new.

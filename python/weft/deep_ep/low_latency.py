@@ -121,24 +121,27 @@ class LowLatency(BufferBase):
 
         owner = weakref.ref(self)  # what is kept so that it can be sent again does not keep the buffer
 
-        def send(ep: ExpertParallel, data: Tensor, picks: Tensor, weights: Tensor | None) -> Dispatched:
+        def send(
+            ep: ExpertParallel, data: Tensor, picks: Tensor, weights: Tensor | None, row: Tensor | None
+        ) -> Dispatched:
             buffer = owner()
             if buffer is None:
                 raise InvalidState("low_latency_dispatch: the buffer is gone")
-            with counting_waits(ep, buffer._next_window, waits):
+            window = buffer._layers.next_window(shape)
+            with counting_waits(ep, window, row):
                 r = ep.dispatch(
                     data, picks, weights, layout="masked", capacity=num_sources * max_tokens,
                     max_tokens=max_tokens, quantize=quantize, scale_layout="column_major" if use_fp8 else "row_major",
-                    staged=is_staged, window=buffer._next_window,
+                    staged=is_staged, window=window,
                 )  # fmt: skip
-            buffer._next_window = 1 - buffer._next_window  # a refused call has sent nothing: the next takes its window
+            buffer._layers.note_window(shape, window)
             return r
 
         def call() -> tuple[ExpertParallel, Dispatched]:
             if self._masks is not None:
-                self._masks.boundary(lambda: self._layers.catch_up(wait_s=self._layers.deadline_s))
+                self._masks.boundary(self, lambda: self._layers.catch_up(wait_s=self._layers.deadline_s))
             ep = self._of_low_latency(shape, max_tokens) if known is None else known
-            return ep, send(ep, form.data, topk_idx, topk_weights)
+            return ep, send(ep, form.data, topk_idx, topk_weights, waits)
 
         def work() -> tuple[Any, Any]:
             windows = (lambda: self._layers.has(shape, max_tokens), lambda: self._layers.forget(shape))
@@ -152,7 +155,7 @@ class LowLatency(BufferBase):
             handle = LowLatencyHandle(self, ep, r, max_tokens)
             if self._masks is not None and self._masks.is_automatic:
                 copies = form.data.clone(), topk_idx.clone(), None if topk_weights is None else topk_weights.clone()
-                handle.again = lambda: send(ep, *copies)
+                handle.again = lambda: send(ep, *copies, None)
             if self._masks is not None:
                 self._masks.note_dispatch(handle)
             beside = () if topk_weights is None else (r.topk_weights, _source_ranks(handle, late))
@@ -225,10 +228,13 @@ class LowLatency(BufferBase):
         is_by_pick = adds_by_pick(ep, routing)
         # fp32 rows, weighted where they are, have no slots: then the call does all of it, and the hook nothing
         is_staged = return_recv_hook and is_by_pick and routing.is_small and ep.comm.engine != "cpu"
+        journal = None if self._masks is None else self._masks.journal
 
-        def send(given: Tensor, picks: Tensor, of_picks: Tensor) -> Any:
+        def send(given: Tensor, picks: Tensor, of_picks: Tensor, row: Tensor | None) -> Any:
+            if journal is not None and journal.has_lost(mine):
+                mine.dispatch_again()
             placed, routing = mine.placed(given), mine.dispatched.handle
-            with counting_waits(ep, routing.window, waits):
+            with counting_waits(ep, routing.window, row):
                 if is_by_pick:
                     weights = torch.where(picks >= 0, of_picks.to(torch.float32), 0.0)
                     return ep.combine(
@@ -240,12 +246,12 @@ class LowLatency(BufferBase):
         def work() -> tuple[Any, None]:
             masks = self._masks
             if masks is None:
-                sent = send(rows, topk_idx, topk_weights)
+                sent = send(rows, topk_idx, topk_weights, waits)
             else:
-                sent = masks.run(lambda: send(rows, topk_idx, topk_weights), self._layers.deadline_s)
+                sent = masks.run(lambda: send(rows, topk_idx, topk_weights, waits), self._layers.deadline_s)
                 if masks.is_automatic:
                     kept = mine.copied(rows), topk_idx.clone(), topk_weights.clone()
-                    masks.journal.note_combine(mine, lambda: send(mine.restored(kept[0]), *kept[1:]))
+                    masks.journal.note_combine(mine, lambda: send(mine.restored(kept[0]), *kept[1:], None))
                 else:
                     masks.journal.note_combine(mine, None)
             if out is None and not return_recv_hook:

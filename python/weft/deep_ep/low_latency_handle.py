@@ -31,6 +31,7 @@ class LowLatencyHandle(tuple):  # type: ignore[type-arg]
     seen: Dispatched  # whose rows the caller has; `dispatched` where it was not made again without ranks that were lost
     output: Tensor | None
     again: Callable[[], Dispatched] | None = None
+    base, number = 0, 0  # of the journal: what it counts from, and which dispatch of its buffer it was
 
     def __new__(cls, buffer: Any, ep: ExpertParallel, dispatched: Dispatched, max_tokens: int) -> LowLatencyHandle:
         """Handle of a result."""

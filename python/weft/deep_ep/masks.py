@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,11 +25,10 @@ class Masks:
     """Of a communicator whose ranks may be suspended. What this rank wants of others is said at its next boundary.
 
     After a change no handle works, so a dispatch is a boundary only where none is waited for: no dispatch before it is
-    without its combine, or both windows hold one, which then nobody combines. Ranks count alike.
+    open. Ranks count alike.
     """
 
     def __init__(self, comm: Communicator) -> None:
-        self.buffers: weakref.WeakSet[Any] = weakref.WeakSet()  # their windows begin again with every change
         self._comm = comm
         self.was_let_go: Callable[[int], bool] = lambda _: False  # whether the others have removed this incarnation
         self.masked: set[int] = set()  # by changes, or connected without being let in: alike on all members
@@ -40,8 +39,17 @@ class Masks:
         self.is_automatic = False  # ranks that are lost or late in a low-latency call are masked by themselves
         # The next dispatch's: a call that was refused is made again, and a change has begun at a boundary or a meeting.
         self._is_passed = False
+        self._said_ready = comm._says_ready
         comm._says_ready = True  # masked, it makes what the others have made since, and says so in its boundaries
         comm.on_change(self._begin_again)
+
+    def close(self) -> None:
+        """Of the last buffer: the communicator may be the caller's, and goes on without masks. Local."""
+        self._comm._says_ready = self._said_ready
+        self._comm._listeners.remove(self._begin_again)
+        self.journal.begin(self._comm)
+        with contextlib.suppress(InvalidState):  # closed, or inside a call: at the next boundary nobody wants it
+            self.give_way(())
 
     def want(self, rank: int, *, mask: bool) -> None:
         """Local: it is proposed at the next boundary.
@@ -83,10 +91,10 @@ class Masks:
         now = self._comm.membership
         self._wanted = {rank: False for rank in (*now.standby, *now.joining) if not self.is_over(rank)}
 
-    def boundary(self, catch_up: Callable[[], bool]) -> None:
+    def boundary(self, buffer: Any, catch_up: Callable[[], bool]) -> None:
         """Of all ranks, once before each dispatch, however often it is refused. A masked rank does not wait, unless it
         wants to take part again itself. `catch_up` makes what the members have made meanwhile; False: nothing."""
-        self.journal.begin_dispatch()
+        self.journal.begin_dispatch(buffer)
         if self._is_passed or self.journal.open:
             return
         comm = self._comm
@@ -159,5 +167,3 @@ class Masks:
         if not self.journal.is_mending:
             self.journal.begin(self._comm)
         self._is_passed = True  # ranks that come in begin with this dispatch
-        for each in self.buffers:
-            each._next_window = 0

@@ -177,6 +177,9 @@ class Ranks:
         self.num_users -= 1
         if self.num_users > 0:
             return
+        if self.masks is not None:
+            self.masks.close()
+            self.masks = None
         with contextlib.suppress(InvalidState):  # inside a call of another thread: the end of the process closes it
             for each in self._mail.values():
                 each.close()
