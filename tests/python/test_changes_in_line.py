@@ -103,3 +103,33 @@ def _outside_again(comm: weft.Communicator) -> tuple[int, ...]:
 def test_ranks_are_suspended_again_and_resumed_together() -> None:
     """Who was outside all the time prepares for who is outside again."""
     assert weft.spawn(_outside_again, 4, device="cpu", max_ranks=4) == [(0, 1, 2, 3)] * 4
+
+
+def _all_are_to_go(comm: weft.Communicator, together: bool) -> tuple[int, ...]:
+    """Rank 1 has been let go before rank 0 wants to go itself, and ranks 2 and 3 in its place."""
+    ep = make_ep(comm)
+    change = comm.change(suspend=[2, 3])
+    if comm.rank < 2:
+        if comm.rank == 1:
+            assert comm.propose(suspend=[1]).wait(LONG_S) == "committed"
+        comm.meet(LONG_S)
+        if comm.rank == 0:
+            ticket = comm.propose(suspend=[0], resume=[2, 3], together=together, deadline_s=LONG_S)
+            assert ticket.wait(LONG_S) == "withdrawn"
+            assert ticket.reason == "without rank 0 none of the active ranks would be left"
+        comm.meet(LONG_S)
+        while comm.epoch == change.epoch:
+            comm.boundary(LONG_S)
+    if comm.rank == 0:
+        checked_step(ep, number_of(comm))
+        comm.change(resume=[1, 2, 3])
+    else:
+        assert comm.boundary(LONG_S) is not None
+    checked_step(ep, number_of(comm))
+    return comm.active_ranks
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_change_that_others_have_narrowed_lets_no_rank_begin_alone(together: bool) -> None:
+    """Ranks that come in learn where to begin from one that stays."""
+    assert weft.spawn(_all_are_to_go, 4, (together,), device="cpu", max_ranks=4) == [(0, 1, 2, 3)] * 4
