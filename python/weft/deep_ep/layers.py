@@ -174,7 +174,8 @@ class Layers:
         if known is None or (has_capacity and self.ranks.comm.engine != "cpu"):
             ep = self.agreed(shape, num_tokens)
             return ep, dispatch(ep)
-        self.check(shape, num_tokens)
+        if num_tokens > known.max_tokens_per_rank:  # else it can be: there is one
+            self.check(shape, num_tokens)
         try:
             return known, dispatch(known)
         except NeedsRoom as need:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -68,9 +69,13 @@ class Sent(NamedTuple):
 
 def bare(r: Dispatched) -> Dispatched:
     """The result without its rows, for a handle to keep: it would keep their memory."""
-    from weft.handle import Dispatched  # with all that a call needs: not when this module is imported
+    return type(r)(_no_rows(), r.handle, r.overflow, r.event, r.calls)
 
-    return Dispatched(torch.empty(0, dtype=torch.uint8, device="cpu"), r.handle, r.overflow, r.event, r.calls)
+
+@functools.cache
+def _no_rows() -> Tensor:
+    with torch.inference_mode(False):  # of whoever asks first
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def form_of(x: Any, name: str = "x") -> Form:
