@@ -14,6 +14,7 @@
 #include <sstream>
 
 #include "base/clock.h"
+#include "base/cuda_driver.h"
 #include "base/random.h"
 #include "base/status.h"
 
@@ -28,11 +29,24 @@ struct Hello {
   i32 rank = -1;
   i32 pid = 0;
   std::array<u8, 16> process{};  // with the pid the same for ranks that are threads of one
+  u64 context = 0;               // of CUDA, the same for threads whose memory is on one GPU
 };
 
 const std::array<u8, 16>& this_process() {
   static const std::array<u8, 16> random = random_bytes<16>();  // forked children have the same
   return random;
+}
+
+// Of this thread; 0: none, or there is no driver.
+u64 current_context() {
+  try {
+    cuda::Context context = nullptr;
+    if (cuda::driver().context_pop(&context) != cuda::kSuccess || context == nullptr) return 0;
+    cuda::check(cuda::driver().context_push(context), "cuCtxPushCurrent");
+    return reinterpret_cast<u64>(context);
+  } catch (const Error&) {
+    return 0;
+  }
 }
 
 sockaddr_un address_of(const std::string& name, socklen_t* num_bytes) {
@@ -135,8 +149,9 @@ Group::Group(const Listener& listener, const std::vector<std::string>& names, in
   mine = SharedMemory::create(segment_bytes);
   std::vector<Nic::Segment> all(names.size());
   all[static_cast<size_t>(rank)] = {reinterpret_cast<u8*>(mine.data()), true};
+  const u64 context = current_context();
   for (int peer = 0; peer < num_ranks; ++peer) {
-    if (peer != rank) send_hello(names[static_cast<size_t>(peer)], {rank, getpid(), this_process()}, mine.fd());
+    if (peer != rank) send_hello(names[static_cast<size_t>(peer)], {rank, getpid(), this_process(), context}, mine.fd());
   }
   for (int idx = 1; idx < num_ranks; ++idx) {
     OwnedFd fd;
@@ -147,7 +162,7 @@ Group::Group(const Listener& listener, const std::vector<std::string>& names, in
     segments_[peer] = SharedMemory::attach(std::move(fd), segment_bytes);
     segments_[peer].drop_fd();
     all[peer] = {reinterpret_cast<u8*>(segments_[peer].data()),
-                 hello.pid == getpid() && hello.process == this_process()};
+                 hello.pid == getpid() && hello.process == this_process() && hello.context == context};
   }
   nic_ = std::make_unique<Nic>(rank, own_model(settings.model, rank), std::move(all), copier_);
 }

@@ -411,6 +411,23 @@ TEST(device_memory_goes_through_the_driver) {
   run_plugin_threads(2, on_device);
   run_plugin_processes(2, on_device);
 }
+
+TEST(threads_on_two_gpus_copy_by_way_of_the_host) {
+  const auto num_copies = [](uintptr_t apart) {
+    const int before = fake_cuda::num_device_copies();
+    run_plugin_threads(2, [apart](int rank, PluginRank& self) {
+      const uintptr_t context = 16 + apart * static_cast<uintptr_t>(rank);
+      const cuda::ContextScope scope(reinterpret_cast<cuda::Context>(context));
+      self.open(rma::kDeviceMemory);
+      self.exchange();
+      CHECK(!self.has_failed());
+      self.close();
+    });
+    return fake_cuda::num_device_copies() - before;
+  };
+  const int on_one = num_copies(0), on_two = num_copies(1);
+  CHECK(on_two > 0 && on_two < on_one);  // a rank's to itself
+}
 #endif
 
 }  // namespace

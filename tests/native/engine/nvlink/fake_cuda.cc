@@ -168,8 +168,22 @@ Result context_retain(Context* context, Device) {
   return kSuccess;
 }
 Result context_release(Device) { return kSuccess; }
-Result context_push(Context) { return is_in_destructor ? kNotPermitted : injected("cuCtxPushCurrent"); }
-Result context_pop(Context* context) { return context_retain(context, 0); }  // there is one
+std::vector<Context>& pushed() {
+  static thread_local std::vector<Context> contexts;
+  return contexts;
+}
+Result context_push(Context context) {
+  if (is_in_destructor) return kNotPermitted;
+  const Result result = injected("cuCtxPushCurrent");
+  if (result == kSuccess) pushed().push_back(context);
+  return result;
+}
+Result context_pop(Context* context) {
+  if (pushed().empty()) return context_retain(context, 0);  // there is one
+  *context = pushed().back();
+  pushed().pop_back();
+  return kSuccess;
+}
 Result context_synchronize() {
   if (const Result result = injected("cuCtxSynchronize"); result != kSuccess) return result;
   State& s = state();
@@ -291,7 +305,9 @@ Result copy_bytes(void* to, const void* from, size_t bytes, Stream stream) {
     return kSuccess;
   });
 }
+std::atomic<int> num_copies{0};
 Result copy_async(DevicePtr to, DevicePtr from, size_t bytes, Stream stream) {
+  ++num_copies;
   return copy_bytes(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes, stream);
 }
 Result copy_from_host_async(DevicePtr to, const void* from, size_t bytes, Stream stream) {
@@ -582,6 +598,7 @@ void destroy_graph(uint64_t id) {
   }
   for (UserObjectState* each : held) destroy_object(each);
 }
+int num_device_copies() { return num_copies; }
 int num_held_by(uint64_t id) {
   const std::lock_guard lock(state().mutex);
   return static_cast<int>(state().graphs[id].size());
