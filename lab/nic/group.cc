@@ -151,7 +151,8 @@ Group::Group(const Listener& listener, const std::vector<std::string>& names, in
   all[static_cast<size_t>(rank)] = {reinterpret_cast<u8*>(mine.data()), true};
   const u64 context = current_context();
   for (int peer = 0; peer < num_ranks; ++peer) {
-    if (peer != rank) send_hello(names[static_cast<size_t>(peer)], {rank, getpid(), this_process(), context}, mine.fd());
+    if (peer != rank)
+      send_hello(names[static_cast<size_t>(peer)], {rank, getpid(), this_process(), context}, mine.fd());
   }
   for (int idx = 1; idx < num_ranks; ++idx) {
     OwnedFd fd;

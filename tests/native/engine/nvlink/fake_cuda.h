@@ -44,7 +44,7 @@ int64_t physical_bytes();             // that someone holds
 int64_t physical_bytes_at_last(int64_t expected);
 int num_host_pages();  // of the host that the GPU can read
 int num_launches();
-int num_device_copies();  // from GPU to GPU
+int num_device_copies();       // from GPU to GPU
 unsigned last_shared_bytes();  // of the last launch, dynamic
 
 }  // namespace fake_cuda
