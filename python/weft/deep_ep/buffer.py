@@ -192,7 +192,7 @@ class Buffer(LowLatency, BufferBase):
             ids = torch.where(given.in_rank, first_expert * (num_experts // num_ranks), -1)
         check_first(given.form, ids, weights, self._ranks.device)
         shape = ShapeOf(num_experts, ids.shape[1], given.form.hidden, given.form.dtype)
-        num_tokens = len(given.form.data)
+        num_tokens = given.form.data.shape[0]
         if num_worst_tokens and (is_capturing() or (self._ranks.device.type == "cuda" and self._layers.has(shape, 0))):
             ep = self._layers.get(shape, 0)  # the host waits for nobody: of too many tokens a later call tells
             try:

@@ -367,7 +367,7 @@ class HybridEPBuffer(Ending):
                 "neither routing_map nor topk_idx is given; one of the two is needed without a handle"
             )
         if topk_weights is None and probs is not None:
-            check_weights("probs", probs, (len(topk_idx), num_experts), self._ranks.device)
+            check_weights("probs", probs, (topk_idx.shape[0], num_experts), self._ranks.device)
             topk_weights = _weights_of(topk_idx, probs, None)
         return _Routing(topk_idx, topk_weights, num_experts)
 
@@ -387,7 +387,7 @@ class HybridEPBuffer(Ending):
             return routing, ep, dispatch(ep, routing)
         check_first(form, routing.ids, routing.weights, self._ranks.device, "hidden")
         shape = ShapeOf(routing.num_experts, routing.ids.shape[1], form.hidden, form.dtype)
-        most = max(len(form.data), self._config.max_num_of_tokens_per_rank)
+        most = max(form.data.shape[0], self._config.max_num_of_tokens_per_rank)
         ep, sent = self._layers.run(shape, most, lambda ep: dispatch(ep, routing), has_capacity=has_capacity)
         return routing, ep, sent
 
@@ -395,7 +395,7 @@ class HybridEPBuffer(Ending):
         self, routing: _Routing, routing_map: Tensor | None, form: Form, *, non_blocking: bool
     ) -> tuple[_Routing, ExpertParallel]:
         """With ids, and a window for all ranks: they tell each other T and K, unless the host must not wait."""
-        num_tokens, num_experts = len(form.data), routing.num_experts
+        num_tokens, num_experts = form.data.shape[0], routing.num_experts
         device = self._ranks.device
         if routing_map is None:
             check_first(form, routing.ids, routing.weights, device, "hidden")

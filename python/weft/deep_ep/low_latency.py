@@ -104,9 +104,9 @@ class LowLatency(BufferBase):
             )
         max_tokens = num_max_dispatch_tokens_per_rank
         check_first(form, topk_idx, topk_weights, self._ranks.device)
-        if len(topk_idx) > max_tokens:
+        if topk_idx.shape[0] > max_tokens:
             raise InvalidArgument(
-                f"x has {len(topk_idx)} tokens; allowed are 0 to num_max_dispatch_tokens_per_rank = {max_tokens}"
+                f"x has {topk_idx.shape[0]} tokens; allowed are 0 to num_max_dispatch_tokens_per_rank = {max_tokens}"
             )
         num_slots, num_sources = self._slots(num_experts)
         check_counts(

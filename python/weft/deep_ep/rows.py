@@ -147,7 +147,7 @@ def check_first(
             "bytes together"
         )
     if picks:
-        check_picks(topk_idx, topk_weights, len(form.data), device)
+        check_picks(topk_idx, topk_weights, form.data.shape[0], device)
 
 
 def check_picks(topk_idx: Any, topk_weights: Any, num_tokens: int, device: torch.device) -> None:
@@ -156,7 +156,7 @@ def check_picks(topk_idx: Any, topk_weights: Any, num_tokens: int, device: torch
     Raises:
         InvalidArgument: they are not.
     """
-    is_right = isinstance(topk_idx, Tensor) and topk_idx.dim() == 2 and len(topk_idx) == num_tokens
+    is_right = isinstance(topk_idx, Tensor) and topk_idx.dim() == 2 and topk_idx.shape[0] == num_tokens
     if not is_right or topk_idx.dtype not in (torch.int64, torch.int32) or topk_idx.device != device:
         raise InvalidArgument(
             f"topk_idx is {_said(topk_idx)}; allowed is [{num_tokens}, K] int64 or int32 on {device}, T as x has it"

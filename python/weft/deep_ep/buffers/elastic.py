@@ -225,7 +225,7 @@ class ElasticBuffer(Absent, Ending):
             if most <= 0:
                 raise InvalidArgument("num_max_tokens_per_rank is given neither here nor to the constructor")
             check_first(form, topk_idx, topk_weights, self._ranks.device)
-            if len(topk_idx) > most:
+            if topk_idx.shape[0] > most:
                 raise InvalidArgument(f"topk_idx is {list(topk_idx.shape)}; allowed is [T, K] with T up to {most}")
             given = _Given(form, topk_idx, topk_weights, num_experts, most, expert_alignment or 1)
             given.is_exact = do_cpu_sync is None or bool(do_cpu_sync)  # DeepEP's tests give 0 and 1
