@@ -55,6 +55,7 @@ def _serve(comm: Any, victim: int) -> list[weft.Change]:
             while True:
                 checked_step(ep, number_of(comm))
         except (weft.PeerLost, weft.PeerTimeout):
+            until(lambda: victim in {rank for rank, _, _ in comm._native.detections()})  # as in test_spares.py
             comm.recover(min_ranks=2)
     else:
         assert comm.boundary() is not None
