@@ -4,6 +4,7 @@ The network is a block of each rank's grid, which carries chunks, messages and c
 """
 
 import dataclasses
+import re
 import struct
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -34,6 +35,7 @@ class NodeCompiler:
             for old, new in zip(DIRECT, wanted, strict=True):
                 assert source.count(old) == 1
                 source = source.replace(old, new)
+            source = re.sub(r"\.reduce_rings = \d+", ".reduce_rings = 1", source)  # one warp has all cursors
         return self._compiler.start(source, mutant or self._mutant)
 
 
@@ -56,6 +58,7 @@ class Nodes:
         if isinstance(runner, CombineRunner):
             self._direct_combine = runner._launches
             runner._launches = self._combine  # type: ignore[method-assign]
+            runner._passes = self._passes  # type: ignore[method-assign]
 
     def _new_rail(self, compiler: Compiler) -> int:
         memory, shape = self.world.memory, self.runner.case.shape
@@ -106,6 +109,27 @@ class Nodes:
     def _combine(self, rank: int, received: Received, combined: Combined) -> list[Launch]:
         launches = self._direct_combine(rank, received, combined)
         return [self._with_plan(each, received) if "first_token" in each.fields else each for each in launches]
+
+    def _passes(self) -> list[tuple[int, int]]:
+        """As CombineRunner: a landing has a part for the own tokens, and one for each rank that is forwarded for."""
+        runner, layout = self.runner, self.world.layout
+        assert isinstance(runner, CombineRunner)
+        most_parts = max(1 + self._num_brought(rank) for rank in runner.case.active_ranks)
+        room = layout["landing_ids"] - layout["landing_rows"]
+        each = room // (most_parts * self.node_ranks * runner.wire_row_bytes())
+        most = runner.call.max_tokens
+        return [(first, min(first + each, most)) for first in range(0, max(most, 1), each)]
+
+    def _num_brought(self, rank: int) -> int:
+        """As Nodes::brings."""
+        case = self.runner.case
+        first = rank // self.node_ranks * self.node_ranks
+        size = min(self.node_ranks, case.shape.num_ranks - first)
+        num_brought = 0
+        for source in set(case.active_ranks) - set(range(first, first + size)):
+            stands = [first + (source % self.node_ranks + step) % size for step in range(size)]
+            num_brought += next((each for each in stands if each in case.active_ranks), -1) == rank
+        return num_brought
 
     def _with_plan(self, launch: Launch, received: Received) -> Launch:
         fields = {**launch.fields, "forward_plan": self._forward_plans[received.send_plan]}

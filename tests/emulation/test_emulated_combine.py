@@ -175,8 +175,7 @@ PULLED_MUTANTS = (
     Mutant(
         "a call ends before others have read its rows (R20)",
         COMBINE,
-        "if (transport::wait_all(view, Phase::kReduce, b_.flight, static_cast<i32>(blockIdx.x))"
-        " == transport::Verdict::kOk)",
+        "verdict = transport::wait_all(view, Phase::kReduce, b_.flight, static_cast<i32>(blockIdx.x));",
         "",
     ),
     NO_SEQUENCE,

@@ -109,6 +109,8 @@ struct CombineKernelConfig {
   i32 node_ranks = 0;  // with nodes: most ranks of one, the domains of `order`
 
   WEFT_HD constexpr bool is_by_expert() const { return layout != Layout::kRankMajor; }
+  WEFT_HD constexpr bool has_nodes() const { return route == Route::kNodes; }
+  WEFT_HD constexpr i32 num_nodes() const { return has_nodes() ? (num_ranks + node_ranks - 1) / node_ranks : 1; }
   WEFT_HD constexpr bool has_push() const { return push_slots > 0 || sum_warps > 0; }
   // A contribution is a pick's row as it is, added by the owner with its weight; by expert alone.
   WEFT_HD constexpr bool is_by_pick() const { return order.is_by_pick(); }

@@ -31,10 +31,14 @@ class Nodes {
   __device__ bool brings(i32 source) const {
     return map.is_active(source) && !map.are_mates(rank, source) && map.forwarder(source, node) == rank;
   }
-  // Which of those it is.
-  __device__ i32 nth_brought(i32 source) const {
+  // Which of those it is, of this rank's or of a mate's.
+  __device__ i32 nth_brought(i32 source) const { return nth_brought_by(rank, source); }
+  __device__ i32 nth_brought_by(i32 mate, i32 source) const {
     i32 nth = 0;
-    for (i32 other = 0; other < source; ++other) nth += brings(other) ? 1 : 0;
+    for (i32 other = 0; other < source; ++other) {
+      const bool is_brought = map.is_active(other) && !map.are_mates(rank, other) && map.forwarder(other, node) == mate;
+      nth += is_brought ? 1 : 0;
+    }
     return nth;
   }
   // Where this rank's tokens for another node go; -1: nobody lives there.

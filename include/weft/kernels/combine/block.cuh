@@ -3,6 +3,7 @@
 
 #include "weft/kernels/combine/args.h"
 #include "weft/kernels/combine/ring.cuh"
+#include "weft/kernels/nodes.cuh"
 #include "weft/kernels/words.cuh"
 #include "weft/layout/gpu_plan.h"
 #include "weft/layout/routing.h"
@@ -29,8 +30,29 @@ struct alignas(16) PushItem {
   i32 num_bytes = 0;
 };
 
+// With nodes: where contributions go, and what a block has to do with its rings. All but the first two by the warp that loads.
+template <CombineKernelConfig kConfig, bool kHasNodes>
+struct CombineNodeShared {};
 template <CombineKernelConfig kConfig>
-struct CombineShared {
+struct CombineNodeShared<kConfig, true> {
+  // Of a token of each rank: who adds for it in this node, and in which part of that one's landing.
+  i32 land_at[kConfig.num_ranks];
+  i32 land_part[kConfig.num_ranks];
+  // To each rank that this one forwards for: the first chunk of this call; the index of the next token; records dealt out, and done.
+  u64 first_put[kConfig.num_ranks];
+  i32 next_index[kConfig.num_ranks];
+  i32 num_dealt[kConfig.num_ranks];
+  i32 num_done[kConfig.num_ranks];
+  // From each node: who forwards there, -1: nobody; the first chunk of this call; records dealt out, and added.
+  i32 forwarder[kConfig.num_nodes()];
+  u64 first_taken[kConfig.num_nodes()];
+  i32 num_read[kConfig.num_nodes()];
+  i32 num_added[kConfig.num_nodes()];
+  u32 done[kRingCells];  // what there is to say when the item of a cell is added: CombineNodes
+};
+
+template <CombineKernelConfig kConfig>
+struct CombineShared : CombineNodeShared<kConfig, kConfig.has_nodes()> {
   static constexpr i32 kPushers = max_of(kConfig.sum_warps, 1);
   static constexpr i32 kSumSlots = max_of(kConfig.sum_warps * kConfig.out_slots(), 1);
   u32 has_failed;  // set by any thread: the block says nothing more to anyone
@@ -97,6 +119,7 @@ struct CombineBlock {
   }
 
   __device__ Peers peers() const { return transport::peers_of<kConfig.route>(a, flight); }
+  __device__ auto nodes() const { return Nodes<kConfig>(a.view, peers(), flight); }
 
   // By pick: the weights of the contributions in a cell of a ring.
   __device__ float* pick_weights(i32 ring, i32 cell) const {
@@ -106,6 +129,11 @@ struct CombineBlock {
 
   // Where the contribution of `contributor` to a token of `owner` lands; by pick: that of a pick.
   __device__ typename Peers::Place landing(i32 owner, i32 token, i32 contributor) const {
+    if constexpr (kConfig.has_nodes()) {
+      const i64 place = static_cast<i64>(s.land_part[owner]) * (a.end_token - a.first_token) + token - a.first_token;
+      const i64 slot = place * kConfig.node_ranks + contributor % kConfig.node_ranks;
+      return peers().heap(s.land_at[owner]) + a.view.layout.landing_rows + slot * kConfig.wire_row_bytes();
+    }
     const i64 row = static_cast<i64>(token - a.first_token) * kConfig.contributions() + contributor;
     return peers().heap(owner) + a.view.layout.landing_rows + row * kConfig.wire_row_bytes();
   }

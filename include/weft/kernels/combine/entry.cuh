@@ -8,6 +8,7 @@
 // Block b of every rank sees to the same tokens, so it waits only for the blocks b of its peers.
 #pragma once
 
+#include "weft/kernels/combine/load_nodes.cuh"
 #include "weft/kernels/combine/push.cuh"
 #include "weft/kernels/combine/quantize.cuh"
 #include "weft/kernels/combine/reduce.cuh"
@@ -31,9 +32,15 @@ class Combine {
     const transport::WindowView& view = b_.a.view;
     init_shared();
     const i32 peer = static_cast<i32>(threadIdx.x);
-    const bool has_peer = peer < kRanks && peer != view.rank && b_.flight.is_active(peer);
+    const bool is_other = peer < kRanks && peer != view.rank && b_.flight.is_active(peer);
+    const bool has_peer = kConfig.has_nodes() ? is_other && is_near(peer) : is_other;
     if (blockIdx.x == 0 && has_peer) send_place(peer);
-    const transport::Verdict verdict = transport::wait_all(view, Phase::kCount, b_.flight, 0);
+    transport::Verdict verdict;
+    if constexpr (kConfig.has_nodes()) {
+      verdict = b_.nodes().wait_calls(0, blockIdx.x == 0 ? exchange() : transport::Verdict::kOk);
+    } else {
+      verdict = transport::wait_all(view, Phase::kCount, b_.flight, 0);
+    }
     if (verdict == transport::Verdict::kGivenUp) end();
     if (verdict != transport::Verdict::kOk) return;
     if (peer < kRanks) read_place(peer);
@@ -45,11 +52,30 @@ class Combine {
     __syncthreads();
     if (b_.has_failed()) return;
     if (has_peer) b_.peers().notify(Phase::kReduce, b_.flight, peer, static_cast<i32>(blockIdx.x));
-    if (transport::wait_all(view, Phase::kReduce, b_.flight, static_cast<i32>(blockIdx.x)) == transport::Verdict::kOk)
-      end();
+    if constexpr (kConfig.has_nodes()) {
+      verdict = transport::wait_all(view, Phase::kReduce, b_.nodes().among_mates(), static_cast<i32>(blockIdx.x));
+    } else {
+      verdict = transport::wait_all(view, Phase::kReduce, b_.flight, static_cast<i32>(blockIdx.x));
+    }
+    if (verdict == transport::Verdict::kOk) end();
   }
 
  private:
+  // With nodes, by block 0: a message to each other node, and those of others to all here. Anything but kOk has left its reason.
+  __device__ transport::Verdict exchange() const {
+    const auto nodes = b_.nodes();
+    const i32 node = static_cast<i32>(threadIdx.x);
+    const i32 forwarder = node < kConfig.num_nodes() && node != nodes.node ? nodes.forwarder_in(node) : -1;
+    if (forwarder >= 0) {
+      nodes.begin_message(forwarder, {});
+      nodes.put_message(forwarder, sizeof(RailMessage));
+    }
+    __syncwarp();
+    const i32 warp = static_cast<i32>(threadIdx.x / ptx::kWarpLanes);
+    const bool is_right = nodes.relay_calls(warp, kConfig.num_warps(), [](const auto&, const u8*, i32) {});
+    return is_right ? transport::Verdict::kOk : transport::Verdict::kBroken;
+  }
+
   __device__ void end() const {
     if (transport::is_last_block(b_.a.view, transport::num_blocks<kConfig>()))
       transport::end_flight(b_.a.view, b_.flight);
@@ -59,6 +85,7 @@ class Combine {
   __device__ void init_shared() const {
     const i32 thread = static_cast<i32>(threadIdx.x);
     if (thread == 0) b_.s.has_failed = 0;
+    if constexpr (kConfig.has_nodes()) CombineNodes<kConfig>(b_).init();
     for (auto& ring : b_.s.reduce) ring.init(kConfig.reduce_warps());
     if constexpr (kConfig.has_push()) {
       constexpr i32 kPlanReaders = kConfig.has_partials() ? kConfig.sum_warps : 1;
@@ -86,13 +113,19 @@ class Combine {
     peers.notify_call(b_.flight, peer);
   }
 
+  // Whose rows are read here.
+  __device__ bool is_near(i32 rank) const {
+    if constexpr (kConfig.has_nodes()) return b_.nodes().is_mate(rank);
+    return true;
+  }
+
   // Where the rows of `rank` are, and how many tokens it has. R19: only rows inside the peer's heap are read.
   __device__ void read_place(i32 rank) const {
     const transport::WindowView& view = b_.a.view;
     Contributor from;
     if (rank == view.rank) {
       from = {b_.a.rows, static_cast<i32>(b_.a.num_rows), kConfig.lands_own() ? 0u : 1u};
-    } else if (b_.flight.is_active(rank)) {
+    } else if (kConfig.has_nodes() ? b_.flight.is_active(rank) && is_near(rank) : b_.flight.is_active(rank)) {
       const u8* slot = view.own_control() + view.layout.payload(b_.flight.turn.sequence, rank);
       const GpuCountPayload place = *reinterpret_cast<const GpuCountPayload*>(slot);
       const bool is_pulled = place.rows_in_heap != 0 && !kConfig.has_partials();
@@ -105,7 +138,7 @@ class Combine {
     }
     b_.s.contributor[rank] = from;
     i64 end_token = rank == view.rank ? b_.a.num_tokens : 0;
-    if constexpr (kConfig.has_push() || kConfig.has_side) {
+    if constexpr (kConfig.has_push() || kConfig.has_side || kConfig.has_nodes()) {
       if (rank != view.rank && b_.flight.is_active(rank)) {
         end_token = clamp_count(GpuRecvPlan<const i32>{b_.a.recv_plan, 0, 0}.num_tokens()[rank], b_.a.recv_plan_tokens);
       }
@@ -115,7 +148,11 @@ class Combine {
 
   __device__ void take_role(i32 warp) const {
     constexpr i32 kReduceWarps = kConfig.reduce_groups() * kConfig.reduce_warps();
-    if (warp < kConfig.reduce_rings) return CombineReduce<kConfig>(b_, warp).load();
+    if constexpr (kConfig.has_nodes()) {
+      if (warp == 0) return CombineNodeLoad<kConfig>(b_).run(kConfig.reduce_groups());
+    } else {
+      if (warp < kConfig.reduce_rings) return CombineReduce<kConfig>(b_, warp).load();
+    }
     warp -= kConfig.reduce_rings;
     if (warp < kReduceWarps) {
       constexpr i32 kWarps = kConfig.reduce_warps();
@@ -142,6 +179,11 @@ class Combine {
     }
     if constexpr (kConfig.has_side) CombineSide<kConfig>(b_).run();
   }
+
+  static_assert(!kConfig.has_nodes() || (!kConfig.is_by_expert() && !kConfig.wire_is_fp8 && !kConfig.has_side &&
+                                         !kConfig.order.sum_is_fp8 && !kConfig.order.is_by_last_pick() &&
+                                         (kConfig.node_ranks == 1 || kConfig.order.sum_domain == kConfig.node_ranks)),
+                "docs/protocols/nodes.md");
 
   const Block b_;
 };

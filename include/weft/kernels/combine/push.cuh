@@ -155,7 +155,8 @@ class CombinePush {
     constexpr i32 kPushers = CombineShared<kConfig>::kPushers;
     static_assert(kPushers <= 32);
     const u32* word = &b_.s.num_pushed[b_.lane < kPushers ? b_.lane : 0];
-    const bool has_peer = b_.lane < kRanks && b_.flight.is_active(b_.lane);
+    bool has_peer = b_.lane < kRanks && b_.flight.is_active(b_.lane);
+    if constexpr (kConfig.has_nodes()) has_peer = b_.lane < kRanks && b_.nodes().is_mate(b_.lane);
     u32 seen = 0, posted = 0;
     while (posted < sync::kMaxProgress) {
       const u32 now = sync::wait_any_change(word, seen);
@@ -226,6 +227,9 @@ class CombinePush {
         row[step] = -1;
         if (entry >= kNum || index >= b_.s.num_items[source]) continue;
         if (kConfig.adds_own_rows() && source == b_.a.view.rank) continue;  // read where they are
+        if constexpr (kConfig.has_nodes()) {
+          if (b_.s.land_at[source] == b_.a.view.rank) continue;
+        }
         row[step] = plan.row(source, b_.token_of(index))[entry % kWidth];
       }
 #pragma unroll

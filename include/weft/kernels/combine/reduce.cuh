@@ -3,6 +3,7 @@
 #pragma once
 
 #include "weft/kernels/combine/block.cuh"
+#include "weft/kernels/combine/nodes.cuh"
 #include "weft/kernels/domains.cuh"
 #include "weft/kernels/numbers.cuh"
 
@@ -43,6 +44,13 @@ class CombineReduce {
       }
     }
     writer.end(kReaders);
+  }
+
+  // With nodes: an item of this rank's token, or of a token that it adds for another node. `row`, `record`: in the lane of a
+  // contributor, its row, or what has come of its node.
+  template <class Writer>
+  __device__ bool load_item(Writer& writer, i32 index, i32 row, i32 owner, i32 token_index, const u8* record) {
+    return load_token(writer, index, row, owner, token_index, record);
   }
 
   // One group of warps of those that the ring serves. An item is dealt out to them in parts; the next item begins with the warp
@@ -123,9 +131,12 @@ class CombineReduce {
     return true;
   }
 
+  // With nodes: `index` of the item, `token_index` in the owner's tokens; `record`: what has come of this lane's node.
   template <class Writer>
-  __device__ bool load_token(Writer& writer, i32 index, i32 row) {
-    const bool is_lost = row >= 0 && !is_there(index, row);
+  __device__ bool load_token(Writer& writer, i32 index, i32 row, [[maybe_unused]] i32 owner = 0,
+                             [[maybe_unused]] i32 token_index = 0, [[maybe_unused]] const u8* record = nullptr) {
+    const bool is_lost = kConfig.has_nodes() ? row >= 0 && record == nullptr && !is_there(token_index, row)
+                                             : row >= 0 && !is_there(index, row);
     if (is_lost) b_.leave();
     if (__any_sync(0xffffffffu, is_lost || b_.has_failed())) return false;
     u32 loaded = __ballot_sync(0xffffffffu, row >= 0);  // whose rows come into slots
@@ -152,7 +163,10 @@ class CombineReduce {
       const Contributor& from = b_.s.contributor[b_.lane];
       source = !kConfig.has_partials() && from.is_pulled != 0
                    ? from.rows + static_cast<i64>(row) * kConfig.row_bytes()
-                   : b_.landing(b_.a.view.rank, b_.token_of(index), b_.lane).own();
+                   : b_.landing(kConfig.has_nodes() ? owner : b_.a.view.rank,
+                                b_.token_of(kConfig.has_nodes() ? token_index : index), b_.lane)
+                         .own();
+      if constexpr (kConfig.has_nodes()) source = record != nullptr ? record : source;
     }
     for (i32 part = 0; part < kConfig.num_parts(); ++part) {
       if (!writer.reserve(count)) {
@@ -279,9 +293,12 @@ class CombineReduce {
   // By code that knows how many there are: nothing is asked between loads and additions. With a bias one by one, which saves
   // registers.
   __device__ void add_item(const RingItem& item, const u8* own, i32 warp) const {
-    if constexpr (kHasDomains) return add_domains(item, own, warp);
+    const bool is_node_sum = kConfig.has_nodes() && item.index < 0;
+    if constexpr (kHasDomains) {
+      if (!is_node_sum) return add_domains(item, own, warp);
+    }
     const i32 count = num_rows(item);
-    if (b_.a.bias != nullptr) return add_rows<1, true>(item, own, warp);
+    if (b_.a.bias != nullptr && !is_node_sum) return add_rows<1, true>(item, own, warp);
     if (count <= 1) return add_rows<1>(item, own, warp);
     if (count == 2) return add_rows<2>(item, own, warp);
     if (count == 3) return add_rows<3>(item, own, warp);
@@ -295,6 +312,7 @@ class CombineReduce {
     const i32 elements = kConfig.part_elements(item.chunk);
     const i32 column = item.chunk * kConfig.part();
     u8* out = b_.a.out + b_.token_of(item.index) * static_cast<i64>(kConfig.row_bytes()) + column * Row::kBytes;
+    if constexpr (kConfig.has_nodes()) out = CombineNodes<kConfig>(b_).out_of(item) + column * Row::kBytes;
     const u8* rows[kAtOnce];
     find_rows(item, own, 0, rows);
     for (i32 first = warp * 32 * kVector; first < elements; first += kWarps * 32 * kVector) {

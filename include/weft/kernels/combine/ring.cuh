@@ -46,12 +46,7 @@ class RingWriter {
   __device__ bool reserve(i32 count) {
     while (num_items_ == kRingCells || num_used_ + count > RingType::kSlots) {
       if (!sync::wait_barrier(&r_.empty[oldest_], oldest_parity_)) return false;
-      num_used_ -= r_.item[oldest_].count;
-      --num_items_;
-      if (++oldest_ == kRingCells) {
-        oldest_ = 0;
-        oldest_parity_ ^= 1;
-      }
+      drop_oldest();
     }
     return true;
   }
@@ -91,7 +86,17 @@ class RingWriter {
     }
   }
 
- private:
+ protected:
+  // The oldest item has been read.
+  __device__ void drop_oldest() {
+    num_used_ -= r_.item[oldest_].count;
+    --num_items_;
+    if (++oldest_ == kRingCells) {
+      oldest_ = 0;
+      oldest_parity_ ^= 1;
+    }
+  }
+
   RingType& r_;
   const i32 lane_;
   i32 cell_ = 0, head_ = 0;

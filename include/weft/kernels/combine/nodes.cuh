@@ -1,0 +1,145 @@
+// Combine with nodes: the rings of a block, and what is said when an item has been added (docs/protocols/nodes.md). An item is a
+// token of this rank, or of a rank that this one forwards for: its sum is a record of the ring to that rank.
+#pragma once
+
+#include "weft/kernels/combine/block.cuh"
+
+namespace weft::kernels {
+
+template <CombineKernelConfig kConfig>
+class CombineNodes {
+ public:
+  using Block = CombineBlock<kConfig>;
+  static constexpr i32 kRanks = kConfig.num_ranks;
+  static constexpr i32 kNodes = kConfig.num_nodes();
+  static constexpr i32 kRecordBytes = (kConfig.row_bytes() + 15) / 16 * 16;
+
+  __device__ explicit CombineNodes(const Block& block) : b_(block), nodes_(block.nodes()) {}
+
+  // By all threads, before a barrier.
+  __device__ void init() const {
+    auto& s = b_.s;
+    const i32 thread = static_cast<i32>(threadIdx.x);
+    if (thread < kRanks) {
+      const bool is_active = nodes_.map.is_active(thread);
+      const i32 at = is_active ? nodes_.map.forwarder(thread, nodes_.node) : nodes_.rank;
+      s.land_at[thread] = at;
+      s.land_part[thread] = is_active && !nodes_.is_mate(thread) ? 1 + nodes_.nth_brought_by(at, thread) : 0;
+      s.first_put[thread] = nodes_.brings(thread) ? *nodes_.ring(thread).num_put() : 0;
+      s.next_index[thread] = s.num_dealt[thread] = s.num_done[thread] = 0;
+    }
+    if (thread < kNodes) {
+      const i32 forwarder = thread == nodes_.node ? -1 : nodes_.forwarder_in(thread);
+      s.forwarder[thread] = forwarder;
+      s.first_taken[thread] = forwarder >= 0 ? *nodes_.ring(forwarder).num_taken() : 0;
+      s.num_read[thread] = s.num_added[thread] = 0;
+    }
+  }
+
+  // ---- items whose index is negative
+
+  __device__ static i32 index_of(i32 source, i32 record) { return -1 - (source << kRecordBits | record); }
+  // Where the sum of an item goes.
+  __device__ u8* out_of(const RingItem& item) const {
+    if (item.index >= 0) return b_.a.out + b_.token_of(item.index) * static_cast<i64>(kConfig.row_bytes());
+    const i32 code = -1 - item.index, source = code >> kRecordBits, record = code & ((1 << kRecordBits) - 1);
+    return nodes_.ring(source).send_slot(chunk_to(source, record)) + record % chunk_rows() * kRecordBytes;
+  }
+
+  // ---- by the warp that loads
+
+  // Whether there is a place for the next record to a rank.
+  __device__ bool has_place(i32 source) const {
+    const i32 record = b_.s.num_dealt[source];
+    if (record % chunk_rows() != 0) return true;
+    const u64 num_slots = static_cast<u64>(nodes_.layout().num_slots);
+    return chunk_to(source, record) < nodes_.ring(source).credits() + num_slots;
+  }
+  // Whether the next record of a node is here.
+  __device__ bool has_record(i32 node) const {
+    const i32 record = b_.s.num_read[node];
+    if (record % chunk_rows() != 0) return true;
+    return nodes_.ring(b_.s.forwarder[node]).has_arrived(chunk_from(node, record));
+  }
+  __device__ const u8* next_record(i32 node) const {
+    const i32 record = b_.s.num_read[node];
+    return nodes_.ring(b_.s.forwarder[node]).receive_slot(chunk_from(node, record)) +
+           record % chunk_rows() * kRecordBytes;
+  }
+
+  // What there is to do when an item is done: of a token of another node's rank, or of this rank with records of these nodes.
+  __device__ static u32 done_of(i32 source) { return static_cast<u32>(source) + 1; }
+  __device__ static u32 done_own(u32 nodes) { return kIsOwn | nodes; }
+
+  // By one lane.
+  __device__ void tell(u32 done) const {
+    if (done == 0 || b_.has_failed()) return;
+    if ((done & kIsOwn) == 0) {
+      const i32 source = static_cast<i32>(done) - 1;
+      if (++b_.s.num_done[source] % chunk_rows() == 0) put(source);
+      return;
+    }
+    for (i32 node = 0; node < kNodes; ++node) {
+      if ((done >> node & 1u) != 0 && ++b_.s.num_added[node] % chunk_rows() == 0) take(node);
+    }
+  }
+  // By one lane: all records to the rank have been dealt out. Whether all are done.
+  __device__ bool finish(i32 source) const {
+    if (b_.s.num_done[source] != b_.s.num_dealt[source]) return false;
+    const i32 num_done = b_.s.num_done[source];
+    const bool is_put = *nodes_.ring(source).num_put() > chunk_to(source, num_done - 1);
+    if (num_done > 0 && !is_put && !b_.has_failed()) put(source);
+    return true;
+  }
+  // By one lane, at the end: the last chunks of nodes.
+  __device__ void finish_own() const {
+    for (i32 node = 0; node < kNodes; ++node) {
+      if (b_.s.num_added[node] % chunk_rows() != 0 && !b_.has_failed()) take(node);
+    }
+  }
+
+  // Who is named when nothing can go on: whose record is missing, else who gives no credit.
+  __device__ i32 late_peer(u32 missing_nodes) const {
+    for (i32 node = 0; node < kNodes; ++node) {
+      if ((missing_nodes >> node & 1u) != 0) return b_.s.forwarder[node];
+    }
+    for (i32 source = 0; source < kRanks; ++source) {
+      if (nodes_.brings(source) && b_.s.next_index[source] < b_.s.num_items[source]) return source;
+    }
+    return nodes_.rank;
+  }
+
+  __device__ const Nodes<kConfig>& nodes() const { return nodes_; }
+
+ private:
+  static constexpr u32 kIsOwn = 1u << 31;
+  static constexpr i32 kRecordBits = 24;
+  static_assert(kMaxGpuRanks <= 1 << (30 - kRecordBits) && kNodes < 31);
+
+  __device__ i32 chunk_rows() const { return nodes_.layout().chunk_rows; }
+  __device__ u64 chunk_to(i32 source, i32 record) const {
+    return b_.s.first_put[source] + static_cast<u64>(record / chunk_rows());
+  }
+  __device__ u64 chunk_from(i32 node, i32 record) const {
+    return b_.s.first_taken[node] + static_cast<u64>(record / chunk_rows());
+  }
+
+  // The chunk of the last record that is done. Its sums were written by other warps, and acquired from them.
+  __device__ void put(i32 source) const {
+    const i32 last = b_.s.num_done[source] - 1;
+    const auto ring = nodes_.ring(source);
+    ptx::fence_sys();
+    ring.put(chunk_to(source, last), static_cast<u32>((last % chunk_rows() + 1) * kRecordBytes));
+    *ring.num_put() = chunk_to(source, last) + 1;
+  }
+  __device__ void take(i32 node) const {
+    const auto ring = nodes_.ring(b_.s.forwarder[node]);
+    ++*ring.num_taken();
+    ring.give_credit();
+  }
+
+  const Block& b_;
+  const Nodes<kConfig> nodes_;
+};
+
+}  // namespace weft::kernels
