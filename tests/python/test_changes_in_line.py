@@ -10,6 +10,7 @@ import pytest
 from joining_cases import LONG_S, checked_step, make_ep, number_of
 from test_expert_maps import a_map, opened
 from test_proposed_maps import step
+from test_standby import until
 
 import weft
 
@@ -133,3 +134,23 @@ def _all_are_to_go(comm: weft.Communicator, together: bool) -> tuple[int, ...]:
 def test_a_change_that_others_have_narrowed_lets_no_rank_begin_alone(together: bool) -> None:
     """Ranks that come in learn where to begin from one that stays."""
     assert weft.spawn(_all_are_to_go, 4, (together,), device="cpu", max_ranks=4) == [(0, 1, 2, 3)] * 4
+
+
+def _is_outside_already(comm: weft.Communicator) -> tuple[int, ...]:
+    """Rank 2 is suspended, so no change removes it; it closes."""
+    comm.change(suspend=[2])
+    if comm.rank == 2:
+        assert comm.boundary(0.5) is None
+        comm.close()
+        return ()
+    for call in (comm.propose, comm.change):
+        with pytest.raises(weft.InvalidArgument, match="remove: rank 2; allowed are active ranks"):
+            call(remove=[2])
+    assert not comm.broken
+    until(lambda: comm.membership.standby == ())
+    assert comm.boundary(LONG_S) is None
+    return comm.membership.standby
+
+
+def test_a_suspended_rank_leaves_by_itself() -> None:
+    assert weft.spawn(_is_outside_already, 3, device="cpu", max_ranks=3) == [()] * 3
