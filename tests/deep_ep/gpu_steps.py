@@ -285,6 +285,15 @@ ASYNC: dict[str, Callable[[weft.Communicator, Shape], Step]] = {
 }
 
 
+def step_under_a_default_device(state: RankState, name: str) -> None:
+    """One on which nothing can be done, so that a tensor of a call without a device of its own is seen."""
+    step, given = STEPS[name](state.comm, USUAL), make(state.comm, 0)
+    places = on_device(state.comm, given)
+    with torch.device("meta"):
+        out = step(places)
+    out.check(given, state.rank)
+
+
 def random_steps(state: RankState, given: tuple[int, int]) -> None:
     """(seed, how many) steps of random shapes, equal on all ranks."""
     seed, count = given

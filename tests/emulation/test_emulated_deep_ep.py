@@ -11,7 +11,7 @@ import pytest
 import torch
 from case_table import pairs, run_case
 from emulated_gpu import EmulatedRanks
-from gpu_steps import NAMES, random_steps, run_step
+from gpu_steps import NAMES, STEPS, random_steps, run_step, step_under_a_default_device
 
 from pool import RankState
 from weft import deep_ep
@@ -107,3 +107,12 @@ def test_steps_of_gpus(monkeypatch: pytest.MonkeyPatch, name: str, num_ranks: in
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_random_shapes(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
     EmulatedRanks(monkeypatch).run(num_ranks, random_steps, [(num_ranks, 5)] * num_ranks)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_default_device_and_dtype(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        EmulatedRanks(monkeypatch).run(2, step_under_a_default_device, [name] * 2)
+    finally:
+        torch.set_default_dtype(torch.float32)
