@@ -42,8 +42,10 @@ class NodeCompiler:
 class Nodes:
     """What the host does for a runner's kernels with nodes."""
 
-    def __init__(self, compiler: Compiler, runner: Runner, node_ranks: int, mutant: Mutant | None) -> None:
-        self.runner, self.node_ranks = runner, node_ranks
+    def __init__(
+        self, compiler: Compiler, runner: Runner, node_ranks: int, mutant: Mutant | None, num_slots: int
+    ) -> None:
+        self.runner, self.node_ranks, self.num_slots = runner, node_ranks, num_slots
         self.world: World = runner.world
         self._forward_plans: dict[int, int] = {}
         self._rail = self._new_rail(compiler)
@@ -74,6 +76,7 @@ class Nodes:
             "max_tokens": shape.max_tokens,
             "max_row_bytes": row_bytes,
             "chunk_rows": CHUNK_ROWS,
+            "num_slots": self.num_slots,
         }
         num_bytes, digits = compiler.tell("rail_memory.cc", fields).split()
         rails = [memory.allocate(int(num_bytes)) for _ in range(shape.num_ranks)]
@@ -136,8 +139,10 @@ class Nodes:
         return dataclasses.replace(launch, fields=fields)
 
 
-def with_nodes(compiler: Compiler, case: Case | CombineCase, node_ranks: int, mutant: Mutant | None = None) -> Any:
+def with_nodes(
+    compiler: Compiler, case: Case | CombineCase, node_ranks: int, mutant: Mutant | None = None, *, num_slots: int = 4
+) -> Any:
     """A runner of a dispatch, or of combines behind it."""
     runner = Runner(compiler, case) if isinstance(case, Case) else CombineRunner(compiler, case)
-    Nodes(compiler, runner, node_ranks, mutant)
+    Nodes(compiler, runner, node_ranks, mutant, num_slots)
     return runner

@@ -18,7 +18,9 @@ int main(int, char** arguments) {
   fields.take("max_row_bytes", shape.max_row_bytes);
   weft::transport::BlockRail rail;
   rail.layout = weft::RailLayout::make(shape);
-  fields.take("chunk_rows", rail.layout.chunk_rows);  // fewer than fit
+  // Fewer than fit.
+  fields.take("chunk_rows", rail.layout.chunk_rows);
+  fields.take("num_slots", rail.layout.num_slots);
   if (!rail.layout.ok) return 1;
   printf("%zu ", static_cast<size_t>(rail.num_bytes(shape.num_lanes)));
   const auto* bytes = reinterpret_cast<const unsigned char*>(&rail);

@@ -92,6 +92,16 @@ MUTANTS = (
     (Mutant("a chunk is put before its sums are written", LOAD, WHEN_DONE, EARLY.format("done_ >> 31 != 0")), PULLED),
     (
         Mutant(
+            "a credit is given before the sums are added",
+            NODES,
+            "return nodes_.ring(b_.s.forwarder[node]).has_arrived(chunk_from(node, record));",
+            "const bool is_here = nodes_.ring(b_.s.forwarder[node]).has_arrived(chunk_from(node, record));"
+            " if (is_here) take(node); return is_here;",
+        ),
+        PULLED,
+    ),
+    (
+        Mutant(
             "the last chunk of a call is not put",
             NODES,
             "if (num_done > 0 && !is_put && !b_.has_failed()) put(source);",
@@ -163,7 +173,8 @@ def test_mistakes_are_found(compiler: Compiler, mutant: Mutant, case: CombineCas
     """An emulation that finds none of these proves nothing."""
 
     def run(seed: int) -> list[str]:
-        found: list[str] = with_nodes(compiler, reseeded(case, case.dispatch.seed + 2 * seed), 2, mutant).run()
+        again = reseeded(case, case.dispatch.seed + 2 * seed)
+        found: list[str] = with_nodes(compiler, again, 2, mutant, num_slots=2).run()
         return found
 
     assert is_found(run)

@@ -1,0 +1,37 @@
+"""Guards against kernels with nodes that NVRTC refuses, or that spill: no engine renders them yet."""
+
+import pytest
+import sass
+
+from weft.kernels import prebuild
+from weft.kernels.prebuild import KernelShape
+
+DIRECT = (".route = static_cast<weft::Route>(0)", ".node_ranks = 0")
+OF_NODES = (".route = static_cast<weft::Route>(2)", ".node_ranks = 2")
+NAMES = ("dispatch rank_major, plain, int64 ids", "combine rank_major from the heap, domains of 2")
+
+
+def source_of(name: str) -> str:
+    """Of four ranks in two nodes."""
+    shape = KernelShape(sum_domain=2 if name.startswith("combine") else 0)
+    source = dict(prebuild.kernels(shape, prebuild.ARCHITECTURES["sm_90"]))[name]
+    for old, new in zip(DIRECT, OF_NODES, strict=True):
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    return source.replace(".reduce_rings = 2", ".reduce_rings = 1")
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.long
+def test_kernels_with_nodes_compile_without_spills(arch: str) -> None:
+    """And move rows in bulk."""
+    kernels = sass.compiled_kernels([source_of(name) for name in NAMES], arch)
+    for name, kernel in zip(NAMES, kernels, strict=True):
+        found = sass.problems(
+            kernel,
+            loads_in_bulk=True,
+            stores_in_bulk="combine" not in name,
+            adds_exact_products=False,
+            lets_next_begin=False,
+        )
+        assert found == [], name
