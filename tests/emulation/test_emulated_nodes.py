@@ -24,6 +24,10 @@ CASES = {
     ),
     "2 x 2, no room in the heap of some": (2, dataclasses.replace(TWO, staged_ranks=(1, 2), num_rounds=2, seed=2)),
     "2 x 2, made FP8": (2, dataclasses.replace(TWO, rows="fp8", hidden=400, num_rounds=2, seed=7)),
+    "2 x 2, bytes and scales": (
+        2,
+        dataclasses.replace(TWO, rows="bytes", hidden=160, scale_bytes=48, num_rounds=2, seed=8),
+    ),
     "4 x 2": (
         2,
         Case(

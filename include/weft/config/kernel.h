@@ -55,7 +55,9 @@ struct DispatchKernelConfig {
   WEFT_HD constexpr i32 wire_row_bytes() const { return is_quantized() ? hidden : row_bytes; }
   // A row as it comes in, or as it goes out: quantised in place, with its scales behind the wider of the two.
   WEFT_HD constexpr i32 scales_at() const { return (row_bytes + 15) / 16 * 16; }
-  WEFT_HD constexpr i32 staged_scale_bytes() const { return is_by_expert() || is_quantized() ? scale_row_bytes : 0; }
+  WEFT_HD constexpr i32 staged_scale_bytes() const {
+    return is_by_expert() || is_quantized() || has_nodes() ? scale_row_bytes : 0;
+  }
   WEFT_HD constexpr i32 stage_bytes() const { return (scales_at() + staged_scale_bytes() + 127) / 128 * 128; }
   // Picks that a block counts at most; the blocks of a rank tell each other by progress words, with 1 added.
   WEFT_HD constexpr i64 most_counted() const {

@@ -26,6 +26,7 @@ class Dispatch {
   static constexpr i32 kFirstOther = kFirstQuantizer + kConfig.num_quantize_warps;
   static_assert(kConfig.num_stages % kStoreWarps == 0);
   static_assert(!kConfig.has_nodes() || (!kConfig.is_by_expert() && !kConfig.is_cached), "docs/protocols/nodes.md");
+  static_assert(!kConfig.has_nodes() || kConfig.is_quantized() || kConfig.scale_row_bytes % 16 == 0);
   static_assert(kConfig.num_stages % (kConfig.is_quantized() ? kConfig.num_quantize_warps : 1) == 0);
 
   __device__ explicit Dispatch(const DispatchState<kConfig>& state)
