@@ -196,7 +196,8 @@ class Replacing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        return Wrapped(made) if func is torch.ops.aten.new_empty.default else made
+        is_new = func in (torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default)
+        return Wrapped(made) if is_new else made
 
 
 def test_dispatch_modes(ep: weft.ExpertParallel) -> None:
