@@ -93,19 +93,19 @@ class KnownCalls {
   // tensor, tuple of addresses (0 for None); None: no call that is known, or tensors that the engine can't read as they lie.
   nb::object find(const nb::tuple& values, nb::handle kind, nb::handle origin, nb::handle lead,
                   const nb::tuple& tensors) const {
-    for (auto call = calls_.rbegin(); call != calls_.rend(); ++call) {
-      if (call->kind.ptr() != kind.ptr() || call->origin.ptr() != origin.ptr() || !are_same(values, call->values))
-        continue;
-      nb::object found = seen(*call, lead, tensors);
-      if (!found.is_none()) return found;
-    }
-    return nb::none();
+    Sight sight;
+    if (!see(tensors, sight)) return nb::none();
+    const KnownCall* call = known(values, kind, origin, lead, sight);
+    return call == nullptr ? nb::none() : as_found(call->plan, sight);
   }
 
-  // Nothing happens for tensors that find() would not take.
+  // Nothing happens for tensors that find() would not take. Their types are torch's own.
   void learn(const nb::tuple& values, nb::handle kind, nb::handle origin, nb::handle lead, std::optional<i64> most_rows,
              const nb::tuple& tensors, nb::handle plan) {
-    if (api_ == nullptr || !find(values, kind, origin, lead, tensors).is_none()) return;
+    if (api_ == nullptr) return;
+    for (const nb::handle each : tensors) {
+      if (!each.is_none() && !has_type(each)) types_.push_back(nb::borrow(each.type()));
+    }
     KnownCall call;
     call.values = values;
     call.kind = nb::borrow(kind);
@@ -113,56 +113,83 @@ class KnownCalls {
     call.most_rows = most_rows;
     call.num_lead = lead.is_none() ? 1 : nb::len(lead);
     call.plan = nb::borrow(plan);
-    for (const nb::handle each : tensors) {
+    Sight sight;
+    if (!see(tensors, sight) || known(values, kind, origin, lead, sight) != nullptr) return;
+    for (size_t idx = 0; idx < sight.num; ++idx) {
       Look look;
-      if (!each.is_none()) {
-        nb::dlpack::dltensor tensor{};
-        if (!look_at(each, tensor) || static_cast<size_t>(tensor.ndim) < call.num_lead) return;
-        look.type = nb::borrow(each.type());
+      if (const PyObject* type = sight.types[idx]; type != nullptr) {
+        const nb::dlpack::dltensor& tensor = sight.tensors[idx];
+        if (static_cast<size_t>(tensor.ndim) < call.num_lead) return;
+        look.type = nb::borrow(nb::handle(type));
         look.dtype = tensor.dtype;
         look.device = tensor.device;
         look.columns.assign(tensor.shape + call.num_lead, tensor.shape + tensor.ndim);
       }
       call.looks.push_back(std::move(look));
     }
-    if (seen(call, lead, tensors).is_none()) return;
-    if (calls_.size() >= kMostCalls) calls_.erase(calls_.begin());
+    if (!looks_like(call, lead, sight)) return;
+    KnownCall oldest;  // goes when the list is whole again: what ends with it may run Python code
+    if (calls_.size() >= kMostCalls) {
+      oldest = std::move(calls_.front());
+      calls_.erase(calls_.begin());
+    }
     calls_.push_back(std::move(call));
   }
 
  private:
   static constexpr size_t kMostTensors = 4;
 
-  bool look_at(nb::handle tensor, nb::dlpack::dltensor& out) const {
-    if (api_->look_at(tensor.ptr(), &out) == 0) return true;
-    PyErr_Clear();  // it has no plain memory
-    return false;
+  // What is seen of the tensors of a call. Python code that runs may change them, so nothing runs while it is in use.
+  struct Sight {
+    std::array<const PyObject*, kMostTensors> types{};  // null: there was None
+    std::array<nb::dlpack::dltensor, kMostTensors> tensors{};
+    size_t num = 0;
+  };
+
+  bool has_type(nb::handle tensor) const {
+    return std::any_of(types_.begin(), types_.end(),
+                       [&](const auto& each) { return each.ptr() == tensor.type().ptr(); });
   }
 
-  nb::object seen(const KnownCall& call, nb::handle lead, const nb::tuple& tensors) const {
-    if (tensors.size() != call.looks.size() || tensors.size() > kMostTensors) return nb::none();
-    if (lead.is_none() != call.most_rows.has_value()) return nb::none();
-    std::array<u64, kMostTensors> places{};
-    i64 rows = -1;
-    for (size_t idx = 0; idx < tensors.size(); ++idx) {
-      const nb::handle each = tensors[idx];
-      const Look& look = call.looks[idx];
-      if (!look.type.is_valid() || each.is_none()) {
-        if (look.type.is_valid() || !each.is_none()) return nb::none();
-        continue;
-      }
-      nb::dlpack::dltensor tensor{};
-      if (each.type().ptr() != look.type.ptr() || !look_at(each, tensor) || !fits(look, call.num_lead, tensor)) {
-        return nb::none();
-      }
-      if (idx == 0) rows = tensor.shape[0];
-      if (lead.is_none() ? tensor.shape[0] != rows || rows > *call.most_rows : !has_lead(call, tensor, lead))
-        return nb::none();
-      if (!is_plain(each)) return nb::none();
-      places[idx] = reinterpret_cast<u64>(tensor.data) + tensor.byte_offset;
-      if (places[idx] == 0 || places[idx] % alignment_ != 0) return nb::none();
+  // False: one of them is not plain, or can't be read as it lies.
+  bool see(const nb::tuple& tensors, Sight& sight) const {
+    if (api_ == nullptr || tensors.size() > kMostTensors) return false;
+    for (const nb::handle each : tensors) {
+      if (!each.is_none() && !(has_type(each) && is_plain(each))) return false;
     }
-    return as_found(call.plan, rows, places, tensors.size());
+    for (const nb::handle each : tensors) {
+      const size_t idx = sight.num++;
+      if (each.is_none()) continue;
+      nb::dlpack::dltensor& tensor = sight.tensors[idx];
+      if (api_->look_at(each.ptr(), &tensor) != 0) return PyErr_Clear(), false;  // it has no plain memory
+      sight.types[idx] = each.type().ptr();
+      if (place_of(tensor) == 0 || place_of(tensor) % alignment_ != 0 || !is_dense(tensor)) return false;
+    }
+    return true;
+  }
+
+  const KnownCall* known(const nb::tuple& values, nb::handle kind, nb::handle origin, nb::handle lead,
+                         const Sight& sight) const {
+    const auto found = std::find_if(calls_.rbegin(), calls_.rend(), [&](const KnownCall& call) {
+      return call.kind.ptr() == kind.ptr() && call.origin.ptr() == origin.ptr() && are_same(values, call.values) &&
+             looks_like(call, lead, sight);
+    });
+    return found == calls_.rend() ? nullptr : &*found;
+  }
+
+  static bool looks_like(const KnownCall& call, nb::handle lead, const Sight& sight) {
+    if (sight.num != call.looks.size() || lead.is_none() != call.most_rows.has_value()) return false;
+    for (size_t idx = 0; idx < sight.num; ++idx) {
+      const Look& look = call.looks[idx];
+      if (sight.types[idx] != look.type.ptr()) return false;
+      if (sight.types[idx] == nullptr) continue;
+      const nb::dlpack::dltensor& tensor = sight.tensors[idx];
+      if (!fits(look, call.num_lead, tensor)) return false;
+      const bool has_rows = sight.types[0] != nullptr && tensor.shape[0] == sight.tensors[0].shape[0] &&
+                            tensor.shape[0] <= call.most_rows.value_or(0);
+      if (lead.is_none() ? !has_rows : !has_lead(call, tensor, lead)) return false;
+    }
+    return true;
   }
 
   static bool fits(const Look& look, size_t num_lead, const nb::dlpack::dltensor& tensor) {
@@ -172,7 +199,7 @@ class KnownCalls {
     const bool is_there =
         tensor.device.device_type == look.device.device_type && tensor.device.device_id == look.device.device_id;
     if (!is_kind || !is_there || static_cast<size_t>(tensor.ndim) != num_lead + look.columns.size()) return false;
-    return std::equal(look.columns.begin(), look.columns.end(), tensor.shape + num_lead) && is_dense(tensor);
+    return std::equal(look.columns.begin(), look.columns.end(), tensor.shape + num_lead);
   }
 
   static bool has_lead(const KnownCall& call, const nb::dlpack::dltensor& tensor, nb::handle lead) {
@@ -196,20 +223,29 @@ class KnownCalls {
            is_false(PyObject_CallMethodObjArgs(tensor.ptr(), is_neg_.ptr(), nullptr));
   }
 
-  static nb::object as_found(const nb::object& plan, i64 rows, const std::array<u64, kMostTensors>& places,
-                             size_t num) {
-    nb::object all = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(num)));
-    if (!all.is_valid()) throw nb::python_error();
-    for (size_t idx = 0; idx < num; ++idx) {
-      PyTuple_SetItem(all.ptr(), static_cast<Py_ssize_t>(idx), PyLong_FromUnsignedLongLong(places[idx]));
+  static u64 place_of(const nb::dlpack::dltensor& tensor) {
+    return reinterpret_cast<u64>(tensor.data) + tensor.byte_offset;
+  }
+
+  static nb::object as_found(nb::object plan, const Sight& sight) {
+    const i64 rows = sight.types[0] == nullptr ? -1 : sight.tensors[0].shape[0];
+    std::array<u64, kMostTensors> places{};
+    for (size_t idx = 0; idx < sight.num; ++idx) {
+      if (sight.types[idx] != nullptr) places[idx] = place_of(sight.tensors[idx]);
     }
-    return nb::make_tuple(plan, rows, all);
+    nb::object made = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(sight.num)));
+    if (!made.is_valid()) throw nb::python_error();
+    for (size_t idx = 0; idx < sight.num; ++idx) {
+      PyTuple_SetItem(made.ptr(), static_cast<Py_ssize_t>(idx), PyLong_FromUnsignedLongLong(places[idx]));
+    }
+    return nb::make_tuple(std::move(plan), rows, made);
   }
 
   const ExchangeApi* api_;  // null: this torch has none, and no call is known
   u64 alignment_;
   nb::object requires_grad_, is_neg_;
   std::vector<KnownCall> calls_;
+  std::vector<nb::object> types_;  // of tensors that were learnt: no other object is looked at
 };
 
 }  // namespace

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from typing import Any
 
 import emulated_gpu
@@ -188,3 +190,32 @@ def call_again_and_again(state: RankState, case: int) -> None:
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_later_calls_are_known(pool: Any, case: int) -> None:
     pool.run(2, call_again_and_again, [case] * 2)
+
+
+def test_threads_find_their_own_calls() -> None:
+    """Others learn meanwhile, so that calls are forgotten."""
+    calls, x, newest, is_over = _load.native().KnownCalls(EXCHANGE_API, ALIGNMENT), rows(), [0], threading.Event()
+    wrong: list[tuple[int, int]] = []
+
+    def find() -> None:
+        while not is_over.is_set():
+            for value in range(newest[0] - 15, newest[0] + 1):
+                found = calls.find((value,), KIND, ORIGIN, None, (x, x, x, x))
+                if found is not None and found[0] != str(value):
+                    wrong.append((value, found[0]))
+
+    threads = [threading.Thread(target=find) for _ in range(2)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for value in range(60_000):
+            calls.learn((value,), KIND, ORIGIN, None, 8, (x, x, x, x), str(value))
+            newest[0] = value
+    finally:
+        sys.setswitchinterval(before)
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
