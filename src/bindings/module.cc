@@ -108,7 +108,7 @@ std::shared_ptr<Communicator> connect(int rank, const std::vector<nb::bytes>& en
                                       const nb::bytes& secret, int max_ranks) {
   std::vector<Endpoint> parsed;
   for (size_t idx = 0; idx < endpoints.size(); ++idx) {
-    parsed.push_back(parse_endpoint(to_bytes(endpoints[idx]), "endpoints[" + std::to_string(idx) + "]"));
+    parsed.push_back(parse_endpoint(to_bytes(endpoints[idx]), "the endpoint of rank " + std::to_string(idx)));
   }
   const Across across{std::move(decider), to_bytes(secret)};
   const ReleasedGil release;

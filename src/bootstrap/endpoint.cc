@@ -96,8 +96,9 @@ Endpoint parse_endpoint(std::span<const std::byte> bytes, const std::string& wha
   std::memcpy(&endpoint, bytes.data(), kEndpointBytes);
   if (endpoint.magic != kEndpointMagic) throw_invalid_argument(what + " is no endpoint of Weft (wrong magic number)");
   if (endpoint.version != kEndpointVersion) {
-    throw_invalid_argument(what + " is of version " + std::to_string(endpoint.version) + ", this Weft speaks version " +
-                           std::to_string(kEndpointVersion) + "; all ranks need the same Weft");
+    throw_unsupported(what + " is of version " + std::to_string(endpoint.version) + ", those of this Weft (" +
+                      version_text(this_build()) + ") of version " + std::to_string(kEndpointVersion) +
+                      "; all ranks need the same Weft");
   }
   if (endpoint.name_bytes == 0 || endpoint.name_bytes > endpoint.name.size() || endpoint.pid <= 0) {
     throw_invalid_argument(what + " is damaged (name of " + std::to_string(endpoint.name_bytes) + " bytes, pid " +

@@ -45,7 +45,8 @@ struct Endpoint {
 };
 static_assert(sizeof(Endpoint) == kEndpointBytes && std::is_trivially_copyable_v<Endpoint>);
 
-// Error kInvalidArgument if the bytes are no endpoint of this version; `what` names them in the text ("endpoints[2]").
+// Errors: kInvalidArgument if the bytes are no endpoint, kUnsupported if they are one of another version; `what` names them in the
+// text ("the endpoint of rank 2").
 Endpoint parse_endpoint(std::span<const std::byte> bytes, const std::string& what);
 
 // Start time of a live process (field 22 of /proc/PID/stat), 0 if there is no such process.

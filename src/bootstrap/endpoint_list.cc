@@ -32,6 +32,14 @@ void check_same_build(const Endpoint& first, int peer, const Endpoint& other) {
   }
 }
 
+// Of all before anything else, so that every rank names the same one, wherever the ranks are.
+void check_versions(const std::vector<Endpoint>& endpoints) {
+  for (int peer = 0; const Endpoint& each : endpoints) {
+    parse_endpoint(std::as_bytes(std::span<const Endpoint, 1>(&each, 1)), "the endpoint of " + name_of(peer++));
+  }
+  for (int peer = 0; const Endpoint& each : endpoints) check_same_build(endpoints.front(), peer++, each);
+}
+
 }  // namespace
 
 const char* share_processes_text() noexcept { return kShareProcesses; }
@@ -63,12 +71,10 @@ void check_endpoints(int rank, const std::vector<Endpoint>& endpoints, const End
   if (rank < 0 || rank >= num_ranks) {
     throw_invalid_argument("rank is " + std::to_string(rank) + "; allowed: 0.." + std::to_string(num_ranks - 1));
   }
+  check_versions(endpoints);
   const bool is_one_machine = on_one_machine(endpoints);
   for (int peer = 0; peer < num_ranks; ++peer) {
     const Endpoint& other = endpoints[static_cast<size_t>(peer)];
-    const std::string what = "endpoints[" + std::to_string(peer) + "]";
-    parse_endpoint(std::as_bytes(std::span<const Endpoint, 1>(&other, 1)), what);
-    check_same_build(endpoints.front(), peer, other);
     if (!on_one_machine(other, own) && !may_span) {
       throw_unsupported(apart_text(rank, own, peer, other) +
                         ". Ranks of several machines meet by from_env() or from_process_group() alone");
@@ -81,7 +87,8 @@ void check_endpoints(int rank, const std::vector<Endpoint>& endpoints, const End
     for (int before = 0; before < peer; ++before) {
       const Endpoint& earlier = endpoints[static_cast<size_t>(before)];
       if (earlier.name == other.name) {
-        throw_invalid_argument(what + " is the same as endpoints[" + std::to_string(before) + "]");
+        throw_invalid_argument("endpoints[" + std::to_string(peer) + "] is the same as endpoints[" +
+                               std::to_string(before) + "]");
       }
       // Of every machine, so that no rank waits for one that this keeps from connecting.
       if (earlier.uid != other.uid && on_one_machine(earlier, other)) {

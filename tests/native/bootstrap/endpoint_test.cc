@@ -42,8 +42,6 @@ TEST(users_that_differ_on_one_machine_are_refused_everywhere) {
   }
 }
 
-int main(int argc, char** argv) { return run_tests(argc, argv); }
-
 // Guards against founders that read each other's memory by different layouts.
 TEST(endpoints_of_another_build_are_refused) {
   const Listener first;
@@ -73,3 +71,35 @@ TEST(endpoints_of_another_build_are_refused) {
     }
   }
 }
+
+// Every rank names the same one, whatever else is in the way: here a rank on another machine, where none may be.
+TEST(founders_of_an_older_endpoint_are_named_with_both_versions) {
+  const Listener first;
+  const Listener second;
+  const Listener third;
+  Endpoint elsewhere = second.endpoint();
+  elsewhere.boot_id[3] ^= 1;
+  Endpoint older = third.endpoint();
+  older.version = kEndpointVersion - 1;
+  Endpoint other_build = third.endpoint();
+  other_build.weft_version = {'9', '.', '9'};
+  const auto text = [&](int rank, std::vector<Endpoint> endpoints) {
+    const Endpoint& own = rank == 0 ? first.endpoint() : elsewhere;
+    try {
+      check_endpoints(rank, endpoints, own);
+    } catch (const Error& error) {
+      CHECK_EQ(error.code, ErrorCode::kUnsupported);
+      return error.text;
+    }
+    return std::string();
+  };
+  const auto version = [](u32 number) { return " of version " + std::to_string(number); };
+  for (const int rank : {0, 1}) {
+    CHECK_EQ(text(rank, {first.endpoint(), elsewhere, older}),
+             "the endpoint of rank 2 is" + version(kEndpointVersion - 1) + ", those of this Weft (" +
+                 version_text(this_build()) + ")" + version(kEndpointVersion) + "; all ranks need the same Weft");
+    CHECK_EQ(text(rank, {first.endpoint(), elsewhere, other_build}).find("rank 2 is Weft 9.9"), 0u);
+  }
+}
+
+int main(int argc, char** argv) { return run_tests(argc, argv); }

@@ -162,8 +162,8 @@ TEST(endpoints_are_checked) {
   bad.magic ^= 1;
   CHECK_ERROR(kInvalidArgument, {}, parse(bad));
   bad = good;
-  bad.version = 1;
-  CHECK_ERROR(kInvalidArgument, {}, parse(bad));
+  bad.version = kEndpointVersion - 1;
+  CHECK_ERROR(kUnsupported, {}, parse(bad));
   bad = good;
   bad.name_bytes = 41;
   CHECK_ERROR(kInvalidArgument, {}, parse(bad));
