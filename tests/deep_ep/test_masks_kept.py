@@ -45,11 +45,13 @@ def test_masks_end_with_their_buffer() -> None:
 
 def _left_open(comm: weft.Communicator, how: str) -> None:
     buffer = _made(comm)
-    if how == "destroyed":
+    if how in ("destroyed", "dropped"):
         other = _made(comm)
         Step(other, 0, 3).check_dispatch(other.low_latency_dispatch(**Step(other, 0, 3).dispatch_arguments()))
         run(buffer, 0, 3)
-        other.destroy()
+        if how == "destroyed":
+            other.destroy()
+        del other
     else:
         open_one = Step(buffer, 0, 3, top_k=2 if how == "another shape" else 3)
         open_one.check_dispatch(buffer.low_latency_dispatch(**open_one.dispatch_arguments()))
@@ -60,7 +62,7 @@ def _left_open(comm: weft.Communicator, how: str) -> None:
     buffer.destroy()
 
 
-@pytest.mark.parametrize("how", ["one shape", "another shape", "destroyed"])
+@pytest.mark.parametrize("how", ["one shape", "another shape", "destroyed", "dropped"])
 def test_a_dispatch_that_nobody_combines_does_not_keep_masks_away(how: str) -> None:
     weft.spawn(_left_open, 3, (how,), device="cpu", max_ranks=3)
 
@@ -110,22 +112,48 @@ def test_a_second_combine_along_a_handle_after_a_loss() -> None:
     assert [each for each in seen if each is True] == [True] * 3, seen
 
 
+def _fail_next_dispatch(buffer: Any) -> None:
+    """Of this rank: it notices in the dispatch, which the others have ended, that rank 2 is dead."""
+    ep = next(iter(buffer._layers._newest.values()))
+    real = ep.dispatch
+
+    def late(*args: Any, **named: Any) -> Any:
+        ep.dispatch = real
+        real(*args, **named)
+        while not buffer.comm.broken:
+            time.sleep(0.001)
+        raise weft.PeerLost((2,))
+
+    ep.dispatch = late
+
+
+def _ends_before_a_loss(comm: weft.Communicator) -> bool:
+    buffer, other = _made(comm), _made(comm)
+    run(buffer, 0, R)
+    if comm.rank == 1:
+        _fail_next_dispatch(other)
+    step = Step(other, 1, R)
+    step.check_dispatch(other.low_latency_dispatch(**step.dispatch_arguments()))
+    if comm.rank == 2:
+        _kill()
+    step.buffer = buffer
+    del other
+    run(buffer, 2, R)
+    _check_end(buffer, (0, 1, 3))
+    return True
+
+
+def test_a_buffer_that_has_ended_before_a_loss() -> None:
+    """Its last dispatch is made again on the ranks where it is gone, too."""
+    seen = _spawn(_ends_before_a_loss)
+    assert [each for each in seen if each is True] == [True] * 3, seen
+
+
 def _counts_waits(comm: weft.Communicator) -> bool:
-    """Rank 1 notices in the dispatch, which the others have ended, that rank 2 is dead."""
     buffer = _made(comm)
     run(buffer, 0, R)
     if comm.rank == 1:
-        ep = next(iter(buffer._layers._newest.values()))
-        real = ep.dispatch
-
-        def late(*args: Any, **named: Any) -> Any:
-            ep.dispatch = real  # type: ignore[method-assign]
-            real(*args, **named)
-            while not comm.broken:
-                time.sleep(0.001)
-            raise weft.PeerLost((2,))
-
-        ep.dispatch = late  # type: ignore[method-assign]
+        _fail_next_dispatch(buffer)
     each = Round(buffer, 1)
     stats = torch.zeros(R, dtype=torch.int64, device="cpu")
     arguments = each.step.dispatch_arguments()

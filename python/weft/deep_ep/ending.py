@@ -42,10 +42,13 @@ class Ending:
             return
         self._layers.close()  # refused inside a call of another thread: nothing is lost, and destroy may come again
         self._destroyed = True
-        if self._ranks.masks is not None:
-            self._ranks.masks.journal.forget(self)
+        self._forget_calls()
         self.runtime = None
         self._ranks.release()
+
+    def _forget_calls(self) -> None:
+        if self._ranks.masks is not None:
+            self._ranks.masks.journal.forget(self)
 
     def _check_alive(self, what: str) -> None:
         if self._destroyed:
@@ -55,5 +58,6 @@ class Ending:
         if self._destroyed or sys.is_finalizing():
             return
         self._destroyed = True
+        self._forget_calls()
         self._layers.end()
         self._ranks.release()

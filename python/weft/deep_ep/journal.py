@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["Journal", "Windows"]
 
 Windows = tuple[Callable[[], bool], Callable[[], object]]  # of a call: whether they are there, and what forgets them
-_KEPT = 2  # dispatches of a buffer: whose results lie in its two windows
+_KEPT = 2  # dispatches of a buffer that are waited for
 
 
 class Journal:
@@ -36,11 +36,14 @@ class Journal:
     def begin_dispatch(self, buffer: Any) -> None:
         """Before anything of it can fail: nobody combines the dispatch before the last one of this buffer any more."""
         least = buffer._num_dispatches - _KEPT + 1
-        self.open = [each for each in self.open if each.owner() is not buffer or each.number >= least]
+        self.open = [each for each in self._owned() if each.owner() is not buffer or each.number >= least]
 
     def forget(self, buffer: Any) -> None:
-        """It ends, by its user's will: on all ranks between the same two calls."""
-        self.open = [each for each in self.open if each.owner() is not buffer]
+        """It ends, by its user's will or with its last reference: on all ranks between the same two calls."""
+        self.open = [each for each in self._owned() if each.owner() is not buffer]
+
+    def _owned(self) -> list[Any]:
+        return [each for each in self.open if each.owner() is not None]
 
     def has_lost(self, handle: Any) -> bool:
         """Whether a dispatch has to be made again for a further combine. Alike on all ranks."""

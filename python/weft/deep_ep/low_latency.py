@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -119,22 +118,19 @@ class LowLatency(BufferBase):
         late: list[Callable[[], object]] = []
         known = self._of_low_latency(shape, max_tokens) if self._masks is None else None
 
-        owner = weakref.ref(self)  # what is kept so that it can be sent again does not keep the buffer
+        layers = self._layers  # what is kept so that it can be sent again does not keep the buffer, and may outlive it
 
         def send(
             ep: ExpertParallel, data: Tensor, picks: Tensor, weights: Tensor | None, row: Tensor | None
         ) -> Dispatched:
-            buffer = owner()
-            if buffer is None:
-                raise InvalidState("low_latency_dispatch: the buffer is gone")
-            window = buffer._layers.next_window(shape)
+            window = layers.next_window(shape)
             with counting_waits(ep, window, row):
                 r = ep.dispatch(
                     data, picks, weights, layout="masked", capacity=num_sources * max_tokens,
                     max_tokens=max_tokens, quantize=quantize, scale_layout="column_major" if use_fp8 else "row_major",
                     staged=is_staged, window=window,
                 )  # fmt: skip
-            buffer._layers.note_window(shape, window)
+            layers.note_window(shape, window)
             return r
 
         def call() -> tuple[ExpertParallel, Dispatched]:
