@@ -47,7 +47,7 @@ struct DispatchNodeShared<kConfig, true> {
   i32 num_done[kRanks];
   i32 next_token[kRanks];
   u32 num_placed[kRanks];
-  i32 start_of[kRanks][kConfig.node_ranks];  // rank_major: its first row on each mate
+  i32 start_of[kRanks + 1][kConfig.node_ranks];  // rank_major: its first row on each mate; at last all rows
 };
 
 template <DispatchKernelConfig kConfig>

@@ -191,6 +191,7 @@ class DispatchCount : public DispatchIds<kConfig> {
       if constexpr (kConfig.has_nodes()) s.start_of[source][to - this->nodes().first] = sum;
       sum += rows[source];
     }
+    if constexpr (kConfig.has_nodes()) s.start_of[kRanks][to - this->nodes().first] = sum;
     s.needed[to] = a.capacity >= 0 ? a.capacity : sum;
     if (to == rank()) s.own_rows = sum;
   }

@@ -53,7 +53,7 @@ class DispatchForwardPlan : public DispatchNodes<kConfig> {
         const i32 there = next[idx] + __popc(goers & ptx::lanes_below()), to = nodes_.first + idx;
         next[idx] += __popc(goers);
         if (token < begin || token >= end || idx >= nodes_.size) continue;
-        const bool is_kept = (mates >> idx & 1u) != 0 && there < s.limit[to];
+        const bool is_kept = (mates >> idx & 1u) != 0 && there < min(s.limit[to], s.start_of[source + 1][idx]);
         plan.row(nth, token)[idx] = is_kept ? there : has_come ? kForwardNoRow : kNoForward;
         if (!flight.is_active(to)) continue;
         const i64 entry = (i64{source} - rank()) * a.view.layout.max_tokens + token;
@@ -63,6 +63,17 @@ class DispatchForwardPlan : public DispatchNodes<kConfig> {
       __syncwarp();
       if (lane == 0) ptx::st_release_cta(&s.num_placed[source], static_cast<u32>(min(group * 32 + 32, end) - begin));
     }
+    if (this->block() == kConfig.num_blocks - 1) check_rows(source, next);
+  }
+
+  // By the planner of the last tokens. R19: the message must have as many rows for each mate as its counts say.
+  __device__ void check_rows(i32 source, const i32 (&next)[kNodeRanks]) {
+    bool is_right = true;
+#pragma unroll
+    for (i32 idx = 0; idx < kNodeRanks; ++idx) {
+      is_right = is_right && (idx >= nodes_.size || next[idx] == s.start_of[source + 1][idx]);
+    }
+    if (!is_right) this->fail(transport::ErrorCause::kBadPeerWord, Phase::kSend, source);
   }
 
   // Which mates a row goes to, by index.

@@ -70,7 +70,7 @@ class DispatchNodes : public DispatchState<kConfig> {
         is_left = true;
         if (!has_row(from)) continue;
         source = from;
-        found = kArrivedRow;
+        if (find_token(from)) found = kArrivedRow;
         return true;
       }
       if (token < end && node_without_place(token) < 0) {
@@ -97,7 +97,7 @@ class DispatchNodes : public DispatchState<kConfig> {
     const u8* from = record_from(source, record);
     s.source[idx] = source;
     s.record[idx][0] = record;
-    s.source_token[idx] = next_token(source);
+    s.source_token[idx] = s.next_token[source] - 1;
     constexpr i32 kScalesHere = (kScaleBytes + 15) / 16 * 16;
     ptx::fence_proxy_async_global();  // what another's network has written is loaded in bulk
     ptx::mbarrier_arrive_expect(&s.full[idx], kRowBytes + kScalesHere);
@@ -269,14 +269,20 @@ class DispatchNodes : public DispatchState<kConfig> {
     return node >= 0 ? s.forwarder[node] : rank();
   }
 
-  __device__ i32 next_token(i32 source) {
+  // The token of the source's next row is the one before s.next_token. R19: the message may say less than when it was counted; false:
+  // it has no token left in the run of this block.
+  __device__ bool find_token(i32 source) {
+    const i32 num_tokens = s.num_tokens[source], begin = s.next_token[source];
+    const i32 end = this->queue_begin(block(), num_tokens) + this->queue_len(block(), num_tokens);
     const u32* bits = tokens_from(source);
-    i32 group = s.next_token[source] / 32;
-    u32 word = bits[group] & ~((1u << (s.next_token[source] % 32)) - 1);
-    while (word == 0) word = bits[++group];
-    const i32 token = group * 32 + __ffs(static_cast<i32>(word)) - 1;
-    s.next_token[source] = token + 1;
-    return token;
+    for (i32 group = begin / 32; group * 32 < end; ++group) {
+      const u32 word = bits[group] & this->bits_between(group, begin, end);
+      if (word == 0) continue;
+      s.next_token[source] = group * 32 + __ffs(static_cast<i32>(word));
+      return true;
+    }
+    this->fail(transport::ErrorCause::kBadPeerWord, Phase::kSend, source);
+    return false;
   }
 };
 

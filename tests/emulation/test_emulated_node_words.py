@@ -1,0 +1,86 @@
+"""Guards against forwarders that wait for ever, or write into rows of others, when a message is not so (R7, R19).
+
+docs/protocols/nodes.md, "Waits and errors".
+"""
+
+import dataclasses
+
+import pytest
+from kernels import Compiler, Mutant
+from machine import Streams
+from node_cases import with_nodes
+from test_emulated_failures import BAD_PEER_WORD, words
+from test_emulated_nodes import TWO
+
+LIAR, FORWARDER = 1, 3  # ranks: that says it, and that tells the other node
+
+# Which lie it is says an argument that these kernels do not look at.
+LIES = {
+    "more tokens than a call may have": (2, (2, 3)),
+    "more rows for a rank": (3, (FORWARDER,)),
+    "fewer rows for a rank": (4, (FORWARDER,)),
+    "a token less": (5, (FORWARDER,)),
+    "no expert of a token": (6, (FORWARDER,)),
+}
+PUT = "    meet();\n    const i32 node = thread();\n    if (node < kNodes && s.forwarder[node] >= 0) {\n"
+LYING = Mutant(
+    "a rank's message is not so",
+    "weft/kernels/dispatch/messages.cuh",
+    PUT,
+    f"""
+    meet();
+    if (rank() == {LIAR} && thread() == 0) {{
+      u8* message = nodes_.message_to({FORWARDER});
+      auto* payload = reinterpret_cast<GpuCountPayload*>(reinterpret_cast<RailMessage*>(message)->payload);
+      auto* rows = reinterpret_cast<i32*>(message + nodes_.layout().counts(0));
+      auto* tokens = reinterpret_cast<u32*>(message + nodes_.layout().tokens());
+      auto* experts = reinterpret_cast<u16*>(message + nodes_.layout().experts(a.num_tokens));
+      if (a.alignment == 2) payload->num_tokens = i64{{1}} << 40;
+      if (a.alignment == 3) ++*rows;
+      if (a.alignment == 4) --*rows;
+      if (a.alignment == 5) *tokens &= *tokens - 1;
+      for (i32 k = 0; k < kTopk && a.alignment == 6; ++k) experts[k] = 0x7000;
+    }}
+{PUT}""",
+)
+# In the last block, which alone looks at them.
+COUNTED = "    s.next_token[source] = begin;\n"
+CLEARED = Mutant(
+    "a message loses its tokens when they have been counted",
+    "weft/kernels/dispatch/nodes.cuh",
+    COUNTED,
+    f"""{COUNTED}
+    if (rank() == {FORWARDER} && source == {LIAR} && block() == kConfig.num_blocks - 1) {{
+      for (i32 group = begin / 32; group * 32 < end; ++group) {{
+        const_cast<u32*>(bits)[group] &= ~this->bits_between(group, begin, end);
+      }}
+    }}
+""",
+)
+
+
+def _expect_found(compiler: Compiler, mutant: Mutant, finders: tuple[int, ...], lie: int = 1) -> None:
+    runner = with_nodes(compiler, dataclasses.replace(TWO, num_rounds=1), 2, mutant)
+    runner.add_round()
+    launch = runner.streams[LIAR][0]
+    runner.streams[LIAR][0] = dataclasses.replace(launch, fields={**launch.fields, "alignment": lie})
+    try:
+        Streams(runner.memory, runner.streams, seed=1, timeout_s=60).run()
+        for rank in finders:
+            wanted = {"cause": BAD_PEER_WORD, "culprit": LIAR, "broken": BAD_PEER_WORD, "owner": 1, "sequence": 0}
+            assert words(runner, rank) == wanted
+        assert runner.memory.written_red_zones() == []
+    finally:
+        runner.memory.close()
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_message_that_is_not_so(compiler: Compiler, name: str) -> None:
+    """It ends with the name of the rank that has said it."""
+    lie, finders = LIES[name]
+    _expect_found(compiler, LYING, finders, lie)
+
+
+def test_a_message_that_changes(compiler: Compiler) -> None:
+    """The rows that were counted are not there: nobody looks for them behind the message."""
+    _expect_found(compiler, CLEARED, (FORWARDER,))
