@@ -97,7 +97,8 @@ def bench_kineto(
     """Seconds of a kernel of `fn` by torch's profiler: a float for a name, a tuple for several.
 
     num_kernels_per_period > 1: a list, of the first, second ... kernel of that name in a call. Those of `barrier`,
-    which is a dispatch, are not counted. A name with no counterpart here, or no kernel (the cpu engine), is nan.
+    which is a dispatch, are not counted. A name with no counterpart here, no kernel (the cpu engine), or
+    kernels that can't be told from the barrier's, is nan.
     """
     names = (kernel_names,) if isinstance(kernel_names, str) else tuple(kernel_names)
     before = barrier if barrier_comm_profiling else None
@@ -120,10 +121,11 @@ def bench_kineto(
 def seconds_of(
     durations: Sequence[tuple[str, float]], kernel: str, num_calls: int = 1, num_before: int = 0
 ) -> list[float]:
-    """Of the kernels whose name has `kernel` in it, without the first `num_before` of each call."""
+    """Of the kernels whose name has `kernel` in it, without the first `num_before` of each call. Empty where
+    those can't be told from the others."""
     mine = [seconds for name, seconds in durations if kernel in name]
-    if len(mine) % num_calls:  # calls differ
-        return mine
+    if len(mine) % num_calls:  # calls differ, or the profiler has lost one
+        return [] if num_before else mine
     period = len(mine) // num_calls
     return [seconds for number, seconds in enumerate(mine) if number % max(1, period) >= num_before]
 
