@@ -43,6 +43,21 @@ def test_masks_end_with_their_buffer() -> None:
     weft.spawn(_ends, 3, device="cpu", max_ranks=3)
 
 
+def _ends_inside_a_call(comm: weft.Communicator) -> None:
+    buffer = _made(comm)
+    ticket = buffer._masks._ticket = comm.propose(admit=[1])  # nobody is there: it stays open
+    with comm.alone("a call"):
+        del buffer
+        assert ticket.state == "preparing"
+    assert comm.boundary() is None
+    assert (ticket.state, ticket.reason) == ("withdrawn", "it was taken back")
+
+
+def test_what_was_wanted_is_taken_back_behind_the_call_in_which_the_buffer_ended() -> None:
+    """Else the caller's next boundaries carry it out, and nobody is left who could unmask."""
+    weft.spawn(_ends_inside_a_call, 1, device="cpu", max_ranks=2)
+
+
 def _left_open(comm: weft.Communicator, how: str) -> None:
     buffer = _made(comm)
     if how in ("destroyed", "dropped"):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weft.deep_ep.journal import Journal, Windows
 from weft.errors import Evicted, InvalidArgument, InvalidState, PeerLost, PeerTimeout
 from weft.group.changes import Ticket
+from weft.group.turns import Process
 
 if TYPE_CHECKING:
     from weft.communicator import Communicator
@@ -48,8 +48,9 @@ class Masks:
         self._comm._says_ready = self._said_ready
         self._comm._listeners.remove(self._begin_again)
         self.journal.begin(self._comm)
-        with contextlib.suppress(InvalidState):  # closed, or inside a call: at the next boundary nobody wants it
-            self.give_way(())
+        if self._ticket is not None:
+            self._comm.close_ended(_Withdrawal(self._comm, self._ticket))
+            self._ticket = None
 
     def want(self, rank: int, *, mask: bool) -> None:
         """Local: it is proposed at the next boundary.
@@ -167,3 +168,18 @@ class Masks:
         if not self.journal.is_mending:
             self.journal.begin(self._comm)
         self._is_passed = True  # ranks that come in begin with this dispatch
+
+
+class _Withdrawal:
+    """Of what nobody wants any more: `Communicator.close_ended` calls it, inside a call before the next one."""
+
+    closed = False
+
+    def __init__(self, comm: Communicator, ticket: Ticket) -> None:
+        self._comm, self._ticket = comm, ticket
+
+    def close(self) -> None:
+        comm = self._comm
+        if comm._ticket is self._ticket and not comm._closed and comm._pid == Process.pid:  # not in a forked child
+            comm._native.withdraw_change()
+        self.closed = True
