@@ -13,8 +13,11 @@ from typer.testing import CliRunner
 
 import weft
 import weft.deep_ep
-from weft.bench.deep_ep import names_in
+from weft.bench.deep_ep import Overhead, Timed, names_in
+from weft.bench.options import Options
 from weft.cli import app
+from weft.cli.bench_deep_ep import run_deep_ep
+from weft.cli.output import command_output
 
 SMALL = [
     "--tokens",
@@ -71,7 +74,7 @@ def test_who_is_late_without_a_delay_names_nobody() -> None:
     assert rows[-1]["late_rank"] is None
 
 
-def test_deep_ep_is_timed_beside_the_calls_of_weft() -> None:
+def test_deep_ep_is_timed_beside_the_calls_of_weft(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("--deep-ep", "--ranks", "2", "--device", "cpu")
     rows = bench(*flags)
     assert_documented(rows)
@@ -81,8 +84,26 @@ def test_deep_ep_is_timed_beside_the_calls_of_weft() -> None:
         assert min(row["weft_us"], row["deep_ep_us"]) > 0
         assert row["over_us"] == row["deep_ep_us"] - row["weft_us"]
         assert row["weft_kernels"] is row["deep_ep_kernels"] is None
+    monkeypatch.setenv("COLUMNS", "80")
     table = CliRunner().invoke(app, ["bench", *SMALL[:-1], *flags])
-    assert "Buffer.low_latency_combine" in table.output
+    assert all(row["call"] in table.output for row in rows[1:]), table.output
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_of_deep_ep_cuts_no_name(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With kernels, as on a GPU: where it is narrow these are left out."""
+    name = "HybridEPBuffer.combine_with_unpermute"
+    found = Overhead((Timed(name, 12345.6, 23456.7, ["a"] * 13, ["b"] * 37),), "nvlink")
+    monkeypatch.setattr("weft.bench.deep_ep.deep_ep", lambda _: found)
+    monkeypatch.setenv("COLUMNS", str(width))
+    with command_output(json_lines=False) as output:
+        run_deep_ep(output, Options())
+    text = capsys.readouterr().out
+    assert name in text
+    assert ("37" in text) == (width == 120)
+    assert ("too narrow for Weft's kernels, its kernels: COLUMNS=120 shows all" in text) == (width == 80)
 
 
 def test_names_of_kernels_in_a_trace() -> None:
