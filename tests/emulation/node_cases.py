@@ -43,9 +43,15 @@ class Nodes:
     """What the host does for a runner's kernels with nodes."""
 
     def __init__(
-        self, compiler: Compiler, runner: Runner, node_ranks: int, mutant: Mutant | None, num_slots: int
+        self,
+        compiler: Compiler,
+        runner: Runner,
+        node_ranks: int,
+        mutant: Mutant | None,
+        num_slots: int,
+        chunk_rows: int,
     ) -> None:
-        self.runner, self.node_ranks, self.num_slots = runner, node_ranks, num_slots
+        self.runner, self.node_ranks, self.num_slots, self.chunk_rows = runner, node_ranks, num_slots, chunk_rows
         self.world: World = runner.world
         self._forward_plans: dict[int, int] = {}
         self._rail = self._new_rail(compiler)
@@ -75,11 +81,12 @@ class Nodes:
             "top_k": shape.top_k,
             "max_tokens": shape.max_tokens,
             "max_row_bytes": row_bytes,
-            "chunk_rows": CHUNK_ROWS,
+            "chunk_rows": self.chunk_rows,
             "num_slots": self.num_slots,
         }
-        num_bytes, digits = compiler.tell("rail_memory.cc", fields).split()
-        rails = [memory.allocate(int(num_bytes)) for _ in range(shape.num_ranks)]
+        num_bytes, lane_bytes, words_bytes, digits = compiler.tell("rail_memory.cc", fields).split()
+        self._lane_bytes, self._words_bytes = int(lane_bytes), int(words_bytes)
+        self._rails = rails = [memory.allocate(int(num_bytes)) for _ in range(shape.num_ranks)]
         for address in rails:
             memory.view(address, int(num_bytes))[:] = 0
         pointers = struct.pack("<16Q", *rails, *[0] * (16 - shape.num_ranks))
@@ -87,6 +94,16 @@ class Nodes:
         rail = memory.allocate(len(data))
         memory.view(rail, len(data))[:] = memoryview(data)
         return rail
+
+    def chunks(self, rank: int) -> tuple[int, int]:
+        """How many a rank has put, and of how many it has given the credit."""
+        shape, memory = self.runner.case.shape, self.world.memory
+        rings = [
+            self._rails[rank] + lane * self._lane_bytes + block * self._words_bytes
+            for lane in range(shape.num_ranks)
+            for block in range(shape.num_blocks)
+        ]
+        return sum(memory.word(ring) for ring in rings), sum(memory.word(ring + 8) for ring in rings)
 
     def are_mates(self, rank: int, other: int) -> bool:
         """Of one node."""
@@ -140,9 +157,15 @@ class Nodes:
 
 
 def with_nodes(
-    compiler: Compiler, case: Case | CombineCase, node_ranks: int, mutant: Mutant | None = None, *, num_slots: int = 4
+    compiler: Compiler,
+    case: Case | CombineCase,
+    node_ranks: int,
+    mutant: Mutant | None = None,
+    *,
+    num_slots: int = 4,
+    chunk_rows: int = CHUNK_ROWS,
 ) -> Any:
-    """A runner of a dispatch, or of combines behind it."""
-    runner = Runner(compiler, case) if isinstance(case, Case) else CombineRunner(compiler, case)
-    Nodes(compiler, runner, node_ranks, mutant, num_slots)
+    """A runner of a dispatch, or of combines behind it; its `nodes` are its Nodes."""
+    runner: Any = Runner(compiler, case) if isinstance(case, Case) else CombineRunner(compiler, case)
+    runner.nodes = Nodes(compiler, runner, node_ranks, mutant, num_slots, chunk_rows)
     return runner

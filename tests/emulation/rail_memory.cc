@@ -1,5 +1,5 @@
-// Tells Python of the memory of a rail (transport/rail_block.h): bytes of a rank's, and the kernels' argument without addresses, in
-// hexadecimal digits.
+// Tells Python of the memory of a rail (transport/rail_block.h): bytes of a rank's, of a lane, of the words of a ring, and the kernels'
+// argument without addresses, in hexadecimal digits.
 //   rail_memory FIELDS_FILE
 #include "emulator.h"
 // The order matters: driver.h needs the emulator.
@@ -22,7 +22,8 @@ int main(int, char** arguments) {
   fields.take("chunk_rows", rail.layout.chunk_rows);
   fields.take("num_slots", rail.layout.num_slots);
   if (!rail.layout.ok) return 1;
-  printf("%zu ", static_cast<size_t>(rail.num_bytes(shape.num_lanes)));
+  printf("%zu %zu %zu ", static_cast<size_t>(rail.num_bytes(shape.num_lanes)),
+         static_cast<size_t>(rail.layout.lane_bytes), static_cast<size_t>(rail.layout.words_bytes));
   const auto* bytes = reinterpret_cast<const unsigned char*>(&rail);
   for (size_t idx = 0; idx < sizeof(rail); ++idx) printf("%02x", bytes[idx]);
   puts("");

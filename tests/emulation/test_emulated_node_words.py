@@ -1,5 +1,7 @@
 """Guards against forwarders that wait for ever, or write into rows of others, when a message is not so (R7, R19).
 
+And against ranks that go on putting chunks and giving credits behind a failure (R9).
+
 docs/protocols/nodes.md, "Waits and errors".
 """
 
@@ -9,7 +11,7 @@ import pytest
 from kernels import Compiler, Mutant
 from machine import Streams
 from node_cases import with_nodes
-from test_emulated_failures import BAD_PEER_WORD, words
+from test_emulated_failures import BAD_PEER_WORD, DEADLINE, words
 from test_emulated_nodes import TWO
 
 LIAR, FORWARDER = 1, 3  # ranks: that says it, and that tells the other node
@@ -84,3 +86,36 @@ def test_a_message_that_is_not_so(compiler: Compiler, name: str) -> None:
 def test_a_message_that_changes(compiler: Compiler) -> None:
     """The rows that were counted are not there: nobody looks for them behind the message."""
     _expect_found(compiler, CLEARED, (FORWARDER,))
+
+
+FOUND = "    i32 found = kEndOfItems;\n    const auto look = [&] {\n      if (has_failed()) return true;\n"
+GOES_WRONG = Mutant(
+    "a rank goes wrong, and an item of each block is on its way",
+    "weft/kernels/dispatch/nodes.cuh",
+    FOUND,
+    f"""
+    i32 found = kEndOfItems, num_items = token - this->queue_begin(block(), a.num_tokens);
+    for (i32 from = 0; from < kRanks; ++from) num_items += s.num_loaded[from];
+    const bool is_first = num_items == 0 && rank() == {FORWARDER};
+    if (is_first) this->fail(transport::ErrorCause::kDeadline, Phase::kSend, rank());
+    const auto look = [&] {{
+      if (has_failed() && !is_first) {{
+        for (i32 turn = 0; turn < 1000; ++turn) ptx::nanosleep(0);  // that item may be told
+        return true;
+      }}
+""",
+)
+
+
+def test_nothing_is_put_behind_a_failure(compiler: Compiler) -> None:
+    """Nor is a credit given, though the item is stored and makes a chunk complete."""
+    runner = with_nodes(compiler, dataclasses.replace(TWO, num_rounds=1), 2, GOES_WRONG, chunk_rows=1)
+    runner.add_round()
+    try:
+        Streams(runner.memory, runner.streams, seed=1, timeout_s=60).run()
+        wanted = {"cause": DEADLINE, "culprit": FORWARDER, "broken": DEADLINE, "owner": 1, "sequence": 0}
+        assert words(runner, FORWARDER) == wanted
+        assert runner.nodes.chunks(FORWARDER) == (0, 0)
+        assert runner.nodes.chunks(LIAR) > (0, 0)
+    finally:
+        runner.memory.close()

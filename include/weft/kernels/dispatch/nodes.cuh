@@ -211,6 +211,7 @@ class DispatchNodes : public DispatchState<kConfig> {
   const Nodes<kConfig> nodes_;
 
   __device__ static i32 block() { return static_cast<i32>(blockIdx.x); }
+  __device__ bool has_failed() const { return *static_cast<volatile u32*>(&s.has_failed) != 0; }
 
  private:
   __device__ i32 chunk_rows() const { return nodes_.layout().chunk_rows; }
@@ -228,8 +229,6 @@ class DispatchNodes : public DispatchState<kConfig> {
     const GpuForwardPlan<const i32> plan{a.forward_plan, a.view.layout.max_tokens, kNodeRanks};
     return plan.row(nodes_.nth_brought(s.source[idx]), s.source_token[idx]);
   }
-
-  __device__ bool has_failed() const { return *static_cast<volatile u32*>(&s.has_failed) != 0; }
 
   // The first of a chunk is looked for, the others are there with it.
   __device__ bool has_row(i32 source) const {

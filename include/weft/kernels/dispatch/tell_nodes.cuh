@@ -37,6 +37,7 @@ class DispatchTellNodes : public DispatchNodes<kConfig> {
       return false;
     }
     if (arrived == kPostStops || static_cast<i32>(arrived & ~kAllArrived) <= j) return false;
+    if (this->has_failed()) return false;  // R9
     // What bulk stores have written is put by another thread than the one that has seen them complete.
     ptx::fence_proxy_async_global();
     const i32 token = s.sent[store_warp][j % kRemembered];
