@@ -66,7 +66,7 @@ _HOME = {
     "Placement": "machine.placement",
     "Quantized": "quantized",
     "Staged": "call.half",
-    "Ticket": "group.changes",
+    "Ticket": "group.ticket",
     "Topology": "communicator",
     "Unsupported": "errors",
     "limits": "limits",

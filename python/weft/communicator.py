@@ -180,6 +180,7 @@ class Communicator(Changes):
         with self.telling_peers():
             wanted = _rebuild_ranks(ranks, self._active, self._rank)
             seconds = positive_seconds("deadline_s", deadline_s)
+            self._tell_kept()
         with self.telling_peers(), self.alone("rebuild"):
             before = self._active
             self._say_maps()
@@ -220,8 +221,9 @@ class Communicator(Changes):
             PeerTimeout: names who did not come; `recover(evict=those)` goes on without them.
             ControlLost, Aborted, InvalidState: as `rebuild`.
         """
-        before = self._active
         with self.telling_peers():
+            self._tell_kept()
+            before = self._active
             unwanted = _evicted_ranks(evict, self._num_ranks)
             wanted = spare_ranks(spares, self._num_ranks)
             seconds = positive_seconds("deadline_s", deadline_s)

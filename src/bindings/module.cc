@@ -136,15 +136,22 @@ nb::tuple tuple_of(const WantedChange& wanted) {
   return nb::make_tuple(name_of(wanted.state), wanted.epoch, wanted.reason);
 }
 
-nb::object boundary(Communicator& comm, double timeout_s, bool stands_by) {
-  std::optional<DoneChange> done;
-  {
+// How many boundaries have ended, and what the last one has changed if the caller has not heard of it: it knows of `known`.
+nb::tuple ended_boundary(const Communicator& comm, u64 known) {
+  const auto [count, done] = comm.ended_boundary();
+  if (count == known || !done) return nb::make_tuple(count, nb::none());
+  return nb::make_tuple(count, nb::make_tuple(done->epoch, done->id, done->boundary, done->added, done->removed,
+                                              done->active, done->map_hash, static_cast<double>(done->waited_ns) * 1e-3,
+                                              static_cast<double>(done->installed_ns) * 1e-3));
+}
+
+// One that has ended before, in a call that was interrupted behind it, is not passed again.
+nb::tuple boundary(Communicator& comm, double timeout_s, bool stands_by, u64 known) {
+  if (comm.ended_boundary().count == known) {
     const ReleasedGil release;
-    done = comm.boundary(deadline_after_s(timeout_s), signal_poll(), stands_by);
+    comm.boundary(deadline_after_s(timeout_s), signal_poll(), stands_by);
   }
-  if (!done) return nb::none();
-  return nb::make_tuple(done->epoch, done->id, done->boundary, done->added, done->removed, done->active, done->map_hash,
-                        static_cast<double>(done->waited_ns) * 1e-3, static_cast<double>(done->installed_ns) * 1e-3);
+  return ended_boundary(comm, known);
 }
 
 void bind_changes(nb::class_<Communicator>& communicator) {
@@ -153,7 +160,8 @@ void bind_changes(nb::class_<Communicator>& communicator) {
       .def_prop_ro("is_open", &Communicator::is_open)
       .def_prop_ro("is_solo", &Communicator::is_solo)
       .def("address", &Communicator::address)
-      .def("boundary", &boundary, "timeout_s"_a, "stands_by"_a = false)
+      .def("boundary", &boundary, "timeout_s"_a, "stands_by"_a, "known"_a)
+      .def("ended_boundary", &ended_boundary, "known"_a)
       .def("map_hashes", &Communicator::map_hashes, "first"_a, "last"_a)
       .def("set_meeting_text",
            [](Communicator& comm, const nb::bytes& text) { comm.set_meeting_text({text.c_str(), text.size()}); })

@@ -122,6 +122,7 @@ std::optional<DoneChange> Communicator::boundary(u64 deadline_ns, const Poll& po
     if (action->kind == Action::Kind::kRaise) {
       DoneChange done = follow_recovery(poll);
       done.waited_ns = now_ns() - start_ns;
+      end_boundary(done);
       return done;
     }
   } else {
@@ -129,17 +130,22 @@ std::optional<DoneChange> Communicator::boundary(u64 deadline_ns, const Poll& po
       const std::lock_guard lock(membership_mutex_);
       if (membership_.pass()) {
         show_cell_locked();
+        end_boundary({});
         return std::nullopt;
       }
     }
     action = wait_at_boundary(deadline_ns, poll);
   }
-  if (action->kind == Action::Kind::kPass) return std::nullopt;
+  if (action->kind == Action::Kind::kPass) {
+    end_boundary({});
+    return std::nullopt;
+  }
   if (action->kind == Action::Kind::kInstall) {
     const u64 waited_ns = now_ns() - start_ns;
     DoneChange done = carry_out(*action);
     done.waited_ns += waited_ns;
     done.installed_ns = now_ns() - start_ns - done.waited_ns;
+    note_times(done);
     return done;
   }
   raise_if_unusable();  // what the machine found may be known better here
@@ -192,6 +198,7 @@ std::optional<Action> Communicator::wait_at_boundary(u64 deadline_ns, const Poll
         ask(event_of(Event::Kind::kLeave), Wait{0, {}});
         const auto found = outcome();
         if (found && found->kind == Action::Kind::kInstall) carry_out(*found);
+        if (found && found->kind == Action::Kind::kPass) end_boundary({});
         throw;
       }
     }
@@ -205,6 +212,22 @@ std::optional<Action> Communicator::wait_at_boundary(u64 deadline_ns, const Poll
       ask(event_of(Event::Kind::kPatience), Wait{0, {}});
     }
   }
+}
+
+EndedBoundary Communicator::ended_boundary() const {
+  const std::lock_guard lock(ended_mutex_);
+  return ended_;
+}
+
+void Communicator::end_boundary(const std::optional<DoneChange>& change) {
+  const std::lock_guard lock(ended_mutex_);
+  ++ended_.count;
+  ended_.change = change;
+}
+
+void Communicator::note_times(const DoneChange& change) {
+  const std::lock_guard lock(ended_mutex_);
+  ended_.change = change;
 }
 
 // A newcomer; nothing: the deadline has come.
@@ -331,6 +354,7 @@ DoneChange Communicator::carry_out(const Action& action) {
     e.next_window_id = next_window_id_;
     show_cell_locked();
   }
+  end_boundary(done);
   WEFT_FAIL_POINT("install.shown");
   keep_suspended(record.standby & removed);
   e.ring();

@@ -40,6 +40,12 @@ struct DoneChange {
   u64 installed_ns = 0;  // the rest of the call
 };
 
+// What a boundary of this rank has ended with, kept until the next one ends: a caller that is interrupted may not have heard it.
+struct EndedBoundary {
+  u64 count = 0;                     // of all that have ended
+  std::optional<DoneChange> change;  // of the last one
+};
+
 // A change that is wanted here.
 struct WantedChange {
   enum class State { kPreparing, kProposed, kCommitted, kWithdrawn };
@@ -117,6 +123,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // recovery was decided that this rank has not followed; kControlLost at the deadline.
   // A newcomer that `stands_by` says by itself that it is ready. Besides: kPeerLost, when no member is left to take a newcomer in.
   std::optional<DoneChange> boundary(u64 deadline_ns, const Poll& poll, bool stands_by = false);
+  EndedBoundary ended_boundary() const;  // also where the call has thrown what `poll` threw; from any thread
   // Of each decided epoch from `first` to `last`, the newest first: the hash of the expert map that a planned change began with, or 0.
   std::vector<u64> map_hashes(u32 first, u32 last) const;
   // Wants a change, until `deadline_ns`; one at a time. Local. Errors: kInvalidArgument, kInvalidState.
@@ -213,6 +220,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void take_back_wish();
   RankSet set_before(const MembershipAction& action, const RankSet& added) const;
   DoneChange carry_out(const MembershipAction& action);
+  void end_boundary(const std::optional<DoneChange>& change);
+  void note_times(const DoneChange& change);
   void keep_suspended(const RankSet& ranks);
   DoneChange follow_recovery(const Poll& poll);
   void change_windows(const MemberWindow::Step& step);
@@ -320,6 +329,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   AbortReason attempt_abort_;  // code kNone: the attempt under way was not aborted
 
   std::unique_ptr<Elastic> elastic_;  // none: nobody joins or leaves
+  mutable std::mutex ended_mutex_;    // a leaf, of
+  EndedBoundary ended_;
 };
 
 // For one wait on a rank that may wait for another one: lets the others know whom it is for, again and again.

@@ -337,21 +337,26 @@ def test_a_ticket_tells_of_its_own_change() -> None:
 
 
 class _Interrupting:
-    """The native communicator of a rank that is interrupted behind a change."""
+    """The native communicator of a rank that is interrupted behind each change, or each boundary."""
 
-    def __init__(self, native: Any) -> None:
-        self.native = native
+    def __init__(self, native: Any, *, each: bool = False) -> None:
+        self.native, self.each = native, each
 
-    def boundary(self, timeout_s: float, stands_by: bool) -> None:
-        if self.native.boundary(timeout_s, stands_by) is not None:
+    def boundary(self, *args: Any) -> Any:
+        epoch = self.native.epoch
+        ended = self.native.boundary(*args)
+        if self.each or self.native.epoch != epoch:
             raise KeyboardInterrupt
+        return ended
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.native, name)
 
 
-def _interrupted(comm: Any) -> None:
+def _interrupted(comm: Any, call: str) -> None:
     ep = make_ep(comm)
+    told: list[weft.Change] = []
+    comm.on_change(told.append)
     if comm.rank == 1:
         run_until(comm, ep, [0])
         return
@@ -362,9 +367,43 @@ def _interrupted(comm: Any) -> None:
     comm._native = native
     assert comm.active_ranks == (0,)
     assert comm.membership.active == (0,)
+    assert told == []
+    if call == "recover":
+        comm.recover()
+        change, _ = told
+    else:
+        change = comm.change(remove=[1]) if call == "change" else comm.boundary()
+        assert told == [change]
+    assert (change.removed, change.active) == ((1,), (0,))
     checked_step(ep, 1)
+    assert comm.boundary() is None
 
 
-def test_a_rank_is_interrupted_behind_a_change() -> None:
-    """What was decided is done there, too."""
-    weft.spawn(_interrupted, num_ranks=2, device="cpu", max_ranks=2)
+@pytest.mark.parametrize("call", ["boundary", "change", "recover"])
+def test_a_rank_is_interrupted_behind_a_change(call: str) -> None:
+    """What was decided is done there, too, and told by the next call."""
+    weft.spawn(_interrupted, 2, (call,), device="cpu", max_ranks=2)
+
+
+def _interrupted_everywhere(comm: Any) -> tuple[int, weft.Change]:
+    native, num_passed = comm._native, 0
+    if comm.rank == 1:
+        comm.propose(remove=[2])
+    while True:
+        if comm.rank == 0:
+            comm._native = _Interrupting(native, each=True)
+            with pytest.raises(KeyboardInterrupt):
+                comm.boundary(LONG_S)
+            comm._native = native
+        change = comm.boundary(LONG_S)
+        num_passed += 1
+        if change is not None:
+            return num_passed, change
+
+
+def test_a_boundary_that_is_called_again_is_passed_once() -> None:
+    """The ranks come to the change at the same one, though one of them is interrupted behind each."""
+    ended = weft.spawn(_interrupted_everywhere, 3, device="cpu", max_ranks=3)
+    assert {(passed, change.boundary, change.active) for passed, change in ended} == {
+        (ended[0][0], ended[0][1].boundary, (0, 1))
+    }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from weft.deep_ep.journal import Journal, Windows
 from weft.errors import Evicted, InvalidArgument, InvalidState, PeerLost, PeerTimeout
-from weft.group.changes import Ticket
+from weft.group.ticket import Ticket
 from weft.group.turns import Process
 
 if TYPE_CHECKING:

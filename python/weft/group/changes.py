@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weft import _load
 from weft.engine import Choice, look
 from weft.errors import InvalidArgument, InvalidState, PeerTimeout, Unsupported, rank_list
 from weft.group.joining import CONNECT_TIMEOUT_S, Joining, device_of, positive_seconds
 from weft.group.maps import asked_contract
+from weft.group.ticket import CHANGE_TIMEOUT_S, Ticket
 from weft.group.wishes import checked_ranks, left_of, number_of
 from weft.limits import MAX_SECONDS
 from weft.machine.placement import local
@@ -23,63 +24,10 @@ if TYPE_CHECKING:
 
     from weft.call.expert_map import ExpertMap
 
-__all__ = ["Changes", "Ticket"]
+__all__ = ["Changes"]
 
-CHANGE_TIMEOUT_S = 100.0
 _LOOK_S = 0.002  # between two looks at what is decided
 _DECIDE_S = 10.0  # behind the deadline of a change, for its withdrawal
-
-
-class Ticket:
-    """A change that was proposed on this rank. `id`: its number, `state`: "preparing" (somebody named is not ready),
-    "proposed", "committed" or "withdrawn", `reason`: why it was withdrawn."""
-
-    def __init__(self, comm: Changes, number: int, told: tuple[str, int, str] = ("preparing", 0, "")) -> None:
-        self._comm, self.id, self._told = comm, number, told
-
-    @property
-    def state(self) -> str:
-        """Now; never waits."""
-        return self._look()[0]
-
-    @property
-    def reason(self) -> str:
-        """Of a withdrawn one; else ""."""
-        return self._look()[2]
-
-    def wait(self, timeout_s: float = CHANGE_TIMEOUT_S) -> str:
-        """Wait until it is committed or withdrawn, at most so long; its state then. Committed is not carried out yet:
-        each rank does that at its own `boundary()`.
-
-        Raises:
-            InvalidArgument: a bad `timeout_s`.
-        """
-        seconds = positive_seconds("timeout_s", timeout_s)
-        if self._comm._ticket is self and not self._comm._closed:
-            self._told = self._comm._native.await_change(seconds)
-        return self._told[0]
-
-    def withdraw(self) -> str:
-        """Take it back, as far as it has not happened. Local, returns at once; the state then: "withdrawn", or
-        "committed" if that was earlier. Ranks that have proposed the same `id` still want it.
-
-        Raises:
-            InvalidState: inside another call of the communicator, or it is closed.
-        """
-        with self._comm.alone("withdraw"):
-            if self._comm._ticket is self:
-                self._told = self._comm._native.withdraw_change()
-        return self._told[0]
-
-    def _look(self) -> tuple[str, int, str]:
-        if self._comm._ticket is self and not self._comm._closed:
-            self._told = self._comm._native.wanted_change()
-        return self._told
-
-    def __repr__(self) -> str:
-        state, epoch, reason = self._look()
-        more = f" in epoch {epoch}" if state == "committed" else f": {reason}" if reason else ""
-        return f"weft.Ticket({state}{more})"
 
 
 class Changes(Joining):
@@ -87,6 +35,7 @@ class Changes(Joining):
 
     _ticket: Ticket | None = None
     _says_ready = False  # by itself from then on, as a spare does
+    _num_boundaries = 0  # whose result this rank's caller has
     _last_map = 0, 0  # of the last change with one: its id, and the map's digest
 
     @classmethod
@@ -246,6 +195,10 @@ class Changes(Joining):
         A rank that has joined waits here until it is taken in; None: not before `deadline_s` (None: 100 s; with
         `standby` as long as the group lives).
 
+        Interrupted, by Ctrl-C or what else a signal handler raises, it is to be called again: the boundary
+        is not passed twice, and a change that was done is told and returned then. A listener that was told already is
+        told again where the interruption came behind it.
+
         After a change handles of earlier dispatches are void; objects, connections and memory stay. A rank that is let
         go finds itself in `removed`: it calls `close()`.
 
@@ -264,7 +217,8 @@ class Changes(Joining):
             if self._native.is_solo:
                 self._say_maps()  # a recovery may take it in
             try:
-                done = self._native.boundary(seconds, self._stands_by or self._says_ready)
+                says_ready = self._stands_by or self._says_ready
+                ended, done = self._native.boundary(seconds, says_ready, self._num_boundaries)
                 if done is not None:
                     self._begin_epoch()
             except BaseException:  # Ctrl-C may come behind the change: what was decided is done
@@ -273,12 +227,28 @@ class Changes(Joining):
                 raise
             if self._lags and (done is None or self._rank in done[5]):
                 self._follow_maps()
+        return self._hand_over(ended, done)
+
+    def _hand_over(self, ended: int, done: tuple[Any, ...] | None) -> Change | None:
+        """What a boundary has ended with, to the listeners and the caller."""
+        known, self._num_boundaries = self._num_boundaries, ended
         if done is None:
             return None
+        try:
+            change = self._done(done)
+            self._tell(change)
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C: the next call goes on here
+            self._num_boundaries = known
+            raise
+        return change
+
+    def _done(self, done: tuple[Any, ...]) -> Change:
         epoch, number, boundary, added, removed, active, digest, waited_us, installed_us = done
         if digest:
             self._last_map = number, digest
-        change = Change(
+        return Change(
             epoch,
             tuple(active),
             (),
@@ -291,8 +261,18 @@ class Changes(Joining):
             uncovered=self._uncovered(tuple(active)),
             timings_us={"waited": waited_us, "installed": installed_us},
         )
-        self._tell(change)
-        return change
+
+    def _is_kept(self) -> bool:
+        """Whether a boundary has ended whose call was interrupted: the next call has its result."""
+        return self._native.ended_boundary(self._num_boundaries)[0] != self._num_boundaries
+
+    def _tell_kept(self) -> None:
+        """Before a recovery, of such a boundary."""
+        with self.alone("recover"):
+            ended, done = self._native.ended_boundary(self._num_boundaries)
+            if done is not None:
+                self._begin_epoch()
+        self._hand_over(ended, done)
 
     def change(
         self,
@@ -317,9 +297,12 @@ class Changes(Joining):
             "admit": sorted(admit), "remove": sorted(remove), "suspend": sorted(suspend), "resume": sorted(resume)
         }  # fmt: skip
         end = time.monotonic() + positive_seconds("deadline_s", deadline_s)
-        name = f"change {self._native.epoch} {list(wanted.values())} {expert_map and expert_map.digest}"
+        last: Change | None = self.boundary(deadline_s) if self._is_kept() else None
+        epoch = self._native.epoch - (last is not None)  # in which the others have called it
+        name = f"change {epoch} {list(wanted.values())} {expert_map and expert_map.digest}"
+        if last is not None and (self._rank not in last.active or last.id == number_of(name)):
+            return last
         ticket: Ticket | None = None
-        last: Change | None = None
         try:
             while True:
                 left_s = max(end - time.monotonic(), 0.001)
@@ -362,6 +345,9 @@ class Changes(Joining):
             As `propose` and `boundary`. PeerTimeout: it was not decided in time; this rank is a member as before.
         """
         end = time.monotonic() + positive_seconds("deadline_s", deadline_s)
+        done = self.boundary(deadline_s) if self._is_kept() else None
+        if done is not None and self._rank in done.removed:
+            return done
         ticket = self.propose(remove=[self._rank], deadline_s=deadline_s)
         while True:
             done = self.boundary(max(end - time.monotonic(), 0.001))
