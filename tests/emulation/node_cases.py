@@ -91,6 +91,7 @@ class Nodes:
             memory.view(address, int(num_bytes))[:] = 0
         pointers = struct.pack("<16Q", *rails, *[0] * (16 - shape.num_ranks))
         data = pointers + bytes.fromhex(digits)[len(pointers) :]
+        self._first_sequence = len(data) - 8  # the last field
         rail = memory.allocate(len(data))
         memory.view(rail, len(data))[:] = memoryview(data)
         return rail
@@ -104,6 +105,13 @@ class Nodes:
             for block in range(shape.num_blocks)
         ]
         return sum(memory.word(ring) for ring in rings), sum(memory.word(ring + 8) for ring in rings)
+
+    def begin_at(self, sequence: int) -> None:
+        """Windows and rails have had so many operations."""
+        memory, world = self.world.memory, self.world
+        memory.set_word(self._rail + self._first_sequence, sequence)
+        for control in world.control:
+            memory.set_word(control + world.layout["control.sequence"], sequence)
 
     def are_mates(self, rank: int, other: int) -> bool:
         """Of one node."""

@@ -158,3 +158,19 @@ def test_a_rank_that_does_not_come(compiler: Compiler, late: int) -> None:
             assert words(runner, rank) == wanted
     finally:
         runner.memory.close()
+
+
+def test_sequences_that_begin_anew(compiler: Compiler) -> None:
+    """Messages are counted on from the last sequence of 32 bits to the first."""
+    runner = with_nodes(compiler, dataclasses.replace(TWO, num_rounds=3), 2)
+    rounds = [runner.add_round() for _ in range(3)]
+    runner.nodes.begin_at(0xFFFFFFFE)
+    runner.world.set_timeout(NODE_TIMEOUT_NS)
+    try:
+        Streams(runner.memory, runner.streams, seed=1, timeout_s=60).run()
+        for rank in runner.ranks:
+            seen = words(runner, rank)
+            assert (seen["cause"], seen["broken"], seen["owner"], seen["sequence"]) == (0, 0, 0, 1)
+        assert [text for each in rounds for text in runner.differences(each)] == []
+    finally:
+        runner.memory.close()

@@ -94,9 +94,9 @@ class Nodes {
   const i32 rank, node, first, size;
 
  private:
-  // Number of this operation's, of every pair.
+  // Number of this operation's, of every pair. Sequences have 32 bits, and go on at 0.
   __device__ u64 message() const {
-    return ptx::ld_relaxed_sys(&view_.words()->sequence) - peers_.rail().first_sequence;
+    return static_cast<u32>(ptx::ld_relaxed_sys(&view_.words()->sequence) - peers_.rail().first_sequence);
   }
   __device__ Ring messages(i32 peer) const { return peers_.ring(peer, layout().num_blocks); }
 
