@@ -47,8 +47,9 @@ class Journal:
 
     def has_lost(self, handle: Any) -> bool:
         """Whether a dispatch has to be made again for a further combine. Alike on all ranks."""
-        is_void = int(handle.dispatched.handle.tie[1]) != self._comm.epoch
-        return is_void and handle.again is not None and handle.base == self._base
+        if handle.again is None or handle.base != self._base:
+            return False
+        return int(handle.dispatched.handle.tie[1]) != self._comm.epoch
 
     def note_dispatch(self, handle: Any, again: Callable[[], object]) -> None:
         """It has ended here."""
