@@ -108,6 +108,9 @@ void Communicator::recover(const std::vector<int>& evict, int min_ranks, const s
   }
   RecoverWish wish;
   wish.evict = RankSet::of(evict);
+  if (const AbortReason found = reason(); found.code == AbortCode::kPeerLost && found.rank >= 0) {
+    wish.evict.add(found.rank);  // by whoever has found it: this rank may not know of it yet
+  }
   wish.min_ranks = min_ranks;
   if (elastic_ && !spares) wish.spares = RankSet::of(prepared_ranks());
   if (spares) wish.spares = RankSet::of(*spares);

@@ -281,6 +281,30 @@ TEST(a_recovery_needs_no_lists_that_agree) {
   }
 }
 
+// Rank 1 alone has found rank 2 lost. Rank 0 has that from it, and decides first.
+TEST(a_loss_that_another_rank_has_found_counts_in_a_recovery) {
+  std::atomic<bool> has_ended{false};
+  with_planes(3, [&](int rank, std::unique_ptr<ControlPlane> plane) {
+    if (rank == 0) {
+      auto comm = Communicator::create(std::move(plane));
+      CHECK(comes_true([&] { return comm->is_broken(); }));
+      comm->recover({}, 1, deadline_after_s(kSoonS), {});
+      CHECK_EQ(comm->epoch(), u32{2});
+      CHECK(comm->active_ranks() == (std::vector<int>{0, 1}));
+      has_ended = true;
+      comm->close();
+      return;
+    }
+    if (rank == 1) {
+      AbortReason lost = late(*plane, 2, 1);
+      lost.code = AbortCode::kPeerLost;
+      plane->publish_abort(lost);
+      take_part_in_meeting(*plane, {0, 1}, 2);
+    }
+    CHECK(comes_true([&] { return has_ended.load(); }));
+  });
+}
+
 std::string line_of_a_dispatch(const Communicator& comm) {
   std::string line;
   set_log_sink([&](int, const std::string& text) { line = text; });
