@@ -109,6 +109,16 @@ class Launch:
         return "".join(f"{name} {value}\n" for name, value in values.items())
 
 
+def sleeping(folder: Path, num_ns: int) -> Launch:
+    """What makes a stream late."""
+    sleep = folder / "sleep"
+    sleep.write_text(f"#!/bin/sh\nexec sleep {num_ns / 1e9}\n")
+    sleep.chmod(0o700)
+    program: Future[Program] = Future()
+    program.set_result(Program(sleep, sleep))
+    return Launch(program, {})
+
+
 class LaunchFailed(Exception):
     """An emulated kernel found a mistake, died, or did not end."""
 

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import time
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import pytest
 import torch
 from combine_cases import CombineCase, CombineRunner, reseeded
 from dispatch_cases import Case, Given, Round, Runner, put_inputs, run_case
-from kernels import Compiler, Mutant, Program
-from machine import RED_ZONE, Launch, Streams
+from kernels import Compiler, Mutant
+from machine import RED_ZONE, Launch, Streams, sleeping
 from world import CACHE_LINE, OBJECT, PRINT, Shape
 
 KERNELS = ("dispatch", "small_dispatch", "combine", "small_combine")
@@ -477,12 +476,7 @@ def test_a_handle_with_wrong_sizes(compiler: Compiler, is_small: bool) -> None:
 def test_a_late_peer_is_noted(compiler: Compiler, kernel: str, tmp_path: Path) -> None:
     """The others have waited for its headers as long as it was late for a launch of this kernel, the last one."""
     runner, _ = prepared(compiler, kernel, 2)
-    sleep = tmp_path / "sleep"
-    sleep.write_text(f"#!/bin/sh\nexec sleep {LATE_NS / 1e9}\n")
-    sleep.chmod(0o700)
-    program: Future[Program] = Future()
-    program.set_result(Program(sleep, sleep))
-    runner.streams[LATE].insert(-1, Launch(program, {}))
+    runner.streams[LATE].insert(-1, sleeping(tmp_path, LATE_NS))
     memory, layout = runner.memory, runner.world.layout
     for launch in itertools.chain(*runner.streams):
         launch.program.result()  # compiled

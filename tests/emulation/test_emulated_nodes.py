@@ -4,11 +4,12 @@ Rows cross the network once a node; a rank of the same index there forwards them
 """
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from dispatch_cases import Case
 from kernels import Compiler, Mutant
-from machine import Streams, is_found
+from machine import Streams, is_found, sleeping
 from node_cases import NODE_TIMEOUT_NS, with_nodes
 from test_emulated_failures import DEADLINE, words
 from world import Shape
@@ -172,5 +173,33 @@ def test_sequences_that_begin_anew(compiler: Compiler) -> None:
             seen = words(runner, rank)
             assert (seen["cause"], seen["broken"], seen["owner"], seen["sequence"]) == (0, 0, 0, 1)
         assert [text for each in rounds for text in runner.differences(each)] == []
+    finally:
+        runner.memory.close()
+
+
+DEADLINE_NS, LATE_NS = 6_000_000_000, 4_000_000_000
+SLOW = Mutant(
+    "a rank stops once between two rows",
+    ITEMS,
+    "    i32 found = kEndOfItems;\n",
+    f"""
+    i32 found = kEndOfItems, num_items = token - this->queue_begin(block(), a.num_tokens);
+    for (i32 from = 0; from < kRanks; ++from) num_items += s.num_loaded[from];
+    const u64 begin_ns = ptx::globaltimer_ns();
+    while (rank() == 1 && num_items == 6 && ptx::globaltimer_ns() - begin_ns < {LATE_NS}) ptx::nanosleep(0);
+""",
+)
+
+
+def test_a_call_longer_than_the_deadline(compiler: Compiler, tmp_path: Path) -> None:
+    """A rank comes late, and stops once more: no wait is too long, and the network carries what comes then."""
+    runner = with_nodes(compiler, dataclasses.replace(TWO, num_rounds=1), 2, SLOW, num_slots=2, chunk_rows=1)
+    round_ = runner.add_round()
+    runner.streams[1].insert(0, sleeping(tmp_path, LATE_NS))
+    runner.world.set_timeout(DEADLINE_NS)
+    try:
+        Streams(runner.memory, runner.streams, seed=1, timeout_s=60).run()
+        assert runner.world.problems(runner.num_operations) == []
+        assert runner.differences(round_) == []
     finally:
         runner.memory.close()

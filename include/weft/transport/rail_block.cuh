@@ -63,17 +63,21 @@ class BlockNetwork {
   __device__ BlockNetwork(const WindowView& view, const BlockRail& rail)
       : view_(view), rail_(rail), own_(rail.memory[view.rank]), head_(reinterpret_cast<u64*>(own_ + rail.head())) {}
 
-  // Carries what is posted until all blocks have ended and nothing is left.
+  // Carries what is posted until all blocks have ended and nothing is left. As other waits, that for something to carry counts anew.
   __device__ void run(u64 num_blocks) {
     const u64 all_ended = head_[1] + num_blocks;
     random_ = (all_ended * 64 + static_cast<u64>(view_.rank) + 1) * 0x9e3779b97f4a7c15ull;
-    sync::LanePause pause(&view_.host->abort, ~u64{0}, &view_.host->timeout_ns);
-    static_cast<void>(sync::wait_until(
-        [&] {
-          const bool has_ended = ptx::ld_acquire_sys(head_) >= all_ended;
-          return !carry_all() && has_ended;
-        },
-        pause));
+    bool is_over = false;
+    while (!is_over) {
+      const auto look = [&] {
+        has_carried_ = false;
+        const bool has_ended = ptx::ld_acquire_sys(head_) >= all_ended;
+        is_over = !carry_all() && has_ended;
+        return is_over || has_carried_;
+      };
+      sync::LanePause pause(&view_.host->abort, ~u64{0}, &view_.host->timeout_ns);
+      if (sync::wait_until(look, pause) != sync::WaitResult::kReady) break;
+    }
     head_[1] = all_ended;
   }
 
@@ -121,6 +125,7 @@ class BlockNetwork {
         },
         reinterpret_cast<u64*>(there + signal));
     post->carried = number;
+    has_carried_ = true;
     return false;
   }
 
@@ -130,6 +135,7 @@ class BlockNetwork {
     if (num_given == credits->num_carried) return false;
     if (random() % 2 != 0) return true;
     ptx::add_release_sys(reinterpret_cast<u64*>(rail_.memory[peer] + rail_.layout.credits(view_.rank, block)), 1);
+    has_carried_ = true;
     return ++credits->num_carried != num_given;
   }
 
@@ -145,6 +151,7 @@ class BlockNetwork {
   u8* own_;
   u64* head_;
   u64 random_ = 1;
+  bool has_carried_ = false;  // since the last look
 };
 
 // By all blocks, before anything else: whether this one is the network, and has carried everything.
