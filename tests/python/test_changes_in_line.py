@@ -66,9 +66,10 @@ def test_what_another_change_has_done_is_not_done_again() -> None:
 
 
 def _newcomer_that_dies(comm: weft.Communicator) -> str:
-    if comm.rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(weft.PeerLost):
+        comm.meet(LONG_S)  # all have connected
+        if comm.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
         comm.change(admit=[3])
     assert comm.recover().active == (0, 1)
     comm.meet(LONG_S)

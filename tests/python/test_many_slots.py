@@ -62,9 +62,10 @@ def _spares(comm: weft.Communicator) -> tuple[int, ...]:
         assert found is not None
         change = found
     checked_step(ep, number_of(comm))
-    if comm.rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(weft.PeerLost):
+        comm.meet(LONG_S)  # all have ended the step
+        if comm.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
         comm.meet(LONG_S)
     active = comm.recover().active
     checked_step(ep, number_of(comm))
