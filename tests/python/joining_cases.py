@@ -7,7 +7,7 @@ import os
 import pathlib
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +18,14 @@ from weft import reference
 SHAPE: dict[str, Any] = {"top_k": 3, "hidden": 32, "max_tokens_per_rank": 16, "dtype": torch.float32}
 LONG_S = 60.0
 _TAG = 1 << 20
+
+
+def rank_2_dies(comm: weft.Communicator, work: Callable[[], object]) -> None:
+    """When all are here; the others hear of it here or in their `work`."""
+    comm.meet(LONG_S)
+    if comm.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work()
 
 
 class Outer:

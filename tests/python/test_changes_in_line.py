@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import pytest
-from joining_cases import LONG_S, checked_step, make_ep, number_of
+from joining_cases import LONG_S, checked_step, make_ep, number_of, rank_2_dies
 from test_expert_maps import a_map, opened
 from test_proposed_maps import step
 from test_standby import until
@@ -67,10 +65,7 @@ def test_what_another_change_has_done_is_not_done_again() -> None:
 
 def _newcomer_that_dies(comm: weft.Communicator) -> str:
     with pytest.raises(weft.PeerLost):
-        comm.meet(LONG_S)  # all have connected
-        if comm.rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        comm.change(admit=[3])
+        rank_2_dies(comm, lambda: comm.change(admit=[3]))
     assert comm.recover().active == (0, 1)
     comm.meet(LONG_S)
     return repr(comm.change(suspend=[1]).removed)

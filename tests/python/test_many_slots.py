@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
-import signal
 from typing import Any
 
 import pytest
-from joining_cases import LONG_S, Outer, checked_step, make_ep, number_of, open_group
+from joining_cases import LONG_S, Outer, checked_step, make_ep, number_of, open_group, rank_2_dies
 from test_standby import until
 
 import weft
@@ -63,10 +61,7 @@ def _spares(comm: weft.Communicator) -> tuple[int, ...]:
         change = found
     checked_step(ep, number_of(comm))
     with pytest.raises(weft.PeerLost):
-        comm.meet(LONG_S)  # all have ended the step
-        if comm.rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        comm.meet(LONG_S)
+        rank_2_dies(comm, lambda: comm.meet(LONG_S))
     active = comm.recover().active
     checked_step(ep, number_of(comm))
     return change.active + active
