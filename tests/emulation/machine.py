@@ -185,7 +185,7 @@ class Streams:
         return code == 0
 
 
-def is_found(run: Callable[[int], list[str]], tries: int = 12) -> bool:
+def is_found(run: Callable[[int], list[str]], tries: int = 60) -> bool:
     """Whether `run`, given one of some seeds, finds a mistake.
 
     Several, because who comes too early or too late is not the same each time.

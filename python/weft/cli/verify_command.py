@@ -186,7 +186,7 @@ def _run_rejoins(output: Output, fixed: Fixed, trials: int, seed: int) -> bool:
             output.row({**row, "p50_us": p50, "p99_us": p99, "max_us": worst})
     failed = sum(not result.ok for result in results) + (len(results) < trials)
     witnessed = [result.witness.rss_bytes for result in results if result.witness is not None]
-    growth = slope(witnessed[len(witnessed) // 2 :])  # the pages of the group's last records have been touched by then
+    growth = slope(witnessed[len(witnessed) // 2 :])
     summary = {"kind": "summary", "ok": not failed, "trials": trials, "failed": failed, "rss_bytes_per_kill": growth}
     output.row(summary)
     output.table("kill -9, from the kill", ("until, place taken by", "count", "p50", "p99", "max"), rows)
