@@ -98,8 +98,11 @@ MUTANTS = (
     Mutant(
         "a credit is given before the rows are stored",
         ITEMS,
-        "if (num_done % chunk_rows() != 0 && num_done != s.num_from[source]) return;",
-        "if (num_done % chunk_rows() != 1) return;",
+        "return record % chunk_rows() != 0 || nodes_.ring(source).has_arrived(chunk_from(source, record));",
+        "if (record % chunk_rows() != 0) return true;"
+        " const bool is_here = nodes_.ring(source).has_arrived(chunk_from(source, record));"
+        " if (is_here) nodes_.ring(source).give_credit();"
+        " return is_here;",
     ),
     Mutant(
         "chunks are taken without looking at their signals",
@@ -139,7 +142,8 @@ def test_mistakes_are_found(compiler: Compiler, mutant: Mutant) -> None:
     node_ranks, case = CASES["4 + 2" if mutant.path.endswith("rail.h") else "2 x 2"]
 
     def run(seed: int) -> list[str]:
-        found: list[str] = with_nodes(compiler, dataclasses.replace(case, seed=seed), node_ranks, mutant).run()
+        again = dataclasses.replace(case, seed=seed)
+        found: list[str] = with_nodes(compiler, again, node_ranks, mutant, num_slots=2).run()
         return found
 
     assert is_found(run)
