@@ -14,6 +14,7 @@ keeps what was killed, so that a run that was cut off goes on: an entry counts f
 from __future__ import annotations
 
 import argparse
+import ast
 import collections
 import contextlib
 import dataclasses
@@ -449,14 +450,24 @@ def _has_case(mutant: Mutant) -> bool:
     return False
 
 
+def _parse(text: str) -> None:
+    """A test that can't import what it tests sees nothing."""
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        raise Wrong(f"no Python: {error}") from error
+
+
 def check(mutants: list[Mutant]) -> int:
-    """Whether each text is there, once, and each case of a native program."""
+    """Whether each text is there, once, what takes its place is Python, and each case of a native program."""
     status = 0
     for mutant in mutants:
         try:
-            path, _ = mutated(mutant, ROOT)
+            path, text = mutated(mutant, ROOT)
             if path != ROOT / mutant.file:
                 print(f"moved: {mutant.area}: {mutant.name}: to {path.relative_to(ROOT)}")
+            if path.suffix == ".py":
+                _parse(text)
             if not _has_case(mutant):
                 raise Wrong(f"no such case: {mutant.tests}")
         except Wrong as error:

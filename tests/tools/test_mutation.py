@@ -117,3 +117,12 @@ def test_every_entry_of_the_tree_applies() -> None:
     found = read_mutants(mutation.ROOT / "tests" / "mutants")
     assert len(found) > 100
     assert mutation.check(found) == 0
+
+
+def test_what_is_no_python_is_an_error(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tests of such a mutant would fail for another reason than they should."""
+    monkeypatch.setattr(mutation, "ROOT", tree)
+    assert mutation.check([mutant("return a", "  return (", near="def first(")]) == 1
+    assert "no Python" in capsys.readouterr().out
