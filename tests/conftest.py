@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Generator
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
@@ -13,8 +16,24 @@ if TYPE_CHECKING:
     from xdist.scheduler import Scheduling
 
 
+KERNELS = "EMULATED_KERNELS"  # tests/emulation/kernels.py reads it
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="a test that is skipped fails")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One folder for the emulated kernels of all workers, of which each compiles what no other has."""
+    if KERNELS in os.environ:  # a worker, or a session that a test starts
+        return
+    folder = os.environ[KERNELS] = tempfile.mkdtemp(prefix="emulated-")
+
+    def remove() -> None:
+        del os.environ[KERNELS]
+        shutil.rmtree(folder, ignore_errors=True)
+
+    config.add_cleanup(remove)
 
 
 def _fail_if_skipped(report: pytest.TestReport | pytest.CollectReport, config: pytest.Config) -> None:

@@ -16,3 +16,10 @@ def compiler() -> Iterator[Compiler]:
     compiler = Compiler()
     yield compiler
     compiler.close()
+
+
+@pytest.fixture(scope="module")
+def runs_long(request: pytest.FixtureRequest) -> bool:
+    """Whether tests of this file that are marked long run: if not, kernels of theirs need not be compiled ahead."""
+    path = request.node.path
+    return any(item.path == path and item.get_closest_marker("long") for item in request.session.items)

@@ -3,20 +3,14 @@
 //
 //   KERNEL MEMORY_FD NUM_BYTES SHARED_FILE SEED FIELDS_FILE...
 //
-// MEMORY_FD: the memory of all ranks, mapped at kGlobalBase. SHARED_FILE: a list of __shared__ variables, see run_block.h. A
+// MEMORY_FD: the memory of all ranks, mapped at kGlobalBase. SHARED_FILE: a list of __shared__ variables, see emulator.cc. A
 // FIELDS_FILE for each launch: "name value" lines: the kernel's arguments, with addresses as numbers, and what the host copies
 // when the kernel has ended: copyN_to, copyN_from, copyN_bytes.
 #pragma once
 
-#include <sys/prctl.h>
-#include <sys/wait.h>
-#include <csignal>
+#include <new>
 
-#include <fstream>
-#include <map>
-#include <string>
-
-#include "run_block.h"
+#include "fields.h"
 #include "weft/config/kernel.h"
 #include "weft/config/small_dispatch_kernel.h"
 #include "weft/config/small_kernel.h"
@@ -32,45 +26,6 @@
 namespace emulation {
 
 using weft::u16;
-
-constexpr u64 kGlobalBase = 0x200000000000ull;  // machine.py has the same
-
-class Fields {
- public:
-  explicit Fields(const char* path) {
-    std::ifstream file(path);
-    std::string name;
-    i64 value = 0;
-    while (file >> name >> value) values_[name] = value;
-  }
-
-  i64 number(const std::string& name) {
-    const auto found = values_.find(name);
-    if (found == values_.end()) fail("field %s is missing", name.c_str());
-    const i64 value = found->second;
-    values_.erase(found);
-    return value;
-  }
-  template <class T>
-  void take(const char* name, T& field) {
-    if constexpr (std::is_pointer_v<T>) {
-      field = reinterpret_cast<T>(number(name));
-    } else {
-      field = static_cast<T>(number(name));
-    }
-  }
-  // What only some calls have.
-  template <class T>
-  void take_if(const char* name, T& field) {
-    if (values_.count(name) != 0) take(name, field);
-  }
-  void check_all_taken() const {
-    for (const auto& [name, value] : values_) fail("field %s: the kernel has no such argument", name.c_str());
-  }
-
- private:
-  std::map<std::string, i64> values_;
-};
 
 inline weft::GpuWindowShape take_shape(Fields& fields) {
   weft::GpuWindowShape shape;
@@ -92,10 +47,9 @@ inline void take_view(Fields& fields, weft::transport::WindowView& view) {
   fields.take("rank", view.rank);
   fields.take("host", view.host);
   for (i32 rank = 0; rank < shape.num_ranks; ++rank) {
-    const std::string number = std::to_string(rank);
-    fields.take(("control" + number).c_str(), view.control[rank]);
-    fields.take(("heap" + number).c_str(), view.heap[rank]);
-    fields.take(("heap_bytes" + number).c_str(), view.heap_bytes[rank]);
+    fields.take("control", rank, view.control[rank]);
+    fields.take("heap", rank, view.heap[rank]);
+    fields.take("heap_bytes", rank, view.heap_bytes[rank]);
   }
 }
 
@@ -276,119 +230,32 @@ inline void take(Fields& fields, weft::kernels::StageKernelArgs& args) {
   fields.take("row_bytes", args.row_bytes);
 }
 
-struct Copy {
-  u8* to;
-  const u8* from;
-  u64 num_bytes;
+template <class Args>
+struct Kernel : AnyKernel {
+  void (*function)(const Args);
+  u64 (*complete_args)(Args&);
+  Args args;
+
+  Kernel(void (*function)(const Args), u64 (*complete_args)(Args&))
+      : AnyKernel{take_args, complete_kernel, run}, function(function), complete_args(complete_args) {}
+  static void take_args(Fields& fields, void* kernel) {
+    Args* args = new (&static_cast<Kernel*>(kernel)->args) Args;
+    emulation::take(fields, *args);
+  }
+  static u64 complete_kernel(void* kernel) {
+    auto* self = static_cast<Kernel*>(kernel);
+    return self->complete_args(self->args);
+  }
+  static void run(void* kernel) {
+    auto* self = static_cast<Kernel*>(kernel);
+    self->function(self->args);
+  }
 };
 
-inline std::vector<Copy> take_copies(Fields& fields) {
-  i32 num_copies = 0;
-  fields.take("num_copies", num_copies);
-  std::vector<Copy> copies(static_cast<size_t>(num_copies));
-  for (i32 idx = 0; idx < num_copies; ++idx) {
-    const std::string name = "copy" + std::to_string(idx);
-    fields.take((name + "_to").c_str(), copies[static_cast<size_t>(idx)].to);
-    fields.take((name + "_from").c_str(), copies[static_cast<size_t>(idx)].from);
-    fields.take((name + "_bytes").c_str(), copies[static_cast<size_t>(idx)].num_bytes);
-  }
-  return copies;
-}
-
-inline void map_memory(int file, u64 num_bytes) {
-  void* base = mmap(reinterpret_cast<void*>(kGlobalBase), num_bytes, PROT_READ | PROT_WRITE,
-                    MAP_SHARED | MAP_FIXED_NOREPLACE, file, 0);
-  if (base == MAP_FAILED) fail("the memory of the ranks cannot be mapped");
-  global_begin = static_cast<u8*>(base);
-  global_end = global_begin + num_bytes;
-}
-
-inline void tell_fault(int signal, siginfo_t* info, void*) {
-  fprintf(stderr, "block %u thread %u: signal %d at address %p\n", blockIdx.x, threadIdx.x, signal, info->si_addr);
-  _exit(9);
-}
-
-inline void catch_faults() {
-  static u8 stack[64 << 10];
-  const stack_t alternative = {stack, 0, sizeof(stack)};
-  sigaltstack(&alternative, nullptr);
-  struct sigaction action = {};
-  action.sa_sigaction = tell_fault;
-  action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-  for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigaction(signal, &action, nullptr);
-}
-
-inline int tell(const Failed& mistake) {
-  fprintf(stderr, "%s\n", mistake.text.c_str());
-  fflush(stderr);
-  return 9;
-}
-
-// A block in a process of its own.
 template <class Args>
-[[noreturn]] void end_with_block(void (*kernel)(const Args), const Args& args, const Grid& grid, u32 idx) {
-  prctl(PR_SET_PDEATHSIG, SIGKILL);
-  catch_faults();
-  int result = 0;
-  try {
-    run_block(kernel, args, grid, idx);
-  } catch (const Failed& mistake) {
-    result = tell(mistake);
-  }
-  _exit(result);
-}
-
-// The first block that fails ends the others.
-inline int wait_for(const std::vector<pid_t>& blocks) {
-  int result = 0;
-  for (size_t idx = 0; idx < blocks.size(); ++idx) {
-    int status = 0;
-    wait(&status);
-    if (status == 0 || result != 0) continue;
-    result = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-    for (const pid_t other : blocks) kill(other, SIGKILL);
-  }
-  return result;
-}
-
-template <class Args>
-int run_launch(void (*kernel)(const Args), const char* fields_path, Grid grid, u64 (*complete)(Args&)) {
-  Fields fields(fields_path);
-  Args args;
-  fields.take("num_blocks", grid.num_blocks);
-  fields.take("poison", poison);
-  take(fields, args);
-  const std::vector<Copy> copies = take_copies(fields);
-  fields.check_all_taken();
-  gridDim.x = grid.num_blocks;
-  grid.shared_bytes = complete(args);
-  std::vector<pid_t> blocks;
-  for (u32 idx = 0; idx < grid.num_blocks; ++idx) {
-    const pid_t process = fork();
-    if (process == 0) end_with_block(kernel, args, grid, idx);
-    blocks.push_back(process);
-  }
-  const int result = wait_for(blocks);
-  for (const Copy& copy : copies) memcpy(copy.to, copy.from, copy.num_bytes);
-  return result;
-}
-
-template <class Args>
-int run_launches(void (*kernel)(const Args), u32 num_threads, u64 (*complete)(Args&), char** arguments) try {
-  prctl(PR_SET_PDEATHSIG, SIGKILL);
-  map_memory(atoi(arguments[1]), strtoull(arguments[2], nullptr, 10));
-  Grid grid;
-  grid.num_threads = num_threads;
-  grid.shared_variables = arguments[3];
-  grid.seed = strtoull(arguments[4], nullptr, 10) * 1000;
-  for (char** path = arguments + 5; *path != nullptr; ++path) {
-    ++grid.seed;
-    const int result = run_launch<Args>(kernel, *path, grid, complete);
-    if (result != 0) return result;
-  }
-  return 0;
-} catch (const Failed& mistake) {
-  return tell(mistake);
+int run_launches(void (*function)(const Args), u32 num_threads, u64 (*complete)(Args&), char** arguments) {
+  Kernel<Args> kernel(function, complete);
+  return run_launches(kernel, &kernel, num_threads, arguments);
 }
 
 // ---- what depends on the configuration too: dynamic shared memory, and arguments that the host computes from it

@@ -54,16 +54,12 @@ class EmulatedGpu:
         self._compiler = Compiler()
         self._loaded: dict[Mutant | None, Any] = {}
         atexit.register(self._compiler.close)
-        self.driver_path = str(self._compiler.folder / "libcuda.so.1")
         roots = HERE.parents[1]
         folders = (roots / "src", INCLUDE, roots / "tests" / "native", HERE)
         source = roots / "tests" / "native" / "engine" / "nvlink" / "fake_cuda.cc"
-        subprocess.run(
-            ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread",
-             "-Wl,-soname,libcuda.so.1,-Bsymbolic",  # its own symbols, where another NVRTC is loaded too
-             *(f"-I{each}" for each in folders), str(source), "-o", self.driver_path],
-            check=True, timeout=300,
-        )  # fmt: skip
+        linking = "-Wl,-soname,libcuda.so.1,-Bsymbolic"  # its own symbols, where another NVRTC is loaded too
+        options = [linking, *(f"-I{each}" for each in folders), str(source)]
+        self.driver_path = str(self._compiler.library("libcuda.so.1", options))
         self.driver = ctypes.CDLL(self.driver_path)
         self._compile = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t)(self._made)
         self.driver.emulated_gpu_start(self._compile, NUM_SMS, SHARED_BYTES)

@@ -3,6 +3,9 @@
 //
 // Fibers change only where a thread may have to wait, and then to any that can go on: a missing barrier shows, because nothing
 // runs in its natural order. A run is repeated by its seed, but for how fast the blocks are relative to each other.
+//
+// What does not depend on the kernel lies in emulator.cc, driver.cc and library.cc, which are compiled once and not with
+// each kernel: that is half of what compiling takes.
 #pragma once
 
 #include <setjmp.h>
@@ -48,14 +51,7 @@ struct Failed {  // a mistake that was found; whoever runs the block tells it
   std::string text;
 };
 
-[[noreturn, gnu::format(printf, 1, 2)]] inline void fail(const char* format, ...) {
-  char text[400];
-  va_list values;
-  va_start(values, format);
-  vsnprintf(text, sizeof(text), format, values);
-  va_end(values);
-  throw Failed{"block " + std::to_string(blockIdx.x) + " thread " + std::to_string(threadIdx.x) + ": " + text};
-}
+[[noreturn, gnu::format(printf, 1, 2)]] void fail(const char* format, ...);
 
 inline thread_local u64 random_state = 1;
 inline u32 random_below(u32 limit) {  // xorshift64*
@@ -105,14 +101,8 @@ struct Store {
   bool is_read = false;
   std::vector<u8> held = {};
 
-  void read() {
-    if (!is_read) held.assign(from, from + num_bytes);
-    is_read = true;
-  }
-  void write() {
-    read();
-    memcpy(to, held.data(), num_bytes);
-  }
+  void read();
+  void write();
 };
 
 struct Fiber {
@@ -125,6 +115,13 @@ struct Fiber {
   u32 group = 0;  // of bulk stores, not committed yet
   std::list<Store> fetches;
   u32 fetch_group = 0;
+
+  void store(u8* to, const u8* from, u32 num_bytes);
+  void fetch(u8* to, const u8* from, u32 num_bytes);
+  // Of all groups but the last `num_pending`.
+  void read_stores(u32 num_pending);
+  void write_stores(u32 num_pending);
+  void write_fetches(u32 num_pending);
 };
 
 // Threads that wait for each other: of a warp, or of a block.
@@ -144,94 +141,29 @@ class Block {
   Block() = default;
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
-  ~Block() {
-    if (stacks_ != nullptr) munmap(stacks_, kStackBytes * fibers_.size());
-  }
+  ~Block();
 
   // Runs `body(argument)` in every thread. Throws Failed.
-  void run(u32 num_threads, Body body, void* argument) {
-    body_ = body;
-    argument_ = argument;
-    warps_.resize((num_threads + 31) / 32);
-    void* stacks = mmap(nullptr, kStackBytes * num_threads, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (stacks == MAP_FAILED) fail("no memory for stacks");
-    stacks_ = stacks;
-    for (u32 idx = 0; idx < num_threads; ++idx) {
-      fibers_.push_back(std::make_unique<Fiber>());
-      Fiber* fiber = fibers_.back().get();
-      fiber->index = idx;
-      getcontext(&fiber->start);
-      fiber->start.uc_stack.ss_sp = static_cast<u8*>(stacks) + kStackBytes * idx;
-      fiber->start.uc_stack.ss_size = kStackBytes;
-      makecontext(&fiber->start, &Block::enter, 0);
-      ready_.push_back(fiber);
-    }
-    while (num_ended_ < num_threads) step();
-    if (!loads_.empty()) fail("the block has ended while %zu bulk loads were under way", loads_.size());
-  }
+  void run(u32 num_threads, Body body, void* argument);
 
   Fiber& self() { return *self_; }
 
   // All of `num_expected` threads call it before any returns.
-  void meet(Meeting& meeting, const char* what, u32 num_expected) {
-    if (arrive(meeting, what, num_expected)) return;
-    meeting.waiting.push_back(self_);
-    self_->waits_for = what;
-    leave();
-  }
+  void meet(Meeting& meeting, const char* what, u32 num_expected);
 
   // Without waiting. True: this was the last of them.
-  bool arrive(Meeting& meeting, const char* what, u32 num_expected) {
-    if (meeting.num_arrived == 0) {
-      meeting.what = what;
-      meeting.num_expected = num_expected;
-    } else if (strcmp(meeting.what, what) != 0 || meeting.num_expected != num_expected) {
-      fail("%s of %u threads, where others are in %s of %u", what, num_expected, meeting.what, meeting.num_expected);
-    }
-    if (++meeting.num_arrived < num_expected) return false;
-    meeting.num_arrived = 0;
-    memcpy(meeting.result, meeting.value, sizeof(meeting.value));
-    meeting.either_result = meeting.either;
-    meeting.either = 0;
-    note_change();
-    ready_.insert(ready_.end(), meeting.waiting.begin(), meeting.waiting.end());
-    meeting.waiting.clear();
-    maybe_yield();
-    return true;
-  }
+  bool arrive(Meeting& meeting, const char* what, u32 num_expected);
 
   // The meeting of the lanes in `mask`, this thread among them.
-  Meeting& lanes(u32 mask) {
-    if ((mask >> (self_->index % 32) & 1u) == 0) fail("not in its own mask %x", mask);
-    std::vector<std::unique_ptr<Meeting>>& known = warps_[self_->index / 32];
-    for (const auto& meeting : known) {
-      if (meeting->mask == mask) return *meeting;
-    }
-    known.push_back(std::make_unique<Meeting>());
-    known.back()->mask = mask;
-    return *known.back();
-  }
+  Meeting& lanes(u32 mask);
 
-  Meeting& barrier(u32 number) {
-    if (number >= 16) fail("barrier %u: there are 16", number);
-    return barriers_[number];
-  }
+  Meeting& barrier(u32 number);
 
   // Lets others go on; this thread looks again later. `is_remote`: another block may change what it waits for.
-  void poll(const char* what, bool is_remote) {
-    if (is_remote && lets_next_begin_) fail("%s: a wait for another block behind let_next_kernel_begin", what);
-    if (given_up != nullptr && __atomic_load_n(given_up, __ATOMIC_RELAXED) != 0) fail("given up with another block");
-    self_->waits_for = what;
-    polls_remote_ = polls_remote_ || is_remote;
-    polling_.push_back(self_);
-    leave();
-  }
+  void poll(const char* what, bool is_remote);
 
   void maybe_yield() {
-    if (random_below(4) != 0) return;
-    ready_.push_back(self_);
-    leave();
+    if (random_below(4) == 0) yield();
   }
 
   void let_next_begin() { lets_next_begin_ = true; }
@@ -239,89 +171,22 @@ class Block {
   // Something that a thread of this block may wait for has happened.
   void note_change() { has_changed_ = true; }
 
-  void start_load(const Load& load) {
-    memset(load.to, poison, load.num_bytes);
-    loads_.push_back(load);
-  }
+  void start_load(const Load& load);
 
   // A thread waits for it.
-  void expect(const Barrier* barrier) { expected_.insert(barrier); }
+  void expect(const Barrier* barrier);
 
-  void settle(Barrier* barrier) {
-    if (barrier->pending != 0 || barrier->num_bytes != 0) return;
-    expected_.erase(barrier);
-    barrier->parity ^= 1u;
-    barrier->pending = barrier->num_arrivals;
-    note_change();
-  }
+  void settle(Barrier* barrier);
 
  private:
   static void enter();
 
-  void step() {
-    if (ready_.empty()) {
-      wake_pollers();
-    } else if (random_below(64) == 0) {
-      end_one_load(holds_loads_);
-    }
-    if (ready_.empty()) return;
-    const u32 idx = random_below(static_cast<u32>(ready_.size()));
-    self_ = ready_[idx];
-    ready_[idx] = ready_.back();
-    ready_.pop_back();
-    threadIdx.x = self_->index;
-    if (_setjmp(scheduler_) != 0) {
-      if (!found_.empty()) throw Failed{found_};
-      return;
-    }
-    if (self_->has_started) _longjmp(self_->context, 1);
-    self_->has_started = true;
-    setcontext(&self_->start);
-  }
-
-  void leave() {
-    if (_setjmp(self_->context) == 0) _longjmp(scheduler_, 1);
-  }
-
-  // Nobody can go on but those that look again and again.
-  void wake_pollers() {
-    constexpr u32 kMostIdleRounds = 8;
-    const bool has_loaded = end_one_load(holds_loads_ && polls_remote_);
-    num_idle_rounds_ = has_loaded || has_changed_ || polls_remote_ ? 0 : num_idle_rounds_ + 1;
-    if (polling_.empty() && !has_loaded) fail_stuck();
-    if (num_idle_rounds_ > kMostIdleRounds) fail_stuck();
-    if (polls_remote_ && !has_loaded && !has_changed_) usleep(random_below(100));
-    has_changed_ = polls_remote_ = false;
-    ready_.swap(polling_);
-  }
-
-  // `needed`: only one that a thread waits for.
-  bool end_one_load(bool needed) {
-    std::vector<u32> chosen;
-    for (u32 idx = 0; idx < loads_.size(); ++idx) {
-      if (!needed || expected_.count(loads_[idx].barrier) != 0) chosen.push_back(idx);
-    }
-    if (chosen.empty()) return false;
-    const u32 idx = chosen[random_below(static_cast<u32>(chosen.size()))];
-    const Load load = loads_[idx];
-    loads_.erase(loads_.begin() + idx);
-    memcpy(load.to, load.from, load.num_bytes);
-    load.barrier->num_bytes -= static_cast<i32>(load.num_bytes);
-    settle(load.barrier);
-    return true;
-  }
-
-  [[noreturn]] void fail_stuck() {
-    std::vector<std::pair<const char*, u32>> counts;
-    for (const auto& fiber : fibers_) {
-      if (counts.empty() || strcmp(counts.back().first, fiber->waits_for) != 0)
-        counts.emplace_back(fiber->waits_for, 0);
-      ++counts.back().second;
-    }
-    std::string all;
-    for (const auto& [what, count] : counts) all += std::string(", ") + std::to_string(count) + ": " + what;
-    fail("no thread can go on%s", all.c_str());
-  }
+  void yield();
+  void step();
+  void leave();
+  void wake_pollers();
+  bool end_one_load(bool needed);
+  [[noreturn]] void fail_stuck();
 
   static constexpr u64 kStackBytes = 128 << 10;
   void* stacks_ = nullptr;
@@ -344,31 +209,14 @@ class Block {
 
 inline thread_local Block* block = nullptr;
 
-inline void Block::enter() {
-  Fiber& self = block->self();
-  try {
-    block->body_(block->argument_);
-    if (!self.stores.empty()) fail("ended without waiting for %zu bulk stores", self.stores.size());
-    if (!self.fetches.empty()) fail("ended without waiting for %zu fetches", self.fetches.size());
-  } catch (const Failed& mistake) {
-    block->found_ = mistake.text;
-  }
-  self.waits_for = "ended";
-  ++block->num_ended_;
-  block->note_change();
-  _longjmp(block->scheduler_, 1);
-}
-
 // What each lane gives, and then what all have given.
+const u64* exchange_words(u32 mask, u64 value, const char* what);
 template <class T>
 const u64* exchange(u32 mask, T value, const char* what) {
   static_assert(sizeof(T) <= 8);
-  Meeting& meeting = block->lanes(mask);
-  const u32 lane = threadIdx.x % 32;
-  meeting.value[lane] = 0;
-  memcpy(&meeting.value[lane], &value, sizeof(T));
-  block->meet(meeting, what, static_cast<u32>(__builtin_popcount(mask)));
-  return meeting.result;
+  u64 word = 0;
+  memcpy(&word, &value, sizeof(T));
+  return exchange_words(mask, word, what);
 }
 
 template <class T>
@@ -393,6 +241,13 @@ T reduce(u32 mask, T value, const char* what, Add add) {
 inline void meet_block(u32 number, u32 num_threads, const char* what) {
   block->meet(block->barrier(number), what, num_threads);
 }
+
+// ---- what ptx/bulk.cuh has
+
+void check_copy(const void* shared, const void* global, u32 num_bytes);
+void check_prefetch(const void* global, u32 num_bytes);
+void arrive_expect(Barrier* barrier, u32 num_bytes);
+bool try_wait(const Barrier* barrier, u32 parity);
 
 }  // namespace emulation
 

@@ -4,22 +4,27 @@ The headers are those of include/, but for the ones that have a stand-in here an
 not know. A mutant is a kernel whose headers have been changed in one place.
 """
 
+import fcntl
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
 INCLUDE = HERE.parents[1] / "include"
+SHARED_FOLDER = "EMULATED_KERNELS"  # tests/conftest.py sets it: where all workers of a session put what they compile
 FLAGS = ("-std=c++20", "-O1", "-w", "-pthread", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
 # Libraries of several kernels lie in one process: nothing of one may stand for the same of another.
 LIBRARY_FLAGS = ("-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique")
+PREFIX = '#include "fields.h"\n#include <new>\n'
 DYNAMIC = re.compile(r"extern __shared__ __align__\(\d+\) u8 (\w+)\[\];")
 LAUNCH_BOUNDS = re.compile(r"__launch_bounds__\(([^,]+), \d+\)")
 ENTRY = re.compile(r"(\w+)\(const __grid_constant__ weft::kernels::(\w+Args) args")
@@ -54,16 +59,20 @@ class Program:
 
 
 class Compiler:
-    """Compiles each source once, some at a time. Everything lies in one folder, which `close` removes."""
+    """Compiles each source once, some at a time, for all processes that share a folder.
+
+    `folder` is this compiler's own, which `close` removes. Without SHARED_FOLDER all that is compiled lies there, too.
+    """
 
     def __init__(self, jobs: int = 2) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="emulated-"))
+        self._made = Path(os.environ.get(SHARED_FOLDER, self.folder))
         self._pool = ThreadPoolExecutor(jobs)
         self._lock = threading.Lock()
         self._includes: dict[Mutant | None, Path] = {}
         self._programs: dict[tuple[str, Mutant | None, bool], Future[Program]] = {}
-        self._prefixes: dict[tuple[str, ...], Path] = {}
-        self._prefix_lock = threading.Lock()
+        self._commons: dict[tuple[str, ...], Path] = {}
+        self._common_lock = threading.Lock()
 
     def close(self) -> None:
         """Remove what was compiled."""
@@ -78,6 +87,12 @@ class Compiler:
                 compile_it = self._compile_library if is_library else self._compile_kernel
                 self._programs[key] = self._pool.submit(compile_it, source, self._include(mutant))
             return self._programs[key]
+
+    def library(self, name: str, options: list[str]) -> Path:
+        """The shared library that g++ makes with these options."""
+        path = self._made / _digest(name, *options) / name
+        path.parent.mkdir(exist_ok=True)
+        return made_once(path, lambda part: _run_compiler(["-shared", "-fPIC", *options], part))
 
     def layout(self, shape: dict[str, int]) -> dict[str, int]:
         """Where things lie in a window of this shape."""
@@ -103,8 +118,7 @@ class Compiler:
             f'#define EXPORTED extern "C" __attribute__((visibility("default")))\n'
             f"EXPORTED size_t emulated_args_bytes() {{ return sizeof(weft::kernels::{args}); }}\n"
             "EXPORTED int emulated_launch(const emulation::LaunchRequest* request) {\n"
-            "  static const auto* list = new std::string(emulation::shared_variables_of((void*)emulated_launch));\n"
-            f"  return emulation::launch({kernel}, *request, *list);\n}}\n",
+            f"  return emulation::launch({kernel}, *request, (void*)emulated_launch);\n}}\n",
             include,
             LIBRARY_FLAGS,
         )
@@ -122,32 +136,62 @@ class Compiler:
         )
 
     def _compile(self, text: str, include: Path, more_flags: tuple[str, ...] = ()) -> Program:
-        path = self.folder / f"program-{_digest(text, str(include))}"
-        source = path.with_suffix(".cc")
-        source.write_text(f'#include "prefix.h"\n{text}')
-        _run_compiler([*more_flags, f"-I{self._prefix(more_flags)}", f"-I{include}", f"-I{HERE}", str(source)], path)
+        path = self._made / f"program-{_digest(text, str(include))}"
         shared_variables = path.with_suffix(".shared_variables")
-        shared_variables.write_text("".join(f"{offset} {size}\n" for offset, size in _shared_variables(path)))
-        return Program(path, shared_variables)
 
-    def _prefix(self, more_flags: tuple[str, ...]) -> Path:
-        """The folder of a precompiled header: half of what compiling takes is the same for all kernels."""
-        with self._prefix_lock:
-            if more_flags not in self._prefixes:
-                folder = self.folder / f"prefix-{len(self._prefixes)}"
-                folder.mkdir()
-                header = folder / "prefix.h"
-                header.write_text('#include "emulator.h"\n#include "run_block.h"\n#include <map>\n#include <thread>\n')
-                options = [*more_flags, f"-I{INCLUDE}", f"-I{HERE}", "-x", "c++-header", str(header)]
-                _run_compiler(options, folder / "prefix.h.gch")
-                self._prefixes[more_flags] = folder
-            return self._prefixes[more_flags]
+        def make(part: Path) -> None:
+            source = path.with_suffix(".cc")
+            source.write_text(f'#include "prefix.h"\n{text}')
+            common = self._common(more_flags)
+            folders = [f"-I{folder}" for folder in (common, include, HERE)]
+            _run_compiler([*more_flags, *folders, str(common / "common.o"), str(source)], part)
+            shared_variables.write_text("".join(f"{offset} {size}\n" for offset, size in _shared_variables(part)))
+
+        return Program(made_once(path, make), shared_variables)
+
+    def _common(self, more_flags: tuple[str, ...]) -> Path:
+        """A folder with what is the same for all kernels: a precompiled header, and common.o."""
+        with self._common_lock:
+            if more_flags not in self._commons:
+                folder = self._made / f"common-{_digest(str(HERE), *more_flags)}"
+                folder.mkdir(exist_ok=True)
+                folders = (f"-I{INCLUDE}", f"-I{HERE}")
+
+                def make_header(part: Path) -> None:
+                    header = folder / "prefix.h"
+                    header.write_text(PREFIX)
+                    _run_compiler([*more_flags, *folders, "-x", "c++-header", str(header)], part)
+
+                def make_object(part: Path) -> None:
+                    entry = "library.cc" if more_flags else "driver.cc"
+                    sources = (str(HERE / entry), str(HERE / "emulator.cc"))
+                    _run_compiler([*more_flags, "-no-pie", "-r", *folders, *sources], part)
+
+                made_once(folder / "prefix.h.gch", make_header)
+                made_once(folder / "common.o", make_object)
+                self._commons[more_flags] = folder
+            return self._commons[more_flags]
 
     def _include(self, mutant: Mutant | None) -> Path:
         if mutant not in self._includes:
-            self._includes[mutant] = self.folder / f"include-{len(self._includes)}"
-            _write_headers(self._includes[mutant], mutant)
+            folder = self._made / f"include-{_digest(str(INCLUDE), repr(mutant))}"
+            self._includes[mutant] = made_once(folder, lambda part: _write_headers(part, mutant))
         return self._includes[mutant]
+
+
+_in_process: dict[Path, threading.Lock] = {}
+
+
+def made_once(path: Path, make: Callable[[Path], None]) -> Path:
+    """`path`, which one thread of one process makes under another name; the others wait for it."""
+    # Not flock: its locks are also held by ranks that are forked meanwhile. Those of lockf hold for all threads.
+    with _in_process.setdefault(path, threading.Lock()), open(f"{path}.lock", "w") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            part = path.with_name(f"{path.name}.{os.getpid()}")
+            make(part)
+            part.rename(path)
+    return path
 
 
 def _run_compiler(options: list[str], target: Path) -> None:

@@ -228,8 +228,8 @@ def test_graphs_are_replayed(ranks: Any) -> None:
 WRONG_PLACE = Mutant(
     "the last 16 bytes of a row are not sent",
     "weft/ptx/bulk.cuh",
-    "  self.stores.push_back({static_cast<u8*>(global), static_cast<const u8*>(shared), num_bytes, self.group});",
-    "  self.stores.push_back({static_cast<u8*>(global), static_cast<const u8*>(shared), num_bytes - 16, self.group});",
+    "self().store(static_cast<u8*>(global), static_cast<const u8*>(shared), num_bytes);",
+    "self().store(static_cast<u8*>(global), static_cast<const u8*>(shared), num_bytes - 16);",
 )
 
 

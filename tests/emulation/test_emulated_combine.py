@@ -228,9 +228,11 @@ QUANTIZE_MUTANTS = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compile_ahead(compiler: Compiler) -> None:
+def _compile_ahead(compiler: Compiler, runs_long: bool) -> None:
     for case in CASES.values():
         CombineRunner(compiler, case).start_compiling()
+    if not runs_long:
+        return
     CombineRunner(compiler, SUMMED).start_compiling()
     for mutant in MUTANTS:
         CombineRunner(compiler, PUSHED, mutant).start_compiling()

@@ -180,9 +180,11 @@ EXPERT_MUTANTS = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compile_ahead(compiler: Compiler) -> None:
+def _compile_ahead(compiler: Compiler, runs_long: bool) -> None:
     for case in CASES.values():
         Runner(compiler, case).start_compiling()
+    if not runs_long:
+        return
     for mutant in MUTANTS:
         Runner(compiler, FEW_STAGES, mutant).start_compiling()
     Runner(compiler, MIXED_IDS, OWN_TYPE).start_compiling()

@@ -108,9 +108,11 @@ MUTANTS = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compile_ahead(compiler: Compiler) -> None:
+def _compile_ahead(compiler: Compiler, runs_long: bool) -> None:
     for case in (*CASES.values(), IN_FP8):
         CombineRunner(compiler, case).start_compiling()
+    if not runs_long:
+        return
     for mutant, case in MUTANTS:
         CombineRunner(compiler, case, mutant).start_compiling()
 

@@ -99,9 +99,11 @@ SILENT = Mutant(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compile_ahead(compiler: Compiler) -> None:
+def _compile_ahead(compiler: Compiler, runs_long: bool) -> None:
     for case in CASES.values():
         CombineRunner(compiler, case).start_compiling()
+    if not runs_long:
+        return
     for mutant in MUTANTS:
         CombineRunner(compiler, CASES["rank_major, bias"], mutant).start_compiling()
     CombineRunner(compiler, MANY, EARLY).start_compiling()

@@ -191,9 +191,11 @@ SILENT = Mutant(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compile_ahead(compiler: Compiler) -> None:
+def _compile_ahead(compiler: Compiler, runs_long: bool) -> None:
     for case in CASES.values():
         Runner(compiler, case).start_compiling()
+    if not runs_long:
+        return
     for mutant in MUTANTS:
         Runner(compiler, PLAIN, mutant).start_compiling()
     Runner(compiler, REPEATED, GAPS).start_compiling()
