@@ -110,8 +110,10 @@ SIZES = [("rank_major", MOST), ("rank_major", None), ("expert_major", MOST), ("e
 PLAIN = [*itertools.product(SIZES, ("throughput", "latency"), (None, 0))]
 OTHERS = [(SIZES[1], "latency", None), (SIZES[3], "throughput", None), (SIZES[4], "latency", 0)]
 
+LONG = ("ue8m0", "bytes", "no scales")
 
-@pytest.mark.parametrize("rows", ROWS)
+
+@pytest.mark.parametrize("rows", [pytest.param(rows, marks=[pytest.mark.long] * (rows in LONG)) for rows in ROWS])
 def test_a_plan_gives_the_same_bits(pool: Any, learnt: list[str], rows: str) -> None:
     for (layout, capacity), mode, heap_bytes in PLAIN if rows == "bf16" else OTHERS:
         learnt.clear()
