@@ -10,6 +10,8 @@ VENV ?= .venv
 JOBS ?= $(shell nproc)
 # Whether native tests are also built with AddressSanitizer, UBSan and ThreadSanitizer; .ci/long does that.
 SANITIZERS ?= OFF
+# Whether native tests compile the library's sources in groups: half the time of a first build, more of a later one.
+UNITY ?= OFF
 
 ifeq ($(strip $(VENV)),)
 python := $(PYTHON)
@@ -42,6 +44,9 @@ demo: $(installed) ## train a small MoE language model over four ranks (DEMO="--
 	@echo "[3/3] weft demo"
 	$(python) -m weft.cli demo $(DEMO)
 
+.PHONY: prepare
+prepare: $(environment) $(installed) ## make .venv, build and install the package
+
 .PHONY: test
 test: native-test $(environment) $(installed) ## run every test (TESTS="tests/python -k capacity" for some)
 	$(python) -m pytest $(if $(TESTS),$(TESTS),-n $(JOBS) --maxprocesses 8 --dist loadscope)
@@ -55,7 +60,8 @@ native-test: $(environment) ## build and run the C++ tests alone (SANITIZERS=ON 
 	@export PATH="$(scripts):$$PATH"
 	mkdir -p build/native
 	exec 9>build/native.lock; flock 9
-	cmake -S . -B build/native -G Ninja -DWEFT_BUILD_TESTS=ON -DWEFT_BUILD_MODULE=OFF -DWEFT_TEST_SANITIZERS=$(SANITIZERS) >/dev/null
+	cmake -S . -B build/native -G Ninja -DWEFT_BUILD_TESTS=ON -DWEFT_BUILD_MODULE=OFF -DWEFT_TEST_SANITIZERS=$(SANITIZERS) \
+	    -DCMAKE_UNITY_BUILD=$(UNITY) >/dev/null
 	cmake --build build/native -j $(JOBS)
 	ctest --test-dir build/native --output-on-failure --no-tests=error --timeout 600
 
