@@ -125,8 +125,11 @@ def _where(seen: list[Any]) -> str:
     return "\n".join([repr(each) + "\n".join(getattr(each, "__notes__", [])) for each in seen])
 
 
-@pytest.mark.parametrize("has_hook", [False, True])
-@pytest.mark.parametrize("when", ["dispatch", "between", "two", "new shape", "alone"])
+WHEN = ("dispatch", "between", "two", "new shape", "alone")
+WITH_HOOK = [pytest.param(when, True, marks=[pytest.mark.long] * (when != "between")) for when in WHEN]
+
+
+@pytest.mark.parametrize(("when", "has_hook"), [*((when, False) for when in WHEN), *WITH_HOOK])
 def test_a_rank_dies(tmp_path: pathlib.Path, when: str, *, has_hook: bool) -> None:
     """Before a dispatch, before its combine, with two dispatches open, before windows are made; all but one."""
     seen = _spawn(_dies, tmp_path, when, has_hook)
@@ -194,7 +197,7 @@ def _at_random(comm: weft.Communicator, seed: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))])
 def test_ranks_die_at_any_moment(seed: int) -> None:
     """The others' words are right in each call."""
     seen = _spawn(_at_random, seed)

@@ -13,7 +13,7 @@ import deep_ep_cases as cases
 import weft
 from weft import deep_ep, reference
 
-RANKS = (1, 2, 3, 4, 8)
+RANKS = (1, 3, 4, *(pytest.param(number, marks=pytest.mark.long) for number in (2, 8)))
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)

@@ -11,7 +11,7 @@ from hybrid_cases import by_token, grows, make_buffer, permuted, too_many
 import weft
 from weft import deep_ep
 
-RANKS = (1, 2, 3, 4, 8)
+RANKS = (1, 3, 4, *(pytest.param(number, marks=pytest.mark.long) for number in (2, 8)))
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)

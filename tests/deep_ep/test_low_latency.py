@@ -9,7 +9,7 @@ import weft
 from weft.deep_ep.low_latency import room_of
 from weft.limits import has_pick_slots
 
-RANKS = (1, 2, 3, 4, 8)
+RANKS = (1, 3, 4, *(pytest.param(number, marks=pytest.mark.long) for number in (2, 8)))
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)

@@ -101,9 +101,10 @@ SOURCES = {(arch, shape, name): source for arch in ARCHITECTURES for shape, name
 
 
 def is_long(case: tuple[str, str, str]) -> bool:
-    """All but one or two of each kind, of the first shape; .ci/long has the others."""
-    _, shape, name = case
-    return shape != "bf16" or name not in (*test_nvrtc_orders.KINDS, *OF_MANY)
+    """All but one or two of each kind, of the first shape; for sm_100 all but some of these. .ci/long has all."""
+    arch, shape, name = case
+    quick = (*test_nvrtc_orders.KINDS, *OF_MANY) if arch == "sm_90" else test_nvrtc_orders.OFTEN
+    return shape != "bf16" or name not in quick
 
 
 @functools.cache

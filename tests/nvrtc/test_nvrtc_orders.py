@@ -5,7 +5,9 @@ this must see: the mutants of config/mutants.h in a kernel of each kind, and cha
 """
 
 import functools
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import nvrtc
 import orders
@@ -204,6 +206,28 @@ MISTAKES = {
 }
 
 
+# Of each kernel, and of each thing that may be missing; .ci/long has all kinds and mistakes.
+OFTEN = (
+    "dispatch rank_major, plain, int64 ids",
+    "dispatch expert_major, plain, int64 ids",
+    "combine rank_major, plain",
+    "small dispatch masked, fp8, int64 ids",
+    "small combine by expert, plain",
+    "wait only until stores have read",
+    "dispatch: no fence behind the last stores",
+    "dispatch by expert: tokens are told without a fence between proxies",
+    "dispatch by expert: tokens are told without a fence of the system",
+    "combine: pushed rows are loaded without a fence",
+    "progress is waited for without an acquire",
+    "small combine: the last header is sent without a release",
+)
+
+
+def often(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test, marked long but for those of OFTEN."""
+    return [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
 @functools.cache
 def sources() -> dict[str, str]:
     """Of all kernels of the reference shape."""
@@ -216,7 +240,7 @@ def unmet(name: str, *options: str) -> dict[str, int]:
     return orders.unmet(name, nvrtc.compile_source(sources()[name], [*options, *OPTIONS]).ptx)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", often(KINDS))
 def test_every_header_is_released_and_acquired(name: str) -> None:
     """Without the mutants nothing is missing; with one just what it takes away, of every header."""
     sent, heard = orders.headers(name)
@@ -227,7 +251,7 @@ def test_every_header_is_released_and_acquired(name: str) -> None:
     assert unmet(name, "-DWEFT_MUTANT_RELAXED_WAIT") == {orders.ACQUIRE: -heard}
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", often(MISTAKES))
 def test_a_lost_order_is_seen(mistake: str, tmp_path: Path) -> None:
     """A header with the mistake goes before the right one."""
     header, text, instead, name, chain = MISTAKES[mistake]
