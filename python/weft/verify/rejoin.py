@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,11 +32,12 @@ __all__ = ["Held", "RejoinResult", "run_rejoins", "slope"]
 _KILL_WITHIN_S = 0.05
 _RUNS = 3  # steps in an epoch after which a rank counts as running
 _HELD_S = 5.0  # watchers of the dead look up now and then
+_GROWS = re.compile(r"^Rss(?:Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)  # pages of files come and go
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds: descriptors, threads, mappings of Weft's memory, and bytes of memory."""
+    """What a process holds: descriptors, threads, mappings of Weft's memory; resident bytes, without pages of files."""
 
     fds: int
     threads: int
@@ -285,11 +287,11 @@ def _look(pid: int | None) -> Held:
     folder = Path(f"/proc/{pid}")
     try:
         maps = (folder / "maps").read_text().count("memfd:weft")
-        pages = int((folder / "statm").read_text().split()[1])
+        status = (folder / "status").read_text()
         fds, threads = len(os.listdir(folder / "fd")), len(os.listdir(folder / "task"))
     except OSError:  # it has ended
         return Held(0, 0, 0, 0)
-    return Held(fds, threads, maps, pages * os.sysconf("SC_PAGE_SIZE"))
+    return Held(fds, threads, maps, sum(1024 * int(each) for each in _GROWS.findall(status)))
 
 
 def _names(folder: str) -> set[str]:
