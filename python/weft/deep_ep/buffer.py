@@ -22,13 +22,14 @@ from weft.deep_ep.rows import (
     check_rows,
     check_weights,
     form_of,
+    looks_like_picks,
     send,
     sum_of_lanes,
     summed,
 )
 from weft.deep_ep.streams import collective_call, public_call
 from weft.deep_ep.utils.event import EventHandle, EventOverlap
-from weft.deep_ep.utils.math import align
+from weft.deep_ep.utils.math import aligned
 from weft.engine import to_host
 from weft.errors import InvalidArgument, InvalidState
 
@@ -190,13 +191,16 @@ class Buffer(LowLatency, BufferBase):
         if ids is None:  # K = R picks: an expert of each rank that is to have the token
             first_expert = torch.arange(num_ranks, dtype=torch.int64, device=given.in_rank.device)
             ids = torch.where(given.in_rank, first_expert * (num_experts // num_ranks), -1)
-        check_first(given.form, ids, weights, self._ranks.device)
-        shape = ShapeOf(num_experts, ids.shape[1], given.form.hidden, given.form.dtype)
-        num_tokens = given.form.data.shape[0]
+        form, device = given.form, self._ranks.device
+        if not (form.is_plain and looks_like_picks(ids)):
+            check_first(form, ids, weights, device)
+        shape = ShapeOf(num_experts, ids.shape[1], form.hidden, form.dtype)
+        num_tokens = form.data.shape[0]
         if num_worst_tokens and (is_capturing() or (self._ranks.device.type == "cuda" and self._layers.has(shape, 0))):
+            check_first(form, ids, weights, device)
             ep = self._layers.get(shape, 0)  # the host waits for nobody: of too many tokens a later call tells
             try:
-                sent = self._sent(ep, given.form, ids, weights, num_worst_tokens, num_sms)
+                sent = self._sent(ep, form, ids, weights, num_worst_tokens, num_sms)
             except NeedsRoom as need:
                 raise InvalidArgument(
                     f"a rank has {need.num_tokens} tokens; allowed with num_worst_tokens are {ep.max_tokens_per_rank}, "
@@ -207,19 +211,21 @@ class Buffer(LowLatency, BufferBase):
             ep, sent = self._layers.run(
                 shape,
                 num_tokens,
-                lambda ep: self._sent(ep, given.form, ids, weights, num_worst_tokens, num_sms),
+                lambda ep: self._sent(ep, form, ids, weights, num_worst_tokens, num_sms),
+                lambda: check_first(form, ids, weights, device),
                 has_capacity=num_worst_tokens > 0,
             )
         r = sent.dispatched
         if r is None:
             raise InvalidState("a first dispatch has a result")
-        handle = BufferHandle(self, ep, r, given.in_rank, given.form.num_columns, self._nodes)
+        handle = BufferHandle(self, ep, r, given.in_rank, form.num_columns, self._nodes)
         if given.topk_idx is None:
             return (sent.x, None, None, self._share(given), handle), r
+        routing = r.handle
+        received = routing.idx, routing.weights  # no copies: no call of a buffer reads them again
         if not num_worst_tokens:
-            counts = [align(each, given.alignment) for each in r.num_tokens_per_expert_list]
-            return (sent.x, r.topk_idx, r.topk_weights, counts, handle), r
-        return (sent.x, r.topk_idx, r.topk_weights, [], handle), r  # behind num_rows ids are -1
+            return (sent.x, *received, aligned(r.num_tokens_per_expert_list, given.alignment), handle), r
+        return (sent.x, *received, [], handle), r  # behind num_rows ids are -1
 
     def _sent(
         self, ep: Any, form: Form, ids: Tensor, weights: Tensor | None, num_worst_tokens: int, num_sms: int | None
@@ -234,7 +240,7 @@ class Buffer(LowLatency, BufferBase):
         total = self._ranks.gather_tensor(given.num_tokens_per_expert, self._layers.deadline_s).sum(0)
         num_local = total.numel() // self.group_size
         mine = to_host(total[self.rank * num_local : (self.rank + 1) * num_local]).tolist()
-        return [align(each, given.alignment) for each in mine]
+        return aligned(mine, given.alignment)
 
     @collective_call
     def combine(

@@ -22,9 +22,20 @@ from weft.deep_ep.hybrid_handle import HybridHandle
 from weft.deep_ep.layers import Layers, ShapeOf
 from weft.deep_ep.nodes import Nodes, nodes_of
 from weft.deep_ep.ranks import Ranks, ranks_of
-from weft.deep_ep.rows import Form, Sent, bare, check_first, check_rows, check_weights, form_of, send, summed
+from weft.deep_ep.rows import (
+    Form,
+    Sent,
+    bare,
+    check_first,
+    check_rows,
+    check_weights,
+    form_of,
+    looks_like_picks,
+    send,
+    summed,
+)
 from weft.deep_ep.streams import collective_call
-from weft.deep_ep.utils.math import align
+from weft.deep_ep.utils.math import aligned
 from weft.engine import to_host
 from weft.errors import InvalidArgument, InvalidState
 from weft.limits import MAX_ALIGNMENT
@@ -214,11 +225,10 @@ class HybridEPBuffer(Ending):
         r = sent.dispatched
         if r is None:
             raise InvalidState("a first dispatch has a result")
-        flag = r.dropped.view(1)
-        made = HybridHandle(self, ep, bare(r), routing.ids, self._config, overflow=flag)
+        made = HybridHandle(self, ep, bare(r), routing.ids, self._config, expands=True)
         made.widths.add(form.num_columns)
         rows, scales = sent.x if isinstance(sent.x, tuple) else (sent.x, None)
-        weights = None if routing.weights is None else r.topk_weights
+        weights = None if routing.weights is None else r.handle.weights  # no combine of a buffer reads them
         return rows, weights, scales, self._padded(made, non_blocking), made
 
     def _permuted_again(
@@ -238,9 +248,10 @@ class HybridEPBuffer(Ending):
 
     def _padded(self, handle: HybridHandle, non_blocking: bool) -> Tensor:
         routing = handle.dispatched.handle
-        if not non_blocking and handle.ep.device.type == "cuda" and routing.capacity is None:
-            known = [align(each, routing.alignment) for each in handle.dispatched.num_tokens_per_expert_list]
-            return torch.tensor(known, dtype=torch.int64, device="cpu").pin_memory()
+        if not non_blocking and routing.capacity is None:
+            known = aligned(handle.dispatched.num_tokens_per_expert_list, routing.alignment)
+            on_gpu = handle.ep.device.type == "cuda"
+            return torch.tensor(known, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         offsets = handle.dispatched.offsets
         counts = (offsets[1:] - offsets[:-1]).to(torch.int64)
         if non_blocking or not counts.is_cuda:
@@ -311,8 +322,8 @@ class HybridEPBuffer(Ending):
             r = sent.dispatched
             if r is None:
                 raise InvalidState("a first dispatch has a result")
-            known = HybridHandle(self, ep, bare(r), routing.ids, self._config, received=r.topk_idx)
-            weights = None if routing.weights is None else r.topk_weights
+            known = HybridHandle(self, ep, bare(r), routing.ids, self._config, received=r.handle.idx)
+            weights = None if routing.weights is None else r.handle.weights
         known.widths.add(form.num_columns)
         dense = None
         if weights is not None and known.received is not None:
@@ -385,10 +396,15 @@ class HybridEPBuffer(Ending):
         if routing_map is not None or non_blocking:
             routing, ep = self._ready(routing, routing_map, form, non_blocking=non_blocking)
             return routing, ep, dispatch(ep, routing)
-        check_first(form, routing.ids, routing.weights, self._ranks.device, "hidden")
+
+        def check() -> None:
+            check_first(form, routing.ids, routing.weights, self._ranks.device, "hidden")
+
+        if not (form.is_plain and looks_like_picks(routing.ids)):
+            check()
         shape = ShapeOf(routing.num_experts, routing.ids.shape[1], form.hidden, form.dtype)
         most = max(form.data.shape[0], self._config.max_num_of_tokens_per_rank)
-        ep, sent = self._layers.run(shape, most, lambda ep: dispatch(ep, routing), has_capacity=has_capacity)
+        ep, sent = self._layers.run(shape, most, lambda ep: dispatch(ep, routing), check, has_capacity=has_capacity)
         return routing, ep, sent
 
     def _ready(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HybridHandle"]
 
-_NUM_DISPATCHED, _ROUTING_MAP, _COUNTS = 3, 4, 7
+_NUM_DISPATCHED, _ROUTING_MAP, _COUNTS, _OVERFLOW = 3, 4, 7, 10
 
 
 class HybridHandle(tuple):  # type: ignore[type-arg]
@@ -40,12 +40,12 @@ class HybridHandle(tuple):  # type: ignore[type-arg]
         ids: Tensor,
         config: Any,
         *,
-        overflow: Tensor | None = None,
+        expands: bool = False,
         received: Tensor | None = None,
     ) -> HybridHandle:
-        """With `overflow` of rows by expert, with `received` of rows by token."""
-        tail: tuple[Any, ...] = (len(ids), config)
-        items = (None,) * 5 + tail if overflow is None else (None,) * 8 + (*tail, overflow)
+        """Of rows by expert, or with `received` of rows by token."""
+        tail: tuple[Any, ...] = (ids.shape[0], config)
+        items = (None,) * 8 + (*tail, None) if expands else (None,) * 5 + tail
         self = super().__new__(cls, items)
         self.buffer, self.ep, self.dispatched = buffer, ep, dispatched
         self.ids, self.received, self.widths = ids.clone(), received, set()
@@ -76,6 +76,8 @@ class HybridHandle(tuple):  # type: ignore[type-arg]
         if idx == _COUNTS:
             offsets = self.dispatched.offsets
             return offsets[1:] - offsets[:-1]
+        if idx == _OVERFLOW:
+            return self.dispatched.dropped.view(1)
         return torch.zeros(0, dtype=torch.int32, device=self.ids.device)
 
     def _lines(self) -> Tensor:

@@ -13,7 +13,7 @@ from weft import env
 from weft.call.room import NeedsRoom
 from weft.deep_ep.nodes import Nodes
 from weft.deep_ep.ranks import Ranks
-from weft.errors import InvalidState
+from weft.errors import InvalidArgument, InvalidState
 from weft.group.maps import asked_contract
 from weft.limits import check_shape, dtype_name
 
@@ -89,8 +89,10 @@ class Layers:
         """A dispatch has taken it. A refused one has sent nothing, so the next takes the same."""
         self._made.next_window[shape] = self.ranks.comm.epoch, 1 - number
 
-    def get(self, shape: ShapeOf, max_tokens: int, heap_bytes: int = 0) -> ExpertParallel:
-        """With room for `max_tokens`, equal on all ranks. Collective where it is new.
+    def get(
+        self, shape: ShapeOf, max_tokens: int, heap_bytes: int = 0, check: Callable[[], object] | None = None
+    ) -> ExpertParallel:
+        """With room for `max_tokens`, equal on all ranks. Collective where it is new: `check` raises before.
 
         Raises:
             InvalidState: it would be new, inside of a graph capture.
@@ -98,6 +100,8 @@ class Layers:
         found = self._newest.get(shape)
         if found is not None and found.max_tokens_per_rank >= max_tokens:
             return found
+        if check is not None:
+            check()
         if is_capturing():
             raise InvalidState("run this call once before capturing it: its first call meets the other ranks")
         made = self.ranks.window(
@@ -163,23 +167,35 @@ class Layers:
         return self.get(shape, max(most, min(room, (1 << 24) - 1)))
 
     def run(
-        self, shape: ShapeOf, num_tokens: int, dispatch: Callable[[ExpertParallel], T], *, has_capacity: bool = False
+        self,
+        shape: ShapeOf,
+        num_tokens: int,
+        dispatch: Callable[[ExpertParallel], T],
+        check: Callable[[], object],
+        *,
+        has_capacity: bool = False,
     ) -> tuple[ExpertParallel, T]:
         """`dispatch(ep)`, which begins with a first dispatch of `num_tokens` tokens, with room for the largest T of any
         rank. It tells the ranks if there is not enough; then all make larger windows, and call it again. Before the
         first call of a shape they tell each other T, and on GPUs if it has a capacity: the host would not wait for it.
-        Collective, the host waits.
+        Collective, the host waits. `check` raises if the arguments are not what a window takes: before the ranks meet,
+        and of a call that the object has refused, which has sent nothing.
         """
         known = self._newest.get(shape)
         if known is None or (has_capacity and self.ranks.comm.engine != "cpu"):
+            check()
             ep = self.agreed(shape, num_tokens)
             return ep, dispatch(ep)
         if num_tokens > known.max_tokens_per_rank:  # else it can be: there is one
+            check()
             self.check(shape, num_tokens)
         try:
             return known, dispatch(known)
         except NeedsRoom as need:
             ep = self._with_room(shape, need.num_tokens)
+        except InvalidArgument:
+            check()
+            raise
         return ep, dispatch(ep)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,16 @@ from weft.deep_ep.errors import refused
 from weft.deep_ep.expanded import lane_of
 from weft.deep_ep.layers import ShapeOf
 from weft.deep_ep.low_latency_handle import LowLatencyHandle
-from weft.deep_ep.rows import along, check_counts, check_first, check_picks, check_weights, form_of, summed
+from weft.deep_ep.rows import (
+    along,
+    check_counts,
+    check_first,
+    check_picks,
+    check_weights,
+    form_of,
+    looks_like_picks,
+    summed,
+)
 from weft.deep_ep.streams import collective_call
 from weft.deep_ep.utils.event import EventOverlap
 from weft.deep_ep.utils.math import as_bytes
@@ -91,7 +101,9 @@ class LowLatency(BufferBase):
             raise refused(
                 "low_latency_dispatch(use_nvfp4=True)", "NVFP4 on the way", "use_fp8=True, or quantise before"
             )
-        waits = row_of_waits("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, self._ranks)
+        waits = None
+        if dispatch_wait_recv_cost_stats is not None:
+            waits = row_of_waits("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, self._ranks)
         if async_finish and return_recv_hook:
             raise InvalidArgument("async_finish and return_recv_hook are both True; allowed is one of the two")
         if use_ue8m0 and not round_scale:
@@ -102,21 +114,27 @@ class LowLatency(BufferBase):
                 f"x is {form.data.dtype}; allowed is bf16 (view other bits as bf16 with use_fp8=False)"
             )
         max_tokens = num_max_dispatch_tokens_per_rank
-        check_first(form, topk_idx, topk_weights, self._ranks.device)
+        if self._masks is not None or not looks_like_picks(topk_idx):
+            check_first(form, topk_idx, topk_weights, self._ranks.device)
         if topk_idx.shape[0] > max_tokens:
             raise InvalidArgument(
                 f"x has {topk_idx.shape[0]} tokens; allowed are 0 to num_max_dispatch_tokens_per_rank = {max_tokens}"
             )
         num_slots, num_sources = self._slots(num_experts)
-        check_counts(
-            "cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, num_slots // self.group_size,
-            self._ranks.device,
-        )  # fmt: skip
+        if cumulative_local_expert_recv_stats is not None:
+            check_counts(
+                "cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats,
+                num_slots // self.group_size, self._ranks.device,
+            )  # fmt: skip
         shape = ShapeOf(num_slots, topk_idx.shape[1], form.hidden, torch.bfloat16, "low_latency")
         quantize = None if not use_fp8 else "fp8_ue8m0" if round_scale else "fp8"
         is_staged = return_recv_hook and self._masks is None  # a half could not be made again
         late: list[Callable[[], object]] = []
-        known = self._of_low_latency(shape, max_tokens) if self._masks is None else None
+        known = None
+        if self._masks is None:
+            known = self._of_low_latency(
+                shape, max_tokens, lambda: check_first(form, topk_idx, topk_weights, self._ranks.device)
+            )
 
         layers = self._layers  # what is kept so that it can be sent again does not keep the buffer, and may outlive it
 
@@ -125,11 +143,15 @@ class LowLatency(BufferBase):
         ) -> Dispatched:
             window = layers.next_window(shape)
             with counting_waits(ep, window, row):
-                r = ep.dispatch(
-                    data, picks, weights, layout="masked", capacity=num_sources * max_tokens,
-                    max_tokens=max_tokens, quantize=quantize, scale_layout="column_major" if use_fp8 else "row_major",
-                    staged=is_staged, window=window,
-                )  # fmt: skip
+                try:
+                    r = ep.dispatch(
+                        data, picks, weights, layout="masked", capacity=num_sources * max_tokens, max_tokens=max_tokens,
+                        quantize=quantize, scale_layout="column_major" if use_fp8 else "row_major", staged=is_staged,
+                        window=window,
+                    )  # fmt: skip
+                except InvalidArgument:
+                    check_first(form_of(data), picks, weights, ep.device)
+                    raise
             layers.note_window(shape, window)
             return r
 
@@ -142,17 +164,21 @@ class LowLatency(BufferBase):
         def work() -> tuple[Any, Any]:
             windows = (lambda: self._layers.has(shape, max_tokens), lambda: self._layers.forget(shape))
             ep, r = call() if self._masks is None else self._masks.run(call, self._layers.deadline_s, windows)
-            count = torch.empty(ep.num_local_experts, dtype=torch.int32, device=ep.device)
-            late.append(lambda: counted(ep, r.handle.window, waits, r.wait))
-            late.append(lambda: count.copy_(r.num_tokens_per_expert))
+            counts = r.handle.sizes[: ep.num_local_experts]
+            if return_recv_hook:
+                count = torch.empty_like(counts)
+                late.append(lambda: counted(ep, r.handle.window, waits, r.wait))
+                late.append(lambda: count.copy_(counts))
+            else:
+                count = counts.clone()
             if cumulative_local_expert_recv_stats is not None:
                 late.append(lambda: cumulative_local_expert_recv_stats.add_(count))
-            rows = _rows_of(r, late, is_rounded=round_scale and not use_ue8m0)
+            rows = r.x if quantize is None else _rows_of(r, late, is_rounded=round_scale and not use_ue8m0)
             handle = LowLatencyHandle(self, ep, r, max_tokens)
-            if self._masks is not None and self._masks.is_automatic:
-                copies = form.data.clone(), topk_idx.clone(), None if topk_weights is None else topk_weights.clone()
-                handle.again = lambda: send(ep, *copies, None)
             if self._masks is not None:
+                if self._masks.is_automatic:
+                    copies = form.data.clone(), topk_idx.clone(), None if topk_weights is None else topk_weights.clone()
+                    handle.again = lambda: send(ep, *copies, None)
                 self._masks.note_dispatch(handle)
             beside = () if topk_weights is None else (r.topk_weights, _source_ranks(handle, late))
             if not return_recv_hook:
@@ -199,7 +225,9 @@ class LowLatency(BufferBase):
             raise refused(
                 "low_latency_combine(overlap=True)", "signals of experts", "call it when the experts are done"
             )
-        waits = row_of_waits("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, self._ranks)
+        waits = None
+        if combine_wait_recv_cost_stats is not None:
+            waits = row_of_waits("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, self._ranks)
         if use_logfmt:
             if zero_copy:
                 raise InvalidArgument("use_logfmt and zero_copy are both True; allowed is one of the two")
@@ -232,7 +260,7 @@ class LowLatency(BufferBase):
             placed, routing = mine.placed(given), mine.dispatched.handle
             with counting_waits(ep, routing.window, row):
                 if is_by_pick:
-                    weights = torch.where(picks >= 0, of_picks.to(torch.float32), 0.0)
+                    weights = torch.where(picks >= 0, of_picks.to(torch.float32), _zero())
                     return ep.combine(
                         placed, routing, order="pick", weights=weights, staged=is_staged, window=routing.window
                     )
@@ -304,9 +332,11 @@ class LowLatency(BufferBase):
         if self._masks is not None:
             self._masks.want_all()
 
-    def _of_low_latency(self, shape: ShapeOf, max_tokens: int) -> ExpertParallel:
+    def _of_low_latency(
+        self, shape: ShapeOf, max_tokens: int, check: Callable[[], object] | None = None
+    ) -> ExpertParallel:
         room = room_of(max_tokens, shape.top_k, self.group_size, self._ranks.comm.engine)
-        return self._layers.get(shape, room, heap_bytes=2 * shape.num_experts * max_tokens * shape.hidden)
+        return self._layers.get(shape, room, 2 * shape.num_experts * max_tokens * shape.hidden, check)
 
     def _own_low_latency(self, handle: Any) -> LowLatencyHandle:
         if not isinstance(handle, LowLatencyHandle):
@@ -314,6 +344,13 @@ class LowLatency(BufferBase):
         if handle.owner() is not self:
             raise InvalidState("the handle is of another buffer; a call needs the buffer that made it")
         return handle
+
+
+@functools.cache
+def _zero() -> Tensor:
+    """A number that torch.where would make a tensor of in every call."""
+    with torch.inference_mode(False):  # of whoever asks first
+        return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 def room_of(max_tokens: int, top_k: int, num_ranks: int, engine: str) -> int:

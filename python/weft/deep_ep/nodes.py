@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -37,22 +38,22 @@ class Nodes:
     num_ranks: int
     size: int
 
-    @property
+    @cached_property
     def num_nodes(self) -> int:
         """DeepEP's RDMA ranks, scale-out ranks or nodes."""
         return -(-self.num_ranks // self.size)
 
-    @property
+    @cached_property
     def node(self) -> int:
         """Of this rank."""
         return self.rank // self.size
 
-    @property
+    @cached_property
     def idx(self) -> int:
         """Of this rank in its node."""
         return self.rank % self.size
 
-    @property
+    @cached_property
     def node_ranks(self) -> int | None:
         """As `weft.ExpertParallel` takes it; None where all are one node."""
         return self.size if self.num_nodes > 1 else None

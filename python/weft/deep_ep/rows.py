@@ -29,12 +29,14 @@ __all__ = [
     "check_rows",
     "check_weights",
     "form_of",
+    "looks_like_picks",
     "send",
     "sum_of_lanes",
     "summed",
 ]
 
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
+_IDS = (torch.int64, torch.int32)
 _ROW_MULTIPLE = 16
 
 
@@ -84,6 +86,8 @@ def form_of(x: Any, name: str = "x") -> Form:
     Raises:
         InvalidArgument: it is neither, or data is not contiguous.
     """
+    if type(x) is Tensor and x.dtype in _PLAIN and x.dim() == 2 and x.is_contiguous():
+        return Form(x, None, x.shape[1], x.dtype)
     if isinstance(x, (tuple, list)) and len(x) == 3:
         return _packed_form(x, name)
     is_pair = isinstance(x, (tuple, list)) and len(x) == 2
@@ -150,6 +154,12 @@ def check_first(
         check_picks(topk_idx, topk_weights, form.data.shape[0], device)
 
 
+def looks_like_picks(topk_idx: Any) -> bool:
+    """Whether it says by itself how many picks a token has: `check_picks` tells what else is wrong with it, and the
+    object does, which is asked first where it is known."""
+    return type(topk_idx) is Tensor and topk_idx.dim() == 2 and topk_idx.dtype in _IDS
+
+
 def check_picks(topk_idx: Any, topk_weights: Any, num_tokens: int, device: torch.device) -> None:
     """Ids [T, K], and weights of their shape or None.
 
@@ -157,7 +167,7 @@ def check_picks(topk_idx: Any, topk_weights: Any, num_tokens: int, device: torch
         InvalidArgument: they are not.
     """
     is_right = isinstance(topk_idx, Tensor) and topk_idx.dim() == 2 and topk_idx.shape[0] == num_tokens
-    if not is_right or topk_idx.dtype not in (torch.int64, torch.int32) or topk_idx.device != device:
+    if not is_right or topk_idx.dtype not in _IDS or topk_idx.device != device:
         raise InvalidArgument(
             f"topk_idx is {_said(topk_idx)}; allowed is [{num_tokens}, K] int64 or int32 on {device}, T as x has it"
         )
@@ -208,10 +218,10 @@ def send(
 
     With a `handle` x may be wider than the window's rows: it goes in pieces.
     """
-    form = _packed(form)
-    if form.is_plain and side is None and form.hidden == ep.hidden:
+    if side is None and form.is_plain and form.hidden == ep.hidden:
         plain = ep.dispatch(form.data, handle=handle, **options)
         return Sent(plain.x, None, plain)
+    form = _packed(form)
     data = as_bytes(form.data)
     scales = None if form.scales is None else form.scales.contiguous().view(torch.int32)
     num_scales = 0 if scales is None else scales.shape[1]

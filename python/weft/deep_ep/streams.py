@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,39 +18,47 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def public_call(function: F) -> F:
     """Of a method that sends: without gradients, and not for torch.compile to look into."""
-
-    def without_gradients(*args: Any, **named: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return function(*args, **named)
-        torch._C._set_grad_enabled(False)  # as no_grad, which takes longer
-        try:
-            return function(*args, **named)
-        finally:
-            torch._C._set_grad_enabled(True)
-
-    calls = [without_gradients]  # the last counts
-
-    @functools.wraps(function)
-    def run(*args: Any, **named: Any) -> Any:
-        if len(calls) == 1 and "torch._dynamo" in sys.modules:  # which torch.compiler.disable would load
-            calls.append(torch.compiler.disable(without_gradients))
-        return calls[-1](*args, **named)
-
-    return run  # type: ignore[return-value]
+    return _outside(function, tells_peers=False)
 
 
 def collective_call(function: F) -> F:
     """As `public_call`. What this rank refuses, its peers are told: they wait for the corrected call."""
+    return _outside(function, tells_peers=True)
 
-    @functools.wraps(function)
-    def told(self: Any, *args: Any, **named: Any) -> Any:
+
+def _outside(function: F, *, tells_peers: bool) -> F:
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        has_gradients = torch.is_grad_enabled()
+        if has_gradients:
+            torch._C._set_grad_enabled(False)  # as no_grad, which takes longer
         try:
             return function(self, *args, **named)
         except Error as error:
-            self.comm.note_refusal(error)
+            if tells_peers:
+                self.comm.note_refusal(error)
             raise
+        finally:
+            if has_gradients:
+                torch._C._set_grad_enabled(True)
 
-    return public_call(told)  # type: ignore[return-value]
+    disabled: list[Any] = []
+
+    @functools.wraps(function)
+    def run(self: Any, *args: Any, **named: Any) -> Any:
+        # torch.compiler.disable would load the compiler, and takes some microseconds in every call.
+        if not torch.compiler.is_dynamo_compiling() and _compiling() is None:
+            return call(self, *args, **named)
+        if not disabled:
+            disabled.append(torch.compiler.disable(call))
+        return disabled[0](self, *args, **named)
+
+    return run  # type: ignore[return-value]
+
+
+# What torch.compile has set for the frames of this thread; None: nothing.
+_compiling: Callable[[], Any] = getattr(
+    getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None), "get_eval_frame_callback", lambda: None
+)
 
 
 class Streams:
@@ -84,6 +91,8 @@ class Streams:
         (each of a tuple), or behind the current stream where there is none; then the event of an async call stands for
         its end, and the current stream waits for a synchronous one.
         """
+        if previous is None and not is_async:
+            return work()[0], EventOverlap()
         events = [cuda_event(each) for each in (previous if isinstance(previous, tuple) else (previous,))]
         before = [each for each in events if each is not None]
         if self._device.type != "cuda":

@@ -21,10 +21,21 @@ from weft.deep_ep.expanded import lane_of, words_of
 from weft.deep_ep.layers import Layers, ShapeOf
 from weft.deep_ep.nodes import Network, Nodes
 from weft.deep_ep.ranks import ranks_of
-from weft.deep_ep.rows import Form, bare, check_counts, check_first, check_rows, check_weights, form_of, send, summed
+from weft.deep_ep.rows import (
+    Form,
+    bare,
+    check_counts,
+    check_first,
+    check_rows,
+    check_weights,
+    form_of,
+    looks_like_picks,
+    send,
+    summed,
+)
 from weft.deep_ep.streams import Streams, collective_call
 from weft.deep_ep.utils.event import EventHandle, EventOverlap
-from weft.deep_ep.utils.math import align
+from weft.deep_ep.utils.math import align, aligned
 from weft.errors import InvalidArgument, InvalidState
 from weft.limits import adds_by_pick
 from weft.limits import memory as memory_of
@@ -200,7 +211,9 @@ class ElasticBuffer(Absent, Ending):
         self._check_alive("dispatch")
         self._check_qps(num_qps)
         form = form_of(x)
-        before = (previous_event, previous_event_before_epilogue)
+        before = previous_event
+        if previous_event_before_epilogue is not None:
+            before = (previous_event, previous_event_before_epilogue)
         by_column = use_tma_aligned_col_major_sf and form.scales is not None
         scale_layout = "column_major" if by_column else "row_major"
         options: dict[str, Any] = {"scale_layout": scale_layout, "num_sms": self._layers.num_sms(num_sms)}
@@ -224,10 +237,12 @@ class ElasticBuffer(Absent, Ending):
             most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
             if most <= 0:
                 raise InvalidArgument("num_max_tokens_per_rank is given neither here nor to the constructor")
-            check_first(form, topk_idx, topk_weights, self._ranks.device)
+            if not (form.is_plain and looks_like_picks(topk_idx)):
+                check_first(form, topk_idx, topk_weights, self._ranks.device)
             if topk_idx.shape[0] > most:
                 raise InvalidArgument(f"topk_idx is {list(topk_idx.shape)}; allowed is [T, K] with T up to {most}")
             given = _Given(form, topk_idx, topk_weights, num_experts, most, expert_alignment or 1)
+            given.device = self._ranks.device
             given.is_exact = do_cpu_sync is None or bool(do_cpu_sync)  # DeepEP's tests give 0 and 1
             given.copy, given.num_sms = do_handle_copy, num_sms
             options |= {"zero_holes": do_zero_padding} if do_expand else {}
@@ -236,48 +251,47 @@ class ElasticBuffer(Absent, Ending):
             work = lambda: first(given, options)  # noqa: E731
 
         stats = cumulative_local_expert_recv_stats
-        check_counts("cumulative_local_expert_recv_stats", stats, num_local, self._ranks.device)
-
-        def counted() -> tuple[Any, Any]:
-            values, dispatched = work()
-            if stats is not None:
-                stats.add_(values[3].dispatched.num_tokens_per_expert)
-            return values, dispatched
-
-        values, event = self._streams.run(
-            counted, before, async_with_compute_stream, (x, topk_idx, topk_weights, stats)
-        )
+        if stats is not None:
+            check_counts("cumulative_local_expert_recv_stats", stats, num_local, self._ranks.device)
+            work = _counting(work, stats)
+        values, event = self._streams.run(work, before, async_with_compute_stream, (x, topk_idx, topk_weights, stats))
         return (*values, event)
 
     def _layer(self, given: _Given) -> Any:
         shape = ShapeOf(given.num_experts, given.topk_idx.shape[1], given.form.hidden, given.form.dtype)
-        return self._layers.get(shape, max(given.max_tokens, self.num_max_tokens_per_rank))
+        return self._layers.get(shape, max(given.max_tokens, self.num_max_tokens_per_rank), 0, given.check)
+
+    def _sent(self, ep: Any, given: _Given, options: dict[str, Any], **more: Any) -> tuple[Any, Any]:
+        """Rows, and their result."""
+        try:
+            sent = send(
+                ep, given.form, topk_idx=given.topk_idx, topk_weights=given.topk_weights, max_tokens=given.max_tokens,
+                host_counts=True, **more, **options,
+            )  # fmt: skip
+        except InvalidArgument:
+            given.check()
+            raise
+        if sent.dispatched is None:
+            raise InvalidState("a first dispatch has a result")
+        return sent.x, sent.dispatched
 
     def _first(self, given: _Given, options: dict[str, Any]) -> tuple[Any, Any]:
         ep = self._layer(given)
-        sent = send(
-            ep, given.form, topk_idx=given.topk_idx, topk_weights=given.topk_weights,
-            capacity=None if given.is_exact else self.num_ranks * given.max_tokens, max_tokens=given.max_tokens,
-            host_counts=True, **options,
-        )  # fmt: skip
-        r = _result(sent.dispatched)
+        rows, r = self._sent(ep, given, options, capacity=None if given.is_exact else self.num_ranks * given.max_tokens)
         handle = self._handle(ep, r, given)
-        handle.ids = r.topk_idx
-        received = None if handle.ids is None else handle.ids.clone()
-        return (sent.x, received, r.topk_weights if given.topk_weights is not None else None, handle), r
+        handle.ids = r.handle.idx  # kept for calls along the handle: the caller's are another copy
+        return (rows, r.topk_idx, r.handle.weights if given.topk_weights is not None else None, handle), r
 
     def _first_expanded(self, given: _Given, options: dict[str, Any]) -> tuple[Any, Any]:
         ep = self._layer(given)
         top_k, num_local = ep.top_k, ep.num_local_experts
         worst = self.num_ranks * given.max_tokens * min(top_k, num_local) + (given.alignment - 1) * num_local
-        sent = send(
-            ep, given.form, topk_idx=given.topk_idx, topk_weights=given.topk_weights, layout="expert_major",
-            alignment=given.alignment, capacity=None if given.is_exact else align(worst, given.alignment),
-            max_tokens=given.max_tokens, host_counts=True, **options,
+        rows, r = self._sent(
+            ep, given, options, layout="expert_major", alignment=given.alignment,
+            capacity=None if given.is_exact else align(worst, given.alignment),
         )  # fmt: skip
-        r = _result(sent.dispatched)
-        weights = r.topk_weights if given.topk_weights is not None else None
-        return (sent.x, None, weights, self._handle(ep, r, given)), r
+        weights = r.handle.weights if given.topk_weights is not None else None  # no combine of a buffer reads them
+        return (rows, None, weights, self._handle(ep, r, given)), r
 
     def _handle(self, ep: Any, r: Any, given: _Given) -> EPHandle:
         handle = EPHandle(
@@ -286,8 +300,7 @@ class ElasticBuffer(Absent, Ending):
         )  # fmt: skip
         handle.expert_alignment, handle.widths = given.alignment, {given.form.num_columns}
         if given.is_exact:
-            counts = r.num_tokens_per_expert_list
-            handle.num_recv_tokens_per_expert_list = [align(each, given.alignment) for each in counts]
+            handle.num_recv_tokens_per_expert_list = aligned(r.num_tokens_per_expert_list, given.alignment)
         return handle
 
     def _again(
@@ -355,7 +368,9 @@ class ElasticBuffer(Absent, Ending):
             y, lanes = summed(ep, routing, rows, bias=more, side=topk_weights.to(torch.float32), **options)
             return (y.to(x.dtype), lanes), None
 
-        before = (previous_event, previous_event_before_epilogue)
+        before = previous_event
+        if previous_event_before_epilogue is not None:
+            before = (previous_event, previous_event_before_epilogue)
         values, event = self._streams.run(work, before, async_with_compute_stream, (x, topk_weights, bias))
         return (*values, event)
 
@@ -382,6 +397,7 @@ class ElasticBuffer(Absent, Ending):
 class _Given:
     """What a first dispatch was given, beside how it runs."""
 
+    device: torch.device
     is_exact = True
     copy = True
     num_sms = 0
@@ -398,11 +414,20 @@ class _Given:
         self.form, self.topk_idx, self.topk_weights = form, topk_idx, topk_weights
         self.num_experts, self.max_tokens, self.alignment = num_experts, max_tokens, alignment
 
+    def check(self) -> None:
+        """See check_first."""
+        check_first(self.form, self.topk_idx, self.topk_weights, self.device)
 
-def _result(dispatched: Any) -> Any:
-    if dispatched is None:
-        raise InvalidState("a first dispatch has a result")
-    return dispatched
+
+def _counting(work: Callable[[], tuple[Any, Any]], stats: Tensor) -> Callable[[], tuple[Any, Any]]:
+    """`work`, and what it has brought added to `stats`."""
+
+    def counted() -> tuple[Any, Any]:
+        values, dispatched = work()
+        stats.add_(values[3].dispatched.num_tokens_per_expert)
+        return values, dispatched
+
+    return counted
 
 
 def _network(sl_idx: int, num_allocated_qps: int, usual_qps: int) -> Network:

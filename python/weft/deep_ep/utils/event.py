@@ -31,11 +31,14 @@ class EventOverlap:
     once by the next wait.
     """
 
+    extra_tensors: tuple[torch.Tensor, ...] | None = None
+    hook_after_wait: Callable[[], Any] | None = None
+    _releases = False
+
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None) -> None:
         self.event = event
-        self.extra_tensors = extra_tensors
-        self.hook_after_wait: Callable[[], Any] | None = None
-        self._releases = False
+        if extra_tensors is not None:
+            self.extra_tensors = extra_tensors
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
         """The current stream waits for the event, if there is one; then the hook runs. `release_handle`: drop both."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 __all__ = [
     "align",
+    "aligned",
     "as_bytes",
     "calc_diff",
     "ceil_div",
@@ -49,6 +50,11 @@ def ceil_div(a: int, b: int) -> int:
 def align(a: int, b: int) -> int:
     """The next multiple of b from a."""
     return -(-a // b) * b
+
+
+def aligned(counts: list[int], multiple: int) -> list[int]:
+    """The next multiple from each."""
+    return counts if multiple == 1 else [-(-each // multiple) * multiple for each in counts]
 
 
 def safe_div(a: float, b: float) -> float:
