@@ -41,6 +41,10 @@ _EXCHANGE_API = "__dlpack_c_exchange_api__"  # of torch 2.10 and later: without 
 _OF_FP8 = {1: torch.float32, 2: torch.float8_e8m0fnu}  # scales, by the code of quantize
 
 
+class _Weighted:
+    """In place of Handle: calls whose weights are given."""
+
+
 class Eager:
     """The eager calls of one ExpertParallel."""
 
@@ -191,15 +195,19 @@ class Eager:
     ) -> Any:
         """See ExpertParallel; `values`: of its options."""
         calls, stands_alone = self._calls, _num_modes() == 0 and _transforms() is None
-        is_bare = side is None and bias is None and out is None and weights is None
+        is_bare, kind = side is None and bias is None and out is None, Handle if weights is None else _Weighted
         if is_bare and stands_alone and type(handle) is Handle:
             known = handle.__dict__
             tie, lead, found = known["tie"], known.get("lead"), None
-            if tie is calls.token and lead is not None:
-                found = self._known.find(values, Handle, known["call"], lead, (y, None, None, None))
+            is_bare = weights is None or self._are_read_as_given(weights, known["num_tokens"])
+            if is_bare and tie is calls.token and lead is not None:
+                found = self._known.find(values, kind, known["call"], lead, (y, None, None, None))
             if found is not None:
                 plan, _, places = found
-                total, _, _ = calls.run(plan, tie, y, handle, None, None, num_tokens=known["num_tokens"], places=places)
+                more = () if weights is None else (None, weights)
+                total, _, _ = calls.run(
+                    plan, tie, y, handle, None, None, *more, num_tokens=known["num_tokens"], places=places
+                )
                 return (total, calls.last.event) if plan.call.is_async else total
         is_plain = VALUE_TYPES.issuperset(map(type, values))
         options = options_of(CombineOptions, *values) if is_plain else CombineOptions(*values)
@@ -249,7 +257,7 @@ class Eager:
         elif out is not None:
             check_apart(out, expert_output=y, side=side, bias=bias)
         elif plan.may_be_known and is_bare and tie is calls.token:
-            self._know(plan, values, Handle, known["call"], lead, (y, None, None, None))
+            self._know(plan, values, kind, known["call"], lead, (y, None, None, None))
         call = plan.call
         if side is not None and call.layout == RANK_MAJOR:
             side = plain(side, "side")
@@ -271,6 +279,15 @@ class Eager:
             parts.append(calls.last.event)
         result = parts[0] if len(parts) == 1 else tuple(parts)
         return Staged(result, plan.window.half) if options.staged else result
+
+    def _are_read_as_given(self, weights: Any, num_tokens: int) -> bool:
+        """Of a combine's weights: whether check_owner_weights finds nothing to do."""
+        shape = self._shape
+        return (
+            type(weights) is Tensor and weights.dtype is torch.float32 and weights.shape == (num_tokens, shape.top_k)
+            and weights.device == shape.device and weights.layout is torch.strided and weights.is_contiguous()
+            and not (weights.is_neg() or torch.is_grad_enabled())
+        )  # fmt: skip
 
     def _learn_combine(self, checked: tuple[Any, ...], handle: Handle, options: CombineOptions) -> Plan:
         call, y, side, bias, _ = checked

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,7 @@ from weft.deep_ep.utils.event import EventOverlap
 from weft.deep_ep.utils.math import as_bytes
 from weft.deep_ep.waits import counted, counting_waits, row_of_waits
 from weft.errors import InvalidArgument, InvalidState
-from weft.limits import QUANTIZE_GROUP, adds_by_pick
+from weft.limits import QUANTIZE_GROUP
 from weft.limits import memory as memory_of
 from weft.log import logger
 
@@ -41,6 +40,9 @@ if TYPE_CHECKING:
 __all__ = ["LowLatency"]
 
 _GUESSED_TOPK = 8
+_zero_if_absent = (
+    torch.ops.aten.threshold_backward.default
+)  # one kernel: of floats and ids above -1, the floats; else 0
 _MOST_PICKS_A_RANK = 8
 
 
@@ -108,14 +110,12 @@ class LowLatency(BufferBase):
             raise InvalidArgument("async_finish and return_recv_hook are both True; allowed is one of the two")
         if use_ue8m0 and not round_scale:
             raise InvalidArgument("use_ue8m0 is True without round_scale; scales of exponents are rounded: set both")
-        form = form_of(x)
-        if form.data.dtype != torch.bfloat16:
-            raise InvalidArgument(
-                f"x is {form.data.dtype}; allowed is bf16 (view other bits as bf16 with use_fp8=False)"
-            )
+        if not isinstance(x, Tensor) or x.dtype is not torch.bfloat16 or x.dim() != 2 or not x.is_contiguous():
+            dtype = form_of(x).data.dtype
+            raise InvalidArgument(f"x is {dtype}; allowed is bf16 (view other bits as bf16 with use_fp8=False)")
         max_tokens = num_max_dispatch_tokens_per_rank
         if self._masks is not None or not looks_like_picks(topk_idx):
-            check_first(form, topk_idx, topk_weights, self._ranks.device)
+            check_first(form_of(x), topk_idx, topk_weights, self._ranks.device)
         if topk_idx.shape[0] > max_tokens:
             raise InvalidArgument(
                 f"x has {topk_idx.shape[0]} tokens; allowed are 0 to num_max_dispatch_tokens_per_rank = {max_tokens}"
@@ -126,14 +126,14 @@ class LowLatency(BufferBase):
                 "cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats,
                 num_slots // self.group_size, self._ranks.device,
             )  # fmt: skip
-        shape = ShapeOf(num_slots, topk_idx.shape[1], form.hidden, torch.bfloat16, "low_latency")
+        shape = ShapeOf(num_slots, topk_idx.shape[1], x.shape[1], torch.bfloat16, "low_latency")
         quantize = None if not use_fp8 else "fp8_ue8m0" if round_scale else "fp8"
         is_staged = return_recv_hook and self._masks is None  # a half could not be made again
         late: list[Callable[[], object]] = []
         known = None
         if self._masks is None:
             known = self._of_low_latency(
-                shape, max_tokens, lambda: check_first(form, topk_idx, topk_weights, self._ranks.device)
+                shape, max_tokens, lambda: check_first(form_of(x), topk_idx, topk_weights, self._ranks.device)
             )
 
         layers = self._layers  # what is kept so that it can be sent again does not keep the buffer, and may outlive it
@@ -159,25 +159,24 @@ class LowLatency(BufferBase):
             if self._masks is not None:
                 self._masks.boundary(self, lambda: self._layers.catch_up(wait_s=self._layers.deadline_s))
             ep = self._of_low_latency(shape, max_tokens) if known is None else known
-            return ep, send(ep, form.data, topk_idx, topk_weights, waits)
+            return ep, send(ep, x, topk_idx, topk_weights, waits)
 
         def work() -> tuple[Any, Any]:
             windows = (lambda: self._layers.has(shape, max_tokens), lambda: self._layers.forget(shape))
             ep, r = call() if self._masks is None else self._masks.run(call, self._layers.deadline_s, windows)
-            counts = r.handle.sizes[: ep.num_local_experts]
+            handle = LowLatencyHandle(self, ep, r, max_tokens)
+            count = counts = r.handle.sizes[: ep.num_local_experts]
             if return_recv_hook:
-                count = torch.empty_like(counts)
                 late.append(lambda: counted(ep, r.handle.window, waits, r.wait))
+            if self._masks is not None or not handle.is_by_pick:  # else no call of a buffer reads them again
+                count = torch.empty_like(counts)
                 late.append(lambda: count.copy_(counts))
-            else:
-                count = counts.clone()
             if cumulative_local_expert_recv_stats is not None:
                 late.append(lambda: cumulative_local_expert_recv_stats.add_(count))
             rows = r.x if quantize is None else _rows_of(r, late, is_rounded=round_scale and not use_ue8m0)
-            handle = LowLatencyHandle(self, ep, r, max_tokens)
             if self._masks is not None:
                 if self._masks.is_automatic:
-                    copies = form.data.clone(), topk_idx.clone(), None if topk_weights is None else topk_weights.clone()
+                    copies = x.clone(), topk_idx.clone(), None if topk_weights is None else topk_weights.clone()
                     handle.again = lambda: send(ep, *copies, None)
                 self._masks.note_dispatch(handle)
             beside = () if topk_weights is None else (r.topk_weights, _source_ranks(handle, late))
@@ -241,15 +240,16 @@ class LowLatency(BufferBase):
             raise InvalidState("zero_copy without get_next_low_latency_combine_buffer(handle), which has the rows")
         num_tokens = routing.num_tokens
         check_picks(topk_idx, None, num_tokens, ep.device)
+        check_weights("topk_weights", topk_weights, topk_idx.shape, ep.device)
         if topk_idx.shape[1] != ep.top_k:
             raise InvalidArgument(f"topk_idx has {topk_idx.shape[1]} picks; allowed are {ep.top_k}, as in the dispatch")
-        check_weights("topk_weights", topk_weights, topk_idx.shape, ep.device)
-        check_weights("x", rows, (*routing.rows_shape, ep.hidden), ep.device)
         if out is not None:
             check_weights("out", out, (num_tokens, ep.hidden), ep.device)
             if out.dtype != torch.bfloat16:
                 raise InvalidArgument(f"out is {out.dtype}; allowed is bf16")
-        is_by_pick = adds_by_pick(ep, routing)
+        is_by_pick = mine.is_by_pick
+        if not is_by_pick or self._masks is not None or type(rows) is not Tensor:
+            check_weights("x", rows, (*routing.rows_shape, ep.hidden), ep.device)
         # fp32 rows, weighted where they are, have no slots: then the call does all of it, and the hook nothing
         is_staged = return_recv_hook and is_by_pick and routing.is_small and ep.comm.engine != "cpu"
         journal = None if self._masks is None else self._masks.journal
@@ -260,10 +260,14 @@ class LowLatency(BufferBase):
             placed, routing = mine.placed(given), mine.dispatched.handle
             with counting_waits(ep, routing.window, row):
                 if is_by_pick:
-                    weights = torch.where(picks >= 0, of_picks.to(torch.float32), _zero())
-                    return ep.combine(
-                        placed, routing, order="pick", weights=weights, staged=is_staged, window=routing.window
-                    )
+                    weights = _zero_if_absent(of_picks.to(torch.float32), picks, -1)
+                    try:
+                        return ep.combine(
+                            placed, routing, order="pick", weights=weights, staged=is_staged, window=routing.window
+                        )
+                    except InvalidArgument:
+                        check_weights("x", placed, (*routing.rows_shape, ep.hidden), ep.device)
+                        raise
                 weighted = _weighted(mine, placed, picks, of_picks)
                 return summed(ep, routing, weighted, window=routing.window)
 
@@ -344,13 +348,6 @@ class LowLatency(BufferBase):
         if handle.owner() is not self:
             raise InvalidState("the handle is of another buffer; a call needs the buffer that made it")
         return handle
-
-
-@functools.cache
-def _zero() -> Tensor:
-    """A number that torch.where would make a tensor of in every call."""
-    with torch.inference_mode(False):  # of whoever asks first
-        return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 def room_of(max_tokens: int, top_k: int, num_ranks: int, engine: str) -> int:

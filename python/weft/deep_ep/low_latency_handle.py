@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.deep_ep.rows import bare
+from weft.limits import adds_by_pick
 
 if TYPE_CHECKING:
     from weft.expert_parallel import ExpertParallel
@@ -30,6 +31,7 @@ class LowLatencyHandle(tuple):  # type: ignore[type-arg]
     dispatched: Dispatched
     seen: Dispatched  # whose rows the caller has; `dispatched` where it was not made again without ranks that were lost
     output: Tensor | None
+    is_by_pick: bool  # whether a combine adds by k, of rows that come one a pick
     again: Callable[[], Dispatched] | None = None
     base, number = 0, 0  # of the journal: what it counts from, and which dispatch of its buffer it was
 
@@ -38,6 +40,7 @@ class LowLatencyHandle(tuple):  # type: ignore[type-arg]
         self = super().__new__(cls, (None, None, max_tokens, ep.hidden, ep.num_experts))
         self.owner, self.ep, self.output = weakref.ref(buffer), ep, None
         self.dispatched = self.seen = bare(dispatched)
+        self.is_by_pick = adds_by_pick(ep, dispatched.handle)
         return self
 
     def dispatch_again(self) -> None:

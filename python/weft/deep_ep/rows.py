@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -175,13 +174,13 @@ def check_picks(topk_idx: Any, topk_weights: Any, num_tokens: int, device: torch
         check_weights("topk_weights", topk_weights, topk_idx.shape, device)
 
 
-def check_weights(name: str, weights: Any, shape: Sequence[int], device: torch.device) -> None:
+def check_weights(name: str, weights: Any, shape: tuple[int, ...], device: torch.device) -> None:
     """Floats of a shape.
 
     Raises:
         InvalidArgument: they are not.
     """
-    is_right = isinstance(weights, Tensor) and tuple(weights.shape) == tuple(shape)
+    is_right = isinstance(weights, Tensor) and weights.shape == shape
     if not is_right or weights.dtype not in _PLAIN or weights.device != device:
         raise InvalidArgument(f"{name} is {_said(weights)}; allowed is {list(shape)} fp32, bf16 or fp16 on {device}")
 

@@ -26,8 +26,16 @@ def collective_call(function: F) -> F:
     return _outside(function, tells_peers=True)
 
 
-def _outside(function: F, *, tells_peers: bool) -> F:
-    def call(self: Any, *args: Any, **named: Any) -> Any:
+def _outside(function: F, *, tells_peers: bool, looks: bool = True) -> F:
+    """`looks`: whether torch.compile looks on. To disable it loads it, and takes some microseconds in every call."""
+    disabled: list[Any] = []
+
+    @functools.wraps(function)
+    def run(self: Any, *args: Any, **named: Any) -> Any:
+        if looks and (torch.compiler.is_dynamo_compiling() or _compiling() is not None):
+            if not disabled:
+                disabled.append(torch.compiler.disable(_outside(function, tells_peers=tells_peers, looks=False)))
+            return disabled[0](self, *args, **named)
         has_gradients = torch.is_grad_enabled()
         if has_gradients:
             torch._C._set_grad_enabled(False)  # as no_grad, which takes longer
@@ -40,17 +48,6 @@ def _outside(function: F, *, tells_peers: bool) -> F:
         finally:
             if has_gradients:
                 torch._C._set_grad_enabled(True)
-
-    disabled: list[Any] = []
-
-    @functools.wraps(function)
-    def run(self: Any, *args: Any, **named: Any) -> Any:
-        # torch.compiler.disable would load the compiler, and takes some microseconds in every call.
-        if not torch.compiler.is_dynamo_compiling() and _compiling() is None:
-            return call(self, *args, **named)
-        if not disabled:
-            disabled.append(torch.compiler.disable(call))
-        return disabled[0](self, *args, **named)
 
     return run  # type: ignore[return-value]
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["counted", "counting_waits", "row_of_waits"]
 
+_NOTHING = contextlib.nullcontext()
+
 
 def row_of_waits(name: str, stats: Any, ranks: Ranks) -> Tensor | None:
     """int64 [R] of this rank: `stats` itself, or its row of [R, R]; None if none is given.
@@ -36,12 +38,13 @@ def row_of_waits(name: str, stats: Any, ranks: Ranks) -> Tensor | None:
     return row
 
 
-@contextlib.contextmanager
-def counting_waits(ep: ExpertParallel, window: int, row: Tensor | None) -> Iterator[None]:
+def counting_waits(ep: ExpertParallel, window: int, row: Tensor | None) -> contextlib.AbstractContextManager[None]:
     """Around calls, or halves of calls, of one window, and of no other caller's."""
-    if row is None:
-        yield
-        return
+    return _NOTHING if row is None else _counting(ep, window, row)
+
+
+@contextlib.contextmanager
+def _counting(ep: ExpertParallel, window: int, row: Tensor) -> Iterator[None]:
     before = _waited_ns(ep, window)
     yield
     row += _waited_ns(ep, window) - before
