@@ -222,8 +222,10 @@ class Layers:
 
     def num_sms(self, value: Any) -> int | None:
         """DeepEP's `num_sms` as Weft takes it."""
+        if not value:
+            return None
         most = self.ranks.comm.max_num_sms
-        return min(int(value), most) if value and most else None
+        return min(int(value), most) if most else None
 
 
 def is_capturing() -> bool:

@@ -46,6 +46,7 @@ class Form(NamedTuple):
     scales: Tensor | None
     hidden: int
     dtype: torch.dtype
+    is_plain: bool = False  # whether Weft knows it as rows of floats; else they are bytes
     parts: tuple[tuple[int, torch.dtype], ...] = ()  # of three parts: columns and dtype of the last two
     rest: Tensor | None = None  # the third; `send` packs it beside `scales`, on the stream of its work
 
@@ -53,11 +54,6 @@ class Form(NamedTuple):
     def num_columns(self) -> int:
         """H as the caller sees it: of the rows that come back, too."""
         return self.hidden if self.parts else self.data.shape[1]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether Weft knows it as rows of floats; else they are bytes."""
-        return self.scales is None and self.data.dtype in _PLAIN
 
 
 class Sent(NamedTuple):
@@ -86,7 +82,7 @@ def form_of(x: Any, name: str = "x") -> Form:
         InvalidArgument: it is neither, or data is not contiguous.
     """
     if type(x) is Tensor and x.dtype in _PLAIN and x.dim() == 2 and x.is_contiguous():
-        return Form(x, None, x.shape[1], x.dtype)
+        return Form(x, None, x.shape[1], x.dtype, True)
     if isinstance(x, (tuple, list)) and len(x) == 3:
         return _packed_form(x, name)
     is_pair = isinstance(x, (tuple, list)) and len(x) == 2
@@ -97,7 +93,7 @@ def form_of(x: Any, name: str = "x") -> Form:
         )
     if scales is None:
         if data.dtype in _PLAIN:
-            return Form(data, None, data.shape[1], data.dtype)
+            return Form(data, None, data.shape[1], data.dtype, True)
         row_bytes = data.shape[1] * data.element_size()
         return Form(data, None, -(-row_bytes // 16) * 8, torch.bfloat16)
     if data.element_size() != 1:
@@ -113,7 +109,7 @@ def _packed_form(x: Any, name: str) -> Form:
         if not isinstance(each, Tensor) or each.dim() != 2 or len(each) != len(x[0]) or each.element_size() != 4:
             raise InvalidArgument(f"{name}[{number}] is {_said(each)}; allowed are [T, ...] of 4 bytes in three parts")
     parts = tuple((each.shape[1], each.dtype) for each in x[1:])
-    return Form(x[0], x[1], 8 * x[0].shape[1], torch.bfloat16, parts, x[2])
+    return Form(x[0], x[1], 8 * x[0].shape[1], torch.bfloat16, False, parts, x[2])
 
 
 def _packed(form: Form) -> Form:
