@@ -171,7 +171,7 @@ class Layers:
         shape: ShapeOf,
         num_tokens: int,
         dispatch: Callable[[ExpertParallel], T],
-        check: Callable[[], object],
+        check: Callable[[], object] = lambda: None,
         *,
         has_capacity: bool = False,
     ) -> tuple[ExpertParallel, T]:
