@@ -11,11 +11,9 @@ from torch import Tensor
 
 from weft.deep_ep.buffer_base import BufferBase
 from weft.deep_ep.errors import refused
-from weft.deep_ep.expanded import lane_of
 from weft.deep_ep.layers import ShapeOf
-from weft.deep_ep.low_latency_handle import LowLatencyHandle
+from weft.deep_ep.low_latency_handle import LowLatencyHandle, source_ranks, weighted_rows
 from weft.deep_ep.rows import (
-    along,
     check_counts,
     check_first,
     check_picks,
@@ -179,7 +177,7 @@ class LowLatency(BufferBase):
                     copies = x.clone(), topk_idx.clone(), None if topk_weights is None else topk_weights.clone()
                     handle.again = lambda: send(ep, *copies, None)
                 self._masks.note_dispatch(handle)
-            beside = () if topk_weights is None else (r.topk_weights, _source_ranks(handle, late))
+            beside = () if topk_weights is None else (r.topk_weights, source_ranks(handle, late))
             if not return_recv_hook:
                 _run(late)
             return (rows, count, beside, handle), r
@@ -268,7 +266,7 @@ class LowLatency(BufferBase):
                     except InvalidArgument:
                         check_weights("x", placed, (*routing.rows_shape, ep.hidden), ep.device)
                         raise
-                weighted = _weighted(mine, placed, picks, of_picks)
+                weighted = weighted_rows(mine, placed, picks, of_picks)
                 return summed(ep, routing, weighted, window=routing.window)
 
         def work() -> tuple[Any, None]:
@@ -375,26 +373,6 @@ def _rows_of(r: Dispatched, late: list[Callable[[], object]], *, is_rounded: boo
 
     late.append(write)
     return data, scales
-
-
-def _source_ranks(handle: LowLatencyHandle, late: list[Callable[[], object]]) -> Tensor:
-    """int32 [L, R M], 0 where no row is; to be written when the rows are there."""
-    ranks = torch.zeros(handle.dispatched.handle.rows_shape, dtype=torch.int32, device=handle.ep.device)
-    late.append(lambda: ranks.copy_(handle.seen.sources().rank.clamp(min=0)))
-    return ranks
-
-
-def _weighted(handle: LowLatencyHandle, rows: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-    """fp32 [L, R M, H]: rows times the weights of their picks, which their owners send along; absent picks are 0."""
-    weights = torch.where(topk_idx >= 0, topk_weights.to(torch.float32), 0.0)
-    is_there = (topk_idx >= 0).to(torch.float32)
-    sent = torch.cat([weights, is_there], dim=1).contiguous()
-    routing, top_k = handle.dispatched.handle, handle.ep.top_k
-    got = along(handle.ep, routing, sent.view(torch.uint8), window=routing.window).view(torch.int32)
-    pick = handle.dispatched.sources().pick
-    assert pick is not None  # noqa: S101  # for mypy
-    weight, there = lane_of(got[..., :top_k], pick), lane_of(got[..., top_k:], pick)
-    return torch.where((there != 0)[..., None], rows.to(torch.float32) * weight[..., None], 0.0)
 
 
 def _run(functions: list[Callable[[], object]]) -> None:

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 import torch
 from torch import Tensor
 
-from weft.deep_ep.rows import bare
+from weft.deep_ep.expanded import lane_of
+from weft.deep_ep.rows import along, bare
 from weft.limits import adds_by_pick
 
 if TYPE_CHECKING:
     from weft.expert_parallel import ExpertParallel
     from weft.handle import Dispatched
 
-__all__ = ["LowLatencyHandle"]
+__all__ = ["LowLatencyHandle", "source_ranks", "weighted_rows"]
 
 
 class LowLatencyHandle(tuple):  # type: ignore[type-arg]
@@ -102,3 +103,23 @@ class LowLatencyHandle(tuple):  # type: ignore[type-arg]
 
     def __repr__(self) -> str:
         return f"deep_ep.Buffer low-latency handle({self.dispatched.handle})"
+
+
+def source_ranks(handle: LowLatencyHandle, late: list[Callable[[], object]]) -> Tensor:
+    """int32 [L, R M], 0 where no row is; to be written when the rows are there."""
+    ranks = torch.zeros(handle.dispatched.handle.rows_shape, dtype=torch.int32, device=handle.ep.device)
+    late.append(lambda: ranks.copy_(handle.seen.sources().rank.clamp(min=0)))
+    return ranks
+
+
+def weighted_rows(handle: LowLatencyHandle, rows: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+    """fp32 [L, R M, H]: rows times the weights of their picks, which their owners send along; absent picks are 0."""
+    weights = torch.where(topk_idx >= 0, topk_weights.to(torch.float32), 0.0)
+    is_there = (topk_idx >= 0).to(torch.float32)
+    sent = torch.cat([weights, is_there], dim=1).contiguous()
+    routing, top_k = handle.dispatched.handle, handle.ep.top_k
+    got = along(handle.ep, routing, sent.view(torch.uint8), window=routing.window).view(torch.int32)
+    pick = handle.dispatched.sources().pick
+    assert pick is not None  # noqa: S101  # for mypy
+    weight, there = lane_of(got[..., :top_k], pick), lane_of(got[..., top_k:], pick)
+    return torch.where((there != 0)[..., None], rows.to(torch.float32) * weight[..., None], 0.0)
