@@ -181,13 +181,9 @@ class Communicator(Changes):
             wanted = _rebuild_ranks(ranks, self._active, self._rank)
             seconds = positive_seconds("deadline_s", deadline_s)
             self._tell_kept()
-        with self.telling_peers(), self.alone("rebuild"):
-            before = self._active
-            self._say_maps()
-            self._native.rebuild(wanted, seconds)
-            self._begin_epoch()
-            self._follow_maps()
-        self._tell(self._recovered(before, {rank for rank, _, _ in self._native.detections()}))
+        with self.telling_peers():
+            self._recover("rebuild", lambda: self._native.rebuild(wanted, seconds))
+        self._hand_over_recovery()
 
     def recover(
         self,
@@ -203,6 +199,9 @@ class Communicator(Changes):
 
         `evict`: live ranks to leave out, such as `PeerTimeout.peers`; this rank among them is ignored. A rank whose
         wish comes too late goes along with what was decided. Everything else is as after `rebuild`.
+
+        Interrupted, by Ctrl-C or what else a signal handler raises, it is to be called again; where the group has gone
+        on by then, it does not recover once more, but returns what was done.
 
         `spares`: of the ranks that have joined and are `ready()`, whom to take in: "auto": the lowest, as many as are
         lost; 0: none; or these ranks. One that is not ready stays out.
@@ -223,33 +222,13 @@ class Communicator(Changes):
         """
         with self.telling_peers():
             self._tell_kept()
-            before = self._active
             unwanted = _evicted_ranks(evict, self._num_ranks)
             wanted = spare_ranks(spares, self._num_ranks)
             seconds = positive_seconds("deadline_s", deadline_s)
             if type(min_ranks) is not int or min_ranks < 1:
                 raise InvalidArgument(f"min_ranks is {min_ranks!r}; allowed is an int of at least 1")
-            with self.alone("recover"):
-                self._say_maps()
-                self._native.recover(unwanted, min_ranks, seconds, wanted)
-                self._begin_epoch()
-                self._follow_maps()
-                gone = {rank for rank, _, _ in self._native.detections()}
-        change = self._recovered(before, gone)
-        self._tell(change)
-        return change
-
-    def _recovered(self, before: tuple[int, ...], gone: set[int]) -> Change:
-        left_out = [rank for rank in before if rank not in self._active]
-        lost = tuple(rank for rank in left_out if rank in gone)
-        return Change(
-            self._native.epoch,
-            self._active,
-            lost,
-            tuple(rank for rank in left_out if rank not in gone),
-            added=tuple(rank for rank in self._active if rank not in before),
-            uncovered=self._uncovered(self._active),
-        )
+            self._recover("recover", lambda: self._native.recover(unwanted, min_ranks, seconds, wanted))
+        return self._hand_over_recovery()
 
     def abort(self, reason: str = "") -> None:
         """End every wait of this rank now, and over the control plane those of the others: the call under way, and on

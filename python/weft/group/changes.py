@@ -36,6 +36,7 @@ class Changes(Joining):
     _ticket: Ticket | None = None
     _says_ready = False  # by itself from then on, as a spare does
     _num_boundaries = 0  # whose result this rank's caller has
+    _unsaid: tuple[int, ...] | None = None  # who was active before a recovery that nobody was told of: it was interrupted
     _last_map = 0, 0  # of the last change with one: its id, and the map's digest
 
     @classmethod
@@ -213,6 +214,8 @@ class Changes(Joining):
         """
         longest = MAX_SECONDS if self._stands_by and not self.is_member else CHANGE_TIMEOUT_S
         seconds = longest if deadline_s is None else positive_seconds("deadline_s", deadline_s)
+        if self._unsaid is not None:
+            return self._hand_over_recovery()
         with self.alone("boundary"):
             if self._native.is_solo:
                 self._say_maps()  # a recovery may take it in
@@ -274,6 +277,54 @@ class Changes(Joining):
                 self._begin_epoch()
         self._hand_over(ended, done)
 
+    def _recover(self, what: str, recover: Callable[[], None]) -> None:
+        """`recover` in the native module, and what follows from it. Ctrl-C may come behind the new epoch, which the
+        others have begun: then the next call goes on from there, if nobody has been lost since."""
+        with self.alone(what):
+            if self._unsaid is not None and not self._native.broken():
+                return
+            epoch = self._native.epoch
+            try:
+                self._unsaid = self._active if self._unsaid is None else self._unsaid
+                self._say_maps()
+                recover()
+                self._begin_epoch()
+                self._follow_maps()
+            except Exception:
+                self._unsaid = None
+                raise
+            except BaseException:
+                if self._native.epoch == epoch:
+                    self._unsaid = None
+                else:
+                    self._begin_epoch()
+                raise
+
+    def _hand_over_recovery(self) -> Change:
+        """What a recovery has ended with, to the listeners and the caller."""
+        before, self._unsaid = self._unsaid or (), None
+        try:
+            with self.alone("recover"):
+                if self._lags:
+                    self._follow_maps()
+                gone = {rank for rank, _, _ in self._native.detections()}
+            left_out = [rank for rank in before if rank not in self._active]
+            change = Change(
+                self._native.epoch,
+                self._active,
+                tuple(rank for rank in left_out if rank in gone),
+                tuple(rank for rank in left_out if rank not in gone),
+                added=tuple(rank for rank in self._active if rank not in before),
+                uncovered=self._uncovered(self._active),
+            )
+            self._tell(change)
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C: the next call goes on here
+            self._unsaid = before
+            raise
+        return change
+
     def change(
         self,
         admit: Iterable[int] = (),
@@ -297,6 +348,8 @@ class Changes(Joining):
             "admit": sorted(admit), "remove": sorted(remove), "suspend": sorted(suspend), "resume": sorted(resume)
         }  # fmt: skip
         end = time.monotonic() + positive_seconds("deadline_s", deadline_s)
+        if self._unsaid is not None:
+            self._hand_over_recovery()
         last: Change | None = self.boundary(deadline_s) if self._is_kept() else None
         epoch = self._native.epoch - (last is not None)  # in which the others have called it
         name = f"change {epoch} {list(wanted.values())} {expert_map and expert_map.digest}"
@@ -345,6 +398,8 @@ class Changes(Joining):
             As `propose` and `boundary`. PeerTimeout: it was not decided in time; this rank is a member as before.
         """
         end = time.monotonic() + positive_seconds("deadline_s", deadline_s)
+        if self._unsaid is not None:
+            self._hand_over_recovery()
         done = self.boundary(deadline_s) if self._is_kept() else None
         if done is not None and self._rank in done.removed:
             return done
