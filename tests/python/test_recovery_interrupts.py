@@ -1,11 +1,12 @@
-"""Guards against a Ctrl-C behind the new epoch of a recovery that loses its `Change`, or lets the call made again wait for ranks
-that have gone on."""
+"""Guards against a Ctrl-C behind the new epoch of a recovery that loses its `Change`, or lets the call made again wait for
+ranks that have gone on."""
 
 from __future__ import annotations
 
 import os
 import pathlib
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -86,7 +87,7 @@ def _loses_another(comm: Any, folder: pathlib.Path) -> tuple[Any, ...]:
     if comm.rank == 1:
         comm.recover()
         while not (folder / "interrupted").exists():
-            pass
+            time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(KeyboardInterrupt):
         comm.recover()
