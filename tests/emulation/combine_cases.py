@@ -75,6 +75,11 @@ class CombineRunner(Runner):
     def add_round(self) -> Round:
         """Append a dispatch and its combines to the streams."""
         round_ = super().add_round()
+        self.add_combines(round_)
+        return round_
+
+    def add_combines(self, round_: Round) -> None:
+        """Append those of a dispatch."""
         for _ in range(self.combine.num_combines):
             combined = self._new_combine(round_)
             for rank in self.case.active_ranks:
@@ -82,7 +87,6 @@ class CombineRunner(Runner):
                 self.streams[rank] += [*launches[:-1], self._use_again(launches[-1], combined.rows[rank].nbytes)]
             self.num_operations += 1 if self.case.is_small_again else len(self._passes())
             self.combined.append(combined)
-        return round_
 
     def _use_again(self, launch: Launch, num_bytes: int) -> Launch:
         """The caller writes into its rows as soon as the call has ended (R20)."""

@@ -254,7 +254,7 @@ class Runner:
             received.append(result)
         round_ = Round(given, wanted, received)
         if case.is_repeated:
-            self._add_repetition(round_)
+            self.add_repetition(round_)
         return round_
 
     def _add_small(
@@ -270,7 +270,8 @@ class Runner:
         nothing = dataclasses.replace(inputs, x=0, scales=0, ids=0, weights=0)
         self.streams[rank] += small_launch(rank, nothing, result, room=room, sends=False)
 
-    def _add_repetition(self, round_: Round) -> None:
+    def add_repetition(self, round_: Round) -> None:
+        """Append a dispatch by the handle of a round."""
         case = self.case
         rows = [random_rows(case, num_tokens, self.generator) for num_tokens in case.tokens]
         given = [Given(*rows[rank], round_.given[rank].ids, None) for rank in self.ranks]

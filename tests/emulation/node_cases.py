@@ -17,6 +17,7 @@ from machine import Launch
 from world import Inputs, Received, World
 
 NETWORK = 1  # blocks of the rail
+FORWARD_HEADER = 32  # as kGpuForwardHeader
 CHUNK_ROWS = 4  # few, so that a case has several chunks
 NODE_TIMEOUT_NS = 3_000_000_000  # of a mutant
 DIRECT = (".route = static_cast<weft::Route>(0)", ".node_ranks = 0")
@@ -85,7 +86,7 @@ class Nodes:
             "num_slots": self.num_slots,
         }
         num_bytes, lane_bytes, words_bytes, digits = compiler.tell("rail_memory.cc", fields).split()
-        self._lane_bytes, self._words_bytes = int(lane_bytes), int(words_bytes)
+        self._lane_bytes, self._words_bytes, self._rail_bytes = int(lane_bytes), int(words_bytes), int(num_bytes)
         self._rails = rails = [memory.allocate(int(num_bytes)) for _ in range(shape.num_ranks)]
         for address in rails:
             memory.view(address, int(num_bytes))[:] = 0
@@ -113,6 +114,13 @@ class Nodes:
         for control in world.control:
             memory.set_word(control + world.layout["control.sequence"], sequence)
 
+    def renew(self) -> None:
+        """What a rebuild does: members have changed, and rails begin anew (R13)."""
+        for address in self._rails:
+            self.world.memory.view(address, self._rail_bytes)[:] = 0
+        sequence = self.world.memory.word(self.world.control[0] + self.world.layout["control.sequence"])
+        self.world.memory.set_word(self._rail + self._first_sequence, sequence)
+
     def are_mates(self, rank: int, other: int) -> bool:
         """Of one node."""
         return other // self.node_ranks == rank // self.node_ranks
@@ -129,10 +137,14 @@ class Nodes:
     ) -> list[Launch]:
         launches = self._direct_launch(rank, inputs, result, room=room, is_cached=is_cached)
         if result.send_plan not in self._forward_plans:
-            shape = self.runner.case.shape
-            num_bytes = 4 * shape.num_ranks * shape.max_tokens * self.node_ranks
-            self._forward_plans[result.send_plan] = self.world.memory.allocate(num_bytes)
+            self._forward_plans[result.send_plan] = self.world.memory.allocate(self._plan_bytes(rank))
         return [self._with_plan(launches[0], result), *launches[1:]]
+
+    def _plan_bytes(self, rank: int) -> int:
+        """As gpu_forward_plan_len."""
+        max_tokens = self.runner.case.shape.max_tokens
+        each = max_tokens * self.node_ranks + -(-max_tokens // 32)
+        return 4 * (FORWARD_HEADER + self._num_brought(rank) * each)
 
     def _combine(self, rank: int, received: Received, combined: Combined) -> list[Launch]:
         launches = self._direct_combine(rank, received, combined)

@@ -8,10 +8,12 @@ docs/protocols/nodes.md, "Waits and errors".
 import dataclasses
 
 import pytest
+from dispatch_cases import Case
 from kernels import Compiler, Mutant
 from machine import Streams
 from node_cases import with_nodes
 from test_emulated_failures import BAD_PEER_WORD, DEADLINE, words
+from test_emulated_node_experts import MASKED
 from test_emulated_nodes import TWO
 
 LIAR, FORWARDER = 1, 3  # ranks: that says it, and that tells the other node
@@ -24,7 +26,9 @@ LIES = {
     "a token less": (5, (FORWARDER,)),
     "no expert of a token": (6, (FORWARDER,)),
 }
-PUT = "    meet();\n    const i32 node = thread();\n    if (node < kNodes && s.forwarder[node] >= 0) {\n"
+# By expert, of masked, which has no alignment: only who forwards reads the picks themselves.
+PICK_LIES = {"no expert of a token": 6, "more picks of an expert": 7, "fewer picks of an expert": 8}
+PUT = "    meet();\n    const i32 node = thread();\n    if (node < kNodes && s.forwarder[node] >= 0) nodes_.put_message"
 LYING = Mutant(
     "a rank's message is not so",
     "weft/kernels/dispatch/messages.cuh",
@@ -42,6 +46,8 @@ LYING = Mutant(
       if (a.alignment == 4) --*rows;
       if (a.alignment == 5) *tokens &= *tokens - 1;
       for (i32 k = 0; k < kTopk && a.alignment == 6; ++k) experts[k] = 0x7000;
+      if (a.alignment == 7) ++rows[1];
+      if (a.alignment == 8) --rows[1];
     }}
 {PUT}""",
 )
@@ -61,8 +67,8 @@ CLEARED = Mutant(
 )
 
 
-def _expect_found(compiler: Compiler, mutant: Mutant, finders: tuple[int, ...], lie: int = 1) -> None:
-    runner = with_nodes(compiler, dataclasses.replace(TWO, num_rounds=1), 2, mutant)
+def _expect_found(compiler: Compiler, mutant: Mutant, finders: tuple[int, ...], lie: int = 1, case: Case = TWO) -> None:
+    runner = with_nodes(compiler, dataclasses.replace(case, num_rounds=1), 2, mutant)
     runner.add_round()
     launch = runner.streams[LIAR][0]
     runner.streams[LIAR][0] = dataclasses.replace(launch, fields={**launch.fields, "alignment": lie})
@@ -81,6 +87,13 @@ def test_a_message_that_is_not_so(compiler: Compiler, name: str) -> None:
     """It ends with the name of the rank that has said it."""
     lie, finders = LIES[name]
     _expect_found(compiler, LYING, finders, lie)
+
+
+@pytest.mark.parametrize("name", PICK_LIES)
+def test_a_message_that_is_not_so_by_expert(compiler: Compiler, name: str) -> None:
+    """The same of picks: no row is stored where another source has its own."""
+    case = dataclasses.replace(MASKED, is_repeated=False)
+    _expect_found(compiler, LYING, (FORWARDER,), PICK_LIES[name], case)
 
 
 def test_a_message_that_changes(compiler: Compiler) -> None:

@@ -42,6 +42,8 @@ struct DispatchKernelConfig {
   // Runs of its tokens that a block plans on their own when rows are placed by expert: few, since each needs a count for every
   // expert.
   static constexpr i32 kPeriods = 8;
+  // With nodes, by expert: warps that find the places of rows to forward, each of one source at a time.
+  static constexpr i32 kForwardPlanners = 4;
 
   WEFT_HD constexpr i32 num_local_experts() const { return num_experts / num_ranks; }
   WEFT_HD constexpr ExpertPlacement experts() const { return {num_ranks, num_local_experts()}; }
@@ -68,9 +70,12 @@ struct DispatchKernelConfig {
     const i32 holes = is_by_expert() ? 2 * num_local_experts() * 4 : 0;
     const i32 groups = is_by_expert() ? kPeriods * num_experts * 4 : num_groups * num_ranks * 8;
     const i32 counts = (is_by_expert() ? 3 : 1) * num_experts * 4;
-    const i32 nodes = has_nodes() ? num_groups * num_nodes() * 4 : 0;
+    const i32 nodes = has_nodes() ? num_groups * num_nodes() * 4 + (is_by_expert() ? forward_bytes() : 0) : 0;
     return (holes + (is_cached ? 0 : groups + counts + nodes) + 127) / 128 * 128;
   }
+  // By expert: for each planner and expert of the node, the next place, and that behind the last.
+  WEFT_HD constexpr i32 node_experts() const { return node_ranks * num_local_experts(); }
+  WEFT_HD constexpr i32 forward_bytes() const { return kForwardPlanners * 2 * node_experts() * 4; }
   // A row as it has arrived.
   WEFT_HD constexpr i32 fan_stage_bytes() const { return (wire_row_bytes() + scale_row_bytes + 127) / 128 * 128; }
   WEFT_HD constexpr i32 fan_depth() const { return num_fan_stages < kFewFanStages ? 1 : 2; }

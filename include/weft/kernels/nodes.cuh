@@ -2,6 +2,7 @@
 // (docs/protocols/nodes.md). For dispatch and combine.
 #pragma once
 
+#include "weft/layout/gpu_plan.h"
 #include "weft/transport/peers.cuh"
 
 namespace weft::kernels {
@@ -88,6 +89,15 @@ class Nodes {
     const i32 peer = static_cast<i32>(threadIdx.x) - first_thread;
     const bool is_peer = peer >= 0 && peer < kRanks && peer != rank && map.is_active(peer);
     return transport::worst_of(is_peer && so_far == transport::Verdict::kOk ? wait_call(peer) : so_far);
+  }
+
+  // Of the operation's handle, by all threads behind wait_calls(): whether those who made it are the members. All ranks see it alike.
+  __device__ bool holds(const GpuForwardPlan<const i32>& plan) const {
+    if (static_cast<u32>(plan.members()) == flight_.active.word) return true;
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+      transport::record(view_, flight_, transport::ErrorCause::kMoved, Phase::kCount, rank, 0);
+    }
+    return false;
   }
 
   const RailMap map;

@@ -57,10 +57,14 @@ WEFT_HD constexpr i64 gpu_recv_plan_len(i64 max_tokens, i32 top_k, i32 num_ranks
   return kGpuPlanHeader + num_ranks * max_tokens * (layout == Layout::kRankMajor ? 1 : top_k);
 }
 
-// With nodes: of each source that this rank forwards for, in the order of ranks: row [max_tokens, node_ranks], where the token's row
-// lies on each mate.
-constexpr i32 kNoForward = -1;     // the token did not come here
-constexpr i32 kForwardNoRow = -2;  // it came, and this mate has no row of it
+// With nodes: members | 31 unused | of each source that this rank forwards for, in the order of ranks: row [max_tokens, node_ranks] |
+// come [(max_tokens + 31) / 32]
+//   members: GpuRankMask of the dispatch that made the plan: with others, others forward
+//   row: where the token's row lies on each mate
+//   come: a bit for each token that came here; undefined where the source has no token
+constexpr i32 kNoForward = -1;         // the token did not come here
+constexpr i32 kForwardNoRow = -2;      // it came, and this mate has no row of it
+constexpr i32 kGpuForwardHeader = 32;  // int32s
 
 template <class Int>
 struct GpuForwardPlan {
@@ -68,7 +72,17 @@ struct GpuForwardPlan {
   i64 max_tokens;
   i32 node_ranks;
 
-  WEFT_HD constexpr Int* row(i32 nth, i64 token) const { return base + (nth * max_tokens + token) * node_ranks; }
+  WEFT_HD constexpr Int& members() const { return base[0]; }
+  WEFT_HD constexpr Int* row(i32 nth, i64 token) const {
+    return base + kGpuForwardHeader + nth * source_len() + token * node_ranks;
+  }
+  WEFT_HD constexpr Int* come(i32 nth) const { return row(nth, max_tokens); }
+  WEFT_HD constexpr i64 source_len() const { return max_tokens * node_ranks + (max_tokens + 31) / 32; }
 };
+
+// For a rank that forwards for at most so many.
+WEFT_HD constexpr i64 gpu_forward_plan_len(i32 num_sources, i64 max_tokens, i32 node_ranks) {
+  return kGpuForwardHeader + num_sources * GpuForwardPlan<i32>{nullptr, max_tokens, node_ranks}.source_len();
+}
 
 }  // namespace weft

@@ -16,7 +16,8 @@ enum class ErrorCause : u32 {
   kBadPeerWord = 4,  // a count or a place that makes no sense (R19)
   kNoRoom = 5,       // a rank has neither heap nor landing for its rows; all give up this call and go on
   kBusy = 6,         // two operations of one window at once (R5)
-  kMoved = 7         // the kernel was captured before a rebuild that moved the heap
+  kMoved =
+      7  // the kernel was captured before a rebuild that moved the heap or, with nodes, the handle's members were others
 };
 
 struct HostWords {

@@ -1,4 +1,4 @@
-// Guards against a set of ranks that a word of the window or of a plan gives back as another one.
+// Guards against a set of ranks that a word of the window or of a plan gives back as another one, and parts of a plan that overlap.
 #include "weft/layout/gpu_window.h"
 
 #include "check.h"
@@ -24,6 +24,22 @@ TEST(a_send_plan_gives_back_the_ranks_of_a_token) {
   CHECK_EQ(plan.ranks(0).word, 0u);
   CHECK_EQ(plan.ranks(1).word, 1u << (kMaxGpuRanks - 1));
   CHECK_EQ(words[1], 1 << (kMaxGpuRanks - 1));
+}
+
+TEST(parts_of_a_forward_plan_lie_side_by_side) {
+  constexpr i64 kTokens = 33;
+  constexpr i32 kSources = 3, kMates = 2;
+  i32 words[gpu_forward_plan_len(kSources, kTokens, kMates)] = {};
+  const GpuForwardPlan<i32> plan{words, kTokens, kMates};
+  const auto count = [&](i32* begin, i64 num) {
+    for (i64 at = 0; at < num; ++at) ++begin[at];
+  };
+  count(&plan.members(), kGpuForwardHeader);
+  for (i32 nth = 0; nth < kSources; ++nth) {
+    for (i64 token = 0; token < kTokens; ++token) count(plan.row(nth, token), kMates);
+    count(plan.come(nth), 2);
+  }
+  for (const i32 word : words) CHECK_EQ(word, 1);
 }
 
 }  // namespace

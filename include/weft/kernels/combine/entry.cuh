@@ -38,6 +38,7 @@ class Combine {
     transport::Verdict verdict;
     if constexpr (kConfig.has_nodes()) {
       verdict = b_.nodes().wait_calls(0, blockIdx.x == 0 ? exchange() : transport::Verdict::kOk);
+      if (verdict == transport::Verdict::kOk && !holds_handle()) verdict = transport::Verdict::kGivenUp;
     } else {
       verdict = transport::wait_all(view, Phase::kCount, b_.flight, 0);
     }
@@ -74,6 +75,10 @@ class Combine {
     const i32 warp = static_cast<i32>(threadIdx.x / ptx::kWarpLanes);
     const bool is_right = nodes.relay_calls(warp, kConfig.num_warps(), [](const auto&, const u8*, i32) {});
     return is_right ? transport::Verdict::kOk : transport::Verdict::kBroken;
+  }
+
+  __device__ bool holds_handle() const {
+    return b_.nodes().holds({b_.a.forward_plan, b_.a.view.layout.max_tokens, kConfig.node_ranks});
   }
 
   __device__ void end() const {
@@ -180,7 +185,7 @@ class Combine {
     if constexpr (kConfig.has_side) CombineSide<kConfig>(b_).run();
   }
 
-  static_assert(!kConfig.has_nodes() || (!kConfig.is_by_expert() && !kConfig.wire_is_fp8 && !kConfig.has_side &&
+  static_assert(!kConfig.has_nodes() || (!kConfig.is_by_pick() && !kConfig.wire_is_fp8 && !kConfig.has_side &&
                                          !kConfig.order.sum_is_fp8 && !kConfig.order.is_by_last_pick() &&
                                          (kConfig.node_ranks == 1 || kConfig.order.sum_domain == kConfig.node_ranks)),
                 "docs/protocols/nodes.md");

@@ -152,7 +152,12 @@ class CombineNodeLoad {
     is_left = true;
     const GpuSendPlan<const i32> plan{b_.a.send_plan, b_.a.send_plan_tokens, kRanks};
     const bool is_rank = b_.lane < kRanks && b_.flight.is_active(b_.lane);
-    const i32 planned = is_rank ? plan.row()[b_.token_of(own_index_) * static_cast<i64>(kRanks) + b_.lane] : -1;
+    const i64 token = b_.token_of(own_index_);
+    const auto planned_row = [&] {
+      if constexpr (kConfig.is_by_expert()) return static_cast<i32>(plan.ranks(token).bit(b_.lane)) - 1;
+      return plan.row()[token * kRanks + b_.lane];
+    };
+    const i32 planned = is_rank ? planned_row() : -1;
     const u32 holders = __ballot_sync(0xffffffffu, planned >= 0 ? 1 : 0);
     const bool is_near = b_.lane < kRanks && nodes.map.are_mates(nodes.rank, b_.lane);
     const i32 node = b_.lane < kRanks ? nodes.map.node(b_.lane) : 0;

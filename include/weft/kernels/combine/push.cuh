@@ -227,7 +227,7 @@ class CombinePush {
         row[step] = -1;
         if (entry >= kNum || index >= b_.s.num_items[source]) continue;
         if (kConfig.adds_own_rows() && source == b_.a.view.rank) continue;  // read where they are
-        if constexpr (kConfig.has_nodes()) {
+        if constexpr (kConfig.has_nodes() && kConfig.adds_own_rows()) {
           if (b_.s.land_at[source] == b_.a.view.rank) continue;
         }
         row[step] = plan.row(source, b_.token_of(index))[entry % kWidth];

@@ -139,7 +139,11 @@ struct DispatchState {
   }
   // With nodes: tokens that go to the node, in groups before this one.
   __device__ i32& tokens_before(i32 node, i32 group) const {
-    return mine()[kExperts + node * kConfig.num_groups + group];
+    return mine()[(kConfig.is_by_expert() ? 3 : 1) * kExperts + node * kConfig.num_groups + group];
+  }
+  // By expert, of a warp that plans rows to forward: the next place of each expert of the node, then that behind the last.
+  __device__ i32* forward_places(i32 planner) const {
+    return &tokens_before(kConfig.num_nodes(), 0) + planner * 2 * kConfig.node_experts();
   }
   // Tokens of a group that go to the node.
   __device__ u32 goers_to_node(const Nodes<kConfig>& nodes, i32 node, i32 group) const {

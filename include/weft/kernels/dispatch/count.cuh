@@ -47,20 +47,31 @@ class DispatchCount : public DispatchIds<kConfig> {
   }
 
   // Where every row goes, from what all ranks have said. Every block computes it for itself.
-  // False: this block has failed, or a rank has no room. All threads hear the same, since the first that go on may fail at once.
+  // False: this block has failed, a rank has no room, or the handle is of other members. All threads hear the same, since the first that go on may fail at once.
   __device__ bool find_places() {
     const i32 to = static_cast<i32>(threadIdx.x);
     GpuPlacement placement;  // asked for here, since each load on its own takes a good part of a microsecond
     i32 num_tokens = 0;
     if (to < kRanks) num_tokens = tokens_of(to);
+    if constexpr (kConfig.has_nodes() && kConfig.is_cached) {
+      if (!this->nodes().holds({a.forward_plan, a.view.layout.max_tokens, kConfig.node_ranks})) return false;
+      // Both ends of a ring must know the runs of the source's blocks.
+      if (to < kRanks && num_tokens != a.recv_plan[to]) s.bad_source = static_cast<u32>(to) + 1;
+    }
     if (to < kRanks && flight.is_active(to) && this->is_near(to))
       placement = to == rank() ? a.placement : payload_from(to)->placement;
     if constexpr (kConfig.is_cached) {
       if (threadIdx.x < kRanks) s.needed[threadIdx.x] = 0;
     } else if constexpr (kConfig.is_by_expert()) {
-      for (i32 expert = static_cast<i32>(threadIdx.x); expert < kExperts; expert += kThreads) sum_sources(expert);
+      // With nodes there are no counts of others' experts.
+      constexpr bool kAll = !kConfig.has_nodes();
+      for (i32 expert = static_cast<i32>(threadIdx.x); expert < kExperts; expert += kThreads) {
+        if (kAll || this->is_near(kPlacement.rank_of(expert))) sum_sources(expert);
+      }
       __syncthreads();
-      for (i32 other = warp; other < kRanks; other += kWarps) place_experts(other);
+      for (i32 other = warp; other < kRanks; other += kWarps) {
+        if (kAll || this->is_near(other)) place_experts(other);
+      }
     } else {
       if (to < kRanks && this->is_near(to)) place_ranks(to);
       if (blockIdx.x == 0) check_picks();

@@ -8,6 +8,7 @@
 
 #include "weft/kernels/dispatch/count.cuh"
 #include "weft/kernels/dispatch/fan.cuh"
+#include "weft/kernels/dispatch/forward_picks.cuh"
 #include "weft/kernels/dispatch/forward_plan.cuh"
 #include "weft/kernels/dispatch/ids_out.cuh"
 #include "weft/kernels/dispatch/messages.cuh"
@@ -25,7 +26,7 @@ class Dispatch {
   static constexpr i32 kFirstQuantizer = 1 + kStoreWarps;
   static constexpr i32 kFirstOther = kFirstQuantizer + kConfig.num_quantize_warps;
   static_assert(kConfig.num_stages % kStoreWarps == 0);
-  static_assert(!kConfig.has_nodes() || (!kConfig.is_by_expert() && !kConfig.is_cached), "docs/protocols/nodes.md");
+  static_assert(!kConfig.has_nodes() || !kConfig.has_fan(), "docs/protocols/nodes.md");
   static_assert(!kConfig.has_nodes() || kConfig.is_quantized() || kConfig.scale_row_bytes % 16 == 0);
   static_assert(kConfig.num_stages % (kConfig.is_quantized() ? kConfig.num_quantize_warps : 1) == 0);
 
@@ -116,16 +117,25 @@ class Dispatch {
     } else {
       if (blockIdx.x == 0) count_.write_counts(kFirstOther);
       if constexpr (kConfig.is_by_expert()) {
-        constexpr i32 kFirstPlanner = kFirstOther + (kConfig.has_fan() ? 1 : 0);
+        constexpr i32 kFirstPlanner = kFirstOther + (kConfig.has_tell() ? 1 : 0);
         if constexpr (kConfig.has_fan()) {
           if (warp_ == kFirstOther) {
             DispatchTell<kConfig>(state_).run();
             return;
           }
         }
+        if constexpr (kConfig.has_nodes()) {
+          if (warp_ == kFirstOther) {
+            DispatchTellNodes<kConfig>(state_).run();
+            return;
+          }
+        }
         const i32 planner = warp_ - kFirstPlanner;
         if constexpr (!kConfig.is_cached) {
           DispatchPlan<kConfig>(state_).run(planner, kConfig.num_warps() - kFirstPlanner);
+        }
+        if constexpr (kConfig.has_nodes() && !kConfig.is_cached) {
+          DispatchForwardPicks<kConfig>(state_).run(planner, kConfig.num_warps() - kFirstPlanner);
         }
         if constexpr (kConfig.has_fan()) {
           i32* plan = kConfig.is_cached ? state_.a.recv_plan : count_.recv_plan();
@@ -138,7 +148,9 @@ class Dispatch {
             DispatchTellNodes<kConfig>(state_).run();
             return;
           }
-          DispatchForwardPlan<kConfig>(state_).run(warp_ - kFirst, kConfig.num_warps() - kFirst);
+          if constexpr (!kConfig.is_cached) {
+            DispatchForwardPlan<kConfig>(state_).run(warp_ - kFirst, kConfig.num_warps() - kFirst);
+          }
         }
         if constexpr (kConfig.scale_row_bytes > kConfig.staged_scale_bytes()) send_.store_scales(kFirst);
         if constexpr (!kConfig.is_cached) DispatchIdsOut<kConfig>(state_).run(kFirst);

@@ -1,5 +1,5 @@
 // Dispatch of rank_major with nodes: where the rows that this rank forwards lie at its mates, from the messages alone, for this
-// block, for the mates' tables and for combine (docs/protocols/nodes.md, step 3). A warp a source.
+// block, for the mates' tables and for the handle (docs/protocols/nodes.md, step 3). A warp a source.
 #pragma once
 
 #include "weft/kernels/dispatch/nodes.cuh"
@@ -18,21 +18,23 @@ class DispatchForwardPlan : public DispatchNodes<kConfig> {
   __device__ explicit DispatchForwardPlan(const Base& base) : Items(base) {}
 
   __device__ void run(i32 planner, i32 num_planners) {
+    if (planner == 0) this->keep_members();
     i32 num_brought = 0;
     for (i32 source = 0; source < kRanks; ++source) {
       if (!nodes_.brings(source)) continue;
       const i32 nth = num_brought++;
-      if (nth % num_planners == planner) plan(source, nth);
+      if (nth % num_planners == planner) plan_source(source, nth);
     }
   }
 
  private:
-  __device__ void plan(i32 source, i32 nth) {
+  __device__ void plan_source(i32 source, i32 nth) {
     const i32 num_tokens = s.num_tokens[source];
     const i32 begin = this->queue_begin(this->block(), num_tokens);
     const i32 end = begin + this->queue_len(this->block(), num_tokens);
-    const GpuForwardPlan<i32> plan{a.forward_plan, a.view.layout.max_tokens, kNodeRanks};
+    const GpuForwardPlan<i32> plan = this->plan();
     const u32* bits = this->tokens_from(source);
+    this->keep_tokens(source, nth, begin, end);
     i32 next[kNodeRanks];  // row there of the next token that goes there
 #pragma unroll
     for (i32 idx = 0; idx < kNodeRanks; ++idx) next[idx] = s.start_of[source][idx];

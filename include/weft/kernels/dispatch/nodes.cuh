@@ -15,10 +15,10 @@ class DispatchNodes : public DispatchState<kConfig> {
   using Base::kRanks, Base::kTopk, Base::kLocal, Base::kRowBytes, Base::kScaleBytes;
   static constexpr i32 kNodes = kConfig.num_nodes();
   static constexpr i32 kNodeRanks = kConfig.node_ranks;
-  // A record of a chunk: a row, its scales, then weights.
+  // A record of a chunk: a row, its scales, then the weights of a first dispatch.
   static constexpr i32 kScalesAt = (kRowBytes + 15) / 16 * 16;
   static constexpr i32 kWeightsAt = kScalesAt + (kScaleBytes + 15) / 16 * 16;
-  static constexpr i32 kRecordBytes = kWeightsAt + (kTopk * 4 + 15) / 16 * 16;
+  static constexpr i32 kRecordBytes = kWeightsAt + (kConfig.is_cached ? 0 : (kTopk * 4 + 15) / 16 * 16);
 
   __device__ explicit DispatchNodes(const Base& base) : Base(base), nodes_(base.nodes()) {}
 
@@ -35,6 +35,17 @@ class DispatchNodes : public DispatchState<kConfig> {
       s.first_taken[thread] = nodes_.brings(thread) ? *nodes_.ring(thread).num_taken() : 0;
       s.num_from[thread] = s.num_loaded[thread] = s.num_done[thread] = 0;
       s.num_placed[thread] = 0;
+    }
+  }
+
+  // By warps in turns, the first being `nth` of them: how many tokens of this block's run a handle sends to each node.
+  __device__ void count_planned(i32 nth, i32 num_warps) {
+    const i32 begin = this->queue_begin(block(), a.num_tokens), end = begin + this->queue_len(block(), a.num_tokens);
+    for (i32 node = nth; node < kNodes; node += num_warps) {
+      i32 num_here = 0;
+      for (i32 token = begin + lane; token < end; token += 32) num_here += goes_to(node, token) ? 1 : 0;
+      num_here = __reduce_add_sync(0xffffffffu, num_here);
+      if (lane == 0) s.num_to[node] = num_here;
     }
   }
 
@@ -114,6 +125,7 @@ class DispatchNodes : public DispatchState<kConfig> {
 
   // Until the rows of the item at the mates are known. False: the GPU has gone wrong.
   __device__ bool wait_placed(i32 idx) {
+    if constexpr (kConfig.is_cached) return true;
     const i32 source = s.source[idx];
     const i32 begin = this->queue_begin(block(), s.num_tokens[source]);
     const u32 target = static_cast<u32>(s.source_token[idx] - begin) + 1;
@@ -128,15 +140,30 @@ class DispatchNodes : public DispatchState<kConfig> {
   // In lane r the row on rank r, -1: none.
   __device__ i32 arrived_row(i32 idx) const {
     if (lane >= kRanks || !nodes_.is_mate(lane)) return -1;
-    return max(planned_rows(idx)[lane - nodes_.first], -1);
+    const i32 row = planned_rows(idx)[lane - nodes_.first];
+    if (kConfig.is_by_expert() && row >= 0 && this->is_staged(lane)) {
+      return s.source[idx] * static_cast<i32>(a.view.layout.max_tokens) + s.source_token[idx];
+    }
+    const i64 num_places = i64{s.limit[lane]} * (kConfig.layout == Layout::kMasked ? kLocal : 1);
+    return row < num_places ? max(row, -1) : -1;  // of a handle: another result may have less room
   }
 
-  // Ids and weights of an arrived row.
+  // Ids and weights of an arrived row; by expert weights alone, to where its ranks look for them.
   __device__ void store_picks(i32 idx) const {
+    if constexpr (kConfig.is_cached) return;
     const i32 source = s.source[idx], record = s.record[idx][0];
     const u16* experts = experts_from(source) + (s.first_row[source] + i64{record}) * kTopk;
     const auto* weights = reinterpret_cast<const float*>(record_from(source, record) + kWeightsAt);
     const i32* rows = planned_rows(idx);
+    if constexpr (kConfig.is_by_expert()) {
+      const i64 first = (source * a.view.layout.max_tokens + s.source_token[idx]) * kTopk;
+      for (i32 mate = 0; mate < nodes_.size; ++mate) {
+        const i32 to = nodes_.first + mate;
+        if (rows[mate] < 0 || !flight.is_active(to) || lane >= kTopk) continue;
+        this->peers().put_words(s.weights[to].template at<float>(first + lane), weights[lane]);
+      }
+      return;
+    }
     for (i32 k = lane; k < kTopk; k += 32) {
       const i32 expert = experts[k];
       for (i32 mate = 0; mate < nodes_.size; ++mate) {
@@ -165,10 +192,22 @@ class DispatchNodes : public DispatchState<kConfig> {
       if constexpr (kScaleBytes > 0) {
         copy_short<kScaleBytes>(to + kScalesAt, stage + kConfig.scales_at(), lane);
       }
-      for (i32 k = lane; k < kTopk; k += 32) {
+      for (i32 k = lane; k < kTopk && !kConfig.is_cached; k += 32) {
         reinterpret_cast<float*>(to + kWeightsAt)[k] =
             a.topk_weights == nullptr ? 1.0f : a.topk_weights[i64{token} * kTopk + k];
       }
+    }
+  }
+
+  // ---- by a warp that plans
+
+  // What a handle needs besides rows: the members, and tokens that came. A word of those belongs to the block that has its first.
+  __device__ void keep_members() const {
+    if (block() == 0 && lane == 0) plan().members() = static_cast<i32>(flight.active.word);
+  }
+  __device__ void keep_tokens(i32 source, i32 nth, i32 begin, i32 end) const {
+    for (i32 group = (begin + 31) / 32 + lane; group * 32 < end; group += 32) {
+      plan().come(nth)[group] = static_cast<i32>(tokens_from(source)[group]);
     }
   }
 
@@ -194,12 +233,19 @@ class DispatchNodes : public DispatchState<kConfig> {
   }
   __device__ bool goes_to(i32 node, i32 token) const {
     if (s.forwarder[node] < 0) return false;
+    if constexpr (kConfig.is_cached || kConfig.is_by_expert()) {
+      const u32 of_node = GpuRankMask::first(nodes_.map.size(node)).word << nodes_.map.first(node);
+      return (GpuSendPlan<const i32>{a.send_plan, a.num_tokens, kRanks}.ranks(token).word & of_node) != 0;
+    }
     return (this->goers_to_node(nodes_, node, token / 32) >> (token % 32) & 1u) != 0;
   }
 
-  // ---- of a message
+  // ---- of a message, or of what a handle has kept of it
 
+  __device__ GpuForwardPlan<i32> plan() const { return {a.forward_plan, a.view.layout.max_tokens, kNodeRanks}; }
+  // A bit for each that has come.
   __device__ const u32* tokens_from(i32 source) const {
+    if constexpr (kConfig.is_cached) return reinterpret_cast<const u32*>(plan().come(nodes_.nth_brought(source)));
     return reinterpret_cast<const u32*>(nodes_.message_from(source) + nodes_.layout().tokens());
   }
   // Of its rows, by number in the node.
@@ -226,8 +272,7 @@ class DispatchNodes : public DispatchState<kConfig> {
     return nodes_.ring(source).receive_slot(chunk_from(source, record)) + place_in_chunk(record);
   }
   __device__ const i32* planned_rows(i32 idx) const {
-    const GpuForwardPlan<const i32> plan{a.forward_plan, a.view.layout.max_tokens, kNodeRanks};
-    return plan.row(nodes_.nth_brought(s.source[idx]), s.source_token[idx]);
+    return plan().row(nodes_.nth_brought(s.source[idx]), s.source_token[idx]);
   }
 
   // The first of a chunk is looked for, the others are there with it.

@@ -71,6 +71,12 @@ class DispatchPlan : public DispatchState<kConfig> {
     const bool is_kept = expert >= 0 && in_group < s.limit[to];
     const i32 shift =
         kConfig.layout == Layout::kMasked ? kPlacement.local_id(expert) * static_cast<i32>(a.capacity) : 0;
+    if constexpr (kConfig.has_nodes()) {
+      if (to >= 0 && !this->is_near(to)) {  // its forwarder finds the place
+        if (at < end) tell(at, 0, to, pick.weight);
+        return;
+      }
+    }
     if (at < end) tell(at, is_kept ? in_group + shift : -1, is_kept ? to : -1, pick.weight);
   }
 
@@ -80,6 +86,9 @@ class DispatchPlan : public DispatchState<kConfig> {
 #pragma unroll
     for (i32 to = 0; to < kRanks; ++to) {
       if (!flight.is_active(to)) continue;
+      if constexpr (kConfig.has_nodes()) {
+        if (!this->is_near(to)) continue;
+      }
       this->peers().put_words(s.table[to].template at<i32>(at), destination == to ? row : -1);
       this->peers().put_words(s.weights[to].template at<float>(slot), weight);
     }

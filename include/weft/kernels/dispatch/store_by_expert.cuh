@@ -2,6 +2,7 @@
 // (docs/protocols/nvlink-dispatch.md, steps 4 and 5). Each of kStoreWarps warps stores those of its stages.
 #pragma once
 
+#include "weft/kernels/dispatch/nodes.cuh"
 #include "weft/kernels/dispatch/stages.cuh"
 #include "weft/kernels/place_rows_arguments.h"
 
@@ -20,6 +21,7 @@ class DispatchStore<kConfig, true> : public DispatchStages<kConfig> {
   __device__ explicit DispatchStore(const Base& base) : Stages(base) {}
 
   __device__ void store_rows(i32 store_warp) {
+    if constexpr (kConfig.has_nodes()) return store_items(store_warp);
     Item next;
     bool has_next = false;
     i32 num_stored = 0;
@@ -53,9 +55,45 @@ class DispatchStore<kConfig, true> : public DispatchStages<kConfig> {
     i32 destination[kSteps];
   };
 
+  // With nodes: tokens of this rank, and rows that have arrived.
+  __device__ void store_items(i32 store_warp) {
+    i32 num_stored = 0;
+    for (i32 j = 0;; ++j) {
+      const bool is_loaded = this->wait_item(store_warp, j);
+      if (__all_sync(0xffffffffu, is_loaded ? 1 : 0) == 0) break;
+      const i32 token = s.token[this->stage_of(store_warp, j)];
+      if (token == kEndOfItems || !store_item(store_warp, j, token)) break;
+      this->after_store(store_warp, j);
+      num_stored = j + 1;
+    }
+    this->finish_stores(store_warp, num_stored);
+  }
+  // False: the GPU has gone wrong.
+  __device__ bool store_item(i32 store_warp, i32 j, i32 token) {
+    const i32 idx = this->stage_of(store_warp, j);
+    DispatchNodes<kConfig> nodes(*this);
+    if (!this->remember(store_warp, j, nodes.remembered(token, idx))) return false;
+    if (token == kArrivedRow) {
+      if (!nodes.wait_placed(idx)) return false;
+      store_row(token, nodes.arrived_row(idx), lane, this->stage(idx));
+      nodes.store_picks(idx);
+    } else {
+      Item item;
+      if (!fetch(item, token)) return false;
+      store_picks(token, item, this->stage(idx));
+      nodes.store_records(token, idx, this->stage(idx));
+    }
+    __syncwarp();
+    ptx::bulk_commit();
+    return true;
+  }
+
   // R19, of a plan that was made before: a graph may be replayed when ranks have left.
   __device__ bool is_place(i32 row, i32 to) const {
     if (to < 0 || !flight.is_active(to)) return false;
+    if constexpr (kConfig.has_nodes()) {
+      if (!this->is_near(to)) return true;  // its forwarder looks
+    }
     const i64 limit = kConfig.layout == Layout::kMasked ? i64{s.limit[to]} * kLocal : s.limit[to];
     return this->is_staged(to) || row < limit;
   }
@@ -108,7 +146,8 @@ class DispatchStore<kConfig, true> : public DispatchStages<kConfig> {
       const i32 to = item.destination[step];
       const bool is_first = (ptx::match_any(to) & ptx::lanes_below()) == 0 && !mask.has_or_any(to);
       const bool is_staged = to >= 0 && this->is_staged(to);
-      const bool is_stored = to >= 0 && (is_first || (to == rank() && !is_staged && goes_straight));
+      bool is_stored = to >= 0 && (is_first || (to == rank() && !is_staged && goes_straight));
+      if constexpr (kConfig.has_nodes()) is_stored = is_stored && this->is_near(to);
       const i32 landing_row = rank() * static_cast<i32>(a.view.layout.max_tokens) + token;
       store_row(token, !is_stored ? -1 : is_staged ? landing_row : item.row[step], to, stage);
       mask.word |= __reduce_or_sync(0xffffffffu, to >= 0 ? 1u << to : 0u);
