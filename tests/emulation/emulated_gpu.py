@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
