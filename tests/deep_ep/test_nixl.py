@@ -125,10 +125,13 @@ def _not_activated(outer: weft.Communicator) -> None:
     """Rank 2 is connected without being let in; then it is, masked, and let in again."""
     buffer = _buffer(outer.rank)
     is_new = outer.rank == 2
+    if is_new:
+        outer.meet(60.0)  # what it makes alone the others have made
     buffer.connect_ranks([0, 1], activate=not is_new)
     status = [-1] * NUM_RANKS
     if not is_new:
         run(buffer, 0, 2)
+        outer.meet(60.0)
         buffer.connect_ranks([2], activate=False)
         for number in range(4):
             assert run(buffer, number, 2) == (0, 1)
