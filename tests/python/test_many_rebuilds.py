@@ -1,17 +1,21 @@
-"""Guards against a rebuild that leaves something behind: descriptors, threads, mappings or memory."""
+"""Guards against a rebuild that leaves something behind: descriptors, threads, mappings or memory; and against epochs
+that are taken for those of 65,536 changes ago."""
 
 import os
 import re
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from joining_cases import LONG_S, Outer, checked_step, make_ep, open_group
 
 import weft
 
 SHAPE = {"num_experts": 4, "top_k": 2, "hidden": 16, "max_tokens_per_rank": 8}
+WRAP = 1 << 16  # epochs that signals tell apart
 SETTLED = 5_000  # rebuilds after which everything that is made once has been made
 
 
@@ -63,3 +67,48 @@ def test_nothing_grows(num_ranks: int, count: int, has_window: bool, by_recover:
         grown = late.pop("anonymous KiB") - early.pop("anonymous KiB")
         assert grown < 1024, f"{grown} KiB more after {count} rebuilds"
         assert late == early
+
+
+def _past_the_wrap(outer_comm: Any, is_near: Path) -> tuple[int, ...]:
+    """Rank 1 joins, leaves and comes back at each of the epochs around it."""
+    comm, address = open_group(Outer(outer_comm), 1, 2)
+    first = None
+    if comm is not None:
+        ep = make_ep(comm)
+        first = ep.dispatch(torch.ones((4, ep.hidden)), torch.tensor([[0, 2, -1]] * 4))
+        assert comm.epoch == 1
+        while comm.epoch < WRAP - 8:  # alone, since that takes a tenth of the time
+            comm.recover()
+        checked_step(ep, comm.epoch)
+        is_near.touch()
+    else:
+        while not is_near.exists():
+            time.sleep(0.01)
+        comm = weft.Communicator.join(address, device="cpu")
+        ep = make_ep(comm)
+        comm.ready()
+    seen = []
+    for turn in range(16):
+        if comm.is_member:
+            change = comm.change(suspend=[1]) if turn % 2 else comm.change(admit=[1])
+        else:
+            change = comm.boundary(LONG_S)
+        assert change.active == ((0,) if turn % 2 else (0, 1))
+        assert change.epoch == comm.epoch
+        seen.append(comm.epoch)
+        if not comm.is_member:
+            continue
+        for number in range(3):
+            checked_step(ep, 10 * comm.epoch + number)
+        if first is not None:
+            with pytest.raises(weft.InvalidState):
+                ep.combine(first.x, first.handle)
+    return tuple(seen)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_ranks_come_and_go_past_65536_epochs(tmp_path: Path) -> None:
+    """Words are right, and a handle of epoch 1 is none of epoch 65,537."""
+    wanted = tuple(range(WRAP - 7, WRAP + 9))
+    assert weft.spawn(_past_the_wrap, 2, (tmp_path / "near",), device="cpu") == [wanted] * 2
