@@ -25,7 +25,8 @@ using Guard = nb::call_guard<ReleasedGil>;
 
 std::shared_ptr<Window> make_gpu_window(std::shared_ptr<Communicator> comm, std::shared_ptr<nvlink::Gpu> gpu,
                                         i32 num_experts, i32 top_k, i64 max_tokens, i64 landing_row_bytes,
-                                        i32 num_blocks, u64 heap_bytes, i64 small_tokens, double timeout_s) {
+                                        i32 num_blocks, u64 heap_bytes, i64 small_tokens, i64 node_ranks,
+                                        double timeout_s) {
   GpuWindowShape shape;
   shape.num_ranks = comm->num_ranks();
   shape.num_experts = num_experts;
@@ -34,6 +35,7 @@ std::shared_ptr<Window> make_gpu_window(std::shared_ptr<Communicator> comm, std:
   shape.max_tokens = max_tokens;
   shape.landing_row_bytes = landing_row_bytes;
   shape.small_tokens = small_tokens;
+  shape.node_ranks = node_ranks > 0 && node_ranks < shape.num_ranks ? node_ranks : 0;
   const ReleasedGil release;
   return std::make_shared<Window>(std::move(comm), std::move(gpu), shape, heap_bytes, deadline_after_s(timeout_s),
                                   signal_poll());
@@ -42,7 +44,8 @@ std::shared_ptr<Window> make_gpu_window(std::shared_ptr<Communicator> comm, std:
 void bind_gpu_window(nb::module_& m) {
   nb::class_<Window, CallWindow>(m, "GpuWindow")
       .def(nb::new_(&make_gpu_window), "comm"_a, "gpu"_a, nb::kw_only(), "num_experts"_a, "top_k"_a, "max_tokens"_a,
-           "landing_row_bytes"_a, "num_blocks"_a, "heap_bytes"_a, "small_tokens"_a = 0, "timeout_s"_a = 100.0)
+           "landing_row_bytes"_a, "num_blocks"_a, "heap_bytes"_a, "small_tokens"_a = 0, "node_ranks"_a = 0,
+           "timeout_s"_a = 100.0)
       .def(
           "receive", [](Window& window, u64 stream) { window.receive(stream, signal_poll()); }, "stream"_a, Guard())
       .def("unload", &Window::unload, "to"_a, Guard())
@@ -54,6 +57,7 @@ void bind_gpu_window(nb::module_& m) {
              if (!seen) return std::nullopt;
              return std::make_tuple(seen->count, seen->first_id, seen->first_at);
            })
+      .def_prop_ro("forward_plan_len", &Window::forward_plan_len)
       .def_prop_ro("heap_used", &Window::heap_used);
 }
 

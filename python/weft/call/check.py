@@ -72,6 +72,7 @@ __all__ = [
 
 QUANTIZE_CODES = {None: 0, "fp8": 1, "fp8_ue8m0": 2}
 WIRE_CODES = {None: 0, "fp8": 1}
+HAS_GPU_NODES = False  # the nvlink engine takes node_ranks: in tests alone (docs/protocols/nodes.md)
 _OF_HANDLE = ("layout", "alignment", "capacity", "max_tokens")  # options that a handle has, too
 
 
@@ -92,7 +93,7 @@ def check_constructor(comm: Communicator, dtype: Any, shape: dict[str, Any]) -> 
     _check_growth(comm, dtype, shape)
     if comm.engine == "nvlink" and shape["num_logical_experts"] is not None:
         raise Unsupported("num_logical_experts", "the nvlink engine", "the cpu engine, or physical ids in topk_idx")
-    if comm.engine == "nvlink" and shape["node_ranks"] is not None:
+    if comm.engine == "nvlink" and shape["node_ranks"] is not None and not HAS_GPU_NODES:
         raise Unsupported("node_ranks", "the nvlink engine", "the cpu engine, or None")
     if comm.engine == "nvlink" and shape["num_windows"] > comm._choice.rank_sms:
         raise InvalidArgument(

@@ -44,6 +44,7 @@ class GpuCalls(GpuPlans):
         super().__init__(*args)
         self.overflow = torch.zeros((), dtype=torch.int64, device=self.device)
         self.max_tokens = self.windows[0].max_tokens
+        self.forward_plan_len = self.windows[0].native.forward_plan_len
         self.landing_row_bytes = landing_row_bytes(self.hidden, self.dtype)
         self.names_ranges = has_nvtx_tool()
 

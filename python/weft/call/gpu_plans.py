@@ -37,6 +37,7 @@ class GpuPlans(Runner):
 
     max_tokens: int
     landing_row_bytes: int
+    forward_plan_len: int  # int32 that a send plan has behind it
 
     @abstractmethod
     def _first_small(
@@ -141,7 +142,7 @@ class GpuPlans(Runner):
 
     def _send_plan_len(self, layout: int, num_tokens: int) -> int:
         length: int = _load.native().gpu_send_plan_len(num_tokens, self.top_k, self.num_ranks, layout)
-        return length
+        return length + self.forward_plan_len
 
     def _recv_plan_len(self, layout: int) -> int:
         length: int = _load.native().gpu_recv_plan_len(self.max_tokens, self.top_k, self.num_ranks, layout)

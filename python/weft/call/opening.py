@@ -35,6 +35,8 @@ def opened(comm: Communicator, dtype: torch.dtype, arguments: dict[str, Any]) ->
     node_ranks = arguments["node_ranks"] or 0
     if node_ranks >= comm.num_ranks:
         node_ranks = 0  # one node
+    if node_ranks and comm.engine == "nvlink":
+        small_tokens = 0  # no kernels for small batches go between nodes
     if heap is None:
         heap = default_heap_bytes(comm.num_ranks, top_k, hidden, max_tokens, dtype)
     specs = [

@@ -218,7 +218,7 @@ class Windows(Maps):
         }
         if self._choice.engine == "nvlink":
             shape |= {"landing_row_bytes": spec.landing_row_bytes, "num_blocks": self._choice.max_num_sms}
-            shape["small_tokens"] = spec.small_tokens
+            shape |= {"small_tokens": spec.small_tokens, "node_ranks": spec.node_ranks}
             native = _load.native().GpuWindow(self._native, driver_gpu(self.device.index), **shape)
             window = Window(native, native.id, spec.max_tokens, WindowStreams(self.device))
         else:

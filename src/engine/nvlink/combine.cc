@@ -26,6 +26,10 @@ CombineKernelConfig kernel_config(const GpuWindowShape& shape, const CombineSpec
   config.wire_is_fp8 = contributions_are_fp8(shape, spec);
   config.has_side = spec.has_side;
   config.adds_side = spec.has_side && spec.adds_side;
+  if (has_nodes(shape)) {
+    config.route = Route::kNodes;
+    config.node_ranks = static_cast<i32>(shape.node_ranks);
+  }
   if (config.is_by_pick() && config.top_k > 32) {
     throw_unsupported("order 'pick' with top_k " + std::to_string(config.top_k) +
                       " on GPUs; need: at most 32, or a small batch (mode=\"latency\")");
@@ -48,11 +52,11 @@ void CombineCall::run() {
     throw_invalid_argument("expert_output has " + std::to_string(a_.num_rows) + " rows; allowed: at most 2147483647");
   }
   // Rows as they are are as wide in a push as in a pull.
-  is_brought_ = is_brought(w_.shape_, a_) && tokens_in_landing(this->config(false), w_.layout_) >= a_.max_tokens;
+  is_brought_ = is_brought(w_.shape_, a_) && tokens_in_landing(this->config(false)) >= a_.max_tokens;
   const CombineKernelConfig config = this->config(!is_pulled());
   const Kernel& kernel = prepare(config);
   const Kernel* stage_kernel = brings() ? &stage_rows_kernel(*w_.gpu_) : nullptr;
-  const i64 pass_tokens = tokens_in_landing(config, w_.layout_);
+  const i64 pass_tokens = tokens_in_landing(config);
   if (pass_tokens < 1) {
     throw_unsupported("combine of rows of " + std::to_string(config.wire_row_bytes()) + " bytes in a window for " +
                       std::to_string(w_.shape_.max_tokens) + " tokens of " +
@@ -68,6 +72,11 @@ void CombineCall::run() {
     w_.launch(kernel, a_.num_blocks, a_.stream, &args);
   }
   ++w_.stats_.num_combines;
+}
+
+i64 CombineCall::tokens_in_landing(const CombineKernelConfig& config) const {
+  const i64 rows = has_nodes(w_.shape_) ? landing_rows_a_token(w_.shape_, w_.active_) : config.contributions();
+  return nvlink::tokens_in_landing(config, w_.layout_, rows);
 }
 
 // A rank without rows has nothing to push.
@@ -145,6 +154,11 @@ kernels::CombineKernelArgs CombineCall::kernel_arguments() const {
   args.out = reinterpret_cast<u8*>(a_.out);
   args.side_out = reinterpret_cast<float*>(a_.side_out);
   args.owner_weights = reinterpret_cast<const float*>(a_.owner_weights);
+  args.rail = w_.rail();
+  if (args.rail != nullptr) {
+    args.forward_plan =
+        args.send_plan + gpu_send_plan_len(a_.num_tokens, w_.shape_.top_k, w_.shape_.num_ranks, a_.layout);
+  }
   return args;
 }
 
@@ -184,6 +198,7 @@ void Window::combine(const CombineArgs& args, const Poll& poll) {
     throw_invalid_argument("sum_domain: " + std::to_string(args.sum_domain) + "; allowed: 0 to " +
                            std::to_string(shape_.num_ranks));
   }
+  check_nodes(shape_, args);
   check_addresses(args);
   const cuda::ContextScope scope(gpu_->context);
   check_half(args);

@@ -28,6 +28,7 @@ class CombineCall {
   bool brings() const;
   void bring(const Kernel& kernel) const;
   i64 rows_in_landing() const;
+  i64 tokens_in_landing(const CombineKernelConfig& config) const;
   const Kernel& prepare(const CombineKernelConfig& config);
   kernels::CombineKernelArgs kernel_arguments() const;
 

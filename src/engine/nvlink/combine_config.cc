@@ -38,7 +38,7 @@ i32 fewest_reduce_slots(const CombineKernelConfig& config) {
 // A ring for each group that adds where a contribution is a row, as long as each ring holds an item with half another behind it,
 // or two and a half items where rows are pushed: there a single ring was faster with fewer (decision 0032).
 void share_out_rings(CombineKernelConfig& config) {
-  const i32 most = config.is_by_expert() ? 1 : config.reduce_groups();
+  const i32 most = config.is_by_expert() || config.has_nodes() ? 1 : config.reduce_groups();
   const i32 slots = config.has_push() ? (5 * config.num_ranks + 1) / 2 : fewest_reduce_slots(config);
   config.reduce_rings = config.reduce_slots >= slots * most ? most : 1;
   config.reduce_slots -= config.reduce_slots % config.reduce_rings;
@@ -104,8 +104,8 @@ CombineKernelConfig with_slots(CombineKernelConfig config, bool has_push, int sh
                     " ranks does not fit the shared memory of an SM; need: " + "fewer experts a token");
 }
 
-i64 tokens_in_landing(const CombineKernelConfig& config, const GpuWindowLayout& layout) {
-  const u64 token_bytes = static_cast<u64>(config.contributions()) * static_cast<u64>(config.wire_row_bytes());
+i64 tokens_in_landing(const CombineKernelConfig& config, const GpuWindowLayout& layout, i64 rows_a_token) {
+  const u64 token_bytes = static_cast<u64>(rows_a_token) * static_cast<u64>(config.wire_row_bytes());
   return static_cast<i64>((layout.landing_ids - layout.landing_rows) / token_bytes);
 }
 

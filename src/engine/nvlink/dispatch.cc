@@ -1,4 +1,5 @@
 // One dispatch on GPUs: memory for what may come, one kernel, and without a capacity the host's wait for the counts.
+// check: allow file-size: one call from its arguments to its result
 #include "engine/nvlink/dispatch.h"
 
 #include <algorithm>
@@ -28,6 +29,10 @@ DispatchKernelConfig kernel_config(const GpuWindowShape& shape, const DispatchSp
   DispatchKernelConfig config;
   describe_rows(config, shape, spec);
   config.num_groups = static_cast<i32>((shape.max_tokens + 31) / 32);
+  if (has_nodes(shape)) {
+    config.route = Route::kNodes;
+    config.node_ranks = static_cast<i32>(shape.node_ranks);
+  }
   config.is_cached = spec.cached;
   config.is_spread = is_spread(shape, spec);
   if (config.most_counted() >= sync::kMaxProgress) {
@@ -224,6 +229,8 @@ kernels::DispatchKernelArgs DispatchCall::kernel_arguments(const Window::Turn& t
   std::tie(args.counts, args.offsets, args.num_rows) = parts_of_sizes(w_.shape_, a_.layout, sizes);
   args.overflow = reinterpret_cast<i64*>(a_.overflow);
   args.num_straight = is_spread_ ? num_straight(w_.shape_, a_) : 0;
+  args.rail = w_.rail();
+  if (args.rail != nullptr) args.forward_plan = args.send_plan + (send_plan_len() - forward_plan_len(w_.shape_));
   return args;
 }
 
@@ -303,7 +310,8 @@ DispatchResult DispatchCall::staged_result() {
 }
 
 i64 DispatchCall::send_plan_len() const {
-  return gpu_send_plan_len(a_.num_tokens, w_.shape_.top_k, w_.shape_.num_ranks, a_.layout);
+  return gpu_send_plan_len(a_.num_tokens, w_.shape_.top_k, w_.shape_.num_ranks, a_.layout) +
+         forward_plan_len(w_.shape_);
 }
 
 i64 DispatchCall::recv_plan_len() const {
@@ -382,6 +390,7 @@ static void check_addresses(const DispatchArgs& args) {
 }
 
 DispatchResult Window::dispatch(const DispatchArgs& args, const Poll& poll) {
+  check_nodes(shape_, args);
   check_addresses(args);
   const cuda::ContextScope scope(gpu_->context);
   check_half(args);

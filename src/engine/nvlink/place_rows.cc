@@ -28,7 +28,9 @@ constexpr i32 kMostSpreadRanks = 2, kMostSpreadBlocks = 32;
 }  // namespace
 
 bool is_spread(const GpuWindowShape& shape, const DispatchSpec& spec) {
-  if (spec.layout == Layout::kRankMajor || spec.is_small || spec.spread_blocks == 0) return false;
+  if (spec.layout == Layout::kRankMajor || spec.is_small) return false;
+  if (has_nodes(shape)) return true;
+  if (spec.spread_blocks == 0) return false;
   if (spec.spread_blocks > 0) return true;
   return shape.num_ranks <= kMostSpreadRanks && spec.num_blocks <= kMostSpreadBlocks &&
          spec.quantize == Quantize::kNone;

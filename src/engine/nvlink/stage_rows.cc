@@ -23,7 +23,7 @@ constexpr i32 kMostStageRanks = 2;
 }  // namespace
 
 bool is_brought(const GpuWindowShape& shape, const CombineSpec& spec) {
-  if (spec.layout != Layout::kRankMajor || spec.is_small || spec.stage_blocks == 0) return false;
+  if (spec.layout != Layout::kRankMajor || spec.is_small || spec.stage_blocks == 0 || has_nodes(shape)) return false;
   if (contributions_are_fp8(shape, spec)) return false;
   return shape.num_ranks > 1 && (spec.stage_blocks > 0 || shape.num_ranks <= kMostStageRanks);
 }

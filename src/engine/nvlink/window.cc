@@ -1,4 +1,5 @@
 // Making, renewing and closing a window: its memory and that of its peers.
+// check: allow file-size: memory of windows with and without nodes, in one place
 #include "engine/nvlink/window.h"
 
 #include <algorithm>
@@ -23,6 +24,7 @@ struct MemoryOffer {
   GpuWindowShape shape;
   u64 control_bytes = 0;  // 0: it could not be made
   u64 heap_bytes = 0;
+  u64 rail_bytes = 0;
   i32 gpu_index = 0;
   i32 reserved = 0;
 };
@@ -65,6 +67,7 @@ std::string shape_text(const GpuWindowShape& shape) {
 struct Window::Memory {
   DeviceMemory control;
   DeviceMemory heap;
+  DeviceMemory rail;
 };
 
 // What a closed window leaves; graphs with calls of it hold it until they and their replays are gone.
@@ -123,6 +126,7 @@ void Window::close() {
                               ": a kernel did not end when its window was closed; its memory is not given back");
     static_cast<void>(new std::vector<Peer>(std::move(peers_)));
     static_cast<void>(new DeviceMemory(std::move(control_)));
+    static_cast<void>(new DeviceMemory(std::move(rail_)));
     static_cast<void>(new std::shared_ptr<ReceiveHeap>(std::move(heap_)));
     static_cast<void>(new std::vector<std::shared_ptr<ReceiveHeap>>(std::move(old_heaps_)));
     static_cast<void>(new std::shared_ptr<Event>(std::move(last_captured_)));
@@ -140,13 +144,15 @@ void Window::close() {
     std::shared_ptr<Event> captured;
     std::vector<Peer> peers;
     DeviceMemory control;
+    DeviceMemory rail;
     std::shared_ptr<ReceiveHeap> heap;
     std::vector<std::shared_ptr<ReceiveHeap>> old_heaps;
   };
   std::shared_ptr<void> page(std::exchange(host_, nullptr),
                              [gpu = gpu_](void* host) { gpu->give_back_host_page(host); });
-  auto rest = std::make_shared<Rest>(Rest{std::move(page), std::move(last_captured_), std::move(peers_),
-                                          std::move(control_), std::move(heap_), std::move(old_heaps_)});
+  auto rest =
+      std::make_shared<Rest>(Rest{std::move(page), std::move(last_captured_), std::move(peers_), std::move(control_),
+                                  std::move(rail_), std::move(heap_), std::move(old_heaps_)});
   if (remains_ == nullptr) return gpu_->clean_up(std::move(rest));
   remains_->rest = std::move(rest);
   remains_.reset();
@@ -173,11 +179,13 @@ Window::Memory Window::allocate() const {
   try {
     memory.control = DeviceMemory::create(gpu_->device, layout_.control_bytes);
     memory.heap = DeviceMemory::create(gpu_->device, layout_.landing_bytes + heap_bytes_);
+    if (has_nodes(shape_)) memory.rail = DeviceMemory::create(gpu_->device, rail_bytes(shape_));
   } catch (const Error& error) {
     log_line(kLogWarning, "rank " + std::to_string(comm_->rank()) + ": " + error.text);
     return {};
   }
-  for (const DeviceMemory* each : {&memory.control, &memory.heap}) {
+  for (const DeviceMemory* each : {&memory.control, &memory.heap, &memory.rail}) {
+    if (!each->is_mapped()) continue;
     cuda::check(cuda::driver().memset_async(each->address(), 0, each->bytes(), gpu_->house_keeping), "cuMemsetD8Async");
   }
   gpu_->settle();
@@ -189,7 +197,8 @@ void Window::connect(ControlPlane* plane, const std::vector<int>& ranks, u32 epo
   Memory memory = allocate();
   const bool has_memory = memory.heap.is_mapped();
   const MemoryOffer mine{shape_, has_memory ? memory.control.bytes() : 0,
-                         has_memory ? memory.heap.bytes() : layout_.landing_bytes + heap_bytes_, gpu_->index};
+                         has_memory ? memory.heap.bytes() : layout_.landing_bytes + heap_bytes_, memory.rail.bytes(),
+                         gpu_->index};
   const auto exchange = [&](u64 step_tag, const std::vector<std::byte>& bytes, const std::vector<int>& fds) {
     return plane == nullptr ? comm_->exchange(step_tag, bytes, fds, deadline_ns, poll)
                             : plane->exchange(ranks, step_tag, bytes, fds, deadline_ns, poll);
@@ -197,7 +206,10 @@ void Window::connect(ControlPlane* plane, const std::vector<int>& ranks, u32 epo
   std::vector<Parcel> parcels;
   if (has_memory) {
     const OwnedFd control_fd = memory.control.share(), heap_fd = memory.heap.share();
-    parcels = exchange(tag, to_bytes(mine), {control_fd.get(), heap_fd.get()});
+    std::vector<int> fds = {control_fd.get(), heap_fd.get()};
+    OwnedFd rail_fd;
+    if (has_nodes(shape_)) fds.push_back((rail_fd = memory.rail.share()).get());
+    parcels = exchange(tag, to_bytes(mine), fds);
   } else {
     parcels = exchange(tag, to_bytes(mine), {});
   }
@@ -219,6 +231,8 @@ void Window::connect(ControlPlane* plane, const std::vector<int>& ranks, u32 epo
 std::string Window::attach(const std::vector<int>& ranks, const std::vector<Parcel>& parcels,
                            std::vector<Peer>& peers) {
   num_sharing_ = 0;
+  const size_t num_fds = has_nodes(shape_) ? 3 : 2;
+  const RailMap map = rail_map(shape_, ~u64{0});
   for (int rank : ranks) {
     const auto offer = from_bytes<MemoryOffer>(parcels[rank].bytes, rank);
     const std::string name = "rank " + std::to_string(rank);
@@ -226,7 +240,7 @@ std::string Window::attach(const std::vector<int>& ranks, const std::vector<Parc
       return "the window of " + name + " has another shape (" + shape_text(offer.shape) + "), this rank's has " +
              shape_text(shape_) + "; shapes must be equal";
     }
-    if (offer.control_bytes == 0 || (parcels[rank].fds.size() != 2 && !parcels[rank].has_lost_fds)) {
+    if (offer.control_bytes == 0 || (parcels[rank].fds.size() != num_fds && !parcels[rank].has_lost_fds)) {
       return "heap_bytes: " + name + " has no room for " + std::to_string(offer.heap_bytes) + " bytes (" +
              std::to_string(layout_.landing_bytes) + " of them the landing) on its GPU; allowed: what is free there";
     }
@@ -235,6 +249,9 @@ std::string Window::attach(const std::vector<int>& ranks, const std::vector<Parc
     peers[rank].heap_bytes = offer.heap_bytes;
     if (rank == comm_->rank()) continue;
     try {
+      if (has_nodes(shape_))
+        peers[rank].rail = DeviceMemory::attach(gpu_->device, parcels[rank].fds[2], offer.rail_bytes);
+      if (!map.are_mates(rank, comm_->rank())) continue;
       peers[rank].control = DeviceMemory::attach(gpu_->device, parcels[rank].fds[0], offer.control_bytes);
       peers[rank].heap = DeviceMemory::attach(gpu_->device, parcels[rank].fds[1], offer.heap_bytes);
     } catch (const Error& error) {
@@ -264,12 +281,19 @@ void Window::install(const std::vector<int>& ranks, u32 epoch, Memory memory, st
       peers_[rank].control.drop();
       peers_[rank].heap.drop();
     }
+    if (peers[rank].rail.is_mapped()) {
+      peers_[rank].rail.replace(std::move(peers[rank].rail));
+    } else {
+      peers_[rank].rail.drop();
+    }
     view_.control[rank] = peers_[rank].control.data();
     view_.heap[rank] = peers_[rank].heap.data();
     view_.heap_bytes[rank] = peers[rank].heap_bytes;
   }
   std::ranges::copy(waited_ns(), words.waited_ns);
   control_.replace(std::move(memory.control));
+  if (has_nodes(shape_)) rail_.replace(std::move(memory.rail));
+  active_ = active.word;
   half_ = Half();
   if (heap_ == nullptr || !heap_->renew(memory.heap)) {
     if (heap_ != nullptr) heap_->close();
@@ -286,6 +310,20 @@ void Window::install(const std::vector<int>& ranks, u32 epoch, Memory memory, st
   view_.heap[me] = heap_->memory().data();
   view_.heap_bytes[me] = heap_->memory().bytes();
   cuda::check(cuda::driver().copy_from_host_async(control_.address(), &words, sizeof(words), gpu_->house_keeping),
+              "cuMemcpyHtoDAsync");
+  if (has_nodes(shape_)) install_rail();
+  gpu_->settle();
+}
+
+// R13: of each epoch another, whose first operation is that of the window.
+void Window::install_rail() {
+  transport::BlockRail rail;
+  for (int rank = 0; rank < shape_.num_ranks; ++rank) {
+    rail.memory[rank] = rank == comm_->rank() ? rail_.data() : peers_[rank].rail.data();
+  }
+  rail.layout = rail_layout(shape_);
+  cuda::check(cuda::driver().copy_from_host_async(rail_.address() + rail_argument(shape_), &rail, sizeof(rail),
+                                                  gpu_->house_keeping),
               "cuMemcpyHtoDAsync");
   gpu_->settle();
 }

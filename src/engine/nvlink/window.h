@@ -17,6 +17,7 @@
 #include "engine/nvlink/gpu.h"
 #include "engine/nvlink/gradients.h"
 #include "engine/nvlink/need_room.h"
+#include "engine/nvlink/node_rail.h"
 #include "engine/nvlink/receive_heap.h"
 #include "engine/nvlink/unload.h"
 #include "weft/kernels/dispatch/args.h"
@@ -83,6 +84,8 @@ class Window : public CallWindow {
   u64 heap_used() const { return closed_ ? 0 : heap_->used(); }
   u64 heap_peak() const { return closed_ ? 0 : heap_->peak(); }
   const GpuWindowLayout& layout() const { return layout_; }
+  // int32 that a send plan has behind it: with nodes.
+  i64 forward_plan_len() const { return nvlink::forward_plan_len(shape_); }
   int gpu_index() const override { return gpu_->index; }
 
   void notice_closed(u64 ranks) override;
@@ -104,6 +107,7 @@ class Window : public CallWindow {
   struct Peer {
     DeviceMemory control;
     DeviceMemory heap;
+    DeviceMemory rail;   // with nodes
     u64 heap_bytes = 0;  // of any rank, this one too: with the landing
   };
   struct Memory;  // of a new epoch, not in use yet
@@ -162,6 +166,10 @@ class Window : public CallWindow {
   std::pair<i64, std::vector<i32>> wait_for_counts(const DispatchSpec& spec, u64 ticket, const Poll& poll);
   // After launch(): gives back what follows the first bytes of a block.
   void shrink(Block& block, u64 keep_bytes);
+  // With nodes: the kernels' argument; else null.
+  const void* rail() const { return has_nodes(shape_) ? rail_.data() + rail_argument(shape_) : nullptr; }
+  // Blocks of a launch that are the network.
+  i32 num_network_blocks() const { return has_nodes(shape_) ? 1 : 0; }
   // Offset from the start of the heap memory, as placements have it.
   u64 heap_offset(u64 address) const { return address - heap_->memory().address(); }
 
@@ -205,6 +213,7 @@ class Window : public CallWindow {
   void connect(ControlPlane* plane, const std::vector<int>& ranks, u32 epoch, u64 tag, u64 deadline_ns,
                const Poll& poll);
   std::string attach(const std::vector<int>& ranks, const std::vector<Parcel>& parcels, std::vector<Peer>& peers);
+  void install_rail();
   void install(const std::vector<int>& ranks, u32 epoch, Memory memory, std::vector<Peer> peers);
   bool has_left() noexcept;
   void prepare_unload();
@@ -224,6 +233,8 @@ class Window : public CallWindow {
   transport::HostWords* host_ = nullptr;
   transport::WindowView view_;  // for the kernel's arguments
   DeviceMemory control_;
+  DeviceMemory rail_;  // with nodes
+  u64 active_ = 0;     // ranks of this epoch
   std::shared_ptr<ReceiveHeap> heap_;
   std::vector<std::shared_ptr<ReceiveHeap>> old_heaps_;  // that captured graphs point to
   std::vector<Peer> peers_;

@@ -95,7 +95,7 @@ void Window::barrier(u64 timeout_ns, const Poll& poll) { comm_->meet(now_ns() + 
 
 void Window::check_num_blocks(i32 num_blocks) const {
   const i32 num_sms = gpu_->kernels->num_multiprocessors();
-  const i32 most = std::min(shape_.num_blocks, num_sms / std::max(num_sharing_, 1));
+  const i32 most = std::min(shape_.num_blocks, num_sms / std::max(num_sharing_, 1) - num_network_blocks());
   if (num_blocks >= 1 && num_blocks <= most) return;
   throw_invalid_argument("num_sms is " + std::to_string(num_blocks) + "; allowed: 1.." + std::to_string(most) + " (" +
                          std::to_string(num_sms) + " SMs for the " + std::to_string(std::max(num_sharing_, 1)) +
@@ -105,7 +105,7 @@ void Window::check_num_blocks(i32 num_blocks) const {
 
 void Window::launch(const Kernel& kernel, i32 num_blocks, u64 stream, void* args) {
   check_num_blocks(num_blocks);
-  start(kernel, num_blocks, stream, args);
+  start(kernel, num_blocks + num_network_blocks(), stream, args);
 }
 
 void Window::start(const Kernel& kernel, i32 num_blocks, u64 stream, void* args) {

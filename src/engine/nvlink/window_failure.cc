@@ -177,8 +177,9 @@ void Window::raise_given_up(const ErrorRecord& record, OpKind kind) {
           op, record.sequence, {});
     default:
       throw Error(ErrorCode::kInvalidState,
-                  "a graph that was captured before comm.rebuild() ran, but tensors that were alive then made the heap "
-                  "move; capture it again",
+                  std::string("a graph that was captured before comm.rebuild() ran, but ") +
+                      (has_nodes(shape_) ? "its handle is of other members, or " : "") +
+                      "tensors that were alive then made the heap move; capture it again",
                   op, record.sequence, {});
   }
 }

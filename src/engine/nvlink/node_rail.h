@@ -1,0 +1,32 @@
+// Windows whose ranks are in several nodes: which calls there are, and the memory of their rails, over a network that is a block of
+// each rank's grid (docs/protocols/nodes.md, "What a host has to do"). No public call opens one yet.
+#pragma once
+
+#include "engine/call.h"
+#include "weft/layout/gpu_plan.h"
+#include "weft/layout/gpu_window.h"
+#include "weft/transport/rail_block.h"
+
+namespace weft::nvlink {
+
+inline bool has_nodes(const GpuWindowShape& shape) { return shape.node_ranks > 0; }
+
+// All are one node if there are none.
+RailMap rail_map(const GpuWindowShape& shape, u64 active);
+
+// A window with nodes has, behind the memory of its rail, the kernels' argument.
+RailLayout rail_layout(const GpuWindowShape& shape);
+u64 rail_bytes(const GpuWindowShape& shape);     // of a rank, with the argument; 0: no nodes
+u64 rail_argument(const GpuWindowShape& shape);  // where that lies
+
+// int32 of a handle, with nodes behind its send plan; else 0. Of any members.
+i64 forward_plan_len(const GpuWindowShape& shape);
+
+// Rows of a landing that a token of a combine takes, on the rank where it takes most.
+i64 landing_rows_a_token(const GpuWindowShape& shape, u64 active);
+
+// Error kUnsupported: not with nodes. The same on all ranks.
+void check_nodes(const GpuWindowShape& shape, const DispatchSpec& spec);
+void check_nodes(const GpuWindowShape& shape, const CombineSpec& spec);
+
+}  // namespace weft::nvlink
