@@ -14,7 +14,10 @@ NAMES = (
     "dispatch rank_major, plain, int64 ids",
     "dispatch rank_major, plain, handle",
     "dispatch expert_major, plain, int64 ids",
+    "dispatch masked, fp8, int64 ids",
+    "dispatch expert_major, plain, handle",
     "combine rank_major from the heap, domains of 2",
+    "combine by expert, domains of 2",
 )
 
 
