@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
+#include <mutex>
 #include <string>
 
 #include "base/status.h"
@@ -93,9 +95,19 @@ Driver load_driver() {
 
 }  // namespace
 
+// Not by the initialiser of a static: if one throws while another thread waits for it, TSan's runtime waits for ever.
 const Driver& driver() {
-  static const Driver kDriver = load_driver();
-  return kDriver;
+  static std::mutex mutex;
+  static std::atomic<bool> is_loaded{false};
+  static Driver loaded;
+  if (!is_loaded.load(std::memory_order_acquire)) {
+    const std::lock_guard lock(mutex);
+    if (!is_loaded.load(std::memory_order_relaxed)) {
+      loaded = load_driver();
+      is_loaded.store(true, std::memory_order_release);
+    }
+  }
+  return loaded;
 }
 
 std::string error_name(Result result) {
