@@ -10,8 +10,6 @@ VENV ?= .venv
 JOBS ?= $(shell nproc)
 # Whether native tests are also built with AddressSanitizer, UBSan and ThreadSanitizer; .ci/long does that.
 SANITIZERS ?= OFF
-# Whether native tests compile the library's sources in groups: half the time of a first build, more of a later one.
-UNITY ?= OFF
 
 ifeq ($(strip $(VENV)),)
 python := $(PYTHON)
@@ -60,8 +58,7 @@ native-test: $(environment) ## build and run the C++ tests alone (SANITIZERS=ON 
 	@export PATH="$(scripts):$$PATH"
 	mkdir -p build/native
 	exec 9>build/native.lock; flock 9
-	cmake -S . -B build/native -G Ninja -DWEFT_BUILD_TESTS=ON -DWEFT_BUILD_MODULE=OFF -DWEFT_TEST_SANITIZERS=$(SANITIZERS) \
-	    -DCMAKE_UNITY_BUILD=$(UNITY) >/dev/null
+	cmake -S . -B build/native -G Ninja -DWEFT_BUILD_TESTS=ON -DWEFT_BUILD_MODULE=OFF -DWEFT_TEST_SANITIZERS=$(SANITIZERS) >/dev/null
 	cmake --build build/native -j $(JOBS)
 	ctest --test-dir build/native --output-on-failure --no-tests=error --timeout 600
 
