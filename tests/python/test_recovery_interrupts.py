@@ -1,5 +1,5 @@
-"""Guards against a Ctrl-C behind the new epoch of a recovery that loses its `Change`, or lets the call made again wait for
-ranks that have gone on."""
+"""Guards against a Ctrl-C behind the new epoch of a recovery that loses its `Change`, or lets the call made again wait
+for ranks that have gone on."""
 
 from __future__ import annotations
 
