@@ -170,7 +170,7 @@ def test_sequences_that_begin_anew(compiler: Compiler) -> None:
     runner = with_nodes(compiler, dataclasses.replace(TWO, num_rounds=3), 2)
     rounds = [runner.add_round() for _ in range(3)]
     runner.nodes.begin_at(0xFFFFFFFE)
-    runner.world.set_timeout(NODE_TIMEOUT_NS)
+    runner.world.set_timeout(40_000_000_000)
     try:
         Streams(runner.memory, runner.streams, seed=1, timeout_s=60).run()
         for rank in runner.ranks:
