@@ -230,6 +230,7 @@ void Communicator::unmap(int slot) {
 
 void Communicator::read_cells() {
   Elastic& e = *elastic_;
+  const std::lock_guard turn(e.cells_mutex);  // what was read last is told last
   for (const int peer : e.group.peers()) {
     const std::optional<SlotCell> cell = e.group.slots().look(peer);
     if (!cell) continue;
@@ -312,7 +313,7 @@ std::vector<int> Communicator::joining_ranks() {
   std::vector<int> ranks;
   for (const int slot : elastic("membership").newcomers()) {
     const std::lock_guard lock(membership_mutex_);
-    if (!membership_.cell().prepared.contains(slot)) ranks.push_back(slot);
+    if (!elastic_->shown.membership.prepared.contains(slot)) ranks.push_back(slot);
   }
   return ranks;
 }
@@ -321,7 +322,7 @@ std::vector<int> Communicator::prepared_ranks() {
   std::vector<int> ranks;
   for (const int slot : elastic("membership").newcomers()) {
     const std::lock_guard lock(membership_mutex_);
-    if (membership_.cell().prepared.contains(slot)) ranks.push_back(slot);
+    if (elastic_->shown.membership.prepared.contains(slot)) ranks.push_back(slot);
   }
   return ranks;
 }

@@ -84,6 +84,7 @@ struct Elastic {
   bool is_ready = false;
   u64 num_unready = 0;  // how often members have taken back that they are prepared for this rank
 
+  std::mutex cells_mutex;    // before driver_mutex_: from reading the cells to telling the machine
   std::mutex prepare_mutex;  // before driver_mutex_; of
   bool is_holding = false;   // nobody is prepared for: a window changes
 

@@ -106,6 +106,7 @@ void Communicator::recover(const std::vector<int>& evict, int min_ranks, const s
     if (rank >= 0 && rank < num_ranks_) continue;
     throw_invalid_argument("evict: " + ranks_text(evict) + "; allowed: ranks 0.." + std::to_string(num_ranks_ - 1));
   }
+  if (elastic_) read_cells();  // for whom the others are prepared by now
   RecoverWish wish;
   wish.evict = RankSet::of(evict);
   if (const AbortReason found = reason(); found.code == AbortCode::kPeerLost && found.rank >= 0) {

@@ -103,6 +103,7 @@ def test_a_newcomer_is_interrupted(call: str) -> None:
 def _joins(outer_comm: Any) -> int:
     outer = Outer(outer_comm)
     comm, address = open_group(outer, 2, 3)
+    ep = make_ep(comm) if comm is not None else None  # before who makes them is stopped
     pids = [int(pid) for pid in outer.tell(str(os.getpid()).encode())]
     if comm is None:
         os.kill(pids[1], signal.SIGSTOP)
@@ -117,7 +118,7 @@ def _joins(outer_comm: Any) -> int:
         assert comm.boundary(LONG_S) is not None
         checked_step(ep, number_of(comm))
     else:
-        ep = make_ep(comm)
+        assert ep is not None
         outer.wait()
         checked_step(ep, 1)
         if comm.rank == 0:

@@ -138,6 +138,26 @@ TEST(nobody_is_prepared_for_while_a_window_changes) {
   member.comm->hold_newcomers(false);
 }
 
+// Rank 1 has shown that it is prepared for the spare, and told nobody so far: who recovers looks before it decides.
+TEST(a_recovery_takes_in_whom_the_others_are_prepared_for_by_now) {
+  MemberCase member;
+  Stage& stage = member.stage;
+  const Listener newcomer;
+  const u64 incarnation = member.come(2, newcomer);
+  stage.ask(2, incarnation, Errand::kWindow, bytes_of(std::vector<u64>{1}));
+  stage.ask(2, incarnation, Errand::kReady, bytes_of(std::vector<u64>{1}));
+  CHECK(member.comm->prepared_ranks() == std::vector<int>{2});
+  SlotCell cell;
+  cell.membership.prepared = RankSet::of({2});
+  stage.page->slots().show(1, cell);
+  try {
+    member.comm->recover({}, 1, std::vector<int>{2}, deadline_after_s(kLongS), {});
+  } catch (const Error&) {  // nobody comes to the meeting
+  }
+  const Decision decided = PageLedger(stage.page).find(2);
+  CHECK(decided.record && decided.record->active == RankSet::of({0, 1, 2}));
+}
+
 // Whoever drives the machine finds it, and the next call says so.
 TEST(an_eviction_that_a_wish_finds_is_told) {
   MemberCase member;
