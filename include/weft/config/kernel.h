@@ -83,6 +83,10 @@ struct DispatchKernelConfig {
   WEFT_HD constexpr i32 shared_bytes() const {
     return index_bytes() + num_stages * stage_bytes() + num_fan_stages * fan_stage_bytes();
   }
+  // With nodes: items that are loaded while a warp waits for the next one of its own, each of which may be waited for.
+  WEFT_HD constexpr u32 filler_waits() const {
+    return static_cast<u32>(num_quantize_warps > kStoreWarps ? num_quantize_warps : kStoreWarps);
+  }
   // Load, store, quantise, and those that write ids (rank_major) or tell what has gone, plan and copy what arrives; many in
   // all, since all count.
   WEFT_HD constexpr i32 num_warps() const {
@@ -211,6 +215,9 @@ struct CombineKernelConfig {
   // Few and large groups to reduce, since each warp of a group pays for each of its items, and while a group adds, the slots of
   // its item load nothing. Where sums go out as they are, one: the warps that make them need the registers.
   WEFT_HD constexpr i32 reduce_groups() const { return makes_partials() && !wire_is_fp8 ? 1 : 2; }
+  // Waits of the warp that loads between two items of a group: for its contributions, each item; with nodes first for one to deal
+  // out, too.
+  WEFT_HD constexpr u32 filler_waits() const { return has_nodes() ? 4 : 2; }
   WEFT_HD constexpr i32 reduce_warps() const { return makes_partials() ? 3 : 8; }
   // That store what is pushed in bulk. Rows as they are come from one warp and go on in their order; sums come from many, which one
   // would keep waiting. FP8 rows of rank_major are stored by the threads that make them.

@@ -6,7 +6,7 @@
 #include "weft/ptx/clock.h"
 #include "weft/ptx/memory.h"
 #include "weft/ptx/thread.cuh"
-#include "weft/sync/wait.h"
+#include "weft/sync/copy_pause.h"
 
 namespace weft::sync {
 
@@ -77,37 +77,10 @@ class NotingPause : public LanePause {
   u64 waited_ns_ = 0;
 };
 
-// A Pause for a barrier behind which are only this block's own copies. They end by themselves, so an abort does not cut them
-// short: what is in flight is drained. One that takes seconds means a broken GPU; how many exactly does not matter, so the SM's
-// cycles count them. `timeout_ns`, unless null: of the warp that begins these copies, which may wait for a peer first; it ends
-// the wait by itself, so twice that time is enough here. The usual limit is a constant: with one kept in a register, the compiler makes
-// another loop of the wait and combine of ordinary tensors takes a tenth longer (docs/decisions/0022).
-class CopyPause {
- public:
-  __device__ explicit CopyPause(const u64* timeout_ns = nullptr) : timeout_ns_(timeout_ns) {}
-
-  __device__ PauseResult turn() {
-    if (num_turns_++ % kLooks != 0) return PauseResult::kLookAgain;
-    const u64 now = ptx::cycles();
-    if (start_cycle_ == 0) start_cycle_ = now;
-    const u64 waited = now - start_cycle_;
-    if (timeout_ns_ == nullptr) return waited >= kTimeoutCycles ? PauseResult::kDeadline : PauseResult::kLookAgain;
-    if (waited < kTimeoutCycles) return PauseResult::kLookAgain;
-    const u64 more = 2 * ptx::ld_relaxed_sys(timeout_ns_) * ptx::kCyclesPerNs;
-    return waited - kTimeoutCycles >= more ? PauseResult::kDeadline : PauseResult::kLookAgain;
-  }
-
- private:
-  static constexpr u64 kTimeoutCycles = 20000000000ull * ptx::kCyclesPerNs;
-  static constexpr u32 kLooks = 256;
-  const u64* timeout_ns_;
-  u64 start_cycle_ = 0;
-  u32 num_turns_ = 0;
-};
-
 // Waits for the phase of a local barrier. False: the GPU has gone wrong, the block must say nothing more to anyone (R9).
+template <u32 kFillerWaits = 2>
 __device__ inline bool wait_barrier(u64* barrier, u32 parity, const u64* timeout_ns = nullptr) {
-  CopyPause pause(timeout_ns);
+  CopyPause<kFillerWaits> pause(timeout_ns);
   return wait_until([&] { return ptx::mbarrier_try_wait(barrier, parity); }, pause) == WaitResult::kReady;
 }
 
@@ -116,7 +89,7 @@ template <class Look>
 __device__ inline bool wait_any_lane(Look look, u32 sleep_ns = 0) {
   struct WarpPause {  // all lanes give up together
     u32 sleep_ns;
-    CopyPause lane{};
+    CopyPause<> lane{};
     __device__ PauseResult turn() {
       if (sleep_ns != 0) ptx::nanosleep(sleep_ns);  // check: allow sleeping: of a warp, so that others may issue
       const bool is_over = lane.turn() == PauseResult::kDeadline;

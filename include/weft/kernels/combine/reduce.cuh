@@ -60,7 +60,7 @@ class CombineReduce {
     constexpr i32 kTurn = kWarps - (kConfig.part() + kPartElements - 1) / kPartElements % kWarps;
     RingReader reader(b_.s.reduce[ring_], group, kReaders);
     for (bool goes_on = true; goes_on;) {
-      if (!reader.wait(&b_.a.view.host->timeout_ns)) return b_.fail_copy();
+      if (!reader.template wait<kConfig.filler_waits()>(&b_.a.view.host->timeout_ns)) return b_.fail_copy();
       const RingItem item = reader.item();
       goes_on = item.count != kRingEnd;
       if (goes_on) {

@@ -111,9 +111,11 @@ class RingReader {
  public:
   __device__ RingReader(RingType& ring, i32 reader, i32 num_readers) : r_(ring), cell_(reader), step_(num_readers) {}
 
-  // False: the GPU has gone wrong. `timeout_ns`, unless null: for so long who fills the ring may wait for a peer.
+  // False: the GPU has gone wrong. `timeout_ns`, unless null: for so long who fills the ring may wait for a peer, kFillerWaits
+  // times between two items of this reader.
+  template <u32 kFillerWaits = 2>
   __device__ bool wait(const u64* timeout_ns = nullptr) {
-    return sync::wait_barrier(&r_.full[cell_], parity_, timeout_ns);
+    return sync::wait_barrier<kFillerWaits>(&r_.full[cell_], parity_, timeout_ns);
   }
   __device__ const RingItem& item() const { return r_.item[cell_]; }
   __device__ i32 cell() const { return cell_; }

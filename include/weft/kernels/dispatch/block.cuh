@@ -208,9 +208,9 @@ struct DispatchState {
     fail(transport::ErrorCause::kDeadline, Phase::kSend, rank());
     return false;
   }
-  // With nodes: the same of a copy whose begin may have to wait for a peer.
+  // With nodes: the same of a copy whose begin may have to wait for a peer, and so may that of each item before it.
   __device__ bool wait_long(u64* barrier, u32 parity) {
-    if (sync::wait_barrier(barrier, parity, &a.view.host->timeout_ns)) return true;
+    if (sync::wait_barrier<kConfig.filler_waits()>(barrier, parity, &a.view.host->timeout_ns)) return true;
     fail(transport::ErrorCause::kDeadline, Phase::kSend, rank());
     return false;
   }

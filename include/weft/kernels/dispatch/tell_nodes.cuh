@@ -27,7 +27,7 @@ class DispatchTellNodes : public DispatchNodes<kConfig> {
   // Items take turns between the warps that store. False: there are no more, or nothing more may be said.
   __device__ bool tell_item(i32 store_warp, i32 j) {
     u32 arrived = 0;
-    sync::CopyPause pause(&a.view.host->timeout_ns);  // who deals items out may wait for a peer
+    sync::CopyPause<> pause(&a.view.host->timeout_ns);  // who deals items out may wait for a peer
     const auto look = [&] {
       arrived = ptx::ld_acquire_cta(&s.num_arrived[store_warp]);
       return (arrived & kAllArrived) != 0 || static_cast<i32>(arrived) > j;
