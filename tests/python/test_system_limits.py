@@ -11,6 +11,7 @@ import pickle
 import platform
 import re
 import resource
+import signal
 import socket
 import struct
 import traceback
@@ -152,6 +153,24 @@ def test_one_rank_that_finds_no_memory_tells_the_others() -> None:
         "rank 1 could not make or map the memory of the window (heap_bytes: 1073741824" in str(e) for e in errors
     )
     assert all("ulimit -v, RLIMIT_AS" in str(error) for error in errors)
+
+
+def test_rails_that_find_no_memory_are_named() -> None:
+    """With what makes them smaller, and not as the heap, which is there by then."""
+
+    def step(comm: weft.Communicator) -> None:
+        if comm.rank == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            rlimit(resource.RLIMIT_FSIZE, 1 << 20)()
+        shape = {"num_experts": 4, "top_k": 2, "hidden": 4096, "max_tokens_per_rank": 8}
+        weft.ExpertParallel(comm, **shape, heap_bytes=1 << 20, node_ranks=1)
+
+    errors = weft.spawn(step, 2, device="cpu", on_failure="return", placement="off")
+    assert [type(error) for error in errors] == [weft.CapacityExceeded] * 2
+    for error in errors:
+        assert "rank 1 could not make or map the memory of the window (rail memory: " in str(error)
+        assert "less with a smaller max_tokens_per_rank, top_k or hidden" in str(error)
+        assert "heap_bytes" not in str(error)
 
 
 def descriptors() -> Iterator[int]:

@@ -9,6 +9,7 @@
 
 #include "base/clock.h"
 #include "engine/cpu/pause.h"
+#include "engine/rail_memory.h"
 #include "weft/sync/operation.h"
 
 namespace weft::cpu {
@@ -41,13 +42,26 @@ WindowLayout checked_layout(const WindowShape& shape) {
   return layout;
 }
 
-// `error` of this rank or a peer, as every rank raises it.
-Error no_memory(int rank, u64 heap_bytes, u64 window_bytes, u64 code, const std::string& text) {
+// What the system refused this rank or a peer, as every rank raises it.
+Error no_memory(int rank, u64 code, const std::string& text) {
   const bool is_known = code >= 1 && code <= static_cast<u64>(ErrorCode::kInternalError);
   return Error(is_known ? static_cast<ErrorCode>(code) : ErrorCode::kInternalError,
-               "rank " + std::to_string(rank) + " could not make or map the memory of the window (heap_bytes: " +
-                   std::to_string(heap_bytes) + ", and " + std::to_string(window_bytes) + " more): " + text);
+               "rank " + std::to_string(rank) + " could not make or map the memory of the window " + text);
 }
+
+Error named(const std::string& name, const Error& error) { return Error(error.code, "(" + name + "): " + error.text); }
+
+// The refusals of `work` say which memory it is.
+template <class Work>
+void with_name(const std::string& name, const Work& work) {
+  try {
+    work();
+  } catch (const Error& error) {
+    throw named(name, error);
+  }
+}
+
+std::string heap_text(u64 heap_bytes) { return "heap_bytes: " + std::to_string(heap_bytes); }
 
 std::vector<std::byte> bytes_of(const std::string& text) {
   const auto* first = reinterpret_cast<const std::byte*>(text.data());
@@ -62,21 +76,7 @@ std::string text_of(const std::vector<std::byte>& bytes, size_t from) {
 constexpr u64 kSmallestHeap = 4096;
 
 RailLayout rail_layout(const WindowShape& shape) {
-  if (!shape.has_nodes()) return {};
-  RailShape rails;
-  rails.num_lanes = shape.num_ranks;  // only those of peers are touched, and memory that is not costs nothing here
-  rails.node_ranks = static_cast<i32>(shape.node_ranks);
-  rails.num_local_experts = shape.num_local_experts();
-  rails.top_k = shape.top_k;
-  rails.max_tokens = shape.max_tokens;
-  rails.max_row_bytes = shape.max_row_bytes;
-  const RailLayout layout = RailLayout::make(rails);
-  if (!layout.ok) {
-    throw_invalid_argument("window shape: nodes of " + std::to_string(shape.node_ranks) + " ranks with " +
-                           std::to_string(rails.num_local_experts) + " experts each; allowed: up to " +
-                           std::to_string(kNoRailExpert - 1) + " experts a node, sizes within 64 bits");
-  }
-  return layout;
+  return shape.has_nodes() ? make_rail_layout(rail_shape(shape, 1, shape.max_row_bytes)) : RailLayout();
 }
 
 }  // namespace
@@ -123,9 +123,7 @@ Window::Window(std::shared_ptr<Communicator> comm, const WindowShape& shape, u64
   hash_ = hash_bytes(&shape_, sizeof(shape_), hash_bytes(&id_, sizeof(id_)));
   stats_.waited_ns.resize(static_cast<size_t>(shape.num_ranks));
   Memory memory = allocate();
-  if (memory.refusal)
-    throw no_memory(comm_->rank(), heap_bytes_, control_bytes_, static_cast<u64>(memory.refusal->code),
-                    memory.refusal->text);
+  if (memory.refusal) throw no_memory(comm_->rank(), static_cast<u64>(memory.refusal->code), memory.refusal->text);
   control_ = std::move(memory.control);
   heap_ = std::move(memory.heap);
   comm_->add_window(this);
@@ -260,12 +258,18 @@ void Window::begin(const Step& step) {
   if (sequence) words()->sequence = *sequence;
 }
 
+std::string Window::control_text() const {
+  const std::string control = "control memory: " + std::to_string(layout_.total_bytes) + " bytes";
+  return shape_.has_nodes() ? rail_memory_text(rail_layout_.total_bytes) + "; " + control : control;
+}
+
 // What the system refuses is kept, and the exchange tells every rank.
 Window::Memory Window::allocate() const {
   Memory memory;
   try {
-    memory.heap = std::make_shared<ReceiveHeap>(heap_bytes_, most_heap_bytes_);
-    memory.control = SharedMemory::create(control_bytes_);
+    with_name(heap_text(heap_bytes_),
+              [&] { memory.heap = std::make_shared<ReceiveHeap>(heap_bytes_, most_heap_bytes_); });
+    with_name(control_text(), [&] { memory.control = SharedMemory::create(control_bytes_); });
     new (memory.control.data()) ControlWords();
   } catch (const Error& error) {
     memory.refusal = error;
@@ -281,26 +285,29 @@ void Window::attach(std::vector<Parcel>& parcels, u64 deadline_ns, const Poll& p
     MemoryOffer offer;
     std::memcpy(&offer, parcels[rank].bytes.data(), sizeof(offer));
     try {
-      parcels[rank].check_fds(2, "rank " + std::to_string(rank));
-      peers_[rank].control = SharedMemory::attach(std::move(parcels[rank].fds[0]), control_bytes_);
-      peers_[rank].heap =
-          SharedMemory::attach(std::move(parcels[rank].fds[1]), offer.heap_bytes, offer.most_heap_bytes);
+      with_name(heap_text(offer.heap_bytes), [&] { parcels[rank].check_fds(2, "rank " + std::to_string(rank)); });
+      with_name(control_text(),
+                [&] { peers_[rank].control = SharedMemory::attach(std::move(parcels[rank].fds[0]), control_bytes_); });
+      with_name(heap_text(offer.heap_bytes), [&] {
+        peers_[rank].heap =
+            SharedMemory::attach(std::move(parcels[rank].fds[1]), offer.heap_bytes, offer.most_heap_bytes);
+      });
       peers_[rank].control.drop_fd();
       peers_[rank].heap.drop_fd();
     } catch (const Error& error) {
       refusal = static_cast<char>(error.code) + error.text;
     }
   }
-  raise_refusals(kAttachedTag, refusal, heap_bytes_, deadline_ns, poll);
+  raise_refusals(kAttachedTag, refusal, deadline_ns, poll);
 }
 
 // A rank's refusal, empty if it has none, is raised on all ranks.
-void Window::raise_refusals(u64 tag, const std::string& mine, u64 heap_bytes, u64 deadline_ns, const Poll& poll) {
+void Window::raise_refusals(u64 tag, const std::string& mine, u64 deadline_ns, const Poll& poll) {
   const std::vector<Parcel> verdicts = comm_->exchange(tag | id_, bytes_of(mine), {}, deadline_ns, poll);
   for (int rank : comm_->active_ranks()) {
     const std::vector<std::byte>& verdict = verdicts[rank].bytes;
     if (verdict.empty()) continue;
-    throw no_memory(rank, heap_bytes, control_bytes_, static_cast<u64>(verdict[0]), text_of(verdict, 1));
+    throw no_memory(rank, static_cast<u64>(verdict[0]), text_of(verdict, 1));
   }
 }
 
@@ -323,7 +330,7 @@ void Window::resize(u64 heap_bytes, u64 deadline_ns, const Poll& poll) {
   std::string refusal;
   const auto try_to = [&](const auto& work) {
     try {
-      if (refusal.empty()) work();
+      if (refusal.empty()) with_name(heap_text(heap_bytes), work);
     } catch (const Error& error) {
       refusal = static_cast<char>(error.code) + error.text;
     }
@@ -347,7 +354,7 @@ void Window::resize(u64 heap_bytes, u64 deadline_ns, const Poll& poll) {
     parcels = tell(piece.valid() && refusal.empty() ? std::vector<int>{piece.get()} : std::vector<int>{});
   } catch (const Error& error) {
     if (error.code != ErrorCode::kCapacityExceeded) throw;  // no descriptor to send: nothing has been sent
-    refusal = static_cast<char>(error.code) + error.text;
+    refusal = static_cast<char>(error.code) + named(heap_text(heap_bytes), error).text;
     parcels = tell({});
   }
   for (int rank : comm_->active_ranks()) {
@@ -361,7 +368,7 @@ void Window::resize(u64 heap_bytes, u64 deadline_ns, const Poll& poll) {
     });
   }
   try {
-    raise_refusals(kGrownTag, refusal, heap_bytes, deadline_ns, poll);
+    raise_refusals(kGrownTag, refusal, deadline_ns, poll);
   } catch (...) {
     cut(before);
     throw;
@@ -418,7 +425,7 @@ std::vector<Parcel> Window::exchange_memory(ControlPlane* plane, const std::vect
       parcels = offer_all({}, {memory.control.fd(), memory.heap->memory.fd()});
     } catch (const Error& error) {
       if (error.code != ErrorCode::kCapacityExceeded) throw;  // no descriptor to send: nothing has been sent
-      parcels = offer_all(error, {});
+      parcels = offer_all(named(heap_text(heap_bytes_), error), {});
     }
   }
   for (int rank : ranks) check_offer(rank, parcels[rank]);
@@ -431,7 +438,7 @@ void Window::check_offer(int rank, const Parcel& parcel) const {
   if (parcel.bytes.size() < sizeof(offer)) throw_internal(name + " sent a malformed window");
   std::memcpy(&offer, parcel.bytes.data(), sizeof(offer));
   if (offer.refusal_code != 0) {
-    throw no_memory(rank, offer.heap_bytes, control_bytes_, offer.refusal_code, text_of(parcel.bytes, sizeof(offer)));
+    throw no_memory(rank, offer.refusal_code, text_of(parcel.bytes, sizeof(offer)));
   }
   if (std::memcmp(&offer.shape, &shape_, sizeof(shape_)) != 0) {
     throw_invalid_argument("the window of " + name + " has another shape (" + std::to_string(offer.shape.num_experts) +

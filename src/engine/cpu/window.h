@@ -132,11 +132,12 @@ class Window : public CallWindow {
     std::optional<Error> refusal;
   };
   Memory allocate() const;
+  std::string control_text() const;  // for errors
   void attach(std::vector<Parcel>& parcels, u64 deadline_ns, const Poll& poll);
   // What every rank says of its memory, and its descriptors (control, heap), by rank.
   std::vector<Parcel> exchange_memory(ControlPlane* plane, const std::vector<int>& ranks, u64 tag, const Memory& memory,
                                       u64 deadline_ns, const Poll& poll);
-  void raise_refusals(u64 tag, const std::string& mine, u64 heap_bytes, u64 deadline_ns, const Poll& poll);
+  void raise_refusals(u64 tag, const std::string& mine, u64 deadline_ns, const Poll& poll);
   void cut(const std::vector<std::pair<int, u64>>& mapped);  // rank, bytes before
   void check_offer(int rank, const Parcel& parcel) const;
   Peer map(int rank, Parcel&& parcel) const;

@@ -5,6 +5,7 @@
 
 #include "base/status.h"
 #include "engine/nvlink/dispatch.h"
+#include "engine/rail_memory.h"
 
 namespace weft::nvlink {
 namespace {
@@ -29,21 +30,7 @@ RailMap rail_map(const GpuWindowShape& shape, u64 active) {
 }
 
 RailLayout rail_layout(const GpuWindowShape& shape) {
-  RailShape rail;
-  rail.num_lanes = shape.num_ranks;
-  rail.num_blocks = shape.num_blocks;
-  rail.node_ranks = static_cast<i32>(shape.node_ranks);
-  rail.num_local_experts = shape.num_local_experts();
-  rail.top_k = shape.top_k;
-  rail.max_tokens = shape.max_tokens;
-  rail.max_row_bytes = shape.landing_row_bytes;
-  const RailLayout layout = RailLayout::make(rail);
-  if (!layout.ok) {
-    throw_invalid_argument("nodes of " + std::to_string(shape.node_ranks) + " ranks with " +
-                           std::to_string(shape.num_local_experts()) +
-                           " experts each; allowed: fewer than 65535 experts a node, sizes within 64 bits");
-  }
-  return layout;
+  return make_rail_layout(rail_shape(shape, shape.num_blocks, shape.landing_row_bytes));
 }
 
 u64 rail_argument(const GpuWindowShape& shape) {

@@ -9,6 +9,7 @@
 
 #include "base/log.h"
 #include "engine/nvlink/host_wait.h"
+#include "engine/rail_memory.h"
 #include "weft/ptx/memory.h"
 
 namespace weft::nvlink {
@@ -26,7 +27,7 @@ struct MemoryOffer {
   u64 heap_bytes = 0;
   u64 rail_bytes = 0;
   i32 gpu_index = 0;
-  i32 reserved = 0;
+  u32 is_rail_missing = 0;  // of what could not be made
 };
 
 template <class Plain>
@@ -68,6 +69,7 @@ struct Window::Memory {
   DeviceMemory control;
   DeviceMemory heap;
   DeviceMemory rail;
+  bool is_rail_missing = false;  // the others could be made
 };
 
 // What a closed window leaves; graphs with calls of it hold it until they and their replays are gone.
@@ -182,7 +184,9 @@ Window::Memory Window::allocate() const {
     if (has_nodes(shape_)) memory.rail = DeviceMemory::create(gpu_->device, rail_bytes(shape_));
   } catch (const Error& error) {
     log_line(kLogWarning, "rank " + std::to_string(comm_->rank()) + ": " + error.text);
-    return {};
+    Memory none;
+    none.is_rail_missing = memory.heap.is_mapped();
+    return none;
   }
   for (const DeviceMemory* each : {&memory.control, &memory.heap, &memory.rail}) {
     if (!each->is_mapped()) continue;
@@ -196,9 +200,12 @@ void Window::connect(ControlPlane* plane, const std::vector<int>& ranks, u32 epo
                      const Poll& poll) {
   Memory memory = allocate();
   const bool has_memory = memory.heap.is_mapped();
-  const MemoryOffer mine{shape_, has_memory ? memory.control.bytes() : 0,
-                         has_memory ? memory.heap.bytes() : layout_.landing_bytes + heap_bytes_, memory.rail.bytes(),
-                         gpu_->index};
+  const MemoryOffer mine{shape_,
+                         has_memory ? memory.control.bytes() : 0,
+                         has_memory ? memory.heap.bytes() : layout_.landing_bytes + heap_bytes_,
+                         has_memory ? memory.rail.bytes() : rail_bytes(shape_),
+                         gpu_->index,
+                         memory.is_rail_missing ? 1u : 0u};
   const auto exchange = [&](u64 step_tag, const std::vector<std::byte>& bytes, const std::vector<int>& fds) {
     return plane == nullptr ? comm_->exchange(step_tag, bytes, fds, deadline_ns, poll)
                             : plane->exchange(ranks, step_tag, bytes, fds, deadline_ns, poll);
@@ -240,6 +247,10 @@ std::string Window::attach(const std::vector<int>& ranks, const std::vector<Parc
       return "the window of " + name + " has another shape (" + shape_text(offer.shape) + "), this rank's has " +
              shape_text(shape_) + "; shapes must be equal";
     }
+    if (offer.is_rail_missing != 0) {
+      return name + " has no room left on its GPU (" + rail_memory_text(offer.rail_bytes) +
+             "); a smaller heap_bytes leaves more";
+    }
     if (offer.control_bytes == 0 || (parcels[rank].fds.size() != num_fds && !parcels[rank].has_lost_fds)) {
       return "heap_bytes: " + name + " has no room for " + std::to_string(offer.heap_bytes) + " bytes (" +
              std::to_string(layout_.landing_bytes) + " of them the landing) on its GPU; allowed: what is free there";
@@ -248,17 +259,20 @@ std::string Window::attach(const std::vector<int>& ranks, const std::vector<Parc
     num_sharing_ += comm_->is_local() && offer.gpu_index == gpu_->index ? 1 : 0;
     peers[rank].heap_bytes = offer.heap_bytes;
     if (rank == comm_->rank()) continue;
+    bool is_rail = has_nodes(shape_);
     try {
-      if (has_nodes(shape_))
-        peers[rank].rail = DeviceMemory::attach(gpu_->device, parcels[rank].fds[2], offer.rail_bytes);
+      if (is_rail) peers[rank].rail = DeviceMemory::attach(gpu_->device, parcels[rank].fds[2], offer.rail_bytes);
+      is_rail = false;
       if (!map.are_mates(rank, comm_->rank())) continue;
       peers[rank].control = DeviceMemory::attach(gpu_->device, parcels[rank].fds[0], offer.control_bytes);
       peers[rank].heap = DeviceMemory::attach(gpu_->device, parcels[rank].fds[1], offer.heap_bytes);
     } catch (const Error& error) {
       log_line(kLogWarning, "rank " + std::to_string(comm_->rank()) + ": memory of " + name + ": " + error.text);
       return "the GPU memory of " + name + " can't be mapped here (" + error.text +
-             "): are these GPUs joined by NVLink, and is heap_bytes (" + std::to_string(offer.heap_bytes) +
-             " with the landing) within what can be mapped?";
+             "): are these GPUs joined by NVLink, and is " +
+             (is_rail ? "rail memory (" + rail_memory_text(offer.rail_bytes) + ")"
+                      : "heap_bytes (" + std::to_string(offer.heap_bytes) + " with the landing)") +
+             " within what can be mapped?";
     }
   }
   return {};

@@ -897,6 +897,26 @@ TEST(a_kernel_that_ends_without_counts_is_no_endless_wait) {
   });
 }
 
+// All that a rank makes but for its last piece is there then: that is a rail.
+TEST(rails_that_one_rank_cannot_make_are_named) {
+  GpuWindowShape shape = window_shape();
+  shape.node_ranks = 1;
+  with_ranks(
+      [&](Rank& rank) {
+        rank.meet();
+        if (rank.me == 0) fake_cuda::fail_next("cuMemCreate", 2, 3 * kNumRanks - 1);
+        rank.meet();
+        const Error refused = error_of([&] { rank.make_window(shape); });
+        CHECK_EQ(refused.code, ErrorCode::kInvalidArgument);
+        says(refused, "(rail memory: " + std::to_string(rail_bytes(shape)) + " bytes");
+        says(refused, "a smaller max_tokens_per_rank, top_k or hidden");
+        rank.meet();
+        rank.make_window(shape);
+        rank.meet();
+      },
+      false);
+}
+
 TEST(a_window_that_one_rank_cannot_make_is_refused_everywhere) {
   for (const char* call : {"cuMemCreate", "cuMemMap", "cuMemImportFromShareableHandle"}) {
     with_ranks(
