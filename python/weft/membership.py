@@ -20,7 +20,7 @@ class Membership:
     evicted: tuple[int, ...]
     """Ranks that were left out and may still live: nothing that they do reaches the members."""
     safe_to_delete: tuple[int, ...]
-    """Ranks that were left out and have ended or closed: they touch no memory any more."""
+    """Ranks that were left out or suspended and have ended or closed: they touch no memory any more."""
     standby: tuple[int, ...] = ()
     """Ranks that have joined and for which this rank is prepared: one change away."""
     joining: tuple[int, ...] = ()

@@ -366,10 +366,6 @@ void Membership::leave_meeting() noexcept {
   if (is_meeting()) spent_ = newest_;
 }
 
-RankSet Membership::evicted() const noexcept { return known_ - active_ - newest_set_ - safe_to_delete() - leaving(); }
-
-RankSet Membership::leaving() const noexcept { return (left_ & known_) - active_ - newest_set_ - safe_to_delete(); }
-
 RankSet Membership::safe_to_delete() const noexcept {
   return (known_ - active_) & (mutants::kLostIsSafe ? gone_ : proven_);
 }
@@ -391,7 +387,7 @@ Hearing Membership::hear(const Origin& origin) const noexcept {
       is_known && (active_ | newest_set_ | previous_).contains(origin.rank) && !was_outside(origin.rank, origin.epoch);
   if (!is_member && !mutants::kHearStrangers) {
     // A joiner may have been taken in by a record that this rank has not read; who was left out does not come back.
-    const bool is_out = is_known && known_.contains(origin.rank);
+    const bool is_out = is_known && known_.contains(origin.rank) && !suspended_.contains(origin.rank);
     return origin.epoch > newest_ && !is_out ? Hearing::kLater : Hearing::kDropped;
   }
   return origin.era > era_ ? Hearing::kLater : Hearing::kCounts;

@@ -254,6 +254,7 @@ class Membership {
   MembershipActions end(MembershipFailure failure, const RankSet& ranks) noexcept;
   MembershipActions run_out() noexcept;
   void leave_meeting() noexcept;
+  RankSet left_out() const noexcept;  // may still live, and is not suspended
 
   // Planned changes; membership_planned.cc.
   MembershipActions progress() noexcept;
@@ -317,6 +318,7 @@ class Membership {
   std::vector<uint32_t> let_go_;       // by slot: by which planned change last; 0: none
   std::vector<uint32_t> taken_in_;     // by slot: by which record last; 0: a founder, or nobody
   RankSet left_;                       // by a planned change
+  RankSet suspended_;                  // of those in known_, that this rank was prepared for since: they may come back
   std::vector<uint64_t> prepared_;     // by slot: nonce of the joiner that this rank could take in; 0: none
   std::vector<MembershipCell> cells_;  // of the others
   MembershipCell cell_;                // of this rank

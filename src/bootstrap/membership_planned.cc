@@ -52,6 +52,7 @@ void Membership::take_in(const MembershipRecord& record) noexcept {
     cell_.prepared.remove(slot);
     known_.add(slot);
     left_.remove(slot);
+    suspended_.remove(slot);
   }
 }
 
@@ -62,13 +63,27 @@ bool Membership::was_outside(int slot, uint32_t epoch) const noexcept {
   return taken_in_[idx] < let_go_[idx] || epoch < taken_in_[idx];
 }
 
+RankSet Membership::left_out() const noexcept {
+  return known_ - active_ - newest_set_ - safe_to_delete() - (suspended_ - gone_);
+}
+
+RankSet Membership::evicted() const noexcept { return left_out() - left_; }
+
+RankSet Membership::leaving() const noexcept { return left_out() & left_; }
+
 MembershipActions Membership::prepare(int slot, uint64_t incarnation) noexcept {
   if (slot < 0 || slot >= static_cast<int>(prepared_.size()) || newest_set_.contains(slot)) return {};
   prepared_[static_cast<size_t>(slot)] = incarnation;
   cell_.prepared.remove(slot);
   if (incarnation != 0) {
     cell_.prepared.add(slot);
-    for (RankSet* of_the_one_before : {&gone_, &proven_, &known_, &left_}) of_the_one_before->remove(slot);
+    for (RankSet* end : {&gone_, &proven_}) end->remove(slot);
+    // The one that was active: it stays known, or nobody would hear of its end.
+    if (known_.contains(slot) && incarnation == incarnations_[static_cast<size_t>(slot)]) {
+      suspended_.add(slot);
+    } else {
+      for (RankSet* of_the_one_before : {&known_, &left_, &suspended_}) of_the_one_before->remove(slot);
+    }
   }
   MembershipActions actions = one({.kind = Action::Kind::kShow});
   actions.add(progress());

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -132,11 +134,13 @@ def test_a_change_that_others_have_narrowed_lets_no_rank_begin_alone(together: b
     assert weft.spawn(_all_are_to_go, 4, (together,), device="cpu", max_ranks=4) == [(0, 1, 2, 3)] * 4
 
 
-def _is_outside_already(comm: weft.Communicator) -> tuple[int, ...]:
-    """Rank 2 is suspended, so no change removes it; it closes."""
+def _is_outside_already(comm: weft.Communicator, way: str) -> tuple[int, ...]:
+    """Rank 2 is suspended, so no change removes it; it closes, or dies."""
     comm.change(suspend=[2])
     if comm.rank == 2:
         assert comm.boundary(0.5) is None
+        if way == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
         comm.close()
         return ()
     for call in (comm.propose, comm.change):
@@ -145,8 +149,14 @@ def _is_outside_already(comm: weft.Communicator) -> tuple[int, ...]:
     assert not comm.broken
     until(lambda: comm.membership.standby == ())
     assert comm.boundary(LONG_S) is None
+    until(lambda: comm.membership.safe_to_delete == (2,))
+    assert comm.membership.leaving == comm.membership.evicted == ()
     return comm.membership.standby
 
 
-def test_a_suspended_rank_leaves_by_itself() -> None:
-    assert weft.spawn(_is_outside_already, 3, device="cpu", max_ranks=3) == [()] * 3
+@pytest.mark.parametrize("way", ["closes", "dies"])
+def test_a_suspended_rank_leaves_by_itself(way: str) -> None:
+    """Then the others may delete what was its."""
+    seen = weft.spawn(_is_outside_already, 3, (way,), device="cpu", max_ranks=3, on_failure="return")
+    assert seen[:2] == [()] * 2
+    assert seen[2] == () if way == "closes" else isinstance(seen[2], weft.PeerLost)

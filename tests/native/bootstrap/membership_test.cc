@@ -837,6 +837,34 @@ TEST(who_was_let_go_is_not_heard) {
   CHECK(hears(3));
 }
 
+// Its slot is another's then, as that of any rank that was left out.
+TEST(who_is_suspended_and_ends_is_safe_to_delete) {
+  Changing group;
+  const Membership& machine = group.callers[0].membership;
+  const auto lists = [&](const RankSet& evicted, const RankSet& leaving, const RankSet& safe) {
+    CHECK(machine.evicted() == evicted);
+    CHECK(machine.leaving() == leaving);
+    CHECK(machine.safe_to_delete() == safe);
+  };
+  const RankSet none, one = RankSet::of({1});
+  group.propose({.remove = one, .suspend = one, .id = 6});
+  group.look_all();
+  group.show_all();
+  group.look_all();
+  CHECK(group.callers[0].boundary(Kind::kPass));
+  CHECK(group.callers[0].boundary(Kind::kInstall));
+  group.callers[0].run({.kind = Event::Kind::kPrepared, .rank = 1, .incarnation = 12});
+  lists(none, none, none);
+  CHECK(machine.hear({kGroup, 2, 1, 1, 12}) == Hearing::kDropped);
+  CHECK(machine.hear({kGroup, 3, 1, 1, 12}) == Hearing::kLater);  // it may have been taken in
+  group.callers[0].run({.kind = Event::Kind::kGone, .ranks = one});
+  lists(none, one, none);
+  group.callers[0].run({.kind = Event::Kind::kProven, .ranks = one});
+  lists(none, none, one);
+  group.callers[0].run({.kind = Event::Kind::kPrepared, .rank = 1, .incarnation = 14});
+  lists(none, none, none);
+}
+
 // Signals in the pages carry 16 bits of the epoch, and planned changes keep them.
 TEST(pages_serve_so_many_epochs) {
   Changing group;
