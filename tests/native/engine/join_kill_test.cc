@@ -45,6 +45,14 @@ TEST(who_decides_dies) {
   for (const char* point : {"commit.begun", "commit.done"}) run_scenario({Kind::kJoin, {{kAnybody, point}}});
 }
 
+// The proposal stands, and who is named does not give its word: whoever has waited long enough at the boundary takes it back.
+TEST(who_withdraws_dies) {
+  for (const char* point : {"withdraw.begun", "withdraw.done"}) {
+    const Victim asleep{kNewcomer, "acknowledge.begun", 0, SIGSTOP, false, true};
+    run_scenario({Kind::kJoin, {asleep, {kAnybody, point}}, Sees::kBreak});
+  }
+}
+
 TEST(somebody_dies_after_the_decision) {
   for (const char* point : {"install.before", "install.entered", "install.mapped", "install.shown"}) {
     for (const int process : {0, 2, kNewcomer}) run_scenario({Kind::kJoin, {{process, point}}, Sees::kBreak});

@@ -1,8 +1,10 @@
+// check: allow-in-file file-size: one scenario, from its processes to who wakes them
 // Scenarios of a group that ranks join, leave and recover, with deaths and stops at named points: what it may not do to the others
 // is to let them hang, to give them a wrong word, or to leave a slot lost or something behind. Who has died is replaced by a new
 // process in the same slot: each scenario ends with all slots that it began with, and those of its newcomer, at work.
 #pragma once
 
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <atomic>
@@ -47,7 +49,8 @@ struct Victim {
   const char* point;
   int num_passes = 0;
   int signal = SIGKILL;
-  bool may_miss = false;  // the point, and so live on; of the last victim, behind the others' deaths
+  bool may_miss = false;   // the point, and so live on; of the last victim, behind the others' deaths
+  bool sleeps_on = false;  // stopped, until all other victims have come to their points and are replaced
 };
 
 enum class Kind {
@@ -444,10 +447,15 @@ inline bool run_scenario(Scenario scenario) {
     ForkedRanks ranks(scenario.num_processes(), [&](Rank& self) { Member(self, scenario).live(); });
     CHECK(comes_true([&] { return board.num_armed == scenario.num_founders(); }));
     if (scenario.kind == Kind::kJoin) board.may_join[kNewcomer] = true;
-    std::vector<int> joined;
+    std::vector<int> joined, order, last;
     for (size_t idx = 0; idx < scenario.victims.size(); ++idx) {
-      const Victim& victim = scenario.victims[idx];
-      const int replacement = scenario.num_first() + static_cast<int>(idx);
+      (scenario.victims[idx].sleeps_on ? last : order).push_back(static_cast<int>(idx));
+    }
+    for (const int idx : last) ranks.await_stop(scenario.victims[static_cast<size_t>(idx)].process);
+    order.insert(order.end(), last.begin(), last.end());
+    for (const int idx : order) {
+      const Victim& victim = scenario.victims[static_cast<size_t>(idx)];
+      const int replacement = scenario.num_first() + idx;
       if (victim.may_miss && !comes_to_its_point(scenario, board)) {
         ranks.signal(replacement, SIGKILL);
         ranks.join(replacement, SIGKILL);
@@ -459,7 +467,7 @@ inline bool run_scenario(Scenario scenario) {
       if (num_failures() != before) break;
       const int process = scenario.process_of(victim);
       bool is_out = true;
-      if (victim.signal == SIGSTOP) ranks.await_stop(victim.process);
+      if (victim.signal == SIGSTOP && !victim.sleeps_on) ranks.await_stop(victim.process);
       if (victim.signal == SIGSTOP) is_out = wake_up(ranks, scenario, victim, board);
       if (victim.signal != SIGSTOP) ranks.join(process, victim.signal);
       if (victim.signal != SIGSTOP) joined.push_back(process);
@@ -492,7 +500,8 @@ inline void pass(const char* name) {
   int anybody = kAnybody;
   if (fuse.first != nullptr && !fuse.first->compare_exchange_strong(anybody, fuse.process)) return;
   if (!fuse.may_miss) *fuse.is_hot = true;
-  kill(getpid(), fuse.signal);
+  // To this thread: any other might take a stop of the process, while this one went on for a while.
+  pthread_kill(pthread_self(), fuse.signal);
 }
 
 }  // namespace weft::test
