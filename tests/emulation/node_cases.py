@@ -143,7 +143,7 @@ class Nodes:
     def _plan_bytes(self, rank: int) -> int:
         """As gpu_forward_plan_len."""
         max_tokens = self.runner.case.shape.max_tokens
-        each = max_tokens * self.node_ranks + -(-max_tokens // 32)
+        each = max_tokens * self.node_ranks + -(-max_tokens // 32) + -(-max_tokens * self.runner.case.shape.top_k // 4)
         return 4 * (FORWARD_HEADER + self._num_brought(rank) * each)
 
     def _combine(self, rank: int, received: Received, combined: Combined) -> list[Launch]:
@@ -157,6 +157,9 @@ class Nodes:
         most_parts = max(1 + self._num_brought(rank) for rank in runner.case.active_ranks)
         room = layout["landing_ids"] - layout["landing_rows"]
         each = room // (most_parts * self.node_ranks * runner.wire_row_bytes())
+        if runner.combine.has_side:
+            shape = runner.case.shape
+            each = min(each, shape.num_ranks * shape.max_tokens // (most_parts * self.node_ranks))
         most = runner.call.max_tokens
         return [(first, min(first + each, most)) for first in range(0, max(most, 1), each)]
 

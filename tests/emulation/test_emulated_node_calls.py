@@ -112,7 +112,7 @@ def refusals(state: RankState, _: Any) -> list[str]:
         codes = torch.zeros(len(x), HIDDEN, dtype=torch.float8_e4m3fn)
         refused = [
             lambda: ep.dispatch(weft.Quantized(codes, wide), ids, weights, capacity=40),
-            lambda: ep.combine(r.x, r.handle, weighted=False, side=side),
+            lambda: ep.combine(r.x, r.handle, weighted=False, side=side, side_lanes="all"),
             lambda: ep.combine(r.x, r.handle, weighted=False, wire="fp8"),
         ]
         said = []
@@ -141,6 +141,68 @@ def gradient(state: RankState, options: dict[str, Any]) -> torch.Tensor:
         (y * torch.arange(HIDDEN)).sum().backward()
         assert rows.grad is not None
         return rows.grad.clone()
+
+
+def sides(state: RankState, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums and side values."""
+    capacity = 40 if layout == "rank_major" else 12 if layout == "masked" else None
+    with opened(state) as ep:
+        r = ep.dispatch(*inputs(state.rank, state.num_ranks, 5), layout=layout, capacity=capacity)
+        y, side = ep.combine(r.x.clone(), r.handle, weighted=False, side=r.topk_weights * 3)
+        return y.clone(), side.clone()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_side_values(ranks: Any, layout: str) -> None:
+    """What a capacity drops has none."""
+    num_ranks, capacity = 4, 40 if layout == "rank_major" else 12 if layout == "masked" else None
+    outcomes = ranks.run(num_ranks, sides, [layout] * num_ranks)
+    xs, ids, weights = (list(each) for each in zip(*(inputs(rank, 4, 5) for rank in range(num_ranks)), strict=True))
+    wanted = reference.dispatch(xs, ids, weights, num_experts=LOCAL * num_ranks, layout=layout, capacity=capacity)
+    pairs = reference.combine(
+        [each.x for each in wanted],
+        wanted[0].routing,
+        weighted=False,
+        sides=[each.topk_weights * 3 for each in wanted],
+        sum_domain=NODE,
+    )
+    for found, expected in zip(outcomes, pairs, strict=True):
+        assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+
+
+def trained(state: RankState, layout: str) -> tuple[torch.Tensor, ...]:
+    """Rows, and the gradients of x and of the weights, from given ones of what was received."""
+    x, ids, weights = inputs(state.rank, state.num_ranks, 4)
+    x.requires_grad_(), weights.requires_grad_()
+    with opened(state) as ep:
+        r = ep.dispatch(x, ids, weights, layout=layout)
+        grads = of_received(r.x, r.topk_weights)
+        torch.autograd.backward([r.x, r.topk_weights], list(grads))
+        assert x.grad is not None
+        assert weights.grad is not None
+        return x.grad.clone(), weights.grad.clone()
+
+
+def of_received(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients that differ from row to row."""
+    column = torch.arange(HIDDEN) % 7 - 3
+    row = torch.arange(x.shape[:-1].numel()).reshape(*x.shape[:-1], 1) % 5 + 0.5
+    return (row * column).to(x.dtype), torch.arange(weights.numel(), dtype=torch.float32).reshape(weights.shape) - 9.5
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major"])
+def test_gradients_of_a_dispatch(ranks: Any, layout: str) -> None:
+    """Of x and of the weights: one combine with side values."""
+    num_ranks = 4
+    outcomes = ranks.run(num_ranks, trained, [layout] * num_ranks)
+    xs, ids, weights = (list(each) for each in zip(*(inputs(rank, 4, 4) for rank in range(num_ranks)), strict=True))
+    received = reference.dispatch(xs, ids, weights, num_experts=LOCAL * num_ranks, layout=layout)
+    grads = [of_received(each.x, each.topk_weights) for each in received]
+    wanted = reference.dispatch_backward(
+        [rows for rows, _ in grads], received[0].routing, [each for _, each in grads], sum_domain=NODE
+    )
+    for found, expected in zip(outcomes, zip(*wanted, strict=True), strict=True):
+        assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
 
 
 @pytest.mark.long

@@ -58,12 +58,14 @@ WEFT_HD constexpr i64 gpu_recv_plan_len(i64 max_tokens, i32 top_k, i32 num_ranks
 }
 
 // With nodes: members | 31 unused | of each source that this rank forwards for, in the order of ranks: row [max_tokens, node_ranks] |
-// come [(max_tokens + 31) / 32]
+// come [(max_tokens + 31) / 32] | pick [max_tokens, K] u8
 //   members: GpuRankMask of the dispatch that made the plan: with others, others forward
 //   row: where the token's row lies on each mate
 //   come: a bit for each token that came here; undefined where the source has no token
-constexpr i32 kNoForward = -1;         // the token did not come here
-constexpr i32 kForwardNoRow = -2;      // it came, and this mate has no row of it
+//   pick: of each pick of a token that came, the index of the mate that has a row of it, or kNoMate
+constexpr i32 kNoForward = -1;     // the token did not come here
+constexpr i32 kForwardNoRow = -2;  // it came, and this mate has no row of it
+constexpr u8 kNoMate = 0xff;
 constexpr i32 kGpuForwardHeader = 32;  // int32s
 
 template <class Int>
@@ -71,18 +73,28 @@ struct GpuForwardPlan {
   Int* base;
   i64 max_tokens;
   i32 node_ranks;
+  i32 top_k;
 
   WEFT_HD constexpr Int& members() const { return base[0]; }
   WEFT_HD constexpr Int* row(i32 nth, i64 token) const {
     return base + kGpuForwardHeader + nth * source_len() + token * node_ranks;
   }
   WEFT_HD constexpr Int* come(i32 nth) const { return row(nth, max_tokens); }
-  WEFT_HD constexpr i64 source_len() const { return max_tokens * node_ranks + (max_tokens + 31) / 32; }
+  WEFT_HD const u8* pick(i32 nth, i64 token) const {
+    return reinterpret_cast<const u8*>(come(nth) + come_len()) + token * top_k;
+  }
+  WEFT_HD void set_pick(i32 nth, i64 token, i32 k, u8 mate) const {
+    reinterpret_cast<u8*>(come(nth) + come_len())[token * top_k + k] = mate;
+  }
+  WEFT_HD constexpr i64 come_len() const { return (max_tokens + 31) / 32; }
+  WEFT_HD constexpr i64 source_len() const {
+    return max_tokens * node_ranks + come_len() + (max_tokens * top_k + 3) / 4;
+  }
 };
 
 // For a rank that forwards for at most so many.
-WEFT_HD constexpr i64 gpu_forward_plan_len(i32 num_sources, i64 max_tokens, i32 node_ranks) {
-  return kGpuForwardHeader + num_sources * GpuForwardPlan<i32>{nullptr, max_tokens, node_ranks}.source_len();
+WEFT_HD constexpr i64 gpu_forward_plan_len(i32 num_sources, i64 max_tokens, i32 node_ranks, i32 top_k) {
+  return kGpuForwardHeader + num_sources * GpuForwardPlan<i32>{nullptr, max_tokens, node_ranks, top_k}.source_len();
 }
 
 }  // namespace weft

@@ -75,8 +75,10 @@ void CombineCall::run() {
 }
 
 i64 CombineCall::tokens_in_landing(const CombineKernelConfig& config) const {
-  const i64 rows = has_nodes(w_.shape_) ? landing_rows_a_token(w_.shape_, w_.active_) : config.contributions();
-  return nvlink::tokens_in_landing(config, w_.layout_, rows);
+  if (!has_nodes(w_.shape_)) return nvlink::tokens_in_landing(config, w_.layout_, config.contributions());
+  const i64 rows = landing_rows_a_token(w_.shape_, w_.active_);
+  const i64 num_tokens = nvlink::tokens_in_landing(config, w_.layout_, rows);
+  return a_.has_side ? std::min(num_tokens, w_.shape_.num_ranks * w_.shape_.max_tokens / rows) : num_tokens;
 }
 
 // A rank without rows has nothing to push.

@@ -45,7 +45,7 @@ u64 rail_bytes(const GpuWindowShape& shape) {
 
 i64 forward_plan_len(const GpuWindowShape& shape) {
   if (!has_nodes(shape)) return 0;
-  return gpu_forward_plan_len(shape.num_ranks - 1, shape.max_tokens, static_cast<i32>(shape.node_ranks));
+  return gpu_forward_plan_len(shape.num_ranks - 1, shape.max_tokens, static_cast<i32>(shape.node_ranks), shape.top_k);
 }
 
 i64 landing_rows_a_token(const GpuWindowShape& shape, u64 active) {
@@ -74,7 +74,7 @@ void check_nodes(const GpuWindowShape& shape, const DispatchSpec& spec) {
 void check_nodes(const GpuWindowShape& shape, const CombineSpec& spec) {
   if (!has_nodes(shape)) return;
   check_call(shape, spec, spec.hidden * dtype_bytes(spec.dtype));
-  if (spec.has_side) refuse("side values", "none, or the cpu engine");
+  if (spec.has_side && spec.adds_side) refuse("side values of all ranks", "side_lanes=\"own\"");
   if (spec.wire_is_fp8) refuse("FP8 on the wire", "wire=None, or the cpu engine");
   if (spec.order != SumOrder::kRank) refuse("this order", "order=\"rank\"");
   if (spec.sum_domain != shape.node_ranks)

@@ -28,9 +28,10 @@ TEST(a_send_plan_gives_back_the_ranks_of_a_token) {
 
 TEST(parts_of_a_forward_plan_lie_side_by_side) {
   constexpr i64 kTokens = 33;
-  constexpr i32 kSources = 3, kMates = 2;
-  i32 words[gpu_forward_plan_len(kSources, kTokens, kMates)] = {};
-  const GpuForwardPlan<i32> plan{words, kTokens, kMates};
+  constexpr i32 kSources = 3, kMates = 2, kTopk = 3;
+  constexpr i64 kPickWords = (kTokens * kTopk + 3) / 4;
+  i32 words[gpu_forward_plan_len(kSources, kTokens, kMates, kTopk)] = {};
+  const GpuForwardPlan<i32> plan{words, kTokens, kMates, kTopk};
   const auto count = [&](i32* begin, i64 num) {
     for (i64 at = 0; at < num; ++at) ++begin[at];
   };
@@ -38,6 +39,13 @@ TEST(parts_of_a_forward_plan_lie_side_by_side) {
   for (i32 nth = 0; nth < kSources; ++nth) {
     for (i64 token = 0; token < kTokens; ++token) count(plan.row(nth, token), kMates);
     count(plan.come(nth), 2);
+    for (i64 at = 0; at < kTokens * kTopk; ++at) plan.set_pick(nth, at / kTopk, static_cast<i32>(at % kTopk), 7);
+    CHECK_EQ(plan.pick(nth, kTokens - 1)[kTopk - 1], 7);
+    i32* picks = plan.come(nth) + plan.come_len();
+    for (i64 at = 0; at < kPickWords; ++at) {
+      CHECK(picks[at] == 0x07070707 || at + 1 == kPickWords);
+      picks[at] = 1;
+    }
   }
   for (const i32 word : words) CHECK_EQ(word, 1);
 }

@@ -130,12 +130,26 @@ struct CombineBlock {
   // Where the contribution of `contributor` to a token of `owner` lands; by pick: that of a pick.
   __device__ typename Peers::Place landing(i32 owner, i32 token, i32 contributor) const {
     if constexpr (kConfig.has_nodes()) {
-      const i64 place = static_cast<i64>(s.land_part[owner]) * (a.end_token - a.first_token) + token - a.first_token;
-      const i64 slot = place * kConfig.node_ranks + contributor % kConfig.node_ranks;
-      return peers().heap(s.land_at[owner]) + a.view.layout.landing_rows + slot * kConfig.wire_row_bytes();
+      return peers().heap(s.land_at[owner]) + a.view.layout.landing_rows +
+             node_place(owner, token, contributor) * kConfig.wire_row_bytes();
     }
     const i64 row = static_cast<i64>(token - a.first_token) * kConfig.contributions() + contributor;
     return peers().heap(owner) + a.view.layout.landing_rows + row * kConfig.wire_row_bytes();
+  }
+
+  // With nodes: of a mate's contribution, in the landing of who adds for the token.
+  __device__ i64 node_place(i32 owner, i64 token, i32 contributor) const {
+    const i64 place = static_cast<i64>(s.land_part[owner]) * (a.end_token - a.first_token) + token - a.first_token;
+    return place * kConfig.node_ranks + contributor % kConfig.node_ranks;
+  }
+  // The side values of `contributor` for a token of `owner`, K floats.
+  __device__ typename Peers::Place side_landing(i32 owner, i32 contributor, i64 token) const {
+    if constexpr (kConfig.has_nodes()) {
+      return (peers().heap(s.land_at[owner]) + a.view.layout.landing_weights)
+          .template at<float>(node_place(owner, token, contributor) * kConfig.top_k);
+    }
+    return (peers().heap(owner) + a.view.layout.landing_weights)
+        .template at<float>((contributor * a.view.layout.max_tokens + token) * kConfig.top_k);
   }
 
   // The block says nothing more to anyone; the reason has been recorded.

@@ -78,7 +78,7 @@ class Combine {
   }
 
   __device__ bool holds_handle() const {
-    return b_.nodes().holds({b_.a.forward_plan, b_.a.view.layout.max_tokens, kConfig.node_ranks});
+    return b_.nodes().holds({b_.a.forward_plan, b_.a.view.layout.max_tokens, kConfig.node_ranks, kConfig.top_k});
   }
 
   __device__ void end() const {
@@ -185,7 +185,7 @@ class Combine {
     if constexpr (kConfig.has_side) CombineSide<kConfig>(b_).run();
   }
 
-  static_assert(!kConfig.has_nodes() || (!kConfig.is_by_pick() && !kConfig.wire_is_fp8 && !kConfig.has_side &&
+  static_assert(!kConfig.has_nodes() || (!kConfig.is_by_pick() && !kConfig.wire_is_fp8 && !kConfig.adds_side &&
                                          !kConfig.order.sum_is_fp8 && !kConfig.order.is_by_last_pick() &&
                                          (kConfig.node_ranks == 1 || kConfig.order.sum_domain == kConfig.node_ranks)),
                 "docs/protocols/nodes.md");

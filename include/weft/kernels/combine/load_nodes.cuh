@@ -80,10 +80,10 @@ class CombineNodeLoad {
     Writer writer(b_, nodes_, b_.s.reduce[0]);
     bool goes_on = true;
     while (goes_on && !has_ended_) {
-      sync::LanePause pause(&b_.a.view.host->abort, away(), &b_.a.view.host->timeout_ns);
+      sync::LanePause pause(&b_.a.view.host->abort, awaited(), &b_.a.view.host->timeout_ns);
       const sync::WaitResult result = sync::wait_all_lanes([&] { return step(writer); }, pause);
       if (result != sync::WaitResult::kReady) {
-        const i32 late = nodes_.late_peer(missing_);
+        const i32 late = nodes_.late_peer(missing_, missing_side_);
         if (b_.lane == 0) transport::settle(b_.a.view, b_.flight, result, Phase::kReduce, late, 0);
         b_.leave();
       }
@@ -95,7 +95,11 @@ class CombineNodeLoad {
   }
 
  private:
-  __device__ u64 away() const { return b_.flight.active.word & ~b_.nodes().among_mates().active.word; }
+  // The ranks whose death ends the wait: side values are those of mates.
+  __device__ u64 awaited() const {
+    if (kConfig.has_side) return b_.flight.active.word;
+    return b_.flight.active.word & ~b_.nodes().among_mates().active.word;
+  }
 
   // By the whole warp: whether anything was dealt out, or there is no more to do.
   __device__ bool step(Writer& writer) {
@@ -124,7 +128,8 @@ class CombineNodeLoad {
     }
     is_left = true;
     const auto& nodes = nodes_.nodes();
-    const GpuForwardPlan<const i32> plan{b_.a.forward_plan, b_.a.view.layout.max_tokens, kConfig.node_ranks};
+    const GpuForwardPlan<const i32> plan{b_.a.forward_plan, b_.a.view.layout.max_tokens, kConfig.node_ranks,
+                                         kConfig.top_k};
     const bool is_mate = b_.lane < kRanks && nodes.is_mate(b_.lane);
     const i32 entry = is_mate ? plan.row(nth, b_.token_of(index))[b_.lane - nodes.first] : kNoForward;
     const bool has_come = __any_sync(0xffffffffu, entry != kNoForward ? 1 : 0) != 0;
@@ -132,6 +137,11 @@ class CombineNodeLoad {
     if (__any_sync(0xffffffffu, has_come && nodes_.has_place(source) ? 1 : 0) == 0 && has_come) return false;
     __syncwarp();
     if (has_come) {
+      if constexpr (kConfig.has_side) {
+        if (!has_side_ && !nodes_.side_has_come(missing_side_)) return false;
+        has_side_ = true;
+        nodes_.write_side(source, b_.token_of(index), plan.pick(nth, b_.token_of(index)));
+      }
       writer.set_done(nodes_.done_of(source));
       const i32 item = nodes_.index_of(source, b_.s.num_dealt[source]);
       if (!reduce_.load_item(writer, item, max(entry, -1), source, index, nullptr)) return false;
@@ -150,7 +160,8 @@ class CombineNodeLoad {
     const auto& nodes = nodes_.nodes();
     if (own_index_ >= b_.s.num_items[b_.a.view.rank]) return false;
     is_left = true;
-    const GpuSendPlan<const i32> plan{b_.a.send_plan, b_.a.send_plan_tokens, kRanks};
+    const GpuSendPlan<const i32> plan{b_.a.send_plan, b_.a.send_plan_tokens,
+                                      kConfig.is_by_expert() ? kConfig.top_k : kRanks};
     const bool is_rank = b_.lane < kRanks && b_.flight.is_active(b_.lane);
     const i64 token = b_.token_of(own_index_);
     const auto planned_row = [&] {
@@ -170,6 +181,7 @@ class CombineNodeLoad {
     const u32 from = __reduce_or_sync(0xffffffffu, has_node ? 1u << node : 0u);
     if (has_node) ptx::fence_proxy_async();  // what another's network has written is loaded in bulk by this lane
     writer.set_done(nodes_.done_own(from));
+    if constexpr (kConfig.has_side) nodes_.read_side(token, from, plan.destination() + token * kConfig.top_k);
     const i32 row = is_near ? planned : has_node ? 0 : -1;
     if (!reduce_.load_item(writer, own_index_, row, b_.a.view.rank, own_index_, record)) return false;
     __syncwarp();
@@ -183,7 +195,9 @@ class CombineNodeLoad {
   CombineReduce<kConfig> reduce_;
   const CombineNodes<kConfig> nodes_;
   i32 own_index_ = 0;
-  u32 missing_ = 0;  // nodes whose record is awaited
+  u32 missing_ = 0;       // nodes whose record is awaited
+  u32 missing_side_ = 0;  // mates whose side values are awaited, by rank
+  bool has_side_ = false;
   bool has_ended_ = false;
 };
 

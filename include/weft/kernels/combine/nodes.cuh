@@ -12,7 +12,10 @@ class CombineNodes {
   using Block = CombineBlock<kConfig>;
   static constexpr i32 kRanks = kConfig.num_ranks;
   static constexpr i32 kNodes = kConfig.num_nodes();
-  static constexpr i32 kRecordBytes = (kConfig.row_bytes() + 15) / 16 * 16;
+  static constexpr i32 kTopk = kConfig.top_k;
+  // A record: a sum, then with side values a float for each pick.
+  static constexpr i32 kSideAt = (kConfig.row_bytes() + 15) / 16 * 16;
+  static constexpr i32 kRecordBytes = kSideAt + (kConfig.has_side ? (kTopk * 4 + 15) / 16 * 16 : 0);
 
   __device__ explicit CombineNodes(const Block& block) : b_(block), nodes_(block.nodes()) {}
 
@@ -42,8 +45,8 @@ class CombineNodes {
   // Where the sum of an item goes.
   __device__ u8* out_of(const RingItem& item) const {
     if (item.index >= 0) return b_.a.out + b_.token_of(item.index) * static_cast<i64>(kConfig.row_bytes());
-    const i32 code = -1 - item.index, source = code >> kRecordBits, record = code & ((1 << kRecordBits) - 1);
-    return nodes_.ring(source).send_slot(chunk_to(source, record)) + record % chunk_rows() * kRecordBytes;
+    const i32 code = -1 - item.index;
+    return record_to(code >> kRecordBits, code & ((1 << kRecordBits) - 1));
   }
 
   // ---- by the warp that loads
@@ -65,6 +68,45 @@ class CombineNodes {
     const i32 record = b_.s.num_read[node];
     return nodes_.ring(b_.s.forwarder[node]).receive_slot(chunk_from(node, record)) +
            record % chunk_rows() * kRecordBytes;
+  }
+
+  // ---- side values, by the whole warp that loads
+
+  // Whether those of all mates are here. `missing`: whose are not.
+  __device__ bool side_has_come(u32& missing) const {
+    const bool is_mate = b_.lane < kRanks && nodes_.is_mate(b_.lane);
+    const i32 block = static_cast<i32>(blockIdx.x);
+    const bool is_late = is_mate && transport::progress(b_.a.view, b_.flight, b_.lane, block, kSideChannel) == 0;
+    missing = __ballot_sync(0xffffffffu, is_late ? 1 : 0);
+    __syncwarp();  // each lane has acquired what one mate sent; all read it
+    return missing == 0;
+  }
+  // Into the next record to a rank: of each pick that of the mate that keeps it.
+  __device__ void write_side(i32 source, i64 token, const u8* keepers) const {
+    auto* side = reinterpret_cast<float*>(record_to(source, b_.s.num_dealt[source]) + kSideAt);
+    for (i32 k = b_.lane; k < kTopk; k += 32) {
+      const i32 keeper = keepers[k];
+      float value = 0.0f;
+      if (keeper < nodes_.size) {
+        const u8* landed = b_.side_landing(source, nodes_.first + keeper, token).own();
+        value += reinterpret_cast<const float*>(landed)[k];
+      }
+      side[k] = value;
+    }
+    __syncwarp();
+  }
+  // Of an own token whose next records are those of `from`, a bit for each node: the results of the picks that went there.
+  __device__ void read_side(i64 token, u32 from, const i32* destination) const {
+    __syncwarp();  // what a lane has acquired all read
+    for (i32 k = b_.lane; k < kTopk; k += 32) {
+      const i32 to = destination[k];
+      const i32 node = to >= 0 && to < kRanks ? nodes_.map.node(to) : nodes_.node;
+      if (node == nodes_.node) continue;  // the side warp has it
+      float value = 0.0f;
+      if ((from >> node & 1u) != 0) value += reinterpret_cast<const float*>(next_record(node) + kSideAt)[k];
+      b_.a.side_out[token * kTopk + k] = value;
+    }
+    __syncwarp();
   }
 
   // What there is to do when an item is done: of a token of another node's rank, or of this rank with records of these nodes.
@@ -98,8 +140,9 @@ class CombineNodes {
     }
   }
 
-  // Who is named when nothing can go on: whose record is missing, else who gives no credit.
-  __device__ i32 late_peer(u32 missing_nodes) const {
+  // Who is named when nothing can go on: a mate whose side values are missing, whose record is, else who gives no credit.
+  __device__ i32 late_peer(u32 missing_nodes, u32 missing_mates) const {
+    if (missing_mates != 0) return __ffs(static_cast<i32>(missing_mates)) - 1;
     for (i32 node = 0; node < kNodes; ++node) {
       if ((missing_nodes >> node & 1u) != 0) return b_.s.forwarder[node];
     }
@@ -117,6 +160,9 @@ class CombineNodes {
   static_assert(kMaxGpuRanks <= 1 << (30 - kRecordBits) && kNodes < 31);
 
   __device__ i32 chunk_rows() const { return nodes_.layout().chunk_rows; }
+  __device__ u8* record_to(i32 source, i32 record) const {
+    return nodes_.ring(source).send_slot(chunk_to(source, record)) + record % chunk_rows() * kRecordBytes;
+  }
   __device__ u64 chunk_to(i32 source, i32 record) const {
     return b_.s.first_put[source] + static_cast<u64>(record / chunk_rows());
   }

@@ -20,7 +20,7 @@ class CombineSide {
       if (b_.flight.is_active(source)) send(source);
     }
     __syncwarp();
-    const bool is_peer = b_.lane < kRanks && b_.flight.is_active(b_.lane);
+    const bool is_peer = b_.lane < kRanks && is_near(b_.lane);
     const i32 block = static_cast<i32>(blockIdx.x);
     if (is_peer) b_.peers().post(b_.flight, b_.lane, block, kSideChannel, 1);
     const bool is_lost = is_peer && !transport::wait_progress(b_.a.view, b_.flight, b_.lane, block, kSideChannel, 1);
@@ -31,10 +31,10 @@ class CombineSide {
   }
 
  private:
-  // [max_tokens, K] floats from each contributor.
-  __device__ typename Block::Peers::Place landing(i32 owner, i32 contributor, i64 token) const {
-    return (b_.peers().heap(owner) + b_.a.view.layout.landing_weights)
-        .template at<float>((contributor * b_.a.view.layout.max_tokens + token) * kTopk);
+  // A living rank; with nodes, of this one.
+  __device__ bool is_near(i32 rank) const {
+    if constexpr (kConfig.has_nodes()) return b_.nodes().is_mate(rank);
+    return b_.flight.is_active(rank);
   }
 
   __device__ void send(i32 source) const {
@@ -47,7 +47,7 @@ class CombineSide {
       const i32 row = plan.row(source, token)[kConfig.is_by_expert() ? k : 0];
       if (row < 0 || row >= b_.a.num_rows) continue;  // R19
       const i64 place = kConfig.is_by_expert() ? row : static_cast<i64>(row) * kTopk + k;
-      b_.peers().put_words(landing(source, b_.a.view.rank, token).template at<float>(k), b_.a.side[place]);
+      b_.peers().put_words(b_.side_landing(source, b_.a.view.rank, token).template at<float>(k), b_.a.side[place]);
     }
   }
 
@@ -60,8 +60,8 @@ class CombineSide {
       const i64 token = b_.token_of(at / kTopk);
       float total = 0.0f;
       const auto add = [&](i32 from) {
-        if (b_.flight.is_active(from))
-          total += reinterpret_cast<const float*>(landing(b_.a.view.rank, from, token).own())[k];
+        if (is_near(from))
+          total += reinterpret_cast<const float*>(b_.side_landing(b_.a.view.rank, from, token).own())[k];
       };
       if constexpr (kConfig.adds_side) {
         static_assert(!kConfig.is_by_expert());
@@ -71,6 +71,9 @@ class CombineSide {
         }
       } else {
         const i32 from = plan.destination()[token * kTopk + k];
+        if constexpr (kConfig.has_nodes()) {
+          if (from >= 0 && !b_.nodes().map.are_mates(from, b_.a.view.rank)) continue;  // the warp that loads has it
+        }
         if (from >= 0 && from < kRanks) add(from);
       }
       b_.a.side_out[token * kTopk + k] = total;

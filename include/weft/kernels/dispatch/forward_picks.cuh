@@ -79,8 +79,9 @@ class DispatchForwardPicks : public DispatchNodes<kConfig> {
     bool has_token, has_come;
   };
 
-  // By the whole warp: a lane's pick in `row` of a mate, -1: nowhere. To the tables, and the first of each mate to the plan.
+  // By the whole warp: a lane's pick in `row` of a mate, -1: nowhere. To the tables and the plan, which has the first row of each mate.
   __device__ void keep(const Pick& pick, i32 row, i32 mate) const {
+    if (pick.has_come) this->plan().set_pick(pick.nth, pick.token, pick.k, row >= 0 ? static_cast<u8>(mate) : kNoMate);
     const u32 of_token = ((kTopk < 32 ? 1u << kTopk : 0u) - 1u) << (lane - pick.k);
     for (i32 idx = 0; idx < nodes_.size; ++idx) {
       const bool is_here = row >= 0 && mate == idx;

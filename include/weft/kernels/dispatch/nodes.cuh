@@ -148,7 +148,7 @@ class DispatchNodes : public DispatchState<kConfig> {
     return row < num_places ? max(row, -1) : -1;  // of a handle: another result may have less room
   }
 
-  // Ids and weights of an arrived row; by expert weights alone, to where its ranks look for them.
+  // Ids and weights of an arrived row, and who keeps its picks; by expert weights alone, to where its ranks look for them.
   __device__ void store_picks(i32 idx) const {
     if constexpr (kConfig.is_cached) return;
     const i32 source = s.source[idx], record = s.record[idx][0];
@@ -164,8 +164,11 @@ class DispatchNodes : public DispatchState<kConfig> {
       }
       return;
     }
+    const i32 nth = nodes_.nth_brought(source);
     for (i32 k = lane; k < kTopk; k += 32) {
-      const i32 expert = experts[k];
+      const i32 expert = experts[k], keeper = expert / kLocal;
+      const bool is_kept = keeper < nodes_.size && rows[keeper] >= 0;
+      plan().set_pick(nth, s.source_token[idx], k, is_kept ? static_cast<u8>(keeper) : kNoMate);
       for (i32 mate = 0; mate < nodes_.size; ++mate) {
         const i32 row = rows[mate], to = nodes_.first + mate;
         if (row < 0 || !flight.is_active(to)) continue;
@@ -242,7 +245,7 @@ class DispatchNodes : public DispatchState<kConfig> {
 
   // ---- of a message, or of what a handle has kept of it
 
-  __device__ GpuForwardPlan<i32> plan() const { return {a.forward_plan, a.view.layout.max_tokens, kNodeRanks}; }
+  __device__ GpuForwardPlan<i32> plan() const { return {a.forward_plan, a.view.layout.max_tokens, kNodeRanks, kTopk}; }
   // A bit for each that has come.
   __device__ const u32* tokens_from(i32 source) const {
     if constexpr (kConfig.is_cached) return reinterpret_cast<const u32*>(plan().come(nodes_.nth_brought(source)));
