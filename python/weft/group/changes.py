@@ -212,24 +212,29 @@ class Changes(Recovering):
             Unsupported: of a rank that waits to be taken in: a heap has grown more than 62 times, so it can't be mapped
                 before the group's next `recover`.
         """
-        longest = MAX_SECONDS if self._stands_by and not self.is_member else CHANGE_TIMEOUT_S
-        seconds = longest if deadline_s is None else positive_seconds("deadline_s", deadline_s)
         if self._unsaid is not None:
             return self._hand_over_recovery()
+        stands_by, native = self._stands_by, self._native
+        if deadline_s is None:
+            seconds = MAX_SECONDS if stands_by and not self.is_member else CHANGE_TIMEOUT_S
+        else:
+            seconds = positive_seconds("deadline_s", deadline_s)
         with self.alone("boundary"):
-            if self._native.is_solo:
+            if native.is_solo:
                 self._say_maps()  # a recovery may take it in
             try:
-                says_ready = self._stands_by or self._says_ready
-                ended, done = self._native.boundary(seconds, says_ready, self._num_boundaries)
+                ended, done = native.boundary(seconds, stands_by or self._says_ready, self._num_boundaries)
                 if done is not None:
                     self._begin_epoch()
             except BaseException:  # Ctrl-C may come behind the change: what was decided is done
-                if self._native.epoch > self._map_epoch:
+                if native.epoch > self._map_epoch:
                     self._begin_epoch()
                 raise
             if self._lags and (done is None or self._rank in done[5]):
                 self._follow_maps()
+            if done is None:
+                self._num_boundaries = ended
+                return None
         return self._hand_over(ended, done)
 
     def _hand_over(self, ended: int, done: tuple[Any, ...] | None) -> Change | None:
