@@ -12,6 +12,7 @@
 
 #include "base/status.h"
 #include "bindings/arrays.h"
+#include "bindings/call_parts.h"
 #include "bindings/gil.h"
 #include "engine/call_fields.h"
 #include "memory/heap.h"
@@ -22,15 +23,6 @@ using namespace nb::literals;
 
 namespace weft::bindings {
 namespace {
-
-// What a dispatch makes beside its rows: later calls take addresses, and what nobody asks for need not become a tensor.
-struct Routing {
-  Array sizes, send_plan, recv_plan, topk_weights, topk_idx;
-  i64 num_bad_ids = 0, first_bad_id = 0, first_bad_at = 0;  // cpu, as in DispatchResult
-  i64 rows_sent = 0, bytes_sent = 0;
-  std::vector<i32> counts;  // nvlink, likewise
-  bool is_captured = false;
-};
 
 template <auto kMember>
 std::string name_of() {
@@ -126,34 +118,8 @@ u64 bytes_of(const Array& array) {
   return num_bytes.value;
 }
 
-u64 address_of(const Array& array) { return reinterpret_cast<u64>(array.block.data); }
-
 // The calls that are made most often: a spec, and what differs from call to call. To make an object or to set one field from Python
 // takes a good part of a launch's time, so the buffers come as plain numbers.
-
-DispatchResult dispatch_unlocked(CallWindow& window, const DispatchArgs& args) {
-  const ReleasedGil release;
-  return window.dispatch(args, signal_poll());
-}
-
-// What a first dispatch is given by its caller.
-DispatchArgs first_args(const DispatchSpec& spec, u64 stream, i64 num_tokens, u64 x, u64 scales, u64 topk_idx,
-                        u64 topk_weights, u64 overflow) {
-  DispatchArgs args{spec, {}};
-  args.stream = stream;
-  args.num_tokens = num_tokens;
-  args.x = x;
-  args.scales = scales;
-  args.topk_idx = topk_idx;
-  args.topk_weights = topk_weights;
-  args.overflow = overflow;
-  return args;
-}
-
-// Without room in the heap rows of GPUs wait for the caller's memory; the cpu engine finds other memory itself.
-bool is_made(const CallWindow& window, const DispatchResult& result) {
-  return result.in_heap || window.gpu_index() < 0;
-}
 
 // `sizes` and `send_plan`: 0, or where they go, behind a call that found no room for them and returned None.
 nb::object dispatch_first(CallWindow& window, const DispatchSpec& spec, u64 stream, i64 num_tokens, u64 x, u64 scales,
@@ -164,23 +130,7 @@ nb::object dispatch_first(CallWindow& window, const DispatchSpec& spec, u64 stre
   args.send_plan = send_plan;
   args.experts = experts;
   DispatchResult made = dispatch_unlocked(window, args);
-  if (!made.has_begun) return nb::none();
-  if (made.needed_tokens > 0) return nb::int_(made.needed_tokens);
-  const auto tensor = [&](const Array& array) { return to_tensor(array, from_dlpack); };
-  Routing routing{.sizes = std::move(made.sizes),
-                  .send_plan = std::move(made.send_plan),
-                  .recv_plan = std::move(made.recv_plan),
-                  .topk_weights = std::move(made.topk_weights),
-                  .topk_idx = std::move(made.topk_idx),
-                  .num_bad_ids = made.num_bad_ids,
-                  .first_bad_id = made.first_bad_id,
-                  .first_bad_at = made.first_bad_at,
-                  .rows_sent = made.rows_sent,
-                  .bytes_sent = made.bytes_sent,
-                  .counts = std::move(made.counts),
-                  .is_captured = made.is_captured};
-  return nb::make_tuple(is_made(window, made), made.result_rows, tensor(made.x), tensor(made.scales),
-                        std::move(routing));
+  return first_made(window, made, from_dlpack);
 }
 
 nb::object dispatch_again(CallWindow& window, const DispatchSpec& spec, u64 stream, i64 num_tokens, u64 x, u64 scales,
@@ -221,16 +171,8 @@ void combine_rows(CallWindow& window, const CombineSpec& spec, u64 stream, i64 n
   args.side = side;
   args.side_out = side_out;
   args.owner_weights = owner_weights;
-  const ReleasedGil release;
-  window.combine(args, signal_poll());
+  combine_unlocked(window, args);
 }
-
-// What a Routing has, in its order, for small batches: shapes and dtypes, to lie in one block. Tensors of torch take longer to make.
-struct Together {
-  std::vector<Array> arrays;  // without memory
-  std::vector<u64> begins;
-  u64 num_bytes = 0;
-};
 
 Together together(const CallWindow& window, const std::vector<std::pair<std::vector<i64>, int>>& wanted) {
   Together all;
@@ -243,49 +185,6 @@ Together together(const CallWindow& window, const std::vector<std::pair<std::vec
   }
   all.num_bytes = end.value;
   return all;
-}
-
-// The arrays in memory of the heap; none without room, or while `stream` records a graph, whose blocks would be taken for good.
-std::vector<Array> reserve_together(CallWindow& window, const Together& wanted, u64 stream) {
-  const std::optional<Block> block = window.reserve(wanted.num_bytes, stream, CallWindow::OnCapture::kNothing);
-  if (!block) return {};
-  std::vector<Array> arrays = wanted.arrays;
-  for (size_t idx = 0; idx < arrays.size(); ++idx) {
-    arrays[idx].block = *block;
-    arrays[idx].block.data += wanted.begins[idx];
-  }
-  return arrays;
-}
-
-// A small batch -> number of rows (exact sizes; else -1), Routing, which is made here, of the most rows; rows and scales are the
-// caller's. None: no room for it, or a graph is recorded; nothing has begun. An int: needed_tokens.
-nb::object dispatch_small(CallWindow& window, const DispatchSpec& spec, const Together& wanted, u64 stream,
-                          i64 num_tokens, u64 x, u64 scales, u64 topk_idx, u64 topk_weights, u64 overflow, i64 room,
-                          u64 out_x, u64 out_scales) {
-  std::vector<Array> made = reserve_together(window, wanted, stream);
-  if (made.size() != 5) return nb::none();
-  DispatchArgs args = first_args(spec, stream, num_tokens, x, scales, topk_idx, topk_weights, overflow);
-  args.num_rows = room;
-  args.out_x = out_x;
-  args.out_scales = out_scales;
-  args.sizes = address_of(made[0]);
-  args.send_plan = address_of(made[1]);
-  args.recv_plan = address_of(made[2]);
-  args.out_weights = address_of(made[3]);
-  args.out_ids = address_of(made[4]);
-  DispatchResult result = dispatch_unlocked(window, args);
-  if (result.needed_tokens > 0) return nb::int_(result.needed_tokens);
-  const i64 num_rows = result.result_rows;
-  if (num_rows >= 0) {
-    made[3].shape[0] = num_rows;
-    if (args.layout == Layout::kRankMajor) made[4].shape[0] = num_rows;
-  }
-  return nb::make_tuple(num_rows, Routing{.sizes = std::move(made[0]),
-                                          .send_plan = std::move(made[1]),
-                                          .recv_plan = std::move(made[2]),
-                                          .topk_weights = std::move(made[3]),
-                                          .topk_idx = std::move(made[4]),
-                                          .counts = std::move(result.counts)});
 }
 
 void gradients(CallWindow& window, u64 stream, int dtype, i64 hidden, i64 num_rows, u64 rows, u64 y, u64 weights,
@@ -322,9 +221,8 @@ void bind_routing(nb::module_& m) {
            })
       .def_prop_ro("places",
                    [](const Routing& routing) {
-                     const std::vector<i64>& plan = routing.recv_plan.shape;
                      return nb::make_tuple(address_of(routing.sizes), address_of(routing.send_plan),
-                                           address_of(routing.recv_plan), plan.empty() ? i64{0} : plan[0],
+                                           address_of(routing.recv_plan), routing.recv_plan_len(),
                                            address_of(routing.topk_weights));
                    })
       .def_ro("num_bad_ids", &Routing::num_bad_ids)

@@ -7,11 +7,14 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
-#include "weft/config/base.h"
+#include "bindings/call_maker.h"
+#include "bindings/exchange_api.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -21,14 +24,6 @@ namespace {
 
 constexpr size_t kMostCalls = 16;  // kept; the oldest makes room
 constexpr u32 kExchangeMajor = 1;  // of DLPack
-
-// DLPackExchangeAPI of DLPack 1.3, up to what is used of it.
-struct ExchangeApi {
-  u32 major = 0, minor = 0;
-  ExchangeApi* older = nullptr;
-  void (*unused[3])() = {};
-  int (*look_at)(void* tensor, nb::dlpack::dltensor* out) = nullptr;  // -1: a Python error is set
-};
 
 const ExchangeApi* exchange_api(nb::handle capsule) {
   if (PyCapsule_CheckExact(capsule.ptr()) == 0) return nullptr;
@@ -52,6 +47,7 @@ struct KnownCall {
   size_t num_lead = 1;
   std::vector<Look> looks;
   nb::object plan;
+  std::shared_ptr<const Way> way;  // null: Python's side makes it
 };
 
 bool is_dense(const nb::dlpack::dltensor& tensor) {
@@ -94,9 +90,61 @@ class KnownCalls {
   nb::object find(const nb::tuple& values, nb::handle kind, nb::handle origin, nb::handle lead,
                   const nb::tuple& tensors) const {
     Sight sight;
-    if (!see(tensors, sight)) return nb::none();
-    const KnownCall* call = known(values, kind, origin, lead, sight);
+    std::array<nb::handle, kMostTensors> each{};
+    if (tensors.size() > each.size()) return nb::none();
+    std::copy(tensors.begin(), tensors.end(), each.begin());
+    const KnownCall* call = look_for(values, kind, origin, lead, std::span(each).first(tensors.size()), sight);
     return call == nullptr ? nb::none() : as_found(call->plan, sight);
+  }
+
+  // From now on dispatch() and combine() find calls of this Runner, and make them where nothing unusual is in the way.
+  void serve(nb::handle calls, const nb::dict& of) {
+    if (api_ != nullptr) maker_ = std::make_unique<CallMaker>(calls, api_, of);
+  }
+
+  // -> what the caller gets, made; what find() gives, if Python's side has to make it; None: not known.
+  nb::object dispatch(const nb::tuple& values, nb::handle x, nb::handle topk_idx, nb::handle topk_weights,
+                      nb::handle handle) const {
+    if (maker_ == nullptr || !maker_->stands_alone()) return nb::none();
+    const bool is_quantized = maker_->is_quantized(x);
+    const nb::object data = is_quantized ? nb::object(x.attr("data")) : nb::borrow(x);
+    const nb::object scales = is_quantized ? nb::object(x.attr("scales")) : nb::object(nb::none());
+    nb::object origin = nb::none(), lead = nb::none();
+    Given given;
+    if (!handle.is_none()) {
+      given.handle = handle;
+      given.fields = topk_idx.is_none() && topk_weights.is_none() ? maker_->fields_of(handle) : nullptr;
+      if (!given.fields.is_valid()) return nb::none();
+      const CallMaker::Handled handled = CallMaker::handled(given.fields);
+      origin = handled.call;
+      lead = nb::make_tuple(handled.num_tokens);
+    }
+    Sight sight;
+    const std::array<nb::handle, kMostTensors> tensors = {data, scales, topk_idx, topk_weights};
+    const KnownCall* call = look_for(values, x.type(), origin, lead, tensors, sight);
+    return call == nullptr ? nb::none() : made(*call, sight, given);
+  }
+
+  // The same, without side, bias and out. `weights`: of the owner.
+  nb::object combine(const nb::tuple& values, nb::handle y, nb::handle handle, nb::handle weights) const {
+    if (maker_ == nullptr || !maker_->stands_alone()) return nb::none();
+    Given given;
+    given.handle = handle;
+    given.fields = maker_->fields_of(handle);
+    if (!given.fields.is_valid()) return nb::none();
+    if (!weights.is_none() && !(maker_->is_tensor(weights) && is_plain(weights))) return nb::none();
+    const auto [origin, lead, num_tokens] = CallMaker::handled(given.fields);
+    if (lead.is_none()) return nb::none();
+    given.num_tokens = nb::cast<i64>(num_tokens);
+    Sight sight;
+    const std::array<nb::handle, kMostTensors> tensors = {y, nb::none(), nb::none(), nb::none()};
+    const KnownCall* call = look_for(values, maker_->kind_of_combine(!weights.is_none()), origin, lead, tensors, sight);
+    if (call == nullptr || sight.types[0] == nullptr) return nb::none();
+    if (!weights.is_none() && !are_weights(weights, sight.tensors[0].device, given)) return nb::none();
+    given.y = y;
+    given.num_values = 1;
+    for (i32 dim = 0; dim < sight.tensors[0].ndim; ++dim) given.num_values *= sight.tensors[0].shape[dim];
+    return made(*call, sight, given);
   }
 
   // Nothing happens for tensors that find() would not take. Their types are torch's own.
@@ -113,8 +161,14 @@ class KnownCalls {
     call.most_rows = most_rows;
     call.num_lead = lead.is_none() ? 1 : nb::len(lead);
     call.plan = nb::borrow(plan);
+    if (maker_ != nullptr) call.way = maker_->way_of(plan);
     Sight sight;
-    if (!see(tensors, sight) || known(values, kind, origin, lead, sight) != nullptr) return;
+    std::array<nb::handle, kMostTensors> each_tensor{};
+    if (tensors.size() > each_tensor.size()) return;
+    std::copy(tensors.begin(), tensors.end(), each_tensor.begin());
+    if (!see(std::span(each_tensor).first(tensors.size()), sight) ||
+        known(values, kind, origin, lead, sight) != nullptr)
+      return;
     for (size_t idx = 0; idx < sight.num; ++idx) {
       Look look;
       if (const PyObject* type = sight.types[idx]; type != nullptr) {
@@ -151,9 +205,49 @@ class KnownCalls {
                        [&](const auto& each) { return each.ptr() == tensor.type().ptr(); });
   }
 
+  // Null: not known. Without a call of these options nothing is looked at, so what is never learnt costs little.
+  const KnownCall* look_for(const nb::tuple& values, nb::handle kind, nb::handle origin, nb::handle lead,
+                            std::span<const nb::handle> tensors, Sight& sight) const {
+    const bool may_be = std::any_of(calls_.begin(), calls_.end(),
+                                    [&](const KnownCall& call) { return has_options(call, values, kind, origin); });
+    return may_be && see(tensors, sight) ? known(values, kind, origin, lead, sight) : nullptr;
+  }
+
+  nb::object made(const KnownCall& call, const Sight& sight, Given& given) const {
+    const std::shared_ptr<const Way> way = call.way;  // another thread may forget the call meanwhile
+    const nb::object plan = call.plan;
+    if (way != nullptr && sight.types[0] != nullptr) {
+      if (!given.y.is_valid()) given.num_tokens = sight.tensors[0].shape[0];
+      for (size_t idx = 0; idx < sight.num; ++idx) {
+        given.places[idx] = sight.types[idx] == nullptr ? 0 : place_of(sight.tensors[idx]);
+      }
+      const i64 rows = sight.tensors[0].shape[0];
+      nb::object result = maker_->make(*way, given);
+      if (result.is_valid()) return result;
+      return found(plan, rows, given.places, sight.num);
+    }
+    return as_found(plan, sight);
+  }
+
+  // Weights that a combine reads as they are given: fp32 [T, K] beside its rows. That they are plain was seen before: to ask
+  // lets other threads in.
+  bool are_weights(nb::handle weights, const nb::dlpack::device& device, Given& given) const {
+    nb::dlpack::dltensor seen{};
+    if (api_->look_at(weights.ptr(), &seen) != 0) return PyErr_Clear(), false;
+    const bool is_fp32 = seen.dtype.code == static_cast<u8>(nb::dlpack::dtype_code::Float) && seen.dtype.bits == 32;
+    const bool is_there = seen.device.device_type == device.device_type && seen.device.device_id == device.device_id;
+    given.owner_weights = place_of(seen);
+    return is_fp32 && is_there && seen.ndim == 2 && seen.shape[0] == given.num_tokens &&
+           seen.shape[1] == maker_->top_k() && is_dense(seen);
+  }
+
+  static bool has_options(const KnownCall& call, const nb::tuple& values, nb::handle kind, nb::handle origin) {
+    return call.kind.ptr() == kind.ptr() && call.origin.ptr() == origin.ptr() && are_same(values, call.values);
+  }
+
   // False: one of them is not plain, or can't be read as it lies.
-  bool see(const nb::tuple& tensors, Sight& sight) const {
-    if (api_ == nullptr || tensors.size() > kMostTensors) return false;
+  bool see(std::span<const nb::handle> tensors, Sight& sight) const {
+    if (api_ == nullptr) return false;
     for (const nb::handle each : tensors) {
       if (!each.is_none() && !(has_type(each) && is_plain(each))) return false;
     }
@@ -171,8 +265,7 @@ class KnownCalls {
   const KnownCall* known(const nb::tuple& values, nb::handle kind, nb::handle origin, nb::handle lead,
                          const Sight& sight) const {
     const auto found = std::find_if(calls_.rbegin(), calls_.rend(), [&](const KnownCall& call) {
-      return call.kind.ptr() == kind.ptr() && call.origin.ptr() == origin.ptr() && are_same(values, call.values) &&
-             looks_like(call, lead, sight);
+      return has_options(call, values, kind, origin) && looks_like(call, lead, sight);
     });
     return found == calls_.rend() ? nullptr : &*found;
   }
@@ -233,9 +326,13 @@ class KnownCalls {
     for (size_t idx = 0; idx < sight.num; ++idx) {
       if (sight.types[idx] != nullptr) places[idx] = place_of(sight.tensors[idx]);
     }
-    nb::object made = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(sight.num)));
+    return found(std::move(plan), rows, places, sight.num);
+  }
+
+  static nb::object found(nb::object plan, i64 rows, const std::array<u64, kMostTensors>& places, size_t num) {
+    nb::object made = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(num)));
     if (!made.is_valid()) throw nb::python_error();
-    for (size_t idx = 0; idx < sight.num; ++idx) {
+    for (size_t idx = 0; idx < num; ++idx) {
       PyTuple_SetItem(made.ptr(), static_cast<Py_ssize_t>(idx), PyLong_FromUnsignedLongLong(places[idx]));
     }
     return nb::make_tuple(std::move(plan), rows, made);
@@ -245,6 +342,7 @@ class KnownCalls {
   u64 alignment_;
   nb::object requires_grad_, is_neg_;
   std::vector<KnownCall> calls_;
+  std::unique_ptr<const CallMaker> maker_;
   std::vector<nb::object> types_;  // of tensors that were learnt: no other object is looked at
 };
 
@@ -254,6 +352,10 @@ void bind_known_calls(nb::module_& m) {
   nb::class_<KnownCalls>(m, "KnownCalls")
       .def(nb::init<nb::handle, u64>(), "exchange_api"_a.none(), "alignment"_a)
       .def("find", &KnownCalls::find, "values"_a, "kind"_a.none(), "origin"_a.none(), "lead"_a.none(), "tensors"_a)
+      .def("serve", &KnownCalls::serve, "calls"_a, "of"_a)
+      .def("dispatch", &KnownCalls::dispatch, "values"_a, "x"_a.none(), "topk_idx"_a.none(), "topk_weights"_a.none(),
+           "handle"_a.none())
+      .def("combine", &KnownCalls::combine, "values"_a, "y"_a.none(), "handle"_a.none(), "weights"_a.none())
       .def("learn", &KnownCalls::learn, "values"_a, "kind"_a.none(), "origin"_a.none(), "lead"_a.none(),
            "most_rows"_a.none(), "tensors"_a, "plan"_a);
 }

@@ -17,6 +17,7 @@ from pool import RankState
 
 GPU = emulated_gpu.__file__
 WEFT = str(Path(weft.__file__).parent)
+MOST_KNOWN = 2
 MOST = 20  # of a dispatch, and of its combine; of the backward of both, two calls, twice as many
 
 
@@ -81,10 +82,8 @@ def counts_of(state: RankState, kind: str) -> tuple[int, ...]:
     with weft.ExpertParallel(
         state.comm, num_experts=EXPERTS, top_k=2, hidden=HIDDEN, max_tokens_per_rank=8, num_windows=1
     ) as ep:
-        first = ep.dispatch(x, ids, weights)
-        is_repeated = dispatch_options.pop("handle", False)
-        if is_repeated and dispatch_options.get("mode") == "latency":
-            first = ep.dispatch(x, ids, weights, mode="latency")
+        is_repeated, mode = dispatch_options.pop("handle", False), dispatch_options.get("mode", "auto")
+        first: Any = ep.dispatch(x, ids, weights, mode=mode) if is_repeated else None
         for _ in range(3):
             given = rows.clone().requires_grad_() if tracked else rows
             routing = (given,) if is_repeated else (given, ids, weights)
@@ -126,6 +125,15 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[emulated_gpu.EmulatedR
     ranks = emulated_gpu.EmulatedRanks(monkeypatch)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: -1)  # no tool listens
     return ranks  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", ["capacity", "masked", "latency, capacity"])
+def test_a_known_call_runs_hardly_any(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """All but the method of ExpertParallel is the native module's."""
+    ranks = emulated_gpu.EmulatedRanks(monkeypatch, emulated_gpu.IDLE)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: -1)  # no tool listens
+    for counts in ranks.run(1, counts_of, [kind]):
+        assert all(number <= MOST_KNOWN for number in counts), counts
 
 
 def on_cpu(comm: weft.Communicator, kind: str) -> tuple[int, ...]:

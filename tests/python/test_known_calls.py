@@ -12,6 +12,7 @@ import torch
 from test_quick import fp8, inputs, make
 from torch import Tensor
 
+import weft
 from pool import RankState
 from weft import _load
 
@@ -148,8 +149,13 @@ class Seen:
         self._real, self.learn = real, real.learn
         self.has_found: list[bool] = []
 
-    def find(self, *args: Any) -> Any:
-        found = self._real.find(*args)
+    def dispatch(self, *args: Any) -> Any:
+        return self._noted(self._real.dispatch(*args))
+
+    def combine(self, *args: Any) -> Any:
+        return self._noted(self._real.combine(*args))
+
+    def _noted(self, found: Any) -> Any:
         self.has_found.append(found is not None)
         return found
 
@@ -166,8 +172,8 @@ def call_again_and_again(state: RankState, case: int) -> None:
     x, ids, weights = inputs(state.rank)
     given = x if make_rows is None else make_rows(x)
     with make(state) as ep:
-        seen, totals = Seen(ep._eager._known), []
-        ep._eager._known = seen  # type: ignore[assignment]
+        seen, totals = Seen(ep._eager.known), []
+        ep._eager.known = seen  # type: ignore[assignment]
         for _ in range(4):
             r = ep.dispatch(given, ids, weights, **options)
             again = ep.dispatch(given, handle=r.handle)
@@ -190,6 +196,60 @@ def call_again_and_again(state: RankState, case: int) -> None:
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_later_calls_are_known(pool: Any, case: int) -> None:
     pool.run(2, call_again_and_again, [case] * 2)
+
+
+def unusual_calls(state: RankState, has_no_kernels: bool) -> None:
+    x, ids, weights = inputs(state.rank)
+    ep = make(state)
+    for _ in range(3):
+        r = ep.dispatch(x, ids, weights, capacity=16)
+        y = ep.combine(r.x, r.handle)
+    seen = Seen(ep._eager.known)
+    ep._eager.known = seen  # type: ignore[assignment]
+    calls = (
+        lambda: ep.dispatch(x, ids, weights, capacity=16),
+        lambda: ep.dispatch(x, handle=r.handle),
+        lambda: ep.combine(r.x, r.handle),
+    )
+    calls[1]()
+    calls[1]()
+    before = ep.stats()["num_dispatches"], ep.stats()["num_combines"]
+    for call in calls:
+        with state.comm._busy, pytest.raises(weft.InvalidState, match="another thread is inside a call"):
+            call()
+        ep.calls.bad_ids = "ids of an earlier call"
+        with pytest.raises(weft.InvalidArgument, match="ids of an earlier call"):
+            call()
+        assert not state.comm._busy.locked()
+    assert (ep.stats()["num_dispatches"], ep.stats()["num_combines"]) == before, "calls that failed do not count"
+    with torch.autograd.profiler.profile() as profile:
+        for call in calls:
+            call()
+    names = [event.name for event in profile.function_events if event.name.startswith("weft::")]
+    assert names == ["weft::dispatch rank_major"] * 2 + ["weft::combine rank_major"]
+    again = calls[2]()
+    assert has_no_kernels or torch.equal(again, y)
+    assert (ep.stats()["num_dispatches"], ep.stats()["num_combines"]) == (before[0] + 2, before[1] + 2)
+    ep.close()
+    for call in calls:
+        with pytest.raises(weft.InvalidState, match="closed"):
+            call()
+    assert all(seen.has_found[2:]), "they are known all the same"
+
+
+def on_cpu(comm: weft.Communicator) -> None:
+    unusual_calls(RankState(comm.rank, {1: comm}, 1), False)
+
+
+@pytest.mark.parametrize("engine", ["cpu", "nvlink"])
+def test_what_is_unusual_is_left_to_python(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    """A known call is refused as any other, and then gives back what it holds."""
+    if engine == "nvlink":
+        ranks = emulated_gpu.EmulatedRanks(monkeypatch, emulated_gpu.IDLE)
+        monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: -1)  # no tool listens
+        ranks.run(1, unusual_calls, [True])
+    else:
+        weft.spawn(on_cpu, 1, device="cpu", isolation="thread")
 
 
 def test_threads_find_their_own_calls() -> None:

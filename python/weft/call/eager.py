@@ -21,6 +21,7 @@ from torch import Tensor
 from weft import _load, autograd
 from weft.call import check, traced
 from weft.call.check_tensors import as_bytes, check_apart, is_read_by_column
+from weft.call.event import Event
 from weft.call.half import Staged
 from weft.call.maps import checked_picks
 from weft.call.options import VALUE_TYPES, CombineOptions, DispatchOptions, options_of
@@ -29,6 +30,7 @@ from weft.call.runner import Runner
 from weft.call.shape import Shape
 from weft.call.spec import RANK_MAJOR
 from weft.call.tensors import is_traced, plain
+from weft.group.turns import Process
 from weft.handle import Dispatched, Handle
 from weft.quantized import Quantized
 from weft.routing import traces
@@ -38,6 +40,8 @@ __all__ = ["Eager"]
 _PLAIN = (Tensor, torch.nn.Parameter)
 _num_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 _EXCHANGE_API = "__dlpack_c_exchange_api__"  # of torch 2.10 and later: without it no call is known
+_WORKS = ("_first", "_first_small", "_again", "_sum")  # methods of a Runner that the native module does without
+_UNASKED = object()
 _OF_FP8 = {1: torch.float32, 2: torch.float8_e8m0fnu}  # scales, by the code of quantize
 
 
@@ -45,27 +49,44 @@ class _Weighted:
     """In place of Handle: calls whose weights are given."""
 
 
+def _of_python(calls: Runner) -> dict[str, Any]:
+    """What the native module needs to make known calls (src/bindings/call_maker.cc)."""
+    return {
+        "comm": calls.comm, "Handle": Handle, "Weighted": _Weighted, "Dispatched": Dispatched, "Quantized": Quantized,
+        "Event": Event, "Process": Process, "Tensor": Tensor, "Plan": Plan, "torch_c": torch._C, "new": object.__new__,
+        "num_modes": _num_modes, "transforms": _transforms, "is_profiled": torch.autograd._profiler_enabled,
+        "recorders": traces._recorders, "quantized_of": _quantized,
+        "works": tuple(getattr(type(calls), name, None) for name in _WORKS),
+    }  # fmt: skip
+
+
 class Eager:
     """The eager calls of one ExpertParallel."""
 
     def __init__(self, shape: Shape, calls: Runner) -> None:
         self._shape, self._calls = shape, calls
-        self._known = _load.native().KnownCalls(getattr(Tensor, _EXCHANGE_API, None), calls.alignment)
+        self.known = _load.native().KnownCalls(getattr(Tensor, _EXCHANGE_API, None), calls.alignment)
+        self.known.serve(calls, _of_python(calls))
 
     # ---- dispatch
 
-    def dispatch(self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any, values: tuple[Any, ...]) -> Dispatched:
-        """See ExpertParallel; `values`: of its options."""
+    def dispatch(
+        self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any, values: tuple[Any, ...], found: Any = _UNASKED
+    ) -> Dispatched:
+        """See ExpertParallel; `values`: of its options; `found`: what `known` has said of this call, if it was asked,
+        and has not made it."""
+        if found is _UNASKED:
+            found = self.known.dispatch(values, x, topk_idx, topk_weights, handle)
+            if type(found) is Dispatched:
+                return found
         rows: Any
         calls, stands_alone = self._calls, _num_modes() == 0 and _transforms() is None
         is_first = is_own = handle is None
-        found = origin = lead = None
+        origin = lead = None
         data, scales = given = (x.data, x.scales) if type(x) is Quantized else (x, None)
         if type(handle) is Handle and topk_idx is None and topk_weights is None:
             known = handle.__dict__
             is_own, origin, lead = known["tie"] is calls.token, known["call"], (known["num_tokens"],)
-        if is_own and stands_alone and not traces._recorders:
-            found = self._known.find(values, type(x), origin, lead, (data, scales, topk_idx, topk_weights))
         if found is not None:
             plan, num_tokens, places = found
         else:
@@ -191,24 +212,26 @@ class Eager:
     # ---- combine
 
     def combine(
-        self, y: Any, handle: Any, side: Any, bias: Any, out: Any, values: tuple[Any, ...], weights: Any = None
+        self,
+        y: Any,
+        handle: Any,
+        side: Any,
+        bias: Any,
+        out: Any,
+        values: tuple[Any, ...],
+        weights: Any = None,
+        found: Any = None,
     ) -> Any:
-        """See ExpertParallel; `values`: of its options."""
+        """See ExpertParallel; `values`: of its options; `found`: what `known` has said of this call, and has not made
+        it; of one with side, bias or `out` None."""
         calls, stands_alone = self._calls, _num_modes() == 0 and _transforms() is None
         is_bare, kind = side is None and bias is None and out is None, Handle if weights is None else _Weighted
-        if is_bare and stands_alone and type(handle) is Handle:
-            known = handle.__dict__
-            tie, lead, found = known["tie"], known.get("lead"), None
-            is_bare = weights is None or self._are_read_as_given(weights, known["num_tokens"])
-            if is_bare and tie is calls.token and lead is not None:
-                found = self._known.find(values, kind, known["call"], lead, (y, None, None, None))
-            if found is not None:
-                plan, _, places = found
-                more = () if weights is None else (None, weights)
-                total, _, _ = calls.run(
-                    plan, tie, y, handle, None, None, *more, num_tokens=known["num_tokens"], places=places
-                )
-                return (total, calls.last.event) if plan.call.is_async else total
+        if found is not None:
+            plan, _, places = found
+            more = () if weights is None else (None, weights)
+            tie, num_tokens = handle.tie, handle.num_tokens
+            total, _, _ = calls.run(plan, tie, y, handle, None, None, *more, num_tokens=num_tokens, places=places)
+            return (total, calls.last.event) if plan.call.is_async else total
         is_plain = VALUE_TYPES.issuperset(map(type, values))
         options = options_of(CombineOptions, *values) if is_plain else CombineOptions(*values)
         if weights is None and options.order == "pick" and options.weighted:
@@ -280,15 +303,6 @@ class Eager:
         result = parts[0] if len(parts) == 1 else tuple(parts)
         return Staged(result, plan.window.half) if options.staged else result
 
-    def _are_read_as_given(self, weights: Any, num_tokens: int) -> bool:
-        """Of a combine's weights: whether check_owner_weights finds nothing to do."""
-        shape = self._shape
-        return (
-            type(weights) is Tensor and weights.dtype is torch.float32 and weights.shape == (num_tokens, shape.top_k)
-            and weights.device == shape.device and weights.layout is torch.strided and weights.is_contiguous()
-            and not (weights.is_neg() or torch.is_grad_enabled())
-        )  # fmt: skip
-
     def _learn_combine(self, checked: tuple[Any, ...], handle: Handle, options: CombineOptions) -> Plan:
         call, y, side, bias, _ = checked
         is_tracked = torch.is_grad_enabled() and (
@@ -313,7 +327,7 @@ class Eager:
         """From now on calls that look like this one go along `plan` at once."""
         if VALUE_TYPES.issuperset(map(type, values)) and all(each is None or type(each) in _PLAIN for each in tensors):
             most = plan.call.max_tokens if lead is None else None
-            self._known.learn(values, kind, origin, lead, most, tensors, plan)
+            self.known.learn(values, kind, origin, lead, most, tensors, plan)
 
     def _may_be_known(self, plan: Plan) -> bool:
         """Whether nothing is done to the tensors of its calls on the way to the native module."""

@@ -194,19 +194,30 @@ class GpuCalls(GpuPlans):
         return handle
 
     def _first_small(
-        self, plan: Plan, stream: int, x: Tensor, scales: Tensor | None, topk_idx: Tensor, weights: Tensor | None
+        self,
+        plan: Plan,
+        stream: int,
+        x: Tensor | None,
+        scales: Tensor | None,
+        topk_idx: Tensor | None,
+        weights: Tensor | None,
+        found: tuple[Tensor, Tensor | None, tuple[int, int], Any] | None = None,
     ) -> tuple[Tensor, Tensor | None, Handle]:
-        """Into tensors for all that may come, rows in ordinary ones; without a capacity the host learns how many."""
-        rows, out_scales = self._ordinary(plan, plan.lead)
-        into = (
-            rows.data_ptr() or address(rows),
-            0 if out_scales is None else out_scales.data_ptr() or address(out_scales),
-        )
-        call, native, places = plan.call, plan.window.native, plan.places
-        memory = plan.memory.get(plan.num_tokens) or self._memory(plan)
-        made = native.dispatch_small(
-            plan.spec, memory, stream, plan.num_tokens, *places, plan.overflow, plan.room, *into
-        )
+        """Into tensors for all that may come, rows in ordinary ones; without a capacity the host learns how many.
+        `found`: these tensors, where they are, and the result of the native call, if it was made."""
+        call, places = plan.call, plan.places
+        if found is None:
+            rows, out_scales = self._ordinary(plan, plan.lead)
+            into = (
+                rows.data_ptr() or address(rows),
+                0 if out_scales is None else out_scales.data_ptr() or address(out_scales),
+            )
+            memory = plan.memory.get(plan.num_tokens) or self._memory(plan)
+            made = plan.window.native.dispatch_small(
+                plan.spec, memory, stream, plan.num_tokens, *places, plan.overflow, plan.room, *into
+            )
+        else:
+            rows, out_scales, into, made = found
         if type(made) is int:
             raise NeedsRoom(made)
         if made is not None:

@@ -136,16 +136,26 @@ class Runner(Planner):
     # ---- native calls
 
     def _first(
-        self, plan: Plan, stream: int, x: Tensor, scales: Tensor | None, topk_idx: Tensor, weights: Tensor | None
+        self,
+        plan: Plan,
+        stream: int,
+        x: Tensor | None,
+        scales: Tensor | None,
+        topk_idx: Tensor | None,
+        weights: Tensor | None,
+        found: tuple[tuple[Any, ...], Any] | None = None,
     ) -> tuple[Tensor, Tensor | None, Handle]:
-        """See Planner."""
-        places: tuple[Any, ...] = (
-            plan.spec, stream, plan.num_tokens, *plan.places, plan.overflow, from_dlpack
-        )  # fmt: skip
-        if self.has_map:
-            table = self.experts.table(self.comm._active)  # held until this returns
-            places = (*places, 0, 0, address(table))
-        made = plan.window.native.dispatch_first(*places)
+        """See Planner. `found`: what the native call was given, and its result, if it was made."""
+        if found is None:
+            places: tuple[Any, ...] = (
+                plan.spec, stream, plan.num_tokens, *plan.places, plan.overflow, from_dlpack
+            )  # fmt: skip
+            if self.has_map:
+                table = self.experts.table(self.comm._active)  # held until this returns
+                places = (*places, 0, 0, address(table))
+            made = plan.window.native.dispatch_first(*places)
+        else:
+            places, made = found
         if type(made) is int:
             raise NeedsRoom(made)
         if made is None or not made[0]:

@@ -12,6 +12,8 @@ namespace {
 constexpr u64 kMeetTag = u64{1} << 57;
 constexpr u64 kQueueNs = 600'000'000'000;  // longest that a call may wait in its stream for work before it
 
+constexpr int kLooksAQuestion = 16;  // for the counts, between two questions whether the kernel has ended
+
 constexpr size_t kMostCalls = 256;  // remembered for error texts, whatever the object
 
 }  // namespace
@@ -159,7 +161,11 @@ std::pair<i64, std::vector<i32>> Window::wait_for_counts(const DispatchSpec& spe
   };
   // That a rank needs room is not all: others may need more, or an earlier call has said it (raise_own_need).
   const auto is_told = [&] { return has_counts() || (ptx::ld_acquire_sys(error_word()) != 0 && !has_need()); };
-  const auto is_told_or_over = [&] { return is_told() || last_event_->is_done(); };
+  // To ask the driver takes longer than to look at a word, and keeps other threads out of the driver; a kernel that ended has told.
+  int num_looks = 0;
+  const auto is_told_or_over = [&] {
+    return is_told() || (++num_looks % kLooksAQuestion == 0 && last_event_->is_done());
+  };
   bool is_in_time = false;
   WaitLog log(*comm_);
   const Poll look = [&] {
