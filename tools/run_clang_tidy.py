@@ -1,11 +1,14 @@
 """Runs clang-tidy on host sources, several at once. Usage: run_clang_tidy.py [FILE...], default src/ and lab/nic/.
 
 Configures build/tidy for its compile_commands.json. A file that passed is not looked at again until it, a header of
-the repository, or .clang-tidy changes: the digest of all these is kept in build/tidy/passed.
+the repository, .clang-tidy or constraints.txt (for clang-tidy's version) changes: the digest of all these is kept in
+build/tidy/passed.
 """
 
 import hashlib
+import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -23,11 +26,21 @@ def configure() -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         sys.exit(f"cmake failed:\n{result.stdout}{result.stderr}")
+    commands = BUILD / "compile_commands.json"
+    entries = json.loads(commands.read_text())
+    for entry in entries:
+        entry["command"] = with_system_headers(entry["command"])
+    commands.write_text(json.dumps(entries, indent=1))
+
+
+def with_system_headers(command: str) -> str:
+    """Name folders outside of the repository as the system's, whose declarations clang-tidy passes over."""
+    return re.sub(rf"(?<= )-I(?!{re.escape(str(ROOT))}/(?:src|include|lab)\b)(?=\S)", "-isystem ", command)
 
 
 def hash_shared() -> bytes:
-    """Return the digest of what every file's result depends on: all headers and the configuration."""
-    digest = hashlib.sha256((ROOT / ".clang-tidy").read_bytes())
+    """Return the digest of what every file's result depends on: all headers, the configuration and the versions."""
+    digest = hashlib.sha256((ROOT / ".clang-tidy").read_bytes() + (ROOT / "constraints.txt").read_bytes())
     for path in sorted(path for folder in ("include", "src", "lab/nic") for path in ROOT.glob(f"{folder}/**/*.h")):
         digest.update(path.read_bytes())
     return digest.digest()

@@ -45,11 +45,7 @@ u64 Nic::segment_bytes(int num_ranks, const Model& model) {
 }
 
 Nic::Nic(int rank, const Model& model, std::vector<Segment> segments, Copier& copier)
-    : rank_(rank),
-      model_(model),
-      copier_(copier),
-      peers_(segments.size()),
-      egress_(static_cast<int>(segments.size()), model) {
+    : model_(model), copier_(copier), peers_(segments.size()), egress_(static_cast<int>(segments.size()), model) {
   const u64 ring_bytes = segment_bytes(1, model);
   for (size_t idx = 0; idx < peers_.size(); ++idx) {
     peers_[idx].in = reinterpret_cast<Ring*>(segments[static_cast<size_t>(rank)].data + idx * ring_bytes);

@@ -79,7 +79,6 @@ class Nic {
   void take(Peer& peer);
   bool apply(Peer& peer, const Slot& slot, const u8* bytes);
 
-  const int rank_;
   const Model model_;
   Copier& copier_;
   std::vector<Peer> peers_;

@@ -48,7 +48,7 @@ constexpr Name type_name() {
 // Converts to the type of any field.
 struct AnyValue {
   template <class Type>
-  constexpr operator Type() const;
+  constexpr operator Type() const;  // NOLINT(google-explicit-constructor): that is what it is for
 };
 
 // Fields of a plain struct: as many values as it can be made of.

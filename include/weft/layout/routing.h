@@ -17,6 +17,7 @@ WEFT_HD constexpr i64 align_rows(i64 rows, i64 alignment) { return (rows + align
 //   offsets [num_local_experts + 1]        written: first row of each group, before any clipping to the capacity
 // expert_major: groups start at multiples of `alignment`, the last is padded too. masked: group l starts at l * capacity
 // and starts count from the group's own first row. Returns the rows of the result, without capacity.
+// NOLINTNEXTLINE(readability-function-size): counts with their shape, how to place them, and two results
 WEFT_HD inline i64 place_by_expert(const i32* counts, i32 num_ranks, i32 num_local_experts, Layout layout,
                                    i64 alignment, i64 capacity, i64* starts, i64* offsets) {
   i64 next = 0;

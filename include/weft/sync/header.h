@@ -71,7 +71,7 @@ WEFT_HD WaitResult wait_header(const u64* cell, Turn turn, Pause& pause, u64& se
 
 template <class Pause>
 WEFT_HD WaitResult wait_header(const u64* cell, Turn turn, Pause& pause) {
-  u64 seen;
+  u64 seen;  // NOLINT(cppcoreguidelines-init-variables): written there
   return wait_header(cell, turn, pause, seen);
 }
 

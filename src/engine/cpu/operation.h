@@ -101,7 +101,7 @@ class Operation {
       relay_messages();
       return ready() || late_and_closed(late) >= 0;
     };
-    sync::WaitResult result;
+    sync::WaitResult result;  // NOLINT(cppcoreguidelines-init-variables): the wait returns one or throws
     try {
       result = sync::wait_until(ready_or_hopeless, pause);
     } catch (...) {
