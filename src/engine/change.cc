@@ -291,6 +291,14 @@ bool Communicator::is_group_gone() {
   return (membership_.newest_set() - RankSet::of(plane_->dead_ranks())).empty();
 }
 
+// Whether a rank that was a member is none by now. The register knows, whatever this rank has heard of it.
+bool Communicator::is_left_out(int slot) {
+  if (plane_->ledger().is_decided(next_epoch_.load(std::memory_order_relaxed)))
+    ask(event_of(Event::Kind::kLook), Wait{0, {}});
+  const std::lock_guard lock(membership_mutex_);
+  return !membership_.newest_set().contains(slot);
+}
+
 // Who was active before a change that takes this rank in.
 RankSet Communicator::set_before(const Action& action, const RankSet& added) const {
   const Decision last = plane_->ledger().find(action.epoch - 1);

@@ -228,7 +228,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void unprepare_all(bool is_for_new_window, const RankSet& but = {});
   void hold_in_recovery(bool holds, const RankSet& taken_in);
   void admit(int slot, u64 incarnation, Connection&& connection, const std::function<void()>& answer);
-  Parcel inquire(int slot, Errand errand, std::vector<std::byte> bytes, std::vector<OwnedFd> fds, const Wait& wait);
+  bool is_left_out(int slot);
+  Parcel inquire(int slot, Errand errand, std::vector<std::byte> bytes, std::vector<OwnedFd> fds, bool is_member,
+                 const Wait& wait);
   void serve(int slot, u64 tag, Parcel&& parcel);
   std::vector<std::byte> serve_ready(int slot, const Parcel& parcel);
   void refresh_windows(u64 deadline_ns, const Poll& poll);

@@ -46,9 +46,10 @@ std::vector<std::byte> bytes_of(const std::vector<u64>& numbers) {
 
 }  // namespace
 
-// Error as the other rank's refusal; kPeerLost, kPeerTimeout.
+// Error as the other rank's refusal; kPeerLost, kPeerTimeout. A member that is left out meanwhile, and stopped, or awake again and
+// closing, is lost: its refusal says nothing of the group.
 Parcel Communicator::inquire(int slot, Errand errand, std::vector<std::byte> bytes, std::vector<OwnedFd> fds,
-                             const Wait& wait) {
+                             bool is_member, const Wait& wait) {
   Elastic& e = *elastic_;
   u64 number = 0;
   {
@@ -62,10 +63,13 @@ Parcel Communicator::inquire(int slot, Errand errand, std::vector<std::byte> byt
     elastic->answers.erase(number);
   });
   e.group.send(slot, tag_of(errand, number), std::move(bytes), std::move(fds));
+  const auto raise_lost = [slot] {
+    throw_peer_lost("join", {slot},
+                    "rank " + std::to_string(slot) + " ended, closed or was left out before it answered");
+  };
   Parcel parcel;
   for (;;) {  // check: allow spin-loop: sleeps on a condition variable and ends at the deadline
-    const std::vector<int> connected = e.group.peers();
-    const bool lives = std::find(connected.begin(), connected.end(), slot) != connected.end();
+    const bool lives = RankSet::of(e.group.peers()).contains(slot) && !(is_member && is_left_out(slot));
     if (wait.poll) wait.poll();
     std::unique_lock lock(e.mutex);
     if (!e.answers.contains(number) && lives) e.changed.wait_for(lock, std::chrono::nanoseconds(kWaitSliceNs));
@@ -74,8 +78,7 @@ Parcel Communicator::inquire(int slot, Errand errand, std::vector<std::byte> byt
       parcel = std::move(found->second);
       break;
     }
-    if (!lives)
-      throw_peer_lost("join", {slot}, "rank " + std::to_string(slot) + " ended, or closed, before it answered");
+    if (!lives) raise_lost();
     if (is_closed()) throw_invalid_state("the communicator was closed while it waited for an answer");
     if (now_ns() >= wait.deadline_ns) {
       throw_peer_timeout("join", 0, {slot}, "rank " + std::to_string(slot) + " did not answer by the deadline");
@@ -86,6 +89,7 @@ Parcel Communicator::inquire(int slot, Errand errand, std::vector<std::byte> byt
   std::memcpy(&head, parcel.bytes.data(), sizeof(head));
   parcel.bytes.erase(parcel.bytes.begin(), parcel.bytes.begin() + sizeof(head));
   if (head.code == 0) return parcel;
+  if (is_member && is_left_out(slot)) raise_lost();
   const bool is_known = head.code <= static_cast<u64>(ErrorCode::kControlLost);
   throw Error(is_known ? static_cast<ErrorCode>(head.code) : ErrorCode::kInternalError,
               std::string(reinterpret_cast<const char*>(parcel.bytes.data()), parcel.bytes.size()), "join", 0, {slot});
@@ -199,8 +203,8 @@ void Communicator::swap_offers(MemberWindow& window, const RankSet& members, con
     std::memcpy(bytes.data(), &id, sizeof(id));
     std::copy(offer.bytes.begin(), offer.bytes.end(), bytes.begin() + sizeof(id));
     try {
-      window.take_in(peer,
-                     inquire(peer, Errand::kWindow, std::move(bytes), std::move(offer.fds), {until_ns, wait.poll}));
+      window.take_in(peer, inquire(peer, Errand::kWindow, std::move(bytes), std::move(offer.fds), is_member,
+                                   {until_ns, wait.poll}));
       WEFT_FAIL_POINT("window.shared");
     } catch (const Error& error) {  // another newcomer asks when it makes the window
       const bool is_of_no_use = !is_new && error.code == ErrorCode::kInvalidState;  // the member has closed it
@@ -279,7 +283,7 @@ bool Communicator::ask_whether_all_is_made(const Wait& wait) {
     const bool is_member = members.contains(peer);
     const u64 until_ns = is_member ? wait.deadline_ns : std::min(wait.deadline_ns, now_ns() + kOtherNewcomerNs);
     try {
-      const Parcel answer = inquire(peer, Errand::kReady, bytes_of(ids), {}, {until_ns, wait.poll});
+      const Parcel answer = inquire(peer, Errand::kReady, bytes_of(ids), {}, is_member, {until_ns, wait.poll});
       WEFT_FAIL_POINT("ready.answered");
       const std::vector<u64> lacks = numbers_of(answer.bytes);
       if (is_member) {
@@ -341,7 +345,8 @@ std::string Communicator::ask_contract(u64 deadline_ns, const Poll& poll, const 
   }
   for (const int member : members.ranks()) {
     try {
-      const Parcel answer = inquire(member, Errand::kContract, {}, {}, {deadline_ns, poll});
+      const bool is_member = of.empty() || is_solo();  // who is no newcomer may ask one that is let go
+      const Parcel answer = inquire(member, Errand::kContract, {}, {}, is_member, {deadline_ns, poll});
       return {reinterpret_cast<const char*>(answer.bytes.data()), answer.bytes.size()};
     } catch (const Error& error) {
       if (error.code != ErrorCode::kPeerLost) throw;  // the next one knows it, too

@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/file.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -242,17 +243,32 @@ class ForkedRanks {
     waitpid(pids_[static_cast<size_t>(rank)], &status, WUNTRACED);
     CHECK(WIFSTOPPED(status));
   }
+  // Looks, which take nothing from join() and await_stop().
+  bool has_ended(int rank) const { return look(rank, WEXITED).si_pid != 0; }
+  bool has_stopped(int rank) const { return look(rank, WSTOPPED).si_pid != 0; }
+  bool has_failed(int rank) const {  // it has ended neither in order nor by SIGKILL
+    const siginfo_t seen = look(rank, WEXITED);
+    return seen.si_pid != 0 && seen.si_status != (seen.si_code == CLD_EXITED ? 0 : SIGKILL);
+  }
   void join_all(const std::vector<int>& without = {}) {
     for (const int rank : all_but(num_ranks(), without)) join(rank);
   }
 
  private:
+  siginfo_t look(int rank, int what) const {
+    siginfo_t seen{};
+    const pid_t pid = pids_[static_cast<size_t>(rank)];
+    if (pid > 0) waitid(P_PID, static_cast<id_t>(pid), &seen, what | WNOHANG | WNOWAIT);
+    return seen;
+  }
+
   void start(int rank, int num_ranks, const std::function<void(Rank&)>& body) {
     int ends[2];
     CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
     std::fflush(nullptr);
     const pid_t pid = fork();
     if (pid == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);  // a test that hangs leaves nobody behind
       close(ends[0]);
       for (const WordPipe& sibling : pipes_) close(sibling.fd());
       _exit(run(rank, num_ranks, WordPipe(ends[1]), body));

@@ -1,10 +1,11 @@
 // Guards against a death at a point of joining, changing and recovering that the table of join_kill_test.cc does not have: each
 // process dies at each named point that it passes there.
 //
-//   engine_every_point [--times N] [--seed S] [--stops] [CASE...]
+//   engine_every_point [--times N] [--seed S] [--stops] [--only POINT/PROCESS] [--part K/N] [CASE...]
 //
 // N: deaths of each process at each point, each at a pass of its own; 0, the default: some that the seed draws. With --stops they
-// are stopped there, and go on when the others have gone on without them.
+// are stopped there, and go on when the others have gone on without them. With --only: that process at that point alone.
+// --part: of all cases, of which every N-th is in one part, those of part K, from 0.
 #include <map>
 #include <random>
 #include <string>
@@ -21,6 +22,7 @@ constexpr int kDrawn = 6;  // of a kind of scenario
 int num_times = 0;
 unsigned seed = 1;
 int signal_number = SIGKILL;
+std::string only;  // one that dies
 
 bool is_of_operations(const std::string& name) {  // kill_test.cc has these
   return name.starts_with("dispatch.") || name.starts_with("combine.");
@@ -74,6 +76,7 @@ void die_everywhere(const Scenario& scenario) {
   std::mt19937 random(seed);
   std::vector<std::pair<const char*, int>> chosen;
   for (const auto& [each, count] : counts) {
+    if (!only.empty() && only != each.first + ("/" + std::to_string(each.second))) continue;
     for (int time = 0; time < std::max(num_times, 1); ++time) chosen.push_back(each);
   }
   std::shuffle(chosen.begin(), chosen.end(), random);
@@ -103,23 +106,39 @@ TEST(everybody_dies_at_every_point_behind_the_death_of_a_newcomer) {
   die_everywhere({Kind::kJoin, {{kNewcomer, "acknowledge.shown"}}});
 }
 
+std::vector<std::string> part_of(const char* text) {
+  size_t part = 0, num_parts = 1;
+  CHECK_EQ(std::sscanf(text, "%zu/%zu", &part, &num_parts), 2);
+  std::vector<std::string> names;
+  for (size_t idx = part; idx < cases().size(); idx += std::max(num_parts, size_t{1})) {
+    names.emplace_back(cases()[idx].name);
+  }
+  return names;
+}
+
 }  // namespace
 
 void weft::fail_point(const char* name) { pass(name); }
 
 int main(int argc, char** argv) {
-  std::vector<char*> cases{argv[0]};
+  std::vector<char*> wanted{argv[0]};
+  std::vector<std::string> names;
   for (int idx = 1; idx < argc; ++idx) {
     const bool has_value = idx + 1 < argc;
     if (has_value && std::strcmp(argv[idx], "--times") == 0) {
       num_times = std::atoi(argv[++idx]);
     } else if (has_value && std::strcmp(argv[idx], "--seed") == 0) {
       seed = static_cast<unsigned>(std::atoi(argv[++idx]));
+    } else if (has_value && std::strcmp(argv[idx], "--only") == 0) {
+      only = argv[++idx];
+    } else if (has_value && std::strcmp(argv[idx], "--part") == 0) {
+      names = part_of(argv[++idx]);
+      for (std::string& name : names) wanted.push_back(name.data());
     } else if (std::strcmp(argv[idx], "--stops") == 0) {
       signal_number = SIGSTOP;
     } else {
-      cases.push_back(argv[idx]);
+      wanted.push_back(argv[idx]);
     }
   }
-  return run_tests(static_cast<int>(cases.size()), cases.data());
+  return run_tests(static_cast<int>(wanted.size()), wanted.data());
 }

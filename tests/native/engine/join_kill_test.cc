@@ -96,6 +96,12 @@ TEST(a_newcomer_is_stopped_before_the_decision) {
   }
 }
 
+TEST(a_member_is_stopped_while_another_rank_prepares) {
+  for (const char* point : {"greet.admitted", "window.taken", "ready.served"}) {
+    run_scenario({Kind::kJoin, {{1, point, 0, SIGSTOP}}, Sees::kBreak});
+  }
+}
+
 TEST(somebody_is_stopped_after_its_word) {
   run_scenario({Kind::kJoin, {{kNewcomer, "acknowledge.shown", 0, SIGSTOP}}});
   run_scenario({Kind::kJoin, {{kNewcomer, "install.before", 0, SIGSTOP}}, Sees::kBreak});

@@ -333,4 +333,28 @@ TEST(ready_waits_for_members_alone) {
   joined.comm->ready(deadline_after_s(kLongS), {});
 }
 
+// A member that was stopped: the others go on without it, and awake again it may close its windows before it answers.
+TEST(who_was_left_out_holds_up_no_newcomer) {
+  for (const bool answers : {false, true}) {
+    for (const Errand errand : {Errand::kWindow, Errand::kReady, Errand::kContract}) {
+      NewcomerCase joined;
+      joined.stage.on_send = [&](const Sent& message) {
+        if (message.slot == 1 || message.errand < errand) return joined.answer(message, {});
+        if (message.errand != errand) return;
+        MembershipRecord record;
+        record.epoch = record.era = 2;
+        record.active = RankSet::of({1});
+        joined.stage.commit(record);
+        if (answers) joined.answer(message, {'?'}, static_cast<u64>(ErrorCode::kInvalidState));
+      };
+      const u64 soon_ns = deadline_after_s(kLongS);
+      if (errand == Errand::kContract) CHECK_EQ(joined.comm->ask_contract(soon_ns, {}), "");
+      if (errand == Errand::kContract) CHECK_ERROR(kPeerLost, {}, joined.comm->ask_contract(soon_ns, {}, {0}));
+      if (errand != Errand::kContract) joined.comm->share_window(joined.window, soon_ns, {});
+      if (errand != Errand::kContract) joined.comm->ready(soon_ns, {});
+      CHECK_EQ(joined.window.has_taken_in(1), errand != Errand::kContract);
+    }
+  }
+}
+
 int main(int argc, char** argv) { return run_tests(argc, argv); }

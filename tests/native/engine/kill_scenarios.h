@@ -11,6 +11,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <string>
+#include <utility>
 
 #include "bootstrap/ranks.h"
 #include "engine/engine_rank.h"
@@ -113,6 +115,14 @@ struct Scenario {
     return all;
   }
   double late_s() const { return has_stops() ? kLateS : kLongS; }
+  std::string text() const {
+    std::string text = "scenario " + std::to_string(static_cast<int>(kind)) + ":";
+    for (const Victim& each : victims) {
+      text += " process " + std::to_string(each.process) + (each.signal == SIGSTOP ? " stopped at " : " killed at ") +
+              each.point + " (" + std::to_string(each.num_passes) + " passes before)";
+    }
+    return text;
+  }
 };
 
 // One that forked processes share.
@@ -403,23 +413,37 @@ inline void copy(const Board& board, Board& copied) {
   }
 }
 
+// Whether it comes true before a process has failed: what the others see then is not what the test is about.
+template <class Condition>
+bool comes_true_among(const ForkedRanks& ranks, const Condition& condition) {
+  int failed = -1;
+  const bool is_over = comes_true([&] {
+    for (int process = 0; process < ranks.num_ranks(); ++process) {
+      if (ranks.has_failed(process)) failed = process;
+    }
+    return failed >= 0 || condition();
+  });
+  if (failed >= 0) std::fprintf(stderr, "process %d has failed\n", failed);
+  return is_over && failed < 0;
+}
+
 // Goes on when the others have done so without it; whether it was left out.
 inline bool wake_up(const ForkedRanks& ranks, const Scenario& scenario, const Victim& victim, const Board& board) {
   Board before;
   copy(board, before);
-  CHECK(comes_true([&] { return are_on(board, scenario, before, kOpsOn); }));
+  CHECK(comes_true_among(ranks, [&] { return are_on(board, scenario, before, kOpsOn); }));
   copy(board, before);
   ranks.signal(victim.process, SIGCONT);
   const auto works = [&] {
     return board.ops[victim.process] >= before.ops[victim.process] + kOpsAfter &&
            board.epoch[victim.process] == board.epoch[victim.process == 0 ? 1 : 0];
   };
-  CHECK(comes_true([&] { return board.has_ended[victim.process] || works(); }));
+  CHECK(comes_true_among(ranks, [&] { return board.has_ended[victim.process] || works(); }));
   return board.has_ended[victim.process];
 }
 
 // Whether one that may miss its point has come to it. If all is done without it, and for a while, it does not any more.
-inline bool comes_to_its_point(const Scenario& scenario, Board& board) {
+inline bool comes_to_its_point(const ForkedRanks& ranks, const Scenario& scenario, Board& board) {
   constexpr u64 kOpsWhole = 40;
   const auto is_over = [&] {
     for (int process = 0; process < scenario.num_founders(); ++process) {
@@ -429,7 +453,7 @@ inline bool comes_to_its_point(const Scenario& scenario, Board& board) {
     }
     return true;
   };
-  CHECK(comes_true([&] { return board.first != kAnybody || is_over(); }));
+  CHECK(comes_true_among(ranks, [&] { return board.first != kAnybody || is_over(); }));
   int anybody = kAnybody;
   return !board.first.compare_exchange_strong(anybody, kNobody);
 }
@@ -438,6 +462,8 @@ inline bool comes_to_its_point(const Scenario& scenario, Board& board) {
 inline bool run_scenario(Scenario scenario) {
   const int before = num_failures();
   bool have_come = true;
+  const std::string text = scenario.text();
+  const char* const name = std::exchange(running_case(), text.c_str());  // what hangs
   const TestLeftovers leftovers;
   {
     const InShared<Board> shared;
@@ -445,30 +471,37 @@ inline bool run_scenario(Scenario scenario) {
     scenario.board = &board;
     board.is_hot = scenario.victims.empty() || scenario.victims[0].may_miss;
     ForkedRanks ranks(scenario.num_processes(), [&](Rank& self) { Member(self, scenario).live(); });
-    CHECK(comes_true([&] { return board.num_armed == scenario.num_founders(); }));
+    CHECK(comes_true_among(ranks, [&] { return board.num_armed == scenario.num_founders(); }));
     if (scenario.kind == Kind::kJoin) board.may_join[kNewcomer] = true;
     std::vector<int> joined, order, last;
     for (size_t idx = 0; idx < scenario.victims.size(); ++idx) {
       (scenario.victims[idx].sleeps_on ? last : order).push_back(static_cast<int>(idx));
     }
-    for (const int idx : last) ranks.await_stop(scenario.victims[static_cast<size_t>(idx)].process);
+    const auto await_stop = [&](int process) {
+      CHECK(comes_true_among(ranks, [&] { return ranks.has_stopped(process); }));
+      if (num_failures() == before) ranks.await_stop(process);
+    };
+    for (const int idx : last) await_stop(scenario.victims[static_cast<size_t>(idx)].process);
     order.insert(order.end(), last.begin(), last.end());
     for (const int idx : order) {
       const Victim& victim = scenario.victims[static_cast<size_t>(idx)];
       const int replacement = scenario.num_first() + idx;
-      if (victim.may_miss && !comes_to_its_point(scenario, board)) {
+      if (victim.may_miss && !comes_to_its_point(ranks, scenario, board)) {
         ranks.signal(replacement, SIGKILL);
         ranks.join(replacement, SIGKILL);
         joined.push_back(replacement);
         have_come = false;
         continue;
       }
-      if (victim.process == kAnybody) CHECK(comes_true([&] { return board.first != kAnybody; }));
+      if (victim.process == kAnybody) CHECK(comes_true_among(ranks, [&] { return board.first != kAnybody; }));
       if (num_failures() != before) break;
       const int process = scenario.process_of(victim);
       bool is_out = true;
-      if (victim.signal == SIGSTOP && !victim.sleeps_on) ranks.await_stop(victim.process);
+      if (victim.signal == SIGSTOP && !victim.sleeps_on) await_stop(victim.process);
+      if (num_failures() != before) break;
       if (victim.signal == SIGSTOP) is_out = wake_up(ranks, scenario, victim, board);
+      if (victim.signal != SIGSTOP) CHECK(comes_true_among(ranks, [&] { return ranks.has_ended(process); }));
+      if (num_failures() != before) break;
       if (victim.signal != SIGSTOP) ranks.join(process, victim.signal);
       if (victim.signal != SIGSTOP) joined.push_back(process);
       if (is_out) board.may_join[replacement] = true;
@@ -478,15 +511,14 @@ inline bool run_scenario(Scenario scenario) {
       if (num_failures() != before) break;
     }
     board.may_end = true;
+    for (const int process : all_but(ranks.num_ranks(), joined)) {
+      if (num_failures() == before) CHECK(comes_true_among(ranks, [&] { return ranks.has_ended(process); }));
+    }
     if (num_failures() == before) ranks.join_all(joined);
-  }
+  }  // who has not ended does so here
   leftovers.check();
+  running_case() = name;
   if (num_failures() == before) return have_come;
-  std::string text = "scenario " + std::to_string(static_cast<int>(scenario.kind)) + ":";
-  for (const Victim& each : scenario.victims) {
-    text += " process " + std::to_string(each.process) + (each.signal == SIGSTOP ? " stopped at " : " killed at ") +
-            each.point + " (" + std::to_string(each.num_passes) + " passes before)";
-  }
   std::fprintf(stderr, "%s\n", text.c_str());
   return have_come;
 }
