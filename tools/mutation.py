@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tomllib
+from pytest_forks import Forks
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAST_SCORE = 0.9
@@ -232,6 +233,7 @@ class Worker:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
         self._configured: set[str] = set()
+        self._forks: Forks | None = None
         self._module_is_old = not self._take_module()
 
     def _take_module(self) -> bool:
@@ -277,21 +279,16 @@ class Worker:
         if is_program:
             program = next((self.folder / "build" / "native").rglob(words[1]))
             return run_command([str(program), *words[2:]], self.folder, limit_s, self._env)
-        pytest = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-m",
-            "",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            *words,
-        ]
-        return run_command(pytest, self.folder, limit_s, self._env)
+        self._forks = self._forks or Forks(self.folder, self._env)
+        begin = time.monotonic()
+        ended = self._forks.run(["-x", "-q", "-m", "", "-p", "no:cacheprovider", "-p", "no:xdist", *words], limit_s)
+        status, output, has_hung = ended
+        return Run(status, output, time.monotonic() - begin, has_hung)
+
+    def close(self) -> None:
+        """End what serves it."""
+        if self._forks is not None:
+            self._forks.close()
 
     @staticmethod
     def look_at_pass(mutant: Mutant, run: Run) -> None:
@@ -381,6 +378,8 @@ class Runner:
                 self.outcomes.append(result)
                 self._journal.add(result)
                 print(_line(result), flush=True)
+        if made is not None:
+            made.close()
 
 
 def _file_of(tests: str) -> str:
