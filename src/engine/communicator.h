@@ -243,6 +243,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool has_all_of(int slot) const;
   bool has_some_of(int slot) const;
   bool ask_whether_all_is_made(const Wait& wait);
+  bool is_newer_than(u32 epoch);
+  RankSet unmet_members();
+  u32 meet_members(const Wait& wait);
   RankSet not_installed(const MembershipRecord& record);
   bool may_begin(const MembershipRecord& record);
   void tell_loss();

@@ -14,7 +14,6 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "base/thread.h"
-#include "bootstrap/newcomer.h"
 #include "weft/config/fail_point.h"
 
 namespace weft {
@@ -23,11 +22,9 @@ namespace {
 using Action = MembershipAction;
 using Event = MembershipEvent;
 
-constexpr int kSlowTurnMs = 200;                // when nothing is heard: what no descriptor tells
-constexpr int kFastTurnMs = 5;                  // while somebody waits for that
-constexpr u64 kStrangerNs = 500'000'000;        // so long the other one has to call
-constexpr u64 kCallStrangerNs = 1'000'000'000;  // and to take a call
-constexpr u64 kUnknownNs = 500'000'000;         // between two looks whether one that never came here is over
+constexpr int kSlowTurnMs = 200;         // when nothing is heard: what no descriptor tells
+constexpr int kFastTurnMs = 5;           // while somebody waits for that
+constexpr u64 kUnknownNs = 500'000'000;  // between two looks whether one that never came here is over
 
 }  // namespace
 
@@ -42,6 +39,11 @@ Elastic::Elastic(Communicator& self, OpenGroup& open_group)
   is_solo = !comm.membership_.is_member();
   for (const int peer : group.peers()) {
     if (is_solo && !comm.membership_.newest_set().contains(peer)) newcomers_.insert(peer);
+  }
+  const std::vector<u64> members = comm.membership_.welcome().incarnations;
+  for (const int slot : comm.plane_->dead_ranks()) {
+    const u64 member = members[static_cast<size_t>(slot)];
+    if (member != 0 && !group.has_peer(slot, member)) absent.emplace(slot, member);
   }
   Reception::Host host;
   host.welcome = [this] {
@@ -214,6 +216,7 @@ void Communicator::admit(int slot, u64 incarnation, Connection&& connection, con
     const std::lock_guard lock(e.mutex);
     e.seen.erase(slot);
     e.strangers.erase(slot);
+    e.absent.erase(slot);
     if (e.is_solo) e.needs_refresh = true;  // two that may be taken in together have to be prepared for each other
   }
   WEFT_FAIL_POINT("greet.admitted");
@@ -277,35 +280,6 @@ void Communicator::free_claims() {
     if (kept.contains(slot)) continue;
     const u64 incarnation = e.group.slots().claimed(slot);
     if (incarnation != 0 && e.group.has_peer(slot, incarnation)) e.group.slots().free(slot, incarnation);
-  }
-}
-
-// Two newcomers that came at the same time: the one in the higher slot calls. It leaves the other one time to call by itself.
-void Communicator::call_strangers() {
-  Elastic& e = *elastic_;
-  SlotTable& slots = e.group.slots();
-  if (!e.is_solo) return;  // members are called
-  RankSet members;
-  {
-    const std::lock_guard lock(membership_mutex_);
-    members = membership_.newest_set();
-  }
-  for (int slot = 0; slot < num_ranks_; ++slot) {
-    if (slot == rank_ || (slot > rank_ && !members.contains(slot))) continue;
-    const u64 incarnation = slots.claimed(slot);
-    if (incarnation == 0 || e.group.has_peer(slot, incarnation)) {
-      e.strangers.erase(slot);
-      continue;
-    }
-    const auto [since, is_new] = e.strangers.try_emplace(slot, now_ns());
-    const std::optional<Endpoint> endpoint = slots.endpoint(slot);
-    if (is_new || now_ns() - since->second < kStrangerNs || !endpoint) continue;
-    if (!members.contains(slot) && !e.reception->has_room(slot)) continue;
-    since->second = now_ns();
-    const CallingRank self{rank_, e.group.endpoint(), e.group.secret(), e.group.life_fd()};
-    std::optional<Connection> connection =
-        call_rank(self, slot, slots.num_slots(), *endpoint, now_ns() + kCallStrangerNs, {});
-    if (connection) admit(slot, incarnation, std::move(*connection), {});
   }
 }
 

@@ -82,7 +82,8 @@ struct Elastic {
   std::string contract;
   bool needs_refresh = false;  // a newcomer's windows have to be shared anew
   bool is_ready = false;
-  u64 num_unready = 0;  // how often members have taken back that they are prepared for this rank
+  u64 num_unready = 0;        // how often members have taken back that they are prepared for this rank
+  std::map<int, u64> absent;  // by slot: incarnation that had ended, or closed, before this rank was connected to it
 
   std::mutex cells_mutex;    // before driver_mutex_: from reading the cells to telling the machine
   std::mutex prepare_mutex;  // before driver_mutex_; of
@@ -112,9 +113,13 @@ struct Elastic {
   } wish;
 
   // Of the thread alone.
-  u32 met_epoch = 0;             // up to which it knows who was suspended
-  std::map<int, u64> strangers;  // by slot: since when it is claimed by somebody whom this rank is not connected to
-  std::map<int, u64> unknown;    // likewise: when to look whether that one is over
+  u32 met_epoch = 0;  // up to which it knows who was suspended
+  struct Stranger {
+    u64 since_ns;  // or the last call
+    bool was_called;
+  };
+  std::map<int, Stranger> strangers;  // by slot: it is claimed by somebody whom this rank is not connected to
+  std::map<int, u64> unknown;         // likewise: when to look whether that one is over
 
   // Shown in the cell; membership_mutex_.
   u32 installed = 0;

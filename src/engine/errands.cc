@@ -240,13 +240,14 @@ void Communicator::ready(u64 deadline_ns, const Poll& poll) {
 void Communicator::prepare(u64 deadline_ns, const Poll& poll) {
   Elastic& e = *elastic_;
   for (;;) {  // check: allow spin-loop: each turn asks every rank, and ends at the deadline
+    const u32 epoch = meet_members({deadline_ns, poll});
     std::unique_lock refresh_lock(e.mutex);
     const bool needs_refresh = std::exchange(e.needs_refresh, false);
     const u64 num_unready = e.num_unready;
     refresh_lock.unlock();
     try {
       if (needs_refresh) refresh_windows(deadline_ns, poll);
-      if (ask_whether_all_is_made({deadline_ns, poll})) {
+      if (ask_whether_all_is_made({deadline_ns, poll}) && !is_newer_than(epoch)) {
         const std::lock_guard lock(e.mutex);
         e.is_ready = e.num_unready == num_unready;  // nobody has taken its word back meanwhile
         if (e.is_ready) return;

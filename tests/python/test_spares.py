@@ -68,6 +68,55 @@ def test_a_spare_takes_the_place_of_the_dead(spares: Any, tmp_path: pathlib.Path
     assert len({epoch for _, epoch in seen}) == 1
 
 
+def _came_with_a_member(outer_comm: Any, gone_on: pathlib.Path) -> tuple[int, ...]:
+    """Rank 2 joins, then rank 1, which does not call it: the one in the higher slot does. Rank 2 is a member before it
+    has done so; then rank 0 dies."""
+    outer = Outer(outer_comm)
+    comm, address = open_group(outer, 1, 3)
+    slot = (0, 2, 1)[outer.rank]
+    ep = make_ep(comm) if comm is not None else None
+    outer.wait()
+    for turn in (2, 1):
+        if slot == turn:
+            comm = weft.Communicator.join(address, slot=slot, device="cpu")
+        outer.wait()
+    assert comm is not None
+    ep = ep or make_ep(comm)
+    if slot == 2:
+        comm.ready()
+    outer.wait()
+    if slot == 0:
+        comm.propose(admit=[2])
+    if slot != 1:
+        run_until(comm, ep, [0, 2])
+    outer.wait()
+    if slot == 1:
+        comm.ready()
+    outer.wait()
+    if slot == 0:
+        outer.die(gone_on, 2)
+    outer.go_on(gone_on)
+    if slot == 2:
+        try:
+            while True:
+                checked_step(ep, number_of(comm))
+        except (weft.PeerLost, weft.PeerTimeout):
+            change = comm.recover(spares=[1])
+    else:
+        found = comm.boundary(LONG_S)
+        assert found is not None
+        change = found
+    checked_step(ep, number_of(comm))
+    return change.active
+
+
+def test_a_spare_is_ready_for_who_came_with_it(tmp_path: pathlib.Path) -> None:
+    """Also for a member that it was not connected to."""
+    seen = weft.spawn(_came_with_a_member, num_ranks=3, args=(tmp_path,), device="cpu", on_failure="return")
+    assert isinstance(seen[0], weft.PeerLost)
+    assert seen[1:] == [(1, 2)] * 2
+
+
 def _suspended(comm: Any) -> list[tuple[int, ...]]:
     ep = make_ep(comm)
     checked_step(ep, number_of(comm))

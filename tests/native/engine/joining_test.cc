@@ -324,6 +324,64 @@ TEST(a_deadline_while_a_spare_prepares) {
   }));
 }
 
+// Rank 1 came at the same time and is a member by now, which this rank has not been told of; it calls this rank by its door.
+TEST(ready_waits_for_a_member_that_is_not_connected) {
+  NewcomerCase joined(2, {{0, 11}});
+  Stage& stage = joined.stage;
+  const Listener other;
+  const u64 incarnation = incarnation_of(other.endpoint());
+  std::set<int> asked;
+  stage.on_send = [&](const Sent& message) {
+    if (message.errand == Errand::kReady) asked.insert(message.slot);
+    const u64 sender = message.slot == 1 ? incarnation : 11;
+    if (message.errand != Errand::kReady && message.errand != Errand::kWindow) return;
+    stage.hear(message.slot, sender, Errand::kAnswer, message.number, bytes_of(std::vector<u64>{0}));
+  };
+  stage.page->slots().claim(1, other.endpoint(), 0);
+  stage.commit(taking_in(2, RankSet::of({0, 1}), 1, incarnation));
+  CHECK_ERROR(kPeerTimeout, {1}, joined.comm->ready(deadline_after_s(0.05), {}));
+  CHECK(asked.empty());
+  {
+    const std::lock_guard lock(stage.mutex);
+    stage.peers[1] = incarnation;
+  }
+  joined.comm->ready(deadline_after_s(kLongS), {});
+  CHECK(asked == std::set<int>({0, 1}));
+}
+
+// Rank 3 is taken in while rank 0 is asked: it has answered as a newcomer, if at all.
+TEST(ready_asks_again_when_there_is_another_member) {
+  NewcomerCase joined(2, {{0, 11}, {1, 12}, {3, 14}});
+  Stage& stage = joined.stage;
+  int num_asked = 0;
+  stage.on_send = [&](const Sent& message) {
+    if (message.errand == Errand::kWindow) joined.answer(message, {});
+    if (message.errand != Errand::kReady) return;
+    if (message.slot == 3) ++num_asked;
+    if (message.slot == 3 && num_asked == 1) stage.commit(taking_in(2, RankSet::of({0, 1, 3}), 3, 14));
+    joined.answer(message, message.slot == 3 && num_asked < 3 ? std::vector<u64>{1} : std::vector<u64>{});
+  };
+  joined.comm->ready(deadline_after_s(kLongS), {});
+  CHECK_EQ(num_asked, 3);
+}
+
+// It has ended, or closed, before this rank was connected to it.
+TEST(ready_does_not_wait_for_a_member_that_has_ended) {
+  NewcomerCase joined(2, {{0, 11}});
+  Stage& stage = joined.stage;
+  stage.on_send = [&](const Sent& message) {
+    if (message.errand == Errand::kReady) joined.answer(message, {});
+  };
+  u64 incarnation = 0;
+  {
+    const Listener other;
+    incarnation = incarnation_of(other.endpoint());
+    stage.page->slots().claim(1, other.endpoint(), 0);
+  }
+  stage.commit(taking_in(2, RankSet::of({0, 1}), 1, incarnation));
+  joined.comm->ready(deadline_after_s(kLongS), {});
+}
+
 // A stopped newcomer beside it holds up nobody.
 TEST(ready_waits_for_members_alone) {
   NewcomerCase joined(2, {{0, 11}, {1, 12}, {3, 31}});

@@ -1,0 +1,109 @@
+// A rank that joins, and those whose slots were claimed at the same time: it may be connected to none of them yet.
+#include <chrono>
+#include <utility>
+
+#include "base/clock.h"
+#include "bootstrap/newcomer.h"
+#include "engine/elastic.h"
+
+namespace weft {
+namespace {
+
+constexpr u64 kStrangerNs = 500'000'000;        // so long the other one has to call
+constexpr u64 kCallStrangerNs = 1'000'000'000;  // and to take a call
+constexpr u64 kMemberNs = 10'000'000;           // of who is a member by now, and so not about to call
+constexpr u64 kSliceNs = 2'000'000;             // of a wait: a turn of the thread that calls wakes earlier
+
+}  // namespace
+
+// Two newcomers that came at the same time: the one in the higher slot calls. It leaves the other one time to call by itself.
+void Communicator::call_strangers() {
+  Elastic& e = *elastic_;
+  SlotTable& slots = e.group.slots();
+  if (!e.is_solo) return;  // members are called
+  RankSet members;
+  std::vector<u64> incarnations;
+  {
+    const std::lock_guard lock(membership_mutex_);
+    members = membership_.newest_set();
+    incarnations = membership_.welcome().incarnations;
+  }
+  for (int slot = 0; slot < num_ranks_; ++slot) {
+    if (slot == rank_ || (slot > rank_ && !members.contains(slot))) continue;
+    const u64 incarnation = slots.claimed(slot);
+    if (incarnation == 0 || e.group.has_peer(slot, incarnation)) {
+      e.strangers.erase(slot);
+      continue;
+    }
+    const bool is_member = incarnations[static_cast<size_t>(slot)] == incarnation;
+    Elastic::Stranger& stranger = e.strangers.try_emplace(slot, Elastic::Stranger{now_ns(), false}).first->second;
+    const u64 pause_ns = is_member && !stranger.was_called ? kMemberNs : kStrangerNs;
+    const std::optional<Endpoint> endpoint = slots.endpoint(slot);
+    if (now_ns() - stranger.since_ns < pause_ns || !endpoint) continue;
+    if (!members.contains(slot) && !e.reception->has_room(slot)) continue;
+    stranger = {now_ns(), true};
+    const CallingRank self{rank_, e.group.endpoint(), e.group.secret(), e.group.life_fd()};
+    std::optional<Connection> connection =
+        call_rank(self, slot, slots.num_slots(), *endpoint, now_ns() + kCallStrangerNs, {});
+    if (connection) {
+      admit(slot, incarnation, std::move(*connection), {});
+    } else {
+      const std::lock_guard lock(e.mutex);
+      e.absent.insert_or_assign(slot, incarnation);
+    }
+  }
+}
+
+// Whether there are other members by now than those of `epoch`.
+bool Communicator::is_newer_than(u32 epoch) {
+  return next_epoch_.load(std::memory_order_relaxed) != epoch + 1 || plane_->ledger().is_decided(epoch + 1);
+}
+
+// Those of the newest epoch that live, as far as this rank knows, and that it is not connected to. They were newcomers when it came.
+RankSet Communicator::unmet_members() {
+  Elastic& e = *elastic_;
+  std::vector<u64> members;
+  {
+    const std::lock_guard lock(membership_mutex_);
+    members = membership_.welcome().incarnations;
+  }
+  {
+    const std::lock_guard lock(e.mutex);
+    for (const auto& [slot, incarnation] : e.absent) {
+      u64& member = members[static_cast<size_t>(slot)];
+      if (member == incarnation) member = 0;
+    }
+  }
+  RankSet unmet;
+  for (int slot = 0; slot < num_ranks_; ++slot) {
+    const u64 incarnation = members[static_cast<size_t>(slot)];
+    if (incarnation == 0 || slot == rank_ || e.group.has_peer(slot, incarnation)) continue;
+    if (e.group.slots().claimed(slot) == incarnation) unmet.add(slot);  // else it has ended
+  }
+  return unmet;
+}
+
+// Until this rank is connected to all members, which it could not be prepared for otherwise; those of the epoch that is returned.
+u32 Communicator::meet_members(const Wait& wait) {
+  Elastic& e = *elastic_;
+  RankSet called;
+  for (;;) {  // check: allow spin-loop: sleeps on a condition variable and ends at the deadline
+    if (wait.poll) wait.poll();
+    if (is_closed()) throw_invalid_state("the communicator was closed while it waited for members");
+    raise_if_evicted();  // looks, too
+    const u32 epoch = next_epoch_.load(std::memory_order_relaxed) - 1;
+    const RankSet unmet = unmet_members();
+    if (unmet.empty() && !is_newer_than(epoch)) return epoch;
+    if (now_ns() >= wait.deadline_ns) {
+      throw_peer_timeout("ready", 0, unmet.ranks(),
+                         "rank " + std::to_string(rank_) + " was not connected to all members by the deadline" +
+                             (unmet.empty() ? "" : ": not to " + ranks_text(unmet.ranks())));
+    }
+    if (!(unmet - called).empty()) e.wake();  // the thread that calls them
+    called = unmet;
+    std::unique_lock lock(e.mutex);
+    e.changed.wait_for(lock, std::chrono::nanoseconds(kSliceNs));
+  }
+}
+
+}  // namespace weft
