@@ -60,7 +60,7 @@ native-test: $(environment) ## build and run the C++ tests alone (SANITIZERS=ON 
 	exec 9>build/native.lock; flock 9
 	cmake -S . -B build/native -G Ninja -DWEFT_BUILD_TESTS=ON -DWEFT_BUILD_MODULE=OFF -DWEFT_TEST_SANITIZERS=$(SANITIZERS) >/dev/null
 	cmake --build build/native -j $(JOBS)
-	ctest --test-dir build/native --output-on-failure --no-tests=error --timeout 600
+	ctest -j $(JOBS) --test-dir build/native --output-on-failure --no-tests=error --timeout 600
 
 .PHONY: lint
 lint: $(environment) ## run all linters and format checks
