@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_gpu import IDLE, EmulatedRanks
-from node_cases import (
+from node_calls import (
     LAYOUTS,
     NODE,
     SMALL,

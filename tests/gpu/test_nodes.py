@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from node_cases import LAYOUTS, SMALL, Size, check_calls, check_gradients, check_side_values
+from node_calls import LAYOUTS, SMALL, Size, check_calls, check_gradients, check_side_values
 
 import weft.call.check
 
