@@ -368,6 +368,20 @@ def check_root(paths: list[str]) -> list[Finding]:
     return [Finding("python/weft", 1, "root-files", f"{len(modules)} modules, allowed are {MAX_ROOT_FILES}")]
 
 
+def check_module_names(paths: list[str], folders: list[str]) -> list[Finding]:
+    """Of modules that tests import by name from several folders (pytest's `pythonpath`) no two have one name: the first
+    would hide the second. Tests themselves are not imported so."""
+    found: dict[str, str] = {}
+    findings = []
+    for path in map(PurePosixPath, paths):
+        is_imported = str(path.parent) in folders and path.suffix == ".py"
+        if not is_imported or path.name == "conftest.py" or path.name.startswith("test_"):
+            continue
+        if (other := found.setdefault(path.name, str(path))) != str(path):
+            findings.append(Finding(str(path), 1, "module-name", f"{other} has this name, too, and hides it"))
+    return findings
+
+
 def check_text(path: str, text: str) -> list[Finding]:
     """Return the findings in one file, without those that a line allows with a reason."""
     source = read_source(path, text)
@@ -398,6 +412,8 @@ def main(arguments: list[str]) -> int:
         except (UnicodeDecodeError, FileNotFoundError, IsADirectoryError):
             continue
         findings += check_text(name, text)
+    folders = re.search(r"^pythonpath = \[(.*)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    findings += check_module_names(list_files(), re.findall(r'"(.*?)"', folders[1]) if folders else [])
     modules = sorted((ROOT / "python/weft").rglob("*.py*"))
     findings += check_root([str(path.relative_to(ROOT)) for path in modules])
     findings += check_imports(

@@ -161,3 +161,15 @@ def test_the_root_of_the_package_stays_small() -> None:
     assert checks.check_root(most + others) == []
     found = checks.check_root([*most, *others, "python/weft/more.py"])
     assert [(finding.rule, finding.message) for finding in found] == [("root-files", "21 modules, allowed are 20")]
+
+
+def test_two_modules_of_one_name() -> None:
+    """An import takes the first of them. Tests, and other folders, may have any name."""
+    folders = ["tests/python", "tests/gpu"]
+    paths = ["tests/python/cases.py", "tests/python/test_nodes.py", "tests/gpu/test_nodes.py", "tests/native/cases.py"]
+    paths += ["tests/python/conftest.py", "tests/gpu/conftest.py"]
+    assert checks.check_module_names(paths, folders) == []
+    found = checks.check_module_names([*paths, "tests/gpu/cases.py"], folders)
+    assert [str(finding) for finding in found] == [
+        "tests/gpu/cases.py:1: module-name: tests/python/cases.py has this name, too, and hides it"
+    ]
