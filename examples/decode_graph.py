@@ -17,9 +17,9 @@ import weft
 
 
 class Decoder:
-    """A layer's experts, and the window that all batch sizes share."""
+    """A layer's experts, and the window that all batch sizes share. `window`: more options of ExpertParallel."""
 
-    def __init__(self, comm, options):
+    def __init__(self, comm, options, **window):
         self.comm, self.options = comm, options
         self.num_local = options.experts // comm.num_ranks
         self.ep = weft.ExpertParallel(
@@ -28,6 +28,7 @@ class Decoder:
             top_k=options.top_k,
             hidden=options.hidden,
             max_tokens_per_rank=max(options.tokens),
+            **window,
         )
         with torch.device(comm.device):
             up = torch.randn(self.num_local, options.hidden, options.width) * options.hidden**-0.5

@@ -30,12 +30,12 @@ class Experts(torch.nn.Module):
 
 
 class MoE(torch.nn.Module):
-    """Every rank holds `num_experts / num_ranks` experts and a copy of the gate."""
+    """Every rank holds `num_experts / num_ranks` experts and a copy of the gate. `options`: more of ExpertParallel."""
 
-    def __init__(self, comm, *, hidden, width, num_experts, top_k, max_tokens):
+    def __init__(self, comm, *, hidden, width, num_experts, top_k, max_tokens, **options):
         super().__init__()
         self.ep = weft.ExpertParallel(
-            comm, num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens_per_rank=max_tokens
+            comm, num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens_per_rank=max_tokens, **options
         )
         self.gate = torch.nn.Linear(hidden, num_experts).bfloat16()
         self.experts = Experts(num_experts // comm.num_ranks, hidden, width)

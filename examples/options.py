@@ -21,3 +21,13 @@ def parse(description, on_gpu, on_cpu, note):
     if not options.on_gpu:
         print(f"On CPUs, with small sizes. {note}", flush=True)
     return options
+
+
+def isolation(options):
+    """Of weft.spawn: ranks that share a GPU are threads, since as processes they would take turns."""
+    return "thread" if options.on_gpu and torch.cuda.device_count() < options.ranks else "process"
+
+
+def nodes(comm, node_ranks):
+    """-> options of weft.ExpertParallel: nodes of so many ranks; GPUs have none yet, but add as they would."""
+    return {"node_ranks" if comm.engine == "cpu" else "sum_domain": node_ranks}

@@ -236,6 +236,24 @@ def test_decoding_example():
     assert "6 repeated steps with changing routing on each rank: 0 differ from the eager step" in out
 
 
+@pytest.mark.parametrize("ranks", ["3", "4"])
+def test_training_in_two_nodes(ranks):
+    """Of two ranks, or of one beside a node of two: losses as without nodes."""
+    out = output_of("train_two_nodes.py", "--tokens", "24", "--steps", "3", "--experts", "12", "--ranks", ranks)
+    losses = re.findall(r"^rank \d: loss ([0-9.]+) -> ([0-9.]+)$", out, re.MULTILINE)
+    assert len(losses) == int(ranks)
+    assert all(float(first) > float(last) for first, last in losses)
+    assert "differ from those without nodes: 0" in out
+
+
+def test_decoding_in_two_nodes():
+    """A line for each batch size; every step was compared."""
+    out = output_of("decode_two_nodes.py", "--tokens", "1", "5", "--steps", "2", "--ranks", "4")
+    times = re.findall(r"^ *(\d+) tokens: in two nodes +[0-9.]+ us, without nodes +[0-9.]+ us$", out, re.MULTILINE)
+    assert times == ["1", "5"]
+    assert "2 steps of each batch size on each rank: 0 differ" in out
+
+
 def test_elastic_serving():
     """It grows, loses a rank, takes the spare, shrinks; every token was compared."""
     path = Path(__file__).parents[2] / "examples" / "elastic_serving.py"
