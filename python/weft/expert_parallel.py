@@ -307,8 +307,8 @@ class ExpertParallel(Elastic):
         try:  # as comm.telling_peers()
             values = (num_sms, deadline_s, mode, staged, async_op, window, weighted, wire, order, side_lanes)
             found = None
-            if side is None and bias is None and out is None:
-                found = self._eager.known.combine(values, expert_output, handle, weights)
+            if side is None and bias is None:
+                found = self._eager.known.combine(values, expert_output, handle, weights, out)
                 if found is not None and type(found) is not tuple:
                     return found
             return self._eager.combine(expert_output, handle, side, bias, out, values, weights, found)

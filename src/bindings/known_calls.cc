@@ -125,14 +125,17 @@ class KnownCalls {
     return call == nullptr ? nb::none() : made(*call, sight, given);
   }
 
-  // The same, without side, bias and out. `weights`: of the owner.
-  nb::object combine(const nb::tuple& values, nb::handle y, nb::handle handle, nb::handle weights) const {
+  // The same, without side and bias. `weights`: of the owner. What find() gives, it gives without `out` alone.
+  nb::object combine(const nb::tuple& values, nb::handle y, nb::handle handle, nb::handle weights,
+                     nb::handle out) const {
     if (maker_ == nullptr || !maker_->stands_alone()) return nb::none();
     Given given;
     given.handle = handle;
     given.fields = maker_->fields_of(handle);
     if (!given.fields.is_valid()) return nb::none();
-    if (!weights.is_none() && !(maker_->is_tensor(weights) && is_plain(weights))) return nb::none();
+    for (const nb::handle each : {weights, out}) {
+      if (!each.is_none() && !(maker_->is_tensor(each) && is_plain(each))) return nb::none();
+    }
     const auto [origin, lead, num_tokens] = CallMaker::handled(given.fields);
     if (lead.is_none()) return nb::none();
     given.num_tokens = nb::cast<i64>(num_tokens);
@@ -144,7 +147,10 @@ class KnownCalls {
     given.y = y;
     given.num_values = 1;
     for (i32 dim = 0; dim < sight.tensors[0].ndim; ++dim) given.num_values *= sight.tensors[0].shape[dim];
-    return made(*call, sight, given);
+    if (out.is_none()) return made(*call, sight, given);
+    if (!can_fill(out, sight.tensors[0], given)) return nb::none();
+    nb::object result = made(*call, sight, given);
+    return PyTuple_Check(result.ptr()) != 0 ? nb::object(nb::none()) : result;
   }
 
   // Nothing happens for tensors that find() would not take. Their types are torch's own.
@@ -239,6 +245,29 @@ class KnownCalls {
     given.owner_weights = place_of(seen);
     return is_fp32 && is_there && seen.ndim == 2 && seen.shape[0] == given.num_tokens &&
            seen.shape[1] == maker_->top_k() && is_dense(seen);
+  }
+
+  // Whether a combine of `y` can write to `out` while it is read, and the weights are. That it is plain was seen before.
+  bool can_fill(nb::handle out, const nb::dlpack::dltensor& y, Given& given) const {
+    nb::dlpack::dltensor seen{};
+    if (api_->look_at(out.ptr(), &seen) != 0) return PyErr_Clear(), false;
+    const i64 hidden = y.shape[y.ndim - 1];
+    const bool is_kind =
+        seen.dtype.code == y.dtype.code && seen.dtype.bits == y.dtype.bits && seen.dtype.lanes == y.dtype.lanes;
+    const bool is_there =
+        seen.device.device_type == y.device.device_type && seen.device.device_id == y.device.device_id;
+    const bool has_shape = seen.ndim == 2 && seen.shape[0] == given.num_tokens && seen.shape[1] == hidden;
+    if (!is_kind || !is_there || !has_shape || !is_dense(seen)) return false;
+    const u64 at = place_of(seen), element_bytes = seen.dtype.bits / 8;
+    const u64 end = at + static_cast<u64>(given.num_tokens * hidden) * element_bytes;
+    const auto is_apart = [&](u64 begin, i64 num_bytes) {
+      return end <= begin || begin + static_cast<u64>(num_bytes) <= at;
+    };
+    given.out = out;
+    given.out_at = at;
+    return at != 0 && at % alignment_ == 0 &&
+           is_apart(place_of(y), given.num_values * static_cast<i64>(element_bytes)) &&
+           is_apart(given.owner_weights, given.num_tokens * maker_->top_k() * static_cast<i64>(sizeof(float)));
   }
 
   static bool has_options(const KnownCall& call, const nb::tuple& values, nb::handle kind, nb::handle origin) {
@@ -355,7 +384,8 @@ void bind_known_calls(nb::module_& m) {
       .def("serve", &KnownCalls::serve, "calls"_a, "of"_a)
       .def("dispatch", &KnownCalls::dispatch, "values"_a, "x"_a.none(), "topk_idx"_a.none(), "topk_weights"_a.none(),
            "handle"_a.none())
-      .def("combine", &KnownCalls::combine, "values"_a, "y"_a.none(), "handle"_a.none(), "weights"_a.none())
+      .def("combine", &KnownCalls::combine, "values"_a, "y"_a.none(), "handle"_a.none(), "weights"_a.none(),
+           "out"_a.none())
       .def("learn", &KnownCalls::learn, "values"_a, "kind"_a.none(), "origin"_a.none(), "lead"_a.none(),
            "most_rows"_a.none(), "tensors"_a, "plan"_a);
 }

@@ -56,8 +56,8 @@ def test_windows_grow_in_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def combines(state: RankState, call: tuple[bool, int, int]) -> None:
-    """Weights of the owner, ids that have turned -1: the sums by k, bit for bit. With a hook the caller overwrites its
-    weights before it calls that. `call`: whether there is a hook, how many tokens rank 1 has, and the bound."""
+    """Weights of the owner, ids that have turned -1: the sums by k, bit for bit, in the caller's memory, too. With a
+    hook the caller overwrites its weights before it calls that. `call`: whether there is a hook, how many tokens rank 1 has, and the bound."""
     has_hook, of_one, most = call
     buffer = deep_ep.Buffer(state.comm, low_latency_mode=True)
     for turn in range(3):
@@ -70,7 +70,9 @@ def combines(state: RankState, call: tuple[bool, int, int]) -> None:
             hook()
         ids[::3, 0] = -1
         given = weights.clone()
-        y, _, hook = buffer.low_latency_combine(rows, ids, given, handle, return_recv_hook=has_hook)
+        out = torch.empty_like(x) if turn else None
+        y, _, hook = buffer.low_latency_combine(rows, ids, given, handle, return_recv_hook=has_hook, out=out)
+        assert out is None or y is out
         given.fill_(torch.nan)
         if hook is not None:
             hook()

@@ -198,6 +198,56 @@ def test_later_calls_are_known(pool: Any, case: int) -> None:
     pool.run(2, call_again_and_again, [case] * 2)
 
 
+def call_into(state: RankState, has_weights: bool) -> None:
+    """Sums into memory of the caller; what is none that the engine writes to is refused, or filled behind the call."""
+    x, ids, weights = inputs(state.rank)
+    options: dict[str, Any] = {"order": "pick", "weights": weights.contiguous()} if has_weights else {}
+    with make(state) as ep:
+        seen = Seen(ep._eager.known)
+        ep._eager.known = seen  # type: ignore[assignment]
+        r = ep.dispatch(x, ids, weights, layout="expert_major")
+        y = torch.cat([r.x, r.x])[: len(r.x)]
+        want, shape = ep.combine(y, r.handle, **options), x.shape
+        seen.has_found.clear()
+        for idx in range(4):
+            out = torch.full_like(want, torch.nan)
+            assert ep.combine(y, r.handle, out=out, **options) is out
+            assert torch.equal(out, want)
+            assert seen.has_found == [idx > 1], "of the first a plan is made, the second is learnt"
+            seen.has_found.clear()
+        other = torch.zeros(want.numel() + 1, dtype=want.dtype)[1:].view(shape)  # at no multiple of 16 bytes
+        assert ep.combine(y, r.handle, out=other, **options) is other
+        assert torch.equal(other, want)
+        wrong: list[tuple[Any, str]] = [
+            (torch.empty_like(want).float(), "dtype"), (torch.empty(len(want) + 1, shape[1], dtype=want.dtype), "shape"),
+            (torch.empty(len(want), 2 * shape[1], dtype=want.dtype)[:, ::2], "strides"),
+            (y.view(-1)[: want.numel()].view(shape), "overlaps expert_output"),
+            (torch._neg_view(torch.empty_like(want)), "negative view"),
+        ]  # fmt: skip
+        if has_weights:
+            shared = torch.zeros(want.nbytes, dtype=torch.uint8)
+            options["weights"] = shared[: weights.nbytes].view(torch.float32).view(weights.shape).copy_(weights)
+            wrong.append((shared.view(want.dtype).view(shape), "overlaps weights"))
+        for given, text in wrong:
+            with pytest.raises(weft.InvalidArgument, match=text):
+                ep.combine(y, r.handle, out=given, **options)
+        assert seen.has_found == [False] * (1 + len(wrong))
+        assert torch.equal(ep.combine(y, r.handle, **options), want)
+
+
+@pytest.mark.parametrize("has_weights", [False, True])
+@pytest.mark.parametrize("engine", ["cpu", "nvlink"])
+def test_sums_into_the_callers_memory_are_known(pool: Any, engine: str, has_weights: bool) -> None:
+    if engine == "nvlink":
+        pool.run(1, call_into, [has_weights])
+    else:
+        weft.spawn(into_on_cpu, 1, (has_weights,), device="cpu", isolation="thread")
+
+
+def into_on_cpu(comm: weft.Communicator, has_weights: bool) -> None:
+    call_into(RankState(comm.rank, {1: comm}, 1), has_weights)
+
+
 def unusual_calls(state: RankState, has_no_kernels: bool) -> None:
     x, ids, weights = inputs(state.rank)
     ep = make(state)

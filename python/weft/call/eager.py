@@ -225,7 +225,7 @@ class Eager:
         """See ExpertParallel; `values`: of its options; `found`: what `known` has said of this call, and has not made
         it; of one with side, bias or `out` None."""
         calls, stands_alone = self._calls, _num_modes() == 0 and _transforms() is None
-        is_bare, kind = side is None and bias is None and out is None, Handle if weights is None else _Weighted
+        is_bare, kind = side is None and bias is None, Handle if weights is None else _Weighted
         if found is not None:
             plan, _, places = found
             more = () if weights is None else (None, weights)
@@ -277,10 +277,11 @@ class Eager:
             if is_traced(y, side, bias, handle.tie):
                 return traced.combine(calls, self._shape, checked, given_out, handle, options)
             plan = self._kept(key, self._learn_combine(checked, handle, options), (*given, handle.tie))
-        elif out is not None:
-            check_apart(out, expert_output=y, side=side, bias=bias)
-        elif plan.may_be_known and is_bare and tie is calls.token:
-            self._know(plan, values, kind, known["call"], lead, (y, None, None, None))
+        else:
+            if out is not None:
+                check_apart(out, expert_output=y, side=side, bias=bias)
+            if plan.may_be_known and is_bare and tie is calls.token:
+                self._know(plan, values, kind, known["call"], lead, (y, None, None, None))
         call = plan.call
         if side is not None and call.layout == RANK_MAJOR:
             side = plain(side, "side")

@@ -225,7 +225,8 @@ class HybridEPBuffer(Ending):
         r = sent.dispatched
         if r is None:
             raise InvalidState("a first dispatch has a result")
-        made = HybridHandle(self, ep, bare(r), routing.ids, self._config, expands=True)
+        are_own = routing_map is not None
+        made = HybridHandle(self, ep, bare(r), routing.ids, self._config, expands=True, are_own=are_own)
         made.widths.add(form.num_columns)
         rows, scales = sent.x if isinstance(sent.x, tuple) else (sent.x, None)
         weights = None if routing.weights is None else r.handle.weights  # no combine of a buffer reads them
@@ -322,7 +323,8 @@ class HybridEPBuffer(Ending):
             r = sent.dispatched
             if r is None:
                 raise InvalidState("a first dispatch has a result")
-            known = HybridHandle(self, ep, bare(r), routing.ids, self._config, received=r.handle.idx)
+            are_own = routing_map is not None
+            known = HybridHandle(self, ep, bare(r), routing.ids, self._config, received=r.handle.idx, are_own=are_own)
             weights = None if routing.weights is None else r.handle.weights
         known.widths.add(form.num_columns)
         dense = None

@@ -42,13 +42,15 @@ class HybridHandle(tuple):  # type: ignore[type-arg]
         *,
         expands: bool = False,
         received: Tensor | None = None,
+        are_own: bool = False,
     ) -> HybridHandle:
-        """Of rows by expert, or with `received` of rows by token."""
+        """Of rows by expert, or with `received` of rows by token. `are_own`: no caller has the ids, who may write to
+        them."""
         tail: tuple[Any, ...] = (ids.shape[0], config)
         items = (None,) * 8 + (*tail, None) if expands else (None,) * 5 + tail
         self = super().__new__(cls, items)
         self.buffer, self.ep, self.dispatched = buffer, ep, dispatched
-        self.ids, self.received, self.widths = ids.clone(), received, set()
+        self.ids, self.received, self.widths = ids if are_own else ids.clone(), received, set()
         return self
 
     @property

@@ -250,6 +250,12 @@ class LowLatency(BufferBase):
             check_weights("x", rows, (*routing.rows_shape, ep.hidden), ep.device)
         # fp32 rows, weighted where they are, have no slots: then the call does all of it, and the hook nothing
         is_staged = return_recv_hook and is_by_pick and routing.is_small and ep.comm.engine != "cpu"
+        # The call itself writes to it, unless it may be made again when the caller uses that for something else.
+        into = None
+        if out is not None and is_by_pick and self._masks is None and _may_fill(out, rows):
+            into = out
+        elif is_staged:
+            into = torch.empty((num_tokens, ep.hidden), dtype=torch.bfloat16, device=ep.device)
         journal = None if self._masks is None else self._masks.journal
 
         def send(given: Tensor, picks: Tensor, of_picks: Tensor, row: Tensor | None) -> Any:
@@ -261,8 +267,9 @@ class LowLatency(BufferBase):
                     weights = _zero_if_absent(of_picks.to(torch.float32), picks, -1)
                     try:
                         return ep.combine(
-                            placed, routing, order="pick", weights=weights, staged=is_staged, window=routing.window
-                        )
+                            placed, routing, order="pick", weights=weights, out=into, staged=is_staged,
+                            window=routing.window,
+                        )  # fmt: skip
                     except InvalidArgument:
                         check_weights("x", placed, (*routing.rows_shape, ep.hidden), ep.device)
                         raise
@@ -280,19 +287,19 @@ class LowLatency(BufferBase):
                     masks.journal.note_combine(mine, lambda: send(mine.restored(kept[0]), *kept[1:], None))
                 else:
                     masks.journal.note_combine(mine, None)
-            if out is None and not return_recv_hook:
-                return (sent, sent.to(torch.bfloat16)), None
-            shape = (num_tokens, ep.hidden)
-            result = torch.empty(shape, dtype=torch.bfloat16, device=ep.device) if out is None else out
-            if not return_recv_hook:
-                result.copy_(sent)
-            return (sent, result), None
+            if is_staged:
+                return (sent, into if out is None else out), None
+            return (sent, sent.to(torch.bfloat16) if out is None else out if out is sent else out.copy_(sent)), None
 
         inputs = (rows, topk_idx, topk_weights, out, waits)
         (sent, result), event = self._streams.run(work, None, async_finish, inputs)
 
         def receive() -> None:
-            result.copy_(counted(ep, routing.window, waits, sent.wait) if is_staged else sent)
+            if not is_staged:
+                return
+            total = counted(ep, routing.window, waits, sent.wait)
+            if total is not result:
+                result.copy_(total)
 
         return result, event, _once(receive) if return_recv_hook else None
 
@@ -368,11 +375,23 @@ def _rows_of(r: Dispatched, late: list[Callable[[], object]], *, is_rounded: boo
     scales = columns.mT[:, : words.shape[1]]
 
     def write() -> None:
-        exponents = as_bytes(words)[..., :num_scales].to(torch.int32)
-        scales.copy_((exponents << 23).view(torch.float32))
+        by_column = words.mT
+        if num_scales % 4 or by_column.stride(-1) != 1:
+            scales.copy_(as_bytes(words)[..., :num_scales].view(torch.float8_e8m0fnu))
+            return
+        exponents = by_column.view(torch.uint8).unflatten(-1, (-1, 4)).mT.view(torch.float8_e8m0fnu)  # four of a word
+        scales.mT.unflatten(1, (-1, 4)).copy_(exponents)  # one kernel
 
     late.append(write)
     return data, scales
+
+
+def _may_fill(out: Tensor, rows: Tensor) -> bool:
+    """Whether a combine of `rows` takes it as its `out`; else it is filled behind the call."""
+    if out.dtype is not rows.dtype or not out.is_contiguous() or out.is_neg():
+        return False
+    begin, of_rows = out.data_ptr(), rows.data_ptr()
+    return begin + out.nbytes <= of_rows or of_rows + rows.nbytes <= begin
 
 
 def _run(functions: list[Callable[[], object]]) -> None:
