@@ -17,8 +17,8 @@ from weft import deep_ep
 HIDDEN, EXPERTS, TOP_K, TOKENS = 512, 8, 2, 6
 # They launch nothing.
 _SILENT = {
-    "detach", "slice", "view", "select", "transpose", "as_strided", "alias", "unsqueeze", "split", "lift_fresh", "empty",
-    "new_empty", "new_empty_strided", "empty_strided", "empty_like", "_unsafe_view", "permute",
+    "detach", "slice", "view", "select", "transpose", "as_strided", "alias", "unsqueeze", "split", "lift_fresh",
+    "empty", "new_empty", "new_empty_strided", "empty_strided", "empty_like", "_unsafe_view", "permute",
 }  # fmt: skip
 # Why each is there: docs/deep_ep.md, "What a call costs over Weft's own".
 WANTED = {

@@ -57,7 +57,8 @@ def test_windows_grow_in_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def combines(state: RankState, call: tuple[bool, int, int]) -> None:
     """Weights of the owner, ids that have turned -1: the sums by k, bit for bit, in the caller's memory, too. With a
-    hook the caller overwrites its weights before it calls that. `call`: whether there is a hook, how many tokens rank 1 has, and the bound."""
+    hook the caller overwrites its weights before it calls that. `call`: whether there is a hook, how many tokens rank 1
+    has, and the bound."""
     has_hook, of_one, most = call
     buffer = deep_ep.Buffer(state.comm, low_latency_mode=True)
     for turn in range(3):

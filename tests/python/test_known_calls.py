@@ -219,7 +219,8 @@ def call_into(state: RankState, has_weights: bool) -> None:
         assert ep.combine(y, r.handle, out=other, **options) is other
         assert torch.equal(other, want)
         wrong: list[tuple[Any, str]] = [
-            (torch.empty_like(want).float(), "dtype"), (torch.empty(len(want) + 1, shape[1], dtype=want.dtype), "shape"),
+            (torch.empty_like(want).float(), "dtype"),
+            (torch.empty(len(want) + 1, shape[1], dtype=want.dtype), "shape"),
             (torch.empty(len(want), 2 * shape[1], dtype=want.dtype)[:, ::2], "strides"),
             (y.view(-1)[: want.numel()].view(shape), "overlaps expert_output"),
             (torch._neg_view(torch.empty_like(want)), "negative view"),

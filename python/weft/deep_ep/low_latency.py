@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.deep_ep.buffer_base import BufferBase
 from weft.deep_ep.errors import refused
 from weft.deep_ep.layers import ShapeOf
-from weft.deep_ep.low_latency_handle import LowLatencyHandle, source_ranks, weighted_rows
+from weft.deep_ep.low_latency_handle import LowLatencyHandle, rows_of, source_ranks, weighted_rows
 from weft.deep_ep.rows import (
     check_counts,
     check_first,
@@ -24,10 +24,8 @@ from weft.deep_ep.rows import (
 )
 from weft.deep_ep.streams import collective_call
 from weft.deep_ep.utils.event import EventOverlap
-from weft.deep_ep.utils.math import as_bytes
 from weft.deep_ep.waits import counted, counting_waits, row_of_waits
 from weft.errors import InvalidArgument, InvalidState
-from weft.limits import QUANTIZE_GROUP
 from weft.limits import memory as memory_of
 from weft.log import logger
 
@@ -171,7 +169,7 @@ class LowLatency(BufferBase):
                 late.append(lambda: count.copy_(counts))
             if cumulative_local_expert_recv_stats is not None:
                 late.append(lambda: cumulative_local_expert_recv_stats.add_(count))
-            rows = r.x if quantize is None else _rows_of(r, late, is_rounded=round_scale and not use_ue8m0)
+            rows = r.x if quantize is None else rows_of(r, late, is_rounded=round_scale and not use_ue8m0)
             if self._masks is not None:
                 if self._masks.is_automatic:
                     copies = x.clone(), topk_idx.clone(), None if topk_weights is None else topk_weights.clone()
@@ -361,29 +359,6 @@ def room_of(max_tokens: int, top_k: int, num_ranks: int, engine: str) -> int:
     if engine == "cpu" or top_k > _MOST_PICKS_A_RANK * num_ranks:
         return max_tokens
     return max(max_tokens, -(-max_tokens * top_k // num_ranks))
-
-
-def _rows_of(r: Dispatched, late: list[Callable[[], object]], *, is_rounded: bool) -> Any:
-    """recv_x; `is_rounded`: scales are floats, written from the exponents when they are there."""
-    if isinstance(r.x, Tensor):
-        return r.x
-    data, words = r.x
-    if not is_rounded or words is None or data is None:
-        return data, words
-    num_scales, pitch = -(-data.shape[-1] // QUANTIZE_GROUP), -(-words.shape[1] // 4) * 4
-    columns = torch.empty((len(words), num_scales, pitch), dtype=torch.float32, device=words.device)
-    scales = columns.mT[:, : words.shape[1]]
-
-    def write() -> None:
-        by_column = words.mT
-        if num_scales % 4 or by_column.stride(-1) != 1:
-            scales.copy_(as_bytes(words)[..., :num_scales].view(torch.float8_e8m0fnu))
-            return
-        exponents = by_column.view(torch.uint8).unflatten(-1, (-1, 4)).mT.view(torch.float8_e8m0fnu)  # four of a word
-        scales.mT.unflatten(1, (-1, 4)).copy_(exponents)  # one kernel
-
-    late.append(write)
-    return data, scales
 
 
 def _may_fill(out: Tensor, rows: Tensor) -> bool:
