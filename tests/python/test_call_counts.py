@@ -54,6 +54,11 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp8 rows": ({"rows": "fp8"}, {}),
     "quantize, wire": ({"quantize": "fp8"}, {"wire": "fp8"}),
     "column_major": ({"quantize": "fp8", "scale_layout": "column_major", "mode": "latency"}, {}),
+    "latency, column_major": (
+        {"quantize": "fp8", "scale_layout": "column_major", "mode": "latency", "layout": "masked", "capacity": 16},
+        {"mode": "latency"},
+    ),
+    "capacity, out": ({"capacity": 16}, {"out": True}),
     "handle": ({"handle": True}, {}),
     "handle, latency": ({"handle": True, "mode": "latency"}, {}),
     "async_op": ({"async_op": True}, {"async_op": True}),
@@ -127,7 +132,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[emulated_gpu.EmulatedR
     return ranks  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("kind", ["capacity", "masked", "latency, capacity"])
+@pytest.mark.parametrize("kind", ["capacity", "masked", "latency, capacity", "latency, column_major", "capacity, out"])
 def test_a_known_call_runs_hardly_any(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """All but the method of ExpertParallel is the native module's."""
     ranks = emulated_gpu.EmulatedRanks(monkeypatch, emulated_gpu.IDLE)

@@ -164,6 +164,11 @@ CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (None, {}, {}), (None, {"capacity": 16}, {}), (None, {"async_op": True}, {"async_op": True}),
     (None, {"mode": "latency", "layout": "expert_major", "capacity": 16}, {"mode": "latency"}),
     (fp8, {"layout": "expert_major"}, {}), (None, {"quantize": "fp8"}, {"wire": "fp8"}),
+    (
+        None,
+        {"mode": "latency", "layout": "masked", "capacity": 16, "quantize": "fp8", "scale_layout": "column_major"},
+        {"mode": "latency"},
+    ),
 ]  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 import weft
 from pool import RankState
 from weft.call.plan import Memory
+from weft.call.scales import empty_by_column
 
 
 @pytest.fixture
@@ -48,6 +49,26 @@ def make_rows(state: RankState) -> None:
 
 def test_shapes_of_a_plan_are_kept_and_bounded(pool: Any) -> None:
     pool.run(1, lambda state, _: make_rows(state), [None])
+
+
+def make_columns(state: RankState) -> None:
+    x, ids, _ = inputs(state.rank)
+    with make(state) as ep:
+        options = {"quantize": "fp8", "scale_layout": "column_major", "mode": "latency"}
+        ep.dispatch(x, ids, layout="masked", capacity=16, **options)
+        plan = next(iter(ep.calls.plans.values()))
+        columns, dtype, is_by_column = plan.rows[1]
+        assert is_by_column
+        for lead in ((2, 16), (2, 3), (16,), (5,), (0,), (2, 0)):
+            _, scales = ep.calls._ordinary(plan, lead)
+            assert isinstance(scales, Tensor)
+            want = empty_by_column(lead, columns * dtype.itemsize, dtype, x.device)
+            assert (scales.shape, scales.stride(), scales.dtype) == (want.shape, want.stride(), want.dtype)
+            assert scales.untyped_storage().nbytes() == want.untyped_storage().nbytes(), "with what fills columns up"
+
+
+def test_scales_by_column_in_one_step_lie_as_else(pool: Any) -> None:
+    pool.run(1, lambda state, _: make_columns(state), [None])
 
 
 def look_at_results(state: RankState) -> None:

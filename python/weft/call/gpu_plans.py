@@ -17,7 +17,7 @@ from torch import Tensor
 from weft import _load
 from weft.call.plan import Memory, Plan
 from weft.call.runner import Runner
-from weft.call.scales import empty_by_column
+from weft.call.scales import column_rows, empty_by_column
 from weft.call.spec import DTYPE_CODES, RANK_MAJOR, Call
 from weft.call.tensors import address
 from weft.errors import InvalidArgument, Unsupported
@@ -200,11 +200,13 @@ class GpuPlans(Runner):
 
 
 def _shapes(plan: Plan, lead: tuple[int, ...], like: Tensor) -> tuple[tuple[Any, ...], ...]:
-    """Of rows and scales: a tensor of the dtype, shape, strides; none of the strides of scales that lie by column."""
+    """Of rows and scales: a tensor of the dtype, shape, strides; no strides if the memory ends behind the last element:
+    of scales that lie by column, whose columns are filled up."""
     found = []
     for columns, dtype, is_by_column in plan.rows:
-        strides = (columns, 1) if len(lead) == 1 else (lead[1] * columns, columns, 1)
-        found.append((like.new_empty(0, dtype=dtype), (*lead, columns), () if is_by_column else strides))
+        inner, step = ((1, lead[-1]), columns * lead[-1]) if is_by_column else ((columns, 1), lead[-1] * columns)
+        strides = () if is_by_column and column_rows(lead[-1], dtype) != lead[-1] else (step, *inner)[2 - len(lead) :]
+        found.append((like.new_empty(0, dtype=dtype), (*lead, columns), strides))
     if len(plan.shapes) >= _MOST_SHAPES:
         plan.shapes.clear()
     plan.shapes[lead] = made = tuple(found)

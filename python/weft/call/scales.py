@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["by_column", "empty_by_column", "first_by_column", "word_dtype", "words"]
+__all__ = ["by_column", "column_rows", "empty_by_column", "first_by_column", "word_dtype", "words"]
 
 _COLUMN_BYTES = 16  # TMA: strides and addresses are multiples of it
 
