@@ -17,6 +17,7 @@ from node_calls import (
     check_calls,
     check_gradients,
     check_side_values,
+    check_sums_in_fp8,
     inputs_here,
     opened,
 )
@@ -45,6 +46,12 @@ def test_side_values(ranks: Any, layout: str) -> None:
     check_side_values(ranks, SMALL, layout)
 
 
+@pytest.mark.parametrize(("num_ranks", "layout"), [(4, "rank_major"), (3, "expert_major")])
+def test_sums_in_fp8(ranks: Any, num_ranks: int, layout: str) -> None:
+    """Made FP8 once a node."""
+    check_sums_in_fp8(ranks, SMALL, num_ranks, layout)
+
+
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major"])
 def test_gradients_of_a_dispatch(ranks: Any, layout: str) -> None:
     """Of x and of the weights: one combine with side values."""
@@ -62,7 +69,6 @@ def refusals(state: RankState, _: Any) -> list[str]:
         refused = [
             lambda: ep.dispatch(weft.Quantized(codes, wide), ids, weights, capacity=SMALL.room),
             lambda: ep.combine(r.x, r.handle, weighted=False, side=side, side_lanes="all"),
-            lambda: ep.combine(r.x, r.handle, weighted=False, wire="fp8"),
         ]
         said = []
         for make in refused:
@@ -77,7 +83,7 @@ def test_calls_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weft.call.check, "HAS_GPU_NODES", True)
     said = EmulatedRanks(monkeypatch, IDLE).run(4, refusals, [None] * 4)
     assert all(each == said[0] for each in said)
-    assert ["between nodes on GPUs" in text for text in said[0]] == [True] * 3
+    assert ["between nodes on GPUs" in text for text in said[0]] == [True] * 2
 
 
 def gradient(state: RankState, options: dict[str, Any]) -> torch.Tensor:

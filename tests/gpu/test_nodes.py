@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from node_calls import LAYOUTS, SMALL, Size, check_calls, check_gradients, check_side_values
+from node_calls import LAYOUTS, SMALL, Size, check_calls, check_gradients, check_side_values, check_sums_in_fp8
 
 import weft.call.check
 
@@ -32,6 +32,13 @@ def test_calls(ranks: Any, num_ranks: int, layout: str, size: Size) -> None:
 def test_side_values(ranks: Any, layout: str, size: Size) -> None:
     """What a capacity drops has none."""
     check_side_values(ranks, size, layout)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize(("num_ranks", "layout"), [(4, "rank_major"), (3, "expert_major")])
+def test_sums_in_fp8(ranks: Any, num_ranks: int, layout: str, size: Size) -> None:
+    """Made FP8 once a node."""
+    check_sums_in_fp8(ranks, size, num_ranks, layout)
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])

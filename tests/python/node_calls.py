@@ -144,6 +144,28 @@ def check_side_values(ranks: Any, size: Size, layout: str) -> None:
         assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
 
 
+def in_fp8(state: RankState, case: tuple[Size, str]) -> torch.Tensor:
+    """Sums that travel so."""
+    size, layout = case
+    with opened(state, size) as ep:
+        r = ep.dispatch(*inputs_here(state, size, 6), layout=layout)
+        return ep.combine(r.x.clone(), r.handle, weighted=layout != "rank_major", wire="fp8").clone()
+
+
+def check_sums_in_fp8(ranks: Any, size: Size, num_ranks: int, layout: str) -> None:
+    """Once a node: contributions are not rounded to FP8."""
+    outcomes = ranks.run(num_ranks, in_fp8, [(size, layout)] * num_ranks)
+    wanted = reference.dispatch(*inputs_of_all(size, num_ranks, 6), num_experts=LOCAL * num_ranks, layout=layout)
+    sums = reference.combine(
+        [each.x for each in wanted],
+        wanted[0].routing,
+        weighted=layout != "rank_major",
+        wire="fp8",
+        sum_domain=NODE,
+    )
+    assert all(torch.equal(*each) for each in zip(outcomes, sums, strict=True))
+
+
 def trained(state: RankState, case: tuple[Size, str]) -> tuple[torch.Tensor, ...]:
     """Rows, and the gradients of x and of the weights, from given ones of what was received."""
     size, layout = case

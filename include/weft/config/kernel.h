@@ -162,6 +162,13 @@ struct CombineKernelConfig {
     return whole * wire_bytes(chunk) + (elements > whole * chunk ? wire_bytes(elements - whole * chunk) : 0);
   }
   WEFT_HD constexpr i32 wire_row_bytes() const { return wire_bytes_of(hidden); }
+  // With nodes: a node's sum on the network, of elements that begin with a part.
+  WEFT_HD constexpr bool node_sum_is_fp8() const { return has_nodes() && order.sum_is_fp8; }
+  WEFT_HD constexpr i32 node_bytes_of(i32 elements) const {
+    CombineKernelConfig as_sent = *this;
+    as_sent.wire_is_fp8 = wire_is_fp8 || order.sum_is_fp8;
+    return as_sent.wire_bytes_of(elements);
+  }
 
   // Shared memory of a block.
   WEFT_HD constexpr i32 reduce_slot_bytes() const { return (wire_bytes_of(part()) + 127) / 128 * 128; }

@@ -22,14 +22,7 @@ struct Domains {
   __device__ static void add(const float (&sum)[kVector], float (&total)[kVector]) {
     float values[kVector];
     if constexpr (kOrder.sum_is_fp8) {
-      using Codes = Fp8Numbers<kVector>;
-      constexpr i32 kLanes = kQuantizeGroup / kVector;  // that share a group
-      float largest = Row::magnitude(sum);
-#pragma unroll
-      for (i32 step = 1; step < kLanes; step *= 2) {
-        largest = ptx::max_nan(largest, __shfl_xor_sync(0xffffffffu, largest, step));
-      }
-      const ptx::Fp8WireScale wire = ptx::fp8_wire_scale(ptx::float_bits(largest));
+      const ptx::Fp8WireScale wire = scale_of(sum);
 #pragma unroll
       for (i32 at = 0; at < kVector; ++at) values[at] = sum[at] * wire.factor;
       Codes::unpack(Codes::pack(values), values);
@@ -40,6 +33,31 @@ struct Domains {
 #pragma unroll
       for (i32 at = 0; at < kVector; ++at) total[at] += values[at];
     }
+  }
+
+  // The same vector where it travels: to `codes`, from the row's first, and to the scales of its chunk.
+  __device__ static void store(const float (&sum)[kVector], u8* codes, i32 element, float* scales, bool has_it) {
+    const ptx::Fp8WireScale wire = scale_of(sum);
+    float values[kVector];
+#pragma unroll
+    for (i32 at = 0; at < kVector; ++at) values[at] = sum[at] * wire.factor;
+    if (!has_it) return;
+    Codes::store(codes, element, values);
+    if (element % kQuantizeGroup == 0) scales[element / kQuantizeGroup] = wire.scale;
+  }
+
+ private:
+  using Codes = Fp8Numbers<kVector>;
+
+  // Of the group that the lane's vector is of, by all lanes.
+  __device__ static ptx::Fp8WireScale scale_of(const float (&sum)[kVector]) {
+    constexpr i32 kLanes = kQuantizeGroup / kVector;  // that share a group
+    float largest = Row::magnitude(sum);
+#pragma unroll
+    for (i32 step = 1; step < kLanes; step *= 2) {
+      largest = ptx::max_nan(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+    }
+    return ptx::fp8_wire_scale(ptx::float_bits(largest));
   }
 };
 

@@ -75,7 +75,6 @@ void check_nodes(const GpuWindowShape& shape, const CombineSpec& spec) {
   if (!has_nodes(shape)) return;
   check_call(shape, spec, spec.hidden * dtype_bytes(spec.dtype));
   if (spec.has_side && spec.adds_side) refuse("side values of all ranks", "side_lanes=\"own\"");
-  if (spec.wire_is_fp8) refuse("FP8 on the wire", "wire=None, or the cpu engine");
   if (spec.order != SumOrder::kRank) refuse("this order", "order=\"rank\"");
   if (spec.sum_domain != shape.node_ranks)
     refuse("sum_domain " + std::to_string(spec.sum_domain), std::to_string(shape.node_ranks));

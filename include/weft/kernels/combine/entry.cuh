@@ -185,9 +185,10 @@ class Combine {
     if constexpr (kConfig.has_side) CombineSide<kConfig>(b_).run();
   }
 
-  static_assert(!kConfig.has_nodes() || (!kConfig.is_by_pick() && !kConfig.wire_is_fp8 && !kConfig.adds_side &&
-                                         !kConfig.order.sum_is_fp8 && !kConfig.order.is_by_last_pick() &&
-                                         (kConfig.node_ranks == 1 || kConfig.order.sum_domain == kConfig.node_ranks)),
+  static_assert(!kConfig.has_nodes() ||
+                    (!kConfig.is_by_pick() && !kConfig.adds_side && !kConfig.order.is_by_last_pick() &&
+                     (kConfig.node_ranks == 1 ||
+                      (kConfig.order.sum_domain == kConfig.node_ranks && !kConfig.wire_is_fp8))),
                 "docs/protocols/nodes.md");
 
   const Block b_;

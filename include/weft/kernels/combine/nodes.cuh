@@ -14,7 +14,7 @@ class CombineNodes {
   static constexpr i32 kNodes = kConfig.num_nodes();
   static constexpr i32 kTopk = kConfig.top_k;
   // A record: a sum, then with side values a float for each pick.
-  static constexpr i32 kSideAt = (kConfig.row_bytes() + 15) / 16 * 16;
+  static constexpr i32 kSideAt = (kConfig.node_bytes_of(kConfig.hidden) + 15) / 16 * 16;
   static constexpr i32 kRecordBytes = kSideAt + (kConfig.has_side ? (kTopk * 4 + 15) / 16 * 16 : 0);
 
   __device__ explicit CombineNodes(const Block& block) : b_(block), nodes_(block.nodes()) {}
@@ -42,11 +42,15 @@ class CombineNodes {
   // ---- items whose index is negative
 
   __device__ static i32 index_of(i32 source, i32 record) { return -1 - (source << kRecordBits | record); }
-  // Where the sum of an item goes.
+  // Where the sum of an item goes, a part of a row.
   __device__ u8* out_of(const RingItem& item) const {
-    if (item.index >= 0) return b_.a.out + b_.token_of(item.index) * static_cast<i64>(kConfig.row_bytes());
+    const i32 before = item.chunk * kConfig.part();
+    if (item.index >= 0) {
+      return b_.a.out + b_.token_of(item.index) * static_cast<i64>(kConfig.row_bytes()) +
+             before * dtype_bytes(kConfig.dtype);
+    }
     const i32 code = -1 - item.index;
-    return record_to(code >> kRecordBits, code & ((1 << kRecordBits) - 1));
+    return record_to(code >> kRecordBits, code & ((1 << kRecordBits) - 1)) + kConfig.node_bytes_of(before);
   }
 
   // ---- by the warp that loads

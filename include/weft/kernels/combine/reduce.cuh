@@ -173,23 +173,32 @@ class CombineReduce {
         b_.fail_copy();
         return false;
       }
-      const u32 num_bytes = static_cast<u32>(kConfig.wire_bytes_of(kConfig.part_elements(part)));
+      const u32 num_bytes = static_cast<u32>(bytes_of(kConfig.part_elements(part), record));
       if constexpr (kConfig.adds_own_rows()) {
         if (b_.lane == 0) b_.s.own_row[ring_][writer.cell()] = own;
       }
       const u16 owner = kHasDomains ? contributors : place_of_own;
-      writer.announce({.count = count, .index = index, .chunk = static_cast<u16>(part), .owner = owner},
-                      static_cast<u32>(count) * num_bytes);
+      writer.announce(
+          {.count = count, .index = index, .chunk = static_cast<u16>(part), .owner = owner},
+          kConfig.node_sum_is_fp8() ? sum_of_lanes(is_loaded ? num_bytes : 0) : static_cast<u32>(count) * num_bytes);
       if (is_loaded) {
         const i32 place = kByLastPick ? place_by_last : __popc(loaded & ptx::lanes_below());
         ptx::bulk_load(b_.reduce_slot(ring_, writer.slot(place)),
-                       source + static_cast<i64>(part) * kConfig.wire_bytes_of(kConfig.part()), num_bytes,
-                       writer.barrier());
+                       source + static_cast<i64>(part) * bytes_of(kConfig.part(), record), num_bytes, writer.barrier());
       }
       writer.advance(count);
     }
     return true;
   }
+
+  // Of what a lane loads: a record, or a row or contribution in its own type.
+  __device__ static i32 bytes_of(i32 elements, [[maybe_unused]] const u8* record) {
+    if constexpr (kConfig.node_sum_is_fp8()) {
+      if (record != nullptr) return kConfig.node_bytes_of(elements);
+    }
+    return kConfig.wire_bytes_of(elements);
+  }
+  __device__ static u32 sum_of_lanes(u32 number) { return __reduce_add_sync(0xffffffffu, number); }
 
   // How many of the ranks in `others` are added before rank `lane`: those whose last pick of the token comes before its last.
   __device__ i32 num_before(u32 others, i32 index) const {
@@ -297,6 +306,9 @@ class CombineReduce {
     if constexpr (kHasDomains) {
       if (!is_node_sum) return add_domains(item, own, warp);
     }
+    if constexpr (kConfig.has_nodes() && kConfig.wire_is_fp8) {
+      if (is_node_sum) return copy_item(item, warp);
+    }
     const i32 count = num_rows(item);
     if (b_.a.bias != nullptr && !is_node_sum) return add_rows<1, true>(item, own, warp);
     if (count <= 1) return add_rows<1>(item, own, warp);
@@ -312,7 +324,7 @@ class CombineReduce {
     const i32 elements = kConfig.part_elements(item.chunk);
     const i32 column = item.chunk * kConfig.part();
     u8* out = b_.a.out + b_.token_of(item.index) * static_cast<i64>(kConfig.row_bytes()) + column * Row::kBytes;
-    if constexpr (kConfig.has_nodes()) out = CombineNodes<kConfig>(b_).out_of(item) + column * Row::kBytes;
+    if constexpr (kConfig.has_nodes()) out = CombineNodes<kConfig>(b_).out_of(item);
     const u8* rows[kAtOnce];
     find_rows(item, own, 0, rows);
     for (i32 first = warp * 32 * kVector; first < elements; first += kWarps * 32 * kVector) {
@@ -332,10 +344,25 @@ class CombineReduce {
         }
       }
       if constexpr (kHasBias && !kBiasFirst) add_bias(b_.token_of(item.index), column + element, total);
+      if constexpr (kConfig.node_sum_is_fp8()) {  // of a node: add_domains() has the owner's
+        auto* scales = reinterpret_cast<float*>(out + kConfig.scales_at(elements));
+        Domains<kConfig.order, kConfig.dtype>::store(total, out, element, scales, first + b_.lane * kVector < elements);
+        continue;
+      }
 #pragma unroll
       for (i32 part = 0; part < kVector; part += Row::kVector) {
         *reinterpret_cast<Packed*>(out + (element + part) * Row::kBytes) = Row::pack(&total[part]);
       }
+    }
+  }
+
+  // With nodes of one rank: the sum is its one contribution, or nothing.
+  __device__ void copy_item(const RingItem& item, i32 warp) const {
+    u8* out = CombineNodes<kConfig>(b_).out_of(item);
+    const u8* row = b_.reduce_slot(ring_, item.first);
+    const i32 num_bytes = kConfig.wire_bytes_of(kConfig.part_elements(item.chunk));
+    for (i32 at = (warp * 32 + b_.lane) * 16; at < num_bytes; at += kWarps * 32 * 16) {
+      *reinterpret_cast<Packed*>(out + at) = item.count > 0 ? *reinterpret_cast<const Packed*>(row + at) : Packed{};
     }
   }
 
@@ -346,6 +373,11 @@ class CombineReduce {
     const i32 elements = kConfig.part_elements(item.chunk);
     const i32 column = item.chunk * kConfig.part();
     u8* out = b_.a.out + b_.token_of(item.index) * static_cast<i64>(kConfig.row_bytes()) + column * Row::kBytes;
+    [[maybe_unused]] u32 mates = 0;
+    if constexpr (kConfig.node_sum_is_fp8()) {
+      constexpr i32 kNode = kConfig.node_ranks;
+      mates = ((1u << kNode) - 1u) << b_.a.view.rank / kNode * kNode;
+    }
     for (i32 first = warp * 32 * kVector; first < elements; first += kWarps * 32 * kVector) {
       // The whole warp goes through the loop, but only lanes before the end know the scale of what they have.
       const i32 element = min(first + b_.lane * kVector, elements - kVector);
@@ -356,6 +388,14 @@ class CombineReduce {
       for (u32 left = item.owner; left != 0;) {
         const u32 domain = Sums::first_of(left);
         left &= ~domain;
+        if constexpr (kConfig.node_sum_is_fp8()) {
+          if ((domain & mates) == 0) {  // has come as a sum
+            const u8* rows[kAtOnce];
+            find_rows(item, own, next++, rows);
+            add_fp8(rows[0], element, elements, total);
+            continue;
+          }
+        }
         float sum[kVector] = {};
 #pragma unroll 1
         for (const i32 end = next + __popc(domain); next < end;) {
@@ -418,6 +458,15 @@ class CombineReduce {
         for (i32 at = 0; at < kVector; ++at) total[at] += values[at];
       }
     }
+  }
+
+  // Of a part in FP8: its codes, then its scales.
+  __device__ static void add_fp8(const u8* row, i32 element, i32 elements, float (&total)[kVector]) {
+    const float scale = reinterpret_cast<const float*>(row + kConfig.scales_at(elements))[element / kQuantizeGroup];
+    float values[kVector];
+    Codes::unpack(Codes::load(row, element), values);
+#pragma unroll
+    for (i32 at = 0; at < kVector; ++at) total[at] = ptx::add_exact_product(total[at], values[at], scale);
   }
 
   __device__ void add_bias(i64 token, i32 column, float (&total)[kVector]) const {
