@@ -94,9 +94,9 @@ MUTANTS = (
         Mutant(
             "a credit is given before the sums are added",
             NODES,
-            "return nodes_.ring(b_.s.forwarder[node]).has_arrived(chunk_from(node, record));",
-            "const bool is_here = nodes_.ring(b_.s.forwarder[node]).has_arrived(chunk_from(node, record));"
-            " if (is_here) take(node); return is_here;",
+            "return records_of(node).has_arrived(b_.s.num_read[node]);",
+            "const auto records = records_of(node); const bool is_here = records.has_arrived(b_.s.num_read[node]);"
+            " if (is_here && records.ends_chunk(b_.s.num_read[node])) records.take(); return is_here;",
         ),
         PULLED,
     ),
@@ -104,7 +104,7 @@ MUTANTS = (
         Mutant(
             "the last chunk of a call is not put",
             NODES,
-            "if (num_done > 0 && !is_put && !b_.has_failed()) put(source);",
+            "if (num_done > 0 && !records.is_put(num_done) && !b_.has_failed()) records.put(num_done);",
             "",
         ),
         PULLED,
@@ -113,7 +113,7 @@ MUTANTS = (
         Mutant(
             "chunks are taken without looking at their signals",
             NODES,
-            "return nodes_.ring(b_.s.forwarder[node]).has_arrived(chunk_from(node, record));",
+            "return records_of(node).has_arrived(b_.s.num_read[node]);",
             "return true;",
         ),
         PULLED,
@@ -122,7 +122,7 @@ MUTANTS = (
         Mutant(
             "a slot is filled without a place",
             NODES,
-            "return chunk_to(source, record) < nodes_.ring(source).credits() + num_slots;",
+            "return records_to(source).has_place(b_.s.num_dealt[source]);",
             "return true;",
         ),
         PULLED,

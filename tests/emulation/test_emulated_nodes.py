@@ -92,25 +92,29 @@ MUTANTS = (
     Mutant(
         "the last chunk of a call is not put",
         ITEMS,
-        "if (num_stored % chunk_rows() != 0 && num_stored != s.num_to[node]) return;",
-        "if (num_stored % chunk_rows() != 0) return;",
+        "if (records.ends_chunk(num_stored) || num_stored == s.num_to[node]) records.put(num_stored);",
+        "if (records.ends_chunk(num_stored)) records.put(num_stored);",
     ),
     Mutant(
         "a credit is given before the rows are stored",
         ITEMS,
-        "return record % chunk_rows() != 0 || nodes_.ring(source).has_arrived(chunk_from(source, record));",
-        "if (record % chunk_rows() != 0) return true;"
-        " const bool is_here = nodes_.ring(source).has_arrived(chunk_from(source, record));"
-        " if (is_here) nodes_.ring(source).give_credit();"
+        "return records_of(source).has_arrived(s.num_loaded[source]);",
+        "const bool is_here = records_of(source).has_arrived(s.num_loaded[source]);"
+        " if (is_here && records_of(source).ends_chunk(s.num_loaded[source])) nodes_.ring(source).give_credit();"
         " return is_here;",
     ),
     Mutant(
         "chunks are taken without looking at their signals",
         ITEMS,
-        "return record % chunk_rows() != 0 || nodes_.ring(source).has_arrived(chunk_from(source, record));",
+        "return records_of(source).has_arrived(s.num_loaded[source]);",
         "return true;",
     ),
-    Mutant("a slot is filled without a place", ITEMS, "if (is_first && chunk_to", "if (false && chunk_to"),
+    Mutant(
+        "a slot is filled without a place",
+        ITEMS,
+        "if (goes_to(node, token) && !records_to(node).has_place(s.num_dealt[node])) return node;",
+        "",
+    ),
     Mutant(
         "a header is written on before its payload", NODES, RELAY, f"{SEND_HEADER}    ptx::nanosleep(20000);\n{RELAY}"
     ),

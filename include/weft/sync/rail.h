@@ -21,6 +21,9 @@ struct RailLate {
 // How often the slot of chunk n has been filled when n is in it.
 WEFT_HD constexpr u64 rail_fills(u64 n, u32 num_slots) { return n / num_slots + 1; }
 
+// Whether the slot of chunk n may be filled: each credit says that the put of a chunk has settled, and that it was read.
+WEFT_HD constexpr bool rail_has_place(u64 n, u64 credits, u32 num_slots) { return n < credits + num_slots; }
+
 // The network's ending of a put: what `copy` stores is visible to whoever acquires the signal, or a word behind it.
 template <class Copy>
 WEFT_HD void settle_put(const Copy& copy, u64* signal) {
@@ -36,7 +39,7 @@ class RailSource {
 
   WEFT_HD u64 next() const { return *num_put_; }
   // The acquire pairs with the release of the credit: the put of the slot's last chunk has settled, so the slot may be filled.
-  WEFT_HD bool has_place() const { return next() < ptx::ld_acquire_sys(credits_) + num_slots_; }
+  WEFT_HD bool has_place() const { return rail_has_place(next(), ptx::ld_acquire_sys(credits_), num_slots_); }
   template <class Pause>
   WEFT_HD RailLate wait_place(i32 peer, Pause& pause) const {
     return {wait_until([&] { return has_place(); }, pause), RailWait::kPlace, peer, next()};

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "weft/kernels/combine/block.cuh"
+#include "weft/kernels/records.cuh"
 
 namespace weft::kernels {
 
@@ -50,29 +51,16 @@ class CombineNodes {
              before * dtype_bytes(kConfig.dtype);
     }
     const i32 code = -1 - item.index;
-    return record_to(code >> kRecordBits, code & ((1 << kRecordBits) - 1)) + kConfig.node_bytes_of(before);
+    return records_to(code >> kRecordBits).to(code & ((1 << kRecordBits) - 1)) + kConfig.node_bytes_of(before);
   }
 
   // ---- by the warp that loads
 
   // Whether there is a place for the next record to a rank.
-  __device__ bool has_place(i32 source) const {
-    const i32 record = b_.s.num_dealt[source];
-    if (record % chunk_rows() != 0) return true;
-    const u64 num_slots = static_cast<u64>(nodes_.layout().num_slots);
-    return chunk_to(source, record) < nodes_.ring(source).credits() + num_slots;
-  }
+  __device__ bool has_place(i32 source) const { return records_to(source).has_place(b_.s.num_dealt[source]); }
   // Whether the next record of a node is here.
-  __device__ bool has_record(i32 node) const {
-    const i32 record = b_.s.num_read[node];
-    if (record % chunk_rows() != 0) return true;
-    return nodes_.ring(b_.s.forwarder[node]).has_arrived(chunk_from(node, record));
-  }
-  __device__ const u8* next_record(i32 node) const {
-    const i32 record = b_.s.num_read[node];
-    return nodes_.ring(b_.s.forwarder[node]).receive_slot(chunk_from(node, record)) +
-           record % chunk_rows() * kRecordBytes;
-  }
+  __device__ bool has_record(i32 node) const { return records_of(node).has_arrived(b_.s.num_read[node]); }
+  __device__ const u8* next_record(i32 node) const { return records_of(node).from(b_.s.num_read[node]); }
 
   // ---- side values, by the whole warp that loads
 
@@ -87,7 +75,7 @@ class CombineNodes {
   }
   // Into the next record to a rank: of each pick that of the mate that keeps it.
   __device__ void write_side(i32 source, i64 token, const u8* keepers) const {
-    auto* side = reinterpret_cast<float*>(record_to(source, b_.s.num_dealt[source]) + kSideAt);
+    auto* side = reinterpret_cast<float*>(records_to(source).to(b_.s.num_dealt[source]) + kSideAt);
     for (i32 k = b_.lane; k < kTopk; k += 32) {
       const i32 keeper = keepers[k];
       float value = 0.0f;
@@ -121,26 +109,32 @@ class CombineNodes {
   __device__ void tell(u32 done) const {
     if (done == 0 || b_.has_failed()) return;
     if ((done & kIsOwn) == 0) {
-      const i32 source = static_cast<i32>(done) - 1;
-      if (++b_.s.num_done[source] % chunk_rows() == 0) put(source);
+      const i32 source = static_cast<i32>(done) - 1, num_done = ++b_.s.num_done[source];
+      const auto records = records_to(source);
+      if (records.ends_chunk(num_done)) records.put(num_done);
       return;
     }
     for (i32 node = 0; node < kNodes; ++node) {
-      if ((done >> node & 1u) != 0 && ++b_.s.num_added[node] % chunk_rows() == 0) take(node);
+      if ((done >> node & 1u) == 0) continue;
+      const auto records = records_of(node);
+      if (records.ends_chunk(++b_.s.num_added[node])) records.take();
     }
   }
   // By one lane: all records to the rank have been dealt out. Whether all are done.
   __device__ bool finish(i32 source) const {
     if (b_.s.num_done[source] != b_.s.num_dealt[source]) return false;
     const i32 num_done = b_.s.num_done[source];
-    const bool is_put = *nodes_.ring(source).num_put() > chunk_to(source, num_done - 1);
-    if (num_done > 0 && !is_put && !b_.has_failed()) put(source);
+    const auto records = records_to(source);
+    if (num_done > 0 && !records.is_put(num_done) && !b_.has_failed()) records.put(num_done);
     return true;
   }
   // By one lane, at the end: the last chunks of nodes.
   __device__ void finish_own() const {
     for (i32 node = 0; node < kNodes; ++node) {
-      if (b_.s.num_added[node] % chunk_rows() != 0 && !b_.has_failed()) take(node);
+      const i32 num_added = b_.s.num_added[node];
+      if (num_added == 0) continue;  // also where nobody forwards
+      const auto records = records_of(node);
+      if (!records.ends_chunk(num_added) && !b_.has_failed()) records.take();
     }
   }
 
@@ -163,29 +157,12 @@ class CombineNodes {
   static constexpr i32 kRecordBits = 24;
   static_assert(kMaxGpuRanks <= 1 << (30 - kRecordBits) && kNodes < 31);
 
-  __device__ i32 chunk_rows() const { return nodes_.layout().chunk_rows; }
-  __device__ u8* record_to(i32 source, i32 record) const {
-    return nodes_.ring(source).send_slot(chunk_to(source, record)) + record % chunk_rows() * kRecordBytes;
+  using Sums = Records<typename Nodes<kConfig>::Ring, kRecordBytes>;
+  __device__ Sums records_to(i32 source) const {
+    return {nodes_.layout(), nodes_.ring(source), b_.s.first_put[source]};
   }
-  __device__ u64 chunk_to(i32 source, i32 record) const {
-    return b_.s.first_put[source] + static_cast<u64>(record / chunk_rows());
-  }
-  __device__ u64 chunk_from(i32 node, i32 record) const {
-    return b_.s.first_taken[node] + static_cast<u64>(record / chunk_rows());
-  }
-
-  // The chunk of the last record that is done. Its sums were written by other warps, and acquired from them.
-  __device__ void put(i32 source) const {
-    const i32 last = b_.s.num_done[source] - 1;
-    const auto ring = nodes_.ring(source);
-    ptx::fence_sys();
-    ring.put(chunk_to(source, last), static_cast<u32>((last % chunk_rows() + 1) * kRecordBytes));
-    *ring.num_put() = chunk_to(source, last) + 1;
-  }
-  __device__ void take(i32 node) const {
-    const auto ring = nodes_.ring(b_.s.forwarder[node]);
-    ++*ring.num_taken();
-    ring.give_credit();
+  __device__ Sums records_of(i32 node) const {
+    return {nodes_.layout(), nodes_.ring(b_.s.forwarder[node]), b_.s.first_taken[node]};
   }
 
   const Block& b_;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "weft/kernels/dispatch/block.cuh"
+#include "weft/kernels/records.cuh"
 
 namespace weft::kernels {
 
@@ -105,7 +106,7 @@ class DispatchNodes : public DispatchState<kConfig> {
 
   __device__ void load_arrived(i32 source, i32 idx, u8* stage) {
     const i32 record = s.num_loaded[source]++;
-    const u8* from = record_from(source, record);
+    const u8* from = records_of(source).from(record);
     s.source[idx] = source;
     s.record[idx][0] = record;
     s.source_token[idx] = s.next_token[source] - 1;
@@ -153,7 +154,7 @@ class DispatchNodes : public DispatchState<kConfig> {
     if constexpr (kConfig.is_cached) return;
     const i32 source = s.source[idx], record = s.record[idx][0];
     const u16* experts = experts_from(source) + (s.first_row[source] + i64{record}) * kTopk;
-    const auto* weights = reinterpret_cast<const float*>(record_from(source, record) + kWeightsAt);
+    const auto* weights = reinterpret_cast<const float*>(records_of(source).from(record) + kWeightsAt);
     const i32* rows = planned_rows(idx);
     if constexpr (kConfig.is_by_expert()) {
       const i64 first = (source * a.view.layout.max_tokens + s.source_token[idx]) * kTopk;
@@ -190,7 +191,7 @@ class DispatchNodes : public DispatchState<kConfig> {
     for (i32 node = 0; node < kNodes; ++node) {
       const i32 record = s.record[idx][node];
       if (record < 0) continue;
-      u8* to = nodes_.ring(s.forwarder[node]).send_slot(chunk_to(node, record)) + place_in_chunk(record);
+      u8* to = records_to(node).to(record);
       if (lane == 0) ptx::bulk_store(to, stage, kRowBytes);
       if constexpr (kScaleBytes > 0) {
         copy_short<kScaleBytes>(to + kScalesAt, stage + kConfig.scales_at(), lane);
@@ -219,20 +220,14 @@ class DispatchNodes : public DispatchState<kConfig> {
   // A record of a ring is complete, which is the last of a chunk or of this call: the chunk goes.
   __device__ void tell_stored(i32 node) {
     const i32 num_stored = ++s.num_stored[node];
-    if (num_stored % chunk_rows() != 0 && num_stored != s.num_to[node]) return;
-    const u64 n = chunk_to(node, num_stored - 1);
-    const auto ring = nodes_.ring(s.forwarder[node]);
-    ptx::fence_sys();
-    ring.put(n, static_cast<u32>(place_in_chunk(num_stored - 1)) + kRecordBytes);
-    *ring.num_put() = n + 1;
+    const auto records = records_to(node);
+    if (records.ends_chunk(num_stored) || num_stored == s.num_to[node]) records.put(num_stored);
   }
   // A row of a source is stored.
   __device__ void tell_done(i32 source) {
     const i32 num_done = ++s.num_done[source];
-    if (num_done % chunk_rows() != 0 && num_done != s.num_from[source]) return;
-    const auto ring = nodes_.ring(source);
-    ++*ring.num_taken();
-    ring.give_credit();
+    const auto records = records_of(source);
+    if (records.ends_chunk(num_done) || num_done == s.num_from[source]) records.take();
   }
   __device__ bool goes_to(i32 node, i32 token) const {
     if (s.forwarder[node] < 0) return false;
@@ -263,35 +258,21 @@ class DispatchNodes : public DispatchState<kConfig> {
   __device__ bool has_failed() const { return *static_cast<volatile u32*>(&s.has_failed) != 0; }
 
  private:
-  __device__ i32 chunk_rows() const { return nodes_.layout().chunk_rows; }
-  __device__ i32 place_in_chunk(i32 record) const { return record % chunk_rows() * kRecordBytes; }
-  __device__ u64 chunk_to(i32 node, i32 record) const {
-    return s.first_put[node] + static_cast<u64>(record / chunk_rows());
+  using Rows = Records<typename Nodes<kConfig>::Ring, kRecordBytes>;
+  __device__ Rows records_to(i32 node) const {
+    return {nodes_.layout(), nodes_.ring(s.forwarder[node]), s.first_put[node]};
   }
-  __device__ u64 chunk_from(i32 source, i32 record) const {
-    return s.first_taken[source] + static_cast<u64>(record / chunk_rows());
-  }
-  __device__ const u8* record_from(i32 source, i32 record) const {
-    return nodes_.ring(source).receive_slot(chunk_from(source, record)) + place_in_chunk(record);
-  }
+  __device__ Rows records_of(i32 source) const { return {nodes_.layout(), nodes_.ring(source), s.first_taken[source]}; }
   __device__ const i32* planned_rows(i32 idx) const {
     return plan().row(nodes_.nth_brought(s.source[idx]), s.source_token[idx]);
   }
 
-  // The first of a chunk is looked for, the others are there with it.
-  __device__ bool has_row(i32 source) const {
-    const i32 record = s.num_loaded[source];
-    return record % chunk_rows() != 0 || nodes_.ring(source).has_arrived(chunk_from(source, record));
-  }
+  __device__ bool has_row(i32 source) const { return records_of(source).has_arrived(s.num_loaded[source]); }
 
   // A node in whose ring the token has no place; -1: none.
   __device__ i32 node_without_place(i32 token) const {
     for (i32 node = 0; node < kNodes; ++node) {
-      if (!goes_to(node, token)) continue;
-      const i32 record = s.num_dealt[node];
-      const u64 num_slots = static_cast<u64>(nodes_.layout().num_slots);
-      const bool is_first = record % chunk_rows() == 0;
-      if (is_first && chunk_to(node, record) >= nodes_.ring(s.forwarder[node]).credits() + num_slots) return node;
+      if (goes_to(node, token) && !records_to(node).has_place(s.num_dealt[node])) return node;
     }
     return -1;
   }
