@@ -366,7 +366,7 @@ def has_pick_slots(num_ranks: int, top_k: int, small_tokens: int, max_tokens: in
 def adds_by_pick(ep: Any, handle: Any) -> bool:
     """Whether `combine(order="pick")` is there for a handle: not between nodes; on GPUs with few picks, or in a small
     batch."""
-    if ep.comm.engine == "cpu":
+    if ep.calls.has_nodes or ep.comm.engine == "cpu":
         return not ep.calls.has_nodes
     has_slots = has_pick_slots(ep.num_ranks, ep.top_k, ep.small_tokens, handle.max_tokens)
     return has_slots if handle.is_small else ep.top_k <= MOST_PICKS_ADDED

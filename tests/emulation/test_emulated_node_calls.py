@@ -16,6 +16,7 @@ from node_calls import (
     SMALL,
     check_calls,
     check_gradients,
+    check_scales_by_column,
     check_side_values,
     check_sums_in_fp8,
     inputs_here,
@@ -50,6 +51,12 @@ def test_side_values(ranks: Any, layout: str) -> None:
 def test_sums_in_fp8(ranks: Any, num_ranks: int, layout: str) -> None:
     """Made FP8 once a node."""
     check_sums_in_fp8(ranks, SMALL, num_ranks, layout)
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "masked"])
+def test_scales_by_column(ranks: Any, layout: str) -> None:
+    """Given, and asked for."""
+    check_scales_by_column(ranks, SMALL, layout)
 
 
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major"])

@@ -111,10 +111,43 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 
 def is_kept(layout: str, wanted: Any) -> torch.Tensor:
     """Rows that hold something."""
-    num_rows = wanted.x.shape[:-1].numel()
+    shape = (wanted.x.data if isinstance(wanted.x, weft.Quantized) else wanted.x).shape
     if layout != "masked":
-        return torch.arange(num_rows) < wanted.num_rows
-    return (torch.arange(wanted.x.shape[1])[None] < wanted.num_tokens_per_expert[:, None]).reshape(-1)
+        return torch.arange(shape[:-1].numel()) < wanted.num_rows
+    return (torch.arange(shape[1])[None] < wanted.num_tokens_per_expert[:, None]).reshape(-1)
+
+
+def by_column(state: RankState, case: tuple[Size, str]) -> tuple[torch.Tensor, ...]:
+    """Codes and scales, of a first dispatch and along its handle; scales lie by column here, and are asked for so."""
+    size, layout = case
+    x, ids, weights = inputs_here(state, size, 2)
+    given = weft.Quantized(*(part.to(x.device) for part in codes_of(x.cpu())))
+    given = weft.Quantized(given.data, given.scales.t().contiguous().t())
+    options = {"layout": layout, "capacity": size.capacity(layout)}
+    with opened(state, size) as ep:
+        r = ep.dispatch(given, ids, weights, scale_layout="column_major", **options)
+        again = ep.dispatch(given, handle=r.handle)
+        return tuple(part.clone() for each in (r.x, again.x) for part in (each.data, each.scales))
+
+
+def codes_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of rows: bytes, and four words a token beside them."""
+    return x.view(torch.uint8), torch.arange(4 * len(x), dtype=torch.float32).view(-1, 4) + x[:, :1].float()
+
+
+def check_scales_by_column(ranks: Any, size: Size, layout: str) -> None:
+    """They travel row by row."""
+    num_ranks = 4
+    outcomes = ranks.run(num_ranks, by_column, [(size, layout)] * num_ranks)
+    xs, ids, weights = inputs_of_all(size, num_ranks, 2)
+    given = [weft.Quantized(*codes_of(x)) for x in xs]
+    capacity = size.capacity(layout)
+    wanted = reference.dispatch(given, ids, weights, num_experts=LOCAL * num_ranks, layout=layout, capacity=capacity)
+    for found, expected in zip(outcomes, wanted, strict=True):
+        keep = is_kept(layout, expected)
+        for part, other in zip(found, 2 * (expected.x.data, expected.x.scales), strict=True):
+            bits, wanted_bits = (rows_of(each).contiguous().view(torch.uint8) for each in (part, other))
+            assert torch.equal(bits[keep], wanted_bits[keep])
 
 
 def sides(state: RankState, case: tuple[Size, str]) -> tuple[torch.Tensor, torch.Tensor]:

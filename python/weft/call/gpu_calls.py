@@ -56,7 +56,7 @@ class GpuCalls(GpuPlans):
 
     def _read_scales(self, call: Call, scales: Tensor) -> Tensor:
         """See Runner."""
-        return scales if is_by_column(call, scales) else dense(scales)
+        return scales if is_by_column(call, scales) and not self.has_nodes else dense(scales)
 
     def _stream(self) -> int:
         """See Runner."""
