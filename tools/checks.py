@@ -413,9 +413,9 @@ def main(arguments: list[str]) -> int:
             continue
         findings += check_text(name, text)
     project = ROOT / "pyproject.toml"
-    settings = project.read_text(encoding="utf-8") if project.exists() else ""
-    folders = re.search(r"^pythonpath = \[(.*)\]", settings, re.MULTILINE)
-    findings += check_module_names(list_files(), re.findall(r'"(.*?)"', folders[1]) if folders else [])
+    if project.exists():
+        folders = re.search(r"^pythonpath = \[(.*)\]", project.read_text(encoding="utf-8"), re.MULTILINE)
+        findings += check_module_names(list_files(), re.findall(r'"(.*?)"', folders[1]) if folders else [])
     modules = sorted((ROOT / "python/weft").rglob("*.py*"))
     findings += check_root([str(path.relative_to(ROOT)) for path in modules])
     findings += check_imports(
