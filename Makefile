@@ -47,7 +47,7 @@ prepare: $(environment) $(installed) ## make .venv, build and install the packag
 
 .PHONY: test
 test: native-test $(environment) $(installed) ## run every test (TESTS="tests/python -k capacity" for some)
-	$(python) -m pytest $(if $(TESTS),$(TESTS),-n $(JOBS) --maxprocesses 8 --dist loadscope)
+	$(python) -m pytest $(if $(TESTS),$(TESTS),-n $$(($(JOBS) + 1)) --maxprocesses 8 --dist loadscope)
 
 .PHONY: test-quick
 test-quick: $(environment) $(installed) ## run the quick tests of the package: no C++, no compiled kernels, no slow ones
