@@ -272,12 +272,21 @@ class _ThreadRanks:
                     self.at_end.wait()
         except BaseException as error:  # noqa: BLE001  brought to the caller of spawn
             outcome.error, outcome.when = error, time.monotonic()
-            if outcome.when >= self.stopped_at and isinstance(error, InvalidState):
+            if outcome.when >= self.stopped_at and self._is_of_the_stop(error):
                 text = f"rank {rank} was stopped by weft.spawn, because another rank had failed"
                 outcome.error = PeerLost((rank,), text)
+                outcome.error.__cause__ = error
             self.at_end.abort()
         finally:
             self.ended[rank].set()
+
+    def _is_of_the_stop(self, error: BaseException) -> bool:
+        """Whether it comes of communicators that `stop` has closed: a rank may hear of another's before its own is.
+        Ranks that had failed before are lost all the same."""
+        if isinstance(error, PeerLost):
+            had_failed = {each.rank for each in self.outcomes if 0 < each.when < self.stopped_at}
+            return not had_failed.issuperset(error.ranks)
+        return isinstance(error, InvalidState)
 
     def _started(self, native: _native.Communicator) -> _native.Communicator:
         """From now on `stop` ends its waits."""

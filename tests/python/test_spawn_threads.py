@@ -7,9 +7,10 @@ import importlib
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
-from test_errors import SHAPE
+from test_errors import SHAPE, raised
 
 import weft
 
@@ -75,3 +76,82 @@ def test_failure_of_one_rank_ends_the_waits_of_the_others(monkeypatch: pytest.Mo
     assert "raised by rank 2 of weft.spawn" in notes
     assert "rank 0 ended with PeerLost: rank 0 was stopped by weft.spawn, because another rank had failed" in notes
     assert not rank_threads()
+
+
+class _ClosesLate:
+    """A communicator's native object; `close` waits until its rank has come to its end."""
+
+    def __init__(self, native: Any, ended: threading.Event) -> None:
+        self._native, self._ended = native, ended
+
+    def close(self) -> None:
+        self._ended.wait(LEAVES_WITHIN_S)
+        self._native.close()
+
+
+def test_a_rank_that_hears_of_another_before_it_is_stopped_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    spawn = importlib.import_module("weft.spawn")
+    monkeypatch.setattr(spawn, "THREAD_GRACE_S", 0.0)
+    all_constructed = threading.Barrier(3)
+    rank_0_left = threading.Event()
+    real = spawn._ThreadRanks.stop
+
+    def stop(ranks: Any) -> None:
+        *others, first = sorted(ranks.natives, key=lambda native: -native.rank)
+        ranks.natives = [*others, _ClosesLate(first, ranks.ended[0])]
+        real(ranks)
+
+    def rank(comm: weft.Communicator) -> None:
+        with weft.ExpertParallel(comm, **{**SHAPE, "num_experts": 6}) as ep:
+            all_constructed.wait(LEAVES_WITHIN_S)
+            if comm.rank == 2:
+                raise KeyError("the reason")
+            if comm.rank == 1:
+                rank_0_left.wait(LEAVES_WITHIN_S)
+                return
+            try:
+                with contextlib.suppress(weft.PeerLost):
+                    ep.warmup()
+                comm.rebuild([0, 1])
+            finally:
+                rank_0_left.set()
+
+    monkeypatch.setattr(spawn._ThreadRanks, "stop", stop)
+    with pytest.raises(KeyError, match="the reason") as caught:
+        weft.spawn(rank, 3, isolation="thread")
+    notes = "\n".join(caught.value.__notes__)
+    assert "rank 0 ended with PeerLost: rank 0 was stopped by weft.spawn, because another rank had failed" in notes
+    assert "left out by the others" not in notes
+
+
+def test_what_a_rank_raises_of_itself_behind_the_stop_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That it lost the rank that failed, and errors of its own."""
+    spawn = importlib.import_module("weft.spawn")
+    monkeypatch.setattr(spawn, "THREAD_GRACE_S", 0.0)
+    all_constructed = threading.Barrier(3)
+    heard, stopped = threading.Event(), threading.Event()
+    real = spawn._ThreadRanks.stop
+
+    def stop(ranks: Any) -> None:
+        heard.wait(LEAVES_WITHIN_S)
+        real(ranks)
+        stopped.set()
+
+    def rank(comm: weft.Communicator) -> None:
+        with weft.ExpertParallel(comm, **{**SHAPE, "num_experts": 6}) as ep:
+            all_constructed.wait(LEAVES_WITHIN_S)
+            if comm.rank == 2:
+                raise KeyError("the reason")
+            error = raised(ep.warmup) if comm.rank == 0 else ValueError("another reason")
+            if comm.rank == 0:
+                heard.set()
+            stopped.wait(LEAVES_WITHIN_S)
+            raise error
+
+    monkeypatch.setattr(spawn._ThreadRanks, "stop", stop)
+    with pytest.raises(KeyError, match="the reason") as caught:
+        weft.spawn(rank, 3, isolation="thread")
+    _, of_rank_0, of_rank_1 = caught.value.__notes__
+    assert of_rank_0.startswith("rank 0 ended with PeerLost: ")
+    assert "stopped" not in of_rank_0
+    assert of_rank_1 == "rank 1 ended with ValueError: another reason"
