@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_gpu import IDLE, EmulatedRanks, Graph, Noting, Stream, gpu
-from test_quick import EXPERTS, HIDDEN, TOKENS, TOP_K, inputs, make
+from test_quick import EXPERTS, HIDDEN, TOKENS, TOP_K, WAYS, choose_way, inputs, make
 
 import weft
 from pool import RankState
@@ -289,13 +289,15 @@ def test_a_recorder_sees_calls_of_all_kinds(pool: Any, tmp_path: Path) -> None:
     assert {rank: len(dispatches) for rank, dispatches in trace.dispatches.items()} == {0: 3, 1: 3}
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", ["throughput", "latency"])
-def test_a_call_on_another_stream_runs_there(pool: Any, mode: str) -> None:
+def test_a_call_on_another_stream_runs_there(pool: Any, mode: str, way: str) -> None:
     """And its event is of that one."""
 
     def work(state: RankState) -> None:
         x, ids, weights = inputs(state.rank)
         with make(state) as ep:
+            choose_way(ep, way)
             learn(ep, x, ids, weights, mode=mode)
             first, other = torch.cuda.current_stream(), Stream()
             if state.rank == 0:

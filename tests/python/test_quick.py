@@ -18,6 +18,7 @@ from pool import RankState
 from weft.call.eager import Eager
 
 TOKENS, HIDDEN, EXPERTS, TOP_K = 4, 128, 4, 2
+WAYS = ("native", "python")  # of a call along a plan: made by the native module (call_maker.cc), or by Runner.run
 
 
 @pytest.fixture
@@ -46,6 +47,20 @@ def make(state: RankState, **options: Any) -> weft.ExpertParallel:
     return weft.ExpertParallel(
         state.comm, num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens_per_rank=8, num_windows=2, **options
     )
+
+
+class _KnowsNothing:
+    """In place of KnownCalls."""
+
+    def dispatch(self, *_: Any) -> None: ...
+
+    combine = learn = dispatch
+
+
+def choose_way(ep: weft.ExpertParallel, way: str) -> None:
+    """Of calls along a plan, one of WAYS."""
+    if way == "python":
+        ep._eager.known = _KnowsNothing()  # type: ignore[assignment]
 
 
 def inputs(rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -305,9 +320,10 @@ def test_few_rows_of_exact_sizes(pool: Any) -> None:
         pool.run(2, lambda state, given: send_few_rows_of(state, given), [dtype] * 2)
 
 
-def meet_what_only_exact_sizes_meet(state: RankState) -> None:
+def meet_what_only_exact_sizes_meet(state: RankState, way: str) -> None:
     x, ids, weights = inputs(state.rank)
     with make(state) as ep:
+        choose_way(ep, way)
         for _ in range(4):
             ep.dispatch(x, ids, weights, mode="throughput")
         bad = ids.clone()
@@ -322,5 +338,6 @@ def meet_what_only_exact_sizes_meet(state: RankState) -> None:
         graph.destroy()
 
 
-def test_what_only_exact_sizes_meet(pool: Any) -> None:
-    pool.run(2, lambda state, _: meet_what_only_exact_sizes_meet(state), [None] * 2)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_only_exact_sizes_meet(pool: Any, way: str) -> None:
+    pool.run(2, meet_what_only_exact_sizes_meet, [way] * 2)
