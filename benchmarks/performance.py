@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 DOC = ROOT / "docs" / "performance.md"
@@ -17,13 +17,42 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 # The files that the page is made of: the latest of each kind. A new run takes the place of an older one here.
 BESIDE_PEERS = "peers_2xh100.jsonl"
-SINCE = "gpu_two_ranks_a26804a.jsonl"
+TWO_RANKS = "gpu_two_ranks_97f4d04.jsonl"
 TARGETS = "gpu_bench_04f59c1.jsonl"
 PEERS_APART = ROOT / "benchmarks" / "peers.md"
 SMALL = ("gpu_bench_small_d3b38d2.jsonl", "gpu_bench_small_04f59c1.jsonl")
 
 Row = dict[str, Any]
 
+
+class Call(NamedTuple):
+    """A row of the table of two GPUs: in the file of peers `call` with `sms` (and T), in ours `row` with `num_sms`."""
+
+    call: str
+    row: str
+    sms: int | None
+    must: float | None = None
+    tokens: int | None = None
+
+
+_GRAPH = "dispatch and combine in a graph, masked, FP8 made in the call"
+_STEP = "training step, forward + backward, expert-major, weighted, grouped GEMM 7168 -> 2 x 2048 -> 7168"
+_OF_UNREGISTERED = ((8, 430), (16, 240), (24, 215))
+_OF_WEIGHTED = ((16, 400), (24, 320), (32, 300))
+# Musts are targets set from the run beside peers; without one: only shown.
+CALLS = (
+    *(Call("dispatch FP8, rank-major", "FP8", *of) for of in ((8, 185), (16, 104), (24, 100))),
+    *(Call("dispatch BF16, rank-major", "BF16", *of) for of in ((8, 310), (16, 186), (24, 184))),
+    *(Call("combine BF16, heap tensor", "heap combine", *of) for of in ((8, 250), (16, 192), (24, 190))),
+    *(Call("combine BF16, unregistered tensor", "unregistered combine", *of) for of in _OF_UNREGISTERED),
+    *(Call("dispatch FP8, expert-major, aligned 128", "by expert, FP8", *of) for of in ((16, 215), (24, 200))),
+    *(Call("dispatch BF16, expert-major, aligned 128", "by expert, BF16", *of) for of in ((16, None), (24, 340))),
+    *(Call("combine BF16, expert-major, weighted", "weighted combine", *of) for of in _OF_WEIGHTED),
+    Call('dispatch with quantize="fp8", rank-major', "quantize", 16, 150),
+    Call('combine with wire="fp8", heap tensor', "FP8 on the wire", 16, 190),
+    *(Call(_GRAPH, f"graph, T = {of[0]}", None, of[1], of[0]) for of in ((128, 27), (32, 18.5), (8, 16.5))),
+    *(Call(f"{_STEP}, E = {of[0]}", f"step, E = {of[0]}", None, of[1]) for of in ((256, 22.9), (128, 18.6))),
+)
 _INTRO = """# Performance between GPUs
 
 [benchmarks/performance.py](../benchmarks/performance.py) writes this page from [result files](../benchmarks/results/).
@@ -43,8 +72,9 @@ _WHY = """
 - **Expert-major weighted combine** is bound by instructions
   ([0022](decisions/0022-combine-is-short-of-instructions.md)), **FP8 on the wire** by quantising and adding
   ([0032](decisions/0032-fp8-rows-are-stored-by-the-threads-that-make-them.md)).
-- **The training step** (2.7 ms are not its GEMMs) was not measured beside a peer again.
-- **Host time** is 27 to 43 us of 15 a call: a launch (5 to 8), allocations, results and the call in Python.
+- **The training step**: about 2 ms are not its GEMMs. It was not measured beside a peer again.
+- **Exact sizes**: the host waits about 30 us for counts and then takes 42 us of its own, 26 with a capacity.
+- **Host time** of a call is 11 to 18 us on one H100 at 97f4d04: a launch (5 to 8), allocations, results.
 """
 
 _HOW = """
@@ -72,40 +102,44 @@ def number(value: float | None, form: str = ".0f") -> str:
     return "" if value is None else format(value, form)
 
 
-def beside_peers() -> Iterator[str]:
-    """Weft and the best peer, in the same run."""
-    machine, *rows = read_rows(RESULTS / BESIDE_PEERS)
+def two_gpus() -> Iterator[str]:
+    """Weft and the best peer in one run, and Weft since then."""
+    peers, *rows = read_rows(RESULTS / BESIDE_PEERS)
+    machine, *ours = read_rows(RESULTS / TWO_RANKS)
+    then = {(row["call"], row.get("sms"), row.get("tokens")): row for row in rows}
+    now = {(row["row"], row["num_sms"]): row for row in ours if row["variant"] == "now"}
     yield (
-        f"\n## {machine['machine']}, beside peers\n\n{machine['date']}, commit {machine['commit']}, "
-        f"driver {machine['driver']}, CUDA {machine['cuda']}, torch {machine['torch']}; T = {machine['tokens']}, "
-        f"H = {machine['hidden']}, K = {machine['top_k']}, E = {machine['experts']}. "
-        "A ratio below 1 is a call in which Weft is slower.\n\n"
+        f"\n## {peers['machine']}, beside peers\n\n{peers['date']}, commit {peers['commit']}, "
+        f"driver {peers['driver']}, CUDA {peers['cuda']}, torch {peers['torch']}; T = {peers['tokens']}, "
+        f"H = {peers['hidden']}, K = {peers['top_k']}, E = {peers['experts']}: Weft *then* and the best peer. *Now* is commit "
+        f"{machine['commit'][:7]} on such a machine, without a peer. *Must* is the target. "
+        "Times in us, of steps in ms.\n\n"
     )
-    cells = [
-        (
-            row["call"] + (f", T = {row['tokens']}" if "tokens" in row else ""),
-            str(row.get("sms", "auto")),
-            f"{row['weft']:g} {row.get('unit', 'us')}",
-            number(row.get("floor")),
-            f"{row['best_peer']:g} ({row['peer']})",
-            f"{row['best_peer'] / row['weft']:.2f}",
+    cells = []
+    for each in CALLS:
+        is_step = each.call.startswith(_STEP)
+        row = then.get((each.call, 24 if is_step else each.sms, each.tokens), {})
+        cells.append(
+            (
+                each.call + (f", T = {each.tokens}" if each.tokens else ""),
+                str(each.sms or "auto"),
+                number(row.get("floor")),
+                f"{row['best_peer']:g} ({row['peer']})" if row else "",
+                number(row.get("weft"), "g"),
+                number(now[each.row, each.sms]["time_us"] / (1000 if is_step else 1), ".3g"),
+                number(each.must, "g"),
+            )
         )
-        for row in rows
-    ]
-    yield table(("call", "SMs", "Weft", "limit", "best peer", "peer / Weft"), cells)
-
-
-def since() -> Iterator[str]:
-    """What has changed since the run beside peers, without a peer."""
-    machine, *rows = read_rows(RESULTS / SINCE)
-    yield f"\n## Since then, on the same kind of machine\n\n{machine['date']}, commit {machine['commit'][:7]}, "
-    yield f"in one run without a peer. Before: {machine['before']}. *Must* is the target.\n\n"
-    cells = [
-        (row["call"], row["sms"], f"{row['before']:g}", f"{row['now']:g} {row['unit']}", f"{row['must']:g}")
-        for row in rows
-        if row["kind"] == "now"
-    ]
-    yield table(("call", "SMs", "before", "now", "must"), cells)
+    yield table(("call", "SMs", "limit", "best peer", "then", "now", "must"), cells)
+    pairs = [now[f"eager, T = {tokens}", None] for tokens in (128, 32, 8)]
+    gaps = [now[f"T = {n}, exact", 16]["time_us"] - now[f"T = {n}, capacity", 16]["time_us"] for n in (256, 1024)]
+    gemms = [row["time_us"] / 1000 for row in ours if row["variant"] == "GEMMs alone"]
+    yield (
+        f"\nWithout a graph dispatch and combine take {' / '.join(number(row['time_us']) for row in pairs)} us at "
+        f"T = 128 / 32 / 8, of which the host {' / '.join(number(row['host_us']) for row in pairs)} (must: 30). Exact sizes cost "
+        f"{' / '.join(map(number, gaps))} us over a capacity at T = 256 / 1024 (must: 15). The grouped GEMMs alone are "
+        f"{' / '.join(number(each, '.1f') for each in gemms)} ms of the steps.\n"
+    )
 
 
 def against_targets() -> Iterator[str]:
@@ -180,7 +214,7 @@ def _others() -> str:
 
 def page() -> str:
     """The whole page."""
-    return "".join((_INTRO, *beside_peers(), *since(), *against_targets(), *small_batches(), _others(), _WHY, _HOW))
+    return "".join((_INTRO, *two_gpus(), *against_targets(), *small_batches(), _others(), _WHY, _HOW))
 
 
 if __name__ == "__main__":

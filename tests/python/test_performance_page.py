@@ -45,9 +45,24 @@ def test_tables_follow_the_files(performance: ModuleType, tmp_path: Path, monkey
     machine |= {"torch": "3", "tokens": 4096, "hidden": 7168, "top_k": 8, "experts": 256}
     peer = {"kind": "peer", "call": "dispatch", "sms": 16, "weft": 200, "best_peer": 100, "peer": "other", "floor": 90}
     write(tmp_path / performance.BESIDE_PEERS, [machine, peer])
-    now = {"kind": "now", "call": "quantize", "sms": "16", "before": 221.3, "now": 150.1, "must": 150, "unit": "us"}
-    raw = {"kind": "two_ranks", "row": "of one variant", "num_sms": 16, "time_us": 1.5}
-    write(tmp_path / performance.SINCE, [{**machine, "before": "kernels of then"}, raw, now])
+    ours = {"kind": "two_ranks", "variant": "now", "num_sms": 16, "time_us": 150.4, "host_us": 30.0}
+    pairs = [{**ours, "row": f"eager, T = {tokens}", "num_sms": None} for tokens in (128, 32, 8)]
+    sized = [
+        {**ours, "row": f"T = {tokens}, {how}", "time_us": time_us}
+        for tokens in (256, 1024)
+        for how, time_us in (("exact", 90.0), ("capacity", 50.0))
+    ]
+    step = {**ours, "row": "step", "num_sms": None, "time_us": 24_400.0}
+    alone = {**step, "variant": "GEMMs alone", "time_us": 22_300.0}
+    other = {**ours, "row": "of another variant", "variant": "left out", "time_us": 77.0}
+    rows = [{**ours, "row": "rows"}, {**ours, "row": "quantize"}, *pairs, *sized, step, alone, other]
+    write(tmp_path / performance.TWO_RANKS, [{**machine, "commit": "1234567"}, *rows])
+    calls = (
+        performance.Call("dispatch", "rows", 16, 140),
+        performance.Call("dispatch, quantised", "quantize", 16),
+        performance.Call(performance._STEP, "step", None, 22.9),
+    )
+    monkeypatch.setattr(performance, "CALLS", calls)
     case = {"kind": "case", "suite": "targets", "name": "combine", "num_sms": 8, "time_us": 50.4, "link_us": 40.0}
     refused = {"kind": "case", "suite": "targets", "name": "left out"}
     target = {"kind": "target", "unit": "us", "must": 100.0}
@@ -61,12 +76,14 @@ def test_tables_follow_the_files(performance: ModuleType, tmp_path: Path, monkey
         write(tmp_path / name, [machine, {**both, "time_us": 10.0 + idx}])
     monkeypatch.setattr(performance, "RESULTS", tmp_path)
     page = performance.page()
-    assert "| dispatch | 16 | 200 us | 90 | 100 (other) | 0.50 |" in page
+    assert "| dispatch | 16 | 90 | 100 (other) | 200 | 150 | 140 |" in page
+    assert "| dispatch, quantised | 16 |  |  |  | 150 |  |" in page
+    assert "| auto |  |  |  | 24.4 | 22.9 |" in page
+    assert "*Now* is commit 1234567" in page
+    assert "the host 30 / 30 / 30 (must: 30). Exact sizes cost 40 / 40 us" in page
+    assert "alone are 22.3 ms" in page
     assert "| combine | 8 | 50 | 40 | 0.79 |" in page
-    assert "| quantize | 16 | 221.3 | 150.1 us | 150 |" in page
-    assert "Before: kernels of then." in page
     assert "left out" not in page
-    assert "of one variant" not in page
     assert "1 of 2 targets are met. Missed:" in page
     assert "| late | 125 | 100 us | 25.0% |" in page
     assert "| kept |" not in page
