@@ -23,7 +23,7 @@ def _behind_another(comm: weft.Communicator, is_decided: bool) -> tuple[Any, ...
         if is_decided:
             assert ticket.wait(LONG_S) == "committed"
     comm.meet(LONG_S)
-    change = comm.change(expert_map=a_map(), deadline_s=20.0)
+    change = comm.change(expert_map=a_map(), deadline_s=LONG_S)
     if is_decided:
         assert change.active == (0, 1)
         assert comm.rank == 2 or comm.boundary(LONG_S) is None  # all have passed equally many
@@ -52,7 +52,7 @@ def _done_by_another(comm: weft.Communicator) -> tuple[Any, ...]:
     if comm.rank == 0:
         comm.propose(suspend=[2])
     comm.meet(LONG_S)
-    change = comm.change(suspend=[2], deadline_s=20.0)
+    change = comm.change(suspend=[2], deadline_s=LONG_S)
     for _ in range(2 * (comm.rank != 2)):
         checked_step(ep, number_of(comm))
         assert comm.boundary(LONG_S) is None
@@ -85,7 +85,7 @@ def _outside_again(comm: weft.Communicator) -> tuple[int, ...]:
     comm.meet(LONG_S)
 
     def go(wanted: tuple[int, ...], **ranks: Any) -> None:
-        change = comm.change(**ranks, deadline_s=20.0) if comm.is_member else comm.boundary(LONG_S)
+        change = comm.change(**ranks, deadline_s=LONG_S) if comm.is_member else comm.boundary(LONG_S)
         assert change is not None
         assert change.active == wanted
         if comm.is_member:

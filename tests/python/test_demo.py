@@ -202,7 +202,7 @@ def output_of(example, *flags):
     path = Path(__file__).parents[2] / "examples" / example
     env = {**os.environ, "PYTHONPATH": str(Path(weft.__file__).parents[1])}
     command = [sys.executable, str(path), *SMALL, *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=env, check=True).stdout
 
 
 ATTENTION = ["--layers", "2", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--context", "32"]
@@ -259,7 +259,7 @@ def test_elastic_serving():
     path = Path(__file__).parents[2] / "examples" / "elastic_serving.py"
     env = {**os.environ, "PYTHONPATH": str(Path(weft.__file__).parents[1])}
     command = [sys.executable, str(path), "--steps", "10"]
-    out = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=True).stdout
+    out = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env, check=True).stdout
     assert re.findall(r"^(.*), then ranks ([0-9, ]+): paused -?[0-9.]+ ms$", out, re.MULTILINE) == [
         ("a change", "0, 1, 2, 3"),
         ("kill -9", "0, 1, 2, 4"),
@@ -288,8 +288,8 @@ def test_ctrl_c_leaves_nothing():
     while b"loss 5" not in seen:  # the progress bar has seen a step
         seen += os.read(demo.stdout.fileno(), 4096)
     os.killpg(demo.pid, signal.SIGINT)  # as a terminal does it
-    assert demo.wait(timeout=60) != 0
-    deadline = time.monotonic() + 30
+    assert demo.wait(timeout=200) != 0
+    deadline = time.monotonic() + 60
     while members(demo.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     demo.stdout.close()

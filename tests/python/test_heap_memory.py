@@ -349,7 +349,7 @@ def grown_alone(comm: weft.Communicator) -> None:
         if comm.rank == 1:
             window.native = Grown(native)
         with pytest.raises(weft.InvalidArgument, match=rf"allowed are {2 << 20}, what there is, to .* = {8 << 20}"):
-            ep.resize(heap_bytes=3 << 19, deadline_s=5.0)  # room enough on rank 0
+            ep.resize(heap_bytes=3 << 19, deadline_s=60.0)  # room enough on rank 0
         window.native = native
         ep.resize(heap_bytes=4 << 20)
         called(ep)

@@ -1,6 +1,7 @@
 """Guards against ranks that never meet again: late or interrupted constructors, rebuilds begun at different times."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,34 +11,46 @@ import weft
 SHAPE = {"num_experts": 4, "top_k": 2, "hidden": 16, "max_tokens_per_rank": 8}
 
 
-def _late_constructor(comm: Any) -> list[str]:
+def _await(path: Path) -> None:
+    """Until another rank has made this file."""
+    end = time.monotonic() + 100
+    while not path.exists():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def _late_constructor(comm: Any, gave_up: Path) -> list[str]:
     said = []
+    if comm.rank == 1:
+        _await(gave_up)
     try:
-        time.sleep(0.6 * comm.rank)
-        weft.ExpertParallel(comm, **SHAPE, deadline_s=0.3 if comm.rank == 0 else 5.0)
+        weft.ExpertParallel(comm, **SHAPE, deadline_s=0.3 if comm.rank == 0 else 60.0)
     except weft.PeerTimeout as error:
         said.append(str(error))
+    gave_up.touch()
     comm.rebuild([0, 1])
     with weft.ExpertParallel(comm, **SHAPE) as ep:
         ep.warmup()
     return said
 
 
-def test_a_constructor_that_timed_out_breaks_everyone_and_rebuild_mends_it() -> None:
+def test_a_constructor_that_timed_out_breaks_everyone_and_rebuild_mends_it(tmp_path: Path) -> None:
     """The rank that came late must not pass on what the other left behind."""
-    for said in weft.spawn(_late_constructor, num_ranks=2, device="cpu"):
+    for said in weft.spawn(_late_constructor, num_ranks=2, args=(tmp_path / "gave_up",), device="cpu"):
         assert len(said) == 1
         assert "rank 1 did not answer rank 0 in a constructor or rebuild before its deadline" in said[0]
 
 
-def _retries(comm: Any, with_window: bool) -> int:
+def _retries(comm: Any, with_window: bool, gave_up: Path) -> int:
     ep = weft.ExpertParallel(comm, **SHAPE) if with_window else None
-    time.sleep(1.3 * comm.rank)
-    deadline_s = 0.5 if comm.rank == 0 else 30.0
+    if comm.rank == 1:
+        _await(gave_up)
     for attempt in range(100):
         try:
-            comm.rebuild([0, 1], deadline_s=deadline_s)
+            comm.rebuild([0, 1], deadline_s=0.5 if comm.rank == 0 and attempt < 10 else 60.0)
         except weft.PeerTimeout:
+            if attempt == 1:
+                gave_up.touch()
             continue
         with weft.ExpertParallel(comm, **SHAPE) if ep is None else ep as again:
             again.warmup()
@@ -46,10 +59,10 @@ def _retries(comm: Any, with_window: bool) -> int:
 
 
 @pytest.mark.parametrize("with_window", [False, True])
-def test_rebuilds_begun_at_different_times_meet(with_window: bool) -> None:
+def test_rebuilds_begun_at_different_times_meet(with_window: bool, tmp_path: Path) -> None:
     """One rank has given up and tried again several times before the other comes."""
-    first, second = weft.spawn(_retries, num_ranks=2, args=(with_window,), device="cpu")
-    assert first >= 1
+    first, second = weft.spawn(_retries, num_ranks=2, args=(with_window, tmp_path / "gave_up"), device="cpu")
+    assert first >= 2
     assert second == 0
 
 

@@ -101,7 +101,7 @@ def sharing(comm: weft.Communicator) -> str:
         for idx, shape in enumerate(shapes):
             comm.share(f"{number}/{idx}", tensor_of(dtype, shape, 10 * rank + idx))
     comm.share("strided", tensor_of(torch.float32, (6, 4), rank).t())
-    comm.meet(20.0)
+    comm.meet(60.0)
     address = comm._address_of(rank)
     assert is_open(address)
     for number, dtype in enumerate(DTYPES):
@@ -113,14 +113,14 @@ def sharing(comm: weft.Communicator) -> str:
     out = torch.empty((4, 6), dtype=torch.float32, device="cpu")
     assert torch.equal(comm.fetch("strided", peer, out), tensor_of(torch.float32, (6, 4), peer).t())
     assert torch.equal(comm.fetch("strided", rank, out), tensor_of(torch.float32, (6, 4), rank).t())
-    comm.meet(20.0)
+    comm.meet(60.0)
     # A value is that of the moment; the name may be used again, or taken back.
     mine = torch.full((4, 6), float(rank), device="cpu", dtype=torch.float32)
     comm.share("strided", mine)
     mine.zero_()
     comm.share("0/0", None)
     comm.share("never there", None)
-    comm.meet(20.0)
+    comm.meet(60.0)
     assert torch.equal(comm.fetch("strided", peer, out), torch.full_like(out, float(peer)))
     before = out.clone()
     with pytest.raises(
@@ -149,7 +149,7 @@ def sharing(comm: weft.Communicator) -> str:
             comm.fetch(name, of, out)
     with pytest.raises(weft.InvalidArgument, match="dense tensor"):
         comm.share("x", torch.empty(2, device="meta"))
-    comm.meet(20.0)
+    comm.meet(60.0)
     if os.getpid() != os.getppid() and comm._origin != "threads of one process":
         assert memfds()
         comm.close()

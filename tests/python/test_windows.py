@@ -21,7 +21,7 @@ def test_closing_inside_a_call_is_refused() -> None:
     reader, writer = os.pipe()  # rank 1 lets the dispatch of rank 0 wait until this one has tried
 
     def rank(comm: weft.Communicator) -> list[Any]:
-        ep, other = (weft.ExpertParallel(comm, **{**SHAPE, "hidden": hidden}, deadline_s=20) for hidden in (16, 32))
+        ep, other = (weft.ExpertParallel(comm, **{**SHAPE, "hidden": hidden}, deadline_s=100) for hidden in (16, 32))
         if comm.rank == 1:
             os.read(reader, 1)
             r = ep.dispatch(X, IDX)
