@@ -111,8 +111,8 @@ def two_gpus() -> Iterator[str]:
     yield (
         f"\n## {peers['machine']}, beside peers\n\n{peers['date']}, commit {peers['commit']}, "
         f"driver {peers['driver']}, CUDA {peers['cuda']}, torch {peers['torch']}; T = {peers['tokens']}, "
-        f"H = {peers['hidden']}, K = {peers['top_k']}, E = {peers['experts']}: Weft *then* and the best peer. *Now* is commit "
-        f"{machine['commit'][:7]} on such a machine, without a peer. *Must* is the target. "
+        f"H = {peers['hidden']}, K = {peers['top_k']}, E = {peers['experts']}: Weft *then* and the best peer. "
+        f"*Now* is commit {machine['commit'][:7]} on such a machine, without a peer. *Must* is the target. "
         "Times in us, of steps in ms.\n\n"
     )
     cells = []
@@ -136,8 +136,8 @@ def two_gpus() -> Iterator[str]:
     gemms = [row["time_us"] / 1000 for row in ours if row["variant"] == "GEMMs alone"]
     yield (
         f"\nWithout a graph dispatch and combine take {' / '.join(number(row['time_us']) for row in pairs)} us at "
-        f"T = 128 / 32 / 8, of which the host {' / '.join(number(row['host_us']) for row in pairs)} (must: 30). Exact sizes cost "
-        f"{' / '.join(map(number, gaps))} us over a capacity at T = 256 / 1024 (must: 15). The grouped GEMMs alone are "
+        f"T = 128 / 32 / 8, of which the host {' / '.join(number(row['host_us']) for row in pairs)} (must: 30). "
+        f"Exact sizes cost {' / '.join(map(number, gaps))} us over a capacity at T = 256 / 1024 (must: 15). The grouped GEMMs alone are "
         f"{' / '.join(number(each, '.1f') for each in gemms)} ms of the steps.\n"
     )
 
