@@ -137,8 +137,8 @@ def two_gpus() -> Iterator[str]:
     yield (
         f"\nWithout a graph dispatch and combine take {' / '.join(number(row['time_us']) for row in pairs)} us at "
         f"T = 128 / 32 / 8, of which the host {' / '.join(number(row['host_us']) for row in pairs)} (must: 30). "
-        f"Exact sizes cost {' / '.join(map(number, gaps))} us over a capacity at T = 256 / 1024 (must: 15). The grouped GEMMs alone are "
-        f"{' / '.join(number(each, '.1f') for each in gemms)} ms of the steps.\n"
+        f"Exact sizes cost {' / '.join(map(number, gaps))} us over a capacity at T = 256 / 1024 (must: 15). "
+        f"The grouped GEMMs alone are {' / '.join(number(each, '.1f') for each in gemms)} ms of the steps.\n"
     )
 
 
