@@ -27,7 +27,7 @@ scripts = $(shell $(python) -c 'import sysconfig; print(sysconfig.get_path("scri
 # Pins hold for every pip below, those that it starts to build something included.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-install := $(python) -m pip install --quiet
+install := $(python) -m pip install --quiet --no-compile
 only_missing := $(if $(strip $(VENV)),,--missing)
 # Where torch comes from, if not from pip's own index. Machines without a GPU take the build for CPUs; TORCH_INDEX= does not.
 TORCH_INDEX ?= $(if $(wildcard /dev/nvidiactl /dev/dxg),,https://download.pytorch.org/whl/cpu)
