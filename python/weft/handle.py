@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.call.event import COMPLETE, Event
-from weft.call.spec import Call, rows_shape
+from weft.call.spec import RANK_MAJOR, Call, rows_shape
 from weft.limits import LAYOUTS
 
 if TYPE_CHECKING:
@@ -156,6 +156,16 @@ class Handle:
         """Shape of the rows without their last dimension: (N,), masked (L, C)."""
         lead: tuple[int, ...] | None = self.__dict__.get("lead")
         return rows_shape(self.weights, self.call.layout) if lead is None else lead
+
+    def _received(self) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """`idx` and `weights`, made together."""
+        fields = self.__dict__
+        made = fields.get("made")
+        if made is None or self.call.layout != RANK_MAJOR:
+            return self.idx, self.weights
+        fields["idx"], fields["weights"] = found = made.picks(torch._C._from_dlpack)
+        ids_and_weights: tuple[torch.Tensor | None, torch.Tensor] = found
+        return ids_and_weights
 
     def _places(self) -> tuple[int, int, int, int, int]:
         """Where calls with this handle find sizes, send plan, receive plan (and its length) and weights."""

@@ -270,23 +270,51 @@ CallMaker::Made CallMaker::made_by(const nb::object& found) {
   return made;
 }
 
+// Of rows and bytes to other ranks the cpu engine tells, and a GPU does not.
+void CallMaker::count_sent(const CallWindow& window, const DispatchResult& found) const {
+  if (window.gpu_index() >= 0) return;
+  const nb::object counters = fields_of_object(field(calls_fields_, names().counters));
+  add(counters, names().rows_sent, nb::int_(found.rows_sent));
+  add(counters, names().bytes_sent, nb::int_(found.bytes_sent));
+}
+
+// Picks of each local expert, a tuple; null: the host does not know them yet.
+nb::object CallMaker::counts_of(const CallWindow& window, const DispatchResult& found) const {
+  const i64 num_experts = PyLong_AsLongLong(field(calls_fields_, names().num_local_experts));
+  const i32* counts = found.counts.data();
+  if (found.counts.empty()) {
+    if (window.gpu_index() >= 0) return {};
+    counts = reinterpret_cast<const i32*>(found.sizes.block.data);
+  }
+  nb::object made = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(num_experts)));
+  if (!made.is_valid()) throw nb::python_error();
+  for (i64 idx = 0; idx < num_experts; ++idx) {
+    PyTuple_SetItem(made.ptr(), static_cast<Py_ssize_t>(idx), PyLong_FromLong(counts[idx]));
+  }
+  return made;
+}
+
 CallMaker::Made CallMaker::make_first(const Way& way, const Given& given, CallWindow& window, u64 stream) const {
   const auto& at = given.places;
   const nb::object from_dlpack = attribute(torch_c_, names().from_dlpack);
   DispatchResult found = dispatch_unlocked(
       window, first_args(*way.dispatch, stream, given.num_tokens, at[0], at[1], at[2], at[3], way.overflow));
-  const bool is_usual = found.has_begun && found.needed_tokens == 0 && found.in_heap && window.gpu_index() >= 0;
-  if (!is_usual || way.tells_counts) {
+  const bool is_usual = found.has_begun && found.needed_tokens == 0 && is_made(window, found) && found.num_bad_ids == 0;
+  nb::object counts;
+  if (is_usual && way.tells_counts) counts = counts_of(window, found);
+  if (!is_usual || (way.tells_counts && !counts.is_valid())) {
     set_plan(way, given);
     const nb::object places =
         nb::make_tuple(way.spec, stream, given.num_tokens, at[0], at[1], at[2], at[3], way.overflow, from_dlpack);
     return made_by(calls_.attr("_first")(way.plan, stream, nb::none(), nb::none(), nb::none(), nb::none(),
                                          nb::make_tuple(places, first_made(window, found, from_dlpack))));
   }
+  count_sent(window, found);
   Made made;
   made.rows = to_tensor(found.x, from_dlpack);
   made.scales = to_tensor(found.scales, from_dlpack);
   made.handle = new_handle(way, given, found.result_rows, nb::cast(routing_of(found)));
+  if (counts.is_valid()) set_fields(fields_of_object(made.handle), {{names().counts, counts}});
   return made;
 }
 
@@ -331,11 +359,7 @@ CallMaker::Made CallMaker::make_again(const Way& way, const Given& given, CallWi
   args.out_x = made.rows_at;
   args.out_scales = made.scales_at;
   const DispatchResult found = dispatch_unlocked(window, args);
-  if (window.gpu_index() < 0) {
-    const nb::object counters = fields_of_object(field(calls_fields_, n.counters));
-    add(counters, n.rows_sent, nb::int_(found.rows_sent));
-    add(counters, n.bytes_sent, nb::int_(found.bytes_sent));
-  }
+  count_sent(window, found);
   if (way.is_small) return made;
   if (!is_made(window, found)) {
     set_plan(way, given);

@@ -65,6 +65,8 @@ class CallMaker {
   bool is_ready(const Way& way) const;
   bool is_this_epoch() const;
   u64 stream_of(const Way& way, nanobind::object& event) const;
+  void count_sent(const CallWindow& window, const DispatchResult& found) const;
+  nanobind::object counts_of(const CallWindow& window, const DispatchResult& found) const;
   Made make_first(const Way& way, const Given& given, CallWindow& window, u64 stream) const;
   Made make_small(const Way& way, const Given& given, CallWindow& window, u64 stream) const;
   Made make_again(const Way& way, const Given& given, CallWindow& window, const Routing& routing, u64 stream) const;

@@ -219,6 +219,11 @@ void bind_routing(nb::module_& m) {
              }
              throw_internal("a routing has no " + name);
            })
+      .def("picks",
+           [](const Routing& routing, nb::handle from_dlpack) {
+             return nb::make_tuple(to_tensor(routing.topk_idx, from_dlpack),
+                                   to_tensor(routing.topk_weights, from_dlpack));
+           })
       .def_prop_ro("places",
                    [](const Routing& routing) {
                      return nb::make_tuple(address_of(routing.sizes), address_of(routing.send_plan),

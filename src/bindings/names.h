@@ -24,6 +24,7 @@ struct Names {
   PyObject* combine_s = interned("combine_s");
   PyObject* comm_closed = interned("_closed");
   PyObject* counters = interned("counters");
+  PyObject* counts = interned("counts");
   PyObject* current_stream = interned("_cuda_getCurrentRawStream");
   PyObject* data = interned("data");
   PyObject* dispatch_s = interned("dispatch_s");

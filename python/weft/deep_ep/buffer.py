@@ -13,17 +13,20 @@ from weft.deep_ep.buffer_base import BufferBase
 from weft.deep_ep.buffer_handle import BufferHandle
 from weft.deep_ep.buffers.absent import absent
 from weft.deep_ep.config import COMBINE, DISPATCH, Config, config_for
+from weft.deep_ep.known import Known, along, sum_of
 from weft.deep_ep.layers import ShapeOf, is_capturing
 from weft.deep_ep.low_latency import LowLatency
 from weft.deep_ep.rows import (
     Form,
     Sent,
+    bare,
     check_first,
     check_rows,
     check_weights,
     form_of,
     looks_like_picks,
     send,
+    stripped,
     sum_of_lanes,
     summed,
 )
@@ -143,12 +146,23 @@ class Buffer(LowLatency, BufferBase):
             InvalidArgument, InvalidState: as `weft.ExpertParallel.dispatch`; what was given does not go together.
         """
         self._check_alive("dispatch")
+        num_sms = None if config is None else self._layers.num_sms(config.num_sms)
+        is_here = previous_event is None and not async_finish
+        if handle is None and is_here and not num_worst_tokens and num_tokens_per_rdma_rank is None:
+            made = self._known_dispatch(
+                x, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_sms
+            )
+            if made is not None:
+                return made
         form = form_of(x)
-        num_sms = self._layers.num_sms(config.num_sms if config is not None else None)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise InvalidArgument("topk_idx or topk_weights beside handle; allowed is one of the two")
             mine = self._own(handle)
+            r = along(mine.ep, x, mine.dispatched.handle, num_sms) if is_here else None
+            if r is not None:
+                mine.widths.add(mine.ep.hidden)
+                return r.x, None, None, None, None, EventOverlap()
 
             def again() -> tuple[Any, Any]:
                 sent = send(mine.ep, form, handle=mine.dispatched.handle, num_sms=num_sms)
@@ -178,6 +192,23 @@ class Buffer(LowLatency, BufferBase):
             (x, is_token_in_rank, topk_idx, topk_weights),
         )  # fmt: skip
         return (*values, event)
+
+    def _known_dispatch(
+        self, x: Any, in_rank: Any, per_expert: Any, topk_idx: Any, topk_weights: Any, alignment: int,
+        num_sms: int | None,
+    ) -> tuple[Any, ...] | None:  # fmt: skip
+        """See Known: the result of `dispatch`, or None."""
+        if in_rank is None or type(per_expert) is not Tensor or topk_weights is None or alignment < 1:
+            return None
+        known = self._layers.known.get((per_expert.numel(), num_sms))
+        r = None if known is None else known.dispatch(self._layers, x, topk_idx, topk_weights)
+        if known is None or r is None:
+            return None
+        rows, ep = r.x, known.ep
+        ids, weights = r.handle._received()
+        handle = BufferHandle(self, ep, stripped(r), in_rank, ep.hidden, self._nodes)
+        counts = aligned(r.num_tokens_per_expert_list, alignment)
+        return rows, ids, weights, counts, handle, EventOverlap()
 
     def _first(self, given: _Given, num_worst_tokens: int, num_sms: int | None) -> tuple[Any, Dispatched | None]:
         num_ranks = self.group_size
@@ -218,11 +249,12 @@ class Buffer(LowLatency, BufferBase):
         r = sent.dispatched
         if r is None:
             raise InvalidState("a first dispatch has a result")
-        handle = BufferHandle(self, ep, r, given.in_rank, form.num_columns, self._nodes)
+        if form.is_plain and given.topk_weights is not None and not num_worst_tokens:
+            self._layers.note_known((num_experts, num_sms), Known(ep, shape, num_sms=num_sms, host_counts=True))
+        handle = BufferHandle(self, ep, bare(r), given.in_rank, form.num_columns, self._nodes)
         if given.topk_idx is None:
             return (sent.x, None, None, self._share(given), handle), r
-        routing = r.handle
-        received = routing.idx, routing.weights  # no copies: no call of a buffer reads them again
+        received = r.handle._received()  # no copies: no call of a buffer reads them again
         if not num_worst_tokens:
             return (sent.x, *received, aligned(r.num_tokens_per_expert_list, given.alignment), handle), r
         return (sent.x, *received, [], handle), r  # behind num_rows ids are -1
@@ -265,9 +297,14 @@ class Buffer(LowLatency, BufferBase):
         """
         self._check_alive("combine")
         mine = self._own(handle)
-        num_sms = self._layers.num_sms(config.num_sms if config is not None else None)
+        num_sms = None if config is None else self._layers.num_sms(config.num_sms)
 
         ep, routing = mine.ep, mine.dispatched.handle
+        is_bare = topk_weights is None and bias is None and previous_event is None and not async_finish
+        if is_bare and ep.hidden in mine.widths:
+            y = sum_of(ep, x, routing, num_sms)
+            if y is not None:
+                return y, None, EventOverlap()
         check_rows("x", x, mine.widths)
         if topk_weights is not None:
             if topk_weights.dim() != 2:

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 import torch
 from torch import Tensor
 
-from weft.deep_ep.rows import bare
-
 if TYPE_CHECKING:
     from weft.deep_ep.nodes import Nodes
     from weft.expert_parallel import ExpertParallel
@@ -18,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["BufferHandle"]
 
 _LEN_OF_ONE_NODE = 6
+_OF_ONE_NODE, _OF_NODES = (None,) * _LEN_OF_ONE_NODE, (None,) * 10
 
 
 class BufferHandle(tuple):  # type: ignore[type-arg]
@@ -44,9 +43,9 @@ class BufferHandle(tuple):  # type: ignore[type-arg]
         cls, buffer: Any, ep: ExpertParallel, dispatched: Dispatched, in_rank: Tensor | None, num_columns: int,
         nodes: Nodes,
     ) -> BufferHandle:  # fmt: skip
-        """`in_rank` as it was given to dispatch."""
-        self = super().__new__(cls, (None,) * (6 if nodes.num_nodes == 1 else 10))
-        self.buffer, self.ep, self.dispatched, self.nodes = buffer, ep, bare(dispatched), nodes
+        """`in_rank` as it was given to dispatch; `dispatched` without rows."""
+        self = super().__new__(cls, _OF_ONE_NODE if nodes.num_nodes == 1 else _OF_NODES)
+        self.buffer, self.ep, self.dispatched, self.nodes = buffer, ep, dispatched, nodes
         self.is_token_in_rank, self.widths = in_rank, {num_columns}
         return self
 

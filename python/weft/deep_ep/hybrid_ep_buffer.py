@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import warnings
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from weft.deep_ep.buffer_base import Runtime
 from weft.deep_ep.ending import Ending
 from weft.deep_ep.expanded import lane_of, words_of
 from weft.deep_ep.hybrid_handle import HybridHandle
+from weft.deep_ep.known import Known, sum_of
 from weft.deep_ep.layers import Layers, ShapeOf
 from weft.deep_ep.nodes import Nodes, nodes_of
 from weft.deep_ep.ranks import Ranks, ranks_of
@@ -32,6 +34,7 @@ from weft.deep_ep.rows import (
     form_of,
     looks_like_picks,
     send,
+    stripped,
     summed,
 )
 from weft.deep_ep.streams import collective_call
@@ -130,7 +133,7 @@ class HybridEPBuffer(Ending):
         self.configurer = SimpleNamespace(buffer_config=self._config)
         with self._ranks.released_on_error():
             rows = 2 * max_num_of_tokens_per_rank * min(self.group_size, 8) * 2 * hidden_dim
-            self._layers = Layers(self._ranks, heap_bytes=rows, nodes=nodes)
+            self._layers = Layers(self._ranks, heap_bytes=rows, nodes=nodes, is_by_pick=True)
             self._sms = self._layers.num_sms(num_sms_dispatch_api), self._layers.num_sms(num_sms_combine_api)
         self._top_k: dict[int, int] = {}  # of routing maps, by E: the largest row seen
         self._destroyed = False
@@ -196,6 +199,18 @@ class HybridEPBuffer(Ending):
             )
         if use_host_meta is not None:
             non_blocking = not use_host_meta
+        key = None
+        if num_permuted_tokens is None and not non_blocking and handle is None and routing_map is None:
+            key = num_of_experts, num_of_experts_per_rank, pad_multiple
+            if scaling_factor is None and (probs is None or topk_weights is not None):
+                known = self._layers.known.get(key)
+                r = None if known is None else known.dispatch(self._layers, hidden, topk_idx, topk_weights)
+                if known is not None and r is not None and topk_idx is not None:
+                    rows, ep = r.x, known.ep
+                    made = HybridHandle(self, ep, stripped(r), topk_idx, self._config, expands=True)
+                    made.widths.add(ep.hidden)
+                    weights = None if topk_weights is None else r.handle.weights
+                    return rows, weights, None, self._padded(made, False), made
         form = self._form(hidden, scaling_factor)
         if handle is not None:
             return self._permuted_again(self._own(handle, expands=True), form, (probs, topk_weights), non_blocking)
@@ -213,11 +228,13 @@ class HybridEPBuffer(Ending):
             )
         routing = self._routing(topk_idx, topk_weights, routing_map, probs, num_of_experts, num_of_experts_per_rank)
 
+        options: dict[str, Any] = {
+            "layout": "expert_major", "alignment": alignment, "capacity": capacity, "zero_holes": True,
+            "num_sms": self._sms[0], "host_counts": True,
+        }  # fmt: skip
+
         def dispatch(ep: ExpertParallel, picks: _Routing) -> Sent:
-            return send(
-                ep, form, topk_idx=picks.ids, topk_weights=picks.weights, layout="expert_major", alignment=alignment,
-                capacity=capacity, zero_holes=True, num_sms=self._sms[0], host_counts=True,
-            )  # fmt: skip
+            return send(ep, form, topk_idx=picks.ids, topk_weights=picks.weights, **options)
 
         routing, ep, sent = self._sent(
             routing, routing_map, form, dispatch, non_blocking=non_blocking, has_capacity=capacity is not None
@@ -228,6 +245,9 @@ class HybridEPBuffer(Ending):
         are_own = routing_map is not None
         made = HybridHandle(self, ep, bare(r), routing.ids, self._config, expands=True, are_own=are_own)
         made.widths.add(form.num_columns)
+        if key is not None and form.is_plain:
+            shape = ShapeOf(routing.num_experts, routing.ids.shape[1], form.hidden, form.dtype)
+            self._layers.note_known(key, Known(ep, shape, **options))
         rows, scales = sent.x if isinstance(sent.x, tuple) else (sent.x, None)
         weights = None if routing.weights is None else r.handle.weights  # no combine of a buffer reads them
         return rows, weights, scales, self._padded(made, non_blocking), made
@@ -251,8 +271,10 @@ class HybridEPBuffer(Ending):
         routing = handle.dispatched.handle
         if not non_blocking and routing.capacity is None:
             known = aligned(handle.dispatched.num_tokens_per_expert_list, routing.alignment)
-            on_gpu = handle.ep.device.type == "cuda"
-            return torch.tensor(known, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+            made = torch.frombuffer(array("q", known), dtype=torch.int64)  # torch.tensor takes four times as long
+            if handle.ep.device.type != "cuda":
+                return made
+            return torch.empty(len(known), dtype=torch.int64, device="cpu", pin_memory=True).copy_(made)
         offsets = handle.dispatched.offsets
         counts = (offsets[1:] - offsets[:-1]).to(torch.int64)
         if non_blocking or not counts.is_cuda:
@@ -275,7 +297,7 @@ class HybridEPBuffer(Ending):
         known = self._own(handle, expands=True)
         check_rows("hidden", hidden, known.widths)
         if probs is None:
-            return summed(known.ep, known.dispatched.handle, hidden, num_sms=self._sms[1]), None
+            return self._sum(known, hidden), None
         token, lanes = summed(
             known.ep, known.dispatched.handle, hidden, side=probs.to(torch.float32), num_sms=self._sms[1]
         )
@@ -341,7 +363,7 @@ class HybridEPBuffer(Ending):
         known = self._own(handle, expands=False)
         check_rows("hidden", hidden, known.widths)
         if probs is None:
-            return summed(known.ep, known.dispatched.handle, hidden, num_sms=self._sms[1]), None
+            return self._sum(known, hidden), None
         columns = known.columns(self.local_rank)
         check_weights("probs", probs, (len(columns), self._num_columns(known)), known.ep.device)
         side = torch.where(columns >= 0, probs.to(torch.float32).gather(1, columns.clamp(min=0)), 0.0)
@@ -443,6 +465,12 @@ class HybridEPBuffer(Ending):
         if routing_map is not None:
             routing = _Routing(*picks_of_map(routing_map, routing.weights, num_experts, top_k), num_experts)
         return routing, self._layers.get(ShapeOf(num_experts, top_k, form.hidden, form.dtype), most)
+
+    def _sum(self, known: HybridHandle, hidden: Tensor) -> Tensor:
+        ep, routing = known.ep, known.dispatched.handle
+        y = sum_of(ep, hidden, routing, self._sms[1])
+        found: Tensor = summed(ep, routing, hidden, num_sms=self._sms[1]) if y is None else y
+        return found
 
     def _num_columns(self, handle: HybridHandle) -> int:
         """Experts of a node."""

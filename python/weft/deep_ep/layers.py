@@ -27,6 +27,7 @@ T = TypeVar("T")
 _LEAST_HEAP = 64 << 20
 _LEAST_TOKENS = 512
 _LOOK_S = 0.002
+_MOST_KNOWN = 64
 DEADLINE_S = 100.0
 
 
@@ -48,6 +49,12 @@ class _Made:
         self.all: weakref.WeakSet[ExpertParallel] = weakref.WeakSet()
         self.num_users = 0
         self.next_window: dict[ShapeOf, tuple[int, int]] = {}  # epoch, number: all buffers take turns
+        self.known: list[dict[Any, Any]] = []  # of each buffer
+
+    def forget_known(self) -> None:
+        """`newest` changes: the calls that are known may need another window."""
+        for each in self.known:
+            each.clear()
 
 
 class Layers:
@@ -56,19 +63,23 @@ class Layers:
     smaller ones live until their last handle goes."""
 
     def __init__(
-        self, ranks: Ranks, *, heap_bytes: int, deadline_s: float = DEADLINE_S, nodes: Nodes | None = None
-    ) -> None:
-        """`nodes` between which rows go by rails; None: those of the ranks."""
+        self, ranks: Ranks, *, heap_bytes: int, deadline_s: float = DEADLINE_S, nodes: Nodes | None = None,
+        is_by_pick: bool = False,
+    ) -> None:  # fmt: skip
+        """`nodes` between which rows go by rails; None: those of the ranks. `is_by_pick`: heaps have room for results
+        with a row a pick, of a call and of the one before."""
         chosen = env.deep_ep()
         self.ranks = ranks
         self.nodes = nodes or ranks.nodes
         self.deadline_s = chosen.timeout_s or deadline_s
-        self._heap_bytes = max(_LEAST_HEAP, heap_bytes)
+        self._heap_bytes, self._is_by_pick = max(_LEAST_HEAP, heap_bytes), is_by_pick
         self._preset_tokens = chosen.max_tokens
         self._made = _Made()
         if ranks.comm._native.is_open:
             self._made = ranks.made = ranks.made or self._made
         self._newest, self._all = self._made.newest, self._made.all
+        self.known: dict[Any, Any] = {}  # see note_known
+        self._made.known.append(self.known)
         self._made.num_users += 1
 
     def has(self, shape: ShapeOf, max_tokens: int) -> bool:
@@ -79,6 +90,14 @@ class Layers:
     def forget(self, shape: ShapeOf) -> None:
         """It is made anew, by all ranks."""
         self._newest.pop(shape, None)
+        self._made.forget_known()
+
+    def note_known(self, key: Any, known: Any) -> None:
+        """A dispatch like this was made: a `Known`. What `key` has beside the tensors says which window a call takes,
+        while that is the newest of its shape."""
+        if len(self.known) >= _MOST_KNOWN:
+            self.known.clear()
+        self.known[key] = known
 
     def next_window(self, shape: ShapeOf) -> int:
         """Of the next low-latency dispatch; those of an epoch begin at 0, since ranks may have come."""
@@ -104,6 +123,9 @@ class Layers:
             check()
         if is_capturing():
             raise InvalidState("run this call once before capturing it: its first call meets the other ranks")
+        if self._is_by_pick:
+            row_bytes = shape.dtype.itemsize * shape.hidden + 8 * shape.top_k
+            heap_bytes = max(heap_bytes, 2 * max_tokens * shape.top_k * row_bytes * 9 // 8)
         made = self.ranks.window(
             num_experts=shape.num_experts, top_k=shape.top_k, hidden=shape.hidden, dtype=shape.dtype,
             max_tokens_per_rank=max_tokens, deadline_s=self.deadline_s, heap_bytes=max(self._heap_bytes, heap_bytes),
@@ -115,6 +137,7 @@ class Layers:
     def _kept(self, shape: ShapeOf, made: ExpertParallel) -> ExpertParallel:
         made.calls.tell_need()
         self._newest[shape] = made
+        self._made.forget_known()
         self._all.add(made)
         return made
 
@@ -160,9 +183,10 @@ class Layers:
     def agreed(self, shape: ShapeOf, num_tokens: int) -> ExpertParallel:
         """With room for the largest T of any rank, which the ranks tell each other. Collective, the host waits."""
         self.check(shape, num_tokens)
-        return self._with_room(shape, max(row[0] for row in self.ranks.gather([num_tokens], self.deadline_s)))
+        return self.grow(shape, max(row[0] for row in self.ranks.gather([num_tokens], self.deadline_s)))
 
-    def _with_room(self, shape: ShapeOf, most: int) -> ExpertParallel:
+    def grow(self, shape: ShapeOf, most: int) -> ExpertParallel:
+        """With room for `most` tokens, which all ranks know to be the largest T. Collective."""
         room = max(_LEAST_TOKENS, self._preset_tokens, 1 << max(0, most - 1).bit_length())
         return self.get(shape, max(most, min(room, (1 << 24) - 1)))
 
@@ -192,7 +216,7 @@ class Layers:
         try:
             return known, dispatch(known)
         except NeedsRoom as need:
-            ep = self._with_room(shape, need.num_tokens)
+            ep = self.grow(shape, need.num_tokens)
         except InvalidArgument:
             check()
             raise
@@ -208,11 +232,16 @@ class Layers:
             for each in list(self._all):
                 each.close()
             self._newest.clear()
+        self._leave()
+
+    def _leave(self) -> None:
         self._made.num_users -= 1
+        self.known.clear()
+        self._made.known[:] = [each for each in self._made.known if each is not self.known]
 
     def end(self) -> None:
         """Of a buffer that nobody has any more: inside a call of another thread the next call closes them."""
-        self._made.num_users -= 1
+        self._leave()
         if self._made.num_users > 0:
             return
         for each in list(self._all):

@@ -1,4 +1,5 @@
 """Low-latency calls of V1 `Buffer`: few tokens, rows by expert, weights given to combine by the tokens' owner."""
+# check: allow file-size: one class, much of it parameters
 # check: allow-in-file function-size: parameters as in DeepEP
 
 from __future__ import annotations
@@ -11,21 +12,25 @@ from torch import Tensor
 
 from weft.deep_ep.buffer_base import BufferBase
 from weft.deep_ep.errors import refused
+from weft.deep_ep.known import Known, weighted_sum_of
 from weft.deep_ep.layers import ShapeOf
 from weft.deep_ep.low_latency_handle import LowLatencyHandle, rows_of, source_ranks, weighted_rows
 from weft.deep_ep.rows import (
+    bare,
     check_counts,
     check_first,
     check_picks,
     check_weights,
     form_of,
     looks_like_picks,
+    stripped,
     summed,
 )
 from weft.deep_ep.streams import collective_call
 from weft.deep_ep.utils.event import EventOverlap
 from weft.deep_ep.waits import counted, counting_waits, row_of_waits
 from weft.errors import InvalidArgument, InvalidState
+from weft.limits import adds_by_pick
 from weft.limits import memory as memory_of
 from weft.log import logger
 
@@ -36,9 +41,8 @@ if TYPE_CHECKING:
 __all__ = ["LowLatency"]
 
 _GUESSED_TOPK = 8
-_zero_if_absent = (
-    torch.ops.aten.threshold_backward.default
-)  # one kernel: of floats and ids above -1, the floats; else 0
+# One kernel: of floats and ids above -1, the floats; else 0. What the operator calls, which takes longer itself.
+_zero_if_absent = torch.ops.aten.threshold_backward.default._op
 _MOST_PICKS_A_RANK = 8
 
 
@@ -95,6 +99,13 @@ class LowLatency(BufferBase):
             InvalidArgument, InvalidState: as `weft.ExpertParallel.dispatch`. NotSupported: NVFP4.
         """
         self._check_alive("low_latency_dispatch")
+        key = None
+        if self._masks is None and not (return_recv_hook or async_finish or use_nvfp4):
+            key = num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0
+            if cumulative_local_expert_recv_stats is None and dispatch_wait_recv_cost_stats is None:
+                found = self._known_low_latency(key, x, topk_idx, topk_weights)
+                if found is not None:
+                    return found
         if use_nvfp4:
             raise refused(
                 "low_latency_dispatch(use_nvfp4=True)", "NVFP4 on the way", "use_fp8=True, or quantise before"
@@ -124,6 +135,7 @@ class LowLatency(BufferBase):
             )  # fmt: skip
         shape = ShapeOf(num_slots, topk_idx.shape[1], x.shape[1], torch.bfloat16, "low_latency")
         quantize = None if not use_fp8 else "fp8_ue8m0" if round_scale else "fp8"
+        is_rounded = round_scale and not use_ue8m0
         is_staged = return_recv_hook and self._masks is None  # a half could not be made again
         late: list[Callable[[], object]] = []
         known = None
@@ -134,17 +146,18 @@ class LowLatency(BufferBase):
 
         layers = self._layers  # what is kept so that it can be sent again does not keep the buffer, and may outlive it
 
+        options: dict[str, Any] = {
+            "layout": "masked", "capacity": num_sources * max_tokens, "max_tokens": max_tokens, "quantize": quantize,
+            "scale_layout": "column_major" if use_fp8 else "row_major", "staged": is_staged,
+        }  # fmt: skip
+
         def send(
             ep: ExpertParallel, data: Tensor, picks: Tensor, weights: Tensor | None, row: Tensor | None
         ) -> Dispatched:
             window = layers.next_window(shape)
             with counting_waits(ep, window, row):
                 try:
-                    r = ep.dispatch(
-                        data, picks, weights, layout="masked", capacity=num_sources * max_tokens, max_tokens=max_tokens,
-                        quantize=quantize, scale_layout="column_major" if use_fp8 else "row_major", staged=is_staged,
-                        window=window,
-                    )  # fmt: skip
+                    r = ep.dispatch(data, picks, weights, window=window, **options)
                 except InvalidArgument:
                     check_first(form_of(data), picks, weights, ep.device)
                     raise
@@ -160,7 +173,9 @@ class LowLatency(BufferBase):
         def work() -> tuple[Any, Any]:
             windows = (lambda: self._layers.has(shape, max_tokens), lambda: self._layers.forget(shape))
             ep, r = call() if self._masks is None else self._masks.run(call, self._layers.deadline_s, windows)
-            handle = LowLatencyHandle(self, ep, r, max_tokens)
+            handle = LowLatencyHandle(self, ep, bare(r), max_tokens, is_by_pick=adds_by_pick(ep, r.handle))
+            if key is not None and handle.is_by_pick:
+                layers.note_known(key, Known(ep, shape, turns=2, about=(max_tokens, use_fp8, is_rounded), **options))
             count = counts = r.handle.sizes[: ep.num_local_experts]
             if return_recv_hook:
                 late.append(lambda: counted(ep, r.handle.window, waits, r.wait))
@@ -169,7 +184,7 @@ class LowLatency(BufferBase):
                 late.append(lambda: count.copy_(counts))
             if cumulative_local_expert_recv_stats is not None:
                 late.append(lambda: cumulative_local_expert_recv_stats.add_(count))
-            rows = r.x if quantize is None else rows_of(r, late, is_rounded=round_scale and not use_ue8m0)
+            rows = r.x if quantize is None else rows_of(r, late, is_rounded=is_rounded)
             if self._masks is not None:
                 if self._masks.is_automatic:
                     copies = x.clone(), topk_idx.clone(), None if topk_weights is None else topk_weights.clone()
@@ -183,6 +198,29 @@ class LowLatency(BufferBase):
         inputs = (x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, waits)
         (rows, count, beside, handle), event = self._streams.run(work, None, async_finish, inputs)
         return rows, count, *beside, handle, event, _once(lambda: _run(late)) if return_recv_hook else None
+
+    def _known_low_latency(self, key: Any, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, ...] | None:
+        """See Known: the result of `low_latency_dispatch`, or None."""
+        layers = self._layers
+        known = layers.known.get(key)
+        if known is None:
+            return None
+        shape, ep = known.shape, known.ep
+        window = layers.next_window(shape)
+        r = known.dispatch(layers, x, topk_idx, topk_weights, window)
+        if r is None:
+            return None
+        layers.note_window(shape, window)
+        max_tokens, is_quantized, is_rounded = known.about
+        late: list[Callable[[], object]] = []
+        handle = LowLatencyHandle(self, ep, r, max_tokens, is_by_pick=True)
+        count = r.handle.sizes.narrow(0, 0, ep.num_local_experts)  # no call of a buffer reads them again
+        rows = rows_of(r, late, is_rounded=is_rounded) if is_quantized else r.x
+        beside = () if topk_weights is None else (r.topk_weights, source_ranks(handle, late))
+        stripped(r)
+        for each in late:
+            each()
+        return rows, count, *beside, handle, EventOverlap(), None
 
     @collective_call
     def low_latency_combine(
@@ -231,6 +269,13 @@ class LowLatency(BufferBase):
             raise InvalidArgument("async_finish and return_recv_hook are both True; allowed is one of the two")
         mine = self._own_low_latency(handle)
         ep, routing = mine.ep, mine.dispatched.handle
+        present = None  # weights, 0 where a pick is absent
+        is_bare = self._masks is None and waits is None and not (zero_copy or async_finish or return_recv_hook)
+        if is_bare and mine.is_by_pick and _are_picks(topk_idx, topk_weights, (routing.num_tokens, ep.top_k)):
+            present = _zero_if_absent(topk_weights, topk_idx, -1)
+            y = weighted_sum_of(ep, x, routing, present, out)
+            if y is not None:
+                return y, EventOverlap(), None
         rows = mine.output if zero_copy else x
         if rows is None:
             raise InvalidState("zero_copy without get_next_low_latency_combine_buffer(handle), which has the rows")
@@ -262,7 +307,9 @@ class LowLatency(BufferBase):
             placed, routing = mine.placed(given), mine.dispatched.handle
             with counting_waits(ep, routing.window, row):
                 if is_by_pick:
-                    weights = _zero_if_absent(of_picks.to(torch.float32), picks, -1)
+                    weights = present
+                    if weights is None:
+                        weights = _zero_if_absent(of_picks.to(torch.float32), picks, -1)
                     try:
                         return ep.combine(
                             placed, routing, order="pick", weights=weights, out=into, staged=is_staged,
@@ -367,6 +414,14 @@ def _may_fill(out: Tensor, rows: Tensor) -> bool:
         return False
     begin, of_rows = out.data_ptr(), rows.data_ptr()
     return begin + out.nbytes <= of_rows or of_rows + rows.nbytes <= begin
+
+
+def _are_picks(ids: Any, weights: Any, shape: tuple[int, int]) -> bool:
+    """Whether they are what a combine takes, and the weights fp32."""
+    are_tensors = type(ids) is Tensor and type(weights) is Tensor
+    if not are_tensors or ids.shape != shape or weights.shape != shape or weights.dtype is not torch.float32:
+        return False
+    return ids.dtype in (torch.int64, torch.int32) and ids.device == weights.device
 
 
 def _run(functions: list[Callable[[], object]]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.deep_ep.expanded import lane_of
 from weft.deep_ep.rows import along, bare
 from weft.deep_ep.utils.math import as_bytes
-from weft.limits import QUANTIZE_GROUP, adds_by_pick
+from weft.limits import QUANTIZE_GROUP
 
 if TYPE_CHECKING:
     from weft.expert_parallel import ExpertParallel
@@ -37,12 +37,14 @@ class LowLatencyHandle(tuple):  # type: ignore[type-arg]
     again: Callable[[], Dispatched] | None = None
     base, number = 0, 0  # of the journal: what it counts from, and which dispatch of its buffer it was
 
-    def __new__(cls, buffer: Any, ep: ExpertParallel, dispatched: Dispatched, max_tokens: int) -> LowLatencyHandle:
-        """Handle of a result."""
+    def __new__(
+        cls, buffer: Any, ep: ExpertParallel, dispatched: Dispatched, max_tokens: int, *, is_by_pick: bool
+    ) -> LowLatencyHandle:
+        """Handle of a result, which is to have no rows."""
         self = super().__new__(cls, (None, None, max_tokens, ep.hidden, ep.num_experts))
         self.owner, self.ep, self.output = weakref.ref(buffer), ep, None
-        self.dispatched = self.seen = bare(dispatched)
-        self.is_by_pick = adds_by_pick(ep, dispatched.handle)
+        self.dispatched = self.seen = dispatched
+        self.is_by_pick = is_by_pick
         return self
 
     def dispatch_again(self) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "form_of",
     "looks_like_picks",
     "send",
+    "stripped",
     "sum_of_lanes",
     "summed",
 ]
@@ -67,6 +68,12 @@ class Sent(NamedTuple):
 def bare(r: Dispatched) -> Dispatched:
     """The result without its rows, for a handle to keep: it would keep their memory."""
     return type(r)(_no_rows(), r.handle, r.overflow, r.event, r.calls)
+
+
+def stripped(r: Dispatched) -> Dispatched:
+    """The same result without its rows, where nobody else has it."""
+    r.__dict__["x"] = _no_rows()
+    return r
 
 
 @functools.cache

@@ -14,10 +14,11 @@ from weft import env
 from weft.deep_ep.buffer import bias_of
 from weft.deep_ep.buffer_base import Runtime
 from weft.deep_ep.buffers.absent import HINT_MULTIPLE, Absent
-from weft.deep_ep.buffers.elastic_handle import EPHandle
+from weft.deep_ep.buffers.elastic_handle import About, EPHandle
 from weft.deep_ep.ending import Ending
 from weft.deep_ep.errors import refused
 from weft.deep_ep.expanded import lane_of, words_of
+from weft.deep_ep.known import Known, sum_of
 from weft.deep_ep.layers import Layers, ShapeOf
 from weft.deep_ep.nodes import Network, Nodes
 from weft.deep_ep.ranks import ranks_of
@@ -31,11 +32,12 @@ from weft.deep_ep.rows import (
     form_of,
     looks_like_picks,
     send,
+    stripped,
     summed,
 )
 from weft.deep_ep.streams import Streams, collective_call
 from weft.deep_ep.utils.event import EventHandle, EventOverlap
-from weft.deep_ep.utils.math import align, aligned
+from weft.deep_ep.utils.math import align
 from weft.errors import InvalidArgument, InvalidState
 from weft.limits import adds_by_pick
 from weft.limits import memory as memory_of
@@ -91,6 +93,7 @@ class ElasticBuffer(Absent, Ending):
         self.num_scaleout_ranks, self.num_scaleup_ranks = self._nodes.num_nodes, self._nodes.size
         self.scaleout_rank_idx, self.scaleup_rank_idx = self._nodes.node, self._nodes.idx
         self.num_max_tokens_per_rank, self.hidden, self.num_topk = num_max_tokens_per_rank, hidden, num_topk
+        is_by_pick = num_bytes is None
         if num_bytes is None:
             with self._ranks.released_on_error():
                 num_bytes = _size_hint(self.num_ranks, max(1, num_max_tokens_per_rank), max(8, hidden), num_topk)
@@ -103,7 +106,9 @@ class ElasticBuffer(Absent, Ending):
         self.runtime: Runtime | None = Runtime(self._ranks, physical)
         with self._ranks.released_on_error():
             seconds = float(min(num_cpu_timeout_secs, num_gpu_timeout_secs))
-            self._layers = Layers(self._ranks, heap_bytes=num_bytes, deadline_s=seconds, nodes=self._nodes)
+            self._layers = Layers(
+                self._ranks, heap_bytes=num_bytes, deadline_s=seconds, nodes=self._nodes, is_by_pick=is_by_pick
+            )
         self._streams = Streams(self._ranks.device)
         self._destroyed = False
 
@@ -210,6 +215,18 @@ class ElasticBuffer(Absent, Ending):
         """
         self._check_alive("dispatch")
         self._check_qps(num_qps)
+        key = None
+        if handle is None and previous_event is None and previous_event_before_epilogue is None:
+            most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+            key = num_experts, most, expert_alignment, num_sms, do_cpu_sync, do_expand, do_zero_padding
+            if cumulative_local_expert_recv_stats is None and not async_with_compute_stream:
+                like = self._layers.known.get(key)
+                r = None if like is None else like.dispatch(self._layers, x, topk_idx, topk_weights)
+                if like is not None and r is not None and topk_idx is not None:
+                    rows, ep = r.x, like.ep
+                    made = EPHandle(self, ep, stripped(r), topk_idx, like.about, ep.hidden, copy=do_handle_copy)
+                    beside = self._beside(r, made, has_weights=topk_weights is not None)
+                    return rows, *beside, made, EventOverlap()
         form = form_of(x)
         before = previous_event
         if previous_event_before_epilogue is not None:
@@ -241,14 +258,13 @@ class ElasticBuffer(Absent, Ending):
                 check_first(form, topk_idx, topk_weights, self._ranks.device)
             if topk_idx.shape[0] > most:
                 raise InvalidArgument(f"topk_idx is {list(topk_idx.shape)}; allowed is [T, K] with T up to {most}")
-            given = _Given(form, topk_idx, topk_weights, num_experts, most, expert_alignment or 1)
-            given.device = self._ranks.device
-            given.is_exact = do_cpu_sync is None or bool(do_cpu_sync)  # DeepEP's tests give 0 and 1
-            given.copy, given.num_sms = do_handle_copy, num_sms
+            is_exact = do_cpu_sync is None or bool(do_cpu_sync)  # DeepEP's tests give 0 and 1
+            about = About(most, expert_alignment or 1, is_exact, num_sms, do_expand)
+            given = _Given(form, topk_idx, topk_weights, num_experts, about)
+            given.device, given.copy, given.key = self._ranks.device, do_handle_copy, key
             options |= {"zero_holes": do_zero_padding} if do_expand else {}
             num_local = num_experts // self.num_ranks
-            first = self._first_expanded if do_expand else self._first
-            work = lambda: first(given, options)  # noqa: E731
+            work = lambda: self._first(given, options)  # noqa: E731
 
         stats = cumulative_local_expert_recv_stats
         if stats is not None:
@@ -257,17 +273,17 @@ class ElasticBuffer(Absent, Ending):
         values, event = self._streams.run(work, before, async_with_compute_stream, (x, topk_idx, topk_weights, stats))
         return (*values, event)
 
-    def _layer(self, given: _Given) -> Any:
-        shape = ShapeOf(given.num_experts, given.topk_idx.shape[1], given.form.hidden, given.form.dtype)
-        return self._layers.get(shape, max(given.max_tokens, self.num_max_tokens_per_rank), 0, given.check)
+    def _shape(self, given: _Given) -> ShapeOf:
+        return ShapeOf(given.num_experts, given.topk_idx.shape[1], given.form.hidden, given.form.dtype)
 
-    def _sent(self, ep: Any, given: _Given, options: dict[str, Any], **more: Any) -> tuple[Any, Any]:
+    def _layer(self, given: _Given) -> Any:
+        most = max(given.about.max_tokens, self.num_max_tokens_per_rank)
+        return self._layers.get(self._shape(given), most, 0, given.check)
+
+    def _sent(self, ep: Any, given: _Given, options: dict[str, Any]) -> tuple[Any, Any]:
         """Rows, and their result."""
         try:
-            sent = send(
-                ep, given.form, topk_idx=given.topk_idx, topk_weights=given.topk_weights, max_tokens=given.max_tokens,
-                host_counts=True, **more, **options,
-            )  # fmt: skip
+            sent = send(ep, given.form, topk_idx=given.topk_idx, topk_weights=given.topk_weights, **options)
         except InvalidArgument:
             given.check()
             raise
@@ -276,32 +292,26 @@ class ElasticBuffer(Absent, Ending):
         return sent.x, sent.dispatched
 
     def _first(self, given: _Given, options: dict[str, Any]) -> tuple[Any, Any]:
-        ep = self._layer(given)
-        rows, r = self._sent(ep, given, options, capacity=None if given.is_exact else self.num_ranks * given.max_tokens)
-        handle = self._handle(ep, r, given)
-        handle.ids = r.handle.idx  # kept for calls along the handle: the caller's are another copy
-        return (rows, r.topk_idx, r.handle.weights if given.topk_weights is not None else None, handle), r
+        about, ep = given.about, self._layer(given)
+        top_k, num_local, worst = ep.top_k, ep.num_local_experts, self.num_ranks * about.max_tokens
+        if about.do_expand:
+            worst = align(worst * min(top_k, num_local) + (about.alignment - 1) * num_local, about.alignment)
+            options |= {"layout": "expert_major", "alignment": about.alignment}
+        options |= {"capacity": None if about.is_exact else worst, "max_tokens": about.max_tokens, "host_counts": True}
+        rows, r = self._sent(ep, given, options)
+        if given.key is not None and given.form.is_plain:
+            self._layers.note_known(given.key, Known(ep, self._shape(given), about=about, **options))
+        handle = EPHandle(self, ep, bare(r), given.topk_idx, about, given.form.num_columns, copy=given.copy)
+        return (rows, *self._beside(r, handle, has_weights=given.topk_weights is not None), handle), r
 
-    def _first_expanded(self, given: _Given, options: dict[str, Any]) -> tuple[Any, Any]:
-        ep = self._layer(given)
-        top_k, num_local = ep.top_k, ep.num_local_experts
-        worst = self.num_ranks * given.max_tokens * min(top_k, num_local) + (given.alignment - 1) * num_local
-        rows, r = self._sent(
-            ep, given, options, layout="expert_major", alignment=given.alignment,
-            capacity=None if given.is_exact else align(worst, given.alignment),
-        )  # fmt: skip
-        weights = r.handle.weights if given.topk_weights is not None else None  # no combine of a buffer reads them
-        return (rows, None, weights, self._handle(ep, r, given)), r
-
-    def _handle(self, ep: Any, r: Any, given: _Given) -> EPHandle:
-        handle = EPHandle(
-            self, ep, bare(r), given.topk_idx, max_tokens=given.max_tokens, is_exact=given.is_exact,
-            num_sms=given.num_sms, copy=given.copy,
-        )  # fmt: skip
-        handle.expert_alignment, handle.widths = given.alignment, {given.form.num_columns}
-        if given.is_exact:
-            handle.num_recv_tokens_per_expert_list = aligned(r.num_tokens_per_expert_list, given.alignment)
-        return handle
+    def _beside(self, r: Any, handle: EPHandle, *, has_weights: bool) -> tuple[Tensor | None, Tensor | None]:
+        """The ids and weights that the caller gets of a first dispatch; no combine of a buffer reads them."""
+        routing = r.handle
+        if handle.do_expand:
+            return None, routing.weights if has_weights else None
+        ids, weights = routing._received()
+        handle.ids = ids  # kept for calls along the handle: the caller's are another copy
+        return ids.clone(), weights if has_weights else None
 
     def _again(
         self, known: EPHandle, form: Form, topk_weights: Tensor | None, options: dict[str, Any]
@@ -352,9 +362,14 @@ class ElasticBuffer(Absent, Ending):
         if once and topk_weights is not None:
             raise InvalidArgument("topk_weights with an expanded handle need allow_multiple_reduction=True")
         ep, routing = known.ep, known.dispatched.handle
+        is_here = previous_event is None and previous_event_before_epilogue is None and not async_with_compute_stream
         # Sums that are not the last ones stay in fp32.
         is_wide = once or (not self.allow_multiple_reduction and self.num_scaleout_ranks > 1)
         options: dict[str, Any] = {"num_sms": self._layers.num_sms(num_sms or known.num_sms)}
+        if is_here and not is_wide and topk_weights is None and bias is None and ep.hidden in known.widths:
+            y = sum_of(ep, x, routing, options["num_sms"], "last_pick")
+            if y is not None:
+                return y, None, EventOverlap()
 
         def work() -> tuple[Any, None]:
             more = bias_of(bias)
@@ -398,9 +413,8 @@ class _Given:
     """What a first dispatch was given, beside how it runs."""
 
     device: torch.device
-    is_exact = True
     copy = True
-    num_sms = 0
+    key: Any = None  # of a call that may be known from now on
 
     def __init__(
         self,
@@ -408,11 +422,10 @@ class _Given:
         topk_idx: Tensor,
         topk_weights: Tensor | None,
         num_experts: int,
-        max_tokens: int,
-        alignment: int,
+        about: About,
     ) -> None:
         self.form, self.topk_idx, self.topk_weights = form, topk_idx, topk_weights
-        self.num_experts, self.max_tokens, self.alignment = num_experts, max_tokens, alignment
+        self.num_experts, self.about = num_experts, about
 
     def check(self) -> None:
         """See check_first."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from weft.deep_ep.utils.math import aligned
 from weft.engine import to_host
 
 if TYPE_CHECKING:
     from weft.expert_parallel import ExpertParallel
     from weft.handle import Dispatched
 
-__all__ = ["EPHandle"]
+__all__ = ["About", "EPHandle"]
 
 # Tables that are made from what a dispatch has brought, when somebody reads them; no rank waits for another.
 _LATE = (
@@ -21,6 +22,16 @@ _LATE = (
     "psum_num_recv_tokens_per_expert", "num_unaligned_recv_tokens_per_expert", "recv_src_metadata",
     "dst_buffer_slot_idx",
 )  # fmt: skip
+
+
+class About(NamedTuple):
+    """What a dispatch was asked for."""
+
+    max_tokens: int
+    alignment: int
+    is_exact: bool
+    num_sms: int
+    do_expand: bool
 
 
 class EPHandle:
@@ -49,22 +60,23 @@ class EPHandle:
     recv_src_metadata: Tensor
     dst_buffer_slot_idx: Tensor
 
+    token_metadata_at_forward = None
+    channel_linked_list = None
+    ids: Tensor | None = None  # not expanded: local ids received
+
     def __init__(
-        self, buffer: Any, ep: ExpertParallel, dispatched: Dispatched, topk_idx: Tensor, *, max_tokens: int,
-        is_exact: bool, num_sms: int, copy: bool,
+        self, buffer: Any, ep: ExpertParallel, dispatched: Dispatched, topk_idx: Tensor, about: About, width: int, *,
+        copy: bool,
     ) -> None:  # fmt: skip
-        handle = dispatched.handle
+        """`dispatched` without rows, which have `width` columns."""
         self.buffer, self.ep, self.dispatched = buffer, ep, dispatched
-        self.do_expand = handle.layout == "expert_major"
-        self.num_experts, self.num_max_tokens_per_rank, self.num_sms = ep.num_experts, max_tokens, num_sms
-        self.expert_alignment = 1
-        self.widths: set[int] = set()  # of rows that went along it
+        self.num_max_tokens_per_rank, self.expert_alignment, self.is_exact, self.num_sms, self.do_expand = about
+        self.num_experts, self.widths = ep.num_experts, {width}  # of rows that went along it
         self.topk_idx = topk_idx.clone() if copy else topk_idx
-        self.num_recv_tokens_per_expert_list: list[int] = []
-        self.token_metadata_at_forward = None
-        self.channel_linked_list = None
-        self.is_exact = is_exact
-        self.ids: Tensor | None = None  # not expanded: local ids received
+        counts: list[int] = []
+        if self.is_exact:
+            counts = aligned(dispatched.num_tokens_per_expert_list, self.expert_alignment)
+        self.num_recv_tokens_per_expert_list = counts
 
     def deterministic_sort(self, *args: Any, **named: Any) -> None:
         """Nothing: the order is always the same."""
