@@ -23,6 +23,7 @@ int num_times = 0;
 unsigned seed = 1;
 int signal_number = SIGKILL;
 std::string only;  // one that dies
+int longest_us = 0;
 
 bool is_of_operations(const std::string& name) {  // kill_test.cc has these
   return name.starts_with("dispatch.") || name.starts_with("combine.");
@@ -118,7 +119,12 @@ std::vector<std::string> part_of(const char* text) {
 
 }  // namespace
 
-void weft::fail_point(const char* name) { pass(name); }
+void weft::fail_point(const char* name) {
+  if (longest_us > 0 && fuse.process != Fuse::kUnarmed && std::rand() % 4 == 0) {
+    usleep(static_cast<useconds_t>(std::rand() % longest_us));
+  }
+  pass(name);
+}
 
 int main(int argc, char** argv) {
   std::vector<char*> wanted{argv[0]};
@@ -134,6 +140,8 @@ int main(int argc, char** argv) {
     } else if (has_value && std::strcmp(argv[idx], "--part") == 0) {
       names = part_of(argv[++idx]);
       for (std::string& name : names) wanted.push_back(name.data());
+    } else if (has_value && std::strcmp(argv[idx], "--jitter") == 0) {
+      longest_us = std::atoi(argv[++idx]);
     } else if (std::strcmp(argv[idx], "--stops") == 0) {
       signal_number = SIGSTOP;
     } else {

@@ -171,6 +171,7 @@ class Member {
 
   void live() {
     alarm(kLongestS);
+    std::srand(static_cast<unsigned>(getpid()));
     const RankLeftovers leftovers;
     const bool is_founder = self_.rank < scenario_.num_founders();
     if (!is_founder && !comes_true([&] { return board_.may_join[self_.rank].load(); })) return;

@@ -198,7 +198,12 @@ TEST(too_few_descriptors_are_told_before_anybody_is_called) {
             self.connect(kLongS, {decider, {}});
             CHECK(false);
           } catch (const Error& error) {  // what rank 7 said, or that it or one that had given up before is gone
-            CHECK(error.code == ErrorCode::kPeerLost || error.code == ErrorCode::kCapacityExceeded);
+            bool is_right = error.code == ErrorCode::kPeerLost || error.code == ErrorCode::kCapacityExceeded;
+            // It calls nobody: on a busy machine all others may have left before it came to hear them.
+            is_right |= self.rank == 0 && error.code == ErrorCode::kPeerTimeout && error.peers == all_but(40, {0});
+            if (!is_right) {
+              report_failure("rank", self.rank, std::string(error_code_name(error.code)) + ": " + error.text);
+            }
           }
           return;
         }
