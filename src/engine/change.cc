@@ -285,10 +285,13 @@ void Communicator::prepare_in_slices(u64 deadline_ns, const Poll& poll) {
   }
 }
 
-// Members alone decide.
+// Members alone decide. One that has ended before this rank came to it counts, too.
 bool Communicator::is_group_gone() {
+  const RankSet unmet = unmet_members();
+  const RankSet met = met_members();
+  const RankSet dead = RankSet::of(plane_->dead_ranks());
   const std::lock_guard lock(membership_mutex_);
-  return (membership_.newest_set() - RankSet::of(plane_->dead_ranks())).empty();
+  return !membership_.newest_set().contains(rank_) && unmet.empty() && (met - dead).empty();
 }
 
 // Whether a rank that was a member is none by now. The register knows, whatever this rank has heard of it.

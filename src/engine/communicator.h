@@ -245,6 +245,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool ask_whether_all_is_made(const Wait& wait);
   bool is_newer_than(u32 epoch);
   RankSet unmet_members();
+  RankSet met_members();
+  void look_past_member(int slot);
   u32 meet_members(const Wait& wait);
   RankSet not_installed(const MembershipRecord& record);
   bool may_begin(const MembershipRecord& record);

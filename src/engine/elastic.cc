@@ -37,10 +37,10 @@ Elastic::Elastic(Communicator& self, OpenGroup& open_group)
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (!wake_.valid()) throw_system_error("eventfd", errno);
   is_solo = !comm.membership_.is_member();
-  for (const int peer : group.peers()) {
-    if (is_solo && !comm.membership_.newest_set().contains(peer)) newcomers_.insert(peer);
-  }
   const std::vector<u64> members = comm.membership_.welcome().incarnations;
+  for (const int peer : group.peers()) {
+    if (is_solo && !group.has_peer(peer, members[static_cast<size_t>(peer)])) newcomers_.insert(peer);
+  }
   for (const int slot : comm.plane_->dead_ranks()) {
     const u64 member = members[static_cast<size_t>(slot)];
     if (member != 0 && !group.has_peer(slot, member)) absent.emplace(slot, member);
@@ -194,7 +194,7 @@ void Communicator::admit(int slot, u64 incarnation, Connection&& connection, con
   bool is_member = false;
   {
     const std::lock_guard lock(membership_mutex_);
-    is_member = membership_.newest_set().contains(slot);
+    is_member = membership_.welcome().incarnations[static_cast<size_t>(slot)] == incarnation;
   }
   {
     const std::lock_guard lock(e.mutex);

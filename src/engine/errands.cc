@@ -97,6 +97,7 @@ Parcel Communicator::inquire(int slot, Errand errand, std::vector<std::byte> byt
 
 void Communicator::serve(int slot, u64 tag, Parcel&& parcel) {
   Elastic& e = *elastic_;
+  look_past_member(slot);
   Parcel answer;
   u64 code = 0;
   try {
@@ -182,11 +183,7 @@ std::vector<std::byte> Communicator::serve_ready(int slot, const Parcel& parcel)
 // Heaps of the members may have grown: this rank's grows as it joins, and is shown once more. Those of other newcomers do not
 // count: what members are prepared for does not grow.
 void Communicator::share_window(MemberWindow& window, u64 deadline_ns, const Poll& poll, bool is_new) {
-  RankSet members;
-  {
-    const std::lock_guard lock(membership_mutex_);
-    members = membership_.newest_set();
-  }
+  const RankSet members = met_members();
   do {
     swap_offers(window, members, {deadline_ns, poll}, is_new);
   } while (window.match_heaps(members));
@@ -269,14 +266,10 @@ void Communicator::prepare(u64 deadline_ns, const Poll& poll) {
 bool Communicator::ask_whether_all_is_made(const Wait& wait) {
   Elastic& e = *elastic_;
   std::vector<u64> ids;
-  RankSet members;
+  const RankSet members = met_members();
   {
     const std::lock_guard lock(mutex_);
     for (const MemberWindow* window : windows_) ids.push_back(window->id());
-  }
-  {
-    const std::lock_guard lock(membership_mutex_);
-    members = membership_.newest_set();
   }
   std::map<u64, size_t> missing;  // by window: how many members have it
   size_t num_members = 0;
@@ -339,11 +332,7 @@ void Communicator::set_contract(std::string contract) {
 
 std::string Communicator::ask_contract(u64 deadline_ns, const Poll& poll, const std::vector<int>& of) {
   static_cast<void>(elastic("join"));
-  RankSet members = RankSet::of(of);
-  if (of.empty()) {
-    const std::lock_guard lock(membership_mutex_);
-    members = membership_.newest_set();
-  }
+  const RankSet members = of.empty() ? met_members() : RankSet::of(of);
   for (const int member : members.ranks()) {
     try {
       const bool is_member = of.empty() || is_solo();  // who is no newcomer may ask one that is let go

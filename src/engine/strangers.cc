@@ -83,6 +83,36 @@ RankSet Communicator::unmet_members() {
   return unmet;
 }
 
+// Members of the newest epoch that is known here, to which this rank is connected. The slot does not tell: in that of a member that
+// a record unread as yet leaves out a newcomer may be by now.
+RankSet Communicator::met_members() {
+  std::vector<u64> members;
+  {
+    const std::lock_guard lock(membership_mutex_);
+    members = membership_.welcome().incarnations;
+  }
+  RankSet met;
+  for (int slot = 0; slot < num_ranks_; ++slot) {
+    const u64 incarnation = members[static_cast<size_t>(slot)];
+    if (incarnation != 0 && elastic_->group.has_peer(slot, incarnation)) met.add(slot);
+  }
+  return met;
+}
+
+// A letter has come from this slot, whose owner is connected: if it is not the member that this rank knows there, there is a record to
+// read before it is answered.
+void Communicator::look_past_member(int slot) {
+  u64 member = 0;
+  {
+    const std::lock_guard lock(membership_mutex_);
+    member = membership_.welcome().incarnations[static_cast<size_t>(slot)];
+  }
+  if (member == 0 || elastic_->group.has_peer(slot, member)) return;
+  MembershipEvent look;
+  look.kind = MembershipEvent::Kind::kLook;
+  ask(look, Wait{0, {}});
+}
+
 // Until this rank is connected to all members, which it could not be prepared for otherwise; those of the epoch that is returned.
 u32 Communicator::meet_members(const Wait& wait) {
   Elastic& e = *elastic_;

@@ -96,6 +96,12 @@ TEST(a_newcomer_is_stopped_before_the_decision) {
   }
 }
 
+// Welcomed before its sponsor died, and awake again when another newcomer is in that slot.
+TEST(a_newcomer_finds_another_one_in_the_slot_of_a_member) {
+  const Victim asleep{kNewcomer, "join.welcomed", 0, SIGSTOP, false, true};
+  run_scenario({Kind::kJoin, {asleep, {0, "sponsor.welcomed"}}, Sees::kBreak});
+}
+
 TEST(a_member_is_stopped_while_another_rank_prepares) {
   for (const char* point : {"greet.admitted", "window.taken", "ready.served"}) {
     run_scenario({Kind::kJoin, {{1, point, 0, SIGSTOP}}, Sees::kBreak});

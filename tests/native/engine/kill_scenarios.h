@@ -434,10 +434,12 @@ inline bool wake_up(const ForkedRanks& ranks, const Scenario& scenario, const Vi
   copy(board, before);
   CHECK(comes_true_among(ranks, [&] { return are_on(board, scenario, before, kOpsOn); }));
   copy(board, before);
+  int other = 0;  // one that goes on
+  while (other + 1 < scenario.num_founders() && (other == victim.process || scenario.is_victim(other))) ++other;
   ranks.signal(victim.process, SIGCONT);
   const auto works = [&] {
     return board.ops[victim.process] >= before.ops[victim.process] + kOpsAfter &&
-           board.epoch[victim.process] == board.epoch[victim.process == 0 ? 1 : 0];
+           board.epoch[victim.process] == board.epoch[other];
   };
   CHECK(comes_true_among(ranks, [&] { return board.has_ended[victim.process] || works(); }));
   return board.has_ended[victim.process];
