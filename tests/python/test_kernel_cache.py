@@ -92,6 +92,7 @@ def test_no_folder_is_an_empty_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # many kernels are compiled
 def test_prebuild_fills_a_cache_that_the_next_run_finds(tmp_path: Path) -> None:
     shape = [
         "--ranks",
