@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,3 +88,35 @@ def differs(comm: weft.Communicator) -> None:
 
 def test_another_call_beside_a_need_is_refused_on_every_rank() -> None:
     weft.spawn(differs, 3, device="cpu")
+
+
+def heaps_of_rows_by_pick(comm: weft.Communicator) -> list[int]:
+    """Bytes of the heaps of Hybrid's and V2's windows of 1024 tokens with 8 picks, less those of two results."""
+    found, top_k, hidden, most = [], 8, 2048, 1024
+    of_two = 2 * most * top_k * (2 * hidden + 4 + 4)
+    x = torch.ones((4, hidden), dtype=torch.bfloat16, device="cpu")
+    ids = torch.arange(4 * top_k, dtype=torch.int64, device="cpu").view(4, top_k) % 8
+    hybrid = deep_ep.HybridEPBuffer(comm, hidden, most, 8 // comm.num_ranks)
+    elastic = deep_ep.ElasticBuffer(comm, num_max_tokens_per_rank=most)
+    for buffer, dispatch in (
+        (hybrid, lambda: hybrid.dispatch_with_permute(hidden=x, topk_idx=ids, num_of_experts=8)),
+        (elastic, lambda: elastic.dispatch(x, ids, num_experts=8, do_expand=True)),
+    ):
+        window = buffer._ranks.window
+
+        def noted(window: Any = window, **arguments: Any) -> Any:
+            if arguments["heap_bytes"]:  # else of words between ranks
+                found.append(arguments["heap_bytes"] - of_two)
+            return window(**arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(buffer._ranks, "window", noted)
+            dispatch()
+    return found
+
+
+def test_heaps_have_room_for_a_row_a_pick() -> None:
+    """Else a result goes beside the one before it to ordinary tensors, by a kernel more."""
+    (found,) = weft.spawn(heaps_of_rows_by_pick, 1, device="cpu")
+    assert len(found) == 2
+    assert min(found) >= 0
