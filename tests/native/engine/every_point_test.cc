@@ -1,11 +1,14 @@
 // Guards against a death at a point of joining, changing and recovering that the table of join_kill_test.cc does not have: each
 // process dies at each named point that it passes there.
 //
-//   engine_every_point [--times N] [--seed S] [--stops] [--only POINT/PROCESS] [--part K/N] [CASE...]
+//   engine_every_point [--times N] [--seed S] [--stops] [--only POINT/PROCESS] [--part K/N] [--jitter US] [CASE...]
 //
 // N: deaths of each process at each point, each at a pass of its own; 0, the default: some that the seed draws. With --stops they
 // are stopped there, and go on when the others have gone on without them. With --only: that process at that point alone.
+// --jitter: at every fourth point or so each process sleeps up to US microseconds, so that they meet in other orders.
 // --part: of all cases, of which every N-th is in one part, those of part K, from 0.
+#include <unistd.h>
+
 #include <map>
 #include <random>
 #include <string>
@@ -120,8 +123,9 @@ std::vector<std::string> part_of(const char* text) {
 }  // namespace
 
 void weft::fail_point(const char* name) {
-  if (longest_us > 0 && fuse.process != Fuse::kUnarmed && std::rand() % 4 == 0) {
-    usleep(static_cast<useconds_t>(std::rand() % longest_us));
+  if (longest_us > 0 && fuse.process != Fuse::kUnarmed) {
+    thread_local std::mt19937 random(seed + static_cast<unsigned>(gettid()));
+    if (random() % 4 == 0) usleep(static_cast<useconds_t>(random() % static_cast<unsigned>(longest_us)));
   }
   pass(name);
 }

@@ -96,10 +96,23 @@ TEST(a_newcomer_is_stopped_before_the_decision) {
   }
 }
 
-// Welcomed before its sponsor died, and awake again when another newcomer is in that slot.
+std::atomic<int>* num_answers = nullptr;  // that the other newcomer has had to ready(); in shared memory
+
+// Welcomed before its sponsor died, and awake again when another newcomer is in that slot, and ready. It makes its window when the
+// other one does not ask for it any more, and as one that has not read of the death.
 TEST(a_newcomer_finds_another_one_in_the_slot_of_a_member) {
+  constexpr int kOther = kCapacity + 1;
+  const InShared<std::atomic<int>> shared;
+  num_answers = &*shared;
+  on_pass = [](const char* name, int process) {
+    constexpr int kOfMembers = 2;
+    if (process == kOther && std::strcmp(name, "ready.answered") == 0) ++*num_answers;
+    if (process != kNewcomer || std::strcmp(name, "join.made") != 0) return;
+    CHECK(comes_true([] { return *num_answers >= 2 * kOfMembers; }));
+  };
   const Victim asleep{kNewcomer, "join.welcomed", 0, SIGSTOP, false, true};
   run_scenario({Kind::kJoin, {asleep, {0, "sponsor.welcomed"}}, Sees::kBreak});
+  on_pass = nullptr;
 }
 
 TEST(a_member_is_stopped_while_another_rank_prepares) {

@@ -79,6 +79,7 @@ struct Board {
   std::atomic<u32> epoch[kMostProcesses] = {};
   std::atomic<u64> whole_ops[kMostProcesses] = {};  // in this epoch, with all who are to be there at the end
   std::atomic<bool> has_ended[kMostProcesses] = {};
+  std::atomic<bool> is_ready[kMostProcesses] = {};  // of who is no founder
 };
 
 struct Scenario {
@@ -256,6 +257,7 @@ class Member {
   void wait_to_be_taken_in() {
     rank_->run(1);  // alone
     comm().ready(deadline_after_s(kLongS), {});
+    board_.is_ready[self_.rank] = true;
     while (!comm().boundary(deadline_after_s(kLongS), {})) {
     }
     is_due_ = true;
@@ -433,6 +435,13 @@ inline bool wake_up(const ForkedRanks& ranks, const Scenario& scenario, const Vi
   Board before;
   copy(board, before);
   CHECK(comes_true_among(ranks, [&] { return are_on(board, scenario, before, kOpsOn); }));
+  const auto replacements_are_ready = [&] {
+    for (int process = scenario.num_first(); process < scenario.num_processes(); ++process) {
+      if (board.may_join[process] && !board.is_ready[process] && board.ops[process] == 0) return false;
+    }
+    return true;
+  };
+  if (victim.sleeps_on) CHECK(comes_true_among(ranks, replacements_are_ready));
   copy(board, before);
   int other = 0;  // one that goes on
   while (other + 1 < scenario.num_founders() && (other == victim.process || scenario.is_victim(other))) ++other;
