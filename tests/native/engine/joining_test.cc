@@ -415,4 +415,53 @@ TEST(who_was_left_out_holds_up_no_newcomer) {
   }
 }
 
+// A record has left rank 1 out, and another newcomer has its slot by now.
+MembershipRecord without_rank_1() {
+  MembershipRecord record;
+  record.epoch = record.era = 2;
+  record.active = RankSet::of({0});
+  return record;
+}
+
+TEST(another_newcomer_in_the_slot_of_a_member_is_asked_as_one) {
+  NewcomerCase joined(2, {{0, 11}, {1, 31}});
+  std::optional<Sent> asked;
+  int num_polls = 0;
+  joined.stage.on_send = [&](const Sent& message) {
+    if (message.errand != Errand::kWindow) return;
+    if (message.slot == 0) return joined.answer(message, {});
+    joined.stage.commit(without_rank_1());
+    asked = message;
+  };
+  const Poll answer_later = [&] {
+    if (!asked || ++num_polls != 2) return;
+    joined.stage.hear(1, 31, Errand::kAnswer, asked->number, bytes_of(std::vector<u64>{0}));
+  };
+  joined.comm->share_window(joined.window, deadline_after_s(kLongS), answer_later);
+  CHECK(joined.window.has_taken_in(1));
+  CHECK(joined.comm->joining_ranks() == std::vector<int>{1});
+}
+
+TEST(another_newcomer_in_the_slot_of_a_member_is_answered_as_one) {
+  NewcomerCase joined(2, {{0, 11}, {1, 31}});
+  joined.stage.commit(without_rank_1());
+  CHECK(joined.stage.ask(1, 31, Errand::kWindow, bytes_of(std::vector<u64>{1})) == bytes_of(std::vector<u64>{0}));
+  CHECK(joined.window.has_taken_in(1));
+}
+
+// Rank 1 was taken in meanwhile, and had ended before this rank came to it.
+TEST(a_group_of_which_one_was_never_met_is_gone) {
+  NewcomerCase joined(2, {{0, 11}});
+  Stage& stage = joined.stage;
+  u64 incarnation = 0;
+  {
+    const Listener other;
+    incarnation = incarnation_of(other.endpoint());
+    stage.page->slots().claim(1, other.endpoint(), 0);
+  }
+  stage.commit(taking_in(2, RankSet::of({0, 1}), 1, incarnation));
+  stage.set_dead(0);
+  CHECK_ERROR(kPeerLost, {}, joined.comm->boundary(deadline_after_s(kLongS), {}));
+}
+
 int main(int argc, char** argv) { return run_tests(argc, argv); }
