@@ -26,8 +26,11 @@ _MADE_BY_WEFT = (
     "Staged",
     "Topology",
 )  # constructors are no one else's
-_CALL_PATH = ("autograd.py", "expert_parallel.py", "handle.py", "limits.py", "quantized.py", "call/*.py")
-_RAISED = {"CapacityExceeded", "CompileError", "CudaError", "InvalidArgument", "InvalidState", "Unsupported"}
+_OF_CALLERS = ("*.py", "call/*.py", "group/*.py", "kernels/*.py", "routing/*.py", "machine/*/*.py")
+_RAISED = {
+    "Aborted", "CapacityExceeded", "CompileError", "CudaError", "Evicted", "InternalError", "InvalidArgument",
+    "InvalidState", "PeerLost", "PeerTimeout", "Unsupported",
+}  # fmt: skip
 
 
 def public_names() -> list[str]:
@@ -72,14 +75,14 @@ def _lines(name: str, value: Any) -> Iterator[str]:
 
 
 def error_texts() -> list[str]:
-    """Texts of typed errors in the call path and the engines, values shown as {}."""
+    """Texts of typed errors of what programs import, and of the native module, values shown as {}."""
     texts: set[str] = set()
-    for path in (each for pattern in _CALL_PATH for each in (ROOT / "python/weft").glob(pattern)):
+    for path in (each for pattern in _OF_CALLERS for each in (ROOT / "python/weft").glob(pattern)):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _RAISED:
                 shown = [_shown(argument) for argument in node.args]
                 texts.add(f"{node.func.id}: {' | '.join(shown)}")
-    for path in (*(ROOT / "src/engine").rglob("*.cc"), *(ROOT / "src/engine").rglob("*.h")):
+    for path in (*(ROOT / "src").rglob("*.cc"), *(ROOT / "src").rglob("*.h")):
         for kind, arguments in re.findall(r"throw_(\w+)\(((?:[^;\"]|\"(?:\\.|[^\"\\])*\")*)\);", path.read_text()):
             parts = re.findall(r"\"((?:\\.|[^\"\\])*)\"", arguments)
             if parts:
