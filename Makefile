@@ -77,7 +77,7 @@ format: $(environment) ## format the sources in place (FILES="a.cc b.py" for som
 .PHONY: wheel
 wheel: $(environment) ## build the wheels of weft and weft-deep-ep into dist/ and look them over
 	@rm -rf dist
-	PATH="$(scripts):$$PATH" $(python) -m pip wheel --quiet --no-build-isolation --no-deps -w dist . ./packaging/weft-deep-ep
+	CI=1 PATH="$(scripts):$$PATH" $(python) -m pip wheel --quiet --no-build-isolation --no-deps -w dist . ./packaging/weft-deep-ep
 	$(python) tools/check_wheel.py dist/*.whl
 
 .PHONY: dev
