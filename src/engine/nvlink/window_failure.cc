@@ -115,16 +115,29 @@ std::vector<u64> Window::sequences_seen(const ErrorRecord& record) noexcept try 
   return {};
 }
 
+// Whether the header that is missing is that of a rank which is late itself. Those of other nodes come through a forwarder, in the
+// count phase alone: if its own is missing, too, it is the one that is late.
+static bool is_late_itself(const RailMap& map, i32 me, i32 peer, u32 phase, const std::vector<u64>& seen,
+                           u64 sequence) {
+  if (map.are_mates(me, peer)) return true;
+  if (static_cast<Phase>(phase) != Phase::kCount) return false;
+  const i32 forwarder = map.forwarder(peer, map.node(me));
+  return forwarder == me || seen[static_cast<size_t>(forwarder)] == sequence;
+}
+
 // One line for the log, and who is late: the rank that was waited for, and all whose headers are not there either.
 u64 Window::report_left(const ErrorRecord& record, OpKind kind) {
   const std::vector<u64> seen = sequences_seen(record);
   u64 late = record.culprit >= 0 ? u64{1} << record.culprit : 0;
   std::string cells;
+  const RailMap map = rail_map(shape_, active_);
+  const u64 expected = record.sequence & 0xffffffffu;
   for (int peer : comm_->active_ranks()) {
     if (seen.empty() || peer == comm_->rank()) continue;
     const u64 sequence = seen[static_cast<size_t>(peer)];
     cells += " rank " + std::to_string(peer) + ":" + std::to_string(sequence);
-    if (sequence != (record.sequence & 0xffffffffu)) late |= u64{1} << peer;
+    if (sequence != expected && is_late_itself(map, comm_->rank(), peer, record.phase, seen, expected))
+      late |= u64{1} << peer;
   }
   log_line(kLogDebug, rank_text(comm_->rank()) + " left " + op_name(static_cast<u32>(kind)) + ", epoch " +
                           std::to_string(comm_->epoch()) + ", sequence " + std::to_string(record.sequence) +
